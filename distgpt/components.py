@@ -5,12 +5,6 @@ Nothing registers itself, and only what is asked for is imported.
 
 from __future__ import annotations
 
-# How the names of files end that are no texts; each of them is refused with advice.
-NO_TEXTS = (
-    ".tar .tgz .zip .7z .zst .xz .bz2 .docx .odt .epub .rtf .doc .pdf .json"
-    " .npy .npz .safetensors .bin .pt .pth .gguf .png .jpg .jpeg"
-)
-
 # Tables of which the core has the plain rows (core/base/tables.py). Whoever adds a tokenizer, a kind of
 # text, a benchmark or first weights writes one file, and one line here.
 TABLES: dict[str, dict[str, str]] = {
@@ -43,7 +37,6 @@ TABLES: dict[str, dict[str, str]] = {
         "record": "distgpt.recorded.record:record",
         "layout": "distgpt.layout.bind:PLACED",
         "one prompt": "distgpt.generation.averaged:averaged",
-        "remedy": "distgpt.texts.unreadable:remedy",
         "seams": "distgpt.guards.attach:guarded",
         "slots": "distgpt.decoding.choose:fastest",
     },
@@ -86,7 +79,7 @@ TABLES: dict[str, dict[str, str]] = {
         "environment": "distgpt.doctor.facts:of_run",
     },
     # By what a name of weights begins with, before a colon (core/saved/weights.py).
-    "weights": {"hub": "distgpt.formats.fetched:fetched_weights"},
+    "weights": {"hub": "distgpt.formats.huggingface:fetched_weights"},
     # By the setting init_weights (core/train/setup.py).
     "first weights": {"bigrams": "distgpt.recipes.bigrams:PAIRS"},
     # By a component's name, which settings give (core/train/plan.py).
@@ -127,8 +120,6 @@ TABLES: dict[str, dict[str, str]] = {
         "hub": "distgpt.texts.tokenizers.foreign:HUB",
         "library": "distgpt.texts.tokenizers.foreign:LIBRARY",
     },
-    # By what it is called in a tokenizer's saved form (core/data/tokenizers.py).
-    "extras": {"chat": "distgpt.texts.tokenizers.chat_template:checked_chat"},
     # By the setting that names its file (core/train/assessment.py).
     "metrics": {"hellaswag": "distgpt.evaluation.benchmark:HellaSwag"},
     # By what a setting calls it, how a file's name ends, or "/" and a file that lies in such folders; "/"
@@ -138,7 +129,6 @@ TABLES: dict[str, dict[str, str]] = {
         "packing": "distgpt.texts.packing:PACKED",
         "/manifest.json": "distgpt.texts.shards:SHARDS",
         **dict.fromkeys((".jsonl", ".parquet", ".gz", "/"), "distgpt.texts.prepare.tokenized:DOCUMENTS"),
-        **dict.fromkeys(NO_TEXTS.split(), "distgpt.texts.unreadable:NO_TEXT"),
     },
 }
 

@@ -43,7 +43,7 @@ INSIDE = {
         *("first_use", "pool", "compiling", "matmul", "teams", "fused"),
         *("kernels", "dtypes", "stages"),
     ),
-    "texts": ("unreadable", "tokenizers", "shards", "prepare", "packing", "chats"),
+    "texts": ("tokenizers", "shards", "prepare", "packing", "chats"),
     "formats": ("", "gguf"),
 }
 LONGEST = 50  # lines of a function

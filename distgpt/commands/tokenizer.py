@@ -9,7 +9,10 @@ import click
 from distgpt.commands.complete import texts, tokenizers
 from distgpt.commands.help import Group
 from distgpt.commands.options import PATH, LocaleText, max_document
-from distgpt.core.base.errors import print_lines
+from distgpt.core.base.errors import DataError, escape, print_lines
+from distgpt.core.base.formatting import count
+
+SAMPLE = "The harbour lay still; it's 1900, naïve café — done."
 
 
 @click.group(name="tokenizer", cls=Group)
@@ -56,8 +59,27 @@ def info(name_or_path: str, text: str | None) -> None:
 
     NAME_OR_PATH is byte, gpt2, hub:ORG/NAME, a tokenizer's file, or a directory with one.
     """
-    from distgpt.core.data.tokenizers import load_tokenizer
-    from distgpt.texts.tokenizers.shown import describe
+    from distgpt.core.data.tokenizers import BytesDecoder, fingerprint, load_tokenizer
 
-    for line in describe(load_tokenizer(name_or_path), text):
-        print_lines(line)
+    tokenizer = load_tokenizer(name_or_path)
+    print_lines(f"tokenizer    {tokenizer.describe()}")
+    separator = tokenizer.separator
+    between = "none" if separator is None else f"{separator} {escape(tokenizer.decode([separator]))}"
+    print_lines(f"separator    {between}")
+    print_lines(f"fingerprint  {fingerprint(tokenizer)}")
+    sample = SAMPLE if text is None else text
+    try:
+        ids = tokenizer.encode(sample).tolist()
+    except DataError:
+        if text is None:
+            return
+        raise
+    if isinstance(tokenizer, BytesDecoder):  # bytes that are no whole character as \xNN
+        pieces = [tokenizer.pieces[i].decode("utf-8", "backslashreplace") for i in ids]
+    else:
+        pieces = [tokenizer.decode([i]) for i in ids]
+    size = len(sample.encode())
+    rate = f", {size / len(ids):.2f} bytes per token" if ids else ""
+    print_lines(f"sample       {count(size, 'byte')} in {count(len(ids), 'token')}{rate}")
+    print_lines(f"pieces       {'│'.join(map(escape, pieces))}")
+    print_lines(f"ids          {' '.join(map(str, ids))}")

@@ -22,7 +22,7 @@ from distgpt.doctor.report import pairs, print_page
 from distgpt.launch.environment import launched_rank
 
 IN_USE = 3600.0  # seconds: a lock, or a file that is being written, is not older
-# What formats/fetched.py keeps in `models`, a name that a user's own folder in DISTGPT_CACHE may have, too.
+# What formats/huggingface.py keeps in `models`, a name that a user may have in DISTGPT_CACHE, too.
 MODEL = re.compile(r"\.?[\w.-]+--[\w.-]+\.safetensors(\.[0-9a-f]{12}\.tmp)?")
 TOKENIZED = Path("runs/tokenized")  # where `train` keeps them by default
 

@@ -9,14 +9,23 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from distgpt.core.base.caches import CACHE, cache_folder
 from distgpt.core.base.checked import parse_object
-from distgpt.core.base.errors import DataError, DistgptError, StorageError, UsageError, command_line
+from distgpt.core.base.errors import (
+    DataError,
+    DistgptError,
+    StorageError,
+    UsageError,
+    command_line,
+    print_lines,
+)
 from distgpt.core.base.files import (
     atomic_file,
     open_regular,
@@ -44,7 +53,6 @@ from distgpt.core.saved.weights import find_weights
 from distgpt.formats.families import family_for, recognised
 from distgpt.formats.family import HEAD, Family, Settings, TensorMapping
 from distgpt.texts.tokenizers.bpe import BpeTokenizer, symbols
-from distgpt.texts.tokenizers.chat_template import chat_of
 from distgpt.texts.tokenizers.foreign import CHAT_FILES
 from distgpt.texts.tokenizers.hub import PREFIX, TOKENIZER_FILES, download_model
 from distgpt.texts.tokenizers.tokenizer_json import LibraryTokenizer
@@ -256,6 +264,29 @@ def import_model(source: str, out: Path, tokenizer: str | None, note: Note = lam
     return import_from(foreign, name, out, tokenizer, note)
 
 
+def fetched_weights(repository: str, fetches: bool) -> Path:
+    """Return the file of a model. It is imported first where the user's cache does not have it yet.
+
+    Without `fetches` such a model is refused.
+    """
+    name, folder = PREFIX + repository, cache_folder("models")
+    if folder is None:
+        raise UsageError(f"{name} has no place: set {CACHE} to a folder that only you can write to")
+    found = folder / f"{repository.replace('/', '--')}.safetensors"
+    if not found.exists():
+        if not fetches:
+            own = command_line("weights", "import", name, "--out", "model.safetensors")
+            raise UsageError(f"{name} is not on this machine yet: first {own}, then name that file")
+        note = partial(print_lines, err=True)
+        import_model(name, found, None, note)
+        if not read_header(found).metadata["tokenizer"]:
+            found.unlink()
+            own = command_line("weights", "import", name, "--tokenizer", "…", "--out", "…")
+            raise UsageError(f"{name} has no tokenizer that can be used; import it with another: {own}")
+        note(f"{name} is kept as {found}; remove it to fetch it anew")
+    return found
+
+
 class Source(Protocol):
     """A model of others, of whatever format."""
 
@@ -415,7 +446,7 @@ def narrowed(array: NDArray[Any], dtype: str, name: str, path: Path) -> NDArray[
 def _texts(family: Family, config: ModelConfig, tokenizer: Tokenizer | None, dtype: str) -> dict[str, str]:
     """Return the small files by name: the configuration last, since a directory without it is no model."""
     separator = tokenizer.separator if tokenizer else None
-    ends = list(dict.fromkeys(chat.ends)) if tokenizer and (chat := chat_of(tokenizer)) else []
+    ends = list(dict.fromkeys(chat.ends)) if tokenizer and (chat := tokenizer.chat) else []
     first = tokenizer.first[0] if tokenizer and tokenizer.first else separator
     tokens = {"bos_token_id": first, "eos_token_id": ends or separator}
     settings = {
@@ -468,7 +499,7 @@ def tokenizer_files(tokenizer: Tokenizer, context: int) -> dict[str, str]:
         "model_max_length": context,
         "clean_up_tokenization_spaces": False,
     }
-    if chat := chat_of(tokenizer):
+    if chat := tokenizer.chat:
         settings |= {**chat.tokens, "chat_template": chat.source}
     if isinstance(tokenizer, LibraryTokenizer):
         whole = json.dumps(tokenizer.contents()["document"], ensure_ascii=False)

@@ -25,7 +25,7 @@ from distgpt.core.train.seams import kind_of
 from distgpt.core.train.sharing import Strategy, strategy_for
 from distgpt.counts import operations, parameters
 from distgpt.measure.step_timing import Progress, cuts, enough_sequences, layers_of_cuts, measure
-from distgpt.texts.prepare.vocabulary import vocabulary_size
+from distgpt.texts.prepare.learn import vocabulary_size
 from distgpt.texts.shards import Manifest, is_shards, read_manifest
 
 Facts = dict[str, Any]

@@ -24,7 +24,7 @@ from distgpt.recipes.scaling import (
     tokens_to_read,
 )
 from distgpt.texts.prepare.documents import find_inputs
-from distgpt.texts.prepare.vocabulary import vocabulary_size
+from distgpt.texts.prepare.learn import vocabulary_size
 from distgpt.texts.shards import is_shards, read_manifest
 
 DIALLED = "fast"  # the preset that the laws are for

@@ -15,7 +15,6 @@ from distgpt.serving.completions import (
     tokens_of,
 )
 from distgpt.serving.limits import Limits, invalid
-from distgpt.texts.tokenizers.chat_template import chat_of
 
 
 def about_tokenizer(served: Served) -> dict[str, Any]:
@@ -27,7 +26,7 @@ def about_tokenizer(served: Served) -> dict[str, Any]:
         "tokenizer_class": type(tokenizer).__name__,
         "bos_token": next(map(spelled.get, begins), None),
         "eos_token": next(map(spelled.get, ends), None),
-        "chat_template": chat.source if (chat := chat_of(tokenizer)) else None,
+        "chat_template": chat.source if (chat := tokenizer.chat) else None,
     }
 
 

@@ -14,7 +14,7 @@ from distgpt.core.base.formatting import count, size
 from distgpt.core.data.tokenizers import Tokenizer
 from distgpt.show.page import terminal_table
 from distgpt.show.progress import ByteProgress
-from distgpt.texts.prepare.documents import overview
+from distgpt.texts.prepare.documents import find_inputs
 from distgpt.texts.prepare.preparing import Request, Watcher, prepare
 from distgpt.texts.prepare.progress import refuse_unfinished
 from distgpt.texts.shards import (
@@ -44,9 +44,7 @@ def watcher(progress: str, label: str) -> Iterator[Watcher]:
 
 def prepare_and_report(request: Request, progress: str) -> None:
     with watcher(progress, "tokenizing") as watching:
-        if found := overview(request.inputs):
-            watching.noted(found)
-        manifest = prepare(request, watching)
+        manifest = prepare(request, watching, find_inputs(request.inputs, watching.noted))
     for line in summary(request.out, manifest, manifest.description):
         print_lines(line)
     print_lines(f"next: {command_line('train', '--data', request.out)}")

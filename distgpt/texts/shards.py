@@ -8,7 +8,9 @@ import os
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from io import BufferedReader
 from itertools import accumulate
 from pathlib import Path
 from typing import Annotated, Literal
@@ -17,7 +19,14 @@ import numpy as np
 
 from distgpt.core.base.checked import Must, checked, parse_json
 from distgpt.core.base.errors import DataError, DistgptError, Say
-from distgpt.core.base.files import open_regular, read_small, storage_errors
+from distgpt.core.base.files import (
+    new_file,
+    open_regular,
+    read_small,
+    storage_errors,
+    sync_directory,
+    unfinished,
+)
 from distgpt.core.base.formatting import count
 from distgpt.core.comm.agree import on_root, refuse_anywhere, shared
 from distgpt.core.comm.api import Comm
@@ -73,39 +82,6 @@ def file_bytes(dtype: str, tokens: int) -> int:
     return HEADER_BYTES + tokens * np.dtype(dtype).itemsize
 
 
-class ShardReader:
-    """Reads ids of a file. Not by a memory map, since what is lost from a mapped file kills the process."""
-
-    def __init__(self, folder: Path, shard: Shard, dtype: str, vocab_size: int) -> None:
-        self._path, self._dtype, self._vocab_size = folder / shard.name, np.dtype(dtype), vocab_size
-        self._descriptor: int | None = None
-        check_front(self._path, shard, dtype)
-
-    def read(self, out: Ids, start: int) -> None:
-        """out ← the ids from `start` on; a DataError if the file is too short by now, or an id is impossible.
-
-        Models index memory by ids, and these were verified long ago, or not at all.
-        """
-        offset = HEADER_BYTES + start * self._dtype.itemsize
-        with storage_errors("read", self._path):
-            if self._descriptor is None:
-                with open_regular(self._path) as file:
-                    self._descriptor = os.dup(file.fileno())
-            if not read_at(self._descriptor, out.view(np.uint8).data, offset):
-                raise DataError(f"{self._path} has been cut short since it was opened")
-        if (largest := int(out.max(initial=0))) >= self._vocab_size:
-            at = start + int(out.argmax())
-            raise DataError(f"{_impossible(self._path, largest, self._vocab_size)} (at position {at:,})")
-
-    def close(self) -> None:
-        """Close the file until the next `read`."""
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
-
-    __del__ = close
-
-
 def read_at(descriptor: int, out: memoryview, offset: int) -> bool:
     """out ← the bytes of a file from `offset` on. Return False if it ends before."""
     while out:
@@ -128,6 +104,46 @@ def check_front(path: Path, shard: Shard, dtype: str) -> None:
         raise DataError(f"{path} is damaged: it has {size:,} bytes, in the manifest {shard.bytes:,}")
     if front != header(dtype, shard.tokens):
         raise DataError(f"{path} is damaged: its header is not that of {shard.tokens:,} ids of type {dtype}")
+
+
+class ShardWriter:
+    """Writes ids to a file that gets its name only when it is finished."""
+
+    def __init__(self, path: Path, dtype: str) -> None:
+        self._path, self._dtype = path, dtype
+        self._partial = unfinished(path)
+        self.tokens = 0
+        self._largest = 0
+        with storage_errors("write", path):
+            self._file = new_file(self._partial)
+            self._file.write(header(dtype, 0))
+
+    def write(self, ids: Ids) -> None:
+        with storage_errors("write", self._path):
+            self._file.write(np.ascontiguousarray(ids, self._dtype).data)
+        self.tokens += len(ids)
+        self._largest = max(self._largest, int(ids.max(initial=0)))
+
+    def finish(self, split: Split) -> Shard:
+        """Write the file to the disk, under its name, and hash the bytes that can be read back."""
+        with storage_errors("write", self._path):
+            self._file.seek(0)
+            self._file.write(header(self._dtype, self.tokens))
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+            with self._partial.open("rb") as file:
+                sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+            self._partial.replace(self._path)
+            sync_directory(self._path.parent)
+        size = file_bytes(self._dtype, self.tokens)
+        return Shard(self._path.name, split, self.tokens, size, sha256, self._largest)
+
+    def discard(self) -> None:
+        with suppress(OSError):
+            self._file.close()
+        with suppress(OSError):
+            self._partial.unlink()
 
 
 SHARDS_FORMAT, SHARDS_VERSION = "distgpt-shards", 2
@@ -283,40 +299,55 @@ def read_tokenizer(folder: Path) -> Tokenizer:
 
 
 class ShardTokens:
-    """The shards of a split end to end, as Tokens. Opening reads headers and sizes alone."""
+    """The shards of a split end to end, as Tokens. Opening reads headers and sizes alone.
+
+    There is no memory map, since what is lost from a mapped file kills the process.
+    """
 
     def __init__(self, folder: Path, manifest: Manifest, split: str) -> None:
+        self._open: dict[int, BufferedReader] = {}  # the last one read at the end
         shards = manifest.of(split)
-        size = manifest.vocab_size
-        self._files = [ShardReader(folder, shard, manifest.dtype, size) for shard in shards]
-        self._open: list[ShardReader] = []  # the last one read at the end
+        for shard in shards:
+            check_front(folder / shard.name, shard, manifest.dtype)
+        self._paths = [folder / shard.name for shard in shards]
         self._starts = [0, *accumulate(shard.tokens for shard in shards)]
-        self._dtype = np.dtype(manifest.dtype)
+        self._dtype, self._vocab_size = np.dtype(manifest.dtype), manifest.vocab_size
         self.fingerprint = manifest.fingerprint_of((split,))
 
     def __len__(self) -> int:
         return self._starts[-1]
 
     def read(self, start: int, stop: int) -> Ids:
+        """Return the ids [start, stop).
+
+        A DataError if a file is too short by now, or an id is impossible: models index memory by ids, and
+        these were verified long ago, or not at all.
+        """
         ids = np.empty(stop - start, self._dtype)
         at = bisect_right(self._starts, start) - 1
         done = 0
         while done < len(ids):
             first, end = self._starts[at : at + 2]
             count = min(stop, end) - start
-            self._recent(at).read(ids[done : done + count], start - first)
+            self._read(at, ids[done : done + count], start - first)
             done, start, at = done + count, end, at + 1
         return ids
 
-    def _recent(self, at: int) -> ShardReader:
-        """Return a file to read. If too many are open, close the least recently read one."""
-        file = self._files[at]
-        if file in self._open:
-            self._open.remove(file)
-        elif len(self._open) == MOST_OPEN:
-            self._open.pop(0).close()
-        self._open.append(file)
-        return file
+    def _read(self, at: int, out: Ids, start: int) -> None:
+        path = self._paths[at]
+        with storage_errors("read", path):
+            self._open[at] = file = self._open.pop(at, None) or open_regular(path)
+            if len(self._open) > MOST_OPEN:
+                self._open.pop(next(iter(self._open))).close()
+            if not read_at(file.fileno(), out.view(np.uint8).data, HEADER_BYTES + start * out.itemsize):
+                raise DataError(f"{path} has been cut short since it was opened")
+        if (largest := int(out.max(initial=0))) >= self._vocab_size:
+            where = f"(at position {start + int(out.argmax()):,})"
+            raise DataError(f"{_impossible(path, largest, self._vocab_size)} {where}")
+
+    def __del__(self) -> None:
+        for file in self._open.values():
+            file.close()
 
 
 class _Shards:

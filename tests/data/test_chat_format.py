@@ -11,9 +11,8 @@ from tokenizing import small
 
 from distgpt.core.base.errors import DataError
 from distgpt.core.data.tokenizers import load_tokenizer
-from distgpt.texts.chats.format import ChatFormat, checked_messages
+from distgpt.texts.chats.format import ChatFormat, checked_messages, encode_parts
 from distgpt.texts.chats.template import Renderer
-from distgpt.texts.tokenizers.parts import encode_parts
 
 CHAT = [
     {"role": "user", "content": "Where is the lamp? "},

@@ -18,11 +18,11 @@ from disks import unprivileged
 from tokenizing import gpt2, needs_gpt2
 
 from distgpt.core.base.errors import DataError, StorageError, UsageError
+from distgpt.core.data.textfile import ADVICE, advice
 from distgpt.texts.prepare import documents as cutting
 from distgpt.texts.prepare.documents import Offset, documents, find_inputs, parts, pieces
 from distgpt.texts.prepare.encoding import AHEAD, in_order
 from distgpt.texts.tokenizers.learn import learn_bpe
-from distgpt.texts.unreadable import ADVICE, advice
 
 ALPHABET = (
     "ab'sZé’\"_-. ,!09½²Я中日カ한🙂👩‍👧\u0301\u200b"

@@ -20,8 +20,8 @@ from distgpt.core.config import ModelConfig, RunConfig
 from distgpt.core.model.model import Architecture
 from distgpt.core.saved.modelfile import Description
 from distgpt.core.saved.tensors import write_tensors
-from distgpt.texts.tokenizers import growth, library
-from distgpt.texts.tokenizers.growth import may_be_slow, refuse_growth
+from distgpt.texts.tokenizers import library
+from distgpt.texts.tokenizers.library import growth, may_be_slow, refuse_growth
 from distgpt.texts.tokenizers.tokenizer_json import LibraryTokenizer
 
 METASPACE = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True}
@@ -63,7 +63,7 @@ def test_the_bound_holds_for_every_step():
     """A step by Unicode's tables makes TABLES characters of one at most; what is said of others holds too."""
     assert (
         max(len(unicodedata.normalize("NFKD", chr(code).lower())) for code in range(0x110000))
-        == growth.TABLES
+        == library.TABLES
     )
     texts = ("a b c ", "中中", "\ufdfa\ufdfa", "İ", "aaaa", " ", "🙂é", "''")
     steps = [
@@ -74,7 +74,7 @@ def test_the_bound_holds_for_every_step():
     ]  # fmt: skip
     for step in steps:
         about = json.loads(step.__getstate__())
-        most = growth._GROWTH[about["type"]](about)
+        most = growth(about)
         for text in texts:
             is_first = hasattr(step, "normalize_str")
             made = (
@@ -82,7 +82,7 @@ def test_the_bound_holds_for_every_step():
             )
             # Symbols for bytes count by what they come from: two for a character of two bytes.
             size = max(len(text), len(text.encode()) / 2) if about["type"] == "ByteLevel" else len(text)
-            assert len(made) <= size * most * (growth.TABLES if most == 1 else 1), (about, text, made)
+            assert len(made) <= size * most * (library.TABLES if most == 1 else 1), (about, text, made)
 
 
 @pytest.mark.parametrize("name", FAILING)

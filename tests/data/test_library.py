@@ -8,9 +8,8 @@ from tokenizers import Tokenizer
 from tokenizing import STORY, TEXT
 
 from distgpt.core.base.errors import DataError
-from distgpt.core.data.tokenizers import fingerprint, load_tokenizer, tokenizer_from_json
+from distgpt.core.data.tokenizers import ChatTemplate, fingerprint, load_tokenizer, tokenizer_from_json
 from distgpt.texts.tokenizers.bpe import symbols
-from distgpt.texts.tokenizers.chat_template import ChatTemplate, chat_of, with_chat
 
 PLAIN = (STORY[:2000], "1234567 in 2026", " two  blanks ", "naïve e\u0301 中日 🙂\n\n\tx", "", " ")
 
@@ -64,8 +63,8 @@ def test_a_prompt_begins_as_the_post_processor_says(both):
 def test_what_is_saved_comes_back_with_its_chat_template(both):
     ours, _ = both
     chat = ChatTemplate("{{ bos_token }}", {"bos_token": "<s>"}, (1,))
-    back = tokenizer_from_json(with_chat(ours, chat).to_json(), "a file")
-    assert back.to_json() == with_chat(ours, chat).to_json() and chat_of(back) == chat
+    back = tokenizer_from_json(ours.with_chat(chat).to_json(), "a file")
+    assert back.to_json() == ours.with_chat(chat).to_json() and back.chat == chat
     assert back.encode(TEXT).tolist() == ours.encode(TEXT).tolist()
     assert fingerprint(back) == fingerprint(ours)
 
@@ -77,11 +76,11 @@ def test_the_files_beside_name_template_and_ends(tmp_path):
     for template in (named, "yes"):
         found = write_family(folder, "qwen", chat_template=template, eos_token=special)
         end = found.specials["<|im_end|>"]
-        assert chat_of(found) == ChatTemplate("yes", {"eos_token": "<|im_end|>"}, (end,))
+        assert found.chat == ChatTemplate("yes", {"eos_token": "<|im_end|>"}, (end,))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, end]}))
     (folder / "chat_template.jinja").write_text("newer")
     found = load_tokenizer(str(folder))
-    assert chat_of(found).source == "newer" and chat_of(found).ends == (3, end)
+    assert found.chat.source == "newer" and found.chat.ends == (3, end)
     assert found.ends == (found.separator, 3, end)
     (folder / "chat_template.jinja").write_bytes(b"\xff")
     with pytest.raises(DataError, match="not valid UTF-8"):

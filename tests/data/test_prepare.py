@@ -18,8 +18,7 @@ from distgpt.texts.prepare import preparing
 from distgpt.texts.prepare.documents import Offset, find_inputs
 from distgpt.texts.prepare.preparing import prepare
 from distgpt.texts.prepare.progress import Progress, list_inputs, load_progress, reserved
-from distgpt.texts.prepare.shard_writer import ShardWriter
-from distgpt.texts.shards import read_manifest, shards_tokenizer, verify_shards
+from distgpt.texts.shards import ShardWriter, read_manifest, shards_tokenizer, verify_shards
 
 
 def test_the_tokens_are_the_documents_with_separators_between(inputs, tmp_path, small_pieces):

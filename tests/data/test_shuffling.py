@@ -14,7 +14,7 @@ from preparing import Quiet, contents, everything, interrupt
 
 from distgpt.core.base.errors import DataError
 from distgpt.texts.prepare import documents as cutting
-from distgpt.texts.prepare import preparing, spool
+from distgpt.texts.prepare import preparing
 from distgpt.texts.prepare.preparing import Request, prepare
 from distgpt.texts.shards import ShardTokens, read_manifest, verify_shards
 
@@ -31,14 +31,12 @@ def text_of(folder, split):
 
 @pytest.fixture
 def small(monkeypatch):
-    """Small pieces, several files of the spool, little read at once, the progress noted after each few."""
+    """Small pieces, little read at once, the progress noted after each few."""
     monkeypatch.setattr(cutting, "PIECE", 400)
     monkeypatch.setattr(cutting, "LIMIT", 800)
-    monkeypatch.setattr(spool, "BYTES_EACH", 3000)
-    monkeypatch.setattr(spool, "DOCUMENTS_AT_ONCE", 7)
+    monkeypatch.setattr(preparing, "DOCUMENTS_AT_ONCE", 7)
     monkeypatch.setattr(preparing, "AT_ONCE", 40)
     monkeypatch.setattr(preparing, "EVERY", 900)
-    monkeypatch.setattr(preparing, "EACH", 0)
 
 
 @pytest.fixture
@@ -83,11 +81,10 @@ def test_every_document_is_there_once_in_an_order_of_the_seed_and_some_of_each_k
 
 
 @pytest.mark.parametrize("seed", [0, None])
-def test_the_order_depends_on_no_size_of_pieces_files_or_threads(seed, mixed, tmp_path, monkeypatch):
+def test_the_order_depends_on_no_size_of_pieces_or_threads(seed, mixed, tmp_path, monkeypatch):
     prepare(request(mixed[0], tmp_path / "whole", seed=seed), Quiet())
-    monkeypatch.setattr(spool, "DOCUMENTS_EACH", 7)
+    monkeypatch.setattr(preparing, "DOCUMENTS_AT_ONCE", 7)
     monkeypatch.setattr(cutting, "PIECE", 300)
-    monkeypatch.setattr(spool, "BYTES_EACH", 1000)
     monkeypatch.setattr(preparing, "EVERY", 99)
     prepare(request(mixed[0], tmp_path / "parts", workers=3, seed=seed), Quiet())
     assert contents(tmp_path / "parts") == contents(tmp_path / "whole")
@@ -147,7 +144,7 @@ def test_what_a_killed_process_had_not_noted_is_cut_off_and_what_is_lost_is_noti
     out = tmp_path / "out"
     prepare(request(mixed[0], tmp_path / "whole"), Quiet())
     again = interrupt(request(mixed[0], out), 40)
-    kept = sorted(out.glob("spool-*"))
+    kept = sorted(out.glob("spool.*"))
     assert kept and "spooled" in (out / "progress.json").read_text()
     before = {path: path.read_bytes() for path in kept}
     for path in kept:

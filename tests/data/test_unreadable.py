@@ -7,14 +7,12 @@ import subprocess
 import pytest
 from conftest import inside
 
-from distgpt.core.base import tables
 from distgpt.core.base.errors import DataError
 from distgpt.core.base.files import bundled
 from distgpt.core.comm.serial import SerialComm
-from distgpt.core.data.loading import PLAIN, DataRequest, kind_of, load_corpus, refuse_missing
-from distgpt.core.data.textfile import read_text
+from distgpt.core.data.loading import DataRequest, load_corpus, refuse_missing
+from distgpt.core.data.textfile import ADVICE, read_text, remedy
 from distgpt.texts.prepare.documents import find_inputs
-from distgpt.texts.unreadable import ADVICE, remedy
 
 TEXT = (
     "Es war einmal ein König, der hatte schöne Töchter; die jüngste war so schön, daß die Sonne staunte.\n"
@@ -53,23 +51,14 @@ def test_the_command_that_an_error_names_makes_the_text(name, tmp_path):
     assert "iconv" in piped and str(path) not in piped
 
 
-def test_a_file_that_is_no_text_by_its_name_is_of_another_kind_than_a_text(tmp_path):
-    """Rows of the table find them, so that a plain text's does not ask."""
+def test_a_file_that_is_no_text_by_its_name_is_refused(tmp_path):
     for ending in ADVICE:
         path = tmp_path / f"a{ending}"
         path.write_text("text")
-        assert kind_of(str(path)) != PLAIN
         with pytest.raises(DataError, match="is not read, by the ending of its name: "):
             load_corpus(SerialComm(), DataRequest(str(path)))
         with pytest.raises(DataError, match="is not read, by the ending of its name: "):
             refuse_missing([str(path)], "byte")
-
-
-def test_without_the_component_a_file_that_is_no_text_is_refused_too(monkeypatch, tmp_path):
-    (tmp_path / "text").write_bytes(b"abc\xff")
-    monkeypatch.setitem(tables._paths, "parts", {})
-    with pytest.raises(DataError, match=r"text is not UTF-8 text, byte 3 cannot be decoded$"):
-        read_text(tmp_path / "text")
 
 
 def test_files_of_other_kinds_are_known_by_how_they_begin(tmp_path):

@@ -9,10 +9,10 @@ from families import document
 from foreignmodels import MODERN, shape, tensors_in
 
 from distgpt.core.config import ModelConfig, RunConfig
+from distgpt.core.data.tokenizers import checked_chat
 from distgpt.core.saved.modelfile import Description
 from distgpt.core.saved.tensors import write_tensors
 from distgpt.formats.gguf.container import Numbers, read_container, write_container
-from distgpt.texts.tokenizers.chat_template import checked_chat, with_chat
 from distgpt.texts.tokenizers.foreign import from_document
 
 LLAMA = shape(300, 32, 2, 4, 64, n_kv_head=2, mlp_width=96, **MODERN)
@@ -43,7 +43,7 @@ def tokenizer_like(family):
     begin = {"llama3": "<|begin_of_text|>", "tinyllama": "<s>", "mistral": "<s>"}.get(family)
     tokens = {"eos_token": end} | ({"bos_token": begin} if begin else {})
     chat = {"source": TEMPLATES[family], "tokens": tokens, "ends": [tokenizer.specials[end]]}
-    return with_chat(tokenizer, checked_chat(chat, tokenizer.size, family))
+    return tokenizer.with_chat(checked_chat(chat, tokenizer.size, family))
 
 
 def with_tokenizer(path, tokenizer, **more):

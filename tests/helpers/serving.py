@@ -12,12 +12,12 @@ from distgpt.core.base.files import bundled
 from distgpt.core.base.interrupts import Interrupted
 from distgpt.core.comm.serial import SerialComm
 from distgpt.core.cpu.kernels import CpuKernels
+from distgpt.core.data.tokenizers import ChatTemplate
 from distgpt.core.generate.engine_setup import LoadedModel, ModelSpec, slots_for
 from distgpt.core.saved.modelfile import load_model
 from distgpt.serving.limits import Limits, ListenOn
 from distgpt.serving.server import Server as Serving
 from distgpt.serving.server import bound
-from distgpt.texts.tokenizers.chat_template import ChatTemplate, with_chat
 
 JSON = {"Content-Type": "application/json"}
 
@@ -56,7 +56,7 @@ class Server:
         if loaded is None:
             model, tokenizer = sample()
             if template:
-                tokenizer = with_chat(tokenizer, ChatTemplate(template, {}, ()))
+                tokenizer = tokenizer.with_chat(ChatTemplate(template, {}, ()))
             loaded = LoadedModel(model, tokenizer, SerialComm(), ModelSpec(None, "auto"), None, "float32")
         self.lanes = Paced(slots_for(loaded.model, lanes), seconds)
         where = ListenOn(**{"port": 0, "log": "quiet", **place}, limits=Limits(**(limits or {})))

@@ -13,7 +13,6 @@ from distgpt.core.saved.modelfile import read_description
 from distgpt.formats.gguf.blocks import NUMBERS, TYPES, quantised, restored
 from distgpt.formats.gguf.container import read_container
 from distgpt.formats.gguf.transfer import export_gguf, import_gguf
-from distgpt.texts.tokenizers.chat_template import chat_of
 
 HELD = [name for name in SHAPES if name != "relu" and "window" not in SHAPES[name]]
 
@@ -111,7 +110,7 @@ def test_tokenizers_come_back_with_their_chat_templates(tmp_path, family):
         ids = ours.encode(text)
         assert np.array_equal(found.encode(text), ids)
         assert found.decode(ids) == ours.decode(ids)
-    assert (chat_of(found), found.first, found.separator) == (chat_of(ours), ours.first, ours.separator)
+    assert (found.chat, found.first, found.separator) == (ours.chat, ours.first, ours.separator)
     assert found.specials == ours.specials and found.size == ours.size
 
 

@@ -18,8 +18,7 @@ from distgpt.core.data.textfile import read_text, resolve_data
 from distgpt.core.data.tokenizers import load_tokenizer
 from distgpt.formats.gguf.blocks import NUMBERS, TYPES, quantised, restored
 from distgpt.formats.gguf.transfer import export_gguf, import_gguf
-from distgpt.texts.tokenizers.chat_template import chat_of
-from distgpt.texts.tokenizers.parts import encode_parts
+from distgpt.texts.chats.format import encode_parts
 
 ORACLE = Path(__file__).parents[1] / "oracles" / "llama_cpp_models.py"
 LOOK = "from importlib.util import find_spec as f; raise SystemExit(not (f('llama_cpp') and f('gguf')))"
@@ -167,6 +166,6 @@ def test_texts_become_the_same_tokens_there(tmp_path, kind):
     ids, in_chat, end, template = llama_cpp(["tokens", str(file), TEXTS, spelled])[0]
     assert ids == [tokenizer.encode_prompt(text) for text in TEXTS]
     assert in_chat == encode_parts(tokenizer, parts)[0].tolist()
-    chat = chat_of(tokenizer)
+    chat = tokenizer.chat
     assert end == (chat.ends[0] if chat else 255 if kind == "byte" else tokenizer.separator)
     assert template == (chat.source if chat else None)

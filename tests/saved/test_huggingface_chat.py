@@ -10,7 +10,6 @@ from foreignmodels import MODERN, change_json, exported_model, shape
 from distgpt.core.data.tokenizers import tokenizer_from_json
 from distgpt.core.saved.modelfile import read_description
 from distgpt.rounded.rounded import quantize
-from distgpt.texts.tokenizers.chat_template import chat_of
 
 MODEL = shape(1000, 64, 1, 2, 16, **MODERN)
 TEMPLATE = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
@@ -27,8 +26,8 @@ def test_a_model_keeps_its_tokenizer_and_template_on_all_ways(family, tmp_path):
     change_json(folder / "generation_config.json", eos_token_id=[known.specials[end]])
     assert inside("weights", "import", folder, "--out", ours).returncode == 0
     kept = read_description(ours).tokenizer
-    assert chat_of(kept).source == TEMPLATE and chat_of(kept).tokens == {"eos_token": end}
-    assert chat_of(kept).ends == (known.specials[end],)
+    assert kept.chat.source == TEMPLATE and kept.chat.tokens == {"eos_token": end}
+    assert kept.chat.ends == (known.specials[end],)
     assert inside("weights", "export", ours, "--out", again).returncode == 0
     generation = json.loads((again / "generation_config.json").read_text())
     assert generation["bos_token_id"] == (known.first[0] if known.first else known.separator)
@@ -62,4 +61,4 @@ def test_training_from_an_imported_model_keeps_its_tokenizer_and_template(tmp_pa
     assert result.returncode == 0, result.stderr
     kept = read_description(ours).tokenizer.to_json()
     assert read_description(run / "weights.safetensors").tokenizer.to_json() == kept
-    assert chat_of(tokenizer_from_json((run / "tokenizer.json").read_text(), "run")).source == TEMPLATE
+    assert tokenizer_from_json((run / "tokenizer.json").read_text(), "run").chat.source == TEMPLATE

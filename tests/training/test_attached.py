@@ -25,7 +25,7 @@ from distgpt.core.model.passes import Pass
 from distgpt.core.saved.modelfile import Base, Description, read_description
 from distgpt.core.train.seams import Votes, WholeModel
 from distgpt.show.weightspage import inspect
-from distgpt.texts.tokenizers.parts import encode_parts
+from distgpt.texts.chats.format import encode_parts
 
 SIZE = {"preset": "tiny-adamw", "n_layer": 1, "n_head": 2, "n_embd": 16, "seq_len": 16, "batch_size": 4}
 SIZE |= {"data": "story", "steps": 3, "threads": 1}

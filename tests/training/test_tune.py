@@ -35,7 +35,6 @@ from distgpt.core.saved.modelfile import Description, read_description, save_mod
 from distgpt.core.train.step import Step
 from distgpt.serving.server import _served
 from distgpt.texts.chats.examples import ExampleBatches, Examples, load_examples
-from distgpt.texts.tokenizers.chat_template import chat_of
 
 SAMPLE = bundled("weights", "sample.safetensors")
 CHATS = {
@@ -242,7 +241,7 @@ def test_the_chat_template_and_the_special_tokens_stay_with_the_weights(chats, t
     result = inside("tune", *words)
     assert result.returncode == 0, result.stderr
     kept = read_description(tmp_path / "run" / "weights.safetensors").tokenizer
-    assert kept.to_json() == tokenizer.to_json() and chat_of(kept).source
+    assert kept.to_json() == tokenizer.to_json() and kept.chat.source
     answered = inside("infer", "--weights", tmp_path / "run", "--prompt", "a", "--max-new-tokens", "2")
     assert answered.returncode == 0, answered.stderr
 

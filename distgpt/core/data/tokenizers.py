@@ -11,16 +11,15 @@ import hashlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
-from types import MappingProxyType
 from typing import Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from distgpt.core.base.checked import Json, JsonObject, parse_json
+from distgpt.core.base.checked import Json, JsonObject, checked, parse_json
 from distgpt.core.base.errors import DataError, UsageError, nearest
 from distgpt.core.base.files import read_small
 from distgpt.core.base.tables import Table
@@ -30,6 +29,7 @@ AUTO = "auto"  # the tokenizer of a model that there is, or that shards were mad
 SAVED = "tokenizer.json"  # the name of a tokenizer's file in a folder
 TOKENIZER_FORMAT = "distgpt-tokenizer"
 TOKENIZER_VERSION = 1
+LONGEST_TEMPLATE = 1 << 18  # characters
 UNKNOWN = "\ufffd"  # an id beyond the vocabulary decodes to this; a model may have more rows than that
 
 Ids = NDArray[np.integer]
@@ -48,15 +48,17 @@ class Streamer(Protocol):
         """Return another decoder that knows the same ids: so a prompt is decoded once for many samples."""
 
 
-class Extra(Protocol):
-    """An object that comes with a tokenizer and is saved with it, under a name of its own."""
+@dataclass(frozen=True, slots=True)
+class ChatTemplate:
+    """A Jinja template that makes a text of a chat, as models of transformers bring one.
 
-    @property
-    def ends(self) -> tuple[int, ...]:
-        """Return ids that end a text."""
+    `tokens` are the texts of tokens by the names that the template has for them, as in bos_token; `ends` the
+    ids that end an answer. A template is a program of whoever wrote it: texts/chats/ runs it.
+    """
 
-    def saved(self) -> dict[str, object]:
-        """Return its saved form, as JSON in the tokenizer's file."""
+    source: str
+    tokens: dict[str, str]
+    ends: tuple[int, ...]
 
 
 class Tokenizer(ABC):
@@ -70,7 +72,7 @@ class Tokenizer(ABC):
     size: int
     separator: int | None = None
     first: tuple[int, ...] = ()
-    extras: Mapping[str, Extra] = MappingProxyType({})
+    chat: ChatTemplate | None = None
 
     @property
     def specials(self) -> Mapping[str, int]:
@@ -81,12 +83,12 @@ class Tokenizer(ABC):
     def ends(self) -> tuple[int, ...]:
         """Return the ids that end a text."""
         own = () if self.separator is None else (self.separator,)
-        return own + tuple(end for extra in self.extras.values() for end in extra.ends)
+        return own + (self.chat.ends if self.chat else ())
 
-    def with_extras(self, extras: Mapping[str, Extra]) -> Self:
-        """Return the same tokenizer with other extras."""
+    def with_chat(self, chat: ChatTemplate | None) -> Self:
+        """Return the same tokenizer with another template for chats."""
         other = copy.copy(self)
-        other.extras = extras
+        other.chat = chat
         return other
 
     @abstractmethod
@@ -127,11 +129,11 @@ class Tokenizer(ABC):
         """Return the saved form besides the kind."""
         return {}
 
-    def to_json(self, with_extras: bool = True) -> str:
+    def to_json(self, with_chat: bool = True) -> str:
         """Return the saved form: equal tokenizers give equal texts."""
-        extras = {name: extra.saved() for name, extra in self.extras.items() if with_extras}
         head = {"format": TOKENIZER_FORMAT, "version": TOKENIZER_VERSION, "kind": self.kind}
-        return json.dumps({**head, **self.contents(), **extras})
+        chat = {"chat": asdict(self.chat)} if self.chat and with_chat else {}
+        return json.dumps({**head, **self.contents(), **chat})
 
 
 class BytesDecoder(Tokenizer):
@@ -181,7 +183,7 @@ class _BytesStreamer:
 
 def fingerprint(tokenizer: Tokenizer) -> str:
     """Return the SHA-256 of the saved JSON: equal for tokenizers that encode and decode alike."""
-    return hashlib.sha256(tokenizer.to_json(with_extras=False).encode()).hexdigest()
+    return hashlib.sha256(tokenizer.to_json(with_chat=False).encode()).hexdigest()
 
 
 def id_dtype(size: int) -> type[np.uint16] | type[np.uint32]:
@@ -243,16 +245,6 @@ TOKENIZERS = Table(
         ),
     },
 )
-
-
-class ExtraKind(Protocol):
-    """A row of the table of extras, by their names in a tokenizer's saved form."""
-
-    def __call__(self, value: Json, size: int, source: str) -> Extra:
-        """Return the extra that was saved with a tokenizer of `size` entries, or raise a DataError."""
-
-
-EXTRAS: Table[ExtraKind] = Table("extras", "what a tokenizer has besides", {})
 
 
 def find_kind(name: str) -> tuple[TokenizerKind | None, str]:
@@ -329,11 +321,21 @@ def _from_document(document: Json, source: str) -> Tokenizer:
         known = ", ".join(each for each, row in TOKENIZERS.rows() if row.from_json)
         raise DataError(f"{source} is a tokenizer of an unknown kind {name!r}; known: {known}")
     tokenizer = kind.from_json(document, source)
-    found = {each: document[each] for each in EXTRAS if document.get(each) is not None}
-    if not found:
-        return tokenizer
-    extras = {each: EXTRAS[each](value, tokenizer.size, source) for each, value in found.items()}
-    return tokenizer.with_extras(extras)
+    chat = document.get("chat")
+    return tokenizer if chat is None else tokenizer.with_chat(checked_chat(chat, tokenizer.size, source))
+
+
+def checked_chat(value: object, size: int, source: str) -> ChatTemplate:
+    """Return the template in the file of a tokenizer with `size` entries, or raise a DataError."""
+    try:
+        chat: ChatTemplate = checked(ChatTemplate, value, ("chat",))
+    except ValueError as error:
+        raise DataError(f"{source}: {error}") from None
+    if len(chat.source) > LONGEST_TEMPLATE:
+        raise DataError(f"{source}: the chat template is longer than {LONGEST_TEMPLATE:,} characters")
+    if not all(0 <= token < size for token in chat.ends):
+        raise DataError(f"{source}: the chat's end {max(chat.ends)} is no id of the vocabulary")
+    return chat
 
 
 def _from_path(name: str) -> Tokenizer:

@@ -10,13 +10,12 @@ from typing import Any
 import numpy as np
 
 from distgpt.core.base.errors import DataError, UsageError
-from distgpt.core.data.tokenizers import ByteTokenizer, Tokenizer
+from distgpt.core.data.tokenizers import ByteTokenizer, Tokenizer, checked_chat
 from distgpt.formats.gguf.container import Container, Numbers
 from distgpt.texts.tokenizers.bpe import LARGEST, BpeTokenizer, symbols
-from distgpt.texts.tokenizers.chat_template import chat_of, checked_chat, with_chat
 from distgpt.texts.tokenizers.collected import refuse_repeated
 from distgpt.texts.tokenizers.foreign import from_document
-from distgpt.texts.tokenizers.library import library_errors
+from distgpt.texts.tokenizers.library import LLAMA3_WORDS, QWEN_WORDS, library_errors
 from distgpt.texts.tokenizers.tokenizer_json import BLANK, BYTE_TOKENS, LibraryTokenizer
 
 KEY, TEMPLATE = "tokenizer.ggml.", "tokenizer.chat_template"
@@ -26,10 +25,8 @@ _ENDS = ("eos", "eot", "eom")
 _NAMED = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
 
 
-def _words(digits: str) -> dict[str, Any]:
-    words = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    pattern = {"Regex": words % digits + r"|\s*[\r\n]+|\s+(?!\S)|\s+"}
-    return {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}
+def _words(pattern: str) -> dict[str, Any]:
+    return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
 
 
 _BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
@@ -38,8 +35,8 @@ _GPT2 = {**_BYTES, "use_regex": True}
 PRE: dict[str, list[dict[str, Any]]] = {
     "gpt-2": [_GPT2],
     "smollm": [{"type": "Digits", "individual_digits": True}, _GPT2],
-    "qwen2": [_words(""), _BYTES],
-    "llama-bpe": [_words("{1,3}"), _BYTES],
+    "qwen2": [_words(QWEN_WORDS), _BYTES],
+    "llama-bpe": [_words(LLAMA3_WORDS), _BYTES],
 }
 _SAME = {"llama3": "llama-bpe", "llama-v3": "llama-bpe", "deepseek-r1-qwen": "qwen2"}
 _WHOLE = "llama-bpe"  # takes a word that is an entry as it is, whatever the merges
@@ -68,7 +65,7 @@ def metadata_of(tokenizer: Tokenizer, size: int, source: object) -> dict[str, An
     byte = "<0xFF>" if "scores" in found else symbols()[0xFF]
     never = found["tokens"].index(byte) if byte in found["tokens"] else 0
     found |= _roles(tokenizer, never)
-    known = chat_of(tokenizer)
+    known = tokenizer.chat
     chat = {TEMPLATE: known.source} if known and known.source else {}
     return {KEY + name: value for name, value in found.items()} | chat
 
@@ -96,7 +93,7 @@ def _roles(tokenizer: Tokenizer, never: int) -> dict[str, Any]:
 
     llama.cpp assigns default ids to absent special tokens. So these get a byte that never occurs in text.
     """
-    chat, special = chat_of(tokenizer), tokenizer.specials
+    chat, special = tokenizer.chat, tokenizer.specials
     named = {role: special.get(chat.tokens.get(name, "")) if chat else None for role, name in _NAMED.items()}
     own = [named["eos"], *(chat.ends if chat else ())]
     ends = list(dict.fromkeys(end for end in own if end is not None))
@@ -202,7 +199,13 @@ def tokenizer_of(container: Container) -> Tokenizer | None:
     merges = document["model"]["merges"]
     is_byte = list(vocab) == list(symbols()) and not special and not merges
     tokenizer: Tokenizer = ByteTokenizer() if is_byte else from_document(document, source)
-    return _with_chat(tokenizer, container.metadata.get(TEMPLATE, ""), roles, special, source)
+    template: Any = container.metadata.get(TEMPLATE, "")
+    ends = list(dict.fromkeys(roles[role] for role in _ENDS if role in roles))
+    if not template and not (isinstance(tokenizer, LibraryTokenizer) and ends):
+        return tokenizer
+    named = {name: special[roles[role]] for role, name in _NAMED.items() if role in roles}
+    chat = {"source": template, "tokens": named, "ends": ends}
+    return tokenizer.with_chat(checked_chat(chat, tokenizer.size, source))
 
 
 def _tokens(found: Mapping[str, Any], source: str) -> tuple[list[str], Sequence[int]]:
@@ -276,15 +279,3 @@ def _begin(text: str, token_id: int) -> dict[str, Any]:
     single = [token, {"Sequence": {"id": "A", "type_id": 0}}]
     known = {text: {"id": text, "ids": [token_id], "tokens": [text]}}
     return {"type": "TemplateProcessing", "single": single, "pair": [*single], "special_tokens": known}
-
-
-def _with_chat(
-    tokenizer: Tokenizer, template: Any, roles: Mapping[str, int], special: Mapping[int, str], source: str
-) -> Tokenizer:
-    ends = list(dict.fromkeys(roles[role] for role in _ENDS if role in roles))
-    if not template and not (isinstance(tokenizer, LibraryTokenizer) and ends):
-        return tokenizer
-    tokens = {name: special[roles[role]] for role, name in _NAMED.items() if role in roles}
-    return with_chat(
-        tokenizer, checked_chat({"source": template, "tokens": tokens, "ends": ends}, tokenizer.size, source)
-    )

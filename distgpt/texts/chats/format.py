@@ -11,11 +11,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from distgpt.core.base.errors import DataError, nearest
-from distgpt.core.data.tokenizers import Ids, Tokenizer
+from distgpt.core.data.tokenizers import BytesDecoder, Ids, Tokenizer, id_dtype
 from distgpt.core.saved.modelfile import read_description
 from distgpt.texts.chats.template import renderer
-from distgpt.texts.tokenizers.chat_template import chat_of
-from distgpt.texts.tokenizers.parts import encode_parts
+from distgpt.texts.tokenizers.tokenizer_json import LibraryTokenizer
 
 ROLES = ("system", "user", "assistant")
 Message = dict[str, str]  # "role" and "content"
@@ -77,7 +76,7 @@ class ChatFormat:
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        chat, special = chat_of(tokenizer), tokenizer.specials
+        chat, special = tokenizer.chat, tokenizer.specials
         self.tokenizer, self._tokens = tokenizer, dict(chat.tokens) if chat else {}
         self.source, self.is_own = (chat.source if chat else ""), not (chat and chat.source)
         if self.is_own:
@@ -195,6 +194,48 @@ class ChatFormat:
                     parts += ["".join(texts), part]
                     texts = []
         return _Rendered([part for part in (*parts, "".join(texts)) if part != ""], answers)
+
+
+def encode_parts(tokenizer: Tokenizer, parts: Sequence[str | int]) -> tuple[Ids, Ids]:
+    """Return the ids of texts between tokens that are given as ids, and the position where each ends.
+
+    Positions count the characters of the whole, in which tokens are spelled out.
+    """
+    if isinstance(tokenizer, LibraryTokenizer):
+        return tokenizer.encode_parts(parts)
+    dtype = id_dtype(tokenizer.size)
+    ids: list[Ids] = [np.empty(0, dtype)]
+    ends: list[Ids] = [np.empty(0, np.int64)]
+    begin = 0
+    for part in parts:
+        if isinstance(part, str):
+            text, found = part, tokenizer.encode(part)
+            inside = _ends_in(tokenizer, text, found)
+        else:
+            text, found = tokenizer.decode([part]), np.array([part], dtype)
+            inside = np.array([len(text)])
+        ids.append(found)
+        ends.append(begin + inside)
+        begin += len(text)
+    return np.concatenate(ids), np.concatenate(ends)
+
+
+def _ends_in(tokenizer: Tokenizer, text: str, ids: Ids) -> Ids:
+    """Return where each id of a text ends in it, in characters."""
+    if isinstance(tokenizer, BytesDecoder):
+        # Count characters that have begun: an id may be a part of one.
+        begun = np.cumsum(np.frombuffer(text.encode(), np.uint8) & 0xC0 != 0x80)
+        ends = np.cumsum([len(tokenizer.pieces[i]) for i in ids.tolist()], dtype=np.int64)
+        if len(ends) and ends[-1] != len(begun):  # a class derived from it encodes something else
+            raise DataError(
+                f"a tokenizer of kind {tokenizer.kind!r} does not cut a text into its ids: together these"
+                " have other bytes, so that nobody knows where a part of a chat ends"
+            )
+        return begun[ends - 1]
+    ends_in = getattr(tokenizer, "ends_in", None)
+    if ends_in is None:
+        raise DataError(f"a tokenizer of kind {tokenizer.kind!r} cannot encode chats: it has no `ends_in`")
+    return np.asarray(ends_in(text), np.int64)
 
 
 def was_tuned_on_chats(files: Collection[Path]) -> bool:

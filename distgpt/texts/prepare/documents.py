@@ -25,11 +25,11 @@ from pathlib import Path
 from typing import Any, BinaryIO, NoReturn, cast
 
 from distgpt.core.base.checked import Count
-from distgpt.core.base.errors import DataError, StorageError, UsageError, escape, first_line
+from distgpt.core.base.errors import DataError, Say, StorageError, UsageError, escape, first_line
 from distgpt.core.base.files import open_regular, storage_errors
 from distgpt.core.base.formatting import count
 from distgpt.core.base.formatting import size as size_in_words
-from distgpt.texts.unreadable import advice, refuse_by_name, remedy
+from distgpt.core.data.textfile import advice, refuse_by_name, remedy
 
 FIELD = "text"  # where lines of JSON and tables have the text, unless another one is named
 TEXT, LINES, ROWS = "text", "lines", "rows"  # one document · one per line of JSON · one per row of a table
@@ -55,9 +55,14 @@ class Input:
         return self.path.name.lower().endswith(".gz")
 
 
-def find_inputs(paths: Sequence[Path | Input]) -> list[Input]:
-    """List these files and, for a folder, the files of known kinds below it, sorted."""
-    found = []
+def find_inputs(paths: Sequence[Path | Input], note: Say = lambda text: None) -> list[Input]:
+    """List these files and, for a folder, the files of known kinds below it, sorted.
+
+    `note` gets the numbers of files in folders that are read, empty, and skipped by their endings.
+    """
+    found: list[Input] = []
+    of_folders: list[Input] = []
+    skipped: list[Path] = []
     for path in paths:
         if isinstance(path, Input):
             found.append(path)
@@ -65,10 +70,14 @@ def find_inputs(paths: Sequence[Path | Input]) -> list[Input]:
             raise DataError(f"{path} is no readable file and no folder")
         elif path.is_dir():
             files = _files(path)
-            taken = [file for file in files if _by_ending(ENDINGS, file.name)]
+            taken = [
+                _described(file, file.relative_to(path).as_posix()) for file in files if _kind(file.name)
+            ]
             if not taken:
                 raise DataError(f"{path} holds no file that ends in {', '.join(ENDINGS)}{_others(files)}")
-            found += [_described(file, file.relative_to(path).as_posix()) for file in taken]
+            found += taken
+            of_folders += taken
+            skipped += [file for file in files if not _kind(file.name)]
         else:
             refuse_by_name(path)
             found.append(_described(path, path.name))
@@ -77,21 +86,14 @@ def find_inputs(paths: Sequence[Path | Input]) -> list[Input]:
             with opened(source) as (stream, _):
                 if b"\0" in (start := stream.read(_SMALL)):
                     raise _no_text(source.path, start, None if source.compressed else source.path)
+    if of_folders:
+        endings = sorted({file.suffix.lower() or file.name for file in skipped})
+        shown = escape(", ".join(endings[:MOST_ENDINGS])) + ", …" * (len(endings) > MOST_ENDINGS)
+        empty = sum(source.bytes == 0 for source in of_folders)
+        parts = [f"{count(len(of_folders) - empty, 'file')} read"]
+        parts += [f"{empty:,} empty"] * bool(empty) + [f"{len(skipped):,} skipped ({shown})"] * bool(skipped)
+        note(", ".join(parts))
     return found
-
-
-def overview(paths: Sequence[Path | Input]) -> str:
-    """Count the files of folders that are read, empty, and skipped by their endings; "" without a folder."""
-    folders = [path for path in paths if isinstance(path, Path) and path.is_dir()]
-    files = [file for folder in folders for file in _files(folder)]
-    taken = [file for file in files if _by_ending(ENDINGS, file.name)]
-    skipped = set(files).difference(taken)
-    endings = sorted({file.suffix.lower() or file.name for file in skipped})
-    shown = escape(", ".join(endings[:MOST_ENDINGS])) + ", …" * (len(endings) > MOST_ENDINGS)
-    empty = sum(_described(file, file.name).bytes == 0 for file in taken)
-    parts = [f"{count(len(taken) - empty, 'file')} read"]
-    parts += [f"{empty:,} empty"] * bool(empty) + [f"{len(skipped):,} skipped ({shown})"] * bool(skipped)
-    return ", ".join(parts) if folders else ""
 
 
 def _no_text(name: Path | str, start: bytes, path: Path | None = None) -> DataError:
@@ -129,8 +131,8 @@ def _files(folder: Path) -> list[Path]:
     return sorted(found, key=lambda path: path.parts)
 
 
-def _by_ending(table: dict[str, str], name: str) -> str | None:
-    return next((entry for ending, entry in table.items() if name.lower().endswith(ending)), None)
+def _kind(name: str) -> str | None:
+    return next((kind for ending, kind in ENDINGS.items() if name.lower().endswith(ending)), None)
 
 
 def _described(path: Path, name: str) -> Input:
@@ -142,10 +144,9 @@ def _described(path: Path, name: str) -> Input:
         name.encode()
     except UnicodeEncodeError:
         raise DataError(f"the name of the file {str(path)!r} is not valid UTF-8") from None
-    moment = about.st_mtime_ns % (
-        1 << 63
-    )  # as much as a file of progress can hold: disks in memory hold more
-    return Input(path, name, _by_ending(ENDINGS, path.name) or TEXT, about.st_size, moment)
+    # As much as a file of progress can hold: disks in memory hold more.
+    moment = about.st_mtime_ns % (1 << 63)
+    return Input(path, name, _kind(path.name) or TEXT, about.st_size, moment)
 
 
 @contextmanager
@@ -291,33 +292,27 @@ def _good_length(data: bytes) -> int:
         last = data[max(0, cut - 4) : cut].decode("utf-8", "replace")[-1]
         if not last.isspace():
             return cut
-    return _between_characters(data) if len(data) >= LIMIT else len(data)
-
-
-def _between_characters(data: bytes) -> int:
-    """Return the last place that is in no character, and in no line break either."""
-    for cut in range(len(data) - 1, len(data) - 5, -1):
-        if data[cut] & 0xC0 != 0x80 and data[cut - 1 : cut + 1] != b"\r\n":
-            return cut
+    if len(data) >= LIMIT:  # the last place that is in no character, and in no line break either
+        for cut in range(len(data) - 1, len(data) - 5, -1):
+            if data[cut] & 0xC0 != 0x80 and data[cut - 1 : cut + 1] != b"\r\n":
+                return cut
     return len(data)
 
 
 def _lines(source: Input, field: str, place: Offset, most: int) -> Iterator[_Cut]:
     with opened(source, place.offset) as (stream, file):
-        while lines := _some_lines(source, stream, place, most):
-            place = Offset(place.input, place.offset + sum(map(len, lines)), place.line + len(lines))
+        while True:
+            lines: list[bytes] = []
+            size = 0
+            while size < PIECE and (line := stream.readline(most + 1)):
+                if len(line) > most:
+                    raise _too_long(f"{source.name}, line {place.line + len(lines) + 1}", most)
+                lines.append(line)
+                size += len(line)
+            if not lines:
+                return
+            place = Offset(place.input, place.offset + size, place.line + len(lines))
             yield lines, place, file.tell()
-
-
-def _some_lines(source: Input, stream: BinaryIO, place: Offset, most: int) -> list[bytes]:
-    lines: list[bytes] = []
-    size = 0
-    while size < PIECE and (line := stream.readline(most + 1)):
-        if len(line) > most:
-            raise _too_long(f"{source.name}, line {place.line + len(lines) + 1}", most)
-        lines.append(line)
-        size += len(line)
-    return lines
 
 
 def _too_long(where: str, most: int) -> DataError:
@@ -360,8 +355,12 @@ def _texts(path: Path, field: str, skip: int, most: int) -> Iterator[tuple[Any, 
             ends = list(accumulate(about.row_group(number).num_rows for number in range(file.num_row_groups)))
             groups = [number for number, end in enumerate(ends) if end > skip]
             skip -= max((end for end in ends if end <= skip), default=0)
-            for number in groups:
-                _refuse_bomb(about.row_group(number), field, path, number, most)
+            for number in groups:  # too large for that many texts of at most `most` bytes, and for a look
+                group = about.row_group(number)
+                for part in (group.column(column) for column in range(group.num_columns)):
+                    least = max(HARMLESS, (part.num_values + 1) * most)
+                    if part.path_in_schema == field and part.total_uncompressed_size > least:
+                        raise _too_long(f"{path}: a text of row group {number}", most)
             for batch in file.iter_batches(at_once, groups, [field], use_threads=False):
                 for text in batch.column(0)[skip:]:
                     text = text.value if text.is_valid and at_once > 1 else text
@@ -369,14 +368,6 @@ def _texts(path: Path, field: str, skip: int, most: int) -> Iterator[tuple[Any, 
                 skip = max(0, skip - len(batch))
     except (arrow.ArrowException, OSError, UnicodeError) as error:
         raise DataError(f"{path} cannot be read as Parquet: {escape(first_line(error))}") from None
-
-
-def _refuse_bomb(group: Any, field: str, path: Path, number: int, most: int) -> None:
-    """Refuse a row group that is too large for that many texts of at most `most` bytes, and for a look."""
-    for about in (group.column(column) for column in range(group.num_columns)):
-        least = max(HARMLESS, (about.num_values + 1) * most)
-        if about.path_in_schema == field and about.total_uncompressed_size > least:
-            raise _too_long(f"{path}: a text of row group {number}", most)
 
 
 def _checked_type(schema: Any, field: str, path: Path, types: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A tokenizer learned from texts and saved in a file of its own, as `distgpt tokenizer train` does."""
+"""Tokenizers learned from texts and saved in their own files; sizes of vocabularies before there is a run."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ from pathlib import Path
 
 from distgpt.core.base.errors import UsageError
 from distgpt.core.base.files import atomic_file
-from distgpt.core.data.tokenizers import Tokenizer
+from distgpt.core.data.loading import PLAIN, kind_of
+from distgpt.core.data.textfile import read_text, refuse_by_name
+from distgpt.core.data.tokenizers import AUTO, BYTE, Tokenizer, find_kind, load_tokenizer
 from distgpt.texts.prepare.documents import FIELD, MAX_DOCUMENT, documents
+from distgpt.texts.tokenizers.bpe import GPT2_SIZE
 from distgpt.texts.tokenizers.collected import collect
-from distgpt.texts.tokenizers.learn import LEAST_PAIRS, learn_bpe, not_empty
+from distgpt.texts.tokenizers.learn import LEAST_PAIRS, learn_bpe, learned_size, not_empty
 
 
 def learn_file(
@@ -48,3 +51,17 @@ def learn_file(
         file.write(learned.to_json().encode())
     fewer = vocab_size and learned.size < vocab_size
     return f"{out}: {learned.describe()}{'; no more pairs are frequent enough' if fewer else ''}"
+
+
+def vocabulary_size(tokenizer: str, path: Path) -> int:
+    """Return the vocabulary size. Reads the text only for tokenizers that are learned from it."""
+    if tokenizer == "gpt2":  # whose files may not be here
+        return GPT2_SIZE
+    if size := learned_size(tokenizer):  # which takes long
+        return size
+    kind, argument = find_kind(tokenizer)
+    if kind is not None and kind.learn is not None:
+        refuse_by_name(path)
+        texts = [read_text(path)] if kind_of(str(path)) == PLAIN else documents((path,), FIELD)
+        return kind.learn(argument, not_empty(texts), True).size
+    return load_tokenizer(BYTE if tokenizer == AUTO else tokenizer).size

@@ -1,16 +1,17 @@
 """From documents to token shards: in bounded memory, on several threads, resumable after an interruption.
 
 First all documents are tokenized into a spool (spool.py), then taken out of it in the order of their keys. So
-the shuffle is one of all documents, and everything is counted before the first shard."""
+the shuffle is one of all documents, and everything is counted before the first shard.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Protocol
 
@@ -19,6 +20,7 @@ import numpy as np
 from distgpt.core.base.errors import DataError, DistgptError, UsageError, escape
 from distgpt.core.base.files import atomic_file, storage_errors
 from distgpt.core.base.formatting import count
+from distgpt.core.data.textfile import remedy_for
 from distgpt.core.data.tokenizers import (
     Ids,
     Tokenizer,
@@ -39,7 +41,7 @@ from distgpt.texts.prepare.documents import (
     find_inputs,
     pieces,
 )
-from distgpt.texts.prepare.encoding import Encoded, Separator, encode, find_separator, in_order
+from distgpt.texts.prepare.encoding import Separator, encode, find_separator, in_order
 from distgpt.texts.prepare.progress import (
     PROGRESS,
     Progress,
@@ -50,29 +52,26 @@ from distgpt.texts.prepare.progress import (
     remove_partial,
     reserved,
 )
-from distgpt.texts.prepare.shard_writer import ShardWriter
-from distgpt.texts.prepare.spool import Spool, files_for
+from distgpt.texts.prepare.spool import Spool
 from distgpt.texts.shards import (
     MANIFEST,
     TOKENIZER,
     Manifest,
+    ShardWriter,
     Split,
     check_front,
     read_tokenizer,
     shard_name,
 )
 from distgpt.texts.tokenizers.learn import not_empty
-from distgpt.texts.unreadable import remedy_for
 
 LEAST = 2  # tokens: one to see, one to predict
-EVERY, EACH = 1 << 24, 1 << 18  # tokens from one note of the progress to the next; more for each file
+EVERY = 1 << 24  # tokens from one note of the progress to the next
 PARTS = 16  # of validation: a longer document gives a share of its own tokens
 LEAST_SHARE = 64  # tokens that make sense on their own
 
+DOCUMENTS_AT_ONCE = 1 << 16
 AT_ONCE = 1 << 20  # ids that are read together, or a few more
-
-# File of the spool; of each document in it the first id, their number, and whether the document begins there.
-_Spans = tuple[int, Array, Array, Array]
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,46 +160,45 @@ class Preparation:
         self._request, self._inputs, self._tokenizer = request, inputs, tokenizer
         self._progress, self._separator, self._watcher = progress, separator, watcher
         self._dtype = np.dtype(id_dtype(tokenizer.size)).newbyteorder("<").str
-        self._total = sum(source.bytes for source in inputs)
 
     def run(self) -> None:
         """Write all shards, or those that are missing. `progress` then describes all of them."""
         request, progress = self._request, self._progress
+        for shard in progress.shards:
+            check_front(request.out / shard.name, shard, self._dtype)
         if progress.complete:
-            self._check_finished()
             return
-        sizes = progress.spooled or [[0, 0] for _ in range(files_for(self._total))]
-        self._spool = Spool(request.out, self._dtype, request.seed, sizes)
-        if progress.held_out is None:
-            self._fill_spool()
-        self._write_all()
+        with closing(Spool(request.out, self._dtype, progress.spooled)) as self._spool:
+            if progress.held_out is None:
+                self._fill_spool()
+            self._write_all()
         progress.complete = True
-        progress.save(self._request.out)
-        self._spool.remove()
-
-    # Into the spool
+        progress.spooled = [0, 0]
+        progress.save(request.out)
 
     def _fill_spool(self) -> None:
-        progress, spool = self._progress, self._spool
-        every = min(self._request.shard_tokens, EVERY + EACH * len(spool.sizes))
-        tokens = noted = sum(pair[1] for pair in progress.sources)
-        self._watcher.began(self._total, self._tokenizer.describe())
+        request, progress, spool = self._request, self._progress, self._spool
+        every = min(request.shard_tokens, EVERY)
+        tokens = noted = progress.spooled[0]
+        self._watcher.began(sum(source.bytes for source in self._inputs), self._tokenizer.describe())
         broken: Counter[str] = Counter()  # characters that were not UTF-8, by file
         remedies: dict[str, str] = {}
-        with self._encoded() as results:
+        todo = pieces(self._inputs, request.field, progress.place, request.max_document)
+        work = partial(encode, tokenizer=self._tokenizer, field=request.field)
+        with closing(in_order(work, todo, Piece.size, request.workers)) as results:
             for encoded in results:
-                if encoded.counts.replaced:
-                    broken[encoded.piece.source] += encoded.counts.replaced
-                    remedies.setdefault(encoded.piece.source, remedy_for(encoded.piece.data))
                 piece, source = encoded.piece, progress.sources[encoded.piece.place.input]
-                spool.add(progress.counts.documents - (not piece.begins), encoded.lengths, encoded.ids)
+                if encoded.counts.replaced:
+                    broken[piece.source] += encoded.counts.replaced
+                    remedies.setdefault(piece.source, remedy_for(piece.data))
+                spool.add(encoded.ids, encoded.lengths, piece.begins)
                 progress.counts += encoded.counts
                 source[0] += encoded.counts.documents
                 source[1] += len(encoded.ids)
                 tokens += len(encoded.ids)
                 if tokens - noted >= every:
                     progress.place, progress.spooled = piece.next, spool.flush()
-                    progress.save(self._request.out)
+                    progress.save(request.out)
                     noted = tokens
                 self._watcher.advanced(piece.consumed, tokens)
         for name, times in broken.most_common(1):
@@ -209,43 +207,33 @@ class Preparation:
             self._watcher.noted(f"{invalid}{remedies[name]}")
         progress.spooled = spool.flush()
         tokens = max(0, self._with_separators() - self._dropped())
-        progress.held_out = min(self._request.held_out(tokens), tokens)
-        progress.save(self._request.out)
-
-    def _encoded(self) -> closing[Generator[Encoded, None, None]]:
-        """Return the ids of the pieces that are left."""
-        request = self._request
-        todo = pieces(self._inputs, request.field, self._progress.place, request.max_document)
-        work = partial(encode, tokenizer=self._tokenizer, field=request.field)
-        return closing(in_order(work, todo, Piece.size, request.workers))
+        progress.held_out = min(request.held_out(tokens), tokens)
+        progress.save(request.out)
 
     def _with_separators(self) -> int:
-        """Ids of all documents, a separator beside each."""
-        tokens = sum(tokens for tokens, _ in self._spool.sizes)
-        return tokens + len(self._separator.ids) * self._progress.counts.documents
+        """Return the number of ids of all documents, with a separator next to each."""
+        return self._progress.spooled[0] + len(self._separator.ids) * self._progress.counts.documents
 
     def _dropped(self) -> int:
-        """Ids of a separator that does not stand before the first document."""
+        """Return the number of ids of a separator that does not stand before the first document."""
         return len(self._separator.ids) * self._separator.only_between
 
-    # Out of the spool
-
     def _write_all(self) -> None:
-        progress = self._progress
-        self._check_finished()
-        width = np.dtype(self._dtype).itemsize
-        documents = count(progress.counts.documents, "document")
+        documents = count(self._progress.counts.documents, "document")
         label = "writing" if self._request.seed is None else "shuffling"
-        self._watcher.began(self._with_separators() * width, documents, label)
+        total = self._with_separators()
+        self._watcher.began(total * np.dtype(self._dtype).itemsize, documents, label)
+        self._index = self._spool.index(self._request.seed)
         self._done = 0
-        self._write("val", progress.held_out or 0)
-        self._write("train", 2 * self._with_separators())  # all there is
+        self._write("val", self._progress.held_out or 0)
+        self._write("train", 2 * total)  # all that remains
 
     def _write(self, split: Split, left: int) -> None:
         """Write this many ids of a split, or what finished shards do not hold of them."""
-        skip = self._progress.tokens(split)
-        if split == "train" and self._request.seed is None:  # its stream begins with those for validation
-            skip += self._progress.held_out or 0
+        request, progress = self._request, self._progress
+        skip = progress.tokens(split)
+        if split == "train" and request.seed is None:  # its stream begins with those for validation
+            skip += progress.held_out or 0
         width, total = np.dtype(self._dtype).itemsize, self._with_separators()
         writer: ShardWriter | None = None
         try:
@@ -255,11 +243,13 @@ class Preparation:
                 self._done += len(ids)
                 skip, ids = max(0, skip - len(ids)), ids[skip:]
                 while len(ids):
-                    writer = writer or self._new_shard(split)
-                    room = min(len(ids), self._request.shard_tokens - writer.tokens)
+                    if writer is None:
+                        number = sum(shard.split == split for shard in progress.shards)
+                        writer = ShardWriter(request.out / shard_name(split, number), self._dtype)
+                    room = min(len(ids), request.shard_tokens - writer.tokens)
                     writer.write(ids[:room])
                     ids = ids[room:]
-                    if writer.tokens == self._request.shard_tokens:
+                    if writer.tokens == request.shard_tokens:
                         self._finish(writer, split)
                         writer = None
                     self._watcher.advanced(min(self._done, total) * width, self._done)
@@ -272,87 +262,69 @@ class Preparation:
                 writer.discard()
             raise
 
-    def _stream(self, split: Split) -> Iterator[Ids]:
-        """Yield a split's ids: a separator before each document, and before the rest of one that was cut."""
-        is_first = True
-        for file, starts, lengths, is_whole in self._spans(split):
-            lead = np.full(len(starts), len(self._separator.ids))
-            if is_first and (self._separator.only_between or not is_whole[0]):
-                lead[0] = 0
-            is_first = False
-            yield from self._blocks(file, starts, lengths, lead)
-
-    def _blocks(self, file: int, starts: Array, lengths: Array, lead: Array) -> Iterator[Ids]:
-        """Yield these documents' ids, about `AT_ONCE` at a time. `lead`: ids of the separator before each."""
-        starts, lengths, lead = _in_pieces(starts, lengths, lead)
-        ends = np.cumsum(lead + lengths)
-        cuts = np.flatnonzero(np.diff(ends // AT_ONCE)) + 1
-        for first, stop in pairwise([0, *cuts.tolist(), len(ends)]):
-            some, begin = slice(first, stop), ends[first] - lengths[first] - lead[first]
-            at = (ends - lengths)[some] - begin
-            ids = np.empty(ends[stop - 1] - begin, self._dtype)
-            for back, token in enumerate(reversed(self._separator.ids), 1):
-                ids[at[lead[some] > 0] - back] = token
-            self._spool.read_ids(file, ids, at.tolist(), starts[some].tolist(), lengths[some].tolist())
-            yield ids
-
-    def _spans(self, split: Split) -> Iterator[_Spans]:
-        """Return the parts of documents that belong to a split, in the order of their keys.
-
-        Without a shuffle they are all documents, of which the first ids are for validation. Else validation
-        takes the same share from the start of every long document, and fills up with short ones. So every
-        long document contributes, and each is cut at most once.
-        """
-        if self._request.seed is None:
-            for file in range(len(self._spool.sizes)):
-                for starts, lengths in self._spool.documents(file):
-                    yield file, starts, lengths, np.ones(len(starts), bool)
-            return
-        between, total = len(self._separator.ids), max(1, self._with_separators())
-        held_out = (self._progress.held_out or 0) + self._dropped() if self._progress.held_out else 0
-        least = self._least_of_long(held_out, total)
-        long_so_far, left = 0, held_out - held_out * self._tokens_of_long(least) // total
-        for file in range(len(self._spool.sizes)):
-            for starts, lengths in self._spool.documents(file):
-                tokens = lengths + between
-                short = np.where(tokens < least, tokens, 0)
-                given = np.clip(left - np.cumsum(short) + short, 0, short)
-                left -= int(given.sum())
-                for i in np.flatnonzero(tokens >= least).tolist():  # not in 64 bits
-                    before, long_so_far = long_so_far, long_so_far + int(tokens[i])
-                    given[i] = held_out * long_so_far // total - held_out * before // total
-                cut = np.maximum(given - between, 0)
-                if split == "val" and len(some := np.flatnonzero(given)):
-                    yield file, starts[some], cut[some], np.ones(len(some), bool)
-                elif split == "train" and len(some := np.flatnonzero(given < tokens)):
-                    yield file, (starts + cut)[some], (lengths - cut)[some], (cut == 0)[some]
-
-    def _tokens_of_long(self, least: int) -> int:
-        """Ids of all long documents, a separator beside each."""
-        files = range(len(self._spool.sizes))
-        parts = chain.from_iterable(map(self._spool.documents, files))
-        every = (lengths + len(self._separator.ids) for _, lengths in parts)
-        return sum(int(tokens[tokens >= least].sum()) for tokens in every)
-
-    def _least_of_long(self, held_out: int, total: int) -> int:
-        """Return the least number of ids, with its separator, of a document that gives some to validation."""
-        if not held_out:
-            return total + 1
-        share = (LEAST_SHARE + len(self._separator.ids)) * total
-        return max(held_out // PARTS + 1, -(-share // held_out))
-
-    def _check_finished(self) -> None:
-        for shard in self._progress.shards:
-            check_front(self._request.out / shard.name, shard, self._dtype)
-
-    def _new_shard(self, split: Split) -> ShardWriter:
-        number = sum(shard.split == split for shard in self._progress.shards)
-        return ShardWriter(self._request.out / shard_name(split, number), self._dtype)
-
     def _finish(self, writer: ShardWriter, split: Split) -> None:
         """Give the shard its name, and note that."""
         self._progress.shards.append(writer.finish(split))
         self._progress.save(self._request.out)
+
+    def _stream(self, split: Split) -> Iterator[Ids]:
+        """Yield a split's ids, about `AT_ONCE` at a time.
+
+        A separator stands before each document, and before the rest of one that was cut.
+        """
+        is_first = True
+        for starts, lengths, is_whole in self._spans(split):
+            lead = np.full(len(starts), len(self._separator.ids))
+            if is_first and (self._separator.only_between or not is_whole[0]):
+                lead[0] = 0
+            is_first = False
+            starts, lengths, lead = _in_pieces(starts, lengths, lead)
+            ends = np.cumsum(lead + lengths)
+            cuts = np.flatnonzero(np.diff(ends // AT_ONCE)) + 1
+            for first, stop in pairwise([0, *cuts.tolist(), len(ends)]):
+                some, begin = slice(first, stop), ends[first] - lengths[first] - lead[first]
+                at = (ends - lengths)[some] - begin
+                ids = np.empty(ends[stop - 1] - begin, self._dtype)
+                for back, token in enumerate(reversed(self._separator.ids), 1):
+                    ids[at[lead[some] > 0] - back] = token
+                self._spool.read_ids(ids, at.tolist(), starts[some].tolist(), lengths[some].tolist())
+                yield ids
+
+    def _spans(self, split: Split) -> Iterator[tuple[Array, Array, Array]]:
+        """Yield the parts of documents that belong to a split, in their order, some at a time.
+
+        Of each part the first id, the number of ids, and whether the document begins there. Without a shuffle
+        they are all documents, of which the first ids are for validation. Else validation takes the same
+        share from the start of every long document, and fills up with short ones. So every long document
+        contributes, and each is cut at most once.
+        """
+        starts, lengths, order = self._index
+        between, total = len(self._separator.ids), max(1, self._with_separators())
+        held_out = self._progress.held_out or 0
+        least = total + 1  # ids of a document that gives some to validation, with its separator
+        if held_out:
+            held_out += self._dropped()
+            share = (LEAST_SHARE + between) * total
+            least = max(held_out // PARTS + 1, -(-share // held_out))
+        of_long = int((lengths + between)[lengths + between >= least].sum())
+        long_so_far, left = 0, held_out - held_out * of_long // total
+        for some in (order[i : i + DOCUMENTS_AT_ONCE] for i in range(0, len(order), DOCUMENTS_AT_ONCE)):
+            first, length = starts[some], lengths[some]
+            if self._request.seed is None:
+                yield first, length, np.ones(len(some), bool)
+                continue
+            tokens = length + between
+            short = np.where(tokens < least, tokens, 0)
+            given = np.clip(left - np.cumsum(short) + short, 0, short)
+            left -= int(given.sum())
+            for i in np.flatnonzero(tokens >= least).tolist():  # not in 64 bits
+                before, long_so_far = long_so_far, long_so_far + int(tokens[i])
+                given[i] = held_out * long_so_far // total - held_out * before // total
+            cut = np.maximum(given - between, 0)
+            if split == "val" and len(taken := np.flatnonzero(given)):
+                yield first[taken], cut[taken], np.ones(len(taken), bool)
+            elif split == "train" and len(taken := np.flatnonzero(given < tokens)):
+                yield (first + cut)[taken], (length - cut)[taken], (cut == 0)[taken]
 
 
 def _in_pieces(starts: Array, lengths: Array, lead: Array) -> tuple[Array, Array, Array]:
@@ -366,9 +338,9 @@ def _in_pieces(starts: Array, lengths: Array, lead: Array) -> tuple[Array, Array
     return starts + done, np.minimum(lengths - done, AT_ONCE), np.where(number, 0, lead)
 
 
-def prepare(request: Request, watcher: Watcher) -> Manifest:
-    """Write the shards, or what is missing of them."""
-    inputs = find_inputs(request.inputs)
+def prepare(request: Request, watcher: Watcher, inputs: list[Input] | None = None) -> Manifest:
+    """Write the shards, or what is missing of them. `inputs` are those of the request, if already found."""
+    inputs = inputs or find_inputs(request.inputs)
     tokenizer = request.known_tokenizer()
     fresh = Progress(request.settings(tokenizer), list_inputs(inputs), sources=[[0, 0] for _ in inputs])
     with reserved(request.out, watcher.noted):

@@ -13,21 +13,20 @@ from operator import add
 from pathlib import Path
 from typing import Annotated, Any
 
-from distgpt.core.base.checked import Count, Must, checked, parse_json, parse_object
+from distgpt.core.base.checked import Count, Must, checked, parse_json
 from distgpt.core.base.errors import DataError, Say, UsageError
 from distgpt.core.base.files import atomic_file, locked, read_small, storage_errors
 from distgpt.core.base.formatting import count
 from distgpt.texts.prepare.documents import Input, Offset
-from distgpt.texts.prepare.spool import MOST_FILES, spool_names
+from distgpt.texts.prepare.spool import SPOOL
 from distgpt.texts.shards import MANIFEST, SPLITS, TOKENIZER, Shard, is_shards
 
 PROGRESS = "progress.json"
 # To be raised when the same inputs are cut or tokenized differently: the rest would not fit.
-FORMAT, VERSION = "distgpt-unfinished-shards", 3
-_OWN = re.compile(rf"({'|'.join(SPLITS)})-\d{{6,}}\.npy|spool-\d{{3}}\.(ids|keys)")
+FORMAT, VERSION = "distgpt-unfinished-shards", 4
+_SHARD = re.compile(rf"({'|'.join(SPLITS)})-\d{{6,}}\.npy")
 Settings = dict[str, Any]
 _Pair = Annotated[list[Count], Must("be two counts", lambda pair: len(pair) == 2)]
-_Spooled = Annotated[list[_Pair], Must("be few", lambda files: len(files) <= MOST_FILES)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +44,7 @@ class Progress:
     """The finished shards, and how much is in the spool: all pieces before `place`.
 
     `counts` are of these pieces, as `sources`, which are documents and their tokens of each input. `spooled`
-    are tokens and records of the files of the spool. `held_out` is the number of tokens for validation, once
+    are the sizes of the spool's files. `held_out` is the number of tokens for validation, once
     all are in the spool. `complete` says that all shards are finished.
     """
 
@@ -56,7 +55,7 @@ class Progress:
     place: Offset = field(default_factory=Offset)
     counts: Counts = field(default_factory=Counts)
     sources: list[_Pair] = field(default_factory=list)
-    spooled: _Spooled = field(default_factory=list)
+    spooled: _Pair = field(default_factory=lambda: [0, 0])
     complete: bool = False
 
     @property
@@ -68,7 +67,7 @@ class Progress:
         """Return the progress in words."""
         if self.shards:
             return count(len(self.shards), "finished shard")
-        return count(sum(tokens for tokens, _ in self.spooled), "token")
+        return count(self.spooled[0], "token")
 
     def tokens(self, split: str) -> int:
         return sum(shard.tokens for shard in self.shards if shard.split == split)
@@ -112,12 +111,28 @@ def load_progress(folder: Path, fresh: Progress) -> Progress:
         raise UsageError(f"{folder} holds shards already; give another --out, or remove it")
     path = folder / PROGRESS
     with storage_errors("read", folder):
-        if not path.exists():
-            _refuse_others(folder)
+        if not path.exists():  # accept only what a killed process left half-written
+            if others := [path.name for path in folder.iterdir() if not _is_partial(path.name)]:
+                raise UsageError(
+                    f"{folder} is not empty (it holds {min(others)!r}); give a new folder for the shards"
+                )
             return fresh
-        if not is_unfinished(folder):
-            raise UsageError(f"{path} is not of distgpt data prepare; give a new folder for the shards")
-        earlier = _parse(path)
+        found = _unfinished(folder)
+    if found is None:
+        raise UsageError(f"{path} is not of distgpt data prepare; give a new folder for the shards")
+    if found.pop("version", None) != VERSION:
+        raise UsageError(
+            f"{folder} holds unfinished shards of another version of distgpt;"
+            " finish them with that one, or remove the folder"
+        )
+    try:  # types are checked, too, since a hash can be made to fit
+        if found.pop("sha256", None) != _sha256(found):
+            raise ValueError("its SHA-256 is another")
+        earlier: Progress = checked(Progress, found)
+        if earlier.begun and len(earlier.sources) != len(earlier.inputs):
+            raise ValueError("its sources are not two counts for each input")
+    except ValueError as error:
+        raise DataError(f"{path} is damaged ({error}); remove {folder} and begin again") from None
     if not earlier.begun:
         return fresh
     different = [
@@ -136,56 +151,25 @@ def load_progress(folder: Path, fresh: Progress) -> Progress:
     return earlier
 
 
-def is_unfinished(folder: Path) -> bool:
-    """Return if this or another version of distgpt has begun shards here."""
-    if not (folder / PROGRESS).exists():
-        return False
+def _unfinished(folder: Path) -> dict[str, Any] | None:
+    """Return what this or another version of distgpt has noted of shards that it began here."""
     try:
-        found = parse_json(read_small(folder / PROGRESS))
+        found = parse_json(read_small(folder / PROGRESS)) if (folder / PROGRESS).exists() else None
     except (ValueError, DataError):
-        return False
-    return isinstance(found, dict) and found.get("format") == FORMAT
+        return None
+    return found if isinstance(found, dict) and found.pop("format", None) == FORMAT else None
 
 
 def refuse_unfinished(folder: Path) -> None:
     """Raise a DataError if the shards in a folder are not finished."""
     with storage_errors("read", folder):
-        unfinished = folder.is_dir() and is_unfinished(folder)
+        unfinished = folder.is_dir() and _unfinished(folder) is not None
     if unfinished:
         raise DataError(f"the shards in {folder} are not finished: the same distgpt data prepare resumes")
 
 
-def _parse(path: Path) -> Progress:
-    """Read the saved progress: its hash is checked, and its types, since a hash can be made to fit."""
-    found = parse_object(read_small(path), path)
-    del found["format"]
-    if found.pop("version", None) != VERSION:
-        raise UsageError(
-            f"{path.parent} holds unfinished shards of another version of distgpt;"
-            " finish them with that one, or remove the folder"
-        )
-    try:
-        if found.pop("sha256", None) != _sha256(found):
-            raise ValueError("its SHA-256 is another")
-        progress: Progress = checked(Progress, found)
-        if progress.begun and len(progress.sources) != len(progress.inputs):
-            raise ValueError("its sources are not two counts for each input")
-    except ValueError as error:
-        raise DataError(f"{path} is damaged ({error}); remove {path.parent} and begin again") from None
-    return progress
-
-
 def _sha256(contents: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(contents, sort_keys=True).encode()).hexdigest()
-
-
-def _refuse_others(folder: Path) -> None:
-    """Accept only what a killed process left half-written."""
-    others = [path.name for path in folder.iterdir() if not _is_partial(path.name)]
-    if others:
-        raise UsageError(
-            f"{folder} is not empty (it holds {min(others)!r}); give a new folder for the shards"
-        )
 
 
 def _is_partial(name: str) -> bool:
@@ -196,12 +180,12 @@ def _is_partial(name: str) -> bool:
 def remove_partial(folder: Path, progress: Progress) -> None:
     """Remove what a process left half-written, and all shards and files of a spool but those it knows."""
     known = {shard.name for shard in progress.shards}
-    for number in range(len(progress.spooled)):
-        known |= {*spool_names(number)}
+    if any(progress.spooled):
+        known.update(SPOOL)
     with storage_errors("write to", folder):
         for path in folder.iterdir():
-            unknown = path.name not in known and _OWN.fullmatch(path.name)
-            if unknown or _is_partial(path.name):
+            is_own = path.name in SPOOL or _SHARD.fullmatch(path.name)
+            if (is_own and path.name not in known) or _is_partial(path.name):
                 path.unlink()
 
 

@@ -19,7 +19,7 @@ from distgpt.core.comm.resources import granted_cores
 from distgpt.core.data.loading import Corpus, DataRequest, requested_tokenizer
 from distgpt.core.data.textfile import resolve_data
 from distgpt.core.data.tokenizers import Tokenizer, fingerprint
-from distgpt.texts.prepare.documents import find_inputs, overview
+from distgpt.texts.prepare.documents import find_inputs
 from distgpt.texts.prepare.preparing import Request, prepare
 from distgpt.texts.prepare.progress import BeingPrepared, list_inputs, refuse_unfinished
 from distgpt.texts.shards import is_shards, load_shards, read_manifest
@@ -35,7 +35,9 @@ def tokenized(path: Path, tokenizer: str | Tokenizer, val_fraction: float, kept:
     Its name tells what it was made from: where the texts lie, their sizes and times, and the settings.
     """
     refuse_unfinished(path)
-    texts = [str(path.resolve()), *list_inputs(find_inputs((path,)))]
+    notes: list[str] = []
+    inputs = find_inputs((path,), notes.append)
+    texts = [str(path.resolve()), *list_inputs(inputs)]
 
     def request(tokenizer: str | Tokenizer) -> Request:
         made = Request((path,), tokenizer, Path(), val_fraction=val_fraction, workers=granted_cores().whole)
@@ -51,7 +53,7 @@ def tokenized(path: Path, tokenizer: str | Tokenizer, val_fraction: float, kept:
     is_waiting = False
     while not is_shards(wanted.out):
         try:
-            prepare(wanted, _Watcher(say))
+            prepare(wanted, _Watcher(say), inputs)
         except BeingPrepared as error:  # for a run that was started a moment before
             if not is_waiting:
                 say(f"{error}: waiting for it")
@@ -60,9 +62,10 @@ def tokenized(path: Path, tokenizer: str | Tokenizer, val_fraction: float, kept:
         except DataError as error:
             raise DataError(f"{error} (distgpt data prepare has options for such files)") from None
     manifest = read_manifest(wanted.out)
-    replaced = f"{manifest.replaced:,} × U+FFFD put in for what was not UTF-8" if manifest.replaced else ""
-    if found := "; ".join(filter(None, [overview((path,)), replaced])):
-        say(f"{escape(str(path))}: {found}")
+    if manifest.replaced:
+        notes.append(f"{manifest.replaced:,} × U+FFFD put in for what was not UTF-8")
+    if notes:
+        say(f"{escape(str(path))}: {'; '.join(notes)}")
     if val_fraction and not manifest.of("val"):
         raise DataError(f"{path}: --val-fraction {val_fraction} of it is not even 2 tokens")
     return wanted.out

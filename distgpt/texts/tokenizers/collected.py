@@ -21,7 +21,6 @@ from distgpt.core.data.tokenizers import (
     id_dtype,
     text_size,
 )
-from distgpt.texts.tokenizers.parts import Ends
 
 
 class _VocabularyTokenizer(Tokenizer):
@@ -68,7 +67,7 @@ class CharTokenizer(_VocabularyTokenizer):
             self._refuse("character", text[first], first, np.unique(codes[unknown]).size)
         return ids.astype(id_dtype(self.size))
 
-    def ends_in(self, text: str, ids: Ids) -> Ends:
+    def ends_in(self, text: str) -> Sequence[int]:
         return range(1, len(text) + 1)
 
 
@@ -98,7 +97,7 @@ class WordTokenizer(_VocabularyTokenizer):
             self._refuse("word", first[0], first.start(), len(unknown))
         return np.fromiter(map(self._id_of_word.__getitem__, words), id_dtype(self.size), len(words))
 
-    def ends_in(self, text: str, ids: Ids) -> Ends:
+    def ends_in(self, text: str) -> Sequence[int]:
         return [found.end() for found in WORD.finditer(text)]
 
     def streamer(self) -> Streamer:

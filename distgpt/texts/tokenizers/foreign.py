@@ -8,10 +8,17 @@ from typing import Any
 from distgpt.core.base.checked import JsonObject, parse_object
 from distgpt.core.base.errors import DataError
 from distgpt.core.base.files import read_small
-from distgpt.core.data.tokenizers import Tokenizer, TokenizerKind, fingerprint, read_json, unreadable
+from distgpt.core.data.tokenizers import (
+    ChatTemplate,
+    Tokenizer,
+    TokenizerKind,
+    checked_chat,
+    fingerprint,
+    read_json,
+    unreadable,
+)
 from distgpt.texts.tokenizers import hub
 from distgpt.texts.tokenizers.bpe import GPT2_FINGERPRINT, SEPARATOR, BpeTokenizer, checked_bpe, spelled
-from distgpt.texts.tokenizers.chat_template import ChatTemplate, checked_chat, with_chat
 from distgpt.texts.tokenizers.tokenizer_json import LibraryTokenizer
 
 CONFIG, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
@@ -34,7 +41,7 @@ def from_foreign(document: dict[str, Any], path: Path) -> Tokenizer | None:
         found = _from_vocab_and_merges(document, path)
     else:
         return None
-    return with_chat(found, _chat_beside(path.parent, found))
+    return found.with_chat(_chat_beside(path.parent, found))
 
 
 def from_document(document: dict[str, Any], source: str) -> Tokenizer:

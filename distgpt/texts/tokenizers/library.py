@@ -1,12 +1,15 @@
-"""Calls of the library `tokenizers` for documents that are not trusted: its failures, and its time."""
+"""Limits on the library `tokenizers` for untrusted documents: its failures, its memory, its time."""
 
 from __future__ import annotations
 
+import base64
+import json
 import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from math import inf, prod
+from typing import TYPE_CHECKING, Any
 
 from distgpt.core.base.errors import DataError, first_line
 
@@ -15,6 +18,18 @@ if TYPE_CHECKING:
 
 SECONDS = 10.0  # for any text
 CHARACTERS = 100_000  # for which there is one second more: a tenth of what is usual
+MOST = 16  # times as many characters. Known families need 4: a blank before each piece, symbols for bytes
+TABLES = 18  # characters for one in Unicode's tables at most (U+FDFA in NFKC), however often they are used
+SHORT = 64  # characters of a text to replace, which is compared at each place
+SAME_LENGTH = """
+    NFC NFD NFKC NFKD Nmt Lowercase Strip StripAccents Precompiled BertPreTokenizer CharDelimiterSplit Digits
+    FixedLength Punctuation Split UnicodeScripts Whitespace WhitespaceSplit
+"""
+_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*"
+_WORDS += r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+LLAMA3_WORDS, QWEN_WORDS = _WORDS % "{1,3}", _WORDS % ""
+
+Step = dict[str, Any]
 
 
 @contextmanager
@@ -27,6 +42,81 @@ def library_errors(what: str) -> Iterator[None]:
         if isinstance(error, MemoryError) or not (isinstance(error, Exception) or is_panic):
             raise
         raise DataError(f"{what}: {first_line(error) or type(error).__name__}") from None
+
+
+def refuse_growth(library: tokenizers.Tokenizer, source: str) -> None:
+    """Raise a DataError if the steps before the model may lengthen a text beyond all use.
+
+    A few steps that each write sixteen letters for one take all memory for a text of one letter.
+    """
+    steps = _steps_before_model(library)
+    if (unknown := next((step["type"] for step in steps if not growth(step)), None)) is not None:
+        raise DataError(f"{source}: its step {unknown!r:.40} is unknown: it may make texts longer")
+    most = prod(map(growth, steps)) * max(1.0, prod(map(_longest_mapped, steps)) / TABLES)
+    if most > MOST:
+        raise DataError(
+            f"{source}: its normalizer and pre-tokenizer may make a text {most:.3g} times as long;"
+            f" more than {MOST} times is refused"
+        )
+
+
+def growth(step: Step) -> float:
+    """Return how many characters a step makes of one at most; 0 if it is unknown."""
+    match step:
+        case {"type": "Replace", "pattern": {"Regex": _}, "content": content}:
+            return 1.0 + len(content)  # it may match one character, or nothing between any two
+        case {"type": "Replace", "pattern": {"String": text}, "content": content}:
+            return max(1.0, len(content) / len(text)) if text else inf  # the library fails
+        case {"type": "Prepend", "prepend": text}:
+            return 1.0 + len(text)  # to each text between added tokens
+        case {"type": "BertNormalizer"}:
+            return 3.0  # blanks around each Chinese character
+        case {"type": "ByteLevel"}:
+            # Two symbols for a character of two bytes; longer ones count as several here.
+            return 4.0 if step.get("add_prefix_space") else 2.0
+        case {"type": "Metaspace"}:
+            return 2.0
+    return float(step["type"] in SAME_LENGTH.split())
+
+
+def _longest_mapped(step: Step) -> float:
+    """Return the characters of the longest text in the table of SentencePiece; 1 for other steps."""
+    if step["type"] != "Precompiled":
+        return 1.0
+    table = base64.b64decode(step["precompiled_charsmap"])
+    texts = table[4 + int.from_bytes(table[:4], "little") :]
+    return max(1.0, *(float(len(text.decode("utf-8", "replace"))) for text in texts.split(b"\0")))
+
+
+def may_be_slow(library: tokenizers.Tokenizer) -> bool:
+    """Tell whether encoding may take more time than is proportional to the text.
+
+    Regular expressions may, but for those that are known, long texts to replace, and models that try all
+    entries at each place.
+    """
+    patterns = [step.get("pattern") for step in _steps_before_model(library)]
+    is_quick = all(
+        pattern["Regex"] in (LLAMA3_WORDS, QWEN_WORDS)
+        if "Regex" in pattern
+        else len(pattern["String"]) <= SHORT
+        for pattern in patterns
+        if isinstance(pattern, dict)
+    )
+    return not is_quick or type(library.model).__name__ != "BPE"
+
+
+def _steps_before_model(library: tokenizers.Tokenizer) -> list[Step]:
+    """Return the steps before the model, with all that the document leaves out."""
+
+    def steps(part: Any) -> Iterator[Step]:
+        inner = part.get("normalizers", part.get("pretokenizers"))
+        if inner is None:
+            yield part
+        for each in inner or ():  # a Sequence, maybe in a Sequence
+            yield from steps(each)
+
+    parts = [part for part in (library.normalizer, library.pre_tokenizer) if part is not None]
+    return [step for part in parts for step in steps(json.loads(part.__getstate__()))]
 
 
 class Encoder:
@@ -44,34 +134,27 @@ class Encoder:
         self._stuck: threading.Thread | None = None
 
     def encode(self, text: str) -> tokenizers.Encoding:
-        if self._may_be_slow:
-            return self._in_time(text)
-        with library_errors(self._fails):
-            return self._now(text)
-
-    def _now(self, text: str) -> tokenizers.Encoding:
-        """Encode a list of texts: meanwhile other threads run, as they do not while it encodes one alone."""
-        return self._library.encode_batch([text], add_special_tokens=False)[0]
-
-    def _in_time(self, text: str) -> tokenizers.Encoding:
-        if self._stuck is not None and self._stuck.is_alive():
-            raise DataError(f"{self._fails}: it is still busy with one before it that takes too long")
         found: list[tokenizers.Encoding | BaseException] = []
 
         def work() -> None:
-            try:
-                found.append(self._now(text))
+            try:  # a list of texts: meanwhile other threads run, as they do not while it encodes one alone
+                found.append(self._library.encode_batch([text], add_special_tokens=False)[0])
             except BaseException as error:
                 found.append(error)
 
-        thread = threading.Thread(target=work, name="encoder", daemon=True)
-        thread.start()
-        thread.join(seconds := SECONDS + len(text) / CHARACTERS)
-        if not found:
-            self._stuck = thread
-            raise DataError(
-                f"{self._fails}: {len(text):,} characters take longer than {seconds:.0f} s by its rules"
-            )
+        if not self._may_be_slow:
+            work()
+        elif self._stuck is not None and self._stuck.is_alive():
+            raise DataError(f"{self._fails}: it is still busy with one before it that takes too long")
+        else:
+            thread = threading.Thread(target=work, name="encoder", daemon=True)
+            thread.start()
+            thread.join(seconds := SECONDS + len(text) / CHARACTERS)
+            if not found:
+                self._stuck = thread
+                raise DataError(
+                    f"{self._fails}: {len(text):,} characters take longer than {seconds:.0f} s by its rules"
+                )
         with library_errors(self._fails):
             if isinstance(result := found[0], BaseException):
                 raise result

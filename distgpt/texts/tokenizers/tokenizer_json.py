@@ -13,8 +13,7 @@ import numpy as np
 from distgpt.core.base.errors import DataError
 from distgpt.core.data.tokenizers import BytesDecoder, Ids, Streamer, encoded, id_dtype
 from distgpt.texts.tokenizers.bpe import LARGEST, SEPARATOR, latin1_of_symbol, symbols
-from distgpt.texts.tokenizers.growth import may_be_slow, refuse_growth
-from distgpt.texts.tokenizers.library import Encoder, library_errors
+from distgpt.texts.tokenizers.library import Encoder, library_errors, may_be_slow, refuse_growth
 
 if TYPE_CHECKING:
     import tokenizers
