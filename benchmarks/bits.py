@@ -97,7 +97,7 @@ TWO_NODES = {"MPIR_CVAR_NUM_CLIQUES": "2"}
 ASSEMBLED = """
 import json, sys
 from pathlib import Path
-from distgpt.cli import main
+from distgpt.commands.cli import main
 from distgpt.core.train import loop
 
 train = loop.train

@@ -22,10 +22,10 @@ from peer_process import BEST, ask_peer
 from record import arguments, distgpt, end_with_errors, save
 from train_beside_torch import PeerOptions, beside_torch
 
+from distgpt.cluster.jobs.processes import distgpt_command, run
 from distgpt.core.comm.resources import usable_cores
 from distgpt.core.config.presets import preset
 from distgpt.core.cpu.kernels import CpuKernels
-from distgpt.jobs.processes import distgpt_command, run
 from distgpt.measure import jobs
 from distgpt.measure.profile.session import Profiler
 from distgpt.measure.step_timing import Trial

@@ -81,7 +81,7 @@ def compare(peer: Path, gpt2: Path, text: Path, rounds: int) -> dict[str, Any]:
 
 
 def in_own_process(python: Path, side: str, gpt2: Path, text: Path) -> dict[str, Any]:
-    from distgpt.jobs.processes import run
+    from distgpt.cluster.jobs.processes import run
     from distgpt.measure.jobs import answer
 
     env = {key: value for key, value in os.environ.items() if not key.startswith(("RAYON_", "NUMBA_"))}

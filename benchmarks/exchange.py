@@ -24,9 +24,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "helpers"
 
 from hosts import Unavailable, shaped_link
 
+from distgpt.cluster.jobs.launchers import find_launcher
 from distgpt.core.base.formatting import duration
 from distgpt.core.config import RunConfig
-from distgpt.jobs.launchers import find_launcher
 from distgpt.measure import jobs
 
 ROUND = 16  # local steps between two exchanges

@@ -15,9 +15,9 @@ from distgpt.core.base.errors import UsageError
 from distgpt.core.base.formatting import count
 from distgpt.core.comm.resources import peak_memory, usable_cores
 from distgpt.core.config.presets import preset as preset_named
+from distgpt.core.model.counts import operations
 from distgpt.core.model.model import Architecture
 from distgpt.core.ops.kernels import Kernels
-from distgpt.counts import operations
 
 MOST_NAMES = 512  # in a batch of PyTorch's, as in the study
 

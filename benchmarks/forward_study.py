@@ -35,15 +35,15 @@ from peer_process import refuse_without_torch, torch_version
 from record import end_with_errors
 from short_sequences import ShortLoss
 
+from distgpt.cluster.jobs.launchers import Launcher, find_launcher
+from distgpt.cluster.jobs.processes import run
+from distgpt.cluster.launch.environment import launched_as
 from distgpt.commands.bench import result_options, to_options, together
 from distgpt.commands.options import FiniteRange, launch_options
 from distgpt.core.base.errors import UsageError
 from distgpt.core.config import DTYPES, ON_GPU
 from distgpt.core.cpu.stages import open_stage
 from distgpt.gpu.probe import driver
-from distgpt.jobs.launchers import Launcher, find_launcher
-from distgpt.jobs.processes import run
-from distgpt.launch.environment import launched_as
 from distgpt.measure import jobs
 from distgpt.measure.bench.results import BenchOptions, Row, say
 

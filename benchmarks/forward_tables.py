@@ -7,8 +7,8 @@ from typing import Any
 
 from distgpt.core.base.formatting import count, three_digits
 from distgpt.core.config.presets import preset
+from distgpt.core.model.counts import parameters
 from distgpt.core.model.model import Architecture
-from distgpt.counts import parameters
 from distgpt.measure.bench.results import Row
 from distgpt.show.charts import Bar, BarChart, LineChart, line
 from distgpt.show.page import Block, Column, tabulated

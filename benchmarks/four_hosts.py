@@ -38,10 +38,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "helpers"
 
 from hosts import SHARING_CORES, Unavailable, switched_hosts
 
+from distgpt.cluster.jobs.launchers import Launcher, find_launcher
+from distgpt.cluster.jobs.processes import run as run_process
 from distgpt.core.base.formatting import duration
 from distgpt.core.config import RunConfig
-from distgpt.jobs.launchers import Launcher, find_launcher
-from distgpt.jobs.processes import run as run_process
 from distgpt.measure import jobs
 from distgpt.parallel.reductions import PIECE
 

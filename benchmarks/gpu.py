@@ -26,9 +26,9 @@ import numpy as np
 from forward_work import sequences
 from peer_process import for_torch
 
+from distgpt.cluster.jobs.processes import TIMED_OUT, run
 from distgpt.core.config import ModelConfig
 from distgpt.core.config.presets import preset
-from distgpt.jobs.processes import TIMED_OUT, run
 
 HERE = Path(__file__).resolve().parent
 BAR = {"GPT-2": 1.05, "autotune": 1.05, "gpt-mini": 2.0, "forward XL": 2.0}  # times the best of PyTorch's

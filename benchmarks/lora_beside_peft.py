@@ -17,9 +17,9 @@ import click
 from peer_process import PEERS
 
 import distgpt
+from distgpt.cluster.jobs.processes import run
 from distgpt.core.comm.resources import usable_cores
 from distgpt.core.config.presets import preset
-from distgpt.jobs.processes import run
 from distgpt.measure.jobs import answer, unsteered
 
 KEEP = {"MALLOC_TRIM_THRESHOLD_": "100000000000", "MALLOC_MMAP_MAX_": "0"}

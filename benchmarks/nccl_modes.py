@@ -19,9 +19,9 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from distgpt.cli import main as distgpt
+from distgpt.cluster.launch.environment import launched_rank
+from distgpt.commands.cli import main as distgpt
 from distgpt.gpu.transport import SHARED_GPU
-from distgpt.launch.environment import launched_rank
 
 TRAIN = shlex.split(
     "train --stage mpi-cuda --preset gpt-mini --data corpus --tokenizer byte --n-layer 3 --dtype bfloat16"

@@ -11,9 +11,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from distgpt.cluster.jobs.processes import run
 from distgpt.core.base.errors import StorageError, UsageError
 from distgpt.core.config import ModelConfig
-from distgpt.jobs.processes import run
 from distgpt.measure.jobs import answer, unsteered
 
 PEERS = Path(__file__).resolve().parent / "peers"

@@ -17,9 +17,9 @@ from distgpt.core.comm.resources import usable_cores
 from distgpt.core.cpu.dtypes import VARIABLE
 from distgpt.core.cpu.kernels import CpuKernels
 from distgpt.core.saved.rundir import RunDirectory
-from distgpt.doctor.facts import anonymised, environment
-from distgpt.doctor.speed import measure_peaks
 from distgpt.measure import jobs
+from distgpt.measure.doctor.facts import anonymised, environment
+from distgpt.measure.doctor.speed import measure_peaks
 
 os.environ.setdefault(VARIABLE, "float32")  # results that name no type are of this one, on every processor
 

@@ -23,6 +23,7 @@ from predictions import MOST_RANKS, Job, affine, compared, predictions, summed_b
 from record import end_with_errors
 from scaling_page import all_charts, blocks
 
+from distgpt.cluster.jobs.launchers import find_launcher
 from distgpt.commands.bench import result_options, to_options
 from distgpt.commands.options import FiniteRange, settings
 from distgpt.core.base.errors import UsageError
@@ -30,7 +31,6 @@ from distgpt.core.base.formatting import count
 from distgpt.core.comm.resources import usable_cores
 from distgpt.core.config import RunConfig
 from distgpt.core.config.asked import asked_for, resolve
-from distgpt.jobs.launchers import find_launcher
 from distgpt.measure.bench import allreduce
 from distgpt.measure.bench.results import BenchOptions, Row, say
 from distgpt.measure.jobs import train

@@ -25,8 +25,8 @@ import numpy as np
 from record import distgpt, metrics, save
 
 from distgpt.core.config import DTYPES
+from distgpt.corpora.shards import ShardTokens, read_manifest
 from distgpt.recipes.scaling import PAIRS_UP_TO, Text, matrices, recipe
-from distgpt.texts.shards import ShardTokens, read_manifest
 
 EXPONENTS = np.arange(0.05, 0.401, 0.005)  # of the tokens, to try; few points would take far larger ones
 

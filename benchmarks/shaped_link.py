@@ -26,9 +26,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "helpers"
 
 from hosts import Unavailable, shaped_link
 
+from distgpt.cluster.jobs.processes import distgpt_command
 from distgpt.core.base.formatting import duration
 from distgpt.core.config import RunConfig
-from distgpt.jobs.processes import distgpt_command
 from distgpt.measure.jobs import read_summary
 
 BAR = 0.25  # the largest difference from what was measured that will do

@@ -28,9 +28,9 @@ from distgpt.core.cpu.matmul.microkernel import ACCUMULATE, BIAS
 from distgpt.core.cpu.matmul.packing import COLUMNS, LANES, ROWS, aligned
 from distgpt.core.model.model import Model
 from distgpt.core.ops.api import Array
-from distgpt.decoding.loops.decode import kind_of, norm_row
-from distgpt.decoding.loops.operands import UNIT
-from distgpt.decoding.loops.weights import packed_weights
+from distgpt.inference.decoding.loops.decode import kind_of, norm_row
+from distgpt.inference.decoding.loops.operands import UNIT
+from distgpt.inference.decoding.loops.weights import packed_weights
 
 BLOCK = 2 * LANES  # sequences; attention computes all of them, also where there are fewer
 STRIP = 2 * ROWS  # rows that go through a norm and the layers behind it

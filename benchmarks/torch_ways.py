@@ -20,9 +20,9 @@ from typing import Any
 from peer_process import ask_peer, for_torch, switches
 from training_ways import NODE, TOY, with_flops
 
+from distgpt.cluster.affinity.machine import read_machine
 from distgpt.core.base.errors import DistgptError
 from distgpt.core.config.presets import preset
-from distgpt.layout.machine import read_machine
 
 # The most promising come first. What autotune compiles took minutes, and gained nothing on two cores.
 WAYS = ["keep-freed+autocast", "compile+keep-freed+autocast", "keep-freed", "compile+keep-freed"]

@@ -30,9 +30,9 @@ from record import end_with_errors
 from torturing import attempts, preload, table, trials
 from torturing.faults import CHOICES, MODES, WITH_LIBRARY, Campaign
 
-from distgpt.doctor.facts import anonymised, environment
-from distgpt.jobs.launchers import own_mpirun
-from distgpt.jobs.processes import distgpt_command
+from distgpt.cluster.jobs.launchers import own_mpirun
+from distgpt.cluster.jobs.processes import distgpt_command
+from distgpt.measure.doctor.facts import anonymised, environment
 
 RESULTS = Path(__file__).parent / "results"
 

@@ -21,9 +21,9 @@ from distgpt.core.config import ON_GPU, STAGES, GpuConfig, RunConfig
 from distgpt.core.config.presets import preset
 from distgpt.core.cpu.kernels import Bfloat16Kernels, CpuKernels
 from distgpt.core.cpu.stages import Stage, open_stage
+from distgpt.core.model.counts import operations
 from distgpt.core.model.model import Architecture
-from distgpt.counts import operations
-from distgpt.doctor.speed import measure_peaks
+from distgpt.measure.doctor.speed import measure_peaks
 from distgpt.recipes.within import measured_speed
 
 

@@ -29,7 +29,7 @@ from distgpt.core.model.optim import AdamW
 from distgpt.core.ops.api import IGNORED
 from distgpt.core.train.sharing import Exchange
 from distgpt.core.train.step import Step
-from distgpt.texts.chats.examples import ExampleBatches, Examples
+from distgpt.corpora.chats.examples import ExampleBatches, Examples
 
 SHAPE = "smollm2-135m"
 MODES = ("bfloat16", "autocast", "compile")

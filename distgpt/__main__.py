@@ -7,6 +7,6 @@ if not __package__:  # then this folder is on the path: not all that is in it ar
     parent = str(Path(__file__).parents[1])
     sys.path[:1] = [] if parent in sys.path else [parent]
 
-from distgpt.cli import main
+from distgpt.commands.cli import main
 
 main()

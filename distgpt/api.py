@@ -39,7 +39,7 @@ from distgpt.core.train.run import plain_seams
 from distgpt.core.train.setup import open_run
 
 if TYPE_CHECKING:
-    from distgpt.evaluation.trace import Trace
+    from distgpt.inference.evaluation.trace import Trace
 
 
 @contextmanager
@@ -247,7 +247,7 @@ class GPT:
 
     def trace(self, tokens: ArrayLike) -> Trace:
         """Hidden states, attention weights of every layer, and logits."""
-        from distgpt.evaluation.trace import trace
+        from distgpt.inference.evaluation.trace import trace
 
         ids, shape = self._checked(tokens)
         with self._lock:

@@ -12,33 +12,33 @@ TABLES: dict[str, dict[str, str]] = {
     "components": {
         "balance": "distgpt.parallel.balance:make",
         "bigrams": "distgpt.recipes.bigrams:PAIRS",
-        "chats": "distgpt.texts.chats.examples:CHATS",
+        "chats": "distgpt.corpora.chats.examples:CHATS",
         "exchange": "distgpt.parallel.choose:Chosen",
-        "guards": "distgpt.guards.attach:guarded",
-        "hellaswag": "distgpt.evaluation.benchmark:HellaSwag",
+        "guards": "distgpt.callbacks.attach:guarded",
+        "hellaswag": "distgpt.inference.evaluation.benchmark:HellaSwag",
         "in parts": "distgpt.parallel.reductions:make",
         "local steps": "distgpt.parallel.replicas:make",
-        "lora": "distgpt.adapters.adapter_kind:ADAPTERS",
+        "lora": "distgpt.models.adapters.adapter_kind:ADAPTERS",
         "overlapped": "distgpt.parallel.overlapped:make",
-        "packing": "distgpt.texts.packing:PACKED",
+        "packing": "distgpt.corpora.packing:PACKED",
         "reproducible": "distgpt.parallel.reproducible:make",
-        "retention": "distgpt.guards.retention:Retention",
-        "rollback": "distgpt.guards.bad_steps:BadSteps",
+        "retention": "distgpt.callbacks.retention:Retention",
+        "rollback": "distgpt.callbacks.bad_steps:BadSteps",
         "sharded": "distgpt.parallel.sharded:make",
-        "structured log": "distgpt.fleet.structured:as_json",
-        "within": "distgpt.guards.timed:timed_clock",
+        "structured log": "distgpt.callbacks.monitoring.structured:as_json",
+        "within": "distgpt.callbacks.timed:timed_clock",
     },
     # Parts of a run that the core has plain ones of (core/base/tables.py).
     "parts": {
-        "grants": "distgpt.launch.environment:GRANTS",
+        "grants": "distgpt.cluster.launch.environment:GRANTS",
         "helpers": "distgpt.helpers.start:start",
-        "job": "distgpt.launch.job:LAUNCHED",
-        "kept": "distgpt.proofs.kept:note",
+        "job": "distgpt.cluster.launch.job:LAUNCHED",
+        "kept": "distgpt.measure.verification.kept:note",
         "record": "distgpt.recorded.record:record",
-        "layout": "distgpt.layout.bind:PLACED",
-        "one prompt": "distgpt.generation.averaged:averaged",
-        "seams": "distgpt.guards.attach:guarded",
-        "slots": "distgpt.decoding.choose:fastest",
+        "layout": "distgpt.cluster.affinity.bind:PLACED",
+        "one prompt": "distgpt.inference.generation.averaged:averaged",
+        "seams": "distgpt.callbacks.attach:guarded",
+        "slots": "distgpt.inference.decoding.choose:fastest",
     },
     # By their words (core/train/plan.py). All have one row, which says in which order they follow.
     "recipes": dict.fromkeys(
@@ -55,7 +55,7 @@ TABLES: dict[str, dict[str, str]] = {
     # By name (core/cpu/stages.py).
     "stages": {"cuda": "distgpt.gpu.stage:GPU", "mpi-cuda": "distgpt.gpu.stage:GPU"},
     # By dtype: kernels of the stages on CPUs (core/cpu/stages.py).
-    "kernels": dict.fromkeys(("int8", "int4"), "distgpt.rounded.loops.kernels:make"),
+    "kernels": dict.fromkeys(("int8", "int4"), "distgpt.inference.quantized.kernels:make"),
     # By a feature in LLVM's words (core/cpu/compiling/processor.py).
     "processors": {
         "amx-bf16": "distgpt.processors.permission:AMX",
@@ -68,26 +68,26 @@ TABLES: dict[str, dict[str, str]] = {
     "packed rows": {"amx": "distgpt.processors.amx:ROWS"},
     # By what shows or records a run (core/train/lines.py).
     "listeners": {
-        "json": "distgpt.fleet.structured:JsonLines",
+        "json": "distgpt.callbacks.monitoring.structured:JsonLines",
         "live": "distgpt.show.display:Live",
-        "port": "distgpt.fleet.port:Port",
+        "port": "distgpt.callbacks.monitoring.port:Port",
         "tensorboard": "distgpt.show.display:TensorBoard",
-        "textfile": "distgpt.fleet.exporter:Textfile",
+        "textfile": "distgpt.callbacks.monitoring.exporter:Textfile",
     },
     # By their name in summary.json (core/train/summary.py).
     "summary": {
-        "environment": "distgpt.doctor.facts:of_run",
+        "environment": "distgpt.measure.doctor.facts:of_run",
     },
     # By what a name of weights begins with, before a colon (core/saved/weights.py).
-    "weights": {"hub": "distgpt.formats.huggingface:fetched_weights"},
+    "weights": {"hub": "distgpt.models.formats.huggingface:fetched_weights"},
     # By the setting init_weights (core/train/setup.py).
     "first weights": {"bigrams": "distgpt.recipes.bigrams:PAIRS"},
     # By a component's name, which settings give (core/train/plan.py).
     "checks": {
         "balance": "distgpt.parallel.balance:check",
-        "chats": "distgpt.texts.chats.examples:check",
+        "chats": "distgpt.corpora.chats.examples:check",
         "local steps": "distgpt.parallel.local_steps:check",
-        "lora": "distgpt.adapters.adapter_kind:check",
+        "lora": "distgpt.models.adapters.adapter_kind:check",
         "reproducible": "distgpt.parallel.reproducible:check",
     },
     # Name, the value of --grad-sync → a function of the type MakeExchange (parallel/choose.py).
@@ -95,40 +95,43 @@ TABLES: dict[str, dict[str, str]] = {
         "overlapped": "distgpt.parallel.overlapped:make",
         "sharded": "distgpt.parallel.sharded:make",
     },
-    # Guards of every run, by any name, beside those that settings ask for (guards/attach.py).
+    # Guards of every run, by any name, beside those that settings ask for (callbacks/attach.py).
     "guards": {},
     # Folders of compiled loops: a change there makes them anew (core/cpu/compiling/disk_cache.py).
     "loops": {
-        "decoding": "decoding/loops",
+        "decoding": "inference/decoding/loops",
         "parallel": "parallel/loops",
         "recorded": "recorded/loops",
-        "rounded": "rounded/loops",
+        "rounded": "inference/quantized",
         "processors": "processors",
     },
     # By the kind that settings give (core/train/seams.py).
-    "models": {"lora": "distgpt.adapters.adapter_kind:ADAPTERS"},
+    "models": {"lora": "distgpt.models.adapters.adapter_kind:ADAPTERS"},
     # By the dtype that weights are rounded to (core/saved/weights.py).
-    "rounded": {"int8": "distgpt.rounded.rounded:INT8", "int4": "distgpt.rounded.rounded:INT4"},
+    "rounded": {
+        "int8": "distgpt.models.quantized.rounded:INT8",
+        "int4": "distgpt.models.quantized.rounded:INT4",
+    },
     # By the format of weights files that hold a part of a model (core/saved/weights.py).
-    "part files": {"distgpt-adapter": "distgpt.adapters.adapter:FILES"},
+    "part files": {"distgpt-adapter": "distgpt.models.adapters.adapter:FILES"},
     # By the kind in its saved form, and by what --tokenizer begins with (core/data/tokenizers.py).
     "tokenizers": {
-        "char": "distgpt.texts.tokenizers.collected:CHARACTERS",
-        "word": "distgpt.texts.tokenizers.collected:WORDS",
-        "bpe": "distgpt.texts.tokenizers.learn:BPE",
-        "gpt2": "distgpt.texts.tokenizers.foreign:GPT2",
-        "hub": "distgpt.texts.tokenizers.foreign:HUB",
-        "library": "distgpt.texts.tokenizers.foreign:LIBRARY",
+        "char": "distgpt.corpora.tokenizers.collected:CHARACTERS",
+        "word": "distgpt.corpora.tokenizers.collected:WORDS",
+        "bpe": "distgpt.corpora.tokenizers.learn:BPE",
+        "gpt2": "distgpt.corpora.tokenizers.foreign:GPT2",
+        "hub": "distgpt.corpora.tokenizers.foreign:HUB",
+        "library": "distgpt.corpora.tokenizers.foreign:LIBRARY",
     },
     # By the setting that names its file (core/train/assessment.py).
-    "metrics": {"hellaswag": "distgpt.evaluation.benchmark:HellaSwag"},
+    "metrics": {"hellaswag": "distgpt.inference.evaluation.benchmark:HellaSwag"},
     # By what a setting calls it, how a file's name ends, or "/" and a file that lies in such folders; "/"
     # alone is any other folder (core/data/loading.py).
     "texts": {
-        "chats": "distgpt.texts.chats.examples:CHATS",
-        "packing": "distgpt.texts.packing:PACKED",
-        "/manifest.json": "distgpt.texts.shards:SHARDS",
-        **dict.fromkeys((".jsonl", ".parquet", ".gz", "/"), "distgpt.texts.prepare.tokenized:DOCUMENTS"),
+        "chats": "distgpt.corpora.chats.examples:CHATS",
+        "packing": "distgpt.corpora.packing:PACKED",
+        "/manifest.json": "distgpt.corpora.shards:SHARDS",
+        **dict.fromkeys((".jsonl", ".parquet", ".gz", "/"), "distgpt.corpora.prepare.tokenized:DOCUMENTS"),
     },
 }
 

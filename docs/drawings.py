@@ -14,13 +14,13 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from distgpt.cluster.affinity.machine import Cpu, Machine
+from distgpt.cluster.affinity.plan import blocks, recommended
 from distgpt.core.config import ModelConfig
 from distgpt.core.cpu.compiling.processor import AVX512_BF16
 from distgpt.core.model.model import Architecture, Model
 from distgpt.core.model.passes import Pass
 from distgpt.core.ops.kernels import Kernels
-from distgpt.layout.machine import Cpu, Machine
-from distgpt.layout.plan import blocks, recommended
 from distgpt.measure.profile.operations import OPERATIONS
 
 ROOT = Path(__file__).parents[1]

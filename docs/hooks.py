@@ -12,7 +12,7 @@ import click
 import counts
 from mkdocs.structure.files import File
 
-from distgpt.cli import cli
+from distgpt.commands.cli import cli
 from distgpt.commands.help import Command
 from distgpt.commands.options import setting_text
 from distgpt.core.config import GROUPS, SETTINGS

@@ -13,10 +13,10 @@ from unittest.mock import patch
 
 from click.testing import CliRunner
 
-from distgpt.cli import cli
+from distgpt.cluster.jobs.batch import systems
 from distgpt.commands import submit
+from distgpt.commands.cli import cli
 from distgpt.core.base import errors
-from distgpt.jobs.batch import systems
 
 HERE = Path(__file__).parent
 

@@ -24,11 +24,11 @@ from pathlib import Path
 import forkserver
 import pytest
 
-from distgpt.cli import main
+from distgpt.cluster.affinity.bind import VARIABLE as BIND
+from distgpt.commands.cli import main
 from distgpt.core.base.interrupts import ENDING
 from distgpt.core.cpu.dtypes import VARIABLE as AUTO_DTYPE
 from distgpt.core.cpu.first_use import COMPILING
-from distgpt.layout.bind import VARIABLE as BIND
 
 # Processes in the background of a script ignore SIGINT, those of nohup SIGHUP; children inherit that.
 # A handler ends at exec, so children get the default, while this process and its workers survive SIGHUP.
@@ -47,7 +47,7 @@ os.environ.setdefault(AUTO_DTYPE, "float32")
 os.environ.setdefault(BIND, "off")
 
 BIN = Path(sys.executable).parent
-SCRIPT = [sys.executable, "-c", "from distgpt.cli import main; main()"]
+SCRIPT = [sys.executable, "-c", "from distgpt.commands.cli import main; main()"]
 # Another MPI's, with options, where MPI4PY_LIBMPI names its library: make tests-openmpi.
 OTHER_MPI = shlex.split(os.environ.get("DISTGPT_TEST_MPIRUN", ""))
 MPIRUN = OTHER_MPI[0] if OTHER_MPI else shutil.which("mpirun", path=str(BIN)) or shutil.which("mpirun")

@@ -9,7 +9,7 @@ from conftest import distgpt, needs_mpi
 BEGIN = """
     import sys
     import distgpt, distgpt.api, distgpt.core.generate.python_api as python_api
-    from distgpt.launch.environment import launched_rank
+    from distgpt.cluster.launch.environment import launched_rank
 
     def refuse(*args, **more):
         if launched_rank() == RANK:

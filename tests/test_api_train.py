@@ -11,7 +11,7 @@ from conftest import inside
 
 import distgpt
 from distgpt.core.base.errors import UsageError
-from distgpt.texts import shards
+from distgpt.corpora import shards
 
 SMALL = {
     "data": "story", "tokenizer": "word", "n_layer": 1, "n_head": 2, "n_embd": 16, "seq_len": 16,

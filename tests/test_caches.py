@@ -72,7 +72,7 @@ def test_without_any_place_nothing_is_kept_and_all_is_made(home, tmp_path, monke
 
 def test_importing_survives_a_working_directory_that_is_gone(tmp_path):
     """An error of one rank before it has joined the others would leave them waiting."""
-    code = f"import os; os.chdir({str(tmp_path)!r}); os.rmdir({str(tmp_path)!r}); import distgpt.cli"
+    code = f"import os; os.chdir({str(tmp_path)!r}); os.rmdir({str(tmp_path)!r}); import distgpt.commands.cli"
     env = {**os.environ, caches.CACHE: "relative"}
     assert subprocess.run([sys.executable, "-P", "-c", code], env=env).returncode == 0
 

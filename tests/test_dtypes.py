@@ -18,10 +18,10 @@ from distgpt.core.cpu.stages import expected_dtype, open_stage
 from distgpt.core.generate.engine_setup import ModelSpec
 from distgpt.core.ops.low_precision import BITS
 from distgpt.core.saved.rundir import RunDirectory
-from distgpt.evaluation.evaluate import evaluate
 from distgpt.gpu.stage import GpuStage
+from distgpt.inference.evaluation.evaluate import evaluate
+from distgpt.models.quantized.rounded import quantize
 from distgpt.processors.permission import SHAPE as AMX
-from distgpt.rounded.rounded import quantize
 
 STEPS = ("--steps", "4", "--save-every", "2")
 BF16, F32, FREE = ({dtypes.VARIABLE: name} for name in ("bfloat16", "float32", ""))

@@ -13,7 +13,7 @@ from disks import file_size_limit, names, raising, small_disk, unprivileged
 from distgpt.core.base.errors import DataError, StorageError
 from distgpt.core.base.files import append, open_regular
 from distgpt.core.saved.tensors import read_header, read_into, write_tensors
-from distgpt.texts.shards import ShardWriter
+from distgpt.corpora.shards import ShardWriter
 
 SOME = {"x": np.arange(9.0)}
 

@@ -12,7 +12,7 @@ import pytest
 from click.shell_completion import ShellComplete
 from conftest import inside
 
-from distgpt.cli import COMMANDS, cli
+from distgpt.commands.cli import COMMANDS, cli
 from distgpt.commands.help import HELP_ALL, similar, topics
 from distgpt.commands.options import OPTIONS
 from distgpt.core.base.files import bundled

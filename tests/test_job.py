@@ -5,12 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from distgpt.cluster.launch.job import Launched
 from distgpt.core.base.errors import DataError, StorageError
 from distgpt.core.base.interrupts import Interrupted
 from distgpt.core.comm import job as jobs
 from distgpt.core.comm.agree import shared
 from distgpt.core.comm.job import Job, exit_code
-from distgpt.launch.job import Launched
 
 
 @pytest.mark.parametrize("job", [Job(), Launched()], ids=["plain", "launched"])

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from conftest import SMALL, clean_environment, distgpt, inside, needs_mpi, refused
 
+from distgpt.cluster.launch import job
+from distgpt.cluster.launch.environment import BatchGrants
 from distgpt.core.comm.resources import (
     Cores,
     Grants,
@@ -22,8 +24,6 @@ from distgpt.core.comm.resources import (
     usable_cores,
 )
 from distgpt.core.comm.serial import SerialComm
-from distgpt.launch import job
-from distgpt.launch.environment import BatchGrants
 
 MIB, GIB = 1 << 20, 1 << 30
 LARGE = [*SMALL, "--n-embd", "1024", "--n-layer", "12"]  # about 600 MiB

@@ -9,7 +9,13 @@ import pytest
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "examples"))
 
-NEEDED = ("py.typed", "gpu/cu/attention.cu", "gpu/cu/common.cuh", "serving/page.html", "show/page.html.j2")
+NEEDED = (
+    "py.typed",
+    "gpu/cu/attention.cu",
+    "gpu/cu/common.cuh",
+    "inference/serving/page.html",
+    "show/page.html.j2",
+)
 NEEDED += ("bundled/data/corpus.txt", "bundled/weights/sample.safetensors", "bundled/docs/how-to/chats.md")
 NEEDED += ("bundled/docs/reference/exit-codes.md", "bundled/docs/explanation/learning.md")
 NEEDED += ("bundled/docs/tutorials/your-texts.md",)
@@ -28,7 +34,7 @@ def test_the_wheel_holds_the_package_and_no_tests(tmp_path):
 def test_example_scripts_are_what_the_command_prints():
     from remake import remade, scripts
 
-    from distgpt.jobs.batch.systems import SYSTEMS
+    from distgpt.cluster.jobs.batch.systems import SYSTEMS
 
     asked = (
         "--requeue",

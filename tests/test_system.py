@@ -13,7 +13,7 @@ from distgpt.core.base.system import boot_id, sysctl, sysctl_number, sysctl_text
 from distgpt.core.comm import resources
 from distgpt.core.cpu.compiling import processor
 from distgpt.core.train.whereabouts import processor_name
-from distgpt.doctor import facts
+from distgpt.measure.doctor import facts
 
 MAC = {
     "hw.memsize": 16 << 30,

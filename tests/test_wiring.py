@@ -20,7 +20,7 @@ from distgpt.core.model.model import Architecture, Model
 from distgpt.core.model.optim import AdamW
 from distgpt.core.ops.kernels import Kernels
 from distgpt.core.saved import checkpoint
-from distgpt.doctor.speed import Peaks
+from distgpt.measure.doctor.speed import Peaks
 from distgpt.measure.profile.operations import ORDER
 from distgpt.measure.profile.report import RankProfile, result
 

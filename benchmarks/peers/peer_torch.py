@@ -31,8 +31,8 @@ from peer_training import Training
 from timing import timed
 from torch import Tensor, nn
 
+from distgpt.cluster.affinity.machine import read_machine
 from distgpt.core.comm.resources import peak_memory
-from distgpt.layout.machine import read_machine
 
 SEED = 1337
 RANKS, RANK = (int(os.environ.get(name, alone)) for name, alone in (("WORLD_SIZE", 1), ("RANK", 0)))

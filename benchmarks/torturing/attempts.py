@@ -13,8 +13,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from distgpt.jobs.launchers import own_mpirun
-from distgpt.jobs.processes import unlaunched
+from distgpt.cluster.jobs.launchers import own_mpirun
+from distgpt.cluster.jobs.processes import unlaunched
 from torturing import preload
 from torturing.faults import EVALUATED, EVERY, KEEP, STEPS, Fault, Mode
 from torturing.preload import Survey

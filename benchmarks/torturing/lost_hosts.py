@@ -57,7 +57,7 @@ def dying(self, *args, **more):
         os.kill(os.getpid(), signal.SIGKILL)
     return count(self, *args, **more)
 Progress.count_step = dying
-from distgpt.cli import main
+from distgpt.commands.cli import main
 main()
 """
 

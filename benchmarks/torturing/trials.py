@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from distgpt.guards.full_disk import MORE
+from distgpt.callbacks.full_disk import MORE
 from torturing import invariants, preload
 from torturing.attempts import Attempt, Place, attempt, remove
 from torturing.faults import EVERY, MODES, STEPS, Damage, Fault, Mode, Trial

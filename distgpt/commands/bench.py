@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import click
 from click.core import ParameterSource
 
+from distgpt.cluster.launch.environment import launched_as
 from distgpt.commands.complete import presets
 from distgpt.commands.help import Group
 from distgpt.commands.options import (
@@ -26,7 +27,6 @@ from distgpt.commands.options import (
 )
 from distgpt.core.base.errors import UsageError
 from distgpt.core.config import DTYPES, ON_GPU, ROUNDED_DTYPES, SETTINGS, STAGES, nearest
-from distgpt.launch.environment import launched_as
 
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")

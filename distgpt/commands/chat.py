@@ -39,9 +39,9 @@ def chat(stage: str, threads: int | None, gpu: GpuConfig, system: str, speed: bo
     ready = open_stage(stage, threads, gpu)
     announce_sample(options["weights"], ready.comm.rank, "chat")
     from distgpt.core.generate.engine_setup import SAMPLE, ModelSpec
-    from distgpt.generation.chat import Conversation
-    from distgpt.generation.chat_terminal import Chat
-    from distgpt.texts.chats.format import ChatFormat, was_tuned_on_chats
+    from distgpt.corpora.chats.format import ChatFormat, was_tuned_on_chats
+    from distgpt.inference.generation.chat import Conversation
+    from distgpt.inference.generation.chat_terminal import Chat
 
     loaded = ModelSpec(**options).load(ready)
     talk = ChatFormat(loaded.tokenizer)

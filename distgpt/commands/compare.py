@@ -24,8 +24,8 @@ def compare(a: Path, b: Path, as_json: bool) -> None:
     """
     import json
 
-    from distgpt.proofs.comparing import compare as compare_runs
-    from distgpt.proofs.comparing import page, verdict
+    from distgpt.measure.verification.comparing import compare as compare_runs
+    from distgpt.measure.verification.comparing import page, verdict
 
     found = compare_runs(a, b)
     print_lines(json.dumps(found.to_json()) if as_json else page(found))

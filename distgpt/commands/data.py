@@ -82,9 +82,9 @@ def prepare(
         raise click.UsageError("--seed and --no-shuffle exclude each other")
     from distgpt.core.comm.resources import granted_cores
     from distgpt.core.data.textfile import resolve_data
+    from distgpt.corpora.prepare.documents import piped
+    from distgpt.corpora.prepare.preparing import Request
     from distgpt.show.datapages import prepare_and_report
-    from distgpt.texts.prepare.documents import piped
-    from distgpt.texts.prepare.preparing import Request
 
     with piped(sys.stdin.buffer) if inputs == ("-",) else nullcontext() as everything:
         request = Request(

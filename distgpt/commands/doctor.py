@@ -34,19 +34,19 @@ def doctor(
     if caches:
         if stage or hostfile or ssh:
             raise UsageError("--caches is a report of its own: leave --stage, --hostfile and --ssh out")
-        from distgpt.doctor.caches import report_caches
+        from distgpt.measure.doctor.caches import report_caches
 
         report_caches(empty or "", as_json)
         return
     if hostfile is None:
         if ssh:
             raise UsageError("--ssh needs --hostfile FILE")
-        from distgpt.doctor.report import report
+        from distgpt.measure.doctor.report import report
 
         report(stage, as_json)
         return
     if stage:
         raise UsageError("--stage is about this machine, --hostfile about others: leave one of them out")
-    from distgpt.doctor import hosts
+    from distgpt.measure.doctor import hosts
 
     hosts.report(hostfile, ssh, as_json)

@@ -14,7 +14,7 @@ from distgpt.core.base.errors import UsageError, print_lines
 from distgpt.core.config import GpuConfig
 from distgpt.core.cpu.stages import open_stage
 
-# The benchmarks of evaluation/questions.py, and what each option takes.
+# The benchmarks of inference/evaluation/questions.py, and what each option takes.
 BENCHMARKS = {
     "hellaswag": "HellaSwag, as hellaswag_val.jsonl.",
     "arc_easy": "ARC's easy questions, as ARC-Easy-Test.jsonl.",
@@ -54,7 +54,7 @@ def eval(stage: str, threads: int | None, gpu: GpuConfig, as_json: bool, **optio
     """Measure a model on a text, on shards or on benchmarks, in files as their authors publish them."""
     import json
 
-    from distgpt.evaluation.evaluate import evaluate, page
+    from distgpt.inference.evaluation.evaluate import evaluate, page
     from distgpt.show.progress import ItemProgress
 
     benchmarks = {name: path for name in BENCHMARKS if (path := options.pop(name)) is not None}

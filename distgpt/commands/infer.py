@@ -64,7 +64,7 @@ def infer(
 
     spec = ModelSpec(**options)
     if prompts is not None and out is not None:
-        infer_file = imported("distgpt.generation.batch:infer_file", "--prompts")
+        infer_file = imported("distgpt.inference.generation.batch:infer_file", "--prompts")
         from distgpt.show.progress import ItemProgress
 
         infer_file(spec, prompts, out, request, ready, ItemProgress())

@@ -64,8 +64,8 @@ def replay(
     """
     import json
 
-    from distgpt.proofs.replaying import Request, difference, page, undecided
-    from distgpt.proofs.replaying import replay as replay_run
+    from distgpt.measure.verification.replaying import Request, difference, page, undecided
+    from distgpt.measure.verification.replaying import replay as replay_run
 
     ready = open_stage(stage, threads, gpu)
     values = {"data": data, "init": init, "dtype": dtype}

@@ -15,7 +15,7 @@ from distgpt.core.base.errors import UsageError, first_line
 from distgpt.core.base.tables import lacks_component
 from distgpt.core.config import GpuConfig
 from distgpt.core.cpu.stages import open_stage
-from distgpt.serving.limits import LIMITS, Limits, ListenOn
+from distgpt.inference.serving.limits import LIMITS, Limits, ListenOn
 
 
 def limit_options(command: Any) -> Any:
@@ -81,7 +81,7 @@ def serve(
 ) -> None:
     """Answer requests over HTTP as OpenAI's /v1/completions and its chats do, with a page to try it."""
     try:
-        from distgpt.serving.server import Server, bound, checked_key, checked_proxies
+        from distgpt.inference.serving.server import Server, bound, checked_key, checked_proxies
     except ImportError as error:
         if lacks_component(error):
             raise
@@ -101,7 +101,7 @@ def serve(
     loaded = spec.load(ready)
     side_by_side = loaded.slots(lanes, lookup=0)
     if ready.on_gpu:
-        from distgpt.decoding.batched import rehearse_together
+        from distgpt.inference.decoding.batched import rehearse_together
 
         rehearse_together(side_by_side)
     Server(loaded, side_by_side, shown, listen_on, listener).run()

@@ -15,6 +15,12 @@ from typing import Any
 
 import click
 
+from distgpt.cluster.jobs.batch import array
+from distgpt.cluster.jobs.batch.job import Job
+from distgpt.cluster.jobs.batch.script import script
+from distgpt.cluster.jobs.batch.systems import SYSTEMS, System
+from distgpt.cluster.jobs.processes import own_program
+from distgpt.cluster.jobs.shape import Shape, shape
 from distgpt.commands.complete import line_of
 from distgpt.commands.help import command
 from distgpt.commands.options import OPTIONS, parsed_duration, set_by_user
@@ -24,12 +30,6 @@ from distgpt.core.base.errors import UsageError, command_line, print_lines
 from distgpt.core.base.formatting import typed_duration
 from distgpt.core.config import ON_GPU, WITH_MPI, RunConfig
 from distgpt.core.config.asked import asked_for
-from distgpt.jobs.batch import array
-from distgpt.jobs.batch.job import Job
-from distgpt.jobs.batch.script import script
-from distgpt.jobs.batch.systems import SYSTEMS, System
-from distgpt.jobs.processes import own_program
-from distgpt.jobs.shape import Shape, shape
 
 SECONDS_TO_ANSWER = 60  # of a batch system
 STALL_ABORT = "30m"  # without progress, then the run saves and the job begins again
@@ -300,15 +300,15 @@ def _refuse_unsuited(stage: str, ranks: int, gpus: int | None) -> None:
 
 def _unready(runs: Iterable[RunConfig]) -> Iterator[str]:
     """Refuse files that a job would only miss after it has waited in the queue; yield notes."""
-    from distgpt.jobs.nodes import refuse_unready
+    from distgpt.cluster.jobs.nodes import refuse_unready
 
     yield from filter(None, map(refuse_unready, runs))
 
 
 def _notes(system: System, job: Job, asked: dict[str, Any]) -> Iterator[str]:
     """Yield what is worth a look before the job waits."""
+    from distgpt.cluster.jobs.nodes import OWN, own_disks
     from distgpt.core.data.textfile import BUNDLED_TEXTS
-    from distgpt.jobs.nodes import OWN, own_disks
 
     if job.counts_cores and not job.exclusive and system.launches_by_mpi and job.ranks > 1:
         yield "ranks are not bound to cores, as other jobs may run on these nodes: --exclusive"

@@ -52,8 +52,8 @@ def supervise(min_ranks: int, restarts: int | None, stall: float | None, words: 
     beyond the ranks of -n are spare. If there are too few, it runs on fewer ranks. After three ends without a
     step more it stops, and says why.
     """
-    from distgpt.supervise.launch_line import parse
-    from distgpt.supervise.supervisor import Limits, Supervisor
+    from distgpt.cluster.supervise.launch_line import parse
+    from distgpt.cluster.supervise.supervisor import Limits, Supervisor
 
     line = parse(words)
     asked = _parsed(line.command)

@@ -55,12 +55,12 @@ def sweep(
 
     mpirun -n 4 distgpt sweep GRID.toml trains a run on each of 4 ranks. The same command again resumes.
     """
+    from distgpt.cluster.launch.environment import job_end
     from distgpt.core.comm.agree import on_root
-    from distgpt.launch.environment import job_end
-    from distgpt.sweep.opening import begin_sweep, preview
-    from distgpt.sweep.report import finish
-    from distgpt.sweep.stages import open_stages
-    from distgpt.sweep.work import Listener, Worker
+    from distgpt.measure.sweep.opening import begin_sweep, preview
+    from distgpt.measure.sweep.report import finish
+    from distgpt.measure.sweep.stages import open_stages
+    from distgpt.measure.sweep.work import Listener, Worker
 
     if gpu.deterministic and stage == "serial":
         raise UsageError("--deterministic: on CPUs, say reproducible_parts = 8 in GRID.toml")

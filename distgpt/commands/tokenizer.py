@@ -46,7 +46,7 @@ def train(inputs: tuple[str, ...], **options: Any) -> None:
     such files, or the name of a bundled text.
     """
     from distgpt.core.data.textfile import resolve_data
-    from distgpt.texts.prepare.learn import learn_file
+    from distgpt.corpora.prepare.learn import learn_file
 
     print_lines(learn_file([*map(resolve_data, inputs)], **options))
 

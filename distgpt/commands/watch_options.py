@@ -53,7 +53,7 @@ def _begin_log(context: click.Context, param: click.Parameter, value: str) -> st
 
 
 def write_json(context: click.Context, *how: str) -> None:
-    """Let all that this command writes from now on be JSON; `how`: see fleet/structured.py."""
+    """Let all that this command writes from now on be JSON; `how`: see callbacks/monitoring/structured.py."""
     as_json: Any = COMPONENTS["structured log"]
     context.find_root().with_resource(as_json(*how))
 

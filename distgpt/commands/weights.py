@@ -39,10 +39,10 @@ def import_(source: str, out: Path, tokenizer: str | None, weights: Path | None)
     GGUF, or hub:ORG/NAME, a repository of the Hugging Face Hub. It may also be the directory of an adapter
     saved by PEFT.
     """
-    from distgpt.formats.gguf.container import is_gguf
-    from distgpt.formats.gguf.transfer import import_gguf
-    from distgpt.formats.huggingface import import_model
-    from distgpt.formats.peft import import_adapter, is_adapter
+    from distgpt.models.formats.gguf.container import is_gguf
+    from distgpt.models.formats.gguf.transfer import import_gguf
+    from distgpt.models.formats.huggingface import import_model
+    from distgpt.models.formats.peft import import_adapter, is_adapter
 
     if is_adapter(source):
         print_lines(import_adapter(source, weights, out, _note))
@@ -69,14 +69,14 @@ def export(weights: Path, out: Path, kind: str | None, dtype: str) -> None:
     An adapter, or a run with --lora-rank, becomes a directory that PEFT loads.
     """
     if kind == "gguf" or (kind is None and out.suffix == ".gguf"):
-        from distgpt.formats.gguf.transfer import export_gguf
+        from distgpt.models.formats.gguf.transfer import export_gguf
 
         print_lines(export_gguf(weights, out, dtype, _note))
         return
     from distgpt.core.saved.modelfile import read_description
     from distgpt.core.saved.weights import find_weights
-    from distgpt.formats.huggingface import export_model
-    from distgpt.formats.peft import export_adapter
+    from distgpt.models.formats.huggingface import export_model
+    from distgpt.models.formats.peft import export_adapter
 
     if dtype in _BLOCKS:
         raise UsageError(
@@ -93,13 +93,13 @@ def export(weights: Path, out: Path, kind: str | None, dtype: str) -> None:
 @click.option("--calibrate", type=PATH, help="Round for what such a text makes a model compute (int4).")
 def quantize(weights: Path, out: Path, dtype: str, calibrate: Path | None) -> None:
     """Round a weights file to int8, a quarter of its size, or to int4; infer and eval then compute in it."""
-    from distgpt.rounded.rounded import quantize
+    from distgpt.models.quantized.rounded import quantize
 
     done = {}
     if calibrate and dtype != "int4":
         raise UsageError("--calibrate is for --dtype int4: int8 needs none")
     if calibrate:
-        from distgpt.rounded.calibration import calibrated
+        from distgpt.models.quantized.calibration import calibrated
 
         done = calibrated(weights, calibrate)
     print_lines(quantize(weights, out, dtype, done))
@@ -111,8 +111,8 @@ def quantize(weights: Path, out: Path, dtype: str, calibrate: Path | None) -> No
 @click.option("--out", type=PATH, required=True, help="The weights file to write.")
 def merge(weights: Path | None, adapter: Path, out: Path) -> None:
     """Merge an adapter into the weights that it was trained beside."""
-    from distgpt.adapters.adapter import merge
     from distgpt.core.comm.serial import SerialComm
+    from distgpt.models.adapters.adapter import merge
 
     print_lines(merge(weights, adapter, out, SerialComm()))
 

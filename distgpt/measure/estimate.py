@@ -16,6 +16,7 @@ from distgpt.core.config import ON_GPU, RECOMPUTE, GpuConfig, RunConfig, TrainCo
 from distgpt.core.config.asked import Asked
 from distgpt.core.cpu.stages import Stage, expected_dtype, open_stage
 from distgpt.core.data.textfile import BUNDLED_TEXTS, resolve_data
+from distgpt.core.model.counts import operations, parameters
 from distgpt.core.model.model import Architecture, Model, flag_count
 from distgpt.core.model.passes import Pass
 from distgpt.core.ops.kernels import Kernels
@@ -23,10 +24,9 @@ from distgpt.core.train.memory import SPARE, DryKernels, copy_bytes, divisors, f
 from distgpt.core.train.plan import DTYPE, is_open, new_run, refuse_unsuited
 from distgpt.core.train.seams import kind_of
 from distgpt.core.train.sharing import Strategy, strategy_for
-from distgpt.counts import operations, parameters
+from distgpt.corpora.prepare.learn import vocabulary_size
+from distgpt.corpora.shards import Manifest, is_shards, read_manifest
 from distgpt.measure.step_timing import Progress, cuts, enough_sequences, layers_of_cuts, measure
-from distgpt.texts.prepare.learn import vocabulary_size
-from distgpt.texts.shards import Manifest, is_shards, read_manifest
 
 Facts = dict[str, Any]
 

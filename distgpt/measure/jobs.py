@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from distgpt.cluster.jobs.launchers import Launcher
+from distgpt.cluster.jobs.processes import OUR_LINE, Ended, distgpt_command, ending, run, unlaunched
 from distgpt.core.base.checked import parse_json, parse_object
 from distgpt.core.base.errors import DataError, DistgptError, StorageError, error_for
 from distgpt.core.base.files import atomic_file, read_small
 from distgpt.core.config import ON_GPU, RunConfig
 from distgpt.core.saved.rundir import RunDirectory
-from distgpt.jobs.launchers import Launcher
-from distgpt.jobs.processes import OUR_LINE, Ended, distgpt_command, ending, run, unlaunched
 
 MOST_METRICS = 1 << 30  # bytes of metrics.jsonl
 

@@ -18,9 +18,9 @@ from distgpt.core.generate.engine_setup import rehearse
 from distgpt.core.model.model import Architecture, Model
 from distgpt.core.saved.opening import open_model
 from distgpt.core.train.sharing import strategy_for
-from distgpt.evaluation.evaluate import evaluate
-from distgpt.rounded.calibration import calibrated
-from distgpt.rounded.rounded import quantize
+from distgpt.inference.evaluation.evaluate import evaluate
+from distgpt.models.quantized.calibration import calibrated
+from distgpt.models.quantized.rounded import quantize
 
 PRESETS = ("tiny", "tiny-adamw", "sprint", "gpt2", "qwen3-0.6b", "microgpt")  # others have the same parts
 # The ways to multiply, and to store or recompute: `auto` is one of the two by the processor.

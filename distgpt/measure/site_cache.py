@@ -15,7 +15,7 @@ from pathlib import Path
 from distgpt.core.base.errors import StorageError
 from distgpt.core.base.files import atomic_file, storage_errors
 from distgpt.core.cpu.compiling import disk_cache
-from distgpt.doctor.facts import site_files
+from distgpt.measure.doctor.facts import site_files
 
 
 def require_writable() -> None:

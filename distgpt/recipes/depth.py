@@ -13,6 +13,9 @@ from distgpt.core.config.asked import Asked
 from distgpt.core.data.textfile import resolve_data
 from distgpt.core.data.tokenizers import AUTO
 from distgpt.core.train.plan import begins_anew
+from distgpt.corpora.prepare.documents import find_inputs
+from distgpt.corpora.prepare.learn import vocabulary_size
+from distgpt.corpora.shards import is_shards, read_manifest
 from distgpt.recipes.scaling import (
     EPOCHS,
     TOKENS_PER_PARAMETER,
@@ -23,9 +26,6 @@ from distgpt.recipes.scaling import (
     text_to_learn_from,
     tokens_to_read,
 )
-from distgpt.texts.prepare.documents import find_inputs
-from distgpt.texts.prepare.learn import vocabulary_size
-from distgpt.texts.shards import is_shards, read_manifest
 
 DIALLED = "fast"  # the preset that the laws are for
 BYTES_PER_WORD = 6

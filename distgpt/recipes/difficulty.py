@@ -6,9 +6,9 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
+from distgpt.corpora.prepare.documents import FIELD, TEXT, Input, Offset, find_inputs, opened, parts, pieces
+from distgpt.corpora.shards import ShardTokens, is_shards, read_manifest, shards_tokenizer
 from distgpt.recipes.scaling import bytes_per_token
-from distgpt.texts.prepare.documents import FIELD, TEXT, Input, Offset, find_inputs, opened, parts, pieces
-from distgpt.texts.shards import ShardTokens, is_shards, read_manifest, shards_tokenizer
 
 SAMPLES, SAMPLE = 16, 1 << 16  # number and bytes; zlib looks back no further than half of one
 PACKED_REFERENCE = 2.73  # bits per byte that zlib needs for the text of the laws, less 2 %: see below

@@ -27,12 +27,12 @@ from distgpt.core.train.run import Run
 from distgpt.core.train.seams import KEPT
 from distgpt.core.train.setup import compile_once_per_node, make_steps
 from distgpt.core.train.sharing import strategy_for
+from distgpt.corpora.tokenizers.bpe import LARGE
+from distgpt.corpora.tokenizers.learn import learned_size
 from distgpt.recipes.depth import holds_out, text_of, titled
 from distgpt.recipes.derived import configured, everywhere
 from distgpt.recipes.difficulty import difficulty
 from distgpt.recipes.scaling import EXPECTED_WITHIN, Choice, Text, bits_range, choose
-from distgpt.texts.tokenizers.bpe import LARGE
-from distgpt.texts.tokenizers.learn import learned_size
 
 STEP_SECONDS = 1.5  # time steps of a depth for this long
 MOST_MEASURING = 0.04  # of the time

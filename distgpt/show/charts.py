@@ -116,7 +116,7 @@ def series_colour(i: int) -> str:
 
 
 def require_matplotlib() -> None:
-    """Refuse at once what would end in a chart, where a slim installation cannot draw any (cli.py)."""
+    """Refuse at once what would end in a chart, where a slim installation cannot draw any."""
     if find_spec("matplotlib") is None:
         raise ModuleNotFoundError(name="matplotlib")
 

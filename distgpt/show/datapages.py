@@ -12,12 +12,10 @@ from distgpt.core.base.errors import DataError, command_line, escape, print_line
 from distgpt.core.base.files import storage_errors
 from distgpt.core.base.formatting import count, size
 from distgpt.core.data.tokenizers import Tokenizer
-from distgpt.show.page import terminal_table
-from distgpt.show.progress import ByteProgress
-from distgpt.texts.prepare.documents import find_inputs
-from distgpt.texts.prepare.preparing import Request, Watcher, prepare
-from distgpt.texts.prepare.progress import refuse_unfinished
-from distgpt.texts.shards import (
+from distgpt.corpora.prepare.documents import find_inputs
+from distgpt.corpora.prepare.preparing import Request, Watcher, prepare
+from distgpt.corpora.prepare.progress import refuse_unfinished
+from distgpt.corpora.shards import (
     MANIFEST,
     SPLITS,
     Manifest,
@@ -27,6 +25,8 @@ from distgpt.texts.shards import (
     shards_tokenizer,
     verify_shards,
 )
+from distgpt.show.page import terminal_table
+from distgpt.show.progress import ByteProgress
 
 SAMPLE_TOKENS = 64
 MOST_SOURCES = 12  # rows; more files than that are shown by folder

@@ -11,16 +11,16 @@ from distgpt.core.base.files import storage_errors
 from distgpt.core.base.formatting import count
 from distgpt.core.config import ModelConfig, RunConfig
 from distgpt.core.data.tokenizers import Tokenizer
+from distgpt.core.model.counts import parameters
 from distgpt.core.model.model import Architecture
 from distgpt.core.saved import checkpoint
 from distgpt.core.saved.modelfile import BASE, FORMAT, ORIGIN, read_description
 from distgpt.core.saved.tensors import Header, read_header, verify_data
 from distgpt.core.saved.weights import PARTS, find_weights, import_command
-from distgpt.counts import parameters
-from distgpt.formats.family import part_name
-from distgpt.formats.gguf.container import is_gguf
-from distgpt.formats.gguf.transfer import GgufModel, describe
-from distgpt.formats.huggingface import CONFIG, PICKLES, Foreign, Source, open_files
+from distgpt.models.formats.family import part_name
+from distgpt.models.formats.gguf.container import is_gguf
+from distgpt.models.formats.gguf.transfer import GgufModel, describe
+from distgpt.models.formats.huggingface import CONFIG, PICKLES, Foreign, Source, open_files
 
 _WIDTH = 13  # of the first column
 

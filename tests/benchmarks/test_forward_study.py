@@ -14,8 +14,8 @@ from forward_tables import COLUMNS, blocks
 from forward_work import Job, refuse_different_losses, row_of, sequences, with_speedups
 from report import assemble, load_all
 
+from distgpt.cluster.jobs.processes import run
 from distgpt.core.base.errors import DisagreementError, DistgptError, UsageError
-from distgpt.jobs.processes import run
 from distgpt.measure.jobs import unsteered
 from distgpt.show.page import tabulated
 

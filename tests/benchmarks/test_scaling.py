@@ -13,9 +13,9 @@ from predictions import Job, affine, compared, fitted, forecast, steps_by_exchan
 from report import assemble, load_all
 from scaling_page import blocks, tables
 
+from distgpt.cluster.jobs.processes import run
 from distgpt.core.base.errors import UsageError
 from distgpt.core.model.model import flag_count
-from distgpt.jobs.processes import run
 from distgpt.measure.bench.allreduce import SHARED
 from distgpt.measure.jobs import unsteered
 from distgpt.parallel.overlapped import BUCKET

@@ -13,7 +13,7 @@ from distgpt.core.cpu.kernels import Bfloat16Kernels, CpuKernels
 from distgpt.core.cpu.matmul.packing import LANES
 from distgpt.core.model.model import Architecture, Model
 from distgpt.core.ops.kernels import Kernels
-from distgpt.rounded.loops.kernels import Int8Kernels
+from distgpt.inference.quantized.kernels import Int8Kernels
 
 CLOSE = 1e-5  # relative
 

@@ -6,6 +6,7 @@ import pytest
 
 from distgpt.core.config.presets import PRESETS, preset
 from distgpt.core.data.tokenizers import load_tokenizer
+from distgpt.corpora.tokenizers.learn import learned_size
 from distgpt.recipes.scaling import (
     FAST_RATES,
     REFERENCE_WIDTH,
@@ -26,7 +27,6 @@ from distgpt.recipes.scaling import (
     tokens_to_read,
     vocabulary,
 )
-from distgpt.texts.tokenizers.learn import learned_size
 
 DOCS = Text(9.7e6, 8192)
 

@@ -29,7 +29,7 @@ def run(names: list[str] | None, commands: list[list[str]]) -> None:
     """Run the commands, one after the other."""
     if names is not None:
         sys.meta_path.insert(0, Refusal(frozenset(names)))  # type: ignore[arg-type]
-    from distgpt.cli import main
+    from distgpt.commands.cli import main
 
     for words in commands:
         if words[0] == "load":  # not a command, but what Python users call

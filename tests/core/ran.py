@@ -35,9 +35,9 @@ def _compile_unseen(self: Any, signature: Any) -> Any:
 
 Dispatcher.compile = _compile_unseen  # before loops are made, which hold on to it
 
-from distgpt.cli import main
+from distgpt.cluster.launch.environment import launched_rank
+from distgpt.commands.cli import main
 from distgpt.core.train.step import Step
-from distgpt.launch.environment import launched_rank
 
 PACKAGE = f"{Path(__file__).resolve().parents[2] / 'distgpt'}{os.sep}"
 

@@ -12,9 +12,9 @@ from core.tree import CORE, KEPT, MODULES, PACKAGE, as_counts, found
 from distgpt.core.cpu.compiling import disk_cache
 
 ALONE = [sys.executable, str(Path(__file__).with_name("alone.py"))]
-COMMANDS = "complete help infer model_options options sample train watch_options"
+COMMANDS = "cli complete help infer model_options options sample train watch_options"
 # Recipes stand in their order in a file that commands and `api` share.
-SHARED = {"__main__", "cli", "api", "components"}
+SHARED = {"__main__", "api", "components"}
 FACE = SHARED | {f"commands.{name}" for name in COMMANDS.split()}
 FOLDERS = {name for name, path in MODULES.items() if path.name == "__init__.py"}
 NEEDED = Path(__file__).with_name("needed.txt")
@@ -42,7 +42,7 @@ def run(folder, names, commands, **how):
 def training(out, *words):
     """Train five steps, and resume."""
     plain = ["--threads", "1", "--progress", "plain", "--save-every", "3", "--out", out]
-    own = ["--set", "matmul=own"]  # on any processor: its loops are among those that take long to compile
+    own = ["--matmul", "own"]  # on any processor: its loops are among those that take long to compile
     train = ["train", *SMALL, "--tokenizer", "byte", *own, *words, *plain]
     return [[*train, "--steps", "5"], [*train, "--steps", "8", "--resume", "auto"]]
 

@@ -18,7 +18,7 @@ ALONE = {
     "within": (["guards", "recipes"], "train", "--config minutes.toml"),
     "rollback": (["guards"], "train", "--on-bad-step rollback"),
     "reproducible": (["parallel"], "train", "--reproducible-parts 2"),
-    "lora": (["adapters"], "init", "--lora-rank 2 --set lora_matrices=v,o"),
+    "lora": (["adapters"], "init", "--lora-rank 2 --lora-matrices v,o"),
     "chats": (["texts"], "init", "--config chats.toml --data chats.jsonl"),
     "int8": (["rounded"], "infer", "--dtype int8"),
     "int4": (["rounded"], "infer", "--dtype int4"),

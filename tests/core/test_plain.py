@@ -11,7 +11,7 @@ import inspect
 import sys
 from pathlib import Path
 
-from distgpt.cli import main
+from distgpt.commands.cli import main
 from distgpt.core.train.step import Step
 
 update, ran = Step._update, set()
@@ -39,14 +39,14 @@ LATER = {  # who loads it
     "guards.reports": "ranks that have others",
     "guards.retention": "--keep-every",
     "launch.leaving": "what ends by an error",
-    "layout.places": "several ranks, or cores that are not alike",
+    "layout.placing": "several ranks, or cores that are not alike",
     "layout.plan": "the same",
 }
 UNUSED = {  # who calls what is in there
     "core/saved/checkpoint.py": "a directory that was there, and what is saved",
     "core/train/resume.py": "--resume",
     "core/train/summary.py": "the end of a run",
-    "launch/joining.py": "several ranks",
+    "cluster/launch/joining.py": "several ranks",
 }
 SAID = [*SMALL, "--tokenizer", "byte", "--steps", "1", "--threads", "1", "--progress", "plain"]
 

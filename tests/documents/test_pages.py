@@ -15,7 +15,7 @@ import pytest
 from conftest import for_shells
 from run import DOCUMENTS, ROOT, Failed, blocks, main, not_printed, run
 
-from distgpt.cli import cli
+from distgpt.commands.cli import cli
 from distgpt.core.config import SETTINGS
 from distgpt.core.config.presets import PRESETS
 

@@ -36,7 +36,7 @@ from distgpt.components import TABLES
 for row in {ROWS!r}:
     for table, rows in row.items():
         TABLES[table] |= rows
-from distgpt.cli import main
+from distgpt.commands.cli import main
 main()"""
 
 

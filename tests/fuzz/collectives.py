@@ -93,8 +93,8 @@ def site():
 
 def rank_main(rank, fails_at, when, log, *words):
     """Run the command on this rank, of which one fails."""
-    from distgpt.cli import main
-    from distgpt.launch.environment import launched_rank
+    from distgpt.cluster.launch.environment import launched_rank
+    from distgpt.commands.cli import main
 
     mine = launched_rank() == int(rank)
     planted = Planted(int(fails_at) if mine else -1, when, Path(log))

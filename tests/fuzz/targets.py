@@ -18,7 +18,7 @@ sys.path[:0] = [str(TESTS), str(TESTS / "helpers")]
 from conftest import SMALL, inside
 
 from distgpt.core.base.files import bundled
-from distgpt.texts.prepare.progress import Progress
+from distgpt.corpora.prepare.progress import Progress
 
 CUT = "--tokenizer byte --shard-tokens 1000 --workers 1 --progress plain"
 EVALUATED = "--save-every 3 --eval-every 3 --val-fraction 0.05 --progress plain"

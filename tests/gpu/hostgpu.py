@@ -27,13 +27,13 @@ from fakenccl import VERSION, FakeNccl, ProcessJob
 from hostbuild import Program, build
 from hostlt import HostLt
 
+from distgpt.cluster.jobs import processes
 from distgpt.core.train import sampling
-from distgpt.doctor import speed
-from distgpt.doctor import speed as peaks
 from distgpt.gpu import cublaslt, device, probe, transport
 from distgpt.gpu.compiling import cubin, source_text
 from distgpt.gpu.device import CupyDevice
-from distgpt.jobs import processes
+from distgpt.measure.doctor import speed
+from distgpt.measure.doctor import speed as peaks
 
 # An architecture: what runs here is also compiled for it, for a later session on a GPU of that kind.
 FILL_CACHE = os.environ.get("DISTGPT_FILL_CACHE", "")
@@ -237,6 +237,6 @@ if __name__ == "__main__":
         sys.path.insert(0, str(Path(sys.argv[0]).parent))
         runpy.run_path(sys.argv[0], run_name="__main__")
     else:
-        from distgpt.cli import main
+        from distgpt.commands.cli import main
 
         main()

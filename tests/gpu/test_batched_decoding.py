@@ -15,8 +15,8 @@ from distgpt.core.generate.plain_slots import PlainSlots
 from distgpt.core.generate.request import Request, Sampling
 from distgpt.core.generate.sampling import choose
 from distgpt.core.generate.slots import Choice, Feed
-from distgpt.decoding.batched import BatchedSlots
 from distgpt.gpu.attention import cached_parts
+from distgpt.inference.decoding.batched import BatchedSlots
 
 needs_counts = pytest.mark.skipif(ON_GPU, reason="the stand-in counts launches")
 

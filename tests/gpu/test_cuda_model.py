@@ -32,9 +32,9 @@ from distgpt.core.ops.kernels import Kernels
 from distgpt.core.saved.modelfile import Description, fill, load_model, on_host, save_model
 from distgpt.core.train import assessment
 from distgpt.core.train.assessment import Scorer, Span
-from distgpt.decoding.batched import BatchedSlots
-from distgpt.evaluation.likelihoods import likelihoods
-from distgpt.texts.tokenizers.collected import CharTokenizer
+from distgpt.corpora.tokenizers.collected import CharTokenizer
+from distgpt.inference.decoding.batched import BatchedSlots
+from distgpt.inference.evaluation.likelihoods import likelihoods
 
 TOLERANCE = {"float64": 1e-11, "float32": 1e-4, "bfloat16": 3e-2}
 EACH_ONCE = [("gpt2", "float64"), ("microgpt", "float32"), ("modern", "bfloat16")]

@@ -115,7 +115,7 @@ import os, sys, time
 sys.path.insert(0, {folder!r})
 import hostgpu
 hostgpu.install(2)
-from distgpt.cli import main
+from distgpt.commands.cli import main
 from distgpt.gpu import transport
 from distgpt.core.train.step import Step
 launch = Step.launch

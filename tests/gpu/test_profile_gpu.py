@@ -9,8 +9,8 @@ from conftest import needs_mpi
 from devices import ON_GPU, SAME, any_device, gpu, gpu_train, kernels  # noqa: F401
 
 from distgpt.core.config.presets import preset
-from distgpt.counts import BACKWARD, operations
-from distgpt.doctor.speed import Peaks, measure_peaks
+from distgpt.core.model.counts import BACKWARD, operations
+from distgpt.measure.doctor.speed import Peaks, measure_peaks
 from distgpt.measure.profile import operations as rows
 from distgpt.measure.profile.recorder import Clock
 from distgpt.measure.profile.report import result
@@ -62,8 +62,8 @@ def test_a_profile_of_steps_on_a_device(mlp):
 
 def test_a_devices_peaks(monkeypatch):
     if not ON_GPU:  # as far as a processor that plays a GPU can tell
-        monkeypatch.setattr("distgpt.doctor.speed.SIDES", (32, 64))
-        monkeypatch.setattr("distgpt.doctor.speed.MEMORY_BYTES", 1 << 12)
+        monkeypatch.setattr("distgpt.measure.doctor.speed.SIDES", (32, 64))
+        monkeypatch.setattr("distgpt.measure.doctor.speed.MEMORY_BYTES", 1 << 12)
     found = measure_peaks(kernels("bfloat16"), 0.03)
     assert found.dtype == "bfloat16" and found.gflops > 0 and found.gbytes_per_s > 0
 

@@ -10,6 +10,7 @@ from hostbuild import COMPILER
 from launching import SIZES
 from threadranks import on_all_ranks
 
+from distgpt.cluster.launch.job import Launched
 from distgpt.core.base.errors import UsageError
 from distgpt.core.comm.serial import SerialComm
 from distgpt.core.config import GpuConfig
@@ -18,7 +19,6 @@ from distgpt.gpu import accelerator, probe, transport
 from distgpt.gpu.device import CupyDevice
 from distgpt.gpu.stage import bound, device_of
 from distgpt.gpu.transport import DeviceComm, HostStaged, sharing
-from distgpt.launch.job import Launched
 
 
 def test_ranks_of_a_node_take_its_gpus_in_turn():
@@ -230,7 +230,7 @@ if how == "missing":
     old, probe.require_gpu = probe.require_gpu, fails
 else:
     old, accelerator.open_device = accelerator.open_device, fails
-from distgpt.cli import main
+from distgpt.commands.cli import main
 main()
 """
 

@@ -10,7 +10,7 @@ from distgpt.core.data.tokenizers import load_tokenizer
 from distgpt.core.model.model import Architecture
 from distgpt.core.saved.modelfile import Description
 from distgpt.core.saved.tensors import read_header, read_into, write_tensors
-from distgpt.formats.huggingface import export_model
+from distgpt.models.formats.huggingface import export_model
 
 MODERN = {"norm": "rmsnorm", "mlp": "swiglu", "positions": "rope", "bias": False}
 QWEN3 = {**MODERN, "qk_norm": True, "qk_norm_gain": True}

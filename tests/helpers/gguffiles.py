@@ -12,8 +12,8 @@ from distgpt.core.config import ModelConfig, RunConfig
 from distgpt.core.data.tokenizers import checked_chat
 from distgpt.core.saved.modelfile import Description
 from distgpt.core.saved.tensors import write_tensors
-from distgpt.formats.gguf.container import Numbers, read_container, write_container
-from distgpt.texts.tokenizers.foreign import from_document
+from distgpt.corpora.tokenizers.foreign import from_document
+from distgpt.models.formats.gguf.container import Numbers, read_container, write_container
 
 LLAMA = shape(300, 32, 2, 4, 64, n_kv_head=2, mlp_width=96, **MODERN)
 

@@ -6,7 +6,7 @@ import struct
 
 from families import document
 
-from distgpt.texts.tokenizers.tokenizer_json import LibraryTokenizer
+from distgpt.corpora.tokenizers.tokenizer_json import LibraryTokenizer
 
 TEXT = "a" * 40 + "!"
 

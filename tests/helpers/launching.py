@@ -1,6 +1,6 @@
 """The variables of all launchers that distgpt knows."""
 
-from distgpt.launch.environment import MPICH, OPEN_MPI, PMI, PMIX, SRUN
+from distgpt.cluster.launch.environment import MPICH, OPEN_MPI, PMI, PMIX, SRUN
 
 KNOWN = (OPEN_MPI, MPICH, SRUN, PMI, PMIX)
 SIZES = [launcher.size for launcher in KNOWN]

@@ -10,12 +10,12 @@ import sys
 import threading
 from pathlib import Path
 
+from distgpt.cluster.affinity import bind
+from distgpt.cluster.affinity.places import claimed
 from distgpt.core.comm.layout import layout
 from distgpt.core.comm.serial import SerialComm
 from distgpt.core.cpu.pool import pool_of
 from distgpt.core.cpu.stages import open_stage
-from distgpt.layout import bind
-from distgpt.layout.places import claimed
 
 stage_name, threads, root = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
 bind.PLACED = bind.Placed(root)

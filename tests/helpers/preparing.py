@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from distgpt.core.base.files import bundled
-from distgpt.texts.prepare import documents as cutting
-from distgpt.texts.prepare.preparing import Request, prepare
-from distgpt.texts.shards import ShardTokens, read_manifest
+from distgpt.corpora.prepare import documents as cutting
+from distgpt.corpora.prepare.preparing import Request, prepare
+from distgpt.corpora.shards import ShardTokens, read_manifest
 
 SIZES = {"shard_tokens": 3000, "val_fraction": 0.05, "seed": None}
 

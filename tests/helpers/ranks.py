@@ -6,8 +6,8 @@ Rank 0 writes the exit code of each command to standard error; the others all of
 import json
 import sys
 
-from distgpt.cli import main
-from distgpt.launch.environment import launched_rank
+from distgpt.cluster.launch.environment import launched_rank
+from distgpt.commands.cli import main
 
 codes = []
 for args in json.loads(sys.argv[1]):

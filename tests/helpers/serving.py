@@ -15,9 +15,9 @@ from distgpt.core.cpu.kernels import CpuKernels
 from distgpt.core.data.tokenizers import ChatTemplate
 from distgpt.core.generate.engine_setup import LoadedModel, ModelSpec, slots_for
 from distgpt.core.saved.modelfile import load_model
-from distgpt.serving.limits import Limits, ListenOn
-from distgpt.serving.server import Server as Serving
-from distgpt.serving.server import bound
+from distgpt.inference.serving.limits import Limits, ListenOn
+from distgpt.inference.serving.server import Server as Serving
+from distgpt.inference.serving.server import bound
 
 JSON = {"Content-Type": "application/json"}
 

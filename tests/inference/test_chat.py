@@ -21,8 +21,8 @@ from distgpt.core.cpu.stages import open_stage
 from distgpt.core.generate.engine import Engine, complete
 from distgpt.core.generate.engine_setup import ModelSpec
 from distgpt.core.generate.request import Request
-from distgpt.generation.chat import Conversation
-from distgpt.texts.chats.format import ChatFormat
+from distgpt.corpora.chats.format import ChatFormat
+from distgpt.inference.generation.chat import Conversation
 
 QUICK = ("--max-new-tokens", "8", "--threads", "1")
 

@@ -10,12 +10,12 @@ from distgpt.core.generate.slots import Feed
 from distgpt.core.model.model import Architecture, Model
 from distgpt.core.model.passes import Pass
 from distgpt.core.ops.kernels import Kernels
-from distgpt.decoding import compiled
-from distgpt.decoding.compiled import compiled_slots
-from distgpt.rounded.bits import bits_of
-from distgpt.rounded.loops.integers import quantise, quantise4, restored
-from distgpt.rounded.loops.kernels import Int8Kernels
-from distgpt.rounded.packed import int8_of
+from distgpt.inference.decoding import compiled
+from distgpt.inference.decoding.compiled import compiled_slots
+from distgpt.inference.quantized.integers import quantise, quantise4, restored
+from distgpt.inference.quantized.kernels import Int8Kernels
+from distgpt.models.quantized.bits import bits_of
+from distgpt.models.quantized.packed import int8_of
 
 VARIANTS = {
     "gpt2": {},

@@ -17,7 +17,7 @@ from distgpt.core.generate.slots import Feed
 from distgpt.core.model.model import Architecture, Model
 from distgpt.core.model.passes import Pass
 from distgpt.core.ops.kernels import Kernels
-from distgpt.decoding.compiled import compiled_slots
+from distgpt.inference.decoding.compiled import compiled_slots
 
 LENGTH = 9
 

@@ -16,8 +16,8 @@ from distgpt.core.generate.plain_slots import PlainSlots
 from distgpt.core.generate.request import Request
 from distgpt.core.generate.sample import Transcript
 from distgpt.core.generate.sampling import choose, uniform
-from distgpt.decoding.compiled import compiled_slots
-from distgpt.texts.tokenizers.collected import CharTokenizer
+from distgpt.corpora.tokenizers.collected import CharTokenizer
+from distgpt.inference.decoding.compiled import compiled_slots
 
 LETTERS = CharTokenizer("abcdefghijklm")
 HOT = {"temperature": 1.0}

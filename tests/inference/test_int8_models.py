@@ -18,13 +18,13 @@ from distgpt.core.generate.slots import Feed
 from distgpt.core.saved.modelfile import Description, load_model, save_model
 from distgpt.core.saved.opening import dtype_of
 from distgpt.core.saved.tensors import read_header, read_rows, write_tensors
-from distgpt.decoding.compiled import compiled_slots
-from distgpt.rounded.bits import is_quantised
-from distgpt.rounded.calibration import calibrated, moved, round_for
-from distgpt.rounded.loops.integers import LEVELS, quantise, quantise4, restored
-from distgpt.rounded.loops.kernels import Int8Kernels
-from distgpt.rounded.packed import int8_of
-from distgpt.rounded.rounded import quantize
+from distgpt.inference.decoding.compiled import compiled_slots
+from distgpt.inference.quantized.integers import LEVELS, quantise, quantise4, restored
+from distgpt.inference.quantized.kernels import Int8Kernels
+from distgpt.models.quantized.bits import is_quantised
+from distgpt.models.quantized.calibration import calibrated, moved, round_for
+from distgpt.models.quantized.packed import int8_of
+from distgpt.models.quantized.rounded import quantize
 
 COMM = SerialComm()
 

@@ -98,7 +98,7 @@ def test_where_faster_ways_are_not_installed_a_model_decodes_plainly_and_says_th
     fast = slots_for(model, 2)
     assert not isinstance(fast, PlainSlots)
     expected = complete(Engine(fast), requests)
-    monkeypatch.setitem(tables._paths, "parts", {"slots": "distgpt.decoding.removed:fastest"})
+    monkeypatch.setitem(tables._paths, "parts", {"slots": "distgpt.inference.decoding.removed:fastest"})
     plain = slots_for(model, 2)
     assert isinstance(plain, PlainSlots)
     for found, other in zip(complete(Engine(plain), requests), expected, strict=True):

@@ -17,9 +17,9 @@ from distgpt.core.generate.engine import Engine, complete
 from distgpt.core.generate.engine_setup import on_ranks
 from distgpt.core.generate.plain_slots import PlainSlots
 from distgpt.core.generate.request import Request
-from distgpt.generation.averaged import averaged
-from distgpt.generation.batch import Answers
-from distgpt.generation.distribute import distribute
+from distgpt.inference.generation.averaged import averaged
+from distgpt.inference.generation.batch import Answers
+from distgpt.inference.generation.distribute import distribute
 
 LINES = [
     {"prompt": "the lamp", "max_new_tokens": 3},
@@ -229,7 +229,9 @@ def test_ranks_write_one_file_in_the_order_of_the_prompts(infer, trained, tmp_pa
 
 
 def test_alone_the_core_answers_a_prompt_by_rank_0_and_all_raise_its_error(monkeypatch):
-    monkeypatch.setitem(tables._paths, "parts", {"one prompt": "distgpt.generation.removed:averaged"})
+    monkeypatch.setitem(
+        tables._paths, "parts", {"one prompt": "distgpt.inference.generation.removed:averaged"}
+    )
     one, request = model(), Request([1, 2, 3], 6)
 
     def work(comm):

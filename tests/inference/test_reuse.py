@@ -11,9 +11,9 @@ from distgpt.core.generate.engine import Engine, complete
 from distgpt.core.generate.engine_setup import slots_for
 from distgpt.core.generate.request import Request
 from distgpt.core.model.model import Architecture, Model
-from distgpt.rounded.loops.kernels import Int8Kernels
-from distgpt.rounded.packed import int8_of
-from distgpt.texts.tokenizers.collected import CharTokenizer
+from distgpt.corpora.tokenizers.collected import CharTokenizer
+from distgpt.inference.quantized.kernels import Int8Kernels
+from distgpt.models.quantized.packed import int8_of
 
 LETTERS = CharTokenizer("abcdefghijklm")
 

@@ -25,9 +25,9 @@ from distgpt.core.cpu.matmul import assembled
 from distgpt.core.cpu.matmul.microkernel import ACCUMULATE, BIAS
 from distgpt.core.cpu.matmul.packing import aligned
 from distgpt.core.ops.low_precision import to_bfloat16
+from distgpt.measure.verification import kept
 from distgpt.processors import amx, permission
 from distgpt.processors.permission import SHAPE as AMX
-from distgpt.proofs import kept
 
 OUT = {"float32": "float32", "bfloat16": "uint16"}
 ROWS, COLUMNS = AMX.rows, AMX.columns

@@ -10,7 +10,7 @@ from distgpt.core.cpu.compiling.processor import ARM64
 from distgpt.core.cpu.matmul import packing
 from distgpt.core.cpu.matmul.assembled import tile_text
 from distgpt.core.cpu.matmul.vectors import moves
-from distgpt.rounded.loops import int4, int8
+from distgpt.inference.quantized import int4, int8
 
 FLOAT, LOW = "float32", "bfloat16"
 

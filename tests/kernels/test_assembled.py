@@ -11,11 +11,11 @@ import pytest
 from distgpt.core.cpu.compiling.processor import AVX2, AVX512, AVX512_BF16
 from distgpt.core.cpu.matmul import assembled
 from distgpt.core.cpu.matmul.microkernel import Tile, declarations, module
+from distgpt.inference.quantized import int4, int8
+from distgpt.inference.quantized.int4 import Int4Tile
+from distgpt.inference.quantized.int8 import Int8Tile, dot_of
 from distgpt.processors import widening
 from distgpt.processors.permission import SHAPE as AMX
-from distgpt.rounded.loops import int4, int8
-from distgpt.rounded.loops.int4 import Int4Tile
-from distgpt.rounded.loops.int8 import Int8Tile, dot_of
 
 # Says which files are made on the way to working kernels, and what one of them computes.
 START = """

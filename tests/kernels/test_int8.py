@@ -11,9 +11,9 @@ from distgpt.core.cpu.compiling.processor import ARM64, AVX2, AVX512, features
 from distgpt.core.cpu.matmul import assembled
 from distgpt.core.cpu.matmul.packing import aligned
 from distgpt.core.ops.low_precision import from_bfloat16
-from distgpt.rounded.loops import int4, int8, operands
-from distgpt.rounded.loops.integers import BLOCKS, LEVELS, quantise, quantise4, restored
-from distgpt.rounded.loops.operands import DOT, Integers, block_of, blocks_tile, quantise_row, unpacked
+from distgpt.inference.quantized import int4, int8, operands
+from distgpt.inference.quantized.integers import BLOCKS, LEVELS, quantise, quantise4, restored
+from distgpt.inference.quantized.operands import DOT, Integers, block_of, blocks_tile, quantise_row, unpacked
 
 # Registers, what is said of the processor, and the way that follows; where it has these features too.
 WAYS = {

@@ -18,8 +18,8 @@ from distgpt.core.base.errors import StorageError
 from distgpt.core.config.presets import PRESETS, preset
 from distgpt.core.cpu.compiling import disk_cache
 from distgpt.core.cpu.first_use import COMPILING
-from distgpt.doctor.facts import unused_site_files
 from distgpt.measure import precompile, site_cache
+from distgpt.measure.doctor.facts import unused_site_files
 
 SOMEBODY = 12345
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
@@ -240,7 +240,7 @@ try:
                 if name in words:
                     act()
     else:
-        from distgpt.cli import main
+        from distgpt.commands.cli import main
         sys.argv[1:] = words
         main()
 finally:
@@ -308,7 +308,7 @@ else:
     os.setgroups([])
     os.setgid(12345)
     os.setuid(12345)
-from distgpt.cli import main
+from distgpt.commands.cli import main
 main()
 """
 

@@ -8,14 +8,14 @@ import pytest
 from benching import RANKS, SMALL, STAGE, peak_here
 from click.testing import CliRunner
 
+from distgpt.cluster.jobs.processes import Ended
 from distgpt.commands.bench import train as command_line
 from distgpt.commands.options import stage_options
 from distgpt.core.base.errors import DataError, DistgptError, NonFiniteError
 from distgpt.core.config import GpuConfig
 from distgpt.core.config.presets import preset
+from distgpt.core.model.counts import operations
 from distgpt.core.model.model import Architecture
-from distgpt.counts import operations
-from distgpt.jobs.processes import Ended
 from distgpt.measure import jobs
 from distgpt.measure.bench import train
 from distgpt.measure.bench.train import TrainOptions

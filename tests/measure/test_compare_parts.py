@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from distgpt.cluster.jobs.launchers import find_launcher
 from distgpt.core.base.errors import UsageError
 from distgpt.core.config import STAGES, RunConfig
 from distgpt.core.config.presets import preset
 from distgpt.core.data.tokenizers import load_tokenizer
 from distgpt.core.model.optim import learning_rate
-from distgpt.jobs.launchers import find_launcher
 from distgpt.measure.compare.agreement import MEASURED, TOLERANCES, differences
 from distgpt.measure.compare.result import DONE, Comparison, render_terminal
 from distgpt.measure.compare.run import Progress

@@ -12,10 +12,10 @@ from distgpt.core.config import RunConfig, parse_toml
 from distgpt.core.config.presets import preset
 from distgpt.core.cpu.kernels import CpuKernels
 from distgpt.core.data.textfile import resolve_data
+from distgpt.core.model.counts import operations, parameters
 from distgpt.core.model.model import FLAG_COUNT, Architecture
 from distgpt.core.train.memory import divisors, needed
 from distgpt.core.train.sharing import Strategy
-from distgpt.counts import operations, parameters
 from distgpt.gpu.probe import probe
 from distgpt.measure import estimate as estimating
 from distgpt.measure.estimate import Question, estimate, render_terminal

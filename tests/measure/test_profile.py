@@ -7,7 +7,7 @@ import pytest
 from profiling import job, profiled, times
 
 from distgpt.core.model.optim import AdamW
-from distgpt.doctor.speed import Peaks
+from distgpt.measure.doctor.speed import Peaks
 from distgpt.measure.profile import operations as ops
 from distgpt.measure.profile.report import as_text, result
 from distgpt.measure.profile.session import Profiler, of_rank

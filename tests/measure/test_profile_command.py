@@ -12,7 +12,10 @@ from distgpt.measure.profile import operations as rows
 from distgpt.measure.profile.session import TRACED
 
 # Peaks are measured, but not for long.
-SHORT = "import distgpt.doctor.speed as peaks; peaks.SECONDS = 0.05; from distgpt.cli import main; main()"
+SHORT = """import distgpt.measure.doctor.speed as peaks
+peaks.SECONDS = 0.05
+from distgpt.commands.cli import main
+main()"""
 PROGRAM = {"program": [sys.executable, "-c", SHORT], "cold": False}
 
 

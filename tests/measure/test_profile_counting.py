@@ -11,9 +11,9 @@ from profiling import job, profiled, times
 from threadranks import on_all_ranks
 
 from distgpt.core.cpu.kernels import CpuKernels
+from distgpt.core.model.counts import BACKWARD, operations
 from distgpt.core.ops.api import AdamState, Affine, Angles, Head, SortedTokens, Stats
 from distgpt.core.ops.kernels import Kernels
-from distgpt.counts import BACKWARD, operations
 from distgpt.measure.profile import operations as ops
 from distgpt.measure.profile.recorder import Clock, Recorder, Taken, account
 

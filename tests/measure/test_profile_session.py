@@ -12,7 +12,7 @@ from profiling import job
 from distgpt.commands.profile import profile
 from distgpt.core.base.errors import StorageError
 from distgpt.core.comm.serial import SerialComm
-from distgpt.doctor import speed as peaks
+from distgpt.measure.doctor import speed as peaks
 from distgpt.measure.profile.session import Session, prepare
 
 

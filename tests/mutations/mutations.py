@@ -15,16 +15,16 @@ class Mutation(NamedTuple):
 
 
 _WIRED = "test_wiring.py"
-_ON_RANKS = "data/test_shards_in_training.py -k what_one_process_does"
+_ON_RANKS = "corpora/test_shards_in_training.py -k what_one_process_does"
 _SYNCED = "test_files.py -k on_the_disk"
 _LOCAL, _SHARES = "training/test_local_steps.py", "training/test_balance.py"
 _SUMMED, _SAME_BITS = "training/test_gradsync.py", "training/test_same_bits.py"
 _IN_MEMORY = "training/test_node_memory.py"
 _OVERLAPPED = "gpu/test_gradsync_gpu.py -k overlapped_gives"
 _LANES = "inference/test_compiled_lanes.py"
-_SERVED, _STRAINED = "serving/test_serve.py", "serving/test_serve_limits.py"
+_SERVED, _STRAINED = "inference/test_serve.py", "inference/test_serve_limits.py"
 _FAULTS = {
-    ("jobs/batch/script.py", "jobs/test_submit.py"): [
+    ("cluster/jobs/batch/script.py", "cluster/test_submit.py"): [
         ("a job has two successors", '  if mkdir "$marker"', '  if mkdir -p "$marker"'),
         ("an attempt without a step is followed", '&& [ "$(newest)" = "$before" ]; then', "&& false; then"),
         ("a deleted job is followed", 'if [ "$again" ] && [ -z "$ending" ]', 'if [ "$again" ]'),
@@ -32,7 +32,7 @@ _FAULTS = {
     ("core/cpu/compiling/barrier.py", _LANES): [
         ("threads do not meet", "        barrier(counter, arrivals + n_threads)", "        pass"),
     ],
-    ("decoding/loops/cached_attention.py", _LANES): [
+    ("inference/decoding/loops/cached_attention.py", _LANES): [
         ("what a lane held is read", "line[j] = zip_narrowed(of[j], zero)", "put(line, 2 * j, of[j])"),
         (
             "later keys are seen",
@@ -40,10 +40,10 @@ _FAULTS = {
             "softmax(own.scores[i], own.probs[i], stop, stop,",
         ),
     ],
-    ("decoding/loops/cached_attention.py", "inference/test_dropping.py"): [
+    ("inference/decoding/loops/cached_attention.py", "inference/test_dropping.py"): [
         ("keys are turned on", "a * c + b * s", "a * c - b * s"),
     ],
-    ("decoding/packed.py", "inference/test_packed.py"): [
+    ("inference/decoding/packed.py", "inference/test_packed.py"): [
         (
             "old weights answer",
             "before is not None and np.array_equal(before, checksums)",
@@ -82,7 +82,7 @@ _FAULTS = {
     ("core/train/checkpoints.py", "training/test_saving.py"): [
         ("a copy is not taken", "groups = self._copy.update(live) if self._copy else", "groups ="),
     ],
-    ("guards/timed.py", "training/test_clock.py"): [
+    ("callbacks/timed.py", "training/test_clock.py"): [
         ("the time before a stop is forgotten", "begun - spent", "begun"),
         ("the last step ends too late", "end + usual > total", "end > total + usual"),
     ],
@@ -94,7 +94,7 @@ _FAULTS = {
         ),
         ("an evaluation that was cut short is forgotten", "progress.evaluation_pending or (t", "False or (t"),
     ],
-    ("guards/full_disk.py", "training/test_full_disk.py"): [
+    ("callbacks/full_disk.py", "training/test_full_disk.py"): [
         ("the newest checkpoint is given up", ".index(newest[0]) + 1 :]", ".index(newest[0]) :]"),
         ("the newest of the old is given up first", "in reversed(saved", "in iter(saved"),
         ("the start of another run is given up", "if path.resolve() not in needed:", "if True:"),
@@ -104,7 +104,7 @@ _FAULTS = {
             "pass",
         ),
     ],
-    ("guards/rollback.py", "training/test_badsteps.py"): [
+    ("callbacks/rollback.py", "training/test_badsteps.py"): [
         (
             "a rollback sees the bad data again",
             "used = self.step + run.batches.skipped",
@@ -114,7 +114,7 @@ _FAULTS = {
     ("core/train/loop.py", "training/test_mpi.py -k drift"): [
         ("ranks differ unseen", "run.comm.allreduce_max(own) != -", "run.comm.allreduce_max(own) == -1 != -"),
     ],
-    ("core/data/batches.py", "evaluation/test_scoring.py"): [
+    ("core/data/batches.py", "inference/test_scoring.py"): [
         ("one token too few is validated", "min(most + 1,", "min(most,"),
     ],
     ("core/train/step.py", _ON_RANKS): [
@@ -127,10 +127,10 @@ _FAULTS = {
     ("core/train/sharing.py", _ON_RANKS): [
         ("gradients are summed, not averaged", "mean = self.mean_factor / counted", "mean = 1.0 / counted"),
     ],
-    ("core/data/batches.py", "data/test_batches.py"): [
+    ("core/data/batches.py", "corpora/test_batches.py"): [
         ("all ranks see the same rows", "* size + rank)", "* size)"),
     ],
-    ("texts/packing.py", "data/test_packing.py"): [
+    ("corpora/packing.py", "corpora/test_packing.py"): [
         (
             "the longest is cut",
             "size = sizes[at := max(0, at)]",
@@ -138,7 +138,7 @@ _FAULTS = {
         ),
         ("equal rows share documents", "taken[size] += times * repeats", "taken[size] += times"),
     ],
-    ("core/data/loading.py", "data/test_tokenized.py"): [
+    ("core/data/loading.py", "corpora/test_tokenized.py"): [
         ("the held-out text is another tokenizer's", "existing=corpus.tokenizer, ", ""),
     ],
     ("core/data/batches.py", _WIRED): [
@@ -153,7 +153,7 @@ _FAULTS = {
         ),
         ("a checkpoint too many is kept", "saved[keep:]", "saved[keep + 1 :]"),
     ],
-    ("texts/shards.py", _SYNCED): [
+    ("corpora/shards.py", _SYNCED): [
         ("a shard is not synced", "os.fsync(self._file.fileno())", "pass"),
     ],
     ("core/base/files.py", _SYNCED): [
@@ -178,7 +178,7 @@ _FAULTS = {
             "with nullcontext():",
         ),
     ],
-    ("recorded/capture.py", "recorded/test_recorded.py -k meet or made or makes or another"): [
+    ("recorded/capture.py", "kernels/test_recorded.py -k meet or made or makes or another"): [
         ("recorded threads do not meet", "calls.mark(MEET)", "pass"),
         (
             "arrays that work made for itself are recorded",
@@ -187,7 +187,7 @@ _FAULTS = {
         ),
         ("a thread computes into another one's recording", "get_ident() == own else", "True else"),
     ],
-    ("recorded/orders.py", "recorded/test_lending.py"): [
+    ("recorded/orders.py", "kernels/test_lending.py"): [
         ("a call that failed is not told", "        self._failed.append(thread)", "        pass"),
         ("an order keeps its first arguments", "self._words[:, first : first + len(words)] = words", "pass"),
         (
@@ -201,14 +201,14 @@ _FAULTS = {
             "            pass",
         ),
     ],
-    ("core/cpu/pool.py", "recorded/test_lending.py -k fork"): [
+    ("core/cpu/pool.py", "kernels/test_lending.py -k fork"): [
         (
             "a child of a fork takes its parent's helpers for lent",
             "        self.loan: Loan | None = None",
             "        self.loan: Loan | None = getattr(self, 'loan', None)",
         ),
     ],
-    ("recorded/record.py", "recorded/test_recorded.py -k rows or profile"): [
+    ("recorded/record.py", "kernels/test_recorded.py -k rows or profile"): [
         (
             "targets are looked at once",
             "counts_all = not any((targets == IGNORED).any() for targets in self._targets)",
@@ -388,7 +388,7 @@ _FAULTS = {
             "pass",
         ),
     ],
-    ("guards/watchdog.py", "training/test_stalls.py -k nccl"): [
+    ("callbacks/watchdog.py", "training/test_stalls.py -k nccl"): [
         ("nobody asks NCCL what has failed", "if self._nccl and (trouble", "if not self._size and (trouble"),
     ],
     ("parallel/reductions.py", _SUMMED): [
@@ -491,36 +491,36 @@ _FAULTS = {
     ("gpu/cu/common.cuh", "gpu/test_cuda_kernels.py -k adamw"): [
         ("a gradient that is not finite is used", "if (!(length - length == 0)) return", "if (false) return"),
     ],
-    ("serving/app.py", _SERVED): [
+    ("inference/serving/app.py", _SERVED): [
         ("any key will do", "if not compare_digest(given.encode(), key.encode()):", "if not given:"),
     ],
-    ("serving/app.py", f"{_STRAINED} -k killed"): [
+    ("inference/serving/app.py", f"{_STRAINED} -k killed"): [
         ("a client that leaves is not noticed", "pass\n        self._app.runner.forget(self._call)", "pass"),
     ],
-    ("serving/runner.py", f"{_STRAINED} -k killed"): [
+    ("inference/serving/runner.py", f"{_STRAINED} -k killed"): [
         ("a lane is never freed", "self._engine.cancel(ticket)", "pass"),
     ],
-    ("serving/server.py", f"{_STRAINED} -k sigterm"): [
+    ("inference/serving/server.py", f"{_STRAINED} -k sigterm"): [
         ("SIGTERM ends what runs", "await self.runner.finish()", "pass"),
     ],
-    ("serving/server.py", f"{_STRAINED} -k keep_nobody_out"): [
+    ("inference/serving/server.py", f"{_STRAINED} -k keep_nobody_out"): [
         (
             "connections that send nothing keep others out",
             "min(waited_for, key=lambda each: each._since).transport.abort()",
             "return refusing(crowded())",
         ),
     ],
-    ("serving/parsing.py", f"{_STRAINED} -k pass_large_ones"): [
+    ("inference/serving/parsing.py", f"{_STRAINED} -k pass_large_ones"): [
         ("any number of bodies waits", "if self._waiting[is_large] + len(body) > most:", "if False:"),
         ("a small body waits for all large ones", "self._turn if is_large else nullcontext()", "self._turn"),
     ],
-    ("serving/completions.py", f"{_STRAINED} -k echo"): [
+    ("inference/serving/completions.py", f"{_STRAINED} -k echo"): [
         ("an echo is not counted", "* served.weight + echoed", "* served.weight"),
     ],
-    ("texts/tokenizers/library.py", "data/test_hostile_tokenizers.py -k lengthens"): [
+    ("corpora/tokenizers/library.py", "corpora/test_hostile_tokenizers.py -k lengthens"): [
         ("a normalizer lengthens texts without bound", "if most > MOST:", "if False:"),
     ],
-    ("texts/tokenizers/library.py", "data/test_hostile_tokenizers.py -k never_ends"): [
+    ("corpora/tokenizers/library.py", "corpora/test_hostile_tokenizers.py -k never_ends"): [
         ("a text is waited for without end", "thread.join(seconds :=", "thread.join() or (seconds :="),
     ],
 }

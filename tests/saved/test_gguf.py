@@ -10,9 +10,9 @@ from tokenizing import STORY, TEXT, small
 from distgpt.core.base.errors import DataError, UsageError
 from distgpt.core.data.tokenizers import load_tokenizer
 from distgpt.core.saved.modelfile import read_description
-from distgpt.formats.gguf.blocks import NUMBERS, TYPES, quantised, restored
-from distgpt.formats.gguf.container import read_container
-from distgpt.formats.gguf.transfer import export_gguf, import_gguf
+from distgpt.models.formats.gguf.blocks import NUMBERS, TYPES, quantised, restored
+from distgpt.models.formats.gguf.container import read_container
+from distgpt.models.formats.gguf.transfer import export_gguf, import_gguf
 
 HELD = [name for name in SHAPES if name != "relu" and "window" not in SHAPES[name]]
 
@@ -161,7 +161,7 @@ def test_tokenizers_that_cannot_encode_every_text_are_refused(tmp_path, kind):
 def test_merges_that_scores_cannot_say_are_refused(tmp_path):
     from gguffiles import of_sentencepiece
 
-    from distgpt.texts.tokenizers.foreign import from_document
+    from distgpt.corpora.tokenizers.foreign import from_document
 
     learned = of_sentencepiece()
     learned["model"]["merges"].pop(7)

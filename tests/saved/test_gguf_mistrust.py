@@ -11,8 +11,8 @@ from gguffiles import LLAMA, front, rewritten_gguf, tensor, text
 
 from distgpt.core.base.errors import DataError
 from distgpt.core.saved.modelfile import read_description
-from distgpt.formats.gguf.container import read_container
-from distgpt.formats.gguf.transfer import export_gguf, import_gguf
+from distgpt.models.formats.gguf.container import read_container
+from distgpt.models.formats.gguf.transfer import export_gguf, import_gguf
 
 ALIGNED = text(b"general.alignment") + struct.pack("<II", 4, 0)
 HUGE = 1 << 40

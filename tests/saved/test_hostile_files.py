@@ -10,7 +10,7 @@ from conftest import SMALL, inside, refused
 
 import distgpt
 from distgpt.core.saved.tensors import read_header, write_tensors
-from distgpt.doctor.report import pairs, print_page
+from distgpt.measure.doctor.report import pairs, print_page
 
 ESCAPE = "\x1b]0;owned\x07\x1b[2J\u202e"
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
@@ -121,13 +121,13 @@ PRINTERS = {"print", "echo", "secho"}
 # Where output is made that is no page: messages, a display, a model's text, a child's answer.
 THEIR_OWN = (
     "core/base/errors.py",
-    "cli.py",
+    "commands/cli.py",
     "core/generate/single.py",
-    "generation/chat_terminal.py",
+    "inference/generation/chat_terminal.py",
     "core/comm/job.py",
     "core/train/lines.py",
 )
-THEIR_OWN += ("show/progress.py", "doctor/report.py", "commands/train.py", "commands/options.py")
+THEIR_OWN += ("show/progress.py", "measure/doctor/report.py", "commands/train.py", "commands/options.py")
 
 
 def test_everything_printed_passes_one_function():

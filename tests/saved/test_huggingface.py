@@ -33,10 +33,10 @@ from distgpt.core.config.presets import preset
 from distgpt.core.data.tokenizers import fingerprint, load_tokenizer
 from distgpt.core.saved.modelfile import read_description
 from distgpt.core.saved.tensors import read_header, write_tensors
-from distgpt.formats.families import EXPORTABLE, FAMILIES, family_for
-from distgpt.formats.gguf.names import family_in_gguf
-from distgpt.formats.huggingface import export_model, import_model
-from distgpt.texts.tokenizers.bpe import GPT2_FINGERPRINT
+from distgpt.corpora.tokenizers.bpe import GPT2_FINGERPRINT
+from distgpt.models.formats.families import EXPORTABLE, FAMILIES, family_for
+from distgpt.models.formats.gguf.names import family_in_gguf
+from distgpt.models.formats.huggingface import export_model, import_model
 
 
 def brought_in(source, *more):

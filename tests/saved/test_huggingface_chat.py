@@ -9,7 +9,7 @@ from foreignmodels import MODERN, change_json, exported_model, shape
 
 from distgpt.core.data.tokenizers import tokenizer_from_json
 from distgpt.core.saved.modelfile import read_description
-from distgpt.rounded.rounded import quantize
+from distgpt.models.quantized.rounded import quantize
 
 MODEL = shape(1000, 64, 1, 2, 16, **MODERN)
 TEMPLATE = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"

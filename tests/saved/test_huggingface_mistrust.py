@@ -17,9 +17,9 @@ from foreignmodels import (
 
 from distgpt.core.base.errors import DataError
 from distgpt.core.saved.tensors import write_tensors
-from distgpt.formats.families import recognised
-from distgpt.formats.family import HEAD, Settings
-from distgpt.formats.huggingface import import_model
+from distgpt.models.formats.families import recognised
+from distgpt.models.formats.family import HEAD, Settings
+from distgpt.models.formats.huggingface import import_model
 
 
 def check_refused(source, words):

@@ -21,7 +21,7 @@ from distgpt.core.comm.serial import SerialComm
 from distgpt.core.cpu.kernels import CpuKernels
 from distgpt.core.model.passes import Pass
 from distgpt.core.saved.modelfile import load_model
-from distgpt.formats.huggingface import Foreign, export_model, import_model
+from distgpt.models.formats.huggingface import Foreign, export_model, import_model
 
 ORACLE = Path(__file__).parents[1] / "oracles" / "transformers_models.py"
 LOOK = "from importlib.util import find_spec as f; raise SystemExit(not (f('torch') and f('transformers')))"

@@ -10,7 +10,7 @@ from models import plain_logits
 import distgpt
 from distgpt.core.config import ModelConfig
 from distgpt.core.saved.tensors import write_tensors
-from distgpt.formats.huggingface import import_model
+from distgpt.models.formats.huggingface import import_model
 
 V, T, L, H, C, F = 37, 9, 2, 3, 12, 20  # the width of the MLP is no multiple of C
 GPT2 = {"model_type": "gpt2", "n_layer": L, "n_head": H, "n_embd": C, "vocab_size": V, "n_positions": T}

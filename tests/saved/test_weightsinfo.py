@@ -9,7 +9,7 @@ from foreignmodels import SHAPES, change_json, exported, in_parts, random_model,
 
 from distgpt.core.base.errors import DataError, command_line
 from distgpt.core.saved.tensors import read_header, write_tensors
-from distgpt.formats.huggingface import import_model
+from distgpt.models.formats.huggingface import import_model
 from distgpt.show.weightspage import inspect, page
 
 

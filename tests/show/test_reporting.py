@@ -155,7 +155,7 @@ def test_nothing_is_loaded_that_draws_before_something_is_drawn():
     script = """
 import sys
 import distgpt.show.page, distgpt.show.display, distgpt.commands.train, distgpt.commands.plot
-import distgpt.core.generate.single, distgpt.generation.batch
+import distgpt.core.generate.single, distgpt.inference.generation.batch
 assert not {"matplotlib", "jinja2"} & sys.modules.keys()
 """
     subprocess.run([sys.executable, "-c", script], check=True)

@@ -8,7 +8,7 @@ import sys
 import pytest
 from conftest import distgpt, inside
 
-from distgpt.cli import COMMANDS
+from distgpt.commands.cli import COMMANDS
 from distgpt.core.generate.request import Event
 from distgpt.core.train.lines import ByClock, BySteps, Lines, wrapped
 from distgpt.show.display import Live

@@ -12,13 +12,6 @@ from pathlib import Path
 
 import numpy as np
 
-from distgpt.adapters.adapter_kind import AdapterKind
-from distgpt.adapters.lora import (
-    AdaptedBlock,
-    adapted_architecture,
-    adapter_layout,
-    adapters_in,
-)
 from distgpt.core.comm.api import Comm
 from distgpt.core.config import RunConfig, TrainConfig
 from distgpt.core.model.layers import Linear
@@ -27,7 +20,14 @@ from distgpt.core.model.model import Model
 from distgpt.core.ops.api import Array
 from distgpt.core.ops.kernels import Kernels
 from distgpt.core.saved.modelfile import load_model
-from distgpt.rounded.loops.integers import Quantised, quantise, restored
+from distgpt.inference.quantized.integers import Quantised, quantise, restored
+from distgpt.models.adapters.adapter_kind import AdapterKind
+from distgpt.models.adapters.lora import (
+    AdaptedBlock,
+    adapted_architecture,
+    adapter_layout,
+    adapters_in,
+)
 
 
 def matrices(block: AdaptedBlock) -> list[Linear]:

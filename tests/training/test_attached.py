@@ -10,7 +10,6 @@ import pytest
 from conftest import losses
 
 import distgpt
-from distgpt.adapters.adapter import merge
 from distgpt.components import TABLES
 from distgpt.core.base import tables
 from distgpt.core.base.errors import DataError, DistgptError, UsageError
@@ -24,8 +23,9 @@ from distgpt.core.model.model import Architecture, Model
 from distgpt.core.model.passes import Pass
 from distgpt.core.saved.modelfile import Base, Description, read_description
 from distgpt.core.train.seams import Votes, WholeModel
+from distgpt.corpora.chats.format import encode_parts
+from distgpt.models.adapters.adapter import merge
 from distgpt.show.weightspage import inspect
-from distgpt.texts.chats.format import encode_parts
 
 SIZE = {"preset": "tiny-adamw", "n_layer": 1, "n_head": 2, "n_embd": 16, "seq_len": 16, "batch_size": 4}
 SIZE |= {"data": "story", "steps": 3, "threads": 1}

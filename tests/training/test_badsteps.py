@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from conftest import SMALL, inside, losses, metrics, refused
 
+from distgpt.callbacks.bad_steps import ENOUGH, BadSteps
 from distgpt.core.base.errors import NonFiniteError, OutlierError
 from distgpt.core.config import TrainConfig
 from distgpt.core.saved.checkpoint import State, load_state, newest_intact
 from distgpt.core.train.progress import Progress
 from distgpt.core.train.step import Step
-from distgpt.guards.bad_steps import ENOUGH, BadSteps
 
 WORDS = [*SMALL, "--steps", "8", "--save-every", "3"]
 

@@ -7,6 +7,7 @@ import pytest
 from conftest import copy_compiled, distgpt, inside, needs_mpi, refused, train
 
 import distgpt as library
+from distgpt.callbacks.timed import TimedClock
 from distgpt.core.base.errors import UsageError
 from distgpt.core.config import TrainConfig
 from distgpt.core.config.presets import preset
@@ -17,7 +18,6 @@ from distgpt.core.model.optim import learning_rate
 from distgpt.core.saved.rundir import RunDirectory
 from distgpt.core.train.progress import Pace, Progress
 from distgpt.core.train.seams import Clock, is_over
-from distgpt.guards.timed import TimedClock
 from distgpt.parallel.choose import Chosen
 from distgpt.recipes.depth import Dial, text_of
 

@@ -11,6 +11,7 @@ import pytest
 from conftest import MPIRUN, SMALL, distgpt, inside, losses, refused
 from disks import names, raising, small_disk
 
+from distgpt.callbacks.full_disk import Room, allocate
 from distgpt.core.base.errors import StorageError
 from distgpt.core.base.files import storage_errors
 from distgpt.core.comm.serial import SerialComm
@@ -19,7 +20,6 @@ from distgpt.core.saved.checkpoint import MARK, State, beyond, save_checkpoint
 from distgpt.core.saved.rundir import RunDirectory
 from distgpt.core.train import checkpoints as saving
 from distgpt.core.train.step import Step
-from distgpt.guards.full_disk import Room, allocate
 
 WORDS = [*SMALL, "--steps", "60", "--save-every", "5"]
 CHECKPOINT, WEIGHTS = 140 << 10, 112 << 10  # bytes: more than one of this model takes, and than is reserved
@@ -210,7 +210,7 @@ def test_one_that_is_kept_for_good_stays(made):
 def test_room_for_the_weights_of_a_resumed_run_is_made_and_told(made, monkeypatch):
     directory, said, room = made
     refused_once = Writing(errno.ENOSPC)
-    monkeypatch.setattr("distgpt.guards.full_disk.allocate", lambda *_: refused_once())
+    monkeypatch.setattr("distgpt.callbacks.full_disk.allocate", lambda *_: refused_once())
     with room(keep=5).reserved(SerialComm(), 5):
         assert names(directory.checkpoints)[0] == "step-00000002"
     (line,) = said

@@ -28,8 +28,8 @@ from conftest import (
 from launching import SIZES
 from test_stalls import of_job
 
+from distgpt.cluster.launch import joining
 from distgpt.core.saved.checkpoint import newest_intact, newest_step
-from distgpt.launch import joining
 
 mpi = pytest.importorskip("distgpt.core.comm.mpi")
 pytestmark = needs_mpi
@@ -121,7 +121,7 @@ def test_only_rank_0_speaks(trained, tmp_path):
 DRIVER = """
 import errno, json, os, signal
 from distgpt.core.train import step
-from distgpt.cli import main
+from distgpt.commands.cli import main
 from distgpt.core.base.errors import StorageError
 
 rank, how = json.loads(os.environ["BREAK"])
@@ -271,7 +271,7 @@ def test_a_signal_saves_and_ends_all_ranks(tmp_path, send, sent, code):
 def test_a_signal_before_the_first_step_leaves_no_run(tmp_path):
     begins = """
 import signal
-from distgpt.cli import main
+from distgpt.commands.cli import main
 from distgpt.core.train import setup
 compiles = setup.compile_once_per_node
 def interrupted(*args):
@@ -325,8 +325,8 @@ def test_a_mistake_ends_a_job_with_its_exit_code(tmp_path):
 # The command of each rank is an argument of this program.
 EACH_ITS_OWN = """
 import json, os, sys
-from distgpt.cli import main
-from distgpt.launch.environment import launched_rank
+from distgpt.commands.cli import main
+from distgpt.cluster.launch.environment import launched_rank
 sys.argv[1:] = json.loads(sys.argv[1 + launched_rank()])
 """
 EACH = {"program": [sys.executable, "-c", f"{EACH_ITS_OWN}main()"], "cold": False}

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from conftest import SMALL, inside
 
 import distgpt as library
+from distgpt.cluster.launch import job
 from distgpt.core.base.errors import escape_model_text
 from distgpt.core.comm.serial import SerialComm
 from distgpt.core.config import TrainConfig
@@ -16,7 +17,6 @@ from distgpt.core.cpu.stages import open_stage
 from distgpt.core.saved.checkpoint import Best
 from distgpt.core.train.progress import Progress
 from distgpt.core.train.sampling import sample
-from distgpt.launch import job
 from distgpt.recipes.within import outcome
 
 

@@ -120,7 +120,7 @@ def test_words_of_recipes_are_no_settings_and_others_are_refused():
 def test_a_run_without_recipes_does_not_load_them(tmp_path):
     words = "train --steps 1 --n-layer 1 --n-embd 8 --seq-len 8 --batch-size 1 --dtype float32 --threads 1"
     script = f"""import sys; sys.argv = ["distgpt", *{words.split()!r}, "--out", {str(tmp_path / "r")!r}]
-from distgpt.cli import main
+from distgpt.commands.cli import main
 try:
     main()
 finally:

@@ -6,12 +6,12 @@ import pytest
 from click.testing import CliRunner
 from conftest import SMALL, inside
 
+from distgpt.callbacks.retention import Retention
 from distgpt.commands.train import train
 from distgpt.core.base.errors import DataError
 from distgpt.core.config import TrainConfig
 from distgpt.core.saved.checkpoint import MARK, beyond, drop, left_in, saved_checkpoints
 from distgpt.core.train.resume import find_run
-from distgpt.guards.retention import Retention
 
 
 def saving(folder, t, steps, seconds=60.0, now=None):

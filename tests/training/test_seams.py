@@ -9,6 +9,8 @@ import pytest
 from conftest import losses
 from threadranks import on_all_ranks
 
+from distgpt.callbacks.attach import guarded
+from distgpt.callbacks.bad_steps import BadSteps
 from distgpt.core.base.errors import NonFiniteError, StorageError
 from distgpt.core.base.interrupts import PendingSignals
 from distgpt.core.config import ModelConfig, TrainConfig
@@ -26,8 +28,6 @@ from distgpt.core.train.seams import Clock, Disk, FiniteJudge, Votes
 from distgpt.core.train.setup import open_run
 from distgpt.core.train.sharing import OptimizerState, Strategy
 from distgpt.core.train.step import Step
-from distgpt.guards.attach import guarded
-from distgpt.guards.bad_steps import BadSteps
 
 SIZE = {"n_layer": 1, "n_embd": 16, "seq_len": 16, "batch_size": 4, "steps": 4, "eval_every": 2}
 

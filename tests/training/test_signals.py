@@ -12,6 +12,9 @@ import time
 import pytest
 from conftest import SMALL, clean_environment, command, inside, losses, metrics, same_signals
 
+from distgpt.callbacks import deadline
+from distgpt.callbacks.deadline import TimeLimit
+from distgpt.cluster.launch.environment import job_end
 from distgpt.core.base import interrupts
 from distgpt.core.base.interrupts import EXIT_CODES, Interrupted, PendingSignals, deferred_signals, first_of
 from distgpt.core.generate import sample
@@ -21,9 +24,6 @@ from distgpt.core.saved.rundir import RunDirectory
 from distgpt.core.train import checkpoints
 from distgpt.core.train.assessment import Scorer
 from distgpt.core.train.step import Step
-from distgpt.guards import deadline
-from distgpt.guards.deadline import TimeLimit
-from distgpt.launch.environment import job_end
 
 WORDS = [*SMALL, "--steps", "8", "--val-fraction", "0.1", "--eval-every", "2", "--sample-every", "4"]
 WORDS += ["--save-every", "3", "--save", "sync"]

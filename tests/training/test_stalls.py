@@ -15,14 +15,14 @@ import pytest
 from conftest import SMALL, clean_environment, command, inside, losses, metrics, needs_mpi
 from threadranks import on_all_ranks
 
+from distgpt.callbacks import watchdog
+from distgpt.callbacks.reports import Reports
+from distgpt.callbacks.stragglers import Stragglers
+from distgpt.callbacks.watchdog import Stall, Watchdog
 from distgpt.core.comm.serial import SerialComm
 from distgpt.core.saved.checkpoint import newest_step
 from distgpt.core.train.progress import COMPUTING, Activity
 from distgpt.core.train.step import Step
-from distgpt.guards import watchdog
-from distgpt.guards.reports import Reports
-from distgpt.guards.stragglers import Stragglers
-from distgpt.guards.watchdog import Stall, Watchdog
 
 
 def test_who_is_slow_and_how_long_a_run_may_stand_still():

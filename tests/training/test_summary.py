@@ -12,8 +12,8 @@ import pytest
 from conftest import metrics, needs_mpi, train
 from disks import raising
 
-from distgpt.doctor import facts
-from distgpt.doctor.facts import anonymised, environment
+from distgpt.measure.doctor import facts
+from distgpt.measure.doctor.facts import anonymised, environment
 
 
 @pytest.mark.parametrize("ranks", [0, pytest.param(2, marks=needs_mpi)])

@@ -33,8 +33,8 @@ from distgpt.core.ops.api import IGNORED
 from distgpt.core.ops.kernels import Kernels
 from distgpt.core.saved.modelfile import Description, read_description, save_model
 from distgpt.core.train.step import Step
-from distgpt.serving.server import _served
-from distgpt.texts.chats.examples import ExampleBatches, Examples, load_examples
+from distgpt.corpora.chats.examples import ExampleBatches, Examples, load_examples
+from distgpt.inference.serving.server import _served
 
 SAMPLE = bundled("weights", "sample.safetensors")
 CHATS = {

@@ -11,11 +11,11 @@ from types import SimpleNamespace
 import pytest
 from conftest import SCRIPT, SMALL, distgpt, inside, needs_mpi, train
 
+from distgpt.cluster.launch.environment import batch_job
 from distgpt.core.comm import mpi
 from distgpt.core.train import lines as loglines
 from distgpt.core.train.lines import Lines
 from distgpt.core.train.whereabouts import compact, shown_hosts
-from distgpt.launch.environment import batch_job
 
 JOBS = {
     "Slurm": {"SLURM_JOB_ID": "12", "SLURM_JOB_NAME": "mine"},

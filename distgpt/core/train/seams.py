@@ -270,7 +270,7 @@ class Listener(Protocol):
 
 
 class Disk:
-    """The disk that weights are written to. `guards/full_disk.py` has one that makes room on a full one."""
+    """The disk that weights are written to. `callbacks/full_disk.py` makes room on a full one."""
 
     lost: StorageError | None = None  # why rank 0 can save nothing any more, which ends the run
 

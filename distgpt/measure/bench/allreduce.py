@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from distgpt.cluster.jobs.launchers import find_launcher
+from distgpt.cluster.launch.environment import launched_as
 from distgpt.core.base.errors import DistgptError, UsageError
 from distgpt.core.base.formatting import count, duration, parse_size
 from distgpt.core.base.formatting import size as in_bytes
@@ -20,8 +22,6 @@ from distgpt.core.comm.api import Array, Comm
 from distgpt.core.config import GpuConfig
 from distgpt.core.cpu.stages import Stage, open_stage
 from distgpt.core.train.sharing import Allreduce
-from distgpt.jobs.launchers import find_launcher
-from distgpt.launch.environment import launched_as
 from distgpt.measure.bench.results import BenchOptions, Row, say
 from distgpt.measure.jobs import ask
 from distgpt.parallel.node_memory import shared_rows

@@ -12,7 +12,7 @@ from typing import Any
 
 from distgpt.core.base.errors import print_lines
 from distgpt.core.base.files import atomic_file, storage_errors
-from distgpt.doctor.facts import environment
+from distgpt.measure.doctor.facts import environment
 from distgpt.show.charts import Chart, svg
 from distgpt.show.page import Block, terminal
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from distgpt.cluster.jobs.launchers import Launcher, find_launcher
 from distgpt.core.base.errors import UsageError
 from distgpt.core.base.formatting import duration
 from distgpt.core.base.formatting import size as in_bytes
@@ -17,14 +18,13 @@ from distgpt.core.comm.agree import gather_ints
 from distgpt.core.config import WITH_MPI, GpuConfig, RunConfig
 from distgpt.core.config.asked import asked_for
 from distgpt.core.cpu.stages import open_stage
+from distgpt.core.model.counts import operations
 from distgpt.core.model.model import Architecture
 from distgpt.core.saved.rundir import RunDirectory
 from distgpt.core.train.plan import DTYPE, new_run
-from distgpt.counts import operations
-from distgpt.doctor.speed import measure_peaks
-from distgpt.jobs.launchers import Launcher, find_launcher
 from distgpt.measure import jobs
 from distgpt.measure.bench.results import BenchOptions, Row, say
+from distgpt.measure.doctor.speed import measure_peaks
 from distgpt.measure.estimate import foreseen
 from distgpt.show.page import Block, Column, tabulated
 

@@ -6,14 +6,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from distgpt.cluster.jobs.processes import ending
 from distgpt.core.config import STAGES
-from distgpt.doctor.facts import anonymised
-from distgpt.doctor.verdicts import sentence
-from distgpt.jobs.processes import ending
 from distgpt.measure import published
 from distgpt.measure.compare.agreement import Difference, differences, find_reference
 from distgpt.measure.compare.stages import INTERRUPTED, CompareOptions, Measured, Runnable
 from distgpt.measure.compare.workload import NEW_TOKENS, PROMPT_TOKENS, Opening
+from distgpt.measure.doctor.facts import anonymised
+from distgpt.measure.doctor.verdicts import sentence
 from distgpt.show.charts import Bar, BarChart, LineChart, Series
 from distgpt.show.page import (
     Block,

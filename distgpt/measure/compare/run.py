@@ -12,11 +12,10 @@ from typing import TextIO
 from rich.console import Console
 from rich.text import Text
 
+from distgpt.cluster.jobs.processes import undisturbed
 from distgpt.core.base.errors import DisagreementError, one_line, print_lines
 from distgpt.core.config import ON_GPU, WITH_MPI
 from distgpt.core.data.batches import refuse_uneven
-from distgpt.doctor.facts import environment
-from distgpt.jobs.processes import undisturbed
 from distgpt.measure.compare.result import DONE, Comparison, failure, render_html, render_terminal
 from distgpt.measure.compare.stages import (
     INTERRUPTED,
@@ -27,6 +26,7 @@ from distgpt.measure.compare.stages import (
     find_runnable,
 )
 from distgpt.measure.compare.workload import look_at_data
+from distgpt.measure.doctor.facts import environment
 from distgpt.show.charts import require_matplotlib
 from distgpt.show.progress import Plain
 

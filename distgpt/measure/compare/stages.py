@@ -10,17 +10,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from distgpt.cluster.jobs.launchers import Launcher, find_launcher
+from distgpt.cluster.jobs.processes import Ended, distgpt_command, run, unlaunched
 from distgpt.core.base.checked import parse_object
 from distgpt.core.base.errors import DataError, StorageError, UsageError
 from distgpt.core.base.files import atomic_file, read_small, storage_errors
 from distgpt.core.config import ON_GPU, STAGES, WITH_MPI, nearest
 from distgpt.core.saved.rundir import RunDirectory
-from distgpt.doctor.facts import Facts, anonymised
-from distgpt.doctor.report import examine
-from distgpt.doctor.verdicts import sentence
-from distgpt.jobs.launchers import Launcher, find_launcher
-from distgpt.jobs.processes import Ended, distgpt_command, run, unlaunched
 from distgpt.measure.compare.workload import NEW_TOKENS, Workload
+from distgpt.measure.doctor.facts import Facts, anonymised
+from distgpt.measure.doctor.report import examine
+from distgpt.measure.doctor.verdicts import sentence
 from distgpt.measure.jobs import answer, read_losses, read_summary
 
 FORMAT, VERSION = "distgpt-comparison", 1

@@ -1,6 +1,6 @@
 """The operations of a step: the line of each in a profile, the FLOPs it computes, the bytes it moves.
 
-FLOPs are of matmuls, as `counts.py` counts them: padding, and what a backward pass computes
+FLOPs are of matmuls, as `core/model/counts.py` counts them: padding, and what a backward pass computes
 again, are left out. Bytes are those of every array read or written, once. Both are counted from the
 arguments of a call, `a`, by the names that `core/ops/kernels.py` gives them.
 """
@@ -12,8 +12,8 @@ from inspect import signature
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+from distgpt.core.model.counts import BACKWARD, attention_flops, matmul_flops
 from distgpt.core.ops.kernels import Kernels
-from distgpt.counts import BACKWARD, attention_flops, matmul_flops
 
 FORWARD, INTO_INPUT = "Matmul forward", "Matmul backward into input"
 INTO_WEIGHTS = "Matmul backward into weights"

@@ -10,7 +10,7 @@ import numpy as np
 
 from distgpt.core.base.formatting import count
 from distgpt.core.comm.agree import named_ranks
-from distgpt.doctor.speed import Peaks
+from distgpt.measure.doctor.speed import Peaks
 from distgpt.measure.profile.operations import BETWEEN, DATA, GPU_WAITS, ORDER, TRANSFER, WAIT, WORKERS
 from distgpt.measure.profile.recorder import NOBODY, Account, Lane
 from distgpt.show.page import terminal_table

@@ -27,8 +27,8 @@ from distgpt.core.train.seams import kind_of
 from distgpt.core.train.setup import make_steps, read_texts
 from distgpt.core.train.sharing import strategy_for
 from distgpt.core.train.step import OwnVotes, Step, StepResult, no_votes
-from distgpt.doctor.facts import environment
-from distgpt.doctor.speed import Peaks, measure_peaks
+from distgpt.measure.doctor.facts import environment
+from distgpt.measure.doctor.speed import Peaks, measure_peaks
 from distgpt.measure.profile.recorder import Account, Clock, Recorder, Taken, account, no_times
 from distgpt.measure.profile.report import Event, RankProfile, as_text, events, result
 

@@ -1,0 +1,201 @@
+"""MPI and what starts jobs of several ranks: what there is here, and the command for a job."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from distgpt.cluster.jobs import hostfile as hostfiles
+from distgpt.cluster.launch.environment import launched_as, launcher_name
+from distgpt.cluster.launch.mpis import MPIS
+from distgpt.core.base.errors import UsageError
+from distgpt.core.base.files import read_small
+from distgpt.core.base.system import python_code
+from distgpt.core.cpu.stages import open_stage
+
+Facts = dict[str, Any]
+
+SECONDS_FOR_MPI = 20
+SECONDS_FOR_SRUN = 5  # one that finds no Slurm may look for long
+HOSTS_OPTION = {vendor: MPIS[vendor].hosts for vendor in ("MPICH", "Open MPI")}  # others have MPICH's
+_ASK_MPI = "from distgpt.cluster.jobs.launchers import report_mpi; report_mpi()"
+
+
+@dataclass(frozen=True, slots=True)
+class Launcher:
+    """Words before a command that start it on several ranks, without their number."""
+
+    words: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        return Path(self.words[0]).name
+
+    def command(self, ranks: int, words: Sequence[object]) -> list[str]:
+        """Return the command as `ranks` processes."""
+        return [self.words[0], "-n", str(ranks), *self.words[1:], *map(str, words)]
+
+    def shown(self, ranks: int, words: Sequence[object]) -> str:
+        """Return the command as a user would type it, without the path of the launcher."""
+        return shlex.join([self.name, *self.command(ranks, words)[1:]])
+
+
+def find_launcher(chosen: str | None, hostfile: Path | None) -> Launcher:
+    """Find the launcher `chosen`, as in "srun --mpi=pmix", or this environment's mpirun."""
+    words = [own_mpirun() or "mpirun"] if chosen is None else _words(chosen)
+    program = shutil.which(words[0])
+    if program is None and chosen is not None:
+        raise UsageError(f"--launcher {words[0]}: there is no such program")
+    if program is None:
+        raise UsageError(
+            "no mpirun was found: pip install 'distgpt[mpich]', or name your cluster's with --launcher"
+        )
+    return Launcher((program, *words[1:], *_hosts(program, hostfile)))
+
+
+def _words(chosen: str) -> list[str]:
+    try:
+        words = shlex.split(chosen)
+    except ValueError as error:
+        raise UsageError(f"--launcher {chosen}: {str(error).lower()}") from error
+    if not words or not words[0]:
+        raise UsageError('--launcher names no program; give one, as in "srun --mpi=pmix", or leave it out')
+    return words
+
+
+def _hosts(program: str, hostfile: Path | None) -> tuple[str, ...]:
+    """Return the option for a file of hosts, which differs between launchers."""
+    if hostfile is None:
+        return ()
+    if Path(program).name == "srun":
+        raise UsageError("srun takes its hosts from the allocation: leave --hostfile out")
+    if not hostfile.is_file():
+        raise UsageError(f"--hostfile {hostfile}: there is no such file")
+    vendor = mpirun(program)["vendor"]
+    lines = hostfiles.parse(read_small(hostfile, hostfiles.LARGEST))
+    for problem in hostfiles.problems(vendor, lines) if vendor in HOSTS_OPTION else ():
+        raise UsageError(f"--hostfile {hostfile}: {problem}; see distgpt doctor --hostfile {hostfile}")
+    return (HOSTS_OPTION.get(vendor, HOSTS_OPTION["MPICH"]), str(hostfile))
+
+
+def launch(environ: Mapping[str, str] = os.environ) -> Facts:
+    """Return the launcher of this process, "" if there is none, and the number of processes it started."""
+    return {"launcher": launcher_name(environ), "processes": launched_as(environ)}
+
+
+def running_mpi() -> Facts:
+    """Describe the MPI library, which must have been started."""
+    from mpi4py import MPI
+
+    vendor, version = MPI.get_vendor()
+    return {
+        "problem": "",
+        "vendor": vendor,
+        "version": ".".join(map(str, version)),
+        "library": _library_file(MPI.__file__),
+    }
+
+
+class _Found(ctypes.Structure):
+    """Dl_info of dladdr(3): what a pointer points into."""
+
+    _fields_ = (
+        ("file", ctypes.c_char_p),
+        ("base", ctypes.c_void_p),
+        ("symbol", ctypes.c_char_p),
+        ("address", ctypes.c_void_p),
+    )
+
+
+def _library_file(extension: str) -> str:
+    """Return the file, without links, from which an extension module has its MPI; "" if unknown."""
+    found = _Found()
+    try:
+        init = ctypes.CDLL(extension).MPI_Init
+        ctypes.CDLL(None).dladdr(init, ctypes.byref(found))
+    except (OSError, AttributeError):
+        return ""
+    return os.path.realpath(os.fsdecode(found.file or b""))
+
+
+def report_mpi() -> None:
+    """Start MPI in this process and print what it is, as JSON."""
+    try:
+        open_stage("mpi")
+        found = running_mpi()
+    except UsageError as error:
+        found = {"problem": str(error)}
+    print(json.dumps(found), flush=True)
+
+
+def distant_mpi() -> Facts:
+    """Describe the MPI library from a process of its own: an MPI that cannot start may end its process."""
+    try:
+        child = subprocess.run(python_code(_ASK_MPI), capture_output=True, text=True, timeout=SECONDS_FOR_MPI)
+    except subprocess.TimeoutExpired:
+        return {"problem": f"MPI did not start within {SECONDS_FOR_MPI} s"}
+    lines = [line for line in child.stdout.splitlines() if line.startswith("{")]  # libraries print, too
+    if child.returncode or not lines:
+        said = " ".join(child.stderr.split())[:200]
+        return {"problem": f"MPI ended the process that started it ({said or 'without a message'})"}
+    found: Facts = json.loads(lines[-1])
+    return found
+
+
+def mpirun(where: str | None = None) -> Facts:
+    """Find the mpirun that a user would call, or the one at `where`, and the MPI it belongs to."""
+    where = where or shutil.which("mpirun") or own_mpirun()
+    if where is None:
+        return {"path": None, "vendor": ""}
+    try:
+        says = subprocess.run([where, "--version"], capture_output=True, text=True, timeout=5).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        says = ""
+    vendors = {"Open MPI": "Open MPI", "OpenRTE": "Open MPI", "HYDRA": "MPICH", "Intel": "Intel MPI"}
+    return {"path": where, "vendor": next((vendors[sign] for sign in vendors if sign in says), "")}
+
+
+def mpirun_beside(library: str, vendor: str) -> str:
+    """Return the mpirun that is installed with a library; "" if none of its vendor is found there."""
+    ending = "openmpi" if vendor == "Open MPI" else "mpich"  # Debian's, where both are installed
+    for folder in [parent / "bin" for parent in Path(library).parents[1:4]] if library else []:
+        for name in ("mpirun", "mpiexec", f"mpirun.{ending}"):
+            found = shutil.which(name, path=str(folder))
+            if found and is_of_family(mpirun(found)["vendor"], vendor):
+                return found
+    return ""
+
+
+def is_of_family(launcher: str, vendor: str) -> bool:
+    """Return whether an mpirun of one vendor starts ranks of another's library: Hydra, but not Open MPI."""
+    return bool(launcher) and (launcher == "Open MPI") == (vendor == "Open MPI")
+
+
+def srun_ways() -> list[str]:
+    """Return what srun's --mpi can be here, as in pmi2; nothing without a Slurm that answers."""
+    if shutil.which("srun") is None:
+        return []
+    try:
+        done = subprocess.run(
+            ["srun", "--mpi=list"], capture_output=True, text=True, timeout=SECONDS_FOR_SRUN
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    # One on a line, on standard error in front of which older ones write their name.
+    found = re.findall(r"^(?:srun: )?\s*(\w+)$", f"{done.stdout}\n{done.stderr}", re.MULTILINE)
+    return [] if done.returncode else found
+
+
+def own_mpirun() -> str | None:
+    """Return the mpirun installed beside this Python, if there is one."""
+    return shutil.which("mpirun", path=str(Path(sys.executable).parent))

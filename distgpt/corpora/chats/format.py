@@ -1,0 +1,266 @@
+"""The format of a model's chats: from messages to tokens, and which tokens of a chat are answers."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from distgpt.core.base.errors import DataError, nearest
+from distgpt.core.data.tokenizers import BytesDecoder, Ids, Tokenizer, id_dtype
+from distgpt.core.saved.modelfile import read_description
+from distgpt.corpora.chats.template import renderer
+from distgpt.corpora.tokenizers.tokenizer_json import LibraryTokenizer
+
+ROLES = ("system", "user", "assistant")
+Message = dict[str, str]  # "role" and "content"
+
+# For tokenizers with both of its tokens.
+CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
+CHATML = (
+    "{% for message in messages %}"
+    "<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# For all others. An answer ends with the separator of documents, where there is one, and the user's turn.
+TURN = "\n\nUser:\n"
+PLAIN = (
+    "{% for message in messages %}"
+    "{% if message.role == 'assistant' %}{{ message.content }}{{ eos_token }}\n\nUser:\n"
+    "{% elif message.role == 'user' %}"
+    "{% if loop.first or loop.previtem.role != 'assistant' %}User:\n{% endif %}"
+    "{{ message.content }}\n\nAssistant:\n"
+    "{% else %}{{ message.content }}\n\n{% endif %}"
+    "{% endfor %}"
+)
+
+# Marks in what a template gets: two characters that no text should have, and a number that nobody guesses.
+OPEN, CLOSE = "\ufdd0", "\ufdd1"
+BEGIN, END = "begin", "end"  # of an answer
+
+
+class Example(NamedTuple):
+    """Tokens to train on; `learned` is 1 for those that a loss counts, and 0 for the others (uint8)."""
+
+    ids: Ids
+    learned: Any
+
+
+class _Rendered(NamedTuple):
+    """A text as its special tokens and what is between them, and where in it the answers lie.
+
+    An answer begins at -1 where the template has cut off its beginning.
+    """
+
+    parts: list[str | int]
+    answers: list[tuple[int, int]]
+
+
+def _render_own(source: str, values: dict[str, Any]) -> str:
+    """Render a template of ours here: it is trusted."""
+    from distgpt.corpora.chats import worker
+
+    return worker.render(source, values)
+
+
+class ChatFormat:
+    """The chat format of a tokenizer. A DataError where its template cannot be used.
+
+    A message is text throughout: what is spelled like a special token in it does not become one. For that,
+    such spellings are replaced by marks before a template sees them, and put back behind it.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        chat, special = tokenizer.chat, tokenizer.specials
+        self.tokenizer, self._tokens = tokenizer, dict(chat.tokens) if chat else {}
+        self.source, self.is_own = (chat.source if chat else ""), not (chat and chat.source)
+        if self.is_own:
+            self.source = CHATML if all(text in special for text in CHATML_TOKENS) else PLAIN
+            if tokenizer.separator is not None:
+                self._tokens["eos_token"] = tokenizer.decode([tokenizer.separator])
+        self.stops = (TURN,) if self.source == PLAIN else ()
+        self._spelling = {token: text for text, token in special.items()}
+        self._mark = f"{OPEN}{secrets.randbelow(1 << 64)}."
+        spelled = "|".join(re.escape(text) for text in sorted(special, key=len, reverse=True)) or "(?!)"
+        self._spelled = re.compile(spelled)
+        # In a group of their own, so that what all of them begin with is looked at once.
+        self._between = re.compile(f"({self._mark}[^{CLOSE}]*{CLOSE}|(?:{spelled}))")
+        self.ends = tuple(dict.fromkeys(tokenizer.ends + self._end_of_answer()))
+
+    def describe(self) -> str:
+        """Return a short description for people."""
+        if not self.is_own:
+            return "the model's own chat template"
+        return "no chat template: " + ("User and Assistant as plain text" if self.stops else "ChatML")
+
+    @property
+    def is_taught(self) -> bool:
+        """Tell whether the model seems to know chats: it has a template, or tokens for turns."""
+        return self.source != PLAIN
+
+    def prompt(self, messages: Sequence[Message]) -> list[int]:
+        """Return the tokens behind which the next answer comes."""
+        ids: list[int] = encode_parts(self.tokenizer, self._rendered(messages, True).parts)[0].tolist()
+        return ids
+
+    def example(self, messages: Sequence[Message]) -> Example:
+        """Return the tokens of a chat; its answers are to be learned, each with the token that ends it."""
+        parts, answers = self._rendered(messages, False)
+        if answers and answers[-1][0] < 0 and messages[-1]["role"] == "assistant":
+            answers[-1] = self._behind_prompt(messages[:-1], parts), answers[-1][1]
+        wanted = sum(message["role"] == "assistant" for message in messages)
+        if len(answers) < wanted or any(first < 0 for first, _ in answers):
+            raise DataError(
+                "the model's chat template changes or drops an answer: what is learned is not known"
+            )
+        ids, ends = encode_parts(self.tokenizer, parts)
+        starts, learned = np.concatenate([[0], ends[:-1]]), np.zeros(len(ids), np.uint8)
+        for first, last in answers:
+            learned[(ends > first) & (starts < last)] = 1
+        return Example(ids, learned)
+
+    def _behind_prompt(self, messages: Sequence[Message], parts: Sequence[str | int]) -> int:
+        """Return where the last answer begins if its beginning was cut out, as thoughts are to be put back
+        in another way: behind the prompt for it. -1 if the text does not begin with that.
+        """
+        prompt, whole = (
+            "".join(map(self._text, each)) for each in (self._rendered(messages, True).parts, parts)
+        )
+        return len(prompt) if whole.startswith(prompt) else -1
+
+    def _end_of_answer(self) -> tuple[int, ...]:
+        """Return the token that the template puts behind an answer, if there is one."""
+        chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+        parts, answers = self._rendered(chat, False)
+        at = 0
+        for part in parts:
+            at += len(self._text(part))
+            if answers and at == answers[-1][1] and isinstance(part, int):
+                return (part,)
+        return ()
+
+    def _text(self, part: str | int) -> str:
+        return part if isinstance(part, str) else self._spelling[part]
+
+    def _rendered(self, messages: Sequence[Message], asks: bool) -> _Rendered:
+        shown = [{**message, "content": self._marked(message)} for message in messages]
+        values = {**self._tokens, "messages": shown, "add_generation_prompt": asks, "tools": None}
+        return self._read(
+            _render_own(self.source, values) if self.is_own else renderer().render(self.source, values)
+        )
+
+    def _marked(self, message: Message) -> str:
+        """Return a content with marks for what is spelled like a special token, and around an answer.
+
+        These stand inside of the blanks around it, as templates cut them off.
+        """
+        special, text = self.tokenizer.specials, message["content"]
+        text = self._spelled.sub(lambda found: f"{self._mark}{special[found[0]]}{CLOSE}", text)
+        if message["role"] != "assistant":
+            return text
+        inner = text.strip()
+        before, after = text[: text.find(inner)], text[text.find(inner) + len(inner) :]
+        return f"{before}{self._mark}{BEGIN}{CLOSE}{inner}{self._mark}{END}{CLOSE}{after}"
+
+    def _read(self, text: str) -> _Rendered:
+        """Take the marks out of a text, and the special tokens apart."""
+        parts: list[str | int] = []
+        texts: list[str] = []  # since the last token; one long text that grows would be copied for each
+        answers: list[tuple[int, int]] = []
+        at, begin, is_open = 0, -1, False  # open: the token or the turn that ends the last answer may come
+        for piece in self._between.split(text):
+            mark = piece[len(self._mark) : -1] if piece.startswith(self._mark) else ""
+            if mark == BEGIN:
+                begin = at
+            elif mark == END:
+                answers.append((begin, at))
+                begin, is_open = -1, True
+            else:
+                part = self._text(int(mark)) if mark else self.tokenizer.specials.get(piece, piece)
+                size = len(self._text(part))
+                if is_open and piece.strip():
+                    is_open = False
+                    if closing := size if isinstance(part, int) else len(TURN) * part.startswith(self.stops):
+                        answers[-1] = answers[-1][0], at + closing
+                at += size
+                if isinstance(part, str):
+                    texts.append(part)
+                else:
+                    parts += ["".join(texts), part]
+                    texts = []
+        return _Rendered([part for part in (*parts, "".join(texts)) if part != ""], answers)
+
+
+def encode_parts(tokenizer: Tokenizer, parts: Sequence[str | int]) -> tuple[Ids, Ids]:
+    """Return the ids of texts between tokens that are given as ids, and the position where each ends.
+
+    Positions count the characters of the whole, in which tokens are spelled out.
+    """
+    if isinstance(tokenizer, LibraryTokenizer):
+        return tokenizer.encode_parts(parts)
+    dtype = id_dtype(tokenizer.size)
+    ids: list[Ids] = [np.empty(0, dtype)]
+    ends: list[Ids] = [np.empty(0, np.int64)]
+    begin = 0
+    for part in parts:
+        if isinstance(part, str):
+            text, found = part, tokenizer.encode(part)
+            inside = _ends_in(tokenizer, text, found)
+        else:
+            text, found = tokenizer.decode([part]), np.array([part], dtype)
+            inside = np.array([len(text)])
+        ids.append(found)
+        ends.append(begin + inside)
+        begin += len(text)
+    return np.concatenate(ids), np.concatenate(ends)
+
+
+def _ends_in(tokenizer: Tokenizer, text: str, ids: Ids) -> Ids:
+    """Return where each id of a text ends in it, in characters."""
+    if isinstance(tokenizer, BytesDecoder):
+        # Count characters that have begun: an id may be a part of one.
+        begun = np.cumsum(np.frombuffer(text.encode(), np.uint8) & 0xC0 != 0x80)
+        ends = np.cumsum([len(tokenizer.pieces[i]) for i in ids.tolist()], dtype=np.int64)
+        if len(ends) and ends[-1] != len(begun):  # a class derived from it encodes something else
+            raise DataError(
+                f"a tokenizer of kind {tokenizer.kind!r} does not cut a text into its ids: together these"
+                " have other bytes, so that nobody knows where a part of a chat ends"
+            )
+        return begun[ends - 1]
+    ends_in = getattr(tokenizer, "ends_in", None)
+    if ends_in is None:
+        raise DataError(f"a tokenizer of kind {tokenizer.kind!r} cannot encode chats: it has no `ends_in`")
+    return np.asarray(ends_in(text), np.int64)
+
+
+def was_tuned_on_chats(files: Collection[Path]) -> bool:
+    """Tell whether a model of these weights files, one of which may be an adapter, was trained on chats."""
+    return any(read_description(file).run.train.chats for file in files)
+
+
+def checked_messages(value: Any) -> list[Message]:
+    """Return the messages of somebody's JSON; a DataError says what is wrong with which."""
+    if not isinstance(value, list) or not value:
+        raise DataError("messages must be a list, and not empty")
+    found = []
+    for number, message in enumerate(value, 1):
+        if not isinstance(message, dict) or not isinstance(role := message.get("role"), str):
+            raise DataError(f"message {number} is no object with a role and a content")
+        if role not in ROLES:
+            raise DataError(f"message {number}: the role {role!r:.40} is unknown{nearest(role[:40], ROLES)}")
+        content = message.get("content")
+        if isinstance(content, list):  # as OpenAI's clients send it
+            texts = [
+                part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"
+            ]
+            known = [text for text in texts if isinstance(text, str)]
+            content = "".join(known) if len(known) == len(content) else None
+        if not isinstance(content, str):
+            raise DataError(f"message {number}: its content is no text")
+        found.append({"role": role, "content": content})
+    return found

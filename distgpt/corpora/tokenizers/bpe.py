@@ -1,0 +1,164 @@
+"""Byte-level BPE as in GPT-2: bytes, joined into longer tokens by a list of merges."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from distgpt.core.base.errors import DataError
+from distgpt.core.data.tokenizers import (
+    BytesDecoder,
+    Ids,
+    encoded,
+    fingerprint,
+    id_dtype,
+)
+from distgpt.corpora.tokenizers.collected import refuse_repeated
+from distgpt.corpora.tokenizers.library import Encoder, library_errors
+
+if TYPE_CHECKING:
+    import tokenizers
+
+    from distgpt.corpora.tokenizers.bpe_fast import FastEncoder
+
+# Of GPT-2's own vocab.json and merges.txt, to recognise it without a network.
+GPT2_FINGERPRINT = "834c43881f4c962d808207fad3b1bcdf0a0f553a8ee02e0f66a885b6bbaf3647"
+GPT2_SIZE = 50257
+LARGE = 1 << 19  # bytes of text encoded so far, from which on the faster encoder is worth its start
+LARGEST = 1 << 24  # entries; more is a damaged file
+SEPARATOR = "<|endoftext|>"
+
+
+@functools.cache
+def symbols() -> str:
+    """Return the character that stands for each byte in vocabularies.
+
+    Printable characters of Latin-1 stand for themselves, the other bytes in turn for what follows U+0100.
+    """
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(0x100, 0x200))
+    return "".join(chr(byte if byte in printable else next(others)) for byte in range(256))
+
+
+@functools.cache
+def latin1_of_symbol() -> dict[int, int]:
+    return {ord(symbol): byte for byte, symbol in enumerate(symbols())}
+
+
+def spelled(text: str) -> str:
+    """Return a text as vocabularies spell it: one symbol per byte of its UTF-8."""
+    return encoded(text, "utf-8").decode("latin-1").translate(symbols())
+
+
+class BpeTokenizer(BytesDecoder):
+    """Encodes every text. Entries are spelled in `symbols`; merges are tried in their order.
+
+    Text is first split into pieces (words, numbers, marks, blanks) by GPT-2's rule; merges stay within one.
+    """
+
+    kind = "bpe"
+
+    def __init__(
+        self, vocabulary: Sequence[str], merges: Sequence[tuple[str, str]], separator: int | None
+    ) -> None:
+        self.vocabulary, self.merges, self.separator = tuple(vocabulary), tuple(merges), separator
+        self.size = len(self.vocabulary)
+        self._seen = 0  # bytes
+        byte_of = latin1_of_symbol()
+        super().__init__([entry.translate(byte_of).encode("latin-1") for entry in self.vocabulary])
+
+    def encode(self, text: str) -> Ids:
+        utf8 = encoded(text, "utf-8")
+        self._seen += len(utf8)
+        if self._seen >= LARGE:
+            return self._fast.encode(utf8)
+        return np.array(self._encoder.encode(text).ids, id_dtype(self.size))
+
+    def describe(self) -> str:
+        is_gpt2 = self.size == GPT2_SIZE and fingerprint(self) == GPT2_FINGERPRINT
+        owner = "GPT-2's " if is_gpt2 else ""
+        return f"{owner}BPE, {self.size:,} entries"
+
+    def contents(self) -> dict[str, Any]:
+        return {"vocabulary": self.vocabulary, "merges": self.merges, "separator": self.separator}
+
+    @functools.cached_property
+    def _id_of(self) -> dict[str, int]:
+        return {entry: i for i, entry in enumerate(self.vocabulary)}
+
+    @functools.cached_property
+    def _fast(self) -> FastEncoder:
+        from distgpt.corpora.tokenizers.bpe_fast import FastEncoder
+
+        return FastEncoder(self._id_of, symbols(), self.merges, self._encode_piece)
+
+    def _encode_piece(self, piece: str) -> list[int]:
+        with library_errors("the library tokenizers cannot encode this text"):
+            return [token.id for token in self._library.model.tokenize(spelled(piece))]
+
+    @functools.cached_property
+    def _encoder(self) -> Encoder:
+        return Encoder(self._library, "BPE", may_be_slow=False)
+
+    @functools.cached_property
+    def _library(self) -> tokenizers.Tokenizer:
+        from tokenizers import Tokenizer, models, pre_tokenizers
+
+        with library_errors("the library tokenizers refuses this BPE"):
+            library = Tokenizer(models.BPE(self._id_of, list(self.merges)))
+        library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        return library
+
+
+def checked_bpe(vocabulary: Any, merges: Any, separator: Any, source: str) -> BpeTokenizer:
+    """Build a tokenizer of untrusted parts; a DataError names `source` and what is wrong."""
+    known = _checked_vocabulary(vocabulary, source)
+    pairs = _checked_merges(merges, known, source)
+    if separator is not None:
+        if type(separator) is not int or not 0 <= separator < len(vocabulary):
+            raise DataError(f"{source}: the separator {separator!r} is no id of the vocabulary")
+        entry = vocabulary[separator]
+        if len(entry) == 1 or any(a + b == entry for a, b in pairs):
+            raise DataError(f"{source}: the separator {entry!r} is also a part of ordinary text")
+    return BpeTokenizer(vocabulary, pairs, separator)
+
+
+def _checked_vocabulary(vocabulary: Any, source: str) -> set[str]:
+    if not isinstance(vocabulary, list) or not all(isinstance(entry, str) for entry in vocabulary):
+        raise DataError(f"{source}: the tokenizer's vocabulary must be a list of strings")
+    if len(vocabulary) > LARGEST:
+        raise DataError(f"{source}: the vocabulary has {len(vocabulary):,} entries; {LARGEST:,} are possible")
+    refuse_repeated(vocabulary, source)
+    known, alphabet = set(vocabulary), set(symbols())
+    if missing := alphabet - known:
+        raise DataError(
+            f"{source}: the vocabulary lacks {len(missing)} of the 256 symbols for bytes,"
+            f" {min(missing)!r} for one: it is not byte-level, or not whole"
+        )
+    odd = next((entry for entry in vocabulary if not entry or not alphabet.issuperset(entry)), None)
+    if odd is not None:
+        raise DataError(f"{source}: the vocabulary's entry {odd!r} is not spelled in the symbols for bytes")
+    return known
+
+
+def _checked_merges(merges: Any, known: set[str], source: str) -> list[tuple[str, str]]:
+    if not isinstance(merges, list):
+        raise DataError(f"{source}: the merges must be a list of pairs")
+    pairs = []
+    for merge in merges:
+        is_pair = isinstance(merge, list | tuple) and len(merge) == 2
+        if not is_pair or not all(isinstance(part, str) for part in merge):
+            raise DataError(f"{source}: the merge {merge!r} is not a pair of strings")
+        a, b = merge
+        for entry in (a, b, a + b):
+            if entry not in known:
+                raise DataError(f"{source}: {entry!r} of the merge {a!r} + {b!r} is not in the vocabulary")
+        pairs.append((a, b))
+    if len(set(pairs)) < len(pairs):
+        commonest, times = Counter(pairs).most_common(1)[0]
+        raise DataError(f"{source}: the merge {commonest[0]!r} + {commonest[1]!r} is listed {times} times")
+    return pairs

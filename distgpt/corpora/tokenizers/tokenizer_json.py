@@ -1,0 +1,252 @@
+"""Tokenizers of tokenizer.json as they come: the library `tokenizers` encodes, our table of bytes decodes."""
+
+from __future__ import annotations
+
+import functools
+import json
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from distgpt.core.base.errors import DataError
+from distgpt.core.data.tokenizers import BytesDecoder, Ids, Streamer, encoded, id_dtype
+from distgpt.corpora.tokenizers.bpe import LARGEST, SEPARATOR, latin1_of_symbol, symbols
+from distgpt.corpora.tokenizers.library import Encoder, library_errors, may_be_slow, refuse_growth
+
+if TYPE_CHECKING:
+    import tokenizers
+
+BLANK = "▁"  # stands for a space in vocabularies of SentencePiece
+BYTE_TOKENS = {f"<0x{byte:02X}>": bytes((byte,)) for byte in range(256)}
+
+
+class LibraryTokenizer(BytesDecoder):
+    """A tokenizer that a document of tokenizer.json describes, if it encodes every text.
+
+    Special tokens are known to the library under names that nobody can guess, so that no text encodes to
+    one.
+    """
+
+    kind = "library"
+
+    def __init__(self, document: dict[str, Any], source: str) -> None:
+        self._document, self._source = document, source
+        vocabulary, added = _entries(document, source)
+        self._special = {text: i for text, (i, is_special) in added.items() if is_special}
+        both = {**vocabulary, **{text: i for text, (i, _) in added.items()}}
+        self.size = max(both.values(), default=-1) + 1
+        self._names = self._nonce_names()
+        self.first = _first(document, self._special)
+        known = (SEPARATOR, *(text for text, i in self._special.items() if i in self.first), "</s>")
+        self.separator = next((self._special[text] for text in known if text in self._special), None)
+        if self.separator is None and len(self._special) == 1:
+            self.separator = next(iter(self._special.values()))
+        spelled, self._lacks, self._strips = _spelling(document, vocabulary, source)
+        pieces = [self.FOREIGN] * self.size
+        for text, i in both.items():
+            pieces[i] = text.encode() if text in added else spelled(text)
+        super().__init__(pieces)
+        library = self._library  # so that a document that the library refuses is known at once
+        refuse_growth(library, source)
+        self._encoder = Encoder(library, source, may_be_slow(library))
+
+    @property
+    def specials(self) -> Mapping[str, int]:
+        return self._special
+
+    def encode(self, text: str) -> Ids:
+        return self._ids(self._encoding(text))
+
+    def encode_parts(self, parts: Sequence[str | int]) -> tuple[Ids, Ids]:
+        """Encode all parts as one text, since what stands between tokens may depend on its place."""
+        named = [part if isinstance(part, str) else self._names[part] for part in parts]
+        shown = [part if isinstance(part, str) else self.pieces[part].decode() for part in parts]
+        before, after = ([0, *np.cumsum([len(text) for text in texts])] for texts in (named, shown))
+        encoding = self._encoding("".join(named))
+        ends = np.interp([end for _, end in encoding.offsets], before, after)
+        return self._ids(encoding), ends.round().astype(np.int64)
+
+    def decode(self, ids: Sequence[int] | Ids) -> str:
+        text = super().decode(ids)
+        return text.removeprefix(" ") if self._strips else text
+
+    def streamer(self) -> Streamer:
+        streamer = super().streamer()
+        return _Stripping(streamer) if self._strips else streamer
+
+    def describe(self) -> str:
+        return f"{self._document['model'].get('type', 'BPE')} of tokenizer.json, {self.size:,} entries"
+
+    def contents(self) -> dict[str, Any]:
+        return {"document": self._document}
+
+    @property
+    def spells_blanks(self) -> bool:
+        """Return if entries are spelled as in SentencePiece, and not in symbols for bytes."""
+        return "ByteLevel" not in _steps(self._document.get("decoder"), "decoders")
+
+    def _encoding(self, text: str) -> Any:
+        utf8 = encoded(text, "utf-8")
+        if lost := utf8.translate(None, self._has) if self._lacks else b"":
+            where = next(i for i, c in enumerate(text) if not self._lacks.isdisjoint(c.encode()))
+            raise DataError(
+                f"the character {text[where]!r} at position {where} cannot be encoded:"
+                f" the vocabulary lacks the byte {lost[0]:#04x}"
+            )
+        return self._encoder.encode(text)
+
+    def _ids(self, encoding: Any) -> Ids:
+        ids: Ids = self._true_ids[np.array(encoding.ids, np.int64)].astype(id_dtype(self.size))
+        return ids
+
+    @functools.cached_property
+    def _has(self) -> bytes:
+        return bytes(byte for byte in range(256) if byte not in self._lacks)
+
+    def _nonce_names(self) -> dict[int, str]:
+        nonce = secrets.token_hex(8)
+        return {i: f"\ufdd0{nonce}.{i}\ufdd1" for i in self._special.values()}
+
+    @functools.cached_property
+    def _library(self) -> tokenizers.Tokenizer:
+        """Return the library's tokenizer: other names for special tokens, and nothing that pads or cuts."""
+        from tokenizers import Tokenizer
+
+        renamed = [
+            {**token, "content": self._names[token["id"]], "normalized": False} if token["special"] else token
+            for token in self._document.get("added_tokens") or []
+        ]
+        own: dict[str, Any] = {
+            "added_tokens": renamed,
+            "truncation": None,
+            "padding": None,
+            "post_processor": None,
+        }
+        model = self._document["model"]
+        if isinstance(
+            model["vocab"], dict
+        ):  # else it would number them by their count, which gaps make wrong
+            known = {token["content"]: token.get("id") for token in renamed}
+            own["model"] = {**model, "vocab": {**model["vocab"], **known}}
+        with library_errors(f"{self._source}: the library tokenizers refuses it"):
+            return Tokenizer.from_str(json.dumps({**self._document, **own}))
+
+    @functools.cached_property
+    def _true_ids(self) -> Any:
+        """Return ids by those of the library, which has others for tokens that it does not find by name."""
+        ids = np.arange(max(self.size, self._library.get_vocab_size()) + len(self._names))
+        for i, name in self._names.items():
+            ids[self._library.token_to_id(name)] = i
+        for token in self._document.get("added_tokens") or []:
+            if not token["special"]:
+                ids[self._library.token_to_id(token["content"])] = token["id"]
+        return ids
+
+
+class _Stripping:
+    """Drops the space with which SentencePiece begins every text."""
+
+    def __init__(self, streamer: Streamer) -> None:
+        self._streamer, self._begun = streamer, False
+
+    def feed(self, token_id: int) -> str:
+        text = self._streamer.feed(token_id)
+        if text and not self._begun:
+            self._begun, text = True, text.removeprefix(" ")
+        return text
+
+    def flush(self) -> str:
+        return self._streamer.flush()
+
+    def copy(self) -> _Stripping:
+        other = _Stripping(self._streamer.copy())
+        other._begun = self._begun
+        return other
+
+
+def _entries(document: dict[str, Any], source: str) -> tuple[dict[str, int], dict[str, tuple[int, bool]]]:
+    """Return the checked ids of the model's entries, and of the added tokens with if they are special."""
+    vocab = document["model"].get("vocab")
+    for name in ("continuing_subword_prefix", "end_of_word_suffix"):  # the library ends the process over some
+        if document["model"].get(name):
+            raise DataError(f"{source}: its model sets {name}, which goes with no decoder that is known")
+    if isinstance(vocab, list):  # of Unigram, with scores
+        vocab = {pair[0]: i for i, pair in enumerate(vocab) if isinstance(pair, list) and pair}
+    if not isinstance(vocab, dict) or not vocab:
+        kind = document["model"].get("type")
+        raise DataError(f"{source}: its model, {kind!r:.40}, has no vocabulary")
+    added: dict[str, tuple[int, bool]] = {}
+    tokens = document.get("added_tokens") or []
+    for token in tokens if isinstance(tokens, list) else [None]:
+        fields = token if isinstance(token, dict) else {}
+        content, token_id, special = fields.get("content"), fields.get("id", -1), fields.get("special")
+        if not isinstance(content, str) or not content or type(special) is not bool:
+            raise DataError(
+                f"{source}: the added token {token!r:.80} has no content, or not whether it is special"
+            )
+        if content in added:
+            raise DataError(f"{source}: the added token {content!r:.80} is there twice")
+        added[content] = token_id, special
+    for text, token_id in (*vocab.items(), *((text, i) for text, (i, _) in added.items())):
+        if not isinstance(text, str) or type(token_id) is not int or not 0 <= token_id < LARGEST:
+            raise DataError(f"{source}: the entry {text!r:.80} has the id {token_id!r:.20}")
+    return vocab, added
+
+
+def _steps(part: Any, name: str) -> dict[str, dict[str, Any]]:
+    """Return the steps of a part by type: of a Sequence, which calls them `name`, or the part alone."""
+    steps = part.get(name, [part]) if isinstance(part, dict) else []
+    known = [step for step in steps if isinstance(step, dict)] if isinstance(steps, list) else []
+    return {step["type"]: step for step in known if isinstance(step.get("type"), str)}
+
+
+def _first(document: dict[str, Any], special: Mapping[str, int]) -> tuple[int, ...]:
+    """Return the special tokens that the document's post-processor puts before a text."""
+    found: list[int] = []
+    template = _steps(document.get("post_processor"), "processors").get("TemplateProcessing", {})
+    single = template.get("single")
+    for piece in single if isinstance(single, list) else []:
+        token = piece.get("SpecialToken") if isinstance(piece, dict) else None
+        name = token.get("id") if isinstance(token, dict) else None
+        if not isinstance(name, str) or name not in special:
+            break
+        found.append(special[name])
+    return tuple(found)
+
+
+def _spelling(
+    document: dict[str, Any], vocabulary: Mapping[str, int], source: str
+) -> tuple[Any, set[int], bool]:
+    """Return what makes bytes of an entry, bytes that no text has, and if decoding drops a first space."""
+    steps = _steps(document.get("decoder"), "decoders")
+    if "ByteLevel" in steps:
+        lacks = {byte for byte, symbol in enumerate(symbols()) if symbol not in vocabulary}
+        return _of_symbols, lacks, False
+    replaced = steps.get("Replace", {})
+    if "Metaspace" in steps or (replaced.get("pattern"), replaced.get("content")) == ({"String": BLANK}, " "):
+        if not document["model"].get("byte_fallback") or not BYTE_TOKENS.keys() <= vocabulary.keys():
+            raise DataError(
+                f"{source}: its vocabulary has no tokens for single bytes: it cannot encode every text"
+            )
+        strips = steps.get("Strip", {}).get("content") == " " or _prepends(steps.get("Metaspace"))
+        return _of_blanks, set(), strips
+    shown = ", ".join(steps) or "missing"
+    raise DataError(f"{source}: its decoder is {shown}; known are ByteLevel, and SentencePiece's with bytes")
+
+
+def _prepends(metaspace: dict[str, Any] | None) -> bool:
+    if metaspace is None or metaspace.get("prepend_scheme") == "never":
+        return False
+    return bool(metaspace.get("add_prefix_space", True))
+
+
+def _of_symbols(entry: str) -> bytes:
+    byte_of = latin1_of_symbol()
+    known = all(ord(character) in byte_of for character in entry)
+    return entry.translate(byte_of).encode("latin-1") if known else entry.encode("utf-8", "replace")
+
+
+def _of_blanks(entry: str) -> bytes:
+    return BYTE_TOKENS.get(entry) or entry.replace(BLANK, " ").encode("utf-8", "replace")

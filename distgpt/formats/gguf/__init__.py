@@ -1,4 +1,0 @@
-"""GGUF, the files of llama.cpp: the container, its types, the names in it, tokenizers, import and export.
-
-Not here: what our models are in transformers (formats/families.py), whose lists of tensors this renames.
-"""

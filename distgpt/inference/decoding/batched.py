@@ -1,0 +1,269 @@
+"""Slots on GPUs: one cache, and one recorded pass for all sequences that decode a token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from distgpt.core.generate.request import Sampling
+from distgpt.core.generate.slots import Choice, Feed, Rows, SlotKind, Slots, check_drop
+from distgpt.core.model.model import Model
+from distgpt.core.model.passes import Pass, cache_shape
+from distgpt.core.ops.api import Array, Work
+from distgpt.inference.decoding.likeliest import Draw, Drawn, Likeliest, draw_for, enough
+
+FEW = 4  # rows that a GPU's linear layers take without a plan
+ALIKE = 64  # prompts have rows in multiples of this, so that plans are made for few lengths
+CHUNK = 2048  # tokens of prompts at once: fewer would not fill a GPU
+CHOICES = (1, 8, 64)  # of the likeliest tokens that are found, so that few graphs are recorded
+
+
+class _Token(NamedTuple):
+    """A token that is decoded, and what its choice needs to know."""
+
+    feed: Feed
+    likeliest: int  # so many of the likeliest tokens; 0: all logits
+    draw: Draw | None  # beside the likeliest, where it may be any token
+
+
+def _token(feed: Feed) -> _Token:
+    count, choice = enough(feed.choice), feed.choice
+    draw = draw_for(choice.sampling, choice.uniform) if count and choice else None
+    return _Token(feed, count, draw)
+
+
+class BatchedSlots:
+    """`count` sequences. A token of each takes one pass, whose launches do not depend on how many they are.
+
+    Passes have 1, 2, 4, … rows up to `count`; a row too many is of no slot. Prompts and drafts go through one
+    after the other. What is rounded depends on the rows of a pass, so on the sequences beside.
+    """
+
+    is_exact, chunk = False, CHUNK
+
+    def __init__(self, model: Model, count: int) -> None:
+        self.model, self.count, self.length = model, count, model.config.seq_len
+        self.can_drop = not model.config.has_position_vectors
+        k, padded = model.kernels, model.config.padded_vocab
+        self._cache = k.zeros(*cache_shape(model.config, count))
+        # Memory of its own, as recorded passes keep theirs: that of prompts is made anew for a longer one.
+        self._decoding = Pass(model, count, 1, training=False, workers=1)
+        self._decoded = k.zeros(count, padded)
+        self._batches: dict[int, _Batch] = {}
+        self._longest = Pass(model, 1, min(ALIKE, self.length), training=False, workers=1)
+        self._logits = k.zeros(1, padded)
+        self._start, self._slot = k.integers([0]), k.integers([0])
+
+    def feed(self, work: Sequence[Feed]) -> Rows:
+        """Compute logits, as `Slots` says; of feeds whose choice needs few of them they are `Likeliest`."""
+        for each in work:
+            self._check(each)
+        if len({each.slot for each in work}) < len(work):
+            raise ValueError(f"a slot occurs twice in {work}")
+        tokens = [_token(each) for each in work if _decodes(each)]
+        decoding = sorted(tokens, key=lambda each: each.likeliest > 0)  # all logits first
+        others = [each for each in work if not _decodes(each)]
+        if decoding:
+            self._decode(decoding)
+        rows = self._prefill(others)
+        of_slot = dict(zip([each.feed.slot for each in decoding], self._chosen(decoding), strict=True))
+        k, vocab, end = self.model.kernels, self.model.config.vocab_size, 0
+        prompts = np.asarray(k.to_host(self._logits[:rows]))[:, :vocab] if rows else None
+        found: list[Any] = []  # of Array | Likeliest
+        for each in work:
+            if each.slot in of_slot:
+                found.append(of_slot[each.slot])
+            elif prompts is not None:
+                found.extend(prompts[end : end + each.wanted])
+                end += each.wanted
+        if any(isinstance(row, Likeliest) for row in found):
+            return found
+        return np.stack(found) if found else np.zeros((0, vocab), np.float32)
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        """On the device."""
+        self.model.kernels.move_cached(self._cache, target, source, 0, length, None)
+
+    def drop(self, slot: int, count: int, kept: int) -> None:
+        """On the device, too."""
+        check_drop(self, slot, count, kept)
+        self.model.kernels.move_cached(self._cache, slot, slot, count, kept, self.model.positions.angles)
+
+    def _check(self, each: Feed) -> None:
+        """Kernels trust what they get: so it is looked at here."""
+        fits = 0 <= each.slot < self.count and 0 <= each.start <= self.length - len(each.tokens)
+        if not (fits and 0 <= each.wanted <= len(each.tokens)):
+            raise ValueError(f"{each} does not fit {self.count} slots of {self.length} positions")
+
+    # -- a token of each
+
+    def _decode(self, some: Sequence[_Token]) -> None:
+        """Compute the logits of all, and the likeliest where that is enough for one."""
+        batch = self._batch_for(len(some))
+        inputs = np.zeros((3, batch.rows), np.int32)
+        inputs[2] = -1  # rows of no slot
+        columns = [(feed.tokens[0], feed.start, feed.slot) for feed, _, _ in some]
+        inputs[:, : len(some)] = np.transpose(columns)
+        self.model.kernels.put(batch.inputs, inputs)
+        batch.run()
+        if some[-1].likeliest:
+            batch.choose(_choice(some))
+        if any(each.draw for each in some):
+            batch.draw([each.draw for each in some])
+
+    def _batch_for(self, count: int) -> _Batch:
+        rows = min(1 << (count - 1).bit_length(), self.count)
+        if rows not in self._batches:
+            work = self._decoding.reshaped(rows, 1)
+            self._batches[rows] = _Batch(self.model, work, self._cache, self._decoded[:rows])
+        return self._batches[rows]
+
+    def _chosen(self, some: Sequence[_Token]) -> list[Array | Likeliest]:
+        """Copy to the host what these want to know: all logits of the first, the likeliest of the others."""
+        if not some:
+            return []
+        k, vocab = self.model.kernels, self.model.config.vocab_size
+        whole = sum(not each.likeliest for each in some)
+        found: list[Array | Likeliest] = []
+        if whole:
+            found.extend(np.asarray(k.to_host(self._decoded[:whole]))[:, :vocab])
+        if whole < len(some):
+            tokens, logits = map(k.to_host, self._batch_for(len(some)).choices[_choice(some)])
+            rows = slice(whole, len(some))
+            # of arrays that the next step overwrites where they are the host's
+            pairs = zip(tokens[rows].copy(), logits[rows].copy(), strict=True)
+            found.extend(Likeliest(ids, row[:-1], float(row[-1])) for ids, row in pairs)
+        if any(each.draw for each in some):
+            tokens, results = map(k.to_host, self._batch_for(len(some)).drawn)
+            for i, row in enumerate(found):
+                if isinstance(row, Likeliest) and some[i].draw:
+                    drawn = Drawn(int(tokens[i]), *results[i].tolist())
+                    found[i] = row._replace(drawn=drawn, whole=partial(self._whole, i))
+        return found
+
+    def _whole(self, i: int) -> Array:
+        """Copy a row of logits to the host."""
+        return np.asarray(self.model.kernels.to_host(self._decoded[i]))[: self.model.config.vocab_size]
+
+    # -- prompts
+
+    def _prefill(self, some: Sequence[Feed]) -> int:
+        """Compute one after the other; return how many rows of logits they have together."""
+        k, padded = self.model.kernels, self.model.config.padded_vocab
+        scored = [self._scored_rows(each) for each in some]
+        most = sum(each.wanted for each in some) + max(scored, default=0)
+        if most > len(self._logits):
+            self._logits = k.zeros(_rounded(most), padded)
+        end = 0
+        for each, rows in zip(some, scored, strict=True):
+            hidden, length = self._hidden(each), len(each.tokens)
+            if rows:
+                # Rows too many are of what follows, which the next feed overwrites.
+                first = length - each.wanted
+                self._longest.logits(self._logits[end : end + rows], hidden[first : first + rows])
+            end += each.wanted
+        return end
+
+    def _hidden(self, some: Feed) -> Array:
+        """Compute a feed, with rows behind it that stand for nothing: no pass sees their keys and values,
+        as the slot's next feed overwrites them or begins before them."""
+        k, rows = self.model.kernels, self._rows_of(some)
+        tokens = np.zeros(rows, np.int32)
+        tokens[: len(some.tokens)] = some.tokens
+        k.put(self._start, np.array([some.start]))
+        k.put(self._slot, np.array([some.slot]))
+        if rows > self._longest.n_rows:
+            self._longest = Pass(self.model, 1, rows, training=False, workers=1)
+        work = self._longest if rows == self._longest.n_rows else self._longest.reshaped(1, rows)
+        return work.forward(k.integers(tokens), self._cache, self._start, self._slot)
+
+    def _rows_of(self, some: Feed) -> int:
+        """As many as other feeds have, where the context has room for them."""
+        return min(_rounded(len(some.tokens)), self.length - some.start)
+
+    def _scored_rows(self, some: Feed) -> int:
+        room = self._rows_of(some) - len(some.tokens) + some.wanted
+        return min(_rounded(some.wanted), room) if some.wanted else 0
+
+
+class _Batch:
+    """A pass over a token of each of so many sequences, with its inputs and what comes out."""
+
+    def __init__(self, model: Model, work: Pass, cache: Array, logits: Array) -> None:
+        self.rows, self._model, self._logits = work.n_rows, model, logits
+        self.inputs = model.kernels.integers(np.zeros((3, self.rows)))  # tokens, starts, slots
+        self.choices: dict[int, tuple[Array, Array]] = {}  # tokens and logits, by how many
+        self._choose: dict[int, Work] = {}
+        self._how = model.kernels.scalars(2 * self.rows).reshape(self.rows, 2)  # temperatures, numbers
+        found = model.kernels.scalars(2 * self.rows).reshape(self.rows, 2)
+        self.drawn = model.kernels.integers(np.zeros(self.rows)), found
+        self._draw: Work | None = None
+        self.run: Work = model.kernels.record(partial(self._run, work, cache))
+
+    def _run(self, work: Pass, cache: Array) -> None:
+        tokens, start, slots = self.inputs
+        work.logits(self._logits, work.forward(tokens, cache, start, slots))
+
+    def choose(self, count: int) -> None:
+        """Find the `count` likeliest tokens of each."""
+        k, vocab = self._model.kernels, self._model.config.vocab_size
+        if count not in self._choose:
+            most = min(count, vocab)
+            tokens = k.integers(np.zeros((self.rows, most)))
+            found = k.wide_zeros(self.rows, most + 1)
+            self.choices[count] = tokens, found
+            self._choose[count] = k.record(partial(k.likeliest, tokens, found, self._logits, vocab))
+        self._choose[count]()
+
+    def draw(self, draws: Sequence[Draw | None]) -> None:
+        """Draw a token of each; nobody looks at those of rows without a `Draw`."""
+        k, vocab = self._model.kernels, self._model.config.vocab_size
+        how = np.full((self.rows, 2), (1.0, 0.0))
+        for i, each in enumerate(draws):
+            how[i] = each or how[i]
+        k.put(self._how, how)
+        if self._draw is None:
+            self._draw = k.record(partial(k.drawn, *self.drawn, self._logits, vocab, self._how))
+        self._draw()
+
+
+def slot_bytes(model: Model) -> int:
+    """Memory of one slot: its keys and values, and the logits of its next token."""
+    elements = prod(cache_shape(model.config, 1)) + model.config.padded_vocab
+    return elements * int(model.kernels.dtype.itemsize)
+
+
+def _rounded(rows: int) -> int:
+    """Few rows as they are, then powers of two, then multiples of ALIKE."""
+    if rows <= FEW:
+        return rows
+    return 1 << (rows - 1).bit_length() if rows < ALIKE else -(-rows // ALIKE) * ALIKE
+
+
+def _choice(some: Sequence[_Token]) -> int:
+    """How many of the likeliest to find: as many as the most that one wants, or a few more."""
+    most = max(each.likeliest for each in some)
+    return next(count for count in CHOICES if count >= most)
+
+
+def _decodes(each: Feed) -> bool:
+    return len(each.tokens) == 1 and each.wanted == 1
+
+
+BATCHED = SlotKind(BatchedSlots, slot_bytes)
+
+
+def rehearse_together(slots: Slots) -> None:
+    """Plan and record passes of 1, 2, 4, … sequences on a GPU, so that no request waits for that."""
+    if not isinstance(slots, BatchedSlots):
+        return
+    drawn, rows = Choice(Sampling(temperature=1.0), 0.5, 0), 1
+    while rows < 2 * slots.count:  # the last are all
+        some = [Feed(slot, 0, [0], 1, choice=drawn) for slot in range(min(rows, slots.count))]
+        for _ in range(2):  # the first call is eager, the second records
+            slots.feed(some)
+        rows *= 2

@@ -1,0 +1,178 @@
+"""Slots on CPU cores whose tokens take one compiled call per thread."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from math import prod
+
+import numpy as np
+
+from distgpt.core.config import ModelConfig
+from distgpt.core.cpu.compiling.barrier import counters
+from distgpt.core.cpu.compiling.jit import PackedArgs, entry
+from distgpt.core.cpu.kernels import CpuKernels
+from distgpt.core.cpu.pool import pool_of
+from distgpt.core.generate.slots import CHUNK, Feed, SlotKind, check_drop
+from distgpt.core.model.model import Model
+from distgpt.core.ops.api import Array
+from distgpt.core.ops.low_precision import BITS
+from distgpt.inference.decoding.loops import decode
+from distgpt.inference.decoding.loops.cached_attention import (
+    cache_of,
+    cache_shapes,
+    copy_slot,
+    shift_cache,
+    thread_scratch,
+)
+from distgpt.inference.decoding.packed import Packing, packing_of
+from distgpt.recorded.orders import Orders
+
+ROWS, ROOM = 512, 12 << 20  # tokens of one call, and bytes of their rows; more go through in parts
+WORTHWHILE = 1 << 20  # elements of all weights from which on it pays to wake other threads for a token
+
+
+class CompiledSlots:
+    """`count` sequences of at most the context's length. Cached in bfloat16 unless weights are float32."""
+
+    is_exact, chunk = True, CHUNK
+
+    def __init__(self, kernels: CpuKernels, config: ModelConfig, packing: Packing, count: int) -> None:
+        weights = packing.weights
+        self.count, self.length, self.can_drop = count, config.seq_len, not config.has_position_vectors
+        self._kind = decode.kind_of(config)
+        cached = _cache_dtype(kernels)
+        self._cache = cache_of(config, count, cached)
+        rows = _rows(packing, config, _most_rows(config, count))
+        self._most = len(rows.s)
+        layers = weights.qkv, weights.out, weights.gates, weights.fc, weights.proj
+        elements = weights.head.size + sum(layer.w.size for layer in layers)
+        self._angles = weights.cos, weights.sin
+        self._pool = pool_of(kernels.threads if elements >= WORTHWHILE else 1)
+        zeros = partial(np.zeros, dtype=np.int64)
+        most = self._most
+        self._inputs = decode.Inputs(zeros(most), feeds=zeros((most, 5)), wanted=zeros(most))
+        self._counter = counters(1, self._pool.threads)[0]
+        shared = self._kind, weights, rows, self._cache, self._inputs
+        members = range(self._pool.threads)
+        self._fixed = [
+            PackedArgs(decode.Fixed(*shared, thread_scratch(config, cached), self._counter)) for _ in members
+        ]
+        none = np.empty((0, config.vocab_size), np.float32)
+        threads = self._pool.threads
+        self._call = entry(decode.decode, 0, 1, 0, 0, none, self._fixed[0])
+        arguments = [(i, threads, 0, 0, none, fixed) for i, fixed in enumerate(self._fixed)]
+        self._orders = Orders(self._pool, decode.decode, arguments, [self._counter]) if threads > 1 else None
+
+    def feed(self, work: Sequence[Feed]) -> Array:
+        logits = np.empty((sum(each.wanted for each in work), self._kind.vocab), np.float32)
+        done = 0
+        for part in _parts(work, self._most):
+            count = sum(each.wanted for each in part)
+            self._walk(part, logits[done : done + count])
+            done += count
+        return logits
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        copy_slot(self._cache, source, target, length)
+
+    def drop(self, slot: int, count: int, kept: int) -> None:
+        check_drop(self, slot, count, kept)
+        layers, _, heads = self._cache.keys.shape[:3]
+        self._pool.split_range(layers * heads, 1, shift_cache, self._cache, slot, *self._angles, count, kept)
+
+    def _walk(self, part: Sequence[Feed], logits: Array) -> None:
+        """A call of the walk. Compiled loops trust what they get: so it is looked at here."""
+        tokens: list[int] = []
+        feeds: list[tuple[int, ...]] = []
+        wanted: list[int] = []
+        for each in part:
+            feeds.append((len(tokens), len(each.tokens), each.slot, each.start, each.wanted))
+            tokens.extend(each.tokens)
+            wanted.extend(range(len(tokens) - each.wanted, len(tokens)))
+            fits = 0 <= each.slot < self.count and 0 <= each.start <= self.length - len(each.tokens)
+            if not (fits and 0 <= each.wanted <= len(each.tokens)):
+                raise ValueError(f"{each} does not fit {self.count} slots of {self.length} positions")
+        if len({each.slot for each in part}) < len(part):
+            raise ValueError(f"a slot occurs twice in {part}")
+        if min(tokens) < 0 or max(tokens) >= self._kind.vocab:
+            raise ValueError(f"tokens must lie in [0, {self._kind.vocab})")
+        inputs = self._inputs
+        inputs.tokens[: len(tokens)] = tokens
+        inputs.feeds[: len(feeds)] = feeds
+        inputs.wanted[: len(wanted)] = wanted
+        if self._orders is None:
+            self._call(0, 1, len(tokens), len(feeds), logits, self._fixed[0])
+            return
+        self._orders.put(2, len(tokens), len(feeds), logits)
+        if self._orders.run():
+            raise RuntimeError(f"{decode.decode} has failed")
+
+
+def _most_rows(config: ModelConfig, count: int) -> int:
+    """As many as have room, but one for each slot: a token each then takes one call."""
+    row = 4 * (config.n_embd + config.qkv_width + config.attention_width + 2 * config.hidden)
+    return min(ROWS, max(count, min(ROOM // row, config.seq_len)))
+
+
+def _rows(packing: Packing, config: ModelConfig, count: int) -> decode.Rows:
+    width, hidden, rows = config.n_embd, config.hidden, packing.rows
+    form, last = packing.weights.qkv.w.dtype.name, packing.weights.head.dtype.name
+    widest = max(width, config.attention_width)
+    return decode.Rows(
+        s=rows(count, width, "float32"),
+        qkv=rows(count, config.qkv_width, "float32"),
+        att=rows(count, widest, "float32"),
+        pre=rows(count, hidden, "float32"),
+        gates=rows(count, hidden, "float32"),
+        a=rows(count, widest, form),
+        h=rows(count, hidden, form),
+        last=rows(count, width, last),
+    )
+
+
+def _parts(work: Sequence[Feed], most: int) -> Sequence[Sequence[Feed]]:
+    """Feeds, or pieces of them, of at most this many tokens together."""
+    total = sum(len(each.tokens) for each in work)
+    if total <= most:
+        return [work] if total else []
+    parts: list[list[Feed]] = [[]]
+    room = most
+    for slot, start, tokens, wanted, *_ in work:
+        done = 0
+        while done < len(tokens):
+            if not room:
+                parts.append([])
+                room = most
+            piece = tokens[done : done + room]
+            after = len(tokens) - done - len(piece)
+            own = max(0, min(wanted - after, len(piece)))
+            parts[-1].append(Feed(slot, start + done, piece, own))
+            done += len(piece)
+            room -= len(piece)
+    return parts
+
+
+def slot_bytes(model: Model) -> int:
+    """Memory of the keys and values of one slot."""
+    dtype = _cache_dtype(_kernels_of(model))
+    return sum(map(prod, cache_shapes(model.config, 1, dtype))) * np.dtype(dtype).itemsize
+
+
+def compiled_slots(model: Model, count: int) -> CompiledSlots:
+    """Make slots for a model as it is now, which has to compute on CPUs, in any type but float64."""
+    return CompiledSlots(_kernels_of(model), model.config, packing_of(model), count)
+
+
+COMPILED = SlotKind(compiled_slots, slot_bytes)
+
+
+def _cache_dtype(kernels: CpuKernels) -> str:
+    """Return the type of keys and values: in float32 only where nothing else is in fewer bits."""
+    is_whole = kernels.dtype == np.float32 and not kernels.capabilities.rounded
+    return "float32" if is_whole else BITS.name
+
+
+def _kernels_of(model: Model) -> CpuKernels:
+    assert isinstance(model.kernels, CpuKernels)
+    return model.kernels

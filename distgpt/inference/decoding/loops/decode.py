@@ -1,0 +1,276 @@
+"""New tokens of many sequences through all layers, in one compiled call of each thread.
+
+A phase splits rows, columns or heads over the threads, which wait for each other before the next one. A row
+is computed in the same way whatever the number of rows and of threads, so that nothing depends on who shares
+a batch.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from distgpt.core.config import ModelConfig
+from distgpt.core.cpu.compiling.barrier import wait_for_all
+from distgpt.core.cpu.compiling.jit import inline, jit, unpack_args
+from distgpt.core.cpu.fused.activations import NUMBERS, activate_in_place
+from distgpt.core.cpu.matmul.microkernel import ACCUMULATE, BIAS
+from distgpt.core.cpu.matmul.packing import COLUMNS
+from distgpt.core.ops.api import Array
+from distgpt.inference.decoding.loops.cached_attention import Cache, ThreadScratch, attend
+from distgpt.inference.decoding.loops.operands import UNIT, element, most_rows, multiply, put_row, stretch
+from distgpt.inference.decoding.loops.weights import Weights
+
+GROUP = 2  # panels that all rows go past before the next ones
+ADD = BIAS | ACCUMULATE
+
+
+class Kind(NamedTuple):
+    """The architecture, as far as the decoder depends on it."""
+
+    width: int
+    heads: int
+    kv_heads: int
+    size: int  # of a head
+    qkv: int  # the width of queries, keys and values side by side
+    hidden: int
+    vocab: int
+    centred: bool  # layer norm, not RMS norm
+    act: int
+    gated: bool
+    embed_norm: bool
+    final_norm: bool
+    eps: float
+    qk_norm: bool
+
+
+class Rows(NamedTuple):
+    """Memory for a number of rows. The factors `a`, `h` and `last` are in the form of the weights."""
+
+    s: Array  # the residual stream (N, C)
+    qkv: Array
+    att: Array  # attention's output (N, H·head), before that a norm's
+    pre: Array  # the activation's input, and output
+    gates: Array
+    a: Array  # a norm's output, or attention's
+    h: Array  # the activation's output
+    last: Array  # the last norm's output; the output layer may have another form than the rest
+
+
+class Inputs(NamedTuple):
+    """Memory for a call's input. A feed: its first row, rows, slot, tokens before them, rows wanted."""
+
+    tokens: Array
+    feeds: Array  # int64 (F, 5)
+    wanted: Array  # the rows whose logits are wanted
+
+
+class Fixed(NamedTuple):
+    """Arguments that all calls of a thread have in common."""
+
+    kind: Kind
+    weights: Weights
+    rows: Rows
+    cache: Cache
+    inputs: Inputs
+    own: ThreadScratch  # scratch memory of this thread
+    counter: Array
+
+
+def kind_of(config: ModelConfig) -> Kind:
+    return Kind(
+        config.n_embd,
+        config.n_head,
+        config.kv_heads,
+        config.head_size,
+        config.qkv_width,
+        config.hidden,
+        config.vocab_size,
+        config.centred,
+        NUMBERS[config.mlp],
+        config.gated,
+        config.embed_norm,
+        config.final_norm,
+        config.norm_eps,
+        config.qk_norm,
+    )
+
+
+@jit
+def decode(thread, n_threads, tokens, feeds, logits, packed):
+    """Compute one thread's part of this many tokens and feeds; logits are (rows wanted, V).
+
+    `packed` has the thread's `Fixed`, whose counter begins at 0.
+    """
+    fixed: Any = unpack_args(packed)
+    kind, weights, rows, cache, inputs, own, counter = fixed
+    work = Inputs(inputs.tokens[:tokens], inputs.feeds[:feeds], inputs.wanted[: len(logits)])
+    threads, n, layers = (thread, n_threads), len(work.tokens), weights.qkv.w.shape[0]
+    s, width, heads, arrivals = rows.s, kind.width, kind.heads * kind.size, 0
+    first, last = part(threads, n)
+    _embed(first, last, kind, weights, s, work)
+    for i in range(layers):
+        if i:
+            arrivals = wait_for_all(counter, arrivals, n_threads)
+        _normed(first, last, kind, weights.norms[2 * i], s, rows)
+        arrivals = wait_for_all(counter, arrivals, n_threads)
+        _linear(threads, n, width, kind.qkv, rows.a, weights.qkv, i, rows.qkv, BIAS)
+        if weights.values.shape[0] and (layers - 1 - i) % 2 == 0:  # as ModelConfig.value_layers says
+            _add_values(threads, kind, weights.values[i // 2], work.tokens, rows.qkv)
+        arrivals = wait_for_all(counter, arrivals, n_threads)
+        ends = i + 1 == layers  # rows that are not wanted only need keys and values there
+        attend(threads, kind, i, weights, rows.qkv, cache, work.feeds, ends, rows.att, own)
+        arrivals = wait_for_all(counter, arrivals, n_threads)
+        if ends:
+            n = len(logits)
+            first, last = part(threads, n)
+            if thread == 0:
+                _to_the_front(s, work.wanted, width)
+        _attended(first, last, heads, rows, work.wanted, ends)
+        arrivals = wait_for_all(counter, arrivals, n_threads)
+        _linear(threads, n, heads, width, rows.a, weights.out, i, s, ADD)
+        arrivals = wait_for_all(counter, arrivals, n_threads)
+        _normed(first, last, kind, weights.norms[2 * i + 1], s, rows)
+        arrivals = wait_for_all(counter, arrivals, n_threads)
+        _expand(threads, n, kind, weights, rows, i)
+        arrivals = wait_for_all(counter, arrivals, n_threads)
+        _linear(threads, n, kind.hidden, width, rows.h, weights.proj, i, s, ADD)
+    arrivals = wait_for_all(counter, arrivals, n_threads)
+    for row in range(first, last):
+        _last_norm(kind, weights.norms[2 * layers + 1], s[row, :width], rows.att[row, :width], rows.last[row])
+    arrivals = wait_for_all(counter, arrivals, n_threads)
+    _columns(threads, n, width, kind.vocab, rows.last, weights.head, logits, rows.s[0], 0)
+
+
+@inline
+def part(threads, count):
+    """Return a thread's stretch of range(count)."""
+    thread, n_threads = threads
+    return count * thread // n_threads, count * (thread + 1) // n_threads
+
+
+@inline
+def _embed(first, last, kind, weights, s, work):
+    for f in range(work.feeds.shape[0]):
+        start, count, before = work.feeds[f, 0], work.feeds[f, 1], work.feeds[f, 3]
+        for row in range(max(first, start), min(last, start + count)):
+            x, token, place = s[row, : kind.width], work.tokens[row], before + row - start
+            added = weights.places[min(place, weights.places.shape[0] - 1)]
+            for j in range(x.shape[0]):
+                x[j] = element(weights.embedding, token, j) + added[j]
+            if kind.embed_norm:
+                norm_row(kind, weights.norms[weights.norms.shape[0] - 2], x, x)
+
+
+@inline
+def _expand(threads, n, kind, weights, rows, i):
+    """A thread's columns of an MLP's first half: fc, gates, activation."""
+    width, hidden = kind.width, kind.hidden
+    _linear(threads, n, width, hidden, rows.a, weights.fc, i, rows.pre, BIAS, UNIT)
+    if kind.gated:
+        _linear(threads, n, width, hidden, rows.a, weights.gates, i, rows.gates, BIAS, UNIT)
+    _activate(threads, n, kind, rows)
+
+
+@inline
+def _normed(first, last, kind, norm, s, rows):
+    """Rows first … last of the factors ← the norm of s, by way of memory that attention uses later."""
+    for row in range(first, last):
+        normed = rows.att[row, : kind.width]
+        norm_row(kind, norm, s[row, : kind.width], normed)
+        put_row(rows.a[row], normed, 0, kind.width)
+
+
+@inline
+def _attended(first, last, width, rows, wanted, ends):
+    """Rows first … last of the factors ← what attention gave; of the last layer for rows that are wanted."""
+    for row in range(first, last):
+        at = wanted[row] if ends else row
+        put_row(rows.a[row], rows.att[at], 0, width)
+
+
+@inline
+def _to_the_front(s, rows, width):
+    """The first rows of s ← `rows` of it, which ascend."""
+    for i in range(rows.shape[0]):
+        if rows[i] > i:
+            to, of = s[i], s[rows[i]]
+            for j in range(width):
+                to[j] = of[j]
+
+
+@inline
+def _last_norm(kind, norm, x, y, a):
+    if kind.final_norm:
+        norm_row(kind, norm, x, y)
+        put_row(a, y, 0, x.shape[0])
+    else:
+        put_row(a, x, 0, x.shape[0])
+
+
+@inline
+def _linear(threads, n, k, columns, a, layer, i, c, flags, unit=COLUMNS):
+    _columns(threads, n, k, columns, a, layer.w[i], c, layer.bias[i], flags, unit)
+
+
+@inline
+def _columns(threads, n, k, columns, a, w, c, bias, flags, unit=COLUMNS):
+    """A thread's columns of c ← [c +] a wᵀ [+ bias], a few panels past all rows, k in stretches."""
+    begin, end = _own_columns(threads, columns, unit)
+    longest, most = stretch(w), most_rows(w)
+    strips = (n + most - 1) // most  # of rows, about as many in each
+    group = COLUMNS if strips <= 1 else GROUP * COLUMNS
+    for left in range(begin, end, group):
+        right = min(left + group, end)
+        for low in range(0, k, longest):
+            high, how = min(low + longest, k), flags if low == 0 else ACCUMULATE
+            for strip in range(strips):
+                top, bottom = part((strip, strips), n)
+                for column in range(left, right, COLUMNS):
+                    panel, there = w[column // COLUMNS], min(COLUMNS, columns - column)
+                    out, added = c[top:, column:], bias[column:]
+                    multiply(bottom - top, low, high, a[top:], panel, out, there, added, how)
+
+
+@inline
+def _add_values(threads, kind, values, tokens, qkv):
+    """A thread's columns of v += the value embedding of each token."""
+    begin, end = _own_columns(threads, kind.qkv, COLUMNS)
+    before = kind.qkv - kind.kv_heads * kind.size
+    for row in range(tokens.shape[0]):
+        for column in range(max(begin, before), end):
+            qkv[row, column] += element(values, tokens[row], column - before)
+
+
+@inline
+def _own_columns(threads, columns, unit):
+    first, last = part(threads, (columns + unit - 1) // unit)
+    return first * unit, min(last * unit, columns)
+
+
+@inline
+def _activate(threads, n, kind, rows):
+    """A thread's columns of h ← act(pre), in whole units, so that each is computed in the same way."""
+    begin, end = _own_columns(threads, kind.hidden, UNIT)
+    for row in range(n):
+        for left in range(begin, end, UNIT):
+            x = rows.pre[row, left : left + UNIT]
+            activate_in_place(kind.act, x, rows.gates[row, left : left + UNIT], UNIT)
+            put_row(rows.h[row], rows.pre[row], left, min(left + UNIT, end))
+
+
+@inline
+def norm_row(kind, norm, x, y):
+    """y ← (x - mean) / std · gain + bias; RMS norm has no mean."""
+    width, gain, bias = x.shape[0], norm[0], norm[1]
+    share, mean, square = np.float32(1 / width), np.float32(0), np.float32(0)
+    if kind.centred:
+        for j in range(width):
+            mean += x[j]
+        mean *= share
+    for j in range(width):
+        square += (x[j] - mean) * (x[j] - mean)
+    scale = np.float32(1) / np.sqrt(square * share + np.float32(kind.eps))
+    for j in range(width):
+        y[j] = (x[j] - mean) * scale * gain[j] + bias[j]

@@ -1,0 +1,203 @@
+"""The weights of a model as the decoder reads them: packed once, in panels, those of all layers end to end.
+
+Parts that an architecture lacks are filled in and change nothing: gains of 1, biases of 0, positions of 0. So
+one compiled decoder serves them all. Checksums tell whether weights have changed since they were packed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from distgpt.core.config import ModelConfig
+from distgpt.core.cpu.compiling.jit import jit
+from distgpt.core.cpu.matmul.packing import COLUMNS, aligned, pack_transposed
+from distgpt.core.cpu.pool import Pool
+from distgpt.core.ops.api import Angles, Array
+from distgpt.core.ops.low_precision import BITS, from_bfloat16
+from distgpt.inference.decoding.loops.operands import UNIT
+
+
+class Layer(NamedTuple):
+    """A linear layer of every block: w (layers, panels, elements of a panel), bias (layers, columns)."""
+
+    w: Array
+    bias: Array
+
+
+class Weights(NamedTuple):
+    """`gates` is what multiplies a gated activation's output; elsewhere it has no panels."""
+
+    qkv: Layer
+    out: Layer
+    gates: Layer
+    fc: Layer
+    proj: Layer
+    norms: Array  # (2 layers + 2, 2, C): gain and bias of each; those of embedding and head come last
+    head_gains: Array  # (2, layers, head), of queries and of keys, or of no layers
+    head: Array  # (panels, elements of a panel)
+    embedding: Array  # the same; the head's own memory if they are tied
+    values: Array  # value embeddings of those layers that have some, like Layer.w
+    windows: Array  # int64 (layers,), of attention, T where a layer sees all
+    places: Array  # (T, C), or (1, C) of 0
+    cos: Array  # (T, head / 2), or (1, 0)
+    sin: Array
+
+
+class Form(Protocol):
+    """A matrix (rows, k) that packs itself."""
+
+    def panels(self, count: int, columns: int) -> Array:
+        """Make memory for `count` matrices like this one, padded to `columns`: rows of this one."""
+
+    def pack(self, panels: Array, first: int, last: int) -> None:
+        """Panels ← rows first … last of this matrix."""
+
+
+class Floats:
+    """A matrix of float32, or of bfloat16 as uint16."""
+
+    def __init__(self, w: Array) -> None:
+        self._w = w
+
+    def panels(self, count: int, columns: int) -> Array:
+        pair = 2 if self._w.dtype == BITS else 1
+        shape = count, columns // COLUMNS, -(-self._w.shape[1] // pair) * pair * COLUMNS
+        return aligned(shape, self._w.dtype.name)
+
+    def pack(self, panels: Array, first: int, last: int) -> None:
+        pack_transposed(0, last - first, panels, self._w[first:last], 0, self._w.shape[1])
+
+
+Forms = Mapping[type, Callable[[Any], Form]]
+FLOATS: Forms = {np.ndarray: Floats}
+
+
+def packed_weights(
+    config: ModelConfig, params: Mapping[str, Array], angles: Angles | None, forms: Forms = FLOATS
+) -> Weights:
+    """Pack parameters; `forms` say how each type of matrix is packed.
+
+    Each is asked for as it is packed, the largest first, so that those of a file need never be there at once.
+    """
+    c, vocab, gated = config.n_embd, config.vocab_size, config.gated
+    block = [f"blocks.{i}" for i in range(config.n_layer)]
+    packed = partial(_packed, forms)
+
+    def matrix(name: str, rows: int) -> Array:
+        found: Array = packed((params[name] for _ in range(1)), 1, [rows])[0][0]
+        return found
+
+    def layers(name: str, *rows: int) -> list[Layer]:
+        """Return the layers that a matrix of each block holds, one below the other."""
+        ws = packed((params[f"{each}.{name}.w"] for each in block), len(block), rows)
+        bias = np.zeros((len(block), sum(rows)), np.float32)
+        for to, each in zip(bias, block, strict=True):
+            if f"{each}.{name}.b" in params:
+                to[:] = wide(params[f"{each}.{name}.b"])
+        ends = np.cumsum(rows)
+        parts = [bias[:, end - count : end] for end, count in zip(ends, rows, strict=True)]
+        padded = [np.pad(part, ((0, 0), (0, _up(part.shape[1]) - part.shape[1]))) for part in parts]
+        return [Layer(w, b) for w, b in zip(ws, padded, strict=True)]
+
+    head = matrix("wte" if config.tied else "head.w", vocab)
+    embedding = head if config.tied else matrix("wte", vocab)
+    fc, *gates = layers("mlp.fc", *[config.hidden] * (2 if gated else 1))
+    (qkv,) = layers("attn.qkv", config.qkv_width)
+    (out,) = layers("attn.proj", c)
+    (proj,) = layers("mlp.proj", c)
+    return Weights(
+        qkv=qkv,
+        out=out,
+        gates=gates[0] if gated else Layer(fc.w[:, :0], fc.bias[:, :0]),
+        fc=fc,
+        proj=proj,
+        norms=_norms(config, params, block),
+        head_gains=_head_gains(config, params, block),
+        head=head,
+        embedding=embedding,
+        values=_values(config, params, packed) if config.value_layers else head[None][:0],
+        windows=np.array([window or config.seq_len for window in config.windows], np.int64),
+        places=wide(params["wpe"]) if "wpe" in params else np.zeros((1, c), np.float32),
+        cos=np.zeros((1, 0), np.float32) if angles is None else angles.cos,
+        sin=np.zeros((1, 0), np.float32) if angles is None else angles.sin,
+    )
+
+
+def _values(config: ModelConfig, params: Mapping[str, Array], packed: Callable[..., list[Array]]) -> Array:
+    values = (params[f"blocks.{i}.values.w"] for i in config.value_layers)
+    return packed(values, len(config.value_layers), [config.vocab_size])[0]
+
+
+def wide(x: Array) -> Array:
+    return from_bfloat16(x) if x.dtype == BITS else np.asarray(x, np.float32)
+
+
+def _up(columns: int) -> int:
+    return -(-columns // UNIT) * UNIT
+
+
+def _packed(forms: Forms, ws: Iterable[Any], count: int, parts: Sequence[int]) -> list[Array]:
+    """Cut `count` matrices (columns, k) of one shape into parts of so many rows: a packed array for each.
+
+    Transposed, in panels of COLUMNS columns, k after k.
+    """
+    found: list[Array] = []
+    for i, w in enumerate(forms[type(w)](w) for w in ws):
+        first = 0
+        for part, rows in enumerate(parts):
+            if i == 0:
+                found.append(w.panels(count, _up(rows)))
+            w.pack(found[part][i], first, first + rows)
+            first += rows
+    return found
+
+
+def _norms(config: ModelConfig, params: Mapping[str, Array], block: list[str]) -> Array:
+    names = [f"{each}.{norm}" for each in block for norm in ("norm1", "norm2")]
+    norms: Array = np.zeros((len(names) + 2, 2, config.n_embd), np.float32)
+    norms[:, 0] = 1
+    for to, name in zip(norms, [*names, "embed_norm", "final_norm"], strict=True):
+        for row, kind in zip(to, "wb", strict=True):
+            if f"{name}.{kind}" in params:
+                row[:] = wide(params[f"{name}.{kind}"])
+    return norms
+
+
+def _head_gains(config: ModelConfig, params: Mapping[str, Array], block: list[str]) -> Array:
+    gains: Array = np.zeros((2, len(block) * config.qk_norm_gain, config.head_size), np.float32)
+    for i in range(gains.shape[1]):
+        gains[:, i] = wide(params[f"{block[i]}.qk_norm.w"]).reshape(2, -1)
+    return gains
+
+
+PIECE = 1 << 16  # words of 8 bytes with checksums of their own
+LANES = 32  # checksums of a piece: independent chains, which vectorize
+FACTOR = np.uint64(0x9E3779B97F4A7C15)  # odd: no two numbers have the same product
+HALF = np.uint64(32)
+
+
+def checksums_of(x: Array, pool: Pool) -> Array:
+    """Compute checksums of a flat array of whole words.
+
+    A change of one word always shows, a change of more but for a chance of 2^-64.
+    """
+    words = x.view(np.uint64)
+    checksums = np.zeros((-(-len(words) // PIECE), LANES), np.uint64)
+    pool.split_range(len(checksums), 1, _checksum, checksums, words)
+    return checksums
+
+
+@jit
+def _checksum(first, last, checksums, words):
+    """Compute the checksums of pieces first … last by an invertible step for each word."""
+    for piece in range(first, last):
+        mine, end = checksums[piece], min((piece + 1) * PIECE, len(words))
+        for left in range(piece * PIECE, end, LANES):
+            some = words[left : min(left + LANES, end)]
+            for lane in range(len(some)):
+                mixed = (mine[lane] ^ some[lane]) * FACTOR
+                mine[lane] = mixed ^ (mixed >> HALF)

@@ -1,0 +1,144 @@
+"""Measurements of a finished model for `distgpt eval`: loss on a text, benchmarks, a page about both."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from distgpt.core.base.errors import DataError, DistgptError, NonFiniteError, escape, one_line
+from distgpt.core.comm.agree import on_every_rank, on_root, shared
+from distgpt.core.config import TrainConfig
+from distgpt.core.cpu.stages import Stage, report_compiling
+from distgpt.core.data.loading import DataRequest, load_corpus
+from distgpt.core.data.textfile import resolve_data
+from distgpt.core.data.tokenizers import Tokenizer
+from distgpt.core.saved.opening import open_model
+from distgpt.core.train.assessment import Progress, Scorer, Validation
+from distgpt.corpora.shards import is_shards, read_manifest
+from distgpt.inference.evaluation.benchmark import SHOWN, load_benchmark
+
+
+def evaluate(
+    stage: Stage,
+    weights: Path,
+    val: str | None = None,
+    benchmarks: Mapping[str, Path] | None = None,
+    val_tokens: int = 0,
+    dtype: str = "auto",
+    matmul: str = "auto",
+    context: int | None = None,
+    chats: bool = False,
+    progress: Progress | None = None,
+    adapter: Path | None = None,
+) -> dict[str, Any]:
+    """Measure the model in a file: the results by name, the same on any number of ranks. Collective.
+
+    `val` is what --data can be, of shards the part for validation: its first `val_tokens`, or all if 0. With
+    `chats` their answers alone count. Of what the model was trained on, only the part that was held out is
+    read.
+    """
+    comm = stage.comm
+    report_compiling(comm, progress.noted if progress else None)
+    model, description, _, chosen = open_model(
+        stage, weights, dtype, context, matmul, "evaluation", adapter=adapter
+    )
+    tokenizer = description.tokenizer
+    if tokenizer is None:
+        raise shared(DataError(f"{weights} has no tokenizer, so it cannot read text"))
+    if progress is not None and comm.rank == 0:
+        stage.notes.report_to(progress.noted)
+    scorer = Scorer(model, comm)
+    found: dict[str, Any] = {"weights": str(weights), "dtype": chosen, "context": model.config.seq_len}
+    if val is not None:
+        found |= _on_text(stage, scorer, description.run.train, tokenizer, val, val_tokens, chats, progress)
+    for name, path in (benchmarks or {}).items():
+        benchmark = load_benchmark(comm, name, path, tokenizer, model.config.seq_len)
+        result = benchmark.measure(scorer, progress)
+        _refuse_nonfinite(result.loss)
+        found |= {f"{name}_{key}": value for key, value in result.published(name).items()}
+    return found
+
+
+def _on_text(
+    stage: Stage,
+    scorer: Scorer,
+    trained: TrainConfig,
+    tokenizer: Tokenizer,
+    val: str,
+    most: int,
+    chats: bool,
+    progress: Progress | None,
+) -> dict[str, Any]:
+    comm, length = stage.comm, scorer.model.config.seq_len
+    held_out = on_root(comm, lambda: _held_out(val, trained))
+    if held_out is not None:
+        stage.notes.add(_of_training(val, held_out))
+    wanted = DataRequest(val, existing=tokenizer, val_fraction=held_out or 0.0, splits=("val",))
+    wanted = replace(wanted, kind="chats", seq_len=length) if chats else wanted
+    corpus = load_corpus(comm, wanted, stage.notes.add)
+    validation = on_every_rank(
+        comm, lambda: Validation(corpus.held_out_windows(length, most), corpus.is_text)
+    )
+    held = validation.measure(scorer, progress)
+    _refuse_nonfinite(held.loss)
+    bits = on_root(comm, lambda: validation.bits_per_byte(held.loss, tokenizer))
+    perplexity = held.perplexity if math.isfinite(held.perplexity) else None  # of a loss beyond 700
+    found = {"val": val, "val_tokens": held.tokens, "val_loss": held.loss}
+    return found | {"perplexity": perplexity, "bits_per_byte": bits}
+
+
+def _held_out(val: str, t: TrainConfig) -> float | None:
+    """Return the fraction of this text that training held out; None if the model is not known to know it."""
+    path, trained_on = resolve_data(val), Path(t.data)
+    with suppress(DistgptError, OSError):  # the text of training may be gone
+        trained_on = resolve_data(t.data)
+    if not trained_on.exists() or not trained_on.samefile(path):
+        return None
+    if is_shards(path):
+        return None if read_manifest(path).of("val") else 0.0
+    return t.val_fraction
+
+
+def _of_training(val: str, held_out: float) -> str:
+    if held_out:
+        return f"the model was trained on {escape(val)}: only the {held_out:.2%} held out of it is scored"
+    return f"the model was trained on {escape(val)}: this is its loss on what it has seen"
+
+
+def _refuse_nonfinite(loss: float) -> None:
+    """Raise a NonFiniteError; all ranks have the same loss."""
+    if not math.isfinite(loss):
+        raise shared(NonFiniteError("the model's logits are not finite: its weights are damaged or diverged"))
+
+
+def page(found: dict[str, Any]) -> str:
+    """For people, a line each."""
+    lines = [f"weights        {found['weights']}", f"dtype          {found['dtype']}"]
+    if "val_loss" in found:
+        lines += [
+            f"text           {found['val']}: {found['val_tokens']:,} tokens, {found['context']:,} at once",
+            f"loss           {found['val_loss']:.4f} nats per token",
+            f"perplexity     {_known(found['perplexity'], '.2f', 'beyond 1e304')}",
+            f"bits per byte  {_known(found['bits_per_byte'], '.4f', 'unknown: the text has no bytes')}",
+        ]
+    for name in [key.removesuffix("_acc") for key in found if key.endswith("_acc")]:
+        values = {key: found[f"{name}_{key}"] for key in SHOWN if f"{name}_{key}" in found}
+        examples = found[f"{name}_examples"]
+        words = [f"{key} {value:.2%} ± {_error(value, examples):.2%}" for key, value in values.items()]
+        if f"{name}_perplexity" in found:
+            words.append(f"perplexity {_known(found[f'{name}_perplexity'], '.2f', 'beyond 1e304')}")
+        lines.append(f"{name:<14} {', '.join(words)} ({examples:,} questions)")
+    return "\n".join(map(one_line, lines))
+
+
+def _error(fraction: float, examples: int) -> float:
+    """The standard error of a fraction."""
+    return math.sqrt(fraction * (1 - fraction) / max(1, examples - 1))
+
+
+def _known(value: float | None, form: str, unknown: str) -> str:
+    return unknown if value is None else f"{value:{form}}"

@@ -1,0 +1,238 @@
+"""`distgpt infer` with a file of prompts: JSON lines in, JSON lines out, shared by ranks and resumable.
+
+A prompt: {"prompt": "Once", "max_new_tokens": 9, "temperature": 0.8, …}; an answer: {"line": 1, "request": …,
+"model": …, "prompt": "Once", "choices": [{"text": …, "tokens": […], "reason": …}]}. While they are computed,
+answers are appended as they are finished; at the end they are put into the order of the prompts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Protocol
+
+from distgpt.core.base.checked import LARGEST_JSON, parse_json
+from distgpt.core.base.errors import DataError, UsageError, print_lines
+from distgpt.core.base.files import append, atomic_file, locked, open_regular, storage_errors
+from distgpt.core.base.formatting import count
+from distgpt.core.comm.agree import on_root
+from distgpt.core.cpu.stages import Stage
+from distgpt.core.data.tokenizers import Tokenizer
+from distgpt.core.generate.engine import Engine
+from distgpt.core.generate.engine_setup import MOST_SLOTS, ModelSpec
+from distgpt.core.generate.request import REQUEST_SETTINGS, Completion, Request
+from distgpt.inference.generation.distribute import distribute
+
+ROOM = 2 * MOST_SLOTS  # prompts that a rank has at once, so that none of its slots is idle
+BEGINNING = b'{"line": '  # of every answer
+
+
+class Progress(Protocol):
+    """Shows how far a file of prompts is."""
+
+    def began(self, total: int, done: int) -> None: ...
+
+    def advanced(self, done: int, tokens: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def infer_file(
+    spec: ModelSpec, path: Path, out: Path, defaults: Request, stage: Stage, progress: Progress
+) -> None:
+    """Answer every prompt of a file in `out`, which may hold some of the answers. Collective.
+
+    Wrong prompts are refused before anything is computed.
+    """
+    comm, loaded = stage.comm, spec.load(stage)
+    slots = loaded.slots(MOST_SLOTS, defaults.lookup)
+    engine, begun, made = loaded.engine(slots), time.perf_counter(), 0
+    answers = Answers(out)
+    with ExitStack() as stack:
+
+        def begin() -> None:
+            prompts = read_prompts(path, loaded.tokenizer, defaults, engine)
+            stack.enter_context(reserved(out))
+            drops = defaults.overflow == "shift" and slots.can_drop
+            answers.begin(prompts, loaded.fingerprint(drops))
+            progress.began(len(prompts), len(answers.done))
+            stack.callback(progress.close)
+
+        on_root(comm, begin)
+        todo = answers.todo
+        for found in distribute(comm, engine, [prompt.request for prompt in todo], ROOM):
+            answers.add([(todo[number], samples) for number, samples in found])
+            tokens = sum(len(sample.tokens) for _, samples in found for sample in samples)
+            made += tokens
+            progress.advanced(len(answers.done), tokens)
+        if comm.rank != 0:
+            return
+        answers.finish()
+    seconds = time.perf_counter() - begun
+    summary = f"{count(len(todo), 'prompt')}, {count(made, 'token')} in {seconds:.2f} s"
+    print_lines(f"{summary} ({made / seconds:.1f} tokens/s): {out}", err=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A line of the file: its number from 1, its text, and its request."""
+
+    line: int
+    text: str
+    request: Request
+
+    @property
+    def fingerprint(self) -> str:
+        """Tell its request from others."""
+        settings = {name: getattr(self.request, name) for name in REQUEST_SETTINGS}
+        if not self.request.prompt_logprobs:  # as in files of earlier versions
+            del settings["prompt_logprobs"]
+        text = json.dumps([self.request.prompt, settings], sort_keys=True)
+        return sha256(text.encode()).hexdigest()[:16]
+
+    def answer(self, samples: Sequence[Completion], model: str) -> bytes:
+        """Return the line of an answer by the model with this fingerprint."""
+        about = {"line": self.line, "request": self.fingerprint, "model": model, "prompt": self.text}
+        return json.dumps({**about, "choices": [each.as_json() for each in samples]}).encode() + b"\n"
+
+
+def read_prompts(path: Path, tokenizer: Tokenizer, defaults: Request, engine: Engine) -> list[Prompt]:
+    """Read all prompts, with `defaults` for what they do not set; a DataError names the first wrong line."""
+    found = []
+    with storage_errors("read", path), open_regular(path) as file:
+        number = 0
+        while line := file.readline(LARGEST_JSON):
+            number += 1
+            if len(line) == LARGEST_JSON:
+                raise DataError(f"{path}, line {number} is longer than {LARGEST_JSON >> 20} MiB")
+            if not line.strip():
+                continue
+            try:
+                prompt = _prompt(number, line, tokenizer, defaults)
+                engine.check(prompt.request)
+            except (UsageError, DataError, ValueError) as error:
+                raise DataError(f"{path}, line {number}: {error}") from None
+            found.append(prompt)
+    if not found:
+        raise DataError(f"{path} holds no prompts")
+    return found
+
+
+def _prompt(number: int, line: bytes, tokenizer: Tokenizer, defaults: Request) -> Prompt:
+    given = parse_json(line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line)
+    if not isinstance(given, dict):
+        raise DataError("it is not a JSON object")
+    text = given.pop("prompt", None)
+    if not isinstance(text, str):
+        raise DataError('it has no text "prompt"')
+    tokens = tokenizer.encode_prompt(text)
+    return Prompt(number, text, defaults.override(tokens, given, "overflow", "lookup"))
+
+
+class Answers:
+    """The file of answers, of a run that begins or resumes. One process at a time."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self._model = path, ""
+        self._prompts: dict[int, Prompt] = {}
+        self._ranges: dict[int, tuple[int, int]] = {}  # start and end of each answer, by its prompt's line
+        self._end = 0
+
+    def begin(self, prompts: Sequence[Prompt], model: str) -> None:
+        """Take over what an earlier run has answered; `model`: the fingerprint of the model that answers."""
+        self._model, self._prompts = model, {prompt.line: prompt for prompt in prompts}
+        self._resume()
+
+    @property
+    def todo(self) -> list[Prompt]:
+        """The prompts that are not answered yet."""
+        return [prompt for line, prompt in self._prompts.items() if line not in self._ranges]
+
+    @property
+    def done(self) -> set[int]:
+        """The lines of prompts that are answered."""
+        return set(self._ranges)
+
+    def add(self, answers: Sequence[tuple[Prompt, Sequence[Completion]]]) -> None:
+        """Append answers: all of them, or on failure none."""
+        lines = [prompt.answer(samples, self._model) for prompt, samples in answers]
+        with storage_errors("write", self.path):
+            append(self.path, b"".join(lines))
+        for (prompt, _), line in zip(answers, lines, strict=True):
+            self._note(prompt.line, len(line))
+
+    def finish(self) -> None:
+        """Put the answers into the order of the prompts, if they are not in it."""
+        if list(self._ranges) == sorted(self._ranges):
+            return
+        with open_regular(self.path) as old, atomic_file(self.path) as file:
+            for _, (start, end) in sorted(self._ranges.items()):
+                old.seek(start)
+                file.write(old.read(end - start))
+
+    def _note(self, number: int, size: int) -> None:
+        self._ranges[number] = (self._end, self._end + size)
+        self._end += size
+
+    def _resume(self) -> None:
+        """Note the answers that are there, and drop half a line at the end."""
+        with storage_errors("read", self.path), open_regular(self.path) as file:
+            for number, line in enumerate(file, 1):
+                if line.endswith(b"\n"):
+                    self._note(self._line_of(line, number), len(line))
+                elif not line.startswith(BEGINNING[: len(line)]):
+                    raise self._foreign(number)
+        with storage_errors("write", self.path):
+            if self.path.stat().st_size > self._end:
+                os.truncate(self.path, self._end)
+
+    def _line_of(self, line: bytes, number: int) -> int:
+        """Return the line of the prompt that an answer belongs to."""
+        try:
+            found = parse_json(line)
+        except ValueError:
+            raise self._foreign(number) from None
+        if not isinstance(found, dict) or not isinstance(found.get("choices"), list):
+            raise self._foreign(number)
+        if found.get("model") != self._model:
+            raise UsageError(
+                f"{self.path}, line {number} was answered by another model, or in another dtype or context: "
+                "repeat that command, or choose another --out"
+            )
+        of = found.get("line")
+        prompt = self._prompts.get(of) if isinstance(of, int) and not isinstance(of, bool) else None
+        if prompt is None or found.get("request") != prompt.fingerprint:
+            raise UsageError(
+                f"{self.path}, line {number} answers another prompt, or one with other settings: "
+                "repeat that command, or choose another --out"
+            )
+        if prompt.line in self._ranges:
+            raise DataError(f"{self.path}, line {number} answers line {prompt.line} of the prompts again")
+        return prompt.line
+
+    def _foreign(self, number: int) -> DataError:
+        return DataError(f"{self.path}, line {number} is no answer to a prompt; choose another --out")
+
+
+def _note(text: str) -> None:
+    print_lines(f"distgpt: {text}", err=True)
+
+
+@contextmanager
+def reserved(path: Path) -> Iterator[None]:
+    """Lock the file of answers for this process, where locks exist; it is made if need be."""
+    how = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    with storage_errors("write", path):
+        descriptor = os.open(path, how, 0o666)
+    try:
+        if not locked(descriptor, path, _note):
+            raise UsageError(f"another process is writing {path}")
+        yield
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,75 @@
+"""The vocabulary on CPU cores with weights in int8 or int4: their matmuls quantise activations too.
+
+Forward passes only. A matrix is a `Packed`; other parameters are arrays.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
+from distgpt.core.cpu.kernels import FLOATS, CpuKernels, Operand
+from distgpt.core.cpu.pool import ROWS
+from distgpt.core.cpu.stages import Stage
+from distgpt.core.ops.api import Array
+from distgpt.inference.decoding.loops.operands import UNIT
+from distgpt.inference.quantized import operands
+
+
+class Packed(NamedTuple):
+    """A matrix (rows, k) for the int8 microkernels, in parts one after the other; `rows` of each."""
+
+    parts: tuple[Array, ...]
+    rows: tuple[int, ...]
+    k: int
+
+    def __len__(self) -> int:
+        return sum(self.rows)
+
+
+class Integers(Operand[Packed]):
+    """A `Packed` as an operand."""
+
+    def linear(self, y: Array, x: Array, w: Packed, b: Array | None) -> None:
+        count = 1 << (len(x) - 1).bit_length()  # so that batches of many sizes share their memory
+        a = self._memory.scratch(operands.operand_rows, count, w.k, w.parts[0].dtype.name)
+        self._pool.split_range(len(x), ROWS, operands.quantise_rows, a, x)
+        column = 0
+        for panels, rows in zip(w.parts, w.rows, strict=True):
+            out, bias = y[:, column : column + rows], None if b is None else b[column : column + rows]
+            self._pool.split_range(rows, UNIT, operands.multiply_columns, out, a, panels, bias, w.k)
+            column += rows
+
+    def lookup(self, w: Packed, tokens: Array) -> tuple[Array, Array]:
+        rows = np.empty((len(tokens), w.k), np.float32)
+        self._pool.split_range(len(tokens), ROWS, operands.unpack_rows, rows, w.parts[0], tokens)
+        return rows, np.arange(len(tokens))
+
+    def unpadded(self, w: Packed, vocab: int) -> Packed:
+        """Return it as it is: only as many columns are computed as the scores have."""
+        return w
+
+    def to_host(self, w: Packed) -> Array:
+        """Return the float32 matrix."""
+        out, first = np.empty((len(w), w.k), np.float32), 0
+        for panels, rows in zip(w.parts, w.rows, strict=True):
+            operands.unpack_rows(0, rows, out[first : first + rows], panels, np.arange(rows))
+            first += rows
+        return out
+
+
+class Int8Kernels(CpuKernels):
+    """CpuKernels that multiply by matrices in integers, too. `rounded`: int4, where those of layers are."""
+
+    def __init__(self, threads: int = 1, rounded: str = "int8") -> None:
+        of = {**FLOATS, Packed: Integers}
+        super().__init__("float32", threads, operands=of)
+        self.rounded = rounded
+        self.capabilities = replace(self.capabilities, rounded=rounded)
+
+
+def make(stage: Stage, dtype: str, matmul: str) -> Int8Kernels:
+    """Return the kernels of a stage whose layers' matrices are in int8, or in int4."""
+    return Int8Kernels(stage.threads, dtype)

@@ -1,0 +1,259 @@
+"""Operands in integers: weights packed for microkernels, int8 as uint8, int4 as int8; rows for them.
+
+Rows for weights in int8 and in int4 are both int8, but in blocks of different sizes.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+from numba import types
+
+from distgpt.core.cpu.compiling.jit import FORCED, also_for, by_types, get, inline, jit
+from distgpt.core.cpu.compiling.processor import features, shape
+from distgpt.core.cpu.matmul.assembled import external
+from distgpt.core.cpu.matmul.microkernel import BIAS
+from distgpt.core.cpu.matmul.packing import COLUMNS, aligned, zeros_as_used
+from distgpt.core.ops.api import Array
+from distgpt.inference.decoding.loops import operands
+from distgpt.inference.quantized import int4, int8, integers
+from distgpt.inference.quantized.integers import BLOCKS, MOST, Quantised
+
+FORMS = {"uint8": BLOCKS[8], "int8": BLOCKS[4]}  # columns that share a scale, by the type that holds them
+
+
+DOT = int8.dot_of(shape(), features())
+INT8_ROWS = DOT.rows
+ORDER, OFFSET = DOT.order, int8.OFFSET
+INTEGER = np.dtype(DOT.integer)
+SCALES = 2 * COLUMNS  # bytes of the scales in a block of a panel, behind its integers
+LEVELS = np.array(integers.LEVELS, np.int8)
+PLACES = np.array(
+    [integers.LEVELS.index(q) if q in integers.LEVELS else 0 for q in range(-128, 128)], np.uint8
+)
+
+_BLOCKS = {getattr(types, name): block for name, block in FORMS.items()}
+_I, _P = types.int64, types.voidptr
+# Registered when this file is imported, as microkernels are.
+_TILES = {
+    kind: external(
+        f"tile-{name}", partial(of.module, shape(), DOT), tile=(_I, _I, _P, _I, _P, _P, _I, _I, _P, _I)
+    )["tile"]
+    for kind, name, of in ((types.uint8, "int8", int8), (types.int8, "int4", int4))
+}
+
+
+class Integers:
+    """A matrix in integers, which packs itself for the decoder: int4 as int8."""
+
+    def __init__(self, w: Quantised) -> None:
+        self._w, self._halves = w, w.bits == 4
+
+    def panels(self, count: int, columns: int) -> Array:
+        """Make memory for `count` matrices like this one in panels, padded to `columns`."""
+        record = BLOCKS[self._w.bits] * COLUMNS * self._w.bits // 8 + SCALES
+        shape = count, columns // COLUMNS, self._w.scales.shape[1] * record
+        return aligned(shape, "int8" if self._halves else "uint8")
+
+    def pack(self, panels: Array, first: int, last: int) -> None:
+        """Panels ← rows first … last."""
+        q, scales = self._w.q[first:last], self._w.scales[first:last]
+        _pack(panels.view(np.uint8), q, scales, self._halves, BLOCKS[self._w.bits])
+
+
+@jit
+def _pack(out, q, scales, halves, block_size):
+    rows, depth = q.shape
+    size = out.shape[1] // scales.shape[1]
+    for column in range(out.shape[0] * COLUMNS):
+        for block in range(scales.shape[1]):
+            place = column % COLUMNS
+            to = out[column // COLUMNS, block * size : (block + 1) * size]
+            for i in range(block_size):
+                k = block * block_size + i
+                value = np.int32(q[column, k] if column < rows and k < depth else 0)
+                if halves:
+                    at, shift = half_of(place, i)
+                    to[at] |= PLACES[value + 128] << shift
+                else:
+                    to[byte_of(place, i)] = value + OFFSET & 255
+            of = to[size - SCALES :].view(np.uint16)
+            of[place] = scales[column, block] if column < rows else 0
+
+
+@inline
+def byte_of(place, i):
+    """Return the byte index of a column's element k = i within a block of int8."""
+    return (i // 4 * COLUMNS + place) * 4 + ORDER[i % 4]
+
+
+@inline
+def half_of(place, i):
+    """Return (byte index, bit shift) of a column's element k = i within a block of int4."""
+    return (i // 8 * COLUMNS + place) * 4 + ORDER[i % 4], i // 4 % 2 * 4
+
+
+@by_types(**FORCED)
+def unpacked(w, column, k):
+    """Return an element of a packed matrix."""
+    block = _BLOCKS[w.dtype]
+
+    def of_bytes(w, column, k):
+        size = block * COLUMNS + SCALES
+        record = w[column // COLUMNS, k // block * size : (k // block + 1) * size]
+        place, i = column % COLUMNS, k % block
+        bits = np.int32(record[byte_of(place, i)])
+        q = (bits - OFFSET + 128 & 255) - 128
+        return np.float32(q) * get(record[block * COLUMNS :].view(np.uint16), place)
+
+    def of_halves(w, column, k):
+        size = block * COLUMNS // 2 + SCALES
+        record = w[column // COLUMNS, k // block * size : (k // block + 1) * size]
+        place, i = column % COLUMNS, k % block
+        at, shift = half_of(place, i)
+        q = LEVELS[record[at] >> shift & 15]
+        return np.float32(q) * get(record[block * COLUMNS // 2 :].view(np.uint16), place)
+
+    return of_bytes if w.dtype == types.uint8 else of_halves
+
+
+@inline
+def quantise_row(to, x, first, last):
+    """Quantise elements first … last of a row of A, with zeros behind the last in its block."""
+    block, integers, size = record_of(to)
+    for left in range(first, last, block):
+        record = to[left // block * size : (left // block + 1) * size]
+        of = x[left : min(left + block, last)]
+        top, check = np.float32(0), np.float32(0)
+        for j in range(of.shape[0]):
+            top = max(top, abs(of[j]))
+            check += of[j] * np.float32(0)  # NaN where there is one, or an infinite number
+        inverse = np.float32(0) if top == np.float32(0) else np.float32(MOST) / top
+        q, total = record[:integers].view(INTEGER), np.int32(0)
+        for j in range(of.shape[0]):
+            rounded = np.int32(np.rint(of[j] * inverse))
+            q[j] = rounded
+            total += rounded
+        for j in range(of.shape[0], block):
+            q[j] = 0
+        record[integers : integers + 4].view(np.float32)[0] = top / np.float32(MOST) + check
+        record[integers + 4 :].view(np.int32)[0] = -OFFSET * total
+
+
+@by_types(**FORCED)
+def block_of(w):
+    """Return the columns that share a scale, in packed weights and in rows for them."""
+    block = _BLOCKS[w.dtype]
+
+    def known(w):
+        return block
+
+    return known
+
+
+@by_types(**FORCED)
+def record_of(a):
+    """Return the columns of a block of A, and the bytes of its integers and of all of it."""
+    block = _BLOCKS[a.dtype]
+    sizes = block, DOT.integers(block), DOT.a_record(block)
+
+    def known(a):
+        return sizes
+
+    return known
+
+
+@by_types()
+def blocks_tile(rows, blocks, a, row, b, c, ldc, columns, bias, flags):
+    """Compute a tile of C inside compiled loops; see int8.py and int4.py."""
+    routine = _TILES[b.dtype]
+
+    def call(rows, blocks, a, row, b, c, ldc, columns, bias, flags):
+        routine(rows, blocks, a.ctypes, row, b.ctypes, c.ctypes, ldc, columns, bias.ctypes, flags)
+
+    return call
+
+
+@jit
+def quantise_rows(first, last, a, x):
+    """Rows first … last of factors ← those of x."""
+    for i in range(first, last):
+        quantise_row(a[i], x[i], 0, x.shape[1])
+
+
+@jit
+def multiply_columns(first, last, y, a, w, bias, k):
+    """Columns first … last of y ← a wᵀ [+ bias]; `first` begins a panel."""
+    blocks, n = (k + block_of(w) - 1) // block_of(w), y.shape[0]
+    for column in range(first, last, COLUMNS):
+        panel, count = w[column // COLUMNS], min(COLUMNS, last - column)
+        for top in range(0, n, INT8_ROWS):
+            rows, of, to = min(INT8_ROWS, n - top), a[top:], y[top:, column:]
+            if bias is None:
+                blocks_tile(rows, blocks, of, a.strides[0], panel, to, y.strides[0], count, panel, 0)
+            else:
+                blocks_tile(
+                    rows, blocks, of, a.strides[0], panel, to, y.strides[0], count, bias[column:], BIAS
+                )
+
+
+@jit
+def unpack_rows(first, last, out, w, rows):
+    """Rows first … last of out ← these rows of a packed matrix."""
+    for i in range(first, last):
+        for k in range(out.shape[1]):
+            out[i, k] = unpacked(w, rows[i], k)
+
+
+# -- what the decoder calls, for these types
+
+
+def operand_rows(count: int, columns: int, dtype: str) -> Array:
+    """Make memory for rows of operands, of floats too."""
+    if block := FORMS.get(dtype):
+        return zeros_as_used((count, -(-columns // block) * DOT.a_record(block) + 64), dtype)
+    return operands.operand_rows(count, columns, dtype)
+
+
+@also_for(operands.stretch, **FORCED)
+def _stretch(w):
+    """All of k, in one order for all rows."""
+
+    def integers(w):
+        return 1 << 40
+
+    return integers if w.dtype in _TILES else None
+
+
+@also_for(operands.most_rows, **FORCED)
+def _most_rows(w):
+    def integers(w):
+        return INT8_ROWS
+
+    return integers if w.dtype in _TILES else None
+
+
+@also_for(operands.put_row, **FORCED)
+def _put_row(to, x, first, last):
+    def quantised(to, x, first, last):
+        quantise_row(to, x, first, last)
+
+    return quantised if to.dtype in _TILES else None
+
+
+@also_for(operands.element, **FORCED)
+def _element(w, column, k):
+    def restored(w, column, k):
+        return unpacked(w, column, k)
+
+    return restored if w.dtype in _TILES else None
+
+
+@also_for(operands.multiply, **FORCED)
+def _multiply(rows, begin, end, a, panel, c, columns, bias, flags):
+    def by_blocks(rows, begin, end, a, panel, c, columns, bias, flags):
+        blocks = (end - begin + block_of(panel) - 1) // block_of(panel)
+        blocks_tile(rows, blocks, a, a.strides[0], panel, c, c.strides[0], columns, bias, flags)
+
+    return by_blocks if panel.dtype in _TILES else None

@@ -1,0 +1,255 @@
+"""The engine's thread. Requests go in by a queue, their events come out in the thread of the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from functools import partial
+from queue import Empty, SimpleQueue
+
+from distgpt.core.base.errors import DistgptError, UsageError, first_line
+from distgpt.core.generate.engine import Engine
+from distgpt.core.generate.request import Event, Request
+from distgpt.inference.serving.limits import Limits, Refusal, broken, invalid, leaving, overloaded
+from distgpt.inference.serving.metrics import Metrics
+
+LONGEST_RETRY = 60  # seconds after which a client that was refused is told to try again, at most
+PATIENCE = 5.0  # seconds that `close` waits for the step under way
+
+
+class Call:
+    """The requests of one client, and their events as far as they are not read yet.
+
+    All of it happens in the event loop's thread, but for `requests`, which never change.
+    """
+
+    def __init__(
+        self,
+        requests: Sequence[Request],
+        size: int,
+        most_unread: int,
+        hold: Callable[[Call, bool], None],
+        begun: float,
+    ) -> None:
+        """`hold` lets the samples of the call wait for its client, or go on."""
+        self.requests, self.size, self.begun = requests, size, begun
+        self.left = sum(request.n for request in requests)  # samples that have not ended
+        self.answered = False  # its first token is there
+        self.failure: Refusal | None = None
+        self._most_unread, self._hold, self._is_held = most_unread, hold, False
+        self._unread: deque[tuple[int, Event]] = deque()
+        self._news = asyncio.Event()
+
+    @property
+    def is_over(self) -> bool:
+        return self.left == 0 or self.failure is not None
+
+    def add(self, index: int, event: Event) -> None:
+        """Keep an event of the request `index`; where there are too many to read, its samples wait."""
+        self._unread.append((index, event))
+        self.left -= event.reason is not None
+        self._news.set()
+        if not self._is_held and len(self._unread) >= self._most_unread:
+            self._is_held = True
+            self._hold(self, True)
+
+    def fail(self, why: Refusal) -> None:
+        if not self.is_over:
+            self.failure = why
+            self._unread.clear()
+            self._news.set()
+
+    async def events(self) -> AsyncGenerator[tuple[int, Event]]:
+        """Each event with the number of its request; ends with the last. Raises why there are no more."""
+        while True:
+            while self._unread:
+                yield self._unread.popleft()
+                if self._is_held and len(self._unread) <= self._most_unread // 2:
+                    self._is_held = False
+                    self._hold(self, False)
+            if self.failure is not None:
+                raise self.failure
+            if self.left == 0:
+                return
+            self._news.clear()
+            await self._news.wait()
+
+
+class Runner:
+    """Runs an engine, and a new one where that fails. `died` is called if there can be none any more.
+
+    Its public methods belong to the event loop's thread.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], Engine],
+        lanes: int,
+        limits: Limits,
+        metrics: Metrics,
+        died: Callable[[DistgptError], None],
+    ) -> None:
+        self.lanes, self.is_leaving = lanes, False
+        self._make, self._limits, self._metrics, self._died = make, limits, metrics, died
+        self._engine = make()
+        self._calls: set[Call] = set()
+        self._inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._tickets: dict[int, tuple[Call, int]] = {}  # the thread's own
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def start(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread after the step under way. Calls that are open fail."""
+        self.is_leaving = True
+        self._fail(leaving(), self._calls)
+        self._inbox.put(None)
+        if self._thread.ident is not None:
+            self._thread.join(PATIENCE)
+
+    async def finish(self) -> None:
+        """Refuse calls from now on, and wait for those that are open."""
+        self.is_leaving = True
+        await self._idle.wait()
+
+    @property
+    def gauges(self) -> dict[str, float]:
+        engine = self._engine
+        return {
+            "queue_length": engine.waiting,
+            "running_sequences": engine.running,
+            "lanes": self.lanes,
+            "open_requests": len(self._calls),
+        }
+
+    def submit(self, requests: Sequence[Request], size: int, begun: float) -> Call:
+        """Answer what arrived at `begun`. Refuses what is too much."""
+        if self.is_leaving:
+            raise leaving()
+        limits = self._limits
+        call = Call(requests, size, limits.unread, self._hold, begun)
+        self._refuse_beyond("samples", self.lanes + limits.queue, call, lambda each: each.left)
+        self._refuse_beyond("tokens and logprobs", limits.everything, call, lambda each: each.size)
+        self._calls.add(call)
+        self._idle.clear()
+        self._inbox.put(partial(self._begin, call))
+        return call
+
+    def _refuse_beyond(self, what: str, most: int, call: Call, count: Callable[[Call], int]) -> None:
+        """Refuse a call that never fits, or not beside those that are open."""
+        if count(call) > most:
+            raise invalid(f"{count(call):,} {what} are more than the {most:,} that there is room for")
+        if count(call) + sum(map(count, self._calls)) > most:
+            raise overloaded(min(LONGEST_RETRY, max(1, math.ceil(self._metrics.mean_seconds))))
+
+    def forget(self, call: Call) -> None:
+        """Free what a call has, whether it is over or not."""
+        if call in self._calls:
+            if not call.is_over:
+                self._metrics.cancelled.inc()
+                call.fail(Refusal(499, "the client has left"))
+            self._inbox.put(partial(self._end, call))
+            self._drop(call)
+
+    def _hold(self, call: Call, held: bool) -> None:
+        self._inbox.put(partial(self._let_wait, call, held))
+
+    def _drop(self, call: Call) -> None:
+        self._calls.discard(call)
+        if not self._calls:
+            self._idle.set()
+
+    def _fail(self, why: Refusal, calls: Iterable[Call]) -> None:
+        for call in list(calls):
+            call.fail(why)
+
+    def _deliver(self, events: list[tuple[Call, int, Event]]) -> None:
+        now, made = time.monotonic(), 0
+        for call, index, event in events:
+            made += event.token is not None
+            if call not in self._calls or call.is_over:
+                continue
+            if not call.answered:
+                call.answered = True
+                self._metrics.first_token.observe(now - call.begun)
+            call.add(index, event)
+        self._metrics.generated_tokens.inc(made)
+
+    def _failed(self, why: Refusal, calls: Iterable[Call]) -> None:
+        self._metrics.engine_failures.inc()
+        self._fail(why, calls)
+
+    def _dead(self, why: DistgptError) -> None:
+        self.is_leaving = True
+        self._fail(broken(str(why)), self._calls)
+        self._died(why)
+
+    # What follows runs in the engine's thread.
+
+    def _run(self) -> None:
+        try:
+            while self._empty_inbox():
+                self._step()
+        except Exception as error:
+            self._post(self._dead, DistgptError(f"the engine has failed for good: {_described(error)}"))
+
+    def _step(self) -> None:
+        """After a failure the engine is of no more use: those it was at work for learn of it."""
+        try:
+            events = [(*self._tickets[event.ticket], event) for event in self._engine.step()]
+        except Exception as error:
+            calls = {call for call, _ in self._tickets.values()}
+            self._post(self._failed, broken(_described(error)), calls)
+            self._tickets.clear()
+            self._engine = self._make()
+        else:
+            self._post(self._deliver, events)
+
+    def _empty_inbox(self) -> bool:
+        """Do all that the inbox holds; wait for something if there is nothing to compute. False: end."""
+        while True:
+            try:
+                act = self._inbox.get(block=self._engine.is_waiting)
+            except Empty:
+                return True
+            if act is None:
+                return False
+            act()
+
+    def _begin(self, call: Call) -> None:
+        for index, request in enumerate(call.requests):
+            try:
+                self._tickets[self._engine.submit(request)] = call, index
+            except Exception as error:
+                known = isinstance(error, UsageError)
+                self._end(call)
+                self._post(call.fail, invalid(str(error)) if known else broken(_described(error)))
+                return
+
+    def _end(self, call: Call) -> None:
+        for ticket in [ticket for ticket, (of, _) in self._tickets.items() if of is call]:
+            self._engine.cancel(ticket)
+            del self._tickets[ticket]
+
+    def _let_wait(self, call: Call, held: bool) -> None:
+        for ticket, (of, _) in self._tickets.items():
+            if of is call:
+                self._engine.hold(ticket, held)
+
+    def _post(self, act: Callable[..., None], *what: object) -> None:
+        try:
+            self._loop.call_soon_threadsafe(act, *what)
+        except RuntimeError:  # the loop is closed: nobody is there to hear it
+            self._inbox.put(None)
+
+
+def _described(error: Exception) -> str:
+    return str(error) if isinstance(error, DistgptError) else f"{type(error).__name__}: {first_line(error)}"

@@ -1,0 +1,155 @@
+"""The caches: what lies where, how large and how old it is, what made it; and how they are emptied.
+
+Other processes may run meanwhile: what they have read they keep, what they miss they make again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from distgpt.cluster.launch.environment import launched_rank
+from distgpt.core.base import caches
+from distgpt.core.base.errors import print_lines
+from distgpt.core.base.formatting import count, size, size_in_column
+from distgpt.core.cpu.compiling import disk_cache
+from distgpt.measure.doctor.report import pairs, print_page
+
+IN_USE = 3600.0  # seconds: a lock, or a file that is being written, is not older
+# What models/formats/huggingface.py keeps in `models`, a name that a user may have in DISTGPT_CACHE, too.
+MODEL = re.compile(r"\.?[\w.-]+--[\w.-]+\.safetensors(\.[0-9a-f]{12}\.tmp)?")
+TOKENIZED = Path("runs/tokenized")  # where `train` keeps them by default
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A folder of a cache. `emptied`: by which word of --empty; "" if distgpt leaves it alone."""
+
+    what: str
+    made_by: str
+    path: str
+    emptied: str
+    size: int = 0
+    files: int = 0
+    last_use: float | None = None  # seconds since 1970
+
+
+def report_caches(empty: str, as_json: bool) -> None:
+    """Print what there is. Remove first what `empty` names: "compiled", "all", or nothing. One rank does."""
+    if launched_rank():
+        return
+    if empty:
+        _empty([each for each in list_caches() if each.emptied and empty in (each.emptied, "all")])
+    found = list_caches()
+    if as_json:
+        print(json.dumps([asdict(each) for each in found], indent=1))
+        return
+    for each in found:
+        used = time.strftime("%Y-%m-%d", time.localtime(each.last_use))
+        about = f"{size_in_column(each.size):>8}  {count(each.files, 'file'):>12}  used {used}  "
+        print_lines(f"{each.path}\n  {about}{each.what}, made by {each.made_by}")
+    print_page([pairs(_notes(found))])
+
+
+def list_caches() -> list[Found]:
+    """List all folders that hold something, those of other versions too."""
+    found = {each.path: each for each in _folders()}  # a place may have two names
+    return [measured for each in found.values() if (measured := _measured(each)).files]
+
+
+def _folders() -> Iterator[Found]:
+    yield Found("compiled loops of the site", "distgpt compile", str(disk_cache.SITE), "")
+    in_use = caches.places(disk_cache.beside())
+    for place in dict.fromkeys((*in_use, disk_cache.beside(), caches.usual_folder())):
+
+        def emptied(folder: Path, word: str, place: Path = place) -> str:
+            # Elsewhere other processes, whose DISTGPT_CACHE is another, may keep theirs.
+            return word if place in in_use and _is_own(folder) else ""
+
+        with suppress(OSError):
+            for folder in sorted(place.iterdir()):
+                if caches.is_compiled(folder):
+                    yield Found(_about(folder), "distgpt", str(folder), emptied(folder, "compiled"))
+        models = place / "models"
+        yield Found("models named hub:…", "distgpt", str(models), emptied(models, "all"))
+    yield Found("tokenized texts", "distgpt train", str(TOKENIZED), "")
+
+
+def _about(folder: Path) -> str:
+    if folder.name.startswith("kernels"):
+        return "kernels for GPUs"
+    version = "this" if folder.name == disk_cache.folder_name() else "another"
+    return f"compiled loops of {version} version"
+
+
+def _measured(found: Found) -> Found:
+    stats = []
+    for path in _files(found):
+        with suppress(OSError):
+            stats.append(path.lstat())
+    last = max((max(each.st_atime, each.st_mtime) for each in stats), default=None)
+    about = (found.what, found.made_by, found.path, found.emptied)
+    return Found(*about, sum(each.st_size for each in stats), len(stats), last)
+
+
+def _files(found: Found) -> list[Path]:
+    """List the files of a cache; a link is one of them, wherever it leads."""
+    folder = Path(found.path)
+    if found.made_by != "distgpt":
+        return [Path(parent, name) for parent, _, names in os.walk(folder) for name in names]
+    with suppress(OSError):
+        if caches.is_compiled(folder):
+            return caches.compiled_files(folder)
+        return [path for path in folder.iterdir() if MODEL.fullmatch(path.name)]
+    return []
+
+
+def _is_own(folder: Path) -> bool:
+    with suppress(OSError):
+        return not folder.is_symlink() and folder.stat().st_uid == os.geteuid()
+    return False
+
+
+def _empty(every: list[Found]) -> None:
+    removed, n_bytes, failures = 0, 0, []
+    for path in (path for each in every for path in _files(each)):
+        try:
+            found = path.lstat()
+            if path.name.startswith(".") and time.time() - found.st_mtime < IN_USE:
+                continue
+            path.unlink()
+            removed, n_bytes = removed + 1, n_bytes + found.st_size
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            failures.append(f"; cannot remove {path}: {error.strerror}")
+    for each in every:
+        with suppress(OSError):
+            Path(each.path).rmdir()
+    print_lines(
+        f"removed {count(removed, 'file')}, {size(n_bytes)}{failures[0] if failures else ''}", err=True
+    )
+
+
+def _notes(found: list[Found]) -> Iterator[tuple[str, str]]:
+    asked = caches.requested_folder()
+    own = None if disk_cache.site() else disk_cache.folder()  # which makes it
+    if disk_cache.site():
+        yield "compiled loops", f"are the site's, of {disk_cache.site_path().name}"
+    else:
+        yield "compiled loops", f"are kept in {own}" if own else "cannot be kept"
+    yield caches.CACHE, f"{asked}" if asked else "not set: it names one folder for all of this"
+    if own and (trouble := caches.misplaced(own)):
+        yield "", trouble
+    yield caches.LIMIT, f"{size(caches.cache_limit())} of what distgpt compiles"
+    if any(each.emptied for each in found):
+        yield "--empty compiled", "removes compiled loops and kernels"
+        yield "--empty all", "removes models, too"
+    if asked and any(each.made_by == "distgpt" and not each.emptied for each in found):
+        yield "elsewhere", f"is emptied where {caches.CACHE} is not set"

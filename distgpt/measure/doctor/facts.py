@@ -1,0 +1,247 @@
+"""This machine and its software: the facts of one rank, and what belongs beside a measurement."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import os
+import platform
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from distgpt.cluster.affinity.machine import listed
+from distgpt.core.base.errors import DistgptError, UsageError, escape, first_line
+from distgpt.core.base.version import __version__
+from distgpt.core.comm.api import Comm
+from distgpt.core.comm.layout import layout
+from distgpt.core.comm.resources import granted_cores, granted_memory, usable_cores
+from distgpt.core.comm.serial import SerialComm
+from distgpt.core.config import RunConfig
+from distgpt.core.cpu.stages import Stage, expected_dtype
+from distgpt.core.train.whereabouts import processor_name
+from distgpt.measure.doctor.gpus import gpu_driver, gpu_facts
+
+Facts = dict[str, Any]
+
+# Settings of other thread pools; distgpt has its own.
+IGNORED = (
+    *("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "MKL_NUM_THREADS"),
+    *("BLIS_NUM_THREADS", "VECLIB_MAXIMUM_THREADS", "NUMEXPR_NUM_THREADS", "NUMBA_NUM_THREADS"),
+)
+REPORTED = (*IGNORED, "OPENBLAS_CORETYPE", "CUDA_VISIBLE_DEVICES")
+MEASURED = 0.2  # seconds for the matmuls of a dtype
+
+# The name of a host behind the words that announce it, anybody's home, and a path on this machine.
+_HOST = re.compile(r"((?<![\w-])(?:--?(?:hosts?|nodelist)|-[wH])(?:=|\s+)|\bon (?:node|host) )[^\s'\"]+")
+_HOME = re.compile(r"(?<![\w./~-])/(?:home|Users)/[^/\s'\":,;]+")
+_PATH = re.compile(r"(?<![\w./~-])(?:~[\w.-]*|\.\.)?/(?!/)[^\s'\"`,;:()<>|]*")
+
+
+def of_rank(comm: Comm) -> Facts:
+    """Everything about this rank, ready for JSON."""
+    return {
+        "rank": comm.rank,
+        "local_rank": comm.local_rank,
+        "local_size": comm.local_size,
+        "host": platform.node(),
+        "cpu": processor_name(),
+        "features": features(),
+        "cores": len(usable_cores()),
+        "core_share": comm.cores,
+        "cores_of_host": os.cpu_count() or 1,
+        "cpus": listed(usable_cores()),
+        "granted_cores": asdict(granted_cores(comm.cores, comm.local_size)),
+        "memory": memory(),
+        "system": system(),
+        "versions": versions(),
+        "compute": compute(),
+        "gpu": gpu_facts(comm),
+        "environment": {key: os.environ[key] for key in REPORTED if key in os.environ},
+    }
+
+
+def system() -> str:
+    return f"{platform.system()} {platform.release()} {platform.machine()}"
+
+
+def memory() -> Facts:
+    """Bytes of memory that this process can have, how many of them are free now, and by which limit."""
+    try:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (OSError, ValueError):
+        return {"total": None, "available": None, "limit": ""}
+    granted = granted_memory()
+    total = granted.total or total
+    return {"total": total, "available": min(granted.free, total), "limit": granted.limit}
+
+
+def versions() -> dict[str, str]:
+    versions = {"distgpt": __version__, "python": platform.python_version()}
+    for name in ("numpy", "numba", "mpi4py"):
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def compute() -> Facts:
+    """NumPy's BLAS as the CPU kernels use it, where their loops are kept, and why they do not load, if so."""
+    try:
+        import numpy as np
+
+        from distgpt.core.cpu.compiling import disk_cache
+        from distgpt.core.cpu.matmul.blas import blas_core_name
+
+        config: Any = np.show_config(mode="dicts")
+        blas = config["Build Dependencies"]["blas"]
+    except (ImportError, OSError, DistgptError) as error:
+        reason = f"NumPy or Numba does not work ({first_line(error)})"
+        broken = {"what": reason, "remedy": "pip install --force-reinstall numpy numba"}
+        return {"blas": "", "core": "", "loops": None, "unused": [], "missing": [broken]}
+    loops = disk_cache.site_path() if disk_cache.site() else disk_cache.folder()
+    name = f"{blas['name']} {blas['version']}"
+    kept = {"loops": loops and str(loops), "unused": [str(path) for path in unused_site_files()]}
+    return {"blas": name, "core": blas_core_name(), **kept, "missing": []}
+
+
+def site_files() -> list[Path]:
+    """List the site's files of compiled loops for this kind of processor, of any version."""
+    from distgpt.core.cpu.compiling import disk_cache
+
+    kind = re.escape(disk_cache.site_path().name.rpartition("-")[0])
+    name = re.compile(rf"{kind}-[0-9a-f]{{16}}\.loops")
+    return [path for path in disk_cache.SITE.glob("*.loops") if name.fullmatch(path.name)]
+
+
+def unused_site_files() -> list[Path]:
+    """List them if none is used: they are old, damaged, or not to be trusted."""
+    from distgpt.core.cpu.compiling import disk_cache
+
+    return [] if disk_cache.site() else site_files()
+
+
+def features() -> Facts:
+    """Return the processor's features that the kernels use, and if AMX is among them."""
+    try:
+        from distgpt.measure.doctor.speed import amx, cpu_features
+
+        return {"names": cpu_features(), "amx": amx()}
+    except Exception:  # compute() says why Numba does not work
+        return {"names": [], "amx": ""}
+
+
+def matmuls(comm: Comm, computes: Facts) -> Facts:
+    """Measure matmuls of each dtype while all ranks do so. Collective."""
+    return {dtype: _matmul(comm, dtype, computes) for dtype in ("float32", "bfloat16")}
+
+
+def _matmul(comm: Comm, dtype: str, computes: Facts) -> Facts:
+    threads = layout().threads(comm)
+    found: Facts = {"how": "", "threads": threads, "gflops": None, "problem": ""}
+
+    def attempt(act: Callable[[], Any]) -> Any:
+        """Return what `act` does; record a failure as a fact."""
+        try:
+            return act()
+        except Exception as error:
+            found["problem"] = first_line(error)
+            return None
+
+    def ready() -> Callable[[], float]:
+        from distgpt.measure.doctor import speed
+
+        kernels: Any = Stage("serial", SerialComm(), threads).kernels(dtype, use="matmul")
+        found["how"] = speed.how(kernels)
+        if not computes["loops"]:
+            raise UsageError("compiled loops cannot be kept")
+        speed.matmul_rate(kernels, 0)  # loads compiled loops, or compiles them
+        return lambda: speed.matmul_rate(kernels, MEASURED) / 1e9
+
+    measure = attempt(ready)
+    comm.barrier()  # all ranks measure at the same time
+    if measure is not None:
+        found["gflops"] = attempt(measure)
+    return found
+
+
+def auto_dtype() -> str:
+    """Return what --dtype auto is for a small model on this processor, and why; "" where nothing computes."""
+    try:
+        found = expected_dtype("serial", RunConfig())
+    except UsageError as error:  # of the environment
+        return str(error)
+    except Exception:  # compute() says why
+        return ""
+    return f"{found.name}: {found.why}" if found.why else found.name
+
+
+def environment() -> dict[str, Any]:
+    """Date, command, machine and software, without names of the host, its user or their folders.
+
+    An installed package knows its version alone, and no commit.
+    """
+    gpus, computes = gpu_driver(), compute()
+    return {
+        "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+        "command": anonymised(escape(shlex.join(["distgpt", *sys.argv[1:]]))),
+        **({"commit": known} if (known := commit()) else {}),
+        "processor": processor_name(),
+        "cores": len(usable_cores()),
+        "cores_of_host": os.cpu_count() or 1,
+        "memory_bytes": memory()["total"],
+        "system": system(),
+        "versions": versions() | _mpi(),
+        "blas": " ".join(filter(None, (computes["blas"], computes["core"]))),
+        "gpus": [gpu.name for gpu in gpus.gpus] if gpus else [],
+    }
+
+
+def of_run(run: object) -> dict[str, Any]:
+    """Return what a run's summary says of its environment, which is the same for all runs of a process."""
+    return environment()
+
+
+def _mpi() -> dict[str, str]:
+    """Return the MPI library that this process has loaded, if it has one."""
+    if "mpi4py.MPI" not in sys.modules:
+        return {}
+    from distgpt.core.comm.mpi import library
+
+    return {"mpi": library()}
+
+
+def anonymised(text: str) -> str:
+    """A text fit to publish: paths shortened to their last name, hosts and homes removed."""
+    text = _HOST.sub(r"\1…", text)
+    for home in {str(Path.home()), os.environ.get("HOME", "")} - {"", "/"}:
+        text = re.sub(rf"{re.escape(home)}(?![\w-])", "~", text)
+    text = _PATH.sub(lambda found: Path(found.group()).name or found.group(), _HOME.sub("~", text))
+    for name in (platform.node(), platform.node().partition(".")[0]):
+        if name in ("", "localhost", "distgpt"):
+            continue
+        text = re.sub(rf"(?<![\w-]){re.escape(name)}(?![\w-])", "…", text)
+    return text
+
+
+def commit() -> str | None:
+    """Return the commit of the sources, with "+" if they were changed; None outside a git checkout."""
+    try:
+        prefix, _, name = _git("rev-parse", "--show-prefix", "HEAD").partition("\n")
+        if prefix != "distgpt/":  # an installed package may lie in another project's checkout
+            return None
+        return name + "+" * bool(_git("status", "--porcelain", "--untracked-files=no"))
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _git(*words: str) -> str:
+    here = Path(__file__).parents[2]
+    done = subprocess.run(["git", *words], cwd=here, capture_output=True, text=True, timeout=20, check=True)
+    return done.stdout.strip()

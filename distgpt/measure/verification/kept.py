@@ -1,0 +1,190 @@
+"""Notes in a run's history, at each start, what its bits depend on beside its settings.
+
+`note` is a part of a run (`components.py`), called once the run is open, before its guards are made.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from hashlib import sha256
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from zlib import crc32
+
+import numpy as np
+
+from distgpt.core.base.checked import Count, checked
+from distgpt.core.base.errors import DataError, StorageError
+from distgpt.core.base.files import read_small
+from distgpt.core.base.version import __version__
+from distgpt.core.comm.agree import gather_texts
+from distgpt.core.saved.rundir import RunDirectory
+from distgpt.core.saved.tensors import fingerprint
+from distgpt.core.train.run import Run
+
+if TYPE_CHECKING:
+    from distgpt.core.train.assessment import Assessment
+
+KEY = "bits"  # of the event in history.jsonl
+MOST_HISTORY = 1 << 28  # bytes
+PACKAGE = Path(__file__).parents[2]
+# Folders that change no bit of a step: those that show, serve, measure, install or start runs.
+ELSEWHERE = {
+    PACKAGE / name
+    for name in (
+        *("callbacks/monitoring", "cluster", "commands", "inference", "measure", "models/formats", "show"),
+        "core/cpu/compile_workers",
+    )
+}
+MUON_RULE = 1  # each attention head is orthogonal by itself, no longer all of q, of k and of v
+LIBRARIES = ("numpy", "numba", "llvmlite")
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """All that the bits of a process's steps depend on. Lists have an entry for each rank, in their order."""
+
+    sources: str  # a checksum of the files that compute
+    versions: dict[str, str]
+    processors: list[str]  # each kind once; of a GPU stage its GPUs
+    threads: list[Count]  # 0: of a GPU
+    nodes: list[Count]  # ranks on each host
+    matmul: str  # what multiplies matrices, and the BLAS
+    exchange: str  # how gradients are summed, as far as that is known at the start
+    transport: str
+    mpi: str
+    micro_batches: Count
+    recompute: str
+    data: str  # the fingerprint of the training text
+    init: str = ""  # the checksum of the file that a new run begins with
+    validation: str = ""  # the checksum of the tokens on which it is evaluated, which change no step
+    gpu: dict[str, str] = field(default_factory=dict)  # the options by which a GPU computes
+    muon_rule: Count = MUON_RULE  # the first starts that kept facts had this rule, and did not say so
+
+    @property
+    def ranks(self) -> int:
+        return len(self.threads)
+
+    @staticmethod
+    def from_json(document: dict[str, Any]) -> Facts:
+        """Read a document, or raise a ValueError; keys of later versions are ignored."""
+        return checked(Facts, {name: document[name] for name in Facts.__slots__ if name in document})
+
+
+def note(run: Run) -> None:
+    """Write the facts into the run's history. Collective."""
+    facts = facts_of(run)
+    if run.comm.rank == 0 and run.start and run.settings.optimizer == "muon":
+        former = _last_muon_rule(run.start)
+        if former is None:
+            run.report.note(
+                "this run has no record of its rule of Muon. If it began before each attention head was made"
+                " orthogonal by itself, it follows that rule from here on and ends with other weights"
+            )
+        elif former != MUON_RULE:
+            run.report.note(
+                f"this run has trained by rule {former} of Muon; from here on it follows rule {MUON_RULE} and"
+                " ends with other weights"
+            )
+    run.report.remember({"step": run.progress.step, KEY: asdict(facts)})
+
+
+def _last_muon_rule(checkpoint: Path) -> int | None:
+    """Return the rule of the last start that has kept facts, in the run of a checkpoint; None without one."""
+    found = None
+    history = RunDirectory(checkpoint.resolve().parents[1]).history
+    with suppress(DataError, StorageError, ValueError):
+        for line in read_small(history, MOST_HISTORY).splitlines():
+            if isinstance(facts := json.loads(line).get(KEY), dict):
+                found = Facts.from_json(facts).muon_rule
+    return found
+
+
+def facts_of(run: Run) -> Facts:
+    """Return the facts of a run that is open. Collective."""
+    stage, t, comm = run.stage, run.settings, run.comm
+    kernels: Any = run.model.kernels
+    on_gpu = stage.on_gpu
+    own = json.dumps([_gpu_name(stage) if on_gpu else _processor(), stage.threads])
+    ranks = [json.loads(text) for text in gather_texts(comm, own)]
+    hosts = gather_texts(comm, platform.node())
+    loaded = {name: str(sys.modules[name].__version__) for name in LIBRARIES if name in sys.modules}
+    init = t.init if t.init and run.start is None and comm.rank == 0 else ""
+    return Facts(
+        sources=sources() if comm.rank == 0 else "",  # what other ranks return is looked at by nobody
+        versions={"distgpt": __version__, **(_gpu_libraries() if on_gpu else loaded)},
+        processors=list(dict.fromkeys(processor for processor, _ in ranks)),
+        threads=[threads for _, threads in ranks],
+        nodes=[len(list(of_host)) for _, of_host in groupby(hosts)],
+        matmul="" if on_gpu else _matmul(kernels),
+        exchange=run.exchange.name,
+        transport=stage.transport,
+        mpi=str(run.where.get("mpi", "")),
+        micro_batches=t.grad_accum,
+        recompute=t.recompute,
+        data=run.batches.fingerprint,
+        init=fingerprint(Path(init)) if init else "",
+        validation=_validation(run.assessment) if run.assessment and comm.rank == 0 else "",
+        gpu=_gpu_options(stage) if on_gpu else {},
+    )
+
+
+@cache
+def sources() -> str:
+    """Return a checksum of the files of this package that compute: 250 files, 10 ms."""
+    found = sha256()
+    for folder, inside, names in os.walk(PACKAGE):
+        skipped = {path.name for path in ELSEWHERE if str(path.parent) == folder}
+        inside[:] = sorted(set(inside) - {"__pycache__"} - skipped)
+        for name in sorted(names):
+            if name.endswith((".py", ".cu")):
+                found.update(name.encode() + b"\0" + Path(folder, name).read_bytes())
+    return found.hexdigest()[:16]
+
+
+def _validation(assessment: Assessment) -> str:
+    """Return a checksum of the tokens on which a run is evaluated, and of those that count; "": on none."""
+    if assessment.validation is None:
+        return ""
+    found = 0
+    for span in assessment.validation.spans:
+        for array in (span.ids, span.counted):
+            found = found if array is None else crc32(np.ascontiguousarray(array).data.cast("B"), found)
+    return f"crc32:{found:08x}"
+
+
+def _processor() -> str:
+    """Return what loops are compiled for: the processor, a checksum of its features, AMX if it is used."""
+    from distgpt.core.cpu.compiling.processor import processor, shape
+
+    name, features = processor()
+    return f"{name}-{sha256(features.encode()).hexdigest()[:8]}{'-amx' * shape().amx}"
+
+
+def _gpu_name(stage: Any) -> str:
+    return str(stage.device.name)
+
+
+def _gpu_options(stage: Any) -> dict[str, str]:
+    return {name: str(value) for name, value in asdict(stage.gpu).items()}
+
+
+def _gpu_libraries() -> dict[str, str]:
+    from distgpt.gpu import probe
+
+    found = probe.driver()
+    return {**probe.packages(), "driver": found.release if found else ""}
+
+
+def _matmul(kernels: Any) -> str:
+    """Name what multiplies matrices, and the BLAS: Muon uses it whatever the layers use."""
+    from distgpt.core.cpu.matmul.blas import blas_core_name
+
+    return f"{kernels.matmuls.words}; BLAS for {blas_core_name() or 'any processor'}"

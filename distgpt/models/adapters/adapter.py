@@ -1,0 +1,187 @@
+"""Adapters on disk: small weights files that name the model they stand beside; read, and merged into it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from distgpt.core.base.errors import DataError, UsageError, command_line
+from distgpt.core.base.formatting import size
+from distgpt.core.comm.agree import on_root
+from distgpt.core.comm.api import Comm
+from distgpt.core.config import RunConfig, differences
+from distgpt.core.model.memory import FlatBuffer, Layout
+from distgpt.core.model.model import Architecture
+from distgpt.core.ops.api import Array
+from distgpt.core.ops.kernels import Kernels
+from distgpt.core.saved.modelfile import Base, Description, load_description, read_description
+from distgpt.core.saved.tensors import (
+    DATA_SUM,
+    Header,
+    LazyTensors,
+    read_header,
+    read_into,
+    write_tensors,
+)
+from distgpt.core.saved.weights import ADAPTER, SOURCE_SUM, find_weights, read_float, verified, weights_of
+from distgpt.models.adapters.lora import adapter_layout, adapters_by_matrix
+
+
+def base_of(path: Path) -> Base:
+    """Return what an adapter says of the weights file that it stands beside."""
+    metadata = read_header(path).metadata
+    known = metadata.get(SOURCE_SUM) or metadata.get(DATA_SUM)
+    if known is None:
+        raise DataError(f"{path} carries no checksum, as files of a former version: write it anew first")
+    return Base(str(path.absolute()), known)
+
+
+def refuse_other_base(adapter: Path, about: Description, weights: Path) -> None:
+    """Refuse an adapter that was trained beside another model."""
+    assert about.base
+    own, other = (replace(run.model, seq_len=1) for run in (about.run, read_description(weights).run))
+    if changed := differences(RunConfig(other), RunConfig(own)):
+        name, (here, there) = next(iter(changed.items()))
+        raise DataError(f"{adapter} is of another model than {weights}: {name} is {there!r} and {here!r}")
+    if about.base.sha256 != base_of(weights).sha256:
+        raise DataError(
+            f"{adapter} is of another model than {weights}, of the same shape: it was trained beside"
+            f" {about.base.file}"
+        )
+
+
+def with_adapter(weights: Path, adapter: Path | None, comm: Comm) -> tuple[Path, Folding | None]:
+    """Return the weights file of a whole model, and what merges the adapter into it. Collective.
+
+    Where `weights` is an adapter, or the directory of a run that trained one, it names its model itself.
+    """
+
+    def decide() -> list[str]:
+        found = weights_of(weights)
+        own = read_description(found).base
+        if adapter is None and own is None:
+            return [str(found), ""]
+        if own and adapter:
+            raise UsageError(f"{found} is an adapter: as --weights give the model that it stands beside")
+        whole, chosen = (Path(own.file), found) if own else (found, find_weights(adapter or found))
+        about = read_description(chosen)
+        if about.base is None:
+            raise UsageError(f"{chosen} is no adapter but a whole model: give it as --weights")
+        if about.part != ADAPTER:
+            raise UsageError(
+                f"{chosen} holds a part of kind {about.part!r}, and no adapter: only adapters are merged;"
+                " where its kind can, it is opened as --weights alone"
+            )
+        if own and not whole.is_file():
+            raise DataError(
+                f"{chosen} is an adapter, and its model is not at {whole}: give the model as --weights, and"
+                f" --adapter {chosen}"
+            )
+        refuse_other_base(chosen, about, whole)
+        return [str(whole), str(chosen)]
+
+    whole, chosen = on_root(comm, decide)
+    if not chosen:
+        return Path(whole), None
+    about = load_description(Path(chosen), comm)
+    folding: list[Folding] = []
+    on_root(comm, lambda: folding.append(read_adapter(Path(chosen), about)))
+    return Path(whole), folding[0] if folding else Folding(about, {})
+
+
+def read_adapter(path: Path, about: Description) -> Folding:
+    """Read an adapter's tensors, and refuse those that are not finite."""
+    tensors = {spec.name: np.empty(spec.shape, np.float32) for spec in adapter_layout(about.run).specs}
+    read_into(path, tensors)
+    for name, array in tensors.items():
+        if not np.isfinite(array).all():
+            raise DataError(f"{path}: {name} holds values that are not finite")
+    return Folding(about, tensors, path)
+
+
+class Folding:
+    """A `Merge`: adds an adapter to the matrices of its model, as they are read."""
+
+    def __init__(self, about: Description, tensors: dict[str, Array], source: object = "an adapter") -> None:
+        self.tokenizer, self.tensors, self._source = about.tokenizer, tensors, source
+        self._adapters = adapters_by_matrix(about.run)
+
+    def __call__(self, name: str, array: Array) -> None:
+        for adapter in self._adapters.get(name, []):
+            b, a = (self.tensors[f"{adapter.name}.lora_{kind}"] for kind in "ba")
+            with np.errstate(all="ignore"):
+                change = np.float32(adapter.scale) * (b @ a)
+            if not np.isfinite(change).all():  # else the model's file would be blamed for it later
+                raise DataError(f"{self._source}: what {adapter.name} adds to the model is not finite")
+            array[adapter.rows] += change
+
+
+class ReadsFrozen(Protocol):
+    """A model with weights that it reads and does not train."""
+
+    frozen: FlatBuffer
+    kernels: Kernels
+
+
+def load_frozen(comm: Comm, model: ReadsFrozen, path: Path) -> None:
+    """Fill what an adapter stands beside, tensor by tensor, so that nothing is there twice. Collective."""
+    headers: list[Header] = []
+    on_root(comm, lambda: headers.append(verified(path)))
+    for spec in model.frozen.layout.specs:
+        host = np.empty(spec.shape, np.promote_types(model.kernels.wide, np.float32))
+        on_root(comm, lambda: read_float(path, headers[0], spec, host))  # noqa: B023
+        if comm.rank == 0:
+            model.kernels.put(model.frozen[spec.name], host)
+    comm.broadcast(model.frozen.flat)
+
+
+def merge(weights: Path | None, adapter: Path, out: Path, comm: Comm) -> str:
+    """Write a weights file with the adapter added to the model's matrices. Return what was done."""
+    whole, folding = with_adapter(weights or adapter, adapter if weights else None, comm)
+    if folding is None:
+        raise UsageError(f"{adapter} is no adapter but a whole model: there is nothing to merge")
+    about, header = read_description(whole), verified(whole)
+    if about.rounded:
+        raise UsageError(f"{whole} is in {about.rounded}: merge into the file that it is from, then quantize")
+    specs = {spec.name: spec for spec in Architecture(about.run.model).layout.specs}
+    kinds = {name: (np.dtype(np.float32), spec.shape) for name, spec in specs.items()}
+
+    def make(name: str) -> Any:
+        array = np.empty(specs[name].shape, np.float32)
+        read_float(whole, header, specs[name], array)
+        folding(name, array)
+        return array
+
+    tokenizer = folding.tokenizer or about.tokenizer
+    metadata = {**header.facts(), **Description(about.run, tokenizer).to_metadata()}
+    write_tensors(out, LazyTensors(kinds, make), metadata)
+    return f"{out}: {whole} with {adapter} merged into it, {size(out.stat().st_size)}"
+
+
+class AdapterFile:
+    """A `PartKind`: adapters beside a model's matrices."""
+
+    def layout(self, run: RunConfig) -> Layout:
+        return adapter_layout(run)
+
+    def refuse_damaged(self, run: RunConfig, path: Path) -> None:
+        if not run.train.lora_rank:
+            raise DataError(f"{path} is damaged: it is an adapter, and its configuration names no rank")
+
+    def describe(self, run: RunConfig) -> str:
+        return f"an adapter of rank {run.train.lora_rank} beside {run.train.lora_matrices} of"
+
+    def refuse_alone(self, path: Path | str) -> None:
+        merge = command_line("weights", "merge", "--adapter", path, "--out", "merged.safetensors")
+        raise UsageError(f"{path} is an adapter, without the model that it stands beside: first {merge}")
+
+    def whole(self, weights: Path, comm: Comm, part: Path | None = None) -> tuple[Path, Folding]:
+        whole, folding = with_adapter(weights, part, comm)
+        assert folding is not None  # as one of the two is an adapter
+        return whole, folding
+
+
+FILES = AdapterFile()

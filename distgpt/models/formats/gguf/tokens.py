@@ -1,0 +1,281 @@
+"""Tokenizers and chat templates in GGUF: byte-level BPE ("gpt2") and SentencePiece's BPE ("llama")."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from distgpt.core.base.errors import DataError, UsageError
+from distgpt.core.data.tokenizers import ByteTokenizer, Tokenizer, checked_chat
+from distgpt.corpora.tokenizers.bpe import LARGEST, BpeTokenizer, symbols
+from distgpt.corpora.tokenizers.collected import refuse_repeated
+from distgpt.corpora.tokenizers.foreign import from_document
+from distgpt.corpora.tokenizers.library import LLAMA3_WORDS, QWEN_WORDS, library_errors
+from distgpt.corpora.tokenizers.tokenizer_json import BLANK, BYTE_TOKENS, LibraryTokenizer
+from distgpt.models.formats.gguf.container import Container, Numbers
+
+KEY, TEMPLATE = "tokenizer.ggml.", "tokenizer.chat_template"
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # kinds of tokens
+_LONGEST = 256  # characters of a piece of SentencePiece, which has 16
+_ENDS = ("eos", "eot", "eom")
+_NAMED = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
+
+
+def _words(pattern: str) -> dict[str, Any]:
+    return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+
+
+_BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+_GPT2 = {**_BYTES, "use_regex": True}
+# How text is cut before it is merged, by the names that GGUF has for it.
+PRE: dict[str, list[dict[str, Any]]] = {
+    "gpt-2": [_GPT2],
+    "smollm": [{"type": "Digits", "individual_digits": True}, _GPT2],
+    "qwen2": [_words(QWEN_WORDS), _BYTES],
+    "llama-bpe": [_words(LLAMA3_WORDS), _BYTES],
+}
+_SAME = {"llama3": "llama-bpe", "llama-v3": "llama-bpe", "deepseek-r1-qwen": "qwen2"}
+_WHOLE = "llama-bpe"  # takes a word that is an entry as it is, whatever the merges
+_COMPOSED = "qwen2"  # its tokenizer.json normalizes text to NFC
+
+
+# -- out
+
+
+def metadata_of(tokenizer: Tokenizer, size: int, source: object) -> dict[str, Any]:
+    """Return the metadata of a tokenizer beside a model of `size` tokens, or refuse it with a UsageError."""
+    if len(tokenizer.first) > 1:
+        raise _refused(source, "begins texts with several tokens; in GGUF it is one")
+    if isinstance(tokenizer, LibraryTokenizer):
+        document = tokenizer.contents()["document"]
+        found = (_sentencepiece if tokenizer.spells_blanks else _byte_level)(document, source)
+        added = {token["content"]: token["id"] for token in document.get("added_tokens") or []}
+        tokens = {i: text for text, i in (document["model"]["vocab"] | added).items()}
+    else:
+        found, tokens = _own(tokenizer, source)
+    kinds = dict.fromkeys(tokens, NORMAL) | found.pop("kinds")
+    found["tokens"] = [tokens.get(i, f"[PAD{i}]") for i in range(size)]
+    found["token_type"] = np.array([kinds.get(i, UNUSED) for i in range(size)], np.int32)
+    if "scores" in found:
+        found["scores"] = np.array([found["scores"].get(i, 0.0) for i in range(size)], np.float32)
+    byte = "<0xFF>" if "scores" in found else symbols()[0xFF]
+    never = found["tokens"].index(byte) if byte in found["tokens"] else 0
+    found |= _roles(tokenizer, never)
+    known = tokenizer.chat
+    chat = {TEMPLATE: known.source} if known and known.source else {}
+    return {KEY + name: value for name, value in found.items()} | chat
+
+
+def _own(tokenizer: Tokenizer, source: object) -> tuple[dict[str, Any], dict[int, str]]:
+    """Return one of our kinds: what GGUF says of it, and its tokens. Bytes are BPE without merges."""
+    special = tokenizer.specials
+    merges: Sequence[tuple[str, str]] = ()
+    vocabulary: Sequence[str] = symbols()
+    if isinstance(tokenizer, BpeTokenizer):
+        vocabulary, merges = tokenizer.vocabulary, tokenizer.merges
+    elif tokenizer.kind != "byte":
+        raise _refused(source, f"is of kind {tokenizer.kind}, and GGUF's encode every text (byte, bpe:N)")
+    kinds = dict.fromkeys(special.values(), CONTROL)
+    tokens = dict(enumerate(vocabulary)) | {i: text for text, i in special.items()}
+    return {"model": "gpt2", "pre": "gpt-2", "merges": [" ".join(m) for m in merges], "kinds": kinds}, tokens
+
+
+def _refused(source: object, why: str) -> UsageError:
+    return UsageError(f"{source} cannot be exported: its tokenizer {why}")
+
+
+def _roles(tokenizer: Tokenizer, never: int) -> dict[str, Any]:
+    """Return ids by role.
+
+    llama.cpp assigns default ids to absent special tokens. So these get a byte that never occurs in text.
+    """
+    chat, special = tokenizer.chat, tokenizer.specials
+    named = {role: special.get(chat.tokens.get(name, "")) if chat else None for role, name in _NAMED.items()}
+    own = [named["eos"], *(chat.ends if chat else ())]
+    ends = list(dict.fromkeys(end for end in own if end is not None))
+    end = never if tokenizer.separator is None else tokenizer.separator
+    found: dict[str, Any] = dict(zip(_ENDS, ends or [end], strict=False))
+    begin = named["bos"] if chat else end
+    found["bos"] = next(iter(tokenizer.first), never if begin is None else begin)
+    found |= {role: named[role] for role in ("unknown", "padding") if named[role] is not None}
+    ids = {f"{role}_token_id": token for role, token in found.items()}
+    return {**ids, "add_bos_token": bool(tokenizer.first), "add_eos_token": False}
+
+
+def _kinds(document: Mapping[str, Any]) -> dict[int, int]:
+    unknown = document["model"].get("unk_token")
+    found = {}
+    for token in document.get("added_tokens") or []:
+        kind = CONTROL if token["special"] else USER_DEFINED
+        found[token["id"]] = UNKNOWN if token["content"] == unknown else kind
+    return found
+
+
+def _byte_level(document: Mapping[str, Any], source: object) -> dict[str, Any]:
+    model, before = document["model"], document.get("pre_tokenizer") or {}
+    defaults = {"ByteLevel": {"add_prefix_space": True, "use_regex": True}}
+    ours = {"ByteLevel": {"trim_offsets": True}}  # which no id depends on
+    parts = before.get("pretokenizers", [before] if before else [])
+    steps = [defaults.get(part["type"], {}) | part | ours.get(part["type"], {}) for part in parts]
+    pre = next((name for name, known in PRE.items() if steps == known), None)
+    nothing = (None, {"type": "Sequence", "normalizers": []}, {"type": "NFC"} if pre == _COMPOSED else None)
+    if model.get("type", "BPE") != "BPE" or pre is None or document.get("normalizer") not in nothing:
+        raise _refused(source, f"cuts texts in a way that is none of {', '.join(PRE)}")
+    if (pre == _WHOLE) != bool(model.get("ignore_merges")) and not _merges_all(model, source):
+        raise _refused(source, f"takes entries whole, or does not, unlike {pre} in GGUF")
+    merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
+    return {"model": "gpt2", "pre": pre, "merges": merges, "kinds": _kinds(document)}
+
+
+def _merges_all(model: Mapping[str, Any], source: object) -> bool:
+    """Return if every entry comes out of its own merges, so that taking it whole changes nothing."""
+    from tokenizers import models
+
+    pairs = [tuple(pair.split(" ") if isinstance(pair, str) else pair) for pair in model["merges"]]
+    with library_errors(f"{source}: the library tokenizers refuses its merges"):
+        merging = models.BPE(model["vocab"], pairs)
+        return all(len(merging.tokenize(entry)) == 1 for entry in model["vocab"])
+
+
+def _sentencepiece(document: Mapping[str, Any], source: object) -> dict[str, Any]:
+    """Pieces with scores: the lower a merge stands, the lower is the score of what it makes."""
+    model = document["model"]
+    if model.get("type", "BPE") != "BPE":
+        raise _refused(source, f"is {model['type']} with single bytes, which GGUF has not for these models")
+    vocab: dict[str, int] = model["vocab"]
+    kinds = _kinds(document) | {vocab[entry]: BYTE for entry in BYTE_TOKENS}
+    made = ["".join(pair.split(" ") if isinstance(pair, str) else pair) for pair in model["merges"]]
+    scores = {piece: -float(rank) for rank, piece in reversed(list(enumerate(made)))}
+    found = {piece: n for piece, n in Counter(made).items() if vocab[piece] not in kinds}
+    pieces = [piece for piece, i in vocab.items() if i not in kinds]
+    expected = {piece: n for piece in pieces if (n := len(_splits(piece, vocab)))}
+    if found != expected or len(list(itertools.groupby(made))) != len(scores):
+        raise _refused(source, "has merges that are not SentencePiece's, which GGUF makes of scores")
+    steps = document.get("normalizer") or {}
+    prefixed = any(step["type"] == "Prepend" for step in steps.get("normalizers", [steps] if steps else []))
+    before = document.get("pre_tokenizer") or {}
+    if before.get("type") == "Metaspace":
+        prefixed = before.get("prepend_scheme", "always") != "never"
+    by_id = {vocab[piece]: score for piece, score in scores.items()}
+    return {"model": "llama", "pre": "default", "scores": by_id, "add_space_prefix": prefixed, "kinds": kinds}
+
+
+def _splits(piece: str, vocab: Mapping[str, int]) -> list[tuple[str, str]]:
+    """Return the pairs of entries that a piece is made of, in the order of their ids."""
+    cuts = [(piece[:at], piece[at:]) for at in range(1, len(piece))]
+    known = [(a, b) for a, b in cuts if a in vocab and b in vocab]
+    return sorted(known, key=lambda pair: (vocab[pair[0]], vocab[pair[1]]))
+
+
+# -- in
+
+
+def tokenizer_of(container: Container) -> Tokenizer | None:
+    """Return the tokenizer in a file with its chat template, None if there is none."""
+    found = {k.removeprefix(KEY): v for k, v in container.metadata.items() if k.startswith(KEY)}
+    source, model = str(container.path), found.get("model", "none")
+    if model in ("none", "no_vocab"):
+        return None
+    if model not in ("gpt2", "llama"):
+        raise DataError(f"{source}: its tokenizer is {model!r:.40}; known are gpt2 and llama")
+    tokens, kinds = _tokens(found, source)
+    special = {i: tokens[i] for i in range(len(tokens)) if kinds[i] in (UNKNOWN, CONTROL, USER_DEFINED)}
+    # Special tokens among others are entries too, since the library would give their ids away.
+    last = max((i for i, kind in enumerate(kinds) if kind in (NORMAL, BYTE)), default=-1)
+    vocab = {text: i for i, text in enumerate(tokens[: last + 1])}
+    pieces = [text for i, text in enumerate(tokens) if kinds[i] == NORMAL]
+    ids = {name: found.get(f"{name}_token_id") for name in (*_NAMED, *_ENDS)}
+    roles = {name: i for name, i in ids.items() if type(i) is int and i in special}
+    document = _document(found, vocab, pieces, source)
+    document["added_tokens"] = [_added(i, text, kinds[i] != USER_DEFINED) for i, text in special.items()]
+    begins = found.get("add_bos_token", model == "llama" or found.get("pre") == _WHOLE)
+    document["post_processor"] = (
+        _begin(special[roles["bos"]], roles["bos"]) if begins and "bos" in roles else None
+    )
+    merges = document["model"]["merges"]
+    is_byte = list(vocab) == list(symbols()) and not special and not merges
+    tokenizer: Tokenizer = ByteTokenizer() if is_byte else from_document(document, source)
+    template: Any = container.metadata.get(TEMPLATE, "")
+    ends = list(dict.fromkeys(roles[role] for role in _ENDS if role in roles))
+    if not template and not (isinstance(tokenizer, LibraryTokenizer) and ends):
+        return tokenizer
+    named = {name: special[roles[role]] for role, name in _NAMED.items() if role in roles}
+    chat = {"source": template, "tokens": named, "ends": ends}
+    return tokenizer.with_chat(checked_chat(chat, tokenizer.size, source))
+
+
+def _tokens(found: Mapping[str, Any], source: str) -> tuple[list[str], Sequence[int]]:
+    tokens: Any = found.get("tokens")
+    kinds: Any = found.get("token_type")
+    if not _is_texts(tokens) or not 0 < len(tokens) < LARGEST:
+        raise DataError(f"{source}: {KEY}tokens is missing, or no list of at most {LARGEST:,} texts")
+    kinds = Numbers(np.full(len(tokens), NORMAL)) if kinds is None else kinds
+    if not isinstance(kinds, Numbers) or len(kinds.array) != len(tokens):
+        raise DataError(f"{source}: {KEY}token_type is no list of {len(tokens):,} numbers")
+    refuse_repeated(tokens, source)
+    return tokens, kinds.array.tolist()
+
+
+def _is_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(text, str) for text in value)
+
+
+def _document(
+    found: Mapping[str, Any], vocab: dict[str, int], pieces: list[str], source: str
+) -> dict[str, Any]:
+    """Return what tokenizer.json would say, but for its added tokens."""
+    if found["model"] == "llama":
+        prefix = found.get("add_space_prefix", True) is not False
+        return _of_blanks(vocab, _merges_by_score(found.get("scores"), pieces, vocab, source), prefix)
+    said = found.get("pre", "default")
+    pre = _SAME.get(said, said) if isinstance(said, str) else "default"
+    if pre not in PRE:
+        raise DataError(f"{source}: it cuts texts as {said!r:.40}; known are {', '.join(PRE)}")
+    if not _is_texts(merges := found.get("merges")):
+        raise DataError(f"{source}: {KEY}merges is missing, or no list of texts")
+    model = {"type": "BPE", "vocab": vocab, "merges": merges, "ignore_merges": pre == _WHOLE}
+    steps = PRE[pre]
+    before = steps[0] if len(steps) == 1 else {"type": "Sequence", "pretokenizers": steps}
+    normalizer = {"type": "NFC"} if pre == _COMPOSED else None
+    return {"normalizer": normalizer, "pre_tokenizer": before, "decoder": _GPT2, "model": model}
+
+
+def _merges_by_score(scores: Any, pieces: list[str], vocab: dict[str, int], source: str) -> list[list[str]]:
+    if not isinstance(scores, Numbers) or len(scores.array) < len(vocab):
+        raise DataError(f"{source}: {KEY}scores is no list of a number for each token")
+    if any(len(piece) > _LONGEST for piece in pieces):
+        raise DataError(f"{source}: its vocabulary has a piece of more than {_LONGEST} characters")
+    score = np.nan_to_num(scores.array.astype(np.float64))
+    order = sorted(pieces, key=lambda piece: -float(score[vocab[piece]]))
+    return [list(pair) for piece in order for pair in _splits(piece, vocab)]
+
+
+def _of_blanks(vocab: dict[str, int], merges: list[list[str]], prefix: bool) -> dict[str, Any]:
+    replace = {"type": "Replace", "pattern": {"String": " "}, "content": BLANK}
+    back = {"type": "Replace", "pattern": {"String": BLANK}, "content": " "}
+    strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if prefix else []
+    decoders = [back, {"type": "ByteFallback"}, {"type": "Fuse"}, *strip]
+    first = [{"type": "Prepend", "prepend": BLANK}] if prefix else []
+    return {
+        "normalizer": {"type": "Sequence", "normalizers": [*first, replace]},
+        "pre_tokenizer": None,
+        "decoder": {"type": "Sequence", "decoders": decoders},
+        "model": {"type": "BPE", "vocab": vocab, "merges": merges, "byte_fallback": True, "fuse_unk": True},
+    }
+
+
+def _added(token_id: int, text: str, special: bool) -> dict[str, Any]:
+    plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return {"id": token_id, "content": text, **plain, "special": special}
+
+
+def _begin(text: str, token_id: int) -> dict[str, Any]:
+    """Return a post-processor that puts one token in front."""
+    token = {"SpecialToken": {"id": text, "type_id": 0}}
+    single = [token, {"Sequence": {"id": "A", "type_id": 0}}]
+    known = {text: {"id": text, "ids": [token_id], "tokens": [text]}}
+    return {"type": "TemplateProcessing", "single": single, "pair": [*single], "special_tokens": known}

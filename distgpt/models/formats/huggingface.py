@@ -1,0 +1,537 @@
+"""Models of transformers: read with mistrust, imported to files of ours and exported, tensor by tensor."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from distgpt.core.base.caches import CACHE, cache_folder
+from distgpt.core.base.checked import parse_object
+from distgpt.core.base.errors import (
+    DataError,
+    DistgptError,
+    StorageError,
+    UsageError,
+    command_line,
+    print_lines,
+)
+from distgpt.core.base.files import (
+    atomic_file,
+    open_regular,
+    read_small,
+    storage_errors,
+    sync_directory,
+    unfinished,
+    unfinished_versions,
+)
+from distgpt.core.base.formatting import count
+from distgpt.core.config import ModelConfig, RunConfig
+from distgpt.core.data.tokenizers import Tokenizer, load_tokenizer
+from distgpt.core.model.model import Architecture
+from distgpt.core.saved.modelfile import ORIGIN, Description, read_description
+from distgpt.core.saved.tensors import (
+    Header,
+    LazyTensors,
+    read_header,
+    read_rows,
+    refuse_misfits,
+    verify_data,
+    write_tensors,
+)
+from distgpt.core.saved.weights import find_weights
+from distgpt.corpora.tokenizers.bpe import BpeTokenizer, symbols
+from distgpt.corpora.tokenizers.foreign import CHAT_FILES
+from distgpt.corpora.tokenizers.hub import PREFIX, TOKENIZER_FILES, download_model
+from distgpt.corpora.tokenizers.tokenizer_json import LibraryTokenizer
+from distgpt.models.formats.families import family_for, recognised
+from distgpt.models.formats.family import HEAD, Family, Settings, TensorMapping
+
+CONFIG, WHOLE = "config.json", "model.safetensors"
+INDEX = f"{WHOLE}.index.json"
+# A tokenizer that transformers cannot have is kept in a file of ours. So is the byte tokenizer, which
+# transformers can only have as BPE without merges, so that it comes back as it was.
+OWN_TOKENIZER = "distgpt_tokenizer.json"
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack")
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """One tensor in a file, under the name that it has there."""
+
+    path: Path
+    header: Header
+    name: str
+
+
+class Foreign:
+    """A model as transformers keeps it. Tensors go by their names without the family's prefix."""
+
+    def __init__(self, path: Path) -> None:
+        """Check everything but the tensors' data, which are not read; a DataError says what is wrong."""
+        self.path = path
+        self.directory, self.settings, self.headers = open_files(path)
+        self.family, self.config = recognised(self.settings)
+        self._tensors = _by_short_name(self.headers, self.family)
+        self.has_spare_head = self.config.tied and HEAD in self._tensors
+        _refuse_other_tensors(self._tensors, self.family, self.config, path)
+
+    @property
+    def dtype(self) -> str:
+        """Return the narrowest type of ours that rounds no element."""
+        stored = {s.header.tensors[s.name].dtype for s in self._tensors.values()}
+        return "<f8" if "F64" in stored else "<f4"
+
+    def verify(self) -> None:
+        """Compare the data with their checksums, if there are any, and with the configuration."""
+        for file, header in self.headers.items():
+            verify_data(file, header)
+        if self.has_spare_head and not self._equal(HEAD, _embedding(self.family, self.config)):
+            raise DataError(
+                f"{self.path} has an output layer that differs from its embedding,"
+                " but tie_word_embeddings in its configuration says that they are one"
+            )
+        for tensor in self.family.all_mappings(self.config):
+            if not tensor.ours and self.rows(tensor.theirs, tensor.shape[0]).any():
+                raise DataError(
+                    f"{self.path}: {tensor.theirs} is not zero, but its configuration has no bias"
+                )
+
+    def rows(self, name: str, count: int, first: int = 0) -> NDArray[Any]:
+        stored = self._tensors[name]
+        shape = stored.header.tensors[stored.name].shape
+        rows = np.empty((count, *shape[1:]), self.dtype)
+        read_rows(stored.path, stored.header, stored.name, rows, first)
+        return rows
+
+    def read(self, mapping: TensorMapping, out: NDArray[Any]) -> None:
+        """Fill our rows that correspond to this tensor."""
+        if mapping.transposed:
+            transpose(out, self.rows(mapping.theirs, mapping.shape[0]))
+        else:
+            stored = self._tensors[mapping.theirs]
+            read_rows(stored.path, stored.header, stored.name, out)
+
+    def tokenizer(self) -> Tokenizer | None:
+        return tokenizer_in(self.directory)
+
+    def _equal(self, left: str, right: str) -> bool:
+        """Compare in strips, as embeddings are large."""
+        size, strip = self.config.vocab_size, 4096
+        starts = ((start, min(strip, size - start)) for start in range(0, size, strip))
+        return all(
+            np.array_equal(self.rows(left, count, start), self.rows(right, count, start))
+            for start, count in starts
+        )
+
+
+def transpose(out: NDArray[Any], source: NDArray[Any]) -> None:
+    """out ← sourceᵀ, in strips that fit into the processor's cache."""
+    for start in range(0, len(source), 64):
+        out[:, start : start + 64] = source[start : start + 64].T
+
+
+def tokenizer_in(directory: Path) -> Tokenizer | None:
+    """Return the tokenizer of an exported or foreign model, None if there is none."""
+    if (directory / OWN_TOKENIZER).exists():
+        return load_tokenizer(str(directory / OWN_TOKENIZER))
+    for together in (TOKENIZER_FILES[:1], TOKENIZER_FILES[1:]):
+        if all((directory / name).exists() for name in together):
+            return load_tokenizer(str(directory))
+    return None
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a small file."""
+    return parse_object(read_small(path), path)
+
+
+def open_files(path: Path) -> tuple[Path, Settings, dict[Path, Header]]:
+    """Return the directory, its configuration, and the files with the tensors: intact, of whatever model."""
+    directory, files = _files(path)
+    settings = Settings(read_object(directory / CONFIG), str(directory / CONFIG))
+    return directory, settings, {file: read_header(file) for file in files}
+
+
+def _files(path: Path) -> tuple[Path, list[Path]]:
+    """Return the directory with the configuration, and the files with the tensors."""
+    if path.suffix in PICKLES:
+        raise _pickled(path)
+    with storage_errors("read", path):
+        if not path.is_dir():
+            open_regular(path).close()  # refuses pipes and devices
+        directory = path if path.is_dir() else path.parent
+        if not (directory / CONFIG).is_file():
+            if (directory / "config.toml").is_file():
+                raise UsageError(f"{directory} is a run of distgpt: its weights need no import")
+            where = f"{path} has no {CONFIG}" if path.is_dir() else f"there is no {CONFIG} beside {path}"
+            raise DataError(f"{where}, which says what model the tensors are of")
+        whole, index = directory / WHOLE, directory / INDEX
+        if path.is_file() and path.suffix != ".json":
+            return directory, [path]
+        if whole.is_file() and path != index:
+            return directory, [whole]
+        if index.is_file():
+            return directory, _shards(index)
+        pickles = [file for file in sorted(directory.iterdir()) if file.suffix in PICKLES]
+        raise _pickled(pickles[0]) if pickles else DataError(f"{directory} has neither {WHOLE} nor {INDEX}")
+
+
+def _pickled(path: Path) -> DataError:
+    return DataError(
+        f"{path} is not read, as loading such a file may run any program in it: save the model"
+        " as safetensors first, which model.save_pretrained(DIR) does in transformers"
+    )
+
+
+def _shards(index: Path) -> list[Path]:
+    """Return the files of an index, each with exactly the tensors that the index says."""
+    mapped = read_object(index).get("weight_map")
+    if not isinstance(mapped, dict) or not mapped:
+        raise DataError(f"{index} is damaged: it has no weight_map")
+    expected: dict[str, set[str]] = {}
+    for name, file in mapped.items():
+        if not isinstance(file, str) or file in ("", ".", "..") or not set(file).isdisjoint("/\\\0"):
+            raise DataError(f"{index}: {name!r:.80} lies in {file!r:.80}, which is not a file beside it")
+        expected.setdefault(file, set()).add(name)
+    for file in expected:
+        if not index.with_name(file).is_file():
+            raise DataError(f"{index} lists {file!r:.80}, which is missing")
+    for file, tensors in expected.items():
+        path = index.with_name(file)
+        if different := tensors ^ read_header(path).tensors.keys():
+            where = "only in the index" if min(different) in tensors else "only in the file"
+            raise DataError(f"{index} and {path.name} do not agree: {min(different)!r:.80} is {where}")
+    return [index.with_name(file) for file in sorted(expected)]
+
+
+def _by_short_name(headers: dict[Path, Header], family: Family) -> dict[str, Stored]:
+    tensors: dict[str, Stored] = {}
+    for path, header in headers.items():
+        for name in header.tensors:
+            short = name.removeprefix(family.prefix)
+            if family.buffers.fullmatch(short):
+                continue
+            if short in tensors:
+                raise DataError(f"{path} holds {short!r:.80} twice, or another file does too")
+            tensors[short] = Stored(path, header, name)
+    return tensors
+
+
+def _refuse_other_tensors(
+    tensors: dict[str, Stored], family: Family, config: ModelConfig, path: Path
+) -> None:
+    # First, so that a made-up number cannot make the list of expected tensors huge.
+    if config.n_layer > len(tensors):
+        raise DataError(f"{path}: its configuration asks for {config.n_layer} layers, which it does not hold")
+    expected = {mapping.theirs: mapping.shape for mapping in family.all_mappings(config)}
+    if config.tied and HEAD in tensors:
+        expected[HEAD] = (config.vocab_size, config.n_embd)
+    entries = {name: stored.header.tensors[stored.name] for name, stored in tensors.items()}
+    refuse_misfits(Header(entries, {}, 0), expected, path)
+
+
+def _embedding(family: Family, config: ModelConfig) -> str:
+    return next(mapping.theirs for mapping in family.mappings(config) if mapping.ours == "wte")
+
+
+HUB_FILES = tuple({CONFIG, INDEX, "model*.safetensors", *TOKENIZER_FILES, *CHAT_FILES})
+# NumPy's types for what transformers calls by these names; bfloat16 as bits.
+STORED = {"float32": "<f4", "float16": "<f2", "bfloat16": "<u2"}
+
+Note = Callable[[str], None]
+
+
+def import_model(source: str, out: Path, tokenizer: str | None, note: Note = lambda text: None) -> str:
+    """Write `out` from a directory, a file in it, or hub:ORG/NAME. Holds little more than one tensor.
+
+    Return what was written and how to use it, for people.
+    """
+    refuse_place(out)
+    repository = source.removeprefix(PREFIX) if source.startswith(PREFIX) else None
+    foreign = Foreign(Path(source) if repository is None else download_model(repository, HUB_FILES))
+    name = foreign.directory.resolve().name if repository is None else source
+    return import_from(foreign, name, out, tokenizer, note)
+
+
+def fetched_weights(repository: str, fetches: bool) -> Path:
+    """Return the file of a model. It is imported first where the user's cache does not have it yet.
+
+    Without `fetches` such a model is refused.
+    """
+    name, folder = PREFIX + repository, cache_folder("models")
+    if folder is None:
+        raise UsageError(f"{name} has no place: set {CACHE} to a folder that only you can write to")
+    found = folder / f"{repository.replace('/', '--')}.safetensors"
+    if not found.exists():
+        if not fetches:
+            own = command_line("weights", "import", name, "--out", "model.safetensors")
+            raise UsageError(f"{name} is not on this machine yet: first {own}, then name that file")
+        note = partial(print_lines, err=True)
+        import_model(name, found, None, note)
+        if not read_header(found).metadata["tokenizer"]:
+            found.unlink()
+            own = command_line("weights", "import", name, "--tokenizer", "…", "--out", "…")
+            raise UsageError(f"{name} has no tokenizer that can be used; import it with another: {own}")
+        note(f"{name} is kept as {found}; remove it to fetch it anew")
+    return found
+
+
+class Source(Protocol):
+    """A model of others, of whatever format."""
+
+    path: Path
+    family: Family
+    config: ModelConfig
+
+    @property
+    def dtype(self) -> str:
+        """Return NumPy's name for the type that it is imported in."""
+
+    def verify(self) -> None:
+        """Raise a DataError if the data cannot be right."""
+
+    def read(self, mapping: TensorMapping, out: NDArray[Any]) -> None:
+        """Fill our rows that correspond to this tensor."""
+
+    def tokenizer(self) -> Tokenizer | None:
+        """Return the tokenizer, None if there is none."""
+
+
+def import_from(foreign: Source, name: str, out: Path, tokenizer: str | None, note: Note) -> str:
+    """Write `out` from a model that goes by this name."""
+    own = _tokenizer(tokenizer, foreign, note)
+    foreign.verify()
+    title = foreign.family.title
+    metadata = Description(RunConfig(model=foreign.config), own).to_metadata()
+    metadata[ORIGIN] = f"{title} model imported from {name}"
+    note(f"reading {title} with {count(foreign.config.n_layer, 'layer')} of width {foreign.config.n_embd}")
+    _write_weights(out, foreign, metadata)
+    use = command_line("infer", "--weights", out, "--prompt", "…") if own else "distgpt.load in Python"
+    return page("weights", out, own.describe() if own else "none", use)
+
+
+def page(kind: str, out: Path, tokenizer: str, use: str) -> str:
+    return f"{kind:<11}{out}\ntokenizer  {tokenizer}\nnext       {use}"
+
+
+def refuse_place(out: Path) -> None:
+    """Refuse a file that cannot be written before hours of reading."""
+    with storage_errors("write", out):
+        if out.exists():
+            raise UsageError(f"{out} exists already; choose another --out, or remove it")
+    if not os.access(out.parent, os.W_OK | os.X_OK):
+        raise StorageError(f"cannot write {out}: no files can be made in {out.parent}")
+
+
+def _write_weights(out: Path, foreign: Source, metadata: dict[str, str]) -> None:
+    dtype = np.dtype(foreign.dtype)
+    kinds = {spec.name: (dtype, spec.shape) for spec in Architecture(foreign.config).layout.specs}
+    sources: dict[str, list[TensorMapping]] = defaultdict(list)
+    for mapping in foreign.family.all_mappings(foreign.config):
+        sources[mapping.ours].append(mapping)
+
+    def make(name: str) -> NDArray[Any]:
+        """Leave zeros in rows that no tensor fills: the padding of the vocabulary."""
+        array = np.zeros(kinds[name][1], dtype)
+        for mapping in sources[name]:
+            foreign.read(mapping, array[mapping.first : mapping.first + mapping.rows])
+        refuse_nonfinite(array, name, foreign.path)
+        return array
+
+    write_tensors(out, LazyTensors(kinds, make), metadata)
+
+
+def _tokenizer(name: str | None, foreign: Source, note: Note) -> Tokenizer | None:
+    """Return the tokenizer asked for, else the directory's, unless that is of a kind we do not have."""
+    if name is not None:
+        tokenizer: Tokenizer | None = load_tokenizer(name)
+    else:
+        try:
+            tokenizer = foreign.tokenizer()
+        except DistgptError as error:
+            note(f"without a tokenizer, as the model's cannot be used; --tokenizer names another ({error})")
+            return None
+    if tokenizer and tokenizer.size > foreign.config.vocab_size:
+        raise DataError(
+            f"{foreign.path} has a vocabulary of {foreign.config.vocab_size:,}, too small for its tokenizer"
+            f" of {tokenizer.size:,} entries; --tokenizer names another"
+        )
+    return tokenizer
+
+
+def export_model(path: Path, out: Path, dtype: str, note: Note = lambda text: None) -> str:
+    """Make the directory `out`, which appears once it is whole. Holds little more than one tensor.
+
+    Return what was written and how to use it, for people.
+    """
+    path, description = exportable(path)
+    config = description.run.model
+    family = family_for(config, path)
+    if not out.name:
+        raise UsageError(f"{str(out)!r} is not a name for a new directory; choose another --out")
+    with storage_errors("use", out):
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise UsageError(f"{out} exists and is not an empty directory; choose another --out")
+    header = read_header(path)
+    verify_data(path, header)
+    mappings = {family.full_name(mapping.theirs): mapping for mapping in family.all_mappings(config)}
+
+    def make(name: str) -> NDArray[Any]:
+        mapping = mappings[name]
+        array = np.zeros(mapping.shape, "<f4")
+        if mapping.ours:
+            rows = np.empty(mapping.shape[::-1], "<f4") if mapping.transposed else array
+            read_rows(path, header, mapping.ours, rows, mapping.first)
+            if mapping.transposed:
+                transpose(array, rows)
+        refuse_nonfinite(array, mapping.ours, path)
+        return narrowed(array, dtype, mapping.ours, path)
+
+    kinds = {name: (np.dtype(STORED[dtype]), mapping.shape) for name, mapping in mappings.items()}
+    files = _texts(family, config, description.tokenizer, dtype)
+    note(f"writing {family.title} with {count(config.n_layer, 'layer')} of width {config.n_embd}")
+    if "F64" in {entry.dtype for entry in header.tensors.values()}:
+        note(f"rounding its float64 elements to {dtype}")
+    with new_directory(out) as directory:
+        write_tensors(directory / WHOLE, LazyTensors(kinds, make), {"format": "pt"})
+        for name, text in files.items():
+            with atomic_file(directory / name) as file:
+                file.write(text.encode())
+    tokenizer = description.tokenizer
+    described = tokenizer.describe() if tokenizer else "none"
+    if tokenizer and tokenizer.kind in ("char", "word"):
+        described += ", which transformers does not have: kept for distgpt alone"
+    use = f"{family.architecture}.from_pretrained({str(out)!r}) in transformers"
+    return page("directory", out, described, use)
+
+
+def exportable(path: Path) -> tuple[Path, Description]:
+    """Return the weights file behind a path, and what it holds."""
+    path = find_weights(path)
+    description = read_description(path)
+    description.refuse_incomplete(path)
+    if description.rounded:
+        raise UsageError(f"{path} is in {description.rounded}: export the file that it is from")
+    return path, description
+
+
+def narrowed(array: NDArray[Any], dtype: str, name: str, path: Path) -> NDArray[Any]:
+    """Round to the nearest value of the type, ties to even."""
+    if dtype == "float32":
+        return array
+    with np.errstate(over="ignore"):
+        if dtype == "float16":
+            narrow = array.astype("<f2")
+            fits = np.isfinite(narrow).all()
+        else:  # a bfloat16 is the upper half of a float32
+            bits = array.view("<u4")
+            narrow = ((bits + (0x7FFF + (bits >> 16 & 1))) >> 16).astype("<u2")
+            fits = ((narrow & 0x7F80) != 0x7F80).all()
+    if not fits:
+        raise DataError(f"{path}: {name} holds values too large for {dtype}; use --dtype float32")
+    return narrow
+
+
+def _texts(family: Family, config: ModelConfig, tokenizer: Tokenizer | None, dtype: str) -> dict[str, str]:
+    """Return the small files by name: the configuration last, since a directory without it is no model."""
+    separator = tokenizer.separator if tokenizer else None
+    ends = list(dict.fromkeys(chat.ends)) if tokenizer and (chat := tokenizer.chat) else []
+    first = tokenizer.first[0] if tokenizer and tokenizer.first else separator
+    tokens = {"bos_token_id": first, "eos_token_id": ends or separator}
+    settings = {
+        "architectures": [family.architecture],
+        "model_type": family.model_type,
+        **family.values_for(config),
+        **family.config_for(config),
+        "tie_word_embeddings": config.tied,
+        "initializer_range": config.init_std,
+        **tokens,
+        "torch_dtype": dtype,
+        "use_cache": True,
+    }
+    return {
+        **(tokenizer_files(tokenizer, config.seq_len) if tokenizer else {}),
+        "generation_config.json": json.dumps({"_from_model_config": True, **tokens}, indent=1),
+        CONFIG: json.dumps(settings, indent=1),
+    }
+
+
+def refuse_nonfinite(array: NDArray[Any], name: str, source: object) -> None:
+    if not np.isfinite(array).all():
+        raise DataError(f"{source}: {name} holds values that are not finite")
+
+
+@contextmanager
+def new_directory(final: Path) -> Iterator[Path]:
+    """Yield a directory that gets its name once all of it is on the disk; remove those of killed exports."""
+    partial = unfinished(final)
+    with storage_errors("write", final):
+        final.parent.mkdir(parents=True, exist_ok=True)
+        for abandoned in unfinished_versions(final):
+            shutil.rmtree(abandoned, ignore_errors=True)
+        try:
+            partial.mkdir()
+            yield partial
+            partial.rename(final)
+            sync_directory(final.parent)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+
+
+def tokenizer_files(tokenizer: Tokenizer, context: int) -> dict[str, str]:
+    """Return the files that transformers looks for beside a model: their texts by name."""
+    foreign = isinstance(tokenizer, BpeTokenizer | LibraryTokenizer)
+    own = {} if foreign else {OWN_TOKENIZER: tokenizer.to_json()}
+    settings: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": context,
+        "clean_up_tokenization_spaces": False,
+    }
+    if chat := tokenizer.chat:
+        settings |= {**chat.tokens, "chat_template": chat.source}
+    if isinstance(tokenizer, LibraryTokenizer):
+        whole = json.dumps(tokenizer.contents()["document"], ensure_ascii=False)
+        return {"tokenizer.json": whole, "tokenizer_config.json": json.dumps(settings, indent=1)}
+    bpe = BpeTokenizer(list(symbols()), [], None) if tokenizer.kind == "byte" else tokenizer
+    return own | (_bpe_files(bpe, settings) if isinstance(bpe, BpeTokenizer) else {})
+
+
+def _bpe_files(tokenizer: BpeTokenizer, settings: dict[str, Any]) -> dict[str, str]:
+    vocab = {entry: i for i, entry in enumerate(tokenizer.vocabulary)}
+    merges = [f"{a} {b}" for a, b in tokenizer.merges]
+    added = []
+    if tokenizer.separator is not None:
+        content = tokenizer.decode([tokenizer.separator])
+        settings = dict.fromkeys(("bos_token", "eos_token", "unk_token"), content) | settings
+        plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        added = [{"id": tokenizer.separator, "content": content, **plain, "special": True}]
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": True}
+    whole = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": added,
+        "normalizer": None,
+        "pre_tokenizer": byte_level,
+        "post_processor": byte_level,
+        "decoder": byte_level,
+        "model": {"type": "BPE", "vocab": vocab, "merges": merges},
+    }
+    return {
+        "tokenizer.json": json.dumps(whole, ensure_ascii=False),
+        "tokenizer_config.json": json.dumps(settings, indent=1),
+        "vocab.json": json.dumps(vocab, ensure_ascii=False),
+        "merges.txt": "".join(f"{line}\n" for line in ["#version: 0.2", *merges]),
+    }

@@ -1,0 +1,250 @@
+"""Adapters as PEFT keeps them: a folder with adapter_config.json and adapter_model.safetensors, in and out.
+
+PEFT has an adapter for each of transformers' linear layers. Where one of these is several of our matrices, as
+GPT-2's c_attn, its A goes to each of them; on the way out theirs has the sum of the ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from distgpt.core.base.checked import checked
+from distgpt.core.base.errors import DataError, UsageError, command_line
+from distgpt.core.base.files import atomic_file, storage_errors
+from distgpt.core.config import LORA_MATRICES, RunConfig
+from distgpt.core.ops.api import Array
+from distgpt.core.saved.modelfile import ORIGIN, Description, read_description
+from distgpt.core.saved.tensors import DTYPES, Header, read_header, read_rows, write_tensors
+from distgpt.core.saved.weights import ADAPTER, find_weights
+from distgpt.models.adapters.adapter import base_of, read_adapter
+from distgpt.models.adapters.lora import Adapter, adapter_layout, adapters_by_matrix
+from distgpt.models.formats.families import family_for
+from distgpt.models.formats.family import HEAD, Family, TensorMapping
+from distgpt.models.formats.huggingface import (
+    Note,
+    narrowed,
+    new_directory,
+    read_object,
+    refuse_nonfinite,
+    refuse_place,
+)
+
+SETTINGS, TENSORS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
+SIDES = {"a": ".lora_A.weight", "b": ".lora_B.weight"}
+# Of their settings: those whose value must be none, false or empty, and what they ask for.
+UNKNOWN = {
+    "use_dora": "DoRA",
+    "use_qalora": "QA-LoRA",
+    "use_bdlora": "block-diagonal LoRA",
+    "modules_to_save": "other layers that are trained whole",
+    "trainable_token_indices": "rows of the embedding that are trained",
+    "target_parameters": "adapters beside parameters that are no linear layer",
+    "layer_replication": "layers that are used several times",
+    "alora_invocation_tokens": "an adapter that begins within a text",
+    "lora_bias": "biases",
+}
+CHANGING = ("pissa", "olora", "loftq", "corda", "lora_ga")  # ways to begin that change the model itself
+
+
+@dataclass(frozen=True, slots=True)
+class Theirs:
+    """One of their adapters, of a linear layer of transformers: y += scale · B A x."""
+
+    a: Array
+    b: Array
+    scale: float
+
+
+def is_adapter(source: str) -> bool:
+    return (Path(source) / SETTINGS).is_file()
+
+
+def import_adapter(source: str, weights: Path | None, out: Path, note: Note) -> str:
+    """Write a folder of PEFT as an adapter beside these weights. Return what was written, for people."""
+    folder = Path(source)
+    refuse_place(out)
+    settings = read_object(folder / SETTINGS)
+    if weights is None:
+        name = f"{settings.get('base_model_name_or_path') or 'its model'!s:.80}"
+        raise UsageError(f"{source} is an adapter of PEFT: give the weights file of {name} with --weights")
+    weights = find_weights(weights)
+    about = read_description(weights)
+    about.refuse_incomplete(weights)
+    family, path = family_for(about.run.model, weights), folder / TENSORS
+    layers = {family.full_name(m.theirs).removesuffix(".weight"): m for m in _layers(family, about.run)}
+    found = _read(path, read_header(path), layers, _scales(settings, str(folder / SETTINGS)))
+    beside = replace(about.run, train=replace(about.run.train, init=str(weights)))
+    run = _run_of(beside, found, layers)
+    tensors = {spec.name: np.zeros(spec.shape, np.float32) for spec in adapter_layout(run).specs}
+    ours = adapters_by_matrix(run)
+    with np.errstate(all="ignore"):  # it is looked for what is not finite
+        for name, theirs in found.items():
+            for adapter, rows in _pieces(ours, layers[name]):
+                rank, factor = len(theirs.a), np.float32(theirs.scale / run.train.lora_scale)
+                tensors[f"{adapter.name}.lora_a"][:rank] = theirs.a
+                tensors[f"{adapter.name}.lora_b"][:, :rank] = scaled = factor * theirs.b[rows]
+                refuse_nonfinite(scaled, f"{name}{SIDES['b']}, scaled by lora_alpha,", path)
+    metadata = Description(run, about.tokenizer, part=ADAPTER, base=base_of(weights)).to_metadata()
+    write_tensors(out, tensors, {**metadata, ORIGIN: f"adapter imported from {folder.resolve().name}"})
+    note(f"adapters of rank {run.train.lora_rank} beside {run.train.lora_matrices} of {weights}")
+    use = command_line("infer", "--weights", weights, "--adapter", out, "--prompt", "…")
+    return f"adapter    {out}\nnext       {use}"
+
+
+def _layers(family: Family, run: RunConfig) -> list[TensorMapping]:
+    """Return their linear layers within the layers of the model."""
+    mapped = family.mappings(run.model)
+    return [m for m in mapped if len(m.shape) == 2 and m.ours.startswith("blocks.")]
+
+
+def _scales(settings: Mapping[str, Any], source: str) -> Any:
+    """Return the function from a module's name and rank to its scale, or refuse what cannot be held."""
+    kind = settings.get("peft_type")
+    if kind != "LORA":
+        raise DataError(f"{source}: peft_type is {kind!r:.40}; LORA can be imported")
+    for name, what in UNKNOWN.items():
+        if settings.get(name):
+            raise DataError(f"{source}: {name} is set: distgpt's adapters have no {what}")
+    if settings.get("bias", "none") != "none":
+        raise DataError(f"{source}: bias is {settings['bias']!r:.40}: distgpt's adapters train no biases")
+    if str(settings.get("init_lora_weights", "")).startswith(CHANGING):
+        raise DataError(
+            f"{source}: init_lora_weights is {settings['init_lora_weights']!r:.40}, which changes the model"
+            " itself: convert it to plain LoRA in PEFT first"
+        )
+    try:
+        alpha = checked(float, settings.get("lora_alpha"), ("lora_alpha",))
+        patterns = checked(dict[str, float], settings.get("alpha_pattern") or {}, ("alpha_pattern",))
+    except ValueError as error:
+        raise DataError(f"{source}: {error}") from None
+    if odd := [name for name in patterns if not re.fullmatch(r"[\w.]+", name)]:
+        raise DataError(f"{source}: alpha_pattern has {odd[0]!r:.40}, which is no plain name of a layer")
+    if not all(0 < each <= 1e6 for each in (alpha, *patterns.values())):
+        raise DataError(f"{source}: lora_alpha must be above 0, and at most 1,000,000")
+
+    def scale(module: str, rank: int) -> float:
+        own = (each for name, each in patterns.items() if f".{module}".endswith(f".{name}"))
+        return float(next(own, alpha) / (rank**0.5 if settings.get("use_rslora") else rank))
+
+    return scale
+
+
+def _read(path: Path, header: Header, layers: Mapping[str, TensorMapping], scale: Any) -> dict[str, Theirs]:
+    """Read every adapter by the name of its layer; refuse what does not fit the model."""
+    found: dict[str, Theirs] = {}
+    names = {name.removeprefix(PREFIX): name for name in header.tensors}
+    modules = {name.removesuffix(side) for name in names for side in SIDES.values() if name.endswith(side)}
+    for name in names:
+        module = name.rsplit(".lora_", 1)[0]
+        if module not in modules or module not in layers:
+            where = "the output layer" if HEAD.startswith(module) else f"{module!r:.80}"
+            raise DataError(f"{path}: {where} is no matrix of the layers of this model, or of none of PEFT's")
+    for module in sorted(modules):
+        outputs, inputs = layers[module].shape[:: -1 if layers[module].transposed else 1]
+        entries = [header.tensors.get(names.get(module + side, "")) for side in SIDES.values()]
+        shapes = [entry.shape for entry in entries if entry and entry.dtype in DTYPES]
+        rank = shapes[0][0] if len(shapes) == 2 and shapes[0] else 0
+        if not 1 <= rank <= 1 << 12 or shapes != [(rank, inputs), (outputs, rank)]:
+            raise DataError(f"{path}: {module} does not fit a layer of {inputs} inputs, {outputs} outputs")
+        a, b = (np.empty(shape, np.float32) for shape in shapes)
+        for side, array in zip(SIDES.values(), (a, b), strict=True):
+            read_rows(path, header, names[module + side], array)
+            refuse_nonfinite(array, module + side, path)
+        found[module] = Theirs(a, b, scale(module, rank))
+    if not found:
+        raise DataError(f"{path} holds no adapters")
+    return found
+
+
+def _run_of(run: RunConfig, found: Mapping[str, Theirs], layers: Mapping[str, TensorMapping]) -> RunConfig:
+    """Return the settings of an adapter that holds all of theirs: the largest rank, and one scale."""
+    rank = max(len(theirs.a) for theirs in found.values())
+    alpha = rank * next(iter(found.values())).scale
+    every = replace(run, train=replace(run.train, lora_rank=rank, lora_alpha=alpha, lora_matrices="all"))
+    ours = adapters_by_matrix(every)
+    used = {adapter.piece for name in found for adapter, _ in _pieces(ours, layers[name])}
+    if used == {adapter.piece for some in ours.values() for adapter in some}:
+        return every
+    chosen = ",".join(name for name in LORA_MATRICES if name in used)
+    return replace(every, train=replace(every.train, lora_matrices=chosen))
+
+
+def _pieces(ours: Mapping[str, list[Adapter]], mapping: TensorMapping) -> Iterator[tuple[Adapter, slice]]:
+    """Give our adapters within one of their layers, each with its rows there."""
+    for adapter in ours.get(mapping.ours, ()):
+        start, stop = adapter.rows.start - mapping.first, adapter.rows.stop - mapping.first
+        if start >= 0 and stop <= mapping.rows:
+            yield adapter, slice(start, stop)
+
+
+def export_adapter(path: Path, out: Path, dtype: str, note: Note) -> str:
+    """Make a folder that PEFT loads beside the exported model. Return what was written, for people."""
+    path = find_weights(path)
+    about = read_description(path)
+    assert about.base
+    family = family_for(about.run.model, path)
+    with storage_errors("use", out):
+        if not out.name or (out.exists() and (not out.is_dir() or any(out.iterdir()))):
+            raise UsageError(f"{out} exists and is not an empty directory; choose another --out")
+    held, ours, layers = (
+        read_adapter(path, about).tensors,
+        adapters_by_matrix(about.run),
+        _layers(family, about.run),
+    )
+    tensors: dict[str, Array] = {}
+    ranks: dict[str, int] = {}
+    for mapping in layers:
+        if pieces := list(_pieces(ours, mapping)):
+            module = family.full_name(mapping.theirs).removesuffix(".weight")
+            ranks[module] = sum(adapter.rank for adapter, _ in pieces)
+            for side, array in zip(SIDES.values(), _joined(held, pieces, mapping.rows), strict=True):
+                tensors[PREFIX + module + side] = narrowed(array, dtype, module + side, path)
+    is_transposed = any(mapping.transposed for mapping in layers)
+    settings = _settings(ranks, about.run.train.lora_scale, Path(about.base.file).stem, is_transposed)
+    note(f"writing adapters of rank {about.run.train.lora_rank} beside {family.title}")
+    with new_directory(out) as directory:
+        write_tensors(directory / TENSORS, tensors, {"format": "pt"})
+        with atomic_file(directory / SETTINGS) as file:
+            file.write(json.dumps(settings, indent=1).encode())
+    return f"directory  {out}\nnext       PeftModel.from_pretrained(model, {str(out)!r}) in PEFT"
+
+
+def _joined(held: Mapping[str, Array], pieces: list[tuple[Adapter, slice]], rows: int) -> tuple[Array, Array]:
+    """Return one A and one B of some of ours, side by side."""
+    a = np.concatenate([held[f"{adapter.name}.lora_a"] for adapter, _ in pieces])
+    b, end = np.zeros((rows, len(a)), np.float32), 0
+    for adapter, own in pieces:
+        b[own, end : end + adapter.rank] = held[f"{adapter.name}.lora_b"]
+        end += adapter.rank
+    return a, b
+
+
+def _settings(ranks: Mapping[str, int], scale: float, base: str, transposed: bool) -> dict[str, Any]:
+    """Return their settings. A layer goes by its last name where that is of one kind of layer alone."""
+    kinds = {module: ".".join(module.rsplit(".", 2)[-2:]) for module in ranks}
+    last = {kind: kind.split(".")[1] for kind in kinds.values()}
+    names = {kind: name if [*last.values()].count(name) == 1 else kind for kind, name in last.items()}
+    of_names = {names[kind]: ranks[module] for module, kind in kinds.items()}
+    usual = min(of_names.values())
+    others = {name: rank for name, rank in of_names.items() if rank != usual}
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": usual,
+        "lora_alpha": scale * usual,
+        "lora_dropout": 0.0,
+        "target_modules": sorted(of_names),
+        "rank_pattern": others,
+        "alpha_pattern": {name: scale * rank for name, rank in others.items()},
+        "fan_in_fan_out": transposed,
+        "bias": "none",
+        "inference_mode": True,
+    }

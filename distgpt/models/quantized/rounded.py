@@ -1,0 +1,242 @@
+"""Weights files in int8 and int4: matrices as integers and scales, all else as float32.
+
+A matrix in int8 is stored as I8 under its name, in int4 as U8 of half as many columns: the places of two
+integers in `LEVELS`, the first in the lower half of a byte. Its scales are BF16 under its name and ".scales":
+one for each block of columns of a row. The metadata say so, with the size of a block. A file in int4 has its
+embedding, head and value embeddings in int8.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from distgpt.core.base.errors import DataError, UsageError
+from distgpt.core.base.formatting import size
+from distgpt.core.comm.agree import on_root
+from distgpt.core.comm.api import Comm
+from distgpt.core.comm.resources import granted_cores
+from distgpt.core.config import ModelConfig, TrainConfig
+from distgpt.core.model.memory import Spec
+from distgpt.core.model.model import Architecture, Model
+from distgpt.core.ops.api import Array
+from distgpt.core.ops.kernels import Kernels
+from distgpt.core.saved.modelfile import ROUNDED_VERSION, read_description
+from distgpt.core.saved.tensors import (
+    DATA_SUM,
+    Header,
+    Kind,
+    LazyTensors,
+    read_rows,
+    refuse_misfits,
+    write_tensors,
+)
+from distgpt.core.saved.weights import (
+    QUANTISED,
+    SOURCE_SUM,
+    Merge,
+    find_weights,
+    read_float,
+    rounded_dtype,
+    verified,
+)
+from distgpt.inference.quantized.integers import BLOCKS, MOST, Quantised, from_nibbles, restored, to_nibbles
+from distgpt.models.quantized.bits import bits_of
+
+if TYPE_CHECKING:  # with compiled loops, which files are read and written without
+    from distgpt.inference.quantized.kernels import Int8Kernels
+
+SCALES = ".scales"  # behind a matrix's name
+WORDS = {f"int{bits}": f"int{bits}, blocks of {block}" for bits, block in BLOCKS.items()}
+
+
+def tensors_of(config: ModelConfig, dtype: str) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """The dtype and shape of every tensor."""
+    found: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for spec in Architecture(config).layout.specs:
+        bits, (rows, *columns) = bits_of(spec, dtype), spec.shape
+        found[spec.name] = ("U8", (rows, -(-columns[0] // 2))) if bits == 4 else (_TYPES[bits], spec.shape)
+        if bits:
+            found[spec.name + SCALES] = ("BF16", _scales_shape(spec, bits))
+    return found
+
+
+_TYPES = {0: "F32", 8: "I8"}
+_STORED = {"U8": np.uint8, "I8": np.int8, "BF16": np.uint16, "F32": np.float32}
+
+
+def _scales_shape(spec: Spec, bits: int) -> tuple[int, int]:
+    return spec.shape[0], -(-spec.shape[1] // BLOCKS[bits])
+
+
+def read_parameter(
+    path: Path, header: Header, spec: Spec, bits: int, threads: int = 1, merge: Merge | None = None
+) -> Any:
+    """A parameter in 8 or 4 bits, rounded unless the file has it so; of 0 bits as the file has it."""
+    own = bits_of(spec, rounded_dtype(header.metadata, path)) if QUANTISED in header.metadata else 0
+    if merge or not own:
+        floats = np.empty(spec.shape, np.float32)
+        read_float(path, header, spec, floats)
+        if merge:
+            merge(spec.name, floats)
+        return _rounded(floats, bits, threads) if bits else floats
+    scales = _read(path, header, spec.name + SCALES, _scales_shape(spec, own), np.float32)
+    sizes = np.abs(scales) if own == 4 else scales
+    if not (sizes >= 0).all() or not (sizes <= np.finfo(np.float32).max / MOST).all():
+        what = "not finite" if own == 4 else "negative or not finite"
+        raise DataError(f"{path}: {spec.name + SCALES} holds scales that are {what}")
+    if own == 4:
+        halves = _read(path, header, spec.name, (len(scales), -(-spec.shape[1] // 2)), np.uint8)
+        q = from_nibbles(halves, spec.shape[1])
+    else:
+        q = _read(path, header, spec.name, spec.shape, np.int8)
+    found = Quantised(q, (scales.view(np.uint32) >> 16).astype(np.uint16), own)
+    if bits in (0, own):
+        return found
+    return _rounded(restored(found), bits, threads)
+
+
+def _rounded(w: Array, bits: int, threads: int) -> Quantised:
+    from distgpt.inference.quantized.rounding import rounded
+
+    return rounded(w, bits, threads)
+
+
+def _read(path: Path, header: Header, name: str, shape: tuple[int, ...], dtype: Any) -> Array:
+    array = np.empty(shape, dtype)
+    read_rows(path, header, name, array)
+    return array
+
+
+class _Parameters(Mapping[str, Any]):
+    """Read when asked for, so that no more than one is in memory. Every call is collective."""
+
+    def __init__(
+        self, path: Path, config: ModelConfig, kernels: Int8Kernels, comm: Comm, merge: Merge | None
+    ) -> None:
+        self._merge, self._path, self._kernels, self._comm = merge, path, kernels, comm
+        self._specs = {spec.name: spec for spec in Architecture(config).layout.specs}
+        self._headers: list[Header] = []
+        on_root(comm, lambda: self._headers.append(verified(path)))
+
+    def __getitem__(self, name: str) -> Any:
+        spec = self._specs[name]
+        bits = bits_of(spec, self._kernels.rounded)
+        if self._comm.size == 1:  # nobody to send it to: once in memory is enough
+            return self._read(spec, bits)
+        found: Any = np.empty(spec.shape, np.float32)
+        if bits:
+            found = Quantised(
+                np.empty(spec.shape, np.int8), np.empty(_scales_shape(spec, bits), np.uint16), bits
+            )
+        on_root(self._comm, partial(self._take, found, spec, bits))
+        for array in found[:2] if bits else (found,):
+            self._comm.broadcast(array.reshape(-1))
+        return found
+
+    def _read(self, spec: Spec, bits: int) -> Any:
+        how = bits, self._kernels.threads, self._merge
+        return read_parameter(self._path, self._headers[0], spec, *how)
+
+    def _take(self, to: Any, spec: Spec, bits: int) -> None:
+        found = self._read(spec, bits)
+        for array, values in zip(to[:2], found[:2], strict=True) if bits else ((to, found),):
+            array[...] = values
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._specs
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._specs)
+
+    def __len__(self) -> int:
+        return len(self._specs)
+
+
+def lazy_tensors(
+    path: Path, header: Header, config: ModelConfig, dtype: str, done: Mapping[str, Quantised]
+) -> LazyTensors:
+    """The tensors of a file in int8 or int4, made of floats as they are asked for, but for those done."""
+    specs = {spec.name: spec for spec in Architecture(config).layout.specs}
+    known = tensors_of(config, dtype)
+    kinds: dict[str, Kind] = {name: (np.dtype(_STORED[kind]), shape) for name, (kind, shape) in known.items()}
+
+    def make(name: str) -> Array:
+        spec = specs[name.removesuffix(SCALES)]
+        found: Array | Quantised = done.get(spec.name) or read_parameter(
+            path, header, spec, bits_of(spec, dtype), granted_cores().whole
+        )
+        if not isinstance(found, Quantised):
+            return found
+        if name.endswith(SCALES):
+            return found.scales
+        return to_nibbles(found.q) if found.bits == 4 else found.q
+
+    return LazyTensors(kinds, make)
+
+
+def quantize(path: Path, out: Path, dtype: str = "int8", done: Mapping[str, Any] | None = None) -> str:
+    """Write a weights file of floats in int8 or int4; some matrices may be done. Return what was made."""
+    path = find_weights(path)
+    description, header = read_description(path), verified(path)
+    description.refuse_incomplete(path)
+    if description.rounded:
+        raise DataError(f"{path} is in {description.rounded} already")
+    kept = header.facts()
+    if DATA_SUM in header.metadata:
+        kept[SOURCE_SUM] = header.metadata[DATA_SUM]
+    known = {**kept, "format_version": ROUNDED_VERSION, QUANTISED: WORDS[dtype]}
+    write_tensors(out, lazy_tensors(path, header, description.run.model, dtype, done or {}), known)
+    before, after = (size(file.stat().st_size) for file in (path, out))
+    return f"{out}: {WORDS[dtype]}; {before} became {after}"
+
+
+class Rounded:
+    """A `RoundedKind`: of int8 or int4."""
+
+    def __init__(self, dtype: str) -> None:
+        self.dtype, self.stored = dtype, WORDS[dtype]
+
+    def refuse_training(self, t: TrainConfig) -> None:
+        raise UsageError(
+            f"{t.init} is in {self.dtype}, which cannot be trained further: take the file it is from,"
+            " or train adapters beside it (--lora-rank)"
+        )
+
+    def refuse_others(self, header: Header, config: ModelConfig, path: Path) -> None:
+        known = tensors_of(config, self.dtype)
+        refuse_misfits(header, {name: shape for name, (_, shape) in known.items()}, path, integers=True)
+        for name, (stored, _) in known.items():
+            if (found := header.tensors[name].dtype) != stored:
+                raise DataError(f"{path}: {name} is {found}, not {stored}")
+
+    def read(self, path: Path, header: Header, spec: Spec, array: Array) -> None:
+        if bits_of(spec, self.dtype):
+            array[...] = restored(read_parameter(path, header, spec, 0))
+        else:
+            read_rows(path, header, spec.name, array)
+
+    def load(
+        self, path: Path, config: ModelConfig, kernels: Kernels, comm: Comm, merge: Merge | None
+    ) -> Model:
+        """Rank 0 reads parameters as they are packed, and all ranks get them."""
+        from distgpt.inference.quantized.kernels import Int8Kernels
+        from distgpt.models.quantized.packed import Int8Model
+
+        assert isinstance(kernels, Int8Kernels)
+        return Int8Model(config, kernels, _Parameters(path, config, kernels, comm, merge))
+
+    def of(self, model: Model) -> Model:
+        from distgpt.core.cpu.kernels import CpuKernels
+        from distgpt.inference.quantized.kernels import Int8Kernels
+        from distgpt.models.quantized.packed import int8_of
+
+        assert isinstance(model.kernels, CpuKernels)
+        return int8_of(model, Int8Kernels(model.kernels.threads, self.dtype))
+
+
+INT8, INT4 = Rounded("int8"), Rounded("int4")

@@ -1,0 +1,283 @@
+"""Metrics of a training run for Prometheus, read by its own parser: from a file, from a port, at the end."""
+
+import importlib
+import json
+import os
+import re
+import socket
+import sys
+import threading
+import time
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from urllib.error import HTTPError
+
+import pytest
+from conftest import inside
+from prometheus_client.parser import text_string_to_metric_families
+
+from distgpt.callbacks.monitoring import exporter
+from distgpt.callbacks.monitoring.exporter import Exporter, Textfile
+from distgpt.callbacks.monitoring.port import Port, parsed_address
+from distgpt.core.base.errors import StorageError, UsageError
+from distgpt.core.base.interrupts import Interrupted
+from distgpt.inference.serving.metrics import Metrics
+
+
+def parsed(text):
+    """{name: {labels: value}}; a family twice, or a sample twice, is refused as node_exporter does."""
+    found = {}
+    for family in text_string_to_metric_families(text):
+        assert family.documentation and family.type in ("gauge", "counter", "histogram")
+        for sample in family.samples:
+            values = found.setdefault(sample.name, {})
+            key = tuple(sorted(sample.labels.items()))
+            assert key not in values
+            values[key] = sample.value
+    return found
+
+
+def value(page, name):
+    (found,) = parsed(page)[f"distgpt_train_{name}"].values()
+    return found
+
+
+def started(run, directory, **facts):
+    run.started({"directory": str(directory), "stage": "mpi", "ranks": 4, "steps": 100, **facts})
+    return run
+
+
+def page_of(run):
+    return run.page()[0].decode()
+
+
+def step(number, **more):
+    return {
+        "step": number,
+        "loss": 2.5,
+        "lr": 1e-3,
+        "tokens": 64 * number,
+        "step_s": 0.5,
+        "time": 9.0,
+        **more,
+    }
+
+
+def test_the_page_has_what_a_step_and_an_evaluation_reported(tmp_path, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    run = started(Exporter(), tmp_path / 'a "run"\\\nof mine')
+    run.stepped(step(3, grad_norm=float("inf"), memory_mb=12, skipped=1))
+    run.evaluated({"step": 3, "time": 8.0, "val_loss": 3.5})
+    run.stepped(step(4, loss=float("nan")))
+    page = page_of(run)
+    assert value(page, "step") == 4 and value(page, "tokens_total") == 256
+    assert value(page, "validation_loss") == 3.5 and value(page, "skipped_steps_total") == 1
+    assert value(page, "step_timestamp_seconds") == 9 and value(page, "running") == 1
+    assert value(page, "loss") != value(page, "loss")  # NaN
+    names = parsed(page)
+    assert "distgpt_train_gradient_norm" not in names  # step 4 had none
+    assert (
+        "distgpt_train_exit_code" not in names and "distgpt_train_checkpoint_timestamp_seconds" not in names
+    )
+    ((about, _),) = names["distgpt_train_info"].items()
+    assert dict(about)["run"] == str(tmp_path / 'a "run"\\\nof mine')
+    assert dict(about)["job"] == "77" and dict(about)["ranks"] == "4"
+
+
+def test_what_another_guard_adds_to_the_metrics_is_a_gauge(tmp_path):
+    run = started(Exporter(), tmp_path)
+    run.stepped(step(1, **{"watts": 3.25, "top-k": 1}))
+    assert value(page_of(run), "watts") == 3.25 and value(page_of(run), "top_k") == 1
+
+
+def test_metrics_name_the_library_that_is_missing(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    monkeypatch.delitem(sys.modules, "distgpt.callbacks.monitoring.exporter")
+    with pytest.raises(UsageError, match=re.escape("pip install 'distgpt[prometheus]'")):
+        importlib.import_module("distgpt.callbacks.monitoring.exporter")
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(None, 0), (Interrupted(10), 75), (StorageError(""), 74), (ValueError(), 70)]
+)
+def test_the_last_version_of_a_file_says_how_the_run_ended(tmp_path, error, code):
+    run = started(Textfile(tmp_path), tmp_path / "run")
+    run.stepped(step(1))  # too soon after the first version
+    (path,) = tmp_path.glob("*.prom")
+    assert value(path.read_text(), "running") == 1 and "distgpt_train_loss" not in parsed(path.read_text())
+    with suppress(BaseException):
+        try:
+            if error:
+                raise error
+        finally:
+            run.close()
+    run.close()  # once more, as a command does, after the error was dealt with
+    page = path.read_text()
+    assert (value(page, "running"), value(page, "exit_code"), value(page, "step")) == (0, code, 1)
+    assert [*tmp_path.iterdir()] == [path]
+
+
+def test_a_file_is_replaced_now_and_then_and_a_run_has_the_same_one_again(tmp_path, monkeypatch):
+    first = started(Textfile(tmp_path), tmp_path / "run")
+    (path,) = tmp_path.glob("*.prom")
+    before = path.stat().st_ino
+    monkeypatch.setattr(exporter, "SECONDS_BETWEEN", 0)
+    first.stepped(step(1))
+    assert path.stat().st_ino != before and value(path.read_text(), "step") == 1
+    started(Textfile(tmp_path), tmp_path / "run")
+    started(Textfile(tmp_path), tmp_path / "other" / "run")
+    assert len([*tmp_path.glob("distgpt-run-*.prom")]) == 2
+
+
+def test_a_folder_that_is_gone_is_said_once_and_ends_no_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(exporter, "SECONDS_BETWEEN", 0)
+    folder = tmp_path / "metrics"
+    folder.mkdir()
+    run = started(Textfile(folder / "mine.prom"), tmp_path)
+    (folder / "mine.prom").unlink()
+    folder.rmdir()
+    run.stepped(step(1))
+    run.stepped(step(2))
+    folder.mkdir()
+    run.stepped(step(3))
+    assert capsys.readouterr().err.count("cannot write") == 1
+    assert value((folder / "mine.prom").read_text(), "step") == 3
+
+
+def test_names_that_node_exporter_would_not_read_are_refused(tmp_path):
+    for path in (tmp_path / "mine.txt", tmp_path / "missing", tmp_path / "missing" / "mine.prom"):
+        with pytest.raises(UsageError, match="--metrics-textfile"):
+            Textfile(path)
+
+
+def test_a_checkpoint_gives_its_moment(tmp_path):
+    for number, at in ((3, 1000.5), (9, 2000.5)):
+        manifest = tmp_path / "checkpoints" / f"step-{number:08d}" / "manifest.json"
+        manifest.parent.mkdir(parents=True)
+        manifest.touch()
+        os.utime(manifest, (at, at))
+    assert value(page_of(started(Exporter(), tmp_path)), "checkpoint_timestamp_seconds") == 2000.5
+
+
+def test_a_port_answers_while_the_run_goes_on_and_is_refused_where_it_is_taken(tmp_path, capsys, monkeypatch):
+    run = Port("0")
+    host, port = run.server.server_address
+    assert host == "127.0.0.1" and f"http://127.0.0.1:{port}/metrics" in capsys.readouterr().out
+
+    def ask(path):
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5) as answer:
+            return answer.headers["Content-Type"], answer.read().decode()
+
+    assert ask("/metrics")[1] == ""  # not started yet
+    started(run, tmp_path).stepped(step(7))
+    kind, page = ask("/metrics?x")
+    assert kind.startswith("text/plain; version=0.0.4") and value(page, "step") == 7
+    with pytest.raises(HTTPError):
+        ask("/")
+    for wrong in (str(port), "node..a:80"):  # taken; a name that Python cannot encode
+        with pytest.raises(UsageError, match=f"--metrics-port {wrong}"):
+            Port(wrong)
+    # A batch job that has waited, and perhaps resumes, goes on without it.
+    monkeypatch.setenv("PBS_ENVIRONMENT", "PBS_BATCH")
+    monkeypatch.setenv("PBS_JOBID", "7.host")
+    started(Port(str(port)), tmp_path).stepped(step(8))
+    assert f"--metrics-port {port}" in capsys.readouterr().err and value(ask("/metrics")[1], "step") == 7
+    run.server.shutdown()
+    run.server.server_close()
+
+
+@pytest.mark.parametrize("sends", [True, False])
+def test_a_client_that_is_slow_keeps_others_waiting_for_a_moment_only(sends, monkeypatch):
+    monkeypatch.setattr("distgpt.callbacks.monitoring.port.PATIENCE", 0.3)
+    run = Port("0")
+    where, done = run.server.server_address, threading.Event()
+
+    def trickle(client):
+        with suppress(OSError):
+            while not done.wait(0.05):
+                client.sendall(b"G" * sends)
+
+    with socket.create_connection(where) as client, ThreadPoolExecutor(1) as thread:
+        thread.submit(trickle, client)
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{where[1]}/metrics", timeout=4) as answer:
+                assert answer.status == 200
+        finally:
+            done.set()
+    run.server.shutdown()
+    run.server.server_close()
+
+
+def test_an_address_may_stand_before_a_port():
+    known = {"9200": ("127.0.0.1", 9200), "node7:1": ("node7", 1), "[::]:80": ("::", 80)}
+    assert {text: parsed_address(text) for text in known} == known
+    for wrong in ("", "node", "99999", "-1", "a:b"):
+        with pytest.raises(UsageError, match="--metrics-port"):
+            parsed_address(wrong)
+
+
+def test_the_server_has_the_same_format():
+    served = Metrics()
+    served.answered.labels(200).inc(3)
+    served.whole.observe(0.3)
+    page, kind = served.page("", {"lanes": 4})
+    found = parsed(page.decode())
+    assert kind.startswith("text/plain; version=0.0.4") and served.mean_seconds == 0.3
+    assert not any(name.endswith("_created") for name in found)
+    assert found["distgpt_requests_total"] == {(("status", "200"),): 3}
+    buckets = found["distgpt_request_seconds_bucket"]
+    assert (
+        buckets[(("le", "0.5"),)] == 1 and buckets[(("le", "0.25"),)] == 0 and buckets[(("le", "+Inf"),)] == 1
+    )
+    assert found["distgpt_request_seconds_sum"] == {(): 0.3} and found["distgpt_lanes"] == {(): 4}
+
+
+SMALL = (
+    "--n-layer",
+    1,
+    "--n-embd",
+    16,
+    "--n-head",
+    2,
+    "--seq-len",
+    16,
+    "--batch-size",
+    2,
+    "--dtype",
+    "float32",
+)
+
+
+def test_a_run_writes_metrics_and_a_log_of_objects_alone(tmp_path):
+    """One run for all of it: what the command passes on, and in which order."""
+    args = ("--out", "run", "--steps", 6, "--val-fraction", 0.05, "--sample-every", 3, "--threads", 1)
+    watched = ("--log-format", "json", "--metrics-textfile", tmp_path, "--metrics-port", "0")
+    before = time.time()
+    done = inside("train", *map(str, (*SMALL, *args, *watched)), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (path,) = tmp_path.glob("*.prom")
+    page = path.read_text()
+    last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-2])
+    assert value(page, "step") == 6 and value(page, "exit_code") == 0 and value(page, "loss") == last["loss"]
+    assert before < value(page, "checkpoint_timestamp_seconds") < time.time() + 1
+
+    told = [json.loads(line) for line in done.stdout.splitlines()]
+    assert all({"time", "level", "host", "rank", "step", "event"} <= each.keys() for each in told)
+    events = [each["event"] for each in told]
+    assert [name for name in events if name not in ("note", "message", "sample", "step")] == [
+        *("start", "evaluation", "end")
+    ]
+    steps = {each["step"]: each["loss"] for each in told if each["event"] == "step"}
+    assert 1 in steps and steps[6] == last["loss"]
+    assert "+" in told[0]["time"] or told[0]["time"].endswith("Z")
+    assert any("weights   run/weights.safetensors" in each.get("message", "") for each in told)
+    assert told[-1]["exit_code"] == 0 and not done.stderr
+    samples = [each["step"] for each in told if each["event"] == "sample"]
+    assert samples == [3, 6, 6], "each sample is one object, also the one after the run"
+
+    again = inside("train", *map(str, (*SMALL, *args, *watched)), cwd=tmp_path)
+    (end,) = map(json.loads, again.stderr.splitlines())
+    assert (end["event"], end["level"], end["exit_code"], again.returncode) == ("end", "error", 2, 2)
+    assert "holds this run already" in end["message"]
+    assert value(path.read_text(), "exit_code") == 0  # it never started

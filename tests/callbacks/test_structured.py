@@ -1,0 +1,110 @@
+"""A log of JSON: lines, levels and ends; what a run shows in it (test_exporters.py has a whole run)."""
+
+import io
+import json
+import sys
+from types import SimpleNamespace
+
+import pytest
+from conftest import inside
+
+from distgpt.callbacks.monitoring.structured import JsonLines, JsonStream, Log, as_json
+from distgpt.core.base.errors import StorageError
+from distgpt.core.base.interrupts import Interrupted
+from distgpt.core.comm import job
+
+
+@pytest.fixture
+def written(monkeypatch):
+    """Run a command's body under a log; return its objects of standard output and of standard error."""
+
+    def run(body, **environment):
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(job, "ignore_further", lambda: None)  # signals of this test
+        streams = [io.StringIO(), io.StringIO()]
+        monkeypatch.setattr(sys, "stdout", streams[0])
+        monkeypatch.setattr(sys, "stderr", streams[1])
+        try:
+            with as_json():
+                body()
+        except BaseException as error:
+            job.Job().leave(error, None)
+        return [[json.loads(line) for line in stream.getvalue().splitlines()] for stream in streams]
+
+    return run
+
+
+def raising(error):
+    def body():
+        raise error
+
+    return body
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "level"), [(StorageError("it is full"), 74, "error"), (Interrupted(10), 75, "warning")]
+)
+def test_the_line_of_an_end_has_the_exit_code(written, error, code, level):
+    said, (end,) = written(raising(error))
+    assert not said and (end["event"], end["level"], end["exit_code"]) == ("end", level, code)
+    assert end["message"] == str(error)
+
+
+def test_an_internal_error_is_objects_with_its_traceback(written):
+    said, (end, *trace) = written(raising(ValueError("x")))
+    assert not said and end["exit_code"] == 70 and end["message"] == "rank 0: internal error"[8:]
+    assert trace[0]["message"].startswith("Traceback") and trace[-1]["message"] == "ValueError: x"
+
+
+def test_each_whole_line_is_an_object_and_others_wait_for_their_end(written):
+    def body():
+        print("one\n\ntwo", end="")
+        print("!", flush=True)
+        print("a note\x1b", file=sys.stderr)
+
+    said, notes = written(body, SLURM_JOB_ID="7", SLURM_PROCID="3", SLURM_NTASKS="4", SLURM_STEP_ID="0")
+    assert [each["message"] for each in said] == ["one", "two!"]  # rank 3: rank 0 says how it ends
+    assert notes[0]["level"] == "warning" and notes[0]["message"] == "a note\x1b"
+    assert {each["job"] for each in (*said, *notes)} == {"7"} and {each["rank"] for each in said} == {3}
+
+
+def test_a_stream_is_written_line_by_line_so_that_ranks_do_not_mix():
+    pieces = []
+    stream = JsonStream(Log(), SimpleNamespace(write=pieces.append), is_error=False)
+    for piece in ("a", "b\nc", "\n"):
+        stream.write(piece)
+    assert [json.loads(piece)["message"] for piece in pieces] == ["ab", "c"]
+    assert all(piece.endswith("}\n") for piece in pieces)
+
+
+def test_numbers_are_numbers_and_those_without_end_are_null(written):
+    def body():
+        lines = JsonLines(3600)
+        lines.started({"first_step": 0, "steps": 9, **about})
+        lines.stepped({"step": 1, "loss": float("nan"), "lr": 0.5, "time": 3.0})
+        lines.stepped({"step": 2, "loss": 1.5})  # not yet
+        lines.noted("two\nlines")
+        lines.evaluated({"step": 2, "val_loss": 2.5})
+        lines.sampled(2, " a text\n")
+
+    about = {"parameters": 1, "vocabulary": 2, "corpus_tokens": 3, "held_out_tokens": 0, "ranks": 1}
+    about |= {"stage": "serial", "threads": 2, "directory": "run"}
+    (start, step, note, evaluation, sample, end), errors = written(body)
+    assert not errors and start["parameters"] == 1 and "1 parameters" in start["message"]
+    assert (step["step"], step["loss"], step["lr"]) == (1, None, 0.5) and step["time"].startswith("20")
+    assert (note["step"], note["level"], note["message"]) == (2, "notice", "two\nlines")
+    assert (evaluation["val_loss"], sample["message"]) == (2.5, "a text")
+    assert (end["event"], end["exit_code"]) == ("end", 0)
+
+
+def test_mistakes_of_the_command_line_are_objects_too():
+    done = inside("train", "--log-format", "json", "--steps", "many")
+    told = [json.loads(line) for line in done.stderr.splitlines()]
+    assert done.returncode == 2 and told[-1]["exit_code"] == 2 and "'many'" in told[-1]["message"]
+    for words in (("--log-format", "json", "--stepz", "3"), ("--stepz", "3", "--log-format=json")):
+        done = inside("train", *words)
+        end = [json.loads(line) for line in done.stderr.splitlines()][-1]
+        assert "No such option '--stepz'. Did you mean --steps" in end["message"] and end["exit_code"] == 2
+    done = inside("train", "--log-format", "json", "--progress", "live")
+    assert "exclude each other" in json.loads(done.stderr)["message"]

@@ -1,0 +1,269 @@
+"""Ranks bind themselves, and their threads, where a launch has not: real processes on two real cores."""
+
+import json
+import os
+import shutil
+import sys
+
+import pytest
+from conftest import HELPERS, MPIRUN, SMALL, distgpt, needs_mpi, refused
+from trees import TREES, Core, Seen, Tree, sys_of
+
+from distgpt.cluster.affinity.bind import VARIABLE, Placed
+from distgpt.cluster.affinity.machine import SYS, read_machine
+from distgpt.cluster.affinity.places import TAKEN, Claim, Rank, about, claimed, place_of
+from distgpt.core.comm.layout import Layout
+from distgpt.core.comm.serial import SerialComm
+
+OWN = sorted(os.sched_getaffinity(0))[:2] if hasattr(os, "sched_getaffinity") else []
+PLACED = [sys.executable, str(HELPERS / "placed.py")]
+needs_two_cores = pytest.mark.skipif(
+    len(OWN) != 2 or shutil.which("taskset") is None, reason="needs two CPUs to run on, and taskset"
+)
+
+
+@pytest.fixture
+def node(tmp_path):
+    """A node of this machine's two CPUs, each a NUMA region of its own."""
+    cores = [Core((cpu,), region=i, l3=i, id=i) for i, cpu in enumerate(OWN)]
+    seen = Seen(cpus=2, cores=2, sockets=1, regions=2, l3=2)
+    return Tree(cores, seen, l2_kib=512, l3_kib=1 << 14, distances=[[10, 20], [20, 10]]).write(
+        tmp_path / "sys"
+    )
+
+
+def placed(root, ranks=0, threads=0, stage="", bind="auto", launch=()):
+    """Run the helper; return what each rank tells."""
+    two = ["taskset", "-c", ",".join(map(str, OWN))]  # of the more that this machine may have
+    words = [*two, *launch, *PLACED]
+    if ranks:
+        words = [*two, *launch, MPIRUN, "-n", str(ranks), *PLACED]
+    words += [stage or ("mpi" if ranks else "serial"), str(threads), str(root)]
+    result = distgpt(program=words, cold=True, env={VARIABLE: bind})
+    assert result.returncode == 0, result.stderr
+    return sorted(map(json.loads, result.stdout.splitlines()), key=lambda told: told["rank"])
+
+
+@needs_mpi
+@needs_two_cores
+def test_unbound_ranks_bind_themselves_to_cores_of_their_own(node):
+    first, second = placed(node, ranks=2)
+    for told, cpu in zip((first, second), OWN, strict=True):
+        assert told["threads"] == 1 and told["workers"] == {"0": [cpu]} and told["reading"] == OWN
+        assert told["child"] == told["later"] == [cpu] and told["tasks"] == [[cpu]]  # also MPI's own threads
+    assert first["lines"] == [
+        "each of 2 ranks of a host binds itself to 1 core in one NUMA region, a thread on each"
+    ]
+    assert not second["lines"]
+    # A second stage of the process knows where the launch let it run, and one of its own takes nothing away.
+    assert first["unbound"] == second["unbound"] == OWN
+    assert first["again"] == first["lines"] and not first["beside"]
+    assert first["after"] == {"claimed": OWN, "main": OWN[:1]}
+
+
+@needs_two_cores
+def test_threads_of_one_process_sit_on_a_core_each_and_children_inherit_none(node):
+    (told,) = placed(node)
+    assert told["threads"] == 2 and told["workers"] == {"0": OWN, "1": [OWN[1]]}
+    assert told["child"] == told["later"] == OWN and told["forked"] == {"0": OWN, "1": OWN}
+    assert told["lines"] == ["2 threads on 2 cores in 2 NUMA regions, a thread on each"]
+
+
+@needs_two_cores
+def test_where_all_cores_are_alike_one_process_is_left_to_linux():
+    for threads in (0, 1):
+        (told,) = placed(SYS, threads=threads)
+        assert all(mask == OWN for mask in told["workers"].values()) and not told["lines"]
+
+
+@needs_mpi
+@needs_two_cores
+def test_a_bound_launch_is_obeyed(node):
+    last = OWN[1:]
+    for ranks in (1, 2):
+        for told in placed(node, ranks=ranks, launch=["taskset", "-c", str(last[0])]):
+            assert told["workers"] == {"0": last} and told["threads"] == 1 and told["child"] == last
+    words = [*PLACED, "mpi", "0", str(node)]
+    crossed = [MPIRUN]
+    for cpu in reversed(OWN):
+        crossed += ["-n", "1", "taskset", "-c", str(cpu), *words, *([":"] if cpu != OWN[0] else [])]
+    result = distgpt(program=crossed, cold=True, env={VARIABLE: "auto"})
+    found = sorted(map(json.loads, result.stdout.splitlines()), key=lambda told: told["rank"])
+    assert [told["workers"] for told in found] == [{"0": [OWN[1]]}, {"0": [OWN[0]]}]
+    assert "was bound to 1 core in one NUMA region" in found[0]["lines"][0]
+
+
+@needs_mpi
+@needs_two_cores
+def test_more_ranks_than_cores_and_more_threads_than_a_block_are_not_seated(node):
+    for told in placed(node, ranks=3):
+        assert told["workers"] == {"0": OWN}
+    for told in placed(node, ranks=2, threads=2):  # asked for: obeyed, on the rank's own core
+        assert told["workers"] == {"0": [OWN[told["rank"]]], "1": [OWN[told["rank"]]]}
+
+
+@needs_mpi
+@needs_two_cores
+def test_a_second_job_on_the_same_cores_stays_unbound_and_says_so(node):
+    claim = Claim("another", 0, [OWN[1]])
+    try:
+        first, second = placed(node, ranks=2)
+        assert first["workers"] == second["workers"] == {"0": OWN}
+        assert first["lines"] == [TAKEN] and not second["lines"]
+        assert placed(node)[0]["workers"] == {"0": OWN, "1": OWN}
+    finally:
+        claim.give_up()
+    assert placed(node, ranks=2)[0]["workers"] == {"0": OWN[:1]}
+
+
+@needs_mpi
+@needs_two_cores
+def test_the_variable_switches_it_off_and_another_value_is_refused(node, tmp_path):
+    for told in placed(node, ranks=2, bind="off"):
+        assert told["workers"] == {"0": OWN} and not told["lines"]
+    words = ("train", "--stage", "mpi", *SMALL, "--steps", "1", "--out", tmp_path / "run")
+    result = distgpt(*words, ranks=2, env={VARIABLE: "no"})
+    refused(result, 2, f"{VARIABLE} is 'no': it must be auto or off")
+
+
+@needs_mpi
+@needs_two_cores
+def test_a_run_that_binds_itself_has_the_same_bits(tmp_path):
+    words = ("train", "--stage", "mpi", *SMALL, "--steps", "3")
+    for bind in ("auto", "off"):
+        result = distgpt(*words, "--out", tmp_path / bind, ranks=2, env={VARIABLE: bind})
+        assert result.returncode == 0, result.stderr
+    auto, off = ((tmp_path / bind / "weights.safetensors").read_bytes() for bind in ("auto", "off"))
+    assert auto == off
+
+
+# Places on nodes that are not here
+
+
+def ranks_of(name, masks, threads):
+    return [Rank("host", tuple(sorted(cpus)), threads, "auto") for cpus in masks]
+
+
+def places(name, masks, threads):
+    here = ranks_of(name, masks, threads)
+    return [place_of(read_machine(sys_of(name), rank.cpus), here, i) for i, rank in enumerate(here)]
+
+
+def said(name, masks, threads, given=False):
+    here = ranks_of(name, masks, threads)
+    machine = read_machine(sys_of(name), here[0].cpus)
+    return list(about(machine, here, place_of(machine, here, 0), given))
+
+
+EVERY = TREES["archer2"].online
+
+
+def test_an_unbound_launch_gets_blocks_and_a_bound_one_stays():
+    unbound = places("archer2", [EVERY] * 8, 16)
+    assert all(place.binds and place.seats == place.block.seats for place in unbound)
+    assert unbound[3].block.cpus == (*range(48, 64), *range(176, 192))
+    bound = places("archer2", [range(16 * i, 16 * i + 16) for i in range(8)], 16)
+    assert not any(place.binds for place in bound)
+    assert [place.seats for place in bound] == [place.seats for place in unbound]
+    sockets = [[*range(64 * i, 64 * i + 64)] for i in (0, 0, 0, 0, 1, 1, 1, 1)]  # -bind-to socket
+    assert [place.seats for place in places("archer2", sockets, 16)] == [place.seats for place in unbound]
+
+
+def test_threads_that_do_not_fill_a_block_run_anywhere_in_it():
+    for threads in (4, 17, 32):
+        place = places("archer2", [EVERY] * 8, threads)[1]
+        assert place.binds and place.block.seats == tuple(range(16, 32)) and not place.seats
+    (alone,) = places("archer2", [EVERY], 8)
+    assert not alone.binds and not alone.seats
+
+
+def test_what_is_in_doubt_is_left_alone(tmp_path):
+    assert places("archer2", [range(16), range(8, 24)], 8) == [None, None]  # masks that overlap
+    assert places("archer2", [range(16), range(128, 144)], 16) == [None, None]  # CPUs of the same cores
+    assert places("alder lake", [range(20)], 6)[0].seats == ()  # a laptop
+    here = ranks_of("archer2", [range(2)] * 2, 1)
+    machine = read_machine(tmp_path, range(2))
+    assert place_of(machine, here, 0) is None
+    assert "does not say which CPUs are online: threads run where" in next(about(machine, here, None, False))
+
+
+def test_a_launch_that_fights_itself_is_described():
+    assert said("archer2", [EVERY] * 8, 16) == [
+        "each of 8 ranks of a host binds itself to 16 cores in one NUMA region, a thread on each"
+    ]
+    shared = said("archer2", [range(16), range(8, 24)], 8)
+    assert len(shared) == 1 and shared[0].startswith("2 ranks of a host share cores (8-15): bind each")
+    (siblings,) = said("archer2", [[0], [128]], 1)  # -bind-to hwthread
+    assert siblings.startswith("2 ranks of a host share cores (0): ")
+    (siblings,) = said("archer2", [range(16), range(128, 144)], 16)
+    assert siblings.startswith("2 ranks of a host share cores (0-15): ")
+    across = said("archer2", [range(i, 128, 8) for i in range(8)], 16)
+    assert across[0].startswith("the cores of 8 ranks of a host lie in more NUMA regions than they must: ")
+    assert "was bound to 16 cores in 8 NUMA regions" in across[1]
+    (siblings,) = said("holes", [TREES["holes"].affinity], 8, given=True)
+    assert siblings.startswith("--threads 8 on 5 cores: CPUs of one core share ")
+    assert said("archer2", [EVERY], 128) == ["128 threads on 128 cores in 8 NUMA regions, a thread on each"]
+    for flat in ("alder lake", "virtual", "grace", "container"):
+        assert not said(flat, [TREES[flat].affinity], 2) and not said(flat, [TREES[flat].affinity] * 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("share", "ranks", "granted", "threads"),
+    [(256.0, 1, 256, 128), (32.0, 8, 32, 16), (32.0, 8, 8, 8), (0.5, 512, 1, 1)],
+)
+def test_threads_are_as_many_as_cores_of_the_share_that_are_granted(
+    share, ranks, granted, threads, monkeypatch
+):
+    comm = SerialComm()
+    comm.cores, comm.local_size = share, ranks
+    monkeypatch.setattr(Layout, "share", lambda self, cores, ranks, grants: granted)
+    monkeypatch.setattr("distgpt.cluster.affinity.bind.usable_cores", lambda: EVERY)
+    for bind, expected in {"auto": threads, "off": granted}.items():
+        monkeypatch.setenv(VARIABLE, bind)
+        assert Placed(sys_of("archer2")).threads(comm) == expected
+
+
+def test_claims_of_other_jobs_are_seen_and_end():
+    mine, other = Claim("mine", 0, [0, 3, 383]), Claim("other", 1, [5, 499])
+    try:
+        assert claimed("mine") >= {5, 499} and not claimed("mine") & {0, 3, 383}
+        with pytest.raises(OSError, match="in use"):
+            Claim("other", 1, [5, 499])
+    finally:
+        other.give_up()
+    assert not claimed("mine") & {5, 499}
+    assert claimed("other") >= {0, 3, 383}
+    mine.give_up()
+
+
+def test_a_system_that_cannot_bind_takes_part_in_what_ranks_of_others_agree_on(monkeypatch):
+    monkeypatch.setenv(VARIABLE, "auto")
+    monkeypatch.setattr("distgpt.cluster.affinity.bind.usable_cores", lambda: EVERY)
+    sent = []
+    monkeypatch.setattr(
+        "distgpt.cluster.affinity.places.gather_texts", lambda comm, text: sent.append(text) or [text]
+    )
+    assert Placed(sys_of("archer2")).place(SerialComm(), 128, threads_given=False)
+    often = len(sent)
+    monkeypatch.delattr(os, "sched_setaffinity")
+    assert not Placed(sys_of("archer2")).place(SerialComm(), 128, threads_given=False)
+    assert len(sent) == 2 * often > 0
+
+
+def test_a_claim_tells_of_any_cores_and_a_refusal_says_why(monkeypatch):
+    many = {*range(0, 1024, 2), 9999}  # more than the name of one socket holds
+    claim = Claim("mine", 0, many)
+    try:
+        assert claimed("other") >= many and 1 not in claimed("other")
+    finally:
+        claim.give_up()
+    assert not claimed("other") & many
+
+    def refuse(*words):
+        raise OSError("AF_UNIX path too long")  # one of Python's own, without a number
+
+    monkeypatch.setenv(VARIABLE, "auto")
+    monkeypatch.setattr("distgpt.cluster.affinity.places.Claim", refuse)
+    monkeypatch.setattr("distgpt.cluster.affinity.bind.usable_cores", lambda: EVERY)
+    (line,) = Placed(sys_of("archer2")).place(SerialComm(), 128, threads_given=False)
+    assert "cannot see each other (AF_UNIX path too long)" in line

@@ -1,0 +1,240 @@
+"""What hostfiles mean to MPICH and Open MPI: written down as found by trying, and MPICH tried again here."""
+
+import json
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import MPIRUN, inside, needs_mpi, refused
+
+from distgpt.cluster.jobs.hostfile import parse, problems
+from distgpt.cluster.jobs.launchers import mpirun
+from distgpt.measure.doctor import hosts
+
+LAUNCHERS = ("MPICH", "Open MPI")
+# A file, and the ranks on each host as they were started by MPICH 5.0.2 (`mpirun -f FILE` without -n) and
+# Open MPI 5.0.11 (`--hostfile FILE`). None: it ended with an error; "?": as many as the host has cores.
+READ = {
+    b"ha:2\nhb:1\n": ("ha*2 hb*1", "ha:2*? hb:1*?"),
+    b"ha slots=2\nhb slots=1\n": (None, "ha*2 hb*1"),
+    b"ha\nhb\n": ("ha*1 hb*1", "ha*? hb*?"),
+    b"# x\n\nha\n": ("ha*1", "ha*?"),
+    b"ha # x\n": (None, "ha*?"),
+    b"ha slots=2 // x\n": (None, "ha*2"),
+    b"ha:x\n": (None, "ha:x*?"),
+    b"ha :2\n": (None, "ha*?"),
+    b"ha:2 user=me\n": ("me@ha*2", None),
+    b"me@ha:2\n": ("me@ha*2", "ha:2*?"),
+    b"ha slots=4 max_slots=8\n": (None, "ha*4"),
+    b"ha slots = 4\n": (None, "ha*4"),
+    b"ha cpus=3\n": (None, None),
+    b"ha slots=x\n": (None, None),
+    b"ha slots=1\nhb slots=1\nha slots=2\n": (None, None),
+    b"ha:1\nhb:1\nha:2\n": ("ha*3 hb*1", "ha:1*? hb:1*? ha:2*?"),
+    b"10.0.0.1 slots=1\n10.0.0.2 slots=2\n": (None, "10.0.0.1*1 10.0.0.2*2"),
+    b"\tha\tslots=3\t\n": (None, "ha*3"),
+    b"ha slots=2\r\n": (None, None),
+    b"ha,hb:2\n": ("ha,hb*2", "ha,hb:2*?"),
+    b"ha hb\n": (None, "ha*?"),
+    b"-oProxyCommand=x:2\n": ("-oProxyCommand=x*2", None),
+    b"": (None, None),  # MPICH starts all ranks on this machine
+}
+
+
+def written_down(text):
+    if text is None:
+        return None
+    pairs = (part.rsplit("*", 1) for part in text.split())
+    return {host.rpartition("@")[2]: "?" if ranks == "?" else int(ranks) for host, ranks in pairs}
+
+
+def meant(content):
+    """The ranks on each host by our reading."""
+    ranks = {}
+    for line in parse(content):
+        ranks.setdefault(line.host.rpartition("@")[2], []).append(line.slots)
+    return {host: sum(n or 1 for n in given) for host, given in ranks.items()}
+
+
+def test_a_file_without_problems_means_what_the_launcher_started():
+    for content, started in READ.items():
+        for launcher, text in zip(LAUNCHERS, started, strict=True):
+            found, ranks = problems(launcher, parse(content)), written_down(text)
+            if ranks is None:
+                assert found, (launcher, content)
+            elif not found:
+                counted = meant(content)
+                assert ranks == {host: "?" if n == "?" else counted[host] for host, n in ranks.items()}, (
+                    content
+                )
+
+
+@needs_mpi
+@pytest.mark.slow
+@pytest.mark.skipif(MPIRUN is None or mpirun(MPIRUN)["vendor"] != "MPICH", reason="needs MPICH's mpirun")
+def test_mpich_still_reads_as_it_did(tmp_path):
+    """With a program in place of ssh that starts what it is given here, under the name of the host."""
+    ssh = tmp_path / "ssh"
+    ssh.write_text(
+        '#!/bin/sh\n[ "$1" = -x ] && shift\nASKED_AS=$1; shift\nexport ASKED_AS\nexec sh -c "$*"\n'
+    )
+    ssh.chmod(0o755)
+    options = ["-launcher", "ssh", "-launcher-exec", ssh, "-iface", "lo", "-f", tmp_path / "hosts"]
+    for content in (content for content in READ if content):
+        (tmp_path / "hosts").write_bytes(content)
+        words = [MPIRUN, *options, "sh", "-c", 'echo "$ASKED_AS"']
+        done = subprocess.run(words, capture_output=True, encoding="utf-8", timeout=60)
+        started = done.stdout.split()
+        found = {host.rpartition("@")[2]: started.count(host) for host in started}
+        assert (found if done.returncode == 0 else None) == written_down(READ[content][0]), (content, done)
+
+
+def test_what_bites_is_found_on_its_line_with_the_way_out():
+    for launcher, content, words in (
+        ("MPICH", b"ha:1\nhb slots=2\n", "line 2: MPICH refuses the word slots: write hb:2"),
+        ("MPICH", b"ha:2 # two\n", "line 1: MPICH refuses a comment behind a host"),
+        ("MPICH", b"# nothing\n", "all ranks run on this machine"),
+        ("Open MPI", b"ha:2\n", "line 1: Open MPI takes ha:2 for a host's name: write ha slots=2"),
+        ("Open MPI", b"ha slots=2\r\n", "line 1: Open MPI refuses the line ends of Windows"),
+        ("Open MPI", b"ha.x slots=2\nha.y slots=2\n", "line 2: Open MPI refuses a second number of slots"),
+        ("Open MPI", b"ha cpus=3\n", "line 1: Open MPI refuses cpus=3"),
+        ("Open MPI", b"", "names no host"),
+    ):
+        (found,) = problems(launcher, parse(content))
+        assert words in found
+    for text, words in (
+        (b"-oProxyCommand=touch:2", "names no host"),
+        (b"me@-oX:1", "names no host"),
+        (b"$(id):1", "names no host"),
+        ("h\xe4:1".encode(), "names no host"),
+        (b"\x1b[31mha:1", "names no host"),
+        (b"ha:x", "gives no number"),
+        (b"ha:0", "gives no number"),
+        (b"ha:99999999999", "gives no number"),
+        (b"ha 2", "a space before its number"),
+        (b"ha :2", "a space before its number"),
+        (b"h" * 2000, "names no host"),
+    ):
+        (line,) = parse(text)
+        assert words in line.problem, text
+
+
+def doctor(tmp_path, content, *args):
+    (tmp_path / "hosts").write_bytes(content)
+    return inside("doctor", "--hostfile", "hosts", *args, cwd=tmp_path)
+
+
+@pytest.fixture
+def here(monkeypatch):
+    """MPICH, whatever is installed."""
+    monkeypatch.setattr(hosts, "distant_mpi", lambda: {"problem": "", "vendor": "MPICH", "version": "5"})
+    found = {"path": sys.executable, "vendor": "MPICH"}
+    monkeypatch.setattr(hosts, "mpirun", lambda: found)
+    return found
+
+
+def test_a_launch_that_would_work_leaves_with_0_and_says_how(here, tmp_path):
+    result = doctor(tmp_path, b"localhost:1\n")
+    assert result.returncode == 0 and not result.stderr
+    assert "mpirun -n 1 -f hosts distgpt train --stage mpi" in result.stdout
+    here["vendor"] = "Open MPI"
+    refused(doctor(tmp_path, b"localhost:1\n"), 2, "MPICH", "Open MPI")
+
+
+def test_what_is_wrong_leaves_with_2_and_the_first_of_it(here, tmp_path):
+    for content, words in (
+        (b"localhost slots=2\n", ["line 1", "refuses the word slots"]),
+        (b"", ["all ranks run on this machine"]),
+        (b"no-such-host.invalid:1\n", ["no-such-host.invalid", "nobody knows this name", "/etc/hosts"]),
+        (b"-oProxyCommand=touch${IFS}owned:1\n", ["names no host"]),
+    ):
+        refused(doctor(tmp_path, content, "--ssh"), 2, *words)
+    assert [*tmp_path.iterdir()] == [tmp_path / "hosts"]
+    refused(inside("doctor", "--ssh"), 2, "--ssh needs --hostfile")
+    refused(inside("doctor", "--hostfile", "x", "--stage", "mpi"), 2, "leave one of them out")
+    refused(inside("doctor", "--hostfile", "/dev/zero"), 65, "no regular file")
+
+
+def test_names_of_one_host_and_too_many_ranks_are_worth_a_look(here, tmp_path):
+    found = json.loads(doctor(tmp_path, b"localhost:1\n127.0.0.1:9999\n", "--json").stdout)
+    twice, crowded = found["warnings"]
+    assert twice.startswith("localhost, 127.0.0.1: one host") and crowded.startswith(
+        "127.0.0.1: 9,999 ranks for"
+    )
+
+
+def test_a_hostile_file_makes_a_page_without_control_characters(here, tmp_path):
+    content = b"\x1b]0;title\x07ha:1\nh\xe4\xff:2\n" + b"x" * 5000 + b"\nha\0:1\n" + b"[:1\n" * 500
+    result = doctor(tmp_path, content)
+    assert result.returncode == 2 and result.stdout.replace("\n", "").isprintable()
+    assert len(result.stdout) < 20_000 and len(result.stderr) < 2_000
+
+
+@pytest.mark.parametrize(
+    ("name", "client", "expected"),
+    [
+        ("localhost", "127.0.0.1", "mpirun -n 1 -f hosts distgpt"),
+        ("nowhere.invalid", "127.0.0.1", "mpirun -localhost 127.0.0.1 -n 1 -f hosts distgpt"),
+        ("nowhere.invalid", "", "cannot connect to nowhere.invalid"),
+    ],
+)
+def test_doctor_finds_the_way_back_to_the_launcher(here, tmp_path, monkeypatch, name, client, expected):
+    script = f"""#!/bin/sh
+        while [ "$1" != -- ]; do shift; done
+        SSH_CONNECTION='{client} 1 2 3' exec sh -c "$3"
+        """
+    (tmp_path / "ssh").write_text(script)
+    (tmp_path / "ssh").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setattr(hosts.platform, "node", lambda: name)
+    # The host that answers is this machine, with the MPI that is installed here.
+    monkeypatch.setattr(hosts, "_stops", lambda host, own: [])
+    result = doctor(tmp_path, b"other:1\n", "--ssh", "--json")
+    found = json.loads(result.stdout)
+    assert expected in " ".join([found["command"], *found["problems"]])
+
+
+def test_hosts_are_asked_over_ssh_and_not_trusted(here, tmp_path, monkeypatch):
+    """`ssh` is a program that runs what it is given here, or answers something else."""
+    (tmp_path / "ssh").write_text(
+        """#!/bin/sh
+        while [ "$1" != -- ]; do shift; done
+        case $2 in
+            alike) echo Welcome; exec sh -c "$3";;
+            liar) echo '{"identity": 3}';;
+            closed) printf 'no\\033[2Jway\\n' >&2; exit 255;;
+            10.*) exec sleep 600;;
+        esac
+        """
+    )
+    (tmp_path / "ssh").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setattr(hosts, "SECONDS", 20.0)
+    found = json.loads(doctor(tmp_path, b"alike:1\nliar:1\nclosed:1\n", "--ssh", "--json").stdout)
+    alike, liar, closed = found["hosts"]
+    assert alike["facts"]["versions"]["distgpt"] and not alike["problem"]
+    assert not liar["facts"] and "printed no facts" in liar["problem"] and "way" in closed["problem"]
+    assert len(found["problems"]) >= 2
+    monkeypatch.setattr(hosts, "SECONDS", 0.5)
+    refused(doctor(tmp_path, b"10.0.0.1:1\n", "--ssh"), 2, "10.0.0.1: gave no answer within 0.5 s")
+
+
+def test_the_doctor_proposes_a_command_that_other_hosts_find(tmp_path, monkeypatch):
+    """Open MPI looks for a program in the PATH of ssh there, in which no environment is; MPICH does not."""
+    for vendor, content in (("MPICH", "localhost:2\n"), ("Open MPI", "localhost slots=2\n")):
+        (tmp_path / "hosts").write_text(content)
+        monkeypatch.setattr(hosts, "mpirun", lambda vendor=vendor: {"path": "/bin/mpirun", "vendor": vendor})
+        works = {"problem": "", "vendor": vendor, "version": "5"}
+        monkeypatch.setattr(hosts, "distant_mpi", lambda works=works: works)
+        monkeypatch.setattr(hosts, "is_refused_as_root", lambda: True)
+        found = hosts.examine(tmp_path / "hosts", ssh=False)
+        words = shlex.split(found["command"])
+        assert ("--allow-run-as-root" in words) == (vendor == "Open MPI")
+        words = [word for word in words if word != "--allow-run-as-root"]
+        assert words[:3] == ["mpirun", "-n", "2"] and words[-3:] == ["train", "--stage", "mpi"], found
+        (program,) = words[5:-3]
+        assert Path(program).is_absolute() == (vendor == "Open MPI")
+        assert shutil.which(program, path=str(Path(sys.executable).parent))

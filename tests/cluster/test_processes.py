@@ -1,0 +1,256 @@
+"""Programs that distgpt starts: the words of each launcher, what they leave, and that none outlives it."""
+
+import ast
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+from conftest import MPIRUN, needs_mpi, wait_for
+from launching import RANKS, SIZES
+
+from distgpt.cluster.jobs.launchers import distant_mpi, find_launcher, own_mpirun
+from distgpt.cluster.jobs.processes import TIMED_OUT, Ended, distgpt_command, run, unlaunched
+from distgpt.core.base.errors import StorageError, UsageError
+from distgpt.core.base.system import PACKAGE, python, python_code
+
+PYTHON = sys.executable
+
+
+def script(text):
+    return [PYTHON, "-u", "-c", textwrap.dedent(text)]
+
+
+def test_what_a_child_said_and_how_it_ended():
+    heard = []
+    child = """
+        import sys
+        print("one"); print("two"); print("sorry", file=sys.stderr)
+        sys.exit(3)
+    """
+    ended = run(script(child), on_line=heard.append)
+    assert (ended.code, ended.output, ended.errors) == (3, "one\ntwo\n", "sorry\n")
+    assert heard == ["one", "two"]
+    assert ended.last_words() == "sorry"
+    assert ended.seconds > 0
+
+
+def test_children_that_say_much_or_take_too_long_or_are_killed_or_are_not_there():
+    child = "import sys\nfor f in (sys.stderr, sys.stdout): f.write('x' * (1 << 20))"
+    ended = run(script(child), timeout=30)
+    assert ended.code == 0 and len(ended.output) == len(ended.errors) == 1 << 20
+    ended = run(script("import time; time.sleep(60)"), timeout=0.5)
+    assert ended.code == TIMED_OUT and ended.seconds < 50
+    assert run(script("import os; os.kill(os.getpid(), 9)")).code == -signal.SIGKILL
+    with pytest.raises(StorageError, match="cannot start /no/such/program: No such file"):
+        run(["/no/such/program"])
+
+
+@pytest.fixture
+def strange_folder(tmp_path, monkeypatch):
+    """A working directory with files that are named as modules, and say so when they are imported."""
+    for name in ("click", "numpy", "mpi4py", "runpy", "distgpt"):
+        (tmp_path / f"{name}.py").write_text("print('from the working directory')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+
+
+@pytest.mark.usefixtures("strange_folder")
+def test_children_import_nothing_from_the_working_directory(monkeypatch):
+    monkeypatch.setattr(sys, "path", ["", *sys.path])  # as of python -c
+    ended = run(distgpt_command("--version"))
+    assert (ended.code, ended.output.split(",")[0]) == (0, "distgpt"), ended
+    assert run(python_code("import click, distgpt; print(distgpt.__name__)")).output == "distgpt\n"
+    assert "working directory" not in distant_mpi().get("problem", "")
+
+
+@pytest.mark.usefixtures("strange_folder")
+def test_children_use_the_package_that_started_them(tmp_path):
+    (tmp_path / "checkout").mkdir()
+    (tmp_path / "checkout" / "distgpt").symlink_to(PACKAGE)
+    site = os.pathsep.join(path for path in sys.path if Path(path).name == "site-packages")
+    start = [
+        sys.executable,
+        "-S",
+        *python()[1:],
+        tmp_path / "checkout" / "distgpt",
+    ]  # -S: without installed ones
+    ended = run([*start, "--version"], env={**os.environ, "PYTHONPATH": site})
+    assert (ended.code, ended.output.split(",")[0]) == (0, "distgpt"), ended
+
+
+def test_children_find_modules_in_folders_with_any_name(tmp_path, monkeypatch):
+    (tmp_path / "a:b").mkdir()
+    (tmp_path / "a:b" / "in_a_folder_with_a_colon.py").touch()
+    monkeypatch.syspath_prepend(tmp_path / "a:b")
+    assert run(python_code("import in_a_folder_with_a_colon")).code == 0
+
+
+def test_python_is_started_by_one_function():
+    """The others would look for modules in the working directory."""
+    found = [
+        str(path.relative_to(PACKAGE))
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.List | ast.Tuple) and "sys.executable" in map(ast.unparse, node.elts)
+    ]
+    assert found == ["core/base/system.py"]
+
+
+def gone(pid):
+    stat = Path(f"/proc/{pid}/stat")
+    return not stat.exists() or stat.read_text().split()[2] == "Z"
+
+
+@pytest.mark.parametrize("numbers, nohup", [
+    ([signal.SIGTERM], False),
+    ([signal.SIGINT, signal.SIGINT], False),
+    ([signal.SIGHUP, signal.SIGTERM], True),
+])  # fmt: skip
+def test_whatever_ends_us_ends_the_grandchildren_too(tmp_path, numbers, nohup):
+    """Also those that take no notice of requests. Under nohup a closed terminal ends nobody."""
+    told, asked = tmp_path / "pid", tmp_path / "asked"
+    grandchild = f"""
+        import os, pathlib, signal, time
+        signal.signal(signal.SIGTERM, lambda *_: pathlib.Path({str(asked)!r}).touch())
+        pathlib.Path({str(told)!r}).write_text(str(os.getpid()))
+        for _ in range(600): time.sleep(0.1)
+    """
+    child = textwrap.dedent(f"""
+        import os, signal, subprocess, sys, time
+        signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.4), os._exit(1)))
+        subprocess.run([sys.executable, "-c", {textwrap.dedent(grandchild)!r}])
+    """)
+    program = (
+        f"from distgpt.cluster.jobs.processes import run; import sys; run([sys.executable, '-c', {child!r}])"
+    )
+    # The tests may run under nohup themselves.
+    ignored = f"import signal; signal.signal(signal.SIGHUP, signal.{'SIG_IGN' if nohup else 'SIG_DFL'})\n"
+    parent = subprocess.Popen(script(ignored + program), stderr=subprocess.DEVNULL)
+    pid = int(wait_for(lambda: told.exists() and told.read_text()))
+    for number in numbers:
+        parent.send_signal(number)
+        if nohup and number == signal.SIGHUP:
+            time.sleep(0.2)
+            assert parent.poll() is None and not asked.exists()
+        elif len(numbers) > 1:
+            wait_for(asked.exists)
+    assert parent.wait(timeout=20) != 0
+    wait_for(lambda: gone(pid))
+
+
+@pytest.mark.parametrize("number, raised", [
+    (signal.SIGINT, KeyboardInterrupt),
+    (signal.SIGTERM, SystemExit),
+])  # fmt: skip
+def test_a_child_is_ended_also_if_the_request_comes_while_it_starts(number, raised, monkeypatch):
+    started = []
+
+    class Interrupted(subprocess.Popen):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            started.append(self)
+            signal.raise_signal(number)
+
+    former = signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    monkeypatch.setattr(subprocess, "Popen", Interrupted)
+    try:
+        with pytest.raises(raised):
+            run(script("import time; time.sleep(60)"))
+        assert started[0].returncode == -signal.SIGTERM
+        assert signal.getsignal(number) in (signal.default_int_handler, signal.SIG_DFL)
+    finally:
+        signal.signal(number, former)
+
+
+def test_a_listener_that_fails_ends_the_child_and_its_error_is_raised():
+    def refuse(line):
+        raise ValueError(f"not {line}")
+
+    begun = time.monotonic()
+    with pytest.raises(ValueError, match="not one"):
+        run(script("import time\nprint('one')\nprint('two')\ntime.sleep(60)"), on_line=refuse)
+    assert time.monotonic() - begun < 50
+
+
+@needs_mpi
+def test_a_killed_rank_is_reported_and_not_where_to_read_about_it():
+    """Of MPICH, which says in its last line where; others say their own."""
+    killed = (
+        "import os, time; os.environ.get('PMI_RANK', '1') == '1' and os.kill(os.getpid(), 9); time.sleep(9)"
+    )
+    ended = run([MPIRUN, "-n", "2", PYTHON, "-c", killed])
+    assert ended.code != 0 and "FAQ" not in ended.complaint()
+    if "EXIT STRING" in ended.output + ended.errors:
+        assert ended.complaint() == "a rank ended: Killed (signal 9)"
+
+
+def test_launchers_last_lines_are_not_ours():
+    tail = "====\n=   EXIT CODE: 7\n====\nPlease see the FAQ page for debugging suggestions\n"
+    assert Ended(7, tail, "cannot open it\n", 1.0).complaint() == "cannot open it"
+    assert Ended(7, tail, "distgpt: no such text\nand more\n", 1.0).complaint() == "no such text"
+
+
+def test_children_that_are_no_ranks_get_the_users_variables_and_none_of_the_launchers():
+    own = {"OMPI_MCA_btl": "tcp", "OMPI_ALLOW_RUN_AS_ROOT": "1", "PMIX_MCA_gds": "hash", "HOME": "/"}
+    told = dict.fromkeys([*SIZES, *RANKS, "PMI_FD", "PMIX_SERVER_URI2", "HYDI_CONTROL_FD"], "1")
+    assert unlaunched(own | told) == own
+
+
+# -- launchers
+
+
+@pytest.fixture
+def programs(tmp_path, monkeypatch):
+    """A PATH of made-up launchers, of which `mpirun` says that it is Open MPI's."""
+    for name in ("mpirun", "srun", "mpiexec.hydra"):
+        says = {"mpirun": "mpirun (Open MPI) 5.0.1", "mpiexec.hydra": "HYDRA build details:"}.get(name, "")
+        (tmp_path / name).write_text(f"#!/bin/sh\necho '{says}'\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "hosts").write_text("a\nb\n")
+    (tmp_path / "misread").write_text("a\nb:x\n")
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    return tmp_path
+
+
+def test_each_launcher_has_its_words(programs):
+    for chosen, hosts, words in (
+        ("mpirun", False, ["mpirun", "-n", "3"]),
+        ("mpirun", True, ["mpirun", "-n", "3", "--hostfile", "hosts"]),
+        ("mpiexec.hydra -iface eth0", True, ["mpiexec.hydra", "-n", "3", "-iface", "eth0", "-f", "hosts"]),
+        ("srun --mpi=pmix", False, ["srun", "-n", "3", "--mpi=pmix"]),
+    ):
+        launcher = find_launcher(chosen, programs / "hosts" if hosts else None)
+        command = launcher.command(3, ["distgpt", "train", 7])
+        assert command[0] == str(programs / words[0])
+        named = [Path(word).name if word.startswith("/") else word for word in command]
+        assert named == [*words, "distgpt", "train", "7"]
+        assert launcher.shown(3, ["distgpt"]).startswith(f"{words[0]} -n 3 ")
+
+
+def test_what_cannot_be_is_refused(programs):
+    for chosen, hosts, words in (
+        ("nosuchrun", None, "--launcher nosuchrun: there is no such program"),
+        ("mpirun", "nosuchfile", "there is no such file"),
+        (
+            "mpiexec.hydra",
+            "misread",
+            "misread: line 2: gives no number of ranks .*; see distgpt doctor",
+        ),
+        ("srun", "hosts", "srun takes its hosts from the allocation"),
+        ("", None, "--launcher names no program"),
+        ('"srun', None, '--launcher "srun: no closing quotation'),
+    ):
+        with pytest.raises(UsageError, match=words):
+            find_launcher(chosen, hosts and programs / hosts)
+
+
+@needs_mpi
+def test_the_mpirun_beside_this_python_comes_first(programs):
+    expected = own_mpirun() or str(programs / "mpirun")
+    assert find_launcher(None, None).words == (expected,)
+    assert MPIRUN

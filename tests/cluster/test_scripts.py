@@ -1,0 +1,75 @@
+"""The scripts that `distgpt submit` prints, line by line: scripts.txt has what each system's were.
+
+python tests/cluster/test_scripts.py >tests/cluster/scripts.txt    after a change that is meant; then read the diff
+"""
+
+import difflib
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from conftest import inside
+
+KEPT = Path(__file__).with_name("scripts.txt")
+MPI = {"slurm": "pmi2", "pbs": "mpich", "sge": "intel", "lsf": "pals", "flux": "mpich"}
+OTHER = {"slurm": "pmix", "flux": "openmpi"}
+MEMORY = {"slurm": "--memory 64G", "pbs": "--memory 64G", "lsf": "--memory 64G"}
+OWN = {
+    "slurm": "--directive --partition=gpu --directive --signal=USR1@600 --directive --gres=gpu:a100:2",
+    "pbs": "--directive '-q long' --directive '-W depend=afterok:5' --directive '-l place=pack'",
+    "sge": "--directive '-q long' --directive '-l s_rt=1:00:00' --directive '-pe orte 8'",
+    "lsf": "--directive '-q long' --directive '-w done(5)' --directive '-o mine.txt'",
+    "flux": "--directive --queue=long --directive --exclusive",
+}
+OUT = "train --batch-size 32 --out 'runs/my run'"
+CASES = {
+    "two nodes": "--nodes 2 --ranks-per-node 4 --cpus-per-task 8 --mpi {mpi} -- " + OUT,
+    "one rank": "--time 2m -- train --threads 3",
+    "GPUs": "--nodes 2 --gpus-per-node 4 {memory} --mpi {mpi} -- " + OUT,
+    "whole nodes": "--nodes 2 --node 2x4 --exclusive --mpi {mpi} -- " + OUT,
+    "an array": "--array 1-4 --name seeds --ranks-per-node 2 --mpi {mpi} -- " + OUT + " --seed $ELEMENT",
+    "an array of successors": "--array 1-3 --successor -- train --seed $ELEMENT",
+    "another MPI": "--nodes 2 --mpi {other} --successor -- " + OUT,
+    "the user's own": "--gpus-per-node 2 --mpi {mpi} {own} --setup 'export A=\"b c\"' --prefix 'numactl -l'"
+    " -- " + OUT,
+}
+
+
+def script(system, case, folder):
+    words = CASES[case].format(
+        mpi=MPI[system], other=OTHER.get(system, "openmpi"), memory=MEMORY.get(system, ""), own=OWN[system]
+    )
+    result = inside("submit", "--system", system, "--time", "26h", *shlex.split(words), cwd=folder)
+    assert result.returncode == 0, result.stderr
+    return re.sub(r"^# \S*distgpt submit .*\n", "", result.stdout, flags=re.M).splitlines()
+
+
+def told(system, folder):
+    """Return the first script, and in what the others differ from it, as no installation changes them."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("distgpt.cluster.jobs.batch.systems.own_mpirun", lambda: None)
+        patched.setattr("distgpt.commands.submit.own_program", lambda: ["distgpt"])
+        scripts = {case: script(system, case, folder) for case in CASES}
+    base = scripts.pop("two nodes")
+    lines = [f"=== {system}: two nodes", *base]
+    for case, changed in scripts.items():
+        changes = list(difflib.unified_diff(base, changed, n=0, lineterm=""))[2:]
+        lines += [f"=== {system}: {case}", *(line for line in changes if not line.startswith("@@"))]
+    return lines
+
+
+@pytest.mark.parametrize("system", MPI)
+def test_scripts_are_as_they_were(system, tmp_path):
+    lines = KEPT.read_text().splitlines()
+    ours = [i for i, line in enumerate(lines) if line.startswith(f"=== {system}: ")]
+    others = [i for i, line in enumerate(lines) if line.startswith("=== ") and i > ours[-1]]
+    assert told(system, tmp_path) == lines[ours[0] : others[0] if others else None]
+
+
+if __name__ == "__main__":
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as empty:
+        for each in MPI:
+            print("\n".join(told(each, empty)))

@@ -1,0 +1,450 @@
+"""`distgpt submit`: the scripts for each batch system, and how a job submits its successor once."""
+
+import os
+import re
+import shlex
+import signal
+import subprocess
+import time
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+
+import pytest
+from conftest import inside, refused
+
+from distgpt.cluster.jobs.batch import systems
+from distgpt.cluster.jobs.batch.systems import LAUNCHERS, SYSTEMS
+from distgpt.cluster.launch.environment import batch_job, job_end
+from distgpt.cluster.launch.mpis import MPIS
+
+TRAIN = ["train", "--batch-size", "32", "--out", "runs/mine"]
+
+
+def written(system, *words, command=TRAIN, cwd=None):
+    """The script as text, which is one that bash can read."""
+    result = inside("submit", "--system", system, "--time", "4h", *words, "--", *command, cwd=cwd)
+    assert result.returncode == 0, result.stderr
+    subprocess.run(["bash", "-n"], input=result.stdout, text=True, check=True)
+    return result.stdout
+
+
+def directives(system, text):
+    sentinel = SYSTEMS[system].sentinel + " "
+    return [line.removeprefix(sentinel) for line in text.splitlines() if line.startswith(sentinel)]
+
+
+def started(text):
+    """The words that start the ranks, as a shell sees them."""
+    return shlex.split(re.search(r"^set -m.*?\n(.*?) \\\n  >>", text, re.S | re.M)[1].replace("\\\n", ""))
+
+
+# Two nodes of four ranks with eight CPUs and a GPU each, an array of four of which two run at once.
+WHOLE = ["--nodes", "2", "--ranks-per-node", "4", "--cpus-per-task", "8", "--gpus-per-node", "4"]
+WHOLE += ["--array", "1-4%2"]
+ASKED = {
+    "slurm": "--job-name=mine|--nodes=2|--ntasks-per-node=4|--cpus-per-task=8|--gpus-per-node=4|--mem=64G"
+    "|--time=04:00:00|--signal=USR1@120|--requeue|--open-mode=append|--output=mine-%A_%a.log|--array=1-4%2",
+    "pbs": "-N mine|-S /bin/bash|-l select=2:ncpus=32:mpiprocs=4:ompthreads=8:ngpus=4:mem=64gb"
+    "|-l place=scatter|-l walltime=04:00:00|-r y|-j oe|-J 1-4%2",
+    "sge": "-N mine|-S /bin/bash|-cwd|-pe mpi 64|-l gpu=4|-l h_rt=04:00:00|-l s_rt=03:58:00|-notify|-r y"
+    "|-j y|-o mine-$JOB_ID.$TASK_ID.log|-t 1-4|-tc 2",
+    "lsf": '-J "mine[1-4]%2"|-n 64|-R "span[ptile=32]"|-R "rusage[mem=64G/host]"'
+    '|-gpu "num=4/host:j_exclusive=yes"|-W 04:00|-wa URG|-wt 00:02|-Q "99"|-r|-o mine-%J.%I.log',
+    "flux": "--job-name=mine|--nodes=2|--nslots=2|--cores-per-slot=32|--gpus-per-slot=4|--time-limit=14400s"
+    "|--output=mine-{{id.f58plain}}.log",
+}
+
+
+@pytest.mark.parametrize("system", [*SYSTEMS])
+def test_each_system_is_asked_for_the_same_job_in_its_own_documented_options(system, tmp_path):
+    row = SYSTEMS[system]
+    memory = [] if system in ("sge", "flux") else ["--memory", "64G"]
+    whole = [*WHOLE[:-1], "1-4"] if system == "flux" else WHOLE
+    text = written(system, *whole, *memory, "--mpi", "pals", cwd=tmp_path)
+    assert directives(system, text) == ASKED[system].split("|")
+    # All that an element writes has its number; and it resumes.
+    command = started(text)
+    number = row.element
+    named = ["--out", f"runs/mine/{number}", "--data", "corpus"]
+    assert command[command.index("--out") :] == [*named, "--resume", "auto"]
+    assert command[command.index("train") :][:3] == ["train", "--stage", "mpi-cuda"]
+
+
+@pytest.mark.parametrize("system", [*SYSTEMS])
+def test_module_lines_come_before_and_a_prefix_stands_before_distgpt(system, tmp_path):
+    setup = ["--setup", "module load gcc", "--setup", "export A='b c'"]
+    words = ["--ranks-per-node", "2", "--mpi", "pmix" if system in ("slurm", "flux") else "openmpi", *setup]
+    text = written(system, *words, "--prefix", "/opt/apptainer exec 'my image.sif' distgpt", cwd=tmp_path)
+    assert text.index("\nmodule load gcc\nexport A='b c'\n") < text.index("set -m")
+    command = started(text)
+    own = command.index("/opt/apptainer")
+    assert command[own : own + 5] == ["/opt/apptainer", "exec", "my image.sif", "distgpt", "train"]
+    # Where no program is named, it is this installation's.
+    bare = started(written(system, *words, "--prefix", "numactl -l", cwd=tmp_path))
+    assert bare[bare.index("-l") + 1].endswith("/distgpt")
+    result = inside("submit", "--system", system, "--time", "1h", "--prefix", "a 'b", "train", cwd=tmp_path)
+    refused(result, 2, "--prefix a 'b")
+
+
+def test_the_first_start_of_a_script_begins_the_run(tmp_path):
+    small = ["--n-layer", "1", "--n-embd", "16", "--n-head", "1", "--seq-len", "16", "--batch-size", "2"]
+    for out, words in (("mine", ["train", *small]), ("other", ["train", "--preset", "tiny-adamw", *small])):
+        text = written("slurm", command=[*words, "--steps", "1", "--out", out], cwd=tmp_path)
+        command = started(text)
+        again = inside(*command[command.index("train") :], "--threads", "1", cwd=tmp_path)
+        assert again.returncode == 0, again.stderr
+        assert (tmp_path / out / "weights.safetensors").exists()
+    words = ["submit", "--system", "slurm", "--time", "1h", "train", "--out", "mnie", "--resume", "auto"]
+    refused(inside(*words, cwd=tmp_path), 2, "no run mnie", "did you mean 'mine'")
+
+
+STARTED = {
+    "mpich": "-n 16 -ppn 8 -bind-to core:4",
+    "intel": "-n 16 -ppn 8 -genv I_MPI_PIN_DOMAIN 4:compact",
+    "openmpi": "-n 16 --map-by ppr:8:node:pe=4 --bind-to core --hostfile '$PBS_NODEFILE'",
+    "pals": "-n 16 --ppn 8 --depth=4 --cpu-bind=depth",
+}
+
+
+@pytest.mark.parametrize("auto", [("--threads", "auto"), ("--threads=auto",)])
+def test_automatic_threads_are_those_of_the_job(auto, tmp_path):
+    text = written(
+        "sge", "--ranks-per-node", "2", "--cpus-per-task", "4", command=[*TRAIN, *auto], cwd=tmp_path
+    )
+    command = started(text)
+    assert command.count("--threads") == 1 and command[command.index("--threads") + 1] == "4"
+    assert "auto" not in command[: command.index("--resume")] and "--threads=auto" not in command
+
+
+EXCLUSIVE = {"slurm": "--exclusive", "pbs": "-l place=scatter:excl", "sge": "-l exclusive=true"}
+EXCLUSIVE |= {"lsf": "-x", "flux": "--exclusive"}
+
+
+@pytest.mark.parametrize("system", [*SYSTEMS])
+def test_whole_nodes_are_asked_of_each_system(system, tmp_path):
+    words = ["--nodes", "2", "--mpi", "pals", "--exclusive"]
+    found = directives(system, written(system, *words, cwd=tmp_path))
+    assert EXCLUSIVE[system] in found
+
+
+def test_ranks_are_bound_to_a_region_of_nodes_of_their_own_and_free_otherwise(tmp_path):
+    assert {*STARTED} == {*LAUNCHERS}
+    for mpi, options in STARTED.items():
+        words = ["--nodes", "2", "--node", "8x4", "--mpi", mpi]
+        assert "core" not in shlex.join(started(written("pbs", *words, cwd=tmp_path))[:8])
+        found = started(written("pbs", *words, "--exclusive", cwd=tmp_path))
+        assert shlex.join(found).partition(" ")[2].startswith(options + " /"), mpi
+        free = ["--nodes", "2", "--ranks-per-node", "8", "--cpus-per-task", "4", "--mpi", mpi]
+        assert "core" not in shlex.join(started(written("sge", *free, cwd=tmp_path))[:8])
+    assert started(written("lsf", cwd=tmp_path))[1] == "train"  # one rank needs no launcher
+    for vendor, known in MPIS.items():  # of each MPI that a page names some launcher is known
+        assert SYSTEMS["pbs"].mpi[vendor] in LAUNCHERS and SYSTEMS["slurm"].mpi[vendor] == known.srun[0]
+    wrong = inside("submit", "--system", "lsf", "--time", "1h", "--nodes", "2", "--mpi", "pmi2", *TRAIN)
+    refused(wrong, 2, "--mpi pmi2", "openmpi, intel, pals")
+
+
+def test_an_environments_own_mpirun_starts_ranks_of_its_own_mpi_alone(tmp_path, monkeypatch):
+    own = tmp_path / "own bin" / "mpirun"
+    own.parent.mkdir()
+    own.write_text("#!/bin/sh\necho HYDRA build details\n")
+    own.chmod(0o755)
+    monkeypatch.setattr(systems, "own_mpirun", lambda: str(own))
+    for mpi, program in (
+        ("mpich", str(own)),
+        ("openmpi", "mpiexec"),
+        ("intel", "mpiexec"),
+        ("pals", "mpiexec"),
+    ):
+        text = written("sge", "--ranks-per-node", "2", "--mpi", mpi, cwd=tmp_path)
+        assert started(text)[0] == program, mpi
+
+
+def test_a_run_without_progress_is_begun_again_unless_the_user_says_when(tmp_path):
+    for words, expected in (
+        ([], "30m"),
+        (["--stall-abort", "2h"], "2h"),
+        (["--stall-timeout", "1h"], None),
+    ):
+        command = started(written("sge", command=[*TRAIN, *words], cwd=tmp_path))
+        found = [after for word, after in pairwise(command) if word == "--stall-abort"]
+        assert found == ([expected] if expected else [])
+
+
+def test_options_of_the_user_take_the_place_of_ours(tmp_path):
+    given = ["--directive", "-l s_rt=1:00:00", "--directive", "-pe orte 8", "--directive", "-q long"]
+    found = directives("sge", written("sge", "--cpus-per-task", "8", *given, cwd=tmp_path))
+    assert found[-3:] == given[1::2] and "-l h_rt=04:00:00" in found
+    assert [line for line in found if line.startswith(("-l s_rt", "-pe"))] == given[1:4:2]
+    given = ["--directive", "-N1", "--directive", "--no-such-option"]  # the system checks, and takes the last
+    assert directives("slurm", written("slurm", *given, cwd=tmp_path))[-2:] == given[1::2]
+    gpus = ["--gpus-per-node", "4", "--directive", "--gres=gpu:a100:4", "--directive", "--gres=lscratch:9"]
+    found = directives("slurm", written("slurm", *gpus, cwd=tmp_path))
+    assert found[-2:] == gpus[3::2] and not [line for line in found if line.startswith("--gpus")]
+
+
+REFUSED = (
+    ("sge", ["--array", "1,3"], "takes one range"),
+    ("pbs", ["--array", "3"], "at least two"),
+    ("slurm", ["--array", "4-1"], "4-1 ends before it begins"),
+    ("lsf", ["--array", "1-4%0"], "how many may run at once"),
+    ("slurm", ["--array", "1-4%x"], "how many may run at once"),
+    ("slurm", ["--directive", "--array=1-4"], "--array 1-4"),
+    ("sge", ["--array", "0-3"], "counts elements from 1"),
+    ("lsf", ["--array", "0,3"], "counts elements from 1"),
+    ("sge", ["--name", "5layers"], "run-5layers would do"),
+    ("pbs", ["--directive", "-J 1-3"], "--array 1-4"),
+    ("lsf", ["--array", "1-3", "--directive", "-J other"], "a name by --name"),
+    ("lsf", ["--directive", '-J "other[1-3]"'], "--array 1-4"),
+    ("slurm", ["--array", "1-3", "--directive", "-a1-2"], "by --array"),
+    ("pbs", ["--directive", "-l walltime=1:00:00"], "give the limit by --time"),
+    ("sge", ["--directive", "-l h_rt=60"], "give the limit by --time"),
+    ("flux", ["--directive", "-t60"], "give the limit by --time"),
+    ("sge", ["--memory", "4G"], "h_vmem"),
+    ("flux", ["--memory", "4G"], "leave it out"),
+    ("flux", ["--array", "1-4%2"], "leave out %"),
+    ("pbs", ["--memory", "much"], "as in 64G"),
+    ("lsf", ["--setup", "a\nb"], "cannot stand in a script"),
+)
+
+
+@pytest.mark.parametrize(("system", "words", "said"), REFUSED)
+def test_what_a_system_cannot_do_is_refused_before(system, words, said, tmp_path):
+    result = inside("submit", "--system", system, "--time", "1h", *words, *TRAIN, cwd=tmp_path)
+    refused(result, 2, said)
+    assert result.stdout == ""
+
+
+def test_a_limit_of_the_run_that_the_job_would_not_reach_is_refused(tmp_path):
+    words = ["submit", "--system", "pbs", "--time", "1h", "--", *TRAIN, "--time-limit"]
+    refused(inside(*words, "61m", cwd=tmp_path), 2, "--time-limit 1h1m", "--time 1h")
+    assert inside(*words, "50m", cwd=tmp_path).returncode == 0
+
+
+def test_a_directory_gives_a_name_that_the_system_takes(tmp_path):
+    for system, out, name in (
+        ("sge", "2024-11-28", "-N run-2024-11-28"),
+        ("sge", "all", "-N run-all"),
+        ("sge", "a1", "-N a1"),
+        ("pbs", "2024-11-28", "-N 2024-11-28"),
+    ):
+        found = directives(system, written(system, command=["train", "--out", out], cwd=tmp_path))
+        assert [line for line in found if line.startswith("-N")] == [name]
+
+
+def test_a_directory_that_cannot_be_made_is_noted(tmp_path):
+    (tmp_path / "file").write_text("")
+    for out, noted in (("file/mine", True), ("new/mine", False)):
+        words = ["submit", "--system", "sge", "--time", "1h", "--", "train", "--out", out]
+        result = inside(*words, cwd=tmp_path)
+        assert result.returncode == 0
+        assert (f"{out} cannot be made on this machine: file is no folder" in result.stderr) == noted
+
+
+def test_the_system_is_found_by_its_commands(tmp_path):
+    def found(*programs):
+        folder = tmp_path / "-".join(("bin", *programs))
+        folder.mkdir()
+        for program in programs:
+            (folder / program).write_text("#!/bin/sh\n")
+            (folder / program).chmod(0o755)
+        return inside("submit", "--time", "1h", *TRAIN, cwd=tmp_path, env={"PATH": str(folder)})
+
+    for programs, name, sentinel in (
+        (("sbatch", "flux"), "Slurm; flux would be here, too", "#SBATCH"),
+        (("qsub", "pbsnodes"), "PBS", "#PBS"),
+        (("qsub", "qconf"), "Grid Engine", "#$ -N"),
+        (("bsub",), "LSF", "#BSUB"),
+        (("flux",), "Flux", "# flux:"),
+    ):
+        result = found(*programs)
+        assert f"batch system: {name}" in result.stderr and f"\n{sentinel}" in result.stdout
+    refused(found("qsub"), 2, "no batch system was found", "--system pbs")
+
+
+def test_a_log_of_json_is_the_jobs_and_not_the_scripts(tmp_path):
+    text = written("pbs", command=[*TRAIN, "--log-format", "json"], cwd=tmp_path)
+    assert text.startswith("#!/bin/bash\n") and text.endswith("exit $code\n")
+    result = inside("supervise", "--", "distgpt", "train", "--log-format", "json", cwd=tmp_path)
+    refused(result, 2, "name the run's directory")
+
+
+def test_a_gpu_has_more_than_one_cpu_beside_it(tmp_path):
+    assert "--cpus-per-task=4" in directives("slurm", written("slurm", "--gpus-per-node", "1", cwd=tmp_path))
+
+
+def test_the_sites_own_lines_take_their_time_from_the_limit(tmp_path):
+    text = written("pbs", "--setup", "module load gcc", cwd=tmp_path)
+    assert text.index("export DISTGPT_JOB_END=$(($(date +%s) + 14400))") < text.index("\nmodule load gcc")
+
+
+def test_a_run_knows_the_end_that_a_script_has_set():
+    end = {"DISTGPT_JOB_END": str(int(time.time()) + 100)}
+    assert 90 < job_end(None, end) - time.monotonic() <= 100
+    assert job_end(None, {"DISTGPT_JOB_END": "soon"}) is job_end(None, {"DISTGPT_JOB_END": "12"}) is None
+    assert batch_job({"FLUX_JOB_ID": "f1"}) == {"system": "Flux", "id": "f1"}
+    assert batch_job({"FLUX_JOB_ID": "f1", "FLUX_ENCLOSING_ID": "f2"}) == {"system": "Flux", "id": "f2"}
+
+
+# A job of PBS and its ends, with a launcher and a qsub that count how often they were called.
+
+
+class PlayedJob:
+    """A script's folder, in which `mpiexec` leaves a checkpoint and ends with 75 by default."""
+
+    def __init__(self, folder, *words, ranks="2"):
+        self.folder = folder
+        words = ["--mpi", "pals", "--ranks-per-node", ranks, *words]
+        (folder / "job.sh").write_text(written("pbs", *words, cwd=folder))
+        self.program("qsub", 'sleep 0.1; echo "$*" >>submitted.txt; cat "$1" >>scripts.txt 2>&-')
+        self.program("mpiexec", self.trains())
+
+    @staticmethod
+    def trains(code=75, out="runs/mine"):
+        return f"mkdir -p {out}/checkpoints/step-$$; exit {code}"
+
+    def program(self, name, text):
+        (self.folder / name).write_text(f"#!/bin/bash\n{text}\n")
+        (self.folder / name).chmod(0o755)
+
+    def begun(self, number="7.server", **environ):
+        path = f"{self.folder}:{os.environ['PATH']}"
+        environ |= {"PATH": path, "PBS_JOBID": number, "PBS_O_WORKDIR": str(self.folder)}
+        how = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        return subprocess.Popen(["bash", self.folder / "job.sh"], env=environ, **how)
+
+    def ended(self, number="7.server", **environ):
+        """The code and what the script has said."""
+        with self.begun(number, **environ) as process:
+            said, _ = process.communicate()
+        return process.returncode, said
+
+    @property
+    def submitted(self):
+        path = self.folder / "submitted.txt"
+        return path.read_text().splitlines() if path.exists() else []
+
+
+def test_a_job_submits_its_successor_once_however_often_it_ends(tmp_path):
+    job = PlayedJob(tmp_path)
+    job.program("mpiexec", "exit 75")  # no step was finished
+    assert job.ended()[0] == 75 and not job.submitted
+    job.program("mpiexec", job.trains(0))  # all were
+    assert job.ended()[0] == 0 and not job.submitted
+    job.program("mpiexec", job.trains(65))  # an error
+    assert job.ended()[0] == 65 and not job.submitted
+    job.program("mpiexec", job.trains())
+    assert job.ended()[0] == 0 and job.submitted == [str(tmp_path / "job.sh")]
+    code, said = job.ended()  # as if PBS had started it again
+    assert code == 75 and "has submitted its successor already" in said and len(job.submitted) == 1
+    assert job.ended("8.server")[0] == 0 and len(job.submitted) == 2  # the successor's own
+    job.program("mpiexec", "exit 75")  # again no step, now with a checkpoint of before
+    code, said = job.ended("9.server")
+    assert code == 75 and "no step was finished" in said and len(job.submitted) == 2
+    assert [*tmp_path.glob("mine-7.*.log")] and (tmp_path / "mine-7.4.log").exists()
+
+
+def test_the_lines_before_run_where_the_job_was_submitted_and_a_marker_may_fail(tmp_path):
+    (tmp_path / "env").write_text("touch seen\n")
+    job = PlayedJob(tmp_path, "--setup", ". ./env")
+    job.program("mkdir", '[ "$1" = -p ] && exec /bin/mkdir "$@"; exit 1')
+    code, said = job.ended()
+    assert (tmp_path / "seen").exists() and code == 75 and not job.submitted
+    assert "followed-7 cannot be made" in said and "already" not in said
+
+
+def test_of_two_ends_that_race_one_submits(tmp_path):
+    job = PlayedJob(tmp_path)
+    with ThreadPoolExecutor(4) as pool:
+        ends = [*pool.map(lambda _: job.ended()[0], range(4))]
+    assert sorted(ends) == [0, 75, 75, 75] and len(job.submitted) == 1
+
+
+def test_a_job_that_is_deleted_saves_and_submits_nothing(tmp_path):
+    job = PlayedJob(tmp_path)
+    job.program("mpiexec", f"trap '{job.trains()}' USR1; touch here; while :; do sleep 0.05; done")
+    with job.begun() as process:
+        while not (tmp_path / "here").exists():
+            time.sleep(0.01)
+        process.send_signal(signal.SIGTERM)
+        said, _ = process.communicate(timeout=30)
+    assert process.returncode == 75 and "newest checkpoint: step-" in said and not job.submitted
+
+
+@pytest.mark.slow
+def test_a_script_that_gets_two_signals_at_once_waits_for_its_ranks(tmp_path):
+    job = PlayedJob(tmp_path)
+    saves = f"sleep 0.2; {job.trains()}"
+    job.program("mpiexec", f"trap '{saves}' USR1; touch here.$PPID; while :; do sleep 0.05; done")
+    for number in range(12):  # bash may come back from wait too early: seldom, and never surely
+        with job.begun(f"{number}.server") as process:
+            while not (tmp_path / f"here.{process.pid}").exists():
+                time.sleep(0.01)
+            process.send_signal(signal.SIGUSR1)
+            time.sleep(number % 4 * 1e-4)
+            process.send_signal(signal.SIGTERM)
+            said, _ = process.communicate(timeout=30)
+        assert process.returncode == 75 and "left with 75" in said, said
+    assert not job.submitted
+
+
+def test_a_script_whose_ranks_are_suspended_waits_for_them(tmp_path):
+    """TSTP is what LSF sends to a job of several slots: bash would leave the loop in which it waits."""
+    job = PlayedJob(tmp_path)
+    job.program("mpiexec", f"echo $$ >here; sleep 0.5; {job.trains()}")
+    with job.begun() as process:
+        while not (tmp_path / "here").exists() or not (tmp_path / "here").read_text():
+            time.sleep(0.01)
+        launcher = int((tmp_path / "here").read_text())
+        os.kill(launcher, signal.SIGTSTP)
+        time.sleep(0.6)
+        assert process.poll() is None
+        os.kill(launcher, signal.SIGCONT)
+        said, _ = process.communicate(timeout=30)
+    assert process.returncode == 0 and "left with 75" in said, said
+
+
+def test_an_elements_successor_is_a_job_of_its_own_with_the_same_number(tmp_path):
+    job = PlayedJob(tmp_path, "--array", "1-3")
+    job.program("qsub", 'echo "$*" >>submitted.txt; cat >scripts.txt')
+    job.program("mpiexec", job.trains(out="runs/mine/3") + "; env >environ.txt")
+    assert job.ended("7[3].server", PBS_ARRAY_INDEX="3")[0] == 0
+    assert job.submitted == ["-v ELEMENT=3"] and (tmp_path / "runs/mine/3/followed-7[3]").is_dir()
+    successor = (tmp_path / "scripts.txt").read_text()
+    assert successor == (tmp_path / "job.sh").read_text().replace("#PBS -J 1-3\n", "")
+    (tmp_path / "job.sh").write_text(successor)
+    assert job.ended("8.server", ELEMENT="3")[0] == 0 and len(job.submitted) == 2
+
+
+def test_a_successor_waits_for_no_job_that_the_first_one_has_waited_for(tmp_path):
+    job = PlayedJob(tmp_path, "--directive", "-Wdepend=afterok:5", "--directive", "-W group_list=a")
+    job.program("qsub", 'echo "qsub $*" >>submitted.txt; cat >scripts.txt')
+    assert job.ended()[0] == 0 and job.submitted == ["qsub "]
+    first = (tmp_path / "job.sh").read_text()
+    assert (tmp_path / "scripts.txt").read_text() == first.replace("#PBS -Wdepend=afterok:5\n", "")
+
+
+def test_a_successor_of_lsf_waits_for_no_forgotten_job_either(tmp_path):
+    text = written("lsf", "--successor", "--directive", "-w done(5)", "--directive", "-q x", cwd=tmp_path)
+    left_out = re.search(r"grep -Ev ('.*') \"\$0\" \| bsub && exit 0", text)
+    (tmp_path / "job.sh").write_text(text)
+    kept = subprocess.run(["sh", "-c", f"grep -Ev {left_out[1]} job.sh"], cwd=tmp_path, capture_output=True)
+    assert kept.stdout.decode() == text.replace("#BSUB -w done(5)\n", "") != text
+
+
+def test_each_element_of_an_array_is_submitted_alone_where_flux_has_no_arrays(tmp_path):
+    (tmp_path / "flux").write_text('#!/bin/sh\necho "$*" >>calls.txt; cat >/dev/null\n')
+    (tmp_path / "flux").chmod(0o755)
+    words = ["submit", "--system", "flux", "--time", "1h", "--array", "1-3:2,3", "--submit", *TRAIN]
+    result = inside(*words, cwd=tmp_path, env={"PATH": f"{tmp_path}:{os.environ['PATH']}"})
+    assert result.returncode == 0, result.stderr
+    calls = (tmp_path / "calls.txt").read_text().splitlines()
+    assert calls == ["batch --env=ELEMENT=1", "batch --env=ELEMENT=3"]
+
+
+@pytest.mark.parametrize("system", [*SYSTEMS])
+def test_a_site_that_forbids_to_queue_again_gets_successors(system, tmp_path):
+    text = written(system, "--successor", cwd=tmp_path)
+    assert "followed-" in text and "exit 99" not in text and "scontrol requeue" not in text
+    assert f"{SYSTEMS[system].submits[0]} " in text[text.index("if mkdir") :] and '"$0" && exit 0' in text
+    queued = written(system, cwd=tmp_path)
+    assert ("followed-" in queued) == (system in ("pbs", "flux"))

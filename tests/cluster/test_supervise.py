@@ -1,0 +1,342 @@
+"""distgpt supervise: what it makes of a launch line, where it starts again, and when it does not."""
+
+import json
+import os
+import platform
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from io import BytesIO
+from pathlib import Path
+
+import pytest
+from conftest import BIN, MPIRUN, SMALL, inside, metrics, needs_mpi, popen, refused, wait_for
+
+from distgpt.cluster.jobs import reach
+from distgpt.cluster.jobs.reach import Answer
+from distgpt.cluster.supervise import host_slots, supervisor
+from distgpt.cluster.supervise.host_slots import Room, chosen, read_rooms
+from distgpt.cluster.supervise.launch_line import parse
+from distgpt.cluster.supervise.supervisor import Limits, Supervisor
+from distgpt.core.base.errors import UsageError
+from distgpt.core.config import RunConfig
+from distgpt.core.saved.run_lock import RunLock
+
+# A launch, the parts that are read of it, and its words on 3 ranks of the hosts in "new".
+LINES = {
+    "mpirun -n 8 -f hosts distgpt train --out x": (
+        (8, "hosts", None),
+        "mpirun -n 3 -f new env A=1 distgpt train --out x",
+    ),
+    "/opt/bin/mpiexec.hydra -np 8 -ppn 4 -machinefile=h /opt/distgpt train": (
+        (8, "h", 4),
+        "/opt/bin/mpiexec.hydra -np 3 -ppn 4 -machinefile new env A=1 /opt/distgpt train",
+    ),
+    "nice mpirun --hostfile h --np 2 -N 1 -x Z python3 -m distgpt tune --out x": (
+        (2, "h", 1),
+        "nice mpirun --hostfile new --np 3 -N 1 -x Z env A=1 python3 -m distgpt tune --out x",
+    ),
+    "mpirun -n 2 numactl -l distgpt train -n 5": (
+        (2, None, None),
+        "mpirun -n 3 numactl -l env A=1 distgpt train -n 5",
+    ),
+    "srun -n 8 -f distgpt train": ((1, None, None), "srun -n 8 -f env A=1 distgpt train"),
+    "mpirun -n 2 python3 -P /a/distgpt train": (
+        (2, None, None),
+        "mpirun -n 3 env A=1 python3 -P /a/distgpt train",
+    ),
+    "distgpt train --out x": ((1, None, None), "distgpt train --out x"),
+}
+WRONG = {
+    "mpirun -n 2 distgpt infer": "give the whole line",
+    "train --out x": "give the whole line",
+    "mpirun -n 1 distgpt train : -n 1 distgpt train": "leave out what follows the :",
+    "mpirun -n 2 -hosts a,b distgpt train": "write the hosts of -hosts into a file",
+    "mpirun --host=a,b distgpt train": "write the hosts of --host into a file",
+    "mpirun -f h distgpt train": "say how many ranks",
+    "mpirun -n x distgpt train": "x is no number of ranks",
+}
+
+
+@pytest.mark.parametrize("text", LINES)
+def test_a_launch_line_is_read_and_moved_to_other_hosts(text):
+    (ranks, hosts, each), moved = LINES[text]
+    line = parse(text.split())
+    assert (line.ranks, line.hosts, line.each) == (ranks, hosts and Path(hosts), each)
+    assert " ".join(line.moved(Path("new"), 3).words("A=1")) == moved
+
+
+@pytest.mark.parametrize("text", WRONG)
+def test_a_launch_that_cannot_be_moved_is_refused(text):
+    with pytest.raises(UsageError, match=WRONG[text]):
+        _ = parse(text.split()).ranks
+
+
+def test_the_lines_of_a_hostfile_are_rooms(tmp_path, monkeypatch):
+    (tmp_path / "hosts").write_text("# ours\na:2\n\nb:2 user=me\nc\n")
+
+    def of(vendor, words):
+        monkeypatch.setattr(host_slots, "mpirun", lambda program: {"vendor": vendor})
+        return read_rooms(
+            parse(["mpirun", *words.split(), "-f", str(tmp_path / "hosts"), "distgpt", "train"])
+        )
+
+    found = of("MPICH", "-n 4")
+    assert found == [Room("a", 2, "a:2"), Room("b", 2, "b:2 user=me"), Room("c", 1, "c")]
+    assert of("MPICH", "-n 4 -ppn 3")[2].ranks == 3
+    for vendor, words, why in (
+        ("MPICH", "-n 6", "has room for 5 of 6 ranks"),
+        ("Open MPI", "-n 4", "takes a:2 for a host's name"),
+    ):
+        with pytest.raises(UsageError, match=why):
+            of(vendor, words)
+    (tmp_path / "hosts").write_text("a slots=2\nb\n")
+    with pytest.raises(UsageError, match="say on each line how many"):
+        of("Open MPI", "-n 2")
+    everywhere = [room.host for room in chosen(found, {"a", "b", "c"}, 4)]
+    assert everywhere == ["a", "b"]  # c is spare
+    assert [room.host for room in chosen(found, {"a", "c"}, 4)] == ["a", "c"]
+    assert [room.host for room in chosen(found, {"b", "c"}, 2)] == ["b"]
+
+
+# A job that ends as a file says: the step that its metrics then have, and the exit code; a line a start.
+JOB = """#!/bin/sh
+shift
+while [ "$1" != --out ]; do shift; done
+out=$2
+echo start >> "$out/starts"
+read -r step code <<END
+$(sed -n "$(wc -l < "$out/starts")p" "$out/plan")
+END
+echo "{\\"step\\": $step, \\"loss\\": 1}" >> "$out/metrics.jsonl"
+echo "distgpt: reason $code" >&2
+case $code in hang) sleep 60;; *) exit $code;; esac
+"""
+ENDS = {
+    "done": ([(9, 0)], Limits(), 0, ""),
+    "a lost rank": ([(5, 9), (9, 0)], Limits(), 0, "after step 5: a rank was killed"),
+    "saved": ([(5, 75), (8, 75), (9, 0)], Limits(), 0, "start 3, from the beginning"),
+    "three times": ([(5, 70), (5, 1), (4, 1)], Limits(), 1, "3 times without a step beyond 5: exit code 1"),
+    "in the end": ([(5, 9), (5, 9), (6, 9), (6, 9), (9, 0)], Limits(), 0, ""),
+    "usage": ([(5, 2)], Limits(), 2, "not started again, as it would end so again: exit code 2: reason 2"),
+    "data": ([(5, 65)], Limits(), 65, "not started again"),
+    "not finite": ([(5, 76)], Limits(), 76, "not started again"),
+    "a host that errs": ([(5, 71)], Limits(), 71, "not started again"),
+    "often": ([(5, 9), (6, 137)], Limits(restarts=1), 137, "that was --restarts 1"),
+    "no step": ([(5, "hang"), (9, 0)], Limits(stall=0.5), 0, "after step 5: no step for"),
+}  # fmt: skip
+
+
+def job(folder, plan):
+    """The words of a job that ends as planned."""
+    program, out = folder / "distgpt", folder / "run"
+    program.write_text(JOB)
+    program.chmod(0o755)
+    out.mkdir()
+    (out / "plan").write_text("".join(f"{step} {code}\n" for step, code in plan))
+    return [str(program), "train", "--out", str(out)]
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_a_job_starts_again_unless_it_would_end_so_again(name, tmp_path, monkeypatch, capsys):
+    plan, limits, code, words = ENDS[name]
+    monkeypatch.setattr(supervisor, "PAUSE", 0.0)
+    monkeypatch.setattr(supervisor, "SECONDS_BETWEEN_LOOKS", 0.02)
+    found = Supervisor(parse(job(tmp_path, plan)), tmp_path / "run", False, limits).run()
+    said = capsys.readouterr().err
+    assert found == code and words in said, said
+    assert (tmp_path / "run" / "starts").read_text().count("start") == len(plan)
+
+
+@pytest.mark.parametrize("number, passed, code", [
+    (signal.SIGTERM, "TERM", 143),
+    (signal.SIGHUP, "TERM", 129),
+    (signal.SIGUSR2, "USR1", 75),
+])  # fmt: skip
+def test_a_signal_is_passed_on_and_ends_the_supervision(number, passed, code, tmp_path):
+    words = job(tmp_path, [(5, 0)])
+    trap = f'trap \'echo came > "$out/came"; exit 75\' {passed}\necho ready > "$out/ready"\nsleep 60 & wait\n'
+    Path(words[0]).write_text(JOB.replace('echo "{', f'{trap}\necho "{{'))
+    with popen("supervise", "--", *words, stderr=subprocess.PIPE, text=True) as process:
+        wait_for((tmp_path / "run" / "ready").exists)
+        os.kill(process.pid, number)
+        assert process.wait(20) == code
+    assert (tmp_path / "run" / "came").exists()
+    assert (tmp_path / "run" / "starts").read_text() == "start\n"
+
+
+def test_why_a_job_ended_is_told_of_a_log_of_json_too():
+    kept = deque()
+    log = (
+        b'{"event": "message", "message": "before"}\n',
+        b'{"event": "end", "exit_code": 2, "message": "no such data"}\n',
+        b"[1]\n",
+        b"libc: a line of others\n",
+    )
+    supervisor._pass_on(BytesIO(b"".join(log)), kept)
+    assert supervisor.Attempt([], 1, 2, errors=kept).why() == "exit code 2: no such data"
+
+
+def test_beside_a_log_of_json_what_the_supervisor_says_is_json_too(tmp_path, monkeypatch):
+    monkeypatch.setattr(supervisor, "PAUSE", 0.0)
+    words = [*job(tmp_path, [(5, 9), (9, 70), (9, 2)]), "--log-format", "json"]
+    result = inside("supervise", "--", *words)
+    said = [json.loads(line) for line in result.stderr.splitlines()]
+    assert result.returncode == 2 and {(each["event"], each["level"]) for each in said} == {
+        ("supervisor", "notice")
+    }
+    assert said[0]["message"] == "the job has ended after step 5: a rank was killed: reason 9"
+    assert said[-1]["message"] == "not started again, as it would end so again: exit code 2: reason 2"
+
+
+def test_what_cannot_be_supervised_is_refused():
+    for words, why in (
+        (["distgpt", "train"], "name the run's directory"),
+        (["distgpt", "train", "--out", "x", "--resume", "y"], "leave out --resume"),
+        (["distgpt", "train", "--out", "x"], "--min-ranks 2: the launch line has only 1"),
+        (["mpirun", "-n", "2", "-f", "nowhere", "distgpt", "train", "--out", "x"], "no such hostfile"),
+    ):
+        refused(inside("supervise", "--min-ranks", "2", "--", *words), 2, why)
+
+
+@pytest.fixture
+def three_hosts(tmp_path, monkeypatch):
+    """A supervisor of 8 ranks on three hosts, and what these answer, which nobody really asks."""
+    answers = {host: Answer(f"own-{host}") for host in ("a", "b", "c")}
+    monkeypatch.setattr(supervisor, "clean", lambda hosts, mark: {host: answers[host] for host in hosts})
+    monkeypatch.setattr(supervisor, "clean_here", lambda mark: Answer("here"))
+    monkeypatch.setattr(host_slots, "mpirun", lambda program: {"vendor": "MPICH"})
+    monkeypatch.setattr(supervisor, "SECONDS_BETWEEN_QUESTIONS", 0.0)
+    (tmp_path / "hosts").write_text("a:4\nb:4\nc:3\n")
+    words = ["mpirun", "-n", "8", "-f", str(tmp_path / "hosts"), "distgpt", "train"]
+    return lambda **limits: Supervisor(parse(words), tmp_path / "run", False, Limits(**limits)), answers
+
+
+def begun(folder, **settings):
+    """A directory with a run of these settings."""
+    (folder / "run").mkdir()
+    (folder / "run" / "config.toml").write_text(RunConfig().with_values(settings).to_toml())
+
+
+def test_ranks_go_where_there_is_room_and_divide_the_batch(three_hosts, tmp_path, capsys):
+    make, answers = three_hosts
+    placed = make()._place()
+    assert ([room.host for room in placed.rooms], placed.ranks) == (["a", "b"], 8)
+    assert "8 ranks on a, b; spare: c" in capsys.readouterr().err
+    answers["a"] = Answer(problem="connect to host a: No route to host")
+    with pytest.raises(UsageError, match=r"a cannot be used .*No route.* a new run needs room for all 8"):
+        make()._place()
+    begun(tmp_path, batch_size=24)
+    placed = make()._place()  # 7 do not divide 24
+    assert ([room.host for room in placed.rooms], placed.ranks) == (["b", "c"], 6)
+    assert "6 ranks on b, c; not to be used: a" in capsys.readouterr().err
+    answers["c"] = answers["a"]
+    placed = make(least=3)._place()
+    assert ([room.host for room in placed.rooms], placed.ranks) == (["b"], 4)
+
+
+def test_too_few_hosts_are_waited_for(three_hosts, tmp_path, capsys, monkeypatch):
+    make, answers = three_hosts
+    begun(tmp_path, batch_size=24)
+    answers["a"] = answers["b"] = Answer(problem="no answer")
+    waiting = make(least=6)
+
+    def back(seconds):
+        answers["a"] = Answer("own-a")
+
+    monkeypatch.setattr(waiting, "_sleep", back)
+    placed = waiting._place()
+    assert ([room.host for room in placed.rooms], placed.ranks) == (["a", "c"], 6)
+    assert "waiting for a, b: there is room for 3 ranks, and 6 are needed" in capsys.readouterr().err
+
+
+HOLD = """
+import sys
+from pathlib import Path
+from distgpt.core.saved import run_lock
+run_lock.platform.node = lambda: "own-b"
+lock = run_lock.RunLock(Path(sys.argv[1]))
+lock.claim()
+print("held", flush=True)
+sys.stdin.readline()
+try:
+    lock.refuse_taken()
+except Exception as error:
+    print(error, flush=True)
+lock.release()
+"""
+
+
+def test_a_directory_is_taken_over_from_a_lost_host_and_from_no_other(three_hosts, tmp_path, capsys):
+    make, answers = three_hosts
+    begun(tmp_path, batch_size=24)
+    run, keeper = tmp_path / "run", make()
+    words = [sys.executable, "-c", HOLD, str(run)]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout.readline() == "held\n"
+        keeper._place()
+        assert RunLock(run).is_held()
+        answers["b"] = Answer(problem="ssh: connect to host b port 22: Connection refused")
+        keeper._answers = answers
+        keeper._place()
+        assert RunLock(run).is_held()
+        answers["b"] = Answer(problem="no answer")
+        keeper._place()
+        assert f"taking {run} over from process {other.pid} on own-b" in capsys.readouterr().err
+        mine = RunLock(run)
+        mine.claim()
+        try:
+            said, _ = other.communicate("\n")  # the lost one finds that it is no longer the owner
+            assert f"in use: process {os.getpid()} on {platform.node()} trains there" in said
+            assert mine.path.exists()
+            mine.refuse_taken()
+        finally:
+            mine.release()
+
+
+def test_what_is_left_of_a_job_is_found_by_its_environment_and_killed():
+    mark = f"DISTGPT_TEST={os.getpid()}"
+    sleep = ["sh", "-c", "sleep 60 & echo on; wait"]
+    env = dict(os.environ, DISTGPT_TEST=str(os.getpid()))
+    with subprocess.Popen(sleep, env=env, stdout=subprocess.PIPE, text=True) as ours:
+        assert ours.stdout.readline() == "on\n"
+        assert reach.clean(["localhost"], f"{mark}0") == {"localhost": Answer(platform.node())}
+        assert ours.poll() is None
+        reach.clean(["localhost"], mark)
+        assert ours.wait(5) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("shell", ["sh", "csh"])
+def test_a_host_answers_in_any_login_shell(shell, tmp_path, monkeypatch):
+    if shutil.which(shell) is None:
+        pytest.skip(f"no {shell} here")
+    (tmp_path / "ssh").write_text(f'#!/bin/sh\nwhile [ "$1" != -- ]; do shift; done\nexec {shell} -c "$3"\n')
+    (tmp_path / "ssh").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert reach.clean(["192.0.2.1"], "DISTGPT_TEST=none") == {"192.0.2.1": Answer(platform.node())}
+
+
+@pytest.mark.slow
+@needs_mpi
+def test_a_killed_rank_costs_no_bit(tmp_path):
+    words = ["train", "--stage", "mpi", *SMALL, "--steps", "60", "--save-every", "20", "--out"]
+    line = [MPIRUN, "-n", "2", str(BIN / "distgpt"), *words]
+    assert subprocess.run([*line, tmp_path / "whole"], capture_output=True).returncode == 0
+    out = tmp_path / "run"
+    with popen("supervise", "--", *line, str(out), stderr=subprocess.PIPE, text=True) as process:
+        wait_for(lambda: (out / "checkpoints").is_dir() and any((out / "checkpoints").glob("step-*")), 60)
+        holder = json.loads((out / "running.json").read_text())
+        os.kill(holder["pid"], signal.SIGKILL)
+        killed = time.monotonic()
+        said = process.communicate(timeout=100)[1]
+    assert process.returncode == 0 and "start 2, from step" in said, said
+    assert time.monotonic() - killed < 60
+    assert list(metrics(out)) == list(range(1, 61))
+    same = [
+        path.read_bytes()
+        for path in (tmp_path / "whole" / "weights.safetensors", out / "weights.safetensors")
+    ]
+    assert same[0] == same[1]

@@ -1,0 +1,256 @@
+"""BPE from the files of others and from the hub, and `distgpt tokenizer`, which learns and describes."""
+
+import json
+import sys
+import types
+
+import pytest
+from conftest import inside, refused
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizing import GPT2, STORY, TEXT, gpt2, needs_gpt2, small
+
+from distgpt.core.base.errors import DataError, UsageError
+from distgpt.core.data.tokenizers import fingerprint, load_tokenizer
+from distgpt.corpora.tokenizers.bpe import GPT2_FINGERPRINT
+from distgpt.corpora.tokenizers.learn import learn_bpe
+
+
+def hugging_face(special="<|endoftext|>", tokenizer=None):
+    """What `tokenizers` itself writes for a BPE, by default the small one, as a document."""
+    tokenizer = tokenizer or small()
+    entries = {entry: i for i, entry in enumerate(tokenizer.vocabulary[:-1])}
+    library = Tokenizer(models.BPE(entries, list(tokenizer.merges)))
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    if special:
+        library.add_special_tokens([AddedToken(special, special=True)])
+    return json.loads(library.to_str())
+
+
+def loaded(path, document):
+    path.write_text(json.dumps(document), encoding="utf-8")
+    return load_tokenizer(str(path))
+
+
+def write_gpt2_style(folder, merges=None, **changed):
+    vocab = {entry: i for i, entry in enumerate(small().vocabulary)} | changed
+    (folder / "vocab.json").write_text(json.dumps(vocab), encoding="utf-8")
+    lines = ["#version: 0.2", *(f"{a} {b}" for a, b in small().merges)] if merges is None else merges
+    (folder / "merges.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+# Files
+
+
+def test_every_foreign_form_gives_the_same_tokenizer(tmp_path):
+    merges_as_strings = hugging_face()
+    merges_as_strings["model"]["merges"] = [" ".join(pair) for pair in merges_as_strings["model"]["merges"]]
+    write_gpt2_style(tmp_path)
+    found = {
+        "vocab.json and merges.txt": load_tokenizer(str(tmp_path)),
+        "vocab.json": load_tokenizer(str(tmp_path / "vocab.json")),
+        "merges as strings": loaded(tmp_path / "old.json", merges_as_strings),
+        "pairs": loaded(tmp_path / "tokenizer.json", hugging_face()),
+        "tokenizer.json, which comes first": load_tokenizer(str(tmp_path)),
+    }
+    for form, tokenizer in found.items():
+        assert tokenizer.to_json() == small().to_json(), form
+
+
+def test_one_special_token_is_the_separator_whatever_it_is_called(tmp_path):
+    for special in ("", "<end of text>", "ende\u0301"):
+        tokenizer = loaded(tmp_path / "tokenizer.json", hugging_face(special))
+        assert tokenizer.separator == (tokenizer.size - 1 if special else None)
+        assert not special or tokenizer.decode([tokenizer.separator]) == special
+        assert tokenizer.encode(TEXT).tolist() == small().encode(TEXT).tolist(), special
+
+
+@needs_gpt2
+def test_gpt2_in_hugging_face_s_form_and_from_the_hub_is_recognised(tmp_path, monkeypatch):
+    document = hugging_face(tokenizer=gpt2())
+    assert fingerprint(loaded(tmp_path / "tokenizer.json", document)) == GPT2_FINGERPRINT
+    monkeypatch.setitem(sys.modules, "huggingface_hub", Hub(GPT2, None))
+    assert fingerprint(load_tokenizer("gpt2")) == GPT2_FINGERPRINT
+
+
+def refused_file(document, message, tmp_path, name="tokenizer.json"):
+    with pytest.raises(DataError, match=message) as refusal:
+        loaded(tmp_path / name, document)
+    assert name in str(refusal.value)
+    assert "\n" not in str(refusal.value) and len(str(refusal.value)) < 350
+
+
+def test_another_way_to_prepare_text_is_left_to_the_library(tmp_path):
+    byte_level = pre_tokenizers.ByteLevel
+    without_rule = byte_level(add_prefix_space=False, use_regex=False)
+    digits = pre_tokenizers.Split(Regex(r"\p{N}{1,3}"), "isolated")
+    for part, value in (
+        ("normalizer", normalizers.NFC()),
+        ("pre_tokenizer", byte_level(add_prefix_space=True)),
+        ("pre_tokenizer", pre_tokenizers.Sequence([digits, without_rule])),
+        ("pre_tokenizer", without_rule),
+    ):
+        library = Tokenizer.from_str(json.dumps(hugging_face()))
+        library.decoder = decoders.ByteLevel()
+        setattr(library, part, value)
+        found = loaded(tmp_path / "tokenizer.json", json.loads(library.to_str()))
+        assert found.kind == "library"
+        assert found.encode("it's 1234, é").tolist() == library.encode("it's 1234, é").ids, part
+
+
+def test_another_model_a_damaged_one_or_senseless_added_tokens_are_refused(tmp_path):
+    for change, message in (
+        ({"type": "WordPiece"}, "its decoder is missing"),
+        ({"end_of_word_suffix": "</w>"}, "sets end_of_word_suffix"),
+        ({"vocab": None}, "no vocabulary or no merges"),
+        ({"merges": ["a b c"]}, r"\['a', 'b', 'c'\] is not a pair"),
+        ({"vocab": {"a": 0, "b": 2}}, "'b' has the id 2"),
+        ({"vocab": {"a": "0"}}, "has the id '0'"),
+    ):
+        document = hugging_face("")
+        document["model"] |= change
+        refused_file(document, message, tmp_path)
+    for added, message in (
+        ({"id": 399, "content": "    ", "special": False}, "its decoder is missing"),
+        ({"id": 400, "content": "<|endoftext|>", "special": True}, "has the id 400"),
+        ({"id": 399}, "has no content"),
+    ):
+        refused_file(hugging_face("") | {"added_tokens": [added]}, message, tmp_path)
+
+
+def test_damaged_vocab_and_merges_are_refused(tmp_path):
+    vocab, merges = tmp_path / "vocab.json", tmp_path / "merges.txt"
+    for damage, path, message in (
+        (lambda: write_gpt2_style(tmp_path, ["a b c"]), tmp_path, r"merges\.txt: line 1 is not two.*'a b c'"),
+        (lambda: write_gpt2_style(tmp_path, hole=1000), tmp_path, "'hole' has the id 1000"),
+        (lambda: merges.write_bytes(b"\xff"), tmp_path, r"merges\.txt' cannot be read"),
+        (merges.unlink, vocab, "vocabulary without its merges"),
+        (lambda: None, tmp_path, "holds no tokenizer"),
+    ):
+        damage()
+        with pytest.raises(DataError, match=message):
+            load_tokenizer(str(path))
+
+
+# The hub
+
+
+class Hub(types.ModuleType):
+    """huggingface_hub's functions with a cache in one folder and an internet in another, or none."""
+
+    class EntryNotFoundError(Exception):
+        pass
+
+    class LocalEntryNotFoundError(FileNotFoundError, EntryNotFoundError):
+        pass
+
+    def __init__(self, cache, internet, failure=ConnectionError):
+        super().__init__("huggingface_hub")
+        self.errors, self.failure, self.asked = Hub, failure, []
+        self._cache, self._internet = cache, internet
+
+    def hf_hub_url(self, repository, name):
+        return f"{repository}/{name}"
+
+    def get_hf_file_metadata(self, url, timeout):
+        self.asked.append(url)
+        if self._internet is None:
+            raise self.failure("no route to host")
+        if not (self._internet / url.rsplit("/")[-1]).exists():
+            raise Hub.EntryNotFoundError("404")
+
+    def hf_hub_download(self, repository, name, local_files_only):
+        if not (self._cache / name).exists():
+            if local_files_only:
+                raise Hub.LocalEntryNotFoundError("not in the cache")
+            (self._cache / name).write_bytes((self._internet / name).read_bytes())
+        return str(self._cache / name)
+
+
+def test_the_hub_is_asked_once_and_its_cache_from_then_on(tmp_path, monkeypatch):
+    def write_whole(folder):
+        (folder / "tokenizer.json").write_text(json.dumps(hugging_face()), encoding="utf-8")
+
+    for write in (write_whole, write_gpt2_style):
+        cache, internet = (tmp_path / write.__name__ / place for place in ("cache", "internet"))
+        cache.mkdir(parents=True)
+        internet.mkdir()
+        write(internet)
+        monkeypatch.setitem(sys.modules, "huggingface_hub", hub := Hub(cache, internet))
+        assert load_tokenizer("hub:some/model").to_json() == small().to_json()
+        assert hub.asked[0] == "some/model/tokenizer.json"
+        hub.asked.clear()
+        assert load_tokenizer("hub:some/model").to_json() == small().to_json()
+        assert hub.asked == []
+
+
+def test_without_a_network_or_the_hub_s_package_the_way_out_is_named(tmp_path, monkeypatch):
+    """Not all errors of HTTP clients are kinds of OSError."""
+    for failure in (ConnectionError, type("ClientError", (Exception,), {})):
+        for word, name in (("gpt2", "openai-community/gpt2"), ("hub:a/b", "a/b")):
+            monkeypatch.setitem(sys.modules, "huggingface_hub", hub := Hub(tmp_path, None, failure))
+            message = f"{name} .*no route to host.*directory with its vocab"
+            with pytest.raises(DataError, match=message) as found:
+                load_tokenizer(word)
+            assert "\n" not in str(found.value) and len(hub.asked) == 1, (failure, word)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(UsageError, match=r"pip install huggingface_hub.*vocab.json"):
+        load_tokenizer("gpt2")
+
+
+# The command
+
+
+def learn(*args):
+    result = inside("tokenizer", "train", *args)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_a_bpe_learned_from_a_file_is_saved_and_described(tmp_path):
+    (tmp_path / "text.txt").write_bytes(b"\xef\xbb\xbf" + STORY.replace("\n", "\r\n").encode())
+    out = tmp_path / "bpe.json"
+    assert learn(tmp_path / "text.txt", "--vocab-size", "500", "--out", out) == f"{out}: BPE, 500 entries\n"
+    learned = load_tokenizer(str(out))
+    assert learned.to_json() == learn_bpe([STORY], 500, 2, "last").to_json()
+    page = inside("tokenizer", "info", out, "--text", "the é\n").stdout
+    assert f"fingerprint  {fingerprint(learned)}" in page and "separator    499 <|endoftext|>" in page
+    assert r"he│ │\xc3│\xa9│\n" in page
+
+
+def test_options_reach_the_learning(tmp_path):
+    out = tmp_path / "out.json"
+    options = ["--min-frequency", "30", "--separator", "first"]
+    printed = learn("story", "--vocab-size", "9000", "--out", out, *options)
+    assert printed.endswith("entries; no more pairs are frequent enough\n")
+    assert out.read_text() == learn_bpe([STORY], 9000, 30, "first").to_json()
+    for kind in ("char", "word"):
+        learn("story", "--kind", kind, "--out", tmp_path / kind)
+        assert (tmp_path / kind).read_text() == load_tokenizer(kind, STORY).to_json()
+        assert kind in inside("tokenizer", "info", tmp_path / kind).stdout
+    (tmp_path / "a.jsonl").write_text('{"story": "ab ab", "no": 1}\n{"story": "ab ab c"}')
+    options = ["--field", "story", "--vocab-size", "300", "--separator", "none"]
+    learn(tmp_path / "a.jsonl", *options, "--out", tmp_path / "out")
+    assert load_tokenizer(str(tmp_path / "out")).merges == (("a", "b"), ("Ġ", "ab"))
+
+
+REFUSED = (
+    ("train story --out OUT", 2, "--vocab-size"),
+    ("train story --out OUT --vocab-size 256", 2, "at least 257"),
+    ("train story --out OUT --kind word --vocab-size 9", 2, "--kind bpe"),
+    ("train story --out TAKEN --kind word", 2, "exists already"),
+    ("train story --out OUT/below --kind word", 2, "no directory"),
+    ("train nowhere --out OUT --kind word", 65, "'nowhere' is no readable file"),
+    ("train FOLDER --out OUT --kind word", 65, "FOLDER holds no file"),
+    ("train EMPTY --out OUT --vocab-size 300", 65, "no text to learn from"),
+)
+
+
+def test_what_makes_no_sense_is_refused_and_nothing_is_left_behind(tmp_path):
+    (tmp_path / "FOLDER").mkdir()
+    for name, content in (("EMPTY", b""), ("BINARY", b"\xff\xfe"), ("TAKEN", b'{"mine": "dear"}')):
+        (tmp_path / name).write_bytes(content)
+    before = sorted(tmp_path.rglob("*"))
+    for line, code, words in REFUSED:
+        refused(inside("tokenizer", *line.split(), cwd=tmp_path), code, words)
+        assert sorted(tmp_path.rglob("*")) == before, line
+    assert json.loads((tmp_path / "TAKEN").read_text()) == {"mine": "dear"}

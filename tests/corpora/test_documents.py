@@ -1,0 +1,371 @@
+"""Documents out of files: which are taken, the same from every kind, cut where no tokenizer can notice."""
+
+import gzip
+import json
+import os
+import random
+import re
+import sys
+import tempfile
+import threading
+import time
+import tracemalloc
+from pathlib import Path
+
+import pytest
+from conftest import inside
+from disks import unprivileged
+from tokenizing import gpt2, needs_gpt2
+
+from distgpt.core.base.errors import DataError, StorageError, UsageError
+from distgpt.core.data.textfile import ADVICE, advice
+from distgpt.corpora.prepare import documents as cutting
+from distgpt.corpora.prepare.documents import Offset, documents, find_inputs, parts, pieces
+from distgpt.corpora.prepare.encoding import AHEAD, in_order
+from distgpt.corpora.tokenizers.learn import learn_bpe
+
+ALPHABET = (
+    "ab'sZé’\"_-. ,!09½²Я中日カ한🙂👩‍👧\u0301\u200b"
+    + "  \n\n\t\r\x0b\x0c\x1c\x85\xa0\u2028\u3000\ufeff\ufffd"
+)
+TEXTS = ["one", "two\nlines é", "3 🙂 中文", "", "last"]
+
+
+@pytest.fixture
+def small_pieces(monkeypatch):
+    monkeypatch.setattr(cutting, "PIECE", 40)
+    monkeypatch.setattr(cutting, "LIMIT", 80)
+    monkeypatch.setattr(cutting, "ROWS_AT_ONCE", 3)
+
+
+def random_text(seed, length=3000):
+    return "".join(random.Random(seed).choices(ALPHABET, k=length))
+
+
+def parts_of(path):
+    return [part for piece in pieces(find_inputs([path]), "text", Offset()) for part in parts(piece, "text")]
+
+
+def lines_of(texts):
+    return "".join(json.dumps({"id": 1, "text": text}) + "\n" for text in texts).encode()
+
+
+def written(path, data=b"text"):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(gzip.compress(data) if path.name.endswith("gz") else data)
+    return path
+
+
+def parquet(path, columns, names=("id", "text"), **options):
+    arrow = pytest.importorskip("pyarrow")
+    writer = pytest.importorskip("pyarrow.parquet")
+    table = arrow.Table.from_arrays([arrow.array(column) for column in columns], names)
+    writer.write_table(table, path, **options)
+    return path
+
+
+def some_file(folder, kind, documents):
+    path = folder / f"some.{kind}"
+    if kind == "parquet":
+        return parquet(path, [range(len(documents)), documents], row_group_size=7)
+    return written(path, lines_of(documents) if "jsonl" in kind else "".join(documents).encode())
+
+
+def refuse(error, message, path, field="text"):
+    with pytest.raises(error, match=message) as refusal:
+        list(documents([path], field))
+    assert "\n" not in str(refusal.value) and len(str(refusal.value)) < 400, refusal.value
+
+
+# Documents and pieces
+
+
+def test_every_kind_of_file_gives_the_same_documents(tmp_path):
+    for kind in ("jsonl", "jsonl.gz", "parquet", "txt", "md", "txt.gz", "log"):
+        expected = [text for text in TEXTS if text] if kind[:1] in "jp" else ["".join(TEXTS)]
+        assert list(documents([some_file(tmp_path, kind, TEXTS)], "text")) == expected, kind
+
+
+@needs_gpt2
+def test_the_ids_of_the_pieces_are_those_of_the_whole_text(tmp_path, small_pieces, monkeypatch):
+    monkeypatch.setattr(cutting, "LIMIT", 10**6)  # never where it would show
+    for seed in range(4):
+        text = random_text(seed)
+        found = [part.text for part in parts_of(written(tmp_path / "a.txt", text.encode()))]
+        assert len(found) > 20
+        whole = text.removeprefix("\ufeff").replace("\r\n", "\n")
+        assert [i for part in found for i in gpt2().encode(part).tolist()] == gpt2().encode(whole).tolist()
+
+
+def test_text_without_a_place_to_cut_is_cut_between_characters(tmp_path, small_pieces):
+    for unit in ("中文字", "é", "🙂a", "\r\n", " ", "x", "\ufeff"):
+        path = written(tmp_path / "a.txt", (unit * 200).encode())
+        found = list(pieces(find_inputs([path]), "text", Offset()))
+        assert max(piece.size() for piece in found) <= 80 and len(found) >= path.stat().st_size // 80, unit
+        whole = (unit * 200).removeprefix("\ufeff").replace("\r\n", "\n")
+        assert "".join(part.text for part in parts_of(path)) == whole, unit
+
+
+def test_what_is_no_utf8_is_replaced_and_counted_as_in_the_whole_text(tmp_path, small_pieces):
+    choices = [b"a b ", b"\r\n", "é中🙂".encode(), b"\xff", b"\xe4\xb8", b"\xef\xbf\xbd", b" "]
+    for seed in range(6):
+        raw = b"".join(random.Random(seed).choices(choices, k=400))
+        found = parts_of(written(tmp_path / "a.txt", raw))
+        whole = raw.decode("utf-8", "replace")
+        assert len(found) > 10
+        assert "".join(part.text for part in found) == whole.replace("\r\n", "\n"), seed
+        assert sum(p.replaced for p in found) == whole.count("\ufffd") - raw.count(b"\xef\xbf\xbd") > 0
+    (half_a_pair,) = parts_of(written(tmp_path / "a.jsonl", rb'{"text": "a\ud83d b \ud83d\ude42"}'))
+    assert (half_a_pair.text, half_a_pair.replaced) == ("a\ufffd b 🙂", 1)
+
+
+def test_a_byte_order_mark_is_dropped_at_the_beginning_only(tmp_path, small_pieces):
+    text = written(tmp_path / "a.txt", "\ufeffone\ufeff two ".encode() * 9)
+    lines = written(tmp_path / "b.jsonl", b"\xef\xbb\xbf" + lines_of(["\ufeffx"]))
+    assert "".join(documents([text], "text")) == ("\ufeffone\ufeff two " * 9)[1:]
+    assert list(documents([lines], "text")) == ["\ufeffx"]
+
+
+@pytest.mark.parametrize("kind", ["txt", "txt.gz", "jsonl", "jsonl.gz", "parquet"])
+def test_reading_can_begin_with_any_piece(kind, tmp_path, small_pieces):
+    path = some_file(tmp_path, kind, [f"document {i} " for i in range(60)])
+    inputs = find_inputs([path, path])
+    everything = list(pieces(inputs, "text", Offset()))
+    assert len(everything) > 20
+    assert everything[-1].consumed == 2 * path.stat().st_size
+    beginning = [number for number, piece in enumerate(everything) if piece.begins]
+    assert beginning == ([0, len(everything) // 2] if "txt" in kind else [*range(len(everything))])
+    for number, piece in enumerate(everything):
+        again = list(pieces(inputs, "text", piece.place))
+        assert [(p.data, p.begins) for p in again] == [(p.data, p.begins) for p in everything[number:]]
+        follows = next(pieces(inputs, "text", piece.next), None)
+        assert follows is None or follows.data == everything[number + 1].data
+
+
+# Refusals
+
+
+def test_a_line_that_is_no_document_is_named(tmp_path, small_pieces, monkeypatch):
+    for line, message in (
+        (b"no", "not JSON: 'no'"),
+        (b"[" * 100_000, "not JSON"),
+        (b"[1]", "not an object with a text under 'text'"),
+        (b'{"txt": "a"}', "under 'text'; it has 'txt'"),
+        (b'{"text": 3}', "under 'text'"),
+        (b'{"text": null}', "under 'text'"),
+        (b'{"text": "a"', "not JSON"),
+    ):
+        path = written(tmp_path / "a.jsonl", lines_of(["fine"] * 9) + b"\n" + line + b"\n")
+        refuse(DataError, f"line 11: .*{message}", path)
+    for long, where in (
+        (written(path, lines_of(["ok", "x" * 3000])), "line 2"),
+        (parquet(tmp_path / "a.parquet", [["fine", "x" * 3000]], ["text"]), "row 2,"),
+    ):
+        with pytest.raises(DataError, match=rf"{where} is longer than 1\.953 KiB: --max-document"):
+            list(documents([long], "text", 2000))
+
+
+def test_a_damaged_gzip_file_is_refused(tmp_path):
+    whole = gzip.compress(random_text(1).encode())
+    for damaged in (whole[:-9], whole[:30] + b"\0\0\0" + whole[33:], b"text"):
+        (tmp_path / "a.txt.gz").write_bytes(damaged)
+        refuse(DataError, r"a\.txt\.gz is damaged, or not gzip", tmp_path / "a.txt.gz")
+
+
+def test_a_table_without_such_texts_is_refused(tmp_path, monkeypatch):
+    path = tmp_path / "a.parquet"
+    for columns, names, field, message in (
+        ([["a"]], ["\x1b[31mred"], "text", r"chooses among \\x1b\[31mred$"),
+        ([[0, 1], ["a", None]], ["id", "text"], "txt", "no column 'txt'.*id, text"),
+        ([[0, 1], ["a", None]], ["id", "text"], "id", "int64"),
+        ([[0, 1], ["a", None]], ["id", "text"], "text", "row 2 has no"),
+    ):
+        refuse(DataError, message, parquet(path, columns, names), field)
+    path.write_bytes(path.read_bytes()[:-20])
+    refuse(DataError, "cannot be read as Parquet", path)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    refuse(UsageError, r"pip install 'distgpt\[parquet\]'", path)
+
+
+# Which files are taken
+
+
+def names(folder):
+    return [source.name for source in find_inputs([folder])]
+
+
+def test_folders_are_searched_in_order_for_known_endings(tmp_path):
+    for name in ("b.txt", "a/z.md", "a/b/c.TXT", "a.txt", "no.dat", ".hidden.txt", ".git/x.txt"):
+        written(tmp_path / name, name.encode())
+    assert names(tmp_path) == ["a/b/c.TXT", "a/z.md", "a.txt", "b.txt"]
+    assert list(documents([tmp_path / "no.dat", tmp_path / "a"], "text")) == ["no.dat", "a/b/c.TXT", "a/z.md"]
+    for ending in ADVICE:
+        path = written(tmp_path / f"a{ending}")
+        told = re.escape(advice(path))
+        assert len(told) > 20
+        refuse(DataError, rf"a{re.escape(ending)} is not read, by the ending of its name: {told}", path)
+    assert names(tmp_path) == ["a/b/c.TXT", "a/z.md", "a.txt", "b.txt"]
+
+
+def test_linked_folders_are_entered_once_and_circles_end(tmp_path):
+    inputs, elsewhere = tmp_path / "inputs", tmp_path / "elsewhere"
+    written(inputs / "a.txt")
+    written(elsewhere / "b.txt")
+    for link, there in (("inputs/linked", elsewhere), ("inputs/more", elsewhere), ("elsewhere/back", inputs)):
+        (tmp_path / link).symlink_to(there)
+    assert names(inputs) == ["a.txt", "linked/b.txt"]
+
+
+def test_what_cannot_be_read_is_refused_and_not_left_out_silently(tmp_path, monkeypatch):
+    refuse(DataError, "no readable file", tmp_path / "none")
+    refuse(DataError, "holds no file that ends in", tmp_path)
+    refuse(DataError, "no regular file", Path("/dev/null"))
+    for name in ("a.txt", "a.log", "a", "a.txt.gz"):
+        path = written(tmp_path / name, "text".encode("utf-16"))
+        refuse(DataError, "is no text in UTF-8, there are zero bytes in it", path)
+        path.unlink()
+    inputs = find_inputs([path := written(tmp_path / "gone.txt")])
+    path.unlink()
+    with pytest.raises(StorageError, match="No such file"):
+        list(pieces(inputs, "text", Offset()))
+    (link := tmp_path / "b.txt").symlink_to(tmp_path / "none")
+    refuse(StorageError, r"b\.txt: No such file", tmp_path)
+    link.unlink()
+    with tempfile.TemporaryDirectory() as name:  # where others may enter
+        Path(name).chmod(0o755)
+        written(Path(name, "locked", "b.txt")).parent.chmod(0o000)
+        with unprivileged():
+            refuse(StorageError, r"cannot read .*locked: Permission denied", Path(name))
+
+
+# Several workers
+
+
+def test_no_more_is_read_ahead_than_fits_into_memory(monkeypatch):
+    monkeypatch.setattr("distgpt.corpora.prepare.encoding.LARGEST_QUEUE", 300)
+    read = []
+
+    def items():
+        for number in range(12):
+            read.append(number)
+            yield b"x" * 200
+
+    results = in_order(len, items(), len, 2)
+    assert next(results) == 200
+    assert len(read) == 2 < AHEAD * 2  # one more than fits, so that a single large one passes
+    assert list(results) == [200] * 11
+
+
+def test_results_come_in_order_and_the_work_ends_with_an_error_or_once_nothing_is_wanted():
+    def work(item):
+        begun.append(item)
+        time.sleep(0.01 * (item == 0))  # the first is the slowest
+        if item == 7:
+            raise DataError("seven")
+        return item
+
+    threads = threading.active_count()
+    for workers in (1, 3):
+        begun, done = [], []
+        with pytest.raises(DataError, match="seven"):
+            done.extend(in_order(work, range(100), lambda item: 1, workers))
+        assert done == [*range(7)] and len(begun) < 50
+        assert list(in_order(work, range(6), lambda item: 1, workers)) == [*range(6)]
+    begun = []
+    results = in_order(lambda item: begun.append(item) or time.sleep(0.05), range(100), lambda item: 1, 2)
+    next(results)
+    results.close()
+    assert len(begun) < AHEAD * 2 and threading.active_count() == threads
+
+
+# Input that hurts
+
+
+def test_a_bomb_is_refused_in_bounded_memory_with_file_and_line(tmp_path):
+    path = written(tmp_path / "a.jsonl.gz", b'{"text": "fine"}\n{"text": "' + b"a" * (64 << 20) + b'"}\n')
+    tracemalloc.start()
+    with pytest.raises(DataError, match=r"a\.jsonl\.gz, line 2 is longer than 1 MiB: --max-document"):
+        list(documents([path], "text", 1 << 20))
+    assert tracemalloc.get_traced_memory()[1] < 8 << 20
+    tracemalloc.stop()
+
+
+MANY = 64  # rows, all of which were decoded at once
+BOMBS = {
+    "in its dictionary": ({}, 8, MANY, "row 1, is longer than 1 MiB: --max-document", 40),
+    "in a dictionary that pandas made": ({"typed": True}, 8, MANY, "row 1, is longer than 1 MiB", 40),
+    "of the text before": (
+        {"use_dictionary": False, "column_encoding": {"text": "DELTA_BYTE_ARRAY"}},
+        0.9,
+        MANY,
+        "",
+        8,
+    ),
+    "plain": ({"use_dictionary": False}, 32, 1, "a text of row group 0 is longer than 1 MiB", 1),
+}
+
+
+@pytest.mark.parametrize("kind", BOMBS)
+def test_a_table_whose_texts_are_repetitions_is_read_in_bounded_memory(kind, tmp_path):
+    """A dictionary, or what a text shares with the one before, takes a few bytes for each repetition."""
+    arrow = pytest.importorskip("pyarrow")
+    options, megabytes, rows, message, most = BOMBS[kind]
+    options = {"compression": "zstd", "store_schema": "typed" in options, **options}
+    texts = arrow.DictionaryArray.from_arrays(arrow.array([0] * rows), ["x" * int(megabytes * (1 << 20))])
+    if not options.pop("typed", False):
+        texts = texts.cast(arrow.large_string())
+    path = parquet(tmp_path / "a.parquet", [texts], ["text"], **options)
+    assert path.stat().st_size < 8192
+    arrow.set_memory_pool(counting := arrow.proxy_memory_pool(former := arrow.default_memory_pool()))
+    try:
+        found = documents([path], "text", 1 << 20)
+        if message:
+            with pytest.raises(DataError, match=message):
+                list(found)
+        else:
+            assert sum(map(len, found)) == rows * int(megabytes * (1 << 20))
+        assert counting.max_memory() < most << 20
+    finally:
+        arrow.set_memory_pool(former)
+
+
+def test_a_column_that_is_a_dictionary_gives_its_texts(tmp_path):
+    arrow = pytest.importorskip("pyarrow")
+    texts = [random_text(seed, 20) for seed in range(5)] * 40
+    column = arrow.array(texts).dictionary_encode()
+    path = parquet(tmp_path / "a.parquet", [column], ["text"], row_group_size=90)
+    assert "".join(part.text for part in parts_of(path)) == "".join(texts).replace("\r\n", "\n")
+    column = arrow.array(["a", None]).dictionary_encode()
+    refuse(DataError, "row 2 has no 'text'", parquet(path, [column], ["text"]))
+
+
+def test_pipes_and_devices_are_refused_at_once(tmp_path):
+    os.mkfifo(tmp_path / "a.txt")
+    os.mkfifo(tmp_path / "t.json")
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "folder" / "b.jsonl")
+    fine = written(tmp_path / "fine.txt")
+    for command in (
+        ["data", "prepare", tmp_path / "a.txt", "--tokenizer", "byte", "--out", tmp_path / "o"],
+        ["data", "prepare", "/dev/zero", "--tokenizer", "byte", "--out", tmp_path / "o"],
+        ["data", "prepare", tmp_path / "folder", "--tokenizer", "byte", "--out", tmp_path / "o"],
+        ["data", "prepare", fine, "--tokenizer", tmp_path / "t.json", "--out", tmp_path / "o"],
+        ["tokenizer", "train", "/dev/zero", "--kind", "char", "--out", tmp_path / "c.json"],
+        ["tokenizer", "info", tmp_path / "t.json"],
+        ["train", "--data", tmp_path / "a.txt", "--out", tmp_path / "run"],
+        ["train", "--data", "/dev/zero", "--out", tmp_path / "run"],
+        ["infer", "--weights", tmp_path / "a.txt"],
+        ["infer", "--prompt-file", "/dev/zero"],
+        ["weights", "import", tmp_path / "folder" / "b.jsonl", "--out", tmp_path / "w"],
+    ):
+        result = inside(*command)
+        assert result.returncode == 65 and "regular file" in result.stderr, (command, result.stderr)
+
+
+@pytest.mark.parametrize("text", ["harbour" * 60_000, " " * 400_000], ids=["letters", "blanks"])
+def test_learning_from_text_without_blanks_takes_linear_time(text):
+    pytest.importorskip("tokenizers")
+    begun = time.monotonic()
+    learned = learn_bpe([text, "harbour lamps " * 50], 400, 2, "last")
+    assert time.monotonic() - begun < 10  # it was minutes
+    assert learned.decode(learned.encode(text)) == text

@@ -1,0 +1,174 @@
+"""Tokenizers of others that lengthen texts, fail or never end: one line, and no memory or time is lost."""
+
+import json
+import threading
+import time
+import unicodedata
+from importlib.util import find_spec
+from pathlib import Path
+
+import hostiletokenizers
+import numpy as np
+import pytest
+from conftest import SMALL, inside, refused
+from families import FAMILIES, document
+from hostiletokenizers import FAILING, TEXT, byte_level, charsmap, failing, replace, sequence, slow, split
+from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers
+
+from distgpt.core.base.errors import DataError
+from distgpt.core.config import ModelConfig, RunConfig
+from distgpt.core.model.model import Architecture
+from distgpt.core.saved.modelfile import Description
+from distgpt.core.saved.tensors import write_tensors
+from distgpt.corpora.tokenizers import library
+from distgpt.corpora.tokenizers.library import growth, may_be_slow, refuse_growth
+from distgpt.corpora.tokenizers.tokenizer_json import LibraryTokenizer
+
+METASPACE = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True}
+
+
+@pytest.mark.parametrize("change", [
+    hostiletokenizers.bomb(),
+    byte_level(normalizer=replace("a", "a" * 17)),
+    byte_level(normalizer=replace("", "a")),  # between all characters
+    byte_level(normalizer=replace("(?=a)", "a" * 16, "Regex")),
+    byte_level(normalizer={"pattern": {"String": "a"}, "content": "a" * 17}),  # as old files have it
+    byte_level(normalizer={"type": "Prepend", "prepend": "a" * 16}),
+    byte_level(normalizer=sequence(sequence(*[{"type": "ByteLevel"}] * 4))),
+    byte_level(pre_tokenizer={"type": "Sequence", "pretokenizers": [METASPACE] * 5}),
+    byte_level(normalizer=charsmap(b"x" * 300 + b"\0")),
+    byte_level(normalizer=sequence(*[charsmap(b"x" * 18 + b"\0")] * 2)),
+])  # fmt: skip
+def test_a_document_that_lengthens_texts_is_refused_before_it_is_used(change):
+    with pytest.raises(DataError, match=r"a file: its normalizer and pre-tokenizer .* times as long"):
+        LibraryTokenizer(change, "a file")
+
+
+def test_steps_of_known_families_are_taken():
+    blank, words = "▁", Regex(r" {2,}")
+    for before in (
+        [normalizers.NFC(), normalizers.Replace(Regex(r"\s+"), " "), normalizers.Lowercase()],  # CLIP
+        [normalizers.Prepend(blank), normalizers.Replace(" ", blank)],  # Llama 2
+        [normalizers.NFKC(), normalizers.NFKD(), normalizers.StripAccents(), normalizers.Nmt()],
+        [normalizers.Strip(), normalizers.Replace(words, blank)],  # T5 and its kind, with their table
+    ):
+        for after in (pre_tokenizers.ByteLevel(add_prefix_space=True), pre_tokenizers.Metaspace()):  # RoBERTa
+            found = Tokenizer.from_str(json.dumps(byte_level(normalizer=charsmap(b"x" * 18 + b"\0"))))
+            found.normalizer = normalizers.Sequence([found.normalizer, *before])
+            found.pre_tokenizer = after
+            refuse_growth(found, "a file")
+
+
+def test_the_bound_holds_for_every_step():
+    """A step by Unicode's tables makes TABLES characters of one at most; what is said of others holds too."""
+    assert (
+        max(len(unicodedata.normalize("NFKD", chr(code).lower())) for code in range(0x110000))
+        == library.TABLES
+    )
+    texts = ("a b c ", "中中", "\ufdfa\ufdfa", "İ", "aaaa", " ", "🙂é", "''")
+    steps = [
+        normalizers.Replace("a", "bcd"), normalizers.Replace(Regex("a"), "bcd"), normalizers.Prepend("xyz"),
+        normalizers.BertNormalizer(), normalizers.ByteLevel(), normalizers.NFD(), normalizers.NFKC(),
+        normalizers.Lowercase(), pre_tokenizers.ByteLevel(), pre_tokenizers.ByteLevel(add_prefix_space=False),
+        pre_tokenizers.Metaspace(), pre_tokenizers.Punctuation(), pre_tokenizers.Digits(),
+    ]  # fmt: skip
+    for step in steps:
+        about = json.loads(step.__getstate__())
+        most = growth(about)
+        for text in texts:
+            is_first = hasattr(step, "normalize_str")
+            made = (
+                step.normalize_str(text) if is_first else "".join(p for p, _ in step.pre_tokenize_str(text))
+            )
+            # Symbols for bytes count by what they come from: two for a character of two bytes.
+            size = max(len(text), len(text.encode()) / 2) if about["type"] == "ByteLevel" else len(text)
+            assert len(made) <= size * most * (library.TABLES if most == 1 else 1), (about, text, made)
+
+
+@pytest.mark.parametrize("name", FAILING)
+def test_what_the_library_fails_at_is_one_line(name, tmp_path):
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(FAILING[name]()))
+    result = inside("tokenizer", "info", path, "--text", TEXT)
+    refused(result, 65, "tokenizer.json: the library tokenizers cannot encode this text: ")
+    assert "Traceback" not in result.stderr
+
+
+def test_an_expression_that_never_ends_is_an_error(monkeypatch):
+    """Meanwhile no other text is begun; once it has ended all is as before."""
+    monkeypatch.setattr(library, "SECONDS", 0.2)
+    tokenizer = LibraryTokenizer(slow(), "a file")
+    begun = time.monotonic()
+    with pytest.raises(DataError, match="1,101 characters take longer than 0 s by its rules"):
+        tokenizer.encode("a" * 1100 + "!")
+    busy = [each for each in threading.enumerate() if each.name == "encoder"]
+    assert time.monotonic() - begun < 5 and len(busy) == 1
+    with pytest.raises(DataError, match="still busy"):
+        tokenizer.encode("a")
+    busy[0].join(60)
+    assert tokenizer.decode(tokenizer.encode("a")) == "a"
+
+
+def test_other_threads_run_while_a_long_text_is_encoded():
+    """As a server's event loop has to. The library's threads would be as many as there are processors."""
+    tokenizer, turns, ended = LibraryTokenizer(byte_level(), "a file"), [], threading.Event()
+
+    def run():
+        while not ended.wait(0.001):
+            turns.append(time.monotonic())
+
+    before = threading.active_count(), len(list(Path("/proc/self/task").iterdir()))
+    thread = threading.Thread(target=run)
+    thread.start()
+    begun = time.monotonic()
+    tokenizer.encode("The harbour lay still. " * 20_000)
+    until = time.monotonic()
+    ended.set()
+    thread.join()
+    assert sum(begun < turn < until for turn in turns) > 5  # otherwise one, while it enters
+    assert (threading.active_count(), len(list(Path("/proc/self/task").iterdir()))) <= before
+
+
+def test_only_what_may_be_slow_pays_for_a_thread():
+    for family in FAMILIES:
+        assert not may_be_slow(Tokenizer.from_str(document(family))), family
+    for change in (
+        byte_level(pre_tokenizer=split("a*b")),
+        byte_level(normalizer=replace("a+", "", "Regex")),
+        byte_level(normalizer=replace("a" * 99 + "b", "")),
+    ):
+        assert may_be_slow(Tokenizer.from_str(json.dumps(change)))
+    assert may_be_slow(Tokenizer.from_str(json.dumps(FAILING["no unknown word"]())))
+
+
+def test_every_command_that_meets_such_a_document_ends_with_65(tmp_path):
+    config = RunConfig(model=ModelConfig(vocab_size=640, seq_len=64, n_layer=1, n_head=1, n_embd=8))
+    arrays = {spec.name: np.zeros(spec.shape, np.float32) for spec in Architecture(config.model).layout.specs}
+    about, weights = Description(config, failing()).to_metadata(), tmp_path / "w.safetensors"
+    write_tensors(weights, arrays, about)
+    refused(inside("infer", "--weights", weights, "--prompt", TEXT), 65, "cannot encode this text")
+    (tmp_path / "prompts").write_text(json.dumps({"prompt": TEXT}))
+    words = ["--weights", weights, "--prompts", tmp_path / "prompts", "--out", tmp_path / "answers"]
+    refused(inside("infer", *words), 65, "line 1: ", "cannot encode this text")
+    folder = tmp_path / "folder"
+    assert inside("weights", "export", weights, "--out", folder).returncode == 0
+    (folder / "tokenizer.json").write_text(json.dumps(hostiletokenizers.bomb()))
+    result = inside("weights", "import", folder, "--out", tmp_path / "back")  # without a tokenizer
+    assert "tokenizer  none" in result.stdout and "times as long" in result.stderr
+    bomb = {**json.loads(about["tokenizer"]), "document": hostiletokenizers.bomb()}
+    write_tensors(weights, arrays, about | {"tokenizer": json.dumps(bomb)})
+    for command in ("infer", "chat", *["serve"] * (find_spec("starlette") is not None)):
+        refused(inside(command, "--weights", weights), 65, "times as long")
+    refused(inside("weights", "info", weights), 65, "times as long")
+
+    for name, words in (("bomb", "times as long"), ("failing", "cannot encode this text")):
+        folder = tmp_path / name
+        folder.mkdir()
+        document = hostiletokenizers.bomb() if name == "bomb" else FAILING["backtracks"]()
+        (folder / "tokenizer.json").write_text(json.dumps(document))
+        (tmp_path / "text").write_text(f"{TEXT}\n" * 20)
+        run = ["--tokenizer", folder, "--data", tmp_path / "text", "--out", tmp_path / "run"]
+        refused(inside("train", *SMALL, *run, "--steps", "1"), 65, words)
+        prepare = ["--tokenizer", folder, "--out", tmp_path / "shards"]
+        result = inside("data", "prepare", tmp_path / "text", *prepare)
+        assert result.returncode == 65 and words in result.stderr.splitlines()[-1]

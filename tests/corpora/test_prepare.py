@@ -1,0 +1,215 @@
+"""distgpt data prepare: the right tokens in shards of the right sizes, or a refusal that leaves nothing."""
+
+import gzip
+import json
+import os
+import re
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from preparing import Quiet, contents, everything, inputs, interrupted, refuse, request, small_pieces  # noqa: F401
+from tokenizing import small
+
+from distgpt.core.base.errors import DataError, DistgptError, StorageError, UsageError
+from distgpt.core.data.tokenizers import load_tokenizer
+from distgpt.corpora.prepare import preparing
+from distgpt.corpora.prepare.documents import Offset, find_inputs
+from distgpt.corpora.prepare.preparing import prepare
+from distgpt.corpora.prepare.progress import Progress, list_inputs, load_progress, reserved
+from distgpt.corpora.shards import ShardWriter, read_manifest, shards_tokenizer, verify_shards
+
+
+def test_the_tokens_are_the_documents_with_separators_between(inputs, tmp_path, small_pieces):
+    for separator, between in (("auto", "\n"), ("none", ""), (" % ", " % ")):
+        out = tmp_path / separator.strip()
+        manifest = prepare(request(inputs, out, separator=separator), Quiet())
+        assert bytes(everything(out).astype(np.uint8)).decode() == between.join(inputs[1]), separator
+        assert (manifest.documents, manifest.replaced) == (40, 0)
+        assert manifest.text_bytes == sum(len(text) for text in inputs[1])
+        assert [name for name, _ in manifest.inputs] == ["a.txt", "b.jsonl.gz", "c.md"]
+        for shard in manifest.shards:
+            verify_shards(out, manifest, [shard])
+
+
+def test_tokenizers_have_separators_of_their_own_and_may_come_from_the_inputs(inputs, tmp_path, small_pieces):
+    """A BPE's stands before each document; where it is a line break, if there is one, between them."""
+    (tmp_path / "bpe").write_text(small().to_json())
+    for kind in (str(tmp_path / "bpe"), "char", "word"):
+        out = tmp_path / f"{Path(kind).name}-shards"
+        prepare(request(inputs, out, tokenizer=kind), Quiet())
+        tokenizer = shards_tokenizer(out, read_manifest(out))
+        breaks = tokenizer.encode("\n" if "\n" in tokenizer.vocabulary else "").tolist()
+        joint = breaks if tokenizer.separator is None else [tokenizer.separator]
+        expected = [i for text in inputs[1] for i in (*joint, *tokenizer.encode(text).tolist())]
+        assert everything(out).tolist() == expected[0 if tokenizer.separator else len(joint) :], kind
+        assert tokenizer.kind != "bpe" or tokenizer.to_json() == small().to_json()
+
+
+# The sizes of shards, and the part for validation
+
+
+def test_shards_have_the_size_that_was_asked_for(inputs, tmp_path, small_pieces):
+    total = len("\n".join(inputs[1]))
+    for settings, val in (
+        ({"val_shards": 2}, [3000, 3000]),
+        ({"val_shards": 0}, []),
+        ({"val_fraction": 0.9}, [3000]),
+    ):
+        manifest = prepare(request(inputs, tmp_path / str(settings), **settings), Quiet())
+        train = [shard.tokens for shard in manifest.of("train")]
+        assert [shard.tokens for shard in manifest.of("val")] == val
+        assert set(train[:-1]) == {3000} and train[-1] == (total - 1) % 3000 + 1
+
+
+def test_the_fraction_is_exact_and_in_order_the_first_tokens_validate(tmp_path, small_pieces):
+    """Also where the files say little about their texts, as compressed ones."""
+    lines = [json.dumps({"text": f"{i} " * (i % 9 + 1)}) + "\n" for i in range(300)]
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"the same line\n" * 700))
+    (tmp_path / "b.jsonl").write_text("".join(lines))
+    files = (tmp_path / "a.txt.gz", tmp_path / "b.jsonl")
+    text = "\n".join(["the same line\n" * 700, *(json.loads(line)["text"] for line in lines)])
+    for fraction in (0.0, 0.05, 0.3, 0.9):
+        watcher, out = Quiet(), tmp_path / str(fraction)
+        how = {"inputs": files, "shard_tokens": 10**6, "val_fraction": fraction}
+        manifest = prepare(request(files, out, **how), watcher)
+        assert manifest.tokens("val") == int(fraction * len(text)) and not watcher.notes
+        assert bytes(everything(out).astype(np.uint8)).decode() == text
+
+
+# Refusals
+
+
+def test_an_input_that_changes_meanwhile_is_noticed(inputs, tmp_path):
+    watcher = Quiet()
+    watcher.advanced = lambda *facts: (inputs[0] / "a.txt").write_text("changed")
+    with pytest.raises(DataError, match="changed while they were read"):
+        prepare(request(inputs, tmp_path / "out"), watcher)
+    assert not (tmp_path / "out" / "manifest.json").exists()
+
+
+def test_impossible_inputs_and_settings_are_refused_and_nothing_is_left_behind(tmp_path):
+    path, saved = tmp_path / "a.txt", tmp_path / "t.json"
+    saved.write_text(load_tokenizer("char", "abc").to_json())
+    for text, changes, message in (
+        ("", {}, "there is no text"),
+        ("x", {}, "only 1 token; at least 2 are needed"),
+        ("x" * 5000, {"val_shards": 2}, "of 5,000 tokens, 5,000 are for validation"),
+        ("x" * 3000, {"val_fraction": 0.9999}, "2,999 are for validation"),
+        ("abcd", {"tokenizer": str(saved)}, r"a\.txt: the character 'd'"),
+    ):
+        path.write_text(text)
+        refuse(DataError, message, request([path], tmp_path / "out", **changes))
+    for changes in ({"shard_tokens": 1}, {"val_fraction": 1.0}, {"val_fraction": -0.1}):
+        with pytest.raises(UsageError, match="must"):
+            request([path], tmp_path / "out", **changes)
+
+
+def test_a_folder_with_anything_else_is_left_alone(inputs, tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    refuse(UsageError, r"not empty \(it holds 'inputs'\)", request(inputs, tmp_path))
+    for text in ("{}", "[]", "", "no", "[" * 100_000, '{"format": "mine"}'):
+        (tmp_path / "progress.json").write_text(text)
+        refuse(UsageError, r"is not of distgpt data prepare; give a new folder", request(inputs, tmp_path))
+
+
+def test_the_loser_of_two_leaves_the_empty_folder_to_the_winner(tmp_path, monkeypatch):
+    """Both find no folder, one makes it first. A folder that was there before stays."""
+    out = tmp_path / "out"
+    with reserved(out, print):
+        monkeypatch.setattr(type(out), "exists", lambda self: False)
+        with pytest.raises(UsageError, match="another process"), reserved(out, print):
+            raise AssertionError("it was reserved twice")
+        monkeypatch.undo()
+        assert out.is_dir()
+    assert not out.exists()
+    with reserved(tmp_path, print):
+        pass
+    assert tmp_path.is_dir()
+
+
+# Interruptions
+
+
+@pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="needs a disk in memory")
+def test_progress_with_an_input_of_no_time_is_resumed():
+    """A disk in memory keeps more seconds than a file of progress can hold as nanoseconds."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        (text := Path(folder) / "a.txt").write_text("once")
+        os.utime(text, (2**63 - 1, 2**63 - 1))
+        what = {}, list_inputs(find_inputs([text]))
+        Progress(*what, place=Offset(0, 2), sources=[[0, 0]]).save(Path(folder))
+        assert load_progress(Path(folder), Progress(*what)).place == Offset(0, 2)
+
+
+def test_after_the_last_shard_only_the_manifest_is_written_and_one_that_nobody_noted_is_made_again(
+    inputs, tmp_path, monkeypatch
+):
+    """A process may end after a shard has got its name, before that is written down."""
+    out, other, again = tmp_path / "out", tmp_path / "other", tmp_path / "again"
+    monkeypatch.setattr(preparing, "MANIFEST", "missing/manifest.json")
+    with pytest.raises(StorageError):
+        prepare(request(inputs, out), Quiet())
+    monkeypatch.undo()
+    shards = {name: data for name, data in contents(out).items() if name.endswith("npy")}
+    again.mkdir()
+    Progress({}, []).save(again)
+    for name in ("val-000000.npy", ".train-000000.npy.tmp", ".manifest.json.77.tmp"):
+        (again / name).touch()
+    for folder in (out, other, again):
+        prepare(request(inputs, folder), Quiet())
+    assert contents(out) == contents(other) == contents(again) == contents(out) | shards
+
+
+def test_unfinished_shards_of_other_settings_or_inputs_are_refused(interrupted, inputs):
+    for changes, message in (
+        ({"tokenizer": "char"}, "tokenizer is 'char', was 'byte, 256 entries"),
+        ({"shard_tokens": 701}, "shard_tokens is 701, was 700"),
+        ({"val_fraction": 0.1}, "val_fraction is 0.1, was 0.05"),
+        ({"val_shards": 1}, "val_fraction is None, was 0.05; val_shards is 1, was None"),
+        ({"separator": "none"}, "separator is 'none', was 'auto'"),
+        ({"field": "body"}, "field is 'body', was 'text'"),
+        ({"inputs": (inputs[0], inputs[0] / "a.txt")}, "other inputs"),
+    ):
+        refuse(UsageError, message, request(inputs, interrupted.out, **{"shard_tokens": 700, **changes}))
+    before = (inputs[0] / "c.md").stat()
+    (inputs[0] / "c.md").write_text("something else")
+    refuse(UsageError, "other inputs: .*c.md", interrupted)
+    (inputs[0] / "c.md").write_text(inputs[1][39])
+    os.utime(inputs[0] / "c.md", ns=(before.st_atime_ns, before.st_mtime_ns))
+    prepare(interrupted, Quiet())
+
+
+def test_whatever_is_changed_in_the_progress_is_noticed(interrupted):
+    path = interrupted.out / "progress.json"
+    good = json.loads(path.read_bytes())
+    damaged = DataError, r"progress\.json is damaged \(.*\); remove .*out and begin again"
+    for name, value in (
+        *(("inputs", None), ("settings", None), ("held_out", "x"), ("held_out", -1), ("skip", 3)),
+        *(("place", {"input": 2, "offset": 0, "line": 0}), ("counts", {}), ("shards", []), ("more", 1)),
+        ("sha256", None),
+    ):
+        path.write_text(json.dumps({**good, name: value}))
+        refuse(*damaged, interrupted)
+    path.write_text(json.dumps({**good, "version": 1}))
+    refuse(UsageError, "of another version of distgpt", interrupted)
+
+
+def test_a_failure_says_what_becomes_of_finished_shards_if_there_are_any(
+    interrupted, inputs, tmp_path, monkeypatch
+):
+    def failing(*given, **more):
+        raise error
+
+    monkeypatch.setattr(preparing, "encode", failing)
+    monkeypatch.setattr(ShardWriter, "write", failing)
+    for error, words in (
+        (DistgptError("something else"), r"finished shards in .*out: the same command resumes"),
+        (DataError("line 7: not JSON"), r"finished shards in .*out: remove it once an input has changed"),
+    ):
+        at_once, later = Quiet(), Quiet()
+        refuse(type(error), str(error), interrupted, later)
+        assert re.search(words, later.notes[-1])
+        refuse(type(error), str(error), request(inputs, tmp_path / "new"), at_once)
+        assert not at_once.notes and not (tmp_path / "new").exists()

@@ -1,0 +1,259 @@
+"""Texts of many kinds as --data and --val: tokenized once, kept for other runs, the same on every rank."""
+
+import gzip
+import json
+import os
+import shutil
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from conftest import SMALL, inside, losses, refused
+from preparing import Quiet, everything, inputs, request  # noqa: F401
+from threadranks import on_all_ranks
+from tokenizing import small
+
+from distgpt.core.base.errors import DataError
+from distgpt.core.comm.serial import SerialComm
+from distgpt.core.data.loading import DataRequest, load_corpus
+from distgpt.core.data.tokenizers import load_tokenizer
+from distgpt.corpora import shards
+from distgpt.corpora.prepare import tokenized
+from distgpt.corpora.prepare.preparing import prepare
+from distgpt.corpora.prepare.progress import reserved
+
+MODEL = [word for word in SMALL if word not in ("--data", "story", "--tokenizer", "word")]
+
+
+def whole(tokens):
+    return tokens.read(0, len(tokens))
+
+
+def loaded(asked, ranks=1):
+    """What loading gives on each rank, and what it says."""
+    said = []
+    return on_all_ranks(ranks, lambda comm: load_corpus(comm, asked, said.append)), said
+
+
+def lines(*texts):
+    return "".join(json.dumps({"text": text}) + "\n" for text in texts)
+
+
+@pytest.fixture
+def asked(inputs, tmp_path):
+    return DataRequest(str(inputs[0]), kept=tmp_path / "tokenized")
+
+
+# What is tokenized, and how often
+
+
+def test_a_run_waits_for_another_that_tokenizes_the_same_texts(asked, tmp_path, monkeypatch):
+    corpus = load_corpus(SerialComm(), asked)
+    [folder] = (tmp_path / "tokenized").iterdir()
+    shutil.rmtree(folder)
+    other = reserved(folder, print)
+    other.__enter__()
+    waits = []
+
+    def sleep(seconds):
+        waits.append(seconds)
+        if len(waits) == 3:
+            other.__exit__(None, None, None)
+
+    monkeypatch.setattr(tokenized.time, "sleep", sleep)
+    [again], said = loaded(asked)
+    assert len(waits) == 3 and sum("waiting for it" in line for line in said) == 1
+    assert np.array_equal(whole(again.train), whole(corpus.train))
+
+
+def test_a_folder_is_tokenized_as_data_prepare_does_and_once(asked, inputs, tmp_path):
+    prepare(request(inputs, tmp_path / "own", shard_tokens=10**8, val_fraction=0.1, seed=0), Quiet())
+    asked = replace(asked, val_fraction=0.1)
+    corpora, said = loaded(asked, ranks=2)
+    for corpus in corpora:
+        both = np.concatenate([whole(corpus.val), whole(corpus.train)])
+        assert both.tolist() == everything(tmp_path / "own").tolist()
+        assert corpus.tokenizer.kind == "byte" and corpus.separator is None
+    assert any("tokenizing" in line for line in said)
+    again, said = loaded(asked)
+    assert again[0].train.fingerprint == corpora[0].train.fingerprint
+    assert "3 files read" in said[0] and "verifying" in said[1] and len(said) == 2
+
+
+def test_ranks_on_other_hosts_are_told_where_shards_lie_and_not_by_a_link(asked, tmp_path, monkeypatch):
+    """The link of a replay is in a temporary folder of rank 0's host."""
+    asked.kept.mkdir()
+    (tmp_path / "link").symlink_to(asked.kept)
+    monkeypatch.setattr(tokenized, "load_shards", lambda comm, folder, *more: folder)
+    folder = load_corpus(SerialComm(), replace(asked, kept=tmp_path / "link"))
+    assert folder.parent == asked.kept.resolve() and folder.is_dir()
+
+
+def test_other_contents_settings_and_tokenizers_have_shards_of_their_own(asked, inputs):
+    def folders():
+        return len(list(asked.kept.iterdir()))
+
+    loaded(asked)
+    os.utime(inputs[0] / "a.txt", ns=(0, 0))  # as if it had been written anew
+    loaded(asked)
+    assert folders() == 2
+    loaded(replace(asked, val_fraction=0.1))
+    ((corpus,), _) = loaded(replace(asked, tokenizer="char"))
+    assert folders() == 4
+    _, said = loaded(replace(asked, existing=corpus.tokenizer))  # as a resumed run has it
+    assert folders() == 4 and not any("tokenizing" in line for line in said)
+    wider = load_tokenizer("char", "".join(corpus.tokenizer.vocabulary) + "€")
+    loaded(replace(asked, existing=wider))
+    assert folders() == 5
+
+
+def test_an_interruption_leaves_nothing_that_stands_in_the_way(asked, monkeypatch):
+    def interrupt(*facts):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(tokenized._Watcher, "advanced", interrupt)
+        load_corpus(SerialComm(), asked)
+    ((corpus,), said) = loaded(asked)
+    assert len(corpus.train) > 1000 and any("tokenizing" in line for line in said)
+
+
+def test_single_files_of_each_kind_and_plain_texts(tmp_path):
+    texts = ("one lamp", "two lamps")
+    (tmp_path / "a.jsonl").write_text(lines(*texts))
+    (tmp_path / "b.txt.gz").write_bytes(gzip.compress(b"one lamp\ntwo lamps"))
+    (tmp_path / "c.txt").write_text("one lamp\ntwo lamps")
+    (tmp_path / "d").write_text("one lamp\ntwo lamps")
+    for name in ("a.jsonl", "b.txt.gz", "c.txt", "d"):
+        ((corpus,), _) = loaded(DataRequest(str(tmp_path / name), kept=tmp_path / "kept"))
+        found = corpus.tokenizer.decode(whole(corpus.train)).split("\n")
+        assert sorted(found) == sorted(texts), name
+    assert len(list((tmp_path / "kept").iterdir())) == 2
+
+
+def test_what_cannot_be_read_is_named(tmp_path):
+    (tmp_path / "bad.jsonl").write_text(lines("a", "b") + "{\n")
+    (tmp_path / "other.jsonl").write_text('{"content": "a"}\n')
+    (tmp_path / "cut.txt.gz").write_bytes(gzip.compress(os.urandom(4000))[:2000])
+    (tmp_path / "t.parquet").write_text("no table")
+    (tmp_path / "x.zip").write_text("PK")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "none.jsonl").write_text("")
+    for name, message in (
+        ("bad.jsonl", "line 3: not JSON"),
+        ("other.jsonl", "'content' .distgpt data prepare has options"),
+        ("cut.txt.gz", "damaged|zero bytes"),
+        ("t.parquet", "Parquet|pyarrow"),
+        ("x.zip", "unpack it first"),
+        ("empty", "holds no file that ends in"),
+        ("none.jsonl", "there is no text in"),
+    ):
+        errors, _ = loaded(DataRequest(str(tmp_path / name), kept=tmp_path / "kept"), ranks=2)
+        for error in errors:
+            with pytest.raises(Exception, match=message):
+                raise error
+            assert name in str(error) and len(str(error).splitlines()) == 1
+    shutil.rmtree(tmp_path / "kept", ignore_errors=True)
+    (tmp_path / "two.jsonl").write_text(lines("ab", "cd"))
+    ((error,), _) = loaded(DataRequest(str(tmp_path / "two.jsonl"), val_fraction=0.1, kept=tmp_path / "kept"))
+    with pytest.raises(DataError, match=r"two\.jsonl: --val-fraction 0\.1 of it"):
+        raise error
+
+
+def test_shards_that_another_node_does_not_see_are_named(asked, monkeypatch):
+    loaded(asked)
+    (folder,) = asked.kept.iterdir()
+    manifest, tokenizer = shards.read_manifest(folder), load_tokenizer("byte", "")
+    gone = folder.rename(asked.kept / "gone")
+    monkeypatch.setattr(shards, "read_manifest", lambda path: manifest)
+    monkeypatch.setattr(shards, "shards_tokenizer", lambda path, manifest: tokenizer)
+    errors = on_all_ranks(2, lambda comm: shards.load_shards(comm, folder, asked, lambda text: None))
+    assert gone.is_dir() and all("all nodes must share the disk" in str(error) for error in errors)
+
+
+# Held-out texts
+
+
+def test_a_held_out_text_is_of_any_kind_and_has_the_tokenizer_of_the_data(asked, tmp_path):
+    (tmp_path / "val.txt").write_text("the lamp the sea")
+    (tmp_path / "val.jsonl").write_text(lines("the lamp ", "the sea"))
+    held = {}
+    for name in ("val.txt", "val.jsonl"):
+        corpora, _ = loaded(replace(asked, tokenizer="char", val=str(tmp_path / name)), ranks=2)
+        for corpus in corpora:
+            held[name] = corpus.tokenizer.decode(whole(corpus.val))
+            assert corpus.tokenizer.kind == "char" and len(corpus.train) > 1000
+    assert held["val.txt"] == "the lamp the sea" and sorted(held["val.jsonl"]) == sorted(held["val.txt"])
+    (tmp_path / "val.txt").write_text("the lamp €")
+    ((error,), _) = loaded(replace(asked, tokenizer="char", val=str(tmp_path / "val.txt")))
+    assert "val.txt" in str(error) and "'€'" in str(error)
+
+
+def test_shards_give_their_part_for_validation_or_all_and_a_text_counts_before_that(asked, inputs, tmp_path):
+    (tmp_path / "val.txt").write_text("the lamp")
+    for name, fraction in (("with", 0.05), ("without", 0.0)):
+        prepare(request(inputs, tmp_path / name, val_fraction=fraction), Quiet())
+    ((corpus,), _) = loaded(replace(asked, val=str(tmp_path / "with")))
+    part = len(corpus.val)
+    ((corpus,), _) = loaded(replace(asked, val=str(tmp_path / "without")))
+    assert part < 3001 < len(corpus.val) == len(corpus.train)
+    ((corpus,), _) = loaded(replace(asked, data=str(tmp_path / "with"), val=str(tmp_path / "val.txt")))
+    assert corpus.tokenizer.decode(whole(corpus.val)) == "the lamp"
+
+
+# In training
+
+
+@pytest.fixture
+def documents(tmp_path):
+    """Texts to train on, one for validation, and a BPE."""
+    (tmp_path / "d.jsonl").write_text(lines(*(f"Lamp {i} was lit. " * (1 + i % 9) for i in range(200))))
+    (tmp_path / "v.jsonl").write_text(lines("The naïve lamp.", "The sea."))
+    (tmp_path / "bpe.json").write_text(small().to_json())
+    return tmp_path
+
+
+def trained(folder, out, *more):
+    words = ["--data", folder / "d.jsonl", "--val", folder / "v.jsonl", "--tokenizer", folder / "bpe.json"]
+    result = inside("train", *MODEL, *words, "--out", folder / "runs" / out, *more)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_a_packed_run_evaluates_by_exact_bytes_and_resumes_to_the_bit(documents):
+    how = ("--pack", "--eval-every", "4", "--save-every", "2", "--steps", "4")
+    shown = trained(documents, "whole", *how)
+    assert "tokenizing" in shown and "of the tokens" in shown
+    run = documents / "runs" / "whole"
+    half = shutil.copytree(run, documents / "runs" / "half")
+    shutil.rmtree(half / "checkpoints" / "step-00000004")
+    assert "tokenizing" not in trained(documents, "half", *how, "--resume", "auto")
+    assert (half / "weights.safetensors").read_bytes() == (run / "weights.safetensors").read_bytes()
+    assert "tokenizing" not in trained(documents, "other", "--steps", "1")
+    assert losses(documents / "runs" / "other")[0] != losses(run)[0]
+    lines_of = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    result = inside("train", "--resume", half, "--val", documents / "d.jsonl", "--steps", "5", "--lr", "1e-9")
+    assert result.returncode == 0 and "d.jsonl is the training text" in result.stdout
+    ended = json.loads((half / "summary.json").read_text())
+    assert ended["best_step"] == 5  # losses on another text are not compared with those so far
+    (documents / "d.jsonl").rename(documents / "moved.jsonl")
+    refused(
+        inside("train", "--resume", half, "--data", documents / "moved.jsonl"), 65, "d.jsonl", "--val says"
+    )
+    evaluated = [line for line in lines_of if "val_loss" in line]
+    text_bytes = len("The naïve lamp.The sea.".encode())
+    for line in evaluated:
+        bits = line["val_loss"] / np.log(2) * line["val_tokens"]
+        assert line["bits_per_byte"] == pytest.approx(bits / text_bytes)
+
+
+def test_what_does_not_go_together_is_refused(documents):
+    out = ["--out", documents / "runs" / "no"]
+    data = ["--data", documents / "d.jsonl"]
+    both = [*data, "--val", documents / "v.jsonl", "--val-fraction", "0.1"]
+    refused(inside("train", *MODEL, *both, *out), 2, "--val and --val-fraction exclude each other")
+    for more in (["--data", "story"], data):
+        refused(inside("train", *MODEL, *more, "--pack", *out), 2, "--pack needs documents", "gpt2")
+    gone = [*data, "--val", documents / "gone.txt"]
+    refused(inside("train", *MODEL, *gone, *out), 65, "gone.txt")
+    assert not (documents / "runs" / "no").exists()

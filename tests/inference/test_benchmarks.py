@@ -1,0 +1,285 @@
+"""Benchmarks in files as their authors publish them: what is asked, what is found, what is refused."""
+
+import csv
+import json
+
+import numpy as np
+import pytest
+from foreignmodels import exported_model, shape
+from threadranks import on_all_ranks
+
+import distgpt
+from distgpt.commands.cli import cli
+from distgpt.commands.eval import BENCHMARKS
+from distgpt.core.base.errors import DataError, DistgptError
+from distgpt.core.comm.serial import SerialComm
+from distgpt.core.config import ModelConfig
+from distgpt.core.cpu.kernels import CpuKernels
+from distgpt.core.data.tokenizers import load_tokenizer
+from distgpt.core.model.model import Architecture, Model
+from distgpt.core.saved.modelfile import load_model
+from distgpt.core.train.assessment import Scorer, Span
+from distgpt.inference.evaluation.benchmark import Benchmark
+from distgpt.inference.evaluation.likelihoods import likelihoods
+from distgpt.inference.evaluation.questions import LINES, Question, read_questions
+
+CONFIG = ModelConfig(vocab_size=256, seq_len=700, n_layer=2, n_head=2, n_embd=16)
+BYTES = load_tokenizer("byte", "")
+
+
+def lines(path, *objects):
+    path.write_text("".join(json.dumps(each) + "\n" for each in objects))
+    return path
+
+
+def rows(path, *rows):
+    path.parent.mkdir(exist_ok=True, parents=True)
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows(rows)
+
+
+def hellaswag(folder):
+    made = {"ind": 4, "activity_label": "Cooking", "ctx_a": "A cook [title] stirs.", "ctx_b": "then he"}
+    made |= {"ctx": "A cook stirs. then he", "label": "2", "source_id": "wikihow~1", "split": "val"}
+    path = lines(folder / "hellaswag_val.jsonl", {**made, "endings": ["a", "b  [x]c", "eats.", "d"]})
+    context = "Cooking: A cook.  stirs. Then he".replace("  ", " ")
+    return path, [Question([(context, f" {text}") for text in ("a", "b c", "eats.", "d")], 2)]
+
+
+def arc(folder):
+    def made(labels, key):
+        choices = [{"text": f"answer {label}", "label": label} for label in labels]
+        return {"id": "Q1", "question": {"stem": "Which?", "choices": choices}, "answerKey": key}
+
+    path = lines(folder / "ARC-Easy-Test.jsonl", made("ABCDE", "D"), made("123", "2"))
+    asked = "Question: Which?\nAnswer:"
+    letters = Question([(asked, f" answer {label}") for label in "ABCDE"], 3)
+    return path, [letters, Question([(asked, f" answer {label}") for label in "123"], 1)]
+
+
+def piqa(folder):
+    path = lines(folder / "valid.jsonl", *[{"goal": "To cut", "sol1": "use a knife", "sol2": "hum"}] * 2)
+    (folder / "valid-labels.lst").write_text("0\n1\n")
+    choices = [("Question: To cut\nAnswer:", text) for text in (" use a knife", " hum")]
+    return path, [Question(choices, 0), Question(choices, 1)]
+
+
+def winogrande(folder):
+    made = {"qID": "1", "sentence": "Ann met Eve and _ smiled.", "option1": "Ann", "option2": "Eve"}
+    path = lines(folder / "dev.jsonl", {**made, "answer": "2"}, made)
+    (folder / "dev-labels.lst").write_text("2\n1\n")
+    choices = [(f"Ann met Eve and {name}", " smiled.") for name in ("Ann", "Eve")]
+    return path, [Question(choices, 1), Question(choices, 0)]
+
+
+def lambada(folder):
+    path = folder / "lambada_test_plain_text.txt"
+    path.write_text("the sea was calm and so was the boat\nno one saw him\n")
+    begun = Question([("the sea was calm and so was the", " boat")], 0)
+    return path, [begun, Question([("no one saw", " him")], 0)]
+
+
+def mmlu(folder):
+    rows(folder / "test" / "high_school_art_test.csv", ["Who, then? ", "a", "b", "c", "d", "B"])
+    rows(folder / "test" / "law_test.csv", ['"Why"\n2?', "a", "b", "c", "d", "D"])
+    for subject in ("high_school_art", "law"):
+        shots = [[f"Q{i}", "1", "2", "3", "4", "ABCD"[i % 4]] for i in range(6)]
+        rows(folder / "dev" / f"{subject}_dev.csv", *shots)
+    shown = [f"Q{i}\nA. 1\nB. 2\nC. 3\nD. 4\nAnswer: {'ABCD'[i % 4]}\n\n" for i in range(5)]
+
+    def expected(about, question, right, topic):
+        head = f"The following are multiple choice questions (with answers) about {about}.\n\n"
+        context = head + "".join(shown) + f"{question}\nA. a\nB. b\nC. c\nD. d\nAnswer:"
+        return Question([(context, f" {letter}") for letter in "ABCD"], right, topic)
+
+    art = expected("high school art", "Who, then?", 1, "high_school_art")
+    return folder, [art, expected("law", '"Why"\n2?', 3, "law")]
+
+
+PUBLISHED = {"hellaswag": hellaswag, "arc_easy": arc, "arc_challenge": arc, "piqa": piqa}
+PUBLISHED |= {"winogrande": winogrande, "lambada": lambada, "mmlu": mmlu}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_file_is_asked_in_the_words_of_lm_eval(tmp_path, name):
+    path, expected = PUBLISHED[name](tmp_path)
+    assert read_questions(name, path) == expected
+
+
+def test_lambada_also_comes_as_json_lines_with_line_breaks_inside(tmp_path):
+    path = lines(tmp_path / "lambada.jsonl", {"text": "A sea.\n\nIt was his boat"})
+    assert read_questions("lambada", path) == [Question([("A sea.\n\nIt was his", " boat")], 0)]
+
+
+WRONG = {
+    "hellaswag": ({"ctx": "a", "endings": ["b"], "label": 0}, "no list of endings"),
+    "arc_easy": ({"question": {"stem": "a", "choices": [{"text": "b", "label": "A"}]}}, "there is no answer"),
+    "arc_challenge": ({"question": "a"}, "no question with choices"),
+    "piqa": ({"goal": "a", "sol1": "b", "sol2": "c"}, "there is no answer"),
+    "winogrande": ({"sentence": "a _", "option1": "b", "option2": "c"}, "must have a _"),
+    "lambada": ({"text": "word"}, "two words"),
+}
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_what_is_wrong_is_named_with_its_line(tmp_path, name):
+    example, message = WRONG[name]
+    path = PUBLISHED[name](tmp_path)[0]
+    with path.open("a") as file:
+        file.write(f"\n{json.dumps(example)}\n")
+    with pytest.raises(DataError, match=rf"{path}, line \d: .*{message}"):
+        read_questions(name, path)
+    path.write_text('{"text": ')
+    with pytest.raises(DataError, match="line 1: this is no JSON"):
+        read_questions(name, path)
+    path.write_text("\n")
+    path.with_name(path.stem + "-labels.lst").unlink(missing_ok=True)
+    with pytest.raises(DataError, match="holds no questions"):
+        read_questions(name, path)
+
+
+def test_answers_beyond_the_questions_and_folders_of_another_kind_are_refused(tmp_path):
+    path = piqa(tmp_path)[0]
+    (tmp_path / "valid-labels.lst").write_text("0\n1\n1\n")
+    with pytest.raises(DataError, match="more answers than"):
+        read_questions("piqa", path)
+    with pytest.raises(DataError, match="no files test/SUBJECT"):
+        read_questions("mmlu", tmp_path)
+    folder = mmlu(tmp_path / "mmlu")[0]
+    rows(folder / "test" / "law_test.csv", ["Q", "a", "b", "c", "d", "E"])
+    with pytest.raises(DataError, match=r"law_test.csv, line 1: a row must be"):
+        read_questions("mmlu", folder)
+    (folder / "dev" / "law_dev.csv").unlink()
+    with pytest.raises(DataError, match=r"law_dev.csv cannot be read"):
+        read_questions("mmlu", folder)
+
+
+# What a model finds likeliest
+
+
+def model(dtype="float64"):
+    made = Model(Architecture(CONFIG), CpuKernels(dtype, 1))
+    made.initialise(1)
+    return made
+
+
+def plain(gpt, span):
+    """The summed loss of a span and whether each token is the likeliest, from all logits."""
+    logits = gpt.logits(span.ids[None, :-1])[0].astype(float)
+    losses = np.log(np.exp(logits).sum(1)) - logits[np.arange(len(logits)), span.ids[1:]]
+    behind = slice(span.first - 1, None)
+    return losses[behind].sum(), (logits.argmax(1) == span.ids[1:])[behind].all()
+
+
+def random_spans(gpt):
+    """Some share all but the last token; one in four is what the model would write."""
+    draw = np.random.default_rng(3)
+    spans = []
+    for i in range(60):
+        ids = draw.integers(0, 256, 2 + i % 37)
+        if i % 4 == 0:
+            ids[-1] = gpt.logits(ids[None, :-1])[0, -1].argmax()
+        spans += [Span(np.append(ids[:-1], last), len(ids) - 1) for last in (ids[-1], i, 7)]
+        spans.append(Span(ids, 1 + i % (len(ids) - 1)))
+    return spans
+
+
+def test_likelihoods_are_those_of_all_logits_on_any_number_of_ranks(monkeypatch):
+    gpt = distgpt.init(CONFIG, seed=1, dtype="float64")
+    spans = random_spans(gpt)
+    expected = np.array([plain(gpt, span) for span in spans], float)
+    assert 10 < expected[:, 1].sum() < len(spans)
+    monkeypatch.setattr("distgpt.core.train.assessment.AT_A_TIME", 300)
+    monkeypatch.setattr("distgpt.inference.evaluation.likelihoods.AT_ONCE", 5)
+    seen = []
+    found = likelihoods(
+        Scorer(model(), SerialComm()), spans, lambda done, tokens: seen.append((done, tokens))
+    )
+    np.testing.assert_allclose(found, expected, rtol=1e-10)
+    assert seen[-1][0] == len(spans) and sum(tokens for _, tokens in seen) == sum(s.count for s in spans)
+    for other in on_all_ranks(3, lambda comm: likelihoods(Scorer(model(), comm), spans)):
+        np.testing.assert_array_equal(other, found)
+
+
+def test_the_likeliest_is_the_answer_by_sum_or_by_character():
+    texts = ["a", "a longer one", "yes", "nobody knows that at all"]
+    losses = [plain(GPT, span)[0] for span in Benchmark([asked(texts, 0)], BYTES, 700).spans]
+    by_sum = int(np.argmin(losses))
+    by_character = int(np.argmin([loss / len(text) for loss, text in zip(losses, texts, strict=True)]))
+    assert by_sum != by_character
+    result = Benchmark([asked(texts, by_sum), asked(texts, by_sum), asked(texts, by_character)], BYTES, 700)
+    found = result.measure(Scorer(model(), SerialComm()))
+    assert (found.acc, found.acc_norm, found.examples) == (2 / 3, 1 / 3, 3)
+
+
+GPT = distgpt.init(CONFIG, seed=1, dtype="float64")
+
+
+def asked(texts, right):
+    return Question([("Question: which?\nAnswer:", f" {text}") for text in texts], right)
+
+
+def test_a_word_counts_if_greedy_decoding_gives_it():
+    likeliest = chr(GPT.logits(np.array([list(b"the ")]))[0, -1].argmax() % 128)
+    questions = [Question([("the", f" {word}")], 0) for word in (likeliest, "zebra")]
+    benchmark = Benchmark(questions, BYTES, 700)
+    expected = [plain(GPT, span) for span in benchmark.spans]
+    found = benchmark.measure(Scorer(model(), SerialComm()))
+    assert found.acc == np.mean([greedy for _, greedy in expected])
+    assert found.perplexity == pytest.approx(np.exp(np.mean([loss for loss, _ in expected])))
+
+
+def test_only_the_answer_counts_and_a_long_beginning_loses_its_own():
+    spans = Benchmark([asked(["one", "twelve"], 0)], BYTES, 700).spans
+    assert [bytes(span.ids[span.first :].astype(np.uint8)) for span in spans] == [b" one", b" twelve"]
+    short = Benchmark([asked(["one", "twelve"], 0)], BYTES, 5).spans
+    assert [bytes(span.ids.astype(np.uint8)) for span in short] == [b"r: one", b"twelve"]
+    assert [span.first for span in short] == [2, 1]
+    blank = Benchmark([Question([("a ", " b")], 0)], BYTES, 5).spans[0]
+    assert bytes(blank.ids[blank.first :].astype(np.uint8)) == b"  b"
+    with pytest.raises(DataError, match=r"question 1: .*gives no tokens"):
+        Benchmark([Question([("", " b")], 0)], BYTES, 5)
+
+
+def test_the_command_measures_each_of_them(tmp_path, capsys):
+    exported_model(tmp_path / "model", MODEL)
+    weights = tmp_path / "ours.safetensors"
+    for name, write in PUBLISHED.items():
+        (tmp_path / name).mkdir()
+        path, questions = write(tmp_path / name)
+        words = ["eval", "--weights", weights, f"--{name.replace('_', '-')}", path, "--threads", 1]
+        cli.main([*map(str, words), "--json"], standalone_mode=False)
+        found = json.loads(capsys.readouterr().out)
+        assert found[f"{name}_examples"] == len(questions) and 0 <= found[f"{name}_acc"] <= 1
+        assert (f"{name}_acc_norm" in found) == (name in ("hellaswag", "arc_easy", "arc_challenge", "piqa"))
+        assert (f"{name}_perplexity" in found) == (name == "lambada")
+        cli.main(list(map(str, words)), standalone_mode=False)
+        assert f"{name} " in capsys.readouterr().out
+    assert PUBLISHED.keys() == BENCHMARKS.keys() and set(found["mmlu_subjects"]) == {"high_school_art", "law"}
+    with pytest.raises(DistgptError, match=r"none.jsonl cannot be read"):
+        cli.main(
+            ["eval", "--weights", str(weights), "--piqa", str(tmp_path / "none.jsonl")], standalone_mode=False
+        )
+
+
+MODEL = shape(256, 700, 2, 6, 36, n_kv_head=2, norm="rmsnorm", mlp="swiglu", positions="rope", bias=False)
+
+
+@pytest.mark.peer
+def test_every_answer_is_as_likely_as_transformers_says(tmp_path):
+    torch, transformers = (pytest.importorskip(name) for name in ("torch", "transformers"))
+    exported_model(tmp_path / "model", MODEL)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    ours, _ = load_model(tmp_path / "ours.safetensors", CpuKernels("float32", 1), SerialComm())
+    for name, write in PUBLISHED.items():
+        (tmp_path / name).mkdir()
+        benchmark = Benchmark(read_questions(name, write(tmp_path / name)[0]), BYTES, 700)
+        found = likelihoods(Scorer(ours, SerialComm()), benchmark.spans)
+        for (loss, greedy), span in zip(found, benchmark.spans, strict=True):
+            ids = torch.tensor(span.ids[None].astype(np.int64))
+            with torch.no_grad():
+                logits = theirs(ids).logits[0, span.first - 1 : -1]
+            likely = torch.log_softmax(logits.double(), -1)
+            expected = -likely.gather(1, ids[0, span.first :, None]).sum()
+            assert abs(loss - float(expected)) < 1e-4, (name, loss, expected)
+            assert greedy == bool((logits.argmax(-1) == ids[0, span.first :]).all())

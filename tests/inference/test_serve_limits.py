@@ -1,0 +1,520 @@
+"""`distgpt serve` under strain: bodies, queues and clients that are too much, failures, and its end."""
+
+import asyncio
+import http.client
+import json
+import re
+import signal
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("starlette")
+pytest.importorskip("uvicorn")
+from conftest import distgpt, inside, popen, refused
+from hostiletokenizers import FAILING, TEXT, failing
+from serving import JSON, pieces, sample, server, until
+
+from distgpt.core.base.errors import DistgptError
+from distgpt.core.base.files import bundled
+from distgpt.core.comm.resources import peak_memory
+from distgpt.core.comm.serial import SerialComm
+from distgpt.core.data.tokenizers import ByteTokenizer
+from distgpt.core.generate.engine_setup import LoadedModel, ModelSpec
+from distgpt.corpora.tokenizers.bpe import BpeTokenizer, symbols
+from distgpt.inference.serving import app, completions, parsing
+from distgpt.inference.serving import server as serving_module
+from distgpt.inference.serving.completions import json_of
+from distgpt.inference.serving.limits import Limits, Refusal
+from distgpt.inference.serving.server import bound
+
+MB = 1 << 20
+
+
+def resident():
+    """Bytes of this process in memory now."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def test_a_body_of_100_mb_is_refused_and_not_kept():
+    with server() as found:
+        found.complete("a", max_tokens=1)
+        before = peak_memory()
+
+        def chunks():
+            for _ in range(100):
+                yield b"x" * MB
+
+        for how in ({"Content-Length": str(100 * MB)}, {}):  # {}: in chunks, of no declared length
+            connection = found.connect()
+            connection.request("POST", "/v1/completions", chunks(), {**JSON, **how}, encode_chunked=not how)
+            answer = connection.getresponse()
+            assert answer.status == 413 and "1,048,576" in json.load(answer)["error"]["message"]
+            assert answer.headers["connection"] == "close"
+            connection.close()
+        assert peak_memory() - before < 40 * MB
+        said = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        said += b"Content-Length: 104857600\r\nExpect: 100-continue\r\n\r\n"
+        with socket.create_connection((found.host, found.port), 10) as line:
+            line.sendall(said)
+            assert line.recv(1000).startswith(b"HTTP/1.1 413")
+        assert found.complete("a", max_tokens=1)
+
+
+def test_a_full_queue_is_said_with_when_to_try_again():
+    with server(lanes=1, seconds=0.01, limits={"queue": 2}) as found:
+        open_ones = [found.begin("a", max_tokens=100)]
+        waiting = [found.connect() for _ in range(2)]
+        for connection in waiting:
+            connection.request("POST", "/v1/completions", json.dumps({"prompt": "b", "max_tokens": 1}), JSON)
+        until(lambda: found.runner.gauges["open_requests"] == 3)
+        status, headers, said = found.ask("/v1/completions", {"prompt": "c"})
+        assert status == 429 and said["error"]["code"] == "queue_full"
+        assert 1 <= int(headers["retry-after"]) <= 60
+        open_ones[0][0].close()
+        assert [connection.getresponse().status for connection in waiting] == [200, 200]
+        assert found.complete("c", n=3, max_tokens=2)["usage"]["completion_tokens"] == 6
+        status, _, said = found.ask("/v1/completions", {"prompt": "c", "n": 4})
+        assert status == 400 and "4 samples are more than the 3" in said["error"]["message"]
+
+
+def test_an_answer_without_tokens_waits_for_no_lane():
+    with server(lanes=1, seconds=0.01) as found:
+        connection, _ = found.begin("a", max_tokens=120)
+        answer = found.complete(["b", "c"], max_tokens=0, n=2, echo=True)
+        assert [each["text"] for each in answer["choices"]] == ["b", "b", "c", "c"]
+        assert {each["finish_reason"] for each in answer["choices"]} == {"length"}
+        assert found.runner.gauges["running_sequences"] == 1
+        connection.close()
+
+
+def test_all_open_requests_together_have_a_limit():
+    """Also of log-probabilities, which take memory until they are sent, and of prompts."""
+    with server(seconds=0.005, limits={"everything": 1000}) as found:
+        for much in ({"max_tokens": 900}, {"max_tokens": 90, "logprobs": 9}, {"prompt": "a" * 100, "n": 8}):
+            body = {"max_tokens": 100, "overflow": "shift", "prompt": "a", **much}
+            connection, _ = found.begin(**body)
+            found.complete("b", max_tokens=10)
+            status, headers, _ = found.ask("/v1/completions", {"max_tokens": 120})
+            assert status == 429 and "retry-after" in headers
+            connection.close()
+            until(lambda: found.is_free)
+            found.complete("b", max_tokens=120)
+        status, _, said = found.ask("/v1/completions", {"max_tokens": 60, "logprobs": 20})
+        assert status == 400 and "1,000" in said["error"]["message"]
+
+
+def test_a_long_answer_is_put_together_beside_the_loop(monkeypatch):
+    how = {"max_tokens": 30, "n": 2, "logprobs": 3, "echo": True, "temperature": 0}
+    with server() as found:
+        expected = found.complete(["The harbour", "A lamp"], **how)
+        monkeypatch.setattr(app, "LONG", 1)
+        monkeypatch.setattr(completions, "AT_ONCE", 4)
+        assert found.complete(["The harbour", "A lamp"], **how)["choices"] == expected["choices"]
+    pieces = list(json_of(expected))
+    assert "".join(pieces) == json.dumps(expected) and max(map(len, pieces)) < 1000
+
+
+def test_a_body_with_two_lengths_is_refused_and_the_connection_closed():
+    """A proxy in front may believe the other one, and take the rest for a request of another client."""
+    both = b"Content-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
+    with server() as found, socket.create_connection((found.host, found.port), 10) as line:
+        line.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + both + b"GET /v1/models HTTP/1.1\r\n")
+        came = b""
+        with suppress(ConnectionResetError):
+            while more := line.recv(1000):
+                came += more
+        assert came.startswith(b"HTTP/1.1 400") and came.count(b"HTTP/1.1") == 1 and b"not both" in came
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_a_client_that_is_killed_frees_its_lanes(streams):
+    with server(lanes=2, seconds=0.005) as found:
+        body = json.dumps({"prompt": "a", "max_tokens": 4000, "overflow": "shift", "n": 4, "stream": streams})
+        line = socket.create_connection((found.host, found.port), 10)
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        line.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
+        until(lambda: found.runner.gauges["running_sequences"] == 2)
+        line.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # as a process that dies
+        line.close()
+        until(lambda: found.is_free, 2)
+        assert found.counted("cancelled") == 1 and found.counted("engine_failures") == 0
+        assert found.complete("a", max_tokens=3, n=2)["usage"]["completion_tokens"] == 6
+
+
+def narrow(found, **settings):
+    """A line to a server with small buffers, on which a stream of long pieces was requested."""
+    found.serving.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 15)
+    line = socket.socket()
+    line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 13)
+    line.settimeout(10)
+    line.connect((found.host, found.port))
+    body = json.dumps({"prompt": "a", "overflow": "shift", "logprobs": 20, "stream": True, **settings})
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    line.sendall(f"{head}Connection: close\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode())
+    return line
+
+
+def read_slowly(line):
+    """All that comes, a little at a time."""
+    came = b""
+    while more := line.recv(1 << 14):
+        came += more
+        time.sleep(0.004)
+    return came.decode()
+
+
+def test_a_client_that_does_not_read_is_dropped_and_holds_up_nobody(monkeypatch, capsys):
+    monkeypatch.setattr(app, "TAKING", 0.5)
+    monkeypatch.setattr(app, "SAYING", 0.1)
+    with server(lanes=2, limits={"unread": 50, "max_tokens": 40_000}, log="requests") as found:
+        with narrow(found, max_tokens=40_000):
+            until(lambda: found.runner.gauges["running_sequences"] == 1)
+            assert found.complete("b", max_tokens=20)["usage"]["completion_tokens"] == 20
+            until(lambda: found.is_free)
+            until(lambda: not found.serving._server.server_state.connections)
+        assert found.counted("cancelled") == 1 and found.counted("generated_tokens") < 2_000
+    assert re.search(r" 200 .* tokens, the client read nothing for 0.5 s\n", capsys.readouterr().err)
+
+
+def test_a_client_that_reads_slowly_gets_all_of_it_while_others_are_served():
+    """Its samples wait for it. What is too late for its time limit is said, after what it had to read."""
+    with server(lanes=6, limits={"unread": 20}) as found, ThreadPoolExecutor(1) as pool:
+        line = narrow(found, max_tokens=200, n=4)
+        until(lambda: found.runner._engine._held)
+        reading = pool.submit(read_slowly, line)
+        assert found.complete("b", max_tokens=20)["usage"]["completion_tokens"] == 20
+        text = reading.result()
+        assert text.count("finish_reason") == 800 and "data: [DONE]" in text
+        until(lambda: found.is_free)
+        assert not found.runner._engine._held and found.counted("cancelled") == 0
+    with server(limits={"unread": 20, "seconds": 0.8, "max_tokens": 40_000}) as found:
+        text = read_slowly(narrow(found, max_tokens=40_000))
+        assert '"code": "timeout"' in text.rpartition("data: ")[2] and "[DONE]" not in text
+        until(lambda: found.is_free)
+
+
+def test_a_request_that_takes_too_long_ends():
+    with server(seconds=0.02, limits={"seconds": 0.5}) as found:
+        begun = time.monotonic()
+        status, _, said = found.ask("/v1/completions", {"prompt": "a", "max_tokens": 110})
+        assert status == 504 and said["error"]["code"] == "timeout" and time.monotonic() - begun < 2
+        _, response = found.begin("a", max_tokens=110)
+        text = response.read().decode()
+        assert json.loads(text.split("data: ")[-1])["error"]["code"] == "timeout" and "[DONE]" not in text
+        until(lambda: found.is_free)
+
+
+def test_a_connection_that_never_asks_is_closed(monkeypatch):
+    monkeypatch.setattr(serving_module, "SILENT", 0.2)
+    with server() as found:
+        for first in (b"", b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"):
+            with socket.create_connection((found.host, found.port), 10) as line:
+                line.sendall(first)
+                assert not first or b" 200 " in line.recv(1000)
+                line.sendall(b"GET / HT")
+                begun = time.monotonic()
+                with suppress(ConnectionResetError):
+                    while line.recv(100):
+                        pass
+                assert time.monotonic() - begun < 3
+
+
+def test_connections_that_send_nothing_or_half_a_request_keep_nobody_out():
+    """Where there are too many, the oldest of them goes; whoever is answered stays."""
+    begun = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    parts = (b"", b"GET / HT", begun, begun + b"Content-Length: 100\r\n\r\n{")
+    with server(seconds=0.005, limits={"connections": 8}) as found:
+        _, running = found.begin("a", max_tokens=100)
+        lines = [socket.create_connection((found.host, found.port), 10) for _ in range(40)]
+        for number, line in enumerate(lines):
+            with suppress(OSError):
+                line.sendall(parts[number % 4])
+        for _ in range(10):
+            assert found.complete("b", max_tokens=1)
+        until(lambda: len(found.serving._server.server_state.connections) <= 8)
+        assert len(pieces(running.read().decode().lstrip())) > 50
+        for line in lines:
+            line.close()
+
+
+def test_where_all_connections_are_at_work_the_next_one_is_told_to_try_again():
+    with server(seconds=0.01, limits={"connections": 2}) as found:
+        running = [found.begin("a", max_tokens=100)[1] for _ in range(2)]
+        status, headers, said = found.ask("/v1/completions", {"prompt": "b", "max_tokens": 1})
+        assert status == 429 and said["error"]["code"] == "too_many_clients"
+        assert headers["retry-after"] == "1" and headers["connection"] == "close"
+        assert all(each.read().endswith(b"[DONE]\n\n") for each in running)
+        assert found.complete("b", max_tokens=1)
+
+
+def test_bodies_wait_for_the_parser_up_to_a_limit_and_small_ones_pass_large_ones():
+    may_end, order = threading.Event(), []
+
+    def parse(body, served, limits):
+        assert len(body) < parsing.LARGE or may_end.wait(20)
+        order.append(len(body))
+        return len(body)
+
+    async def flood():
+        found = parsing.Parsing(None, Limits(body=MB))
+        large = [asyncio.create_task(found.parse(parse, b"x" * MB)) for _ in range(4)]
+        await asyncio.sleep(0)
+        with pytest.raises(Refusal) as refusal:
+            await found.parse(parse, b"x" * MB)
+        assert refusal.value.status == 429 and refusal.value.code == "queue_full"
+        small = asyncio.create_task(found.parse(parse, b"{}"))
+        await asyncio.sleep(0)
+        may_end.set()
+        assert await small == 2 and await asyncio.gather(*large) == [MB] * 4
+        assert order == [MB, 2, MB, MB, MB]
+        assert await found.parse(parse, b"x" * MB) == MB
+        found.close()
+
+    asyncio.run(flood())
+
+
+def test_the_arrival_of_a_body_is_timed_and_not_how_long_it_takes_to_parse(monkeypatch):
+    monkeypatch.setattr(app, "ARRIVING", 0.1)
+    # Six million turns: several tenths of a second on any machine, and the time allowed below is one.
+    slow = "{% for i in range(6000) %}{% for j in range(1000) %}{% if i + j < 0 %}{% endif %}"
+    slow += "{% endfor %}{% endfor %}a"
+    chat = {"messages": [{"role": "user", "content": "b"}], "max_tokens": 1}
+    with server(template=slow) as found:
+        begun = time.monotonic()
+        status, _, said = found.ask("/v1/chat/completions", chat)
+        assert status == 200, said
+        assert time.monotonic() - begun > 0.1
+        begun = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        with socket.create_connection((found.host, found.port), 10) as line:
+            line.sendall(begun + b"Content-Length: 100\r\n\r\n{")
+            assert line.recv(1000).startswith(b"HTTP/1.1 408")
+    with server(template=slow, limits={"seconds": 0.1}) as found:
+        status, _, said = found.ask("/v1/chat/completions", chat)
+        assert status == 504 and said["error"]["code"] == "timeout"
+
+
+class Counting(ByteTokenizer):
+    """Notes by which thread each id was decoded."""
+
+    def __init__(self):
+        super().__init__()
+        self.fed = []
+
+    def streamer(self):
+        inner, fed = super().streamer(), self.fed
+
+        class Noting:
+            def __init__(self, inner):
+                self._inner, self.flush = inner, inner.flush
+
+            def feed(self, token):
+                fed.append(threading.current_thread().name)
+                return self._inner.feed(token)
+
+            def copy(self):
+                return Noting(self._inner.copy())
+
+        return Noting(inner)
+
+
+def test_a_prompt_is_decoded_once_for_all_samples_and_never_by_the_event_loop():
+    tokenizer = Counting()
+    loaded = LoadedModel(sample()[0], tokenizer, SerialComm(), ModelSpec(None, "auto"), None, "float32")
+    with server(loaded=loaded) as found:
+        how = {"n": 8, "logprobs": 0, "max_tokens": 1, "overflow": "shift"}
+        assert len(found.complete([97] * 1000, **how)["choices"]) == 8
+        assert tokenizer.fed.count("parser_0") == 1000
+        assert tokenizer.fed.count("engine") == 1000 + 8
+        assert len(tokenizer.fed) == 2000 + 2 * 8
+
+
+def test_an_echo_counts_in_the_size_of_an_answer():
+    """Before it is made: a token of some vocabularies is a hundred characters."""
+    echo = {"prompt": "a" * 1000, "echo": True, "max_tokens": 1, "overflow": "shift"}
+    with server(lanes=1, seconds=0.02, limits={"values": 1200, "everything": 4000}) as found:
+        assert found.complete(**echo, n=4)["choices"][3]["text"].startswith("a" * 1000)
+        status, _, said = found.ask("/v1/completions", {**echo, "n": 5})
+        assert status == 400 and "1,255 tokens" in said["error"]["message"]
+        assert found.complete(**{**echo, "echo": False}, n=5)
+        connections = []
+        for _ in range(2):  # each with 1,000 of a prompt, 1,000 for four echoes, 4
+            connections.append(found.connect())
+            connections[-1].request("POST", "/v1/completions", json.dumps({**echo, "n": 4}), JSON)
+        until(lambda: found.ask("/v1/completions", {**echo, "n": 4})[0] == 429)
+        assert [each.getresponse().status for each in connections].count(200) >= 1
+        long = [97] * 5000
+        status, _, said = found.ask("/detokenize", {"tokens": long})
+        assert status == 400 and "more than 4,800 characters" in said["error"]["message"]
+        assert found.ask("/detokenize", {"tokens": long[:100]})[2] == {"prompt": "a" * 100}
+
+
+def test_a_token_of_thousands_of_bytes_counts_as_several():
+    """So that vocabularies of others cannot make answers of gigabytes."""
+    tokenizer = BpeTokenizer([*symbols(), "a" * 2048], [], None)
+    loaded = LoadedModel(sample()[0], tokenizer, SerialComm(), ModelSpec(None, "auto"), None, "float32")
+    with server(loaded=loaded, limits={"values": 100}) as found:
+        assert found.complete("a", max_tokens=25)
+        for path, body in (
+            ("/v1/completions", {"prompt": "a"}),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+        ):
+            status, _, said = found.ask(path, {**body, "max_tokens": 26})
+            assert status == 400 and "104 tokens and logprobs (one counts as 4" in said["error"]["message"]
+
+
+@pytest.mark.parametrize("name", FAILING)
+def test_a_text_at_which_the_tokenizer_fails_is_refused_in_openais_shape(name):
+    loaded = LoadedModel(sample()[0], failing(name), SerialComm(), ModelSpec(None, "auto"), None, "float32")
+    chat = {"messages": [{"role": "user", "content": TEXT}]}
+    with server(loaded=loaded) as found:
+        for path, body in (
+            ("/v1/completions", {"prompt": TEXT}),
+            ("/v1/chat/completions", chat),
+            ("/tokenize", {"prompt": TEXT}),
+        ):
+            status, _, said = found.ask(path, body)
+            assert status == 400 and "cannot encode this text" in said["error"]["message"], (path, said)
+        assert found.ask("/health")[0] == 200
+
+
+def test_scores_that_are_not_finite_fail_what_runs_and_the_server_goes_on():
+    with server(seconds=0.005) as found:
+        _, response = found.begin("a", max_tokens=110)
+        found.lanes.spoil = 1
+        text = response.read().decode()
+        assert "not finite" in json.loads(text.split("data: ")[-1])["error"]["message"]
+        found.lanes.spoil = 1
+        status, _, said = found.ask("/v1/completions", {"prompt": "a"})
+        assert status == 500 and said["error"]["type"] == "server_error"
+        assert "not finite" in said["error"]["message"]
+        assert found.complete("a", max_tokens=5, n=4)["usage"]["completion_tokens"] == 20
+        assert found.counted("engine_failures") == 2
+        until(lambda: found.is_free)
+
+
+def test_the_server_ends_where_there_can_be_no_engine_any_more():
+    with server(seconds=0.005) as found:
+
+        def broken():
+            raise MemoryError("no memory for keys")
+
+        found.runner._make, found.lanes.spoil = broken, 1
+        status, _, said = found.ask("/v1/completions", {"prompt": "a"})
+        assert status == 500 and "not finite" in said["error"]["message"]
+        found.join()
+        assert isinstance(found.ended, DistgptError) and "no memory for keys" in str(found.ended)
+
+
+def started(tmp_path, *more):
+    """A server as a process of its own, its standard error, and its port."""
+    log = (tmp_path / "log").open("w+b")
+    process = popen("serve", "--port", "0", "--threads", "1", *more, stderr=log, stdout=log)
+    text = [b""]
+
+    def said():
+        text[0] = (tmp_path / "log").read_bytes()
+        assert process.poll() is None, text
+        return b"serving sample" in text[0]
+
+    until(said, 60)
+    return process, int(re.search(rb"http://127.0.0.1:(\d+)", text[0])[1])
+
+
+def ask(port, stream, **settings):
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    body = json.dumps({"prompt": "a", "stream": stream, "temperature": 0, **settings})
+    connection.request("POST", "/v1/completions", body, JSON)
+    return connection.getresponse()
+
+
+def test_sigterm_lets_what_runs_finish_and_refuses_what_comes(tmp_path):
+    process, port = started(tmp_path, "--max-tokens", "100000")
+    running = ask(port, True, max_tokens=3000, overflow="shift")
+    first = running.readline()
+    process.send_signal(signal.SIGTERM)
+    until(lambda: b"finishing what runs" in (tmp_path / "log").read_bytes())
+    late = ask(port, False)
+    assert late.status == 503 and json.load(late)["error"]["code"] == "shutting_down"
+    made = pieces((first + running.read()).decode())
+    assert made[-1]["choices"][0]["finish_reason"] == "length"
+    assert process.wait(20) == 0
+    assert b"Traceback" not in (tmp_path / "log").read_bytes()
+
+
+def test_a_second_signal_ends_it_at_once(tmp_path):
+    process, port = started(tmp_path, "--max-tokens", "10000000")
+    running = ask(port, True, max_tokens=1_000_000, overflow="slide")
+    assert running.readline()
+    process.send_signal(signal.SIGINT)
+    until(lambda: b"finishing what runs" in (tmp_path / "log").read_bytes())
+    process.send_signal(signal.SIGINT)
+    assert process.wait(20) == 130
+    lines = (tmp_path / "log").read_text().splitlines()
+    assert [line for line in lines if line.startswith("distgpt: ")] == ["distgpt: interrupted"]
+
+
+def test_the_command_refuses_what_it_cannot_do(tmp_path):
+    refused(inside("serve", "--weights", tmp_path / "none"), 74, "none")
+    refused(inside("serve", "--api-key", "a b"), 2, "API key")
+    refused(inside("serve", "--proxy", "x.example"), 2, "--proxy: 'x.example' does not appear to be")
+    (tmp_path / "starlette.py").write_text("raise ImportError('not here')")
+    result = distgpt("serve", env={"PYTHONPATH": str(tmp_path)})
+    refused(result, 2, "serve needs Starlette", "pip install 'distgpt[serve]'")
+    with bound("127.0.0.1", 0) as taken:
+        taken.listen()
+        words = ["--weights", bundled("weights", "sample.safetensors"), "--port", str(taken.getsockname()[1])]
+        refused(inside("serve", *words), 2, "cannot listen on 127")
+    refused(inside("serve", "--max-samples", "0"), 2, "--max-samples is 0: it must be at least 1")
+
+
+def crowd(found, clients, seconds):
+    """So many clients at once, for so long; some leave early. How each request ended."""
+    until_when, ended = time.monotonic() + seconds, []
+
+    def one(number):
+        turn = 0
+        while time.monotonic() < until_when:
+            turn += 1
+            how = {"max_tokens": 1 + (number * 7 + turn) % 40, "n": 1 + turn % 2, "seed": number}
+            if (number + turn) % 5 == 0:
+                connection, _ = found.begin("The harbour", max_tokens=100)
+                connection.close()
+                ended.append("left")
+            elif number % 2:
+                text = found.ask("/v1/completions", {"prompt": "The harbour", "stream": True, **how})[2]
+                ended.append(
+                    sum(bool(part["choices"][0]["finish_reason"]) for part in pieces(text)) == how["n"]
+                )
+            else:
+                usage = found.complete("The harbour", **how)["usage"]
+                ended.append(usage["completion_tokens"] == how["max_tokens"] * how["n"])
+
+    with ThreadPoolExecutor(clients) as pool:
+        list(pool.map(one, range(clients)))
+    return ended
+
+
+def test_64_clients_at_once_lose_nothing():
+    with server(lanes=16, limits={"queue": 1000}) as found:
+        crowd(found, 64, 0.5)
+        until(lambda: found.is_free)
+        before, threads = resident(), threading.active_count()
+        ended = crowd(found, 64, 1.5)
+        until(lambda: found.is_free)
+        assert len(ended) > 100 and set(ended) == {True, "left"}
+        assert resident() - before < 16 * MB
+        assert threading.active_count() <= threads
+        until(lambda: not found.runner._tickets)
+        assert sorted(found.runner._engine._free) == list(range(16))
+        assert found.counted("engine_failures") == 0
+        (requests,) = (
+            each for each in found.serving.metrics.registry.collect() if each.name == "distgpt_requests"
+        )
+        assert {sample.labels["status"] for sample in requests.samples} <= {"200", "499"}
+        until(lambda: not found.serving._server.server_state.connections)

@@ -1,0 +1,109 @@
+"""When the same bits are promised, by what is kept of a run: no device is needed to say so of a GPU."""
+
+from dataclasses import fields, replace
+
+import pytest
+
+from distgpt.core.config import TrainConfig
+from distgpt.measure.verification.kept import ELSEWHERE, PACKAGE, Facts
+from distgpt.measure.verification.promise import Side, why_rounding
+from distgpt.measure.verification.records import NEUTRAL
+
+ONE = Facts(
+    sources="1",
+    versions={"distgpt": "1.0", "numpy": "2.0"},
+    processors=["znver4-1"],
+    threads=[4],
+    nodes=[1],
+    matmul="own kernels",
+    exchange="alone",
+    transport="",
+    mpi="",
+    micro_batches=1,
+    recompute="mlp",
+    data="crc32:1",
+)
+FOUR = replace(ONE, threads=[1] * 4, nodes=[2, 2], exchange="allreduce", mpi="MPICH 4")
+GPU = replace(ONE, threads=[0], processors=["H100"], matmul="", gpu={"deterministic": "True"})
+CONFIG = TrainConfig()
+PARTS = replace(CONFIG, reproducible_parts=8)
+SHARDED = replace(PARTS, optimizer="muon", grad_sync="sharded")
+BESIDE = ("saving", "display")  # groups of settings
+
+
+def reasons(one, other, t=CONFIG, now=None):
+    return "; ".join(why_rounding(Side(one, t, "in the run"), Side(other, now or t, "here")))
+
+
+@pytest.mark.parametrize(
+    "one, other, how",
+    [
+        (ONE, ONE, {}),
+        (ONE, replace(ONE, data="2", recompute="none"), {}),
+        (FOUR, FOUR, {}),
+        (FOUR, ONE, {"t": PARTS}),
+        (ONE, replace(FOUR, threads=[8] * 4), {"t": PARTS}),
+        (replace(FOUR, threads=[1, 1], nodes=[2]), replace(FOUR, threads=[1, 1], exchange="chunked"), {}),
+        (
+            replace(FOUR, exchange="shared memory"),
+            replace(FOUR, exchange="shared memory", mpi="Open MPI"),
+            {},
+        ),
+        (FOUR, FOUR, {"t": SHARDED}),
+        (GPU, GPU, {}),
+    ],
+)
+def test_promised(one, other, how):
+    assert reasons(one, other, **how) == reasons(other, one, **how) == ""
+
+
+@pytest.mark.parametrize(
+    "one, other, says, how",
+    [
+        (None, ONE, "not kept what bits depend on in the run", {}),
+        (ONE, replace(ONE, sources="2"), "the sources of distgpt differ", {"t": PARTS}),
+        (ONE, replace(ONE, sources="2", versions={"distgpt": "2"}), "distgpt: 1.0 in the run, 2 here", {}),
+        (ONE, replace(ONE, versions={"distgpt": "1.0", "numpy": "3"}), "numpy: 2.0 in the run, 3 here", {}),
+        (ONE, replace(ONE, processors=["znver5-2"]), "processor: znver4-1 in the run, znver5-2 here", {}),
+        (ONE, replace(ONE, matmul="BLAS"), "matmul: own kernels in the run, BLAS here", {"t": PARTS}),
+        (ONE, ONE, "float32 in the run, bfloat16 here", {"now": replace(CONFIG, dtype="bfloat16")}),
+        (ONE, FOUR, "ranks: 1 in the run, 4 here", {}),
+        (ONE, FOUR, "ranks: 1 in the run, 4 here", {"t": PARTS, "now": CONFIG}),
+        (ONE, replace(ONE, threads=[2]), "threads of a rank: 4 in the run, 2 here", {}),
+        (ONE, replace(ONE, micro_batches=2), "micro-batches: 1 in the run, 2 here", {}),
+        (FOUR, replace(FOUR, exchange="chunked"), "summed by: allreduce in the run, chunked here", {}),
+        (FOUR, replace(FOUR, mpi="Open MPI 5"), "MPI: MPICH 4 in the run, Open MPI 5 here", {}),
+        (FOUR, replace(FOUR, nodes=[4]), "ranks of a host: 2 in the run, 4 here", {}),
+        (FOUR, replace(FOUR, exchange="auto"), "goes by the clock", {}),
+        (FOUR, FOUR, "measures the ranks", {"t": replace(CONFIG, balance="auto")}),
+        (ONE, FOUR, "with Muon", {"t": SHARDED}),
+        (FOUR, FOUR, "with Muon", {"t": SHARDED, "now": replace(SHARDED, grad_sync="allreduce")}),
+        (GPU, ONE, "a GPU in the run alone", {}),
+        (ONE, GPU, "a GPU here alone", {"t": PARTS}),
+        (
+            replace(GPU, gpu={"deterministic": "False"}),
+            GPU,
+            "option deterministic: False in the run, True here",
+            {},
+        ),
+        (*[replace(GPU, gpu={"deterministic": "False"})] * 2, "without --deterministic", {}),
+        (GPU, replace(GPU, recompute="all"), "--recompute: mlp in the run, all here", {}),
+        (replace(ONE, processors=["a", "b"]), replace(ONE, processors=["a", "b"]), "several kinds", {}),
+    ],
+)
+def test_rounding_is_expected_and_why(one, other, says, how):
+    assert says in reasons(one, other, **how)
+
+
+def test_each_folder_of_the_package_computes_or_is_named_as_elsewhere():
+    """A new folder belongs into one of both lists: an edit in one that computes costs the promise."""
+    computes = {"callbacks", "core", "corpora", "experimental", "gpu", "helpers", "models", "parallel"}
+    computes |= {"processors", "recipes", "recorded"}
+    folders = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+    elsewhere = {path.name for path in ELSEWHERE if path.parent == PACKAGE}
+    assert folders == computes | elsewhere and all(path.is_dir() for path in ELSEWHERE)
+
+
+def test_what_is_shown_and_saved_changes_no_step():
+    beside = {each.name for each in fields(TrainConfig) if each.metadata["setting"].group in BESIDE}
+    assert {"keep", "sample_every"} < beside <= NEUTRAL <= {each.name for each in fields(TrainConfig)}

@@ -1,0 +1,289 @@
+"""`distgpt replay`: steps taken again give the bits that the run has written, and what differs is found."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from conftest import SMALL, distgpt, inside, needs_mpi, refused
+
+from distgpt.core.base.errors import UsageError
+from distgpt.core.config import RunConfig, TrainConfig
+from distgpt.core.data.textfile import resolve_data
+from distgpt.core.model.optim import learning_rate
+from distgpt.core.saved.tensors import read_header, read_into, write_tensors
+from distgpt.measure.compare.agreement import MEASURED
+from distgpt.measure.verification.kept import KEY
+from distgpt.measure.verification.numbers import apart
+from distgpt.measure.verification.records import Record, Start
+from distgpt.measure.verification.replaying import _refuse_other_ranks, _threads
+from distgpt.measure.verification.steps import elapsed_at
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run with checkpoints of steps 8 and 12, the same bits on any number of ranks. Nobody changes it."""
+    out = tmp_path_factory.mktemp("replayed") / "run"
+    (out.parent / "keep.toml").write_text("keep = 2")
+    words = ["--steps", "12", "--save-every", "4", "--reproducible-parts", "4"]
+    words += ["--config", out.parent / "keep.toml"]
+    assert inside("train", *SMALL, *words, "--out", out).returncode == 0
+    return out
+
+
+@pytest.fixture
+def copied(run, tmp_path):
+    return Path(shutil.copytree(run, tmp_path / "run"))
+
+
+def files(run):
+    return {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+
+
+def replayed(run, steps, *words, **how):
+    """Return what a replay has found, and its exit code."""
+    result = how.pop("start", inside)("replay", run, "--steps", steps, "--json", *words, **how)
+    return json.loads(result.stdout), result
+
+
+def test_the_same_bits_from_a_checkpoint_and_from_the_first_weights(run):
+    before = files(run)
+    found, result = replayed(run, "9:12")
+    assert (found["verdict"], found["promised"], found["begun"], result.returncode) == ("same", True, 8, 0)
+    assert [kind["same"] for kind in found["kinds"].values()] == [4, 4, 4]
+    (weights,) = found["weights"]
+    assert weights["step"] == 12 and weights["same"] == weights["tensors"] > 60  # with both moments of each
+    found, result = replayed(run, "3:8")
+    assert (found["verdict"], found["promised"], found["begun"]) == ("same", True, 0)
+    assert found["kinds"]["loss"]["same"] == 6 and [each["step"] for each in found["weights"]] == [8]
+    assert "no intact checkpoint is kept of step 2, so this takes 2 steps more; the next" in result.stderr
+    assert "is of step 8" in result.stderr
+    assert files(run) == before, "a replay must leave the run as it is"
+
+
+@needs_mpi
+def test_the_same_bits_on_two_ranks(run):
+    found, result = replayed(run, "11:12", "--stage", "mpi", start=distgpt, ranks=2)
+    assert (found["verdict"], found["promised"], found["ranks"]) == ("same", True, 2), result.stderr
+    assert found["kinds"]["loss"]["same"] == 2 and result.returncode == 0
+
+
+def test_one_bit_of_a_weight_is_found(copied):
+    checkpoint = copied / "checkpoints" / "step-00000012"
+    file, manifest = checkpoint / "weights.safetensors", checkpoint / "manifest.json"
+    header = read_header(file)
+    name = next(each for each in header.tensors if each.endswith("1.mlp.fc.w"))
+    tensors = {each: np.empty(entry.shape, np.float32) for each, entry in header.tensors.items()}
+    read_into(file, tensors)
+    tensors[name].view(np.uint32)[3, 2] ^= 1
+    listed = json.loads(manifest.read_text())
+    listed[file.name]["header_sha256"] = write_tensors(file, tensors, header.facts())
+    manifest.write_text(json.dumps(listed))
+
+    result = inside("replay", copied, "--steps", "9:12")
+    assert result.returncode == 1 and f"the weights of step 12, {name} first" in result.stderr
+    assert f"first {name}: 1 of {tensors[name].size:,} elements, most at [3, 2]" in result.stdout
+    assert "1 unit in the last place apart" in result.stdout
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))  # a file that was not written so
+    damaged = inside("replay", copied, "--steps", "9:12")
+    assert damaged.returncode == 65 and f"{file} is damaged" in damaged.stderr
+
+
+def test_a_damaged_checkpoint_on_the_way_is_named_and_passed_over(copied):
+    file = copied / "checkpoints" / "step-00000008" / "weights.safetensors"
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    result = inside("replay", copied, "--steps", "9:12")
+    assert result.returncode == 0, result.stderr
+    assert f"{file} is damaged" in result.stderr and "from its first weights" in result.stderr
+    assert "no checkpoint before step" in result.stderr
+    assert "the same to the bit" in result.stdout and "step 8" not in result.stdout
+
+
+def change_loss(run, step, factor):
+    path = run / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for line in lines:
+        line["loss"] = line["loss"] * factor if line["step"] == step else line["loss"]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_a_loss_that_differs_is_found(copied):
+    change_loss(copied, 10, 1 + 2**-23)
+    result = inside("replay", copied, "--steps", "9:12")
+    assert result.returncode == 1 and "the loss of step 10 first" in result.stderr
+    assert "3 of 4 the same to the bit; first step 10" in result.stdout
+
+
+def test_without_what_the_bits_depended_on_rounding_is_told_from_more(copied):
+    history = copied / "history.jsonl"
+    history.write_text(
+        "".join(f"{s}\n" for s in history.read_text().splitlines() if KEY not in json.loads(s))
+    )
+    found, result = replayed(copied, "9:12")
+    assert (found["verdict"], found["promised"], result.returncode) == ("same", False, 0)
+    assert "it is not kept what bits depend on in the run" in result.stderr
+    change_loss(copied, 11, 1 + 1e-6)
+    found, result = replayed(copied, "9:12")
+    assert (found["verdict"], result.returncode) == ("rounding", 0)
+    assert found["weights"][0]["off_course"] == 0 and 9e-7 < found["kinds"]["loss"]["largest"] < 2e-6
+    change_loss(copied, 11, 1 + 1e-3)
+    found, result = replayed(copied, "9:12")
+    assert (found["verdict"], found["kinds"]["loss"]["beyond"], result.returncode) == ("different", 11, 1)
+
+
+def test_steps_that_are_too_late_to_tell_rounding_from_more_are_not_called_the_same(copied, monkeypatch):
+    """A loss that is off by more than rounding can ever be is found in any step."""
+    monkeypatch.setitem(MEASURED, ("adamw", "float32"), MEASURED["adamw", "float32"]._replace(steps=2))
+    history = copied / "history.jsonl"
+    history.write_text(
+        "".join(f"{s}\n" for s in history.read_text().splitlines() if KEY not in json.loads(s))
+    )
+    change_loss(copied, 11, 1 + 1e-3)
+    found, result = replayed(copied, "11:12")
+    assert (found["verdict"], result.returncode) == ("unjudged", 3)
+    assert "steps 11 to 12 not judged" in result.stderr
+    result = inside("replay", copied, "--steps", "10:12")
+    assert result.returncode == 0 and "steps 11 to 12 not judged" in result.stdout
+    change_loss(copied, 11, 2)
+    found, result = replayed(copied, "11:12")
+    assert (found["verdict"], found["kinds"]["loss"]["beyond"], result.returncode) == ("different", 11, 1)
+
+
+def test_another_dtype_is_within_rounding(run):
+    found, result = replayed(run, "9:12", "--dtype", "bfloat16")
+    assert (found["verdict"], found["promised"], result.returncode) == ("rounding", False, 0)
+    assert 1e-6 < found["kinds"]["loss"]["largest"] < 3e-2 and 0 < found["weights"][0]["off_course"] < 0.1
+
+
+def test_what_cannot_be_replayed_is_refused_in_a_line(run, tmp_path):
+    text = resolve_data("story").read_text()
+    (tmp_path / "story.txt").write_text(text.replace(" and ", " the ", 1))
+    for code, words, *says in (
+        (2, [run, "--steps", "10:13"], "has 12 steps: there is no step 13"),
+        (2, [run, "--steps", "4:3"], "'4:3': give the first step and the last one"),
+        (2, [tmp_path, "--steps", "1"], "holds no run"),
+        (2, [tmp_path / "none", "--steps", "1"], "there is no directory"),
+        (65, [run, "--steps", "9", "--data", tmp_path / "story.txt"], "has changed since the run", "--data"),
+        (65, [run, "--steps", "9", "--data", tmp_path / "gone.txt"], "gone.txt", "--data says where"),
+    ):
+        refused(inside("replay", *words), code, *says)
+
+
+def test_adapters_and_the_file_that_they_stand_beside(run, tmp_path):
+    base, moved = tmp_path / "base.safetensors", tmp_path / "moved.safetensors"
+    shutil.copy(run / "weights.safetensors", base)
+    words = ["--init", base, "--lora-rank", "2", "--steps", "2", "--batch-size", "4", "--threads", "1"]
+    assert inside("train", *words, "--data", "story", "--out", tmp_path / "adapted").returncode == 0
+    base.rename(moved)
+    found, _ = replayed(tmp_path / "adapted", "1:2", "--init", moved)
+    assert (found["verdict"], found["promised"], found["begun"]) == ("same", True, 0)
+    other = run / "checkpoints" / "step-00000008" / "weights.safetensors"
+    refused(inside("replay", tmp_path / "adapted", "--steps", "1:2", "--init", other), 65, "--init names")
+
+
+def test_ranks_that_took_steps_of_their_own_are_as_many():
+    run = RunConfig(train=replace(TrainConfig(), outer_every=4))
+    starts = [Start(0, {"ranks": 2}, {}, None)]
+    _refuse_other_ranks(run, starts, 2)
+    with pytest.raises(UsageError, match="replay on 2 ranks"):
+        _refuse_other_ranks(run, starts, 1)
+
+
+def test_threads_of_the_run_are_taken_only_where_bits_depend_on_them():
+    """Four ranks in the place of one must not have all its threads each."""
+    one = SimpleNamespace(ranks=1, threads=[64])
+    assert [_threads(one, 0, 1), _threads(one, 0, 4), _threads(one, 8, 1)] == [64, 0, 0]
+
+
+def test_steps_before_and_after_changed_settings(copied):
+    """A resumed run with another learning rate: steps before it have the old one, and none lie across it."""
+    words = ["--resume", "auto", "--out", copied, "--steps", "16", "--lr", "5e-3"]
+    assert inside("train", *words).returncode == 0
+    assert replayed(copied, "9:12")[0]["verdict"] == "same"
+    assert replayed(copied, "13:16")[0]["verdict"] == "same"
+    apart = "replay --steps 11:12 and --steps 13:14"
+    refused(inside("replay", copied, "--steps", "11:14"), 2, "after step 12 with", "(steps, lr)", apart)
+    shutil.rmtree(copied / "checkpoints" / "step-00000012")
+    refused(inside("replay", copied, "--steps", "11:14"), 2, "one start: replay --steps 11:12")
+    refused(inside("replay", copied, "--steps", "13:14"), 2, "no checkpoint is kept to begin there")
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine", "wsd", "constant"])
+def test_the_time_of_a_learning_rate(schedule):
+    t = TrainConfig(schedule=schedule, warmup=5, train_minutes=1.0, lr=3e-3, min_lr=1e-4)
+    for elapsed in (0.0, 0.1, 0.345678, 0.8123456789, 1.0):
+        for step in (2, 50):
+            rate = learning_rate(t, step, elapsed)
+            assert learning_rate(t, step, elapsed_at(t, step, rate)) == rate
+    with pytest.raises(UsageError, match="at no time"):
+        elapsed_at(t, 50, 1.0)
+
+
+def test_units_in_the_last_place():
+    one = np.array([[1.0, -1.0, 0.0], [-2.5, 3.0, np.inf]], np.float32)
+    assert apart("w", one, one.copy()) is None
+    other = one.copy()
+    other[0, 1] = np.nextafter(np.float32(-1), np.float32(0))
+    other[1, 0] = np.nextafter(np.nextafter(np.float32(-2.5), np.float32(-3)), np.float32(-3))
+    found = apart("w", one, other)
+    assert (found.differing, found.place, found.units) == (2, (1, 0), 2.0)
+    other[0, 2] = -np.nextafter(np.float32(0), np.float32(1))  # across zero
+    other[1, 0], other[0, 1] = one[1, 0], one[0, 1]
+    assert apart("w", one, other).units == 1.0
+    other[1, 2] = 1.0
+    assert "not finite" in apart("w", one, other).words()
+
+
+def test_a_run_by_another_rule_of_muon_resumes_with_a_line(tmp_path):
+    """Runs that have kept facts without the rule had this one."""
+    out = tmp_path / "run"
+    words = ["train", *SMALL, "--optimizer", "muon", "--out", out, "--resume", "auto", "--steps"]
+    assert inside(*words, "1").returncode == 0
+    history, steps = out / "history.jsonl", 1
+
+    def resumed(change):
+        """Resume for a step, after each event of the history was changed, or dropped."""
+        nonlocal steps
+        steps += 1
+        events = map(change, map(json.loads, history.read_text().splitlines()))
+        history.write_text("".join(json.dumps(event) + "\n" for event in events if event))
+        result = inside(*words, str(steps))
+        assert result.returncode == 0, result.stderr
+        return result.stdout + result.stderr
+
+    def with_facts(change):
+        return lambda event: {**event, KEY: change(event[KEY])} if KEY in event else event
+
+    assert "of Muon" not in resumed(lambda event: event)
+    assert "of Muon" not in resumed(
+        with_facts(lambda facts: {key: facts[key] for key in facts if key != "muon_rule"})
+    )
+    assert "no record of its rule of Muon" in resumed(lambda event: None if KEY in event else event)
+    assert "of Muon" not in resumed(lambda event: event)
+    assert "has trained by rule 7 of Muon" in resumed(with_facts(lambda facts: {**facts, "muon_rule": 7}))
+
+
+def test_which_batches_were_left_out(tmp_path):
+    """A rollback says so; a process that began at the first weights again leaves none out."""
+    events = [
+        {"step": 0, "from": None, "ranks": 1, "changes": {}},
+        {"step": 4, "bad": "…", "back_to": 4, "skipped": 3},
+        {"step": 8, "bad": "…", "back_to": 8, "skipped": 5},
+        {"step": 4, "from": "step-4", "ranks": 2, "changes": {"lr": [1e-3, 2e-3]}},
+    ]
+
+    def skipped(events):
+        (tmp_path / "config.toml").write_text("")
+        (tmp_path / "history.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+        return Record(tmp_path)
+
+    assert skipped(events[:3]).skipped == {4: 3, 8: 5}
+    record = skipped(events)
+    assert record.skipped == {4: 3} and [start.step for start in record.starts] == [0, 4]
+    assert record.settings_of(5).train.lr == record.config.train.lr and record.settings_of(4).train.lr == 1e-3
+    assert skipped([*events, events[0]]).skipped == {}
