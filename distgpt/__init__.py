@@ -11,9 +11,11 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
+from distgpt.assembly import AllComponents
 from distgpt.components import TABLES
 from distgpt.core.base.tables import hand_in
 from distgpt.core.base.version import __version__
+from distgpt.core.components import install
 
 if sys.platform == "win32":
     _REFUSED = "distgpt runs on Linux and macOS; on Windows, start it inside WSL (wsl --install)"
@@ -21,7 +23,8 @@ if sys.platform == "win32":
         sys.exit(_REFUSED)
     raise ImportError(_REFUSED)
 
-hand_in(TABLES)  # the core names no component: here it is told where they lie
+install(AllComponents())
+hand_in(TABLES)
 
 if TYPE_CHECKING:
     from distgpt.api import init, load, train

@@ -17,10 +17,10 @@ from numpy.typing import ArrayLike, NDArray
 
 from distgpt.core.base.errors import DataError, UsageError
 from distgpt.core.base.formatting import count
-from distgpt.core.base.tables import part
 from distgpt.core.comm.agree import on_root
 from distgpt.core.comm.api import Comm
 from distgpt.core.comm.job import this_job
+from distgpt.core.components import Components, install
 from distgpt.core.config import AUTO_DTYPE, DEFAULT_TEMPERATURE, ModelConfig, RunConfig
 from distgpt.core.config.asked import asked_for
 from distgpt.core.config.presets import preset
@@ -33,10 +33,10 @@ from distgpt.core.saved.modelfile import Description, on_host, save_model
 from distgpt.core.saved.opening import open_model, random_model
 from distgpt.core.saved.rundir import RunDirectory
 from distgpt.core.train.loop import train as train_run
-from distgpt.core.train.plan import follow_recipes, make_plan
+from distgpt.core.train.plan import make_plan
 from distgpt.core.train.resume import leave_finished
-from distgpt.core.train.run import plain_seams
 from distgpt.core.train.setup import open_run
+from distgpt.recipes.recipes import follow_recipes
 
 if TYPE_CHECKING:
     from distgpt.inference.evaluation.trace import Trace
@@ -142,6 +142,7 @@ def train(
     on_step: Callable[[dict[str, Any]], object] | None = None,
     on_evaluation: Callable[[dict[str, Any]], object] | None = None,
     on_note: Callable[[str], object] | None = None,
+    components: Components | None = None,
     **settings: Any,
 ) -> Trained:
     """Train a model as `distgpt train` does; `settings` are its options, as in `n_layer=6, data="my.txt"`
@@ -150,6 +151,8 @@ def train(
     The functions are called on rank 0 while training: with the metrics of each step and each evaluation, and
     with what there is to note. An exception in one ends the run, under MPI the whole job.
     """
+    if components is not None:
+        install(components)  # for good: what is trained may need them to be read
     ready, told = _open(stage, threads), _Told(on_step, on_evaluation, on_note)
     toml, directory = (None if path is None else Path(path) for path in (config, out))
     asked = follow_recipes(asked_for(settings, preset, toml, directory, resume), ready, told.noted)
@@ -166,8 +169,7 @@ def train(
         model, description, _, _ = open_model(ready, plan.directory.weights, dtype)
         return Trained(GPT(model, description, ready.comm), [], plan.directory.path)
     try:
-        seams = part("seams", plain_seams)(plan.config.train)
-        run = open_run(plan, ready, told, seams)
+        run = open_run(plan, ready, told)
         train_run(run)
     finally:  # also of what failed before it began
         if ready.comm.rank == 0:

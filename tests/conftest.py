@@ -24,8 +24,10 @@ from pathlib import Path
 import forkserver
 import pytest
 
+from distgpt.assembly import AllComponents
 from distgpt.cluster.affinity.bind import VARIABLE as BIND
 from distgpt.commands.cli import main
+from distgpt.core import components as core_components
 from distgpt.core.base.interrupts import ENDING
 from distgpt.core.cpu.dtypes import VARIABLE as AUTO_DTYPE
 from distgpt.core.cpu.first_use import COMPILING
@@ -328,3 +330,13 @@ def _source(function):
 def _last_line(code):
     inner = [_last_line(each) for each in code.co_consts if isinstance(each, types.CodeType)]
     return max([line for *_, line in code.co_lines() if line] + inner)
+
+
+@pytest.fixture
+def extended(monkeypatch):
+    """Install components with other methods or attributes than those of the program."""
+
+    def extend(**members):
+        monkeypatch.setattr(core_components, "_installed", type("Extended", (AllComponents,), members)())
+
+    return extend

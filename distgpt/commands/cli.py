@@ -14,12 +14,13 @@ from pathlib import Path
 import click
 from click.shell_completion import shell_complete
 
+from distgpt.assembly import COMPONENTS, load_components
 from distgpt.commands.help import Group, NoCommand
 from distgpt.core.base import interrupts
 from distgpt.core.base.errors import UsageError, one_line
-from distgpt.core.base.tables import lacks_component
 from distgpt.core.base.version import __version__
 from distgpt.core.comm.job import described, exit_code, this_job
+from distgpt.core.components import install
 from distgpt.core.config import nearest
 from distgpt.core.cpu.stages import connected
 
@@ -110,6 +111,8 @@ def main() -> None:
                 stream.reconfigure(errors=_SPELLED)
         if instruction := os.environ.get(COMPLETE):
             raise click.exceptions.Exit(shell_complete(cli, {}, "distgpt", COMPLETE, instruction))
+        if name := os.environ.get(COMPONENTS):
+            install(load_components(name))
         # Not cli.main(), which handles interrupts and closed pipes itself.
         with cli.make_context("distgpt", sys.argv[1:]) as context:
             cli.invoke(context)
@@ -132,11 +135,9 @@ def _leave(error: BaseException) -> int:
     """Report the error, to the other ranks too where this one has not joined them. Return the exit code."""
     comm = connected[-1] if connected else None
     job = this_job()
-    if isinstance(error, ModuleNotFoundError):
-        if lacks_component(error):
-            error = UsageError(f"this needs {error.name}, which is not installed here")
-        elif (library := (error.name or "").partition(".")[0]) in LIBRARIES:
-            error = UsageError(f"this needs {library}, which is not installed here: pip install {library}")
+    library = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+    if library in LIBRARIES:
+        error = UsageError(f"this needs {library}, which is not installed here: pip install {library}")
     if isinstance(error, click.ClickException):
         code, text = UsageError.exit_code, error.format_message()
         if job.rank == 0:

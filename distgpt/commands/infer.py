@@ -11,7 +11,6 @@ from distgpt.commands.help import command
 from distgpt.commands.model_options import model_options, request_options
 from distgpt.commands.options import PATH, LocaleText, stage_options
 from distgpt.commands.sample import announce_sample
-from distgpt.core.base.tables import imported
 from distgpt.core.comm.agree import on_every_rank
 from distgpt.core.config import DEFAULT_TEMPERATURE, GpuConfig
 from distgpt.core.cpu.stages import open_stage
@@ -64,7 +63,7 @@ def infer(
 
     spec = ModelSpec(**options)
     if prompts is not None and out is not None:
-        infer_file = imported("distgpt.inference.generation.batch:infer_file", "--prompts")
+        from distgpt.inference.generation.batch import infer_file
         from distgpt.show.progress import ItemProgress
 
         infer_file(spec, prompts, out, request, ready, ItemProgress())

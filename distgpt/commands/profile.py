@@ -67,9 +67,9 @@ def profile(
     gpu, asked = deterministic_as_parts(stage, gpu, asked)
     ready = open_stage(stage, threads, without_graphs(stage, gpu))
 
-    from distgpt.core.train.plan import follow_recipes
     from distgpt.measure.profile.session import Session, open_steps, prepare
     from distgpt.recipes.derived import configured
+    from distgpt.recipes.recipes import follow_recipes
 
     say: Say = partial(print_lines, err=True) if ready.comm.rank == 0 else lambda text: None
     run = configured(ready.comm, follow_recipes(asked, ready, say))

@@ -12,7 +12,6 @@ from distgpt.commands.model_options import model_options
 from distgpt.commands.options import LocaleText, parsed_size, setting_option, stage_options
 from distgpt.commands.sample import announce_sample
 from distgpt.core.base.errors import UsageError, first_line
-from distgpt.core.base.tables import lacks_component
 from distgpt.core.config import GpuConfig
 from distgpt.core.cpu.stages import open_stage
 from distgpt.inference.serving.limits import LIMITS, Limits, ListenOn
@@ -83,8 +82,6 @@ def serve(
     try:
         from distgpt.inference.serving.server import Server, bound, checked_key, checked_proxies
     except ImportError as error:
-        if lacks_component(error):
-            raise
         needs = f"Starlette, uvicorn and prometheus-client ({first_line(error)})"
         raise UsageError(f"serve needs {needs}: pip install 'distgpt[serve]'") from None
     from distgpt.core.generate.engine_setup import SAMPLE, ModelSpec

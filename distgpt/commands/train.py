@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import time
@@ -12,6 +13,7 @@ from typing import Any
 
 import click
 
+from distgpt.assembly import COMPONENTS, load_components
 from distgpt.commands.help import command, option
 from distgpt.commands.options import (
     PATH,
@@ -23,12 +25,12 @@ from distgpt.commands.options import (
     settings,
     stage_options,
 )
-from distgpt.commands.watch_options import watch_options
+from distgpt.commands.watch_options import listeners, watch_options
 from distgpt.core.base import interrupts
 from distgpt.core.base.errors import Say, command_line, escape, escape_model_text, refuse_beside
 from distgpt.core.base.formatting import clock, count, loss_and_bits, parse_duration
-from distgpt.core.base.tables import COMPONENTS, MissingComponent, part
 from distgpt.core.comm.job import shown_on_terminal, this_job
+from distgpt.core.components import install
 from distgpt.core.config import GpuConfig, RunConfig
 from distgpt.core.config.asked import Asked, asked_for, resolve
 from distgpt.core.config.presets import DEFAULT_PRESET
@@ -40,6 +42,12 @@ _trouble, _display = partial(option, group="trouble"), partial(option, group="di
 
 LOOKED_AT = 2000  # tokens of the text, of which a word is shown
 CHOOSES_MODEL = {"init", "chats", "n_layer", "n_embd"}
+
+
+def _replace_components(context: click.Context, param: click.Parameter, name: str | None) -> None:
+    if name and not context.resilient_parsing:
+        os.environ[COMPONENTS] = name  # for the processes that this one starts
+        install(load_components(name))
 
 
 @command(example="distgpt train --data my.txt --within 30m")
@@ -122,8 +130,6 @@ def train(
     if given.get("train_minutes"):
         ends = {name: given.get(name) for name in ("steps", "epochs")}
         refuse_beside("--set train_minutes", ends, "each says when a run ends")
-    if (time_limit, stall_timeout, stall_abort) != (None, None, None):
-        COMPONENTS.get("guards")  # raises an error where they are missing
     if log_format == "json":
         refuse_beside("--log-format json", {"progress live": progress == "live"}, "a log has no display")
     job = this_job()
@@ -133,13 +139,13 @@ def train(
     gpu, asked = deterministic_as_parts(stage, gpu, asked)
     ready = open_stage(stage, threads, gpu)
 
-    from distgpt.core.train.lines import listeners
     from distgpt.core.train.loop import train as train_run
-    from distgpt.core.train.plan import follow_recipes, make_plan
+    from distgpt.core.train.plan import make_plan
     from distgpt.core.train.resume import leave_finished
-    from distgpt.core.train.run import plain_seams
+    from distgpt.core.train.run import Limits
     from distgpt.core.train.setup import open_run
     from distgpt.core.train.summary import how_to_resume
+    from distgpt.recipes.recipes import follow_recipes
 
     display = "json" if log_format == "json" else progress
     shown = listeners(ready.comm, display, log_lines, recorders)
@@ -151,19 +157,15 @@ def train(
 
     interrupts.before_leaving.append(remove_unbegun)
     try:
-        if ready.comm.rank == 0:
-            if ready.on_gpu:
-                note_small_model(asked, shown.noted)
-            if end is not None:
-                note_unguarded(shown.noted)
+        if ready.comm.rank == 0 and ready.on_gpu:
+            note_small_model(asked, shown.noted)
         asked = follow_recipes(asked, ready, shown.noted)
         plan = make_plan(ready, asked, shown.noted)
         if plan.is_finished:
             t, seconds = plan.config.train, plan.state.seconds
             leave_finished(ready.comm, plan.directory, t, seconds, shown.noted)
             return
-        seams = part("seams", plain_seams)(plan.config.train, end, stall_timeout, stall_abort)
-        run = open_run(plan, ready, shown, seams)
+        run = open_run(plan, ready, shown, Limits(end, stall_timeout, stall_abort))
         train_run(run)
     except KeyboardInterrupt as interrupt:
         shown.close()
@@ -217,7 +219,7 @@ def _report(run: Any, asked: Asked, as_json: bool) -> None:
     """Print a sample of the best weights, where the results are, and what to do next. For rank 0."""
     from distgpt.core.comm.serial import SerialComm
     from distgpt.core.saved.tensors import read_into
-    from distgpt.core.train.lines import LISTENERS, wrapped
+    from distgpt.core.train.lines import wrapped
     from distgpt.core.train.sampling import sample
 
     def show(label: str, text: str) -> None:
@@ -230,7 +232,9 @@ def _report(run: Any, asked: Asked, as_json: bool) -> None:
     length = 60 if run.settings.lora_rank else 240  # with adapters a token makes all matrices
     text = "" if talks else sample(run.model, run.tokenizer, 0, length).strip()
     if as_json and text:  # one object, and not one for each of its lines
-        LISTENERS["json"]().sampled(best.step if has_risen else run.progress.step, text)
+        from distgpt.callbacks.monitoring.structured import JsonLines
+
+        JsonLines().sampled(best.step if has_risen else run.progress.step, text)
     elif not talks:
         click.echo(f"\n{escape_model_text(text) if shown_on_terminal(sys.stdout) else text}\n")
     if losses := _losses(run):
@@ -261,14 +265,6 @@ def _report(run: Any, asked: Asked, as_json: bool) -> None:
     word = "" if talks else _words_of_text(run)
     words = ("chat" if talks else "infer", "--weights", weights, *(["--prompt", word] if word else []))
     click.echo(f"next      {escape(command_line(*words))}")
-
-
-def note_unguarded(say: Say) -> None:
-    """Say that nothing saves before the end of a batch job, where guards are not installed."""
-    try:
-        COMPONENTS.get("guards")
-    except MissingComponent as error:
-        say(f"this run will not save before its batch job ends: {error}")
 
 
 def _words_of_text(run: Any) -> str:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import functools
+import sys
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from distgpt.commands.help import option
 from distgpt.commands.options import PATH, F, together
-from distgpt.core.base.tables import COMPONENTS
+
+if TYPE_CHECKING:
+    from distgpt.core.comm.api import Comm
+    from distgpt.core.train.lines import Closing, Listeners
 
 _display = partial(option, group="display")
 
@@ -27,19 +32,53 @@ def watch_options(command: F) -> F:
         metrics_port: str | None,
         **more: Any,
     ) -> object:
-        asked: dict[str, Any] = {"textfile": metrics_textfile, "port": metrics_port}
-        wanted = [partial(_made, name, value) for name, value in asked.items() if value is not None]
-        wanted += [partial(_made, "tensorboard")] * bool(tensorboard)
-        return command(*args, recorders=wanted, **more)
+        recorders: list[Callable[[], Closing]] = []
+        if metrics_textfile is not None:
+            from distgpt.callbacks.monitoring.exporter import Textfile
+
+            recorders.append(partial(Textfile, metrics_textfile))
+        if metrics_port is not None:
+            from distgpt.callbacks.monitoring.port import Port
+
+            recorders.append(partial(Port, metrics_port))
+        if tensorboard:
+            from distgpt.show.display import TensorBoard
+
+            recorders.append(TensorBoard)
+        return command(*args, recorders=recorders, **more)
 
     add = together(_LOG_FORMAT, _TENSORBOARD, _TEXTFILE, _PORT)
     return add(with_recorders)  # type: ignore[return-value]
 
 
-def _made(name: str, *how: Any) -> Any:
-    from distgpt.core.train.lines import LISTENERS  # which loads NumPy
+def listeners(
+    comm: Comm, shown: str, log_lines: float | None, recorders: Iterable[Callable[[], Closing]]
+) -> Listeners:
+    """Return the listeners of a run on rank 0: its display, and what `recorders` make. Collective.
 
-    return LISTENERS[name](*how)
+    `shown` is json, live, plain, or auto: live for a single process on a terminal. Some launchers give their
+    ranks a terminal that nobody looks at. `log_lines`: seconds between lines.
+    """
+    from distgpt.core.comm.agree import on_every_rank
+    from distgpt.core.train.lines import Lines, Listeners
+
+    def chosen() -> list[Closing]:
+        if comm.rank:
+            return []
+        display: Closing
+        if shown == "json":
+            from distgpt.callbacks.monitoring.structured import JsonLines
+
+            display = JsonLines(log_lines)
+        elif shown == "live" or (shown == "auto" and comm.size == 1 and sys.stdout.isatty()):
+            from distgpt.show.display import Live
+
+            display = Live(log_lines)
+        else:
+            display = Lines(log_lines)
+        return [display, *(make() for make in recorders)]
+
+    return Listeners(*on_every_rank(comm, chosen))
 
 
 def _begin_log(context: click.Context, param: click.Parameter, value: str) -> str:
@@ -54,7 +93,8 @@ def _begin_log(context: click.Context, param: click.Parameter, value: str) -> st
 
 def write_json(context: click.Context, *how: str) -> None:
     """Let all that this command writes from now on be JSON; `how`: see callbacks/monitoring/structured.py."""
-    as_json: Any = COMPONENTS["structured log"]
+    from distgpt.callbacks.monitoring.structured import as_json
+
     context.find_root().with_resource(as_json(*how))
 
 

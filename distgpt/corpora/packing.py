@@ -19,9 +19,10 @@ from distgpt.core.base.errors import DataError, Say, UsageError
 from distgpt.core.base.formatting import count
 from distgpt.core.comm.agree import on_every_rank, shared
 from distgpt.core.comm.api import Comm
+from distgpt.core.components import components
 from distgpt.core.config import RunConfig
 from distgpt.core.data.batches import Batches, Tokens
-from distgpt.core.data.loading import TEXTS, Corpus, DataRequest, kind_of, load_one
+from distgpt.core.data.loading import Corpus, DataRequest, kind_of, load_one
 from distgpt.core.ops.api import Array
 
 AT_ONCE = 1 << 22  # tokens that are searched together
@@ -90,7 +91,7 @@ class _Packed:
     """A row of the table of texts, by --pack: texts of the kind that the path tells, in other batches."""
 
     def refuse_missing(self, request: DataRequest) -> None:
-        TEXTS[kind_of(request.data)].refuse_missing(request)
+        components().text(kind_of(request.data)).refuse_missing(request)
 
     def load(self, comm: Comm, request: DataRequest, say: Say) -> Corpus:
         found = load_one(comm, replace(request, kind=""), say)

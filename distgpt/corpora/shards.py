@@ -370,7 +370,6 @@ class _Shards:
 
 
 SHARDS = _Shards()
-SHARDS_ROW = f"/{MANIFEST}"  # of the table of texts: the file that a folder of shards holds
 
 
 def load_shards(comm: Comm, folder: Path, request: DataRequest, say: Say) -> Corpus:

@@ -21,8 +21,9 @@ from distgpt.core.base.system import python_code
 from distgpt.core.base.tables import part
 from distgpt.core.comm.layout import layout
 from distgpt.core.comm.resources import MIB, granted_memory, usable_cores
+from distgpt.core.components import components
 from distgpt.core.cpu.compiling.disk_cache import Missing, folder, noted
-from distgpt.core.cpu.stages import KERNELS, Stage
+from distgpt.core.cpu.stages import Stage
 from distgpt.core.ops.api import Array
 from distgpt.core.ops.kernels import Kernels
 
@@ -67,7 +68,8 @@ def missing_loops(stage: Stage, dtype: str, matmul: str, work: Work) -> list[Mis
 
     Those that this process has not loaded do not run: what they would write is not there.
     """
-    kernels: Any = KERNELS[dtype](replace(stage, threads=1), dtype, matmul)  # all calls in this thread
+    make = components().kernels(dtype)
+    kernels: Any = make(replace(stage, threads=1), dtype, matmul)  # all calls in this thread
     kernels.record = lambda work: work
 
     def one(total: Array, g: Array) -> None:

@@ -12,6 +12,7 @@ from distgpt.core.base.errors import Say, UsageError
 from distgpt.core.base.formatting import count, duration, long_duration, size, size_in_column, three_digits
 from distgpt.core.comm.layout import layout
 from distgpt.core.comm.resources import Grants, usable_cores
+from distgpt.core.components import components
 from distgpt.core.config import ON_GPU, RECOMPUTE, GpuConfig, RunConfig, TrainConfig
 from distgpt.core.config.asked import Asked
 from distgpt.core.cpu.stages import Stage, expected_dtype, open_stage
@@ -22,8 +23,7 @@ from distgpt.core.model.passes import Pass
 from distgpt.core.ops.kernels import Kernels
 from distgpt.core.train.memory import SPARE, DryKernels, copy_bytes, divisors, fitting, needed
 from distgpt.core.train.plan import DTYPE, is_open, new_run, refuse_unsuited
-from distgpt.core.train.seams import kind_of
-from distgpt.core.train.sharing import Strategy, strategy_for
+from distgpt.core.train.sharing import Strategy
 from distgpt.corpora.prepare.learn import vocabulary_size
 from distgpt.corpora.shards import Manifest, is_shards, read_manifest
 from distgpt.measure.step_timing import Progress, cuts, enough_sequences, layers_of_cuts, measure
@@ -73,7 +73,7 @@ def estimate(
     shards = manifest_of(question.run.train.data)
     site = _site(question, shards, ready)
     run, ranks = with_vocabulary(question.run, shards), question.ranks
-    strategy = strategy_for(run.train, ranks)
+    strategy = components().strategy(run.train, ranks)
     settled, trouble = _settled(run, site, strategy)
     model, train = Architecture(run.model), replace(run, train=settled)
     per_step = settled.batch_size * run.model.seq_len
@@ -84,7 +84,7 @@ def estimate(
     if minutes and "step_s" in time:
         steps = max(1, int(60 * minutes / time["step_s"]))
     memory = _memory(train, site, strategy) | {"trouble": trouble}
-    counted, trained = parameters(model), kind_of(run.train).trained(run)
+    counted, trained = parameters(model), components().model(run.train).trained(run)
     wide = site.kernels.wide.itemsize
     return {
         "stage": question.stage,
@@ -206,7 +206,7 @@ def _memory(run: RunConfig, site: Site, strategy: Strategy) -> Facts:
         return needed(changed, kernels, strategy, site.assessed)
 
     chosen = need(t.recompute, t.grad_accum)
-    gradients = (kind_of(run.train).trained(run).size + flag_count(ranks)) * kernels.wide.itemsize
+    gradients = (components().model(run.train).trained(run).size + flag_count(ranks)) * kernels.wide.itemsize
     logits = _logits(run, kernels, _each(t, ranks))
     per_rank = t.batch_size // ranks
     possible = divisors(per_rank)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from distgpt import api
+from distgpt.core.components import components
 from distgpt.core.config import GRAD_SYNCS, ROUNDED_DTYPES, ModelConfig, TrainConfig
 from distgpt.core.cpu.kernels import Bfloat16Kernels, CpuKernels
 from distgpt.core.cpu.stages import open_stage
@@ -17,7 +18,6 @@ from distgpt.core.data.textfile import read_text, resolve_data
 from distgpt.core.generate.engine_setup import rehearse
 from distgpt.core.model.model import Architecture, Model
 from distgpt.core.saved.opening import open_model
-from distgpt.core.train.sharing import strategy_for
 from distgpt.inference.evaluation.evaluate import evaluate
 from distgpt.models.quantized.calibration import calibrated
 from distgpt.models.quantized.rounded import quantize
@@ -79,8 +79,8 @@ def _exchange(dtype: str) -> None:
     ways = [TrainConfig(grad_sync=name) for name in GRAD_SYNCS]
     ways += [TrainConfig(reproducible_parts=4), TrainConfig(outer_every=2)]
     for t in ways:
-        strategy_for(replace(t, gradient_dtype=dtype), 2).rehearse(model)
-        strategy_for(t, 2).rehearse(model)
+        components().strategy(replace(t, gradient_dtype=dtype), 2).rehearse(model)
+        components().strategy(t, 2).rehearse(model)
 
 
 def _tuning(folder: Path, weights: Path, chats: Path, dtype: str) -> Iterator[Part]:

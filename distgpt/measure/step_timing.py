@@ -12,11 +12,11 @@ from typing import Protocol
 import numpy as np
 
 from distgpt.core.comm.serial import SerialComm
+from distgpt.core.components import components
 from distgpt.core.config import RunConfig
 from distgpt.core.data.batches import ArrayTokens, Batches
 from distgpt.core.model.muon import OPTIMIZERS
 from distgpt.core.ops.kernels import Kernels
-from distgpt.core.train.seams import kind_of
 from distgpt.core.train.sharing import Exchange
 from distgpt.core.train.step import Step
 
@@ -105,7 +105,7 @@ class Trial:
     """A small model and what it takes to train it."""
 
     def __init__(self, run: RunConfig, kernels: Kernels) -> None:
-        model, t = kind_of(run.train).build(run, kernels), run.train
+        model, t = components().model(run.train).build(run, kernels), run.train
         model.allocate_master_weights()
         model.initialise(t.seed)
         self._optimizer = OPTIMIZERS[t.optimizer](model, t)

@@ -14,13 +14,14 @@ from distgpt.core.base.errors import refuse_beside
 from distgpt.core.base.formatting import count
 from distgpt.core.comm.agree import gather_bytes, gather_ints, on_every_rank, on_root
 from distgpt.core.comm.api import Comm
+from distgpt.core.components import components
 from distgpt.core.config import TrainConfig
 from distgpt.core.model.model import Model
 from distgpt.core.model.passes import Pass
 from distgpt.core.ops.kernels import Kernels
 from distgpt.core.saved.checkpoint import State
 from distgpt.core.train.memory import SPARE, copy_bytes, needed
-from distgpt.core.train.sharing import MicroBatches, Start, strategy_for
+from distgpt.core.train.sharing import MicroBatches, Start
 
 TRIES = 3  # passes of each rank, of which the fastest counts, after one to warm up
 LEAST_GAIN = 0.03  # of a step, that an uneven split has to bring
@@ -84,7 +85,7 @@ def shares_so_far(state: State, settings: TrainConfig, ranks: int, hosts: int) -
 def have_memory(start: Start, kernels: Kernels, shares: Sequence[int]) -> bool:
     """Return whether every rank has memory for its share of a micro-batch and for the rest. Collective."""
     comm, t = start.comm, start.config.train
-    strategy = strategy_for(t, comm.size)
+    strategy = components().strategy(t, comm.size)
 
     def fits() -> bool:
         rows = shares[comm.rank] * comm.size * t.grad_accum

@@ -5,10 +5,11 @@ from __future__ import annotations
 from distgpt.core.base.errors import Say
 from distgpt.core.config.asked import Asked
 from distgpt.core.cpu.stages import Stage
+from distgpt.core.train.plan import with_dtype
 
 
-def followed(asked: Asked, stage: Stage, say: Say) -> Asked:
-    """Return what is asked for with settings in place of recipes. Collective."""
+def follow_recipes(asked: Asked, stage: Stage, say: Say) -> Asked:
+    """Return the request with settings in place of recipes, and with a dtype. Collective."""
     if asked.decay_from is not None:
         from distgpt.recipes.decay import with_decay
 
@@ -22,4 +23,4 @@ def followed(asked: Asked, stage: Stage, say: Say) -> Asked:
 
         before = asked
         asked = everywhere(stage.comm, lambda: reported(before, stage.comm.size, say))
-    return asked
+    return with_dtype(asked, stage, say)  # last: a recipe may have named one

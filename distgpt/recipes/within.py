@@ -14,6 +14,7 @@ from distgpt.core.base.errors import Say
 from distgpt.core.base.formatting import clock, count, parse_duration
 from distgpt.core.comm.agree import on_root
 from distgpt.core.comm.api import Comm
+from distgpt.core.components import components
 from distgpt.core.config import RunConfig
 from distgpt.core.config.asked import Asked
 from distgpt.core.cpu import first_use
@@ -26,7 +27,6 @@ from distgpt.core.train.resume import saved_run
 from distgpt.core.train.run import Run
 from distgpt.core.train.seams import KEPT
 from distgpt.core.train.setup import compile_once_per_node, make_steps
-from distgpt.core.train.sharing import strategy_for
 from distgpt.corpora.tokenizers.bpe import LARGE
 from distgpt.corpora.tokenizers.learn import learned_size
 from distgpt.recipes.depth import holds_out, text_of, titled
@@ -187,7 +187,7 @@ def _compiled(stage: Stage, configured: Callable[[], RunConfig], learns_bpe: boo
     begun = time.monotonic()
     run = configured()
     kernels = stage.kernels(run.train.dtype, run.train.matmul_backend, "training")
-    compile_once_per_node(stage, kernels, run, strategy_for(run.train, stage.comm.size))
+    compile_once_per_node(stage, kernels, run, components().strategy(run.train, stage.comm.size))
     if learns_bpe and stage.comm.rank == 0:  # which encodes the text
         load_tokenizer("bpe:257", text := "ab " * (LARGE // 3 + 1)).encode(text)
     stage.comm.barrier()

@@ -9,6 +9,7 @@ from typing import Any
 from distgpt.core.base.errors import DataError, DistgptError, command_line, one_line
 from distgpt.core.base.files import storage_errors
 from distgpt.core.base.formatting import count
+from distgpt.core.components import components
 from distgpt.core.config import ModelConfig, RunConfig
 from distgpt.core.data.tokenizers import Tokenizer
 from distgpt.core.model.counts import parameters
@@ -16,7 +17,7 @@ from distgpt.core.model.model import Architecture
 from distgpt.core.saved import checkpoint
 from distgpt.core.saved.modelfile import BASE, FORMAT, ORIGIN, read_description
 from distgpt.core.saved.tensors import Header, read_header, verify_data
-from distgpt.core.saved.weights import PARTS, find_weights, import_command
+from distgpt.core.saved.weights import find_weights, import_command
 from distgpt.models.formats.family import part_name
 from distgpt.models.formats.gguf.container import is_gguf
 from distgpt.models.formats.gguf.transfer import GgufModel, describe
@@ -57,7 +58,7 @@ def _own(path: Path, header: Header) -> dict[str, Any]:
     description = read_description(path)
     found: dict[str, Any] = {"kind": "weights", "what": "a model of distgpt"}
     if description.base:
-        what = PARTS[description.part].describe(description.run)
+        what = components().part(description.part).describe(description.run)
         found = {"kind": "adapter", "what": f"{what} {description.base.file}"}
     found |= _model(description.run.model, description.tokenizer)
     if ORIGIN in header.metadata:

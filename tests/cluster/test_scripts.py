@@ -1,6 +1,8 @@
 """The scripts that `distgpt submit` prints, line by line: scripts.txt has what each system's were.
 
-python tests/cluster/test_scripts.py >tests/cluster/scripts.txt    after a change that is meant; then read the diff
+    python tests/cluster/test_scripts.py >tests/cluster/scripts.txt
+
+after a change that is meant; then read the diff.
 """
 
 import difflib

@@ -1,52 +1,58 @@
-"""Run commands while of distgpt only named modules can be imported: python alone.py ASKED FOLDER.
+"""Train and generate by the core alone: python alone.py STAGE OUT STEPS
 
-ASKED is JSON: a list of modules, `null` for all, and a list of commands. Each process leaves a file in FOLDER
-that lists the modules which it has loaded.
+Nothing is installed, and every module of distgpt outside of `distgpt.core` is as if its file were not there.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import sys
 from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
+
+PACKAGE = Path(__file__).resolve().parents[2] / "distgpt"
+SIZE = {"n_layer": 1, "n_head": 2, "n_embd": 16, "seq_len": 16, "batch_size": 4, "data": "story"}
+SIZE |= {"tokenizer": "byte", "matmul": "own", "val_fraction": 0.1, "sample_every": 2}
 
 
 class Refusal:
-    """Refuses every other module of distgpt, as if its file were not there."""
-
-    def __init__(self, names: frozenset[str]) -> None:
-        self.names = names
+    """Rejects every other module of distgpt."""
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        if name.startswith("distgpt.") and name.removeprefix("distgpt.") not in self.names:
-            raise ModuleNotFoundError(f"{name} is not of the core", name=name)
+        if name.startswith("distgpt.") and not f"{name}.".startswith("distgpt.core."):
+            raise ModuleNotFoundError(f"{name} is outside of the core", name=name)
         return None
 
 
-def run(names: list[str] | None, commands: list[list[str]]) -> None:
-    """Run the commands, one after the other."""
-    if names is not None:
-        sys.meta_path.insert(0, Refusal(frozenset(names)))  # type: ignore[arg-type]
-    from distgpt.commands.cli import main
+def main(stage: str, out: Path, steps: int) -> None:
+    from distgpt.core.config.asked import asked_for
+    from distgpt.core.cpu.stages import open_stage
+    from distgpt.core.generate.engine import Engine, complete
+    from distgpt.core.generate.engine_setup import slots_for
+    from distgpt.core.generate.request import Request
+    from distgpt.core.saved.opening import open_model
+    from distgpt.core.train.lines import Lines, Listeners
+    from distgpt.core.train.loop import train
+    from distgpt.core.train.plan import make_plan
+    from distgpt.core.train.setup import open_run
 
-    for words in commands:
-        if words[0] == "load":  # not a command, but what Python users call
-            import distgpt
-
-            print(distgpt.load(words[1]).generate("a", max_new_tokens=8, seed=1))
-            continue
-        sys.argv = ["distgpt", *words]
-        try:
-            main()
-        except SystemExit as done:
-            if done.code:
-                raise
+    opened = open_stage(stage, threads=1)
+    listener = Listeners(*[Lines()] * (opened.comm.rank == 0))
+    resume = "auto" if out.exists() else None
+    plan = make_plan(opened, asked_for(SIZE | {"steps": steps}, out=out, resume=resume), listener.noted)
+    train(open_run(plan, opened, listener))
+    plan.directory.lock.release()
+    if opened.comm.rank == 0 and opened.comm.size == 1:
+        model, description, _, _ = open_model(opened, out / "weights.safetensors", "float32")
+        tokenizer = description.tokenizer
+        assert tokenizer is not None
+        engine = Engine(slots_for(model, 1), tokenizer)
+        print(complete(engine, [Request(tokenizer.encode_prompt("The"), 8, temperature=0.0)])[0][0].text)
 
 
 if __name__ == "__main__":
-    asked, folder = sys.argv[1:]
-    run(*json.loads(asked))
-    loaded = (name.removeprefix("distgpt.") for name in sys.modules if name.startswith("distgpt."))
-    Path(folder, str(os.getpid())).write_text("\n".join(sorted(loaded)))
+    package = ModuleType("distgpt")
+    package.__path__ = [str(PACKAGE)]
+    sys.modules["distgpt"] = package
+    sys.meta_path.insert(0, Refusal())  # type: ignore[arg-type]
+    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))

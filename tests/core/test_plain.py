@@ -3,7 +3,7 @@
 import sys
 
 from conftest import SMALL, distgpt
-from core.tree import MODULES, PACKAGE
+from test_floors import MODULES, PACKAGE
 
 # Up to its first update a run in a batch job, on a host with counters, or of several ranks has more to load.
 LOADED = """
@@ -36,11 +36,11 @@ LATER = {  # who loads it
     "core.cpu.fused.low_rank": "adapters",
     "core.generate.engine": "--sample-every, and the report of a run that is over",
     "core.train.assessment": "--val, --val-fraction, metrics",
-    "guards.reports": "ranks that have others",
-    "guards.retention": "--keep-every",
-    "launch.leaving": "what ends by an error",
-    "layout.placing": "several ranks, or cores that are not alike",
-    "layout.plan": "the same",
+    "callbacks.reports": "ranks that have others",
+    "callbacks.retention": "--keep-every",
+    "cluster.launch.leaving": "what ends by an error",
+    "cluster.affinity.placing": "several ranks, or cores that are not alike",
+    "cluster.affinity.plan": "the same",
 }
 UNUSED = {  # who calls what is in there
     "core/saved/checkpoint.py": "a directory that was there, and what is saved",

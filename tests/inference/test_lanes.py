@@ -7,8 +7,8 @@ import pytest
 from models import VARIANTS, build
 from threadranks import on_all_ranks
 
-from distgpt.core.base import tables
 from distgpt.core.comm.resources import Memory
+from distgpt.core.components import Components
 from distgpt.core.cpu.kernels import CpuKernels
 from distgpt.core.generate import engine_setup
 from distgpt.core.generate.engine import Engine, complete
@@ -91,14 +91,14 @@ def test_a_rehearsal_fits_any_context():
         rehearse(build(replace(VARIANTS[kind], seq_len=seq_len), CpuKernels("float32", 1)))
 
 
-def test_where_faster_ways_are_not_installed_a_model_decodes_plainly_and_says_the_same(monkeypatch):
+def test_plain_slots_generate_the_same_tokens(extended):
     """Equal tokens; logits differ by rounding."""
     model = build(VARIANTS["modern"], CpuKernels("float32", 1))
     requests = [Request([1, 2, 3], 20), Request([4], 20, temperature=0.9, seed=3)]
     fast = slots_for(model, 2)
     assert not isinstance(fast, PlainSlots)
     expected = complete(Engine(fast), requests)
-    monkeypatch.setitem(tables._paths, "parts", {"slots": "distgpt.inference.decoding.removed:fastest"})
+    extended(slots=Components.slots)
     plain = slots_for(model, 2)
     assert isinstance(plain, PlainSlots)
     for found, other in zip(complete(Engine(plain), requests), expected, strict=True):

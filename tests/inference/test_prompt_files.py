@@ -11,13 +11,11 @@ from test_lanes import plain_scores
 from threadranks import on_all_ranks
 
 from distgpt import api
-from distgpt.core.base import tables
 from distgpt.core.base.errors import NonFiniteError
+from distgpt.core.generate.averaged import on_ranks
 from distgpt.core.generate.engine import Engine, complete
-from distgpt.core.generate.engine_setup import on_ranks
 from distgpt.core.generate.plain_slots import PlainSlots
 from distgpt.core.generate.request import Request
-from distgpt.inference.generation.averaged import averaged
 from distgpt.inference.generation.batch import Answers
 from distgpt.inference.generation.distribute import distribute
 
@@ -196,7 +194,7 @@ def test_averaged_lanes_follow_rank_0_through_copies_and_errors():
 
     def work(comm):
         lanes = PlainSlots(models[comm.rank], 2)
-        return averaged(lanes, comm, lambda lanes: complete(Engine(lanes), [request]))
+        return on_ranks(lanes, comm, lambda lanes: complete(Engine(lanes), [request]))
 
     (samples,), nothing = on_all_ranks(2, work)
     assert nothing is None
@@ -226,22 +224,3 @@ def test_ranks_write_one_file_in_the_order_of_the_prompts(infer, trained, tmp_pa
     assert (tmp_path / "two").read_bytes() == (tmp_path / "one").read_bytes()
     (tmp_path / "p").write_text('{"prompt": 3}\n')
     refused(distgpt(*answering(trained), "x", "--stage", "mpi", ranks=2, cwd=tmp_path), 65, "p, line 1")
-
-
-def test_alone_the_core_answers_a_prompt_by_rank_0_and_all_raise_its_error(monkeypatch):
-    monkeypatch.setitem(
-        tables._paths, "parts", {"one prompt": "distgpt.inference.generation.removed:averaged"}
-    )
-    one, request = model(), Request([1, 2, 3], 6)
-
-    def work(comm):
-        return on_ranks(PlainSlots(one, 1), comm, lambda slots: complete(Engine(slots), [request]))
-
-    assert on_all_ranks(2, work) == [complete(Engine(PlainSlots(one, 1)), [request]), None]
-    one.params["wte"][...] = np.nan
-
-    def failing(comm):
-        with pytest.raises(NonFiniteError):
-            work(comm)
-
-    on_all_ranks(2, failing)

@@ -15,12 +15,12 @@ from distgpt.core.cpu.compiling import disk_cache
 from distgpt.core.cpu.stages import open_stage
 from distgpt.core.model.model import miniature
 from distgpt.core.train.setup import rehearse
-from distgpt.core.train.sharing import strategy_for
+from distgpt.core.components import components
 from distgpt.helpers import start
 
 run = preset(sys.argv[1], {"vocab_size": 256, "dtype": sys.argv[2], "matmul": sys.argv[3]})
 small = replace(run, model=miniature(run.model))
-work = partial(rehearse, config=small, strategy=strategy_for(run.train, 1))
+work = partial(rehearse, config=small, strategy=components().strategy(run.train, 1))
 stage = open_stage("serial", 2)
 kernels = stage.kernels(run.train.dtype, run.train.matmul_backend)
 missing = start.missing_loops(stage, run.train.dtype, run.train.matmul_backend, work)

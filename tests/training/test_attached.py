@@ -1,4 +1,4 @@
-"""What somebody hangs on the core by rows of tables: mistakes in it are refused in a line."""
+"""Mistakes in a class that extends distgpt are reported in a line."""
 
 import math
 import signal
@@ -7,15 +7,16 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from conftest import distgpt as command
 from conftest import losses
+from distgpt.corpora.tokenizers.parts import encode_parts
 
 import distgpt
-from distgpt.components import TABLES
-from distgpt.core.base import tables
+from distgpt.assembly import AllComponents
 from distgpt.core.base.errors import DataError, DistgptError, UsageError
 from distgpt.core.base.interrupts import Interrupted, PendingSignals
 from distgpt.core.comm.serial import SerialComm
-from distgpt.core.config import ModelConfig, TrainConfig
+from distgpt.core.config import ModelConfig
 from distgpt.core.cpu.kernels import CpuKernels
 from distgpt.core.data.tokenizers import BytesDecoder, ByteTokenizer, TokenizerKind, load_tokenizer
 from distgpt.core.model.memory import Layout
@@ -23,23 +24,11 @@ from distgpt.core.model.model import Architecture, Model
 from distgpt.core.model.passes import Pass
 from distgpt.core.saved.modelfile import Base, Description, read_description
 from distgpt.core.train.seams import Votes, WholeModel
-from distgpt.corpora.chats.format import encode_parts
 from distgpt.models.adapters.adapter import merge
 from distgpt.show.weightspage import inspect
 
 SIZE = {"preset": "tiny-adamw", "n_layer": 1, "n_head": 2, "n_embd": 16, "seq_len": 16, "batch_size": 4}
 SIZE |= {"data": "story", "steps": 3, "threads": 1}
-
-
-@pytest.fixture
-def handed_in(monkeypatch):
-    """Hand in rows that lie in this file, beside the others."""
-
-    def hand_in(table, **rows):
-        paths = {name: f"{__name__}:{row}" for name, row in rows.items()}
-        monkeypatch.setitem(tables._paths, table, {**TABLES[table], **paths})
-
-    return hand_in
 
 
 class Biases(WholeModel):
@@ -85,53 +74,57 @@ class BiasFile:
 BIASES, UNNAMED, FILE = Biases(), Unnamed(), BiasFile()
 
 
-def check(t, ranks, on_gpu):
+def part_file(self, format):
+    return FILE if format == "biases" else AllComponents.part(self, format)
+
+
+def train_biases(self, t):
+    return BIASES
+
+
+def check(self, t, ranks, on_gpu):
     raise UsageError("checked")
 
 
-@pytest.mark.parametrize("table, setting", [("models", "adapter_kind"), ("exchanges", "grad_sync")])
-def test_what_a_row_does_not_go_with_is_asked_by_its_name(handed_in, table, setting, tmp_path):
-    handed_in(table, mine="BIASES")
-    handed_in("checks", mine="check")
-    assert "mine" in TrainConfig(**{setting: "mine"}).components
+def test_settings_are_checked_before_a_run_is_written(extended, tmp_path):
+    extended(refuse_unsuited=check)
     with pytest.raises(UsageError, match="checked"):
-        distgpt.train(**SIZE, **{setting: "mine"}, out=tmp_path / "run")
+        distgpt.train(**SIZE, out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
-def test_a_kind_that_trains_nothing_of_a_model_is_refused(handed_in, tmp_path):
-    handed_in("models", biases="BIASES")
-    with pytest.raises(UsageError, match="nothing that a kind of model 'biases' trains"):
-        distgpt.train(**SIZE, bias=False, adapter_kind="biases", out=tmp_path / "run")
+def test_a_kind_that_trains_nothing_of_a_model_is_refused(extended, tmp_path):
+    extended(model=train_biases)
+    with pytest.raises(UsageError, match="nothing that a kind of model 'Biases' trains"):
+        distgpt.train(**SIZE, bias=False, out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(
-    "row, said",
+    "kind, said",
     [
-        ("BIASES", "format 'biases' is not known here"),
-        ("UNNAMED", "without a part does not hold the tensors"),
+        (BIASES, "format 'biases' is not known here"),
+        (UNNAMED, "without a part does not hold the tensors"),
     ],
 )
-def test_a_kind_whose_files_nothing_reads_is_refused_before_it_trains(handed_in, tmp_path, row, said):
-    handed_in("models", biases=row)
+def test_a_kind_whose_files_nothing_reads_is_refused_before_it_trains(extended, tmp_path, kind, said):
+    extended(model=lambda self, t: kind)
     with pytest.raises(UsageError, match=said):
-        distgpt.train(**SIZE, bias=True, norm="layernorm", adapter_kind="biases", out=tmp_path / "run")
+        distgpt.train(**SIZE, bias=True, norm="layernorm", out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
-def test_a_file_of_a_part_that_is_not_known_is_named(handed_in, tmp_path):
-    how = {**SIZE, "bias": True, "norm": "layernorm", "adapter_kind": "biases"}
-    handed_in("models", biases="BIASES")
-    handed_in("part files", biases="FILE")
-    trained = distgpt.train(**how, out=tmp_path / "run")
+def test_a_file_of_a_part_that_is_not_known_is_named(extended, tmp_path):
+    extended(model=train_biases, parts=("distgpt-adapter", "biases"), part=part_file)
+    trained = distgpt.train(**SIZE, bias=True, norm="layernorm", out=tmp_path / "run")
     weights = trained.directory / "weights.safetensors"
     assert read_description(weights).part == "biases" and len(losses(trained.directory)) == 3
     assert inspect(weights)["what"] == "biases of base"
+    extended(parts=("distgpt-adapter", "biases"), part=part_file)
     base = distgpt.train(**SIZE, out=tmp_path / "base").directory / "weights.safetensors"
     with pytest.raises(UsageError, match="a part of kind 'biases', and no adapter"):
         merge(base, weights, tmp_path / "merged", SerialComm())
-    handed_in("part files")
+    extended()
     with pytest.raises(DataError, match="holds a part of kind 'biases', not known here; known: distgpt-ad"):
         read_description(weights)
     with pytest.raises(DataError, match="holds a part of kind 'biases'"):
@@ -151,7 +144,7 @@ def test_vectors_are_trained_beside_matrices_that_are_not(norm):
     for name, array in part.params.items():
         array[...] = whole.params[name]
     for model in (whole, part):
-        model.allocate_master_weights()
+        model.train()
         model.make_gradients()
         model.grads.flat[...] = np.nan
         for accumulate in (False, True):
@@ -168,17 +161,12 @@ class Low(ByteTokenizer):
 LOW = TokenizerKind("lower", from_name=lambda argument: Low(), from_json=lambda document, source: Low())
 
 
-def test_a_tokenizer_whose_kind_is_not_its_name_in_the_table_is_refused(handed_in):
-    handed_in("tokenizers", lower="LOW")
-    with pytest.raises(UsageError, match="lower makes a tokenizer of kind 'low', which no row"):
+def test_a_tokenizer_whose_kind_cannot_be_read_again_is_refused(extended):
+    extended(tokenizer=lambda self, name: LOW if name == "lower" else None)
+    with pytest.raises(UsageError, match="lower makes a tokenizer of kind 'low', which"):
         load_tokenizer("lower")
-    handed_in("tokenizers", lower="LOW", low="LOW")
+    extended(tokenizer=lambda self, name: LOW if name in ("lower", "low") else None)
     assert load_tokenizer("lower").kind == "low"
-
-
-def test_adapters_without_a_rank_do_not_become_a_whole_model(tmp_path):
-    with pytest.raises(UsageError, match="adapter_kind lora needs a rank"):
-        distgpt.train(**SIZE, adapter_kind="lora", out=tmp_path / "run")
 
 
 def test_signals_that_end_no_run_cannot_be_noted():
@@ -205,33 +193,65 @@ class Ending(AbstractContextManager):
 
 class Failing(Ending):
     def after_step(self, done):
-        """Return nothing, as somebody may."""
+        return {}[7]
 
 
-def test_a_guard_that_fails_is_named_in_a_line(handed_in, tmp_path):
-    handed_in("guards", mine="Failing")
-    with pytest.raises(DistgptError, match="the guard Failing has failed: TypeError: 'NoneType'"):
+class Replacing(Ending):
+    def after_step(self, done):
+        return {"loss": 7.0}
+
+
+def test_a_guard_that_fails_is_named_in_a_line(extended, tmp_path):
+    extended(callbacks=lambda self, run, limits: [Failing(run)])
+    with pytest.raises(
+        DistgptError, match=r"the guard Failing has failed: KeyError: 7 \(.*test_attached.py:\d"
+    ):
         distgpt.train(**SIZE, out=tmp_path / "run")
 
 
-def test_a_guard_says_why_it_ends_a_run(handed_in, tmp_path):
-    handed_in("guards", mine="Ending")
+def test_a_guard_cannot_replace_the_loss(extended, tmp_path):
+    extended(callbacks=lambda self, run, limits: [Replacing(run)])
+    with pytest.raises(DistgptError, match=r"Replacing has failed: .*the run itself records loss"):
+        distgpt.train(**SIZE, out=tmp_path / "run")
+
+
+def test_a_guard_says_why_it_ends_a_run(extended, tmp_path):
+    extended(callbacks=lambda self, run, limits: [Ending(run)])
     with pytest.raises(Interrupted, match="a file STOP is there") as ended:
         distgpt.train(**SIZE, out=tmp_path / "run")
     assert ended.value.exit_code == 143
 
 
-@pytest.mark.parametrize(
-    "path, said", [("gone:make", "Python finds no such module"), ("signal:make", "'make' of signal")]
-)
-def test_a_row_that_is_not_there_is_a_line_before_anything_is_written(monkeypatch, tmp_path, path, said):
-    monkeypatch.setitem(tables._paths, "guards", {"mine": path})
-    with pytest.raises(UsageError, match=f"the guard 'mine' needs .*{said}"):
-        distgpt.train(**SIZE, out=tmp_path / "run")
-    assert not (tmp_path / "run").exists()
-    monkeypatch.setitem(tables._paths, "tokenizers", {"mine": path})
-    with pytest.raises(UsageError, match="'nosuch' is no kind and no file" if "gone" in path else said):
-        load_tokenizer("nosuch")
+MISTAKES = {
+    "missing:Mine": "Python finds no module 'missing'",
+    "mistakes:Mine": "mistakes has no class 'Mine'",
+    "mistakes:Other": "must be a class derived from distgpt.assembly.AllComponents",
+    "mistakes:Spelled": "budgets overrides no method; did you mean 'budget'",
+    "mistakes:Called": "mistakes.py:9: Called.slots must take (self, model), not (self)",
+    "broken:Mine": "needs nothing_of_this_name",
+}
+FILE_OF_MISTAKES = """from distgpt.assembly import AllComponents
+class Other: ...
+
+class Spelled(AllComponents):
+    def budgets(self): ...
+
+class Called(AllComponents):
+
+    def slots(self): ...
+"""
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_class_with_a_mistake_is_a_line_before_anything_is_written(name, tmp_path):
+    (tmp_path / "mistakes.py").write_text(FILE_OF_MISTAKES)
+    (tmp_path / "broken.py").write_text("import nothing_of_this_name")
+    words = ["--components", name, "--out", tmp_path / "run", "--steps", "1", "--data", "story"]
+    result = command("train", *words, env={"PYTHONPATH": str(tmp_path)}, cwd=tmp_path)
+    assert result.returncode == 2 and MISTAKES[name] in result.stderr, result.stderr
+    assert "Traceback" not in result.stderr and not (tmp_path / "run").exists()
+    named = command("infer", env={"PYTHONPATH": str(tmp_path), "DISTGPT_COMPONENTS": name}, cwd=tmp_path)
+    assert named.returncode == 2 and MISTAKES[name] in named.stderr
 
 
 def test_votes_that_an_exchange_has_mixed_with_gradients_are_no_votes():

@@ -6,22 +6,22 @@ from models import BASE
 
 from distgpt.core.base.errors import UsageError
 from distgpt.core.comm.serial import SerialComm
+from distgpt.core.components import components
 from distgpt.core.config import RunConfig, TrainConfig
 from distgpt.core.ops.kernels import Kernels
 from distgpt.core.saved.modelfile import Description, save_model
-from distgpt.core.train.seams import kind_of
 
 KINDS = {"whole": TrainConfig(), "adapters": TrainConfig(lora_rank=2)}
 
 
 @pytest.mark.parametrize("t", KINDS.values(), ids=KINDS)
 def test_a_kind_knows_what_its_model_trains(t, tmp_path):
-    file, k, whole = tmp_path / "weights.safetensors", Kernels("float32"), kind_of(TrainConfig())
+    file, k, whole = tmp_path / "weights.safetensors", Kernels("float32"), components().model(TrainConfig())
     given = whole.build(RunConfig(BASE), k)
     given.initialise(1)
     save_model(file, given, Description(RunConfig(BASE), None))
     run = RunConfig(BASE).with_values({"lora_rank": t.lora_rank, "init": str(file)})
-    kind = kind_of(run.train)
+    kind = components().model(run.train)
     model = kind.build(run, k)
     assert kind.trained(run).offsets == model.layout.offsets
     kind.load_frozen(SerialComm(), model, run.train)
@@ -35,6 +35,6 @@ def test_a_kind_knows_what_its_model_trains(t, tmp_path):
 
 def test_only_adapters_stand_beside_a_model_that_is_rounded(tmp_path):
     rounded = Description(RunConfig(BASE), None, rounded="int8")
-    kind_of(KINDS["adapters"]).refuse_origin(rounded, tmp_path, KINDS["adapters"], resumed=False)
+    components().model(KINDS["adapters"]).refuse_origin(rounded, tmp_path, KINDS["adapters"], resumed=False)
     with pytest.raises(UsageError, match="cannot be trained further"):
-        kind_of(KINDS["whole"]).refuse_origin(rounded, tmp_path, KINDS["whole"], resumed=False)
+        components().model(KINDS["whole"]).refuse_origin(rounded, tmp_path, KINDS["whole"], resumed=False)

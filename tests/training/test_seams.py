@@ -9,10 +9,11 @@ import pytest
 from conftest import losses
 from threadranks import on_all_ranks
 
-from distgpt.callbacks.attach import guarded
+from distgpt.assembly import AllComponents
 from distgpt.callbacks.bad_steps import BadSteps
 from distgpt.core.base.errors import NonFiniteError, StorageError
 from distgpt.core.base.interrupts import PendingSignals
+from distgpt.core.components import Components
 from distgpt.core.config import ModelConfig, TrainConfig
 from distgpt.core.config.asked import asked_for
 from distgpt.core.cpu.kernels import CpuKernels
@@ -23,7 +24,6 @@ from distgpt.core.model.optim import AdamW
 from distgpt.core.train.loop import train
 from distgpt.core.train.plan import make_plan
 from distgpt.core.train.progress import Finished, Progress
-from distgpt.core.train.run import Seams
 from distgpt.core.train.seams import Clock, Disk, FiniteJudge, Votes
 from distgpt.core.train.setup import open_run
 from distgpt.core.train.sharing import OptimizerState, Strategy
@@ -60,12 +60,12 @@ class Counting:
         return {"settled": len(self.calls)}
 
 
-def trained(out, seams, **settings):
-    """Train a small model with these seams; its directory, the judge of its run, and its metrics."""
+def trained(out, parts, **settings):
+    """Train a small model with these components; its directory, the judge of its run, and its metrics."""
     stage, listener = open_stage("serial", 1), Listener()
     plan = make_plan(stage, asked_for(SIZE | settings, out=out), lambda text: None)
     try:
-        run = open_run(plan, stage, listener, seams)
+        run = open_run(plan, stage, listener, parts=parts)
         train(run)
     finally:
         plan.directory.lock.release()
@@ -75,11 +75,14 @@ def trained(out, seams, **settings):
 def test_without_guards_and_in_any_order_of_them_a_run_has_the_same_bits(tmp_path):
     """What one of them adds to the metrics is written."""
     own = Counting()
-    whole = guarded(TrainConfig())
-    turned = replace(whole, guards=lambda run: [own, *reversed(whole.guards(run))])
+
+    class Turned(AllComponents):
+        def callbacks(self, run, limits):
+            return [own, *reversed(super().callbacks(run, limits))]
+
     found = []
-    for name, seams in (("plain", Seams()), ("whole", whole), ("turned", turned)):
-        run, metrics = trained(tmp_path / name, seams)
+    for name, parts in (("plain", Components()), ("whole", AllComponents()), ("turned", Turned())):
+        run, metrics = trained(tmp_path / name, parts)
         out = tmp_path / name
         files = {path.relative_to(out) for path in out.rglob("*") if path.is_file()}
         found.append((losses(out), (out / "weights.safetensors").read_bytes(), files))
@@ -92,10 +95,10 @@ def test_without_guards_and_in_any_order_of_them_a_run_has_the_same_bits(tmp_pat
 
 
 def test_a_run_has_only_what_its_settings_ask_for(tmp_path):
-    run, _ = trained(tmp_path / "default", guarded(TrainConfig()))
+    run, _ = trained(tmp_path / "default", AllComponents())
     assert isinstance(run.judge, FiniteJudge) and type(run.clock) is Clock
     more = {"on_bad_step": "skip", "train_minutes": 0.01}
-    run, _ = trained(tmp_path / "more", guarded(TrainConfig(**more)), **more)
+    run, _ = trained(tmp_path / "more", AllComponents(), **more)
     assert isinstance(run.judge, BadSteps) and run.clock.elapsed is not None
 
 

@@ -126,7 +126,7 @@ from distgpt.core.cpu.compiling import disk_cache
 from distgpt.core.cpu.stages import open_stage
 from distgpt.core.data.tokenizers import load_tokenizer
 from distgpt.core.train.sampling import sample
-from distgpt.core.train.seams import kind_of
+from distgpt.core.components import components
 from distgpt.core.train.setup import rehearse
 from distgpt.core.train.sharing import Strategy
 run = RunConfig(ModelConfig(vocab_size=256, seq_len=8, n_layer=2, n_head=2, n_embd=32), TrainConfig())

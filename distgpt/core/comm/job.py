@@ -16,9 +16,9 @@ from typing import TextIO
 
 from distgpt.core.base.errors import DistgptError, StorageError, UsageError, first_line, one_line
 from distgpt.core.base.interrupts import EXIT_CODES, Interrupted, ignore_further
-from distgpt.core.base.tables import part
 from distgpt.core.comm.api import Comm
 from distgpt.core.comm.serial import SerialComm
+from distgpt.core.components import components
 from distgpt.core.config import WITH_MPI
 
 INTERNAL = 70
@@ -111,8 +111,8 @@ class Job:
 
 
 def this_job() -> Job:
-    """Return the job of this process: the component's, where that is installed."""
-    return part("job", _PLAIN)
+    """Return the job of this process."""
+    return components().job()
 
 
 def rank_name(rank: int) -> str:
@@ -120,7 +120,7 @@ def rank_name(rank: int) -> str:
     return f"rank {rank} on {platform.node()}" if this_job().batch else f"rank {rank}"
 
 
-_PLAIN = Job()
+PLAIN = Job()
 
 
 def require_mpi() -> None:

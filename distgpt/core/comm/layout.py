@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 
-from distgpt.core.base.tables import part
 from distgpt.core.comm.api import Comm
 from distgpt.core.comm.resources import Grants, granted_cores
+from distgpt.core.components import components
 
 
 class Layout:
@@ -36,8 +36,8 @@ class Layout:
 
 
 def layout() -> Layout:
-    """Return the layout of this process: the component's, where that is installed."""
-    return part("layout", _PLAIN)
+    """Return the layout of this process."""
+    return components().layout()
 
 
-_PLAIN = Layout()
+PLAIN = Layout()

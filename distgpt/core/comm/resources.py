@@ -15,7 +15,7 @@ from pathlib import Path
 
 from distgpt.core.base.formatting import size
 from distgpt.core.base.system import sysctl_number
-from distgpt.core.base.tables import part
+from distgpt.core.components import components
 
 MIB = 1 << 20
 ADDRESSES = 256 * MIB  # that fill no memory: malloc's arenas, stacks, libraries and code still to be loaded
@@ -91,7 +91,7 @@ class Grants:
         return ()
 
 
-_UNKNOWN = Grants()
+UNKNOWN = Grants()
 
 
 def granted_memory(ranks: int = 1, groups: Groups = Groups(), grants: Grants | None = None) -> Memory:
@@ -113,7 +113,7 @@ def granted_memory(ranks: int = 1, groups: Groups = Groups(), grants: Grants | N
                 free = int(total) - max(0, int(now) - sum(map(int, caches)))
                 limit_of_group = f"{limit} of the control group {name}"
                 found.append(Memory(max(0, free) // ranks, int(total), limit_of_group))
-    for granted, by in (grants or part("grants", _UNKNOWN)).memory():
+    for granted, by in (grants or components().grants()).memory():
         found.append(Memory(max(0, granted // ranks - status_bytes("VmRSS")), granted, by))
     for flag, (number, counted) in ULIMITS.items():  # which each rank has for itself
         most = resource.getrlimit(number)[0]
@@ -135,7 +135,7 @@ def granted_cores(
             if time.isdigit() and period.isdigit():  # neither -1 nor max
                 quota = int(time) / int(period)
                 found.append(Cores(quota / ranks, f"{file} of the control group {name}"))
-    granted = (grants or part("grants", _UNKNOWN)).cores(ranks)
+    granted = (grants or components().grants()).cores(ranks)
     found += [Cores(float(number), limit) for number, limit in granted]
     return min(found, key=lambda cores: cores.number)
 

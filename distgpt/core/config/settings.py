@@ -20,6 +20,7 @@ OPTIMIZERS = ("adamw", "muon")
 SCHEDULES = ("linear", "cosine", "wsd", "constant")
 LORA_MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
 DTYPES = ("float32", "float64", "bfloat16")
+METRICS = ("hellaswag",)  # settings that name the file of a metric which evaluations measure
 ROUNDED_DTYPES = ("int8", "int4")
 AUTO_DTYPE = "auto"  # distgpt/core/cpu/dtypes.py says what that is
 INFERENCE_DTYPES = (AUTO_DTYPE, *DTYPES, *ROUNDED_DTYPES)
@@ -286,13 +287,6 @@ class TrainConfig:
         "Put adapters beside these matrices, separated by commas: q, k, v, o (of attention), gate, up, down"
         " (of the MLP; gate with swiglu alone). all: beside each.",
         component="lora",
-    )
-    adapter_kind: str = of_model(
-        "auto",
-        "Train adapters of this kind beside the weights of --init: lora, of rank --lora-rank, or a kind that"
-        " was added. auto: lora where it has a rank.",
-        choices=("auto", "lora"),
-        table="models",
     )
     steps: int = of_schedule(600, "Train for this many optimizer steps.", low=1, changeable=True, first=True)
     epochs: float = of_schedule(
@@ -570,13 +564,6 @@ class TrainConfig:
     def matmul_backend(self) -> str:
         """Return what multiplies matrices: our own loops where bits must not depend on threads."""
         return "own" if self.reproducible_parts and self.matmul == "auto" else self.matmul
-
-    @property
-    def model_kind(self) -> str:
-        """Return the kind of model that is trained: what is made beside it, or all of it."""
-        if self.adapter_kind != "auto":
-            return self.adapter_kind
-        return "lora" if self.lora_rank else "whole"
 
     @property
     def is_cut_by_rank(self) -> bool:

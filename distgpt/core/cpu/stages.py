@@ -5,7 +5,7 @@
 | `serial`   | CPU     | one process  |
 | `mpi`      | CPU     | MPI          |
 
-Those on GPUs are rows of the same table, and lie in a component.
+Those on GPUs are outside of the core: `Components.stage` returns each.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, ClassVar
 
 from distgpt.core.base.caches import CACHE, misplaced
 from distgpt.core.base.errors import Say, UsageError
-from distgpt.core.base.tables import Table
 from distgpt.core.comm.agree import on_every_rank, on_root
 from distgpt.core.comm.api import Comm
 from distgpt.core.comm.job import this_job
 from distgpt.core.comm.layout import layout
 from distgpt.core.comm.resources import granted_memory
+from distgpt.core.components import components
 from distgpt.core.config import ON_GPU, STAGES, GpuConfig, RunConfig, nearest
 from distgpt.core.cpu import dtypes, first_use
 from distgpt.core.cpu.dtypes import Choose, Dtype
@@ -83,7 +83,7 @@ class Stage:
         """
         from distgpt.core.cpu.compiling import disk_cache
 
-        make = on_every_rank(self.comm, lambda: KERNELS[dtype])
+        make = on_every_rank(self.comm, lambda: components().kernels(dtype))
         layout().bind()  # before the kernels have threads, and models memory
         first_use.begin(f"{use} in {dtype}" if use else dtype)
         if not disk_cache.site():
@@ -123,7 +123,7 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class StageKind:
-    """A row of the table of stages."""
+    """How a stage opens on this machine."""
 
     open: Callable[[str, Comm, int | None, GpuConfig], Stage]  # (name, ranks, --threads, ...); collective
     dtype_choice: Callable[[bool], Choose]  # (--tf32): what chooses --dtype auto on this machine
@@ -138,20 +138,19 @@ def _open_on_cpu(name: str, comm: Comm, threads: int | None, gpu: GpuConfig) -> 
     return stage
 
 
-_ON_CPU = StageKind(_open_on_cpu, lambda tf32: dtypes.on_cpu)
-KINDS: Table[StageKind] = Table("stages", "stage", {"serial": _ON_CPU, "mpi": _ON_CPU})
+ON_CPU = StageKind(_open_on_cpu, lambda tf32: dtypes.on_cpu)
 
 # (stage, dtype, --matmul) → kernels. What they need is imported when they are made: Numba takes a second.
 MakeKernels = Callable[[Stage, str, str], "Kernels"]
 
 
-def _float_kernels(stage: Stage, dtype: str, matmul: str) -> Kernels:
+def float_kernels(stage: Stage, dtype: str, matmul: str) -> Kernels:
     from distgpt.core.cpu.kernels import CpuKernels
 
     return CpuKernels(dtype, stage.threads, matmul)
 
 
-def _bfloat16_kernels(stage: Stage, dtype: str, matmul: str) -> Kernels:
+def bfloat16_kernels(stage: Stage, dtype: str, matmul: str) -> Kernels:
     from distgpt.core.cpu.compiling import processor
     from distgpt.core.cpu.kernels import Bfloat16Kernels
 
@@ -162,15 +161,9 @@ def _bfloat16_kernels(stage: Stage, dtype: str, matmul: str) -> Kernels:
     return Bfloat16Kernels(stage.threads)
 
 
-# By dtype.
-KERNELS: Table[MakeKernels] = Table(
-    "kernels", "dtype", {"float32": _float_kernels, "float64": _float_kernels, "bfloat16": _bfloat16_kernels}
-)
-
-
 def expected_dtype(stage: str, run: RunConfig, tf32: bool = False) -> Dtype:
     """Return what a run takes that a stage of this name begins on this machine, without opening it."""
-    return dtypes.chosen(KINDS[stage].dtype_choice(tf32), run.train.matmul, 0)
+    return dtypes.chosen(components().stage(stage).dtype_choice(tf32), run.train.matmul, 0)
 
 
 def open_stage(name: str, threads: int | None = None, gpu: GpuConfig | None = None) -> Stage:
@@ -183,7 +176,7 @@ def open_stage(name: str, threads: int | None = None, gpu: GpuConfig | None = No
         raise UsageError(f"stage {name!r} uses no GPU: its options are for {' and '.join(ON_GPU)}")
     if name in ON_GPU and threads is not None:
         raise UsageError(f"stage {name!r} computes on a GPU: --threads is for the CPU stages")
-    kind = KINDS[name]
+    kind = components().stage(name)
     job = this_job()
     comm = job.connect(name)
     # This order: a rank that fails from here on must end the job; ranks agree on what they were asked for

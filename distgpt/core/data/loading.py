@@ -1,6 +1,6 @@
 """Load `--data` and `--val` as tokens on every rank.
 
-Each kind of text is a row of a table. Plain texts stand here, others are handed in.
+A text file is loaded here; `Components.text` returns how other kinds of text are loaded.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import numpy as np
 
 from distgpt.core.base.errors import DataError, Say, escape
 from distgpt.core.base.formatting import count
-from distgpt.core.base.tables import Table
 from distgpt.core.comm.agree import on_root
 from distgpt.core.comm.api import Comm
+from distgpt.core.components import components
 from distgpt.core.config import RunConfig
 from distgpt.core.data.batches import ArrayTokens, Batches, Tokens, Window, windows_of
 from distgpt.core.data.textfile import read_text, refuse_by_name, resolve_data
@@ -37,9 +37,6 @@ from distgpt.core.data.tokenizers import (
 SAMPLED = 1 << 20  # tokens of a text that say how many bytes its tokens have
 DECODED = 1 << 17  # of those, where each token has to be decoded
 
-# Rows of TEXTS: a text in a file, and a folder that no other row knows by a file in it.
-PLAIN = "plain"
-FOLDER = "/"
 MARKUP = (".html", ".htm", ".xml")  # endings of texts that one may not want as they are
 
 
@@ -58,7 +55,7 @@ class DataRequest:
     splits: tuple[str, ...] = ("train", "val")  # of shards; all that there are if none of these
     existing: Tokenizer | None = None
     val: str = ""  # a held-out text, instead of a part of `data`
-    kind: str = ""  # the row of TEXTS, where a setting chooses it; by default the path does
+    kind: str = ""  # of text, if a setting chooses it; by default the path does
     kept: Path = Path("runs/tokenized")  # the folder of tokenized texts of other kinds
 
 
@@ -88,7 +85,7 @@ class Corpus:
 
 
 class TextKind(Protocol):
-    """A row of the table of texts."""
+    """How a kind of text is loaded."""
 
     def refuse_missing(self, request: DataRequest) -> None:
         """Raise a DataError where the data cannot be loaded. Reads no text, and fetches no tokenizer."""
@@ -98,13 +95,8 @@ class TextKind(Protocol):
 
 
 def kind_of(data: str) -> str:
-    """Return the row of TEXTS that a file or folder belongs to, by its name and its content."""
-    path = resolve_data(data)
-    if path.is_dir():
-        marked = (name for name in TEXTS if name.startswith("/") and (path / name[1:]).is_file())
-        return next(marked, FOLDER)
-    endings = (name for name in TEXTS if name.startswith("."))
-    return next((ending for ending in endings if path.name.lower().endswith(ending)), PLAIN)
+    """Return the kind of text in a file or folder, by its name and its content."""
+    return components().text_kind(resolve_data(data))
 
 
 def refuse_missing(texts: Iterable[str], tokenizer: str, kind: str = "") -> None:
@@ -113,7 +105,7 @@ def refuse_missing(texts: Iterable[str], tokenizer: str, kind: str = "") -> None
     Reads no text, and downloads no tokenizer.
     """
     for data in texts:
-        TEXTS[kind or kind_of(data)].refuse_missing(DataRequest(data, tokenizer))
+        components().text(kind or kind_of(data)).refuse_missing(DataRequest(data, tokenizer))
     if tokenizer != AUTO and find_kind(tokenizer)[0] is None:
         load_tokenizer(tokenizer)
 
@@ -132,7 +124,7 @@ def load_corpus(comm: Comm, request: DataRequest, say: Say = lambda text: None) 
 def load_one(comm: Comm, request: DataRequest, say: Say) -> Corpus:
     """Load `request.data` alone. Collective."""
     kind = request.kind or on_root(comm, lambda: kind_of(request.data))
-    return TEXTS[kind].load(comm, request, say)
+    return components().text(kind).load(comm, request, say)
 
 
 def requested_tokenizer(request: DataRequest) -> str | Tokenizer:
@@ -225,4 +217,4 @@ def bits_per_byte(loss: float | None, bytes_per_token: float | None) -> float | 
     return loss / math.log(2) / bytes_per_token
 
 
-TEXTS: Table[TextKind] = Table("texts", "a text of kind", {PLAIN: _PlainText()})
+PLAIN_TEXT = _PlainText()

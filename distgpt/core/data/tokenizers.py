@@ -10,7 +10,7 @@ import copy
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from distgpt.core.base.checked import Json, JsonObject, checked, parse_json
 from distgpt.core.base.errors import DataError, UsageError, nearest
 from distgpt.core.base.files import read_small
-from distgpt.core.base.tables import Table
+from distgpt.core.components import components
 
 BYTE = "byte"
 AUTO = "auto"  # the tokenizer of a model that there is, or that shards were made with; else bytes
@@ -215,9 +215,9 @@ class ByteTokenizer(BytesDecoder):
 
 @dataclass(frozen=True, slots=True)
 class TokenizerKind:
-    """A row of the table of tokenizers: the ways to get one of a kind. None: it has no such way.
+    """The ways to get a tokenizer of a kind. None: it has no such way.
 
-    The row is found by the kind in a saved form, and by `--tokenizer NAME` or `--tokenizer NAME:ARGUMENT`
+    The kind is found by the kind in a saved form, and by `--tokenizer NAME` or `--tokenizer NAME:ARGUMENT`
     where it has a spelling. `argument` below is "" where none is given.
     """
 
@@ -233,24 +233,25 @@ class TokenizerKind:
     means: Callable[[str, Tokenizer], bool] | None = None
 
 
-TOKENIZERS = Table(
-    "tokenizers",
-    "a tokenizer of kind",
-    {
-        BYTE: TokenizerKind(
-            BYTE,
-            from_name=lambda argument: ByteTokenizer(),
-            from_json=lambda document, source: ByteTokenizer(),
-            means=lambda argument, tokenizer: tokenizer.kind == BYTE,
-        ),
-    },
+BYTES = TokenizerKind(
+    BYTE,
+    from_name=lambda argument: ByteTokenizer(),
+    from_json=lambda document, source: ByteTokenizer(),
+    means=lambda argument, tokenizer: tokenizer.kind == BYTE,
 )
 
 
+def tokenizer_kinds() -> Iterator[tuple[str, TokenizerKind]]:
+    """Yield every kind of tokenizer by its name."""
+    for name in components().tokenizers:
+        if kind := components().tokenizer(name):
+            yield name, kind
+
+
 def find_kind(name: str) -> tuple[TokenizerKind | None, str]:
-    """Return the row that `--tokenizer NAME` means, and its argument; no row where NAME may be a path."""
+    """Return the kind that `--tokenizer NAME` means, and its argument; None if NAME may be a path."""
     key, _, argument = name.partition(":")
-    kind = TOKENIZERS.get(key)
+    kind = components().tokenizer(key)
     if kind is None or not kind.spelling or not kind.accepts(argument):
         return None, ""
     return kind, argument
@@ -273,12 +274,12 @@ def load_tokenizer(name: str, text: str | None = None) -> Tokenizer:
 
 
 def with_row(tokenizer: Tokenizer, name: str) -> Tokenizer:
-    """Return a new tokenizer, or refuse it: by its kind alone is the row found that reads it again."""
-    row = TOKENIZERS.get(tokenizer.kind)
+    """Return a new tokenizer, or reject it if its kind cannot be read again."""
+    row = components().tokenizer(tokenizer.kind)
     if row is None or row.from_json is None:
         raise UsageError(
-            f"--tokenizer {name} makes a tokenizer of kind {tokenizer.kind!r}, which no row of the table"
-            f" `tokenizers` reads again: let that be its `kind`, or give {tokenizer.kind!r} a row"
+            f"--tokenizer {name} makes a tokenizer of kind {tokenizer.kind!r}, which"
+            " `Components.tokenizer` cannot read again; return a kind with `from_json` for that name"
         )
     return tokenizer
 
@@ -316,9 +317,9 @@ def _from_document(document: Json, source: str) -> Tokenizer:
             f" this distgpt reads version {TOKENIZER_VERSION}"
         )
     name = document.get("kind")
-    kind = TOKENIZERS.get(name) if isinstance(name, str) else None
+    kind = components().tokenizer(name) if isinstance(name, str) else None
     if kind is None or kind.from_json is None:
-        known = ", ".join(each for each, row in TOKENIZERS.rows() if row.from_json)
+        known = ", ".join(each for each, row in tokenizer_kinds() if row.from_json)
         raise DataError(f"{source} is a tokenizer of an unknown kind {name!r}; known: {known}")
     tokenizer = kind.from_json(document, source)
     chat = document.get("chat")
@@ -346,21 +347,19 @@ def _from_path(name: str) -> Tokenizer:
             path = path / SAVED
         path.stat()
     except FileNotFoundError:
-        names = (*(row.spelling for _, row in TOKENIZERS.rows() if row.spelling), "PATH")
+        names = (*(row.spelling for _, row in tokenizer_kinds() if row.spelling), "PATH")
         raise UsageError(f"the tokenizer {name!r} is no kind and no file{nearest(name, names)}") from None
     except (OSError, ValueError) as error:
         raise unreadable(name, error) from None
     document = None if path.is_dir() else read_json(path)
     if isinstance(document, dict) and document.get("format") == TOKENIZER_FORMAT:
         return _from_document(document, str(path))
-    for _, kind in TOKENIZERS.rows():
+    for _, kind in tokenizer_kinds():
         found = kind.from_file(path, document) if kind.from_file else None
         if found is not None:
             return found
     if path.is_dir():
         raise DataError(f"{name} holds no {SAVED}")
-    if missing := TOKENIZERS.missing():  # it might have read the file
-        raise missing
     return _from_document(document, str(path))  # which says why not
 
 

@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
 from distgpt.core.base.errors import DataError
 from distgpt.core.base.files import bundled
-from distgpt.core.base.tables import part
-from distgpt.core.comm.agree import on_every_rank, on_root, shared
+from distgpt.core.comm.agree import on_root, shared
 from distgpt.core.comm.api import Comm
 from distgpt.core.comm.resources import granted_memory
+from distgpt.core.components import components
 from distgpt.core.cpu.stages import Stage
 from distgpt.core.data.tokenizers import Tokenizer
 from distgpt.core.generate.engine import Engine
-from distgpt.core.generate.plain_slots import PLAIN
 from distgpt.core.generate.request import Sampling
-from distgpt.core.generate.slots import Choice, Feed, SlotKind, Slots
+from distgpt.core.generate.slots import Choice, Feed, Slots
 from distgpt.core.model.model import Architecture, Model, miniature
 from distgpt.core.saved.modelfile import Description
 from distgpt.core.saved.opening import open_model
@@ -37,7 +34,7 @@ CACHE_BYTES = 4 << 30  # the most memory for keys and values on a CPU, unless as
 
 def slot_bytes(model: Model, lookup: int = 0) -> int:
     """Return the memory of one slot of `slots_for`, with the logits of `lookup` guesses."""
-    return kind_of(model).slot_bytes(model) + 4 * lookup * model.config.padded_vocab
+    return components().slots(model).slot_bytes(model) + 4 * lookup * model.config.padded_vocab
 
 
 def slots_that_fit(
@@ -62,27 +59,7 @@ def agreed_slots(model: Model, wanted: int, comm: Comm, memory: int | None = Non
 
 def slots_for(model: Model, count: int) -> Slots:
     """Make slots of the fastest kind that there is for a model, as it is now."""
-    return kind_of(model).make(model, count)
-
-
-def kind_of(model: Model) -> SlotKind:
-    """Return the fastest kind of slots that is installed."""
-    return part("slots", plain_kind)(model)
-
-
-def plain_kind(model: Model) -> SlotKind:
-    """Return the kind that every model can have."""
-    return PLAIN
-
-
-def on_first(slots: Slots, comm: Comm, act: Callable[[Slots], Any]) -> Any:
-    """Return on rank 0 what `act` gives there, and None elsewhere; all raise its DistgptError. Collective."""
-    return on_every_rank(comm, lambda: act(slots) if comm.rank == 0 else None)
-
-
-def on_ranks(slots: Slots, comm: Comm, act: Callable[[Slots], Any]) -> Any:
-    """Answer one prompt by rank 0, with the help of the others where the component for that is installed."""
-    return part("one prompt", on_first)(slots, comm, act)
+    return components().slots(model).make(model, count)
 
 
 def rehearse(model: Model) -> None:

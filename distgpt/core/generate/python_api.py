@@ -13,8 +13,9 @@ from distgpt.core.base.errors import DataError, UsageError, escape
 from distgpt.core.comm.agree import broadcast, gather_bytes, on_every_rank, shared
 from distgpt.core.comm.api import Comm
 from distgpt.core.data.tokenizers import Tokenizer
+from distgpt.core.generate.averaged import on_ranks
 from distgpt.core.generate.engine import Engine, complete
-from distgpt.core.generate.engine_setup import MOST_SLOTS, agreed_slots, on_ranks
+from distgpt.core.generate.engine_setup import MOST_SLOTS, agreed_slots
 from distgpt.core.generate.request import Completion, Request
 from distgpt.core.generate.slots import Slots
 from distgpt.core.model.model import Model

@@ -17,8 +17,9 @@ from distgpt.core.comm.resources import peak_memory
 from distgpt.core.cpu.stages import Stage
 from distgpt.core.data.textfile import read_text
 from distgpt.core.data.tokenizers import Tokenizer
+from distgpt.core.generate.averaged import on_ranks
 from distgpt.core.generate.engine import complete
-from distgpt.core.generate.engine_setup import ModelSpec, on_ranks
+from distgpt.core.generate.engine_setup import ModelSpec
 from distgpt.core.generate.request import Completion, Event, Likelihood, Request
 from distgpt.core.generate.sample import default_prompt
 from distgpt.core.generate.slots import Slots

@@ -17,6 +17,7 @@ from distgpt.core.base.formatting import size
 from distgpt.core.comm.agree import on_root, refuse_anywhere, shared
 from distgpt.core.comm.api import Comm
 from distgpt.core.comm.resources import granted_memory
+from distgpt.core.components import components
 from distgpt.core.config import ROUNDED_DTYPES, ModelConfig, RunConfig, TrainConfig, parse_toml
 from distgpt.core.config.run_config import REMOVED
 from distgpt.core.data.tokenizers import Tokenizer, tokenizer_from_json
@@ -35,9 +36,7 @@ from distgpt.core.saved.tensors import (
     write_tensors,
 )
 from distgpt.core.saved.weights import (
-    PARTS,
     QUANTISED,
-    ROUNDED,
     Merge,
     find_weights,
     import_command,
@@ -69,19 +68,21 @@ class Description:
 
     run: RunConfig
     tokenizer: Tokenizer | None
-    rounded: str = ""  # the dtype that its matrices are rounded to, a name in ROUNDED
-    part: str = ""  # the kind of part whose tensors alone are in the file, a name in PARTS
+    rounded: str = ""  # the dtype that its matrices are rounded to, one of Components.quantized_dtypes
+    part: str = ""  # the kind of part whose tensors alone are in the file, one of Components.parts
     base: Base | None = None  # of a part
 
     def refuse_incomplete(self, path: Path | str) -> None:
         """Refuse a file that holds no whole model."""
         if self.part:
-            PARTS[self.part].refuse_alone(path)
+            components().part(self.part).refuse_alone(path)
 
     @property
     def layout(self) -> Layout:
         """Return the layout of the tensors in the file."""
-        return PARTS[self.part].layout(self.run) if self.part else Architecture(self.run.model).layout
+        if self.part:
+            return components().part(self.part).layout(self.run)
+        return Architecture(self.run.model).layout
 
     def refuse_unreadable(self, trained: Layout) -> None:
         """Refuse to write such tensors to a file with this description: none would read them again."""
@@ -92,7 +93,7 @@ class Description:
     def refuse_training(self, t: TrainConfig) -> None:
         """Refuse to train the weights of a rounded file."""
         if self.rounded:
-            ROUNDED[self.rounded].refuse_training(t)
+            components().quantized(self.rounded).refuse_training(t)
 
     def to_metadata(self) -> dict[str, str]:
         tokenizer = self.tokenizer.to_json() if self.tokenizer else ""
@@ -143,7 +144,7 @@ def load_model(
         except UsageError as error:
             raise shared(error) from None
     if dtype := kernels.capabilities.rounded:
-        return ROUNDED[dtype].load(path, config, kernels, comm, merge), description
+        return components().quantized(dtype).load(path, config, kernels, comm, merge), description
     _refuse_too_large(path, config, kernels, comm)
     model = Model(Architecture(config), kernels)
 
@@ -222,7 +223,7 @@ def _checked_metadata(path: Path) -> dict[str, str]:
     if config.n_layer > len(header.tensors):
         raise DataError(f"{path}: its configuration asks for {config.n_layer} layers, which it does not hold")
     if description.rounded:
-        ROUNDED[description.rounded].refuse_others(header, config, path)
+        components().quantized(description.rounded).refuse_others(header, config, path)
     else:
         refuse_misfits(header, {spec.name: spec.shape for spec in description.layout.specs}, path)
     return header.metadata
@@ -232,8 +233,8 @@ def _own_metadata(header: Header, path: Path) -> dict[str, str]:
     """Return the metadata of a file written by distgpt in this version of the format."""
     found = header.metadata
     is_described = {"format", "format_version", "config", "tokenizer"} <= found.keys()
-    if BASE in found and is_described and found["format"] not in PARTS:
-        known = ", ".join(PARTS)
+    if BASE in found and is_described and found["format"] not in components().parts:
+        known = ", ".join(components().parts)
         raise DataError(
             f"{path} holds a part of kind {found['format']!r:.40}, not known here; known: {known}"
         )
@@ -275,5 +276,5 @@ def _parse(metadata: dict[str, str], path: Path) -> Description:
     if rounded:
         raise DataError(f"{path} is damaged: the part of a model that it holds cannot be quantised")
     part = metadata["format"]
-    PARTS[part].refuse_damaged(run, path)
+    components().part(part).refuse_damaged(run, path)
     return Description(run, tokenizer, part=part, base=base)

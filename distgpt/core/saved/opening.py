@@ -7,12 +7,13 @@ from pathlib import Path
 
 from distgpt.core.comm.agree import on_root
 from distgpt.core.comm.api import Comm
+from distgpt.core.components import components
 from distgpt.core.config import AUTO_DTYPE, ROUNDED_DTYPES, ModelConfig
 from distgpt.core.cpu.stages import Stage
 from distgpt.core.model.model import Architecture, Model
 from distgpt.core.ops.kernels import Kernels
 from distgpt.core.saved.modelfile import Description, load_description, load_model, read_description
-from distgpt.core.saved.weights import ADAPTER, PARTS, ROUNDED, Merge, weights_of
+from distgpt.core.saved.weights import ADAPTER, Merge, weights_of
 
 
 def exact(about: Description) -> str:
@@ -36,14 +37,14 @@ def dtype_of(
 def whole_model(weights: Path, adapter: Path | None, comm: Comm) -> tuple[Path, Merge | None]:
     """Return the weights file of the whole model, and what is merged into it. Collective."""
     if adapter:
-        return PARTS[ADAPTER].whole(weights, comm, adapter)
+        return components().part(ADAPTER).whole(weights, comm, adapter)
 
     def find() -> list[str]:
         found = weights_of(weights)
         return [str(found), read_description(found).part]
 
     found, part = on_root(comm, find)
-    return PARTS[part].whole(Path(found), comm) if part else (Path(found), None)
+    return components().part(part).whole(Path(found), comm) if part else (Path(found), None)
 
 
 def open_model(
@@ -73,4 +74,4 @@ def random_model(config: ModelConfig, dtype: str, kernels_for: Callable[[str], K
     is_rounded = dtype in ROUNDED_DTYPES
     model = Model(Architecture(config), kernels_for("float32" if is_rounded else dtype))
     model.initialise(seed)
-    return ROUNDED[dtype].of(model) if is_rounded else model
+    return components().quantized(dtype).of(model) if is_rounded else model

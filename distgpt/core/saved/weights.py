@@ -1,7 +1,7 @@
 """Weights files: which one a name means, and the kinds beside that of a whole model in floats.
 
 In a rounded file matrices are integers with scales, for inference alone. A part is a file whose tensors stand
-beside those of another file, its base. Both kinds are rows of tables, and the core has neither.
+beside those of another file, its base. The core has neither kind: see `Components`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import numpy as np
 
 from distgpt.core.base.errors import DataError, StorageError, UsageError, command_line, nearest_path
 from distgpt.core.base.files import storage_errors
-from distgpt.core.base.tables import Table
 from distgpt.core.comm.api import Comm
+from distgpt.core.components import components
 from distgpt.core.config import ModelConfig, RunConfig, TrainConfig
 from distgpt.core.data.tokenizers import Tokenizer
 from distgpt.core.model.memory import Layout, Spec
@@ -28,21 +28,11 @@ from distgpt.core.saved.rundir import RunDirectory
 from distgpt.core.saved.tensors import Header, read_header, read_rows, verify_data
 
 
-class WeightsSource(Protocol):
-    """A row of the table of weights, by what their names begin with before a colon."""
-
-    def __call__(self, name: str, fetches: bool) -> Path:
-        """Return the weights file of this name. Without `fetches` refuse one that is not on this machine."""
-
-
-SOURCES: Table[WeightsSource] = Table("weights", "weights of", {})
-
-
 def weights_of(name: Path, fetches: bool = True) -> Path:
     """Return the weights file of this name. Fetch it, or refuse to, where it is not on this machine."""
     key, _, rest = str(name).partition(":")
-    source = SOURCES.get(key) if rest and not name.exists() else None
-    return find_weights(name) if source is None else source(rest, fetches)
+    fetched = components().weights(key, rest, fetches) if rest and not name.exists() else None
+    return fetched or find_weights(name)
 
 
 def find_weights(path: Path) -> Path:
@@ -149,18 +139,15 @@ class PartKind(Protocol):
         """
 
 
-ROUNDED: Table[RoundedKind] = Table("rounded", "dtype", {})
-PARTS: Table[PartKind] = Table("part files", "weights file of format", {})
-
-
 def rounded_dtype(metadata: Mapping[str, str], path: Path) -> str:
     """Return the dtype that a rounded file is in, as its metadata say."""
     known = []
-    for dtype, kind in ROUNDED.rows():
+    for dtype in components().quantized_dtypes:
+        kind = components().quantized(dtype)
         if metadata.get(QUANTISED) == kind.stored:
             return dtype
         known.append(kind.stored)
-    raise ROUNDED.missing() or DataError(
+    raise DataError(
         f"{path} is quantised in a way that this distgpt does not read: it reads {' and '.join(known)}"
     )
 
@@ -175,7 +162,7 @@ def verified(path: Path) -> Header:
 def read_float(path: Path, header: Header, spec: Spec, array: Array) -> None:
     """Fill an array of floats with a parameter, or with its first rows, also from a rounded file."""
     if QUANTISED in header.metadata:
-        ROUNDED[rounded_dtype(header.metadata, path)].read(path, header, spec, array)
+        components().quantized(rounded_dtype(header.metadata, path)).read(path, header, spec, array)
     else:
         read_rows(path, header, spec.name, array)
     if not np.isfinite(array).all():

@@ -13,9 +13,9 @@ from typing import Protocol
 import numpy as np
 
 from distgpt.core.base.interrupts import Interrupted, PendingSignals, signal_of
-from distgpt.core.base.tables import Table
 from distgpt.core.comm.agree import on_every_rank
 from distgpt.core.comm.api import Comm
+from distgpt.core.components import components
 from distgpt.core.config import RunConfig
 from distgpt.core.data.batches import Window
 from distgpt.core.data.loading import Corpus, bits_per_byte, text_bytes
@@ -258,16 +258,13 @@ class Metric(Protocol):
 
 
 class MetricKind(Protocol):
-    """A row of the table of metrics."""
+    """Loads a metric, and describes it."""
 
     def __call__(self, comm: Comm, path: Path, tokenizer: Tokenizer, seq_len: int) -> Metric:
         """Load what is measured from a file, on every rank. Collective."""
 
     def words(self, metrics: dict[str, float]) -> str:
         """Describe the fields of a line of metrics.jsonl."""
-
-
-METRICS: Table[MetricKind] = Table("metrics", "a metric", {})
 
 
 class MakeAssessment(Protocol):
@@ -289,7 +286,7 @@ def prepare_assessment(
         held_out = len(corpus.held_out) - 1 if corpus.is_text else 0
         validation = Validation(windows, corpus.is_text, held_out)
     files = run.train.metrics.items()
-    metrics = [METRICS[name](comm, Path(path), corpus.tokenizer, seq_len) for name, path in files]
+    metrics = [components().metric(name)(comm, Path(path), corpus.tokenizer, seq_len) for name, path in files]
     return validation, partial(Assessment, comm, validation, metrics, corpus.tokenizer)
 
 

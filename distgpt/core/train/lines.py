@@ -7,7 +7,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from datetime import datetime
 from shutil import get_terminal_size
 from textwrap import fill
@@ -16,10 +16,9 @@ from typing import Any, Protocol, TextIO
 from distgpt.core.base.errors import escape_lines, escape_model_text, print_lines
 from distgpt.core.base.formatting import clock, count
 from distgpt.core.base.interrupts import note
-from distgpt.core.base.tables import MissingComponent, Table
-from distgpt.core.comm.agree import on_every_rank
-from distgpt.core.comm.api import Comm
 from distgpt.core.comm.job import drop_output, shown_on_terminal, this_job
+from distgpt.core.components import components
+from distgpt.core.config import METRICS
 from distgpt.core.train.seams import Listener
 
 Metrics = dict[str, float]  # a line of metrics.jsonl
@@ -263,9 +262,6 @@ class Closing(Listener, Protocol):
     def close(self) -> None: ...
 
 
-LISTENERS: Table[Callable[..., Closing]] = Table("listeners", "listener", {"plain": Lines})
-
-
 class Listeners:
     """Passes everything on to several listeners, in no order that matters; to none on ranks but 0."""
 
@@ -297,33 +293,6 @@ class Listeners:
             listener.close()
 
 
-def listeners(
-    comm: Comm, shown: str, log_lines: float | None = None, recorders: Iterable[Callable[[], Closing]] = ()
-) -> Listeners:
-    """Return the listeners of a run, on rank 0: what shows it, and what `recorders` make. Collective.
-
-    `shown` names a row of the table, or is auto: live for a single process on a terminal. Under a launcher
-    one cannot know: some hand their ranks a terminal of their own even where nobody looks. `log_lines`:
-    seconds between two lines.
-    """
-
-    def chosen() -> list[Closing]:
-        if comm.rank:
-            return []
-        name = shown
-        if shown == "auto":
-            name = "live" if comm.size == 1 and sys.stdout.isatty() else "plain"
-        try:
-            display = LISTENERS[name](log_lines)
-        except MissingComponent:
-            if shown != "auto":
-                raise
-            display = Lines(log_lines)
-        return [display, *(make() for make in recorders)]
-
-    return Listeners(*on_every_rank(comm, chosen))
-
-
 def summary(facts: Facts) -> str:
     """Describe a run that starts, in one line."""
     each = " each" * (facts["ranks"] > 1)
@@ -341,8 +310,6 @@ def summary(facts: Facts) -> str:
 
 def measured(metrics: Metrics) -> str:
     """Describe the results of an evaluation, in one line."""
-    from distgpt.core.train.assessment import METRICS  # which a run without evaluations does not load
-
     words = [f"after step {metrics['step']}:"]
     if "val_loss" in metrics:
         bits = f" ({metrics['bits_per_byte']:.4f} bits per byte)" if "bits_per_byte" in metrics else ""
@@ -350,5 +317,5 @@ def measured(metrics: Metrics) -> str:
         over = f"{metrics['val_tokens']:,}{of} tokens"
         words.append(f"validation loss {metrics['val_loss']:.4f}{bits} over {over}")
     # By the setting that asks for it, which is also its name in metrics.jsonl.
-    words += [kind.words(metrics) for _, kind in METRICS.rows(name for name in METRICS if name in metrics)]
+    words += [components().metric(name).words(metrics) for name in METRICS if name in metrics]
     return "  ".join(words)

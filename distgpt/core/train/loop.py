@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import traceback
 from contextlib import ExitStack
 from functools import partial
 from typing import NoReturn
@@ -14,9 +15,12 @@ from distgpt.core.comm.agree import on_root, shared
 from distgpt.core.saved.checkpoint import Best
 from distgpt.core.train.progress import SAMPLING, SAVING, Due, Intervals
 from distgpt.core.train.run import BadStep, Run
-from distgpt.core.train.seams import Votes
+from distgpt.core.train.seams import Guard, Votes
 from distgpt.core.train.step import InFlight
 from distgpt.core.train.summary import write_at_end
+
+# Names in a line of metrics.jsonl that no guard may use.
+RECORDED = {"step", "loss", "lr", "grad_norm", "tokens", "tokens_per_s", "step_s", "time", "skipped"}
 
 
 def train(run: Run) -> None:
@@ -91,11 +95,14 @@ def settle(run: Run, in_flight: InFlight, leave: int) -> signal.Signals | None:
         metrics: dict[str, float] = {}  # beside loss and norm, for the step's line and for metrics.jsonl
         for guard in run.guards:  # after the count: they look at the duration of the last step
             try:
-                metrics |= guard.after_step(done)
+                fields = guard.after_step(done)
+                if taken := RECORDED & fields.keys():
+                    raise ValueError(f"the run itself records {', '.join(sorted(taken))}")
+                metrics |= fields
             except (DistgptError, OSError):  # with a line and an exit code of their own
                 raise
-            except Exception as error:  # whoever wrote it, the run's user learns which one it is
-                raise DistgptError(f"the guard {_name(guard)} has failed: {_name(error)}: {error}") from error
+            except Exception as error:
+                raise _failed(guard, error) from error
         if rejected:
             metrics["skipped"] = 1
         run.report.report_step(run.progress.step, done, metrics)
@@ -192,6 +199,13 @@ def refuse_different_weights(run: Run) -> None:
                 f" --grad-sync {run.settings.grad_sync} give all ranks the same bits?"
             )
         )
+
+
+def _failed(guard: Guard, error: Exception) -> DistgptError:
+    """Return an error that names the guard, and where in its file it failed."""
+    frames = traceback.extract_tb(error.__traceback__)[1:]  # without the call itself
+    where = f" ({frames[0].filename}:{frames[0].lineno})" if frames else ""
+    return DistgptError(f"the guard {_name(guard)} has failed: {_name(error)}: {error}{where}")
 
 
 def _name(thing: object) -> str:

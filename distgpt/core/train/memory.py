@@ -18,13 +18,13 @@ from distgpt.core.base.formatting import size as size_of
 from distgpt.core.comm.agree import on_every_rank, on_root
 from distgpt.core.comm.api import Comm
 from distgpt.core.comm.resources import granted_memory
+from distgpt.core.components import components
 from distgpt.core.config import RunConfig, TrainConfig
 from distgpt.core.cpu.stages import Notes, Stage
 from distgpt.core.model.memory import MATRIX
 from distgpt.core.model.muon import OPTIMIZERS
 from distgpt.core.ops.api import Array, HostArray, Work
 from distgpt.core.ops.kernels import Kernels
-from distgpt.core.train.seams import kind_of
 from distgpt.core.train.sharing import Exchange, Placement, Strategy
 from distgpt.core.train.step import Step
 
@@ -94,7 +94,7 @@ def needed(config: RunConfig, kernels: Kernels, strategy: Strategy, evaluated: b
     last = ranks - 1  # the rank whose part is the largest
     sequences = config.train.batch_size // ((config.train.grad_accum or 1) * ranks)
     comm = cast(Comm, SimpleNamespace(size=ranks, rank=last))
-    model = kind_of(config.train).build(config, cast(Kernels, dry))
+    model = components().model(config.train).build(config, cast(Kernels, dry))
     model.allocate_master_weights(ranks, placement.own(model.layout, last))
     weights = dry.more()
     if not placement.may_copy:  # a tensor on its way to be saved
@@ -164,7 +164,7 @@ def copy_bytes(config: RunConfig, kernels: Kernels, placement: Placement) -> int
     """Return the bytes that rank 0 copies to write a checkpoint while training goes on; 0 if it does not."""
     if config.train.save == "sync" or not placement.may_copy:
         return 0
-    layout = kind_of(config.train).trained(config)
+    layout = components().model(config.train).trained(config)
     optimizer = OPTIMIZERS[config.train.optimizer]
     return (2 * layout.size + optimizer.second_moments(layout).size) * int(kernels.wide.itemsize)
 

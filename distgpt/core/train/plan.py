@@ -8,15 +8,14 @@ preset, file and flags. Then `make_plan` chooses the directory and the checkpoin
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from distgpt.core.base.errors import DataError, Say, UsageError, refuse_beside
 from distgpt.core.base.formatting import count
-from distgpt.core.base.tables import COMPONENTS, Table
 from distgpt.core.comm.agree import on_root
+from distgpt.core.components import components
 from distgpt.core.config import AUTO_DTYPE, RunConfig, TrainConfig, differences
 from distgpt.core.config.asked import Asked, resolve, resumed
 from distgpt.core.cpu.stages import Stage
@@ -35,7 +34,6 @@ from distgpt.core.train.resume import (
     refuse_impossible,
     saved_run,
 )
-from distgpt.core.train.seams import kind_of
 
 DTYPE = "dtype"
 
@@ -96,7 +94,7 @@ def _decide(asked: Asked, ranks: int, on_gpu: bool, say: Say) -> Plan:
     t = config.train
     if weights := checkpoint / "weights.safetensors" if checkpoint else t.init:
         origin = read_description(Path(weights))
-        kind_of(t).refuse_origin(origin, Path(weights), t, resumed=checkpoint is not None)
+        components().model(t).refuse_origin(origin, Path(weights), t, resumed=checkpoint is not None)
     before = found.settings
     if checkpoint and origin:
         before = origin.run
@@ -122,7 +120,7 @@ def _refuse_moved(t: TrainConfig) -> None:
             resolve_data(text)
         except DataError as error:
             raise DataError(f"{error}: {option} says where the text of this run is now") from None
-    kind_of(t).refuse_moved(t)
+    components().model(t).refuse_moved(t)
 
 
 # What rank 0 sends to the others. One process has the plan itself.
@@ -216,17 +214,6 @@ def with_dtype(asked: Asked, stage: Stage, say: Say) -> Asked:
     return replace(asked, given={**asked.given, DTYPE: found.name})
 
 
-Recipe = Callable[[Asked, Stage, Say], Asked]  # returns settings in the place of words; collective
-RECIPES: Table[Recipe] = Table("recipes", "recipe", {})  # by their words
-
-
-def follow_recipes(asked: Asked, stage: Stage, say: Say) -> Asked:
-    """Return what is asked for with settings in place of recipes, and with a dtype. Collective."""
-    for follow in dict.fromkeys(RECIPES[word] for word in asked.recipes()):
-        asked = follow(asked, stage, say)
-    return with_dtype(asked, stage, say)  # last: a recipe may have named one
-
-
 def is_open(asked: Asked) -> bool:
     """Return whether neither preset nor file nor flags name a dtype."""
     return asked.named(DTYPE) in (None, AUTO_DTYPE)
@@ -237,26 +224,13 @@ def begins_anew(asked: Asked) -> bool:
     return asked.resume is None or (asked.resume == "auto" and saved_run(asked) is None)
 
 
-class Check(Protocol):
-    """A row of the table of checks."""
-
-    def __call__(self, t: TrainConfig, ranks: int, on_gpu: bool) -> None:
-        """Raise a UsageError about what a component does not go with."""
-
-
-CHECKS: Table[Check] = Table("checks", "component", {})  # by the names of components, which settings give
-
-
 def refuse_unsuited(t: TrainConfig, ranks: int, on_gpu: bool) -> None:
     """Raise a UsageError about settings that do not go together."""
     if t.val:
         refuse_beside("--val", {"val-fraction": t.val_fraction}, "each says what is held out")
     if t.is_cut_by_rank:
         refuse_uneven(t.batch_size, ranks, t.grad_accum or 1)
-    for component in t.components:
-        COMPONENTS.get(component)  # raises an error where it is missing
-        if check := CHECKS.get(component):
-            check(t, ranks, on_gpu)
+    components().refuse_unsuited(t, ranks, on_gpu)
     if ranks > 1 and t.gradient_dtype == "bfloat16" and t.dtype == "float64":
         raise UsageError(
             "--gradient-dtype bfloat16 leaves nothing of --dtype float64: use float32 for one of them"

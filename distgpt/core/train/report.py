@@ -9,7 +9,8 @@ from pathlib import Path
 
 from distgpt.core.base.errors import Say, StorageError, escape
 from distgpt.core.base.formatting import count, size, size_in_column
-from distgpt.core.config import PARAMETERS_PER_TOKEN, RunConfig, TrainConfig
+from distgpt.core.components import components
+from distgpt.core.config import METRICS, PARAMETERS_PER_TOKEN, RunConfig, TrainConfig
 from distgpt.core.cpu.stages import Stage
 from distgpt.core.data.batches import Batches
 from distgpt.core.data.loading import Corpus, bits_per_byte
@@ -19,7 +20,7 @@ from distgpt.core.saved.rundir import RunDirectory
 from distgpt.core.train.checkpoints import Checkpoints
 from distgpt.core.train.progress import Finished
 from distgpt.core.train.resume import Change
-from distgpt.core.train.seams import Clock, Listener, Times, is_over, kind_of
+from distgpt.core.train.seams import Clock, Listener, Times, is_over
 from distgpt.core.train.whereabouts import shown_hosts
 
 BY_HEART = 40  # times that a text is read, from which on a large model knows it
@@ -81,8 +82,6 @@ def note_settings(
     for line in corpus.notes:
         say(line)
     if t.eval_every and not is_evaluated:
-        from distgpt.core.train.assessment import METRICS
-
         *others, last = ("--val", "--val-fraction", *(f"--{name}" for name in METRICS))
         say(f"nothing is held out, so nothing is evaluated: see {', '.join(others)} and {last}")
 
@@ -98,7 +97,7 @@ def note_resumed(t: TrainConfig, state: State, batches: Batches, say: Say) -> No
 def note_new(t: TrainConfig, model: Model, batches: Batches, token_bytes: float | None, say: Say) -> None:
     """Say what a new run begins with, and that it will learn its text by heart if it will. For rank 0."""
     if t.init:
-        use = kind_of(t).use_of_init(t)
+        use = components().model(t).use_of_init(t)
         say(f"{escape(t.init)} {use}, with a peak learning rate of {t.lr:g} (--lr)")
     parameters = model.layout.elements
     steps = 0 if t.train_minutes else t.steps  # nobody knows those of a run by the clock

@@ -12,6 +12,7 @@ from distgpt.core.base.errors import DataError, Say, StorageError, UsageError, n
 from distgpt.core.base.formatting import count, typed_duration
 from distgpt.core.comm.agree import on_root
 from distgpt.core.comm.api import Comm
+from distgpt.core.components import components
 from distgpt.core.config import CHANGEABLE, RunConfig, TrainConfig
 from distgpt.core.config.asked import Asked
 from distgpt.core.saved.checkpoint import (
@@ -27,7 +28,7 @@ from distgpt.core.saved.checkpoint import (
 from distgpt.core.saved.modelfile import read_description
 from distgpt.core.saved.rundir import RunDirectory, differing, place_for
 from distgpt.core.saved.tensors import read_header, verify_data
-from distgpt.core.train.seams import is_over, kind_of
+from distgpt.core.train.seams import is_over
 
 Change = tuple[object, object]  # what a setting was, and what it is now
 
@@ -96,7 +97,7 @@ def saved_run(asked: Asked) -> RunConfig | None:
 
 def refuse_impossible(what: str, before: RunConfig, now: RunConfig) -> None:
     """Raise a UsageError if a setting differs that cannot change when a run resumes."""
-    if different := differing(before, now, CHANGEABLE | kind_of(now.train).may_move):
+    if different := differing(before, now, CHANGEABLE | components().model(now.train).may_move):
         raise UsageError(
             f"{what} with another configuration ({different}), which a resumed run cannot change: leave out"
             " the flag, --preset or --config that says so, or start a new run: another --out and no --resume"

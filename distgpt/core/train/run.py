@@ -1,14 +1,12 @@
-"""Everything one rank holds during a run, and who makes its parts."""
+"""Everything one rank holds during a run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from distgpt.core.base.errors import Say
 from distgpt.core.base.interrupts import PendingSignals
 from distgpt.core.comm.api import Comm
 from distgpt.core.config import RunConfig, TrainConfig
@@ -17,18 +15,17 @@ from distgpt.core.data.batches import Batches
 from distgpt.core.data.tokenizers import Tokenizer
 from distgpt.core.model.model import Model
 from distgpt.core.model.optim import AdamW
-from distgpt.core.saved.checkpoint import Outdated, State, beyond
-from distgpt.core.saved.modelfile import Description
+from distgpt.core.saved.checkpoint import State
 from distgpt.core.saved.rundir import RunDirectory
 from distgpt.core.train.checkpoints import Checkpoints
-from distgpt.core.train.progress import Activity, Pace, Progress
+from distgpt.core.train.progress import Activity, Progress
 from distgpt.core.train.report import Report
-from distgpt.core.train.seams import Clock, Disk, FiniteJudge, Guard, Judge, Times
+from distgpt.core.train.seams import Clock, Guard, Judge
 from distgpt.core.train.sharing import Exchange, OptimizerState, Placement
 from distgpt.core.train.step import Launch, Step
 
 if TYPE_CHECKING:
-    from distgpt.core.train.assessment import Assessment, Validation
+    from distgpt.core.train.assessment import Assessment
 
 
 class BadStep(Exception):
@@ -105,20 +102,9 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Seams:
-    """Functions that make a run's objects. Those that communicate do so alike on all ranks."""
+class Limits:
+    """Limits of this process's run, which no setting has. None: no such limit."""
 
-    judge: Callable[[TrainConfig, Progress], Judge] = FiniteJudge
-    clock: Callable[[TrainConfig, int, Times, Pace, Model, Validation | None], Clock] = (
-        lambda t, last, *about: Clock(last)
-    )
-    disk: Callable[[RunDirectory, TrainConfig, Model, Description, Say], Disk] = lambda *about: Disk()
-    outdated: Callable[[TrainConfig], Outdated] = lambda t: partial(beyond, t.keep)
-    guards: Callable[[Run], Sequence[Guard]] = lambda run: ()
-
-
-def plain_seams(
-    t: TrainConfig, end: float | None = None, timeout: float | None = None, abort: float | None = None
-) -> Seams:
-    """Return the seams of a run without guards: nothing looks at the clock or at a run that is stuck."""
-    return Seams()
+    end: float | None = None  # the moment of time.monotonic() by which the run has to have ended
+    stall_timeout: float | None = None  # seconds without progress that are reported; None: by its pace
+    stall_abort: float | None = None  # seconds without progress that end the run

@@ -11,7 +11,7 @@ Disk        writes what is saved                           checkpoints.py
 Outdated    which checkpoints may go                       save_checkpoint; `beyond` is the plain one
 
 A contract that is a class is its own plain version. How ranks share a step has a page of its own: sharing.py.
-`Seams` (run.py) has a function for each that makes it.
+`Components` has a method for each that makes it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from typing import Protocol
 
 from distgpt.core.base.errors import DistgptError, NonFiniteError, StorageError
 from distgpt.core.base.interrupts import PendingSignals, first_of
-from distgpt.core.base.tables import Table
 from distgpt.core.comm.agree import shared
 from distgpt.core.comm.api import Comm
 from distgpt.core.config import RunConfig, TrainConfig
@@ -104,12 +103,7 @@ class WholeModel:
         """Refuse nothing: its own checkpoint is all that it needs."""
 
 
-MODEL_KINDS: Table[ModelKind] = Table("models", "kind of model", {"whole": WholeModel()})
-
-
-def kind_of(t: TrainConfig) -> ModelKind:
-    """Return the kind of model that these settings train."""
-    return MODEL_KINDS[t.model_kind]
+WHOLE = WholeModel()
 
 
 class Judge(Protocol):

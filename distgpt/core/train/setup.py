@@ -19,11 +19,12 @@ import numpy as np
 from distgpt.core.base.errors import DataError, Say, UsageError
 from distgpt.core.base.files import without_locks
 from distgpt.core.base.interrupts import PendingSignals
-from distgpt.core.base.tables import Table, part
+from distgpt.core.base.tables import part
 from distgpt.core.comm.agree import on_root, shared
 from distgpt.core.comm.api import Comm
 from distgpt.core.comm.layout import layout
 from distgpt.core.comm.resources import granted_cores
+from distgpt.core.components import Components, components
 from distgpt.core.config import ModelConfig, RunConfig, TrainConfig
 from distgpt.core.cpu import first_use
 from distgpt.core.cpu.stages import Stage, report_compiling
@@ -52,15 +53,14 @@ from distgpt.core.train.report import (
     note_settings,
 )
 from distgpt.core.train.resume import best_on_disk, refuse_changed_text
-from distgpt.core.train.run import Run, Seams
-from distgpt.core.train.seams import Listener, ModelKind, Times, kind_of
+from distgpt.core.train.run import Limits, Run
+from distgpt.core.train.seams import Listener, ModelKind, Times
 from distgpt.core.train.sharing import (
     WEIGHTS,
     OptimizerState,
     Start,
     Strategy,
     agree_on_strategy,
-    strategy_for,
 )
 from distgpt.core.train.step import Step
 from distgpt.core.train.whereabouts import whereabouts
@@ -68,14 +68,22 @@ from distgpt.core.train.whereabouts import whereabouts
 if TYPE_CHECKING:
     from distgpt.core.train.assessment import MakeAssessment, Validation
 
-PLAIN = Seams()
+NO_LIMITS = Limits()
 
 
-def open_run(plan: Plan, stage: Stage, listener: Listener, seams: Seams = PLAIN) -> Run:
+def open_run(
+    plan: Plan,
+    stage: Stage,
+    listener: Listener,
+    limits: Limits = NO_LIMITS,
+    parts: Components | None = None,
+) -> Run:
     """Set up a run: texts, memory, model, weights, files, compiled loops, and what watches it. Collective.
 
-    All ranks take the same steps in this order.
+    All ranks take the same steps in this order. `parts` makes the policies and callbacks of this run, if not
+    the components of the process.
     """
+    parts = parts or components()
     comm = stage.comm
     say = listener.noted
     checkpoint = plan.checkpoint
@@ -157,15 +165,15 @@ def open_run(plan: Plan, stage: Stage, listener: Listener, seams: Seams = PLAIN)
     # What watches the run, and is watched: each is made of those above it.
     signals = PendingSignals()
     activity = Activity()
-    judge = seams.judge(settings, progress)
-    disk = seams.disk(directory, settings, model, described, say)
+    judge = parts.step_policy(settings, progress)
+    disk = parts.disk(directory, settings, model, described, say)
     gathering = state.gathering(comm)
-    outdated = seams.outdated(settings)
+    outdated = parts.retention(settings)
     checkpoints = Checkpoints(
         model, state.optimizer, directory, described, settings, say, comm, best, disk, gathering, outdated
     )
     last = settings.steps if plan.until is None else plan.until
-    clock = seams.clock(settings, last, times, Pace(progress, placement.rounds), model, validation)
+    clock = parts.budget(settings, last, times, Pace(progress, placement.rounds), model, validation)
     reading = Reading(batches, settings.batch_size, token_bytes, clock)
     sample: Callable[..., str] | None = None
     if settings.sample_every and comm.rank == 0:
@@ -217,7 +225,7 @@ def open_run(plan: Plan, stage: Stage, listener: Listener, seams: Seams = PLAIN)
         guards=(),
         sample=sample,
     )
-    return replace(run, guards=tuple(seams.guards(run)))
+    return replace(run, guards=tuple(parts.callbacks(run, limits)))
 
 
 def make_steps(config: RunConfig, stage: Stage, say: Say) -> Step:
@@ -306,13 +314,14 @@ def set_up(config: RunConfig, stage: Stage, is_evaluated: bool = False, preferre
     """
     comm = stage.comm
     t = config.train
-    strategy = strategy_for(t, comm.size)
+    strategy = components().strategy(t, comm.size)
     if comm.size > 1:
         agree_on_strategy(comm, strategy)  # first: ranks that differ would wait for each other
     strategy.refuse_unable(comm, on_gpu=stage.on_gpu)
-    kind = kind_of(t)
-    if not kind.trained(config).specs:  # kinds that are handed in may find none in this model
-        raise shared(UsageError(f"this model has nothing that a kind of model {t.model_kind!r} trains"))
+    kind = components().model(t)
+    if not kind.trained(config).specs:  # an extension's kind may find none in this model
+        what = type(kind).__name__
+        raise shared(UsageError(f"this model has nothing that a kind of model {what!r} trains"))
     kernels = stage.kernels(t.dtype, t.matmul_backend, "training")
     settings = fit_to_memory(config, stage, kernels, strategy, is_evaluated, preferred)
     # A GPU compiles for the sizes of this run, in threads: that needs no weights.
@@ -325,7 +334,7 @@ def micro_batches_so_far(state: State, before: RunConfig, ranks: int) -> int:
 
     `before`: the configuration so far. If that has fixed their number, a change may ask for another one.
     """
-    if state.ranks != ranks or strategy_for(before.train, ranks).counted_by:
+    if state.ranks != ranks or components().strategy(before.train, ranks).counted_by:
         return 0
     return state.micro_batches
 
@@ -371,7 +380,7 @@ def unhelped(stage: Stage, dtype: str, matmul: str, work: Callable[[Kernels], No
 
 def rehearse(kernels: Kernels, config: RunConfig, strategy: Strategy) -> None:
     """Take one training step of such a model, which compiles every loop it needs."""
-    model = kind_of(config.train).build(config, kernels)
+    model = components().model(config.train).build(config, kernels)
     model.allocate_master_weights()
     tokens = kernels.integers(np.zeros(config.model.seq_len))
     positions = tokens if config.train.is_of_examples else None
@@ -389,16 +398,13 @@ def rehearse(kernels: Kernels, config: RunConfig, strategy: Strategy) -> None:
 
 
 class FirstWeights(Protocol):
-    """A row of the table of first weights: what random ones are replaced by, learned from the text."""
+    """First weights that are learned from the text, in place of random ones."""
 
     note: str  # about it, for people
     tokens: int  # of the text, that it looks at
 
     def learn(self, tokens: Array, weights: Tensors, config: ModelConfig, threads: int) -> None:
         """Change these weights in place. Called on rank 0 alone, while the others wait."""
-
-
-FIRST_WEIGHTS: Table[FirstWeights] = Table("first weights", "first weights", {})  # by init_weights
 
 
 def restore(comm: Comm, state: OptimizerState, checkpoint: Path) -> None:
@@ -414,7 +420,7 @@ def begin_anew(comm: Comm, state: OptimizerState, t: TrainConfig, batches: Batch
     `batches`, where the model wants that.
     """
     model = state.optimizer.model
-    if init := kind_of(t).begins_with(t):
+    if init := components().model(t).begins_with(t):
         state.load_weights(comm, partial(read_shortened, Path(init)))
         if not model.is_finite():
             raise shared(DataError(f"{init} holds weights that are not finite"))
@@ -425,7 +431,7 @@ def begin_anew(comm: Comm, state: OptimizerState, t: TrainConfig, batches: Batch
 
 def learned_first(model: ModelConfig, t: TrainConfig) -> FirstWeights | None:
     """Return what first weights are learned by; None where they are random, or those of a file."""
-    return None if t.init else FIRST_WEIGHTS.get(model.init_weights)
+    return None if t.init else components().first_weights(model.init_weights)
 
 
 def _draw(comm: Comm, model: Model, t: TrainConfig, batches: Batches | None, host: Tensors) -> None:

@@ -15,7 +15,6 @@ from statistics import median
 from typing import NamedTuple, Protocol
 
 from distgpt.core.base.errors import Say, UsageError
-from distgpt.core.base.tables import Table
 from distgpt.core.comm.agree import gather_bytes, named_ranks, on_root, ranks_by_text, shared
 from distgpt.core.comm.api import Comm
 from distgpt.core.config import RunConfig, TrainConfig
@@ -205,19 +204,6 @@ class Strategy:
     def rehearse(self, model: Model) -> None:
         """Compile every loop that placement, micro-batches and exchange may call, with a small model."""
         self.placement.rehearse(model)
-
-
-USUAL = "several ranks"  # what they take where no setting asks for another way
-# By the component that a setting asks for (TrainConfig.components): ways other than the plain one.
-STRATEGIES: Table[type[Strategy]] = Table("strategies", "how ranks share a step by", {})
-
-
-def strategy_for(t: TrainConfig, ranks: int) -> Strategy:
-    """Return the strategy that the settings ask for, the plain one if they ask for no other."""
-    others = [kind for name in t.components if (kind := STRATEGIES.get(name))]
-    if ranks > 1 and USUAL in STRATEGIES:
-        others += (kind for _, kind in STRATEGIES.rows([USUAL]))  # none where it is not installed
-    return (others or [Strategy])[0](t, ranks)
 
 
 def agree_on_strategy(comm: Comm, strategy: Strategy) -> None:

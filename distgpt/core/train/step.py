@@ -19,10 +19,11 @@ import numpy as np
 
 from distgpt.core.comm.agree import gather_bytes
 from distgpt.core.comm.api import Comm
+from distgpt.core.components import components
 from distgpt.core.config import TrainConfig
 from distgpt.core.data.batches import Batches
 from distgpt.core.model.model import FLAG_COUNT
-from distgpt.core.model.optim import AdamW, learning_rate
+from distgpt.core.model.optim import AdamW
 from distgpt.core.model.passes import Pass
 from distgpt.core.ops.api import Array
 from distgpt.core.train.progress import COMPUTING, EXCHANGING, UPDATING, Activity, Finished
@@ -156,7 +157,7 @@ class Step:
         # Only now: if the exchange never ends, another thread may save the weights of the last step.
         with self.weights_lock:
             counted = batches.counted_fraction(number)
-            return self._update(number, learning_rate(self.config, number, elapsed), counted)
+            return self._update(number, components().learning_rate(self.config, number, elapsed), counted)
 
     def restart_clock(self) -> None:
         """Let what was done between two steps not count as this rank's time in the next one."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import shlex
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -13,15 +12,13 @@ from types import TracebackType
 from distgpt.core.base.errors import DistgptError
 from distgpt.core.base.files import atomic_file
 from distgpt.core.base.formatting import count
-from distgpt.core.base.tables import Table
 from distgpt.core.comm.agree import gather_ints, on_root
 from distgpt.core.comm.resources import peak_memory
+from distgpt.core.components import components
 from distgpt.core.config import TrainConfig
 from distgpt.core.saved.checkpoint import newest_step
 from distgpt.core.train.run import Run
 
-# What components add, by its name there; None: nothing.
-FACTS: Table[Callable[[Run], object]] = Table("summary", "facts", {})
 WARM_UP = 2  # steps that may be slower, left out of the median where enough others are there
 
 
@@ -105,7 +102,7 @@ def _about(run: Run) -> dict[str, object]:
         "grad_accum": t.grad_accum,
         "recompute": t.recompute,
         "allreduce": _allreduce(run),
-        **{name: found for name, tell in FACTS.rows() if (found := tell(run)) is not None},
+        **({"environment": found} if (found := components().environment()) else {}),
     }
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from distgpt.core.base.errors import UsageError
 from distgpt.core.base.files import atomic_file
-from distgpt.core.data.loading import PLAIN, kind_of
+from distgpt.core.data.loading import kind_of
 from distgpt.core.data.textfile import read_text, refuse_by_name
 from distgpt.core.data.tokenizers import AUTO, BYTE, Tokenizer, find_kind, load_tokenizer
 from distgpt.corpora.prepare.documents import FIELD, MAX_DOCUMENT, documents
@@ -62,6 +62,6 @@ def vocabulary_size(tokenizer: str, path: Path) -> int:
     kind, argument = find_kind(tokenizer)
     if kind is not None and kind.learn is not None:
         refuse_by_name(path)
-        texts = [read_text(path)] if kind_of(str(path)) == PLAIN else documents((path,), FIELD)
+        texts = [read_text(path)] if kind_of(str(path)) == "plain" else documents((path,), FIELD)
         return kind.learn(argument, not_empty(texts), True).size
     return load_tokenizer(BYTE if tokenizer == AUTO else tokenizer).size

@@ -17,15 +17,14 @@ from distgpt.core.base.formatting import count
 from distgpt.core.base.interrupts import ignore_further
 from distgpt.core.comm.agree import gather_bytes, on_root
 from distgpt.core.comm.api import Comm
+from distgpt.core.components import components
 from distgpt.core.config import RunConfig, TrainConfig
 from distgpt.core.cpu.kernels import CpuKernels
 from distgpt.core.cpu.stages import Stage
 from distgpt.core.data.batches import Batches
 from distgpt.core.saved.modelfile import load_description
 from distgpt.core.train.plan import refuse_unsuited
-from distgpt.core.train.seams import kind_of
 from distgpt.core.train.setup import make_steps, read_texts
-from distgpt.core.train.sharing import strategy_for
 from distgpt.core.train.step import OwnVotes, Step, StepResult, no_votes
 from distgpt.measure.doctor.facts import environment
 from distgpt.measure.doctor.speed import Peaks, measure_peaks
@@ -46,10 +45,10 @@ def open_steps(asked: RunConfig, stage: Stage, say: Say) -> tuple[Step, Batches]
     """Return the steps of a run alone, without its directory and evaluation. Collective."""
     comm, t = stage.comm, asked.train
     on_root(comm, lambda: refuse_unsuited(t, comm.size, on_gpu=stage.on_gpu))
-    on_root(comm, strategy_for(t, comm.size).refuse_unmeasurable)
+    on_root(comm, components().strategy(t, comm.size).refuse_unmeasurable)
     origin = load_description(Path(t.init), comm) if t.init else None
     if origin is not None:
-        on_root(comm, lambda: kind_of(t).refuse_origin(origin, Path(t.init), t, resumed=False))
+        on_root(comm, lambda: components().model(t).refuse_origin(origin, Path(t.init), t, resumed=False))
     texts = read_texts(comm, asked, t.tokenizer, origin, Path("runs"), say)
     return make_steps(texts.config, stage, say), texts.batches
 

@@ -13,12 +13,11 @@ from distgpt.core.comm.api import Comm
 from distgpt.core.comm.serial import SerialComm
 from distgpt.core.config import GpuConfig, RunConfig
 from distgpt.core.cpu.stages import Stage
-from distgpt.core.data.loading import PLAIN, DataRequest, kind_of, load_corpus, refuse_missing
+from distgpt.core.data.loading import DataRequest, kind_of, load_corpus, refuse_missing
 from distgpt.core.model.counts import operations
 from distgpt.core.model.model import Architecture
 from distgpt.core.model.optim import learning_rate
 from distgpt.core.train.plan import DTYPE, is_open, refuse_unsuited
-from distgpt.corpora.shards import SHARDS_ROW
 from distgpt.measure.estimate import Question, estimate, manifest_of, with_vocabulary
 from distgpt.measure.sweep.grid import BITS, Grid, Run, Values, read_grid
 from distgpt.measure.sweep.ledger import Ledger, begin, has_begun, read_back
@@ -101,7 +100,7 @@ def tokenize(runs: dict[str, RunConfig], out: Path, say: Say) -> None:
         t = run.train
         key = (t.data, t.val, t.tokenizer, t.val_fraction)
         kinds = {kind_of(text) for text in (t.data, t.val) if text}
-        if key not in seen and not kinds <= {PLAIN, SHARDS_ROW}:
+        if key not in seen and not kinds <= {"plain", "shards"}:
             kept = out / "tokenized"
             load_corpus(
                 SerialComm(), DataRequest(t.data, t.tokenizer, 1, t.val_fraction, val=t.val, kept=kept), say

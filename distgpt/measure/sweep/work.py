@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from statistics import fmean, median
 from typing import Any
 
-from distgpt.callbacks.attach import guarded
 from distgpt.callbacks.deadline import LEAVING
 from distgpt.core.base.errors import DistgptError, Say, StorageError, first_line
 from distgpt.core.base.formatting import clock
@@ -23,6 +22,7 @@ from distgpt.core.saved.metrics import read_metrics
 from distgpt.core.saved.rundir import RunDirectory
 from distgpt.core.train.loop import train
 from distgpt.core.train.plan import make_plan, new_run
+from distgpt.core.train.run import Limits
 from distgpt.core.train.setup import open_run
 from distgpt.measure.sweep.grid import PRESET, Run
 from distgpt.measure.sweep.ledger import Due, Ledger, Result, Rung, is_past, measured
@@ -132,8 +132,7 @@ class Worker:
         if is_there:  # it was killed before that was noted
             return plan.state.step
         try:
-            seams = guarded(plan.config.train, self.end)
-            opened = open_run(replace(plan, until=until), stage, self.listener, seams)
+            opened = open_run(replace(plan, until=until), stage, self.listener, Limits(self.end))
             train(opened)
         finally:
             plan.directory.lock.release()

@@ -15,6 +15,7 @@ import numpy as np
 from distgpt.core.base.errors import DataError, Say, UsageError
 from distgpt.core.base.formatting import count, long_duration
 from distgpt.core.comm.agree import on_root
+from distgpt.core.components import components
 from distgpt.core.config import RunConfig, TrainConfig
 from distgpt.core.cpu.stages import Stage
 from distgpt.core.data.textfile import resolve_data
@@ -26,7 +27,6 @@ from distgpt.core.train.plan import Plan, refuse_unsuited
 from distgpt.core.train.progress import Finished
 from distgpt.core.train.resume import Change
 from distgpt.core.train.run import Run
-from distgpt.core.train.seams import kind_of
 from distgpt.core.train.sharing import WEIGHTS
 from distgpt.measure.verification.kept import Facts, facts_of
 from distgpt.measure.verification.numbers import (
@@ -158,7 +158,7 @@ class Again:
         config = self._settings(record.settings_of(request.last), self.starts[0] if self.starts else None)
         _refuse_other_ranks(config, self.starts, self._stage.comm.size)
         refuse_unsuited(config.train, self._stage.comm.size, self._stage.on_gpu)
-        kind_of(config.train).refuse_moved(config.train)
+        components().model(config.train).refuse_moved(config.train)
         _refuse_moved_text(config.train)
         steps = range(state.step, request.last)
         self.found = Found(str(request.path), (request.first, request.last), state.step)
@@ -383,7 +383,7 @@ def _plan(
     t, origin = config.train, None
     if weights := checkpoint / "weights.safetensors" if checkpoint else t.init:
         origin = read_description(Path(weights))
-        kind_of(t).refuse_origin(origin, Path(weights), t, resumed=checkpoint is not None)
+        components().model(t).refuse_origin(origin, Path(weights), t, resumed=checkpoint is not None)
     # The text is compared once it is read (`taken`), with a message that suits.
     changes: dict[str, Change] = {"data": (t.data, t.data)}
     return Plan(config, directory, checkpoint, replace(state, best=None), origin, changes, until=last)

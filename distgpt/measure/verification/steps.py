@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,17 +16,17 @@ from typing import Any
 
 from distgpt.core.base.errors import DataError, DisagreementError, Say, UsageError
 from distgpt.core.base.files import storage_errors
-from distgpt.core.base.tables import part
 from distgpt.core.comm.agree import on_root, shared
+from distgpt.core.components import Components, components
 from distgpt.core.config import TrainConfig
 from distgpt.core.cpu.first_use import COMPILING
 from distgpt.core.cpu.stages import Stage
 from distgpt.core.model.optim import learning_rate
 from distgpt.core.train.loop import settle
 from distgpt.core.train.plan import Plan, decode, encode
-from distgpt.core.train.progress import Finished
-from distgpt.core.train.run import BadStep, Run, Seams, plain_seams
-from distgpt.core.train.seams import Clock
+from distgpt.core.train.progress import Finished, Progress
+from distgpt.core.train.run import BadStep, Limits, Run
+from distgpt.core.train.seams import Guard, Judge
 from distgpt.core.train.setup import open_run
 from distgpt.core.train.step import InFlight, no_votes
 
@@ -104,7 +104,7 @@ def taken(
         if task.threads:
             stage = replace(stage, threads=task.threads)
         last = Last()
-        run = open_run(task.plan, stage, Quiet(say), _seams(task.plan.config.train, last))
+        run = open_run(task.plan, stage, Quiet(say), parts=Replayed(last))
         if task.data and run.batches.fingerprint != task.data:
             text = task.plan.config.train.data
             raise shared(
@@ -121,11 +121,17 @@ def taken(
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _seams(t: TrainConfig, guard: Last) -> Seams:
-    """Return the run's own judge, and a plain version of all else."""
-    judged, plain = part("seams", plain_seams)(t), Seams()
-    clock: Callable[..., Clock] = lambda t, last, *about: Clock(last)  # noqa: E731
-    return replace(plain, judge=judged.judge, clock=clock, guards=lambda run: (guard,))
+class Replayed(Components):
+    """The plain parts of a run, except for the policy that rejects bad steps."""
+
+    def __init__(self, last: Last) -> None:
+        self._last = last
+
+    def step_policy(self, t: TrainConfig, progress: Progress) -> Judge:
+        return components().step_policy(t, progress)
+
+    def callbacks(self, run: Run, limits: Limits) -> Sequence[Guard]:
+        return (self._last,)
 
 
 def _take(run: Run, task: Task, last: Last, each: Callable[[Run, Finished], None]) -> None:

@@ -65,10 +65,6 @@ ADAPTERS = AdapterKind()
 
 def check(t: TrainConfig, ranks: int, on_gpu: bool) -> None:
     """Raise a UsageError about what adapters do not go with."""
-    if not t.lora_rank:
-        if t.adapter_kind == "lora":
-            raise UsageError("adapter_kind lora needs a rank: --lora-rank")
-        return
     if not t.init:
         raise UsageError("--lora-rank trains adapters beside a model's weights: name them with --init FILE")
     if t.optimizer != "adamw":

@@ -17,8 +17,11 @@ from distgpt.core.generate.slots import Feed, Slots
 from distgpt.core.ops.api import Array
 
 
-def averaged(slots: Slots, comm: Comm, act: Callable[[Slots], Any]) -> Any:
-    """Do as `on_first` says, with slots whose logits are the mean over all ranks. Collective."""
+def on_ranks(slots: Slots, comm: Comm, act: Callable[[Slots], Any]) -> Any:
+    """Return on rank 0 what `act` returns with slots whose logits are means over all ranks; None elsewhere.
+
+    All ranks raise its DistgptError. Collective.
+    """
     if comm.size == 1:
         return act(slots)
     if comm.rank != 0:

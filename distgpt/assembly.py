@@ -1,0 +1,278 @@
+"""The installed program: which code runs for which settings, in one place.
+
+Each method overrides one of `core/components.py`. Imports are inside the methods, so that a run loads only
+what it uses. An extension derives its own class from `AllComponents`.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from inspect import signature
+from types import FunctionType
+from typing import TYPE_CHECKING
+
+from distgpt.core.base.errors import UsageError, first_line, nearest
+from distgpt.core.components import Components
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from distgpt.core.base.errors import Say
+    from distgpt.core.comm.job import Job
+    from distgpt.core.comm.layout import Layout
+    from distgpt.core.comm.resources import Grants
+    from distgpt.core.config import TrainConfig
+    from distgpt.core.cpu.stages import MakeKernels, StageKind
+    from distgpt.core.data.loading import TextKind
+    from distgpt.core.data.tokenizers import TokenizerKind
+    from distgpt.core.generate.slots import SlotKind
+    from distgpt.core.model.model import Model
+    from distgpt.core.saved.checkpoint import Outdated
+    from distgpt.core.saved.modelfile import Description
+    from distgpt.core.saved.rundir import RunDirectory
+    from distgpt.core.saved.weights import PartKind, RoundedKind
+    from distgpt.core.train.assessment import MetricKind, Validation
+    from distgpt.core.train.progress import Pace, Progress
+    from distgpt.core.train.run import Limits, Run
+    from distgpt.core.train.seams import Clock, Disk, Guard, Judge, ModelKind, Times
+    from distgpt.core.train.setup import FirstWeights
+    from distgpt.core.train.sharing import Strategy
+
+DOCUMENTS = (".jsonl", ".parquet", ".gz")  # how the names of files with documents end
+COMPONENTS = "DISTGPT_COMPONENTS"  # the environment variable that names a class for every command
+SEAMS = [name for name in vars(Components) if not name.startswith("_")]
+
+
+class AllComponents(Components):
+    """Everything that is installed."""
+
+    # Of the process.
+
+    def job(self) -> Job:
+        from distgpt.cluster.launch.job import LAUNCHED
+
+        return LAUNCHED
+
+    def layout(self) -> Layout:
+        from distgpt.cluster.affinity.bind import PLACED
+
+        return PLACED
+
+    def grants(self) -> Grants:
+        from distgpt.cluster.launch.environment import GRANTS
+
+        return GRANTS
+
+    def stage(self, name: str) -> StageKind:
+        if name in ("cuda", "mpi-cuda"):
+            from distgpt.gpu.stage import GPU
+
+            return GPU
+        return super().stage(name)
+
+    def kernels(self, dtype: str) -> MakeKernels:
+        if dtype in self.quantized_dtypes:
+            from distgpt.inference.quantized.kernels import make
+
+            return make
+        return super().kernels(dtype)
+
+    def slots(self, model: Model) -> SlotKind:
+        from distgpt.inference.decoding.choose import fastest
+
+        return fastest(model)
+
+    # Text and files.
+
+    def text_kind(self, path: Path) -> str:
+        if path.is_dir():
+            return "shards" if (path / "manifest.json").is_file() else "documents"
+        return "documents" if path.name.lower().endswith(DOCUMENTS) else super().text_kind(path)
+
+    def text(self, kind: str) -> TextKind:
+        if kind == "documents":
+            from distgpt.corpora.prepare.tokenized import DOCUMENTS
+
+            return DOCUMENTS
+        if kind == "shards":
+            from distgpt.corpora.shards import SHARDS
+
+            return SHARDS
+        if kind == "packing":
+            from distgpt.corpora.packing import PACKED
+
+            return PACKED
+        if kind == "chats":
+            from distgpt.corpora.chats.examples import CHATS
+
+            return CHATS
+        return super().text(kind)
+
+    tokenizers = (*Components.tokenizers, "char", "word", "bpe", "gpt2", "hub", "library")
+
+    def tokenizer(self, name: str) -> TokenizerKind | None:
+        if name in ("char", "word"):
+            from distgpt.corpora.tokenizers.collected import CHARACTERS, WORDS
+
+            return CHARACTERS if name == "char" else WORDS
+        if name == "bpe":
+            from distgpt.corpora.tokenizers.learn import BPE
+
+            return BPE
+        if name in ("gpt2", "hub", "library"):
+            from distgpt.corpora.tokenizers.foreign import GPT2, HUB, LIBRARY
+
+            return {"gpt2": GPT2, "hub": HUB, "library": LIBRARY}[name]
+        return super().tokenizer(name)
+
+    def weights(self, scheme: str, name: str, fetches: bool) -> Path | None:
+        if scheme == "hub":
+            from distgpt.models.formats.huggingface import fetched_weights
+
+            return fetched_weights(name, fetches)
+        return super().weights(scheme, name, fetches)
+
+    quantized_dtypes = ("int8", "int4")
+
+    def quantized(self, dtype: str) -> RoundedKind:
+        if dtype in self.quantized_dtypes:
+            from distgpt.models.quantized.rounded import INT4, INT8
+
+            return INT8 if dtype == "int8" else INT4
+        return super().quantized(dtype)
+
+    parts = ("distgpt-adapter",)
+
+    def part(self, format: str) -> PartKind:
+        if format == "distgpt-adapter":
+            from distgpt.models.adapters.adapter import FILES
+
+            return FILES
+        return super().part(format)
+
+    # Of a run.
+
+    def refuse_unsuited(self, t: TrainConfig, ranks: int, on_gpu: bool) -> None:
+        if t.chats:
+            from distgpt.corpora.chats.examples import check as check_chats
+
+            check_chats(t, ranks, on_gpu)
+        if t.lora_rank:
+            from distgpt.models.adapters.adapter_kind import check as check_lora
+
+            check_lora(t, ranks, on_gpu)
+        if t.outer_every:
+            from distgpt.parallel.local_steps import check as check_local_steps
+
+            check_local_steps(t, ranks, on_gpu)
+        if t.reproducible_parts:
+            from distgpt.parallel.reproducible import check as check_reproducible
+
+            check_reproducible(t, ranks, on_gpu)
+        if t.balance == "auto":
+            from distgpt.parallel.balance import check as check_balance
+
+            check_balance(t, ranks, on_gpu)
+
+    def model(self, t: TrainConfig) -> ModelKind:
+        if t.lora_rank:
+            from distgpt.models.adapters.adapter_kind import ADAPTERS
+
+            return ADAPTERS
+        return super().model(t)
+
+    def first_weights(self, name: str) -> FirstWeights | None:
+        if name == "bigrams":
+            from distgpt.recipes.bigrams import PAIRS
+
+            return PAIRS
+        return super().first_weights(name)
+
+    def strategy(self, t: TrainConfig, ranks: int) -> Strategy:
+        if ranks > 1 or t.reproducible_parts:
+            from distgpt.parallel.choose import Chosen
+
+            return Chosen(t, ranks)
+        return super().strategy(t, ranks)
+
+    def metric(self, name: str) -> MetricKind:
+        if name == "hellaswag":
+            from distgpt.inference.evaluation.benchmark import HellaSwag
+
+            return HellaSwag
+        return super().metric(name)
+
+    def step_policy(self, t: TrainConfig, progress: Progress) -> Judge:
+        if t.on_bad_step != "stop" or t.spike_zscore:
+            from distgpt.callbacks.bad_steps import BadSteps
+
+            return BadSteps(t, progress)
+        return super().step_policy(t, progress)
+
+    def budget(
+        self, t: TrainConfig, last: int, times: Times, pace: Pace, model: Model, validation: Validation | None
+    ) -> Clock:
+        if t.train_minutes:
+            from distgpt.callbacks.timed import timed_clock
+
+            return timed_clock(t, last, times, pace, model, validation)
+        return super().budget(t, last, times, pace, model, validation)
+
+    def disk(
+        self, directory: RunDirectory, t: TrainConfig, model: Model, description: Description, say: Say
+    ) -> Disk:
+        from distgpt.callbacks.full_disk import room_for
+
+        return room_for(directory, t, model, description, say)
+
+    def retention(self, t: TrainConfig) -> Outdated:
+        if t.keep_every or t.keep_every_minutes:
+            from distgpt.callbacks.retention import Retention
+
+            return Retention(t)
+        return super().retention(t)
+
+    def callbacks(self, run: Run, limits: Limits) -> Sequence[Guard]:
+        from distgpt.callbacks.attach import callbacks_of
+        from distgpt.measure.verification.kept import note
+
+        note(run)  # first: what the run's bits depend on
+        return callbacks_of(run, limits)
+
+    def environment(self) -> dict[str, object] | None:
+        from distgpt.measure.doctor.facts import environment
+
+        return environment()
+
+
+def load_components(name: str) -> AllComponents:
+    """Import MODULE:CLASS, a class derived from AllComponents, and check how it overrides methods."""
+    module, _, attribute = name.partition(":")
+    what = f"--components {name}"
+    try:
+        found = getattr(import_module(module), attribute)
+    except ModuleNotFoundError as error:
+        if error.name == module:
+            hint = "; is its folder in PYTHONPATH?"
+            raise UsageError(f"{what}: Python finds no module {module!r}{hint}") from None
+        raise UsageError(f"{what} needs {error.name}, which is not installed") from None
+    except AttributeError:
+        raise UsageError(f"{what}: {module} has no class {attribute!r}") from None
+    except (ImportError, SyntaxError) as error:
+        raise UsageError(f"{what}: {first_line(error)}") from None
+    if not (isinstance(found, type) and issubclass(found, AllComponents)):
+        raise UsageError(f"{what} must be a class derived from distgpt.assembly.AllComponents")
+    for method, own in vars(found).items():
+        seam = getattr(AllComponents, method, None)
+        if isinstance(own, FunctionType) and isinstance(seam, FunctionType) and not method.startswith("__"):
+            wanted, given = (list(signature(each).parameters) for each in (seam, own))
+            if wanted != given:
+                code = own.__code__
+                raise UsageError(
+                    f"{code.co_filename}:{code.co_firstlineno}: {attribute}.{method} must take"
+                    f" ({', '.join(wanted)}), not ({', '.join(given)})"
+                )
+        elif seam is None and isinstance(own, FunctionType) and not method.startswith("_"):
+            raise UsageError(f"{what}: {method} overrides no method{nearest(method, SEAMS)}")
+    return found()
