@@ -8,37 +8,10 @@ from __future__ import annotations
 # Tables of which the core has the plain rows (core/base/tables.py). Whoever adds a tokenizer, a kind of
 # text, a benchmark or first weights writes one file, and one line here.
 TABLES: dict[str, dict[str, str]] = {
-    # What a setting needs that is not as by default, by the names of components (core/config/settings.py).
-    "components": {
-        "balance": "distgpt.parallel.balance:make",
-        "bigrams": "distgpt.recipes.bigrams:PAIRS",
-        "chats": "distgpt.corpora.chats.examples:CHATS",
-        "exchange": "distgpt.parallel.choose:Chosen",
-        "guards": "distgpt.callbacks.attach:guarded",
-        "hellaswag": "distgpt.inference.evaluation.benchmark:HellaSwag",
-        "in parts": "distgpt.parallel.reductions:make",
-        "local steps": "distgpt.parallel.replicas:make",
-        "lora": "distgpt.models.adapters.adapter_kind:ADAPTERS",
-        "overlapped": "distgpt.parallel.overlapped:make",
-        "packing": "distgpt.corpora.packing:PACKED",
-        "reproducible": "distgpt.parallel.reproducible:make",
-        "retention": "distgpt.callbacks.retention:Retention",
-        "rollback": "distgpt.callbacks.bad_steps:BadSteps",
-        "sharded": "distgpt.parallel.sharded:make",
-        "structured log": "distgpt.callbacks.monitoring.structured:as_json",
-        "within": "distgpt.callbacks.timed:timed_clock",
-    },
     # Parts of a run that the core has plain ones of (core/base/tables.py).
     "parts": {
-        "grants": "distgpt.cluster.launch.environment:GRANTS",
         "helpers": "distgpt.helpers.start:start",
-        "job": "distgpt.cluster.launch.job:LAUNCHED",
-        "kept": "distgpt.measure.verification.kept:note",
         "record": "distgpt.recorded.record:record",
-        "layout": "distgpt.cluster.affinity.bind:PLACED",
-        "one prompt": "distgpt.inference.generation.averaged:averaged",
-        "seams": "distgpt.callbacks.attach:guarded",
-        "slots": "distgpt.inference.decoding.choose:fastest",
     },
     # By a feature in LLVM's words (core/cpu/compiling/processor.py).
     "processors": {

@@ -282,7 +282,7 @@ def setting_text(name: str) -> str:
     default = getattr(run.model if hasattr(run.model, name) else run.train, name)
     signs = (("≥", about.low), (">", about.above), ("≤", about.most), ("<", about.below))
     bounds = [f"{sign} {limit:,}" for sign, limit in signs if limit is not None]
-    choices = [*filter(None, [about.undecided]), *about.allowed]
+    choices = [*filter(None, [about.undecided]), *about.choices]
     facts = [
         " or ".join(choices) or " ".join([about.kind.__name__, ", ".join(bounds)]).strip(),
         f"default {json.dumps(about.undecided or default)}",  # as TOML writes it
@@ -307,7 +307,7 @@ def setting_option(name: str, about: Setting, **more: Any) -> Callable[[F], F]:
 
 def _kind(name: str, about: Setting) -> Any:
     if about.choices:
-        return click.Choice([*filter(None, [about.undecided]), *about.allowed])
+        return click.Choice([*filter(None, [about.undecided]), *about.choices])
     return _KINDS.get(name, about.kind)
 
 

@@ -142,7 +142,7 @@ def test_which_settings_have_no_option_and_which_may_change_on_resume():
         ),
         *("chats", "epochs", "train_minutes"),
         *("verify_data", "shift_windows", "matmul", "on_disk_error", "spike_zscore", "bad_steps_allowed"),
-        *("lora_alpha", "lora_matrices", "adapter_kind", "min_lr", "decay_fraction", "momentum"),
+        *("lora_alpha", "lora_matrices", "min_lr", "decay_fraction", "momentum"),
         *("embedding_lr", "value_lr", "head_lr", "vector_lr", "outer_lr", "outer_momentum"),
         *("head_dim", "rope_base", "rope_scaling", "rope_factor", "qk_norm", "qk_norm_gain"),
         *("value_embeddings", "full_every", "qkv_bias", "init_weights"),
@@ -156,20 +156,6 @@ def test_which_settings_have_no_option_and_which_may_change_on_resume():
         *("save", "on_disk_error", "on_bad_step", "spike_zscore", "bad_steps_allowed"),
         *("gradient_dtype", "balance", "outer_every", "outer_lr", "outer_momentum", "reproducible_parts"),
     } == CHANGEABLE
-
-
-def test_each_setting_names_components_that_there_are_and_no_default_needs_one():
-    named = set()
-    for config in (ModelConfig, TrainConfig, GpuConfig):
-        for name, about in settings_of(config).items():
-            assert about.needs(DEFAULTS[name], DEFAULTS[name]) == [], name
-            assert {choice for choice, _ in about.components} <= set(about.choices), name
-            named |= {about.component, *(component for _, component in about.components)}
-    assert named - {""} == set(COMPONENTS)
-    of_adapters = {name for name, about in SETTINGS.items() if about.component == "lora"}
-    assert of_adapters == {"lora_rank", "lora_alpha", "lora_matrices"}
-    needs = SETTINGS["grad_sync"].needs
-    assert (needs("sharded", "allreduce"), needs("allreduce", "allreduce")) == (["sharded"], [])
 
 
 # Where values come from

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, TypedDict, TypeVar, Unpack
 
 from distgpt.core.base.errors import UsageError, nearest
-from distgpt.core.base.tables import paths_in
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -36,9 +35,6 @@ class Known(TypedDict, total=False):
     changeable: bool
     former_choices: tuple[tuple[str, str], ...]
     undecided: str
-    component: str
-    components: tuple[tuple[str, str], ...]
-    table: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +44,6 @@ class Setting:
     kind: type
     help: str
     choices: tuple[str, ...] = ()
-    table: str = ""  # whose rows that are handed in are choices, too
     low: float | None = None
     above: float | None = None
     most: float | None = None
@@ -59,25 +54,6 @@ class Setting:
     changeable: bool = False  # on resume: what the steps so far computed stays as it is
     former_choices: tuple[tuple[str, str], ...] = ()  # values in older files, and what they are called now
     undecided: str = ""  # an option's and a file's default: opening a run decides, so no configuration has it
-    component: str = ""  # what a value other than the default needs; "": the core alone
-    components: tuple[tuple[str, str], ...] = ()  # the same, of single choices
-
-    def needs(self, value: Value, default: Value) -> list[str]:
-        """Return the names of the components that a value needs; none for the core alone, as of each default.
-
-        A row of the setting's `table` is a component of its own name, too, unless `components` names another.
-        """
-        if value == default:
-            return []
-        name = str(value)
-        of_table = [name] if name in paths_in(self.table) else []
-        named = dict(self.components).get(name, self.component)
-        return [*of_table, named] if named and named not in of_table else of_table
-
-    @property
-    def allowed(self) -> tuple[str, ...]:
-        """Return all choices, those of components too."""
-        return tuple(dict.fromkeys((*self.choices, *paths_in(self.table))))
 
     def parse(self, name: str, text: str) -> Value:
         """Return the value that a text gives; its range is checked by `check`."""
@@ -100,9 +76,9 @@ class Setting:
                     f"{name} is {brief(value)}: it must be of at most {LONGEST_TEXT} bytes, none of them 0"
                 )
             if self.undecided and value == self.undecided:
-                raise UsageError(f"{name} is {value!r}: here it has to be one of {', '.join(self.allowed)}")
-            if self.choices and value not in self.allowed:
-                raise UsageError(f"{name} is {value!r}{nearest(value, self.allowed)}")
+                raise UsageError(f"{name} is {value!r}: here it has to be one of {', '.join(self.choices)}")
+            if self.choices and value not in self.choices:
+                raise UsageError(f"{name} is {value!r}{nearest(value, self.choices)}")
         elif isinstance(value, int | float) and (wrong := self._out_of_range(value)):
             raise UsageError(f"{name} is {brief(value)}: it must be {wrong}")
 

@@ -1,8 +1,8 @@
-"""Every setting, declared once: default, help, choices, range, flag, component, whether it may change."""
+"""Every setting, declared once: default, help, choices, range, flag, and whether it may change."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from distgpt.core.base.errors import UsageError, nearest
 from distgpt.core.config.setting import Group, Setting, check
@@ -127,7 +127,6 @@ class ModelConfig:
         "Draw initial weights as GPT-2's, or (unit) such that layers keep a size of 1 and add nothing."
         " bigrams: as unit, with embedding and output layer learned from the counts of the text's pairs.",
         choices=INITS,
-        components=(("bigrams", "bigrams"),),
     )
     init_std: float = of_model(0.02, "Standard deviation of GPT-2's initial weights.", above=0)
     init_residual: bool = of_model(
@@ -254,13 +253,11 @@ class TrainConfig:
         False,
         "Begin each sequence with a document, and fill it by best fit. What does not fit is left out.",
         flag="--pack/--no-pack",
-        component="packing",
     )
     chats: bool = of_data(
         False,
         "Read --data and --val as chats, in lines of JSON, and learn their answers alone: distgpt tune.",
         flag="--chats/--no-chats",
-        component="chats",
     )
     init: str = of_model(
         "",
@@ -273,20 +270,17 @@ class TrainConfig:
         " the matrices of its layers (LoRA). 0: off.",
         low=0,
         most=1 << 12,
-        component="lora",
     )
     lora_alpha: float = of_model(
         0.0,
         "Scale what adapters add by this number over their rank. 0: twice the rank.",
         low=0,
         most=1e6,
-        component="lora",
     )
     lora_matrices: str = of_model(
         "all",
         "Put adapters beside these matrices, separated by commas: q, k, v, o (of attention), gate, up, down"
         " (of the MLP; gate with swiglu alone). all: beside each.",
-        component="lora",
     )
     steps: int = of_schedule(600, "Train for this many optimizer steps.", low=1, changeable=True, first=True)
     epochs: float = of_schedule(
@@ -303,7 +297,6 @@ class TrainConfig:
         low=0,
         most=1e7,
         changeable=True,
-        component="within",
     )
     within_minutes: float = of_schedule(
         0.0,
@@ -311,7 +304,6 @@ class TrainConfig:
         low=0,
         most=1e7,
         changeable=True,
-        component="within",
     )
     batch_size: int = of_optimizer(
         16, "Sequences per optimizer step, on all ranks together.", low=1, most=1 << 32, first=True
@@ -393,18 +385,14 @@ class TrainConfig:
         " overlapped: during the backward pass. sharded: each rank sums and updates a part, and keeps only"
         " the optimizer state of that part (mpi, mpi-cuda).",
         choices=GRAD_SYNCS,
-        table="exchanges",
         changeable=True,
         former_choices=tuple((name, "allreduce") for name in ("auto", "chunked", "hierarchical", "packed")),
-        component="exchange",  # what the table adds
-        components=(("overlapped", "overlapped"), ("sharded", "sharded")),
     )
     gradient_dtype: str = of_ranks(
         "float32",
         "Send gradients in this number format (mpi, mpi-cuda).",
         choices=GRADIENT_DTYPES,
         changeable=True,
-        component="in parts",
     )
     outer_every: int = of_ranks(
         0,
@@ -412,14 +400,12 @@ class TrainConfig:
         " for slow networks; mpi, mpi-cuda). 0: exchange gradients in every step.",
         low=0,
         changeable=True,
-        component="local steps",
     )
     outer_lr: float = of_ranks(
         0.9,
         "With --outer-every: learning rate of the step that all ranks then take together.",
         above=0,
         changeable=True,
-        component="local steps",
     )
     outer_momentum: float = of_ranks(
         0.7,
@@ -427,7 +413,6 @@ class TrainConfig:
         low=0,
         below=1,
         changeable=True,
-        component="local steps",
     )
     reproducible_parts: int = of_ranks(
         0,
@@ -436,7 +421,6 @@ class TrainConfig:
         low=0,
         most=1 << 20,
         changeable=True,
-        component="reproducible",
     )
     balance: str = of_ranks(
         "even",
@@ -444,7 +428,6 @@ class TrainConfig:
         " (mpi, mpi-cuda).",
         choices=BALANCES,
         changeable=True,
-        component="balance",
     )
     recompute: str = of_computing(
         "auto",
@@ -476,14 +459,12 @@ class TrainConfig:
         "Keep one checkpoint for good in every N steps, beside the newest. 0: none.",
         low=0,
         changeable=True,
-        component="retention",
     )
     keep_every_minutes: float = of_saving(
         0.0,
         "Keep one checkpoint for good in this many minutes, beside the newest. 0: none.",
         low=0,
         changeable=True,
-        component="retention",
     )
     sample_every: int = of_display(
         0, "Write a sample of text every N steps. 0: never.", low=0, changeable=True
@@ -504,7 +485,6 @@ class TrainConfig:
         "",
         "Also score the model on this HellaSwag file at evaluations.",
         changeable=True,
-        component="hellaswag",
     )
     on_bad_step: str = of_trouble(
         "stop",
@@ -512,7 +492,6 @@ class TrainConfig:
         " checkpoint and leave these data out (rollback).",
         choices=ON_BAD_STEP,
         changeable=True,
-        component="rollback",
     )
     spike_zscore: float = of_trouble(
         0.0,
@@ -520,14 +499,12 @@ class TrainConfig:
         " deviations. 0: never.",
         low=0,
         changeable=True,
-        component="rollback",
     )
     bad_steps_allowed: int = of_trouble(
         10,
         "End a run after more bad steps than this.",
         low=0,
         changeable=True,
-        component="rollback",
     )
     verify_every: int = of_trouble(
         100,
@@ -571,12 +548,6 @@ class TrainConfig:
         return not self.reproducible_parts
 
     @property
-    def components(self) -> dict[str, None]:
-        """Return the names of the components that these settings need, in the order of declaration."""
-        needed = (f.metadata["setting"].needs(getattr(self, f.name), f.default) for f in fields(self))
-        return dict.fromkeys(component for names in needed for component in names)
-
-    @property
     def text_kind(self) -> str:
         """Return the kind of the texts where a setting says it; "" where their path does."""
         if self.chats:
@@ -602,24 +573,20 @@ class GpuConfig:
         True,
         "Record each step once as a CUDA graph and replay it (cuda stages).",
         flag="--cuda-graph/--no-cuda-graph",
-        component="gpu",
     )
     # auto: nccl where each rank has a GPU of its own, else host
     allreduce: str = of_ranks(
         "auto",
         "How GPUs sum their gradients (mpi-cuda).",
         choices=ALLREDUCES,
-        component="gpu",
     )
     deterministic: bool = of_computing(
         False,
         "Compute the same bits in every run. On CPUs: see --reproducible-parts.",
-        component="gpu",
     )
     tf32: bool = of_computing(
         False,
         "Multiply float32 matrices in TF32: faster, with a 10-bit mantissa (cuda stages).",
-        component="gpu",
     )
 
     def __post_init__(self) -> None:
