@@ -102,13 +102,12 @@ def move() -> None:
         if Path(target).exists():
             raise SystemExit(f"{name}: {target} exists")
         Path(target).parent.mkdir(parents=True, exist_ok=True)
-        git("mv", name, target)
+        Path(name).rename(target)
     subprocess.run(["find", "distgpt", "tests", "-type", "d", "-empty", "-delete"], check=True)
     for room, text in NEW.items():
         path = Path(f"distgpt/{room}/__init__.py")
         if not path.exists():
             path.write_text(f'"""{text}\n"""\n')
-            git("add", str(path))
 
 
 def rewritten(text: str, old_files: set[str], old_folders: set[str]) -> str:
@@ -142,6 +141,7 @@ def main() -> None:
     old_files |= {name for name in tests if moved_test(name) != name}
     old_folders = {str(parent) for name in old_files for parent in Path(name).parents if str(parent) != "."}
     move()
+    git("add", "--all")
     for name in tracked():
         path = Path(name)
         if name.startswith(SKIP) or path.suffix not in ENDINGS or not path.is_file():
