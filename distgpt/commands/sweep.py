@@ -57,9 +57,8 @@ def sweep(
     """
     from distgpt.cluster.launch.environment import job_end
     from distgpt.core.comm.agree import on_root
-    from distgpt.measure.sweep.opening import begin_sweep, preview
+    from distgpt.measure.sweep.opening import begin_sweep, open_stages, preview
     from distgpt.measure.sweep.report import finish
-    from distgpt.measure.sweep.stages import open_stages
     from distgpt.measure.sweep.work import Listener, Worker
 
     if gpu.deterministic and stage == "serial":

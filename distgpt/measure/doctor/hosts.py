@@ -39,7 +39,6 @@ from distgpt.core.base.system import host_id, python
 from distgpt.core.comm.resources import granted_cores
 from distgpt.core.train.whereabouts import processor_name
 from distgpt.measure.doctor.facts import Facts, versions
-from distgpt.measure.doctor.gpus import gpu_driver
 from distgpt.measure.doctor.launches import AS_ROOT, foreign_mpirun, is_refused_as_root
 from distgpt.measure.doctor.report import MOST_ROWS, cells, headed, indented, pairs, print_page
 from distgpt.measure.doctor.verdicts import grouped
@@ -143,9 +142,10 @@ def _hosts(lines: list[hostfile.Line], own: HostFacts) -> list[Host]:
 
 def own_facts(mpi: Facts) -> HostFacts:
     from distgpt.core.cpu.compiling.processor import processor
+    from distgpt.gpu.probe import driver
 
     name, features = processor()
-    gpus = found.gpus if (found := gpu_driver()) else ()
+    gpus = found.gpus if (found := driver()) else ()
     works = mpi["problem"] or f"{mpi['vendor']} {mpi['version']}"
     cores = granted_cores().whole
     return HostFacts(host_id(), f"{processor_name()}, {name} {features}", works, versions(), cores, len(gpus))

@@ -25,7 +25,6 @@ from distgpt.core.comm.api import Comm
 from distgpt.core.comm.serial import SerialComm
 from distgpt.core.cpu.stages import open_stage
 from distgpt.measure.doctor.facts import Facts, auto_dtype, matmuls, of_rank
-from distgpt.measure.doctor.gpus import lacking_libraries
 from distgpt.measure.doctor.launches import around, lines
 from distgpt.measure.doctor.node import advice, nodes, of_host, summary
 from distgpt.measure.doctor.verdicts import gpu_users, grouped, hosts, sentence, taken_gpu, verdicts, warnings
@@ -179,6 +178,8 @@ def _software(found: Facts) -> Iterable[tuple[str, str]]:
 
 
 def _gpu_software(gpu: Facts) -> Iterable[tuple[str, str]]:
+    from distgpt.gpu.probe import LIBRARIES
+
     if driver := gpu["driver"]:
         name = f"NVIDIA {driver['release']}".rstrip()
         yield "driver", f"{name}, runs CUDA up to {'.'.join(map(str, driver['cuda']))}"
@@ -186,7 +187,7 @@ def _gpu_software(gpu: Facts) -> Iterable[tuple[str, str]]:
         yield "driver", "no NVIDIA driver"
     packages = [f"{name} {version}" for name, version in gpu["packages"].items()]
     yield "for GPUs", ", ".join(packages) or "no packages"
-    lacking = ", ".join(lacking_libraries(gpu))
+    lacking = ", ".join(name for name in LIBRARIES if name not in gpu["libraries"])
     found = ", ".join(gpu["libraries"]) or "no libraries"
     yield "", found + (f"; not found: {lacking}" if lacking else "")
 
