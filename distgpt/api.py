@@ -33,10 +33,9 @@ from distgpt.core.saved.modelfile import Description, on_host, save_model
 from distgpt.core.saved.opening import open_model, random_model
 from distgpt.core.saved.rundir import RunDirectory
 from distgpt.core.train.loop import train as train_run
-from distgpt.core.train.plan import make_plan
+from distgpt.core.train.plan import make_plan, with_dtype
 from distgpt.core.train.resume import leave_finished
 from distgpt.core.train.setup import open_run
-from distgpt.recipes.recipes import follow_recipes
 
 if TYPE_CHECKING:
     from distgpt.inference.evaluation.trace import Trace
@@ -91,7 +90,7 @@ def load(
     """
     opened = _open(stage)
     merged = Path(adapter) if adapter else None
-    model, description, _, _ = open_model(opened, Path(path), dtype, context, adapter=merged)
+    model, description, _, _ = open_model(opened, Path(path), dtype, context, part=merged)
     return GPT(model, description, opened.comm)
 
 
@@ -155,7 +154,12 @@ def train(
         install(components)  # for good: what is trained may need them to be read
     ready, told = _open(stage, threads), _Told(on_step, on_evaluation, on_note)
     toml, directory = (None if path is None else Path(path) for path in (config, out))
-    asked = follow_recipes(asked_for(settings, preset, toml, directory, resume), ready, told.noted)
+    asked = asked_for(settings, preset, toml, directory, resume)
+    if asked.has_recipes:
+        from distgpt.recipes.recipes import followed
+
+        asked = followed(asked, ready, told.noted)
+    asked = with_dtype(asked, ready, told.noted)  # a recipe may have named one
     plan = make_plan(ready, asked, told.noted)
     # A notebook, or one of the functions, may change the working directory.
     plan = replace(

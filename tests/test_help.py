@@ -14,7 +14,7 @@ from conftest import inside
 
 from distgpt.commands.cli import COMMANDS, cli
 from distgpt.commands.help import HELP_ALL, similar, topics
-from distgpt.commands.options import OPTIONS
+from distgpt.commands.settings import OPTIONS
 from distgpt.core.base.files import bundled
 from distgpt.core.config import BATCH_IN_TOKENS, GROUPS, SETTINGS
 from distgpt.core.data.textfile import BUNDLED_TEXTS
@@ -131,19 +131,19 @@ def test_errors_name_pages_that_are_there():
 
 
 LIKE = {
-    "valid": "val val-fraction val-tokens",
+    "valid": "val",
     "learning_rate": "lr",
     "epochs": "steps",
     "layers": "n-layer",
-    "batch": "batch-size batch-tokens",
+    "batch": "batch-size",
     "fp16": "dtype",
     "warmup-steps": "warmup",
     "save-evry": "save-every",
     "resume-from": "resume",
     "dropout": "",
     "zzz": "",
-    "every": "",
-    "no": "",
+    "every": "save-every",
+    "no": "norm",
 }
 
 

@@ -8,9 +8,8 @@ from typing import Any
 import click
 
 from distgpt.commands.help import command
-from distgpt.commands.model_options import model_options, request_options
+from distgpt.commands.model_options import announce_sample, model_options, request_options
 from distgpt.commands.options import PATH, LocaleText, stage_options
-from distgpt.commands.sample import announce_sample
 from distgpt.core.comm.agree import on_every_rank
 from distgpt.core.config import DEFAULT_TEMPERATURE, GpuConfig
 from distgpt.core.cpu.stages import open_stage
@@ -61,7 +60,7 @@ def infer(
     from distgpt.core.generate.engine_setup import ModelSpec
     from distgpt.core.generate.single import infer_one
 
-    spec = ModelSpec(**options)
+    spec = ModelSpec(part=options.pop("adapter"), **options)
     if prompts is not None and out is not None:
         from distgpt.inference.generation.batch import infer_file
         from distgpt.show.progress import ItemProgress

@@ -8,9 +8,8 @@ from typing import Any
 import click
 
 from distgpt.commands.help import command
-from distgpt.commands.model_options import model_options
+from distgpt.commands.model_options import announce_sample, model_options
 from distgpt.commands.options import LocaleText, parsed_size, setting_option, stage_options
-from distgpt.commands.sample import announce_sample
 from distgpt.core.base.errors import UsageError, first_line
 from distgpt.core.config import GpuConfig
 from distgpt.core.cpu.stages import open_stage
@@ -91,7 +90,7 @@ def serve(
     key, proxies = checked_key(options.pop("api_key")), checked_proxies(options.pop("proxies"))
     listen_on = ListenOn(limits=limits, key=key, proxies=proxies, **where)
     shown = name or (weights or Path(SAMPLE)).absolute().name.removesuffix(".safetensors")
-    spec = ModelSpec(weights, **options)
+    spec = ModelSpec(weights, part=options.pop("adapter"), **options)
     ready = open_stage(stage, threads, gpu)
     announce_sample(weights, ready.comm.rank, "serve")
     listener = bound(listen_on.host, listen_on.port)

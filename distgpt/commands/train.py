@@ -140,12 +140,11 @@ def train(
     ready = open_stage(stage, threads, gpu)
 
     from distgpt.core.train.loop import train as train_run
-    from distgpt.core.train.plan import make_plan
+    from distgpt.core.train.plan import make_plan, with_dtype
     from distgpt.core.train.resume import leave_finished
     from distgpt.core.train.run import Limits
     from distgpt.core.train.setup import open_run
     from distgpt.core.train.summary import how_to_resume
-    from distgpt.recipes.recipes import follow_recipes
 
     display = "json" if log_format == "json" else progress
     shown = listeners(ready.comm, display, log_lines, recorders)
@@ -159,7 +158,11 @@ def train(
     try:
         if ready.comm.rank == 0 and ready.on_gpu:
             note_small_model(asked, shown.noted)
-        asked = follow_recipes(asked, ready, shown.noted)
+        if asked.has_recipes:
+            from distgpt.recipes.recipes import followed
+
+            asked = followed(asked, ready, shown.noted)
+        asked = with_dtype(asked, ready, shown.noted)  # a recipe may have named one
         plan = make_plan(ready, asked, shown.noted)
         if plan.is_finished:
             t, seconds = plan.config.train, plan.state.seconds

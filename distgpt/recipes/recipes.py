@@ -5,11 +5,10 @@ from __future__ import annotations
 from distgpt.core.base.errors import Say
 from distgpt.core.config.asked import Asked
 from distgpt.core.cpu.stages import Stage
-from distgpt.core.train.plan import with_dtype
 
 
-def follow_recipes(asked: Asked, stage: Stage, say: Say) -> Asked:
-    """Return the request with settings in place of recipes, and with a dtype. Collective."""
+def followed(asked: Asked, stage: Stage, say: Say) -> Asked:
+    """Return the request with settings in place of recipes. Collective."""
     if asked.decay_from is not None:
         from distgpt.recipes.decay import with_decay
 
@@ -23,4 +22,4 @@ def follow_recipes(asked: Asked, stage: Stage, say: Say) -> Asked:
 
         before = asked
         asked = everywhere(stage.comm, lambda: reported(before, stage.comm.size, say))
-    return with_dtype(asked, stage, say)  # last: a recipe may have named one
+    return asked

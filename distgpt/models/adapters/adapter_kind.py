@@ -14,8 +14,7 @@ from distgpt.core.model.memory import Layout
 from distgpt.core.model.model import Model
 from distgpt.core.ops.kernels import Kernels
 from distgpt.core.saved.modelfile import Base, Description
-from distgpt.core.saved.weights import ADAPTER
-from distgpt.models.adapters.adapter import base_of, load_frozen, refuse_other_base
+from distgpt.models.adapters.adapter import ADAPTER, base_of, load_frozen, refuse_other_base
 from distgpt.models.adapters.lora import AdaptedModel, adapter_layout
 
 

@@ -22,8 +22,8 @@ from distgpt.core.config import LORA_MATRICES, RunConfig
 from distgpt.core.ops.api import Array
 from distgpt.core.saved.modelfile import ORIGIN, Description, read_description
 from distgpt.core.saved.tensors import DTYPES, Header, read_header, read_rows, write_tensors
-from distgpt.core.saved.weights import ADAPTER, find_weights
-from distgpt.models.adapters.adapter import base_of, read_adapter
+from distgpt.core.saved.weights import find_weights
+from distgpt.models.adapters.adapter import ADAPTER, base_of, read_adapter
 from distgpt.models.adapters.lora import Adapter, adapter_layout, adapters_by_matrix
 from distgpt.models.formats.families import family_for
 from distgpt.models.formats.family import HEAD, Family, TensorMapping
