@@ -13,7 +13,7 @@ from distgpt.core.comm.serial import SerialComm
 from distgpt.core.config import GpuConfig, RunConfig
 from distgpt.core.cpu import dtypes
 from distgpt.core.cpu.compiling import processor
-from distgpt.core.cpu.compiling.processor import ARM64, AVX2, AVX512, AVX512_BF16
+from distgpt.core.cpu.compiling.processor import AMX, ARM64, AVX2, AVX512, AVX512_BF16
 from distgpt.core.cpu.stages import expected_dtype, open_stage
 from distgpt.core.generate.engine_setup import ModelSpec
 from distgpt.core.ops.low_precision import BITS
@@ -21,7 +21,6 @@ from distgpt.core.saved.rundir import RunDirectory
 from distgpt.gpu.stage import GpuStage
 from distgpt.inference.evaluation.evaluate import evaluate
 from distgpt.models.quantized.rounded import quantize
-from distgpt.processors.permission import SHAPE as AMX
 
 STEPS = ("--steps", "4", "--save-every", "2")
 BF16, F32, FREE = ({dtypes.VARIABLE: name} for name in ("bfloat16", "float32", ""))

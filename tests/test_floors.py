@@ -15,15 +15,14 @@ TREE = ("base", "ops", "config", "comm", "cpu", "data", "model", "saved", "gener
 ORDER = (
     "core.components",
     *(f"core.{name}" for name in TREE),
-    *("components", "moved_caches", "corpora", "cluster", "recorded", "helpers", "processors", "gpu"),
-    *("parallel", "inference", "models", "experimental", "show", "callbacks", "recipes", "api", "measure"),
-    *("assembly", "commands", "__main__", ""),
+    *("corpora", "cluster", "gpu", "parallel", "inference", "models", "show", "callbacks", "recipes"),
+    *("api", "measure", "components", "assembly", "commands", "__main__", ""),
 )
 # Folders and files inside a folder from the ground up; "" are those that are not named.
 INSIDE = {
     "core.cpu": (
         *("first_use", "pool", "compiling", "matmul", "teams", "fused"),
-        *("kernels", "dtypes", "stages"),
+        *("kernels", "graphs", "dtypes", "stages", "compile_workers"),
     ),
     "corpora": ("unreadable", "tokenizers", "shards", "prepare", "packing", "chats"),
 }

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from plain_int4 import quantise4
 
 from distgpt.core.config import MLPS, ModelConfig
 from distgpt.core.cpu.kernels import Bfloat16Kernels, CpuKernels
@@ -12,7 +13,7 @@ from distgpt.core.model.passes import Pass
 from distgpt.core.ops.kernels import Kernels
 from distgpt.inference.decoding import compiled
 from distgpt.inference.decoding.compiled import compiled_slots
-from distgpt.inference.quantized.integers import quantise, quantise4, restored
+from distgpt.inference.quantized.integers import quantise, restored
 from distgpt.inference.quantized.kernels import Int8Kernels
 from distgpt.models.quantized.bits import bits_of
 from distgpt.models.quantized.packed import int8_of

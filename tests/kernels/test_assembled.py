@@ -8,14 +8,12 @@ import sys
 import llvmlite.binding as llvm
 import pytest
 
-from distgpt.core.cpu.compiling.processor import AVX2, AVX512, AVX512_BF16
-from distgpt.core.cpu.matmul import assembled
+from distgpt.core.cpu.compiling.processor import AMX, AVX2, AVX512, AVX512_BF16
+from distgpt.core.cpu.matmul import assembled, widening
 from distgpt.core.cpu.matmul.microkernel import Tile, declarations, module
 from distgpt.inference.quantized import int4, int8
 from distgpt.inference.quantized.int4 import Int4Tile
 from distgpt.inference.quantized.int8 import Int8Tile, dot_of
-from distgpt.processors import widening
-from distgpt.processors.permission import SHAPE as AMX
 
 # Says which files are made on the way to working kernels, and what one of them computes.
 START = """

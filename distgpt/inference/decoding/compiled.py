@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from math import prod
+from typing import NamedTuple
 
 import numpy as np
 
 from distgpt.core.config import ModelConfig
 from distgpt.core.cpu.compiling.barrier import counters
 from distgpt.core.cpu.compiling.jit import PackedArgs, entry
+from distgpt.core.cpu.graphs.launch import ParallelLaunch
 from distgpt.core.cpu.kernels import CpuKernels
 from distgpt.core.cpu.pool import pool_of
 from distgpt.core.generate.slots import CHUNK, Feed, SlotKind, check_drop
@@ -25,11 +27,38 @@ from distgpt.inference.decoding.loops.cached_attention import (
     shift_cache,
     thread_scratch,
 )
-from distgpt.inference.decoding.packed import Packing, packing_of
-from distgpt.recorded.orders import Orders
+from distgpt.inference.decoding.loops.operands import operand_rows
+from distgpt.inference.decoding.loops.weights import Weights, checksums_of, packed_weights
 
 ROWS, ROOM = 512, 12 << 20  # tokens of one call, and bytes of their rows; more go through in parts
 WORTHWHILE = 1 << 20  # elements of all weights from which on it pays to wake other threads for a token
+
+
+class Packing(NamedTuple):
+    """Packed weights, as a model keeps them."""
+
+    weights: Weights
+    rows: Callable[[int, int, str], Array] = operand_rows  # memory for what multiplies them
+    checksums: Array | None = None  # of what was packed; None: the model never changes
+
+
+def packing_of(model: Model) -> Packing:
+    """Return a model's weights as they are now, packed for decoding. On CPUs, in any type but float64.
+
+    Anybody may write into its parameters, so checksums tell whether they have changed: reading them all
+    takes a small part of the time of packing them.
+    """
+    known = model.packing  # another thread may change the attribute
+    before = known.checksums if isinstance(known, Packing) else None
+    if isinstance(known, Packing) and before is None:
+        return known
+    checksums = checksums_of(model.params.flat, pool_of(model.kernels.threads))
+    if isinstance(known, Packing) and before is not None and np.array_equal(before, checksums):
+        return known
+    known = model.packing = None  # before there are two
+    weights = packed_weights(model.config, model.params, model.positions.angles)
+    model.packing = found = Packing(weights, checksums=checksums)
+    return found
 
 
 class CompiledSlots:
@@ -62,7 +91,9 @@ class CompiledSlots:
         threads = self._pool.threads
         self._call = entry(decode.decode, 0, 1, 0, 0, none, self._fixed[0])
         arguments = [(i, threads, 0, 0, none, fixed) for i, fixed in enumerate(self._fixed)]
-        self._orders = Orders(self._pool, decode.decode, arguments, [self._counter]) if threads > 1 else None
+        self._launch = (
+            ParallelLaunch(self._pool, decode.decode, arguments, [self._counter]) if threads > 1 else None
+        )
 
     def feed(self, work: Sequence[Feed]) -> Array:
         logits = np.empty((sum(each.wanted for each in work), self._kind.vocab), np.float32)
@@ -101,11 +132,11 @@ class CompiledSlots:
         inputs.tokens[: len(tokens)] = tokens
         inputs.feeds[: len(feeds)] = feeds
         inputs.wanted[: len(wanted)] = wanted
-        if self._orders is None:
+        if self._launch is None:
             self._call(0, 1, len(tokens), len(feeds), logits, self._fixed[0])
             return
-        self._orders.put(2, len(tokens), len(feeds), logits)
-        if self._orders.run():
+        self._launch.put(2, len(tokens), len(feeds), logits)
+        if self._launch.run():
             raise RuntimeError(f"{decode.decode} has failed")
 
 

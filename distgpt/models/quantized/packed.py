@@ -13,8 +13,8 @@ from distgpt.core.config import ModelConfig
 from distgpt.core.model.memory import FlatBuffer, Layout
 from distgpt.core.model.model import Architecture, Model
 from distgpt.core.ops.api import Array
+from distgpt.inference.decoding.compiled import Packing
 from distgpt.inference.decoding.loops.weights import FLOATS, Forms, Layer, Weights, packed_weights
-from distgpt.inference.decoding.packed import Packing
 from distgpt.inference.quantized.integers import Quantised
 from distgpt.inference.quantized.kernels import Int8Kernels, Packed
 from distgpt.inference.quantized.operands import Integers, operand_rows
