@@ -112,7 +112,7 @@ def noted(run):
 loop.train = noted
 main()
 """
-RENAMED: dict[str, str] = {}
+RENAMED = {"FiniteJudge": "Judge"}
 # Options of the base that are settings by --set now.
 FORMER = re.compile(r"--(matmul|spike-zscore|bad-steps-allowed) (\S+)")
 # Of the model of a run: what it writes and scores in each dtype.

@@ -12,8 +12,6 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from distgpt.assembly import AllComponents
-from distgpt.components import TABLES
-from distgpt.core.base.tables import hand_in
 from distgpt.core.base.version import __version__
 from distgpt.core.components import install
 
@@ -24,7 +22,6 @@ if sys.platform == "win32":
     raise ImportError(_REFUSED)
 
 install(AllComponents())
-hand_in(TABLES)
 
 if TYPE_CHECKING:
     from distgpt.api import init, load, train

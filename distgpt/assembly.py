@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from distgpt.core.base.errors import Say
+    from distgpt.core.comm.api import Comm
     from distgpt.core.comm.job import Job
     from distgpt.core.comm.layout import Layout
     from distgpt.core.comm.resources import Grants
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from distgpt.core.train.run import Limits, Run
     from distgpt.core.train.seams import Clock, Disk, Guard, Judge, ModelKind, Times
     from distgpt.core.train.setup import FirstWeights
-    from distgpt.core.train.sharing import Strategy
+    from distgpt.core.train.sharing import Exchange, OptimizerState, Strategy
 
 DOCUMENTS = (".jsonl", ".parquet", ".gz")  # how the names of files with documents end
 COMPONENTS = "DISTGPT_COMPONENTS"  # the environment variable that names a class for every command
@@ -162,18 +163,10 @@ class AllComponents(Components):
             from distgpt.models.adapters.adapter_kind import check as check_lora
 
             check_lora(t, ranks, on_gpu)
-        if t.outer_every:
-            from distgpt.parallel.local_steps import check as check_local_steps
+        if ranks > 1 or t.reproducible_parts:
+            from distgpt.parallel.choose import check as check_sharing
 
-            check_local_steps(t, ranks, on_gpu)
-        if t.reproducible_parts:
-            from distgpt.parallel.reproducible import check as check_reproducible
-
-            check_reproducible(t, ranks, on_gpu)
-        if t.balance == "auto":
-            from distgpt.parallel.balance import check as check_balance
-
-            check_balance(t, ranks, on_gpu)
+            check_sharing(t, ranks, on_gpu)
 
     def model(self, t: TrainConfig) -> ModelKind:
         if t.lora_rank:
@@ -195,6 +188,11 @@ class AllComponents(Components):
 
             return Chosen(t, ranks)
         return super().strategy(t, ranks)
+
+    def exchange(self, comm: Comm, state: OptimizerState, t: TrainConfig, say: Say) -> Exchange:
+        from distgpt.parallel.choose import exchange
+
+        return exchange(comm, state, t, say) if comm.size > 1 else super().exchange(comm, state, t, say)
 
     def metric(self, name: str) -> MetricKind:
         if name == "hellaswag":

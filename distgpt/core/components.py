@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from distgpt.core.base.errors import Say
+    from distgpt.core.comm.api import Comm
     from distgpt.core.comm.job import Job
     from distgpt.core.comm.layout import Layout
     from distgpt.core.comm.resources import Grants
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from distgpt.core.train.run import Limits, Run
     from distgpt.core.train.seams import Clock, Disk, Guard, Judge, ModelKind, Times
     from distgpt.core.train.setup import FirstWeights
-    from distgpt.core.train.sharing import Strategy
+    from distgpt.core.train.sharing import Exchange, OptimizerState, Strategy
 
 
 def unknown(what: str, name: str) -> UsageError:
@@ -154,6 +155,12 @@ class Components:
 
         return Strategy(t, ranks)
 
+    def exchange(self, comm: Comm, state: OptimizerState, t: TrainConfig, say: Say) -> Exchange:
+        """Return what sums the gradients over ranks. Collective."""
+        from distgpt.core.train.sharing import allreduce
+
+        return allreduce(comm, state, t, say)
+
     def learning_rate(self, t: TrainConfig, step: int, elapsed: float | None = None) -> float:
         """Return the learning rate of a step; `elapsed`: the fraction of the time that is over, if any."""
         from distgpt.core.model.optim import learning_rate
@@ -166,9 +173,9 @@ class Components:
 
     def step_policy(self, t: TrainConfig, progress: Progress) -> Judge:
         """Return what decides which steps may change the weights."""
-        from distgpt.core.train.seams import FiniteJudge
+        from distgpt.core.train.seams import Judge
 
-        return FiniteJudge(t, progress)
+        return Judge(t, progress)
 
     def budget(
         self, t: TrainConfig, last: int, times: Times, pace: Pace, model: Model, validation: Validation | None

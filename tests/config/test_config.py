@@ -34,9 +34,8 @@ DEFAULTS = {f.name: f.default for f in (*fields(ModelConfig), *fields(TrainConfi
 
 # What a setting may need beside the core.
 COMPONENTS = (
-    *("balance", "bigrams", "chats", "exchange", "gpu", "hellaswag", "in parts"),
-    *("local steps", "lora", "overlapped"),
-    *("packing", "reproducible", "retention", "rollback", "sharded", "within"),
+    *("bigrams", "chats", "gpu", "hellaswag", "lora", "packing", "parallel"),
+    *("retention", "rollback", "within"),
 )
 
 

@@ -23,7 +23,7 @@ from distgpt.core.model.memory import Layout
 from distgpt.core.model.model import Architecture, Model
 from distgpt.core.model.passes import Pass
 from distgpt.core.saved.modelfile import Base, Description, read_description
-from distgpt.core.train.seams import Votes, WholeModel
+from distgpt.core.train.seams import ModelKind, Votes
 from distgpt.models.adapters.adapter import merge
 from distgpt.show.weightspage import inspect
 
@@ -31,7 +31,7 @@ SIZE = {"preset": "tiny-adamw", "n_layer": 1, "n_head": 2, "n_embd": 16, "seq_le
 SIZE |= {"data": "story", "steps": 3, "threads": 1}
 
 
-class Biases(WholeModel):
+class Biases(ModelKind):
     """A kind that trains the biases and leaves the rest."""
 
     part = "biases"

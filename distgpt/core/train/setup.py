@@ -59,7 +59,6 @@ from distgpt.core.train.sharing import (
     OptimizerState,
     Start,
     Strategy,
-    agree_on_strategy,
 )
 from distgpt.core.train.step import Step
 from distgpt.core.train.whereabouts import whereabouts
@@ -159,7 +158,7 @@ def open_run(
     fitted = replace(config, train=settings)
     start = Start(comm, stage.threads, stage.free_memory, fitted, plan.state, is_evaluated, say)
     micro_batches = strategy.micro_batches(settings, comm.rank, model, start)  # some measure the ranks
-    exchange = strategy.exchange(comm, state, settings, say)  # some are tried out, in the model's buffers
+    exchange = components().exchange(comm, state, settings, say)
 
     # What watches the run, and is watched: each is made of those above it.
     signals = PendingSignals()
@@ -237,7 +236,7 @@ def make_steps(config: RunConfig, stage: Stage, say: Say) -> Step:
     stage.notes.report_to(say)
     compile_once_per_node(stage, setup.kernels, config, setup.strategy)
     micro_batches = setup.strategy.micro_batches(setup.settings, comm.rank, model)
-    exchange = setup.strategy.exchange(comm, state, setup.settings, say)
+    exchange = components().exchange(comm, state, setup.settings, say)
     return Step(state.optimizer, comm, setup.settings, exchange, micro_batches=micro_batches)
 
 
@@ -314,8 +313,6 @@ def set_up(config: RunConfig, stage: Stage, is_evaluated: bool = False, preferre
     comm = stage.comm
     t = config.train
     strategy = components().strategy(t, comm.size)
-    if comm.size > 1:
-        agree_on_strategy(comm, strategy)  # first: ranks that differ would wait for each other
     strategy.refuse_unable(comm, on_gpu=stage.on_gpu)
     kind = components().model(t)
     if not kind.trained(config).specs:  # an extension's kind may find none in this model

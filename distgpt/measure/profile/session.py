@@ -11,25 +11,29 @@ from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any
 from zlib import compress, decompress
 
-from distgpt.core.base.errors import Say
+from distgpt.core.base.errors import Say, UsageError
 from distgpt.core.base.files import atomic_file, storage_errors
 from distgpt.core.base.formatting import count
 from distgpt.core.base.interrupts import ignore_further
-from distgpt.core.comm.agree import gather_bytes, on_root
+from distgpt.core.comm.agree import gather_bytes, on_root, shared
 from distgpt.core.comm.api import Comm
 from distgpt.core.components import components
 from distgpt.core.config import RunConfig, TrainConfig
 from distgpt.core.cpu.kernels import CpuKernels
 from distgpt.core.cpu.stages import Stage
 from distgpt.core.data.batches import Batches
+from distgpt.core.ops.api import Array
 from distgpt.core.saved.modelfile import load_description
 from distgpt.core.train.plan import refuse_unsuited
+from distgpt.core.train.progress import Finished
 from distgpt.core.train.setup import make_steps, read_texts
-from distgpt.core.train.step import OwnVotes, Step, StepResult, no_votes
+from distgpt.core.train.step import Launched, OwnVotes, Step, no_votes
 from distgpt.measure.doctor.facts import environment
 from distgpt.measure.doctor.speed import Peaks, measure_peaks
 from distgpt.measure.profile.recorder import Account, Clock, Recorder, Taken, account, no_times
 from distgpt.measure.profile.report import Event, RankProfile, as_text, events, result
+from distgpt.parallel.local_steps import LocalSteps
+from distgpt.parallel.sharded import Sharded
 
 if TYPE_CHECKING:  # a profile of a CPU stage needs nothing of gpu/
     from distgpt.gpu.device import CupyDevice
@@ -45,12 +49,43 @@ def open_steps(asked: RunConfig, stage: Stage, say: Say) -> tuple[Step, Batches]
     """Return the steps of a run alone, without its directory and evaluation. Collective."""
     comm, t = stage.comm, asked.train
     on_root(comm, lambda: refuse_unsuited(t, comm.size, on_gpu=stage.on_gpu))
-    on_root(comm, components().strategy(t, comm.size).refuse_unmeasurable)
+    if t.balance == "auto" and comm.size > 1:
+        raise shared(UsageError("--balance auto is for training: ranks are measured with even shares"))
     origin = load_description(Path(t.init), comm) if t.init else None
     if origin is not None:
         on_root(comm, lambda: components().model(t).refuse_origin(origin, Path(t.init), t, resumed=False))
     texts = read_texts(comm, asked, t.tokenizer, origin, Path("runs"), say)
     return make_steps(texts.config, stage, say), texts.batches
+
+
+def waits(step: Step) -> list[tuple[object, str, Array]]:
+    """Return the methods that wait for other ranks, each with its object and what it sums or sends."""
+    exchange, model = step.exchange, step.model
+    found: list[tuple[object, str, Array]]
+    if isinstance(exchange, LocalSteps):
+        found = [(exchange, "sum_votes", model.grads.flags), (exchange, "sum_changes", model.grads.flat)]
+    else:
+        found = [(exchange, "sum_gradients", model.grads.with_flags)]
+    if isinstance(exchange, Sharded):
+        found.append((exchange, "after_update", model.params.flat))
+    if step.optimizer.update_bounds:
+        found.append((step, "gather_updates", model.grads.flat))
+    return found
+
+
+class Measured(Launched):
+    """A step's result that is accounted for once it was waited for, since accounting waits for a GPU."""
+
+    def __init__(self, result: Launched, account: Callable[[], None]) -> None:
+        self._result, self._account = result, account
+        self._is_done = False
+
+    def wait(self) -> Finished:
+        done = self._result.wait()
+        if not self._is_done:
+            self._is_done = True
+            self._account()
+        return done
 
 
 class Profiler:
@@ -75,20 +110,20 @@ class Profiler:
 
     def launch(
         self, number: int, batches: Batches, votes: OwnVotes = no_votes, elapsed: float | None = None
-    ) -> StepResult:
+    ) -> Launched:
         """Launch a step as `Step.launch` does, and measure it after the warm-up."""
         step = self._step
         if self.skipped < self.warm_up:
             self.skipped += 1
             return step.launch(number, batches, votes, elapsed)
         if self._recorder is None:
-            self._recorder = Recorder(self.clock, step.model.kernels, step.comm, batches, step.waits())
+            self._recorder = Recorder(self.clock, step.model.kernels, step.comm, batches, waits(step))
         with self._recorder.step() as taken:
             outcome = step.launch(number, batches, votes, elapsed)
         if self._last is not None:  # a GPU's wait in between belongs to the earlier step
             self._last.end = taken.begin
         self._last = taken
-        return outcome.then(lambda: self._close(number, taken))  # accounting waits for a GPU
+        return Measured(outcome, lambda: self._close(number, taken))
 
     def _close(self, number: int, taken: Taken) -> None:
         found = account(self.clock, self.workers, taken)

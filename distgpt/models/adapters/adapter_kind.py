@@ -14,12 +14,13 @@ from distgpt.core.model.memory import Layout
 from distgpt.core.model.model import Model
 from distgpt.core.ops.kernels import Kernels
 from distgpt.core.saved.modelfile import Base, Description
+from distgpt.core.train.seams import ModelKind
 from distgpt.models.adapters.adapter import ADAPTER, base_of, load_frozen, refuse_other_base
 from distgpt.models.adapters.lora import AdaptedModel, adapter_layout
 
 
-class AdapterKind:
-    """A `ModelKind`: of an `AdaptedModel`."""
+class AdapterKind(ModelKind):
+    """The kind of an `AdaptedModel`."""
 
     may_move = frozenset({"init"})  # its content is compared: `refuse_origin`
 
