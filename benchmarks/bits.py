@@ -95,9 +95,9 @@ TWO_NODES = {"MPIR_CVAR_NUM_CLIQUES": "2"}
 # The command, which leaves on rank 0 the names of the classes in the run: a lost callback changes
 # no bit. RENAMED has what the base called them.
 ASSEMBLED = """
-import json, sys
+import json
+import runpy
 from pathlib import Path
-from distgpt.commands.cli import main
 from distgpt.core.train import loop
 
 train = loop.train
@@ -110,9 +110,9 @@ def noted(run):
         Path(run.directory.path, "assembled.json").write_text(json.dumps(names))
     return ends
 loop.train = noted
-main()
+runpy.run_module("distgpt", run_name="__main__")
 """
-RENAMED = {"FiniteJudge": "Judge"}
+RENAMED = {"FiniteJudge": "Judge", "Recorded": "CapturedWork"}
 # Options of the base that are settings by --set now.
 FORMER = re.compile(r"--(matmul|spike-zscore|bad-steps-allowed) (\S+)")
 # Of the model of a run: what it writes and scores in each dtype.
@@ -248,7 +248,7 @@ def _train(name: str, ranks: int, words: str, out: Path, files: Files) -> None:
     stage = ["--stage", "mpi", "--threads", "1"] if ranks else []
     options = [*stage, "--progress", "plain", "--out", str(out)]
     env = TWO_NODES if name.startswith("2 nodes") else {}
-    command = [str(files.bin / "python"), "-c", ASSEMBLED]
+    command = [str(files.bin / "python"), "-P", "-c", ASSEMBLED]  # -P: not the package of this checkout
     if files.bin == Path(sys.executable).parent:
         words = FORMER.sub(lambda found: f"--set {found[1].replace('-', '_')}={found[2]}", words)
     _printed([*launcher, *command, *words.split(), *options], env)
