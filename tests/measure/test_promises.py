@@ -71,7 +71,7 @@ def test_promised(one, other, how):
         (ONE, FOUR, "ranks: 1 in the run, 4 here", {"t": PARTS, "now": CONFIG}),
         (ONE, replace(ONE, threads=[2]), "threads of a rank: 4 in the run, 2 here", {}),
         (ONE, replace(ONE, micro_batches=2), "micro-batches: 1 in the run, 2 here", {}),
-        (FOUR, replace(FOUR, exchange="chunked"), "summed by: allreduce in the run, chunked here", {}),
+        (FOUR, replace(FOUR, exchange="overlapped"), "summed by: allreduce in the run, overlapped here", {}),
         (FOUR, replace(FOUR, mpi="Open MPI 5"), "MPI: MPICH 4 in the run, Open MPI 5 here", {}),
         (FOUR, replace(FOUR, nodes=[4]), "ranks of a host: 2 in the run, 4 here", {}),
         (FOUR, FOUR, "measures the ranks", {"t": replace(CONFIG, balance="auto")}),
@@ -99,7 +99,7 @@ def test_each_folder_of_the_package_computes_or_is_named_as_elsewhere():
     computes = {"callbacks", "core", "corpora", "gpu", "models", "parallel", "recipes"}
     folders = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
     elsewhere = {path.name for path in ELSEWHERE if path.parent == PACKAGE}
-    assert folders == computes | elsewhere and all(path.exists() for path in ELSEWHERE)
+    assert folders == computes | elsewhere and all(path.is_dir() for path in ELSEWHERE)
 
 
 def test_what_is_shown_and_saved_changes_no_step():

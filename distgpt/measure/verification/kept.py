@@ -29,12 +29,12 @@ from distgpt.core.train.run import Run
 KEY = "bits"  # of the event in history.jsonl
 MOST_HISTORY = 1 << 28  # bytes
 PACKAGE = Path(__file__).parents[2]
-# Folders and files that change no bit of a step: those that show, serve, measure, install or start runs.
+# Folders that change no bit of a step: those that show, serve, measure, install or start runs.
 ELSEWHERE = {
     PACKAGE / name
     for name in (
-        *("callbacks/monitoring", "cluster", "commands", "inference", "measure", "models/formats", "show"),
-        "core/cpu/compile_workers.py",
+        *("callbacks/monitoring", "cluster", "commands", "inference"),
+        *("measure", "models/formats", "show"),
     )
 }
 MUON_RULE = 1  # each attention head is orthogonal by itself, no longer all of q, of k and of v
@@ -135,7 +135,7 @@ def sources() -> str:
     for folder, inside, names in os.walk(PACKAGE):
         skipped = {path.name for path in ELSEWHERE if str(path.parent) == folder}
         inside[:] = sorted(set(inside) - {"__pycache__"} - skipped)
-        for name in sorted(set(names) - skipped):
+        for name in sorted(names):
             if name.endswith((".py", ".cu")):
                 found.update(name.encode() + b"\0" + Path(folder, name).read_bytes())
     return found.hexdigest()[:16]
