@@ -85,20 +85,23 @@ class Regime:
 
 @dataclass(frozen=True, slots=True)
 class AlphaBeta:
-    """`piece` bytes are summed at a time, where the exchange cuts its arrays (chunked)."""
+    """Up to three regimes, by size."""
 
     regimes: tuple[Regime, ...]
     ranks: int  # among which the table was measured
-    piece: int | None = None
 
     def seconds(self, ranks: int, size: float) -> float:
-        """Return the time of one Allreduce; never less for more bytes."""
-        if ranks < 2 or size <= 0:
-            return 0.0
-        if self.piece is None or size <= self.piece:
-            return self._whole(ranks, size)
-        full, rest = divmod(size, self.piece)
-        return full * self._whole(ranks, self.piece) + (self._whole(ranks, rest) if rest else 0.0)
+        """Return the time of one Allreduce; never less for more bytes.
+
+        Where a regime ends the next may start lower: a longer array never takes less time.
+        """
+        longest = 0.0
+        for regime in self.regimes if ranks > 1 and size > 0 else ():
+            within = regime.most is None or size <= regime.most
+            longest = max(longest, regime.seconds(ranks, size if within else regime.most or size))
+            if within:
+                break
+        return longest
 
     def in_parts(self, ranks: int, size: float) -> float:
         """Return the time if every rank sends to all others what they add up, and then its own sum."""
@@ -107,16 +110,6 @@ class AlphaBeta:
     def slowed(self, factor: float) -> AlphaBeta:
         """Return the model of ranks that share what these have: memory, or cores. A byte takes longer."""
         return replace(self, regimes=tuple(replace(each, beta=each.beta * factor) for each in self.regimes))
-
-    def _whole(self, ranks: int, size: float) -> float:
-        """Where a regime ends the next may start lower: a longer array never takes less time."""
-        longest = 0.0
-        for regime in self.regimes:
-            within = regime.most is None or size <= regime.most
-            longest = max(longest, regime.seconds(ranks, size if within else regime.most or size))
-            if within:
-                break
-        return longest
 
     def worst_error(self, points: Sequence[tuple[float, float]]) -> float:
         """The largest relative difference from a table of (bytes, seconds)."""
@@ -147,17 +140,13 @@ class Network:
 class OverNetwork:
     """Hosts that a network joins, with some ranks each: ranks share their host's memory and its port.
 
-    `here`, measured among ranks of one host, is what a byte takes in memory: to be added, rounded, copied.
-    `own`, measured among hosts without a slow network, is what a message takes besides the network's latency,
-    and what a byte takes at least. Sending overlaps with the network; what is done in memory overlaps with
-    nothing. `rehearsed` hosts are this one machine, and share its memory, too.
+    `here`, measured among ranks of one host, is what a message takes besides the network's latency, and what
+    a byte takes in memory: to be added, rounded, copied. What is done in memory overlaps with nothing.
     """
 
     here: AlphaBeta
     network: Network
     ranks_per_node: int = 1
-    own: AlphaBeta | None = None
-    rehearsed: int = 1
 
     def seconds(self, ranks: int, size: float) -> float:
         """Return the time of a sum within hosts, then one over hosts. A call over all ranks sends as much."""
@@ -182,7 +171,7 @@ class OverNetwork:
         if ranks == inside:
             return memory.in_parts(ranks, size)
         worked = 2 * (ranks - 1) / ranks * memory.regimes[-1].beta
-        sent = 2 * inside * (ranks - inside) / ranks * self._port
+        sent = 2 * inside * (ranks - inside) / ranks * self.network.seconds_per_byte
         started = 2 * (ranks - 1) * (line.alpha - self.network.latency)
         return started + self._ways(ranks, size) + size * (worked + sent) if size > 0 else 0.0
 
@@ -191,8 +180,8 @@ class OverNetwork:
         return self._memory(ranks).seconds(ranks, size)
 
     def _memory(self, ranks: int) -> AlphaBeta:
-        """Memory, and where hosts are rehearsed their cores, bring so many bytes a second to all ranks."""
-        return self.here.slowed(max(1.0, ranks * self.rehearsed / self.here.ranks))
+        """Memory brings so many bytes a second to all ranks."""
+        return self.here.slowed(max(1.0, ranks / self.here.ranks))
 
     def _hosts(self, ranks: int) -> int:
         return -(-ranks // self.ranks_per_node)
@@ -202,23 +191,17 @@ class OverNetwork:
         return 2 * self.network.latency * (hosts > 1 and size > 0)
 
     @property
-    def _port(self) -> float:
-        """Seconds of a byte by a host's port."""
-        own = self.own.regimes[-1].beta * max(1.0, self.rehearsed / self.own.ranks) if self.own else 0.0
-        return max(self.network.seconds_per_byte, own)
-
-    @property
     def _between(self) -> AlphaBeta:
         """The library uses the same algorithms over the network. A rank of a host has a part of the array."""
-        alphas, worked = self.own or self.here, self._memory(self.ranks_per_node)
+        worked = self._memory(self.ranks_per_node)
         regimes = (
             replace(
                 each,
                 form="scatter-gather" if each.form == "memory" else each.form,  # between hosts MPI sums
-                alpha=alphas.regimes[min(i, len(alphas.regimes) - 1)].alpha + self.network.latency,
-                beta=each.beta / self.ranks_per_node + self._port,
+                alpha=each.alpha + self.network.latency,
+                beta=each.beta / self.ranks_per_node + self.network.seconds_per_byte,
             )
-            for i, each in enumerate(worked.regimes)
+            for each in worked.regimes
         )
         return AlphaBeta(tuple(regimes), worked.ranks)
 
@@ -227,26 +210,24 @@ def fit(
     points: Sequence[tuple[float, float]],
     ranks: int,
     long_form: str = "scatter-gather",
-    piece: int | None = None,
-    most_regimes: int = MOST_REGIMES,
 ) -> AlphaBeta:
     """Fit to a table of (bytes, seconds) among `ranks`.
 
     Relative errors count, of short arrays as much as of long ones. Among the cuts into regimes, choose the
     one whose closer fit is worth its additional parameters.
     """
-    table = sorted((s, t) for s, t in points if s > 0 and t > 0 and (piece is None or s <= piece))
+    table = sorted((s, t) for s, t in points if s > 0 and t > 0)
     if ranks < 2 or len(table) < FEWEST_POINTS:
         raise DataError(f"an α–β model needs {FEWEST_POINTS} sizes measured among 2 ranks or more")
     candidates = []
-    for count in range(1, min(most_regimes, len(table) // FEWEST_POINTS) + 1):
+    for count in range(1, min(MOST_REGIMES, len(table) // FEWEST_POINTS) + 1):
         for cuts in combinations(range(FEWEST_POINTS, len(table) - FEWEST_POINTS + 1), count - 1):
             edges = (0, *cuts, len(table))
             parts = [table[a:b] for a, b in pairwise(edges)]
             if all(len(part) >= FEWEST_POINTS for part in parts):
                 candidates.append(_fitted(parts, ranks, long_form))
     _, regimes = min(candidates, key=lambda candidate: candidate[0])
-    return AlphaBeta(regimes, ranks, piece)
+    return AlphaBeta(regimes, ranks)
 
 
 def _fitted(

@@ -1,7 +1,6 @@
 """The forward-pass study: the mean loss over thousands of names by every method, and its table.
 
-    python benchmarks/forward_study.py --preset S --preset MS5 --ablation --peer PYTHON
-    python benchmarks/forward_study.py --sweep input|model|joint
+    python benchmarks/forward_study.py --preset S --preset MS5 --peer PYTHON
     mpirun -n 2 python benchmarks/forward_study.py --method mpi        measures these ranks
 
 Names differ in length: they are evaluated in batches of equal length (mean_loss.py), which ranks and threads
@@ -21,7 +20,7 @@ from typing import Any
 
 import click
 from forward_peers import measure_plain, measure_torch, python_seconds
-from forward_tables import blocks, charts, is_scaled
+from forward_tables import blocks, is_scaled
 from forward_work import (
     METHODS,
     NAMES,
@@ -47,9 +46,7 @@ from distgpt.measure import jobs
 from distgpt.measure.bench.results import BenchOptions, Row, say
 
 ALL_METHODS = ("python", *METHODS, "torch", "torch-batched")
-SERIES = {"model": ("MS5", "MM5", "ML5", "MVL5", "MXL5"), "joint": ("S", "M", "L", "VL", "XL")}
 IN_DOUBLE = ("python", "serial")  # on one thread, whatever the others do
-MORE_NAMES = (500, 1000, 2000, 5000, 10000, 20000, 30000)
 
 # Published seconds: the study's UT, BT, SC (double) and PC (float).
 _TIMED = ("torch", "torch-batched", "serial", "cuda")
@@ -80,8 +77,6 @@ class StudyOptions(BenchOptions):
     patience: float = 60.0
     measure_only: bool = False
     peer: str | None = None
-    sweep: str | None = None
-    ablation: bool = False
 
     def job(self, preset: str, method: str, dtype: str, names: int | None = None) -> Job:
         names, threads = names or self.names or NAMES[preset], self.threads or 0
@@ -150,35 +145,15 @@ class StudyOptions(BenchOptions):
     ),
 )
 @click.option("--peer", help="A Python with PyTorch; this one if left out.")
-@click.option(
-    "--sweep",
-    type=click.Choice(["input", "model", "joint"]),
-    help="Over names; over MS5 to MXL5; over S to XL.",
-)
-@click.option("--ablation", is_flag=True, help="Also what batches and single precision bring, each alone.")
 def main(**given: Any) -> None:
     options = to_options(StudyOptions, given)
     if options.is_rank:
         measure_as_rank(options.only_job(), options.threads)
         return
-    presets, name = presets_of(options)
-    study = study_of(options)
+    presets, study = options.presets or ("S",), study_of(options)
     options.prepare()
-    rows = study.rows(presets)
-    chosen = presets if options.ablation else ()
-    parts = [part for each in chosen for part in study.ablation(each, options.names or NAMES[each])]
-    found = {"rows": rows, "sweep": options.sweep, "ablation": parts}
-    options.finish("forward", name, found, blocks(found), charts(found))
-
-
-def presets_of(options: StudyOptions) -> tuple[Sequence[str], str]:
-    """Return the presets to measure, and a name for the results."""
-    if options.sweep in SERIES:
-        return options.presets or SERIES[options.sweep], options.sweep
-    presets = options.presets or ("S",)
-    if options.sweep == "input" and len(presets) > 1:
-        raise UsageError("--sweep input is over the names of one --preset")
-    return presets, "-".join((*presets, options.sweep)) if options.sweep else "-".join(presets)
+    found = {"rows": study.rows(presets)}
+    options.finish("forward", "-".join(presets), found, blocks(found))
 
 
 def study_of(options: StudyOptions) -> Study:
@@ -241,25 +216,12 @@ class Study:
         self, options: StudyOptions, methods: Sequence[str], launcher: Launcher | None, peer: str
     ) -> None:
         self.options, self.methods, self.launcher = options, methods, launcher
-        self.peer, self.sweep = peer, options.sweep
+        self.peer = peer
 
     def rows(self, presets: Sequence[str]) -> list[Row]:
-        """Compare the methods on each preset, or on each number of names of the only one."""
-        names = self.options.names
-        work = [(name, names or NAMES[name]) for name in presets]
-        if self.sweep == "input":
-            most = work[0][1]
-            work = [(presets[0], few) for few in (*(few for few in MORE_NAMES if few < most), most)]
-        return with_speedups([with_published(row) for each in work for row in self.compare(self.jobs(*each))])
-
-    def ablation(self, name: str, names: int) -> list[Row]:
-        """Measure what batches and single precision bring, alone and together, on one thread."""
-        each = [(method, dtype) for method in ("serial", "batched") for dtype in ("float64", "float32")]
-        rows = self.compare([replace(self.options.job(name, *how, names), threads=1) for how in each])
-        plain = rows[0]["seconds"]
-        return [
-            row | {"batched": row["method"] == "batched", "speedup": plain / row["seconds"]} for row in rows
-        ]
+        """Compare the methods on each preset."""
+        work = [self.jobs(name, self.options.names or NAMES[name]) for name in presets]
+        return with_speedups([with_published(row) for jobs in work for row in self.compare(jobs)])
 
     def jobs(self, preset: str, names: int) -> list[Job]:
         """Return what to measure of a preset, by every method and dtype; the slow ones first."""

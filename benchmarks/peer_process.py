@@ -20,9 +20,8 @@ PEERS = Path(__file__).resolve().parent / "peers"
 
 # keep_freed: glibc keeps what is freed, which is faster and larger. compile: by torch.compile; autotune: with
 # every matmul that it knows tried. autocast: float32 weights are rounded where they are used, not copied to
-# bfloat16 after each update. chunked_head: less memory for a large vocabulary. onednn: linear layers by an
-# operator that PyTorch does not offer.
-SWITCHES = ("keep_freed", "compile", "autotune", "autocast", "chunked_head", "onednn")
+# bfloat16 after each update. chunked_head: less memory for a large vocabulary.
+SWITCHES = ("keep_freed", "compile", "autotune", "autocast", "chunked_head")
 LACKING = (
     "init_residual",
     "init_weights",

@@ -5,8 +5,7 @@
 
 No compiled loop computes anything, so this needs no cores to be true: as many threads as one likes wait for
 each other as they would on a node. Beside it stands what the step takes with its kernels on one thread,
-divided by the threads: the step that the kernels allow. `--floor-only` leaves that out. `--wakes` times
-nothing but waking all threads of a pool and waiting for them, by a job in Python and by an order.
+divided by the threads: the step that the kernels allow. `--floor-only` leaves that out.
 """
 
 from __future__ import annotations
@@ -94,43 +93,12 @@ def step_cost(name: str, threads: int, dtype: str, steps: int, is_empty: bool) -
     return median(seconds[3:]), sum(entry.callcount for entry in profile.getstats())
 
 
-def wake_cost(threads: int, rounds: int = 300) -> dict[str, float]:
-    """Return the median µs in which all threads of a pool do nothing, by a job and by an order."""
-    from distgpt.core.cpu.compiling.jit import jit
-    from distgpt.core.cpu.graphs.launch import ParallelLaunch
-    from distgpt.core.cpu.pool import Pool
-
-    def idle(thread: int) -> None:
-        pass
-
-    pool = Pool(threads)
-    orders = ParallelLaunch(pool, jit(idle), [(thread,) for thread in range(threads)], [])
-    found: dict[str, float] = {"threads": threads}
-    for name, wake in {"job": lambda: pool.run_parts(idle, threads), "order": orders.run}.items():
-        seconds = []
-        for _ in range(rounds):
-            begun = time.perf_counter()
-            wake()
-            seconds.append(time.perf_counter() - begun)
-        found[name] = 1e6 * median(seconds[rounds // 10 :])
-    return found
-
-
 def measured(
     name: str, threads: int, dtype: str, steps: int, is_empty: bool, flags: Sequence[str]
 ) -> tuple[float, int]:
     """Return the same, of a process of its own: a loop is empty or is not."""
-    words = [
-        sys.executable,
-        __file__,
-        *flags,
-        "--alone",
-        name,
-        str(threads),
-        dtype,
-        str(steps),
-        str(int(is_empty)),
-    ]
+    alone = map(str, ("--alone", name, threads, dtype, steps, int(is_empty)))
+    words = [sys.executable, __file__, *flags, *alone]
     seconds, calls = subprocess.run(words, check=True, capture_output=True, text=True).stdout.split()
     return float(seconds), int(calls)
 
@@ -152,7 +120,6 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--floor-only", action="store_true")
     parser.add_argument("--by-python", action="store_true", help="leave out recorded steps")
-    parser.add_argument("--wakes", action="store_true", help="time nothing but jobs and orders")
     parser.add_argument("--out", type=Path, help="JSON of all rows")
     parser.add_argument("--alone", nargs=5, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -161,14 +128,6 @@ def main() -> None:
     if args.alone:
         name, threads, dtype, steps, is_empty = args.alone
         print(*step_cost(name, int(threads), dtype, int(steps), bool(int(is_empty))))
-        return
-    if args.wakes:
-        for threads in args.threads:
-            row = wake_cost(threads)
-            print(
-                f"{threads:3} threads   a job {row['job']:7.1f} µs, an order {row['order']:7.1f} µs",
-                flush=True,
-            )
         return
     rows = []
     flags = ["--by-python"] * args.by_python
@@ -185,13 +144,8 @@ def main() -> None:
             cost = f"{row['ms']:9.2f} ms of Python, {calls:6,} calls"
             print(f"{name:6} {threads:3} threads {cost}{share}", flush=True)
     if args.out:
-        args.out.write_text(
-            json.dumps(
-                {"processor": processor(), "dtype": args.dtype, "by_python": args.by_python, "rows": rows},
-                indent=1,
-            )
-            + "\n"
-        )
+        about = {"processor": processor(), "dtype": args.dtype, "by_python": args.by_python}
+        args.out.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

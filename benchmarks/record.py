@@ -55,11 +55,6 @@ def metrics(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in RunDirectory(run).metrics.read_text().splitlines()]
 
 
-def held_out(run: Path) -> dict[int, float]:
-    """The validation loss by step."""
-    return {line["step"]: line["val_loss"] for line in metrics(run) if "val_loss" in line}
-
-
 def end_with_errors(main: Callable[[], object]) -> None:
     """Call `main`; an expected failure is one line, and its own exit code."""
     try:

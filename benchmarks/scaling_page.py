@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from alphabeta import AlphaBeta, Regime
 from predictions import MOST_RANKS
 
 from distgpt.core.base.formatting import count, duration
@@ -101,7 +100,6 @@ def blocks(found: dict[str, Any]) -> list[Block]:
         *all_charts(found).values(),
         *tables(found),
         *(Paragraph(f"{said[0].upper()}{said[1:]}.") for said in sentences),
-        fitted(found),
     ]
 
 
@@ -172,35 +170,9 @@ def conclusions(found: dict[str, Any]) -> list[str]:
 
 
 def all_charts(found: dict[str, Any]) -> dict[str, LineChart]:
-    """All charts by the ends of their files' names."""
-    found = shown(found)
-    return {f"-{mode}": chart for mode, chart in (charts(found) | {"efficiency": efficiency(found)}).items()}
-
-
-def charts(found: dict[str, Any]) -> dict[str, LineChart]:
-    """For each kind of scaling tokens per second by ranks: measured, predicted and ideal."""
-    return {mode: _chart(found, mode) for mode in modes(found) if _uncrowded(found, mode)}
-
-
-def modes(found: dict[str, Any]) -> list[str]:
-    return list(dict.fromkeys(row["mode"] for row in found["measured"]))
-
-
-def efficiency(found: dict[str, Any]) -> LineChart:
-    """All kinds of scaling in one chart."""
-    series = []
-    for mode in modes(found):
-        points = [(row["ranks"], 100 * row["efficiency"]) for row in _uncrowded(found, mode)]
-        series.append(line(f"{mode}, measured", points))
-        for name, far in _predictions(found, mode).items():
-            series.append(line(f"{mode}, {name}", [(n, 100 * up / n) for n, up in far], dashed=True))
-    lowest = min(found["predicted"] or found["measured"], key=lambda row: float(row["efficiency"]))
-    how = "predicted" if found["predicted"] else "measured"
-    description = (
-        f"At the least {lowest['efficiency']:.0%}, {how}: {lowest['mode']} on {lowest['ranks']:,} ranks."
-    )
-    title = "Efficiency: speed-up by ranks"
-    return LineChart(title, description, "ranks", "percent", series, log_x=True)
+    """Tokens per second by ranks of each kind of scaling, by the end of its file's name."""
+    found, modes = shown(found), dict.fromkeys(row["mode"] for row in found["measured"])
+    return {f"-{mode}": _chart(found, mode) for mode in modes if _uncrowded(found, mode)}
 
 
 def _uncrowded(found: dict[str, Any], mode: str) -> list[Row]:
@@ -238,20 +210,3 @@ def _chart(found: dict[str, Any], mode: str) -> LineChart:
     batch = "the whole batch" if mode == "strong" else "each rank's batch"
     title = f"{mode.capitalize()} scaling: {batch} stays the same"
     return LineChart(title, description, "ranks", "tokens per second", series, log_x=True, log_y=True)
-
-
-def fitted(found: dict[str, Any]) -> LineChart:
-    """The sums that the predictions are made from, and the model fitted to them."""
-    fields, rows = found["model"], found["allreduce"]["rows"]
-    model = AlphaBeta(tuple(Regime(**each) for each in fields["regimes"]), fields["ranks"], fields["piece"])
-    measured = [(row["bytes"], row["seconds"]) for row in rows]
-    description = (
-        "Measured times by size and the fitted model, "
-        f"which is off by {model.worst_error(measured):.0%} at most."
-    )
-    series = [
-        line(rows[0]["algorithm"], [(size, seconds * 1e6) for size, seconds in measured]),
-        line("fitted", [(size, model.seconds(model.ranks, size) * 1e6) for size, _ in measured], dashed=True),
-    ]
-    title = f"The α–β model's sums over {count(model.ranks, 'rank')}"
-    return LineChart(title, description, "bytes", "microseconds", series, log_x=True, log_y=True)

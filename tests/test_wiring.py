@@ -20,9 +20,8 @@ from distgpt.core.model.model import Architecture, Model
 from distgpt.core.model.optim import AdamW
 from distgpt.core.ops.kernels import Kernels
 from distgpt.core.saved import checkpoint
-from distgpt.measure.doctor.speed import Peaks
 from distgpt.measure.profile.operations import ORDER
-from distgpt.measure.profile.report import RankProfile, result
+from distgpt.measure.profile.report import result
 
 BATCH, CONTEXT = 8, 16  # of SMALL
 
@@ -204,7 +203,14 @@ def test_a_profile_sums_the_work_of_its_ranks():
     """Two ranks that each do 6 GFLOP in a step of 2 s reach 6 GFLOP/s together, of 2 × 12 that they could."""
     zeros = [0.0] * len(ORDER)
     work = [*zeros[:-1], 6e9]
-    peaks = Peaks(12.0, 1.0, "float32")
-    ranks = [RankProfile(rank, 1, 3, 2.0, 2.0, peaks, [work, zeros, work, zeros]) for rank in (0, 1)]
+    rank = {
+        "workers": 1,
+        "steps": 3,
+        "step_s": 2.0,
+        "step_s_median": 2.0,
+        "times": [work, zeros, work, zeros],
+    }
+    peaks = {"gflops": 12.0, "gbytes_per_s": 1.0, "dtype": "float32"}
+    ranks = [{**rank, "rank": number, "peaks": peaks} for number in (0, 1)]
     found = result(ranks, {"gpu": False, "tokens_per_step": 10, "ranks": 2})
     assert (found["gflops"], found["of_peak"], found["tokens_per_s"]) == (6.0, 0.25, 5.0)

@@ -1,6 +1,6 @@
 """PyTorch on cores as the benchmarks' peer: the same GPT, every fused option on; prints one JSON line.
 
-    peer_torch.py train|decode|names REQUEST
+    peer_torch.py train|names REQUEST
 
 The request is JSON. Tried on two cores and of no help: flushing denormals, inter-op threads, binding or
 spinning OpenMP threads, clipping without foreach; in bfloat16 also weights and moments of 16 bits (no faster
@@ -82,26 +82,6 @@ def train(request: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def decode(request: dict[str, Any]) -> dict[str, Any]:
-    """Greedy decoding by Hugging Face's GPT-2 124M."""
-    prompt_len, new_tokens, repeats = (request[key] for key in ("prompt_len", "new_tokens", "repeats"))
-    model = hugging_face(prompt_len + new_tokens)
-    prompt = torch.randint(model.config.vocab_size, (1, prompt_len))
-    seconds = []
-    with torch.inference_mode():
-        greedy(model, prompt, new_tokens)  # warm-up
-        for _ in range(repeats):
-            began = time.perf_counter()
-            produced = greedy(model, prompt, new_tokens)
-            seconds.append(time.perf_counter() - began)
-            assert produced.shape == (1, prompt_len + new_tokens)
-    return {
-        "tokens_per_s": new_tokens / min(seconds),
-        "tokens_per_s_median": new_tokens / statistics.median(seconds),
-        **request,
-    }
-
-
 def hugging_face(length: int, **sizes: int) -> Any:
     """Its GPT-2 for so many tokens, built from a configuration, not fetched."""
     os.environ["HF_HUB_OFFLINE"] = "1"
@@ -178,7 +158,7 @@ def main(command: str, request: dict[str, Any]) -> None:
         take_own_cores()
     torch.set_num_threads(request["threads"])
     torch.manual_seed(SEED)
-    result = {"train": train, "decode": decode, "names": names}[command](request)
+    result = {"train": train, "names": names}[command](request)
     result |= {
         "command": command,
         "peak_rss_bytes": peak_memory(),

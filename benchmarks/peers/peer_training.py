@@ -19,8 +19,6 @@ class Training:
     """A model, and the optimizer of its float32 weights."""
 
     def __init__(self, shape: Shape, job: SimpleNamespace) -> None:
-        if job.onednn:
-            nn.Linear.forward = lambda layer, x: OneDnnLinear.apply(x, layer.weight, layer.bias)
         chunked = nn.LinearCrossEntropyOptions(batch_chunk_size=512, chunking_method=None)
         model = GPT(shape, chunked if job.chunked_head else None)
         narrow = job.dtype == "bfloat16"
@@ -68,28 +66,3 @@ def adamw(parameters: list[nn.Parameter] | list[Tensor], job: SimpleNamespace) -
     ]
     betas = (job.beta1, job.beta2)
     return torch.optim.AdamW([g for g in groups if g["params"]], job.lr, betas, job.eps, fused=True)
-
-
-class OneDnnLinear(torch.autograd.Function):
-    """y = x wᵀ + b by the oneDNN kernels inside PyTorch, which eager float32 passes over in favour of MKL.
-
-    MKL runs on AMD processors at about half their AVX-512 rate. The operator has no public name, so this
-    is not what a PyTorch user gets: it shows how much of a difference the matrix library alone makes.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, w)
-        ctx.has_bias = b is not None
-        return onednn(x, w, b)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        x, w = ctx.saved_tensors
-        rows = dy.flatten(0, -2)
-        dw = onednn(rows.t(), x.flatten(0, -2).t(), None)
-        return onednn(dy, w.t(), None), dw, rows.sum(0) if ctx.has_bias else None
-
-
-def onednn(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
-    return torch.ops.mkldnn._linear_pointwise(x, w, b, "none", [], "")

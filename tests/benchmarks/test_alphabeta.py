@@ -50,10 +50,9 @@ def test_what_a_table_was_made_of_is_found_again():
     assert 2048 <= model.regimes[0].most < 8192
 
 
-@pytest.mark.parametrize("piece", [None, 4096])
-def test_more_ranks_and_more_bytes_never_take_less(piece):
+def test_more_ranks_and_more_bytes_never_take_less():
     there = (Regime("doubling", 2e-6, 1e-9, 3000), Regime("scatter-gather", 1e-7, 3e-10))
-    here = AlphaBeta(there, 4, piece)
+    here = AlphaBeta(there, 4)
     for model in (here, OverNetwork(here, parse_network("10gbit,20us"), 4)):
         for sizes in (SIZES, range(2900, 3200, 7)):
             times = [model.seconds(8, size) for size in sizes]
@@ -76,18 +75,17 @@ def test_over_a_network_its_latency_and_frames_are_added():
 def test_ranks_of_a_host_share_its_memory_and_its_port():
     """Two hosts of four ranks; two were measured, of which each had half of the memory's bytes a second."""
     here = AlphaBeta((Regime("scatter-gather", 1e-5, 1e-9),), 2)
-    own = AlphaBeta((Regime("scatter-gather", 1e-3, 5e-9),), 2)
     network, size = parse_network("1gbit,100us"), 1e6
     wire = network.seconds_per_byte
-    model = OverNetwork(here, network, 4, own)
+    model = OverNetwork(here, network, 4)
     inside = 4 * 1e-5 + 1.5 * size * 2e-9
-    assert model.seconds(8, size) == pytest.approx(inside + 2 * 1.1e-3 + size * (2e-9 / 4 + wire))
+    assert model.seconds(8, size) == pytest.approx(inside + 2 * 1.1e-4 + size * (2e-9 / 4 + wire))
     # 14 messages; 8 × 4 of the 64 parts leave by the port, there and back; of a rank 7 of 8 are in memory.
-    flat = 14 * 1e-3 + 2e-4 + size * (2 * 4 * 4 / 8 * wire + 2 * 7 / 8 * 2e-9)
+    flat = 14 * 1e-5 + 2e-4 + size * (2 * 4 * 4 / 8 * wire + 2 * 7 / 8 * 2e-9)
     assert model.flat_in_parts(8, size) == pytest.approx(flat)
     one_host = 14 * 1e-5 + 2 * 7 / 8 * size * 4e-9
-    assert OverNetwork(here, network, 8, own).flat_in_parts(8, size) == pytest.approx(one_host)
-    alone = OverNetwork(here, network, 1, own)
+    assert OverNetwork(here, network, 8).flat_in_parts(8, size) == pytest.approx(one_host)
+    alone = OverNetwork(here, network, 1)
     assert alone.flat_in_parts(4, size) == pytest.approx(alone.in_parts(4, size))
 
 
@@ -95,24 +93,6 @@ def test_ranks_sum_in_memory_within_a_host_and_by_mpi_between_hosts():
     here, network = AlphaBeta((Regime("memory", 1e-6, 1e-9),), 2), parse_network("1gbit,100us")
     inside, between = 4 * 1e-6 + 2e6 * 2e-9, 2 * 1.01e-4 + 1e6 * (2e-9 / 4 + network.seconds_per_byte)
     assert OverNetwork(here, network, 4).seconds(8, 1e6) == pytest.approx(inside + between)
-
-
-def test_a_host_sends_no_faster_than_its_own_work_allows():
-    """On a machine that stands for four hosts, of which two were measured."""
-    here = AlphaBeta((Regime("ring", 0.0, 1e-9),), 2)
-    own = AlphaBeta((Regime("ring", 0.0, 3e-9),), 2)
-    for text, byte in (("1gbit,0us", 8e-9 * 1538 / 1448), ("100gbit,0us", 6e-9)):
-        model = OverNetwork(here, parse_network(text), 1, own, rehearsed=4)
-        assert model.seconds(4, 1e6) == pytest.approx(1.5e6 * (2e-9 + byte)), text
-
-
-def test_what_is_cut_into_pieces_pays_for_each():
-    there = Regime("scatter-gather", 1e-5, 1e-9)
-    whole, cut = AlphaBeta((there,), 2), AlphaBeta((there,), 2, piece=1000)
-    assert cut.seconds(4, 2500) == pytest.approx(2 * whole.seconds(4, 1000) + whole.seconds(4, 500))
-    assert cut.seconds(4, 1000) == whole.seconds(4, 1000)
-    found = fit([(size, cut.seconds(2, size)) for size in (8, 50, 100, 500, 1000, 5000)], 2, piece=1000)
-    assert found.seconds(2, 7300) == pytest.approx(cut.seconds(2, 7300))
 
 
 def test_too_little_to_fit_is_refused():

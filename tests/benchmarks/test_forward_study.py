@@ -1,4 +1,4 @@
-"""The forward-pass study: plain Python and PyTorch beside our methods, sweeps, ablation, and its table."""
+"""The forward-pass study: plain Python and PyTorch beside our methods, and its table."""
 
 import json
 import sys
@@ -21,17 +21,15 @@ from distgpt.show.page import tabulated
 
 
 @pytest.mark.slow
-def test_a_sweep_measures_prints_draws_and_leaves_a_file(tmp_path):
-    words = ["--preset", "microgpt", "--names", 60, "--sweep", "input", "--repeats", 1, "--threads", 1]
-    words += ["--method", "batched", "--ablation", "--out", tmp_path]
+def test_the_study_measures_prints_and_leaves_a_file(tmp_path):
+    words = ["--preset", "microgpt", "--names", 60, "--repeats", 1, "--threads", 1]
+    words += ["--method", "batched", "--out", tmp_path]
     done = run([sys.executable, forward_study.__file__, *words], env=unsteered())
     assert done.code == 0, done.errors
-    found = json.loads((tmp_path / "forward-microgpt-input.json").read_text())
-    assert found["sweep"] == "input" and len(found["ablation"]) == 4
+    found = json.loads((tmp_path / "forward-microgpt.json").read_text())
     assert [(r["method"], r["names"], r["ranks"]) for r in found["rows"]] == [("batched", 60, 1)]
-    assert "batched, float32" in (tmp_path / "forward-microgpt-input.svg").read_text()
     page = assemble(*load_all(tmp_path))
-    assert "Forward pass: microgpt-input" in page and "Left out" not in page
+    assert "Forward pass: microgpt" in page and "Left out" not in page
 
 
 class Here(Study):
@@ -41,23 +39,17 @@ class Here(Study):
         return here(job)
 
 
-def study_of(methods, dtypes=("float32",), chosen=True, kind=Study, sweep=None):
+def study_of(methods, dtypes=("float32",), chosen=True, kind=Study):
     chosen = methods if chosen else ()
-    options = StudyOptions(methods=chosen, dtypes=dtypes, threads=1, repeats=1, sweep=sweep)
+    options = StudyOptions(methods=chosen, dtypes=dtypes, threads=1, repeats=1)
     return kind(options, methods, None, "")
 
 
-def test_a_sweep_goes_over_the_names_and_an_ablation_over_batches_and_types():
-    study = study_of(["batched"], ["float32", "float64"], kind=Here, sweep="input")
-    study.options = replace(study.options, names=520)
-    assert [(r["names"], r["dtype"]) for r in study.rows(["microgpt"])] == [
-        (names, dtype) for names in (500, 520) for dtype in ("float32", "float64")
-    ]
-    parts = study.ablation("microgpt", 80)
-    assert [(r["batched"], r["dtype"]) for r in parts] == [
-        (batched, dtype) for batched in (False, True) for dtype in ("float64", "float32")
-    ]
-    assert parts[0]["speedup"] == 1 and all(part["speedup"] > 0 for part in parts)
+def test_each_type_of_a_preset_is_a_row():
+    study = study_of(["batched"], ["float32", "float64"], kind=Here)
+    study.options = replace(study.options, names=80)
+    rows = study.rows(["microgpt"])
+    assert [(r["names"], r["dtype"]) for r in rows] == [(80, dtype) for dtype in ("float32", "float64")]
 
 
 def test_what_was_measured_on_a_part_is_scaled_by_its_predictions_and_compared_with_that_part():
@@ -113,7 +105,6 @@ def test_what_makes_no_sense_is_refused(tmp_path):
         (("--method", "batched", "--out", __file__), "cannot write to"),
         (("--method", "torch", "--peer", str(tmp_path / "python")), "cannot import torch"),
         (("--peer", str(tmp_path / "python")), "cannot import torch"),
-        (("--sweep", "input", "--preset", "S", "--preset", "M"), "one --preset"),
     ):
         found = CliRunner().invoke(forward_study.main, words)
         assert isinstance(found.exception, DistgptError) and said in str(found.exception)

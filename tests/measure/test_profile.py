@@ -1,7 +1,5 @@
 """Steps under the profiler: nothing is missing, nothing changes, nothing stays behind."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from profiling import job, profiled, times
@@ -73,10 +71,11 @@ ABOUT |= {"tokens_per_step": 100, "matmul": ""}
 def test_ranks_are_summed_and_averaged():
     profiler, _ = profiled(*job())
     one = of_rank(profiler, 0, Peaks(100.0, 10.0, "float32"))
-    slow = replace(one, rank=1, step_s=3 * one.step_s, times=[[3 * s for s in one.times[0]], *one.times[1:]])
+    seconds, *others = one["times"]
+    slow = {**one, "rank": 1, "step_s": 3 * one["step_s"], "times": [[3 * s for s in seconds], *others]}
     found = result([one, slow], ABOUT)
     own, other = found["per_rank"]
-    assert found["step_s"] == pytest.approx(2 * one.step_s)
+    assert found["step_s"] == pytest.approx(2 * one["step_s"])
     for mean, first, second in zip(found["rows"], own["rows"], other["rows"], strict=True):
         assert mean["row"] == first["row"] == second["row"]
         assert mean["ms"] == pytest.approx(2 * first["ms"]) and first["ms"] == pytest.approx(second["ms"] / 3)
@@ -85,7 +84,7 @@ def test_ranks_are_summed_and_averaged():
     text = as_text(found)
     assert max(map(len, text.splitlines())) <= 100 and "waiting for ranks" in text
     # One with as much work a worker, and more workers, changes the mean by nothing.
-    wide = replace(one, rank=1, workers=3)
+    wide = {**one, "rank": 1, "workers": 3}
     for ranks in ([one, wide], [wide, one]):
         found = result(ranks, ABOUT)
         for mean, alone, summed in zip(found["rows"], own["rows"], [*found["job"], None], strict=True):

@@ -62,18 +62,6 @@ def test_one_rank_alone_saves_the_table_first_then_the_profile_and_the_trace(ses
     assert json.loads((tmp_path / "torn" / "profile.json").read_text())["steps"] == 3
 
 
-def test_without_steps_it_is_said_why_there_is_no_profile(tmp_path, capsys):
-    for done, words in ((0, "no step was left"), (1, "3 steps to warm up come first")):
-        step, batches = job()
-        stage = SimpleNamespace(comm=step.comm, on_gpu=False, name="serial", threads=1)
-        session = Session(stage, step, step.config, warm_up=3)
-        for number in range(done):
-            session.profiler.launch(number, batches).wait()
-        session.finish(tmp_path, print)
-        assert words in capsys.readouterr().out, done
-        assert not list(tmp_path.iterdir()), done
-
-
 def test_a_folder_that_takes_no_files_is_refused_beforehand(tmp_path):
     prepare(SerialComm(), tmp_path / "new" / "folder")
     assert not list((tmp_path / "new" / "folder").iterdir())

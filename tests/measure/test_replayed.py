@@ -19,8 +19,7 @@ from distgpt.measure.compare.agreement import MEASURED
 from distgpt.measure.verification.kept import KEY
 from distgpt.measure.verification.numbers import apart
 from distgpt.measure.verification.records import Record, Start
-from distgpt.measure.verification.replaying import _refuse_other_ranks, _threads
-from distgpt.measure.verification.steps import elapsed_at
+from distgpt.measure.verification.replaying import _refuse_other_ranks, _threads, elapsed_at
 
 
 @pytest.fixture(scope="module")

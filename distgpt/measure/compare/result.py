@@ -14,7 +14,6 @@ from distgpt.measure.compare.stages import INTERRUPTED, CompareOptions, Measured
 from distgpt.measure.compare.workload import NEW_TOKENS, PROMPT_TOKENS, Opening
 from distgpt.measure.doctor.facts import anonymised
 from distgpt.measure.doctor.verdicts import sentence
-from distgpt.show.charts import Bar, BarChart, LineChart, Series
 from distgpt.show.page import (
     Block,
     Column,
@@ -30,7 +29,6 @@ from distgpt.show.page import (
 )
 
 RUNNING, DONE = "running", "done"
-SECONDS = {"training": "train_s", "inference": "seconds"}
 NOTHING = "(nothing to be seen: only spaces and line breaks)"
 UNFINISHED = "Interrupted: only what was measured until then is here."
 
@@ -141,19 +139,22 @@ def render_terminal(comparison: Comparison) -> str:
 
 
 def render_html(comparison: Comparison) -> str:
-    workload, where = comparison.options.workload, comparison.environment
-    gpus = f", {', '.join(where['gpus'])}" if where["gpus"] else ""
-    lead = f"{workload.sentence()}, then {NEW_TOKENS} tokens written greedily"
-    lead = f"{lead[0].upper()}{lead[1:]}. {where['cores']} cores of {where['processor']}{gpus}"
+    """Render the same as a page, with the prompt, the commands and what is known of the machine."""
+    opening, where = comparison.opening, comparison.environment
     missing = [block for block in _not_measured(comparison) if block.rows]
-    wrote = Texts([("all were given", comparison.opening.prompt), *texts(comparison)])
+    wrote = Texts([("all were given", opening.prompt), *texts(comparison)])
+    commands = Texts([(stage.stage, "\n\n".join(stage.commands)) for stage in comparison.measured])
+    model = f"{opening.parameters:,} parameters, vocabulary {opening.vocabulary:,}"
+    facts = {"model": model, "text": f"{opening.corpus_tokens:,} tokens", **where}
     sections = [
         Section("Verdict", [_result(comparison), *missing]),
-        Section("Times and losses", [*_time_chart(comparison), table(comparison), _loss_chart(comparison)]),
+        Section("Times and losses", [table(comparison)]),
         Section("What they wrote", [wrote]),
-        Section("How it was measured", _method(comparison)),
+        Section(
+            "How it was measured", [commands, KeyValues([(name, str(of)) for name, of in facts.items()])]
+        ),
     ]
-    return html("The same job in every stage", f"{lead}, {where['date'][:10]}.", sections)
+    return html("The same job in every stage", f"{comparison.options.workload.sentence()}.", sections)
 
 
 def _result(comparison: Comparison) -> Block:
@@ -243,43 +244,3 @@ def texts(comparison: Comparison) -> list[tuple[str, str]]:
         if stage.inference is not None:
             found.setdefault(stage.inference["text"], []).append(stage.stage)
     return [(", ".join(stages), text if text.strip() else NOTHING) for text, stages in found.items()]
-
-
-def _time_chart(comparison: Comparison) -> Iterator[BarChart]:
-    bars = []
-    for stage in (stage for stage in comparison.measured if stage.training):
-        values = []
-        for part, key in SECONDS.items():
-            done = getattr(stage, part)
-            values += [done["process_s"] - done[key], done[key]] if done else [0.0, 0.0]
-        bars.append(Bar(stage.stage, values, f"{sum(values):.1f} s"))
-    if bars:
-        text = "; ".join(f"{bar.label} {bar.text}" for bar in bars) + "."
-        parts = ("start and saving", "training", "start for inference", "inference")
-        yield BarChart("Time per phase", text, "seconds", bars, parts)
-
-
-def _loss_chart(comparison: Comparison) -> LineChart:
-    series = []
-    for stage in (stage for stage in comparison.measured if stage.losses):
-        known = [float("nan") if loss is None else loss for loss in stage.losses]
-        series.append(Series(stage.stage, range(len(known)), known))
-    ends = ", ".join(f"{one.name} from {one.y[0]:.3f} to {one.y[-1]:.3f}" for one in series)
-    return LineChart("Loss", f"{ends}.", "steps done", "loss", series)
-
-
-def _method(comparison: Comparison) -> list[Block]:
-    opening, where = comparison.opening, comparison.environment
-    model = f"{opening.parameters:,} parameters, vocabulary {opening.vocabulary:,}"
-    facts = {"model": model, "text": f"{opening.corpus_tokens:,} tokens", **where}
-    facts["number format"] = ", ".join(dict.fromkeys(stage.dtype for stage in comparison.measured))
-    facts["versions"] = ", ".join(f"{name} {version}" for name, version in where["versions"].items())
-    facts["gpus"] = ", ".join(where["gpus"]) or "none"
-    return [
-        Paragraph(
-            "Each stage trains in a fresh process with the same seed, text and global batches, then another"
-            " process lets the trained model write. The commands, as one would type them:"
-        ),
-        Texts([(stage.stage, "\n\n".join(stage.commands)) for stage in comparison.measured]),
-        KeyValues([(name, str(value)) for name, value in facts.items()]),
-    ]

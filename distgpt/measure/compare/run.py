@@ -27,7 +27,6 @@ from distgpt.measure.compare.stages import (
 )
 from distgpt.measure.compare.workload import look_at_data
 from distgpt.measure.doctor.facts import environment
-from distgpt.show.charts import require_matplotlib
 from distgpt.show.progress import Plain
 
 SECONDS_BETWEEN_LINES = 10.0
@@ -84,7 +83,6 @@ class Progress(Plain):
 
 def compare(options: CompareOptions, out: Path, given: Iterable[str], as_json: bool) -> None:
     """Run the whole command; `given` are the flags that the user set. Raises where stages disagree."""
-    require_matplotlib()  # the report at the end has charts
     folder, progress = Folder(out), Progress(sys.stderr)
     comparison = _begin(options, folder)
     stages = comparison.runnable.stages

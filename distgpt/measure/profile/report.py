@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from statistics import fmean
 from typing import Any
 
 import numpy as np
 
 from distgpt.core.base.formatting import count
 from distgpt.core.comm.agree import named_ranks
-from distgpt.measure.doctor.speed import Peaks
 from distgpt.measure.profile.operations import BETWEEN, DATA, GPU_WAITS, ORDER, TRANSFER, WAIT, WORKERS
-from distgpt.measure.profile.recorder import NOBODY, Account, Lane
+from distgpt.measure.profile.recorder import NOBODY, Account
 from distgpt.show.page import terminal_table
 
 MATMUL, MEMORY = "matmul", "memory"  # the peaks that a row is compared with
@@ -28,67 +27,44 @@ STEPS = 0  # the timeline's thread for whole steps; workers come after it
 SHORTEST_WAIT = 1e-6  # seconds
 
 
-@dataclass(frozen=True, slots=True)
-class RankProfile:
-    """Means over the profiled steps of one rank."""
-
-    rank: int
-    workers: int
-    steps: int
-    step_s: float
-    step_s_median: float
-    peaks: Peaks | None  # None: it was interrupted before they were measured
-    times: list[list[float]]  # by ORDER: seconds of each worker, calls, FLOPs, bytes
-
-    @staticmethod
-    def from_dict(found: dict[str, Any]) -> RankProfile:
-        return RankProfile(**{**found, "peaks": found["peaks"] and Peaks(**found["peaks"])})
-
-    def about(self, on_gpu: bool) -> dict[str, Any]:
-        """Return the part of profile.json that each rank has, and all ranks together."""
-        times = {"step_s": self.step_s, "step_s_median": self.step_s_median}
-        return {**times, "peaks": self.peaks and asdict(self.peaks), "rows": rows(self, on_gpu)}
+# Of one rank, as JSON: rank, workers, steps, step_s and its median, peaks (None: interrupted before they were
+# measured), and times by ORDER: seconds of each worker, calls, FLOPs and bytes of a step.
+RankProfile = dict[str, Any]
 
 
-def together(ranks: Sequence[RankProfile]) -> RankProfile:
+def _about(profile: RankProfile, on_gpu: bool) -> dict[str, Any]:
+    """Return the part of profile.json that each rank has, and all ranks together: means of a step.
+
+    The rows are of the kinds of operations that occurred, and one is of the rest of the step.
+    """
+    found = [_row(profile, *each) for each in zip(ORDER, *profile["times"], strict=True) if each[1]]
+    between = profile["step_s"] - sum(row["ms"] for row in found) / 1000
+    found.append(_row(profile, GPU_WAITS if on_gpu else BETWEEN, between))
+    return {**{key: profile[key] for key in ("step_s", "step_s_median", "peaks")}, "rows": found}
+
+
+def _together(ranks: Sequence[RankProfile]) -> RankProfile:
     """Return the mean of all ranks, per worker: ranks may have different numbers of workers."""
     keys = ("step_s", "step_s_median", "times")
-    means = {key: np.mean([getattr(each, key) for each in ranks], axis=0).tolist() for key in keys}
-    known = [(each.peaks.gflops, each.peaks.gbytes_per_s, each.peaks.dtype) for each in ranks if each.peaks]
-    if not known:
-        return replace(ranks[0], peaks=None, **means)
-    gflops, gbytes, (dtype, *_) = zip(*known, strict=True)
-    peaks = Peaks(float(np.mean(gflops)), float(np.mean(gbytes)), dtype)
-    return replace(ranks[0], peaks=peaks, **means)
-
-
-def rows(profile: RankProfile, on_gpu: bool) -> list[Row]:
-    """Return a row per kind of operation that occurred, and one for the rest of the step."""
-    found = [_row(profile, *each) for each in zip(ORDER, *profile.times, strict=True) if each[1]]
-    between = profile.step_s - sum(row["ms"] for row in found) / 1000
-    return [*found, _row(profile, GPU_WAITS if on_gpu else BETWEEN, between)]
+    means = {key: np.mean([each[key] for each in ranks], axis=0).tolist() for key in keys}
+    known = [each["peaks"] for each in ranks if each["peaks"]]
+    speeds = {key: fmean(each[key] for each in known) for key in ("gflops", "gbytes_per_s") if known}
+    return {**ranks[0], **means, "peaks": known[0] | speeds if known else None}
 
 
 def _row(
-    profile: RankProfile,
-    name: str,
-    seconds: float,
-    calls: float = 0.0,
-    flops: float = 0.0,
-    moved: float = 0.0,
+    profile: RankProfile, name: str, seconds: float, calls: float = 0, flops: float = 0, moved: float = 0
 ) -> Row:
     """`seconds` of each worker; the speed is what all would reach together if they did nothing else."""
-    row: Row = {"row": name, "share": seconds / profile.step_s, "calls": calls, "ms": 1000 * seconds}
+    row: Row = {"row": name, "share": seconds / profile["step_s"], "calls": calls, "ms": 1000 * seconds}
     row |= {"gflop": flops / 1e9, "gbytes": moved / 1e9, "gflops": None, "gbytes_per_s": None}
     row |= {"peak": None, "of_peak": None}
-    if flops:
-        speed = row["gflops"] = flops / seconds / 1e9
-        if profile.peaks:
-            row |= {"peak": MATMUL, "of_peak": speed / profile.peaks.gflops}
-    elif moved:
-        speed = row["gbytes_per_s"] = moved / seconds / 1e9
-        if name not in WITHOUT_PEAK and profile.peaks:
-            row |= {"peak": MEMORY, "of_peak": speed / profile.peaks.gbytes_per_s}
+    peaks = profile["peaks"]
+    if flops or moved:
+        key, peak = ("gflops", MATMUL) if flops else ("gbytes_per_s", MEMORY)
+        row[key] = (flops or moved) / seconds / 1e9
+        if peaks and (flops or name not in WITHOUT_PEAK):
+            row |= {"peak": peak, "of_peak": row[key] / peaks[key]}
     return row
 
 
@@ -97,24 +73,24 @@ def result(ranks: Sequence[RankProfile], about: dict[str, Any]) -> dict[str, Any
 
     `ranks` are those that reported, of about["ranks"]: of an interrupted run perhaps rank 0 alone.
     """
-    mean, on_gpu = together(ranks), about["gpu"]
-    seconds = np.sum([np.array(each.times[0]) * each.workers for each in ranks], axis=0).tolist()
-    _, _, flops, moved = np.sum([each.times for each in ranks], axis=0).tolist()
+    mean, on_gpu = _together(ranks), about["gpu"]
+    seconds = np.sum([np.array(each["times"][0]) * each["workers"] for each in ranks], axis=0).tolist()
+    _, _, flops, moved = np.sum([each["times"] for each in ranks], axis=0).tolist()
     gflop = sum(flops) / 1e9
     return {
         **about,
-        "ranks_told": [each.rank for each in ranks],
-        "steps": mean.steps,
-        "tokens_per_s": about["tokens_per_step"] / mean.step_s,
-        "gflops": gflop / mean.step_s,
-        "of_peak": gflop / mean.step_s / (len(ranks) * mean.peaks.gflops) if mean.peaks else None,
-        **mean.about(on_gpu),
+        "ranks_told": [each["rank"] for each in ranks],
+        "steps": mean["steps"],
+        "tokens_per_s": about["tokens_per_step"] / mean["step_s"],
+        "gflops": gflop / mean["step_s"],
+        "of_peak": gflop / mean["step_s"] / len(ranks) / mean["peaks"]["gflops"] if mean["peaks"] else None,
+        **_about(mean, on_gpu),
         "job": [
             {"row": name, "worker_s": seconds, "gflop": flops / 1e9, "gbytes": moved / 1e9}
             for name, seconds, flops, moved in zip(ORDER, seconds, flops, moved, strict=True)
             if seconds
         ],
-        "per_rank": [{"rank": each.rank, **each.about(on_gpu)} for each in ranks],
+        "per_rank": [{"rank": each["rank"], **_about(each, on_gpu)} for each in ranks],
     }
 
 
@@ -188,7 +164,7 @@ def _ranks(ranks: list[dict[str, Any]]) -> str:
 def events(rank: int, steps: Sequence[Account], on_gpu: bool) -> list[Event]:
     """Return the timeline of one rank in the trace event format of Perfetto and chrome://tracing.
 
-    A rank is a process, with a thread for each worker.
+    A rank is a process, with a thread for each worker. Times are in microseconds.
     """
     workers = max((len(step.lanes) for step in steps), default=1)
     threads = ["steps", *("GPU" if on_gpu else f"worker {worker}" for worker in range(workers))]
@@ -200,23 +176,20 @@ def events(rank: int, steps: Sequence[Account], on_gpu: bool) -> list[Event]:
         for kind, value in (("name", name), ("sort_index", index))
     ]
     for step in steps:
-        found.append(_span(rank, STEPS, f"step {step.number + 1}", "step", step.begin, step.seconds))
-        for thread, lane in enumerate(step.lanes, 1):
-            found += _of_worker(rank, thread, lane, step.begin)
+        for thread, name, category, first, last in _spans(step):
+            place = {"name": name, "cat": category, "ph": "X", "pid": rank, "tid": thread}
+            times = {"ts": round((step.begin + first) * 1e6, 3), "dur": round((last - first) * 1e6, 3)}
+            found.append(place | times)
     return found
 
 
-def _of_worker(rank: int, thread: int, lane: Lane, begin: float) -> Iterator[Event]:
-    spans = zip(lane.names, lane.rows.tolist(), lane.begins.tolist(), lane.ends.tolist(), strict=True)
-    for name, row, first, last in spans:
-        if row != NOBODY:
-            yield _span(rank, thread, name, ORDER[row], begin + first, last - first)
-    for first, last in lane.waits:
-        if last - first > SHORTEST_WAIT:
-            yield _span(rank, thread, "waits", WORKERS, begin + first, last - first)
-
-
-def _span(rank: int, thread: int, name: str, category: str, begin: float, seconds: float) -> Event:
-    """Times in microseconds."""
-    place = {"name": name, "cat": category, "ph": "X", "pid": rank, "tid": thread}
-    return place | {"ts": round(begin * 1e6, 3), "dur": round(seconds * 1e6, 3)}
+def _spans(step: Account) -> Iterator[tuple[int, str, str, float, float]]:
+    """Yield thread, name, category, begin and end of the step, its operations, and what workers wait."""
+    yield STEPS, f"step {step.number + 1}", "step", 0.0, step.seconds
+    for thread, lane in enumerate(step.lanes, 1):
+        for name, row, *span in zip(lane.names, lane.rows, lane.begins, lane.ends, strict=True):
+            if row != NOBODY:
+                yield thread, name, ORDER[row], *map(float, span)
+        for first, last in lane.waits:
+            if last - first > SHORTEST_WAIT:
+                yield thread, "waits", WORKERS, first, last

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryFile
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from zlib import compress, decompress
 
 from distgpt.core.base.errors import Say, UsageError
 from distgpt.core.base.files import atomic_file, storage_errors
-from distgpt.core.base.formatting import count
 from distgpt.core.base.interrupts import ignore_further
 from distgpt.core.comm.agree import gather_bytes, on_root, shared
 from distgpt.core.comm.api import Comm
@@ -139,7 +138,9 @@ def of_rank(profiler: Profiler, rank: int, peaks: Peaks | None) -> RankProfile:
     times, steps = profiler.times / len(profiler.seconds), profiler.seconds
     times[0] /= profiler.workers
     mean = sum(steps) / len(steps)
-    return RankProfile(rank, profiler.workers, len(steps), mean, median(steps), peaks, times.tolist())
+    found: RankProfile = {"rank": rank, "workers": profiler.workers, "steps": len(steps), "step_s": mean}
+    found |= {"step_s_median": median(steps), "peaks": peaks and asdict(peaks), "times": times.tolist()}
+    return found
 
 
 def prepare(comm: Comm, folder: Path) -> None:
@@ -194,48 +195,34 @@ class Session:
 
     def finish(self, folder: Path, print_: Print) -> None:
         """Print the table and write the files, on rank 0. Collective."""
-        if not self.steps:
-            if self._comm.rank == 0:
-                print_(f"\nnothing to profile: {self._why_nothing()}")
-            return
         # At the end: the arrays for it count in the memory of the process, which a run reports. All ranks at
         # once, as they share memory and more in a step too.
         self._peaks = measure_peaks(self._kernels, meet=self._comm.barrier)
-        own = compress(json.dumps([self._profile(), self._events()]).encode())
+        own = compress(json.dumps(self._own()).encode())
         ranks = [json.loads(decompress(found)) for found in gather_bytes(self._comm, own)]
-        profiles = [profile for profile, _ in ranks]
-        trace = [event for _, events in ranks for event in events]
-        on_root(self._comm, lambda: self._put_out(profiles, lambda: trace, folder, print_))
+        on_root(self._comm, lambda: self._put_out(ranks, folder, print_))
 
     def salvage(self, folder: Path, print_: Print) -> None:
         """Print and write what rank 0 alone has, after an interrupt; nothing if no step was measured."""
         ignore_further()
         if self.steps and self._comm.rank == 0:
             self._about["interrupted"] = True
-            self._put_out([self._profile()], self._events, folder, print_)
+            self._put_out([self._own()], folder, print_)
 
-    def _why_nothing(self) -> str:
-        if not self.profiler.skipped:
-            return "no step was left to do"
-        warm_up = count(self.profiler.warm_up, "step")
-        return f"{warm_up} to warm up come first, and none was done after them"
+    def _own(self) -> tuple[RankProfile, list[Event]]:
+        rank = self._comm.rank
+        traced = events(rank, self.profiler.traced, self.profiler.on_gpu)
+        return of_rank(self.profiler, rank, self._peaks), traced
 
-    def _profile(self) -> dict[str, Any]:
-        return asdict(of_rank(self.profiler, self._comm.rank, self._peaks))
-
-    def _events(self) -> list[Event]:
-        return events(self._comm.rank, self.profiler.traced, self.profiler.on_gpu)
-
-    def _put_out(
-        self, profiles: list[dict[str, Any]], trace: Callable[[], list[Event]], folder: Path, print_: Print
-    ) -> None:
+    def _put_out(self, ranks: Sequence[tuple[RankProfile, list[Event]]], folder: Path, print_: Print) -> None:
         """Print and write the most important first: a second interrupt may end this at any point."""
-        found = result([RankProfile.from_dict(each) for each in profiles], self._about)
+        found = result([profile for profile, _ in ranks], self._about)
         print_(f"\n{as_text(found)}\n")
         _write(folder / TABLE, json.dumps(found, indent=1))
         print_(f"profile   {folder / TABLE}")
         facts = {key: str(found[key]) for key in ("stage", "ranks", "threads", "dtype", "parameters")}
-        timeline = {"traceEvents": trace(), "displayTimeUnit": "ms", "otherData": facts}  # metadata
+        trace = [event for _, of_rank in ranks for event in of_rank]
+        timeline = {"traceEvents": trace, "displayTimeUnit": "ms", "otherData": facts}  # metadata
         _write(folder / TRACE, json.dumps(timeline))
         print_(f"trace     {folder / TRACE}")
 

@@ -13,21 +13,13 @@ import numpy as np
 from distgpt.core.base.formatting import count
 from distgpt.core.config import TrainConfig
 from distgpt.core.saved.tensors import HostArray
-from distgpt.measure.compare.agreement import MEASURED, TOLERANCES, relative
+from distgpt.measure.compare.agreement import MEASURED, TOLERANCES, Rounding, relative
 
 
-@dataclass(frozen=True, slots=True)
-class Tolerance:
-    """How far rounding may take losses apart, relative to the loss, in this many steps of the same start."""
-
-    apart: float
-    steps: int
-
-
-def tolerance_of(one: TrainConfig, other: TrainConfig) -> Tolerance:
-    """Return the tolerance of two runs: that of the coarser number format, and of fewer steps."""
+def tolerance_of(one: TrainConfig, other: TrainConfig) -> Rounding:
+    """Return how far rounding may take losses apart: in the coarser number format, in the fewer steps."""
     apart = max(TOLERANCES[t.dtype] for t in (one, other))
-    return Tolerance(apart, min(MEASURED[t.optimizer, t.dtype].steps for t in (one, other)))
+    return Rounding(min(MEASURED[t.optimizer, t.dtype].steps for t in (one, other)), apart)
 
 
 def are_same(one: float | None, other: float | None) -> bool:

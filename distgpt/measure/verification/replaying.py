@@ -1,38 +1,53 @@
-"""`distgpt replay`: recompute steps of a run, and compare losses, norms and weights with its files."""
+"""`distgpt replay`: recompute steps of a run, and compare losses, norms and weights with its files.
+
+The steps are taken from a checkpoint of the run or from its first weights, on any number of ranks. Nothing is
+written to the run, which may be going on: a directory of their own takes what a run writes.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from distgpt.core.base.errors import DataError, Say, UsageError
+from distgpt.core.base.errors import DataError, DisagreementError, Say, UsageError
+from distgpt.core.base.files import storage_errors
 from distgpt.core.base.formatting import count
-from distgpt.core.comm.agree import on_root
-from distgpt.core.components import components
+from distgpt.core.comm.agree import on_root, shared
+from distgpt.core.components import Components, components
 from distgpt.core.config import RunConfig, TrainConfig
+from distgpt.core.cpu.first_use import COMPILING
 from distgpt.core.cpu.stages import Stage
 from distgpt.core.data.textfile import resolve_data
+from distgpt.core.model.optim import learning_rate
 from distgpt.core.saved.checkpoint import State, load_state, newest_intact, verify
 from distgpt.core.saved.modelfile import read_description
 from distgpt.core.saved.rundir import RunDirectory
 from distgpt.core.saved.tensors import HostArray, fingerprint, read_header, read_rows
-from distgpt.core.train.plan import Plan, refuse_unsuited
-from distgpt.core.train.progress import Finished
+from distgpt.core.train.loop import settle
+from distgpt.core.train.plan import Plan, decode, encode, refuse_unsuited
+from distgpt.core.train.progress import Finished, Progress
 from distgpt.core.train.resume import Change
-from distgpt.core.train.run import Run
+from distgpt.core.train.run import BadStep, Limits, Run
+from distgpt.core.train.seams import Guard, Judge
+from distgpt.core.train.setup import open_run
 from distgpt.core.train.sharing import WEIGHTS
+from distgpt.core.train.step import InFlight, no_votes
 from distgpt.measure.verification.kept import Facts, facts_of
 from distgpt.measure.verification.numbers import (
     HERE,
     IN_RUN,
     Apart,
-    Tolerance,
     apart,
     are_same,
     distance,
@@ -41,7 +56,6 @@ from distgpt.measure.verification.numbers import (
 )
 from distgpt.measure.verification.promise import Side, why_rounding
 from distgpt.measure.verification.records import NEUTRAL, Record, Start
-from distgpt.measure.verification.steps import Task, elapsed_at, taken
 
 SAME, ROUNDING, DIFFERENT, UNJUDGED = "same", "rounding", "different", "unjudged"
 # What is compared of a step, by its name in metrics.jsonl.
@@ -127,12 +141,83 @@ class Request:
     keeps_threads: bool = True  # takes as many threads as the run had
 
 
+class Quiet:
+    """A listener that passes on what is compiled, which may take a minute, and nothing else."""
+
+    def __init__(self, say: Say) -> None:
+        self._say = say
+
+    def noted(self, text: str) -> None:
+        if text.startswith(COMPILING):
+            self._say(text)
+
+    def started(self, facts: dict[str, object]) -> None: ...
+    def stepped(self, metrics: dict[str, float]) -> None: ...
+    def evaluated(self, metrics: dict[str, float]) -> None: ...
+    def sampled(self, step: int, text: str) -> None: ...
+
+
+class Last(AbstractContextManager["Last"]):
+    """A guard that keeps the last finished step."""
+
+    done: Finished | None = None
+
+    def __exit__(self, *ended: object) -> None: ...
+
+    def after_step(self, done: Finished) -> dict[str, float]:
+        self.done = done
+        return {}
+
+
+class Replayed(Components):
+    """The plain parts of a run, except for the policy that rejects bad steps."""
+
+    def __init__(self, last: Last) -> None:
+        self._last = last
+
+    def step_policy(self, t: TrainConfig, progress: Progress) -> Judge:
+        return components().step_policy(t, progress)
+
+    def callbacks(self, run: Run, limits: Limits) -> Sequence[Guard]:
+        return (self._last,)
+
+
 def replay(request: Request, stage: Stage, say: Say) -> Found | None:
     """Return what was found, on rank 0; None on the others. Collective."""
-    again = Again(request, stage, say)
-    kept = request.path.resolve().parent / "tokenized"
-    taken(again.make, kept, stage, say, again.begun, again.each)
-    return again.found if stage.comm.rank == 0 else None
+    comm, again = stage.comm, Again(request, stage, say)
+    with storage_errors("create a folder in", Path(os.environ.get("TMPDIR", "/tmp"))):
+        folder = Path(tempfile.mkdtemp(prefix="distgpt-replay-")) if comm.rank == 0 else Path()
+    try:
+        task = on_root(comm, lambda: again.task(folder / "run"))
+        tokenized = request.path.resolve().parent / "tokenized"
+        if comm.rank == 0 and tokenized.is_dir():
+            (folder / "tokenized").symlink_to(tokenized)
+        if task["threads"]:
+            stage = replace(stage, threads=task["threads"])
+        plan, last = decode(task["plan"]), Last()
+        run = open_run(plan, stage, Quiet(say), parts=Replayed(last))
+        if task["data"] and run.batches.fingerprint != task["data"]:
+            changed = f"{plan.config.train.data} or its tokenizer has changed since the run"
+            raise shared(DataError(f"{changed}: --data says where the old one lies"))
+        again.begun(run)
+        skipped, elapsed, in_flight = dict(task["skipped"]), dict(task["elapsed"]), InFlight(0)
+        for number in range(run.progress.step, request.last):
+            run.batches.skipped = skipped.get(number, run.batches.skipped)
+            in_flight.add_launched(run.launch(number, run.batches, no_votes, elapsed.get(number)))
+            try:
+                settle(run, in_flight, leave=0)
+            except BadStep as bad:
+                what = f"step {bad.step} is bad here, and was not in the run: {bad.reason}"
+                raise shared(DisagreementError(what)) from None
+            assert last.done
+            again.each(run, last.done)
+            run.step.restart_clock()
+        if comm.rank == 0:
+            run.directory.lock.release()
+    finally:
+        if comm.rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+    return again.found if comm.rank == 0 else None
 
 
 class Again:
@@ -143,8 +228,8 @@ class Again:
         self._with_weights: dict[int, str] = {}  # the checkpoints to compare, by their steps
         self._first: dict[str, HostArray] = {}  # weights before the first step, where they are needed
 
-    def make(self, folder: Path) -> Task:
-        """Return the task, on rank 0."""
+    def task(self, folder: Path) -> dict[str, Any]:
+        """Return the steps to take, up to `plan.until`, for all ranks. For rank 0."""
         request = self._request
         self.record = record = Record(request.path)
         last = max((*record.steps, *(step for step, _ in record.checkpoints())), default=0)
@@ -166,11 +251,16 @@ class Again:
         plan = _plan(config, RunDirectory(folder), checkpoint, state, request.last)
         if not checkpoint and facts and facts.init and fingerprint(Path(config.train.init)) != facts.init:
             raise DataError(f"{config.train.init} has changed since the run: --init names the old file")
-        data = facts.data if facts else state.corpus or ""
         threads = 0
         if facts and self._request.keeps_threads:
             threads = _threads(facts, config.train.reproducible_parts, self._stage.comm.size)
-        return Task(plan, data, _elapsed(record, config, steps), record.skipped, threads)
+        return {
+            "plan": encode(plan),
+            "data": facts.data if facts else state.corpus or "",  # the text's fingerprint, "" if not known
+            "elapsed": [*_elapsed(record, config, steps).items()],  # parts of the time, for learning rates
+            "skipped": [*record.skipped.items()],  # batches that were left out, from such a step on
+            "threads": threads,  # of each rank; 0: as the stage has them
+        }
 
     def _settings(self, config: RunConfig, start: Start | None) -> RunConfig:
         """Return the run's settings, those that memory chose, and none of what is beside the steps."""
@@ -270,7 +360,7 @@ class Again:
 
     def _judge(self, name: str, kind: Kind, step: int, apart: float, is_far: bool) -> None:
         """Judge a difference in the first steps. Rounding grows: later ones are judged only if far."""
-        limit: Tolerance = self._tolerance
+        limit = self._tolerance
         if step - self.found.begun > limit.steps and math.isfinite(apart) and not is_far:
             return
         kind.largest = max(kind.largest, apart) if math.isfinite(apart) else kind.largest
@@ -379,7 +469,7 @@ def _plan(
     if weights := checkpoint / "weights.safetensors" if checkpoint else t.init:
         origin = read_description(Path(weights))
         components().model(t).refuse_origin(origin, Path(weights), t, resumed=checkpoint is not None)
-    # The text is compared once it is read (`taken`), with a message that suits.
+    # The text is compared once it is read (`replay`), with a message that suits.
     changes: dict[str, Change] = {"data": (t.data, t.data)}
     return Plan(config, directory, checkpoint, replace(state, best=None), origin, changes, until=last)
 
@@ -396,6 +486,23 @@ def _elapsed(record: Record, config: RunConfig, steps: range) -> dict[int, float
             )
         found[number] = elapsed_at(config.train, number, rate)
     return found
+
+
+def elapsed_at(t: TrainConfig, step: int, rate: float) -> float:
+    """Return a fraction of the run's time at which a step, from 0, has exactly this learning rate.
+
+    Rates fall as time goes on, so halving an interval finds one.
+    """
+    low, high = 0.0, 1.0
+    for end in (low, high):
+        if learning_rate(t, step, end) == rate:
+            return end
+    while low < (middle := (low + high) / 2) < high:
+        found = learning_rate(t, step, middle)
+        if found == rate:
+            return middle
+        low, high = (middle, high) if found > rate else (low, middle)
+    raise UsageError(f"step {step + 1} has a learning rate, {rate!r}, that its schedule has at no time")
 
 
 def _steps(first: int, last: int) -> str:
