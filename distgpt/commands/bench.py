@@ -16,6 +16,7 @@ from distgpt.commands.complete import presets
 from distgpt.commands.help import Group
 from distgpt.commands.options import (
     PATH,
+    POSITIVE,
     FiniteRange,
     Threads,
     launch_options,
@@ -78,11 +79,7 @@ def result_options(name: str) -> Callable[[F], F]:
     return together(
         *([click.option("--name", help=f"Name of the results; {name} if left out.")] if name else []),
         click.option(
-            *("--out", "out"),
-            type=click.Path(path_type=Path),
-            default="bench",
-            show_default=True,
-            help="Folder for results.",
+            *("--out", "out"), type=click.Path(path_type=Path), default="bench", help="Folder for results."
         ),
         click.option("--json", "as_json", is_flag=True, help="Print the results as one JSON object."),
     )
@@ -97,7 +94,7 @@ def to_options(kind: type[T], given: dict[str, Any]) -> T:
 
 
 def preset_option(default: str) -> Callable[[F], F]:
-    how: dict[str, Any] = {"default": default, "show_default": True, "shell_complete": presets}
+    how: dict[str, Any] = {"default": default, "shell_complete": presets}
     return click.option("--preset", help="A named configuration.", **how)
 
 
@@ -136,26 +133,18 @@ def infer_options(command: F) -> F:
             type=click.Choice(("float32", "bfloat16", *ROUNDED_DTYPES)),
             multiple=True,
             default=("float32", "bfloat16", *ROUNDED_DTYPES),
-            show_default=True,
         ),
         click.option(
             *("--requests", "requests"),
-            type=click.IntRange(1),
+            type=POSITIVE,
             multiple=True,
             default=(1, 8, 32),
-            show_default=True,
             help="How many at once. Repeatable.",
         ),
+        click.option("--prompt", type=POSITIVE, default=256, help="Tokens of a prompt."),
+        click.option("--new", type=click.IntRange(2), default=64, help="New tokens."),
         click.option(
-            "--prompt", type=click.IntRange(1), default=256, show_default=True, help="Tokens of a prompt."
-        ),
-        click.option("--new", type=click.IntRange(2), default=64, show_default=True, help="New tokens."),
-        click.option(
-            "--rounds",
-            type=click.IntRange(1),
-            default=1,
-            show_default=True,
-            help="Times that everything is measured; the median counts.",
+            "--rounds", type=POSITIVE, default=1, help="Times that everything is measured; the median counts."
         ),
         result_options(name="the preset's"),
     )(command)
@@ -178,21 +167,15 @@ def infer(measure: str | None, **given: Any) -> None:
 
 
 @bench.command("allreduce", example="distgpt bench allreduce --ranks 2")
-@click.option("--stage", type=click.Choice(["mpi", "mpi-cuda"]), default="mpi", show_default=True)
+@click.option("--stage", type=click.Choice(["mpi", "mpi-cuda"]), default="mpi")
 @launch_options
 @click.option("--sizes", metavar="BYTES,…", help="Sizes of the arrays, in this order, as in 8,64K,16M.")
-@click.option("--max-bytes", default="256M", show_default=True, help="Largest size, if --sizes is left out.")
+@click.option("--max-bytes", default="256M", help="Largest size, if --sizes is left out.")
 @click.option(
-    "--algorithms",
-    metavar="NAME,…",
-    help="allreduce, shared memory, hierarchical; of mpi-cuda: nccl, host.",
+    "--algorithms", metavar="NAME,…", help="allreduce, shared memory, hierarchical; of mpi-cuda: nccl, host."
 )
-@click.option(
-    "--repeats", type=click.IntRange(1), default=30, show_default=True, help="Most repetitions of a size."
-)
-@click.option(
-    "--seconds", type=FiniteRange(1), default=60.0, show_default=True, help="About how long, in all."
-)
+@click.option("--repeats", type=POSITIVE, default=30, help="Most repetitions of a size.")
+@click.option("--seconds", type=FiniteRange(1), default=60.0, help="About how long, in all.")
 @result_options(name="stage and ranks")
 @click.option("--measure-only", is_flag=True, hidden=True)  # for the ranks that this command starts
 def allreduce(**given: Any) -> None:
@@ -227,7 +210,7 @@ def allreduce(**given: Any) -> None:
     is_flag=True,
     help="CPU stages only, with --reproducible-parts 8: their losses must be equal to the bit.",
 )
-@click.option("--out", type=PATH, default=Path("compare"), show_default=True, help="The folder.")
+@click.option("--out", type=PATH, default=Path("compare"), help="The folder.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of tables.")
 def compare_stages(
     stages: str | None,

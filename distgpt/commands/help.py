@@ -117,6 +117,7 @@ class Command(click.Command):
 
     def __init__(self, *args: Any, example: str = "", **how: Any) -> None:
         super().__init__(*args, **how)
+        self.context_settings.setdefault("show_default", True)
         self.example = example
 
     def get_params(self, context: click.Context) -> list[click.Parameter]:

@@ -13,7 +13,7 @@ class Limits:
     """Bounds of one request, but for `queue`, `everything` and `connections`, which all share."""
 
     queue: int = setting(256, "Samples that may wait for a lane.", low=0)
-    body: int = setting(1 << 20, "The longest request. [default: 1M]", low=0, flag="--max-body")
+    body: int = setting(1 << 20, "The longest request.", low=0, flag="--max-body")
     prompt_tokens: int = setting(32768, "The longest prompt.", low=1, flag="--max-prompt-tokens")
     max_tokens: int = setting(4096, "The most tokens to generate for a sample.", low=1)
     samples: int = setting(128, "The most prompts times n of a request.", low=1, flag="--max-samples")
