@@ -142,6 +142,14 @@ def write_json(context: click.Context, *how: str) -> None:
     help="Also answer Prometheus at /metrics of this port on rank 0's host. Without an address: to 127.0.0.1"
     " alone; 0.0.0.0: on all.",
 )
+@option(
+    "--components",
+    metavar="MODULE:CLASS",
+    is_eager=True,
+    expose_value=False,
+    callback=_replace_components,
+    help="Extend distgpt with your own class (distgpt help seams). Other commands read DISTGPT_COMPONENTS.",
+)
 def train(
     stage: str,
     threads: int | None,
