@@ -245,7 +245,7 @@ def _recorders(
 
         recorders.append(partial(Textfile, metrics_textfile))
     if metrics_port is not None:
-        from distgpt.callbacks.monitoring.port import Port
+        from distgpt.callbacks.monitoring.exporter import Port
 
         recorders.append(partial(Port, metrics_port))
     if tensorboard:

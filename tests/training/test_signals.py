@@ -13,7 +13,7 @@ import pytest
 from conftest import SMALL, clean_environment, command, inside, losses, metrics, same_signals
 
 from distgpt.callbacks import deadline
-from distgpt.callbacks.deadline import TimeLimit
+from distgpt.callbacks.attach import TimeLimit
 from distgpt.cluster.launch.environment import job_end
 from distgpt.core.base import interrupts
 from distgpt.core.base.interrupts import EXIT_CODES, Interrupted, PendingSignals, deferred_signals, first_of
