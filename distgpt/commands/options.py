@@ -17,6 +17,7 @@ from typing import Any, TypeVar, cast
 
 import click
 
+from distgpt.commands.complete import COMPLETED, presets
 from distgpt.commands.help import option
 from distgpt.commands.settings import GRAPHS, KNOWN, OPTIONS, spelled
 from distgpt.core.base.errors import UsageError, nearest
@@ -153,7 +154,7 @@ def setting_option(name: str, about: Setting, **more: Any) -> Callable[[F], F]:
         "group": about.group,
         "first": about.first,
         "undecided": about.undecided,
-        "completes": name,
+        "shell_complete": COMPLETED.get(name),
     }
     return option(spelled(name, about), name, **{**from_setting, **more})
 
@@ -201,8 +202,8 @@ preset_options = together(
     option(
         "--preset",
         is_eager=True,  # --help shows its values
-        show_default=DEFAULT_PRESET,
-        completes="preset",
+        undecided=DEFAULT_PRESET,
+        shell_complete=presets,
         help="Start from a named configuration (tiny, fast, gpt2, …).",
     ),
     option("--config", type=PATH, help="Read settings from this TOML file."),

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from distgpt.assembly import COMPONENTS, load_components
-from distgpt.commands.complete import files
+from distgpt.commands.complete import files, names_or_files
 from distgpt.commands.help import Option, command, option
 from distgpt.commands.options import (
     PATH,
@@ -83,13 +83,13 @@ def write_json(context: click.Context, *how: str) -> None:
     "--resume",
     first=True,
     metavar="auto|PATH",
-    completes="resume",
+    shell_complete=names_or_files("auto"),
     help="Resume from the newest checkpoint in --out, or from PATH, a run or a checkpoint.",
 )
 @_schedule(
     "--decay-from",
     metavar="PATH",
-    completes="file",
+    shell_complete=files,
     help="Begin a new run with a checkpoint, or a run's newest one, whose learning rate is constant, and let"
     " it fall linearly over the next --steps.",
 )
