@@ -25,15 +25,16 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from distgpt.core.base.errors import SCREEN, escape, first_line, print_lines
-from distgpt.inference.serving.chat import parse_chat
+from distgpt.inference.serving.answers import Answer, failed, json_of
 from distgpt.inference.serving.completions import (
-    Answer,
     ParsedBody,
     Served,
-    failed,
-    json_of,
+    about_tokenizer,
+    detokenize,
     parse_body,
+    parse_chat,
     refuse_other_model,
+    tokenize,
 )
 from distgpt.inference.serving.limits import (
     Limits,
@@ -47,7 +48,6 @@ from distgpt.inference.serving.limits import (
 )
 from distgpt.inference.serving.metrics import Metrics
 from distgpt.inference.serving.runner import Call, Runner
-from distgpt.inference.serving.tokens import about_tokenizer, detokenize, tokenize
 
 Parsed = TypeVar("Parsed")
 Parser = Callable[[bytes, Served, Limits], Parsed]
