@@ -144,6 +144,7 @@ def write_json(context: click.Context, *how: str) -> None:
 )
 @option(
     "--components",
+    group="computing",
     metavar="MODULE:CLASS",
     is_eager=True,
     expose_value=False,
