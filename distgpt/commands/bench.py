@@ -28,14 +28,11 @@ from distgpt.commands.options import (
     together,
 )
 from distgpt.core.base.errors import UsageError
-from distgpt.core.config import DTYPES, ON_GPU, ROUNDED_DTYPES, SETTINGS, STAGES, nearest
+from distgpt.core.config import DTYPES, ON_GPU, ROUNDED_DTYPES, SETTINGS, STAGES
 
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 
-ORDER = ("train", "infer", "allreduce", "stages")
-# Programs of the repository, in benchmarks/.
-MOVED = {"forward": "forward_study", "scaling": "scaling", "report": "report"}
 # A launcher may start several processes of it; of the others only what they start themselves to measure.
 TOGETHER = ("allreduce",)
 _OF_SOME_STAGES = ("ranks", "hostfile", "launcher", "threads")  # options without effect on the others
@@ -46,17 +43,6 @@ MEASURES = (MEASURING, "--measure")  # say that this is a process which was star
 
 
 class _Bench(Group):
-    def list_commands(self, context: click.Context) -> list[str]:
-        return list(ORDER)
-
-    def get_command(self, context: click.Context, name: str) -> click.Command:
-        command = super().get_command(context, name)
-        if name in MOVED:
-            context.fail(f"{name} is a program of the repository: python benchmarks/{MOVED[name]}.py")
-        if command is None:
-            context.fail(f"no such command {name!r}{nearest(name, ORDER)}")
-        return command
-
     def resolve_command(
         self, context: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
@@ -98,11 +84,9 @@ def preset_option(default: str) -> Callable[[F], F]:
     return click.option("--preset", help="A named configuration.", **how)
 
 
-def train_options(command: F) -> F:
-    """Add the options of a command that trains for a few steps."""
-    preset = preset_option(default="tiny")
-    results = result_options(name="preset and stage")
-    return stage_options(launch_options(preset(settings(results(command)))))
+train_options = together(
+    stage_options, launch_options, preset_option("tiny"), settings, result_options("preset and stage")
+)
 
 
 @bench.command("train", example="distgpt bench train --preset gpt-mini --ranks 2 --stage mpi")
@@ -122,32 +106,30 @@ def train(measure_peak: bool, **given: Any) -> None:
         train.bench(options)
 
 
-def infer_options(command: F) -> F:
-    """Add the options of a command that generates from prompts."""
-    return together(
-        preset_option(default="gpt2"),
-        click.option("--threads", type=Threads(), help="All cores if left out."),
-        click.option(
-            "--dtype",
-            "dtypes",
-            type=click.Choice(("float32", "bfloat16", *ROUNDED_DTYPES)),
-            multiple=True,
-            default=("float32", "bfloat16", *ROUNDED_DTYPES),
-        ),
-        click.option(
-            *("--requests", "requests"),
-            type=POSITIVE,
-            multiple=True,
-            default=(1, 8, 32),
-            help="How many at once. Repeatable.",
-        ),
-        click.option("--prompt", type=POSITIVE, default=256, help="Tokens of a prompt."),
-        click.option("--new", type=click.IntRange(2), default=64, help="New tokens."),
-        click.option(
-            "--rounds", type=POSITIVE, default=1, help="Times that everything is measured; the median counts."
-        ),
-        result_options(name="the preset's"),
-    )(command)
+infer_options = together(
+    preset_option(default="gpt2"),
+    click.option("--threads", type=Threads(), help="All cores if left out."),
+    click.option(
+        "--dtype",
+        "dtypes",
+        type=click.Choice(("float32", "bfloat16", *ROUNDED_DTYPES)),
+        multiple=True,
+        default=("float32", "bfloat16", *ROUNDED_DTYPES),
+    ),
+    click.option(
+        *("--requests", "requests"),
+        type=POSITIVE,
+        multiple=True,
+        default=(1, 8, 32),
+        help="How many at once. Repeatable.",
+    ),
+    click.option("--prompt", type=POSITIVE, default=256, help="Tokens of a prompt."),
+    click.option("--new", type=click.IntRange(2), default=64, help="New tokens."),
+    click.option(
+        "--rounds", type=POSITIVE, default=1, help="Times that everything is measured; the median counts."
+    ),
+    result_options(name="the preset's"),
+)
 
 
 @bench.command("infer", example="distgpt bench infer --preset gpt-mini")

@@ -21,7 +21,6 @@ from distgpt.core.base.errors import UsageError, one_line
 from distgpt.core.base.version import __version__
 from distgpt.core.comm.job import described, exit_code, this_job
 from distgpt.core.components import install
-from distgpt.core.config import nearest
 from distgpt.core.cpu.stages import connected
 
 # In the order of use.
@@ -68,12 +67,9 @@ class Commands(Group):
         return [*COMMANDS]
 
     def get_command(self, context: click.Context, name: str) -> click.Command | None:
-        if name not in COMMANDS:
-            if context.resilient_parsing:  # the shell asks how to complete this
-                return None
-            context.fail(f"no such command {name!r}{nearest(name, COMMANDS)}")
-        command: click.Command = getattr(import_module(f"distgpt.commands.{FILES.get(name, name)}"), name)
-        return command
+        if name in COMMANDS:
+            self.add_command(getattr(import_module(f"distgpt.commands.{FILES.get(name, name)}"), name))
+        return super().get_command(context, name)
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})

@@ -208,6 +208,16 @@ class Group(click.Group):
             raise NoCommand(context.get_help(), context)
         return super().parse_args(context, args)
 
+    def list_commands(self, context: click.Context) -> list[str]:
+        """Return the commands as they are declared, not by the alphabet."""
+        return [*self.commands]
+
+    def get_command(self, context: click.Context, name: str) -> click.Command | None:
+        found = super().get_command(context, name)
+        if found is None and not context.resilient_parsing:  # else the shell asks how to complete this
+            context.fail(f"no such command {name!r}{nearest(name, self.list_commands(context))}")
+        return found
+
     def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
         named = ((name, self.get_command(context, name)) for name in self.list_commands(context))
         shown = [(name, found.get_short_help_str(500)) for name, found in named if found and not found.hidden]

@@ -31,7 +31,7 @@ from distgpt.commands.options import (
 from distgpt.core.base.errors import Say, StorageError, UsageError, print_lines, refuse_beside
 from distgpt.core.base.formatting import clock, count, parse_count, parse_duration, size
 from distgpt.core.config import ON_GPU, STAGES, GpuConfig, parse_toml
-from distgpt.core.config.asked import Asked, asked_for
+from distgpt.core.config.asked import asked_for
 from distgpt.core.config.setting import Values
 from distgpt.core.cpu.stages import open_stage
 
@@ -90,7 +90,7 @@ def estimate(
         here = open_stage("cuda" if stage in ON_GPU else "serial", threads, gpu)
         asked = with_clock(asked, here, say)
     elif asked.within is not None:
-        asked = _ending_by_clock(asked, parse_duration(asked.within))
+        asked = replace(asked, given={**asked.given, "train_minutes": parse_duration(asked.within) / 60})
     plain = derived(asked, ranks)
     run = foreseen(stage, plain, gpu.tf32)
     if asked.depth is not None:
@@ -103,11 +103,6 @@ def estimate(
         print(json.dumps({"name": plain.name, **facts}, indent=1))
     else:
         print_lines(render_terminal(plain.name, facts))
-
-
-def _ending_by_clock(asked: Asked, seconds: float) -> Asked:
-    """Return what --within stands for where the model is given."""
-    return replace(asked, given={**asked.given, "train_minutes": seconds / 60})
 
 
 # Settings of training that mean something else here, or concern what happens between steps.
