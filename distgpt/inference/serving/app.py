@@ -40,7 +40,6 @@ from distgpt.inference.serving.limits import (
     Limits,
     ListenOn,
     Refusal,
-    broken,
     leaving,
     overloaded,
     too_large,
@@ -388,7 +387,7 @@ async def _not_found(request: Request, error: Exception) -> Response:
 
 async def _internal(request: Request, error: Exception) -> Response:
     print_lines(f"distgpt: {type(error).__name__}: {first_line(error)}", err=True)
-    return refusing(broken("internal error"))
+    return refusing(Refusal(500, "internal error"))
 
 
 @cache

@@ -66,15 +66,14 @@ class Refusal(Exception):
 
     status: int
     text: str
-    kind: str = "invalid_request_error"
     param: str | None = None
     code: str | None = None
     headers: dict[str, str] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
-        return {
-            "error": {"message": self.text, "type": self.kind, "param": self.param, "code": self.code},
-        }
+        kind = {429: "rate_limit_error"}.get(self.status, "invalid_request_error")
+        kind = "server_error" if self.status >= 500 else kind
+        return {"error": {"message": self.text, "type": kind, "param": self.param, "code": self.code}}
 
 
 def invalid(text: str, param: str | None = None, code: str | None = None) -> Refusal:
@@ -88,22 +87,12 @@ def too_large(most: int) -> Refusal:
 
 def overloaded(seconds: int) -> Refusal:
     text = f"too many requests wait already: try again in {seconds} s"
-    return Refusal(429, text, "rate_limit_error", code="queue_full", headers={"Retry-After": str(seconds)})
-
-
-def crowded() -> Refusal:
-    text = "too many clients are being answered: try again"
-    headers = {"Retry-After": "1", "Connection": "close"}
-    return Refusal(429, text, "rate_limit_error", code="too_many_clients", headers=headers)
+    return Refusal(429, text, code="queue_full", headers={"Retry-After": str(seconds)})
 
 
 def leaving() -> Refusal:
-    return Refusal(503, "the server is shutting down", "server_error", code="shutting_down")
+    return Refusal(503, "the server is shutting down", code="shutting_down")
 
 
 def too_late(seconds: float) -> Refusal:
-    return Refusal(504, f"the request took longer than {seconds:g} s", "server_error", code="timeout")
-
-
-def broken(why: str) -> Refusal:
-    return Refusal(500, why, "server_error")
+    return Refusal(504, f"the request took longer than {seconds:g} s", code="timeout")
