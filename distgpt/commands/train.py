@@ -310,6 +310,15 @@ def _refuse_early(asked: Asked) -> None:
             resolve_data(str(text))
 
 
+def _losses(run: Any) -> str:
+    """Return the losses of the last step and of the last evaluation, as far as there are any."""
+    bits = {"training": run.report.reading.bits_per_byte, "validation": run.bits_per_byte}
+    known = {"training": run.progress.loss, "validation": run.progress.val_loss}
+    return ", ".join(
+        f"{name} {loss_and_bits(loss, bits[name](loss))}" for name, loss in known.items() if loss is not None
+    )
+
+
 def _report(run: Any, asked: Asked, as_json: bool) -> None:
     """Print a sample of the best weights, where the results are, and what to do next. For rank 0."""
     from distgpt.core.comm.serial import SerialComm
@@ -332,11 +341,8 @@ def _report(run: Any, asked: Asked, as_json: bool) -> None:
         JsonLines().sampled(best.step if has_risen else run.progress.step, text)
     elif not talks:
         click.echo(f"\n{escape_model_text(text) if shown_on_terminal(sys.stdout) else text}\n")
-    trained, evaluated = run.progress.loss, run.progress.val_loss
-    losses = [] if trained is None else [("training", trained, run.report.reading.bits_per_byte(trained))]
-    losses += [] if evaluated is None else [("validation", evaluated, run.bits_per_byte(evaluated))]
-    if losses:
-        show("losses", ", ".join(f"{name} {loss_and_bits(loss, bits)}" for name, loss, bits in losses))
+    if losses := _losses(run):
+        show("losses", losses)
     if asked.tokens:
         from distgpt.recipes.within import outcome
 

@@ -1,4 +1,4 @@
-"""From the engine's events to an answer in OpenAI's words, whole or as a stream."""
+"""A request that makes sense, and from the engine's events to its answer, whole or as a stream."""
 
 from __future__ import annotations
 
@@ -6,19 +6,63 @@ import json
 import secrets
 import time
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from itertools import chain, repeat
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
-from distgpt.core.data.tokenizers import BytesDecoder, Tokenizer
+from distgpt.core.base.errors import DataError
+from distgpt.core.data.tokenizers import BytesDecoder, Streamer, Tokenizer
 from distgpt.core.generate.request import Event, Likelihood, Request
+from distgpt.corpora.chats.format import ChatFormat
 from distgpt.inference.serving.limits import Refusal
-
-if TYPE_CHECKING:
-    from distgpt.inference.serving.completions import Beginning, ParsedBody
 
 DONE = b"data: [DONE]\n\n"
 _REASONS = {"context": "length"}  # what OpenAI has no word for
 AT_ONCE = 256  # elements of a list that become JSON
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A model behind the server, as far as requests need to know it."""
+
+    name: str
+    tokenizer: Tokenizer
+    vocab: int
+    context: int
+    created: int  # seconds since 1970
+    chat: ChatFormat | DataError | None = None  # or why there is none
+    reuse: bool = False  # whether completions, too, begin with what lanes hold of their prompts
+    weight: int = 1  # tokens that each counts as in the size of an answer
+    is_tuned: bool = False  # on chats
+
+    @property
+    def chats(self) -> bool:
+        """Tell whether the model seems to know chats."""
+        return isinstance(self.chat, ChatFormat) and (self.is_tuned or self.chat.is_taught)
+
+
+class Beginning(NamedTuple):
+    """The beginning of all samples of a prompt: the text that they show, and a decoder that knows it."""
+
+    text: str
+    streamer: Streamer
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedBody:
+    """A body that makes sense: a request for each prompt, and how the answer is to look."""
+
+    served: Served
+    requests: list[Request]
+    beginnings: list[Beginning]  # of each request
+    stream: bool
+    with_usage: bool  # at the end of a stream
+    choice: type[Choice]  # what a sample becomes
+    size: int  # tokens and log-probabilities of prompts and answer at most, which take memory
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(len(request.prompt) for request in self.requests)
 
 
 class Answer:

@@ -25,10 +25,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from distgpt.core.base.errors import SCREEN, escape, first_line, print_lines
-from distgpt.inference.serving.answers import Answer, failed, json_of
+from distgpt.inference.serving.answers import Answer, ParsedBody, Served, failed, json_of
 from distgpt.inference.serving.completions import (
-    ParsedBody,
-    Served,
     about_tokenizer,
     detokenize,
     parse_body,

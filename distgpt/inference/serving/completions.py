@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 from distgpt.core.base.checked import parse_json
 from distgpt.core.base.errors import DataError, UsageError
 from distgpt.core.config import Setting, nearest
-from distgpt.core.data.tokenizers import Streamer, Tokenizer
+from distgpt.core.data.tokenizers import Tokenizer
 from distgpt.core.generate.request import REQUEST_SETTINGS, Request
 from distgpt.core.generate.sample import default_prompt
-from distgpt.corpora.chats.format import ChatFormat, checked_messages
-from distgpt.inference.serving.answers import ChatChoice, Choice
+from distgpt.corpora.chats.format import checked_messages
+from distgpt.inference.serving.answers import Beginning, ChatChoice, Choice, ParsedBody, Served
 from distgpt.inference.serving.limits import Limits, Refusal, invalid
 
 MOST_LOGPROBS = 20
@@ -50,50 +50,6 @@ _CHAT_SETTINGS = {
 }
 _LENGTHS = ("max_completion_tokens", "max_tokens")
 _CHAT_PARAMETERS = ("model", "messages", "stream", "stream_options", "ignore_eos", "logprobs", "top_logprobs")
-
-
-@dataclass(frozen=True, slots=True)
-class Served:
-    """A model behind the server, as far as requests need to know it."""
-
-    name: str
-    tokenizer: Tokenizer
-    vocab: int
-    context: int
-    created: int  # seconds since 1970
-    chat: ChatFormat | DataError | None = None  # or why there is none
-    reuse: bool = False  # whether completions, too, begin with what lanes hold of their prompts
-    weight: int = 1  # tokens that each counts as in the size of an answer
-    is_tuned: bool = False  # on chats
-
-    @property
-    def chats(self) -> bool:
-        """Tell whether the model seems to know chats."""
-        return isinstance(self.chat, ChatFormat) and (self.is_tuned or self.chat.is_taught)
-
-
-class Beginning(NamedTuple):
-    """The beginning of all samples of a prompt: the text that they show, and a decoder that knows it."""
-
-    text: str
-    streamer: Streamer
-
-
-@dataclass(frozen=True, slots=True)
-class ParsedBody:
-    """A body that makes sense: a request for each prompt, and how the answer is to look."""
-
-    served: Served
-    requests: list[Request]
-    beginnings: list[Beginning]  # of each request
-    stream: bool
-    with_usage: bool  # at the end of a stream
-    choice: type[Choice]  # what a sample becomes
-    size: int  # tokens and log-probabilities of prompts and answer at most, which take memory
-
-    @property
-    def prompt_tokens(self) -> int:
-        return sum(len(request.prompt) for request in self.requests)
 
 
 def parse_body(body: bytes, served: Served, limits: Limits) -> ParsedBody:

@@ -23,8 +23,9 @@ from distgpt.core.data.tokenizers import Tokenizer
 from distgpt.core.generate.engine_setup import LoadedModel
 from distgpt.core.generate.slots import Slots
 from distgpt.corpora.chats.format import ChatFormat, was_tuned_on_chats
+from distgpt.inference.serving.answers import Served
 from distgpt.inference.serving.app import ABORT, App, refusing
-from distgpt.inference.serving.completions import Served, weight_of
+from distgpt.inference.serving.completions import weight_of
 from distgpt.inference.serving.limits import ListenOn, Refusal
 from distgpt.inference.serving.metrics import Metrics
 from distgpt.inference.serving.runner import Runner
