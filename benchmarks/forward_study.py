@@ -96,7 +96,7 @@ class StudyOptions(BenchOptions):
         return self.job(presets[0], methods[0], self.dtypes[0])
 
 
-@click.command("forward_study.py", help=__doc__)
+@click.command("forward_study.py", help=__doc__, context_settings={"show_default": True})
 @together(
     click.option("--measure", "measure_only", is_flag=True, hidden=True),  # for the children
     result_options(name=""),

@@ -54,7 +54,7 @@ class PeerOptions(InferOptions):
     peer_python: str = sys.executable
 
 
-@click.command("infer_beside_peers.py", help=__doc__)
+@click.command("infer_beside_peers.py", help=__doc__, context_settings={"show_default": True})
 @bench.infer_options
 @click.option(
     *("--peer", "peers"),

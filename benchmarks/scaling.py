@@ -71,7 +71,7 @@ class ScalingOptions(BenchOptions):
         return self.threads or max(1, len(usable_cores()) // max(self.numbers_of_ranks))
 
 
-@click.command("scaling.py", help=__doc__)
+@click.command("scaling.py", help=__doc__, context_settings={"show_default": True})
 @click.option(
     *("--ranks", "measured_ranks"),
     default="1,2",

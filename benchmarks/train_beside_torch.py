@@ -48,7 +48,7 @@ class PeerOptions(TrainOptions):
         return self.threads * ranks if self.threads else len(usable_cores())
 
 
-@click.command("train_beside_torch.py", help=__doc__)
+@click.command("train_beside_torch.py", help=__doc__, context_settings={"show_default": True})
 @bench.train_options
 @click.option("--peer-python", default=sys.executable, help="A Python with PyTorch; this one if left out.")
 @click.option(

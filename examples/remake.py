@@ -14,7 +14,7 @@ from unittest.mock import patch
 from click.testing import CliRunner
 
 from distgpt.cluster.jobs.batch import systems
-from distgpt.commands import submit
+from distgpt.commands import jobs
 from distgpt.commands.cli import cli
 from distgpt.core.base import errors
 
@@ -26,10 +26,10 @@ def remade(script: Path) -> str:
     made_by = next(line for line in script.read_text().splitlines() if line.startswith("# distgpt s"))
     words = shlex.split(made_by)[1:]
     with contextlib.ExitStack() as stack:
-        for place in ((errors, "_program"), (submit, "own_program")):
+        for place in ((errors, "_program"), (jobs, "own_program")):
             stack.enter_context(patch.object(*place, lambda: ["distgpt"]))
         stack.enter_context(patch.object(systems, "own_mpirun", lambda: None))
-        stack.enter_context(patch.object(submit, "refuse_unready", lambda run: ""))  # texts that are not here
+        stack.enter_context(patch.object(jobs, "refuse_unready", lambda run: ""))  # texts that are not here
         stack.enter_context(patch.object(sys, "argv", words))
         stack.enter_context(contextlib.chdir(stack.enter_context(tempfile.TemporaryDirectory())))
         result = CliRunner().invoke(cli, words[1:], catch_exceptions=False)

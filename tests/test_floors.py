@@ -29,7 +29,7 @@ INSIDE = {
 LONGEST = 50  # lines of a function
 LONGER = {
     "commands.bench:add",
-    "commands.submit:submit",
+    "commands.jobs:submit",
     "commands.train:train",
     "core.train.setup:open_run",
     "corpora.tokenizers.bpe_fast:fill_ids",

@@ -1,20 +1,60 @@
 """Guard against steps that must not change the weights: their loss or gradient is not finite, or an outlier.
 
-Loss and gradient norm are sums over all ranks, so all ranks judge alike.
+Loss and gradient norm are sums over all ranks, so all ranks judge alike. With --on-bad-step rollback the run
+goes back to the newest checkpoint, and past the bad data.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from statistics import fmean, pstdev
 
-from distgpt.callbacks.rollback import RollBack
 from distgpt.core.base.errors import DistgptError, NonFiniteError, OutlierError
 from distgpt.core.base.formatting import count
-from distgpt.core.comm.agree import shared
+from distgpt.core.comm.agree import on_root, shared
 from distgpt.core.config import TrainConfig
+from distgpt.core.saved.checkpoint import State, load_document, newest_intact
 from distgpt.core.train.progress import Finished, Progress
+from distgpt.core.train.run import BadStep, Run
 from distgpt.core.train.seams import Judge, described, ending, not_finite
+from distgpt.core.train.setup import begin_anew, restore
+
+
+class RollBack(BadStep):
+    """A bad step after which the run goes back to the newest checkpoint, or to the first weights."""
+
+    def recover(self, run: Run) -> None:
+        """Restore the checkpoint. Batches up to the bad one are not seen again. Collective."""
+        used = self.step + run.batches.skipped
+        run.checkpoints.wait()
+        path, document = on_root(run.comm, lambda: _newest(run))
+        state = State.from_json(document)
+        if path:
+            restore(run.comm, run.optimizer_state, Path(path))
+        else:
+            begin_anew(run.comm, run.optimizer_state, run.config.train, run.batches)
+        run.load(replace(state, skipped=used - state.step))
+        run.checkpoints.on_root(partial(_forget_later_steps, run, bool(path)))
+        step, what = run.progress.step, f"{self.reason} at step {self.step}"
+        run.report.remember({"step": step, "bad": what, "back_to": step, "skipped": run.batches.skipped})
+        run.report.note(f"{what}: back to step {step}, and past these data")
+
+
+def _newest(run: Run) -> tuple[str | None, Mapping[str, object]]:
+    newest = newest_intact(run.directory.checkpoints, run.progress.step)
+    path = newest[0] if newest else run.start
+    return (str(path), load_document(path)) if path else (None, {"step": 0})
+
+
+def _forget_later_steps(run: Run, was_saved: bool) -> None:
+    run.directory.drop_metrics_after(run.progress.step, run.progress.evaluation_pending)
+    if was_saved:  # else the run would come to the same step again if it ended now
+        run.checkpoints.write_now(run.state())
+
 
 ENOUGH = 20  # steps of history before outliers are detected
 LEAST_SPREAD = 1e-3  # of the mean, so that a loss that hardly moves has no outliers

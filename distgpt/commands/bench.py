@@ -16,6 +16,7 @@ from distgpt.commands.complete import presets
 from distgpt.commands.help import Group
 from distgpt.commands.options import (
     PATH,
+    POSITIVE,
     FiniteRange,
     Threads,
     launch_options,
@@ -27,14 +28,11 @@ from distgpt.commands.options import (
     together,
 )
 from distgpt.core.base.errors import UsageError
-from distgpt.core.config import DTYPES, ON_GPU, ROUNDED_DTYPES, SETTINGS, STAGES, nearest
+from distgpt.core.config import DTYPES, ON_GPU, ROUNDED_DTYPES, SETTINGS, STAGES
 
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 
-ORDER = ("train", "infer", "allreduce", "stages")
-# Programs of the repository, in benchmarks/.
-MOVED = {"forward": "forward_study", "scaling": "scaling", "report": "report"}
 # A launcher may start several processes of it; of the others only what they start themselves to measure.
 TOGETHER = ("allreduce",)
 _OF_SOME_STAGES = ("ranks", "hostfile", "launcher", "threads")  # options without effect on the others
@@ -45,17 +43,6 @@ MEASURES = (MEASURING, "--measure")  # say that this is a process which was star
 
 
 class _Bench(Group):
-    def list_commands(self, context: click.Context) -> list[str]:
-        return list(ORDER)
-
-    def get_command(self, context: click.Context, name: str) -> click.Command:
-        command = super().get_command(context, name)
-        if name in MOVED:
-            context.fail(f"{name} is a program of the repository: python benchmarks/{MOVED[name]}.py")
-        if command is None:
-            context.fail(f"no such command {name!r}{nearest(name, ORDER)}")
-        return command
-
     def resolve_command(
         self, context: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
@@ -78,11 +65,7 @@ def result_options(name: str) -> Callable[[F], F]:
     return together(
         *([click.option("--name", help=f"Name of the results; {name} if left out.")] if name else []),
         click.option(
-            *("--out", "out"),
-            type=click.Path(path_type=Path),
-            default="bench",
-            show_default=True,
-            help="Folder for results.",
+            *("--out", "out"), type=click.Path(path_type=Path), default="bench", help="Folder for results."
         ),
         click.option("--json", "as_json", is_flag=True, help="Print the results as one JSON object."),
     )
@@ -97,15 +80,13 @@ def to_options(kind: type[T], given: dict[str, Any]) -> T:
 
 
 def preset_option(default: str) -> Callable[[F], F]:
-    how: dict[str, Any] = {"default": default, "show_default": True, "shell_complete": presets}
+    how: dict[str, Any] = {"default": default, "shell_complete": presets}
     return click.option("--preset", help="A named configuration.", **how)
 
 
-def train_options(command: F) -> F:
-    """Add the options of a command that trains for a few steps."""
-    preset = preset_option(default="tiny")
-    results = result_options(name="preset and stage")
-    return stage_options(launch_options(preset(settings(results(command)))))
+train_options = together(
+    stage_options, launch_options, preset_option("tiny"), settings, result_options("preset and stage")
+)
 
 
 @bench.command("train", example="distgpt bench train --preset gpt-mini --ranks 2 --stage mpi")
@@ -125,40 +106,30 @@ def train(measure_peak: bool, **given: Any) -> None:
         train.bench(options)
 
 
-def infer_options(command: F) -> F:
-    """Add the options of a command that generates from prompts."""
-    return together(
-        preset_option(default="gpt2"),
-        click.option("--threads", type=Threads(), help="All cores if left out."),
-        click.option(
-            "--dtype",
-            "dtypes",
-            type=click.Choice(("float32", "bfloat16", *ROUNDED_DTYPES)),
-            multiple=True,
-            default=("float32", "bfloat16", *ROUNDED_DTYPES),
-            show_default=True,
-        ),
-        click.option(
-            *("--requests", "requests"),
-            type=click.IntRange(1),
-            multiple=True,
-            default=(1, 8, 32),
-            show_default=True,
-            help="How many at once. Repeatable.",
-        ),
-        click.option(
-            "--prompt", type=click.IntRange(1), default=256, show_default=True, help="Tokens of a prompt."
-        ),
-        click.option("--new", type=click.IntRange(2), default=64, show_default=True, help="New tokens."),
-        click.option(
-            "--rounds",
-            type=click.IntRange(1),
-            default=1,
-            show_default=True,
-            help="Times that everything is measured; the median counts.",
-        ),
-        result_options(name="the preset's"),
-    )(command)
+infer_options = together(
+    preset_option(default="gpt2"),
+    click.option("--threads", type=Threads(), help="All cores if left out."),
+    click.option(
+        "--dtype",
+        "dtypes",
+        type=click.Choice(("float32", "bfloat16", *ROUNDED_DTYPES)),
+        multiple=True,
+        default=("float32", "bfloat16", *ROUNDED_DTYPES),
+    ),
+    click.option(
+        *("--requests", "requests"),
+        type=POSITIVE,
+        multiple=True,
+        default=(1, 8, 32),
+        help="How many at once. Repeatable.",
+    ),
+    click.option("--prompt", type=POSITIVE, default=256, help="Tokens of a prompt."),
+    click.option("--new", type=click.IntRange(2), default=64, help="New tokens."),
+    click.option(
+        "--rounds", type=POSITIVE, default=1, help="Times that everything is measured; the median counts."
+    ),
+    result_options(name="the preset's"),
+)
 
 
 @bench.command("infer", example="distgpt bench infer --preset gpt-mini")
@@ -178,21 +149,15 @@ def infer(measure: str | None, **given: Any) -> None:
 
 
 @bench.command("allreduce", example="distgpt bench allreduce --ranks 2")
-@click.option("--stage", type=click.Choice(["mpi", "mpi-cuda"]), default="mpi", show_default=True)
+@click.option("--stage", type=click.Choice(["mpi", "mpi-cuda"]), default="mpi")
 @launch_options
 @click.option("--sizes", metavar="BYTES,…", help="Sizes of the arrays, in this order, as in 8,64K,16M.")
-@click.option("--max-bytes", default="256M", show_default=True, help="Largest size, if --sizes is left out.")
+@click.option("--max-bytes", default="256M", help="Largest size, if --sizes is left out.")
 @click.option(
-    "--algorithms",
-    metavar="NAME,…",
-    help="allreduce, shared memory, hierarchical; of mpi-cuda: nccl, host.",
+    "--algorithms", metavar="NAME,…", help="allreduce, shared memory, hierarchical; of mpi-cuda: nccl, host."
 )
-@click.option(
-    "--repeats", type=click.IntRange(1), default=30, show_default=True, help="Most repetitions of a size."
-)
-@click.option(
-    "--seconds", type=FiniteRange(1), default=60.0, show_default=True, help="About how long, in all."
-)
+@click.option("--repeats", type=POSITIVE, default=30, help="Most repetitions of a size.")
+@click.option("--seconds", type=FiniteRange(1), default=60.0, help="About how long, in all.")
 @result_options(name="stage and ranks")
 @click.option("--measure-only", is_flag=True, hidden=True)  # for the ranks that this command starts
 def allreduce(**given: Any) -> None:
@@ -227,7 +192,7 @@ def allreduce(**given: Any) -> None:
     is_flag=True,
     help="CPU stages only, with --reproducible-parts 8: their losses must be equal to the bit.",
 )
-@click.option("--out", type=PATH, default=Path("compare"), show_default=True, help="The folder.")
+@click.option("--out", type=PATH, default=Path("compare"), help="The folder.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of tables.")
 def compare_stages(
     stages: str | None,

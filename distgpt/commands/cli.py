@@ -21,15 +21,23 @@ from distgpt.core.base.errors import UsageError, one_line
 from distgpt.core.base.version import __version__
 from distgpt.core.comm.job import described, exit_code, this_job
 from distgpt.core.components import install
-from distgpt.core.config import nearest
 from distgpt.core.cpu.stages import connected
 
-# In the order of use. Each is an object of this name in its file in commands/, with _ for -.
+# In the order of use.
 COMMANDS = (
     *("train", "infer", "chat", "tune", "serve", "eval", "data", "tokenizer", "weights", "estimate"),
     *("submit", "supervise", "runs", "plot", "compare", "replay", "sweep"),
     *("profile", "bench", "doctor", "compile", "help"),
 )
+# The files of those that have none of their own name.
+FILES = {
+    "tune": "train",
+    **dict.fromkeys(("infer", "chat", "serve", "eval"), "generate"),
+    **dict.fromkeys(("data", "tokenizer", "weights"), "files"),
+    **dict.fromkeys(("submit", "supervise"), "jobs"),
+    **dict.fromkeys(("plot", "compare", "replay"), "runs"),
+    **dict.fromkeys(("estimate", "profile", "sweep", "doctor", "compile"), "measure"),
+}
 # Those that a launcher may start as several processes.
 TOGETHER = ("train", "tune", "infer", "eval", "sweep", "profile", "bench", "doctor", "replay")
 
@@ -56,22 +64,15 @@ class Commands(Group):
     """Imports a command only when it is asked for, so that most starts are fast."""
 
     def list_commands(self, context: click.Context) -> list[str]:
-        return list(COMMANDS)
+        return [*COMMANDS]
 
     def get_command(self, context: click.Context, name: str) -> click.Command | None:
-        if name not in COMMANDS:
-            if context.resilient_parsing:  # the shell asks how to complete this
-                return None
-            context.fail(f"no such command {name!r}{nearest(name, COMMANDS)}")
-        module = name.replace("-", "_")
-        command: click.Command = getattr(import_module(f"distgpt.commands.{module}"), module)
-        return command
+        if name in COMMANDS:
+            self.add_command(getattr(import_module(f"distgpt.commands.{FILES.get(name, name)}"), name))
+        return super().get_command(context, name)
 
 
-@click.group(
-    cls=Commands,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-)
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(__version__, prog_name="distgpt")
 @click.pass_context
 def cli(context: click.Context) -> None:

@@ -43,9 +43,8 @@ def _here(begun: str) -> list[str]:
 files, presets = names_or_files(), names(PRESETS)
 texts = names_or_files(*BUNDLED_TEXTS)
 tokenizers = names_or_files("auto", "byte", "char", "word", "gpt2", "bpe:", "hub:")
-# By what `completes` of an option says (help.py): settings that are texts, but stand for files, and others.
+# Settings that are texts, but stand for files.
 COMPLETED = {"data": texts, "val": texts, "tokenizer": tokenizers, "init": files, "hellaswag": files}
-COMPLETED |= {"preset": presets, "file": files, "resume": names_or_files("auto")}
 
 
 def line_of(*commands: click.Command) -> Complete:

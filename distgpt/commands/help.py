@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-from click.shell_completion import CompletionItem
 
 from distgpt.commands.settings import setting_text
 from distgpt.core.base.errors import UsageError, nearest, print_lines
@@ -41,43 +40,14 @@ ELSEWHERE = {
 class Option(click.Option):
     """An option and the section of --help-all that lists it. Without one, --help lists it too.
 
-    `undecided` is what it is by default whatever the preset: a word for what a run decides. `completes` is
-    what complete.py calls its values.
+    `undecided` is what it is by default whatever the preset: a word for what a run decides.
     """
 
     def __init__(
-        self,
-        *words: Any,
-        group: str = "",
-        first: bool = False,
-        undecided: str = "",
-        completes: str = "",
-        **how: Any,
+        self, *words: Any, group: str = "", first: bool = False, undecided: str = "", **how: Any
     ) -> None:
         super().__init__(*words, **how)
-        self.group, self.first, self.undecided, self.completes = group, first, undecided, completes
-
-    def shell_complete(self, context: click.Context, begun: str) -> list[CompletionItem]:
-        """Complete a value. A shell alone asks for that, and loads what answers."""
-        from distgpt.commands.complete import COMPLETED
-
-        if complete := COMPLETED.get(self.completes):
-            return complete(context, self, begun)
-        return super().shell_complete(context, begun)
-
-    def record(self, context: click.Context, run: RunConfig | None) -> tuple[str, str] | None:
-        """Return the option's spelling and its help, with the value that it has in `run` if left out."""
-        record = super().get_help_record(context)
-        if record and isinstance(self.show_default, str):  # which click puts in parentheses
-            record = record[0], record[1].replace(f"({self.show_default})", self.show_default)
-        value = None
-        if run and self.default is None:
-            value = self.undecided or _default(self.name or "", run)
-        if record is None or value in (None, ""):
-            return record
-        if isinstance(value, bool):
-            value = (self.opts if value else self.secondary_opts)[0].strip("-")
-        return record[0], f"{record[1]}  [default: {value}]"
+        self.group, self.first, self.undecided = group, first, undecided
 
 
 option = partial(click.option, cls=Option)
@@ -93,12 +63,10 @@ def _default(name: str, run: RunConfig) -> Any:
     return f"{value:g}" if isinstance(value, float) else value
 
 
-def _preset_of(context: click.Context) -> str | None:
-    """Return the preset whose values are the defaults of a command's settings, if it begins with one."""
-    says = next(
-        (getattr(p, "show_default", None) for p in context.command.params if p.name == "preset"), None
-    )
-    return context.params.get("preset") or (says if isinstance(says, str) else None)
+def _preset_of(context: click.Context) -> str:
+    """Return the preset whose values are the defaults of a command's settings, "" if it begins with none."""
+    named = (p for p in context.command.params if isinstance(p, Option) and p.name == "preset")
+    return next((context.params.get("preset") or param.undecided for param in named), "")
 
 
 def _show_all(context: click.Context, param: click.Parameter, value: bool) -> None:
@@ -133,15 +101,17 @@ class Command(click.Command):
 
     def sections(self, context: click.Context, everything: bool) -> dict[str, list[tuple[str, str]]]:
         """Return what --help lists, or --help-all, by the name of the section."""
-        name = _preset_of(context)
-        run = preset(name) if name else None
+        context.show_default = True
+        options = [param for param in self.get_params(context) if not isinstance(param, click.Argument)]
+        if name := _preset_of(context):
+            run = preset(name)
+            own = [o for o in options if isinstance(o, Option) and (o.undecided or o.default is None)]
+            values = {each.name: each.undecided or _default(each.name or "", run) for each in own}
+            context.default_map = {key: value for key, value in values.items() if value != ""}
         found: dict[str, list[tuple[str, str]]] = {"": [], **{group: [] for group in GROUPS}}
-        for param in self.get_params(context):
-            group, shown = "", param.get_help_record(context)
-            if isinstance(param, Option):
-                group, shown = param.group, param.record(context, run)
-            if shown and not isinstance(param, click.Argument) and (everything or not _hides(param)):
-                found[group if everything else ""].append(shown)
+        for param in options:
+            if (shown := param.get_help_record(context)) and (everything or not _hides(param)):
+                found[param.group if everything and isinstance(param, Option) else ""].append(shown)
         return found
 
     def format_help_text(self, context: click.Context, formatter: click.HelpFormatter) -> None:
@@ -237,6 +207,16 @@ class Group(click.Group):
         if not args and not context.resilient_parsing:
             raise NoCommand(context.get_help(), context)
         return super().parse_args(context, args)
+
+    def list_commands(self, context: click.Context) -> list[str]:
+        """Return the commands as they are declared, not by the alphabet."""
+        return [*self.commands]
+
+    def get_command(self, context: click.Context, name: str) -> click.Command | None:
+        found = super().get_command(context, name)
+        if found is None and not context.resilient_parsing:  # else the shell asks how to complete this
+            context.fail(f"no such command {name!r}{nearest(name, self.list_commands(context))}")
+        return found
 
     def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
         named = ((name, self.get_command(context, name)) for name in self.list_commands(context))

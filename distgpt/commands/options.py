@@ -1,6 +1,6 @@
 """Options that several commands share: the settings of a run, its stage, and how jobs are started.
 
-Not here: the options of commands that use a model (model_options.py).
+Not here: the options of commands that use a model (generate.py).
 """
 
 from __future__ import annotations
@@ -17,29 +17,35 @@ from typing import Any, TypeVar, cast
 
 import click
 
+from distgpt.commands.complete import COMPLETED, presets
 from distgpt.commands.help import option
 from distgpt.commands.settings import GRAPHS, KNOWN, OPTIONS, spelled
 from distgpt.core.base.errors import UsageError, nearest
 from distgpt.core.base.formatting import parse_duration, parse_size
-from distgpt.core.config import (
-    DEEPEST,
-    ON_GPU,
-    STAGES,
-    GpuConfig,
-    Setting,
-    settings_of,
-)
+from distgpt.core.config import DEEPEST, ON_GPU, STAGES, GpuConfig, Setting, settings_of
 from distgpt.core.config.asked import Asked
 from distgpt.core.config.presets import DEFAULT_PRESET
 from distgpt.core.config.setting import Value, Values
 
 F = TypeVar("F", bound=Callable[..., object])
 PATH = click.Path(path_type=Path)
+POSITIVE = click.IntRange(1)
 
 _HELP = {
     "save_every": "Save a checkpoint every N steps (as 500), at times (as 10m), or only at the end (end).",
     "keep_every": "Also keep a checkpoint for good every N steps (as 5000), at times (as 12h), or never.",
 }
+
+
+def together(*options: Callable[[F], F]) -> Callable[[F], F]:
+    """Return what adds these options to a command, in this order."""
+
+    def decorate(command: F) -> F:
+        for add in reversed(options):
+            command = add(command)
+        return command
+
+    return decorate
 
 
 class FiniteRange(click.FloatRange):
@@ -61,6 +67,24 @@ class Threads(click.types.IntParamType):
         if isinstance(value, str) and value.lower() == "auto":
             return None
         return super().convert(value, param, context)
+
+
+class Duration(click.types.StringParamType):
+    """A time as 30m, in seconds."""
+
+    name = "time"
+
+    def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> Any:
+        return parse_duration(value)
+
+
+class Size(click.types.StringParamType):
+    """A size as 64MB, in bytes."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> Any:
+        return parse_size(value)
 
 
 class StepsOrTime(click.types.StringParamType):
@@ -100,37 +124,12 @@ class LocaleText(click.types.StringParamType):
         return text
 
 
+TIME, SIZE = Duration(), Size()
 _KINDS: dict[str, Any] = {
     "save_every": StepsOrTime("save_every", "save_minutes", "end"),
     "keep_every": StepsOrTime("keep_every", "keep_every_minutes", "never"),
     "stop": LocaleText(),
 }
-
-
-def parsed_duration(context: click.Context, param: click.Parameter, value: str | None) -> float | None:
-    """Return the seconds of an option that is a time."""
-    return None if value is None else parse_duration(value)
-
-
-def parsed_size(context: click.Context, param: click.Parameter, value: str | None) -> int | None:
-    """Return the bytes of an option that is a size."""
-    return None if value is None else parse_size(value)
-
-
-def max_document(command: F) -> F:
-    """Add the option of commands that read documents."""
-
-    def convert(context: click.Context, param: click.Parameter, value: str) -> int:
-        return max(1, parse_size(value))
-
-    return click.option(
-        "--max-document",
-        default="64MB",
-        show_default=True,
-        metavar="SIZE",
-        callback=convert,
-        help="Refuse a line of JSON, or a text in a table, that is longer.",
-    )(command)
 
 
 def parsed_settings(context: click.Context, param: click.Parameter, pairs: Sequence[str]) -> Values:
@@ -145,6 +144,25 @@ def parsed_settings(context: click.Context, param: click.Parameter, pairs: Seque
             raise UsageError(f"--set: unknown setting {name!r:.80}{nearest(name[:80], known)}")
         found[name] = known[name].parse(name, text)
     return found
+
+
+def setting_option(name: str, about: Setting, **more: Any) -> Callable[[F], F]:
+    """Add the option of a setting; `more` are arguments of click.option, which override those from it."""
+    from_setting = {
+        "type": _kind(name, about),
+        "help": _HELP.get(name, about.help),
+        "group": about.group,
+        "first": about.first,
+        "undecided": about.undecided,
+        "shell_complete": COMPLETED.get(name),
+    }
+    return option(spelled(name, about), name, **{**from_setting, **more})
+
+
+def _kind(name: str, about: Setting) -> Any:
+    if about.choices:
+        return click.Choice([*filter(None, [about.undecided]), *about.choices])
+    return _KINDS.get(name, about.kind)
 
 
 set_option = option(
@@ -162,17 +180,8 @@ def settings_but(*unused: str) -> Callable[[F], F]:
 
     None has a default: an option that is not given leaves the value of the preset.
     """
-
-    def decorate(command: F) -> F:
-        for name in reversed(OPTIONS):
-            if spelled(name, KNOWN[name]) not in unused:
-                command = setting_option(name, KNOWN[name], default=None)(command)
-        return set_option(command)
-
-    return decorate
-
-
-settings = settings_but()
+    wanted = [name for name in OPTIONS if spelled(name, KNOWN[name]) not in unused]
+    return together(set_option, *(setting_option(name, KNOWN[name], default=None) for name in wanted))
 
 
 def set_by_user(flags: Mapping[str, Value | Values | None]) -> Values:
@@ -186,24 +195,15 @@ def set_by_user(flags: Mapping[str, Value | Values | None]) -> Values:
     return found
 
 
-def together(*options: Callable[[F], F]) -> Callable[[F], F]:
-    """Return what adds these options to a command, in this order."""
-
-    def decorate(command: F) -> F:
-        for add in reversed(options):
-            command = add(command)
-        return command
-
-    return decorate
-
+settings = settings_but()
 
 # From these the settings start.
 preset_options = together(
     option(
         "--preset",
         is_eager=True,  # --help shows its values
-        show_default=DEFAULT_PRESET,
-        completes="preset",
+        undecided=DEFAULT_PRESET,
+        shell_complete=presets,
         help="Start from a named configuration (tiny, fast, gpt2, …).",
     ),
     option("--config", type=PATH, help="Read settings from this TOML file."),
@@ -232,9 +232,7 @@ dial_options = together(
 
 # Of commands that start jobs of several ranks.
 launch_options = together(
-    click.option(
-        "--ranks", type=click.IntRange(1), default=2, show_default=True, help="Start this many processes."
-    ),
+    click.option("--ranks", type=POSITIVE, default=2, help="Start this many processes."),
     click.option("--hostfile", type=PATH, help="Start them on the hosts of this file."),
     click.option("--launcher", help='Start them with this: mpirun, or "srun --mpi=pmix".'),
 )
@@ -252,25 +250,6 @@ def deterministic_as_parts(stage: str, gpu: GpuConfig, asked: Asked) -> tuple[Gp
     return replace(gpu, deterministic=False), replace(asked, deterministic=True)
 
 
-def setting_option(name: str, about: Setting, **more: Any) -> Callable[[F], F]:
-    """Add the option of a setting; `more` are arguments of click.option, which override those from it."""
-    from_setting = {
-        "type": _kind(name, about),
-        "help": _HELP.get(name, about.help),
-        "group": about.group,
-        "first": about.first,
-        "undecided": about.undecided,
-        "completes": name,
-    }
-    return option(spelled(name, about), name, **{**from_setting, **more})
-
-
-def _kind(name: str, about: Setting) -> Any:
-    if about.choices:
-        return click.Choice([*filter(None, [about.undecided]), *about.choices])
-    return _KINDS.get(name, about.kind)
-
-
 def _gpu_options(command: F) -> F:
     """Add an option for each field of GpuConfig. They arrive as one argument, `gpu`."""
     known = settings_of(GpuConfig)
@@ -285,12 +264,12 @@ def _gpu_options(command: F) -> F:
         gpu = GpuConfig(**chosen)
         return command(*args, gpu=gpu, **options)
 
-    decorated: Callable[..., object] = with_gpu
-    for name, about in known.items():
-        switch = {"is_flag": True} if about.kind is bool else {"show_default": True}
-        switch["hidden"] = name == "graphs"  # rare; commands without --set have no other way
-        decorated = setting_option(name, about, default=getattr(plain, name), **switch)(decorated)
-    return cast(F, decorated)
+    def added(name: str, about: Setting) -> Callable[[F], F]:
+        hidden = name == "graphs"  # rare; commands without --set have no other way
+        is_flag = about.kind is bool
+        return setting_option(name, about, default=getattr(plain, name), is_flag=is_flag, hidden=hidden)
+
+    return together(*(added(name, about) for name, about in known.items()))(cast(F, with_gpu))
 
 
 # Where to compute; the options of GPU stages arrive as the argument `gpu`.
@@ -299,7 +278,6 @@ stage_options = together(
         "--stage",
         type=click.Choice(STAGES),
         default="serial",
-        show_default=True,
         help="Where to compute: one process or several (mpi), on CPUs or on GPUs (cuda).",
     ),
     option(

@@ -1,4 +1,4 @@
-"""distgpt train"""
+"""distgpt train and tune"""
 
 from __future__ import annotations
 
@@ -6,36 +6,43 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from copy import copy
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from distgpt.assembly import COMPONENTS, load_components
-from distgpt.commands.help import command, option
+from distgpt.commands.complete import files, names_or_files
+from distgpt.commands.help import Option, command, option
 from distgpt.commands.options import (
     PATH,
+    TIME,
     deterministic_as_parts,
     dial_options,
-    parsed_duration,
     preset_options,
     set_by_user,
+    setting_option,
     settings,
     stage_options,
 )
-from distgpt.commands.watch_options import listeners, watch_options
 from distgpt.core.base import interrupts
-from distgpt.core.base.errors import Say, command_line, escape, escape_model_text, refuse_beside
+from distgpt.core.base.errors import Say, UsageError, command_line, escape, escape_model_text, refuse_beside
 from distgpt.core.base.formatting import clock, count, loss_and_bits, parse_duration
 from distgpt.core.comm.job import shown_on_terminal, this_job
 from distgpt.core.components import install
-from distgpt.core.config import GpuConfig, RunConfig
+from distgpt.core.config import SETTINGS, GpuConfig, ModelConfig, RunConfig, settings_of
 from distgpt.core.config.asked import Asked, asked_for, resolve
 from distgpt.core.config.presets import DEFAULT_PRESET
 from distgpt.core.cpu.stages import open_stage
 from distgpt.core.data.textfile import resolve_data
+
+if TYPE_CHECKING:
+    from distgpt.core.comm.api import Comm
+    from distgpt.core.train.lines import Closing, Listeners
 
 _schedule, _saving = partial(option, group="schedule"), partial(option, group="saving")
 _trouble, _display = partial(option, group="trouble"), partial(option, group="display")
@@ -50,6 +57,23 @@ def _replace_components(context: click.Context, param: click.Parameter, name: st
         install(load_components(name))
 
 
+def _begin_log(context: click.Context, param: click.Parameter, value: str) -> str:
+    """Turn to JSON before other options are looked at, whose errors shall be objects, too.
+
+    Not where another command only reads this one's options, as `distgpt submit` does: without a parent.
+    """
+    if value == "json" and context.parent and not context.resilient_parsing:
+        write_json(context)
+    return value
+
+
+def write_json(context: click.Context, *how: str) -> None:
+    """Let all that this command writes from now on be JSON; `how`: see callbacks/monitoring/structured.py."""
+    from distgpt.callbacks.monitoring.structured import as_json
+
+    context.find_root().with_resource(as_json(*how))
+
+
 @command(example="distgpt train --data my.txt --within 30m")
 @stage_options
 @preset_options
@@ -59,52 +83,68 @@ def _replace_components(context: click.Context, param: click.Parameter, name: st
     "--resume",
     first=True,
     metavar="auto|PATH",
-    completes="resume",
+    shell_complete=names_or_files("auto"),
     help="Resume from the newest checkpoint in --out, or from PATH, a run or a checkpoint.",
 )
 @_schedule(
     "--decay-from",
     metavar="PATH",
-    completes="file",
+    shell_complete=files,
     help="Begin a new run with a checkpoint, or a run's newest one, whose learning rate is constant, and let"
     " it fall linearly over the next --steps.",
 )
 @dial_options
 @_saving(
     "--time-limit",
-    metavar="TIME",
-    callback=parsed_duration,
+    type=TIME,
     help="Save and exit with 75 before this time (as 3h50m) is over. [default: the batch job's, if known]",
 )
 @_trouble(
     "--stall-timeout",
-    metavar="TIME",
-    callback=parsed_duration,
+    type=TIME,
     help="After this long without progress, say which rank is where. [default: 10 steps, at least 2m]",
 )
 @_trouble(
     "--stall-abort",
-    metavar="TIME",
-    callback=parsed_duration,
+    type=TIME,
     help="After this long without progress, save if possible and exit with 75. [default: never]",
 )
 @_display(
     "--progress",
     type=click.Choice(["auto", "live", "plain"]),
     default="auto",
-    show_default=True,
     help="Show a live display or plain lines. auto: live on a terminal.",
 )
 @_display(
     "--log-lines",
-    metavar="TIME",
-    callback=parsed_duration,
+    type=TIME,
     help="Write a plain line about the progress this often (as 5m). [default: 2s, after half a minute 10s;"
     " in a batch job 30s]",
 )
-@watch_options
+@_display(
+    "--log-format",
+    type=click.Choice(["plain", "json"]),
+    default="plain",
+    is_eager=True,
+    callback=_begin_log,
+    help="Write lines for people, or (json) an object for each, with time, level, host, rank and event.",
+)
+@_display("--tensorboard", is_flag=True, help="Also write TensorBoard events into the run directory.")
+@_display(
+    "--metrics-textfile",
+    type=PATH,
+    help="Also write metrics for Prometheus into this file (.prom), or a file of its own in this folder, for"
+    " node_exporter, every 15 s.",
+)
+@_display(
+    "--metrics-port",
+    metavar="[ADDRESS:]PORT",
+    help="Also answer Prometheus at /metrics of this port on rank 0's host. Without an address: to 127.0.0.1"
+    " alone; 0.0.0.0: on all.",
+)
 @option(
     "--components",
+    group="computing",
     metavar="MODULE:CLASS",
     is_eager=True,
     expose_value=False,
@@ -125,7 +165,9 @@ def train(
     progress: str,
     log_lines: float | None,
     log_format: str,
-    recorders: list[Callable[[], Any]],
+    tensorboard: bool,
+    metrics_textfile: Path | None,
+    metrics_port: str | None,
     **flags: Any,
 ) -> None:
     """Train a model.
@@ -133,6 +175,7 @@ def train(
     Settings come from the defaults, then --preset, then --config, then the flags here. A run that resumes
     has its own settings, changed by these.
     """
+    recorders = _recorders(tensorboard, metrics_textfile, metrics_port)
     given = set_by_user(flags)
     asked = asked_for(given, preset, config, out, resume)
     if given.get("train_minutes"):
@@ -155,7 +198,7 @@ def train(
     from distgpt.core.train.summary import how_to_resume
 
     display = "json" if log_format == "json" else progress
-    shown = listeners(ready.comm, display, log_lines, recorders)
+    shown = _listeners(ready.comm, display, log_lines, recorders)
     plan = run = None
 
     def remove_unbegun() -> None:
@@ -191,6 +234,56 @@ def train(
             plan.directory.lock.release()
     if ready.comm.rank == 0:
         _report(run, asked, as_json=log_format == "json")
+
+
+def _recorders(
+    tensorboard: bool, metrics_textfile: Path | None, metrics_port: str | None
+) -> list[Callable[[], Closing]]:
+    """Return what makes the listeners that record a run, besides those that show it."""
+    recorders: list[Callable[[], Closing]] = []
+    if metrics_textfile is not None:
+        from distgpt.callbacks.monitoring.exporter import Textfile
+
+        recorders.append(partial(Textfile, metrics_textfile))
+    if metrics_port is not None:
+        from distgpt.callbacks.monitoring.exporter import Port
+
+        recorders.append(partial(Port, metrics_port))
+    if tensorboard:
+        from distgpt.show.display import TensorBoard
+
+        recorders.append(TensorBoard)
+    return recorders
+
+
+def _listeners(
+    comm: Comm, shown: str, log_lines: float | None, recorders: Iterable[Callable[[], Closing]]
+) -> Listeners:
+    """Return the listeners of a run on rank 0: its display, and what `recorders` make. Collective.
+
+    `shown` is json, live, plain, or auto: live for a single process on a terminal. Some launchers give their
+    ranks a terminal that nobody looks at. `log_lines`: seconds between lines.
+    """
+    from distgpt.core.comm.agree import on_every_rank
+    from distgpt.core.train.lines import Lines, Listeners
+
+    def chosen() -> list[Closing]:
+        if comm.rank:
+            return []
+        display: Closing
+        if shown == "json":
+            from distgpt.callbacks.monitoring.structured import JsonLines
+
+            display = JsonLines(log_lines)
+        elif shown == "live" or (shown == "auto" and comm.size == 1 and sys.stdout.isatty()):
+            from distgpt.show.display import Live
+
+            display = Live(log_lines)
+        else:
+            display = Lines(log_lines)
+        return [display, *(make() for make in recorders)]
+
+    return Listeners(*on_every_rank(comm, chosen))
 
 
 def resuming(asked: Mapping[str, Any], out: Path) -> list[str]:
@@ -297,3 +390,49 @@ def note_small_model(asked: Asked, say: Say) -> None:
     # The bundled text is read too fast: five minutes of it would be learned by heart.
     own = "" if "data" in asked.given else "with a text of your own (--data) "
     say(f"{DEFAULT_PRESET} is small for a GPU: {own}--within 5m chooses what learns most in 5 minutes")
+
+
+# Options of train that have no meaning here: the weights decide the model, chats have a way of their own.
+UNUSED = {
+    *(settings_of(ModelConfig).keys() - {"seq_len"}),
+    *("data", "tokenizer", "pack", "init"),
+    *("preset", "decay_from", "depth", "within"),
+}
+
+
+def as_train(weights: Path | None, data: str | None, **options: Any) -> dict[str, Any]:
+    """Return the options of `distgpt train` that mean the same."""
+    if options["resume"] is None and (weights is None or data is None):
+        raise UsageError("--weights says which model to tune, and --data on what")
+    own = {"chats": True, "init": None if weights is None else str(weights), "data": data}
+    return {**dict.fromkeys(option.name or "" for option in train.params), **options, **own}
+
+
+@command(example="distgpt tune --weights model.safetensors --data chats.jsonl --out runs/tuned")
+@click.option("--weights", type=PATH, help="The model to tune: a weights file, a run, or hub:ORG/NAME.")
+@click.option(
+    "--data",
+    shell_complete=files,
+    help="Learn from these chats: a file of JSON lines, .jsonl or .jsonl.gz, or a folder of them.",
+)
+@setting_option("epochs", replace(SETTINGS["epochs"], first=True), default=None)
+def tune(**options: Any) -> None:
+    """Teach a model chats of your own: it learns their answers alone.
+
+    A line is {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]},
+    {"prompt": "...", "completion": "..."} or one of the other shapes in docs/how-to/tuning.md. The defaults
+    are 3 epochs and learning rates for trained weights.
+    """
+    assert train.callback is not None
+    train.callback(**as_train(**options))
+
+
+def _own(option: click.Parameter) -> click.Parameter:
+    """Return an option of train as it is here: adapters are for the first page of help."""
+    own = copy(option)
+    if isinstance(own, Option) and own.name == "lora_rank":
+        own.first = True
+    return own
+
+
+tune.params += [_own(option) for option in train.params if option.name not in UNUSED]

@@ -129,10 +129,10 @@ class TensorBoard:
             )
 
     def stepped(self, metrics: Metrics) -> None:
-        self._write(metrics)
+        for key in TAGS.keys() & metrics.keys():
+            self._writer.add_scalar(TAGS[key], metrics[key], metrics["step"])
 
-    def evaluated(self, metrics: Metrics) -> None:
-        self._write(metrics)
+    evaluated = stepped
 
     def noted(self, text: str) -> None:
         """Notes are for the screen."""
@@ -144,7 +144,3 @@ class TensorBoard:
     def close(self) -> None:
         if self._writer is not None:
             self._writer.close()
-
-    def _write(self, metrics: Metrics) -> None:
-        for key in TAGS.keys() & metrics.keys():
-            self._writer.add_scalar(TAGS[key], metrics[key], metrics["step"])

@@ -6,9 +6,10 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
+from operator import attrgetter
 from pathlib import Path
 from shutil import get_terminal_size
 from statistics import median
@@ -60,17 +61,8 @@ class Listed:
     error: str | None = None
 
 
-# What the table can be sorted by; the last two with the largest first.
-KEYS: dict[str, Callable[[Listed], Any]] = {
-    "name": lambda run: run.name,
-    "steps": lambda run: run.step,
-    "state": lambda run: run.state,
-    "loss": lambda run: run.loss,
-    "validation": lambda run: run.val_loss,
-    "bits-per-byte": lambda run: run.bits_per_byte,
-    "speed": lambda run: run.tokens_per_s,
-    "when": lambda run: run.when,
-}
+# What the table can be sorted by, where that is another attribute.
+KEYS = {"steps": "step", "validation": "val_loss", "bits-per-byte": "bits_per_byte", "speed": "tokens_per_s"}
 LARGEST_FIRST = ("speed", "when")
 
 
@@ -82,10 +74,10 @@ def list_runs(top: Path, key: str, reverse: bool) -> list[Listed]:
     with storage_errors("read", top):
         paths = list(run_directories(top))
     runs = [_look_at(path, top) for path in paths]
-    known = [run for run in runs if KEYS[key](run) is not None]
-    known.sort(key=lambda run: run.name)
-    known.sort(key=KEYS[key], reverse=(key in LARGEST_FIRST) != reverse)
-    return known + [run for run in runs if KEYS[key](run) is None]
+    value = attrgetter(KEYS.get(key, key))
+    known = sorted((run for run in runs if value(run) is not None), key=attrgetter("name"))
+    known.sort(key=value, reverse=(key in LARGEST_FIRST) != reverse)
+    return known + [run for run in runs if value(run) is None]
 
 
 def render_terminal(runs: list[Listed]) -> str:

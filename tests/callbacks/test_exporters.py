@@ -18,8 +18,7 @@ from conftest import inside
 from prometheus_client.parser import text_string_to_metric_families
 
 from distgpt.callbacks.monitoring import exporter
-from distgpt.callbacks.monitoring.exporter import Exporter, Textfile
-from distgpt.callbacks.monitoring.port import Port, parsed_address
+from distgpt.callbacks.monitoring.exporter import Exporter, Port, Textfile, parsed_address
 from distgpt.core.base.errors import StorageError, UsageError
 from distgpt.core.base.interrupts import Interrupted
 from distgpt.inference.serving.metrics import Metrics
@@ -189,7 +188,7 @@ def test_a_port_answers_while_the_run_goes_on_and_is_refused_where_it_is_taken(t
 
 @pytest.mark.parametrize("sends", [True, False])
 def test_a_client_that_is_slow_keeps_others_waiting_for_a_moment_only(sends, monkeypatch):
-    monkeypatch.setattr("distgpt.callbacks.monitoring.port.PATIENCE", 0.3)
+    monkeypatch.setattr("distgpt.callbacks.monitoring.exporter.PATIENCE", 0.3)
     run = Port("0")
     where, done = run.server.server_address, threading.Event()
 

@@ -51,7 +51,7 @@ def told(system, folder):
     """Return the first script, and in what the others differ from it, as no installation changes them."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("distgpt.cluster.jobs.batch.systems.own_mpirun", lambda: None)
-        patched.setattr("distgpt.commands.submit.own_program", lambda: ["distgpt"])
+        patched.setattr("distgpt.commands.jobs.own_program", lambda: ["distgpt"])
         scripts = {case: script(system, case, folder) for case in CASES}
     base = scripts.pop("two nodes")
     lines = [f"=== {system}: two nodes", *base]

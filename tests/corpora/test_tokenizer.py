@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from tokenizing import STORY, TEXT, gpt2, needs_gpt2, small
 
-from distgpt.commands.submit import refuse_unready
+from distgpt.commands.jobs import refuse_unready
 from distgpt.core.base.errors import DataError, UsageError
 from distgpt.core.config.presets import preset
 from distgpt.core.data.tokenizers import (

@@ -10,7 +10,7 @@ from threadranks import on_all_ranks
 
 import distgpt
 from distgpt.commands.cli import cli
-from distgpt.commands.eval import BENCHMARKS
+from distgpt.commands.generate import BENCHMARKS
 from distgpt.core.base.errors import DataError, DistgptError
 from distgpt.core.comm.serial import SerialComm
 from distgpt.core.config import ModelConfig

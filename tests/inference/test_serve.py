@@ -18,7 +18,8 @@ from distgpt.core.generate.engine import Engine, complete
 from distgpt.core.generate.engine_setup import slots_for
 from distgpt.core.generate.request import Request
 from distgpt.core.generate.sample import default_prompt
-from distgpt.inference.serving.completions import PARAMETERS, Served, parse_body
+from distgpt.inference.serving.answers import Served
+from distgpt.inference.serving.completions import PARAMETERS, parse_body
 from distgpt.inference.serving.limits import Limits, Refusal
 from distgpt.inference.serving.server import checked_key
 

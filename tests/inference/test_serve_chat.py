@@ -13,8 +13,7 @@ from distgpt.core.generate.engine import Engine, complete
 from distgpt.core.generate.engine_setup import slots_for
 from distgpt.core.generate.request import Request
 from distgpt.corpora.chats.format import ChatFormat
-from distgpt.inference.serving.chat import parse_chat
-from distgpt.inference.serving.completions import Served
+from distgpt.inference.serving.completions import Served, parse_chat
 from distgpt.inference.serving.limits import Limits, Refusal
 
 CHAT = "/v1/chat/completions"

@@ -27,9 +27,9 @@ from distgpt.core.comm.serial import SerialComm
 from distgpt.core.data.tokenizers import ByteTokenizer
 from distgpt.core.generate.engine_setup import LoadedModel, ModelSpec
 from distgpt.corpora.tokenizers.bpe import BpeTokenizer, symbols
-from distgpt.inference.serving import app, completions
+from distgpt.inference.serving import answers, app
 from distgpt.inference.serving import server as serving_module
-from distgpt.inference.serving.completions import json_of
+from distgpt.inference.serving.answers import json_of
 from distgpt.inference.serving.limits import Limits, Refusal
 from distgpt.inference.serving.server import bound
 
@@ -114,7 +114,7 @@ def test_a_long_answer_is_put_together_beside_the_loop(monkeypatch):
     with server() as found:
         expected = found.complete(["The harbour", "A lamp"], **how)
         monkeypatch.setattr(app, "LONG", 1)
-        monkeypatch.setattr(completions, "AT_ONCE", 4)
+        monkeypatch.setattr(answers, "AT_ONCE", 4)
         assert found.complete(["The harbour", "A lamp"], **how)["choices"] == expected["choices"]
     pieces = list(json_of(expected))
     assert "".join(pieces) == json.dumps(expected) and max(map(len, pieces)) < 1000

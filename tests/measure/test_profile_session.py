@@ -9,7 +9,7 @@ from click.testing import CliRunner
 from conftest import SMALL, same_signals
 from profiling import job
 
-from distgpt.commands.profile import profile
+from distgpt.commands.measure import profile
 from distgpt.core.base.errors import StorageError
 from distgpt.core.comm.serial import SerialComm
 from distgpt.measure.doctor import speed as peaks

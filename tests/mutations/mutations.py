@@ -104,7 +104,7 @@ _FAULTS = {
             "pass",
         ),
     ],
-    ("callbacks/rollback.py", "training/test_badsteps.py"): [
+    ("callbacks/bad_steps.py", "training/test_badsteps.py"): [
         (
             "a rollback sees the bad data again",
             "used = self.step + run.batches.skipped",

@@ -154,7 +154,7 @@ def test_hostile_texts_come_out_as_text_in_every_block():
 def test_nothing_is_loaded_that_draws_before_something_is_drawn():
     script = """
 import sys
-import distgpt.show.page, distgpt.show.display, distgpt.commands.train, distgpt.commands.plot
+import distgpt.show.page, distgpt.show.display, distgpt.commands.train, distgpt.commands.runs
 import distgpt.core.generate.single, distgpt.inference.generation.batch
 assert not {"matplotlib", "jinja2"} & sys.modules.keys()
 """

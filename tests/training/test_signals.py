@@ -12,8 +12,8 @@ import time
 import pytest
 from conftest import SMALL, clean_environment, command, inside, losses, metrics, same_signals
 
-from distgpt.callbacks import deadline
-from distgpt.callbacks.deadline import TimeLimit
+from distgpt.callbacks import attach
+from distgpt.callbacks.attach import TimeLimit
 from distgpt.cluster.launch.environment import job_end
 from distgpt.core.base import interrupts
 from distgpt.core.base.interrupts import EXIT_CODES, Interrupted, PendingSignals, deferred_signals, first_of
@@ -139,7 +139,7 @@ def test_the_last_evaluation_can_be_done_later(every, finished, tmp_path, monkey
 @pytest.mark.slow
 @pytest.mark.timing
 def test_a_run_is_gone_before_its_time_is_up(tmp_path, monkeypatch):
-    monkeypatch.setattr(deadline, "LEAVING", 0.3)
+    monkeypatch.setattr(attach, "LEAVING", 0.3)
     for limit, words in (("4s", "is saved: resume with"), ("0.1s", "nothing was saved yet")):
         begun, out = time.monotonic(), tmp_path / limit
         ended = train(*WORDS, "--steps", "10000000", "--time-limit", limit, "--out", out)

@@ -16,8 +16,8 @@ from conftest import SMALL, clean_environment, command, inside, losses, metrics,
 from threadranks import on_all_ranks
 
 from distgpt.callbacks import watchdog
+from distgpt.callbacks.attach import Stragglers
 from distgpt.callbacks.reports import Reports
-from distgpt.callbacks.stragglers import Stragglers
 from distgpt.callbacks.watchdog import Stall, Watchdog
 from distgpt.core.comm.serial import SerialComm
 from distgpt.core.saved.checkpoint import newest_step

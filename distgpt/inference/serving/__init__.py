@@ -1,4 +1,4 @@
 """`distgpt serve`: the engine behind HTTP, in OpenAI's shapes, with a page to try it.
 
-Not here: the engine and which model it runs (core/generate/), the options (commands/serve.py).
+Not here: the engine and which model it runs (core/generate/), the options (commands/generate.py).
 """

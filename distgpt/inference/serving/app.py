@@ -25,21 +25,19 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from distgpt.core.base.errors import SCREEN, escape, first_line, print_lines
-from distgpt.inference.serving.chat import parse_chat
+from distgpt.inference.serving.answers import Answer, ParsedBody, Served, failed, json_of
 from distgpt.inference.serving.completions import (
-    Answer,
-    ParsedBody,
-    Served,
-    failed,
-    json_of,
+    about_tokenizer,
+    detokenize,
     parse_body,
+    parse_chat,
     refuse_other_model,
+    tokenize,
 )
 from distgpt.inference.serving.limits import (
     Limits,
     ListenOn,
     Refusal,
-    broken,
     leaving,
     overloaded,
     too_large,
@@ -47,7 +45,6 @@ from distgpt.inference.serving.limits import (
 )
 from distgpt.inference.serving.metrics import Metrics
 from distgpt.inference.serving.runner import Call, Runner
-from distgpt.inference.serving.tokens import about_tokenizer, detokenize, tokenize
 
 Parsed = TypeVar("Parsed")
 Parser = Callable[[bytes, Served, Limits], Parsed]
@@ -388,7 +385,7 @@ async def _not_found(request: Request, error: Exception) -> Response:
 
 async def _internal(request: Request, error: Exception) -> Response:
     print_lines(f"distgpt: {type(error).__name__}: {first_line(error)}", err=True)
-    return refusing(broken("internal error"))
+    return refusing(Refusal(500, "internal error"))
 
 
 @cache

@@ -1,107 +1,65 @@
-"""OpenAI's completions: from a body to requests of the engine, and from its events to an answer."""
+"""From the body of a request to requests of the engine: OpenAI's completions and chats, vLLM's tokenizer."""
 
 from __future__ import annotations
 
-import json
 import secrets
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import chain, repeat
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 from distgpt.core.base.checked import parse_json
 from distgpt.core.base.errors import DataError, UsageError
 from distgpt.core.config import Setting, nearest
-from distgpt.core.data.tokenizers import BytesDecoder, Streamer, Tokenizer
-from distgpt.core.generate.request import REQUEST_SETTINGS, Event, Likelihood, Request
+from distgpt.core.data.tokenizers import Tokenizer
+from distgpt.core.generate.request import REQUEST_SETTINGS, Request
 from distgpt.core.generate.sample import default_prompt
-from distgpt.corpora.chats.format import ChatFormat
+from distgpt.corpora.chats.format import checked_messages
+from distgpt.inference.serving.answers import Beginning, ChatChoice, Choice, ParsedBody, Served
 from distgpt.inference.serving.limits import Limits, Refusal, invalid
 
-DONE = b"data: [DONE]\n\n"
-_REASONS = {"context": "length"}  # what OpenAI has no word for
 MOST_LOGPROBS = 20
 MOST_STOPS, LONGEST_STOP = 16, 256  # stop strings, and characters of each
-
 # OpenAI's parameters that mean nothing here, and the values that ask for nothing.
-_WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
-    "best_of": (None, 1),
-    "suffix": (None, ""),
+_OF_BOTH: dict[str, tuple[Any, ...]] = {
     "logit_bias": (None, {}),
     "presence_penalty": (None, 0),
     "frequency_penalty": (None, 0),
 }
+_OF_TEXTS = {**_OF_BOTH, "best_of": (None, 1), "suffix": (None, "")}
+_OF_CHATS = {
+    **_OF_BOTH,
+    "tools": (None, []),
+    "tool_choice": (None, "none", "auto"),
+    "response_format": (None, {"type": "text"}),
+}
 ECHOED = 4  # characters of an echo that count as one token of the answer
 HEAVY = 512  # bytes of a token, beyond which it counts as several
-AT_ONCE = 256  # elements of a list that become JSON
 _IGNORED = ("user", "metadata")  # which say nothing of the answer
 DEFAULTS = Request(max_new_tokens=16, temperature=1.0, overflow="stop")  # OpenAI's
 # Parameters that are settings of a request, and their names there.
+_OTHERS = ("max_new_tokens", "prompt_logprobs", "lookup")
 SETTINGS = {
     "max_tokens": "max_new_tokens",
-    **{
-        name: name for name in REQUEST_SETTINGS if name not in ("max_new_tokens", "prompt_logprobs", "lookup")
-    },
+    **{name: name for name in REQUEST_SETTINGS if name not in _OTHERS},
 }
 SWITCH = Setting(bool, "")
 PARAMETERS = ("model", "prompt", "stream", "stream_options", "echo", "ignore_eos", *SETTINGS)
-
-
-@dataclass(frozen=True, slots=True)
-class Served:
-    """A model behind the server, as far as requests need to know it."""
-
-    name: str
-    tokenizer: Tokenizer
-    vocab: int
-    context: int
-    created: int  # seconds since 1970
-    chat: ChatFormat | DataError | None = None  # or why there is none
-    reuse: bool = False  # whether completions, too, begin with what lanes hold of their prompts
-    weight: int = 1  # tokens that each counts as in the size of an answer
-    is_tuned: bool = False  # on chats
-
-    @property
-    def chats(self) -> bool:
-        """Tell whether the model seems to know chats."""
-        return isinstance(self.chat, ChatFormat) and (self.is_tuned or self.chat.is_taught)
-
-
-class Beginning(NamedTuple):
-    """The beginning of all samples of a prompt: the text that they show, and a decoder that knows it."""
-
-    text: str
-    streamer: Streamer
-
-
-@dataclass(frozen=True, slots=True)
-class ParsedBody:
-    """A body that makes sense: a request for each prompt, and how the answer is to look."""
-
-    served: Served
-    requests: list[Request]
-    beginnings: list[Beginning]  # of each request
-    stream: bool
-    with_usage: bool  # at the end of a stream
-    choice: type[Choice]  # what a sample becomes
-    size: int  # tokens and log-probabilities of prompts and answer at most, which take memory
-
-    @property
-    def prompt_tokens(self) -> int:
-        return sum(len(request.prompt) for request in self.requests)
+_CHAT_IGNORED = ("user", "metadata", "store", "service_tier", "parallel_tool_calls")
+_CHAT_SETTINGS = {
+    name: setting for name, setting in SETTINGS.items() if setting not in ("logprobs", "max_new_tokens")
+}
+_LENGTHS = ("max_completion_tokens", "max_tokens")
+_CHAT_PARAMETERS = ("model", "messages", "stream", "stream_options", "ignore_eos", "logprobs", "top_logprobs")
 
 
 def parse_body(body: bytes, served: Served, limits: Limits) -> ParsedBody:
     """Parse a request for completions. A Refusal says what is wrong with it."""
-    found = parse_object(body, (*PARAMETERS, *_IGNORED), _WITHOUT_EFFECT)
-    refuse_other_model(found, served)
+    found = parse_object(body, served, (*PARAMETERS, *_IGNORED), _OF_TEXTS)
     stream, echo = (checked(found, name, SWITCH, False) for name in ("stream", "echo"))
     settings = parse_settings(found, limits, SETTINGS)
     ends = () if checked(found, "ignore_eos", SWITCH, False) else served.tokenizer.ends
     scored = echo and settings.logprobs is not None
-    settings = replace(settings, ends=ends, prompt_logprobs=scored)
-    settings = replace(settings, reuse=served.reuse)
+    settings = replace(settings, ends=ends, prompt_logprobs=scored, reuse=served.reuse)
     with_usage = wants_usage(found)
     prompts = _prompts(found.get("prompt"), served, limits, settings.n)
     tokens = len(prompts) * settings.max_new_tokens + settings.prompt_logprobs * sum(map(len, prompts))
@@ -126,9 +84,9 @@ def beginning(request: Request, tokenizer: Tokenizer, echo: bool = False) -> Beg
 
 
 def parse_object(
-    body: bytes, known: Sequence[str], without_effect: Mapping[str, tuple[Any, ...]]
+    body: bytes, served: Served, known: Sequence[str], without_effect: Mapping[str, tuple[Any, ...]] = {}
 ) -> dict[str, Any]:
-    """Return the object of a body with known parameters alone.
+    """Return the object of a body with known parameters alone, for the model that is served.
 
     Refuses what would be silently passed over otherwise.
     """
@@ -144,6 +102,7 @@ def parse_object(
             raise invalid(f"unrecognized request argument: {name!r:.60}{hint}", name[:50])
         if value not in without_effect.get(name, (value,)):
             raise invalid(f"{name} is not supported", name)
+    refuse_other_model(found, served)
     return found
 
 
@@ -265,162 +224,85 @@ def _too_long(text: str, param: str) -> Refusal:
     return invalid(text, param, "context_length_exceeded")
 
 
-class Answer:
-    """The choices of a call, prompt by prompt, sample by sample."""
-
-    def __init__(self, parsed: ParsedBody) -> None:
-        self._parsed, served, kind = parsed, parsed.served, parsed.choice
-        self._head = {
-            "id": f"{kind.prefix}-{secrets.token_hex(12)}",
-            "object": kind.part if parsed.stream else kind.kind,
-            "created": int(time.time()),
-            "model": served.name,
-        }
-        self._choices = [
-            kind(request, served.tokenizer, begins)
-            for request, begins in zip(parsed.requests, parsed.beginnings, strict=True)
-            for _ in range(request.n)
-        ]
-        self.tokens = 0  # generated
-
-    def add(self, index: int, event: Event) -> bytes:
-        """Take in an event of the request `index`; return what a stream says of it, which may be nothing."""
-        number = index * self._parsed.requests[index].n + event.choice
-        self.tokens += event.token is not None
-        if (new := self._choices[number].add(event)) is None:
-            return b""
-        more = {"usage": None} if self._parsed.with_usage else {}
-        said = {**self._head, "choices": [{"index": number, **new}], **more}
-        return _sent(said, is_long=event.prompt_likelihoods is not None)
-
-    def body(self) -> bytes:
-        """The whole answer, once the last event is there."""
-        choices = [{"index": number, **choice.whole()} for number, choice in enumerate(self._choices)]
-        return "".join(json_of({**self._head, "choices": choices, "usage": self._usage()})).encode()
-
-    def end(self) -> bytes:
-        """The last of a stream."""
-        if not self._parsed.with_usage:
-            return DONE
-        return _sent({**self._head, "choices": [], "usage": self._usage()}) + DONE
-
-    def _usage(self) -> dict[str, int]:
-        prompt = self._parsed.prompt_tokens
-        return {
-            "prompt_tokens": prompt,
-            "completion_tokens": self.tokens,
-            "total_tokens": prompt + self.tokens,
-        }
+def parse_chat(body: bytes, served: Served, limits: Limits) -> ParsedBody:
+    """Parse a request for a chat's next answer. A Refusal says what is wrong with it."""
+    known = (*_CHAT_PARAMETERS, *_LENGTHS, *_CHAT_SETTINGS, *_CHAT_IGNORED)
+    found = parse_object(body, served, known, _OF_CHATS)
+    stream = checked(found, "stream", SWITCH, False)
+    chat = served.chat
+    if chat is None or isinstance(chat, DataError):
+        raise invalid(f"this model does not chat: {chat}")
+    settings = parse_settings(found, limits, _CHAT_SETTINGS)
+    try:
+        prompt = chat.prompt(checked_messages(found.get("messages")))
+    except DataError as error:
+        raise invalid(str(error), "messages") from None
+    refuse_long([prompt], served, limits, settings, "messages")
+    ends = () if checked(found, "ignore_eos", SWITCH, False) else chat.ends
+    settings = replace(
+        settings,
+        prompt=prompt,
+        max_new_tokens=_length(found, limits, max(1, served.context - len(prompt))),
+        logprobs=_logprobs(found),
+        ends=ends,
+        stop=settings.stop + chat.stops,
+        reuse=True,
+    )
+    size = len(prompt) + refuse_large(settings.max_new_tokens, settings, served, limits)
+    begins = [beginning(settings, served.tokenizer)]
+    return ParsedBody(served, [settings], begins, stream, wants_usage(found), ChatChoice, size)
 
 
-class Choice:
-    """One sample. `text_offset` counts from the beginning of its text, before stop strings are cut off.
-
-    With `echo` that is the prompt's.
-    """
-
-    prefix, kind, part = (
-        "cmpl",
-        "text_completion",
-        "text_completion",
-    )  # of ids; what an answer and a piece are
-
-    def __init__(self, request: Request, tokenizer: Tokenizer, begins: Beginning) -> None:
-        self._request, self._tokenizer = request, tokenizer
-        self._texts = [begins.text]
-        self._unsent = begins.text
-        self._reason: str | None = None
-        self._offset, self._streamer = 0, begins.streamer.copy()
-        self._likelihoods: dict[str, list[Any]] | None = None
-        if request.logprobs is not None:
-            self._likelihoods = self._no_likelihoods()
-
-    def add(self, event: Event) -> dict[str, Any] | None:
-        """Take in an event; return what is new, if anything is."""
-        self._texts.append(event.text)
-        text, self._unsent = self._unsent + event.text, ""
-        self._reason = event.reason and _REASONS.get(event.reason, event.reason)
-        likelihood = self._likelihood(event)
-        if not (text or likelihood or self._reason):
-            return None
-        return self._shown(text, likelihood)
-
-    def whole(self) -> dict[str, Any]:
-        return self._shown("".join(self._texts), self._likelihoods)
-
-    def _shown(self, text: str, likelihoods: dict[str, list[Any]] | None) -> dict[str, Any]:
-        return {"text": text, "logprobs": likelihoods, "finish_reason": self._reason}
-
-    def _no_likelihoods(self) -> dict[str, list[Any]]:
-        return {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-
-    def _likelihood(self, event: Event) -> dict[str, list[Any]] | None:
-        """Return the log-probabilities of the event's token, and of the prompt's if it brings them."""
-        if self._likelihoods is None:
-            return None
-        found = self._no_likelihoods()
-        if event.prompt_likelihoods is not None:
-            for token, likelihood in zip(self._request.prompt, event.prompt_likelihoods, strict=True):
-                self._note(found, token, likelihood)
-        if event.token is not None:
-            self._note(found, event.token, event.likelihood)
-        for name, values in found.items():
-            self._likelihoods[name] += values
-        return found if any(found.values()) else None
-
-    def _note(self, found: dict[str, list[Any]], token: int, likelihood: Likelihood | None) -> None:
-        text, top = self._tokenizer, None
-        if likelihood is not None:
-            pairs = [*likelihood.alternatives, (token, likelihood.logprob)]
-            top = {token_text(text, token)[0]: logprob for token, logprob in pairs}
-        found["tokens"].append(token_text(text, token)[0])
-        found["token_logprobs"].append(None if likelihood is None else likelihood.logprob)
-        found["top_logprobs"].append(top)
-        found["text_offset"].append(self._offset)
-        self._offset += len(self._streamer.feed(token))
+def _length(given: dict[str, Any], limits: Limits, room: int) -> int:
+    """The most tokens of the answer, where nobody says as many as fit."""
+    about = Setting(int, "", low=1, most=limits.max_tokens)
+    lengths = [checked(given, name, about, None) for name in _LENGTHS]
+    found: int = next((length for length in lengths if length is not None), min(room, limits.max_tokens))
+    return found
 
 
-def token_text(tokenizer: Tokenizer, token: int) -> tuple[str, bytes]:
-    """Return a token's text and bytes. If they are not whole characters, OpenAI writes bytes:\\xe2\\x80."""
-    if isinstance(tokenizer, BytesDecoder) and token < len(tokenizer.pieces):
-        piece = tokenizer.pieces[token]
-        try:
-            return piece.decode(), piece
-        except UnicodeDecodeError:
-            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece), piece
-    text = tokenizer.decode([token])
-    return text, text.encode(errors="replace")
+def _logprobs(given: dict[str, Any]) -> int | None:
+    top: int | None = checked(given, "top_logprobs", Setting(int, "", low=0, most=MOST_LOGPROBS), None)
+    if checked(given, "logprobs", SWITCH, False):
+        return top or 0
+    if top is not None:
+        raise invalid("top_logprobs needs logprobs to be true", "top_logprobs")
+    return None
 
 
-def failed(why: Refusal) -> bytes:
-    """The end of a stream that fails."""
-    return _sent(why.as_json())
+def about_tokenizer(served: Served) -> dict[str, Any]:
+    """Return how the tokens that begin and end a text are spelled, null where there is none."""
+    tokenizer = served.tokenizer
+    begins, ends = tokenizer.first, tokenizer.ends[:1]
+    spelled = {token: text for text, token in tokenizer.specials.items()}
+    return {
+        "tokenizer_class": type(tokenizer).__name__,
+        "bos_token": next(map(spelled.get, begins), None),
+        "eos_token": next(map(spelled.get, ends), None),
+        "chat_template": chat.source if (chat := tokenizer.chat) else None,
+    }
 
 
-def _sent(what: dict[str, Any], is_long: bool = False) -> bytes:
-    text = "".join(json_of(what)) if is_long else json.dumps(what)
-    return f"data: {text}\n\n".encode()
+def tokenize(body: bytes, served: Served, limits: Limits) -> dict[str, Any]:
+    """Return the ids of a prompt. One that spells a special token, and nothing else, is that token."""
+    found = parse_object(body, served, ("model", "prompt", "add_special_tokens"))
+    text = "" if found.get("prompt") is None else found["prompt"]
+    if not isinstance(text, str):
+        raise invalid("prompt must be a text", "prompt")
+    tokenizer, with_first = served.tokenizer, checked(found, "add_special_tokens", SWITCH, True)
+    try:
+        special = tokenizer.specials.get(text)
+        ids = tokenizer.encode(text).tolist() if special is None else [special]
+    except DataError as error:
+        raise invalid(str(error), "prompt") from None
+    tokens = [*tokenizer.first, *ids] if with_first else ids
+    return {"tokens": tokens, "count": len(tokens), "max_model_len": served.context}
 
 
-def json_of(value: Any) -> Iterator[str]:
-    """Return what json.dumps gives, in pieces: no other thread runs while it makes one."""
-    if isinstance(value, dict) and _is_deep(value.values()):
-        for before, (name, each) in zip(chain("{", repeat(", ")), value.items(), strict=False):
-            yield f"{before}{json.dumps(name)}: "
-            yield from json_of(each)
-        yield "}"
-    elif isinstance(value, list) and len(value) > AT_ONCE:
-        for start in range(0, len(value), AT_ONCE):
-            yield f"{', ' if start else '['}{json.dumps(value[start : start + AT_ONCE])[1:-1]}"
-        yield "]"
-    elif isinstance(value, list) and _is_deep(value):
-        for before, each in zip(chain("[", repeat(", ")), value, strict=False):
-            yield before
-            yield from json_of(each)
-        yield "]"
-    else:
-        yield json.dumps(value)
-
-
-def _is_deep(values: Iterable[Any]) -> bool:
-    return any(isinstance(each, (dict, list)) for each in values)
+def detokenize(body: bytes, served: Served, limits: Limits) -> dict[str, Any]:
+    """Return the text of ids."""
+    found = parse_object(body, served, ("model", "tokens"))
+    tokens, most = tokens_of(found.get("tokens"), served, "tokens"), ECHOED * limits.values
+    if served.tokenizer.text_size(tokens) > most:
+        raise invalid(f"the text may have more than {most:,} characters", "tokens")
+    return {"prompt": served.tokenizer.decode(tokens)}

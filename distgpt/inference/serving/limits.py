@@ -13,7 +13,7 @@ class Limits:
     """Bounds of one request, but for `queue`, `everything` and `connections`, which all share."""
 
     queue: int = setting(256, "Samples that may wait for a lane.", low=0)
-    body: int = setting(1 << 20, "The longest request. [default: 1M]", low=0, flag="--max-body")
+    body: int = setting(1 << 20, "The longest request.", low=0, flag="--max-body")
     prompt_tokens: int = setting(32768, "The longest prompt.", low=1, flag="--max-prompt-tokens")
     max_tokens: int = setting(4096, "The most tokens to generate for a sample.", low=1)
     samples: int = setting(128, "The most prompts times n of a request.", low=1, flag="--max-samples")
@@ -66,15 +66,14 @@ class Refusal(Exception):
 
     status: int
     text: str
-    kind: str = "invalid_request_error"
     param: str | None = None
     code: str | None = None
     headers: dict[str, str] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
-        return {
-            "error": {"message": self.text, "type": self.kind, "param": self.param, "code": self.code},
-        }
+        kind = {429: "rate_limit_error"}.get(self.status, "invalid_request_error")
+        kind = "server_error" if self.status >= 500 else kind
+        return {"error": {"message": self.text, "type": kind, "param": self.param, "code": self.code}}
 
 
 def invalid(text: str, param: str | None = None, code: str | None = None) -> Refusal:
@@ -88,22 +87,12 @@ def too_large(most: int) -> Refusal:
 
 def overloaded(seconds: int) -> Refusal:
     text = f"too many requests wait already: try again in {seconds} s"
-    return Refusal(429, text, "rate_limit_error", code="queue_full", headers={"Retry-After": str(seconds)})
-
-
-def crowded() -> Refusal:
-    text = "too many clients are being answered: try again"
-    headers = {"Retry-After": "1", "Connection": "close"}
-    return Refusal(429, text, "rate_limit_error", code="too_many_clients", headers=headers)
+    return Refusal(429, text, code="queue_full", headers={"Retry-After": str(seconds)})
 
 
 def leaving() -> Refusal:
-    return Refusal(503, "the server is shutting down", "server_error", code="shutting_down")
+    return Refusal(503, "the server is shutting down", code="shutting_down")
 
 
 def too_late(seconds: float) -> Refusal:
-    return Refusal(504, f"the request took longer than {seconds:g} s", "server_error", code="timeout")
-
-
-def broken(why: str) -> Refusal:
-    return Refusal(500, why, "server_error")
+    return Refusal(504, f"the request took longer than {seconds:g} s", code="timeout")

@@ -14,7 +14,7 @@ from queue import Empty, SimpleQueue
 from distgpt.core.base.errors import DistgptError, UsageError, first_line
 from distgpt.core.generate.engine import Engine
 from distgpt.core.generate.request import Event, Request
-from distgpt.inference.serving.limits import Limits, Refusal, broken, invalid, leaving, overloaded
+from distgpt.inference.serving.limits import Limits, Refusal, invalid, leaving, overloaded
 from distgpt.inference.serving.metrics import Metrics
 
 LONGEST_RETRY = 60  # seconds after which a client that was refused is told to try again, at most
@@ -157,15 +157,12 @@ class Runner:
                 self._metrics.cancelled.inc()
                 call.fail(Refusal(499, "the client has left"))
             self._inbox.put(partial(self._end, call))
-            self._drop(call)
+            self._calls.discard(call)
+            if not self._calls:
+                self._idle.set()
 
     def _hold(self, call: Call, held: bool) -> None:
         self._inbox.put(partial(self._let_wait, call, held))
-
-    def _drop(self, call: Call) -> None:
-        self._calls.discard(call)
-        if not self._calls:
-            self._idle.set()
 
     def _fail(self, why: Refusal, calls: Iterable[Call]) -> None:
         for call in list(calls):
@@ -189,7 +186,7 @@ class Runner:
 
     def _dead(self, why: DistgptError) -> None:
         self.is_leaving = True
-        self._fail(broken(str(why)), self._calls)
+        self._fail(Refusal(500, str(why)), self._calls)
         self._died(why)
 
     # What follows runs in the engine's thread.
@@ -207,7 +204,7 @@ class Runner:
             events = [(*self._tickets[event.ticket], event) for event in self._engine.step()]
         except Exception as error:
             calls = {call for call, _ in self._tickets.values()}
-            self._post(self._failed, broken(_described(error)), calls)
+            self._post(self._failed, Refusal(500, _described(error)), calls)
             self._tickets.clear()
             self._engine = self._make()
         else:
@@ -231,7 +228,7 @@ class Runner:
             except Exception as error:
                 known = isinstance(error, UsageError)
                 self._end(call)
-                self._post(call.fail, invalid(str(error)) if known else broken(_described(error)))
+                self._post(call.fail, invalid(str(error)) if known else Refusal(500, _described(error)))
                 return
 
     def _end(self, call: Call) -> None:

@@ -23,9 +23,10 @@ from distgpt.core.data.tokenizers import Tokenizer
 from distgpt.core.generate.engine_setup import LoadedModel
 from distgpt.core.generate.slots import Slots
 from distgpt.corpora.chats.format import ChatFormat, was_tuned_on_chats
+from distgpt.inference.serving.answers import Served
 from distgpt.inference.serving.app import ABORT, App, refusing
-from distgpt.inference.serving.completions import Served, weight_of
-from distgpt.inference.serving.limits import ListenOn, crowded
+from distgpt.inference.serving.completions import weight_of
+from distgpt.inference.serving.limits import ListenOn, Refusal
 from distgpt.inference.serving.metrics import Metrics
 from distgpt.inference.serving.runner import Runner
 
@@ -82,7 +83,9 @@ class _Connection(H11Protocol):
             waited_for = [each for each in others if isinstance(each, _Connection) and each.is_waited_for]
             if len(others) >= most:
                 if not waited_for:
-                    return refusing(crowded())
+                    headers = {"Retry-After": "1", "Connection": "close"}
+                    text = "too many clients are being answered: try again"
+                    return refusing(Refusal(429, text, code="too_many_clients", headers=headers))
                 min(waited_for, key=lambda each: each._since).transport.abort()
         return self.app
 

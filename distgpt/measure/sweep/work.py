@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean, median
 from typing import Any
 
-from distgpt.callbacks.deadline import LEAVING
+from distgpt.callbacks.attach import LEAVING
 from distgpt.core.base.errors import DistgptError, Say, StorageError, first_line
 from distgpt.core.base.formatting import clock
 from distgpt.core.base.interrupts import Interrupted

@@ -1,4 +1,4 @@
-"""distgpt submit"""
+"""distgpt submit and supervise"""
 
 from __future__ import annotations
 
@@ -24,10 +24,9 @@ from distgpt.cluster.jobs.processes import own_program
 from distgpt.cluster.jobs.shape import shape
 from distgpt.commands.complete import line_of
 from distgpt.commands.help import command
-from distgpt.commands.options import parsed_duration, set_by_user
+from distgpt.commands.options import POSITIVE, TIME, set_by_user
 from distgpt.commands.settings import OPTIONS
-from distgpt.commands.train import resuming, train
-from distgpt.commands.tune import as_train, tune
+from distgpt.commands.train import as_train, resuming, train, tune, write_json
 from distgpt.core.base.errors import DataError, UsageError, command_line, print_lines
 from distgpt.core.base.formatting import typed_duration
 from distgpt.core.config import ON_GPU, WITH_MPI, RunConfig
@@ -49,7 +48,7 @@ CPUS_BESIDE_GPU = 4  # of a rank with a GPU: its own thread, a reader, a writer 
     type=click.Choice([*SYSTEMS]),
     help="Batch system. [default: the one whose commands are here]",
 )
-@click.option("--nodes", type=click.IntRange(1), default=1, show_default=True, help="Number of nodes.")
+@click.option("--nodes", type=POSITIVE, default=1, help="Number of nodes.")
 @click.option(
     "--node",
     "described",
@@ -57,23 +56,20 @@ CPUS_BESIDE_GPU = 4  # of a rank with a GPU: its own thread, a reader, a writer 
     help="NUMA regions and cores of each, as in 8x16; here: as this machine. Each region gets a rank.",
 )
 @click.option(
-    "--ranks-per-node",
-    type=click.IntRange(1),
-    help="Ranks on each node. [default: its GPUs, its NUMA regions, or 1]",
+    "--ranks-per-node", type=POSITIVE, help="Ranks on each node. [default: its GPUs, its NUMA regions, or 1]"
 )
 @click.option(
     "--cpus-per-task",
-    type=click.IntRange(1),
+    type=POSITIVE,
     help="CPUs and threads of each rank. [default: its part of --node; 4 beside a GPU; or 1]",
 )
-@click.option("--gpus-per-node", type=click.IntRange(1), help="GPUs of each node to train on.")
+@click.option("--gpus-per-node", type=POSITIVE, help="GPUs of each node to train on.")
 @click.option("--memory", metavar="SIZE", help="Memory of each node, as in 64G. [default: the site's]")
 @click.option(
     "--time",
     "seconds",
-    metavar="TIME",
     required=True,
-    callback=parsed_duration,
+    type=TIME,
     help="Limit of one attempt, as in 4h; the run is saved before and queued again.",
 )
 @click.option(
@@ -414,3 +410,53 @@ def _submit(text: bytes, system: System, job: Job) -> None:
     number = system.shown_numbers[job.is_array]
     log = system.log.format(name=job.name, number=number.replace("[", ".").replace("]", ""))
     print_lines(f"its log is {log}, those of its attempts are {job.name}-{number}.0.log and so on")
+
+
+@command(
+    context_settings={"allow_interspersed_args": False},
+    example="distgpt supervise -- mpirun -n 8 -f hosts distgpt train --stage mpi --out runs/mine",
+)
+@click.option(
+    "--min-ranks", type=POSITIVE, default=1, help="Wait for hosts rather than train on fewer ranks."
+)
+@click.option(
+    "--restarts", type=click.IntRange(0), help="Start again this often at most. [default: any number]"
+)
+@click.option(
+    "--stall", type=TIME, help="Also start again after this long (as 30m) without a step. [default: never]"
+)
+@click.argument(
+    "words",
+    nargs=-1,
+    required=True,
+    type=click.UNPROCESSED,
+    metavar="-- LAUNCH LINE",
+    shell_complete=line_of(train, tune),
+)
+def supervise(min_ranks: int, restarts: int | None, stall: float | None, words: tuple[str, ...]) -> None:
+    """Train, and start again after a lost rank or host.
+
+    The job resumes from its last checkpoint, on those hosts of the hostfile that still answer over ssh. Hosts
+    beyond the ranks of -n are spare. If there are too few, it runs on fewer ranks. After three ends without a
+    step more it stops, and says why.
+    """
+    from distgpt.cluster.supervise.launch_line import parse
+    from distgpt.cluster.supervise.supervisor import Limits, Supervisor
+
+    line = parse(words)
+    trains = {"train": train, "tune": tune}[line.command[0]]
+    with trains.make_context(f"distgpt {line.command[0]}", list(line.command[1:])) as context:
+        asked = context.params  # which refuses what it cannot read
+    out: Path | None = asked["out"]
+    if out is None:
+        raise UsageError("name the run's directory, as in --out runs/mine: each start has to find it")
+    if asked["resume"] not in (None, "auto") or asked.get("decay_from"):
+        raise UsageError(
+            f"a run that is supervised resumes from {out} alone: leave out --resume and --decay-from, and"
+            " begin a branch without supervision"
+        )
+    if asked["log_format"] == "json":
+        write_json(click.get_current_context(), "supervisor")
+    limits = Limits(min_ranks, restarts, stall)
+    code = Supervisor(line.with_options(resuming(asked, out)), out, asked["stage"] in ON_GPU, limits).run()
+    raise click.exceptions.Exit(code)

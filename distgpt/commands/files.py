@@ -1,0 +1,306 @@
+"""distgpt data, tokenizer and weights"""
+
+from __future__ import annotations
+
+import sys
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import click
+
+from distgpt.commands.complete import names_or_files, texts, tokenizers
+from distgpt.commands.help import Group
+from distgpt.commands.options import PATH, POSITIVE, SIZE, LocaleText
+from distgpt.core.base.errors import DataError, UsageError, escape, print_lines
+from distgpt.core.base.formatting import count
+from distgpt.core.config import ROUNDED_DTYPES
+
+VAL_FRACTION = 0.05
+
+
+_max_document = click.option(
+    "--max-document",
+    default="64MB",
+    type=SIZE,
+    help="Refuse a line of JSON, or a text in a table, that is longer.",
+)
+
+
+@click.group(name="data", cls=Group)
+def data() -> None:
+    """Make token shards of texts, or inspect them."""
+
+
+@data.command(example="distgpt data prepare texts/ --tokenizer gpt2 --out shards")
+@click.argument("inputs", nargs=-1, required=True, metavar="INPUT...", shell_complete=texts)
+@click.option(
+    "--tokenizer",
+    required=True,
+    shell_complete=tokenizers,
+    help="byte, gpt2, hub:ORG/NAME, or the path of one; char or word: with the vocabulary of the inputs.",
+)
+@click.option("--out", required=True, type=PATH, help="The folder for the shards.")
+@click.option("--shard-tokens", type=int, default=100_000_000, help="Tokens in each shard.")
+@click.option(
+    "--val-fraction",
+    type=float,
+    help=f"Share of the tokens kept for validation, at most one shard.  [default: {VAL_FRACTION}]",
+)
+@click.option("--val-shards", type=click.IntRange(0), help="Validation size as a number of whole shards.")
+@click.option(
+    "--separator",
+    default="auto",
+    metavar="auto|none|TEXT",
+    help="Text between documents. auto: the tokenizer's end of text, or \\n, a line break; \\t is a tab.",
+)
+@click.option("--field", default="text", help="Where a line of JSON, or a table, has the text.")
+@click.option("--seed", type=click.IntRange(0, 2**63 - 1), help="Seed for shuffling documents.  [default: 0]")
+@click.option(
+    "--no-shuffle", is_flag=True, help="Keep documents in order; the first tokens are for validation."
+)
+@_max_document
+@click.option("--workers", type=POSITIVE, help="Threads that tokenize; as many as cores if left out.")
+@click.option("--progress", type=click.Choice(["auto", "live", "plain"]), default="auto")
+def prepare(
+    inputs: tuple[str, ...],
+    val_fraction: float | None,
+    val_shards: int | None,
+    seed: int | None,
+    no_shuffle: bool,
+    max_document: int,
+    workers: int | None,
+    progress: str,
+    **settings: Any,
+) -> None:
+    """Tokenize texts into shards, which training reads without having them in memory.
+
+    INPUT is a file, the name of a bundled text, - for a text or lines of JSON from standard input, or a
+    folder, of which all files are taken that end in .txt, .md, .jsonl, .txt.gz, .jsonl.gz or .parquet, except
+    hidden ones. The documents are shuffled, and those for validation are drawn from all of them. After an
+    interruption the same command resumes.
+    """
+    if val_fraction is not None and val_shards is not None:
+        raise click.UsageError("--val-fraction and --val-shards exclude each other")
+    if no_shuffle and seed is not None:
+        raise click.UsageError("--seed and --no-shuffle exclude each other")
+    from distgpt.core.comm.resources import granted_cores
+    from distgpt.core.data.textfile import resolve_data
+    from distgpt.corpora.prepare.documents import piped
+    from distgpt.corpora.prepare.preparing import Request
+    from distgpt.show.datapages import prepare_and_report
+
+    with piped(sys.stdin.buffer) if inputs == ("-",) else nullcontext() as everything:
+        request = Request(
+            inputs=(everything,) if everything else tuple(map(resolve_data, inputs)),
+            val_fraction=VAL_FRACTION if val_fraction is None else val_fraction,
+            val_shards=val_shards,
+            seed=None if no_shuffle else seed or 0,
+            max_document=max(1, max_document),
+            workers=workers or granted_cores().whole,
+            **settings,
+        )
+        prepare_and_report(request, progress)
+
+
+@data.command("info", example="distgpt data info shards")
+@click.argument("folder", type=PATH)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a page.")
+@click.option("--no-verify", is_flag=True, help="Do not read all shards to find damage.")
+def data_info(folder: Path, as_json: bool, no_verify: bool) -> None:
+    """Say what is in a folder of shards, and whether all of it is intact."""
+    from distgpt.show.datapages import report
+
+    report(folder, as_json, verify=not no_verify)
+
+
+SAMPLE = "The harbour lay still; it's 1900, naïve café — done."
+
+
+@click.group(name="tokenizer", cls=Group)
+def tokenizer() -> None:
+    """Learn a tokenizer from texts, or inspect one."""
+
+
+@tokenizer.command("train", example="distgpt tokenizer train texts/ --vocab-size 8192 --out bpe.json")
+@click.argument("inputs", nargs=-1, required=True, metavar="INPUT...", shell_complete=texts)
+@click.option("--out", required=True, type=PATH, help="The file to write (.json).")
+@click.option("--kind", type=click.Choice(["bpe", "char", "word"]), default="bpe")
+@click.option("--vocab-size", type=int, help="Entries of a BPE, with its separator.")
+@click.option(
+    "--min-frequency",
+    type=POSITIVE,
+    help="How often a pair must occur to become an entry (bpe).  [default: 2]",
+)
+@click.option(
+    "--separator",
+    type=click.Choice(["last", "first", "none"]),
+    help="Which id <|endoftext|> gets, the token between documents (bpe).  [default: last]",
+)
+@click.option("--field", default="text", help="Where lines of JSON and tables have the text.")
+@_max_document
+def tokenizer_train(inputs: tuple[str, ...], max_document: int, **options: Any) -> None:
+    """Learn a vocabulary from texts, and save it for the --tokenizer of other commands.
+
+    INPUT is a text (.txt, .md), lines of JSON (.jsonl), both also as .gz, a table (.parquet), a folder with
+    such files, or the name of a bundled text.
+    """
+    from distgpt.core.data.textfile import resolve_data
+    from distgpt.corpora.prepare.learn import learn_file
+
+    print_lines(learn_file([*map(resolve_data, inputs)], max_document=max(1, max_document), **options))
+
+
+@tokenizer.command("info", example='distgpt tokenizer info gpt2 --text "The harbour"')
+@click.argument("name_or_path", shell_complete=tokenizers)
+@click.option("--text", type=LocaleText(), help="The text to split; a sample if left out.")
+def tokenizer_info(name_or_path: str, text: str | None) -> None:
+    """Say what a tokenizer is, and show how it splits a text.
+
+    NAME_OR_PATH is byte, gpt2, hub:ORG/NAME, a tokenizer's file, or a directory with one.
+    """
+    from distgpt.core.data.tokenizers import BytesDecoder, fingerprint, load_tokenizer
+
+    tokenizer = load_tokenizer(name_or_path)
+    print_lines(f"tokenizer    {tokenizer.describe()}")
+    separator = tokenizer.separator
+    between = "none" if separator is None else f"{separator} {escape(tokenizer.decode([separator]))}"
+    print_lines(f"separator    {between}")
+    print_lines(f"fingerprint  {fingerprint(tokenizer)}")
+    sample = SAMPLE if text is None else text
+    try:
+        ids = tokenizer.encode(sample).tolist()
+    except DataError:
+        if text is None:
+            return
+        raise
+    if isinstance(tokenizer, BytesDecoder):  # bytes that are no whole character as \xNN
+        pieces = [tokenizer.pieces[i].decode("utf-8", "backslashreplace") for i in ids]
+    else:
+        pieces = [tokenizer.decode([i]) for i in ids]
+    size = len(sample.encode())
+    rate = f", {size / len(ids):.2f} bytes per token" if ids else ""
+    print_lines(f"sample       {count(size, 'byte')} in {count(len(ids), 'token')}{rate}")
+    print_lines(f"pieces       {'│'.join(map(escape, pieces))}")
+    print_lines(f"ids          {' '.join(map(str, ids))}")
+
+
+_STORED = ("float32", "bfloat16", "float16")
+_BLOCKS = ("q8_0", "q4_0")  # of GGUF
+_note = partial(print_lines, err=True)
+
+
+@click.group(name="weights", cls=Group)
+def weights() -> None:
+    """Import models from transformers and GGUF, export them, round them, or describe a file."""
+
+
+@weights.command(name="import", example="distgpt weights import DIR --out model.safetensors")
+@click.argument("source", metavar="SOURCE", shell_complete=names_or_files("hub:"))
+@click.option("--out", type=PATH, required=True, help="The weights file to write.")
+@click.option(
+    "--tokenizer",
+    shell_complete=tokenizers,
+    help="byte, gpt2, or the path of one; default: the directory's own.",
+)
+@click.option("--weights", type=PATH, help="Of an adapter of PEFT: its model, imported before.")
+def import_(source: str, out: Path, tokenizer: str | None, weights: Path | None) -> None:
+    """Import a model of transformers or llama.cpp as a weights file: GPT-2, Llama, Mistral, Qwen 2 or 3.
+
+    SOURCE is the directory with config.json and model.safetensors (or its parts), the file itself, a file in
+    GGUF, or hub:ORG/NAME, a repository of the Hugging Face Hub. It may also be the directory of an adapter
+    saved by PEFT.
+    """
+    from distgpt.models.formats.gguf.container import is_gguf
+    from distgpt.models.formats.gguf.transfer import import_gguf
+    from distgpt.models.formats.huggingface import import_model
+    from distgpt.models.formats.peft import import_adapter, is_adapter
+
+    if is_adapter(source):
+        print_lines(import_adapter(source, weights, out, _note))
+    elif is_gguf(Path(source)):
+        print_lines(import_gguf(Path(source), out, tokenizer, _note))
+    else:
+        print_lines(import_model(source, out, tokenizer, _note))
+
+
+@weights.command(example="distgpt weights export runs/mine --out for-transformers")
+@click.argument("weights", type=PATH)
+@click.option("--out", type=PATH, required=True, help="The directory to create; a file for GGUF.")
+@click.option(
+    "--format",
+    "kind",
+    type=click.Choice(("transformers", "gguf")),
+    help="Default: gguf if --out ends in .gguf, else transformers.",
+)
+@click.option("--dtype", type=click.Choice((*_STORED, *_BLOCKS)), default="float32")
+def export(weights: Path, out: Path, kind: str | None, dtype: str) -> None:
+    """Export a weights file as GPT-2, Llama, Qwen 2 or 3: a directory that transformers loads, or a file in
+    GGUF for llama.cpp, Ollama and LM Studio. GGUF alone has q8_0 and q4_0.
+
+    An adapter, or a run with --lora-rank, becomes a directory that PEFT loads.
+    """
+    if kind == "gguf" or (kind is None and out.suffix == ".gguf"):
+        from distgpt.models.formats.gguf.transfer import export_gguf
+
+        print_lines(export_gguf(weights, out, dtype, _note))
+        return
+    from distgpt.core.saved.modelfile import read_description
+    from distgpt.core.saved.weights import find_weights
+    from distgpt.models.formats.huggingface import export_model
+    from distgpt.models.formats.peft import export_adapter
+
+    if dtype in _BLOCKS:
+        raise UsageError(
+            f"transformers has no --dtype {dtype}: add --format gguf, or take one of {', '.join(_STORED)}"
+        )
+    own = export_adapter if read_description(find_weights(weights)).base else export_model
+    print_lines(own(weights, out, dtype, _note))
+
+
+@weights.command(example="distgpt weights quantize model.safetensors --out small.safetensors")
+@click.argument("weights", type=PATH)
+@click.option("--out", type=PATH, required=True, help="The weights file to write.")
+@click.option("--dtype", type=click.Choice(ROUNDED_DTYPES), default="int8")
+@click.option("--calibrate", type=PATH, help="Round for what such a text makes a model compute (int4).")
+def quantize(weights: Path, out: Path, dtype: str, calibrate: Path | None) -> None:
+    """Round a weights file to int8, a quarter of its size, or to int4; infer and eval then compute in it."""
+    from distgpt.models.quantized.rounded import quantize
+
+    done = {}
+    if calibrate and dtype != "int4":
+        raise UsageError("--calibrate is for --dtype int4: int8 needs none")
+    if calibrate:
+        from distgpt.models.quantized.calibration import calibrated
+
+        done = calibrated(weights, calibrate)
+    print_lines(quantize(weights, out, dtype, done))
+
+
+@weights.command(example="distgpt weights merge --adapter runs/lora --out merged.safetensors")
+@click.option("--weights", type=PATH, help="The model's weights file; default: the one the adapter names.")
+@click.option("--adapter", type=PATH, required=True, help="The adapter, or a run with --lora-rank.")
+@click.option("--out", type=PATH, required=True, help="The weights file to write.")
+def merge(weights: Path | None, adapter: Path, out: Path) -> None:
+    """Merge an adapter into the weights that it was trained beside."""
+    from distgpt.core.comm.serial import SerialComm
+    from distgpt.models.adapters.adapter import merge
+
+    print_lines(merge(weights, adapter, out, SerialComm()))
+
+
+@weights.command(example="distgpt weights info model.safetensors")
+@click.argument("path", type=PATH)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of a page.")
+def info(path: Path, as_json: bool) -> None:
+    """Describe a file or directory: a model, a checkpoint, a model of transformers."""
+    import json
+
+    from distgpt.show.weightspage import inspect, page
+
+    found = inspect(path)
+    if as_json:
+        print(json.dumps({"path": str(path), **found}))
+    else:
+        print_lines(page(found))

@@ -1,0 +1,298 @@
+"""distgpt infer, chat, serve and eval, and the options of commands that use a model"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+import click
+
+from distgpt.commands.complete import texts
+from distgpt.commands.help import command
+from distgpt.commands.options import (
+    PATH,
+    POSITIVE,
+    SIZE,
+    F,
+    LocaleText,
+    setting_option,
+    stage_options,
+    together,
+)
+from distgpt.core.base.errors import UsageError, command_line, first_line, print_lines
+from distgpt.core.comm.agree import on_every_rank
+from distgpt.core.config import (
+    AUTO_DTYPE,
+    DEFAULT_TEMPERATURE,
+    INFERENCE_DTYPES,
+    SETTINGS,
+    GpuConfig,
+    Setting,
+)
+from distgpt.core.cpu.stages import open_stage
+from distgpt.core.generate.request import REQUEST_SETTINGS, Request
+from distgpt.inference.serving.limits import LIMITS, Limits, ListenOn
+
+
+def dtype_option(auto: str) -> Callable[[F], F]:
+    """Add --dtype, for a model that is not trained; `auto` says what that is for weights that are floats."""
+    of = f"Compute in this number format. auto: what the weights are rounded to; of others {auto}."
+    return click.option("--dtype", type=click.Choice(INFERENCE_DTYPES), default=AUTO_DTYPE, help=of)
+
+
+adapter_option = click.option(
+    "--adapter", type=PATH, help="Merge this adapter, or that of a run with --lora-rank, into the weights."
+)
+
+# The fields of a ModelSpec.
+model_options = together(
+    click.option(
+        "--weights", type=PATH, help="Weights file, run, or hub:ORG/NAME; a bundled sample if left out."
+    ),
+    dtype_option("bfloat16 where that is faster, else float32"),
+    click.option(
+        "--context",
+        type=POSITIVE,
+        help="Context length, if not that of training; impossible with learned positions.",
+    ),
+    click.option(
+        "--cache-memory",
+        type=SIZE,
+        help="The most memory for keys and values of samples side by side. "
+        "[default: 4G, or half of a rank's share of what is free]",
+    ),
+    adapter_option,
+)
+
+
+def request_options(unused: Collection[str] = (), **defaults: object) -> Callable[[F], F]:
+    """Add an option for each setting of a request, with `defaults` where they are other ones."""
+
+    def added(name: str, about: Setting) -> Callable[[F], F]:
+        how: dict[str, Any] = {"default": defaults.get(name, getattr(Request(), name))}
+        how |= {"is_flag": True} if about.kind is bool else {"multiple": True} if name == "stop" else {}
+        return setting_option(name, about, **how)
+
+    return together(*(added(*known) for known in REQUEST_SETTINGS.items() if known[0] not in unused))
+
+
+def announce_sample(weights: Path | None, rank: int, *words: str) -> None:
+    """Print on rank 0 that the bundled sample writes, if it does, and how the newest run would."""
+    if weights is not None or rank:
+        return
+    from distgpt.core.saved.weights import newest_run
+
+    newest = newest_run(Path("runs"))
+    own = f"; your newest run: {command_line(*words, '--weights', newest)}" if newest else ""
+    print_lines(f"no --weights: this is the bundled sample{own}", err=True)
+
+
+@command(example='distgpt infer --weights runs/mine --prompt "The harbour" --n 3')
+@stage_options
+@click.option("--prompt", type=LocaleText(), help="Text to continue.")
+@click.option("--prompt-file", type=PATH, help="File with the text to continue; -: standard input.")
+@click.option(
+    "--prompts",
+    type=PATH,
+    help='File with a prompt per line, as in {"prompt": "Once", "max_new_tokens": 9}: settings of its own.',
+)
+@click.option(
+    "--out", type=PATH, help="File for their samples, a line each. Prompts that it has already are left out."
+)
+@request_options(max_new_tokens=200, temperature=DEFAULT_TEMPERATURE)
+@model_options
+@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of streamed text.")
+def infer(
+    stage: str,
+    threads: int | None,
+    gpu: GpuConfig,
+    prompt: str | None,
+    prompt_file: Path | None,
+    prompts: Path | None,
+    out: Path | None,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Generate text from a prompt, or from a file of prompts."""
+    if (prompt, prompt_file, prompts).count(None) < 2:
+        raise click.UsageError("--prompt, --prompt-file and --prompts exclude each other")
+    if (prompts is None) != (out is None):
+        raise click.UsageError("--prompts and --out belong together")
+    if prompts is not None and as_json:
+        raise click.UsageError("--prompts writes JSON to --out: --json has no meaning with it")
+    settings = {name: options.pop(name) for name in REQUEST_SETTINGS}
+    ready = open_stage(stage, threads, gpu)
+    announce_sample(options["weights"], ready.comm.rank, "infer", *(["--prompt", prompt] if prompt else []))
+    request = on_every_rank(ready.comm, lambda: Request(**settings))
+    from distgpt.core.generate.engine_setup import ModelSpec
+    from distgpt.core.generate.single import infer_one
+
+    spec = ModelSpec(part=options.pop("adapter"), **options)
+    if prompts is not None and out is not None:
+        from distgpt.inference.generation.batch import infer_file
+        from distgpt.show.progress import ItemProgress
+
+        infer_file(spec, prompts, out, request, ready, ItemProgress())
+    else:
+        infer_one(spec, prompt if prompt_file is None else prompt_file, request, ready, as_json)
+
+
+UNUSED = ("n", "logprobs", "prompt_logprobs", "overflow")
+UNTAUGHT = (
+    "this model was never taught to chat, it continues texts like those it has read: distgpt tune teaches it"
+    " answers (distgpt help tuning)"
+)
+
+
+@command(example='distgpt chat --weights model.safetensors --system "Be brief."')
+@stage_options
+@click.option(
+    "--system",
+    default="",
+    show_default=False,
+    type=LocaleText(),
+    help="What the model is told before all turns.",
+)
+@request_options(UNUSED, max_new_tokens=512, temperature=DEFAULT_TEMPERATURE)
+@model_options
+@click.option("--speed", is_flag=True, help="After each answer say how long it took.")
+def chat(stage: str, threads: int | None, gpu: GpuConfig, system: str, speed: bool, **options: Any) -> None:
+    """Chat with a model, in a terminal or through a pipe, a message in each line.
+
+    The model's own chat template makes a prompt of the turns, or a simple one where it has none.
+    """
+    request = Request(**{name: options.pop(name) for name in REQUEST_SETTINGS if name not in UNUSED})
+    ready = open_stage(stage, threads, gpu)
+    announce_sample(options["weights"], ready.comm.rank, "chat")
+    from distgpt.core.generate.engine_setup import SAMPLE, ModelSpec
+    from distgpt.corpora.chats.format import ChatFormat, was_tuned_on_chats
+    from distgpt.inference.generation.chat import Conversation
+    from distgpt.inference.generation.chat_terminal import Chat
+
+    loaded = ModelSpec(part=options.pop("adapter"), **options).load(ready)
+    talk = ChatFormat(loaded.tokenizer)
+    if not (talk.is_taught or was_tuned_on_chats(loaded.files)):
+        print_lines(UNTAUGHT, err=True)
+    engine = loaded.engine(loaded.slots(1, request.lookup))
+    name, context = (options["weights"] or Path(SAMPLE)).name, loaded.model.config.seq_len
+    greeting = f"{name}, context {context:,}, {talk.describe()}; /help lists commands"
+    Chat(Conversation(engine, talk, request, context, system), speed, greeting).run()
+
+
+def _limit_option(name: str, about: Setting) -> Callable[[F], F]:
+    as_size: dict[str, Any] = {"type": SIZE, "default": "1M"} if name == "body" else {}
+    return setting_option(name, about, **{"default": getattr(Limits(), name), **as_size})
+
+
+@command(example="distgpt serve --weights runs/mine --port 8000")
+@stage_options
+@click.option("--name", type=LocaleText(), help="The model's name for clients; that of the file if left out.")
+@click.option("--host", default="127.0.0.1", help="Address to listen on; 0.0.0.0: all.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8000, help="Port; 0: pick a free one.")
+@click.option(
+    "--api-key",
+    envvar="DISTGPT_API_KEY",
+    show_envvar=True,
+    help="What clients must send as Authorization: Bearer KEY. In the environment nobody else sees it.",
+)
+@click.option(
+    "--allow-origin",
+    "origins",
+    multiple=True,
+    metavar="ORIGIN",
+    help="Let pages of this site ask too, as https://example.org; may be repeated.",
+)
+@click.option(
+    "--proxy",
+    "proxies",
+    multiple=True,
+    metavar="ADDRESS",
+    help="Log the addresses that X-Forwarded-For of this proxy, or network, gives; may be repeated.",
+)
+@click.option("--lanes", type=POSITIVE, default=32, help="Sequences generated at the same time.")
+@together(*(_limit_option(*known) for known in LIMITS.items()))
+@model_options
+@click.option(
+    "--log",
+    type=click.Choice(("quiet", "requests", "prompts")),
+    default="requests",
+    help="A line for each request, with its prompts or without.",
+)
+def serve(
+    stage: str, threads: int | None, gpu: GpuConfig, weights: Path | None, name: str | None, **options: Any
+) -> None:
+    """Answer requests over HTTP as OpenAI's /v1/completions and its chats do, with a page to try it."""
+    try:
+        from distgpt.inference.serving.server import Server, bound, checked_key, checked_proxies
+    except ImportError as error:
+        needs = f"Starlette, uvicorn and prometheus-client ({first_line(error)})"
+        raise UsageError(f"serve needs {needs}: pip install 'distgpt[serve]'") from None
+    from distgpt.core.generate.engine_setup import SAMPLE, ModelSpec
+
+    lanes, limits = options.pop("lanes"), Limits(**{name: options.pop(name) for name in LIMITS})
+    where = {key: options.pop(key) for key in ("host", "port", "origins", "log")}
+    key, proxies = checked_key(options.pop("api_key")), checked_proxies(options.pop("proxies"))
+    listen_on = ListenOn(limits=limits, key=key, proxies=proxies, **where)
+    shown = name or (weights or Path(SAMPLE)).absolute().name.removesuffix(".safetensors")
+    spec = ModelSpec(weights, part=options.pop("adapter"), **options)
+    ready = open_stage(stage, threads, gpu)
+    announce_sample(weights, ready.comm.rank, "serve")
+    listener = bound(listen_on.host, listen_on.port)
+    loaded = spec.load(ready)
+    side_by_side = loaded.slots(lanes, lookup=0)
+    if ready.on_gpu:
+        from distgpt.inference.decoding.batched import rehearse_together
+
+        rehearse_together(side_by_side)
+    Server(loaded, side_by_side, shown, listen_on, listener).run()
+
+
+# The benchmarks of inference/evaluation/questions.py, and what each option takes.
+BENCHMARKS = {
+    "hellaswag": "HellaSwag, as hellaswag_val.jsonl.",
+    "arc_easy": "ARC's easy questions, as ARC-Easy-Test.jsonl.",
+    "arc_challenge": "ARC's challenge, as ARC-Challenge-Test.jsonl.",
+    "piqa": "PIQA, as valid.jsonl, with valid-labels.lst beside it.",
+    "winogrande": "WinoGrande, as dev.jsonl.",
+    "lambada": "LAMBADA, a text on each line, or JSON lines.",
+    "mmlu": "MMLU, a folder with dev/ and test/.",
+}
+
+
+@command(name="eval", example="distgpt eval --weights runs/mine --val held-out.txt")
+@stage_options
+@click.option(
+    "--weights", type=PATH, required=True, help="The model: a weights file, a run, or hub:ORG/NAME."
+)
+@adapter_option
+@click.option(
+    "--val", shell_complete=texts, help="What --data of train takes; of token shards the part for validation."
+)
+@together(
+    *(click.option(f"--{name.replace('_', '-')}", type=PATH, help=of) for name, of in BENCHMARKS.items())
+)
+@click.option(
+    "--chats", is_flag=True, help="Take --val for chats, as tune does, and count their answers alone."
+)
+@click.option("--val-tokens", type=click.IntRange(0), default=0, help="Tokens of --val to read; 0: all.")
+@click.option("--context", type=POSITIVE, help="Context length (not with learned positions).")
+@dtype_option("float32")
+@setting_option("matmul", SETTINGS["matmul"], default="auto")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of a page.")
+def eval(stage: str, threads: int | None, gpu: GpuConfig, as_json: bool, **options: Any) -> None:
+    """Measure a model on a text, on shards or on benchmarks, in files as their authors publish them."""
+    import json
+
+    from distgpt.inference.evaluation.evaluate import evaluate, page
+    from distgpt.show.progress import ItemProgress
+
+    benchmarks = {name: path for name in BENCHMARKS if (path := options.pop(name)) is not None}
+    if options["val"] is None and not benchmarks:
+        raise UsageError("nothing to evaluate: give --val, or a benchmark such as --hellaswag")
+    ready = open_stage(stage, threads, gpu)
+    found = evaluate(ready, benchmarks=benchmarks, **options, progress=ItemProgress("sequences"))
+    if ready.comm.rank == 0 and as_json:
+        print(json.dumps(found, allow_nan=False))
+    elif ready.comm.rank == 0:
+        print_lines(page(found))

@@ -1,0 +1,324 @@
+"""distgpt estimate, profile, sweep, doctor and compile"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, closing, nullcontext
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import click
+
+from distgpt.commands.help import command
+from distgpt.commands.options import (
+    PATH,
+    POSITIVE,
+    TIME,
+    deterministic_as_parts,
+    dial_options,
+    preset_options,
+    set_by_user,
+    set_option,
+    settings,
+    settings_but,
+    stage_options,
+    without_graphs,
+)
+from distgpt.core.base.errors import Say, StorageError, UsageError, print_lines, refuse_beside
+from distgpt.core.base.formatting import clock, count, parse_count, parse_duration, size
+from distgpt.core.config import ON_GPU, STAGES, GpuConfig, parse_toml
+from distgpt.core.config.asked import asked_for
+from distgpt.core.config.setting import Values
+from distgpt.core.cpu.stages import open_stage
+
+
+@command(example="distgpt estimate --preset gpt2 --batch-tokens 65536 --tokens 2.5B")
+@stage_options
+@preset_options
+@settings
+@dial_options
+@click.option("--ranks", type=POSITIVE, default=1, help="Processes of the run.")
+@click.option("--tokens", help="Tokens to train on in total (300M, 10B), instead of --steps.")
+@click.option(
+    "--rate", type=click.FloatRange(0, min_open=True), help="Tokens/s of one rank, measured elsewhere."
+)
+@click.option(
+    "--measure/--no-measure",
+    "measured",
+    default=None,
+    help="Time a few steps here; the default where possible, unless --rate is given.",
+)
+@click.option("--gpu-memory", type=click.FloatRange(0, min_open=True), help="GiB of each rank's GPU.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of a page.")
+def estimate(
+    stage: str,
+    threads: int | None,
+    gpu: GpuConfig,
+    preset: str | None,
+    config: Path | None,
+    ranks: int,
+    tokens: str | None,
+    rate: float | None,
+    measured: bool | None,
+    gpu_memory: float | None,
+    as_json: bool,
+    **flags: Any,
+) -> None:
+    """Estimate what a run takes: memory, disk and time."""
+    if tokens is not None and flags["steps"] is not None:
+        raise click.UsageError("--tokens and --steps exclude each other")
+    import json
+
+    from distgpt.measure.estimate import Question, foreseen, render_terminal
+    from distgpt.measure.estimate import estimate as estimated
+    from distgpt.recipes.depth import Dial
+    from distgpt.recipes.derived import derived
+    from distgpt.recipes.within import with_clock
+    from distgpt.show.progress import ItemProgress
+
+    say = partial(print_lines, err=True)
+    asked = replace(asked_for(set_by_user(flags), preset, config), fetches=False)
+    gpu, asked = deterministic_as_parts(stage, gpu, asked)
+    here = None  # the stage, where it is open
+    if asked.within is not None and not preset:
+        others = {"no-measure": measured is False, "rate": rate, "ranks 2 or more": ranks > 1}
+        refuse_beside("--within", others, "it chooses by the speed of one rank here; --depth names a model")
+        here = open_stage("cuda" if stage in ON_GPU else "serial", threads, gpu)
+        asked = with_clock(asked, here, say)
+    elif asked.within is not None:
+        asked = replace(asked, given={**asked.given, "train_minutes": parse_duration(asked.within) / 60})
+    plain = derived(asked, ranks)
+    run = foreseen(stage, plain, gpu.tf32)
+    if asked.depth is not None:
+        say(Dial(asked.depth, asked.tokens, ranks).described(run))
+    total = parse_count(tokens, "--tokens") if tokens is not None else None
+    question = Question(run, stage, ranks, threads, gpu, total, rate, measured, gpu_memory)
+    with closing(ItemProgress("steps", with_tokens=False)) as progress:
+        facts = estimated(question, say, progress, here)
+    if as_json:
+        print(json.dumps({"name": plain.name, **facts}, indent=1))
+    else:
+        print_lines(render_terminal(plain.name, facts))
+
+
+# Settings of training that mean something else here, or concern what happens between steps.
+UNUSED = (
+    *("--steps", "--save-every", "--sample-every", "--eval-every"),
+    *("--val-tokens", "--hellaswag", "--save", "--on-bad-step"),
+)
+
+
+@command(example="distgpt profile --preset gpt-mini --steps 20")
+@stage_options
+@preset_options
+@settings_but(*UNUSED)
+@click.option("--steps", type=POSITIVE, default=10, help="Steps to measure.")
+@click.option("--warmup-steps", type=POSITIVE, default=2, help="Steps to run before measuring.")
+@click.option("--out", type=PATH, default=Path("profile"), help="Output directory.")
+def profile(
+    stage: str,
+    threads: int | None,
+    gpu: GpuConfig,
+    preset: str | None,
+    config: Path | None,
+    steps: int,
+    warmup_steps: int,
+    out: Path,
+    **flags: Any,
+) -> None:
+    """Show where a training step's time goes.
+
+    Takes the settings of `distgpt train`, runs --steps training steps, whatever number --config sets, and
+    reports the time of each kind of operation, its speed, and what share of this machine's measured peak that
+    is: as a table, as profile.json, and as trace.json for ui.perfetto.dev or chrome://tracing. No weights
+    are saved.
+    """
+    asked = asked_for({**set_by_user(flags), "steps": warmup_steps + steps}, preset, config)
+    gpu, asked = deterministic_as_parts(stage, gpu, asked)
+    ready = open_stage(stage, threads, without_graphs(stage, gpu))
+
+    from distgpt.core.train.plan import with_dtype
+    from distgpt.measure.profile.session import Session, open_steps, prepare
+    from distgpt.recipes.derived import configured
+    from distgpt.recipes.recipes import followed
+
+    say: Say = partial(print_lines, err=True) if ready.comm.rank == 0 else lambda text: None
+    run = configured(ready.comm, with_dtype(followed(asked, ready, say), ready, say))
+    if config and ready.comm.rank == 0 and "steps" in parse_toml(config.read_text(), str(config)):
+        say(f"{config} sets the steps of training: --steps sets how many are measured, {steps}")
+    step, batches = open_steps(run, ready, say)
+    prepare(ready.comm, out)
+    session = Session(ready, step, run.train, warmup_steps)
+    try:
+        for done, seconds in enumerate(_steps(session.profiler, batches, warmup_steps + steps), 1):
+            warming = " (to warm up)" if done <= warmup_steps else ""
+            say(f"step {done} of {warmup_steps + steps}: {1000 * seconds:,.1f} ms{warming}")
+        session.finish(out, print_lines)
+    except KeyboardInterrupt:
+        session.salvage(out, print_lines)
+        raise
+
+
+def _steps(profiler: Any, batches: Any, count: int) -> Iterator[float]:
+    """Run steps as training does, the next one launched before the last is read; yield their seconds."""
+    running, begun = [], time.perf_counter()
+    for number in range(count):
+        running.append(profiler.launch(number, batches))
+        while len(running) > (profiler.on_gpu and number < count - 1):
+            running.pop(0).wait()
+            ended = time.perf_counter()
+            yield ended - begun
+            begun = ended
+
+
+@command(example="mpirun -n 4 distgpt sweep GRID.toml")
+@click.argument("grid", type=PATH, metavar="GRID.toml")
+@stage_options
+@set_option
+@click.option("--out", type=PATH, help="Write the sweep into this directory. [default: runs/<name of GRID>]")
+@click.option(
+    "--time-limit",
+    type=TIME,
+    help="Save and exit with 75 before this time (as 3h50m) is over. [default: the batch job's, if known]",
+)
+@click.option("--dry-run", is_flag=True, help="List the runs and about how long they take; train nothing.")
+def sweep(
+    grid: Path,
+    stage: str,
+    threads: int | None,
+    gpu: GpuConfig,
+    assigned: Values,
+    out: Path | None,
+    time_limit: float | None,
+    dry_run: bool,
+) -> None:
+    """Train many short runs, and find the best settings.
+
+    GRID.toml has settings as --config of `distgpt train` takes them, and a table of those that vary:
+
+    \b
+      preset = "fast"
+      val_fraction = 0.1
+      steps = 300
+      [sweep]
+      lr = [0.01, 0.02, 0.04]               # one of these
+      embedding_lr = {low = 0.1, high = 1}  # drawn at random; scale = "log"
+      seed = [1, 2]                         # each point has these seeds
+      draws = 12                            # that many points
+      rungs = 2                             # compare at 1/3 of the steps, then
+      eta = 3                               # promote the best third to the end
+      metric = "val_loss"                   # or bits_per_byte, loss
+
+    mpirun -n 4 distgpt sweep GRID.toml trains a run on each of 4 ranks. The same command again resumes.
+    """
+    from distgpt.cluster.launch.environment import job_end
+    from distgpt.core.comm.agree import on_root
+    from distgpt.measure.sweep.opening import begin_sweep, open_stages, preview
+    from distgpt.measure.sweep.report import finish
+    from distgpt.measure.sweep.work import Listener, Worker
+
+    if gpu.deterministic and stage == "serial":
+        raise UsageError("--deterministic: on CPUs, say reproducible_parts = 8 in GRID.toml")
+    end = job_end(time_limit)
+    say = partial(print_lines, err=True)
+    comm, ready = open_stages(stage, threads, gpu)
+    if dry_run:
+        on_root(comm, lambda: print_lines(preview(grid, ready, comm.size, say, assigned)))
+        return
+    ledger = begin_sweep(comm, ready, grid, out or Path("runs") / grid.stem, say, assigned)
+    Worker(ledger, ready, Listener(say), end).work()
+    if comm.rank == 0:
+        print_lines(finish(ledger))
+
+
+@command(example="distgpt doctor --hostfile hostfile --ssh")
+@click.option("--stage", type=click.Choice(STAGES), help="Exit with 2 if this stage cannot run here.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object with everything known.")
+@click.option(
+    "--hostfile", type=PATH, help="Check the hosts of a job before its launch; exit with 2 on errors."
+)
+@click.option("--ssh", is_flag=True, help="With --hostfile: ask each host over ssh what it has.")
+@click.option("--caches", is_flag=True, help="Show what distgpt keeps on disk between starts, and where.")
+@click.option(
+    "--empty",
+    type=click.Choice(("compiled", "all")),
+    help="With --caches: remove what is compiled, or downloads too, also while other processes run.",
+)
+def doctor(
+    stage: str | None, as_json: bool, hostfile: Path | None, ssh: bool, caches: bool, empty: str | None
+) -> None:
+    """Report what this machine, a job under mpirun or the hosts of a hostfile can run, and what they lack."""
+    if empty and not caches:
+        raise UsageError("--empty needs --caches")
+    if caches:
+        if stage or hostfile or ssh:
+            raise UsageError("--caches is a report of its own: leave --stage, --hostfile and --ssh out")
+        from distgpt.measure.doctor.caches import report_caches
+
+        report_caches(empty or "", as_json)
+        return
+    if hostfile is None:
+        if ssh:
+            raise UsageError("--ssh needs --hostfile FILE")
+        from distgpt.measure.doctor.report import report
+
+        report(stage, as_json)
+        return
+    if stage:
+        raise UsageError("--stage is about this machine, --hostfile about others: leave one of them out")
+    from distgpt.measure.doctor import hosts
+
+    hosts.report(hostfile, ssh, as_json)
+
+
+def _shown(text: str) -> AbstractContextManager[object]:
+    """Show on a terminal what is being compiled, as a part takes up to a minute or two."""
+    from rich.console import Console
+
+    return Console(file=sys.stderr).status(text) if sys.stderr.isatty() else nullcontext()
+
+
+@command(example="distgpt compile")
+def compile() -> None:
+    """Compile all kernels for this kind of processor, once for every user of this installation.
+
+    They go into one file beside the package, which only its owner may write. Run it once on each kind of
+    node, and again after an update. Those of float64, which few use, are left to their users.
+    """
+    import io
+    import tempfile
+    import time
+    from contextlib import redirect_stderr
+    from pathlib import Path
+
+    from distgpt.core.cpu.compiling import disk_cache
+    from distgpt.core.cpu.compiling.processor import processor
+    from distgpt.measure import site_cache
+
+    site_cache.require_writable()
+    if disk_cache.folder() is None:  # where they are made before they are shared
+        raise StorageError("compiled loops cannot be kept: set DISTGPT_CACHE to a folder of your own")
+    begun, known = time.monotonic(), len(disk_cache.used)
+    from distgpt.measure.precompile import parts  # which uses some itself
+
+    with tempfile.TemporaryDirectory(prefix="distgpt-compile-") as folder:
+        wanted = list(parts(Path(folder)))
+        print_lines(
+            f"compiling {count(len(wanted), 'part')} for {processor()[0]}, which takes some minutes;"
+            " if it is interrupted, the next start begins with what is done"
+        )
+        for number, (name, act) in enumerate(wanted, 1):
+            started = time.monotonic()
+            with _shown(f"{number} of {len(wanted)}: {name}"), redirect_stderr(io.StringIO()):
+                act()  # what training a model notes is of no interest here
+            new, known = len(disk_cache.used) - known, len(disk_cache.used)
+            print_lines(f"{clock(time.monotonic() - started):>5}  {count(new, 'kernel'):>11}  {name}")
+    path = site_cache.share()
+    print_lines(
+        f"{count(len(disk_cache.used), 'kernel')} in {clock(time.monotonic() - begun)}: {path}, "
+        f"{size(path.stat().st_size)}, for all users on such processors"
+    )
