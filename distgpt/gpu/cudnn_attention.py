@@ -17,8 +17,8 @@ from distgpt.core.base.errors import DistgptError, first_line
 from distgpt.core.ops.api import Array, AttentionMask
 from distgpt.core.ops.low_precision import from_bfloat16
 from distgpt.gpu import probe
-from distgpt.gpu.api import TYPE_OF, Attention, address
-from distgpt.gpu.device import CupyDevice
+from distgpt.gpu.attention import Attention
+from distgpt.gpu.device import TYPE_OF, CupyDevice, address
 from distgpt.gpu.probe import (
     FRONTEND,
     FRONTEND_OLDEST,
@@ -167,7 +167,7 @@ def backward_graph(shape: Shape, handle: Any, deterministic: bool) -> Any:
 
 
 class CudnnAttention:
-    """Implements `distgpt.gpu.api.Attention`, on one device.
+    """Implements `Attention`, on one device.
 
     A shape's plans are made when it first comes, and only then memory is allocated: run the work once before
     recording it. Raises CudnnRefusal where cuDNN has no plan, or fails.
@@ -298,7 +298,7 @@ Batch = tuple[int, int]  # rows, tokens of a sequence
 
 
 class CheckedAttention:
-    """Implements `distgpt.gpu.api.Attention`.
+    """Implements `Attention`.
 
     Short sequences use our own kernels. The first sequence of a longer shape runs through both, and the
     results are compared. Where the library refuses, fails or differs, `say` reports it and the shape keeps

@@ -32,10 +32,8 @@ from distgpt.core.ops.api import (
 )
 from distgpt.core.ops.kernels import Kernels
 from distgpt.core.ops.low_precision import from_bfloat16, to_bfloat16
-from distgpt.gpu.api import STORAGE, WIDE, Attention, address
-from distgpt.gpu.attention import OwnAttention
-from distgpt.gpu.device import BLOCK, LARGEST_BLOCK, WARP, CupyDevice
-from distgpt.gpu.launcher import DeviceWire, Launcher
+from distgpt.gpu.attention import Attention, OwnAttention
+from distgpt.gpu.device import BLOCK, LARGEST_BLOCK, STORAGE, WARP, WIDE, CupyDevice, Launcher, address
 from distgpt.gpu.linear import Linears, sum_parts
 from distgpt.gpu.matmul import LtMatmul, share_autotuning
 from distgpt.gpu.muon import MuonSteps
@@ -47,6 +45,9 @@ COMMON = 7  # values that all threads of adamw read, before two for each group, 
 MOVED = 32  # positions that a thread of move_cached copies from another slot
 ROWS_APART = 64  # the most sums of rows that are added up side by side
 HELD_BYTES = 96  # of a row that a thread of the norms holds at most: with 128 the backward norm spills
+
+WIRE_PIECE = 1 << 24  # elements: what a start costs is little beside them, and so is their memory
+BEYOND = 1 << 31  # from which on a number of 32 bits is a negative C int
 
 
 class CudaKernels(Kernels):
@@ -435,6 +436,36 @@ class CudaKernels(Kernels):
         """Count the blocks of optimizer.cu, whose threads have four elements each."""
         size: int = x.size
         return -(-size // (4 * BLOCK))
+
+
+class DeviceWire:
+    """Implements `kernels.api.Wire`: the same elements as on the host, to the bit."""
+
+    piece = WIRE_PIECE
+
+    def __init__(self, launcher: Launcher) -> None:
+        self._launcher = launcher
+
+    def zeros(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        return self._launcher.device.zeros(shape, dtype)
+
+    def dither(self, out: Array, x: Array, index: int, key: int) -> None:
+        # Of both the lower 32 bits count.
+        lower = ((number + BEYOND) % (2 * BEYOND) - BEYOND for number in (index, key))
+        self._start("dither", out.size, out, x, *lower)
+
+    def add_parts(self, total: Array, parts: Array, by_twos: bool) -> None:
+        if by_twos:
+            raise ValueError("sums by twos are for --reproducible-parts, which are for CPUs")
+        kernel = "add_narrow_parts" if parts.dtype == STORAGE["bfloat16"] else "add_parts"
+        self._start(kernel, total.size, total, parts, *parts.shape)
+
+    def widen(self, out: Array, x: Array) -> None:
+        self._start("widen", out.size, out, x)
+
+    def _start(self, kernel: str, count: int, *args: Any) -> None:
+        if count:
+            self._launcher.start("wire", kernel, -(-count // BLOCK), BLOCK, *args, count)
 
 
 def norm_shape(c: int, real_bytes: int) -> tuple[int, int, tuple[str, ...]]:

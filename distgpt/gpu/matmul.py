@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from distgpt.core.ops.api import Array
-from distgpt.gpu.api import Matmul, address
+from distgpt.gpu.compiling import Kept
 from distgpt.gpu.cublaslt import (
     Algorithm,
     Compute,
@@ -27,8 +27,7 @@ from distgpt.gpu.cublaslt import (
     Reduction,
     Status,
 )
-from distgpt.gpu.device import CupyDevice
-from distgpt.gpu.kept import Kept
+from distgpt.gpu.device import CupyDevice, address
 
 CANDIDATES = 32
 WIDEST = 256  # bytes of alignment; no algorithm asks for more
@@ -56,6 +55,41 @@ _FACTORS = {  # alpha and beta, which the library reads when a matmul is started
     DataType.R_32F: (ctypes.c_float(0), ctypes.c_float(1)),
     DataType.R_64F: (ctypes.c_double(0), ctypes.c_double(1)),
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Matmul:
+    """A kind of matmul, out (m, n) ← a (m, k) · b (k, n), everything row-major, without gaps but
+    for `stride`.
+
+    With `transpose_a`, a is stored as (k, m); with `transpose_b`, b as (n, k). Types are "bfloat16",
+    "float32" or "float64"; sums are taken in one of the latter. `epilogue`, with `extra` beside the factors:
+
+    | epilogue    | meaning                                                       | extra    |
+    |-------------|---------------------------------------------------------------|----------|
+    | "none"      | out ← a b, or += with `accumulate`                            |          |
+    | "bias"      | out ← a b + bias, bias (n,) of the type of out                | bias     |
+    | the same, `onto` | out ← onto + …, onto (m, n) of the type of out           | onto     |
+    | "gelu"      | aux ← a b (+ bias, if one is given); out ← gelu(aux), tanh    | aux      |
+    | "dgelu"     | out ← (a b) · gelu'(aux)                                      | aux      |
+    | "column_sums" | out ← aᵀ-product as "none", bias ← Σ over k of a (m,), the type of out | bias |
+
+    `batch`: as many matmuls at once; the matrices of each operand follow each other without gaps.
+    """
+
+    m: int
+    n: int
+    k: int
+    transpose_a: bool
+    transpose_b: bool
+    in_type: str
+    out_type: str
+    epilogue: str = "none"
+    accumulate: bool = False
+    has_bias: bool = False  # for "gelu"
+    onto: bool = False
+    stride: int = 0  # elements between rows of a, where it is columns of a wider array
+    batch: int = 1
 
 
 def workspace_for(capability: int) -> int:

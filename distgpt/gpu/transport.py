@@ -15,9 +15,7 @@ from distgpt.core.comm.agree import gather_bytes, shared
 from distgpt.core.comm.api import Array, Comm, QueuedComm
 from distgpt.core.ops.api import Work
 from distgpt.gpu import probe
-from distgpt.gpu.api import address
-from distgpt.gpu.copies import Mirror
-from distgpt.gpu.device import CupyDevice
+from distgpt.gpu.device import CupyDevice, Mirror, address
 
 PIECE_BYTES = 32 << 20  # of an array that is broadcast: the host needs no copy of all of it
 
