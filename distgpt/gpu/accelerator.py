@@ -67,7 +67,10 @@ def kernels_on(device: CupyDevice, dtype: str, options: GpuConfig, say: Say) -> 
     """Make the kernels on this device; `say` reports what is slower than it could be."""
     attention = partial(_attention_for, device, say) if dtype == "bfloat16" else None
     with _one_line(device.index):
-        matmuls = _matmuls(device, options)
+        if (lt := cublaslt.load()) is None:
+            missing = "cuBLASLt was not found: pip install nvidia-cublas (nvidia-cublas-cu12 for CUDA 12)"
+            raise UsageError(missing)
+        matmuls = LtMatmul(lt, device, options.tf32, device.kept)
     return CudaKernels(device, matmuls, dtype, attention)
 
 
@@ -78,13 +81,6 @@ def kernels_for_estimate(dtype: str, memory: int | None) -> CudaKernels:
         multiprocessors=ESTIMATED_MULTIPROCESSORS, capability=(9, 0), memory=lambda: (total, total)
     )
     return CudaKernels(cast(CupyDevice, device), cast(LtMatmul, None), dtype)
-
-
-def _matmuls(device: CupyDevice, options: GpuConfig) -> LtMatmul:
-    lt = cublaslt.load()
-    if lt is None:
-        raise UsageError("cuBLASLt was not found: pip install nvidia-cublas (nvidia-cublas-cu12 for CUDA 12)")
-    return LtMatmul(lt, device, options.tf32, device.kept)
 
 
 def _attention_for(device: CupyDevice, say: Say, head: int, own: Attention) -> Attention:

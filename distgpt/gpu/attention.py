@@ -120,7 +120,8 @@ class OwnAttention:
             blocks = heads * -(-seq_len // ROWS)
             defines = mma_defines(head, _group(y, qkv)) + seen
             return Plan("attention_mma", defines, (blocks,), ROWS // SIDE * WARP, 0)
-        shape = _shape(y, qkv, n_head)
+        wide = WIDE[TYPE_OF[np.dtype(y.dtype)]]
+        shape = attention_shape(head, wide.itemsize, _group(y, qkv))
         tile, shared = shape.backward if backward else shape.forward
         grid = heads, -(-seq_len // tile.rows)
         return Plan("attention", shape.defines + seen, grid, max(WARP, tile.height * tile.lanes), shared)
@@ -162,11 +163,6 @@ def _seen(positions: Array | None, window: int) -> tuple[str, ...]:
     """Return the macros of seen.cuh."""
     packed = () if positions is None else ("PACKED=1",)
     return (*packed, f"WINDOW={window}") if window else packed
-
-
-def _shape(y: Array, qkv: Array, n_head: int) -> AttentionShape:
-    wide = WIDE[TYPE_OF[np.dtype(y.dtype)]]
-    return attention_shape(y.shape[1] // n_head, wide.itemsize, _group(y, qkv))
 
 
 def _group(y: Array, qkv: Array) -> int:

@@ -19,8 +19,7 @@ from distgpt.core.base.errors import UsageError
 from distgpt.gpu import probe
 from distgpt.gpu.probe import library_path
 
-PACKAGE = Path(__file__).resolve().parents[1]
-FOLDER = PACKAGE / "gpu" / "cu"
+FOLDER = Path(__file__).resolve().parent / "cu"
 
 _INCLUDE = re.compile(r'\s*#\s*include\s+"([^"]+)"\s*')
 _LIBRARIES = ("libnvrtc.so.13", "libnvrtc.so.12")
@@ -168,7 +167,8 @@ class Ahead:
         self._made: dict[Kind, Future[bytes]] = {}
 
     def start(self, kinds: Iterable[Kind], threads: int, first: int = 0) -> None:
-        new = sorted(set(kinds) - self._made.keys(), key=_longest_first)
+        order = {source: place for place, source in enumerate(LONGEST)}
+        new = sorted(set(kinds) - self._made.keys(), key=lambda kind: (order.get(kind[0], len(order)), kind))
         turned = [*new[first % len(new) :], *new[: first % len(new)]] if new else []
         queue = [(kind, Future[bytes]()) for kind in turned]
         self._made.update(queue)
@@ -191,10 +191,6 @@ class Ahead:
                     future.set_result(self._make(kind))
                 except BaseException as error:  # whoever asks for it gets it
                     future.set_exception(error)
-
-
-def _longest_first(kind: Kind) -> tuple[int, Kind]:
-    return (LONGEST.index(kind[0]) if kind[0] in LONGEST else len(LONGEST)), kind
 
 
 class Kept:

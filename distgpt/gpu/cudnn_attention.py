@@ -15,10 +15,9 @@ import numpy as np
 
 from distgpt.core.base.errors import DistgptError, first_line
 from distgpt.core.ops.api import Array, AttentionMask
-from distgpt.core.ops.low_precision import from_bfloat16
 from distgpt.gpu import probe
 from distgpt.gpu.attention import Attention
-from distgpt.gpu.device import TYPE_OF, CupyDevice, address
+from distgpt.gpu.device import CupyDevice, address, floats
 from distgpt.gpu.probe import (
     FRONTEND,
     FRONTEND_OLDEST,
@@ -380,11 +379,7 @@ class CheckedAttention:
         return own_y, own_lse
 
     def _distance(self, found: Array, expected: Array) -> float:
-        a, b = (_values(self._device.download(array)) for array in (found, expected))
+        a, b = (floats(self._device.download(array)) for array in (found, expected))
         size = float(np.linalg.norm(b))
         distance = float(np.linalg.norm(a - b))
         return distance / size if size else distance
-
-
-def _values(host: Any) -> Any:
-    return from_bfloat16(host) if TYPE_OF[np.dtype(host.dtype)] == "bfloat16" else host

@@ -20,6 +20,7 @@ import numpy as np
 
 from distgpt.core.base.errors import UsageError
 from distgpt.core.ops.api import Array, Work
+from distgpt.core.ops.low_precision import from_bfloat16
 from distgpt.gpu.compiling import Ahead, Kept, Kind, cubin, storage_define
 
 WARP, BLOCK, LARGEST_BLOCK = 32, 256, 1024  # threads
@@ -443,6 +444,11 @@ class Graphs:
 
 
 # -- kernels of one storage type
+
+
+def floats(host: Any) -> Any:
+    """Return a host copy as numbers: bfloat16 in float32."""
+    return from_bfloat16(host) if host.dtype == STORAGE["bfloat16"] else host
 
 
 def address(array: Array) -> int:

@@ -31,9 +31,19 @@ from distgpt.core.ops.api import (
     Work,
 )
 from distgpt.core.ops.kernels import Kernels
-from distgpt.core.ops.low_precision import from_bfloat16, to_bfloat16
+from distgpt.core.ops.low_precision import to_bfloat16
 from distgpt.gpu.attention import Attention, OwnAttention
-from distgpt.gpu.device import BLOCK, LARGEST_BLOCK, STORAGE, WARP, WIDE, CupyDevice, Launcher, address
+from distgpt.gpu.device import (
+    BLOCK,
+    LARGEST_BLOCK,
+    STORAGE,
+    WARP,
+    WIDE,
+    CupyDevice,
+    Launcher,
+    address,
+    floats,
+)
 from distgpt.gpu.linear import Linears, sum_parts
 from distgpt.gpu.matmul import LtMatmul, share_autotuning
 from distgpt.gpu.muon import MuonSteps
@@ -89,11 +99,11 @@ class CudaKernels(Kernels):
         return array
 
     def to_host(self, array: Array) -> Any:
-        return _floats(self._device.download(array))
+        return floats(self._device.download(array))
 
     def later(self, array: Array) -> Callable[[], Any]:
         taken = self._device.later(array)
-        return lambda: _floats(taken())
+        return lambda: floats(taken())
 
     def put(self, array: Array, host: Any) -> None:
         is_bits = array.dtype == STORAGE["bfloat16"]
@@ -486,7 +496,3 @@ def _head_sizes(qkv: Array, rstd: Array, gain: Array) -> tuple[int, ...]:
 def _starts(start: Array | None) -> tuple[Array | None, int]:
     """Return the kernels' arguments: where sequences begin, and how many numbers these are."""
     return start, 1 if start is None else int(start.size)
-
-
-def _floats(host: Any) -> Any:
-    return from_bfloat16(host) if host.dtype == STORAGE["bfloat16"] else host

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import json
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -208,9 +207,8 @@ class LtMatmul:
         out, a, b, onto, alpha, beta = at
         factors = (alpha, b, plan.b, a, plan.a, beta)
         result = (onto, plan.out, out, plan.out)
-        status: int = self._lt.matmul(
-            self._lt.handle, plan.descriptor, *factors, *result, algorithm, *self._resources()
-        )
+        memory = address(self._workspace), self._workspace.nbytes, self._device.stream.ptr
+        status: int = self._lt.matmul(self._lt.handle, plan.descriptor, *factors, *result, algorithm, *memory)
         return status
 
     def _boxed(self, kind: Matmul, factors: tuple[float, float]) -> tuple[int, int]:
@@ -221,10 +219,6 @@ class LtMatmul:
                 self._factors[in_double, value] = (ctypes.c_double if in_double else ctypes.c_float)(value)
         alpha, beta = (ctypes.addressof(self._factors[in_double, value]) for value in factors)
         return alpha, beta
-
-    def _resources(self) -> tuple[int, int, int]:
-        """Return the workspace's address and bytes, and the stream."""
-        return address(self._workspace), self._workspace.nbytes, self._device.stream.ptr
 
     def _point(self, plan: _Plan, kind: Matmul, extras: tuple[int, ...]) -> None:
         if tuple(map(bool, extras)) != plan.wants:
@@ -260,12 +254,14 @@ class LtMatmul:
             return self._start(plan, ctypes.addressof(algorithm), at) == Status.SUCCESS
 
         def timed() -> bytes:
-            seconds = self._tune(plan, at)
-            fastest = plan.candidates[seconds.index(min(seconds))]
-            plan.candidates = [
-                each for each, took in zip(plan.candidates, seconds, strict=True) if took < math.inf
-            ] or [fastest]
-            return bytes(fastest)
+            def starts(each: Algorithm) -> bool:
+                return self._start(plan, ctypes.addressof(each), at) == Status.SUCCESS
+
+            able = list(filter(starts, plan.candidates))
+            plan.candidates = able or plan.candidates[:1]
+            works = [partial(self._repeat, plan, ctypes.addressof(each), at) for each in able]
+            seconds = self._device.times(works) if able else [0.0]
+            return bytes(plan.candidates[seconds.index(min(seconds))])
 
         found = self._kept.choice(f"{plan.name} {self.about}", accepts, timed)
         same = (each for each in plan.candidates if bytes(each) == found)
@@ -273,14 +269,6 @@ class LtMatmul:
             chosen = Algorithm.from_buffer_copy(found)
             plan.candidates.append(chosen)
         plan.algorithm = ctypes.addressof(chosen)
-
-    def _tune(self, plan: _Plan, at: Addresses) -> list[float]:
-        """Seconds per candidate; infinite for one that the library refuses to start."""
-        algorithms = [ctypes.addressof(candidate) for candidate in plan.candidates]
-        able = [each for each in algorithms if self._start(plan, each, at) == Status.SUCCESS]
-        works = [partial(self._repeat, plan, each, at) for each in able]
-        seconds = dict(zip(able, self._device.times(works), strict=True)) if able else {}
-        return [seconds.get(each, math.inf) for each in algorithms]
 
     def _repeat(self, plan: _Plan, algorithm: int, at: Addresses) -> None:
         self._lt.check("cublasLtMatmul", self._start(plan, algorithm, at))

@@ -167,8 +167,44 @@ class LocalState(OptimizerState):
         self.outer.begin()
 
     def restore(self, comm: Comm, checkpoint: Path) -> None:
+        """Once all ranks have the checkpoint's weights, and rank 0's moments. Collective.
+
+        On another number of ranks each takes the moments of one of those before, and within a round their
+        mean weights. A checkpoint of steps that were not local begins a round.
+        """
         super().restore(comm, checkpoint)
-        restore_replicas(comm, self.optimizer, self.outer, checkpoint)
+        outer, optimizer = self.outer, self.optimizer
+        outer.begin()
+        saved = on_root(comm, lambda: sorted(stems(checkpoint)))
+        if OUTER not in saved:
+            return
+        is_common = _file_of(0) not in saved
+        replicas = next(rank for rank in range(1, len(saved) + 1) if _file_of(rank) not in saved)
+        model, k = optimizer.model, optimizer.model.kernels
+
+        def read(stem: str, prefix: str, layout: Layout) -> Array:
+            host = host_buffer(model, layout)
+            named = {prefix + name: array for name, array in host.items()}
+            on_root(comm, partial(load_some, checkpoint, stem, named))
+            return host.flat
+
+        for prefix, buffer in (("velocity/", outer.velocity), ("common/", outer.round_start)):
+            if prefix == "velocity/" or not is_common:
+                flat = read(OUTER, prefix, model.layout)
+                comm.broadcast(flat)
+                k.put(buffer.flat, flat)
+        buffers = _buffers(optimizer)
+        if is_common or replicas != comm.size:
+            del buffers["w/"]
+        for rank in range(comm.size):
+            for prefix, of in buffers.items():
+                if rank % replicas or prefix == "w/":
+                    flat = read(_file_of(rank % replicas), prefix, of.layout)
+                    comm.send(flat, 0, rank)
+                    if comm.rank == rank:
+                        k.put(of.flat, flat)
+        outer.in_sync = is_common
+        model.refresh()
 
     def gathering(self, comm: Comm) -> Gathering:
         return Replicas(comm, self.optimizer, self.outer)
@@ -237,45 +273,6 @@ class Replicas(TensorByTensor):
             array = np.empty_like(array)
         comm.send(array, int(rank), 0)
         return array
-
-
-def restore_replicas(comm: Comm, optimizer: AdamW, outer: Outer, checkpoint: Path) -> None:
-    """Once all ranks have the checkpoint's weights, and rank 0's moments. Collective.
-
-    On another number of ranks each takes the moments of one of those before, and within a round their mean
-    weights. A checkpoint of steps that were not local begins a round.
-    """
-    outer.begin()
-    saved = on_root(comm, lambda: sorted(stems(checkpoint)))
-    if OUTER not in saved:
-        return
-    is_common = _file_of(0) not in saved
-    replicas = next(rank for rank in range(1, len(saved) + 1) if _file_of(rank) not in saved)
-    model, k = optimizer.model, optimizer.model.kernels
-
-    def read(stem: str, prefix: str, layout: Layout) -> Array:
-        host = host_buffer(model, layout)
-        named = {prefix + name: array for name, array in host.items()}
-        on_root(comm, partial(load_some, checkpoint, stem, named))
-        return host.flat
-
-    for prefix, buffer in (("velocity/", outer.velocity), ("common/", outer.round_start)):
-        if prefix == "velocity/" or not is_common:
-            flat = read(OUTER, prefix, model.layout)
-            comm.broadcast(flat)
-            k.put(buffer.flat, flat)
-    buffers = _buffers(optimizer)
-    if is_common or replicas != comm.size:
-        del buffers["w/"]
-    for rank in range(comm.size):
-        for prefix, of in buffers.items():
-            if rank % replicas or prefix == "w/":
-                flat = read(_file_of(rank % replicas), prefix, of.layout)
-                comm.send(flat, 0, rank)
-                if comm.rank == rank:
-                    k.put(of.flat, flat)
-    outer.in_sync = is_common
-    model.refresh()
 
 
 def _buffers(optimizer: AdamW) -> dict[str, FlatBuffer]:
