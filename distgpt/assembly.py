@@ -202,9 +202,11 @@ class AllComponents(Components):
         return super().strategy(t, ranks)
 
     def exchange(self, comm: Comm, state: OptimizerState, t: TrainConfig, say: Say) -> Exchange:
-        from distgpt.parallel.choose import exchange
+        if comm.size > 1:
+            from distgpt.parallel.choose import exchange
 
-        return exchange(comm, state, t, say) if comm.size > 1 else super().exchange(comm, state, t, say)
+            return exchange(comm, state, t, say)
+        return super().exchange(comm, state, t, say)
 
     def metric(self, name: str) -> MetricKind:
         if name == "hellaswag":

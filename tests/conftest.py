@@ -66,7 +66,6 @@ LONG = (
     *("test_kernels", "test_cuda_kernels", "test_attention", "test_cuda_model", "test_cli_on_gpu"),
     *(
         "test_model",
-        "test_delta",
         "test_core",
         "test_sweep",
         "test_serve_limits",

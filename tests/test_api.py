@@ -102,14 +102,14 @@ def test_calls_from_several_threads_do_not_share_buffers(model, batch, name, mon
         )()
 
     expected = [call(ids) for ids in batch] * 3
-    hidden = Pass.forward
+    forward = Pass.forward
 
     def slow(*arguments):
-        found = hidden(*arguments)
+        found = forward(*arguments)
         time.sleep(0.01)  # another thread computes meanwhile
         return found
 
-    monkeypatch.setattr(Pass, "hidden", slow)
+    monkeypatch.setattr(Pass, "forward", slow)
     with ThreadPoolExecutor(2) as threads:
         np.testing.assert_array_equal([*threads.map(call, [*batch] * 3)], expected)
 

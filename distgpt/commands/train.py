@@ -103,6 +103,14 @@ def _replace_components(context: click.Context, param: click.Parameter, name: st
     " in a batch job 30s]",
 )
 @watch_options
+@option(
+    "--components",
+    metavar="MODULE:CLASS",
+    is_eager=True,
+    expose_value=False,
+    callback=_replace_components,
+    help="Extend distgpt with your own class (distgpt help seams). Other commands read DISTGPT_COMPONENTS.",
+)
 def train(
     stage: str,
     threads: int | None,

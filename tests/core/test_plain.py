@@ -39,8 +39,8 @@ LATER = {  # who loads it
     "callbacks.reports": "ranks that have others",
     "callbacks.retention": "--keep-every",
     "cluster.launch.leaving": "what ends by an error",
-    "cluster.affinity.placing": "several ranks, or cores that are not alike",
-    "cluster.affinity.plan": "the same",
+    "cluster.affinity.plan": "several ranks, or cores that are not alike",
+    "parallel.choose": "several ranks",
 }
 UNUSED = {  # who calls what is in there
     "core/saved/checkpoint.py": "a directory that was there, and what is saved",

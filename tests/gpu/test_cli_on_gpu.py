@@ -231,7 +231,9 @@ def test_an_exchange_that_nobody_has_is_refused(gpu):
 
 
 @pytest.mark.skipif(ON_GPU, reason="the weights are ruined from within this process")
-@pytest.mark.parametrize("how", ["", "--spike-zscore 9", pytest.param("--save sync", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "how", ["", "--set spike_zscore=9", pytest.param("--save sync", marks=pytest.mark.slow)]
+)
 def test_a_bad_step_is_undone(how, gpu, tmp_path, monkeypatch):
     """Found when its result is read, with the next step under way; with outliers looked for, before."""
     launch, ruined = Step.launch, []

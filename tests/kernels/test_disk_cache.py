@@ -168,7 +168,7 @@ def test_whatever_a_loop_uses_lies_in_what_is_hashed_for_it():
                 if module := from_where.get(name):  # a module, or a name in one
                     file = module if module.exists() else module.parent.with_suffix(".py")
                     assert file in sources, f"{path}: {loop.name} uses {name}, which no digest has"
-    assert seen >= {"compiling", "matmul", "fused", "decoding", "rounded", "tokenizers"}
+    assert seen >= {"compiling", "matmul", "fused", "decoding", "quantized", "tokenizers"}
 
 
 def test_loops_of_the_last_versions_stay_and_folders_of_others(tmp_path, monkeypatch):

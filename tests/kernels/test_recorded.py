@@ -5,7 +5,6 @@ import signal
 import threading
 import time
 from functools import partial
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -353,7 +352,6 @@ def test_one_operation_alone_is_not_recorded():
     kernels = CpuKernels("float32", 2)
     work = partial(kernels.zero, np.ones(3, "float32"))
     assert record(kernels, work) is work
-    assert record(SimpleNamespace(threads=1), work) is work
 
 
 def test_a_thread_that_is_interrupted_lets_the_others_go(monkeypatch):

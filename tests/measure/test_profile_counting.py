@@ -12,7 +12,7 @@ from threadranks import on_all_ranks
 
 from distgpt.core.cpu.kernels import CpuKernels
 from distgpt.core.model.counts import BACKWARD, operations
-from distgpt.core.ops.api import AdamState, Affine, Angles, Head, SortedTokens, Stats
+from distgpt.core.ops.api import AdamState, Affine, Angles, AttentionMask, Head, SortedTokens, Stats
 from distgpt.core.ops.kernels import Kernels
 from distgpt.measure.profile import operations as ops
 from distgpt.measure.profile.recorder import Clock, Recorder, Taken, account
@@ -92,8 +92,8 @@ def test_bytes_are_those_of_the_arrays():
         ("add_norm", (0, 4 * (24 + 24 + 6)), x, x, stats, x, None, none, 1e-5),
         ("embed", (0, 96 + 24 + 2 * 96), x, ids, w, w, 3, None),
         ("embed_backward", (0, 96 + 24 + 2 * 96 + 2 * 48), w, w, x, SortedTokens(ids, None), 3),
-        ("attention", (2 * 24 * 4, 4 * (24 + 12 + 72)), x, k.zeros(6, 2), k.zeros(6, 12), 3, None, 0),
-        ("attention", (160, 4 * (24 + 12 + 72)), x, k.zeros(6, 2), k.zeros(6, 12), 3, None, 2),
+        ("attention", (2 * 24 * 4, 4 * (24 + 12 + 72)), x, k.zeros(6, 2), k.zeros(6, 12), AttentionMask(3)),
+        ("attention", (160, 4 * (24 + 12 + 72)), x, k.zeros(6, 2), k.zeros(6, 12), AttentionMask(3, None, 2)),
         ("linear_cross_entropy", (384, 48 + 4 * 48 + 416), ids, None, None, x, head, ids, 1.0, False),
         ("rope", (0, 2 * 4 * 48), k.zeros(6, 12), Angles(k.zeros(3, 1), None), 4, 3, None, False),
         ("adamw", (0, 4 * 700 + 200), AdamState(p, low, p, p, p, None), None, None, None),

@@ -148,8 +148,8 @@ _FAULTS = {
     ("core/saved/checkpoint.py", "saved/test_checkpoint.py"): [
         (
             "a manifest's hash is not looked at",
-            "destination, listed.header_sha256",
-            "destination",
+            "destination, _listed(path, name, read_manifest(path)).header_sha256)",
+            "destination)",
         ),
         ("a checkpoint too many is kept", "saved[keep:]", "saved[keep + 1 :]"),
     ],
@@ -259,8 +259,8 @@ _FAULTS = {
     ("core/cpu/matmul/blocked.py", "kernels/test_matmul.py -k odd_shapes"): [
         (
             "a later stretch of k forgets the earlier ones",
-            "(ACCUMULATE if begin else",
-            "(0 if begin else",
+            "ACCUMULATE if begin else",
+            "0 if begin else",
         ),
     ],
     ("core/cpu/matmul/layers.py", "kernels/test_matmul.py -k cells_cover"): [

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from conftest import distgpt as command
 from conftest import losses
-from distgpt.corpora.tokenizers.parts import encode_parts
 
 import distgpt
 from distgpt.assembly import AllComponents
@@ -24,6 +23,7 @@ from distgpt.core.model.model import Architecture, Model
 from distgpt.core.model.passes import Pass
 from distgpt.core.saved.modelfile import Base, Description, read_description
 from distgpt.core.train.seams import ModelKind, Votes
+from distgpt.corpora.chats.format import encode_parts
 from distgpt.models.adapters.adapter import merge
 from distgpt.show.weightspage import inspect
 
@@ -144,7 +144,7 @@ def test_vectors_are_trained_beside_matrices_that_are_not(norm):
     for name, array in part.params.items():
         array[...] = whole.params[name]
     for model in (whole, part):
-        model.train()
+        model.allocate_master_weights()
         model.make_gradients()
         model.grads.flat[...] = np.nan
         for accumulate in (False, True):

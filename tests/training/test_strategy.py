@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from distgpt.core.components import components
 from distgpt.core.config import ModelConfig, TrainConfig
 from distgpt.core.config.settings import GRAD_SYNCS
 from distgpt.core.cpu.kernels import CpuKernels
 from distgpt.core.model.model import Architecture, Model
-from distgpt.core.train.sharing import MicroBatches, Placement, Strategy, strategy_for
+from distgpt.core.train.sharing import MicroBatches, Placement, Strategy
 from distgpt.parallel import choose
 from distgpt.parallel.choose import Chosen
 from distgpt.parallel.local_steps import LocalPlacement
@@ -25,7 +26,7 @@ SMALL = ModelConfig(vocab_size=64, seq_len=8, n_layer=1, n_head=2, n_embd=32)
 
 def test_placement_micro_batches_and_exchange_are_chosen_apart():
     model = Model(Architecture(SMALL), CpuKernels("float32"))
-    model.train()
+    model.allocate_master_weights()
     model.make_gradients()
     for sync, outer, parts in product(GRAD_SYNCS, (0, 4), (0, 8)):
         t = replace(PLAIN, grad_sync=sync, outer_every=outer, reproducible_parts=parts)
@@ -33,7 +34,9 @@ def test_placement_micro_batches_and_exchange_are_chosen_apart():
         assert type(Chosen(t, 2).placement) is placement and type(Chosen(t, 1).placement) is Placement
         micro_batches = ReproducibleParts if parts else MicroBatches
         assert type(Chosen(t, 2).micro_batches(t, 0, model)) is micro_batches
-    assert type(strategy_for(PLAIN, 1)) is Strategy and type(strategy_for(PLAIN, 2)) is Chosen
+    assert (
+        type(components().strategy(PLAIN, 1)) is Strategy and type(components().strategy(PLAIN, 2)) is Chosen
+    )
 
 
 def test_only_what_was_chosen_is_compiled_before_the_first_step():

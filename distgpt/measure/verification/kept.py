@@ -33,8 +33,8 @@ PACKAGE = Path(__file__).parents[2]
 ELSEWHERE = {
     PACKAGE / name
     for name in (
-        *("callbacks/monitoring", "cluster", "commands", "inference", "measure", "models/formats", "show"),
-        "core/cpu/compile_workers",
+        *("callbacks/monitoring", "cluster", "commands", "inference"),
+        *("measure", "models/formats", "show"),
     )
 }
 MUON_RULE = 1  # each attention head is orthogonal by itself, no longer all of q, of k and of v

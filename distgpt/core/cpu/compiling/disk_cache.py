@@ -52,7 +52,7 @@ PACKAGE = Path(__file__).parents[3]
 # compile` writes it (measure/site_cache.py), users only read it.
 SITE = PACKAGE / "compiled"
 # Files of loops, and of the constants in them: Numba freezes what it finds under a global name.
-LOOPS = "core/cpu/*/*.py", "core/cpu/pool.py", "core/ops/*.py", "**/loops/*.py"
+LOOPS = "core/cpu/*/*.py", "core/cpu/pool.py", "core/ops/*.py", "**/loops/*.py", "inference/quantized/*.py"
 MADE_BY = (numba.__version__, llvmlite.__version__, np.__version__, sys.implementation.cache_tag)
 VERSIONS = 3  # of the sources whose compiled loops stay
 
