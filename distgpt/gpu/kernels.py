@@ -390,7 +390,7 @@ class CudaKernels(Kernels):
                 "loss", kernel, len(chunk), block, losses[rows], chunk, targets[rows], *sizes
             )
             if dx is not None:
-                self.linears.product(dx[rows], chunk, w)
+                self.linears.matmul(dx[rows], chunk, w)
             if dw is not None:
                 self.linears.weights(Affine(dw, None), chunk, x[rows], accumulate or start > 0)
 

@@ -152,12 +152,6 @@ class Linears:
                 "elementwise", "add_bias", out.shape[1], out.size, out, bias, out.size, out.shape[1]
             )
 
-    def product(
-        self, out: Array, a: Array, b: Array, transpose_a: bool = False, transpose_b: bool = False
-    ) -> None:
-        """out ← a b, either transposed first"""
-        self.matmuls.run(self._kind(out, a, b, transpose_a, transpose_b), out, a, b)
-
     def _fastest(
         self,
         apart: Work,

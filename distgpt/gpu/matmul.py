@@ -358,7 +358,10 @@ def share_autotuning(gather: Gather, device: CupyDevice, matmuls: LtMatmul) -> N
     Adopts those of the first rank with an equal GPU, as far as both timed the same, since ranks may have
     another number of rows. Work that was recorded with another choice is recorded again. Collective.
     """
-    own = {"gpu": _kind(device, matmuls), "algorithms": matmuls.chosen(), "ways": _choices(device)}
+    # Results are valid for GPUs that are this in JSON.
+    kind = [device.name, *device.capability, device.multiprocessors, device.memory()[1], *matmuls.about]
+    ways = {str(key): chosen for key, chosen in device.choices.items()}
+    own = {"gpu": kind, "algorithms": matmuls.chosen(), "ways": ways}
     first = next(
         each for each in map(json.loads, gather(json.dumps(own).encode())) if each["gpu"] == own["gpu"]
     )
@@ -367,12 +370,3 @@ def share_autotuning(gather: Gather, device: CupyDevice, matmuls: LtMatmul) -> N
     device.choices.update(choices)
     if matmuls.adopt(first["algorithms"]) or others:
         device.record_anew()
-
-
-def _kind(device: CupyDevice, matmuls: LtMatmul) -> list[Any]:
-    """Describe a GPU whose tuning results are valid here, as JSON gives it back."""
-    return [device.name, *device.capability, device.multiprocessors, device.memory()[1], *matmuls.about]
-
-
-def _choices(device: CupyDevice) -> dict[str, int]:
-    return {str(key): chosen for key, chosen in device.choices.items()}

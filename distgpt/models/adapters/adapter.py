@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from distgpt.core.comm.agree import on_root
 from distgpt.core.comm.api import Comm
 from distgpt.core.config import RunConfig, TrainConfig, differences
 from distgpt.core.data.tokenizers import Tokenizer
-from distgpt.core.model.memory import FlatBuffer, Layout
+from distgpt.core.model.memory import Layout
 from distgpt.core.model.model import Architecture, Model
 from distgpt.core.ops.api import Array
 from distgpt.core.ops.kernels import Kernels
@@ -123,25 +123,6 @@ class Folding:
             array[adapter.rows] += change
 
 
-class ReadsFrozen(Protocol):
-    """A model with weights that it reads and does not train."""
-
-    frozen: FlatBuffer
-    kernels: Kernels
-
-
-def load_frozen(comm: Comm, model: ReadsFrozen, path: Path) -> None:
-    """Fill what an adapter stands beside, tensor by tensor, so that nothing is there twice. Collective."""
-    headers: list[Header] = []
-    on_root(comm, lambda: headers.append(verified(path)))
-    for spec in model.frozen.layout.specs:
-        host = np.empty(spec.shape, np.promote_types(model.kernels.wide, np.float32))
-        on_root(comm, lambda: read_float(path, headers[0], spec, host))  # noqa: B023
-        if comm.rank == 0:
-            model.kernels.put(model.frozen[spec.name], host)
-    comm.broadcast(model.frozen.flat)
-
-
 def merge(weights: Path | None, adapter: Path, out: Path, comm: Comm) -> str:
     """Write a weights file with the adapter added to the model's matrices. Return what was done."""
     whole, folding = with_adapter(weights or adapter, adapter if weights else None, comm)
@@ -215,8 +196,16 @@ class AdapterKind(ModelKind):
         return ""
 
     def load_frozen(self, comm: Comm, model: Model, t: TrainConfig) -> None:
+        """Fill what the adapters stand beside, tensor by tensor, so that nothing is there twice."""
         assert isinstance(model, AdaptedModel)
-        load_frozen(comm, model, Path(t.init))
+        path, headers = Path(t.init), list[Header]()
+        on_root(comm, lambda: headers.append(verified(path)))
+        for spec in model.frozen.layout.specs:
+            host = np.empty(spec.shape, np.promote_types(model.kernels.wide, np.float32))
+            on_root(comm, lambda: read_float(path, headers[0], spec, host))  # noqa: B023
+            if comm.rank == 0:
+                model.kernels.put(model.frozen[spec.name], host)
+        comm.broadcast(model.frozen.flat)
 
     def use_of_init(self, t: TrainConfig) -> str:
         return f"gets adapters of rank {t.lora_rank}"
