@@ -19,8 +19,8 @@ from typing import NamedTuple
 from distgpt.core.base.errors import DistgptError
 from distgpt.core.config.presets import PRESETS, preset
 from distgpt.gpu import compiling
-from distgpt.gpu.api import STORAGE, WIDE
 from distgpt.gpu.attention import LARGEST_HEAD, SIDE, attention_shape, delta_defines, mma_defines
+from distgpt.gpu.device import STORAGE, WIDE
 from distgpt.gpu.kernels import norm_shape
 from distgpt.recipes.scaling import HEAD, width
 

@@ -80,9 +80,21 @@ class AllComponents(Components):
         return super().kernels(dtype)
 
     def slots(self, model: Model) -> SlotKind:
-        from distgpt.inference.decoding.choose import fastest
+        from distgpt.core.cpu.kernels import CpuKernels
 
-        return fastest(model)
+        kernels = model.kernels
+        if kernels.capabilities.is_async:
+            from distgpt.inference.decoding.batched import BATCHED
+
+            return BATCHED
+        # A token takes one compiled call, but in float64, which no tile computes, and while a model is
+        # trained, as packing its weights anew takes longer than a few tokens.
+        is_fast = isinstance(kernels, CpuKernels) and kernels.dtype.name != "float64"
+        if is_fast and not model.is_trained:
+            from distgpt.inference.decoding.compiled import COMPILED
+
+            return COMPILED
+        return super().slots(model)
 
     # Text and files.
 
@@ -160,7 +172,7 @@ class AllComponents(Components):
 
             check_chats(t, ranks, on_gpu)
         if t.lora_rank:
-            from distgpt.models.adapters.adapter_kind import check as check_lora
+            from distgpt.models.adapters.adapter import check as check_lora
 
             check_lora(t, ranks, on_gpu)
         if ranks > 1 or t.reproducible_parts:
@@ -170,7 +182,7 @@ class AllComponents(Components):
 
     def model(self, t: TrainConfig) -> ModelKind:
         if t.lora_rank:
-            from distgpt.models.adapters.adapter_kind import ADAPTERS
+            from distgpt.models.adapters.adapter import ADAPTERS
 
             return ADAPTERS
         return super().model(t)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 
-from distgpt.core.ops.api import Array, AttentionMask
-from distgpt.gpu.api import TYPE_OF, WIDE
-from distgpt.gpu.device import WARP
-from distgpt.gpu.launcher import Launcher
+from distgpt.core.ops.api import Array, AttentionMask, Floats2d, Wide2d
+from distgpt.gpu.device import TYPE_OF, WARP, WIDE, Launcher
 
 # What attention_mma.cu needs: this compute capability, heads of a multiple of SIDE elements.
 TENSOR_CORES = (8, 0)
@@ -22,6 +21,28 @@ CACHED_BLOCK = 256
 DELTA_BLOCK, DELTA_LANES = 256, 8  # threads of a block, and those that share a head of a row
 MOST_PARTS = 4  # of the sums for a bias, for each multiprocessor: of more a pass over the rows is made
 KEYS_PER_PART = 256  # of the cache, at the least: fewer are not worth a block
+
+
+class Attention(Protocol):
+    """A library's causal attention on packed qkv, as `Kernels.attention` has it.
+
+    lse has a column for each head. Libraries only get masks without positions and window.
+    """
+
+    def forward(self, y: Floats2d, lse: Wide2d, qkv: Floats2d, mask: AttentionMask) -> None:
+        """Compute y, and lse: B·H·T elements of float32, (B, H, T)."""
+
+    def backward(
+        self,
+        dqkv: Floats2d,
+        dy: Floats2d,
+        y: Floats2d,
+        lse: Wide2d,
+        qkv: Floats2d,
+        mask: AttentionMask,
+        sums: bool = False,
+    ) -> Wide2d | None:
+        """Compute dqkv. With `sums`, return its sums over parts of the rows, if cheap."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +67,7 @@ def delta_defines(head: int) -> tuple[str, ...]:
 
 
 class OwnAttention:
-    """Implements `distgpt.gpu.api.Attention`, and attention to a cache beside it."""
+    """Implements `Attention`, and attention to a cache beside it."""
 
     def __init__(self, launcher: Launcher) -> None:
         self._launcher = launcher
@@ -99,7 +120,8 @@ class OwnAttention:
             blocks = heads * -(-seq_len // ROWS)
             defines = mma_defines(head, _group(y, qkv)) + seen
             return Plan("attention_mma", defines, (blocks,), ROWS // SIDE * WARP, 0)
-        shape = _shape(y, qkv, n_head)
+        wide = WIDE[TYPE_OF[np.dtype(y.dtype)]]
+        shape = attention_shape(head, wide.itemsize, _group(y, qkv))
         tile, shared = shape.backward if backward else shape.forward
         grid = heads, -(-seq_len // tile.rows)
         return Plan("attention", shape.defines + seen, grid, max(WARP, tile.height * tile.lanes), shared)
@@ -141,11 +163,6 @@ def _seen(positions: Array | None, window: int) -> tuple[str, ...]:
     """Return the macros of seen.cuh."""
     packed = () if positions is None else ("PACKED=1",)
     return (*packed, f"WINDOW={window}") if window else packed
-
-
-def _shape(y: Array, qkv: Array, n_head: int) -> AttentionShape:
-    wide = WIDE[TYPE_OF[np.dtype(y.dtype)]]
-    return attention_shape(y.shape[1] // n_head, wide.itemsize, _group(y, qkv))
 
 
 def _group(y: Array, qkv: Array) -> int:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,13 +19,13 @@ from distgpt.core.base.errors import UsageError
 from distgpt.gpu import probe
 from distgpt.gpu.probe import library_path
 
-PACKAGE = Path(__file__).resolve().parents[1]
-FOLDER = PACKAGE / "gpu" / "cu"
+FOLDER = Path(__file__).resolve().parent / "cu"
 
 _INCLUDE = re.compile(r'\s*#\s*include\s+"([^"]+)"\s*')
 _LIBRARIES = ("libnvrtc.so.13", "libnvrtc.so.12")
 Kind = tuple[str, tuple[str, ...]]  # a source, and the macros it is compiled with
 MOST_THREADS = 8
+TUNE_ANEW = "DISTGPT_TUNE_ANEW"  # 1: time everything again, and keep that
 LONGEST = ("norm", "attention", "elementwise", "attention_mma")  # to compile: they are begun first
 
 
@@ -166,7 +167,8 @@ class Ahead:
         self._made: dict[Kind, Future[bytes]] = {}
 
     def start(self, kinds: Iterable[Kind], threads: int, first: int = 0) -> None:
-        new = sorted(set(kinds) - self._made.keys(), key=_longest_first)
+        order = {source: place for place, source in enumerate(LONGEST)}
+        new = sorted(set(kinds) - self._made.keys(), key=lambda kind: (order.get(kind[0], len(order)), kind))
         turned = [*new[first % len(new) :], *new[: first % len(new)]] if new else []
         queue = [(kind, Future[bytes]()) for kind in turned]
         self._made.update(queue)
@@ -191,5 +193,28 @@ class Ahead:
                     future.set_exception(error)
 
 
-def _longest_first(kind: Kind) -> tuple[int, Kind]:
-    return (LONGEST.index(kind[0]) if kind[0] in LONGEST else len(LONGEST)), kind
+class Kept:
+    """Choices, each in a file, that hold for equal GPUs with equal libraries and this code.
+
+    Of the ranks of a node one makes a choice, and the others take it. `facts`: what a choice depends on;
+    None: nothing is kept.
+    """
+
+    def __init__(self, facts: Sequence[object] | None) -> None:
+        self._folder = None if facts is None else cache_folder("kernels")
+        self._facts = [*(facts or ()), _code()]
+
+    def choice(self, what: str, accepts: Callable[[bytes], bool], make: Callable[[], bytes]) -> bytes:
+        """Return the choice for `what`: a kept one that `accepts` takes, else a new one."""
+        if self._folder is None:
+            return make()
+        key = sha256(repr([what, *self._facts]).encode()).hexdigest()[:24]
+        anew = os.environ.get(TUNE_ANEW) == "1"
+        return made_by_one(self._folder / f"{key}.choice", make, (lambda kept: False) if anew else accepts)
+
+
+@cache
+def _code() -> str:
+    """Return a checksum of the code that choices are between."""
+    content = (file.read_bytes() for file in sorted((*FOLDER.parent.glob("*.py"), *FOLDER.glob("*"))))
+    return sha256(b"\0".join(content)).hexdigest()

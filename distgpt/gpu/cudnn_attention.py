@@ -15,10 +15,9 @@ import numpy as np
 
 from distgpt.core.base.errors import DistgptError, first_line
 from distgpt.core.ops.api import Array, AttentionMask
-from distgpt.core.ops.low_precision import from_bfloat16
 from distgpt.gpu import probe
-from distgpt.gpu.api import TYPE_OF, Attention, address
-from distgpt.gpu.device import CupyDevice
+from distgpt.gpu.attention import Attention
+from distgpt.gpu.device import CupyDevice, address, floats
 from distgpt.gpu.probe import (
     FRONTEND,
     FRONTEND_OLDEST,
@@ -167,7 +166,7 @@ def backward_graph(shape: Shape, handle: Any, deterministic: bool) -> Any:
 
 
 class CudnnAttention:
-    """Implements `distgpt.gpu.api.Attention`, on one device.
+    """Implements `Attention`, on one device.
 
     A shape's plans are made when it first comes, and only then memory is allocated: run the work once before
     recording it. Raises CudnnRefusal where cuDNN has no plan, or fails.
@@ -298,7 +297,7 @@ Batch = tuple[int, int]  # rows, tokens of a sequence
 
 
 class CheckedAttention:
-    """Implements `distgpt.gpu.api.Attention`.
+    """Implements `Attention`.
 
     Short sequences use our own kernels. The first sequence of a longer shape runs through both, and the
     results are compared. Where the library refuses, fails or differs, `say` reports it and the shape keeps
@@ -380,11 +379,7 @@ class CheckedAttention:
         return own_y, own_lse
 
     def _distance(self, found: Array, expected: Array) -> float:
-        a, b = (_values(self._device.download(array)) for array in (found, expected))
+        a, b = (floats(self._device.download(array)) for array in (found, expected))
         size = float(np.linalg.norm(b))
         distance = float(np.linalg.norm(a - b))
         return distance / size if size else distance
-
-
-def _values(host: Any) -> Any:
-    return from_bfloat16(host) if TYPE_OF[np.dtype(host.dtype)] == "bfloat16" else host

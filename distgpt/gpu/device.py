@@ -1,7 +1,12 @@
-"""One CUDA device through CuPy: its memory, its streams, our kernels and their launches, graphs, timing."""
+"""One CUDA device through CuPy: its memory, its streams, our kernels and their launches, graphs, timing.
+
+Three storage types exist. Arrays of bfloat16 hold its bits in the dtype uint16: neither NumPy nor CuPy
+needs to know the type, and whoever needs the values converts them.
+"""
 
 from __future__ import annotations
 
+import math
 import platform
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -13,11 +18,10 @@ from typing import Any
 
 import numpy as np
 
+from distgpt.core.base.errors import UsageError
 from distgpt.core.ops.api import Array, Work
-from distgpt.gpu.api import DeviceArray
-from distgpt.gpu.compiling import Ahead, Kind, cubin
-from distgpt.gpu.copies import Mirror, UnderWay
-from distgpt.gpu.kept import Kept
+from distgpt.core.ops.low_precision import from_bfloat16
+from distgpt.gpu.compiling import Ahead, Kept, Kind, cubin, storage_define
 
 WARP, BLOCK, LARGEST_BLOCK = 32, 256, 1024  # threads
 TIMED_CALLS, TURNS = 5, 5
@@ -25,7 +29,19 @@ HOPELESS = 1.3  # times the shortest time
 UPLOADS = 8  # that may be under way
 MOST_BYTES = 8 << 20  # of one upload: CuPy's pool of page-locked memory never gives any back
 MOST_BYTES_DOWN = 32 << 20  # of a piece of a download, two of which are under way
+MOVED = 16  # bytes that a thread moves at once where it can
+LARGEST = 2**31 - 1  # what kernels count to
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
+
+DeviceArray = Any  # CuPy's, of which no types are known
+
+STORAGE: dict[str, np.dtype[Any]] = {
+    "bfloat16": np.dtype(np.uint16),
+    "float32": np.dtype(np.float32),
+    "float64": np.dtype(np.float64),
+}
+WIDE = STORAGE | {"bfloat16": STORAGE["float32"]}
+TYPE_OF = {dtype: name for name, dtype in STORAGE.items()}
 
 
 class CupyDevice:
@@ -333,6 +349,65 @@ class Mark:
         return float(self._cuda.get_elapsed_time(earlier._event, self._event)) / 1000
 
 
+class UnderWay:
+    """Holds page-locked memory until the copies from or to it are done; waits where there are `most`.
+
+    CuPy's pool reuses memory as soon as it is dropped, whether or not a copy is under way.
+    """
+
+    def __init__(self, most: float = math.inf) -> None:
+        self._most = most
+        self._copies: deque[tuple[Any, Any]] = deque()
+
+    def hold(self, done: Any, memory: Any) -> None:
+        """Keep `memory` until the event `done`."""
+        self._copies.append((done, memory))
+        while self._copies:
+            oldest, _ = self._copies[0]
+            if not oldest.done:
+                if len(self._copies) <= self._most:
+                    return
+                oldest.synchronize()
+            self._copies.popleft()
+
+
+class Mirror:
+    """A device array's copy in page-locked memory: `host` is a NumPy array of the same type and shape."""
+
+    def __init__(self, cuda: Any, stream: Any, array: DeviceArray, under_way: UnderWay) -> None:
+        self._stream, self._array, self._under_way = stream, array, under_way
+        self._done = cuda.Event(disable_timing=True)
+        self._memory = cuda.alloc_pinned_memory(max(1, array.nbytes))
+        self.host = np.frombuffer(self._memory, array.dtype, array.size).reshape(array.shape)
+
+    def fetch(self, start: int = 0, stop: int | None = None) -> None:
+        """Start copying to the host, all or some of the elements; `ready` waits for it."""
+        there, here, size = self._stretch(start, stop)
+        there.copy_to_host_async(here, size, self._stream)
+        self._started()
+
+    def ready(self) -> Any:
+        """Wait for the copy; return `host`."""
+        self._done.synchronize()
+        return self.host
+
+    def send(self, start: int = 0, stop: int | None = None) -> None:
+        """Start copying to the device; `ready` waits until `host` may be changed again."""
+        there, here, size = self._stretch(start, stop)
+        there.copy_from_host_async(here, size, self._stream)
+        self._started()
+
+    def _stretch(self, start: int, stop: int | None) -> tuple[Any, int, int]:
+        """Return the addresses of elements on the device and on the host, and their bytes."""
+        first = start * self._array.itemsize
+        size = (self._array.size if stop is None else stop) * self._array.itemsize - first
+        return self._array.data + first, self._memory.ptr + first, size
+
+    def _started(self) -> None:
+        self._done.record(self._stream)
+        self._under_way.hold(self._done, self._memory)
+
+
 def _require_contiguous(array: Array) -> None:
     if not array.flags.c_contiguous:
         raise ValueError(f"{array.dtype}{list(array.shape)} is not contiguous")
@@ -366,3 +441,62 @@ class Graphs:
             graph.launch(stream)
             act()
         self._last.launch(stream)
+
+
+# -- kernels of one storage type
+
+
+def floats(host: Any) -> Any:
+    """Return a host copy as numbers: bfloat16 in float32."""
+    return from_bfloat16(host) if host.dtype == STORAGE["bfloat16"] else host
+
+
+def address(array: Array) -> int:
+    """Return the address of an array of CuPy or NumPy."""
+    data = array.data
+    return int(data.ptr if hasattr(data, "ptr") else array.ctypes.data)
+
+
+class Launcher:
+    """Starts the kernels that are compiled for one storage type."""
+
+    def __init__(self, device: CupyDevice, storage: str, itemsize: int) -> None:
+        self.device = device
+        self._defines = (storage_define(storage),)
+        self._pack = MOVED // itemsize
+        self._scratch: dict[Any, Array] = {}
+
+    def start(
+        self,
+        source: str,
+        kernel: str,
+        grid: int | tuple[int, ...],
+        block: int,
+        *args: Any,
+        shared: int = 0,
+        defines: tuple[str, ...] = (),
+    ) -> None:
+        blocks = (grid,) if isinstance(grid, int) else grid
+        self.device.launch(source, kernel, self._defines + defines, blocks, (block,), args, shared)
+
+    def each(self, source: str, kernel: str, width: int, count: int, *args: Any) -> None:
+        """Start a kernel with a thread for every piece of `count` elements that lie in rows of `width`."""
+        if count > LARGEST:
+            many = f"an activation of {count:,} elements is more than a GPU's kernels count to"
+            raise UsageError(f"{many} ({source}.{kernel}): smaller micro-batches make it fit")
+        variant, w = self.variant(kernel, width, *args)
+        self.start(source, variant, -(-count // (BLOCK * w)), BLOCK, *args)
+
+    def variant(self, kernel: str, width: int, *args: Any) -> tuple[str, int]:
+        """Return the kernel for rows of this width, and its elements at a time: 16 bytes, or one."""
+        arrays = (arg for arg in args if hasattr(arg, "dtype"))
+        if width % self._pack == 0 and all(address(array) % MOVED == 0 for array in arrays):
+            return f"{kernel}_packed", self._pack
+        return f"{kernel}_single", 1
+
+    def scratch(self, name: str, shape: tuple[int, ...], dtype: Any) -> Array:
+        """Return memory for one operation at a time, made when it is first needed: never while recording."""
+        key = (name, shape)
+        if key not in self._scratch:
+            self._scratch[key] = self.device.zeros(shape, dtype)
+        return self._scratch[key]

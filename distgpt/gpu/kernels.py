@@ -31,11 +31,19 @@ from distgpt.core.ops.api import (
     Work,
 )
 from distgpt.core.ops.kernels import Kernels
-from distgpt.core.ops.low_precision import from_bfloat16, to_bfloat16
-from distgpt.gpu.api import STORAGE, WIDE, Attention, address
-from distgpt.gpu.attention import OwnAttention
-from distgpt.gpu.device import BLOCK, LARGEST_BLOCK, WARP, CupyDevice
-from distgpt.gpu.launcher import DeviceWire, Launcher
+from distgpt.core.ops.low_precision import to_bfloat16
+from distgpt.gpu.attention import Attention, OwnAttention
+from distgpt.gpu.device import (
+    BLOCK,
+    LARGEST_BLOCK,
+    STORAGE,
+    WARP,
+    WIDE,
+    CupyDevice,
+    Launcher,
+    address,
+    floats,
+)
 from distgpt.gpu.linear import Linears, sum_parts
 from distgpt.gpu.matmul import LtMatmul, share_autotuning
 from distgpt.gpu.muon import MuonSteps
@@ -47,6 +55,9 @@ COMMON = 7  # values that all threads of adamw read, before two for each group, 
 MOVED = 32  # positions that a thread of move_cached copies from another slot
 ROWS_APART = 64  # the most sums of rows that are added up side by side
 HELD_BYTES = 96  # of a row that a thread of the norms holds at most: with 128 the backward norm spills
+
+WIRE_PIECE = 1 << 24  # elements: what a start costs is little beside them, and so is their memory
+BEYOND = 1 << 31  # from which on a number of 32 bits is a negative C int
 
 
 class CudaKernels(Kernels):
@@ -88,11 +99,11 @@ class CudaKernels(Kernels):
         return array
 
     def to_host(self, array: Array) -> Any:
-        return _floats(self._device.download(array))
+        return floats(self._device.download(array))
 
     def later(self, array: Array) -> Callable[[], Any]:
         taken = self._device.later(array)
-        return lambda: _floats(taken())
+        return lambda: floats(taken())
 
     def put(self, array: Array, host: Any) -> None:
         is_bits = array.dtype == STORAGE["bfloat16"]
@@ -379,7 +390,7 @@ class CudaKernels(Kernels):
                 "loss", kernel, len(chunk), block, losses[rows], chunk, targets[rows], *sizes
             )
             if dx is not None:
-                self.linears.product(dx[rows], chunk, w)
+                self.linears.matmul(dx[rows], chunk, w)
             if dw is not None:
                 self.linears.weights(Affine(dw, None), chunk, x[rows], accumulate or start > 0)
 
@@ -437,6 +448,36 @@ class CudaKernels(Kernels):
         return -(-size // (4 * BLOCK))
 
 
+class DeviceWire:
+    """Implements `kernels.api.Wire`: the same elements as on the host, to the bit."""
+
+    piece = WIRE_PIECE
+
+    def __init__(self, launcher: Launcher) -> None:
+        self._launcher = launcher
+
+    def zeros(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        return self._launcher.device.zeros(shape, dtype)
+
+    def dither(self, out: Array, x: Array, index: int, key: int) -> None:
+        # Of both the lower 32 bits count.
+        lower = ((number + BEYOND) % (2 * BEYOND) - BEYOND for number in (index, key))
+        self._start("dither", out.size, out, x, *lower)
+
+    def add_parts(self, total: Array, parts: Array, by_twos: bool) -> None:
+        if by_twos:
+            raise ValueError("sums by twos are for --reproducible-parts, which are for CPUs")
+        kernel = "add_narrow_parts" if parts.dtype == STORAGE["bfloat16"] else "add_parts"
+        self._start(kernel, total.size, total, parts, *parts.shape)
+
+    def widen(self, out: Array, x: Array) -> None:
+        self._start("widen", out.size, out, x)
+
+    def _start(self, kernel: str, count: int, *args: Any) -> None:
+        if count:
+            self._launcher.start("wire", kernel, -(-count // BLOCK), BLOCK, *args, count)
+
+
 def norm_shape(c: int, real_bytes: int) -> tuple[int, int, tuple[str, ...]]:
     """Return rows and threads of a block of the norms, and the macros of norm.cu."""
     held = WARP * HELD_BYTES // real_bytes
@@ -455,7 +496,3 @@ def _head_sizes(qkv: Array, rstd: Array, gain: Array) -> tuple[int, ...]:
 def _starts(start: Array | None) -> tuple[Array | None, int]:
     """Return the kernels' arguments: where sequences begin, and how many numbers these are."""
     return start, 1 if start is None else int(start.size)
-
-
-def _floats(host: Any) -> Any:
-    return from_bfloat16(host) if host.dtype == STORAGE["bfloat16"] else host

@@ -11,10 +11,8 @@ import numpy as np
 
 from distgpt.core.ops.activations import ACTIVATIONS
 from distgpt.core.ops.api import Affine, Array, Bias, BiasGradient, Work
-from distgpt.gpu.api import TYPE_OF, WIDE, Matmul
-from distgpt.gpu.device import LARGEST_BLOCK, WARP
-from distgpt.gpu.launcher import Launcher
-from distgpt.gpu.matmul import LtMatmul
+from distgpt.gpu.device import LARGEST_BLOCK, TYPE_OF, WARP, WIDE, Launcher
+from distgpt.gpu.matmul import LtMatmul, Matmul
 
 FEW = 4  # rows up to which a linear layer is bound by reading w
 SLICE = 64  # rows, at the least, that a block of a column sum reads
@@ -153,12 +151,6 @@ class Linears:
             self._launcher.each(
                 "elementwise", "add_bias", out.shape[1], out.size, out, bias, out.size, out.shape[1]
             )
-
-    def product(
-        self, out: Array, a: Array, b: Array, transpose_a: bool = False, transpose_b: bool = False
-    ) -> None:
-        """out ← a b, either transposed first"""
-        self.matmuls.run(self._kind(out, a, b, transpose_a, transpose_b), out, a, b)
 
     def _fastest(
         self,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import json
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -13,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from distgpt.core.ops.api import Array
-from distgpt.gpu.api import Matmul, address
+from distgpt.gpu.compiling import Kept
 from distgpt.gpu.cublaslt import (
     Algorithm,
     Compute,
@@ -27,8 +26,7 @@ from distgpt.gpu.cublaslt import (
     Reduction,
     Status,
 )
-from distgpt.gpu.device import CupyDevice
-from distgpt.gpu.kept import Kept
+from distgpt.gpu.device import CupyDevice, address
 
 CANDIDATES = 32
 WIDEST = 256  # bytes of alignment; no algorithm asks for more
@@ -56,6 +54,41 @@ _FACTORS = {  # alpha and beta, which the library reads when a matmul is started
     DataType.R_32F: (ctypes.c_float(0), ctypes.c_float(1)),
     DataType.R_64F: (ctypes.c_double(0), ctypes.c_double(1)),
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Matmul:
+    """A kind of matmul, out (m, n) ← a (m, k) · b (k, n), everything row-major, without gaps but
+    for `stride`.
+
+    With `transpose_a`, a is stored as (k, m); with `transpose_b`, b as (n, k). Types are "bfloat16",
+    "float32" or "float64"; sums are taken in one of the latter. `epilogue`, with `extra` beside the factors:
+
+    | epilogue    | meaning                                                       | extra    |
+    |-------------|---------------------------------------------------------------|----------|
+    | "none"      | out ← a b, or += with `accumulate`                            |          |
+    | "bias"      | out ← a b + bias, bias (n,) of the type of out                | bias     |
+    | the same, `onto` | out ← onto + …, onto (m, n) of the type of out           | onto     |
+    | "gelu"      | aux ← a b (+ bias, if one is given); out ← gelu(aux), tanh    | aux      |
+    | "dgelu"     | out ← (a b) · gelu'(aux)                                      | aux      |
+    | "column_sums" | out ← aᵀ-product as "none", bias ← Σ over k of a (m,), the type of out | bias |
+
+    `batch`: as many matmuls at once; the matrices of each operand follow each other without gaps.
+    """
+
+    m: int
+    n: int
+    k: int
+    transpose_a: bool
+    transpose_b: bool
+    in_type: str
+    out_type: str
+    epilogue: str = "none"
+    accumulate: bool = False
+    has_bias: bool = False  # for "gelu"
+    onto: bool = False
+    stride: int = 0  # elements between rows of a, where it is columns of a wider array
+    batch: int = 1
 
 
 def workspace_for(capability: int) -> int:
@@ -174,9 +207,8 @@ class LtMatmul:
         out, a, b, onto, alpha, beta = at
         factors = (alpha, b, plan.b, a, plan.a, beta)
         result = (onto, plan.out, out, plan.out)
-        status: int = self._lt.matmul(
-            self._lt.handle, plan.descriptor, *factors, *result, algorithm, *self._resources()
-        )
+        memory = address(self._workspace), self._workspace.nbytes, self._device.stream.ptr
+        status: int = self._lt.matmul(self._lt.handle, plan.descriptor, *factors, *result, algorithm, *memory)
         return status
 
     def _boxed(self, kind: Matmul, factors: tuple[float, float]) -> tuple[int, int]:
@@ -187,10 +219,6 @@ class LtMatmul:
                 self._factors[in_double, value] = (ctypes.c_double if in_double else ctypes.c_float)(value)
         alpha, beta = (ctypes.addressof(self._factors[in_double, value]) for value in factors)
         return alpha, beta
-
-    def _resources(self) -> tuple[int, int, int]:
-        """Return the workspace's address and bytes, and the stream."""
-        return address(self._workspace), self._workspace.nbytes, self._device.stream.ptr
 
     def _point(self, plan: _Plan, kind: Matmul, extras: tuple[int, ...]) -> None:
         if tuple(map(bool, extras)) != plan.wants:
@@ -226,12 +254,14 @@ class LtMatmul:
             return self._start(plan, ctypes.addressof(algorithm), at) == Status.SUCCESS
 
         def timed() -> bytes:
-            seconds = self._tune(plan, at)
-            fastest = plan.candidates[seconds.index(min(seconds))]
-            plan.candidates = [
-                each for each, took in zip(plan.candidates, seconds, strict=True) if took < math.inf
-            ] or [fastest]
-            return bytes(fastest)
+            def starts(each: Algorithm) -> bool:
+                return self._start(plan, ctypes.addressof(each), at) == Status.SUCCESS
+
+            able = list(filter(starts, plan.candidates))
+            plan.candidates = able or plan.candidates[:1]
+            works = [partial(self._repeat, plan, ctypes.addressof(each), at) for each in able]
+            seconds = self._device.times(works) if able else [0.0]
+            return bytes(plan.candidates[seconds.index(min(seconds))])
 
         found = self._kept.choice(f"{plan.name} {self.about}", accepts, timed)
         same = (each for each in plan.candidates if bytes(each) == found)
@@ -239,14 +269,6 @@ class LtMatmul:
             chosen = Algorithm.from_buffer_copy(found)
             plan.candidates.append(chosen)
         plan.algorithm = ctypes.addressof(chosen)
-
-    def _tune(self, plan: _Plan, at: Addresses) -> list[float]:
-        """Seconds per candidate; infinite for one that the library refuses to start."""
-        algorithms = [ctypes.addressof(candidate) for candidate in plan.candidates]
-        able = [each for each in algorithms if self._start(plan, each, at) == Status.SUCCESS]
-        works = [partial(self._repeat, plan, each, at) for each in able]
-        seconds = dict(zip(able, self._device.times(works), strict=True)) if able else {}
-        return [seconds.get(each, math.inf) for each in algorithms]
 
     def _repeat(self, plan: _Plan, algorithm: int, at: Addresses) -> None:
         self._lt.check("cublasLtMatmul", self._start(plan, algorithm, at))
@@ -336,7 +358,10 @@ def share_autotuning(gather: Gather, device: CupyDevice, matmuls: LtMatmul) -> N
     Adopts those of the first rank with an equal GPU, as far as both timed the same, since ranks may have
     another number of rows. Work that was recorded with another choice is recorded again. Collective.
     """
-    own = {"gpu": _kind(device, matmuls), "algorithms": matmuls.chosen(), "ways": _choices(device)}
+    # Results are valid for GPUs that are this in JSON.
+    kind = [device.name, *device.capability, device.multiprocessors, device.memory()[1], *matmuls.about]
+    ways = {str(key): chosen for key, chosen in device.choices.items()}
+    own = {"gpu": kind, "algorithms": matmuls.chosen(), "ways": ways}
     first = next(
         each for each in map(json.loads, gather(json.dumps(own).encode())) if each["gpu"] == own["gpu"]
     )
@@ -345,12 +370,3 @@ def share_autotuning(gather: Gather, device: CupyDevice, matmuls: LtMatmul) -> N
     device.choices.update(choices)
     if matmuls.adopt(first["algorithms"]) or others:
         device.record_anew()
-
-
-def _kind(device: CupyDevice, matmuls: LtMatmul) -> list[Any]:
-    """Describe a GPU whose tuning results are valid here, as JSON gives it back."""
-    return [device.name, *device.capability, device.multiprocessors, device.memory()[1], *matmuls.about]
-
-
-def _choices(device: CupyDevice) -> dict[str, int]:
-    return {str(key): chosen for key, chosen in device.choices.items()}

@@ -8,10 +8,8 @@ from itertools import pairwise
 import numpy as np
 
 from distgpt.core.ops.api import POLAR, Array, MuonMatrix
-from distgpt.gpu.api import TYPE_OF, Matmul, address
-from distgpt.gpu.device import BLOCK, LARGEST_BLOCK, WARP
-from distgpt.gpu.launcher import Launcher
-from distgpt.gpu.matmul import LtMatmul
+from distgpt.gpu.device import BLOCK, LARGEST_BLOCK, TYPE_OF, WARP, Launcher, address
+from distgpt.gpu.matmul import LtMatmul, Matmul
 
 STEP = 4  # values of a step that all threads read, as in muon.cu
 PIECE = 4096  # elements that a block has, as there

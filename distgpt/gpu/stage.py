@@ -61,7 +61,7 @@ class GpuStage(Stage):
         return ""
 
     def compile_ahead(self, dtype: str, work: Callable[[Kernels], None]) -> None:
-        from distgpt.gpu.listing import compile_ahead
+        from distgpt.gpu.accelerator import compile_ahead
 
         compile_ahead(self.device, dtype, work, self.comm.local_rank)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
@@ -15,9 +15,7 @@ from distgpt.core.comm.agree import gather_bytes, shared
 from distgpt.core.comm.api import Array, Comm, QueuedComm
 from distgpt.core.ops.api import Work
 from distgpt.gpu import probe
-from distgpt.gpu.api import address
-from distgpt.gpu.copies import Mirror
-from distgpt.gpu.device import CupyDevice
+from distgpt.gpu.device import CupyDevice, Mirror, address
 
 PIECE_BYTES = 32 << 20  # of an array that is broadcast: the host needs no copy of all of it
 
@@ -190,7 +188,9 @@ class Nccl:
         Parts that are not alike are reduced one by one.
         """
         if not _are_alike(bounds):
-            self._one_by_one(array, bounds, self._reduce_to)
+            with self._together():
+                for rank, (at, count, kind) in self._parts(array, bounds):
+                    self._ranks.reduce(at, at, count, kind, self._nccl.NCCL_SUM, rank, self._stream)
             return
         cut, total = self._cut(array, bounds), self._nccl.NCCL_SUM
         with self._together():
@@ -202,7 +202,9 @@ class Nccl:
 
     def all_gather(self, array: Array, bounds: Sequence[int]) -> None:
         if not _are_alike(bounds):
-            self._one_by_one(array, bounds, self._broadcast_from)
+            with self._together():
+                for rank, (at, count, kind) in self._parts(array, bounds):
+                    self._ranks.broadcast(at, at, count, kind, rank, self._stream)
             return
         cut = self._cut(array, bounds)
         with self._together():
@@ -211,21 +213,11 @@ class Nccl:
             if cut.rest:
                 self._ranks.broadcast(cut.end, cut.end, cut.rest, cut.kind, self._size - 1, self._stream)
 
-    def _one_by_one(
-        self, array: Array, bounds: Sequence[int], call: Callable[[int, int, int, int], None]
-    ) -> None:
-        """Call for the part of each rank, all in one group: its address, elements, their type, the rank."""
-        kind = self._types[array.dtype.name]
-        with self._together():
-            for rank, (start, stop) in enumerate(pairwise(bounds)):
-                if start < stop:
-                    call(address(array[start:]), stop - start, kind, rank)
-
-    def _reduce_to(self, at: int, count: int, kind: int, rank: int) -> None:
-        self._ranks.reduce(at, at, count, kind, self._nccl.NCCL_SUM, rank, self._stream)
-
-    def _broadcast_from(self, at: int, count: int, kind: int, rank: int) -> None:
-        self._ranks.broadcast(at, at, count, kind, rank, self._stream)
+    def _parts(self, array: Array, bounds: Sequence[int]) -> Iterator[tuple[int, tuple[int, int, int]]]:
+        """Give each rank that has a part, and the part's address, its elements and their type."""
+        for rank, (start, stop) in enumerate(pairwise(bounds)):
+            if start < stop:
+                yield rank, (address(array[start:]), stop - start, self._types[array.dtype.name])
 
     def all_to_all(self, received: Array, sent: Array, starts: Sequence[int], counts: Sequence[int]) -> None:
         kind, own = self._types[sent.dtype.name], counts[self._rank]

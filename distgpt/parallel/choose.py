@@ -23,7 +23,7 @@ WITHOUT_NCCL = (
 def placement(t: TrainConfig, ranks: int) -> Placement:
     """Return who holds which weights and moments."""
     if ranks > 1 and t.outer_every:
-        from distgpt.parallel.replicas import LocalPlacement
+        from distgpt.parallel.local_steps import LocalPlacement
 
         return LocalPlacement(t, ranks)
     if ranks > 1 and t.grad_sync == "sharded":
@@ -38,9 +38,9 @@ def exchange(comm: Comm, state: OptimizerState, t: TrainConfig, say: Say) -> Exc
     if comm.size == 1:
         return Exchange()
     if t.outer_every:
-        from distgpt.parallel import replicas
+        from distgpt.parallel import local_steps
 
-        return replicas.make(comm, state, t)
+        return local_steps.make(comm, state, t)
     if t.grad_sync == "overlapped":
         from distgpt.parallel import overlapped
 

@@ -35,7 +35,10 @@ class SharedGradients(FlatBuffer):
 
 def gradients_in_node(comm: Comm, kernels: Kernels, say: Say, layout: Layout, flags: int) -> FlatBuffer:
     """Return a rank's gradients, in memory that its node shares if several of its ranks can. Collective."""
-    node = node_of(comm)
+    node: Comm | None = comm
+    if comm.size != comm.local_size:  # None where the ranks of a node do not sum before others
+        levels = comm.split_by_node()
+        node = levels and levels[0]
     lack = ""
     if node is not None:
         try:
@@ -48,14 +51,6 @@ def gradients_in_node(comm: Comm, kernels: Kernels, say: Say, layout: Layout, fl
             say(f"MPI sums gradients within a node: its ranks cannot share memory ({lacks[0]})")
         return FlatBuffer(layout, kernels.wide_zeros, flags)
     return SharedGradients(layout, flags, rows, node.rank)
-
-
-def node_of(comm: Comm) -> Comm | None:
-    """Return the ranks of this node; None where they do not sum before others. Collective."""
-    if comm.size == comm.local_size:
-        return comm
-    levels = comm.split_by_node()
-    return levels and levels[0]
 
 
 class _File(NamedTuple):

@@ -157,7 +157,11 @@ def make(comm: Comm, model: Model, t: TrainConfig) -> Exchange:
         reduction = Allreduce(comm, flat) if wire == "float32" else in_parts(model, t, comm, wire)
         return OverlappedNccl(size, comm.queued, reduction, between, sum_votes, mean)
     own = comm.dup_sleeping()
-    parts = partial(_in_a_thread, model, t)
+
+    def parts(comm: Comm, wire: str) -> ReduceScatterGather:
+        """Return what a thread beside the workers calls, without them."""
+        return ReduceScatterGather(comm, flat, wire, t.seed, HostWire(one_by_one, 1))
+
     if by_node := hierarchical(own, flat, wire, parts):
         reduction = by_node
     elif wire != "float32":
@@ -165,8 +169,3 @@ def make(comm: Comm, model: Model, t: TrainConfig) -> Exchange:
     else:
         reduction = (AllreduceInPieces if own.size == own.local_size else Allreduce)(own, flat)
     return Overlapped(size, reduction, between, sum_votes, mean)
-
-
-def _in_a_thread(model: Model, t: TrainConfig, comm: Comm, wire: str) -> ReduceScatterGather:
-    """Return what a thread beside the workers calls, without them."""
-    return ReduceScatterGather(comm, model.grads.flat, wire, t.seed, HostWire(one_by_one, 1))

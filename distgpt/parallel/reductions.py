@@ -235,26 +235,20 @@ def make(comm: Comm, model: Model, t: TrainConfig) -> Exchange:
 
 def reduction_for(comm: Comm, model: Model, t: TrainConfig) -> Reduction:
     """Return what sums the gradients after the backward pass. Collective."""
-    wire, in_memory = t.gradient_dtype, shared_sum(model, t)
-    if not (model.kernels.capabilities.is_async or t.reproducible_parts):
+    wire, grads, k = t.gradient_dtype, model.grads, model.kernels
+    in_memory = None  # what makes a sum over the ranks of a node
+    if isinstance(grads, SharedGradients):
+        by_twos = bool(t.reproducible_parts)
+        in_memory = partial(SharedSum, rows=grads.rows, each=k.each, workers=k.threads, by_twos=by_twos)
+    if not (k.capabilities.is_async or t.reproducible_parts):
         parts = partial(in_parts, model, t)
-        if by_node := hierarchical(comm, model.grads.flat, wire, parts, in_memory):
+        if by_node := hierarchical(comm, grads.flat, wire, parts, in_memory):
             return by_node
     if in_memory and wire == "float32" and comm.size == comm.local_size:
         return in_memory(comm)
     if wire == "float32" and not t.reproducible_parts:
-        return Allreduce(comm, model.grads.with_flags)
+        return Allreduce(comm, grads.with_flags)
     return in_parts(model, t, comm, wire)
-
-
-def shared_sum(model: Model, t: TrainConfig) -> Callable[[Comm], SharedSum] | None:
-    """Return what makes a sum over the ranks of a node; None where they share no memory."""
-    grads, k = model.grads, model.kernels
-    if not isinstance(grads, SharedGradients):
-        return None
-    return partial(
-        SharedSum, rows=grads.rows, each=k.each, workers=k.threads, by_twos=bool(t.reproducible_parts)
-    )
 
 
 def hierarchical(

@@ -138,7 +138,15 @@ class ShardedState(OptimizerState):
             model.put(name, values)
 
     def restore(self, comm: Comm, checkpoint: Path) -> None:
-        restore_parts(comm, self.optimizer, checkpoint)
+        """Fill each rank's part from a verified checkpoint. Collective."""
+        optimizer, model = self.optimizer, self.optimizer.model
+        parts = (optimizer.m, optimizer.own), (optimizer.v, optimizer.v_own)
+        for prefix, (moment, own) in zip(PREFIXES, parts, strict=True):
+            through = host_buffer(model, moment.layout)
+            named = {prefix + name: array for name, array in through.items()}
+            on_root(comm, partial(load_some, checkpoint, OPTIMIZER, named))
+            comm.broadcast(through.flat)
+            model.kernels.put(moment.flat, through.flat[own])
 
     def gathering(self, comm: Comm) -> Gathering:
         return Shards(comm, self.optimizer)
@@ -193,15 +201,3 @@ class Shards(TensorByTensor):
             whole[a - start : b - start] = self._to_host(flat[a - own.start : b - own.start])
         self._comm.all_gather(whole, [min(max(bound, start), stop) - start for bound in bounds])
         return whole.reshape(spec.shape)
-
-
-def restore_parts(comm: Comm, optimizer: AdamW, checkpoint: Path) -> None:
-    """Fill each rank's part from a verified checkpoint. Collective."""
-    model = optimizer.model
-    parts = (optimizer.m, optimizer.own), (optimizer.v, optimizer.v_own)
-    for prefix, (moment, own) in zip(PREFIXES, parts, strict=True):
-        through = host_buffer(model, moment.layout)
-        named = {prefix + name: array for name, array in through.items()}
-        on_root(comm, partial(load_some, checkpoint, OPTIMIZER, named))
-        comm.broadcast(through.flat)
-        model.kernels.put(moment.flat, through.flat[own])

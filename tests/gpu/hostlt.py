@@ -19,7 +19,7 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
 from distgpt.core.ops.low_precision import from_bfloat16, to_bfloat16
-from distgpt.gpu.api import STORAGE
+from distgpt.gpu.device import STORAGE
 
 SUCCESS, NOT_INITIALIZED, INVALID, EXECUTION_FAILED, INTERNAL, NOT_SUPPORTED = 0, 1, 7, 13, 14, 15
 NAMES = {7: "INVALID_VALUE", 13: "EXECUTION_FAILED", 14: "INTERNAL_ERROR", 15: "NOT_SUPPORTED"}

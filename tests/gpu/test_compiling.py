@@ -25,9 +25,8 @@ from distgpt.core.model.model import Architecture, Model
 from distgpt.core.model.muon import OPTIMIZERS
 from distgpt.core.model.passes import Pass
 from distgpt.gpu import compiling, device, probe
-from distgpt.gpu.api import WIDE
 from distgpt.gpu.attention import LARGEST_HEAD, SIDE, mma_defines
-from distgpt.gpu.device import LARGEST_BLOCK
+from distgpt.gpu.device import LARGEST_BLOCK, WIDE
 from distgpt.gpu.kernels import CudaKernels, norm_shape
 from distgpt.gpu.matmul import LtMatmul
 

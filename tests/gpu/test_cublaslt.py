@@ -12,9 +12,9 @@ from hostlt import ALIGNMENTS, HostLt
 
 from distgpt.core.base.errors import DistgptError
 from distgpt.core.ops.low_precision import from_bfloat16, to_bfloat16
-from distgpt.gpu.api import STORAGE, Matmul
 from distgpt.gpu.cublaslt import CublasLt, Epilogue, LtError
-from distgpt.gpu.matmul import LtMatmul, workspace_for
+from distgpt.gpu.device import STORAGE
+from distgpt.gpu.matmul import LtMatmul, Matmul, workspace_for
 
 TYPES = [("bfloat16", "bfloat16"), ("bfloat16", "float32"), ("float32", "float32"), ("float64", "float64")]
 PLAIN = Matmul(6, 16, 5, False, False, "float32", "float32")

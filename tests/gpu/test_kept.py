@@ -13,9 +13,9 @@ from hostlt import HostLt
 from test_cublaslt import ANY, BREAKING, IN_PARTS, PLAIN, UNFIT, WIDEST, Bench, compute, operands
 
 from distgpt.core.base.caches import read_checked, write_checked
-from distgpt.gpu import cublaslt, kept
+from distgpt.gpu import compiling, cublaslt
+from distgpt.gpu.compiling import Kept
 from distgpt.gpu.device import CupyDevice
-from distgpt.gpu.kept import Kept
 from distgpt.gpu.matmul import LtMatmul
 
 KIND = replace(PLAIN, m=64, n=64, k=64)
@@ -60,7 +60,7 @@ def test_other_gpus_libraries_arithmetic_kinds_and_code_time_for_themselves(fold
     smaller = start()
     compute(smaller.matmuls, replace(KIND, m=32))
     assert smaller.timed
-    monkeypatch.setattr(kept, "_code", lambda: "another")
+    monkeypatch.setattr(compiling, "_code", lambda: "another")
     changed = start()
     compute(changed.matmuls, KIND)
     assert changed.timed and len(files(folder)) == 6
@@ -128,9 +128,9 @@ def test_determinism_and_a_cache_that_cannot_be_written_keep_nothing(folder, mon
 
 def test_everything_can_be_timed_anew(folder, monkeypatch):
     compute(start(takes={ANY: 0.5}).matmuls, KIND)
-    monkeypatch.setenv(kept.TUNE_ANEW, "1")
+    monkeypatch.setenv(compiling.TUNE_ANEW, "1")
     compute(start(takes={IN_PARTS: 0.5}).matmuls, KIND)
-    monkeypatch.delenv(kept.TUNE_ANEW)
+    monkeypatch.delenv(compiling.TUNE_ANEW)
     last = start()
     compute(last.matmuls, KIND)
     assert (last.timed, last.stand_in.algorithm) == ([], IN_PARTS)

@@ -10,8 +10,8 @@ from fakecupy import FakeCupy
 from distgpt.core.config.presets import PRESETS, preset
 from distgpt.core.train.setup import rehearse
 from distgpt.core.train.sharing import Strategy
+from distgpt.gpu.accelerator import kinds_for
 from distgpt.gpu.device import CupyDevice
-from distgpt.gpu.listing import kinds_for
 
 PLAIN = ("--eval-every", "2", "--steps", "4", "--save-every", "2")
 RUNS = {

@@ -22,8 +22,8 @@ from hostlt import PROTOTYPES
 from test_cublaslt import destroy
 
 from distgpt.gpu import cublaslt, probe
-from distgpt.gpu.api import address
 from distgpt.gpu.cublaslt import CublasLt, Desc, LtError, Pref
+from distgpt.gpu.device import address
 
 FLOAT = np.dtype(np.float32)
 

@@ -13,8 +13,7 @@ from distgpt.core.generate.plain_slots import PlainSlots
 from distgpt.core.generate.request import Request, Sampling
 from distgpt.core.generate.slots import Choice, Feed
 from distgpt.core.ops.kernels import Kernels
-from distgpt.inference.decoding.batched import BatchedSlots, _rounded
-from distgpt.inference.decoding.likeliest import Likeliest
+from distgpt.inference.decoding.batched import BatchedSlots, Likeliest, _rounded
 
 KERNELS = [lambda: Kernels(), lambda: CpuKernels("float64", 2)]
 

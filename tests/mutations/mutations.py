@@ -459,6 +459,9 @@ _FAULTS = {
     ],
     ("parallel/local_steps.py", _LOCAL): [
         ("every rank clips by its own norm in local steps", "both[len(extra) :]", "norm[:]"),
+        ("the velocity is lost", "k.put(buffer.flat, flat)", "pass"),
+        ("all ranks get one rank's moments", "if comm.rank == rank:", "if True:"),
+        ("weights within a round are a sum", "total /= comm.size", "pass"),
     ],
     ("parallel/balance.py", _SHARES): [
         ("shares follow seconds, not speed", "(share + 1) * each for", "(share + 1) / each for"),
@@ -466,11 +469,6 @@ _FAULTS = {
     ("core/train/progress.py", _LOCAL): [
         ("a last round has no end", " or done == self.last", ""),
         ("what is due within a round is lost", "step // every > before // every", "not step % every"),
-    ],
-    ("parallel/replicas.py", _LOCAL): [
-        ("the velocity is lost", "k.put(buffer.flat, flat)", "pass"),
-        ("all ranks get one rank's moments", "if comm.rank == rank:", "if True:"),
-        ("weights within a round are a sum", "total /= comm.size", "pass"),
     ],
     ("core/cpu/fused/flat.py", _SUMMED): [
         ("bfloat16 is rounded down", "builder.add(bits, up)", "bits"),

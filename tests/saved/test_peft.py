@@ -15,7 +15,8 @@ from distgpt.core.cpu.kernels import CpuKernels
 from distgpt.core.model.passes import Pass
 from distgpt.core.saved.modelfile import Description, read_description
 from distgpt.core.saved.tensors import read_header, read_into, write_tensors
-from distgpt.models.adapters.adapter import ADAPTER, base_of, load_frozen, read_adapter
+from distgpt.models.adapters.adapter import ADAPTER, base_of, read_adapter
+from distgpt.models.adapters.adapter import ADAPTERS as KIND
 from distgpt.models.adapters.lora import AdaptedModel, adapter_layout, adapters_by_matrix
 from distgpt.models.formats.huggingface import Foreign, export_model, import_model
 from distgpt.models.formats.peft import PREFIX, export_adapter, import_adapter
@@ -105,7 +106,7 @@ def test_distgpt_computes_the_same_with_theirs_and_so_are_the_gradients(tmp_path
 def _check_gradients(weights, adapter, family, tokens, expected):
     about = read_description(adapter)
     model = AdaptedModel(about.run, CpuKernels("float32", 2))
-    load_frozen(SerialComm(), model, weights)
+    KIND.load_frozen(SerialComm(), model, TrainConfig(init=str(weights)))
     for name, values in read_adapter(adapter, about).tensors.items():
         model.params[name][...] = values
     sides = [side.flatten().astype(np.int32) for side in (tokens[:, :-1], tokens[:, 1:])]

@@ -21,7 +21,7 @@ from distgpt.core.ops.api import Array
 from distgpt.core.ops.kernels import Kernels
 from distgpt.core.saved.modelfile import load_model
 from distgpt.inference.quantized.integers import Quantised, quantise, restored
-from distgpt.models.adapters.adapter_kind import AdapterKind
+from distgpt.models.adapters.adapter import AdapterKind
 from distgpt.models.adapters.lora import (
     AdaptedBlock,
     adapted_architecture,

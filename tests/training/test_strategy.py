@@ -16,7 +16,7 @@ from distgpt.core.model.model import Architecture, Model
 from distgpt.core.train.sharing import MicroBatches, Placement, Strategy
 from distgpt.parallel import choose
 from distgpt.parallel.choose import Chosen
-from distgpt.parallel.replicas import LocalPlacement
+from distgpt.parallel.local_steps import LocalPlacement
 from distgpt.parallel.reproducible import ReproducibleParts
 from distgpt.parallel.sharded import ShardedPlacement
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -12,9 +12,10 @@ from distgpt.core.base.errors import DataError, UsageError, command_line
 from distgpt.core.base.formatting import size
 from distgpt.core.comm.agree import on_root
 from distgpt.core.comm.api import Comm
-from distgpt.core.config import RunConfig, differences
-from distgpt.core.model.memory import FlatBuffer, Layout
-from distgpt.core.model.model import Architecture
+from distgpt.core.config import RunConfig, TrainConfig, differences
+from distgpt.core.data.tokenizers import Tokenizer
+from distgpt.core.model.memory import Layout
+from distgpt.core.model.model import Architecture, Model
 from distgpt.core.ops.api import Array
 from distgpt.core.ops.kernels import Kernels
 from distgpt.core.saved.modelfile import Base, Description, load_description, read_description
@@ -27,7 +28,8 @@ from distgpt.core.saved.tensors import (
     write_tensors,
 )
 from distgpt.core.saved.weights import SOURCE_SUM, find_weights, read_float, verified, weights_of
-from distgpt.models.adapters.lora import adapter_layout, adapters_by_matrix
+from distgpt.core.train.seams import ModelKind
+from distgpt.models.adapters.lora import AdaptedModel, adapter_layout, adapters_by_matrix
 
 ADAPTER = "distgpt-adapter"  # the format of a file of adapters alone
 
@@ -121,25 +123,6 @@ class Folding:
             array[adapter.rows] += change
 
 
-class ReadsFrozen(Protocol):
-    """A model with weights that it reads and does not train."""
-
-    frozen: FlatBuffer
-    kernels: Kernels
-
-
-def load_frozen(comm: Comm, model: ReadsFrozen, path: Path) -> None:
-    """Fill what an adapter stands beside, tensor by tensor, so that nothing is there twice. Collective."""
-    headers: list[Header] = []
-    on_root(comm, lambda: headers.append(verified(path)))
-    for spec in model.frozen.layout.specs:
-        host = np.empty(spec.shape, np.promote_types(model.kernels.wide, np.float32))
-        on_root(comm, lambda: read_float(path, headers[0], spec, host))  # noqa: B023
-        if comm.rank == 0:
-            model.kernels.put(model.frozen[spec.name], host)
-    comm.broadcast(model.frozen.flat)
-
-
 def merge(weights: Path | None, adapter: Path, out: Path, comm: Comm) -> str:
     """Write a weights file with the adapter added to the model's matrices. Return what was done."""
     whole, folding = with_adapter(weights or adapter, adapter if weights else None, comm)
@@ -187,3 +170,66 @@ class AdapterFile:
 
 
 FILES = AdapterFile()
+
+
+# -- a run that trains adapters
+
+
+class AdapterKind(ModelKind):
+    """The kind of an `AdaptedModel`."""
+
+    may_move = frozenset({"init"})  # its content is compared: `refuse_origin`
+
+    def build(self, run: RunConfig, kernels: Kernels) -> Model:
+        return AdaptedModel(run, kernels)
+
+    def trained(self, run: RunConfig) -> Layout:
+        return adapter_layout(run)
+
+    def describe(self, comm: Comm, run: RunConfig, tokenizer: Tokenizer) -> Description:
+        """Name the model that the adapters stand beside, too."""
+        found = on_root(comm, lambda: asdict(base_of(Path(run.train.init))))
+        return Description(run, tokenizer, part=ADAPTER, base=Base(**found))
+
+    def begins_with(self, t: TrainConfig) -> str:
+        """Adapters are drawn: --init names the model beside which they stand."""
+        return ""
+
+    def load_frozen(self, comm: Comm, model: Model, t: TrainConfig) -> None:
+        """Fill what the adapters stand beside, tensor by tensor, so that nothing is there twice."""
+        assert isinstance(model, AdaptedModel)
+        path, headers = Path(t.init), list[Header]()
+        on_root(comm, lambda: headers.append(verified(path)))
+        for spec in model.frozen.layout.specs:
+            host = np.empty(spec.shape, np.promote_types(model.kernels.wide, np.float32))
+            on_root(comm, lambda: read_float(path, headers[0], spec, host))  # noqa: B023
+            if comm.rank == 0:
+                model.kernels.put(model.frozen[spec.name], host)
+        comm.broadcast(model.frozen.flat)
+
+    def use_of_init(self, t: TrainConfig) -> str:
+        return f"gets adapters of rank {t.lora_rank}"
+
+    def refuse_origin(self, origin: Description, weights: Path, t: TrainConfig, resumed: bool) -> None:
+        """Accept a model that is rounded: adapters may stand beside it."""
+        if not resumed:
+            origin.refuse_incomplete(weights)
+        elif origin.base:
+            refuse_other_base(weights, origin, Path(t.init))
+
+    def refuse_moved(self, t: TrainConfig) -> None:
+        if not Path(t.init).is_file():
+            raise DataError(
+                f"{t.init} is not there: --init says where the model of this run's adapters is now"
+            )
+
+
+ADAPTERS = AdapterKind()
+
+
+def check(t: TrainConfig, ranks: int, on_gpu: bool) -> None:
+    """Raise a UsageError about what adapters do not go with."""
+    if not t.init:
+        raise UsageError("--lora-rank trains adapters beside a model's weights: name them with --init FILE")
+    if t.optimizer != "adamw":
+        raise UsageError(f"--lora-rank does not go with --optimizer {t.optimizer}: use adamw")

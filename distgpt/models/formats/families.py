@@ -1,15 +1,272 @@
-"""The families of transformers that our models can be: GPT-2, and the list of all."""
+"""The families of transformers that our models can be: GPT-2, Llama and its relatives; the list of all."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from distgpt.core.base.errors import DataError, UsageError
 from distgpt.core.config import ModelConfig
 from distgpt.models.formats.family import Family, Settings, TensorMapping
-from distgpt.models.formats.llama import Llama, Mistral, Qwen2, Qwen3
+
+# Names in transformers of what scales RoPE's angles, and in ours.
+SCALINGS = {"default": "none", "linear": "linear", "llama3": "llama3"}
+FACTORS = {
+    "linear": {"factor": "rope_factor"},
+    "llama3": {"factor": "rope_factor", "low_freq_factor": "rope_slow", "high_freq_factor": "rope_fast"},
+}
+FULL, SLIDING = "full_attention", "sliding_attention"  # of layer_types
+OLD_CONTEXT = "original_max_position_embeddings"
+
+
+class Llama(Family):
+    """Llama. Ours has its q, k and v in one tensor, and its gate and up projections in another.
+
+    Both rotate the first half of a head against the second half, by the same angles.
+    """
+
+    title = "Llama"
+    model_type = "llama"
+    architecture = "LlamaForCausalLM"
+    prefix = "model."
+    shapes_heads = True
+    buffers = re.compile(r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
+    keys: Mapping[str, tuple[str, float]] = {
+        "vocab_size": ("vocab_size", 32000),
+        "seq_len": ("max_position_embeddings", 2048),
+        "n_embd": ("hidden_size", 4096),
+        "mlp_width": ("intermediate_size", 11008),
+        "n_layer": ("num_hidden_layers", 32),
+        "n_head": ("num_attention_heads", 32),
+        "n_kv_head": ("num_key_value_heads", 0),
+        "head_dim": ("head_dim", 0),
+        "rope_base": ("rope_theta", 10_000.0),
+        "norm_eps": ("rms_norm_eps", 1e-6),
+    }
+    parts: Mapping[str, tuple[Any, ...]] = {
+        "norm": ("rmsnorm",),
+        "mlp": ("swiglu",),
+        "positions": ("rope",),
+        **dict.fromkeys(("bias", "qkv_bias", "qk_norm", "qk_norm_gain"), (False,)),
+    }
+    absent: Mapping[str, Any] = {"attention_bias": False, "mlp_bias": False}
+
+    def config_from(self, settings: Settings) -> ModelConfig:
+        values = self.values_from(settings)
+        heads, hidden = values["n_head"], values.pop("mlp_width")
+        if values["n_kv_head"] == heads:
+            values["n_kv_head"] = 0
+        if values["head_dim"] * heads == values["n_embd"]:
+            values["head_dim"] = 0
+        for key, value in self.absent.items():
+            settings.demand(key, value, "distgpt has biases everywhere, of q, k and v alone, or nowhere")
+        settings.choice("hidden_act", "silu", {"silu": "swiglu"}, "distgpt's SwiGLU has silu")
+        values |= _rope(settings, values["rope_base"], values["seq_len"])
+        values |= {setting: known for setting, (known,) in self.parts.items()}
+        config = ModelConfig(**values, tied=settings.get("tie_word_embeddings", False))
+        for key in ("intermediate_size", "num_key_value_heads", "head_dim"):
+            if (count := settings.get(key, 1)) < 1:
+                raise DataError(f"{settings.source}: {key} is {count}: it must be at least 1")
+        config = replace(config, **self._window(settings, config))
+        return config if hidden == config.hidden else replace(config, mlp_width=hidden)
+
+    def _window(self, settings: Settings, config: ModelConfig) -> dict[str, Any]:
+        """Return our settings of attention to the last tokens alone, if the model has it."""
+        return {}
+
+    def config_for(self, config: ModelConfig) -> dict[str, Any]:
+        return {
+            "intermediate_size": config.hidden,
+            "num_key_value_heads": config.kv_heads,
+            "head_dim": config.head_size,
+            "hidden_act": "silu",
+            **self.absent,
+            **_angles_for(config),
+        }
+
+    def mappings(self, config: ModelConfig) -> list[TensorMapping]:
+        mappings = [
+            TensorMapping("embed_tokens.weight", (config.vocab_size, config.n_embd), "wte"),
+            TensorMapping("norm.weight", (config.n_embd,), "final_norm.w"),
+        ]
+        for i in range(config.n_layer):
+            for theirs, shape, ours, first in _layer(config):
+                mappings.append(TensorMapping(f"layers.{i}.{theirs}", shape, f"blocks.{i}.{ours}", first))
+        return mappings
+
+
+class Mistral(Llama):
+    """Mistral: a Llama, which its later versions are to the letter."""
+
+    title = "Mistral"
+    model_type = "mistral"
+    architecture = "MistralForCausalLM"
+    keys: Mapping[str, tuple[str, float]] = {
+        **Llama.keys,
+        "seq_len": ("max_position_embeddings", 131072),
+        "mlp_width": ("intermediate_size", 14336),
+        "n_kv_head": ("num_key_value_heads", 8),
+    }
+    windows = "all"
+
+    def _window(self, settings: Settings, config: ModelConfig) -> dict[str, Any]:
+        return _window(settings, config, [True] * config.n_layer)
+
+    def config_for(self, config: ModelConfig) -> dict[str, Any]:
+        return super().config_for(config) | {
+            "sliding_window": None if config.full_every else config.window or None
+        }
+
+
+class Qwen2(Llama):
+    """Qwen 2 and 2.5: a Llama whose queries, keys and values have biases."""
+
+    title = "Qwen 2"
+    model_type = "qwen2"
+    architecture = "Qwen2ForCausalLM"
+    keys: Mapping[str, tuple[str, float]] = {
+        **Llama.keys,
+        "vocab_size": ("vocab_size", 151936),
+        "seq_len": ("max_position_embeddings", 32768),
+        "mlp_width": ("intermediate_size", 22016),
+    }
+    parts: Mapping[str, tuple[Any, ...]] = {**Llama.parts, "qkv_bias": (True,)}
+    absent: Mapping[str, Any] = {}
+    windows = "some"
+
+    def _window(self, settings: Settings, config: ModelConfig) -> dict[str, Any]:
+        kinds = settings.values.get("layer_types")
+        is_used = settings.get("use_sliding_window", False)
+        is_there = is_used and settings.values.get("sliding_window", 4096) is not None
+        if isinstance(kinds, list) and SLIDING in kinds and not is_there:
+            raise DataError(f"{settings.source}: layer_types has {SLIDING}, but no sliding_window is used")
+        if not is_used:
+            return {}
+        if kinds is None:
+            first = settings.get("max_window_layers", 28)
+            return _window(settings, config, [i >= first for i in range(config.n_layer)])
+        known = isinstance(kinds, list) and all(kind in (FULL, SLIDING) for kind in kinds)
+        if not known or len(kinds) != config.n_layer:
+            raise DataError(
+                f"{settings.source}: layer_types is {kinds!r:.80}: it must be {FULL!r} or {SLIDING!r} of each"
+                " layer"
+            )
+        return _window(settings, config, [kind == SLIDING for kind in kinds])
+
+    def config_for(self, config: ModelConfig) -> dict[str, Any]:
+        if not any(config.windows):
+            return super().config_for(config) | {"use_sliding_window": False}
+        kinds = [SLIDING if window else FULL for window in config.windows]
+        found = {"use_sliding_window": True, "sliding_window": config.window, "layer_types": kinds}
+        if FULL not in kinds:  # versions that know no layer_types can be told of this alone
+            found["max_window_layers"] = 0
+        return super().config_for(config) | found
+
+
+class Qwen3(Qwen2):
+    """Qwen 3: a Llama that normalises queries and keys, head by head, and has no biases."""
+
+    title = "Qwen 3"
+    model_type = "qwen3"
+    architecture = "Qwen3ForCausalLM"
+    keys: Mapping[str, tuple[str, float]] = {**Qwen2.keys, "head_dim": ("head_dim", 128)}
+    parts: Mapping[str, tuple[Any, ...]] = {**Llama.parts, "qk_norm": (True,), "qk_norm_gain": (True,)}
+    absent: Mapping[str, Any] = {"attention_bias": False}
+
+
+def _window(settings: Settings, config: ModelConfig, has_window: list[bool]) -> dict[str, Any]:
+    """Return our settings of their sliding_window, which these layers have."""
+    if not any(has_window) or settings.values.get("sliding_window", 4096) is None:
+        return {}
+    window = settings.get("sliding_window", 4096)
+    if window < 1:
+        raise DataError(f"{settings.source}: sliding_window is {window}: it must be at least 1")
+    full = [i for i, has in enumerate(reversed(has_window)) if not has]  # counted back from the last
+    every = [*full, config.n_layer][1] if full else 0
+    if full == [i for i in range(config.n_layer) if every and i % every == 0]:
+        return {"window": window, "full_every": every}  # also one that a longer --context would need
+    if window >= config.seq_len:
+        return {}
+    raise DataError(
+        f"{settings.source}: the layers with a sliding_window of {window} must be all, or all but every so"
+        " many, counted back from the last"
+    )
+
+
+def _layer(config: ModelConfig) -> list[tuple[str, tuple[int, ...], str, int]]:
+    """Return each tensor of a layer: its name and shape there, ours, and its first row in ours."""
+    C, H, size = config.n_embd, config.hidden, config.head_size
+    Q, KV = config.attention_width, config.kv_heads * size
+    places = (("q", Q, 0), ("k", KV, Q), ("v", KV, Q + KV))
+    tensors = [
+        ("input_layernorm.weight", (C,), "norm1.w", 0),
+        ("post_attention_layernorm.weight", (C,), "norm2.w", 0),
+        *((f"self_attn.{x}_proj.weight", (rows, C), "attn.qkv.w", first) for x, rows, first in places),
+        ("self_attn.o_proj.weight", (C, Q), "attn.proj.w", 0),
+        ("mlp.gate_proj.weight", (H, C), "mlp.fc.w", 0),
+        ("mlp.up_proj.weight", (H, C), "mlp.fc.w", H),
+        ("mlp.down_proj.weight", (C, H), "mlp.proj.w", 0),
+    ]
+    if config.qkv_bias:
+        tensors += [(f"self_attn.{x}_proj.bias", (rows,), "attn.qkv.b", first) for x, rows, first in places]
+    if config.qk_norm_gain:
+        tensors += [
+            (f"self_attn.{x}_norm.weight", (size,), "qk_norm.w", i * size) for i, x in enumerate("qk")
+        ]
+    return tensors
+
+
+def _rope(settings: Settings, older: float, context: int) -> dict[str, Any]:
+    """Return our settings of RoPE. Older versions keep the base beside what scales the angles, in
+    rope_scaling, newer ones both in rope_parameters."""
+    for name in ("rope_scaling", "rope_parameters"):
+        if not isinstance(settings.values.get(name) or {}, dict):
+            raise DataError(f"{settings.source}: {name} is {settings.values[name]!r:.40}, not an object")
+    settings.demand("partial_rotary_factor", 1.0, "distgpt's RoPE rotates whole heads")
+    newer, scaling = (settings.values.get(name) or {} for name in ("rope_parameters", "rope_scaling"))
+    given = _scaling_in(newer), _scaling_in(scaling)
+    if newer and scaling and given[0] != given[1]:
+        raise DataError(f"{settings.source}: rope_scaling and rope_parameters differ")
+    name = "rope_scaling" if scaling else "rope_parameters"
+    within = Settings({**newer, **scaling}, f"{settings.source}: {name}")
+    within.demand("partial_rotary_factor", 1.0, "distgpt's RoPE rotates whole heads")
+    base = within.get("rope_theta", older)
+    if settings.values.get("rope_theta") is not None and base != older:
+        raise DataError(f"{settings.source}: rope_theta is {older:g} and, in {name}, {base:g}")
+    return {"rope_base": base} | _scaling(within, context)
+
+
+def _scaling_in(values: dict[str, Any]) -> dict[str, Any]:
+    kind = values.get("rope_type", values.get("type", "default"))
+    return {key: x for key, x in values.items() if key not in ("rope_theta", "type")} | {"rope_type": kind}
+
+
+def _scaling(within: Settings, context: int) -> dict[str, Any]:
+    within.values.setdefault("rope_type", within.values.get("type", "default"))
+    why_not = f"distgpt's RoPE may be scaled as {' or '.join(list(SCALINGS)[1:])}"
+    kind = within.choice("rope_type", "default", SCALINGS, why_not)
+    if kind == "none":
+        within.demand("factor", 1.0, "a rope_type must say what it scales")
+        return {}
+    factors = FACTORS[kind]
+    if missing := [key for key in factors if within.values.get(key) is None]:
+        raise DataError(f"{within.source} lacks {missing[0]}, which {kind} needs")
+    found: dict[str, Any] = {ours: within.get(key, 1.0) for key, ours in factors.items()}
+    if kind == "llama3":
+        found["rope_context"] = within.get(OLD_CONTEXT, context)
+    return found | {"rope_scaling": kind}
+
+
+def _angles_for(config: ModelConfig) -> dict[str, Any]:
+    if config.rope_scaling == "none":
+        return {"rope_parameters": {"rope_type": "default", "rope_theta": config.rope_base}}
+    factors = {key: getattr(config, ours) for key, ours in FACTORS[config.rope_scaling].items()}
+    if config.rope_scaling == "llama3":
+        factors[OLD_CONTEXT] = config.rope_context
+    scaling = {"rope_type": config.rope_scaling, **factors}
+    return {"rope_scaling": scaling, "rope_parameters": {**scaling, "rope_theta": config.rope_base}}
 
 
 class Gpt2(Family):

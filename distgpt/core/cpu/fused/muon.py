@@ -32,7 +32,7 @@ MOMENTUM, LEARNING_RATE, WEIGHT_DECAY = map(
     MuonScalars._fields.index, ("momentum", "learning_rate", "weight_decay")
 )
 BLOCK = 16  # rows and columns that are transposed at once: a cache line of float32
-Memory: TypeAlias = "tuple[Array | int | Memory, ...]"
+Memory: TypeAlias = "tuple[Array | int | Memory | None, ...]"
 HALF = 192  # rows of a square whose columns behind the diagonal are left out
 
 
@@ -122,21 +122,23 @@ def _arrays(memory: Memory) -> Iterator[Array]:
             yield from _arrays(each)
 
 
-class BlasMemory(NamedTuple):
-    """Memory of one member to orthogonalise a matrix by the BLAS; the team shares all arrays."""
+class PolarMemory(NamedTuple):
+    """Memory of one member to orthogonalise a matrix; the team shares all but what matmuls pack."""
 
     x: Array
     y: Array
     square: Array
-    factor: Array
-    product: Array
+    factor: Array  # in bfloat16 a square, rounded
+    product: Array  # in bfloat16 the square's square
     spare: Array
     sums: Array  # of a matrix's rows
     by_squares: bool
     part: Part
+    long: blocked.Scratch | None = None  # of matmuls in bfloat16 over the longer side
+    short: blocked.Scratch | None = None
 
 
-def scratch(short: int, long: int, dtype: str, members: int, most: int) -> tuple[BlasMemory, ...]:
+def scratch(short: int, long: int, dtype: str, members: int, most: int) -> tuple[PolarMemory, ...]:
     """Make two (short, long) buffers, and (short, short) ones. A matrix taller than wide is transposed."""
     lies = by_squares(short, long)
     x, y = (np.empty((short, long), dtype) for _ in range(2))
@@ -144,7 +146,7 @@ def scratch(short: int, long: int, dtype: str, members: int, most: int) -> tuple
     # Else the product of all steps is this step's factor, and nothing is spared.
     square, factor, product, spare = made if lies else (*made, made[1], made[1])
     shared = x, y, square, factor, product, spare, np.empty(long), lies
-    return tuple(BlasMemory(*shared, part) for part in parts_of(short, long, members, most, BLOCK, BLOCK))
+    return tuple(PolarMemory(*shared, part) for part in parts_of(short, long, members, most, BLOCK, BLOCK))
 
 
 @jit
@@ -199,35 +201,18 @@ def _multiplied(top, bottom, c, a, b, member, arrivals):
     return wait_for_all(member.counter, arrivals, member.members)
 
 
-class Bfloat16Memory(NamedTuple):
-    """Memory of one member to orthogonalise a matrix in bfloat16: sums of matmuls stay float32.
-
-    The team shares all but what matmuls pack.
-    """
-
-    x: Array
-    y: Array
-    square: Array
-    fourth: Array
-    factor: Array  # a square, rounded
-    sums: Array  # of a matrix's rows
-    long: blocked.Scratch  # of matmuls over the longer side
-    short: blocked.Scratch
-    part: Part
-
-
-def bfloat16_scratch(short: int, long: int, sums: str, members: int, most: int) -> tuple[Bfloat16Memory, ...]:
-    """Make the memory for matrices with these shorter and longer sides."""
+def bfloat16_scratch(short: int, long: int, sums: str, members: int, most: int) -> tuple[PolarMemory, ...]:
+    """Make the same in bfloat16, where sums of matmuls stay float32."""
     lying, square = (short, long), (short, short)
     shapes = (lying, BITS.name), (lying, BITS.name), (square, sums), (square, sums), (square, BITS.name)
     x, y, square_sums, fourth, factor = (aligned(*each) for each in shapes)
-    of_rows = np.empty(long)
+    shared = x, y, square_sums, factor, fourth, fourth, np.empty(long), False
     return tuple(
-        Bfloat16Memory(
-            *(x, y, square_sums, fourth, factor, of_rows),
+        PolarMemory(
+            *shared,
+            part,
             long=blocked.scratch(BITS, short, long, rows_conflict(x)),
             short=blocked.scratch(BITS, short, short, rows_conflict(factor)),
-            part=part,
         )
         for part in parts_of(short, long, members, most, ROWS, COLUMNS)
     )
@@ -239,7 +224,7 @@ def orthogonalise_bfloat16(u, memory, coefficients, member):
     x = memory.x
     y = memory.y
     square = memory.square
-    fourth = memory.fourth
+    fourth = memory.product
     factor = memory.factor
     top, bottom, first, last = memory.part
     begin = np.int64(0)  # the number 0 is a type of its own, for which `backward` would be compiled again
