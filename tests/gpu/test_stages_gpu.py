@@ -145,7 +145,8 @@ def on_two_gpus(monkeypatch, open_gpu, make=lambda device, options: None):
     """What each of two ranks gets or raises that opens its GPU, and kernels on it."""
     monkeypatch.setattr(accelerator, "gpu_count", lambda: 2)
     monkeypatch.setattr(accelerator, "CupyDevice", open_gpu)
-    monkeypatch.setattr(accelerator, "_matmuls", make)
+    monkeypatch.setattr(accelerator.cublaslt, "load", object)
+    monkeypatch.setattr(accelerator, "LtMatmul", lambda lt, device, tf32, kept: make(device, tf32))
 
     def act(comm):
         try:

@@ -21,7 +21,7 @@ from distgpt.core.comm.agree import on_root
 from distgpt.core.comm.api import Comm
 from distgpt.core.comm.resources import granted_cores
 from distgpt.core.config import ModelConfig, TrainConfig
-from distgpt.core.model.memory import LEARNED, MATRIX, Spec
+from distgpt.core.model.memory import Spec
 from distgpt.core.model.model import Architecture, Model
 from distgpt.core.ops.api import Array
 from distgpt.core.ops.kernels import Kernels
@@ -44,18 +44,15 @@ from distgpt.core.saved.weights import (
     rounded_dtype,
     verified,
 )
-from distgpt.inference.quantized.integers import BLOCKS, MOST, Quantised, from_nibbles, restored, to_nibbles
-
-
-def bits_of(spec: Spec, dtype: str) -> int:
-    """Return the bits of its integers in a model rounded to int8 or int4; 0: it stays float32.
-
-    Matrices are rounded, but not learned positions; to int4 those of layers.
-    """
-    if not spec.is_matrix or spec.name == LEARNED:
-        return 0
-    return 4 if dtype == "int4" and spec.group == MATRIX else 8
-
+from distgpt.inference.quantized.integers import (
+    BLOCKS,
+    MOST,
+    Quantised,
+    bits_of,
+    from_nibbles,
+    restored,
+    to_nibbles,
+)
 
 if TYPE_CHECKING:  # with compiled loops, which files are read and written without
     from distgpt.inference.quantized.kernels import Int8Kernels
