@@ -72,6 +72,10 @@ def test_an_exchange_sums_as_another_one_does(tmp_path, extensions):
     assert train("doubles", *own) == train("allreduce")
     one, other = ((tmp_path / sync / "weights.safetensors").read_bytes() for sync in ("doubles", "allreduce"))
     assert one[-4096:] == other[-4096:]
+    sharded = [*words, "--stage", "mpi", "--grad-sync", "sharded", "--out", tmp_path / "no"]
+    result = distgpt("train", *sharded, *own, **how)
+    assert result.returncode == 2 and not (tmp_path / "no").exists()
+    assert "MyComponents.exchange does not go with --grad-sync sharded" in result.stderr
     # That it is this file which sums: with half of its mean factor other gradients come out.
     (tmp_path / "doubles.py").write_text(FILES["doubles.py"].replace("mean_factor=1.0", "mean_factor=0.5"))
     assert train("half", *own) != losses(tmp_path / "doubles")

@@ -273,3 +273,9 @@ def test_ids_that_are_no_slices_of_a_text_have_no_ends_in_it():
     assert encode_parts(Pieces([b"word"]), ["word"])[1].tolist() == [4]
     with pytest.raises(DataError, match="'pieces' does not cut a text into its ids"):
         encode_parts(Pieces([b"word"]), ["two words"])
+
+
+def test_a_learning_rate_that_is_no_number_names_its_class(extended, tmp_path):
+    extended(learning_rate=lambda self, t, step, elapsed=None: math.nan if step else t.lr)
+    with pytest.raises(UsageError, match=r"Extended\.learning_rate returned nan for step 2"):
+        distgpt.train(**SIZE, out=tmp_path / "run")

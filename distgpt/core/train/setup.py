@@ -113,6 +113,9 @@ def open_run(
     settings = setup.settings
     strategy = setup.strategy
     placement = setup.strategy.placement
+    made_by = type(components())
+    if placement.option and not made_by.exchange.__module__.startswith("distgpt."):
+        raise shared(UsageError(f"{made_by.__qualname__}.exchange does not go with {placement.option}"))
 
     # Weights come before the run's directory: of a run that cannot begin nothing is left on the disk.
     described = setup.kind.describe(comm, config, corpus.tokenizer)

@@ -17,7 +17,8 @@ from typing import Protocol
 
 import numpy as np
 
-from distgpt.core.comm.agree import gather_bytes
+from distgpt.core.base.errors import UsageError
+from distgpt.core.comm.agree import gather_bytes, shared
 from distgpt.core.comm.api import Comm
 from distgpt.core.components import components
 from distgpt.core.config import TrainConfig
@@ -156,7 +157,11 @@ class Step:
         # Only now: if the exchange never ends, another thread may save the weights of the last step.
         with self.weights_lock:
             counted = batches.counted_fraction(number)
-            return self._update(number, components().learning_rate(self.config, number, elapsed), counted)
+            rate = components().learning_rate(self.config, number, elapsed)
+            if not math.isfinite(rate):
+                name = type(components()).__qualname__
+                raise shared(UsageError(f"{name}.learning_rate returned {rate} for step {number + 1}"))
+            return self._update(number, rate, counted)
 
     def restart_clock(self) -> None:
         """Let what was done between two steps not count as this rank's time in the next one."""
