@@ -211,7 +211,7 @@ def _refuse_early(asked: Asked) -> None:
 
 def _losses(run: Any) -> str:
     """Return the losses of the last step and of the last evaluation, as far as there are any."""
-    bits = {"training": run.report.reading.bits_per_byte, "validation": run.bits_per_byte}
+    bits = {"training": run.report.bits_per_byte, "validation": run.bits_per_byte}
     known = {"training": run.progress.loss, "validation": run.progress.val_loss}
     return ", ".join(
         f"{name} {loss_and_bits(loss, bits[name](loss))}" for name, loss in known.items() if loss is not None

@@ -128,9 +128,11 @@ def perform_due(run: Run, due: Due) -> None:
                 raise
             save_and_stop(run, stop, evaluation_pending=True)
     save(run, best, due.save)
-    if due.sample and run.sample:
+    if due.sample and run.comm.rank == 0:
+        from distgpt.core.train.sampling import sample  # with all that generates
+
         run.activity.enter(SAMPLING)
-        text = run.sample(run.model, run.tokenizer, run.progress.step, signals=run.signals)
+        text = sample(run.model, run.tokenizer, run.progress.step, signals=run.signals)
         run.report.report_sample(run.progress.step, text)
 
 

@@ -75,7 +75,7 @@ def _losses(run: Run) -> dict[str, object]:
     return {
         "step": run.progress.step,
         "loss": _known(run.progress.loss),
-        "train_bits_per_byte": run.report.reading.bits_per_byte(_known(run.progress.loss)),
+        "train_bits_per_byte": run.report.bits_per_byte(_known(run.progress.loss)),
         "val_loss": _known(run.progress.val_loss),
         "bits_per_byte": run.bits_per_byte(_known(run.progress.val_loss)),
         "best_val_loss": loss,
