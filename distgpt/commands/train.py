@@ -221,9 +221,9 @@ def _losses(run: Any) -> str:
 def _report(run: Any, asked: Asked, as_json: bool) -> None:
     """Print a sample of the best weights, where the results are, and what to do next. For rank 0."""
     from distgpt.core.comm.serial import SerialComm
+    from distgpt.core.generate.engine import sample
     from distgpt.core.saved.tensors import read_into
     from distgpt.core.train.lines import wrapped
-    from distgpt.core.train.sampling import sample
 
     def show(label: str, text: str) -> None:
         click.echo(wrapped(f"{label:<10}{escape(text)}", sys.stdout))

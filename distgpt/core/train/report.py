@@ -159,13 +159,11 @@ class Report:
             metrics["train_bits_per_byte"] = bits
         if self._clock.elapsed is not None:  # a run that ends by the clock
             metrics["elapsed_s"] = round(self._clock.seconds(), 3)
-        self._record(metrics := _timed(metrics | more))
-        self._listener.stepped(metrics)
+        self._listener.stepped(self._record(metrics | more))
 
     def report_evaluation(self, metrics: dict[str, float]) -> None:
         if not self._is_silent:
-            self._record(metrics := _timed(metrics))
-            self._listener.evaluated(metrics)
+            self._listener.evaluated(self._record(metrics))
 
     def report_sample(self, step: int, text: str) -> None:
         if not self._is_silent:
@@ -191,13 +189,11 @@ class Report:
         except StorageError as error:
             self._checkpoints.tolerate(error)
 
-    def _record(self, metrics: dict[str, float]) -> None:
+    def _record(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Write a line of metrics with the time of day in seconds since 1970, and return it."""
+        timed = {**metrics, "time": round(time.time(), 3)}
         try:
-            self._directory.record(metrics)
+            self._directory.record(timed)
         except StorageError as error:
             self._checkpoints.tolerate(error)
-
-
-def _timed(metrics: dict[str, float]) -> dict[str, float]:
-    """Return a line of metrics with the time of day in seconds since 1970: a number like the others."""
-    return {**metrics, "time": round(time.time(), 3)}
+        return timed

@@ -243,22 +243,15 @@ def _assemble(
     )
     # Kernels with a queue leave out an update that is not finite, without `objection`.
     waits = judge.waits or not setup.kernels.capabilities.is_async
-    objection = judge.objection if waits else None
     step = Step(
         state.optimizer,
         comm,
         settings,
         exchange,
         micro_batches=micro_batches,
-        objection=objection,
+        objection=judge.objection if waits else None,
         activity=activity,
     )
-    assessment: Assessment | None = None
-    if texts.is_evaluated:
-        from distgpt.core.train.assessment import Assessment, Scorer
-
-        scorer = Scorer(model, comm, signals, partial(activity.enter, EVALUATING))
-        assessment = Assessment(scorer, texts.validation, texts.metrics, texts.corpus.tokenizer)
     return Run(
         config=texts.config,
         settings=settings,
@@ -269,7 +262,7 @@ def _assemble(
         tokenizer=texts.corpus.tokenizer,
         batches=batches,
         step=step,
-        assessment=assessment,
+        assessment=_assessment(texts, model, comm, signals, partial(activity.enter, EVALUATING)),
         directory=plan.directory,
         start=plan.checkpoint,
         progress=progress,
@@ -289,6 +282,17 @@ def _assemble(
         launch=step.launch,
         guards=(),
     )
+
+
+def _assessment(
+    texts: Texts, model: Model, comm: Comm, signals: PendingSignals, on_batch: Callable[[], None]
+) -> Assessment | None:
+    if not texts.is_evaluated:
+        return None
+    from distgpt.core.train.assessment import Assessment, Scorer
+
+    scorer = Scorer(model, comm, signals, on_batch)
+    return Assessment(scorer, texts.validation, texts.metrics, texts.corpus.tokenizer)
 
 
 def make_steps(config: RunConfig, stage: Stage, say: Say) -> Step:
