@@ -31,7 +31,7 @@ LONGER = {
     "commands.bench:add",
     "commands.jobs:submit",
     "commands.train:train",
-    "core.train.setup:open_run",
+    "core.train.setup:_assemble",
     "corpora.tokenizers.bpe_fast:fill_ids",
 }
 # What must not know each other, though the order would allow it.

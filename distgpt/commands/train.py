@@ -312,7 +312,7 @@ def _refuse_early(asked: Asked) -> None:
 
 def _losses(run: Any) -> str:
     """Return the losses of the last step and of the last evaluation, as far as there are any."""
-    bits = {"training": run.report.reading.bits_per_byte, "validation": run.bits_per_byte}
+    bits = {"training": run.report.bits_per_byte, "validation": run.bits_per_byte}
     known = {"training": run.progress.loss, "validation": run.progress.val_loss}
     return ", ".join(
         f"{name} {loss_and_bits(loss, bits[name](loss))}" for name, loss in known.items() if loss is not None
@@ -322,9 +322,9 @@ def _losses(run: Any) -> str:
 def _report(run: Any, asked: Asked, as_json: bool) -> None:
     """Print a sample of the best weights, where the results are, and what to do next. For rank 0."""
     from distgpt.core.comm.serial import SerialComm
+    from distgpt.core.generate.engine import sample
     from distgpt.core.saved.tensors import read_into
     from distgpt.core.train.lines import wrapped
-    from distgpt.core.train.sampling import sample
 
     def show(label: str, text: str) -> None:
         click.echo(wrapped(f"{label:<10}{escape(text)}", sys.stdout))

@@ -100,7 +100,7 @@ def outcome(expected: float, run: Run) -> str:
     reached = run.bits_per_byte(best.loss) if best else None
     if not expected or reached is None:
         return "".join(why)
-    trained = run.report.reading.bits_per_byte(run.progress.loss)
+    trained = run.report.bits_per_byte(run.progress.loss)
     if reached > (most := (1 + EXPECTED_WITHIN) * expected):
         if trained and trained <= most:
             why.append(f"training reached {trained:.2f}, so the text that is held out differs from the rest")

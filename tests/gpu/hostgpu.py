@@ -28,7 +28,7 @@ from hostbuild import Program, build
 from hostlt import HostLt
 
 from distgpt.cluster.jobs import processes
-from distgpt.core.train import sampling
+from distgpt.core.generate import engine
 from distgpt.gpu import cublaslt, device, probe, transport
 from distgpt.gpu.compiling import cubin, source_text
 from distgpt.gpu.device import CupyDevice
@@ -195,7 +195,7 @@ def install(gpus: int = 1) -> ExitStack:
         (cublaslt, "load", lambda: host_lt(xp)),
         (transport, "nccl_module", lambda: nccl),  # whatever is installed: it would need the real CuPy
         (speed, "SIDES", (32,)),
-        (sampling, "sample", _short_sample),  # a text is the slowest part on this device
+        (engine, "sample", _short_sample),  # a text is the slowest part on this device
         (peaks, "MEMORY_BYTES", 1 << 12),
         (peaks, "SECONDS", 0.03),
     ):
@@ -205,7 +205,7 @@ def install(gpus: int = 1) -> ExitStack:
     return undo
 
 
-_sample = sampling.sample
+_sample = engine.sample
 
 
 def _short_sample(model: Any, tokenizer: Any, seed: int, *length: int, **signals: Any) -> str:

@@ -14,9 +14,9 @@ from distgpt.core.config import TrainConfig
 from distgpt.core.cpu.compiling import processor
 from distgpt.core.cpu.compiling.processor import AVX2, AVX512, AVX512_BF16
 from distgpt.core.cpu.stages import open_stage
+from distgpt.core.generate.engine import sample
 from distgpt.core.saved.checkpoint import Best
 from distgpt.core.train.progress import Progress
-from distgpt.core.train.sampling import sample
 from distgpt.recipes.within import outcome
 
 
@@ -127,7 +127,7 @@ def test_what_a_run_has_reached_is_compared_with_what_was_expected():
             progress=Progress(step=made, loss=trained),
             checkpoints=SimpleNamespace(best=reached and Best(reached, 9)),
             bits_per_byte=lambda loss: loss,
-            report=SimpleNamespace(reading=SimpleNamespace(bits_per_byte=lambda loss: loss)),
+            report=SimpleNamespace(bits_per_byte=lambda loss: loss),
         )
         return outcome(expected, run)
 

@@ -18,7 +18,8 @@ from distgpt.core.train.plan import make_plan
 from distgpt.core.train.setup import micro_batches_so_far, open_run, set_up
 from distgpt.measure.profile.session import open_steps
 
-TAKE_PLANS = {"core.train.setup:open_run", "core.train.plan:encode"}
+PARTS = ("open_run", "_texts_of", "_load", "_open_directory", "_assemble")  # open_run, and its parts
+TAKE_PLANS = {"core.train.plan:encode", *(f"core.train.setup:{name}" for name in PARTS)}
 
 
 def test_what_a_function_needs_of_a_plan_is_passed_to_it():

@@ -87,7 +87,7 @@ from distgpt.core.config import ModelConfig, RunConfig, TrainConfig
 from distgpt.core.cpu.compiling import disk_cache
 from distgpt.core.cpu.stages import open_stage
 from distgpt.core.data.tokenizers import load_tokenizer
-from distgpt.core.train.sampling import sample
+from distgpt.core.generate.engine import sample
 from distgpt.core.components import components
 from distgpt.core.train.setup import rehearse
 from distgpt.core.train.sharing import Strategy

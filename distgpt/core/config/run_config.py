@@ -19,7 +19,7 @@ MOST_TOML_DOTS = 2000  # the parser keeps every beginning of a dotted key
 MODEL, TRAIN = settings_of(ModelConfig), settings_of(TrainConfig)
 SETTINGS = MODEL | TRAIN
 # Settings that are gone, and the value at which they did nothing: only a run with another one cannot resume.
-REMOVED: dict[str, object] = {"keep_minutes": 0.0, "log_every": 1, "recheck_every": 0}
+REMOVED: dict[str, object] = {"adapter_kind": "auto", "keep_minutes": 0.0, "log_every": 1, "recheck_every": 0}
 
 BATCH_KEYS = {"batch_size", BATCH_TOKENS}
 

@@ -23,10 +23,15 @@ from itertools import count
 import numpy as np
 
 from distgpt.core.base.errors import NonFiniteError, UsageError
+from distgpt.core.base.interrupts import PendingSignals
+from distgpt.core.config import DEFAULT_TEMPERATURE
+from distgpt.core.cpu.first_use import compiling_for
 from distgpt.core.data.tokenizers import Tokenizer
+from distgpt.core.generate.plain_slots import PlainSlots
 from distgpt.core.generate.request import Completion, Event, Request
-from distgpt.core.generate.sample import MOST_SCORED, Sample, SharedPrompt
+from distgpt.core.generate.sample import MOST_SCORED, Sample, SharedPrompt, default_prompt
 from distgpt.core.generate.slots import Feed, Logits, Slots, are_finite
+from distgpt.core.model.model import Model
 
 WORTHWHILE = 64  # tokens that are copied from another slot rather than computed: on GPUs a copy is slow
 
@@ -289,3 +294,18 @@ def complete(engine: Engine, requests: Iterable[Request]) -> list[list[Completio
     while not engine.is_idle:
         done.update(collector.step())
     return [done[ticket] for ticket in tickets]
+
+
+@compiling_for("the sample")
+def sample(
+    model: Model, tokenizer: Tokenizer, seed: int, length: int = 120, signals: PendingSignals | None = None
+) -> str:
+    """Write a short text from a line break, or the first token there is; shorter when a signal comes."""
+    engine = Engine(PlainSlots(model, 1), tokenizer)
+    engine.submit(
+        Request(default_prompt(tokenizer), length, temperature=DEFAULT_TEMPERATURE, top_k=50, seed=seed)
+    )
+    pieces: list[str] = []
+    while not engine.is_idle and not (signals and signals.came):
+        pieces.extend(event.text for event in engine.step())
+    return "".join(pieces)

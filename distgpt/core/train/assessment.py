@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -267,44 +266,33 @@ class MetricKind(Protocol):
         """Describe the fields of a line of metrics.jsonl."""
 
 
-# Makes the assessment of a run, once there is a model; what it calls as each batch begins comes last.
-MakeAssessment = Callable[[Model, PendingSignals, Callable[[], None]], "Assessment"]
-
-
-def prepare_assessment(
-    comm: Comm, run: RunConfig, corpus: Corpus
-) -> tuple[Validation | None, MakeAssessment]:
-    """Load what a run is assessed by, without a model: return its validation, if a text is held out, and
-    what makes its assessment. Collective.
-    """
+def load_validation(comm: Comm, run: RunConfig, corpus: Corpus) -> Validation | None:
+    """Load the text that a run is validated on, if one is held out. Collective."""
+    if corpus.val is None:
+        return None
     seq_len = run.model.seq_len
-    validation = None
-    if corpus.val is not None:
-        windows = on_every_rank(comm, lambda: corpus.held_out_windows(seq_len, run.train.val_tokens))
-        held_out = len(corpus.held_out) - 1 if corpus.is_text else 0
-        validation = Validation(windows, corpus.is_text, held_out)
-    files = run.train.metrics.items()
-    metrics = [components().metric(name)(comm, Path(path), corpus.tokenizer, seq_len) for name, path in files]
-    return validation, partial(Assessment, comm, validation, metrics, corpus.tokenizer)
+    windows = on_every_rank(comm, lambda: corpus.held_out_windows(seq_len, run.train.val_tokens))
+    return Validation(windows, corpus.is_text, len(corpus.held_out) - 1 if corpus.is_text else 0)
+
+
+def load_metrics(comm: Comm, run: RunConfig, corpus: Corpus) -> list[Metric]:
+    """Load the other metrics that a run asks for. Collective."""
+    return [
+        components().metric(name)(comm, Path(path), corpus.tokenizer, run.model.seq_len)
+        for name, path in run.train.metrics.items()
+    ]
 
 
 class Assessment:
     """Validation and other metrics, at least one of them."""
 
     def __init__(
-        self,
-        comm: Comm,
-        validation: Validation | None,
-        metrics: Sequence[Metric],
-        tokenizer: Tokenizer,
-        model: Model,
-        signals: PendingSignals,
-        on_batch: Callable[[], None],
+        self, scorer: Scorer, validation: Validation | None, metrics: Sequence[Metric], tokenizer: Tokenizer
     ) -> None:
+        self.scorer = scorer
         self.validation = validation
         self._metrics = metrics
         self._tokenizer = tokenizer
-        self.scorer = Scorer(model, comm, signals, on_batch)
 
     def measure(self) -> dict[str, float]:
         """Return the fields of a line of metrics.jsonl, which rank 0 has all of. Collective."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import traceback
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import NoReturn
 from zlib import crc32
@@ -13,7 +14,7 @@ from distgpt.core.base.errors import DistgptError, MismatchError, NonFiniteError
 from distgpt.core.base.interrupts import Interrupted, deferred_signals
 from distgpt.core.comm.agree import on_root, shared
 from distgpt.core.saved.checkpoint import Best
-from distgpt.core.train.progress import SAMPLING, SAVING, Due, Intervals
+from distgpt.core.train.progress import SAMPLING, SAVING, Due, SaveTimer, due_after
 from distgpt.core.train.run import BadStep, Run
 from distgpt.core.train.seams import Guard, Votes
 from distgpt.core.train.step import InFlight
@@ -51,7 +52,8 @@ def take_steps(run: Run) -> None:
     if run.assessment and (progress.evaluation_pending or (t.eval_every and not progress.step)):
         save(run, best=evaluate(run), checkpoint=False)
     progress.evaluation_pending = False
-    intervals = Intervals(t, run.comm, run.placement.rounds, run.assessment is not None, progress.step)
+    timer = SaveTimer(run.comm, 0 if t.save_every else t.save_minutes, progress.step)
+    rounds = run.placement.rounds
     votes = Votes(run.comm, run.signals, run.checkpoints.disk, run.clock)
     depth = 1 if run.model.kernels.capabilities.is_async else 0  # results that may be read a step later
     in_flight = InFlight(depth)
@@ -60,7 +62,10 @@ def take_steps(run: Run) -> None:
         is_last = number + 1 == run.clock.last
         in_flight.add_launched(run.launch(number, run.batches, votes.own_votes, run.clock.elapsed))
         number += 1
-        due = intervals.due_after(number, is_last)
+        due = due_after(t, number, rounds, run.assessment is not None, is_last)
+        # Collective: all ranks ask the timer, also where a checkpoint is due in any case.
+        if rounds.ends(number) and timer.is_due(number):
+            due = replace(due, save=True)
         # What is due looks at the weights, so the queue must be empty.
         stop = settle(run, in_flight, leave=0 if due else in_flight.depth)
         if stop:
@@ -72,7 +77,7 @@ def take_steps(run: Run) -> None:
         if due:
             perform_due(run, due)
             if due.save:
-                intervals.saved()
+                timer.saved()
             # None of that was a step's time, and rank 0 alone samples.
             in_flight.restart_clock()
             run.step.restart_clock()
@@ -128,9 +133,11 @@ def perform_due(run: Run, due: Due) -> None:
                 raise
             save_and_stop(run, stop, evaluation_pending=True)
     save(run, best, due.save)
-    if due.sample and run.sample:
+    if due.sample and run.comm.rank == 0:
+        from distgpt.core.generate.engine import sample  # with all that generates
+
         run.activity.enter(SAMPLING)
-        text = run.sample(run.model, run.tokenizer, run.progress.step, signals=run.signals)
+        text = sample(run.model, run.tokenizer, run.progress.step, signals=run.signals)
         run.report.report_sample(run.progress.step, text)
 
 

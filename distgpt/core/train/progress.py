@@ -154,34 +154,11 @@ class Due:
         return self.compare or self.evaluate or self.save or self.sample
 
 
-class Intervals:
-    """Says what is due after a step: by --eval-every and the like, and checkpoints by the clock.
-
-    All ranks get the same answer.
-    """
-
-    def __init__(self, t: TrainConfig, comm: Comm, rounds: Rounds, is_evaluated: bool, step: int) -> None:
-        """`step` steps are finished by now."""
-        self._t = t
-        self._rounds = rounds
-        self._is_evaluated = is_evaluated
-        self._timer = SaveTimer(comm, 0 if t.save_every else t.save_minutes, step)
-
-    def due_after(self, step: int, is_last: bool) -> Due:
-        """Return what is due after this many steps. Collective."""
-        due = due_after(self._t, step, self._rounds, self._is_evaluated, is_last)
-        # Collective: all ranks ask the timer, also where a checkpoint is due in any case.
-        if self._rounds.ends(step) and self._timer.is_due(step):
-            due = replace(due, save=True)
-        return due
-
-    def saved(self) -> None:
-        """Count the time to the next checkpoint from now on."""
-        self._timer.saved()
-
-
 def due_after(t: TrainConfig, step: int, rounds: Rounds, is_evaluated: bool, is_last: bool) -> Due:
-    """Return what the settings ask for; what is due within a round waits for its end."""
+    """Return what the settings ask for; what is due within a round waits for its end. The same on all ranks.
+
+    --save-every in minutes is up to `SaveTimer`.
+    """
     if not rounds.ends(step):
         return Due()
     before = rounds.before(step)

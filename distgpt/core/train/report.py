@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from distgpt.core.base.errors import Say, StorageError, escape
@@ -112,34 +111,6 @@ def note_new(t: TrainConfig, model: Model, batches: Batches, token_bytes: float 
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """The fields of a step in metrics.jsonl that follow from the text and the clock."""
-
-    batches: Batches
-    batch_size: int
-    bytes_per_token: float | None  # of the text; None where not all of it is text
-    clock: Clock
-
-    def epochs(self, step: int) -> float:
-        """Return how many times the text is read by the end of this step."""
-        rows = (step + self.batches.skipped) * self.batch_size
-        return rows / self.batches.windows_per_epoch
-
-    def bits_per_byte(self, loss: float | None) -> float | None:
-        """Return a training loss in bits per byte, None where that is unknown."""
-        return bits_per_byte(loss, self.bytes_per_token)
-
-    def fields(self, step: int, loss: float) -> dict[str, float]:
-        """Return what is known after a step; `elapsed_s` is of runs that end by the clock."""
-        found = {"epoch": round(self.epochs(step), 4)}
-        if (bits := self.bits_per_byte(loss)) is not None:
-            found["train_bits_per_byte"] = bits
-        if self.clock.elapsed is not None:
-            found["elapsed_s"] = round(self.clock.seconds(), 3)
-        return found
-
-
 class Report:
     """Called on all ranks; rank 0 alone reports. It tolerates a disk that fails as `Checkpoints` does."""
 
@@ -150,18 +121,30 @@ class Report:
         directory: RunDirectory,
         listener: Listener,
         checkpoints: Checkpoints,
-        reading: Reading,
+        batches: Batches,
+        bytes_per_token: float | None,
+        clock: Clock,
     ) -> None:
+        """`bytes_per_token`: of the text; None where not all of it is text."""
         self._is_silent = rank > 0
         self._run = run
         self._directory = directory
-        self._listener, self._checkpoints, self.reading = listener, checkpoints, reading
+        self._listener = listener
+        self._checkpoints = checkpoints
+        self._batches = batches
+        self._bytes_per_token = bytes_per_token
+        self._clock = clock
+
+    def bits_per_byte(self, loss: float | None) -> float | None:
+        """Return a training loss in bits per byte, None where that is unknown."""
+        return bits_per_byte(loss, self._bytes_per_token)
 
     def report_step(self, step: int, done: Finished, more: dict[str, float]) -> None:
         t = self._run.train
         if self._is_silent:
             return
         per_step = t.batch_size * self._run.model.seq_len
+        windows = (step + self._batches.skipped) * t.batch_size  # that were read
         metrics = {
             "step": step,
             "loss": done.loss,
@@ -170,16 +153,17 @@ class Report:
             "tokens": per_step * step,
             "tokens_per_s": per_step / done.seconds,
             "step_s": done.seconds,
-            **self.reading.fields(step, done.loss),
-            **more,
+            "epoch": round(windows / self._batches.windows_per_epoch, 4),
         }
-        self._record(metrics := _timed(metrics))
-        self._listener.stepped(metrics)
+        if (bits := self.bits_per_byte(done.loss)) is not None:
+            metrics["train_bits_per_byte"] = bits
+        if self._clock.elapsed is not None:  # a run that ends by the clock
+            metrics["elapsed_s"] = round(self._clock.seconds(), 3)
+        self._listener.stepped(self._record(metrics | more))
 
     def report_evaluation(self, metrics: dict[str, float]) -> None:
         if not self._is_silent:
-            self._record(metrics := _timed(metrics))
-            self._listener.evaluated(metrics)
+            self._listener.evaluated(self._record(metrics))
 
     def report_sample(self, step: int, text: str) -> None:
         if not self._is_silent:
@@ -205,13 +189,11 @@ class Report:
         except StorageError as error:
             self._checkpoints.tolerate(error)
 
-    def _record(self, metrics: dict[str, float]) -> None:
+    def _record(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Write a line of metrics with the time of day in seconds since 1970, and return it."""
+        timed = {**metrics, "time": round(time.time(), 3)}
         try:
-            self._directory.record(metrics)
+            self._directory.record(timed)
         except StorageError as error:
             self._checkpoints.tolerate(error)
-
-
-def _timed(metrics: dict[str, float]) -> dict[str, float]:
-    """Return a line of metrics with the time of day in seconds since 1970: a number like the others."""
-    return {**metrics, "time": round(time.time(), 3)}
+        return timed

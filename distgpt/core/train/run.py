@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -65,7 +64,6 @@ class Run:
     judge: Judge
     launch: Launch  # the step's own, or one around it that measures
     guards: tuple[Guard, ...]
-    sample: Callable[..., str] | None  # writes a text (sampling.py), on rank 0 of a run that samples
 
     @property
     def comm(self) -> Comm:

@@ -7,7 +7,7 @@ texts, too; `settings` is its half about training, in which memory has decided w
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,42 +29,29 @@ from distgpt.core.cpu import first_use
 from distgpt.core.cpu.stages import Stage, report_compiling
 from distgpt.core.data.batches import Batches
 from distgpt.core.data.loading import Corpus, DataRequest, bytes_per_token, load_corpus
-from distgpt.core.data.tokenizers import AUTO, Tokenizer
+from distgpt.core.data.tokenizers import AUTO
 from distgpt.core.model.model import Model, miniature
 from distgpt.core.model.muon import OPTIMIZERS
 from distgpt.core.model.passes import Pass, cache_shape
 from distgpt.core.ops.api import Array
 from distgpt.core.ops.kernels import Kernels
-from distgpt.core.saved.checkpoint import State, load_group
+from distgpt.core.saved.checkpoint import Best, State, load_group
 from distgpt.core.saved.modelfile import Description, read_shortened
-from distgpt.core.saved.rundir import RunDirectory
 from distgpt.core.saved.tensors import Tensors
 from distgpt.core.train.checkpoints import Checkpoints
 from distgpt.core.train.memory import fit_to_memory
 from distgpt.core.train.plan import Plan
 from distgpt.core.train.progress import EVALUATING, Activity, Pace, Progress
-from distgpt.core.train.report import (
-    Reading,
-    Report,
-    facts,
-    note_new,
-    note_resumed,
-    note_settings,
-)
+from distgpt.core.train.report import Report, facts, note_new, note_resumed, note_settings
 from distgpt.core.train.resume import best_on_disk, refuse_changed_text
 from distgpt.core.train.run import Limits, Run
 from distgpt.core.train.seams import Listener, ModelKind, Times
-from distgpt.core.train.sharing import (
-    WEIGHTS,
-    OptimizerState,
-    Start,
-    Strategy,
-)
+from distgpt.core.train.sharing import WEIGHTS, OptimizerState, Start, Strategy
 from distgpt.core.train.step import Step
 from distgpt.core.train.whereabouts import whereabouts
 
 if TYPE_CHECKING:
-    from distgpt.core.train.assessment import MakeAssessment, Validation
+    from distgpt.core.train.assessment import Assessment, Metric, Validation
 
 NO_LIMITS = Limits()
 
@@ -82,105 +69,178 @@ def open_run(
     the components of the process.
     """
     parts = parts or components()
-    comm = stage.comm
     say = listener.noted
-    checkpoint = plan.checkpoint
-    directory = plan.directory
-    before = plan.origin.run if checkpoint and plan.origin else None
-
     # Texts come first: the size of the vocabulary and the steps of epochs follow from them.
-    report_compiling(comm, say)  # also what tokenizes may have to be compiled
-    tokenizer = AUTO if checkpoint else plan.config.train.tokenizer  # a resumed run has its own
-    texts = read_texts(comm, plan.config, tokenizer, plan.origin, directory.path.parent, say)
+    report_compiling(stage.comm, say)  # also what tokenizes may have to be compiled
+    texts = _texts_of(plan, stage.comm, say)
+    # Memory is counted before the model is made: too little of it is refused in words, and decides how the
+    # model computes. A GPU compiles meanwhile.
+    before = plan.origin.run if plan.checkpoint and plan.origin else None
+    preferred = micro_batches_so_far(plan.state, before, stage.comm.size) if before else 0
+    setup = set_up(texts.config, stage, texts.is_evaluated, preferred)
+    # Weights come before the run's directory: of a run that cannot begin nothing is left on the disk.
+    trained = _load(plan, setup, texts, say)
+    # Now all that a user can have got wrong was refused, and rank 0 writes.
+    opened = _open_directory(plan, setup, texts, trained, listener)
+    # Loops are compiled after the first lines, as that may take a minute, and before anything measures time.
+    compile_once_per_node(stage, setup.kernels, texts.config, setup.strategy)
+    run = _assemble(plan, setup, texts, trained, opened, listener, parts)
+    return replace(run, guards=tuple(parts.callbacks(run, limits)))
+
+
+def _texts_of(plan: Plan, comm: Comm, say: Say) -> Texts:
+    """Load the texts of a plan and what it is assessed by. A resumed run must find its own text."""
+    asked = plan.config
+    tokenizer = AUTO if plan.checkpoint else asked.train.tokenizer  # a resumed run has its own
+    texts = read_texts(comm, asked, tokenizer, plan.origin, plan.directory.path.parent, say)
+    if checkpoint := plan.checkpoint:
+        fingerprint = texts.batches.fingerprint
+        on_root(comm, lambda: refuse_changed_text(checkpoint, plan.state, plan.changes, fingerprint))
+    if texts.corpus.val is None and not asked.train.metrics:
+        return texts
+    from distgpt.core.train.assessment import load_metrics, load_validation  # with all that scores
+
+    validation = load_validation(comm, texts.config, texts.corpus)
+    return replace(texts, validation=validation, metrics=load_metrics(comm, texts.config, texts.corpus))
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """What a run trains, as it is before the first step of this process."""
+
+    model: Model
+    state: OptimizerState
+    described: Description
+    progress: Progress
+    best: Best | None  # whose weights are on the disk; known to rank 0
+
+
+def _load(plan: Plan, setup: Setup, texts: Texts, say: Say) -> Trained:
+    """Make the model and the optimizer's state, and fill both: from a checkpoint, or anew."""
+    comm = setup.stage.comm
+    described = setup.kind.describe(comm, texts.config, texts.corpus.tokenizer)
+    model, state = setup.build()
+    on_root(comm, lambda: described.refuse_unreadable(model.layout))  # now, not after hours of training
+    setup.kind.load_frozen(comm, model, setup.settings)
+    progress = Progress()
+    checkpoint = plan.checkpoint
+    if not checkpoint:
+        if comm.rank == 0 and (learned := learned_first(texts.config.model, setup.settings)):
+            say(learned.note)
+        begin_anew(comm, state, setup.settings, texts.batches)
+        return Trained(model, state, described, progress, best=None)
+    restore(comm, state, checkpoint)
+    progress.load(plan.state)
+    texts.batches.skipped = plan.state.skipped
+    best = None
+    if "val" not in plan.changes and plan.state.corpus == texts.batches.fingerprint:
+        is_intact = partial(best_on_disk, plan.directory, checkpoint, plan.state, texts.held_out, say)
+        best = plan.state.best if on_root(comm, is_intact) else None
+    return Trained(model, state, described, progress, best)
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """Facts that are known once the run has its directory."""
+
+    where: dict[str, object]  # hosts, batch job, launcher and MPI
+    token_bytes: float | None  # of a token of the text; None where not all of it is text
+    times: Times
+
+
+def _open_directory(plan: Plan, setup: Setup, texts: Texts, trained: Trained, listener: Listener) -> Opened:
+    """Create the run's directory, note in its history where it begins and from what, and show the run."""
+    stage = setup.stage
+    comm = stage.comm
     config = texts.config
     corpus = texts.corpus
     batches = texts.batches
-    if checkpoint:
-        on_root(comm, lambda: refuse_changed_text(checkpoint, plan.state, plan.changes, batches.fingerprint))
-    validation: Validation | None = None
-    make_assessment: MakeAssessment | None = None
-    if corpus.val is not None or config.train.metrics:
-        from distgpt.core.train.assessment import prepare_assessment  # with all that scores
-
-        validation, make_assessment = prepare_assessment(comm, config, corpus)
-    is_evaluated = make_assessment is not None
-    held_out = validation.count if validation else 0  # tokens
-
-    # Memory is counted before the model is made: too little of it is refused in words, and decides how the
-    # model computes. A GPU compiles meanwhile.
-    preferred = micro_batches_so_far(plan.state, before, comm.size) if before else 0
-    setup = set_up(config, stage, is_evaluated, preferred)
-    settings = setup.settings
-    strategy = setup.strategy
-    placement = setup.strategy.placement
-    made_by = type(components())
-    if placement.option and not made_by.exchange.__module__.startswith("distgpt."):
-        raise shared(UsageError(f"{made_by.__qualname__}.exchange does not go with {placement.option}"))
-
-    # Weights come before the run's directory: of a run that cannot begin nothing is left on the disk.
-    described = setup.kind.describe(comm, config, corpus.tokenizer)
-    model, state = setup.build()
-    on_root(comm, lambda: described.refuse_unreadable(model.layout))  # now, not after hours of training
-    progress = Progress()
-    setup.kind.load_frozen(comm, model, settings)
-    if checkpoint:
-        restore(comm, state, checkpoint)
-        progress.load(plan.state)
-        batches.skipped = plan.state.skipped
-    else:
-        if comm.rank == 0 and (learned := learned_first(config.model, settings)):
-            say(learned.note)
-        begin_anew(comm, state, settings, batches)
-    best = None
-    if checkpoint and "val" not in plan.changes and plan.state.corpus == batches.fingerprint:
-        has_best = on_root(comm, lambda: best_on_disk(directory, checkpoint, plan.state, held_out, say))
-        best = plan.state.best if has_best else None
-
-    # Now all that a user can have got wrong was refused, and rank 0 writes.
+    model = trained.model
+    directory = plan.directory
+    progress = trained.progress
+    say = listener.noted
     where = whereabouts(stage)
-    event = {"stage": stage.name, "ranks": comm.size, **where, "changes": plan.changes}
-    on_root(comm, lambda: _write(directory, config, corpus.tokenizer, progress, checkpoint, event))
+
+    def create() -> None:
+        checkpoint = plan.checkpoint
+        event = {
+            "step": progress.step,
+            "from": checkpoint and str(checkpoint.absolute()),
+            "branch": checkpoint is not None and not directory.owns(checkpoint),
+            "stage": stage.name,
+            "ranks": comm.size,
+            **where,
+            "changes": plan.changes,
+        }
+        directory.create(
+            config, corpus.tokenizer.to_json(), event, progress.step, progress.evaluation_pending
+        )
+
+    on_root(comm, create)
     token_bytes = on_root(comm, lambda: bytes_per_token(corpus, batches))
     times = Times(stage.begun + plan.uncounted, plan.state.seconds)
     if comm.rank == 0:
-        note_settings(config, corpus, batches, is_evaluated, plan.changes, plan.state.step, say)
-        if checkpoint:
+        note_settings(config, corpus, batches, texts.is_evaluated, plan.changes, plan.state.step, say)
+        if plan.checkpoint:
             note_resumed(config.train, plan.state, batches, say)
         else:
             note_new(config.train, model, batches, token_bytes, say)
         if directory.lock.lacks_locks():
             say(without_locks(directory.path))
         hosts = where["hosts"]
+        held_out = texts.held_out
         first = progress.step
         shown = facts(stage, hosts, config, directory.path, model, batches, held_out, first, times)
         listener.started(shown)
         stage.notes.report_to(say)
+    return Opened(where, token_bytes, times)
 
-    # Loops are compiled after the first lines, as that may take a minute, and before anything measures time.
-    compile_once_per_node(stage, setup.kernels, config, strategy)
-    fitted = replace(config, train=settings)
-    start = Start(comm, stage.threads, stage.free_memory, fitted, plan.state, is_evaluated, say)
-    micro_batches = strategy.micro_batches(settings, comm.rank, model, start)  # some measure the ranks
+
+def _assemble(
+    plan: Plan,
+    setup: Setup,
+    texts: Texts,
+    trained: Trained,
+    opened: Opened,
+    listener: Listener,
+    parts: Components,
+) -> Run:
+    """Make what watches the run, and is watched: each is made of those above it."""
+    say = listener.noted
+    stage = setup.stage
+    comm = stage.comm
+    settings = setup.settings
+    batches = texts.batches
+    model = trained.model
+    state = trained.state
+    progress = trained.progress
+    placement = setup.strategy.placement
+    fitted = replace(texts.config, train=settings)
+    start = Start(comm, stage.threads, stage.free_memory, fitted, plan.state, texts.is_evaluated, say)
+    micro_batches = setup.strategy.micro_batches(settings, comm.rank, model, start)  # some measure the ranks
     exchange = components().exchange(comm, state, settings, say)
-
-    # What watches the run, and is watched: each is made of those above it.
     signals = PendingSignals()
     activity = Activity()
     judge = parts.step_policy(settings, progress)
-    disk = parts.disk(directory, settings, model, described, say)
-    gathering = state.gathering(comm)
-    outdated = parts.retention(settings)
     checkpoints = Checkpoints(
-        model, state.optimizer, directory, described, settings, say, comm, best, disk, gathering, outdated
+        model,
+        state.optimizer,
+        plan.directory,
+        trained.described,
+        settings,
+        say,
+        comm,
+        trained.best,
+        parts.disk(plan.directory, settings, model, trained.described, say),
+        state.gathering(comm),
+        parts.retention(settings),
     )
     last = settings.steps if plan.until is None else plan.until
-    clock = parts.budget(settings, last, times, Pace(progress, placement.rounds), model, validation)
-    reading = Reading(batches, settings.batch_size, token_bytes, clock)
-    sample: Callable[..., str] | None = None
-    if settings.sample_every and comm.rank == 0:
-        from distgpt.core.train import sampling  # with all that generates
-
-        sample = sampling.sample
+    pace = Pace(progress, placement.rounds)
+    clock = parts.budget(settings, last, opened.times, pace, model, texts.validation)
+    report = Report(
+        comm.rank, texts.config, plan.directory, listener, checkpoints, batches, opened.token_bytes, clock
+    )
     # Kernels with a queue leave out an update that is not finite, without `objection`.
     waits = judge.waits or not setup.kernels.capabilities.is_async
     step = Step(
@@ -192,22 +252,19 @@ def open_run(
         objection=judge.objection if waits else None,
         activity=activity,
     )
-    assessment = None
-    if make_assessment:
-        assessment = make_assessment(model, signals, partial(activity.enter, EVALUATING))
-    run = Run(
-        config=config,
+    return Run(
+        config=texts.config,
         settings=settings,
         stage=stage,
-        where=where,
+        where=opened.where,
         placement=placement,
         optimizer_state=state,
-        tokenizer=corpus.tokenizer,
+        tokenizer=texts.corpus.tokenizer,
         batches=batches,
         step=step,
-        assessment=assessment,
-        directory=directory,
-        start=checkpoint,
+        assessment=_assessment(texts, model, comm, signals, partial(activity.enter, EVALUATING)),
+        directory=plan.directory,
+        start=plan.checkpoint,
         progress=progress,
         clock=clock,
         identity=State(
@@ -219,14 +276,23 @@ def open_run(
             hosts=micro_batches.hosts,
         ),
         checkpoints=checkpoints,
-        report=Report(comm.rank, config, directory, listener, checkpoints, reading),
+        report=report,
         signals=signals,
         judge=judge,
         launch=step.launch,
         guards=(),
-        sample=sample,
     )
-    return replace(run, guards=tuple(parts.callbacks(run, limits)))
+
+
+def _assessment(
+    texts: Texts, model: Model, comm: Comm, signals: PendingSignals, on_batch: Callable[[], None]
+) -> Assessment | None:
+    if not texts.is_evaluated:
+        return None
+    from distgpt.core.train.assessment import Assessment, Scorer
+
+    scorer = Scorer(model, comm, signals, on_batch)
+    return Assessment(scorer, texts.validation, texts.metrics, texts.corpus.tokenizer)
 
 
 def make_steps(config: RunConfig, stage: Stage, say: Say) -> Step:
@@ -250,6 +316,17 @@ class Texts:
     config: RunConfig  # with the size of the vocabulary, and the steps that its epochs take
     corpus: Corpus
     batches: Batches
+    validation: Validation | None = None  # on a text that is held out
+    metrics: Sequence[Metric] = ()  # others that are asked for
+
+    @property
+    def is_evaluated(self) -> bool:
+        return bool(self.validation or self.metrics)
+
+    @property
+    def held_out(self) -> int:
+        """Return the number of tokens that are held out."""
+        return self.validation.count if self.validation else 0
 
 
 def read_texts(
@@ -316,6 +393,9 @@ def set_up(config: RunConfig, stage: Stage, is_evaluated: bool = False, preferre
     comm = stage.comm
     t = config.train
     strategy = components().strategy(t, comm.size)
+    made_by, option = type(components()), strategy.placement.option
+    if option and not made_by.exchange.__module__.startswith("distgpt."):
+        raise shared(UsageError(f"{made_by.__qualname__}.exchange does not go with {option}"))
     strategy.refuse_unable(comm, on_gpu=stage.on_gpu)
     kind = components().model(t)
     if not kind.trained(config).specs:  # an extension's kind may find none in this model
@@ -336,22 +416,6 @@ def micro_batches_so_far(state: State, before: RunConfig, ranks: int) -> int:
     if state.ranks != ranks or components().strategy(before.train, ranks).counted_by:
         return 0
     return state.micro_batches
-
-
-def _write(
-    directory: RunDirectory,
-    config: RunConfig,
-    tokenizer: Tokenizer,
-    progress: Progress,
-    checkpoint: Path | None,
-    event: dict[str, object],
-) -> None:
-    """Create the run's directory, and note in its history where it begins, and from what."""
-    origin: dict[str, object] = {"from": None, "branch": False}
-    if checkpoint:
-        origin = {"from": str(checkpoint.absolute()), "branch": not directory.owns(checkpoint)}
-    begins = {"step": progress.step, **origin, **event}
-    directory.create(config, tokenizer.to_json(), begins, progress.step, progress.evaluation_pending)
 
 
 def compile_once_per_node(stage: Stage, kernels: Kernels, config: RunConfig, strategy: Strategy) -> None:

@@ -26,18 +26,11 @@ def write_at_end(
     run: Run, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
 ) -> None:
     """Write the summary at the exit of a context, whatever ends the run. Collective where nothing fails."""
-    if error is None:
-        write_summary(run)
-    else:
+    if error is not None:
         write_stopped(run, error)
-
-
-def write_summary(run: Run) -> None:
-    """Write the summary of a run that is done. Collective."""
-    host, gpu = (
-        gather_ints(run.comm, peak_memory()),
-        gather_ints(run.comm, run.stage.taken_memory()),
-    )
+        return
+    host = gather_ints(run.comm, peak_memory())
+    gpu = gather_ints(run.comm, run.stage.taken_memory())
     is_whole = run.settings.train_minutes or run.progress.step >= run.settings.steps
     found = _found(run, "finished" if is_whole else "ended early") | {
         "peak_memory": host,
@@ -57,11 +50,9 @@ def write_stopped(run: Run, error: BaseException) -> None:
     if run.comm.rank == 0:
         with suppress(DistgptError, OSError):  # the error itself is what the user has to see
             run.directory.lock.refuse_taken()
-            _write(run.directory.summary, _found(run, _reason(error)))
-
-
-def _reason(error: BaseException) -> str:
-    return "interrupted" if isinstance(error, KeyboardInterrupt) else getattr(error, "stop", "failed")
+            is_interrupt = isinstance(error, KeyboardInterrupt)
+            stop = "interrupted" if is_interrupt else getattr(error, "stop", "failed")
+            _write(run.directory.summary, _found(run, stop))
 
 
 def _found(run: Run, stop: str) -> dict[str, object]:
@@ -75,7 +66,7 @@ def _losses(run: Run) -> dict[str, object]:
     return {
         "step": run.progress.step,
         "loss": _known(run.progress.loss),
-        "train_bits_per_byte": run.report.reading.bits_per_byte(_known(run.progress.loss)),
+        "train_bits_per_byte": run.report.bits_per_byte(_known(run.progress.loss)),
         "val_loss": _known(run.progress.val_loss),
         "bits_per_byte": run.bits_per_byte(_known(run.progress.val_loss)),
         "best_val_loss": loss,
