@@ -130,7 +130,9 @@ def _room(parts: Sequence[str]) -> str | None:
 
     None for the entry points, and for core/components.py, which imports every folder when it is called.
     """
-    if not parts or parts[0] in ("__init__", "__main__") or tuple(parts[:2]) in (("core", "__init__"), ("core", "components")):
+    if not parts or parts[0] in ("__init__", "__main__"):
+        return None
+    if parts[0] == "core" and parts[1] in ("__init__", "components"):
         return None
     return f"{CORE}{parts[1]}" if parts[0] == "core" else parts[0]
 
