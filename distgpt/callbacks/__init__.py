@@ -1,4 +1,4 @@
-"""Guards against what interrupts a run: bad steps, stuck ranks, a deadline, a full disk, failing hardware.
+"""Observers and policies of a run: bad steps, stuck ranks, deadlines, full disks, metrics (monitoring/).
 
-`attach.py` says by the settings which of them a run has. Not here: the plain path, which knows only seams.
+`attach.py` chooses them by the settings. Not here: their contracts and plain versions (core/train/seams.py).
 """

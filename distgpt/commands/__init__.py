@@ -1,4 +1,4 @@
 """The commands of the command line, by families: parse, build, call; and the options they share.
 
-Not here: what a command does, which stands in the folder that it calls, and what a setting is (core/config/).
+Not here: what a command does (the room that it calls), and the settings (core/config/).
 """

@@ -88,7 +88,7 @@ class PackedCorpus(Corpus):
 
 
 class _Packed:
-    """A row of the table of texts, by --pack: texts of the kind that the path tells, in other batches."""
+    """The kind of text of --pack: texts of the kind that the path tells, in other batches."""
 
     def refuse_missing(self, request: DataRequest) -> None:
         components().text(kind_of(request.data)).refuse_missing(request)

@@ -351,7 +351,7 @@ class ShardTokens:
 
 
 class _Shards:
-    """A row of the table of texts: a folder of token shards."""
+    """The kind of text that is a folder of token shards."""
 
     def refuse_missing(self, request: DataRequest) -> None:
         path = resolve_data(request.data)

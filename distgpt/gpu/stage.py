@@ -1,4 +1,4 @@
-"""The stages on GPUs: rows of the table of stages. Libraries are loaded when a stage is opened.
+"""The stages on GPUs. Libraries are loaded when a stage is opened.
 
 | stage      | kernels | communicator |
 |------------|---------|--------------|

@@ -28,7 +28,7 @@ HEAD_LR = 5.0  # divided by the width, over which a score sums
 
 
 class PairWeights:
-    """A row of the table of first weights (core/train/setup.py)."""
+    """First weights learned from counts of pairs (core/train/setup.py)."""
 
     note = "initial weights: computed from counts of adjacent token pairs in the text"
     tokens = MOST_TOKENS

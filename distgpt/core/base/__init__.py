@@ -1,4 +1,4 @@
-"""The ground of all else: errors, files that appear whole, JSON that is checked, tables of components.
+"""The ground of all else: errors, files that appear whole, JSON that is checked, caches.
 
 Not here: settings (core/config/), and anything that computes.
 """

@@ -1,6 +1,6 @@
-"""Tokenizers: their base, the one by byte, and the table of all kinds, by which a name or a file is read.
+"""Tokenizers: their base, the one by byte, and how a name or a file is read.
 
-Others are rows that are handed in.
+Others are in corpora/tokenizers: see `Components.tokenizer`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A model as one self-describing file: its weights, its configuration and its tokenizer.
 
-Other kinds of weights files are rows of tables (weights.py)."""
+Other kinds of weights files: weights.py."""
 
 from __future__ import annotations
 

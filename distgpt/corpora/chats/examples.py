@@ -126,7 +126,7 @@ def _examples(tokens: Tokens) -> Examples:
 
 
 class _Chats:
-    """A row of the table of texts, by --chats."""
+    """The kind of text of --chats."""
 
     def refuse_missing(self, request: DataRequest) -> None:
         """Refuse nothing: what is wrong with chats is found where they are read."""

@@ -91,7 +91,7 @@ class _Watcher:
 
 
 class _Documents:
-    """A row of the table of texts: what is tokenized once, into shards of its own."""
+    """The kind of text that is tokenized once, into shards of its own."""
 
     def refuse_missing(self, request: DataRequest) -> None:
         find_inputs((resolve_data(request.data),))

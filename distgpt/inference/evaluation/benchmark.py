@@ -83,7 +83,7 @@ class Benchmark:
 
 
 class HellaSwag:
-    """A row of the table of metrics: fractions of right answers, measured while a model is trained."""
+    """A metric: the fraction of right answers, measured while a model is trained."""
 
     def __init__(self, comm: Comm, path: Path, tokenizer: Tokenizer, seq_len: int) -> None:
         self._benchmark = load_benchmark(comm, "hellaswag", path, tokenizer, seq_len)

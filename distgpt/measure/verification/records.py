@@ -38,7 +38,7 @@ class Start:
     step: int
     event: JsonObject  # its line in history.jsonl
     changes: Changes
-    facts: Facts | None  # None: of a version that did not keep them, or without this component
+    facts: Facts | None  # None: of a version that did not keep them
 
     @property
     def ranks(self) -> int | None:
