@@ -13,8 +13,9 @@ from distgpt.core.model.passes import Pass
 from distgpt.core.ops.kernels import Kernels
 from distgpt.inference.decoding import compiled
 from distgpt.inference.decoding.compiled import compiled_slots
-from distgpt.inference.quantized.integers import bits_of, quantise, restored
+from distgpt.inference.quantized.integers import quantise, restored
 from distgpt.inference.quantized.kernels import Int8Kernels
+from distgpt.models.quantized.bits import bits_of
 from distgpt.models.quantized.packed import int8_of
 
 VARIANTS = {

@@ -20,8 +20,9 @@ from distgpt.core.saved.modelfile import Description, load_model, save_model
 from distgpt.core.saved.opening import dtype_of
 from distgpt.core.saved.tensors import read_header, read_rows, write_tensors
 from distgpt.inference.decoding.compiled import compiled_slots
-from distgpt.inference.quantized.integers import LEVELS, bits_of, quantise, restored
+from distgpt.inference.quantized.integers import LEVELS, quantise, restored
 from distgpt.inference.quantized.kernels import Int8Kernels
+from distgpt.models.quantized.bits import bits_of
 from distgpt.models.quantized.calibration import calibrated, moved, round_for
 from distgpt.models.quantized.packed import int8_of
 from distgpt.models.quantized.rounded import quantize

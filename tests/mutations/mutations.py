@@ -63,8 +63,8 @@ _FAULTS = {
     ("core/train/setup.py", _WIRED): [
         (
             "the best loss is forgotten",
-            "say, comm, best, disk, gathering",
-            "say, comm, None, disk, gathering",
+            "        trained.best,",
+            "        None,",
         ),
         ("micro-batches are those of other ranks", "state.ranks != ranks or ", ""),
         ("--seed does not reach the weights", "initial(t.seed)", "initial(0)"),
@@ -75,8 +75,8 @@ _FAULTS = {
     ("core/train/report.py", _ON_RANKS): [
         (
             "all ranks record an evaluation",
-            "        if not self._is_silent:\n            self._record(metrics",
-            "        if True:\n            self._record(metrics",
+            "        if not self._is_silent:\n            self._listener.evaluated(self._record",
+            "        if True:\n            self._listener.evaluated(self._record",
         ),
     ],
     ("core/train/checkpoints.py", "training/test_saving.py"): [

@@ -94,7 +94,7 @@ from distgpt.core.train.sharing import Strategy
 run = RunConfig(ModelConfig(vocab_size=256, seq_len=8, n_layer=2, n_head=2, n_embd=32), TrainConfig())
 kernels = open_stage("serial").kernels("{dtype}", "auto", "training")
 rehearse(kernels, run, Strategy(run.train, 1))
-model = kind_of(run.train).build(run, kernels)
+model = components().model(run.train).build(run, kernels)
 model.allocate_master_weights()
 model.initialise(0)
 before = set(disk_cache.used)

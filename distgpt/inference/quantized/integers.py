@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from distgpt.core.model.memory import LEARNED, MATRIX, Spec
 from distgpt.core.ops.api import Array, Floats2d
 from distgpt.core.ops.low_precision import BITS, from_bfloat16
 
@@ -31,16 +30,6 @@ class Quantised(NamedTuple):
     q: Array
     scales: Array
     bits: int = 8
-
-
-def bits_of(spec: Spec, dtype: str) -> int:
-    """Return the bits of its integers in a model rounded to int8 or int4; 0: it stays float32.
-
-    Matrices are rounded, but not learned positions; to int4 those of layers.
-    """
-    if not spec.is_matrix or spec.name == LEARNED:
-        return 0
-    return 4 if dtype == "int4" and spec.group == MATRIX else 8
 
 
 def quantise(w: Floats2d) -> Quantised:

@@ -22,8 +22,9 @@ from distgpt.core.model.passes import Pass
 from distgpt.core.ops.api import Affine, Array, Floats2d
 from distgpt.core.ops.low_precision import from_bfloat16
 from distgpt.core.saved.modelfile import load_model
-from distgpt.inference.quantized.integers import BLOCKS, Quantised, bits_of, nearest, restored
+from distgpt.inference.quantized.integers import BLOCKS, Quantised, nearest, restored
 from distgpt.inference.quantized.rounding import rounded
+from distgpt.models.quantized.bits import bits_of
 
 TOKENS, LENGTH = 32768, 512  # of the text that is read, and of a sequence, at most
 ROOM = 3 << 30  # bytes of what is computed of them: a large model reads fewer

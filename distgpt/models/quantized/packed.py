@@ -15,10 +15,11 @@ from distgpt.core.model.model import Architecture, Model
 from distgpt.core.ops.api import Array
 from distgpt.inference.decoding.compiled import Packing
 from distgpt.inference.decoding.loops.weights import FLOATS, Forms, Layer, Weights, packed_weights
-from distgpt.inference.quantized.integers import Quantised, bits_of
+from distgpt.inference.quantized.integers import Quantised
 from distgpt.inference.quantized.kernels import Int8Kernels, Packed
 from distgpt.inference.quantized.operands import Integers, operand_rows
 from distgpt.inference.quantized.rounding import rounded
+from distgpt.models.quantized.bits import bits_of
 
 FORMS: Forms = {**FLOATS, Quantised: Integers}
 REFUSED = "a model in {} cannot be trained: its weights are rounded; train it in float32 or bfloat16"

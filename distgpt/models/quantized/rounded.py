@@ -48,11 +48,11 @@ from distgpt.inference.quantized.integers import (
     BLOCKS,
     MOST,
     Quantised,
-    bits_of,
     from_nibbles,
     restored,
     to_nibbles,
 )
+from distgpt.models.quantized.bits import bits_of
 
 if TYPE_CHECKING:  # with compiled loops, which files are read and written without
     from distgpt.inference.quantized.kernels import Int8Kernels
