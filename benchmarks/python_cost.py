@@ -37,9 +37,9 @@ CHANGES: dict[str, dict[str, Any]] = {
 def do_nothing() -> None:
     """Let every loop that is compiled from now on return at once."""
     from distgpt.core.cpu.compiling import jit
-    from distgpt.recorded import segment  # whose loops are Python's substitute, and stay
+    from distgpt.core.cpu.graphs import loops  # which are Python's substitute, and stay
 
-    assert segment
+    assert loops
     compiled = jit.njit
 
     def emptied(function: Callable[..., Any]) -> Any:
@@ -97,14 +97,14 @@ def step_cost(name: str, threads: int, dtype: str, steps: int, is_empty: bool) -
 def wake_cost(threads: int, rounds: int = 300) -> dict[str, float]:
     """Return the median µs in which all threads of a pool do nothing, by a job and by an order."""
     from distgpt.core.cpu.compiling.jit import jit
+    from distgpt.core.cpu.graphs.launch import ParallelLaunch
     from distgpt.core.cpu.pool import Pool
-    from distgpt.recorded.orders import Orders
 
     def idle(thread: int) -> None:
         pass
 
     pool = Pool(threads)
-    orders = Orders(pool, jit(idle), [(thread,) for thread in range(threads)], [])
+    orders = ParallelLaunch(pool, jit(idle), [(thread,) for thread in range(threads)], [])
     found: dict[str, float] = {"threads": threads}
     for name, wake in {"job": lambda: pool.run_parts(idle, threads), "order": orders.run}.items():
         seconds = []

@@ -48,10 +48,8 @@ TABLES: dict[str, dict[str, str]] = {
     # Parts of a run that the core has plain ones of (core/base/tables.py).
     "parts": {
         "grants": "distgpt.launch.environment:GRANTS",
-        "helpers": "distgpt.helpers.start:start",
         "job": "distgpt.launch.job:LAUNCHED",
         "kept": "distgpt.proofs.kept:note",
-        "record": "distgpt.recorded.record:record",
         "layout": "distgpt.layout.bind:PLACED",
         "one prompt": "distgpt.generation.averaged:averaged",
         "remedy": "distgpt.texts.unreadable:remedy",
@@ -74,16 +72,6 @@ TABLES: dict[str, dict[str, str]] = {
     "stages": {"cuda": "distgpt.gpu.stage:GPU", "mpi-cuda": "distgpt.gpu.stage:GPU"},
     # By dtype: kernels of the stages on CPUs (core/cpu/stages.py).
     "kernels": dict.fromkeys(("int8", "int4"), "distgpt.rounded.loops.kernels:make"),
-    # By a feature in LLVM's words (core/cpu/compiling/processor.py).
-    "processors": {
-        "amx-bf16": "distgpt.processors.permission:AMX",
-    },
-    # By `Shape.tiles` (core/cpu/matmul/assembled.py).
-    "tiles": {
-        "amx": "distgpt.processors.amx:module",
-        "widened": "distgpt.processors.widening:module",
-    },
-    "packed rows": {"amx": "distgpt.processors.amx:ROWS"},
     # By what shows or records a run (core/train/lines.py).
     "listeners": {
         "json": "distgpt.fleet.structured:JsonLines",
@@ -120,15 +108,6 @@ TABLES: dict[str, dict[str, str]] = {
     },
     # Guards of every run, by any name, beside those that settings ask for (guards/attach.py).
     "guards": {},
-    # Folders of compiled loops: a change there makes them anew (core/cpu/compiling/disk_cache.py).
-    "loops": {
-        "adapters": "adapters/loops",
-        "decoding": "decoding/loops",
-        "parallel": "parallel/loops",
-        "recorded": "recorded/loops",
-        "rounded": "rounded/loops",
-        "processors": "processors",
-    },
     # By the kind that settings give (core/train/seams.py).
     "models": {"lora": "distgpt.adapters.adapter_kind:ADAPTERS"},
     # By the dtype that weights are rounded to (core/saved/weights.py).

@@ -13,14 +13,13 @@ from distgpt.core.comm.serial import SerialComm
 from distgpt.core.config import GpuConfig, RunConfig
 from distgpt.core.cpu import dtypes
 from distgpt.core.cpu.compiling import processor
-from distgpt.core.cpu.compiling.processor import ARM64, AVX2, AVX512, AVX512_BF16
+from distgpt.core.cpu.compiling.processor import AMX, ARM64, AVX2, AVX512, AVX512_BF16
 from distgpt.core.cpu.stages import expected_dtype, open_stage
 from distgpt.core.generate.engine_setup import ModelSpec
 from distgpt.core.ops.low_precision import BITS
 from distgpt.core.saved.rundir import RunDirectory
 from distgpt.evaluation.evaluate import evaluate
 from distgpt.gpu.stage import GpuStage
-from distgpt.processors.permission import SHAPE as AMX
 from distgpt.rounded.rounded import quantize
 
 STEPS = ("--steps", "4", "--save-every", "2")

@@ -20,10 +20,7 @@ ORDER = (
         "counts",
         "moved_caches",
         "launch",
-        "recorded",
-        "helpers",
         "layout",
-        "processors",
         "gpu",
         "decoding",
         "rounded",
@@ -42,7 +39,7 @@ ORDER = (
 INSIDE = {
     "core.cpu": (
         *("first_use", "pool", "compiling", "matmul", "teams", "fused"),
-        *("kernels", "dtypes", "stages"),
+        *("kernels", "graphs", "dtypes", "stages", "compile_workers"),
     ),
     "texts": ("unreadable", "tokenizers", "shards", "prepare", "packing", "chats"),
     "formats": ("", "gguf"),

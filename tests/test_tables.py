@@ -23,9 +23,6 @@ from distgpt.core.comm.layout import Layout
 from distgpt.core.comm.resources import Grants
 from distgpt.core.comm.serial import SerialComm
 from distgpt.core.config import ModelConfig, RunConfig, TrainConfig, settings_of
-from distgpt.core.cpu.compiling.processor import PROCESSORS
-from distgpt.core.cpu.kernels import as_it_is
-from distgpt.core.cpu.matmul import assembled
 from distgpt.core.cpu.stages import KERNELS, KINDS
 from distgpt.core.data.loading import TEXTS, Corpus, DataRequest, load_corpus
 from distgpt.core.data.textfile import no_remedy
@@ -49,7 +46,7 @@ from distgpt.core.train.lines import LISTENERS, Lines
 from distgpt.core.train.plan import CHECKS, RECIPES, refuse_unsuited
 from distgpt.core.train.run import plain_seams
 from distgpt.core.train.seams import MODEL_KINDS, WholeModel
-from distgpt.core.train.setup import FIRST_WEIGHTS, unhelped
+from distgpt.core.train.setup import FIRST_WEIGHTS
 from distgpt.core.train.sharing import STRATEGIES, USUAL, Strategy, strategy_for
 from distgpt.core.train.summary import FACTS
 from distgpt.guards.attach import GUARDS, keep_nothing
@@ -89,12 +86,6 @@ ROWS = {
     "libraries": (LIBRARIES, lambda row: row.raised(ValueError()) is None and row.name),
     "stages": (KINDS, lambda row: callable(row.open) and callable(row.dtype_choice)),
     "kernels": (KERNELS, lambda row: list(inspect.signature(row).parameters) == ["stage", "dtype", "matmul"]),
-    "processors": (PROCESSORS, lambda row: row.shape({"avx2"}) is None),
-    "tiles": (
-        assembled.TILES,
-        lambda row: [*inspect.signature(row).parameters][:3] == ["shape", "operand", "out"],
-    ),
-    "packed rows": (assembled.PACKED_ROWS, lambda row: "@rows(" in row[0]() and row[1] % row[2] == 0),
     "rounded": (ROUNDED, lambda row: has(row, RoundedKind) and row.stored),
     "part files": (PARTS, lambda row: has(row, PartKind)),
     "beside": (BESIDE, lambda row: has(row(None), Beside)),
@@ -106,10 +97,8 @@ ROWS = {
 
 # Parts that the core has plain ones of.
 MORE = {
-    "helpers": unhelped,
     "kept": keep_nothing,
     "one prompt": on_first,
-    "record": as_it_is,
     "remedy": no_remedy,
     "seams": plain_seams,
     "slots": plain_kind,
@@ -118,7 +107,7 @@ OBJECTS = {"job": Job, "grants": Grants, "layout": Layout}
 
 
 def test_every_row_that_is_handed_in_is_there():
-    assert TABLES.keys() - {"loops", "parts"} == ROWS.keys()  # folders, files, and plain ones
+    assert TABLES.keys() - {"parts"} == ROWS.keys()  # and plain ones
     assert {*MORE, *OBJECTS} == {*TABLES["parts"]}
     for name, plain in OBJECTS.items():
         assert isinstance(row := part(name, None), plain) and type(row) is not plain
@@ -127,7 +116,6 @@ def test_every_row_that_is_handed_in_is_there():
             inspect.signature(part(name, plain)).parameters.keys()
             == inspect.signature(plain).parameters.keys()
         )
-    assert all((PACKAGE / folder / "__init__.py").exists() for folder in TABLES["loops"].values())
     for name, (table, fits) in ROWS.items():
         assert set(TABLES[name]) <= {*table}
         assert all(fits(row) for _, row in table.rows()) and len(list(table.rows())) == len([*table])
@@ -188,8 +176,6 @@ def test_a_plain_text_is_read_without_any_component():
 import distgpt.core.train.assessment
 from distgpt.core.comm.serial import SerialComm
 from distgpt.core.config import ModelConfig, TrainConfig, settings_of
-from distgpt.core.cpu.compiling.processor import PROCESSORS
-from distgpt.core.cpu.matmul import assembled
 from distgpt.core.cpu.stages import KERNELS, KINDS
 from distgpt.core.data.loading import DataRequest, load_corpus
 load_corpus(SerialComm(), DataRequest("story", "byte", val="names"))

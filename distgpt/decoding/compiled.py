@@ -12,6 +12,7 @@ import numpy as np
 from distgpt.core.config import ModelConfig
 from distgpt.core.cpu.compiling.barrier import counters
 from distgpt.core.cpu.compiling.jit import PackedArgs, entry
+from distgpt.core.cpu.graphs.launch import ParallelLaunch
 from distgpt.core.cpu.kernels import CpuKernels
 from distgpt.core.cpu.pool import pool_of
 from distgpt.core.generate.slots import CHUNK, Feed, SlotKind, check_drop
@@ -28,7 +29,6 @@ from distgpt.decoding.loops.cached_attention import (
 )
 from distgpt.decoding.loops.variants import NO_VARIANTS, Variants
 from distgpt.decoding.packed import Packing, packing_of
-from distgpt.recorded.orders import Orders
 
 ROWS, ROOM = 512, 12 << 20  # tokens of one call, and bytes of their rows; more go through in parts
 WORTHWHILE = 1 << 20  # elements of all weights from which on it pays to wake other threads for a token
@@ -69,7 +69,9 @@ class CompiledSlots:
         threads = self._pool.threads
         self._call = entry(decode.decode, 0, 1, 0, 0, none, self._fixed[0])
         arguments = [(i, threads, 0, 0, none, fixed) for i, fixed in enumerate(self._fixed)]
-        self._orders = Orders(self._pool, decode.decode, arguments, [self._counter]) if threads > 1 else None
+        self._launch = (
+            ParallelLaunch(self._pool, decode.decode, arguments, [self._counter]) if threads > 1 else None
+        )
 
     def feed(self, work: Sequence[Feed]) -> Array:
         logits = np.empty((sum(each.wanted for each in work), self._kind.vocab), np.float32)
@@ -114,11 +116,11 @@ class CompiledSlots:
         inputs.wanted[: len(wanted)] = wanted
         inputs.variants[0, : len(tokens)] = variants
         inputs.variants[1, : len(wanted)] = inputs.variants[0, wanted]
-        if self._orders is None:
+        if self._launch is None:
             self._call(0, 1, len(tokens), len(feeds), logits, self._fixed[0])
             return
-        self._orders.put(2, len(tokens), len(feeds), logits)
-        if self._orders.run():
+        self._launch.put(2, len(tokens), len(feeds), logits)
+        if self._launch.run():
             raise RuntimeError(f"{decode.decode} has failed")
 
 

@@ -12,7 +12,6 @@ import numpy as np
 from distgpt.core.cpu.compiling import processor
 from distgpt.core.cpu.kernels import CpuKernels
 from distgpt.core.ops.api import Affine, Array, Kernels
-from distgpt.processors import permission
 
 SIDES = (512, 1024, 2048, 4096, 8192)  # of square matmuls, as far as the time suffices
 SHORTEST = 0.01  # seconds of a measurement: enough calls to fill a queue
@@ -36,11 +35,11 @@ def cpu_features() -> list[str]:
 
 def amx() -> str:
     """Describe if our kernel for AMX is used; "" without AMX."""
-    if not permission.has_amx(processor.features()):
+    if not processor.has_amx():
         return ""
     if processor.shape().amx:
         return "used"
-    return f"there, not used: {permission.REFUSED if permission.wanted() else permission.OFF}"
+    return f"there, not used: {processor.AMX_REFUSED if processor.amx_wanted() else processor.AMX_OFF}"
 
 
 def how(k: CpuKernels) -> str:

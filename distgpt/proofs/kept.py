@@ -38,7 +38,7 @@ PACKAGE = Path(__file__).parents[1]
 # Folders of the package that change no bit of a step: those that show, serve, measure, install or start runs.
 ELSEWHERE = (
     *("commands", "decoding", "doctor", "evaluation", "fleet", "formats"),
-    *("generation", "helpers", "jobs", "launch", "measure", "proofs", "serving", "show"),
+    *("generation", "jobs", "launch", "measure", "proofs", "serving", "show"),
     *("supervise", "sweep"),
 )
 MUON_RULE = 1  # each attention head is orthogonal by itself, no longer all of q, of k and of v

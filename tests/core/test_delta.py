@@ -31,7 +31,7 @@ TOGETHER = {
     "reproducible on two": (["parallel"], "ranks", "--reproducible-parts 2"),
 }
 # Machine code comes to a plain run by these too, as loops are compiled or loaded, where ran.py does not look.
-COMPILING = ("core/cpu/compiling/", "core/cpu/matmul/", "core/base/caches.py", "helpers/")
+COMPILING = ("core/cpu/compiling/", "core/cpu/matmul/", "core/base/caches.py", "core/cpu/compile_workers.py")
 TRAIN = [
     "train",
     *SAME,

@@ -5,11 +5,10 @@ from test_doctor import changed, ranks  # noqa: F401
 
 from distgpt.core.comm.serial import SerialComm
 from distgpt.core.cpu.compiling import processor
-from distgpt.core.cpu.compiling.processor import AVX512, AVX512_BF16
+from distgpt.core.cpu.compiling.processor import AMX, AVX512, AVX512_BF16
 from distgpt.core.cpu.kernels import Bfloat16Kernels
 from distgpt.doctor import facts, speed
 from distgpt.doctor import report as doctor
-from distgpt.processors.permission import SHAPE as AMX
 
 
 @pytest.fixture(autouse=True)

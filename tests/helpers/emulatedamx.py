@@ -11,7 +11,6 @@ import tempfile
 from pathlib import Path
 
 from distgpt.core.cpu.compiling import processor
-from distgpt.processors.permission import VARIABLE
 
 SOURCE = Path(__file__).parents[1] / "amx" / "emulated.cpp"
 COMPILER = shutil.which("g++")
@@ -38,14 +37,14 @@ def environment(made: Path | None, counts: Path) -> dict[str, str]:
     Each of them appends to the file `counts` how often it ran which instruction.
     """
     if made is None:
-        return {**os.environ, VARIABLE: "1"}
+        return {**os.environ, processor.AMX_VARIABLE: "1"}
     return {
         **os.environ,
         "LD_PRELOAD": str(made),
         "AMX_COUNTS": str(counts),
         "NUMBA_CPU_NAME": processor.processor()[0],
         "NUMBA_CPU_FEATURES": features(),
-        VARIABLE: "1",
+        processor.AMX_VARIABLE: "1",
     }
 
 

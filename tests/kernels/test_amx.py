@@ -20,13 +20,11 @@ import pytest
 from test_matmul import GUARD, check, wide
 
 from distgpt.core.cpu.compiling import disk_cache, processor
-from distgpt.core.cpu.compiling.processor import AVX512, AVX512_BF16, BFLOAT16
-from distgpt.core.cpu.matmul import assembled
+from distgpt.core.cpu.compiling.processor import AMX, AVX512, AVX512_BF16, BFLOAT16
+from distgpt.core.cpu.matmul import amx, assembled
 from distgpt.core.cpu.matmul.microkernel import ACCUMULATE, BIAS
 from distgpt.core.cpu.matmul.packing import aligned
 from distgpt.core.ops.low_precision import to_bfloat16
-from distgpt.processors import amx, permission
-from distgpt.processors.permission import SHAPE as AMX
 from distgpt.proofs import kept
 
 OUT = {"float32": "float32", "bfloat16": "uint16"}
@@ -34,7 +32,7 @@ ROWS, COLUMNS = AMX.rows, AMX.columns
 NAN = GUARD["uint16"]
 # Rounded as this processor can: LLVM rounds to bfloat16 by itself only for those with the instruction.
 SHAPE = replace(AMX, dot="avx512bf16" in processor.features())
-IS_THERE = permission.has_amx(processor.features())
+IS_THERE = processor.has_amx()
 emulated = pytest.mark.skipif(
     not IS_THERE
     and (emulatedamx.COMPILER is None or platform.machine() != "x86_64" or sys.platform != "linux"),
@@ -52,7 +50,7 @@ def emulation(tmp_path_factory):
 def machine(emulation):
     """What makes machine code for this processor and AMX, which this process can run from now on."""
     if emulation is None:
-        assert permission.granted()
+        assert processor.amx_granted()
     else:
         ctypes.CDLL(str(emulation))
     name = processor.processor()[0]
@@ -228,7 +226,7 @@ def test_a_run_computes_with_it_and_loses_what_others_lose(emulation, tmp_path):
     losses, gradients = {}, {}
     for name in ("without", "amx"):
         counts = tmp_path / f"{name}.txt"
-        environ = {**os.environ, permission.VARIABLE: "0"}
+        environ = {**os.environ, processor.AMX_VARIABLE: "0"}
         if name == "amx":
             environ = emulatedamx.environment(emulation, counts)
         words = [*SMALL.split(), "--dtype", "bfloat16", "--threads", "2", "--out", str(tmp_path / name)]
@@ -262,14 +260,14 @@ def test_it_is_used_only_where_it_is_there_wanted_and_granted(monkeypatch):
     ):
         monkeypatch.setattr(processor, "processor", lambda name=name: (name, ""))
         monkeypatch.setattr(processor, "features", lambda features=features: features)
-        monkeypatch.setattr(permission, "granted", lambda granted=granted: granted)
-        monkeypatch.delenv(permission.VARIABLE, raising=False)
+        monkeypatch.setattr(processor, "amx_granted", lambda granted=granted: granted)
+        monkeypatch.delenv(processor.AMX_VARIABLE, raising=False)
         if wanted is not None:
-            monkeypatch.setenv(permission.VARIABLE, wanted)
+            monkeypatch.setenv(processor.AMX_VARIABLE, wanted)
         assert processor.shape.__wrapped__() == expected
         assert ("does not grant it" in processor.hint()) == (features == present and not granted)
     monkeypatch.undo()
-    assert permission.granted() in (True, False)  # any processor can be asked
+    assert processor.amx_granted() in (True, False)  # any processor can be asked
 
 
 def test_a_record_of_a_run_tells_whether_it_was_used(monkeypatch):

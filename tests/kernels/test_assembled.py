@@ -8,11 +8,9 @@ import sys
 import llvmlite.binding as llvm
 import pytest
 
-from distgpt.core.cpu.compiling.processor import AVX2, AVX512, AVX512_BF16
-from distgpt.core.cpu.matmul import assembled
+from distgpt.core.cpu.compiling.processor import AMX, AVX2, AVX512, AVX512_BF16
+from distgpt.core.cpu.matmul import assembled, widening
 from distgpt.core.cpu.matmul.microkernel import Tile, declarations, module
-from distgpt.processors import widening
-from distgpt.processors.permission import SHAPE as AMX
 from distgpt.rounded.loops import int4, int8
 from distgpt.rounded.loops.int4 import Int4Tile
 from distgpt.rounded.loops.int8 import Int8Tile, dot_of

@@ -16,22 +16,22 @@ from distgpt.core.cpu.stages import open_stage
 from distgpt.core.model.model import miniature
 from distgpt.core.train.setup import rehearse
 from distgpt.core.train.sharing import strategy_for
-from distgpt.helpers import start
+from distgpt.core.cpu import compile_workers
 
 run = preset(sys.argv[1], {"vocab_size": 256, "dtype": sys.argv[2], "matmul": sys.argv[3]})
 small = replace(run, model=miniature(run.model))
 work = partial(rehearse, config=small, strategy=strategy_for(run.train, 1))
 stage = open_stage("serial", 2)
 kernels = stage.kernels(run.train.dtype, run.train.matmul_backend)
-missing = start.missing_loops(stage, run.train.dtype, run.train.matmul_backend, work)
+missing = compile_workers.missing_loops(stage, run.train.dtype, run.train.matmul_backend, work)
 print(len(missing), len(list(disk_cache.folder().glob("*.loop"))))
-helper = start._started()
-start._tell(helper, [start._name(each) for each in missing])
+helper = compile_workers._started()
+compile_workers._tell(helper, [compile_workers._name(each) for each in missing])
 assert helper.wait(300) == 0
 before = len(list(disk_cache.folder().iterdir()))
 work(kernels)
 print(before, len(list(disk_cache.folder().iterdir())), first_use.has_compiled())
-print(len(start.missing_loops(stage, run.train.dtype, run.train.matmul_backend, work)))
+print(len(compile_workers.missing_loops(stage, run.train.dtype, run.train.matmul_backend, work)))
 """
 
 

@@ -6,8 +6,8 @@ from test_amx import OUT, before_a_guard, compiled, computed
 from test_matmul import GUARD, wide
 
 from distgpt.core.cpu.compiling.processor import AVX512, BFLOAT16, features
+from distgpt.core.cpu.matmul import widening
 from distgpt.core.ops.low_precision import to_bfloat16
-from distgpt.processors import widening
 
 pytestmark = pytest.mark.skipif("avx512f" not in features(), reason="needs AVX-512")
 

@@ -178,7 +178,7 @@ _FAULTS = {
             "with nullcontext():",
         ),
     ],
-    ("recorded/capture.py", "recorded/test_recorded.py -k meet or made or makes or another"): [
+    ("core/cpu/graphs/capture.py", "recorded/test_recorded.py -k meet or made or makes or another"): [
         ("recorded threads do not meet", "calls.mark(MEET)", "pass"),
         (
             "arrays that work made for itself are recorded",
@@ -187,28 +187,28 @@ _FAULTS = {
         ),
         ("a thread computes into another one's recording", "get_ident() == own else", "True else"),
     ],
-    ("recorded/orders.py", "recorded/test_lending.py"): [
+    ("core/cpu/graphs/launch.py", "recorded/test_lending.py"): [
         ("a call that failed is not told", "        self._failed.append(thread)", "        pass"),
         ("an order keeps its first arguments", "self._words[:, first : first + len(words)] = words", "pass"),
         (
-            "helpers stay lent when they are called back",
+            "helpers stay assigned when they are called back",
             "        self.words[0, loops.CALLED_BACK] = 1",
             "        pass",
         ),
         (
             "a pool keeps the arrays of the last order",
-            "            board.failed = _nothing",
+            "            slot.failed = _nothing",
             "            pass",
         ),
     ],
     ("core/cpu/pool.py", "recorded/test_lending.py -k fork"): [
         (
-            "a child of a fork takes its parent's helpers for lent",
-            "        self.loan: Loan | None = None",
-            "        self.loan: Loan | None = getattr(self, 'loan', None)",
+            "a child of a fork takes its parent's helpers for assigned",
+            "        self.task: HelperTask | None = None",
+            "        self.task: HelperTask | None = getattr(self, 'task', None)",
         ),
     ],
-    ("recorded/record.py", "recorded/test_recorded.py -k rows or profile"): [
+    ("core/cpu/graphs/capture.py", "recorded/test_recorded.py -k rows or profile"): [
         (
             "targets are looked at once",
             "counts_all = not any((targets == IGNORED).any() for targets in self._targets)",
@@ -269,7 +269,7 @@ _FAULTS = {
     ("core/cpu/matmul/bands.py", "kernels/test_matmul.py -k many_threads"): [
         ("each thread packs all of dy", "Bands(min(threads // n, strips), n)", "Bands(1, n)"),
     ],
-    ("processors/amx.py", "kernels/test_amx.py -m not slow"): [
+    ("core/cpu/matmul/amx.py", "kernels/test_amx.py -m not slow"): [
         ("tiles of few rows read A in place", "%fills = and i1 %lies, %full", "%fills = and i1 %lies, %lies"),
         ("the last k are read whole", "%direct = and i1 %whole, %fills", "%direct = and i1 %fills, %fills"),
         (
@@ -280,7 +280,7 @@ _FAULTS = {
         ("packed rows are taken for pairs", "%lies = or i1 %plain, %packed", "%lies = or i1 %plain, %plain"),
         ("the second half of the rows is the first", "i64 {half * LINE}", "i64 0"),
     ],
-    ("processors/widening.py", "kernels/test_widening.py"): [
+    ("core/cpu/matmul/widening.py", "kernels/test_widening.py"): [
         ("the buffer keeps one pair for all of a row", "(4, BUFFER_LINE) if", "(0, BUFFER_LINE) if"),
         ("the second halves are the first ones", '("%behind", True)', '("%behind", False)'),
         ("what lies behind A is read", "lanes_below(self._pairs)", "lanes_below(str(LANES))"),

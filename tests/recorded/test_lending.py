@@ -14,9 +14,9 @@ from forks import forked
 
 from distgpt.core.cpu.compiling.barrier import counters, wait_for_all
 from distgpt.core.cpu.compiling.jit import PackedArgs, jit, unpack_args
+from distgpt.core.cpu.graphs import launch
+from distgpt.core.cpu.graphs.launch import CommandSlot, ParallelLaunch
 from distgpt.core.cpu.pool import Pool
-from distgpt.recorded import orders
-from distgpt.recorded.orders import Board, Orders
 
 THREADS = [2, 3, 16]
 
@@ -49,7 +49,7 @@ class Counting:
     def __init__(self, pool):
         self.seen, self.counter = np.zeros((2, pool.threads), np.int64), counters(1, pool.threads)[0]
         arguments = [(self.seen, i, 1, self.counter, pool.threads) for i in range(pool.threads)]
-        self.orders = Orders(pool, count, arguments, [self.counter])
+        self.orders = ParallelLaunch(pool, count, arguments, [self.counter])
 
     def own(self):
         """Do what the first thread's call does."""
@@ -67,7 +67,7 @@ class Counting:
 def lent(request, monkeypatch):
     """Both ways: where the system lets helpers sleep in compiled code, and where each order is a job."""
     if not request.param:
-        monkeypatch.setattr(orders, "CAN_LEND", False)
+        monkeypatch.setattr(launch, "CAN_ASSIGN", False)
     return request.param
 
 
@@ -77,7 +77,7 @@ def test_all_threads_make_their_calls(threads, lent):
     counting = Counting(pool)
     for value in range(1, 50):
         counting.check(value)
-    assert isinstance(pool.loan, Board) == lent
+    assert isinstance(pool.task, CommandSlot) == lent
 
 
 def test_helpers_that_sleep_are_woken_and_take_no_time():
@@ -127,7 +127,7 @@ def test_threads_of_the_user_take_turns():
 def test_a_call_that_fails_is_told_and_the_pool_lives_on(failing, lent):
     pool = Pool(3)
     counter = counters(1, 3)[0]
-    failing_orders = Orders(pool, fail, [(i, failing, counter, 3) for i in range(3)], [counter])
+    failing_orders = ParallelLaunch(pool, fail, [(i, failing, counter, 3) for i in range(3)], [counter])
     for _ in range(5):
         assert failing_orders.run() == [failing]
         Counting(pool).check()
@@ -151,7 +151,7 @@ def test_packed_arguments_and_arrays_are_passed_on():
     pool = Pool(2)
     seen = np.zeros(2, np.int64)
     packed = [PackedArgs((np.array([10 + i]), 3)) for i in range(2)]
-    reading = Orders(pool, read_packed, [(seen, i, packed[i]) for i in range(2)], [])
+    reading = ParallelLaunch(pool, read_packed, [(seen, i, packed[i]) for i in range(2)], [])
     assert reading.run() == [] and seen.tolist() == [30, 33]
     other = np.zeros(2, np.int64)
     reading.put(0, other)
@@ -206,11 +206,11 @@ def interrupt():
 INTERRUPTED = """
 import random, signal, sys
 sys.path[:0] = {path}
-from test_lending import Counting, orders
+from test_lending import Counting, launch
 from distgpt.core.base.interrupts import signals_deferred
 from distgpt.core.cpu.pool import Pool
 
-orders.CAN_LEND = {can_lend}
+launch.CAN_ASSIGN = {can_lend}
 pool, moments, kept = Pool(3), random.Random(1), []
 counting = Counting(pool)
 counting.check()
@@ -230,7 +230,7 @@ for _ in range(400):
 """
 
 
-@pytest.mark.parametrize("can_lend", {False, orders.CAN_LEND})
+@pytest.mark.parametrize("can_lend", {False, launch.CAN_ASSIGN})
 def test_an_interrupt_may_come_anywhere(can_lend):
     script = INTERRUPTED.format(path=[str(Path(__file__).parent), *sys.path], can_lend=can_lend)
     done = subprocess.run([sys.executable, "-c", script], stderr=subprocess.PIPE, text=True, timeout=120)

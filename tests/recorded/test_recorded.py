@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 from operations import *  # noqa: F403
 
-from distgpt.core.base import tables
 from distgpt.core.config import presets
+from distgpt.core.cpu.graphs import capture, launch
+from distgpt.core.cpu.graphs.capture import OF_LOOPS, CapturedWork, GraphCapture, record
+from distgpt.core.cpu.graphs.launch import CommandSlot, Segment
 from distgpt.core.cpu.kernels import Bfloat16Kernels, CpuKernels
 from distgpt.core.cpu.pool import pool_of
 from distgpt.core.cpu.stages import open_stage
@@ -22,10 +24,6 @@ from distgpt.core.ops.api import IGNORED, Affine, Head
 from distgpt.core.ops.reference import ReferenceKernels
 from distgpt.core.train.setup import make_steps
 from distgpt.core.train.step import Step
-from distgpt.recorded.capture import OF_LOOPS, Capture
-from distgpt.recorded.orders import Board
-from distgpt.recorded.record import Recorded, record
-from distgpt.recorded.segment import Segment
 
 KERNELS = [partial(CpuKernels, "float32"), Bfloat16Kernels]
 NAMES = ["float32", "bfloat16"]
@@ -54,7 +52,7 @@ class Twice:
         def twice(*args, **named):
             given = list(arrays_in([*args, *named.values()]))
             contents = [array.copy() for array in given]
-            work = Recorded(self._kernels, lambda: getattr(self._kernels, name)(*args, **named))
+            work = CapturedWork(self._kernels, lambda: getattr(self._kernels, name)(*args, **named))
             for array in given:
                 if array.dtype.kind != "i":
                     array[...] = 0
@@ -92,14 +90,14 @@ def stepped(run, threads, count):
 def steps_of(preset, threads, is_recorded, monkeypatch, count=3, **changes):
     """Return losses, norms and weights after some steps, and how many segments one of them had."""
     if not is_recorded:
-        monkeypatch.setitem(tables._paths, "parts", {**tables.paths_in("parts"), "record": ""})
+        monkeypatch.setattr(capture, "record", lambda kernels, work: work)
     shape = {"n_layer": 2, "n_head": 2, "n_embd": 32, "seq_len": 24, "vocab_size": 61, "batch_size": 6}
     step, read = stepped(presets.preset(preset, shape | {"steps": 8} | changes), threads, count)
     monkeypatch.undo()
     segments = [
         entry
         for work in step._recorded.values()
-        if isinstance(work, Recorded)
+        if isinstance(work, CapturedWork)
         for entries in work.entries.values()
         for entry in entries
         if isinstance(entry, Segment)
@@ -134,7 +132,7 @@ def test_steps_have_the_same_bits_as_without(name, dtype, monkeypatch):
 
 
 def segments_of(threads, work, kernels):
-    capture = Capture(kernels, pool_of(threads))
+    capture = GraphCapture(kernels, pool_of(threads))
     with capture.attached():
         work()
     return capture.finish()
@@ -224,7 +222,7 @@ def test_a_team_meets_anew_at_each_call(make):
     alone, found = u.copy(), u.copy()
     make(1).orthogonalise([alone])
     kernels = make(3)
-    work = Recorded(kernels, lambda: kernels.orthogonalise([found]))
+    work = CapturedWork(kernels, lambda: kernels.orthogonalise([found]))
     for _ in range(5):
         found[...] = u
         work()
@@ -256,7 +254,7 @@ def test_rows_that_do_not_count_are_seen_at_each_call():
     plain, recorded = (
         lambda out=out: kernels.linear_cross_entropy(*out, x, head, targets, 1.0, False) for out in outs
     )
-    again = Recorded(kernels, recorded)
+    again = CapturedWork(kernels, recorded)
     for left_out in ([], [3, 69], [], range(70)):
         targets[...] = random.integers(0, 31, 70)
         targets[list(left_out)] = IGNORED
@@ -301,7 +299,7 @@ def test_inside_a_job_of_the_pool_python_makes_the_calls():
         kernels.add(totals[i], x[i], x[i])
         kernels.each(lambda part: kernels.add(totals[i], totals[i], x[i]), 2)
 
-    recorded = [Recorded(kernels, partial(work, i)) for i in range(2)]
+    recorded = [CapturedWork(kernels, partial(work, i)) for i in range(2)]
     finished = threading.Thread(target=lambda: kernels.each(lambda i: recorded[i](), 2), daemon=True)
     finished.start()
     finished.join(20)
@@ -312,7 +310,7 @@ def test_inside_a_job_of_the_pool_python_makes_the_calls():
 def test_an_operation_that_answers_leaves_all_to_python():
     kernels = CpuKernels("float32", 2)
     seen = []
-    work = Recorded(kernels, lambda: seen.append(kernels.zeros(3).sum()))
+    work = CapturedWork(kernels, lambda: seen.append(kernels.zeros(3).sum()))
     work()
     work()
     assert seen == [0, 0]
@@ -368,9 +366,7 @@ def test_a_thread_that_is_interrupted_lets_the_others_go(monkeypatch):
         kernels.each(lambda i: kernels.zero(y[i]), 3)
 
     (segment,) = segments_of(3, work, kernels)
-    import distgpt.recorded.segment as module
-
-    genuine, main = module.replay, threading.main_thread()
+    genuine, main = launch.loops.replay, threading.main_thread()
 
     def interrupted(*args):
         at, arrivals = genuine(*args)
@@ -379,7 +375,7 @@ def test_a_thread_that_is_interrupted_lets_the_others_go(monkeypatch):
             raise KeyboardInterrupt
         return at, arrivals
 
-    monkeypatch.setattr(module, "replay", interrupted)
+    monkeypatch.setattr(launch.loops, "replay", interrupted)
     with pytest.raises(KeyboardInterrupt):
         segment()
     monkeypatch.undo()
@@ -397,7 +393,7 @@ def test_arrays_that_the_work_makes_for_itself_leave_all_to_python():
         (lambda: kernels.add(y, x[indices], x), lambda: y / 2),
         (lambda: kernels.linear(out, rows[indices[:8]], Affine(w, None)), lambda: out.ravel()),
     ):
-        work = Recorded(kernels, made)
+        work = CapturedWork(kernels, made)
         for value in (1.0, 2.0, 3.0):
             x[...] = value
             work()
@@ -409,7 +405,7 @@ def test_arrays_that_the_work_makes_for_itself_leave_all_to_python():
         lambda: kernels.linear(owned, rows, Affine(w, None)),
         lambda: kernels.linear(owned[:4], rows[:4], Affine(w, None)),
     ):
-        work = Recorded(kernels, kept)
+        work = CapturedWork(kernels, kept)
         work()
         assert isinstance(work.entries[True][0], Segment)
 
@@ -427,13 +423,13 @@ def test_threads_meet_one_that_is_late(monkeypatch):
     work()
     wanted = dw.copy()
     h[...] = 0
-    genuine = Board.serve
+    genuine = CommandSlot.serve
 
     def late(board, thread):
         time.sleep(0.1)
         genuine(board, thread)
 
-    monkeypatch.setattr(Board, "serve", late)
+    monkeypatch.setattr(CommandSlot, "serve", late)
     pool_of(2).run_parts(lambda part: None, 2)  # calls helpers back, so that they begin anew
     segment()
     np.testing.assert_array_equal(dw, wanted)

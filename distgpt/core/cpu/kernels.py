@@ -13,7 +13,6 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from distgpt.core.base.tables import part
 from distgpt.core.cpu.compiling.barrier import Member
 from distgpt.core.cpu.compiling.jit import Loop
 from distgpt.core.cpu.fused import activations, attention, flat, muon, rowwise
@@ -94,6 +93,7 @@ class Floats(Operand[Array]):
 
 
 Operands = Mapping[type, type[Operand[Any]]]  # by type of matrix
+Recorder = Callable[["CpuKernels", Work], Work]  # graphs/capture.py, which imports this file
 FLOATS: Operands = MappingProxyType({np.ndarray: Floats})
 
 
@@ -101,7 +101,7 @@ class CpuKernels(OnHost):
     """`threads` workers, the caller included; the BLAS runs inside each at one thread.
 
     `matmul` names what computes float32 matmuls: "own" kernels, "blas", or "auto", the one in a table.
-    `operands` has what multiplies by each type of matrix.
+    `operands` has what multiplies by each type of matrix. `record` returns a faster version of some work.
     """
 
     # 667 rows of GPT-2's vocabulary: sgemm is 1.8 times as fast with 512 rows as with 64 (performance.md).
@@ -118,10 +118,12 @@ class CpuKernels(OnHost):
         threads: int = 1,
         matmul: str = "auto",
         operands: Operands = FLOATS,
+        record: Recorder | None = None,
     ) -> None:
         # Between layers, and of weights, statistics and sums: the same but in bfloat16.
         self.dtype = self.wide = np.dtype(dtype)
         self.threads = threads
+        self._record = record
         self._pool = pool_of(threads)
         self._memory = WorkerMemory(self._pool)
         self._operands = {kind: of(self, self._pool, self._memory) for kind, of in operands.items()}
@@ -142,8 +144,7 @@ class CpuKernels(OnHost):
         self._pool.run_together(work)
 
     def record(self, work: Work) -> Work:
-        """Return the work itself, or what a component makes of it."""
-        return part("record", as_it_is)(self, work)
+        return self._record(self, work) if self._record else work
 
     # -- arrays
 
@@ -517,11 +518,6 @@ def flattened(x: Array) -> Array:
     return x.reshape(-1)
 
 
-def as_it_is(kernels: CpuKernels, work: Work) -> Work:
-    """Return work that Python does at each call."""
-    return work
-
-
 def following(seq_len: int, start: Array | None) -> slice | Array:
     """Return the rows of a table of positions for the tokens of a sequence, or of all where they differ."""
     if start is not None and len(start) > 1:
@@ -541,8 +537,8 @@ class Bfloat16Kernels(CpuKernels):
     loss_loop = staticmethod(rowwise.cross_entropy_bfloat16)
     polar = muon.orthogonalise_bfloat16, muon.bfloat16_scratch
 
-    def __init__(self, threads: int = 1) -> None:
-        super().__init__("float32", threads)
+    def __init__(self, threads: int = 1, record: Recorder | None = None) -> None:
+        super().__init__("float32", threads, record=record)
         self.dtype = BITS
         self._polar_cost = muon.polar_cost  # by our own matmuls, in which rows are alike however they are cut
 

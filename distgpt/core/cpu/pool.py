@@ -43,8 +43,8 @@ class _Job:
 _pools: WeakSet[Pool] = WeakSet()  # all that live
 
 
-class Loan(Protocol):
-    """Work of a pool's helpers between its jobs (`Pool.lend`)."""
+class HelperTask(Protocol):
+    """Work of a pool's helpers between its jobs (`Pool.assign_helpers`)."""
 
     def serve(self, thread: int) -> None:
         """Serve as one of the helpers, until all are called back."""
@@ -60,8 +60,8 @@ class Pool:
     `run_together`: all threads make the same calls, and every `split_range` in them gives each its own part
     of the range, without waiting in between. A `split_range` inside a part of either kind is done whole by
     its thread.
-    Threads of the user that compute at once take turns. Between jobs helpers wait here, or do what they are
-    lent for (`lend`).
+    Threads of the user that compute at once take turns. Between jobs helpers wait here, or do the task
+    that they are assigned (`assign_helpers`).
     """
 
     def __init__(self, threads: int) -> None:
@@ -72,7 +72,7 @@ class Pool:
     def begin_anew(self) -> None:
         """Forget the helpers, which a fork does not copy: the next job starts them."""
         self.state = _State()
-        self.loan: Loan | None = None  # what all helpers do now
+        self.task: HelperTask | None = None  # what all helpers do now
         self._turn = threading.Lock()
         self._jobs: list[SimpleQueue[_Job]] = []  # of each helper
 
@@ -119,7 +119,7 @@ class Pool:
             self._split(lambda part: job(*self.part_of(part, parts, total, grain), *args), parts, IN_PARTS)
 
     def call(self, loop: Callable[..., object], *args: object) -> None:
-        """Call a compiled loop, inside a part of an operation. By this alone a component can record calls."""
+        """Call a compiled loop, inside a part of an operation. By this alone calls are captured."""
         loop(*args)
 
     def in_turn(self, work: Callable[[], None]) -> None:
@@ -131,13 +131,13 @@ class Pool:
             finally:
                 self.state.mode = ALONE
 
-    def lend(self, loan: Loan) -> None:
-        """Let helpers do loan.serve(thread) until the next job calls them back. To be called `in_turn`."""
+    def assign_helpers(self, task: HelperTask) -> None:
+        """Let helpers do task.serve(thread) until the next job calls them back. To be called `in_turn`."""
         self._call_back()
         self._jobs = self._jobs or self._started()
-        with signals_deferred():  # or some helpers would be lent and others not
-            self._hand_out(_Job(loan.serve, self.threads, IN_PARTS))
-            self.loan = loan
+        with signals_deferred():  # or some helpers would be assigned and others not
+            self._hand_out(_Job(task.serve, self.threads, IN_PARTS))
+            self.task = task
 
     @staticmethod
     def part_of(part: int, parts: int, total: int, grain: int) -> tuple[int, int]:
@@ -162,10 +162,10 @@ class Pool:
                 raise failure
 
     def _call_back(self) -> None:
-        """End the loan. Helpers need not be waited for: each takes its next job once it has returned."""
-        if self.loan is not None:
-            self.loan.call_back()
-            self.loan = None
+        """End the task. Helpers need not be waited for: each takes its next job once it has returned."""
+        if self.task is not None:
+            self.task.call_back()
+            self.task = None
 
     def _started(self) -> list[SimpleQueue[_Job]]:
         jobs: list[SimpleQueue[_Job]] = [SimpleQueue() for _ in range(self.threads - 1)]

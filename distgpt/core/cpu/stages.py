@@ -144,20 +144,22 @@ MakeKernels = Callable[[Stage, str, str], Kernels]
 
 
 def _float_kernels(stage: Stage, dtype: str, matmul: str) -> Kernels:
+    from distgpt.core.cpu.graphs.capture import record
     from distgpt.core.cpu.kernels import CpuKernels
 
-    return CpuKernels(dtype, stage.threads, matmul)
+    return CpuKernels(dtype, stage.threads, matmul, record=record)
 
 
 def _bfloat16_kernels(stage: Stage, dtype: str, matmul: str) -> Kernels:
     from distgpt.core.cpu.compiling import processor
+    from distgpt.core.cpu.graphs.capture import record
     from distgpt.core.cpu.kernels import Bfloat16Kernels
 
     if hint := processor.hint():
         stage.notes.add(hint)
     elif not processor.shape().dot:
         stage.notes.add(SLOW_BFLOAT16)
-    return Bfloat16Kernels(stage.threads)
+    return Bfloat16Kernels(stage.threads, record)
 
 
 # By dtype.

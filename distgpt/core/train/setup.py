@@ -19,7 +19,7 @@ import numpy as np
 from distgpt.core.base.errors import DataError, Say, UsageError
 from distgpt.core.base.files import without_locks
 from distgpt.core.base.interrupts import PendingSignals
-from distgpt.core.base.tables import Table, part
+from distgpt.core.base.tables import Table
 from distgpt.core.comm.agree import on_root, shared
 from distgpt.core.comm.api import Comm
 from distgpt.core.comm.layout import layout
@@ -354,18 +354,15 @@ def compile_once_per_node(stage: Stage, kernels: Kernels, config: RunConfig, str
     work = partial(rehearse, config=replace(config, model=miniature(config.model)), strategy=strategy)
 
     def start() -> Callable[[], None]:
-        return part("helpers", unhelped)(stage, t.dtype, t.matmul_backend, work)
+        from distgpt.core.cpu import compile_workers
+
+        return compile_workers.start(stage, t.dtype, t.matmul_backend, work)
 
     for first in (True, False):
         if (stage.comm.local_rank == 0) is first and not kernels.capabilities.is_async:
             with first_use.with_help(start) if first else nullcontext():  # the others load, and need none
                 work(kernels)
         stage.comm.barrier(resting=True)  # the cores are for whoever compiles
-
-
-def unhelped(stage: Stage, dtype: str, matmul: str, work: Callable[[Kernels], None]) -> Callable[[], None]:
-    """Start no processes that compile what `work` needs; return what ends them."""
-    return lambda: None
 
 
 def rehearse(kernels: Kernels, config: RunConfig, strategy: Strategy) -> None:

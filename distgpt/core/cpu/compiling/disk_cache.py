@@ -44,7 +44,6 @@ from distgpt.core.base.caches import (
     read_trusted,
 )
 from distgpt.core.base.errors import StorageError
-from distgpt.core.base.tables import paths_in
 from distgpt.core.cpu import first_use
 from distgpt.core.cpu.compiling.processor import processor, shape
 
@@ -53,7 +52,7 @@ PACKAGE = Path(__file__).parents[3]
 # compile` writes it (measure/site_cache.py), users only read it.
 SITE = PACKAGE / "compiled"
 # Files of loops, and of the constants in them: Numba freezes what it finds under a global name.
-CORE = "core/cpu/*/*.py", "core/cpu/pool.py", "core/ops/*.py"
+LOOPS = "core/cpu/*/*.py", "core/cpu/pool.py", "core/ops/*.py", "**/loops/*.py"
 MADE_BY = (numba.__version__, llvmlite.__version__, np.__version__, sys.implementation.cache_tag)
 VERSIONS = 3  # of the sources whose compiled loops stay
 
@@ -125,8 +124,7 @@ def site_digest(path: Path, content: bytes) -> bytes:
 
 def sources() -> list[Path]:
     """Return all sources: a loop holds a copy of every helper that it calls, whichever file that is in."""
-    of_components = (f"{folder}/*.py" for folder in paths_in("loops").values())
-    return sorted(path for pattern in (*CORE, *of_components) for path in PACKAGE.glob(pattern))
+    return sorted({path for pattern in LOOPS for path in PACKAGE.glob(pattern)})
 
 
 def digest(paths: Iterable[Path]) -> str:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 import platform
-from collections.abc import Callable
+import sys
 from dataclasses import dataclass, replace
 from functools import cache
 
 import llvmlite.binding as llvm
 import numba
-
-from distgpt.core.base.tables import Table
 
 FLOAT32, BFLOAT16 = "float32", "bfloat16"
 
@@ -47,12 +47,6 @@ class Shape:
         """Return whether operands become float32 before they are multiplied."""
         return operand == BFLOAT16 and not self.dot
 
-    def tiles(self, operand: str) -> str:
-        """Return by which name a table may have a writer of tiles that beats microkernel.py; "" for none."""
-        if self.amx:
-            return "amx" if operand == BFLOAT16 else ""
-        return "widened" if self.widens(operand) and self.lanes == 16 else ""
-
 
 # Of its 32 registers AVX-512 fills 28 with sums and 2 with the B of a step, of its 16 AVX2 12 and 2. More
 # rows would spill, with fewer B would be read too often (docs/explanation/matmul.md).
@@ -60,6 +54,11 @@ AVX512 = Shape(lanes=16, vectors=2, rows=14)
 AVX512_BF16 = Shape(lanes=16, vectors=2, rows=14, dot=True)
 AVX2 = Shape(lanes=8, vectors=2, rows=6)
 ARM64 = Shape(lanes=4, vectors=4, rows=6)  # any of them: no instructions beyond NEON's are used
+AMX = Shape(lanes=16, vectors=2, rows=32, dot=True, amx=True)
+AMX_VARIABLE = "DISTGPT_AMX"
+AMX_OFF = f"{AMX_VARIABLE} turns it off"
+AMX_REFUSED = "Linux does not grant it: that takes version 5.16, and a container that lets it be asked for"
+_ARCH_PRCTL, _ASK, _TILE_DATA = 158, 0x1023, 18  # the call, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
 
 
 @cache
@@ -70,18 +69,6 @@ def processor() -> tuple[str, str]:
     return name, llvm.get_host_cpu_features().flatten() if features is None else features
 
 
-@dataclass(frozen=True, slots=True)
-class Processor:
-    """A row of the table of processors: an instruction set with a use of registers of its own."""
-
-    shape: Callable[[set[str]], Shape | None]  # by the processor's features; None: it is not used
-    hint: Callable[[set[str]], str] = lambda features: ""  # why it is not used; "" where it is
-
-
-# By a feature of those processors, in LLVM's words; the plain ones are AVX2 and AVX-512.
-PROCESSORS: Table[Processor] = Table("processors", "processor", {})
-
-
 def features() -> set[str]:
     """Return the processor's features, by LLVM's names."""
     return {feature[1:] for feature in processor()[1].split(",") if feature.startswith("+")}
@@ -90,9 +77,8 @@ def features() -> set[str]:
 @cache
 def shape() -> Shape:
     """Return how this processor's registers are used. Without AVX, LLVM splits the vectors itself."""
-    for kind in _kinds():
-        if (own := kind.shape(features())) is not None:
-            return own
+    if has_amx() and amx_wanted() and amx_granted():
+        return AMX
     if "avx512f" not in features():
         return ARM64 if platform.machine().lower() in ("arm64", "aarch64") else AVX2
     # vdpbf16ps beats float32's multiply-adds on AMD alone: Intel's has a quarter of the rate.
@@ -101,10 +87,24 @@ def shape() -> Shape:
 
 
 def hint() -> str:
-    """Return why instructions that this processor has are not used; "" if all are."""
-    return next(filter(None, (kind.hint(features()) for kind in _kinds())), "")
+    """Return why AMX is not used, without which a processor that has it is slow in bfloat16; "" if it is."""
+    if not has_amx() or (amx_wanted() and amx_granted()):
+        return ""
+    return f"this processor has AMX, but {AMX_REFUSED if amx_wanted() else AMX_OFF}"
 
 
-def _kinds() -> list[Processor]:
-    """Return the rows for this processor. The table is asked for no other, so none is imported in vain."""
-    return [kind for _, kind in PROCESSORS.rows(name for name in PROCESSORS if name in features())]
+def has_amx() -> bool:
+    return {"amx-bf16", "amx-tile", "avx512bf16", "avx512bw"} <= features()
+
+
+def amx_wanted() -> bool:
+    return os.environ.get(AMX_VARIABLE, "").lower() not in {"0", "off"}
+
+
+@cache
+def amx_granted() -> bool:
+    """Ask Linux for the tile registers, for all threads of this process, before one of them uses any."""
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        return False
+    answer: int = ctypes.CDLL(None).syscall(_ARCH_PRCTL, _ASK, _TILE_DATA)
+    return answer == 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from hashlib import sha256
 
@@ -11,11 +10,10 @@ import llvmlite
 import llvmlite.binding as llvm
 from numba import types
 
-from distgpt.core.base.tables import MissingComponent, Table
 from distgpt.core.cpu.compiling import disk_cache
 from distgpt.core.cpu.compiling.jit import by_types, inline
 from distgpt.core.cpu.compiling.processor import BFLOAT16, FLOAT32, Shape, processor, shape
-from distgpt.core.cpu.matmul import microkernel
+from distgpt.core.cpu.matmul import amx, microkernel, widening
 from distgpt.core.cpu.matmul.vectors import moves
 
 _engines: list[llvm.ExecutionEngine] = []  # the code lives as long as these
@@ -61,18 +59,12 @@ _I = types.int64
 _P = types.voidptr
 
 
-# Writers of tiles for instruction sets, by `Shape.tiles`: (shape, type of the operands, of C) → IR.
-TILES: Table[Callable[[Shape, str, str], str]] = Table("tiles", "tiles", {})
-# By the same, for tiles to which A packed by pairs of k is slower than by rows: what puts it in rows once for
-# all tiles, the bytes from a row to the next one then, and the k that it takes at a time.
-PACKED_ROWS: Table[tuple[Callable[[], str], int, int]] = Table("packed rows", "packed rows", {})
-
-
 def tile_text(shape: Shape, operand: str, out: str) -> str:
     """Return the IR of the tiles of these types."""
-    with suppress(MissingComponent):  # the microkernel computes the same, slower
-        if write := TILES.get(shape.tiles(operand)):
-            return write(shape, operand, out)
+    if operand == BFLOAT16 and shape.amx:
+        return amx.module(shape, operand, out)
+    if shape.widens(operand) and shape.lanes == 16:
+        return widening.module(shape, operand, out)
     return microkernel.module(shape, operand, out)
 
 
@@ -92,11 +84,10 @@ _MOVES = external(
     copy=(_P, _I, _P, _I, _I),
     prefetch=(_P, _I, _I),
 )
-_ROWS: types.ExternalFunction | None = None
-_ROW, PACKED_K = 4, 1
-if (packed_rows := PACKED_ROWS.get(shape().tiles(BFLOAT16))) is not None:
-    _write_rows, _ROW, PACKED_K = packed_rows
-    _ROWS = external("rows", _write_rows, rows=(_P, _I))["rows"]
+# For AMX, A packed by pairs of k is slower than by rows: it is put in rows once for all tiles. The bytes from
+# a row to the next one then, and the k that are moved at a time.
+_ROW, PACKED_K = (amx.LINE, amx.DEPTH) if shape().amx else (4, 1)
+_ROWS = external("rows", amx.packed_by_rows, rows=(_P, _I))["rows"] if shape().amx else None
 _TRANSPOSE, _COPY, _PREFETCH = _MOVES["transpose"], _MOVES["copy"], _MOVES["prefetch"]
 WORDS_BYTES = 4 * shape().lanes
 

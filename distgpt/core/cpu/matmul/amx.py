@@ -112,9 +112,6 @@ def packed_by_rows() -> str:
     return "\n".join([transpose(SIDE), *to.lines, "done:\n  ret void\n}"])
 
 
-ROWS = packed_by_rows, LINE, DEPTH
-
-
 def _below(to: Writer, numbers: list[int], limit: str) -> str:
     """Return a mask: the numbers below a limit of at most 32."""
     narrow = to.new(f"trunc i64 {limit} to i16")

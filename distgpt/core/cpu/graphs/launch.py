@@ -1,15 +1,14 @@
-"""Orders: a compiled loop that all threads of a pool call at once, each with its own arguments.
+"""Let all threads of a pool call a compiled loop at once, each with its own arguments.
 
 Python wakes threads one after the other, as each of them needs its lock: 64 of them take two milliseconds.
-Here the helpers, once lent, stay in compiled code and wait for the next order there, until their pool needs
-them for a job in Python. Where the system cannot let them sleep there, each order is a job.
+Here the helpers, once assigned, stay in compiled code and wait for the next call there, until their pool
+needs them for a job in Python. If the system cannot let them sleep there, each call is a job.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from typing import Any
 
 import numpy as np
 from numba import typeof
@@ -17,17 +16,16 @@ from numba import typeof
 from distgpt.core.base.interrupts import signals_deferred
 from distgpt.core.cpu.compiling.barrier import RELEASED, counters
 from distgpt.core.cpu.compiling.jit import Loop, entry
+from distgpt.core.cpu.graphs import loops
+from distgpt.core.cpu.graphs.calls import Calls, caller, flatten, machine_code
 from distgpt.core.cpu.pool import Pool
 from distgpt.core.ops.api import Array, Work
-from distgpt.recorded.calls import caller, flatten, machine_code
-from distgpt.recorded.loops import orders as loops
-from distgpt.recorded.loops.replay import WIDTH
 
-CAN_LEND = loops.FUTEX != 0
+CAN_ASSIGN = loops.FUTEX != 0
 
 
-class Board:
-    """Where helpers see their orders: what their pool lends them for."""
+class CommandSlot:
+    """Where helpers see what to call: the task that their pool assigns to them."""
 
     def __init__(self, threads: int) -> None:
         _compile_for_helpers()
@@ -53,11 +51,11 @@ def _compile_for_helpers() -> None:
     entry(loops.order, counters(2, 1), 0, 0, 0)
 
 
-class Orders:
+class ParallelLaunch:
     """A call for each thread of a pool, which can be made again and again."""
 
     def __init__(
-        self, pool: Pool, loop: Loop, arguments: Sequence[Sequence[Any]], meetings: Sequence[Array]
+        self, pool: Pool, loop: Loop, arguments: Sequence[Sequence[object]], meetings: Sequence[Array]
     ) -> None:
         """`arguments`: those of each thread, of equal types; `meetings`: counters by which threads wait.
 
@@ -70,13 +68,13 @@ class Orders:
         words = [self._flat(0, each) for each in arguments]
         self._firsts = [len(self._flat(0, arguments[0][:place])) for place in range(len(self._kinds))]
         self._words = np.array(words, np.uint64)
-        self._calls = np.zeros((pool.threads, WIDTH), np.int64)
+        self._calls = np.zeros((pool.threads, loops.WIDTH), np.int64)
         self._calls[:, 0] = caller(self._kinds)
         self._calls[:, 1] = machine_code(loop, self._kinds, arguments[0])
         self._calls[:, 2] = self._words.ctypes.data + self._words.strides[0] * np.arange(pool.threads)
         self._failed: list[int] = []
 
-    def put(self, place: int, *values: Any) -> None:
+    def put(self, place: int, *values: object) -> None:
         """Let all threads get other arguments, of the same types, from this place on.
 
         Their arrays have to live as long as orders run with them.
@@ -90,8 +88,8 @@ class Orders:
         Where `own` fails, so does this. A signal may come where there is no `own`; else it must be deferred.
         """
         assert self._pool.free_threads == self._pool.threads, "a job of this pool waits for its helpers"
-        if CAN_LEND:
-            self._pool.in_turn(partial(self._run_lent, own))
+        if CAN_ASSIGN:
+            self._pool.in_turn(partial(self._run_assigned, own))
         else:
             self._begin()
             with signals_deferred():  # or helpers would wait where they meet
@@ -102,37 +100,37 @@ class Orders:
         self._failed = []
         self._set_meetings(0)
 
-    def _run_lent(self, own: Work | None) -> None:
+    def _run_assigned(self, own: Work | None) -> None:
         self._begin()
-        board = self._pool.loan
-        if not isinstance(board, Board):
-            board = Board(self._pool.threads)
-            self._pool.lend(board)
-        board.failed = self._fail
+        slot = self._pool.task
+        if not isinstance(slot, CommandSlot):
+            slot = CommandSlot(self._pool.threads)
+            self._pool.assign_helpers(slot)
+        slot.failed = self._fail
         try:
-            self._give(board.words, own)
+            self._give(slot.words, own)
         finally:
-            board.failed = _nothing  # the board lives on, and would keep our arrays
+            slot.failed = _nothing  # the slot lives on, and would keep our arrays
 
-    def _give(self, board: Array, own: Work | None) -> None:
+    def _give(self, slot: Array, own: Work | None) -> None:
         calls, threads = self._calls.ctypes.data, self._pool.threads
         if own is None:
             # One compiled call: no signal can come between its parts.
-            if loops.order(board, calls, threads, loops.GIVE | loops.OWN | loops.WAIT) != 0:
+            if loops.order(slot, calls, threads, loops.GIVE | loops.OWN | loops.WAIT) != 0:
                 self._fail(0)
-                loops.order(board, calls, threads, loops.WAIT)
+                loops.order(slot, calls, threads, loops.WAIT)
             return
-        loops.order(board, calls, threads, loops.GIVE)
+        loops.order(slot, calls, threads, loops.GIVE)
         try:
             own()
         except BaseException:
             self._set_meetings(RELEASED)
             raise
         finally:
-            loops.order(board, calls, threads, loops.WAIT)
+            loops.order(slot, calls, threads, loops.WAIT)
 
     def _do_part(self, thread: int, own: Work | None) -> None:
-        """Do a thread's part where helpers are not lent."""
+        """Do a thread's part where helpers are not assigned."""
         calls = self._calls[thread:].ctypes.data
         if own is not None and thread == 0:
             try:
@@ -140,7 +138,7 @@ class Orders:
             except BaseException:
                 self._set_meetings(RELEASED)
                 raise
-        elif loops.order(_NO_BOARD, calls, self._pool.threads, loops.OWN) != 0:
+        elif loops.order(_NO_SLOT, calls, self._pool.threads, loops.OWN) != 0:
             self._fail(thread)
 
     def _fail(self, thread: int) -> None:
@@ -151,7 +149,7 @@ class Orders:
         for counter in self._meetings:
             counter[0] = arrivals
 
-    def _flat(self, place: int, values: Sequence[Any]) -> list[int]:
+    def _flat(self, place: int, values: Sequence[object]) -> list[int]:
         """Return the words of arguments that begin with this one."""
         words: list[int] = []
         for kind, value in zip(self._kinds[place : place + len(values)], values, strict=True):
@@ -159,8 +157,60 @@ class Orders:
         return words
 
 
-_NO_BOARD = counters(2, 1)
+_NO_SLOT = counters(2, 1)
 
 
 def _nothing(thread: int) -> None:
     return None
+
+
+class Segment:
+    """Programs that all threads follow at once: captured work that needs no Python. Calling it lets them."""
+
+    def __init__(self, pool: Pool, calls: Sequence[Calls], at_pauses: Sequence[Work]) -> None:
+        """`at_pauses`: what the first thread does in Python where its program pauses."""
+        self._pool = pool
+        self._at_pauses = at_pauses
+        self._calls = calls  # keeps the arrays
+        self._programs = [each.program() for each in calls]
+        self._counter = counters(1, pool.threads)[0]
+        meetings = [self._counter, *(counter for each in calls for counter in each.counters)]
+        self._ended_at = np.zeros((pool.threads, 1), np.int64)  # the row where a thread's program ended
+        ended = zip(self._programs, self._ended_at, strict=True)
+        arguments = [(program, self._counter, pool.threads, at) for program, at in ended]
+        self._launch = ParallelLaunch(pool, loops.follow, arguments, meetings) if pool.threads > 1 else None
+
+    def __call__(self) -> None:
+        # All threads have to come to where they meet: a signal waits for the first one's next pause.
+        with signals_deferred() as deliver:
+            if self._launch is None:
+                self._lead(deliver)
+            elif failed := self._launch.run(lambda: self._lead(deliver)):
+                self._fail(failed[0], int(self._ended_at[failed[0], 0]))
+
+    def _lead(self, deliver: Work) -> None:
+        """Follow the first thread's program, with its pauses."""
+        at, arrivals, n_threads = 0, 0, self._pool.threads
+        for work in (*self._at_pauses, None):
+            at, arrivals = loops.replay(self._programs[0], at, self._counter, arrivals, n_threads)
+            if at <= loops.FAILED:
+                self._fail(0, at)
+            if at < 0 or work is None:
+                return
+            work()
+            deliver()
+
+    def _fail(self, thread: int, at: int) -> None:
+        raise RuntimeError(f"{dict(self._calls[thread].loops)[loops.FAILED - at]} has failed")
+
+
+def rehearse(threads: int) -> None:
+    """Call the loops that make recorded calls, for whoever notes which loops a run needs."""
+    program, counter = Calls().program(), counters(1, 1)[0]
+    loops.replay(program, 0, counter, 0, 1)
+    if threads > 1:
+        loops.follow(program, counter, 1, np.zeros(1, np.int64))
+        slot = counters(2, 1)
+        slot[0, :] = 1  # an order, and that helpers are called back
+        loops.order(slot, 0, 1, 0)
+        loops.serve(slot, 0, 0, False)

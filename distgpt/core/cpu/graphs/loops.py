@@ -1,4 +1,7 @@
-"""Helpers of a pool that wait for orders in compiled code, where nobody needs Python's lock to wake them."""
+"""Compiled loops that make the calls of captured work, and let helpers wait for such calls.
+
+Helpers wait in compiled code, where nobody needs Python's lock to wake them.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +12,56 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from distgpt.core.cpu.compiling.barrier import arrive, arrived, barrier, pause
+from distgpt.core.cpu.compiling.barrier import RELEASED, arrive, arrived, barrier, pause
 from distgpt.core.cpu.compiling.jit import inline, jit
-from distgpt.recorded.loops.replay import FAILED, WIDTH, call, replay
 
-# A board is two of `barrier.counters`. The first counts orders. Its further words are how often a helper
-# looks before it sleeps, the address of the count, that of the calls, a row for each thread, and whether
-# helpers are called back. The second counts the threads that have carried out an order.
+_I64, _I32 = ir.IntType(64), ir.IntType(32)
+
+# A program is rows of three words: a call is the addresses of what calls, of what is called and of its
+# arguments. Where the first word is none of these addresses, it is one of:
+END, MEET, PAUSE = 0, 1, 2
+WIDTH = 3
+# What `replay` returns where it did not come to a pause.
+DONE, FAILED = -1, -2  # FAILED - row
+
+
+@jit
+def replay(program, at, counter, arrivals, n_threads):
+    """Make the calls from row `at` on; return (the row to go on at, arrivals so far).
+
+    The row is DONE at the end, or once a thread has released the others; FAILED - row after a call that
+    failed.
+    """
+    while True:
+        what = program[at, 0]
+        if what == END:
+            return DONE, arrivals
+        if what == PAUSE:
+            return at + 1, arrivals
+        if what == MEET:
+            arrivals += n_threads
+            barrier(counter, arrivals)
+            if arrived(counter) >= RELEASED:
+                return DONE, arrivals
+        elif call(what, program[at, 1], program[at, 2]) != 0:
+            return FAILED - at, arrivals
+        at += 1
+
+
+@intrinsic
+def call(context, caller=None, function=None, arguments=None):
+    """Call what lies at an address with two more."""
+
+    def generate(context, builder, signature, values):
+        kind = ir.FunctionType(_I32, [_I64, _I64]).as_pointer()
+        return builder.call(builder.inttoptr(values[0], kind), values[1:])
+
+    return types.int32(types.int64, types.int64, types.int64), generate
+
+
+# A command slot is two of `barrier.counters`. The first counts orders. Its further words are how often a
+# helper looks before it sleeps, the address of the count, that of the calls, a row for each thread, and
+# whether helpers are called back. The second counts the threads that have carried out an order.
 ADDRESS, CALLS, CALLED_BACK = 2, 3, 4
 LEFT = -1  # what `serve` returns once it was called back
 GIVE, OWN, WAIT = 1, 2, 4
@@ -27,16 +73,14 @@ FUTEX_WAIT, FUTEX_WAKE, ALL = 128, 129, (1 << 31) - 1  # 128 is the flag "privat
 LOW = (1 << 32) - 1  # a futex has 32 bits: the lower half of the count, which comes first on these processors
 _system_call = types.ExternalFunction("syscall", types.int64(*[types.int64] * 7))
 
-_I64 = ir.IntType(64)
-
 
 @jit
-def serve(board, thread, number, has_failed):
+def serve(slot, thread, number, has_failed):
     """Carry out each order after order `number`; return the number of one whose call failed, or LEFT.
 
     `has_failed`: this thread's call of order `number` has, and is not counted yet.
     """
-    orders, done = board[0], board[1]
+    orders, done = slot[0], slot[1]
     while True:
         if has_failed:
             arrive(done)
@@ -51,12 +95,12 @@ def serve(board, thread, number, has_failed):
 
 
 @jit
-def order(board, calls, n_threads, what):
+def order(slot, calls, n_threads, what):
     """Do what `what` names: GIVE an order, make the first row's call as one's OWN, WAIT for the helpers.
 
     Return the status of that call.
     """
-    orders = board[0]
+    orders = slot[0]
     if what & GIVE:
         orders[CALLS] = calls
         arrive(orders)
@@ -64,7 +108,7 @@ def order(board, calls, n_threads, what):
             _system_call(FUTEX, orders[ADDRESS], FUTEX_WAKE, ALL, 0, 0, 0)
     status = _call_row(calls, 0) if what & OWN else 0
     if what & WAIT and status == 0:  # after a failure helpers may wait for this thread inside their calls
-        barrier(board[1], arrived(orders) * n_threads)
+        barrier(slot[1], arrived(orders) * n_threads)
     return status
 
 

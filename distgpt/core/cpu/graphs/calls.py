@@ -20,8 +20,8 @@ from numba.core.registry import cpu_target
 
 from distgpt.core.cpu.compiling.barrier import Member
 from distgpt.core.cpu.compiling.jit import Loop, PackedArgsType, entry
+from distgpt.core.cpu.graphs.loops import END, WIDTH
 from distgpt.core.ops.api import Array
-from distgpt.recorded.loops.replay import END, WIDTH
 
 _I64, _I32, _I8 = ir.IntType(64), ir.IntType(32), ir.IntType(8)
 WORD = 8
@@ -46,7 +46,7 @@ class Calls:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def add(self, loop: Loop, arguments: Sequence[Any]) -> None:
+    def add(self, loop: Loop, arguments: Sequence[object]) -> None:
         """Write down a call of a loop."""
         kinds = tuple(map(typeof, arguments))
         self.loops.append((len(self._rows), loop))
@@ -73,7 +73,7 @@ class Calls:
         return program
 
 
-def machine_code(loop: Loop, kinds: tuple[types.Type, ...], arguments: Sequence[Any]) -> int:
+def machine_code(loop: Loop, kinds: tuple[types.Type, ...], arguments: Sequence[object]) -> int:
     """Return the address of a loop's code for these types, which is compiled or loaded if need be."""
     assert isinstance(loop, Dispatcher)
     key = loop, kinds

@@ -1,10 +1,12 @@
-"""Find out which loops some work needs, by doing it without them, and let other processes compile them.
+"""Processes that help to compile at a first start, when all loops of a run are missing.
 
+Which loops some work needs is found by doing it without them.
 Numba compiles one loop at a time in a process, so that all but one of the cores would wait.
 """
 
 from __future__ import annotations
 
+import os
 import pickle
 import subprocess
 import sys
@@ -12,16 +14,18 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from operator import attrgetter
 from typing import Any
 
 import numpy as np
 
 from distgpt.core.base.system import python_code
-from distgpt.core.base.tables import part
 from distgpt.core.comm.layout import layout
 from distgpt.core.comm.resources import MIB, granted_memory, usable_cores
+from distgpt.core.cpu import first_use
 from distgpt.core.cpu.compiling.disk_cache import Missing, folder, noted
+from distgpt.core.cpu.graphs.launch import rehearse
 from distgpt.core.cpu.stages import KERNELS, Stage
 from distgpt.core.ops.api import Array, Kernels
 
@@ -80,10 +84,7 @@ def missing_loops(stage: Stage, dtype: str, matmul: str, work: Work) -> list[Mis
     try:
         with np.errstate(all="ignore"):
             work(kernels)
-        if part("record", None):  # this loop does what `record` above leaves out
-            from distgpt.recorded.segment import rehearse
-
-            rehearse(stage.threads)
+        rehearse(stage.threads)  # the loops that `record` above leaves out
     finally:
         noted.reset(before)
     return list(found)
@@ -101,7 +102,7 @@ def _name(missing: Missing) -> Name | None:
 
 def _started() -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        python_code("from distgpt.helpers.helper import main; main()"),
+        python_code("from distgpt.core.cpu.compile_workers import main; main()"),
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -112,3 +113,15 @@ def _tell(helper: subprocess.Popen[bytes], loops: list[Name]) -> None:
     assert helper.stdin
     with helper.stdin as pipe:
         pickle.dump(loops, pipe)
+
+
+def main() -> None:
+    """Compile the loops whose names come in, and keep them on disk: what a worker does."""
+    first_use.announce(lambda text: None)  # whoever started it has said it
+    parent = os.getppid()
+    for module, name, types in pickle.load(sys.stdin.buffer):
+        if os.getppid() != parent:  # it was killed, and nobody waits
+            return
+        with suppress(Exception):  # whoever needs it compiles it, and reports why that fails
+            loop: Any = attrgetter(name)(import_module(module))
+            loop.compile(types)

@@ -1,4 +1,7 @@
-"""Write down what work on CPU cores calls, without doing it: which thread calls which loop with what."""
+"""Capture work on CPU cores at its first call, and from then on do it without Python.
+
+The work runs once without its loops: what is written down is which thread calls which loop with what.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,12 @@ from typing import Any
 
 from numba.core.dispatcher import Dispatcher
 
+from distgpt.core.cpu.graphs.calls import Calls, NotRecordable
+from distgpt.core.cpu.graphs.launch import Segment
+from distgpt.core.cpu.graphs.loops import MEET, PAUSE
 from distgpt.core.cpu.kernels import CpuKernels, every_cross_entropy
-from distgpt.core.cpu.pool import ALONE, IN_PARTS, TOGETHER, Pool
-from distgpt.core.ops.api import Array, Kernels, Work
-from distgpt.recorded.calls import Calls, NotRecordable
-from distgpt.recorded.loops.replay import MEET, PAUSE
-from distgpt.recorded.segment import Segment
+from distgpt.core.cpu.pool import ALONE, IN_PARTS, TOGETHER, Pool, pool_of
+from distgpt.core.ops.api import IGNORED, Array, Kernels, Work
 
 # Operations that are nothing but calls of loops on arrays that stay where they are. All others may look into
 # arrays, or make some: these are done in Python again at each replay.
@@ -56,7 +59,52 @@ def _begin_anew() -> None:
 os.register_at_fork(after_in_child=_begin_anew)
 
 
-class Capture:
+def record(kernels: CpuKernels, work: Work) -> Work:
+    """Return a faster `work`, or itself if it is one operation."""
+    is_operation = isinstance(work, partial) and getattr(work.func, "__self__", None) is kernels
+    return work if is_operation else CapturedWork(kernels, work)
+
+
+class CapturedWork:
+    """Work that is written down when it is first called."""
+
+    def __init__(self, kernels: CpuKernels, work: Work) -> None:
+        self._kernels, self._work = kernels, work
+        self._pool = pool_of(kernels.threads)
+        self._turn = Lock()  # of threads of the user that do this work at once
+        self._targets: list[Array] = []
+        self.entries: dict[bool, list[Work]] = {}  # where all targets count, and where some do not
+
+    def __call__(self) -> None:
+        # Inside a job of the pool the other threads do not come to where they would meet.
+        if self._is_watched() or self._pool.free_threads < self._pool.threads:
+            self._work()
+            return
+        with self._turn:
+            if not self.entries:
+                self._write_down(True)
+            counts_all = not any((targets == IGNORED).any() for targets in self._targets)
+            if counts_all not in self.entries:
+                self._write_down(False)
+            for entry in self.entries[counts_all]:
+                entry()
+
+    def _is_watched(self) -> bool:
+        """Tell whether somebody stands in front of the operations, as a profile does."""
+        return not OF_LOOPS.isdisjoint(vars(self._kernels))
+
+    def _write_down(self, counts_all: bool) -> None:
+        capture = GraphCapture(self._kernels, self._pool, counts_all)
+        try:
+            with capture.attached():
+                self._work()
+            self.entries[counts_all] = capture.finish()
+            self._targets = capture.targets
+        except NotRecordable:
+            self.entries = {True: [self._work], False: [self._work]}
+
+
+class GraphCapture:
     """Writes some work down. `entries` are to be called in order to do it."""
 
     def __init__(self, kernels: CpuKernels, pool: Pool, counts_all: bool = True) -> None:
@@ -96,7 +144,7 @@ class Capture:
 
     # -- in place of the pool's
 
-    def split_range(self, total: int, grain: int, job: Callable[..., object], *args: Any) -> None:
+    def split_range(self, total: int, grain: int, job: Callable[..., object], *args: object) -> None:
         if self._mode == IN_PARTS:
             self._do(job, 0, total, *args)
             return
@@ -136,11 +184,11 @@ class Capture:
         self._pool.state.index = 0
         self._meet()
 
-    def call(self, loop: Callable[..., object], *args: Any) -> None:
+    def call(self, loop: Callable[..., object], *args: object) -> None:
         self._threads[self._pool.thread].add(loop, args)
         self._has_met = False
 
-    def _do(self, job: Callable[..., object], *args: Any) -> None:
+    def _do(self, job: Callable[..., object], *args: object) -> None:
         """Write down a loop; a function of Python's calls `Pool.call` for its loops."""
         if isinstance(job, Dispatcher):
             self.call(job, *args)
@@ -167,7 +215,7 @@ class Capture:
 
     # -- in place of operations
 
-    def _in_python(self, name: str, *args: Any, **named: Any) -> None:
+    def _in_python(self, name: str, *args: object, **named: object) -> None:
         if self._mode != ALONE:
             raise NotRecordable(f"{name} by some threads")
         work = partial(getattr(type(self._kernels), name), self._kernels, *args, **named)
@@ -180,10 +228,10 @@ class Capture:
             self._end_segment()
             self.entries.append(work)
 
-    def _refused(self, name: str, *args: Any, **named: Any) -> None:
+    def _refused(self, name: str, *args: object, **named: object) -> None:
         raise NotRecordable(name)
 
-    def _unless_started(self, name: str, *args: Any) -> None:
+    def _unless_started(self, name: str, *args: object) -> None:
         if args[START[name]] is not None:
             self._in_python(name, *args)
         else:
@@ -241,11 +289,11 @@ def _operations() -> frozenset[str]:
 
 
 @contextmanager
-def _instead(of: object, name: str, call: Callable[..., Any]) -> Iterator[None]:
+def _instead(of: object, name: str, call: Callable[..., object]) -> Iterator[None]:
     """Let a method of an object be another one, for this thread."""
     genuine, own = getattr(of, name), get_ident()
 
-    def either(*args: Any, **named: Any) -> Any:
+    def either(*args: object, **named: object) -> object:
         return (call if get_ident() == own else genuine)(*args, **named)
 
     had = vars(of).get(name)

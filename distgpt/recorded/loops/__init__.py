@@ -1,1 +1,0 @@
-"""The compiled loop that makes recorded calls. Not here: what is called, which the core compiles."""
