@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from plain_int4 import quantise4
 
 from distgpt.core.config import MLPS, ModelConfig
 from distgpt.core.cpu.kernels import Bfloat16Kernels, CpuKernels
@@ -13,7 +14,7 @@ from distgpt.core.ops.reference import ReferenceKernels
 from distgpt.decoding import compiled
 from distgpt.decoding.compiled import compiled_slots
 from distgpt.rounded.bits import bits_of
-from distgpt.rounded.loops.integers import quantise, quantise4, restored
+from distgpt.rounded.loops.integers import quantise, restored
 from distgpt.rounded.loops.kernels import Int8Kernels
 from distgpt.rounded.packed import int8_of
 

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from plain_int4 import quantise4
 from test_compiled_lanes import VARIANTS, build, config_of, distance, plain, round_alike, sequences
 
 from distgpt import api
@@ -19,9 +20,9 @@ from distgpt.core.saved.modelfile import Description, load_model, save_model
 from distgpt.core.saved.opening import dtype_of
 from distgpt.core.saved.tensors import read_header, read_rows, write_tensors
 from distgpt.decoding.compiled import compiled_slots
-from distgpt.rounded.bits import is_quantised
+from distgpt.rounded.bits import bits_of
 from distgpt.rounded.calibration import calibrated, moved, round_for
-from distgpt.rounded.loops.integers import LEVELS, quantise, quantise4, restored
+from distgpt.rounded.loops.integers import LEVELS, quantise, restored
 from distgpt.rounded.loops.kernels import Int8Kernels
 from distgpt.rounded.packed import int8_of
 from distgpt.rounded.rounded import quantize
@@ -80,7 +81,7 @@ def test_a_file_gives_the_same_model_as_rounding_while_loading(files):
     assert about.rounded
     for spec in model.layout.specs:
         expected = model.params[spec.name]
-        expected = restored(quantise(expected)) if is_quantised(spec) else expected
+        expected = restored(quantise(expected)) if bits_of(spec, "int8") else expected
         np.testing.assert_array_equal(widened.params[spec.name], expected)
 
 

@@ -5,6 +5,7 @@ import ctypes
 import llvmlite.binding as llvm
 import numpy as np
 import pytest
+from plain_int4 import quantise4
 
 from distgpt.core.cpu.compiling.jit import jit
 from distgpt.core.cpu.compiling.processor import ARM64, AVX2, AVX512, features
@@ -12,7 +13,7 @@ from distgpt.core.cpu.matmul import assembled
 from distgpt.core.cpu.matmul.packing import aligned
 from distgpt.core.ops.low_precision import from_bfloat16
 from distgpt.rounded.loops import int4, int8, operands
-from distgpt.rounded.loops.integers import BLOCKS, LEVELS, quantise, quantise4, restored
+from distgpt.rounded.loops.integers import BLOCKS, LEVELS, quantise, restored
 from distgpt.rounded.loops.operands import DOT, Integers, block_of, blocks_tile, quantise_row, unpacked
 
 # Registers, what is said of the processor, and the way that follows; where it has these features too.

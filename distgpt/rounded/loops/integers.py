@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from distgpt.core.ops.api import Array, Floats2d
-from distgpt.core.ops.low_precision import BITS, from_bfloat16, to_bfloat16
+from distgpt.core.ops.low_precision import BITS, from_bfloat16
 
 # Columns that share a scale, by the bits of integers. In int4 they are half as many: what fewer bits lose is
 # large enough to pay for more scales.
@@ -57,32 +57,8 @@ LEAST = 1e-36  # a smaller scale stands for zeros
 TRIED = tuple(sign * part for sign in (1, -1) for part in np.linspace(0.85, 1.3, 7, dtype=np.float32))
 
 
-def quantise4(w: Floats2d) -> Quantised:
-    """Round a float32 matrix to int4: each block by the scale of those tried that leaves the least error.
-
-    Of integers q the best scale is Σ w q / Σ q², which takes (Σ w q)² / Σ q² off the squared error.
-    """
-    n, k = w.shape
-    block = BLOCKS[4]
-    blocks = -(-k // block)
-    padded = np.zeros((n, blocks * block), np.float32)
-    padded[:, :k] = w
-    each = padded.reshape(n, blocks, block)
-    top = np.abs(each).max(2) / np.float32(MOST)
-    best, scale = np.zeros_like(top), np.zeros_like(top)
-    for part in TRIED:
-        tried = (top * part)[..., None]
-        x, q = each * _inverse(tried), nearest(each, tried).astype(np.float32)
-        product, square = (x * q).sum(2), (q * q).sum(2) + np.float32(LEAST)
-        gain = (product * part) ** 2 / square
-        scale = np.where(gain > best, product / square * (top * part), scale)
-        best = np.maximum(best, gain)
-    bits = to_bfloat16(scale)
-    q = nearest(each, from_bfloat16(bits)[..., None])
-    return Quantised(np.ascontiguousarray(q.reshape(n, -1)[:, :k]), bits, 4)
-
-
-def _inverse(scale: Array) -> Array:
+def inverse(scale: Array) -> Array:
+    """Return 1 / scale, or 0 for scales that stand for zeros."""
     there = np.abs(scale) >= LEAST
     found: Array = np.where(there, np.float32(1) / np.where(there, scale, np.float32(1)), np.float32(0))
     return found
@@ -90,7 +66,7 @@ def _inverse(scale: Array) -> Array:
 
 def nearest(w: Array, scale: Array) -> Array:
     """Return the levels that stand for elements best."""
-    found: Array = NEAREST[np.clip(np.rint(w * _inverse(scale)), -MOST, MOST).astype(np.int16) + MOST]
+    found: Array = NEAREST[np.clip(np.rint(w * inverse(scale)), -MOST, MOST).astype(np.int16) + MOST]
     return found
 
 
