@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from math import prod
-from typing import cast
+from typing import NamedTuple, cast
 
 import numpy as np
 
@@ -27,11 +27,39 @@ from distgpt.decoding.loops.cached_attention import (
     shift_cache,
     thread_scratch,
 )
+from distgpt.decoding.loops.operands import operand_rows
 from distgpt.decoding.loops.variants import NO_VARIANTS, Variants
-from distgpt.decoding.packed import Packing, packing_of
+from distgpt.decoding.loops.weights import Weights, checksums_of, packed_weights
 
 ROWS, ROOM = 512, 12 << 20  # tokens of one call, and bytes of their rows; more go through in parts
 WORTHWHILE = 1 << 20  # elements of all weights from which on it pays to wake other threads for a token
+
+
+class Packing(NamedTuple):
+    """Packed weights, as a model keeps them."""
+
+    weights: Weights
+    rows: Callable[[int, int, str], Array] = operand_rows  # memory for what multiplies them
+    checksums: Array | None = None  # of what was packed; None: the model never changes
+
+
+def packing_of(model: Model) -> Packing:
+    """Return a model's weights as they are now, packed for decoding. On CPUs, in any type but float64.
+
+    Anybody may write into its parameters, so checksums tell whether they have changed: reading them all
+    takes a small part of the time of packing them.
+    """
+    known = model.packing  # another thread may change the attribute
+    before = known.checksums if isinstance(known, Packing) else None
+    if isinstance(known, Packing) and before is None:
+        return known
+    checksums = checksums_of(model.params.flat, pool_of(model.kernels.threads))
+    if isinstance(known, Packing) and before is not None and np.array_equal(before, checksums):
+        return known
+    known = model.packing = None  # before there are two
+    weights = packed_weights(model.config, model.params, model.positions.angles)
+    model.packing = found = Packing(weights, checksums=checksums)
+    return found
 
 
 class CompiledSlots:

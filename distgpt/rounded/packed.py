@@ -13,8 +13,8 @@ from distgpt.core.config import ModelConfig
 from distgpt.core.model.memory import FlatBuffer, Layout
 from distgpt.core.model.model import Architecture, Model
 from distgpt.core.ops.api import Array
+from distgpt.decoding.compiled import Packing
 from distgpt.decoding.loops.weights import FLOATS, Forms, Layer, Weights, packed_weights
-from distgpt.decoding.packed import Packing
 from distgpt.rounded.bits import bits_of
 from distgpt.rounded.loops.integers import Quantised
 from distgpt.rounded.loops.kernels import Int8Kernels, Packed

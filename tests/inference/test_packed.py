@@ -8,9 +8,8 @@ import distgpt
 from distgpt.core.config import ModelConfig
 from distgpt.core.cpu.pool import pool_of
 from distgpt.core.generate.slots import Feed
-from distgpt.decoding.compiled import compiled_slots
+from distgpt.decoding.compiled import compiled_slots, packing_of
 from distgpt.decoding.loops.weights import PIECE, checksums_of
-from distgpt.decoding.packed import packing_of
 
 CONFIG = ModelConfig(vocab_size=13, seq_len=9, n_layer=2, n_head=2, n_embd=16, init_std=0.3)
 

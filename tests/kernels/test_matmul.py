@@ -13,9 +13,8 @@ import pytest
 
 from distgpt.core.cpu.fused import rowwise
 from distgpt.core.cpu.matmul import assembled, blocked, packing
-from distgpt.core.cpu.matmul.bands import bands
 from distgpt.core.cpu.matmul.blocked import backward, forward, product_scratch, products, scratch
-from distgpt.core.cpu.matmul.layers import OwnMatmuls
+from distgpt.core.cpu.matmul.layers import OwnMatmuls, bands
 from distgpt.core.cpu.pool import pool_of
 from distgpt.core.ops.low_precision import from_bfloat16, to_bfloat16
 

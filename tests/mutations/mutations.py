@@ -43,7 +43,7 @@ _FAULTS = {
     ("decoding/loops/cached_attention.py", "inference/test_dropping.py"): [
         ("keys are turned on", "a * c + b * s", "a * c - b * s"),
     ],
-    ("decoding/packed.py", "inference/test_packed.py"): [
+    ("decoding/compiled.py", "inference/test_packed.py"): [
         (
             "old weights answer",
             "before is not None and np.array_equal(before, checksums)",
@@ -263,10 +263,10 @@ _FAULTS = {
             "(0 if begin else",
         ),
     ],
-    ("core/cpu/matmul/bands.py", "kernels/test_matmul.py -k cells_cover"): [
+    ("core/cpu/matmul/layers.py", "kernels/test_matmul.py -k cells_cover"): [
         ("cells leave gaps", "divmod(first, self.columns)", "divmod(first, self.rows)"),
     ],
-    ("core/cpu/matmul/bands.py", "kernels/test_matmul.py -k many_threads"): [
+    ("core/cpu/matmul/layers.py", "kernels/test_matmul.py -k many_threads"): [
         ("each thread packs all of dy", "Bands(min(threads // n, strips), n)", "Bands(1, n)"),
     ],
     ("core/cpu/matmul/amx.py", "kernels/test_amx.py -m not slow"): [

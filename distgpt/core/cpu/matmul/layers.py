@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from functools import lru_cache
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from distgpt.core.cpu.compiling.processor import processor
 from distgpt.core.cpu.matmul import blas, blocked, packing
-from distgpt.core.cpu.matmul.bands import bands
 from distgpt.core.cpu.matmul.blocked import rows_conflict
 from distgpt.core.cpu.pool import COLUMNS, ROWS, Pool, WorkerMemory
 from distgpt.core.ops.api import DType, Floats1d, Floats2d, Wide2d
@@ -53,8 +53,54 @@ class BlasMatmuls:
         self._pool.split_range(dy.shape[1], COLUMNS, blas.linear_backward_weights, dw, dy, x, accumulate)
 
 
+# Packing a panel of B takes as long as PANEL tiles that read it; packing a strip of A, which only `products`
+# does, as long as STRIP tiles. By count on a Zen 4, in bfloat16.
+PANEL, STRIP = 2, 1
+KEPT = 256  # choices: prompts have many lengths
+
+Range = tuple[int, int]
+
+
+class Bands(NamedTuple):
+    """How threads share C = A B: numbers of bands of its rows and of its columns; cells count row by row.
+
+    Every worker packs what its cell reads. In bands of rows alone each packs all of B, and a thread of many
+    has few rows to use it for; in cells each packs a part. An element of C is the same sum however C is cut.
+    """
+
+    rows: int
+    columns: int
+
+    @property
+    def cells(self) -> int:
+        return self.rows * self.columns
+
+    def cell(self, first: int, last: int, rows: int, columns: int) -> tuple[Range, Range]:
+        """Return the rows and columns of one cell of C (rows, columns), or of all of them."""
+        if last - first == self.cells:
+            return (0, rows), (0, columns)
+        assert last - first == 1, "a thread has one cell, or computes alone"
+        band, column = divmod(first, self.columns)
+        return Pool.part_of(band, self.rows, rows, packing.ROWS), Pool.part_of(
+            column, self.columns, columns, packing.COLUMNS
+        )
+
+
+@lru_cache(KEPT)
+def bands(rows: int, columns: int, threads: int, packs_rows: bool = False) -> Bands:
+    """Return the bands in which the busiest thread is through first; `packs_rows`: it packs its A as well."""
+    strips, panels = max(1, -(-rows // packing.ROWS)), max(1, -(-columns // packing.COLUMNS))
+
+    def time(cut: Bands) -> int:
+        high, wide = -(-strips // cut.rows), -(-panels // cut.columns)
+        return high * wide + PANEL * wide + (STRIP * high if packs_rows else 0)
+
+    # Of equals the one with fewer bands of columns: A is then read by fewer threads.
+    return min((Bands(min(threads // n, strips), n) for n in range(1, min(threads, panels) + 1)), key=time)
+
+
 class OwnMatmuls:
-    """Matmuls of float32, or of bfloat16 as uint16. Threads share C in cells: see bands.py."""
+    """Matmuls of float32, or of bfloat16 as uint16. Threads share C in cells: see `Bands`."""
 
     words = "own kernels"
 
