@@ -111,7 +111,7 @@ def noted(run):
 loop.train = noted
 main()
 """
-RENAMED: dict[str, str] = {}
+RENAMED = {"FiniteJudge": "Judge"}
 # Of the model of a run: what it writes and scores in each dtype.
 MODELS = {
     f"{run}, written in {dtype}": (run, dtype)

@@ -16,22 +16,16 @@ NO_TEXTS = (
 TABLES: dict[str, dict[str, str]] = {
     # What a setting needs that is not as by default, by the names of components (core/config/settings.py).
     "components": {
-        "balance": "distgpt.parallel.balance:make",
         "bigrams": "distgpt.recipes.bigrams:PAIRS",
         "chats": "distgpt.texts.chats.examples:CHATS",
-        "exchange": "distgpt.parallel.choose:Chosen",
         "guards": "distgpt.guards.attach:guarded",
         "hellaswag": "distgpt.evaluation.benchmark:HellaSwag",
-        "in parts": "distgpt.parallel.reductions:make",
-        "local steps": "distgpt.parallel.replicas:make",
         "lora": "distgpt.adapters.adapter_kind:ADAPTERS",
-        "overlapped": "distgpt.parallel.overlapped:make",
         "packing": "distgpt.texts.packing:PACKED",
+        "parallel": "distgpt.parallel.choose:Chosen",
         "profile": "distgpt.measure.profile.session:Session",
-        "reproducible": "distgpt.parallel.reproducible:make",
         "retention": "distgpt.guards.retention:Retention",
         "rollback": "distgpt.guards.bad_steps:BadSteps",
-        "sharded": "distgpt.parallel.sharded:make",
         "structured log": "distgpt.fleet.structured:as_json",
         "within": "distgpt.guards.timed:timed_clock",
     },
@@ -46,6 +40,7 @@ TABLES: dict[str, dict[str, str]] = {
     # Parts of a run that the core has plain ones of (core/base/tables.py).
     "parts": {
         "grants": "distgpt.launch.environment:GRANTS",
+        "exchange": "distgpt.parallel.choose:exchange",
         "helpers": "distgpt.helpers.start:start",
         "job": "distgpt.launch.job:LAUNCHED",
         "kept": "distgpt.proofs.kept:note",
@@ -55,18 +50,11 @@ TABLES: dict[str, dict[str, str]] = {
         "remedy": "distgpt.texts.unreadable:remedy",
         "seams": "distgpt.guards.attach:guarded",
         "slots": "distgpt.decoding.choose:fastest",
+        "strategy": "distgpt.parallel.choose:Chosen",
     },
     # By their words (core/train/plan.py). All have one row, which says in which order they follow.
     "recipes": dict.fromkeys(
         ("decay_from", "within", "depth", "deterministic", "chats"), "distgpt.recipes.recipes:followed"
-    ),
-    # By a component's name, which settings give: how ranks share a step (core/train/sharing.py).
-    "strategies": dict.fromkeys(
-        (
-            *("balance", "exchange", "in parts", "local steps"),
-            *("overlapped", "reproducible", "several ranks", "sharded"),
-        ),
-        "distgpt.parallel.choose:Chosen",
     ),
     # By name (core/cpu/stages.py).
     "stages": {"cuda": "distgpt.gpu.stage:GPU", "mpi-cuda": "distgpt.gpu.stage:GPU"},
@@ -113,17 +101,12 @@ TABLES: dict[str, dict[str, str]] = {
     "first weights": {"bigrams": "distgpt.recipes.bigrams:PAIRS"},
     # By a component's name, which settings give (core/train/plan.py).
     "checks": {
-        "balance": "distgpt.parallel.balance:check",
         "chats": "distgpt.texts.chats.examples:check",
-        "local steps": "distgpt.parallel.local_steps:check",
         "lora": "distgpt.adapters.adapter_kind:check",
-        "reproducible": "distgpt.parallel.reproducible:check",
+        "parallel": "distgpt.parallel.choose:check",
     },
-    # Name, the value of --grad-sync → a function of the type MakeExchange (parallel/choose.py).
-    "exchanges": {
-        "overlapped": "distgpt.parallel.overlapped:make",
-        "sharded": "distgpt.parallel.sharded:make",
-    },
+    # Exchanges of users, by the value of --grad-sync: of the type MakeExchange (parallel/choose.py).
+    "exchanges": {},
     # Guards of every run, by any name, beside those that settings ask for (guards/attach.py).
     "guards": {},
     # Folders of compiled loops: a change there makes them anew (core/cpu/compiling/disk_cache.py).
@@ -166,22 +149,4 @@ TABLES: dict[str, dict[str, str]] = {
         **dict.fromkeys((".jsonl", ".parquet", ".gz", "/"), "distgpt.texts.prepare.tokenized:DOCUMENTS"),
         **dict.fromkeys(NO_TEXTS.split(), "distgpt.texts.unreadable:NO_TEXT"),
     },
-}
-
-# Name → a class derived from Placement (core/train/sharing.py).
-PLACEMENTS = {
-    "sharded": "distgpt.parallel.sharded:ShardedPlacement",
-    "local steps": "distgpt.parallel.replicas:LocalPlacement",
-}
-
-# Name → a function of the type MakeMicroBatches (parallel/choose.py).
-MICRO_BATCHES = {
-    "reproducible parts": "distgpt.parallel.reproducible:make",
-    "balanced": "distgpt.parallel.balance:make",
-}
-
-# Exchanges that other settings than --grad-sync ask for, by what `choose.exchange_name` calls them.
-UNNAMED_EXCHANGES = {
-    "in parts": "distgpt.parallel.reductions:make",
-    "local steps": "distgpt.parallel.replicas:make",
 }

@@ -48,9 +48,9 @@ from distgpt.core.train.assessment import METRICS
 from distgpt.core.train.lines import LISTENERS, Lines
 from distgpt.core.train.plan import CHECKS, RECIPES, refuse_unsuited
 from distgpt.core.train.run import plain_seams
-from distgpt.core.train.seams import MODEL_KINDS, WholeModel
+from distgpt.core.train.seams import MODEL_KINDS, ModelKind
 from distgpt.core.train.setup import FIRST_WEIGHTS, unhelped
-from distgpt.core.train.sharing import STRATEGIES, USUAL, Strategy, strategy_for
+from distgpt.core.train.sharing import Strategy, allreduce, strategy_for
 from distgpt.core.train.summary import FACTS
 from distgpt.guards.attach import GUARDS, keep_nothing
 from distgpt.jobs.batch.script import SYSTEMS, System
@@ -81,7 +81,7 @@ ROWS = {
     "metrics": (METRICS, lambda row: callable(row.fields)),
     "checks": (CHECKS, lambda row: list(inspect.signature(row).parameters) == ["t", "ranks", "on_gpu"]),
     "batch systems": (SYSTEMS, lambda row: isinstance(row, System) and row.documented),
-    "models": (MODEL_KINDS, lambda row: {*public(WholeModel)} <= {*public(type(row))}),
+    "models": (MODEL_KINDS, lambda row: {*public(ModelKind)} <= {*public(type(row))}),
     "exchanges": (EXCHANGES, callable),
     "rounded tiles": (TILES, lambda row: issubclass(row, Int8Tile)),
     "guards": (GUARDS, callable),
@@ -103,13 +103,13 @@ ROWS = {
     "part files": (PARTS, lambda row: has(row, PartKind)),
     "beside": (BESIDE, lambda row: has(row(None), Beside)),
     "recipes": (RECIPES, lambda row: [*inspect.signature(row).parameters] == ["asked", "stage", "say"]),
-    "strategies": (STRATEGIES, lambda row: issubclass(row, Strategy)),
     "first weights": (FIRST_WEIGHTS, lambda row: callable(row.learn) and row.note and row.tokens),
 }
 
 
 # Parts that the core has plain ones of.
 MORE = {
+    "exchange": allreduce,
     "helpers": unhelped,
     "kept": keep_nothing,
     "one prompt": on_first,
@@ -117,6 +117,7 @@ MORE = {
     "remedy": no_remedy,
     "seams": plain_seams,
     "slots": plain_kind,
+    "strategy": Strategy,
 }
 OBJECTS = {"job": Job, "grants": Grants, "layout": Layout}
 
@@ -166,15 +167,16 @@ def test_a_part_that_is_missing_is_the_cores_plain_one(handed_in):
     assert part("seams", plain_seams) is plain_seams
 
 
-def test_settings_that_ask_for_no_other_way_to_share_a_step_get_the_usual_one(handed_in):
-    plain = (TrainConfig(), TrainConfig(dtype="bfloat16"))
-    assert {type(strategy_for(t, 4)) for t in plain} == {STRATEGIES[USUAL]}
-    assert {type(strategy_for(t, 1)) for t in plain} == {Strategy}
-    handed_in("strategies", **{USUAL: "distgpt.parallel.removed:Chosen"})
-    assert {type(strategy_for(t, 4)) for t in plain} == {Strategy}
+def test_ranks_without_the_component_share_a_step_plainly(handed_in):
+    assert type(strategy_for(TrainConfig(), 2)) is not Strategy
+    handed_in("parts", strategy="distgpt.parallel.removed:Chosen")
+    handed_in("components", parallel="distgpt.parallel.removed:Chosen")
+    assert type(strategy_for(TrainConfig(), 2)) is Strategy
+    refuse_unsuited(TrainConfig(), 2, on_gpu=False)
     named = {"balance": "auto", "grad_sync": "sharded", "outer_every": 4, "reproducible_parts": 8}
     for setting, value in named.items():
-        assert type(strategy_for(TrainConfig(**{setting: value}), 4)) is not Strategy
+        with pytest.raises(MissingComponent, match="parallel"):
+            refuse_unsuited(TrainConfig(**{setting: value}), 2, on_gpu=False)
 
 
 def test_a_batch_job_whose_end_nothing_keeps_hears_it_in_a_line(handed_in):

@@ -16,10 +16,11 @@ from distgpt.core.model.memory import Layout
 from distgpt.core.model.model import Model
 from distgpt.core.ops.api import Kernels
 from distgpt.core.saved.modelfile import Base, Description
+from distgpt.core.train.seams import ModelKind
 
 
-class AdapterKind:
-    """A `ModelKind`: of an `AdaptedModel`."""
+class AdapterKind(ModelKind):
+    """The kind of an `AdaptedModel`."""
 
     may_move = frozenset({"init"})  # its content is compared: `refuse_origin`
 

@@ -13,21 +13,21 @@ from distgpt.core.base.formatting import count
 from distgpt.core.comm.agree import shared
 from distgpt.core.config import TrainConfig
 from distgpt.core.train.progress import Finished, Progress
-from distgpt.core.train.seams import described, ending, not_finite
+from distgpt.core.train.seams import Judge, described, ending, not_finite
 from distgpt.guards.rollback import RollBack
 
 ENOUGH = 20  # steps of history before outliers are detected
 LEAST_SPREAD = 1e-3  # of the mean, so that a loss that hardly moves has no outliers
 
 
-class BadSteps:
+class BadSteps(Judge):
     """Compares each step with the last good ones, counts bad ones, and skips or undoes them.
 
     The judge (`core/train/seams.py`) of a run with --spike-zscore or another --on-bad-step than stop.
     """
 
     def __init__(self, config: TrainConfig, progress: Progress) -> None:
-        self._config, self._progress = config, progress
+        super().__init__(config, progress)
         self.waits = bool(config.spike_zscore)  # kernels themselves leave out only what is not finite
 
     def judge_step(self, done: Finished) -> str:

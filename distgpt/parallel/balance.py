@@ -10,7 +10,6 @@ from zlib import crc32
 
 import numpy as np
 
-from distgpt.core.base.errors import refuse_beside
 from distgpt.core.base.formatting import count
 from distgpt.core.comm.agree import gather_bytes, gather_ints, on_every_rank, on_root
 from distgpt.core.comm.api import Comm
@@ -20,7 +19,7 @@ from distgpt.core.model.passes import Pass
 from distgpt.core.ops.api import Kernels
 from distgpt.core.saved.checkpoint import State
 from distgpt.core.train.memory import SPARE, copy_bytes, needed
-from distgpt.core.train.sharing import MicroBatches, Start, strategy_for
+from distgpt.core.train.sharing import MicroBatches, Start, Strategy
 
 TRIES = 3  # passes of each rank, of which the fastest counts, after one to warm up
 LEAST_GAIN = 0.03  # of a step, that an uneven split has to bring
@@ -28,8 +27,6 @@ LEAST_GAIN = 0.03  # of a step, that an uneven split has to bring
 
 class Balanced(MicroBatches):
     """Each rank takes its own number of sequences, which weights its gradients in the mean over the ranks."""
-
-    name = "balanced"
 
     def __init__(self, config: TrainConfig, ranks: int, rank: int, shares: list[int], hosts: int = 0) -> None:
         """`shares`: sequences of each rank in a micro-batch, on hosts of this checksum."""
@@ -45,28 +42,18 @@ class Balanced(MicroBatches):
         return slice(start, start + self.shares[rank])
 
 
-def make(t: TrainConfig, ranks: int, rank: int, model: Model, start: Start | None) -> MicroBatches:
+def balanced(
+    t: TrainConfig, ranks: int, rank: int, model: Model, start: Start, strategy: Strategy
+) -> MicroBatches:
     """Return shares of a checkpoint that was written on the same hosts, or measured now. Collective."""
-    if start is None:  # memory is counted with even ones
-        return MicroBatches(t, ranks)
     hosts = hosts_checksum(start.comm, start.threads)
     shares, how = shares_so_far(start.state, t, ranks, hosts), "as before"
     if shares is None:
         shares, how = measured_shares(model, t, start.comm), "measured now"
-    if not have_memory(start, model.kernels, shares):
+    if not have_memory(start, model.kernels, shares, strategy):
         shares, how = even_shares(t, ranks), "as memory does not allow others"
     start.say(f"--balance auto: {described_shares(shares)}, {how}")
     return Balanced(t, ranks, rank, shares, hosts)
-
-
-def check(t: TrainConfig, ranks: int, on_gpu: bool) -> None:
-    """Raise a UsageError about what needs as many sequences on each rank."""
-    others = {
-        "deterministic (reproducible parts)": t.reproducible_parts,
-        "outer-every": t.outer_every,
-    }
-    if ranks > 1:
-        refuse_beside("--balance auto", others, "ranks get unlike parts")
 
 
 def even_shares(t: TrainConfig, ranks: int) -> list[int]:
@@ -81,10 +68,9 @@ def shares_so_far(state: State, settings: TrainConfig, ranks: int, hosts: int) -
     return known if is_same and sum(known) * settings.grad_accum == settings.batch_size else None
 
 
-def have_memory(start: Start, kernels: Kernels, shares: Sequence[int]) -> bool:
+def have_memory(start: Start, kernels: Kernels, shares: Sequence[int], strategy: Strategy) -> bool:
     """Return whether every rank has memory for its share of a micro-batch and for the rest. Collective."""
     comm, t = start.comm, start.config.train
-    strategy = strategy_for(t, comm.size)
 
     def fits() -> bool:
         rows = shares[comm.rank] * comm.size * t.grad_accum

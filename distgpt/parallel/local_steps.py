@@ -7,19 +7,18 @@ mean of how far they have come. In between only a few numbers cross the network 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from statistics import median
+from collections.abc import Callable
 
 import numpy as np
 
-from distgpt.core.base.errors import UsageError, refuse_beside
 from distgpt.core.comm.api import Comm
 from distgpt.core.config import TrainConfig
 from distgpt.core.model.memory import FlatBuffer
 from distgpt.core.model.model import Model
 from distgpt.core.model.optim import AdamW
-from distgpt.core.ops.api import Array, NesterovState
-from distgpt.core.train.sharing import RECENT, Exchange, Rounds, Scales
+from distgpt.core.ops.api import NesterovState
+from distgpt.core.train.progress import Rounds
+from distgpt.core.train.sharing import Exchange, Scales
 
 
 class LocalSteps(Exchange):
@@ -76,9 +75,6 @@ class LocalSteps(Exchange):
         self.sum_changes(step - 1)
         self.outer.step(self.comm.size)
 
-    def waits(self, model: Model) -> list[tuple[str, Array]]:
-        return [("sum_votes", model.grads.flags), ("sum_changes", model.grads.flat)]
-
 
 class Outer:
     """Takes a step by Nesterov momentum along the mean change of weights that began a round alike."""
@@ -110,49 +106,3 @@ class Outer:
         state = NesterovState(model.weights.flat, low, *buffers)
         model.kernels.nesterov(state, 1 / ranks, c.outer_lr, c.outer_momentum)
         self.in_sync = True
-
-
-class LocalRounds(Rounds):
-    """Rounds of `every` steps; the last one may be shorter."""
-
-    def __init__(self, every: int, steps: int) -> None:
-        self.length, self._steps = every, steps
-
-    def ends(self, done: int) -> bool:
-        return done % self.length == 0 or done == self._steps
-
-    def before(self, done: int) -> int:
-        return (done - 1) // self.length * self.length
-
-    def recent(self, done: int, seconds: list[float]) -> list[float]:
-        """Return at least those of one round; before its first exchange, that is guessed."""
-        last = seconds[-max(RECENT, self.length) :]
-        has_exchanged = done // self.length > (done - len(seconds)) // self.length
-        return last if has_exchanged else [*last, sum(last)]
-
-    def usual(self, recent: Sequence[float]) -> float:
-        """Return the seconds of a round's slowest step."""
-        return max(recent)
-
-    def typical(self, first: int, seconds: Sequence[float]) -> float:
-        """Return a step's mean, from the median of steps that end a round and that of the others."""
-        ends: list[float] = []
-        others: list[float] = []
-        for step, took in enumerate(seconds, first + 1):
-            (ends if self.ends(step) else others).append(took)
-        if not ends or not others:
-            return median(seconds)
-        return (median(ends) + (self.length - 1) * median(others)) / self.length
-
-
-def check(t: TrainConfig, ranks: int, on_gpu: bool) -> None:
-    """Raise a UsageError about what needs the same weights on all ranks in every step."""
-    if not t.outer_every or ranks == 1:
-        return
-    what = f"--outer-every {t.outer_every}"
-    if t.grad_sync in ("overlapped", "sharded"):
-        raise UsageError(
-            f"{what} goes with --grad-sync allreduce: {t.grad_sync} needs gradients of every step"
-        )
-    others = {"deterministic (reproducible parts)": t.reproducible_parts}
-    refuse_beside(what, others, "ranks have weights of their own")

@@ -11,12 +11,11 @@ from collections.abc import Callable
 from functools import partial
 from queue import SimpleQueue
 
-from distgpt.core.base.errors import Say
 from distgpt.core.comm.api import Comm, QueuedComm
 from distgpt.core.config import TrainConfig
 from distgpt.core.model.model import Model
 from distgpt.core.ops.api import Array, Work
-from distgpt.core.train.sharing import AfterBackward, Allreduce, Exchange, OptimizerState, Reduction
+from distgpt.core.train.sharing import AfterBackward, Allreduce, Exchange, Reduction
 from distgpt.parallel.reductions import (
     HostWire,
     ReduceScatterGather,
@@ -144,9 +143,9 @@ class AllreduceInPieces(Reduction):
             self._comm.sum(self._flat[begin : min(begin + self._piece, stop)])
 
 
-def make(comm: Comm, state: OptimizerState, t: TrainConfig, say: Say) -> Exchange:
+def make(comm: Comm, model: Model, t: TrainConfig) -> Exchange:
     """Return the exchange of --grad-sync overlapped. Collective."""
-    model, mean, wire = state.optimizer.model, 1.0 / comm.size, t.gradient_dtype
+    mean, wire = 1.0 / comm.size, t.gradient_dtype
     sum_votes, size, flat = votes_sum(comm, model, t), model.layout.size, model.grads.flat
     reduction: Reduction
 

@@ -11,14 +11,13 @@ from zlib import crc32
 import numpy as np
 from numpy.typing import DTypeLike
 
-from distgpt.core.base.errors import Say
 from distgpt.core.comm.api import Comm
 from distgpt.core.comm.serial import SerialComm
 from distgpt.core.config import TrainConfig
 from distgpt.core.model.memory import FlatBuffer, Layout, Spec
 from distgpt.core.model.model import Model
 from distgpt.core.ops.api import Array, Kernels, Wire
-from distgpt.core.train.sharing import AfterBackward, Allreduce, Exchange, OptimizerState, Reduction
+from distgpt.core.train.sharing import AfterBackward, Allreduce, Exchange, Reduction
 from distgpt.parallel.node_memory import SharedGradients
 
 LINE = 16  # elements of a cache line: ranks' parts begin at multiples of it
@@ -224,9 +223,9 @@ class Hierarchical(Reduction):
 # From the settings to reductions
 
 
-def make(comm: Comm, state: OptimizerState, t: TrainConfig, say: Say) -> Exchange:
+def make(comm: Comm, model: Model, t: TrainConfig) -> Exchange:
     """Return the exchange of --grad-sync allreduce. Collective."""
-    model, mean = state.optimizer.model, mean_factor(comm, t)
+    mean = mean_factor(comm, t)
     reduction = reduction_for(comm, model, t)
     if isinstance(reduction, SharedSum | Allreduce):  # loss and votes are summed with the gradients
         return AfterBackward(reduction.name, reduction, len(model.grads.with_flags), lambda: None, mean)

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 
-from distgpt.core.base.errors import Say
 from distgpt.core.comm.agree import on_root
 from distgpt.core.comm.api import Comm
 from distgpt.core.config import TrainConfig
@@ -16,6 +15,7 @@ from distgpt.core.model.model import Model
 from distgpt.core.model.optim import AdamW
 from distgpt.core.ops.api import Array
 from distgpt.core.saved.modelfile import on_host
+from distgpt.core.train.progress import Rounds
 from distgpt.core.train.sharing import (
     OPTIMIZER,
     WEIGHTS,
@@ -24,10 +24,9 @@ from distgpt.core.train.sharing import (
     Groups,
     OptimizerState,
     Placement,
-    Rounds,
 )
 from distgpt.parallel.checkpointing import TensorByTensor, host_buffer, load_some, stems
-from distgpt.parallel.local_steps import LocalRounds, LocalSteps, Outer
+from distgpt.parallel.local_steps import LocalSteps, Outer
 from distgpt.parallel.reductions import reduction_for
 
 OUTER = "outer"
@@ -37,13 +36,12 @@ MEAN = "mean/"
 class LocalPlacement(Placement):
     """Each rank trains a model of its own for a round of steps."""
 
-    name = "local steps"
     may_copy = False
 
     def __init__(self, config: TrainConfig, ranks: int) -> None:
         super().__init__(config, ranks)
         self.option = f"--outer-every {config.outer_every}"
-        self.rounds: Rounds = LocalRounds(config.outer_every, config.steps)
+        self.rounds = Rounds(config.outer_every, config.steps)
 
     def state(self, model: Model, rank: int) -> OptimizerState:
         # Ranks have gradients of their own: they share no work of the optimizer.
@@ -79,7 +77,7 @@ class LocalState(OptimizerState):
         return Replicas(comm, self.optimizer, self.outer)
 
 
-def make(comm: Comm, state: OptimizerState, t: TrainConfig, say: Say) -> Exchange:
+def make(comm: Comm, state: OptimizerState, t: TrainConfig) -> Exchange:
     """Return the exchange of --outer-every. Collective."""
     assert isinstance(state, LocalState)
     model = state.optimizer.model

@@ -13,7 +13,7 @@ from distgpt.core.data.batches import rank_sequences
 from distgpt.core.model.memory import FlatBuffer, Layout, Spec
 from distgpt.core.model.model import Model
 from distgpt.core.ops.api import Kernels
-from distgpt.core.train.sharing import MicroBatches, Start
+from distgpt.core.train.sharing import MicroBatches
 from distgpt.parallel.reductions import LINE, spread
 
 
@@ -38,7 +38,6 @@ class Tree:
 class ReproducibleParts(MicroBatches):
     """Each micro-batch is one part of the batch. The tree adds their gradients, not the backward pass."""
 
-    name = "reproducible parts"
     accumulates = False
 
     def __init__(self, config: TrainConfig, ranks: int, model: Model) -> None:
@@ -55,11 +54,6 @@ class ReproducibleParts(MicroBatches):
     def collect(self, i: int) -> None:
         if self._tree:
             self._tree.add(i)
-
-
-def make(t: TrainConfig, ranks: int, rank: int, model: Model, start: Start | None) -> MicroBatches:
-    """Return the micro-batches that --reproducible-parts asks for."""
-    return ReproducibleParts(t, ranks, model)
 
 
 def rehearse_tree(kernels: Kernels) -> None:

@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from distgpt.core.base.errors import Say
 from distgpt.core.comm.agree import on_root
 from distgpt.core.comm.api import Comm
 from distgpt.core.config import TrainConfig
@@ -79,13 +78,9 @@ class Sharded(Exchange):
         if is_changed:
             self.comm.all_gather(self.model.params.flat, self._bounds)
 
-    def waits(self, model: Model) -> list[tuple[str, Array]]:
-        return [*super().waits(model), ("after_update", model.params.flat)]
 
-
-def make(comm: Comm, state: OptimizerState, t: TrainConfig, say: Say) -> Exchange:
+def make(comm: Comm, model: Model, t: TrainConfig) -> Exchange:
     """Return the exchange of --grad-sync sharded."""
-    model = state.optimizer.model
     nccl = comm.queued if t.gradient_dtype == "float32" else None
     reduce = (
         in_parts(model, t, comm, t.gradient_dtype).reduce
@@ -110,7 +105,6 @@ def shards(t: TrainConfig, layout: Layout, ranks: int) -> list[int]:
 class ShardedPlacement(Placement):
     """Each rank has the moments of its own part, and keeps only this part up to date in full precision."""
 
-    name = "sharded"
     option = "--grad-sync sharded"
     may_copy = False
 

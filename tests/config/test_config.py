@@ -34,9 +34,8 @@ DEFAULTS = {f.name: f.default for f in (*fields(ModelConfig), *fields(TrainConfi
 
 # What a setting may need beside the core.
 COMPONENTS = (
-    *("balance", "bigrams", "chats", "exchange", "gpu", "hellaswag", "in parts"),
-    *("local steps", "lora", "overlapped"),
-    *("packing", "reproducible", "retention", "rollback", "sharded", "within"),
+    *("bigrams", "chats", "gpu", "hellaswag", "lora", "packing", "parallel"),
+    *("retention", "rollback", "within"),
 )
 
 
@@ -137,7 +136,7 @@ def test_each_setting_names_components_that_there_are_and_no_default_needs_one()
     of_adapters = {name for name, about in SETTINGS.items() if about.component == "lora"}
     assert of_adapters == {"lora_rank", "lora_alpha", "lora_matrices"}
     needs = SETTINGS["grad_sync"].needs
-    assert (needs("sharded", "allreduce"), needs("allreduce", "allreduce")) == (["sharded"], [])
+    assert (needs("sharded", "allreduce"), needs("allreduce", "allreduce")) == (["parallel"], [])
 
 
 # Where values come from

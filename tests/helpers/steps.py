@@ -1,6 +1,6 @@
 """A step with the exchange that its settings ask for, as a run makes it."""
 
-from distgpt.core.train.sharing import OptimizerState
+from distgpt.core.train.sharing import OptimizerState, exchange_for
 from distgpt.core.train.step import Step
 from distgpt.parallel.choose import Chosen
 
@@ -19,9 +19,10 @@ def build_step(state, comm, config, say=print, micro_batches=None, **more):
     """`state`: that of a placement, or an optimizer alone."""
     if not isinstance(state, OptimizerState):
         state = OptimizerState(state)
-    strategy, model = Chosen(config, comm.size), state.optimizer.model
-    micro_batches = micro_batches or strategy.micro_batches(config, comm.rank, model)
-    exchange = strategy.exchange(comm, state, config, say)
+    if micro_batches is None:
+        strategy = Chosen(config, comm.size)
+        micro_batches = strategy.micro_batches(config, comm.rank, state.optimizer.model)
+    exchange = exchange_for(comm, state, config, say)
     work = Step(state.optimizer, comm, config, exchange, micro_batches=micro_batches, **more)
     work.state = state  # for tests that save and restore
     return work

@@ -432,8 +432,8 @@ _FAULTS = {
     ("parallel/choose.py", _IN_MEMORY): [
         (
             "ranks of several nodes share memory in vain",
-            't.gradient_dtype == "float32" and on_one_node',
-            't.gradient_dtype == "float32"',
+            "else not t.reproducible_parts",
+            "else True",
         ),
     ],
     ("parallel/reductions.py", _SAME_BITS): [
@@ -459,12 +459,12 @@ _FAULTS = {
     ],
     ("parallel/local_steps.py", _LOCAL): [
         ("every rank clips by its own norm in local steps", "both[len(extra) :]", "norm[:]"),
-        ("a last round has no end", " or done == self._steps", ""),
     ],
     ("parallel/balance.py", _SHARES): [
         ("shares follow seconds, not speed", "(share + 1) * each for", "(share + 1) / each for"),
     ],
     ("core/train/progress.py", _LOCAL): [
+        ("a last round has no end", " or done == self.last", ""),
         ("what is due within a round is lost", "step // every > before // every", "not step % every"),
     ],
     ("parallel/replicas.py", _LOCAL): [

@@ -23,7 +23,7 @@ from distgpt.core.model.memory import Layout
 from distgpt.core.model.model import Architecture, Model
 from distgpt.core.model.passes import Pass
 from distgpt.core.saved.modelfile import Base, Description, read_description
-from distgpt.core.train.seams import Votes, WholeModel
+from distgpt.core.train.seams import ModelKind, Votes
 from distgpt.show.weightspage import inspect
 from distgpt.texts.tokenizers.parts import encode_parts
 
@@ -42,7 +42,7 @@ def handed_in(monkeypatch):
     return hand_in
 
 
-class Biases(WholeModel):
+class Biases(ModelKind):
     """A kind that trains the biases and leaves the rest."""
 
     part = "biases"

@@ -26,6 +26,7 @@ from distgpt.core.train.checkpoints import Checkpoints
 from distgpt.core.train.plan import refuse_unsuited
 from distgpt.core.train.progress import Due, Pace, Progress, due_after
 from distgpt.core.train.setup import restore
+from distgpt.core.train.sharing import Placement
 from distgpt.parallel.checkpointing import stems
 from distgpt.parallel.choose import Chosen
 
@@ -281,7 +282,7 @@ def test_what_needs_the_same_weights_everywhere_is_refused():
             refuse_unsuited(replace(CONFIG, grad_accum=0, **how), 2, on_gpu=False)
         refuse_unsuited(replace(CONFIG, grad_accum=0, **how), 1, on_gpu=False)
     refuse_unsuited(CONFIG, 2, on_gpu=True)
-    assert Chosen(CONFIG, 1).placement.name == "replicas"
+    assert type(Chosen(CONFIG, 1).placement) is Placement
 
 
 @pytest.mark.slow

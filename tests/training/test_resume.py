@@ -86,6 +86,13 @@ def test_a_run_resumes_with_its_own_settings(how, half, finished):
     assert (event["step"], event["changes"], event["from"]) == (4, {}, str(newest))
 
 
+def test_a_value_that_has_another_name_now_is_named_once(half):
+    config = half / "config.toml"
+    config.write_text(config.read_text().replace('"allreduce"', '"hierarchical"'))
+    found = [train("--resume", half, "--steps", steps, "--threads", "1").stdout for steps in ("10", "11")]
+    assert ["grad_sync = 'hierarchical' is 'allreduce' now" in each for each in found] == [True, False]
+
+
 def test_what_cannot_resume_says_why_and_names_the_way(half, finished, tmp_path):
     gone = inside("train", "--resume", half, "--data", tmp_path / "gone.txt")
     refused(gone, 65, "gone.txt", "--data says where the text of this run is now")

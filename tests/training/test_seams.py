@@ -22,9 +22,9 @@ from distgpt.core.train.loop import train
 from distgpt.core.train.plan import make_plan
 from distgpt.core.train.progress import Finished, Progress
 from distgpt.core.train.run import Seams
-from distgpt.core.train.seams import Clock, Disk, FiniteJudge, Votes
+from distgpt.core.train.seams import Clock, Disk, Judge, Votes
 from distgpt.core.train.setup import open_run
-from distgpt.core.train.sharing import OptimizerState, Strategy
+from distgpt.core.train.sharing import OptimizerState, allreduce
 from distgpt.core.train.step import Step
 from distgpt.guards.attach import guarded
 from distgpt.guards.bad_steps import BadSteps
@@ -93,7 +93,7 @@ def test_without_guards_and_in_any_order_of_them_a_run_has_the_same_bits(tmp_pat
 
 def test_a_run_has_only_what_its_settings_ask_for(tmp_path):
     run, _ = trained(tmp_path / "default", guarded(TrainConfig()))
-    assert isinstance(run.judge, FiniteJudge) and type(run.clock) is Clock
+    assert isinstance(run.judge, Judge) and type(run.clock) is Clock
     more = {"on_bad_step": "skip", "train_minutes": 0.01}
     run, _ = trained(tmp_path / "more", guarded(TrainConfig(**more)), **more)
     assert isinstance(run.judge, BadSteps) and run.clock.elapsed is not None
@@ -110,7 +110,7 @@ def test_a_vote_of_one_rank_counts_once_in_each_step():
         model.train(ranks=2)
         model.initialise(1)
         optimizer = AdamW(model, t)
-        exchange = Strategy(t, 2).exchange(comm, OptimizerState(optimizer), t, print)
+        exchange = allreduce(comm, OptimizerState(optimizer), t, print)
         step = Step(optimizer, comm, t, exchange)
         batches = Batches(ArrayTokens(np.arange(200, dtype=np.uint16) % 16), 8, 2, 1)
         mine = [0.0] * (FLAG_COUNT - 2) + [0.25 if comm.rank == 0 else 0.0]
@@ -130,7 +130,7 @@ def test_what_a_rank_does_between_two_steps_is_not_its_time_in_the_next():
         model.train(ranks=2)
         model.initialise(1)
         optimizer = AdamW(model, t)
-        step = Step(optimizer, comm, t, Strategy(t, 2).exchange(comm, OptimizerState(optimizer), t, print))
+        step = Step(optimizer, comm, t, allreduce(comm, OptimizerState(optimizer), t, print))
         batches, found = Batches(ArrayTokens(np.arange(200, dtype=np.uint16) % 16), 8, 2, 1), []
         for number in range(3):
             found.append(step.launch(number, batches).rank_seconds()[0])
@@ -145,7 +145,7 @@ def test_what_a_rank_does_between_two_steps_is_not_its_time_in_the_next():
 
 
 def test_by_default_a_step_that_is_not_finite_ends_the_run():
-    judge = FiniteJudge(TrainConfig(), Progress(step=3))
+    judge = Judge(TrainConfig(), Progress(step=3))
     done = Finished(2.0, 1.0, lr=0.1, rejected=None, votes=[], rank_seconds=[], seconds=1.0)
     assert judge.judge_step(done) == judge.objection(2.0, 1.0) == ""
     done = replace(done, norm=float("inf"))

@@ -1,76 +1,39 @@
-"""How ranks share a step: what the settings choose, and that all ranks choose alike."""
+"""How ranks share a step: what the settings choose."""
 
-import inspect
 import subprocess
 import sys
 from dataclasses import replace
 from itertools import product
-from typing import get_type_hints
+from pathlib import Path
 
 import pytest
-from threadranks import on_all_ranks
 
-from distgpt import components
-from distgpt.core.base.errors import UsageError
-from distgpt.core.base.tables import imported
 from distgpt.core.config import ModelConfig, TrainConfig
 from distgpt.core.config.settings import GRAD_SYNCS
 from distgpt.core.cpu.kernels import CpuKernels
 from distgpt.core.model.model import Architecture, Model
-from distgpt.core.train.sharing import Placement, Strategy, agree_on_strategy
+from distgpt.core.train.sharing import MicroBatches, Placement, Strategy, strategy_for
 from distgpt.parallel import choose
 from distgpt.parallel.choose import Chosen
+from distgpt.parallel.replicas import LocalPlacement
+from distgpt.parallel.reproducible import ReproducibleParts
+from distgpt.parallel.sharded import ShardedPlacement
 
 PLAIN = TrainConfig(batch_size=8, grad_accum=2)
+SMALL = ModelConfig(vocab_size=64, seq_len=8, n_layer=1, n_head=2, n_embd=32)
 
 
-def test_every_component_is_there_and_has_the_types_of_the_table():
-    for path in components.PLACEMENTS.values():
-        kind = imported(path, path)
-        assert issubclass(kind, Placement) and kind(PLAIN, 2).name in components.PLACEMENTS
-        for name, method in inspect.getmembers(Placement, inspect.isfunction):
-            own = get_type_hints(getattr(kind, name))
-            assert name == "own" or own == get_type_hints(method), (path, name)
-    tables = (
-        (components.MICRO_BATCHES, choose.MakeMicroBatches),
-        (choose.exchanges(), choose.MakeExchange),
-    )
-    for table, kind in tables:
-        *wanted, result = kind.__args__
-        for path in table.values():
-            types = get_type_hints(imported(path, path))
-            assert types.pop("return") is result, path
-            assert list(types.values()) == wanted, path
-
-
-def test_only_what_does_not_go_together_has_no_name():
-    """Each of the three is chosen apart: a placement does not say how micro-batches add up."""
-    for sync, outer, wire in product(GRAD_SYNCS, (0, 4), ("float32", "bfloat16")):
-        t = replace(PLAIN, grad_sync=sync, outer_every=outer, gradient_dtype=wire)
-        placement, micro_batches, exchange = Chosen(t, 2).names()
-        assert placement == ("local steps" if outer else "sharded" if sync == "sharded" else "replicas")
-        assert micro_batches == "even"
-        others = sync if sync != "allreduce" or wire == "float32" else "in parts"
-        assert exchange == ("local steps" if outer else others)
-        assert exchange in (*choose.exchanges(), "allreduce")
-        assert Chosen(t, 1).names() == ["replicas", "even", sync]
-    parts = replace(PLAIN, reproducible_parts=8, grad_sync="sharded")
-    assert Chosen(parts, 2).names() == ["sharded", "reproducible parts", "sharded"]
-    assert Chosen(replace(PLAIN, balance="auto"), 2).names() == ["replicas", "balanced", "allreduce"]
-    assert Chosen(PLAIN, 2).names() == Strategy(PLAIN, 2).names()
-
-
-def test_ranks_that_choose_differently_do_not_start():
-    def refusal(comm, *different):
-        t = replace(PLAIN, grad_sync="sharded" if comm.rank in different else "allreduce")
-        try:
-            agree_on_strategy(comm, Chosen(t, comm.size))
-        except UsageError as error:
-            return str(error)
-
-    (found,) = set(on_all_ranks(3, lambda comm: refusal(comm, 1)))
-    assert "ranks 0, 2: replicas, even, allreduce; rank 1: sharded, even, sharded" in found
-    assert on_all_ranks(3, refusal) == [None] * 3
+def test_placement_micro_batches_and_exchange_are_chosen_apart():
+    model = Model(Architecture(SMALL), CpuKernels("float32"))
+    model.train()
+    model.make_gradients()
+    for sync, outer, parts in product(GRAD_SYNCS, (0, 4), (0, 8)):
+        t = replace(PLAIN, grad_sync=sync, outer_every=outer, reproducible_parts=parts)
+        placement = LocalPlacement if outer else ShardedPlacement if sync == "sharded" else Placement
+        assert type(Chosen(t, 2).placement) is placement and type(Chosen(t, 1).placement) is Placement
+        micro_batches = ReproducibleParts if parts else MicroBatches
+        assert type(Chosen(t, 2).micro_batches(t, 0, model)) is micro_batches
+    assert type(strategy_for(PLAIN, 1)) is Strategy and type(strategy_for(PLAIN, 2)) is Chosen
 
 
 def test_only_what_was_chosen_is_compiled_before_the_first_step():
@@ -85,10 +48,7 @@ def test_only_what_was_chosen_is_compiled_before_the_first_step():
             called.append("a tree")
             super().each(*args)
 
-    model = Model(
-        Architecture(ModelConfig(vocab_size=64, seq_len=8, n_layer=1, n_head=2, n_embd=32)),
-        Watched(threads=1),
-    )
+    model = Model(Architecture(SMALL), Watched(threads=1))
     model.train()
     for how, ranks, wanted in (
         ({}, 2, set()),
@@ -108,14 +68,13 @@ import sys
 from distgpt import api
 from distgpt.core.config import TrainConfig
 from distgpt.parallel.choose import Chosen
-Chosen(TrainConfig(), {ranks}).names()
+Chosen(TrainConfig(), {ranks})
 print(*sys.modules)
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     loaded = set(result.stdout.split())
-    paths = {**components.PLACEMENTS, **choose.exchanges()}.values()
-    files = {path.partition(":")[0] for path in paths} - {"distgpt.parallel.reductions"}
-    assert not loaded & files
+    files = {f"distgpt.parallel.{path.stem}" for path in Path(choose.__file__).parent.glob("*.py")}
+    assert loaded & files == {"distgpt.parallel.choose"}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

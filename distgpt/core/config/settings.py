@@ -415,15 +415,14 @@ class TrainConfig:
         table="exchanges",
         changeable=True,
         former_choices=tuple((name, "allreduce") for name in ("auto", "chunked", "hierarchical", "packed")),
-        component="exchange",  # what the table adds
-        components=(("overlapped", "overlapped"), ("sharded", "sharded")),
+        component="parallel",
     )
     gradient_dtype: str = of_ranks(
         "float32",
         "Send gradients in this number format (mpi, mpi-cuda).",
         choices=GRADIENT_DTYPES,
         changeable=True,
-        component="in parts",
+        component="parallel",
     )
     outer_every: int = of_ranks(
         0,
@@ -431,14 +430,14 @@ class TrainConfig:
         " for slow networks; mpi, mpi-cuda). 0: exchange gradients in every step.",
         low=0,
         changeable=True,
-        component="local steps",
+        component="parallel",
     )
     outer_lr: float = of_ranks(
         0.9,
         "With --outer-every: learning rate of the step that all ranks then take together.",
         above=0,
         changeable=True,
-        component="local steps",
+        component="parallel",
     )
     outer_momentum: float = of_ranks(
         0.7,
@@ -446,7 +445,7 @@ class TrainConfig:
         low=0,
         below=1,
         changeable=True,
-        component="local steps",
+        component="parallel",
     )
     reproducible_parts: int = of_ranks(
         0,
@@ -455,7 +454,7 @@ class TrainConfig:
         low=0,
         most=1 << 20,
         changeable=True,
-        component="reproducible",
+        component="parallel",
     )
     balance: str = of_ranks(
         "even",
@@ -463,7 +462,7 @@ class TrainConfig:
         " (mpi, mpi-cuda).",
         choices=BALANCES,
         changeable=True,
-        component="balance",
+        component="parallel",
     )
     recompute: str = of_computing(
         "auto",

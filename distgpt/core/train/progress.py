@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from statistics import median
 
 from distgpt.core.comm.agree import on_root
 from distgpt.core.comm.api import Comm
 from distgpt.core.config import TrainConfig
 from distgpt.core.saved.checkpoint import MOST_RECENT, State
-from distgpt.core.train.sharing import Rounds
 
+RECENT = 100  # steps whose duration counts
 STARTING, COMPUTING, EXCHANGING, UPDATING = "starting", "computing", "in the exchange", "updating"
 EVALUATING, SAVING, SAMPLING = "evaluating", "saving", "writing a sample"
 
@@ -94,20 +96,49 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
+class Rounds:
+    """Steps after which all ranks hold the same weights: each one or, with --outer-every, every Nth."""
+
+    length: int = 1
+    last: int = 0  # the run's last step, which ends a round that is shorter
+
+    def ends(self, done: int) -> bool:
+        """Return whether all ranks hold the same weights after this many steps."""
+        return done % self.length == 0 or done == self.last
+
+    def before(self, done: int) -> int:
+        """Return the step before this one after which all ranks last held the same weights."""
+        return (done - 1) // self.length * self.length
+
+    def typical(self, first: int, seconds: Sequence[float]) -> float:
+        """Return the median of the mean seconds of whole rounds. `first`: the steps before these."""
+        begins = range(-first % self.length, len(seconds) - self.length + 1, self.length)
+        means = [sum(seconds[at : at + self.length]) / self.length for at in begins]
+        return median(means or seconds)
+
+
+@dataclass(frozen=True, slots=True)
 class Pace:
     """Durations of this run's steps."""
 
     progress: Progress
-    rounds: Rounds = field(default_factory=Rounds)
+    rounds: Rounds = Rounds()
 
     def recent(self) -> list[float]:
-        """Return the seconds of the last steps, at least those of one round."""
-        return self.rounds.recent(self.progress.step, self.progress.seconds)
+        """Return the seconds of the last steps, at least those of one round.
+
+        Before the first exchange of a round that is guessed.
+        """
+        step, seconds, length = self.progress.step, self.progress.seconds, self.rounds.length
+        last = seconds[-max(RECENT, length) :]
+        has_exchanged = step // length > (step - len(seconds)) // length
+        return last if length == 1 or has_exchanged else [*last, sum(last)]
 
     def usual(self) -> float:
-        """Return the usual seconds of a step; 0 before the first."""
+        """Return the usual seconds of a step, in rounds of the slowest one; 0 before the first."""
+        usual = median if self.rounds.length == 1 else max
         last = self.recent()
-        return self.rounds.usual(last) if last else 0.0
+        return usual(last) if last else 0.0
 
 
 @dataclass(frozen=True, slots=True)

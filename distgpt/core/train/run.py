@@ -23,7 +23,7 @@ from distgpt.core.saved.rundir import RunDirectory
 from distgpt.core.train.checkpoints import Checkpoints
 from distgpt.core.train.progress import Activity, Pace, Progress
 from distgpt.core.train.report import Report
-from distgpt.core.train.seams import Clock, Disk, FiniteJudge, Guard, Judge, Times
+from distgpt.core.train.seams import Clock, Disk, Guard, Judge, Times
 from distgpt.core.train.sharing import Exchange, OptimizerState, Placement
 from distgpt.core.train.step import Launch, Step
 
@@ -108,7 +108,7 @@ class Run:
 class Seams:
     """Functions that make a run's objects. Those that communicate do so alike on all ranks."""
 
-    judge: Callable[[TrainConfig, Progress], Judge] = FiniteJudge
+    judge: Callable[[TrainConfig, Progress], Judge] = Judge
     clock: Callable[[TrainConfig, int, Times, Pace, Model, Validation | None], Clock] = (
         lambda t, last, *about: Clock(last)
     )

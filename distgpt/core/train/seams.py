@@ -42,91 +42,53 @@ from distgpt.core.train.progress import Finished, Progress
 KEPT = 0.985
 
 
-class ModelKind(Protocol):
-    """Answers what a run asks about its model before it has one. All ranks take the same kind."""
+class ModelKind:
+    """Answers what a run asks about its model before it has one: here, one whose weights are all trained.
 
-    may_move: frozenset[str]  # settings that name files which a resumed run may find elsewhere
+    All ranks take the same kind. Others are derived from this one.
+    """
+
+    may_move = frozenset[str]()  # settings that name files which a resumed run may find elsewhere
 
     def build(self, run: RunConfig, kernels: Kernels) -> Model:
         """Return the model, whose weights are not filled yet."""
+        return Model(Architecture(run.model), kernels)
 
     def trained(self, run: RunConfig) -> Layout:
         """Return the layout of what is trained: gradients, moments and checkpoints have it."""
+        return Architecture(run.model).layout
 
     def describe(self, comm: Comm, run: RunConfig, tokenizer: Tokenizer) -> Description:
         """Return what the files of a run say of it. Collective."""
+        return Description(run, tokenizer)
 
     def begins_with(self, t: TrainConfig) -> str:
         """Return the file whose weights are trained further; "": first weights are drawn."""
+        return t.init
 
     def load_frozen(self, comm: Comm, model: Model, t: TrainConfig) -> None:
         """Load the weights that are read and not trained. Collective."""
 
     def use_of_init(self, t: TrainConfig) -> str:
         """Return what a new run does with the model that --init names, in words that follow its name."""
-
-    def refuse_origin(self, origin: Description, weights: Path, t: TrainConfig, resumed: bool) -> None:
-        """Refuse weights that a run of this kind cannot begin with; `resumed`: from a checkpoint."""
-
-    def refuse_moved(self, t: TrainConfig) -> None:
-        """Refuse to resume where a file that the run needs is gone."""
-
-
-class WholeModel:
-    """A model all of whose weights are trained."""
-
-    may_move = frozenset[str]()
-
-    def build(self, run: RunConfig, kernels: Kernels) -> Model:
-        return Model(Architecture(run.model), kernels)
-
-    def trained(self, run: RunConfig) -> Layout:
-        return Architecture(run.model).layout
-
-    def describe(self, comm: Comm, run: RunConfig, tokenizer: Tokenizer) -> Description:
-        return Description(run, tokenizer)
-
-    def begins_with(self, t: TrainConfig) -> str:
-        return t.init
-
-    def load_frozen(self, comm: Comm, model: Model, t: TrainConfig) -> None:
-        """Do nothing: nothing is frozen."""
-
-    def use_of_init(self, t: TrainConfig) -> str:
         return "is trained further"
 
     def refuse_origin(self, origin: Description, weights: Path, t: TrainConfig, resumed: bool) -> None:
+        """Refuse weights that a run of this kind cannot begin with; `resumed`: from a checkpoint."""
         origin.refuse_training(t)
         if not resumed:
             origin.refuse_incomplete(weights)
 
     def refuse_moved(self, t: TrainConfig) -> None:
-        """Refuse nothing: its own checkpoint is all that it needs."""
+        """Refuse to resume where a file that the run needs is gone."""
 
 
-MODEL_KINDS: Table[ModelKind] = Table("models", "kind of model", {"whole": WholeModel()})
+MODEL_KINDS: Table[ModelKind] = Table("models", "kind of model", {"whole": ModelKind()})
 
 
 def kind_of(t: TrainConfig) -> ModelKind:
     """Return the kind of model that these settings train."""
     return MODEL_KINDS[t.model_kind]
-
-
-class Judge(Protocol):
-    """Says which steps may change the weights, and what follows where one may not. The same on all ranks."""
-
-    # Whether its objection must be known before an update even where steps are queued. If not, `Step` gets no
-    # `objection` there: kernels themselves leave out an update that is not finite.
-    waits: bool
-
-    def objection(self, loss: float, norm: float) -> str:
-        """Return why a step must not change the weights, "" if it may."""
-
-    def judge_step(self, done: Finished) -> str:
-        """Return why a finished step has not changed the weights, "" if it has.
-
-        Raises the error that ends the run, or a BadStep (run.py), by which the run recovers.
-        """
 
 
 def not_finite(loss: float, norm: float) -> str:
@@ -137,17 +99,28 @@ def not_finite(loss: float, norm: float) -> str:
     return ""
 
 
-class FiniteJudge:
-    """Ends the run at the first step that is not finite. It changes no weights."""
+class Judge:
+    """Says which steps may change the weights, and what follows where one may not. The same on all ranks.
 
+    This one ends the run at the first step that is not finite.
+    """
+
+    # Whether its objection must be known before an update even where steps are queued. If not, `Step` gets no
+    # `objection` there: kernels themselves leave out an update that is not finite.
     waits = False
-    objection = staticmethod(not_finite)
 
     def __init__(self, config: TrainConfig, progress: Progress) -> None:
         self._config, self._progress = config, progress
 
+    def objection(self, loss: float, norm: float) -> str:
+        """Return why a step must not change the weights, "" if it may."""
+        return not_finite(loss, norm)
+
     def judge_step(self, done: Finished) -> str:
-        """Return "" for a good step; raise the error that ends the run for another one."""
+        """Return why a finished step has not changed the weights, "" if it has.
+
+        Raises the error that ends the run, or a BadStep (run.py), by which the run recovers.
+        """
         # None: nobody has judged the step before its update, since it was queued.
         reason = self.objection(done.loss, done.norm) if done.rejected is None else done.rejected
         if reason:

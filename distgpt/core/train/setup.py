@@ -58,7 +58,7 @@ from distgpt.core.train.sharing import (
     OptimizerState,
     Start,
     Strategy,
-    agree_on_strategy,
+    exchange_for,
     strategy_for,
 )
 from distgpt.core.train.step import Step
@@ -151,7 +151,7 @@ def open_run(plan: Plan, stage: Stage, listener: Listener, seams: Seams = PLAIN)
     fitted = replace(config, train=settings)
     start = Start(comm, stage.threads, stage.free_memory, fitted, plan.state, is_evaluated, say)
     micro_batches = strategy.micro_batches(settings, comm.rank, model, start)  # some measure the ranks
-    exchange = strategy.exchange(comm, state, settings, say)  # some are tried out, in the model's buffers
+    exchange = exchange_for(comm, state, settings, say)
 
     # What watches the run, and is watched: each is made of those above it.
     signals = PendingSignals()
@@ -229,7 +229,7 @@ def make_steps(config: RunConfig, stage: Stage, say: Say) -> Step:
     stage.notes.report_to(say)
     compile_once_per_node(stage, setup.kernels, config, setup.strategy)
     micro_batches = setup.strategy.micro_batches(setup.settings, comm.rank, model)
-    exchange = setup.strategy.exchange(comm, state, setup.settings, say)
+    exchange = exchange_for(comm, state, setup.settings, say)
     return Step(state.optimizer, comm, setup.settings, exchange, micro_batches=micro_batches)
 
 
@@ -306,8 +306,6 @@ def set_up(config: RunConfig, stage: Stage, is_evaluated: bool = False, preferre
     comm = stage.comm
     t = config.train
     strategy = strategy_for(t, comm.size)
-    if comm.size > 1:
-        agree_on_strategy(comm, strategy)  # first: ranks that differ would wait for each other
     strategy.refuse_unable(comm, on_gpu=stage.on_gpu)
     kind = kind_of(t)
     if not kind.trained(config).specs:  # kinds that are handed in may find none in this model

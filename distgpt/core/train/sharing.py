@@ -2,21 +2,20 @@
 
 The plain way is data parallelism: every rank has a replica of the model and takes an even part of the
 batch, and an Allreduce sums the gradients after the backward pass. Each contract below is that plain way;
-the other ways (`parallel/`) are derived from it. `Strategy` makes them.
+the other ways (`parallel/`) are derived from it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import NamedTuple, Protocol
 
-from distgpt.core.base.errors import Say, UsageError
-from distgpt.core.base.tables import Table
-from distgpt.core.comm.agree import gather_bytes, named_ranks, on_root, ranks_by_text, shared
+from distgpt.core.base.errors import Say
+from distgpt.core.base.tables import part
+from distgpt.core.comm.agree import on_root
 from distgpt.core.comm.api import Comm
 from distgpt.core.config import RunConfig, TrainConfig
 from distgpt.core.data.batches import rank_sequences
@@ -29,9 +28,9 @@ from distgpt.core.ops.api import Array
 from distgpt.core.saved.checkpoint import State, load_group
 from distgpt.core.saved.modelfile import fill
 from distgpt.core.saved.tensors import Tensors
+from distgpt.core.train.progress import Rounds
 
 WEIGHTS, OPTIMIZER = "weights", "optimizer"  # stems of a checkpoint's files
-RECENT = 100  # steps whose duration counts
 
 Groups = dict[str, Mapping[str, Array]]  # the stem of a checkpoint's file → its tensors
 
@@ -43,7 +42,6 @@ class MicroBatches:
     micro.collect(i)             # after the backward pass
     """
 
-    name = "even"
     accumulates = True  # whether the backward pass adds to the gradients of the micro-batch before
     shares: list[int] | None = None  # sequences of each rank, if a checkpoint has to keep them
     hosts = 0  # a checksum of the hosts that these shares are for
@@ -114,10 +112,6 @@ class Exchange:
     def end_round(self, step: int) -> None:
         """Give all ranks the same weights after `step` steps, where their own steps have parted them."""
 
-    def waits(self, model: Model) -> list[tuple[str, Array]]:
-        """Return the methods that wait for other ranks, in the order of a step, with what each sends."""
-        return [("sum_gradients", model.grads.with_flags)]
-
 
 class Reduction(Protocol):
     """Sums elements start … stop of the flat buffer."""
@@ -161,17 +155,13 @@ class AfterBackward(Exchange):
 
 
 class Strategy:
-    """Makes what a step needs to share its work with other ranks."""
+    """Who computes which sequences, and holds which weights and gradients."""
 
-    def __init__(self, config: TrainConfig, ranks: int, placement: Placement | None = None) -> None:
+    def __init__(self, config: TrainConfig, ranks: int) -> None:
         self.config, self.ranks = config, ranks
         self.count = 0  # micro-batches of a step, where neither memory nor --grad-accum decides how many
         self.counted_by = ""  # the option that does
-        self.placement = placement or Placement(config, ranks)
-
-    def names(self) -> list[str]:
-        """Return the names of all that was chosen, on which ranks have to agree."""
-        return [self.placement.name, MicroBatches.name, self.config.grad_sync]
+        self.placement = Placement(config, ranks)
 
     def micro_batches(
         self, t: TrainConfig, rank: int, model: Model, start: Start | None = None
@@ -186,16 +176,6 @@ class Strategy:
         """Make the memory for this rank's gradients. Collective."""
         model.make_gradients()
 
-    def exchange(self, comm: Comm, state: OptimizerState, t: TrainConfig, say: Say) -> Exchange:
-        """Return the exchange. Collective."""
-        if comm.size == 1:
-            return Exchange()
-        whole = state.optimizer.model.grads.with_flags  # as it lies in memory: the loss and the votes with it
-        return AfterBackward("allreduce", Allreduce(comm, whole), len(whole), lambda: None, 1.0 / comm.size)
-
-    def refuse_unmeasurable(self) -> None:
-        """Raise a UsageError where only a run that trains finds out how ranks share their work."""
-
     def refuse_unable(self, comm: Comm, on_gpu: bool) -> None:
         """Raise on all ranks a UsageError about what this job's MPI cannot do. Collective."""
 
@@ -207,26 +187,26 @@ class Strategy:
         self.placement.rehearse(model)
 
 
-USUAL = "several ranks"  # what they take where no setting asks for another way
-# By the component that a setting asks for (TrainConfig.components): ways other than the plain one.
-STRATEGIES: Table[type[Strategy]] = Table("strategies", "how ranks share a step by", {})
-
-
 def strategy_for(t: TrainConfig, ranks: int) -> Strategy:
-    """Return the strategy that the settings ask for, the plain one if they ask for no other."""
-    others = [kind for name in t.components if (kind := STRATEGIES.get(name))]
-    if ranks > 1 and USUAL in STRATEGIES:
-        others += (kind for _, kind in STRATEGIES.rows([USUAL]))  # none where it is not installed
-    return (others or [Strategy])[0](t, ranks)
+    """Return the strategy that the settings ask for."""
+    if ranks == 1 and not t.reproducible_parts:
+        return Strategy(t, ranks)
+    return part("strategy", Strategy)(t, ranks)
 
 
-def agree_on_strategy(comm: Comm, strategy: Strategy) -> None:
-    """Refuse to start if ranks have chosen differently: they would wait for each other. Collective."""
-    mine = ", ".join(strategy.names())
-    owners = ranks_by_text(name.decode() for name in gather_bytes(comm, mine.encode()))
-    if len(owners) > 1:
-        found = "; ".join(f"{named_ranks(ranks)}: {names}" for names, ranks in owners.items())
-        raise shared(UsageError(f"ranks share a step in different ways: {found}; start all alike"))
+def allreduce(comm: Comm, state: OptimizerState, t: TrainConfig, say: Say) -> Exchange:
+    """Return the exchange by one Allreduce of everything as it lies in memory, the loss and votes with it."""
+    if comm.size == 1:
+        return Exchange()
+    whole = state.optimizer.model.grads.with_flags
+    return AfterBackward("allreduce", Allreduce(comm, whole), len(whole), lambda: None, 1.0 / comm.size)
+
+
+def exchange_for(comm: Comm, state: OptimizerState, t: TrainConfig, say: Say) -> Exchange:
+    """Return the exchange that the settings ask for. Collective."""
+    if comm.size == 1:
+        return Exchange()
+    return part("exchange", allreduce)(comm, state, t, say)
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,7 +225,6 @@ class Start:
 class Placement:
     """Every rank holds all weights and moments. Made from the settings before model and clock."""
 
-    name = "replicas"
     option = ""  # that asks for it
     may_copy = True  # whether rank 0 can save from a copy in its memory: it holds everything that is saved
 
@@ -322,29 +301,3 @@ class Gathering:
     def on_root(self, act: Callable[[], None]) -> None:
         """Call act() on rank 0 as `agree.on_root` does, while `act` may use the tensors. Collective."""
         on_root(self._comm, act)
-
-
-class Rounds:
-    """Steps after which all ranks hold the same weights: plainly, each one."""
-
-    length = 1
-
-    def ends(self, done: int) -> bool:
-        """Return whether all ranks hold the same weights after this many steps."""
-        return True
-
-    def before(self, done: int) -> int:
-        """Return the step before this one after which all ranks last held the same weights."""
-        return done - 1
-
-    def recent(self, done: int, seconds: list[float]) -> list[float]:
-        """Return those of the last steps, where `seconds` are of all steps up to `done`."""
-        return seconds[-RECENT:]
-
-    def usual(self, recent: Sequence[float]) -> float:
-        """Return the seconds of a usual step."""
-        return median(recent)
-
-    def typical(self, first: int, seconds: Sequence[float]) -> float:
-        """Return the seconds of a typical step: here the median. `first`: the steps before them."""
-        return median(seconds)

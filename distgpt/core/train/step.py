@@ -162,15 +162,6 @@ class Step:
         """Let what was done between two steps not count as this rank's time in the next one."""
         self._exchanged_at = None
 
-    def waits(self) -> list[tuple[object, str, Array]]:
-        """Return the methods that wait for other ranks, each with its object and what it sums or sends."""
-        waits: list[tuple[object, str, Array]] = [
-            (self.exchange, name, array) for name, array in self.exchange.waits(self.model)
-        ]
-        if self.optimizer.update_bounds:
-            waits.append((self, "gather_updates", self.model.grads.flat))
-        return waits
-
     def gather_updates(self) -> None:
         """Send the updates that this rank has computed to all, where each rank computes some of them."""
         self.activity.enter(EXCHANGING)

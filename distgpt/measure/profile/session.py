@@ -11,26 +11,28 @@ from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any
 from zlib import compress, decompress
 
-from distgpt.core.base.errors import Say
+from distgpt.core.base.errors import Say, UsageError
 from distgpt.core.base.files import atomic_file, storage_errors
 from distgpt.core.base.formatting import count
 from distgpt.core.base.interrupts import ignore_further
-from distgpt.core.comm.agree import gather_bytes, on_root
+from distgpt.core.comm.agree import gather_bytes, on_root, shared
 from distgpt.core.comm.api import Comm
 from distgpt.core.config import RunConfig, TrainConfig
 from distgpt.core.cpu.kernels import CpuKernels
 from distgpt.core.cpu.stages import Stage
 from distgpt.core.data.batches import Batches
+from distgpt.core.ops.api import Array
 from distgpt.core.saved.modelfile import load_description
 from distgpt.core.train.plan import refuse_unsuited
 from distgpt.core.train.seams import kind_of
 from distgpt.core.train.setup import make_steps, read_texts
-from distgpt.core.train.sharing import strategy_for
 from distgpt.core.train.step import OwnVotes, Step, StepResult, no_votes
 from distgpt.doctor.facts import environment
 from distgpt.doctor.speed import Peaks, measure_peaks
 from distgpt.measure.profile.recorder import Account, Clock, Recorder, Taken, account, no_times
 from distgpt.measure.profile.report import Event, RankProfile, as_text, events, result
+from distgpt.parallel.local_steps import LocalSteps
+from distgpt.parallel.sharded import Sharded
 
 if TYPE_CHECKING:  # a profile of a CPU stage needs nothing of gpu/
     from distgpt.gpu.device import CupyDevice
@@ -46,12 +48,28 @@ def open_steps(asked: RunConfig, stage: Stage, say: Say) -> tuple[Step, Batches]
     """Return the steps of a run alone, without its directory and evaluation. Collective."""
     comm, t = stage.comm, asked.train
     on_root(comm, lambda: refuse_unsuited(t, comm.size, on_gpu=stage.on_gpu))
-    on_root(comm, strategy_for(t, comm.size).refuse_unmeasurable)
+    if t.balance == "auto" and comm.size > 1:
+        raise shared(UsageError("--balance auto is for training: ranks are measured with even shares"))
     origin = load_description(Path(t.init), comm) if t.init else None
     if origin is not None:
         on_root(comm, lambda: kind_of(t).refuse_origin(origin, Path(t.init), t, resumed=False))
     texts = read_texts(comm, asked, t.tokenizer, origin, Path("runs"), say)
     return make_steps(texts.config, stage, say), texts.batches
+
+
+def waits(step: Step) -> list[tuple[object, str, Array]]:
+    """Return the methods that wait for other ranks, each with its object and what it sums or sends."""
+    exchange, model = step.exchange, step.model
+    found: list[tuple[object, str, Array]]
+    if isinstance(exchange, LocalSteps):
+        found = [(exchange, "sum_votes", model.grads.flags), (exchange, "sum_changes", model.grads.flat)]
+    else:
+        found = [(exchange, "sum_gradients", model.grads.with_flags)]
+    if isinstance(exchange, Sharded):
+        found.append((exchange, "after_update", model.params.flat))
+    if step.optimizer.update_bounds:
+        found.append((step, "gather_updates", model.grads.flat))
+    return found
 
 
 class Profiler:
@@ -83,7 +101,7 @@ class Profiler:
             self.skipped += 1
             return step.launch(number, batches, votes, elapsed)
         if self._recorder is None:
-            self._recorder = Recorder(self.clock, step.model.kernels, step.comm, batches, step.waits())
+            self._recorder = Recorder(self.clock, step.model.kernels, step.comm, batches, waits(step))
         with self._recorder.step() as taken:
             outcome = step.launch(number, batches, votes, elapsed)
         if self._last is not None:  # a GPU's wait in between belongs to the earlier step
