@@ -245,7 +245,7 @@ def profile(pairs: int = 200) -> dict[str, Any]:
     for _ in range(3 + pairs):
         for own, launch in zip(times, (plain, profiled), strict=True):
             begun = time.perf_counter()
-            launch(0, trial.batches).read()
+            launch(0, trial.batches).wait()
             own.append(time.perf_counter() - begun)
     without, seconds = (own[3:] for own in times)
     ratio = median(b / a for a, b in zip(without, seconds, strict=True))

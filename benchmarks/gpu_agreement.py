@@ -64,7 +64,7 @@ def trained(stage: Stage, run: RunConfig, steps: int) -> Found:
     ids = np.random.default_rng(0).zipf(1.5, size) % run.model.vocab_size
     step = make_steps(run, stage, lambda text: None)
     batches = Batches.of_run(ArrayTokens(ids.astype(np.uint32)), run)
-    losses = [float(step.launch(number, batches).read()[0]) for number in range(steps)]
+    losses = [step.launch(number, batches).wait().loss for number in range(steps)]
     request = Request([1, 2, 3], min(NEW, run.model.seq_len - 4))
     ((text,),) = complete(Engine(slots_for(step.model, 1)), [request])
     return Found(losses, [int(token) for token in text.tokens])

@@ -87,10 +87,10 @@ def step_cost(name: str, threads: int, dtype: str, steps: int, is_empty: bool) -
     seconds = []
     for number in range(3 + steps):
         begun = time.perf_counter()
-        step.launch(number, batches).read()
+        step.launch(number, batches).wait()
         seconds.append(time.perf_counter() - begun)
     profile = Profile()
-    profile.runcall(lambda: step.launch(number + 1, batches).read())
+    profile.runcall(lambda: step.launch(number + 1, batches).wait())
     return median(seconds[3:]), sum(entry.callcount for entry in profile.getstats())
 
 

@@ -69,7 +69,7 @@ class Trial:
         return count, time.perf_counter() - begun, stood
 
     def _step(self) -> None:
-        self._work.launch(self._done, self._batches).read()
+        self._work.launch(self._done, self._batches).wait()
         self._done += 1
 
 

@@ -95,7 +95,7 @@ def _steps(profiler: Any, batches: Any, count: int) -> Iterator[float]:
     for number in range(count):
         running.append(profiler.launch(number, batches))
         while len(running) > (profiler.on_gpu and number < count - 1):
-            running.pop(0).read()
+            running.pop(0).wait()
             ended = time.perf_counter()
             yield ended - begun
             begun = ended

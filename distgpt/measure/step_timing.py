@@ -115,7 +115,7 @@ class Trial:
         self.batches = Batches(ArrayTokens(ids), run.model.seq_len, t.batch_size, t.seed)
 
     def step(self) -> None:
-        self.trained.launch(0, self.batches).read()
+        self.trained.launch(0, self.batches).wait()
 
     def update(self) -> None:
         self._optimizer.step(0, 1.0)

@@ -261,7 +261,7 @@ def measured_speed(
         begun = time.perf_counter()
         for number in range(first, first + steps):
             result = step.launch(number, batches)
-        result.read()
+        result.wait()
         step.model.kernels.to_host(step.model.weights.flat[:1])  # the last update, too
         return stage.comm.allreduce_max(int(1e6 * (time.perf_counter() - begun))) / 1e6 / steps
 

@@ -75,7 +75,7 @@ def packed(dtype="float32", way="nccl", steps=3):
 def trained(comm, device, config=CONFIG, steps=3):
     """What all ranks have after some steps, and loss and norm of each step."""
     work = work_of(comm, device, config)
-    read = [work.launch(step, batches()).read() for step in range(steps)]
+    read = [work.launch(step, batches()).wait()[:2] for step in range(steps)]
     params = work.model.kernels.to_host(work.model.params.flat)
     if device:
         device.xp.check()

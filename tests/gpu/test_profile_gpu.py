@@ -43,8 +43,8 @@ def test_a_profile_of_steps_on_a_device(mlp):
     for number in range(5):  # as a run does it: launched before the last one is read
         running.append(profiler.launch(number, batches))
         if number:
-            running.pop(0).read()
-    running.pop().read()
+            running.pop(0).wait()
+    running.pop().wait()
     assert len(profiler.seconds) == 3 and all(seconds > 0 for seconds in profiler.seconds)
     assert "linear" not in vars(k)
     # A step lasts until the next one begins, so that waiting in between counts.

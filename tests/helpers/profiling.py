@@ -22,7 +22,7 @@ def profiled(step, batches, steps=3, warm_up=2):
     profiler, seconds = Profiler(step, warm_up=warm_up), []
     for number in range(warm_up + steps):
         begun = time.perf_counter()
-        profiler.launch(number, batches).read()
+        profiler.launch(number, batches).wait()
         seconds.append(time.perf_counter() - begun)
     return profiler, seconds[warm_up:]
 

@@ -37,7 +37,7 @@ def test_profiling_changes_no_bit_and_leaves_nothing_behind():
         step, batches = job(2)
         launch = Profiler(step).launch if watched else step.launch
         for number in range(5):
-            launch(number, batches).read()
+            launch(number, batches).wait()
             assert not set(vars(step.model.kernels)) & {*ops.OPERATIONS, "each", "run_together"}
             assert "fill" not in vars(batches)
         weights.append(step.model.weights.flat.copy())
@@ -54,7 +54,7 @@ def test_a_broken_step_leaves_nothing_behind():
     assert "linear" not in vars(step.model.kernels) and "fill" not in vars(batches)
     step.optimizer.apply = plain.__get__(step.optimizer)
     before = times(profiler, "calls")["Attention forward"]
-    profiler.launch(10, batches).read()
+    profiler.launch(10, batches).wait()
     assert times(profiler, "calls")["Attention forward"] == before * 4 / 3
 
 

@@ -39,7 +39,7 @@ def session(monkeypatch, interruptible):
     stage = SimpleNamespace(comm=comm, on_gpu=False, name="mpi", threads=1)
     session = Session(stage, step, step.config)
     for number in range(5):
-        session.profiler.launch(number, batches).read()
+        session.profiler.launch(number, batches).wait()
     return session
 
 
@@ -69,7 +69,7 @@ def test_without_steps_it_is_said_why_there_is_no_profile(tmp_path, capsys):
         stage = SimpleNamespace(comm=step.comm, on_gpu=False, name="serial", threads=1)
         session = Session(stage, step, step.config, warm_up=3)
         for number in range(done):
-            session.profiler.launch(number, batches).read()
+            session.profiler.launch(number, batches).wait()
         session.finish(tmp_path, print)
         assert words in capsys.readouterr().out, done
         assert not list(tmp_path.iterdir()), done

@@ -120,8 +120,8 @@ _FAULTS = {
     ("core/train/step.py", _ON_RANKS): [
         (
             "the gradient's norm grows with the ranks",
-            "(self._squares()[0])) * self._norm_scale",
-            "(self._squares()[0]))",
+            "math.sqrt(squares) * self._scales.norm",
+            "math.sqrt(squares)",
         ),
     ],
     ("core/train/sharing.py", _ON_RANKS): [

@@ -86,7 +86,7 @@ def stepped(run, threads, count):
     ids = np.random.default_rng(0).integers(0, 61, 2000, np.uint32)
     batches = Batches.of_run(ArrayTokens(ids), run)
     step = make_steps(run, open_stage("serial", threads), lambda text: None)
-    return step, [step.launch(number, batches).read() for number in range(count)]
+    return step, [step.launch(number, batches).wait()[:2] for number in range(count)]
 
 
 def steps_of(preset, threads, is_recorded, monkeypatch, count=3, **changes):

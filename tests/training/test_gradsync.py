@@ -205,7 +205,7 @@ def trained(comm, steps=STEPS, kind=MODEL, **how):
     )
     state = state_for(model, config, comm)
     work, optimizer = build_step(state, comm, config), state.optimizer
-    read = [work.launch(step, batches).read() for step in range(steps)]
+    read = [work.launch(step, batches).wait()[:2] for step in range(steps)]
     moments = [optimizer.m.flat.copy(), optimizer.v.flat.copy()]
     return model.weights.flat.copy(), moments, read, optimizer.own
 

@@ -60,7 +60,7 @@ def trained(comm, config=CONFIG, steps=9, dtype="float32"):
     """The weights after each step, and loss and norm of each."""
     work, seen, read = steps_of(comm, config, dtype), [], []
     for step in range(steps):
-        read.append(work.launch(step, batches()).read())
+        read.append(work.launch(step, batches()).wait()[:2])
         seen.append(work.model.weights.flat.copy())
     return seen, read
 
@@ -211,7 +211,7 @@ def test_weights_within_a_round_are_the_mean_and_other_ranks_begin_with_them(tmp
             work = steps_of(comm, config)
             restore(comm, work.state, path)
             begun = work.model.weights.flat.copy()
-            return begun, work.optimizer.m.flat.copy(), work.launch(6, batches()).read()
+            return begun, work.optimizer.m.flat.copy(), work.launch(6, batches()).wait()[:2]
 
         found = on_all_ranks(ranks, act)
         for rank, (begun, moment, read) in enumerate(found):

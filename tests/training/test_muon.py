@@ -53,7 +53,7 @@ def trained(comm, kernels=None, **how):
     batches = Batches(tokens, MODEL.seq_len, config.batch_size, config.seed)
     state = state_for(model, config, comm)
     work, optimizer = build_step(state, comm, config), state.optimizer
-    read = [work.launch(step, batches).read() for step in range(5)]
+    read = [work.launch(step, batches).wait()[:2] for step in range(5)]
     return model.weights, optimizer, np.array(read)
 
 

@@ -115,8 +115,7 @@ def test_a_vote_of_one_rank_counts_once_in_each_step():
         batches = Batches(ArrayTokens(np.arange(200, dtype=np.uint16) % 16), 8, 2, 1)
         mine = [0.0] * (FLAG_COUNT - 2) + [0.25 if comm.rank == 0 else 0.0]
         results = [step.launch(number, batches, lambda: mine) for number in range(4)]
-        results[-1].read()
-        return results[-1].votes()[-1]
+        return results[-1].wait().votes[-1]
 
     assert on_all_ranks(2, heard) == [0.25, 0.25]
 
@@ -133,7 +132,7 @@ def test_what_a_rank_does_between_two_steps_is_not_its_time_in_the_next():
         step = Step(optimizer, comm, t, allreduce(comm, OptimizerState(optimizer), t, print))
         batches, found = Batches(ArrayTokens(np.arange(200, dtype=np.uint16) % 16), 8, 2, 1), []
         for number in range(3):
-            found.append(step.launch(number, batches).rank_seconds()[0])
+            found.append(step.launch(number, batches).wait().rank_seconds[0])
             if comm.rank == 0:
                 time.sleep(0.5)  # as if it wrote a sample
             if number == 1:
@@ -148,7 +147,7 @@ def test_by_default_a_step_that_is_not_finite_ends_the_run():
     judge = Judge(TrainConfig(), Progress(step=3))
     done = Finished(2.0, 1.0, lr=0.1, rejected=None, votes=[], rank_seconds=[], seconds=1.0)
     assert judge.judge_step(done) == judge.objection(2.0, 1.0) == ""
-    done = replace(done, norm=float("inf"))
+    done = done._replace(norm=float("inf"))
     with pytest.raises(NonFiniteError, match=r"the gradient is not finite at step 4 .*--on-bad-step skip"):
         judge.judge_step(done)
 

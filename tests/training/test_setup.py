@@ -62,7 +62,7 @@ def test_steps_alone_are_those_of_a_run(tmp_path):
     finally:
         plan.directory.lock.release()
     step, batches = open_steps(plan.config, stage, lambda text: None)
-    alone = [step.launch(number, batches).read()[0] for number in range(SIZE["steps"])]
+    alone = [step.launch(number, batches).wait().loss for number in range(SIZE["steps"])]
     assert alone == [line["loss"] for line in listener.metrics]
 
 

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
+from typing import NamedTuple
 
 from distgpt.core.comm.agree import on_root
 from distgpt.core.comm.api import Comm
@@ -34,8 +35,7 @@ class Activity:
         self.count += 1
 
 
-@dataclass(frozen=True, slots=True)
-class Finished:
+class Finished(NamedTuple):
     """A step that is done on this rank. All but `seconds` is the same on all ranks."""
 
     loss: float  # the mean over all ranks
@@ -44,7 +44,7 @@ class Finished:
     rejected: str | None  # why the weights were not updated, "" if they were, None if nobody has judged
     votes: list[float]  # of all ranks, summed (`Votes` in seams.py)
     rank_seconds: list[float]  # of each rank, from one exchange to the next; 0 or none if unknown
-    seconds: float  # since the step before it was done
+    seconds: float = 0.0  # since the step before it was done
 
 
 @dataclass(slots=True)

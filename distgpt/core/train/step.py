@@ -12,8 +12,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
+from typing import Protocol
 
 import numpy as np
 
@@ -26,53 +26,52 @@ from distgpt.core.model.optim import AdamW, learning_rate
 from distgpt.core.model.passes import Pass
 from distgpt.core.ops.api import Array
 from distgpt.core.train.progress import COMPUTING, EXCHANGING, UPDATING, Activity, Finished
-from distgpt.core.train.sharing import Exchange, MicroBatches
+from distgpt.core.train.sharing import Exchange, MicroBatches, Scales
 
 OwnVotes = Callable[[], Sequence[float]]  # of this rank; see `Votes` in seams.py
 Objection = Callable[[float, float], str]  # (loss, norm) → why not; see `Judge` in seams.py
-Launch = Callable[[int, Batches, OwnVotes, float | None], "StepResult"]
+
+
+class Launched(Protocol):
+    """A step that is computed, or queued."""
+
+    def wait(self) -> Finished:
+        """Wait for the step, the first time. Its `seconds` are unknown here: see `InFlight`."""
+
+
+Launch = Callable[[int, Batches, OwnVotes, float | None], Launched]
 
 
 def no_votes() -> Sequence[float]:
     return (0.0,) * (FLAG_COUNT - 1)
 
 
-@dataclass(slots=True)
-class StepResult:
-    """A step's learning rate and, once it is done, its mean loss over all ranks and its gradient norm.
+class StepResult(Launched):
+    """The loss and the norm of a step, once they are there.
 
     `rejected` is the reason why the weights were not updated, "" if they were, None if nobody has judged.
     """
 
-    lr: float
-    _loss_scale: float  # makes the mean loss of the ranks' sum
-    _norm_scale: float  # makes the norm of the mean gradient of the square root of `_squares`
-    _sums: Callable[[], Array]  # over the ranks: the loss, votes, seconds
-    _squares: Callable[[], Array]  # Σ g² of the gradients as they were summed, not yet scaled
-    rejected: str | None = None
+    def __init__(
+        self, lr: float, scales: Scales, sums: Callable[[], Array], squares: Callable[[], Array]
+    ) -> None:
+        """`sums`: over the ranks, of the loss, votes and seconds; `squares`: Σ g² of the summed gradients.
 
-    def read(self) -> tuple[float, float]:
-        """Wait for the step and return (loss, gradient norm)."""
-        norm = math.sqrt(float(self._squares()[0])) * self._norm_scale
-        return float(self._sums()[0]) * self._loss_scale, norm
+        Both wait for the step. Neither is scaled.
+        """
+        self.lr = lr
+        self.rejected: str | None = None
+        self._scales, self._later = scales, (squares, sums)
+        self._found: tuple[float, list[float]] | None = None
 
-    def then(self, call: Callable[[], None]) -> StepResult:
-        """Return this result with a call that is made once, as soon as it was read."""
-
-        def sums() -> Array:  # `read` waits for these last
-            found = self._sums()
-            call()
-            return found
-
-        return replace(self, _sums=cache(sums))
-
-    def votes(self) -> list[float]:
-        """Return the ranks' votes, each summed over the ranks. Call `read` first."""
-        return list(map(float, self._sums()[1:FLAG_COUNT]))
-
-    def rank_seconds(self) -> list[float]:
-        """Return each rank's seconds between two exchanges, 0 or none if unknown. Call `read` first."""
-        return list(map(float, self._sums()[FLAG_COUNT:]))
+    def wait(self) -> Finished:
+        if self._found is None:
+            square, sums = (array() for array in self._later)
+            self._found = float(square[0]), [float(value) for value in sums]
+        squares, values = self._found
+        norm = math.sqrt(squares) * self._scales.norm
+        votes, rank_seconds = values[1:FLAG_COUNT], values[FLAG_COUNT:]
+        return Finished(values[0] * self._scales.loss, norm, self.lr, self.rejected, votes, rank_seconds)
 
 
 class Step:
@@ -199,9 +198,10 @@ class Step:
         self.exchange.compute_norm(self.optimizer)
         sums = k.later(grads.flags)
         squares = k.later(self.optimizer.norm)
-        result = StepResult(lr, scales.loss, scales.norm, cache(sums), cache(squares))  # each is read once
+        result = StepResult(lr, scales, sums, squares)
         if self._objection:
-            result.rejected = self._objection(*result.read())
+            done = result.wait()
+            result.rejected = self._objection(done.loss, done.norm)
         if not result.rejected:
             self.optimizer.prepare(number, lr, scales.gradients, scales.norm)
             if self.optimizer.update_bounds:
@@ -236,25 +236,21 @@ class InFlight:
 
     def __init__(self, depth: int) -> None:
         self.depth = depth
-        self._results: deque[StepResult] = deque()
+        self._results: deque[Launched] = deque()
         self.restart_clock()
 
     def __len__(self) -> int:
         return len(self._results)
 
-    def add_launched(self, result: StepResult) -> None:
+    def add_launched(self, result: Launched) -> None:
         self._results.append(result)
 
     def wait_for_oldest(self) -> Finished:
         """Wait for the oldest step."""
-        result = self._results.popleft()
         begun = self._finished_at
-        loss, norm = result.read()
+        done = self._results.popleft().wait()
         self.restart_clock()
-        seconds = self._finished_at - begun
-        return Finished(
-            loss, norm, result.lr, result.rejected, result.votes(), result.rank_seconds(), seconds
-        )
+        return done._replace(seconds=self._finished_at - begun)
 
     def restart_clock(self) -> None:
         """Count the next step's time from now on."""

@@ -24,9 +24,10 @@ from distgpt.core.data.batches import Batches
 from distgpt.core.ops.api import Array
 from distgpt.core.saved.modelfile import load_description
 from distgpt.core.train.plan import refuse_unsuited
+from distgpt.core.train.progress import Finished
 from distgpt.core.train.seams import kind_of
 from distgpt.core.train.setup import make_steps, read_texts
-from distgpt.core.train.step import OwnVotes, Step, StepResult, no_votes
+from distgpt.core.train.step import Launched, OwnVotes, Step, no_votes
 from distgpt.doctor.facts import environment
 from distgpt.doctor.speed import Peaks, measure_peaks
 from distgpt.measure.profile.recorder import Account, Clock, Recorder, Taken, account, no_times
@@ -72,6 +73,21 @@ def waits(step: Step) -> list[tuple[object, str, Array]]:
     return found
 
 
+class Measured(Launched):
+    """A step's result that is accounted for once it was waited for, since accounting waits for a GPU."""
+
+    def __init__(self, result: Launched, account: Callable[[], None]) -> None:
+        self._result, self._account = result, account
+        self._is_done = False
+
+    def wait(self) -> Finished:
+        done = self._result.wait()
+        if not self._is_done:
+            self._is_done = True
+            self._account()
+        return done
+
+
 class Profiler:
     """Launches one rank's steps and measures them: sums over all, every operation of the first."""
 
@@ -94,7 +110,7 @@ class Profiler:
 
     def launch(
         self, number: int, batches: Batches, votes: OwnVotes = no_votes, elapsed: float | None = None
-    ) -> StepResult:
+    ) -> Launched:
         """Launch a step as `Step.launch` does, and measure it after the warm-up."""
         step = self._step
         if self.skipped < self.warm_up:
@@ -107,7 +123,7 @@ class Profiler:
         if self._last is not None:  # a GPU's wait in between belongs to the earlier step
             self._last.end = taken.begin
         self._last = taken
-        return outcome.then(lambda: self._close(number, taken))  # accounting waits for a GPU
+        return Measured(outcome, lambda: self._close(number, taken))
 
     def _close(self, number: int, taken: Taken) -> None:
         found = account(self.clock, self.workers, taken)
