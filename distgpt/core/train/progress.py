@@ -97,7 +97,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Rounds:
-    """Steps after which all ranks hold the same weights: each one or, with --outer-every, every Nth."""
+    """Steps after which all ranks hold the same weights: each one, or every Nth."""
 
     length: int = 1
     last: int = 0  # the run's last step, which ends a round that is shorter

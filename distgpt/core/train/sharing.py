@@ -189,7 +189,7 @@ class Strategy:
 
 def strategy_for(t: TrainConfig, ranks: int) -> Strategy:
     """Return the strategy that the settings ask for."""
-    if ranks == 1 and not t.reproducible_parts:
+    if ranks == 1 and t.is_cut_by_rank:
         return Strategy(t, ranks)
     return part("strategy", Strategy)(t, ranks)
 
