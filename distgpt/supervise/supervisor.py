@@ -11,8 +11,8 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
@@ -26,8 +26,7 @@ from distgpt.core.saved.rundir import RunDirectory
 from distgpt.jobs.processes import OUR_LINE, Ended, ending
 from distgpt.jobs.reach import Answer, Line, clean, clean_here, is_here
 from distgpt.show.metrics import parse_metrics, whole_lines
-from distgpt.supervise.launch_line import LaunchLine
-from distgpt.supervise.rooms import Room, chosen, hosts_of, listed, read_rooms
+from distgpt.supervise.launch_line import LaunchLine, Room, chosen, hosts_of, listed, read_rooms
 
 # Ends that would come again, of distgpt, sysexits.h and shells. A host that errs is not to go on unseen. A
 # lost rank is 70 where MPI tells the others, so that all of 70 is tried again.
@@ -187,9 +186,22 @@ class Supervisor:
 
     def _attempt(self, attempt: Attempt) -> Attempt:
         """Run the job to its end, or to that of one of its hosts."""
-        with self._hostfile(attempt.rooms) as path:
-            words = self._line.moved(path, attempt.ranks).words(self._variable)
-            child = self._start(words)
+        with tempfile.TemporaryDirectory(prefix="distgpt-hosts-") as folder:
+            hosts = Path(folder) / "hosts" if attempt.rooms else None
+            if hosts:
+                hosts.write_text("".join(f"{room.text}\n" for room in attempt.rooms))
+            words = self._line.moved(hosts, attempt.ranks).words(self._variable)
+            name, _, value = self._variable.partition("=")
+            try:
+                child = subprocess.Popen(
+                    words,
+                    stdin=subprocess.DEVNULL,  # a terminal is not read from
+                    stderr=subprocess.PIPE,
+                    env={**os.environ, name: value},
+                    start_new_session=True,  # a Ctrl-C is passed on once
+                )
+            except OSError as error:
+                raise UsageError(f"cannot start {words[0]}: {error.strerror or error}") from error
             reader = threading.Thread(target=_pass_on, args=(child.stderr, attempt.errors), daemon=True)
             reader.start()
             watch = Watch([host for host in hosts_of(attempt.rooms) if not is_here(host)])
@@ -204,30 +216,6 @@ class Supervisor:
                 attempt.code = child.wait()
                 reader.join(1.0)
         return attempt
-
-    @contextmanager
-    def _hostfile(self, rooms: Sequence[Room]) -> Iterator[Path | None]:
-        if not rooms:
-            yield None
-            return
-        with tempfile.TemporaryDirectory(prefix="distgpt-hosts-") as folder:
-            path = Path(folder) / "hosts"
-            path.write_text("".join(f"{room.text}\n" for room in rooms))
-            yield path
-
-    def _start(self, words: list[str]) -> subprocess.Popen[bytes]:
-        """Start it in a group of its own: a Ctrl-C is passed on once, and a terminal is not read from."""
-        name, _, value = self._variable.partition("=")
-        try:
-            return subprocess.Popen(
-                words,
-                stdin=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                env={**os.environ, name: value},
-                start_new_session=True,
-            )
-        except OSError as error:
-            raise UsageError(f"cannot start {words[0]}: {error.strerror or error}") from error
 
     def _wait(self, child: subprocess.Popen[bytes], watch: Watch, attempt: Attempt) -> None:
         passed: set[int] = set()
@@ -259,10 +247,13 @@ class Supervisor:
     def _judge(self, attempt: Attempt) -> int | None:
         """Return the exit code if the run is over; None if it is to start again."""
         step = self._step()
-        if self._signals.came:
-            return self._ended_by_signal(attempt)
         if attempt.code == 0 and not attempt.gone:
             return 0
+        if self._signals.came:
+            code = self._signals.exit_code
+            if attempt.gone or attempt.code in (StorageError.exit_code, DistgptError.exit_code):
+                say(f"ended by {signal_of(code).name}, with {self._saved()} saved: {attempt.why()}")
+            return code
         if attempt.code in FINAL:
             say(f"not started again, as it would end so again: {attempt.why()}")
             return attempt.code
@@ -276,24 +267,17 @@ class Supervisor:
         elif not newly_lost:
             self._deaths += 1
         say(f"the job has ended after step {step:,}: {attempt.why()}")
+        own_code = attempt.code if attempt.code > 0 else 128 - attempt.code  # a launcher's may be a signal's
         if self._deaths >= MOST_DEATHS:
             times = f"it ended {MOST_DEATHS} times without a step beyond {self._furthest:,}"
             say(f"not started again: {times}: {attempt.why()}")
-            return _own_code(attempt.code)
+            return own_code
         if self._limits.restarts is not None and self._starts > self._limits.restarts:
             say(f"not started again: that was --restarts {self._limits.restarts}")
-            return _own_code(attempt.code)
+            return own_code
         if self._deaths == MOST_DEATHS - 1:
             self._sleep(PAUSE)
         return None
-
-    def _ended_by_signal(self, attempt: Attempt) -> int:
-        code = self._signals.exit_code
-        if attempt.code == 0 and not attempt.gone:
-            return 0
-        if attempt.gone or attempt.code in (StorageError.exit_code, DistgptError.exit_code):
-            say(f"ended by {signal_of(code).name}, with {self._saved()} saved: {attempt.why()}")
-        return code
 
     def _step(self) -> int:
         """Return the last step that stands in the metrics."""
@@ -359,8 +343,3 @@ def _as_text(line: str) -> str:
         found = json.loads(line)
         return f"{OUR_LINE * (found['event'] == 'end')}{found['message']}\n"
     return line
-
-
-def _own_code(code: int) -> int:
-    """Return an exit code for one of a launcher, which may be that of a signal."""
-    return code if code > 0 else 128 - code

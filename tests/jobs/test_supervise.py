@@ -20,9 +20,8 @@ from distgpt.core.config import RunConfig
 from distgpt.core.saved.run_lock import RunLock
 from distgpt.jobs import reach
 from distgpt.jobs.reach import Answer
-from distgpt.supervise import rooms, supervisor
-from distgpt.supervise.launch_line import parse
-from distgpt.supervise.rooms import Room, chosen, read_rooms
+from distgpt.supervise import launch_line, supervisor
+from distgpt.supervise.launch_line import Room, chosen, parse, read_rooms
 from distgpt.supervise.supervisor import Limits, Supervisor
 
 # A launch, the parts that are read of it, and its words on 3 ranks of the hosts in "new".
@@ -79,7 +78,7 @@ def test_the_lines_of_a_hostfile_are_rooms(tmp_path, monkeypatch):
     (tmp_path / "hosts").write_text("# ours\na:2\n\nb:2 user=me\nc\n")
 
     def of(vendor, words):
-        monkeypatch.setattr(rooms, "mpirun", lambda program: {"vendor": vendor})
+        monkeypatch.setattr(launch_line, "mpirun", lambda program: {"vendor": vendor})
         return read_rooms(
             parse(["mpirun", *words.split(), "-f", str(tmp_path / "hosts"), "distgpt", "train"])
         )
@@ -208,7 +207,7 @@ def three_hosts(tmp_path, monkeypatch):
     answers = {host: Answer(f"own-{host}") for host in ("a", "b", "c")}
     monkeypatch.setattr(supervisor, "clean", lambda hosts, mark: {host: answers[host] for host in hosts})
     monkeypatch.setattr(supervisor, "clean_here", lambda mark: Answer("here"))
-    monkeypatch.setattr(rooms, "mpirun", lambda program: {"vendor": "MPICH"})
+    monkeypatch.setattr(launch_line, "mpirun", lambda program: {"vendor": "MPICH"})
     monkeypatch.setattr(supervisor, "SECONDS_BETWEEN_QUESTIONS", 0.0)
     (tmp_path / "hosts").write_text("a:4\nb:4\nc:3\n")
     words = ["mpirun", "-n", "8", "-f", str(tmp_path / "hosts"), "distgpt", "train"]
