@@ -229,7 +229,8 @@ class Watchdog:
 
     def _check_progress(self, now: float) -> None:
         idle, usual = now - self._moved_at, self._usual()
-        if not self._is_reported and idle > self._stall.timeout_for(usual):
+        heard = (QUIET + 1) * SECONDS_BETWEEN * (self._size > 1)  # by then a stopped rank counts as silent
+        if not self._is_reported and idle > max(heard, self._stall.timeout_for(usual)):
             self._is_reported = True
             self._say(self._account(now, idle))
             self._show_stack()
