@@ -8,8 +8,8 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,34 +29,12 @@ from distgpt.jobs.batch.job import Job
 from distgpt.jobs.batch.script import script
 from distgpt.jobs.batch.systems import SYSTEMS, System
 from distgpt.jobs.processes import own_program
-from distgpt.jobs.shape import Shape, shape
+from distgpt.jobs.shape import shape
 
 SECONDS_TO_ANSWER = 60  # of a batch system
+OWN_DISKS = ("/tmp", "/var/tmp", "/dev/shm", "/run")  # folders that each machine has for itself
 STALL_ABORT = "30m"  # without progress, then the run saves and the job begins again
 CPUS_BESIDE_GPU = 4  # of a rank with a GPU: its own thread, a reader, a writer of checkpoints, NCCL's proxy
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """The options of the job, before what is left out has been chosen."""
-
-    nodes: int
-    described: str | None
-    ranks_per_node: int | None
-    cpus_per_task: int | None
-    gpus_per_node: int | None
-    memory: str | None
-    seconds: float
-    mpi: str | None
-    name: str | None
-    numbers: str | None
-    prefix: str | None
-    setup: tuple[str, ...]
-    lines: tuple[str, ...]
-    successor: bool
-    exclusive: bool
-    submit: bool
-    words: tuple[str, ...]
 
 
 @command(
@@ -136,7 +114,7 @@ class Asked:
     is_flag=True,
     help="Share the nodes with no other job; with --node, also bind ranks to cores.",
 )
-@click.option("--submit", is_flag=True, help="Submit the script instead of printing it.")
+@click.option("--submit", "is_submitted", is_flag=True, help="Submit the script instead of printing it.")
 @click.argument(
     "words",
     nargs=-1,
@@ -145,7 +123,26 @@ class Asked:
     metavar="-- train [OPTIONS]",
     shell_complete=line_of(train, tune),
 )
-def submit(named: str | None, **options: Any) -> None:
+def submit(
+    named: str | None,
+    nodes: int,
+    described: str | None,
+    ranks_per_node: int | None,
+    cpus_per_task: int | None,
+    gpus_per_node: int | None,
+    memory: str | None,
+    seconds: float,
+    mpi: str | None,
+    name: str | None,
+    numbers: str | None,
+    prefix: str | None,
+    setup: tuple[str, ...],
+    lines: tuple[str, ...],
+    successor: bool,
+    exclusive: bool,
+    is_submitted: bool,
+    words: tuple[str, ...],
+) -> None:
     """Print a batch script that trains, or submit it: for Slurm, PBS, Grid Engine, LSF or Flux.
 
     Before its time limit the run is saved; then the job is queued again, or submits its successor, and
@@ -154,97 +151,86 @@ def submit(named: str | None, **options: Any) -> None:
     In a job array, as with --array 1-4, each element trains in a directory of its own, and '$ELEMENT' is its
     number in any option of train.
     """
-    if named is None:
-        named, *others = found_systems(shutil.which)
-        also = f"; {' and '.join(others)} would be here, too: --system" if others else ""
-        print_lines(f"batch system: {SYSTEMS[named].name}{also}", err=True)
-    system, asked = SYSTEMS[named], Asked(**options)
-    job, notes = _described(system, asked)
-    text = script(system, job).encode()
-    if asked.submit:
-        _submit(text, system, job)
-    else:
-        sys.stdout.buffer.write(text)
-    for note in dict.fromkeys(notes):
-        print_lines(note, err=True)
+    from distgpt.jobs.nodes import refuse_unready
 
-
-def found_systems(which: Callable[[str], object]) -> list[str]:
-    """Return the words of the systems whose commands are all here, in the table's order."""
-    here = [name for name, system in SYSTEMS.items() if all(map(which, system.programs))]
-    if not here:
-        raise UsageError(
-            "no batch system was found here (sbatch, qsub, bsub or flux): name it, as in --system pbs"
-        )
-    return here
-
-
-def _described(system: System, given: Asked) -> tuple[Job, list[str]]:
-    """Return the job, with all that was left out, and notes; refuse what would fail when it starts."""
-    subcommand: click.Command | None = {"train": train, "tune": tune}.get(given.words[0])
+    system = SYSTEMS[named] if named else _found_system()
+    subcommand: click.Command | None = {"train": train, "tune": tune}.get(words[0])
     if subcommand is None:
-        program = click.get_current_context().command_path
-        raise UsageError(f"{program} is for distgpt train and tune, not for {given.words[0]}")
-    numbers = array.elements(given.numbers or "")
-    if numbers and min(numbers) < system.least_element:
-        raise UsageError(
-            f"--array {given.numbers}: {system.name} counts elements from {system.least_element}"
-        )
-    element = system.element
-    words = array.renamed(given.words, (*system.elements, array.ANY), element)
-    words, own_out = array.with_own_directories(words, element) if numbers else (words, "")
-    parsed = [_parsed(subcommand, each) for each in array.commands(words, numbers, element)]
+        raise UsageError(f"distgpt submit is for distgpt train and tune, not for {words[0]}")
+    elements = array.elements(numbers or "")
+    if elements and min(elements) < system.least_element:
+        raise UsageError(f"--array {numbers}: {system.name} counts elements from {system.least_element}")
+    renamed, own_out = array.renamed(words, (*system.elements, array.ANY), system.element), ""
+    if elements:
+        renamed, own_out = array.with_own_directories(renamed, system.element)
+    parsed = [_parsed(subcommand, each) for each in array.commands(renamed, elements, system.element)]
     asked, stage_given = parsed[0]
-    node = shape(given.described) if given.described else None
-    ranks_per_node, cpus = _divided(given, node, asked)
-    ranks = given.nodes * ranks_per_node
-    stage = asked["stage"] if stage_given else _stage(ranks, given.gpus_per_node)
-    _refuse_unsuited(stage, ranks, given.gpus_per_node)
     for each, _ in parsed:
-        if (limit := each["time_limit"] or 0) > given.seconds:
+        if (limit := each["time_limit"] or 0) > seconds:
             raise UsageError(
                 f"--time-limit {typed_duration(limit)} is longer than the job, --time"
-                f" {typed_duration(given.seconds)}: leave it out, and the run saves before the job ends"
+                f" {typed_duration(seconds)}: leave it out, and the run saves before the job ends"
             )
+    node = shape(described) if described else None
+    usual = CPUS_BESIDE_GPU if gpus_per_node else 1
+    here = ranks_per_node or gpus_per_node or (node.regions if node else 1)
+    cpus = cpus_per_task or asked["threads"] or (node.cpus_per_rank(here) if node else usual)
+    ranks = nodes * here
+    stage = asked["stage"] if stage_given else _stage(ranks, gpus_per_node)
+    _refuse_unsuited(stage, ranks, gpus_per_node)
     runs = [_run_of(each, ranks) for each, _ in parsed]
-    out = Path(own_out) if own_out else runs[0][0] / element if numbers else runs[0][0]
-    added = [
+    out = Path(own_out) if own_out else runs[0][0] / (system.element if elements else "")
+    command = [
+        *_program(prefix),
+        words[0],
         *([] if stage_given else ["--stage", stage]),
         *([] if asked["threads"] or stage in ON_GPU else ["--threads", str(cpus)]),
         *([] if asked["stall_abort"] or asked["stall_timeout"] else ["--stall-abort", STALL_ABORT]),
-    ]
-    ending = [
+        *_without_auto(renamed[1:]),
         *([] if asked["out"] else ["--out", str(out)]),
         *resuming(asked, runs[0][0]),
     ]
     job = Job(
-        name=_name_of(out, given.name, system),
-        nodes=given.nodes,
-        ranks_per_node=ranks_per_node,
+        name=_name_of(out, name, system),
+        nodes=nodes,
+        ranks_per_node=here,
         cpus_per_task=cpus,
-        gpus_per_node=given.gpus_per_node or 0,
-        seconds=given.seconds,
-        mpi=given.mpi or _mpi_of(stage, system),
-        lines=given.lines,
+        gpus_per_node=gpus_per_node or 0,
+        seconds=seconds,
+        mpi=mpi or _mpi_of(stage, system),
+        lines=lines,
         out=out,
-        command=[*_program(given.prefix), words[0], *added, *_without_auto(words[1:]), *ending],
+        command=command,
         made_by=command_line(*sys.argv[1:]),
-        setup=given.setup,
-        memory=given.memory or "",
+        setup=setup,
+        memory=memory or "",
         counts_cores=node is not None,
-        array=given.numbers or "",
-        resubmits=given.successor,
-        exclusive=given.exclusive,
+        array=numbers or "",
+        resubmits=successor,
+        exclusive=exclusive,
     )
-    far = node.doubt(ranks_per_node, cpus) if node else ""
-    return job, [*_unready(run for _, run in runs), *_notes(system, job, asked), *([far] if far else [])]
+    far = node.doubt(here, cpus) if node else ""
+    notes = [*(refuse_unready(run) for _, run in runs), *_notes(system, job, asked), far]
+    text = script(system, job).encode()
+    if is_submitted:
+        _submit(text, system, job)
+    else:
+        sys.stdout.buffer.write(text)
+    for note in dict.fromkeys(filter(None, notes)):
+        print_lines(note, err=True)
 
 
-def _divided(given: Asked, node: Shape | None, asked: dict[str, Any]) -> tuple[int, int]:
-    """Return the ranks of a node and the CPUs of each."""
-    ranks = given.ranks_per_node or given.gpus_per_node or (node.regions if node else 1)
-    usual = CPUS_BESIDE_GPU if given.gpus_per_node else 1
-    return ranks, given.cpus_per_task or asked["threads"] or (node.cpus_per_rank(ranks) if node else usual)
+def _found_system() -> System:
+    """Return the first system whose commands are all here, and say which."""
+    here = [row for row in SYSTEMS.values() if all(map(shutil.which, row.programs))]
+    if not here:
+        raise UsageError(
+            "no batch system was found here (sbatch, qsub, bsub or flux): name it, as in --system pbs"
+        )
+    others = " and ".join(word for word, row in SYSTEMS.items() if row in here[1:])
+    also = f"; {others} would be here, too: --system" if others else ""
+    print_lines(f"batch system: {here[0].name}{also}", err=True)
+    return here[0]
 
 
 def _without_auto(words: Sequence[str]) -> Iterator[str]:
@@ -298,17 +284,9 @@ def _refuse_unsuited(stage: str, ranks: int, gpus: int | None) -> None:
         raise UsageError(f"--stage {stage} uses no GPU: leave out --gpus-per-node, or --stage")
 
 
-def _unready(runs: Iterable[RunConfig]) -> Iterator[str]:
-    """Refuse files that a job would only miss after it has waited in the queue; yield notes."""
-    from distgpt.jobs.nodes import refuse_unready
-
-    yield from filter(None, map(refuse_unready, runs))
-
-
 def _notes(system: System, job: Job, asked: dict[str, Any]) -> Iterator[str]:
     """Yield what is worth a look before the job waits."""
     from distgpt.core.data.textfile import BUNDLED_TEXTS
-    from distgpt.jobs.nodes import OWN, own_disks
 
     if job.counts_cores and not job.exclusive and system.launches_by_mpi and job.ranks > 1:
         yield "ranks are not bound to cores, as other jobs may run on these nodes: --exclusive"
@@ -322,9 +300,9 @@ def _notes(system: System, job: Job, asked: dict[str, Any]) -> Iterator[str]:
         yield f"{job.out} cannot be made on this machine: {there} is no folder that can be written to"
     paths = [asked.get(name) for name in ("data", "val", "hellaswag", "init", "config", "tokenizer")]
     read = [Path(path) for path in paths if path and path not in BUNDLED_TEXTS and Path(path).exists()]
-    if hidden := [*own_disks([*read, job.out])]:
-        names = ", ".join(hidden)
-        yield f"{names}: {' and '.join(OWN[:2])} are each machine's own; use a disk that all nodes see"
+    places = {str(path): path.resolve() for path in (*read, job.out)}
+    if hidden := [name for name, place in places.items() if any(map(place.is_relative_to, OWN_DISKS))]:
+        yield f"{', '.join(hidden)}: /tmp and /var/tmp are each machine's own; use a disk that all nodes see"
 
 
 def _run_of(asked: dict[str, Any], ranks: int) -> tuple[Path, RunConfig]:

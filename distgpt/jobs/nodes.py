@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -14,8 +13,6 @@ from distgpt.core.data.tokenizers import load_tokenizer
 from distgpt.texts.shards import is_shards
 from distgpt.texts.tokenizers import hub
 from distgpt.texts.tokenizers.foreign import repository_of
-
-OWN = ("/tmp", "/var/tmp", "/dev/shm", "/run")  # folders that each machine has for itself
 
 
 def refuse_unready(run: RunConfig) -> str:
@@ -41,10 +38,3 @@ def refuse_unready(run: RunConfig) -> str:
 def _fetch(tokenizer: str) -> None:
     """Load a tokenizer, once for all elements of an array."""
     load_tokenizer(tokenizer)
-
-
-def own_disks(paths: Iterable[Path]) -> Iterator[str]:
-    """Yield those of the paths that the nodes do not see, as they are on a disk of this machine alone."""
-    for path in paths:
-        if any(path.resolve().is_relative_to(folder) for folder in OWN):
-            yield str(path)
