@@ -16,7 +16,6 @@ from click.testing import CliRunner
 from distgpt.cli import cli
 from distgpt.commands import submit
 from distgpt.core.base import errors
-from distgpt.jobs import nodes
 from distgpt.jobs.batch import systems
 
 HERE = Path(__file__).parent
@@ -30,7 +29,7 @@ def remade(script: Path) -> str:
         for place in ((errors, "_program"), (submit, "own_program")):
             stack.enter_context(patch.object(*place, lambda: ["distgpt"]))
         stack.enter_context(patch.object(systems, "own_mpirun", lambda: None))
-        stack.enter_context(patch.object(nodes, "refuse_unready", lambda run: ""))  # texts that are not here
+        stack.enter_context(patch.object(submit, "refuse_unready", lambda run: ""))  # texts that are not here
         stack.enter_context(patch.object(sys, "argv", words))
         stack.enter_context(contextlib.chdir(stack.enter_context(tempfile.TemporaryDirectory())))
         result = CliRunner().invoke(cli, words[1:], catch_exceptions=False)

@@ -51,7 +51,7 @@ INSIDE = {
 LONGEST = 50  # lines of a function
 LONGER = {
     "commands.bench:add",
-    "commands.submit:_described",
+    "commands.submit:submit",
     "commands.train:train",
     "core.train.setup:open_run",
     "texts.tokenizers.bpe_fast:fill_ids",

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from distgpt.commands.help import command
 from distgpt.commands.options import OPTIONS, parsed_duration, set_by_user
 from distgpt.commands.train import resuming, train
 from distgpt.commands.tune import as_train, tune
-from distgpt.core.base.errors import UsageError, command_line, print_lines
+from distgpt.core.base.errors import DataError, UsageError, command_line, print_lines
 from distgpt.core.base.formatting import typed_duration
 from distgpt.core.config import ON_GPU, WITH_MPI, RunConfig
 from distgpt.core.config.asked import asked_for
@@ -151,8 +152,6 @@ def submit(
     In a job array, as with --array 1-4, each element trains in a directory of its own, and '$ELEMENT' is its
     number in any option of train.
     """
-    from distgpt.jobs.nodes import refuse_unready
-
     system = SYSTEMS[named] if named else _found_system()
     subcommand: click.Command | None = {"train": train, "tune": tune}.get(words[0])
     if subcommand is None:
@@ -163,14 +162,9 @@ def submit(
     renamed, own_out = array.renamed(words, (*system.elements, array.ANY), system.element), ""
     if elements:
         renamed, own_out = array.with_own_directories(renamed, system.element)
-    parsed = [_parsed(subcommand, each) for each in array.commands(renamed, elements, system.element)]
+    commands = array.commands(renamed, elements, system.element)
+    parsed = [_parsed(subcommand, each, seconds) for each in commands]
     asked, stage_given = parsed[0]
-    for each, _ in parsed:
-        if (limit := each["time_limit"] or 0) > seconds:
-            raise UsageError(
-                f"--time-limit {typed_duration(limit)} is longer than the job, --time"
-                f" {typed_duration(seconds)}: leave it out, and the run saves before the job ends"
-            )
     node = shape(described) if described else None
     usual = CPUS_BESIDE_GPU if gpus_per_node else 1
     here = ranks_per_node or gpus_per_node or (node.regions if node else 1)
@@ -250,11 +244,16 @@ def _program(prefix: str | None) -> list[str]:
     return before if before and Path(before[-1]).name == "distgpt" else [*before, *own_program()]
 
 
-def _parsed(command: click.Command, words: Sequence[str]) -> tuple[dict[str, Any], bool]:
+def _parsed(command: click.Command, words: Sequence[str], seconds: float) -> tuple[dict[str, Any], bool]:
     """Return a command's options, which refuses what it cannot read, and whether --stage is among them."""
     with command.make_context(f"distgpt {words[0]}", list(words[1:])) as context:
         source = context.get_parameter_source("stage")
     asked = as_train(**context.params) if command is tune else context.params
+    if (limit := asked["time_limit"] or 0) > seconds:
+        raise UsageError(
+            f"--time-limit {typed_duration(limit)} is longer than the job, --time"
+            f" {typed_duration(seconds)}: leave it out, and the run saves before the job ends"
+        )
     return asked, source != click.core.ParameterSource.DEFAULT
 
 
@@ -303,6 +302,39 @@ def _notes(system: System, job: Job, asked: dict[str, Any]) -> Iterator[str]:
     places = {str(path): path.resolve() for path in (*read, job.out)}
     if hidden := [name for name, place in places.items() if any(map(place.is_relative_to, OWN_DISKS))]:
         yield f"{', '.join(hidden)}: /tmp and /var/tmp are each machine's own; use a disk that all nodes see"
+
+
+def refuse_unready(run: RunConfig) -> str:
+    """Refuse files that are not there; fetch the tokenizer, as nodes may have no network. Returns a note."""
+    from distgpt.core.data.loading import refuse_missing
+    from distgpt.core.data.textfile import resolve_data
+    from distgpt.texts.shards import is_shards
+    from distgpt.texts.tokenizers import hub
+    from distgpt.texts.tokenizers.foreign import repository_of
+
+    t = run.train
+    refuse_missing([t.data, *[t.val] * bool(t.val)], t.tokenizer)
+    if t.hellaswag and not Path(t.hellaswag).is_file():
+        raise DataError(f"--hellaswag {t.hellaswag}: there is no such file")
+    # GPT-2's is known without its files where texts are tokenized already, or by the model's own tokenizer.
+    is_known = t.tokenizer == "gpt2" and (bool(t.init) or is_shards(resolve_data(t.data)))
+    if is_known or not (t.tokenizer == "gpt2" or t.tokenizer.startswith(hub.PREFIX)):
+        return ""
+    _fetch(t.tokenizer)
+    if hub.installed(repository_of(t.tokenizer)).is_dir():  # nodes see it as they see this program
+        return ""
+    return (
+        f"--tokenizer {t.tokenizer} lies in {hub.cache()}, which nodes without internet have to see, too:"
+        " DISTGPT_CACHE or HF_HOME says where it is"
+    )
+
+
+@cache
+def _fetch(tokenizer: str) -> None:
+    """Load a tokenizer, once for all elements of an array."""
+    from distgpt.core.data.tokenizers import load_tokenizer
+
+    load_tokenizer(tokenizer)
 
 
 def _run_of(asked: dict[str, Any], ranks: int) -> tuple[Path, RunConfig]:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from tokenizing import STORY, TEXT, gpt2, needs_gpt2, small
 
+from distgpt.commands.submit import refuse_unready
 from distgpt.core.base.errors import DataError, UsageError
 from distgpt.core.config.presets import preset
 from distgpt.core.data.tokenizers import (
@@ -18,7 +19,6 @@ from distgpt.core.data.tokenizers import (
     load_tokenizer,
     tokenizer_from_json,
 )
-from distgpt.jobs.nodes import refuse_unready
 from distgpt.texts.tokenizers import hub
 from distgpt.texts.tokenizers.bpe import GPT2_FINGERPRINT, symbols
 from distgpt.texts.tokenizers.collected import WORD
