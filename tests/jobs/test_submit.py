@@ -116,17 +116,6 @@ def test_automatic_threads_are_those_of_the_job(auto, tmp_path):
     assert "auto" not in command[: command.index("--resume")] and "--threads=auto" not in command
 
 
-EXCLUSIVE = {"slurm": "--exclusive", "pbs": "-l place=scatter:excl", "sge": "-l exclusive=true"}
-EXCLUSIVE |= {"lsf": "-x", "flux": "--exclusive"}
-
-
-@pytest.mark.parametrize("system", [*SYSTEMS])
-def test_whole_nodes_are_asked_of_each_system(system, tmp_path):
-    words = ["--nodes", "2", "--mpi", "pals", "--exclusive"]
-    found = directives(system, written(system, *words, cwd=tmp_path))
-    assert EXCLUSIVE[system] in found
-
-
 def test_ranks_are_bound_to_a_region_of_nodes_of_their_own_and_free_otherwise(tmp_path):
     assert {*STARTED} == {*LAUNCHERS}
     for mpi, options in STARTED.items():
@@ -266,10 +255,6 @@ def test_a_log_of_json_is_the_jobs_and_not_the_scripts(tmp_path):
     assert text.startswith("#!/bin/bash\n") and text.endswith("exit $code\n")
     result = inside("supervise", "--", "distgpt", "train", "--log-format", "json", cwd=tmp_path)
     refused(result, 2, "name the run's directory")
-
-
-def test_a_gpu_has_more_than_one_cpu_beside_it(tmp_path):
-    assert "--cpus-per-task=4" in directives("slurm", written("slurm", "--gpus-per-node", "1", cwd=tmp_path))
 
 
 def test_the_sites_own_lines_take_their_time_from_the_limit(tmp_path):
