@@ -33,7 +33,7 @@ from distgpt.core.saved.modelfile import Description, on_host, save_model
 from distgpt.core.saved.opening import open_model, random_model
 from distgpt.core.saved.rundir import RunDirectory
 from distgpt.core.train.loop import train as train_run
-from distgpt.core.train.plan import follow_recipes, make_plan
+from distgpt.core.train.plan import make_plan, with_dtype
 from distgpt.core.train.resume import leave_finished
 from distgpt.core.train.run import plain_seams
 from distgpt.core.train.setup import open_run
@@ -152,7 +152,12 @@ def train(
     """
     ready, told = _open(stage, threads), _Told(on_step, on_evaluation, on_note)
     toml, directory = (None if path is None else Path(path) for path in (config, out))
-    asked = follow_recipes(asked_for(settings, preset, toml, directory, resume), ready, told.noted)
+    asked = asked_for(settings, preset, toml, directory, resume)
+    if asked.has_recipes:
+        from distgpt.recipes.recipes import followed
+
+        asked = followed(asked, ready, told.noted)
+    asked = with_dtype(asked, ready, told.noted)  # a recipe may have named one
     plan = make_plan(ready, asked, told.noted)
     # A notebook, or one of the functions, may change the working directory.
     plan = replace(

@@ -57,10 +57,6 @@ TABLES: dict[str, dict[str, str]] = {
         "seams": "distgpt.guards.attach:guarded",
         "slots": "distgpt.decoding.choose:fastest",
     },
-    # By their words (core/train/plan.py). All have one row, which says in which order they follow.
-    "recipes": dict.fromkeys(
-        ("decay_from", "within", "depth", "deterministic", "chats"), "distgpt.recipes.recipes:followed"
-    ),
     # By a component's name, which settings give: how ranks share a step (core/train/sharing.py).
     "strategies": dict.fromkeys(
         (

@@ -43,7 +43,7 @@ from distgpt.core.saved.tensors import write_tensors
 from distgpt.core.saved.weights import ADAPTER, PARTS, ROUNDED, SOURCES, PartKind, RoundedKind
 from distgpt.core.train.assessment import METRICS
 from distgpt.core.train.lines import LISTENERS, Lines
-from distgpt.core.train.plan import CHECKS, RECIPES, refuse_unsuited
+from distgpt.core.train.plan import CHECKS, refuse_unsuited
 from distgpt.core.train.run import plain_seams
 from distgpt.core.train.seams import MODEL_KINDS, WholeModel
 from distgpt.core.train.setup import FIRST_WEIGHTS, unhelped
@@ -98,7 +98,6 @@ ROWS = {
     "packed rows": (assembled.PACKED_ROWS, lambda row: "@rows(" in row[0]() and row[1] % row[2] == 0),
     "rounded": (ROUNDED, lambda row: has(row, RoundedKind) and row.stored),
     "part files": (PARTS, lambda row: has(row, PartKind)),
-    "recipes": (RECIPES, lambda row: [*inspect.signature(row).parameters] == ["asked", "stage", "say"]),
     "strategies": (STRATEGIES, lambda row: issubclass(row, Strategy)),
     "first weights": (FIRST_WEIGHTS, lambda row: callable(row.learn) and row.note and row.tokens),
 }

@@ -67,12 +67,13 @@ def profile(
     gpu, asked = deterministic_as_parts(stage, gpu, asked)
     ready = open_stage(stage, threads, without_graphs(stage, gpu))
 
-    from distgpt.core.train.plan import follow_recipes
+    from distgpt.core.train.plan import with_dtype
     from distgpt.measure.profile.session import Session, open_steps, prepare
     from distgpt.recipes.derived import configured
+    from distgpt.recipes.recipes import followed
 
     say: Say = partial(print_lines, err=True) if ready.comm.rank == 0 else lambda text: None
-    run = configured(ready.comm, follow_recipes(asked, ready, say))
+    run = configured(ready.comm, with_dtype(followed(asked, ready, say), ready, say))
     if config and ready.comm.rank == 0 and "steps" in parse_toml(config.read_text(), str(config)):
         say(f"{config} sets the steps of training: --steps sets how many are measured, {steps}")
     step, batches = open_steps(run, ready, say)

@@ -135,7 +135,7 @@ def train(
 
     from distgpt.core.train.lines import listeners
     from distgpt.core.train.loop import train as train_run
-    from distgpt.core.train.plan import follow_recipes, make_plan
+    from distgpt.core.train.plan import make_plan, with_dtype
     from distgpt.core.train.resume import leave_finished
     from distgpt.core.train.run import plain_seams
     from distgpt.core.train.setup import open_run
@@ -156,7 +156,11 @@ def train(
                 note_small_model(asked, shown.noted)
             if end is not None:
                 note_unguarded(shown.noted)
-        asked = follow_recipes(asked, ready, shown.noted)
+        if asked.has_recipes:
+            from distgpt.recipes.recipes import followed
+
+            asked = followed(asked, ready, shown.noted)
+        asked = with_dtype(asked, ready, shown.noted)  # a recipe may have named one
         plan = make_plan(ready, asked, shown.noted)
         if plan.is_finished:
             t, seconds = plan.config.train, plan.state.seconds

@@ -9,7 +9,7 @@ from benching import RANKS, SMALL, STAGE, peak_here
 from click.testing import CliRunner
 
 from distgpt.commands.bench import train as command_line
-from distgpt.commands.options import stage_options
+from distgpt.commands.options import set_by_user, settings, stage_options
 from distgpt.core.base.errors import DataError, DistgptError, NonFiniteError
 from distgpt.core.config import GpuConfig
 from distgpt.core.config.presets import preset
@@ -45,14 +45,15 @@ def test_a_run_reports_speed_memory_and_share_of_the_peak(tmp_path, monkeypatch)
 
 
 def test_stage_and_gpu_options_are_passed_on_to_every_child():
-    command = click.command()(stage_options(lambda **given: given))
+    command = click.command()(stage_options(settings(lambda **given: given)))
     every = GpuConfig(graphs=False, allreduce="host", deterministic=True, tf32=True)
     for stage, threads, gpu in (("serial", 3, GpuConfig()), ("mpi-cuda", None, every)):
         words = list(map(str, TrainOptions(stage, threads, gpu).stage_words()))
         at = words.index("--dtype")
         assert words[at + 1] == "float32"
         given = command.main(words[:at] + words[at + 2 :], standalone_mode=False)
-        assert given == {"stage": stage, "threads": threads, "gpu": gpu}
+        assert (given["stage"], given["threads"], given["gpu"]) == (stage, threads, gpu)
+        assert not set_by_user({key: given[key] for key in given.keys() - {"stage", "threads", "gpu"}})
 
 
 def test_every_setting_reaches_the_run(tmp_path, monkeypatch):

@@ -62,11 +62,11 @@ class Asked:
         """Return the name of the run: that of its preset, or of the file with its settings."""
         return self.title or self.preset or (self.toml.stem if self.toml else DEFAULT_PRESET)
 
-    def recipes(self) -> list[str]:
-        """Return the words of recipes that are asked for, and the setting that brings one along."""
-        values = {name: getattr(self, name) for name in RECIPES}
-        words = [name for name, value in values.items() if value is not None and value is not False]
-        return [*words, *(["chats"] if self.given.get("chats") else [])]
+    @property
+    def has_recipes(self) -> bool:
+        """Return whether this has words of recipes, or the setting that stands for one."""
+        words = (getattr(self, name) for name in RECIPES)
+        return any(word not in (None, False) for word in words) or bool(self.given.get("chats"))
 
     def layers(self) -> tuple[str, dict[str, object], dict[str, object]]:
         """Return the name of the preset, "" for none, and the settings of the file and those given."""

@@ -8,7 +8,6 @@ preset, file and flags. Then `make_plan` chooses the directory and the checkpoin
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -211,17 +210,6 @@ def with_dtype(asked: Asked, stage: Stage, say: Say) -> Asked:
     if stage.comm.rank == 0 and found.why:
         say(f"{found.name}: {found.why} (--dtype)")
     return replace(asked, given={**asked.given, DTYPE: found.name})
-
-
-Recipe = Callable[[Asked, Stage, Say], Asked]  # returns settings in the place of words; collective
-RECIPES: Table[Recipe] = Table("recipes", "recipe", {})  # by their words
-
-
-def follow_recipes(asked: Asked, stage: Stage, say: Say) -> Asked:
-    """Return what is asked for with settings in place of recipes, and with a dtype. Collective."""
-    for follow in dict.fromkeys(RECIPES[word] for word in asked.recipes()):
-        asked = follow(asked, stage, say)
-    return with_dtype(asked, stage, say)  # last: a recipe may have named one
 
 
 def is_open(asked: Asked) -> bool:
