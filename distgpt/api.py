@@ -91,7 +91,7 @@ def load(
     """
     opened = _open(stage)
     merged = Path(adapter) if adapter else None
-    model, description, _, _ = open_model(opened, Path(path), dtype, context, adapter=merged)
+    model, description, _, _ = open_model(opened, Path(path), dtype, context, part=merged)
     return GPT(model, description, opened.comm)
 
 

@@ -14,7 +14,7 @@ from mkdocs.structure.files import File
 
 from distgpt.cli import cli
 from distgpt.commands.help import Command
-from distgpt.commands.options import setting_text
+from distgpt.commands.settings import setting_text
 from distgpt.core.config import GROUPS, SETTINGS
 from distgpt.core.config.presets import PRESETS, preset
 

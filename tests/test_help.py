@@ -14,7 +14,7 @@ from conftest import inside
 
 from distgpt.cli import COMMANDS, cli
 from distgpt.commands.help import HELP_ALL, similar, topics
-from distgpt.commands.options import OPTIONS
+from distgpt.commands.settings import OPTIONS
 from distgpt.core.base.files import bundled
 from distgpt.core.config import BATCH_IN_TOKENS, GROUPS, SETTINGS
 from distgpt.core.data.textfile import BUNDLED_TEXTS

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from distgpt.adapters.adapter import ADAPTER
 from distgpt.adapters.lora import adapter_layout
 from distgpt.commands.train import note_unguarded
 from distgpt.components import TABLES
@@ -40,7 +41,7 @@ from distgpt.core.model.model import Architecture, Model
 from distgpt.core.ops.reference import ReferenceKernels
 from distgpt.core.saved.modelfile import Base, Description, read_description, save_model
 from distgpt.core.saved.tensors import write_tensors
-from distgpt.core.saved.weights import ADAPTER, PARTS, ROUNDED, SOURCES, PartKind, RoundedKind
+from distgpt.core.saved.weights import PARTS, ROUNDED, SOURCES, PartKind, RoundedKind
 from distgpt.core.train.assessment import METRICS
 from distgpt.core.train.lines import LISTENERS, Lines
 from distgpt.core.train.plan import CHECKS, refuse_unsuited

@@ -26,7 +26,9 @@ from distgpt.core.saved.tensors import (
     read_into,
     write_tensors,
 )
-from distgpt.core.saved.weights import ADAPTER, SOURCE_SUM, find_weights, read_float, verified, weights_of
+from distgpt.core.saved.weights import SOURCE_SUM, find_weights, read_float, verified, weights_of
+
+ADAPTER = "distgpt-adapter"  # the format of a file of adapters alone
 
 
 def base_of(path: Path) -> Base:

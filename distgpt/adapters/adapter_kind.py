@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from pathlib import Path
 
-from distgpt.adapters.adapter import base_of, load_frozen, refuse_other_base
+from distgpt.adapters.adapter import ADAPTER, base_of, load_frozen, refuse_other_base
 from distgpt.adapters.lora import AdaptedModel, adapter_layout
 from distgpt.core.base.errors import DataError, UsageError
 from distgpt.core.comm.agree import on_root
@@ -16,7 +16,6 @@ from distgpt.core.model.memory import Layout
 from distgpt.core.model.model import Model
 from distgpt.core.ops.api import Kernels
 from distgpt.core.saved.modelfile import Base, Description
-from distgpt.core.saved.weights import ADAPTER
 
 
 class AdapterKind:

@@ -43,7 +43,7 @@ def chat(stage: str, threads: int | None, gpu: GpuConfig, system: str, speed: bo
     from distgpt.generation.chat_terminal import Chat
     from distgpt.texts.chats.format import ChatFormat, was_tuned_on_chats
 
-    loaded = ModelSpec(**options).load(ready)
+    loaded = ModelSpec(part=options.pop("adapter"), **options).load(ready)
     talk = ChatFormat(loaded.tokenizer)
     if not (talk.is_taught or was_tuned_on_chats(loaded.files)):
         print_lines(UNTAUGHT, err=True)

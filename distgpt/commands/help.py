@@ -15,6 +15,7 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
+from distgpt.commands.settings import setting_text
 from distgpt.core.base.errors import UsageError, nearest, print_lines
 from distgpt.core.base.files import bundled
 from distgpt.core.config import GROUPS, SETTINGS, RunConfig
@@ -293,10 +294,7 @@ def contents(folder: str) -> str:
 def page(path: Path) -> str:
     """Return a page for a terminal: a link to another topic names it, other links are their words."""
     text = path.read_text("utf-8")
-    if GENERATED in text:
-        from distgpt.commands.options import setting_text
-
-        text = text.replace(GENERATED, "\n".join(f"- `{name}`: {setting_text(name)}" for name in SETTINGS))
+    text = text.replace(GENERATED, "\n".join(f"- `{name}`: {setting_text(name)}" for name in SETTINGS))
     text = NOT_SHOWN.sub("", text)
     return ELSEWHERE_LINK.sub(r"\1", TO_PAGE.sub(r"\1 (`distgpt help \2`)", text))
 

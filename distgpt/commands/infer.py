@@ -62,7 +62,7 @@ def infer(
     from distgpt.core.generate.engine_setup import ModelSpec
     from distgpt.core.generate.single import infer_one
 
-    spec = ModelSpec(**options)
+    spec = ModelSpec(part=options.pop("adapter"), **options)
     if prompts is not None and out is not None:
         infer_file = imported("distgpt.generation.batch:infer_file", "--prompts")
         from distgpt.show.progress import ItemProgress

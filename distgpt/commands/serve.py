@@ -95,7 +95,7 @@ def serve(
     key, proxies = checked_key(options.pop("api_key")), checked_proxies(options.pop("proxies"))
     listen_on = ListenOn(limits=limits, key=key, proxies=proxies, **where)
     shown = name or (weights or Path(SAMPLE)).absolute().name.removesuffix(".safetensors")
-    spec = ModelSpec(weights, **options)
+    spec = ModelSpec(weights, part=options.pop("adapter"), **options)
     ready = open_stage(stage, threads, gpu)
     announce_sample(weights, ready.comm.rank, "serve")
     listener = bound(listen_on.host, listen_on.port)

@@ -17,7 +17,8 @@ import click
 
 from distgpt.commands.complete import line_of
 from distgpt.commands.help import command
-from distgpt.commands.options import OPTIONS, parsed_duration, set_by_user
+from distgpt.commands.options import parsed_duration, set_by_user
+from distgpt.commands.settings import OPTIONS
 from distgpt.commands.train import resuming, train
 from distgpt.commands.tune import as_train, tune
 from distgpt.core.base.errors import UsageError, command_line, print_lines

@@ -44,7 +44,7 @@ def evaluate(
     comm = stage.comm
     report_compiling(comm, progress.noted if progress else None)
     model, description, _, chosen = open_model(
-        stage, weights, dtype, context, matmul, "evaluation", adapter=adapter
+        stage, weights, dtype, context, matmul, "evaluation", part=adapter
     )
     tokenizer = description.tokenizer
     if tokenizer is None:

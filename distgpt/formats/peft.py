@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from distgpt.adapters.adapter import base_of, read_adapter
+from distgpt.adapters.adapter import ADAPTER, base_of, read_adapter
 from distgpt.adapters.lora import Adapter, adapter_layout, adapters_by_matrix
 from distgpt.core.base.checked import checked
 from distgpt.core.base.errors import DataError, UsageError, command_line
@@ -24,7 +24,7 @@ from distgpt.core.config import LORA_MATRICES, RunConfig
 from distgpt.core.ops.api import Array
 from distgpt.core.saved.modelfile import ORIGIN, Description, read_description
 from distgpt.core.saved.tensors import DTYPES, Header, read_header, read_rows, write_tensors
-from distgpt.core.saved.weights import ADAPTER, find_weights
+from distgpt.core.saved.weights import find_weights
 from distgpt.formats.families import family_for
 from distgpt.formats.family import HEAD, Family, TensorMapping
 from distgpt.formats.huggingface import (

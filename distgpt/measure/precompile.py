@@ -94,7 +94,7 @@ def _tuning(folder: Path, weights: Path, chats: Path, dtype: str) -> Iterator[Pa
 def _generate(folder: Path, dtype: str) -> None:
     """Generate, evaluate, with an adapter too, and make a file of this type."""
     weights, stage = folder / "tiny-float32", open_stage("serial")
-    rehearse(open_model(stage, weights, dtype, adapter=folder / "adapter-float32")[0])
+    rehearse(open_model(stage, weights, dtype, part=folder / "adapter-float32")[0])
     evaluate(stage, weights, val="corpus", val_tokens=64, dtype=dtype)
     if dtype in ROUNDED_DTYPES:
         done = calibrated(weights, folder / "text.txt") if dtype == "int4" else {}

@@ -16,7 +16,7 @@ from distgpt.core.saved.rundir import RunDirectory, place_for
 from distgpt.core.train.resume import find_run
 from distgpt.recipes.derived import everywhere
 
-OTHERS = ("train-minutes", "schedule", "decay-fraction", "init")
+OTHERS = ("set train_minutes", "schedule", "set decay_fraction", "init")
 
 
 def with_decay(asked: Asked, comm: Comm) -> Asked:
@@ -27,7 +27,7 @@ def with_decay(asked: Asked, comm: Comm) -> Asked:
 def _branch(asked: Asked, origin: str) -> Asked:
     """Return the branch: the settings of the fall, the new run's directory, and the checkpoint."""
     path, steps, out = Path(origin), asked.given.get("steps"), asked.out
-    others = {name: asked.given.get(name.replace("-", "_")) for name in OTHERS}
+    others = {name: asked.given.get(name.removeprefix("set ")) for name in OTHERS}
     others = {"resume": asked.resume, "depth": asked.depth, "within": asked.within, **others}
     refuse_beside("--decay-from", others, "it says where a run begins and how it ends")
     if not steps or not isinstance(steps, int):

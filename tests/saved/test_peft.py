@@ -9,7 +9,7 @@ from foreignmodels import MODERN, SHAPES, change_json, random_model, shape
 from test_huggingface_peer import FAMILIES, LONG, PEER, V, some_tokens, transformers
 
 import distgpt
-from distgpt.adapters.adapter import base_of, load_frozen, read_adapter
+from distgpt.adapters.adapter import ADAPTER, base_of, load_frozen, read_adapter
 from distgpt.adapters.lora import AdaptedModel, adapter_layout, adapters_by_matrix
 from distgpt.core.comm.serial import SerialComm
 from distgpt.core.config import RunConfig, TrainConfig
@@ -17,7 +17,6 @@ from distgpt.core.cpu.kernels import CpuKernels
 from distgpt.core.model.passes import Pass
 from distgpt.core.saved.modelfile import Description, read_description
 from distgpt.core.saved.tensors import read_header, read_into, write_tensors
-from distgpt.core.saved.weights import ADAPTER
 from distgpt.formats.huggingface import Foreign, export_model, import_model
 from distgpt.formats.peft import PREFIX, export_adapter, import_adapter
 

@@ -201,7 +201,7 @@ def test_what_the_dial_refuses(tmp_path):
     for words, hint in (
         (["--depth", "2", "--preset", "gpt2"], "fast"),
         (["--within", "soon"], "no time"),
-        (["--within", "1m", "--set", "train_minutes=1"], "train-minutes"),
+        (["--within", "1m", "--set", "train_minutes=1"], "train_minutes"),
         (["--within", "1m", "--steps", "5"], "--within and --steps"),
         (["--set", "train_minutes=1", "--steps", "5"], "train_minutes and --steps"),
         (["--depth", "2", "--n-layer", "3"], "--depth and --n-layer"),

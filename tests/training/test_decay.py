@@ -55,7 +55,7 @@ def test_what_has_no_constant_learning_rate_is_refused(constant, tmp_path):
         ((falling / "checkpoints" / "step-00000003",), 2, "the learning rate is not constant there"),
         ((constant, "--out", constant), 2, "another --out"),
         ((constant, "--resume", "auto"), 2, "--resume exclude each other"),
-        ((constant, "--set", "train_minutes=1"), 2, "train-minutes"),
+        ((constant, "--set", "train_minutes=1"), 2, "train_minutes"),
         ((tmp_path / "nothing",), 65, "no such checkpoint"),
     ):
         refused(inside("train", "--decay-from", *args, "--steps", "3", cwd=tmp_path), code, words)

@@ -257,7 +257,7 @@ def test_chat_says_what_was_never_taught_to_chat_and_serve_knows_it(chats, tmp_p
         found = inside(*asked, weights, *(["--adapter", adapter] if adapter else []))
         is_taught = (weights, adapter) != (SAMPLE, None)
         assert ("distgpt tune teaches it" in found.stderr) != is_taught, (weights, adapter)
-        loaded = ModelSpec(weights, "auto", adapter=adapter).load(open_stage("serial", 1))
+        loaded = ModelSpec(weights, "auto", part=adapter).load(open_stage("serial", 1))
         assert _served(loaded, "it", loaded.slots(1, 0)).chats == is_taught, (weights, adapter)
 
 

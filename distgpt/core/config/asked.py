@@ -77,7 +77,8 @@ class Asked:
         file.pop("preset", None)
         given: dict[str, object] = dict(self.given)
         if self.within is not None:
-            ends = {name.replace("_", "-"): given.get(name) for name in ("steps", "epochs", "train_minutes")}
+            ends = {name: given.get(name) for name in ("steps", "epochs")}
+            ends["set train_minutes"] = given.get("train_minutes")
             refuse_beside("--within", ends, "each says when a run ends")
         if "steps" in given:
             refuse_beside("--steps", {"epochs": given.get("epochs")}, "each says when a run ends")

@@ -130,7 +130,7 @@ class LoadedModel:
     @property
     def _named(self) -> set[Path]:
         """Return the files that the user has named, which need not be the one that the model is in."""
-        return {weights_of(each) for each in (self.spec.weights, self.spec.adapter) if each}
+        return {weights_of(each) for each in (self.spec.weights, self.spec.part) if each}
 
     def fingerprint(self, drops: bool) -> str:
         """Tell its answers from those of other weights, in another dtype, or of another context.
@@ -147,15 +147,15 @@ class LoadedModel:
 class ModelSpec:
     """Names a model, how it computes, and the memory for its keys and values (None: the usual).
 
-    Without weights: the bundled sample. `context`: its context length; None: that of training. `adapter`: the
-    one that is merged into the weights.
+    Without weights: the bundled sample. `context`: its context length; None: that of training. `part`: what
+    is merged into the weights.
     """
 
     weights: Path | None
     dtype: str
     context: int | None = None
     cache_memory: int | None = None
-    adapter: Path | None = None
+    part: Path | None = None
 
     def load(self, stage: Stage) -> LoadedModel:
         """Load the model and its tokenizer, and compile everything. Collective."""
@@ -168,7 +168,7 @@ class ModelSpec:
         if cost := stage.cost_of(self.dtype):
             stage.notes.add(cost)
         model, about, path, dtype = open_model(
-            stage, path, self.dtype, self.context, usual=usual, adapter=self.adapter
+            stage, path, self.dtype, self.context, usual=usual, part=self.part
         )
         if (tokenizer := about.tokenizer) is None:
             raise shared(DataError(f"{path} has no tokenizer: use it from Python, with tokens"))

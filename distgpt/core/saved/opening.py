@@ -1,10 +1,11 @@
-"""A model that is opened to be used: from its weights file, with an adapter merged into it."""
+"""A model that is opened to be used: from its weights file, with a part merged into it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
 
+from distgpt.core.base.errors import UsageError
 from distgpt.core.comm.agree import on_root
 from distgpt.core.comm.api import Comm
 from distgpt.core.config import AUTO_DTYPE, ROUNDED_DTYPES, ModelConfig
@@ -12,7 +13,7 @@ from distgpt.core.cpu.stages import Stage
 from distgpt.core.model.model import Architecture, Model
 from distgpt.core.ops.api import Kernels
 from distgpt.core.saved.modelfile import Description, load_description, load_model, read_description
-from distgpt.core.saved.weights import ADAPTER, PARTS, ROUNDED, Merge, weights_of
+from distgpt.core.saved.weights import PARTS, ROUNDED, Merge, weights_of
 
 
 def exact(about: Description) -> str:
@@ -33,17 +34,21 @@ def dtype_of(
     return (about.rounded if not on_gpu else "") or usual(about)
 
 
-def whole_model(weights: Path, adapter: Path | None, comm: Comm) -> tuple[Path, Merge | None]:
-    """Return the weights file of the whole model, and what is merged into it. Collective."""
-    if adapter:
-        return PARTS[ADAPTER].whole(weights, comm, adapter)
+def whole_model(weights: Path, part: Path | None, comm: Comm) -> tuple[Path, Merge | None]:
+    """Return the weights file of the whole model, and the part that is merged into it, if any. Collective."""
 
     def find() -> list[str]:
-        found = weights_of(weights)
-        return [str(found), read_description(found).part]
+        found = weights_of(part or weights)
+        kind = read_description(found).part
+        if part and not kind:
+            raise UsageError(f"{found} is a whole model: give it as --weights")
+        return [str(found), kind]
 
-    found, part = on_root(comm, find)
-    return PARTS[part].whole(Path(found), comm) if part else (Path(found), None)
+    path, kind = on_root(comm, find)
+    found = Path(path)
+    if part:
+        return PARTS[kind].whole(weights, comm, found)
+    return PARTS[kind].whole(found, comm) if kind else (found, None)
 
 
 def open_model(
@@ -54,15 +59,15 @@ def open_model(
     matmul: str = "auto",
     use: str = "generating text",
     usual: Callable[[Description], str] = exact,
-    adapter: Path | None = None,
+    part: Path | None = None,
 ) -> tuple[Model, Description, Path, str]:
-    """Load a model, with an adapter merged into it. `use` says what for; `usual` what the dtype auto is.
+    """Load a model, with a part merged into it. `use` says what for; `usual` what the dtype auto is.
 
     Collective.
 
     Return also the weights file of the whole model, and the type that it computes in.
     """
-    whole, merge = whole_model(weights, adapter, stage.comm)
+    whole, merge = whole_model(weights, part, stage.comm)
     chosen = dtype_of(whole, dtype, stage.comm, stage.on_gpu, usual)
     model, about = load_model(whole, stage.kernels(chosen, matmul, use), stage.comm, context, merge)
     return model, about, whole, chosen

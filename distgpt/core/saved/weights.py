@@ -92,7 +92,6 @@ def import_command(source: Path, name: str = "") -> str:
 
 # Keys in the metadata of a rounded file: how it is rounded, and the checksum of the data that were rounded.
 QUANTISED, SOURCE_SUM = "quantised", "source_sha256"
-ADAPTER = "distgpt-adapter"  # the format of a file of adapters alone
 
 
 class Merge(Protocol):
