@@ -131,11 +131,11 @@ def test_errors_name_pages_that_are_there():
 
 
 LIKE = {
-    "valid": "val val-fraction val-tokens",
+    "valid": "val",
     "learning_rate": "lr",
     "epochs": "steps",
     "layers": "n-layer",
-    "batch": "batch-size batch-tokens",
+    "batch": "batch-size",
     "fp16": "dtype",
     "warmup-steps": "warmup",
     "save-evry": "save-every",

@@ -8,9 +8,8 @@ from typing import Any
 import click
 
 from distgpt.commands.help import command
-from distgpt.commands.model_options import model_options, request_options
+from distgpt.commands.model_options import announce_sample, model_options, request_options
 from distgpt.commands.options import LocaleText, stage_options
-from distgpt.commands.sample import announce_sample
 from distgpt.core.base.errors import print_lines
 from distgpt.core.config import DEFAULT_TEMPERATURE, GpuConfig
 from distgpt.core.cpu.stages import open_stage

@@ -28,6 +28,7 @@ ELSEWHERE = {
     **dict.fromkeys(("learning-rate", "max-lr", "rate"), "lr"),
     **dict.fromkeys(("epochs", "max-steps", "max-iters", "iterations"), "steps"),
     **dict.fromkeys(("heads", "num-heads", "n-heads"), "n-head"),
+    **dict.fromkeys(("layers", "num-layers"), "n-layer"),
     **dict.fromkeys(("dim", "width", "hidden-size", "d-model"), "n-embd"),
     **dict.fromkeys(("block-size", "context-length", "max-seq-len", "max-length"), "seq-len"),
     **dict.fromkeys(("fp16", "bf16", "precision", "half"), "dtype"),
@@ -188,16 +189,11 @@ def _hides(param: click.Parameter) -> bool:
 
 
 def similar(wrong: str, known: Iterable[str]) -> list[str]:
-    """Return what a wrong option may stand for: by other programs' names, by its letters, or by its words."""
+    """Return what a wrong option may stand for: by other programs' names, or by its letters."""
     wrong, flags = wrong.lstrip("-").replace("_", "-").lower(), [flag for flag in known if flag[:2] == "--"]
     if (elsewhere := f"--{ELSEWHERE.get(wrong)}") in flags:
         return [elsewhere]
-    if close := get_close_matches(f"--{wrong}", flags, n=1, cutoff=0.85):
-        return close
-    likeness = {flag: _likeness(wrong.split("-"), flag[2:].split("-")) for flag in flags}
-    most = max(likeness.values(), default=(0, 0))
-    found = [flag for flag in flags if likeness[flag] == most]
-    return found if any(most) and len(found) <= 3 else []
+    return get_close_matches(f"--{wrong}", flags, n=1, cutoff=0.72)
 
 
 def meant(words: Sequence[str], flags: Collection[str]) -> str:
@@ -217,18 +213,6 @@ def meant(words: Sequence[str], flags: Collection[str]) -> str:
     if is_there and (path / "config.toml").is_file():  # a run
         fits = {"--weights": True, "--resume": True}
     return next((flag for flag, does in fits.items() if does and flag in flags), "")
-
-
-def _likeness(words: list[str], others: list[str]) -> tuple[int, int]:
-    """Return whether the first words are alike, and how many are in all."""
-    pairs = ((word, other) for word in words for other in others if word != "no")
-    return _alike(words[0], others[0]), sum(_alike(*pair) for pair in pairs)
-
-
-def _alike(one: str, other: str) -> bool:
-    """Return whether words are the same, or one begins with the other."""
-    shorter, longer = sorted((one, other), key=len)
-    return one == other or (len(shorter) > 2 and longer.startswith(shorter))
 
 
 def _values(args: Sequence[str], flags: Sequence[str]) -> list[str]:

@@ -1,13 +1,15 @@
-"""Options of commands that use a model: its weights, its number format, and how it generates."""
+"""What commands that use a model share: options for its weights, dtype and text; the bundled sample."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
 from typing import Any
 
 import click
 
 from distgpt.commands.options import PATH, F, parsed_size, setting_option
+from distgpt.core.base.errors import command_line, print_lines
 from distgpt.core.config import AUTO_DTYPE, INFERENCE_DTYPES, SETTINGS
 from distgpt.core.generate.request import REQUEST_SETTINGS, Request
 
@@ -73,3 +75,14 @@ def number_options(command: F) -> F:
     """Add --dtype and --matmul, for a model that is not trained."""
     matmul = setting_option("matmul", SETTINGS["matmul"], default="auto", show_default=True)
     return dtype_option("float32")(matmul(command))
+
+
+def announce_sample(weights: Path | None, rank: int, *words: str) -> None:
+    """Print on rank 0 that the bundled sample writes, if it does, and how the newest run would."""
+    if weights is not None or rank:
+        return
+    from distgpt.core.saved.weights import newest_run
+
+    newest = newest_run(Path("runs"))
+    own = f"; your newest run: {command_line(*words, '--weights', newest)}" if newest else ""
+    print_lines(f"no --weights: this is the bundled sample{own}", err=True)

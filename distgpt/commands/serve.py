@@ -8,9 +8,8 @@ from typing import Any
 import click
 
 from distgpt.commands.help import command
-from distgpt.commands.model_options import model_options
+from distgpt.commands.model_options import announce_sample, model_options
 from distgpt.commands.options import LocaleText, parsed_size, setting_option, stage_options
-from distgpt.commands.sample import announce_sample
 from distgpt.core.base.errors import UsageError, first_line
 from distgpt.core.base.tables import lacks_component
 from distgpt.core.config import GpuConfig

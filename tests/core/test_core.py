@@ -12,7 +12,7 @@ from core.tree import CORE, KEPT, MODULES, PACKAGE, as_counts, found
 from distgpt.core.cpu.compiling import disk_cache
 
 ALONE = [sys.executable, str(Path(__file__).with_name("alone.py"))]
-COMMANDS = "complete help infer model_options options sample settings train watch_options"
+COMMANDS = "complete help infer model_options options settings train watch_options"
 # Recipes stand in their order in a file that commands and `api` share.
 SHARED = {"__main__", "cli", "api", "components"}
 FACE = SHARED | {f"commands.{name}" for name in COMMANDS.split()}
