@@ -462,3 +462,10 @@ def test_a_site_that_forbids_to_queue_again_gets_successors(system, tmp_path):
     assert f"{SYSTEMS[system].submits[0]} " in text[text.index("if mkdir") :] and '"$0" && exit 0' in text
     queued = written(system, cwd=tmp_path)
     assert ("followed-" in queued) == (system in ("pbs", "flux"))
+
+
+def test_settings_without_an_option_reach_the_job_and_are_checked_before_it_waits(tmp_path):
+    named = [*TRAIN, "--set", "rope_base=500", "--set", "data=story"]
+    assert "--set rope_base=500" in written("slurm", command=named, cwd=tmp_path)
+    wrong = ["submit", "--system", "slurm", "--time", "4h", "--", *TRAIN, "--set", "rope_base=0"]
+    refused(inside(*wrong, cwd=tmp_path), 2, "rope_base")

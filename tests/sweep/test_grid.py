@@ -123,3 +123,15 @@ def test_runs_may_be_added_to_a_sweep_and_nothing_else_changed(tmp_path):
             begin(tmp_path / "out", grid(**changed))
     with pytest.raises(UsageError, match="holds no sweep"):
         begin(tmp_path, grid())
+
+
+def test_what_is_set_on_the_command_line_counts_for_all_runs_and_not_for_what_varies(tmp_path):
+    path = tmp_path / "grid.toml"
+    path.write_text("steps = 9\nn_layer = 2\n[sweep]\nlr = [0.1, 0.2]\n")
+    assert read_grid(path, {"steps": 5, "rope_base": 500.0}).fixed == {
+        "steps": 5,
+        "n_layer": 2,
+        "rope_base": 500.0,
+    }
+    with pytest.raises(UsageError, match="lr is given twice"):
+        read_grid(path, {"lr": 0.3})
