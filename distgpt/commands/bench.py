@@ -23,6 +23,7 @@ from distgpt.commands.options import (
     settings,
     settings_but,
     stage_options,
+    together,
 )
 from distgpt.core.base.errors import UsageError
 from distgpt.core.config import DTYPES, ON_GPU, ROUNDED_DTYPES, SETTINGS, STAGES, nearest
@@ -72,21 +73,10 @@ def bench() -> None:
     """Measure this machine: training, inference, sums over ranks; and compare its stages."""
 
 
-def together(*options: Callable[[F], F]) -> Callable[[F], F]:
-    """Return a decorator that adds all of these options; help shows the last one first."""
-
-    def add(command: F) -> F:
-        for option in options:
-            command = option(command)
-        return command
-
-    return add
-
-
 def result_options(name: str) -> Callable[[F], F]:
     """Add the options of where results go; `name` says what they are called without --name."""
     return together(
-        click.option("--json", "as_json", is_flag=True, help="Print the results as one JSON object."),
+        *([click.option("--name", help=f"Name of the results; {name} if left out.")] if name else []),
         click.option(
             *("--out", "out"),
             type=click.Path(path_type=Path),
@@ -94,7 +84,7 @@ def result_options(name: str) -> Callable[[F], F]:
             show_default=True,
             help="Folder for results.",
         ),
-        *([click.option("--name", help=f"Name of the results; {name} if left out.")] if name else []),
+        click.option("--json", "as_json", is_flag=True, help="Print the results as one JSON object."),
     )
 
 
@@ -138,17 +128,15 @@ def train(measure_peak: bool, **given: Any) -> None:
 def infer_options(command: F) -> F:
     """Add the options of a command that generates from prompts."""
     return together(
-        result_options(name="the preset's"),
+        preset_option(default="gpt2"),
+        click.option("--threads", type=Threads(), help="All cores if left out."),
         click.option(
-            "--rounds",
-            type=click.IntRange(1),
-            default=1,
+            "--dtype",
+            "dtypes",
+            type=click.Choice(("float32", "bfloat16", *ROUNDED_DTYPES)),
+            multiple=True,
+            default=("float32", "bfloat16", *ROUNDED_DTYPES),
             show_default=True,
-            help="Times that everything is measured; the median counts.",
-        ),
-        click.option("--new", type=click.IntRange(2), default=64, show_default=True, help="New tokens."),
-        click.option(
-            "--prompt", type=click.IntRange(1), default=256, show_default=True, help="Tokens of a prompt."
         ),
         click.option(
             *("--requests", "requests"),
@@ -159,15 +147,17 @@ def infer_options(command: F) -> F:
             help="How many at once. Repeatable.",
         ),
         click.option(
-            "--dtype",
-            "dtypes",
-            type=click.Choice(("float32", "bfloat16", *ROUNDED_DTYPES)),
-            multiple=True,
-            default=("float32", "bfloat16", *ROUNDED_DTYPES),
-            show_default=True,
+            "--prompt", type=click.IntRange(1), default=256, show_default=True, help="Tokens of a prompt."
         ),
-        click.option("--threads", type=Threads(), help="All cores if left out."),
-        preset_option(default="gpt2"),
+        click.option("--new", type=click.IntRange(2), default=64, show_default=True, help="New tokens."),
+        click.option(
+            "--rounds",
+            type=click.IntRange(1),
+            default=1,
+            show_default=True,
+            help="Times that everything is measured; the median counts.",
+        ),
+        result_options(name="the preset's"),
     )(command)
 
 
