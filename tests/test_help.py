@@ -142,7 +142,7 @@ LIKE = {
     "resume-from": "resume",
     "dropout": "",
     "zzz": "",
-    "every": "",
+    "every": "save-every",
     "no": "",
 }
 
