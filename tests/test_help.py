@@ -143,7 +143,7 @@ LIKE = {
     "dropout": "",
     "zzz": "",
     "every": "save-every",
-    "no": "",
+    "no": "norm",
 }
 
 
