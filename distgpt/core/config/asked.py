@@ -66,7 +66,7 @@ class Asked:
     def has_recipes(self) -> bool:
         """Return whether this has words of recipes, or the setting that stands for one."""
         words = (getattr(self, name) for name in RECIPES)
-        return any(word not in (None, False) for word in words) or bool(self.given.get("chats"))
+        return any(word is not None and word is not False for word in words) or bool(self.given.get("chats"))
 
     def layers(self) -> tuple[str, dict[str, object], dict[str, object]]:
         """Return the name of the preset, "" for none, and the settings of the file and those given."""
