@@ -21,10 +21,10 @@ from distgpt.core.comm.api import Comm
 from distgpt.core.comm.layout import layout
 from distgpt.core.comm.resources import granted_cores, granted_memory, usable_cores
 from distgpt.core.comm.serial import SerialComm
-from distgpt.core.config import RunConfig
+from distgpt.core.config import ON_GPU, RunConfig
 from distgpt.core.cpu.stages import Stage, expected_dtype
 from distgpt.core.train.whereabouts import processor_name
-from distgpt.doctor.gpus import gpu_driver, gpu_facts
+from distgpt.gpu import probe
 from distgpt.layout.machine import listed
 
 Facts = dict[str, Any]
@@ -63,6 +63,22 @@ def of_rank(comm: Comm) -> Facts:
         "compute": compute(),
         "gpu": gpu_facts(comm),
         "environment": {key: os.environ[key] for key in REPORTED if key in os.environ},
+    }
+
+
+def gpu_facts(comm: Comm) -> Facts:
+    """Collect the GPUs and libraries, what the GPU stages lack, and the GPU that this rank would take."""
+    from distgpt.gpu.stage import device_of
+
+    found = probe.probe()
+    gpus = found.driver.gpus if found.driver else ()
+    missing = {dtype: probe.missing_for_gpu(found, dtype) for dtype in ("float32", "bfloat16")}
+    useful = {stage: probe.useful_for_gpu(found, stage == "mpi-cuda") for stage in ON_GPU}
+    return {
+        **asdict(found),
+        "takes": device_of(comm.local_rank, len(gpus)) if gpus else None,
+        "missing": {dtype: [asdict(each) for each in those] for dtype, those in missing.items()},
+        "useful": {stage: [asdict(each) for each in those] for stage, those in useful.items()},
     }
 
 
@@ -187,7 +203,7 @@ def environment() -> dict[str, Any]:
 
     An installed package knows its version alone, and no commit.
     """
-    gpus, computes = gpu_driver(), compute()
+    gpus, computes = probe.driver(), compute()
     return {
         "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
         "command": anonymised(escape(shlex.join(["distgpt", *sys.argv[1:]]))),

@@ -22,10 +22,10 @@ from distgpt.core.comm.api import Comm
 from distgpt.core.comm.serial import SerialComm
 from distgpt.core.cpu.stages import open_stage
 from distgpt.doctor.facts import Facts, auto_dtype, matmuls, of_rank
-from distgpt.doctor.gpus import lacking_libraries
 from distgpt.doctor.launches import around, lines
 from distgpt.doctor.node import advice, nodes, of_host, summary
 from distgpt.doctor.verdicts import gpu_users, grouped, hosts, sentence, taken_gpu, verdicts, warnings
+from distgpt.gpu.probe import LIBRARIES
 from distgpt.jobs.launchers import distant_mpi, launch, running_mpi
 from distgpt.launch.environment import launched_rank
 from distgpt.layout.bind import wanted
@@ -187,7 +187,7 @@ def _gpu_software(gpu: Facts) -> Iterable[tuple[str, str]]:
         yield "driver", "no NVIDIA driver"
     packages = [f"{name} {version}" for name, version in gpu["packages"].items()]
     yield "for GPUs", ", ".join(packages) or "no packages"
-    lacking = ", ".join(lacking_libraries(gpu))
+    lacking = ", ".join(name for name in LIBRARIES if name not in gpu["libraries"])
     found = ", ".join(gpu["libraries"]) or "no libraries"
     yield "", found + (f"; not found: {lacking}" if lacking else "")
 
