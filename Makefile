@@ -88,8 +88,8 @@ format: $(if $(wildcard .venv/all),.venv/all,.venv/lint) ## rewrite the sources 
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: .venv/train .venv-peer/done ## measure against PyTorch, in an environment of its own
-	$(BIN)/python benchmarks/cpu.py --peer .venv-peer/bin/python $(ARGS)
+bench: .venv/train .venv-peer/done ## measure training against PyTorch, in an environment of its own
+	$(BIN)/python benchmarks/train_beside_torch.py --peer-python .venv-peer/bin/python $(ARGS)
 
 test-gpu: $(if $(PY),,.venv/gpu) ## the tests of GPU code on a real GPU, and the kernels' with its memory checker
 	$(ON_GPU) $(GPU_PY) -m pytest tests/gpu $(ARGS)

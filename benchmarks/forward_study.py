@@ -5,8 +5,8 @@
     mpirun -n 2 python benchmarks/forward_study.py --method mpi        measures these ranks
 
 Names differ in length: they are evaluated in batches of equal length (mean_loss.py), which ranks and threads
-divide up. Our methods take short sequences through all layers in one compiled call (short_sequences.py). All
-compute with the same weights, each in processes of its own; a loss that differs from the others' ends it.
+divide up. All compute with the same weights, each in processes of its own; a loss that differs from the
+others' ends it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ from forward_work import (
 )
 from peer_process import refuse_without_torch, torch_version
 from record import end_with_errors
-from short_sequences import ShortLoss
 
 from distgpt.commands.bench import result_options, to_options, together
 from distgpt.commands.options import FiniteRange, launch_options
@@ -341,7 +340,7 @@ def measure_as_rank(job: Job, threads: int | None) -> None:
         print(json.dumps(measure_plain(job)))
         return
     stage = open_stage(stage_of(job.method), threads)
-    found = measure(job, stage, ShortLoss)
+    found = measure(job, stage)
     if stage.comm.rank == 0:
         print(json.dumps(found))
 

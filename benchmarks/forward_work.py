@@ -50,15 +50,12 @@ class Job:
     patience: float = 60.0
 
 
-def measure(job: Job, stage: Stage, kind: type[MeanLoss] = MeanLoss) -> dict[str, Any]:
+def measure(job: Job, stage: Stage) -> dict[str, Any]:
     """Return seconds by rank 0's clock, the loss and memory. Collective."""
     kernels, comm = stage.kernels(job.dtype), stage.comm
     model = initialised(job.preset, kernels)
     every = sequences(job.names)
-    if job.method in ONE_AT_A_TIME:
-        mean_loss = MeanLoss(model, ONE)
-    else:
-        mean_loss = kind(model, rows_at_once(model, stage))
+    mean_loss = MeanLoss(model, ONE if job.method in ONE_AT_A_TIME else rows_at_once(model, stage))
 
     def work(names: int) -> float:
         return mean_loss(every.first(names), comm)

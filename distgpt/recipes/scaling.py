@@ -148,7 +148,7 @@ class Law:
 PAIRS_LAW = Law(E=0.0457, A=4.9509, a=0.3, B=4.212, b=0.065)  # of runs that begin with pairs
 LAW = Law(E=0.66, A=17.3338, a=0.3, B=249.1379, b=0.4)  # of longer ones; both by benchmarks/scaling_laws.py
 LAWS_VOCABULARY = 8192
-# What the laws say is off by about as much, as a share: see benchmarks/predicted_bits.py.
+# What the laws say is off by about as much, as a share: see docs/explanation/learning.md.
 EXPECTED_WITHIN = 0.1
 # Reading a text again teaches less: from the second time on 1/e as much after this many times, and all times
 # together as much as so many new texts (arXiv 2305.16264).

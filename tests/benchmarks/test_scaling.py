@@ -5,16 +5,14 @@ import sys
 
 import pytest
 import scaling
-from alphabeta import AlphaBeta, Network, Regime
+from alphabeta import AlphaBeta, Regime
 from click.testing import CliRunner
 from conftest import needs_mpi
-from four_hosts import FLAT, Levels, Rig
 from predictions import Job, affine, compared, fitted, forecast, steps_by_exchange, summed_by, takes_over
 from report import assemble, load_all
 from scaling_page import blocks, tables
 
 from distgpt.core.base.errors import UsageError
-from distgpt.core.model.model import flag_count
 from distgpt.jobs.processes import run
 from distgpt.measure.bench.allreduce import SHARED
 from distgpt.measure.jobs import unsteered
@@ -110,38 +108,6 @@ def test_a_step_by_each_way_to_exchange():
         }
     )
     assert steps_by_exchange(0.3, 0.1, 1, 40_000_000, 4, summed, summed) == {"allreduce": 0.4}
-
-
-def test_exchanges_over_a_switch_are_predicted_from_its_rate_and_delay():
-    """8 Mbit/s carry a byte in a microsecond, but for the headers; among four hosts 1.5 n bytes pass each."""
-    rig = Rig(4, Network(8e6, 0.01, mtu=9000))
-    byte, few, flat = 1e-6 * 9038 / 8948, 0.04, 1.5e6
-    found = rig.predicted(1_000_000, passes=0.5)
-    short = 1.5 * 4 * flag_count(4) * byte
-    for way, seconds in {
-        "allreduce": 4 * 0.01 + flat * byte,
-        "bfloat16": 2 * 0.01 + flat / 2 * byte + few + short,
-        "sharded": 2 * 0.01 + flat * byte + 2 * (few + short),
-        "sharded, bfloat16": 2 * 0.01 + 0.75 * flat * byte + 2 * (few + short),
-    }.items():
-        assert found[way] == pytest.approx(0.5 + seconds), way
-    wire = {"bfloat16": flat / 2, "sharded": flat, "sharded, bfloat16": 0.75 * flat}
-    for way, seconds in rig.predicted(
-        8_000_000, passes=0.5
-    ).items():  # two pieces: two hosts' ways for each half
-        if way in wire:
-            more = 0.02 if way == "bfloat16" else 0.01
-            assert seconds == pytest.approx(found[way] + more + 7 * wire[way] * byte), way
-    two = rig.predicted(1_000_000, 0.0, ranks=2)
-    few = 2 * (few + 1.5 * 4 * flag_count(8) * byte)
-    assert two["hierarchical, allreduce"] == two["allreduce"] == pytest.approx(found["allreduce"] - 0.5)
-    # Of 8 parts 6 leave by the port, from both ranks; four fifths more than when the host is summed first.
-    assert two["sharded"] == pytest.approx(2 * 0.01 + 2 * 2 * 6 / 8 * 1e6 * byte + few)
-    # Four hosts share the memory in which ranks meet, and the cores of two measured ones.
-    line = Regime("scatter-gather", 1e-3, 1e-8)
-    levels = Levels(dict.fromkeys(FLAT, AlphaBeta((line,), 2)), AlphaBeta((line,), 2))
-    own = 2 * 1e-3 + 1e6 * 4e-8 + 4 * 1e-3 + flat * 2e-8
-    assert rig.predicted(1_000_000, 0.0, levels, 2)["allreduce"] == pytest.approx(two["allreduce"] + own)
 
 
 @needs_mpi
