@@ -14,15 +14,14 @@ from matplotlib.ticker import LogLocator
 from distgpt.core.base.files import atomic_file
 from distgpt.show.charts import COLOURS, MARKS, series_colour, set_ticks, style
 from distgpt.show.plot import DPI, FONTS, SMOOTHED, WIDTH, read_runs
-from distgpt.sweep.grid import BITS, VARYING, Values
+from distgpt.sweep.grid import BITS, VARYING, Grid
 from distgpt.sweep.ledger import Ledger
 from distgpt.sweep.standings import Compared, Row, shortly
 
 ACROSS, MOST_PANELS = 3, 9
 NAMED = 3  # points with a colour and a name among the curves
 MOST_LINES = 8  # in a panel of results; more points are not joined
-SPREAD = 8.0  # times the median's distance from the best: what is further off is drawn at the edge
-UNLIKE = "all"  # the name of points that no line joins
+SPREAD = 8.0  # times the median's distance from the best: what is further off lies outside
 MOST_SUBDIVIDED = 30.0  # of a logarithmic axis, how far it reaches with ticks between powers of ten
 LOG_FROM = 5.0  # the largest value of a setting by its smallest
 
@@ -42,7 +41,7 @@ def draw(ledger: Ledger, rows: Sequence[Row]) -> Path:
             row, column = divmod(number, ACROSS)
             width = ACROSS * 2 // min(ACROSS, len(names) - row * ACROSS)
             place = grid[1 + row, column * width : (column + 1) * width]
-            _Panel(figure.add_subplot(place), ledger, rows, name).draw()
+            _panel(figure.add_subplot(place), ledger.grid, rows, name)
         figure.savefig(picture, format="png")
     path = ledger.path / "sweep.png"
     with atomic_file(path) as file:
@@ -83,104 +82,70 @@ def _curves(axes: Any, ledger: Ledger, rows: Sequence[Row]) -> None:
     axes.legend(handles[::-1], labels[::-1], loc="upper right", title=ledger.grid.metric)
 
 
-class _Panel:
-    """The results by one setting. Points that differ in it alone are joined, if that makes few lines.
+def _panel(axes: Any, grid: Grid, rows: Sequence[Row], name: str) -> None:
+    """Draw the results by one setting. Points that differ in it alone are joined, if that makes few lines.
 
-    With several rungs it has how far each point was behind the best one at the last step to which it came.
+    With several rungs: how far each point was behind the best one at the last step to which it came.
     """
+    finished = [row for row in rows if row.last and not row.error]
+    places = _x_axis(axes, name, [row.values[name] for row in rows])
 
-    def __init__(self, axes: Any, ledger: Ledger, rows: Sequence[Row], name: str) -> None:
-        self._axes, self._name, self._metric = axes, name, ledger.grid.metric
-        self._rungs, self._order = ledger.grid.rungs, list(ledger.grid.points)
-        self._rows = [row for row in rows if row.last and not row.error]
-        self._places = self._x_axis([row.values[name] for row in rows])
-        self._bests = [
-            min(row.rungs[rung].mean for row in self._rows if len(row.rungs) > rung)
-            for rung in range(self._reached())
-        ]
-        self._failed = [row for row in rows if row.error]
-        heights = sorted(self._height(row) for row in self._rows)
-        usual = heights[0] + SPREAD * (heights[len(heights) // 2] - heights[0])
-        is_far = heights[-1] - heights[0] > 1.5 * (usual - heights[0]) > 0
-        self._top = usual if is_far else heights[-1]
+    def height(row: Row) -> float:
+        rung = len(row.rungs) - 1
+        best = min(other.rungs[rung].mean for other in finished if len(other.rungs) > rung)
+        return _last(row).mean - (best if grid.rungs > 1 else 0.0)
 
-    def _reached(self) -> int:
-        return max(len(row.rungs) for row in self._rows)
+    groups: dict[str, list[Row]] = {}
+    for row in sorted(finished, key=lambda row: (len(row.rungs), places[str(row.values[name])])):
+        others = (f"{key} {shortly(value)}" for key, value in row.values.items() if key != name)
+        groups.setdefault(f"to step {_last(row).step:,}" if grid.rungs > 1 else ", ".join(others), []).append(
+            row
+        )
+    if grid.rungs == 1 and (len(groups) > MOST_LINES or max(map(len, groups.values())) == 1):
+        groups = {"": finished}
+    for number, (label, group) in enumerate(groups.items()):
+        x, y = [places[str(row.values[name])] for row in group], [height(row) for row in group]
+        style = "-" if grid.rungs == 1 and label else "none"
+        look = {"color": series_colour(number), "marker": MARKS[number % len(MARKS)], "markersize": 5}
+        spread = [_last(row).spread or 0.0 for row in group]
+        axes.errorbar(x, y, yerr=spread, capsize=2, linestyle=style, linewidth=1, label=label, **look)
+    heights = sorted(map(height, finished))
+    usual = heights[0] + SPREAD * (heights[len(heights) // 2] - heights[0])
+    if heights[-1] - heights[0] > 1.5 * (usual - heights[0]) > 0:  # a few lie far off: above the edge
+        axes.set_ylim(heights[0] - 0.08 * (usual - heights[0]), usual)
+    if failed := [places[str(row.values[name])] for row in rows if row.error]:
+        bottom, top = axes.get_ylim()
+        axes.plot(
+            failed, [top - 0.05 * (top - bottom)] * len(failed), "x", color=COLOURS["bad"], label="failed"
+        )
+    best = finished[0]
+    at = places[str(best.values[name])], height(best)
+    axes.plot(*at, "o", markersize=11, markerfacecolor="none", color=COLOURS["ink"])
+    axes.set_title(f"{'behind the best' if grid.rungs > 1 else grid.metric}, by {name}", fontsize=8.5)
+    set_ticks(axes.yaxis)
+    if len(groups) > 1 or failed:
+        axes.legend(fontsize=7, frameon=True, framealpha=0.8)
 
-    def _x_axis(self, values: list[Any]) -> dict[str, float]:
-        """Set up the axis; return the place of each value."""
-        different = list(dict.fromkeys(values))
-        if VARYING[self._name].kind not in (int, float):
-            self._axes.set_xticks(range(len(different)), [shortly(value) for value in different])
-            return {str(value): float(place) for place, value in enumerate(different)}
-        different.sort()
-        if different[0] > 0 and different[-1] >= LOG_FROM * different[0]:
-            self._axes.set_xscale("log")
-        if len(different) <= MOST_LINES:
-            self._axes.set_xticks(different, [shortly(value) for value in different])
-            self._axes.minorticks_off()
-        else:
-            set_ticks(self._axes.xaxis)
-            if different[-1] > MOST_SUBDIVIDED * different[0] > 0:
-                self._axes.xaxis.set_major_locator(LogLocator(subs=(1,)))
-        return {str(value): float(value) for value in different}
 
-    def _height(self, row: Row) -> float:
-        last = _last(row)
-        return last.mean - (self._bests[len(row.rungs) - 1] if self._rungs > 1 else 0.0)
-
-    def _groups(self) -> dict[str, list[Row]]:
-        """Return the points by what their line is called."""
-        groups: dict[str, list[Row]] = {}
-        for row in sorted(self._rows, key=lambda row: (len(row.rungs), self._order.index(row.point))):
-            others = {key: value for key, value in row.values.items() if key != self._name}
-            name = f"to step {_last(row).step:,}" if self._rungs > 1 else _spelled(others)
-            groups.setdefault(name, []).append(row)
-        for group in groups.values():
-            group.sort(key=lambda row: self._places[str(row.values[self._name])])
-        are_lines = len(groups) <= MOST_LINES and max(map(len, groups.values())) > 1
-        return groups if are_lines or self._rungs > 1 else {UNLIKE: self._rows}
-
-    def draw(self) -> None:
-        groups = self._groups()
-        for number, (name, group) in enumerate(groups.items()):
-            look = {"color": series_colour(number), "marker": MARKS[number % len(MARKS)], "markersize": 5}
-            is_joined = self._rungs == 1 and name != UNLIKE
-            self._points(group, look | {"linestyle": "-" if is_joined else "none"}, name)
-        if self._failed:
-            x = [self._places[str(row.values[self._name])] for row in self._failed]
-            self._axes.plot(x, [self._top] * len(x), "x", color=COLOURS["bad"], label="failed")
-        best = self._rows[0]
-        at = (self._places[str(best.values[self._name])], self._height(best))
-        self._axes.plot(*at, "o", markersize=11, markerfacecolor="none", color=COLOURS["bad"])
-        behind = f"{self._metric} behind the best at that step" if self._rungs > 1 else self._metric
-        self._axes.set_title(f"{behind}, by {self._name}", fontsize=8.5)
-        ends = [(self._height(row), _last(row).spread or 0.0) for row in self._rows]
-        low = min(height - spread for height, spread in ends)
-        top = max(height + spread for height, spread in ends if height <= self._top)
-        room = 0.08 * (max(top, self._top) - low or abs(low) or 1.0)
-        self._axes.set_ylim(low - room, max(top, self._top) + room)
-        set_ticks(self._axes.yaxis)
-        if len(groups) > 1 or self._failed:
-            handles, labels = self._axes.get_legend_handles_labels()
-            named = [pair for pair in zip(handles, labels, strict=True) if pair[1] != UNLIKE]
-            self._axes.legend(*zip(*named, strict=True), fontsize=7, frameon=True, framealpha=0.8)
-
-    def _points(self, rows: Sequence[Row], look: dict[str, Any], label: str) -> None:
-        """Draw points with the spread of their seeds; those far off are arrows at the edge."""
-        x = [self._places[str(row.values[self._name])] for row in rows]
-        y = [min(self._top, self._height(row)) for row in rows]
-        self._axes.plot(x, y, **look | {"marker": "none", "linewidth": 1})
-        self._axes.plot([], [], **look, label=label)
-        for place, height, row in zip(x, y, rows, strict=True):
-            far = {"marker": "^"} if self._height(row) > self._top else {}
-            self._axes.errorbar(place, height, yerr=_last(row).spread, capsize=2, **look | far)
+def _x_axis(axes: Any, name: str, values: list[Any]) -> dict[str, float]:
+    """Set up the axis; return the place of each value."""
+    different = list(dict.fromkeys(values))
+    if VARYING[name].kind not in (int, float):
+        axes.set_xticks(range(len(different)), [shortly(value) for value in different])
+        return {str(value): float(place) for place, value in enumerate(different)}
+    different.sort()
+    if different[0] > 0 and different[-1] >= LOG_FROM * different[0]:
+        axes.set_xscale("log")
+    if len(different) <= MOST_LINES:
+        axes.set_xticks(different, [shortly(value) for value in different])
+        axes.minorticks_off()
+    else:
+        set_ticks(axes.xaxis)
+        if different[-1] > MOST_SUBDIVIDED * different[0] > 0:
+            axes.xaxis.set_major_locator(LogLocator(subs=(1,)))
+    return {str(value): float(value) for value in different}
 
 
 def _last(row: Row) -> Compared:
     assert row.last
     return row.last
-
-
-def _spelled(values: Values) -> str:
-    return ", ".join(f"{name} {shortly(value)}" for name, value in values.items())
