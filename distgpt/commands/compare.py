@@ -18,7 +18,7 @@ from distgpt.core.base.errors import DisagreementError, print_lines
 def compare(a: Path, b: Path, as_json: bool) -> None:
     """Say at which step two runs part, and why.
 
-    Reads the files of both, and computes nothing: losses of training and validation to the bit, then
+    Reads the files of both, and computes nothing: losses, gradient norms and weights to the bit, then
     settings, text, versions, processors, ranks and threads at the step where they part. Exit code 1: they
     do. (compare-stages is for one job that it trains on several stages.)
     """

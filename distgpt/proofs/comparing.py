@@ -12,10 +12,9 @@ from distgpt.core.saved.checkpoint import OPTIMIZER, WEIGHTS, verify
 from distgpt.core.saved.tensors import DATA_SUM, read_header
 from distgpt.proofs.numbers import are_same, distance, numbers_apart, tolerance_of
 from distgpt.proofs.promise import Side, described, why_rounding
-from distgpt.proofs.records import NEUTRAL, Record, Start
+from distgpt.proofs.records import NEUTRAL, Record
 
 MOST_SHOWN = 12  # differences of settings: one screen
-EVALUATED_ON = ("val", "val_tokens")  # settings: `val_fraction` changes the training text, too
 
 
 @dataclass(slots=True)
@@ -30,15 +29,10 @@ class Parting:
     words: str = ""  # about it
     beyond: int | None = None  # the first step whose losses are further apart than rounding brings them
     tolerance: float = 0.0
-    evaluations: int = 0  # that both have made after the same step
-    validation_step: int | None = None  # the first of them whose losses differ
-    validation_words: str = ""  # about it
-    validation_by: list[str] = field(default_factory=list)  # settings and texts that its losses differ by
     weights_same: int | None = None  # the last checkpoint of both with the same weights
     weights_differ: int | None = None  # and the first one with others
     optimizer_differs: int | None = None  # the first one with the same weights and another optimizer's state
     settings: dict[str, tuple[object, object]] = field(default_factory=dict)  # at that step
-    neutral: list[str] = field(default_factory=list)  # settings that differ, and change no step
     data: tuple[str, str] | None = None  # the texts' fingerprints, if they differ
     why: list[str] = field(default_factory=list)  # why the bits of the same steps may differ
     starts: list[str] = field(default_factory=list)
@@ -46,10 +40,6 @@ class Parting:
 
     @property
     def is_same(self) -> bool:
-        return self.is_trained_alike and self.validation_step is None
-
-    @property
-    def is_trained_alike(self) -> bool:
         return self.step is None and self.weights_differ is None and self.optimizer_differs is None
 
     def to_json(self) -> dict[str, object]:
@@ -75,25 +65,10 @@ def compare(one: Path, other: Path) -> Parting:
             found.step, found.words = step, f"{name} {numbers_apart(*pair, ('in A', 'in B'))}"
         if found.beyond is None and distance(*losses) > limit.apart:
             found.beyond = step
-    _compare_validation(found, *records)
     _compare_weights(found, *records)
-    places = found.step, found.weights_differ, found.optimizer_differs, found.validation_step
-    at = next((step for step in places if step is not None), common[-1])
-    _explain(found, records, max(at, 1))  # the process of step 1 has also evaluated the first weights
+    places = found.step, found.weights_differ, found.optimizer_differs
+    _explain(found, records, next((step for step in places if step is not None), common[-1]))
     return found
-
-
-def _compare_validation(found: Parting, one: Record, other: Record) -> None:
-    """Compare the losses of evaluations that both have made after the same step."""
-    first, second = one.evaluations, other.evaluations
-    common = sorted(first.keys() & second.keys())
-    found.evaluations = len(common)
-    for step in common:
-        losses = first[step]["val_loss"], second[step]["val_loss"]
-        if not are_same(*losses):
-            found.validation_step = step
-            found.validation_words = numbers_apart(*losses, ("in A", "in B"))
-            return
 
 
 def _compare_weights(found: Parting, one: Record, other: Record) -> None:
@@ -124,10 +99,8 @@ def _checksum(file: Path) -> str | None:
 def _explain(found: Parting, records: tuple[Record, Record], step: int) -> None:
     """Say what differs between the processes that have taken a step, and in what came before."""
     configs = [record.settings_of(step) for record in records]
-    different = differences(*configs)
-    found.settings = {name: pair for name, pair in different.items() if name not in NEUTRAL}
-    found.neutral = [name for name in different if name in NEUTRAL]
-    starts = [_start_of(record, step) for record in records]
+    found.settings = {name: pair for name, pair in differences(*configs).items() if name not in NEUTRAL}
+    starts = [next(iter(record.starts_of(step, step)), None) for record in records]
     facts = [start.facts if start else None for start in starts]
     one, other = (
         Side(fact, config.train, words)
@@ -135,14 +108,10 @@ def _explain(found: Parting, records: tuple[Record, Record], step: int) -> None:
     )
     if facts[0] and facts[1] and facts[0].data != facts[1].data:
         found.data = facts[0].data, facts[1].data
-    if found.validation_step is not None:
-        texts = {fact.validation if fact else "" for fact in facts}
-        if "" in texts or len(texts) > 1:  # else they are the same under any name
-            found.validation_by = [name for name in EVALUATED_ON if name in different]
-        if "" not in texts and len(texts) > 1 and not found.validation_by:
-            found.validation_by = ["the validation text"]
     found.taken = described(facts[0]) if facts[0] else "", described(facts[1]) if facts[1] else ""
-    found.why = [reason for reason in why_rounding(one, other) if not _is_setting(reason, found)]
+    dtype = str(found.settings["dtype"][0]) if "dtype" in found.settings else None
+    # Not again a setting that is listed anyway.
+    found.why = [reason for reason in why_rounding(one, other) if not (dtype and reason.startswith(dtype))]
     for name, record in zip("AB", records, strict=True):
         if resumed := [str(start.step) for start in record.starts if 0 < start.step < step]:
             found.starts.append(f"{name} resumed after step {', '.join(resumed)}")
@@ -153,62 +122,33 @@ def _explain(found: Parting, records: tuple[Record, Record], step: int) -> None:
         ]
 
 
-def _is_setting(reason: str, found: Parting) -> bool:
-    """Return whether a reason repeats a setting that is listed anyway."""
-    return "dtype" in found.settings and reason.startswith(str(found.settings["dtype"][0]))
-
-
-def _start_of(record: Record, step: int) -> Start | None:
-    return next(iter(record.starts_of(step, step)), None)
-
-
 def page(found: Parting) -> str:
     """Describe where two runs part, on one screen."""
-    rows = [("A", found.one + _taken(found.taken[0])), ("B", found.other + _taken(found.taken[1]))]
-    rows.append(("losses", _losses(found)))
-    if found.evaluations:
-        rows.append(("validation", _validation(found)))
+    paths = zip("AB", (found.one, found.other), found.taken, strict=True)
+    rows = [(name, path + (f": {taken}" if taken else "")) for name, path, taken in paths]
+    if found.step is None:
+        same = f"the same to the bit in all {count(found.steps, 'step')} of both, up to step {found.last}"
+        rows.append(("losses", same))
+    else:
+        rounding = f"rounding ({found.tolerance:g})"
+        above = f"above {rounding} from step {found.beyond} on" if found.beyond else f"never above {rounding}"
+        rows.append(("losses", f"the first that differs is of step {found.step}: {found.words}; {above}"))
     if found.weights_differ is not None:
         rows.append(("weights", f"other bits after step {found.weights_differ}"))
     elif found.weights_same is not None:
         rows.append(("weights", f"the same to the bit after step {found.weights_same}"))
     if found.optimizer_differs is not None:
         rows.append(("optimizer", f"other bits after step {found.optimizer_differs}"))
-    rows += [("setting", f"{name}: {a!r:.60} in A, {b!r:.60} in B") for name, (a, b) in _few(found)]
+    few = [*found.settings.items()][:MOST_SHOWN]
+    rows += [("setting", f"{name}: {a!r:.60} in A, {b!r:.60} in B") for name, (a, b) in few]
     if len(found.settings) > MOST_SHOWN:
         rows.append(("", f"… and {len(found.settings) - MOST_SHOWN} more (--json lists all)"))
     if found.data:
         rows.append(("data", f"other texts: {found.data[0]} in A, {found.data[1]} in B"))
     rows += [("bits", reason) for reason in found.why]
     rows += [("starts", line) for line in found.starts]
-    if beside := [name for name in found.neutral if name not in found.validation_by]:
-        rows.append(("beside", f"other values of {', '.join(beside)}, which changes no step"))
     lines = [f"{name:<10} {escape(text)}" for name, text in rows]
     return "\n".join([*lines, *([verdict(found)] if found.is_same else [])])
-
-
-def _few(found: Parting) -> list[tuple[str, tuple[object, object]]]:
-    return [*found.settings.items()][:MOST_SHOWN]
-
-
-def _taken(words: str) -> str:
-    return f": {words}" if words else ""
-
-
-def _losses(found: Parting) -> str:
-    if found.step is None:
-        return f"the same to the bit in all {count(found.steps, 'step')} of both, up to step {found.last}"
-    what = f"the first that differs is of step {found.step}: {found.words}"
-    above = f"above rounding ({found.tolerance:g}) from step {found.beyond} on"
-    return f"{what}; {above if found.beyond else f'never above rounding ({found.tolerance:g})'}"
-
-
-def _validation(found: Parting) -> str:
-    if found.validation_step is None:
-        return f"the same to the bit in all {count(found.evaluations, 'evaluation')} of both"
-    differ = "differ" if len(found.validation_by) > 1 else "differs"
-    by = f"; {', '.join(found.validation_by)} {differ}" if found.validation_by else ""
-    return f"the first loss that differs is of step {found.validation_step}: {found.validation_words}{by}"
 
 
 def verdict(found: Parting) -> str:
@@ -216,10 +156,6 @@ def verdict(found: Parting) -> str:
     if found.is_same:
         same = "the same to the bit"
         return f"{same} in all losses: no checkpoint is in both" if found.weights_same is None else same
-    if found.is_trained_alike:
-        return (
-            f"training is the same to the bit, and validation losses differ at step {_validation_by(found)}"
-        )
     at = found.step or found.weights_differ or found.optimizer_differs
     if found.settings or found.data:
         named = [*found.settings, *(["data"] if found.data else [])]
@@ -230,11 +166,3 @@ def verdict(found: Parting) -> str:
         f"they part at step {at}, and nothing that is kept differs: memory or a processor may have failed;"
         f" distgpt replay A --steps {at}, and B, tells which is right"
     )
-
-
-def _validation_by(found: Parting) -> str:
-    if found.validation_by:
-        return f"{found.validation_step}, by {', '.join(found.validation_by)}"
-    if found.why:
-        return f"{found.validation_step}, by rounding: {found.why[0]}"
-    return f"{found.validation_step}, and nothing that is kept differs: memory or a processor may have failed"

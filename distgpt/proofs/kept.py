@@ -15,10 +15,7 @@ from functools import cache
 from hashlib import sha256
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-from zlib import crc32
-
-import numpy as np
+from typing import Any
 
 from distgpt.core.base.checked import Count, checked
 from distgpt.core.base.errors import DataError, StorageError
@@ -28,9 +25,6 @@ from distgpt.core.comm.agree import gather_texts
 from distgpt.core.saved.rundir import RunDirectory
 from distgpt.core.saved.tensors import fingerprint
 from distgpt.core.train.run import Run
-
-if TYPE_CHECKING:
-    from distgpt.core.train.assessment import Assessment
 
 KEY = "bits"  # of the event in history.jsonl
 MOST_HISTORY = 1 << 28  # bytes
@@ -62,7 +56,6 @@ class Facts:
     recompute: str
     data: str  # the fingerprint of the training text
     init: str = ""  # the checksum of the file that a new run begins with
-    validation: str = ""  # the checksum of the tokens on which it is evaluated, which change no step
     gpu: dict[str, str] = field(default_factory=dict)  # the options by which a GPU computes
     muon_rule: Count = MUON_RULE  # the first starts that kept facts had this rule, and did not say so
 
@@ -129,7 +122,6 @@ def facts_of(run: Run) -> Facts:
         recompute=t.recompute,
         data=run.batches.fingerprint,
         init=fingerprint(Path(init)) if init else "",
-        validation=_validation(run.assessment) if run.assessment and comm.rank == 0 else "",
         gpu=_gpu_options(stage) if on_gpu else {},
     )
 
@@ -144,17 +136,6 @@ def sources() -> str:
             if name.endswith((".py", ".cu")):
                 found.update(name.encode() + b"\0" + Path(folder, name).read_bytes())
     return found.hexdigest()[:16]
-
-
-def _validation(assessment: Assessment) -> str:
-    """Return a checksum of the tokens on which a run is evaluated, and of those that count; "": on none."""
-    if assessment.validation is None:
-        return ""
-    found = 0
-    for span in assessment.validation.spans:
-        for array in (span.ids, span.counted):
-            found = found if array is None else crc32(np.ascontiguousarray(array).data.cast("B"), found)
-    return f"crc32:{found:08x}"
 
 
 def _processor() -> str:

@@ -15,7 +15,7 @@ from distgpt.core.config import RunConfig
 from distgpt.core.saved.checkpoint import saved_checkpoints
 from distgpt.core.saved.rundir import RunDirectory
 from distgpt.proofs.kept import KEY, Facts
-from distgpt.show.metrics import MOST_METRICS, MOST_STEPS, Metrics, read_metrics
+from distgpt.show.metrics import MOST_METRICS, MOST_STEPS, read_metrics
 
 # Settings of which no bit of a step depends: what is shown, saved, measured and checked beside the steps.
 # A text is compared by its fingerprint, not by its name.
@@ -65,21 +65,10 @@ class Record:
     @cached_property
     def steps(self) -> dict[int, Numbers]:
         """The numbers of each training step, as far as they were written."""
-        return self._lines_with("loss")
-
-    @cached_property
-    def evaluations(self) -> dict[int, Numbers]:
-        """The numbers of each evaluation on the validation text, as far as they were written."""
-        return self._lines_with("val_loss")
-
-    def _lines_with(self, name: str) -> dict[int, Numbers]:
         if not self.directory.metrics.exists():
             return {}
-        return {line.step: line.numbers for line in self._lines if name in line.numbers}
-
-    @cached_property
-    def _lines(self) -> list[Metrics]:
-        return [*read_metrics(self.directory.metrics)]
+        lines = read_metrics(self.directory.metrics)
+        return {line.step: line.numbers for line in lines if "loss" in line.numbers}
 
     @cached_property
     def _events(self) -> list[tuple[int, JsonObject]]:

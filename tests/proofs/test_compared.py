@@ -6,8 +6,6 @@ import shutil
 import pytest
 from conftest import SMALL, inside, refused
 
-from distgpt.core.data.textfile import resolve_data
-
 SHORT = ["--steps", "6", "--save-every", "3"]
 
 
@@ -65,36 +63,8 @@ def test_a_run_that_resumed_with_other_settings(folder):
     found, result = compared(folder, "one", "later")
     assert result.returncode == 1 and (found["weights_same"], found["weights_differ"]) == (3, 6)
     assert found["step"] == 5, "the loss of step 4 is of weights before the change"
-    assert found["settings"] == {"clip": [1.0, 0.1]} and found["neutral"] == ["sample_every"]
+    assert found["settings"] == {"clip": [1.0, 0.1]}
     assert found["starts"] == ["B resumed after step 3"] and "by clip" in result.stderr
-
-
-def test_validation_losses_that_differ_where_training_does_not(folder):
-    """Of another validation text, under another name or the same, and of as much of it."""
-    text = (folder / "held.txt").resolve()
-    words = ["--val", text, "--eval-every", "3"]
-    story = resolve_data("story").read_text()
-    backwards = "\n".join(story.splitlines()[::-1]) + "\n"
-    few = ["--val-tokens", "64"]
-    for name, held, more in (("evaluated", story, []), ("changed", backwards, []), ("few", story, few)):
-        text.write_text(held)
-        assert inside("train", *SMALL, *SHORT, *words, *more, "--out", folder / name).returncode == 0
-    found, result = compared(folder, "one", "evaluated")
-    assert result.returncode == 0 and found["evaluations"] == 0, (
-        "one that is not evaluated has no other losses"
-    )
-
-    found, result = compared(folder, "evaluated", "changed")
-    assert result.returncode == 1 and not found["same"] and found["step"] is None
-    assert (found["evaluations"], found["validation_step"]) == (3, 0)
-    assert found["validation_by"] == ["the validation text"]
-    says = "training is the same to the bit, and validation losses differ at step 0, by the validation text"
-    assert says in result.stderr
-    result = inside("compare", folder / "evaluated", folder / "few")
-    assert "validation the first loss that differs is of step 0: " in result.stdout
-    assert "validation losses differ at step 0, by val_tokens" in result.stderr
-    page = inside("compare", folder / "few", folder / "few").stdout
-    assert "validation the same to the bit in all 3 evaluations of both" in page
 
 
 def test_bits_that_differ_although_nothing_else_does(folder, tmp_path):
