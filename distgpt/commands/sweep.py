@@ -54,9 +54,8 @@ def sweep(
     """
     from distgpt.core.comm.agree import on_root
     from distgpt.launch.environment import job_end
-    from distgpt.sweep.opening import begin_sweep, preview
+    from distgpt.sweep.opening import begin_sweep, open_stages, preview
     from distgpt.sweep.report import finish
-    from distgpt.sweep.stages import open_stages
     from distgpt.sweep.work import Listener, Worker
 
     if gpu.deterministic and stage == "serial":

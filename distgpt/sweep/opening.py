@@ -11,19 +11,39 @@ from distgpt.core.base.formatting import count, long_duration
 from distgpt.core.comm.agree import on_every_rank, on_root
 from distgpt.core.comm.api import Comm
 from distgpt.core.comm.serial import SerialComm
-from distgpt.core.config import GpuConfig, RunConfig
-from distgpt.core.cpu.stages import Stage
+from distgpt.core.config import ON_GPU, SEVERAL, WITH_MPI, GpuConfig, RunConfig
+from distgpt.core.cpu.stages import Notes, Stage, open_stage
 from distgpt.core.data.loading import PLAIN, DataRequest, kind_of, load_corpus, refuse_missing
 from distgpt.core.model.model import Architecture
 from distgpt.core.model.optim import learning_rate
 from distgpt.core.train.plan import DTYPE, is_open, refuse_unsuited
 from distgpt.counts import operations
+from distgpt.launch.environment import launched_as
 from distgpt.measure.estimate import Question, estimate, manifest_of, with_vocabulary
 from distgpt.recipes.depth import holds_out
 from distgpt.sweep.grid import BITS, Grid, Run, read_grid
 from distgpt.sweep.ledger import Ledger, begin, has_begun, read_back
 from distgpt.sweep.work import asked_of, configured
 from distgpt.texts.shards import SHARDS_ROW
+
+
+def open_stages(name: str, threads: int | None, gpu: GpuConfig) -> tuple[Comm, Stage]:
+    """Return the ranks of this job, and a stage for this rank alone, which trains alone. Collective."""
+    if name in WITH_MPI:
+        raise UsageError(f"here every rank has a stage of its own: --stage serial or cuda, not {name}")
+    if launched_as() == 1:
+        stage = open_stage(name, threads, gpu)
+        return stage.comm, stage
+    # GPUs need no way between them that takes memory.
+    job = open_stage(SEVERAL[name], threads, replace(gpu, allreduce="host") if name in ON_GPU else gpu)
+    alone = SerialComm(job.comm)
+    if not job.on_gpu:
+        return job.comm, replace(job, name=name, comm=alone)
+    from distgpt.gpu.stage import GpuStage
+
+    assert isinstance(job, GpuStage)
+    # New notes: the job's tell how gradients are summed.
+    return job.comm, replace(job, name=name, comm=alone, gpu=gpu, notes=Notes(), transport="")
 
 
 def begin_sweep(comm: Comm, ready: Stage, path: Path, out: Path, say: Say) -> Ledger:
