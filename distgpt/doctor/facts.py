@@ -24,7 +24,6 @@ from distgpt.core.comm.serial import SerialComm
 from distgpt.core.config import ON_GPU, RunConfig
 from distgpt.core.cpu.stages import Stage, expected_dtype
 from distgpt.core.train.whereabouts import processor_name
-from distgpt.gpu import probe
 from distgpt.layout.machine import listed
 
 Facts = dict[str, Any]
@@ -68,6 +67,7 @@ def of_rank(comm: Comm) -> Facts:
 
 def gpu_facts(comm: Comm) -> Facts:
     """Collect the GPUs and libraries, what the GPU stages lack, and the GPU that this rank would take."""
+    from distgpt.gpu import probe
     from distgpt.gpu.stage import device_of
 
     found = probe.probe()
@@ -203,7 +203,9 @@ def environment() -> dict[str, Any]:
 
     An installed package knows its version alone, and no commit.
     """
-    gpus, computes = probe.driver(), compute()
+    from distgpt.gpu.probe import driver
+
+    gpus, computes = driver(), compute()
     return {
         "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
         "command": anonymised(escape(shlex.join(["distgpt", *sys.argv[1:]]))),

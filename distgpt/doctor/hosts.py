@@ -37,7 +37,6 @@ from distgpt.doctor.facts import Facts, versions
 from distgpt.doctor.launches import AS_ROOT, foreign_mpirun, is_refused_as_root
 from distgpt.doctor.report import MOST_ROWS, cells, headed, indented, pairs, print_page
 from distgpt.doctor.verdicts import grouped
-from distgpt.gpu import probe
 from distgpt.jobs import hostfile
 from distgpt.jobs.launchers import HOSTS_OPTION, distant_mpi, mpirun
 from distgpt.jobs.processes import own_program
@@ -143,9 +142,10 @@ def _hosts(lines: list[hostfile.Line], own: HostFacts) -> list[Host]:
 
 def own_facts(mpi: Facts) -> HostFacts:
     from distgpt.core.cpu.compiling.processor import processor
+    from distgpt.gpu.probe import driver
 
     name, features = processor()
-    gpus = found.gpus if (found := probe.driver()) else ()
+    gpus = found.gpus if (found := driver()) else ()
     works = mpi["problem"] or f"{mpi['vendor']} {mpi['version']}"
     cores = granted_cores().whole
     return HostFacts(host_id(), f"{processor_name()}, {name} {features}", works, versions(), cores, len(gpus))

@@ -25,7 +25,6 @@ from distgpt.doctor.facts import Facts, auto_dtype, matmuls, of_rank
 from distgpt.doctor.launches import around, lines
 from distgpt.doctor.node import advice, nodes, of_host, summary
 from distgpt.doctor.verdicts import gpu_users, grouped, hosts, sentence, taken_gpu, verdicts, warnings
-from distgpt.gpu.probe import LIBRARIES
 from distgpt.jobs.launchers import distant_mpi, launch, running_mpi
 from distgpt.launch.environment import launched_rank
 from distgpt.layout.bind import wanted
@@ -180,6 +179,8 @@ def _software(found: Facts) -> Iterable[tuple[str, str]]:
 
 
 def _gpu_software(gpu: Facts) -> Iterable[tuple[str, str]]:
+    from distgpt.gpu.probe import LIBRARIES
+
     if driver := gpu["driver"]:
         name = f"NVIDIA {driver['release']}".rstrip()
         yield "driver", f"{name}, runs CUDA up to {'.'.join(map(str, driver['cuda']))}"
