@@ -8,12 +8,11 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from statistics import median
 
 import numpy as np
 
 from distgpt.core.base.errors import DataError, Say, UsageError
-from distgpt.core.base.formatting import count, long_duration
+from distgpt.core.base.formatting import count
 from distgpt.core.comm.agree import on_root
 from distgpt.core.config import RunConfig, TrainConfig
 from distgpt.core.cpu.stages import Stage
@@ -51,7 +50,6 @@ ONE_OF = {"loss": "loss", "grad_norm": "gradient norm", "lr": "learning rate"}
 # How far weights may end from the run's, as a part of the way that the steps have moved them.
 OFF_COURSE = 0.1
 WHOLE_NATS = 0.5  # rounding takes no loss further apart, in whatever step
-NOTABLE = 10.0  # seconds that are worth a word
 
 
 @dataclass(slots=True)
@@ -200,22 +198,19 @@ class Again:
         return {step: str(path) for step, path in self.record.checkpoints() if first < step <= last}
 
     def _from(self, checkpoint: Path | None, begun: int) -> str:
-        """Return in words where the steps begin, and how long those before the first one take."""
+        """Describe where the steps begin, and how many come before the first one."""
         first, last = self._request.first, self._request.last
         opening = f"{_steps(first, last)} of {self._request.path}, from {checkpoint or 'its first weights'}"
         before = first - 1 - begun
         if not before:
             return opening
-        seconds = [line["step_s"] for line in self.record.steps.values() if line.get("step_s")]
-        expected = before * median(filter(None, seconds)) if seconds else 0.0
-        pace = f", {long_duration(expected)} at the run's pace" if expected > NOTABLE else ""
         kept = [step for step, _ in self.record.checkpoints() if step >= first]
         nearest = (
             f"; the next checkpoint that is kept is of step {kept[0]}" if kept and not checkpoint else ""
         )
         more = count(before, "step")
         first_of_all = f"no intact checkpoint is kept of step {first - 1}, so this takes {more} more"
-        return f"{opening}\n{first_of_all}{pace}{nearest}"
+        return f"{opening}\n{first_of_all}{nearest}"
 
     # Called by all ranks while steps are taken.
 
