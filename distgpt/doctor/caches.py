@@ -11,7 +11,7 @@ import re
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from distgpt.core.base import caches
@@ -60,8 +60,17 @@ def report_caches(empty: str, as_json: bool) -> None:
 
 def list_caches() -> list[Found]:
     """List all folders that hold something, those of other versions too."""
-    found = {each.path: each for each in _folders()}  # a place may have two names
-    return [measured for each in found.values() if (measured := _measured(each)).files]
+    found = []
+    for each in {each.path: each for each in _folders()}.values():  # a place may have two names
+        stats = []
+        for path in _files(each):
+            with suppress(OSError):
+                stats.append(path.lstat())
+        if stats:
+            last = max(max(each.st_atime, each.st_mtime) for each in stats)
+            size = sum(each.st_size for each in stats)
+            found.append(replace(each, size=size, files=len(stats), last_use=last))
+    return found
 
 
 def _folders() -> Iterator[Found]:
@@ -76,7 +85,10 @@ def _folders() -> Iterator[Found]:
         with suppress(OSError):
             for folder in sorted(place.iterdir()):
                 if caches.is_compiled(folder):
-                    yield Found(_about(folder), "distgpt", str(folder), emptied(folder, "compiled"))
+                    version = "this" if folder.name == disk_cache.folder_name() else "another"
+                    loops = f"compiled loops of {version} version"
+                    what = "kernels for GPUs" if folder.name.startswith("kernels") else loops
+                    yield Found(what, "distgpt", str(folder), emptied(folder, "compiled"))
         models = place / "models"
         yield Found("models named hub:…", "distgpt", str(models), emptied(models, "all"))
     for each in LIBRARIES:
@@ -85,23 +97,6 @@ def _folders() -> Iterator[Found]:
         word = ("all" if each.is_read else "compiled") if is_ours else ""
         yield Found(each.what, each.library, str(each.path()), word)
     yield Found("tokenized texts", "distgpt train", str(TOKENIZED), "")
-
-
-def _about(folder: Path) -> str:
-    if folder.name.startswith("kernels"):
-        return "kernels for GPUs"
-    version = "this" if folder.name == disk_cache.folder_name() else "another"
-    return f"compiled loops of {version} version"
-
-
-def _measured(found: Found) -> Found:
-    stats = []
-    for path in _files(found):
-        with suppress(OSError):
-            stats.append(path.lstat())
-    last = max((max(each.st_atime, each.st_mtime) for each in stats), default=None)
-    about = (found.what, found.made_by, found.path, found.emptied)
-    return Found(*about, sum(each.st_size for each in stats), len(stats), last)
 
 
 def _files(found: Found) -> list[Path]:
@@ -156,8 +151,5 @@ def _notes(found: list[Found]) -> Iterator[tuple[str, str]]:
     if own and (trouble := caches.misplaced(own)):
         yield "", trouble
     yield caches.LIMIT, f"{size(caches.cache_limit())} of what distgpt compiles"
-    if any(each.emptied for each in found):
-        yield "--empty compiled", "removes compiled loops and kernels"
-        yield "--empty all", "removes models and downloads in distgpt's caches, too"
     if asked and any(each.made_by == "distgpt" and not each.emptied for each in found):
         yield "elsewhere", f"is emptied where {caches.CACHE} is not set"
