@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from distgpt.core.base.errors import Say, UsageError
 from distgpt.core.base.formatting import count, duration, long_duration, size, size_in_column, three_digits
@@ -24,9 +24,12 @@ from distgpt.core.train.plan import DTYPE, is_open, new_run, refuse_unsuited
 from distgpt.core.train.seams import kind_of
 from distgpt.core.train.sharing import Strategy, strategy_for
 from distgpt.counts import operations, parameters
-from distgpt.measure.step_timing import Progress, cuts, enough_sequences, layers_of_cuts, measure
+from distgpt.measure.step_timing import cuts, enough_sequences, layers_of_cuts, measure
 from distgpt.texts.prepare.vocabulary import vocabulary_size
 from distgpt.texts.shards import Manifest, is_shards, read_manifest
+
+if TYPE_CHECKING:  # rich takes long to load
+    from distgpt.show.progress import ItemProgress
 
 Facts = dict[str, Any]
 
@@ -63,7 +66,7 @@ class Site:
 
 
 def estimate(
-    question: Question, say: Say, progress: Progress | None = None, ready: Stage | None = None
+    question: Question, say: Say, progress: ItemProgress | None = None, ready: Stage | None = None
 ) -> Facts:
     """Return all facts, ready for JSON. `say` gets a line before what takes time, `progress` its steps.
 
@@ -242,7 +245,7 @@ def _logits(run: RunConfig, kernels: Kernels, sequences: int) -> int:
 
 
 def _time(
-    question: Question, run: RunConfig, site: Site, flops: int, say: Say, progress: Progress | None
+    question: Question, run: RunConfig, site: Site, flops: int, say: Say, progress: ItemProgress | None
 ) -> Facts:
     """Return the time of a step by a rate that is given or measured, or why there is none."""
     t, ranks = run.train, question.ranks

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import count
 from statistics import median
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -19,6 +19,9 @@ from distgpt.core.ops.api import Kernels
 from distgpt.core.train.seams import kind_of
 from distgpt.core.train.sharing import Exchange
 from distgpt.core.train.step import Step
+
+if TYPE_CHECKING:  # rich takes long to load
+    from distgpt.show.progress import ItemProgress
 
 CUTS = (1, 3)  # layers: their difference is the cost of two layers, the rest that of both ends
 ENOUGH = 1 << 10  # tokens at which a CPU's matmuls reach full speed
@@ -62,15 +65,7 @@ def enough_sequences(run: RunConfig, kernels: Kernels, most: int) -> int:
     return min(most, each - each % kernels.threads)
 
 
-class Progress(Protocol):
-    """Shows how many steps are measured."""
-
-    def began(self, total: int, done: int) -> None: ...
-
-    def advanced(self, done: int, tokens: int) -> None: ...
-
-
-def measure(run: RunConfig, kernels: Kernels, sequences: int, progress: Progress | None = None) -> Timing:
+def measure(run: RunConfig, kernels: Kernels, sequences: int, progress: ItemProgress | None = None) -> Timing:
     """Time real steps on random tokens, the cuts in turn, so that a disturbance hits all of them."""
     measured = layers_of_cuts(run)
     done, total = count(1), (1 + LEAST) * len(measured)  # there may be fewer slow steps, and more fast ones
