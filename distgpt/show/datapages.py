@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing
 from pathlib import Path
 
 from distgpt.core.base.errors import DataError, command_line, escape, print_lines
@@ -15,7 +15,7 @@ from distgpt.core.data.tokenizers import Tokenizer
 from distgpt.show.page import terminal_table
 from distgpt.show.progress import ByteProgress
 from distgpt.texts.prepare.documents import overview
-from distgpt.texts.prepare.preparing import Request, Watcher, prepare
+from distgpt.texts.prepare.preparing import Request, prepare
 from distgpt.texts.prepare.progress import refuse_unfinished
 from distgpt.texts.shards import (
     MANIFEST,
@@ -32,14 +32,9 @@ SAMPLE_TOKENS = 64
 MOST_SOURCES = 12  # rows; more files than that are shown by folder
 
 
-@contextmanager
-def watcher(progress: str, label: str) -> Iterator[Watcher]:
+def watcher(progress: str, label: str) -> closing[ByteProgress]:
     """`progress` is live, plain, or auto: live on a terminal."""
-    shown = ByteProgress(label, progress == "live" or (progress == "auto" and sys.stderr.isatty()))
-    try:
-        yield shown
-    finally:
-        shown.close()
+    return closing(ByteProgress(label, progress == "live" or (progress == "auto" and sys.stderr.isatty())))
 
 
 def prepare_and_report(request: Request, progress: str) -> None:
