@@ -1,4 +1,4 @@
-"""The routes: what each address answers, to whom, and how the answer is sent."""
+"""The routes: what each address answers, to whom, how its body is parsed, and how the answer is sent."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import asyncio
 import re
 import time
 from base64 import b64encode
-from collections.abc import Awaitable
-from contextlib import aclosing, suppress
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing, nullcontext, suppress
 from functools import cache, partial
 from hashlib import sha256
 from hmac import compare_digest
 from importlib.resources import files
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -26,11 +27,22 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from distgpt.core.base.errors import SCREEN, escape, first_line, print_lines
 from distgpt.serving.chat import parse_chat
 from distgpt.serving.completions import Answer, ParsedBody, Served, failed, json_of, model_of, parse_body
-from distgpt.serving.limits import Limits, ListenOn, Refusal, broken, leaving, too_large, too_late
+from distgpt.serving.limits import (
+    Limits,
+    ListenOn,
+    Refusal,
+    broken,
+    leaving,
+    overloaded,
+    too_large,
+    too_late,
+)
 from distgpt.serving.metrics import Metrics
-from distgpt.serving.parsing import Parsed, Parser, Parsing
 from distgpt.serving.runner import Call, Runner
 from distgpt.serving.tokens import about_tokenizer, detokenize, tokenize
+
+Parsed = TypeVar("Parsed")
+Parser = Callable[[bytes, Served, Limits], Parsed]
 
 ABORT = "distgpt.abort"  # of a scope: what ends its connection at once
 NOTE = "distgpt.note"  # of a scope: what the log says besides
@@ -39,6 +51,9 @@ TAKING = 30.0  # seconds in which a client has to take some more of its answer
 SAYING = 5.0  # the same of the end of a stream that fails
 PIECE = 1 << 16  # bytes sent at once
 LONG = 1 << 14  # tokens and log-probabilities of an answer that is put together beside the loop
+LARGE = 1 << 16  # bytes of a body that may take a while
+MOST_WAITING = 4  # times the longest body: bytes of large ones that wait, and of others
+RETRY = 2  # seconds after which a client that was refused is told to try again
 REST = 10.0  # seconds in which the rest of a body that is too long may come, and is dropped
 DROPPED = 1 << 30  # bytes of it
 PAGE = ("page.html", "playground.js", "chat.js")
@@ -202,6 +217,39 @@ class App:
             texts = [decode(request.prompt[:SCREEN]) for request in parsed.requests]
             note += f", prompts {texts!r:.{SCREEN}}"  # a line of the log is no longer
         return note
+
+
+class Parsing:
+    """Parses one body at a time, for the event loop. A small one waits for one large one at most."""
+
+    def __init__(self, served: Served, limits: Limits) -> None:
+        self._served, self._limits = served, limits
+        self._pool = ThreadPoolExecutor(1, "parser")  # one, as tokenizers have memory of their own
+        self._turn = asyncio.Lock()  # of large ones
+        self._waiting = {True: 0, False: 0}  # bytes that are parsed or wait, of large bodies and of others
+
+    async def parse(self, parse: Parser[Parsed], body: bytes) -> Parsed:
+        """Return what `parse` makes of a body. Refuses one that would wait for too many others."""
+        is_large, most = len(body) > LARGE, MOST_WAITING * max(LARGE, self._limits.body)
+        if self._waiting[is_large] + len(body) > most:
+            raise overloaded(RETRY)
+        self._waiting[is_large] += len(body)
+        work = asyncio.ensure_future(self._in_turn(parse, body, is_large))
+        work.add_done_callback(lambda done: done.cancelled() or done.exception())
+        # A client whose time is over leaves; a thread goes on, and the next body waits for it.
+        return await asyncio.shield(work)
+
+    async def _in_turn(self, parse: Parser[Parsed], body: bytes, is_large: bool) -> Parsed:
+        try:
+            async with self._turn if is_large else nullcontext():
+                loop = asyncio.get_running_loop()
+                return await loop.run_in_executor(self._pool, parse, body, self._served, self._limits)
+        finally:
+            self._waiting[is_large] -= len(body)
+
+    def close(self) -> None:
+        """End the thread."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
 
 
 class _Completion(Response):

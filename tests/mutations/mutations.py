@@ -510,7 +510,7 @@ _FAULTS = {
             "return refusing(crowded())",
         ),
     ],
-    ("serving/parsing.py", f"{_STRAINED} -k pass_large_ones"): [
+    ("serving/app.py", f"{_STRAINED} -k pass_large_ones"): [
         ("any number of bodies waits", "if self._waiting[is_large] + len(body) > most:", "if False:"),
         ("a small body waits for all large ones", "self._turn if is_large else nullcontext()", "self._turn"),
     ],

@@ -26,7 +26,7 @@ from distgpt.core.comm.resources import peak_memory
 from distgpt.core.comm.serial import SerialComm
 from distgpt.core.data.tokenizers import ByteTokenizer
 from distgpt.core.generate.engine_setup import LoadedModel, ModelSpec
-from distgpt.serving import app, completions, parsing
+from distgpt.serving import app, completions
 from distgpt.serving import server as serving_module
 from distgpt.serving.completions import json_of
 from distgpt.serving.limits import Limits, Refusal
@@ -257,12 +257,12 @@ def test_bodies_wait_for_the_parser_up_to_a_limit_and_small_ones_pass_large_ones
     may_end, order = threading.Event(), []
 
     def parse(body, served, limits):
-        assert len(body) < parsing.LARGE or may_end.wait(20)
+        assert len(body) < app.LARGE or may_end.wait(20)
         order.append(len(body))
         return len(body)
 
     async def flood():
-        found = parsing.Parsing(None, Limits(body=MB))
+        found = app.Parsing(None, Limits(body=MB))
         large = [asyncio.create_task(found.parse(parse, b"x" * MB)) for _ in range(4)]
         await asyncio.sleep(0)
         with pytest.raises(Refusal) as refusal:
