@@ -8,7 +8,6 @@ import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -41,6 +40,7 @@ from distgpt.core.data.tokenizers import Tokenizer, load_tokenizer
 from distgpt.core.model.model import Architecture
 from distgpt.core.saved.modelfile import ORIGIN, Description, read_description
 from distgpt.core.saved.tensors import (
+    Entry,
     Header,
     LazyTensors,
     read_header,
@@ -65,15 +65,6 @@ OWN_TOKENIZER = "distgpt_tokenizer.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack")
 
 
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """One tensor in a file, under the name that it has there."""
-
-    path: Path
-    header: Header
-    name: str
-
-
 class Foreign:
     """A model as transformers keeps it. Tensors go by their names without the family's prefix."""
 
@@ -82,36 +73,56 @@ class Foreign:
         self.path = path
         self.directory, self.settings, self.headers = open_files(path)
         self.family, self.config = recognised(self.settings)
-        self._tensors = _by_short_name(self.headers, self.family)
+        self._tensors: dict[str, tuple[Path, Header, str]] = {}  # the name is the one in the file
+        for file, header in self.headers.items():
+            for name in header.tensors:
+                short = name.removeprefix(self.family.prefix)
+                if self.family.buffers.fullmatch(short):
+                    continue
+                if short in self._tensors:
+                    raise DataError(f"{file} holds {short!r:.80} twice, or another file does too")
+                self._tensors[short] = file, header, name
+        # First, so that a made-up number cannot make the list of expected tensors huge.
+        if (layers := self.config.n_layer) > len(self._tensors):
+            raise DataError(f"{path}: its configuration asks for {layers} layers, which it does not hold")
         self.has_spare_head = self.config.tied and HEAD in self._tensors
-        _refuse_other_tensors(self._tensors, self.family, self.config, path)
+        expected = {mapping.theirs: mapping.shape for mapping in self.family.all_mappings(self.config)}
+        if self.has_spare_head:
+            expected[HEAD] = (self.config.vocab_size, self.config.n_embd)
+        refuse_misfits(Header({name: self._entry(name) for name in self._tensors}, {}, 0), expected, path)
+
+    def _entry(self, name: str) -> Entry:
+        _, header, stored = self._tensors[name]
+        return header.tensors[stored]
 
     @property
     def dtype(self) -> str:
         """Return the narrowest type of ours that rounds no element."""
-        stored = {s.header.tensors[s.name].dtype for s in self._tensors.values()}
-        return "<f8" if "F64" in stored else "<f4"
+        return "<f8" if "F64" in {self._entry(name).dtype for name in self._tensors} else "<f4"
 
     def verify(self) -> None:
         """Compare the data with their checksums, if there are any, and with the configuration."""
         for file, header in self.headers.items():
             verify_data(file, header)
-        if self.has_spare_head and not self._equal(HEAD, _embedding(self.family, self.config)):
-            raise DataError(
-                f"{self.path} has an output layer that differs from its embedding,"
-                " but tie_word_embeddings in its configuration says that they are one"
-            )
-        for tensor in self.family.all_mappings(self.config):
+        mappings = self.family.all_mappings(self.config)
+        if self.has_spare_head:
+            embedding = next(mapping.theirs for mapping in mappings if mapping.ours == "wte")
+            for first in range(0, size := self.config.vocab_size, 4096):  # embeddings are large
+                rows = min(4096, size - first)
+                if not np.array_equal(self.rows(HEAD, rows, first), self.rows(embedding, rows, first)):
+                    raise DataError(
+                        f"{self.path} has an output layer that differs from its embedding,"
+                        " but tie_word_embeddings in its configuration says that they are one"
+                    )
+        for tensor in mappings:
             if not tensor.ours and self.rows(tensor.theirs, tensor.shape[0]).any():
                 raise DataError(
                     f"{self.path}: {tensor.theirs} is not zero, but its configuration has no bias"
                 )
 
     def rows(self, name: str, count: int, first: int = 0) -> NDArray[Any]:
-        stored = self._tensors[name]
-        shape = stored.header.tensors[stored.name].shape
-        rows = np.empty((count, *shape[1:]), self.dtype)
-        read_rows(stored.path, stored.header, stored.name, rows, first)
+        rows = np.empty((count, *self._entry(name).shape[1:]), self.dtype)
+        read_rows(*self._tensors[name], rows, first)
         return rows
 
     def read(self, mapping: TensorMapping, out: NDArray[Any]) -> None:
@@ -119,36 +130,21 @@ class Foreign:
         if mapping.transposed:
             transpose(out, self.rows(mapping.theirs, mapping.shape[0]))
         else:
-            stored = self._tensors[mapping.theirs]
-            read_rows(stored.path, stored.header, stored.name, out)
+            read_rows(*self._tensors[mapping.theirs], out)
 
     def tokenizer(self) -> Tokenizer | None:
-        return tokenizer_in(self.directory)
-
-    def _equal(self, left: str, right: str) -> bool:
-        """Compare in strips, as embeddings are large."""
-        size, strip = self.config.vocab_size, 4096
-        starts = ((start, min(strip, size - start)) for start in range(0, size, strip))
-        return all(
-            np.array_equal(self.rows(left, count, start), self.rows(right, count, start))
-            for start, count in starts
-        )
+        if (self.directory / OWN_TOKENIZER).exists():
+            return load_tokenizer(str(self.directory / OWN_TOKENIZER))
+        for together in (TOKENIZER_FILES[:1], TOKENIZER_FILES[1:]):
+            if all((self.directory / name).exists() for name in together):
+                return load_tokenizer(str(self.directory))
+        return None
 
 
 def transpose(out: NDArray[Any], source: NDArray[Any]) -> None:
     """out ← sourceᵀ, in strips that fit into the processor's cache."""
     for start in range(0, len(source), 64):
         out[:, start : start + 64] = source[start : start + 64].T
-
-
-def tokenizer_in(directory: Path) -> Tokenizer | None:
-    """Return the tokenizer of an exported or foreign model, None if there is none."""
-    if (directory / OWN_TOKENIZER).exists():
-        return load_tokenizer(str(directory / OWN_TOKENIZER))
-    for together in (TOKENIZER_FILES[:1], TOKENIZER_FILES[1:]):
-        if all((directory / name).exists() for name in together):
-            return load_tokenizer(str(directory))
-    return None
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -213,36 +209,6 @@ def _shards(index: Path) -> list[Path]:
             where = "only in the index" if min(different) in tensors else "only in the file"
             raise DataError(f"{index} and {path.name} do not agree: {min(different)!r:.80} is {where}")
     return [index.with_name(file) for file in sorted(expected)]
-
-
-def _by_short_name(headers: dict[Path, Header], family: Family) -> dict[str, Stored]:
-    tensors: dict[str, Stored] = {}
-    for path, header in headers.items():
-        for name in header.tensors:
-            short = name.removeprefix(family.prefix)
-            if family.buffers.fullmatch(short):
-                continue
-            if short in tensors:
-                raise DataError(f"{path} holds {short!r:.80} twice, or another file does too")
-            tensors[short] = Stored(path, header, name)
-    return tensors
-
-
-def _refuse_other_tensors(
-    tensors: dict[str, Stored], family: Family, config: ModelConfig, path: Path
-) -> None:
-    # First, so that a made-up number cannot make the list of expected tensors huge.
-    if config.n_layer > len(tensors):
-        raise DataError(f"{path}: its configuration asks for {config.n_layer} layers, which it does not hold")
-    expected = {mapping.theirs: mapping.shape for mapping in family.all_mappings(config)}
-    if config.tied and HEAD in tensors:
-        expected[HEAD] = (config.vocab_size, config.n_embd)
-    entries = {name: stored.header.tensors[stored.name] for name, stored in tensors.items()}
-    refuse_misfits(Header(entries, {}, 0), expected, path)
-
-
-def _embedding(family: Family, config: ModelConfig) -> str:
-    return next(mapping.theirs for mapping in family.mappings(config) if mapping.ours == "wte")
 
 
 HUB_FILES = tuple({CONFIG, INDEX, "model*.safetensors", *TOKENIZER_FILES, *CHAT_FILES})
