@@ -61,13 +61,6 @@ class _Rendered(NamedTuple):
     answers: list[tuple[int, int]]
 
 
-def _render_own(source: str, values: dict[str, Any]) -> str:
-    """Render a template of ours here: it is trusted."""
-    from distgpt.texts.chats import worker
-
-    return worker.render(source, values)
-
-
 class ChatFormat:
     """The chat format of a tokenizer. A DataError where its template cannot be used.
 
@@ -150,9 +143,11 @@ class ChatFormat:
     def _rendered(self, messages: Sequence[Message], asks: bool) -> _Rendered:
         shown = [{**message, "content": self._marked(message)} for message in messages]
         values = {**self._tokens, "messages": shown, "add_generation_prompt": asks, "tools": None}
-        return self._read(
-            _render_own(self.source, values) if self.is_own else renderer().render(self.source, values)
-        )
+        if not self.is_own:
+            return self._read(renderer().render(self.source, values))
+        from distgpt.texts.chats import worker  # a template of ours is trusted
+
+        return self._read(worker.render(self.source, values))
 
     def _marked(self, message: Message) -> str:
         """Return a content with marks for what is spelled like a special token, and around an answer.

@@ -37,7 +37,8 @@ class LibraryTokenizer(BytesDecoder):
         self._special = {text: i for text, (i, is_special) in added.items() if is_special}
         both = {**vocabulary, **{text: i for text, (i, _) in added.items()}}
         self.size = max(both.values(), default=-1) + 1
-        self._names = self._nonce_names()
+        nonce = secrets.token_hex(8)
+        self._names = {i: f"\ufdd0{nonce}.{i}\ufdd1" for i in self._special.values()}
         self.first = _first(document, self._special)
         known = (SEPARATOR, *(text for text, i in self._special.items() if i in self.first), "</s>")
         self.separator = next((self._special[text] for text in known if text in self._special), None)
@@ -89,25 +90,18 @@ class LibraryTokenizer(BytesDecoder):
 
     def _encoding(self, text: str) -> Any:
         utf8 = encoded(text, "utf-8")
-        if lost := utf8.translate(None, self._has) if self._lacks else b"":
-            where = next(i for i, c in enumerate(text) if not self._lacks.isdisjoint(c.encode()))
+        if self._lacks and (lost := self._lacks.intersection(utf8)):
+            where = next(i for i, c in enumerate(text) if not lost.isdisjoint(c.encode()))
+            missing = next(byte for byte in text[where].encode() if byte in lost)
             raise DataError(
                 f"the character {text[where]!r} at position {where} cannot be encoded:"
-                f" the vocabulary lacks the byte {lost[0]:#04x}"
+                f" the vocabulary lacks the byte {missing:#04x}"
             )
         return self._encoder.encode(text)
 
     def _ids(self, encoding: Any) -> Ids:
         ids: Ids = self._true_ids[np.array(encoding.ids, np.int64)].astype(id_dtype(self.size))
         return ids
-
-    @functools.cached_property
-    def _has(self) -> bytes:
-        return bytes(byte for byte in range(256) if byte not in self._lacks)
-
-    def _nonce_names(self) -> dict[int, str]:
-        nonce = secrets.token_hex(8)
-        return {i: f"\ufdd0{nonce}.{i}\ufdd1" for i in self._special.values()}
 
     @functools.cached_property
     def _library(self) -> tokenizers.Tokenizer:
@@ -118,16 +112,11 @@ class LibraryTokenizer(BytesDecoder):
             {**token, "content": self._names[token["id"]], "normalized": False} if token["special"] else token
             for token in self._document.get("added_tokens") or []
         ]
-        own: dict[str, Any] = {
-            "added_tokens": renamed,
-            "truncation": None,
-            "padding": None,
-            "post_processor": None,
-        }
+        own: dict[str, Any] = dict.fromkeys(("truncation", "padding", "post_processor"))
+        own["added_tokens"] = renamed
         model = self._document["model"]
-        if isinstance(
-            model["vocab"], dict
-        ):  # else it would number them by their count, which gaps make wrong
+        # Otherwise it would number them by their count, which gaps make wrong.
+        if isinstance(model["vocab"], dict):
             known = {token["content"]: token.get("id") for token in renamed}
             own["model"] = {**model, "vocab": {**model["vocab"], **known}}
         with library_errors(f"{self._source}: the library tokenizers refuses it"):
@@ -230,16 +219,11 @@ def _spelling(
             raise DataError(
                 f"{source}: its vocabulary has no tokens for single bytes: it cannot encode every text"
             )
-        strips = steps.get("Strip", {}).get("content") == " " or _prepends(steps.get("Metaspace"))
-        return _of_blanks, set(), strips
+        space = steps.get("Metaspace", {"prepend_scheme": "never"})
+        prepends = space.get("prepend_scheme") != "never" and bool(space.get("add_prefix_space", True))
+        return _of_blanks, set(), prepends or steps.get("Strip", {}).get("content") == " "
     shown = ", ".join(steps) or "missing"
     raise DataError(f"{source}: its decoder is {shown}; known are ByteLevel, and SentencePiece's with bytes")
-
-
-def _prepends(metaspace: dict[str, Any] | None) -> bool:
-    if metaspace is None or metaspace.get("prepend_scheme") == "never":
-        return False
-    return bool(metaspace.get("add_prefix_space", True))
 
 
 def _of_symbols(entry: str) -> bytes:
