@@ -32,18 +32,6 @@ def repository_of(name: str) -> str:
     return GPT2_REPOSITORY if name == "gpt2" else name.removeprefix(hub.PREFIX)
 
 
-def from_foreign(document: dict[str, Any], path: Path) -> Tokenizer | None:
-    """Return the tokenizer in a file of Hugging Face or GPT-2, and the template beside it; else None."""
-    found: Tokenizer
-    if isinstance(document.get("model"), dict):
-        found = from_document(document, str(path))
-    elif document and all(type(token_id) is int for token_id in document.values()):
-        found = _from_vocab_and_merges(document, path)
-    else:
-        return None
-    return found.with_chat(_chat_beside(path.parent, found))
-
-
 def from_document(document: dict[str, Any], source: str) -> Tokenizer:
     """Return the tokenizer that a document of tokenizer.json with a model describes."""
     is_ours = _is_like_gpt2(document)
@@ -166,14 +154,21 @@ def _from_file(path: Path, document: Any) -> Tokenizer | None:
                 f"{path} holds no tokenizer: neither tokenizer.json nor vocab.json with merges.txt"
             )
         path, document = vocab, read_json(vocab)
-    return from_foreign(document, path) if isinstance(document, dict) else None
+    if not isinstance(document, dict):
+        return None
+    found: Tokenizer
+    if isinstance(document.get("model"), dict):
+        found = from_document(document, str(path))
+    elif document and all(type(token_id) is int for token_id in document.values()):
+        found = _from_vocab_and_merges(document, path)
+    else:
+        return None
+    return found.with_chat(_chat_beside(path.parent, found))
 
 
 def _from_hub(repository: str) -> Tokenizer:
     path = hub.download_tokenizer(repository)
-    document = read_json(path)
-    tokenizer = from_foreign(document, path) if isinstance(document, dict) else None
-    if tokenizer is None:
+    if (tokenizer := _from_file(path, read_json(path))) is None:
         raise DataError(f"{path} of {repository} is not a tokenizer")
     return tokenizer
 
