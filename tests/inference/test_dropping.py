@@ -27,8 +27,8 @@ class Windowed(Kernels):
 
     begins: np.ndarray
 
-    def _causal_scores(self, q, k, start, window, positions=None):
-        scores = super()._causal_scores(q, k, start, window, positions)
+    def _masked_scores(self, q, k, mask, start=0):
+        scores = super()._masked_scores(q, k, mask, start)
         gone = np.arange(k.shape[2]) < self.begins[: q.shape[2], None]
         return np.where(gone, -np.inf, scores)
 

@@ -387,7 +387,7 @@ class Kernels:
         """
         out = _heads_of(y, mask.seq_len, lse.shape[1])
         q, k, v = _heads(qkv, out)
-        scores = _masked_scores(q, _for_each(q, k), mask)
+        scores = self._masked_scores(q, _for_each(q, k), mask)
         log_sum = _log_sum_exp(scores)
         out[...] = np.exp(scores - log_sum) @ _for_each(q, v)
         lse.reshape(-1, mask.seq_len, lse.shape[1])[...] = log_sum[..., 0].swapaxes(1, 2)
@@ -412,7 +412,7 @@ class Kernels:
         (q, k, v), (dq, dk, dv) = _heads(qkv, out), _heads(dqkv, out)
         k, v = _for_each(q, k), _for_each(q, v)
         log_sum = lse.reshape(-1, mask.seq_len, n_head).swapaxes(1, 2)[..., None]
-        p = np.exp(_masked_scores(q, k, mask) - log_sum)
+        p = np.exp(self._masked_scores(q, k, mask) - log_sum)
         dp = dout @ v.swapaxes(2, 3)
         ds = p * (dp - (dout * out).sum(3, keepdims=True)) / math.sqrt(q.shape[3])
         dq[...] = ds @ k
@@ -449,8 +449,19 @@ class Kernels:
             q, k, v = _heads(qkv[rows], out)
             cache[:, slot, :, first : first + new] = np.concatenate((k, v))
             keys, values = cache[:, slot : slot + 1, :, : first + new]
-            scores = _masked_scores(q, _for_each(q, keys), AttentionMask(new, window=window), first)
+            scores = self._masked_scores(q, _for_each(q, keys), AttentionMask(new, window=window), first)
             out[...] = np.exp(scores - _log_sum_exp(scores)) @ _for_each(q, values)
+
+    def _masked_scores(self, q: Array, k: Array, mask: AttentionMask, start: int = 0) -> Array:
+        """Return q kᵀ / √head, -∞ where the mask hides a key. The first row of q is at position `start`."""
+        scores = q @ k.swapaxes(2, 3) / math.sqrt(q.shape[3])
+        rows, keys = np.arange(q.shape[2])[:, None] + start, np.arange(k.shape[2])
+        is_masked = keys > rows
+        if mask.window:
+            is_masked = is_masked | (keys <= rows - mask.window)
+        if mask.positions is not None:
+            is_masked = is_masked | (keys < rows - mask.positions.reshape(len(q), 1, -1, 1))
+        return np.where(is_masked, -np.inf, scores)
 
     # -- decoding beside the passes
 
@@ -717,18 +728,6 @@ def _gains(gain: Array, qkv: Array, rstd: Array) -> Array:
     heads, both = rstd.shape[1], gain.reshape(2, -1)
     n_head = 2 * heads - qkv.shape[1] // both.shape[1]  # 2 (H + K) - (H + 2K) = H
     return np.repeat(both, (n_head, heads - n_head), axis=0)
-
-
-def _masked_scores(q: Array, k: Array, mask: AttentionMask, start: int = 0) -> Array:
-    """Return q kᵀ / √head, -∞ where the mask hides a key. The first row of q is at position `start`."""
-    scores = q @ k.swapaxes(2, 3) / math.sqrt(q.shape[3])
-    rows, keys = np.arange(q.shape[2])[:, None] + start, np.arange(k.shape[2])
-    is_masked = keys > rows
-    if mask.window:
-        is_masked = is_masked | (keys <= rows - mask.window)
-    if mask.positions is not None:
-        is_masked = is_masked | (keys < rows - mask.positions.reshape(len(q), 1, -1, 1))
-    return np.where(is_masked, -np.inf, scores)
 
 
 def _log_sum_exp(scores: Array) -> Array:
