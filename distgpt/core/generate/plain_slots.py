@@ -10,7 +10,7 @@ import numpy as np
 from distgpt.core.generate.slots import CHUNK, Feed, SlotKind, check_drop
 from distgpt.core.model.model import Model
 from distgpt.core.model.passes import Pass, cache_shape
-from distgpt.core.ops.api import Angles, Array
+from distgpt.core.ops.api import Array
 
 KEPT = 16  # rows up to which the views of a pass are kept: drafts come again and again
 
@@ -63,16 +63,8 @@ class PlainSlots:
             new[..., :length, :] = old[..., :length, :]
 
     def drop(self, slot: int, count: int, kept: int) -> None:
-        """Drop as `Slots` says, on the host for GPUs too: it happens once in half a context."""
         check_drop(self, slot, count, kept)
-        k = self.model.kernels
-        cache = self._cache(slot)
-        turn = None
-        if (angles := self.model.positions.angles) is not None:
-            turn = Angles(*(k.to_host(table[count : count + 1]) for table in angles))
-        whole = np.array(k.to_host(cache))
-        drop_first(whole, turn, count, kept)
-        k.put(cache, whole)
+        self.model.kernels.move_cached(self._cache(slot), 0, 0, count, kept, self.model.positions.angles)
 
     def _pass_for(self, count: int) -> Pass:
         if count > self._longest.n_rows:
@@ -90,17 +82,6 @@ class PlainSlots:
         if cache is None:
             cache = self._caches[slot] = self.model.kernels.zeros(*cache_shape(self.model.config))
         return cache
-
-
-def drop_first(cache: Array, turn: Angles | None, count: int, kept: int) -> None:
-    """cache (layers, 2, …, T, head): positions 0 … kept ← those from `count` on, keys turned back."""
-    found = cache[..., count : count + kept, :].copy()
-    if turn is not None:
-        left, right = np.split(found[:, 0], 2, axis=-1)
-        found[:, 0] = np.concatenate(
-            (left * turn.cos + right * turn.sin, right * turn.cos - left * turn.sin), axis=-1
-        )
-    cache[..., :kept, :] = found
 
 
 def slot_bytes(model: Model) -> int:
