@@ -10,7 +10,7 @@ from conftest import distgpt, inside
 
 from distgpt.cli import COMMANDS
 from distgpt.core.generate.request import Event
-from distgpt.core.train.lines import ByClock, BySteps, Lines, wrapped
+from distgpt.core.train.lines import Lines, Remaining, wrapped
 from distgpt.show.display import Live
 
 ASCII = {"LC_ALL": "C", "LANG": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
@@ -116,14 +116,14 @@ def test_plain_lines_of_a_run_by_the_clock_count_down(capsys):
 
 def test_a_clock_never_shows_less_than_nothing():
     now = [100.0]
-    end = ByClock(7500.0, 7000.0, steps=9, now=lambda: now[0])
+    end = Remaining(9, 7500.0, 7000.0, now=lambda: now[0])
     assert (end.elapsed(), end.left(1, 5.0)) == ("   8:20 of 2:05:00", "left 1:56:40")
     now[0] += 8000
     assert (end.elapsed(), end.left(1, 5.0), end.done(1)) == ("2:05:00 of 2:05:00", "left 0:00", 7500.0)
 
 
 def test_steps_say_no_time_before_the_first_is_done():
-    end = BySteps(20)
+    end = Remaining(20)
     assert (end.left(0, 0.0), end.left(5, 2.0), end.elapsed()) == ("left --:--", "left 0:30", "")
 
 

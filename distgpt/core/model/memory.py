@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import groupby
 from math import prod
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from distgpt.core.ops.api import Array
 
@@ -85,9 +85,10 @@ class Layout:
         self.elements = sum(spec.size for spec in self.specs)
 
     def position_in(self, other: Layout, position: int) -> int:
-        """Return where an element of this layout lies in one whose tensors are those of this one, or shorter.
+        """Return the offset in `other` of the element at offset `position` of this layout.
 
-        The element is of a tensor that both have alike, or the first of one, or the end of all.
+        `other` has the same tensors, of which some are shorter, as Muon's second moments are. The element is
+        in a tensor that both have alike, or the first of its tensor; `position` may also be the end.
         """
         if position == self.size:
             return other.size
@@ -176,11 +177,7 @@ class Rows(Generic[Record]):
         return replace(self.all, **{name: _cut_rows(getattr(self.all, name), rows) for name in cut})
 
 
-class _Sliced(Protocol):
-    def __getitem__(self, rows: slice, /) -> object: ...
-
-
-def _cut_rows(x: _Sliced | None, rows: slice) -> object:
+def _cut_rows(x: Any, rows: slice) -> Any:
     if isinstance(x, tuple):  # a named one keeps its type, whose own constructor takes each by itself
         return tuple.__new__(type(x), (_cut_rows(each, rows) for each in x))
     return None if x is None else x[rows]

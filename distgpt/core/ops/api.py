@@ -15,8 +15,9 @@ Array: TypeAlias = "np.ndarray"
 HostArray: TypeAlias = "np.ndarray"  # NumPy's in fact
 DType: TypeAlias = "str | np.dtype | type[np.generic]"
 
-# Arrays by type and rank. A backend has two types, fixed when it is built, which differ only where the first
-# is bfloat16. Floats are of `dtype`: activations, and parameters that a matmul reads.
+# Arrays by type and rank: documentation, for to a type checker all are one type. A backend has two types,
+# fixed when it is built, which differ only where the first is bfloat16. Floats are of `dtype`: activations,
+# and parameters that a matmul reads.
 Floats1d: TypeAlias = Array
 Floats2d: TypeAlias = Array
 Floats5d: TypeAlias = Array

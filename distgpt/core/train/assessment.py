@@ -270,10 +270,8 @@ class MetricKind(Protocol):
 METRICS: Table[MetricKind] = Table("metrics", "a metric", {})
 
 
-class MakeAssessment(Protocol):
-    """Makes the assessment of a run, once there is a model."""
-
-    def __call__(self, model: Model, signals: PendingSignals, on_batch: Callable[[], None]) -> Assessment: ...
+# Makes the assessment of a run, once there is a model; what it calls as each batch begins comes last.
+MakeAssessment = Callable[[Model, PendingSignals, Callable[[], None]], "Assessment"]
 
 
 def prepare_assessment(

@@ -104,81 +104,51 @@ class Speed:
             self.seconds += fresh * (metrics["step_s"] - self.seconds)
 
 
-class Remaining(Protocol):
-    """The end of a run, in words for a line."""
+class Remaining:
+    """The end of a run, in words for a line: after its last step, or when its time is over.
 
-    total: float  # of a bar
-    width: int  # of a step in characters, at most
+    Nobody knows the last step of a run by the clock, so its steps have no total.
+    """
+
+    def __init__(
+        self, steps: int, seconds: float = 0.0, left: float = 0.0, now: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`seconds`: of a run by the clock, of which `left` are left; it takes about so many `steps`."""
+        self._steps = "" if seconds else f"/{steps}"
+        self.total: float = seconds or steps  # of a bar
+        self.width = len(f"{steps}{self._steps}")  # of a step in characters, at most
+        self._now = now
+        self._end = now() + left if seconds else None
+
+    def _seconds_left(self, end: float) -> float:
+        return max(0.0, end - self._now())
 
     def done(self, step: int) -> float:
         """Return how much of `total` is done."""
+        return step if self._end is None else max(0.0, self.total - self._seconds_left(self._end))
 
     def step(self, step: int) -> str:
         """Return the step, and of how many if that is known."""
+        return f"{step}{self._steps}"
 
     def elapsed(self) -> str:
         """Return the time that is over, of all there is; "" where only the steps are known."""
+        whole = clock(self.total)
+        return "" if self._end is None else f"{clock(self.done(0)):>{len(whole)}} of {whole}"
 
     def left(self, step: int, pace: float) -> str:
         """Return the time that is left. `pace`: the usual seconds of a step, 0 if not known yet."""
-
-
-class BySteps:
-    """The end of a run after its last step."""
-
-    def __init__(self, steps: int) -> None:
-        self.total: float = steps
-        self._steps = steps
-        self.width = len(f"{steps}/{steps}")
-
-    def done(self, step: int) -> float:
-        return step
-
-    def step(self, step: int) -> str:
-        return f"{step}/{self._steps}"
-
-    def elapsed(self) -> str:
-        return ""
-
-    def left(self, step: int, pace: float) -> str:
-        steps = self._steps - step
+        if self._end is not None:
+            return f"left {clock(self._seconds_left(self._end))}"
+        steps = self.total - step
         return f"left {clock(pace * steps)}" if pace or not steps else "left --:--"
-
-
-class ByClock:
-    """The end of a run when its time is over: nobody knows its last step, so that steps have no total."""
-
-    def __init__(
-        self, seconds: float, left: float, steps: int, now: Callable[[], float] = time.monotonic
-    ) -> None:
-        """`seconds`: of the whole run, of which `left` are left; `steps`: about as many as it will take."""
-        self.total = seconds
-        self._now = now
-        self._end = now() + left
-        self.width = len(str(steps))
-
-    def done(self, step: int) -> float:
-        return max(0.0, self.total - self._seconds_left())
-
-    def step(self, step: int) -> str:
-        return str(step)
-
-    def elapsed(self) -> str:
-        whole = clock(self.total)
-        return f"{clock(self.done(0)):>{len(whole)}} of {whole}"
-
-    def left(self, step: int, pace: float) -> str:
-        return f"left {clock(self._seconds_left())}"
-
-    def _seconds_left(self) -> float:
-        return max(0.0, self._end - self._now())
 
 
 def remaining(facts: Facts) -> Remaining:
     """Return the end of a run that has started with these facts (report.py)."""
     if facts.get("seconds_left") is None:
-        return BySteps(facts["steps"])
-    return ByClock(facts["seconds"], facts["seconds_left"], facts["steps"])
+        return Remaining(facts["steps"])
+    return Remaining(facts["steps"], facts["seconds"], facts["seconds_left"])
 
 
 class Lines:
@@ -193,7 +163,7 @@ class Lines:
         # Output of a batch job that is a terminal is one that people work in.
         self._is_job = not self.stream.isatty() and this_job().batch is not None
         self._speed = Speed()
-        self._end: Remaining = BySteps(0)
+        self._end = Remaining(0)
 
     def say(self, text: str, style: str = "") -> None:
         if self._is_job:

@@ -94,7 +94,7 @@ def needed(config: RunConfig, kernels: Kernels, strategy: Strategy, evaluated: b
     last = ranks - 1  # the rank whose part is the largest
     sequences = config.train.batch_size // ((config.train.grad_accum or 1) * ranks)
     comm = cast(Comm, SimpleNamespace(size=ranks, rank=last))
-    model = kind_of(config.train).build(config, cast(Kernels, dry))
+    model = kind_of(config.train).build(config, dry)
     model.allocate_master_weights(ranks, placement.own(model.layout, last))
     weights = dry.more()
     if not placement.may_copy:  # a tensor on its way to be saved
