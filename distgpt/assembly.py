@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from distgpt.core.train.setup import FirstWeights
     from distgpt.core.train.sharing import Exchange, OptimizerState, Strategy
 
-DOCUMENTS = (".jsonl", ".parquet", ".gz")  # how the names of files with documents end
+DOCUMENT_ENDINGS = (".jsonl", ".parquet", ".gz")
 COMPONENTS = "DISTGPT_COMPONENTS"  # the environment variable that names a class for every command
 SEAMS = [name for name in vars(Components) if not name.startswith("_")]
 
@@ -101,7 +101,7 @@ class AllComponents(Components):
     def text_kind(self, path: Path) -> str:
         if path.is_dir():
             return "shards" if (path / "manifest.json").is_file() else "documents"
-        return "documents" if path.name.lower().endswith(DOCUMENTS) else super().text_kind(path)
+        return "documents" if path.name.lower().endswith(DOCUMENT_ENDINGS) else super().text_kind(path)
 
     def text(self, kind: str) -> TextKind:
         if kind == "documents":

@@ -34,9 +34,7 @@ def placement(t: TrainConfig, ranks: int) -> Placement:
 
 
 def exchange(comm: Comm, state: OptimizerState, t: TrainConfig, say: Say) -> Exchange:
-    """Return what sums the gradients. Collective."""
-    if comm.size == 1:
-        return Exchange()
+    """Return what sums the gradients of several ranks. Collective."""
     if t.outer_every:
         from distgpt.parallel import local_steps
 
