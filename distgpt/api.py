@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from os import PathLike
@@ -20,12 +21,14 @@ from distgpt.core.base.formatting import count
 from distgpt.core.comm.agree import on_root
 from distgpt.core.comm.api import Comm
 from distgpt.core.comm.job import this_job
-from distgpt.core.components import Components, install
-from distgpt.core.config import AUTO_DTYPE, DEFAULT_TEMPERATURE, ModelConfig, RunConfig
+from distgpt.core.components import Components, components, install
+from distgpt.core.config import AUTO_DTYPE, DEFAULT_TEMPERATURE, ModelConfig, RunConfig, TrainConfig
 from distgpt.core.config.asked import asked_for
 from distgpt.core.config.presets import preset
 from distgpt.core.cpu.stages import Stage, connected, open_stage
-from distgpt.core.data.tokenizers import Tokenizer
+from distgpt.core.data.batches import rank_sequences
+from distgpt.core.data.loading import DataRequest, load_corpus
+from distgpt.core.data.tokenizers import Tokenizer, load_tokenizer, tokenizer_from_json
 from distgpt.core.generate.python_api import Writer, tokens_in
 from distgpt.core.model.model import Model
 from distgpt.core.model.passes import Pass
@@ -36,6 +39,7 @@ from distgpt.core.train.loop import train as train_run
 from distgpt.core.train.plan import make_plan, with_dtype
 from distgpt.core.train.resume import leave_finished
 from distgpt.core.train.setup import open_run
+from distgpt.core.train.sharing import OptimizerState
 
 if TYPE_CHECKING:
     from distgpt.inference.evaluation.trace import Trace
@@ -95,10 +99,17 @@ def load(
 
 
 @_ending_together()
-def init(config: ModelConfig | str, seed: int = 0, stage: str = "serial", dtype: str = "float32") -> GPT:
+def init(
+    config: ModelConfig | str,
+    seed: int = 0,
+    stage: str = "serial",
+    dtype: str = "float32",
+    tokenizer: str | None = None,
+) -> GPT:
     """Create a model with random weights; `config` is a ModelConfig or a preset's name.
 
-    `dtype` auto is float32, as for `load`.
+    `dtype` auto is float32, as for `load`. `tokenizer` is one that needs no text to learn from: byte, gpt2 or
+    the path of its file. It gives the size of the vocabulary, unless `config` does.
     """
     dtype = "float32" if dtype == AUTO_DTYPE else dtype
     if isinstance(config, str):
@@ -106,9 +117,13 @@ def init(config: ModelConfig | str, seed: int = 0, stage: str = "serial", dtype:
     if not 0 <= seed < 2**63:
         raise UsageError(f"seed is {seed}: it must lie in [0, 2^63)")
     opened = _open(stage)
+    known = on_root(opened.comm, lambda: load_tokenizer(tokenizer).to_json()) if tokenizer else ""
+    reader = tokenizer_from_json(known, "rank 0's tokenizer") if known else None
+    if reader:
+        config = replace(config, vocab_size=config.vocab_size or reader.size)
     return GPT(
         random_model(config, dtype, opened.kernels, seed),
-        Description(RunConfig(model=config), None),
+        Description(RunConfig(model=config), reader),
         opened.comm,
     )
 
@@ -279,6 +294,32 @@ class GPT:
             k = self._model.kernels
             return {name: np.array(k.to_host(array)) for name, array in self._model.grads.items()}
 
+    def batches(
+        self, data: str | PathLike[str], batch_size: int, seed: int = 0
+    ) -> Iterator[tuple[NDArray[np.int32], NDArray[np.int32]]]:
+        """Yield tokens and targets of one step after the other, without end: this rank's part of each batch.
+
+        The order is that of `train` with this seed, and the same on any number of ranks.
+        """
+        run = RunConfig(self.config, TrainConfig(data=str(data), batch_size=batch_size, seed=seed))
+        request = DataRequest(str(data), seq_len=self.config.seq_len, existing=self.tokenizer)
+        found = load_corpus(self._comm, request).batches(self._comm, run)
+        own = rank_sequences(batch_size, self._comm.rank, self._comm.size, 0, 1)
+        for step in itertools.count():
+            pair = np.zeros((2, own.stop - own.start, self.config.seq_len), np.int32)
+            found.fill(step, own, *pair)
+            yield pair[0], pair[1]
+
+    def average(self, gradients: Mapping[str, NDArray[Any]]) -> None:
+        """Replace the gradients by their means over all ranks. Collective."""
+        for gradient in gradients.values():
+            self._comm.sum(gradient)
+            gradient /= self._comm.size
+
+    def optimizer(self, name: str = "adamw", **settings: Any) -> Optimizer:
+        """Return AdamW or Muon for this model; `settings` are those of `train`, such as lr or clip."""
+        return Optimizer(self, TrainConfig(optimizer=name, **settings))
+
     @_ending_together()
     def generate(
         self,
@@ -344,3 +385,34 @@ class GPT:
         if ids.shape[-1] > self.config.seq_len:
             raise DataError(f"{ids.shape[-1]} tokens do not fit the context of {self.config.seq_len}")
         return ids.reshape(-1, ids.shape[-1]), ids.shape
+
+
+class Optimizer:
+    """Updates a model by gradients, for a training loop of your own: `GPT.optimizer` makes it."""
+
+    def __init__(self, model: GPT, config: TrainConfig) -> None:
+        self._gpt, self._config, self._steps = model, config, 0
+        model._refuse_a_part()
+        kernels = model._model.kernels
+        if kernels.dtype != kernels.wide or kernels.capabilities.rounded:
+            raise UsageError("only a model in float32 or float64 can be updated: load it with such a dtype")
+        self._state = OptimizerState(components().optimizer(config)(model._model, config))
+        self._state.begin()
+
+    def step(self, gradients: Mapping[str, ArrayLike], lr: float | None = None) -> float:
+        """Update the model, unless a gradient is not finite. Return the norm of all gradients.
+
+        They are the same on all ranks. `lr`: the learning rate of this step, if not the one of the schedule.
+        """
+        optimizer, model = self._state.optimizer, self._gpt._model
+        if gradients.keys() != model.grads.keys():
+            raise DataError("the gradients must have the names of GPT.parameters()")
+        with self._gpt._lock:
+            for name, array in model.grads.items():
+                model.kernels.put(array, np.asarray(gradients[name]))
+            rate = components().learning_rate(self._config, self._steps) if lr is None else lr
+            optimizer.compute_norm()
+            optimizer.prepare(self._steps, rate, 1.0, 1.0)
+            optimizer.apply()
+        self._steps += 1
+        return float(np.sqrt(model.kernels.to_host(optimizer.norm)[0]))

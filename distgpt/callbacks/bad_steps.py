@@ -18,6 +18,7 @@ from distgpt.core.base.formatting import count
 from distgpt.core.comm.agree import on_root, shared
 from distgpt.core.config import TrainConfig
 from distgpt.core.saved.checkpoint import State, load_document, newest_intact
+from distgpt.core.train.gathering import restore_exchange
 from distgpt.core.train.progress import Finished, Progress
 from distgpt.core.train.run import BadStep, Run
 from distgpt.core.train.seams import Judge, described, ending, not_finite
@@ -37,6 +38,7 @@ class RollBack(BadStep):
             restore(run.comm, run.optimizer_state, Path(path))
         else:
             begin_anew(run.comm, run.optimizer_state, run.config.train, run.batches)
+        restore_exchange(run.comm, run.exchange, run.model, Path(path) if path else None)
         run.load(replace(state, skipped=used - state.step))
         run.checkpoints.on_root(partial(_forget_later_steps, run, bool(path)))
         step, what = run.progress.step, f"{self.reason} at step {self.step}"

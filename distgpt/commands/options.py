@@ -22,6 +22,7 @@ from distgpt.commands.help import option
 from distgpt.commands.settings import GRAPHS, KNOWN, OPTIONS, spelled
 from distgpt.core.base.errors import UsageError, nearest
 from distgpt.core.base.formatting import parse_duration, parse_size
+from distgpt.core.components import extra_settings
 from distgpt.core.config import DEEPEST, ON_GPU, STAGES, GpuConfig, Setting, settings_of
 from distgpt.core.config.asked import Asked
 from distgpt.core.config.presets import DEFAULT_PRESET
@@ -134,7 +135,7 @@ _KINDS: dict[str, Any] = {
 
 def parsed_settings(context: click.Context, param: click.Parameter, pairs: Sequence[str]) -> Values:
     """Return the settings that `--set NAME=VALUE` gives, each of its own type."""
-    known = {**KNOWN, GRAPHS: settings_of(GpuConfig)["graphs"]}
+    known = {**KNOWN, GRAPHS: settings_of(GpuConfig)["graphs"], **extra_settings()}
     found: Values = {}
     for pair in pairs:
         name, equals, text = pair.partition("=")

@@ -13,20 +13,24 @@ from typing import TYPE_CHECKING
 from distgpt.core.base.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
+
+    from _typeshed import DataclassInstance
 
     from distgpt.core.base.errors import Say
     from distgpt.core.comm.api import Comm
     from distgpt.core.comm.job import Job
     from distgpt.core.comm.layout import Layout
     from distgpt.core.comm.resources import Grants
-    from distgpt.core.config import TrainConfig
+    from distgpt.core.config import Setting, TrainConfig
     from distgpt.core.cpu.stages import MakeKernels, StageKind
     from distgpt.core.data.loading import TextKind
     from distgpt.core.data.tokenizers import TokenizerKind
     from distgpt.core.generate.slots import SlotKind
     from distgpt.core.model.model import Model
+    from distgpt.core.model.optim import AdamW
+    from distgpt.core.ops.activations import Activation
     from distgpt.core.saved.checkpoint import Outdated
     from distgpt.core.saved.modelfile import Description
     from distgpt.core.saved.rundir import RunDirectory
@@ -104,6 +108,9 @@ class Components:
             raise unknown("text of kind", kind)
         return PLAIN_TEXT
 
+    # Activations of an extension, by the values of the setting `mlp`: --set mlp=NAME.
+    activations: Mapping[str, Activation] = {}
+
     # Names of tokenizers, in the order in which they are offered a file of unknown format.
     tokenizers: tuple[str, ...] = ("byte",)
 
@@ -160,6 +167,16 @@ class Components:
         from distgpt.core.train.sharing import allreduce
 
         return allreduce(comm, state, t, say)
+
+    # Settings of an extension: a dataclass whose fields `setting` (core/config/setting.py) declares. A run
+    # has their values in `TrainConfig.extra`; --set extra.NAME=VALUE sets one.
+    extra: type[DataclassInstance] | None = None
+
+    def optimizer(self, t: TrainConfig) -> type[AdamW]:
+        """Return what updates the weights."""
+        from distgpt.core.model.muon import OPTIMIZERS
+
+        return OPTIMIZERS[t.optimizer]
 
     def learning_rate(self, t: TrainConfig, step: int, elapsed: float | None = None) -> float:
         """Return the learning rate of a step; `elapsed`: the fraction of the time that is over, if any."""
@@ -218,7 +235,19 @@ def components() -> Components:
     return _installed
 
 
+def extra_settings() -> dict[str, Setting]:
+    """Return the settings of the extension, by the names that --set takes."""
+    from distgpt.core.config import settings_of
+
+    kind = _installed.extra
+    return {f"extra.{name}": about for name, about in settings_of(kind).items()} if kind else {}
+
+
 def install(replacement: Components) -> None:
     """Replace the components of this process. Call it before a stage is opened."""
     global _installed
     _installed = replacement
+    if replacement.activations:
+        from distgpt.core.ops.activations import ACTIVATIONS
+
+        ACTIVATIONS.update(replacement.activations)

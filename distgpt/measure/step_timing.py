@@ -15,7 +15,6 @@ from distgpt.core.comm.serial import SerialComm
 from distgpt.core.components import components
 from distgpt.core.config import RunConfig
 from distgpt.core.data.batches import ArrayTokens, Batches
-from distgpt.core.model.muon import OPTIMIZERS
 from distgpt.core.ops.kernels import Kernels
 from distgpt.core.train.sharing import Exchange
 from distgpt.core.train.step import Step
@@ -103,7 +102,7 @@ class Trial:
         model, t = components().model(run.train).build(run, kernels), run.train
         model.allocate_master_weights()
         model.initialise(t.seed)
-        self._optimizer = OPTIMIZERS[t.optimizer](model, t)
+        self._optimizer = components().optimizer(t)(model, t)
         self.trained = Step(self._optimizer, SerialComm(), t, Exchange())
         n_tokens = t.batch_size * run.model.seq_len + 1
         ids = np.random.default_rng(t.seed).integers(0, run.model.vocab_size, n_tokens, np.uint32)

@@ -21,6 +21,7 @@ from distgpt.core.model.model import Model
 from distgpt.core.model.optim import AdamW
 from distgpt.core.ops.api import Array, NesterovState
 from distgpt.core.saved.modelfile import on_host
+from distgpt.core.train.gathering import TensorByTensor, host_buffer, load_some, stems
 from distgpt.core.train.progress import Rounds
 from distgpt.core.train.sharing import (
     OPTIMIZER,
@@ -32,7 +33,6 @@ from distgpt.core.train.sharing import (
     Placement,
     Scales,
 )
-from distgpt.parallel.checkpointing import TensorByTensor, host_buffer, load_some, stems
 from distgpt.parallel.reductions import reduction_for
 
 

@@ -18,6 +18,7 @@ from distgpt.core.model.muon import borders
 from distgpt.core.model.optim import AdamW
 from distgpt.core.ops.api import PIECE, Array
 from distgpt.core.saved.tensors import Tensors
+from distgpt.core.train.gathering import TensorByTensor, host_buffer, load_some
 from distgpt.core.train.sharing import (
     OPTIMIZER,
     WEIGHTS,
@@ -27,7 +28,6 @@ from distgpt.core.train.sharing import (
     OptimizerState,
     Placement,
 )
-from distgpt.parallel.checkpointing import TensorByTensor, host_buffer, load_some
 from distgpt.parallel.reductions import bounds_of, in_parts, mean_factor, votes_sum
 
 MASTER = "w/"  # of weights in full precision, which have no prefix in their file

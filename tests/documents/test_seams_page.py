@@ -1,10 +1,14 @@
 """The page about extensions: a run trains with each of its files."""
 
+import contextlib
 import importlib
 import json
+import os
 import re
+import shutil
 import sys
 import tomllib
+import zipfile
 
 import numpy as np
 import pytest
@@ -12,14 +16,26 @@ from conftest import distgpt, losses, needs_mpi
 from run import ROOT
 
 import distgpt as package
+from distgpt.assembly import AllComponents
 from distgpt.core import components
-from distgpt.core.base.errors import UsageError
+from distgpt.core.base.errors import DataError, UsageError
+from distgpt.core.config import RunConfig
 from distgpt.core.data.tokenizers import load_tokenizer
 from distgpt.core.saved.tensors import read_header
 
 PAGE = (ROOT / "docs" / "explanation" / "seams.md").read_text()
 BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
 FILES = {text.splitlines()[0].removeprefix("# "): text for text in BLOCKS}
+NAMES = [
+    "memory_guard.py",
+    "topk.py",
+    "orthogonal.py",
+    "restarts.py",
+    "digraphs.py",
+    "lion.py",
+    "quick_gelu.py",
+]
+NAMES += ["loop.py"]
 SIZE = {"preset": "tiny-adamw", "n_layer": 1, "n_head": 2, "n_embd": 16, "seq_len": 16, "batch_size": 4}
 SIZE |= {"data": "story", "steps": 6, "threads": 1}
 
@@ -40,7 +56,7 @@ def bytes_of(trained):
 
 
 def test_each_is_one_file_of_at_most_sixty_lines():
-    assert [*FILES] == ["memory_guard.py", "doubles.py", "orthogonal.py", "restarts.py", "digraphs.py"]
+    assert [*FILES] == NAMES
     assert all(len(text.splitlines()) <= 60 for text in FILES.values())
 
 
@@ -57,28 +73,194 @@ def test_a_guard_adds_to_the_metrics_and_can_end_the_run(tmp_path, extensions):
     assert list((tmp_path / "ended" / "checkpoints").iterdir())
 
 
-@needs_mpi
-def test_an_exchange_sums_as_another_one_does(tmp_path, extensions):
-    """In float64, on two ranks: a + b rounds to float32 once, as it does there."""
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """Return a folder with what a wheel installs."""
+    builder = pytest.importorskip("hatchling.builders.wheel").WheelBuilder(str(ROOT))
+    [path] = builder.build(directory=str(tmp_path_factory.mktemp("wheel")), versions=["standard"])
+    with zipfile.ZipFile(path) as file:
+        file.extractall(folder := tmp_path_factory.mktemp("site"))
+    return folder
+
+
+def command(tmp_path, out, *more, ranks=1, wheel=None):
+    """Train by the command, as a user does who has only a file."""
     words = [f"--{name.replace('_', '-')}={value}" for name, value in SIZE.items()]
-    how = {"ranks": 2, "env": {"PYTHONPATH": str(tmp_path)}, "timeout": 300}
+    stage = ("--stage", "mpi") if ranks > 1 else ()
+    return distgpt(
+        "train",
+        *words,
+        *stage,
+        "--out",
+        tmp_path / out,
+        *more,
+        ranks=ranks,
+        timeout=300,
+        env={"PYTHONPATH": os.pathsep.join(map(str, filter(None, (wheel, tmp_path))))},
+        cold=bool(wheel),
+    )
 
-    def train(out, *more):
-        result = distgpt("train", *words, "--stage", "mpi", "--out", tmp_path / out, *more, **how)
-        assert result.returncode == 0, result.stderr
-        return losses(tmp_path / out)
 
-    own = ("--components", "doubles:MyComponents")
-    assert train("doubles", *own) == train("allreduce")
-    one, other = ((tmp_path / sync / "weights.safetensors").read_bytes() for sync in ("doubles", "allreduce"))
-    assert one[-4096:] == other[-4096:]
-    sharded = [*words, "--stage", "mpi", "--grad-sync", "sharded", "--out", tmp_path / "no"]
-    result = distgpt("train", *sharded, *own, **how)
-    assert result.returncode == 2 and not (tmp_path / "no").exists()
-    assert "MyComponents.exchange does not go with --grad-sync sharded" in result.stderr
-    # That it is this file which sums: with half of its mean factor other gradients come out.
-    (tmp_path / "doubles.py").write_text(FILES["doubles.py"].replace("mean_factor=1.0", "mean_factor=0.5"))
-    assert train("half", *own) != losses(tmp_path / "doubles")
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=needs_mpi)])
+@pytest.mark.parametrize("name", [name for name in FILES if name not in ("orthogonal.py", "loop.py")])
+def test_each_trains_by_the_command(tmp_path, extensions, wheel, name, ranks):
+    more = {"quick_gelu.py": ["--set", "mlp=quick_gelu"], "digraphs.py": ["--tokenizer", "digraphs:thheinan"]}
+    own = ["--components", f"{name.removesuffix('.py')}:MyComponents"]
+    result = command(tmp_path, "run", *own, *more.get(name, []), ranks=ranks, wheel=wheel)
+    assert result.returncode == 0, result.stderr
+    assert f"components: {own[1]}" in result.stdout + result.stderr
+    assert len(losses(tmp_path / "run")) == SIZE["steps"]
+
+
+@needs_mpi
+def test_an_exchange_saves_what_is_left(tmp_path, extensions):
+    own = ("--components", "topk:MyComponents", "--schedule", "constant", "--save-every", "3")
+    how = {"ranks": 2}
+    assert command(tmp_path, "whole", *own, "--set", "extra.fraction=0.05", **how).returncode == 0
+    assert (
+        command(tmp_path, "half", *own, "--set", "extra.fraction=0.05", "--steps", "3", **how).returncode == 0
+    )
+    shutil.copytree(tmp_path / "half", tmp_path / "alone")
+    assert command(tmp_path, "half", *own, "--resume", "auto", **how).returncode == 0
+    assert losses(tmp_path / "half") == losses(tmp_path / "whole")
+    other = command(tmp_path, "alone", *own, "--resume", "auto")
+    assert other.returncode == 0 and "holds no state of TopK for these ranks" in other.stdout + other.stderr
+    for words, complaint in (
+        (("extra.fraction=2",), "extra.fraction is 2.0: it must be at most 1"),
+        (("extra.fractoin=1",), "unknown setting 'extra.fractoin'; did you mean 'extra.fraction'?"),
+    ):
+        result = command(tmp_path, "no", *own, "--set", *words, **how)
+        assert result.returncode == 2 and complaint in result.stderr and not (tmp_path / "no").exists()
+    result = command(tmp_path, "no", *own, "--grad-sync", "sharded", **how)
+    assert result.returncode == 2 and "exchange does not go with --grad-sync sharded" in result.stderr
+    resumed = command(tmp_path, "half", "--resume", "auto", "--steps", "9", **how)
+    assert resumed.returncode == 2 and "unknown setting extra.fraction: --components" in resumed.stderr
+    text = FILES["topk.py"]
+    (tmp_path / "topk.py").write_text(text.replace("self.mean_factor = 1 /", "self.mean_factor = 2 /"))
+    result = command(tmp_path, "no", *own, **how)
+    assert (
+        result.returncode == 2
+        and "the mean of a gradient over the ranks is 3; it must be 1.5" in result.stderr
+    )
+
+
+def test_a_guard_saves_what_it_counts(tmp_path):
+    class Counting(contextlib.nullcontext):
+        def __init__(self):
+            super().__init__()
+            self.steps = 0
+
+        def after_step(self, done):
+            self.steps += 1
+            return {"counted": self.steps}
+
+        def state(self):
+            return {"steps": self.steps}
+
+        def load(self, state):
+            self.steps = state["steps"]
+
+    class Guarded(AllComponents):
+        def callbacks(self, run, limits):
+            return [*super().callbacks(run, limits), Counting()]
+
+    former = components.components()
+    try:
+        first = package.train(**SIZE, out=tmp_path / "run", components=Guarded())
+        again = package.train(**SIZE | {"steps": 9}, out=tmp_path / "run", resume="auto")
+    finally:
+        components.install(former)
+    lines = [line["counted"] for line in (*first.metrics, *again.metrics) if "counted" in line]
+    assert lines == [*range(1, 10)]
+
+
+@needs_mpi
+@pytest.mark.parametrize("sync", ["allreduce", "sharded"])
+def test_an_optimizer_updates_whole_weights_and_parts_alike(tmp_path, extensions, sync):
+    own = ("--components", "lion:MyComponents", "--dtype", "float32", "--lr", "1e-3")
+    assert command(tmp_path, sync, *own, "--grad-sync", sync, ranks=2).returncode == 0
+    alone = package.train(
+        **SIZE, dtype="float32", lr=1e-3, out=tmp_path / "one", components=extensions("lion")
+    )
+    np.testing.assert_allclose(losses(tmp_path / sync), losses(alone.directory), rtol=1e-4)
+    adamw = package.train(
+        **SIZE, dtype="float32", lr=1e-3, out=tmp_path / "adamw", components=AllComponents()
+    )
+    assert losses(adamw.directory)[-1] != losses(alone.directory)[-1]
+
+
+def test_lion_is_what_its_paper_says(tmp_path, extensions):
+    """One element, three steps, against the update rule written out."""
+    components.install(extensions("lion"))
+    model = package.init(package.ModelConfig(n_layer=1, n_head=1, n_embd=8, seq_len=4), tokenizer="byte")
+    settings = {"weight_decay": 0.1, "beta1": 0.9, "beta2": 0.99, "clip": 0.0}
+    optimizer = model.optimizer(**settings)
+    name = "blocks.0.attn.proj.w"
+    p, m = model.parameters()[name].astype(float).copy(), 0.0
+    rng = np.random.default_rng(0)
+    for _ in range(3):
+        gradients = {key: np.zeros_like(value) for key, value in model.parameters().items()}
+        g = gradients[name] = rng.standard_normal(p.shape).astype(np.float32)
+        optimizer.step(gradients, lr=0.01)
+        p = p * (1 - 0.01 * 0.1) - 0.01 * np.sign(0.9 * m + 0.1 * g)
+        m = 0.99 * m + 0.01 * g
+    np.testing.assert_allclose(model.parameters()[name], p, rtol=1e-5)
+
+
+def test_an_activation_has_the_gradient_of_its_loss(tmp_path, extensions):
+    components.install(extensions("quick_gelu"))
+    model = package.init(
+        package.ModelConfig(n_layer=1, n_head=1, n_embd=8, seq_len=4, mlp="quick_gelu"),
+        tokenizer="byte",
+        dtype="float64",
+    )
+    tokens, targets = [[1, 2, 3, 4]], [[2, 3, 4, 5]]
+    gradient = model.gradients(tokens, targets)["blocks.0.mlp.fc.w"]
+    weight = model.parameters()["blocks.0.mlp.fc.w"]
+    for place in ((0, 0), (5, 3)):
+        before, around = weight[place], []
+        for step in (1e-5, -1e-5):
+            weight[place] = before + step
+            around.append(model.loss(tokens, targets))
+        weight[place] = before
+        np.testing.assert_allclose(gradient[place], (around[0] - around[1]) / 2e-5, rtol=1e-5, atol=1e-9)
+    with pytest.raises(DataError, match="mlp is 'quick_gelu'"):
+        model.save(tmp_path / "own.safetensors")
+        from distgpt.core.ops.activations import ACTIVATIONS
+
+        del ACTIVATIONS["quick_gelu"]
+        package.load(tmp_path / "own.safetensors")
+
+
+def test_ids_beyond_the_vocabulary_are_rejected(tmp_path, extensions):
+    own = extensions("digraphs")
+    sys.modules["digraphs"].Digraphs.size = property(lambda tokenizer: 256, lambda tokenizer, size: None)
+    with pytest.raises(DataError, match="digraphs has 256 entries and gave the id 25"):
+        package.train(**SIZE, tokenizer="digraphs:thheinan", out=tmp_path / "run", components=own)
+
+
+def test_weights_load_whatever_their_training_was(tmp_path, monkeypatch):
+    """As if another version had trained them: with a value that this one does not know."""
+    trained = package.train(**SIZE, out=tmp_path / "run")
+    to_toml = RunConfig.to_toml
+    monkeypatch.setattr(RunConfig, "to_toml", lambda run: to_toml(run).replace('"allreduce"', '"topk"'))
+    trained.model.save(tmp_path / "other.safetensors")
+    other = package.load(tmp_path / "other.safetensors")
+    assert other.generate("The", 5) == trained.model.generate("The", 5)
+    package.train(**SIZE, init=str(tmp_path / "other.safetensors"), out=tmp_path / "more")
+    package.train(**SIZE, out=tmp_path / "saved")
+    monkeypatch.undo()
+    with pytest.raises(UsageError, match="grad_sync is 'topk'"):
+        package.train(out=tmp_path / "saved", resume="auto", steps=9)
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=needs_mpi)])
+def test_a_loop_of_ones_own_learns(tmp_path, extensions, ranks):
+    result = distgpt(ranks=ranks, cwd=tmp_path, program=[sys.executable, "loop.py"])
+    assert result.returncode == 0, result.stderr
+    rows = [line.split() for line in result.stdout.splitlines()]
+    assert float(rows[-1][1]) < 0.6 * float(rows[0][1])
+    assert package.load(tmp_path / "own.safetensors").generate("The", 5)
 
 
 def test_a_kind_of_adapter_is_trained_beside_a_model_and_read_as_lora(tmp_path, extensions):

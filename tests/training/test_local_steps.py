@@ -23,11 +23,11 @@ from distgpt.core.saved.modelfile import Description
 from distgpt.core.saved.rundir import RunDirectory
 from distgpt.core.saved.tensors import read_into
 from distgpt.core.train.checkpoints import Checkpoints
+from distgpt.core.train.gathering import stems
 from distgpt.core.train.plan import refuse_unsuited
 from distgpt.core.train.progress import Due, Pace, Progress, due_after
 from distgpt.core.train.setup import restore
 from distgpt.core.train.sharing import Placement
-from distgpt.parallel.checkpointing import stems
 from distgpt.parallel.choose import Chosen
 
 MODEL = ModelConfig(vocab_size=64, seq_len=8, n_layer=2, n_head=2, n_embd=32)

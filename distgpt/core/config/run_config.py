@@ -21,6 +21,7 @@ SETTINGS = MODEL | TRAIN
 # Settings that are gone, and the value at which they did nothing: only a run with another one cannot resume.
 REMOVED: dict[str, object] = {"adapter_kind": "auto", "keep_minutes": 0.0, "log_every": 1, "recheck_every": 0}
 
+EXTRA = "extra"  # the table of an extension's settings; one of them is extra.NAME
 BATCH_KEYS = {"batch_size", BATCH_TOKENS}
 
 # Settings that a resumed run may change: the others say what the steps so far have computed.
@@ -39,11 +40,11 @@ class RunConfig:
         for name in values:
             if name in REMOVED:
                 raise UsageError(f"distgpt no longer has the setting {name}: remove it from config.toml")
-            if name not in SETTINGS:
+            if name not in SETTINGS and name != EXTRA:
                 raise UsageError(f"unknown setting {name!r:.80}{nearest(name[:80], SETTINGS)}")
         # Whatever their types are: the copies check them as they are made.
         model: dict[str, Any] = {name: value for name, value in values.items() if name in MODEL}
-        train: dict[str, Any] = {name: value for name, value in values.items() if name in TRAIN}
+        train: dict[str, Any] = {name: value for name, value in values.items() if name not in MODEL}
         return RunConfig(replace(self.model, **model), replace(self.train, **train))
 
     @staticmethod
@@ -60,12 +61,21 @@ def differences(before: RunConfig, now: RunConfig) -> dict[str, tuple[object, ob
 
     Values still unknown (vocabulary size, steps of an epoch run) do not count as different.
     """
-    old, new = ({**asdict(run.model), **asdict(run.train)} for run in (before, now))
+    old, new = (_flat(asdict(run.model) | asdict(run.train)) for run in (before, now))
     if not now.model.vocab_size:
         del new["vocab_size"]
     if now.train.epochs:
         del new["steps"]
-    return {name: (old[name], value) for name, value in new.items() if old[name] != value}
+    return {name: (old.get(name), value) for name, value in new.items() if old.get(name) != value}
+
+
+def _flat(values: Mapping[str, Any]) -> dict[str, object]:
+    """Return the values with each setting of an extension under its own name."""
+    extra = values.get(EXTRA)
+    if not isinstance(extra, dict):
+        return {**values}
+    own = {f"{EXTRA}.{name}": value for name, value in extra.items()}
+    return {**{name: value for name, value in values.items() if name != EXTRA}, **own}
 
 
 def renamed(values: Mapping[str, object]) -> dict[str, object]:
@@ -98,7 +108,8 @@ def layered(base: RunConfig, *layers: Mapping[str, object]) -> RunConfig:
     `batch_tokens` is `batch_size` in tokens: the later one of the two counts.
     """
     values: dict[str, object] = {}
-    for layer in map(renamed, layers):
+    extra: dict[str, object] = dict(base.train.extra)
+    for layer in map(_flat, map(renamed, layers)):
         if BATCH_KEYS & layer.keys():
             values = {name: value for name, value in values.items() if name not in BATCH_KEYS}
         values |= layer
@@ -107,6 +118,9 @@ def layered(base: RunConfig, *layers: Mapping[str, object]) -> RunConfig:
     # What opening the run decides has the base's value until then: a resumed run's own, else the default.
     undecided = {name: about.undecided for name, about in SETTINGS.items() if about.undecided}
     values = {name: each for name, each in values.items() if name not in undecided or each != undecided[name]}
+    for name in [name for name in values if name.startswith(f"{EXTRA}.")]:
+        extra[name.partition(".")[2]] = values.pop(name)
+    values[EXTRA] = extra
     tokens = values.pop(BATCH_TOKENS, None)
     if tokens is None:
         return base.with_values(values)
@@ -147,12 +161,12 @@ def flat_settings(document: Mapping[str, object], source: str) -> dict[str, obje
     tables = {"model": set(MODEL), "train": {*TRAIN, BATCH_TOKENS}}
     flat: dict[str, object] = {}
     for key, value in renamed(document).items():
-        if not isinstance(value, dict):
+        if not isinstance(value, dict) or key == EXTRA:
             flat[key] = value
         elif key in tables:
             inside = renamed(value)
             for name in inside:
-                if name not in tables[key] and name not in REMOVED:
+                if name not in tables[key] and name not in REMOVED and name != EXTRA:
                     raise UsageError(
                         f"{source}: [{key}] has no setting {name!r:.80}{nearest(name[:80], tables[key])}"
                     )
@@ -174,10 +188,12 @@ def read_text(path: Path, what: str) -> str:
 
 def as_toml(values: Mapping[str, object]) -> str:
     """Return a line for each setting."""
-    return "".join(f"{name} = {_toml(value)}\n" for name, value in values.items())
+    return "".join(f"{name} = {_toml(value)}\n" for name, value in values.items() if value != {})
 
 
 def _toml(value: object) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{name} = {_toml(each)}" for name, each in value.items()) + "}"
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import reprlib
 import sys
+from collections.abc import Collection
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, TypedDict, TypeVar, Unpack
 
@@ -25,7 +26,7 @@ T = TypeVar("T", int, float, bool, str)
 class Known(TypedDict, total=False):
     """The fields of Setting that a declaration may have besides group, default and help."""
 
-    choices: tuple[str, ...]
+    choices: Collection[str]
     low: float
     above: float
     most: float
@@ -43,7 +44,7 @@ class Setting:
 
     kind: type
     help: str
-    choices: tuple[str, ...] = ()
+    choices: Collection[str] = ()
     low: float | None = None
     above: float | None = None
     most: float | None = None
@@ -122,7 +123,7 @@ class Group:
 
 def settings_of(config: DataclassInstance | type[DataclassInstance]) -> dict[str, Setting]:
     """Return the settings of a dataclass, or of an instance, by name."""
-    return {f.name: f.metadata["setting"] for f in fields(config)}
+    return {f.name: f.metadata["setting"] for f in fields(config) if "setting" in f.metadata}
 
 
 def check(config: DataclassInstance) -> None:

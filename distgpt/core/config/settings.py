@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from distgpt.core.base.errors import UsageError, nearest
-from distgpt.core.config.setting import Group, Setting, check
+from distgpt.core.config.setting import Group, Setting, Value, check
 from distgpt.core.ops.activations import ACTIVATIONS
 
 DEFAULT_TEMPERATURE = 0.8  # of generated text: small models repeat themselves without chance
@@ -74,7 +75,7 @@ class ModelConfig:
     norm_eps: float = of_model(1e-5, "Number added to the variance in a normalization.", above=0)
     embed_norm: bool = of_model(False, "Normalize the embeddings.")
     final_norm: bool = of_model(True, "Normalize before the output layer.")
-    mlp: str = of_model("gelu", "Activation function of the MLP.", choices=MLPS)
+    mlp: str = of_model("gelu", "Activation function of the MLP.", choices=ACTIVATIONS)
     # A gated MLP's three matrices of 8/3 of the width have as many parameters as two of four times the width.
     mlp_width: int = of_model(
         0, "Width inside the MLP. 0: 4 n_embd, or 8/3 n_embd for swiglu.", low=0, most=1 << 19
@@ -513,8 +514,15 @@ class TrainConfig:
         changeable=True,
     )
 
+    # Settings of an extension, checked where a run is planned: weights can be read without them.
+    extra: Mapping[str, Value] = field(default_factory=dict)
+
     def __post_init__(self) -> None:
         check(self)
+        if not isinstance(self.extra, dict) or not all(map(str.isidentifier, self.extra)):
+            raise UsageError(f"extra is {self.extra!r:.80}: it must be a table of settings")
+        for name, value in self.extra.items():
+            Setting(type(value) if type(value) in (bool, int, float) else str, "").check(name, value)
         for name in self.adapted:
             if name not in LORA_MATRICES:
                 raise UsageError(

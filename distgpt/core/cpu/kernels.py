@@ -260,7 +260,7 @@ class CpuKernels(Kernels):
 
     def linear_act(self, y: Array, pre: Array, x: Array, wb: Affine, act: str) -> None:
         self.linear(pre, x, wb)
-        forward = activations.FORWARD[act]
+        forward, _ = activations.loops(act)
         self._pool.split_range(len(y), ROWS, forward, y, pre)
 
     def linear_backward_act(
@@ -269,7 +269,7 @@ class CpuKernels(Kernels):
         """Work in place, as a loop over dpre and pre would not vectorize where they are one. y is free."""
         assert db is None
         self.linear_backward(y, dy, w)
-        backward = activations.BACKWARD[act]
+        _, backward = activations.loops(act)
         self._pool.split_range(len(y), ROWS, backward, y, dpre)
 
     # -- attention

@@ -157,6 +157,9 @@ class _PlainText:
                 ids = tokenizer.encode(text)
             except DataError as error:
                 raise DataError(f"{path}: {error}") from None
+            if len(ids) and int(ids.max()) >= tokenizer.size:
+                size = f"{tokenizer.kind} has {tokenizer.size} entries"
+                raise DataError(f"{path}: the tokenizer {size} and gave the id {ids.max()}")
             held_out = round(len(ids) * request.val_fraction)
             if len(ids) - held_out < 2 or (request.val_fraction and held_out < 2):
                 aside = f", {held_out} of them for validation" if request.val_fraction else ""

@@ -11,6 +11,7 @@ from zlib import crc32
 import numpy as np
 
 from distgpt.core.base.errors import UsageError
+from distgpt.core.comm.agree import shared
 from distgpt.core.config import ModelConfig
 from distgpt.core.model.layers import (
     NORMS,
@@ -23,6 +24,7 @@ from distgpt.core.model.layers import (
     initial_std,
 )
 from distgpt.core.model.memory import EMBEDDING, HEAD, LEARNED, VALUES, FlatBuffer, FlatPart, Layout, Spec
+from distgpt.core.ops.activations import ACTIVATIONS
 from distgpt.core.ops.api import Array
 from distgpt.core.ops.kernels import Kernels
 
@@ -97,6 +99,8 @@ class Model:
 
         The architecture becomes this model's own: its parts are bound to the arrays made here.
         """
+        if kernels.capabilities.is_async and ACTIVATIONS[architecture.config.mlp].functions:
+            raise shared(UsageError(f"the activation {architecture.config.mlp} is for CPUs"))
         self.architecture = architecture
         self.kernels = kernels
         self.config = architecture.config

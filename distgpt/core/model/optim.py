@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from distgpt.core.base.errors import UsageError
+from distgpt.core.comm.agree import shared
 from distgpt.core.config import TrainConfig
 from distgpt.core.model.memory import (
     EMBEDDING,
@@ -21,8 +23,10 @@ from distgpt.core.model.memory import (
     Spec,
 )
 from distgpt.core.model.model import Model
-from distgpt.core.ops.api import AdamConstants, AdamState, StepScalars
-from distgpt.core.ops.kernels import Kernels
+from distgpt.core.ops.api import AdamConstants, AdamState, Array, StepScalars
+from distgpt.core.ops.kernels import Kernels, clipped
+
+UPDATED_AT_ONCE = 1 << 16  # elements, by one worker: they fit into its cache
 
 
 class AdamW:
@@ -116,6 +120,50 @@ class AdamW:
         g = model.grads.flat[own]
         state = AdamState(p, low, self.m.flat, self.v.flat, g, self._ranges)
         model.kernels.adamw(state, self.norm, self._scalars, AdamConstants(c.beta1, c.beta2, c.eps))
+
+
+class Elementwise(AdamW):
+    """An optimizer that updates each element by itself, with NumPy on CPUs: an extension writes `update`.
+
+    Clipping, the learning rates and the decay of groups, rounding and sharding are those of AdamW.
+    """
+
+    def __init__(
+        self, model: Model, config: TrainConfig, own: slice | None = None, rank: int = 0, ranks: int = 1
+    ) -> None:
+        if model.kernels.capabilities.is_async:
+            raise shared(UsageError(f"the optimizer {type(self).__qualname__} is for CPUs"))
+        super().__init__(model, config, own, rank, ranks)
+        self._pieces = []
+        for first, last, group, in_v in self._ranges.tolist():
+            for at in range(first, last, UPDATED_AT_ONCE):
+                end = min(last, at + UPDATED_AT_ONCE)
+                self._pieces.append((slice(at, end), slice(at - first + in_v, end - first + in_v), group))
+
+    def update(self, p: Array, m: Array, v: Array, g: Array, lr: float, decay: float) -> None:
+        """Update parameters and moments in place; `g` is clipped, and p is to be multiplied by `decay`."""
+        raise NotImplementedError
+
+    def prepare(self, step: int, lr: float, grad_scale: float, norm_scale: float) -> None:
+        super().prepare(step, lr, grad_scale, norm_scale)
+        self._correction = 1 - self.config.beta1 ** (step + 1)  # which AdamW's step sizes are divided by
+
+    def apply(self) -> None:
+        scale = clipped(self.norm, self._scalars)
+        if scale is None:
+            return
+        model = self.model
+        p, m, v, g = model.masters(self.own), self.m.flat, self.v.flat, model.grads.flat[self.own]
+        groups = self._scalars[len(StepScalars._fields) :].reshape(-1, 2)
+
+        def work(i: int) -> None:
+            here, second, group = self._pieces[i]
+            step_size, decay = groups[group].tolist()
+            self.update(p[here], m[here], v[second], g[here] * scale, step_size * self._correction, decay)
+
+        model.kernels.each(work, len(self._pieces))
+        if model.has_low_precision_copy:
+            model.kernels.cast_down(model.params.flat[self.own], p)
 
 
 def step_scalars(

@@ -15,12 +15,30 @@ if TYPE_CHECKING:
     from distgpt.core.ops.api import Array
 
 
+Scalar = Callable[[float], float]
+
+
 @dataclass(frozen=True, slots=True)
 class Activation:
     """y = f(pre); where it is gated, y = f(left) · right of the halves of pre, twice as wide as y."""
 
     compute: Callable[[Array], tuple[Array, Array]]  # x → f(x), f'(x)
     gated: bool = False
+    functions: tuple[Scalar, Scalar] | None = None  # of an extension: f and f' of a number, to be compiled
+
+
+def activation_of(value: Scalar, derivative: Scalar) -> Activation:
+    """Return an extension's activation: y = value(pre), element by element, on CPUs.
+
+    Numba compiles both functions, so they use arithmetic and the functions of `math`.
+    """
+
+    def compute(x: Array) -> tuple[Array, Array]:
+        import numpy as np
+
+        return np.vectorize(value)(x), np.vectorize(derivative)(x)
+
+    return Activation(compute, functions=(value, derivative))
 
 
 def gelu(x: Array) -> tuple[Array, Array]:

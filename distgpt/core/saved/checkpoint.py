@@ -14,9 +14,9 @@ import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from distgpt.core.base.checked import (
     Count,
@@ -104,11 +104,14 @@ class State:
     bad_steps: Count = 0
     recent: _Recent = ()  # loss and gradient norm of the last good steps
     seconds: _Seconds = 0.0  # of a run that ends by the clock
+    guards: dict[str, dict[str, Any]] = field(default_factory=dict)  # what guards save, by their classes
 
     def to_json(self) -> dict[str, object]:
         found = {_KEYS.get(name, name): value for name, value in asdict(self).items()}
         if self.best and self.best.step is None:
             del found["best"]["step"]
+        if not self.guards:
+            del found["guards"]
         step = found.pop("step")
         return {**found, "step": step}
 

@@ -19,7 +19,7 @@ from distgpt.core.comm.api import Comm
 from distgpt.core.comm.resources import granted_memory
 from distgpt.core.components import components
 from distgpt.core.config import ROUNDED_DTYPES, ModelConfig, RunConfig, TrainConfig, parse_toml
-from distgpt.core.config.run_config import REMOVED
+from distgpt.core.config.run_config import MODEL, REMOVED
 from distgpt.core.data.tokenizers import Tokenizer, tokenizer_from_json
 from distgpt.core.model.memory import LEARNED, FlatBuffer, Layout
 from distgpt.core.model.model import Architecture, Model
@@ -71,6 +71,7 @@ class Description:
     rounded: str = ""  # the dtype that its matrices are rounded to, one of Components.quantized_dtypes
     part: str = ""  # the kind of part whose tensors alone are in the file, one of Components.parts
     base: Base | None = None  # of a part
+    untrainable: str = ""  # why its settings of training are invalid; "" if they are valid
 
     def refuse_incomplete(self, path: Path | str) -> None:
         """Refuse a file that holds no whole model."""
@@ -255,9 +256,18 @@ def _own_metadata(header: Header, path: Path) -> dict[str, str]:
 
 def _parse(metadata: dict[str, str], path: Path) -> Description:
     """Return the description in a file's metadata, or raise a DataError."""
+    untrainable = ""
     try:
         values = parse_toml(metadata["config"], str(path))
-        run = RunConfig().with_values({name: each for name, each in values.items() if name not in REMOVED})
+        values = {name: each for name, each in values.items() if name not in REMOVED}
+        # A whole model can be used whatever its settings of training are: another version may have more.
+        run = RunConfig().with_values({name: each for name, each in values.items() if name in MODEL})
+        try:
+            run = RunConfig().with_values(values)
+        except UsageError as error:
+            if BASE in metadata:
+                raise
+            untrainable = str(error)
     except (UsageError, ValueError, ArithmeticError) as error:  # of numbers beyond what Python converts
         raise DataError(f"{path}: its configuration is invalid: {error}") from None
     except RecursionError:
@@ -268,7 +278,7 @@ def _parse(metadata: dict[str, str], path: Path) -> Description:
     if metadata["format_version"] == ROUNDED_VERSION:
         rounded = rounded_dtype(metadata, path)
     if BASE not in metadata:
-        return Description(run, tokenizer, rounded)
+        return Description(run, tokenizer, rounded, untrainable=untrainable)
     try:
         base = checked(Base, parse_json(metadata[BASE]))
     except ValueError as error:

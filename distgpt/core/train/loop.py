@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import traceback
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -16,7 +15,7 @@ from distgpt.core.comm.agree import on_root, shared
 from distgpt.core.saved.checkpoint import Best
 from distgpt.core.train.progress import SAMPLING, SAVING, Due, SaveTimer, due_after
 from distgpt.core.train.run import BadStep, Run
-from distgpt.core.train.seams import Guard, Votes
+from distgpt.core.train.seams import Votes, guard_failed
 from distgpt.core.train.step import InFlight
 from distgpt.core.train.summary import write_at_end
 
@@ -107,7 +106,7 @@ def settle(run: Run, in_flight: InFlight, leave: int) -> signal.Signals | None:
             except (DistgptError, OSError):  # with a line and an exit code of their own
                 raise
             except Exception as error:
-                raise _failed(guard, error) from error
+                raise guard_failed(guard, error) from error
         if rejected:
             metrics["skipped"] = 1
         run.report.report_step(run.progress.step, done, metrics)
@@ -202,18 +201,8 @@ def refuse_different_weights(run: Run) -> None:
     if run.comm.allreduce_max(own) != -run.comm.allreduce_max(-own):  # the largest is not the smallest
         raise shared(
             MismatchError(
-                f"the ranks' weights differ after step {run.progress.step}; are all nodes alike, and does"
-                f" --grad-sync {run.settings.grad_sync} give all ranks the same bits?"
+                f"the ranks' weights differ after step {run.progress.step}; are all nodes alike, and do"
+                f" --grad-sync {run.settings.grad_sync} and {type(run.optimizer).__qualname__} give all ranks"
+                " the same bits?"
             )
         )
-
-
-def _failed(guard: Guard, error: Exception) -> DistgptError:
-    """Return an error that names the guard, and where in its file it failed."""
-    frames = traceback.extract_tb(error.__traceback__)[1:]  # without the call itself
-    where = f" ({frames[0].filename}:{frames[0].lineno})" if frames else ""
-    return DistgptError(f"the guard {_name(guard)} has failed: {_name(error)}: {error}{where}")
-
-
-def _name(thing: object) -> str:
-    return type(thing).__qualname__

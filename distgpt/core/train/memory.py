@@ -22,7 +22,6 @@ from distgpt.core.components import components
 from distgpt.core.config import RunConfig, TrainConfig
 from distgpt.core.cpu.stages import Notes, Stage
 from distgpt.core.model.memory import MATRIX
-from distgpt.core.model.muon import OPTIMIZERS
 from distgpt.core.ops.api import Array, HostArray, Work
 from distgpt.core.ops.kernels import Kernels
 from distgpt.core.train.sharing import Exchange, Placement, Strategy
@@ -165,7 +164,7 @@ def copy_bytes(config: RunConfig, kernels: Kernels, placement: Placement) -> int
     if config.train.save == "sync" or not placement.may_copy:
         return 0
     layout = components().model(config.train).trained(config)
-    optimizer = OPTIMIZERS[config.train.optimizer]
+    optimizer = components().optimizer(config.train)
     return (2 * layout.size + optimizer.second_moments(layout).size) * int(kernels.wide.itemsize)
 
 

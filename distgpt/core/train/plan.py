@@ -12,10 +12,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from distgpt.core.base.errors import DataError, Say, UsageError, refuse_beside
+from distgpt.core.base.errors import DataError, Say, UsageError, nearest, refuse_beside
 from distgpt.core.base.formatting import count
 from distgpt.core.comm.agree import on_root
-from distgpt.core.components import components
+from distgpt.core.components import components, extra_settings
 from distgpt.core.config import AUTO_DTYPE, RunConfig, TrainConfig, differences
 from distgpt.core.config.asked import Asked, resolve, resumed
 from distgpt.core.cpu.stages import Stage
@@ -76,6 +76,7 @@ def _decide(asked: Asked, ranks: int, on_gpu: bool, say: Say) -> Plan:
         asked.refuse_mistyped()
         found = find_run(asked.resume, asked.out, asked.name, say)
         config = _resumed_run(found.settings, asked) if found.settings else new_run(asked)
+    config = with_extra(config)
     refuse_unsuited(config.train, ranks, on_gpu)
     directory = found.directory
     if found.settings and found.in_place:
@@ -111,6 +112,22 @@ def _decide(asked: Asked, ranks: int, on_gpu: bool, say: Say) -> Plan:
     if checkpoint and not is_done:
         say(f"resuming from {checkpoint}")
     return Plan(config, directory, checkpoint, state, origin, changes, is_done, uncounted=asked.uncounted)
+
+
+def with_extra(config: RunConfig) -> RunConfig:
+    """Return a configuration with all settings of the extension, which are checked."""
+    given, known = config.train.extra, extra_settings()
+    for name in given:
+        if f"extra.{name}" not in known:
+            hint = nearest(f"extra.{name}", known) if known else ": --components names the class that has it"
+            raise UsageError(f"unknown setting extra.{name}{hint}")
+    kind = components().extra
+    if kind is None:
+        return config
+    extra = kind(**given)
+    for name, about in known.items():
+        about.check(name, getattr(extra, name.partition(".")[2]))
+    return config.with_values({"extra": asdict(extra)})
 
 
 def _refuse_moved(t: TrainConfig) -> None:

@@ -12,7 +12,7 @@ from distgpt.core.base.errors import DataError, Say, StorageError, UsageError, n
 from distgpt.core.base.formatting import count, typed_duration
 from distgpt.core.comm.agree import on_root
 from distgpt.core.comm.api import Comm
-from distgpt.core.components import components
+from distgpt.core.components import components, extra_settings
 from distgpt.core.config import CHANGEABLE, RunConfig, TrainConfig
 from distgpt.core.config.asked import Asked
 from distgpt.core.saved.checkpoint import (
@@ -97,11 +97,16 @@ def saved_run(asked: Asked) -> RunConfig | None:
 
 def refuse_impossible(what: str, before: RunConfig, now: RunConfig) -> None:
     """Raise a UsageError if a setting differs that cannot change when a run resumes."""
-    if different := differing(before, now, CHANGEABLE | components().model(now.train).may_move):
+    if different := differing(before, now, _changeable(now.train)):
         raise UsageError(
             f"{what} with another configuration ({different}), which a resumed run cannot change: leave out"
             " the flag, --preset or --config that says so, or start a new run: another --out and no --resume"
         )
+
+
+def _changeable(t: TrainConfig) -> set[str]:
+    extra = {name for name, about in extra_settings().items() if about.changeable}
+    return {*CHANGEABLE, *components().model(t).may_move, *extra}
 
 
 def refuse_changed_text(checkpoint: Path, state: State, changes: Container[str], fingerprint: str) -> None:

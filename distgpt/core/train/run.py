@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from distgpt.core.base.formatting import count
 from distgpt.core.base.interrupts import PendingSignals
 from distgpt.core.comm.api import Comm
+from distgpt.core.components import components
 from distgpt.core.config import RunConfig, TrainConfig
 from distgpt.core.cpu.stages import Stage
 from distgpt.core.data.batches import Batches
@@ -19,7 +22,7 @@ from distgpt.core.saved.rundir import RunDirectory
 from distgpt.core.train.checkpoints import Checkpoints
 from distgpt.core.train.progress import Activity, Progress
 from distgpt.core.train.report import Report
-from distgpt.core.train.seams import Clock, Guard, Judge
+from distgpt.core.train.seams import Clock, Guard, Judge, StatefulGuard, guard_failed
 from distgpt.core.train.sharing import Exchange, OptimizerState, Placement
 from distgpt.core.train.step import Launch, Step
 
@@ -46,7 +49,7 @@ class Run:
     config: RunConfig  # as asked for
     settings: TrainConfig  # of `config`, with automatic values resolved by this machine's memory
     stage: Stage
-    where: dict[str, object]  # hosts, batch job, launcher and MPI, for what the run writes
+    where: dict[str, Any]  # hosts, batch job, launcher and MPI, for what the run writes
     placement: Placement
     optimizer_state: OptimizerState
     tokenizer: Tokenizer
@@ -89,14 +92,41 @@ class Run:
         """Return a validation loss in bits per byte; None where that is unknown."""
         return self.assessment.bits_per_byte(loss) if self.assessment else None
 
+    def assembled(self) -> str:
+        """Return what runs, in one line. For rank 0."""
+        parts = [f"updates: {type(self.optimizer).__name__}{', recorded' * self.step.is_recorded}"]
+        if self.comm.size > 1:
+            nodes = count(len({host.partition(":")[0] for host in self.where["hosts"]}), "node")
+            parts.append(f"gradients: {self.exchange.name} ({self.comm.size} ranks on {nodes})")
+        kind = type(components())
+        if not kind.__module__.startswith("distgpt."):
+            parts.append(f"components: {kind.__module__}:{kind.__qualname__}")
+        return "; ".join(parts)
+
     def state(self) -> State:
         """Return what a checkpoint says now, beside weights and moments; `Checkpoints` adds the best loss."""
-        return self.progress.save(replace(self.identity, seconds=self.clock.seconds()))
+        guards = {}
+        for name, guard in self._stateful_guards().items():
+            try:
+                guards[name] = json.loads(json.dumps(guard.state()))
+            except (TypeError, ValueError) as error:
+                raise guard_failed(guard, error) from error
+        return self.progress.save(replace(self.identity, seconds=self.clock.seconds(), guards=guards))
 
     def load(self, state: State) -> None:
         """Continue from what a checkpoint says beside weights and moments."""
         self.progress.load(state)
         self.batches.skipped = state.skipped
+        self.load_guards(state)
+
+    def load_guards(self, state: State) -> None:
+        """Give each guard that saves something what the checkpoint has of it."""
+        for name, guard in self._stateful_guards().items():
+            if name in state.guards:
+                guard.load(state.guards[name])
+
+    def _stateful_guards(self) -> dict[str, StatefulGuard]:
+        return {type(each).__qualname__: each for each in self.guards if isinstance(each, StatefulGuard)}
 
 
 @dataclass(frozen=True, slots=True)

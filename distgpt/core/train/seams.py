@@ -18,14 +18,16 @@ from __future__ import annotations
 
 import math
 import signal
+import traceback
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
-from distgpt.core.base.errors import DistgptError, NonFiniteError, StorageError
+from distgpt.core.base.checked import JsonObject
+from distgpt.core.base.errors import DistgptError, NonFiniteError, StorageError, UsageError
 from distgpt.core.base.interrupts import PendingSignals, first_of
 from distgpt.core.comm.agree import shared
 from distgpt.core.comm.api import Comm
@@ -74,6 +76,8 @@ class ModelKind:
 
     def refuse_origin(self, origin: Description, weights: Path, t: TrainConfig, resumed: bool) -> None:
         """Refuse weights that a run of this kind cannot begin with; `resumed`: from a checkpoint."""
+        if resumed and origin.untrainable:
+            raise UsageError(f"{weights} is of a run that cannot be resumed: {origin.untrainable}")
         origin.refuse_training(t)
         if not resumed:
             origin.refuse_incomplete(weights)
@@ -224,6 +228,23 @@ class Guard(Protocol):
 
     def after_step(self, done: Finished) -> dict[str, float]:
         """Take note of a finished step. Return what to add to its metrics."""
+
+
+@runtime_checkable
+class StatefulGuard(Guard, Protocol):
+    """A guard that checkpoints hold something of, as JSON: what rank 0 has."""
+
+    def state(self) -> JsonObject: ...
+    def load(self, state: JsonObject) -> None:
+        """Continue from a checkpoint. On every rank."""
+
+
+def guard_failed(guard: Guard, error: Exception) -> DistgptError:
+    """Return an error that names the guard, and where in its file it failed."""
+    frames = traceback.extract_tb(error.__traceback__)[1:]  # without the call itself
+    where = f" ({frames[0].filename}:{frames[0].lineno})" if frames else ""
+    name, what = (type(each).__qualname__ for each in (guard, error))
+    return DistgptError(f"the guard {name} has failed: {what}: {error}{where}")
 
 
 class Listener(Protocol):

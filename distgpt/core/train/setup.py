@@ -12,14 +12,14 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from distgpt.core.base.errors import DataError, Say, UsageError
 from distgpt.core.base.files import without_locks
 from distgpt.core.base.interrupts import PendingSignals
-from distgpt.core.comm.agree import on_root, shared
+from distgpt.core.comm.agree import on_root, refuse_anywhere, shared
 from distgpt.core.comm.api import Comm
 from distgpt.core.comm.layout import layout
 from distgpt.core.comm.resources import granted_cores
@@ -31,7 +31,6 @@ from distgpt.core.data.batches import Batches
 from distgpt.core.data.loading import Corpus, DataRequest, bytes_per_token, load_corpus
 from distgpt.core.data.tokenizers import AUTO
 from distgpt.core.model.model import Model, miniature
-from distgpt.core.model.muon import OPTIMIZERS
 from distgpt.core.model.passes import Pass, cache_shape
 from distgpt.core.ops.api import Array
 from distgpt.core.ops.kernels import Kernels
@@ -39,6 +38,7 @@ from distgpt.core.saved.checkpoint import Best, State, load_group
 from distgpt.core.saved.modelfile import Description, read_shortened
 from distgpt.core.saved.tensors import Tensors
 from distgpt.core.train.checkpoints import Checkpoints
+from distgpt.core.train.gathering import EachRank, restore_exchange
 from distgpt.core.train.memory import fit_to_memory
 from distgpt.core.train.plan import Plan
 from distgpt.core.train.progress import EVALUATING, Activity, Pace, Progress
@@ -46,7 +46,7 @@ from distgpt.core.train.report import Report, facts, note_new, note_resumed, not
 from distgpt.core.train.resume import best_on_disk, refuse_changed_text
 from distgpt.core.train.run import Limits, Run
 from distgpt.core.train.seams import Listener, ModelKind, Times
-from distgpt.core.train.sharing import WEIGHTS, OptimizerState, Start, Strategy
+from distgpt.core.train.sharing import WEIGHTS, Exchange, OptimizerState, Start, Strategy
 from distgpt.core.train.step import Step
 from distgpt.core.train.whereabouts import whereabouts
 
@@ -85,7 +85,11 @@ def open_run(
     # Loops are compiled after the first lines, as that may take a minute, and before anything measures time.
     compile_once_per_node(stage, setup.kernels, texts.config, setup.strategy)
     run = _assemble(plan, setup, texts, trained, opened, listener, parts)
-    return replace(run, guards=tuple(parts.callbacks(run, limits)))
+    run = replace(run, guards=tuple(parts.callbacks(run, limits)))
+    run.load_guards(plan.state)
+    if run.comm.rank == 0:
+        say(run.assembled())
+    return run
 
 
 def _texts_of(plan: Plan, comm: Comm, say: Say) -> Texts:
@@ -143,7 +147,7 @@ def _load(plan: Plan, setup: Setup, texts: Texts, say: Say) -> Trained:
 class Opened:
     """Facts that are known once the run has its directory."""
 
-    where: dict[str, object]  # hosts, batch job, launcher and MPI
+    where: dict[str, Any]  # hosts, batch job, launcher and MPI
     token_bytes: float | None  # of a token of the text; None where not all of it is text
     times: Times
 
@@ -218,21 +222,24 @@ def _assemble(
     fitted = replace(texts.config, train=settings)
     start = Start(comm, stage.threads, stage.free_memory, fitted, plan.state, texts.is_evaluated, say)
     micro_batches = setup.strategy.micro_batches(settings, comm.rank, model, start)  # some measure the ranks
-    exchange = components().exchange(comm, state, settings, say)
+    exchange = checked_exchange(comm, state, settings, say)
+    if lost := restore_exchange(comm, exchange, model, plan.checkpoint):
+        say(lost)
     signals = PendingSignals()
     activity = Activity()
     judge = parts.step_policy(settings, progress)
+    gathering = EachRank(comm, exchange, model) if exchange.saved else state.gathering(comm)
     checkpoints = Checkpoints(
         model,
         state.optimizer,
         plan.directory,
         trained.described,
-        settings,
+        replace(settings, save="sync") if exchange.saved else settings,
         say,
         comm,
         trained.best,
         parts.disk(plan.directory, settings, model, trained.described, say),
-        state.gathering(comm),
+        gathering,
         parts.retention(settings),
     )
     last = settings.steps if plan.until is None else plan.until
@@ -305,7 +312,7 @@ def make_steps(config: RunConfig, stage: Stage, say: Say) -> Step:
     stage.notes.report_to(say)
     compile_once_per_node(stage, setup.kernels, config, setup.strategy)
     micro_batches = setup.strategy.micro_batches(setup.settings, comm.rank, model)
-    exchange = components().exchange(comm, state, setup.settings, say)
+    exchange = checked_exchange(comm, state, setup.settings, say)
     return Step(state.optimizer, comm, setup.settings, exchange, micro_batches=micro_batches)
 
 
@@ -393,9 +400,8 @@ def set_up(config: RunConfig, stage: Stage, is_evaluated: bool = False, preferre
     comm = stage.comm
     t = config.train
     strategy = components().strategy(t, comm.size)
-    made_by, option = type(components()), strategy.placement.option
-    if option and not made_by.exchange.__module__.startswith("distgpt."):
-        raise shared(UsageError(f"{made_by.__qualname__}.exchange does not go with {option}"))
+    if strategy.placement.option and (extension := own_exchange()):
+        raise shared(UsageError(f"{extension} does not go with {strategy.placement.option}"))
     strategy.refuse_unable(comm, on_gpu=stage.on_gpu)
     kind = components().model(t)
     if not kind.trained(config).specs:  # an extension's kind may find none in this model
@@ -406,6 +412,32 @@ def set_up(config: RunConfig, stage: Stage, is_evaluated: bool = False, preferre
     # A GPU compiles for the sizes of this run, in threads: that needs no weights.
     stage.compile_ahead(t.dtype, partial(rehearse, config=config, strategy=strategy))
     return Setup(config, settings, stage, kernels, kind, strategy)
+
+
+def own_exchange() -> str:
+    """Return the name of the method by which an extension makes its exchange; "" if it makes none."""
+    exchange = type(components()).exchange
+    return "" if exchange.__module__.startswith("distgpt.") else exchange.__qualname__
+
+
+def checked_exchange(comm: Comm, state: OptimizerState, t: TrainConfig, say: Say) -> Exchange:
+    """Return what sums the gradients. If an extension makes it, sum known gradients first. Collective."""
+    exchange = components().exchange(comm, state, t, say)
+    if (
+        not own_exchange() or exchange.ready
+    ):  # one that sends during the backward pass cannot be tried without
+        return exchange
+    model = state.optimizer.model
+    k, grads = model.kernels, model.grads
+    k.zero(grads.with_flags)
+    k.put(grads.flat[:1], np.array([comm.rank + 1], k.wide))  # one element: some send only the largest
+    exchange.before_backward(0)
+    exchange.sum_gradients(0)
+    mean, right = float(k.to_host(grads.flat[:1])[0]) * exchange.scales(1.0).gradients, (comm.size + 1) / 2
+    wrong = f"{own_exchange()}: the mean of a gradient over the ranks is {mean:g}; it must be {right:g}"
+    refuse_anywhere(comm, "" if math.isclose(mean, right, rel_tol=0.01) else wrong)
+    k.zero(grads.with_flags)
+    return exchange
 
 
 def micro_batches_so_far(state: State, before: RunConfig, ranks: int) -> int:
@@ -446,7 +478,7 @@ def rehearse(kernels: Kernels, config: RunConfig, strategy: Strategy) -> None:
     positions = tokens if config.train.is_of_examples else None
     work = Pass(model, 1, config.model.seq_len, training=True, positions=positions)
     work.loss_and_gradients(tokens, tokens, 1.0, accumulate=False)
-    OPTIMIZERS[config.train.optimizer](model, TrainConfig()).step(0, 1.0)
+    components().optimizer(config.train)(model, TrainConfig(extra=config.train.extra)).step(0, 1.0)
     strategy.rehearse(model)
     # A sample takes a token at a time, which attends to a cache: other loops, and other kernels on a GPU.
     sample, cache = Pass(model, 1, 1, training=False), kernels.zeros(*cache_shape(config.model))

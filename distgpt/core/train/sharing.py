@@ -16,11 +16,11 @@ from typing import NamedTuple, Protocol
 from distgpt.core.base.errors import Say
 from distgpt.core.comm.agree import on_root
 from distgpt.core.comm.api import Comm
+from distgpt.core.components import components
 from distgpt.core.config import RunConfig, TrainConfig
 from distgpt.core.data.batches import rank_sequences
 from distgpt.core.model.memory import FlatBuffer, Layout
 from distgpt.core.model.model import Model
-from distgpt.core.model.muon import OPTIMIZERS
 from distgpt.core.model.optim import AdamW
 from distgpt.core.model.passes import Ready
 from distgpt.core.ops.api import Array
@@ -86,6 +86,7 @@ class Exchange:
     ready: Ready | None = None
     waits_after_update = False  # whether `after_update` waits for other ranks
     mean_factor = 1.0  # makes the mean over ranks of their sum
+    saved: Mapping[str, Array] = {}  # this rank's arrays that checkpoints hold, such as residuals
 
     def before_backward(self, step: int) -> None:
         """Prepare for the last backward pass of a step."""
@@ -226,7 +227,7 @@ class Placement:
         return OptimizerState(self.optimizer(model, rank=rank, ranks=self.ranks))
 
     def optimizer(self, model: Model, own: slice | None = None, rank: int = 0, ranks: int = 1) -> AdamW:
-        return OPTIMIZERS[self.config.optimizer](model, self.config, own, rank, ranks)
+        return components().optimizer(self.config)(model, self.config, own, rank, ranks)
 
     def saved_buffers(self, is_common: bool) -> int:
         """Return how many buffers of the weights' size a checkpoint holds: weights and both moments.

@@ -125,6 +125,7 @@ class Step:
             for adds in (False, True)
             for sends in (False, True)
         }
+        self.is_recorded = not any(isinstance(work, partial) for work in self._recorded.values())
         self._launched = 0
         self._has_appended = False  # whether the last step has left votes behind the gradients
         self._exchanged_at: float | None = None

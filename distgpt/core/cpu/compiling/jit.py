@@ -84,10 +84,11 @@ _NO_C: dict[str, object] = {"no_cfunc_wrapper": True}
 _OPTIONS |= _NO_C
 
 
-def jit(function: Loop) -> Loop:
+def jit(function: Loop, is_kept: bool = True) -> Loop:
     """Compile a loop on first use, keep it on disk, and run it without the interpreter lock."""
     compiled = njit(**_OPTIONS)(function)
-    keep_on_disk(compiled)
+    if is_kept:
+        keep_on_disk(compiled)
     # LLVM calls back while it compiles and while it loads.
     compiled.compile = signals_deferred()(compiled.compile)
     loop: Loop = compiled

@@ -6,10 +6,12 @@ Training has a loop forward and one backward of each, decoding a branch of `acti
 from __future__ import annotations
 
 import math
+from functools import cache
 
 import numpy as np
 
-from distgpt.core.cpu.compiling.jit import exp, get, inline, jit, number, put
+from distgpt.core.cpu.compiling.jit import Loop, exp, get, inline, jit, number, put
+from distgpt.core.ops.activations import ACTIVATIONS
 
 # gelu(x) = x · σ(u) with u = 2√(2/π) (x + 0.044715 x³): the tanh form, written with one exponential.
 LINEAR = 2 * math.sqrt(2 / math.pi)
@@ -178,10 +180,37 @@ def activate_in_place(act, x, gate, count):
             x[j] = silu_of(x[j], one) * gate[j]
 
 
-FORWARD = {"gelu": gelu, "relu": relu, "relu2": relu2, "swiglu": swiglu}
-BACKWARD = {
-    "gelu": gelu_backward,
-    "relu": relu_backward,
-    "relu2": relu2_backward,
-    "swiglu": swiglu_backward,
+LOOPS = {
+    "gelu": (gelu, gelu_backward),
+    "relu": (relu, relu_backward),
+    "relu2": (relu2, relu2_backward),
+    "swiglu": (swiglu, swiglu_backward),
 }
+
+
+@cache
+def loops(act: str) -> tuple[Loop, Loop]:
+    """Return the loops of an activation, forward and backward. An extension's are compiled in each process:
+    the disk cache does not see when its file changes.
+    """
+    functions = ACTIVATIONS[act].functions
+    if functions is None:
+        return LOOPS[act]
+    value, derivative = map(inline, functions)
+
+    def forward(first, last, y, pre):
+        for i in range(first, last):
+            yi, pi = y[i], pre[i]
+            for j in range(pi.shape[0]):
+                put(yi, j, value(get(pi, j)))
+
+    def backward(first, last, y, pre):
+        for i in range(first, last):
+            yi, pi = y[i], pre[i]
+            for j in range(pi.shape[0]):
+                x = get(pi, j)
+                dy = get(yi, j)
+                put(pi, j, dy * derivative(x))
+                put(yi, j, value(x))
+
+    return jit(forward, is_kept=False), jit(backward, is_kept=False)

@@ -1,4 +1,4 @@
-"""Tensors that rank 0 does not have, in files: it writes and reads them for all ranks."""
+"""Tensors that rank 0 does not have: it saves and reads them for all ranks."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from distgpt.core.model.model import Model
 from distgpt.core.ops.api import Array
 from distgpt.core.saved.checkpoint import check_file, read_manifest
 from distgpt.core.saved.tensors import Kind, LazyTensors, Tensors, read_header, read_rows
-from distgpt.core.train.sharing import Gathering
+from distgpt.core.train.sharing import Exchange, Gathering, Groups
 
 DONE = -1
+EXCHANGE = "exchange"  # the file of what an exchange saves of each rank
 
 
 def stems(checkpoint: Path) -> set[str]:
@@ -84,3 +85,47 @@ def host_buffer(model: Model, layout: Layout) -> FlatBuffer:
     if model.kernels.capabilities.is_async:
         return FlatBuffer(layout, partial(np.zeros, dtype=model.kernels.wide))
     return model.grads if layout is model.layout else FlatBuffer(layout, lambda size: model.grads.flat[:size])
+
+
+class EachRank(TensorByTensor):
+    """What an exchange saves of each rank. Rank 0 has everything else that is saved."""
+
+    def __init__(self, comm: Comm, exchange: Exchange, model: Model) -> None:
+        self._saved, self._to_host = exchange.saved, model.kernels.to_host
+        hosts = {name: self._to_host(array) for name, array in exchange.saved.items()}
+        kinds = {name: (host.dtype, host.shape) for name, host in hosts.items()}
+        super().__init__(comm, {f"{rank}/{name}": kinds[name] for rank in range(comm.size) for name in kinds})
+
+    def groups(self, weights_alone: bool) -> Groups:
+        return {} if weights_alone else {EXCHANGE: self.some({name: name for name in self._names})}
+
+    def gathered(self, name: str) -> Array:
+        rank, _, own = name.partition("/")
+        array = self._to_host(self._saved[own])
+        if self._comm.rank == 0 and rank != "0":
+            array = np.empty_like(array)
+        self._comm.send(array, int(rank), 0)
+        return array
+
+
+def restore_exchange(comm: Comm, exchange: Exchange, model: Model, checkpoint: Path | None) -> str:
+    """Fill what an exchange saves from a checkpoint, or with zeros. Return why there was none. Collective."""
+    saved = on_root(comm, lambda: _saved_names(checkpoint)) if exchange.saved else []
+    is_same = saved == [f"{rank}/{name}" for rank in range(comm.size) for name in exchange.saved]
+    for rank in range(comm.size):
+        for name, array in exchange.saved.items():
+            host = np.zeros_like(model.kernels.to_host(array))
+            if checkpoint and is_same:
+                on_root(comm, partial(load_some, checkpoint, EXCHANGE, {f"{rank}/{name}": host}))
+                comm.send(host, 0, rank)
+            if comm.rank == rank:
+                model.kernels.put(array, host)
+    if is_same or not checkpoint:
+        return ""
+    return f"{checkpoint} holds no state of {type(exchange).__name__} for these ranks: it starts at zero"
+
+
+def _saved_names(checkpoint: Path | None) -> list[str]:
+    if checkpoint is None or EXCHANGE not in stems(checkpoint):
+        return []
+    return [*read_header(checkpoint / f"{EXCHANGE}.safetensors").tensors]
