@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -142,7 +141,7 @@ def profile(
     ready = open_stage(stage, threads, without_graphs(stage, gpu))
 
     from distgpt.core.train.plan import with_dtype
-    from distgpt.measure.profile.session import Session, open_steps, prepare
+    from distgpt.measure.profile.session import measure
     from distgpt.recipes.derived import configured
     from distgpt.recipes.recipes import followed
 
@@ -150,29 +149,9 @@ def profile(
     run = configured(ready.comm, with_dtype(followed(asked, ready, say), ready, say))
     if config and ready.comm.rank == 0 and "steps" in parse_toml(config.read_text(), str(config)):
         say(f"{config} sets the steps of training: --steps sets how many are measured, {steps}")
-    step, batches = open_steps(run, ready, say)
-    prepare(ready.comm, out)
-    session = Session(ready, step, run.train, warmup_steps)
-    try:
-        for done, seconds in enumerate(_steps(session.profiler, batches, warmup_steps + steps), 1):
-            warming = " (to warm up)" if done <= warmup_steps else ""
-            say(f"step {done} of {warmup_steps + steps}: {1000 * seconds:,.1f} ms{warming}")
-        session.finish(out, print_lines)
-    except KeyboardInterrupt:
-        session.salvage(out, print_lines)
-        raise
-
-
-def _steps(profiler: Any, batches: Any, count: int) -> Iterator[float]:
-    """Run steps as training does, the next one launched before the last is read; yield their seconds."""
-    running, begun = [], time.perf_counter()
-    for number in range(count):
-        running.append(profiler.launch(number, batches))
-        while len(running) > (profiler.on_gpu and number < count - 1):
-            running.pop(0).wait()
-            ended = time.perf_counter()
-            yield ended - begun
-            begun = ended
+    table = measure(ready, run, steps, warmup_steps, out, say)
+    if ready.comm.rank == 0:
+        print_lines(table)
 
 
 @command(example="mpirun -n 4 distgpt sweep GRID.toml")
@@ -291,7 +270,6 @@ def compile() -> None:
     """
     import io
     import tempfile
-    import time
     from contextlib import redirect_stderr
     from pathlib import Path
 
