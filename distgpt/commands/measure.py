@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ from distgpt.commands.options import (
     PATH,
     POSITIVE,
     TIME,
+    FiniteRange,
     deterministic_as_parts,
     dial_options,
     preset_options,
@@ -42,16 +43,14 @@ from distgpt.core.cpu.stages import open_stage
 @dial_options
 @click.option("--ranks", type=POSITIVE, default=1, help="Processes of the run.")
 @click.option("--tokens", help="Tokens to train on in total (300M, 10B), instead of --steps.")
-@click.option(
-    "--rate", type=click.FloatRange(0, min_open=True), help="Tokens/s of one rank, measured elsewhere."
-)
+@click.option("--rate", type=FiniteRange(0, min_open=True), help="Tokens/s of one rank, measured elsewhere.")
 @click.option(
     "--measure/--no-measure",
     "measured",
     default=None,
     help="Time a few steps here; the default where possible, unless --rate is given.",
 )
-@click.option("--gpu-memory", type=click.FloatRange(0, min_open=True), help="GiB of each rank's GPU.")
+@click.option("--gpu-memory", type=FiniteRange(0, min_open=True), help="GiB of each rank's GPU.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of a page.")
 def estimate(
     stage: str,
@@ -77,7 +76,6 @@ def estimate(
     from distgpt.recipes.depth import Dial
     from distgpt.recipes.derived import derived
     from distgpt.recipes.within import with_clock
-    from distgpt.show.progress import ItemProgress
 
     say = partial(print_lines, err=True)
     asked = replace(asked_for(set_by_user(flags), preset, config), fetches=False)
@@ -96,8 +94,7 @@ def estimate(
         say(Dial(asked.depth, asked.tokens, ranks).described(run))
     total = parse_count(tokens, "--tokens") if tokens is not None else None
     question = Question(run, stage, ranks, threads, gpu, total, rate, measured, gpu_memory)
-    with closing(ItemProgress("steps", with_tokens=False)) as progress:
-        facts = estimated(question, say, progress, here)
+    facts = estimated(question, say, here)
     if as_json:
         print(json.dumps({"name": plain.name, **facts}, indent=1))
     else:
