@@ -9,14 +9,12 @@ from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
-from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any
 from zlib import compress, decompress
 
 from distgpt.core.base.errors import Say, UsageError
-from distgpt.core.base.files import atomic_file, storage_errors
+from distgpt.core.base.files import atomic_file
 from distgpt.core.comm.agree import gather_bytes, on_root, shared
-from distgpt.core.comm.api import Comm
 from distgpt.core.components import components
 from distgpt.core.config import RunConfig
 from distgpt.core.cpu.kernels import CpuKernels
@@ -27,6 +25,7 @@ from distgpt.core.saved.modelfile import load_description
 from distgpt.core.train.plan import refuse_unsuited
 from distgpt.core.train.setup import make_steps, read_texts
 from distgpt.core.train.step import Step, StepResult
+from distgpt.measure.bench.results import prepare
 from distgpt.measure.doctor.facts import environment
 from distgpt.measure.doctor.speed import Peaks, measure_peaks
 from distgpt.measure.profile.recorder import Account, Clock, Recorder, Taken, account, no_times
@@ -131,23 +130,11 @@ def of_rank(profiler: Profiler, rank: int, peaks: Peaks) -> RankProfile:
     return found | {"peaks": asdict(peaks), "times": times.tolist()}
 
 
-def prepare(comm: Comm, folder: Path) -> None:
-    """Make the directory and check that files can be written there. Collective."""
-
-    def probe() -> None:
-        with storage_errors("write the profile into", folder):
-            folder.mkdir(parents=True, exist_ok=True)
-            with TemporaryFile(dir=folder) as file:
-                file.write(b"whether there is room")
-
-    on_root(comm, probe)
-
-
 def measure(stage: Stage, run: RunConfig, measured: int, warm_up: int, folder: Path, say: Say) -> str:
     """Measure steps, and write both files on rank 0; return the table. Collective."""
     step, batches = open_steps(run, stage, say)
     comm, kernels, model = stage.comm, step.model.kernels, step.model
-    prepare(comm, folder)
+    on_root(comm, lambda: prepare(folder))
     if stage.on_gpu:
         stage.notes.add("each operation is timed, so steps are not recorded as CUDA graphs")
     profiler = Profiler(step, getattr(stage, "device", None))
