@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 import time
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -251,13 +249,6 @@ def doctor(
     hosts.report(hostfile, ssh, as_json)
 
 
-def _shown(text: str) -> AbstractContextManager[object]:
-    """Show on a terminal what is being compiled, as a part takes up to a minute or two."""
-    from rich.console import Console
-
-    return Console(file=sys.stderr).status(text) if sys.stderr.isatty() else nullcontext()
-
-
 @command(example="distgpt compile")
 def compile() -> None:
     """Compile all kernels for this kind of processor, once for every user of this installation.
@@ -268,7 +259,6 @@ def compile() -> None:
     import io
     import tempfile
     from contextlib import redirect_stderr
-    from pathlib import Path
 
     from distgpt.core.cpu.compiling import disk_cache
     from distgpt.core.cpu.compiling.processor import processor
@@ -278,17 +268,15 @@ def compile() -> None:
     if disk_cache.folder() is None:  # where they are made before they are shared
         raise StorageError("compiled loops cannot be kept: set DISTGPT_CACHE to a folder of your own")
     begun, known = time.monotonic(), len(disk_cache.used)
-    from distgpt.measure.precompile import parts  # which uses some itself
-
     with tempfile.TemporaryDirectory(prefix="distgpt-compile-") as folder:
-        wanted = list(parts(Path(folder)))
+        parts = list(site_cache.parts(Path(folder)))
         print_lines(
-            f"compiling {count(len(wanted), 'part')} for {processor()[0]}, which takes some minutes;"
+            f"compiling {count(len(parts), 'part')} for {processor()[0]}, which takes some minutes;"
             " if it is interrupted, the next start begins with what is done"
         )
-        for number, (name, act) in enumerate(wanted, 1):
+        for name, act in parts:
             started = time.monotonic()
-            with _shown(f"{number} of {len(wanted)}: {name}"), redirect_stderr(io.StringIO()):
+            with redirect_stderr(io.StringIO()):
                 act()  # what training a model notes is of no interest here
             new, known = len(disk_cache.used) - known, len(disk_cache.used)
             print_lines(f"{clock(time.monotonic() - started):>5}  {count(new, 'kernel'):>11}  {name}")
