@@ -228,25 +228,24 @@ def doctor(
     """Report what this machine, a job under mpirun or the hosts of a hostfile can run, and what they lack."""
     if empty and not caches:
         raise UsageError("--empty needs --caches")
+    if ssh and not hostfile:
+        raise UsageError("--ssh needs --hostfile FILE")
     if caches:
-        if stage or hostfile or ssh:
-            raise UsageError("--caches is a report of its own: leave --stage, --hostfile and --ssh out")
+        refuse_beside("--caches", {"stage": stage, "hostfile": hostfile}, "it is a report of its own")
+    if hostfile:
+        refuse_beside("--hostfile", {"stage": stage}, "one is about other hosts, one about this machine")
+    if caches:
         from distgpt.measure.doctor.caches import report_caches
 
         report_caches(empty or "", as_json)
-        return
-    if hostfile is None:
-        if ssh:
-            raise UsageError("--ssh needs --hostfile FILE")
+    elif hostfile:
+        from distgpt.measure.doctor import hosts
+
+        hosts.report(hostfile, ssh, as_json)
+    else:
         from distgpt.measure.doctor.report import report
 
         report(stage, as_json)
-        return
-    if stage:
-        raise UsageError("--stage is about this machine, --hostfile about others: leave one of them out")
-    from distgpt.measure.doctor import hosts
-
-    hosts.report(hostfile, ssh, as_json)
 
 
 @command(example="distgpt compile")
