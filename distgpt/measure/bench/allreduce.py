@@ -22,8 +22,7 @@ from distgpt.core.comm.api import Array, Comm
 from distgpt.core.config import GpuConfig
 from distgpt.core.cpu.stages import Stage, open_stage
 from distgpt.core.train.sharing import Allreduce
-from distgpt.measure.bench.results import BenchOptions, Row, say
-from distgpt.measure.jobs import ask
+from distgpt.measure.jobs import BenchOptions, Row, ask, say
 from distgpt.parallel.node_memory import shared_rows
 from distgpt.parallel.reductions import Hierarchical, SharedSum, one_by_one
 from distgpt.show.page import Block, Column, Paragraph, tabulated
