@@ -7,6 +7,7 @@ import os
 import re
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -17,11 +18,10 @@ from distgpt.core.base.checked import parse_json, parse_object
 from distgpt.core.base.errors import DataError, DistgptError, StorageError, error_for, print_lines
 from distgpt.core.base.files import atomic_file, read_small, storage_errors
 from distgpt.core.config import ON_GPU, RunConfig
+from distgpt.core.saved.metrics import read_metrics
 from distgpt.core.saved.rundir import RunDirectory
 from distgpt.measure.doctor.facts import environment
 from distgpt.show.page import Block, terminal
-
-MOST_METRICS = 1 << 30  # bytes of metrics.jsonl
 
 # Prefixes of variables that would steer one side's BLAS and not the other's: both run without them.
 _STEERING = ("OPENBLAS_", "MKL_", "OMP_", "ATEN_", "ONEDNN_", "NUMBA_NUM_THREADS", "NUMBA_THREADING_LAYER")
@@ -53,12 +53,10 @@ def answer(ended: Ended, what: str) -> dict[str, Any]:
         raise_failure(ended, what)
     for line in reversed(ended.output.splitlines()):
         if line.startswith("{"):
-            try:
+            with suppress(ValueError):
                 found = parse_json(line)
-            except ValueError as error:
-                raise DataError(f"{what} printed a result that is damaged: {error}") from None
-            assert isinstance(found, dict)  # since it begins with a brace
-            return found
+                assert isinstance(found, dict)  # since it begins with a brace
+                return found
     raise DataError(f"{what} printed no result: {ended.complaint()}")
 
 
@@ -97,21 +95,10 @@ def read_summary(out: Path) -> dict[str, Any]:
 
 def read_losses(out: Path) -> list[float | None]:
     """Return the loss of each step, up to the first damaged line; None where it was not finite."""
-    try:
-        lines = read_small(RunDirectory(out).metrics, MOST_METRICS).splitlines()
-    except (StorageError, DataError):
-        return []
     losses: list[float | None] = []
-    for line in lines:
-        try:
-            record = parse_json(line)
-        except ValueError:
-            break
-        if not isinstance(record, dict):
-            break
-        if "loss" in record:
-            loss = record["loss"]
-            losses.append(loss if isinstance(loss, int | float) else None)
+    with suppress(StorageError, DataError):
+        for line in read_metrics(RunDirectory(out).metrics):
+            losses += [line.numbers["loss"]] if "loss" in line.numbers else []
     return losses
 
 
