@@ -127,19 +127,15 @@ infer_options = together(
 
 @bench.command("infer", example="distgpt bench infer --preset gpt-mini")
 @infer_options
-@click.option("--measure", hidden=True)  # for the processes that this starts
-def infer(measure: str | None, **given: Any) -> None:
+def infer(**given: Any) -> None:
     """Generate from prompts, one request and many at once: prefill, decode, all.
 
     Weights are random.
     """
     from distgpt.measure.bench import infer
 
-    if measure is not None:
-        infer.measure_own(measure)
-    else:
-        refuse_launched("infer")
-        infer.bench(to_options(infer.InferOptions, given))
+    refuse_launched("infer")
+    infer.bench(to_options(infer.InferOptions, given))
 
 
 @bench.command("allreduce", example="distgpt bench allreduce --ranks 2")
