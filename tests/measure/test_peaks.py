@@ -64,12 +64,6 @@ class Counted(CpuKernels):
         self.calls.append(len(x))
         self.at += self.seconds["linear"] * (len(x) / 512) ** 3
 
-    def linear_backward(self, dx, dy, w):
-        self.at += 2 * self.seconds["linear"] * (len(dx) / 512) ** 3
-
-    def linear_backward_weights(self, dwb, dy, x, accumulate):
-        self.at += 3 * self.seconds["linear"] * (len(dwb.w) / 512) ** 3
-
 
 @pytest.mark.parametrize("product,moved", [(5e-5, 1e-3), (3e-3, 0.5)])
 def test_rates_are_counted_right(product, moved, monkeypatch):

@@ -101,10 +101,9 @@ def test_bytes_are_those_of_the_arrays():
         ("wait", (0, 0), p),
     ):
         assert ops.cost_of(name, False, args, {}) == expected, name
-    assert ops.cost_of("linear_act", True, (y, y, x, wb, "gelu"), {}) == (0, 4 * 2 * 60)
     whole = (ids, None, None, x, head, ids, 1.0, False)
     assert ops.cost_of("linear_cross_entropy", False, whole, {}).flops == 384
-    assert ops.cost_of("linear_cross_entropy", True, whole, {}) == (0, 48 + 4 * 48)
+    assert ops.cost_of("linear_cross_entropy", True, whole, {}) == (0, 0)
 
 
 # How time is accounted for, by a clock that tells what it is told
@@ -217,9 +216,9 @@ def names_of(function):
 
 def test_costs_name_arguments_that_operations_have():
     seen = 0
-    for functions in (ops.FLOPS, ops.BYTES, ops.BYTES_WITHOUT_MATMULS):
+    for functions in (ops.FLOPS, ops.BYTES):
         for name, function in functions.items():
             used = set(names_of(function))
             assert used <= {*ops.PARAMETERS[name]}, name
             seen += len(used)
-    assert seen > 25
+    assert seen > 20

@@ -29,7 +29,7 @@ from distgpt.core.comm.resources import granted_cores
 from distgpt.core.train.whereabouts import processor_name
 from distgpt.measure.doctor.facts import Facts, versions
 from distgpt.measure.doctor.report import MOST_HOSTS, rows
-from distgpt.measure.doctor.verdicts import AS_ROOT, foreign_mpirun, grouped, is_refused_as_root
+from distgpt.measure.doctor.verdicts import AS_ROOT, foreign_mpirun, is_refused_as_root
 from distgpt.show.page import terminal_table
 
 SECONDS = 40.0  # for their answers: Python may load from a slow network disk
@@ -89,7 +89,11 @@ def examine(path: Path, ssh: bool) -> Facts:
     problems = [] if here["path"] else ["no mpirun was found: pip install 'distgpt[mpich]'"]
     problems += [mpi["problem"]] if mpi["problem"] else []
     problems += [*foreign_mpirun(here, mpi), *hostfile.problems(vendor, lines)]
-    problems += [f"{host.name}: {problem}" for host in hosts for problem in _stops(host, own)]
+    warnings: list[str] = []
+    for host in hosts:
+        its_problems, its_warnings = _judged(host, own)
+        problems += [f"{host.name}: {text}" for text in its_problems]
+        warnings += [f"{host.name}: {text}" for text in its_warnings]
     ranks = sum(host.ranks for host in hosts)
     # Open MPI looks for a program in the PATH that ssh gives there, MPICH in the one that is here.
     program = own_program() if vendor == "Open MPI" else ["distgpt"]
@@ -101,7 +105,7 @@ def examine(path: Path, ssh: bool) -> Facts:
         "command": "" if problems else shlex.join(map(str, [*start, *program, "train", "--stage", "mpi"])),
         "hosts": [asdict(host) for host in hosts],
         "problems": problems,
-        "warnings": [*_differences(hosts, own), *_crowded(hosts)],
+        "warnings": warnings,
     }
 
 
@@ -160,42 +164,29 @@ def _read_answer(host: Host, said: bytes, errors: bytes) -> None:
 # What stops a job, and what is only worth a look.
 
 
-def _stops(host: Host, own: HostFacts) -> Iterator[str]:
-    if host.facts is None and not addresses(host.name):
-        yield "nobody knows this name: correct it, or add it to DNS or /etc/hosts"
-    elif host.problem:
-        yield host.problem
-    elif host.facts:
-        its, ours = host.facts.versions.get("distgpt"), own.versions["distgpt"]
+def _judged(host: Host, own: HostFacts) -> tuple[list[str], list[str]]:
+    """Return what stops a job on a host, and what is only worth a look."""
+    facts = host.facts
+    if facts is None and not addresses(host.name):
+        return ["nobody knows this name: correct it, or add it to DNS or /etc/hosts"], []
+    if facts is None:
+        return [host.problem] * bool(host.problem), []
+    stops: list[str] = []
+    differs: list[str] = []
+    if facts.mpi != own.mpi:
+        stops.append(f"{facts.mpi}, and here {own.mpi}: install the same MPI on all hosts")
+    for name in ("distgpt", "python", "numpy", "numba", "mpi4py"):
+        its, ours = (each.versions.get(name, "missing") for each in (facts, own))
         if its != ours:
-            yield f"distgpt {its}, and here {ours}: install the same version on all hosts"
-        if host.facts.mpi != own.mpi:
-            yield f"{host.facts.mpi}, and here {own.mpi}: install the same MPI on all hosts"
-
-
-def _differences(hosts: list[Host], own: HostFacts) -> Iterator[str]:
-    found = []
-    for host in hosts:
-        if host.facts is None:
-            continue
-        for name in ("python", "numpy", "numba", "mpi4py"):
-            its, ours = (each.versions.get(name, "missing") for each in (host.facts, own))
-            if its != ours:
-                found.append((f"{name} {its}, and here {ours}", host.name))
-        if host.facts.processor != own.processor:
-            model = host.facts.processor.partition(",")[0]
-            found.append((f"another processor or other features of it ({model}): {ROUNDING}", host.name))
-    yield from (f"{', '.join(names)}: {what}" for what, names in grouped(found).items())
-
-
-def _crowded(hosts: list[Host]) -> Iterator[str]:
-    for host in hosts:
-        if host.facts and host.ranks > host.facts.cores:
-            what = f"{count(host.ranks, 'rank')} for {count(host.facts.cores, 'core')}"
-            yield f"{host.name}: {what}: give it no more ranks than cores"
-        elif host.facts and 0 < host.facts.gpus < host.ranks:
-            what = f"{count(host.ranks, 'rank')} for {count(host.facts.gpus, 'GPU')}"
-            yield f"{host.name}: {what}, which ranks of a GPU stage would share"
+            found = f"{name} {its}, and here {ours}: install the same version on all hosts"
+            (stops if name == "distgpt" else differs).append(found)
+    if facts.processor != own.processor:
+        model = facts.processor.partition(",")[0]
+        differs.append(f"another processor or other features of it ({model}): {ROUNDING}")
+    if host.ranks > facts.cores:
+        what = f"{count(host.ranks, 'rank')} for {count(facts.cores, 'core')}"
+        differs.append(f"{what}: give it no more ranks than cores")
+    return stops, differs
 
 
 def _lines(found: Facts) -> Iterator[str]:

@@ -21,34 +21,23 @@ MEMORY_BYTES = 64 << 20  # of each array of a worker: more than caches hold
 
 
 def matmul_rate(k: Kernels, seconds: float) -> float:
-    """FLOP/s of the best size and direction, measured for this long after everything is compiled."""
+    """FLOP/s of a matmul of the best size, measured for this long after everything is compiled."""
     best, end = 0.0, float("inf")
     for side in SIDES:
         flops = 2.0 * side**3
-        if best and time.perf_counter() + 3 * flops / best > end:
+        if best and time.perf_counter() + flops / best > end:
             break
-        works = _matmuls(k, side)
+        x, y = (k.zeros(side, side) for _ in range(2))
+        _fill(k, x)
+        work = partial(k.linear, y, x, Affine(x, None))
         if not best:
-            for work in works:  # the first call of each may compile, or choose an algorithm
-                work()
+            work()  # may compile, or choose an algorithm
             end = time.perf_counter() + seconds
         for _ in range(REPEATS):
-            best = max(best, *(flops / seconds_of(k, work) for work in works))
+            best = max(best, flops / seconds_of(k, work))
             if time.perf_counter() > end:
                 break
     return best
-
-
-def _matmuls(k: Kernels, side: int) -> tuple[Callable[[], None], ...]:
-    """Make the matmuls of a linear layer: forward, and backward into its input and its weights."""
-    x, y = (k.zeros(side, side) for _ in range(2))
-    _fill(k, x)
-    dw = k.wide_zeros(side, side)
-    return (
-        partial(k.linear, y, x, Affine(x, None)),
-        partial(k.linear_backward, y, x, x),
-        partial(k.linear_backward_weights, Affine(dw, None), x, x, False),
-    )
 
 
 def seconds_of(k: Kernels, work: Callable[[], None]) -> float:
