@@ -87,29 +87,16 @@ def measure_peaks(
 
 
 def _memory(k: Kernels, seconds: float) -> float:
-    """Return bytes per second of y ← y + b, each worker with arrays of its own.
+    """Return bytes per second of y ← y + b.
 
     On cores never of bfloat16, whose rounding would take longer than the memory.
     """
     zeros = k.wide_zeros if isinstance(k, CpuKernels) else k.zeros
-    count = MEMORY_BYTES // zeros(1).itemsize
-    pairs = [(zeros(count), zeros(count)) for _ in range(k.threads)]
-
-    def one(worker: int) -> None:
-        y, b = pairs[worker]
-        k.add(y, y, b)
-
-    def own(worker: int) -> None:
-        y, b = pairs[worker]
-        k.add(b, y, y)  # pages are allocated when they are first written
-
-    def work() -> None:
-        k.each(one, len(pairs))
-
-    k.each(own, len(pairs))
-    work()
-    moved = 3.0 * MEMORY_BYTES * len(pairs)
+    count = k.threads * MEMORY_BYTES // zeros(1).itemsize
+    y, b = zeros(count), zeros(count)
+    for into in (b, y):  # pages are allocated when they are first written
+        k.add(into, y, b)
     best, end = 0.0, time.perf_counter() + seconds
     while not best or time.perf_counter() < end:
-        best = max(best, moved / seconds_of(k, work))
+        best = max(best, 3.0 * y.nbytes / seconds_of(k, partial(k.add, y, y, b)))
     return best
