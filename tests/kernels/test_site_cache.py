@@ -152,22 +152,6 @@ def test_what_is_shared_later_is_added(shared):
     assert site_cache.share() == shared and len(disk_cache.site()) == 2 and is_loaded()
 
 
-def test_of_two_that_have_compiled_the_same_at_once_both_share_it(place):
-    """The second one still holds what the site had before, and its own files are gone."""
-    site_cache.require_writable()
-    assert not is_loaded() and disk_cache.site() == {}
-    if (child := os.fork()) == 0:
-        code = 9
-        try:
-            site_cache.share()
-            code = 0
-        finally:
-            os._exit(code)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert not list((place.parent / "own").iterdir()) and disk_cache.site() == {}
-    assert [site_cache.share()] == list(place.iterdir()) and is_loaded()
-
-
 def test_a_loop_that_cannot_be_kept_is_not_shared(place, monkeypatch):
     monkeypatch.setattr(disk_cache, "folder", lambda: None)
     site_cache.require_writable()
@@ -273,25 +257,6 @@ def open_to_all():
         home.mkdir()
         os.chown(home, SOMEBODY, SOMEBODY)
         yield Path(folder), home
-
-
-@as_root
-def test_another_user_loads_it_and_needs_no_folder_of_his_own(place, monkeypatch):
-    with open_to_all() as (folder, _):
-        monkeypatch.setattr(disk_cache, "SITE", folder / "compiled")
-        disk_cache.site.cache_clear()
-        site_cache.require_writable()
-        assert not is_loaded()
-        site_cache.share()
-        if (child := os.fork()) == 0:
-            code = 9
-            try:
-                os.setuid(SOMEBODY)
-                monkeypatch.setattr(disk_cache, "folder", lambda: os._exit(2))
-                code = 0 if is_loaded() else 1
-            finally:
-                os._exit(code)  # or it would go on with the tests
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 # Runs a command as somebody else, or compiles a part as root, with the cache in the folder named first.

@@ -166,33 +166,19 @@ def test_only_ranks_that_share_a_gpu_are_told(ranks):
 
 def test_traps_are_reported_with_their_ranks(ranks):
     set_here = {"OPENBLAS_CORETYPE": "Haswell"}
+    nowhere, old = ({**ranks[0]["compute"], **found} for found in ({"loops": None}, {"unused": ["/opt/x"]}))
     for numbers, change, words in (
         ({4, 5}, {"versions": {"numpy": "1.0"}}, ["different versions of numpy", "1.0 on ranks 4–5"]),
         (range(4), {"core_share": 0.5}, ["ranks 0–3 on node0 share 2 cores"]),
         (range(4, 8), {"core_share": 1.0}, ["ranks 4–7 on node1 may use 4 of 16 cores", "--bind-to none"]),
         ({7}, {"environment": set_here}, ["OPENBLAS_CORETYPE=Haswell overrides"]),
+        (range(8), {"compute": nowhere}, ["compiled loops cannot be kept"]),
+        ({2, 3}, {"compute": nowhere}, ["ranks 2–3: compiled loops cannot be kept"]),
+        (range(8), {"compute": old}, ["/opt/x is not used", "distgpt compile"]),
     ):
         found = verdicts.warnings(LAUNCHED, MPI, changed(ranks, numbers, **change))
         (found,) = [warning for warning in found if words[0] in warning]
         assert all(word in found for word in words)
-
-
-def test_loops_that_no_rank_can_keep_are_reported_without_a_list_of_ranks(ranks):
-    nowhere = {"compute": {**ranks[0]["compute"], "loops": None, "missing": []}}
-    for numbers, start in ((range(8), "compiled loops cannot"), ({2, 3}, "ranks 2–3: compiled loops cannot")):
-        found = verdicts.warnings(LAUNCHED, MPI, changed(ranks, numbers, **nowhere))
-        assert [warning for warning in found if "loops" in warning] == [
-            w for w in found if w.startswith(start)
-        ]
-        assert sum("loops" in warning for warning in found) == 1
-
-
-def test_a_cache_of_the_site_that_is_not_used_is_reported_once(ranks):
-    old = {"compute": {**ranks[0]["compute"], "unused": ["/opt/old.loops"]}}
-    found = verdicts.warnings(LAUNCHED, MPI, changed(ranks, range(8), **old))
-    (warning,) = [warning for warning in found if "/opt/old.loops" in warning]
-    assert "distgpt compile" in warning
-    assert not [w for w in verdicts.warnings(LAUNCHED, MPI, ranks) if "distgpt compile" in w]
 
 
 def test_a_host_without_its_driver_stops_the_gpu_stage_with_its_ranks(ranks):

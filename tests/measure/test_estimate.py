@@ -87,7 +87,7 @@ def test_operations_are_those_of_the_matmuls():
 
 
 def test_the_memory_is_what_sizing_counts():
-    for name in (*PUBLISHED, "gpt2-modern"):
+    for name in ("gpt2", "gpt2-modern"):
         asked = question(name, grad_accum=512, recompute="mlp")
         memory = estimate(asked, lambda text: None)["memory"]
         need = needed(asked.run, CpuKernels(threads=2), Strategy(asked.run.train, 1), True)
@@ -295,7 +295,7 @@ def test_shards_give_the_vocabulary_and_whether_there_is_something_to_validate_o
         assert (found["memory"]["validation"] > 0) == (fraction != "0")
 
 
-def test_divisors_are_all_there_are_even_of_a_huge_batch():
+def test_a_huge_batch_is_estimated():
     assert divisors(3600) == [n for n in range(1, 3601) if 3600 % n == 0]
     assert estimated("tiny", batch_size=10**9)["batch"]["sequences"] == 10**9
 
