@@ -28,7 +28,7 @@ from distgpt.commands.options import (
 )
 from distgpt.core.base.errors import Say, StorageError, UsageError, print_lines, refuse_beside
 from distgpt.core.base.formatting import clock, count, parse_count, parse_duration, size
-from distgpt.core.config import ON_GPU, STAGES, GpuConfig, parse_toml
+from distgpt.core.config import ON_GPU, STAGES, GpuConfig
 from distgpt.core.config.asked import asked_for
 from distgpt.core.config.setting import Values
 from distgpt.core.cpu.stages import open_stage
@@ -142,8 +142,6 @@ def profile(
 
     say: Say = partial(print_lines, err=True) if ready.comm.rank == 0 else lambda text: None
     run = configured(ready.comm, with_dtype(followed(asked, ready, say), ready, say))
-    if config and ready.comm.rank == 0 and "steps" in parse_toml(config.read_text(), str(config)):
-        say(f"{config} sets the steps of training: --steps sets how many are measured, {steps}")
     table = measure(ready, run, steps, warmup_steps, out, say)
     if ready.comm.rank == 0:
         print_lines(table)

@@ -13,7 +13,6 @@ from distgpt.cluster.jobs import launchers
 from distgpt.core.comm.agree import gather_bytes
 from distgpt.core.comm.serial import SerialComm
 from distgpt.core.config import STAGES
-from distgpt.core.cpu.compiling import processor
 from distgpt.gpu import probe
 from distgpt.measure.doctor import facts, verdicts
 from distgpt.measure.doctor import report as doctor
@@ -190,15 +189,6 @@ def test_a_host_without_its_driver_stops_the_gpu_stage_with_its_ranks(ranks):
     assert stages["mpi-cuda"]["missing"] == [{**lost[0], "ranks": [2, 6, 7]}]
     assert verdicts.sentence(stages["mpi-cuda"]["missing"][0]) == "ranks 2, 6–7: no driver: ask for one"
     assert stages["mpi"]["runs"] and not stages["cuda"]["runs"]
-
-
-def test_amx_is_named(monkeypatch):
-    monkeypatch.setattr(processor, "features", lambda: set().union(*facts.FEATURES.values()) | {"avx512bw"})
-    monkeypatch.setattr(processor, "amx_granted", lambda: True)
-    monkeypatch.setenv("DISTGPT_AMX", "")
-    assert facts.features() == {"names": list(facts.FEATURES), "amx": "used"}
-    monkeypatch.setenv("DISTGPT_AMX", "0")
-    assert "DISTGPT_AMX turns it off" in facts.features()["amx"]
 
 
 # What it stands on

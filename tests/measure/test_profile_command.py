@@ -7,7 +7,6 @@ from pathlib import Path
 from conftest import SMALL, distgpt, inside, needs_mpi, refused
 
 from distgpt.core.model.model import flag_count
-from distgpt.measure.doctor import speed as peaks
 from distgpt.measure.profile import operations as rows
 from distgpt.measure.profile.session import TRACED
 
@@ -72,7 +71,7 @@ def test_profile_of_two_ranks(tmp_path):
         named = {row["row"]: row for row in profile["rows"]}
         assert named[rows.TRANSFER]["gbytes"] * 1e9 == 4 * (found["parameters"] + flag_count(2))
         assert named[rows.WAIT]["calls"] == 1
-    assert "waiting for ranks" in done.stdout and "Allreduce: transfer" in done.stdout
+    assert "Allreduce: transfer" in done.stdout
 
 
 def test_a_folder_that_takes_no_files_is_refused_beforehand(tmp_path):
@@ -81,12 +80,3 @@ def test_a_folder_that_takes_no_files_is_refused_beforehand(tmp_path):
         result = inside("profile", *SMALL, "--out", folder)
         refused(result, 74, folder.name)
         assert "step 1" not in result.stderr
-
-
-def test_steps_of_a_configuration_do_not_count(tmp_path, monkeypatch):
-    monkeypatch.setattr(peaks, "SECONDS", 0.01)
-    config = tmp_path / "my.toml"
-    config.write_text("steps = 5")
-    done = inside("profile", *SMALL, "--steps", "3", "--config", config, "--out", tmp_path)
-    assert "--steps sets how many are measured" in done.stderr
-    assert json.loads((tmp_path / "profile.json").read_text())["steps"] == 3

@@ -42,7 +42,7 @@ NO_OPERATIONS = {
 def test_every_operation_has_a_cost_and_a_row():
     calls = {name for name, value in vars(Kernels).items() if callable(value) and not name.startswith("_")}
     assert set(ops.OPERATIONS) == calls - NO_OPERATIONS
-    made = {*ops.ROW_OF.values(), *ops.WITHOUT_MATMULS.values(), *ops.HEAD.values(), ops.WORKERS}
+    made = {*ops.ROW_OF.values(), *ops.WITHOUT_MATMULS.values(), ops.WORKERS}
     assert made == set(ops.ORDER)
 
 
@@ -58,8 +58,7 @@ def test_matmuls_are_counted_as_estimates_count_them():
         whole = tokens * (1 + BACKWARD) * expected.forward
         assert sum(flops.values()) == pytest.approx(whole, rel=1e-9), (changes, threads, batch_size)
         for row, each in (
-            *((f"Matmul {way}", expected.layers) for way in WAYS),
-            *((f"Head: matmul {way}", expected.head) for way in WAYS),
+            *((f"Matmul {way}", expected.layers + expected.head) for way in WAYS),
             ("Attention forward", expected.attention),
         ):
             assert flops[row] == pytest.approx(tokens * each), (row, changes, threads, batch_size)
@@ -71,8 +70,8 @@ def test_rounds_and_chunks_of_logits_are_counted_once_each(monkeypatch):
     profiler, _ = profiled(step, batches, steps=1)
     tokens = 16 * step.model.config.seq_len
     flops, calls = times(profiler, "flops"), times(profiler, "calls")
-    assert flops["Head: matmul forward"] == tokens * operations(step.model).head
-    assert calls["Head: matmul forward"] == 2 * 2
+    found = operations(step.model)
+    assert flops["Matmul forward"] == tokens * (found.layers + found.head)
     assert calls["Attention forward"] == 2 * 3
     assert calls["AdamW and gradient norm"] == 2
     assert calls["Data"] == 2 * 3 + 1  # batch, tokens, targets of each round; the optimizer's numbers

@@ -25,14 +25,6 @@ from distgpt.core.train.whereabouts import processor_name
 Facts = dict[str, Any]
 
 REPORTED = ("OPENBLAS_CORETYPE", "CUDA_VISIBLE_DEVICES")  # variables
-FEATURES = {  # of processors, by LLVM's names
-    "AVX2+FMA": {"avx2", "fma"},
-    "AVX-512": {"avx512f"},
-    "AVX512_BF16": {"avx512bf16"},
-    "VNNI": {"avx512vnni"},
-    "AMX-BF16": {"amx-bf16", "amx-tile"},
-}
-
 # The name of a host behind the words that announce it, anybody's home, and a path on this machine.
 _HOST = re.compile(r"((?<![\w-])(?:--?(?:hosts?|nodelist)|-[wH])(?:=|\s+)|\bon (?:node|host) )[^\s'\"]+")
 _HOME = re.compile(r"(?<![\w./~-])/(?:home|Users)/[^/\s'\":,;]+")
@@ -47,7 +39,6 @@ def of_rank(comm: Comm) -> Facts:
         "local_size": comm.local_size,
         "host": platform.node(),
         "cpu": processor_name(),
-        "features": features(),
         "auto_dtype": auto_dtype(),
         "cores": len(usable_cores()),
         "core_share": comm.cores,
@@ -132,18 +123,6 @@ def site_files() -> list[Path]:
     kind = re.escape(disk_cache.site_path().name.rpartition("-")[0])
     name = re.compile(rf"{kind}-[0-9a-f]{{16}}\.loops")
     return [path for path in disk_cache.SITE.glob("*.loops") if name.fullmatch(path.name)]
-
-
-def features() -> Facts:
-    """Return the processor's features that the kernels use, and if AMX is among them."""
-    try:
-        from distgpt.core.cpu.compiling import processor
-
-        present = processor.features()
-        amx = processor.hint() or "used" if processor.has_amx() else ""
-        return {"names": [name for name, needed in FEATURES.items() if needed <= present], "amx": amx}
-    except Exception:  # compute() says why Numba does not work
-        return {"names": [], "amx": ""}
 
 
 def auto_dtype() -> str:

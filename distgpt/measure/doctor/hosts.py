@@ -46,7 +46,6 @@ class HostFacts:
     mpi: str
     versions: dict[str, str]
     cores: Count
-    gpus: Count
 
 
 @dataclass(slots=True)
@@ -128,13 +127,10 @@ def _hosts(lines: list[hostfile.Line], own: HostFacts) -> list[Host]:
 
 def own_facts(mpi: Facts) -> HostFacts:
     from distgpt.core.cpu.compiling.processor import processor
-    from distgpt.gpu.probe import driver
 
     name, features = processor()
-    gpus = found.gpus if (found := driver()) else ()
     works = mpi["problem"] or f"{mpi['vendor']} {mpi['version']}"
-    cores = granted_cores().whole
-    return HostFacts(f"{processor_name()}, {name} {features}", works, versions(), cores, len(gpus))
+    return HostFacts(f"{processor_name()}, {name} {features}", works, versions(), granted_cores().whole)
 
 
 def tell() -> None:

@@ -164,10 +164,6 @@ def _machines(ranks: list[Facts]) -> Rows:
         kinds = Counter((gpu["name"], gpu["memory"], *gpu["capability"]) for gpu in gpus)
         for (name, bytes_, major, minor), n in kinds.items():
             yield "", f"{n} × {name}, {size(bytes_)}, compute capability {major}.{minor}"
-    features = {(rank["cpu"], *rank["features"]["names"], rank["features"]["amx"]): rank for rank in ranks}
-    for rank in features.values():
-        amx = f"; AMX: {rank['features']['amx']}" if rank["features"]["amx"] else ""
-        yield "CPU", f"{rank['cpu']}: {', '.join(rank['features']['names'])}{amx}"
     if ranks[0]["auto_dtype"]:
         yield "--dtype auto", f"on CPUs {ranks[0]['auto_dtype']}"
 

@@ -19,12 +19,6 @@ CROSS_ENTROPY, DATA, WORKERS = "Cross-entropy", "Data", "Waiting for other worke
 WAIT, TRANSFER = "Allreduce: waiting for ranks", "Allreduce: transfer"
 BETWEEN, GPU_WAITS = "Between operations (Python)", "GPU waiting for Python"
 
-# The matmuls of the output layer: inside `linear_cross_entropy`.
-HEAD = {
-    "linear": "Head: matmul forward",
-    "linear_backward": "Head: matmul backward into input",
-    "linear_backward_weights": "Head: matmul backward into weights",
-}
 # Operations whose matmuls were measured on their own: the rest of them.
 WITHOUT_MATMULS = {
     "linear_act": "Activation forward",
@@ -51,7 +45,6 @@ ROWS: dict[str, tuple[str, ...]] = {
     "Activation backward": (),
     "Embedding forward": ("embed", "add_embedding"),
     "Embedding backward": ("zero", "sort_tokens", "embed_backward"),
-    **dict.fromkeys(HEAD.values(), ()),
     "Head and cross-entropy": ("linear_cross_entropy",),
     CROSS_ENTROPY: ("sum",),
     "AdamW and gradient norm": (
@@ -127,10 +120,8 @@ BYTES: dict[str, Callable[[Any], float]] = {
 }
 
 
-def line_of(name: str, inside: str | None, apart: bool) -> str:
-    """Return an operation's row. `inside` names its caller; `apart`: its own matmuls were measured too."""
-    if inside == "linear_cross_entropy" and name in HEAD:
-        return HEAD[name]
+def line_of(name: str, apart: bool) -> str:
+    """Return an operation's row. `apart`: its own matmuls were measured too."""
     return WITHOUT_MATMULS[name] if apart and name in WITHOUT_MATMULS else ROW_OF[name]
 
 

@@ -213,7 +213,7 @@ def account(clock: Clock, workers: int, taken: Taken) -> Account:
     busy: dict[tuple[Region | None, int], list[float]] = {}
     for event, (begin, end) in zip(taken.events, ends, strict=True):
         apart = event in inner
-        row = line_of(event.name, event.parent.name if event.parent else None, apart)
+        row = line_of(event.name, apart)
         cost = cost_of(event.name, apart, event.args, event.named)
         own = end - begin - inner.get(event, 0.0)
         part = 1 / workers if event.region and event.region.is_shared else 1.0

@@ -31,7 +31,7 @@ from distgpt.core.train.step import Step, StepResult
 from distgpt.measure.doctor.facts import environment
 from distgpt.measure.doctor.speed import Peaks, measure_peaks
 from distgpt.measure.jobs import prepare
-from distgpt.measure.profile.operations import BETWEEN, DATA, GPU_WAITS, ORDER, TRANSFER, WAIT, WORKERS
+from distgpt.measure.profile.operations import BETWEEN, DATA, GPU_WAITS, ORDER, TRANSFER
 from distgpt.measure.profile.recorder import Account, Clock, Recorder, Taken, account, no_times
 from distgpt.parallel.local_steps import LocalSteps
 from distgpt.parallel.sharded import Sharded
@@ -51,7 +51,6 @@ Event = dict[str, Any]
 
 COLUMNS = ("operation", "share", "calls", "ms a step", "achieved", "of peak")
 IN_CACHE = 1.05  # times the memory peak: above that, data came from a cache
-STEPS = 0  # the timeline's thread for whole steps; workers come after it
 SHORTEST_WAIT = 1e-6  # seconds
 
 
@@ -247,21 +246,15 @@ def result(ranks: Sequence[RankProfile], about: dict[str, Any]) -> dict[str, Any
 
 
 def as_text(found: dict[str, Any]) -> str:
-    """Format a profile for a terminal: what was measured, the table, the peaks, and the ranks if several."""
-    lines = [_headline(found), "", terminal_table(COLUMNS, [_cells(row) for row in found["rows"]]), ""]
-    lines.append(_peaks(found))
-    if len(found["per_rank"]) > 1:
-        lines += ["", _ranks(found["per_rank"])]
-    return "\n".join(lines)
-
-
-def _headline(found: dict[str, Any]) -> str:
+    """Format a profile for a terminal: what was measured, the table, and the peaks."""
     threads = f" of {count(found['threads'], 'thread')}" if found["threads"] else ""
-    return (
+    headline = (
         f"{count(found['steps'], 'step')} of {1000 * found['step_s']:,.1f} ms"
         f" ({found['tokens_per_s']:,.0f} tokens/s); stage {found['stage']},"
         f" {count(found['ranks'], 'rank')}{threads}; {found['parameters']:,} parameters, {found['dtype']}"
     )
+    table = terminal_table(COLUMNS, [_cells(row) for row in found["rows"]])
+    return f"{headline}\n\n{table}\n\n{_peaks(found)}"
 
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:
@@ -292,36 +285,24 @@ def _peaks(found: dict[str, Any]) -> str:
     )
 
 
-def _ranks(ranks: list[dict[str, Any]]) -> str:
-    columns = ("rank", "ms a step", "waiting for ranks", "transfer", "waiting for workers", "matmul peak")
-    table = []
-    for each in ranks:
-        shares = {row["row"]: f"{row['share']:.1%}" for row in each["rows"]}
-        waits = (shares.get(name, "") for name in (WAIT, TRANSFER, WORKERS))
-        peak = f"{each['peaks']['gflops']:,.0f} GFLOP/s"  # of several ranks, all measured it
-        table.append((str(each["rank"]), f"{1000 * each['step_s']:,.1f}", *waits, peak))
-    return terminal_table(columns, table)
-
-
 def events(rank: int, steps: Sequence[Account], on_gpu: bool) -> list[Event]:
     """Return the timeline of one rank in the trace event format of Perfetto and chrome://tracing.
 
     A rank is a process, with a thread for each worker. Times are in microseconds.
     """
     workers = max(worker for step in steps for worker, *_ in step.spans) + 1
-    threads = ["steps", *("GPU" if on_gpu else f"worker {worker}" for worker in range(workers))]
-    named = [("process", STEPS, f"rank {rank}", rank)]
-    named += [("thread", thread, name, thread) for thread, name in enumerate(threads)]
-    found = [
-        {"name": f"{what}_{kind}", "ph": "M", "pid": rank, "tid": thread, "args": {kind: value}}
-        for what, thread, name, index in named
-        for kind, value in (("name", name), ("sort_index", index))
+    names = ["steps", *("GPU" if on_gpu else f"worker {worker}" for worker in range(workers))]
+    place: Event = {"ph": "M", "pid": rank}
+    found = [place | {"name": "process_name", "args": {"name": f"rank {rank}"}}]
+    found += [
+        place | {"name": "thread_name", "tid": thread, "args": {"name": name}}
+        for thread, name in enumerate(names)
     ]
     for step in steps:
-        whole = (STEPS - 1, f"step {step.number + 1}", "step", 0.0, step.seconds)
+        whole = (-1, f"step {step.number + 1}", "step", 0.0, step.seconds)
         for worker, name, category, first, last in (whole, *step.spans):
             if name != "waits" or last - first > SHORTEST_WAIT:
-                place = {"name": name, "cat": category, "ph": "X", "pid": rank, "tid": worker + 1}
+                span = {"name": name, "cat": category, "ph": "X", "pid": rank, "tid": worker + 1}
                 times = {"ts": round((step.begin + first) * 1e6, 3), "dur": round((last - first) * 1e6, 3)}
-                found.append(place | times)
+                found.append(span | times)
     return found
