@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from distgpt.core.base.formatting import count, three_digits
-from distgpt.measure.bench.results import Row
+from distgpt.measure.jobs import Row
 from distgpt.show.charts import Bar, BarChart
 from distgpt.show.page import Block, Column, tabulated
 

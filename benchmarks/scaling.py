@@ -21,7 +21,7 @@ import click
 from alphabeta import parse_network
 from predictions import MOST_RANKS, Job, affine, compared, predictions, summed_by
 from record import end_with_errors
-from scaling_page import all_charts, blocks
+from scaling_page import blocks
 
 from distgpt.cluster.jobs.launchers import find_launcher
 from distgpt.commands.bench import result_options, to_options
@@ -32,8 +32,7 @@ from distgpt.core.comm.resources import usable_cores
 from distgpt.core.config import RunConfig
 from distgpt.core.config.asked import asked_for, resolve
 from distgpt.measure.bench import allreduce
-from distgpt.measure.bench.results import BenchOptions, Row, say
-from distgpt.measure.jobs import train
+from distgpt.measure.jobs import BenchOptions, Row, say, train
 
 MODES = ("strong", "weak")  # the whole batch stays the same, or each rank's
 STEPS = 20  # without --steps: the first two are not counted
@@ -106,7 +105,7 @@ def main(**given: Any) -> None:
     asked = asked_for({"steps": STEPS, **options.settings}, options.preset)
     run = resolve(asked)
     found = {"preset": asked.name, **scaling(options, run, say)}
-    options.finish("scaling", asked.name, found, blocks(found), all_charts(found))
+    options.finish("scaling", asked.name, found, blocks(found))
 
 
 def numbers(flag: str, words: str) -> list[int]:

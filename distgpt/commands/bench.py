@@ -33,29 +33,21 @@ from distgpt.core.config import DTYPES, ON_GPU, ROUNDED_DTYPES, SETTINGS, STAGES
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 
-# A launcher may start several processes of it; of the others only what they start themselves to measure.
-TOGETHER = ("allreduce",)
 _OF_SOME_STAGES = ("ranks", "hostfile", "launcher", "threads")  # options without effect on the others
 
 DTYPE_HELP = "Compute in this number format; in float32 if left out, in which losses agree to 6e-5."
-MEASURING = "--measure-peak"
-MEASURES = (MEASURING, "--measure")  # say that this is a process which was started to measure
 
 
-class _Bench(Group):
-    def resolve_command(
-        self, context: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        name, command, rest = super().resolve_command(context, args)
-        if name not in TOGETHER and not {*MEASURES} & {*rest} and launched_as() > 1:
-            raise UsageError(
-                f"distgpt bench {name} is for one process, and was launched as {launched_as()}: "
-                "run it without a launcher"
-            )
-        return name, command, rest
+def refuse_launched(name: str) -> None:
+    """Refuse several processes: these would all measure, and start their own to measure."""
+    if launched_as() > 1:
+        raise UsageError(
+            f"distgpt bench {name} is for one process, and was launched as {launched_as()}: "
+            "run it without a launcher"
+        )
 
 
-@click.group(cls=_Bench)
+@click.group(cls=Group)
 def bench() -> None:
     """Measure this machine: training, inference, sums over ranks; and compare its stages."""
 
@@ -91,7 +83,7 @@ train_options = together(
 
 @bench.command("train", example="distgpt bench train --preset gpt-mini --ranks 2 --stage mpi")
 @train_options
-@click.option(MEASURING, is_flag=True, hidden=True)  # for the processes that this starts
+@click.option("--measure-peak", is_flag=True, hidden=True)  # for the processes that this starts
 def train(measure_peak: bool, **given: Any) -> None:
     """Train for a few steps: tokens per second, share of the machine's peak, memory.
 
@@ -103,6 +95,7 @@ def train(measure_peak: bool, **given: Any) -> None:
     if measure_peak:
         train.measure_peak(options)
     else:
+        refuse_launched("train")
         train.bench(options)
 
 
@@ -134,18 +127,15 @@ infer_options = together(
 
 @bench.command("infer", example="distgpt bench infer --preset gpt-mini")
 @infer_options
-@click.option("--measure", hidden=True)  # for the processes that this starts
-def infer(measure: str | None, **given: Any) -> None:
+def infer(**given: Any) -> None:
     """Generate from prompts, one request and many at once: prefill, decode, all.
 
     Weights are random.
     """
     from distgpt.measure.bench import infer
 
-    if measure is not None:
-        infer.measure_own(measure)
-    else:
-        infer.bench(to_options(infer.InferOptions, given))
+    refuse_launched("infer")
+    infer.bench(to_options(infer.InferOptions, given))
 
 
 @bench.command("allreduce", example="distgpt bench allreduce --ranks 2")
@@ -221,6 +211,7 @@ def compare_stages(
     from distgpt.measure.compare.stages import CompareOptions
     from distgpt.measure.compare.workload import find_workload
 
+    refuse_launched("stages")
     if tolerance is not None and not math.isfinite(tolerance):
         raise UsageError(f"--tolerance {tolerance}: all losses would agree, or none; give a finite number")
     if deterministic:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,6 +15,7 @@ from distgpt.commands.options import (
     PATH,
     POSITIVE,
     TIME,
+    FiniteRange,
     deterministic_as_parts,
     dial_options,
     preset_options,
@@ -30,7 +28,7 @@ from distgpt.commands.options import (
 )
 from distgpt.core.base.errors import Say, StorageError, UsageError, print_lines, refuse_beside
 from distgpt.core.base.formatting import clock, count, parse_count, parse_duration, size
-from distgpt.core.config import ON_GPU, STAGES, GpuConfig, parse_toml
+from distgpt.core.config import ON_GPU, STAGES, GpuConfig
 from distgpt.core.config.asked import asked_for
 from distgpt.core.config.setting import Values
 from distgpt.core.cpu.stages import open_stage
@@ -43,16 +41,14 @@ from distgpt.core.cpu.stages import open_stage
 @dial_options
 @click.option("--ranks", type=POSITIVE, default=1, help="Processes of the run.")
 @click.option("--tokens", help="Tokens to train on in total (300M, 10B), instead of --steps.")
-@click.option(
-    "--rate", type=click.FloatRange(0, min_open=True), help="Tokens/s of one rank, measured elsewhere."
-)
+@click.option("--rate", type=FiniteRange(0, min_open=True), help="Tokens/s of one rank, measured elsewhere.")
 @click.option(
     "--measure/--no-measure",
     "measured",
     default=None,
     help="Time a few steps here; the default where possible, unless --rate is given.",
 )
-@click.option("--gpu-memory", type=click.FloatRange(0, min_open=True), help="GiB of each rank's GPU.")
+@click.option("--gpu-memory", type=FiniteRange(0, min_open=True), help="GiB of each rank's GPU.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of a page.")
 def estimate(
     stage: str,
@@ -78,7 +74,6 @@ def estimate(
     from distgpt.recipes.depth import Dial
     from distgpt.recipes.derived import derived
     from distgpt.recipes.within import with_clock
-    from distgpt.show.progress import ItemProgress
 
     say = partial(print_lines, err=True)
     asked = replace(asked_for(set_by_user(flags), preset, config), fetches=False)
@@ -97,8 +92,7 @@ def estimate(
         say(Dial(asked.depth, asked.tokens, ranks).described(run))
     total = parse_count(tokens, "--tokens") if tokens is not None else None
     question = Question(run, stage, ranks, threads, gpu, total, rate, measured, gpu_memory)
-    with closing(ItemProgress("steps", with_tokens=False)) as progress:
-        facts = estimated(question, say, progress, here)
+    facts = estimated(question, say, here)
     if as_json:
         print(json.dumps({"name": plain.name, **facts}, indent=1))
     else:
@@ -142,37 +136,15 @@ def profile(
     ready = open_stage(stage, threads, without_graphs(stage, gpu))
 
     from distgpt.core.train.plan import with_dtype
-    from distgpt.measure.profile.session import Session, open_steps, prepare
+    from distgpt.measure.profile.session import measure
     from distgpt.recipes.derived import configured
     from distgpt.recipes.recipes import followed
 
     say: Say = partial(print_lines, err=True) if ready.comm.rank == 0 else lambda text: None
     run = configured(ready.comm, with_dtype(followed(asked, ready, say), ready, say))
-    if config and ready.comm.rank == 0 and "steps" in parse_toml(config.read_text(), str(config)):
-        say(f"{config} sets the steps of training: --steps sets how many are measured, {steps}")
-    step, batches = open_steps(run, ready, say)
-    prepare(ready.comm, out)
-    session = Session(ready, step, run.train, warmup_steps)
-    try:
-        for done, seconds in enumerate(_steps(session.profiler, batches, warmup_steps + steps), 1):
-            warming = " (to warm up)" if done <= warmup_steps else ""
-            say(f"step {done} of {warmup_steps + steps}: {1000 * seconds:,.1f} ms{warming}")
-        session.finish(out, print_lines)
-    except KeyboardInterrupt:
-        session.salvage(out, print_lines)
-        raise
-
-
-def _steps(profiler: Any, batches: Any, count: int) -> Iterator[float]:
-    """Run steps as training does, the next one launched before the last is read; yield their seconds."""
-    running, begun = [], time.perf_counter()
-    for number in range(count):
-        running.append(profiler.launch(number, batches))
-        while len(running) > (profiler.on_gpu and number < count - 1):
-            running.pop(0).wait()
-            ended = time.perf_counter()
-            yield ended - begun
-            begun = ended
+    table = measure(ready, run, steps, warmup_steps, out, say)
+    if ready.comm.rank == 0:
+        print_lines(table)
 
 
 @command(example="mpirun -n 4 distgpt sweep GRID.toml")
@@ -254,32 +226,24 @@ def doctor(
     """Report what this machine, a job under mpirun or the hosts of a hostfile can run, and what they lack."""
     if empty and not caches:
         raise UsageError("--empty needs --caches")
+    if ssh and not hostfile:
+        raise UsageError("--ssh needs --hostfile FILE")
     if caches:
-        if stage or hostfile or ssh:
-            raise UsageError("--caches is a report of its own: leave --stage, --hostfile and --ssh out")
+        refuse_beside("--caches", {"stage": stage, "hostfile": hostfile}, "it is a report of its own")
+    if hostfile:
+        refuse_beside("--hostfile", {"stage": stage}, "one is about other hosts, one about this machine")
+    if caches:
         from distgpt.measure.doctor.caches import report_caches
 
         report_caches(empty or "", as_json)
-        return
-    if hostfile is None:
-        if ssh:
-            raise UsageError("--ssh needs --hostfile FILE")
+    elif hostfile:
+        from distgpt.measure.doctor import hosts
+
+        hosts.report(hostfile, ssh, as_json)
+    else:
         from distgpt.measure.doctor.report import report
 
         report(stage, as_json)
-        return
-    if stage:
-        raise UsageError("--stage is about this machine, --hostfile about others: leave one of them out")
-    from distgpt.measure.doctor import hosts
-
-    hosts.report(hostfile, ssh, as_json)
-
-
-def _shown(text: str) -> AbstractContextManager[object]:
-    """Show on a terminal what is being compiled, as a part takes up to a minute or two."""
-    from rich.console import Console
-
-    return Console(file=sys.stderr).status(text) if sys.stderr.isatty() else nullcontext()
 
 
 @command(example="distgpt compile")
@@ -291,9 +255,7 @@ def compile() -> None:
     """
     import io
     import tempfile
-    import time
     from contextlib import redirect_stderr
-    from pathlib import Path
 
     from distgpt.core.cpu.compiling import disk_cache
     from distgpt.core.cpu.compiling.processor import processor
@@ -303,17 +265,15 @@ def compile() -> None:
     if disk_cache.folder() is None:  # where they are made before they are shared
         raise StorageError("compiled loops cannot be kept: set DISTGPT_CACHE to a folder of your own")
     begun, known = time.monotonic(), len(disk_cache.used)
-    from distgpt.measure.precompile import parts  # which uses some itself
-
     with tempfile.TemporaryDirectory(prefix="distgpt-compile-") as folder:
-        wanted = list(parts(Path(folder)))
+        parts = list(site_cache.parts(Path(folder)))
         print_lines(
-            f"compiling {count(len(wanted), 'part')} for {processor()[0]}, which takes some minutes;"
+            f"compiling {count(len(parts), 'part')} for {processor()[0]}, which takes some minutes;"
             " if it is interrupted, the next start begins with what is done"
         )
-        for number, (name, act) in enumerate(wanted, 1):
+        for name, act in parts:
             started = time.monotonic()
-            with _shown(f"{number} of {len(wanted)}: {name}"), redirect_stderr(io.StringIO()):
+            with redirect_stderr(io.StringIO()):
                 act()  # what training a model notes is of no interest here
             new, known = len(disk_cache.used) - known, len(disk_cache.used)
             print_lines(f"{clock(time.monotonic() - started):>5}  {count(new, 'kernel'):>11}  {name}")

@@ -18,8 +18,8 @@ from distgpt.core.base.errors import StorageError
 from distgpt.core.config.presets import PRESETS, preset
 from distgpt.core.cpu.compiling import disk_cache
 from distgpt.core.cpu.first_use import COMPILING
-from distgpt.measure import precompile, site_cache
-from distgpt.measure.doctor.facts import unused_site_files
+from distgpt.measure import site_cache
+from distgpt.measure.doctor.facts import compute
 
 SOMEBODY = 12345
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
@@ -87,11 +87,11 @@ def test_a_damaged_file_is_not_loaded_and_its_loops_are_compiled_for_the_user(sh
     for content in damages(whole):
         shared.write_bytes(content)
         assert not is_loaded(), content[:9]
-        assert unused_site_files() == [shared]
+        assert compute()["unused"] == [str(shared)]
         assert is_loaded() and list((place.parent / "own").iterdir())  # his own
         forget_own(place)
     shared.write_bytes(whole)
-    assert is_loaded() and not unused_site_files()
+    assert is_loaded() and not compute()["unused"]
 
 
 def test_what_others_may_write_is_not_trusted(shared, place):
@@ -139,7 +139,7 @@ def test_after_an_update_only_that_kind_is_written_anew(shared, place, monkeypat
     monkeypatch.setattr(disk_cache, "MADE_BY", ("another Numba",))
     disk_cache._digest_of_file.cache_clear()
     disk_cache.used.clear()
-    assert not is_loaded() and unused_site_files() == [shared]
+    assert not is_loaded() and compute()["unused"] == [str(shared)]
     updated = site_cache.share()
     assert {*place.iterdir()} == {updated, *others} and updated != shared
     disk_cache._digest_of_file.cache_clear()
@@ -150,22 +150,6 @@ def test_what_is_shared_later_is_added(shared):
     ((_, act),) = compiles_one(None)
     act()
     assert site_cache.share() == shared and len(disk_cache.site()) == 2 and is_loaded()
-
-
-def test_of_two_that_have_compiled_the_same_at_once_both_share_it(place):
-    """The second one still holds what the site had before, and its own files are gone."""
-    site_cache.require_writable()
-    assert not is_loaded() and disk_cache.site() == {}
-    if (child := os.fork()) == 0:
-        code = 9
-        try:
-            site_cache.share()
-            code = 0
-        finally:
-            os._exit(code)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert not list((place.parent / "own").iterdir()) and disk_cache.site() == {}
-    assert [site_cache.share()] == list(place.iterdir()) and is_loaded()
 
 
 def test_a_loop_that_cannot_be_kept_is_not_shared(place, monkeypatch):
@@ -186,7 +170,7 @@ def compiles_one(folder):
 
 
 def test_the_command_names_what_it_compiles_and_where_it_lies(place, monkeypatch):
-    monkeypatch.setattr(precompile, "parts", compiles_one)
+    monkeypatch.setattr(site_cache, "parts", compiles_one)
     former = os.umask(0o077)
     try:
         result = inside("compile")
@@ -220,7 +204,7 @@ def test_every_part_of_the_presets_is_compiled():
             (field, getattr(run.model, field, None) or getattr(run.train, field, None)) for field in fields
         }
 
-    compiled = set().union(*map(values, precompile.PRESETS))
+    compiled = set().union(*map(values, site_cache.PRESETS))
     for name in PRESETS:
         assert values(name) <= compiled, (name, values(name) - compiled)
 
@@ -234,9 +218,9 @@ from distgpt.core.cpu.compiling import disk_cache
 out, *words = sys.argv[1:]
 try:
     if words[0] == "parts":
-        from distgpt.measure import precompile
+        from distgpt.measure import site_cache
         with tempfile.TemporaryDirectory() as folder:
-            for name, act in precompile.parts(Path(folder)):
+            for name, act in site_cache.parts(Path(folder)):
                 if name in words:
                     act()
     else:
@@ -275,35 +259,16 @@ def open_to_all():
         yield Path(folder), home
 
 
-@as_root
-def test_another_user_loads_it_and_needs_no_folder_of_his_own(place, monkeypatch):
-    with open_to_all() as (folder, _):
-        monkeypatch.setattr(disk_cache, "SITE", folder / "compiled")
-        disk_cache.site.cache_clear()
-        site_cache.require_writable()
-        assert not is_loaded()
-        site_cache.share()
-        if (child := os.fork()) == 0:
-            code = 9
-            try:
-                os.setuid(SOMEBODY)
-                monkeypatch.setattr(disk_cache, "folder", lambda: os._exit(2))
-                code = 0 if is_loaded() else 1
-            finally:
-                os._exit(code)  # or it would go on with the tests
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-
-
 # Runs a command as somebody else, or compiles a part as root, with the cache in the folder named first.
 AS_SOMEBODY = """
 import os, sys
 from pathlib import Path
 from distgpt.core.cpu.compiling import disk_cache
 disk_cache.SITE = Path(sys.argv.pop(1))  # before anything is loaded from it
-from distgpt.measure import precompile
+from distgpt.measure import site_cache
 if sys.argv[1] == "compile":
-    precompile.ROUNDED_DTYPES = ("int8",)
-    del precompile.WAYS["bfloat16"]
+    site_cache.ROUNDED_DTYPES = ("int8",)
+    del site_cache.WAYS["bfloat16"]
 else:
     os.setgroups([])
     os.setgid(12345)

@@ -2,13 +2,12 @@
 
 import json
 import os
-import sys
 import threading
 from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
-from conftest import MPIRUN, distgpt, needs_mpi
+from conftest import distgpt, needs_mpi
 from threadranks import on_all_ranks
 
 from distgpt.commands.bench import allreduce as command_line
@@ -43,7 +42,7 @@ def check_rows(found, algorithms, ranks):
 
 
 @needs_mpi
-def test_it_starts_ranks_and_leaves_a_file_and_a_picture(tmp_path):
+def test_it_starts_ranks_and_leaves_a_file(tmp_path):
     result = distgpt("bench", "allreduce", *QUICK, "--out", tmp_path)
     assert result.returncode == 0, result.stderr
     assert "300 KiB" in result.stdout and "2 ranks on one machine" in result.stdout
@@ -51,7 +50,6 @@ def test_it_starts_ranks_and_leaves_a_file_and_a_picture(tmp_path):
     assert found["kind"] == "allreduce" and found["environment"]["cores"] > 0 and found["library"]
     check_rows(found, ["allreduce", "shared memory"], 2)
     assert found["nodes"] == 1 and found["cores_per_rank"] == min(2, found["environment"]["cores"] / 2)
-    assert "<svg" in (tmp_path / "allreduce-mpi-2.svg").read_text()
 
 
 @needs_mpi
@@ -64,17 +62,6 @@ def test_launched_it_measures_as_these_ranks(tmp_path):
     assert found["ranks"] == found["ranks_per_node"] == 3
     check_rows(found, ["allreduce"], 3)
     assert json.loads((tmp_path / "allreduce-three.json").read_text())["rows"] == found["rows"]
-
-
-@needs_mpi
-def test_a_rank_that_is_killed_is_reported_in_the_launchers_words(tmp_path):
-    script, dies = tmp_path / "start", tmp_path / "dies.py"
-    dies.write_text("import os\nfrom mpi4py import MPI\nMPI.COMM_WORLD.rank and os.kill(os.getpid(), 9)\n")
-    script.write_text(f"#!/bin/sh\nexec {MPIRUN} -n 2 {sys.executable} {dies}\n")
-    script.chmod(0o755)
-    error = bench("--launcher", script, "--out", tmp_path / "out").exception
-    assert error.exit_code == 70 and "FAQ" not in str(error)
-    assert all(word in str(error) for word in ("on 2 ranks", "ended", "Killed"))
 
 
 def bench(*words):
@@ -116,10 +103,10 @@ def test_sizes():
 def test_a_sum_that_comes_out_wrong_is_an_error_on_every_rank():
     def wrong(comm):
         comm.sum = lambda array: None
-        return measure_without_mpi(comm, ["allreduce"], plan)
+        return measure_without_mpi(comm, "allreduce", plan)
 
     plan = AllreduceOptions(sizes="8,4096", repeats=3, seconds=5)
-    good = on_all_ranks(2, lambda comm: measure_without_mpi(comm, ["allreduce"], plan))
+    good = on_all_ranks(2, lambda comm: measure_without_mpi(comm, "allreduce", plan))
     assert [len(rows) for rows in good] == [2, 2]
     for error in on_all_ranks(2, wrong):
         assert isinstance(error, DistgptError) and "is wrong" in str(error)
@@ -137,7 +124,7 @@ def test_what_does_not_fit_into_memory_or_time_is_left_out_and_named():
         rows = on_all_ranks(
             2,
             lambda comm, has=rank_0_has: measure_without_mpi(
-                comm, ["allreduce"], plan, 1 << 40 if comm.rank else has
+                comm, "allreduce", plan, 1 << 40 if comm.rank else has
             ),
         )[1]
         assert max(row["bytes"] for row in rows if "left_out" not in row) == largest
@@ -145,17 +132,13 @@ def test_what_does_not_fit_into_memory_or_time_is_left_out_and_named():
     hurried = AllreduceOptions(
         sizes="1048576,64,16777216", repeats=3, seconds=0.0
     )  # the first has its time in any case
-    rows = on_all_ranks(2, lambda c: measure_without_mpi(c, ["allreduce"], hurried))[0]
+    rows = on_all_ranks(2, lambda c: measure_without_mpi(c, "allreduce", hurried))[0]
     assert [row.get("left_out") for row in rows] == [None, "time", "time"]
     uneven = {"ranks": 3, "nodes": 2, "library": "M", "left_out": {"nccl": "none here"}, "rows": []}
     table, *notes = blocks(uneven | {"not_measured": rows[1:]})
     assert table.caption == "3 ranks on 2 hosts, M" and [note.text for note in notes] == [
         "nccl left out: none here",
         "allreduce not measured for lack of time: 64 B, 16 MiB",
-    ]
-    alike = [row | {"algorithm": name} for name in ("allreduce", "hierarchical") for row in rows[1:]]
-    assert [note.text for note in blocks(uneven | {"not_measured": alike})[2:]] == [
-        "allreduce, hierarchical not measured for lack of time: 64 B, 16 MiB"
     ]
 
 
@@ -171,9 +154,7 @@ def test_where_one_node_cannot_share_so_much_memory_all_leave_it_out(ranks, per_
     def act(comm):
         here.rank = comm.rank
         name = "shared memory" if per_node == ranks else "hierarchical"
-        return measure_without_mpi(
-            comm, [name], AllreduceOptions(sizes="64,4194304,128", repeats=3, seconds=5)
-        )
+        return measure_without_mpi(comm, name, AllreduceOptions(sizes="64,4194304,128", repeats=3, seconds=5))
 
     monkeypatch.setattr(os, "ftruncate", too_large_on_the_last_node)
     for rows in on_all_ranks(ranks, act, per_node):

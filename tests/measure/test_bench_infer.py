@@ -3,15 +3,13 @@
 import json
 
 import pytest
-from conftest import inside
 
 from distgpt.core.base.errors import UsageError
 from distgpt.measure.bench import infer
 from distgpt.measure.bench.infer import InferOptions
 
 
-def test_every_dtype_and_number_of_requests_gets_a_row(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(infer.jobs, "ask", lambda what, words, **how: json.loads(inside(*words).stdout))
+def test_every_dtype_and_number_of_requests_gets_a_row(tmp_path, capsys):
     how = {"preset": "tiny", "threads": 1, "dtypes": ("int8",), "requests": (1, 2)}
     options = InferOptions(**how, prompt=5, new=4, out=tmp_path)
     infer.bench(options)

@@ -7,8 +7,7 @@ from profiling import job, profiled, times
 from distgpt.core.model.optim import AdamW
 from distgpt.measure.doctor.speed import Peaks
 from distgpt.measure.profile import operations as ops
-from distgpt.measure.profile.report import as_text, result
-from distgpt.measure.profile.session import Profiler, of_rank
+from distgpt.measure.profile.session import Profiler, as_text, of_rank, result
 
 
 @pytest.mark.timing
@@ -33,38 +32,31 @@ def test_profiling_changes_no_bit_and_leaves_nothing_behind():
     weights = []
     for watched in (True, False):
         step, batches = job(2)
-        launch = Profiler(step).launch if watched else step.launch
-        for number in range(5):
-            launch(number, batches).wait()
-            assert not set(vars(step.model.kernels)) & {*ops.OPERATIONS, "each", "run_together"}
-            assert "fill" not in vars(batches)
+        if watched:
+            assert len(list(Profiler(step).steps(batches, 3))) == 5
+        else:
+            for number in range(5):
+                step.launch(number, batches).wait()
+        assert not set(vars(step.model.kernels)) & {*ops.OPERATIONS, "each", "run_together"}
+        assert "fill" not in vars(batches)
         weights.append(step.model.weights.flat.copy())
     np.testing.assert_array_equal(*weights)
 
 
 def test_a_broken_step_leaves_nothing_behind():
     step, batches = job(2)
-    profiler, _ = profiled(step, batches)
+    profiled(step, batches)
     plain = AdamW.apply
     step.optimizer.apply = lambda: 1 / 0
     with pytest.raises(ZeroDivisionError):
-        profiler.launch(9, batches)
+        profiled(step, batches, warm_up=0)
     assert "linear" not in vars(step.model.kernels) and "fill" not in vars(batches)
     step.optimizer.apply = plain.__get__(step.optimizer)
-    before = times(profiler, "calls")["Attention forward"]
-    profiler.launch(10, batches).wait()
-    assert times(profiler, "calls")["Attention forward"] == before * 4 / 3
+    profiler, _ = profiled(step, batches)
+    assert times(profiler, "calls")["Attention forward"] == 3 * 3 * 2
 
 
-ABOUT = {
-    "stage": "mpi",
-    "ranks": 2,
-    "threads": 2,
-    "gpu": False,
-    "dtype": "float32",
-    "parameters": 7,
-    "matmul": "",
-}
+ABOUT = {"stage": "mpi", "ranks": 2, "threads": 2, "gpu": False, "dtype": "float32", "parameters": 7}
 ABOUT |= {"tokens_per_step": 100, "matmul": ""}
 
 
@@ -82,13 +74,10 @@ def test_ranks_are_summed_and_averaged():
         assert mean["share"] == pytest.approx(first["share"])
     assert own["rows"][0]["of_peak"] == pytest.approx(own["rows"][0]["gflops"] / 100)
     text = as_text(found)
-    assert max(map(len, text.splitlines())) <= 100 and "waiting for ranks" in text
+    assert max(map(len, text.splitlines())) <= 100 and "2 ranks of 2 threads" in text
     # One with as much work a worker, and more workers, changes the mean by nothing.
     wide = {**one, "rank": 1, "workers": 3}
     for ranks in ([one, wide], [wide, one]):
         found = result(ranks, ABOUT)
-        for mean, alone, summed in zip(found["rows"], own["rows"], [*found["job"], None], strict=True):
+        for mean, alone in zip(found["rows"], own["rows"], strict=True):
             assert mean["ms"] == pytest.approx(alone["ms"])
-            if summed:
-                assert summed["worker_s"] == pytest.approx(4 * alone["ms"] / 1000), summed["row"]
-                assert summed["gflop"] == pytest.approx(2 * alone["gflop"]), summed["row"]

@@ -11,7 +11,7 @@ from subprocess import PIPE
 import pytest
 from conftest import distgpt, inside, metrics, needs_mpi, refused
 
-from distgpt.measure import step_timing
+from distgpt.measure import estimate
 from distgpt.measure.sweep import work
 from distgpt.measure.sweep.ledger import Ledger, read_back
 
@@ -195,7 +195,7 @@ def test_what_fails_for_another_reason_is_tried_again(tmp_path):
 
 
 def test_a_preview_writes_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(step_timing, "SECONDS", 0.05)
+    monkeypatch.setattr(estimate, "SECONDS", 0.05)
     found = sweep(written(tmp_path, HALVING), "--dry-run")
     assert found.returncode == 0, found.stderr
     for words in (*NAMES, "8 runs", "rung 1: 4 points of 2 seeds to step 4,", "of training on 1 rank"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -23,8 +22,7 @@ from distgpt.core.generate.engine import Engine
 from distgpt.core.generate.engine_setup import rehearse, slots_for
 from distgpt.core.generate.request import Request
 from distgpt.core.saved.opening import random_model
-from distgpt.measure import jobs
-from distgpt.measure.bench.results import BenchOptions, Row, say
+from distgpt.measure.jobs import BenchOptions, Row, say
 from distgpt.show.page import Block, Column, tabulated
 
 OURS, BYTES = "distgpt", 256  # the vocabulary of a preset that has none: bytes
@@ -47,9 +45,8 @@ class InferOptions(BenchOptions):
 def bench(options: InferOptions) -> None:
     job = job_of(options)
     options.prepare()
-    found = measure(
-        options, [(OURS, dtype) for dtype in options.dtypes], job, lambda who, job: own_seconds(job)
-    )
+    sides = [(OURS, dtype) for dtype in options.dtypes]
+    found = measure(options, sides, job, lambda who, job: own_seconds(job))
     options.finish("infer", options.preset, found, blocks(found))
 
 
@@ -79,13 +76,8 @@ def measure(
                 say(f"{who}, {dtype}, {requests} at once, round {turn + 1}")
                 asked = job | {"dtype": dtype, "requests": requests, "preset": options.preset}
                 runs.append(asked | {"who": who} | seconds(who, asked))
-    return {
-        "preset": options.preset, "threads": job["threads"], "rows": _rows(options, runs), "runs": runs
-    }  # fmt: skip
-
-
-def own_seconds(job: Row) -> dict[str, Any]:
-    return jobs.ask("distgpt bench infer", ["bench", "infer", "--measure", json.dumps(job)])
+    rows = _rows(options, runs)
+    return {"preset": options.preset, "threads": job["threads"], "rows": rows, "runs": runs}
 
 
 def config_of(name: str) -> ModelConfig:
@@ -108,12 +100,8 @@ def _rows(options: InferOptions, runs: Sequence[Row]) -> list[Row]:
     return rows
 
 
-# -- one measurement of ours, in a process of its own
-
-
-def measure_own(asked: str) -> None:
-    """Print the seconds to the first new tokens of all requests, and to their last."""
-    job: Row = json.loads(asked)  # from `own_seconds`
+def own_seconds(job: Row) -> dict[str, Any]:
+    """Return the seconds to the first new tokens of all requests, and to their last."""
     dtype, requests = job["dtype"], job["requests"]
     stage = open_stage("serial", job["threads"])
     model = random_model(config_of(job["preset"]), dtype, partial(stage.kernels, use="generating text"), 1)
@@ -135,7 +123,7 @@ def measure_own(asked: str) -> None:
     seconds(2)
     both = [(seconds(1), seconds(job["new"])) for _ in range(job["repeats"])]
     first, whole = (min(each) for each in zip(*both, strict=True))
-    print(json.dumps({"first": first, "whole": whole}))
+    return {"first": first, "whole": whole}
 
 
 # -- showing

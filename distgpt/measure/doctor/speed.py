@@ -1,4 +1,4 @@
-"""Measure how fast a backend multiplies matrices and moves memory, and name what does it."""
+"""Measure how fast a backend multiplies matrices and moves memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from functools import partial
 
 import numpy as np
 
-from distgpt.core.cpu.compiling import processor
 from distgpt.core.cpu.kernels import CpuKernels
 from distgpt.core.ops.api import Affine, Array
 from distgpt.core.ops.kernels import Kernels
@@ -19,69 +18,26 @@ SHORTEST = 0.01  # seconds of a measurement: enough calls to fill a queue
 REPEATS = 4
 SECONDS, OF_MATMULS = 2.4, 2 / 3  # of measuring, and the part of it for matmuls
 MEMORY_BYTES = 64 << 20  # of each array of a worker: more than caches hold
-FEATURES = {
-    "AVX2+FMA": {"avx2", "fma"},
-    "AVX-512": {"avx512f"},
-    "AVX512_BF16": {"avx512bf16"},
-    "VNNI": {"avx512vnni"},
-    "AMX-BF16": {"amx-bf16", "amx-tile"},
-}
-
-
-def cpu_features() -> list[str]:
-    """List the processor's features that speed up matmuls."""
-    present = processor.features()
-    return [name for name, needed in FEATURES.items() if needed <= present]
-
-
-def amx() -> str:
-    """Describe if our kernel for AMX is used; "" without AMX."""
-    if not processor.has_amx():
-        return ""
-    if processor.shape().amx:
-        return "used"
-    return f"there, not used: {processor.AMX_REFUSED if processor.amx_wanted() else processor.AMX_OFF}"
-
-
-def how(k: CpuKernels) -> str:
-    """Describe the matmul of these kernels."""
-    if k.dtype == k.wide:
-        return k.matmuls.words
-    if not processor.shape().dot:
-        return "own kernels, in float32 arithmetic"
-    shape = processor.shape()
-    return f"own kernels with {'AMX' if shape.amx else 'vdpbf16ps'}"
 
 
 def matmul_rate(k: Kernels, seconds: float) -> float:
-    """FLOP/s of the best size and direction, measured for this long after everything is compiled."""
+    """FLOP/s of a matmul of the best size, measured for this long after everything is compiled."""
     best, end = 0.0, float("inf")
     for side in SIDES:
         flops = 2.0 * side**3
-        if best and time.perf_counter() + 3 * flops / best > end:
+        if best and time.perf_counter() + flops / best > end:
             break
-        works = _matmuls(k, side)
+        x, y = (k.zeros(side, side) for _ in range(2))
+        _fill(k, x)
+        work = partial(k.linear, y, x, Affine(x, None))
         if not best:
-            for work in works:  # the first call of each may compile, or choose an algorithm
-                work()
+            work()  # may compile, or choose an algorithm
             end = time.perf_counter() + seconds
         for _ in range(REPEATS):
-            best = max(best, *(flops / seconds_of(k, work) for work in works))
+            best = max(best, flops / seconds_of(k, work))
             if time.perf_counter() > end:
                 break
     return best
-
-
-def _matmuls(k: Kernels, side: int) -> tuple[Callable[[], None], ...]:
-    """Make the matmuls of a linear layer: forward, and backward into its input and its weights."""
-    x, y = (k.zeros(side, side) for _ in range(2))
-    _fill(k, x)
-    dw = k.wide_zeros(side, side)
-    return (
-        partial(k.linear, y, x, Affine(x, None)),
-        partial(k.linear_backward, y, x, x),
-        partial(k.linear_backward_weights, Affine(dw, None), x, x, False),
-    )
 
 
 def seconds_of(k: Kernels, work: Callable[[], None]) -> float:
@@ -131,29 +87,16 @@ def measure_peaks(
 
 
 def _memory(k: Kernels, seconds: float) -> float:
-    """Return bytes per second of y ← y + b, each worker with arrays of its own.
+    """Return bytes per second of y ← y + b.
 
     On cores never of bfloat16, whose rounding would take longer than the memory.
     """
     zeros = k.wide_zeros if isinstance(k, CpuKernels) else k.zeros
-    count = MEMORY_BYTES // zeros(1).itemsize
-    pairs = [(zeros(count), zeros(count)) for _ in range(k.threads)]
-
-    def one(worker: int) -> None:
-        y, b = pairs[worker]
-        k.add(y, y, b)
-
-    def own(worker: int) -> None:
-        y, b = pairs[worker]
-        k.add(b, y, y)  # pages are allocated when they are first written
-
-    def work() -> None:
-        k.each(one, len(pairs))
-
-    k.each(own, len(pairs))
-    work()
-    moved = 3.0 * MEMORY_BYTES * len(pairs)
+    count = k.threads * MEMORY_BYTES // zeros(1).itemsize
+    y, b = zeros(count), zeros(count)
+    for into in (b, y):  # pages are allocated when they are first written
+        k.add(into, y, b)
     best, end = 0.0, time.perf_counter() + seconds
     while not best or time.perf_counter() < end:
-        best = max(best, moved / seconds_of(k, work))
+        best = max(best, 3.0 * y.nbytes / seconds_of(k, partial(k.add, y, y, b)))
     return best
