@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import click
-from click.core import ParameterSource
 
 from distgpt.cluster.launch.environment import launched_as
 from distgpt.commands.complete import presets
@@ -35,7 +34,6 @@ T = TypeVar("T")
 
 # A launcher may start several processes of it; of the others only what they start themselves to measure.
 TOGETHER = ("allreduce",)
-_OF_SOME_STAGES = ("ranks", "hostfile", "launcher", "threads")  # options without effect on the others
 
 DTYPE_HELP = "Compute in this number format; in float32 if left out, in which losses agree to 6e-5."
 MEASURING = "--measure-peak"
@@ -217,9 +215,8 @@ def compare_stages(
     --out. Exit code 1: losses differ by more than the tolerance, or a stage died. (`compare` is for two runs
     that are there.)
     """
-    from distgpt.measure.compare.run import compare
-    from distgpt.measure.compare.stages import CompareOptions
-    from distgpt.measure.compare.workload import find_workload
+    from distgpt.measure.compare.result import compare
+    from distgpt.measure.compare.stages import CompareOptions, find_workload
 
     if tolerance is not None and not math.isfinite(tolerance):
         raise UsageError(f"--tolerance {tolerance}: all losses would agree, or none; give a finite number")
@@ -231,6 +228,4 @@ def compare_stages(
     workload = find_workload(preset, config, set_by_user(flags), full, deterministic)
     gpu_dtype = gpu_dtype or workload.run.train.dtype
     options = CompareOptions(workload, stages, ranks, launcher, hostfile, threads, gpu_dtype, tolerance)
-    source = click.get_current_context().get_parameter_source
-    named = [f"--{name}" for name in _OF_SOME_STAGES if source(name) is not ParameterSource.DEFAULT]
-    compare(options, out, named, as_json)
+    compare(options, out, as_json)

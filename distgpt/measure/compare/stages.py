@@ -1,31 +1,40 @@
-"""The stages of a comparison: which can run here, and one of them run: training, then greedy inference."""
+"""`distgpt bench stages`: train one job in every stage that can run here, and let the models write."""
 
 from __future__ import annotations
 
-import json
+import re
 import shlex
 import shutil
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from distgpt.cluster.jobs.launchers import Launcher, find_launcher
 from distgpt.cluster.jobs.processes import Ended, distgpt_command, run, unlaunched
 from distgpt.core.base.checked import parse_object
-from distgpt.core.base.errors import DataError, StorageError, UsageError
+from distgpt.core.base.errors import DataError, StorageError, UsageError, one_line, print_lines
 from distgpt.core.base.files import atomic_file, read_small, storage_errors
-from distgpt.core.config import ON_GPU, STAGES, WITH_MPI, nearest
+from distgpt.core.comm.serial import SerialComm
+from distgpt.core.config import ON_GPU, STAGES, WITH_MPI, RunConfig, nearest
+from distgpt.core.config.asked import asked_for
+from distgpt.core.data.loading import DataRequest, load_corpus
+from distgpt.core.model.optim import learning_rate
+from distgpt.core.saved.modelfile import read_description
 from distgpt.core.saved.rundir import RunDirectory
-from distgpt.measure.compare.workload import NEW_TOKENS, Workload
+from distgpt.core.train.plan import new_run
 from distgpt.measure.doctor.facts import Facts, anonymised
 from distgpt.measure.doctor.report import examine
 from distgpt.measure.doctor.verdicts import sentence
 from distgpt.measure.jobs import answer, read_losses, read_summary
+from distgpt.recipes.derived import derived
 
-FORMAT, VERSION = "distgpt-comparison", 1
+FORMAT = "distgpt-comparison"
 TRAINING, INFERENCE = "training", "inference"
 INTERRUPTED = "interrupted"
+SECONDS_BETWEEN_LINES = 10.0
+_STEP = re.compile(r"\s*step\s+\d+/\d+\s")
 
 # What is taken of a run's summary, and of what `distgpt infer` prints.
 TRAINED = (
@@ -33,6 +42,62 @@ TRAINED = (
     *("allreduce", "parameters", "train_bits_per_byte"),
 )
 WRITTEN = ("text", "tokens", "seconds", "tokens_per_s", "peak_memory")
+
+# -- the course project's job
+
+PRESET, EPOCHS = "gpt-mini", 50  # an epoch is a step: each has one batch
+SHORT = 21  # of them
+PROMPT_TOKENS, NEW_TOKENS = 256, 30
+# Settings that may differ from the project's without making it another job.
+FREE = {
+    *("steps", "seed", "dtype", "matmul", "sample_every", "save_every", "keep"),
+    *("grad_accum", "grad_sync", "reproducible_parts", "recompute"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """`is_projects`: the model, data and learning rates are the course project's."""
+
+    name: str
+    run: RunConfig
+    is_projects: bool
+
+    def sentence(self) -> str:
+        t, tokens = self.run.train, self.run.model.seq_len
+        name = f"the course project's model, {t.steps} of its {EPOCHS} epochs"
+        return (
+            f"{name if self.is_projects else self.name}: {t.steps} steps of {t.batch_size} × {tokens} tokens"
+        )
+
+
+def find_workload(
+    preset: str | None, toml: Path | None, flags: Mapping[str, Any], full: bool, deterministic: bool = False
+) -> Workload:
+    """Return the job that the options describe. The project's is shortened unless `full`."""
+    preset = preset or (PRESET if toml is None else None)
+    asked = asked_for({**flags, "deterministic": deterministic}, preset, toml)
+    config = new_run(derived(asked, 1))
+    is_projects = preset == PRESET and toml is None and flags.keys() <= FREE and config.train.steps == EPOCHS
+    if full and not is_projects:
+        raise UsageError("--full is for the course project's workload; set the length of others with --steps")
+    if is_projects and not full and "steps" not in flags:
+        # Its first steps, at the learning rates that a linear schedule has there.
+        config = config.with_values({"steps": SHORT, "min_lr": learning_rate(config.train, SHORT)})
+    return Workload(asked.name, config, is_projects)
+
+
+def find_prompt(config: RunConfig) -> str:
+    """Return the beginning of the training text, which the models continue."""
+    t = config.train
+    existing = read_description(Path(t.init)).tokenizer if t.init else None
+    request = DataRequest(t.data, t.tokenizer, config.model.seq_len, t.val_fraction, False, existing=existing)
+    corpus = load_corpus(SerialComm(), request)
+    text = corpus.tokenizer.decode(corpus.train.read(0, min(PROMPT_TOKENS, len(corpus.train))))
+    return text.rstrip("\ufffd") or text  # without a character that the tokens hold in part only
+
+
+# -- which stages can run
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,102 +116,76 @@ class CompareOptions:
     def dtype_of(self, stage: str) -> str:
         return self.gpu_dtype if stage in ON_GPU else self.workload.run.train.dtype
 
-    def ranks_of(self, stage: str) -> int:
-        return self.ranks if stage in WITH_MPI else 1
 
+def find_runnable(
+    options: CompareOptions,
+) -> tuple[list[str], dict[str, list[Facts]], Launcher | None]:
+    """Return the stages that can run here, what each of the others lacks, and the launcher.
 
-# -- which can run
-
-
-@dataclass(frozen=True, slots=True)
-class Runnable:
-    """The stages to run, in order, and for each of the others what is missing."""
-
-    stages: tuple[str, ...]
-    missing: dict[str, list[Facts]]
-    launcher: Launcher | None
-
-
-def find_runnable(options: CompareOptions) -> Runnable:
-    """Find the stages that can run here. Refuse one that was named and cannot."""
+    A stage that was named must be able to run.
+    """
     names = STAGES if options.stages is None else [word.strip() for word in options.stages.split(",")]
     for name in names:
         if name not in STAGES:
             raise UsageError(f"--stages: unknown stage {name!r}{nearest(name, STAGES)}")
-    wanted = tuple(stage for stage in STAGES if stage in names)
-    missing = _missing(wanted, options)
-    launcher = None
-    if options.launcher is not None or options.hostfile is not None:
-        launcher = find_launcher(options.launcher, options.hostfile)
-    elif any(stage in WITH_MPI and stage not in missing for stage in wanted):
+    report, _ = examine()
+    missing: dict[str, list[Facts]] = {}
+    for stage in (stage for stage in STAGES if stage in names):
+        missing[stage] = report["stages"][stage]["missing"]
+        if stage in ON_GPU and options.gpu_dtype == "bfloat16" and not missing[stage]:
+            missing[stage] = report["ranks"][0]["gpu"]["missing"]["bfloat16"]
+    launcher, is_named = None, options.launcher is not None or options.hostfile is not None
+    if is_named or any(not missing[stage] for stage in missing.keys() & set(WITH_MPI)):
         try:
-            launcher = find_launcher(None, None)
+            launcher = find_launcher(options.launcher, options.hostfile)
         except UsageError as error:
+            if is_named:
+                raise
             what, _, remedy = str(error).partition(": ")
-            missing |= {s: [{"what": what, "remedy": remedy}] for s in wanted if s in WITH_MPI}
+            missing |= {s: [{"what": what, "remedy": remedy}] for s in missing if s in WITH_MPI}
+    stages = [stage for stage, troubles in missing.items() if not troubles]
+    missing = {stage: troubles for stage, troubles in missing.items() if troubles}
     if options.stages is not None:
         for stage, troubles in missing.items():
-            reasons = "; ".join(map(sentence, troubles))
-            raise UsageError(f"--stages: {stage} cannot run here: {reasons}")
-    stages = tuple(stage for stage in wanted if stage not in missing)
+            raise UsageError(f"--stages: {stage} cannot run here: {'; '.join(map(sentence, troubles))}")
     if not stages:
         raise UsageError("no stage can run here: distgpt doctor says why")
-    return Runnable(stages, missing, launcher)
+    return stages, missing, launcher
 
 
-def _missing(wanted: Sequence[str], options: CompareOptions) -> dict[str, list[Facts]]:
-    report, _ = examine()
-    missing = {stage: report["stages"][stage]["missing"] for stage in wanted}
-    for stage in wanted:
-        if stage in ON_GPU and options.dtype_of(stage) == "bfloat16" and not missing[stage]:
-            missing[stage] = report["ranks"][0]["gpu"]["missing"]["bfloat16"]
-    return {stage: troubles for stage, troubles in missing.items() if troubles}
+# -- the folder of a comparison, in which each stage has a run
 
 
-# -- where results lie
+def begin(folder: Path, config: str, prompt: str) -> None:
+    """Make the folder and write what all stages read; delete what an earlier comparison left."""
+    with storage_errors("use", folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        for stage in STAGES:
+            shutil.rmtree(folder / stage, ignore_errors=True)
+        (folder / "report.html").unlink(missing_ok=True)
+    write(folder / "config.toml", config)
+    write(folder / "prompt.txt", prompt)
 
 
-class Folder:
-    """The files of one comparison; a run directory for each stage lies beside them."""
+def refuse_foreign(folder: Path) -> None:
+    """Reject a folder that is neither empty nor one of an earlier comparison."""
+    with storage_errors("use", folder):
+        if folder.exists() and not folder.is_dir():
+            raise UsageError(f"--out {folder} is not a directory; choose another")
+        if not folder.is_dir() or not any(folder.iterdir()):
+            return
+    result = folder / "compare.json"
+    try:
+        is_ours = parse_object(read_small(result), result).get("format") == FORMAT
+    except (DataError, StorageError):
+        is_ours = False
+    if not is_ours:
+        raise UsageError(f"--out {folder} is not empty and holds no comparison; choose another")
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.result = path / "compare.json"
-        self.report = path / "report.html"
-        self.prompt = path / "prompt.txt"
-        self.config = path / "config.toml"
 
-    def refuse_foreign(self) -> None:
-        """Refuse a folder that is neither empty nor one of an earlier comparison."""
-        with storage_errors("use", self.path):
-            if self.path.exists() and not self.path.is_dir():
-                raise UsageError(f"--out {self.path} is no folder; choose another")
-            if not self.path.is_dir() or not any(self.path.iterdir()):
-                return
-        try:
-            is_ours = parse_object(read_small(self.result), self.result).get("format") == FORMAT
-        except (DataError, StorageError):
-            is_ours = False
-        if not is_ours:
-            raise UsageError(f"--out {self.path} is not empty and holds no comparison; choose another")
-
-    def begin(self, config: str, prompt: str) -> None:
-        """Make it, and delete what an earlier comparison left."""
-        with storage_errors("use", self.path):
-            self.path.mkdir(parents=True, exist_ok=True)
-            for stage in STAGES:
-                shutil.rmtree(self.path / stage, ignore_errors=True)
-            self.report.unlink(missing_ok=True)
-        self.write(self.config, config)
-        self.write(self.prompt, prompt)
-
-    def save(self, found: dict[str, Any]) -> None:
-        text = json.dumps({"format": FORMAT, "version": VERSION, **found}, indent=1, allow_nan=False)
-        self.write(self.result, text + "\n")
-
-    def write(self, path: Path, text: str) -> None:
-        with atomic_file(path) as file:
-            file.write(text.encode())
+def write(path: Path, text: str) -> None:
+    with atomic_file(path) as file:
+        file.write(text.encode())
 
 
 # -- running one
@@ -172,37 +211,41 @@ class Measured:
             found = read_summary(directory.path)
             self.training = {key: found[key] for key in TRAINED} | {"process_s": ended.seconds}
             self.threads = found["threads"] or None
-            shutil.rmtree(directory.checkpoints, ignore_errors=True)  # nobody will resume from here
+            shutil.rmtree(directory.checkpoints, ignore_errors=True)  # no one resumes from here
         else:
             found = answer(ended, INFERENCE)
-            if lacking := [key for key in WRITTEN if key not in found]:
-                raise DataError(f"{INFERENCE} printed no {lacking[0]}")
             self.inference = {key: found[key] for key in WRITTEN} | {"process_s": ended.seconds}
 
 
 @dataclass(frozen=True, slots=True)
 class Runner:
-    """Runs stages. Calls `phase` when a part of a stage begins, `on_line` with each line of its output."""
+    """Runs stages, and prints what they are doing."""
 
     options: CompareOptions
     launcher: Launcher | None
-    folder: Folder
-    phase: Callable[[str, str], None]
-    on_line: Callable[[str], None]
+    folder: Path
 
     def measure(self, into: Measured) -> None:
         """Fill in results as they are found, so that an interruption keeps what there is by then."""
-        directory = RunDirectory(self.folder.path / into.stage)
-        train = ["train", "--config", self.folder.config, "--progress", "plain", "--out", directory.path]
-        infer = ["infer", "--weights", directory.weights, "--prompt-file", self.folder.prompt]
+        directory = RunDirectory(self.folder / into.stage)
+        train = ["train", "--config", self.folder / "config.toml", "--progress", "plain"]
+        infer = ["infer", "--weights", directory.weights, "--prompt-file", self.folder / "prompt.txt"]
         infer += ["--max-new-tokens", NEW_TOKENS, "--temperature", 0, "--json"]
+        last = time.monotonic()
+
+        def show(line: str) -> None:
+            nonlocal last
+            if _STEP.match(line) and time.monotonic() - last > SECONDS_BETWEEN_LINES:
+                last = time.monotonic()
+                say(into.stage, " ".join(line.split()))
+
         try:
-            for phase, words in ((TRAINING, train), (INFERENCE, infer)):
+            for phase, words in ((TRAINING, [*train, "--out", directory.path]), (INFERENCE, infer)):
                 into.failed = {"phase": phase, "code": None, "last_words": INTERRUPTED}
-                self.phase(into.stage, phase)
+                say(into.stage, f"{phase} …")
                 command, typed = self.command(into.stage, words)
                 into.commands.append(typed)
-                ended = run(command, env=unlaunched(), on_line=self.on_line)
+                ended = run(command, env=unlaunched(), on_line=show)
                 try:
                     if ended.code:
                         raise DataError(ended.complaint())
@@ -226,3 +269,13 @@ class Runner:
         assert self.launcher is not None
         ranks = self.options.ranks
         return self.launcher.command(ranks, command), anonymised(self.launcher.shown(ranks, typed))
+
+
+def say(stage: str, text: str) -> None:
+    print_lines(f"{stage:<9} {one_line(text)}", err=True)
+
+
+def settings_of(run: RunConfig) -> dict[str, Any]:
+    """Return a job's settings, without the names of directories of this machine."""
+    settings = asdict(run.model) | asdict(run.train)
+    return settings | {key: anonymised(settings[key]) for key in ("data", "tokenizer", "init")}
