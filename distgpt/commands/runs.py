@@ -101,7 +101,7 @@ def compare(a: Path, b: Path, as_json: bool) -> None:
 
     found = compare_runs(a, b)
     print_lines(json.dumps(found.to_json()) if as_json else page(found))
-    if not found.is_same:
+    if found.at is not None:
         raise DisagreementError(verdict(found))
 
 
@@ -167,7 +167,7 @@ def replay(
     found = replay_run(Request(run, *steps, given, threads is None and stage not in ON_GPU), ready, say)
     if found:
         print_lines(json.dumps(found.to_json()) if as_json else page(found))
-    if verdict := on_root(ready.comm, lambda: found and found.is_different and difference(found)):
+    if verdict := on_root(ready.comm, lambda: found and difference(found)):
         raise shared(DisagreementError(f"{run} is not what these steps compute: {verdict}"))
     if doubt := on_root(ready.comm, lambda: found and undecided(found)):
         raise shared(UndecidedError(f"{run}: {doubt}"))

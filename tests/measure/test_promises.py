@@ -6,8 +6,7 @@ import pytest
 
 from distgpt.core.config import TrainConfig
 from distgpt.measure.verification.kept import ELSEWHERE, PACKAGE, Facts
-from distgpt.measure.verification.promise import Side, why_rounding
-from distgpt.measure.verification.records import NEUTRAL
+from distgpt.measure.verification.records import NEUTRAL, Side, why_rounding
 
 ONE = Facts(
     sources="1",

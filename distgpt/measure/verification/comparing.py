@@ -5,16 +5,21 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from distgpt.core.base.errors import UsageError, escape
+from distgpt.core.base.errors import UsageError
 from distgpt.core.base.formatting import count
 from distgpt.core.config import differences
 from distgpt.core.saved.checkpoint import OPTIMIZER, WEIGHTS, verify
 from distgpt.core.saved.tensors import DATA_SUM, read_header
-from distgpt.measure.verification.numbers import are_same, distance, numbers_apart, tolerance_of
-from distgpt.measure.verification.promise import Side, described, why_rounding
-from distgpt.measure.verification.records import NEUTRAL, Record
-
-MOST_SHOWN = 12  # differences of settings: one screen
+from distgpt.measure.verification.records import (
+    NEUTRAL,
+    Record,
+    Side,
+    distance,
+    numbers_apart,
+    tolerance_of,
+    why_rounding,
+)
+from distgpt.show.page import terminal_table
 
 
 @dataclass(slots=True)
@@ -25,7 +30,7 @@ class Parting:
     other: str
     steps: int  # that both have written
     last: int
-    step: int | None = None  # the first step whose losses differ
+    step: int | None = None  # the first step whose losses or norms differ
     words: str = ""  # about it
     beyond: int | None = None  # the first step whose losses are further apart than rounding brings them
     tolerance: float = 0.0
@@ -36,14 +41,15 @@ class Parting:
     data: tuple[str, str] | None = None  # the texts' fingerprints, if they differ
     why: list[str] = field(default_factory=list)  # why the bits of the same steps may differ
     starts: list[str] = field(default_factory=list)
-    taken: tuple[str, str] = ("", "")
 
     @property
-    def is_same(self) -> bool:
-        return self.step is None and self.weights_differ is None and self.optimizer_differs is None
+    def at(self) -> int | None:
+        """The first step at which anything differs, losses first."""
+        places = (self.step, self.weights_differ, self.optimizer_differs)
+        return next((step for step in places if step is not None), None)
 
     def to_json(self) -> dict[str, object]:
-        return {"same": self.is_same, **asdict(self)}
+        return {"same": self.at is None, **asdict(self)}
 
 
 def compare(one: Path, other: Path) -> Parting:
@@ -54,20 +60,16 @@ def compare(one: Path, other: Path) -> Parting:
     if not common:
         raise UsageError(f"no training step is in the metrics.jsonl of both {one} and {other}")
     found = Parting(str(one), str(other), len(common), common[-1])
-    settings = [record.settings_of(common[0]).train for record in records]
-    limit = tolerance_of(*settings)
-    found.tolerance = limit.apart
+    found.tolerance = tolerance_of(*(record.settings_of(common[0]).train for record in records)).apart
     for step in common:
-        losses = first[step]["loss"], second[step]["loss"]
-        norms = first[step].get("grad_norm"), second[step].get("grad_norm")
-        if found.step is None and not (are_same(*losses) and are_same(*norms)):
-            name, pair = ("gradient norm", norms) if are_same(*losses) else ("loss", losses)
-            found.step, found.words = step, f"{name} {numbers_apart(*pair, ('in A', 'in B'))}"
-        if found.beyond is None and distance(*losses) > limit.apart:
-            found.beyond = step
+        for name, key in (("loss", "loss"), ("gradient norm", "grad_norm")):
+            pair = first[step].get(key), second[step].get(key)
+            if found.step is None and distance(*pair):
+                found.step, found.words = step, f"{name} {numbers_apart(*pair, ('in A', 'in B'))}"
+            if found.beyond is None and key == "loss" and distance(*pair) > found.tolerance:
+                found.beyond = step
     _compare_weights(found, *records)
-    places = found.step, found.weights_differ, found.optimizer_differs
-    _explain(found, records, next((step for step in places if step is not None), common[-1]))
+    _explain(found, records, found.at or common[-1])
     return found
 
 
@@ -97,24 +99,20 @@ def _checksum(file: Path) -> str | None:
 
 
 def _explain(found: Parting, records: tuple[Record, Record], step: int) -> None:
-    """Say what differs between the processes that have taken a step, and in what came before."""
+    """Find what differs between the processes that have taken a step, and in what came before."""
     configs = [record.settings_of(step) for record in records]
     found.settings = {name: pair for name, pair in differences(*configs).items() if name not in NEUTRAL}
     starts = [next(iter(record.starts_of(step, step)), None) for record in records]
-    facts = [start.facts if start else None for start in starts]
-    one, other = (
-        Side(fact, config.train, words)
-        for fact, config, words in zip(facts, configs, ("in A", "in B"), strict=True)
-    )
-    if facts[0] and facts[1] and facts[0].data != facts[1].data:
-        found.data = facts[0].data, facts[1].data
-    found.taken = described(facts[0]) if facts[0] else "", described(facts[1]) if facts[1] else ""
-    dtype = str(found.settings["dtype"][0]) if "dtype" in found.settings else None
+    a, b = (start.facts if start else None for start in starts)
+    if a and b and a.data != b.data:
+        found.data = a.data, b.data
+    sides = Side(a, configs[0].train, "in A"), Side(b, configs[1].train, "in B")
     # Not again a setting that is listed anyway.
-    found.why = [reason for reason in why_rounding(one, other) if not (dtype and reason.startswith(dtype))]
+    found.why = [why for why in why_rounding(*sides) if why.partition(":")[0] not in found.settings]
     for name, record in zip("AB", records, strict=True):
-        if resumed := [str(start.step) for start in record.starts if 0 < start.step < step]:
-            found.starts.append(f"{name} resumed after step {', '.join(resumed)}")
+        found.starts += [
+            f"{name} resumed after step {start.step}" for start in record.starts if 0 < start.step < step
+        ]
         found.starts += [
             f"{name} went back to step {at}, and has left out {count(left_out, 'batch')} since"
             for at, left_out in record.skipped.items()
@@ -123,46 +121,37 @@ def _explain(found: Parting, records: tuple[Record, Record], step: int) -> None:
 
 
 def page(found: Parting) -> str:
-    """Describe where two runs part, on one screen."""
-    paths = zip("AB", (found.one, found.other), found.taken, strict=True)
-    rows = [(name, path + (f": {taken}" if taken else "")) for name, path, taken in paths]
-    if found.step is None:
-        same = f"the same to the bit in all {count(found.steps, 'step')} of both, up to step {found.last}"
-        rows.append(("losses", same))
-    else:
-        rounding = f"rounding ({found.tolerance:g})"
-        above = f"above {rounding} from step {found.beyond} on" if found.beyond else f"never above {rounding}"
-        rows.append(("losses", f"the first that differs is of step {found.step}: {found.words}; {above}"))
+    """Tabulate where two runs part, and what differs there; the last line is the verdict if they do not."""
+    losses = f"the same to the bit in all {count(found.steps, 'step')} of both, up to step {found.last}"
+    if found.step is not None:
+        above = f"above rounding from step {found.beyond} on" if found.beyond else "never above rounding"
+        losses = f"differ from step {found.step} on: {found.words}; {above} ({found.tolerance:g})"
+    weights = f"the same to the bit after step {found.weights_same}" if found.weights_same is not None else ""
     if found.weights_differ is not None:
-        rows.append(("weights", f"other bits after step {found.weights_differ}"))
-    elif found.weights_same is not None:
-        rows.append(("weights", f"the same to the bit after step {found.weights_same}"))
-    if found.optimizer_differs is not None:
-        rows.append(("optimizer", f"other bits after step {found.optimizer_differs}"))
-    few = [*found.settings.items()][:MOST_SHOWN]
-    rows += [("setting", f"{name}: {a!r:.60} in A, {b!r:.60} in B") for name, (a, b) in few]
-    if len(found.settings) > MOST_SHOWN:
-        rows.append(("", f"… and {len(found.settings) - MOST_SHOWN} more (--json lists all)"))
-    if found.data:
-        rows.append(("data", f"other texts: {found.data[0]} in A, {found.data[1]} in B"))
+        weights = f"differ after step {found.weights_differ}"
+    optimizer = f"differs after step {found.optimizer_differs}" if found.optimizer_differs else ""
+    rows = [("A", found.one), ("B", found.other), ("losses", losses)]
+    rows += [("weights", weights), ("optimizer", optimizer)]
+    rows += [(name, f"{a!r:.60} in A, {b!r:.60} in B") for name, (a, b) in found.settings.items()]
+    rows += [("data", f"{found.data[0]} in A, {found.data[1]} in B")] if found.data else []
     rows += [("bits", reason) for reason in found.why]
     rows += [("starts", line) for line in found.starts]
-    lines = [f"{name:<10} {escape(text)}" for name, text in rows]
-    return "\n".join([*lines, *([verdict(found)] if found.is_same else [])])
+    table = terminal_table(("what", "result"), [row for row in rows if row[1]])
+    return table + (f"\n{verdict(found)}" if found.at is None else "")
 
 
 def verdict(found: Parting) -> str:
     """Say in a sentence whether two runs part, and by what."""
-    if found.is_same:
+    if found.at is None:
         same = "the same to the bit"
         return f"{same} in all losses: no checkpoint is in both" if found.weights_same is None else same
-    at = found.step or found.weights_differ or found.optimizer_differs
     if found.settings or found.data:
-        named = [*found.settings, *(["data"] if found.data else [])]
-        return f"they part at step {at}, by {', '.join(named[:MOST_SHOWN])}"
+        return (
+            f"they part at step {found.at}, by {', '.join([*found.settings, *(['data'] * bool(found.data))])}"
+        )
     if found.why:
-        return f"they part at step {at}, by rounding: {found.why[0]}"
+        return f"they part at step {found.at}, by rounding: {found.why[0]}"
     return (
-        f"they part at step {at}, and nothing that is kept differs: memory or a processor may have failed;"
-        f" distgpt replay A --steps {at}, and B, tells which is right"
+        f"they part at step {found.at}, and nothing that is kept differs: memory or a processor may have"
+        f" failed; distgpt replay A --steps {found.at}, and B, tells which is right"
     )
