@@ -15,6 +15,7 @@ import click
 import forward_tables
 import scaling_page
 import train_beside_torch
+from pages import Section, html
 from record import end_with_errors
 
 from distgpt.core.base.checked import parse_json
@@ -22,7 +23,7 @@ from distgpt.core.base.errors import DataError, StorageError, UsageError, print_
 from distgpt.core.base.files import atomic_file, read_small, storage_errors
 from distgpt.core.base.formatting import count
 from distgpt.measure.bench import allreduce, infer
-from distgpt.show.page import Block, Paragraph, Section, html
+from distgpt.show.page import Block, Paragraph
 
 Result = dict[str, Any]
 

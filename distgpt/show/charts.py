@@ -1,4 +1,4 @@
-"""Charts as data, drawn with matplotlib as SVG; the colours and the style of all pictures."""
+"""Line charts, drawn with matplotlib as SVG; the colours and the style of all pictures."""
 
 from __future__ import annotations
 
@@ -16,22 +16,9 @@ from typing import Any
 import numpy as np
 
 from distgpt.core.base.errors import one_line
-from distgpt.core.ops.api import Array
 
 # Series colours stay apart for the colour-blind: tests/show/test_colours.py.
-COLOURS = {
-    "paper": "#ffffff",
-    "surface": "#f4f6f8",
-    "ink": "#1b2026",
-    "muted": "#59626d",
-    "rule": "#ccd3da",
-    "grid": "#e4e8ec",
-    "accent": "#0b5fae",
-    "good": "#0b6b3a",
-    "good-surface": "#e7f5ec",
-    "bad": "#a8201a",
-    "bad-surface": "#fdecea",
-}
+COLOURS = {"paper": "#ffffff", "ink": "#1b2026", "muted": "#59626d", "rule": "#ccd3da", "grid": "#e4e8ec"}
 SERIES = ("#1a4ea5", "#b9470a", "#04866c", "#e64ca8", "#aa8a1c", "#3496d2", "#4f4f56", "#7d2417")
 MARKS = "os^DvPX*"
 PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
@@ -86,28 +73,26 @@ class LineChart:
     log_x: bool = False
     log_y: bool = False
 
-
-@dataclass(frozen=True)
-class Bar:
-    """A bar of one value, or of one for each part, with a text at its end."""
-
-    label: str
-    value: float | Sequence[float]
-    text: str
-
-
-@dataclass(frozen=True)
-class BarChart:
-    """Horizontal bars; if they have parts, all have the same in the same order."""
-
-    title: str
-    description: str
-    unit: str
-    bars: Sequence[Bar]
-    parts: Sequence[str] = ()
+    def draw(self, axes: Any) -> float:
+        """Draw into axes; return the height that this takes in inches."""
+        for i, series in enumerate(self.series):
+            known = [(drawable(x), drawable(y)) for x, y in zip(series.x, series.y, strict=True)]
+            x, y = np.array(sorted(pair for pair in known if not math.isnan(pair[0]))).reshape(-1, 2).T
+            step = max(1, len(x) // 8)  # of marks, which several lines have at different places
+            width = 1.5 + min(3, len(self.series) - 1 - i)  # wider where later ones may cover it
+            look = {"color": series_colour(i), "linestyle": "--" if series.dashed else "-"}
+            marks = {"marker": MARKS[i % len(MARKS)], "markevery": (i % step, step), "linewidth": width}
+            axes.plot(x, y, **look, **marks, label=lines(series.name))
+        for axis, log in (("x", self.log_x), ("y", self.log_y)):
+            axes.set(**{f"{axis}scale": "log" if log else "linear"})
+        set_ticks(axes.xaxis)
+        set_ticks(axes.yaxis)
+        axes.set_title(lines(self.y_label))
+        axes.set_xlabel(lines(self.x_label))
+        return 4.6
 
 
-Chart = LineChart | BarChart
+Chart = LineChart
 
 
 def series_colour(i: int) -> str:
@@ -132,12 +117,11 @@ def svg(chart: Chart, alone: bool = False) -> str:
     with style(**{"svg.hashsalt": one_line(chart.title)}):
         figure: Any = Figure(layout="constrained")
         axes = figure.add_subplot()
-        height = _draw_lines(axes, chart) if isinstance(chart, LineChart) else _draw_bars(axes, chart)
-        figure.set_size_inches(WIDTH, height)
+        figure.set_size_inches(WIDTH, chart.draw(axes))
         if any(axes.get_legend_handles_labels()[1]):
             figure.legend(loc="outside upper left", ncols=3)
         if alone:
-            axes.set_title(f"{_lines(chart.title)}\n{axes.get_title('left')}")
+            axes.set_title(f"{lines(chart.title)}\n{axes.get_title('left')}")
         figure.savefig(written, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
     text = written.getvalue().decode()
     text = re.sub(r'<g id="[^"]*"', "<g", text[text.index("<svg ") :])  # nothing refers to groups
@@ -145,52 +129,7 @@ def svg(chart: Chart, alone: bool = False) -> str:
     return text.replace("<svg ", f'<svg class="chart" role="img" aria-label="{label}" ', 1)
 
 
-def _draw_lines(axes: Any, chart: LineChart) -> float:
-    """Draw lines; return the height that they take."""
-    for i, series in enumerate(chart.series):
-        x, y = _points(series)
-        step = max(1, len(x) // 8)  # of marks, which several lines have at different places
-        width = 1.5 + min(3, len(chart.series) - 1 - i)  # wider where later ones may cover it
-        look = {"color": series_colour(i), "linestyle": "--" if series.dashed else "-", "linewidth": width}
-        marks = {"marker": MARKS[i % len(MARKS)], "markevery": (i % step, step)}
-        axes.plot(x, y, **look, **marks, label=_lines(series.name))
-    for axis, log in (("x", chart.log_x), ("y", chart.log_y)):
-        axes.set(**{f"{axis}scale": "log" if log else "linear"})
-    set_ticks(axes.xaxis)
-    set_ticks(axes.yaxis)
-    axes.set_title(_lines(chart.y_label))
-    axes.set_xlabel(_lines(chart.x_label))
-    return 4.6
-
-
-def _points(series: Series) -> tuple[Array, Array]:
-    """Return a series' x, rising, and its y, NaN where unknown; points without an x are left out."""
-    known = [(drawable(x), drawable(y)) for x, y in zip(series.x, series.y, strict=True)]
-    x, y = np.array(sorted(pair for pair in known if not math.isnan(pair[0]))).reshape(-1, 2).T
-    return x, y
-
-
-def _draw_bars(axes: Any, chart: BarChart) -> float:
-    """Draw bars from top to bottom with labels on their left and texts on their right; return the height."""
-    values = np.array([np.atleast_1d(bar.value) for bar in chart.bars], float)
-    values[~np.isfinite(values)] = 0
-    places, ends = np.arange(len(values)), np.zeros(len(values))
-    for part, of_part in enumerate(values.T):
-        name = _lines(chart.parts[part]) if chart.parts else None
-        drawn = axes.barh(places, of_part, 0.62, left=ends, color=series_colour(part), label=name)
-        ends = ends + of_part
-    if chart.bars:
-        axes.bar_label(drawn, [_lines(bar.text, LINE // 2) for bar in chart.bars], padding=8)
-    labels = [_lines(bar.label, LINE // 2) for bar in chart.bars]
-    axes.set_yticks(places, labels)
-    axes.invert_yaxis()
-    axes.xaxis.set_visible(False)
-    axes.grid(False)
-    axes.set_title(_lines(chart.unit))
-    return 0.9 + 0.25 * len(places) + 0.2 * sum(label.count("\n") + 1 for label in labels)
-
-
-def _lines(text: str, letters: int = LINE) -> str:
+def lines(text: str, letters: int = LINE) -> str:
     return textwrap.fill(one_line(text), letters)
 
 

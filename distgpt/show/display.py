@@ -18,8 +18,7 @@ from distgpt.core.base.files import storage_errors
 from distgpt.core.train.lines import Facts, Lines, Metrics
 
 FLUSH_SECONDS = 10  # what a killed run may lose
-# Characters beside step and loss from which a line has the time left, the speed, and a bar of 9 or more.
-LEFT_FROM, RATE_FROM, BAR_FROM = 13, 32, 42
+WIDE = 66  # columns of a terminal from which a line has the speed
 
 # TensorBoard's names of what metrics.jsonl holds.
 TAGS = {
@@ -56,7 +55,7 @@ class Live(Lines):
     def started(self, facts: Facts) -> None:
         super().started(facts)
         self._step = facts["first_step"]
-        self._progress = Progress(*self._columns(), console=self._console)
+        self._progress = Progress(*self._columns(), console=self._console, expand=True)
         task = self._progress.add_task("", total=self._end.total, loss="…", rate="…")
         self._progress.update(task, completed=self._end.done(self._step))
         self._progress.start()
@@ -69,21 +68,15 @@ class Live(Lines):
         self._progress.update(self._progress.task_ids[0], completed=self._end.done(self._step), **shown)
 
     def _columns(self) -> Iterator[ProgressColumn]:
-        """Yield the columns that fit: step and loss always, then the time left, the speed, and a bar."""
         end, whole = self._end, Column(no_wrap=True)
-        room = self._console.width - end.width - len("step  loss 0.0000")
-        for_elapsed = len(end.elapsed()) + 1
-        has_elapsed = bool(end.elapsed()) and room >= BAR_FROM + for_elapsed
         yield Now(lambda: f"step {end.step(self._step)}", "bold")
-        if room >= BAR_FROM:
-            yield BarColumn(bar_width=min(24, room - BAR_FROM + 9 - for_elapsed * has_elapsed))
-        if has_elapsed:
+        yield BarColumn(bar_width=None)  # what the others leave
+        if end.elapsed():
             yield Now(end.elapsed)
         yield TextColumn("loss [bold cyan]{task.fields[loss]}", table_column=whole)
-        if room >= RATE_FROM:
-            yield TextColumn("[green]{task.fields[rate]:>9} tokens/s", table_column=whole)
-        if room >= LEFT_FROM:
-            yield Now(lambda: end.left(self._step, self._speed.seconds))
+        if self._console.width >= WIDE:
+            yield TextColumn("[green]{task.fields[rate]} tokens/s", table_column=whole)
+        yield Now(lambda: end.left(self._step, self._speed.seconds))
 
     def sampled(self, step: int, text: str) -> None:
         grid = Table.grid(padding=(0, 2))
@@ -95,7 +88,7 @@ class Live(Lines):
 
 
 class Now(ProgressColumn):
-    """A text that is asked for at every refresh, so that a clock moves during a long step."""
+    """A text that is made at every refresh, so that a clock moves during a long step."""
 
     def __init__(self, text: Callable[[], str], style: str = "") -> None:
         super().__init__(table_column=Column(no_wrap=True))

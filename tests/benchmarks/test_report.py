@@ -1,5 +1,6 @@
 """The page of results: every result finds its place on one page, and what is none is named."""
 
+import html.parser
 import json
 import re
 from itertools import product
@@ -9,10 +10,14 @@ import pytest
 import report
 from alphabeta import AlphaBeta, Regime
 from click.testing import CliRunner
+from pages import Section
+from pages import html as html_page
 from report import assemble, load_all, write
 
 from distgpt.core.base.errors import DataError, UsageError
 from distgpt.measure.bench import results
+from distgpt.show.charts import LineChart, Series
+from distgpt.show.page import Paragraph, Table, Texts
 
 HERE = {"date": "2026-01-02T10:00:00+00:00", "command": "distgpt bench x", "processor": "A", "cores": 2}
 
@@ -107,3 +112,56 @@ def test_no_results_no_page(tmp_path):
     with pytest.raises(DataError):
         write(tmp_path, None)
     assert not (tmp_path / "report.html").exists()
+
+
+HOSTILE = "</title></style><script>alert('x & y')</script> \"quoted\" \x00\x1b[31m\u202e \ud800 ]]>"
+TOLD = "</title></style><script>alert('x & y')</script> \"quoted\" \\x00\\x1b[31m\\u202e \\ud800 ]]>"
+
+
+class Page(html.parser.HTMLParser):
+    """Reads a page as (tag, attributes, text inside, children and all), and fails where tags do not match."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.elements = [], []
+        self.feed(text)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag, attributes):
+        self.handle_startendtag(tag, attributes)
+        if tag != "meta":
+            self.open.append(self.elements[-1])
+
+    def handle_startendtag(self, tag, attributes):
+        self.elements.append((tag, dict(attributes), []))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop()[0] == tag
+
+    def handle_data(self, data):
+        for _, _, texts in self.open:
+            texts.append(data)
+
+    def all(self, *tags):
+        return [(attributes, "".join(texts)) for tag, attributes, texts in self.elements if tag in tags]
+
+
+def test_a_page_loads_nothing_its_references_lead_somewhere_and_hostile_texts_are_text():
+    h = HOSTILE
+    chart = LineChart(h, h, h, h, [Series(h, [1, 2], [1, 2])])
+    blocks = [Paragraph(h), Texts([(h, h)]), Table([h], [[h]], h, h), Table(["a"], [["b"]]), chart]
+    parsed = Page(html_page(h, h, [Section(h, blocks)] * 3, h))
+    tags = {tag for tag, _, _ in parsed.elements}
+    assert not tags & {"script", "link", "img", "iframe", "object", "embed", "base", "form", "image"}
+    names = [name for _, attributes, _ in parsed.elements for name in attributes]
+    assert not [name for name in names if name in ("src", "srcset") or name.startswith("on")]
+    policy = next(a["content"] for a, _ in parsed.all("meta") if a.get("http-equiv"))
+    assert "default-src 'none'" in policy and "script" not in policy
+    ids = [attributes["id"] for _, attributes, _ in parsed.elements if "id" in attributes]
+    for _, attributes, _ in parsed.elements:
+        assert set(attributes.get("aria-labelledby", "").split()) <= set(ids)
+        assert attributes.get("href", f"#{ids[0]}").removeprefix("#") in ids
+    assert len(parsed.all("h2")) == len(parsed.all("section")) == len(parsed.all("li")) == 3
+    for tag in ("title", "h1", "h2", "a", "p", "figcaption", "pre", "th", "footer"):
+        assert any(text.endswith(TOLD) for _, text in parsed.all(tag)), tag

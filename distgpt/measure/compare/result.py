@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from html import escape
 from pathlib import Path
 from typing import Any
 
 from distgpt.cluster.jobs.processes import ending, undisturbed
-from distgpt.core.base.errors import DisagreementError, print_lines
+from distgpt.core.base.errors import DisagreementError, escape_lines, print_lines
 from distgpt.core.config import STAGES, WITH_MPI
 from distgpt.core.data.batches import refuse_uneven
 from distgpt.measure.compare.agreement import Difference, differences
@@ -32,19 +33,7 @@ from distgpt.measure.compare.stages import (
 )
 from distgpt.measure.doctor.facts import Facts, environment
 from distgpt.measure.doctor.verdicts import sentence
-from distgpt.show.page import (
-    Block,
-    Column,
-    KeyValues,
-    Paragraph,
-    Section,
-    Table,
-    Texts,
-    Verdict,
-    html,
-    tabulated,
-    terminal,
-)
+from distgpt.show.page import Block, Column, Paragraph, Table, Texts, tabulated, terminal
 
 VERSION = 1
 RUNNING, DONE = "running", "done"
@@ -189,28 +178,27 @@ def blocks_of(comparison: Comparison) -> list[Block]:
     """Return the whole result for a terminal."""
     wrote = [(f"Written by {who} after the text's first tokens", text) for who, text in _texts(comparison)]
     workload = Paragraph(comparison.options.workload.sentence())
-    return [workload, _table(comparison), _missing(comparison), Texts(wrote), _result(comparison)]
+    verdict = Paragraph(comparison.verdict())
+    return [workload, _table(comparison), _missing(comparison), Texts(wrote), verdict]
 
 
 def render_html(comparison: Comparison) -> str:
     """Render the same as a page, with the prompt, the commands and the machine."""
-    wrote = Texts([("all were given", comparison.prompt), *_texts(comparison)])
-    commands = Texts([(stage.stage, "\n\n".join(stage.commands)) for stage in comparison.measured])
-    machine = KeyValues([(name, str(of)) for name, of in comparison.environment.items()])
-    missing = [_missing(comparison)] if comparison.missing else []
-    sections = [
-        Section("Verdict", [_result(comparison), *missing]),
-        Section("Times and losses", [_table(comparison)]),
-        Section("What they wrote", [wrote]),
-        Section("How it was measured", [commands, machine]),
-    ]
-    return html("The same job in every stage", f"{comparison.options.workload.sentence()}.", sections)
+    more = [("All were given", comparison.prompt)]
+    more += [(stage.stage, "\n".join(stage.commands)) for stage in comparison.measured]
+    more += [(name, str(fact)) for name, fact in comparison.environment.items()]
+    parts = [terminal(blocks_of(comparison)), *(f"{title}\n{escape_lines(text)}" for title, text in more)]
+    return PAGE.format(escape("\n\n".join(parts)))
 
 
-def _result(comparison: Comparison) -> Block:
-    passed, verdict = comparison.passed, comparison.verdict()
-    return Paragraph(verdict) if passed is None else Verdict(passed, verdict)
-
+PAGE = """<!DOCTYPE html>
+<html lang="en"><meta charset="utf-8"><title>The same job in every stage</title>
+<h1>The same job in every stage</h1>
+<pre style="white-space: pre-wrap">
+{}
+</pre>
+</html>
+"""
 
 COLUMNS: tuple[Column, ...] = (
     *((key, key, str) for key in ("stage", "ranks", "threads")),
