@@ -21,11 +21,25 @@ from record import end_with_errors
 from distgpt.core.base.checked import parse_json
 from distgpt.core.base.errors import DataError, StorageError, UsageError, print_lines
 from distgpt.core.base.files import atomic_file, read_small, storage_errors
-from distgpt.core.base.formatting import count
+from distgpt.core.base.formatting import count, duration, size
 from distgpt.measure.bench import allreduce, infer
+from distgpt.show.charts import LineChart, line
 from distgpt.show.page import Block, Paragraph
 
 Result = dict[str, Any]
+
+
+def time_chart(found: Result) -> LineChart:
+    """Draw a line for each algorithm: microseconds over the size, both logarithmic."""
+    ends = [pick(found["rows"], key=lambda row: row["bytes"]) for pick in (min, max)]
+    each = (f"{size(row['bytes'])} take {duration(row['seconds'])}" for row in ends)
+    points: dict[str, list[tuple[float, float]]] = {}
+    for row in found["rows"]:
+        points.setdefault(row["algorithm"], []).append((row["bytes"], row["seconds"] * 1e6))
+    series = [line(name, own) for name, own in points.items()]
+    title = f"Sum over {found['ranks']} ranks: time"
+    return LineChart(title, ", ".join(each) + ".", "bytes", "microseconds", series, log_x=True, log_y=True)
+
 
 # In the order of the page: the heading, and what shows a result of the kind.
 KINDS: dict[str, tuple[str, Callable[[Result], list[Block]]]] = {
@@ -33,7 +47,7 @@ KINDS: dict[str, tuple[str, Callable[[Result], list[Block]]]] = {
     "train": ("Training", train_beside_torch.blocks),
     "infer": ("Inference", infer.blocks),
     "scaling": ("Scaling", scaling_page.blocks),
-    "allreduce": ("Sums over ranks", lambda found: [allreduce.time_chart(found), *allreduce.blocks(found)]),
+    "allreduce": ("Sums over ranks", lambda found: [time_chart(found), *allreduce.blocks(found)]),
 }
 # What a file may raise that has our form and not our contents.
 DAMAGED = (KeyError, TypeError, ValueError, IndexError, AttributeError, ArithmeticError)

@@ -21,7 +21,7 @@ import click
 from alphabeta import parse_network
 from predictions import MOST_RANKS, Job, affine, compared, predictions, summed_by
 from record import end_with_errors
-from scaling_page import all_charts, blocks
+from scaling_page import blocks
 
 from distgpt.cluster.jobs.launchers import find_launcher
 from distgpt.commands.bench import result_options, to_options
@@ -106,7 +106,7 @@ def main(**given: Any) -> None:
     asked = asked_for({"steps": STEPS, **options.settings}, options.preset)
     run = resolve(asked)
     found = {"preset": asked.name, **scaling(options, run, say)}
-    options.finish("scaling", asked.name, found, blocks(found), all_charts(found))
+    options.finish("scaling", asked.name, found, blocks(found))
 
 
 def numbers(flag: str, words: str) -> list[int]:

@@ -32,28 +32,20 @@ from distgpt.core.config import DTYPES, ON_GPU, ROUNDED_DTYPES, SETTINGS, STAGES
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 
-# A launcher may start several processes of it; of the others only what they start themselves to measure.
-TOGETHER = ("allreduce",)
 
 DTYPE_HELP = "Compute in this number format; in float32 if left out, in which losses agree to 6e-5."
-MEASURING = "--measure-peak"
-MEASURES = (MEASURING, "--measure")  # say that this is a process which was started to measure
 
 
-class _Bench(Group):
-    def resolve_command(
-        self, context: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        name, command, rest = super().resolve_command(context, args)
-        if name not in TOGETHER and not {*MEASURES} & {*rest} and launched_as() > 1:
-            raise UsageError(
-                f"distgpt bench {name} is for one process, and was launched as {launched_as()}: "
-                "run it without a launcher"
-            )
-        return name, command, rest
+def refuse_launched(name: str) -> None:
+    """Refuse several processes: these would all measure, and start their own to measure."""
+    if launched_as() > 1:
+        raise UsageError(
+            f"distgpt bench {name} is for one process, and was launched as {launched_as()}: "
+            "run it without a launcher"
+        )
 
 
-@click.group(cls=_Bench)
+@click.group(cls=Group)
 def bench() -> None:
     """Measure this machine: training, inference, sums over ranks; and compare its stages."""
 
@@ -89,7 +81,7 @@ train_options = together(
 
 @bench.command("train", example="distgpt bench train --preset gpt-mini --ranks 2 --stage mpi")
 @train_options
-@click.option(MEASURING, is_flag=True, hidden=True)  # for the processes that this starts
+@click.option("--measure-peak", is_flag=True, hidden=True)  # for the processes that this starts
 def train(measure_peak: bool, **given: Any) -> None:
     """Train for a few steps: tokens per second, share of the machine's peak, memory.
 
@@ -101,6 +93,7 @@ def train(measure_peak: bool, **given: Any) -> None:
     if measure_peak:
         train.measure_peak(options)
     else:
+        refuse_launched("train")
         train.bench(options)
 
 
@@ -143,6 +136,7 @@ def infer(measure: str | None, **given: Any) -> None:
     if measure is not None:
         infer.measure_own(measure)
     else:
+        refuse_launched("infer")
         infer.bench(to_options(infer.InferOptions, given))
 
 
@@ -218,6 +212,7 @@ def compare_stages(
     from distgpt.measure.compare.result import compare
     from distgpt.measure.compare.stages import CompareOptions, find_workload
 
+    refuse_launched("stages")
     if tolerance is not None and not math.isfinite(tolerance):
         raise UsageError(f"--tolerance {tolerance}: all losses would agree, or none; give a finite number")
     if deterministic:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,6 +17,7 @@ from distgpt.commands.options import (
     PATH,
     POSITIVE,
     TIME,
+    FiniteRange,
     deterministic_as_parts,
     dial_options,
     preset_options,
@@ -43,16 +43,14 @@ from distgpt.core.cpu.stages import open_stage
 @dial_options
 @click.option("--ranks", type=POSITIVE, default=1, help="Processes of the run.")
 @click.option("--tokens", help="Tokens to train on in total (300M, 10B), instead of --steps.")
-@click.option(
-    "--rate", type=click.FloatRange(0, min_open=True), help="Tokens/s of one rank, measured elsewhere."
-)
+@click.option("--rate", type=FiniteRange(0, min_open=True), help="Tokens/s of one rank, measured elsewhere.")
 @click.option(
     "--measure/--no-measure",
     "measured",
     default=None,
     help="Time a few steps here; the default where possible, unless --rate is given.",
 )
-@click.option("--gpu-memory", type=click.FloatRange(0, min_open=True), help="GiB of each rank's GPU.")
+@click.option("--gpu-memory", type=FiniteRange(0, min_open=True), help="GiB of each rank's GPU.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of a page.")
 def estimate(
     stage: str,
@@ -78,7 +76,6 @@ def estimate(
     from distgpt.recipes.depth import Dial
     from distgpt.recipes.derived import derived
     from distgpt.recipes.within import with_clock
-    from distgpt.show.progress import ItemProgress
 
     say = partial(print_lines, err=True)
     asked = replace(asked_for(set_by_user(flags), preset, config), fetches=False)
@@ -97,8 +94,7 @@ def estimate(
         say(Dial(asked.depth, asked.tokens, ranks).described(run))
     total = parse_count(tokens, "--tokens") if tokens is not None else None
     question = Question(run, stage, ranks, threads, gpu, total, rate, measured, gpu_memory)
-    with closing(ItemProgress("steps", with_tokens=False)) as progress:
-        facts = estimated(question, say, progress, here)
+    facts = estimated(question, say, here)
     if as_json:
         print(json.dumps({"name": plain.name, **facts}, indent=1))
     else:
@@ -142,7 +138,7 @@ def profile(
     ready = open_stage(stage, threads, without_graphs(stage, gpu))
 
     from distgpt.core.train.plan import with_dtype
-    from distgpt.measure.profile.session import Session, open_steps, prepare
+    from distgpt.measure.profile.session import measure
     from distgpt.recipes.derived import configured
     from distgpt.recipes.recipes import followed
 
@@ -150,29 +146,9 @@ def profile(
     run = configured(ready.comm, with_dtype(followed(asked, ready, say), ready, say))
     if config and ready.comm.rank == 0 and "steps" in parse_toml(config.read_text(), str(config)):
         say(f"{config} sets the steps of training: --steps sets how many are measured, {steps}")
-    step, batches = open_steps(run, ready, say)
-    prepare(ready.comm, out)
-    session = Session(ready, step, run.train, warmup_steps)
-    try:
-        for done, seconds in enumerate(_steps(session.profiler, batches, warmup_steps + steps), 1):
-            warming = " (to warm up)" if done <= warmup_steps else ""
-            say(f"step {done} of {warmup_steps + steps}: {1000 * seconds:,.1f} ms{warming}")
-        session.finish(out, print_lines)
-    except KeyboardInterrupt:
-        session.salvage(out, print_lines)
-        raise
-
-
-def _steps(profiler: Any, batches: Any, count: int) -> Iterator[float]:
-    """Run steps as training does, the next one launched before the last is read; yield their seconds."""
-    running, begun = [], time.perf_counter()
-    for number in range(count):
-        running.append(profiler.launch(number, batches))
-        while len(running) > (profiler.on_gpu and number < count - 1):
-            running.pop(0).wait()
-            ended = time.perf_counter()
-            yield ended - begun
-            begun = ended
+    table = measure(ready, run, steps, warmup_steps, out, say)
+    if ready.comm.rank == 0:
+        print_lines(table)
 
 
 @command(example="mpirun -n 4 distgpt sweep GRID.toml")
@@ -290,7 +266,6 @@ def compile() -> None:
     """
     import io
     import tempfile
-    import time
     from contextlib import redirect_stderr
     from pathlib import Path
 

@@ -6,36 +6,30 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 from distgpt.core.base.errors import Say, UsageError
 from distgpt.core.base.formatting import count, duration, long_duration, size, size_in_column, three_digits
 from distgpt.core.comm.layout import layout
 from distgpt.core.comm.resources import Grants, usable_cores
 from distgpt.core.components import components
-from distgpt.core.config import ON_GPU, RECOMPUTE, GpuConfig, RunConfig, TrainConfig
+from distgpt.core.config import ON_GPU, GpuConfig, RunConfig, TrainConfig
 from distgpt.core.config.asked import Asked
 from distgpt.core.cpu.stages import Stage, expected_dtype, open_stage
 from distgpt.core.data.textfile import BUNDLED_TEXTS, resolve_data
 from distgpt.core.model.counts import operations, parameters
-from distgpt.core.model.model import Architecture, Model, flag_count
-from distgpt.core.model.passes import Pass
+from distgpt.core.model.model import Architecture, flag_count
 from distgpt.core.ops.kernels import Kernels
-from distgpt.core.train.memory import SPARE, DryKernels, copy_bytes, divisors, fitting, needed
+from distgpt.core.train.memory import SPARE, fitting, needed
 from distgpt.core.train.plan import DTYPE, is_open, new_run, refuse_unsuited
 from distgpt.core.train.sharing import Strategy
 from distgpt.corpora.prepare.learn import vocabulary_size
 from distgpt.corpora.shards import Manifest, is_shards, read_manifest
-from distgpt.measure.step_timing import cuts, enough_sequences, layers_of_cuts, measure
-
-if TYPE_CHECKING:  # rich takes long to load
-    from distgpt.show.progress import ItemProgress
+from distgpt.measure.step_timing import cuts, enough_sequences, measure
 
 Facts = dict[str, Any]
 
 NO_LIMIT = 1 << 62  # bytes
-LEAST, MOST = 1e-6, 1e15  # of a number that the user gives
-MOST_ROWS = 6  # numbers of sequences whose memory is listed
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +59,8 @@ class Site:
     assessed: bool  # whether the run will evaluate itself
 
 
-def estimate(
-    question: Question, say: Say, progress: ItemProgress | None = None, ready: Stage | None = None
-) -> Facts:
-    """Return all facts, ready for JSON. `say` gets a line before what takes time, `progress` its steps.
+def estimate(question: Question, say: Say, ready: Stage | None = None) -> Facts:
+    """Return all facts, ready for JSON. `say` gets a line before what takes time.
 
     `ready`: the stage of this one rank, where it is open: among several ranks it cannot be opened again.
     """
@@ -81,22 +73,22 @@ def estimate(
     model, train = Architecture(run.model), replace(run, train=settled)
     per_step = settled.batch_size * run.model.seq_len
     flops = operations(model)
-    time = _time(question, train, site, flops.forward + flops.backward, say, progress)
+    time = _time(question, train, site, flops.forward + flops.backward, say)
     steps = settled.steps if question.tokens is None else -(-question.tokens // per_step)
     minutes = settled.train_minutes if question.tokens is None else 0.0
     if minutes and "step_s" in time:
         steps = max(1, int(60 * minutes / time["step_s"]))
-    memory = _memory(train, site, strategy) | {"trouble": trouble}
+    need = needed(train, site.kernels, strategy, site.assessed)
     counted, trained = parameters(model), components().model(run.train).trained(run)
     wide = site.kernels.wide.itemsize
+    gradients = (trained.size + flag_count(ranks)) * wide
     return {
         "stage": question.stage,
         "ranks": ranks,
         "threads": site.kernels.threads if question.stage not in ON_GPU else None,
         "dtype": settled.dtype,
         "parameters": asdict(counted) | {"total": counted.total},
-        "flops_per_token": asdict(flops)
-        | {"forward": flops.forward, "backward": flops.backward, "six_n": 6 * counted.total},
+        "flops_per_token": asdict(flops) | {"forward": flops.forward, "backward": flops.backward},
         "batch": {
             "tokens_per_step": per_step,
             "sequences": settled.batch_size,
@@ -107,11 +99,24 @@ def estimate(
         "steps": steps,
         "tokens": steps * per_step,
         "minutes": minutes or None,  # by which the run ends, instead of after its steps
-        "memory": memory,
+        "memory": {
+            "recompute": settled.recompute,
+            "weights": need.weights,
+            "gradients": gradients,
+            "moments": need.optimizer - gradients,
+            "activations": need.activations,
+            "validation": need.evaluation,
+            "exchange": need.exchange,
+            "update": need.update,
+            "total": need.total,
+            "free": site.free,
+            "where": site.where,
+            "trouble": trouble,
+        },
         "checkpoint_bytes": strategy.placement.saved_buffers(is_common=True) * trained.elements * wide,
         "checkpoints_kept": settled.keep,
         "weights_file_bytes": trained.elements * wide,
-        "allreduce_bytes": (trained.size + flag_count(ranks)) * wide if ranks > 1 else 0,
+        "allreduce_bytes": gradients if ranks > 1 else 0,
         "allreduce_every": strategy.placement.rounds.length,
         "time": time | ({"total_s": steps * time["step_s"]} if "step_s" in time else {}),
     }
@@ -124,17 +129,13 @@ def foreseen(stage: str, asked: Asked, tf32: bool) -> RunConfig:
 
 
 def _refuse_nonsense(question: Question) -> None:
-    t = question.run.train
-    for option, value in (("--rate", question.rate), ("--gpu-memory", question.gpu_memory)):
-        if value is not None and not LEAST <= value <= MOST:
-            raise UsageError(f"{option} is {value}: it must be at least {LEAST:g} and at most {MOST:g}")
     if question.stage in ("serial", "cuda") and question.ranks > 1:
         raise UsageError(f"stage {question.stage!r} has one rank: --ranks is for mpi and mpi-cuda")
     if question.rate is not None and question.measured:
         raise UsageError("--rate and --measure exclude each other")
     if question.gpu_memory is not None and question.stage not in ON_GPU:
         raise UsageError(f"stage {question.stage!r} uses no GPU: --gpu-memory is for {' and '.join(ON_GPU)}")
-    refuse_unsuited(t, question.ranks, on_gpu=question.stage in ON_GPU)
+    refuse_unsuited(question.run.train, question.ranks, on_gpu=question.stage in ON_GPU)
 
 
 def manifest_of(data: str) -> Manifest | None:
@@ -200,53 +201,7 @@ def _each(t: TrainConfig, ranks: int) -> int:
     return t.batch_size // (t.grad_accum * ranks)
 
 
-def _memory(run: RunConfig, site: Site, strategy: Strategy) -> Facts:
-    """Return bytes on each rank, by what they hold, and in total for other choices."""
-    kernels, t, ranks = site.kernels, run.train, strategy.ranks
-
-    def need(recompute: str, grad_accum: int) -> Any:
-        changed = replace(run, train=replace(t, recompute=recompute, grad_accum=grad_accum))
-        return needed(changed, kernels, strategy, site.assessed)
-
-    chosen = need(t.recompute, t.grad_accum)
-    gradients = (components().model(run.train).trained(run).size + flag_count(ranks)) * kernels.wide.itemsize
-    logits = _logits(run, kernels, _each(t, ranks))
-    per_rank = t.batch_size // ranks
-    possible = divisors(per_rank)
-    sizes = [n for n in possible if _each(t, ranks) / 2 ** (MOST_ROWS - 3) <= n] or possible
-    return {
-        "recompute": t.recompute,
-        "weights": chosen.weights,
-        "gradients": gradients,
-        "moments": chosen.optimizer - gradients,
-        "activations": chosen.activations - logits,
-        "logits": logits,
-        "validation": chosen.evaluation,
-        "exchange": chosen.exchange,
-        "update": chosen.update,
-        "total": chosen.total,
-        "copy": copy_bytes(run, kernels, strategy.placement),
-        "free": site.free,
-        "where": site.where,
-        "choices": [
-            {"sequences": n, **{how: need(how, per_rank // n).total for how in RECOMPUTE if how != "auto"}}
-            for n in sizes[:MOST_ROWS]
-        ],
-    }
-
-
-def _logits(run: RunConfig, kernels: Kernels, sequences: int) -> int:
-    dry = cast(Kernels, DryKernels(kernels))
-    rows, width = Pass(
-        Model(Architecture(run.model), dry), sequences, run.model.seq_len, training=True
-    ).logits_shape
-    found: int = rows * width * kernels.dtype.itemsize
-    return found
-
-
-def _time(
-    question: Question, run: RunConfig, site: Site, flops: int, say: Say, progress: ItemProgress | None
-) -> Facts:
+def _time(question: Question, run: RunConfig, site: Site, flops: int, say: Say) -> Facts:
     """Return the time of a step by a rate that is given or measured, or why there is none."""
     t, ranks = run.train, question.ranks
     tokens = t.batch_size // ranks * run.model.seq_len
@@ -259,12 +214,10 @@ def _time(
             raise UsageError(f"--measure: {missing}")
         if missing or question.measured is False:
             return {"rate_per_rank": None, "source": "none", "missing": missing}
-        layers = " and ".join(map(str, layers_of_cuts(run)))
-        layers += " layer" if layers == "1" else " layers"
-        say(f"measuring steps of {layers} with {sequences} × {run.model.seq_len} tokens")
+        say(f"measuring steps with {sequences} × {run.model.seq_len} tokens")
         if site.stage:
             site.stage.notes.report_to(say)
-        timing = measure(run, site.kernels, sequences, progress)
+        timing = measure(run, site.kernels, sequences)
         rate, source = timing.rate(tokens), {"source": "measured", **asdict(timing)}
     seconds = tokens / rate
     return {
@@ -290,7 +243,7 @@ Rows = Iterator[tuple[str, str]]
 
 MARGIN = 13  # width of the page's first column
 FLOPS = {"layers": "layers", "output": "head", "attention": "attention"}
-MEMORY = ("weights", "gradients", "moments", "activations", "logits", "validation", "exchange", "update")
+MEMORY = ("weights", "gradients", "moments", "activations", "validation", "exchange", "update", "total")
 
 
 def render_terminal(name: str, facts: Facts) -> str:
@@ -305,13 +258,8 @@ def _model(facts: Facts) -> Rows:
     sizes, flops = facts["parameters"], facts["flops_per_token"]
     yield "parameters", f"{sizes['total']:,}"
     yield "", ", ".join(f"{kind} {n:,}" for kind, n in sizes["kinds"].items())
-    if sizes["padding"]:
-        yield "", f"with {sizes['padding']:,} of padding: {sizes['total'] + sizes['padding']:,}"
-    parts = [f"{name} {_mega(flops[key])}" for name, key in FLOPS.items()]
-    forward = f"{_mega(flops['forward'])} forward ({', '.join(parts)})"
-    yield "MFLOP/token", f"{forward}, {_mega(flops['backward'])} backward"
-    total = _mega(flops["forward"] + flops["backward"])
-    yield "", f"{total} in total; the usual 6 × parameters gives {_mega(flops['six_n'])}"
+    parts = ", ".join(f"{name} {_mega(flops[key])}" for name, key in FLOPS.items())
+    yield "MFLOP/token", f"{_mega(flops['forward'])} forward ({parts}), {_mega(flops['backward'])} backward"
 
 
 def _batch(facts: Facts) -> Rows:
@@ -336,22 +284,12 @@ def _memory_rows(facts: Facts) -> Rows:
     for kind in MEMORY:
         if memory[kind]:
             yield "", f"{kind:<12}{size_in_column(memory[kind]):>11}"
-    free = f"  of {size_in_column(memory['free'])} on {memory['where']}" if memory["free"] is not None else ""
-    yield "", f"{'total':<12}{size_in_column(memory['total']):>11}{free}"
-    if memory["copy"]:
-        where = "on rank 0, to save while training goes on, if there is room"
-        yield "", f"{'a copy':<12}{size_in_column(memory['copy']):>11}  {where}"
+    if memory["free"] is not None:
+        yield "", f"{'free':<12}{size_in_column(memory['free']):>11}  on {memory['where']}"
     if memory["trouble"]:
         yield "", f"too little: {memory['trouble']}"
     elif memory["free"] is None:
         yield "", "chosen for unlimited memory: give the GPU's with --gpu-memory GIB"
-    hows = [key for key in memory["choices"][0] if key != "sequences"]
-    yield "", ""
-    yield "choices", f"{'sequences at once':<20}" + "".join(f"{how:>11}" for how in hows) + "   --recompute"
-    for row in memory["choices"]:
-        mark = "*" if row["sequences"] == facts["batch"]["sequences_per_rank_and_round"] else ""
-        sizes = "".join(f"{size_in_column(row[how]):>11}" for how in hows)
-        yield "", f"{row['sequences']:>10}{mark:<10}{sizes}"
     yield "", ""
 
 
@@ -375,15 +313,13 @@ def _time_rows(facts: Facts) -> Rows:
     together = f", {time['rate']:,.0f} of {ranks} ranks" if ranks > 1 else ""
     yield "speed", f"{time['rate_per_rank']:,.0f} tokens/s of one rank ({flops}){together}"
     if time["source"] == "measured":
-        layers = " and ".join(map(str, time["cuts"]))
         whole = f"{duration(time['token_s'])} per token, {duration(time['update_s'])} per update"
-        yield "", f"measured here, {time['steps']} steps of {layers} layers: {whole}"
+        yield "", f"measured here in {count(time['steps'], 'step')}: {whole}"
     else:
         yield "", "as given with --rate"
     if ranks > 1:
         yield "", "without the allreduce, and as if ranks on one machine did not slow each other down"
-    total = long_duration(time["total_s"])
-    step = duration(time["step_s"])
+    step, total = duration(time["step_s"]), long_duration(time["total_s"])
     yield "time", f"{step} per step, {total} in total, without evaluations and checkpoints"
 
 

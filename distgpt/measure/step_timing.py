@@ -5,9 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import count
-from statistics import median
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -19,9 +16,6 @@ from distgpt.core.model.muon import OPTIMIZERS
 from distgpt.core.ops.kernels import Kernels
 from distgpt.core.train.sharing import Exchange
 from distgpt.core.train.step import Step
-
-if TYPE_CHECKING:  # rich takes long to load
-    from distgpt.show.progress import ItemProgress
 
 CUTS = (1, 3)  # layers: their difference is the cost of two layers, the rest that of both ends
 ENOUGH = 1 << 10  # tokens at which a CPU's matmuls reach full speed
@@ -44,17 +38,16 @@ class Timing:
         return tokens / (tokens * self.token_s + self.update_s)
 
 
-def layers_of_cuts(run: RunConfig) -> tuple[int, ...]:
-    """Return the numbers of layers to measure; a small model is measured whole."""
-    return CUTS if run.model.n_layer > CUTS[-1] else (run.model.n_layer,)
-
-
 def cuts(run: RunConfig, sequences: int) -> list[RunConfig]:
-    """Return the runs to measure: the model with fewer layers, on one rank, in one micro-batch."""
+    """Return the runs to measure: the model with fewer layers, on one rank, in one micro-batch.
+
+    A small model is measured whole.
+    """
     train = replace(
         run.train, batch_size=sequences, grad_accum=1, reproducible_parts=0, grad_sync="allreduce"
     )
-    return [RunConfig(replace(run.model, n_layer=n_layer), train) for n_layer in layers_of_cuts(run)]
+    layers = CUTS if run.model.n_layer > CUTS[-1] else (run.model.n_layer,)
+    return [RunConfig(replace(run.model, n_layer=n_layer), train) for n_layer in layers]
 
 
 def enough_sequences(run: RunConfig, kernels: Kernels, most: int) -> int:
@@ -65,35 +58,22 @@ def enough_sequences(run: RunConfig, kernels: Kernels, most: int) -> int:
     return min(most, each - each % kernels.threads)
 
 
-def measure(run: RunConfig, kernels: Kernels, sequences: int, progress: ItemProgress | None = None) -> Timing:
+def measure(run: RunConfig, kernels: Kernels, sequences: int) -> Timing:
     """Time real steps on random tokens, the cuts in turn, so that a disturbance hits all of them."""
-    measured = layers_of_cuts(run)
-    done, total = count(1), (1 + LEAST) * len(measured)  # there may be fewer slow steps, and more fast ones
-    if progress:
-        progress.began(total, 0)
-
-    def step(bench: Trial) -> float:
-        seconds = _seconds(bench.step)
-        if progress:
-            progress.advanced(min(total, next(done)), 0)
-        return seconds
-
-    benches = [Trial(each, kernels) for each in cuts(run, sequences)]
-    for bench in benches:
-        step(bench)  # compiles, records, tunes
-    passes: list[list[float]] = []
-    updates: list[list[float]] = []
+    trials = [Trial(each, kernels) for each in cuts(run, sequences)]
+    for trial in trials:
+        trial.step()  # compiles, records, tunes
+    times: list[list[tuple[float, float]]] = []  # by round and cut: of a step, and of its update
     begun = time.perf_counter()
-    while not passes or time.perf_counter() < begun + (SECONDS if len(passes) >= LEAST else PATIENCE):
-        whole, update = zip(*((step(b), _seconds(b.update)) for b in benches), strict=True)
-        passes.append([w - u for w, u in zip(whole, update, strict=True)])
-        updates.append(list(update))
-    tokens = sequences * run.model.seq_len
+    while not times or time.perf_counter() < begun + (SECONDS if len(times) >= LEAST else PATIENCE):
+        times.append([(_seconds(trial.step), _seconds(trial.update)) for trial in trials])
+    steps, updates = np.moveaxis(np.array(times), 2, 0)
+    layers = tuple(trial.layers for trial in trials)
     per_pass, per_update = (
-        _extrapolated(measured, [median(times) for times in zip(*each, strict=True)], run.model.n_layer)
-        for each in (passes, updates)
+        _extrapolated(layers, np.median(each, axis=0).tolist(), run.model.n_layer)
+        for each in (steps - updates, updates)
     )
-    return Timing(per_pass / tokens, per_update, measured, sequences, len(passes))
+    return Timing(per_pass / (sequences * run.model.seq_len), per_update, layers, sequences, len(times))
 
 
 class Trial:
@@ -101,6 +81,7 @@ class Trial:
 
     def __init__(self, run: RunConfig, kernels: Kernels) -> None:
         model, t = components().model(run.train).build(run, kernels), run.train
+        self.layers = run.model.n_layer
         model.allocate_master_weights()
         model.initialise(t.seed)
         self._optimizer = OPTIMIZERS[t.optimizer](model, t)

@@ -1,7 +1,5 @@
 """Profiled steps of small models, for the tests of `distgpt profile`."""
 
-import time
-
 from distgpt.core.config.presets import preset
 from distgpt.core.cpu.kernels import CpuKernels
 from distgpt.measure.profile import operations as ops
@@ -19,12 +17,8 @@ def job(threads=1, batch_size=8, **changes):
 
 def profiled(step, batches, steps=3, warm_up=2):
     """The profiler of so many steps, and how long they took by a clock of our own."""
-    profiler, seconds = Profiler(step, warm_up=warm_up), []
-    for number in range(warm_up + steps):
-        begun = time.perf_counter()
-        profiler.launch(number, batches).wait()
-        seconds.append(time.perf_counter() - begun)
-    return profiler, seconds[warm_up:]
+    profiler = Profiler(step)
+    return profiler, list(profiler.steps(batches, steps, warm_up))[warm_up:]
 
 
 def times(profiler, name):

@@ -43,7 +43,7 @@ def check_rows(found, algorithms, ranks):
 
 
 @needs_mpi
-def test_it_starts_ranks_and_leaves_a_file_and_a_picture(tmp_path):
+def test_it_starts_ranks_and_leaves_a_file(tmp_path):
     result = distgpt("bench", "allreduce", *QUICK, "--out", tmp_path)
     assert result.returncode == 0, result.stderr
     assert "300 KiB" in result.stdout and "2 ranks on one machine" in result.stdout
@@ -51,7 +51,6 @@ def test_it_starts_ranks_and_leaves_a_file_and_a_picture(tmp_path):
     assert found["kind"] == "allreduce" and found["environment"]["cores"] > 0 and found["library"]
     check_rows(found, ["allreduce", "shared memory"], 2)
     assert found["nodes"] == 1 and found["cores_per_rank"] == min(2, found["environment"]["cores"] / 2)
-    assert "<svg" in (tmp_path / "allreduce-mpi-2.svg").read_text()
 
 
 @needs_mpi
@@ -152,10 +151,6 @@ def test_what_does_not_fit_into_memory_or_time_is_left_out_and_named():
     assert table.caption == "3 ranks on 2 hosts, M" and [note.text for note in notes] == [
         "nccl left out: none here",
         "allreduce not measured for lack of time: 64 B, 16 MiB",
-    ]
-    alike = [row | {"algorithm": name} for name in ("allreduce", "hierarchical") for row in rows[1:]]
-    assert [note.text for note in blocks(uneven | {"not_measured": alike})[2:]] == [
-        "allreduce, hierarchical not measured for lack of time: 64 B, 16 MiB"
     ]
 
 

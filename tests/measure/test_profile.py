@@ -33,38 +33,31 @@ def test_profiling_changes_no_bit_and_leaves_nothing_behind():
     weights = []
     for watched in (True, False):
         step, batches = job(2)
-        launch = Profiler(step).launch if watched else step.launch
-        for number in range(5):
-            launch(number, batches).wait()
-            assert not set(vars(step.model.kernels)) & {*ops.OPERATIONS, "each", "run_together"}
-            assert "fill" not in vars(batches)
+        if watched:
+            assert len(list(Profiler(step).steps(batches, 3))) == 5
+        else:
+            for number in range(5):
+                step.launch(number, batches).wait()
+        assert not set(vars(step.model.kernels)) & {*ops.OPERATIONS, "each", "run_together"}
+        assert "fill" not in vars(batches)
         weights.append(step.model.weights.flat.copy())
     np.testing.assert_array_equal(*weights)
 
 
 def test_a_broken_step_leaves_nothing_behind():
     step, batches = job(2)
-    profiler, _ = profiled(step, batches)
+    profiled(step, batches)
     plain = AdamW.apply
     step.optimizer.apply = lambda: 1 / 0
     with pytest.raises(ZeroDivisionError):
-        profiler.launch(9, batches)
+        profiled(step, batches, warm_up=0)
     assert "linear" not in vars(step.model.kernels) and "fill" not in vars(batches)
     step.optimizer.apply = plain.__get__(step.optimizer)
-    before = times(profiler, "calls")["Attention forward"]
-    profiler.launch(10, batches).wait()
-    assert times(profiler, "calls")["Attention forward"] == before * 4 / 3
+    profiler, _ = profiled(step, batches)
+    assert times(profiler, "calls")["Attention forward"] == 3 * 3 * 2
 
 
-ABOUT = {
-    "stage": "mpi",
-    "ranks": 2,
-    "threads": 2,
-    "gpu": False,
-    "dtype": "float32",
-    "parameters": 7,
-    "matmul": "",
-}
+ABOUT = {"stage": "mpi", "ranks": 2, "threads": 2, "gpu": False, "dtype": "float32", "parameters": 7}
 ABOUT |= {"tokens_per_step": 100, "matmul": ""}
 
 
@@ -87,8 +80,5 @@ def test_ranks_are_summed_and_averaged():
     wide = {**one, "rank": 1, "workers": 3}
     for ranks in ([one, wide], [wide, one]):
         found = result(ranks, ABOUT)
-        for mean, alone, summed in zip(found["rows"], own["rows"], [*found["job"], None], strict=True):
+        for mean, alone in zip(found["rows"], own["rows"], strict=True):
             assert mean["ms"] == pytest.approx(alone["ms"])
-            if summed:
-                assert summed["worker_s"] == pytest.approx(4 * alone["ms"] / 1000), summed["row"]
-                assert summed["gflop"] == pytest.approx(2 * alone["gflop"]), summed["row"]

@@ -1,13 +1,13 @@
-"""`distgpt profile` from the command line: table, both files, Ctrl-C, refusals."""
+"""`distgpt profile` from the command line: table, both files, refusals."""
 
 import json
-import signal
-import subprocess
 import sys
+from pathlib import Path
 
-from conftest import SMALL, distgpt, needs_mpi, popen
+from conftest import SMALL, distgpt, inside, needs_mpi, refused
 
 from distgpt.core.model.model import flag_count
+from distgpt.measure.doctor import speed as peaks
 from distgpt.measure.profile import operations as rows
 from distgpt.measure.profile.session import TRACED
 
@@ -22,7 +22,7 @@ PROGRAM = {"program": [sys.executable, "-c", SHORT], "cold": False}
 def check_files(folder, ranks, steps, threads=1):
     """The structure of both files; gives what profile.json holds."""
     found, trace = (json.loads((folder / name).read_text()) for name in ("profile.json", "trace.json"))
-    assert (found["ranks"], found["steps"], found["ranks_told"]) == (ranks, steps, [*range(ranks)])
+    assert (found["ranks"], found["steps"], len(found["per_rank"])) == (ranks, steps, ranks)
     for profile in (found, *found["per_rank"]):
         assert profile["rows"][-1]["row"] == rows.BETWEEN
         assert profile["rows"][-1]["share"] >= -0.03  # the others claim no more than there was
@@ -75,16 +75,18 @@ def test_profile_of_two_ranks(tmp_path):
     assert "waiting for ranks" in done.stdout and "Allreduce: transfer" in done.stdout
 
 
-def test_ctrl_c_keeps_what_was_measured(tmp_path):
-    words = ("profile", *SMALL, "--steps", "1000000", "--out", "found")
-    pipe = subprocess.PIPE
-    running = popen(*words, **PROGRAM, cwd=tmp_path, stdout=pipe, stderr=pipe, text=True)
-    for line in running.stderr:
-        if line.startswith("step 9 "):
-            break
-    running.send_signal(signal.SIGINT)
-    told, _ = running.communicate(timeout=60)
-    assert running.returncode == 130
-    assert "Matmul forward" in told and told.lstrip().startswith("interrupted; ")
-    found = json.loads((tmp_path / "found" / "profile.json").read_text())
-    assert found["interrupted"] and found["steps"] >= 6
+def test_a_folder_that_takes_no_files_is_refused_beforehand(tmp_path):
+    (tmp_path / "file").write_text("")
+    for folder in (tmp_path / "file", Path("/proc")):
+        result = inside("profile", *SMALL, "--out", folder)
+        refused(result, 74, folder.name)
+        assert "step 1" not in result.stderr
+
+
+def test_steps_of_a_configuration_do_not_count(tmp_path, monkeypatch):
+    monkeypatch.setattr(peaks, "SECONDS", 0.01)
+    config = tmp_path / "my.toml"
+    config.write_text("steps = 5")
+    done = inside("profile", *SMALL, "--steps", "3", "--config", config, "--out", tmp_path)
+    assert "--steps sets how many are measured" in done.stderr
+    assert json.loads((tmp_path / "profile.json").read_text())["steps"] == 3

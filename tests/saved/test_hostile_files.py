@@ -10,7 +10,6 @@ from conftest import SMALL, inside, refused
 
 import distgpt
 from distgpt.core.saved.tensors import read_header, write_tensors
-from distgpt.measure.doctor.report import pairs, print_page
 
 ESCAPE = "\x1b]0;owned\x07\x1b[2J\u202e"
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
@@ -112,11 +111,6 @@ def test_no_page_and_no_message_holds_commands_for_the_terminal(weights, tmp_pat
         assert not re.search("^forged", result.stdout, re.MULTILINE)
 
 
-def test_a_page_of_the_doctor_is_escaped_too(capsys):
-    print_page([pairs([("path", f"/nowhere{ESCAPE}")])])
-    assert r"\x1b" in (page := capsys.readouterr().out) and not CONTROL.search(page)
-
-
 PRINTERS = {"print", "echo", "secho"}
 # Where output is made that is no page: messages, a display, a model's text, a child's answer.
 THEIR_OWN = (
@@ -127,7 +121,7 @@ THEIR_OWN = (
     "core/comm/job.py",
     "core/train/lines.py",
 )
-THEIR_OWN += ("show/progress.py", "measure/doctor/report.py", "commands/train.py", "commands/options.py")
+THEIR_OWN += ("show/progress.py", "commands/train.py", "commands/options.py")
 
 
 def test_everything_printed_passes_one_function():

@@ -26,14 +26,12 @@ from distgpt.measure.bench.results import BenchOptions, Row, say
 from distgpt.measure.jobs import ask
 from distgpt.parallel.node_memory import shared_rows
 from distgpt.parallel.reductions import Hierarchical, SharedSum, one_by_one
-from distgpt.show.charts import LineChart, line
 from distgpt.show.page import Block, Column, Paragraph, tabulated
 
 SIZES = [8 * 4**i for i in range(20)]  # bytes
 ONE_CALL, SHARED, BY_NODE = "allreduce", "shared memory", "hierarchical"  # as summary.json calls them
 ON_GPU = ("nccl", "host")
 FEWEST = 3  # repetitions of a size
-LATENCY_BOUND = 64 << 10  # arrays below this size take about as long as each other
 COPIES = 3  # of an array: its own, what MPI keeps beside it, and what is staged
 PERIOD = 251  # of the values in an array: a prime, so that shifted pieces are noticed
 FLOAT = np.dtype(np.float32)  # the type that gradients are summed in
@@ -91,7 +89,7 @@ def bench(options: AllreduceOptions) -> None:
         print(json.dumps(found))
     else:
         name = f"{found['stage']}-{found['ranks']}"
-        options.finish("allreduce", name, found, blocks(found), {"": time_chart(found)})
+        options.finish("allreduce", name, found, blocks(found))
 
 
 def start(options: AllreduceOptions) -> Row:
@@ -232,24 +230,16 @@ def measure(stage: Stage, table: Mapping[str, Sum], options: AllreduceOptions) -
             _row(stage, add_up, options.array_sizes()[0], 1, 0.0)
     comm, begun = stage.comm, time.monotonic()
     most = -comm.allreduce_max(-min(stage.free_memory()[0] // COPIES, 1 << 62))
-    last: dict[str, tuple[int, float]] = {}  # by algorithm, the size before, and its seconds
     to_do = [(size, name) for size in options.array_sizes() for name in table]
     for done, (size, name) in enumerate(to_do):
-        remaining = max(
-            0.0, options.seconds - comm.allreduce_max(int(1000 * (time.monotonic() - begun))) / 1000
-        )
-        before, once = last.get(name, (size, 0.0))
-        expected = once * max(size, LATENCY_BOUND) / max(before, LATENCY_BOUND) * (FEWEST + 1)
-        lack = "memory" if size > most else "time" if expected > remaining else None
-        if lack:
-            yield {"algorithm": name, "bytes": size, "left_out": lack}
-            continue
-        try:
-            row = _row(stage, table[name], size, options.repeats, remaining / (len(to_do) - done))
-        except UsageError:  # on all ranks at once: a node cannot share so much
-            yield {"algorithm": name, "bytes": size, "left_out": "memory"}
-            continue
-        last[name] = size, row["seconds"]
+        passed = comm.allreduce_max(int(1000 * (time.monotonic() - begun))) / 1000
+        remaining = max(0.0, options.seconds - passed)
+        row: Row = {"bytes": size, "left_out": "memory" if size > most else "time"}
+        if size <= most and (remaining or not done):
+            try:
+                row = _row(stage, table[name], size, options.repeats, remaining / (len(to_do) - done))
+            except UsageError:  # on all ranks at once: a node cannot share so much
+                row["left_out"] = "memory"
         yield {"algorithm": name, **row}
 
 
@@ -330,22 +320,7 @@ def left_out(found: Row) -> list[str]:
     sizes: dict[tuple[str, str], list[str]] = {}
     for row in found["not_measured"]:
         sizes.setdefault((row["algorithm"], row["left_out"]), []).append(in_bytes(row["bytes"]))
-    alike: dict[tuple[str, str], list[str]] = {}  # by the reason, and sizes: one line for several algorithms
-    for (name, lack), several in sizes.items():
-        alike.setdefault((lack, ", ".join(several)), []).append(name)
     return [f"{name} left out: {reason}" for name, reason in found["left_out"].items()] + [
-        f"{', '.join(names)} not measured for lack of {lack}: {several}"
-        for (lack, several), names in alike.items()
+        f"{name} not measured for lack of {lack}: {', '.join(several)}"
+        for (name, lack), several in sizes.items()
     ]
-
-
-def time_chart(found: Row) -> LineChart:
-    """Draw a line for each algorithm: microseconds over the size, both logarithmic."""
-    ends = [pick(found["rows"], key=lambda row: row["bytes"]) for pick in (min, max)]
-    each = (f"{in_bytes(row['bytes'])} take {duration(row['seconds'])}" for row in ends)
-    points: dict[str, list[tuple[float, float]]] = {}
-    for row in found["rows"]:
-        points.setdefault(row["algorithm"], []).append((row["bytes"], row["seconds"] * 1e6))
-    series = [line(name, own) for name, own in points.items()]
-    title = f"Sum over {found['ranks']} ranks: time"
-    return LineChart(title, ", ".join(each) + ".", "bytes", "microseconds", series, log_x=True, log_y=True)

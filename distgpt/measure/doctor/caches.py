@@ -1,4 +1,4 @@
-"""The caches: what lies where, how large and how old it is, what made it; and how they are emptied.
+"""The caches: what is where, how large it is, and how they are emptied.
 
 Other processes may run meanwhile: what they have read they keep, what they miss they make again.
 """
@@ -11,7 +11,6 @@ import re
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from distgpt.cluster.launch.environment import launched_rank
@@ -19,25 +18,14 @@ from distgpt.core.base import caches
 from distgpt.core.base.errors import print_lines
 from distgpt.core.base.formatting import count, size, size_in_column
 from distgpt.core.cpu.compiling import disk_cache
-from distgpt.measure.doctor.report import pairs, print_page
+from distgpt.measure.doctor.facts import Facts
 
 IN_USE = 3600.0  # seconds: a lock, or a file that is being written, is not older
 # What models/formats/huggingface.py keeps in `models`, a name that a user may have in DISTGPT_CACHE, too.
 MODEL = re.compile(r"\.?[\w.-]+--[\w.-]+\.safetensors(\.[0-9a-f]{12}\.tmp)?")
 TOKENIZED = Path("runs/tokenized")  # where `train` keeps them by default
 
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """A folder of a cache. `emptied`: by which word of --empty; "" if distgpt leaves it alone."""
-
-    what: str
-    made_by: str
-    path: str
-    emptied: str
-    size: int = 0
-    files: int = 0
-    last_use: float | None = None  # seconds since 1970
+Folder = tuple[Path, str, str, list[Path]]  # path, what it has, the word that empties it or "", files
 
 
 def report_caches(empty: str, as_json: bool) -> None:
@@ -45,75 +33,59 @@ def report_caches(empty: str, as_json: bool) -> None:
     if launched_rank():
         return
     if empty:
-        _empty([each for each in list_caches() if each.emptied and empty in (each.emptied, "all")])
-    found = list_caches()
+        _empty([folder for folder in _folders() if folder[2] and empty in (folder[2], "all")])
+    found = []
+    for path, what, emptied, files in _folders():
+        stats = []
+        for file in files:
+            with suppress(OSError):  # of another process that removes it
+                stats.append(file.lstat())
+        if stats:
+            used = max(max(each.st_atime, each.st_mtime) for each in stats)
+            about: Facts = {"path": str(path), "what": what, "emptied": emptied, "last_use": used}
+            found.append(about | {"size": sum(each.st_size for each in stats), "files": len(stats)})
     if as_json:
-        print(json.dumps([asdict(each) for each in found], indent=1))
+        print(json.dumps(found, indent=1))
         return
     for each in found:
-        used = time.strftime("%Y-%m-%d", time.localtime(each.last_use))
-        about = f"{size_in_column(each.size):>8}  {count(each.files, 'file'):>12}  used {used}  "
-        print_lines(f"{each.path}\n  {about}{each.what}, made by {each.made_by}")
-    print_page([pairs(_notes(found))])
+        day = time.strftime("%Y-%m-%d", time.localtime(each["last_use"]))
+        sizes = f"{size_in_column(each['size']):>8}  {count(each['files'], 'file'):>12}"
+        print_lines(f"{each['path']}\n  {sizes}  used {day}  {each['what']}")
+    if disk_cache.site():
+        print_lines(f"compiled loops are the site's, of {disk_cache.site_path().name}")
+    elif own := disk_cache.folder():
+        print_lines(caches.misplaced(own) or f"compiled loops are kept in {own}")
+    else:
+        print_lines("compiled loops cannot be kept")
 
 
-def list_caches() -> list[Found]:
-    """List all folders that hold something, those of other versions too."""
-    found = []
-    for each in {each.path: each for each in _folders()}.values():  # a place may have two names
-        stats = []
-        for path in _files(each):
-            with suppress(OSError):
-                stats.append(path.lstat())
-        if stats:
-            last = max(max(each.st_atime, each.st_mtime) for each in stats)
-            size = sum(each.st_size for each in stats)
-            found.append(replace(each, size=size, files=len(stats), last_use=last))
-    return found
-
-
-def _folders() -> Iterator[Found]:
-    yield Found("compiled loops of the site", "distgpt compile", str(disk_cache.SITE), "")
+def _folders() -> Iterator[Folder]:
+    """Yield all folders, those of other versions too."""
+    yield disk_cache.SITE, "compiled loops of the site", "", _below(disk_cache.SITE)
     in_use = caches.places(disk_cache.beside())
     for place in dict.fromkeys((*in_use, disk_cache.beside(), caches.usual_folder())):
-
-        def emptied(folder: Path, word: str, place: Path = place) -> str:
-            # Elsewhere other processes, whose DISTGPT_CACHE is another, may keep theirs.
-            return word if place in in_use and _is_own(folder) else ""
-
-        with suppress(OSError):
-            for folder in sorted(place.iterdir()):
-                if caches.is_compiled(folder):
-                    version = "this" if folder.name == disk_cache.folder_name() else "another"
-                    loops = f"compiled loops of {version} version"
-                    what = "kernels for GPUs" if folder.name.startswith("kernels") else loops
-                    yield Found(what, "distgpt", str(folder), emptied(folder, "compiled"))
-        models = place / "models"
-        yield Found("models named hub:…", "distgpt", str(models), emptied(models, "all"))
-    yield Found("tokenized texts", "distgpt train", str(TOKENIZED), "")
+        for path in sorted(place.iterdir()) if place.is_dir() else ():
+            with suppress(OSError):
+                # Elsewhere other processes, whose DISTGPT_CACHE is another, may keep theirs.
+                is_ours = place in in_use and not path.is_symlink() and path.stat().st_uid == os.geteuid()
+                if caches.is_compiled(path):
+                    version = "this" if path.name == disk_cache.folder_name() else "another"
+                    is_gpu = path.name.startswith("kernels")
+                    what = "kernels for GPUs" if is_gpu else f"compiled loops of {version} version"
+                    yield path, what, "compiled" * is_ours, caches.compiled_files(path)
+                elif path.name == "models":
+                    models = [file for file in path.iterdir() if MODEL.fullmatch(file.name)]
+                    yield path, "models named hub:…", "all" * is_ours, models
+    yield TOKENIZED, "tokenized texts, made by distgpt train", "", _below(TOKENIZED)
 
 
-def _files(found: Found) -> list[Path]:
-    """List the files of a cache; a link is one of them, wherever it leads."""
-    folder = Path(found.path)
-    if found.made_by != "distgpt":
-        return [Path(parent, name) for parent, _, names in os.walk(folder) for name in names]
-    with suppress(OSError):
-        if caches.is_compiled(folder):
-            return caches.compiled_files(folder)
-        return [path for path in folder.iterdir() if MODEL.fullmatch(path.name)]
-    return []
+def _below(folder: Path) -> list[Path]:
+    return [Path(parent, name) for parent, _, names in os.walk(folder) for name in names]
 
 
-def _is_own(folder: Path) -> bool:
-    with suppress(OSError):
-        return not folder.is_symlink() and folder.stat().st_uid == os.geteuid()
-    return False
-
-
-def _empty(every: list[Found]) -> None:
-    removed, n_bytes, failures = 0, 0, []
-    for path in (path for each in every for path in _files(each)):
+def _empty(folders: list[Folder]) -> None:
+    removed, n_bytes, failure = 0, 0, ""
+    for path in (path for *_, files in folders for path in files):
         try:
             found = path.lstat()
             if path.name.startswith(".") and time.time() - found.st_mtime < IN_USE:
@@ -123,25 +95,8 @@ def _empty(every: list[Found]) -> None:
         except FileNotFoundError:
             continue
         except OSError as error:
-            failures.append(f"; cannot remove {path}: {error.strerror}")
-    for each in every:
+            failure = failure or f"; cannot remove {path}: {error.strerror}"
+    for folder, *_ in folders:
         with suppress(OSError):
-            Path(each.path).rmdir()
-    print_lines(
-        f"removed {count(removed, 'file')}, {size(n_bytes)}{failures[0] if failures else ''}", err=True
-    )
-
-
-def _notes(found: list[Found]) -> Iterator[tuple[str, str]]:
-    asked = caches.requested_folder()
-    own = None if disk_cache.site() else disk_cache.folder()  # which makes it
-    if disk_cache.site():
-        yield "compiled loops", f"are the site's, of {disk_cache.site_path().name}"
-    else:
-        yield "compiled loops", f"are kept in {own}" if own else "cannot be kept"
-    yield caches.CACHE, f"{asked}" if asked else "not set: it names one folder for all of this"
-    if own and (trouble := caches.misplaced(own)):
-        yield "", trouble
-    yield caches.LIMIT, f"{size(caches.cache_limit())} of what distgpt compiles"
-    if asked and any(each.made_by == "distgpt" and not each.emptied for each in found):
-        yield "elsewhere", f"is emptied where {caches.CACHE} is not set"
+            folder.rmdir()
+    print_lines(f"removed {count(removed, 'file')}, {size(n_bytes)}{failure}", err=True)

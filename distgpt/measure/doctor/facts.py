@@ -10,7 +10,6 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,11 +18,9 @@ from distgpt.cluster.affinity.machine import listed
 from distgpt.core.base.errors import DistgptError, UsageError, escape, first_line
 from distgpt.core.base.version import __version__
 from distgpt.core.comm.api import Comm
-from distgpt.core.comm.layout import layout
 from distgpt.core.comm.resources import granted_cores, granted_memory, usable_cores
-from distgpt.core.comm.serial import SerialComm
 from distgpt.core.config import ON_GPU, RunConfig
-from distgpt.core.cpu.stages import Stage, expected_dtype
+from distgpt.core.cpu.stages import expected_dtype
 from distgpt.core.train.whereabouts import processor_name
 
 Facts = dict[str, Any]
@@ -34,7 +31,13 @@ IGNORED = (
     *("BLIS_NUM_THREADS", "VECLIB_MAXIMUM_THREADS", "NUMEXPR_NUM_THREADS", "NUMBA_NUM_THREADS"),
 )
 REPORTED = (*IGNORED, "OPENBLAS_CORETYPE", "CUDA_VISIBLE_DEVICES")
-MEASURED = 0.2  # seconds for the matmuls of a dtype
+FEATURES = {  # of processors, by LLVM's names
+    "AVX2+FMA": {"avx2", "fma"},
+    "AVX-512": {"avx512f"},
+    "AVX512_BF16": {"avx512bf16"},
+    "VNNI": {"avx512vnni"},
+    "AMX-BF16": {"amx-bf16", "amx-tile"},
+}
 
 # The name of a host behind the words that announce it, anybody's home, and a path on this machine.
 _HOST = re.compile(r"((?<![\w-])(?:--?(?:hosts?|nodelist)|-[wH])(?:=|\s+)|\bon (?:node|host) )[^\s'\"]+")
@@ -51,6 +54,7 @@ def of_rank(comm: Comm) -> Facts:
         "host": platform.node(),
         "cpu": processor_name(),
         "features": features(),
+        "auto_dtype": auto_dtype(),
         "cores": len(usable_cores()),
         "core_share": comm.cores,
         "cores_of_host": os.cpu_count() or 1,
@@ -123,7 +127,8 @@ def compute() -> Facts:
         return {"blas": "", "core": "", "loops": None, "unused": [], "missing": [broken]}
     loops = disk_cache.site_path() if disk_cache.site() else disk_cache.folder()
     name = f"{blas['name']} {blas['version']}"
-    kept = {"loops": loops and str(loops), "unused": [str(path) for path in unused_site_files()]}
+    unused = [] if disk_cache.site() else site_files()  # old, damaged, or not to be trusted
+    kept = {"loops": loops and str(loops), "unused": list(map(str, unused))}
     return {"blas": name, "core": blas_core_name(), **kept, "missing": []}
 
 
@@ -136,55 +141,16 @@ def site_files() -> list[Path]:
     return [path for path in disk_cache.SITE.glob("*.loops") if name.fullmatch(path.name)]
 
 
-def unused_site_files() -> list[Path]:
-    """List them if none is used: they are old, damaged, or not to be trusted."""
-    from distgpt.core.cpu.compiling import disk_cache
-
-    return [] if disk_cache.site() else site_files()
-
-
 def features() -> Facts:
     """Return the processor's features that the kernels use, and if AMX is among them."""
     try:
-        from distgpt.measure.doctor.speed import amx, cpu_features
+        from distgpt.core.cpu.compiling import processor
 
-        return {"names": cpu_features(), "amx": amx()}
+        present = processor.features()
+        amx = processor.hint() or "used" if processor.has_amx() else ""
+        return {"names": [name for name, needed in FEATURES.items() if needed <= present], "amx": amx}
     except Exception:  # compute() says why Numba does not work
         return {"names": [], "amx": ""}
-
-
-def matmuls(comm: Comm, computes: Facts) -> Facts:
-    """Measure matmuls of each dtype while all ranks do so. Collective."""
-    return {dtype: _matmul(comm, dtype, computes) for dtype in ("float32", "bfloat16")}
-
-
-def _matmul(comm: Comm, dtype: str, computes: Facts) -> Facts:
-    threads = layout().threads(comm)
-    found: Facts = {"how": "", "threads": threads, "gflops": None, "problem": ""}
-
-    def attempt(act: Callable[[], Any]) -> Any:
-        """Return what `act` does; record a failure as a fact."""
-        try:
-            return act()
-        except Exception as error:
-            found["problem"] = first_line(error)
-            return None
-
-    def ready() -> Callable[[], float]:
-        from distgpt.measure.doctor import speed
-
-        kernels: Any = Stage("serial", SerialComm(), threads).kernels(dtype, use="matmul")
-        found["how"] = speed.how(kernels)
-        if not computes["loops"]:
-            raise UsageError("compiled loops cannot be kept")
-        speed.matmul_rate(kernels, 0)  # loads compiled loops, or compiles them
-        return lambda: speed.matmul_rate(kernels, MEASURED) / 1e9
-
-    measure = attempt(ready)
-    comm.barrier()  # all ranks measure at the same time
-    if measure is not None:
-        found["gflops"] = attempt(measure)
-    return found
 
 
 def auto_dtype() -> str:
@@ -219,11 +185,6 @@ def environment() -> dict[str, Any]:
         "blas": " ".join(filter(None, (computes["blas"], computes["core"]))),
         "gpus": [gpu.name for gpu in gpus.gpus] if gpus else [],
     }
-
-
-def of_run(run: object) -> dict[str, Any]:
-    """Return what a run's summary says of its environment, which is the same for all runs of a process."""
-    return environment()
 
 
 def _mpi() -> dict[str, str]:

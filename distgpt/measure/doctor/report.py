@@ -6,73 +6,73 @@
 from __future__ import annotations
 
 import json
-import os
+import sys
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, astuple
+from shutil import get_terminal_size
+from textwrap import fill
 
-from rich.console import Console, RenderableType
-from rich.padding import Padding
-from rich.table import Table
-from rich.text import Text
-
-from distgpt.cluster.affinity.bind import wanted
-from distgpt.cluster.jobs.launchers import distant_mpi, launch, running_mpi
+from distgpt.cluster.affinity.machine import Cpu, Machine, cpu_list, listed, read_machine
+from distgpt.cluster.affinity.plan import recommended
+from distgpt.cluster.jobs.launchers import distant_mpi, launch, mpirun, running_mpi, srun_ways
 from distgpt.cluster.launch.environment import launched_rank
-from distgpt.core.base.errors import UsageError, escape, escape_lines
-from distgpt.core.base.formatting import count, size, three_digits
-from distgpt.core.comm.agree import gather_bytes, named_ranks, on_every_rank, shared
+from distgpt.core.base.errors import UsageError, escape, print_lines
+from distgpt.core.base.formatting import count, size
+from distgpt.core.comm.agree import gather_bytes, shared
 from distgpt.core.comm.api import Comm
+from distgpt.core.comm.resources import usable_cores
 from distgpt.core.comm.serial import SerialComm
 from distgpt.core.cpu.stages import open_stage
-from distgpt.measure.doctor.facts import Facts, auto_dtype, matmuls, of_rank
-from distgpt.measure.doctor.launches import around, lines
-from distgpt.measure.doctor.node import advice, nodes, of_host, summary
-from distgpt.measure.doctor.verdicts import gpu_users, grouped, hosts, sentence, taken_gpu, verdicts, warnings
+from distgpt.measure.doctor.facts import Facts, of_rank
+from distgpt.measure.doctor.verdicts import (
+    grouped,
+    hosts,
+    is_refused_as_root,
+    launch_lines,
+    sentence,
+    verdicts,
+    warnings,
+)
 
-WIDTH = 100
-MOST_ROWS = 64
+WIDTH, MARGIN = 100, 13  # of a page, and of its first column
+MOST_HOSTS = 64
+
+Rows = Iterable[tuple[str, str]]
 
 
 def report(stage: str | None, as_json: bool) -> None:
     """Print the facts once for all ranks; a `stage` that cannot run in this launch is an error."""
-    found, comm = examine(measured=True)
+    found, comm = examine()
     if (comm.rank if comm.size > 1 else launched_rank()) == 0:
         if as_json:
             print(json.dumps(found, indent=1))
         else:
-            show(found)
+            print_lines("\n".join(_lines(found)))
     if stage and not found["stages"][stage]["runs"]:
         reasons = "; ".join(map(sentence, found["stages"][stage]["missing"]))
         raise shared(UsageError(f"stage {stage!r} cannot run here: {reasons}"))
 
 
-def examine(measured: bool = False) -> tuple[Facts, Comm]:
-    """Collect all facts, the same on all ranks. MPI starts in this process only under a launcher.
-
-    `measured`: among them how fast this rank's cores are, while those of the other ranks are at work too.
-    """
+def examine() -> tuple[Facts, Comm]:
+    """Collect all facts, the same on all ranks. MPI starts in this process only under a launcher."""
     launched = launch()
     comm: Comm = SerialComm()
     if not launched["launcher"]:
         mpi = distant_mpi()
-        launched |= around(mpi)
+        launched |= {"mpirun": mpirun(), "srun": srun_ways(), "as_root": is_refused_as_root()}
     else:
         try:
             comm = open_stage("mpi", None).comm
             mpi = running_mpi()
         except UsageError as error:
             mpi = {"problem": str(error)}
-    mine = of_rank(comm)
-    mine["node"] = None if comm.local_rank else of_host()
-    mine["bind"] = on_every_rank(comm, wanted)
-    if measured:
-        mine["matmul"] = matmuls(comm, mine["compute"])
-        mine["auto_dtype"] = auto_dtype()
+    mine = of_rank(comm) | {"node": None if comm.local_rank else cpus_of_host()}
     ranks = [json.loads(facts) for facts in gather_bytes(comm, json.dumps(mine).encode())]
     found = {
         "launch": launched,
         "mpi": mpi,
-        "nodes": nodes(ranks, bool(launched["launcher"])),
+        "nodes": nodes(ranks),
         "ranks": ranks,
         "stages": verdicts(launched, mpi, ranks),
         "warnings": warnings(launched, mpi, ranks),
@@ -80,36 +80,100 @@ def examine(measured: bool = False) -> tuple[Facts, Comm]:
     return found, comm
 
 
-def show(found: Facts) -> None:
-    """Print the page."""
-    # Launchers give their ranks pipes, or terminals of no particular size.
-    print_page(_parts(found), plain=bool(found["launch"]["launcher"]))
+# The nodes: sockets, NUMA regions and cores, and which launch suits them
 
 
-def _parts(found: Facts) -> Iterable[RenderableType]:
-    ranks = found["ranks"]
-    first = ranks[0]
+def cpus_of_host() -> Facts | None:
+    """Describe this host's CPUs, ready for JSON; None if the system is not Linux."""
+    if sys.platform != "linux":
+        return None
+    machine = read_machine(allowed=usable_cores())
+    return {"cpus": [astuple(cpu) for cpu in machine.cpus], "doubts": list(machine.doubts)}
+
+
+def nodes(ranks: list[Facts]) -> list[Facts]:
+    """Describe the nodes of these ranks, equal ones once."""
+    found = []
+    for users in hosts(ranks):
+        if users[0]["node"] is None:
+            continue
+        cpus, doubts = tuple(Cpu(*each) for each in users[0]["node"]["cpus"]), users[0]["node"]["doubts"]
+        machine = Machine(cpus, frozenset().union(*(cpu_list(rank["cpus"]) for rank in users)), tuple(doubts))
+        node = {
+            "sockets": len({cpu.socket for cpu in cpus}),
+            "regions": len({cpu.region for cpu in cpus}),
+            "cores": len({cpu.core for cpu in cpus}),
+            "cpus": len(cpus),
+            "usable": listed(machine.allowed),
+            "slow": listed(cpu.number for cpu in cpus if not cpu.fast),
+            "doubts": doubts,
+            "suits": asdict(
+                recommended(machine, granted=sum(rank["granted_cores"]["number"] for rank in users))
+            ),
+        }
+        found.append((json.dumps(node), users[0]["host"]))
+    return [{"hosts": names, **json.loads(node)} for node, names in grouped(found).items()]
+
+
+def summary(node: Facts) -> str:
+    if node["doubts"]:
+        return f"its CPUs are not known: {'; '.join(node['doubts'])}"
+    sizes = {"socket": "sockets", "NUMA region": "regions", "core": "cores", "CPU": "cpus"}
+    parts = [count(node[key], what) for what, key in sizes.items()]
+    return ", ".join(parts) + (f"; CPUs {node['slow']} are slow and stay idle" if node["slow"] else "")
+
+
+def advice(node: Facts) -> str:
+    """Describe how many ranks and threads suit a node, and how they are started."""
+    ranks, threads, why = node["suits"].values()
+    if ranks == 1:
+        return f"a process of {count(threads, 'thread')} ({why}): distgpt train"
+    # Open MPI binds each rank to one core by itself, and a launch that binds is obeyed.
+    how = f"mpirun -n {ranks} distgpt train --stage mpi (Open MPI: mpirun --bind-to none -n {ranks} …)"
+    return f"{ranks} ranks of {count(threads, 'thread')} ({why}): {how}"
+
+
+# The page
+
+
+def rows(pairs: Rows) -> Iterator[str]:
+    """Format names and texts as lines of a page. A text is escaped, and wrapped without a cut."""
+    width = min(WIDTH, get_terminal_size((WIDTH, 24)).columns)
+    for name, text in pairs:
+        yield fill(
+            f"  {name:<{MARGIN}}{escape(text)}",
+            width,
+            subsequent_indent=" " * (MARGIN + 2),
+            break_on_hyphens=False,
+        )
+
+
+def _lines(found: Facts) -> Iterator[str]:
+    first = found["ranks"][0]
     versions = first["versions"]
-    where = escape(f" with Python {versions['python']} on {first['system']}")
-    yield Text.assemble((f"distgpt {versions['distgpt']}", "bold"), where, "\n")
-    yield indented(pairs([*_machines(ranks), *_software(found), *_gpu_software(first["gpu"])]))
+    yield f"distgpt {versions['distgpt']} with Python {versions['python']} on {first['system']}\n"
+    for part in (_machines(found["ranks"]), _software(found), _gpu_software(first["gpu"])):
+        yield from rows(part)
     for node in found["nodes"]:
         names = f"{', '.join(node['hosts'])}: " if len(found["nodes"]) > 1 else ""
-        lines = [("node", names + summary(node)), *(("", note) for note in node["notes"])]
-        yield indented(pairs([*lines, ("best", advice(node))]))
-    if len(ranks) > 1:
-        yield indented(_rank_table(ranks))
-    yield indented(_stages(found["stages"]))
+        yield from rows([("node", names + summary(node)), ("best", advice(node))])
+    yield ""
+    for stage, verdict in found["stages"].items():
+        reasons = [sentence(each) for each in verdict["missing"] or verdict["notes"]]
+        words = "runs" if verdict["runs"] else "cannot run"
+        yield from rows([(stage, f"{words}{': ' * bool(reasons)}{'; '.join(reasons)}")])
     if found["warnings"]:
-        yield "[yellow]worth a look"
-        yield indented(pairs(("•", text) for text in found["warnings"]))
+        yield "\nworth a look"
+        yield from rows(("•", text) for text in found["warnings"])
 
 
-def _machines(ranks: list[Facts]) -> Iterable[tuple[str, str]]:
-    all_hosts = hosts(ranks)
-    for users in all_hosts[:MOST_ROWS]:
+def _machines(ranks: list[Facts]) -> Rows:
+    for users in hosts(ranks)[:MOST_HOSTS]:
         first, memory = users[0], users[0]["memory"]
         cores = f"{first['cores']} of {first['cores_of_host']} cores"
+        if limit := first["granted_cores"]["limit"]:
+            granted = sum(rank["granted_cores"]["number"] for rank in users)
+            cores += f", the time of {granted:.3g} by {limit}"
         if memory["total"]:
             by = f" by {memory['limit']}" if memory["limit"] else ""
             cores += f", {size(memory['total'])} of memory{by} ({size(memory['available'])} free)"
@@ -119,53 +183,27 @@ def _machines(ranks: list[Facts]) -> Iterable[tuple[str, str]]:
         kinds = Counter((gpu["name"], gpu["memory"], *gpu["capability"]) for gpu in gpus)
         for (name, bytes_, major, minor), n in kinds.items():
             yield "", f"{n} × {name}, {size(bytes_)}, compute capability {major}.{minor}"
-    if len(all_hosts) > MOST_ROWS:
-        yield "", f"… and {len(all_hosts) - MOST_ROWS} more hosts"
-    yield from _processors(ranks)
+    features = {(rank["cpu"], *rank["features"]["names"], rank["features"]["amx"]): rank for rank in ranks}
+    for rank in features.values():
+        amx = f"; AMX: {rank['features']['amx']}" if rank["features"]["amx"] else ""
+        yield "CPU", f"{rank['cpu']}: {', '.join(rank['features']['names'])}{amx}"
+    if ranks[0]["auto_dtype"]:
+        yield "--dtype auto", f"on CPUs {ranks[0]['auto_dtype']}"
 
 
-def _processors(ranks: list[Facts]) -> Iterable[tuple[str, str]]:
-    """Yield each processor's features, and the kind and speed of its matmuls."""
-    kinds = {(rank["cpu"], str(rank["features"])): rank for rank in ranks if rank["features"]["names"]}
-    for rank in kinds.values():
-        found = ", ".join(rank["features"]["names"])
-        yield "CPU", f"{rank['cpu']}: {found}" if len(kinds) > 1 else found
-        if rank["features"]["amx"]:
-            yield "", f"AMX: {rank['features']['amx']}"
-    for dtype in ranks[0].get("matmul", {}):  # where it was measured
-        of_dtype = (rank["matmul"][dtype] for rank in ranks)
-        for (how, problem), same in grouped(((of["how"], of["problem"]), of) for of in of_dtype).items():
-            if how:  # otherwise nothing computes there, which the verdicts say
-                yield dtype, f"{how}: " + (f"not measured ({problem})" if problem else _rates(same))
-    if auto := ranks[0].get("auto_dtype"):
-        yield "--dtype auto", f"on CPUs {auto}"
-
-
-def _rates(found: list[Facts]) -> str:
-    """Return how fast these ranks multiply, all at the same time."""
-    rates = [each["gflops"] for each in found]
-    together = f"{three_digits(sum(rates))} GFLOP/s"
-    if len(rates) == 1:
-        return f"{together} with {count(found[0]['threads'], 'thread')}"
-    each = " to ".join(dict.fromkeys(three_digits(rate) for rate in (min(rates), max(rates))))
-    return f"{together} by {len(rates)} ranks, {each} each"
-
-
-def _software(found: Facts) -> Iterable[tuple[str, str]]:
+def _software(found: Facts) -> Rows:
     launched, mpi, first = found["launch"], found["mpi"], found["ranks"][0]
     versions, compute = first["versions"], first["compute"]
     blas = f" with {compute['blas']}" if compute["blas"] else ""
     tuned = f", tuned for {compute['core']}" if compute["core"] else ""
     yield "NumPy", f"{versions.get('numpy', 'not installed')}{blas}{tuned}"
-    yield "Numba", versions.get("numba", "not installed")
-    if compute["loops"]:
-        yield "", f"compiled loops in {compute['loops']}"
+    loops = f", compiled loops in {compute['loops']}" if compute["loops"] else ""
+    yield "Numba", versions.get("numba", "not installed") + loops
     if mpi["problem"]:
         yield "MPI", "not ready: see below"
     else:
-        yield "MPI", f"{mpi['vendor']} {mpi['version']} through mpi4py {versions['mpi4py']}"
-        if mpi.get("library"):
-            yield "", f"from {mpi['library']}"
+        library = f", from {mpi['library']}" if mpi.get("library") else ""
+        yield "MPI", f"{mpi['vendor']} {mpi['version']} through mpi4py {versions['mpi4py']}{library}"
     if launched["launcher"]:
         yield "launch", f"{count(launched['processes'], 'process')} by {launched['launcher']}"
     elif where := launched["mpirun"]["path"]:
@@ -173,11 +211,11 @@ def _software(found: Facts) -> Iterable[tuple[str, str]]:
         yield "launch", f"a single process; mpirun is {where}" + (f" ({vendor})" if vendor else "")
     else:
         yield "launch", "a single process; there is no mpirun"
-    for i, line in enumerate(lines(launched, mpi)):
-        yield ("" if i else "start ranks"), line
+    for line in launch_lines(launched, mpi):
+        yield "start ranks", line
 
 
-def _gpu_software(gpu: Facts) -> Iterable[tuple[str, str]]:
+def _gpu_software(gpu: Facts) -> Rows:
     from distgpt.gpu.probe import LIBRARIES
 
     if driver := gpu["driver"]:
@@ -186,84 +224,5 @@ def _gpu_software(gpu: Facts) -> Iterable[tuple[str, str]]:
     else:
         yield "driver", "no NVIDIA driver"
     packages = [f"{name} {version}" for name, version in gpu["packages"].items()]
-    yield "for GPUs", ", ".join(packages) or "no packages"
-    lacking = ", ".join(name for name in LIBRARIES if name not in gpu["libraries"])
-    found = ", ".join(gpu["libraries"]) or "no libraries"
-    yield "", found + (f"; not found: {lacking}" if lacking else "")
-
-
-def _rank_table(ranks: list[Facts]) -> Table:
-    table = headed("rank", "local", "cores", left=("host", "GPU"))
-    users = gpu_users(ranks)
-    for rank in ranks[:MOST_ROWS]:
-        takes = "none"
-        if gpu := taken_gpu(rank):
-            others = [other for other in users[rank["host"], gpu["uuid"]] if other != rank["rank"]]
-            takes = f"{rank['gpu']['takes']}: {gpu['name']}"
-            takes += f", with {named_ranks(others)}" if others else ""
-        share = f"{rank['core_share']:.3g}"
-        table.add_row(*cells(rank["rank"], rank["local_rank"], share, rank["host"], takes))
-    if len(ranks) > MOST_ROWS:
-        table.add_row("…", "", "", f"and {len(ranks) - MOST_ROWS} more: --json lists all")
-    return table
-
-
-def _stages(stages: Facts) -> Table:
-    """Tabulate for each stage a verdict and sentences, where an arrow begins what to do."""
-    table = grid(3)
-    shown: dict[str, list[Facts]] = {}
-    for name, verdict in stages.items():
-        troubles = verdict["missing"]
-        same = next((other for other, theirs in shown.items() if troubles and theirs == troubles), None)
-        shown[name] = troubles
-        sentences = [f"as {same}"] if same else [sentence(t, "\n→ ") for t in troubles + verdict["notes"]]
-        text = Text("\n".join(map(escape_lines, sentences)))
-        text.highlight_regex("→ .*", "cyan")
-        runs = Text("runs", "green") if verdict["runs"] else Text("cannot run", "red")
-        table.add_row(Text(name, "bold"), runs, text)
-    return table
-
-
-# The parts of pages, which that of hosts (hosts.py) has too.
-
-
-def print_page(parts: Iterable[RenderableType], plain: bool = False) -> None:
-    """Print these; `plain`: as if there were no terminal."""
-    console = Console(highlight=False, force_terminal=False if plain else None)
-    if not console.is_terminal and "COLUMNS" not in os.environ:
-        console.width = WIDTH
-    with console.capture() as page:
-        for part in parts:
-            console.print(part)
-    print("\n".join(line.rstrip() for line in page.get().rstrip().splitlines()))
-
-
-def indented(part: RenderableType) -> Padding:
-    return Padding(part, (0, 0, 1, 2))
-
-
-def grid(columns: int) -> Table:
-    """Nothing in it is cut: a word that does not fit is broken."""
-    table = Table.grid(padding=(0, 2))
-    for _ in range(columns):
-        table.add_column(overflow="fold")
-    return table
-
-
-def pairs(rows: Iterable[tuple[str, str]]) -> Table:
-    table = grid(2)
-    for name, text in rows:
-        table.add_row(Text(name, "dim"), Text(escape(text)))
-    return table
-
-
-def headed(*right: str, left: tuple[str, ...] = ()) -> Table:
-    """A table with these headings: first those of columns of numbers, then those of words."""
-    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="dim")
-    for heading in (*right, *left):
-        table.add_column(heading, justify="left" if heading in left else "right", overflow="fold")
-    return table
-
-
-def cells(*values: object) -> list[Text]:
-    return [Text(escape(str(value))) for value in values]
+    lacking = [f"no {name}" for name in LIBRARIES if name not in gpu["libraries"]]
+    yield "for GPUs", ", ".join([*(packages or ["no packages"]), *gpu["libraries"], *lacking])

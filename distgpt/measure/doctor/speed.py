@@ -1,4 +1,4 @@
-"""Measure how fast a backend multiplies matrices and moves memory, and name what does it."""
+"""Measure how fast a backend multiplies matrices and moves memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from functools import partial
 
 import numpy as np
 
-from distgpt.core.cpu.compiling import processor
 from distgpt.core.cpu.kernels import CpuKernels
 from distgpt.core.ops.api import Affine, Array
 from distgpt.core.ops.kernels import Kernels
@@ -19,38 +18,6 @@ SHORTEST = 0.01  # seconds of a measurement: enough calls to fill a queue
 REPEATS = 4
 SECONDS, OF_MATMULS = 2.4, 2 / 3  # of measuring, and the part of it for matmuls
 MEMORY_BYTES = 64 << 20  # of each array of a worker: more than caches hold
-FEATURES = {
-    "AVX2+FMA": {"avx2", "fma"},
-    "AVX-512": {"avx512f"},
-    "AVX512_BF16": {"avx512bf16"},
-    "VNNI": {"avx512vnni"},
-    "AMX-BF16": {"amx-bf16", "amx-tile"},
-}
-
-
-def cpu_features() -> list[str]:
-    """List the processor's features that speed up matmuls."""
-    present = processor.features()
-    return [name for name, needed in FEATURES.items() if needed <= present]
-
-
-def amx() -> str:
-    """Describe if our kernel for AMX is used; "" without AMX."""
-    if not processor.has_amx():
-        return ""
-    if processor.shape().amx:
-        return "used"
-    return f"there, not used: {processor.AMX_REFUSED if processor.amx_wanted() else processor.AMX_OFF}"
-
-
-def how(k: CpuKernels) -> str:
-    """Describe the matmul of these kernels."""
-    if k.dtype == k.wide:
-        return k.matmuls.words
-    if not processor.shape().dot:
-        return "own kernels, in float32 arithmetic"
-    shape = processor.shape()
-    return f"own kernels with {'AMX' if shape.amx else 'vdpbf16ps'}"
 
 
 def matmul_rate(k: Kernels, seconds: float) -> float:

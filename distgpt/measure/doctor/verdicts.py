@@ -1,19 +1,22 @@
-"""Verdicts on each stage, and warnings, from the facts of all ranks."""
+"""Verdicts on each stage, launch lines and warnings, from the facts of all ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from distgpt.cluster.affinity.machine import Cpu, cpu_list
-from distgpt.core.base.formatting import count
+from distgpt.cluster.jobs.launchers import is_of_family
+from distgpt.cluster.launch.mpis import HELP, MPIS
 from distgpt.core.comm.agree import named_ranks
 from distgpt.core.config import ON_GPU, STAGES, WITH_MPI
 from distgpt.core.cpu.stages import NOT_KEPT
 from distgpt.measure.doctor.facts import IGNORED, Facts
-from distgpt.measure.doctor.launches import traps
 
-FEW = 0.5  # of a host's cores
+FEW = 0.5  # of a host's CPUs: with SMT, a rank on each core may have one of its two
+AS_ROOT = "--allow-run-as-root"
+# By each of these pairs Open MPI may be asked to start as root; the latter since 5.0.
+ROOT = tuple((f"{name}_ALLOW_RUN_AS_ROOT", f"{name}_ALLOW_RUN_AS_ROOT_CONFIRM") for name in ("OMPI", "PRTE"))
 
 
 def verdicts(launched: Facts, mpi: Facts, ranks: list[Facts]) -> Facts:
@@ -58,23 +61,63 @@ def grouped(pairs: Iterable[tuple[Any, Any]]) -> dict[Any, list[Any]]:
     return groups
 
 
-def sentence(trouble: Facts, arrow: str = ": ") -> str:
-    """A trouble on one line, with its ranks and, behind the arrow, its remedy."""
+def sentence(trouble: Facts) -> str:
+    """A trouble on one line, with its ranks and its remedy."""
     ranks = f"{named_ranks(trouble['ranks'])}: " if "ranks" in trouble else ""
-    return f"{ranks}{trouble['what']}" + (f"{arrow}{trouble['remedy']}" if trouble["remedy"] else "")
+    return f"{ranks}{trouble['what']}" + (f": {trouble['remedy']}" if trouble["remedy"] else "")
+
+
+def hosts(ranks: list[Facts]) -> list[list[Facts]]:
+    """Group the ranks by host."""
+    return list(grouped((rank["host"], rank) for rank in ranks).values())
+
+
+# Launches
+
+
+def is_refused_as_root(environ: Mapping[str, str] = os.environ) -> bool:
+    """Return whether Open MPI's mpirun would not start for this user."""
+    return os.geteuid() == 0 and not any(all(map(environ.get, pair)) for pair in ROOT)
+
+
+def launch_lines(launched: Facts, mpi: Facts) -> list[str]:
+    """Return lines that start several ranks with this MPI, the likeliest first."""
+    known = MPIS.get(mpi.get("vendor", ""))
+    if launched["launcher"] or known is None:
+        return []
+    by_srun = [known.srun_line(launched["srun"])] if {*known.srun} & {*launched["srun"]} else []
+    by_mpirun = []
+    if is_of_family(launched["mpirun"]["vendor"], mpi["vendor"]):
+        is_root = mpi["vendor"] == "Open MPI" and launched["as_root"]
+        by_mpirun = [f"{launched['mpirun']['path']}{f' {AS_ROOT}' * is_root}"]
+    return [f"{start} -n 2 distgpt train --stage mpi" for start in by_srun + by_mpirun]
+
+
+def foreign_mpirun(command: Facts, mpi: Facts) -> list[str]:
+    """Report an mpirun of another MPI than mpi4py's."""
+    if not command["vendor"] or "vendor" not in mpi or is_of_family(command["vendor"], mpi["vendor"]):
+        return []
+    vendors = f"belongs to {command['vendor']}, but mpi4py to {mpi['vendor']}"
+    return [f"{command['path']} {vendors}: jobs need the mpirun of {mpi['vendor']}"]
+
+
+def _launch(launched: Facts, mpi: Facts) -> Iterable[str]:
+    if launched["launcher"] or "vendor" not in mpi:
+        return
+    yield from foreign_mpirun(launched["mpirun"], mpi)
+    if launched["mpirun"]["path"] is None:
+        yield f"there is no mpirun in PATH ({HELP})"
+    if launched["as_root"] and launched["mpirun"]["vendor"] == "Open MPI":
+        yield f"Open MPI's mpirun does not start for root: be another user, or add {AS_ROOT}"
+
+
+# Warnings
 
 
 def warnings(launched: Facts, mpi: Facts, ranks: list[Facts]) -> list[str]:
     """List what would slow a run down or spoil it without an error."""
-    return [
-        *traps(launched, mpi),
-        *_differences(ranks),
-        *(warning for host in hosts(ranks) for warning in _cores(launched, host)),
-        *_shared_gpus(ranks),
-        *_not_kept(ranks),
-        *_unused_loops(ranks),
-        *_settings(ranks),
-    ]
+    parts = [_launch(launched, mpi), _differences(ranks), _cores(launched, ranks), _gpus(ranks)]
+    return [text for part in (*parts, _loops(ranks), _settings(ranks)) for text in part]
 
 
 def _differences(ranks: list[Facts]) -> Iterable[str]:
@@ -86,54 +129,33 @@ def _differences(ranks: list[Facts]) -> Iterable[str]:
 
 
 def _cores(launched: Facts, ranks: list[Facts]) -> Iterable[str]:
-    first = ranks[0]
-    used = sum(rank["core_share"] for rank in ranks)
-    may, of_host = _reach(ranks)
-    who = f"{named_ranks([rank['rank'] for rank in ranks])} on {first['host']}"
-    if any(rank["core_share"] < 1 - 1e-6 for rank in ranks):
-        yield f"{who} share {used:.3g} cores: more ranks than cores only slow each other down"
-    elif launched["launcher"] and may <= FEW * of_host:
-        yield (
-            f"{who} may use {may:.3g} of {of_host} cores: to use more of them, ask "
-            "the launcher (Open MPI: --bind-to none, srun: --cpus-per-task)"
-        )
-    if limit := first["granted_cores"]["limit"]:
-        numbers = [rank["granted_cores"]["number"] for rank in ranks]
-        threads = f"{count(max(1, int(min(numbers))), 'thread')}" + " each" * (len(ranks) > 1)
-        time = f"the time of {sum(numbers):.3g}"
-        yield f"{who}: {used:.3g} cores, but {limit} grants {time}: a run takes {threads}"
+    for users in hosts(ranks):
+        used, of_host = sum(rank["core_share"] for rank in users), users[0]["cores_of_host"]
+        who = f"{named_ranks([rank['rank'] for rank in users])} on {users[0]['host']}"
+        if any(rank["core_share"] < 1 - 1e-6 for rank in users):
+            yield f"{who} share {used:.3g} cores: more ranks than cores only slow each other down"
+        elif launched["launcher"] and used < FEW * of_host:
+            yield (
+                f"{who} may use {used:.3g} of {of_host} cores: to use more of them, ask "
+                "the launcher (Open MPI: --bind-to none, srun: --cpus-per-task)"
+            )
 
 
-def _reach(ranks: list[Facts]) -> tuple[float, int]:
-    """Return how many cores of a host its ranks may use, of how many: not CPUs, of which SMT makes more."""
-    first, node = ranks[0], ranks[0].get("node")
-    if not node or node["doubts"]:
-        return sum(rank["core_share"] for rank in ranks), first["cores_of_host"]
-    cpus = [Cpu(*each) for each in node["cpus"]]
-    usable = {cpu for rank in ranks for cpu in cpu_list(rank["cpus"])}
-    cores = {cpu.core for cpu in cpus}
-    return len({cpu.core for cpu in cpus if cpu.number in usable}), len(cores)
-
-
-def _shared_gpus(ranks: list[Facts]) -> Iterable[str]:
-    names = {gpu["uuid"]: gpu["name"] for rank in ranks if (gpu := taken_gpu(rank))}
-    for (host, uuid), users in gpu_users(ranks).items():
-        if len(users) > 1:
-            what = f"{names[uuid]} and its memory"
-            yield f"{named_ranks(users)} on {host} share one {what}: start one rank per GPU"
-
-
-def _not_kept(ranks: list[Facts]) -> Iterable[str]:
-    without = [
-        [{"what": NOT_KEPT, "remedy": ""}]
-        if not rank["compute"]["loops"] and not rank["compute"]["missing"]
-        else []
+def _gpus(ranks: list[Facts]) -> Iterable[str]:
+    taken = [
+        ((rank["host"], gpu["uuid"], gpu["name"]), rank["rank"])
         for rank in ranks
+        if (number := rank["gpu"]["takes"]) is not None and (gpu := rank["gpu"]["driver"]["gpus"][number])
     ]
-    yield from map(sentence, _over_ranks(ranks, without))
+    for (host, _, name), users in grouped(taken).items():
+        if len(users) > 1:
+            yield f"{named_ranks(users)} on {host} share one {name} and its memory: start one rank per GPU"
 
 
-def _unused_loops(ranks: list[Facts]) -> Iterable[str]:
+def _loops(ranks: list[Facts]) -> Iterable[str]:
+    lost = [rank["rank"] for rank in ranks if not (rank["compute"]["loops"] or rank["compute"]["missing"])]
+    if lost:
+        yield NOT_KEPT if len(lost) == len(ranks) else f"{named_ranks(lost)}: {NOT_KEPT}"
     for path in dict.fromkeys(path for rank in ranks for path in rank["compute"]["unused"]):
         yield (
             f"{path} is not used: it is of another version, damaged, or others may write to it; "
@@ -150,20 +172,3 @@ def _settings(ranks: list[Facts]) -> Iterable[str]:
         )
     if ignored := [f"{key}={values[key]}" for key in IGNORED if values.get(key)]:
         yield f"{', '.join(ignored)} will be ignored: distgpt has its own threads, set with --threads"
-
-
-def hosts(ranks: list[Facts]) -> list[list[Facts]]:
-    """Group the ranks by host."""
-    return list(grouped((rank["host"], rank) for rank in ranks).values())
-
-
-def taken_gpu(rank: Facts) -> Facts | None:
-    """Return the GPU that this rank takes in a GPU stage."""
-    taken = rank["gpu"]["takes"]
-    gpu: Facts | None = None if taken is None else rank["gpu"]["driver"]["gpus"][taken]
-    return gpu
-
-
-def gpu_users(ranks: list[Facts]) -> dict[tuple[str, str], list[int]]:
-    """(host, uuid) of each GPU that is taken → the ranks that take it."""
-    return grouped(((rank["host"], gpu["uuid"]), rank["rank"]) for rank in ranks if (gpu := taken_gpu(rank)))

@@ -1,6 +1,6 @@
 """Records every operation of a step, and adds up its time by kind: each second of each worker counts once.
 
-For the length of a step, measuring calls stand in front of the operations of one backend, one communicator
+While steps are measured, measuring calls stand in front of the operations of one backend, one communicator
 and one source of batches; without a profile there are none, and nothing that could be slow.
 
 An operation that the leading worker calls while the others have none of their own occupies all workers.
@@ -15,8 +15,9 @@ import operator
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,18 +26,12 @@ from distgpt.core.comm.api import Comm
 from distgpt.core.data.batches import Batches
 from distgpt.core.ops.api import Array
 from distgpt.core.ops.kernels import Kernels
-from distgpt.measure.profile.operations import OPERATIONS, ORDER, WORKERS, Cost, cost_of, line_of
+from distgpt.measure.profile.operations import OPERATIONS, ORDER, WORKERS, cost_of, line_of
 
 if TYPE_CHECKING:  # a profile of a CPU stage needs nothing of gpu/
     from distgpt.gpu.device import CupyDevice
 
-SIDE_BY_SIDE, TOGETHER = "each", "run_together"  # calls during which each worker has operations of its own
-
-_SIDEWAYS = (SIDE_BY_SIDE, TOGETHER)
-NOBODY = -1
-
-# An event: operation, events of this worker before it began, begin, end, arguments.
-Event = tuple[str, int, Any, Any, tuple[Any, ...], dict[str, Any]]
+Span = tuple[int, str, str, float, float]  # worker, operation, row, begin, end
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,33 +47,50 @@ class Clock:
         """Return a clock of events in the stream of a GPU, for work that calls only queue."""
         return cls(device.mark, lambda stamp, origin: float(stamp.seconds_since(origin)), device.synchronize)
 
-    def seconds(self, stamps: Sequence[Any], origin: Any) -> Array:
-        """Return the seconds from the origin to each stamp."""
-        return np.array([self.since(stamp, origin) for stamp in stamps], np.float64)
+
+@dataclass(slots=True, eq=False)
+class Region:
+    """A call during which workers have operations of their own, or (`is_shared`) parts of the same ones."""
+
+    is_shared: bool
+    begin: Any
+    end: Any = None
+
+
+@dataclass(slots=True, eq=False)
+class Event:
+    """A call of an operation; `parent`: the operation that called it."""
+
+    name: str
+    worker: int
+    parent: Event | None
+    region: Region | None
+    args: tuple[Any, ...]
+    named: dict[str, Any]
+    begin: Any = None
+    end: Any = None
 
 
 @dataclass(slots=True)
 class Taken:
-    """A step as it was recorded. The first of `lanes` is the worker that led it.
-
-    It ends with its launch, or where the next one begins if that was launched before this was waited for.
-    """
+    """A step as it was recorded. `end`: that of its launch, or where the next step begins."""
 
     begin: Any
     end: Any = None
-    lanes: list[list[Event]] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+    regions: list[Region] = field(default_factory=list)
 
 
 class _Place(threading.local):
-    """The calling thread's own list of events."""
+    """The calling thread's number, and the operation that it is in."""
 
-    def __init__(self, lanes: list[list[Event]]) -> None:
-        self.events: list[Event] = []
-        lanes.append(self.events)
+    def __init__(self, numbers: Iterator[int]) -> None:
+        self.worker = next(numbers)
+        self.event: Event | None = None
 
 
 class Recorder:
-    """`with recorder.step() as taken: …` measures the operations of the calling thread and of the workers."""
+    """`with recorder.attached(): …` measures the operations of the calling thread and of the workers."""
 
     def __init__(
         self,
@@ -90,79 +102,85 @@ class Recorder:
     ) -> None:
         """`exchanges`: methods that wait for other ranks, by object and name, and what they are about."""
         self._clock, self._comm = clock, comm
-        self._lanes: list[list[Event]] = []
-        self._place = _Place(self._lanes)
-        parts: list[tuple[Any, tuple[str, ...]]] = [(kernels, tuple(OPERATIONS)), (batches, ("fill",))]
+        self._taken = Taken(clock.now())
+        self._place = _Place(count())
+        self._region: Region | None = None
+        parts: list[tuple[Any, str]] = [*((kernels, name) for name in OPERATIONS), (batches, "fill")]
+        self._calls = [(part, name, self._timed(name, getattr(part, name))) for part, name in parts]
         if kernels.threads > 1:
-            parts.append((kernels, (SIDE_BY_SIDE, TOGETHER)))
-        timed = [
-            (part, name, self._timed(name, getattr(part, name))) for part, names in parts for name in names
-        ]
-        if comm.size > 1:
-            timed += [(of, name, self._exchange(getattr(of, name), array)) for of, name, array in exchanges]
-        self._timed_calls = timed
+            for name in ("each", "run_together"):
+                self._calls.append((kernels, name, self._side_by_side(name, getattr(kernels, name))))
+        for of, name, array in exchanges if comm.size > 1 else ():
+            self._calls.append((of, name, self._exchange(getattr(of, name), array)))
+
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        """Put the measuring calls in front of the operations for a while."""
+        before = [vars(part).get(name) for part, name, _ in self._calls]
+        try:
+            for part, name, call in self._calls:
+                setattr(part, name, call)
+            yield
+        finally:
+            for (part, name, _), own in zip(self._calls, before, strict=True):
+                if own is not None:
+                    setattr(part, name, own)
+                elif name in vars(part):
+                    delattr(part, name)
 
     @contextmanager
     def step(self) -> Iterator[Taken]:
         """Record a step; what is recorded is complete at the end."""
-        with ExitStack() as attached:
-            for part, name, call in self._timed_calls:
-                attached.enter_context(_instead(part, name, call))
-            for lane in self._lanes:  # of a step that failed
-                lane.clear()
-            taken = Taken(self._clock.now())
-            yield taken
-            taken.end = self._clock.now()
-        for lane in self._lanes:
-            taken.lanes.append(list(lane))
-            lane.clear()
+        self._taken = taken = Taken(self._clock.now())
+        yield taken
+        taken.end = self._clock.now()
 
     def _timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         now, place = self._clock.now, self._place
 
         def measured(*args: Any, **named: Any) -> Any:
-            events = place.events
-            before = len(events)
-            begin = now()
-            found = call(*args, **named)
-            events.append((name, before, begin, now(), args, named))
-            return found
+            event = Event(name, place.worker, place.event, self._region, args, named)
+            self._taken.events.append(event)
+            place.event = event
+            event.begin = now()
+            try:
+                return call(*args, **named)
+            finally:
+                event.end = now()
+                place.event = event.parent
+
+        return measured
+
+    def _side_by_side(self, name: str, call: Callable[..., None]) -> Callable[..., None]:
+        def measured(work: Callable[..., None], count: int = 2) -> None:
+            args = (work, count) if name == "each" else (work,)
+            if self._region or self._place.event or count == 1:
+                call(*args)
+                return
+            self._region = region = Region(name == "run_together", self._clock.now())
+            try:
+                call(*args)
+            finally:
+                self._region, region.end = None, self._clock.now()
+            self._taken.regions.append(region)
 
         return measured
 
     def _exchange(self, call: Callable[..., Any], array: Array) -> Callable[..., Any]:
         """Measure the waiting for all ranks, and then what of the exchange was not hidden before."""
-        now, settle, place, comm = self._clock.now, self._clock.settle, self._place, self._comm
+
+        def meet(array: Array) -> None:
+            self._clock.settle()
+            self._comm.barrier()
+
+        wait = self._timed("wait", meet)
+        transfer = self._timed("transfer", lambda array, *args: call(*args))
 
         def measured(*args: Any) -> None:
-            events = place.events
-            begin = now()
-            settle()
-            comm.barrier()
-            together = now()
-            events.append(("wait", len(events), begin, together, (array,), {}))
-            before = len(events)
-            call(*args)
-            events.append(("transfer", before, together, now(), (array,), {}))
+            wait(array)
+            transfer(array, *args)
 
         return measured
-
-
-@contextmanager
-def _instead(of: Any, name: str, call: Callable[..., Any]) -> Iterator[None]:
-    """Replace a method of an object for a while."""
-    own = vars(of).get(name)
-    setattr(of, name, call)
-    try:
-        yield
-    finally:
-        if own is None:
-            delattr(of, name)
-        else:
-            setattr(of, name, own)
-
-
-# Accounting
 
 
 def no_times() -> Array:
@@ -171,136 +189,45 @@ def no_times() -> Array:
 
 
 @dataclass(frozen=True, slots=True)
-class Lane:
-    """One worker's part of a step, its events in seconds from the step's beginning."""
-
-    names: tuple[str, ...]
-    parents: Array
-    rows: Array  # indices into ORDER, NOBODY for calls that are no operation
-    costs: Array  # FLOPs and bytes
-    aside: Array  # events that start the workers
-    shares: Array  # whether in each of these they share all operations
-    begins: Array
-    ends: Array
-    waits: list[tuple[float, float]] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
 class Account:
     """A step's times, and what each worker did. `begin` in seconds from when all ranks met."""
 
     seconds: float
     times: Array
-    lanes: list[Lane]
+    spans: list[Span]
     number: int = 0
     begin: float = 0.0
 
 
 def account(clock: Clock, workers: int, taken: Taken) -> Account:
     """Account for a step. Waits for it."""
-    seconds = clock.since(taken.end, taken.begin)
-    idle: list[list[Event]] = [[] for _ in range(workers - len(taken.lanes))]
-    lanes = [_lane(clock, events, taken.begin) for events in (*taken.lanes, *idle)]
-    lead, times = lanes[0], no_times()
-    regions = _Regions(lead.begins[lead.aside], lead.ends[lead.aside], lead.shares)
-    for number, lane in enumerate(lanes):
-        _add(lane, workers, regions, times)
-        if number < workers:
-            times[0, ORDER.index(WORKERS)] += _waiting(lane, regions, helper=number > 0)
-    return Account(seconds, times, lanes)
 
+    def seconds(stamp: Any) -> float:
+        return clock.since(stamp, taken.begin)
 
-def _lane(clock: Clock, events: Sequence[Event], origin: Any) -> Lane:
-    """Return a lane of events, ordered by their ends: each encloses those from its `before` on."""
-    names, before, begins, ends, args, named = zip(*events, strict=True) if events else ((),) * 6
-    parents = [NOBODY] * len(names)
-    open_: list[int] = []  # ended, and perhaps inside of another
-    for at, first in enumerate(before):
-        while open_ and open_[-1] >= first:
-            parents[open_.pop()] = at
-        open_.append(at)
-    operations = [_nearest_operation(parents, names, at) for at in range(len(names))]
-    apart = set(operations)
-    rows, costs, aside = [], [], []
-    for at, name in enumerate(names):
-        inside = operations[at]
-        if name in _SIDEWAYS:
-            rows.append(NOBODY)
-            costs.append(Cost())
-        else:
-            rows.append(ORDER.index(line_of(name, None if inside == NOBODY else names[inside], at in apart)))
-            costs.append(cost_of(name, at in apart, args[at], named[at]))
-        if parents[at] == NOBODY and _is_wide(name, args[at], named[at]):
-            aside.append(at)
-    return Lane(
-        names,
-        np.array(operations, np.int64),
-        np.array(rows, np.int64),
-        np.array(costs).reshape(-1, 2).T,
-        np.array(aside, np.int64),
-        np.array([names[at] == TOGETHER for at in aside], bool),
-        clock.seconds(begins, origin),
-        clock.seconds(ends, origin),
-    )
-
-
-def _nearest_operation(parents: list[int], names: Sequence[str], at: int) -> int:
-    """Return the operation that called event `at`; a call that only starts the workers is none."""
-    parent = parents[at]
-    while parent != NOBODY and names[parent] in _SIDEWAYS:
-        parent = parents[parent]
-    return parent
-
-
-def _is_wide(name: str, args: tuple[Any, ...], named: dict[str, Any]) -> bool:
-    """Return whether several workers had something to do."""
-    if name == SIDE_BY_SIDE:
-        return int(named.get("count", args[-1])) > 1
-    return name == TOGETHER
-
-
-def _add(lane: Lane, workers: int, regions: _Regions, times: Array) -> None:
-    """Add one worker's operations to the times."""
-    taken = lane.ends - lane.begins
-    called = lane.parents != NOBODY
-    own = taken - np.bincount(lane.parents[called], taken[called], len(taken))
-    inside = regions.of(lane.begins)
-    aside = inside != NOBODY
-    part = np.ones(len(own))
-    if len(regions.shares):
-        part[aside & regions.shares[inside]] = 1 / workers
-    counted = lane.rows != NOBODY
-    each = (own * np.where(aside, 1, workers), part, *(lane.costs * part))
-    for total, values in zip(times, each, strict=True):
-        total += np.bincount(lane.rows[counted], values[counted], len(ORDER))
-
-
-@dataclass(frozen=True, slots=True)
-class _Regions:
-    """The times when workers had operations of their own, and whether these were parts of the same ones."""
-
-    begins: Array
-    ends: Array
-    shares: Array
-
-    def of(self, moments: Array) -> Array:
-        """Return the index of the region that each moment lies in, or NOBODY."""
-        if not len(self.begins):
-            return np.full(len(moments), NOBODY)
-        found = np.searchsorted(self.begins, moments, "right") - 1
-        return np.where((found >= 0) & (moments < self.ends[found]), found, NOBODY)
-
-
-def _waiting(lane: Lane, regions: _Regions, helper: bool) -> float:
-    """Note when a worker waits: in each region after its last operation, a helper also before its first."""
-    first, last = regions.ends.copy(), regions.begins.copy()
-    inside = regions.of(lane.begins)
-    within = (inside != NOBODY) & (lane.rows != NOBODY)
-    np.minimum.at(first, inside[within], lane.begins[within])
-    np.maximum.at(last, inside[within], lane.ends[within])
-    spans = [(last, regions.ends)]
-    if helper:
-        spans.append((regions.begins, np.where(last > regions.begins, first, regions.begins)))
-    for begins, ends in spans:
-        lane.waits.extend(zip(begins.tolist(), ends.tolist(), strict=True))
-    return sum(end - begin for begin, end in lane.waits)
+    times, spans = no_times(), []
+    ends = [(seconds(event.begin), seconds(event.end)) for event in taken.events]
+    inner: dict[Event | None, float] = {}  # seconds in operations that this one has called
+    for event, (begin, end) in zip(taken.events, ends, strict=True):
+        inner[event.parent] = inner.get(event.parent, 0.0) + end - begin
+    busy: dict[tuple[Region | None, int], list[float]] = {}
+    for event, (begin, end) in zip(taken.events, ends, strict=True):
+        apart = event in inner
+        row = line_of(event.name, event.parent.name if event.parent else None, apart)
+        cost = cost_of(event.name, apart, event.args, event.named)
+        own = end - begin - inner.get(event, 0.0)
+        part = 1 / workers if event.region and event.region.is_shared else 1.0
+        occupied = own if event.region else own * workers
+        times[:, ORDER.index(row)] += occupied, part, part * cost.flops, part * cost.bytes
+        spans.append((event.worker, event.name, row, begin, end))
+        busy.setdefault((event.region, event.worker), []).extend((begin, end))
+    for region in taken.regions:
+        begin, end = seconds(region.begin), seconds(region.end)
+        for worker in range(workers):
+            own_times = busy.get((region, worker), [begin])
+            waits = [(max(own_times), end)]
+            if worker and len(own_times) > 1:
+                waits.append((begin, min(own_times)))
+            spans += [(worker, "waits", WORKERS, *span) for span in waits]
+            times[0, ORDER.index(WORKERS)] += sum(last - first for first, last in waits)
+    return Account(seconds(taken.end), times, spans)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
 import numpy as np
 
 from distgpt.core.base.formatting import count
-from distgpt.core.comm.agree import named_ranks
 from distgpt.measure.profile.operations import BETWEEN, DATA, GPU_WAITS, ORDER, TRANSFER, WAIT, WORKERS
-from distgpt.measure.profile.recorder import NOBODY, Account
+from distgpt.measure.profile.recorder import Account
 from distgpt.show.page import terminal_table
 
 MATMUL, MEMORY = "matmul", "memory"  # the peaks that a row is compared with
@@ -22,13 +21,12 @@ Event = dict[str, Any]
 
 COLUMNS = ("operation", "share", "calls", "ms a step", "achieved", "of peak")
 IN_CACHE = 1.05  # times the memory peak: above that, data came from a cache
-DISTURBED = 1.05  # times the matmul peak: above that, the peak was measured too low
 STEPS = 0  # the timeline's thread for whole steps; workers come after it
 SHORTEST_WAIT = 1e-6  # seconds
 
 
-# Of one rank, as JSON: rank, workers, steps, step_s and its median, peaks (None: interrupted before they were
-# measured), and times by ORDER: seconds of each worker, calls, FLOPs and bytes of a step.
+# Of one rank, as JSON: rank, workers, steps, step_s and its median, peaks, and times by ORDER: seconds of
+# each worker, calls, FLOPs and bytes of a step.
 RankProfile = dict[str, Any]
 
 
@@ -47,9 +45,8 @@ def _together(ranks: Sequence[RankProfile]) -> RankProfile:
     """Return the mean of all ranks, per worker: ranks may have different numbers of workers."""
     keys = ("step_s", "step_s_median", "times")
     means = {key: np.mean([each[key] for each in ranks], axis=0).tolist() for key in keys}
-    known = [each["peaks"] for each in ranks if each["peaks"]]
-    speeds = {key: fmean(each[key] for each in known) for key in ("gflops", "gbytes_per_s") if known}
-    return {**ranks[0], **means, "peaks": known[0] | speeds if known else None}
+    speeds = {key: fmean(each["peaks"][key] for each in ranks) for key in ("gflops", "gbytes_per_s")}
+    return {**ranks[0], **means, "peaks": ranks[0]["peaks"] | speeds}
 
 
 def _row(
@@ -59,37 +56,25 @@ def _row(
     row: Row = {"row": name, "share": seconds / profile["step_s"], "calls": calls, "ms": 1000 * seconds}
     row |= {"gflop": flops / 1e9, "gbytes": moved / 1e9, "gflops": None, "gbytes_per_s": None}
     row |= {"peak": None, "of_peak": None}
-    peaks = profile["peaks"]
     if flops or moved:
         key, peak = ("gflops", MATMUL) if flops else ("gbytes_per_s", MEMORY)
         row[key] = (flops or moved) / seconds / 1e9
-        if peaks and (flops or name not in WITHOUT_PEAK):
-            row |= {"peak": peak, "of_peak": row[key] / peaks[key]}
+        if flops or name not in WITHOUT_PEAK:
+            row |= {"peak": peak, "of_peak": row[key] / profile["peaks"][key]}
     return row
 
 
 def result(ranks: Sequence[RankProfile], about: dict[str, Any]) -> dict[str, Any]:
-    """Return profile.json. Times are means over ranks and steps; `job` and `gflops` sum over the ranks.
-
-    `ranks` are those that reported, of about["ranks"]: of an interrupted run perhaps rank 0 alone.
-    """
+    """Return profile.json. Times are means over ranks and steps; `gflops` sums over the ranks."""
     mean, on_gpu = _together(ranks), about["gpu"]
-    seconds = np.sum([np.array(each["times"][0]) * each["workers"] for each in ranks], axis=0).tolist()
-    _, _, flops, moved = np.sum([each["times"] for each in ranks], axis=0).tolist()
-    gflop = sum(flops) / 1e9
+    gflop = float(np.sum([each["times"][2] for each in ranks])) / 1e9
     return {
         **about,
-        "ranks_told": [each["rank"] for each in ranks],
         "steps": mean["steps"],
         "tokens_per_s": about["tokens_per_step"] / mean["step_s"],
         "gflops": gflop / mean["step_s"],
-        "of_peak": gflop / mean["step_s"] / len(ranks) / mean["peaks"]["gflops"] if mean["peaks"] else None,
+        "of_peak": gflop / mean["step_s"] / len(ranks) / mean["peaks"]["gflops"],
         **_about(mean, on_gpu),
-        "job": [
-            {"row": name, "worker_s": seconds, "gflop": flops / 1e9, "gbytes": moved / 1e9}
-            for name, seconds, flops, moved in zip(ORDER, seconds, flops, moved, strict=True)
-            if seconds
-        ],
         "per_rank": [{"rank": each["rank"], **_about(each, on_gpu)} for each in ranks],
     }
 
@@ -104,12 +89,9 @@ def as_text(found: dict[str, Any]) -> str:
 
 
 def _headline(found: dict[str, Any]) -> str:
-    reported, of_all = found["ranks_told"], found["ranks"]
-    alone = f": {named_ranks(reported)} of {of_all} alone" if len(reported) < of_all else ""
-    interrupted = f"interrupted{alone}; " if found.get("interrupted") else ""
     threads = f" of {count(found['threads'], 'thread')}" if found["threads"] else ""
     return (
-        f"{interrupted}{count(found['steps'], 'step')} of {1000 * found['step_s']:,.1f} ms"
+        f"{count(found['steps'], 'step')} of {1000 * found['step_s']:,.1f} ms"
         f" ({found['tokens_per_s']:,.0f} tokens/s); stage {found['stage']},"
         f" {count(found['ranks'], 'rank')}{threads}; {found['parameters']:,} parameters, {found['dtype']}"
     )
@@ -134,19 +116,12 @@ def _of_peak(row: dict[str, Any]) -> str:
 
 def _peaks(found: dict[str, Any]) -> str:
     peaks = found["peaks"]
-    told = found["ranks_told"]
-    part = "The whole step" if len(told) == found["ranks"] else f"The part of {named_ranks(told)}"
-    speed = f"{part}: {found['gflops']:,.0f} GFLOP/s in matmuls"
-    if peaks is None:
-        return f"{speed}. Peaks are measured at the end, so an interrupted run has none."
     each = "each rank, all at once" if found["ranks"] > 1 else "measured here"
-    above = any(row["peak"] == MATMUL and row["of_peak"] > DISTURBED for row in found["rows"])
-    disturbed = "\nA row above its peak means that this machine was busy while the peak was measured."
     by = f"Matmul by {found['matmul']}.\n" if found["matmul"] else ""
     return (
         f"Peaks ({each}): {MATMUL} {peaks['gflops']:,.0f} GFLOP/s in {peaks['dtype']},"
         f" {MEMORY} {peaks['gbytes_per_s']:,.1f} GB/s.\n"
-        f"{by}{speed}, {found['of_peak']:.0%} of {MATMUL}." + disturbed * above
+        f"{by}The whole step: {found['gflops']:,.0f} GFLOP/s in matmuls, {found['of_peak']:.0%} of {MATMUL}."
     )
 
 
@@ -166,7 +141,7 @@ def events(rank: int, steps: Sequence[Account], on_gpu: bool) -> list[Event]:
 
     A rank is a process, with a thread for each worker. Times are in microseconds.
     """
-    workers = max((len(step.lanes) for step in steps), default=1)
+    workers = max(worker for step in steps for worker, *_ in step.spans) + 1
     threads = ["steps", *("GPU" if on_gpu else f"worker {worker}" for worker in range(workers))]
     named = [("process", STEPS, f"rank {rank}", rank)]
     named += [("thread", thread, name, thread) for thread, name in enumerate(threads)]
@@ -176,20 +151,10 @@ def events(rank: int, steps: Sequence[Account], on_gpu: bool) -> list[Event]:
         for kind, value in (("name", name), ("sort_index", index))
     ]
     for step in steps:
-        for thread, name, category, first, last in _spans(step):
-            place = {"name": name, "cat": category, "ph": "X", "pid": rank, "tid": thread}
-            times = {"ts": round((step.begin + first) * 1e6, 3), "dur": round((last - first) * 1e6, 3)}
-            found.append(place | times)
+        whole = (STEPS - 1, f"step {step.number + 1}", "step", 0.0, step.seconds)
+        for worker, name, category, first, last in (whole, *step.spans):
+            if name != "waits" or last - first > SHORTEST_WAIT:
+                place = {"name": name, "cat": category, "ph": "X", "pid": rank, "tid": worker + 1}
+                times = {"ts": round((step.begin + first) * 1e6, 3), "dur": round((last - first) * 1e6, 3)}
+                found.append(place | times)
     return found
-
-
-def _spans(step: Account) -> Iterator[tuple[int, str, str, float, float]]:
-    """Yield thread, name, category, begin and end of the step, its operations, and what workers wait."""
-    yield STEPS, f"step {step.number + 1}", "step", 0.0, step.seconds
-    for thread, lane in enumerate(step.lanes, 1):
-        for name, row, *span in zip(lane.names, lane.rows, lane.begins, lane.ends, strict=True):
-            if row != NOBODY:
-                yield thread, name, ORDER[row], *map(float, span)
-        for first, last in lane.waits:
-            if last - first > SHORTEST_WAIT:
-                yield thread, "waits", WORKERS, first, last
