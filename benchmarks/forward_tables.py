@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from bars import Bar, BarChart
+from charts import Bar, BarChart
 
 from distgpt.core.base.formatting import count, three_digits
 from distgpt.measure.bench.results import Row

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from charts import svg
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 
 from distgpt.core.base.errors import escape
-from distgpt.show.charts import COLOURS, svg
 from distgpt.show.page import Block, prose_columns
+from distgpt.show.plot import COLOURS
 
 PAGE_COLOURS = COLOURS | {"surface": "#f4f6f8", "accent": "#0b5fae"}
 

@@ -15,7 +15,7 @@ from statistics import median
 from typing import Any
 
 import click
-from bars import Bar, BarChart
+from charts import Bar, BarChart
 from peer_process import BEST, ask_peer, candidates, for_torch, refuse_without_torch, switches
 from record import end_with_errors
 

@@ -204,8 +204,8 @@ def compare_stages(
 ) -> None:
     """Run the same job through every stage, and prove that all compute the same.
 
-    Trains and then lets the model write, each in a process of its own. Without a workload of yours it is that
-    of the course project, next to the figures that it published. Leaves compare.json and report.html in
+    Trains and then lets the model write, each in a process of its own. The default workload is the
+    course project's. Leaves compare.json and report.html in
     --out. Exit code 1: losses differ by more than the tolerance, or a stage died. (`compare` is for two runs
     that are there.)
     """

@@ -15,7 +15,6 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from distgpt.core.base.errors import escape
-from distgpt.show.charts import Chart
 
 WIDEST = 100  # characters
 PROSE = 30  # characters from which a cell of a table is text to read, not a number to compare
@@ -66,11 +65,11 @@ class Texts:
     pairs: Sequence[tuple[str, str]]
 
 
-Block = Table | Paragraph | Texts | Chart
+Block = Table | Paragraph | Texts
 
 
 def terminal(blocks: Iterable[Block]) -> str:
-    """Render blocks for a terminal, one below the other. Charts and empty tables are left out."""
+    """Render blocks for a terminal, one below the other, without empty tables."""
     return "\n\n".join(text for block in blocks for text in _in_terminal(block) if text)
 
 

@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from matplotlib import rc_context
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.ticker import LogLocator
 
 from distgpt.core.base.errors import DataError, StorageError, UsageError, escape, nearest_path
 from distgpt.core.base.files import atomic_file, read_small, storage_errors
 from distgpt.core.ops.api import Array
 from distgpt.core.saved.metrics import IN_BITS, read_metrics
 from distgpt.core.saved.rundir import RunDirectory
-from distgpt.show.charts import COLOURS, SERIES, drawable, series_colour, set_ticks, style
 from distgpt.show.runs import best_evaluation, run_directories
 
+# Series colours stay apart for the colour-blind: tests/show/test_colours.py.
+COLOURS = {"paper": "#ffffff", "ink": "#1b2026", "muted": "#59626d", "rule": "#ccd3da", "grid": "#e4e8ec"}
+SERIES = ("#1a4ea5", "#b9470a", "#04866c", "#e64ca8", "#aa8a1c", "#3496d2", "#4f4f56", "#7d2417")
+LARGEST = 1e100  # what is drawn: limits need some room beyond
 FORMATS = (".png", ".svg", ".pdf")
 WIDTH, DPI = 9.0, 200  # inches: 900 pixels in a browser, sharp on a screen with twice as many
 HEIGHT, LINE = 5.6, 0.19  # inches: of the panels, and of each line of the legend below them
@@ -30,6 +36,22 @@ SMOOTHED = 1 / 40  # of a curve is what goes into each of its smoothed values
 DASHES = ("-", "--", ":")  # from the ninth run on
 MARKS: dict[str, Any] = {"marker": "o", "markersize": 4}
 FONTS = {"font.size": 9, "axes.titlesize": 9.5, "xtick.labelsize": 8, "ytick.labelsize": 8}
+
+STYLE: dict[Any, Any] = {
+    "text.color": COLOURS["ink"],
+    "text.parse_math": False,
+    "legend.frameon": False,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": COLOURS["rule"],
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.titlelocation": "left",
+    "grid.color": COLOURS["grid"],
+    "path.simplify_threshold": 0.3,
+    "svg.hashsalt": "distgpt",
+    "svg.fonttype": "none",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,3 +301,36 @@ def _history(path: Path) -> list[dict[str, Any]]:
     if not history:
         raise UsageError(f"{path} has recorded no steps yet")
     return [history[step] for step in sorted(history)]
+
+
+# Style
+
+
+def series_colour(i: int) -> str:
+    return SERIES[i % len(SERIES)]
+
+
+@contextmanager
+def style(**more: Any) -> Iterator[None]:
+    """Apply the style to what is drawn and saved inside."""
+    with rc_context(STYLE | more), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from", UserWarning)  # viewers have more fonts
+        yield
+
+
+def drawable(value: float | None) -> float:
+    """Return NaN for what has no place: unknown, infinite, beyond all measure."""
+    try:
+        number = math.nan if value is None else float(value)
+    except OverflowError:
+        return math.nan
+    return number if 1 / LARGEST <= abs(number) <= LARGEST else 0.0 if abs(number) < 1 else math.nan
+
+
+def set_ticks(axis: Any) -> None:
+    """Write numbers at ticks as 1,000; have some on a short log axis too."""
+    if axis.get_scale() == "log":
+        low, high = axis.get_view_interval()
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 1000 * low else (1,)))
+    axis.set_major_formatter("{x:,g}")
+    axis.set_minor_formatter("")

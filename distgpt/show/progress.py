@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, DownloadColumn, Progress, ProgressColumn, TextColumn
 from rich.progress import TimeRemainingColumn as TimeLeft
 from rich.table import Column
 from rich.text import Text
@@ -58,11 +58,11 @@ def _text(template: str) -> TextColumn:
 
 
 class ItemProgress(_Bar):
-    """Shows how many prompts or other items are done of all, with tokens a second, or the time so far."""
+    """Shows how many prompts or other items are done of all, with tokens a second."""
 
-    def __init__(self, what: str = "prompts", with_tokens: bool = True) -> None:
+    def __init__(self, what: str = "prompts") -> None:
         counted = _text("[bold]{task.completed:.0f}/{task.total:.0f} " + what)
-        speed = _text("[green]{task.fields[rate]}") if with_tokens else TimeElapsedColumn()
+        speed = _text("[green]{task.fields[rate]}")
         bar = BarColumn(bar_width=12)
         super().__init__(sys.stderr.isatty(), counted, bar, speed, _text("left"), TimeLeft(compact=True))
         self._what = what

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import report
 from alphabeta import AlphaBeta, Regime
+from charts import LineChart, Series
 from click.testing import CliRunner
 from pages import Section
 from pages import html as html_page
@@ -16,7 +17,6 @@ from report import assemble, load_all, write
 
 from distgpt.core.base.errors import DataError, UsageError
 from distgpt.measure.bench import results
-from distgpt.show.charts import LineChart, Series
 from distgpt.show.page import Paragraph, Table, Texts
 
 HERE = {"date": "2026-01-02T10:00:00+00:00", "command": "distgpt bench x", "processor": "A", "cores": 2}

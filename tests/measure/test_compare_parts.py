@@ -38,37 +38,21 @@ def stage(name, losses, dtype="float32", tokens=None):
 
 
 def test_the_default_is_the_beginning_of_the_projects_run_at_its_rates():
-    workload = find_workload(None, None, {}, full=False)
-    whole = preset("gpt-mini")
-    assert workload.is_projects and workload.run.train.steps == 21
+    run, whole = find_workload(None, None, {"dtype": "float64"}, full=False).run, preset("gpt-mini")
+    assert run.train.steps == 21
     for step in range(21):
         rate = learning_rate(whole.train, step)
-        assert learning_rate(workload.run.train, step) == pytest.approx(rate, rel=1e-12)
+        assert learning_rate(run.train, step) == pytest.approx(rate, rel=1e-12)
     assert find_workload(None, None, {}, full=True).run == whole
-
-
-@pytest.mark.parametrize(
-    "flags, is_projects",
-    [
-        ({"dtype": "float64", "seed": 3}, True),
-        ({"steps": 50}, True),
-        ({"steps": 21}, False),  # the whole schedule in 21 steps
-        ({"n_layer": 2}, False),
-        ({"lr": 1e-3}, False),
-    ],
-)
-def test_published_figures_are_shown_for_the_same_workload_only(flags, is_projects):
-    workload = find_workload("gpt-mini", None, flags, full=False)
-    assert workload.is_projects == is_projects
-    assert workload.run.train.steps == flags.get("steps", 21 if is_projects else 50)
+    assert find_workload("gpt-mini", None, {"steps": 50}, full=False).run == whole
 
 
 def test_another_workload_is_as_train_takes_it(tmp_path):
     (tmp_path / "mine.toml").write_text('preset = "microgpt"\nsteps = 7\n')
     workload = find_workload(None, tmp_path / "mine.toml", {"seed": 5}, full=False)
-    assert workload.run == preset("microgpt", {"steps": 7, "seed": 5}) and not workload.is_projects
+    assert workload.run == preset("microgpt", {"steps": 7, "seed": 5})
     with pytest.raises(UsageError):
-        find_workload(None, None, {"n_layer": 2}, full=True)
+        find_workload(None, tmp_path / "mine.toml", {}, full=True)
 
 
 def test_a_loss_beyond_the_tolerance_is_found_with_its_step():
@@ -137,7 +121,7 @@ def test_the_page_has_times_differences_and_what_is_missing():
     serial, mpi = stage("serial", [1.0], tokens=[1]), stage("mpi", [1.00001], tokens=[1])
     serial.training = {"train_s": 30.0, "tokens_per_s": 4000.0, "peak_memory": [1 << 20], "process_s": 31.0}
     text = terminal(blocks_of(comparison(serial, mpi)))
-    for word in ("only spaces", "mpi-cuda*", "30.00", "1.00e-05", "no GPU: buy one", "serial, mpi"):
+    for word in ("only spaces", "30.00", "1.00e-05", "no GPU: buy one", "serial, mpi"):
         assert word in text
 
 

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 from pages import PAGE_COLOURS as COLOURS
 
-from distgpt.show.charts import SERIES
+from distgpt.show.plot import SERIES
 
 # How colours look to people who lack one kind of cone (Machado, Oliveira and Fernandes, 2009), severity 1.
 EYES = {

@@ -8,11 +8,10 @@ import xml.etree.ElementTree as xml
 
 import numpy as np
 import pytest
-from bars import Bar, BarChart
+from charts import Bar, BarChart, LineChart, Series, svg
 from matplotlib.figure import Figure
 
 from distgpt.show import page
-from distgpt.show.charts import LineChart, Series, svg, tick_label
 
 HOSTILE = "</title></style><script>alert('x & y')</script> \"quoted\" \x00\x1b[31m\u202e \ud800 ]]>"
 TOLD = "</title></style><script>alert('x & y')</script> \"quoted\" \\x00\\x1b[31m\\u202e \\ud800 ]]>"
@@ -60,19 +59,6 @@ def test_lines_go_through_their_points_and_bars_are_as_long_as_their_numbers():
     assert (one.get_linestyle(), other.get_linestyle()) == ("-", "--") and one.axes.get_xscale() == "log"
     bars = drawn(BarChart("t", "d", "s", [Bar("x", 4, "4"), Bar("y", NAN, "2")])).patches
     assert [(bar.get_x(), bar.get_width()) for bar in bars] == [(0, 4), (0, 0)]
-
-
-def test_ticks_are_written_briefly():
-    ticks = {
-        0: "0",
-        -2: "−2",
-        0.0002: "0.0002",
-        1000: "1,000",
-        10_000: "10k",
-        2**20: "1.0486M",
-        1e-7: "1e−07",
-    }
-    assert {value: tick_label(value) for value in ticks} == ticks
 
 
 def test_blocks_on_a_terminal():

@@ -11,11 +11,10 @@ from typing import Any
 
 from distgpt.cluster.jobs.processes import ending, undisturbed
 from distgpt.core.base.errors import DisagreementError, escape_lines, print_lines
-from distgpt.core.config import STAGES, WITH_MPI
+from distgpt.core.config import WITH_MPI
 from distgpt.core.data.batches import refuse_uneven
 from distgpt.measure.compare.agreement import Difference, differences
 from distgpt.measure.compare.stages import (
-    EPOCHS,
     FORMAT,
     INTERRUPTED,
     NEW_TOKENS,
@@ -39,10 +38,6 @@ VERSION = 1
 RUNNING, DONE = "running", "done"
 NOTHING = "(only spaces and line breaks)"
 UNFINISHED = "Interrupted: only what was measured until then is here."
-
-# Seconds that the course project published, for 50 epochs of 4,096 tokens.
-PUBLISHED_TRAINING = {"serial": 15264.36, "mpi": 1287.76, "cuda": 429.44, "mpi-cuda": 226.39}
-PUBLISHED_INFERENCE = {"serial": 112.62, "mpi": 112.28, "cuda": 8.01, "mpi-cuda": 7.80}
 
 
 def compare(options: CompareOptions, out: Path, as_json: bool) -> None:
@@ -148,7 +143,6 @@ class Comparison:
             "workload": {
                 "name": workload.name,
                 "sentence": workload.sentence(),
-                "is_the_course_projects": workload.is_projects,
                 "prompt": self.prompt,
                 "steps": run.train.steps,
                 "tokens_per_step": run.train.batch_size * run.model.seq_len,
@@ -232,19 +226,7 @@ def _table(comparison: Comparison) -> Table:
         row["loss"] = _number(stage.losses[-1], ".4f") if stage.losses else None
         row["differs"] = _number(found[stage.stage].largest, ".2e") if stage.stage in found else None
         rows.append(row)
-    note = NOTE
-    if comparison.options.workload.is_projects:
-        note += f" *: published by the course project, for {EPOCHS} epochs on two laptops of 2017."
-        rows += [
-            {
-                "stage": f"{stage}*",
-                "train_s": PUBLISHED_TRAINING[stage],
-                "infer_s": PUBLISHED_INFERENCE[stage],
-                "training_up": PUBLISHED_TRAINING["serial"] / PUBLISHED_TRAINING[stage],
-            }
-            for stage in STAGES
-        ]
-    return tabulated(COLUMNS, rows, "Measured here", note, "–")
+    return tabulated(COLUMNS, rows, "Measured here", NOTE, "–")
 
 
 def _number(value: float | None, digits: str) -> str:

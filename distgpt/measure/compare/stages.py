@@ -43,48 +43,36 @@ TRAINED = (
 )
 WRITTEN = ("text", "tokens", "seconds", "tokens_per_s", "peak_memory")
 
-# -- the course project's job
+# -- the job
 
-PRESET, EPOCHS = "gpt-mini", 50  # an epoch is a step: each has one batch
-SHORT = 21  # of them
+PRESET, SHORT = "gpt-mini", 21  # the course project's model, and how many of its 50 steps are taken
 PROMPT_TOKENS, NEW_TOKENS = 256, 30
-# Settings that may differ from the project's without making it another job.
-FREE = {
-    *("steps", "seed", "dtype", "matmul", "sample_every", "save_every", "keep"),
-    *("grad_accum", "grad_sync", "reproducible_parts", "recompute"),
-}
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """`is_projects`: the model, data and learning rates are the course project's."""
-
     name: str
     run: RunConfig
-    is_projects: bool
 
     def sentence(self) -> str:
         t, tokens = self.run.train, self.run.model.seq_len
-        name = f"the course project's model, {t.steps} of its {EPOCHS} epochs"
-        return (
-            f"{name if self.is_projects else self.name}: {t.steps} steps of {t.batch_size} × {tokens} tokens"
-        )
+        return f"{self.name}: {t.steps} steps of {t.batch_size} × {tokens} tokens"
 
 
 def find_workload(
     preset: str | None, toml: Path | None, flags: Mapping[str, Any], full: bool, deterministic: bool = False
 ) -> Workload:
-    """Return the job that the options describe. The project's is shortened unless `full`."""
+    """Return the job that the options describe. The course project's is shortened unless `full`."""
     preset = preset or (PRESET if toml is None else None)
-    asked = asked_for({**flags, "deterministic": deterministic}, preset, toml)
-    config = new_run(derived(asked, 1))
-    is_projects = preset == PRESET and toml is None and flags.keys() <= FREE and config.train.steps == EPOCHS
+    is_projects = preset == PRESET and toml is None and "steps" not in flags
     if full and not is_projects:
         raise UsageError("--full is for the course project's workload; set the length of others with --steps")
-    if is_projects and not full and "steps" not in flags:
+    asked = asked_for({**flags, "deterministic": deterministic}, preset, toml)
+    config = new_run(derived(asked, 1))
+    if is_projects and not full:
         # Its first steps, at the learning rates that a linear schedule has there.
         config = config.with_values({"steps": SHORT, "min_lr": learning_rate(config.train, SHORT)})
-    return Workload(asked.name, config, is_projects)
+    return Workload(asked.name, config)
 
 
 def find_prompt(config: RunConfig) -> str:

@@ -10,6 +10,7 @@ import math
 import os
 import shutil
 import tempfile
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
@@ -448,18 +449,13 @@ def _elapsed(record: Record, config: RunConfig, steps: range) -> dict[int, float
 def elapsed_at(t: TrainConfig, step: int, rate: float) -> float:
     """Return a fraction of the run's time at which a step, from 0, has exactly this learning rate.
 
-    Rates fall as time goes on, so halving an interval finds one.
+    Rates fall as time goes on, so bisection finds one.
     """
-    low, high = 0.0, 1.0
-    for end in (low, high):
-        if learning_rate(t, step, end) == rate:
-            return end
-    while low < (middle := (low + high) / 2) < high:
-        found = learning_rate(t, step, middle)
-        if found == rate:
-            return middle
-        low, high = (middle, high) if found > rate else (low, middle)
-    raise UsageError(f"step {step + 1} has a learning rate, {rate!r}, that its schedule has at no time")
+    parts = 1 << 60  # of the time
+    at = bisect_left(range(parts), -rate, key=lambda part: -learning_rate(t, step, part / parts)) / parts
+    if learning_rate(t, step, at) != rate:
+        raise UsageError(f"step {step + 1} has a learning rate, {rate!r}, that its schedule has at no time")
+    return at
 
 
 def _steps(first: int, last: int) -> str:

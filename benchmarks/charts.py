@@ -1,46 +1,25 @@
-"""Line charts, drawn with matplotlib as SVG; the colours and the style of all pictures."""
+"""Line and bar charts as data, drawn with matplotlib as SVG."""
 
 from __future__ import annotations
 
 import math
 import re
 import textwrap
-import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from io import BytesIO
 from typing import Any
 
 import numpy as np
+from matplotlib.figure import Figure
 
 from distgpt.core.base.errors import one_line
+from distgpt.show.plot import drawable, series_colour, set_ticks, style
 
-# Series colours stay apart for the colour-blind: tests/show/test_colours.py.
-COLOURS = {"paper": "#ffffff", "ink": "#1b2026", "muted": "#59626d", "rule": "#ccd3da", "grid": "#e4e8ec"}
-SERIES = ("#1a4ea5", "#b9470a", "#04866c", "#e64ca8", "#aa8a1c", "#3496d2", "#4f4f56", "#7d2417")
 MARKS = "os^DvPX*"
-PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
-LARGEST = 1e100  # what is drawn: limits need some room beyond
 WIDTH = 10.5  # inches of a chart
 LINE = 60  # letters of a label's line
-
-STYLE: dict[Any, Any] = {
-    "text.color": COLOURS["ink"],
-    "text.parse_math": False,
-    "legend.frameon": False,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.edgecolor": COLOURS["rule"],
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "axes.titlelocation": "left",
-    "grid.color": COLOURS["grid"],
-    "path.simplify_threshold": 0.3,
-    "svg.hashsalt": "distgpt",
-    "svg.fonttype": "none",
-}
 
 
 @dataclass(frozen=True)
@@ -92,27 +71,46 @@ class LineChart:
         return 4.6
 
 
-Chart = LineChart
+@dataclass(frozen=True)
+class Bar:
+    """A bar with a label on its left and a text at its end."""
+
+    label: str
+    value: float
+    text: str
 
 
-def series_colour(i: int) -> str:
-    return SERIES[i % len(SERIES)]
+@dataclass(frozen=True)
+class BarChart:
+    """Horizontal bars from top to bottom."""
+
+    title: str
+    description: str
+    unit: str
+    bars: Sequence[Bar]
+
+    def draw(self, axes: Any) -> float:
+        """Draw into axes; return the height that this takes in inches."""
+        values = np.array([bar.value for bar in self.bars], float)
+        values[~np.isfinite(values)] = 0
+        places = np.arange(len(values))
+        drawn = axes.barh(places, values, 0.62, color=series_colour(0))
+        labels = [lines(bar.label, LINE // 2) for bar in self.bars]
+        if self.bars:
+            axes.bar_label(drawn, [lines(bar.text, LINE // 2) for bar in self.bars], padding=8)
+        axes.set_yticks(places, labels)
+        axes.invert_yaxis()
+        axes.xaxis.set_visible(False)
+        axes.grid(False)
+        axes.set_title(lines(self.unit))
+        return 0.9 + 0.25 * len(places) + 0.2 * sum(label.count("\n") + 1 for label in labels)
 
 
-@contextmanager
-def style(**more: Any) -> Iterator[None]:
-    """Apply the style to what is drawn and saved inside."""
-    from matplotlib import rc_context
-
-    with rc_context(STYLE | more), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph .* missing from", UserWarning)  # viewers have more fonts
-        yield
+Chart = LineChart | BarChart
 
 
 def svg(chart: Chart, alone: bool = False) -> str:
     """Return the chart as an element for a page or, with its title, as a file."""
-    from matplotlib.figure import Figure
-
     written = BytesIO()
     with style(**{"svg.hashsalt": one_line(chart.title)}):
         figure: Any = Figure(layout="constrained")
@@ -131,29 +129,3 @@ def svg(chart: Chart, alone: bool = False) -> str:
 
 def lines(text: str, letters: int = LINE) -> str:
     return textwrap.fill(one_line(text), letters)
-
-
-def drawable(value: float | None) -> float:
-    """Return NaN for what has no place: unknown, infinite, beyond all measure."""
-    try:
-        number = math.nan if value is None else float(value)
-    except OverflowError:
-        return math.nan
-    return number if 1 / LARGEST <= abs(number) <= LARGEST else 0.0 if abs(number) < 1 else math.nan
-
-
-def set_ticks(axis: Any) -> None:
-    """Write numbers at ticks as 1,000 and 10k; have some on a short log axis too."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-
-    if axis.get_scale() == "log":
-        low, high = axis.get_view_interval()
-        axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 1000 * low else (1,)))
-    axis.set_major_formatter(FuncFormatter(lambda value, _: tick_label(value)))
-    axis.set_minor_formatter(NullFormatter())
-
-
-def tick_label(value: float) -> str:
-    """Format 10,000 as 10k."""
-    factor, prefix = next((p for p in PREFIXES if max(p[0], 1e4) <= abs(value) < 1e15), (1.0, ""))
-    return f"{float(f'{value / factor:.5g}'):,g}{prefix}".replace("-", "−")
