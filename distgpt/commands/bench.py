@@ -204,10 +204,9 @@ def compare_stages(
 ) -> None:
     """Run the same job through every stage, and prove that all compute the same.
 
-    Trains and then lets the model write, each in a process of its own. The default workload is the
-    course project's. Leaves compare.json and report.html in
-    --out. Exit code 1: losses differ by more than the tolerance, or a stage died. (`compare` is for two runs
-    that are there.)
+    Trains and then lets the model write, each in a process of its own. The default workload is the course
+    project's. Leaves compare.json in --out. Exit code 1: losses differ by more than the tolerance, or a stage
+    died. (`compare` is for two existing runs.)
     """
     from distgpt.measure.compare.result import compare
     from distgpt.measure.compare.stages import CompareOptions, find_workload

@@ -49,7 +49,7 @@ def test_both_stages_are_measured_and_agree_and_what_it_leaves_can_be_shared(tmp
     assert difference["agrees"] and difference["same_text"]
     for word in ("tokens/s", "× serial", f"{difference['largest']:.2e}"):
         assert word in result.stdout
-    text = (folder / "compare.json").read_text() + (folder / "report.html").read_text()
+    text = (folder / "compare.json").read_text()
     assert str(tmp_path) not in text and os.uname().nodename not in text
     assert not list(folder.glob("*/checkpoints"))
     assert serial["commands"][0].startswith("distgpt train --stage serial ")
@@ -80,7 +80,6 @@ def test_what_computes_something_else_and_what_dies_are_named_and_the_others_fin
     serial, mpi = report["stages"]
     assert serial["failed"]["code"] == 2 and serial["training"] and serial["inference"] is None
     assert mpi["failed"] is None and len(mpi["losses"]) == 3 and len(mpi["inference"]["tokens"]) == 30
-    assert "differs from serial" in (tmp_path / "out" / "report.html").read_text()
 
 
 def processes_of(folder):
@@ -135,7 +134,7 @@ def test_killed_and_interrupted_it_keeps_what_was_measured_and_leaves_nobody_beh
     assert serial["failed"]["code"] == -signal.SIGKILL and mpi["failed"]["last_words"] == "interrupted"
     assert len(serial["losses"]) >= 3 and len(mpi["losses"]) >= 3
     assert report["differences"][0]["agrees"]
-    assert "killed by SIGKILL" in (out / "report.html").read_text() and "interrupted" in stdout
+    assert "killed by SIGKILL" in stdout and "Interrupted" in stdout
     wait_for(lambda: not processes_of(out), seconds=10)
 
 

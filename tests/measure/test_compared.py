@@ -80,7 +80,7 @@ def test_bits_that_differ_although_nothing_else_does(folder, tmp_path):
     history = tmp_path / "flipped" / "history.jsonl"
     history.write_text(history.read_text().replace('"threads": [1]', '"threads": [2]'))
     result = inside("compare", folder / "one", tmp_path / "flipped")
-    assert "by rounding: threads of a rank: 1 in A, 2 in B" in result.stderr
+    assert "by rounding: threads: 1 × 1 in A, 1 × 2 in B" in result.stderr
 
 
 def test_what_cannot_be_compared_is_refused(folder, tmp_path):

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from html import escape
 from pathlib import Path
 from typing import Any
 
 from distgpt.cluster.jobs.processes import ending, undisturbed
-from distgpt.core.base.errors import DisagreementError, escape_lines, print_lines
+from distgpt.core.base.errors import DisagreementError, print_lines
 from distgpt.core.config import WITH_MPI
 from distgpt.core.data.batches import refuse_uneven
 from distgpt.measure.compare.agreement import Difference, differences
@@ -69,11 +68,10 @@ def compare(options: CompareOptions, out: Path, as_json: bool) -> None:
     finally:
         with undisturbed():
             save(comparison, out)
-            write(out / "report.html", render_html(comparison))
         print_lines(
             json.dumps(comparison.as_json(), indent=1) if as_json else terminal(blocks_of(comparison))
         )
-        print_lines(f"\nreport  {out / 'report.html'}\nresult  {out / 'compare.json'}", err=as_json)
+        print_lines(f"\nresult  {out / 'compare.json'}", err=as_json)
     if comparison.problems:
         raise DisagreementError("; ".join(comparison.problems))
 
@@ -175,24 +173,6 @@ def blocks_of(comparison: Comparison) -> list[Block]:
     verdict = Paragraph(comparison.verdict())
     return [workload, _table(comparison), _missing(comparison), Texts(wrote), verdict]
 
-
-def render_html(comparison: Comparison) -> str:
-    """Render the same as a page, with the prompt, the commands and the machine."""
-    more = [("All were given", comparison.prompt)]
-    more += [(stage.stage, "\n".join(stage.commands)) for stage in comparison.measured]
-    more += [(name, str(fact)) for name, fact in comparison.environment.items()]
-    parts = [terminal(blocks_of(comparison)), *(f"{title}\n{escape_lines(text)}" for title, text in more)]
-    return PAGE.format(escape("\n\n".join(parts)))
-
-
-PAGE = """<!DOCTYPE html>
-<html lang="en"><meta charset="utf-8"><title>The same job in every stage</title>
-<h1>The same job in every stage</h1>
-<pre style="white-space: pre-wrap">
-{}
-</pre>
-</html>
-"""
 
 COLUMNS: tuple[Column, ...] = (
     *((key, key, str) for key in ("stage", "ranks", "threads")),

@@ -150,7 +150,6 @@ def begin(folder: Path, config: str, prompt: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         for stage in STAGES:
             shutil.rmtree(folder / stage, ignore_errors=True)
-        (folder / "report.html").unlink(missing_ok=True)
     write(folder / "config.toml", config)
     write(folder / "prompt.txt", prompt)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -28,7 +29,8 @@ NEUTRAL = frozenset(
         *("on_disk_error", "verify_every", "verify_data", "bad_steps_allowed"),
     }
 )
-SHARED = "shared memory"  # an exchange that adds in the order of the ranks, whatever the MPI
+# Facts that decide in which order gradients are added.
+OF_SUMS = ("threads", "nodes", "exchange", "transport", "mpi", "micro_batches")
 
 Numbers = Mapping[str, float | None]  # of a step, by name; None: not finite
 Changes = Mapping[str, tuple[Any, Any]]  # what a setting was, and what it is now
@@ -179,61 +181,35 @@ def why_rounding(one: Side, other: Side) -> list[str]:
     if a is None or b is None:
         unknown = [side.words for side in (one, other) if side.facts is None]
         return [f"it is not kept what bits depend on {' and '.join(unknown)}"]
-    if bool(a.gpu) != bool(b.gpu):  # then all else differs as well
-        return [f"a GPU {(one if a.gpu else other).words} alone"]
-    same_sources = a.sources == b.sources
-    pairs: list[tuple[str, object, object]] = [
-        *((name, a.versions.get(name), b.versions.get(name)) for name in {**a.versions, **b.versions}),
-        ("processor", a.processors, b.processors),
-        ("matmul", a.matmul, b.matmul),
-        ("dtype", one.t.dtype, other.t.dtype),
-        *((f"the GPU's option {name}", a.gpu.get(name), b.gpu.get(name)) for name in {**a.gpu, **b.gpu}),
-    ]
-    if same_sources:
-        pairs = [pair for pair in pairs if pair[0] != "distgpt"]
-    if a.gpu:
-        pairs.append(("--recompute", a.recompute, b.recompute))
-    # Parts of the batch that are added in a fixed tree make the same bits of any ranks and threads.
-    are_fixed = one.t.reproducible_parts and one.t.reproducible_parts == other.t.reproducible_parts
-    pairs += [] if are_fixed else _sums(a, b, other.t)
+    # Parts of the batch that are added in a fixed tree make the same bits of any ranks and threads. With Muon
+    # a shard may begin within a piece of the norm.
+    is_sharded = other.t.optimizer == "muon" and "sharded" in (one.t.grad_sync, other.t.grad_sync)
+    parts = one.t.reproducible_parts if one.t.reproducible_parts == other.t.reproducible_parts else 0
+    skipped = {"versions", "data", "init", *(OF_SUMS if parts and not is_sharded else ())}
+    if not a.gpu and not b.gpu:
+        skipped.add("recompute")
+    pairs = {name: (getattr(a, name), getattr(b, name)) for name in Facts.__slots__ if name not in skipped}
+    pairs |= {name: (a.versions.get(name), b.versions.get(name)) for name in {**a.versions, **b.versions}}
+    pairs |= {"dtype": (one.t.dtype, other.t.dtype), "grad_sync": (one.t.grad_sync, other.t.grad_sync)}
+    if not is_sharded:
+        del pairs["grad_sync"]
+    del pairs["distgpt"]  # versions with the same sources compute the same
     found = [
-        f"{what}: {_shown(before)} {one.words}, {_shown(after)} {other.words}"
-        for what, before, after in pairs
-        if before != after
+        f"{name}: {_shown(before)} {one.words}, {_shown(now)} {other.words}"
+        for name, (before, now) in pairs.items()
+        if before != now
     ]
-    if not same_sources and a.versions.get("distgpt") == b.versions.get("distgpt"):
-        found.append("the sources of distgpt differ")
     if max(len(a.processors), len(b.processors)) > 1:
         found.append("processors of several kinds")
     if a.gpu and "True" not in (a.gpu.get("deterministic"), b.gpu.get("deterministic")):
         found.append("GPUs without --deterministic")
-    if are_fixed:
-        ways = {one.t.grad_sync, other.t.grad_sync}
-        # As many ranks, threads and hosts with the same MPI have the same shards.
-        shards = [(each.threads, each.nodes, each.mpi, each.transport) for each in (a, b)]
-        if other.t.optimizer == "muon" and "sharded" in ways and (len(ways) > 1 or shards[0] != shards[1]):
-            found.append("with Muon a shard may begin within a piece of the norm")
-    elif a.ranks == b.ranks > 1 and other.t.balance == "auto":
+    if not parts and b.ranks > 1 and other.t.balance == "auto":
         found.append("--balance auto measures the ranks")
     return found
 
 
-def _sums(a: Facts, b: Facts, t: TrainConfig) -> list[tuple[str, object, object]]:
-    """Return what may add in another order, or round otherwise."""
-    if a.ranks != b.ranks:
-        return [("ranks", a.ranks, b.ranks)]
-    if a.threads != b.threads:
-        return [("threads of a rank", a.threads, b.threads)]
-    if a.micro_batches != b.micro_batches:
-        return [("micro-batches", a.micro_batches, b.micro_batches)]
-    if b.ranks == 1 or (b.ranks == 2 and t.gradient_dtype == "float32"):
-        return []  # the sum of two numbers has no order
-    if a.exchange != b.exchange or b.exchange == SHARED:
-        return [("gradients are summed by", a.exchange, b.exchange)]
-    return [("ranks of a host", a.nodes, b.nodes), ("MPI", (a.mpi, a.transport), (b.mpi, b.transport))]
-
-
 def _shown(value: object) -> str:
-    """Format a value; of several each kind once: [2, 2] → "2", [1, 3] → "1 and 3"."""
-    several = value if isinstance(value, list | tuple) else [value]
-    return " and ".join(map(str, dict.fromkeys(each for each in several if each not in ("", None)))) or "none"
+    """Format a value; of a list how often it has each: [1, 1, 2] → "2 × 1 and 1 × 2"."""
+    if isinstance(value, list):
+        return " and ".join(f"{n} × {each}" for each, n in Counter(value).items())
+    return str(value or "none")
