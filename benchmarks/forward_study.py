@@ -43,7 +43,7 @@ from distgpt.core.config import DTYPES, ON_GPU
 from distgpt.core.cpu.stages import open_stage
 from distgpt.gpu.probe import driver
 from distgpt.measure import jobs
-from distgpt.measure.bench.results import BenchOptions, Row, say
+from distgpt.measure.jobs import BenchOptions, Row, say
 
 ALL_METHODS = ("python", *METHODS, "torch", "torch-batched")
 IN_DOUBLE = ("python", "serial")  # on one thread, whatever the others do

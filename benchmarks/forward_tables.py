@@ -8,7 +8,7 @@ from typing import Any
 from charts import Bar, BarChart
 
 from distgpt.core.base.formatting import count, three_digits
-from distgpt.measure.bench.results import Row
+from distgpt.measure.jobs import Row
 from distgpt.show.page import Block, Column, tabulated
 
 

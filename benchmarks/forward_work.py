@@ -19,7 +19,7 @@ from distgpt.core.cpu.stages import Stage
 from distgpt.core.model import layers
 from distgpt.core.model.model import Architecture, Model
 from distgpt.core.ops.kernels import Kernels
-from distgpt.measure.bench.results import Row
+from distgpt.measure.jobs import Row
 
 METHODS = ("serial", "batched", "mpi", "cuda", "mpi-cuda")  # ours, in the order of tables
 ONE_AT_A_TIME = ("serial",)

@@ -29,7 +29,7 @@ from distgpt.measure.bench.infer import (
     measure,
     own_seconds,
 )
-from distgpt.measure.bench.results import Row, say
+from distgpt.measure.jobs import Row, say
 
 PEERS = {
     "transformers": ("float32", "bfloat16"),

@@ -27,7 +27,7 @@ from alphabeta import AlphaBeta, Network, OverNetwork, fit
 
 from distgpt.core.model.model import flag_count
 from distgpt.measure.bench.allreduce import SHARED
-from distgpt.measure.bench.results import Row
+from distgpt.measure.jobs import Row
 from distgpt.parallel.overlapped import BUCKET
 from distgpt.parallel.reductions import PIECE
 

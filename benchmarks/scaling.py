@@ -32,8 +32,7 @@ from distgpt.core.comm.resources import usable_cores
 from distgpt.core.config import RunConfig
 from distgpt.core.config.asked import asked_for, resolve
 from distgpt.measure.bench import allreduce
-from distgpt.measure.bench.results import BenchOptions, Row, say
-from distgpt.measure.jobs import train
+from distgpt.measure.jobs import BenchOptions, Row, say, train
 
 MODES = ("strong", "weak")  # the whole batch stays the same, or each rank's
 STEPS = 20  # without --steps: the first two are not counted

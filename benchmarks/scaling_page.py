@@ -11,7 +11,7 @@ from predictions import MOST_RANKS
 from distgpt.core.base.formatting import count, duration
 from distgpt.core.base.formatting import size as in_bytes
 from distgpt.measure.bench.allreduce import left_out
-from distgpt.measure.bench.results import Row
+from distgpt.measure.jobs import Row
 from distgpt.show.page import Block, Column, Paragraph, Table, tabulated
 
 TRUSTED = 0.1  # how far the model may be off for measured steps, for its predictions to be shown

@@ -24,8 +24,8 @@ from distgpt.core.base.errors import UsageError
 from distgpt.core.comm.resources import usable_cores
 from distgpt.core.config import ON_GPU, WITH_MPI, RunConfig
 from distgpt.measure.bench import train as own
-from distgpt.measure.bench.results import Row, say
 from distgpt.measure.bench.train import TrainOptions, measured_peak, prepared, scratch_folder, with_peak
+from distgpt.measure.jobs import Row, say
 from distgpt.show.page import Block, tabulated
 
 OURS, THEIRS = "distgpt", "PyTorch"

@@ -21,7 +21,7 @@ from distgpt.core.model.optim import AdamW
 from distgpt.core.ops.kernels import Kernels
 from distgpt.core.saved import checkpoint
 from distgpt.measure.profile.operations import ORDER
-from distgpt.measure.profile.report import result
+from distgpt.measure.profile.session import result
 
 BATCH, CONTEXT = 8, 16  # of SMALL
 

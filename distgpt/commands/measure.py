@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 import time
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -229,32 +227,24 @@ def doctor(
     """Report what this machine, a job under mpirun or the hosts of a hostfile can run, and what they lack."""
     if empty and not caches:
         raise UsageError("--empty needs --caches")
+    if ssh and not hostfile:
+        raise UsageError("--ssh needs --hostfile FILE")
     if caches:
-        if stage or hostfile or ssh:
-            raise UsageError("--caches is a report of its own: leave --stage, --hostfile and --ssh out")
+        refuse_beside("--caches", {"stage": stage, "hostfile": hostfile}, "it is a report of its own")
+    if hostfile:
+        refuse_beside("--hostfile", {"stage": stage}, "one is about other hosts, one about this machine")
+    if caches:
         from distgpt.measure.doctor.caches import report_caches
 
         report_caches(empty or "", as_json)
-        return
-    if hostfile is None:
-        if ssh:
-            raise UsageError("--ssh needs --hostfile FILE")
+    elif hostfile:
+        from distgpt.measure.doctor import hosts
+
+        hosts.report(hostfile, ssh, as_json)
+    else:
         from distgpt.measure.doctor.report import report
 
         report(stage, as_json)
-        return
-    if stage:
-        raise UsageError("--stage is about this machine, --hostfile about others: leave one of them out")
-    from distgpt.measure.doctor import hosts
-
-    hosts.report(hostfile, ssh, as_json)
-
-
-def _shown(text: str) -> AbstractContextManager[object]:
-    """Show on a terminal what is being compiled, as a part takes up to a minute or two."""
-    from rich.console import Console
-
-    return Console(file=sys.stderr).status(text) if sys.stderr.isatty() else nullcontext()
 
 
 @command(example="distgpt compile")
@@ -267,7 +257,6 @@ def compile() -> None:
     import io
     import tempfile
     from contextlib import redirect_stderr
-    from pathlib import Path
 
     from distgpt.core.cpu.compiling import disk_cache
     from distgpt.core.cpu.compiling.processor import processor
@@ -277,17 +266,15 @@ def compile() -> None:
     if disk_cache.folder() is None:  # where they are made before they are shared
         raise StorageError("compiled loops cannot be kept: set DISTGPT_CACHE to a folder of your own")
     begun, known = time.monotonic(), len(disk_cache.used)
-    from distgpt.measure.precompile import parts  # which uses some itself
-
     with tempfile.TemporaryDirectory(prefix="distgpt-compile-") as folder:
-        wanted = list(parts(Path(folder)))
+        parts = list(site_cache.parts(Path(folder)))
         print_lines(
-            f"compiling {count(len(wanted), 'part')} for {processor()[0]}, which takes some minutes;"
+            f"compiling {count(len(parts), 'part')} for {processor()[0]}, which takes some minutes;"
             " if it is interrupted, the next start begins with what is done"
         )
-        for number, (name, act) in enumerate(wanted, 1):
+        for name, act in parts:
             started = time.monotonic()
-            with _shown(f"{number} of {len(wanted)}: {name}"), redirect_stderr(io.StringIO()):
+            with redirect_stderr(io.StringIO()):
                 act()  # what training a model notes is of no interest here
             new, known = len(disk_cache.used) - known, len(disk_cache.used)
             print_lines(f"{clock(time.monotonic() - started):>5}  {count(new, 'kernel'):>11}  {name}")

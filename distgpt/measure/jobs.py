@@ -1,21 +1,27 @@
-"""Start runs of distgpt as processes of their own, and read what they leave."""
+"""Start runs of distgpt as processes of their own, read what they leave, and write results."""
 
 from __future__ import annotations
 
+import json
 import os
+import re
+import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 from distgpt.cluster.jobs.launchers import Launcher
 from distgpt.cluster.jobs.processes import OUR_LINE, Ended, distgpt_command, ending, run, unlaunched
 from distgpt.core.base.checked import parse_json, parse_object
-from distgpt.core.base.errors import DataError, DistgptError, StorageError, error_for
-from distgpt.core.base.files import atomic_file, read_small
+from distgpt.core.base.errors import DataError, DistgptError, StorageError, error_for, print_lines
+from distgpt.core.base.files import atomic_file, read_small, storage_errors
 from distgpt.core.config import ON_GPU, RunConfig
+from distgpt.core.saved.metrics import read_metrics
 from distgpt.core.saved.rundir import RunDirectory
-
-MOST_METRICS = 1 << 30  # bytes of metrics.jsonl
+from distgpt.measure.doctor.facts import environment
+from distgpt.show.page import Block, terminal
 
 # Prefixes of variables that would steer one side's BLAS and not the other's: both run without them.
 _STEERING = ("OPENBLAS_", "MKL_", "OMP_", "ATEN_", "ONEDNN_", "NUMBA_NUM_THREADS", "NUMBA_THREADING_LAYER")
@@ -47,12 +53,10 @@ def answer(ended: Ended, what: str) -> dict[str, Any]:
         raise_failure(ended, what)
     for line in reversed(ended.output.splitlines()):
         if line.startswith("{"):
-            try:
+            with suppress(ValueError):
                 found = parse_json(line)
-            except ValueError as error:
-                raise DataError(f"{what} printed a result that is damaged: {error}") from None
-            assert isinstance(found, dict)  # since it begins with a brace
-            return found
+                assert isinstance(found, dict)  # since it begins with a brace
+                return found
     raise DataError(f"{what} printed no result: {ended.complaint()}")
 
 
@@ -91,21 +95,10 @@ def read_summary(out: Path) -> dict[str, Any]:
 
 def read_losses(out: Path) -> list[float | None]:
     """Return the loss of each step, up to the first damaged line; None where it was not finite."""
-    try:
-        lines = read_small(RunDirectory(out).metrics, MOST_METRICS).splitlines()
-    except (StorageError, DataError):
-        return []
     losses: list[float | None] = []
-    for line in lines:
-        try:
-            record = parse_json(line)
-        except ValueError:
-            break
-        if not isinstance(record, dict):
-            break
-        if "loss" in record:
-            loss = record["loss"]
-            losses.append(loss if isinstance(loss, int | float) else None)
+    with suppress(StorageError, DataError):
+        for line in read_metrics(RunDirectory(out).metrics):
+            losses += [line.numbers["loss"]] if "loss" in line.numbers else []
     return losses
 
 
@@ -115,3 +108,54 @@ def check_gpu(stage: str, dtype: str, launcher: str | None, hostfile: Path | Non
         from distgpt.gpu.probe import require_gpu
 
         require_gpu(stage, dtype)
+
+
+# Results
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchOptions:
+    """The options of every command: how it starts ranks, and where its results go."""
+
+    ranks: int = 2
+    hostfile: Path | None = None
+    launcher: str | None = None
+    name: str | None = None
+    out: Path = Path("bench")
+    as_json: bool = False
+
+    def prepare(self) -> None:
+        prepare(self.out)
+
+    def finish(self, kind: str, name: str, found: Row, blocks: Sequence[Block]) -> None:
+        """Print what was found, and save it under the user's name for it, or this one."""
+        if self.as_json:
+            print(json.dumps(found), flush=True)
+        else:
+            print_lines(terminal(blocks))
+        say(f"written to {save(self.out, kind, self.name or name, found)}")
+
+
+def prepare(folder: Path) -> None:
+    """Make a folder for results, and check that it can be written to, before anything is measured."""
+    with storage_errors("write to", folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+
+
+def say(line: str) -> None:
+    """Report progress."""
+    print_lines(line, err=True)
+
+
+def save(folder: Path, kind: str, name: str, found: Row) -> Path:
+    """Write {kind}-{name}.json, with the machine that it was found on, replacing an earlier one."""
+    words = re.sub(r"[^\w.]+", "-", name).strip("-")
+    path = folder / f"{kind}-{words or 'unnamed'}.json"
+    text = json.dumps({"kind": kind, "name": name, "environment": environment(), **found}, indent=1)
+    with atomic_file(path) as file:
+        file.write(text.encode() + b"\n")
+    return path

@@ -1,21 +1,118 @@
-"""Write the site's compiled loops, for all users of this installation (disk_cache.py reads them).
+"""Do in small all that compiles kernels, so that an installation has them before its users do.
 
-Whoever may change the package fills the cache, by `distgpt compile`.
+Whoever may change the package fills the cache of all users of the installation, by `distgpt compile`.
 """
 
 from __future__ import annotations
 
-import fcntl
+import json
 import os
 import pickle
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+from distgpt import api
 from distgpt.core.base.errors import StorageError
 from distgpt.core.base.files import atomic_file, storage_errors
+from distgpt.core.components import components
+from distgpt.core.config import GRAD_SYNCS, ROUNDED_DTYPES, ModelConfig, TrainConfig
 from distgpt.core.cpu.compiling import disk_cache
+from distgpt.core.cpu.kernels import Bfloat16Kernels, CpuKernels
+from distgpt.core.cpu.stages import open_stage
+from distgpt.core.data.textfile import read_text, resolve_data
+from distgpt.core.generate.engine_setup import rehearse
+from distgpt.core.model.model import Architecture, Model
+from distgpt.core.saved.opening import open_model
+from distgpt.inference.evaluation.evaluate import evaluate
 from distgpt.measure.doctor.facts import site_files
+from distgpt.models.quantized.calibration import calibrated
+from distgpt.models.quantized.rounded import quantize
+
+PRESETS = ("tiny", "tiny-adamw", "sprint", "gpt2", "qwen3-0.6b", "microgpt")  # others have the same parts
+# The ways to multiply, and to store or recompute: `auto` is one of the two by the processor.
+WAYS: dict[str, tuple[dict[str, Any], ...]] = {
+    "float32": ({"matmul": "own"}, {"matmul": "blas", "recompute": "block"}),
+    "bfloat16": ({}, {"recompute": "block"}),
+}
+LONG = 1 << 20  # characters, from which on a tokenizer is compiled
+SMALL: dict[str, Any] = {
+    "n_layer": 2,
+    "n_head": 2,
+    "n_kv_head": 1,
+    "n_embd": 128,  # wider than a tile
+    "head_dim": 0,
+    "mlp_width": 0,
+    "vocab_size": 0,
+    "seq_len": 32,
+    "batch_size": 2,
+    "steps": 1,
+    "warmup": 0,
+    "tokenizer": "byte",
+}
+
+Part = tuple[str, Callable[[], object]]
+
+
+def parts(folder: Path) -> Iterator[Part]:
+    """Yield what there is to compile and what compiles it; runs are written into the folder."""
+    text, chats = folder / "text.txt", folder / "chats.jsonl"
+    content = read_text(resolve_data("corpus"))
+    text.write_text(content * (LONG // len(content) + 1))
+    chats.write_text(json.dumps({"prompt": "Is it?", "completion": "It is."}) + "\n")
+    for dtype in WAYS:
+        for preset in PRESETS:
+            yield f"training {preset} in {dtype}", partial(_train, folder, preset, dtype)
+        yield from _tuning(folder, folder / f"tiny-{dtype}", chats, dtype)
+        yield f"exchange in {dtype}", partial(_exchange, dtype)
+    how = {**SMALL, "data": str(text), "tokenizer": "bpe:300"}
+    yield "tokenizing", partial(api.train, "tiny", out=folder / "bpe", **how)
+    for dtype in (*WAYS, *ROUNDED_DTYPES):
+        yield f"generating text in {dtype}", partial(_generate, folder, dtype)
+
+
+def _train(folder: Path, preset: str, dtype: str) -> None:
+    for number, way in enumerate(WAYS[dtype]):
+        out = folder / f"{preset}-{dtype}{f'-{number}' if number else ''}"
+        api.train(preset, out=out, data="corpus", val_fraction=0.01, dtype=dtype, **SMALL, **way)
+
+
+def _exchange(dtype: str) -> None:
+    """Compile what ranks call to share a step in any way, as a run does before its first step."""
+    config = ModelConfig(vocab_size=64, seq_len=8, n_layer=1, n_head=1, n_embd=32)
+    kernels = Bfloat16Kernels(1) if dtype == "bfloat16" else CpuKernels("float32", 1)
+    model = Model(Architecture(config), kernels)
+    model.allocate_master_weights()
+    ways = [TrainConfig(grad_sync=name) for name in GRAD_SYNCS]
+    ways += [TrainConfig(reproducible_parts=4), TrainConfig(outer_every=2)]
+    for t in ways:
+        components().strategy(replace(t, gradient_dtype=dtype), 2).rehearse(model)
+        components().strategy(t, 2).rehearse(model)
+
+
+def _tuning(folder: Path, weights: Path, chats: Path, dtype: str) -> Iterator[Part]:
+    how: dict[str, Any] = {"init": str(weights), "data": str(chats), "chats": True, "dtype": dtype}
+    how |= {"batch_size": 1, "steps": 1}
+    tuned, adapter = folder / f"tuned-{dtype}", folder / f"adapter-{dtype}"
+    yield f"tuning in {dtype}", partial(api.train, out=tuned, **how)
+    yield f"tuning adapters in {dtype}", partial(api.train, out=adapter, lora_rank=2, **how)
+
+
+def _generate(folder: Path, dtype: str) -> None:
+    """Generate, evaluate, with an adapter too, and make a file of this type."""
+    weights, stage = folder / "tiny-float32", open_stage("serial")
+    rehearse(open_model(stage, weights, dtype, part=folder / "adapter-float32")[0])
+    evaluate(stage, weights, val="corpus", val_tokens=64, dtype=dtype)
+    if dtype in ROUNDED_DTYPES:
+        done = calibrated(weights, folder / "text.txt") if dtype == "int4" else {}
+        made = folder / f"{dtype}.safetensors"
+        quantize(weights, made, dtype, done)
+        rehearse(open_model(stage, made, dtype)[0])
+
+
+# The site's file of loops, which disk_cache.py reads
 
 
 def require_writable() -> None:
@@ -32,48 +129,24 @@ def require_writable() -> None:
 
 
 def share() -> Path:
-    """Move all that this process has used to the site's cache, too. Return the file that holds it now.
-
-    Of commands that run at once one after the other does so, each with what the former have moved.
-    """
-    with _alone():
-        disk_cache.site.cache_clear()  # it may be of before another one's turn
-        return _share(disk_cache.used)
-
-
-@contextmanager
-def _alone() -> Iterator[None]:
-    descriptor = os.open(disk_cache.SITE, os.O_RDONLY)
-    try:
-        with suppress(OSError):  # a disk without locks
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def _share(used: set[str]) -> Path:
-    files = {name: content for name in sorted(used) if (content := disk_cache.read(name)) is not None}
-    if files.keys() != used:
+    """Move all that this process has used to the site's cache, too. Return the file that holds it now."""
+    disk_cache.site.cache_clear()  # another process may have written it
+    used = sorted(disk_cache.used)
+    files = {name: content for name in used if (content := disk_cache.read(name)) is not None}
+    if len(files) < len(used):
         raise StorageError(f"compiled loops cannot be kept in {disk_cache.folder()}: is the disk full?")
     files = {**disk_cache.site(), **files}
-    path = _write(files)
+    path, content = disk_cache.site_path(), pickle.dumps(files)
+    with atomic_file(path) as file:
+        os.fchmod(file.fileno(), 0o644)
+        file.write(disk_cache.site_digest(path, content) + content)
+    for other in site_files():  # of other versions
+        if other != path:
+            other.unlink(missing_ok=True)
+    disk_cache.site.cache_clear()
     if disk_cache.site().keys() != files.keys():
         raise StorageError(f"{path} was not read back whole, or others may write to its folder")
     if own := disk_cache.folder():
         for name in files:
             (own / name).unlink(missing_ok=True)
-    return path
-
-
-def _write(files: dict[str, bytes]) -> Path:
-    """Write the file, for all to read, and remove those of other versions for this kind of processor."""
-    path, content = disk_cache.site_path(), pickle.dumps(files)
-    with atomic_file(path) as file:
-        os.fchmod(file.fileno(), 0o644)
-        file.write(disk_cache.site_digest(path, content) + content)
-    for other in site_files():
-        if other != path:
-            other.unlink(missing_ok=True)
-    disk_cache.site.cache_clear()  # it holds what the file was before
     return path

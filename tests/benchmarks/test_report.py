@@ -16,7 +16,7 @@ from pages import html as html_page
 from report import assemble, load_all, write
 
 from distgpt.core.base.errors import DataError, UsageError
-from distgpt.measure.bench import results
+from distgpt.measure import jobs
 from distgpt.show.page import Paragraph, Table, Texts
 
 HERE = {"date": "2026-01-02T10:00:00+00:00", "command": "distgpt bench x", "processor": "A", "cores": 2}
@@ -80,7 +80,7 @@ def test_a_folder_becomes_a_page(tmp_path):
 def test_a_name_becomes_a_files(tmp_path):
     names = {"日本 1": "日本-1", "a/b..c": "a-b..c", "../..": "..-..", "///": "unnamed"}
     for name, file in names.items():
-        assert results.save(tmp_path, "train", name, trained()) == tmp_path / f"train-{file}.json", name
+        assert jobs.save(tmp_path, "train", name, trained()) == tmp_path / f"train-{file}.json", name
     assert {each["file"] for each in load_all(tmp_path)[0]} == {
         f"train-{file}.json" for file in names.values()
     }

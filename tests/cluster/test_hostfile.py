@@ -154,7 +154,7 @@ def test_what_is_wrong_leaves_with_2_and_the_first_of_it(here, tmp_path):
         refused(doctor(tmp_path, content, "--ssh"), 2, *words)
     assert [*tmp_path.iterdir()] == [tmp_path / "hosts"]
     refused(inside("doctor", "--ssh"), 2, "--ssh needs --hostfile")
-    refused(inside("doctor", "--hostfile", "x", "--stage", "mpi"), 2, "leave one of them out")
+    refused(inside("doctor", "--hostfile", "x", "--stage", "mpi"), 2, "exclude each other")
     refused(inside("doctor", "--hostfile", "/dev/zero"), 65, "no regular file")
 
 

@@ -11,11 +11,10 @@ from devices import ON_GPU, SAME, any_device, gpu, gpu_train, kernels  # noqa: F
 from distgpt.core.config.presets import preset
 from distgpt.core.model.counts import BACKWARD, operations
 from distgpt.measure.doctor.speed import Peaks, measure_peaks
+from distgpt.measure.estimate import Trial
 from distgpt.measure.profile import operations as rows
 from distgpt.measure.profile.recorder import Clock
-from distgpt.measure.profile.report import result
-from distgpt.measure.profile.session import Profiler, of_rank
-from distgpt.measure.step_timing import Trial
+from distgpt.measure.profile.session import Profiler, of_rank, result
 
 FLOAT = np.dtype(np.float32)
 

@@ -2,9 +2,9 @@
 
 from distgpt.core.config.presets import preset
 from distgpt.core.cpu.kernels import CpuKernels
+from distgpt.measure.estimate import Trial
 from distgpt.measure.profile import operations as ops
 from distgpt.measure.profile.session import Profiler
-from distgpt.measure.step_timing import Trial
 
 
 def job(threads=1, batch_size=8, **changes):

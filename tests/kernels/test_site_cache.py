@@ -18,7 +18,7 @@ from distgpt.core.base.errors import StorageError
 from distgpt.core.config.presets import PRESETS, preset
 from distgpt.core.cpu.compiling import disk_cache
 from distgpt.core.cpu.first_use import COMPILING
-from distgpt.measure import precompile, site_cache
+from distgpt.measure import site_cache
 from distgpt.measure.doctor.facts import compute
 
 SOMEBODY = 12345
@@ -186,7 +186,7 @@ def compiles_one(folder):
 
 
 def test_the_command_names_what_it_compiles_and_where_it_lies(place, monkeypatch):
-    monkeypatch.setattr(precompile, "parts", compiles_one)
+    monkeypatch.setattr(site_cache, "parts", compiles_one)
     former = os.umask(0o077)
     try:
         result = inside("compile")
@@ -220,7 +220,7 @@ def test_every_part_of_the_presets_is_compiled():
             (field, getattr(run.model, field, None) or getattr(run.train, field, None)) for field in fields
         }
 
-    compiled = set().union(*map(values, precompile.PRESETS))
+    compiled = set().union(*map(values, site_cache.PRESETS))
     for name in PRESETS:
         assert values(name) <= compiled, (name, values(name) - compiled)
 
@@ -234,9 +234,9 @@ from distgpt.core.cpu.compiling import disk_cache
 out, *words = sys.argv[1:]
 try:
     if words[0] == "parts":
-        from distgpt.measure import precompile
+        from distgpt.measure import site_cache
         with tempfile.TemporaryDirectory() as folder:
-            for name, act in precompile.parts(Path(folder)):
+            for name, act in site_cache.parts(Path(folder)):
                 if name in words:
                     act()
     else:
@@ -300,10 +300,10 @@ import os, sys
 from pathlib import Path
 from distgpt.core.cpu.compiling import disk_cache
 disk_cache.SITE = Path(sys.argv.pop(1))  # before anything is loaded from it
-from distgpt.measure import precompile
+from distgpt.measure import site_cache
 if sys.argv[1] == "compile":
-    precompile.ROUNDED_DTYPES = ("int8",)
-    del precompile.WAYS["bfloat16"]
+    site_cache.ROUNDED_DTYPES = ("int8",)
+    del site_cache.WAYS["bfloat16"]
 else:
     os.setgroups([])
     os.setgid(12345)

@@ -115,10 +115,10 @@ def test_sizes():
 def test_a_sum_that_comes_out_wrong_is_an_error_on_every_rank():
     def wrong(comm):
         comm.sum = lambda array: None
-        return measure_without_mpi(comm, ["allreduce"], plan)
+        return measure_without_mpi(comm, "allreduce", plan)
 
     plan = AllreduceOptions(sizes="8,4096", repeats=3, seconds=5)
-    good = on_all_ranks(2, lambda comm: measure_without_mpi(comm, ["allreduce"], plan))
+    good = on_all_ranks(2, lambda comm: measure_without_mpi(comm, "allreduce", plan))
     assert [len(rows) for rows in good] == [2, 2]
     for error in on_all_ranks(2, wrong):
         assert isinstance(error, DistgptError) and "is wrong" in str(error)
@@ -136,7 +136,7 @@ def test_what_does_not_fit_into_memory_or_time_is_left_out_and_named():
         rows = on_all_ranks(
             2,
             lambda comm, has=rank_0_has: measure_without_mpi(
-                comm, ["allreduce"], plan, 1 << 40 if comm.rank else has
+                comm, "allreduce", plan, 1 << 40 if comm.rank else has
             ),
         )[1]
         assert max(row["bytes"] for row in rows if "left_out" not in row) == largest
@@ -144,7 +144,7 @@ def test_what_does_not_fit_into_memory_or_time_is_left_out_and_named():
     hurried = AllreduceOptions(
         sizes="1048576,64,16777216", repeats=3, seconds=0.0
     )  # the first has its time in any case
-    rows = on_all_ranks(2, lambda c: measure_without_mpi(c, ["allreduce"], hurried))[0]
+    rows = on_all_ranks(2, lambda c: measure_without_mpi(c, "allreduce", hurried))[0]
     assert [row.get("left_out") for row in rows] == [None, "time", "time"]
     uneven = {"ranks": 3, "nodes": 2, "library": "M", "left_out": {"nccl": "none here"}, "rows": []}
     table, *notes = blocks(uneven | {"not_measured": rows[1:]})
@@ -166,9 +166,7 @@ def test_where_one_node_cannot_share_so_much_memory_all_leave_it_out(ranks, per_
     def act(comm):
         here.rank = comm.rank
         name = "shared memory" if per_node == ranks else "hierarchical"
-        return measure_without_mpi(
-            comm, [name], AllreduceOptions(sizes="64,4194304,128", repeats=3, seconds=5)
-        )
+        return measure_without_mpi(comm, name, AllreduceOptions(sizes="64,4194304,128", repeats=3, seconds=5))
 
     monkeypatch.setattr(os, "ftruncate", too_large_on_the_last_node)
     for rows in on_all_ranks(ranks, act, per_node):

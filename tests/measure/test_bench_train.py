@@ -109,7 +109,9 @@ def test_a_result_is_the_last_object_that_a_child_prints():
 
 
 def test_losses_are_read_as_far_as_lines_are_whole(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"loss": 2.0}\n{"val_loss": 1}\n{"loss": null}\n{"lo')
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"step": 1, "loss": 2.0}\n{"step": 1, "val_loss": 1}\n{"step": 2, "loss": null}\n{"lo'
+    )
     assert jobs.read_losses(tmp_path) == [2.0, None] and jobs.read_losses(tmp_path / "none") == []
     with pytest.raises(DataError, match=r"left no summary\.json"):
         jobs.read_summary(tmp_path)

@@ -18,7 +18,7 @@ from distgpt.gpu import probe
 from distgpt.measure.doctor import facts, verdicts
 from distgpt.measure.doctor import report as doctor
 
-CLEAN = dict.fromkeys({*facts.IGNORED, "OPENBLAS_CORETYPE"} - {"NUMBA_NUM_THREADS"}, "")
+CLEAN = {"OPENBLAS_CORETYPE": ""}
 LAUNCHED = {"launcher": "srun", "processes": 8}
 MPI = {"problem": "", "vendor": "MPICH"}
 has_driver = probe.driver() is not None
@@ -54,15 +54,15 @@ def test_alone_it_tells_about_every_stage(page):
     assert rank["versions"]["numpy"] == np.__version__ and rank["compute"]["blas"]
     assert rank["core_share"] == rank["cores"] == len(os.sched_getaffinity(0))
     assert 0 < rank["memory"]["available"] <= rank["memory"]["total"]
-    assert warnings_about("ignored", report) == warnings_about("OPENBLAS", report) == []
+    assert warnings_about("OPENBLAS", report) == []
 
 
 def test_the_page_fits_and_has_no_colours_in_a_pipe(page):
-    result = page("--stage", "serial", OMP_NUM_THREADS="3")
+    result = page("--stage", "serial", OPENBLAS_CORETYPE="Zen")
     assert result.returncode == 0 and result.stderr == ""
     lines = result.stdout.splitlines()
     assert max(map(len, lines)) <= 100 and "\x1b" not in result.stdout
-    assert "OMP_NUM_THREADS=3 will be ignored" in result.stdout
+    assert "OPENBLAS_CORETYPE=Zen overrides" in result.stdout
     assert [line.split()[0] for line in lines if line.strip().startswith(STAGES)] == list(STAGES)
 
 
@@ -165,13 +165,12 @@ def test_only_ranks_that_share_a_gpu_are_told(ranks):
 
 
 def test_traps_are_reported_with_their_ranks(ranks):
-    set_here = {"OMP_NUM_THREADS": "3", "MKL_NUM_THREADS": "2", "OPENBLAS_CORETYPE": "Haswell"}
+    set_here = {"OPENBLAS_CORETYPE": "Haswell"}
     for numbers, change, words in (
         ({4, 5}, {"versions": {"numpy": "1.0"}}, ["different versions of numpy", "1.0 on ranks 4–5"]),
         (range(4), {"core_share": 0.5}, ["ranks 0–3 on node0 share 2 cores"]),
         (range(4, 8), {"core_share": 1.0}, ["ranks 4–7 on node1 may use 4 of 16 cores", "--bind-to none"]),
         ({7}, {"environment": set_here}, ["OPENBLAS_CORETYPE=Haswell overrides"]),
-        ({7}, {"environment": set_here}, ["OMP_NUM_THREADS=3, MKL_NUM_THREADS=2 will be ignored"]),
     ):
         found = verdicts.warnings(LAUNCHED, MPI, changed(ranks, numbers, **change))
         (found,) = [warning for warning in found if words[0] in warning]

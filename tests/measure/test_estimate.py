@@ -18,8 +18,7 @@ from distgpt.core.train.memory import divisors, needed
 from distgpt.core.train.sharing import Strategy
 from distgpt.gpu.probe import probe
 from distgpt.measure import estimate as estimating
-from distgpt.measure.estimate import Question, estimate, render_terminal
-from distgpt.measure.step_timing import measure
+from distgpt.measure.estimate import Question, estimate, measure, render_terminal
 
 PUBLISHED = {
     "gpt2": 124_439_808,
@@ -193,8 +192,8 @@ def test_what_layers_take_is_the_difference_between_models(monkeypatch):
         update = 0.5 + 0.25 * layers
         return update if work.__name__ == "update" else update + 2 + layers
 
-    monkeypatch.setattr("distgpt.measure.step_timing._seconds", seconds)
-    monkeypatch.setattr("distgpt.measure.step_timing.SECONDS", 0)
+    monkeypatch.setattr("distgpt.measure.estimate._seconds", seconds)
+    monkeypatch.setattr("distgpt.measure.estimate.SECONDS", 0)
     for n_layer, measured in ((2, (2,)), (3, (3,)), (20, (1, 3))):
         sizes = {"vocab_size": 9, "n_layer": n_layer, "n_embd": 8, "n_head": 1, "seq_len": 8}
         timing = measure(preset("tiny", sizes, {"recompute": "mlp"}), CpuKernels(), 4)
@@ -208,7 +207,7 @@ def test_the_page_has_every_part(monkeypatch):
     assert result.returncode == 0 and result.stderr == ""
     for words in ("124,439,808", "--gpu-memory", "--rate", "2 ranks", "of gradients in each step"):
         assert words in result.stdout, words
-    monkeypatch.setattr("distgpt.measure.step_timing.SECONDS", 0)
+    monkeypatch.setattr("distgpt.measure.estimate.SECONDS", 0)
     said = []
     asked = question("tiny", n_embd=16, n_head=2, n_layer=4, seq_len=16, batch_size=8, steps=7, measured=True)
     shown = render_terminal("tiny", estimate(asked, said.append))
@@ -232,7 +231,7 @@ def test_a_depth_and_a_time_are_estimated_as_train_takes_them(monkeypatch, tmp_p
     lines = resolve_data("corpus").read_text().splitlines(keepends=True)
     (tmp_path / "long.txt").write_text("".join(lines * 20))  # enough for the time
     words = ["--data", tmp_path / "long.txt", "--tokenizer", "byte", "--threads", "1"]
-    monkeypatch.setattr("distgpt.measure.step_timing.SECONDS", 0)
+    monkeypatch.setattr("distgpt.measure.estimate.SECONDS", 0)
     found = inside("estimate", *words, "--within", "20s", "--json")
     assert "--within: this machine trains depth" in found.stderr and "\ndepth " in found.stderr
     facts = json.loads(found.stdout)

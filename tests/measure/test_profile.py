@@ -7,8 +7,7 @@ from profiling import job, profiled, times
 from distgpt.core.model.optim import AdamW
 from distgpt.measure.doctor.speed import Peaks
 from distgpt.measure.profile import operations as ops
-from distgpt.measure.profile.report import as_text, result
-from distgpt.measure.profile.session import Profiler, of_rank
+from distgpt.measure.profile.session import Profiler, as_text, of_rank, result
 
 
 @pytest.mark.timing

@@ -11,7 +11,7 @@ from subprocess import PIPE
 import pytest
 from conftest import distgpt, inside, metrics, needs_mpi, refused
 
-from distgpt.measure import step_timing
+from distgpt.measure import estimate
 from distgpt.measure.sweep import work
 from distgpt.measure.sweep.ledger import Ledger, read_back
 
@@ -192,7 +192,7 @@ def test_what_fails_for_another_reason_is_tried_again(tmp_path):
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=needs_mpi)])
 def test_a_preview_writes_nothing_and_has_the_time_of_all_ranks(tmp_path, monkeypatch, ranks):
-    monkeypatch.setattr(step_timing, "SECONDS", 0.05)
+    monkeypatch.setattr(estimate, "SECONDS", 0.05)
     how = {"run": distgpt, "ranks": ranks} if ranks > 1 else {}
     found = sweep(written(tmp_path, HALVING), "--dry-run", **how)
     assert found.returncode == 0, found.stderr

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,8 +21,7 @@ from distgpt.core.comm.api import Array, Comm
 from distgpt.core.config import GpuConfig
 from distgpt.core.cpu.stages import Stage, open_stage
 from distgpt.core.train.sharing import Allreduce
-from distgpt.measure.bench.results import BenchOptions, Row, say
-from distgpt.measure.jobs import ask
+from distgpt.measure.jobs import BenchOptions, Row, ask, say
 from distgpt.parallel.node_memory import shared_rows
 from distgpt.parallel.reductions import Hierarchical, SharedSum, one_by_one
 from distgpt.show.page import Block, Column, Paragraph, tabulated
@@ -50,10 +48,6 @@ class AllreduceOptions(BenchOptions):
     seconds: float = 60.0
     measure_only: bool = False
 
-    def names(self) -> list[str]:
-        """Return the algorithms that were asked for."""
-        return [word.strip() for word in self.algorithms.split(",")] if self.algorithms else []
-
     def array_sizes(self) -> list[int]:
         """Return the sizes to measure, in this order."""
         if self.sizes:
@@ -77,8 +71,13 @@ def bench(options: AllreduceOptions) -> None:
     """Measure with the ranks that this was launched as, or start some."""
     options.array_sizes()  # refuses what is none
     if launched_as() > 1:
-        found = _as_rank(options)
-        if found is None:
+        # Through the host: it works everywhere, and the others are opened one by one.
+        on_gpu = GpuConfig(allreduce="host") if options.stage == "mpi-cuda" else None
+        stage = open_stage(options.stage, None, on_gpu)
+        if not options.measure_only:
+            on_root(stage.comm, options.prepare)
+        found = measure_all(stage, options)
+        if stage.comm.rank:
             return
     else:
         if options.ranks < 2:
@@ -88,8 +87,7 @@ def bench(options: AllreduceOptions) -> None:
     if options.measure_only:
         print(json.dumps(found))
     else:
-        name = f"{found['stage']}-{found['ranks']}"
-        options.finish("allreduce", name, found, blocks(found))
+        options.finish("allreduce", f"{found['stage']}-{found['ranks']}", found, blocks(found))
 
 
 def start(options: AllreduceOptions) -> Row:
@@ -98,21 +96,9 @@ def start(options: AllreduceOptions) -> Row:
     for key in ("stage", "max_bytes", "repeats", "seconds", "sizes", "algorithms"):
         value = getattr(options, key)
         words += [f"--{key.replace('_', '-')}", value] if value else []
-    launcher = find_launcher(options.launcher, options.hostfile)
     what = f"bench allreduce on {count(options.ranks, 'rank')}"
     say(f"{what}: about {duration(options.seconds)} at most")
-    return ask(what, words, launcher, options.ranks)
-
-
-def _as_rank(options: AllreduceOptions) -> Row | None:
-    """Measure as one of the ranks; the result on rank 0. Collective."""
-    # Through the host: it works everywhere, and the others are opened one by one.
-    on_gpu = GpuConfig(allreduce="host") if options.stage == "mpi-cuda" else None
-    stage = open_stage(options.stage, None, on_gpu)
-    if not options.measure_only:
-        on_root(stage.comm, options.prepare)
-    found = measure_all(stage, options)
-    return found if stage.comm.rank == 0 else None
+    return ask(what, words, find_launcher(options.launcher, options.hostfile), options.ranks)
 
 
 # -- measuring
@@ -130,34 +116,37 @@ class Host:
 Sum = Callable[[Array], object]
 
 
-def algorithms(stage: Stage, wanted: Sequence[str]) -> tuple[dict[str, Sum], dict[str, str]]:
+def algorithms(stage: Stage, names: str | None) -> tuple[dict[str, Sum], dict[str, str]]:
     """Return the stage's algorithms by name, and why others are not available. Collective."""
-    if stage.comm.size < 2:
+    comm = stage.comm
+    if comm.size < 2:
         raise shared(UsageError(ALONE))
-    known = ON_GPU if stage.on_gpu else _known_on_host(stage.comm)
+    known: tuple[str, ...] = ON_GPU if stage.on_gpu else (ONE_CALL,)
+    if not stage.on_gpu and (comm.size == comm.local_size or comm.split_by_node()):
+        known += (SHARED,) if comm.size == comm.local_size else (BY_NODE,)
+    wanted = [word.strip() for word in names.split(",")] if names else known
     for name in wanted:
         if name not in known:
             raise shared(UsageError(f"--algorithms {name!r}: stage {stage.name} has {', '.join(known)}"))
     found: dict[str, Sum] = {}
     reasons: dict[str, str] = {}
     for name in known:
-        if wanted and name not in wanted:
-            continue
-        try:
-            if stage.on_gpu:
-                found[name] = _on_device(stage, name)
-            else:
-                found[name] = stage.comm.sum if name == ONE_CALL else InNodeMemory(stage.comm)
-        except UsageError as error:  # on all ranks at once
-            reasons[name] = str(error)
+        if name in wanted:
+            try:
+                found[name] = _algorithm(stage, name)
+            except UsageError as error:  # on all ranks at once
+                reasons[name] = str(error)
     return found, reasons
 
 
-def _known_on_host(comm: Comm) -> tuple[str, ...]:
-    """Return MPI's own algorithm, and the one for nodes that have several of the ranks. Collective."""
-    if comm.size == comm.local_size:
-        return ONE_CALL, SHARED
-    return (ONE_CALL, BY_NODE) if comm.split_by_node() else (ONE_CALL,)
+def _algorithm(stage: Stage, name: str) -> Sum:
+    if not stage.on_gpu:
+        return stage.comm.sum if name == ONE_CALL else InNodeMemory(stage.comm)
+    from distgpt.gpu.stage import GpuStage
+    from distgpt.gpu.transport import choose_transport
+
+    assert isinstance(stage, GpuStage)
+    return choose_transport(name, stage.comm, stage.device, stage.sharing).sum
 
 
 class InNodeMemory:
@@ -187,20 +176,12 @@ class InNodeMemory:
         self._way.sum(0, array.size, 0)
 
 
-def _on_device(stage: Stage, name: str) -> Sum:
-    from distgpt.gpu.stage import GpuStage
-    from distgpt.gpu.transport import choose_transport
-
-    assert isinstance(stage, GpuStage)
-    return choose_transport(name, stage.comm, stage.device, stage.sharing).sum
-
-
 def measure_all(stage: Stage, options: AllreduceOptions) -> Row:
     """Measure everything. Collective."""
     from distgpt.core.comm.mpi import library
 
     comm = stage.comm
-    table, reasons = algorithms(stage, options.names())
+    table, reasons = algorithms(stage, options.algorithms)
     if not table:
         raise shared(UsageError("; ".join(reasons.values())))
     every = sorted(measure(stage, table, options), key=lambda row: int(row["bytes"]))
@@ -225,9 +206,6 @@ def measure(stage: Stage, table: Mapping[str, Sum], options: AllreduceOptions) -
 
     A size that memory or time do not suffice for has `left_out` in its row instead of seconds.
     """
-    for add_up in table.values():  # compiles loops, which would take the time of larger sizes
-        with suppress(UsageError):  # on all ranks at once
-            _row(stage, add_up, options.array_sizes()[0], 1, 0.0)
     comm, begun = stage.comm, time.monotonic()
     most = -comm.allreduce_max(-min(stage.free_memory()[0] // COPIES, 1 << 62))
     to_do = [(size, name) for size in options.array_sizes() for name in table]

@@ -24,7 +24,7 @@ from distgpt.core.generate.engine_setup import rehearse, slots_for
 from distgpt.core.generate.request import Request
 from distgpt.core.saved.opening import random_model
 from distgpt.measure import jobs
-from distgpt.measure.bench.results import BenchOptions, Row, say
+from distgpt.measure.jobs import BenchOptions, Row, say
 from distgpt.show.page import Block, Column, tabulated
 
 OURS, BYTES = "distgpt", 256  # the vocabulary of a preset that has none: bytes

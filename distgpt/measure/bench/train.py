@@ -23,9 +23,9 @@ from distgpt.core.model.model import Architecture
 from distgpt.core.saved.rundir import RunDirectory
 from distgpt.core.train.plan import DTYPE, new_run
 from distgpt.measure import jobs
-from distgpt.measure.bench.results import BenchOptions, Row, say
 from distgpt.measure.doctor.speed import measure_peaks
 from distgpt.measure.estimate import foreseen
+from distgpt.measure.jobs import BenchOptions, Row, say
 from distgpt.show.page import Block, Column, tabulated
 
 STEPS = 20  # without --steps

@@ -14,7 +14,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from distgpt.cluster.affinity.machine import listed
 from distgpt.core.base.errors import DistgptError, UsageError, escape, first_line
 from distgpt.core.base.version import __version__
 from distgpt.core.comm.api import Comm
@@ -25,12 +24,7 @@ from distgpt.core.train.whereabouts import processor_name
 
 Facts = dict[str, Any]
 
-# Settings of other thread pools; distgpt has its own.
-IGNORED = (
-    *("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "MKL_NUM_THREADS"),
-    *("BLIS_NUM_THREADS", "VECLIB_MAXIMUM_THREADS", "NUMEXPR_NUM_THREADS", "NUMBA_NUM_THREADS"),
-)
-REPORTED = (*IGNORED, "OPENBLAS_CORETYPE", "CUDA_VISIBLE_DEVICES")
+REPORTED = ("OPENBLAS_CORETYPE", "CUDA_VISIBLE_DEVICES")  # variables
 FEATURES = {  # of processors, by LLVM's names
     "AVX2+FMA": {"avx2", "fma"},
     "AVX-512": {"avx512f"},
@@ -58,7 +52,6 @@ def of_rank(comm: Comm) -> Facts:
         "cores": len(usable_cores()),
         "core_share": comm.cores,
         "cores_of_host": os.cpu_count() or 1,
-        "cpus": listed(usable_cores()),
         "granted_cores": asdict(granted_cores(comm.cores, comm.local_size)),
         "memory": memory(),
         "system": system(),

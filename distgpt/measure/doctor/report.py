@@ -9,11 +9,11 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, astuple
+from dataclasses import asdict
 from shutil import get_terminal_size
 from textwrap import fill
 
-from distgpt.cluster.affinity.machine import Cpu, Machine, cpu_list, listed, read_machine
+from distgpt.cluster.affinity.machine import listed, read_machine
 from distgpt.cluster.affinity.plan import recommended
 from distgpt.cluster.jobs.launchers import distant_mpi, launch, mpirun, running_mpi, srun_ways
 from distgpt.cluster.launch.environment import launched_rank
@@ -21,12 +21,11 @@ from distgpt.core.base.errors import UsageError, escape, print_lines
 from distgpt.core.base.formatting import count, size
 from distgpt.core.comm.agree import gather_bytes, shared
 from distgpt.core.comm.api import Comm
-from distgpt.core.comm.resources import usable_cores
+from distgpt.core.comm.resources import granted_cores, usable_cores
 from distgpt.core.comm.serial import SerialComm
 from distgpt.core.cpu.stages import open_stage
 from distgpt.measure.doctor.facts import Facts, of_rank
 from distgpt.measure.doctor.verdicts import (
-    grouped,
     hosts,
     is_refused_as_root,
     launch_lines,
@@ -67,12 +66,11 @@ def examine() -> tuple[Facts, Comm]:
             mpi = running_mpi()
         except UsageError as error:
             mpi = {"problem": str(error)}
-    mine = of_rank(comm) | {"node": None if comm.local_rank else cpus_of_host()}
-    ranks = [json.loads(facts) for facts in gather_bytes(comm, json.dumps(mine).encode())]
+    ranks = [json.loads(facts) for facts in gather_bytes(comm, json.dumps(of_rank(comm)).encode())]
     found = {
         "launch": launched,
         "mpi": mpi,
-        "nodes": nodes(ranks),
+        "node": node() if comm.size == 1 else None,
         "ranks": ranks,
         "stages": verdicts(launched, mpi, ranks),
         "warnings": warnings(launched, mpi, ranks),
@@ -80,39 +78,23 @@ def examine() -> tuple[Facts, Comm]:
     return found, comm
 
 
-# The nodes: sockets, NUMA regions and cores, and which launch suits them
+# This node: sockets, NUMA regions and cores, and which launch suits it
 
 
-def cpus_of_host() -> Facts | None:
-    """Describe this host's CPUs, ready for JSON; None if the system is not Linux."""
+def node() -> Facts | None:
+    """Describe the CPUs that this process may use; None if the system is not Linux."""
     if sys.platform != "linux":
         return None
     machine = read_machine(allowed=usable_cores())
-    return {"cpus": [astuple(cpu) for cpu in machine.cpus], "doubts": list(machine.doubts)}
-
-
-def nodes(ranks: list[Facts]) -> list[Facts]:
-    """Describe the nodes of these ranks, equal ones once."""
-    found = []
-    for users in hosts(ranks):
-        if users[0]["node"] is None:
-            continue
-        cpus, doubts = tuple(Cpu(*each) for each in users[0]["node"]["cpus"]), users[0]["node"]["doubts"]
-        machine = Machine(cpus, frozenset().union(*(cpu_list(rank["cpus"]) for rank in users)), tuple(doubts))
-        node = {
-            "sockets": len({cpu.socket for cpu in cpus}),
-            "regions": len({cpu.region for cpu in cpus}),
-            "cores": len({cpu.core for cpu in cpus}),
-            "cpus": len(cpus),
-            "usable": listed(machine.allowed),
-            "slow": listed(cpu.number for cpu in cpus if not cpu.fast),
-            "doubts": doubts,
-            "suits": asdict(
-                recommended(machine, granted=sum(rank["granted_cores"]["number"] for rank in users))
-            ),
-        }
-        found.append((json.dumps(node), users[0]["host"]))
-    return [{"hosts": names, **json.loads(node)} for node, names in grouped(found).items()]
+    return {
+        "sockets": len({cpu.socket for cpu in machine.cpus}),
+        "regions": len({cpu.region for cpu in machine.cpus}),
+        "cores": len({cpu.core for cpu in machine.cpus}),
+        "cpus": len(machine.cpus),
+        "slow": listed(cpu.number for cpu in machine.cpus if not cpu.fast),
+        "doubts": list(machine.doubts),
+        "suits": asdict(recommended(machine, granted=granted_cores().number)),
+    }
 
 
 def summary(node: Facts) -> str:
@@ -154,9 +136,8 @@ def _lines(found: Facts) -> Iterator[str]:
     yield f"distgpt {versions['distgpt']} with Python {versions['python']} on {first['system']}\n"
     for part in (_machines(found["ranks"]), _software(found), _gpu_software(first["gpu"])):
         yield from rows(part)
-    for node in found["nodes"]:
-        names = f"{', '.join(node['hosts'])}: " if len(found["nodes"]) > 1 else ""
-        yield from rows([("node", names + summary(node)), ("best", advice(node))])
+    if node := found["node"]:
+        yield from rows([("node", summary(node)), ("best", advice(node))])
     yield ""
     for stage, verdict in found["stages"].items():
         reasons = [sentence(each) for each in verdict["missing"] or verdict["notes"]]

@@ -11,7 +11,7 @@ from distgpt.cluster.launch.mpis import HELP, MPIS
 from distgpt.core.comm.agree import named_ranks
 from distgpt.core.config import ON_GPU, STAGES, WITH_MPI
 from distgpt.core.cpu.stages import NOT_KEPT
-from distgpt.measure.doctor.facts import IGNORED, Facts
+from distgpt.measure.doctor.facts import Facts
 
 FEW = 0.5  # of a host's CPUs: with SMT, a rank on each core may have one of its two
 AS_ROOT = "--allow-run-as-root"
@@ -164,11 +164,9 @@ def _loops(ranks: list[Facts]) -> Iterable[str]:
 
 
 def _settings(ranks: list[Facts]) -> Iterable[str]:
-    values = {key: value for rank in ranks for key, value in rank["environment"].items()}
-    if core := values.get("OPENBLAS_CORETYPE"):
+    cores = {rank["environment"].get("OPENBLAS_CORETYPE") for rank in ranks} - {None, ""}
+    for core in sorted(cores):
         yield (
             f"OPENBLAS_CORETYPE={core} overrides the BLAS kernels of this processor: unset it, unless "
             "you measured that it helps"
         )
-    if ignored := [f"{key}={values[key]}" for key in IGNORED if values.get(key)]:
-        yield f"{', '.join(ignored)} will be ignored: distgpt has its own threads, set with --threads"
