@@ -1,29 +1,22 @@
 """What `distgpt bench stages` decides without running anything: workload, verdicts, words, the folder."""
 
 import json
-import os
-from pathlib import Path
 
 import pytest
 
-from distgpt.cluster.jobs.launchers import find_launcher
 from distgpt.core.base.errors import UsageError
 from distgpt.core.config import RunConfig
 from distgpt.core.config.presets import preset
 from distgpt.core.data.tokenizers import load_tokenizer
 from distgpt.core.model.optim import learning_rate
 from distgpt.measure.compare.agreement import MEASURED, TOLERANCES, differences
-from distgpt.measure.compare.result import DONE, Comparison, blocks_of
+from distgpt.measure.compare.result import DONE, INTERRUPTED, Comparison, blocks_of
 from distgpt.measure.compare.stages import (
-    INTERRUPTED,
     CompareOptions,
     Measured,
-    Runner,
-    begin,
     find_prompt,
     find_workload,
     refuse_foreign,
-    write,
 )
 from distgpt.show.page import terminal
 
@@ -33,7 +26,7 @@ LIMIT = TOLERANCES["float32"]
 
 
 def stage(name, losses, dtype="float32", tokens=None):
-    inference = tokens and {"tokens": tokens, "text": " \n", "seconds": 1.0, "process_s": 1.0}
+    inference = tokens and {"tokens": tokens, "text": " \n", "seconds": 1.0}
     return Measured(name, 1, dtype, losses=losses, inference=inference)
 
 
@@ -119,46 +112,21 @@ def test_verdicts():
 
 def test_the_page_has_times_differences_and_what_is_missing():
     serial, mpi = stage("serial", [1.0], tokens=[1]), stage("mpi", [1.00001], tokens=[1])
-    serial.training = {"train_s": 30.0, "tokens_per_s": 4000.0, "peak_memory": [1 << 20], "process_s": 31.0}
+    serial.training = {"train_s": 30.0, "tokens_per_s": 4000.0, "peak_memory": [1 << 20]}
     text = terminal(blocks_of(comparison(serial, mpi)))
     for word in ("only spaces", "30.00", "1.00e-05", "no GPU: buy one", "serial, mpi"):
         assert word in text
 
 
-def test_the_words_for_slurm(tmp_path, monkeypatch):
-    srun = tmp_path / "srun"
-    srun.write_text("#!/bin/sh\n")
-    srun.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    workload = find_workload(None, None, {}, full=False)
-    options = CompareOptions(workload, None, 8, "srun --mpi=pmix", None, 4, "bfloat16")
-    runner = Runner(options, find_launcher(options.launcher, None), Path("out"))
-    command, typed = runner.command("mpi", ["train", "--out", "out/mpi"])
-    assert command[:4] == [str(srun), "-n", "8", "--mpi=pmix"]
-    words = "distgpt train --stage mpi --dtype float32 --threads 4 --out out/mpi"
-    assert command[-9:] == words.split()[1:] and typed == f"srun -n 8 --mpi=pmix {words}"
-    for name, words in (
-        ("mpi-cuda", "srun -n 8 --mpi=pmix distgpt train --stage mpi-cuda --dtype bfloat16"),
-        ("serial", "distgpt train --stage serial --dtype float32 --threads 4"),
-    ):
-        assert runner.command(name, ["train"])[1] == words
-
-
 def test_only_an_own_folder_is_used_again(tmp_path):
-    folder = tmp_path / "out"
-    refuse_foreign(folder)
-    begin(folder, "steps = 1\n", "prompt")
-    write(folder / "compare.json", '{"format": "distgpt-comparison"}')
-    (folder / "mpi" / "checkpoints").mkdir(parents=True)
-    (folder / "notes.txt").write_text("mine")
-    refuse_foreign(folder)
-    begin(folder, "steps = 2\n", "another")
-    assert not (folder / "mpi").exists() and (folder / "prompt.txt").read_text() == "another"
-    assert (folder / "notes.txt").read_text() == "mine"
+    refuse_foreign(tmp_path / "out")
+    refuse_foreign(tmp_path)
     for text in ("", "{}", "[]"):
-        (folder / "compare.json").write_text(text)
+        (tmp_path / "compare.json").write_text(text)
         with pytest.raises(UsageError, match="choose another"):
-            refuse_foreign(folder)
+            refuse_foreign(tmp_path)
+    (tmp_path / "compare.json").write_text('{"format": "distgpt-comparison"}')
+    refuse_foreign(tmp_path)
 
 
 def test_the_prompt_is_the_beginning_of_the_text(tmp_path):

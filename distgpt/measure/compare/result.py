@@ -8,33 +8,28 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from distgpt.cluster.jobs.processes import ending, undisturbed
+from distgpt.cluster.jobs.processes import undisturbed
 from distgpt.core.base.errors import DisagreementError, print_lines
+from distgpt.core.base.files import atomic_file, storage_errors
 from distgpt.core.config import WITH_MPI
 from distgpt.core.data.batches import refuse_uneven
 from distgpt.measure.compare.agreement import Difference, differences
 from distgpt.measure.compare.stages import (
     FORMAT,
-    INTERRUPTED,
     NEW_TOKENS,
     PROMPT_TOKENS,
     CompareOptions,
     Measured,
-    Runner,
-    begin,
     find_prompt,
     find_runnable,
     refuse_foreign,
-    say,
-    settings_of,
-    write,
 )
-from distgpt.measure.doctor.facts import Facts, environment
+from distgpt.measure.doctor.facts import Facts, anonymised, environment
 from distgpt.measure.doctor.verdicts import sentence
 from distgpt.show.page import Block, Column, Paragraph, Table, Texts, tabulated, terminal
 
 VERSION = 1
-RUNNING, DONE = "running", "done"
+RUNNING, DONE, INTERRUPTED = "running", "done", "interrupted"
 NOTHING = "(only spaces and line breaks)"
 UNFINISHED = "Interrupted: only what was measured until then is here."
 
@@ -46,18 +41,17 @@ def compare(options: CompareOptions, out: Path, as_json: bool) -> None:
     stages, missing, launcher = find_runnable(options)
     if set(stages) & set(WITH_MPI):
         refuse_uneven(run.train.batch_size, options.ranks, run.train.grad_accum or 1)
-    prompt = find_prompt(run)
-    begin(out, run.to_toml(), prompt)
-    comparison = Comparison(options, missing, prompt, environment())
-    runner = Runner(options, launcher, out)
+    comparison = Comparison(options, missing, find_prompt(run), environment())
+    with storage_errors("use", out):
+        out.mkdir(parents=True, exist_ok=True)
+    with atomic_file(out / "prompt.txt") as file:
+        file.write(comparison.prompt.encode())
     save(comparison, out)
     try:
         for stage in stages:
             ranks = options.ranks if stage in WITH_MPI else 1
-            measured = Measured(stage, ranks, options.dtype_of(stage))
-            comparison.measured.append(measured)
-            runner.measure(measured)
-            say(stage, failure(measured.failed) if measured.failed else "done")
+            comparison.measured.append(Measured(stage, ranks, options.dtype_of(stage)))
+            comparison.measured[-1].measure(options, launcher, out)
             save(comparison, out)
         comparison.state = DONE
     except BaseException as error:
@@ -94,11 +88,7 @@ class Comparison:
     @property
     def problems(self) -> list[str]:
         """The reasons why this comparison failed."""
-        died = [
-            f"stage {stage.stage} {failure(stage.failed)}"
-            for stage in self.measured
-            if stage.failed and stage.failed["code"] is not None
-        ]
+        died = [f"stage {stage.stage} {stage.failed}" for stage in self.measured if stage.failed]
         return [difference.sentence() for difference in self.differences if not difference.agrees] + died
 
     @property
@@ -146,7 +136,10 @@ class Comparison:
                 "tokens_per_step": run.train.batch_size * run.model.seq_len,
                 "prompt_tokens": PROMPT_TOKENS,
                 "new_tokens": NEW_TOKENS,
-                "settings": settings_of(run),
+                "settings": {
+                    name: anonymised(value) if isinstance(value, str) else value
+                    for name, value in (asdict(run.model) | asdict(run.train)).items()
+                },
             },
             "cannot_run": self.missing,
             "stages": [asdict(stage) for stage in self.measured],
@@ -155,15 +148,8 @@ class Comparison:
 
 
 def save(comparison: Comparison, out: Path) -> None:
-    write(out / "compare.json", json.dumps(comparison.as_json(), indent=1, allow_nan=False) + "\n")
-
-
-def failure(failed: Facts) -> str:
-    """Describe how a stage ended."""
-    if failed["code"] is None:
-        return f"interrupted in {failed['phase']}"
-    words = f" ({failed['last_words']})" if failed["last_words"] else ""
-    return f"died in {failed['phase']}: {ending(failed['code'])}{words}"
+    with atomic_file(out / "compare.json") as file:
+        file.write(json.dumps(comparison.as_json(), indent=1, allow_nan=False).encode() + b"\n")
 
 
 def blocks_of(comparison: Comparison) -> list[Block]:

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import re
-import shlex
 import shutil
-import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from distgpt.cluster.jobs.launchers import Launcher, find_launcher
-from distgpt.cluster.jobs.processes import Ended, distgpt_command, run, unlaunched
 from distgpt.core.base.checked import parse_object
-from distgpt.core.base.errors import DataError, StorageError, UsageError, one_line, print_lines
-from distgpt.core.base.files import atomic_file, read_small, storage_errors
+from distgpt.core.base.errors import DataError, DistgptError, StorageError, UsageError
+from distgpt.core.base.files import read_small, storage_errors
 from distgpt.core.comm.serial import SerialComm
 from distgpt.core.config import ON_GPU, STAGES, WITH_MPI, RunConfig, nearest
 from distgpt.core.config.asked import asked_for
@@ -27,14 +23,10 @@ from distgpt.core.train.plan import new_run
 from distgpt.measure.doctor.facts import Facts, anonymised
 from distgpt.measure.doctor.report import examine
 from distgpt.measure.doctor.verdicts import sentence
-from distgpt.measure.jobs import answer, read_losses, read_summary
+from distgpt.measure.jobs import ask, read_losses, say, train
 from distgpt.recipes.derived import derived
 
 FORMAT = "distgpt-comparison"
-TRAINING, INFERENCE = "training", "inference"
-INTERRUPTED = "interrupted"
-SECONDS_BETWEEN_LINES = 10.0
-_STEP = re.compile(r"\s*step\s+\d+/\d+\s")
 
 # What is taken of a run's summary, and of what `distgpt infer` prints.
 TRAINED = (
@@ -144,16 +136,6 @@ def find_runnable(
 # -- the folder of a comparison, in which each stage has a run
 
 
-def begin(folder: Path, config: str, prompt: str) -> None:
-    """Make the folder and write what all stages read; delete what an earlier comparison left."""
-    with storage_errors("use", folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        for stage in STAGES:
-            shutil.rmtree(folder / stage, ignore_errors=True)
-    write(folder / "config.toml", config)
-    write(folder / "prompt.txt", prompt)
-
-
 def refuse_foreign(folder: Path) -> None:
     """Reject a folder that is neither empty nor one of an earlier comparison."""
     with storage_errors("use", folder):
@@ -170,11 +152,6 @@ def refuse_foreign(folder: Path) -> None:
         raise UsageError(f"--out {folder} is not empty and holds no comparison; choose another")
 
 
-def write(path: Path, text: str) -> None:
-    with atomic_file(path) as file:
-        file.write(text.encode())
-
-
 # -- running one
 
 
@@ -186,83 +163,32 @@ class Measured:
     ranks: int
     dtype: str
     threads: int | None = None
-    commands: list[str] = field(default_factory=list)
     losses: list[float | None] = field(default_factory=list)
     training: Facts | None = None
     inference: Facts | None = None
-    failed: Facts | None = None  # phase, code and last words
+    failed: str = ""
 
-    def read(self, phase: str, ended: Ended, directory: RunDirectory) -> None:
-        """Take what a phase has left."""
-        if phase == TRAINING:
-            found = read_summary(directory.path)
-            self.training = {key: found[key] for key in TRAINED} | {"process_s": ended.seconds}
-            self.threads = found["threads"] or None
-            shutil.rmtree(directory.checkpoints, ignore_errors=True)  # no one resumes from here
-        else:
-            found = answer(ended, INFERENCE)
-            self.inference = {key: found[key] for key in WRITTEN} | {"process_s": ended.seconds}
-
-
-@dataclass(frozen=True, slots=True)
-class Runner:
-    """Runs stages, and prints what they are doing."""
-
-    options: CompareOptions
-    launcher: Launcher | None
-    folder: Path
-
-    def measure(self, into: Measured) -> None:
+    def measure(self, options: CompareOptions, launcher: Launcher | None, folder: Path) -> None:
         """Fill in results as they are found, so that an interruption keeps what there is by then."""
-        directory = RunDirectory(self.folder / into.stage)
-        train = ["train", "--config", self.folder / "config.toml", "--progress", "plain"]
-        infer = ["infer", "--weights", directory.weights, "--prompt-file", self.folder / "prompt.txt"]
-        infer += ["--max-new-tokens", NEW_TOKENS, "--temperature", 0, "--json"]
-        last = time.monotonic()
-
-        def show(line: str) -> None:
-            nonlocal last
-            if _STEP.match(line) and time.monotonic() - last > SECONDS_BETWEEN_LINES:
-                last = time.monotonic()
-                say(into.stage, " ".join(line.split()))
-
+        out, phase = RunDirectory(folder / self.stage), "training"
+        words: list[object] = ["--stage", self.stage, "--dtype", self.dtype]
+        if options.threads is not None and self.stage not in ON_GPU:
+            words += ["--threads", options.threads]
+        with_mpi = launcher if self.stage in WITH_MPI else None
+        shutil.rmtree(out.path, ignore_errors=True)
+        say(f"{self.stage:<9} {phase} …")
         try:
-            for phase, words in ((TRAINING, [*train, "--out", directory.path]), (INFERENCE, infer)):
-                into.failed = {"phase": phase, "code": None, "last_words": INTERRUPTED}
-                say(into.stage, f"{phase} …")
-                command, typed = self.command(into.stage, words)
-                into.commands.append(typed)
-                ended = run(command, env=unlaunched(), on_line=show)
-                try:
-                    if ended.code:
-                        raise DataError(ended.complaint())
-                    into.read(phase, ended, directory)
-                except (DataError, ValueError) as error:
-                    into.failed |= {"code": ended.code, "last_words": anonymised(str(error))}
-                    return
-            into.failed = None
+            found = train(self.stage, options.workload.run, out.path, words, with_mpi, self.ranks)
+            self.training = {key: found[key] for key in TRAINED}
+            self.threads = found["threads"] or None
+            shutil.rmtree(out.checkpoints, ignore_errors=True)  # no one resumes from here
+            phase = "inference"
+            infer = ["infer", *words, "--weights", out.weights, "--prompt-file", folder / "prompt.txt"]
+            infer += ["--max-new-tokens", NEW_TOKENS, "--temperature", 0, "--json"]
+            found = ask(self.stage, infer, with_mpi, self.ranks)
+            self.inference = {key: found[key] for key in WRITTEN}
+        except DistgptError as error:
+            self.failed = anonymised(f"died in {phase}: {error}")
+            say(f"{self.stage:<9} {self.failed}")
         finally:
-            into.losses = read_losses(directory.path)  # of the steps that it got to
-
-    def command(self, stage: str, words: Sequence[object]) -> tuple[list[str], str]:
-        """Return a distgpt command in a stage, and how a user would type it."""
-        how: list[object] = ["--stage", stage, "--dtype", self.options.dtype_of(stage)]
-        if self.options.threads is not None and stage not in ON_GPU:
-            how += ["--threads", self.options.threads]
-        own = [*words[:1], *how, *words[1:]]
-        command, typed = distgpt_command(*own), ["distgpt", *map(str, own)]
-        if stage not in WITH_MPI:
-            return command, anonymised(shlex.join(typed))
-        assert self.launcher is not None
-        ranks = self.options.ranks
-        return self.launcher.command(ranks, command), anonymised(self.launcher.shown(ranks, typed))
-
-
-def say(stage: str, text: str) -> None:
-    print_lines(f"{stage:<9} {one_line(text)}", err=True)
-
-
-def settings_of(run: RunConfig) -> dict[str, Any]:
-    """Return a job's settings, without the names of directories of this machine."""
-    settings = asdict(run.model) | asdict(run.train)
-    return settings | {key: anonymised(settings[key]) for key in ("data", "tokenizer", "init")}
+            self.losses = read_losses(out.path)  # of the steps that it took
