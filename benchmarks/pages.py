@@ -17,7 +17,7 @@ from distgpt.core.base.errors import escape
 from distgpt.show.page import Block, prose_columns
 from distgpt.show.plot import COLOURS
 
-PAGE_COLOURS = COLOURS | {"surface": "#f4f6f8", "accent": "#0b5fae"}
+PAGE_COLOURS = COLOURS | {"paper": "#ffffff", "surface": "#f4f6f8", "accent": "#0b5fae"}
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,8 @@ from distgpt.core.saved.metrics import IN_BITS, read_metrics
 from distgpt.core.saved.rundir import RunDirectory
 from distgpt.show.runs import best_evaluation, run_directories
 
-# Series colours stay apart for the colour-blind: tests/show/test_colours.py.
-COLOURS = {"paper": "#ffffff", "ink": "#1b2026", "muted": "#59626d", "rule": "#ccd3da", "grid": "#e4e8ec"}
+# Series colours stay apart for the colour-blind: at least 0.08 in Oklab, also as each kind sees them.
+COLOURS = {"ink": "#1b2026", "muted": "#59626d", "rule": "#ccd3da", "grid": "#e4e8ec"}
 SERIES = ("#1a4ea5", "#b9470a", "#04866c", "#e64ca8", "#aa8a1c", "#3496d2", "#4f4f56", "#7d2417")
 LARGEST = 1e100  # what is drawn: limits need some room beyond
 FORMATS = (".png", ".svg", ".pdf")

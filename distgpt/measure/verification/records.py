@@ -19,6 +19,7 @@ from distgpt.core.saved.metrics import MOST_METRICS, MOST_STEPS, read_metrics
 from distgpt.core.saved.rundir import RunDirectory
 from distgpt.measure.compare.agreement import MEASURED, TOLERANCES, Rounding, relative
 from distgpt.measure.verification.kept import KEY, Facts
+from distgpt.show.page import terminal_table
 
 # Settings of which no bit of a step depends: what is shown, saved, measured and checked beside the steps.
 # A text is compared by its fingerprint, not by its name.
@@ -161,6 +162,35 @@ def numbers_apart(one: float | None, other: float | None, words: tuple[str, str]
     apart = distance(one, other)
     by = f", a relative difference of {apart:.1e}" if math.isfinite(apart) else ""
     return f"{shown[0]} {words[0]}, {shown[1]} {words[1]}{by}"
+
+
+@dataclass(slots=True)
+class Kind:
+    """Numbers of one kind, or a checkpoint's tensors: how many are the same, and the first difference."""
+
+    compared: int = 0
+    same: int = 0
+    first: int | None = None  # the first step that differs
+    words: str = ""  # about it
+    largest: float = 0.0  # difference that was judged: relative, of weights as a part of their way
+    beyond: int | None = None  # the first step whose difference is more than rounding
+
+    def add(self, step: int, difference: str, is_counted: bool = True) -> None:
+        self.compared += is_counted
+        self.same += is_counted and not difference
+        if difference and self.first is None:
+            self.first, self.words = step, difference
+
+
+def tabulated(kinds: Mapping[str, Kind]) -> str:
+    """Return a table of what was compared."""
+    columns = ("what", "compared", "same bits", "first difference")
+    rows = [
+        (name, f"{kind.compared:,}", f"{kind.same:,}", kind.words and f"step {kind.first}: {kind.words}")
+        for name, kind in kinds.items()
+        if kind.compared
+    ]
+    return terminal_table(columns, rows)
 
 
 # -- when the same bits are promised

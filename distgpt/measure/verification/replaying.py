@@ -11,8 +11,7 @@ import os
 import shutil
 import tempfile
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import pairwise
@@ -37,24 +36,25 @@ from distgpt.core.saved.rundir import RunDirectory
 from distgpt.core.saved.tensors import HostArray, fingerprint, read_header, read_rows
 from distgpt.core.train.loop import settle
 from distgpt.core.train.plan import Plan, decode, encode, refuse_unsuited
-from distgpt.core.train.progress import Finished, Progress
-from distgpt.core.train.run import BadStep, Limits, Run
-from distgpt.core.train.seams import Guard, Judge
+from distgpt.core.train.progress import Progress
+from distgpt.core.train.run import BadStep, Run
+from distgpt.core.train.seams import Judge
 from distgpt.core.train.setup import open_run
 from distgpt.core.train.sharing import WEIGHTS
 from distgpt.core.train.step import InFlight, no_votes
 from distgpt.measure.verification.kept import Facts, facts_of
 from distgpt.measure.verification.records import (
     NEUTRAL,
+    Kind,
     Record,
     Side,
     Start,
     distance,
     numbers_apart,
+    tabulated,
     tolerance_of,
     why_rounding,
 )
-from distgpt.show.page import terminal_table
 
 SAME, ROUNDING, DIFFERENT, UNJUDGED = "same", "rounding", "different", "unjudged"
 IN_RUN, HERE = "in the run", "here"
@@ -63,30 +63,6 @@ COMPARED = {"loss": "loss", "grad_norm": "gradient norm", "lr": "learning rate"}
 # How far weights may end from the run's, as a part of the way that the steps have moved them.
 OFF_COURSE = 0.1
 WHOLE_NATS = 0.5  # rounding takes no loss further apart, in whatever step
-
-
-@dataclass(slots=True)
-class Kind:
-    """One kind of numbers, step by step. Only steps that were requested are counted."""
-
-    compared: int = 0
-    same: int = 0
-    largest: float = 0.0  # relative difference, in the steps that are judged
-    first: int | None = None  # the first step that differs
-    words: str = ""  # about it
-    beyond: int | None = None  # the first step whose difference is more than rounding
-
-
-@dataclass(slots=True)
-class Weights:
-    """A checkpoint, tensor by tensor: weights, moments and what else it holds."""
-
-    step: int
-    tensors: int = 0
-    same: int = 0
-    first: str = ""  # the first tensor that differs
-    words: str = ""  # about it
-    off_course: float = 0.0  # a part of the way that the weights were moved; 0: not measured
 
 
 @dataclass(slots=True)
@@ -100,11 +76,11 @@ class Found:
     why: list[str] = field(default_factory=list)  # why bits may differ; none: they must not
     judged: int = 0  # steps in which differences are held to be rounding or more
     kinds: dict[str, Kind] = field(default_factory=lambda: {name: Kind() for name in COMPARED})
-    weights: list[Weights] = field(default_factory=list)
+    weights: dict[int, Kind] = field(default_factory=dict)  # by the step of a checkpoint
 
     @property
     def verdict(self) -> str:
-        if not any(kind.words for kind in self.kinds.values()) and not any(w.words for w in self.weights):
+        if not any(kind.words for kind in [*self.kinds.values(), *self.weights.values()]):
             return SAME
         if difference(self):
             return DIFFERENT
@@ -132,44 +108,11 @@ class Request:
     keeps_threads: bool = True  # takes as many threads as the run had
 
 
-class Quiet:
-    """A listener that passes on what is compiled, which may take a minute, and nothing else."""
-
-    def __init__(self, say: Say) -> None:
-        self._say = say
-
-    def noted(self, text: str) -> None:
-        if text.startswith(COMPILING):
-            self._say(text)
-
-    def started(self, *facts: Any) -> None: ...
-
-    stepped = evaluated = sampled = started
-
-
-class Last(AbstractContextManager["Last"]):
-    """A guard that keeps the last finished step."""
-
-    done: Finished | None = None
-
-    def __exit__(self, *ended: object) -> None: ...
-
-    def after_step(self, done: Finished) -> dict[str, float]:
-        self.done = done
-        return {}
-
-
 class Replayed(Components):
     """The plain parts of a run, except for the policy that rejects bad steps."""
 
-    def __init__(self, last: Last) -> None:
-        self._last = last
-
     def step_policy(self, t: TrainConfig, progress: Progress) -> Judge:
         return components().step_policy(t, progress)
-
-    def callbacks(self, run: Run, limits: Limits) -> Sequence[Guard]:
-        return (self._last,)
 
 
 def replay(request: Request, stage: Stage, say: Say) -> Found | None:
@@ -184,8 +127,8 @@ def replay(request: Request, stage: Stage, say: Say) -> Found | None:
             (folder / "tokenized").symlink_to(tokenized)
         if task["threads"]:
             stage = replace(stage, threads=task["threads"])
-        plan, last = decode(task["plan"]), Last()
-        run = open_run(plan, stage, Quiet(say), parts=Replayed(last))
+        plan = decode(task["plan"])
+        run = open_run(plan, stage, again, parts=Replayed())
         if task["data"] and run.batches.fingerprint != task["data"]:
             changed = f"{plan.config.train.data} or its tokenizer has changed since the run"
             raise shared(DataError(f"{changed}: name the old one with --data"))
@@ -199,8 +142,7 @@ def replay(request: Request, stage: Stage, say: Say) -> Found | None:
             except BadStep as bad:
                 what = f"step {bad.step} is bad here, and was not in the run: {bad.reason}"
                 raise shared(DisagreementError(what)) from None
-            assert last.done
-            again.each(run, last.done)
+            again.compare_weights(run)
             run.step.restart_clock()
         if comm.rank == 0:
             run.directory.lock.release()
@@ -309,18 +251,20 @@ class Again:
         groups = run.checkpoints.groups()
         self._first = {name: np.array(groups[WEIGHTS][name]) for name in groups[WEIGHTS]}
 
-    def each(self, run: Run, done: Finished) -> None:
-        """Compare a step, and its weights where a checkpoint has them. Collective."""
-        step = run.progress.step
-        if run.comm.rank == 0:
-            self._compare_step(step, {"loss": done.loss, "grad_norm": done.norm, "lr": done.lr})
-        if path := self._with_weights.get(step):
-            run.checkpoints.on_root(partial(self._compare_weights, run, step, Path(path)))
+    # What a listener is called with, on rank 0.
 
-    def _compare_step(self, step: int, here: Mapping[str, float]) -> None:
+    def noted(self, text: str) -> None:
+        if text.startswith(COMPILING):  # which may take a minute
+            self._say(text)
+
+    def started(self, *facts: Any) -> None: ...
+
+    evaluated = sampled = started
+
+    def stepped(self, here: dict[str, float]) -> None:
         """Compare the numbers of a step. Rounding grows: later ones are judged only if they are far off."""
-        known, limit = self.record.steps.get(step, {}), self._tolerance
-        is_late = step - self.found.begun > limit.steps
+        step, limit = int(here["step"]), self._tolerance
+        known, is_late = self.record.steps.get(step, {}), step - self.found.begun > limit.steps
         # A norm is a sum over gradients that rounding moves further than their loss.
         allowed = {"loss": limit.apart, "grad_norm": 100 * limit.apart, "lr": 1e-12}
         for name, kind in self.found.kinds.items():
@@ -328,23 +272,24 @@ class Again:
                 continue
             before, now = known[name], here[name]
             is_requested, off = step >= self._request.first, distance(before, now)
-            kind.compared += is_requested
-            if not off:
-                kind.same += is_requested
-                continue
-            if kind.first is None:
-                kind.first, kind.words = step, numbers_apart(before, now, (IN_RUN, HERE))
+            kind.add(step, numbers_apart(before, now, (IN_RUN, HERE)) if off else "", is_requested)
             is_far = name == "loss" and before is not None and abs(before - now) > WHOLE_NATS
-            if is_late and math.isfinite(off) and not is_far:
+            if not off or (is_late and math.isfinite(off) and not is_far):
                 continue
             kind.largest = max(kind.largest, off) if math.isfinite(off) else kind.largest
             if off > allowed[name] and kind.beyond is None:
                 kind.beyond = step
 
+    def compare_weights(self, run: Run) -> None:
+        """Compare the weights of this step, if a checkpoint has them. Collective."""
+        step = run.progress.step
+        if path := self._with_weights.get(step):
+            run.checkpoints.on_root(partial(self._compare_weights, run, step, Path(path)))
+
     def _compare_weights(self, run: Run, step: int, path: Path) -> None:
         """Compare all tensors of a checkpoint, in the order of a forward pass, weights first. For rank 0."""
         verify(path)
-        found, gone, off = Weights(step), 0.0, 0.0
+        found, gone, off = Kind(), 0.0, 0.0
         for stem, tensors in run.checkpoints.groups().items():
             file = path / f"{stem}.safetensors"
             header = read_header(file) if file.exists() else None
@@ -354,19 +299,18 @@ class Again:
                 here = tensors[name]
                 before = np.empty(header.tensors[name].shape, here.dtype)
                 read_rows(file, header, name, before)
-                found.tensors += 1
                 integer = f"i{here.dtype.itemsize}"
                 differing = int(np.count_nonzero(before.view(integer) != np.asarray(here).view(integer)))
-                found.same += not differing
-                if differing and not found.first:
-                    found.first = name if stem == WEIGHTS else f"{stem} {name}"
-                    found.words = f"{differing:,} of {count(before.size, 'element')}"
+                which = name if stem == WEIGHTS else f"{stem} {name}"
+                words = f"{which}: {differing:,} of {count(before.size, 'element')}"
+                found.add(step, words if differing else "")
                 if stem == WEIGHTS and name in self._first:
                     gone += float(np.sum(np.square(before - self._first[name], dtype=np.float64)))
                     off += float(np.sum(np.square(before - here, dtype=np.float64)))
         if gone and step - self.found.begun <= self.found.judged:
-            found.off_course = math.sqrt(off / gone)
-        self.found.weights.append(found)
+            found.largest = math.sqrt(off / gone)
+            found.beyond = step if found.largest > OFF_COURSE else None
+        self.found.weights[step] = found
 
 
 def _before(record: Record, first: int) -> tuple[Path | None, list[str]]:
@@ -464,21 +408,13 @@ def _steps(first: int, last: int) -> str:
 
 def page(found: Found) -> str:
     """Tabulate what was compared, with the verdict below it unless that is an error."""
-    rows = [
-        (COMPARED[name], kind.compared, kind.same, kind.words and f"step {kind.first}: {kind.words}")
-        for name, kind in found.kinds.items()
-        if kind.compared
-    ]
-    rows += [
-        (f"weights, step {each.step}", each.tensors, each.same, each.words and f"{each.first}: {each.words}")
-        for each in found.weights
-    ]
-    columns = ("what", "compared", "same bits", "first difference")
-    lines = [terminal_table(columns, [[str(cell) for cell in row] for row in rows])]
+    kinds = {COMPARED[name]: kind for name, kind in found.kinds.items()}
+    kinds |= {f"weights, step {step}": kind for step, kind in found.weights.items()}
+    lines = [tabulated(kinds)]
     if found.verdict == SAME:
         lines.append("the same to the bit" + (", which was not promised" if found.why else ""))
     if found.verdict == ROUNDING:
-        off = max((each.off_course for each in found.weights), default=0.0)
+        off = max((kind.largest for kind in found.weights.values()), default=0.0)
         weights = f", weights by {off:.1g} of the way that they moved" if off else ""
         later = f"; {found.unjudged} not judged" if found.unjudged else ""
         loss = f"losses differ by at most {found.kinds['loss'].largest:.1g} of their value"
@@ -487,16 +423,14 @@ def page(found: Found) -> str:
 
 
 def difference(found: Found) -> str:
-    """Return the first step or checkpoint that is not as it must be."""
+    """Return the first step or checkpoint that is not as it must be; losses before weights."""
     places = [
-        (step, f"the {COMPARED[name]} of step {step}")
-        for name, kind in found.kinds.items()
+        (step, f"the {name} of step {step}" + f", {kind.words.partition(': ')[0]}" * (name == "weights"))
+        for name, kind in [
+            *((COMPARED[name], kind) for name, kind in found.kinds.items()),
+            *(("weights", kind) for kind in found.weights.values()),
+        ]
         if (step := kind.beyond if found.why else kind.first) is not None
-    ]
-    places += [
-        (each.step, f"the weights of step {each.step}, {each.first}")
-        for each in found.weights
-        if each.first and (each.off_course > OFF_COURSE or not found.why)
     ]
     return f"{min(places)[1]} first" if places else ""
 
