@@ -219,7 +219,7 @@ def compare_stages(
         if tolerance or not {*(stages or "serial").split(",")} <= {*on_cpu}:
             raise UsageError(f"--deterministic is for {' and '.join(on_cpu)}, with a tolerance of 0")
         tolerance, stages = 0.0, stages or ",".join(on_cpu)
-    workload = find_workload(preset, config, set_by_user(flags), full, deterministic)
-    gpu_dtype = gpu_dtype or workload.run.train.dtype
-    options = CompareOptions(workload, stages, ranks, launcher, hostfile, threads, gpu_dtype, tolerance)
+    name, run = find_workload(preset, config, set_by_user(flags), full, deterministic)
+    gpu_dtype = gpu_dtype or run.train.dtype
+    options = CompareOptions(name, run, stages, ranks, launcher, hostfile, threads, gpu_dtype, tolerance)
     compare(options, out, as_json)

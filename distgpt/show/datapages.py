@@ -30,13 +30,10 @@ SAMPLE_TOKENS = 64
 MOST_SOURCES = 12  # rows
 
 
-def watcher(progress: str, label: str) -> closing[ByteProgress]:
-    """`progress` is live, plain, or auto: live on a terminal."""
-    return closing(ByteProgress(label, progress == "live" or (progress == "auto" and sys.stderr.isatty())))
-
-
 def prepare_and_report(request: Request, progress: str) -> None:
-    with watcher(progress, "tokenizing") as watching:
+    """`progress` is live, plain, or auto: live on a terminal."""
+    is_live = progress == "live" or (progress == "auto" and sys.stderr.isatty())
+    with closing(ByteProgress(is_live)) as watching:
         manifest = prepare(request, watching, find_inputs(request.inputs, watching.noted))
     print_lines("\n".join(summary(request.out, manifest, manifest.description)))
     print_lines(f"next: {command_line('train', '--data', request.out)}")
@@ -83,7 +80,7 @@ def report(folder: Path, as_json: bool, verify: bool) -> None:
     tokenizer = shards_tokenizer(folder, manifest)
     opened = {split: ShardTokens(folder, manifest, split) for split in SPLITS}
     if verify:
-        _verify(folder, manifest, tokenizer.describe())
+        _verify(folder, manifest)
     train = opened["train"]
     sample = tokenizer.decode(train.read(0, min(SAMPLE_TOKENS, len(train))))
     if as_json:
@@ -111,24 +108,14 @@ def report(folder: Path, as_json: bool, verify: bool) -> None:
     )
 
 
-def _verify(folder: Path, manifest: Manifest, tokenizer: str) -> None:
+def _verify(folder: Path, manifest: Manifest) -> None:
     """Check every shard, and report everything that is wrong."""
     complaints = [f"{folder / escape(name)} is not in the manifest" for name in unlisted(folder, manifest)]
-    done, width = 0, manifest.shards[0].bytes // manifest.shards[0].tokens
-
-    with watcher("auto", "verifying") as watching:
-        watching.began(sum(shard.bytes for shard in manifest.shards), tokenizer)
-
-        def advanced(read: int) -> None:
-            nonlocal done
-            done += read
-            watching.advanced(done, done // width)
-
-        for shard in manifest.shards:
-            try:
-                verify_shards(folder, manifest, [shard], advanced)
-            except DataError as error:
-                complaints.append(str(error))
+    for shard in manifest.shards:
+        try:
+            verify_shards(folder, manifest, [shard])
+        except DataError as error:
+            complaints.append(str(error))
     if complaints:
         raise DataError("; ".join(complaints))
 

@@ -95,13 +95,9 @@ class ItemProgress(_Lines):
 class ByteProgress(_Lines):
     """Shows how many bytes of a text are read, with tokens a second and the time left."""
 
-    def __init__(self, label: str, is_live: bool) -> None:
-        super().__init__(is_live)
-        self._label = label
-
     def began(self, total_bytes: int, of: str, label: str = "") -> None:
         self._total, self._begun = max(1, total_bytes), (0.0, 0, 0)
-        self.noted(f"{label or self._label} {size(total_bytes)} ({of})")
+        self.noted(f"{label or 'tokenizing'} {size(total_bytes)} ({of})")
 
     def advanced(self, consumed: int, tokens: int) -> None:
         shown = f"{consumed / self._total:4.0%}  {size(consumed)}  {tokens:,} tokens"

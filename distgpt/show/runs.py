@@ -84,13 +84,8 @@ def render_terminal(runs: list[Listed]) -> str:
     room = get_terminal_size((WIDE, 24)).columns
     shown = [asdict(run) | {"steps": _steps(run), "time": _time(run)} for run in _with_sweeps(runs)]
     table = tabulated([column for column in COLUMNS if room >= WIDE or column[1] not in SPARE], shown)
-    parts = [
-        escape(f"{run.name}: validation of {run.val_tokens:,} of {run.held_out_tokens:,} held-out tokens")
-        for run in runs
-        if run.val_tokens and run.held_out_tokens
-    ]
     wrong = [escape(f"{run.name}: {run.error}") for run in runs if run.error]
-    return "\n".join([terminal_table(table.columns, table.rows), *parts, *wrong])
+    return "\n".join([terminal_table(table.columns, table.rows), *wrong])
 
 
 def _with_sweeps(runs: list[Listed]) -> Iterator[Listed]:

@@ -31,19 +31,19 @@ def stage(name, losses, dtype="float32", tokens=None):
 
 
 def test_the_default_is_the_beginning_of_the_projects_run_at_its_rates():
-    run, whole = find_workload(None, None, {"dtype": "float64"}, full=False).run, preset("gpt-mini")
+    (_, run), whole = find_workload(None, None, {"dtype": "float64"}, full=False), preset("gpt-mini")
     assert run.train.steps == 21
     for step in range(21):
         rate = learning_rate(whole.train, step)
         assert learning_rate(run.train, step) == pytest.approx(rate, rel=1e-12)
-    assert find_workload(None, None, {}, full=True).run == whole
-    assert find_workload("gpt-mini", None, {"steps": 50}, full=False).run == whole
+    assert find_workload(None, None, {}, full=True)[1] == whole
+    assert find_workload("gpt-mini", None, {"steps": 50}, full=False)[1] == whole
 
 
 def test_another_workload_is_as_train_takes_it(tmp_path):
     (tmp_path / "mine.toml").write_text('preset = "microgpt"\nsteps = 7\n')
-    workload = find_workload(None, tmp_path / "mine.toml", {"seed": 5}, full=False)
-    assert workload.run == preset("microgpt", {"steps": 7, "seed": 5})
+    _, run = find_workload(None, tmp_path / "mine.toml", {"seed": 5}, full=False)
+    assert run == preset("microgpt", {"steps": 7, "seed": 5})
     with pytest.raises(UsageError):
         find_workload(None, tmp_path / "mine.toml", {}, full=True)
 
@@ -94,7 +94,7 @@ def test_the_first_with_most_steps_is_the_reference_and_the_coarser_format_count
 
 
 def comparison(*stages, state=DONE):
-    options = CompareOptions(find_workload(None, None, {}, full=False))
+    options = CompareOptions(*find_workload(None, None, {}, full=False))
     missing = {"cuda": [{"what": "no GPU", "remedy": "buy one"}]}
     return Comparison(options, missing, "", {}, list(stages), state)
 

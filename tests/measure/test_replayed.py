@@ -113,11 +113,15 @@ def test_a_loss_that_differs_is_found(copied):
     assert "loss 4 3 step 10: " in " ".join(result.stdout.split())
 
 
-def test_without_what_the_bits_depended_on_rounding_is_told_from_more(copied):
-    history = copied / "history.jsonl"
+def forget_facts(run):
+    history = run / "history.jsonl"
     history.write_text(
         "".join(f"{s}\n" for s in history.read_text().splitlines() if KEY not in json.loads(s))
     )
+
+
+def test_without_what_the_bits_depended_on_rounding_is_told_from_more(copied):
+    forget_facts(copied)
     found, result = replayed(copied, "9:12")
     assert (found["verdict"], found["promised"], result.returncode) == ("same", False, 0)
     assert "it is not kept what bits depend on in the run" in result.stderr
@@ -133,10 +137,7 @@ def test_without_what_the_bits_depended_on_rounding_is_told_from_more(copied):
 def test_steps_that_are_too_late_to_tell_rounding_from_more_are_not_called_the_same(copied, monkeypatch):
     """A loss that is off by more than rounding can ever be is found in any step."""
     monkeypatch.setitem(MEASURED, ("adamw", "float32"), MEASURED["adamw", "float32"]._replace(steps=2))
-    history = copied / "history.jsonl"
-    history.write_text(
-        "".join(f"{s}\n" for s in history.read_text().splitlines() if KEY not in json.loads(s))
-    )
+    forget_facts(copied)
     change_loss(copied, 11, 1 + 1e-3)
     found, result = replayed(copied, "11:12")
     assert (found["verdict"], result.returncode) == ("unjudged", 3)
@@ -180,16 +181,12 @@ def test_adapters_and_the_file_that_they_stand_beside(run, tmp_path):
     refused(inside("replay", tmp_path / "adapted", "--steps", "1:2", "--init", other), 65, "--init")
 
 
-def test_ranks_that_took_steps_of_their_own_are_as_many():
+def test_ranks_and_threads_are_the_runs_where_steps_depend_on_them():
     starts = [Start(0, 2, {}, None)]
     _refuse_other_ranks(4, starts, 2)
     with pytest.raises(UsageError, match="replay on 2 ranks"):
         _refuse_other_ranks(4, starts, 1)
-
-
-def test_threads_of_the_run_are_taken_only_where_bits_depend_on_them():
-    """Four ranks in the place of one must not have all its threads each."""
-    one = SimpleNamespace(ranks=1, threads=[64])
+    one = SimpleNamespace(ranks=1, threads=[64])  # four ranks must not have all of its threads each
     assert [_threads(one, 0, 1), _threads(one, 0, 4), _threads(one, 8, 1)] == [64, 0, 0]
 
 

@@ -11,7 +11,7 @@ from conftest import inside, metrics
 
 from distgpt.core.base.errors import DataError, StorageError, UsageError
 from distgpt.show.plot import Curve, Look, _Picture, plot, read_runs, short_names
-from distgpt.show.runs import list_runs, render_terminal
+from distgpt.show.runs import list_runs
 
 
 def line(step, **more):
@@ -182,7 +182,6 @@ def test_a_legend_has_the_last_loss_and_the_lowest_validation_that_runs_lists(tm
     [found] = list_runs(folder, "name", reverse=False)
     assert (found.val_loss, found.bits_per_byte, found.val_step) == (1.5, 3.0, 50)
     assert (found.loss, found.train_bits_per_byte) == (2.0, 4.0)
-    assert "run: validation of 40 of 90 held-out tokens" in render_terminal([found])
 
 
 def test_a_directory_of_runs_stands_for_all_that_have_begun(tmp_path, monkeypatch):

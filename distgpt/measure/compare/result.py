@@ -36,7 +36,7 @@ UNFINISHED = "Interrupted: only what was measured until then is here."
 
 def compare(options: CompareOptions, out: Path, as_json: bool) -> None:
     """Run the whole command. Raise a DisagreementError if stages disagree."""
-    run = options.workload.run
+    run = options.run
     refuse_foreign(out)
     stages, missing, launcher = find_runnable(options)
     if set(stages) & set(WITH_MPI):
@@ -83,7 +83,7 @@ class Comparison:
 
     @property
     def differences(self) -> list[Difference]:
-        return differences(self.measured, self.options.tolerance, self.options.workload.run.train.optimizer)
+        return differences(self.measured, self.options.tolerance, self.options.run.train.optimizer)
 
     @property
     def problems(self) -> list[str]:
@@ -118,9 +118,13 @@ class Comparison:
         later = max(each.largest_later or 0.0 for each in found)
         return f"{same} Later ones differ by up to {later:.1e}." if later else same
 
+    def workload(self) -> str:
+        t, tokens = self.options.run.train, self.options.run.model.seq_len
+        return f"{self.options.name}: {t.steps} steps of {t.batch_size} × {tokens} tokens"
+
     def as_json(self) -> dict[str, Any]:
         """Return everything, for compare.json and --json. Names no directories and hosts of this machine."""
-        workload, run = self.options.workload, self.options.workload.run
+        run = self.options.run
         return {
             "format": FORMAT,
             "version": VERSION,
@@ -129,8 +133,8 @@ class Comparison:
             "verdict": self.verdict(),
             "environment": self.environment,
             "workload": {
-                "name": workload.name,
-                "sentence": workload.sentence(),
+                "name": self.options.name,
+                "sentence": self.workload(),
                 "prompt": self.prompt,
                 "steps": run.train.steps,
                 "tokens_per_step": run.train.batch_size * run.model.seq_len,
@@ -155,7 +159,7 @@ def save(comparison: Comparison, out: Path) -> None:
 def blocks_of(comparison: Comparison) -> list[Block]:
     """Return the whole result for a terminal."""
     wrote = [(f"Written by {who} after the text's first tokens", text) for who, text in _texts(comparison)]
-    workload = Paragraph(comparison.options.workload.sentence())
+    workload = Paragraph(comparison.workload())
     verdict = Paragraph(comparison.verdict())
     return [workload, _table(comparison), _missing(comparison), Texts(wrote), verdict]
 

@@ -41,22 +41,14 @@ PRESET, SHORT = "gpt-mini", 21  # the course project's model, and how many of it
 PROMPT_TOKENS, NEW_TOKENS = 256, 30
 
 
-@dataclass(frozen=True, slots=True)
-class Workload:
-    name: str
-    run: RunConfig
-
-    def sentence(self) -> str:
-        t, tokens = self.run.train, self.run.model.seq_len
-        return f"{self.name}: {t.steps} steps of {t.batch_size} × {tokens} tokens"
-
-
 def find_workload(
     preset: str | None, toml: Path | None, flags: Mapping[str, Any], full: bool, deterministic: bool = False
-) -> Workload:
-    """Return the job that the options describe. The course project's is shortened unless `full`."""
+) -> tuple[str, RunConfig]:
+    """Return the name and settings of the job. The course project's is shortened unless `full`."""
     preset = preset or (PRESET if toml is None else None)
-    is_projects = preset == PRESET and toml is None and "steps" not in flags
+    is_projects = (
+        preset == PRESET and toml is None and not flags.keys() & {"steps", "epochs", "train_minutes"}
+    )
     if full and not is_projects:
         raise UsageError("--full is for the course project's workload; set the length of others with --steps")
     asked = asked_for({**flags, "deterministic": deterministic}, preset, toml)
@@ -64,7 +56,7 @@ def find_workload(
     if is_projects and not full:
         # Its first steps, at the learning rates that a linear schedule has there.
         config = config.with_values({"steps": SHORT, "min_lr": learning_rate(config.train, SHORT)})
-    return Workload(asked.name, config)
+    return asked.name, config
 
 
 def find_prompt(config: RunConfig) -> str:
@@ -84,7 +76,8 @@ def find_prompt(config: RunConfig) -> str:
 class CompareOptions:
     """The command line. `tolerance` replaces our own."""
 
-    workload: Workload
+    name: str
+    run: RunConfig
     stages: str | None = None
     ranks: int = 2
     launcher: str | None = None
@@ -94,7 +87,7 @@ class CompareOptions:
     tolerance: float | None = None
 
     def dtype_of(self, stage: str) -> str:
-        return self.gpu_dtype if stage in ON_GPU else self.workload.run.train.dtype
+        return self.gpu_dtype if stage in ON_GPU else self.run.train.dtype
 
 
 def find_runnable(
@@ -139,9 +132,7 @@ def find_runnable(
 def refuse_foreign(folder: Path) -> None:
     """Reject a folder that is neither empty nor one of an earlier comparison."""
     with storage_errors("use", folder):
-        if folder.exists() and not folder.is_dir():
-            raise UsageError(f"--out {folder} is not a directory; choose another")
-        if not folder.is_dir() or not any(folder.iterdir()):
+        if not folder.exists() or not any(folder.iterdir()):
             return
     result = folder / "compare.json"
     try:
@@ -178,7 +169,7 @@ class Measured:
         shutil.rmtree(out.path, ignore_errors=True)
         say(f"{self.stage:<9} {phase} …")
         try:
-            found = train(self.stage, options.workload.run, out.path, words, with_mpi, self.ranks)
+            found = train(self.stage, options.run, out.path, words, with_mpi, self.ranks)
             self.training = {key: found[key] for key in TRAINED}
             self.threads = found["threads"] or None
             shutil.rmtree(out.checkpoints, ignore_errors=True)  # no one resumes from here

@@ -42,6 +42,7 @@ from distgpt.core.train.seams import Judge
 from distgpt.core.train.setup import open_run
 from distgpt.core.train.sharing import WEIGHTS
 from distgpt.core.train.step import InFlight, no_votes
+from distgpt.measure.compare.agreement import Rounding
 from distgpt.measure.verification.kept import Facts, facts_of
 from distgpt.measure.verification.records import (
     NEUTRAL,
@@ -97,17 +98,6 @@ class Found:
         return {"verdict": self.verdict, "promised": not self.why, **asdict(self)}
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
-    """A request to replay steps `first` to `last`, with these settings in the place of the run's."""
-
-    path: Path
-    first: int
-    last: int
-    values: Mapping[str, bool | int | float | str]  # dtype, data, init
-    keeps_threads: bool = True  # takes as many threads as the run had
-
-
 class Replayed(Components):
     """The plain parts of a run, except for the policy that rejects bad steps."""
 
@@ -115,14 +105,14 @@ class Replayed(Components):
         return components().step_policy(t, progress)
 
 
-def replay(request: Request, stage: Stage, say: Say) -> Found | None:
+def replay(again: Again) -> Found | None:
     """Return what was found, on rank 0; None on the others. Collective."""
-    comm, again = stage.comm, Again(request, stage, say)
+    stage, comm = again.stage, again.stage.comm
     with storage_errors("create a folder in", Path(os.environ.get("TMPDIR", "/tmp"))):
         folder = Path(tempfile.mkdtemp(prefix="distgpt-replay-")) if comm.rank == 0 else Path()
     try:
         task = on_root(comm, lambda: again.task(folder / "run"))
-        tokenized = request.path.resolve().parent / "tokenized"
+        tokenized = again.path.resolve().parent / "tokenized"
         if comm.rank == 0 and tokenized.is_dir():
             (folder / "tokenized").symlink_to(tokenized)
         if task["threads"]:
@@ -134,7 +124,7 @@ def replay(request: Request, stage: Stage, say: Say) -> Found | None:
             raise shared(DataError(f"{changed}: name the old one with --data"))
         again.begun(run)
         skipped, elapsed, in_flight = dict(task["skipped"]), dict(task["elapsed"]), InFlight(0)
-        for number in range(run.progress.step, request.last):
+        for number in range(run.progress.step, again.last):
             run.batches.skipped = skipped.get(number, run.batches.skipped)
             in_flight.add_launched(run.launch(number, run.batches, no_votes, elapsed.get(number)))
             try:
@@ -152,73 +142,84 @@ def replay(request: Request, stage: Stage, say: Say) -> Found | None:
     return again.found if comm.rank == 0 else None
 
 
+@dataclass(slots=True)
 class Again:
-    """A replay. Only rank 0 has the run's record; the others compute."""
+    """A replay of steps `first` to `last`. Only rank 0 has the run's record; the others compute."""
 
-    def __init__(self, request: Request, stage: Stage, say: Say) -> None:
-        self._request, self._stage, self._say = request, stage, say
-        self._with_weights: dict[int, str] = {}  # the checkpoints to compare, by their steps
-        self._first: dict[str, HostArray] = {}  # weights before the first step, where they are needed
+    path: Path
+    first: int
+    last: int
+    values: Mapping[str, bool | int | float | str]  # dtype, data, init, in the place of the run's
+    keeps_threads: bool  # takes as many threads as the run had
+    stage: Stage
+    say: Say
+    record: Record = field(init=False)
+    starts: list[Start] = field(init=False)  # that have taken the steps
+    found: Found = field(init=False)
+    opening: str = ""
+    tolerance: Rounding = field(init=False)
+    with_weights: dict[int, str] = field(default_factory=dict)  # the checkpoints to compare, by their steps
+    first_weights: dict[str, HostArray] = field(default_factory=dict)  # where they are needed
 
     def task(self, folder: Path) -> dict[str, Any]:
         """Return the steps to take, up to `plan.until`, for all ranks. For rank 0."""
-        request, size = self._request, self._stage.comm.size
-        self.record = record = Record(request.path)
+        size = self.stage.comm.size
+        self.record = record = Record(self.path)
         last = max((*record.steps, *(step for step, _ in record.checkpoints())), default=0)
-        if request.last > last:
-            raise UsageError(f"{request.path} has {count(last, 'step')}: there is no step {request.last}")
-        checkpoint, damaged = _before(record, request.first)
+        if self.last > last:
+            raise UsageError(f"{self.path} has {count(last, 'step')}: there is no step {self.last}")
+        checkpoint, damaged = _before(record, self.first)
         state = load_state(checkpoint) if checkpoint else State()
-        self.starts = _starts(record, state.step, request.first, request.last)
+        self.starts = _starts(record, state.step, self.first, self.last)
         facts = self.starts[0].facts if self.starts else None
-        config = self._settings(record.settings_of(request.last), facts)
+        config = self._settings(record.settings_of(self.last), facts)
         t = config.train
         _refuse_other_ranks(t.outer_every, self.starts, size)
-        refuse_unsuited(t, size, self._stage.on_gpu)
+        refuse_unsuited(t, size, self.stage.on_gpu)
         components().model(t).refuse_moved(t)
         if not t.chats:
             try:
                 resolve_data(t.data)
             except DataError as error:
                 raise DataError(f"{error}; name the run's text with --data") from None
-        steps = range(state.step, request.last)
-        known = any(step in record.steps for step in range(request.first, request.last + 1))
-        if not known and not self._checkpoints_from(request.first - 1):
+        steps = range(state.step, self.last)
+        known = any(step in record.steps for step in range(self.first, self.last + 1))
+        if not known and not self._checkpoints_from(self.first - 1):
             raise UsageError(f"{record.path} has kept no numbers and no checkpoint of these steps")
         if not checkpoint and facts and facts.init and fingerprint(Path(t.init)) != facts.init:
             raise DataError(f"{t.init} has changed since the run: name the old file with --init")
-        self.found = Found(str(request.path), (request.first, request.last), state.step)
-        before = request.first - 1 - state.step
-        self._opening = "\n".join(
+        self.found = Found(str(self.path), (self.first, self.last), state.step)
+        before = self.first - 1 - state.step
+        self.opening = "\n".join(
             [
                 *damaged,
-                f"{_steps(request.first, request.last)} of {request.path}, from"
+                f"{_steps(self.first, self.last)} of {self.path}, from"
                 f" {checkpoint or 'its first weights'}"
                 + (f", which takes {count(before, 'more step')}" if before else ""),
             ]
         )
         return {
-            "plan": encode(_plan(config, RunDirectory(folder), checkpoint, state, request.last)),
+            "plan": encode(_plan(config, RunDirectory(folder), checkpoint, state, self.last)),
             "data": facts.data if facts else state.corpus or "",  # the text's fingerprint, "" if not known
             "elapsed": [*_elapsed(record, config, steps).items()],  # parts of the time, for learning rates
             "skipped": [*record.skipped.items()],  # batches that were left out, from such a step on
             # of each rank; 0: as the stage has them
-            "threads": _threads(facts, t.reproducible_parts, size) if request.keeps_threads else 0,
+            "threads": _threads(facts, t.reproducible_parts, size) if self.keeps_threads else 0,
         }
 
     def _settings(self, config: RunConfig, facts: Facts | None) -> RunConfig:
         """Return the run's settings, those that memory chose, and none of what is beside the steps."""
         values: dict[str, bool | int | float | str] = {"val": "", "hellaswag": "", "save": "sync"}
         values |= {"eval_every": 0, "sample_every": 0, "verify_every": 0}
-        if facts and facts.ranks == self._stage.comm.size and bool(facts.gpu) == self._stage.on_gpu:
+        if facts and facts.ranks == self.stage.comm.size and bool(facts.gpu) == self.stage.on_gpu:
             values["recompute"] = facts.recompute
             if not config.train.reproducible_parts:
                 values["grad_accum"] = facts.micro_batches
-        return config.with_values({**values, **self._request.values})
+        return config.with_values({**values, **self.values})
 
     def _checkpoints_from(self, first: int) -> dict[int, str]:
         """Return the checkpoints after a step, up to the last one that is replayed."""
-        last = self._request.last
+        last = self.last
         return {step: str(path) for step, path in self.record.checkpoints() if first < step <= last}
 
     # Called by all ranks while steps are taken.
@@ -228,34 +229,34 @@ class Again:
         facts = facts_of(run)
 
         def promise() -> list[object]:
-            t = self.record.settings_of(self._request.last).train
+            t = self.record.settings_of(self.last).train
             found = self.found
             found.ranks = run.comm.size
             here = Side(facts, run.settings, HERE)
             thens = [start.facts for start in self.starts] or [None]
             reasons = [reason for then in thens for reason in why_rounding(Side(then, t, IN_RUN), here)]
             found.why = list(dict.fromkeys(reasons))
-            self._tolerance = tolerance_of(t, run.settings)
-            found.judged = self._tolerance.steps
+            self.tolerance = tolerance_of(t, run.settings)
+            found.judged = self.tolerance.steps
             promised = f"rounding is expected: {'; '.join(found.why)}" if found.why else ""
-            self._say(f"{self._opening}\n{promised or 'the same bits are promised'}")
+            self.say(f"{self.opening}\n{promised or 'the same bits are promised'}")
             # None between the first checkpoint and the first step is intact, or it had begun there.
-            return [[*self._checkpoints_from(self._request.first - 1).items()], bool(found.why)]
+            return [[*self._checkpoints_from(self.first - 1).items()], bool(found.why)]
 
         pairs, is_rounded = on_root(run.comm, promise)
-        self._with_weights = dict(pairs)
+        self.with_weights = dict(pairs)
         if is_rounded and pairs:
             run.checkpoints.on_root(partial(self._keep_first, run))
 
     def _keep_first(self, run: Run) -> None:
         groups = run.checkpoints.groups()
-        self._first = {name: np.array(groups[WEIGHTS][name]) for name in groups[WEIGHTS]}
+        self.first_weights = {name: np.array(groups[WEIGHTS][name]) for name in groups[WEIGHTS]}
 
     # What a listener is called with, on rank 0.
 
     def noted(self, text: str) -> None:
         if text.startswith(COMPILING):  # which may take a minute
-            self._say(text)
+            self.say(text)
 
     def started(self, *facts: Any) -> None: ...
 
@@ -263,7 +264,7 @@ class Again:
 
     def stepped(self, here: dict[str, float]) -> None:
         """Compare the numbers of a step. Rounding grows: later ones are judged only if they are far off."""
-        step, limit = int(here["step"]), self._tolerance
+        step, limit = int(here["step"]), self.tolerance
         known, is_late = self.record.steps.get(step, {}), step - self.found.begun > limit.steps
         # A norm is a sum over gradients that rounding moves further than their loss.
         allowed = {"loss": limit.apart, "grad_norm": 100 * limit.apart, "lr": 1e-12}
@@ -271,7 +272,7 @@ class Again:
             if name not in known:
                 continue
             before, now = known[name], here[name]
-            is_requested, off = step >= self._request.first, distance(before, now)
+            is_requested, off = step >= self.first, distance(before, now)
             kind.add(step, numbers_apart(before, now, (IN_RUN, HERE)) if off else "", is_requested)
             is_far = name == "loss" and before is not None and abs(before - now) > WHOLE_NATS
             if not off or (is_late and math.isfinite(off) and not is_far):
@@ -283,7 +284,7 @@ class Again:
     def compare_weights(self, run: Run) -> None:
         """Compare the weights of this step, if a checkpoint has them. Collective."""
         step = run.progress.step
-        if path := self._with_weights.get(step):
+        if path := self.with_weights.get(step):
             run.checkpoints.on_root(partial(self._compare_weights, run, step, Path(path)))
 
     def _compare_weights(self, run: Run, step: int, path: Path) -> None:
@@ -304,8 +305,8 @@ class Again:
                 which = name if stem == WEIGHTS else f"{stem} {name}"
                 words = f"{which}: {differing:,} of {count(before.size, 'element')}"
                 found.add(step, words if differing else "")
-                if stem == WEIGHTS and name in self._first:
-                    gone += float(np.sum(np.square(before - self._first[name], dtype=np.float64)))
+                if stem == WEIGHTS and name in self.first_weights:
+                    gone += float(np.sum(np.square(before - self.first_weights[name], dtype=np.float64)))
                     off += float(np.sum(np.square(before - here, dtype=np.float64)))
         if gone and step - self.found.begun <= self.found.judged:
             found.largest = math.sqrt(off / gone)
