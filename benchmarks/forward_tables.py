@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from charts import Bar, BarChart
+
 from distgpt.core.base.formatting import count, three_digits
 from distgpt.measure.jobs import Row
-from distgpt.show.charts import Bar, BarChart
 from distgpt.show.page import Block, Column, tabulated
 
 

@@ -15,10 +15,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from charts import LineChart, line, svg
+
 from distgpt.core.base.files import atomic_file
 from distgpt.core.base.formatting import duration
 from distgpt.core.base.formatting import size as in_bytes
-from distgpt.show.charts import LineChart, line, svg
 
 Row = dict[str, Any]
 MODEL = "GPT-2 bfloat16"

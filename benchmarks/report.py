@@ -15,6 +15,8 @@ import click
 import forward_tables
 import scaling_page
 import train_beside_torch
+from charts import LineChart, line
+from pages import Section, html
 from record import end_with_errors
 
 from distgpt.core.base.checked import parse_json
@@ -22,8 +24,7 @@ from distgpt.core.base.errors import DataError, StorageError, UsageError, print_
 from distgpt.core.base.files import atomic_file, read_small, storage_errors
 from distgpt.core.base.formatting import count, duration, size
 from distgpt.measure.bench import allreduce, infer
-from distgpt.show.charts import LineChart, line
-from distgpt.show.page import Block, Paragraph, Section, html
+from distgpt.show.page import Block, Paragraph
 
 Result = dict[str, Any]
 

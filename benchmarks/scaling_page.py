@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from charts import LineChart, line
 from predictions import MOST_RANKS
 
 from distgpt.core.base.formatting import count, duration
 from distgpt.core.base.formatting import size as in_bytes
 from distgpt.measure.bench.allreduce import left_out
 from distgpt.measure.jobs import Row
-from distgpt.show.charts import LineChart, line
 from distgpt.show.page import Block, Column, Paragraph, Table, tabulated
 
 TRUSTED = 0.1  # how far the model may be off for measured steps, for its predictions to be shown

@@ -15,6 +15,7 @@ from statistics import median
 from typing import Any
 
 import click
+from charts import Bar, BarChart
 from peer_process import BEST, ask_peer, candidates, for_torch, refuse_without_torch, switches
 from record import end_with_errors
 
@@ -25,7 +26,6 @@ from distgpt.core.config import ON_GPU, WITH_MPI, RunConfig
 from distgpt.measure.bench import train as own
 from distgpt.measure.bench.train import TrainOptions, measured_peak, prepared, scratch_folder, with_peak
 from distgpt.measure.jobs import Row, say
-from distgpt.show.charts import Bar, BarChart
 from distgpt.show.page import Block, tabulated
 
 OURS, THEIRS = "distgpt", "PyTorch"

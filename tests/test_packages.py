@@ -14,7 +14,6 @@ NEEDED = (
     "gpu/cu/attention.cu",
     "gpu/cu/common.cuh",
     "inference/serving/page.html",
-    "show/page.html.j2",
 )
 NEEDED += ("bundled/data/corpus.txt", "bundled/weights/sample.safetensors", "bundled/docs/how-to/chats.md")
 NEEDED += ("bundled/docs/reference/exit-codes.md", "bundled/docs/explanation/learning.md")

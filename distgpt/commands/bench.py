@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import click
-from click.core import ParameterSource
 
 from distgpt.cluster.launch.environment import launched_as
 from distgpt.commands.complete import presets
@@ -33,7 +32,6 @@ from distgpt.core.config import DTYPES, ON_GPU, ROUNDED_DTYPES, SETTINGS, STAGES
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 
-_OF_SOME_STAGES = ("ranks", "hostfile", "launcher", "threads")  # options without effect on the others
 
 DTYPE_HELP = "Compute in this number format; in float32 if left out, in which losses agree to 6e-5."
 
@@ -202,14 +200,12 @@ def compare_stages(
 ) -> None:
     """Run the same job through every stage, and prove that all compute the same.
 
-    Trains and then lets the model write, each in a process of its own. Without a workload of yours it is that
-    of the course project, next to the figures that it published. Leaves compare.json and report.html in
-    --out. Exit code 1: losses differ by more than the tolerance, or a stage died. (`compare` is for two runs
-    that are there.)
+    Trains and then lets the model write, each in a process of its own. The default workload is the course
+    project's. Leaves compare.json in --out. Exit code 1: losses differ by more than the tolerance, or a stage
+    died. (`compare` is for two existing runs.)
     """
-    from distgpt.measure.compare.run import compare
-    from distgpt.measure.compare.stages import CompareOptions
-    from distgpt.measure.compare.workload import find_workload
+    from distgpt.measure.compare.result import compare
+    from distgpt.measure.compare.stages import CompareOptions, find_workload
 
     refuse_launched("stages")
     if tolerance is not None and not math.isfinite(tolerance):
@@ -219,9 +215,7 @@ def compare_stages(
         if tolerance or not {*(stages or "serial").split(",")} <= {*on_cpu}:
             raise UsageError(f"--deterministic is for {' and '.join(on_cpu)}, with a tolerance of 0")
         tolerance, stages = 0.0, stages or ",".join(on_cpu)
-    workload = find_workload(preset, config, set_by_user(flags), full, deterministic)
-    gpu_dtype = gpu_dtype or workload.run.train.dtype
-    options = CompareOptions(workload, stages, ranks, launcher, hostfile, threads, gpu_dtype, tolerance)
-    source = click.get_current_context().get_parameter_source
-    named = [f"--{name}" for name in _OF_SOME_STAGES if source(name) is not ParameterSource.DEFAULT]
-    compare(options, out, named, as_json)
+    name, run = find_workload(preset, config, set_by_user(flags), full, deterministic)
+    gpu_dtype = gpu_dtype or run.train.dtype
+    options = CompareOptions(name, run, stages, ranks, launcher, hostfile, threads, gpu_dtype, tolerance)
+    compare(options, out, as_json)

@@ -189,9 +189,8 @@ def sweep(
     """
     from distgpt.cluster.launch.environment import job_end
     from distgpt.core.comm.agree import on_root
-    from distgpt.measure.sweep.opening import begin_sweep, open_stages, preview
     from distgpt.measure.sweep.report import finish
-    from distgpt.measure.sweep.work import Listener, Worker
+    from distgpt.measure.sweep.work import Listener, Worker, begin_sweep, open_stages, preview
 
     if gpu.deterministic and stage == "serial":
         raise UsageError("--deterministic: on CPUs, say reproducible_parts = 8 in GRID.toml")

@@ -101,7 +101,7 @@ def compare(a: Path, b: Path, as_json: bool) -> None:
 
     found = compare_runs(a, b)
     print_lines(json.dumps(found.to_json()) if as_json else page(found))
-    if not found.is_same:
+    if found.at is not None:
         raise DisagreementError(verdict(found))
 
 
@@ -153,7 +153,7 @@ def replay(
     """
     import json
 
-    from distgpt.measure.verification.replaying import Request, difference, page, undecided
+    from distgpt.measure.verification.replaying import Again, difference, page, undecided
     from distgpt.measure.verification.replaying import replay as replay_run
 
     ready = open_stage(stage, threads, gpu)
@@ -164,10 +164,10 @@ def replay(
         if ready.comm.rank == 0:
             print_lines(text, err=True)
 
-    found = replay_run(Request(run, *steps, given, threads is None and stage not in ON_GPU), ready, say)
+    found = replay_run(Again(run, *steps, given, threads is None and stage not in ON_GPU, ready, say))
     if found:
         print_lines(json.dumps(found.to_json()) if as_json else page(found))
-    if verdict := on_root(ready.comm, lambda: found and found.is_different and difference(found)):
+    if verdict := on_root(ready.comm, lambda: found and difference(found)):
         raise shared(DisagreementError(f"{run} is not what these steps compute: {verdict}"))
     if doubt := on_root(ready.comm, lambda: found and undecided(found)):
         raise shared(UndecidedError(f"{run}: {doubt}"))

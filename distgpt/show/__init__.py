@@ -1,4 +1,4 @@
-"""Output for people: the listeners of a run, pictures, charts, pages and tables.
+"""Output for people: the listeners of a run, pictures, pages and tables.
 
-Not here: anything that measures or computes. charts.py loads matplotlib only to draw.
+Not here: anything that measures or computes. Only plot.py loads matplotlib.
 """

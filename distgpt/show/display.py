@@ -1,25 +1,19 @@
-"""The listeners of a run that need a library: a live display on a terminal, and TensorBoard."""
+"""The listeners of a run beside plain lines: a line in place on a terminal, and TensorBoard."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import time
 from importlib import import_module
 from pathlib import Path
 from textwrap import indent
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
-from rich.table import Column, Table
-from rich.text import Text
-
-from distgpt.core.base.errors import UsageError, escape_lines, escape_model_text
+from distgpt.core.base.errors import UsageError
 from distgpt.core.base.files import storage_errors
 from distgpt.core.train.lines import Facts, Lines, Metrics
+from distgpt.show.progress import SECONDS_IN_PLACE, LineInPlace
 
 FLUSH_SECONDS = 10  # what a killed run may lose
-# Characters beside step and loss from which a line has the time left, the speed, and a bar of 9 or more.
-LEFT_FROM, RATE_FROM, BAR_FROM = 13, 32, 42
 
 # TensorBoard's names of what metrics.jsonl holds.
 TAGS = {
@@ -34,75 +28,33 @@ TAGS = {
 }
 
 
-class _Console(Console):
-    def on_broken_pipe(self) -> None:
-        """Say no more. What is still in the buffer tells `Output` at its next flush."""
-        self.quiet = True
-
-
 class Live(Lines):
-    """A training run: a bar with loss, speed and time left."""
+    """A training run: a line with loss, speed and time left that changes in place."""
 
     def __init__(self, seconds: float | None = None) -> None:
         super().__init__(seconds)
-        self._step = 0
-        # Forced: behind mpirun the output is a pipe that ends in a terminal.
-        self._console = _Console(file=self.stream, force_terminal=True, highlight=False)
-        self._progress = Progress(console=self._console)
+        self._line = LineInPlace(self.stream)
 
     def say(self, text: str, style: str = "") -> None:
-        self._console.print(Text(escape_lines(text), style))
-
-    def started(self, facts: Facts) -> None:
-        super().started(facts)
-        self._step = facts["first_step"]
-        self._progress = Progress(*self._columns(), console=self._console)
-        task = self._progress.add_task("", total=self._end.total, loss="…", rate="…")
-        self._progress.update(task, completed=self._end.done(self._step))
-        self._progress.start()
+        self._line.clear()
+        super().say(text)
 
     def stepped(self, metrics: Metrics) -> None:
-        self.stream.flush()
         self._speed.add(metrics)
-        self._step = int(metrics["step"])
-        shown: Any = {"loss": f"{metrics['loss']:.4f}", "rate": f"{self._speed.rate:,.0f}"}
-        self._progress.update(self._progress.task_ids[0], completed=self._end.done(self._step), **shown)
-
-    def _columns(self) -> Iterator[ProgressColumn]:
-        """Yield the columns that fit: step and loss always, then the time left, the speed, and a bar."""
-        end, whole = self._end, Column(no_wrap=True)
-        room = self._console.width - end.width - len("step  loss 0.0000")
-        for_elapsed = len(end.elapsed()) + 1
-        has_elapsed = bool(end.elapsed()) and room >= BAR_FROM + for_elapsed
-        yield Now(lambda: f"step {end.step(self._step)}", "bold")
-        if room >= BAR_FROM:
-            yield BarColumn(bar_width=min(24, room - BAR_FROM + 9 - for_elapsed * has_elapsed))
-        if has_elapsed:
-            yield Now(end.elapsed)
-        yield TextColumn("loss [bold cyan]{task.fields[loss]}", table_column=whole)
-        if room >= RATE_FROM:
-            yield TextColumn("[green]{task.fields[rate]:>9} tokens/s", table_column=whole)
-        if room >= LEFT_FROM:
-            yield Now(lambda: end.left(self._step, self._speed.seconds))
+        step, end = int(metrics["step"]), self._end
+        if time.monotonic() - self._last < SECONDS_IN_PLACE and end.done(step) < end.total:
+            return
+        self._last = time.monotonic()
+        words = [f"step {end.step(step)}", end.elapsed(), f"loss {metrics['loss']:.4f}"]
+        words += [f"{self._speed.rate:,.0f} tokens/s", end.left(step, self._speed.seconds)]
+        self._line.show("  ".join(filter(None, words)))
 
     def sampled(self, step: int, text: str) -> None:
-        grid = Table.grid(padding=(0, 2))
-        grid.add_row(f"[dim]after step {step}", Text(escape_model_text(text.strip())))
-        self._console.print(grid)
+        self._line.clear()
+        super().sampled(step, text)
 
     def close(self) -> None:
-        self._progress.stop()
-
-
-class Now(ProgressColumn):
-    """A text that is asked for at every refresh, so that a clock moves during a long step."""
-
-    def __init__(self, text: Callable[[], str], style: str = "") -> None:
-        super().__init__(table_column=Column(no_wrap=True))
-        self._text, self._style = text, style
-
-    def render(self, task: Task) -> Text:
-        return Text(self._text(), self._style)
+        self._line.end()
 
 
 class TensorBoard:

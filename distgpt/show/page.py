@@ -1,17 +1,13 @@
-"""Results as blocks: tables, texts, charts; rendered for a terminal, or as one HTML file.
-
-The file needs no network and no scripts. It is for a screen, a phone, paper and a screen reader.
-"""
+"""Results as blocks of text: tables, paragraphs and texts, rendered for a terminal."""
 
 from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from io import StringIO
 from shutil import get_terminal_size
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.box import Box
 from rich.console import Console, JustifyMethod
@@ -19,10 +15,6 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from distgpt.core.base.errors import escape
-from distgpt.show.charts import COLOURS, Chart, svg
-
-if TYPE_CHECKING:
-    from jinja2 import Template
 
 WIDEST = 100  # characters
 PROSE = 30  # characters from which a cell of a table is text to read, not a number to compare
@@ -37,10 +29,6 @@ class Table:
     rows: Sequence[Sequence[str]]
     caption: str = ""
     note: str = ""
-
-    @property
-    def prose(self) -> set[int]:
-        return prose_columns(self.rows)
 
 
 # A heading, the key of a row's value ("": the row itself), and the text of it.
@@ -77,32 +65,11 @@ class Texts:
     pairs: Sequence[tuple[str, str]]
 
 
-@dataclass(frozen=True)
-class KeyValues:
-    """Names and what they are, such as the machine that something was measured on."""
-
-    pairs: Sequence[tuple[str, str]]
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """Passed or failed, told by a word, a sign and a colour."""
-
-    good: bool
-    text: str
-
-
-Block = Table | Paragraph | Texts | KeyValues | Verdict | Chart
-
-
-@dataclass(frozen=True)
-class Section:
-    title: str
-    blocks: Sequence[Block]
+Block = Table | Paragraph | Texts
 
 
 def terminal(blocks: Iterable[Block]) -> str:
-    """Render blocks for a terminal, one below the other. Charts and empty tables are left out."""
+    """Render blocks for a terminal, one below the other, without empty tables."""
     return "\n\n".join(text for block in blocks for text in _in_terminal(block) if text)
 
 
@@ -110,18 +77,12 @@ def _in_terminal(block: Block) -> list[str]:
     match block:
         case Table(columns, rows, caption, note) if rows:
             lines = [caption, terminal_table(columns, rows)]
-            return ["\n".join(line for line in lines if line), _wrapped(note)]
-        case Paragraph(text) | Verdict(_, text):
-            return [_wrapped(text)]
+            return ["\n".join(line for line in lines if line), textwrap.fill(note, _width())]
+        case Paragraph(text):
+            return [textwrap.fill(text, _width())]
         case Texts(pairs):
-            return [f"{title}\n{_wrapped(escape(text))}" for title, text in pairs]
-        case KeyValues(pairs):
-            return ["\n".join(f"{key}: {value}" for key, value in pairs)]
+            return [f"{title}\n{textwrap.fill(escape(text), _width())}" for title, text in pairs]
     return []
-
-
-def _wrapped(text: str) -> str:
-    return textwrap.fill(text, _width())
 
 
 def _width() -> int:
@@ -129,15 +90,14 @@ def _width() -> int:
 
 
 def prose_columns(rows: Sequence[Sequence[str]]) -> set[int]:
-    """Return the columns, the first aside, that hold sentences: these are not set to the right."""
+    """Return the columns after the first that hold sentences: they are set to the left."""
     return {i for row in rows for i, cell in enumerate(row) if i > 0 and len(cell) > PROSE}
 
 
-def terminal_table(columns: Sequence[str], rows: Sequence[Sequence[str]], wraps: bool = True) -> str:
+def terminal_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Format a table: first column and sentences to the left, the rest to the right; nothing is cut.
 
-    Sentences are wrapped, if it `wraps`. Where words do not fit into 100 columns, it is as wide as the
-    terminal.
+    Sentences are wrapped. Where words do not fit into 100 columns, it is as wide as the terminal.
     """
     left = {0} | prose_columns(rows)
     table = RichTable(box=RULE_BELOW_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
@@ -148,34 +108,7 @@ def terminal_table(columns: Sequence[str], rows: Sequence[Sequence[str]], wraps:
         table.add_row(*(Text(escape(cell)) for cell in row))
     out = StringIO()
     console = Console(file=out, width=1 << 16, color_system=None, force_terminal=False)
-    if wraps:
-        most = get_terminal_size((console.width, 24)).columns
-        console.width = max(_width(), min(console.measure(table).minimum, most))
+    most = get_terminal_size((console.width, 24)).columns
+    console.width = max(_width(), min(console.measure(table).minimum, most))
     console.print(table)
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
-
-
-def html(title: str, lead: str, sections: Sequence[Section], footer: str = "") -> str:
-    """Render the whole file. With many sections it begins with links to them."""
-    return _template().render(
-        title=title, lead=lead, sections=sections, footer=footer, colours=COLOURS
-    )  # fmt: skip
-
-
-@cache
-def _template() -> Template:
-    """Load the template. Every text that it shows becomes one line and is escaped."""
-    from jinja2 import Environment, PackageLoader, StrictUndefined
-
-    environment = Environment(
-        loader=PackageLoader("distgpt.show", ""),
-        autoescape=True,
-        finalize=lambda value: escape(value) if type(value) is str else value,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters["kind"] = lambda block: "Chart" if isinstance(block, Chart) else type(block).__name__
-    environment.filters["svg"] = svg
-    environment.filters["lines"] = lambda text: "\n".join(map(escape, text.expandtabs(4).split("\n")))
-    return environment.get_template("page.html.j2")

@@ -1,38 +1,57 @@
-"""Pictures of runs: loss, learning rate, gradient norm and speed, of one run or of several side by side."""
+"""Pictures of runs: loss, learning rate, gradient norm and speed, of one run or of several."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from matplotlib import rc_context
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.ticker import LogLocator
 
 from distgpt.core.base.errors import DataError, StorageError, UsageError, escape, nearest_path
 from distgpt.core.base.files import atomic_file, read_small, storage_errors
 from distgpt.core.ops.api import Array
 from distgpt.core.saved.metrics import IN_BITS, read_metrics
 from distgpt.core.saved.rundir import RunDirectory
-from distgpt.show.charts import COLOURS, SERIES, drawable, series_colour, set_ticks, style
 from distgpt.show.runs import best_evaluation, run_directories
 
+# Series colours stay apart for the colour-blind: at least 0.08 in Oklab, also as each kind sees them.
+COLOURS = {"ink": "#1b2026", "muted": "#59626d", "rule": "#ccd3da", "grid": "#e4e8ec"}
+SERIES = ("#1a4ea5", "#b9470a", "#04866c", "#e64ca8", "#aa8a1c", "#3496d2", "#4f4f56", "#7d2417")
+LARGEST = 1e100  # what is drawn: limits need some room beyond
 FORMATS = (".png", ".svg", ".pdf")
 WIDTH, DPI = 9.0, 200  # inches: 900 pixels in a browser, sharp on a screen with twice as many
-HEIGHT, LINE = 5.6, 0.19  # inches: of the panels, and of each line of a legend below them
+HEIGHT, LINE = 5.6, 0.19  # inches: of the panels, and of each line of the legend below them
 LETTERS = 120  # of a legend's line
 SMOOTHED = 1 / 40  # of a curve is what goes into each of its smoothed values
 DASHES = ("-", "--", ":")  # from the ninth run on
 MARKS: dict[str, Any] = {"marker": "o", "markersize": 4}
-MOST_EPOCHS = 12  # that are marked: all, or each second, fifth, tenth, …
-EPOCHS_APART = [n * 10**k for k in range(16) for n in (1, 2, 5)]
-UNITS = {"h": 3600.0, "min": 60.0, "s": 1.0}
 FONTS = {"font.size": 9, "axes.titlesize": 9.5, "xtick.labelsize": 8, "ytick.labelsize": 8}
+
+STYLE: dict[Any, Any] = {
+    "text.color": COLOURS["ink"],
+    "text.parse_math": False,
+    "legend.frameon": False,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": COLOURS["rule"],
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.titlelocation": "left",
+    "grid.color": COLOURS["grid"],
+    "path.simplify_threshold": 0.3,
+    "svg.hashsalt": "distgpt",
+    "svg.fonttype": "none",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +90,7 @@ class Curve(NamedTuple):
 class Run:
     """The curves of one run by the names that metrics.jsonl has for them; those it lacks are empty.
 
-    `tokenizer`: its file's content, "" where there is none.
+    `tokenizer`: its file's content, "" if there is none.
     """
 
     def __init__(self, name: str, lines: Sequence[dict[str, Any]], tokenizer: str = "") -> None:
@@ -87,51 +106,22 @@ class Run:
     def has_bits(self) -> bool:
         return any(len(self[name].finite().steps) for name in IN_BITS.values())
 
-    def losses(self, key: str, in_bits: bool) -> Curve:
-        """Return "loss" or "val_loss", in nats per token or in bits per byte.
-
-        A run of a former version has bits per byte of validation alone: its tokens have as many bytes there.
-        """
-        curve, bits = self[key], self[IN_BITS[key]]
-        if not in_bits or not len(curve.steps) or len(bits.finite().steps):
-            return bits if in_bits else curve
-        ratios = [
-            line[bits] / line[loss]
-            for line in self._lines
-            for loss, bits in IN_BITS.items()
-            if line.get(loss) and line.get(bits)
-        ]
-        return Curve(curve.steps, curve.values * (np.median(ratios) if ratios else np.nan))
-
     def lowest(self, evaluated: Curve) -> float:
-        """Return the best evaluation's loss on this curve; infinite if nothing was evaluated."""
+        """Return the best evaluation's loss on this curve; infinite if it has none."""
         best = best_evaluation(self._lines)
-        return math.inf if best is None else float(evaluated.values[evaluated.steps == best["step"]][0])
-
-    def in_words(self) -> tuple[str, str]:
-        """Return the last training loss and the best evaluation, for a legend in nats per token."""
-        trained = [line for line in self._lines if math.isfinite(line.get("loss", math.nan))]
-        training = "training" + (_number(trained[-1], "loss") if trained else "")
-        if (best := best_evaluation(self._lines)) is None:
-            return training, "validation"
-        whole = best.get("held_out_tokens")
-        of = f", {best['val_tokens']:,.0f} of {whole:,.0f} tokens" if whole else ""
-        return training, f"validation{_number(best, 'val_loss')} at step {best['step']:,}{of}"
+        found: Any = evaluated.values[evaluated.steps == best["step"]] if best else ()
+        return float(found[0]) if len(found) else math.inf
 
     def places(self, axis: str, steps: Array) -> Array:
-        """Return the places of steps on the axis of "steps", "tokens", or "time" (seconds of training)."""
+        """Return the places of steps on the axis of "steps", "tokens", or "time" (minutes of training)."""
         if axis == "steps":
             return steps
         known = self["tokens" if axis == "tokens" else "step_s"].finite()
         values = known.values
         if axis == "time":  # a step that was not recorded took as long as the next one that was
-            values = np.cumsum(values * np.diff(known.steps, prepend=0))
+            values = np.cumsum(values * np.diff(known.steps, prepend=0)) / 60
         places: Array = np.interp(steps, [0, *known.steps], [0.0, *values])
         return places
-
-    def end(self, axis: str) -> float:
-        """Return the place of the last step of which anything is known."""
-        return float(self.places(axis, np.array([self._lines[-1]["step"]])).max(initial=0))
 
 
 def loss_unit(runs: Sequence[Run]) -> tuple[str, bool]:
@@ -144,7 +134,7 @@ def loss_unit(runs: Sequence[Run]) -> tuple[str, bool]:
 
 
 def plot(paths: Sequence[Path], out: Path | None, look: Look) -> Path:
-    """Draw these runs into one file; gives its path."""
+    """Draw these runs into one file; return its path."""
     paths = [run for path in paths for run in _runs_at(path)]
     out = out or (paths[0] / "curves.png" if len(paths) == 1 else Path("curves.png"))
     if out.suffix.lower() not in FORMATS:
@@ -164,13 +154,11 @@ class _Picture:
 
     def __init__(self, runs: Sequence[Run], look: Look) -> None:
         self.runs, self.look = runs, look
-        self.alone = len(runs) == 1
         self.figure: Any = Figure(figsize=(WIDTH, HEIGHT), dpi=DPI, layout="constrained")
-        name, self._per_unit = _horizontal(look.axis, max(run.end(look.axis) for run in runs))
         scored = any(len(run["hellaswag"].steps) for run in runs)
         grid = self.figure.add_gridspec(2, 6, height_ratios=(1.75, 1))
-        unit, self._in_bits = loss_unit(runs)
-        self._loss(self._panel(grid[0, : 4 if scored else 6], f"Loss ({unit})"))
+        unit, in_bits = loss_unit(runs)
+        self._loss(self._panel(grid[0, : 4 if scored else 6], f"Loss ({unit})"), in_bits)
         if scored:
             self._hellaswag(self._panel(grid[0, 4:], "HellaSwag (% right)"))
         self._lines(self._panel(grid[1, :2], "Learning rate"), [run["lr"] for run in runs], linewidth=1.4)
@@ -181,8 +169,10 @@ class _Picture:
         for axes in self.figure.axes:
             set_ticks(axes.xaxis)
             set_ticks(axes.yaxis)
-        norm.set_xlabel(name, fontsize="large")  # for all: in the middle, and above a legend
-        if title := escape(look.title or "") or (runs[0].name if self.alone else ""):
+        # For all panels: in the middle, and above the legend.
+        names = {"steps": "step", "tokens": "tokens seen", "time": "training time (min)"}
+        norm.set_xlabel(names[look.axis], fontsize="large")
+        if title := escape(look.title or "") or (runs[0].name if len(runs) == 1 else ""):
             self.figure.suptitle(title, x=0.012, ha="left", fontsize=13, fontweight="bold")
 
     def _panel(self, place: Any, title: str) -> Any:
@@ -198,7 +188,7 @@ class _Picture:
         """Draw a curve of each run; one of a single point is a dot."""
         for number, (run, curve) in enumerate(zip(self.runs, curves, strict=True)):
             dot = MARKS if len(curve.finite().steps) == 1 else {}
-            x = run.places(self.look.axis, curve.steps) / self._per_unit
+            x = run.places(self.look.axis, curve.steps)
             axes.plot(x, curve.values, **self._looks(number) | dot | how)
 
     def _traces(self, axes: Any, curves: Sequence[Curve], average: Callable[[Array], Any]) -> None:
@@ -211,60 +201,29 @@ class _Picture:
         self._lines(axes, curves, linestyle="-", linewidth=0.5, alpha=0.3)
         self._lines(axes, smoothed, linewidth=1.4)
 
-    def _loss(self, axes: Any) -> None:
-        """Draw training and validation; the legend has the lowest validation loss first."""
-        trained = [run.losses("loss", self._in_bits) for run in self.runs]
+    def _loss(self, axes: Any, in_bits: bool) -> None:
+        """Draw training and validation, and a legend with the lowest validation loss first."""
+        trained, evaluated = (
+            [run[IN_BITS[key] if in_bits else key] for run in self.runs] for key in ("loss", "val_loss")
+        )
         self._traces(axes, trained, np.mean)
-        evaluated = [run.losses("val_loss", self._in_bits) for run in self.runs]
         how: dict[str, Any] = MARKS | {"linestyle": ":", "linewidth": 1}
-        if self.alone:
-            how |= {"color": series_colour(1), "linestyle": "-"}
         self._lines(axes, evaluated, **how)
-        if self.alone:
-            training, validation = self.runs[0].in_words()
-            entries = [self._entry(0, training)]
-        else:
-            lowest = [run.lowest(curve) for run, curve in zip(self.runs, evaluated, strict=True)]
-            entries = [
-                self._entry(number, self.runs[number].name + _losses(trained[number], lowest[number]))
-                for number in sorted(range(len(lowest)), key=lowest.__getitem__)  # stable, unknown ones last
-            ]
+        lowest = [run.lowest(curve) for run, curve in zip(self.runs, evaluated, strict=True)]
+        entries = []
+        for number in sorted(range(len(lowest)), key=lowest.__getitem__):  # stable, unknown ones last
+            known, label = trained[number].finite().values, self.runs[number].name
+            label += f"  {known[-1]:.3f}" if len(known) else ""
+            label += f"  val {lowest[number]:.3f}" if math.isfinite(lowest[number]) else ""
+            entries.append(Line2D([], [], **self._looks(number), linewidth=2, label=label))
         if any(len(curve.steps) for curve in evaluated):
-            label = validation if self.alone else "validation (lowest)"
-            entries.append(Line2D([], [], label=label, **{"color": COLOURS["muted"]} | how))
+            entries.append(Line2D([], [], label="validation (lowest)", color=COLOURS["muted"], **how))
         if self.look.log_loss:
             _logarithmic(axes)
-        if self.alone:
-            # Above the axes: the last validation loss may lie anywhere in them.
-            above = 1.05 if self._epochs(axes) else 1.0
-            where: dict[str, Any] = {"loc": "lower right", "bbox_to_anchor": (1, above), "borderaxespad": 0}
-            narrow = {"ncols": len(entries), "handlelength": 1.2, "columnspacing": 1, "fontsize": 7.5}
-            axes.legend(handles=entries, **where, **narrow)
-        else:  # below the panels, where the legend hides no curve
-            columns = max(1, LETTERS // (6 + max(len(str(entry.get_label())) for entry in entries)))
-            self.figure.legend(handles=entries, loc="outside lower center", ncols=columns)
-            self.figure.set_figheight(HEIGHT + LINE * -(-len(entries) // columns))
-
-    def _epochs(self, axes: Any) -> bool:
-        """Mark where the only run reads its text again, at which its loss may fall in a stair."""
-        run = self.runs[0]
-        steps, read = run["epoch"].finite()
-        times = math.ceil(read.max(initial=0)) - 1
-        every = next(n for n in EPOCHS_APART if times <= MOST_EPOCHS * n)
-        ends = np.arange(every, times + 1, every)
-        if not len(ends):
-            return False
-        places = run.places(self.look.axis, np.interp(ends, read, steps)) / self._per_unit
-        for place in places:
-            axes.axvline(place, color=COLOURS["muted"], linestyle=(0, (1, 3)), linewidth=0.8, alpha=0.7)
-        marks = axes.secondary_xaxis("top")
-        marks.set_xticks(places, [f"epoch {ends[0] + 1}", *(f"{end + 1}" for end in ends[1:])])
-        marks.tick_params(length=0, pad=1, labelsize=7, labelcolor=COLOURS["muted"])
-        marks.spines["top"].set_visible(False)
-        return True
-
-    def _entry(self, number: int, label: str) -> Line2D:
-        return Line2D([], [], **self._looks(number), linewidth=2, label=label)
+        # Below the panels, where the legend hides no curve.
+        columns = max(1, LETTERS // (6 + max(len(str(entry.get_label())) for entry in entries)))
+        self.figure.legend(handles=entries, loc="outside lower center", ncols=columns)
+        self.figure.set_figheight(HEIGHT + LINE * -(-len(entries) // columns))
 
     def _hellaswag(self, axes: Any) -> None:
         scores = [run["hellaswag"] for run in self.runs]
@@ -279,30 +238,10 @@ class _Picture:
         axes.set_ylim(0, 1.2 * usual or 1)
 
 
-def _horizontal(axis: str, farthest: float) -> tuple[str, float]:
-    """Return the axis' name, and how much one unit on it is."""
-    if axis != "time":
-        return {"steps": "step", "tokens": "tokens seen"}[axis], 1.0
-    unit = next((name for name, size in UNITS.items() if farthest >= 2 * size), "s")
-    return f"training time ({unit})", UNITS[unit]
-
-
 def _logarithmic(axes: Any) -> None:
     """Make the y axis logarithmic, if anything is positive."""
     if any((drawn.get_ydata() > 0).any() for drawn in axes.lines):
         axes.set_yscale("log", nonpositive="mask")
-
-
-def _number(line: dict[str, Any], key: str) -> str:
-    bits = line.get(IN_BITS[key], math.nan)
-    return f"  {line[key]:.3f}" + (f" ({bits:.2f} bits/byte)" if math.isfinite(bits) else "")
-
-
-def _losses(training: Curve, lowest: float) -> str:
-    """Return losses for a legend: the last training loss and the lowest validation loss."""
-    known = training.finite().values
-    last = f"  {known[-1]:.3f}" if len(known) else ""
-    return last + (f"  val {lowest:.3f}" if math.isfinite(lowest) else "")
 
 
 # What runs have recorded
@@ -319,7 +258,7 @@ def read_runs(paths: Iterable[Path]) -> list[Run]:
 
 
 def _tokenizer(path: Path) -> str:
-    """Return a run's tokenizer as it is written, "" if it lies no more there."""
+    """Return a run's tokenizer as it is written, "" if it has none."""
     with suppress(DataError, StorageError):
         return read_small(RunDirectory(path).tokenizer).decode(errors="replace")
     return ""
@@ -346,12 +285,12 @@ def _history(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         raise UsageError(f"there is no run directory {path}{nearest_path(path)}")
     directory = RunDirectory(path)
-    if not directory.metrics.is_file():
-        begun = directory.config.is_file()
-        raise UsageError(f"{path} has recorded no steps yet" if begun else f"{path} is not a run directory")
+    has_metrics = directory.metrics.is_file()
+    if not has_metrics and not directory.config.is_file():
+        raise UsageError(f"{path} is not a run directory")
     history: dict[int, dict[str, Any]] = {}
     trained = -1
-    for line in read_metrics(directory.metrics):
+    for line in read_metrics(directory.metrics) if has_metrics else ():
         step = line.step
         if "loss" in line.numbers:
             if step <= trained:
@@ -362,3 +301,36 @@ def _history(path: Path) -> list[dict[str, Any]]:
     if not history:
         raise UsageError(f"{path} has recorded no steps yet")
     return [history[step] for step in sorted(history)]
+
+
+# Style
+
+
+def series_colour(i: int) -> str:
+    return SERIES[i % len(SERIES)]
+
+
+@contextmanager
+def style(**more: Any) -> Iterator[None]:
+    """Apply the style to what is drawn and saved inside."""
+    with rc_context(STYLE | more), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from", UserWarning)  # viewers have more fonts
+        yield
+
+
+def drawable(value: float | None) -> float:
+    """Return NaN for what has no place: unknown, infinite, beyond all measure."""
+    try:
+        number = math.nan if value is None else float(value)
+    except OverflowError:
+        return math.nan
+    return number if 1 / LARGEST <= abs(number) <= LARGEST else 0.0 if abs(number) < 1 else math.nan
+
+
+def set_ticks(axis: Any) -> None:
+    """Write numbers at ticks as 1,000; have some on a short log axis too."""
+    if axis.get_scale() == "log":
+        low, high = axis.get_view_interval()
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 1000 * low else (1,)))
+    axis.set_major_formatter("{x:,g}")
+    axis.set_minor_formatter("")

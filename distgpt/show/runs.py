@@ -25,9 +25,8 @@ from distgpt.show.page import Column, tabulated, terminal_table
 
 DEEPEST = 3  # levels of directories below the one that is listed
 TAIL = 50  # lines of metrics that say how fast a run is
-NAME = 16  # characters of a name that are shown at least
-# Left out in this order where the terminal is too narrow.
-SPARE = ("train_bits_per_byte", "tokens_per_s", "when", "loss", "bits_per_byte", "val_loss", "time", "state")
+WIDE = 100  # columns of a terminal from which a table has these as well
+SPARE = ("train_bits_per_byte", "bits_per_byte", "tokens_per_s", "when")
 _STEP_TIME = re.compile(rb'^\{"step": (\d{1,15}),.*"step_s": (\d{1,15}(?:\.\d{1,20})?(?:e-\d\d?)?)')
 STOPS = ("finished", "ended early", "interrupted", "not finite", "outlier", "failed")
 
@@ -81,32 +80,12 @@ def list_runs(top: Path, key: str, reverse: bool) -> list[Listed]:
 
 
 def render_terminal(runs: list[Listed]) -> str:
-    """Format runs as a table, one row for each sweep, and below it what is wrong with a run.
-
-    In a narrow terminal columns are left out and long names are shortened; no word is broken.
-    """
-    room = get_terminal_size((1 << 16, 24)).columns
+    """Format runs as a table, one row for each sweep, and below it what is wrong with a run."""
+    room = get_terminal_size((WIDE, 24)).columns
     shown = [asdict(run) | {"steps": _steps(run), "time": _time(run)} for run in _with_sweeps(runs)]
-    for spared in range(len(SPARE) + 1):
-        table = tabulated([column for column in COLUMNS if column[1] not in SPARE[:spared]], shown)
-        names, *others = (max(map(len, cells)) for cells in zip(table.columns, *table.rows, strict=True))
-        left = room - sum(others) - 2 * len(others)
-        if left >= min(names, NAME):
-            break
-    rows = [[_elided(escape(name), max(left, NAME)), *cells] for name, *cells in table.rows]
-    parts = [
-        escape(f"{run.name}: validation of {run.val_tokens:,} of {run.held_out_tokens:,} held-out tokens")
-        for run in runs
-        if run.val_tokens and run.held_out_tokens
-    ]
+    table = tabulated([column for column in COLUMNS if room >= WIDE or column[1] not in SPARE], shown)
     wrong = [escape(f"{run.name}: {run.error}") for run in runs if run.error]
-    return "\n".join([terminal_table(table.columns, rows, wraps=False), *parts, *wrong])
-
-
-def _elided(name: str, most: int) -> str:
-    """Return a name of at most `most` characters: its beginning and its end."""
-    half = (most - 1) // 2
-    return name if len(name) <= most else f"{name[: most - 1 - half]}…{name[-half:]}"
+    return "\n".join([terminal_table(table.columns, table.rows), *wrong])
 
 
 def _with_sweeps(runs: list[Listed]) -> Iterator[Listed]:
@@ -136,13 +115,9 @@ def _time(run: Listed) -> str:
 
 
 def _moment(seconds: float) -> str:
-    """Format a moment as `ls -l` does: with the time of the day, or the year if that is another one.
-
-    "" for one in no year that a calendar has: a file can carry any number.
-    """
+    """Format a time; "" for one in no year that a calendar has: a file can carry any number."""
     try:
-        then = time.localtime(seconds)
-        return time.strftime("%b %d %H:%M" if then.tm_year == time.localtime().tm_year else "%Y-%m-%d", then)
+        return time.strftime("%Y-%m-%dT%H:%M", time.localtime(seconds))
     except (ValueError, OverflowError, OSError):
         return ""
 

@@ -24,6 +24,10 @@ from distgpt.models.formats.gguf.transfer import GgufModel, describe
 from distgpt.models.formats.huggingface import CONFIG, PICKLES, Foreign, Source, open_files
 
 _WIDTH = 13  # of the first column
+_SHOWN = (
+    *("file", "what", "model", "", "parameters", "tokenizer", "origin", "trained", "best", "data"),
+    *("checksum", "imports"),
+)
 
 
 def inspect(path: Path) -> dict[str, Any]:
@@ -65,30 +69,29 @@ def _own(path: Path, header: Header) -> dict[str, Any]:
         found["origin"] = header.metadata[ORIGIN]
     elif description.tokenizer:
         found["trained"] = _training(description.run)
-    return found | _best(path, header) | _data([path], [header])
-
-
-def _best(path: Path, header: Header) -> dict[str, Any]:
     try:
         best = checkpoint.Best.from_metadata(header.metadata)
     except ValueError as error:
         raise DataError(f"{path} is damaged: {error}") from None
-    if best is None:
-        return {}
-    return {"best": f"of its run, after step {best.step}, with validation loss {best.loss:.4f}"}
+    if best:
+        found["best"] = f"of its run, after step {best.step}, with validation loss {best.loss:.4f}"
+    return found | _data([path], [header])
 
 
 def _checkpoint(path: Path) -> dict[str, Any]:
     checkpoint.verify(path)
     state = checkpoint.load_document(path)
-    weights = path / "weights.safetensors"
-    description = read_description(weights)
+    description = read_description(path / "weights.safetensors")
     files = sorted(file for file in path.iterdir() if file.suffix == ".safetensors")
-    found = {**state, "kind": "checkpoint", "what": f"a checkpoint after step {state.get('step')}"}
-    found |= _model(description.run.model, description.tokenizer)
-    found |= {"trained": _training(description.run)}
-    found |= _data(files, [read_header(file) for file in files], verify=False)
-    return found | {"checksum": "verified: every file is as the manifest says"}
+    return {
+        **state,
+        "kind": "checkpoint",
+        "what": f"a checkpoint after step {state.get('step')}",
+        **_model(description.run.model, description.tokenizer),
+        "trained": _training(description.run),
+        **_data(files, [read_header(file) for file in files], verify=False),
+        "checksum": "verified: every file is as the manifest says",
+    }
 
 
 def _foreign(path: Path) -> dict[str, Any]:
@@ -124,43 +127,32 @@ def _importable(opened: Callable[[], Source], command: str) -> dict[str, Any]:
 
 def _model(config: ModelConfig, tokenizer: Tokenizer | None) -> dict[str, Any]:
     windows = sum(window > 0 for window in config.windows)
+    positions = "no positions" if config.positions == "none" else part_name(config.positions)
+    if config.positions == "rope" and config.rope_scaling != "none":
+        positions += f" scaled {config.rope_factor:g} times ({config.rope_scaling})"
     parts = [
         part_name(config.norm),
         part_name(config.mlp),
-        _positions(config),
+        positions,
         "biases" if config.bias else "biases of queries, keys and values" if config.qkv_bias else "no biases",
         "tied output layer" if config.tied else "output layer of its own",
-        *["normalised and scaled queries and keys" if config.qk_norm_gain else "normalised queries and keys"]
-        * config.qk_norm,
-        *["value embeddings"] * config.value_embeddings,
-        *[f"windows of {config.window:,} tokens in {count(windows, 'layer')}"] * bool(windows),
+        ("normalised " + "and scaled " * config.qk_norm_gain + "queries and keys") * config.qk_norm,
+        "value embeddings" * config.value_embeddings,
+        f"windows of {config.window:,} tokens in {count(windows, 'layer')}" * bool(windows),
     ]
     heads = count(config.n_head, "head")
     if config.attention_width != config.n_embd:
         heads += f" of {config.head_size}"
     if config.kv_heads < config.n_head:
         heads += f" ({config.kv_heads} of keys and values)"
-    shape = (
-        f"{count(config.n_layer, 'layer')}, {heads}, width {config.n_embd:,}, "
-        f"context {config.seq_len:,}, vocabulary {config.vocab_size:,}"
-    )
-    counted = parameters(Architecture(config))
-    settings = {name: getattr(config, name) for name in config.__slots__}
     return {
-        "model": shape,
-        "parts": ", ".join(parts),
-        "parameters": counted.total,
+        "model": f"{count(config.n_layer, 'layer')}, {heads}, width {config.n_embd:,},"
+        f" context {config.seq_len:,}, vocabulary {config.vocab_size:,}",
+        "parts": ", ".join(filter(None, parts)),
+        "parameters": parameters(Architecture(config)).total,
         "tokenizer": tokenizer.describe() if tokenizer else "none",
-        "config": settings,
+        "config": {name: getattr(config, name) for name in config.__slots__},
     }
-
-
-def _positions(config: ModelConfig) -> str:
-    if config.positions == "none":
-        return "no positions"
-    scaled = f" scaled {config.rope_factor:g} times ({config.rope_scaling})"
-    is_scaled = config.positions == "rope" and config.rope_scaling != "none"
-    return part_name(config.positions) + (scaled if is_scaled else "")
 
 
 def _training(run: RunConfig) -> str:
@@ -181,20 +173,10 @@ def _data(files: list[Path], headers: list[Header], verify: bool = True) -> dict
 
 
 def page(found: dict[str, Any]) -> str:
-    """The facts for people, a line each."""
-    shown = {
-        "file": found.get("file"),
-        "what": found["what"],
-        "model": found.get("model"),
-        "": found.get("parts"),
-        "parameters": f"{found['parameters']:,}" if "parameters" in found else None,
-        "tokenizer": found.get("tokenizer"),
-        "origin": found.get("origin"),
-        "trained": found.get("trained"),
-        "best": found.get("best"),
-        "data": f"{', '.join(found['types'])}, {found['bytes']:,} bytes",
-        "checksum": found.get("checksum"),
-        "imports": found.get("imports"),
-    }
-    lines = [f"{title:{_WIDTH}}{text}" for title, text in shown.items() if text is not None]
+    """Return the facts for people, a line each."""
+    data = f"{', '.join(found['types'])}, {found['bytes']:,} bytes"
+    shown = {**found, "data": data, "": found.get("parts")}
+    if "parameters" in found:
+        shown["parameters"] = f"{found['parameters']:,}"
+    lines = [f"{title:{_WIDTH}}{shown[title]}" for title in _SHOWN if shown.get(title) is not None]
     return "\n".join(map(one_line, lines))  # a line break from the file stays in its line

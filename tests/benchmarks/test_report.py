@@ -1,18 +1,24 @@
 """The page of results: every result finds its place on one page, and what is none is named."""
 
 import json
+import math
 import re
+import xml.etree.ElementTree as xml
 from itertools import product
 from pathlib import Path
 
 import pytest
 import report
 from alphabeta import AlphaBeta, Regime
+from charts import Bar, BarChart, LineChart, Series, svg
 from click.testing import CliRunner
+from pages import Section
+from pages import html as html_page
 from report import assemble, load_all, write
 
 from distgpt.core.base.errors import DataError, UsageError
 from distgpt.measure import jobs
+from distgpt.show.page import Paragraph, Table, Texts
 
 HERE = {"date": "2026-01-02T10:00:00+00:00", "command": "distgpt bench x", "processor": "A", "cores": 2}
 
@@ -107,3 +113,44 @@ def test_no_results_no_page(tmp_path):
     with pytest.raises(DataError):
         write(tmp_path, None)
     assert not (tmp_path / "report.html").exists()
+
+
+def test_a_page_loads_nothing_its_references_lead_somewhere_and_hostile_texts_are_text():
+    h = "</title></style><script>alert('x')</script> \"quoted\" \x00\x1b[31m\u202e \ud800 ]]>"
+    chart = LineChart(h, h, h, h, [Series(h, [1, 2], [1, 2])])
+    blocks = [Paragraph(h), Texts([(h, h)]), Table([h], [[h]], h, h), Table(["a"], [["b"]]), chart]
+    page = html_page(h, h, [Section(h, blocks)] * 3, h)
+    tags = {tag.lower() for tag in re.findall(r"<([A-Za-z]+)", page)}
+    assert not tags & {"script", "link", "img", "iframe", "object", "embed", "base", "form", "image"}
+    assert not re.search(r"<[^>]*\s(src|srcset|on\w+)=", page) and "default-src 'none'" in page
+    ids = set(re.findall(r' id="([^"]+)"', page))
+    assert {*re.findall(r' aria-labelledby="([^"]+)"', page), *re.findall(r'href="#([^"]+)"', page)} <= ids
+    assert not set(page) & {"\x00", "\x1b", "\u202e", "\ud800"} and len(headings(page)) == 3
+
+
+ODD = Series("s", [1, 2, 3, 4, 5, -1], [1, math.nan, 10**400, 5e-324, -math.inf, 2])
+
+
+@pytest.mark.parametrize(
+    "chart",
+    [
+        LineChart(
+            "Lines", "As it says.", "x", "y", [ODD, Series("t", [], []), Series("u", [2, 1], [3, 4], True)]
+        ),
+        LineChart("Logarithms", "As it says.", "x", "y", [ODD], True, True),
+        BarChart(
+            "Bars",
+            "As it says.",
+            "s",
+            [Bar("a", 1.0, "1"), Bar("b", math.inf, "\x00"), Bar("c", math.nan, "")],
+        ),
+        BarChart("No bars", "Nothing.", "s", []),
+    ],
+)
+def test_every_chart_is_xml_that_tells_what_it_shows_and_always_the_same(chart):
+    text = svg(chart, alone=True)
+    assert text == svg(chart, alone=True)
+    root = xml.fromstring(text.encode())
+    assert root.get("role") == "img" and root.get("aria-label") == f"{chart.title}. {chart.description}"
+    places = [element.get(key, "") for element in root.iter() for key in ("d", "x", "y")]
+    assert not re.search(r"nan|inf", " ".join(places))

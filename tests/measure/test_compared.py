@@ -29,10 +29,14 @@ def compared(folder, one, other):
 
 def test_the_same(folder):
     found, result = compared(folder, "one", "same")
-    assert result.returncode == 0 and found["same"] and found["steps"] == 6 and found["why"] == []
-    assert found["weights_same"] == 6 and found["settings"] == {} and found["data"] is None
+    assert result.returncode == 0 and found["same"] and found["why"] == []
+    assert {name: (kind["compared"], kind["same"]) for name, kind in found["kinds"].items()} == {
+        **dict.fromkeys(("loss", "gradient norm"), (6, 6)),
+        **dict.fromkeys(("weights", "optimizer"), (2, 2)),
+    }
+    assert found["settings"] == {} and found["data"] is None
     page = inside("compare", folder / "one", folder / "same").stdout
-    assert "the same to the bit in all 6 steps" in page and page.endswith("\nthe same to the bit\n")
+    assert page.endswith("\nthe same to the bit\n")
 
 
 def test_checkpoints_are_read_and_their_optimizers_compared(folder, tmp_path):
@@ -46,7 +50,7 @@ def test_checkpoints_are_read_and_their_optimizers_compared(folder, tmp_path):
     shutil.copy(folder / "other" / path.relative_to(tmp_path / name), path.parents[1] / "step-00000003")
     found, result = compared(folder, tmp_path / "optimizer", "same")
     assert result.returncode == 1 and not found["same"]
-    assert (found["optimizer_differs"], found["weights_same"], found["weights_differ"]) == (3, 6, None)
+    assert (found["kinds"]["optimizer"]["first"], found["kinds"]["weights"]["first"]) == (3, None)
     shutil.rmtree(tmp_path / "optimizer" / "checkpoints")
     result = inside("compare", folder / "one", tmp_path / "optimizer")
     assert result.returncode == 0 and "no checkpoint" in result.stdout
@@ -55,13 +59,13 @@ def test_checkpoints_are_read_and_their_optimizers_compared(folder, tmp_path):
 def test_another_seed(folder):
     found, result = compared(folder, "one", "other")
     assert result.returncode == 1 and "they part at step 1, by seed" in result.stderr
-    assert (found["step"], found["beyond"], found["weights_differ"]) == (1, 1, 3)
+    assert (found["step"], found["kinds"]["weights"]["first"]) == (1, 3)
     assert found["settings"] == {"seed": [1337, 2]} and found["why"] == []
 
 
 def test_a_run_that_resumed_with_other_settings(folder):
     found, result = compared(folder, "one", "later")
-    assert result.returncode == 1 and (found["weights_same"], found["weights_differ"]) == (3, 6)
+    assert result.returncode == 1 and found["kinds"]["weights"]["first"] == 6
     assert found["step"] == 5, "the loss of step 4 is of weights before the change"
     assert found["settings"] == {"clip": [1.0, 0.1]}
     assert found["starts"] == ["B resumed after step 3"] and "by clip" in result.stderr
@@ -74,13 +78,13 @@ def test_bits_that_differ_although_nothing_else_does(folder, tmp_path):
     lines[3]["loss"] *= 1 + 2**-23
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     result = inside("compare", folder / "one", tmp_path / "flipped")
-    assert result.returncode == 1 and "never above rounding" in result.stdout
+    assert result.returncode == 1 and "loss 6 5 step 4: " in " ".join(result.stdout.split())
     assert "they part at step 4, and nothing that is kept differs" in result.stderr
     assert "distgpt replay" in result.stderr
     history = tmp_path / "flipped" / "history.jsonl"
     history.write_text(history.read_text().replace('"threads": [1]', '"threads": [2]'))
     result = inside("compare", folder / "one", tmp_path / "flipped")
-    assert "by rounding: threads of a rank: 1 in A, 2 in B" in result.stderr
+    assert "by rounding: threads: 1 × 1 in A, 1 × 2 in B" in result.stderr
 
 
 def test_what_cannot_be_compared_is_refused(folder, tmp_path):

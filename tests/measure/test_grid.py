@@ -65,15 +65,15 @@ def test_what_makes_no_sense_is_refused(grid_of):
         ("steps = 3", "no table"),
         ("[sweep]\ndraws = 3", "nothing that varies"),
         ("[sweep]\nlr = 0.1", "a list of values, or a range"),
-        ("[sweep]\nlr = []", "empty"),
+        ("[sweep]\nlr = []", "a list of values"),
         ("[sweep]\nlr = [0.1, -1]", "lr is -1: it must be above 0"),
         ("[sweep]\nlrr = [1]", "did you mean 'lr'"),
         ("stepps = 1\n[sweep]\nlr = [1]", "did you mean 'steps'"),
-        ("[sweep]\nlr = {low = 1}", "a range is"),
+        ("[sweep]\nlr = {low = 1}", "a range of numbers is"),
         ("[sweep]\nlr = {low = 1, high = 2}", "draws = N"),
         ("[sweep]\ndraws = 1\nlr = {low = 2, high = 1}", "low must be less"),
         ('[sweep]\ndraws = 1\nmin_lr = {low = 0, high = 1, scale = "log"}', "above 0 for log"),
-        ("[sweep]\ndraws = 1\ntied = {low = 0, high = 1}", "one of numbers"),
+        ("[sweep]\ndraws = 1\ntied = {low = 0, high = 1}", "a range of numbers is"),
         ("[sweep]\nseed = {low = 0, high = 1}", "give a list"),
         ("lr = 1\n[sweep]\nlr = [1]", "given twice"),
         ('[sweep]\nlr = [1]\nmetric = "los"', "did you mean 'loss'"),
@@ -114,10 +114,10 @@ def test_runs_may_be_added_to_a_sweep_and_nothing_else_changed(tmp_path):
     begin(tmp_path / "out", grid(points={"b": {"lr": 2.0}, "a": {"lr": 1.0}}, seeds=[1, 2]))
     assert list(read_back(tmp_path / "out").points) == ["b", "a"]
     for changed, words in (
-        ({"fixed": {"steps": 4}}, "steps was 3 and is now 4"),
-        ({"fixed": {"steps": 3, "lr": 1.0}}, "lr was 'left out'"),
-        ({"rungs": 2}, "rungs was 1"),
-        ({"seeds": [2]}, "and 2 more are no longer in it"),
+        ({"fixed": {"steps": 4}}, r"another grid \(steps, "),
+        ({"fixed": {"steps": 3, "lr": 1.0}}, r"\(lr, "),
+        ({"rungs": 2}, r"\(rungs, "),
+        ({"seeds": [2]}, r"lr=1,seed=1.* changed"),
     ):
         with pytest.raises(UsageError, match=words):
             begin(tmp_path / "out", grid(**changed))

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,13 +10,12 @@ import pytest
 from conftest import SMALL, distgpt, inside, needs_mpi, refused
 
 from distgpt.core.base.errors import UsageError
-from distgpt.core.config import RunConfig, TrainConfig
+from distgpt.core.config import TrainConfig
 from distgpt.core.data.textfile import resolve_data
 from distgpt.core.model.optim import learning_rate
 from distgpt.core.saved.tensors import read_header, read_into, write_tensors
 from distgpt.measure.compare.agreement import MEASURED
 from distgpt.measure.verification.kept import KEY
-from distgpt.measure.verification.numbers import apart
 from distgpt.measure.verification.records import Record, Start
 from distgpt.measure.verification.replaying import _refuse_other_ranks, _threads, elapsed_at
 
@@ -53,13 +51,11 @@ def test_the_same_bits_from_a_checkpoint_and_from_the_first_weights(run):
     found, result = replayed(run, "9:12")
     assert (found["verdict"], found["promised"], found["begun"], result.returncode) == ("same", True, 8, 0)
     assert [kind["same"] for kind in found["kinds"].values()] == [4, 4, 4]
-    (weights,) = found["weights"]
-    assert weights["step"] == 12 and weights["same"] == weights["tensors"] > 60  # with both moments of each
+    assert found["weights"]["12"]["same"] == found["weights"]["12"]["compared"] > 60  # with both moments
     found, result = replayed(run, "3:8")
     assert (found["verdict"], found["promised"], found["begun"]) == ("same", True, 0)
-    assert found["kinds"]["loss"]["same"] == 6 and [each["step"] for each in found["weights"]] == [8]
-    assert "no intact checkpoint is kept of step 2, so this takes 2 steps more; the next" in result.stderr
-    assert "is of step 8" in result.stderr
+    assert found["kinds"]["loss"]["same"] == 6 and [*found["weights"]] == ["8"]
+    assert "from its first weights, which takes 2 more steps" in result.stderr
     assert files(run) == before, "a replay must leave the run as it is"
 
 
@@ -84,8 +80,7 @@ def test_one_bit_of_a_weight_is_found(copied):
 
     result = inside("replay", copied, "--steps", "9:12")
     assert result.returncode == 1 and f"the weights of step 12, {name} first" in result.stderr
-    assert f"first {name}: 1 of {tensors[name].size:,} elements, most at [3, 2]" in result.stdout
-    assert "1 unit in the last place apart" in result.stdout
+    assert f"{name}: 1 of {tensors[name].size:,} elements" in " ".join(result.stdout.split())
     content = file.read_bytes()
     file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))  # a file that was not written so
     damaged = inside("replay", copied, "--steps", "9:12")
@@ -99,7 +94,7 @@ def test_a_damaged_checkpoint_on_the_way_is_named_and_passed_over(copied):
     result = inside("replay", copied, "--steps", "9:12")
     assert result.returncode == 0, result.stderr
     assert f"{file} is damaged" in result.stderr and "from its first weights" in result.stderr
-    assert "no checkpoint before step" in result.stderr
+    assert "no checkpoint before step 9" in result.stderr
     assert "the same to the bit" in result.stdout and "step 8" not in result.stdout
 
 
@@ -115,21 +110,25 @@ def test_a_loss_that_differs_is_found(copied):
     change_loss(copied, 10, 1 + 2**-23)
     result = inside("replay", copied, "--steps", "9:12")
     assert result.returncode == 1 and "the loss of step 10 first" in result.stderr
-    assert "3 of 4 the same to the bit; first step 10" in result.stdout
+    assert "loss 4 3 step 10: " in " ".join(result.stdout.split())
 
 
-def test_without_what_the_bits_depended_on_rounding_is_told_from_more(copied):
-    history = copied / "history.jsonl"
+def forget_facts(run):
+    history = run / "history.jsonl"
     history.write_text(
         "".join(f"{s}\n" for s in history.read_text().splitlines() if KEY not in json.loads(s))
     )
+
+
+def test_without_what_the_bits_depended_on_rounding_is_told_from_more(copied):
+    forget_facts(copied)
     found, result = replayed(copied, "9:12")
     assert (found["verdict"], found["promised"], result.returncode) == ("same", False, 0)
     assert "it is not kept what bits depend on in the run" in result.stderr
     change_loss(copied, 11, 1 + 1e-6)
     found, result = replayed(copied, "9:12")
     assert (found["verdict"], result.returncode) == ("rounding", 0)
-    assert found["weights"][0]["off_course"] == 0 and 9e-7 < found["kinds"]["loss"]["largest"] < 2e-6
+    assert found["weights"]["12"]["largest"] == 0 and 9e-7 < found["kinds"]["loss"]["largest"] < 2e-6
     change_loss(copied, 11, 1 + 1e-3)
     found, result = replayed(copied, "9:12")
     assert (found["verdict"], found["kinds"]["loss"]["beyond"], result.returncode) == ("different", 11, 1)
@@ -138,10 +137,7 @@ def test_without_what_the_bits_depended_on_rounding_is_told_from_more(copied):
 def test_steps_that_are_too_late_to_tell_rounding_from_more_are_not_called_the_same(copied, monkeypatch):
     """A loss that is off by more than rounding can ever be is found in any step."""
     monkeypatch.setitem(MEASURED, ("adamw", "float32"), MEASURED["adamw", "float32"]._replace(steps=2))
-    history = copied / "history.jsonl"
-    history.write_text(
-        "".join(f"{s}\n" for s in history.read_text().splitlines() if KEY not in json.loads(s))
-    )
+    forget_facts(copied)
     change_loss(copied, 11, 1 + 1e-3)
     found, result = replayed(copied, "11:12")
     assert (found["verdict"], result.returncode) == ("unjudged", 3)
@@ -156,7 +152,7 @@ def test_steps_that_are_too_late_to_tell_rounding_from_more_are_not_called_the_s
 def test_another_dtype_is_within_rounding(run):
     found, result = replayed(run, "9:12", "--dtype", "bfloat16")
     assert (found["verdict"], found["promised"], result.returncode) == ("rounding", False, 0)
-    assert 1e-6 < found["kinds"]["loss"]["largest"] < 3e-2 and 0 < found["weights"][0]["off_course"] < 0.1
+    assert 1e-6 < found["kinds"]["loss"]["largest"] < 3e-2 and 0 < found["weights"]["12"]["largest"] < 0.1
 
 
 def test_what_cannot_be_replayed_is_refused_in_a_line(run, tmp_path):
@@ -168,7 +164,7 @@ def test_what_cannot_be_replayed_is_refused_in_a_line(run, tmp_path):
         (2, [tmp_path, "--steps", "1"], "holds no run"),
         (2, [tmp_path / "none", "--steps", "1"], "there is no directory"),
         (65, [run, "--steps", "9", "--data", tmp_path / "story.txt"], "has changed since the run", "--data"),
-        (65, [run, "--steps", "9", "--data", tmp_path / "gone.txt"], "gone.txt", "--data says where"),
+        (65, [run, "--steps", "9", "--data", tmp_path / "gone.txt"], "gone.txt", "--data"),
     ):
         refused(inside("replay", *words), code, *says)
 
@@ -182,20 +178,15 @@ def test_adapters_and_the_file_that_they_stand_beside(run, tmp_path):
     found, _ = replayed(tmp_path / "adapted", "1:2", "--init", moved)
     assert (found["verdict"], found["promised"], found["begun"]) == ("same", True, 0)
     other = run / "checkpoints" / "step-00000008" / "weights.safetensors"
-    refused(inside("replay", tmp_path / "adapted", "--steps", "1:2", "--init", other), 65, "--init names")
+    refused(inside("replay", tmp_path / "adapted", "--steps", "1:2", "--init", other), 65, "--init")
 
 
-def test_ranks_that_took_steps_of_their_own_are_as_many():
-    run = RunConfig(train=replace(TrainConfig(), outer_every=4))
-    starts = [Start(0, {"ranks": 2}, {}, None)]
-    _refuse_other_ranks(run, starts, 2)
+def test_ranks_and_threads_are_the_runs_where_steps_depend_on_them():
+    starts = [Start(0, 2, {}, None)]
+    _refuse_other_ranks(4, starts, 2)
     with pytest.raises(UsageError, match="replay on 2 ranks"):
-        _refuse_other_ranks(run, starts, 1)
-
-
-def test_threads_of_the_run_are_taken_only_where_bits_depend_on_them():
-    """Four ranks in the place of one must not have all its threads each."""
-    one = SimpleNamespace(ranks=1, threads=[64])
+        _refuse_other_ranks(4, starts, 1)
+    one = SimpleNamespace(ranks=1, threads=[64])  # four ranks must not have all of its threads each
     assert [_threads(one, 0, 1), _threads(one, 0, 4), _threads(one, 8, 1)] == [64, 0, 0]
 
 
@@ -205,11 +196,7 @@ def test_steps_before_and_after_changed_settings(copied):
     assert inside("train", *words).returncode == 0
     assert replayed(copied, "9:12")[0]["verdict"] == "same"
     assert replayed(copied, "13:16")[0]["verdict"] == "same"
-    apart = "replay --steps 11:12 and --steps 13:14"
-    refused(inside("replay", copied, "--steps", "11:14"), 2, "after step 12 with", "(steps, lr)", apart)
-    shutil.rmtree(copied / "checkpoints" / "step-00000012")
-    refused(inside("replay", copied, "--steps", "11:14"), 2, "one start: replay --steps 11:12")
-    refused(inside("replay", copied, "--steps", "13:14"), 2, "no checkpoint is kept to begin there")
+    refused(inside("replay", copied, "--steps", "11:14"), 2, "after step 12 with", "(steps, lr)")
 
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine", "wsd", "constant"])
@@ -221,50 +208,6 @@ def test_the_time_of_a_learning_rate(schedule):
             assert learning_rate(t, step, elapsed_at(t, step, rate)) == rate
     with pytest.raises(UsageError, match="at no time"):
         elapsed_at(t, 50, 1.0)
-
-
-def test_units_in_the_last_place():
-    one = np.array([[1.0, -1.0, 0.0], [-2.5, 3.0, np.inf]], np.float32)
-    assert apart("w", one, one.copy()) is None
-    other = one.copy()
-    other[0, 1] = np.nextafter(np.float32(-1), np.float32(0))
-    other[1, 0] = np.nextafter(np.nextafter(np.float32(-2.5), np.float32(-3)), np.float32(-3))
-    found = apart("w", one, other)
-    assert (found.differing, found.place, found.units) == (2, (1, 0), 2.0)
-    other[0, 2] = -np.nextafter(np.float32(0), np.float32(1))  # across zero
-    other[1, 0], other[0, 1] = one[1, 0], one[0, 1]
-    assert apart("w", one, other).units == 1.0
-    other[1, 2] = 1.0
-    assert "not finite" in apart("w", one, other).words()
-
-
-def test_a_run_by_another_rule_of_muon_resumes_with_a_line(tmp_path):
-    """Runs that have kept facts without the rule had this one."""
-    out = tmp_path / "run"
-    words = ["train", *SMALL, "--optimizer", "muon", "--out", out, "--resume", "auto", "--steps"]
-    assert inside(*words, "1").returncode == 0
-    history, steps = out / "history.jsonl", 1
-
-    def resumed(change):
-        """Resume for a step, after each event of the history was changed, or dropped."""
-        nonlocal steps
-        steps += 1
-        events = map(change, map(json.loads, history.read_text().splitlines()))
-        history.write_text("".join(json.dumps(event) + "\n" for event in events if event))
-        result = inside(*words, str(steps))
-        assert result.returncode == 0, result.stderr
-        return result.stdout + result.stderr
-
-    def with_facts(change):
-        return lambda event: {**event, KEY: change(event[KEY])} if KEY in event else event
-
-    assert "of Muon" not in resumed(lambda event: event)
-    assert "of Muon" not in resumed(
-        with_facts(lambda facts: {key: facts[key] for key in facts if key != "muon_rule"})
-    )
-    assert "no record of its rule of Muon" in resumed(lambda event: None if KEY in event else event)
-    assert "of Muon" not in resumed(lambda event: event)
-    assert "has trained by rule 7 of Muon" in resumed(with_facts(lambda facts: {**facts, "muon_rule": 7}))
 
 
 def test_which_batches_were_left_out(tmp_path):

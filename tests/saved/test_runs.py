@@ -6,7 +6,6 @@ import os
 import shlex
 import shutil
 import sys
-import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -102,28 +101,23 @@ def test_runs_are_listed_with_what_they_came_to(runs):
 
 
 def test_losses_are_also_in_bits_per_byte_which_tokenizers_share(runs):
-    words, text = runs / "my first", read_text(resolve_data("story"))
-    result = inside(
-        "train", *SMALL, "--tokenizer", "byte", *HELD_OUT, "--steps", "2", "--out", runs / "bytes"
-    )
+    words = [*SMALL, "--tokenizer", "byte", *HELD_OUT, "--steps", "2", "--out", runs / "bytes"]
+    result = inside("train", *words)
     assert result.returncode == 0, result.stderr
     by_byte, by_word, _ = listed(runs)
     assert by_byte["train_bits_per_byte"] == pytest.approx(by_byte["loss"] / math.log(2))
     assert by_byte["bits_per_byte"] == pytest.approx(by_byte["val_loss"] / math.log(2))
-    tokenizer = read_description(words / "weights.safetensors").tokenizer
-    ids = tokenizer.encode(text)
+    tokenizer = read_description(runs / "my first" / "weights.safetensors").tokenizer
+    ids = tokenizer.encode(read_text(resolve_data("story")))
     train = ids[round(0.2 * len(ids)) :]
     each = len(tokenizer.decode(train).encode()) / len(train)
     assert by_word["train_bits_per_byte"] == pytest.approx(by_word["loss"] / math.log(2) / each)
-    found = summary(words)
+    found = summary(runs / "my first")
     assert found["train_bits_per_byte"] == by_word["train_bits_per_byte"]
     assert found["best_bits_per_byte"] == by_word["bits_per_byte"] < by_word["val_loss"]
-    page, ended = inside("runs", runs).stdout, result.stdout.splitlines()
-    for name, loss in (("train_bits_per_byte", "loss"), ("bits_per_byte", "val_loss")):
-        assert f"{by_word[name]:.2f}" in page and f"{by_byte[name]:.2f}" in page
-        shown = f"{by_byte[loss]:.4f} ({by_byte[name]:.2f} bits per byte)"
-        assert any(shown in line for line in ended if line.startswith("losses"))
-    assert any(shown in line for line in ended if line.startswith("best"))
+    for key, loss, bits in (("losses", "loss", "train_bits_per_byte"), ("best", "val_loss", "bits_per_byte")):
+        shown = f"{by_byte[loss]:.4f} ({by_byte[bits]:.2f} bits per byte)"
+        assert any(shown in line for line in result.stdout.splitlines() if line.startswith(key))
     by_bits = [run["bits_per_byte"] for run in listed(runs, "--sort", "bits-per-byte")]
     assert by_bits == [*sorted(by_bits[:2]), None]
 
@@ -134,22 +128,13 @@ def test_a_run_that_ends_by_the_clock_shows_its_time(runs):
     assert result.returncode == 0, result.stderr
     found = listed(out)[0]
     assert (found["steps"], found["elapsed_s"], found["total_s"]) == (None, 1.2, 1.2)
-    recorded = lines(out)
-    elapsed = [line["elapsed_s"] for line in recorded]
+    elapsed = [line["elapsed_s"] for line in lines(out)]
     assert elapsed == sorted(elapsed) and 0 < elapsed[0] < 1.2
-
-    def minutes(total, *kept):
-        text = (out / "config.toml").read_text().replace("train_minutes = 0.02", f"train_minutes = {total}")
-        (out / "config.toml").write_text(text)
-        (out / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept))
-        return inside("runs", runs).stdout
-
+    text = (out / "config.toml").read_text().replace("train_minutes = 0.02", "train_minutes = 3.0")
+    (out / "config.toml").write_text(text)
+    (out / "metrics.jsonl").write_text(json.dumps(lines(out)[0] | {"elapsed_s": 77.0}) + "\n")
     (out / "summary.json").unlink()
-    assert "1:17/3:00" in minutes(3.0, recorded[0] | {"elapsed_s": 77.0}) and "/7" not in page_of(out)
-    del recorded[0]["elapsed_s"]  # as runs of a former version
-    assert "1:40/3:00" in minutes(3.0, recorded[0] | {"step_s": 99.9})
-    del recorded[0]["step_s"]
-    assert "?/3:00" in minutes(3.0, recorded[0])
+    assert "1:17/3:00" in page_of(out) and "/7" not in page_of(out)
 
 
 def page_of(run):
@@ -167,17 +152,18 @@ def test_every_run_has_a_time_and_one_that_runs_an_expected_end(runs):
 
 
 @pytest.mark.parametrize("columns", [60, 80, 100, 200])
-def test_a_narrow_terminal_shows_whole_words_in_one_line_for_each_run(runs, columns):
+def test_a_narrow_terminal_shows_fewer_columns(runs, columns):
     long = "a-run-with-a-rather-long-name-of-mine"
     (runs / "my first").rename(runs / long)
     (runs / "sweep" / "grid.json").touch()
     shutil.copytree(runs / "sweep" / "second", runs / "sweep" / "third")
-    head, rule, first, second = inside("runs", runs, env={"COLUMNS": str(columns)}).stdout.splitlines()
-    assert max(map(len, (head, rule, first, second))) <= columns
-    assert head.startswith("run ") and {"steps", "time", "state"} <= {*head.split()} and "finished" in first
-    assert first.startswith(long if columns == 200 else long[:6]) and "6/6" in first
+    head, *rows = inside("runs", runs, env={"COLUMNS": str(columns)}).stdout.splitlines()
+    assert max(map(len, (head, *rows))) <= columns
+    assert head.startswith("run ") and {"steps", "time", "state"} <= {*head.split()}
     assert ("tokens/s" in head and " when" in head) == (columns > 80)
-    assert "(2 runs)" in second and "3/3" in second
+    page = " ".join(rows)
+    assert "finished" in page and "6/6" in page and "3/3" in page and "(2 " in page
+    assert columns < 200 or (len(rows) == 3 and long in page)
     assert [run["name"] for run in listed(runs / "sweep")] == ["second", "third"]
     assert [run["sweep"] for run in listed(runs)] == [None, "sweep", "sweep"]
 
@@ -210,27 +196,21 @@ def test_runs_are_sorted(runs):
 
 
 def test_states(runs):
+    out = runs / "my first"
+
     def state():
         return listed(out)[0]["state"]
 
-    def long_ago():
-        for path in out.glob("*.*"):
-            os.utime(path, (1e9, 1e9))
-
-    out = runs / "my first"
     with RunDirectory(out).lock.claimed(SerialComm()):
-        long_ago()
         assert state() == "running"
-    (running := out / "running.json").touch()
+    (out / "running.json").touch()
     assert state() == "stopped"  # whatever the summary of an earlier start says
-    running.unlink()
-    (out / "summary.json").write_text('{"stop": "interrupted"}')
-    assert state() == "interrupted"
+    (out / "running.json").unlink()
+    for text, found in (('{"stop": "interrupted"}', "interrupted"), ("{}", "finished")):
+        (out / "summary.json").write_text(text)
+        assert state() == found
     os.utime(out / "summary.json", (1e8, 1e8))  # of an earlier start
     assert state() == "stopped"
-    os.utime(out / "summary.json")
-    (out / "summary.json").write_text("{}")  # of a former version
-    assert state() == "finished"
     (out / "summary.json").unlink()
     assert state() == "stopped"
     (out / "metrics.jsonl").unlink()
@@ -255,17 +235,10 @@ def test_one_damaged_run_leaves_the_others(runs, file, content):
     assert "damaged" in page and file in page and "\x1b" not in page
 
 
-def test_a_run_whose_file_is_of_no_time_is_listed_without_it(runs):
+@pytest.mark.parametrize("seconds", [2.0**63, 2.0**60, 1e300, -1e300])
+def test_a_run_whose_file_is_of_no_time_is_listed_without_it(seconds):
     """A disk in memory keeps any number of 64 bits as the time of a file."""
-    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as folder:
-        shutil.copytree(runs, folder, dirs_exist_ok=True)
-        for seconds in (2**63 - 1, 2**60, 10**14, -(2**62)):
-            os.utime(Path(folder) / "my first" / "metrics.jsonl", (seconds, seconds))
-            for sort in ("when", "name"):
-                result = inside("runs", folder, "--sort", sort)
-                assert result.returncode == 0 and result.stdout.count("my first") == 1, result.stderr
-    for seconds in (2.0**63, 1e300, -1e300):
-        assert "begun" in render_terminal([Listed("a", "a", when=seconds)])
+    assert "begun" in render_terminal([Listed("a", "a", when=seconds)])
 
 
 # A run's directory in the place of a file

@@ -1,10 +1,12 @@
 """Tables for the terminal: aligned, as wide as it is, and with nothing cut."""
 
 import os
+import subprocess
+import sys
 
 from rich.cells import cell_len
 
-from distgpt.show.page import terminal_table
+from distgpt.show.page import Paragraph, Table, Texts, terminal, terminal_table
 
 
 def test_a_table_for_the_terminal_is_aligned():
@@ -41,3 +43,21 @@ def test_what_is_no_terminal_gets_tables_of_any_width(monkeypatch):
     row = [f"{number:,}" for number in range(10**6, 10**6 + 20)]
     (line,) = terminal_table(["c"] * 20, [row]).splitlines()[2:]
     assert line.split() == row
+
+
+def test_blocks_on_a_terminal():
+    table = Table(["a", "b <x>"], [["1 & 2", "</td>"]], 'the "caption"', "the note")
+    texts = Texts([("t", "a\n\n  b\tc\r\x07\x00")])
+    shown = terminal([table, Table(["none"], []), texts, Paragraph("equal")])
+    assert shown.startswith('the "caption"\na') and "\n\nthe note\n\nt\na" in shown and "none" not in shown
+    assert shown.endswith("\n\nequal") and "\x00" not in shown
+
+
+def test_nothing_is_loaded_that_draws_before_something_is_drawn():
+    script = """
+import sys
+import distgpt.show.page, distgpt.show.display, distgpt.commands.train, distgpt.commands.runs
+import distgpt.core.generate.single, distgpt.inference.generation.batch
+assert not {"matplotlib", "jinja2"} & sys.modules.keys()
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)

@@ -1,4 +1,4 @@
-"""Compares the losses of all stages, step by step, with those of one of them, and finds the verdict.
+"""Compares the losses of all stages, step by step, with the losses of one of them.
 
 How far rounding alone takes CPU stages apart was measured: MEASURED is the largest relative difference of
 any step's loss from that of `serial`, over 50 steps of `gpt-mini` (1, 2 and 4 ranks) and of a model of 3
@@ -19,9 +19,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from distgpt.measure.compare.stages import Measured
+if TYPE_CHECKING:
+    from distgpt.measure.compare.stages import Measured
 
 
 class Rounding(NamedTuple):
@@ -44,12 +45,7 @@ TOLERANCES = {"float64": 1e-12, "float32": 6e-5, "bfloat16": 3e-2}
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The difference of one stage from the reference.
-
-    Steps count from 1; `first` is where the tolerance was first exceeded.
-
-    A loss that is not finite is infinitely far away, in any step: `largest` is None.
-    """
+    """The difference of one stage from the reference. Steps count from 1; None is an infinite difference."""
 
     stage: str
     reference: str
@@ -58,19 +54,14 @@ class Difference:
     judged: int  # of these, from the first
     largest: float | None  # of those that are judged
     step: int  # of the largest
-    largest_of_all: float | None
     largest_later: float | None  # of those after the judged ones
-    first: int | None
+    first: int | None  # step whose difference is above the tolerance
     at_first: float | None
-    same_text: bool | None  # None where one of them wrote none
-    text_differs_at: int | None  # the number of the first other token, from 1
-
-    @property
-    def agrees(self) -> bool:
-        return self.first is None
+    same_text: bool | None  # None if one of them wrote none
+    agrees: bool
 
     def sentence(self) -> str:
-        """Describe the difference."""
+        """Describe the first loss that is wrong."""
         if self.at_first is None:
             return f"stage {self.stage}: the loss of step {self.first} is not finite"
         return (
@@ -79,38 +70,29 @@ class Difference:
         )
 
 
-def find_reference(stages: Sequence[Measured]) -> Measured | None:
-    """Return the stage that the others are compared with: the first of those with most steps."""
-    return max((stage for stage in stages if stage.losses), key=lambda stage: len(stage.losses), default=None)
-
-
 def differences(
     stages: Sequence[Measured], allowed: float | None, optimizer: str = "adamw"
 ) -> list[Difference]:
-    """Compare all stages that have a loss with the reference; `allowed` replaces the tolerances."""
-    reference = find_reference(stages)
+    """Compare all stages that have a loss with the first of those with most steps.
+
+    `allowed` replaces the tolerances.
+    """
+    with_losses = [stage for stage in stages if stage.losses]
+    reference = max(with_losses, key=lambda stage: len(stage.losses), default=None)
     if reference is None:
         return []
-    others = (stage for stage in stages if stage.losses and stage is not reference)
+    others = (stage for stage in with_losses if stage is not reference)
     return [_difference(stage, reference, allowed, optimizer) for stage in others]
 
 
 def _difference(stage: Measured, reference: Measured, allowed: float | None, optimizer: str) -> Difference:
-    coarser = max(TOLERANCES[stage.dtype], TOLERANCES[reference.dtype])
-    limit = coarser if allowed is None else allowed
+    limit = max(TOLERANCES[stage.dtype], TOLERANCES[reference.dtype]) if allowed is None else allowed
     found = [relative(a, b) for a, b in zip(stage.losses, reference.losses, strict=False)]
     judged = found[: MEASURED[optimizer, reference.dtype].steps] if allowed is None else found
     largest = max(judged)
     wrong = (i for i, value in enumerate(found) if value == math.inf or (i < len(judged) and value > limit))
     first = next(wrong, None)
-    same_text = text_differs_at = None
-    if stage.inference and reference.inference:
-        ours, theirs = stage.inference["tokens"], reference.inference["tokens"]
-        same_text = ours == theirs
-        if not same_text:
-            pairs = enumerate(zip(ours, theirs, strict=False), 1)
-            other = (place for place, (a, b) in pairs if a != b)
-            text_differs_at = next(other, min(len(ours), len(theirs)) + 1)
+    wrote = stage.inference and reference.inference
     return Difference(
         stage=stage.stage,
         reference=reference.stage,
@@ -119,17 +101,16 @@ def _difference(stage: Measured, reference: Measured, allowed: float | None, opt
         judged=len(judged),
         largest=_known(largest),
         step=found.index(largest) + 1,
-        largest_of_all=_known(max(found)),
         largest_later=_known(max(found[len(judged) :], default=math.inf)),
         first=None if first is None else first + 1,
         at_first=None if first is None else _known(found[first]),
-        same_text=same_text,
-        text_differs_at=text_differs_at,
+        same_text=stage.inference["tokens"] == wrote["tokens"] if stage.inference and wrote else None,
+        agrees=first is None,
     )
 
 
 def relative(loss: float | None, reference: float | None) -> float:
-    """Return the relative difference; infinite where a loss is not finite: beyond any tolerance."""
+    """Return the relative difference; infinite if a loss is not finite: beyond any tolerance."""
     if loss is None or reference is None or not (math.isfinite(loss) and math.isfinite(reference)):
         return math.inf
     return abs(loss - reference) / abs(reference) if reference else (math.inf if loss else 0.0)

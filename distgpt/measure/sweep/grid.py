@@ -77,41 +77,6 @@ class Grid:
         return max(1, math.ceil(points / self.eta))
 
 
-def read_grid(path: Path, assigned: Values | None = None) -> Grid:
-    """Return the grid in a TOML file, its fixed settings changed by what --set has assigned."""
-    document = load_toml(read_text(path, "GRID"), str(path))
-    table = document.pop("sweep", None)
-    if not isinstance(table, dict) or not table:
-        raise UsageError(f"{path} has no table [sweep] with what varies, as in: lr = [0.01, 0.02]")
-    fixed, table = renamed(flat_settings(document, str(path)) | (assigned or {})), renamed(table)
-    rules: Values = {name: table.pop(name) for name in RULES if name in table}
-    for name, value in rules.items():
-        RULES[name].check(f"{path}: [sweep] {name}", value)
-    if not table:
-        raise UsageError(f"{path}: [sweep] has nothing that varies")
-    _check_names(path, fixed, table)
-    choices = {name: _choices(f"{path}: [sweep] {name}", name, value) for name, value in table.items()}
-    seeds = choices.pop(SEED, [])
-    if isinstance(seeds, Range):
-        raise UsageError(f"{path}: [sweep] {SEED} is a range: give a list, of which every point has all")
-    draws, draw_seed = rules.pop("draws", 0), rules.pop("draw_seed", 0)
-    points = list(_drawn(choices, draws, draw_seed) if draws else _all(path, choices))
-    if len(points) * max(1, len(seeds)) > MOST_RUNS:
-        raise UsageError(f"{path}: these are more than {MOST_RUNS:,} runs; draws = N takes N points of them")
-    named = {_named(point): point for point in points}
-    return Grid(fixed, named, list(dict.fromkeys(seeds)), **rules)
-
-
-def _check_names(path: Path, fixed: Values, table: Values) -> None:
-    for name in fixed.keys() - VARYING.keys():
-        raise UsageError(f"{path}: unknown setting {name!r:.80}{nearest(name[:80], VARYING)}")
-    for name in table.keys() - VARYING.keys():
-        known = {*VARYING, *RULES}
-        raise UsageError(f"{path}: [sweep] knows no {name!r:.80}{nearest(name[:80], known)}")
-    if both := sorted(fixed.keys() & table.keys()):
-        raise UsageError(f"{path}: {both[0]} is given twice, for all runs and in [sweep]")
-
-
 @dataclass(frozen=True, slots=True)
 class Range:
     """Values from `low` to `high`, evenly likely, or by their logarithm."""
@@ -131,17 +96,47 @@ class Range:
         return min(self.high, max(self.low, float(f"{drawn:.{DIGITS}g}")))
 
 
+Choices = dict[str, list[Any] | Range]
+
+
+def read_grid(path: Path, assigned: Values | None = None) -> Grid:
+    """Return the grid in a TOML file, its fixed settings changed by what --set has assigned."""
+    document = load_toml(read_text(path, "GRID"), str(path))
+    table = document.pop("sweep", None)
+    if not isinstance(table, dict) or not table:
+        raise UsageError(f"{path} has no table [sweep] with settings that vary, such as: lr = [0.01, 0.02]")
+    fixed, table = renamed(flat_settings(document, str(path)) | (assigned or {})), renamed(table)
+    rules: Values = {name: table.pop(name) for name in RULES if name in table}
+    for name, value in rules.items():
+        RULES[name].check(f"{path}: [sweep] {name}", value)
+    if not table:
+        raise UsageError(f"{path}: [sweep] has nothing that varies")
+    for names, known in ((fixed, {*VARYING}), (table, {*VARYING, *RULES})):
+        for name in names.keys() - known:
+            raise UsageError(f"{path}: unknown setting {name!r:.80}{nearest(name[:80], known)}")
+    for name in sorted(fixed.keys() & table.keys()):
+        raise UsageError(f"{path}: {name} is given twice, for all runs and in [sweep]")
+    choices = {name: _choices(f"{path}: [sweep] {name}", name, value) for name, value in table.items()}
+    seeds = choices.pop(SEED, [])
+    if isinstance(seeds, Range):
+        raise UsageError(f"{path}: [sweep] {SEED} is a range: give a list, of which every point has all")
+    draws, draw_seed = rules.pop("draws", 0), rules.pop("draw_seed", 0)
+    points = _drawn(choices, draws, draw_seed) if draws else _all(path, choices)
+    named = {_named(point): point for point in itertools.islice(points, MOST_RUNS + 1)}
+    if len(named) * max(1, len(seeds)) > MOST_RUNS:
+        raise UsageError(f"{path}: these are more than {MOST_RUNS:,} runs; draws = N draws N points of them")
+    return Grid(fixed, named, list(dict.fromkeys(seeds)), **rules)
+
+
 def _choices(where: str, name: str, given: Any) -> list[Any] | Range:
     """Return a setting's values, each of its type and within its bounds."""
     about = VARYING[name]
     if isinstance(given, dict):
         return _range(where, about, given)
-    if not isinstance(given, list):
+    if not isinstance(given, list) or not given:
         raise UsageError(
             f"{where} is {brief(given)}: give a list of values, or a range {{low = …, high = …}}"
         )
-    if not given:
-        raise UsageError(f"{where} is an empty list")
     for value in given:
         about.check(where, value)
     return list(dict.fromkeys(map(float, given) if about.kind is float else given))
@@ -149,30 +144,28 @@ def _choices(where: str, name: str, given: Any) -> list[Any] | Range:
 
 def _range(where: str, about: Setting, given: Mapping[str, Any]) -> Range:
     low, high, scale = given.get("low"), given.get("high"), given.get("scale", "linear")
-    if given.keys() - {"low", "high", "scale"} or low is None or high is None:
-        raise UsageError(f'{where}: a range is {{low = …, high = …}}, and maybe scale = "log"')
-    if scale not in ("linear", "log") or about.kind not in (int, float):
-        raise UsageError(f"{where}: a range is one of numbers, and its scale is linear or log")
+    is_whole = {"low", "high"} <= given.keys() <= {"low", "high", "scale"}
+    if not is_whole or scale not in ("linear", "log") or about.kind not in (int, float):
+        raise UsageError(f'{where}: a range of numbers is {{low = …, high = …}}, and maybe scale = "log"')
     for value in (low, high):
         about.check(where, value)
+    assert isinstance(low, int | float) and isinstance(high, int | float)
     if low >= high or (scale == "log" and low <= 0):
         raise UsageError(f"{where}: low is {low} and high is {high}: low must be less, and above 0 for log")
     return Range(low, high, scale == "log", about.kind)
 
 
-def _all(path: Path, choices: Mapping[str, list[Any] | Range]) -> Iterator[Values]:
+def _all(path: Path, choices: Choices) -> Iterator[Values]:
     """Yield every combination."""
+    lists = []
     for name, values in choices.items():
         if isinstance(values, Range):
-            raise UsageError(f"{path}: [sweep] {name} is a range: say draws = N, how many points to draw")
-    lists = [values for values in choices.values() if isinstance(values, list)]
-    if math.prod(map(len, lists)) > MOST_RUNS:
-        raise UsageError(f"{path}: these are more than {MOST_RUNS:,} runs; draws = N takes N points of them")
-    for combination in itertools.product(*lists):
-        yield dict(zip(choices, combination, strict=True))
+            raise UsageError(f"{path}: [sweep] {name} is a range: set draws = N, how many points to draw")
+        lists.append(values)
+    return (dict(zip(choices, values, strict=True)) for values in itertools.product(*lists))
 
 
-def _drawn(choices: Mapping[str, list[Any] | Range], draws: int, seed: int) -> Iterator[Values]:
+def _drawn(choices: Choices, draws: int, seed: int) -> Iterator[Values]:
     """Yield this many different points, or all there are. The first ones are the same for more draws."""
     known: set[str] = set()
     for number in range(20 * draws):
@@ -187,16 +180,13 @@ def _drawn(choices: Mapping[str, list[Any] | Range], draws: int, seed: int) -> I
 
 
 def _named(values: Values) -> str:
-    """Return a name for these values that is fit for a folder; it says all of them, or has a hash of them."""
+    """Return a name for these values that is fit for a folder; it has all of them, or a hash of them."""
     whole = ",".join(
         f"{name}={value:g}" if type(value) is float else f"{name}={value}" for name, value in values.items()
     )
     name = re.sub(r"[^\w=.,+-]", "_", whole)
-    exact = repr(sorted(values.items()))
-    if name == whole and len(name) <= LONGEST_NAME and all(_is_exact(value) for value in values.values()):
+    is_exact = all(type(value) is not float or float(f"{value:g}") == value for value in values.values())
+    if name == whole and len(name) <= LONGEST_NAME and is_exact:
         return name or "one"
+    exact = repr(sorted(values.items()))
     return f"{name[:LONGEST_NAME]}-{hashlib.sha256(exact.encode()).hexdigest()[:8]}"
-
-
-def _is_exact(value: Any) -> bool:
-    return type(value) is not float or float(f"{value:g}") == value

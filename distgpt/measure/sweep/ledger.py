@@ -23,6 +23,8 @@ from distgpt.core.saved.rundir import RunDirectory
 from distgpt.measure.sweep.grid import Grid, Run
 
 DIVERGED = ("not finite", "outlier")
+RULES_KEPT = ("metric", "rungs", "eta")
+MOST_SHOWN = 5  # names in a message
 
 
 @dataclass(slots=True)
@@ -44,20 +46,6 @@ class Result:
     stop: str = ""
     error: str = ""
     tokens_per_s: float | None = None
-
-    @property
-    def why(self) -> str:
-        """Return what has failed, without what might help: the sweep is to show that."""
-        return self.error.partition("; ")[0]
-
-
-@dataclass(frozen=True, slots=True)
-class Due:
-    """The runs that are due on a rung, of those that come to it."""
-
-    rung: int
-    runs: list[Run]
-    of: int
 
 
 class Ledger:
@@ -95,27 +83,29 @@ class Ledger:
         with storage_errors("write", directory):
             directory.mkdir(parents=True, exist_ok=True)
         lock = RunLock(directory)
-        is_mine = not lock.is_held()
-        if is_mine:
-            try:
+        try:
+            if is_mine := not lock.is_held():
                 lock.claim()
-            except UsageError:
-                is_mine = False
+        except UsageError:
+            is_mine = False
         try:
             yield is_mine
         finally:
             if is_mine:
                 lock.release()
 
-    def due(self) -> Due | None:
-        """Return the runs that the first rung that is not complete still lacks; None at the end."""
+    def due(self) -> tuple[int, list[Run], int] | None:
+        """Return the first rung that is not complete, the runs that it lacks, and how many it has in all.
+
+        None at the end.
+        """
         results = self.results()
         for rung in range(self.grid.rungs):
             points = on_rung(self.grid, results, rung)
             members = [run for run in self.runs if run.point in points]
             left = [run for run in members if not is_past(results[run.name], rung)]
             if left:
-                return Due(rung, left, len(members))
+                return rung, left, len(members)
         return None
 
     def results(self) -> dict[str, Result]:
@@ -151,10 +141,8 @@ def mean(grid: Grid, results: Iterable[Result], rung: int) -> float:
 
 def measured(grid: Grid, result: Result, rung: int) -> float | None:
     """Return what is compared of a run on a rung; None if it did not come there."""
-    if len(result.rungs) <= rung:
-        return None
-    found: float | None = getattr(result.rungs[rung], grid.metric)
-    return found
+    found = getattr(result.rungs[rung], grid.metric) if len(result.rungs) > rung else None
+    return None if found is None else float(found)
 
 
 def begin(path: Path, grid: Grid) -> None:
@@ -170,11 +158,6 @@ def begin(path: Path, grid: Grid) -> None:
     _write(file, asdict(grid))
 
 
-def has_begun(path: Path) -> bool:
-    """Return whether there is a sweep in this folder."""
-    return (path / "grid.json").exists()
-
-
 def read_back(path: Path) -> Grid:
     """Return the grid of a folder in which a sweep has begun."""
     file = path / "grid.json"
@@ -185,30 +168,16 @@ def read_back(path: Path) -> Grid:
 
 
 def _refuse_changed(path: Path, before: Grid, now: Grid) -> None:
-    """Refuse a grid in which more has changed than runs that were added."""
-    old, new = ({**grid.fixed, **_rules(grid)} for grid in (before, now))
-    different = [
-        f"{name} was {old.get(name, 'left out')!r:.80} and is now {new.get(name, 'left out')!r:.80}"
-        for name in sorted(old.keys() | new.keys())
-        if old.get(name) != new.get(name)
-    ]
+    """Reject a grid in which more has changed than runs that were added."""
+    old, new = (grid.fixed | {name: getattr(grid, name) for name in RULES_KEPT} for grid in (before, now))
+    changed = sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
     known = {run.name for run in now.runs()}
-    lost = [run.name for run in before.runs() if run.name not in known]
-    different += [f"{_some(lost)} no longer in it"] if lost else []
-    if different:
+    changed += [run.name for run in before.runs() if run.name not in known]
+    if changed:
         raise UsageError(
-            f"{path} holds a sweep of another grid ({'; '.join(different)}): runs may be added, nothing else"
-            " changed; choose another --out"
+            f"{path} holds a sweep of another grid ({', '.join(changed[:MOST_SHOWN])} changed): you may only"
+            " add runs; or choose another --out"
         )
-
-
-def _rules(grid: Grid) -> dict[str, Any]:
-    return {"[sweep] metric": grid.metric, "[sweep] rungs": grid.rungs, "[sweep] eta": grid.eta}
-
-
-def _some(names: Iterable[str]) -> str:
-    first, *others = names
-    return f"{first} and {len(others)} more are" if others else f"{first} is"
 
 
 def _write(path: Path, content: Any) -> None:

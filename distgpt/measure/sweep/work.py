@@ -1,4 +1,4 @@
-"""The work of a sweep: a process takes a run that is due, trains it to its rung, and takes the next."""
+"""A sweep at work: checks its grid, opens a stage on each rank, and trains the runs that are due."""
 
 from __future__ import annotations
 
@@ -7,25 +7,37 @@ import shutil
 import signal
 import time
 import traceback
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
 from distgpt.callbacks.attach import LEAVING
-from distgpt.core.base.errors import DistgptError, Say, StorageError, first_line
-from distgpt.core.base.formatting import clock
+from distgpt.cluster.launch.environment import launched_as
+from distgpt.core.base.errors import DistgptError, Say, StorageError, UsageError, first_line
+from distgpt.core.base.formatting import clock, count, long_duration
 from distgpt.core.base.interrupts import Interrupted
-from distgpt.core.config import RunConfig
+from distgpt.core.comm.agree import on_every_rank, on_root
+from distgpt.core.comm.api import Comm
+from distgpt.core.comm.serial import SerialComm
+from distgpt.core.config import ON_GPU, SEVERAL, WITH_MPI, GpuConfig, RunConfig
 from distgpt.core.config.asked import Asked, asked_for
-from distgpt.core.cpu.stages import Stage
+from distgpt.core.cpu.stages import Notes, Stage, open_stage
+from distgpt.core.data.loading import DataRequest, kind_of, load_corpus, refuse_missing
+from distgpt.core.model.counts import operations
+from distgpt.core.model.model import Architecture
+from distgpt.core.model.optim import learning_rate
 from distgpt.core.saved.metrics import read_metrics
 from distgpt.core.saved.rundir import RunDirectory
 from distgpt.core.train.loop import train
-from distgpt.core.train.plan import make_plan, new_run
+from distgpt.core.train.plan import DTYPE, is_open, make_plan, new_run, refuse_unsuited
 from distgpt.core.train.run import Limits
 from distgpt.core.train.setup import open_run
-from distgpt.measure.sweep.grid import PRESET, Run
-from distgpt.measure.sweep.ledger import Due, Ledger, Result, Rung, is_past, measured
+from distgpt.measure.estimate import Question, estimate, manifest_of, with_vocabulary
+from distgpt.measure.sweep.grid import BITS, PRESET, Grid, Run, Values, read_grid
+from distgpt.measure.sweep.ledger import Ledger, Result, Rung, begin, is_past, measured, read_back
+from distgpt.recipes.depth import holds_out
 from distgpt.recipes.derived import derived
 
 PAUSE = 0.5  # seconds before a process without work looks again
@@ -33,8 +45,154 @@ SECONDS_BETWEEN_LINES = 10.0  # about a run that trains
 LAST = 20  # steps whose training losses are averaged
 
 
+def open_stages(name: str, threads: int | None, gpu: GpuConfig) -> tuple[Comm, Stage]:
+    """Return the ranks of this job, and a stage for this rank alone, which trains alone. Collective."""
+    if name in WITH_MPI:
+        raise UsageError(f"here every rank has a stage of its own: --stage serial or cuda, not {name}")
+    if launched_as() == 1:
+        stage = open_stage(name, threads, gpu)
+        return stage.comm, stage
+    # GPUs need no way between them that takes memory.
+    job = open_stage(SEVERAL[name], threads, replace(gpu, allreduce="host") if name in ON_GPU else gpu)
+    alone = SerialComm(job.comm)
+    if not job.on_gpu:
+        return job.comm, replace(job, name=name, comm=alone)
+    of_gpu: Any = {"gpu": gpu, "transport": ""}
+    # New notes: the job's tell how gradients are summed.
+    return job.comm, replace(job, name=name, comm=alone, notes=Notes(), **of_gpu)
+
+
+def begin_sweep(
+    comm: Comm, ready: Stage, path: Path, out: Path, say: Say, assigned: Values | None = None
+) -> Ledger:
+    """Return the sweep of a grid file, which begins or resumes in `out`. Collective.
+
+    `ready` is a stage of this rank alone; `assigned` changes what the file fixes.
+    """
+
+    def prepare() -> None:
+        grid = _with_dtype(read_grid(path, assigned), ready, out)
+        runs = checked_runs(grid)
+        begin(out, grid)
+        for line in rungs_of(grid, runs):
+            say(line)
+        tokenize(runs, out, say)
+        Ledger(out, grid).forget_failures()
+
+    on_root(comm, prepare)
+    return Ledger(out, on_every_rank(comm, lambda: read_back(out)))
+
+
+def _with_dtype(grid: Grid, ready: Stage, out: Path | None = None) -> Grid:
+    """Return a grid that names no dtype with one for all runs, by its first run: they are compared.
+
+    A sweep that has begun keeps its own; one of an earlier version has none, which is float32.
+    """
+    first = next(grid.runs())
+    if not is_open(asked_of(first)):
+        return grid
+    fixed = {name: value for name, value in grid.fixed.items() if name != DTYPE}
+    if out and (out / "grid.json").exists():
+        known = {name: value for name, value in read_back(out).fixed.items() if name == DTYPE}
+    else:
+        known = {DTYPE: ready.auto_dtype(lambda: configured(first).train.matmul).name}
+    return replace(grid, fixed=fixed | known)
+
+
+def preview(path: Path, ready: Stage, ranks: int, say: Say, assigned: Values | None = None) -> str:
+    """Return the runs of a grid file, its rungs, and about how long they take; write nothing."""
+    grid = _with_dtype(read_grid(path, assigned), ready)
+    runs = checked_runs(grid)
+    lines = [f"{name}  {count(run.train.steps, 'step')}" for name, run in runs.items()]
+    time = expected(grid, list(runs.values()), ready, ranks, say)
+    return "\n".join([*lines, count(len(runs), "run"), *rungs_of(grid, runs), time])
+
+
+def configured(run: Run) -> RunConfig:
+    """Return a run's whole configuration; reject values that are not compatible."""
+    try:
+        return new_run(derived(asked_of(run), 1))
+    except DistgptError as error:
+        raise type(error)(f"{run.name}: {error}") from None
+
+
+def asked_of(run: Run) -> Asked:
+    """Return the settings of a run as a user gives them."""
+    settings = {name: value for name, value in run.values.items() if name != PRESET}
+    return asked_for(settings, run.values.get(PRESET))
+
+
+def checked_runs(grid: Grid) -> dict[str, RunConfig]:
+    """Return every run's configuration by name; reject what would fail for all, or makes no sense."""
+    runs = {run.name: configured(run) for run in grid.runs()}
+    first = next(iter(runs.values())).train
+    for name, run in runs.items():
+        t = run.train
+        refuse_unsuited(t, 1, on_gpu=False)
+        refuse_missing(filter(None, (t.data, t.val)), t.tokenizer)
+        if grid.metric != "loss" and not holds_out(asdict(t)):
+            raise UsageError(
+                f"{name}: nothing is held out to compare by {grid.metric}: set val_fraction or val, or"
+                ' metric = "loss" in [sweep]'
+            )
+        if grid.metric != BITS and t.tokenizer != first.tokenizer:
+            raise UsageError(
+                f"{name} has another tokenizer than other runs ({t.tokenizer}, not {first.tokenizer}): losses"
+                f' per token cannot be compared; set metric = "{BITS}" in [sweep]'
+            )
+        if t.train_minutes and grid.rungs > 1:
+            raise UsageError(f"{name}: rungs compare runs at steps, and train_minutes sets none")
+    return runs
+
+
+def tokenize(runs: dict[str, RunConfig], out: Path, say: Say) -> None:
+    """Tokenize the runs' folders and tables of texts, which several processes cannot at the same time."""
+    texts = {(t.data, t.val, t.tokenizer, t.val_fraction) for t in (run.train for run in runs.values())}
+    for data, val, tokenizer, val_fraction in sorted(texts):
+        if not {kind_of(text) for text in (data, val) if text} <= {"plain", "shards"}:
+            request = DataRequest(data, tokenizer, 1, val_fraction, val=val, kept=out / "tokenized")
+            load_corpus(SerialComm(), request, say)
+
+
+def rungs_of(grid: Grid, runs: dict[str, RunConfig]) -> list[str]:
+    """Return a line about each rung, if there are several; the steps are the first run's."""
+    points, t, lines = len(grid.points), next(iter(runs.values())).train, []
+    for rung in range(grid.rungs if grid.rungs > 1 else 0):
+        each = count(points, "point") + (f" of {count(len(grid.seeds), 'seed')}" if grid.seeds else "")
+        step = grid.until(rung, t.steps)
+        peak = learning_rate(t, step - 1) / t.lr
+        lines.append(f"rung {rung + 1}: {each} to step {step:,}, with {peak:.0%} of the peak learning rate")
+        points = grid.promoted(points)
+    return lines
+
+
+def expected(grid: Grid, runs: Sequence[RunConfig], ready: Stage, ranks: int, say: Say) -> str:
+    """Return about how long the sweep takes: the first run's steps are measured, the others' counted."""
+    first: RunConfig = runs[0]
+    gpu = getattr(ready, "gpu", GpuConfig())
+    try:
+        facts = estimate(Question(first, ready.name, gpu=gpu), say, ready=ready)["time"]
+    except DistgptError as error:
+        return f"time: unknown ({error})"
+    if facts["rate_per_rank"] is None:
+        return f"time: unknown ({facts['missing']})"
+    vocabulary = with_vocabulary(first, manifest_of(first.train.data)).model.vocab_size
+
+    def work(run: RunConfig) -> float:
+        model = Architecture(replace(run.model, vocab_size=run.model.vocab_size or vocabulary))
+        return float(operations(model).forward * run.train.steps * run.train.batch_size * run.model.seq_len)
+
+    points, trained, before = len(grid.points), 0.0, 0.0
+    for rung in range(grid.rungs):  # the part of all steps that is taken
+        reached = grid.eta ** (rung + 1 - grid.rungs)
+        trained += points * (reached - before) / len(grid.points)
+        points, before = grid.promoted(points), reached
+    seconds = facts["total_s"] * trained * sum(map(work, runs)) / work(first) / min(ranks, len(runs))
+    return f"about {long_duration(seconds)} of training on {count(ranks, 'rank')}"
+
+
 class Listener:
-    """Says a line about a run now and then, and everything that there is to note once."""
+    """Prints a line about a run now and then, and each note once."""
 
     def __init__(self, say: Say) -> None:
         self._say, self._name, self._known = say, "", set[str]()
@@ -42,20 +200,14 @@ class Listener:
         self._steps = 0
 
     def begin(self, run: Run) -> None:
-        self._name, self._begun = run.name, time.monotonic()
-        self._last = self._begun
+        self._name = run.name
+        self._begun = self._last = time.monotonic()
 
     def ended(self, text: str) -> None:
         self._say(f"{text} ({clock(time.monotonic() - self._begun)})")
 
     def started(self, facts: dict[str, Any]) -> None:
         self._steps = facts["steps"]
-
-    def sampled(self, step: int, text: str) -> None:
-        """Nobody reads a sample of every run."""
-
-    def evaluated(self, metrics: dict[str, Any]) -> None:
-        """It is in the run's metrics."""
 
     def stepped(self, metrics: dict[str, Any]) -> None:
         if time.monotonic() - self._last > SECONDS_BETWEEN_LINES:
@@ -67,10 +219,13 @@ class Listener:
             self._known.add(text)
             self._say(text)
 
+    def sampled(self, step: int, text: str) -> None: ...
+    def evaluated(self, metrics: dict[str, Any]) -> None: ...
+
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """A process that takes part in a sweep, and has to be gone by `end`, a moment of time.monotonic()."""
+    """A process that takes part in a sweep, and must end by `end`, a time of time.monotonic()."""
 
     ledger: Ledger
     stage: Stage
@@ -78,35 +233,38 @@ class Worker:
     end: float | None = None
 
     def work(self) -> None:
-        """Train what is due until nothing is left."""
+        """Train what is due until nothing is left; wait while other processes train the rest of a rung."""
         try:
-            self._work()
+            while (due := self.ledger.due()) is not None:
+                rung, runs, of = due
+                if not any(self._attempt(rung, run, of) for run in runs):
+                    time.sleep(PAUSE)
+                    if self.end is not None and time.monotonic() > self.end - LEAVING:
+                        raise Interrupted(signal.SIGUSR1, why="the time is up")
         except Interrupted as interrupt:  # the other ranks have had it too, or finish what this one has left
             interrupt.shared = True
             interrupt.add_note("the same command resumes the sweep")
             raise
 
-    def _work(self) -> None:
-        """Take runs in turn; wait where other processes train the rest of a rung."""
-        while (due := self.ledger.due()) is not None:
-            if not any(self._attempt(due, run) for run in due.runs):
-                time.sleep(PAUSE)
-                if self.end is not None and time.monotonic() > self.end - LEAVING:
-                    raise Interrupted(signal.SIGUSR1, why="the time is up")
-
-    def _attempt(self, due: Due, run: Run) -> bool:
+    def _attempt(self, rung: int, run: Run, of: int) -> bool:
         """Train a run to its rung, unless another process does or did. Return whether it was trained here."""
         with self.ledger.taken(run) as is_mine:
-            if not is_mine or is_past(result := self.ledger.result(run), due.rung):
+            if not is_mine or is_past(result := self.ledger.result(run), rung):
                 return False
             self.listener.begin(run)
-            self._train(due.rung, run, result)
+            self._train(rung, run, result)
             self.ledger.store(run, result)
-            self.listener.ended(_account(self.ledger, due, run, result))
+            due = self.ledger.due()
+            done = of - (len(due[1]) if due and due[0] == rung else 0)
+            how = f"{result.stop}: {result.error.partition('; ')[0]}"
+            if not result.stop:
+                found = measured(self.ledger.grid, result, rung)
+                how = f"{self.ledger.grid.metric} {found:.4f} at step {result.rungs[-1].step:,}"
+            self.listener.ended(f"{done} of {of}: {run.name}: {how}")
         return True
 
     def _train(self, rung: int, run: Run, result: Result) -> None:
-        """Bring a run to its rung and note how it did, or why it failed. What ends the sweep is raised."""
+        """Train a run to its rung and note its results, or why it failed. What ends the sweep is raised."""
         gc.collect()  # the memory of the run before
         try:
             step = self._to_rung(rung, run)
@@ -128,9 +286,8 @@ class Worker:
         plan = make_plan(stage, derived(asked, 1), lambda text: None)
         by_clock = bool(plan.config.train.train_minutes)
         until = None if by_clock else ledger.grid.until(rung, plan.config.train.steps)
-        is_there = until is not None and plan.state.step >= until and not plan.state.evaluation_pending
-        if is_there:  # it was killed before that was noted
-            return plan.state.step
+        if until is not None and plan.state.step >= until and not plan.state.evaluation_pending:
+            return plan.state.step  # it was killed before that was noted
         try:
             opened = open_run(replace(plan, until=until), stage, self.listener, Limits(self.end))
             train(opened)
@@ -141,43 +298,18 @@ class Worker:
         return opened.progress.step
 
 
-def configured(run: Run) -> RunConfig:
-    """Return a run's whole configuration; refuse values that do not go together."""
-    try:
-        return new_run(derived(asked_of(run), 1))
-    except DistgptError as error:
-        raise type(error)(f"{run.name}: {error}") from None
-
-
-def asked_of(run: Run) -> Asked:
-    """Return what a run of the grid is asked for."""
-    settings = {name: value for name, value in run.values.items() if name != PRESET}
-    return asked_for(settings, run.values.get(PRESET))
-
-
 def _rung(directory: RunDirectory, step: int, result: Result) -> Rung:
-    """Return what the run's metrics say about this step; note its speed."""
+    """Return what the run's metrics have of this step; note its speed."""
     lines = [line for line in read_metrics(directory.metrics) if line.step <= step]
     found: dict[str, float | None] = {}
     for line in lines:
         found |= line.numbers if line.step == step else {}
-    rates = [rate for line in lines if (rate := line.numbers.get("tokens_per_s"))]
+
+    def known(name: str) -> list[float]:
+        return [value for line in lines if (value := line.numbers.get(name)) is not None]
+
+    rates = known("tokens_per_s")
     result.tokens_per_s = median(rates) if rates else None
-
-    def mean(name: str) -> float | None:
-        last = [value for line in lines if (value := line.numbers.get(name)) is not None][-LAST:]
-        return fmean(last) if last else None
-
+    loss, bits = (known(name)[-LAST:] for name in ("loss", "train_bits_per_byte"))
     validated = found.get("val_loss"), found.get("bits_per_byte")
-    return Rung(step, mean("loss"), *validated, mean("train_bits_per_byte"))
-
-
-def _account(ledger: Ledger, due: Due, run: Run, result: Result) -> str:
-    """Return a line about a run that is done for now."""
-    now = ledger.due()
-    left = len(now.runs) if now and now.rung == due.rung else 0
-    done = f"{due.of - left} of {due.of}"
-    if result.stop:
-        return f"{done}: {run.name}: {result.stop}: {result.why}"
-    found = measured(ledger.grid, result, due.rung)
-    return f"{done}: {run.name}: {ledger.grid.metric} {found:.4f} at step {result.rungs[-1].step:,}"
+    return Rung(step, fmean(loss) if loss else None, *validated, fmean(bits) if bits else None)

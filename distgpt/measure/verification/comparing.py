@@ -10,40 +10,45 @@ from distgpt.core.base.formatting import count
 from distgpt.core.config import differences
 from distgpt.core.saved.checkpoint import OPTIMIZER, WEIGHTS, verify
 from distgpt.core.saved.tensors import DATA_SUM, read_header
-from distgpt.measure.verification.numbers import are_same, distance, numbers_apart, tolerance_of
-from distgpt.measure.verification.promise import Side, described, why_rounding
-from distgpt.measure.verification.records import NEUTRAL, Record
+from distgpt.measure.verification.records import (
+    NEUTRAL,
+    Kind,
+    Record,
+    Side,
+    distance,
+    numbers_apart,
+    tabulated,
+    why_rounding,
+)
 
-MOST_SHOWN = 12  # differences of settings: one screen
+KINDS = {"loss": "loss", "gradient norm": "grad_norm"}  # of numbers, by their names in metrics.jsonl
+FILES = {"weights": WEIGHTS, "optimizer": OPTIMIZER}
 
 
 @dataclass(slots=True)
 class Parting:
-    """Where two runs part, and why. None: nowhere."""
+    """Where two runs part, and why."""
 
     one: str
     other: str
-    steps: int  # that both have written
-    last: int
-    step: int | None = None  # the first step whose losses differ
-    words: str = ""  # about it
-    beyond: int | None = None  # the first step whose losses are further apart than rounding brings them
-    tolerance: float = 0.0
-    weights_same: int | None = None  # the last checkpoint of both with the same weights
-    weights_differ: int | None = None  # and the first one with others
-    optimizer_differs: int | None = None  # the first one with the same weights and another optimizer's state
-    settings: dict[str, tuple[object, object]] = field(default_factory=dict)  # at that step
+    kinds: dict[str, Kind] = field(default_factory=lambda: {name: Kind() for name in (*KINDS, *FILES)})
+    settings: dict[str, tuple[object, object]] = field(default_factory=dict)  # that differ at that step
     data: tuple[str, str] | None = None  # the texts' fingerprints, if they differ
     why: list[str] = field(default_factory=list)  # why the bits of the same steps may differ
     starts: list[str] = field(default_factory=list)
-    taken: tuple[str, str] = ("", "")
 
     @property
-    def is_same(self) -> bool:
-        return self.step is None and self.weights_differ is None and self.optimizer_differs is None
+    def at(self) -> int | None:
+        """The first step with another loss or norm; otherwise the first checkpoint that differs."""
+        numbers = [kind.first for name, kind in self.kinds.items() if name in KINDS]
+        files = [kind.first for name, kind in self.kinds.items() if name in FILES]
+        for places in (numbers, files):
+            if known := [step for step in places if step is not None]:
+                return min(known)
+        return None
 
     def to_json(self) -> dict[str, object]:
-        return {"same": self.is_same, **asdict(self)}
+        return {"same": self.at is None, "step": self.at, **asdict(self)}
 
 
 def compare(one: Path, other: Path) -> Parting:
@@ -53,68 +58,45 @@ def compare(one: Path, other: Path) -> Parting:
     common = sorted(first.keys() & second.keys())
     if not common:
         raise UsageError(f"no training step is in the metrics.jsonl of both {one} and {other}")
-    found = Parting(str(one), str(other), len(common), common[-1])
-    settings = [record.settings_of(common[0]).train for record in records]
-    limit = tolerance_of(*settings)
-    found.tolerance = limit.apart
+    found = Parting(str(one), str(other))
     for step in common:
-        losses = first[step]["loss"], second[step]["loss"]
-        norms = first[step].get("grad_norm"), second[step].get("grad_norm")
-        if found.step is None and not (are_same(*losses) and are_same(*norms)):
-            name, pair = ("gradient norm", norms) if are_same(*losses) else ("loss", losses)
-            found.step, found.words = step, f"{name} {numbers_apart(*pair, ('in A', 'in B'))}"
-        if found.beyond is None and distance(*losses) > limit.apart:
-            found.beyond = step
-    _compare_weights(found, *records)
-    places = found.step, found.weights_differ, found.optimizer_differs
-    _explain(found, records, next((step for step in places if step is not None), common[-1]))
+        for name, key in KINDS.items():
+            pair = first[step].get(key), second[step].get(key)
+            words = numbers_apart(*pair, ("in A", "in B")) if distance(*pair) else ""
+            found.kinds[name].add(step, words)
+    _compare_files(found, *(dict(record.checkpoints()) for record in records))
+    _explain(found, records, found.at or common[-1])
     return found
 
 
-def _compare_weights(found: Parting, one: Record, other: Record) -> None:
+def _compare_files(found: Parting, one: dict[int, Path], other: dict[int, Path]) -> None:
     """Compare the checksums of weights and optimizers; of the last checkpoint also the files with them."""
-    paths = dict(one.checkpoints()), dict(other.checkpoints())
-    common = sorted(paths[0].keys() & paths[1].keys())
+    common = sorted(one.keys() & other.keys())
+    for path in (one[common[-1]], other[common[-1]]) if common else ():
+        verify(path)
     for step in common:
-        weights, optimizers = (
-            [_checksum(checkpoints[step] / name) for checkpoints in paths] for name in (WEIGHTS, OPTIMIZER)
-        )
-        if step == common[-1]:
-            for checkpoints in paths:
-                verify(checkpoints[step])
-        if None in weights:
-            continue
-        if weights[0] == weights[1]:
-            found.weights_same = step
-            if optimizers[0] != optimizers[1] and found.optimizer_differs is None:
-                found.optimizer_differs = step
-        elif found.weights_differ is None:
-            found.weights_differ = step
-
-
-def _checksum(file: Path) -> str | None:
-    return read_header(file).metadata.get(DATA_SUM) if file.exists() else None
+        for name, file in FILES.items():
+            paths = [checkpoints[step] / file for checkpoints in (one, other)]
+            sums = [read_header(path).metadata.get(DATA_SUM) if path.exists() else None for path in paths]
+            if None not in sums:
+                found.kinds[name].add(step, "another checksum" if sums[0] != sums[1] else "")
 
 
 def _explain(found: Parting, records: tuple[Record, Record], step: int) -> None:
-    """Say what differs between the processes that have taken a step, and in what came before."""
+    """Find what differs between the processes that have taken a step, and in what came before."""
     configs = [record.settings_of(step) for record in records]
     found.settings = {name: pair for name, pair in differences(*configs).items() if name not in NEUTRAL}
     starts = [next(iter(record.starts_of(step, step)), None) for record in records]
-    facts = [start.facts if start else None for start in starts]
-    one, other = (
-        Side(fact, config.train, words)
-        for fact, config, words in zip(facts, configs, ("in A", "in B"), strict=True)
-    )
-    if facts[0] and facts[1] and facts[0].data != facts[1].data:
-        found.data = facts[0].data, facts[1].data
-    found.taken = described(facts[0]) if facts[0] else "", described(facts[1]) if facts[1] else ""
-    dtype = str(found.settings["dtype"][0]) if "dtype" in found.settings else None
+    a, b = (start.facts if start else None for start in starts)
+    if a and b and a.data != b.data:
+        found.data = a.data, b.data
+    sides = Side(a, configs[0].train, "in A"), Side(b, configs[1].train, "in B")
     # Not again a setting that is listed anyway.
-    found.why = [reason for reason in why_rounding(one, other) if not (dtype and reason.startswith(dtype))]
+    found.why = [why for why in why_rounding(*sides) if why.partition(":")[0] not in found.settings]
     for name, record in zip("AB", records, strict=True):
-        if resumed := [str(start.step) for start in record.starts if 0 < start.step < step]:
-            found.starts.append(f"{name} resumed after step {', '.join(resumed)}")
+        found.starts += [
+            f"{name} resumed after step {start.step}" for start in record.starts if 0 < start.step < step
+        ]
         found.starts += [
             f"{name} went back to step {at}, and has left out {count(left_out, 'batch')} since"
             for at, left_out in record.skipped.items()
@@ -123,46 +105,25 @@ def _explain(found: Parting, records: tuple[Record, Record], step: int) -> None:
 
 
 def page(found: Parting) -> str:
-    """Describe where two runs part, on one screen."""
-    paths = zip("AB", (found.one, found.other), found.taken, strict=True)
-    rows = [(name, path + (f": {taken}" if taken else "")) for name, path, taken in paths]
-    if found.step is None:
-        same = f"the same to the bit in all {count(found.steps, 'step')} of both, up to step {found.last}"
-        rows.append(("losses", same))
-    else:
-        rounding = f"rounding ({found.tolerance:g})"
-        above = f"above {rounding} from step {found.beyond} on" if found.beyond else f"never above {rounding}"
-        rows.append(("losses", f"the first that differs is of step {found.step}: {found.words}; {above}"))
-    if found.weights_differ is not None:
-        rows.append(("weights", f"other bits after step {found.weights_differ}"))
-    elif found.weights_same is not None:
-        rows.append(("weights", f"the same to the bit after step {found.weights_same}"))
-    if found.optimizer_differs is not None:
-        rows.append(("optimizer", f"other bits after step {found.optimizer_differs}"))
-    few = [*found.settings.items()][:MOST_SHOWN]
-    rows += [("setting", f"{name}: {a!r:.60} in A, {b!r:.60} in B") for name, (a, b) in few]
-    if len(found.settings) > MOST_SHOWN:
-        rows.append(("", f"… and {len(found.settings) - MOST_SHOWN} more (--json lists all)"))
-    if found.data:
-        rows.append(("data", f"other texts: {found.data[0]} in A, {found.data[1]} in B"))
-    rows += [("bits", reason) for reason in found.why]
-    rows += [("starts", line) for line in found.starts]
-    lines = [f"{name:<10} {escape(text)}" for name, text in rows]
-    return "\n".join([*lines, *([verdict(found)] if found.is_same else [])])
+    """Tabulate what was compared; below it what differs at the step where the runs part."""
+    lines = [f"A: {found.one}", f"B: {found.other}", tabulated(found.kinds)]
+    lines += [f"{name}: {a!r:.60} in A, {b!r:.60} in B" for name, (a, b) in found.settings.items()]
+    lines += [f"data: {found.data[0]} in A, {found.data[1]} in B"] if found.data else []
+    lines += [*found.why, *found.starts, *([] if found.at else [verdict(found)])]
+    return "\n".join(line if "\n" in line else escape(line) for line in lines)
 
 
 def verdict(found: Parting) -> str:
     """Say in a sentence whether two runs part, and by what."""
-    if found.is_same:
+    if found.at is None:
         same = "the same to the bit"
-        return f"{same} in all losses: no checkpoint is in both" if found.weights_same is None else same
-    at = found.step or found.weights_differ or found.optimizer_differs
-    if found.settings or found.data:
-        named = [*found.settings, *(["data"] if found.data else [])]
-        return f"they part at step {at}, by {', '.join(named[:MOST_SHOWN])}"
+        return same if found.kinds["weights"].compared else f"{same} in all losses: no checkpoint is in both"
+    named = [*found.settings, *["data"] * bool(found.data)]
+    if named:
+        return f"they part at step {found.at}, by {', '.join(named)}"
     if found.why:
-        return f"they part at step {at}, by rounding: {found.why[0]}"
+        return f"they part at step {found.at}, by rounding: {found.why[0]}"
     return (
-        f"they part at step {at}, and nothing that is kept differs: memory or a processor may have failed;"
-        f" distgpt replay A --steps {at}, and B, tells which is right"
+        f"they part at step {found.at}, and nothing that is kept differs: memory or a processor may have"
+        f" failed; distgpt replay A --steps {found.at}, and B, tells which is right"
     )

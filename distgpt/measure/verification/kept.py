@@ -9,7 +9,6 @@ import json
 import os
 import platform
 import sys
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from hashlib import sha256
@@ -18,16 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from distgpt.core.base.checked import Count, checked
-from distgpt.core.base.errors import DataError, StorageError
-from distgpt.core.base.files import read_small
 from distgpt.core.base.version import __version__
 from distgpt.core.comm.agree import gather_texts
-from distgpt.core.saved.rundir import RunDirectory
 from distgpt.core.saved.tensors import fingerprint
 from distgpt.core.train.run import Run
 
 KEY = "bits"  # of the event in history.jsonl
-MOST_HISTORY = 1 << 28  # bytes
 PACKAGE = Path(__file__).parents[2]
 # Folders that change no bit of a step: those that show, serve, measure, install or start runs.
 ELSEWHERE = {
@@ -37,7 +32,6 @@ ELSEWHERE = {
         *("measure", "models/formats", "show"),
     )
 }
-MUON_RULE = 1  # each attention head is orthogonal by itself, no longer all of q, of k and of v
 LIBRARIES = ("numpy", "numba", "llvmlite")
 
 
@@ -59,7 +53,6 @@ class Facts:
     data: str  # the fingerprint of the training text
     init: str = ""  # the checksum of the file that a new run begins with
     gpu: dict[str, str] = field(default_factory=dict)  # the options by which a GPU computes
-    muon_rule: Count = MUON_RULE  # the first starts that kept facts had this rule, and did not say so
 
     @property
     def ranks(self) -> int:
@@ -73,45 +66,22 @@ class Facts:
 
 def note(run: Run) -> None:
     """Write the facts into the run's history. Collective."""
-    facts = facts_of(run)
-    if run.comm.rank == 0 and run.start and run.settings.optimizer == "muon":
-        former = _last_muon_rule(run.start)
-        if former is None:
-            run.report.note(
-                "this run has no record of its rule of Muon. If it began before each attention head was made"
-                " orthogonal by itself, it follows that rule from here on and ends with other weights"
-            )
-        elif former != MUON_RULE:
-            run.report.note(
-                f"this run has trained by rule {former} of Muon; from here on it follows rule {MUON_RULE} and"
-                " ends with other weights"
-            )
-    run.report.remember({"step": run.progress.step, KEY: asdict(facts)})
-
-
-def _last_muon_rule(checkpoint: Path) -> int | None:
-    """Return the rule of the last start that has kept facts, in the run of a checkpoint; None without one."""
-    found = None
-    history = RunDirectory(checkpoint.resolve().parents[1]).history
-    with suppress(DataError, StorageError, ValueError):
-        for line in read_small(history, MOST_HISTORY).splitlines():
-            if isinstance(facts := json.loads(line).get(KEY), dict):
-                found = Facts.from_json(facts).muon_rule
-    return found
+    run.report.remember({"step": run.progress.step, KEY: asdict(facts_of(run))})
 
 
 def facts_of(run: Run) -> Facts:
     """Return the facts of a run that is open. Collective."""
-    stage, t, comm = run.stage, run.settings, run.comm
+    t, comm = run.settings, run.comm
+    stage: Any = run.stage
     kernels: Any = run.model.kernels
     on_gpu = stage.on_gpu
-    own = json.dumps([_gpu_name(stage) if on_gpu else _processor(), stage.threads])
+    own = json.dumps([str(stage.device.name) if on_gpu else _processor(), stage.threads])
     ranks = [json.loads(text) for text in gather_texts(comm, own)]
     hosts = gather_texts(comm, platform.node())
     loaded = {name: str(sys.modules[name].__version__) for name in LIBRARIES if name in sys.modules}
     init = t.init if t.init and run.start is None and comm.rank == 0 else ""
     return Facts(
-        sources=sources() if comm.rank == 0 else "",  # what other ranks return is looked at by nobody
+        sources=sources() if comm.rank == 0 else "",  # only rank 0 keeps facts
         versions={"distgpt": __version__, **(_gpu_libraries() if on_gpu else loaded)},
         processors=list(dict.fromkeys(processor for processor, _ in ranks)),
         threads=[threads for _, threads in ranks],
@@ -124,7 +94,7 @@ def facts_of(run: Run) -> Facts:
         recompute=t.recompute,
         data=run.batches.fingerprint,
         init=fingerprint(Path(init)) if init else "",
-        gpu=_gpu_options(stage) if on_gpu else {},
+        gpu={name: str(value) for name, value in asdict(stage.gpu).items()} if on_gpu else {},
     )
 
 
@@ -147,14 +117,6 @@ def _processor() -> str:
 
     name, features = processor()
     return f"{name}-{sha256(features.encode()).hexdigest()[:8]}{'-amx' * shape().amx}"
-
-
-def _gpu_name(stage: Any) -> str:
-    return str(stage.device.name)
-
-
-def _gpu_options(stage: Any) -> dict[str, str]:
-    return {name: str(value) for name, value in asdict(stage.gpu).items()}
 
 
 def _gpu_libraries() -> dict[str, str]:

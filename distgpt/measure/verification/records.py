@@ -1,7 +1,9 @@
-"""Reads what became of a run's steps from its files: starts, settings, numbers, checkpoints."""
+"""Reads what became of a run's steps from its files, and says why the bits of two runs may differ."""
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,11 +13,13 @@ from typing import Any
 from distgpt.core.base.checked import JsonObject, parse_object
 from distgpt.core.base.errors import DataError, UsageError, nearest_path
 from distgpt.core.base.files import read_small
-from distgpt.core.config import RunConfig
+from distgpt.core.config import RunConfig, TrainConfig
 from distgpt.core.saved.checkpoint import saved_checkpoints
 from distgpt.core.saved.metrics import MOST_METRICS, MOST_STEPS, read_metrics
 from distgpt.core.saved.rundir import RunDirectory
+from distgpt.measure.compare.agreement import MEASURED, TOLERANCES, Rounding, relative
 from distgpt.measure.verification.kept import KEY, Facts
+from distgpt.show.page import terminal_table
 
 # Settings of which no bit of a step depends: what is shown, saved, measured and checked beside the steps.
 # A text is compared by its fingerprint, not by its name.
@@ -26,6 +30,8 @@ NEUTRAL = frozenset(
         *("on_disk_error", "verify_every", "verify_data", "bad_steps_allowed"),
     }
 )
+# Facts that decide in which order gradients are added.
+OF_SUMS = ("threads", "nodes", "exchange", "transport", "mpi", "micro_batches")
 
 Numbers = Mapping[str, float | None]  # of a step, by name; None: not finite
 Changes = Mapping[str, tuple[Any, Any]]  # what a setting was, and what it is now
@@ -36,31 +42,22 @@ class Start:
     """A process that has taken steps of a run: those after `step`."""
 
     step: int
-    event: JsonObject  # its line in history.jsonl
+    ranks: int | None
     changes: Changes
     facts: Facts | None  # None: of a version that did not keep them
-
-    @property
-    def ranks(self) -> int | None:
-        found = self.event.get("ranks")
-        return found if type(found) is int else None
 
 
 class Record:
     """The files of one run."""
 
     def __init__(self, path: Path) -> None:
-        self.directory = RunDirectory(path)
+        self.path, self.directory = path, RunDirectory(path)
         if not path.is_dir():
             raise UsageError(f"there is no directory {path}{nearest_path(path)}")
         config = self.directory.saved()
         if config is None:
             raise UsageError(f"{path} holds no run: there is no config.toml")
         self.config: RunConfig = config  # of the last start
-
-    @property
-    def path(self) -> Path:
-        return self.directory.path
 
     @cached_property
     def steps(self) -> dict[int, Numbers]:
@@ -91,10 +88,11 @@ class Record:
         found: list[Start] = []
         for step, event in self._events:
             if KEY in event and found and found[-1].step == step:
-                found[-1] = Start(step, found[-1].event, found[-1].changes, self._facts(event[KEY]))
+                found[-1] = Start(step, found[-1].ranks, found[-1].changes, self._facts(event[KEY]))
             elif "ranks" in event and "changes" in event:
+                ranks = event["ranks"] if type(event["ranks"]) is int else None
                 found = [start for start in found if start.step < step]
-                found.append(Start(step, event, self._changes(event["changes"]), None))
+                found.append(Start(step, ranks, self._changes(event["changes"]), None))
         return found
 
     def _facts(self, document: Any) -> Facts:
@@ -128,7 +126,7 @@ class Record:
         return before[-1:] + later
 
     def settings_of(self, step: int) -> RunConfig:
-        """Return the settings of a step: those of the last start, without what later starts have changed."""
+        """Return the settings of a step: the last start's, without what later starts have changed."""
         config = self.config
         for start in reversed(self.starts):
             if start.step < step:
@@ -137,7 +135,111 @@ class Record:
         return config
 
     def checkpoints(self) -> Iterator[tuple[int, Path]]:
-        """Yield the steps of the checkpoints that are there, and where they lie, the earliest first."""
+        """Yield the steps of the existing checkpoints, and their paths, the earliest first."""
         for path in reversed(saved_checkpoints(self.directory.checkpoints)):
             if not path.suffix:
                 yield int(path.name.removeprefix("step-")), path
+
+
+# -- numbers that are compared
+
+
+def tolerance_of(one: TrainConfig, other: TrainConfig) -> Rounding:
+    """Return how far rounding may take losses apart: in the coarser number format, in the fewer steps."""
+    apart = max(TOLERANCES[t.dtype] for t in (one, other))
+    return Rounding(min(MEASURED[t.optimizer, t.dtype].steps for t in (one, other)), apart)
+
+
+def distance(one: float | None, other: float | None) -> float:
+    """Return the relative difference: 0 if the bits are equal or both are not finite."""
+    numbers = {value if value is not None and math.isfinite(value) else None for value in (one, other)}
+    return relative(one, other) if len(numbers) > 1 else 0.0
+
+
+def numbers_apart(one: float | None, other: float | None, words: tuple[str, str]) -> str:
+    """Return two numbers and their relative difference in words."""
+    shown = ["not finite" if value is None else repr(value) for value in (one, other)]
+    apart = distance(one, other)
+    by = f", a relative difference of {apart:.1e}" if math.isfinite(apart) else ""
+    return f"{shown[0]} {words[0]}, {shown[1]} {words[1]}{by}"
+
+
+@dataclass(slots=True)
+class Kind:
+    """Numbers of one kind, or a checkpoint's tensors: how many are the same, and the first difference."""
+
+    compared: int = 0
+    same: int = 0
+    first: int | None = None  # the first step that differs
+    words: str = ""  # about it
+    largest: float = 0.0  # difference that was judged: relative, of weights as a part of their way
+    beyond: int | None = None  # the first step whose difference is more than rounding
+
+    def add(self, step: int, difference: str, is_counted: bool = True) -> None:
+        self.compared += is_counted
+        self.same += is_counted and not difference
+        if difference and self.first is None:
+            self.first, self.words = step, difference
+
+
+def tabulated(kinds: Mapping[str, Kind]) -> str:
+    """Return a table of what was compared."""
+    columns = ("what", "compared", "same bits", "first difference")
+    rows = [
+        (name, f"{kind.compared:,}", f"{kind.same:,}", kind.words and f"step {kind.first}: {kind.words}")
+        for name, kind in kinds.items()
+        if kind.compared
+    ]
+    return terminal_table(columns, rows)
+
+
+# -- when the same bits are promised
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One of two ways to take the same steps; `words` name the place in a sentence."""
+
+    facts: Facts | None
+    t: TrainConfig
+    words: str
+
+
+def why_rounding(one: Side, other: Side) -> list[str]:
+    """Return why the bits of the same steps may differ; none: they must not."""
+    a, b = one.facts, other.facts
+    if a is None or b is None:
+        unknown = [side.words for side in (one, other) if side.facts is None]
+        return [f"it is not kept what bits depend on {' and '.join(unknown)}"]
+    # Parts of the batch that are added in a fixed tree make the same bits of any ranks and threads. With Muon
+    # a shard may begin within a piece of the norm.
+    is_sharded = other.t.optimizer == "muon" and "sharded" in (one.t.grad_sync, other.t.grad_sync)
+    parts = one.t.reproducible_parts if one.t.reproducible_parts == other.t.reproducible_parts else 0
+    skipped = {"versions", "data", "init", *(OF_SUMS if parts and not is_sharded else ())}
+    if not a.gpu and not b.gpu:
+        skipped.add("recompute")
+    pairs = {name: (getattr(a, name), getattr(b, name)) for name in Facts.__slots__ if name not in skipped}
+    pairs |= {name: (a.versions.get(name), b.versions.get(name)) for name in {**a.versions, **b.versions}}
+    pairs |= {"dtype": (one.t.dtype, other.t.dtype), "grad_sync": (one.t.grad_sync, other.t.grad_sync)}
+    if not is_sharded:
+        del pairs["grad_sync"]
+    del pairs["distgpt"]  # versions with the same sources compute the same
+    found = [
+        f"{name}: {_shown(before)} {one.words}, {_shown(now)} {other.words}"
+        for name, (before, now) in pairs.items()
+        if before != now
+    ]
+    if max(len(a.processors), len(b.processors)) > 1:
+        found.append("processors of several kinds")
+    if a.gpu and "True" not in (a.gpu.get("deterministic"), b.gpu.get("deterministic")):
+        found.append("GPUs without --deterministic")
+    if not parts and b.ranks > 1 and other.t.balance == "auto":
+        found.append("--balance auto measures the ranks")
+    return found
+
+
+def _shown(value: object) -> str:
+    """Format a value; of a list how often it has each: [1, 1, 2] → "2 × 1 and 1 × 2"."""
+    if isinstance(value, list):
+        return " and ".join(f"{n} × {each}" for each, n in Counter(value).items())
+    return str(value or "none")

@@ -1,7 +1,7 @@
 """`distgpt replay`: recompute steps of a run, and compare losses, norms and weights with its files.
 
 The steps are taken from a checkpoint of the run or from its first weights, on any number of ranks. Nothing is
-written to the run, which may be going on: a directory of their own takes what a run writes.
+written to the run, which may still be training: a temporary directory takes what a run writes.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from bisect import bisect_left
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import pairwise
@@ -36,57 +36,34 @@ from distgpt.core.saved.rundir import RunDirectory
 from distgpt.core.saved.tensors import HostArray, fingerprint, read_header, read_rows
 from distgpt.core.train.loop import settle
 from distgpt.core.train.plan import Plan, decode, encode, refuse_unsuited
-from distgpt.core.train.progress import Finished, Progress
-from distgpt.core.train.resume import Change
-from distgpt.core.train.run import BadStep, Limits, Run
-from distgpt.core.train.seams import Guard, Judge
+from distgpt.core.train.progress import Progress
+from distgpt.core.train.run import BadStep, Run
+from distgpt.core.train.seams import Judge
 from distgpt.core.train.setup import open_run
 from distgpt.core.train.sharing import WEIGHTS
 from distgpt.core.train.step import InFlight, no_votes
+from distgpt.measure.compare.agreement import Rounding
 from distgpt.measure.verification.kept import Facts, facts_of
-from distgpt.measure.verification.numbers import (
-    HERE,
-    IN_RUN,
-    Apart,
-    apart,
-    are_same,
+from distgpt.measure.verification.records import (
+    NEUTRAL,
+    Kind,
+    Record,
+    Side,
+    Start,
     distance,
     numbers_apart,
+    tabulated,
     tolerance_of,
+    why_rounding,
 )
-from distgpt.measure.verification.promise import Side, why_rounding
-from distgpt.measure.verification.records import NEUTRAL, Record, Start
 
 SAME, ROUNDING, DIFFERENT, UNJUDGED = "same", "rounding", "different", "unjudged"
+IN_RUN, HERE = "in the run", "here"
 # What is compared of a step, by its name in metrics.jsonl.
-COMPARED = {"loss": "losses", "grad_norm": "gradient norms", "lr": "learning rates"}
-ONE_OF = {"loss": "loss", "grad_norm": "gradient norm", "lr": "learning rate"}
+COMPARED = {"loss": "loss", "grad_norm": "gradient norm", "lr": "learning rate"}
 # How far weights may end from the run's, as a part of the way that the steps have moved them.
 OFF_COURSE = 0.1
 WHOLE_NATS = 0.5  # rounding takes no loss further apart, in whatever step
-
-
-@dataclass(slots=True)
-class Kind:
-    """One kind of numbers, step by step. Only steps that were asked for are counted."""
-
-    compared: int = 0
-    same: int = 0
-    largest: float = 0.0  # relative difference, in the steps that are judged
-    first: int | None = None  # the first step that differs
-    words: str = ""  # about it
-    beyond: int | None = None  # the first step whose difference is more than rounding
-
-
-@dataclass(slots=True)
-class Weights:
-    """A checkpoint, tensor by tensor: weights, moments and what else it holds."""
-
-    step: int
-    tensors: int = 0
-    same: int = 0
-    first: Apart | None = None
-    off_course: float | None = None  # a part of the way that the weights were moved; None: not measured
 
 
 @dataclass(slots=True)
@@ -94,114 +71,60 @@ class Found:
     """Findings of a replay. Lists are in the order of steps."""
 
     run: str
-    steps: tuple[int, int]  # that were asked for
+    steps: tuple[int, int]  # that were requested
     begun: int  # the step of the checkpoint, 0 for the first weights
     ranks: int = 1
-    ranks_of_run: int | None = None
     why: list[str] = field(default_factory=list)  # why bits may differ; none: they must not
     judged: int = 0  # steps in which differences are held to be rounding or more
     kinds: dict[str, Kind] = field(default_factory=lambda: {name: Kind() for name in COMPARED})
-    weights: list[Weights] = field(default_factory=list)
+    weights: dict[int, Kind] = field(default_factory=dict)  # by the step of a checkpoint
 
     @property
     def verdict(self) -> str:
-        numbers_are_same = all(kind.first is None for kind in self.kinds.values())
-        if numbers_are_same and all(each.same == each.tensors for each in self.weights):
+        if not any(kind.words for kind in [*self.kinds.values(), *self.weights.values()]):
             return SAME
-        if not self.why or any(kind.beyond is not None for kind in self.kinds.values()):
-            return DIFFERENT
-        is_off = any(each.off_course is not None and each.off_course > OFF_COURSE for each in self.weights)
-        if is_off:
+        if difference(self):
             return DIFFERENT
         return UNJUDGED if self.unjudged == _steps(*self.steps) else ROUNDING
 
     @property
     def unjudged(self) -> str:
-        """Return the steps asked for in which rounding may have grown too far to be told from more."""
+        """Return the requested steps in which rounding may have grown too far to be told from more."""
         first, last = self.steps
         first = max(first, self.begun + self.judged + 1)
         return _steps(first, last) if self.why and first <= last else ""
-
-    @property
-    def is_different(self) -> bool:
-        return self.verdict == DIFFERENT
 
     def to_json(self) -> dict[str, object]:
         return {"verdict": self.verdict, "promised": not self.why, **asdict(self)}
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
-    """A request to replay steps `first` to `last`, with these settings in the place of the run's."""
-
-    path: Path
-    first: int
-    last: int
-    values: Mapping[str, bool | int | float | str]  # dtype, data, init
-    keeps_threads: bool = True  # takes as many threads as the run had
-
-
-class Quiet:
-    """A listener that passes on what is compiled, which may take a minute, and nothing else."""
-
-    def __init__(self, say: Say) -> None:
-        self._say = say
-
-    def noted(self, text: str) -> None:
-        if text.startswith(COMPILING):
-            self._say(text)
-
-    def started(self, facts: dict[str, object]) -> None: ...
-    def stepped(self, metrics: dict[str, float]) -> None: ...
-    def evaluated(self, metrics: dict[str, float]) -> None: ...
-    def sampled(self, step: int, text: str) -> None: ...
-
-
-class Last(AbstractContextManager["Last"]):
-    """A guard that keeps the last finished step."""
-
-    done: Finished | None = None
-
-    def __exit__(self, *ended: object) -> None: ...
-
-    def after_step(self, done: Finished) -> dict[str, float]:
-        self.done = done
-        return {}
-
-
 class Replayed(Components):
     """The plain parts of a run, except for the policy that rejects bad steps."""
-
-    def __init__(self, last: Last) -> None:
-        self._last = last
 
     def step_policy(self, t: TrainConfig, progress: Progress) -> Judge:
         return components().step_policy(t, progress)
 
-    def callbacks(self, run: Run, limits: Limits) -> Sequence[Guard]:
-        return (self._last,)
 
-
-def replay(request: Request, stage: Stage, say: Say) -> Found | None:
+def replay(again: Again) -> Found | None:
     """Return what was found, on rank 0; None on the others. Collective."""
-    comm, again = stage.comm, Again(request, stage, say)
+    stage, comm = again.stage, again.stage.comm
     with storage_errors("create a folder in", Path(os.environ.get("TMPDIR", "/tmp"))):
         folder = Path(tempfile.mkdtemp(prefix="distgpt-replay-")) if comm.rank == 0 else Path()
     try:
         task = on_root(comm, lambda: again.task(folder / "run"))
-        tokenized = request.path.resolve().parent / "tokenized"
+        tokenized = again.path.resolve().parent / "tokenized"
         if comm.rank == 0 and tokenized.is_dir():
             (folder / "tokenized").symlink_to(tokenized)
         if task["threads"]:
             stage = replace(stage, threads=task["threads"])
-        plan, last = decode(task["plan"]), Last()
-        run = open_run(plan, stage, Quiet(say), parts=Replayed(last))
+        plan = decode(task["plan"])
+        run = open_run(plan, stage, again, parts=Replayed())
         if task["data"] and run.batches.fingerprint != task["data"]:
             changed = f"{plan.config.train.data} or its tokenizer has changed since the run"
-            raise shared(DataError(f"{changed}: --data says where the old one lies"))
+            raise shared(DataError(f"{changed}: name the old one with --data"))
         again.begun(run)
         skipped, elapsed, in_flight = dict(task["skipped"]), dict(task["elapsed"]), InFlight(0)
-        for number in range(run.progress.step, request.last):
+        for number in range(run.progress.step, again.last):
             run.batches.skipped = skipped.get(number, run.batches.skipped)
             in_flight.add_launched(run.launch(number, run.batches, no_votes, elapsed.get(number)))
             try:
@@ -209,8 +132,7 @@ def replay(request: Request, stage: Stage, say: Say) -> Found | None:
             except BadStep as bad:
                 what = f"step {bad.step} is bad here, and was not in the run: {bad.reason}"
                 raise shared(DisagreementError(what)) from None
-            assert last.done
-            again.each(run, last.done)
+            again.compare_weights(run)
             run.step.restart_clock()
         if comm.rank == 0:
             run.directory.lock.release()
@@ -220,85 +142,85 @@ def replay(request: Request, stage: Stage, say: Say) -> Found | None:
     return again.found if comm.rank == 0 else None
 
 
+@dataclass(slots=True)
 class Again:
-    """A replay. Rank 0 alone knows the run's record; the others compute."""
+    """A replay of steps `first` to `last`. Only rank 0 has the run's record; the others compute."""
 
-    def __init__(self, request: Request, stage: Stage, say: Say) -> None:
-        self._request, self._stage, self._say = request, stage, say
-        self._with_weights: dict[int, str] = {}  # the checkpoints to compare, by their steps
-        self._first: dict[str, HostArray] = {}  # weights before the first step, where they are needed
+    path: Path
+    first: int
+    last: int
+    values: Mapping[str, bool | int | float | str]  # dtype, data, init, in the place of the run's
+    keeps_threads: bool  # takes as many threads as the run had
+    stage: Stage
+    say: Say
+    record: Record = field(init=False)
+    starts: list[Start] = field(init=False)  # that have taken the steps
+    found: Found = field(init=False)
+    opening: str = ""
+    tolerance: Rounding = field(init=False)
+    with_weights: dict[int, str] = field(default_factory=dict)  # the checkpoints to compare, by their steps
+    first_weights: dict[str, HostArray] = field(default_factory=dict)  # where they are needed
 
     def task(self, folder: Path) -> dict[str, Any]:
         """Return the steps to take, up to `plan.until`, for all ranks. For rank 0."""
-        request = self._request
-        self.record = record = Record(request.path)
+        size = self.stage.comm.size
+        self.record = record = Record(self.path)
         last = max((*record.steps, *(step for step, _ in record.checkpoints())), default=0)
-        if request.last > last:
-            raise UsageError(f"{request.path} has {count(last, 'step')}: there is no step {request.last}")
-        checkpoint, damaged = _before(record, request.first)
+        if self.last > last:
+            raise UsageError(f"{self.path} has {count(last, 'step')}: there is no step {self.last}")
+        checkpoint, damaged = _before(record, self.first)
         state = load_state(checkpoint) if checkpoint else State()
-        self.starts = _starts(record, state.step, request.first, request.last)
-        config = self._settings(record.settings_of(request.last), self.starts[0] if self.starts else None)
-        _refuse_other_ranks(config, self.starts, self._stage.comm.size)
-        refuse_unsuited(config.train, self._stage.comm.size, self._stage.on_gpu)
-        components().model(config.train).refuse_moved(config.train)
-        _refuse_moved_text(config.train)
-        steps = range(state.step, request.last)
-        self.found = Found(str(request.path), (request.first, request.last), state.step)
-        self._refuse_nothing_to_compare(steps)
-        self._opening = "\n".join([*damaged, self._from(checkpoint, state.step)])
+        self.starts = _starts(record, state.step, self.first, self.last)
         facts = self.starts[0].facts if self.starts else None
-        plan = _plan(config, RunDirectory(folder), checkpoint, state, request.last)
-        if not checkpoint and facts and facts.init and fingerprint(Path(config.train.init)) != facts.init:
-            raise DataError(f"{config.train.init} has changed since the run: --init names the old file")
-        threads = 0
-        if facts and self._request.keeps_threads:
-            threads = _threads(facts, config.train.reproducible_parts, self._stage.comm.size)
+        config = self._settings(record.settings_of(self.last), facts)
+        t = config.train
+        _refuse_other_ranks(t.outer_every, self.starts, size)
+        refuse_unsuited(t, size, self.stage.on_gpu)
+        components().model(t).refuse_moved(t)
+        if not t.chats:
+            try:
+                resolve_data(t.data)
+            except DataError as error:
+                raise DataError(f"{error}; name the run's text with --data") from None
+        steps = range(state.step, self.last)
+        known = any(step in record.steps for step in range(self.first, self.last + 1))
+        if not known and not self._checkpoints_from(self.first - 1):
+            raise UsageError(f"{record.path} has kept no numbers and no checkpoint of these steps")
+        if not checkpoint and facts and facts.init and fingerprint(Path(t.init)) != facts.init:
+            raise DataError(f"{t.init} has changed since the run: name the old file with --init")
+        self.found = Found(str(self.path), (self.first, self.last), state.step)
+        before = self.first - 1 - state.step
+        self.opening = "\n".join(
+            [
+                *damaged,
+                f"{_steps(self.first, self.last)} of {self.path}, from"
+                f" {checkpoint or 'its first weights'}"
+                + (f", which takes {count(before, 'more step')}" if before else ""),
+            ]
+        )
         return {
-            "plan": encode(plan),
+            "plan": encode(_plan(config, RunDirectory(folder), checkpoint, state, self.last)),
             "data": facts.data if facts else state.corpus or "",  # the text's fingerprint, "" if not known
             "elapsed": [*_elapsed(record, config, steps).items()],  # parts of the time, for learning rates
             "skipped": [*record.skipped.items()],  # batches that were left out, from such a step on
-            "threads": threads,  # of each rank; 0: as the stage has them
+            # of each rank; 0: as the stage has them
+            "threads": _threads(facts, t.reproducible_parts, size) if self.keeps_threads else 0,
         }
 
-    def _settings(self, config: RunConfig, start: Start | None) -> RunConfig:
+    def _settings(self, config: RunConfig, facts: Facts | None) -> RunConfig:
         """Return the run's settings, those that memory chose, and none of what is beside the steps."""
-        t, values = config.train, dict[str, bool | int | float | str]()
-        values |= {"val": "", "hellaswag": "", "eval_every": 0, "sample_every": 0, "save": "sync"}
-        values |= {"verify_every": 0}
-        facts, size = start.facts if start else None, self._stage.comm.size
-        if facts and facts.ranks == size and bool(facts.gpu) == self._stage.on_gpu:
+        values: dict[str, bool | int | float | str] = {"val": "", "hellaswag": "", "save": "sync"}
+        values |= {"eval_every": 0, "sample_every": 0, "verify_every": 0}
+        if facts and facts.ranks == self.stage.comm.size and bool(facts.gpu) == self.stage.on_gpu:
             values["recompute"] = facts.recompute
-            if not t.reproducible_parts:
+            if not config.train.reproducible_parts:
                 values["grad_accum"] = facts.micro_batches
-        return config.with_values({**values, **self._request.values})
+        return config.with_values({**values, **self.values})
 
-    def _refuse_nothing_to_compare(self, steps: range) -> None:
-        known = any(step in self.record.steps for step in range(self._request.first, steps.stop + 1))
-        if not known and not self._in_range(self._request.first - 1, steps.stop):
-            raise UsageError(
-                f"nothing is known of these steps: {self.record.directory.metrics} has none of them, and no"
-                " checkpoint is kept after one"
-            )
-
-    def _in_range(self, first: int, last: int) -> dict[int, str]:
+    def _checkpoints_from(self, first: int) -> dict[int, str]:
+        """Return the checkpoints after a step, up to the last one that is replayed."""
+        last = self.last
         return {step: str(path) for step, path in self.record.checkpoints() if first < step <= last}
-
-    def _from(self, checkpoint: Path | None, begun: int) -> str:
-        """Describe where the steps begin, and how many come before the first one."""
-        first, last = self._request.first, self._request.last
-        opening = f"{_steps(first, last)} of {self._request.path}, from {checkpoint or 'its first weights'}"
-        before = first - 1 - begun
-        if not before:
-            return opening
-        kept = [step for step, _ in self.record.checkpoints() if step >= first]
-        nearest = (
-            f"; the next checkpoint that is kept is of step {kept[0]}" if kept and not checkpoint else ""
-        )
-        more = count(before, "step")
-        first_of_all = f"no intact checkpoint is kept of step {first - 1}, so this takes {more} more"
-        return f"{opening}\n{first_of_all}{nearest}"
 
     # Called by all ranks while steps are taken.
 
@@ -307,73 +229,68 @@ class Again:
         facts = facts_of(run)
 
         def promise() -> list[object]:
-            t = self.record.settings_of(self._request.last).train
+            t = self.record.settings_of(self.last).train
             found = self.found
             found.ranks = run.comm.size
-            found.ranks_of_run = self.starts[0].ranks if self.starts else None
             here = Side(facts, run.settings, HERE)
-            reasons = [
-                reason
-                for then in [start.facts for start in self.starts] or [None]
-                for reason in why_rounding(Side(then, t, IN_RUN), here)
-            ]
+            thens = [start.facts for start in self.starts] or [None]
+            reasons = [reason for then in thens for reason in why_rounding(Side(then, t, IN_RUN), here)]
             found.why = list(dict.fromkeys(reasons))
-            self._tolerance = tolerance_of(t, run.settings)
-            found.judged = self._tolerance.steps
-            self._say(f"{self._opening}\n{_promised(found)}")
+            self.tolerance = tolerance_of(t, run.settings)
+            found.judged = self.tolerance.steps
+            promised = f"rounding is expected: {'; '.join(found.why)}" if found.why else ""
+            self.say(f"{self.opening}\n{promised or 'the same bits are promised'}")
             # None between the first checkpoint and the first step is intact, or it had begun there.
-            return [[*self._in_range(self._request.first - 1, self._request.last).items()], bool(found.why)]
+            return [[*self._checkpoints_from(self.first - 1).items()], bool(found.why)]
 
         pairs, is_rounded = on_root(run.comm, promise)
-        self._with_weights = dict(pairs)
+        self.with_weights = dict(pairs)
         if is_rounded and pairs:
             run.checkpoints.on_root(partial(self._keep_first, run))
 
     def _keep_first(self, run: Run) -> None:
         groups = run.checkpoints.groups()
-        self._first = {name: np.array(groups[WEIGHTS][name]) for name in groups[WEIGHTS]}
+        self.first_weights = {name: np.array(groups[WEIGHTS][name]) for name in groups[WEIGHTS]}
 
-    def each(self, run: Run, done: Finished) -> None:
-        """Compare a step, and its weights where a checkpoint has them. Collective."""
-        step = run.progress.step
-        if run.comm.rank == 0:
-            self._compare_step(step, done)
-        if path := self._with_weights.get(step):
-            run.checkpoints.on_root(partial(self._compare_weights, run, step, Path(path)))
+    # What a listener is called with, on rank 0.
 
-    def _compare_step(self, step: int, done: Finished) -> None:
-        known = self.record.steps.get(step)
-        here = {"loss": done.loss, "grad_norm": done.norm, "lr": done.lr}
+    def noted(self, text: str) -> None:
+        if text.startswith(COMPILING):  # which may take a minute
+            self.say(text)
+
+    def started(self, *facts: Any) -> None: ...
+
+    evaluated = sampled = started
+
+    def stepped(self, here: dict[str, float]) -> None:
+        """Compare the numbers of a step. Rounding grows: later ones are judged only if they are far off."""
+        step, limit = int(here["step"]), self.tolerance
+        known, is_late = self.record.steps.get(step, {}), step - self.found.begun > limit.steps
+        # A norm is a sum over gradients that rounding moves further than their loss.
+        allowed = {"loss": limit.apart, "grad_norm": 100 * limit.apart, "lr": 1e-12}
         for name, kind in self.found.kinds.items():
-            if known is None or name not in known:
+            if name not in known:
                 continue
             before, now = known[name], here[name]
-            is_asked = step >= self._request.first
-            kind.compared += is_asked
-            if are_same(before, now):
-                kind.same += is_asked
-                continue
-            if kind.first is None:
-                kind.first, kind.words = step, numbers_apart(before, now)
+            is_requested, off = step >= self.first, distance(before, now)
+            kind.add(step, numbers_apart(before, now, (IN_RUN, HERE)) if off else "", is_requested)
             is_far = name == "loss" and before is not None and abs(before - now) > WHOLE_NATS
-            self._judge(name, kind, step, distance(before, now), is_far)
+            if not off or (is_late and math.isfinite(off) and not is_far):
+                continue
+            kind.largest = max(kind.largest, off) if math.isfinite(off) else kind.largest
+            if off > allowed[name] and kind.beyond is None:
+                kind.beyond = step
 
-    def _judge(self, name: str, kind: Kind, step: int, apart: float, is_far: bool) -> None:
-        """Judge a difference in the first steps. Rounding grows: later ones are judged only if far."""
-        limit = self._tolerance
-        if step - self.found.begun > limit.steps and math.isfinite(apart) and not is_far:
-            return
-        kind.largest = max(kind.largest, apart) if math.isfinite(apart) else kind.largest
-        # A norm is a sum over gradients that rounding moves further than their loss.
-        allowed = {"loss": limit.apart, "grad_norm": 100 * limit.apart, "lr": 1e-12}[name]
-        if apart > allowed and kind.beyond is None:
-            kind.beyond = step
+    def compare_weights(self, run: Run) -> None:
+        """Compare the weights of this step, if a checkpoint has them. Collective."""
+        step = run.progress.step
+        if path := self.with_weights.get(step):
+            run.checkpoints.on_root(partial(self._compare_weights, run, step, Path(path)))
 
     def _compare_weights(self, run: Run, step: int, path: Path) -> None:
         """Compare all tensors of a checkpoint, in the order of a forward pass, weights first. For rank 0."""
         verify(path)
-        found = Weights(step)
-        way = {"gone": 0.0, "apart": 0.0}
+        found, gone, off = Kind(), 0.0, 0.0
         for stem, tensors in run.checkpoints.groups().items():
             file = path / f"{stem}.safetensors"
             header = read_header(file) if file.exists() else None
@@ -383,16 +300,18 @@ class Again:
                 here = tensors[name]
                 before = np.empty(header.tensors[name].shape, here.dtype)
                 read_rows(file, header, name, before)
-                found.tensors += 1
-                different = apart(name if stem == WEIGHTS else f"{stem} {name}", before, here)
-                found.same += different is None
-                found.first = found.first or different
-                if stem == WEIGHTS and name in self._first:
-                    way["gone"] += float(np.sum(np.square(before - self._first[name], dtype=np.float64)))
-                    way["apart"] += float(np.sum(np.square(before - here, dtype=np.float64)))
-        if self._first and step - self.found.begun <= self.found.judged:
-            found.off_course = math.sqrt(way["apart"] / way["gone"]) if way["gone"] else None
-        self.found.weights.append(found)
+                integer = f"i{here.dtype.itemsize}"
+                differing = int(np.count_nonzero(before.view(integer) != np.asarray(here).view(integer)))
+                which = name if stem == WEIGHTS else f"{stem} {name}"
+                words = f"{which}: {differing:,} of {count(before.size, 'element')}"
+                found.add(step, words if differing else "")
+                if stem == WEIGHTS and name in self.first_weights:
+                    gone += float(np.sum(np.square(before - self.first_weights[name], dtype=np.float64)))
+                    off += float(np.sum(np.square(before - here, dtype=np.float64)))
+        if gone and step - self.found.begun <= self.found.judged:
+            found.largest = math.sqrt(off / gone)
+            found.beyond = step if found.largest > OFF_COURSE else None
+        self.found.weights[step] = found
 
 
 def _before(record: Record, first: int) -> tuple[Path | None, list[str]]:
@@ -405,8 +324,7 @@ def _before(record: Record, first: int) -> tuple[Path | None, list[str]]:
         if newest := newest_intact(record.directory.checkpoints, first - 1):
             return newest
     except DataError as error:
-        which = str(error).partition(" is intact: ")[2]  # newer ones may be intact, and are of no use here
-        damaged.append(f"no checkpoint before step {first} is intact: {which}")
+        damaged.append(f"no checkpoint before step {first} can be used: {error}")
     origin = record.directory.branched_from()
     if origin is None:
         return None, damaged
@@ -418,47 +336,32 @@ def _before(record: Record, first: int) -> tuple[Path | None, list[str]]:
 
 
 def _starts(record: Record, begun: int, first: int, last: int) -> list[Start]:
-    """Return the starts that have taken the steps; refuse those that have changed what the steps compute."""
+    """Return the starts that have taken the steps; reject those that have changed what the steps compute."""
     starts = record.starts_of(begun + 1, last)
     for before, start in pairwise(starts):
         changed = [name for name in start.changes if name not in NEUTRAL]
         if before.facts and start.facts and before.facts.data != start.facts.data:
             changed.append("data")
         if changed:
-            kept = any(step == start.step for step, _ in record.checkpoints())
-            ways = [f"--steps {first}:{start.step}"] * (first <= start.step)
-            ways += [f"--steps {start.step + 1}:{last}"] * kept
-            instead = f"replay {' and '.join(ways)}" if ways else "no checkpoint is kept to begin there"
             raise UsageError(
-                f"{record.path} resumed after step {start.step} with other settings ({', '.join(changed)}),"
-                f" and a replay takes those of one start: {instead}"
+                f"{record.path} resumed after step {start.step} with other settings ({', '.join(changed)}):"
+                f" replay the steps up to {start.step} and the later ones separately"
             )
     return starts
 
 
-def _threads(facts: Facts, reproducible_parts: int, size: int) -> int:
+def _threads(facts: Facts | None, reproducible_parts: int, size: int) -> int:
     """Return the run's threads if this many ranks need them for the same bits; 0: as the stage has them."""
-    return 0 if reproducible_parts or facts.ranks != size else facts.threads[0]
+    return facts.threads[0] if facts and not reproducible_parts and facts.ranks == size else 0
 
 
-def _refuse_moved_text(t: TrainConfig) -> None:
-    """Refuse a text that is not there any more, with what is to be done."""
-    if not t.chats:
-        try:
-            resolve_data(t.data)
-        except DataError as error:
-            raise DataError(f"{error}; --data says where the run's text lies now") from None
-
-
-def _refuse_other_ranks(config: RunConfig, starts: list[Start], size: int) -> None:
-    """Refuse ranks that would take other steps of their own."""
-    t = config.train
+def _refuse_other_ranks(outer_every: int, starts: list[Start], size: int) -> None:
+    """Reject another number of ranks if each takes steps of its own."""
     others = {start.ranks for start in starts if start.ranks is not None} - {size}
-    if t.outer_every and others:
-        ranks = count(min(others), "rank")
+    if outer_every and others:
         raise UsageError(
-            f"--outer-every {t.outer_every} lets each rank take steps of its own, which other numbers of"
-            f" ranks cannot: replay on {ranks}"
+            f"--outer-every {outer_every} lets each rank take its own steps: replay on"
+            f" {count(min(others), 'rank')}"
         )
 
 
@@ -470,7 +373,7 @@ def _plan(
         origin = read_description(Path(weights))
         components().model(t).refuse_origin(origin, Path(weights), t, resumed=checkpoint is not None)
     # The text is compared once it is read (`replay`), with a message that suits.
-    changes: dict[str, Change] = {"data": (t.data, t.data)}
+    changes: dict[str, tuple[object, object]] = {"data": (t.data, t.data)}
     return Plan(config, directory, checkpoint, replace(state, best=None), origin, changes, until=last)
 
 
@@ -491,78 +394,45 @@ def _elapsed(record: Record, config: RunConfig, steps: range) -> dict[int, float
 def elapsed_at(t: TrainConfig, step: int, rate: float) -> float:
     """Return a fraction of the run's time at which a step, from 0, has exactly this learning rate.
 
-    Rates fall as time goes on, so halving an interval finds one.
+    Rates fall as time goes on, so bisection finds one.
     """
-    low, high = 0.0, 1.0
-    for end in (low, high):
-        if learning_rate(t, step, end) == rate:
-            return end
-    while low < (middle := (low + high) / 2) < high:
-        found = learning_rate(t, step, middle)
-        if found == rate:
-            return middle
-        low, high = (middle, high) if found > rate else (low, middle)
-    raise UsageError(f"step {step + 1} has a learning rate, {rate!r}, that its schedule has at no time")
+    parts = 1 << 60  # of the time
+    at = bisect_left(range(parts), -rate, key=lambda part: -learning_rate(t, step, part / parts)) / parts
+    if learning_rate(t, step, at) != rate:
+        raise UsageError(f"step {step + 1} has a learning rate, {rate!r}, that its schedule has at no time")
+    return at
 
 
 def _steps(first: int, last: int) -> str:
     return f"step {first}" if first == last else f"steps {first} to {last}"
 
 
-def _promised(found: Found) -> str:
-    if not found.why:
-        return "the same bits are promised"
-    return f"rounding is expected: {'; '.join(found.why)}"
-
-
 def page(found: Found) -> str:
-    """Describe what was found, in a few lines."""
-    lines, is_rounding = [], found.verdict == ROUNDING
-    for name, kind in found.kinds.items():
-        if kind.compared:
-            lines.append(f"{COMPARED[name]:<17} {_counted(kind.same, kind.compared)}{_differing(kind)}")
-    for each in found.weights:
-        about = f"weights, step {each.step}"
-        lines.append(f"{about:<17} {_counted(each.same, each.tensors, 'tensors')}{_first(each, is_rounding)}")
-    verdicts = {
-        SAME: "the same to the bit" + (", which was not promised" if found.why else ""),
-        ROUNDING: f"the same within rounding: {_sizes(found)}"
-        + (f"; {found.unjudged} not judged" if found.unjudged else ""),
-    }
-    return "\n".join([*lines, *([verdicts[found.verdict]] if found.verdict in verdicts else [])])
-
-
-def _counted(same: int, all_: int, what: str = "") -> str:
-    return f"{same:,} of {all_:,}{what and ' ' + what} the same to the bit"
-
-
-def _differing(kind: Kind) -> str:
-    return f"; first step {kind.first}: {kind.words}" if kind.first is not None else ""
-
-
-def _first(each: Weights, is_rounding: bool) -> str:
-    if not each.first:
-        return ""
-    return f"; first {each.first.name if is_rounding else each.first.words()}"
-
-
-def _sizes(found: Found) -> str:
-    loss = f"losses at most {found.kinds['loss'].largest:.1g} of themselves apart"
-    off = [each.off_course for each in found.weights if each.off_course is not None]
-    return loss + (f", weights {max(off):.1g} of their way" if off else "")
+    """Tabulate what was compared, with the verdict below it unless that is an error."""
+    kinds = {COMPARED[name]: kind for name, kind in found.kinds.items()}
+    kinds |= {f"weights, step {step}": kind for step, kind in found.weights.items()}
+    lines = [tabulated(kinds)]
+    if found.verdict == SAME:
+        lines.append("the same to the bit" + (", which was not promised" if found.why else ""))
+    if found.verdict == ROUNDING:
+        off = max((kind.largest for kind in found.weights.values()), default=0.0)
+        weights = f", weights by {off:.1g} of the way that they moved" if off else ""
+        later = f"; {found.unjudged} not judged" if found.unjudged else ""
+        loss = f"losses differ by at most {found.kinds['loss'].largest:.1g} of their value"
+        lines.append(f"the same within rounding: {loss}{weights}{later}")
+    return "\n".join(lines)
 
 
 def difference(found: Found) -> str:
-    """Return the first step or checkpoint that is not as it must be."""
-    places: list[tuple[int, str]] = []
-    for name, kind in found.kinds.items():
-        step = kind.beyond if found.why else kind.first
-        if step is not None:
-            places.append((step, f"the {ONE_OF[name]} of step {step}"))
-    for each in found.weights:
-        is_off = each.off_course is not None and each.off_course > OFF_COURSE
-        if each.first and (is_off or not found.why):
-            places.append((each.step, f"the weights of step {each.step}, {each.first.name}"))
+    """Return the first step or checkpoint that is not as it must be; losses before weights."""
+    places = [
+        (step, f"the {name} of step {step}" + f", {kind.words.partition(': ')[0]}" * (name == "weights"))
+        for name, kind in [
+            *((COMPARED[name], kind) for name, kind in found.kinds.items()),
+            *(("weights", kind) for kind in found.weights.values()),
+        ]
+        if (step := kind.beyond if found.why else kind.first) is not None
+    ]
     return f"{min(places)[1]} first" if places else ""
 
 
@@ -570,7 +440,7 @@ def undecided(found: Found) -> str:
     """Return why no step was judged, and what to do; "" if that is not the verdict."""
     if found.verdict != UNJUDGED:
         return ""
-    judged = f"only the first {found.judged} steps after step {found.begun} are, as rounding grows"
-    others = found.ranks_of_run and found.ranks_of_run != found.ranks
-    where = f"on {count(found.ranks_of_run or 1, 'rank')}" if others else "where the same bits are promised"
-    return f"{found.unjudged} not judged: {judged}; replay {where}"
+    return (
+        f"{found.unjudged} not judged: only the first {found.judged} steps after step {found.begun} are, as"
+        " rounding grows; replay where the same bits are promised"
+    )
