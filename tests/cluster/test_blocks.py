@@ -96,30 +96,10 @@ def test_a_node_is_recommended_a_rank_for_each_region():
     }
 
 
-def test_memory_quotas_and_unequal_regions_change_that():
+def test_memory_and_quotas_change_that():
     archer2 = machine_of("archer2")
     assert recommended(archer2, weights=500 << 20, memory=14 << 30) == Advice(
         4, 32, "memory for no more ranks"
     )
     assert recommended(archer2, granted=8.0) == Advice(1, 8, "8 of 128 cores are granted")
     assert recommended(archer2, granted=0.5).threads == 1
-    lame = machine_of("offline", {0, 8, 9, 10, 11, 12, 13, 14})
-    assert recommended(lame) == Advice(1, 8, "NUMA regions of unequal size")
-
-
-@pytest.mark.parametrize(
-    ("cores", "ranks", "threads"),
-    [
-        (range(40, 104), 8, 8),  # half of a region at both ends
-        (range(10, 30), 3, 6),  # 6 cores of one, 14 of the next
-        (range(2, 128), 8, 14),  # two are kept for the system
-        ([*range(14), *range(16, 128)], 8, 14),
-        (range(12, 17), 2, 2),
-    ],
-)
-def test_ranks_of_a_part_of_a_node_are_recommended_within_regions(cores, ranks, threads):
-    machine = machine_of("archer2", frozenset(cores))
-    advice = recommended(machine)
-    assert (advice.ranks, advice.threads) == (ranks, threads)
-    for block in blocks(machine, ranks):
-        assert len({cpu // 16 for cpu in block.seats}) == 1

@@ -7,9 +7,9 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, astuple, replace
 
+from distgpt.cluster.affinity.bind import about
 from distgpt.cluster.affinity.machine import Cpu, Machine, cpu_list, listed, read_machine
-from distgpt.cluster.affinity.places import Rank, about, place_of
-from distgpt.cluster.affinity.plan import blocks, recommended
+from distgpt.cluster.affinity.plan import Rank, blocks, place_of, recommended
 from distgpt.core.base.formatting import count
 from distgpt.core.comm.resources import usable_cores
 from distgpt.measure.doctor.facts import Facts
@@ -64,7 +64,7 @@ def _notes(machine: Machine, here: Sequence[Rank]) -> list[str]:
     block = place.block if place else next(iter(blocks(own, 1)), None)
     seats = len(block.seats) if block else 0
     mine = replace(first, threads=min(first.threads, seats))
-    return list(about(own, [mine, *here[1:]], place, threads_given=False))
+    return list(about(own, [mine, *here[1:]], place))
 
 
 def summary(node: Facts) -> str:
