@@ -14,8 +14,7 @@ from conftest import inside, refused
 
 from distgpt.cluster.jobs.batch import systems
 from distgpt.cluster.jobs.batch.systems import LAUNCHERS, SYSTEMS
-from distgpt.cluster.launch.environment import batch_job, job_end
-from distgpt.cluster.launch.mpis import MPIS
+from distgpt.cluster.launch.environment import MPIS, batch_job, job_end
 
 TRAIN = ["train", "--batch-size", "32", "--out", "runs/mine"]
 

@@ -1,15 +1,13 @@
 """Launch lines: the right one for an MPI, and what the doctor says of wrong ones."""
 
 import os
-import shutil
 import sys
 from pathlib import Path
 
 import pytest
-from conftest import distgpt
 
 from distgpt.cluster.jobs import launchers
-from distgpt.cluster.launch import job, joining, mpis
+from distgpt.cluster.launch import job
 from distgpt.core.base.errors import UsageError
 from distgpt.measure.doctor import launches, verdicts
 
@@ -37,7 +35,7 @@ def of(vendor):
         (around(HYDRA), "Open MPI", ["/none/MPICH/mpirun belongs to MPICH", "the mpirun of Open MPI"]),
         (around(OPEN, "/own/mpirun"), "MPICH", ["belongs to Open MPI", "the mpirun of MPICH, /own/mpirun"]),
         (around(NOWHERE, "/own/mpirun"), "MPICH", ["no mpirun in PATH: /own/mpirun"]),
-        (around(NOWHERE), "MPICH", ["no mpirun in PATH", "none beside /none/MPICH/libmpi.so", mpis.HELP]),
+        (around(NOWHERE), "MPICH", ["no mpirun in PATH", "none beside /none/MPICH/libmpi.so", job.HELP]),
         (around(OPEN, as_root=True), "Open MPI", ["does not start for root", "--allow-run-as-root"]),
         (around(HYDRA, as_root=True), "MPICH", []),
         (around(OPEN, srun=["none", "pmi2"]), "Open MPI", ["has none, pmi2", "needs pmix", "by its mpirun"]),
@@ -170,7 +168,7 @@ def test_ranks_that_find_themselves_alone_are_told_the_line_for_their_mpi(monkey
     class Alone:
         size = 1
 
-    monkeypatch.setattr(joining, "start_mpi", Alone)
+    monkeypatch.setattr(job, "start_mpi", Alone)
     for size, vendor, line in (
         ("SLURM_STEP_NUM_TASKS", "MPICH", "srun --mpi=pmi2"),
         ("SLURM_STEP_NUM_TASKS", "Open MPI", "srun --mpi=pmix"),
@@ -183,24 +181,3 @@ def test_ranks_that_find_themselves_alone_are_told_the_line_for_their_mpi(monkey
         monkeypatch.setattr(mpi, "vendor", lambda vendor=vendor: vendor)
         with pytest.raises(UsageError, match=f"4 processes.*mpirun of {vendor}, or {line} .distgpt help"):
             job.Launched().connect("mpi")
-
-
-DIES = """
-import os
-from distgpt.core.comm import mpi
-from distgpt.commands.cli import main
-mpi.MPI.Init_thread = lambda level: os._exit(16)
-main()
-"""
-
-
-def test_an_mpi_that_ends_its_process_while_it_starts_has_a_sentence(tmp_path):
-    """No code of this process runs then: MPICH and Open MPI call exit in MPI_Init."""
-    if shutil.which("sh", path="/bin") is None:
-        pytest.skip("no /bin/sh")
-    launched = {"SLURM_STEP_NUM_TASKS": "2"}
-    words = ("train", "--stage", "mpi", "--out", tmp_path / "run")
-    for rank, says in (("0", 1), ("1", 0)):
-        how = {"env": {**launched, "SLURM_PROCID": rank}, "program": [sys.executable, "-c", DIES]}
-        result = distgpt(*words, **how)
-        assert result.returncode == 16 and result.stderr.count("was ended while ") == says, result.stderr

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from distgpt.cluster.jobs import hostfile as hostfiles
-from distgpt.cluster.launch.environment import launched_as, launcher_name
-from distgpt.cluster.launch.mpis import MPIS
+from distgpt.cluster.launch.environment import MPIS, launched_as, launcher_name
 from distgpt.core.base.errors import UsageError
 from distgpt.core.base.files import read_small
 from distgpt.core.base.system import python_code

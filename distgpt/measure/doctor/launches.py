@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from distgpt.cluster.jobs.launchers import is_of_family, mpirun, mpirun_beside, srun_ways
-from distgpt.cluster.launch.mpis import HELP, MPIS
+from distgpt.cluster.launch.environment import HELP, MPIS
 from distgpt.measure.doctor.facts import Facts
 
 TRAIN = "distgpt train --stage mpi"

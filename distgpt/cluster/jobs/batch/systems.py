@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from distgpt.cluster.jobs.batch.job import Job, clock
 from distgpt.cluster.jobs.launchers import mpirun, own_mpirun
-from distgpt.cluster.launch.mpis import MPIS
+from distgpt.cluster.launch.environment import MPIS
 from distgpt.core.base.errors import UsageError
 
 SECONDS_TO_SUBMIT = 20  # Flux: from when the run has left until its successor has been submitted
