@@ -440,8 +440,7 @@ def supervise(min_ranks: int, restarts: int | None, stall: float | None, words: 
     beyond the ranks of -n are spare. If there are too few, it runs on fewer ranks. After three ends without a
     step more it stops, and says why.
     """
-    from distgpt.cluster.supervise.launch_line import parse
-    from distgpt.cluster.supervise.supervisor import Limits, Supervisor
+    from distgpt.cluster.supervise import Supervisor, parse
 
     line = parse(words)
     trains = {"train": train, "tune": tune}[line.command[0]]
@@ -457,6 +456,6 @@ def supervise(min_ranks: int, restarts: int | None, stall: float | None, words: 
         )
     if asked["log_format"] == "json":
         write_json(click.get_current_context(), "supervisor")
-    limits = Limits(min_ranks, restarts, stall)
-    code = Supervisor(line.with_options(resuming(asked, out)), out, asked["stage"] in ON_GPU, limits).run()
+    line = replace(line, command=(*line.command, *resuming(asked, out)))
+    code = Supervisor(line, out, asked["stage"] in ON_GPU, min_ranks, restarts, stall).run()
     raise click.exceptions.Exit(code)
