@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 from click.testing import CliRunner
 
-from distgpt.cluster.jobs.batch import systems
+from distgpt.cluster.jobs import systems
 from distgpt.commands import jobs
 from distgpt.commands.cli import cli
 from distgpt.core.base import errors

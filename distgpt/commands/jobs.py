@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import shutil
@@ -16,26 +15,25 @@ from typing import Any
 
 import click
 
-from distgpt.cluster.jobs.batch import array
-from distgpt.cluster.jobs.batch.job import Job
-from distgpt.cluster.jobs.batch.script import script
-from distgpt.cluster.jobs.batch.systems import SYSTEMS, System
+from distgpt.cluster.jobs.batch import Job, elements, renamed, script, shape, with_own_directories
 from distgpt.cluster.jobs.processes import own_program
-from distgpt.cluster.jobs.shape import shape
+from distgpt.cluster.jobs.systems import SYSTEMS, System
 from distgpt.commands.complete import line_of
 from distgpt.commands.help import command
 from distgpt.commands.options import POSITIVE, TIME, set_by_user
 from distgpt.commands.settings import OPTIONS
 from distgpt.commands.train import as_train, resuming, train, tune, write_json
 from distgpt.core.base.errors import DataError, UsageError, command_line, print_lines
-from distgpt.core.base.formatting import typed_duration
+from distgpt.core.base.formatting import count
 from distgpt.core.config import ON_GPU, WITH_MPI, RunConfig
 from distgpt.core.config.asked import asked_for
 
 SECONDS_TO_ANSWER = 60  # of a batch system
 OWN_DISKS = ("/tmp", "/var/tmp", "/dev/shm", "/run")  # folders that each machine has for itself
 STALL_ABORT = "30m"  # without progress, then the run saves and the job begins again
-CPUS_BESIDE_GPU = 4  # of a rank with a GPU: its own thread, a reader, a writer of checkpoints, NCCL's proxy
+CPUS_PER_GPU = 4  # of a rank with a GPU: its own thread, a reader, a writer of checkpoints, NCCL's proxy
+MOST_CHECKED = 100  # elements of an array whose command is checked before
+TRAINS = {"train": train, "tune": tune}
 
 
 @command(
@@ -64,7 +62,13 @@ CPUS_BESIDE_GPU = 4  # of a rank with a GPU: its own thread, a reader, a writer 
     help="CPUs and threads of each rank. [default: its part of --node; 4 beside a GPU; or 1]",
 )
 @click.option("--gpus-per-node", type=POSITIVE, help="GPUs of each node to train on.")
-@click.option("--memory", metavar="SIZE", help="Memory of each node, as in 64G. [default: the site's]")
+@click.option(
+    "--memory",
+    metavar="SIZE",
+    default="",
+    show_default=False,
+    help="Memory of each node, as in 64G. [default: the site's]",
+)
 @click.option(
     "--time",
     "seconds",
@@ -80,7 +84,8 @@ CPUS_BESIDE_GPU = 4  # of a rank with a GPU: its own thread, a reader, a writer 
 @click.option("--name", help="Name of the job and its logs. [default: the run directory's]")
 @click.option(
     "--array",
-    "numbers",
+    default="",
+    show_default=False,
     metavar="NUMBERS",
     help="Train an array of runs, as in 1-4 or 1-40%8, each in a directory of its own.",
 )
@@ -123,23 +128,16 @@ CPUS_BESIDE_GPU = 4  # of a rank with a GPU: its own thread, a reader, a writer 
 )
 def submit(
     named: str | None,
-    nodes: int,
     described: str | None,
     ranks_per_node: int | None,
     cpus_per_task: int | None,
-    gpus_per_node: int | None,
-    memory: str | None,
-    seconds: float,
     mpi: str | None,
     name: str | None,
-    numbers: str | None,
+    array: str,
     prefix: str | None,
-    setup: tuple[str, ...],
-    lines: tuple[str, ...],
-    successor: bool,
-    exclusive: bool,
     is_submitted: bool,
     words: tuple[str, ...],
+    **options: Any,
 ) -> None:
     """Print a batch script that trains, or submit it: for Slurm, PBS, Grid Engine, LSF or Flux.
 
@@ -150,61 +148,59 @@ def submit(
     number in any option of train.
     """
     system = SYSTEMS[named] if named else _found_system()
-    subcommand: click.Command | None = {"train": train, "tune": tune}.get(words[0])
-    if subcommand is None:
+    if words[0] not in TRAINS:
         raise UsageError(f"distgpt submit is for distgpt train and tune, not for {words[0]}")
-    elements = array.elements(numbers or "")
-    if elements and min(elements) < system.least_element:
-        raise UsageError(f"--array {numbers}: {system.name} counts elements from {system.least_element}")
-    renamed, own_out = array.renamed(words, (*system.elements, array.ANY), system.element), ""
-    if elements:
-        renamed, own_out = array.with_own_directories(renamed, system.element)
-    commands = array.commands(renamed, elements, system.element)
-    parsed = [_parsed(subcommand, each, seconds) for each in commands]
+    numbers, command, own_out = elements(array), renamed(words, system), ""
+    if numbers:
+        command, own_out = with_own_directories(command, system.element)
+    commands = [command]
+    if any(system.element in word for word in command):
+        if not numbers:
+            raise UsageError(f"{system.element} is the number of an element of a job array: give --array 1-4")
+        commands = [
+            [word.replace(system.element, str(number)) for word in command]
+            for number in numbers[:MOST_CHECKED]
+        ]
+    parsed = [_parsed(each) for each in commands]
     asked, stage_given = parsed[0]
-    node = shape(described) if described else None
-    usual = CPUS_BESIDE_GPU if gpus_per_node else 1
-    here = ranks_per_node or gpus_per_node or (node.regions if node else 1)
-    cpus = cpus_per_task or asked["threads"] or (node.cpus_per_rank(here) if node else usual)
-    ranks = nodes * here
-    stage = asked["stage"] if stage_given else _stage(ranks, gpus_per_node)
-    _refuse_unsuited(stage, ranks, gpus_per_node)
+    gpus = options["gpus_per_node"]
+    regions, cores = shape(described) if described else (1, CPUS_PER_GPU if gpus else 1)
+    here = ranks_per_node or gpus or regions
+    usual = max(1, regions * cores // here) if described else cores
+    cpus = cpus_per_task or asked["threads"] or usual
+    if described and here * cpus > regions * cores:
+        need = f"{count(here, 'rank')} of {count(cpus, 'CPU')} do not fit on"
+        raise UsageError(f"{need} {count(regions * cores, 'core')} of a node: start fewer")
+    ranks = options["nodes"] * here
+    stage = asked["stage"] if stage_given else _stage(ranks, gpus)
+    _refuse_unsuited(stage, ranks, gpus)
     runs = [_run_of(each, ranks) for each, _ in parsed]
-    out = Path(own_out) if own_out else runs[0][0] / (system.element if elements else "")
-    command = [
-        *_program(prefix),
-        words[0],
-        *([] if stage_given else ["--stage", stage]),
-        *([] if asked["threads"] or stage in ON_GPU else ["--threads", str(cpus)]),
-        *([] if asked["stall_abort"] or asked["stall_timeout"] else ["--stall-abort", STALL_ABORT]),
-        *_without_auto(renamed[1:]),
-        *([] if asked["out"] else ["--out", str(out)]),
-        *resuming(asked, runs[0][0]),
-    ]
+    out = Path(own_out) if own_out else runs[0][0] / (system.element if numbers else "")
     job = Job(
-        name=_name_of(out, name, system),
-        nodes=nodes,
+        name=name or _name_of(out, system),
         ranks_per_node=here,
         cpus_per_task=cpus,
-        gpus_per_node=gpus_per_node or 0,
-        seconds=seconds,
         mpi=mpi or _mpi_of(stage, system),
-        lines=lines,
         out=out,
-        command=command,
+        command=[
+            *_program(prefix),
+            words[0],
+            *([] if stage_given else ["--stage", stage]),
+            *([] if asked["threads"] or stage in ON_GPU else ["--threads", str(cpus)]),
+            *([] if asked["stall_abort"] or asked["stall_timeout"] else ["--stall-abort", STALL_ABORT]),
+            *_without_auto(command[1:]),
+            *([] if asked["out"] else ["--out", str(out)]),
+            *resuming(asked, runs[0][0]),
+        ],
         made_by=command_line(*sys.argv[1:]),
-        setup=setup,
-        memory=memory or "",
-        counts_cores=node is not None,
-        array=numbers or "",
-        resubmits=successor,
-        exclusive=exclusive,
+        counts_cores=described is not None,
+        array=array,
+        **options,
     )
-    far = node.doubt(here, cpus) if node else ""
-    notes = [*(refuse_unready(run) for _, run in runs), *_notes(system, job, asked), far]
+    notes = [*(refuse_unready(run) for _, run in runs), *_notes(job, asked)]
     text = script(system, job).encode()
     if is_submitted:
-        _submit(text, system, job)
+        _submit(text, system, job, numbers)
     else:
         sys.stdout.buffer.write(text)
     for note in dict.fromkeys(filter(None, notes)):
@@ -212,24 +208,23 @@ def submit(
 
 
 def _found_system() -> System:
-    """Return the first system whose commands are all here, and say which."""
-    here = [row for row in SYSTEMS.values() if all(map(shutil.which, row.programs))]
-    if not here:
+    """Return the first system whose commands are all here, and print which."""
+    found = next((row for row in SYSTEMS.values() if all(map(shutil.which, row.programs))), None)
+    if not found:
         raise UsageError(
             "no batch system was found here (sbatch, qsub, bsub or flux): name it, as in --system pbs"
         )
-    others = " and ".join(word for word, row in SYSTEMS.items() if row in here[1:])
-    also = f"; {others} would be here, too: --system" if others else ""
-    print_lines(f"batch system: {here[0].name}{also}", err=True)
-    return here[0]
+    print_lines(f"batch system: {found.name}", err=True)
+    return found
 
 
-def _without_auto(words: Sequence[str]) -> Iterator[str]:
-    """Leave out --threads auto: the job knows its threads, and says so."""
-    for before, word, after in zip(("", *words), words, (*words[1:], ""), strict=False):
-        is_auto = (word, after) == ("--threads", "auto") or (before, word) == ("--threads", "auto")
-        if not is_auto and word != "--threads=auto":
-            yield word
+def _without_auto(words: Sequence[str]) -> list[str]:
+    """Leave out --threads auto: the job knows its threads."""
+    kept = [word for word in words if word != "--threads=auto"]
+    for i in range(len(kept) - 1, 0, -1):
+        if kept[i - 1 : i + 1] == ["--threads", "auto"]:
+            del kept[i - 1 : i + 1]
+    return kept
 
 
 def _program(prefix: str | None) -> list[str]:
@@ -241,28 +236,20 @@ def _program(prefix: str | None) -> list[str]:
     return before if before and Path(before[-1]).name == "distgpt" else [*before, *own_program()]
 
 
-def _parsed(command: click.Command, words: Sequence[str], seconds: float) -> tuple[dict[str, Any], bool]:
-    """Return a command's options, which refuses what it cannot read, and whether --stage is among them."""
+def _parsed(words: Sequence[str]) -> tuple[dict[str, Any], bool]:
+    """Return the options of train, which rejects what it cannot read, and whether --stage is among them."""
+    command = TRAINS[words[0]]
     with command.make_context(f"distgpt {words[0]}", list(words[1:])) as context:
         source = context.get_parameter_source("stage")
     asked = as_train(**context.params) if command is tune else context.params
-    if (limit := asked["time_limit"] or 0) > seconds:
-        raise UsageError(
-            f"--time-limit {typed_duration(limit)} is longer than the job, --time"
-            f" {typed_duration(seconds)}: leave it out, and the run saves before the job ends"
-        )
     return asked, source != click.core.ParameterSource.DEFAULT
 
 
-def _name_of(out: Path, given: str | None, system: System) -> str:
-    """Return a job's name: the given one, or one by the run's directory that the system takes."""
-    if given:
-        if re.fullmatch(system.refused_names, given):
-            raise UsageError(f"--name {given}: {system.name} takes no such name; run-{given} would do")
-        return given
+def _name_of(out: Path, system: System) -> str:
+    """Return a job's name by the run's directory. Grid Engine takes no digit first, and three words never."""
     parts = (re.sub(r"[^A-Za-z0-9_.]+", "-", part.replace(system.element, "")) for part in out.parts[::-1])
     name = next(filter(None, (part.strip("-.") for part in parts)), "distgpt")
-    return f"run-{name}" if re.fullmatch(system.refused_names, name) else name
+    return f"run-{name}" if name[0].isdigit() or name.lower() in ("none", "all", "template") else name
 
 
 def _stage(ranks: int, gpus: int | None) -> str:
@@ -280,20 +267,12 @@ def _refuse_unsuited(stage: str, ranks: int, gpus: int | None) -> None:
         raise UsageError(f"--stage {stage} uses no GPU: leave out --gpus-per-node, or --stage")
 
 
-def _notes(system: System, job: Job, asked: dict[str, Any]) -> Iterator[str]:
+def _notes(job: Job, asked: dict[str, Any]) -> Iterator[str]:
     """Yield what is worth a look before the job waits."""
     from distgpt.core.data.textfile import BUNDLED_TEXTS
 
-    if job.counts_cores and not job.exclusive and system.launches_by_mpi and job.ranks > 1:
-        yield "ranks are not bound to cores, as other jobs may run on these nodes: --exclusive"
-    if job.is_array:
+    if job.array:
         yield f"every element of the array has a directory of its own: {job.out}"
-    if (asked["threads"] or 0) > job.cpus_per_task:
-        cpus = f"--threads {asked['threads']}, but --cpus-per-task {job.cpus_per_task}"
-        yield f"{cpus}: threads without a core only make others wait"
-    there = next(path for path in (job.out, *job.out.parents) if path.exists())
-    if not (there.is_dir() and os.access(there, os.W_OK)):
-        yield f"{job.out} cannot be made on this machine: {there} is no folder that can be written to"
     paths = [asked.get(name) for name in ("data", "val", "hellaswag", "init", "config", "tokenizer")]
     read = [Path(path) for path in paths if path and path not in BUNDLED_TEXTS and Path(path).exists()]
     places = {str(path): path.resolve() for path in (*read, job.out)}
@@ -374,22 +353,17 @@ def _mpi_of(stage: str, system: System) -> str:
             f"mpi4py does not say here which MPI it has ({error}): name its launcher with --mpi"
         ) from None
     chosen = system.mpi.get(found)
-    how = "srun --mpi=" if system.name == "Slurm" else "--mpi "
     if chosen is None:
         raise UsageError(f"{system.name}'s way to {found} is not known: choose one with --mpi")
-    print_lines(f"mpi4py belongs to {found}: {how}{chosen}", err=True)
-    if found == "Intel MPI" and system.name == "Slurm":
-        print_lines(
-            "Intel MPI finds Slurm with I_MPI_PMI_LIBRARY=…/libpmi2.so: export it in the script", err=True
-        )
+    print_lines(f"mpi4py belongs to {found}: --mpi {chosen}", err=True)
     return chosen
 
 
-def _submit(text: bytes, system: System, job: Job) -> None:
+def _submit(text: bytes, system: System, job: Job, numbers: list[int]) -> None:
     submissions = [list(system.submits)]
-    if job.is_array and system.one_job_each:
+    if numbers and system.one_job_each:
         option = system.successor_element.replace
-        submissions = [[*system.submits, option("$ELEMENT", str(i))] for i in array.elements(job.array)]
+        submissions = [[*system.submits, option("$ELEMENT", str(number))] for number in numbers]
     for words in submissions:
         program = words[0]
         if shutil.which(program) is None:
@@ -407,9 +381,7 @@ def _submit(text: bytes, system: System, job: Job) -> None:
         if answer.returncode:
             raise UsageError(f"{program} refused the job: {said}")
         print_lines(said)
-    number = system.shown_numbers[job.is_array]
-    log = system.log.format(name=job.name, number=number.replace("[", ".").replace("]", ""))
-    print_lines(f"its log is {log}, those of its attempts are {job.name}-{number}.0.log and so on")
+    print_lines(f"the logs of its attempts are {job.name}-*.0.log and so on")
 
 
 @command(
@@ -443,8 +415,9 @@ def supervise(min_ranks: int, restarts: int | None, stall: float | None, words: 
     from distgpt.cluster.supervise import Supervisor, parse
 
     line = parse(words)
-    trains = {"train": train, "tune": tune}[line.command[0]]
-    with trains.make_context(f"distgpt {line.command[0]}", list(line.command[1:])) as context:
+    with TRAINS[line.command[0]].make_context(
+        f"distgpt {line.command[0]}", list(line.command[1:])
+    ) as context:
         asked = context.params  # which refuses what it cannot read
     out: Path | None = asked["out"]
     if out is None:

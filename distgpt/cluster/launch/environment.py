@@ -44,7 +44,7 @@ def batch_job(environ: Environ = os.environ) -> dict[str, str] | None:
 
 def job_end(seconds: float | None, environ: Environ = os.environ) -> float | None:
     """Return when to be gone: after these seconds, or before the batch job ends; None if no end is known."""
-    # Scripts for systems that tell a job nothing of its end set JOB_END (jobs/batch/).
+    # Scripts for systems that tell a job nothing of its end set JOB_END (jobs/systems.py).
     ends = (environ.get(name, "") for name in (JOB_END, "SLURM_JOB_END_TIME"))
     left = [int(end) - time.time() for end in ends if end.isdecimal() and len(end) < 16]
     left = [each for each in left if each > 0]  # one that is past is another job's, or was prolonged

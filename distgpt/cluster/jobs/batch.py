@@ -1,0 +1,295 @@
+"""The script of a batch job: `distgpt train` on its nodes, begun again until it is done.
+
+It is the same for all batch systems except for the parts in their rows (systems.py). A shell runs its traps
+only while it waits for a process in the background, which has a process group of its own: what a system sends
+to the script's group must not end the launcher before the ranks have saved.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from distgpt.cluster.affinity.machine import read_machine
+from distgpt.cluster.jobs.systems import SECONDS_TO_SUBMIT, System
+from distgpt.core.base.errors import UsageError, escape
+
+SECONDS_TO_SAVE = 120  # by which the signal to save comes before the time limit
+ANY = "ELEMENT"  # may stand in a command in place of the system's own variable
+MOST_ELEMENTS = 100_000
+WIDTH = 100  # of a line of the command
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """Parameters of a script. `command` trains, `made_by` is the command that made the script."""
+
+    name: str
+    nodes: int
+    ranks_per_node: int
+    cpus_per_task: int
+    gpus_per_node: int | None
+    seconds: float
+    mpi: str  # how ranks are started and meet; "none": there is one
+    lines: Sequence[str]  # further options of the system
+    out: Path
+    command: Sequence[str]
+    made_by: str
+    setup: Sequence[str]  # lines of the shell, before the command
+    memory: str  # of each node, as in 64G
+    counts_cores: bool  # CPUs are cores in order, and none is the second hardware thread of one
+    array: str  # numbers of its elements, as in 1-4%2
+    exclusive: bool  # no other job runs on its nodes
+    successor: bool  # it submits a successor even where the system would queue it again
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name):
+            raise UsageError(f"--name {self.name}: a job's name is of letters, digits, dots, - and _")
+        if not _NAME.fullmatch(self.mpi):
+            raise UsageError(f"--mpi {self.mpi}: that is no name, as pmi2, pmix and openmpi are")
+        if self.memory and not re.fullmatch(r"[1-9]\d{0,8}[KMGT]", self.memory):
+            raise UsageError(f"--memory {self.memory}: give a number and K, M, G or T, as in 64G")
+        for line in self.lines:
+            if not line.startswith("-"):
+                raise UsageError(
+                    f"--directive {line}: give an option of the batch system, with its dashes, as in"
+                    ' --directive "--partition=gpu"'
+                )
+        for word in (*self.lines, *self.command, *self.setup, str(self.out), self.made_by):
+            if escape(word) != word:
+                raise UsageError(f"{word} has characters that cannot stand in a script")
+
+    @property
+    def ranks(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+    @property
+    def cpus_per_node(self) -> int:
+        return self.ranks_per_node * self.cpus_per_task
+
+    @property
+    def binds(self) -> bool:
+        """Return whether ranks are bound to cores: other jobs' launchers would bind theirs to the same."""
+        return self.counts_cores and self.exclusive
+
+    @property
+    def seconds_to_save(self) -> int:
+        """Return how long before the time limit the run is asked to save: a quarter of a short limit."""
+        return max(1, min(SECONDS_TO_SAVE, int(self.seconds / 4)))
+
+
+def shape(text: str) -> tuple[int, int]:
+    """Read NUMA regions of a node and the cores of each from "8x16", or "here", which is this machine."""
+    if text == "here":
+        machine = read_machine()
+        if machine.doubts:
+            raise UsageError(f"--node here: {machine.doubts[0]}; describe the node, as in --node 8x16")
+        sizes = Counter(core[0].region for core in machine.cores)
+        return len(sizes), min(sizes.values())
+    found = re.fullmatch(r"([1-9]\d{0,3})x([1-9]\d{0,3})", text)
+    if not found:
+        raise UsageError(f"--node {text}: give NUMA regions and cores of each, as in 8x16, or here")
+    return int(found[1]), int(found[2])
+
+
+# Arrays: one script for many runs, in which a variable of the shell is the number of each
+
+
+def elements(text: str) -> list[int]:
+    """Return the numbers of an array's elements, as in "1-4", "0-8:2%3" or "0,3,7"; [] for ""."""
+    rows, percent, most = text.partition("%")
+    if percent and not re.fullmatch(r"[1-9]\d{0,8}", most):
+        raise UsageError(f"--array={text}: after % give how many may run at once, as in --array=1-40%8")
+    numbers: list[int] = []
+    for part in rows.split(",") if text else ():
+        if (found := re.fullmatch(r"(\d{1,9})(?:-(\d{1,9})(?::([1-9]\d{0,8}))?)?", part)) is None:
+            raise UsageError(f"--array={text}: give numbers, as in --array=1-4 or --array=0,3,7")
+        several = range(int(found[1]), int(found[2] or found[1]) + 1, int(found[3] or 1))[:MOST_ELEMENTS]
+        if not several:  # a job without elements would take one directory for all that the system makes of it
+            raise UsageError(f"--array={text}: {part} ends before it begins")
+        numbers += several
+    return list(dict.fromkeys(numbers))  # Flux would start one that is named twice in one directory, twice
+
+
+def renamed(words: Iterable[str], system: System) -> list[str]:
+    """Return the words with the system's variable of an element in place of its other names."""
+    names = "|".join((*system.elements, ANY))
+    pattern = re.compile(rf"\$(?:{{(?:{names})}}|(?:{names})(?!\w))")
+    return [pattern.sub(lambda _: system.element, word) for word in words]
+
+
+def with_own_directories(words: Sequence[str], element: str) -> tuple[list[str], str]:
+    """Return the words with an --out in which every element has a directory of its own, and that directory.
+
+    It is "" if there is no --out.
+    """
+    out, changed = "", list(words)
+    for place, word in enumerate(words):
+        name, equals, value = word.partition("=") if word.startswith("--out=") else ("", "", word)
+        if equals or (place and words[place - 1] == "--out"):
+            out = value if element in value else str(Path(value) / element)
+            changed[place] = f"{name}{equals}{out}"
+    return changed, out
+
+
+# mkdir makes a folder once, also if two ends of one job race, or the system has started the job again.
+_SUCCESSOR = """\
+  marker={marker}"{number}"
+  if mkdir "$marker" 2>/dev/null; then
+    {submit} && exit 0
+    echo "the successor could not be submitted: submit the script again"
+  elif [ -d "$marker" ]; then
+    echo "$marker is there: this job has submitted its successor already"
+  else
+    echo "$marker cannot be made, so no successor follows: submit the script again"
+  fi"""
+
+_SCRIPT = """\
+#!/bin/bash
+# Train, and begin again where it stopped until all steps are done. {advice}
+# {made_by}
+{options}
+
+{enters}{deadline}# What this site needs before a program starts goes here: module load …, export …
+{setup}
+{begin}log={name}-{number}.$attempt.log
+newest() {{ ls {checkpoints} 2>/dev/null | tail -n 1; }}
+{functions}before=$(newest)
+
+set -m  # {starts} in a process group of its own: {reason}
+{launch}{command} \\
+  >>"$log" 2>&1 &
+ranks=$!
+
+{signals}
+trap 'came=USR1; {passed_on}' {announces}
+trap 'came=TERM; ending=yes; {passed_on}' {ends}
+# wait comes back for a signal, after two at once perhaps twice, and always while the ranks are stopped: of a
+# TSTP the shell would leave the loop, too, were it not for the function.
+ended() {{ wait $ranks; }}
+while came=; ended; code=$?; [ "$came" ] || kill -0 $ranks 2>/dev/null; do
+  [ "$came" ] || sleep 0.2
+done
+echo "attempt $attempt left with $code; newest checkpoint: $(newest)"
+
+# {rule}
+again=
+if [ $code = 75 ] && [ "$(newest)" = "$before" ]; then
+  echo "no step was finished in this attempt: not queued again, as that might never end"
+elif {condition}; then
+  again=yes
+fi
+if [ "$again" ] && [ -z "$ending" ]; then
+{again}
+fi
+exit $code
+"""
+
+
+def script(system: System, job: Job) -> str:
+    """Return the whole script."""
+    quote = _quoting(system.element) if job.array else shlex.quote
+    launch = system.launch(job)
+    number = system.numbers[bool(job.array)]
+    values = {
+        "number": number,
+        "name": job.name,
+        "seconds": int(job.seconds),
+        "submitting": min(SECONDS_TO_SUBMIT, int(job.seconds / 4)),
+    }
+    again = f"  {system.requeue.format(**values)}"
+    if job.successor or not system.requeue:
+        again = _SUCCESSOR.format(
+            marker=quote(str(job.out / "followed-")), number=number, submit=_successor(system, job)
+        )
+    begin = system.begin_element * bool(job.array) + system.begin + system.attempt
+    before = system.before + system.before_openmpi * (job.mpi == "openmpi")
+    return _SCRIPT.format(
+        advice=system.advice,
+        made_by=job.made_by,
+        options="\n".join(f"{system.sentinel} {option}" for option in _directives(system, job)),
+        enters=system.enters,
+        # Before the lines of the site, which take time from the limit.
+        deadline=system.deadline.format(**values),
+        setup="".join(f"{line}\n" for line in job.setup),
+        begin=begin.format(**values),
+        name=job.name,
+        number=number,
+        checkpoints=quote(str(job.out / "checkpoints")),
+        functions=before.format(**values),
+        reason="on a TERM that is meant for this shell it would kill the ranks",
+        starts=launch.partition(" ")[0].rpartition("/")[2] or "the run",
+        launch=f"{launch} \\\n  " if launch else "",
+        command=" \\\n  ".join(_wrapped(job.command, quote)),
+        signals=system.signals,
+        announces=system.announces,
+        ends=system.ends,
+        passed_on=system.passed_on,
+        rule=system.rule,
+        condition=system.begins_again.format(),
+        again=again,
+    )
+
+
+def _directives(system: System, job: Job) -> list[str]:
+    """Return the script's options, the user's in place of ours that set the same."""
+    for line in job.lines:
+        if re.match(system.reserved, line):
+            raise UsageError(
+                f"--directive {line}: give the limit by --time, the numbers of an array by --array, as in"
+                " --array 1-4, and a name by --name"
+            )
+    theirs = set(map(_key, job.lines))
+    return [*(line for line in system.options(job) if line and _key(line) not in theirs), *job.lines]
+
+
+def _key(option: str) -> str:
+    """Return what an option sets: "--time=4h" → "--time", "-l h_rt=60" → "-lh_rt", "-N 2" → "-N"."""
+    found = re.match(r'-[lR]\s*"?\w+|--?\w[\w-]*', option)
+    name = re.sub(r'[\s"]', "", found.group()) if found else option
+    return "--gpus-per-node" if option.startswith("--gres=gpu") else name  # of Slurm
+
+
+def _successor(system: System, job: Job) -> str:
+    """Return the command that submits this script as another job.
+
+    A successor waits for no job as this one did: systems refuse or delete what waits for one that they have
+    forgotten.
+    """
+    command, left_out = system.successor, list[str]()
+    if job.array:
+        command += " " + system.successor_element.format(name=job.name)
+        left_out += filter(None, [system.left_out_of_element])
+    if system.waits and any(re.match(system.waits, line) for line in job.lines):
+        left_out.append(system.waits)
+    if left_out:
+        return f"grep -Ev '^{system.sentinel} *({'|'.join(left_out)})' \"$0\" | {command}"
+    return f"{command} {system.reads}"
+
+
+def _quoting(element: str) -> Callable[[str], str]:
+    """Return a function that quotes a word for a shell that puts in an element's number."""
+
+    def quoted(word: str) -> str:
+        parts = [shlex.quote(part) if part else "" for part in word.split(element)]
+        return f'"{element}"'.join(parts) or "''"
+
+    return quoted
+
+
+def _wrapped(words: Sequence[str], quote: Callable[[str], str]) -> list[str]:
+    """Quote the words and break them into lines; an option stays with its value."""
+    lines, previous = [""], ""
+    for word in words:
+        quoted = quote(word)
+        is_value = previous.startswith("--") and "=" not in previous and not word.startswith("-")
+        if lines[-1] and not is_value and len(lines[-1]) + len(quoted) >= WIDTH - 20:
+            lines.append("")
+        lines[-1] = f"{lines[-1]} {quoted}".lstrip()
+        previous = word
+    return lines
