@@ -146,10 +146,9 @@ def test_srun_is_asked_for_what_it_offers(tmp_path, monkeypatch):
     assert launchers.srun_ways() == []
 
 
-def test_the_file_of_the_library_is_the_one_in_use(tmp_path):
-    found = launchers._library_file(mpi.MPI.__file__)
-    assert "libmpi" in found and found in Path("/proc/self/maps").read_text()
-    assert launchers._library_file(str(tmp_path)) == ""
+def test_the_file_of_the_library_is_the_one_in_use():
+    assert mpi.MPI  # loads it
+    assert Path(launchers.library_file()).name.startswith("libmpi")
 
 
 def test_open_mpi_may_be_asked_to_start_for_root(monkeypatch):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import re
@@ -11,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,7 +51,12 @@ class Launcher:
 
 def find_launcher(chosen: str | None, hostfile: Path | None) -> Launcher:
     """Find the launcher `chosen`, as in "srun --mpi=pmix", or this environment's mpirun."""
-    words = [own_mpirun() or "mpirun"] if chosen is None else _words(chosen)
+    try:
+        words = [own_mpirun() or "mpirun"] if chosen is None else shlex.split(chosen)
+    except ValueError as error:
+        raise UsageError(f"--launcher {chosen}: {str(error).lower()}") from error
+    if not words or not words[0]:
+        raise UsageError('--launcher names no program; give one, as in "srun --mpi=pmix", or leave it out')
     program = shutil.which(words[0])
     if program is None and chosen is not None:
         raise UsageError(f"--launcher {words[0]}: there is no such program")
@@ -60,16 +65,6 @@ def find_launcher(chosen: str | None, hostfile: Path | None) -> Launcher:
             "no mpirun was found: pip install 'distgpt[mpich]', or name your cluster's with --launcher"
         )
     return Launcher((program, *words[1:], *_hosts(program, hostfile)))
-
-
-def _words(chosen: str) -> list[str]:
-    try:
-        words = shlex.split(chosen)
-    except ValueError as error:
-        raise UsageError(f"--launcher {chosen}: {str(error).lower()}") from error
-    if not words or not words[0]:
-        raise UsageError('--launcher names no program; give one, as in "srun --mpi=pmix", or leave it out')
-    return words
 
 
 def _hosts(program: str, hostfile: Path | None) -> tuple[str, ...]:
@@ -101,30 +96,16 @@ def running_mpi() -> Facts:
         "problem": "",
         "vendor": vendor,
         "version": ".".join(map(str, version)),
-        "library": _library_file(MPI.__file__),
+        "library": library_file(),
     }
 
 
-class _Found(ctypes.Structure):
-    """Dl_info of dladdr(3): what a pointer points into."""
-
-    _fields_ = (
-        ("file", ctypes.c_char_p),
-        ("base", ctypes.c_void_p),
-        ("symbol", ctypes.c_char_p),
-        ("address", ctypes.c_void_p),
-    )
-
-
-def _library_file(extension: str) -> str:
-    """Return the file, without links, from which an extension module has its MPI; "" if unknown."""
-    found = _Found()
-    try:
-        init = ctypes.CDLL(extension).MPI_Init
-        ctypes.CDLL(None).dladdr(init, ctypes.byref(found))
-    except (OSError, AttributeError):
-        return ""
-    return os.path.realpath(os.fsdecode(found.file or b""))
+def library_file() -> str:
+    """Return the file, without links, of the MPI library in this process; "" if unknown."""
+    with suppress(OSError):
+        mapped = [line.split(maxsplit=5)[-1] for line in Path("/proc/self/maps").read_text().splitlines()]
+        return next((path for path in mapped if Path(path).name.startswith("libmpi")), "")
+    return ""
 
 
 def report_mpi() -> None:
