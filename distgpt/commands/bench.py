@@ -12,7 +12,6 @@ import click
 from click.core import ParameterSource
 
 from distgpt.cluster.launch.environment import launched_as
-from distgpt.commands.complete import presets
 from distgpt.commands.help import Group
 from distgpt.commands.options import (
     PATH,
@@ -20,6 +19,7 @@ from distgpt.commands.options import (
     FiniteRange,
     Threads,
     launch_options,
+    presets,
     set_by_user,
     setting_option,
     settings,

@@ -10,9 +10,8 @@ from typing import Any
 
 import click
 
-from distgpt.commands.complete import names_or_files, texts, tokenizers
 from distgpt.commands.help import Group
-from distgpt.commands.options import PATH, POSITIVE, SIZE, LocaleText
+from distgpt.commands.options import PATH, POSITIVE, SIZE, names_or_files, texts, tokenizers
 from distgpt.core.base.errors import DataError, UsageError, escape, print_lines
 from distgpt.core.base.formatting import count
 from distgpt.core.config import ROUNDED_DTYPES
@@ -154,7 +153,7 @@ def tokenizer_train(inputs: tuple[str, ...], max_document: int, **options: Any) 
 
 @tokenizer.command("info", example='distgpt tokenizer info gpt2 --text "The harbour"')
 @click.argument("name_or_path", shell_complete=tokenizers)
-@click.option("--text", type=LocaleText(), help="The text to split; a sample if left out.")
+@click.option("--text", help="The text to split; a sample if left out.")
 def tokenizer_info(name_or_path: str, text: str | None) -> None:
     """Say what a tokenizer is, and show how it splits a text.
 

@@ -8,18 +8,8 @@ from typing import Any
 
 import click
 
-from distgpt.commands.complete import texts
 from distgpt.commands.help import command
-from distgpt.commands.options import (
-    PATH,
-    POSITIVE,
-    SIZE,
-    F,
-    LocaleText,
-    setting_option,
-    stage_options,
-    together,
-)
+from distgpt.commands.options import PATH, POSITIVE, SIZE, F, setting_option, stage_options, texts, together
 from distgpt.core.base.errors import UsageError, command_line, first_line, print_lines
 from distgpt.core.comm.agree import on_every_rank
 from distgpt.core.config import (
@@ -90,7 +80,7 @@ def announce_sample(weights: Path | None, rank: int, *words: str) -> None:
 
 @command(example='distgpt infer --weights runs/mine --prompt "The harbour" --n 3')
 @stage_options
-@click.option("--prompt", type=LocaleText(), help="Text to continue.")
+@click.option("--prompt", help="Text to continue.")
 @click.option("--prompt-file", type=PATH, help="File with the text to continue; -: standard input.")
 @click.option(
     "--prompts",
@@ -151,7 +141,6 @@ UNTAUGHT = (
     "--system",
     default="",
     show_default=False,
-    type=LocaleText(),
     help="What the model is told before all turns.",
 )
 @request_options(UNUSED, max_new_tokens=512, temperature=DEFAULT_TEMPERATURE)
@@ -187,7 +176,7 @@ def _limit_option(name: str, about: Setting) -> Callable[[F], F]:
 
 @command(example="distgpt serve --weights runs/mine --port 8000")
 @stage_options
-@click.option("--name", type=LocaleText(), help="The model's name for clients; that of the file if left out.")
+@click.option("--name", help="The model's name for clients; that of the file if left out.")
 @click.option("--host", default="127.0.0.1", help="Address to listen on; 0.0.0.0: all.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, help="Port; 0: pick a free one.")
 @click.option(

@@ -18,10 +18,8 @@ import click
 from distgpt.cluster.jobs.batch import Job, elements, renamed, script, shape, with_own_directories
 from distgpt.cluster.jobs.processes import own_program
 from distgpt.cluster.jobs.systems import SYSTEMS, System
-from distgpt.commands.complete import line_of
-from distgpt.commands.help import command
+from distgpt.commands.help import OPTIONS, command
 from distgpt.commands.options import POSITIVE, TIME, set_by_user
-from distgpt.commands.settings import OPTIONS
 from distgpt.commands.train import as_train, resuming, train, tune, write_json
 from distgpt.core.base.errors import DataError, UsageError, command_line, print_lines
 from distgpt.core.base.formatting import count
@@ -124,7 +122,6 @@ TRAINS = {"train": train, "tune": tune}
     required=True,
     type=click.UNPROCESSED,
     metavar="-- train [OPTIONS]",
-    shell_complete=line_of(train, tune),
 )
 def submit(
     named: str | None,
@@ -403,7 +400,6 @@ def _submit(text: bytes, system: System, job: Job, numbers: list[int]) -> None:
     required=True,
     type=click.UNPROCESSED,
     metavar="-- LAUNCH LINE",
-    shell_complete=line_of(train, tune),
 )
 def supervise(min_ranks: int, restarts: int | None, stall: float | None, words: tuple[str, ...]) -> None:
     """Train, and start again after a lost rank or host.

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import click
 
-from distgpt.commands.complete import files, texts
 from distgpt.commands.help import command
-from distgpt.commands.options import PATH, POSITIVE, LocaleText, stage_options
+from distgpt.commands.options import PATH, POSITIVE, files, stage_options, texts
 from distgpt.core.base.errors import DisagreementError, UndecidedError, UsageError, command_line, print_lines
 from distgpt.core.comm.agree import on_root, shared
 from distgpt.core.config import DTYPES, ON_GPU, GpuConfig
@@ -65,7 +64,7 @@ def runs(directory: Path, sort: str, reverse: bool, as_json: bool) -> None:
 @click.option(
     "--smooth", type=POSITIVE, help="Average over this many lines of metrics; a 40th of all if left out."
 )
-@click.option("--title", type=LocaleText(), help="Title; a single run's name if left out.")
+@click.option("--title", help="Title; a single run's name if left out.")
 @click.option("--log-loss", is_flag=True, help="Logarithmic loss axis.")
 def plot(
     runs: tuple[Path, ...], out: Path | None, axis: str, smooth: int | None, title: str | None, log_loss: bool

@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from distgpt.assembly import COMPONENTS, load_components
-from distgpt.commands.complete import files, names_or_files
 from distgpt.commands.help import Option, command, option
 from distgpt.commands.options import (
     PATH,
     TIME,
     deterministic_as_parts,
     dial_options,
+    files,
+    names_or_files,
     preset_options,
     set_by_user,
     setting_option,

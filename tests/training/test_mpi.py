@@ -366,8 +366,8 @@ def test_ranks_that_refuse_for_reasons_of_their_own_name_them_all(tmp_path):
     words = map(json.dumps, (["train", "--one"], ["train", "--two"], ["train", "--one"], ["train", "--two"]))
     result = distgpt(*words, ranks=4, cwd=tmp_path, **EACH)
     lines = result.stderr.splitlines()
-    assert result.returncode == 2 and lines[-2] == "Error: No such option '--one'", result.stderr
-    assert lines[-1].startswith("distgpt: ranks 1, 3: No such option '--two'") and "--one" not in lines[-1]
+    assert result.returncode == 2 and lines[-2].startswith("Error: No such option"), result.stderr
+    assert lines[-1].startswith("distgpt: ranks 1, 3: No such option") and "--one" not in lines[-1]
 
 
 def test_ranks_may_have_different_numbers_of_threads(tmp_path):
