@@ -15,9 +15,9 @@ from typing import Any
 
 import click
 
-from distgpt.cluster.jobs.batch import Job, elements, renamed, script, shape, with_own_directories
+from distgpt.cluster.jobs.batch import elements, renamed, script, shape, with_own_directories
 from distgpt.cluster.jobs.processes import own_program
-from distgpt.cluster.jobs.systems import SYSTEMS, System
+from distgpt.cluster.jobs.systems import SYSTEMS, Job, System
 from distgpt.commands.help import OPTIONS, command
 from distgpt.commands.options import POSITIVE, TIME, set_by_user
 from distgpt.commands.train import as_train, resuming, train, tune, write_json

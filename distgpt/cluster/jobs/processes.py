@@ -93,24 +93,14 @@ def run(
     begun, timed_out, child = time.perf_counter(), False, None
     output, errors, failed = list[str](), list[str](), list[BaseException]()
 
-    def read(child: subprocess.Popen[str], stream: IO[str], lines: list[str]) -> None:
-        """Keep what a child writes, so that it never waits for us. A listener that fails ends the child."""
-        for line in stream:
-            lines.append(line)
-            if on_line and lines is output and not failed:
-                try:
-                    on_line(line.rstrip("\n"))
-                except BaseException as error:
-                    failed.append(error)
-                    _end(child)
-
     with _requests_raised():
         try:
             with signals_deferred():  # until this has the child
                 child = _started(command, env, cwd)
-            assert child.stdout and child.stderr
-            streams = ((child.stdout, output), (child.stderr, errors))
-            readers = [threading.Thread(target=read, args=(child, *each), daemon=True) for each in streams]
+            readers = [
+                threading.Thread(target=_read, args=(child, *each, failed), daemon=True)
+                for each in ((child.stdout, output, on_line), (child.stderr, errors, None))
+            ]
             for reader in readers:
                 reader.start()
             try:
@@ -129,6 +119,24 @@ def run(
         raise failed[0]
     code = TIMED_OUT if timed_out else child.returncode
     return Ended(code, "".join(output), "".join(errors), time.perf_counter() - begun)
+
+
+def _read(
+    child: subprocess.Popen[str],
+    stream: IO[str],
+    lines: list[str],
+    on_line: Callable[[str], None] | None,
+    failed: list[BaseException],
+) -> None:
+    """Keep what a child writes, so that it never waits for us. A listener that fails ends the child."""
+    for line in stream:
+        lines.append(line)
+        if on_line and not failed:
+            try:
+                on_line(line.rstrip("\n"))
+            except BaseException as error:
+                failed.append(error)
+                _end(child)
 
 
 def _started(
