@@ -5,9 +5,10 @@ Pure functions of a `Machine`: every rank computes the same plan alone.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from math import ceil
 
 from distgpt.cluster.affinity.machine import Core, Machine, is_flat
 
@@ -59,45 +60,25 @@ def region(core: Core) -> int:
 def blocks(machine: Machine, ranks: int) -> list[Block]:
     """Cut the cores among ranks, equally; none where there are fewer cores than ranks.
 
-    No block lies in more regions than it must, if that costs none more than a quarter of its cores.
+    Each block is within one region if that costs none more than a quarter of its cores.
     """
     free = machine.cores
     most = len(free) // ranks
     if not most:
         return []
-    least = max(1, -int(-CROSSING * most // 1))
-    found: list[tuple[int, list[list[Core]]]] = []
-    for size in range(most, least - 1, -1):
-        found.append(_cut(free, ranks, size))
-        if not found[-1][0]:  # as good as can be
+    cut = [free[i * most : (i + 1) * most] for i in range(ranks)]
+    regions = [list(cores) for _, cores in groupby(free, region)]
+    for size in range(most, max(1, ceil(CROSSING * most)) - 1, -1):
+        near = [each[i : i + size] for each in regions for i in range(0, len(each) - size + 1, size)]
+        if len(near) >= ranks:
+            cut = near[:ranks]
             break
-    cut = min(found, key=lambda each: each[0])[1]
     return [
         Block(
             tuple(sorted(cpu.number for core in each for cpu in core)), tuple(core[0].number for core in each)
         )
         for each in cut
     ]
-
-
-def _cut(free: list[Core], ranks: int, size: int) -> tuple[int, list[list[Core]]]:
-    """Take blocks of neighbours out of what is left, in as few regions and caches each as possible.
-
-    Return first how many more regions they lie in than blocks of this size must.
-    """
-    left, found, crossed = list(range(len(free))), [], 0
-    largest = max(Counter(map(region, free)).values())
-    for _ in range(ranks):
-
-        def spread(start: int) -> tuple[int, int, int]:
-            block = [free[i] for i in left[start : start + size]]
-            return len({*map(region, block)}), len({core[0].cache for core in block}), start
-
-        regions, _, start = min(spread(start) for start in range(len(left) - size + 1))
-        found.append(left[start : start + size])
-        crossed += regions - -(-size // largest)
-        del left[start : start + size]
-    return crossed, [[free[i] for i in block] for block in sorted(found)]
 
 
 def recommended(machine: Machine, weights: int = 0, memory: int = 0, granted: float = 0.0) -> Advice:
