@@ -207,20 +207,3 @@ def test_bash_completes_commands_options_and_values(tmp_path):
     found = asked("bash", BASH, tmp_path)
     options, presets = ["--stage", "--stall-timeout", "--stall-abort"], ["gpt2-medium", "gpt2-modern"]
     assert found == ["train", *options, "mpi", "mpi-cuda", *presets]
-
-
-def test_fish_completes_commands_and_options(tmp_path):
-    asks = (f'complete -C "distgpt {words}"' for words in ("tr", "train --dep"))
-    script = "; ".join(("_DISTGPT_COMPLETE=fish_source distgpt | source", *asks))
-    assert {"train", "--depth"} <= set(asked("fish", script, tmp_path))
-
-
-ZSH = """autoload -U compinit && compinit -u
-eval "$(_DISTGPT_COMPLETE=zsh_source distgpt)"
-_describe() { print -r -- ${(P)3} }
-words=(distgpt train --dep); CURRENT=3
-_distgpt_completion"""
-
-
-def test_zsh_completes_options(tmp_path):
-    assert "--depth" in " ".join(asked("zsh", ZSH, tmp_path))

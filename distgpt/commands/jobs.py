@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -34,16 +34,16 @@ MOST_CHECKED = 100  # elements of an array whose command is checked before
 TRAINS = {"train": train, "tune": tune}
 
 
+_line = partial(click.argument, "words", nargs=-1, required=True, type=click.UNPROCESSED)
+_its = partial(click.option, default="", show_default=False)
+_AS_TYPED = {"allow_interspersed_args": False}
+
+
 @command(
-    context_settings={"allow_interspersed_args": False},
+    context_settings=_AS_TYPED,
     example="distgpt submit --nodes 2 --ranks-per-node 4 --time 4h -- train --preset gpt2 > job.sh",
 )
-@click.option(
-    "--system",
-    "named",
-    type=click.Choice([*SYSTEMS]),
-    help="Batch system. [default: the one whose commands are here]",
-)
+@click.option("--system", "named", type=click.Choice([*SYSTEMS]), help="Batch system. [default: by commands]")
 @click.option("--nodes", type=POSITIVE, default=1, help="Number of nodes.")
 @click.option(
     "--node",
@@ -51,28 +51,20 @@ TRAINS = {"train": train, "tune": tune}
     metavar="SHAPE",
     help="NUMA regions and cores of each, as in 8x16; here: as this machine. Each region gets a rank.",
 )
-@click.option(
-    "--ranks-per-node", type=POSITIVE, help="Ranks on each node. [default: its GPUs, its NUMA regions, or 1]"
-)
+@click.option("--ranks-per-node", type=POSITIVE, help="[default: the node's GPUs, its NUMA regions, or 1]")
 @click.option(
     "--cpus-per-task",
     type=POSITIVE,
     help="CPUs and threads of each rank. [default: its part of --node; 4 beside a GPU; or 1]",
 )
 @click.option("--gpus-per-node", type=POSITIVE, help="GPUs of each node to train on.")
-@click.option(
-    "--memory",
-    metavar="SIZE",
-    default="",
-    show_default=False,
-    help="Memory of each node, as in 64G. [default: the site's]",
-)
+@_its("--memory", metavar="SIZE", help="Memory of each node, as in 64G. [default: the site's]")
 @click.option(
     "--time",
     "seconds",
     required=True,
     type=TIME,
-    help="Limit of one attempt, as in 4h; the run is saved before and queued again.",
+    help="Limit of an attempt, as in 4h; the run saves before.",
 )
 @click.option(
     "--mpi",
@@ -80,49 +72,18 @@ TRAINS = {"train": train, "tune": tune}
     " intel or pals. [default: by mpi4py's MPI]",
 )
 @click.option("--name", help="Name of the job and its logs. [default: the run directory's]")
-@click.option(
-    "--array",
-    default="",
-    show_default=False,
-    metavar="NUMBERS",
-    help="Train an array of runs, as in 1-4 or 1-40%8, each in a directory of its own.",
-)
+@_its("--array", metavar="NUMBERS", help="Train an array of runs in own directories, as in 1-4 or 1-40%8.")
 @click.option(
     "--prefix",
     metavar="WORDS",
     help='Words before distgpt, as in "numactl -l", or with it: "apptainer exec image.sif distgpt".',
 )
-@click.option(
-    "--setup",
-    multiple=True,
-    metavar="LINE",
-    help='A line of the script before the start, as in "module load gcc"; may be repeated.',
-)
-@click.option(
-    "--directive",
-    "lines",
-    multiple=True,
-    metavar="OPTION",
-    help='Any option of the batch system, as in "--partition=gpu"; may be repeated.',
-)
-@click.option(
-    "--successor",
-    is_flag=True,
-    help="Submit the next attempt as a new job, where the site forbids to queue a job again.",
-)
-@click.option(
-    "--exclusive",
-    is_flag=True,
-    help="Share the nodes with no other job; with --node, also bind ranks to cores.",
-)
+@click.option("--setup", multiple=True, metavar="LINE", help='Line before the start: "module load gcc".')
+@click.option("--directive", "lines", multiple=True, metavar="OPTION", help='Its option: "--partition=gpu".')
+@click.option("--successor", is_flag=True, help="Submit the next attempt as a new job, not queue it again.")
+@click.option("--exclusive", is_flag=True, help="Share no nodes; with --node, also bind ranks to cores.")
 @click.option("--submit", "is_submitted", is_flag=True, help="Submit the script instead of printing it.")
-@click.argument(
-    "words",
-    nargs=-1,
-    required=True,
-    type=click.UNPROCESSED,
-    metavar="-- train [OPTIONS]",
-)
+@_line(metavar="-- train [OPTIONS]")
 def submit(
     named: str | None,
     described: str | None,
@@ -382,25 +343,13 @@ def _submit(text: bytes, system: System, job: Job, numbers: list[int]) -> None:
 
 
 @command(
-    context_settings={"allow_interspersed_args": False},
+    context_settings=_AS_TYPED,
     example="distgpt supervise -- mpirun -n 8 -f hosts distgpt train --stage mpi --out runs/mine",
 )
-@click.option(
-    "--min-ranks", type=POSITIVE, default=1, help="Wait for hosts rather than train on fewer ranks."
-)
-@click.option(
-    "--restarts", type=click.IntRange(0), help="Start again this often at most. [default: any number]"
-)
-@click.option(
-    "--stall", type=TIME, help="Also start again after this long (as 30m) without a step. [default: never]"
-)
-@click.argument(
-    "words",
-    nargs=-1,
-    required=True,
-    type=click.UNPROCESSED,
-    metavar="-- LAUNCH LINE",
-)
+@click.option("--min-ranks", type=POSITIVE, default=1, help="Wait for hosts for so many ranks.")
+@click.option("--restarts", type=click.IntRange(0), help="Most restarts. [default: any number]")
+@click.option("--stall", type=TIME, help="Also start again after this long without a step. [default: never]")
+@_line(metavar="-- LAUNCH LINE")
 def supervise(min_ranks: int, restarts: int | None, stall: float | None, words: tuple[str, ...]) -> None:
     """Train, and start again after a lost rank or host.
 

@@ -27,6 +27,7 @@ from distgpt.core.data.textfile import BUNDLED_TEXTS
 F = TypeVar("F", bound=Callable[..., object])
 PATH = click.Path(path_type=Path)
 POSITIVE = click.IntRange(1)
+json_option = click.option("--json", "as_json", is_flag=True, help="One JSON object instead of a page.")
 
 
 # Completion in shells: names, or names and files.
@@ -214,17 +215,15 @@ dial_options = together(
         group="model",
         first=True,
         type=click.IntRange(1, DEEPEST),
-        help="Train a model of this many layers. Its width, its tokenizer, batches, learning rates and steps"
-        " follow from that and from the text.",
+        help="Train a model of this many layers; other settings follow from that and from the text.",
     ),
     option(
         "--within",
         group="schedule",
         first=True,
         metavar="TIME",
-        help="Be done in this time (as 30m) with the best model that it allows: measure this machine, then"
-        " choose --depth and let the learning rate follow the clock. A resumed run counts what it took"
-        " before.",
+        help="Train the best model that fits in this time, such as 30m: measure this machine, then choose"
+        " --depth. Includes time before a resume.",
     ),
 )
 
@@ -278,11 +277,6 @@ stage_options = together(
         default="serial",
         help="Where to compute: one process or several (mpi), on CPUs or on GPUs (cuda).",
     ),
-    option(
-        "--threads",
-        type=Threads(),
-        group="computing",
-        help="Use this many CPU threads per rank. [default: auto, its share of the cores]",
-    ),
+    option("--threads", type=Threads(), group="computing", help="CPU threads per rank. [default: auto]"),
     _gpu_options,
 )

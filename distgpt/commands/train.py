@@ -87,37 +87,15 @@ def write_json(context: click.Context, *how: str) -> None:
     "--decay-from",
     metavar="PATH",
     shell_complete=files,
-    help="Begin a new run with a checkpoint, or a run's newest one, whose learning rate is constant, and let"
-    " it fall linearly over the next --steps.",
+    help="Start a new run from a checkpoint (or a run's newest) with a constant learning rate; decay it"
+    " linearly over --steps.",
 )
 @dial_options
-@_saving(
-    "--time-limit",
-    type=TIME,
-    help="Save and exit with 75 before this time (as 3h50m) is over. [default: the batch job's, if known]",
-)
-@_trouble(
-    "--stall-timeout",
-    type=TIME,
-    help="After this long without progress, say which rank is where. [default: 10 steps, at least 2m]",
-)
-@_trouble(
-    "--stall-abort",
-    type=TIME,
-    help="After this long without progress, save if possible and exit with 75. [default: never]",
-)
-@_display(
-    "--progress",
-    type=click.Choice(["auto", "live", "plain"]),
-    default="auto",
-    help="Show a live display or plain lines. auto: live on a terminal.",
-)
-@_display(
-    "--log-lines",
-    type=TIME,
-    help="Write a plain line about the progress this often (as 5m). [default: 2s, after half a minute 10s;"
-    " in a batch job 30s]",
-)
+@_saving("--time-limit", type=TIME, help="Save and exit with 75 before this. [default: the batch job's]")
+@_trouble("--stall-timeout", type=TIME, help="Report a stall after this. [default: 10 steps, at least 2m]")
+@_trouble("--stall-abort", type=TIME, help="Save and exit with 75 after a stall of this. [default: never]")
+@_display("--progress", type=click.Choice(["auto", "live", "plain"]), default="auto")
+@_display("--log-lines", type=TIME, help="Time between lines. [default: 2s, soon 10s; in a batch job 30s]")
 @_display(
     "--log-format",
     type=click.Choice(["plain", "json"]),
@@ -127,17 +105,11 @@ def write_json(context: click.Context, *how: str) -> None:
     help="Write lines for people, or (json) an object for each, with time, level, host, rank and event.",
 )
 @_display("--tensorboard", is_flag=True, help="Also write TensorBoard events into the run directory.")
-@_display(
-    "--metrics-textfile",
-    type=PATH,
-    help="Also write metrics for Prometheus into this file (.prom), or a file of its own in this folder, for"
-    " node_exporter, every 15 s.",
-)
+@_display("--metrics-textfile", type=PATH, help="Also write Prometheus metrics: a file (.prom) or folder.")
 @_display(
     "--metrics-port",
     metavar="[ADDRESS:]PORT",
-    help="Also answer Prometheus at /metrics of this port on rank 0's host. Without an address: to 127.0.0.1"
-    " alone; 0.0.0.0: on all.",
+    help="Also answer Prometheus here, on rank 0. [address: 127.0.0.1]",
 )
 @option(
     "--components",
@@ -361,11 +333,7 @@ def as_train(weights: Path | None, data: str | None, **options: Any) -> dict[str
 
 @command(example="distgpt tune --weights model.safetensors --data chats.jsonl --out runs/tuned")
 @click.option("--weights", type=PATH, help="The model to tune: a weights file, a run, or hub:ORG/NAME.")
-@click.option(
-    "--data",
-    shell_complete=files,
-    help="Learn from these chats: a file of JSON lines, .jsonl or .jsonl.gz, or a folder of them.",
-)
+@click.option("--data", shell_complete=files, help="Learn from these chats: .jsonl, .jsonl.gz, or a folder.")
 @setting_option("epochs", replace(SETTINGS["epochs"], first=True), default=None)
 def tune(**options: Any) -> None:
     """Teach a model chats of your own: it learns their answers alone.
@@ -378,12 +346,7 @@ def tune(**options: Any) -> None:
     train.callback(**as_train(**options))
 
 
-def _own(option: click.Parameter) -> click.Parameter:
-    """Return an option of train as it is here: adapters are for the first page of help."""
-    own = copy(option)
-    if isinstance(own, Option) and own.name == "lora_rank":
-        own.first = True
-    return own
-
-
-tune.params += [_own(option) for option in train.params if option.name not in UNUSED]
+tune.params += [copy(option) for option in train.params if option.name not in UNUSED]
+for _option in tune.params:
+    if isinstance(_option, Option) and _option.name == "lora_rank":
+        _option.first = True  # adapters are for the first page of help

@@ -48,64 +48,20 @@ def launched(script):
 # The script
 
 
-def test_the_script_asks_for_what_was_asked(tmp_path):
-    words = [*SLURM, "--nodes", "2", "--ranks-per-node", "4", "--cpus-per-task", "8", "--time", "1d2h"]
-    words += ["--mpi", "pmix", "--directive", "--partition=cpu", "--directive", "--signal=USR1@600"]
-    script = written(*words, "--", "train", "--out", "my run's $(x)", "--steps", "8", cwd=tmp_path)
-    begin = "--job-name=my-run-s-x --nodes=2 --ntasks-per-node=4 --cpus-per-task=8 --time=1-02:00:00"
-    begin += " --signal=USR1@120 --requeue --open-mode=append --output=my-run-s-x-%j.log"
-    begin = begin.replace(" --signal=USR1@120", "")  # the user's own stands in its place
-    assert options(script) == [*begin.split(), "--partition=cpu", "--signal=USR1@600"]
-    srun, command = launched(script)[:6], launched(script)[6:]
-    assert srun[:2] == ["srun", "--mpi=pmix"] and "--kill-on-bad-exit=0" in srun
-    assert Path(command[0]).is_absolute()
-    added = ["--stage", "mpi", "--threads", "8", "--stall-abort", "30m"]
-    asked = ["--out", "my run's $(x)", "--steps", "8", "--data", "corpus", "--resume", "auto"]
-    assert command[1:] == ["train", *added, *asked]
-    assert not list(tmp_path.iterdir())
-
-
-def test_what_is_left_out_is_chosen(tmp_path):
-    def made(*words):
-        script = written(*words, cwd=tmp_path)
-        return options(script), launched(script)
-
-    (tmp_path / "runs" / "tiny").mkdir(parents=True)
-    opts, words = made(*SLURM, "--time", "2m", "train")
-    assert words[1] == "--mpi=none" and opts[1:4] == ["--nodes=1", "--ntasks-per-node=1", "--cpus-per-task=1"]
-    assert "--signal=USR1@30" in opts
-    assert words[7:] == shlex.split(
-        "train --stage serial --threads 1 --stall-abort 30m --out runs/tiny-2 --data corpus --resume auto"
-    )
-    opts, words = made(
-        *SLURM, "--gpus-per-node", "4", "--nodes", "2", "--mpi", "pmi2", "--time", "1h", "train"
-    )
-    assert "--gpus-per-node=4" in opts and "--ntasks-per-node=4" in opts
-    assert words[7:10] == ["train", "--stage", "mpi-cuda"] and "--threads" not in words
-    opts, words = made(*TWO_NODES, "--name", "mine", "--", "train", "--threads", "3", "--stage", "mpi")
-    assert opts[0] == "--job-name=mine" and "--cpus-per-task=3" in opts
-    assert words[8:13] == ["--stall-abort", "30m", "--threads", "3", "--stage"]
-
-
-def test_each_region_of_a_described_node_gets_a_rank(tmp_path):
-    """Counted in cores, which srun takes in order: --hint excludes --cpu-bind, which it sets itself."""
-
-    def made(*words):
-        result = inside(*TWO_NODES, *words, "train", "--batch-size", "192", cwd=tmp_path)
-        assert result.returncode == 0, result.stderr
-        words = launched(result.stdout)
-        return set(options(result.stdout)), words, words[words.index("--threads") + 1]
-
-    asked, words, threads = made("--node", "8x16")
-    assert {"--ntasks-per-node=8", "--cpus-per-task=16", "--hint=nomultithread"} <= asked and threads == "16"
-    assert {"--hint=nomultithread", "--distribution=block:block"} <= {*words}
-    assert "--cpus-per-task=$SLURM_CPUS_PER_TASK" in words  # which a step does not inherit
-    assert not any(word.startswith("--cpu-bind") for word in words)
-    for ranks, cpus in (("1", "128"), ("3", "42"), ("32", "4")):
-        asked, _, threads = made("--node", "8x16", "--ranks-per-node", ranks)
-        assert {f"--ntasks-per-node={ranks}", f"--cpus-per-task={cpus}"} <= asked and threads == cpus
-    asked, words, threads = made("--node", "2x24", "--cpus-per-task", "12")
-    assert {"--ntasks-per-node=2", "--cpus-per-task=12"} <= asked and threads == "12"
+@pytest.mark.parametrize(
+    ("words", "ranks", "cpus"),
+    [
+        ("--node 8x16", 8, 16),
+        ("--node 8x16 --ranks-per-node 1", 1, 128),
+        ("--node 8x16 --ranks-per-node 3", 3, 42),
+        ("--node 2x24 --cpus-per-task 12", 2, 12),
+    ],
+)
+def test_each_region_of_a_described_node_gets_a_rank(words, ranks, cpus, tmp_path):
+    script = written(*TWO_NODES, *words.split(), "train", "--batch-size", "192", cwd=tmp_path)
+    assert {f"--ntasks-per-node={ranks}", f"--cpus-per-task={cpus}"} <= set(options(script))
+    command = launched(script)
+    assert command[command.index("--threads") + 1] == str(cpus)
 
 
 def test_this_machine_describes_a_node_where_that_is_asked_for(tmp_path, monkeypatch):

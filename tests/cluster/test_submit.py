@@ -149,18 +149,6 @@ def test_a_run_without_progress_is_begun_again_unless_the_user_says_when(tmp_pat
         assert found == ([expected] if expected else [])
 
 
-def test_options_of_the_user_take_the_place_of_ours(tmp_path):
-    given = ["--directive", "-l s_rt=1:00:00", "--directive", "-pe orte 8", "--directive", "-q long"]
-    found = directives("sge", written("sge", "--cpus-per-task", "8", *given, cwd=tmp_path))
-    assert found[-3:] == given[1::2] and "-l h_rt=04:00:00" in found
-    assert [line for line in found if line.startswith(("-l s_rt", "-pe"))] == given[1:4:2]
-    given = ["--directive", "-N1", "--directive", "--no-such-option"]  # the system checks, and takes the last
-    assert directives("slurm", written("slurm", *given, cwd=tmp_path))[-2:] == given[1::2]
-    gpus = ["--gpus-per-node", "4", "--directive", "--gres=gpu:a100:4", "--directive", "--gres=lscratch:9"]
-    found = directives("slurm", written("slurm", *gpus, cwd=tmp_path))
-    assert found[-2:] == gpus[3::2] and not [line for line in found if line.startswith("--gpus")]
-
-
 REFUSED = (
     ("sge", ["--array", "1,3"], "takes one range"),
     ("pbs", ["--array", "3"], "at least two"),
@@ -226,11 +214,6 @@ def test_a_log_of_json_is_the_jobs_and_not_the_scripts(tmp_path):
     assert text.startswith("#!/bin/bash\n") and text.endswith("exit $code\n")
     result = inside("supervise", "--", "distgpt", "train", "--log-format", "json", cwd=tmp_path)
     refused(result, 2, "name the run's directory")
-
-
-def test_the_sites_own_lines_take_their_time_from_the_limit(tmp_path):
-    text = written("pbs", "--setup", "module load gcc", cwd=tmp_path)
-    assert text.index("export DISTGPT_JOB_END=$(($(date +%s) + 14400))") < text.index("\nmodule load gcc")
 
 
 def test_a_run_knows_the_end_that_a_script_has_set():
@@ -395,15 +378,6 @@ def test_each_element_of_an_array_is_submitted_alone_where_flux_has_no_arrays(tm
     assert result.returncode == 0, result.stderr
     calls = (tmp_path / "calls.txt").read_text().splitlines()
     assert calls == ["batch --env=ELEMENT=1", "batch --env=ELEMENT=3"]
-
-
-@pytest.mark.parametrize("system", [*SYSTEMS])
-def test_a_site_that_forbids_to_queue_again_gets_successors(system, tmp_path):
-    text = written(system, "--successor", cwd=tmp_path)
-    assert "followed-" in text and "exit 99" not in text and "scontrol requeue" not in text
-    assert f"{SYSTEMS[system].submits[0]} " in text[text.index("if mkdir") :] and '"$0" && exit 0' in text
-    queued = written(system, cwd=tmp_path)
-    assert ("followed-" in queued) == (system in ("pbs", "flux"))
 
 
 def test_settings_without_an_option_reach_the_job_and_are_checked_before_it_waits(tmp_path):

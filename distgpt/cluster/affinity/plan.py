@@ -1,4 +1,4 @@
-"""Where each rank of a node and each of its threads runs, and how many of both suit a node and a model.
+"""Where each rank of a node and each of its threads runs, and how many of both suit a node.
 
 Pure functions of a `Machine`: every rank computes the same plan alone.
 """
@@ -13,7 +13,6 @@ from math import ceil
 from distgpt.cluster.affinity.machine import Core, Machine, is_flat
 
 CROSSING = 0.75  # leave up to a quarter of the cores idle rather than put a rank's threads into two regions
-COPIES = 6  # of the weights in a rank's memory: they, gradients, two moments, and room for activations
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,19 +80,14 @@ def blocks(machine: Machine, ranks: int) -> list[Block]:
     ]
 
 
-def recommended(machine: Machine, weights: int = 0, memory: int = 0, granted: float = 0.0) -> Advice:
-    """Return how many ranks and threads to start here for weights of this many bytes in float32.
-
-    `memory`: bytes that all ranks together may fill. `granted`: cores' worth of time, if a quota grants less.
-    """
+def recommended(machine: Machine, granted: float = 0.0) -> Advice:
+    """Return how many ranks and threads to start. `granted`: cores' worth of time, if a quota grants less."""
     free = machine.cores
     ranks = regions = len({region(core) for core in free}) or 1
     most = max(1, int(min(granted or len(free), len(free))))
     why = "a rank for each NUMA region" if regions > 1 else "all cores are in one NUMA region"
     if most < len(free):
         ranks, why = max(1, regions * most // len(free)), f"{most} of {len(free)} cores are granted"
-    while ranks > 1 and memory and ranks * weights * COPIES > memory:
-        ranks, why = ranks // 2, "memory for no more ranks"
     cut = blocks(machine, ranks)
     return Advice(ranks, max(1, min(len(cut[0].seats) if cut else 1, most // ranks)), why)
 

@@ -93,26 +93,25 @@ def run(
     begun, timed_out, child = time.perf_counter(), False, None
     output, errors, failed = list[str](), list[str](), list[BaseException]()
 
-    with _requests_raised():
+    try:
+        with signals_deferred():  # until this has the child
+            child = _started(command, env, cwd)
+        readers = [
+            threading.Thread(target=_read, args=(child, *each, failed), daemon=True)
+            for each in ((child.stdout, output, on_line), (child.stderr, errors, None))
+        ]
+        for reader in readers:
+            reader.start()
         try:
-            with signals_deferred():  # until this has the child
-                child = _started(command, env, cwd)
-            readers = [
-                threading.Thread(target=_read, args=(child, *each, failed), daemon=True)
-                for each in ((child.stdout, output, on_line), (child.stderr, errors, None))
-            ]
-            for reader in readers:
-                reader.start()
-            try:
-                child.wait(timeout)
-            except subprocess.TimeoutExpired:
-                timed_out = True
+            child.wait(timeout)
+        except subprocess.TimeoutExpired:
+            timed_out = True
+            _end(child)
+    except BaseException:
+        if child is not None:
+            with undisturbed():
                 _end(child)
-        except BaseException:
-            if child is not None:
-                with undisturbed():
-                    _end(child)
-            raise
+        raise
     for reader in readers:
         reader.join(SECONDS_TO_END)  # a grandchild may have kept the pipe
     if failed:
@@ -157,25 +156,6 @@ def _started(
         )
     except OSError as error:
         raise StorageError(f"cannot start {command[0]}: {error.strerror or error}") from error
-
-
-@contextmanager
-def _requests_raised() -> Iterator[None]:
-    """Raise SystemExit for requests to end that would end this process; for programs without handlers."""
-
-    def leave(number: int, frame: object) -> None:
-        raise SystemExit(128 + number)
-
-    former: list[signal.Signals] = []
-    if threading.current_thread() is threading.main_thread():
-        former = [number for number in ENDING if signal.getsignal(number) == signal.SIG_DFL]
-    for number in former:
-        signal.signal(number, leave)
-    try:
-        yield
-    finally:
-        for number in former:
-            signal.signal(number, signal.SIG_DFL)
 
 
 @contextmanager
