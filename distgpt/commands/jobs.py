@@ -130,8 +130,13 @@ def submit(
         need = f"{count(here, 'rank')} of {count(cpus, 'CPU')} do not fit on"
         raise UsageError(f"{need} {count(regions * cores, 'core')} of a node: start fewer")
     ranks = options["nodes"] * here
-    stage = asked["stage"] if stage_given else _stage(ranks, gpus)
-    _refuse_unsuited(stage, ranks, gpus)
+    best = ("mpi-cuda" if gpus else "mpi") if ranks > 1 else ("cuda" if gpus else "serial")
+    stage = asked["stage"] if stage_given else best
+    if (stage in ON_GPU) != bool(gpus) or (ranks > 1 and stage not in WITH_MPI):
+        raise UsageError(
+            f"--stage {stage} does not suit {count(ranks, 'rank')} and --gpus-per-node {gpus or 0}:"
+            f" use --stage {best}, or leave it out"
+        )
     runs = [_run_of(each, ranks) for each, _ in parsed]
     out = Path(own_out) if own_out else runs[0][0] / (system.element if numbers else "")
     job = Job(
@@ -155,13 +160,14 @@ def submit(
         array=array,
         **options,
     )
-    notes = [*(refuse_unready(run) for _, run in runs), *_notes(job, asked)]
+    for _, run in runs:
+        _refuse_unready(run)
     text = script(system, job).encode()
     if is_submitted:
         _submit(text, system, job, numbers)
     else:
         sys.stdout.buffer.write(text)
-    for note in dict.fromkeys(filter(None, notes)):
+    for note in _notes(job, asked):
         print_lines(note, err=True)
 
 
@@ -210,21 +216,6 @@ def _name_of(out: Path, system: System) -> str:
     return f"run-{name}" if name[0].isdigit() or name.lower() in ("none", "all", "template") else name
 
 
-def _stage(ranks: int, gpus: int | None) -> str:
-    return ("mpi-cuda" if gpus else "mpi") if ranks > 1 else ("cuda" if gpus else "serial")
-
-
-def _refuse_unsuited(stage: str, ranks: int, gpus: int | None) -> None:
-    if ranks > 1 and stage not in WITH_MPI:
-        raise UsageError(
-            f"--stage {stage} is for one rank, not for {ranks}: use --stage {_stage(ranks, gpus)}"
-        )
-    if stage in ON_GPU and not gpus:
-        raise UsageError(f"--stage {stage} needs GPUs: ask for them with --gpus-per-node")
-    if gpus and stage not in ON_GPU:
-        raise UsageError(f"--stage {stage} uses no GPU: leave out --gpus-per-node, or --stage")
-
-
 def _notes(job: Job, asked: dict[str, Any]) -> Iterator[str]:
     """Yield what is worth a look before the job waits."""
     from distgpt.core.data.textfile import BUNDLED_TEXTS
@@ -238,37 +229,29 @@ def _notes(job: Job, asked: dict[str, Any]) -> Iterator[str]:
         yield f"{', '.join(hidden)}: /tmp and /var/tmp are each machine's own; use a disk that all nodes see"
 
 
-def refuse_unready(run: RunConfig) -> str:
-    """Refuse files that are not there; fetch the tokenizer, as nodes may have no network. Returns a note."""
+@cache
+def _fetch(tokenizer: str) -> None:
+    """Load a tokenizer, once for all elements of an array: nodes may have no network."""
+    from distgpt.core.data.tokenizers import load_tokenizer
+
+    load_tokenizer(tokenizer)
+
+
+def _refuse_unready(run: RunConfig) -> None:
+    """Reject files that do not exist; fetch the tokenizer."""
     from distgpt.core.data.loading import refuse_missing
     from distgpt.core.data.textfile import resolve_data
     from distgpt.corpora.shards import is_shards
     from distgpt.corpora.tokenizers import hub
-    from distgpt.corpora.tokenizers.foreign import repository_of
 
     t = run.train
     refuse_missing([t.data, *[t.val] * bool(t.val)], t.tokenizer)
     if t.hellaswag and not Path(t.hellaswag).is_file():
         raise DataError(f"--hellaswag {t.hellaswag}: there is no such file")
     # GPT-2's is known without its files where texts are tokenized already, or by the model's own tokenizer.
-    is_known = t.tokenizer == "gpt2" and (bool(t.init) or is_shards(resolve_data(t.data)))
-    if is_known or not (t.tokenizer == "gpt2" or t.tokenizer.startswith(hub.PREFIX)):
-        return ""
-    _fetch(t.tokenizer)
-    if hub.installed(repository_of(t.tokenizer)).is_dir():  # nodes see it as they see this program
-        return ""
-    return (
-        f"--tokenizer {t.tokenizer} lies in {hub.cache()}, which nodes without internet have to see, too:"
-        " DISTGPT_CACHE or HF_HOME says where it is"
-    )
-
-
-@cache
-def _fetch(tokenizer: str) -> None:
-    """Load a tokenizer, once for all elements of an array."""
-    from distgpt.core.data.tokenizers import load_tokenizer
-
-    load_tokenizer(tokenizer)
+    is_gpt2 = t.tokenizer == "gpt2" and not (t.init or is_shards(resolve_data(t.data)))
+    if is_gpt2 or t.tokenizer.startswith(hub.PREFIX):
+        _fetch(t.tokenizer)
 
 
 def _run_of(asked: dict[str, Any], ranks: int) -> tuple[Path, RunConfig]:

@@ -27,11 +27,9 @@ needs_two_cores = pytest.mark.skipif(
 @pytest.fixture
 def node(tmp_path):
     """A node of this machine's two CPUs, each a NUMA region of its own."""
-    cores = [Core((cpu,), region=i, l3=i, id=i) for i, cpu in enumerate(OWN)]
+    cores = [Core((cpu,), region=i, l3=i) for i, cpu in enumerate(OWN)]
     seen = Seen(cpus=2, cores=2, sockets=1, regions=2, l3=2)
-    return Tree(cores, seen, l2_kib=512, l3_kib=1 << 14, distances=[[10, 20], [20, 10]]).write(
-        tmp_path / "sys"
-    )
+    return Tree(cores, seen).write(tmp_path / "sys")
 
 
 def placed(root, ranks=0, threads=0, stage="", bind="auto", launch=()):

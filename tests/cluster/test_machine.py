@@ -52,11 +52,8 @@ def test_this_machine_is_read():
 
 # 8 cores with two CPUs each, in two NUMA regions with a third-level cache each.
 SMALL = Tree(
-    [Core((i, i + 8), region=i // 4, l3=i // 4, id=i) for i in range(8)],
+    [Core((i, i + 8), region=i // 4, l3=i // 4) for i in range(8)],
     Seen(cpus=16, cores=8, sockets=1, regions=2, l3=2),
-    l2_kib=512,
-    l3_kib=1 << 14,
-    distances=[[10, 12], [12, 10]],
 )
 CORE = "devices/system/cpu/cpu1/topology/core_cpus_list"
 

@@ -138,8 +138,11 @@ REFUSED = (
     ([*SLURM, "--time", "1h", "infer"], "not for infer"),
     ([*TWO_NODES, "train", "--batch-size", "3"], "cannot be split evenly"),
     ([*TWO_NODES, "train", "--stage", "serial"], "use --stage mpi"),
-    ([*SLURM, "--time", "1h", "train", "--stage", "cuda"], "--gpus-per-node"),
-    ([*TWO_NODES, "--gpus-per-node", "1", "train", "--stage", "mpi"], "uses no GPU"),
+    ([*SLURM, "--time", "1h", "train", "--stage", "cuda"], "--gpus-per-node 0"),
+    (
+        [*TWO_NODES, "--gpus-per-node", "1", "train", "--stage", "mpi"],
+        "does not suit 2 ranks",
+    ),
     ([*TWO_NODES, "train", "--resume", "runs/x"], "--resume is auto"),
     ([*TWO_NODES, "train", "--out", "a\nscancel 1"], "cannot stand in a script"),
     ([*TWO_NODES, "--directive", "gpu", "train"], '--directive "--partition=gpu"'),

@@ -15,10 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from distgpt.cluster.jobs import hostfile as hostfiles
 from distgpt.cluster.launch.environment import MPIS, launched_as, launcher_name
 from distgpt.core.base.errors import UsageError
-from distgpt.core.base.files import read_small
 from distgpt.core.base.system import python_code
 from distgpt.core.cpu.stages import open_stage
 
@@ -76,9 +74,6 @@ def _hosts(program: str, hostfile: Path | None) -> tuple[str, ...]:
     if not hostfile.is_file():
         raise UsageError(f"--hostfile {hostfile}: there is no such file")
     vendor = mpirun(program)["vendor"]
-    lines = hostfiles.parse(read_small(hostfile, hostfiles.LARGEST))
-    for problem in hostfiles.problems(vendor, lines) if vendor in HOSTS_OPTION else ():
-        raise UsageError(f"--hostfile {hostfile}: {problem}; see distgpt doctor --hostfile {hostfile}")
     return (HOSTS_OPTION.get(vendor, HOSTS_OPTION["MPICH"]), str(hostfile))
 
 
