@@ -16,11 +16,12 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeAlias
 
 from distgpt.cluster.jobs import hostfile
 from distgpt.cluster.jobs.launchers import HOSTS_OPTION, mpirun
 from distgpt.cluster.jobs.processes import ending
-from distgpt.cluster.jobs.reach import Answer, Line, clean, clean_here, is_here
+from distgpt.cluster.jobs.reach import Answer, clean, clean_here, connect, is_here
 from distgpt.core.base.errors import DistgptError, MismatchError, NonFiniteError, StorageError, UsageError
 from distgpt.core.base.files import read_small
 from distgpt.core.base.formatting import count, long_duration
@@ -46,6 +47,7 @@ MOST_DEATHS = 3  # without a step more than before
 SECONDS_BETWEEN_LOOKS = 0.2
 SECONDS_BETWEEN_QUESTIONS = 5.0  # to a host that answers and rejects ssh, or for which a job waits
 PAUSE = 5.0  # before a third attempt at a step: a disk that was away may be back
+Process: TypeAlias = subprocess.Popen[bytes]
 VARIABLE = "DISTGPT_SUPERVISED"  # in the environment of all processes that a supervisor starts
 
 
@@ -320,12 +322,13 @@ class Supervisor:
                 )
             except OSError as error:
                 raise UsageError(f"cannot start {words[0]}: {error.strerror or error}") from error
-            lines = {host: Line(host) for host in hosts_of(attempt.rooms) if not is_here(host)}
+            lines = {host: connect(host) for host in hosts_of(attempt.rooms) if not is_here(host)}
             try:
                 self._wait(child, lines, attempt)
             finally:
                 for line in lines.values():
-                    line.close()
+                    line.kill()
+                    line.communicate()
                 if child.poll() is None:
                     with suppress(ProcessLookupError, PermissionError):
                         os.killpg(child.pid, signal.SIGKILL)
@@ -333,7 +336,9 @@ class Supervisor:
                 attempt.code = child.wait()
         return attempt
 
-    def _wait(self, child: subprocess.Popen[bytes], lines: dict[str, Line], attempt: Attempt) -> None:
+    def _wait(
+        self, child: subprocess.Popen[bytes], lines: dict[str, subprocess.Popen[bytes]], attempt: Attempt
+    ) -> None:
         passed: set[int] = set()
         asked_at, moved_at, was = 0.0, time.monotonic(), self._progress()
         while child.poll() is None:
@@ -341,11 +346,11 @@ class Supervisor:
                 passed.add(number)
                 # mpirun kills its ranks on a SIGHUP.
                 child.send_signal(signal.SIGTERM if number == signal.SIGHUP else number)
-            broken = [host for host, line in lines.items() if not line.is_open]
+            broken = [host for host, line in lines.items() if line.poll() is not None]
             if broken and time.monotonic() > asked_at + SECONDS_BETWEEN_QUESTIONS:
                 answers = clean(broken, f"{VARIABLE}=none")  # which nothing has: a question only
                 attempt.gone = [host for host in broken if not answers[host].is_there]
-                lines |= {host: Line(host) for host in broken if answers[host].name}
+                lines |= {host: connect(host) for host in broken if answers[host].name}
                 asked_at = time.monotonic()
             now = time.monotonic()
             if (found := self._progress()) != was:

@@ -224,7 +224,7 @@ def test_each_launcher_has_its_words(programs):
 
 def test_what_cannot_be_is_refused(programs):
     for chosen, hosts, words in (
-        ("nosuchrun", None, "--launcher nosuchrun: there is no such program"),
+        ("nosuchrun", None, "no nosuchrun was found"),
         ("mpirun", "nosuchfile", "there is no such file"),
         ("srun", "hosts", "srun takes its hosts from the allocation"),
         ("", None, "--launcher names no program"),

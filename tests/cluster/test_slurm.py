@@ -145,7 +145,6 @@ REFUSED = (
     ),
     ([*TWO_NODES, "train", "--resume", "runs/x"], "--resume is auto"),
     ([*TWO_NODES, "train", "--out", "a\nscancel 1"], "cannot stand in a script"),
-    ([*TWO_NODES, "--directive", "gpu", "train"], '--directive "--partition=gpu"'),
     ([*TWO_NODES, "--name", "../x", "train"], "--name"),
     ([*SLURM, "--time", "soon", "train"], "'soon' is no time"),
     ([*TWO_NODES, "--node", "8 by 16", "train"], "as in 8x16"),

@@ -166,7 +166,6 @@ REFUSED = (
     ("sge", ["--memory", "4G"], "h_vmem"),
     ("flux", ["--memory", "4G"], "leave it out"),
     ("flux", ["--array", "1-4%2"], "leave out %"),
-    ("pbs", ["--memory", "much"], "as in 64G"),
     ("lsf", ["--setup", "a\nb"], "cannot stand in a script"),
 )
 

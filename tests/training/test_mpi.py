@@ -336,7 +336,11 @@ ONE_RANK_REFUSES = [
     ([*TRAIN, "--threads", "0"], 2, ["rank 1: --threads is 0"]),
     (["eval", "--weights", "x"], 2, ["rank 1: nothing to evaluate"]),
     # What could be done, but not together.
-    (["infer", "--stage", "mpi", "--prompt", "a"], 2, ["rank 0 runs distgpt train, rank 1 distgpt infer"]),
+    (
+        ["infer", "--stage", "mpi", "--prompt", "a"],
+        2,
+        ["distgpt infer on rank 1, but distgpt train on rank 0"],
+    ),
     ([*TRAIN, "--lr", "0.5"], 2, ["--lr is 0.5 on rank 1", "0.01 on rank 0"]),
     ([*TRAIN, "--tensorboard"], 2, ["--tensorboard is True on rank 1, but not given on rank 0"]),
 ]

@@ -55,13 +55,8 @@ def find_launcher(chosen: str | None, hostfile: Path | None) -> Launcher:
         raise UsageError(f"--launcher {chosen}: {str(error).lower()}") from error
     if not words or not words[0]:
         raise UsageError('--launcher names no program; give one, as in "srun --mpi=pmix", or leave it out')
-    program = shutil.which(words[0])
-    if program is None and chosen is not None:
-        raise UsageError(f"--launcher {words[0]}: there is no such program")
-    if program is None:
-        raise UsageError(
-            "no mpirun was found: pip install 'distgpt[mpich]', or name your cluster's with --launcher"
-        )
+    if (program := shutil.which(words[0])) is None:
+        raise UsageError(f"no {words[0]} was found: pip install 'distgpt[mpich]', or give --launcher")
     return Launcher((program, *words[1:], *_hosts(program, hostfile)))
 
 

@@ -44,16 +44,6 @@ class Job:
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
             raise UsageError(f"--name {self.name}: a job's name is of letters, digits, dots, - and _")
-        if not _NAME.fullmatch(self.mpi):
-            raise UsageError(f"--mpi {self.mpi}: that is no name, as pmi2, pmix and openmpi are")
-        if self.memory and not re.fullmatch(r"[1-9]\d{0,8}[KMGT]", self.memory):
-            raise UsageError(f"--memory {self.memory}: give a number and K, M, G or T, as in 64G")
-        for line in self.lines:
-            if not line.startswith("-"):
-                raise UsageError(
-                    f"--directive {line}: give an option of the batch system, with its dashes, as in"
-                    ' --directive "--partition=gpu"'
-                )
         for word in (*self.lines, *self.command, *self.setup, str(self.out), self.made_by):
             if escape(word) != word:
                 raise UsageError(f"{word} has characters that cannot stand in a script")
@@ -296,11 +286,6 @@ Submit it with qsub. A successor has
         numbers, most = _one_range(job.array, "PBS")
         if numbers and "-" not in numbers:
             raise UsageError(f"--array {job.array}: an array of PBS is a range of at least two, as in 1-4")
-        for line in job.lines:
-            if line.startswith("-W") and "depend=" in line and "," in line:
-                raise UsageError(
-                    f"--directive {line}: give depend= in a --directive of its own, as a successor has none"
-                )
         return [
             f"-N {job.name}",
             "-S /bin/bash",

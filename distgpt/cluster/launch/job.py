@@ -254,16 +254,17 @@ def _launcher() -> Launcher | None:
 def _gather(comm: Comm, complaint: str, code: int) -> list[Introduction]:
     """Return what each rank is to do. The first exchange of a job. Collective."""
     context = click.get_current_context(silent=True)  # none in a program that uses distgpt as a library
-    mine = {"complaint": complaint, "code": code, "version": __version__, "command": "", "options": {}}
+    does = {"the version of distgpt": __version__}
     if context is not None and not complaint:
         default = (click.core.ParameterSource.DEFAULT, click.core.ParameterSource.DEFAULT_MAP)
-        mine["command"] = context.command_path
-        mine["options"] = {  # set by the user, by their first spelling
+        does["the command"] = context.command_path
+        does |= {  # set by the user, by their first spelling
             param.opts[0]: str(context.params[name])
             for param in context.command.params
             if (name := param.name or "") in context.params and name not in MAY_DIFFER
             if context.get_parameter_source(name) not in default
         }
+    mine = {"complaint": complaint, "code": code, "does": does}
     return [json.loads(text) for text in gather_texts(comm, json.dumps(mine))]
 
 
@@ -279,17 +280,12 @@ def _exit_code(ranks: list[Introduction]) -> int:
 
 def _difference(ranks: list[Introduction]) -> str:
     """Describe how the first rank that differs from rank 0 does; "" if none does."""
-    first = ranks[0]
     for rank, each in enumerate(ranks):
-        if (theirs := each["version"]) != (ours := first["version"]):
-            return f"rank {rank} has distgpt {theirs}, rank 0 has {ours}: install the same on all hosts"
-        if each["command"] != first["command"]:
-            return f"rank 0 runs {first['command']}, rank {rank} {each['command']}: a job runs one command"
-        for option in {**first["options"], **each["options"]}:
-            here, there = (one["options"].get(option, "not given") for one in (each, first))
+        for name in {**ranks[0]["does"], **each["does"]}:
+            here, there = (one["does"].get(name, "not given") for one in (each, ranks[0]))
             if here != there:
                 return (
-                    f"{option} is {here:.80} on rank {rank}, but {there:.80} on rank 0: all ranks of a job"
+                    f"{name} is {here:.80} on rank {rank}, but {there:.80} on rank 0: all ranks of a job"
                     " need the same command line (only --threads and --progress may differ)"
                 )
     return ""
