@@ -12,7 +12,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,11 +32,13 @@ from distgpt.core.saved.metrics import parse_metrics, whole_lines
 from distgpt.core.saved.rundir import RunDirectory
 
 TRAINS = ("train", "tune")
-# Options as MPICH, Intel MPI and Open MPI have them, with one dash or two.
-RANKS = ("n", "np", "c")
-HOSTS = ("f", "hostfile", "machinefile", "default-hostfile")
-EACH = ("ppn", "perhost", "N", "npernode")  # ranks on each host
-NAMED = ("hosts", "host", "H")  # hosts themselves
+# Options as MPICH, Intel MPI and Open MPI have them, with one dash or two, and what they give.
+OPTIONS = {
+    **dict.fromkeys(("n", "np", "c"), "ranks"),
+    **dict.fromkeys(("f", "hostfile", "machinefile", "default-hostfile"), "hostfile"),
+    **dict.fromkeys(("ppn", "perhost", "N", "npernode"), "each"),
+    **dict.fromkeys(("hosts", "host", "H"), "hosts"),
+}
 LAUNCHERS = ("mpirun", "mpiexec", "orterun", "prterun")
 MOST_NAMED = 6  # hosts in a message
 # Ends that would come again, of distgpt, sysexits.h and shells; also after a host that computes wrongly. A
@@ -58,32 +60,12 @@ class LaunchLine:
     launcher: tuple[str, ...]
     program: tuple[str, ...]  # distgpt
     command: tuple[str, ...]  # train, and its options
+    mpirun: str | None  # the program that starts the ranks, if it is an mpirun
+    at: Mapping[str, int]  # places in `launcher` of the values of its options, by OPTIONS
+    ranks: int
 
-    @property
-    def mpirun(self) -> str | None:
-        """The program that starts the ranks, if it is an mpirun."""
-        return next((word for word in self.launcher if Path(word).name.startswith(LAUNCHERS)), None)
-
-    @property
-    def ranks(self) -> int:
-        given = self.value(RANKS)
-        if given is None and self.mpirun is None:
-            return 1
-        if given is None or not given.isdecimal() or not int(given):
-            raise UsageError("say how many ranks there are: mpirun -n 8 …")
-        return int(given)
-
-    def value(self, names: Collection[str]) -> str | None:
-        """Return the last value of an option of mpirun."""
-        at = self._at(names)
-        return None if at is None else self.launcher[at]
-
-    def _at(self, names: Collection[str]) -> int | None:
-        if self.mpirun is None:
-            return None
-        begin = self.launcher.index(self.mpirun) + 1
-        found = [i for i in range(begin, len(self.launcher) - 1) if _option(self.launcher[i]) in names]
-        return found[-1] + 1 if found else None
+    def value(self, option: str) -> str | None:
+        return self.launcher[self.at[option]] if option in self.at else None
 
     def words(self, variable: str, ranks: int, hosts: Path | None) -> list[str]:
         """Return the launch of `ranks` on the hosts of another file, all with `variable` in the environment.
@@ -91,36 +73,42 @@ class LaunchLine:
         By way of env: Open MPI passes no variable on to another host unasked.
         """
         words = list(self.launcher)
-        for names, value in ((RANKS, ranks), (HOSTS, hosts)):
-            if value and (at := self._at(names)) is not None:
-                words[at] = str(value)
+        for option, value in (("ranks", ranks), ("hostfile", hosts)):
+            if value and option in self.at:
+                words[self.at[option]] = str(value)
         return [*words, *(["env", variable] if words else []), *self.program, *self.command]
-
-
-def _option(word: str) -> str:
-    """Return the name of an option; "" of another word."""
-    return word.lstrip("-") if word.startswith("-") else ""
 
 
 def parse(words: Sequence[str]) -> LaunchLine:
     """Read the words of a launch of distgpt train."""
-    words = list(words)
     found = (i for i in range(1, len(words)) if words[i] in TRAINS and Path(words[i - 1]).name == "distgpt")
-    at = next(found, None)
-    if at is None:
+    if (train := next(found, None)) is None:
         raise UsageError("give the whole line after --, as in -- mpirun -n 8 -f hosts distgpt train …")
     if ":" in words:
         raise UsageError("one program is supervised: leave out what follows the :")
-    begin = at - 3 if at > 2 and words[at - 2] in ("-m", "-P") else at - 1  # python -m distgpt
+    begin = train - 3 if train > 2 and words[train - 2] in ("-m", "-P") else train - 1  # python -m distgpt
     launcher: list[str] = []
     for word in words[:begin]:
         option, equals, value = word.partition("=")
-        is_ours = equals and _option(option) in (*RANKS, *HOSTS, *EACH, *NAMED)
-        launcher += [option, value] if is_ours else [word]
-    line = LaunchLine(tuple(launcher), tuple(words[begin:at]), tuple(words[at:]))
-    if line.mpirun and (named := [word for word in launcher if _option(word) in NAMED]):
-        raise UsageError(f"write the hosts of {named[0]} into a file, and name that: mpirun -n 8 -f hosts …")
-    return line
+        launcher += [option, value] if equals and _option(option) else [word]
+    starts = (i for i, word in enumerate(launcher) if Path(word).name.startswith(LAUNCHERS))
+    mpirun = next(starts, None)
+    after = range(len(launcher) if mpirun is None else mpirun + 1, len(launcher) - 1)
+    at = {option: i + 1 for i in after if (option := _option(launcher[i]))}
+    if "hosts" in at:
+        named = launcher[at["hosts"] - 1]
+        raise UsageError(f"write the hosts of {named} into a file, and name that: mpirun -n 8 -f hosts …")
+    ranks = launcher[at["ranks"]] if "ranks" in at else "1" if mpirun is None else ""
+    if not ranks.isdecimal() or not int(ranks):
+        raise UsageError("say how many ranks there are: mpirun -n 8 …")
+    program, command = tuple(words[begin:train]), tuple(words[train:])
+    name = None if mpirun is None else launcher[mpirun]
+    return LaunchLine(tuple(launcher), program, command, name, at, int(ranks))
+
+
+def _option(word: str) -> str:
+    """Return what an option of mpirun gives; "" of another word."""
+    return OPTIONS.get(word.lstrip("-"), "") if word.startswith("-") else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +122,7 @@ class Room:
 
 def read_rooms(line: LaunchLine) -> list[Room]:
     """Return the lines of a launch's hostfile, none without one; reject one without room for its ranks."""
-    if (given := line.value(HOSTS)) is None:
+    if (given := line.value("hostfile")) is None:
         return []
     path = Path(given)
     if not path.is_file():
@@ -144,7 +132,7 @@ def read_rooms(line: LaunchLine) -> list[Room]:
     lines, texts = hostfile.parse(content), content.decode("utf-8", "replace").split("\n")
     for problem in hostfile.problems(vendor, lines) if vendor in HOSTS_OPTION else ():
         raise UsageError(f"{path}: {problem}; see distgpt doctor --hostfile {path}")
-    each = line.value(EACH) or ""
+    each = line.value("each") or ""
     usual = int(each) if each.isdecimal() else 0
     if vendor == "Open MPI" and not usual and any(one.slots is None for one in lines):
         raise UsageError(f"{path}: say on each line how many ranks its host takes, as in node1 slots=4")

@@ -16,7 +16,7 @@ from conftest import BIN, MPIRUN, SMALL, inside, metrics, needs_mpi, popen, refu
 from distgpt.cluster import supervise
 from distgpt.cluster.jobs import reach
 from distgpt.cluster.jobs.reach import Answer
-from distgpt.cluster.supervise import EACH, HOSTS, Room, Supervisor, chosen, parse, read_rooms
+from distgpt.cluster.supervise import Room, Supervisor, chosen, parse, read_rooms
 from distgpt.core.base.errors import UsageError
 from distgpt.core.config import RunConfig
 from distgpt.core.saved.run_lock import RunLock
@@ -61,7 +61,7 @@ WRONG = {
 def test_a_launch_line_is_read_and_moved_to_other_hosts(text):
     (ranks, hosts, each), moved = LINES[text]
     line = parse(text.split())
-    assert (line.ranks, line.value(HOSTS), line.value(EACH)) == (ranks, hosts, each)
+    assert (line.ranks, line.value("hostfile"), line.value("each")) == (ranks, hosts, each)
     assert " ".join(line.words("A=1", 3, Path("new"))) == moved
 
 
