@@ -13,8 +13,7 @@ import counts
 from mkdocs.structure.files import File
 
 from distgpt.commands.cli import cli
-from distgpt.commands.help import Command
-from distgpt.commands.settings import setting_text
+from distgpt.commands.help import Command, setting_text
 from distgpt.core.config import GROUPS, SETTINGS
 from distgpt.core.config.presets import PRESETS, preset
 

@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 from click.testing import CliRunner
 
-from distgpt.cluster.jobs.batch import systems
+from distgpt.cluster.jobs import systems
 from distgpt.commands import jobs
 from distgpt.commands.cli import cli
 from distgpt.core.base import errors
@@ -29,7 +29,7 @@ def remade(script: Path) -> str:
         for place in ((errors, "_program"), (jobs, "own_program")):
             stack.enter_context(patch.object(*place, lambda: ["distgpt"]))
         stack.enter_context(patch.object(systems, "own_mpirun", lambda: None))
-        stack.enter_context(patch.object(jobs, "refuse_unready", lambda run: ""))  # texts that are not here
+        stack.enter_context(patch.object(jobs, "_refuse_unready", lambda run: None))  # texts are elsewhere
         stack.enter_context(patch.object(sys, "argv", words))
         stack.enter_context(contextlib.chdir(stack.enter_context(tempfile.TemporaryDirectory())))
         result = CliRunner().invoke(cli, words[1:], catch_exceptions=False)

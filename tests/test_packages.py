@@ -33,7 +33,7 @@ def test_the_wheel_holds_the_package_and_no_tests(tmp_path):
 def test_example_scripts_are_what_the_command_prints():
     from remake import remade, scripts
 
-    from distgpt.cluster.jobs.batch.systems import SYSTEMS
+    from distgpt.cluster.jobs.systems import SYSTEMS
 
     asked = (
         "--requeue",

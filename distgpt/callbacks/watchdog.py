@@ -169,7 +169,7 @@ class Watchdog:
                 self._check_progress(now)
             self._exit_on_second_signal(now)
         if self._nccl and (trouble := self._nccl.trouble()):
-            from distgpt.cluster.launch.leaving import has_failed
+            from distgpt.cluster.launch.job import has_failed
 
             self._give_up(now, has_failed(self._rank, "NCCL", trouble))
 

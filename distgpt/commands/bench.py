@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 import click
 
 from distgpt.cluster.launch.environment import launched_as
-from distgpt.commands.complete import presets
 from distgpt.commands.help import Group
 from distgpt.commands.options import (
     PATH,
@@ -19,6 +18,7 @@ from distgpt.commands.options import (
     FiniteRange,
     Threads,
     launch_options,
+    presets,
     set_by_user,
     setting_option,
     settings,

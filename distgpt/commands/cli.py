@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import codecs
 import gc
 import os
 import sys
@@ -45,19 +44,6 @@ TOGETHER = ("train", "tune", "infer", "eval", "sweep", "profile", "bench", "doct
 LIBRARIES = ("jinja2", "matplotlib", "rich", "tokenizers")
 
 COMPLETE = "_DISTGPT_COMPLETE"  # set by the shell's completion
-_SPELLED = "distgpt.spelled"
-_IN_ASCII = {"→": "->", "×": "x", "…": "...", "•": "*", "·": "*", "─": "-", "–": "-", "—": "-", "−": "-"}
-_IN_ASCII |= {"µ": "u", "≥": ">=", "≤": "<=", "“": '"', "”": '"', "’": "'", "α": "alpha", "β": "beta"}
-
-
-def _spelled(error: UnicodeError) -> tuple[str, int]:
-    """Replace characters that the terminal's encoding lacks."""
-    assert isinstance(error, UnicodeEncodeError)
-    lacking = error.object[error.start : error.end]
-    return "".join(_IN_ASCII.get(character, "?") for character in lacking), error.end
-
-
-codecs.register_error(_SPELLED, _spelled)
 
 
 class Commands(Group):
@@ -109,7 +95,7 @@ def main() -> None:
         sys.stdin = sys.stdin or Path(os.devnull).open()  # noqa: SIM115
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, TextIOWrapper):
-                stream.reconfigure(errors=_SPELLED)
+                stream.reconfigure(errors="replace")
         if instruction := os.environ.get(COMPLETE):
             raise click.exceptions.Exit(shell_complete(cli, {}, "distgpt", COMPLETE, instruction))
         if name := os.environ.get(COMPONENTS):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from contextlib import nullcontext
 from functools import partial
@@ -10,22 +11,18 @@ from typing import Any
 
 import click
 
-from distgpt.commands.complete import names_or_files, texts, tokenizers
 from distgpt.commands.help import Group
-from distgpt.commands.options import PATH, POSITIVE, SIZE, LocaleText
+from distgpt.commands.options import PATH, POSITIVE, SIZE, json_option, names_or_files, texts, tokenizers
 from distgpt.core.base.errors import DataError, UsageError, escape, print_lines
 from distgpt.core.base.formatting import count
 from distgpt.core.config import ROUNDED_DTYPES
 
 VAL_FRACTION = 0.05
-
-
+_FIELD = "Where a line of JSON, or a table, has the text."
 _max_document = click.option(
-    "--max-document",
-    default="64MB",
-    type=SIZE,
-    help="Refuse a line of JSON, or a text in a table, that is longer.",
+    "--max-document", default="64MB", type=SIZE, help="Refuse a longer line of JSON, or text in a table."
 )
+_out_file = click.option("--out", type=PATH, required=True, help="The weights file to write.")
 
 
 @click.group(name="data", cls=Group)
@@ -55,18 +52,15 @@ def data() -> None:
     metavar="auto|none|TEXT",
     help="Text between documents. auto: the tokenizer's end of text, or \\n, a line break; \\t is a tab.",
 )
-@click.option("--field", default="text", help="Where a line of JSON, or a table, has the text.")
+@click.option("--field", default="text", help=_FIELD)
 @click.option("--seed", type=click.IntRange(0, 2**63 - 1), help="Seed for shuffling documents.  [default: 0]")
-@click.option(
-    "--no-shuffle", is_flag=True, help="Keep documents in order; the first tokens are for validation."
-)
+@click.option("--no-shuffle", is_flag=True, help="Keep documents in order; the first are for validation.")
 @_max_document
-@click.option("--workers", type=POSITIVE, help="Threads that tokenize; as many as cores if left out.")
+@click.option("--workers", type=POSITIVE, help="Threads that tokenize. [default: as many as cores]")
 @click.option("--progress", type=click.Choice(["auto", "live", "plain"]), default="auto")
 def prepare(
     inputs: tuple[str, ...],
     val_fraction: float | None,
-    val_shards: int | None,
     seed: int | None,
     no_shuffle: bool,
     max_document: int,
@@ -81,7 +75,7 @@ def prepare(
     hidden ones. The documents are shuffled, and those for validation are drawn from all of them. After an
     interruption the same command resumes.
     """
-    if val_fraction is not None and val_shards is not None:
+    if val_fraction is not None and settings["val_shards"] is not None:
         raise click.UsageError("--val-fraction and --val-shards exclude each other")
     if no_shuffle and seed is not None:
         raise click.UsageError("--seed and --no-shuffle exclude each other")
@@ -95,7 +89,6 @@ def prepare(
         request = Request(
             inputs=(everything,) if everything else tuple(map(resolve_data, inputs)),
             val_fraction=VAL_FRACTION if val_fraction is None else val_fraction,
-            val_shards=val_shards,
             seed=None if no_shuffle else seed or 0,
             max_document=max(1, max_document),
             workers=workers or granted_cores().whole,
@@ -106,7 +99,7 @@ def prepare(
 
 @data.command("info", example="distgpt data info shards")
 @click.argument("folder", type=PATH)
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a page.")
+@json_option
 @click.option("--no-verify", is_flag=True, help="Do not read all shards to find damage.")
 def data_info(folder: Path, as_json: bool, no_verify: bool) -> None:
     """Say what is in a folder of shards, and whether all of it is intact."""
@@ -128,17 +121,13 @@ def tokenizer() -> None:
 @click.option("--out", required=True, type=PATH, help="The file to write (.json).")
 @click.option("--kind", type=click.Choice(["bpe", "char", "word"]), default="bpe")
 @click.option("--vocab-size", type=int, help="Entries of a BPE, with its separator.")
-@click.option(
-    "--min-frequency",
-    type=POSITIVE,
-    help="How often a pair must occur to become an entry (bpe).  [default: 2]",
-)
+@click.option("--min-frequency", type=POSITIVE, help="Fewest times that a pair occurs (bpe).  [default: 2]")
 @click.option(
     "--separator",
     type=click.Choice(["last", "first", "none"]),
     help="Which id <|endoftext|> gets, the token between documents (bpe).  [default: last]",
 )
-@click.option("--field", default="text", help="Where lines of JSON and tables have the text.")
+@click.option("--field", default="text", help=_FIELD)
 @_max_document
 def tokenizer_train(inputs: tuple[str, ...], max_document: int, **options: Any) -> None:
     """Learn a vocabulary from texts, and save it for the --tokenizer of other commands.
@@ -154,7 +143,7 @@ def tokenizer_train(inputs: tuple[str, ...], max_document: int, **options: Any) 
 
 @tokenizer.command("info", example='distgpt tokenizer info gpt2 --text "The harbour"')
 @click.argument("name_or_path", shell_complete=tokenizers)
-@click.option("--text", type=LocaleText(), help="The text to split; a sample if left out.")
+@click.option("--text", help="The text to split. [default: a sample]")
 def tokenizer_info(name_or_path: str, text: str | None) -> None:
     """Say what a tokenizer is, and show how it splits a text.
 
@@ -163,9 +152,9 @@ def tokenizer_info(name_or_path: str, text: str | None) -> None:
     from distgpt.core.data.tokenizers import BytesDecoder, fingerprint, load_tokenizer
 
     tokenizer = load_tokenizer(name_or_path)
-    print_lines(f"tokenizer    {tokenizer.describe()}")
     separator = tokenizer.separator
     between = "none" if separator is None else f"{separator} {escape(tokenizer.decode([separator]))}"
+    print_lines(f"tokenizer    {tokenizer.describe()}")
     print_lines(f"separator    {between}")
     print_lines(f"fingerprint  {fingerprint(tokenizer)}")
     sample = SAMPLE if text is None else text
@@ -198,12 +187,8 @@ def weights() -> None:
 
 @weights.command(name="import", example="distgpt weights import DIR --out model.safetensors")
 @click.argument("source", metavar="SOURCE", shell_complete=names_or_files("hub:"))
-@click.option("--out", type=PATH, required=True, help="The weights file to write.")
-@click.option(
-    "--tokenizer",
-    shell_complete=tokenizers,
-    help="byte, gpt2, or the path of one; default: the directory's own.",
-)
+@_out_file
+@click.option("--tokenizer", shell_complete=tokenizers, help="byte, gpt2, or a path. [default: its own]")
 @click.option("--weights", type=PATH, help="Of an adapter of PEFT: its model, imported before.")
 def import_(source: str, out: Path, tokenizer: str | None, weights: Path | None) -> None:
     """Import a model of transformers or llama.cpp as a weights file: GPT-2, Llama, Mistral, Qwen 2 or 3.
@@ -261,27 +246,23 @@ def export(weights: Path, out: Path, kind: str | None, dtype: str) -> None:
 
 @weights.command(example="distgpt weights quantize model.safetensors --out small.safetensors")
 @click.argument("weights", type=PATH)
-@click.option("--out", type=PATH, required=True, help="The weights file to write.")
+@_out_file
 @click.option("--dtype", type=click.Choice(ROUNDED_DTYPES), default="int8")
 @click.option("--calibrate", type=PATH, help="Round for what such a text makes a model compute (int4).")
 def quantize(weights: Path, out: Path, dtype: str, calibrate: Path | None) -> None:
     """Round a weights file to int8, a quarter of its size, or to int4; infer and eval then compute in it."""
+    from distgpt.models.quantized.calibration import calibrated
     from distgpt.models.quantized.rounded import quantize
 
-    done = {}
     if calibrate and dtype != "int4":
         raise UsageError("--calibrate is for --dtype int4: int8 needs none")
-    if calibrate:
-        from distgpt.models.quantized.calibration import calibrated
-
-        done = calibrated(weights, calibrate)
-    print_lines(quantize(weights, out, dtype, done))
+    print_lines(quantize(weights, out, dtype, calibrated(weights, calibrate) if calibrate else {}))
 
 
 @weights.command(example="distgpt weights merge --adapter runs/lora --out merged.safetensors")
-@click.option("--weights", type=PATH, help="The model's weights file; default: the one the adapter names.")
+@click.option("--weights", type=PATH, help="The model's weights file. [default: named by the adapter]")
 @click.option("--adapter", type=PATH, required=True, help="The adapter, or a run with --lora-rank.")
-@click.option("--out", type=PATH, required=True, help="The weights file to write.")
+@_out_file
 def merge(weights: Path | None, adapter: Path, out: Path) -> None:
     """Merge an adapter into the weights that it was trained beside."""
     from distgpt.core.comm.serial import SerialComm
@@ -292,15 +273,10 @@ def merge(weights: Path | None, adapter: Path, out: Path) -> None:
 
 @weights.command(example="distgpt weights info model.safetensors")
 @click.argument("path", type=PATH)
-@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of a page.")
+@json_option
 def info(path: Path, as_json: bool) -> None:
     """Describe a file or directory: a model, a checkpoint, a model of transformers."""
-    import json
-
     from distgpt.show.weightspage import inspect, page
 
     found = inspect(path)
-    if as_json:
-        print(json.dumps({"path": str(path), **found}))
-    else:
-        print_lines(page(found))
+    print_lines(json.dumps({"path": str(path), **found}) if as_json else page(found))

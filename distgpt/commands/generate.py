@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
 import click
 
-from distgpt.commands.complete import texts
 from distgpt.commands.help import command
 from distgpt.commands.options import (
     PATH,
     POSITIVE,
     SIZE,
     F,
-    LocaleText,
+    json_option,
     setting_option,
     stage_options,
+    texts,
     together,
 )
-from distgpt.core.base.errors import UsageError, command_line, first_line, print_lines
+from distgpt.core.base.errors import UsageError, first_line, print_lines
 from distgpt.core.comm.agree import on_every_rank
 from distgpt.core.config import (
     AUTO_DTYPE,
@@ -41,27 +42,14 @@ def dtype_option(auto: str) -> Callable[[F], F]:
     return click.option("--dtype", type=click.Choice(INFERENCE_DTYPES), default=AUTO_DTYPE, help=of)
 
 
-adapter_option = click.option(
-    "--adapter", type=PATH, help="Merge this adapter, or that of a run with --lora-rank, into the weights."
-)
+adapter_option = click.option("--adapter", type=PATH, help="Merge this adapter, or that of a run.")
 
 # The fields of a ModelSpec.
 model_options = together(
-    click.option(
-        "--weights", type=PATH, help="Weights file, run, or hub:ORG/NAME; a bundled sample if left out."
-    ),
+    click.option("--weights", type=PATH, help="Weights file, run, or hub:ORG/NAME. [default: a sample]"),
     dtype_option("bfloat16 where that is faster, else float32"),
-    click.option(
-        "--context",
-        type=POSITIVE,
-        help="Context length, if not that of training; impossible with learned positions.",
-    ),
-    click.option(
-        "--cache-memory",
-        type=SIZE,
-        help="The most memory for keys and values of samples side by side. "
-        "[default: 4G, or half of a rank's share of what is free]",
-    ),
+    click.option("--context", type=POSITIVE, help="Context length (not with learned positions)."),
+    click.option("--cache-memory", type=SIZE, help="KV cache limit. [default: half of free memory]"),
     adapter_option,
 )
 
@@ -77,44 +65,30 @@ def request_options(unused: Collection[str] = (), **defaults: object) -> Callabl
     return together(*(added(*known) for known in REQUEST_SETTINGS.items() if known[0] not in unused))
 
 
-def announce_sample(weights: Path | None, rank: int, *words: str) -> None:
-    """Print on rank 0 that the bundled sample writes, if it does, and how the newest run would."""
-    if weights is not None or rank:
-        return
-    from distgpt.core.saved.weights import newest_run
-
-    newest = newest_run(Path("runs"))
-    own = f"; your newest run: {command_line(*words, '--weights', newest)}" if newest else ""
-    print_lines(f"no --weights: this is the bundled sample{own}", err=True)
+def announce_sample(weights: Path | None, rank: int) -> None:
+    """Print on rank 0 that the bundled sample writes, if it does."""
+    if weights is None and rank == 0:
+        print_lines("no --weights: this is the bundled sample", err=True)
 
 
 @command(example='distgpt infer --weights runs/mine --prompt "The harbour" --n 3')
 @stage_options
-@click.option("--prompt", type=LocaleText(), help="Text to continue.")
+@click.option("--prompt", help="Text to continue.")
 @click.option("--prompt-file", type=PATH, help="File with the text to continue; -: standard input.")
 @click.option(
     "--prompts",
     type=PATH,
     help='File with a prompt per line, as in {"prompt": "Once", "max_new_tokens": 9}: settings of its own.',
 )
-@click.option(
-    "--out", type=PATH, help="File for their samples, a line each. Prompts that it has already are left out."
-)
+@click.option("--out", type=PATH, help="File for their samples, a line each. Resumes where it ends.")
 @request_options(max_new_tokens=200, temperature=DEFAULT_TEMPERATURE)
 @model_options
-@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of streamed text.")
+@json_option
 def infer(
-    stage: str,
-    threads: int | None,
-    gpu: GpuConfig,
-    prompt: str | None,
-    prompt_file: Path | None,
-    prompts: Path | None,
-    out: Path | None,
-    as_json: bool,
-    **options: Any,
+    stage: str, threads: int | None, gpu: GpuConfig, prompts: Path | None, out: Path | None, **options: Any
 ) -> None:
     """Generate text from a prompt, or from a file of prompts."""
+    prompt, prompt_file, as_json = (options.pop(name) for name in ("prompt", "prompt_file", "as_json"))
     if (prompt, prompt_file, prompts).count(None) < 2:
         raise click.UsageError("--prompt, --prompt-file and --prompts exclude each other")
     if (prompts is None) != (out is None):
@@ -123,7 +97,7 @@ def infer(
         raise click.UsageError("--prompts writes JSON to --out: --json has no meaning with it")
     settings = {name: options.pop(name) for name in REQUEST_SETTINGS}
     ready = open_stage(stage, threads, gpu)
-    announce_sample(options["weights"], ready.comm.rank, "infer", *(["--prompt", prompt] if prompt else []))
+    announce_sample(options["weights"], ready.comm.rank)
     request = on_every_rank(ready.comm, lambda: Request(**settings))
     from distgpt.core.generate.engine_setup import ModelSpec
     from distgpt.core.generate.single import infer_one
@@ -147,13 +121,7 @@ UNTAUGHT = (
 
 @command(example='distgpt chat --weights model.safetensors --system "Be brief."')
 @stage_options
-@click.option(
-    "--system",
-    default="",
-    show_default=False,
-    type=LocaleText(),
-    help="What the model is told before all turns.",
-)
+@click.option("--system", default="", show_default=False, help="What the model is told before all turns.")
 @request_options(UNUSED, max_new_tokens=512, temperature=DEFAULT_TEMPERATURE)
 @model_options
 @click.option("--speed", is_flag=True, help="After each answer say how long it took.")
@@ -164,7 +132,7 @@ def chat(stage: str, threads: int | None, gpu: GpuConfig, system: str, speed: bo
     """
     request = Request(**{name: options.pop(name) for name in REQUEST_SETTINGS if name not in UNUSED})
     ready = open_stage(stage, threads, gpu)
-    announce_sample(options["weights"], ready.comm.rank, "chat")
+    announce_sample(options["weights"], ready.comm.rank)
     from distgpt.core.generate.engine_setup import SAMPLE, ModelSpec
     from distgpt.corpora.chats.format import ChatFormat, was_tuned_on_chats
     from distgpt.inference.generation.chat import Conversation
@@ -187,38 +155,18 @@ def _limit_option(name: str, about: Setting) -> Callable[[F], F]:
 
 @command(example="distgpt serve --weights runs/mine --port 8000")
 @stage_options
-@click.option("--name", type=LocaleText(), help="The model's name for clients; that of the file if left out.")
+@click.option("--name", help="The model's name for clients; that of the file if left out.")
 @click.option("--host", default="127.0.0.1", help="Address to listen on; 0.0.0.0: all.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, help="Port; 0: pick a free one.")
+@click.option("--api-key", envvar="DISTGPT_API_KEY", show_envvar=True, help="Clients must send this.")
+@click.option("--allow-origin", "origins", multiple=True, metavar="ORIGIN", help="Let this site's pages ask.")
 @click.option(
-    "--api-key",
-    envvar="DISTGPT_API_KEY",
-    show_envvar=True,
-    help="What clients must send as Authorization: Bearer KEY. In the environment nobody else sees it.",
-)
-@click.option(
-    "--allow-origin",
-    "origins",
-    multiple=True,
-    metavar="ORIGIN",
-    help="Let pages of this site ask too, as https://example.org; may be repeated.",
-)
-@click.option(
-    "--proxy",
-    "proxies",
-    multiple=True,
-    metavar="ADDRESS",
-    help="Log the addresses that X-Forwarded-For of this proxy, or network, gives; may be repeated.",
+    "--proxy", "proxies", multiple=True, metavar="ADDRESS", help="Log addresses that this proxy forwards."
 )
 @click.option("--lanes", type=POSITIVE, default=32, help="Sequences generated at the same time.")
 @together(*(_limit_option(*known) for known in LIMITS.items()))
 @model_options
-@click.option(
-    "--log",
-    type=click.Choice(("quiet", "requests", "prompts")),
-    default="requests",
-    help="A line for each request, with its prompts or without.",
-)
+@click.option("--log", type=click.Choice(("quiet", "requests", "prompts")), default="requests")
 def serve(
     stage: str, threads: int | None, gpu: GpuConfig, weights: Path | None, name: str | None, **options: Any
 ) -> None:
@@ -237,7 +185,7 @@ def serve(
     shown = name or (weights or Path(SAMPLE)).absolute().name.removesuffix(".safetensors")
     spec = ModelSpec(weights, part=options.pop("adapter"), **options)
     ready = open_stage(stage, threads, gpu)
-    announce_sample(weights, ready.comm.rank, "serve")
+    announce_sample(weights, ready.comm.rank)
     listener = bound(listen_on.host, listen_on.port)
     loaded = spec.load(ready)
     side_by_side = loaded.slots(lanes, lookup=0)
@@ -262,28 +210,20 @@ BENCHMARKS = {
 
 @command(name="eval", example="distgpt eval --weights runs/mine --val held-out.txt")
 @stage_options
-@click.option(
-    "--weights", type=PATH, required=True, help="The model: a weights file, a run, or hub:ORG/NAME."
-)
+@click.option("--weights", type=PATH, required=True, help="A weights file, a run, or hub:ORG/NAME.")
 @adapter_option
-@click.option(
-    "--val", shell_complete=texts, help="What --data of train takes; of token shards the part for validation."
-)
+@click.option("--val", shell_complete=texts, help="A text, or the validation part of token shards.")
 @together(
     *(click.option(f"--{name.replace('_', '-')}", type=PATH, help=of) for name, of in BENCHMARKS.items())
 )
-@click.option(
-    "--chats", is_flag=True, help="Take --val for chats, as tune does, and count their answers alone."
-)
+@click.option("--chats", is_flag=True, help="Count only the answers of --val, which are chats as of tune.")
 @click.option("--val-tokens", type=click.IntRange(0), default=0, help="Tokens of --val to read; 0: all.")
 @click.option("--context", type=POSITIVE, help="Context length (not with learned positions).")
 @dtype_option("float32")
 @setting_option("matmul", SETTINGS["matmul"], default="auto")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of a page.")
+@json_option
 def eval(stage: str, threads: int | None, gpu: GpuConfig, as_json: bool, **options: Any) -> None:
     """Measure a model on a text, on shards or on benchmarks, in files as their authors publish them."""
-    import json
-
     from distgpt.inference.evaluation.evaluate import evaluate, page
     from distgpt.show.progress import ItemProgress
 

@@ -2,39 +2,55 @@
 
 from __future__ import annotations
 
-import os
+import json
 import re
-import shlex
-from collections.abc import Collection, Iterable, Sequence
-from difflib import get_close_matches
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import click
 
-from distgpt.commands.settings import setting_text
 from distgpt.core.base.errors import UsageError, nearest, print_lines
 from distgpt.core.base.files import bundled
-from distgpt.core.config import GROUPS, SETTINGS, RunConfig
-from distgpt.core.config.presets import PRESETS, preset
-from distgpt.core.data.textfile import BUNDLED_TEXTS
+from distgpt.core.config import BATCH_IN_TOKENS, BATCH_TOKENS, GROUPS, SETTINGS, RunConfig, Setting
+from distgpt.core.config.presets import preset
 
 COMMON = 5  # commands that a list of commands shows first
-# What other programs call an option, and what it is called here.
-ELSEWHERE = {
-    **dict.fromkeys(("learning-rate", "max-lr", "rate"), "lr"),
-    **dict.fromkeys(("epochs", "max-steps", "max-iters", "iterations"), "steps"),
-    **dict.fromkeys(("heads", "num-heads", "n-heads"), "n-head"),
-    **dict.fromkeys(("layers", "num-layers"), "n-layer"),
-    **dict.fromkeys(("dim", "width", "hidden-size", "d-model"), "n-embd"),
-    **dict.fromkeys(("block-size", "context-length", "max-seq-len", "max-length"), "seq-len"),
-    **dict.fromkeys(("fp16", "bf16", "precision", "half"), "dtype"),
-    **dict.fromkeys(("device", "gpu", "gpus", "cuda", "backend"), "stage"),
-    **dict.fromkeys(("model", "checkpoint", "ckpt"), "weights"),
-    **dict.fromkeys(("dataset", "input", "text", "corpus"), "data"),
-}
+# The settings that have an option, in the order of --help. The others are set by --set, TOML and presets.
+OPTIONS = (
+    *("data", "tokenizer", "init", "lora_rank"),
+    *("steps", "batch_size", BATCH_TOKENS, "seq_len", "grad_accum", "pack"),
+    *("optimizer", "lr", "schedule", "warmup", "weight_decay", "clip", "seed", "dtype"),
+    *("vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd", "norm", "mlp"),
+    *("positions", "window", "bias", "tied"),
+    *("grad_sync", "gradient_dtype", "outer_every"),
+    *("reproducible_parts", "balance", "recompute"),
+    *("save_every", "save", "keep", "keep_every", "on_bad_step"),
+    *("sample_every", "eval_every", "val", "val_fraction", "val_tokens", "hellaswag"),
+)
+KNOWN = {**SETTINGS, BATCH_TOKENS: BATCH_IN_TOKENS}
+GRAPHS = "cuda_graph"  # what --set calls the field `graphs` of GpuConfig
+
+
+def spelled(name: str, about: Setting) -> str:
+    """Return the option's flag, as --seq-len; for a switch both, as --bias/--no-bias."""
+    return about.flag or "--" + name.replace("_", "-")
+
+
+def setting_text(name: str) -> str:
+    """Return a setting's help, its values, its default, and how it is set, for the reference."""
+    about, run = SETTINGS[name], RunConfig()
+    default = getattr(run.model if hasattr(run.model, name) else run.train, name)
+    signs = (("≥", about.low), (">", about.above), ("≤", about.most), ("<", about.below))
+    bounds = [f"{sign} {limit:,}" for sign, limit in signs if limit is not None]
+    choices = [*filter(None, [about.undecided]), *about.choices]
+    facts = [
+        " or ".join(choices) or " ".join([about.kind.__name__, ", ".join(bounds)]).strip(),
+        f"default {json.dumps(about.undecided or default)}",  # as TOML writes it
+        *(["may change on resume"] if about.changeable else []),
+        f"`{spelled(name, about)}`" if name in OPTIONS else f"`--set {name}=…`",
+    ]
+    return f"{about.help} *{'; '.join(facts)}*"
 
 
 class Option(click.Option):
@@ -119,36 +135,6 @@ class Command(click.Command):
         if self.example:
             formatter.write(f"\n  Example: {self.example}\n")
 
-    def _call_eager(self, context: click.Context, args: list[str]) -> None:
-        """Call back those options of a line that cannot be parsed that say how its error is written."""
-        for param in self.params:
-            if isinstance(param, click.Option) and param.is_eager and param.callback and not param.is_flag:
-                given = _values(args, param.opts)
-                if given and param.name and not context.resilient_parsing:
-                    param.handle_parse_result(context, {param.name: given[-1]}, [])
-
-    def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
-        """Parse a line; where that fails, suggest an option: another one, or one for what is left over."""
-        shown = (p for p in self.get_params(context) if not getattr(p, "hidden", False))
-        flags = [flag for p in shown for flag in (*p.opts, *p.secondary_opts)]
-        allowed, context.allow_extra_args = context.allow_extra_args, True
-        line = [*args]  # which the parser takes away
-        try:
-            rest = super().parse_args(context, args)
-        except click.NoSuchOption as error:
-            self._call_eager(context, line)
-            alike = ", ".join(similar(error.option_name, flags))
-            hint = f". Did you mean {alike}?" if alike else ""
-            raise click.UsageError(f"No such option {error.option_name!r}{hint}", context) from None
-        except click.BadOptionUsage:  # one without its value
-            self._call_eager(context, line)
-            raise
-        if rest and not allowed and not context.resilient_parsing:
-            flag = meant(rest, flags)
-            hint = f". Did you mean {shlex.join([flag, ' '.join(rest)])}?" if flag else ""
-            context.fail(f"Got unexpected extra argument{'s' * (len(rest) > 1)} ({' '.join(rest)}){hint}")
-        return rest
-
 
 command = partial(click.command, cls=Command)
 
@@ -156,41 +142,6 @@ command = partial(click.command, cls=Command)
 def _hides(param: click.Parameter) -> bool:
     """Return whether --help leaves an option to --help-all."""
     return isinstance(param, Option) and bool(param.group) and not param.first and not param.hidden
-
-
-def similar(wrong: str, known: Iterable[str]) -> list[str]:
-    """Return what a wrong option may stand for: by other programs' names, or by its letters."""
-    wrong, flags = wrong.lstrip("-").replace("_", "-").lower(), [flag for flag in known if flag[:2] == "--"]
-    if (elsewhere := f"--{ELSEWHERE.get(wrong)}") in flags:
-        return [elsewhere]
-    return get_close_matches(f"--{wrong}", flags, n=1, cutoff=0.72)
-
-
-def meant(words: Sequence[str], flags: Collection[str]) -> str:
-    """Return the option among the `flags` that words without one may belong to; "" if there is none."""
-    first, path = words[0], Path(words[0])
-    is_there = os.path.exists(path)  # noqa: PTH110  # of Path it fails at names that are too long
-    is_text = len(words) == 1 and (is_there or bool(path.suffix) or first in BUNDLED_TEXTS)
-    fits = {
-        "--weights": path.suffix in (".safetensors", ".gguf") or first.startswith("hub:"),
-        "--preset": first in PRESETS,
-        "--config": path.suffix == ".toml",
-        "--data": is_text,
-        "--val": is_text,
-        "--prompt-file": is_there and path.is_file(),
-        "--prompt": True,
-    }
-    if is_there and (path / "config.toml").is_file():  # a run
-        fits = {"--weights": True, "--resume": True}
-    return next((flag for flag, does in fits.items() if does and flag in flags), "")
-
-
-def _values(args: Sequence[str], flags: Sequence[str]) -> list[str]:
-    """Return what a line gives for an option with a value, as `--flag value` or `--flag=value`."""
-    after = [value for word, value in pairwise(args) if word in flags]
-    return after or [
-        word.partition("=")[2] for word in args if word.partition("=")[0] in flags and "=" in word
-    ]
 
 
 class NoCommand(click.UsageError):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import shutil
@@ -10,44 +9,41 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import click
 
-from distgpt.cluster.jobs.batch import array
-from distgpt.cluster.jobs.batch.job import Job
-from distgpt.cluster.jobs.batch.script import script
-from distgpt.cluster.jobs.batch.systems import SYSTEMS, System
+from distgpt.cluster.jobs.batch import elements, renamed, script, shape, with_own_directories
 from distgpt.cluster.jobs.processes import own_program
-from distgpt.cluster.jobs.shape import shape
-from distgpt.commands.complete import line_of
-from distgpt.commands.help import command
+from distgpt.cluster.jobs.systems import SYSTEMS, Job, System
+from distgpt.commands.help import OPTIONS, command
 from distgpt.commands.options import POSITIVE, TIME, set_by_user
-from distgpt.commands.settings import OPTIONS
 from distgpt.commands.train import as_train, resuming, train, tune, write_json
 from distgpt.core.base.errors import DataError, UsageError, command_line, print_lines
-from distgpt.core.base.formatting import typed_duration
+from distgpt.core.base.formatting import count
 from distgpt.core.config import ON_GPU, WITH_MPI, RunConfig
 from distgpt.core.config.asked import asked_for
 
 SECONDS_TO_ANSWER = 60  # of a batch system
 OWN_DISKS = ("/tmp", "/var/tmp", "/dev/shm", "/run")  # folders that each machine has for itself
 STALL_ABORT = "30m"  # without progress, then the run saves and the job begins again
-CPUS_BESIDE_GPU = 4  # of a rank with a GPU: its own thread, a reader, a writer of checkpoints, NCCL's proxy
+CPUS_PER_GPU = 4  # of a rank with a GPU: its own thread, a reader, a writer of checkpoints, NCCL's proxy
+MOST_CHECKED = 100  # elements of an array whose command is checked before
+TRAINS = {"train": train, "tune": tune}
+
+
+_line = partial(click.argument, "words", nargs=-1, required=True, type=click.UNPROCESSED)
+_its = partial(click.option, default="", show_default=False)
+_AS_TYPED = {"allow_interspersed_args": False}
 
 
 @command(
-    context_settings={"allow_interspersed_args": False},
+    context_settings=_AS_TYPED,
     example="distgpt submit --nodes 2 --ranks-per-node 4 --time 4h -- train --preset gpt2 > job.sh",
 )
-@click.option(
-    "--system",
-    "named",
-    type=click.Choice([*SYSTEMS]),
-    help="Batch system. [default: the one whose commands are here]",
-)
+@click.option("--system", "named", type=click.Choice([*SYSTEMS]), help="Batch system. [default: by commands]")
 @click.option("--nodes", type=POSITIVE, default=1, help="Number of nodes.")
 @click.option(
     "--node",
@@ -55,22 +51,20 @@ CPUS_BESIDE_GPU = 4  # of a rank with a GPU: its own thread, a reader, a writer 
     metavar="SHAPE",
     help="NUMA regions and cores of each, as in 8x16; here: as this machine. Each region gets a rank.",
 )
-@click.option(
-    "--ranks-per-node", type=POSITIVE, help="Ranks on each node. [default: its GPUs, its NUMA regions, or 1]"
-)
+@click.option("--ranks-per-node", type=POSITIVE, help="[default: the node's GPUs, its NUMA regions, or 1]")
 @click.option(
     "--cpus-per-task",
     type=POSITIVE,
     help="CPUs and threads of each rank. [default: its part of --node; 4 beside a GPU; or 1]",
 )
 @click.option("--gpus-per-node", type=POSITIVE, help="GPUs of each node to train on.")
-@click.option("--memory", metavar="SIZE", help="Memory of each node, as in 64G. [default: the site's]")
+@_its("--memory", metavar="SIZE", help="Memory of each node, as in 64G. [default: the site's]")
 @click.option(
     "--time",
     "seconds",
     required=True,
     type=TIME,
-    help="Limit of one attempt, as in 4h; the run is saved before and queued again.",
+    help="Limit of an attempt, as in 4h; the run saves before.",
 )
 @click.option(
     "--mpi",
@@ -78,68 +72,30 @@ CPUS_BESIDE_GPU = 4  # of a rank with a GPU: its own thread, a reader, a writer 
     " intel or pals. [default: by mpi4py's MPI]",
 )
 @click.option("--name", help="Name of the job and its logs. [default: the run directory's]")
-@click.option(
-    "--array",
-    "numbers",
-    metavar="NUMBERS",
-    help="Train an array of runs, as in 1-4 or 1-40%8, each in a directory of its own.",
-)
+@_its("--array", metavar="NUMBERS", help="Train an array of runs in own directories, as in 1-4 or 1-40%8.")
 @click.option(
     "--prefix",
     metavar="WORDS",
     help='Words before distgpt, as in "numactl -l", or with it: "apptainer exec image.sif distgpt".',
 )
-@click.option(
-    "--setup",
-    multiple=True,
-    metavar="LINE",
-    help='A line of the script before the start, as in "module load gcc"; may be repeated.',
-)
-@click.option(
-    "--directive",
-    "lines",
-    multiple=True,
-    metavar="OPTION",
-    help='Any option of the batch system, as in "--partition=gpu"; may be repeated.',
-)
-@click.option(
-    "--successor",
-    is_flag=True,
-    help="Submit the next attempt as a new job, where the site forbids to queue a job again.",
-)
-@click.option(
-    "--exclusive",
-    is_flag=True,
-    help="Share the nodes with no other job; with --node, also bind ranks to cores.",
-)
+@click.option("--setup", multiple=True, metavar="LINE", help='Line before the start: "module load gcc".')
+@click.option("--directive", "lines", multiple=True, metavar="OPTION", help='Its option: "--partition=gpu".')
+@click.option("--successor", is_flag=True, help="Submit the next attempt as a new job, not queue it again.")
+@click.option("--exclusive", is_flag=True, help="Share no nodes; with --node, also bind ranks to cores.")
 @click.option("--submit", "is_submitted", is_flag=True, help="Submit the script instead of printing it.")
-@click.argument(
-    "words",
-    nargs=-1,
-    required=True,
-    type=click.UNPROCESSED,
-    metavar="-- train [OPTIONS]",
-    shell_complete=line_of(train, tune),
-)
+@_line(metavar="-- train [OPTIONS]")
 def submit(
     named: str | None,
-    nodes: int,
     described: str | None,
     ranks_per_node: int | None,
     cpus_per_task: int | None,
-    gpus_per_node: int | None,
-    memory: str | None,
-    seconds: float,
     mpi: str | None,
     name: str | None,
-    numbers: str | None,
+    array: str,
     prefix: str | None,
-    setup: tuple[str, ...],
-    lines: tuple[str, ...],
-    successor: bool,
-    exclusive: bool,
     is_submitted: bool,
     words: tuple[str, ...],
+    **options: Any,
 ) -> None:
     """Print a batch script that trains, or submit it: for Slurm, PBS, Grid Engine, LSF or Flux.
 
@@ -150,86 +106,89 @@ def submit(
     number in any option of train.
     """
     system = SYSTEMS[named] if named else _found_system()
-    subcommand: click.Command | None = {"train": train, "tune": tune}.get(words[0])
-    if subcommand is None:
+    if words[0] not in TRAINS:
         raise UsageError(f"distgpt submit is for distgpt train and tune, not for {words[0]}")
-    elements = array.elements(numbers or "")
-    if elements and min(elements) < system.least_element:
-        raise UsageError(f"--array {numbers}: {system.name} counts elements from {system.least_element}")
-    renamed, own_out = array.renamed(words, (*system.elements, array.ANY), system.element), ""
-    if elements:
-        renamed, own_out = array.with_own_directories(renamed, system.element)
-    commands = array.commands(renamed, elements, system.element)
-    parsed = [_parsed(subcommand, each, seconds) for each in commands]
+    numbers, command, own_out = elements(array), renamed(words, system), ""
+    if numbers:
+        command, own_out = with_own_directories(command, system.element)
+    commands = [command]
+    if any(system.element in word for word in command):
+        if not numbers:
+            raise UsageError(f"{system.element} is the number of an element of a job array: give --array 1-4")
+        commands = [
+            [word.replace(system.element, str(number)) for word in command]
+            for number in numbers[:MOST_CHECKED]
+        ]
+    parsed = [_parsed(each) for each in commands]
     asked, stage_given = parsed[0]
-    node = shape(described) if described else None
-    usual = CPUS_BESIDE_GPU if gpus_per_node else 1
-    here = ranks_per_node or gpus_per_node or (node.regions if node else 1)
-    cpus = cpus_per_task or asked["threads"] or (node.cpus_per_rank(here) if node else usual)
-    ranks = nodes * here
-    stage = asked["stage"] if stage_given else _stage(ranks, gpus_per_node)
-    _refuse_unsuited(stage, ranks, gpus_per_node)
+    gpus = options["gpus_per_node"]
+    regions, cores = shape(described) if described else (1, CPUS_PER_GPU if gpus else 1)
+    here = ranks_per_node or gpus or regions
+    usual = max(1, regions * cores // here) if described else cores
+    cpus = cpus_per_task or asked["threads"] or usual
+    if described and here * cpus > regions * cores:
+        need = f"{count(here, 'rank')} of {count(cpus, 'CPU')} do not fit on"
+        raise UsageError(f"{need} {count(regions * cores, 'core')} of a node: start fewer")
+    ranks = options["nodes"] * here
+    best = ("mpi-cuda" if gpus else "mpi") if ranks > 1 else ("cuda" if gpus else "serial")
+    stage = asked["stage"] if stage_given else best
+    if (stage in ON_GPU) != bool(gpus) or (ranks > 1 and stage not in WITH_MPI):
+        raise UsageError(
+            f"--stage {stage} does not suit {count(ranks, 'rank')} and --gpus-per-node {gpus or 0}:"
+            f" use --stage {best}, or leave it out"
+        )
     runs = [_run_of(each, ranks) for each, _ in parsed]
-    out = Path(own_out) if own_out else runs[0][0] / (system.element if elements else "")
-    command = [
-        *_program(prefix),
-        words[0],
-        *([] if stage_given else ["--stage", stage]),
-        *([] if asked["threads"] or stage in ON_GPU else ["--threads", str(cpus)]),
-        *([] if asked["stall_abort"] or asked["stall_timeout"] else ["--stall-abort", STALL_ABORT]),
-        *_without_auto(renamed[1:]),
-        *([] if asked["out"] else ["--out", str(out)]),
-        *resuming(asked, runs[0][0]),
-    ]
+    out = Path(own_out) if own_out else runs[0][0] / (system.element if numbers else "")
     job = Job(
-        name=_name_of(out, name, system),
-        nodes=nodes,
+        name=name or _name_of(out, system),
         ranks_per_node=here,
         cpus_per_task=cpus,
-        gpus_per_node=gpus_per_node or 0,
-        seconds=seconds,
         mpi=mpi or _mpi_of(stage, system),
-        lines=lines,
         out=out,
-        command=command,
+        command=[
+            *_program(prefix),
+            words[0],
+            *([] if stage_given else ["--stage", stage]),
+            *([] if asked["threads"] or stage in ON_GPU else ["--threads", str(cpus)]),
+            *([] if asked["stall_abort"] or asked["stall_timeout"] else ["--stall-abort", STALL_ABORT]),
+            *_without_auto(command[1:]),
+            *([] if asked["out"] else ["--out", str(out)]),
+            *resuming(asked, runs[0][0]),
+        ],
         made_by=command_line(*sys.argv[1:]),
-        setup=setup,
-        memory=memory or "",
-        counts_cores=node is not None,
-        array=numbers or "",
-        resubmits=successor,
-        exclusive=exclusive,
+        counts_cores=described is not None,
+        array=array,
+        **options,
     )
-    far = node.doubt(here, cpus) if node else ""
-    notes = [*(refuse_unready(run) for _, run in runs), *_notes(system, job, asked), far]
+    for _, run in runs:
+        _refuse_unready(run)
     text = script(system, job).encode()
     if is_submitted:
-        _submit(text, system, job)
+        _submit(text, system, job, numbers)
     else:
         sys.stdout.buffer.write(text)
-    for note in dict.fromkeys(filter(None, notes)):
+    for note in _notes(job, asked):
         print_lines(note, err=True)
 
 
 def _found_system() -> System:
-    """Return the first system whose commands are all here, and say which."""
-    here = [row for row in SYSTEMS.values() if all(map(shutil.which, row.programs))]
-    if not here:
+    """Return the first system whose commands are all here, and print which."""
+    found = next((row for row in SYSTEMS.values() if all(map(shutil.which, row.programs))), None)
+    if not found:
         raise UsageError(
             "no batch system was found here (sbatch, qsub, bsub or flux): name it, as in --system pbs"
         )
-    others = " and ".join(word for word, row in SYSTEMS.items() if row in here[1:])
-    also = f"; {others} would be here, too: --system" if others else ""
-    print_lines(f"batch system: {here[0].name}{also}", err=True)
-    return here[0]
+    print_lines(f"batch system: {found.name}", err=True)
+    return found
 
 
-def _without_auto(words: Sequence[str]) -> Iterator[str]:
-    """Leave out --threads auto: the job knows its threads, and says so."""
-    for before, word, after in zip(("", *words), words, (*words[1:], ""), strict=False):
-        is_auto = (word, after) == ("--threads", "auto") or (before, word) == ("--threads", "auto")
-        if not is_auto and word != "--threads=auto":
-            yield word
+def _without_auto(words: Sequence[str]) -> list[str]:
+    """Leave out --threads auto: the job knows its threads."""
+    kept = [word for word in words if word != "--threads=auto"]
+    for i in range(len(kept) - 1, 0, -1):
+        if kept[i - 1 : i + 1] == ["--threads", "auto"]:
+            del kept[i - 1 : i + 1]
+    return kept
 
 
 def _program(prefix: str | None) -> list[str]:
@@ -241,59 +200,28 @@ def _program(prefix: str | None) -> list[str]:
     return before if before and Path(before[-1]).name == "distgpt" else [*before, *own_program()]
 
 
-def _parsed(command: click.Command, words: Sequence[str], seconds: float) -> tuple[dict[str, Any], bool]:
-    """Return a command's options, which refuses what it cannot read, and whether --stage is among them."""
+def _parsed(words: Sequence[str]) -> tuple[dict[str, Any], bool]:
+    """Return the options of train, which rejects what it cannot read, and whether --stage is among them."""
+    command = TRAINS[words[0]]
     with command.make_context(f"distgpt {words[0]}", list(words[1:])) as context:
         source = context.get_parameter_source("stage")
     asked = as_train(**context.params) if command is tune else context.params
-    if (limit := asked["time_limit"] or 0) > seconds:
-        raise UsageError(
-            f"--time-limit {typed_duration(limit)} is longer than the job, --time"
-            f" {typed_duration(seconds)}: leave it out, and the run saves before the job ends"
-        )
     return asked, source != click.core.ParameterSource.DEFAULT
 
 
-def _name_of(out: Path, given: str | None, system: System) -> str:
-    """Return a job's name: the given one, or one by the run's directory that the system takes."""
-    if given:
-        if re.fullmatch(system.refused_names, given):
-            raise UsageError(f"--name {given}: {system.name} takes no such name; run-{given} would do")
-        return given
+def _name_of(out: Path, system: System) -> str:
+    """Return a job's name by the run's directory. Grid Engine takes no digit first, and three words never."""
     parts = (re.sub(r"[^A-Za-z0-9_.]+", "-", part.replace(system.element, "")) for part in out.parts[::-1])
     name = next(filter(None, (part.strip("-.") for part in parts)), "distgpt")
-    return f"run-{name}" if re.fullmatch(system.refused_names, name) else name
+    return f"run-{name}" if name[0].isdigit() or name.lower() in ("none", "all", "template") else name
 
 
-def _stage(ranks: int, gpus: int | None) -> str:
-    return ("mpi-cuda" if gpus else "mpi") if ranks > 1 else ("cuda" if gpus else "serial")
-
-
-def _refuse_unsuited(stage: str, ranks: int, gpus: int | None) -> None:
-    if ranks > 1 and stage not in WITH_MPI:
-        raise UsageError(
-            f"--stage {stage} is for one rank, not for {ranks}: use --stage {_stage(ranks, gpus)}"
-        )
-    if stage in ON_GPU and not gpus:
-        raise UsageError(f"--stage {stage} needs GPUs: ask for them with --gpus-per-node")
-    if gpus and stage not in ON_GPU:
-        raise UsageError(f"--stage {stage} uses no GPU: leave out --gpus-per-node, or --stage")
-
-
-def _notes(system: System, job: Job, asked: dict[str, Any]) -> Iterator[str]:
+def _notes(job: Job, asked: dict[str, Any]) -> Iterator[str]:
     """Yield what is worth a look before the job waits."""
     from distgpt.core.data.textfile import BUNDLED_TEXTS
 
-    if job.counts_cores and not job.exclusive and system.launches_by_mpi and job.ranks > 1:
-        yield "ranks are not bound to cores, as other jobs may run on these nodes: --exclusive"
-    if job.is_array:
+    if job.array:
         yield f"every element of the array has a directory of its own: {job.out}"
-    if (asked["threads"] or 0) > job.cpus_per_task:
-        cpus = f"--threads {asked['threads']}, but --cpus-per-task {job.cpus_per_task}"
-        yield f"{cpus}: threads without a core only make others wait"
-    there = next(path for path in (job.out, *job.out.parents) if path.exists())
-    if not (there.is_dir() and os.access(there, os.W_OK)):
-        yield f"{job.out} cannot be made on this machine: {there} is no folder that can be written to"
     paths = [asked.get(name) for name in ("data", "val", "hellaswag", "init", "config", "tokenizer")]
     read = [Path(path) for path in paths if path and path not in BUNDLED_TEXTS and Path(path).exists()]
     places = {str(path): path.resolve() for path in (*read, job.out)}
@@ -301,37 +229,29 @@ def _notes(system: System, job: Job, asked: dict[str, Any]) -> Iterator[str]:
         yield f"{', '.join(hidden)}: /tmp and /var/tmp are each machine's own; use a disk that all nodes see"
 
 
-def refuse_unready(run: RunConfig) -> str:
-    """Refuse files that are not there; fetch the tokenizer, as nodes may have no network. Returns a note."""
+@cache
+def _fetch(tokenizer: str) -> None:
+    """Load a tokenizer, once for all elements of an array: nodes may have no network."""
+    from distgpt.core.data.tokenizers import load_tokenizer
+
+    load_tokenizer(tokenizer)
+
+
+def _refuse_unready(run: RunConfig) -> None:
+    """Reject files that do not exist; fetch the tokenizer."""
     from distgpt.core.data.loading import refuse_missing
     from distgpt.core.data.textfile import resolve_data
     from distgpt.corpora.shards import is_shards
     from distgpt.corpora.tokenizers import hub
-    from distgpt.corpora.tokenizers.foreign import repository_of
 
     t = run.train
     refuse_missing([t.data, *[t.val] * bool(t.val)], t.tokenizer)
     if t.hellaswag and not Path(t.hellaswag).is_file():
         raise DataError(f"--hellaswag {t.hellaswag}: there is no such file")
     # GPT-2's is known without its files where texts are tokenized already, or by the model's own tokenizer.
-    is_known = t.tokenizer == "gpt2" and (bool(t.init) or is_shards(resolve_data(t.data)))
-    if is_known or not (t.tokenizer == "gpt2" or t.tokenizer.startswith(hub.PREFIX)):
-        return ""
-    _fetch(t.tokenizer)
-    if hub.installed(repository_of(t.tokenizer)).is_dir():  # nodes see it as they see this program
-        return ""
-    return (
-        f"--tokenizer {t.tokenizer} lies in {hub.cache()}, which nodes without internet have to see, too:"
-        " DISTGPT_CACHE or HF_HOME says where it is"
-    )
-
-
-@cache
-def _fetch(tokenizer: str) -> None:
-    """Load a tokenizer, once for all elements of an array."""
-    from distgpt.core.data.tokenizers import load_tokenizer
-
-    load_tokenizer(tokenizer)
+    is_gpt2 = t.tokenizer == "gpt2" and not (t.init or is_shards(resolve_data(t.data)))
+    if is_gpt2 or t.tokenizer.startswith(hub.PREFIX):
+        _fetch(t.tokenizer)
 
 
 def _run_of(asked: dict[str, Any], ranks: int) -> tuple[Path, RunConfig]:
@@ -374,22 +294,17 @@ def _mpi_of(stage: str, system: System) -> str:
             f"mpi4py does not say here which MPI it has ({error}): name its launcher with --mpi"
         ) from None
     chosen = system.mpi.get(found)
-    how = "srun --mpi=" if system.name == "Slurm" else "--mpi "
     if chosen is None:
         raise UsageError(f"{system.name}'s way to {found} is not known: choose one with --mpi")
-    print_lines(f"mpi4py belongs to {found}: {how}{chosen}", err=True)
-    if found == "Intel MPI" and system.name == "Slurm":
-        print_lines(
-            "Intel MPI finds Slurm with I_MPI_PMI_LIBRARY=…/libpmi2.so: export it in the script", err=True
-        )
+    print_lines(f"mpi4py belongs to {found}: --mpi {chosen}", err=True)
     return chosen
 
 
-def _submit(text: bytes, system: System, job: Job) -> None:
+def _submit(text: bytes, system: System, job: Job, numbers: list[int]) -> None:
     submissions = [list(system.submits)]
-    if job.is_array and system.one_job_each:
+    if numbers and system.one_job_each:
         option = system.successor_element.replace
-        submissions = [[*system.submits, option("$ELEMENT", str(i))] for i in array.elements(job.array)]
+        submissions = [[*system.submits, option("$ELEMENT", str(number))] for number in numbers]
     for words in submissions:
         program = words[0]
         if shutil.which(program) is None:
@@ -407,32 +322,17 @@ def _submit(text: bytes, system: System, job: Job) -> None:
         if answer.returncode:
             raise UsageError(f"{program} refused the job: {said}")
         print_lines(said)
-    number = system.shown_numbers[job.is_array]
-    log = system.log.format(name=job.name, number=number.replace("[", ".").replace("]", ""))
-    print_lines(f"its log is {log}, those of its attempts are {job.name}-{number}.0.log and so on")
+    print_lines(f"the logs of its attempts are {job.name}-*.0.log and so on")
 
 
 @command(
-    context_settings={"allow_interspersed_args": False},
+    context_settings=_AS_TYPED,
     example="distgpt supervise -- mpirun -n 8 -f hosts distgpt train --stage mpi --out runs/mine",
 )
-@click.option(
-    "--min-ranks", type=POSITIVE, default=1, help="Wait for hosts rather than train on fewer ranks."
-)
-@click.option(
-    "--restarts", type=click.IntRange(0), help="Start again this often at most. [default: any number]"
-)
-@click.option(
-    "--stall", type=TIME, help="Also start again after this long (as 30m) without a step. [default: never]"
-)
-@click.argument(
-    "words",
-    nargs=-1,
-    required=True,
-    type=click.UNPROCESSED,
-    metavar="-- LAUNCH LINE",
-    shell_complete=line_of(train, tune),
-)
+@click.option("--min-ranks", type=POSITIVE, default=1, help="Wait for hosts for so many ranks.")
+@click.option("--restarts", type=click.IntRange(0), help="Most restarts. [default: any number]")
+@click.option("--stall", type=TIME, help="Also start again after this long without a step. [default: never]")
+@_line(metavar="-- LAUNCH LINE")
 def supervise(min_ranks: int, restarts: int | None, stall: float | None, words: tuple[str, ...]) -> None:
     """Train, and start again after a lost rank or host.
 
@@ -440,12 +340,12 @@ def supervise(min_ranks: int, restarts: int | None, stall: float | None, words: 
     beyond the ranks of -n are spare. If there are too few, it runs on fewer ranks. After three ends without a
     step more it stops, and says why.
     """
-    from distgpt.cluster.supervise.launch_line import parse
-    from distgpt.cluster.supervise.supervisor import Limits, Supervisor
+    from distgpt.cluster.supervise import Supervisor, parse
 
     line = parse(words)
-    trains = {"train": train, "tune": tune}[line.command[0]]
-    with trains.make_context(f"distgpt {line.command[0]}", list(line.command[1:])) as context:
+    with TRAINS[line.command[0]].make_context(
+        f"distgpt {line.command[0]}", list(line.command[1:])
+    ) as context:
         asked = context.params  # which refuses what it cannot read
     out: Path | None = asked["out"]
     if out is None:
@@ -457,6 +357,6 @@ def supervise(min_ranks: int, restarts: int | None, stall: float | None, words: 
         )
     if asked["log_format"] == "json":
         write_json(click.get_current_context(), "supervisor")
-    limits = Limits(min_ranks, restarts, stall)
-    code = Supervisor(line.with_options(resuming(asked, out)), out, asked["stage"] in ON_GPU, limits).run()
+    line = replace(line, command=(*line.command, *resuming(asked, out)))
+    code = Supervisor(line, out, asked["stage"] in ON_GPU, min_ranks, restarts, stall).run()
     raise click.exceptions.Exit(code)

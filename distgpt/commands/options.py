@@ -6,31 +6,52 @@ Not here: the options of commands that use a model (generate.py).
 from __future__ import annotations
 
 import functools
-import locale
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import click
+from click.shell_completion import CompletionItem
 
-from distgpt.commands.complete import COMPLETED, presets
-from distgpt.commands.help import option
-from distgpt.commands.settings import GRAPHS, KNOWN, OPTIONS, spelled
+from distgpt.commands.help import GRAPHS, KNOWN, OPTIONS, option, spelled
 from distgpt.core.base.errors import UsageError, nearest
 from distgpt.core.base.formatting import parse_duration, parse_size
 from distgpt.core.components import extra_settings
 from distgpt.core.config import DEEPEST, ON_GPU, STAGES, GpuConfig, Setting, settings_of
 from distgpt.core.config.asked import Asked
-from distgpt.core.config.presets import DEFAULT_PRESET
+from distgpt.core.config.presets import DEFAULT_PRESET, PRESETS
 from distgpt.core.config.setting import Value, Values
+from distgpt.core.data.textfile import BUNDLED_TEXTS
 
 F = TypeVar("F", bound=Callable[..., object])
 PATH = click.Path(path_type=Path)
 POSITIVE = click.IntRange(1)
+json_option = click.option("--json", "as_json", is_flag=True, help="One JSON object instead of a page.")
+
+
+# Completion in shells: names, or names and files.
+
+Complete = Callable[[click.Context, click.Parameter, str], list[CompletionItem]]
+
+
+def names(*known: str) -> Complete:
+    return lambda context, param, begun: [CompletionItem(name) for name in known if name.startswith(begun)]
+
+
+def names_or_files(*known: str) -> Complete:
+    """Complete these names, or files and folders if none fits."""
+    fitting = names(*known)
+    return lambda context, param, begun: (
+        fitting(context, param, begun) or [CompletionItem(begun, type="file")]
+    )
+
+
+files, presets, texts = names_or_files(), names(*PRESETS), names_or_files(*BUNDLED_TEXTS)
+tokenizers = names_or_files("auto", "byte", "char", "word", "gpt2", "bpe:", "hub:")
+# Settings that are texts, but stand for files.
+COMPLETED = {"data": texts, "val": texts, "tokenizer": tokenizers, "init": files, "hellaswag": files}
 
 _HELP = {
     "save_every": "Save a checkpoint every N steps (as 500), at times (as 10m), or only at the end (end).",
@@ -70,22 +91,14 @@ class Threads(click.types.IntParamType):
         return super().convert(value, param, context)
 
 
-class Duration(click.types.StringParamType):
-    """A time as 30m, in seconds."""
+class Parsed(click.types.StringParamType):
+    """A number that is written with a unit."""
 
-    name = "time"
-
-    def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> Any:
-        return parse_duration(value)
-
-
-class Size(click.types.StringParamType):
-    """A size as 64MB, in bytes."""
-
-    name = "size"
+    def __init__(self, name: str, parse: Callable[[str], float]) -> None:
+        self.name, self._parse = name, parse
 
     def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> Any:
-        return parse_size(value)
+        return self._parse(value)
 
 
 class StepsOrTime(click.types.StringParamType):
@@ -111,25 +124,11 @@ class StepsOrTime(click.types.StringParamType):
             )
 
 
-class LocaleText(click.types.StringParamType):
-    """Text as the user typed it, where Python could not decode it, as in an ASCII locale."""
-
-    name = "text"
-
-    def convert(self, value: object, param: click.Parameter | None, context: click.Context | None) -> str:
-        text = str(value)
-        if any("\udc80" <= character <= "\udcff" for character in text):
-            for encoding in ("utf-8", locale.getencoding()):
-                with suppress(ValueError, LookupError):
-                    return os.fsencode(text).decode(encoding)
-        return text
-
-
-TIME, SIZE = Duration(), Size()
+# A time as 30m, in seconds; a size as 64MB, in bytes.
+TIME, SIZE = Parsed("time", parse_duration), Parsed("size", parse_size)
 _KINDS: dict[str, Any] = {
     "save_every": StepsOrTime("save_every", "save_minutes", "end"),
     "keep_every": StepsOrTime("keep_every", "keep_every_minutes", "never"),
-    "stop": LocaleText(),
 }
 
 
@@ -217,17 +216,15 @@ dial_options = together(
         group="model",
         first=True,
         type=click.IntRange(1, DEEPEST),
-        help="Train a model of this many layers. Its width, its tokenizer, batches, learning rates and steps"
-        " follow from that and from the text.",
+        help="Train a model of this many layers; other settings follow from that and from the text.",
     ),
     option(
         "--within",
         group="schedule",
         first=True,
         metavar="TIME",
-        help="Be done in this time (as 30m) with the best model that it allows: measure this machine, then"
-        " choose --depth and let the learning rate follow the clock. A resumed run counts what it took"
-        " before.",
+        help="Train the best model that fits in this time, such as 30m: measure this machine, then choose"
+        " --depth. Includes time before a resume.",
     ),
 )
 
@@ -281,11 +278,6 @@ stage_options = together(
         default="serial",
         help="Where to compute: one process or several (mpi), on CPUs or on GPUs (cuda).",
     ),
-    option(
-        "--threads",
-        type=Threads(),
-        group="computing",
-        help="Use this many CPU threads per rank. [default: auto, its share of the cores]",
-    ),
+    option("--threads", type=Threads(), group="computing", help="CPU threads per rank. [default: auto]"),
     _gpu_options,
 )

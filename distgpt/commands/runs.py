@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import click
 
-from distgpt.commands.complete import files, texts
 from distgpt.commands.help import command
-from distgpt.commands.options import PATH, POSITIVE, LocaleText, stage_options
+from distgpt.commands.options import PATH, POSITIVE, files, json_option, stage_options, texts
 from distgpt.core.base.errors import DisagreementError, UndecidedError, UsageError, command_line, print_lines
 from distgpt.core.comm.agree import on_root, shared
 from distgpt.core.config import DTYPES, ON_GPU, GpuConfig
@@ -20,14 +22,9 @@ _SORTED_BY = ("name", "steps", "state", "loss", "validation", "bits-per-byte", "
 
 @command(example="distgpt runs")
 @click.argument("directory", type=PATH, default=Path("runs"), metavar="[DIR]")
-@click.option(
-    "--sort",
-    type=click.Choice(_SORTED_BY),
-    default="name",
-    help="Sort by this: the lowest loss, the highest speed or the latest run first.",
-)
+@click.option("--sort", type=click.Choice(_SORTED_BY), default="name", help="Sort by this, the best first.")
 @click.option("--reverse", is_flag=True, help="Reverse the order.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of a table.")
+@json_option
 def runs(directory: Path, sort: str, reverse: bool, as_json: bool) -> None:
     """List the runs in a directory, runs/ if left out.
 
@@ -35,9 +32,6 @@ def runs(directory: Path, sort: str, reverse: bool, as_json: bool) -> None:
     different tokenizers. A sweep is one row, with the results of its best run: name its directory to list
     all. A narrow terminal shows fewer columns.
     """
-    import json
-    from dataclasses import asdict
-
     from distgpt.show.runs import list_runs, render_terminal
 
     found = list_runs(directory, sort, reverse)
@@ -50,22 +44,10 @@ def runs(directory: Path, sort: str, reverse: bool, as_json: bool) -> None:
 
 @command(example="distgpt plot runs/one runs/other")
 @click.argument("runs", nargs=-1, metavar="[RUN]...", type=PATH)
-@click.option(
-    "--out",
-    type=PATH,
-    help="PNG, SVG or PDF file; <RUN>/curves.png, or curves.png for several runs, if left out.",
-)
-@click.option(
-    "--x",
-    "axis",
-    type=click.Choice(["steps", "tokens", "time"]),
-    default="steps",
-    help="The horizontal axis.",
-)
-@click.option(
-    "--smooth", type=POSITIVE, help="Average over this many lines of metrics; a 40th of all if left out."
-)
-@click.option("--title", type=LocaleText(), help="Title; a single run's name if left out.")
+@click.option("--out", type=PATH, help="PNG, SVG or PDF file. [default: curves.png, of a single run in it]")
+@click.option("--x", "axis", type=click.Choice(["steps", "tokens", "time"]), default="steps")
+@click.option("--smooth", type=POSITIVE, help="Average over this many lines of metrics. [default: a 40th]")
+@click.option("--title", help="Title. [default: a single run's name]")
 @click.option("--log-loss", is_flag=True, help="Logarithmic loss axis.")
 def plot(
     runs: tuple[Path, ...], out: Path | None, axis: str, smooth: int | None, title: str | None, log_loss: bool
@@ -86,7 +68,7 @@ def plot(
 @command(example="distgpt compare runs/first runs/second")
 @click.argument("a", type=PATH)
 @click.argument("b", type=PATH)
-@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of a page.")
+@json_option
 def compare(a: Path, b: Path, as_json: bool) -> None:
     """Say at which step two runs part, and why.
 
@@ -94,8 +76,6 @@ def compare(a: Path, b: Path, as_json: bool) -> None:
     settings, text, versions, processors, ranks and threads at the step where they part. Exit code 1: they
     do. (bench stages is for one job that it trains on several stages.)
     """
-    import json
-
     from distgpt.measure.verification.comparing import compare as compare_runs
     from distgpt.measure.verification.comparing import page, verdict
 
@@ -108,8 +88,7 @@ def compare(a: Path, b: Path, as_json: bool) -> None:
 def _steps(context: click.Context, param: click.Parameter, value: str) -> tuple[int, int]:
     """Parse 5000:5010, or a single step."""
     found = re.fullmatch(r"(\d{1,15})(?::(\d{1,15}))?", value)
-    first = int(found[1]) if found else 0
-    last = int(found[2] or first) if found else 0
+    first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
     if not 1 <= first <= last:
         raise UsageError(f"--steps {value!r}: give the first step and the last one, from 1, as in 5000:5010")
     return first, last
@@ -125,24 +104,12 @@ def _steps(context: click.Context, param: click.Parameter, value: str) -> tuple[
     help="Recompute these steps, the last one included.",
 )
 @stage_options
-@click.option("--data", shell_complete=texts, help="The run's text, if it lies elsewhere now.")
-@click.option(
-    "--init", shell_complete=files, help="The weights that the run began with, if they lie elsewhere now."
-)
-@click.option(
-    "--dtype", type=click.Choice(DTYPES), help="Compute in this number format; in the run's if left out."
-)
-@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of a page.")
+@click.option("--data", shell_complete=texts, help="The run's text, if it is elsewhere now.")
+@click.option("--init", shell_complete=files, help="The weights that the run began with, if elsewhere now.")
+@click.option("--dtype", type=click.Choice(DTYPES), help="Compute in this format. [default: the run's]")
+@json_option
 def replay(
-    run: Path,
-    steps: tuple[int, int],
-    stage: str,
-    threads: int | None,
-    gpu: GpuConfig,
-    data: str | None,
-    init: str | None,
-    dtype: str | None,
-    as_json: bool,
+    run: Path, steps: tuple[int, int], stage: str, threads: int | None, gpu: GpuConfig, **options: Any
 ) -> None:
     """Recompute steps of a run, and prove that they are what the run says.
 
@@ -151,14 +118,12 @@ def replay(
     rounding. Any number of ranks can do so, under mpirun with --stage mpi. Writes nothing into RUN. Exit code
     1: they differ. 3: rounding is expected, and none of these steps could be judged.
     """
-    import json
-
     from distgpt.measure.verification.replaying import Again, difference, page, undecided
     from distgpt.measure.verification.replaying import replay as replay_run
 
+    as_json = options.pop("as_json")
     ready = open_stage(stage, threads, gpu)
-    values = {"data": data, "init": init, "dtype": dtype}
-    given = {name: value for name, value in values.items() if value is not None}
+    given = {name: value for name, value in options.items() if value is not None}
 
     def say(text: str) -> None:
         if ready.comm.rank == 0:

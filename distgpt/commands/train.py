@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from copy import copy
 from dataclasses import replace
 from functools import partial
@@ -16,13 +15,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from distgpt.assembly import COMPONENTS, load_components
-from distgpt.commands.complete import files, names_or_files
 from distgpt.commands.help import Option, command, option
 from distgpt.commands.options import (
     PATH,
     TIME,
     deterministic_as_parts,
     dial_options,
+    files,
+    names_or_files,
     preset_options,
     set_by_user,
     setting_option,
@@ -30,15 +30,13 @@ from distgpt.commands.options import (
     stage_options,
 )
 from distgpt.core.base import interrupts
-from distgpt.core.base.errors import Say, UsageError, command_line, escape, escape_model_text, refuse_beside
-from distgpt.core.base.formatting import clock, count, loss_and_bits, parse_duration
+from distgpt.core.base.errors import UsageError, command_line, escape, escape_model_text, refuse_beside
+from distgpt.core.base.formatting import clock, count, loss_and_bits
 from distgpt.core.comm.job import shown_on_terminal, this_job
 from distgpt.core.components import install
 from distgpt.core.config import SETTINGS, GpuConfig, ModelConfig, RunConfig, settings_of
 from distgpt.core.config.asked import Asked, asked_for, resolve
-from distgpt.core.config.presets import DEFAULT_PRESET
 from distgpt.core.cpu.stages import open_stage
-from distgpt.core.data.textfile import resolve_data
 
 if TYPE_CHECKING:
     from distgpt.core.comm.api import Comm
@@ -47,8 +45,7 @@ if TYPE_CHECKING:
 _schedule, _saving = partial(option, group="schedule"), partial(option, group="saving")
 _trouble, _display = partial(option, group="trouble"), partial(option, group="display")
 
-LOOKED_AT = 2000  # tokens of the text, of which a word is shown
-CHOOSES_MODEL = {"init", "chats", "n_layer", "n_embd"}
+SHOWN = ("progress", "log_lines", "log_format", "tensorboard", "metrics_textfile", "metrics_port")
 
 
 def _replace_components(context: click.Context, param: click.Parameter, name: str | None) -> None:
@@ -90,37 +87,15 @@ def write_json(context: click.Context, *how: str) -> None:
     "--decay-from",
     metavar="PATH",
     shell_complete=files,
-    help="Begin a new run with a checkpoint, or a run's newest one, whose learning rate is constant, and let"
-    " it fall linearly over the next --steps.",
+    help="Start a new run from a checkpoint (or a run's newest) with a constant learning rate; decay it"
+    " linearly over --steps.",
 )
 @dial_options
-@_saving(
-    "--time-limit",
-    type=TIME,
-    help="Save and exit with 75 before this time (as 3h50m) is over. [default: the batch job's, if known]",
-)
-@_trouble(
-    "--stall-timeout",
-    type=TIME,
-    help="After this long without progress, say which rank is where. [default: 10 steps, at least 2m]",
-)
-@_trouble(
-    "--stall-abort",
-    type=TIME,
-    help="After this long without progress, save if possible and exit with 75. [default: never]",
-)
-@_display(
-    "--progress",
-    type=click.Choice(["auto", "live", "plain"]),
-    default="auto",
-    help="Show a live display or plain lines. auto: live on a terminal.",
-)
-@_display(
-    "--log-lines",
-    type=TIME,
-    help="Write a plain line about the progress this often (as 5m). [default: 2s, after half a minute 10s;"
-    " in a batch job 30s]",
-)
+@_saving("--time-limit", type=TIME, help="Save and exit with 75 before this. [default: the batch job's]")
+@_trouble("--stall-timeout", type=TIME, help="Report a stall after this. [default: 10 steps, at least 2m]")
+@_trouble("--stall-abort", type=TIME, help="Save and exit with 75 after a stall of this. [default: never]")
+@_display("--progress", type=click.Choice(["auto", "live", "plain"]), default="auto")
+@_display("--log-lines", type=TIME, help="Time between lines. [default: 2s, soon 10s; in a batch job 30s]")
 @_display(
     "--log-format",
     type=click.Choice(["plain", "json"]),
@@ -130,17 +105,11 @@ def write_json(context: click.Context, *how: str) -> None:
     help="Write lines for people, or (json) an object for each, with time, level, host, rank and event.",
 )
 @_display("--tensorboard", is_flag=True, help="Also write TensorBoard events into the run directory.")
-@_display(
-    "--metrics-textfile",
-    type=PATH,
-    help="Also write metrics for Prometheus into this file (.prom), or a file of its own in this folder, for"
-    " node_exporter, every 15 s.",
-)
+@_display("--metrics-textfile", type=PATH, help="Also write Prometheus metrics: a file (.prom) or folder.")
 @_display(
     "--metrics-port",
     metavar="[ADDRESS:]PORT",
-    help="Also answer Prometheus at /metrics of this port on rank 0's host. Without an address: to 127.0.0.1"
-    " alone; 0.0.0.0: on all.",
+    help="Also answer Prometheus here, on rank 0. [address: 127.0.0.1]",
 )
 @option(
     "--components",
@@ -162,12 +131,6 @@ def train(
     time_limit: float | None,
     stall_timeout: float | None,
     stall_abort: float | None,
-    progress: str,
-    log_lines: float | None,
-    log_format: str,
-    tensorboard: bool,
-    metrics_textfile: Path | None,
-    metrics_port: str | None,
     **flags: Any,
 ) -> None:
     """Train a model.
@@ -175,14 +138,15 @@ def train(
     Settings come from the defaults, then --preset, then --config, then the flags here. A run that resumes
     has its own settings, changed by these.
     """
-    recorders = _recorders(tensorboard, metrics_textfile, metrics_port)
+    display = {name: flags.pop(name) for name in SHOWN}
     given = set_by_user(flags)
     asked = asked_for(given, preset, config, out, resume)
     if given.get("train_minutes"):
         ends = {name: given.get(name) for name in ("steps", "epochs")}
         refuse_beside("--set train_minutes", ends, "each says when a run ends")
-    if log_format == "json":
-        refuse_beside("--log-format json", {"progress live": progress == "live"}, "a log has no display")
+    if as_json := display["log_format"] == "json":
+        is_live = display["progress"] == "live"
+        refuse_beside("--log-format json", {"progress live": is_live}, "a log has no display")
     job = this_job()
     if job.size == 1:
         _refuse_early(asked)
@@ -197,8 +161,7 @@ def train(
     from distgpt.core.train.setup import open_run
     from distgpt.core.train.summary import how_to_resume
 
-    display = "json" if log_format == "json" else progress
-    shown = _listeners(ready.comm, display, log_lines, recorders)
+    shown = _listeners(ready.comm, **display)
     plan = run = None
 
     def remove_unbegun() -> None:
@@ -207,8 +170,6 @@ def train(
 
     interrupts.before_leaving.append(remove_unbegun)
     try:
-        if ready.comm.rank == 0 and ready.on_gpu:
-            note_small_model(asked, shown.noted)
         if asked.has_recipes:
             from distgpt.recipes.recipes import followed
 
@@ -233,36 +194,21 @@ def train(
         if plan and ready.comm.rank == 0:  # before it trains: MPI's abort skips all other cleanup
             plan.directory.lock.release()
     if ready.comm.rank == 0:
-        _report(run, asked, as_json=log_format == "json")
-
-
-def _recorders(
-    tensorboard: bool, metrics_textfile: Path | None, metrics_port: str | None
-) -> list[Callable[[], Closing]]:
-    """Return what makes the listeners that record a run, besides those that show it."""
-    recorders: list[Callable[[], Closing]] = []
-    if metrics_textfile is not None:
-        from distgpt.callbacks.monitoring.exporter import Textfile
-
-        recorders.append(partial(Textfile, metrics_textfile))
-    if metrics_port is not None:
-        from distgpt.callbacks.monitoring.exporter import Port
-
-        recorders.append(partial(Port, metrics_port))
-    if tensorboard:
-        from distgpt.show.display import TensorBoard
-
-        recorders.append(TensorBoard)
-    return recorders
+        _report(run, asked, as_json)
 
 
 def _listeners(
-    comm: Comm, shown: str, log_lines: float | None, recorders: Iterable[Callable[[], Closing]]
+    comm: Comm,
+    progress: str,
+    log_lines: float | None,
+    log_format: str,
+    tensorboard: bool,
+    metrics_textfile: Path | None,
+    metrics_port: str | None,
 ) -> Listeners:
-    """Return the listeners of a run on rank 0: its display, and what `recorders` make. Collective.
+    """Return the listeners of a run on rank 0: its display, and those that record it. Collective.
 
-    `shown` is json, live, plain, or auto: live for a single process on a terminal. Some launchers give their
-    ranks a terminal that nobody looks at. `log_lines`: seconds between lines.
+    `log_lines`: seconds between lines.
     """
     from distgpt.core.comm.agree import on_every_rank
     from distgpt.core.train.lines import Lines, Listeners
@@ -270,18 +216,32 @@ def _listeners(
     def chosen() -> list[Closing]:
         if comm.rank:
             return []
-        display: Closing
-        if shown == "json":
+        found: list[Closing] = []
+        # Some launchers give their ranks a terminal that nobody looks at.
+        is_live = progress == "live" or (progress == "auto" and comm.size == 1 and sys.stdout.isatty())
+        if log_format == "json":
             from distgpt.callbacks.monitoring.structured import JsonLines
 
-            display = JsonLines(log_lines)
-        elif shown == "live" or (shown == "auto" and comm.size == 1 and sys.stdout.isatty()):
+            found.append(JsonLines(log_lines))
+        elif is_live:
             from distgpt.show.display import Live
 
-            display = Live(log_lines)
+            found.append(Live(log_lines))
         else:
-            display = Lines(log_lines)
-        return [display, *(make() for make in recorders)]
+            found.append(Lines(log_lines))
+        if metrics_textfile is not None:
+            from distgpt.callbacks.monitoring.exporter import Textfile
+
+            found.append(Textfile(metrics_textfile))
+        if metrics_port is not None:
+            from distgpt.callbacks.monitoring.exporter import Port
+
+            found.append(Port(metrics_port))
+        if tensorboard:
+            from distgpt.show.display import TensorBoard
+
+            found.append(TensorBoard())
+        return found
 
     return Listeners(*on_every_rank(comm, chosen))
 
@@ -296,27 +256,11 @@ def resuming(asked: Mapping[str, Any], out: Path) -> list[str]:
 
 
 def _refuse_early(asked: Asked) -> None:
-    """Refuse what makes no sense before NumPy and Numba are imported, which takes a second."""
+    """Reject mistyped settings before NumPy and Numba are imported, which takes a second."""
     asked.refuse_mistyped()
-    if asked.resume is not None or asked.decay_from is not None:
-        return
-    known = asked.settings()
-    if asked.within is not None:
-        parse_duration(asked.within)
-    elif asked.depth is None and "init" not in known:  # whose models are not known yet
+    derived = (asked.resume, asked.decay_from, asked.within, asked.depth, asked.settings().get("init"))
+    if not any(derived):  # whose models are not known yet
         resolve(asked)
-    for name in () if known.get("chats") else ("data", "val"):
-        if text := known.get(name):
-            resolve_data(str(text))
-
-
-def _losses(run: Any) -> str:
-    """Return the losses of the last step and of the last evaluation, as far as there are any."""
-    bits = {"training": run.report.bits_per_byte, "validation": run.bits_per_byte}
-    known = {"training": run.progress.loss, "validation": run.progress.val_loss}
-    return ", ".join(
-        f"{name} {loss_and_bits(loss, bits[name](loss))}" for name, loss in known.items() if loss is not None
-    )
 
 
 def _report(run: Any, asked: Asked, as_json: bool) -> None:
@@ -341,8 +285,13 @@ def _report(run: Any, asked: Asked, as_json: bool) -> None:
         JsonLines().sampled(best.step if has_risen else run.progress.step, text)
     elif not talks:
         click.echo(f"\n{escape_model_text(text) if shown_on_terminal(sys.stdout) else text}\n")
-    if losses := _losses(run):
-        show("losses", losses)
+    losses = (
+        ("training", run.progress.loss, run.report.bits_per_byte),
+        ("validation", run.progress.val_loss, run.bits_per_byte),
+    )
+    known = [f"{name} {loss_and_bits(loss, bits(loss))}" for name, loss, bits in losses if loss is not None]
+    if known:
+        show("losses", ", ".join(known))
     if asked.tokens:
         from distgpt.recipes.within import outcome
 
@@ -359,37 +308,11 @@ def _report(run: Any, asked: Asked, as_json: bool) -> None:
         whole = run.assessment.validation.held_out
         of = f", over {best.tokens:,} of {whole:,} held-out tokens" if best.tokens < whole else ""
         show("best", f"{directory.best}: validation loss {loss}{at}{of}")
-        first = run.progress.first_val_loss
-        if first is not None and best.loss >= first:
-            show("note", "nothing was learned: the validation loss was as low before the first step")
-        elif has_risen:
+        if has_risen:
             show("note", f"validation has risen since step {best.step}: the best weights are from there")
     show("metrics", str(directory.metrics))
     weights = directory.best if best else directory.weights
-    word = "" if talks else _words_of_text(run)
-    words = ("chat" if talks else "infer", "--weights", weights, *(["--prompt", word] if word else []))
-    click.echo(f"next      {escape(command_line(*words))}")
-
-
-def _words_of_text(run: Any) -> str:
-    """Return two words of the training text, or one, for a prompt; "" if none is found at once."""
-    from distgpt.core.data.batches import SAMPLE_PIECE
-
-    ids = run.batches.sample(SAMPLE_PIECE)[:LOOKED_AT]
-    text, word = run.tokenizer.decode(ids.tolist()), r"[^\W\d_]{3,20}"
-    found = re.search(rf"(?<=\s){word} {word}(?=\s)", text) or re.search(rf"(?<=\s){word}(?=\s)", text)
-    return found[0] if found else ""
-
-
-def note_small_model(asked: Asked, say: Say) -> None:
-    """Suggest a larger model for a GPU than the default one, if nobody has chosen one."""
-    by_recipe = asked.depth or asked.within or asked.decay_from
-    is_chosen = by_recipe or asked.preset or asked.toml or asked.resume or asked.given.keys() & CHOOSES_MODEL
-    if is_chosen:
-        return
-    # The bundled text is read too fast: five minutes of it would be learned by heart.
-    own = "" if "data" in asked.given else "with a text of your own (--data) "
-    say(f"{DEFAULT_PRESET} is small for a GPU: {own}--within 5m chooses what learns most in 5 minutes")
+    click.echo(f"next      {escape(command_line('chat' if talks else 'infer', '--weights', weights))}")
 
 
 # Options of train that have no meaning here: the weights decide the model, chats have a way of their own.
@@ -410,11 +333,7 @@ def as_train(weights: Path | None, data: str | None, **options: Any) -> dict[str
 
 @command(example="distgpt tune --weights model.safetensors --data chats.jsonl --out runs/tuned")
 @click.option("--weights", type=PATH, help="The model to tune: a weights file, a run, or hub:ORG/NAME.")
-@click.option(
-    "--data",
-    shell_complete=files,
-    help="Learn from these chats: a file of JSON lines, .jsonl or .jsonl.gz, or a folder of them.",
-)
+@click.option("--data", shell_complete=files, help="Learn from these chats: .jsonl, .jsonl.gz, or a folder.")
 @setting_option("epochs", replace(SETTINGS["epochs"], first=True), default=None)
 def tune(**options: Any) -> None:
     """Teach a model chats of your own: it learns their answers alone.
@@ -427,12 +346,7 @@ def tune(**options: Any) -> None:
     train.callback(**as_train(**options))
 
 
-def _own(option: click.Parameter) -> click.Parameter:
-    """Return an option of train as it is here: adapters are for the first page of help."""
-    own = copy(option)
-    if isinstance(own, Option) and own.name == "lora_rank":
-        own.first = True
-    return own
-
-
-tune.params += [_own(option) for option in train.params if option.name not in UNUSED]
+tune.params += [copy(option) for option in train.params if option.name not in UNUSED]
+for _option in tune.params:
+    if isinstance(_option, Option) and _option.name == "lora_rank":
+        _option.first = True  # adapters are for the first page of help

@@ -24,7 +24,6 @@ from distgpt.core.data.batches import ArrayTokens, Batches
 from distgpt.core.data.textfile import BUNDLED_TEXTS, resolve_data
 from distgpt.core.model.counts import operations, parameters
 from distgpt.core.model.model import Architecture, flag_count
-from distgpt.core.model.muon import OPTIMIZERS
 from distgpt.core.ops.kernels import Kernels
 from distgpt.core.train.memory import SPARE, fitting, needed
 from distgpt.core.train.plan import DTYPE, is_open, new_run, refuse_unsuited
@@ -311,7 +310,7 @@ class Trial:
         self.layers = run.model.n_layer
         model.allocate_master_weights()
         model.initialise(t.seed)
-        self._optimizer = OPTIMIZERS[t.optimizer](model, t)
+        self._optimizer = components().optimizer(t)(model, t)
         self.trained = Step(self._optimizer, SerialComm(), t, Exchange())
         n_tokens = t.batch_size * run.model.seq_len + 1
         ids = np.random.default_rng(t.seed).integers(0, run.model.vocab_size, n_tokens, np.uint32)

@@ -3,15 +3,17 @@
 import json
 import os
 import shutil
+import socket
 import sys
 
 import pytest
 from conftest import HELPERS, MPIRUN, SMALL, distgpt, needs_mpi, refused
 from trees import TREES, Core, Seen, Tree, sys_of
 
-from distgpt.cluster.affinity.bind import VARIABLE, Placed
+from distgpt.cluster.affinity import bind
+from distgpt.cluster.affinity.bind import TAKEN, VARIABLE, Placed, about, claim_of
 from distgpt.cluster.affinity.machine import SYS, read_machine
-from distgpt.cluster.affinity.places import TAKEN, Claim, Rank, about, claimed, place_of
+from distgpt.cluster.affinity.plan import Rank, place_of
 from distgpt.core.comm.layout import Layout
 from distgpt.core.comm.serial import SerialComm
 
@@ -25,11 +27,9 @@ needs_two_cores = pytest.mark.skipif(
 @pytest.fixture
 def node(tmp_path):
     """A node of this machine's two CPUs, each a NUMA region of its own."""
-    cores = [Core((cpu,), region=i, l3=i, id=i) for i, cpu in enumerate(OWN)]
+    cores = [Core((cpu,), region=i, l3=i) for i, cpu in enumerate(OWN)]
     seen = Seen(cpus=2, cores=2, sockets=1, regions=2, l3=2)
-    return Tree(cores, seen, l2_kib=512, l3_kib=1 << 14, distances=[[10, 20], [20, 10]]).write(
-        tmp_path / "sys"
-    )
+    return Tree(cores, seen).write(tmp_path / "sys")
 
 
 def placed(root, ranks=0, threads=0, stage="", bind="auto", launch=()):
@@ -58,7 +58,7 @@ def test_unbound_ranks_bind_themselves_to_cores_of_their_own(node):
     # A second stage of the process knows where the launch let it run, and one of its own takes nothing away.
     assert first["unbound"] == second["unbound"] == OWN
     assert first["again"] == first["lines"] and not first["beside"]
-    assert first["after"] == {"claimed": OWN, "main": OWN[:1]}
+    assert first["after"] == OWN[:1]
 
 
 @needs_two_cores
@@ -105,14 +105,12 @@ def test_more_ranks_than_cores_and_more_threads_than_a_block_are_not_seated(node
 @needs_mpi
 @needs_two_cores
 def test_a_second_job_on_the_same_cores_stays_unbound_and_says_so(node):
-    claim = Claim("another", 0, [OWN[1]])
-    try:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other:
+        other.bind(claim_of(OWN[1]))
         first, second = placed(node, ranks=2)
         assert first["workers"] == second["workers"] == {"0": OWN}
         assert first["lines"] == [TAKEN] and not second["lines"]
         assert placed(node)[0]["workers"] == {"0": OWN, "1": OWN}
-    finally:
-        claim.give_up()
     assert placed(node, ranks=2)[0]["workers"] == {"0": OWN[:1]}
 
 
@@ -130,10 +128,10 @@ def test_the_variable_switches_it_off_and_another_value_is_refused(node, tmp_pat
 @needs_two_cores
 def test_a_run_that_binds_itself_has_the_same_bits(tmp_path):
     words = ("train", "--stage", "mpi", *SMALL, "--steps", "3")
-    for bind in ("auto", "off"):
-        result = distgpt(*words, "--out", tmp_path / bind, ranks=2, env={VARIABLE: bind})
+    for choice in ("auto", "off"):
+        result = distgpt(*words, "--out", tmp_path / choice, ranks=2, env={VARIABLE: choice})
         assert result.returncode == 0, result.stderr
-    auto, off = ((tmp_path / bind / "weights.safetensors").read_bytes() for bind in ("auto", "off"))
+    auto, off = ((tmp_path / choice / "weights.safetensors").read_bytes() for choice in ("auto", "off"))
     assert auto == off
 
 
@@ -149,10 +147,10 @@ def places(name, masks, threads):
     return [place_of(read_machine(sys_of(name), rank.cpus), here, i) for i, rank in enumerate(here)]
 
 
-def said(name, masks, threads, given=False):
+def said(name, masks, threads):
     here = ranks_of(name, masks, threads)
     machine = read_machine(sys_of(name), here[0].cpus)
-    return list(about(machine, here, place_of(machine, here, 0), given))
+    return list(about(machine, here, place_of(machine, here, 0)))
 
 
 EVERY = TREES["archer2"].online
@@ -184,7 +182,8 @@ def test_what_is_in_doubt_is_left_alone(tmp_path):
     here = ranks_of("archer2", [range(2)] * 2, 1)
     machine = read_machine(tmp_path, range(2))
     assert place_of(machine, here, 0) is None
-    assert "does not say which CPUs are online: threads run where" in next(about(machine, here, None, False))
+    (line,) = about(machine, here, None)
+    assert str(tmp_path) in line and line.endswith(": threads run where Linux puts them")
 
 
 def test_a_launch_that_fights_itself_is_described():
@@ -197,11 +196,8 @@ def test_a_launch_that_fights_itself_is_described():
     assert siblings.startswith("2 ranks of a host share cores (0): ")
     (siblings,) = said("archer2", [range(16), range(128, 144)], 16)
     assert siblings.startswith("2 ranks of a host share cores (0-15): ")
-    across = said("archer2", [range(i, 128, 8) for i in range(8)], 16)
-    assert across[0].startswith("the cores of 8 ranks of a host lie in more NUMA regions than they must: ")
-    assert "was bound to 16 cores in 8 NUMA regions" in across[1]
-    (siblings,) = said("holes", [TREES["holes"].affinity], 8, given=True)
-    assert siblings.startswith("--threads 8 on 5 cores: CPUs of one core share ")
+    (across,) = said("archer2", [range(i, 128, 8) for i in range(8)], 16)
+    assert "was bound to 16 cores in 8 NUMA regions" in across
     assert said("archer2", [EVERY], 128) == ["128 threads on 128 cores in 8 NUMA regions, a thread on each"]
     for flat in ("alder lake", "virtual", "grace", "container"):
         assert not said(flat, [TREES[flat].affinity], 2) and not said(flat, [TREES[flat].affinity] * 2, 1)
@@ -217,53 +213,21 @@ def test_threads_are_as_many_as_cores_of_the_share_that_are_granted(
     comm = SerialComm()
     comm.cores, comm.local_size = share, ranks
     monkeypatch.setattr(Layout, "share", lambda self, cores, ranks, grants: granted)
-    monkeypatch.setattr("distgpt.cluster.affinity.bind.usable_cores", lambda: EVERY)
-    for bind, expected in {"auto": threads, "off": granted}.items():
-        monkeypatch.setenv(VARIABLE, bind)
+    monkeypatch.setattr(bind, "usable_cores", lambda: EVERY)
+    for choice, expected in {"auto": threads, "off": granted}.items():
+        monkeypatch.setenv(VARIABLE, choice)
         assert Placed(sys_of("archer2")).threads(comm) == expected
 
 
-def test_claims_of_other_jobs_are_seen_and_end():
-    mine, other = Claim("mine", 0, [0, 3, 383]), Claim("other", 1, [5, 499])
-    try:
-        assert claimed("mine") >= {5, 499} and not claimed("mine") & {0, 3, 383}
-        with pytest.raises(OSError, match="in use"):
-            Claim("other", 1, [5, 499])
-    finally:
-        other.give_up()
-    assert not claimed("mine") & {5, 499}
-    assert claimed("other") >= {0, 3, 383}
-    mine.give_up()
-
-
-def test_a_system_that_cannot_bind_takes_part_in_what_ranks_of_others_agree_on(monkeypatch):
+def test_ranks_agree_where_one_system_cannot_bind_and_a_failed_claim_is_explained(monkeypatch):
     monkeypatch.setenv(VARIABLE, "auto")
-    monkeypatch.setattr("distgpt.cluster.affinity.bind.usable_cores", lambda: EVERY)
+    monkeypatch.setattr(bind, "usable_cores", lambda: EVERY)
+    monkeypatch.setattr(bind, "claim_of", lambda core: "x" * 200)
     sent = []
-    monkeypatch.setattr(
-        "distgpt.cluster.affinity.places.gather_texts", lambda comm, text: sent.append(text) or [text]
-    )
-    assert Placed(sys_of("archer2")).place(SerialComm(), 128, threads_given=False)
+    monkeypatch.setattr(bind, "gather_texts", lambda comm, text: sent.append(text) or [text])
+    (line,) = Placed(sys_of("archer2")).place(SerialComm(), 128, threads_given=False)
+    assert "cores cannot be claimed (AF_UNIX path too long)" in line
     often = len(sent)
     monkeypatch.delattr(os, "sched_setaffinity")
     assert not Placed(sys_of("archer2")).place(SerialComm(), 128, threads_given=False)
     assert len(sent) == 2 * often > 0
-
-
-def test_a_claim_tells_of_any_cores_and_a_refusal_says_why(monkeypatch):
-    many = {*range(0, 1024, 2), 9999}  # more than the name of one socket holds
-    claim = Claim("mine", 0, many)
-    try:
-        assert claimed("other") >= many and 1 not in claimed("other")
-    finally:
-        claim.give_up()
-    assert not claimed("other") & many
-
-    def refuse(*words):
-        raise OSError("AF_UNIX path too long")  # one of Python's own, without a number
-
-    monkeypatch.setenv(VARIABLE, "auto")
-    monkeypatch.setattr("distgpt.cluster.affinity.places.Claim", refuse)
-    monkeypatch.setattr("distgpt.cluster.affinity.bind.usable_cores", lambda: EVERY)
-    (line,) = Placed(sys_of("archer2")).place(SerialComm(), 128, threads_given=False)
-    assert "cannot see each other (AF_UNIX path too long)" in line

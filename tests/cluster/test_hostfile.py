@@ -94,10 +94,10 @@ def test_mpich_still_reads_as_it_did(tmp_path):
 
 def test_what_bites_is_found_on_its_line_with_the_way_out():
     for launcher, content, words in (
-        ("MPICH", b"ha:1\nhb slots=2\n", "line 2: MPICH refuses the word slots: write hb:2"),
-        ("MPICH", b"ha:2 # two\n", "line 1: MPICH refuses a comment behind a host"),
+        ("MPICH", b"ha:1\nhb slots=2\n", "line 2: MPICH does not read the number of another MPI: write hb:2"),
+        ("MPICH", b"ha:2 # two\n", "line 1: MPICH refuses # two: write one host"),
         ("MPICH", b"# nothing\n", "all ranks run on this machine"),
-        ("Open MPI", b"ha:2\n", "line 1: Open MPI takes ha:2 for a host's name: write ha slots=2"),
+        ("Open MPI", b"ha:2\n", "line 1: Open MPI does not read the number of another MPI: write ha slots=2"),
         ("Open MPI", b"ha slots=2\r\n", "line 1: Open MPI refuses the line ends of Windows"),
         ("Open MPI", b"ha.x slots=2\nha.y slots=2\n", "line 2: Open MPI refuses a second number of slots"),
         ("Open MPI", b"ha cpus=3\n", "line 1: Open MPI refuses cpus=3"),
@@ -146,7 +146,7 @@ def test_a_launch_that_would_work_leaves_with_0_and_says_how(here, tmp_path):
 
 def test_what_is_wrong_leaves_with_2_and_the_first_of_it(here, tmp_path):
     for content, words in (
-        (b"localhost slots=2\n", ["line 1", "refuses the word slots"]),
+        (b"localhost slots=2\n", ["line 1", "write localhost:2"]),
         (b"", ["all ranks run on this machine"]),
         (b"no-such-host.invalid:1\n", ["no-such-host.invalid", "nobody knows this name", "/etc/hosts"]),
         (b"-oProxyCommand=touch${IFS}owned:1\n", ["names no host"]),

@@ -4,9 +4,7 @@ The clone knows no -wa and -wt: where LSF sends URG before the limit by itself, 
 """
 
 import json
-import os
 import re
-import sys
 import time
 from contextlib import contextmanager
 
@@ -167,33 +165,6 @@ def test_an_element_of_an_array_is_followed_by_one_of_its_own(cluster, finished,
 
 
 @needs_mpi
-def test_an_element_of_an_array_is_queued_again(cluster, finished, tmp_path):
-    number = submit(cluster, tmp_path, "--time", "10m", "--array", "1-2%1")
-    with held(cluster, tmp_path, "my run's/1"):
-        cluster.warn(number, 1)
-    finish(cluster)
-    assert "attempt 1 left with 0" in said(tmp_path, f"{number}.1")
-    assert "attempt 0 left with 0" in said(tmp_path, f"{number}.2")
-    assert all(same(tmp_path / "my run's" / element, finished) for element in "12")
-
-
-@needs_mpi
-def test_options_of_the_job_reach_lsf_and_the_ranks(cluster, finished, tmp_path):
-    options = ["--prefix", "env DISTGPT_TEST_WORD=two", "--setup", "export DISTGPT_TEST_LINE='a b'"]
-    options += ["--name", "mine-2.b_c", "--directive", "-q normal", "--directive", "-P project"]
-    options += ["--directive", "-o mine.txt"]
-    number = submit(cluster, tmp_path, *options, "--time", "10m")
-    with held(cluster, tmp_path) as ranks:
-        assert {variable(rank, "DISTGPT_TEST_WORD") for rank in ranks} == {"two"}
-        assert {variable(rank, "DISTGPT_TEST_LINE") for rank in ranks} == {"a b"}
-        shown = re.sub(r"\n\s+", "", cluster.call("bjobs", "-l", number))
-        assert "Job Name <mine-2.b_c>" in shown and "Project <project>" in shown, shown
-        cluster.call("bkill", number)
-    finish(cluster)
-    assert "attempt 0 left with" in (tmp_path / "mine.txt").read_text()
-
-
-@needs_mpi
 @pytest.mark.skipif(OPEN_MPI is None, reason="needs Debian's Open MPI: apt install openmpi-bin")
 @pytest.mark.parametrize(("how", "code"), [("warned", 0), ("killed", 1)])
 def test_open_mpi_leaves_the_ranks_time_for_a_save(cluster, finished, tmp_path, how, code):
@@ -208,12 +179,3 @@ def test_open_mpi_leaves_the_ranks_time_for_a_save(cluster, finished, tmp_path, 
     step = max(metrics(tmp_path / "my run's"))
     assert f"left with {code}; newest checkpoint: step-{step:08}" in said(tmp_path, number)
     assert how == "killed" or same(tmp_path / "my run's", finished)
-
-
-def test_threads_are_those_that_lsf_grants(cluster, finished, tmp_path):
-    words = [sys.executable, "-m", "distgpt", *WORDS, "--steps", "2", "--out", "run"]
-    (tmp_path / "job.sh").write_text(f"#BSUB -n 1\n{' '.join(words)} >said.txt 2>&1\n")
-    cluster.call("bsub", cwd=tmp_path, given=(tmp_path / "job.sh").read_text())
-    finish(cluster)
-    assert "1 thread" in (text := (tmp_path / "said.txt").read_text()), text
-    assert (os.cpu_count() or 1) == 1 or "grants 1 of" in text

@@ -1,7 +1,5 @@
 """Jobs of a real OpenPBS: saved before the limit, followed once, queued again, deleted, and finished."""
 
-import json
-import os
 import re
 import sys
 import time
@@ -172,23 +170,6 @@ def test_an_element_of_an_array_is_followed_by_a_job_of_its_own(cluster, finishe
 
 
 @needs_mpi
-def test_options_of_the_job_reach_pbs_and_the_ranks(cluster, finished, folder):
-    options = ["--prefix", "env DISTGPT_TEST_WORD=two", "--memory", "1G", "--name", "mine"]
-    options += ["--directive", "-q workq", "--directive", "-A project", "--directive", "-o mine.txt"]
-    number = submit(cluster, folder, *options, "--ranks-per-node", "2", "--time", "10m")
-    with held(cluster, folder) as ranks:
-        assert {variable(rank, "DISTGPT_TEST_WORD") for rank in ranks} == {"two"}
-        assert cluster.attribute(number, "Resource_List.mem") == "1gb"
-        assert cluster.attribute(number, "Account_Name") == "project"
-        assert cluster.attribute(number, "Job_Name") == "mine"
-        cluster.call("qdel", number)
-    cluster.wait_for(lambda: not cluster.queued())
-    assert "attempt 0 left with" in (folder / "mine.txt").read_text()
-    begun = json.loads((folder / "my run's" / "history.jsonl").read_text().splitlines()[0])
-    assert begun["job"] == {"system": "PBS", "id": f"{number}.node1", "name": "mine"}
-
-
-@needs_mpi
 @pytest.mark.skipif(OPEN_MPI is None, reason="needs Debian's Open MPI: apt install openmpi-bin")
 def test_open_mpi_finds_the_nodes_of_a_job_without_its_library(cluster, finished, folder):
     asked = ["--mpi", "openmpi", "--nodes", "2", "--ranks-per-node", "1", "--time", "10m"]
@@ -200,12 +181,3 @@ def test_open_mpi_finds_the_nodes_of_a_job_without_its_library(cluster, finished
     first = (folder / f"my-run-s-{number}.0.log").read_text()
     assert "2 ranks on node1, node2" in first, first
     assert same(folder / "my run's", finished)
-
-
-def test_threads_are_those_that_pbs_grants(cluster, finished, folder):
-    words = [sys.executable, "-m", "distgpt", *WORDS, "--steps", "2", "--out", "run"]
-    (folder / "job.sh").write_text(f'cd "$PBS_O_WORKDIR" && {" ".join(words)} >said.txt 2>&1\n')
-    cluster.by_user("qsub", "-l", "select=1:ncpus=1", "job.sh", cwd=folder)
-    cluster.wait_for(lambda: not cluster.queued())
-    assert "1 rank, 1 thread," in (text := (folder / "said.txt").read_text()), text
-    assert (os.cpu_count() or 1) == 1 or "NCPUS=1 grants 1 of" in text

@@ -83,13 +83,6 @@ def test_children_use_the_package_that_started_them(tmp_path):
     assert (ended.code, ended.output.split(",")[0]) == (0, "distgpt"), ended
 
 
-def test_children_find_modules_in_folders_with_any_name(tmp_path, monkeypatch):
-    (tmp_path / "a:b").mkdir()
-    (tmp_path / "a:b" / "in_a_folder_with_a_colon.py").touch()
-    monkeypatch.syspath_prepend(tmp_path / "a:b")
-    assert run(python_code("import in_a_folder_with_a_colon")).code == 0
-
-
 def test_python_is_started_by_one_function():
     """The others would look for modules in the working directory."""
     found = [
@@ -125,12 +118,15 @@ def test_whatever_ends_us_ends_the_grandchildren_too(tmp_path, numbers, nohup):
         signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.4), os._exit(1)))
         subprocess.run([sys.executable, "-c", {textwrap.dedent(grandchild)!r}])
     """)
-    program = (
-        f"from distgpt.cluster.jobs.processes import run; import sys; run([sys.executable, '-c', {child!r}])"
-    )
+    program = f"""
+        import sys
+        from distgpt.cluster.jobs.processes import run
+        from distgpt.core.base.interrupts import install_handlers
+        install_handlers()
+        run([sys.executable, '-c', {child!r}])"""
     # The tests may run under nohup themselves.
     ignored = f"import signal; signal.signal(signal.SIGHUP, signal.{'SIG_IGN' if nohup else 'SIG_DFL'})\n"
-    parent = subprocess.Popen(script(ignored + program), stderr=subprocess.DEVNULL)
+    parent = subprocess.Popen(script(ignored + textwrap.dedent(program)), stderr=subprocess.DEVNULL)
     pid = int(wait_for(lambda: told.exists() and told.read_text()))
     for number in numbers:
         parent.send_signal(number)
@@ -143,28 +139,23 @@ def test_whatever_ends_us_ends_the_grandchildren_too(tmp_path, numbers, nohup):
     wait_for(lambda: gone(pid))
 
 
-@pytest.mark.parametrize("number, raised", [
-    (signal.SIGINT, KeyboardInterrupt),
-    (signal.SIGTERM, SystemExit),
-])  # fmt: skip
-def test_a_child_is_ended_also_if_the_request_comes_while_it_starts(number, raised, monkeypatch):
+def test_a_child_is_ended_also_if_the_request_comes_while_it_starts(monkeypatch):
     started = []
 
     class Interrupted(subprocess.Popen):
         def __init__(self, *args, **options):
             super().__init__(*args, **options)
             started.append(self)
-            signal.raise_signal(number)
+            signal.raise_signal(signal.SIGINT)
 
-    former = signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    former = signal.signal(signal.SIGINT, signal.default_int_handler)
     monkeypatch.setattr(subprocess, "Popen", Interrupted)
     try:
-        with pytest.raises(raised):
+        with pytest.raises(KeyboardInterrupt):
             run(script("import time; time.sleep(60)"))
         assert started[0].returncode == -signal.SIGTERM
-        assert signal.getsignal(number) in (signal.default_int_handler, signal.SIG_DFL)
     finally:
-        signal.signal(number, former)
+        signal.signal(signal.SIGINT, former)
 
 
 def test_a_listener_that_fails_ends_the_child_and_its_error_is_raised():
@@ -212,7 +203,6 @@ def programs(tmp_path, monkeypatch):
         (tmp_path / name).write_text(f"#!/bin/sh\necho '{says}'\n")
         (tmp_path / name).chmod(0o755)
     (tmp_path / "hosts").write_text("a\nb\n")
-    (tmp_path / "misread").write_text("a\nb:x\n")
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     return tmp_path
 
@@ -234,13 +224,8 @@ def test_each_launcher_has_its_words(programs):
 
 def test_what_cannot_be_is_refused(programs):
     for chosen, hosts, words in (
-        ("nosuchrun", None, "--launcher nosuchrun: there is no such program"),
+        ("nosuchrun", None, "no nosuchrun was found"),
         ("mpirun", "nosuchfile", "there is no such file"),
-        (
-            "mpiexec.hydra",
-            "misread",
-            "misread: line 2: gives no number of ranks .*; see distgpt doctor",
-        ),
         ("srun", "hosts", "srun takes its hosts from the allocation"),
         ("", None, "--launcher names no program"),
         ('"srun', None, '--launcher "srun: no closing quotation'),

@@ -50,7 +50,7 @@ def script(system, case, folder):
 def told(system, folder):
     """Return the first script, and in what the others differ from it, as no installation changes them."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("distgpt.cluster.jobs.batch.systems.own_mpirun", lambda: None)
+        patched.setattr("distgpt.cluster.jobs.systems.own_mpirun", lambda: None)
         patched.setattr("distgpt.commands.jobs.own_program", lambda: ["distgpt"])
         scripts = {case: script(system, case, folder) for case in CASES}
     base = scripts.pop("two nodes")

@@ -19,14 +19,13 @@ ROWS = {
     "a64fx": "A64FX, four regions of 12 cores",
     "alder lake": "a laptop with 6 fast cores and 8 efficient ones",
 }
-GPT2 = 4 * 124_000_000  # bytes of weights
 
 
 @pytest.mark.parametrize("name", ROWS)
 def test_a_row_of_the_page_is_what_the_plan_recommends(name):
     (row,) = re.findall(rf"^\| {re.escape(ROWS[name])} \|(.*)\|$", PAGE.read_text(), re.M)
     shape, command, under_slurm = (cell.strip() for cell in row.split("|"))
-    advice = recommended(read_machine(sys_of(name), TREES[name].affinity), GPT2)
+    advice = recommended(read_machine(sys_of(name), TREES[name].affinity))
     assert shape == f"{advice.ranks} × {advice.threads}"
     started = f"mpirun -n {advice.ranks} distgpt train --stage mpi" if advice.ranks > 1 else "distgpt train"
     assert command == f"`{started}`"

@@ -9,8 +9,8 @@ import click
 import pytest
 from conftest import inside, refused
 
+from distgpt.commands.help import OPTIONS, spelled
 from distgpt.commands.options import set_by_user, settings, settings_but, stage_options
-from distgpt.commands.settings import OPTIONS, spelled
 from distgpt.core.base.errors import UsageError
 from distgpt.core.config import (
     CHANGEABLE,

@@ -10,9 +10,7 @@ import numpy as np
 import pytest
 from tokenizing import STORY, TEXT, gpt2, needs_gpt2, small
 
-from distgpt.commands.jobs import refuse_unready
 from distgpt.core.base.errors import DataError, UsageError
-from distgpt.core.config.presets import preset
 from distgpt.core.data.tokenizers import (
     fingerprint,
     id_dtype,
@@ -300,5 +298,3 @@ def test_hub_finds_tokenizer_in_installation(tmp_path, monkeypatch):
     (folder / "vocab.json").write_text(json.dumps(vocabulary), encoding="utf-8")
     (folder / "merges.txt").write_text("".join(f"{a} {b}\n" for a, b in small().merges), encoding="utf-8")
     assert hub.download_tokenizer("some/model") == folder / "vocab.json"
-    # Nodes see the installation, so a batch script needs no note on the hub's cache.
-    assert refuse_unready(preset("tiny", {"tokenizer": "hub:some/model"})) == ""

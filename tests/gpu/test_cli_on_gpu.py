@@ -10,9 +10,8 @@ import pytest
 from conftest import distgpt, losses, metrics, needs_mpi, refused, train
 from devices import ON_GPU, gpu, gpu_train  # noqa: F401
 
-from distgpt.commands.train import note_small_model
 from distgpt.core.comm.serial import SerialComm
-from distgpt.core.config.asked import Asked, asked_for
+from distgpt.core.config.asked import Asked
 from distgpt.core.cpu import dtypes
 from distgpt.core.saved.rundir import RunDirectory
 from distgpt.core.train.step import Step
@@ -125,23 +124,6 @@ def test_a_gpu_takes_bfloat16_unless_float32_is_named_which_notes_what_that_cost
         found = gpu_train(gpu, out, "--steps", "1", *more.split())
         assert RunDirectory(out).saved().train.dtype == "float32"
         assert (SLOW_FLOAT32 in " ".join(found.stdout.split())) is notes
-
-
-def test_a_larger_model_is_suggested_for_a_gpu_where_none_was_chosen(tmp_path):
-    said = []
-    note_small_model(asked_for({"data": "a b.txt", "steps": 3}), said.append)
-    assert len(said) == 1 and "tiny is small for a GPU: --within 5m" in said[0]
-    for preset, flags in (("fast", {}), (None, {"depth": 3}), (None, {"n_embd": 64}), (None, {"init": "x"})):
-        note_small_model(asked_for(flags, preset), said.append)
-    assert len(said) == 1
-
-
-def test_only_a_run_on_a_gpu_is_told_that_its_model_is_small_for_one(gpu, tmp_path):
-    words = ("--tokenizer", "byte", "--optimizer", "adamw", "--seq-len", "8", "--batch-size", "1")
-    for stage, is_told in (("cuda", True), ("serial", False)):
-        result = gpu("train", *words, "--steps", "1", "--stage", stage, "--out", tmp_path / stage)
-        assert result.returncode == 0, result.stderr
-        assert ("is small for a GPU" in " ".join(result.stdout.split())) is is_told
 
 
 def chosen_within(monkeypatch, seconds, cold, probes):

@@ -11,7 +11,6 @@ import threading
 from pathlib import Path
 
 from distgpt.cluster.affinity import bind
-from distgpt.cluster.affinity.places import claimed
 from distgpt.core.comm.layout import layout
 from distgpt.core.comm.serial import SerialComm
 from distgpt.core.cpu.pool import pool_of
@@ -65,6 +64,6 @@ again.kernels("float32")
 found["again"] = []
 again.notes.report_to(found["again"].append)
 found["beside"] = layout().place(SerialComm(stage.comm), stage.threads, threads_given=False)
-found["after"] = {"claimed": sorted(claimed("another")), "main": mask()}
+found["after"] = mask()
 stage.comm.barrier()  # a rank that ends gives up its claim
 print(json.dumps(found), flush=True)

@@ -1,15 +1,12 @@
 """Launch lines: the right one for an MPI, and what the doctor says of wrong ones."""
 
 import os
-import shutil
-import sys
 from pathlib import Path
 
 import pytest
-from conftest import distgpt
 
 from distgpt.cluster.jobs import launchers
-from distgpt.cluster.launch import job, joining, mpis
+from distgpt.cluster.launch import job
 from distgpt.core.base.errors import UsageError
 from distgpt.measure.doctor import verdicts
 
@@ -36,7 +33,7 @@ def of(vendor):
         (around(HYDRA), "Intel MPI", [], ["/none/MPICH/mpirun"]),  # both speak the PMI of Hydra
         (around(HYDRA), "Open MPI", ["mpirun belongs to MPICH", "the mpirun of Open MPI"], []),
         (around(OPEN), "MPICH", ["belongs to Open MPI", "the mpirun of MPICH"], []),
-        (around(NOWHERE), "MPICH", ["no mpirun in PATH", mpis.HELP], []),
+        (around(NOWHERE), "MPICH", ["no mpirun in PATH", job.HELP], []),
         (
             around(OPEN, as_root=True),
             "Open MPI",
@@ -90,10 +87,9 @@ def test_srun_is_asked_for_what_it_offers(tmp_path, monkeypatch):
     assert launchers.srun_ways() == []
 
 
-def test_the_file_of_the_library_is_the_one_in_use(tmp_path):
-    found = launchers._library_file(mpi.MPI.__file__)
-    assert "libmpi" in found and found in Path("/proc/self/maps").read_text()
-    assert launchers._library_file(str(tmp_path)) == ""
+def test_the_file_of_the_library_is_the_one_in_use():
+    assert mpi.MPI  # loads it
+    assert Path(launchers.library_file()).name.startswith("libmpi")
 
 
 def test_open_mpi_may_be_asked_to_start_for_root(monkeypatch):
@@ -112,7 +108,7 @@ def test_ranks_that_find_themselves_alone_are_told_the_line_for_their_mpi(monkey
     class Alone:
         size = 1
 
-    monkeypatch.setattr(joining, "start_mpi", Alone)
+    monkeypatch.setattr(job, "start_mpi", Alone)
     for size, vendor, line in (
         ("SLURM_STEP_NUM_TASKS", "MPICH", "srun --mpi=pmi2"),
         ("SLURM_STEP_NUM_TASKS", "Open MPI", "srun --mpi=pmix"),
@@ -125,24 +121,3 @@ def test_ranks_that_find_themselves_alone_are_told_the_line_for_their_mpi(monkey
         monkeypatch.setattr(mpi, "vendor", lambda vendor=vendor: vendor)
         with pytest.raises(UsageError, match=f"4 processes.*mpirun of {vendor}, or {line} .distgpt help"):
             job.Launched().connect("mpi")
-
-
-DIES = """
-import os
-from distgpt.core.comm import mpi
-from distgpt.commands.cli import main
-mpi.MPI.Init_thread = lambda level: os._exit(16)
-main()
-"""
-
-
-def test_an_mpi_that_ends_its_process_while_it_starts_has_a_sentence(tmp_path):
-    """No code of this process runs then: MPICH and Open MPI call exit in MPI_Init."""
-    if shutil.which("sh", path="/bin") is None:
-        pytest.skip("no /bin/sh")
-    launched = {"SLURM_STEP_NUM_TASKS": "2"}
-    words = ("train", "--stage", "mpi", "--out", tmp_path / "run")
-    for rank, says in (("0", 1), ("1", 0)):
-        how = {"env": {**launched, "SLURM_PROCID": rank}, "program": [sys.executable, "-c", DIES]}
-        result = distgpt(*words, **how)
-        assert result.returncode == 16 and result.stderr.count("was ended while ") == says, result.stderr

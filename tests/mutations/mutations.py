@@ -24,7 +24,7 @@ _OVERLAPPED = "gpu/test_gradsync_gpu.py -k overlapped_gives"
 _LANES = "inference/test_compiled_lanes.py"
 _SERVED, _STRAINED = "inference/test_serve.py", "inference/test_serve_limits.py"
 _FAULTS = {
-    ("cluster/jobs/batch/script.py", "cluster/test_submit.py"): [
+    ("cluster/jobs/batch.py", "cluster/test_submit.py"): [
         ("a job has two successors", '  if mkdir "$marker"', '  if mkdir -p "$marker"'),
         ("an attempt without a step is followed", '&& [ "$(newest)" = "$before" ]; then', "&& false; then"),
         ("a deleted job is followed", 'if [ "$again" ] && [ -z "$ending" ]', 'if [ "$again" ]'),

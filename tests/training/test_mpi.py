@@ -28,7 +28,7 @@ from conftest import (
 from launching import SIZES
 from test_stalls import of_job
 
-from distgpt.cluster.launch import joining
+from distgpt.cluster.launch import job as jobs
 from distgpt.core.saved.checkpoint import newest_intact, newest_step
 
 mpi = pytest.importorskip("distgpt.core.comm.mpi")
@@ -336,7 +336,11 @@ ONE_RANK_REFUSES = [
     ([*TRAIN, "--threads", "0"], 2, ["rank 1: --threads is 0"]),
     (["eval", "--weights", "x"], 2, ["rank 1: nothing to evaluate"]),
     # What could be done, but not together.
-    (["infer", "--stage", "mpi", "--prompt", "a"], 2, ["rank 0 runs distgpt train, rank 1 distgpt infer"]),
+    (
+        ["infer", "--stage", "mpi", "--prompt", "a"],
+        2,
+        ["distgpt infer on rank 1, but distgpt train on rank 0"],
+    ),
     ([*TRAIN, "--lr", "0.5"], 2, ["--lr is 0.5 on rank 1", "0.01 on rank 0"]),
     ([*TRAIN, "--tensorboard"], 2, ["--tensorboard is True on rank 1, but not given on rank 0"]),
 ]
@@ -366,8 +370,8 @@ def test_ranks_that_refuse_for_reasons_of_their_own_name_them_all(tmp_path):
     words = map(json.dumps, (["train", "--one"], ["train", "--two"], ["train", "--one"], ["train", "--two"]))
     result = distgpt(*words, ranks=4, cwd=tmp_path, **EACH)
     lines = result.stderr.splitlines()
-    assert result.returncode == 2 and lines[-2] == "Error: No such option '--one'", result.stderr
-    assert lines[-1].startswith("distgpt: ranks 1, 3: No such option '--two'") and "--one" not in lines[-1]
+    assert result.returncode == 2 and lines[-2].startswith("Error: No such option"), result.stderr
+    assert lines[-1].startswith("distgpt: ranks 1, 3: No such option") and "--one" not in lines[-1]
 
 
 def test_ranks_may_have_different_numbers_of_threads(tmp_path):
@@ -438,7 +442,7 @@ def test_launchers_of_other_mpis_are_told_by_their_variables(monkeypatch):
             monkeypatch.setenv(name, value)
         monkeypatch.setattr(mpi, "vendor", lambda vendor=vendor: vendor)
         use = f"mpi4py belongs to {vendor}; use the mpirun of {vendor}"
-        assert joining.foreign_launcher() == (f"launched by {wrong}, but {use}" if wrong else "")
+        assert jobs.foreign_launcher() == (f"launched by {wrong}, but {use}" if wrong else "")
 
 
 def test_a_batch_systems_launcher_that_does_not_fit_is_told_before_mpi_ends_the_process(monkeypatch):
@@ -446,26 +450,25 @@ def test_a_batch_systems_launcher_that_does_not_fit_is_told_before_mpi_ends_the_
     built = {"MPICH": "MPICH Version: 5.0.2\nMPICH Configure: --prefix=/usr", "Open MPI": "Open MPI v4.1.4"}
     srun, pmix = {"SLURM_STEP_NUM_TASKS": "2"}, {"PMIX_RANK": "0", "PMIX_NAMESPACE": "slurm.pmix.1.0"}
     flux = {"FLUX_JOB_SIZE": "2", "FLUX_TASK_RANK": "0", "FLUX_PMI_LIBRARY_PATH": "/lib/libpmi.so"}
-    for vendor, built_with, launched, wrong, doubt in (
-        ("MPICH", "", {**srun, **pmix}, "--mpi=pmi2", ""),
-        ("MPICH", " --with-pmix", {**srun, **pmix}, "", ""),
-        ("MPICH", "", {**srun, "PMI_RANK": "0"}, "", ""),
-        ("MPICH", "", {**srun, "PMI_RANK": "0", "PMIX_MCA_gds": "hash"}, "", ""),
-        ("MPICH", "", srun, "", ""),  # then it finds itself alone, or is built with Slurm's own PMI
-        ("Cray MPICH", "", {**srun, **pmix}, "", ""),
-        ("Open MPI", "", {**srun, **pmix}, "", ""),
-        ("Open MPI", "", srun, "", "--mpi=pmix"),
-        ("Open MPI", "", {**srun, "PMIX_MCA_gds": "hash"}, "", "--mpi=pmix"),
-        ("Open MPI", "", {**srun, "OMPI_COMM_WORLD_SIZE": "2"}, "", ""),  # mpirun, which used srun
-        ("Open MPI", "", {"SLURM_STEP_NUM_TASKS": "1"}, "", ""),
-        ("MPICH", "", {**flux, "PMI_SIZE": "2"}, "", ""),
-        ("MPICH", "", {**flux, "PMI_SIZE": "2", "PMIX_ROOT": "/opt/pmix"}, "", ""),  # of a module
-        ("MPICH", "", {**flux, **pmix}, "pmi=simple", ""),
-        ("MPICH", " --with-pmix", {**flux, **pmix}, "", ""),
-        ("MPICH", " --with-pmix", {**flux, **pmix, "PMI_SIZE": "2"}, "pmi=simple", ""),
-        ("Open MPI", "", {**flux, **pmix, "PMI_SIZE": "2"}, "", ""),
-        ("Open MPI", "", flux, "", "pmi=simple,pmix"),
-        ("Open MPI", "", {**flux, "PMIX_ROOT": "/opt/pmix"}, "", "pmi=simple,pmix"),
+    for vendor, built_with, launched, wrong in (
+        ("MPICH", "", {**srun, **pmix}, "--mpi=pmi2"),
+        ("MPICH", " --with-pmix", {**srun, **pmix}, ""),
+        ("MPICH", "", {**srun, "PMI_RANK": "0"}, ""),
+        ("MPICH", "", {**srun, "PMI_RANK": "0", "PMIX_MCA_gds": "hash"}, ""),
+        ("MPICH", "", srun, ""),  # then it finds itself alone, or is built with Slurm's own PMI
+        ("Cray MPICH", "", {**srun, **pmix}, ""),
+        ("Open MPI", "", {**srun, **pmix}, ""),
+        ("Open MPI", "", srun, ""),
+        ("Open MPI", "", {**srun, "PMIX_MCA_gds": "hash"}, ""),
+        ("Open MPI", "", {**srun, "OMPI_COMM_WORLD_SIZE": "2"}, ""),  # mpirun, which used srun
+        ("Open MPI", "", {"SLURM_STEP_NUM_TASKS": "1"}, ""),
+        ("MPICH", "", {**flux, "PMI_SIZE": "2"}, ""),
+        ("MPICH", "", {**flux, "PMI_SIZE": "2", "PMIX_ROOT": "/opt/pmix"}, ""),  # of a module
+        ("MPICH", "", {**flux, **pmix}, "pmi=simple"),
+        ("MPICH", " --with-pmix", {**flux, **pmix}, ""),
+        ("MPICH", " --with-pmix", {**flux, **pmix, "PMI_SIZE": "2"}, "pmi=simple"),
+        ("Open MPI", "", {**flux, **pmix, "PMI_SIZE": "2"}, ""),
+        ("Open MPI", "", flux, ""),
     ):
         for name in [name for name in os.environ if name in SIZES or name.startswith("PMI")]:
             monkeypatch.delenv(name)
@@ -473,8 +476,8 @@ def test_a_batch_systems_launcher_that_does_not_fit_is_told_before_mpi_ends_the_
             monkeypatch.setenv(name, value)
         monkeypatch.setattr(mpi, "vendor", lambda vendor=vendor: vendor)
         monkeypatch.setattr(mpi.MPI, "Get_library_version", (built.get(vendor, "") + built_with).__str__)
-        for said, word in ((joining.foreign_launcher(), wrong), (joining.doubtful_launcher(), doubt)):
-            assert bool(said) == bool(word) and word in said, (vendor, launched, said)
+        said = jobs.foreign_launcher()
+        assert bool(said) == bool(wrong) and wrong in said, (vendor, launched, said)
 
 
 def as_open_mpi_does(*args):

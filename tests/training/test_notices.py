@@ -69,7 +69,7 @@ class Four(SerialComm):
         self.cores = 0.5
 
 
-def test_ranks_that_share_a_core_and_names_of_one_host_are_noted_on_rank_0(monkeypatch):
+def test_ranks_that_share_a_core_are_noted_on_rank_0(monkeypatch):
     alike = lambda comm, data: [data] * comm.size  # noqa: E731
     monkeypatch.setattr(job, "gather_texts", alike)
     monkeypatch.setattr(job, "usable_cores", lambda: {0, 1})
@@ -80,9 +80,6 @@ def test_ranks_that_share_a_core_and_names_of_one_host_are_noted_on_rank_0(monke
     (line,) = said(Four())
     assert line.startswith("4 ranks share 2 CPUs")
     comm = Four()
-    comm.local_size, comm.cores = 2, 1.0  # as a launcher says that was given two names of this host
-    (line,) = said(comm)
-    assert line.startswith("4 ranks run on") and "one name in the hostfile" in line
     comm.rank = 1
     assert not said(comm)
     (line,) = said(SerialComm())
@@ -116,8 +113,6 @@ def test_the_end_shows_the_best_weights_and_whether_validation_has_risen(tmp_pat
     text = sample(best._model, best.tokenizer, 0, 240).strip()
     assert text in ended.stdout or escape_model_text(text) in ended.stdout
     assert re.search(r"^took +0:\d\d for 40 steps, [\d,]+ tokens/s", ended.stdout, re.MULTILINE)
-    worse = inside("train", *SMALL, *words, "--out", tmp_path / "b")
-    assert worse.returncode == 0 and "nothing was learned" in worse.stdout, worse.stdout
 
 
 def test_what_a_run_has_reached_is_compared_with_what_was_expected():

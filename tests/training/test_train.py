@@ -2,7 +2,6 @@
 
 import math
 import os
-import shlex
 import shutil
 import signal
 import subprocess
@@ -60,23 +59,6 @@ def test_variants_and_samples_from_the_command_line(tmp_path):
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("--- sample after step") == 2
     assert list(metrics(tmp_path / "run")) == [1, 2, 3, 4, 5]
-
-
-def test_the_next_command_begins_with_words_of_the_text(tmp_path):
-    """Not of the sample, which is garbage after two steps."""
-    for text, prompt in (("qwertz uiop " * 99, ["--prompt", "uiop qwertz"]), ("0 1 23 4567 " * 99, [])):
-        (tmp_path / "text").write_text(text)
-        args = [*SMALL, "--data", "text", "--tokenizer", "char", "--steps", "2", "--out", "run"]
-        result = inside("train", *args, cwd=tmp_path)
-        following = shlex.split(result.stdout.splitlines()[-1])
-        assert following[0] == "next" and following[2:] == [
-            "infer",
-            "--weights",
-            "run/weights.safetensors",
-            *prompt,
-        ]
-        assert inside(*following[2:], cwd=tmp_path).returncode == 0
-        shutil.rmtree(tmp_path / "run")
 
 
 def test_a_live_display_survives_any_text(tmp_path):

@@ -5,24 +5,29 @@ A launch that has bound its ranks is obeyed. Whatever is in doubt is left to Lin
 
 from __future__ import annotations
 
+import errno
+import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+import platform
+import socket
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from distgpt.cluster.affinity.machine import SYS, Machine, is_flat, read_machine
+from distgpt.cluster.affinity.machine import SYS, Machine, is_flat, listed, read_machine
+from distgpt.cluster.affinity.plan import Place, Rank, blocks, cores_of, place_of, region
 from distgpt.core.base.errors import UsageError
-from distgpt.core.comm.agree import on_every_rank
+from distgpt.core.base.formatting import count
+from distgpt.core.base.system import boot_id
+from distgpt.core.comm.agree import gather_texts, on_every_rank
 from distgpt.core.comm.api import Comm
 from distgpt.core.comm.layout import Layout
 from distgpt.core.comm.resources import Grants, usable_cores
 
-if TYPE_CHECKING:
-    from distgpt.cluster.affinity.places import Claim
-
 VARIABLE = "DISTGPT_BIND"
 CHOICES = ("auto", "off")
+TAKEN = "another job of distgpt on this host runs on the same cores: threads are bound to none of them"
 
 
 class Placed(Layout):
@@ -35,7 +40,7 @@ class Placed(Layout):
         self._given: frozenset[int] = frozenset()  # where this process could run before
         self._ranks = 1  # of the job that was placed last
         self._seats: tuple[int, ...] = ()
-        self._claim: Claim | None = None
+        self._claim = ExitStack()
 
     def share(self, cores: float, ranks: int, grants: Grants | None = None) -> int:
         """Return one for each core of a rank's share, as far as they are granted."""
@@ -46,8 +51,6 @@ class Placed(Layout):
         several = max(1, round(len(machine.allowed) / cores))
         if several == 1 and is_flat(machine.usable):
             return min(granted, len(machine.cores) or granted)
-        from distgpt.cluster.affinity.plan import blocks
-
         cut = blocks(machine, several)
         return min(granted, len(cut[0].seats)) if cut else granted
 
@@ -60,16 +63,46 @@ class Placed(Layout):
         if comm.size == threads == 1:
             return []  # wherever it runs it takes nobody's core, and shares its memory with no other thread
         machine = self._machine(comm.size)
-        cpus = sorted(machine.allowed) if hasattr(os, "sched_setaffinity") else ()
-        too_many = threads_given and threads > len(machine.cores)
-        if comm.size == 1 and is_flat(machine.usable) and not (machine.doubts or too_many):
-            return []  # all cores are as near to one another: Linux evades other programs best
-        from distgpt.cluster.affinity.places import placed
-
-        place, self._claim, lines = placed(comm, machine, cpus, threads, threads_given, bind)
-        if place:
+        if comm.size == 1 and is_flat(machine.usable) and not machine.doubts:
+            return []  # all cores are as near to one another: Linux schedules best
+        cpus = sorted(machine.allowed) if hasattr(os, "sched_setaffinity") else []
+        # Hosts of one kernel, as containers are, share its CPUs.
+        own = Rank(boot_id() or platform.node(), tuple(cpus), threads, bind)
+        texts = gather_texts(comm, json.dumps([own.host, cpus, threads, bind]))
+        ranks = [Rank(host, tuple(cpus), *rest) for host, cpus, *rest in map(json.loads, texts)]
+        here = [rank for rank in ranks if rank.host == own.host]
+        me = sum(rank.host == own.host for rank in ranks[: comm.rank])
+        place = None
+        if cpus and all(rank.bind == "auto" for rank in here):
+            place = place_of(machine, here, me)
+        refusals = gather_texts(comm, self._claimed(machine, place))
+        taken = [text for rank, text in zip(ranks, refusals, strict=True) if rank.host == own.host and text]
+        lines = taken[:1] or list(about(machine, here, place))
+        if taken:
+            self.forget()
+        elif place:
             self._block, self._seats = place.block.cpus if place.binds else (), place.seats
-        return lines
+        # Each host is described once, by its first rank.
+        described = map(json.loads, gather_texts(comm, json.dumps([] if me else lines)))
+        return [] if comm.rank else list(dict.fromkeys(line for host in described for line in host))
+
+    def _claimed(self, machine: Machine, place: Place | None) -> str:
+        """Claim the cores of a place, each by an abstract socket that one process of the host can have.
+
+        This needs no folder that all users may write to, ends with the process however that ends, and is seen
+        in all containers that share the host's network. Return why it cannot be done, "" if it is.
+        """
+        if not (place and (place.binds or place.seats)):
+            return ""
+        try:
+            for core in sorted({cpu.core for cpu in machine.usable if cpu.number in place.block.seats}):
+                each = self._claim.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
+                each.bind(claim_of(core))
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                return TAKEN
+            return f"cores cannot be claimed ({error.strerror or error}): threads are bound to none of them"
+        return ""
 
     def bind(self) -> None:
         block, self._block = self._block, ()
@@ -116,9 +149,7 @@ class Placed(Layout):
     def forget(self) -> None:
         """Give up what was claimed, and seat no thread that begins later."""
         self._block = self._seats = ()
-        if self._claim:
-            self._claim.give_up()
-            self._claim = None
+        self._claim.close()
 
     def inherit(self) -> None:
         """Begin anew in a child: its parent has bound it, and keeps the seats."""
@@ -132,6 +163,37 @@ def wanted() -> str:
     if chosen not in CHOICES:
         raise UsageError(f"{VARIABLE} is {chosen!r:.80}: it must be {' or '.join(CHOICES)}")
     return chosen
+
+
+def claim_of(core: int) -> str:
+    """Return the name of the socket that claims a core."""
+    return f"\0distgpt-core-{core}"
+
+
+def about(machine: Machine, here: Sequence[Rank], place: Place | None) -> Iterator[str]:
+    """Describe where the ranks of a host run, if that matters. `place` is the first one's."""
+    if machine.doubts:
+        if len(here[0].cpus) > 1 and here[0].bind == "auto":
+            yield f"{machine.doubts[0]}: threads run where Linux puts them"
+        return
+    users = Counter(core for rank in here for core in cores_of(machine, rank))
+    shared = {core for core, many in users.items() if many > 1}
+    if shared and len({rank.cpus for rank in here}) > 1:
+        many = sum(bool(cores_of(machine, rank) & shared) for rank in here)
+        yield (
+            f"{many} ranks of a host share cores ({listed(shared)}): bind each to cores of its own"
+            " (mpirun -bind-to core, srun --cpu-bind=cores)"
+        )
+    if place is None or is_flat(machine.cpus if len(here) > 1 else machine.usable):
+        return
+    seats = place.block.seats
+    regions = len({region(core) for core in machine.cores if core[0].number in seats})
+    lie = f"{count(len(seats), 'core')} in {f'{regions} NUMA regions' if regions > 1 else 'one NUMA region'}"
+    lie += ", a thread on each" if place.seats else ""
+    if len(here) > 1:
+        yield f"each of {len(here)} ranks of a host {'binds itself' if place.binds else 'was bound'} to {lie}"
+    else:
+        yield f"{count(here[0].threads, 'thread')} on {lie}"
 
 
 PLACED = Placed()

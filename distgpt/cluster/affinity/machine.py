@@ -5,7 +5,6 @@ A CPU is what Linux numbers and schedules on: a hardware thread of a core, of wh
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -15,31 +14,31 @@ from pathlib import Path
 from typing import TypeAlias
 
 SYS = Path("/sys")
-MOST_CPUS = 1 << 14  # more than Linux can be built for: a file that lists more is damaged
+MOST_CPUS = 1 << 14  # more than Linux can be built for
 SLOW = 0.7  # of the fastest cores' capacity; preferred cores of one kind differ by less
 
 
 @dataclass(frozen=True, slots=True)
 class Cpu:
-    """A CPU, and what it shares with which others. `core` and `cache` are the lowest CPU among them."""
+    """A CPU, and what it shares with others. `core` and `cache` are the lowest CPU among them."""
 
     number: int
     core: int
     cache: int  # of the third level, within a NUMA region
     region: int  # the number of the NUMA region
     socket: int
-    fast: bool = True  # not one of the efficient cores beside faster ones
+    fast: bool = True  # not an efficient core next to faster ones
 
 
-Core: TypeAlias = tuple[Cpu, ...]  # those of its CPUs that may be used
+Core: TypeAlias = tuple[Cpu, ...]  # its CPUs that may be used
 
 
 @dataclass(frozen=True)
 class Machine:
-    """The CPUs that are online, by number, and those that this process may run on.
+    """The CPUs that are online, by number, and the numbers of those that this process may run on.
 
-    `doubts` says in a sentence each what cannot be true. Then `cpus` are the allowed ones alone, each a core
-    of its own in one cache, region and socket.
+    If /sys cannot be read, `doubts` says why, and `cpus` are the allowed ones, each a core of its own in one
+    cache, region and socket.
     """
 
     cpus: tuple[Cpu, ...]
@@ -53,7 +52,7 @@ class Machine:
 
     @cached_property
     def cores(self) -> list[Core]:
-        """Each core as its usable CPUs, neighbours side by side; no slow cores beside fast ones."""
+        """Each core as its usable CPUs, neighbours side by side; no slow cores next to fast ones."""
         found: dict[int, list[Cpu]] = {}
         for cpu in self.usable:
             found.setdefault(cpu.core, []).append(cpu)
@@ -69,20 +68,18 @@ def is_flat(cpus: Sequence[Cpu]) -> bool:
     return len({cpu.region for cpu in cpus}) < 2 and len(shared) < 2  # virtual machines show one a core
 
 
-class _Lie(Exception):
-    """Says what in /sys is missing, or contradicts the rest."""
-
-
 def read_machine(root: Path = SYS, allowed: Iterable[int] = ()) -> Machine:
-    """Read a node below `root`, whatever lies there. `allowed`: the affinity of this process; empty: all."""
+    """Read a node below `root`. `allowed`: the affinity of this process; empty: all."""
     mask = frozenset(allowed)
     try:
-        cpus = tuple(_cpus(root / "devices", mask))
-        return Machine(cpus, mask or frozenset(cpu.number for cpu in cpus))
-    except _Lie as lie:
-        flat = min(mask, default=0)
-        alone = tuple(Cpu(number, number, flat, 0, 0) for number in sorted(mask))
-        return Machine(alone, mask, (str(lie),))
+        cpus = tuple(_cpus(root / "devices/system", root / "devices"))
+        online = frozenset(cpu.number for cpu in cpus)
+        if hidden := mask - online:
+            raise ValueError(f"CPU {listed(hidden)} is not listed as online")
+        return Machine(cpus, mask or online)
+    except (OSError, ValueError) as error:
+        alone = tuple(Cpu(number, number, min(mask), 0, 0) for number in sorted(mask))
+        return Machine(alone, mask, (f"{root} does not describe the CPUs ({error})",))
 
 
 def cpu_list(text: str) -> frozenset[int]:
@@ -107,100 +104,60 @@ def listed(cpus: Iterable[int]) -> str:
     return ",".join("-".join(map(str, part)) for part in parts)
 
 
-def _cpus(devices: Path, allowed: frozenset[int]) -> Iterator[Cpu]:
-    online = _list(devices / "system/cpu/online")
-    if not online:
-        raise _Lie(f"{devices}/system/cpu does not say which CPUs are online")
-    if hidden := allowed - online:
-        raise _Lie(f"this process may run on CPU {listed(hidden)}, which {devices} does not list as online")
-    region_of = _regions(devices, online)
-    core_of = _groups(online, lambda cpu: _core(devices, cpu), f"cores of {devices}/system/cpu")
-    cache_of = _groups(
-        online, lambda cpu: _cache(devices, cpu), f"third-level caches of {devices}/system/cpu"
-    )
-    first = {cpu: min(core) for cpu, core in core_of.items()}
-    heads = frozenset(first.values())  # a CPU of each core, which stands for all
-    socket_of = {cpu: _number(_folder(devices, cpu) / "topology/physical_package_id") for cpu in heads}
-    slow = _slow(devices, heads)
-    for cpu in sorted(online):
-        head, region = first[cpu], region_of[cpu]
-        if region != region_of[head]:
-            raise _Lie(f"the core of CPU {cpu} lies in several NUMA regions of {devices}/system/node")
+def _cpus(system: Path, devices: Path) -> Iterator[Cpu]:
+    if not (online := cpu_list((system / "cpu/online").read_text())):
+        raise ValueError("no CPU is online")
+    folders = {cpu: system / f"cpu/cpu{cpu}" for cpu in online}
+    # A kernel without NUMA has no regions: all CPUs are in one.
+    region_of = dict.fromkeys(online, 0)
+    for path in system.glob("node/node[0-9]*/cpulist"):
+        region_of |= dict.fromkeys(cpu_list(path.read_text()) & online, int(path.parent.name[4:]))
+
+    def core(cpu: int) -> frozenset[int]:
+        topology = folders[cpu] / "topology"
+        found = _list(topology / "core_cpus_list") or _list(topology / "thread_siblings_list")  # before 5.3
+        if not found:
+            raise ValueError(f"{topology} does not list the CPUs of a core")
+        return found
+
+    def cache(cpu: int) -> frozenset[int]:
+        levels = (folders[cpu] / f"cache/index{index}" for index in range(8))
+        third = next((each for each in levels if _text(each / "level") == "3"), None)
+        users = third and _list(third / "shared_cpu_list")
         # Intel's sub-NUMA clusters cut a region out of a cache: ranks of different regions do not share it.
-        near = [other for other in cache_of[cpu] or online if region_of[other] == region]
-        yield Cpu(cpu, head, min(near), region, max(0, socket_of[head]), head not in slow)
+        return frozenset(each for each in users or online if region_of.get(each) == region_of[cpu])
+
+    core_of, cache_of = _heads(online, core), _heads(online, cache)
+    heads = frozenset(core_of.values())
+    socket_of = {cpu: _number(folders[cpu] / "topology/physical_package_id") for cpu in heads}
+    slow = _slow(devices, folders, heads)
+    for cpu in sorted(online):
+        head = core_of[cpu]
+        yield Cpu(cpu, head, cache_of[cpu], region_of[cpu], max(0, socket_of[head]), head not in slow)
 
 
-def _groups(
-    cpus: frozenset[int], group_of: Callable[[int], frozenset[int]], what: str
-) -> dict[int, frozenset[int]]:
-    """Return each CPU's group, which is read once for all of it."""
-    found: dict[int, frozenset[int]] = {}
+def _heads(cpus: frozenset[int], group_of: Callable[[int], frozenset[int]]) -> dict[int, int]:
+    """Return the lowest CPU of each CPU's group. A group is read once for all of its CPUs."""
+    found: dict[int, int] = {}
     for cpu in sorted(cpus):
         if cpu not in found:
-            group = group_of(cpu) & cpus
-            if group & found.keys() or (group and cpu not in group):
-                raise _Lie(f"CPU {cpu} contradicts others about the {what}")
-            found |= dict.fromkeys(group or {cpu}, group)
+            found = {**dict.fromkeys((group_of(cpu) & cpus) | {cpu}, cpu), **found}
     return found
 
 
-def _folder(devices: Path, cpu: int) -> Path:
-    return devices / f"system/cpu/cpu{cpu}"
-
-
-def _regions(devices: Path, online: frozenset[int]) -> dict[int, int]:
-    """Return the NUMA region of each CPU. A kernel without NUMA tells of none: all are in one."""
-    regions: dict[int, frozenset[int]] = {}
-    with suppress(OSError):
-        for folder in (devices / "system/node").iterdir():
-            if found := re.fullmatch(r"node(\d+)", folder.name):
-                regions[int(found[1])] = _list(folder / "cpulist") & online
-    if not any(regions.values()):
-        return dict.fromkeys(online, 0)
-    region_of = {cpu: region for region, cpus in regions.items() for cpu in cpus}
-    if len(region_of) < len(online) or sum(map(len, regions.values())) > len(online):
-        raise _Lie(f"the NUMA regions of {devices}/system/node do not hold each CPU once")
-    return region_of
-
-
-def _core(devices: Path, cpu: int) -> frozenset[int]:
-    """Return the CPUs of a CPU's core."""
-    topology = _folder(devices, cpu) / "topology"
-    if core := _list(topology / "core_cpus_list") or _list(topology / "thread_siblings_list"):  # before 5.3
-        return core
-    raise _Lie(f"{topology} does not say which CPUs are one core")
-
-
-def _cache(devices: Path, cpu: int) -> frozenset[int]:
-    """Return the CPUs with which one shares a third-level cache; none if it has none, or does not say."""
-    for index in range(8):
-        cache = _folder(devices, cpu) / f"cache/index{index}"
-        level = _text(cache / "level")
-        if level == "3":
-            return _list(cache / "shared_cpu_list")
-        if not level:
-            break
-    return frozenset()
-
-
-def _slow(devices: Path, heads: frozenset[int]) -> frozenset[int]:
-    """Return those first CPUs of cores that are efficient ones, where the machine has faster ones."""
+def _slow(devices: Path, folders: dict[int, Path], heads: frozenset[int]) -> frozenset[int]:
+    """Return the first CPUs of efficient cores, if the machine also has faster ones."""
     if atoms := _list(devices / "cpu_atom/cpus") & heads:  # Intel's hybrid processors
         return atoms if _list(devices / "cpu_core/cpus") & heads else frozenset()
     for file in ("cpu_capacity", "cpufreq/cpuinfo_max_freq"):  # ARM's; AMD's cores of two sizes
-        speeds = {cpu: _number(_folder(devices, cpu) / file) for cpu in heads}
-        if all(speed > 0 for speed in speeds.values()):
+        speeds = {cpu: _number(folders[cpu] / file) for cpu in heads}
+        if min(speeds.values(), default=0) > 0:
             return frozenset(cpu for cpu, speed in speeds.items() if speed < SLOW * max(speeds.values()))
     return frozenset()
 
 
 def _list(path: Path) -> frozenset[int]:
-    """Read a list of CPUs; none where it is not there."""
-    try:
-        return cpu_list(_text(path))
-    except ValueError:
-        raise _Lie(f"{path} is no list of CPUs") from None
+    return cpu_list(_text(path))
 
 
 def _number(path: Path) -> int:
@@ -209,7 +166,7 @@ def _number(path: Path) -> int:
 
 
 def _text(path: Path) -> str:
-    try:
+    """Return the text of a file, "" if it cannot be read."""
+    with suppress(OSError):
         return path.read_text().strip()
-    except (OSError, ValueError):  # also bytes that are no text
-        return ""
+    return ""

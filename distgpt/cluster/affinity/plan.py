@@ -1,19 +1,18 @@
-"""Where each rank of a node and each of its threads runs, and how many of both suit a node and a model.
+"""Where each rank of a node and each of its threads runs, and how many of both suit a node.
 
 Pure functions of a `Machine`: every rank computes the same plan alone.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from itertools import groupby
+from math import ceil
 
-from distgpt.cluster.affinity.machine import Core, Machine
+from distgpt.cluster.affinity.machine import Core, Machine, is_flat
 
 CROSSING = 0.75  # leave up to a quarter of the cores idle rather than put a rank's threads into two regions
-UNEQUAL = "NUMA regions of unequal size"
-COPIES = 6  # of the weights in a rank's memory: they, gradients, two moments, and room for activations
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +32,25 @@ class Advice:
     why: str
 
 
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """A rank as the others see it. Ranks that may run on the same CPUs have the same host."""
+
+    host: str
+    cpus: tuple[int, ...]  # that its launch lets it run on
+    threads: int
+    bind: str
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a rank runs: within a block, to which it binds itself or was bound; its threads on the seats."""
+
+    block: Block
+    binds: bool  # itself: the launch has left it unbound
+    seats: tuple[int, ...] = ()  # none: its threads run anywhere in the block
+
+
 def region(core: Core) -> int:
     """Return the NUMA region of a core. Sockets do not count: firmware and hypervisors make them up."""
     return core[0].region
@@ -41,19 +59,19 @@ def region(core: Core) -> int:
 def blocks(machine: Machine, ranks: int) -> list[Block]:
     """Cut the cores among ranks, equally; none where there are fewer cores than ranks.
 
-    No block lies in more regions than it must, if that costs none more than a quarter of its cores.
+    Each block is within one region if that costs none more than a quarter of its cores.
     """
     free = machine.cores
     most = len(free) // ranks
     if not most:
         return []
-    least = max(1, -int(-CROSSING * most // 1))
-    found: list[tuple[int, list[list[Core]]]] = []
-    for size in range(most, least - 1, -1):
-        found.append(_cut(free, ranks, size))
-        if not found[-1][0]:  # as good as can be
+    cut = [free[i * most : (i + 1) * most] for i in range(ranks)]
+    regions = [list(cores) for _, cores in groupby(free, region)]
+    for size in range(most, max(1, ceil(CROSSING * most)) - 1, -1):
+        near = [each[i : i + size] for each in regions for i in range(0, len(each) - size + 1, size)]
+        if len(near) >= ranks:
+            cut = near[:ranks]
             break
-    cut = min(found, key=lambda each: each[0])[1]
     return [
         Block(
             tuple(sorted(cpu.number for core in each for cpu in core)), tuple(core[0].number for core in each)
@@ -62,53 +80,36 @@ def blocks(machine: Machine, ranks: int) -> list[Block]:
     ]
 
 
-def recommended(machine: Machine, weights: int = 0, memory: int = 0, granted: float = 0.0) -> Advice:
-    """Return how many ranks and threads to start here for weights of this many bytes in float32.
-
-    `memory`: bytes that all ranks together may fill. `granted`: cores' worth of time, if a quota grants less.
-    """
+def recommended(machine: Machine, granted: float = 0.0) -> Advice:
+    """Return how many ranks and threads to start. `granted`: cores' worth of time, if a quota grants less."""
     free = machine.cores
-    regions = len({region(core) for core in free}) or 1
-    most, why = max(1, int(min(granted or len(free), len(free)))), "all cores are in one NUMA region"
-    ranks = regions
-    if regions > 1:
-        why = "a rank for each NUMA region"
+    ranks = regions = len({region(core) for core in free}) or 1
+    most = max(1, int(min(granted or len(free), len(free))))
+    why = "a rank for each NUMA region" if regions > 1 else "all cores are in one NUMA region"
     if most < len(free):
         ranks, why = max(1, regions * most // len(free)), f"{most} of {len(free)} cores are granted"
-    if ranks > 1 and most == len(free) and _near(machine, ranks) <= CROSSING * most:
-        # A job with a part of a node: ranks that fit its smaller regions leave fewer cores idle.
-        ranks, why = max(range(2, 2 * regions + 1), key=partial(_near, machine)), UNEQUAL
-        while ranks > 1 and _near(machine, ranks) <= CROSSING * most:
-            ranks = ranks // 2
-    while ranks > 1 and memory and ranks * weights * COPIES > memory:
-        ranks, why = ranks // 2, "memory for no more ranks"
     cut = blocks(machine, ranks)
     return Advice(ranks, max(1, min(len(cut[0].seats) if cut else 1, most // ranks)), why)
 
 
-def _near(machine: Machine, ranks: int) -> int:
-    """Return how many cores the ranks take; 0 if one of them lies in several NUMA regions."""
-    region_of = {cpu.number: cpu.region for cpu in machine.usable}
-    cut = [block.seats for block in blocks(machine, ranks)]
-    is_near = all(len({region_of[cpu] for cpu in seats}) == 1 for seats in cut)
-    return sum(map(len, cut)) if is_near else 0
+def place_of(machine: Machine, here: Sequence[Rank], me: int) -> Place | None:
+    """Return the place of one of the ranks of a host, or None if it stays where its launch put it."""
+    mine = here[me]
+    others = [cores_of(machine, rank) for rank in here if rank.cpus != mine.cpus]
+    # Ranks of one socket may share its cores, for example. Ranks whose cores overlap otherwise were misbound.
+    alike = [i for i, rank in enumerate(here) if rank.cpus == mine.cpus]
+    if machine.doubts or any(used & cores_of(machine, mine) for used in others):
+        return None
+    if not (cut := blocks(machine, len(alike))):
+        return None
+    block = cut[alike.index(me)]
+    # Threads fewer than cores, by --threads or a quota, may run on any: other jobs would take the same seats.
+    filled = mine.threads == len(block.seats)
+    free = len(here) == 1 and is_flat(machine.usable)  # as on a laptop, where Linux schedules best
+    return Place(block, len(alike) > 1, block.seats if filled and not free else ())
 
 
-def _cut(free: list[Core], ranks: int, size: int) -> tuple[int, list[list[Core]]]:
-    """Take blocks of neighbours out of what is left, in as few regions and caches each as possible.
-
-    Return first how many more regions they lie in than blocks of this size must.
-    """
-    left, found, crossed = list(range(len(free))), [], 0
-    largest = max(Counter(map(region, free)).values())
-    for _ in range(ranks):
-
-        def spread(start: int) -> tuple[int, int, int]:
-            block = [free[i] for i in left[start : start + size]]
-            return len({*map(region, block)}), len({core[0].cache for core in block}), start
-
-        regions, _, start = min(spread(start) for start in range(len(left) - size + 1))
-        found.append(left[start : start + size])
-        crossed += regions - -(-size // largest)
-        del left[start : start + size]
-    return crossed, [[free[i] for i in block] for block in sorted(found)]
+def cores_of(machine: Machine, rank: Rank) -> set[int]:
+    """Return the cores that a rank may run on: CPUs of one core share what computes."""
+    cpus = set(rank.cpus)
+    return {cpu.core for cpu in machine.cpus if cpu.number in cpus}

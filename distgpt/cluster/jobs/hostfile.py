@@ -12,11 +12,10 @@ from dataclasses import dataclass
 LARGEST = 1 << 20  # bytes of a file
 MOST_RANKS = 10_000  # on a line: both mpiruns hang with many more
 _NAME = r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,252}"  # never with a - in front, which ssh takes for an option
-_LINE = re.compile(rf"(?P<host>(?:{_NAME}@)?{_NAME})(?::(?P<slots>\S*))?(?P<rest>\s.*)?")
-_SLOTS = re.compile(r"\s(?:slots|count|cpu)\s*=\s*(\S*)")
+_LINE = re.compile(rf"(?P<host>(?:{_NAME}@)?{_NAME})(?::(?P<slots>\S*))?(?P<rest>(?:\s.*)?)")
 _KNOWN = {  # words that may stand behind a host
     "MPICH": re.compile(r"(user|binding)=\S+"),
-    "Open MPI": re.compile(r"(slots|count|cpu|max_slots|max-slots)=\d+"),
+    "Open MPI": re.compile(r"(slots|max_slots|max-slots)=\d+"),
 }
 
 
@@ -42,14 +41,11 @@ def _line(number: int, text: str) -> Line:
     found = _LINE.fullmatch(text.strip(" \t\r"))
     if found is None:
         return Line(number, problem="names no host: write a name of letters, digits, - and ., as in node1:4")
-    host, rest = found["host"], found["rest"] or ""
-    options = rest.partition("#")[0].partition("//")[0]
-    if "\r" in text:
-        rest += "\r"
-    given, dialect = found["slots"], "MPICH"
-    if given is None and (apart := _SLOTS.search(options)):
+    host, rest, given = found["host"], found["rest"] + "\r" * ("\r" in text), found["slots"]
+    dialect = "MPICH" if given is not None else ""
+    if given is None and (apart := re.search(r"\sslots\s*=\s*(\S*)", rest)):
         given, dialect = apart[1], "Open MPI"
-    if given is None and re.match(r"\s*[:0-9]", options):
+    if given is None and re.match(r"\s*[:0-9]", rest):
         return Line(number, host, problem=f"has a space before its number: write {host}:4 or {host} slots=4")
     if given is None:
         return Line(number, host, rest=rest)
@@ -76,18 +72,11 @@ def problems(vendor: str, lines: list[Line]) -> list[str]:
 def _misread(vendor: str, line: Line) -> str:
     """Return why an mpirun would not read what this line means; "" where it does."""
     if line.dialect not in ("", vendor):
-        if vendor == "MPICH":
-            return f"MPICH refuses the word slots: write {line.host}:{line.slots}"
-        return (
-            f"Open MPI takes {line.host}:{line.slots} for a host's name: write {line.host} slots={line.slots}"
-        )
+        ours = f"{line.host}:{line.slots}" if vendor == "MPICH" else f"{line.host} slots={line.slots}"
+        return f"{vendor} does not read the number of another MPI: write {ours}"
     if "\r" in line.rest and vendor == "Open MPI":
         return r"Open MPI refuses the line ends of Windows: sed -i 's/\r$//' writes those of Unix"
-    rest = line.rest.rstrip("\r")
-    if vendor == "MPICH" and rest.lstrip()[:1] == "#":
-        return "MPICH refuses a comment behind a host: give the comment a line of its own"
-    options = rest if vendor == "MPICH" else rest.partition("#")[0].partition("//")[0]
-    words = (re.sub(r"\s*=\s*", "=", options) if vendor == "Open MPI" else options).split()
-    if not all(map(_KNOWN[vendor].fullmatch, words)):
+    options = line.rest if vendor == "MPICH" else re.sub(r"\s*=\s*", "=", line.rest.partition("#")[0])
+    if not all(map(_KNOWN[vendor].fullmatch, options.split())):
         return f"{vendor} refuses {options.strip():.40}: write one host on a line, with its number"
     return ""

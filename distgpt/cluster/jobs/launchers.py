@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import re
@@ -11,15 +10,13 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from distgpt.cluster.jobs import hostfile as hostfiles
-from distgpt.cluster.launch.environment import launched_as, launcher_name
-from distgpt.cluster.launch.mpis import MPIS
+from distgpt.cluster.launch.environment import MPIS, launched_as, launcher_name
 from distgpt.core.base.errors import UsageError
-from distgpt.core.base.files import read_small
 from distgpt.core.base.system import python_code
 from distgpt.core.cpu.stages import open_stage
 
@@ -52,25 +49,15 @@ class Launcher:
 
 def find_launcher(chosen: str | None, hostfile: Path | None) -> Launcher:
     """Find the launcher `chosen`, as in "srun --mpi=pmix", or this environment's mpirun."""
-    words = [own_mpirun() or "mpirun"] if chosen is None else _words(chosen)
-    program = shutil.which(words[0])
-    if program is None and chosen is not None:
-        raise UsageError(f"--launcher {words[0]}: there is no such program")
-    if program is None:
-        raise UsageError(
-            "no mpirun was found: pip install 'distgpt[mpich]', or name your cluster's with --launcher"
-        )
-    return Launcher((program, *words[1:], *_hosts(program, hostfile)))
-
-
-def _words(chosen: str) -> list[str]:
     try:
-        words = shlex.split(chosen)
+        words = [own_mpirun() or "mpirun"] if chosen is None else shlex.split(chosen)
     except ValueError as error:
         raise UsageError(f"--launcher {chosen}: {str(error).lower()}") from error
     if not words or not words[0]:
         raise UsageError('--launcher names no program; give one, as in "srun --mpi=pmix", or leave it out')
-    return words
+    if (program := shutil.which(words[0])) is None:
+        raise UsageError(f"no {words[0]} was found: pip install 'distgpt[mpich]', or give --launcher")
+    return Launcher((program, *words[1:], *_hosts(program, hostfile)))
 
 
 def _hosts(program: str, hostfile: Path | None) -> tuple[str, ...]:
@@ -82,9 +69,6 @@ def _hosts(program: str, hostfile: Path | None) -> tuple[str, ...]:
     if not hostfile.is_file():
         raise UsageError(f"--hostfile {hostfile}: there is no such file")
     vendor = mpirun(program)["vendor"]
-    lines = hostfiles.parse(read_small(hostfile, hostfiles.LARGEST))
-    for problem in hostfiles.problems(vendor, lines) if vendor in HOSTS_OPTION else ():
-        raise UsageError(f"--hostfile {hostfile}: {problem}; see distgpt doctor --hostfile {hostfile}")
     return (HOSTS_OPTION.get(vendor, HOSTS_OPTION["MPICH"]), str(hostfile))
 
 
@@ -102,30 +86,16 @@ def running_mpi() -> Facts:
         "problem": "",
         "vendor": vendor,
         "version": ".".join(map(str, version)),
-        "library": _library_file(MPI.__file__),
+        "library": library_file(),
     }
 
 
-class _Found(ctypes.Structure):
-    """Dl_info of dladdr(3): what a pointer points into."""
-
-    _fields_ = (
-        ("file", ctypes.c_char_p),
-        ("base", ctypes.c_void_p),
-        ("symbol", ctypes.c_char_p),
-        ("address", ctypes.c_void_p),
-    )
-
-
-def _library_file(extension: str) -> str:
-    """Return the file, without links, from which an extension module has its MPI; "" if unknown."""
-    found = _Found()
-    try:
-        init = ctypes.CDLL(extension).MPI_Init
-        ctypes.CDLL(None).dladdr(init, ctypes.byref(found))
-    except (OSError, AttributeError):
-        return ""
-    return os.path.realpath(os.fsdecode(found.file or b""))
+def library_file() -> str:
+    """Return the file, without links, of the MPI library in this process; "" if unknown."""
+    with suppress(OSError):
+        mapped = [line.split(maxsplit=5)[-1] for line in Path("/proc/self/maps").read_text().splitlines()]
+        return next((path for path in mapped if Path(path).name.startswith("libmpi")), "")
+    return ""
 
 
 def report_mpi() -> None:

@@ -90,38 +90,52 @@ def run(
 
     It gets a process group of its own, so that Ctrl-C reaches this process alone, which then ends the group.
     """
-    begun, timed_out = time.perf_counter(), False
-    with _running(command, env, cwd) as child:
-        readers = [_Reader(child, child.stdout, on_line), _Reader(child, child.stderr, None)]
+    begun, timed_out, child = time.perf_counter(), False, None
+    output, errors, failed = list[str](), list[str](), list[BaseException]()
+
+    try:
+        with signals_deferred():  # until this has the child
+            child = _started(command, env, cwd)
+        readers = [
+            threading.Thread(target=_read, args=(child, *each, failed), daemon=True)
+            for each in ((child.stdout, output, on_line), (child.stderr, errors, None))
+        ]
+        for reader in readers:
+            reader.start()
         try:
             child.wait(timeout)
         except subprocess.TimeoutExpired:
             timed_out = True
             _end(child)
+    except BaseException:
+        if child is not None:
+            with undisturbed():
+                _end(child)
+        raise
     for reader in readers:
         reader.join(SECONDS_TO_END)  # a grandchild may have kept the pipe
-        if reader.error is not None:
-            raise reader.error
-    output, errors = ("".join(reader.lines) for reader in readers)
-    return Ended(TIMED_OUT if timed_out else child.returncode, output, errors, time.perf_counter() - begun)
+    if failed:
+        raise failed[0]
+    code = TIMED_OUT if timed_out else child.returncode
+    return Ended(code, "".join(output), "".join(errors), time.perf_counter() - begun)
 
 
-@contextmanager
-def _running(
-    command: Sequence[object], env: Mapping[str, str] | None, cwd: Path | None
-) -> Iterator[subprocess.Popen[str]]:
-    """A started child, ended if this process is interrupted, asked to end or leaves by another exception."""
-    child = None
-    with _requests_raised():
-        try:
-            with signals_deferred():  # until this knows the child
-                child = _started(command, env, cwd)
-            yield child
-        except BaseException:
-            if child is not None:
-                with undisturbed():
-                    _end(child)
-            raise
+def _read(
+    child: subprocess.Popen[str],
+    stream: IO[str],
+    lines: list[str],
+    on_line: Callable[[str], None] | None,
+    failed: list[BaseException],
+) -> None:
+    """Keep what a child writes, so that it never waits for us. A listener that fails ends the child."""
+    for line in stream:
+        lines.append(line)
+        if on_line and not failed:
+            try:
+                on_line(line.rstrip("\n"))
+            except BaseException as error:
+                failed.append(error)
+                _end(child)
 
 
 def _started(
@@ -142,53 +156,6 @@ def _started(
         )
     except OSError as error:
         raise StorageError(f"cannot start {command[0]}: {error.strerror or error}") from error
-
-
-@contextmanager
-def _requests_raised() -> Iterator[None]:
-    """Raise SystemExit for requests to end that would end this process; for programs without handlers."""
-
-    def leave(number: int, frame: object) -> None:
-        raise SystemExit(128 + number)
-
-    former: list[signal.Signals] = []
-    if threading.current_thread() is threading.main_thread():
-        former = [number for number in ENDING if signal.getsignal(number) == signal.SIG_DFL]
-    for number in former:
-        signal.signal(number, leave)
-    try:
-        yield
-    finally:
-        for number in former:
-            signal.signal(number, signal.SIG_DFL)
-
-
-class _Reader(threading.Thread):
-    """Reads one of a child's streams, so that the child never waits for us.
-
-    An exception of `on_line` is kept for the main thread, and the child is ended.
-    """
-
-    def __init__(
-        self, child: subprocess.Popen[str], stream: IO[str] | None, on_line: Callable[[str], None] | None
-    ) -> None:
-        super().__init__(daemon=True)
-        self.lines: list[str] = []
-        self.error: BaseException | None = None
-        self._child, self._stream, self._on_line = child, stream, on_line
-        self.start()
-
-    def run(self) -> None:
-        assert self._stream is not None
-        for line in self._stream:
-            self.lines.append(line)
-            if self._on_line is None or self.error is not None:
-                continue
-            try:
-                self._on_line(line.rstrip("\n"))
-            except BaseException as error:
-                self.error = error
-                threading.Thread(target=_end, args=(self._child,), daemon=True).start()
 
 
 @contextmanager

@@ -123,21 +123,10 @@ def _answer(words: list[str]) -> Answer:
     return Answer(problem=said[-1][:200])
 
 
-class Line:
-    """A connection to a host, open until `close`, and ended soon after the host no longer answers."""
-
-    def __init__(self, host: str) -> None:
-        self.host = host
-        words = [*SSH, *ALONE, *KEPT_ALIVE, "--", host, "cat"]  # which ends when this process does
-        nothing = subprocess.DEVNULL
-        self._child = subprocess.Popen(
-            words, stdin=subprocess.PIPE, stdout=nothing, stderr=nothing, start_new_session=True
-        )
-
-    @property
-    def is_open(self) -> bool:
-        return self._child.poll() is None
-
-    def close(self) -> None:
-        self._child.kill()
-        self._child.communicate()
+def connect(host: str) -> subprocess.Popen[bytes]:
+    """Open a connection to a host, which ends soon after the host no longer answers."""
+    words = [*SSH, *ALONE, *KEPT_ALIVE, "--", host, "cat"]  # which ends when this process does
+    nothing = subprocess.DEVNULL
+    return subprocess.Popen(
+        words, stdin=subprocess.PIPE, stdout=nothing, stderr=nothing, start_new_session=True
+    )

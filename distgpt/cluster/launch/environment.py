@@ -37,18 +37,14 @@ def batch_job(environ: Environ = os.environ) -> dict[str, str] | None:
     """Return "system", "id" and, if it has one, "name" of the job; None outside a batch system."""
     for system, sign, number, job_name in SYSTEMS:
         if environ.get(sign) and environ.get(number):
-            name = environ.get(job_name, "")[:LONGEST_NAME]
-            return {
-                "system": system,
-                "id": environ[number][:LONGEST_NAME],
-                **({"name": name} if name else {}),
-            }
+            found = {"system": system, "id": environ[number], "name": environ.get(job_name, "")}
+            return {key: text[:LONGEST_NAME] for key, text in found.items() if text}
     return None
 
 
 def job_end(seconds: float | None, environ: Environ = os.environ) -> float | None:
     """Return when to be gone: after these seconds, or before the batch job ends; None if no end is known."""
-    # Scripts for systems that tell a job nothing of its end set JOB_END (jobs/batch/).
+    # Scripts for systems that tell a job nothing of its end set JOB_END (jobs/systems.py).
     ends = (environ.get(name, "") for name in (JOB_END, "SLURM_JOB_END_TIME"))
     left = [int(end) - time.time() for end in ends if end.isdecimal() and len(end) < 16]
     left = [each for each in left if each > 0]  # one that is past is another job's, or was prolonged
@@ -154,6 +150,36 @@ def launched_rank() -> int:
     return next((int(rank) for rank in ranks if rank.isdigit()), 0)
 
 
-def is_first_of_host() -> bool:
-    """Return whether the launcher numbers this process 0 among those of its host."""
-    return any(os.environ.get(launcher.local_rank) == "0" for launcher in LAUNCHERS)
+# MPI libraries, by the vendor that mpi4py names, and the launch lines that fit each of them
+
+HELP = "distgpt help launch-lines"
+
+
+@dataclass(frozen=True, slots=True)
+class Mpi:
+    """An MPI library's ways to start ranks: mpirun, srun, and flux run."""
+
+    hosts: str  # mpirun's option for a file of hosts
+    srun: tuple[str, ...]  # values of srun's --mpi by which its ranks find each other, the usual one first
+    flux: str = "simple"  # flux run's -o pmi=: without it, what a site's Flux offers
+
+    def srun_line(self, offered: tuple[str, ...] = ()) -> str:
+        """Return srun with the first way that is `offered`, or the usual one."""
+        return f"srun --mpi={next(filter(offered.__contains__, self.srun), self.srun[0])}"
+
+    def line(self, launcher: str) -> str:
+        """Return the way to start ranks by a batch system's launcher; "" for any other launcher."""
+        flux = f"flux run -o pmi={self.flux}"
+        return {"srun": self.srun_line(), "flux run": flux}.get(launcher, "")
+
+
+# As tried with the libraries that docs/how-to/launch-lines.md names; MVAPICH and Cray MPICH by their manuals.
+MPIS = {
+    "MPICH": Mpi("-f", ("pmi2",)),
+    "Intel MPI": Mpi("-f", ("pmi2", "pmix")),
+    "MVAPICH": Mpi("-f", ("pmi2",)),
+    "MVAPICH2": Mpi("-f", ("pmi2",)),
+    "Cray MPICH": Mpi("--hostfile", ("cray_shasta",), "cray-pals"),
+    # Version 4 takes the first where Flux lacks its plugin for the second, which is all that 5 speaks.
+    "Open MPI": Mpi("--hostfile", ("pmix",), flux="simple,pmix"),
+}

@@ -1,28 +1,66 @@
-"""The job of this process, as its launcher and its batch system tell of it."""
+"""The job of this process, as its launcher and its batch system describe it: how ranks join and leave it."""
 
 from __future__ import annotations
 
+import atexit
+import json
+import os
 import platform
 import signal
+import sys
+import threading
 import time
+import traceback
+import warnings
+from typing import Any, NoReturn
 
-from distgpt.cluster.launch.environment import batch_job, job_end, launched_as, launched_rank, launcher_name
-from distgpt.core.base.errors import UsageError
+import click
+
+from distgpt.cluster.launch.environment import (
+    FLUX_RUN,
+    HELP,
+    LAUNCHERS,
+    MPICH,
+    MPIS,
+    OPEN_MPI,
+    SRUN,
+    Launcher,
+    batch_job,
+    job_end,
+    launched_as,
+    launched_rank,
+    launcher_name,
+    launchers,
+)
+from distgpt.core.base.errors import UsageError, error_for
 from distgpt.core.base.formatting import count
-from distgpt.core.base.system import host_id
-from distgpt.core.comm.agree import gather_texts, named_ranks, ranks_by_text
+from distgpt.core.base.version import __version__
+from distgpt.core.comm.agree import gather_texts, named_ranks, ranks_by_text, shared
 from distgpt.core.comm.api import Comm
-from distgpt.core.comm.job import Job, is_closed_pipe
+from distgpt.core.comm.job import Job, is_closed_pipe, rank_name, require_mpi, say
 from distgpt.core.comm.resources import granted_cores, usable_cores
 from distgpt.core.comm.serial import SerialComm
 from distgpt.core.config import SEVERAL, WITH_MPI
 
+# Options that each rank has for itself, and those of the display, which is rank 0's. All others are rank 0's
+# for all ranks, or decide what is collective.
+MAY_DIFFER = ("threads", "progress", "log_lines")
+SECONDS_TO_JOIN = 60  # for the others to come; then nobody else may have started distgpt
+# Ctrl-C reaches all ranks of a terminal's job. Another rank reports it if rank 0 has not ended it by then.
+SECONDS_FOR_RANK_0 = 1.0
+SECONDS_TO_START = 5.0  # that rank 0 may start later than others
+GRACE = 10.0  # seconds after which a rank that has called sys.exit is taken to leave alone
+CAUGHT = 2.0  # seconds after which a program that still runs has caught that exit
+PAUSE = 0.01
+
+Introduction = dict[str, Any]  # what a rank is to do, or its complaint and exit code
+
 
 class Launched(Job):
-    """A job whose launcher and batch system are asked, and whose ranks compare their commands.
+    """A job whose launcher and batch system are known, and whose ranks compare their commands."""
 
-    What only jobs of several ranks need is imported there.
-    """
+    def __init__(self) -> None:
+        self._watches_exit = False  # once a process
 
     @property
     def size(self) -> int:
@@ -44,7 +82,7 @@ class Launched(Job):
         return job_end(seconds)
 
     def connect(self, stage: str) -> Comm:
-        """Also refuse a launch that would not do what it looks like."""
+        """Also reject a launch whose processes would not work together."""
         launched = launched_as()
         if stage not in WITH_MPI:
             if launched > 1:
@@ -53,11 +91,8 @@ class Launched(Job):
                     f" use --stage {SEVERAL[stage]}, or run without mpirun"
                 )
             return SerialComm()
-        from distgpt.cluster.launch.joining import start_mpi
-
         comm = start_mpi()
         if launched > 1 and comm.size == 1:
-            from distgpt.cluster.launch.mpis import HELP, MPIS
             from distgpt.core.comm.mpi import library, vendor
 
             known = MPIS.get(vendor())
@@ -70,64 +105,210 @@ class Launched(Job):
         return comm
 
     def meet(self, comm: Comm) -> None:
-        if comm.size > 1:
-            from distgpt.cluster.launch.joining import meet
+        """Also meet the ranks that `complain`. Raise on all ranks that their commands differ."""
+        if comm.size == 1:
+            return
+        ranks = _gather(comm, "", 0)
+        if complaints := _complaints(ranks):
+            raise shared(error_for(_exit_code(ranks))("; ".join(complaints.values())))
+        if problem := _difference(ranks):
+            raise shared(UsageError(problem))
 
-            meet(comm)
+    def complain(self, complaint: str, code: int) -> int:
+        """Rank 0 has printed its own complaint before: MPI may end a process that starts it."""
+        if launched_as() == 1:
+            return code
+        comm, why, complaint = None, "", complaint or "internal error"
+        former = signal.signal(signal.SIGALRM, signal.SIG_DFL)  # which ends MPI's code, too
+        signal.alarm(SECONDS_TO_JOIN)
+        try:
+            comm = start_mpi()
+        except Exception as error:  # also of MPI itself: the complaint is what counts
+            why = str(error)
+        finally:
+            signal.alarm(0)
+            signal.signal(signal.SIGALRM, former)
+        if comm is not None and comm.size > 1:
+            ranks = _gather(comm, complaint, code)
+            others = [text for own, text in _complaints(ranks).items() if own != complaint]
+            if comm.rank == 0 and others:
+                say("; ".join(others))
+            return _exit_code(ranks)
+        if launched_rank():
+            # Open MPI's mpirun ends all ranks as soon as one has failed: let rank 0 print the reason first.
+            if OPEN_MPI.size in os.environ:
+                time.sleep(SECONDS_TO_START)
+            is_first_of_host = any(os.environ.get(launcher.local_rank) == "0" for launcher in LAUNCHERS)
+            if why == complaint and is_first_of_host:  # each host may lack an MPI of its own
+                say(f"rank {launched_rank()} on {platform.node()}: {complaint}")
+        return code
 
     def notes(self, comm: Comm, stage: str, threads: int, threads_given: bool) -> list[str]:
-        """Return, on rank 0, what is slower than it looks. Collective."""
         own = _about_cores(comm, threads, threads_given)
         if comm.size == 1:
             alone = f"--stage {stage} runs as one process: mpirun -n 2 distgpt … starts two"
             return [note for note in (alone * (stage in WITH_MPI), own) if note]
-        texts = gather_texts(comm, own)
-        hosts = gather_texts(comm, host_id())
-        if comm.rank:
-            return []
-        found = []
-        for text, ranks in ranks_by_text(texts).items():
-            found.append(f"{named_ranks(ranks)}: " * (len(ranks) < comm.size) + text)
-        if (here := hosts.count(hosts[0])) > comm.local_size:
-            found.append(
-                f"{here} ranks run on {platform.node()}, which the launcher takes for several hosts, so that"
-                " they take each other's cores and memory; give a host one name in the hostfile"
-            )
-        return found
-
-    def complain(self, complaint: str, code: int) -> int:
-        if launched_as() == 1:
-            return code
-        from distgpt.cluster.launch.joining import complain
-
-        return complain(complaint, code)
+        found = ranks_by_text(gather_texts(comm, own)).items()
+        of_all = [f"{named_ranks(ranks)}: " * (len(ranks) < comm.size) + text for text, ranks in found]
+        return [] if comm.rank else of_all
 
     def watch_exit(self, comm: Comm) -> None:
-        from distgpt.cluster.launch.leaving import watch_exit
+        """Note calls of sys.exit with an error, and check at exit whether all ranks leave.
 
-        watch_exit(comm)
+        MPI_Finalize would wait for the other ranks, and they for this one. `raise SystemExit` is not noticed.
+        """
+        if self._watches_exit:
+            return
+        self._watches_exit = True
+        from mpi4py import MPI
+
+        former, calls, world = sys.exit, list[tuple[Any, float]](), MPI.COMM_WORLD.Dup()
+
+        def noted(code: Any = None) -> NoReturn:
+            if threading.current_thread() is threading.main_thread():
+                calls.append((code, time.monotonic()))
+            former(code)
+
+        def wait_for_all() -> None:
+            """Without an error this is what MPI_Finalize does: others may be at work for hours."""
+            if MPI.Is_finalized():
+                return
+            arrived, begun = world.Ibarrier(), time.monotonic()
+            code, called = calls[-1] if calls else (0, begun)
+            while not arrived.Test():
+                if code and begun < called + CAUGHT and time.monotonic() > begun + GRACE:
+                    self.leave(SystemExit(code if isinstance(code, int) else 1), comm)
+                time.sleep(PAUSE)
+
+        sys.exit = noted
+        atexit.register(wait_for_all)
 
     def leave(self, error: BaseException, comm: Comm | None) -> int:
         code = super().leave(error, comm)
         if isinstance(error, KeyboardInterrupt) and comm is None and launched_as() > 1:
-            from distgpt.cluster.launch.leaving import die_of
-
-            die_of(getattr(error, "number", signal.SIGINT))
+            # Die of the signal, so that a launcher ends the other ranks, which wait before MPI has started.
+            number = getattr(error, "number", signal.SIGINT)
+            sys.stdout.flush()
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
         return code
 
     def report(self, error: BaseException, comm: Comm | None, rank: int, where: str) -> None:
-        from distgpt.cluster.launch.leaving import SECONDS_FOR_RANK_0, report_library
-
         if isinstance(error, KeyboardInterrupt):
             if rank:
                 time.sleep(SECONDS_FOR_RANK_0)
-        elif comm is not None and not is_closed_pipe(error) and report_library(error, comm.rank):
+        elif comm is not None and not is_closed_pipe(error) and (library := _raised_by(error)):
+            if library == "NCCL" and comm.rank:  # it fails on all ranks
+                time.sleep(SECONDS_FOR_RANK_0)
+            say(has_failed(comm.rank, library, str(error)))
             return
         super().report(error, comm, rank, where)
 
 
+def start_mpi() -> Comm:
+    """Start MPI, which waits for all ranks. Reject an MPI that is not installed, or not the launcher's."""
+    with warnings.catch_warnings():  # mpi4py's about the launcher: one line of ours replaces them
+        warnings.simplefilter("ignore", RuntimeWarning)
+        require_mpi()
+        from distgpt.core.comm.mpi import MpiComm
+
+        if problem := foreign_launcher():
+            raise UsageError(problem)
+        return MpiComm()
+
+
+def foreign_launcher() -> str:
+    """Return what is wrong if the launcher belongs to another MPI; "" if nothing is.
+
+    Called before MPI starts. A launcher that this cannot recognise, such as the srun of another MPI, is
+    detected later: the world then has one rank.
+    """
+    from distgpt.core.comm import mpi
+
+    launcher, vendor = _launcher(), mpi.vendor()
+    if launcher is None:
+        return ""
+    if (launcher == OPEN_MPI and vendor != "Open MPI") or (launcher == MPICH and vendor == "Open MPI"):
+        return f"launched by {launcher.name}, but mpi4py belongs to {vendor}; use the mpirun of {vendor}"
+    if vendor != "MPICH":
+        return ""
+    # srun and flux run let ranks meet by PMI or by PMIx, and not every MPI can do both. PMIX_MCA_… are the
+    # user's settings.
+    pmi = [name for name in os.environ if name.startswith("PMI") and not name.startswith("PMIX_MCA_")]
+    only_pmix = bool(pmi) and all(name.startswith("PMIX") for name in pmi)
+    has_pmix = "pmix" in mpi.configuration()
+    if launcher == SRUN and only_pmix and not has_pmix:
+        return "launched by srun --mpi=pmix, which this MPICH is built without; use srun --mpi=pmi2"
+    # Of both, MPICH does not know which to take. A module's PMIX_ROOT is no sign of either.
+    if launcher == FLUX_RUN and "PMIX_NAMESPACE" in os.environ and ("PMI_SIZE" in os.environ or not has_pmix):
+        return "launched by flux run with PMIx, by which MPICH does not start; use flux run -o pmi=simple"
+    return ""
+
+
+def _launcher() -> Launcher | None:
+    """Return the launcher of this process, None if there is none, or nothing for it to get wrong."""
+    found = launchers()
+    return found[0] if found and (found[0] == OPEN_MPI or launched_as() > 1) else None
+
+
+def _gather(comm: Comm, complaint: str, code: int) -> list[Introduction]:
+    """Return what each rank is to do. The first exchange of a job. Collective."""
+    context = click.get_current_context(silent=True)  # none in a program that uses distgpt as a library
+    does = {"the version of distgpt": __version__}
+    if context is not None and not complaint:
+        default = (click.core.ParameterSource.DEFAULT, click.core.ParameterSource.DEFAULT_MAP)
+        does["the command"] = context.command_path
+        does |= {  # set by the user, by their first spelling
+            param.opts[0]: str(context.params[name])
+            for param in context.command.params
+            if (name := param.name or "") in context.params and name not in MAY_DIFFER
+            if context.get_parameter_source(name) not in default
+        }
+    mine = {"complaint": complaint, "code": code, "does": does}
+    return [json.loads(text) for text in gather_texts(comm, json.dumps(mine))]
+
+
+def _complaints(ranks: list[Introduction]) -> dict[str, str]:
+    """Return the complaints of ranks, each text with the ranks named in front of it."""
+    owners = ranks_by_text(each["complaint"] for each in ranks)
+    return {text: f"{named_ranks(those)}: {text}" for text, those in owners.items()}
+
+
+def _exit_code(ranks: list[Introduction]) -> int:
+    return max(int(each["code"]) for each in ranks)
+
+
+def _difference(ranks: list[Introduction]) -> str:
+    """Describe how the first rank that differs from rank 0 does; "" if none does."""
+    for rank, each in enumerate(ranks):
+        for name in {**ranks[0]["does"], **each["does"]}:
+            here, there = (one["does"].get(name, "not given") for one in (each, ranks[0]))
+            if here != there:
+                return (
+                    f"{name} is {here:.80} on rank {rank}, but {there:.80} on rank 0: all ranks of a job"
+                    " need the same command line (only --threads and --progress may differ)"
+                )
+    return ""
+
+
+def _raised_by(error: BaseException) -> str:
+    """Return the library between ranks that has raised an error, "" for other errors."""
+    if type(error).__module__.startswith("mpi4py"):
+        return "MPI"
+    where = [*traceback.walk_tb(error.__traceback__)]
+    # CuPy, which need not be installed, raises a KeyError for a status that it does not know.
+    is_unknown = isinstance(error, KeyError) and where and "nccl" in where[-1][0].f_code.co_filename
+    return "NCCL" if is_unknown or type(error).__name__ == "NcclError" else ""
+
+
+def has_failed(rank: int, library: str, what: str) -> str:
+    """Describe a failure to reach the other ranks."""
+    why = "; with NCCL_DEBUG=INFO in the environment it says why" * (library == "NCCL")
+    return f"{rank_name(rank)}: {library} has failed, as it does when another rank or host dies: {what}{why}"
+
+
 def _about_cores(comm: Comm, threads: int, threads_given: bool) -> str:
-    """Return what this rank should know of its threads and cores; "" if they suit each other."""
+    """Return how this rank's threads and cores do not suit each other, or what limits them; "" if nothing."""
     granted = granted_cores(comm.cores, comm.local_size)
     cpus, limit, several = len(usable_cores()), granted.limit, comm.local_size > 1
     each = " each" * several
@@ -136,8 +317,8 @@ def _about_cores(comm: Comm, threads: int, threads_given: bool) -> str:
         own = f"{granted.number:.3g} of " * (granted.number < cpus) + count(cpus, "CPU")
         return f"--threads {threads}, but {own}{each}{by}: threads without a core only make others wait"
     if several and granted.number < 1 - 1e-6:
-        shared = f"{granted.number * comm.local_size:.3g} of " * bool(limit) + count(cpus, "CPU")
-        return f"{comm.local_size} ranks share {shared}{by}: fewer ranks are as fast, or faster"
+        own = f"{granted.number * comm.local_size:.3g} of " * bool(limit) + count(cpus, "CPU")
+        return f"{comm.local_size} ranks share {own}{by}: fewer ranks are as fast, or faster"
     if limit and not threads_given and threads == granted.whole:  # fewer: the layout's, one a core
         of = count(cpus, "CPU")
         return f"{limit} grants {granted.number:.3g} of {of}{each}: {count(threads, 'thread')}{each}"

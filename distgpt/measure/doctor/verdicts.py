@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from distgpt.cluster.jobs.launchers import is_of_family
-from distgpt.cluster.launch.mpis import HELP, MPIS
+from distgpt.cluster.launch.environment import HELP, MPIS
 from distgpt.core.comm.agree import named_ranks
 from distgpt.core.config import ON_GPU, STAGES, WITH_MPI
 from distgpt.core.cpu.stages import NOT_KEPT

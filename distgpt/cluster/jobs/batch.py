@@ -9,14 +9,72 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 
-from distgpt.cluster.jobs.batch import array
-from distgpt.cluster.jobs.batch.job import Job
-from distgpt.cluster.jobs.batch.systems import SECONDS_TO_SUBMIT, System
+from distgpt.cluster.affinity.machine import read_machine
+from distgpt.cluster.jobs.systems import SECONDS_TO_SUBMIT, Job, System
 from distgpt.core.base.errors import UsageError
 
+ANY = "ELEMENT"  # may stand in a command in place of the system's own variable
+MOST_ELEMENTS = 100_000
 WIDTH = 100  # of a line of the command
+
+
+def shape(text: str) -> tuple[int, int]:
+    """Read NUMA regions of a node and the cores of each from "8x16", or "here", which is this machine."""
+    if text == "here":
+        machine = read_machine()
+        if machine.doubts:
+            raise UsageError(f"--node here: {machine.doubts[0]}; describe the node, as in --node 8x16")
+        sizes = Counter(core[0].region for core in machine.cores)
+        return len(sizes), min(sizes.values())
+    found = re.fullmatch(r"([1-9]\d{0,3})x([1-9]\d{0,3})", text)
+    if not found:
+        raise UsageError(f"--node {text}: give NUMA regions and cores of each, as in 8x16, or here")
+    return int(found[1]), int(found[2])
+
+
+# Arrays: one script for many runs, in which a variable of the shell is the number of each
+
+
+def elements(text: str) -> list[int]:
+    """Return the numbers of an array's elements, as in "1-4", "0-8:2%3" or "0,3,7"; [] for ""."""
+    rows, percent, most = text.partition("%")
+    if percent and not re.fullmatch(r"[1-9]\d{0,8}", most):
+        raise UsageError(f"--array={text}: after % give how many may run at once, as in --array=1-40%8")
+    numbers: list[int] = []
+    for part in rows.split(",") if text else ():
+        if (found := re.fullmatch(r"(\d{1,9})(?:-(\d{1,9})(?::([1-9]\d{0,8}))?)?", part)) is None:
+            raise UsageError(f"--array={text}: give numbers, as in --array=1-4 or --array=0,3,7")
+        several = range(int(found[1]), int(found[2] or found[1]) + 1, int(found[3] or 1))[:MOST_ELEMENTS]
+        if not several:  # a job without elements would take one directory for all that the system makes of it
+            raise UsageError(f"--array={text}: {part} ends before it begins")
+        numbers += several
+    return list(dict.fromkeys(numbers))  # Flux would start one that is named twice in one directory, twice
+
+
+def renamed(words: Iterable[str], system: System) -> list[str]:
+    """Return the words with the system's variable of an element in place of its other names."""
+    names = "|".join((*system.elements, ANY))
+    pattern = re.compile(rf"\$(?:{{(?:{names})}}|(?:{names})(?!\w))")
+    return [pattern.sub(lambda _: system.element, word) for word in words]
+
+
+def with_own_directories(words: Sequence[str], element: str) -> tuple[list[str], str]:
+    """Return the words with an --out in which every element has a directory of its own, and that directory.
+
+    It is "" if there is no --out.
+    """
+    out, changed = "", list(words)
+    for place, word in enumerate(words):
+        name, equals, value = word.partition("=") if word.startswith("--out=") else ("", "", word)
+        if equals or (place and words[place - 1] == "--out"):
+            out = value if element in value else str(Path(value) / element)
+            changed[place] = f"{name}{equals}{out}"
+    return changed, out
+
 
 # mkdir makes a folder once, also if two ends of one job race, or the system has started the job again.
 _SUCCESSOR = """\
@@ -30,7 +88,6 @@ _SUCCESSOR = """\
     echo "$marker cannot be made, so no successor follows: submit the script again"
   fi"""
 
-_APART = "set -m  # {} in a process group of its own: on a TERM that is meant for this shell it would kill"
 _SCRIPT = """\
 #!/bin/bash
 # Train, and begin again where it stopped until all steps are done. {advice}
@@ -43,7 +100,7 @@ _SCRIPT = """\
 newest() {{ ls {checkpoints} 2>/dev/null | tail -n 1; }}
 {functions}before=$(newest)
 
-{apart} the ranks
+set -m  # {starts} in a process group of its own: {reason}
 {launch}{command} \\
   >>"$log" 2>&1 &
 ranks=$!
@@ -75,9 +132,9 @@ exit $code
 
 def script(system: System, job: Job) -> str:
     """Return the whole script."""
-    quote = array.quoting(system.element) if job.is_array else shlex.quote
+    quote = _quoting(system.element) if job.array else shlex.quote
     launch = system.launch(job)
-    number = system.numbers[job.is_array]
+    number = system.numbers[bool(job.array)]
     values = {
         "number": number,
         "name": job.name,
@@ -85,11 +142,11 @@ def script(system: System, job: Job) -> str:
         "submitting": min(SECONDS_TO_SUBMIT, int(job.seconds / 4)),
     }
     again = f"  {system.requeue.format(**values)}"
-    if job.resubmits or not system.requeue:
+    if job.successor or not system.requeue:
         again = _SUCCESSOR.format(
             marker=quote(str(job.out / "followed-")), number=number, submit=_successor(system, job)
         )
-    begin = system.begin_element * job.is_array + system.begin + system.attempt
+    begin = system.begin_element * bool(job.array) + system.begin + system.attempt
     before = system.before + system.before_openmpi * (job.mpi == "openmpi")
     return _SCRIPT.format(
         advice=system.advice,
@@ -104,7 +161,8 @@ def script(system: System, job: Job) -> str:
         number=number,
         checkpoints=quote(str(job.out / "checkpoints")),
         functions=before.format(**values),
-        apart=_APART.format(launch.partition(" ")[0].rpartition("/")[2] or "the run"),
+        reason="on a TERM that is meant for this shell it would kill the ranks",
+        starts=launch.partition(" ")[0].rpartition("/")[2] or "the run",
         launch=f"{launch} \\\n  " if launch else "",
         command=" \\\n  ".join(_wrapped(job.command, quote)),
         signals=system.signals,
@@ -120,15 +178,13 @@ def script(system: System, job: Job) -> str:
 def _directives(system: System, job: Job) -> list[str]:
     """Return the script's options, the user's in place of ours that set the same."""
     for line in job.lines:
-        if system.limit_option and re.match(system.limit_option, line):
-            raise UsageError(f"--directive {line}: give the limit by --time, which also says when to save")
-        if system.array_option and re.match(system.array_option, line):
+        if re.match(system.reserved, line):
             raise UsageError(
-                f"--directive {line}: give the numbers of an array by --array, as in --array 1-4, and a"
-                " name by --name"
+                f"--directive {line}: give the limit by --time, the numbers of an array by --array, as in"
+                " --array 1-4, and a name by --name"
             )
     theirs = set(map(_key, job.lines))
-    return [*(line for line in system.options(job) if _key(line) not in theirs), *job.lines]
+    return [*(line for line in system.options(job) if line and _key(line) not in theirs), *job.lines]
 
 
 def _key(option: str) -> str:
@@ -144,20 +200,30 @@ def _successor(system: System, job: Job) -> str:
     A successor waits for no job as this one did: systems refuse or delete what waits for one that they have
     forgotten.
     """
-    command = system.successor
-    if job.is_array:
+    command, left_out = system.successor, list[str]()
+    if job.array:
         command += " " + system.successor_element.format(name=job.name)
-    left_out = [system.left_out_of_element] * (job.is_array and system.left_out_of_element != "")
-    left_out += [system.waits] * any(system.waits and re.match(system.waits, line) for line in job.lines)
+        left_out += filter(None, [system.left_out_of_element])
+    if system.waits and any(re.match(system.waits, line) for line in job.lines):
+        left_out.append(system.waits)
     if left_out:
         return f"grep -Ev '^{system.sentinel} *({'|'.join(left_out)})' \"$0\" | {command}"
     return f"{command} {system.reads}"
 
 
+def _quoting(element: str) -> Callable[[str], str]:
+    """Return a function that quotes a word for a shell that puts in an element's number."""
+
+    def quoted(word: str) -> str:
+        parts = [shlex.quote(part) if part else "" for part in word.split(element)]
+        return f'"{element}"'.join(parts) or "''"
+
+    return quoted
+
+
 def _wrapped(words: Sequence[str], quote: Callable[[str], str]) -> list[str]:
     """Quote the words and break them into lines; an option stays with its value."""
-    lines = [""]
-    previous = ""
+    lines, previous = [""], ""
     for word in words:
         quoted = quote(word)
         is_value = previous.startswith("--") and "=" not in previous and not word.startswith("-")

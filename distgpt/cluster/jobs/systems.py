@@ -1,0 +1,496 @@
+"""The batch systems: their options for what a job asks for, and their own lines of a script (batch.py)."""
+
+from __future__ import annotations
+
+import math
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from distgpt.cluster.jobs.launchers import mpirun, own_mpirun
+from distgpt.cluster.launch.environment import MPIS
+from distgpt.core.base.errors import UsageError, escape
+
+SECONDS_TO_SAVE = 120  # by which the signal to save comes before the time limit
+SECONDS_TO_SUBMIT = 20  # Flux: from when the run has left until its successor has been submitted
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """Parameters of a script. `command` trains, `made_by` is the command that made the script."""
+
+    name: str
+    nodes: int
+    ranks_per_node: int
+    cpus_per_task: int
+    gpus_per_node: int | None
+    seconds: float
+    mpi: str  # how ranks are started and meet; "none": there is one
+    lines: Sequence[str]  # further options of the system
+    out: Path
+    command: Sequence[str]
+    made_by: str
+    setup: Sequence[str]  # lines of the shell, before the command
+    memory: str  # of each node, as in 64G
+    counts_cores: bool  # CPUs are cores in order, and none is the second hardware thread of one
+    array: str  # numbers of its elements, as in 1-4%2
+    exclusive: bool  # no other job runs on its nodes
+    successor: bool  # it submits a successor even where the system would queue it again
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name):
+            raise UsageError(f"--name {self.name}: a job's name is of letters, digits, dots, - and _")
+        for word in (*self.lines, *self.command, *self.setup, str(self.out), self.made_by):
+            if escape(word) != word:
+                raise UsageError(f"{word} has characters that cannot stand in a script")
+
+    @property
+    def ranks(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+    @property
+    def cpus_per_node(self) -> int:
+        return self.ranks_per_node * self.cpus_per_task
+
+    @property
+    def binds(self) -> bool:
+        """Return whether ranks are bound to cores: other jobs' launchers would bind theirs to the same."""
+        return self.counts_cores and self.exclusive
+
+    @property
+    def seconds_to_save(self) -> int:
+        """Return how long before the time limit the run is asked to save: a quarter of a short limit."""
+        return max(1, min(SECONDS_TO_SAVE, int(self.seconds / 4)))
+
+
+class RankLauncher(NamedTuple):
+    """An mpiexec: the vendors whose MPI it starts, its options, and those for bound and for free ranks."""
+
+    vendors: tuple[str, ...]
+    options: str
+    bound: str
+    free: str = ""
+
+
+# By the value of --mpi. Open MPI by itself binds each rank to a core, which all of its threads would share.
+LAUNCHERS = {
+    "mpich": RankLauncher(
+        ("MPICH", "MVAPICH", "MVAPICH2"), "-n {ranks} -ppn {each}", " -bind-to core:{cpus}"
+    ),
+    "openmpi": RankLauncher(
+        ("Open MPI",), "-n {ranks} --map-by ppr:{each}:node", ":pe={cpus} --bind-to core", " --bind-to none"
+    ),
+    "intel": RankLauncher(("Intel MPI",), "-n {ranks} -ppn {each}", " -genv I_MPI_PIN_DOMAIN {cpus}:compact"),
+    "pals": RankLauncher(("Cray MPICH",), "-n {ranks} --ppn {each} --depth={cpus}", " --cpu-bind=depth"),
+}
+
+
+def mpiexec(job: Job) -> str:
+    """Return an MPI's own launcher with its options; "" for a job of one rank, which needs none."""
+    if job.mpi == "none":
+        return ""
+    row = LAUNCHERS.get(job.mpi)
+    if row is None:
+        raise UsageError(f"--mpi {job.mpi}: ranks are started here by one of {', '.join(LAUNCHERS)}")
+    own = own_mpirun()
+    # One that belongs to another MPI than the one asked for would refuse these options.
+    program = shlex.quote(own) if own and mpirun(own)["vendor"] in row.vendors else "mpiexec"
+    options = row.options + (row.bound if job.binds else row.free)
+    values = {"ranks": job.ranks, "each": job.ranks_per_node, "cpus": job.cpus_per_task}
+    return f"{program} {options.format(**values)}"
+
+
+def clock(seconds: float) -> str:
+    """14400 → "04:00:00", 90000 → "25:00:00"."""
+    minutes, second = divmod(math.ceil(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours:02}:{minute:02}:{second:02}"
+
+
+def _one_range(text: str, system: str) -> tuple[str, str]:
+    """Return an array's range and how many of its elements may run at once; reject lists of numbers."""
+    numbers, _, most = text.partition("%")
+    if "," in numbers:
+        raise UsageError(f"--array {text}: {system} takes one range, as in 1-4 or 0-8:2")
+    return numbers, most
+
+
+class System:
+    """A batch system, in the words of the plain shell: one instance of each subclass (SYSTEMS).
+
+    `{number}` and `{name}` in the lines of the script are those of the job, `{seconds}` its time limit and
+    `{submitting}` what a successor takes of that.
+    """
+
+    name: str
+    sentinel: str  # what a line with a directive begins with
+    submits: tuple[str, ...]  # the command that reads a script from its standard input
+    programs: tuple[str, ...]  # commands that are installed with it
+    # The value of --mpi that suits the MPI of a vendor.
+    mpi: Mapping[str, str] = {vendor: name for name, row in LAUNCHERS.items() for vendor in row.vendors}
+    # Its options, as regular expressions: set by options of distgpt; to wait for other jobs.
+    reserved: str
+    waits: str = ""
+    # Arrays
+    element: str  # the number of an element, as in "$SGE_TASK_ID"
+    elements: tuple[str, ...] = ()  # variables with that number that commands may have
+    one_job_each: bool = False  # it has no arrays: each element is submitted alone
+    left_out_of_element: str = ""  # begins a directive that the successor of an element must not have
+    numbers: tuple[str, str]  # of a job and of an array's element, for the shell
+    # The script
+    advice: str  # how it is submitted, the header's sentences
+    enters: str = ""  # the line that goes to where the script was submitted, if the system does not
+    deadline: str = ""  # sets the time limit for the run, if the system does not announce it
+    begin: str = ""  # lines that set what follows
+    begin_element: str = ""  # the same, before them, in an array
+    attempt: str = (
+        'attempt=0\nwhile [ -e "{name}-{number}.$attempt.log" ]; do attempt=$((attempt + 1)); done\n'
+    )
+    before: str = ""  # lines before the launch
+    before_openmpi: str = ""
+    signals: str  # the comment at the traps
+    passed_on: str = "kill -USR1 $ranks"  # the command that asks the ranks to save
+    announces: str = "USR1"  # signals before a limit, after which the job begins again
+    ends: str = "TERM"  # signals of a job's end to which the script only saves
+    rule: str = '75 is "saved, start me again".'  # the comment before the decision
+    begins_again: str = "[ $code = 75 ]"  # the condition for another attempt, if a step was finished
+    requeue: str = ""  # queues this job again; "" if the system has no way
+    successor: str  # the command that submits the script as another job
+    successor_element: str  # its option for one element of an array
+    reads: str = '"$0"'  # how it takes the script
+
+    def options(self, job: Job) -> list[str]:
+        """Return the directives for what a job asks for; "" among them is left out."""
+        raise NotImplementedError
+
+    def launch(self, job: Job) -> str:
+        """Return the words before the command that start it as the job's ranks."""
+        return mpiexec(job)
+
+
+class Slurm(System):
+    """Slurm. Which signals reach whom, as tried with Slurm 22.05 and read in its sources up to 25.11:
+
+    | | ranks | the script's shell |
+    |---|---|---|
+    | `--signal=USR1@…`, `scancel --signal=USR1` | USR1 | |
+    | the same with `--signal=B:…`, `--batch` | | USR1 |
+    | `scancel`, `scontrol requeue`, preemption, the time limit | TERM, KILL after KillWait | the same |
+    | preemption in a partition with GraceTime | TERM; then the job may end by itself | |
+
+    On TERM srun kills all ranks, and `scancel --full` sends that to the shell's whole process group: srun has
+    one of its own. A rank that leaves with 75 must not make srun kill the others, which are still on their
+    way out; one that was killed ends all after 60 s.
+    """
+
+    name = "Slurm"
+    sentinel = "#SBATCH"
+    submits = programs = ("sbatch",)
+    mpi = {vendor: mpi.srun[0] for vendor, mpi in MPIS.items()}  # noqa: RUF012
+    reserved = r"--array\b|-a"
+    element = "$SLURM_ARRAY_TASK_ID"
+    elements = ("SLURM_ARRAY_TASK_ID",)
+    # SLURM_JOB_ID of an array's element may stand for the whole array.
+    numbers = ("$SLURM_JOB_ID", "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID")
+    advice = """\
+Submit it with sbatch, whose options
+# override the lines below: sbatch --nodes=1 --ntasks-per-node=… resumes the run on other nodes."""
+    attempt = "attempt=${{SLURM_RESTART_COUNT:-0}}\n"
+    before = "preempted() {{ scontrol show job \"{number}\" | grep -q 'PreemptTime=[0-9]'; }}\n"
+    signals = """\
+# Every rank saves and leaves on USR1, which Slurm sends them before the time limit. What only this shell gets
+# is passed on; after a TERM Slurm ends or requeues the job itself."""
+    rule = (
+        '75 is "saved, start me again". A preempted job that ends within its grace time is not requeued by'
+        " Slurm."
+    )
+    begins_again = "[ $code = 75 ] || {{ [ $code != 0 ] && preempted; }}"
+    requeue = 'scontrol requeue "{number}" && exit 0'
+    successor = "sbatch"
+    successor_element = "--array=$SLURM_ARRAY_TASK_ID"
+
+    def options(self, job: Job) -> list[str]:
+        hours, _, rest = clock(job.seconds).partition(":")
+        days, hour = divmod(int(hours), 24)
+        return [
+            f"--job-name={job.name}",
+            f"--nodes={job.nodes}",
+            f"--ntasks-per-node={job.ranks_per_node}",
+            f"--cpus-per-task={job.cpus_per_task}",
+            "--hint=nomultithread" * job.counts_cores,
+            f"--gpus-per-node={job.gpus_per_node}" * bool(job.gpus_per_node),
+            f"--mem={job.memory}" * bool(job.memory),
+            "--exclusive" * job.exclusive,
+            f"--time={f'{days}-' * bool(days)}{hour:02}:{rest}",  # 90000 s are 1-01:00:00
+            f"--signal=USR1@{job.seconds_to_save}",
+            "--requeue",
+            "--open-mode=append",
+            f"--output={job.name}-{'%A_%a' if job.array else '%j'}.log",
+            f"--array={job.array}" * bool(job.array),
+        ]
+
+    def launch(self, job: Job) -> str:
+        # --hint excludes --cpu-bind, which it sets itself. A step does not inherit --cpus-per-task.
+        binding = (
+            "--hint=nomultithread --distribution=block:block" if job.counts_cores else "--cpu-bind=cores"
+        )
+        return (
+            f'srun --mpi={job.mpi} --cpus-per-task="$SLURM_CPUS_PER_TASK" {binding} \\\n'
+            "  --kill-on-bad-exit=0 --wait=60"
+        )
+
+
+class Pbs(System):
+    """PBS Pro and OpenPBS. As tried with OpenPBS 23.06.06: nothing comes before the limit.
+
+    At it, at qdel, qrerun and a preemption TERM goes to all processes of the job's session, the script's and
+    mpiexec among them, and KILL after kill_delay (10 s). A user may not queue a running job again (qrerun is
+    the operators'): a job submits its successor.
+    """
+
+    name = "PBS"
+    sentinel = "#PBS"
+    submits = ("qsub",)
+    programs = ("qsub", "pbsnodes")
+    reserved = r"-J|-l\s*walltime"
+    waits = "-W *depend="
+    element = "$ELEMENT"
+    elements = ("PBS_ARRAY_INDEX",)
+    left_out_of_element = "-J "
+    numbers = ("$number", "$number")
+    advice = """\
+Submit it with qsub. A successor has
+# the options of these lines, and none of qsub's own: change them here."""
+    enters = 'cd "$PBS_O_WORKDIR" || exit\n'
+    deadline = (
+        "export DISTGPT_JOB_END=$(($(date +%s) + {seconds}))  # the limit above, in seconds since 1970\n"
+    )
+    begin = "number=${{PBS_JOBID%%.*}}\n"
+    begin_element = "ELEMENT=${{ELEMENT:-$PBS_ARRAY_INDEX}}  # the number of this run\n"
+    signals = """\
+# Every rank saves and leaves on USR1. PBS sends none before its limit: the run knows that by DISTGPT_JOB_END.
+# TERM comes before qdel kills: the job saves and ends, or PBS starts it again after a preemption."""
+    successor = "qsub"
+    successor_element = "-v ELEMENT=$ELEMENT"
+
+    def options(self, job: Job) -> list[str]:
+        place = ":".join(["scatter"] * (job.nodes > 1) + ["excl"] * job.exclusive)
+        per_rank = f"mpiprocs={job.ranks_per_node}:ompthreads={job.cpus_per_task}"
+        chunk = f"{job.nodes}:ncpus={job.cpus_per_node}:{per_rank}"
+        chunk += f":ngpus={job.gpus_per_node}" * bool(job.gpus_per_node)
+        chunk += f":mem={job.memory.lower()}b" * bool(job.memory)
+        numbers, most = _one_range(job.array, "PBS")
+        if numbers and "-" not in numbers:
+            raise UsageError(f"--array {job.array}: an array of PBS is a range of at least two, as in 1-4")
+        return [
+            f"-N {job.name}",
+            "-S /bin/bash",
+            f"-l select={chunk}",
+            f"-l place={place}" * bool(place),
+            f"-l walltime={clock(job.seconds)}",
+            "-r y",
+            "-j oe",
+            f"-J {numbers}{f'%{most}' * bool(most)}" * bool(numbers),
+        ]
+
+    def launch(self, job: Job) -> str:
+        # Open MPI without PBS's own library in it, as Debian's, finds the nodes in this file alone.
+        return mpiexec(job) + ' --hostfile "$PBS_NODEFILE"' * (job.mpi == "openmpi")
+
+
+class GridEngine(System):
+    """Grid Engine. As tried with Son of Grid Engine 8.1.9: at s_rt the shell's process group gets USR1.
+
+    `-notify` sends USR2 before `qdel` kills; a script that leaves with 99 is queued again, with the same
+    number.
+    """
+
+    name = "Grid Engine"
+    sentinel = "#$"
+    submits = ("qsub",)
+    programs = ("qsub", "qconf")
+    reserved = r"-t\s|-l\s*h_rt"
+    element = "$SGE_TASK_ID"
+    elements = ("SGE_TASK_ID",)
+    numbers = ("$JOB_ID", "$JOB_ID.$SGE_TASK_ID")
+    advice = """\
+Submit it with qsub, whose options
+# override the lines below. `qconf -spl` lists the parallel environments that -pe may name."""
+    signals = """\
+# Every rank saves and leaves on USR1, which this shell gets at s_rt, before the limit h_rt. USR2 comes before
+# qdel kills (-notify): the job saves and ends."""
+    ends = "USR2 TERM"
+    rule = '75 is "saved, start me again"; Grid Engine queues a job again that leaves with 99.'
+    requeue = "exit 99"
+    successor = "qsub"
+    successor_element = "-t $SGE_TASK_ID"
+
+    def options(self, job: Job) -> list[str]:
+        slots = job.nodes * job.cpus_per_node
+        if job.memory:
+            raise UsageError(
+                '--memory: sites of Grid Engine name it differently, as in --directive "-l h_vmem=4G" for a'
+                " slot"
+            )
+        numbers, most = _one_range(job.array, "Grid Engine")
+        return [
+            f"-N {job.name}",
+            "-S /bin/bash",
+            "-cwd",
+            f"-pe mpi {slots}" * (slots > 1),
+            f"-l gpu={job.gpus_per_node}" * bool(job.gpus_per_node),
+            "-l exclusive=true" * job.exclusive,
+            f"-l h_rt={clock(job.seconds)}",
+            f"-l s_rt={clock(job.seconds - job.seconds_to_save)}",
+            "-notify",
+            "-r y",
+            "-j y",
+            f"-o {job.name}-$JOB_ID{'.$TASK_ID' * bool(job.array)}.log",
+            f"-t {numbers}" * bool(numbers),
+            f"-tc {most}" * bool(most),
+        ]
+
+
+class Lsf(System):
+    """LSF, written from IBM's reference of LSF 10.1, tried with volclava 2.2, an open clone.
+
+    That lacks -wa, -wt, -Q and -gpu. A signal comes to every process group of the job, that of mpiexec and
+    those of the ranks among them; at the limit (-W) all get USR2 and have ten minutes; `bkill` sends INT,
+    TERM and KILL; a script that leaves with 99 is queued again, with the same number.
+    """
+
+    name = "LSF"
+    sentinel = "#BSUB"
+    submits = programs = ("bsub",)
+    reserved = "-J(?!d)"  # the name's: one without numbers would take the array's place
+    waits = "-w( |[^at])"  # not -wa and -wt, which are others
+    element = "$LSB_JOBINDEX"
+    elements = ("LSB_JOBINDEX",)
+    numbers = ("$LSB_JOBID", "$LSB_JOBID.$LSB_JOBINDEX")
+    advice = """\
+Submit it with bsub < SCRIPT, whose options
+# override the lines below."""
+    # A signal of LSF comes to mpiexec and to all that it has started, too. By itself every program ignores
+    # URG. USR2 ends MPICH's mpiexec, and an ssh to another node; of an INT, Open MPI's mpiexec kills the
+    # ranks.
+    before = """\
+asked=
+trap '' USR2  # which comes to mpiexec, too, and might end it
+"""
+    before_openmpi = """\
+# Seconds that mpiexec leaves the ranks for a save after bkill: as Open MPI 4 calls them, and 5.
+export OMPI_MCA_odls_base_sigkill_timeout=10 PRTE_MCA_odls_base_sigkill_timeout=10
+"""
+    signals = """\
+# Every rank saves and leaves on USR1. LSF sends URG before the limit (-wa, -wt), which only this shell heeds,
+# and USR2 at the limit. INT and TERM come before bkill kills: the job saves and ends. A second USR1 would end
+# the save."""
+    passed_on = '[ "$asked" ] || kill -USR1 $ranks; asked=yes'
+    announces = "URG USR1 USR2"
+    ends = "INT TERM"
+    rule = '75 is "saved, start me again"; LSF queues a job again that leaves with 99 (-Q).'
+    requeue = "exit 99"
+    successor = "bsub"
+    successor_element = '-J "{name}[$LSB_JOBINDEX]"'
+    reads = '< "$0"'
+
+    def options(self, job: Job) -> list[str]:
+        numbers, percent, most = job.array.partition("%")
+        return [
+            f'-J "{job.name}{f"[{numbers}]{percent}{most}" * bool(numbers)}"',
+            # Slots are cores: the affinity of tasks is not configured at every site.
+            f"-n {job.nodes * job.cpus_per_node}",
+            f'-R "span[ptile={job.cpus_per_node}]"',
+            f'-R "rusage[mem={job.memory}/host]"' * bool(job.memory),
+            f'-gpu "num={job.gpus_per_node}/host:j_exclusive=yes"' * bool(job.gpus_per_node),
+            "-x" * job.exclusive,
+            f"-W {clock(60 * math.ceil(job.seconds / 60))[:-3]}",  # in minutes, rounded up
+            "-wa URG",
+            f"-wt {clock(max(60, job.seconds_to_save))[:-3]}",
+            '-Q "99"',
+            "-r",
+            f"-o {job.name}-{'%J.%I' if job.array else '%J'}.log",
+        ]
+
+    def launch(self, job: Job) -> str:
+        # MPICH reads LSB_MCPU_HOSTS; Open MPI knows the nodes by this file, unless it has LSF's own library.
+        named = ' ${LSB_DJOB_HOSTFILE:+--hostfile "$LSB_DJOB_HOSTFILE"}'
+        return mpiexec(job) + named * (job.mpi == "openmpi" and job.nodes > 1)
+
+
+class Flux(System):
+    """Flux. A batch job is a Flux instance of its own, whose brokers get the job's signals.
+
+    As tried with flux-core 0.88:
+
+    | | ranks | the script's shell |
+    |---|---|---|
+    | `flux job kill -s USR1 JOB` on one node | USR1 | USR1 |
+    | the same on several nodes, or `flux batch --signal` | USR1, but all brokers but the first end | |
+    | `flux cancel` | nothing until the shell has ended, then TERM | TERM and HUP; KILL 5 s later |
+    | the time limit itself | ALRM, of which they die | ALRM and HUP; KILL 5 s later |
+
+    There are no arrays of batch jobs: the script is submitted once for each element.
+    """
+
+    name = "Flux"
+    sentinel = "# flux:"
+    submits = ("flux", "batch")
+    programs = ("flux",)
+    mpi = dict.fromkeys(MPIS, "simple") | {"Open MPI": "openmpi", "Cray MPICH": "cray-pals"}
+    reserved = "--time-limit|-t"
+    element = "$ELEMENT"
+    one_job_each = True
+    numbers = ("$number", "$number")
+    advice = """\
+Submit it with flux batch. Of an array
+# each element is submitted alone: flux batch --env=ELEMENT=1 SCRIPT."""
+    # The limit as Flux knows it: the job began before its script. `--signal` would end brokers (above).
+    begin = """\
+# In seconds since 1970: the limit above, less what it takes to submit a successor.
+export DISTGPT_JOB_END=$(($(date +%s) + $(flux job timeleft) - {submitting}))
+number=$(flux job id --to=f58plain "$(flux getattr jobid)")
+"""
+    signals = """\
+# Every rank saves and leaves on USR1. The run knows the time limit by DISTGPT_JOB_END. TERM and HUP come
+# 5 seconds before `flux cancel` kills: the job saves and ends."""
+    passed_on = "flux job kill -s USR1 $(flux job last)"  # flux run itself would be killed by it
+    ends = "TERM HUP"
+    successor = "flux --parent batch"
+    successor_element = "--env=ELEMENT=$ELEMENT"
+
+    def options(self, job: Job) -> list[str]:
+        if job.memory:
+            raise UsageError("--memory: Flux gives cores, and no part of a node's memory: leave it out")
+        if "%" in job.array:
+            raise UsageError(
+                f"--array {job.array}: Flux starts all that fit at once: leave out % and its number"
+            )
+        return [
+            f"--job-name={job.name}",
+            f"--nodes={job.nodes}",
+            f"--nslots={job.nodes}",  # a node's part each: ranks may be more than GPUs, which are given whole
+            f"--cores-per-slot={job.cpus_per_node}",
+            f"--gpus-per-slot={job.gpus_per_node}" * bool(job.gpus_per_node),
+            "--exclusive" * job.exclusive,
+            f"--time-limit={int(job.seconds)}s",
+            f"--output={job.name}-{{{{id.f58plain}}}}.log",  # letters and digits: without its sign, ƒ
+        ]
+
+    def launch(self, job: Job) -> str:
+        gpus = " --exclusive" * bool(job.gpus_per_node)  # all that the job has: ranks choose among them
+        # Also by the words for other systems. A site may have another default, which MPICH could not speak.
+        others = {"mpich": "simple", "intel": "simple", "openmpi": MPIS["Open MPI"].flux, "pals": "cray-pals"}
+        pmi = f" -o pmi={others.get(job.mpi, job.mpi)}" * (job.mpi != "none")
+        return (
+            f"flux run --nodes={job.nodes} --ntasks={job.ranks} --cores-per-task={job.cpus_per_task}"
+            f"{gpus} \\\n  -o cpu-affinity=per-task{pmi}"
+        )
+
+
+# By the value of --system.
+SYSTEMS = {"slurm": Slurm(), "pbs": Pbs(), "sge": GridEngine(), "lsf": Lsf(), "flux": Flux()}

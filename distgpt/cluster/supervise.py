@@ -1,0 +1,411 @@
+"""A run that starts again after a lost rank or host, supervised from outside of mpirun: `distgpt supervise`.
+
+It starts a launch as a user types it, `mpirun -n 8 -f hosts distgpt train …`, watches its hosts, and starts
+it again from its last checkpoint on hosts that still answer. Batch systems restart jobs by their scripts.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeAlias
+
+from distgpt.cluster.jobs import hostfile
+from distgpt.cluster.jobs.launchers import HOSTS_OPTION, mpirun
+from distgpt.cluster.jobs.processes import ending
+from distgpt.cluster.jobs.reach import Answer, clean, clean_here, connect, is_here
+from distgpt.core.base.errors import DistgptError, MismatchError, NonFiniteError, StorageError, UsageError
+from distgpt.core.base.files import read_small
+from distgpt.core.base.formatting import count, long_duration
+from distgpt.core.base.interrupts import PendingSignals, deferred_signals, signal_of
+from distgpt.core.comm.job import say
+from distgpt.core.saved.checkpoint import newest_step
+from distgpt.core.saved.metrics import parse_metrics, whole_lines
+from distgpt.core.saved.rundir import RunDirectory
+
+TRAINS = ("train", "tune")
+# Options as MPICH, Intel MPI and Open MPI have them, with one dash or two, and what they give.
+OPTIONS = {
+    **dict.fromkeys(("n", "np", "c"), "ranks"),
+    **dict.fromkeys(("f", "hostfile", "machinefile", "default-hostfile"), "hostfile"),
+    **dict.fromkeys(("ppn", "perhost", "N", "npernode"), "each"),
+    **dict.fromkeys(("hosts", "host", "H"), "hosts"),
+}
+LAUNCHERS = ("mpirun", "mpiexec", "orterun", "prterun")
+MOST_NAMED = 6  # hosts in a message
+# Ends that would come again, of distgpt, sysexits.h and shells; also after a host that computes wrongly. A
+# lost rank is 70 if MPI tells the others, so all of 70 is tried again.
+FINAL = (2, 64, 65, MismatchError.exit_code, NonFiniteError.exit_code, 126, 127)
+KILLED = (signal.SIGKILL, 128 + signal.SIGKILL, -signal.SIGKILL)  # codes of mpirun, a shell, Python
+MOST_DEATHS = 3  # without a step more than before
+SECONDS_BETWEEN_LOOKS = 0.2
+SECONDS_BETWEEN_QUESTIONS = 5.0  # to a host that answers and rejects ssh, or for which a job waits
+PAUSE = 5.0  # before a third attempt at a step: a disk that was away may be back
+Process: TypeAlias = subprocess.Popen[bytes]
+VARIABLE = "DISTGPT_SUPERVISED"  # in the environment of all processes that a supervisor starts
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchLine:
+    """A launch in its parts. `launcher` has no words if a single process starts without one."""
+
+    launcher: tuple[str, ...]
+    program: tuple[str, ...]  # distgpt
+    command: tuple[str, ...]  # train, and its options
+    mpirun: str | None  # the program that starts the ranks, if it is an mpirun
+    at: Mapping[str, int]  # places in `launcher` of the values of its options, by OPTIONS
+    ranks: int
+
+    def value(self, option: str) -> str | None:
+        return self.launcher[self.at[option]] if option in self.at else None
+
+    def words(self, variable: str, ranks: int, hosts: Path | None) -> list[str]:
+        """Return the launch of `ranks` on the hosts of another file, all with `variable` in the environment.
+
+        By way of env: Open MPI passes no variable on to another host unasked.
+        """
+        words = list(self.launcher)
+        for option, value in (("ranks", ranks), ("hostfile", hosts)):
+            if value and option in self.at:
+                words[self.at[option]] = str(value)
+        return [*words, *(["env", variable] if words else []), *self.program, *self.command]
+
+
+def parse(words: Sequence[str]) -> LaunchLine:
+    """Read the words of a launch of distgpt train."""
+    found = (i for i in range(1, len(words)) if words[i] in TRAINS and Path(words[i - 1]).name == "distgpt")
+    if (train := next(found, None)) is None:
+        raise UsageError("give the whole line after --, as in -- mpirun -n 8 -f hosts distgpt train …")
+    if ":" in words:
+        raise UsageError("one program is supervised: leave out what follows the :")
+    begin = train - 3 if train > 2 and words[train - 2] in ("-m", "-P") else train - 1  # python -m distgpt
+    launcher: list[str] = []
+    for word in words[:begin]:
+        option, equals, value = word.partition("=")
+        launcher += [option, value] if equals and _option(option) else [word]
+    starts = (i for i, word in enumerate(launcher) if Path(word).name.startswith(LAUNCHERS))
+    mpirun = next(starts, None)
+    after = range(len(launcher) if mpirun is None else mpirun + 1, len(launcher) - 1)
+    at = {option: i + 1 for i in after if (option := _option(launcher[i]))}
+    if "hosts" in at:
+        named = launcher[at["hosts"] - 1]
+        raise UsageError(f"write the hosts of {named} into a file, and name that: mpirun -n 8 -f hosts …")
+    ranks = launcher[at["ranks"]] if "ranks" in at else "1" if mpirun is None else ""
+    if not ranks.isdecimal() or not int(ranks):
+        raise UsageError("say how many ranks there are: mpirun -n 8 …")
+    program, command = tuple(words[begin:train]), tuple(words[train:])
+    name = None if mpirun is None else launcher[mpirun]
+    return LaunchLine(tuple(launcher), program, command, name, at, int(ranks))
+
+
+def _option(word: str) -> str:
+    """Return what an option of mpirun gives; "" of another word."""
+    return OPTIONS.get(word.lstrip("-"), "") if word.startswith("-") else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """A line of a hostfile: room for some ranks on a host."""
+
+    host: str
+    ranks: int
+    text: str
+
+
+def read_rooms(line: LaunchLine) -> list[Room]:
+    """Return the lines of a launch's hostfile, none without one; reject one without room for its ranks."""
+    if (given := line.value("hostfile")) is None:
+        return []
+    path = Path(given)
+    if not path.is_file():
+        raise UsageError(f"{path}: there is no such hostfile")
+    vendor = mpirun(line.mpirun)["vendor"]
+    content = read_small(path, hostfile.LARGEST)
+    lines, texts = hostfile.parse(content), content.decode("utf-8", "replace").split("\n")
+    for problem in hostfile.problems(vendor, lines) if vendor in HOSTS_OPTION else ():
+        raise UsageError(f"{path}: {problem}; see distgpt doctor --hostfile {path}")
+    each = line.value("each") or ""
+    usual = int(each) if each.isdecimal() else 0
+    if vendor == "Open MPI" and not usual and any(one.slots is None for one in lines):
+        raise UsageError(f"{path}: say on each line how many ranks its host takes, as in node1 slots=4")
+    rooms = [Room(one.host, one.slots or usual or 1, texts[one.number - 1]) for one in lines]
+    if (most := sum(room.ranks for room in rooms)) < line.ranks:
+        raise UsageError(
+            f"{path} has room for {most} of {line.ranks} ranks: say on each line how many its host takes"
+        )
+    return rooms
+
+
+def chosen(rooms: Sequence[Room], there: Collection[str], ranks: int) -> list[Room]:
+    """Return the first rooms on hosts that answer, as many as the ranks need or as there are."""
+    found: list[Room] = []
+    for room in rooms:
+        if room.host in there and sum(each.ranks for each in found) < ranks:
+            found.append(room)
+    return found
+
+
+def hosts_of(rooms: Sequence[Room]) -> list[str]:
+    """Return each host once, in order."""
+    return list(dict.fromkeys(room.host for room in rooms))
+
+
+def listed(hosts: Sequence[str]) -> str:
+    """Return the first hosts in words, and how many more there are."""
+    more = f" and {len(hosts) - MOST_NAMED} more" if len(hosts) > MOST_NAMED else ""
+    return ", ".join(hosts[:MOST_NAMED]) + more
+
+
+@dataclass(slots=True)
+class Attempt:
+    """A start of the job, and how it ended."""
+
+    rooms: list[Room]
+    ranks: int
+    code: int = 0
+    gone: list[str] = field(default_factory=list)  # hosts that stopped to answer while it ran
+    stalled: float = 0.0  # seconds without a step, after which it was ended; 0: it was not
+
+    def why(self) -> str:
+        """Describe what ended it."""
+        if self.gone:
+            return f"{listed(self.gone)} did not answer any more"
+        if self.stalled:
+            return f"no step for {long_duration(self.stalled)}"
+        return "a rank was killed" if self.code in KILLED else ending(self.code)
+
+
+class Supervisor:
+    """Keeps a run going that a launch trains in the directory `out`.
+
+    `least`: the fewest ranks. `restarts`, `stall`: the most restarts, and seconds without a step; None: any.
+    """
+
+    def __init__(
+        self,
+        line: LaunchLine,
+        out: Path,
+        on_gpu: bool,
+        least: int = 1,
+        restarts: int | None = None,
+        stall: float | None = None,
+    ) -> None:
+        self._line, self._run, self._on_gpu = line, RunDirectory(out), on_gpu
+        self._least, self._restarts, self._stall = least, restarts, stall
+        if least > line.ranks:
+            raise UsageError(f"--min-ranks {least}: the launch line has only {line.ranks}")
+        self._rooms = read_rooms(line)
+        self._variable = f"{VARIABLE}={platform.node()}-{os.getpid()}-{time.time_ns()}"
+        self._signals = PendingSignals()
+        self._names: dict[str, str] = {}  # the names by which hosts that have answered know themselves
+        self._answers: dict[str, Answer] = {}  # of this restart
+        self._lost: set[str] = set()  # hosts that were, at any time
+        self._furthest, self._deaths, self._starts = -1, 0, 0
+
+    def run(self) -> int:
+        """Return the exit code of the command."""
+        with deferred_signals(self._signals):
+            try:
+                while (placed := self._place()) is not None:
+                    attempt = self._attempt(placed)
+                    self._starts += 1
+                    if attempt.code or attempt.gone:
+                        self._clean(known_gone=attempt.gone)
+                    code = self._judge(attempt)
+                    if code is not None:
+                        return code
+            finally:
+                clean_here(self._variable)
+        return self._signals.exit_code
+
+    # Where it runs
+
+    def _clean(self, known_gone: Sequence[str] = ()) -> None:
+        """Kill what an attempt has left, on all hosts that answer; note which do."""
+        clean_here(self._variable)
+        asked = [host for host in hosts_of(self._rooms) if host not in known_gone]  # that would cost 5 s
+        self._answers = dict.fromkeys(known_gone, Answer(problem="no answer")) | clean(asked, self._variable)
+        self._names |= {host: answer.name for host, answer in self._answers.items() if answer.name}
+
+    def _place(self) -> Attempt | None:
+        """Choose hosts, as soon as enough of them answer; None if a signal came before."""
+        wanted, has_waited = self._line.ranks, False
+        if self._rooms and not self._answers:
+            self._clean()
+        while not self._signals.came:
+            there = {host for host, answer in self._answers.items() if answer.name}
+            rooms = chosen(self._rooms, there, wanted)
+            ranks = min(wanted, sum(room.ranks for room in rooms)) if self._rooms else wanted
+            least = self._least if self._run.config.exists() else wanted
+            if least <= ranks < wanted:
+                ranks = self._dividing(ranks)
+                rooms = chosen(self._rooms, there, ranks)
+            silent = [host for host in hosts_of(self._rooms) if host not in there]
+            if ranks >= least:
+                # At first a host that only lets no ssh in may have another's job, in good health.
+                lost = [host for host in silent if self._starts or not self._answers[host].is_there]
+                self._take_over(lost)
+                begin = f"start {self._starts + 1}, from {self._saved()}" if self._starts else ""
+                where = f"{count(ranks, 'rank')} on {listed(hosts_of(rooms))}" if rooms else ""
+                if text := ": ".join(filter(None, (begin, where))):
+                    say(text + f"; not to be used: {listed(silent)}" * bool(silent))
+                return Attempt(rooms, ranks)
+            if not self._starts and not self._run.config.exists():
+                raise UsageError(
+                    f"{listed(silent)} cannot be used ({self._answers[silent[0]].problem}), and a new run"
+                    f" needs room for all {wanted} ranks: see distgpt doctor --hostfile FILE --ssh"
+                )
+            if not has_waited:
+                has_waited = True
+                say(f"waiting for {listed(silent)}: there is room for {ranks} ranks, and {least} are needed")
+            self._sleep(SECONDS_BETWEEN_QUESTIONS)
+            self._clean()
+        return None
+
+    def _dividing(self, most: int) -> int:
+        """Return the largest number of ranks, of so many at most, that the run's settings allow."""
+        from distgpt.core.train.plan import refuse_unsuited
+
+        saved = self._run.saved()
+        assert saved
+        for ranks in range(most, 1, -1):
+            with suppress(UsageError):
+                refuse_unsuited(saved.train, ranks, self._on_gpu)
+                return ranks
+        refuse_unsuited(saved.train, 1, self._on_gpu)
+        return 1
+
+    def _take_over(self, lost: Sequence[str]) -> None:
+        """Free the directory from a process on a lost host, whose lock a network disk may still keep."""
+        names = {self._names.get(host, host.rpartition("@")[2].partition(".")[0]) for host in lost}
+        holder = self._run.lock.holder()
+        if holder and holder.host in names and self._run.lock.is_held():
+            say(f"taking {self._run.path} over from {holder}, whose host cannot be used")
+            self._run.lock.path.unlink(missing_ok=True)
+
+    # An attempt
+
+    def _attempt(self, attempt: Attempt) -> Attempt:
+        """Run the job until it ends, one of its hosts is lost, or it stalls."""
+        with tempfile.TemporaryDirectory(prefix="distgpt-hosts-") as folder:
+            hosts = Path(folder) / "hosts" if attempt.rooms else None
+            if hosts:
+                hosts.write_text("".join(f"{room.text}\n" for room in attempt.rooms))
+            words = self._line.words(self._variable, attempt.ranks, hosts)
+            name, _, value = self._variable.partition("=")
+            try:
+                child = subprocess.Popen(
+                    words,
+                    stdin=subprocess.DEVNULL,  # a terminal is not read from
+                    env={**os.environ, name: value},
+                    start_new_session=True,  # a Ctrl-C is passed on once
+                )
+            except OSError as error:
+                raise UsageError(f"cannot start {words[0]}: {error.strerror or error}") from error
+            lines = {host: connect(host) for host in hosts_of(attempt.rooms) if not is_here(host)}
+            try:
+                self._wait(child, lines, attempt)
+            finally:
+                for line in lines.values():
+                    line.kill()
+                    line.communicate()
+                if child.poll() is None:
+                    with suppress(ProcessLookupError, PermissionError):
+                        os.killpg(child.pid, signal.SIGKILL)
+                clean_here(self._variable)  # also the launcher's ssh, and what has left its group
+                attempt.code = child.wait()
+        return attempt
+
+    def _wait(
+        self, child: subprocess.Popen[bytes], lines: dict[str, subprocess.Popen[bytes]], attempt: Attempt
+    ) -> None:
+        passed: set[int] = set()
+        asked_at, moved_at, was = 0.0, time.monotonic(), self._progress()
+        while child.poll() is None:
+            for number in [each for each in self._signals.came if each not in passed]:
+                passed.add(number)
+                # mpirun kills its ranks on a SIGHUP.
+                child.send_signal(signal.SIGTERM if number == signal.SIGHUP else number)
+            broken = [host for host, line in lines.items() if line.poll() is not None]
+            if broken and time.monotonic() > asked_at + SECONDS_BETWEEN_QUESTIONS:
+                answers = clean(broken, f"{VARIABLE}=none")  # which nothing has: a question only
+                attempt.gone = [host for host in broken if not answers[host].is_there]
+                lines |= {host: connect(host) for host in broken if answers[host].name}
+                asked_at = time.monotonic()
+            now = time.monotonic()
+            if (found := self._progress()) != was:
+                moved_at, was = now, found
+            if self._stall is not None and now - moved_at > self._stall:
+                attempt.stalled = now - moved_at
+            if attempt.gone or attempt.stalled:
+                return
+            time.sleep(SECONDS_BETWEEN_LOOKS)
+
+    def _progress(self) -> tuple[int, int]:
+        """Return what changes as soon as a step is in the metrics."""
+        with suppress(OSError):
+            found = self._run.metrics.stat()
+            return found.st_mtime_ns, found.st_size
+        return 0, 0
+
+    # What comes after it
+
+    def _judge(self, attempt: Attempt) -> int | None:
+        """Return the exit code if the run is over; None if it is to start again."""
+        step = self._step()
+        if attempt.code == 0 and not attempt.gone:
+            return 0
+        if self._signals.came:
+            code = self._signals.exit_code
+            if attempt.gone or attempt.code in (StorageError.exit_code, DistgptError.exit_code):
+                say(f"ended by {signal_of(code).name}, with {self._saved()} saved: {attempt.why()}")
+            return code
+        if attempt.code in FINAL:
+            say(f"not started again, as it would end so again: {attempt.why()}")
+            return attempt.code
+        attempt.gone = attempt.gone or [
+            host for host in hosts_of(attempt.rooms) if not self._answers[host].name
+        ]
+        newly_lost = set(attempt.gone) - self._lost
+        self._lost |= newly_lost
+        if step > self._furthest:
+            self._furthest, self._deaths = step, 1
+        elif not newly_lost:
+            self._deaths += 1
+        say(f"the job has ended after step {step:,}: {attempt.why()}")
+        own_code = attempt.code if attempt.code > 0 else 128 - attempt.code  # a launcher's may be a signal's
+        if self._deaths >= MOST_DEATHS:
+            say(f"not started again: it ended {MOST_DEATHS} times without a step beyond {self._furthest:,}")
+            return own_code
+        if self._restarts is not None and self._starts > self._restarts:
+            say(f"not started again: that was --restarts {self._restarts}")
+            return own_code
+        if self._deaths == MOST_DEATHS - 1:
+            self._sleep(PAUSE)
+        return None
+
+    def _step(self) -> int:
+        """Return the last step in the metrics."""
+        with suppress(DistgptError, IndexError):
+            lines = whole_lines(self._run.metrics)
+            return parse_metrics(lines[-1], len(lines), self._run.metrics).step
+        return 0
+
+    def _saved(self) -> str:
+        with suppress(DistgptError):
+            if (step := newest_step(self._run.checkpoints)) is not None:
+                return f"step {step:,}"
+        return "the beginning"
+
+    def _sleep(self, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end and not self._signals.came:
+            time.sleep(SECONDS_BETWEEN_LOOKS)
