@@ -343,11 +343,6 @@ def _report(run: Any, asked: Asked, as_json: bool) -> None:
         click.echo(f"\n{escape_model_text(text) if shown_on_terminal(sys.stdout) else text}\n")
     if losses := _losses(run):
         show("losses", losses)
-    if asked.tokens:
-        from distgpt.recipes.within import outcome
-
-        if told := outcome(asked.expected_bits, run):
-            show("expected", told)
     if seconds := run.progress.seconds:
         rate = run.settings.batch_size * run.model.config.seq_len * len(seconds) / sum(seconds)
         took, steps = clock(time.monotonic() - run.stage.begun), count(len(seconds), "step")

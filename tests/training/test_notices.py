@@ -2,7 +2,6 @@
 
 import json
 import re
-from types import SimpleNamespace
 
 from conftest import SMALL, inside
 
@@ -10,14 +9,10 @@ import distgpt as library
 from distgpt.cluster.launch import job
 from distgpt.core.base.errors import escape_model_text
 from distgpt.core.comm.serial import SerialComm
-from distgpt.core.config import TrainConfig
 from distgpt.core.cpu.compiling import processor
 from distgpt.core.cpu.compiling.processor import AVX2, AVX512, AVX512_BF16
 from distgpt.core.cpu.stages import open_stage
 from distgpt.core.generate.engine import sample
-from distgpt.core.saved.checkpoint import Best
-from distgpt.core.train.progress import Progress
-from distgpt.recipes.within import outcome
 
 
 def notices(out, *args):
@@ -118,22 +113,3 @@ def test_the_end_shows_the_best_weights_and_whether_validation_has_risen(tmp_pat
     assert re.search(r"^took +0:\d\d for 40 steps, [\d,]+ tokens/s", ended.stdout, re.MULTILINE)
     worse = inside("train", *SMALL, *words, "--out", tmp_path / "b")
     assert worse.returncode == 0 and "nothing was learned" in worse.stdout, worse.stdout
-
-
-def test_what_a_run_has_reached_is_compared_with_what_was_expected():
-    def said(expected, made=100, reached=2.0, trained=2.0, minutes=1.0):
-        run = SimpleNamespace(
-            settings=TrainConfig(steps=100, train_minutes=minutes),
-            progress=Progress(step=made, loss=trained),
-            checkpoints=SimpleNamespace(best=reached and Best(reached, 9)),
-            bits_per_byte=lambda loss: loss,
-            report=SimpleNamespace(bits_per_byte=lambda loss: loss),
-        )
-        return outcome(expected, run)
-
-    assert said(0.0) == said(0.0, made=60, minutes=0.0) == said(2.0, reached=None) == ""
-    assert "other programs" in said(0.0, made=60) and "60 " in said(0.0, made=60)
-    assert said(2.0) == "1.80 to 2.20 bits per byte, reached 2.00"
-    assert "held out differs" in said(2.0, reached=3.0) and "held out differs" not in said(2.0, made=60)
-    assert "harder" in said(2.0, reached=3.0, trained=3.0)
-    assert "harder" not in said(2.0, made=60, reached=3.0, trained=3.0)
