@@ -210,7 +210,7 @@ def train(
         if ready.comm.rank == 0 and ready.on_gpu:
             note_small_model(asked, shown.noted)
         if asked.has_recipes:
-            from distgpt.recipes.recipes import followed
+            from distgpt.recipes import followed
 
             asked = followed(asked, ready, shown.noted)
         asked = with_dtype(asked, ready, shown.noted)  # a recipe may have named one
