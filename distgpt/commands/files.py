@@ -147,7 +147,7 @@ def tokenizer_train(inputs: tuple[str, ...], max_document: int, **options: Any) 
     such files, or the name of a bundled text.
     """
     from distgpt.core.data.textfile import resolve_data
-    from distgpt.corpora.prepare.learn import learn_file
+    from distgpt.corpora.prepare.tokenized import learn_file
 
     print_lines(learn_file([*map(resolve_data, inputs)], max_document=max(1, max_document), **options))
 

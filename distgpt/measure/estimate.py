@@ -24,7 +24,7 @@ from distgpt.core.ops.kernels import Kernels
 from distgpt.core.train.memory import SPARE, DryKernels, copy_bytes, divisors, fitting, needed
 from distgpt.core.train.plan import DTYPE, is_open, new_run, refuse_unsuited
 from distgpt.core.train.sharing import Strategy
-from distgpt.corpora.prepare.learn import vocabulary_size
+from distgpt.corpora.prepare.tokenized import vocabulary_size
 from distgpt.corpora.shards import Manifest, is_shards, read_manifest
 from distgpt.measure.step_timing import cuts, enough_sequences, layers_of_cuts, measure
 

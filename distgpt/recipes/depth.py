@@ -14,7 +14,7 @@ from distgpt.core.data.textfile import resolve_data
 from distgpt.core.data.tokenizers import AUTO
 from distgpt.core.train.plan import begins_anew
 from distgpt.corpora.prepare.documents import find_inputs
-from distgpt.corpora.prepare.learn import vocabulary_size
+from distgpt.corpora.prepare.tokenized import vocabulary_size
 from distgpt.corpora.shards import is_shards, read_manifest
 from distgpt.recipes.scaling import (
     Text,

@@ -20,8 +20,9 @@ from tokenizing import gpt2, needs_gpt2
 from distgpt.core.base.errors import DataError, StorageError, UsageError
 from distgpt.core.data.textfile import ADVICE, advice
 from distgpt.corpora.prepare import documents as cutting
+from distgpt.corpora.prepare import preparing
 from distgpt.corpora.prepare.documents import Offset, documents, find_inputs, parts, pieces
-from distgpt.corpora.prepare.encoding import AHEAD, in_order
+from distgpt.corpora.prepare.preparing import AHEAD, in_order
 from distgpt.corpora.tokenizers.learn import learn_bpe
 
 ALPHABET = (
@@ -91,7 +92,7 @@ def test_the_ids_of_the_pieces_are_those_of_the_whole_text(tmp_path, small_piece
     monkeypatch.setattr(cutting, "LIMIT", 10**6)  # never where it would show
     for seed in range(4):
         text = random_text(seed)
-        found = [part.text for part in parts_of(written(tmp_path / "a.txt", text.encode()))]
+        found = [text for text, _ in parts_of(written(tmp_path / "a.txt", text.encode()))]
         assert len(found) > 20
         whole = text.removeprefix("\ufeff").replace("\r\n", "\n")
         assert [i for part in found for i in gpt2().encode(part).tolist()] == gpt2().encode(whole).tolist()
@@ -103,7 +104,7 @@ def test_text_without_a_place_to_cut_is_cut_between_characters(tmp_path, small_p
         found = list(pieces(find_inputs([path]), "text", Offset()))
         assert max(piece.size() for piece in found) <= 80 and len(found) >= path.stat().st_size // 80, unit
         whole = (unit * 200).removeprefix("\ufeff").replace("\r\n", "\n")
-        assert "".join(part.text for part in parts_of(path)) == whole, unit
+        assert "".join(text for text, _ in parts_of(path)) == whole, unit
 
 
 def test_what_is_no_utf8_is_replaced_and_counted_as_in_the_whole_text(tmp_path, small_pieces):
@@ -113,10 +114,10 @@ def test_what_is_no_utf8_is_replaced_and_counted_as_in_the_whole_text(tmp_path, 
         found = parts_of(written(tmp_path / "a.txt", raw))
         whole = raw.decode("utf-8", "replace")
         assert len(found) > 10
-        assert "".join(part.text for part in found) == whole.replace("\r\n", "\n"), seed
-        assert sum(p.replaced for p in found) == whole.count("\ufffd") - raw.count(b"\xef\xbf\xbd") > 0
+        assert "".join(text for text, _ in found) == whole.replace("\r\n", "\n"), seed
+        assert sum(broken for _, broken in found) == whole.count("\ufffd") - raw.count(b"\xef\xbf\xbd") > 0
     (half_a_pair,) = parts_of(written(tmp_path / "a.jsonl", rb'{"text": "a\ud83d b \ud83d\ude42"}'))
-    assert (half_a_pair.text, half_a_pair.replaced) == ("a\ufffd b 🙂", 1)
+    assert half_a_pair == ("a\ufffd b 🙂", 1)
 
 
 def test_a_byte_order_mark_is_dropped_at_the_beginning_only(tmp_path, small_pieces):
@@ -242,7 +243,7 @@ def test_what_cannot_be_read_is_refused_and_not_left_out_silently(tmp_path, monk
 
 
 def test_no_more_is_read_ahead_than_fits_into_memory(monkeypatch):
-    monkeypatch.setattr("distgpt.corpora.prepare.encoding.LARGEST_QUEUE", 300)
+    monkeypatch.setattr(preparing, "LARGEST_QUEUE", 300)
     read = []
 
     def items():
@@ -334,7 +335,7 @@ def test_a_column_that_is_a_dictionary_gives_its_texts(tmp_path):
     texts = [random_text(seed, 20) for seed in range(5)] * 40
     column = arrow.array(texts).dictionary_encode()
     path = parquet(tmp_path / "a.parquet", [column], ["text"], row_group_size=90)
-    assert "".join(part.text for part in parts_of(path)) == "".join(texts).replace("\r\n", "\n")
+    assert "".join(text for text, _ in parts_of(path)) == "".join(texts).replace("\r\n", "\n")
     column = arrow.array(["a", None]).dictionary_encode()
     refuse(DataError, "row 2 has no 'text'", parquet(path, [column], ["text"]))
 

@@ -153,9 +153,6 @@ _FAULTS = {
         ),
         ("a checkpoint too many is kept", "saved[keep:]", "saved[keep + 1 :]"),
     ],
-    ("corpora/shards.py", _SYNCED): [
-        ("a shard is not synced", "os.fsync(self._file.fileno())", "pass"),
-    ],
     ("core/base/files.py", _SYNCED): [
         (
             "a file is not synced",
