@@ -18,10 +18,9 @@ from distgpt.core.saved import checkpoint
 from distgpt.core.saved.modelfile import BASE, FORMAT, ORIGIN, read_description
 from distgpt.core.saved.tensors import Header, read_header, verify_data
 from distgpt.core.saved.weights import find_weights, import_command
-from distgpt.models.formats.family import part_name
 from distgpt.models.formats.gguf.container import is_gguf
 from distgpt.models.formats.gguf.transfer import GgufModel, describe
-from distgpt.models.formats.huggingface import CONFIG, PICKLES, Foreign, Source, open_files
+from distgpt.models.formats.huggingface import CONFIG, PICKLES, Foreign, open_files
 
 _WIDTH = 13  # of the first column
 
@@ -99,7 +98,7 @@ def _foreign(path: Path) -> dict[str, Any]:
     found = {"kind": "transformers", "what": f"a {title!s:.80} of transformers{files}"}
     data = _data(list(headers), list(headers.values()))
 
-    def opened() -> Source:
+    def opened() -> Foreign:
         foreign = Foreign(path)
         foreign.verify()
         return foreign
@@ -109,7 +108,7 @@ def _foreign(path: Path) -> dict[str, Any]:
     return found | about | data | {"imports": imports}
 
 
-def _importable(opened: Callable[[], Source], command: str) -> dict[str, Any]:
+def _importable(opened: Callable[[], Any], command: str) -> dict[str, Any]:
     """Return facts about another program's model, and the command that imports it or why it cannot be."""
     try:
         model = opened()
@@ -125,8 +124,8 @@ def _importable(opened: Callable[[], Source], command: str) -> dict[str, Any]:
 def _model(config: ModelConfig, tokenizer: Tokenizer | None) -> dict[str, Any]:
     windows = sum(window > 0 for window in config.windows)
     parts = [
-        part_name(config.norm),
-        part_name(config.mlp),
+        config.norm,
+        config.mlp,
         _positions(config),
         "biases" if config.bias else "biases of queries, keys and values" if config.qkv_bias else "no biases",
         "tied output layer" if config.tied else "output layer of its own",
@@ -156,11 +155,9 @@ def _model(config: ModelConfig, tokenizer: Tokenizer | None) -> dict[str, Any]:
 
 
 def _positions(config: ModelConfig) -> str:
-    if config.positions == "none":
-        return "no positions"
     scaled = f" scaled {config.rope_factor:g} times ({config.rope_scaling})"
     is_scaled = config.positions == "rope" and config.rope_scaling != "none"
-    return part_name(config.positions) + (scaled if is_scaled else "")
+    return f"positions {config.positions}" + (scaled if is_scaled else "")
 
 
 def _training(run: RunConfig) -> str:

@@ -135,10 +135,10 @@ def test_bytes_that_no_text_has_stand_for_ends_that_are_not_there(tmp_path):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"value_embeddings": True}, "value embeddings"),
-        ({"mlp": "relu2"}, "ReLU²"),
-        ({"positions": "none"}, "without positions"),
-        ({"final_norm": False}, "output layer without a norm"),
+        ({"value_embeddings": True}, "value_embeddings"),
+        ({"mlp": "relu2"}, "mlp=relu2"),
+        ({"positions": "none"}, "positions=none"),
+        ({"final_norm": False}, "final_norm=False"),
         ({"window": 3, "full_every": 0}, r"windows of attention out \(window\)"),
         ({**SHAPES["relu"]}, "no ReLU in GGUF"),
         ({**SHAPES["qwen 3"], "rope_scaling": "llama3"}, "Llama 3's rope_scaling"),

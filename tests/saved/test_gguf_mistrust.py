@@ -44,7 +44,7 @@ FRONTS = {
         front(tensors=1) + tensor(shape=(1 << 62, 1 << 62)),
         "behind the file's end",
     ),
-    "a type that is not read": (front(tensors=1) + tensor(kind=20), "IQ4_NL"),
+    "a type that is not read": (front(tensors=1) + tensor(kind=20), "of type 20"),
     "a type that is none": (front(tensors=1) + tensor(kind=4), "type 4"),
     "a place between two": (front(tensors=1) + tensor(at=4), "multiple"),
     "a place behind the end": (front(tensors=1) + tensor(at=1 << 50), "behind the file's end"),

@@ -203,29 +203,24 @@ def test_tokenizers_that_do_not_fit_or_are_foreign(exported):
 # What transformers has no model for
 
 
-def test_what_neither_family_has_is_named(tmp_path):
+def test_what_no_family_has_is_named(tmp_path):
     modern = {**MODERN, "n_embd": 12}
     for shape, words in (
-        ({"mlp": "swiglu"}, "GPT-2 has no SwiGLU; Llama has no LayerNorm"),
-        ({"positions": "none"}, "GPT-2 has no model without positions; Llama has no LayerNorm, no GELU"),
-        (modern | {"bias": True}, "GPT-2 has no RMSNorm, no SwiGLU, no RoPE; Llama has no bias"),
-        (modern | {"mlp": "relu"}, "Llama has no ReLU"),
-        ({"norm_gain": False}, "GPT-2 has no norm without gain"),
-        ({"embed_norm": True}, "GPT-2 has no norm after the embedding"),
-        ({"mlp": "relu2"}, "GPT-2 has no ReLU²"),
-        ({"n_kv_head": 1}, r"GPT-2 has no queries in groups \(n_kv_head\)"),
-        (modern | {"qk_norm": True}, "Llama has no norm of queries and keys"),
-        (modern | {"qk_norm": True}, "Qwen 3 has no queries and keys without gain"),
-        (QWEN3 | {"n_embd": 12, "qkv_bias": True}, "Qwen 3 has no biases of queries, keys and values"),
-        ({"head_dim": 4}, r"GPT-2 has no heads of another size \(head_dim\)"),
-        ({"bias": False, "qkv_bias": True}, "GPT-2 has no biases of queries"),
-        (modern | {"value_embeddings": True}, "Llama has no value embeddings"),
-        ({"window": 5}, r"GPT-2 has no windows of attention \(window\)"),
-        (
-            modern | {"window": 5},
-            r"Llama has no windows.*; Mistral has no layers without a window beside .*\(full_every\)",
-        ),
-        ({"final_norm": False}, "GPT-2 has no output layer without a norm in front"),
+        ({"mlp": "swiglu"}, "GPT-2, .* has no mlp=swiglu"),
+        ({"positions": "none"}, "GPT-2, .* has no positions=none"),
+        (modern | {"bias": True}, "Llama, .* has no bias=True"),
+        (modern | {"mlp": "relu"}, "Llama, .* has no mlp=relu"),
+        ({"norm_gain": False}, "GPT-2, .* has no norm_gain=False"),
+        ({"embed_norm": True}, "GPT-2, .* has no embed_norm"),
+        ({"n_kv_head": 1}, "GPT-2, .* has no n_kv_head"),
+        (modern | {"qk_norm": True}, "has no qk_norm"),
+        (QWEN3 | {"n_embd": 12, "qkv_bias": True}, "Qwen 3, .* has no qkv_bias=True"),
+        ({"head_dim": 4}, "GPT-2, .* has no head_dim"),
+        ({"bias": False, "qkv_bias": True}, "GPT-2, .* has no qkv_bias=True"),
+        (modern | {"value_embeddings": True}, "Llama, .* has no value_embeddings"),
+        ({"window": 5}, "GPT-2, .* has no window"),
+        (modern | {"window": 5}, "Llama, .* has no window|Mistral, .* has no full_every"),
+        ({"final_norm": False}, "GPT-2, .* has no final_norm=False"),
     ):
         random_model(tmp_path / "ours.safetensors", {**SMALL, **shape})
         with pytest.raises(UsageError, match=words):

@@ -17,8 +17,7 @@ from foreignmodels import (
 
 from distgpt.core.base.errors import DataError
 from distgpt.core.saved.tensors import write_tensors
-from distgpt.models.formats.families import recognised
-from distgpt.models.formats.family import HEAD, Settings
+from distgpt.models.formats.families import HEAD, Settings, recognised
 from distgpt.models.formats.huggingface import import_model
 
 

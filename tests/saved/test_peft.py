@@ -157,7 +157,7 @@ def test_what_cannot_be_held_is_refused(saved, tmp_path):
     refused(inside(*ask), 2, "--weights")
     kept = shutil.copytree(folder, tmp_path / "kept")
     for changes, *words in (
-        ({"use_dora": True}, "DoRA"),
+        ({"use_dora": True}, "use_dora"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"bias": "all"}, "bias"),
         ({"peft_type": "LOHA"}, "LOHA"),

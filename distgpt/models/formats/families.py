@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
+from distgpt.core.base.checked import checked
 from distgpt.core.base.errors import DataError, UsageError
 from distgpt.core.config import ModelConfig
-from distgpt.models.formats.family import Family, Settings, TensorMapping
 
+HEAD = "lm_head.weight"  # the same name in every family, without a prefix
 # Names in transformers of what scales RoPE's angles, and in ours.
 SCALINGS = {"default": "none", "linear": "linear", "llama3": "llama3"}
 FACTORS = {
@@ -19,6 +21,120 @@ FACTORS = {
 }
 FULL, SLIDING = "full_attention", "sliding_attention"  # of layer_types
 OLD_CONTEXT = "original_max_position_embeddings"
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class TensorMapping:
+    """One of their tensors: rows of ours from `first` on, or all of them if it is transposed.
+
+    Where `ours` is empty our model has no such tensor, and theirs must be zeros.
+    """
+
+    theirs: str
+    shape: tuple[int, ...]
+    ours: str
+    first: int = 0
+    transposed: bool = False  # theirs is (in, out), ours (out, in)
+
+    @property
+    def rows(self) -> int:
+        """Return how many rows of ours it is."""
+        return self.shape[-1] if self.transposed else self.shape[0]
+
+
+class Settings:
+    """A config.json from anywhere: each value is checked when it is read."""
+
+    def __init__(self, values: dict[str, Any], source: str) -> None:
+        self.values, self.source = values, source
+
+    def get(self, key: str, default: T) -> T:
+        """Return a value of the default's type, or the default if there is none."""
+        value = self.values.get(key)
+        if value is None:
+            return default
+        try:
+            return checked(type(default), value, (key,))
+        except ValueError as error:
+            raise DataError(f"{self.source}: {error}") from None
+
+    def choice(self, key: str, default: str, known: Mapping[str, str], why_not: str) -> str:
+        value = self.values.get(key, default)
+        if not isinstance(value, str) or value not in known:
+            raise DataError(f"{self.source}: {key} is {value!r:.40}: {why_not}")
+        return known[value]
+
+    def demand(self, key: str, value: Any, why: str) -> None:
+        """Refuse anything but this value, or none at all."""
+        found = self.values.get(key)
+        if found is not None and (found != value or type(found) is not type(value)):
+            raise DataError(f"{self.source}: {key} is {found!r:.80}: {why}")
+
+
+class Family(ABC):
+    """A model type of transformers, as far as ours can be one."""
+
+    title: str
+    model_type: str
+    architecture: str
+    prefix: str  # of the names of tensors
+    buffers: re.Pattern[str]  # stored by some versions, though not parameters
+    keys: Mapping[str, tuple[str, float]]  # our setting → their name for it, and their default
+    parts: Mapping[str, tuple[Any, ...]]  # our setting → the values that this family knows
+    windows = "none"  # of attention: in which layers it has them: none, all or some
+    shapes_heads = False  # where several heads of q may share one of k and v, and have any size
+
+    @abstractmethod
+    def config_from(self, settings: Settings) -> ModelConfig:
+        """Our configuration of their model; a DataError if ours cannot be that model."""
+
+    @abstractmethod
+    def config_for(self, config: ModelConfig) -> dict[str, Any]:
+        """Return what their config.json says besides `keys`."""
+
+    @abstractmethod
+    def mappings(self, config: ModelConfig) -> list[TensorMapping]:
+        """Return all tensors but the output layer."""
+
+    def lacks(self, config: ModelConfig) -> list[str]:
+        """Name the settings in which our model is none of this family."""
+        values = {setting: getattr(config, setting) for setting in self.parts}
+        values["qkv_bias"] = config.qkv_bias and not config.bias
+        found = [
+            f"{setting}={value}" for setting, value in values.items() if value not in self.parts[setting]
+        ]
+        some_windows = any(config.windows) and not all(config.windows)
+        never = {
+            "norm_gain=False": not config.norm_gain,
+            "embed_norm": config.embed_norm,
+            "value_embeddings": config.value_embeddings,
+            "window": any(config.windows) and self.windows == "none",
+            "full_every": some_windows and self.windows == "all",
+            "n_kv_head": config.kv_heads < config.n_head and not self.shapes_heads,
+            "head_dim": config.attention_width != config.n_embd and not self.shapes_heads,
+            "final_norm=False": not config.final_norm,
+        }
+        return found + [setting for setting, is_set in never.items() if is_set]
+
+    def values_from(self, settings: Settings) -> dict[str, Any]:
+        return {ours: settings.get(*key) for ours, key in self.keys.items()}
+
+    def values_for(self, config: ModelConfig) -> dict[str, Any]:
+        return {theirs: getattr(config, ours) for ours, (theirs, _) in self.keys.items()}
+
+    def in_its_words(self, text: str) -> str:
+        """Return a message with the family's names in place of our settings'."""
+        return re.sub(r"\w+", lambda word: self.keys[word[0]][0] if word[0] in self.keys else word[0], text)
+
+    def all_mappings(self, config: ModelConfig) -> list[TensorMapping]:
+        """With the output layer, if that is not the embedding."""
+        head = TensorMapping(HEAD, (config.vocab_size, config.n_embd), "head.w")
+        return self.mappings(config) if config.tied else [*self.mappings(config), head]
+
+    def full_name(self, name: str) -> str:
+        return name if name == HEAD else self.prefix + name
 
 
 class Llama(Family):
@@ -367,13 +483,11 @@ def recognised(settings: Settings) -> tuple[Family, ModelConfig]:
 def family_for(config: ModelConfig, source: object, where: str = "transformers") -> Family:
     """Return the family that a model of ours can be exported as."""
     lacking = {family: family.lacks(config) for family in FAMILIES}
-    for family, features in lacking.items():
-        if not features:
+    for family, settings in lacking.items():
+        if not settings:
             return family
-    fewest = min(map(len, lacking.values()))
-    told = [family for family in FAMILIES if family in FAMILIES[:2] or len(lacking[family]) == fewest]
-    reasons = "; ".join(f"{family.title} has no {', no '.join(lacking[family])}" for family in told)
+    closest = min(FAMILIES, key=lambda family: len(lacking[family]))
     raise UsageError(
         f"{source} cannot be exported: train a model that {where} has, by --preset {' or '.join(EXPORTABLE)};"
-        f" this one does not fit, as {reasons}"
+        f" {closest.title}, which comes closest to this one, has no {', no '.join(lacking[closest])}"
     )

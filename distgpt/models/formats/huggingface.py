@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,8 +54,7 @@ from distgpt.corpora.tokenizers.bpe import BpeTokenizer, symbols
 from distgpt.corpora.tokenizers.foreign import CHAT_FILES
 from distgpt.corpora.tokenizers.hub import PREFIX, TOKENIZER_FILES, download_model
 from distgpt.corpora.tokenizers.tokenizer_json import LibraryTokenizer
-from distgpt.models.formats.families import family_for, recognised
-from distgpt.models.formats.family import HEAD, Family, Settings, TensorMapping
+from distgpt.models.formats.families import HEAD, Family, Settings, TensorMapping, family_for, recognised
 
 CONFIG, WHOLE = "config.json", "model.safetensors"
 INDEX = f"{WHOLE}.index.json"
@@ -170,8 +169,7 @@ def _files(path: Path) -> tuple[Path, list[Path]]:
         if not (directory / CONFIG).is_file():
             if (directory / "config.toml").is_file():
                 raise UsageError(f"{directory} is a run of distgpt: its weights need no import")
-            where = f"{path} has no {CONFIG}" if path.is_dir() else f"there is no {CONFIG} beside {path}"
-            raise DataError(f"{where}, which says what model the tensors are of")
+            raise DataError(f"{directory} has no {CONFIG}, which says what model the tensors are of")
         whole, index = directory / WHOLE, directory / INDEX
         if path.is_file() and path.suffix != ".json":
             return directory, [path]
@@ -253,35 +251,14 @@ def fetched_weights(repository: str, fetches: bool) -> Path:
     return found
 
 
-class Source(Protocol):
-    """A model of others, of whatever format."""
-
-    path: Path
-    family: Family
-    config: ModelConfig
-
-    @property
-    def dtype(self) -> str:
-        """Return NumPy's name for the type that it is imported in."""
-
-    def verify(self) -> None:
-        """Raise a DataError if the data cannot be right."""
-
-    def read(self, mapping: TensorMapping, out: NDArray[Any]) -> None:
-        """Fill our rows that correspond to this tensor."""
-
-    def tokenizer(self) -> Tokenizer | None:
-        """Return the tokenizer, None if there is none."""
-
-
-def import_from(foreign: Source, name: str, out: Path, tokenizer: str | None, note: Note) -> str:
-    """Write `out` from a model that goes by this name."""
+def import_from(foreign: Any, name: str, out: Path, tokenizer: str | None, note: Note) -> str:
+    """Write `out` from a `Foreign` or a `GgufModel` that goes by this name."""
     own = _tokenizer(tokenizer, foreign, note)
     foreign.verify()
-    title = foreign.family.title
-    metadata = Description(RunConfig(model=foreign.config), own).to_metadata()
+    title, config = foreign.family.title, foreign.config
+    metadata = Description(RunConfig(model=config), own).to_metadata()
     metadata[ORIGIN] = f"{title} model imported from {name}"
-    note(f"reading {title} with {count(foreign.config.n_layer, 'layer')} of width {foreign.config.n_embd}")
+    note(f"reading {title} with {count(config.n_layer, 'layer')} of width {config.n_embd}")
     _write_weights(out, foreign, metadata)
     use = command_line("infer", "--weights", out, "--prompt", "…") if own else "distgpt.load in Python"
     return page("weights", out, own.describe() if own else "none", use)
@@ -300,7 +277,7 @@ def refuse_place(out: Path) -> None:
         raise StorageError(f"cannot write {out}: no files can be made in {out.parent}")
 
 
-def _write_weights(out: Path, foreign: Source, metadata: dict[str, str]) -> None:
+def _write_weights(out: Path, foreign: Any, metadata: dict[str, str]) -> None:
     dtype = np.dtype(foreign.dtype)
     kinds = {spec.name: (dtype, spec.shape) for spec in Architecture(foreign.config).layout.specs}
     sources: dict[str, list[TensorMapping]] = defaultdict(list)
@@ -318,7 +295,7 @@ def _write_weights(out: Path, foreign: Source, metadata: dict[str, str]) -> None
     write_tensors(out, LazyTensors(kinds, make), metadata)
 
 
-def _tokenizer(name: str | None, foreign: Source, note: Note) -> Tokenizer | None:
+def _tokenizer(name: str | None, foreign: Any, note: Note) -> Tokenizer | None:
     """Return the tokenizer asked for, else the directory's, unless that is of a kind we do not have."""
     if name is not None:
         tokenizer: Tokenizer | None = load_tokenizer(name)

@@ -13,13 +13,6 @@ from typing import Any
 import numpy as np
 
 Array = Any  # of NumPy, also structured
-# Known by number, but not read.
-_OTHERS = "IQ2_XXS IQ2_XS IQ3_XXS IQ1_S IQ4_NL IQ3_S IQ2_S IQ4_XS I8 I16 I32 I64 F64 IQ1_M"
-OTHERS = dict(enumerate(_OTHERS.split(), start=16)) | {
-    34: "TQ1_0",
-    35: "TQ2_0",
-    39: "MXFP4",
-}
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ import numpy as np
 
 from distgpt.core.base.errors import DataError
 from distgpt.core.base.files import Direct, atomic_file, open_regular, storage_errors
-from distgpt.models.formats.gguf.blocks import NUMBERS, OTHERS, TYPES, Array, Type, restored
+from distgpt.models.formats.gguf.blocks import NUMBERS, TYPES, Array, Type, restored
 
 MAGIC = b"GGUF"
 _VERSIONS, _ALIGNMENT = (2, 3), 32
@@ -180,7 +180,7 @@ def _entry(front: _Front, name: str, alignment: int) -> Entry:
     number, start = front.number("I"), front.number("Q")
     if number not in TYPES:
         known = ", ".join(kind.name for kind in TYPES.values())
-        raise ValueError(f"{which} is in {OTHERS.get(number, f'type {number}')}; known are {known}")
+        raise ValueError(f"{which} is of type {number}; known are {known}")
     if 0 in shape or shape[-1] % TYPES[number].size:
         raise ValueError(f"{which} has the shape {shape!r:.80}, which {TYPES[number].name} cannot have")
     if start % alignment:

@@ -12,8 +12,7 @@ import numpy as np
 from distgpt.core.base.errors import DataError, UsageError
 from distgpt.core.config import ModelConfig
 from distgpt.core.model.layers import rope_frequencies
-from distgpt.models.formats.families import FAMILIES, family_for, recognised
-from distgpt.models.formats.family import Family, Settings, TensorMapping
+from distgpt.models.formats.families import FAMILIES, Family, Settings, TensorMapping, family_for, recognised
 from distgpt.models.formats.gguf.blocks import Array
 from distgpt.models.formats.gguf.container import Container, Numbers
 

@@ -13,7 +13,7 @@ from distgpt.core.base.errors import DataError
 from distgpt.core.base.formatting import count
 from distgpt.core.data.tokenizers import Tokenizer
 from distgpt.core.saved.tensors import read_header, read_rows, verify_data
-from distgpt.models.formats.family import TensorMapping
+from distgpt.models.formats.families import TensorMapping
 from distgpt.models.formats.gguf.blocks import NUMBERS, TYPES, quantised
 from distgpt.models.formats.gguf.container import Container, read_container, write_container
 from distgpt.models.formats.gguf.names import (
