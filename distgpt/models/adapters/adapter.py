@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from distgpt.core.base.errors import DataError, UsageError, command_line
 from distgpt.core.base.formatting import size
 from distgpt.core.comm.agree import on_root
 from distgpt.core.comm.api import Comm
-from distgpt.core.config import RunConfig, TrainConfig, differences
+from distgpt.core.config import RunConfig, TrainConfig
 from distgpt.core.data.tokenizers import Tokenizer
 from distgpt.core.model.memory import Layout
 from distgpt.core.model.model import Architecture, Model
@@ -46,14 +46,9 @@ def base_of(path: Path) -> Base:
 def refuse_other_base(adapter: Path, about: Description, weights: Path) -> None:
     """Refuse an adapter that was trained beside another model."""
     assert about.base
-    own, other = (replace(run.model, seq_len=1) for run in (about.run, read_description(weights).run))
-    if changed := differences(RunConfig(other), RunConfig(own)):
-        name, (here, there) = next(iter(changed.items()))
-        raise DataError(f"{adapter} is of another model than {weights}: {name} is {there!r} and {here!r}")
     if about.base.sha256 != base_of(weights).sha256:
         raise DataError(
-            f"{adapter} is of another model than {weights}, of the same shape: it was trained beside"
-            f" {about.base.file}"
+            f"{adapter} is of another model than {weights}: it was trained beside {about.base.file}"
         )
 
 
@@ -75,25 +70,21 @@ def with_adapter(weights: Path, adapter: Path | None, comm: Comm) -> tuple[Path,
         if about.base is None:
             raise UsageError(f"{chosen} is no adapter but a whole model: give it as --weights")
         if about.part != ADAPTER:
-            raise UsageError(
-                f"{chosen} holds a part of kind {about.part!r}, and no adapter: only adapters are merged;"
-                " where its kind can, it is opened as --weights alone"
-            )
-        if own and not whole.is_file():
+            raise UsageError(f"{chosen} holds a part of kind {about.part!r}: only adapters can be merged")
+        if not whole.is_file():
             raise DataError(
-                f"{chosen} is an adapter, and its model is not at {whole}: give the model as --weights, and"
-                f" --adapter {chosen}"
+                f"{chosen} is an adapter, and {whole} is missing: give --weights MODEL --adapter {chosen}"
             )
         refuse_other_base(chosen, about, whole)
         return [str(whole), str(chosen)]
 
-    whole, chosen = on_root(comm, decide)
-    if not chosen:
-        return Path(whole), None
-    about = load_description(Path(chosen), comm)
+    whole, chosen = map(Path, on_root(comm, decide))
+    if chosen == Path():
+        return whole, None
+    about = load_description(chosen, comm)
     folding: list[Folding] = []
-    on_root(comm, lambda: folding.append(read_adapter(Path(chosen), about)))
-    return Path(whole), folding[0] if folding else Folding(about, {})
+    on_root(comm, lambda: folding.append(read_adapter(chosen, about)))
+    return whole, folding[0] if folding else Folding(about, {})
 
 
 def read_adapter(path: Path, about: Description) -> Folding:
