@@ -130,7 +130,7 @@ class AllComponents(Components):
 
             return CHARACTERS if name == "char" else WORDS
         if name == "bpe":
-            from distgpt.corpora.tokenizers.learn import BPE
+            from distgpt.corpora.tokenizers.bpe import BPE
 
             return BPE
         if name in ("gpt2", "hub", "library"):
@@ -159,7 +159,7 @@ class AllComponents(Components):
 
     def part(self, format: str) -> PartKind:
         if format == "distgpt-adapter":
-            from distgpt.models.adapters.adapter import FILES
+            from distgpt.models.adapters import FILES
 
             return FILES
         return super().part(format)
@@ -172,7 +172,7 @@ class AllComponents(Components):
 
             check_chats(t, ranks, on_gpu)
         if t.lora_rank:
-            from distgpt.models.adapters.adapter import check as check_lora
+            from distgpt.models.adapters import check as check_lora
 
             check_lora(t, ranks, on_gpu)
         if ranks > 1 or t.reproducible_parts:
@@ -182,7 +182,7 @@ class AllComponents(Components):
 
     def model(self, t: TrainConfig) -> ModelKind:
         if t.lora_rank:
-            from distgpt.models.adapters.adapter import ADAPTERS
+            from distgpt.models.adapters import ADAPTERS
 
             return ADAPTERS
         return super().model(t)

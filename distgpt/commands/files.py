@@ -285,7 +285,7 @@ def quantize(weights: Path, out: Path, dtype: str, calibrate: Path | None) -> No
 def merge(weights: Path | None, adapter: Path, out: Path) -> None:
     """Merge an adapter into the weights that it was trained beside."""
     from distgpt.core.comm.serial import SerialComm
-    from distgpt.models.adapters.adapter import merge
+    from distgpt.models.adapters import merge
 
     print_lines(merge(weights, adapter, out, SerialComm()))
 

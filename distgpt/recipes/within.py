@@ -23,8 +23,7 @@ from distgpt.core.train.plan import DTYPE, begins_anew, is_open
 from distgpt.core.train.resume import saved_run
 from distgpt.core.train.seams import KEPT
 from distgpt.core.train.setup import compile_once_per_node, make_steps
-from distgpt.corpora.tokenizers.bpe import LARGE
-from distgpt.corpora.tokenizers.learn import learned_size
+from distgpt.corpora.tokenizers.bpe import LARGE, learned_size
 from distgpt.recipes.depth import text_of, titled
 from distgpt.recipes.derived import configured, everywhere
 from distgpt.recipes.scaling import Choice, Text, choose

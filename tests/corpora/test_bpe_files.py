@@ -11,8 +11,7 @@ from tokenizing import GPT2, STORY, TEXT, gpt2, needs_gpt2, small
 
 from distgpt.core.base.errors import DataError, UsageError
 from distgpt.core.data.tokenizers import fingerprint, load_tokenizer
-from distgpt.corpora.tokenizers.bpe import GPT2_FINGERPRINT
-from distgpt.corpora.tokenizers.learn import learn_bpe
+from distgpt.corpora.tokenizers.bpe import GPT2_FINGERPRINT, learn_bpe
 
 
 def hugging_face(special="<|endoftext|>", tokenizer=None):

@@ -23,7 +23,7 @@ from distgpt.corpora.prepare import documents as cutting
 from distgpt.corpora.prepare import preparing
 from distgpt.corpora.prepare.documents import Offset, documents, find_inputs, parts, pieces
 from distgpt.corpora.prepare.preparing import AHEAD, in_order
-from distgpt.corpora.tokenizers.learn import learn_bpe
+from distgpt.corpora.tokenizers.bpe import learn_bpe
 
 ALPHABET = (
     "ab'sZé’\"_-. ,!09½²Я中日カ한🙂👩‍👧\u0301\u200b"

@@ -20,9 +20,8 @@ from distgpt.core.data.tokenizers import (
     tokenizer_from_json,
 )
 from distgpt.corpora.tokenizers import hub
-from distgpt.corpora.tokenizers.bpe import GPT2_FINGERPRINT, symbols
+from distgpt.corpora.tokenizers.bpe import GPT2_FINGERPRINT, learn_bpe, symbols
 from distgpt.corpora.tokenizers.collected import WORD
-from distgpt.corpora.tokenizers.learn import learn_bpe
 
 ALPHABET = (
     "aé’ñ'\"_-–/., ;:!?…()[]{}«»“”‘%$#\n\t"

@@ -61,7 +61,7 @@ from distgpt.corpora.shards import (
     read_tokenizer,
     write_shard,
 )
-from distgpt.corpora.tokenizers.learn import not_empty
+from distgpt.corpora.tokenizers.bpe import not_empty
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -226,19 +226,16 @@ def load_progress(folder: Path, fresh: Progress) -> Progress:
         return fresh
     if (found := _unfinished(folder)) is None:
         raise UsageError(f"{path} is not of distgpt data prepare; give a new folder for the shards")
-    if found.pop("version", None) != VERSION:
-        raise UsageError(
-            f"{folder} holds unfinished shards of another version of distgpt;"
-            " finish them with that one, or remove the folder"
-        )
     try:  # types are checked, too, since a hash can be made to fit
+        if found.pop("version", None) != VERSION:
+            raise ValueError("another version of distgpt wrote it")
         if found.pop("sha256", None) != _sha256(found):
             raise ValueError("its SHA-256 is another")
         earlier: Progress = checked(Progress, found)
         if earlier.begun and len(earlier.sources) != len(earlier.inputs):
             raise ValueError("its sources are not two counts for each input")
     except ValueError as error:
-        raise DataError(f"{path} is damaged ({error}); remove {folder} and begin again") from None
+        raise DataError(f"{path} cannot be resumed ({error}); remove {folder} and begin again") from None
     if not earlier.begun:
         return fresh
     before, now = ({**each.settings, "inputs": each.inputs} for each in (earlier, fresh))
@@ -460,15 +457,13 @@ class Preparation:
     def _nothing_left(self, tokens: int) -> DataError:
         self._progress.place = Offset()  # nothing to resume
         self._progress.save(self._request.out)
-        if tokens == 1:
-            return DataError("there is only 1 token; at least 2 are needed, one to see and one to predict")
         if not tokens:
             given = self._request.inputs
             names = (each.name if isinstance(each, Input) else str(each) for each in given)
             return DataError(f"there is no text in {', '.join(names):.200}")
         return DataError(
-            f"nothing is left for training: of {tokens:,} tokens, {self._held_out:,} are for validation;"
-            " lower --val-shards or --val-fraction, or --shard-tokens"
+            f"too little is left for training: of {count(tokens, 'token')}, {self._held_out:,} are for"
+            " validation; lower --val-shards or --val-fraction, or --shard-tokens"
         )
 
     # -- from the spool to shards

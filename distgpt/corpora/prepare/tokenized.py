@@ -31,9 +31,8 @@ from distgpt.corpora.prepare.preparing import (
     refuse_unfinished,
 )
 from distgpt.corpora.shards import is_shards, load_shards, read_manifest
-from distgpt.corpora.tokenizers.bpe import GPT2_SIZE
+from distgpt.corpora.tokenizers.bpe import GPT2_SIZE, LEAST_PAIRS, learn_bpe, learned_size, not_empty
 from distgpt.corpora.tokenizers.collected import collect
-from distgpt.corpora.tokenizers.learn import LEAST_PAIRS, learn_bpe, learned_size, not_empty
 
 FROM_TEXTS = ("char", "word", "bpe")  # kinds of tokenizers that may have been made for a run on these texts
 SECONDS_BETWEEN_LINES = 10.0

@@ -60,17 +60,18 @@ class Settings:
         except ValueError as error:
             raise DataError(f"{self.source}: {error}") from None
 
-    def choice(self, key: str, default: str, known: Mapping[str, str], why_not: str) -> str:
+    def choice(self, key: str, default: str, known: Mapping[str, str]) -> str:
         value = self.values.get(key, default)
         if not isinstance(value, str) or value not in known:
-            raise DataError(f"{self.source}: {key} is {value!r:.40}: {why_not}")
+            raise DataError(f"{self.source}: {key} is {value!r:.40}: distgpt has {', '.join(known)}")
         return known[value]
 
-    def demand(self, key: str, value: Any, why: str) -> None:
-        """Refuse anything but this value, or none at all."""
-        found = self.values.get(key)
-        if found is not None and (found != value or type(found) is not type(value)):
-            raise DataError(f"{self.source}: {key} is {found!r:.80}: {why}")
+    def demand(self, **wanted: Any) -> None:
+        """Refuse anything but these values, or none at all."""
+        for key, value in wanted.items():
+            found = self.values.get(key)
+            if found is not None and (found != value or type(found) is not type(value)):
+                raise DataError(f"{self.source}: {key} is {found!r:.80}: distgpt has {value!r} alone")
 
 
 class Family(ABC):
@@ -176,9 +177,8 @@ class Llama(Family):
             values["n_kv_head"] = 0
         if values["head_dim"] * heads == values["n_embd"]:
             values["head_dim"] = 0
-        for key, value in self.absent.items():
-            settings.demand(key, value, "distgpt has biases everywhere, of q, k and v alone, or nowhere")
-        settings.choice("hidden_act", "silu", {"silu": "swiglu"}, "distgpt's SwiGLU has silu")
+        settings.demand(**self.absent)
+        settings.choice("hidden_act", "silu", {"silu": "swiglu"})
         values |= _rope(settings, values["rope_base"], values["seq_len"])
         values |= {setting: known for setting, (known,) in self.parts.items()}
         config = ModelConfig(**values, tied=settings.get("tie_word_embeddings", False))
@@ -340,14 +340,14 @@ def _rope(settings: Settings, older: float, context: int) -> dict[str, Any]:
     for name in ("rope_scaling", "rope_parameters"):
         if not isinstance(settings.values.get(name) or {}, dict):
             raise DataError(f"{settings.source}: {name} is {settings.values[name]!r:.40}, not an object")
-    settings.demand("partial_rotary_factor", 1.0, "distgpt's RoPE rotates whole heads")
+    settings.demand(partial_rotary_factor=1.0)
     newer, scaling = (settings.values.get(name) or {} for name in ("rope_parameters", "rope_scaling"))
     given = _scaling_in(newer), _scaling_in(scaling)
     if newer and scaling and given[0] != given[1]:
         raise DataError(f"{settings.source}: rope_scaling and rope_parameters differ")
     name = "rope_scaling" if scaling else "rope_parameters"
     within = Settings({**newer, **scaling}, f"{settings.source}: {name}")
-    within.demand("partial_rotary_factor", 1.0, "distgpt's RoPE rotates whole heads")
+    within.demand(partial_rotary_factor=1.0)
     base = within.get("rope_theta", older)
     if settings.values.get("rope_theta") is not None and base != older:
         raise DataError(f"{settings.source}: rope_theta is {older:g} and, in {name}, {base:g}")
@@ -361,10 +361,9 @@ def _scaling_in(values: dict[str, Any]) -> dict[str, Any]:
 
 def _scaling(within: Settings, context: int) -> dict[str, Any]:
     within.values.setdefault("rope_type", within.values.get("type", "default"))
-    why_not = f"distgpt's RoPE may be scaled as {' or '.join(list(SCALINGS)[1:])}"
-    kind = within.choice("rope_type", "default", SCALINGS, why_not)
+    kind = within.choice("rope_type", "default", SCALINGS)
     if kind == "none":
-        within.demand("factor", 1.0, "a rope_type must say what it scales")
+        within.demand(factor=1.0)  # without a rope_type nothing is scaled
         return {}
     factors = FACTORS[kind]
     if missing := [key for key in factors if within.values.get(key) is None]:
@@ -411,14 +410,11 @@ class Gpt2(Family):
     activations: Mapping[str, str] = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "relu": "relu"}
 
     def config_from(self, settings: Settings) -> ModelConfig:
-        settings.demand("scale_attn_weights", True, "distgpt always scales attention by 1/√(head size)")
-        no_scale = "distgpt does not scale attention by the layer"
-        settings.demand("scale_attn_by_inverse_layer_idx", False, no_scale)
-        settings.demand("add_cross_attention", False, "distgpt has no cross-attention")
-        known = f"distgpt has {', '.join(self.activations)} (its GELU is the tanh form, not the exact one)"
+        settings.demand(scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False)
+        settings.demand(add_cross_attention=False)
         return ModelConfig(
             **self.values_from(settings),
-            mlp=settings.choice("activation_function", "gelu_new", self.activations, known),
+            mlp=settings.choice("activation_function", "gelu_new", self.activations),
             bias=settings.get("bias", True),
             tied=settings.get("tie_word_embeddings", True),
         )

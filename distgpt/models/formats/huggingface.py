@@ -76,18 +76,15 @@ class Foreign:
         for file, header in self.headers.items():
             for name in header.tensors:
                 short = name.removeprefix(self.family.prefix)
-                if self.family.buffers.fullmatch(short):
-                    continue
+                if self.family.buffers.fullmatch(short) or (self.config.tied and short == HEAD):
+                    continue  # what transformers does not load either
                 if short in self._tensors:
                     raise DataError(f"{file} holds {short!r:.80} twice, or another file does too")
                 self._tensors[short] = file, header, name
         # First, so that a made-up number cannot make the list of expected tensors huge.
         if (layers := self.config.n_layer) > len(self._tensors):
             raise DataError(f"{path}: its configuration asks for {layers} layers, which it does not hold")
-        self.has_spare_head = self.config.tied and HEAD in self._tensors
         expected = {mapping.theirs: mapping.shape for mapping in self.family.all_mappings(self.config)}
-        if self.has_spare_head:
-            expected[HEAD] = (self.config.vocab_size, self.config.n_embd)
         refuse_misfits(Header({name: self._entry(name) for name in self._tensors}, {}, 0), expected, path)
 
     def _entry(self, name: str) -> Entry:
@@ -103,17 +100,7 @@ class Foreign:
         """Compare the data with their checksums, if there are any, and with the configuration."""
         for file, header in self.headers.items():
             verify_data(file, header)
-        mappings = self.family.all_mappings(self.config)
-        if self.has_spare_head:
-            embedding = next(mapping.theirs for mapping in mappings if mapping.ours == "wte")
-            for first in range(0, size := self.config.vocab_size, 4096):  # embeddings are large
-                rows = min(4096, size - first)
-                if not np.array_equal(self.rows(HEAD, rows, first), self.rows(embedding, rows, first)):
-                    raise DataError(
-                        f"{self.path} has an output layer that differs from its embedding,"
-                        " but tie_word_embeddings in its configuration says that they are one"
-                    )
-        for tensor in mappings:
+        for tensor in self.family.all_mappings(self.config):
             if not tensor.ours and self.rows(tensor.theirs, tensor.shape[0]).any():
                 raise DataError(
                     f"{self.path}: {tensor.theirs} is not zero, but its configuration has no bias"
@@ -344,8 +331,6 @@ def export_model(path: Path, out: Path, dtype: str, note: Note = lambda text: No
     kinds = {name: (np.dtype(STORED[dtype]), mapping.shape) for name, mapping in mappings.items()}
     files = _texts(family, config, description.tokenizer, dtype)
     note(f"writing {family.title} with {count(config.n_layer, 'layer')} of width {config.n_embd}")
-    if "F64" in {entry.dtype for entry in header.tensors.values()}:
-        note(f"rounding its float64 elements to {dtype}")
     with new_directory(out) as directory:
         write_tensors(directory / WHOLE, LazyTensors(kinds, make), {"format": "pt"})
         for name, text in files.items():

@@ -23,8 +23,14 @@ from distgpt.core.ops.api import Array
 from distgpt.core.saved.modelfile import ORIGIN, Description, read_description
 from distgpt.core.saved.tensors import DTYPES, Header, read_header, read_rows, write_tensors
 from distgpt.core.saved.weights import find_weights
-from distgpt.models.adapters.adapter import ADAPTER, base_of, read_adapter
-from distgpt.models.adapters.lora import Adapter, adapter_layout, adapters_by_matrix
+from distgpt.models.adapters import (
+    ADAPTER,
+    Adapter,
+    adapter_layout,
+    adapters_by_matrix,
+    base_of,
+    read_adapter,
+)
 from distgpt.models.formats.families import HEAD, Family, TensorMapping, family_for
 from distgpt.models.formats.huggingface import (
     Note,
