@@ -63,9 +63,21 @@ def with_clock(asked: Asked, stage: Stage, say: Say) -> Asked:
     seconds = parse_duration(str(asked.within))
     given = {**asked.given, "train_minutes": seconds / 60, "within_minutes": seconds / 60}
     asked = replace(titled(asked), within=None, given=given)
-    if not on_root(stage.comm, lambda: _chooses(asked)):
-        asked = everywhere(stage.comm, lambda: _as_before(asked))
-        return _with_steps(asked, stage, seconds, say)
+
+    def chooses() -> bool:
+        """Return whether a new run has a model to be chosen."""
+        preset, file, given = asked.layers()
+        return not preset and "init" not in {**file, **given} and begins_anew(asked)
+
+    def as_before() -> Asked:
+        """Let a run that needs less time keep its own, by the same command again, as of a requeued job."""
+        before = saved_run(asked)
+        if before and before.train.within_minutes == given["within_minutes"]:
+            del given["train_minutes"]
+        return replace(asked, given=given)
+
+    if not on_root(stage.comm, chooses):
+        return _with_steps(everywhere(stage.comm, as_before), stage, seconds, say)
     text = Text(*on_root(stage.comm, lambda: astuple(text_of(asked.settings()))))
     probes = GPU_PROBES if stage.on_gpu else CPU_PROBES
 
@@ -82,21 +94,6 @@ def with_clock(asked: Asked, stage: Stage, say: Say) -> Asked:
     given["train_minutes"] = 0.0 if rest < seconds and found.seconds < seconds / 2 else rest / 60
     uncounted = compiled.begun - stage.begun
     return replace(asked, given=given, depth=found.depth, tokens=found.tokens, uncounted=uncounted)
-
-
-def _chooses(asked: Asked) -> bool:
-    """Return whether a new run has a model to be chosen."""
-    preset, file, given = asked.layers()
-    return not preset and "init" not in {**file, **given} and begins_anew(asked)
-
-
-def _as_before(asked: Asked) -> Asked:
-    """Let a run that needs less time keep its own, by the same command again, as of a requeued job."""
-    given = dict(asked.given)
-    before = saved_run(asked)
-    if before and before.train.within_minutes == given["within_minutes"]:
-        del given["train_minutes"]
-    return replace(asked, given=given)
 
 
 def _with_steps(asked: Asked, stage: Stage, seconds: float, say: Say) -> Asked:

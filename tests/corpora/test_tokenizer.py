@@ -168,10 +168,9 @@ def test_saved_and_loaded_they_are_the_same(tmp_path):
     assert json.loads(saved(BYTES).to_json()) == BYTES
 
 
-def test_they_say_what_they_are_and_equal_ones_have_equal_fingerprints():
-    for kind, words in (("byte", "byte, 256"), ("char", "char, 3"), ("word", "word, 2")):
+def test_equal_ones_have_equal_fingerprints():
+    for kind in ("byte", "char", "word"):
         tokenizer = load_tokenizer(kind, "a b")
-        assert tokenizer.describe() == f"{words} entries" and tokenizer.separator is None
         assert fingerprint(tokenizer) == fingerprint(load_tokenizer(kind, "b a"))
         assert (fingerprint(tokenizer) == fingerprint(load_tokenizer(kind, "b c"))) == (kind == "byte")
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from conftest import inside
+from conftest import inside, refused
 from foreignmodels import SHAPES, random_model, same, tensors_in
 from gguffiles import LLAMA, tokenizer_like, with_tokenizer
 from tokenizing import STORY, TEXT, small
@@ -179,26 +179,12 @@ def test_blocks_of_zeros_and_of_one_value_are_exact():
 
 
 def test_commands_say_what_to_type(tmp_path):
-    random_model(tmp_path / "ours.safetensors", LLAMA)
-    path = tmp_path / "m.gguf"
-    done = inside(
-        "weights", "export", str(tmp_path / "ours.safetensors"), "--out", str(path), "--dtype", "q8_0"
-    )
-    assert done.returncode == 0 and path.is_file(), done.stderr
-    for command in ("infer", "eval", "serve", "chat"):
-        more = ["--val", "story"] if command == "eval" else []
-        refused = inside(command, "--weights", str(path), *more)
-        assert refused.returncode == 2 and f"weights import {path}" in refused.stderr, refused.stderr
-    assert "a llama in GGUF" in inside("weights", "info", str(path)).stdout
-    wrong = inside(
-        "weights",
-        "export",
-        str(tmp_path / "ours.safetensors"),
-        "--out",
-        str(tmp_path / "d"),
-        "--dtype",
-        "q4_0",
-    )
-    assert wrong.returncode == 2 and "--format gguf" in wrong.stderr
-    again = inside("weights", "export", str(tmp_path / "ours.safetensors"), "--out", str(path))
-    assert again.returncode == 2 and "exists already" in again.stderr
+    ours, path = tmp_path / "ours.safetensors", tmp_path / "m.gguf"
+    random_model(ours, LLAMA)
+    export = ["weights", "export", ours, "--out"]
+    assert inside(*export, path, "--dtype", "q8_0").returncode == 0 and path.is_file()
+    for command in (["infer"], ["eval", "--val", "story"], ["serve"], ["chat"]):
+        refused(inside(*command, "--weights", path), 2, f"weights import {path}")
+    assert "a llama in GGUF" in inside("weights", "info", path).stdout
+    refused(inside(*export, tmp_path / "d", "--dtype", "q4_0"), 2, "--format gguf")
+    refused(inside(*export, path), 2, "exists already")

@@ -156,20 +156,14 @@ def test_the_dial_sets_what_nothing_else_says_and_a_resumed_run_keeps_it(tmp_pat
 
 
 def test_the_lines_of_the_dial_say_what_is_read_and_when_it_ends(tmp_path):
-    text = tmp_path / "my.txt"
-    text.write_text("The keeper lit the lamp. " * 40)
-
-    def lines_of(depth, **flags):
+    (text := tmp_path / "my.txt").write_text("The keeper lit the lamp. " * 40)
+    for depth, flags, words in (
+        (Dial(1), {}, "reads 8.19 k tokens, the text 8.19 times; 0.125 for each of 65.5 k parameters"),
+        (Dial(1), {}, "16 steps of 512 tokens; warm-up"),
+        (Dial(1, tokens=300.0), {"train_minutes": 2.955}, ", until 2:57 is over"),
+    ):
         given = {"data": str(text), **flags}
-        run = preset("fast", {**depth.settings(given), **given})
-        return {line[:16].strip(): line[16:] for line in depth.described(run).splitlines()}
-
-    found = lines_of(Dial(1))
-    assert "the text 8.19 times; 0.125 for each of 65.5 k parameters" in found["training"]
-    assert found["training"].startswith("reads 8.19 k tokens")
-    assert found["steps"].startswith("16 steps of 512")
-    found = lines_of(Dial(1, tokens=300.0), train_minutes=2.955)
-    assert found["steps"].startswith("1 step of ") and ", until 2:57 is over" in found["steps"]
+        assert words in depth.described(preset("fast", {**depth.settings(given), **given}))
 
 
 def test_a_bpe_that_is_learned_is_kept_in_the_run(tmp_path):

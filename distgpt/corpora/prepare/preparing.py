@@ -115,13 +115,6 @@ class Request:
         kind, _ = find_kind(self.tokenizer)
         return None if kind and kind.learn else load_tokenizer(self.tokenizer)
 
-    def made_tokenizer(self) -> Tokenizer:
-        """Return the tokenizer made from the inputs."""
-        kind, argument = find_kind(str(self.tokenizer))
-        assert kind is not None and kind.learn is not None
-        texts = documents(self.inputs, self.field, self.max_document)
-        return with_row(kind.learn(argument, not_empty(texts), True), str(self.tokenizer))
-
     def settings(self, tokenizer: Tokenizer | None) -> dict[str, Any]:
         """Return what the shards depend on, besides the inputs."""
         made = f"{tokenizer.describe()} ({fingerprint(tokenizer)[:16]})" if tokenizer else self.tokenizer
@@ -628,7 +621,11 @@ def prepare(request: Request, watcher: Watcher, inputs: list[Input] | None = Non
                 tokenizer = read_tokenizer(out)
             elif tokenizer is None:
                 watcher.noted(f"collecting the {request.tokenizer} vocabulary")
-                tokenizer = request.made_tokenizer()
+                kind, argument = find_kind(str(request.tokenizer))
+                assert kind is not None and kind.learn is not None
+                texts = documents(request.inputs, request.field, request.max_document)
+                made = kind.learn(argument, not_empty(texts), True)
+                tokenizer = with_row(made, str(request.tokenizer))
             with atomic_file(out / TOKENIZER) as file:
                 file.write(tokenizer.to_json().encode())
             return Preparation(request, inputs, tokenizer, progress, watcher).run()

@@ -5,26 +5,23 @@ from __future__ import annotations
 import functools
 import json
 import re
-import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from distgpt.core.base.checked import JsonObject
 from distgpt.core.base.errors import DataError, UsageError
 from distgpt.core.data.tokenizers import (
     BytesDecoder,
     Ids,
-    Tokenizer,
     TokenizerKind,
     encoded,
     fingerprint,
     id_dtype,
 )
 from distgpt.corpora.tokenizers.collected import refuse_repeated
-from distgpt.corpora.tokenizers.library import Encoder, library_errors
+from distgpt.corpora.tokenizers.library import Encoder, in_thread, library_errors
 
 if TYPE_CHECKING:
     import tokenizers
@@ -201,7 +198,11 @@ def learn_bpe(texts: Iterable[str], size: int, min_frequency: int, separator: st
         initial_alphabet=list(symbols()),
         show_progress=False,
     )
-    _interruptible(lambda: library.train_from_iterator(_short_pieces(not_empty(texts)), trainer))
+    pieces = _short_pieces(not_empty(texts))
+    # The library does not react to Ctrl-C, the main thread does.
+    _, found = in_thread(lambda: library.train_from_iterator(pieces, trainer))
+    if isinstance(found[0], BaseException):
+        raise found[0]
     learned = json.loads(library.to_str())["model"]
     vocabulary = sorted(learned["vocab"], key=learned["vocab"].__getitem__)
     token_id = {"last": len(vocabulary), "first": 0, "none": None}[separator]
@@ -220,23 +221,6 @@ def _short_pieces(texts: Iterable[str]) -> Iterator[str]:
         yield text[start:]
 
 
-def _interruptible(work: Callable[[], None]) -> None:
-    """Work in another thread: the library does not react to Ctrl-C, the main thread does."""
-    failures: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            work()
-        except BaseException as error:
-            failures.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join()
-    if failures:
-        raise failures[0]
-
-
 def not_empty(texts: Iterable[str]) -> Iterator[str]:
     """Yield the texts; a DataError where there is nothing in them."""
     empty = True
@@ -253,25 +237,16 @@ def learned_size(name: str) -> int:
     return int(size) if name.startswith(LEARNED) and size.isdecimal() and len(size) < 10 else 0
 
 
-def _learn(argument: str, texts: Iterable[str], are_documents: bool) -> Tokenizer:
-    """Learn from texts. Only between documents stands a separator."""
-    return learn_bpe(texts, int(argument), LEAST_PAIRS, "last" if are_documents else "none")
-
-
-def _from_json(document: JsonObject, source: str) -> Tokenizer:
-    vocabulary, merges = document.get("vocabulary"), document.get("merges")
-    return checked_bpe(vocabulary, merges, document.get("separator"), source)
-
-
-def _can_mean(argument: str, tokenizer: Tokenizer) -> bool:
-    """Fewer entries than requested are learned where a text has too few pairs."""
-    return tokenizer.kind == "bpe" and tokenizer.size <= int(argument)
-
-
 BPE = TokenizerKind(
     "bpe:N",
     accepts=lambda argument: learned_size(LEARNED + argument) > 0,
-    learn=_learn,
-    from_json=_from_json,
-    means=_can_mean,
+    # Only between documents stands a separator.
+    learn=lambda argument, texts, are_documents: learn_bpe(
+        texts, int(argument), LEAST_PAIRS, "last" if are_documents else "none"
+    ),
+    from_json=lambda document, source: checked_bpe(
+        *map(document.get, ("vocabulary", "merges", "separator")), source
+    ),
+    # Fewer entries than requested are learned where a text has too few pairs.
+    means=lambda argument, tokenizer: tokenizer.kind == "bpe" and tokenizer.size <= int(argument),
 )

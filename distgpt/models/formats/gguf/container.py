@@ -349,17 +349,13 @@ def write_container(
         front.append(struct.pack("<IQ", NUMBERS[kind], entry.start))
     text = b"".join(front)
     with atomic_file(path) as file, Direct(file) as direct:
-        direct.write(_padded(text))
+        direct.write(text + bytes(-len(text) % _ALIGNMENT))
         for name in kinds:
             size = 0
             for piece in pieces(name):
                 direct.write(memoryview(piece.reshape(-1).view(np.uint8)))
                 size += piece.nbytes
             direct.write(bytes(-size % _ALIGNMENT))
-
-
-def _padded(text: bytes) -> bytes:
-    return text + bytes(-len(text) % _ALIGNMENT)
 
 
 def _text(text: str) -> bytes:
