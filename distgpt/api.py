@@ -171,7 +171,7 @@ def train(
     toml, directory = (None if path is None else Path(path) for path in (config, out))
     asked = asked_for(settings, preset, toml, directory, resume)
     if asked.has_recipes:
-        from distgpt.recipes.recipes import followed
+        from distgpt.recipes import followed
 
         asked = followed(asked, ready, told.noted)
     asked = with_dtype(asked, ready, told.noted)  # a recipe may have named one

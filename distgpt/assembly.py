@@ -131,7 +131,7 @@ class AllComponents(Components):
 
             return CHARACTERS if name == "char" else WORDS
         if name == "bpe":
-            from distgpt.corpora.tokenizers.learn import BPE
+            from distgpt.corpora.tokenizers.bpe import BPE
 
             return BPE
         if name in ("gpt2", "hub", "library"):
@@ -160,7 +160,7 @@ class AllComponents(Components):
 
     def part(self, format: str) -> PartKind:
         if format == "distgpt-adapter":
-            from distgpt.models.adapters.adapter import FILES
+            from distgpt.models.adapters import FILES
 
             return FILES
         return super().part(format)
@@ -173,7 +173,7 @@ class AllComponents(Components):
 
             check_chats(t, ranks, on_gpu)
         if t.lora_rank:
-            from distgpt.models.adapters.adapter import check as check_lora
+            from distgpt.models.adapters import check as check_lora
 
             check_lora(t, ranks, on_gpu)
         if ranks > 1 or t.reproducible_parts:
@@ -183,7 +183,7 @@ class AllComponents(Components):
 
     def model(self, t: TrainConfig) -> ModelKind:
         if t.lora_rank:
-            from distgpt.models.adapters.adapter import ADAPTERS
+            from distgpt.models.adapters import ADAPTERS
 
             return ADAPTERS
         return super().model(t)

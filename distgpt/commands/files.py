@@ -136,7 +136,7 @@ def tokenizer_train(inputs: tuple[str, ...], max_document: int, **options: Any) 
     such files, or the name of a bundled text.
     """
     from distgpt.core.data.textfile import resolve_data
-    from distgpt.corpora.prepare.learn import learn_file
+    from distgpt.corpora.prepare.tokenized import learn_file
 
     print_lines(learn_file([*map(resolve_data, inputs)], max_document=max(1, max_document), **options))
 
@@ -266,7 +266,7 @@ def quantize(weights: Path, out: Path, dtype: str, calibrate: Path | None) -> No
 def merge(weights: Path | None, adapter: Path, out: Path) -> None:
     """Merge an adapter into the weights that it was trained beside."""
     from distgpt.core.comm.serial import SerialComm
-    from distgpt.models.adapters.adapter import merge
+    from distgpt.models.adapters import merge
 
     print_lines(merge(weights, adapter, out, SerialComm()))
 

@@ -137,8 +137,8 @@ def profile(
 
     from distgpt.core.train.plan import with_dtype
     from distgpt.measure.profile.session import measure
+    from distgpt.recipes import followed
     from distgpt.recipes.derived import configured
-    from distgpt.recipes.recipes import followed
 
     say: Say = partial(print_lines, err=True) if ready.comm.rank == 0 else lambda text: None
     run = configured(ready.comm, with_dtype(followed(asked, ready, say), ready, say))

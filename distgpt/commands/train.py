@@ -171,7 +171,7 @@ def train(
     interrupts.before_leaving.append(remove_unbegun)
     try:
         if asked.has_recipes:
-            from distgpt.recipes.recipes import followed
+            from distgpt.recipes import followed
 
             asked = followed(asked, ready, shown.noted)
         asked = with_dtype(asked, ready, shown.noted)  # a recipe may have named one

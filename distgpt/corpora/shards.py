@@ -8,7 +8,6 @@ import os
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from io import BufferedReader
 from itertools import accumulate
@@ -20,12 +19,10 @@ import numpy as np
 from distgpt.core.base.checked import Must, checked, parse_json
 from distgpt.core.base.errors import DataError, DistgptError, Say
 from distgpt.core.base.files import (
-    new_file,
+    atomic_file,
     open_regular,
     read_small,
     storage_errors,
-    sync_directory,
-    unfinished,
 )
 from distgpt.core.base.formatting import count
 from distgpt.core.comm.agree import on_root, refuse_anywhere, shared
@@ -67,10 +64,6 @@ class Shard:
     largest: Size
 
 
-def shard_name(split: str, number: int) -> str:
-    return f"{split}-{number:06d}.npy"
-
-
 def header(dtype: str, tokens: int) -> bytes:
     """Return the first bytes of the file, as numpy.save writes them."""
     text = f"{{'descr': '{dtype}', 'fortran_order': False, 'shape': ({tokens},), }}"
@@ -106,44 +99,20 @@ def check_front(path: Path, shard: Shard, dtype: str) -> None:
         raise DataError(f"{path} is damaged: its header is not that of {shard.tokens:,} ids of type {dtype}")
 
 
-class ShardWriter:
-    """Writes ids to a file that gets its name only when it is finished."""
-
-    def __init__(self, path: Path, dtype: str) -> None:
-        self._path, self._dtype = path, dtype
-        self._partial = unfinished(path)
-        self.tokens = 0
-        self._largest = 0
-        with storage_errors("write", path):
-            self._file = new_file(self._partial)
-            self._file.write(header(dtype, 0))
-
-    def write(self, ids: Ids) -> None:
-        with storage_errors("write", self._path):
-            self._file.write(np.ascontiguousarray(ids, self._dtype).data)
-        self.tokens += len(ids)
-        self._largest = max(self._largest, int(ids.max(initial=0)))
-
-    def finish(self, split: Split) -> Shard:
-        """Write the file to the disk, under its name, and hash the bytes that can be read back."""
-        with storage_errors("write", self._path):
-            self._file.seek(0)
-            self._file.write(header(self._dtype, self.tokens))
-            self._file.flush()
-            os.fsync(self._file.fileno())
-            self._file.close()
-            with self._partial.open("rb") as file:
-                sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-            self._partial.replace(self._path)
-            sync_directory(self._path.parent)
-        size = file_bytes(self._dtype, self.tokens)
-        return Shard(self._path.name, split, self.tokens, size, sha256, self._largest)
-
-    def discard(self) -> None:
-        with suppress(OSError):
-            self._file.close()
-        with suppress(OSError):
-            self._partial.unlink()
+def write_shard(
+    folder: Path, split: Split, number: int, dtype: str, tokens: int, ids: Iterable[Ids]
+) -> Shard:
+    """Write so many ids to a file that gets its name only when it is on the disk."""
+    name, front, largest = f"{split}-{number:06d}.npy", header(dtype, tokens), 0
+    digest = hashlib.sha256(front)
+    with atomic_file(folder / name) as file:
+        file.write(front)
+        for some in ids:
+            data = np.ascontiguousarray(some, dtype).data
+            file.write(data)
+            digest.update(data)
+            largest = max(largest, int(some.max(initial=0)))
+    return Shard(name, split, tokens, file_bytes(dtype, tokens), digest.hexdigest(), largest)
 
 
 SHARDS_FORMAT, SHARDS_VERSION = "distgpt-shards", 2
@@ -222,22 +191,17 @@ class Manifest:
 
 def _refuse_contradictions(manifest: Manifest) -> None:
     """Raise a ValueError unless the parts of a manifest fit each other."""
-    size, names = manifest.vocab_size, [shard.name for shard in manifest.shards]
+    size, shards = manifest.vocab_size, manifest.shards
     dtype = np.dtype(id_dtype(size)).newbyteorder("<").str
+    numbered = [f"{split}-{i:06d}.npy" for split in SPLITS for i in range(len(manifest.of(split)))]
     for fits, complaint in (
         (manifest.dtype == dtype, f"its dtype is not {dtype}, as its vocab_size needs"),
         (all(token < size for token in manifest.separator), "its separator is no list of ids"),
         (len(manifest.sources) in (0, len(manifest.inputs)), "its sources are not two counts for each input"),
-        (bool(names), "it has no list of shards"),
-        (
-            names == [shard_name(split, i) for split in SPLITS for i in range(len(manifest.of(split)))],
-            "its shards are not numbered one by one",
-        ),
-        *(
-            (shard.bytes == file_bytes(dtype, shard.tokens), f"{shard.name} cannot have so many bytes")
-            for shard in manifest.shards
-        ),
-        *((shard.largest < size, f"{shard.name} has an impossible id") for shard in manifest.shards),
+        (shards, "it has no list of shards"),
+        ([shard.name for shard in shards] == numbered, "its shards are not numbered one by one"),
+        (all(x.bytes == file_bytes(dtype, x.tokens) for x in shards), "a shard cannot have so many bytes"),
+        (all(shard.largest < size for shard in shards), "a shard has an impossible id"),
     ):
         if not fits:
             raise ValueError(complaint)
@@ -362,11 +326,8 @@ class _Shards:
 
     def load(self, comm: Comm, request: DataRequest, say: Say) -> Corpus:
         folder = Path(on_root(comm, lambda: str(resolve_data(request.data))))
-        corpus = load_shards(comm, folder, request, say)
-        if request.val_fraction:
-            note = "--val-fraction has no effect: shards have a part of their own for validation"
-            return replace(corpus, notes=(note,))
-        return corpus
+        note = "--val-fraction has no effect: shards have a part of their own for validation"
+        return replace(load_shards(comm, folder, request, say), notes=(note,) * bool(request.val_fraction))
 
 
 SHARDS = _Shards()

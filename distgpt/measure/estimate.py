@@ -29,7 +29,7 @@ from distgpt.core.train.memory import SPARE, fitting, needed
 from distgpt.core.train.plan import DTYPE, is_open, new_run, refuse_unsuited
 from distgpt.core.train.sharing import Exchange, Strategy
 from distgpt.core.train.step import Step
-from distgpt.corpora.prepare.learn import vocabulary_size
+from distgpt.corpora.prepare.tokenized import vocabulary_size
 from distgpt.corpora.shards import Manifest, is_shards, read_manifest
 
 Facts = dict[str, Any]

@@ -14,11 +14,9 @@ from distgpt.core.data.textfile import resolve_data
 from distgpt.core.data.tokenizers import AUTO
 from distgpt.core.train.plan import begins_anew
 from distgpt.corpora.prepare.documents import find_inputs
-from distgpt.corpora.prepare.learn import vocabulary_size
+from distgpt.corpora.prepare.tokenized import vocabulary_size
 from distgpt.corpora.shards import is_shards, read_manifest
 from distgpt.recipes.scaling import (
-    EPOCHS,
-    TOKENS_PER_PARAMETER,
     Text,
     bytes_per_token,
     parameters,
@@ -83,29 +81,19 @@ class Dial:
         model, t = run.model, run.train
         given = {"data": t.data, "tokenizer": t.tokenizer, "val_fraction": t.val_fraction}
         text = text_of({**given, "vocab_size": model.vocab_size})
-        size = parameters(self.depth, text.vocab_size)
-        per_step = t.batch_size * model.seq_len
+        size, per_step = parameters(self.depth, text.vocab_size), t.batch_size * model.seq_len
         read = per_step * t.steps
         tokenizer = "the shards'" if is_shards(resolve_data(t.data)) else t.tokenizer
-        times = read / text.tokens
-        of_text = f"the text {three_digits(times)} times" if times >= 1 else f"{times:.1%} of the text"
-        each = f"{three_digits(read / size)} for each of {_about(size)} parameters (layers and output layer)"
-        steps = f"{count(t.steps, 'step')} of {per_step:,} tokens"
-        if t.train_minutes:
-            steps = f"about {steps}, until {clock(60 * t.train_minutes)} is over"
+        until = f", until {clock(60 * t.train_minutes)} is over" if t.train_minutes else ""
         rows = {
             f"depth {self.depth}": f"{model.n_embd} wide, {model.n_head} heads, context {model.seq_len}",
             "text": f"about {_about(text.tokens)} tokens; tokenizer {tokenizer}, {text.vocab_size:,} entries",
-            "training": f"reads {_about(read)} tokens, {of_text}; {each}",
-            "steps": f"{steps}; the learning rate rises over the first {t.warmup}",
+            "training": f"reads {_about(read)} tokens, the text {three_digits(read / text.tokens)} times;"
+            f" {three_digits(read / size)} for each of {_about(size)} parameters (layers and output layer)",
+            "steps": f"{count(t.steps, 'step')} of {per_step:,} tokens{until}; warm-up {t.warmup}",
             "learning rates": f"{t.lr:g}, embedding {t.embedding_lr:g}, output {t.head_lr:g},"
             f" vectors {t.vector_lr:g}; weight decay {t.weight_decay:g}",
         }
-        if not self.tokens and 0.95 * EPOCHS <= times < 0.95 * TOKENS_PER_PARAMETER * size / text.tokens:
-            rows["note"] = (
-                f"a longer text would teach it more: {TOKENS_PER_PARAMETER} tokens for each of these"
-                f" parameters are best, but no text is read more than {EPOCHS} times"
-            )
         return "\n".join(f"{name:<16}{what}" for name, what in rows.items())
 
 
@@ -130,7 +118,7 @@ def held_out_tokens(given: Mapping[str, Any], text: Text) -> float:
     path = resolve_data(given.get("val") or given.get("data", "corpus"))
     if is_shards(path):
         manifest = read_manifest(path)
-        return manifest.tokens("val") or sum(shard.tokens for shard in manifest.shards)
+        return manifest.tokens("val") or manifest.tokens("train")
     return text_of({**given, "data": str(path), "vocab_size": text.vocab_size}).tokens
 
 
@@ -147,8 +135,7 @@ def text_of(given: Mapping[str, Any]) -> Text:
     path, tokenizer = resolve_data(given.get("data", "corpus")), given.get("tokenizer", AUTO)
     if is_shards(path):
         manifest = read_manifest(path)
-        tokens = sum(shard.tokens for shard in manifest.shards if shard.split == "train")
-        return Text(max(1, tokens), manifest.vocab_size)
+        return Text(max(1, manifest.tokens("train")), manifest.vocab_size)
     files, held_out = find_inputs((path,)), given.get("val_fraction", 0.0)
     size = max(1, (1 - held_out) * sum(file.bytes * (UNPACKED if file.compressed else 1) for file in files))
     entries = given.get("vocab_size", 0)

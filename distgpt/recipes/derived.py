@@ -1,38 +1,56 @@
-"""The recipes that need no stage, from what is asked for to settings: --depth, tuning, --deterministic."""
+"""Recipes of a few lines, from a request to settings: --decay-from, tuning on chats, --deterministic."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from distgpt.core.base.errors import Say, UsageError
-from distgpt.core.comm.agree import on_root
+from distgpt.core.base.errors import DataError, Say, UsageError, refuse_beside
+from distgpt.core.comm.agree import broadcast, on_root
 from distgpt.core.comm.api import Comm
-from distgpt.core.config import SETTINGS, RunConfig
+from distgpt.core.config import SETTINGS, RunConfig, TrainConfig
 from distgpt.core.config.asked import Asked, resumed
 from distgpt.core.config.run_config import BATCH_KEYS
-from distgpt.core.config.setting import brief
+from distgpt.core.config.setting import Values
+from distgpt.core.model.optim import learning_rate
+from distgpt.core.saved.checkpoint import load_state
 from distgpt.core.saved.modelfile import read_description
+from distgpt.core.saved.rundir import RunDirectory, place_for
 from distgpt.core.saved.weights import weights_of
 from distgpt.core.train.plan import begins_anew, new_run
-from distgpt.core.train.resume import saved_run
+from distgpt.core.train.resume import find_run, saved_run
 
 TUNING_TOKENS = 4096  # tokens of a step that learns chats, about
 
 
-def derived(asked: Asked, ranks: int) -> Asked:
-    """Return what is asked for with the settings that these recipes stand for. For rank 0."""
-    if asked.depth is not None:
-        from distgpt.recipes.depth import with_depth
+def everywhere(comm: Comm, find: Callable[[], Asked]) -> Asked:
+    """Return on every rank what rank 0 makes of what is asked for. Collective."""
+    found: list[Asked] = []
+    on_root(comm, lambda: found.append(find()))
+    return found[0] if comm.size == 1 else broadcast(comm, found[0] if found else None)
 
-        asked = with_depth(asked, ranks)
+
+def derived(asked: Asked, ranks: int, say: Say = lambda text: None) -> Asked:
+    """Return what is asked for with the settings of these recipes, and show those of a depth. For rank 0."""
+    dial = None
+    if asked.depth is not None:
+        from distgpt.recipes.depth import Dial, with_depth
+
+        dial, asked = Dial(asked.depth, asked.tokens, ranks), with_depth(asked, ranks)
     elif asked.given.get("chats"):
         asked = _tuned(asked, ranks)
     if asked.deterministic:  # last: its parts divide the batch
         asked = _with_parts(asked)
+    if dial and begins_anew(asked):
+        say(dial.described(new_run(asked)))
     return asked
+
+
+def configured(comm: Comm, asked: Asked) -> RunConfig:
+    """Return the configuration of a new run, as rank 0 resolves it. Collective."""
+    return RunConfig.from_dict(on_root(comm, lambda: asdict(new_run(derived(asked, comm.size)))))
 
 
 def _tuned(asked: Asked, ranks: int) -> Asked:
@@ -66,42 +84,35 @@ def _with_parts(asked: Asked) -> Asked:
     return replace(asked, deterministic=False, given={**asked.given, **parts})
 
 
-def reported(asked: Asked, ranks: int, say: Say) -> Asked:
-    """Return the same, and show what follows from a depth. For rank 0."""
-    found = derived(asked, ranks)
-    if asked.depth is not None and begins_anew(found):
-        from distgpt.recipes.depth import Dial
-
-        say(Dial(asked.depth, asked.tokens, ranks).described(new_run(found)))
-    return found
-
-
-def everywhere(comm: Comm, find: Callable[[], Asked]) -> Asked:
-    """Return on every rank what rank 0 makes of what is asked for. Collective."""
-    if comm.size == 1:
-        return find()
-
-    def wire() -> dict[str, object]:
-        found = find()
-        _refuse_unsendable({**found.derived, **found.given})
-        paths = {"toml": found.toml, "out": found.out}
-        return {**asdict(found), **{name: path and str(path) for name, path in paths.items()}}
-
-    found = on_root(comm, wire)
-    return Asked(**{**found, **{name: found[name] and Path(found[name]) for name in ("toml", "out")}})
-
-
-def _refuse_unsendable(settings: Mapping[str, object]) -> None:
-    """Refuse what Python users may give and JSON cannot hold, in the words of the setting."""
-    for name, value in settings.items():
-        if not isinstance(value, str | int | float):
-            if name in SETTINGS:
-                SETTINGS[name].check(name, value)
-            raise UsageError(f"{name} is {brief(value)}: a setting is a text or a number")
+def with_decay(asked: Asked) -> Asked:
+    """Return the branch that --decay-from begins: a new run from a checkpoint, whose learning rate falls."""
+    path, steps, out = Path(str(asked.decay_from)), asked.given.get("steps"), asked.out
+    others = {f"set {name}": asked.given.get(name) for name in ("train_minutes", "decay_fraction")}
+    others |= {name: asked.given.get(name) for name in ("schedule", "init")}
+    others |= {"resume": asked.resume, "depth": asked.depth, "within": asked.within}
+    refuse_beside("--decay-from", others, "it says where a run begins and how it ends")
+    if not steps or not isinstance(steps, int):
+        raise UsageError("--decay-from lets the learning rate fall over the next --steps: say how many")
+    if not path.is_dir():
+        raise DataError(f"--decay-from {path}: there is no such checkpoint or run directory")
+    run = path if RunDirectory(path).saved() else path.resolve().parent.parent
+    out = out or place_for(run.parent, f"{run.resolve().name}-decayed", resuming=False)
+    found = find_run(str(path), out, "", lambda text: None)
+    if found.in_place or found.settings is None or found.checkpoint is None:
+        raise UsageError(f"--decay-from {path} begins a new run: give it another --out")
+    step = load_state(found.checkpoint).step
+    _refuse_fallen(found.settings.train, step, found.checkpoint)
+    end = step + steps
+    fall: Values = {"steps": end, "schedule": "wsd", "decay_fraction": steps / end, "train_minutes": 0.0}
+    given = {**asked.given, **fall}
+    return replace(asked, decay_from=None, given=given, out=out, resume=str(found.checkpoint))
 
 
-def configured(comm: Comm, asked: Asked) -> RunConfig:
-    """Return the configuration of a new run, as rank 0 resolves it. Collective."""
-    if comm.size == 1:
-        return new_run(derived(asked, 1))
-    return RunConfig.from_dict(on_root(comm, lambda: asdict(new_run(derived(asked, comm.size)))))
+def _refuse_fallen(t: TrainConfig, step: int, checkpoint: Path) -> None:
+    """Refuse a checkpoint from before or after the part of a run in which the learning rate is constant."""
+    by_clock = bool(t.train_minutes) and t.schedule != "constant"
+    if by_clock or step < t.warmup or learning_rate(t, step) != t.lr:
+        raise UsageError(
+            f"--decay-from {checkpoint}: the learning rate is not constant there (--schedule {t.schedule}):"
+            " take a checkpoint of a run with --schedule constant, or with wsd from before it falls"
+        )

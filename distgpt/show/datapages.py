@@ -11,8 +11,7 @@ from distgpt.core.base.errors import DataError, command_line, escape, print_line
 from distgpt.core.base.files import storage_errors
 from distgpt.core.base.formatting import count, size
 from distgpt.corpora.prepare.documents import find_inputs
-from distgpt.corpora.prepare.preparing import Request, prepare
-from distgpt.corpora.prepare.progress import refuse_unfinished
+from distgpt.corpora.prepare.preparing import Request, prepare, refuse_unfinished
 from distgpt.corpora.shards import (
     MANIFEST,
     SPLITS,

@@ -18,10 +18,9 @@ from distgpt.core.saved import checkpoint
 from distgpt.core.saved.modelfile import BASE, FORMAT, ORIGIN, read_description
 from distgpt.core.saved.tensors import Header, read_header, verify_data
 from distgpt.core.saved.weights import find_weights, import_command
-from distgpt.models.formats.family import part_name
 from distgpt.models.formats.gguf.container import is_gguf
 from distgpt.models.formats.gguf.transfer import GgufModel, describe
-from distgpt.models.formats.huggingface import CONFIG, PICKLES, Foreign, Source, open_files
+from distgpt.models.formats.huggingface import CONFIG, PICKLES, Foreign, open_files
 
 _WIDTH = 13  # of the first column
 _SHOWN = (
@@ -102,7 +101,7 @@ def _foreign(path: Path) -> dict[str, Any]:
     found = {"kind": "transformers", "what": f"a {title!s:.80} of transformers{files}"}
     data = _data(list(headers), list(headers.values()))
 
-    def opened() -> Source:
+    def opened() -> Foreign:
         foreign = Foreign(path)
         foreign.verify()
         return foreign
@@ -112,7 +111,7 @@ def _foreign(path: Path) -> dict[str, Any]:
     return found | about | data | {"imports": imports}
 
 
-def _importable(opened: Callable[[], Source], command: str) -> dict[str, Any]:
+def _importable(opened: Callable[[], Any], command: str) -> dict[str, Any]:
     """Return facts about another program's model, and the command that imports it or why it cannot be."""
     try:
         model = opened()
@@ -127,13 +126,10 @@ def _importable(opened: Callable[[], Source], command: str) -> dict[str, Any]:
 
 def _model(config: ModelConfig, tokenizer: Tokenizer | None) -> dict[str, Any]:
     windows = sum(window > 0 for window in config.windows)
-    positions = "no positions" if config.positions == "none" else part_name(config.positions)
-    if config.positions == "rope" and config.rope_scaling != "none":
-        positions += f" scaled {config.rope_factor:g} times ({config.rope_scaling})"
     parts = [
-        part_name(config.norm),
-        part_name(config.mlp),
-        positions,
+        config.norm,
+        config.mlp,
+        _positions(config),
         "biases" if config.bias else "biases of queries, keys and values" if config.qkv_bias else "no biases",
         "tied output layer" if config.tied else "output layer of its own",
         ("normalised " + "and scaled " * config.qk_norm_gain + "queries and keys") * config.qk_norm,
@@ -153,6 +149,12 @@ def _model(config: ModelConfig, tokenizer: Tokenizer | None) -> dict[str, Any]:
         "tokenizer": tokenizer.describe() if tokenizer else "none",
         "config": {name: getattr(config, name) for name in config.__slots__},
     }
+
+
+def _positions(config: ModelConfig) -> str:
+    scaled = f" scaled {config.rope_factor:g} times ({config.rope_scaling})"
+    is_scaled = config.positions == "rope" and config.rope_scaling != "none"
+    return f"positions {config.positions}" + (scaled if is_scaled else "")
 
 
 def _training(run: RunConfig) -> str:

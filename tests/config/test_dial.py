@@ -6,7 +6,7 @@ import pytest
 
 from distgpt.core.config.presets import PRESETS, preset
 from distgpt.core.data.tokenizers import load_tokenizer
-from distgpt.corpora.tokenizers.learn import learned_size
+from distgpt.corpora.tokenizers.bpe import learned_size
 from distgpt.recipes.scaling import (
     FAST_RATES,
     REFERENCE_WIDTH,

@@ -13,7 +13,7 @@ from tokenizing import GPT2, STORY, gpt2, needs_gpt2
 from distgpt.core.data.tokenizers import tokenizer_from_json
 from distgpt.corpora.tokenizers import bpe
 from distgpt.corpora.tokenizers import bpe_fast as fast_bpe
-from distgpt.corpora.tokenizers.learn import learn_bpe
+from distgpt.corpora.tokenizers.bpe import learn_bpe
 
 NASTY = [
     *["'s", "'S", "'ll", "'l", "'re", "'ve", "'d", "'m", "'t", "'", "''", "’s", "<|endoftext|>"],

@@ -1,18 +1,15 @@
 """BPE from the files of others and from the hub, and `distgpt tokenizer`, which learns and describes."""
 
 import json
-import sys
-import types
 
 import pytest
 from conftest import inside, refused
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
-from tokenizing import GPT2, STORY, TEXT, gpt2, needs_gpt2, small
+from tokenizing import STORY, TEXT, gpt2, needs_gpt2, small
 
-from distgpt.core.base.errors import DataError, UsageError
+from distgpt.core.base.errors import DataError
 from distgpt.core.data.tokenizers import fingerprint, load_tokenizer
-from distgpt.corpora.tokenizers.bpe import GPT2_FINGERPRINT
-from distgpt.corpora.tokenizers.learn import learn_bpe
+from distgpt.corpora.tokenizers.bpe import GPT2_FINGERPRINT, learn_bpe
 
 
 def hugging_face(special="<|endoftext|>", tokenizer=None):
@@ -65,11 +62,9 @@ def test_one_special_token_is_the_separator_whatever_it_is_called(tmp_path):
 
 
 @needs_gpt2
-def test_gpt2_in_hugging_face_s_form_and_from_the_hub_is_recognised(tmp_path, monkeypatch):
+def test_gpt2_in_hugging_face_s_form_is_recognised(tmp_path):
     document = hugging_face(tokenizer=gpt2())
     assert fingerprint(loaded(tmp_path / "tokenizer.json", document)) == GPT2_FINGERPRINT
-    monkeypatch.setitem(sys.modules, "huggingface_hub", Hub(GPT2, None))
-    assert fingerprint(load_tokenizer("gpt2")) == GPT2_FINGERPRINT
 
 
 def refused_file(document, message, tmp_path, name="tokenizer.json"):
@@ -129,72 +124,6 @@ def test_damaged_vocab_and_merges_are_refused(tmp_path):
         damage()
         with pytest.raises(DataError, match=message):
             load_tokenizer(str(path))
-
-
-# The hub
-
-
-class Hub(types.ModuleType):
-    """huggingface_hub's functions with a cache in one folder and an internet in another, or none."""
-
-    class EntryNotFoundError(Exception):
-        pass
-
-    class LocalEntryNotFoundError(FileNotFoundError, EntryNotFoundError):
-        pass
-
-    def __init__(self, cache, internet, failure=ConnectionError):
-        super().__init__("huggingface_hub")
-        self.errors, self.failure, self.asked = Hub, failure, []
-        self._cache, self._internet = cache, internet
-
-    def hf_hub_url(self, repository, name):
-        return f"{repository}/{name}"
-
-    def get_hf_file_metadata(self, url, timeout):
-        self.asked.append(url)
-        if self._internet is None:
-            raise self.failure("no route to host")
-        if not (self._internet / url.rsplit("/")[-1]).exists():
-            raise Hub.EntryNotFoundError("404")
-
-    def hf_hub_download(self, repository, name, local_files_only):
-        if not (self._cache / name).exists():
-            if local_files_only:
-                raise Hub.LocalEntryNotFoundError("not in the cache")
-            (self._cache / name).write_bytes((self._internet / name).read_bytes())
-        return str(self._cache / name)
-
-
-def test_the_hub_is_asked_once_and_its_cache_from_then_on(tmp_path, monkeypatch):
-    def write_whole(folder):
-        (folder / "tokenizer.json").write_text(json.dumps(hugging_face()), encoding="utf-8")
-
-    for write in (write_whole, write_gpt2_style):
-        cache, internet = (tmp_path / write.__name__ / place for place in ("cache", "internet"))
-        cache.mkdir(parents=True)
-        internet.mkdir()
-        write(internet)
-        monkeypatch.setitem(sys.modules, "huggingface_hub", hub := Hub(cache, internet))
-        assert load_tokenizer("hub:some/model").to_json() == small().to_json()
-        assert hub.asked[0] == "some/model/tokenizer.json"
-        hub.asked.clear()
-        assert load_tokenizer("hub:some/model").to_json() == small().to_json()
-        assert hub.asked == []
-
-
-def test_without_a_network_or_the_hub_s_package_the_way_out_is_named(tmp_path, monkeypatch):
-    """Not all errors of HTTP clients are kinds of OSError."""
-    for failure in (ConnectionError, type("ClientError", (Exception,), {})):
-        for word, name in (("gpt2", "openai-community/gpt2"), ("hub:a/b", "a/b")):
-            monkeypatch.setitem(sys.modules, "huggingface_hub", hub := Hub(tmp_path, None, failure))
-            message = f"{name} .*no route to host.*directory with its vocab"
-            with pytest.raises(DataError, match=message) as found:
-                load_tokenizer(word)
-            assert "\n" not in str(found.value) and len(hub.asked) == 1, (failure, word)
-    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(UsageError, match=r"pip install huggingface_hub.*vocab.json"):
-        load_tokenizer("gpt2")
 
 
 # The command

@@ -11,8 +11,8 @@ from tokenizing import small
 
 from distgpt.core.base.errors import DataError
 from distgpt.core.data.tokenizers import load_tokenizer
+from distgpt.corpora.chats.examples import read_examples
 from distgpt.corpora.chats.format import ChatFormat
-from distgpt.corpora.chats.rows import read_examples
 
 QUESTION, ANSWER = "Where is the lamp?", "In the 12th harbour, naïve 中."
 TURN = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}]

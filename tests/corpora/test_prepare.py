@@ -3,7 +3,6 @@
 import gzip
 import json
 import os
-import re
 import tempfile
 from pathlib import Path
 
@@ -16,9 +15,8 @@ from distgpt.core.base.errors import DataError, DistgptError, StorageError, Usag
 from distgpt.core.data.tokenizers import load_tokenizer
 from distgpt.corpora.prepare import preparing
 from distgpt.corpora.prepare.documents import Offset, find_inputs
-from distgpt.corpora.prepare.preparing import prepare
-from distgpt.corpora.prepare.progress import Progress, list_inputs, load_progress, reserved
-from distgpt.corpora.shards import ShardWriter, read_manifest, shards_tokenizer, verify_shards
+from distgpt.corpora.prepare.preparing import Progress, list_inputs, load_progress, prepare, reserved
+from distgpt.corpora.shards import read_manifest, shards_tokenizer, verify_shards
 
 
 def test_the_tokens_are_the_documents_with_separators_between(inputs, tmp_path, small_pieces):
@@ -29,8 +27,7 @@ def test_the_tokens_are_the_documents_with_separators_between(inputs, tmp_path, 
         assert (manifest.documents, manifest.replaced) == (40, 0)
         assert manifest.text_bytes == sum(len(text) for text in inputs[1])
         assert [name for name, _ in manifest.inputs] == ["a.txt", "b.jsonl.gz", "c.md"]
-        for shard in manifest.shards:
-            verify_shards(out, manifest, [shard])
+        verify_shards(out, manifest, manifest.shards)
 
 
 def test_tokenizers_have_separators_of_their_own_and_may_come_from_the_inputs(inputs, tmp_path, small_pieces):
@@ -45,9 +42,6 @@ def test_tokenizers_have_separators_of_their_own_and_may_come_from_the_inputs(in
         expected = [i for text in inputs[1] for i in (*joint, *tokenizer.encode(text).tolist())]
         assert everything(out).tolist() == expected[0 if tokenizer.separator else len(joint) :], kind
         assert tokenizer.kind != "bpe" or tokenizer.to_json() == small().to_json()
-
-
-# The sizes of shards, and the part for validation
 
 
 def test_shards_have_the_size_that_was_asked_for(inputs, tmp_path, small_pieces):
@@ -70,7 +64,7 @@ def test_the_fraction_is_exact_and_in_order_the_first_tokens_validate(tmp_path, 
     (tmp_path / "b.jsonl").write_text("".join(lines))
     files = (tmp_path / "a.txt.gz", tmp_path / "b.jsonl")
     text = "\n".join(["the same line\n" * 700, *(json.loads(line)["text"] for line in lines)])
-    for fraction in (0.0, 0.05, 0.3, 0.9):
+    for fraction in (0.0, 0.3):
         watcher, out = Quiet(), tmp_path / str(fraction)
         how = {"inputs": files, "shard_tokens": 10**6, "val_fraction": fraction}
         manifest = prepare(request(files, out, **how), watcher)
@@ -94,7 +88,7 @@ def test_impossible_inputs_and_settings_are_refused_and_nothing_is_left_behind(t
     saved.write_text(load_tokenizer("char", "abc").to_json())
     for text, changes, message in (
         ("", {}, "there is no text"),
-        ("x", {}, "only 1 token; at least 2 are needed"),
+        ("x", {}, "of 1 token, 0 are for validation"),
         ("x" * 5000, {"val_shards": 2}, "of 5,000 tokens, 5,000 are for validation"),
         ("x" * 3000, {"val_fraction": 0.9999}, "2,999 are for validation"),
         ("abcd", {"tokenizer": str(saved)}, r"a\.txt: the character 'd'"),
@@ -143,39 +137,36 @@ def test_progress_with_an_input_of_no_time_is_resumed():
         assert load_progress(Path(folder), Progress(*what)).place == Offset(0, 2)
 
 
-def test_after_the_last_shard_only_the_manifest_is_written_and_one_that_nobody_noted_is_made_again(
-    inputs, tmp_path, monkeypatch
-):
-    """A process may end after a shard has got its name, before that is written down."""
+def test_without_a_manifest_all_shards_are_made_again(inputs, tmp_path, monkeypatch):
+    """Also if the process had not noted anything."""
     out, other, again = tmp_path / "out", tmp_path / "other", tmp_path / "again"
     monkeypatch.setattr(preparing, "MANIFEST", "missing/manifest.json")
     with pytest.raises(StorageError):
         prepare(request(inputs, out), Quiet())
     monkeypatch.undo()
-    shards = {name: data for name, data in contents(out).items() if name.endswith("npy")}
     again.mkdir()
     Progress({}, []).save(again)
     for name in ("val-000000.npy", ".train-000000.npy.tmp", ".manifest.json.77.tmp"):
         (again / name).touch()
     for folder in (out, other, again):
         prepare(request(inputs, folder), Quiet())
-    assert contents(out) == contents(other) == contents(again) == contents(out) | shards
+    assert contents(out) == contents(other) == contents(again)
 
 
 def test_unfinished_shards_of_other_settings_or_inputs_are_refused(interrupted, inputs):
-    for changes, message in (
-        ({"tokenizer": "char"}, "tokenizer is 'char', was 'byte, 256 entries"),
-        ({"shard_tokens": 701}, "shard_tokens is 701, was 700"),
-        ({"val_fraction": 0.1}, "val_fraction is 0.1, was 0.05"),
-        ({"val_shards": 1}, "val_fraction is None, was 0.05; val_shards is 1, was None"),
-        ({"separator": "none"}, "separator is 'none', was 'auto'"),
-        ({"field": "body"}, "field is 'body', was 'text'"),
-        ({"inputs": (inputs[0], inputs[0] / "a.txt")}, "other inputs"),
+    for changes, names in (
+        ({"tokenizer": "char"}, "tokenizer"),
+        ({"shard_tokens": 701}, "shard_tokens"),
+        ({"val_shards": 1}, "val_fraction, val_shards"),
+        ({"separator": "none"}, "separator"),
+        ({"field": "body"}, "field"),
+        ({"inputs": (inputs[0], inputs[0] / "a.txt")}, "inputs"),
     ):
-        refuse(UsageError, message, request(inputs, interrupted.out, **{"shard_tokens": 700, **changes}))
+        other = request(inputs, interrupted.out, **{"shard_tokens": 700, **changes})
+        refuse(UsageError, rf"of another command \({names} changed\)", other)
     before = (inputs[0] / "c.md").stat()
     (inputs[0] / "c.md").write_text("something else")
-    refuse(UsageError, "other inputs: .*c.md", interrupted)
+    refuse(UsageError, "inputs changed", interrupted)
     (inputs[0] / "c.md").write_text(inputs[1][39])
     os.utime(inputs[0] / "c.md", ns=(before.st_atime_ns, before.st_mtime_ns))
     prepare(interrupted, Quiet())
@@ -184,32 +175,23 @@ def test_unfinished_shards_of_other_settings_or_inputs_are_refused(interrupted, 
 def test_whatever_is_changed_in_the_progress_is_noticed(interrupted):
     path = interrupted.out / "progress.json"
     good = json.loads(path.read_bytes())
-    damaged = DataError, r"progress\.json is damaged \(.*\); remove .*out and begin again"
+    damaged = DataError, r"progress\.json cannot be resumed \(.*\); remove .*out and begin again"
     for name, value in (
-        *(("inputs", None), ("settings", None), ("held_out", "x"), ("held_out", -1), ("skip", 3)),
-        *(("place", {"input": 2, "offset": 0, "line": 0}), ("counts", {}), ("shards", []), ("more", 1)),
-        ("sha256", None),
+        *(("inputs", None), ("settings", None), ("text_bytes", "x"), ("replaced", -1), ("sources", [])),
+        *(("place", {"input": 2, "offset": 0, "line": 0}), ("more", 1), ("sha256", None), ("version", 1)),
     ):
         path.write_text(json.dumps({**good, name: value}))
         refuse(*damaged, interrupted)
-    path.write_text(json.dumps({**good, "version": 1}))
-    refuse(UsageError, "of another version of distgpt", interrupted)
 
 
-def test_a_failure_says_what_becomes_of_finished_shards_if_there_are_any(
-    interrupted, inputs, tmp_path, monkeypatch
-):
+def test_a_failure_says_whether_there_is_anything_to_resume(interrupted, inputs, tmp_path, monkeypatch):
     def failing(*given, **more):
-        raise error
+        raise DistgptError("something else")
 
     monkeypatch.setattr(preparing, "encode", failing)
-    monkeypatch.setattr(ShardWriter, "write", failing)
-    for error, words in (
-        (DistgptError("something else"), r"finished shards in .*out: the same command resumes"),
-        (DataError("line 7: not JSON"), r"finished shards in .*out: remove it once an input has changed"),
-    ):
-        at_once, later = Quiet(), Quiet()
-        refuse(type(error), str(error), interrupted, later)
-        assert re.search(words, later.notes[-1])
-        refuse(type(error), str(error), request(inputs, tmp_path / "new"), at_once)
-        assert not at_once.notes and not (tmp_path / "new").exists()
+    monkeypatch.setattr(preparing, "write_shard", failing)
+    at_once, later = Quiet(), Quiet()
+    refuse(DistgptError, "something else", interrupted, later)
+    assert "the same command resumes" in later.notes[-1]
+    refuse(DistgptError, "something else", request(inputs, tmp_path / "new"), at_once)
+    assert not at_once.notes and not (tmp_path / "new").exists()

@@ -4,7 +4,6 @@ import hashlib
 import io
 import itertools
 import json
-import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,12 +19,12 @@ from distgpt.corpora.shards import (
     Manifest,
     Shard,
     ShardTokens,
-    ShardWriter,
     header,
     is_shards,
     read_manifest,
     shards_tokenizer,
     verify_shards,
+    write_shard,
 )
 from distgpt.show.datapages import unlisted
 
@@ -39,10 +38,9 @@ def folder(tmp_path):
     """Shards of the ids above, one after the other."""
     written, start = [], 0
     for name, tokens in SIZES.items():
-        writer = ShardWriter(tmp_path / name, "<u2")
-        for piece in np.array_split(IDS[start : start + tokens], 3):
-            writer.write(piece)
-        written.append(writer.finish(name.split("-")[0]))
+        split, number = name.removesuffix(".npy").split("-")
+        pieces = np.array_split(IDS[start : start + tokens], 3)
+        written.append(write_shard(tmp_path, split, int(number), "<u2", tokens, pieces))
         start += tokens
     tokenizer = load_tokenizer("byte", "")
     (tmp_path / "tokenizer.json").write_text(tokenizer.to_json())
@@ -71,27 +69,17 @@ def with_shard(manifest, **changes):
 
 
 def test_a_shard_is_what_numpy_would_have_saved_once_it_is_finished(tmp_path):
-    path = tmp_path / "a.npy"
+    path = tmp_path / "train-000003.npy"
     for dtype, count in itertools.product(["<u2", "<u4"], [1, 1000, 100_000]):
         ids = np.random.default_rng(1).integers(0, 50257, count).astype(dtype)
-        writer = ShardWriter(path, dtype)
-        writer.write(ids[: count // 2])
-        writer.write(ids[count // 2 :])
-        shard = writer.finish("train")
+        shard = write_shard(tmp_path, "train", 3, dtype, count, np.array_split(ids, 2))
         whole = io.BytesIO()
         np.save(whole, ids)
         data = path.read_bytes()
         assert data == whole.getvalue(), (dtype, count)
         sha256 = hashlib.sha256(data).hexdigest()
-        assert shard == Shard("a.npy", "train", count, len(data), sha256, int(ids.max()))
-        assert [path.name for path in tmp_path.iterdir()] == ["a.npy"]
-    path.unlink()
-    writer = ShardWriter(path, "<u2")
-    writer.write(IDS)
-    (name,) = (path.name for path in tmp_path.iterdir())
-    assert re.fullmatch(r"\.a\.npy\.[0-9a-f]{12}\.tmp", name)  # nobody can plant a link under it
-    writer.discard()
-    assert not list(tmp_path.iterdir())
+        assert shard == Shard(path.name, "train", count, len(data), sha256, int(ids.max()))
+        assert [path.name for path in tmp_path.iterdir()] == [path.name]
     assert {len(header("<u4", tokens)) for tokens in (0, 1, 10**12)} == {128}
 
 

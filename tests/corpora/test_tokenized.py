@@ -19,8 +19,7 @@ from distgpt.core.data.loading import DataRequest, load_corpus
 from distgpt.core.data.tokenizers import load_tokenizer
 from distgpt.corpora import shards
 from distgpt.corpora.prepare import tokenized
-from distgpt.corpora.prepare.preparing import prepare
-from distgpt.corpora.prepare.progress import reserved
+from distgpt.corpora.prepare.preparing import prepare, reserved
 
 MODEL = [word for word in SMALL if word not in ("--data", "story", "--tokenizer", "word")]
 

@@ -18,9 +18,8 @@ from distgpt.core.data.tokenizers import (
     tokenizer_from_json,
 )
 from distgpt.corpora.tokenizers import hub
-from distgpt.corpora.tokenizers.bpe import GPT2_FINGERPRINT, symbols
+from distgpt.corpora.tokenizers.bpe import GPT2_FINGERPRINT, learn_bpe, symbols
 from distgpt.corpora.tokenizers.collected import WORD
-from distgpt.corpora.tokenizers.learn import learn_bpe
 
 ALPHABET = (
     "aé’ñ'\"_-–/., ;:!?…()[]{}«»“”‘%$#\n\t"
@@ -167,10 +166,9 @@ def test_saved_and_loaded_they_are_the_same(tmp_path):
     assert json.loads(saved(BYTES).to_json()) == BYTES
 
 
-def test_they_say_what_they_are_and_equal_ones_have_equal_fingerprints():
-    for kind, words in (("byte", "byte, 256"), ("char", "char, 3"), ("word", "word, 2")):
+def test_equal_ones_have_equal_fingerprints():
+    for kind in ("byte", "char", "word"):
         tokenizer = load_tokenizer(kind, "a b")
-        assert tokenizer.describe() == f"{words} entries" and tokenizer.separator is None
         assert fingerprint(tokenizer) == fingerprint(load_tokenizer(kind, "b a"))
         assert (fingerprint(tokenizer) == fingerprint(load_tokenizer(kind, "b c"))) == (kind == "byte")
 

@@ -18,7 +18,7 @@ sys.path[:0] = [str(TESTS), str(TESTS / "helpers")]
 from conftest import SMALL, inside
 
 from distgpt.core.base.files import bundled
-from distgpt.corpora.prepare.progress import Progress
+from distgpt.corpora.prepare.preparing import Progress
 
 CUT = "--tokenizer byte --shard-tokens 1000 --workers 1 --progress plain"
 EVALUATED = "--save-every 3 --eval-every 3 --val-fraction 0.05 --progress plain"
@@ -85,13 +85,13 @@ def shards(folder):
 
 
 def unfinished_shards(folder):
-    """As an interruption leaves them: two shards, and where to resume."""
+    """As an interruption leaves them: the spool, and where to resume."""
     (folder / "text.txt").write_text("The harbour lamp was lit, and the boats came home. " * 60)
     save = Progress.save
 
     def stop(progress, place):
         save(progress, place)
-        if len(progress.shards) == 2:
+        if progress.begun:
             raise KeyboardInterrupt
 
     Progress.save = stop

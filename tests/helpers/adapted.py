@@ -5,7 +5,7 @@ import numpy as np
 from distgpt.core.config import RunConfig, TrainConfig
 from distgpt.core.model.model import Architecture, Model
 from distgpt.core.model.passes import Pass
-from distgpt.models.adapters.lora import AdaptedModel, adapters_in
+from distgpt.models.adapters import AdaptedModel, adapters_in
 
 
 def adapted(config, kernels, matrices="all", rank=3):

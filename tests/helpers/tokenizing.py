@@ -9,7 +9,7 @@ from distgpt.core.data.textfile import read_text, resolve_data
 from distgpt.core.data.tokenizers import (
     load_tokenizer,
 )
-from distgpt.corpora.tokenizers.learn import learn_bpe
+from distgpt.corpora.tokenizers.bpe import learn_bpe
 
 GPT2 = Path(__file__).parents[3] / "shared" / "data" / "gpt2"
 needs_gpt2 = pytest.mark.skipif(not GPT2.is_dir(), reason="needs GPT-2's vocab.json and merges.txt")

@@ -14,7 +14,6 @@ from distgpt.core.comm.layout import Layout
 from distgpt.core.comm.resources import Cores
 from distgpt.core.config import ModelConfig
 from distgpt.core.cpu.kernels import CpuKernels
-from distgpt.core.data.batches import SAMPLE_PIECE, ArrayTokens, Batches
 from distgpt.core.model.model import Architecture, Model
 from distgpt.core.model.passes import Pass
 from distgpt.core.ops.kernels import Kernels
@@ -179,11 +178,3 @@ def test_a_run_begins_with_them(tmp_path):
 def test_a_tied_output_layer_is_refused():
     with pytest.raises(UsageError, match="init_weights unit"):
         ModelConfig(init_weights="bigrams")
-
-
-def test_a_sample_of_a_text_is_all_of_it_or_pieces_from_all_over():
-    tokens = ArrayTokens(np.arange(5 * SAMPLE_PIECE) // SAMPLE_PIECE)
-    batches = Batches(tokens, 8, 2, 1)
-    assert len(batches.sample(9 * SAMPLE_PIECE)) == 5 * SAMPLE_PIECE
-    found = batches.sample(3 * SAMPLE_PIECE)
-    assert len(found) == 3 * SAMPLE_PIECE and set(found) >= {0, 2, 4}

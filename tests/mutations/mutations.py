@@ -153,9 +153,6 @@ _FAULTS = {
         ),
         ("a checkpoint too many is kept", "saved[keep:]", "saved[keep + 1 :]"),
     ],
-    ("corpora/shards.py", _SYNCED): [
-        ("a shard is not synced", "os.fsync(self._file.fileno())", "pass"),
-    ],
     ("core/base/files.py", _SYNCED): [
         (
             "a file is not synced",
@@ -519,7 +516,7 @@ _FAULTS = {
         ("a normalizer lengthens texts without bound", "if most > MOST:", "if False:"),
     ],
     ("corpora/tokenizers/library.py", "corpora/test_hostile_tokenizers.py -k never_ends"): [
-        ("a text is waited for without end", "thread.join(seconds :=", "thread.join() or (seconds :="),
+        ("a text is waited for without end", "thread.join(seconds)", "thread.join()"),
     ],
 }
 MUTATIONS = [Mutation(*where, *fault) for where, faults in _FAULTS.items() for fault in faults]

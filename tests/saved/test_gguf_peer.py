@@ -17,7 +17,7 @@ from distgpt.core.base.files import bundled
 from distgpt.core.data.textfile import read_text, resolve_data
 from distgpt.core.data.tokenizers import load_tokenizer
 from distgpt.corpora.chats.format import encode_parts
-from distgpt.models.formats.gguf.blocks import NUMBERS, TYPES, quantised, restored
+from distgpt.models.formats.gguf.container import NUMBERS, TYPES, quantised, restored
 from distgpt.models.formats.gguf.transfer import export_gguf, import_gguf
 
 ORACLE = Path(__file__).parents[1] / "oracles" / "llama_cpp_models.py"

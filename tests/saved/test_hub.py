@@ -41,7 +41,8 @@ class Hub(BaseHTTPRequestHandler):
         elif self.path.startswith("/some/model/resolve/") and (files / name).is_file():
             self.send_file((files / name).read_bytes(), name, with_body)
         else:
-            self.send(404, b"", with_body, {"X-Error-Code": "RepoNotFound"})
+            what = "Entry" if self.path.startswith("/some/model/") else "Repo"
+            self.send(404, b"", with_body, {"X-Error-Code": f"{what}NotFound"})
 
     def send_file(self, data, name, with_body):
         begin = int(self.headers.get("Range", "bytes=0-").removeprefix("bytes=").split("-")[0])
@@ -130,8 +131,14 @@ def test_a_batch_script_s_tokenizer_is_fetched_before_the_job_waits(hub, tmp_pat
     assert result.returncode == 0 and "#SBATCH" in result.stdout, result.stderr
     assert f"--tokenizer hub:some/model lies in {tmp_path}/cache/hub" in result.stderr
     away = {**hub.env, "HF_ENDPOINT": "http://127.0.0.1:1"}
-    there = distgpt("tokenizer", "info", "hub:some/model", cwd=tmp_path, env=away)
-    assert there.returncode == 0, there.stderr
+    hub.asked.clear()
+    for env in (hub.env, away):  # from the cache
+        there = distgpt("tokenizer", "info", "hub:some/model", cwd=tmp_path, env=env)
+        assert there.returncode == 0 and hub.asked == [], there.stderr
+    (hub.folder / "tokenizer.json").unlink()  # then vocab.json and merges.txt are
+    other = {**hub.env, "HF_HOME": str(tmp_path / "other")}
+    found = distgpt("tokenizer", "info", "hub:some/model", cwd=tmp_path, env=other)
+    assert found.returncode == 0 and [name for name, _ in hub.asked] == ["merges.txt", "vocab.json"]
     gpt2 = distgpt(*words, "gpt2", cwd=tmp_path, env=away)
     refused(
         gpt2, 65, "the tokenizer of openai-community/gpt2 cannot be fetched", "give --tokenizer a directory"

@@ -35,7 +35,7 @@ from distgpt.core.saved.modelfile import read_description
 from distgpt.core.saved.tensors import read_header, write_tensors
 from distgpt.corpora.tokenizers.bpe import GPT2_FINGERPRINT
 from distgpt.models.formats.families import EXPORTABLE, FAMILIES, family_for
-from distgpt.models.formats.gguf.names import family_in_gguf
+from distgpt.models.formats.gguf.transfer import family_in_gguf
 from distgpt.models.formats.huggingface import export_model, import_model
 
 
@@ -74,20 +74,16 @@ def test_half_precision_survives_a_round_trip(tmp_path):
         assert json.loads((first / "config.json").read_text())["torch_dtype"] == dtype
 
 
-def test_numbers_are_rounded_to_the_nearest_even_which_is_said_and_too_large_ones_refused(tmp_path):
-    path, notes = tmp_path / "ours.safetensors", []
+def test_numbers_are_rounded_to_the_nearest_even_and_too_large_ones_refused(tmp_path):
+    path = tmp_path / "ours.safetensors"
     ours = random_model(path, SMALL)
     metadata = read_header(path).metadata
     gains = {1.0: 1.0, 1 + 2**-8: 1.0, 1 + 3 * 2**-8: 1 + 2**-6, 1 + 2**-8 + 2**-20: 1 + 2**-7, -0.0: -0.0}
     ours["final_norm.w"][: len(gains)] = list(gains)
     write_tensors(path, ours, metadata)
-    export_model(path, tmp_path / "bfloat16", "bfloat16", notes.append)
+    export_model(path, tmp_path / "bfloat16", "bfloat16")
     found = tensors_in(tmp_path / "bfloat16" / "model.safetensors")["transformer.ln_f.weight"]
     assert found[: len(gains)].tobytes() == np.array(list(gains.values()), np.float32).tobytes()
-    assert "rounding" not in notes[-1]
-    write_tensors(path, in_float64(ours), metadata)
-    export_model(path, tmp_path / "float32", "float32", notes.append)
-    assert "rounding its float64 elements to float32" in notes[-1]
     for dtype, value in (("float16", 7e4), ("bfloat16", 3.4e38), ("float32", 1e39)):
         large = in_float64(ours) if dtype == "float32" else dict(ours)
         large["wpe"][3, 3] = value
@@ -105,11 +101,6 @@ def in_float64(tensors):
 def test_float64_is_kept_on_the_way_in(exported):
     rewritten(exported, in_float64)
     assert {entry.dtype for entry in read_header(brought_in(exported)).tensors.values()} == {"F64"}
-    # An output layer is compared with the embedding in full, not after rounding to float32.
-    rewritten(exported, lambda t: t | {"lm_head.weight": t["transformer.wte.weight"] + 1e-12})
-    (exported.parent / "back.safetensors").unlink()
-    with pytest.raises(DataError, match="differs from its embedding"):
-        brought_in(exported)
 
 
 # What transformers writes in several ways
@@ -203,29 +194,24 @@ def test_tokenizers_that_do_not_fit_or_are_foreign(exported):
 # What transformers has no model for
 
 
-def test_what_neither_family_has_is_named(tmp_path):
+def test_what_no_family_has_is_named(tmp_path):
     modern = {**MODERN, "n_embd": 12}
     for shape, words in (
-        ({"mlp": "swiglu"}, "GPT-2 has no SwiGLU; Llama has no LayerNorm"),
-        ({"positions": "none"}, "GPT-2 has no model without positions; Llama has no LayerNorm, no GELU"),
-        (modern | {"bias": True}, "GPT-2 has no RMSNorm, no SwiGLU, no RoPE; Llama has no bias"),
-        (modern | {"mlp": "relu"}, "Llama has no ReLU"),
-        ({"norm_gain": False}, "GPT-2 has no norm without gain"),
-        ({"embed_norm": True}, "GPT-2 has no norm after the embedding"),
-        ({"mlp": "relu2"}, "GPT-2 has no ReLU²"),
-        ({"n_kv_head": 1}, r"GPT-2 has no queries in groups \(n_kv_head\)"),
-        (modern | {"qk_norm": True}, "Llama has no norm of queries and keys"),
-        (modern | {"qk_norm": True}, "Qwen 3 has no queries and keys without gain"),
-        (QWEN3 | {"n_embd": 12, "qkv_bias": True}, "Qwen 3 has no biases of queries, keys and values"),
-        ({"head_dim": 4}, r"GPT-2 has no heads of another size \(head_dim\)"),
-        ({"bias": False, "qkv_bias": True}, "GPT-2 has no biases of queries"),
-        (modern | {"value_embeddings": True}, "Llama has no value embeddings"),
-        ({"window": 5}, r"GPT-2 has no windows of attention \(window\)"),
-        (
-            modern | {"window": 5},
-            r"Llama has no windows.*; Mistral has no layers without a window beside .*\(full_every\)",
-        ),
-        ({"final_norm": False}, "GPT-2 has no output layer without a norm in front"),
+        ({"mlp": "swiglu"}, "GPT-2, .* has no mlp=swiglu"),
+        ({"positions": "none"}, "GPT-2, .* has no positions=none"),
+        (modern | {"bias": True}, "Llama, .* has no bias=True"),
+        (modern | {"mlp": "relu"}, "Llama, .* has no mlp=relu"),
+        ({"norm_gain": False}, "GPT-2, .* has no norm_gain=False"),
+        ({"embed_norm": True}, "GPT-2, .* has no embed_norm"),
+        ({"n_kv_head": 1}, "GPT-2, .* has no n_kv_head"),
+        (modern | {"qk_norm": True}, "has no qk_norm"),
+        (QWEN3 | {"n_embd": 12, "qkv_bias": True}, "Qwen 3, .* has no qkv_bias=True"),
+        ({"head_dim": 4}, "GPT-2, .* has no head_dim"),
+        ({"bias": False, "qkv_bias": True}, "GPT-2, .* has no qkv_bias=True"),
+        (modern | {"value_embeddings": True}, "Llama, .* has no value_embeddings"),
+        ({"window": 5}, "GPT-2, .* has no window"),
+        (modern | {"window": 5}, "Llama, .* has no window|Mistral, .* has no full_every"),
+        ({"final_norm": False}, "GPT-2, .* has no final_norm=False"),
     ):
         random_model(tmp_path / "ours.safetensors", {**SMALL, **shape})
         with pytest.raises(UsageError, match=words):

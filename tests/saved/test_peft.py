@@ -15,9 +15,15 @@ from distgpt.core.cpu.kernels import CpuKernels
 from distgpt.core.model.passes import Pass
 from distgpt.core.saved.modelfile import Description, read_description
 from distgpt.core.saved.tensors import read_header, read_into, write_tensors
-from distgpt.models.adapters.adapter import ADAPTER, base_of, read_adapter
-from distgpt.models.adapters.adapter import ADAPTERS as KIND
-from distgpt.models.adapters.lora import AdaptedModel, adapter_layout, adapters_by_matrix
+from distgpt.models.adapters import (
+    ADAPTER,
+    AdaptedModel,
+    adapter_layout,
+    adapters_by_matrix,
+    base_of,
+    read_adapter,
+)
+from distgpt.models.adapters import ADAPTERS as KIND
 from distgpt.models.formats.huggingface import Foreign, export_model, import_model
 from distgpt.models.formats.peft import PREFIX, export_adapter, import_adapter
 
@@ -157,7 +163,7 @@ def test_what_cannot_be_held_is_refused(saved, tmp_path):
     refused(inside(*ask), 2, "--weights")
     kept = shutil.copytree(folder, tmp_path / "kept")
     for changes, *words in (
-        ({"use_dora": True}, "DoRA"),
+        ({"use_dora": True}, "use_dora"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"bias": "all"}, "bias"),
         ({"peft_type": "LOHA"}, "LOHA"),

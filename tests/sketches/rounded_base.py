@@ -21,9 +21,9 @@ from distgpt.core.ops.api import Array
 from distgpt.core.ops.kernels import Kernels
 from distgpt.core.saved.modelfile import load_model
 from distgpt.inference.quantized.integers import Quantised, quantise, restored
-from distgpt.models.adapters.adapter import AdapterKind
-from distgpt.models.adapters.lora import (
+from distgpt.models.adapters import (
     AdaptedBlock,
+    AdapterKind,
     adapted_architecture,
     adapter_layout,
     adapters_in,

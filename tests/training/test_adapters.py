@@ -111,8 +111,8 @@ def test_an_adapter_of_another_model_is_refused(base, run, tmp_path):
     done("train", *SMALL, "--steps", "1", "--seed", "2", "--out", other)
     done("train", *SMALL, "--steps", "1", "--n-layer", "1", "--out", wider)
     ask = ["infer", "--prompt", "a", "--adapter", run, "--weights"]
-    refused(inside(*ask, other), 65, "another model", "of the same shape")
-    refused(inside(*ask, wider), 65, "another model", "n_layer")
+    for changed in (other, wider):
+        refused(inside(*ask, changed), 65, "another model")
     moved = tmp_path / "moved.safetensors"
     shutil.move(base, moved)
     try:

@@ -5,7 +5,6 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,10 +18,9 @@ from distgpt.core.config.asked import Asked, asked_for
 from distgpt.core.config.presets import PRESETS, preset
 from distgpt.core.train import plan as planning
 from distgpt.core.train.plan import decode, encode, make_plan, new_run
-from distgpt.recipes import recipes as order
 from distgpt.recipes.derived import derived, everywhere
 
-RECIPES = ("decay", "within", "depth", "derived")
+RECIPES = ("within", "depth", "derived")
 
 
 def silent(text):
@@ -98,16 +96,6 @@ def test_a_branch_has_the_parts_of_its_checkpoint_whatever_became_of_its_run(tra
     assert found.given == {"batch_size": 4, "reproducible_parts": 4}
 
 
-def test_values_that_cannot_be_sent_are_refused_on_all_ranks():
-    for given, words in (
-        ({"init": Path("w")}, "init is PosixPath"),
-        ({"lr": [1]}, "lr is"),
-        ({"nothing": Path("w")}, "nothing is"),
-    ):
-        found = on_all_ranks(2, partial(everywhere, find=partial(Asked, given=given)))
-        assert all(isinstance(error, UsageError) and words in str(error) for error in found), found
-
-
 def test_words_of_recipes_are_no_settings_and_others_are_refused():
     asked = asked_for({"within": "3m", "depth": 2, "lr": 0.1, "decay_from": "run"})
     assert (asked.within, asked.depth, asked.decay_from, asked.given) == ("3m", 2, "run", {"lr": 0.1})
@@ -137,7 +125,7 @@ def test_the_clock_of_a_run_leaves_out_what_a_recipe_says(tmp_path, monkeypatch)
     def an_hour_ago(asked, stage, say):
         return replace(asked, deterministic=False, uncounted=-3600.0)
 
-    monkeypatch.setattr(order, "followed", an_hour_ago)
+    monkeypatch.setattr(recipes, "followed", an_hour_ago)
     shape = {"n_layer": 1, "n_embd": 8, "seq_len": 8, "batch_size": 1, "vocab_size": 256}
     done = api.train(**shape, train_minutes=0.1, deterministic=True, threads=1, out=tmp_path / "run")
     assert len([line for line in done.metrics if "loss" in line]) <= 2

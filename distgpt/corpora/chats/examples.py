@@ -1,35 +1,144 @@
-"""Chats to learn from on every rank: all examples, what of them is learned, and batches of them.
+"""Chats to learn from: rows of JSON lines, as people have them; their tokens on every rank; batches.
 
-An example is learned whole: it lies in one row, beside others that it does not see. So rows may have room
-left at their end, which is not learned.
+A row is one of
+
+    {"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]}
+    {"conversations": [{"from": "human", "value": "…"}, {"from": "gpt", "value": "…"}]}     as ShareGPT's
+    {"prompt": "…", "completion": "…"}
+    {"instruction": "…", "input": "…", "output": "…"}        as Alpaca's
+    {"text": "…"}
+
+Of a chat the answers alone are learned, each with the token that ends it; of a plain text everything. An
+example is learned whole: it lies in one row, beside others that it does not see. So rows may have room left
+at their end, which is not learned.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
+from json import JSONDecodeError
 from pathlib import Path
 from typing import Any
 from zlib import crc32
 
 import numpy as np
 
-from distgpt.core.base.errors import DataError, Say, UsageError
+from distgpt.core.base.checked import LARGEST_JSON, parse_json
+from distgpt.core.base.errors import DataError, Say, UsageError, escape
 from distgpt.core.base.formatting import count
-from distgpt.core.comm.agree import on_root, shared
+from distgpt.core.comm.agree import broadcast, on_root, shared
 from distgpt.core.comm.api import Comm
 from distgpt.core.config import RunConfig, TrainConfig
-from distgpt.core.data.batches import ArrayTokens, Batches, Tokens, Window
+from distgpt.core.data.batches import ArrayTokens, Batches, Window
 from distgpt.core.data.loading import Corpus, DataRequest
 from distgpt.core.data.tokenizers import Tokenizer
 from distgpt.core.ops.api import IGNORED, Array
-from distgpt.corpora.chats.format import ChatFormat, Example
-from distgpt.corpora.chats.rows import read_examples
+from distgpt.corpora.chats.format import ChatFormat, Example, Message, checked_messages
 from distgpt.corpora.packing import pack
+from distgpt.corpora.prepare.documents import LINES, Input, find_inputs, opened
 
-SECONDS_BETWEEN_LINES = 10.0
+SHAREGPT = {"human": "user", "gpt": "assistant"}  # its names for roles
+EXAMPLE = '{"prompt": "Who are you?", "completion": "A model."}'
+SHAPES = '"messages", "conversations", "prompt" with "completion", "instruction" with "output", or "text"'
+
+
+def read_examples(path: Path, chat: ChatFormat) -> Iterator[Example]:
+    """Yield the tokens of each row of a file, or of those in a folder.
+
+    A DataError names the file and the first line that is no such row.
+    """
+    sources = [source for source in find_inputs((path,)) if source.kind == LINES or source.path == path]
+    if not sources:
+        raise DataError(
+            f"{path} holds no chats, which are lines of JSON in files that end in .jsonl or .jsonl.gz"
+        )
+    for source in sources:
+        yield from _of_file(source, chat)
+
+
+def _of_file(source: Input, chat: ChatFormat) -> Iterator[Example]:
+    number, rows, path = 0, 0, source.path
+    with opened(source) as (stream, _):
+        while line := stream.readline(LARGEST_JSON):
+            number += 1
+            if len(line) == LARGEST_JSON:
+                raise DataError(f"{path}, line {number} is longer than {LARGEST_JSON >> 20} MiB")
+            if not line.strip():
+                continue
+            try:
+                row = parse_json(line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line)
+                example = example_of(row, chat)
+            except (DataError, ValueError) as error:
+                is_text = isinstance(error, JSONDecodeError) and not line.lstrip().startswith((b"{", b"["))
+                plain = f"it is not JSON, such as {EXAMPLE}; to train on plain text, use distgpt train"
+                raise DataError(f"{path}, line {number}: {plain if is_text else error}") from None
+            yield example
+            rows += 1
+    if not rows:
+        raise DataError(f"{path} holds no rows")
+
+
+def example_of(row: Any, chat: ChatFormat) -> Example:
+    """Return the tokens of a row, and which of them are learned; a DataError says what is wrong with it."""
+    if not isinstance(row, dict):
+        raise DataError("it is not a JSON object")
+    if "messages" in row:
+        return _chat(checked_messages(row["messages"]), chat)
+    if "conversations" in row:
+        return _chat(checked_messages(_from_sharegpt(row["conversations"])), chat)
+    if "prompt" in row and "completion" in row:
+        return _chat(_turn(_text(row, "prompt"), _text(row, "completion")), chat)
+    if "instruction" in row and "output" in row:
+        given = _text(row, "input") if row.get("input") else ""
+        asked = "\n\n".join(text for text in (_text(row, "instruction"), given) if text)
+        return _chat(_turn(asked, _text(row, "output")), chat)
+    if "text" in row:
+        return _plain(_text(row, "text"), chat)
+    names = escape(", ".join(map(repr, row))) or "nothing"
+    raise DataError(f"it has {names:.200}, and not {SHAPES}")
+
+
+def _text(row: dict[str, Any], name: str) -> str:
+    text = row[name]
+    if not isinstance(text, str):
+        raise DataError(f"{name!r} is no text")
+    return text
+
+
+def _from_sharegpt(turns: Any) -> Any:
+    """Return the same turns as messages; what is wrong with them is found there."""
+    if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
+        return turns
+    roles = [turn.get("from") for turn in turns]
+    named = [SHAREGPT.get(role, role) if isinstance(role, str) else role for role in roles]
+    return [{"role": role, "content": turn.get("value")} for role, turn in zip(named, turns, strict=True)]
+
+
+def _turn(question: str, answer: str) -> list[Message]:
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+
+def _chat(messages: list[Message], chat: ChatFormat) -> Example:
+    answers = [message["content"] for message in messages if message["role"] == "assistant"]
+    if not answers:
+        raise DataError("the chat has no answer: nothing of it can be learned")
+    if not all(text.strip() for text in answers):
+        raise DataError("an answer is empty")
+    return chat.example(messages)
+
+
+def _plain(text: str, chat: ChatFormat) -> Example:
+    """Return a text's tokens behind those that begin a prompt, which are not learned, and its end."""
+    tokenizer = chat.tokenizer
+    if not text.strip():
+        raise DataError("the text is empty")
+    ends = [token for token in tokenizer.ends if token not in tokenizer.first]
+    ids = [*tokenizer.encode_prompt(text), *ends[:1]]
+    learned = np.ones(len(ids), np.uint8)
+    learned[: len(tokenizer.first)] = 0
+    return Example(np.array(ids, tokenizer.encode("").dtype), learned)
 
 
 class Examples(ArrayTokens):
@@ -104,12 +213,13 @@ class ChatCorpus(Corpus):
     is_text = False  # answers end with tokens that are no text
 
     def batches(self, comm: Comm, run: RunConfig) -> Batches:
-        t = run.train
-        return ExampleBatches(_examples(self.train), run.model.seq_len, t.batch_size, t.seed)
+        assert isinstance(self.train, Examples)
+        return ExampleBatches(self.train, run.model.seq_len, run.train.batch_size, run.train.seed)
 
     def held_out_windows(self, seq_len: int, most: int) -> list[Window]:
         """Return the examples, the first of them with `most` tokens to learn (0: all)."""
-        examples, found, answers = _examples(self.held_out), list[Window](), 0
+        examples, found, answers = self.held_out, list[Window](), 0
+        assert isinstance(examples, Examples)
         for start, stop in pairwise(examples.starts.tolist()):
             targets = examples.targets[start:stop]
             ids = np.append(examples.read(start, stop), targets[-1:].clip(0).astype(np.uint32))
@@ -118,11 +228,6 @@ class ChatCorpus(Corpus):
             if 0 < most <= answers:
                 break
         return found
-
-
-def _examples(tokens: Tokens) -> Examples:
-    assert isinstance(tokens, Examples)
-    return tokens
 
 
 class _Chats:
@@ -151,7 +256,7 @@ def load_examples(
     """
     of_root: list[Examples] = []
 
-    def read() -> list[list[Any]]:
+    def read() -> None:
         found = _fitting(path, ChatFormat(tokenizer), seq_len, say)
         held_out = np.diff(np.floor(np.arange(len(found) + 1) * val_fraction)) > 0
         if val_fraction and not held_out.any():
@@ -160,23 +265,15 @@ def load_examples(
             )
         parts = (~held_out, held_out) if val_fraction else (~held_out,)
         of_root.extend(_together([found[i] for i in np.flatnonzero(part)]) for part in parts)
-        return [[part.read(0, 0).dtype.name, len(part), part.count] for part in of_root]
 
-    splits = {}
-    for split, (dtype, length, number) in zip(("train", "val"), on_root(comm, read), strict=False):
-        arrays = np.empty(length, dtype), np.empty(length, np.int32), np.empty(number + 1, np.int64)
-        if of_root:
-            own = of_root.pop(0)
-            arrays = own.read(0, length), own.targets, own.starts
-        for array in arrays:
-            comm.broadcast(array)
-        splits[split] = Examples(*arrays)
-    return splits
+    on_root(comm, read)
+    found = of_root if comm.size == 1 else broadcast(comm, of_root)
+    return dict(zip(("train", "val"), found, strict=False))
 
 
 def _fitting(path: Path, chat: ChatFormat, seq_len: int, say: Say) -> list[Example]:
     """Read the examples. One that is too long loses its end, and is left out where no answer is left."""
-    found, cut, lost, last = [], 0, 0, time.monotonic()
+    found, cut, lost = [], 0, 0
     for example in read_examples(path, chat):
         ids, learned = (part[: seq_len + 1] for part in example)
         cut += len(ids) < len(example.ids)
@@ -184,9 +281,6 @@ def _fitting(path: Path, chat: ChatFormat, seq_len: int, say: Say) -> list[Examp
             found.append(Example(ids, learned))
         else:
             lost += 1
-        if time.monotonic() - last > SECONDS_BETWEEN_LINES:
-            last = time.monotonic()
-            say(f"{count(len(found), 'example')} read")
     limit = f"{seq_len + 1} tokens (--seq-len)"
     if not found:
         raise DataError(f"{path}: no example has an answer within its first {limit}")

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import re
 import secrets
+import select
+import subprocess
+import threading
 from collections.abc import Collection, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from distgpt.core.base.errors import DataError, nearest
+from distgpt.core.base.errors import DataError, escape, nearest
+from distgpt.core.base.system import python
 from distgpt.core.data.tokenizers import BytesDecoder, Ids, Tokenizer, id_dtype
 from distgpt.core.saved.modelfile import read_description
-from distgpt.corpora.chats.template import renderer
 from distgpt.corpora.tokenizers.tokenizer_json import LibraryTokenizer
 
 ROLES = ("system", "user", "assistant")
@@ -42,6 +47,73 @@ PLAIN = (
 # Marks in what a template gets: two characters that no text should have, and a number that nobody guesses.
 OPEN, CLOSE = "\ufdd0", "\ufdd1"
 BEGIN, END = "begin", "end"  # of an answer
+
+
+# -- templates of others, rendered by a process with bounds on its time, its memory and what it writes
+
+SECONDS = 5.0  # for a text, with the start of the process
+
+_WORKER = str(Path(__file__).with_name("worker.py"))
+
+
+class Renderer:
+    """A process that renders templates, started when it is first needed, and anew where it was ended."""
+
+    def __init__(self, seconds: float = SECONDS) -> None:
+        self._seconds = seconds
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()
+
+    def render(self, source: str, values: dict[str, Any]) -> str:
+        """Return the text of a template, or raise a DataError that says what is wrong with it."""
+        line = json.dumps({"source": source, "values": values}).encode() + b"\n"
+        with self._lock:
+            found = self._asked(line)
+        if "error" in found:
+            raise DataError(f"the model's chat template: {escape(found['error'])}")
+        return found["text"]
+
+    def close(self) -> None:
+        """End the process."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.communicate()
+
+    def _asked(self, line: bytes) -> dict[str, str]:
+        if self._process is None or self._process.poll() is not None:
+            pipe, none = subprocess.PIPE, subprocess.DEVNULL
+            # In a session of its own: out of reach of the terminal's Ctrl-C.
+            self._process = subprocess.Popen(
+                python(_WORKER), stdin=pipe, stdout=pipe, stderr=none, start_new_session=True
+            )
+        process = self._process
+        assert process.stdin and process.stdout
+        waiting = select.poll()  # no timer: a thread for each text takes longer than the text
+        waiting.register(process.stdout, select.POLLIN)
+        try:
+            process.stdin.write(line)
+            process.stdin.flush()
+            answer = process.stdout.readline() if waiting.poll(1000 * self._seconds) else b""
+        except OSError:
+            answer = b""
+        except BaseException:  # an interrupt: its answer would be taken for that to the next question
+            self.close()
+            raise
+        if answer.endswith(b"\n"):
+            found: dict[str, str] = json.loads(answer)
+            return found
+        self.close()
+        return {"error": f"it takes longer than {self._seconds:g} s, or too much memory"}
+
+
+@cache
+def renderer() -> Renderer:
+    """Return the process that all templates of this one share."""
+    return Renderer()
+
+
+# -- from messages to tokens
 
 
 class Example(NamedTuple):
@@ -198,39 +270,18 @@ def encode_parts(tokenizer: Tokenizer, parts: Sequence[str | int]) -> tuple[Ids,
     """
     if isinstance(tokenizer, LibraryTokenizer):
         return tokenizer.encode_parts(parts)
+    if not isinstance(tokenizer, BytesDecoder):
+        raise DataError(f"chats need a tokenizer of bytes, such as byte or a BPE, not {tokenizer.kind!r}")
     dtype = id_dtype(tokenizer.size)
-    ids: list[Ids] = [np.empty(0, dtype)]
-    ends: list[Ids] = [np.empty(0, np.int64)]
-    begin = 0
-    for part in parts:
-        if isinstance(part, str):
-            text, found = part, tokenizer.encode(part)
-            inside = _ends_in(tokenizer, text, found)
-        else:
-            text, found = tokenizer.decode([part]), np.array([part], dtype)
-            inside = np.array([len(text)])
-        ids.append(found)
-        ends.append(begin + inside)
-        begin += len(text)
-    return np.concatenate(ids), np.concatenate(ends)
-
-
-def _ends_in(tokenizer: Tokenizer, text: str, ids: Ids) -> Ids:
-    """Return where each id of a text ends in it, in characters."""
-    if isinstance(tokenizer, BytesDecoder):
-        # Count characters that have begun: an id may be a part of one.
-        begun = np.cumsum(np.frombuffer(text.encode(), np.uint8) & 0xC0 != 0x80)
-        ends = np.cumsum([len(tokenizer.pieces[i]) for i in ids.tolist()], dtype=np.int64)
-        if len(ends) and ends[-1] != len(begun):  # a class derived from it encodes something else
-            raise DataError(
-                f"a tokenizer of kind {tokenizer.kind!r} does not cut a text into its ids: together these"
-                " have other bytes, so that nobody knows where a part of a chat ends"
-            )
-        return begun[ends - 1]
-    ends_in = getattr(tokenizer, "ends_in", None)
-    if ends_in is None:
-        raise DataError(f"a tokenizer of kind {tokenizer.kind!r} cannot encode chats: it has no `ends_in`")
-    return np.asarray(ends_in(text), np.int64)
+    found = [tokenizer.encode(part) if isinstance(part, str) else np.array([part], dtype) for part in parts]
+    ids = np.concatenate([np.empty(0, dtype), *found])
+    pieces = [tokenizer.pieces[i] for i in ids.tolist()]
+    shown = (part.encode() if isinstance(part, str) else tokenizer.pieces[part] for part in parts)
+    if (whole := b"".join(pieces)) != b"".join(shown):
+        raise DataError(f"a tokenizer of kind {tokenizer.kind!r} cannot encode chats: it changes texts")
+    # Count characters that have begun: an id may be a part of one.
+    begun = np.cumsum(np.frombuffer(whole, np.uint8) & 0xC0 != 0x80)
+    return ids, begun[np.cumsum(list(map(len, pieces)), dtype=np.int64) - 1]
 
 
 def was_tuned_on_chats(files: Collection[Path]) -> bool:

@@ -16,7 +16,6 @@ import shutil
 import stat
 import tempfile
 import zlib
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -29,13 +28,12 @@ from distgpt.core.base.errors import DataError, Say, StorageError, UsageError, e
 from distgpt.core.base.files import open_regular, storage_errors
 from distgpt.core.base.formatting import count
 from distgpt.core.base.formatting import size as size_in_words
-from distgpt.core.data.textfile import advice, refuse_by_name, remedy
+from distgpt.core.data.textfile import refuse_by_name, remedy
 
 FIELD = "text"  # where lines of JSON and tables have the text, unless another one is named
 TEXT, LINES, ROWS = "text", "lines", "rows"  # one document · one per line of JSON · one per row of a table
 # What is taken from folders; a file given by name is a text unless its ending says otherwise.
 ENDINGS = {".txt": TEXT, ".md": TEXT, ".txt.gz": TEXT, ".jsonl": LINES, ".jsonl.gz": LINES, ".parquet": ROWS}
-MOST_ENDINGS = 6  # that are shown
 _SMALL = 1 << 12  # bytes that show what a file is
 _FOLDER = next(filter(Path.is_dir, map(Path, ("/proc/self/fd", "/dev/fd"))), Path("/dev/fd"))  # of open files
 
@@ -58,11 +56,9 @@ class Input:
 def find_inputs(paths: Sequence[Path | Input], note: Say = lambda text: None) -> list[Input]:
     """List these files and, for a folder, the files of known kinds below it, sorted.
 
-    `note` gets the numbers of files in folders that are read, empty, and skipped by their endings.
+    `note` gets the numbers of files in a folder that are read, and skipped by their endings.
     """
     found: list[Input] = []
-    of_folders: list[Input] = []
-    skipped: list[Path] = []
     for path in paths:
         if isinstance(path, Input):
             found.append(path)
@@ -70,14 +66,12 @@ def find_inputs(paths: Sequence[Path | Input], note: Say = lambda text: None) ->
             raise DataError(f"{path} is no readable file and no folder")
         elif path.is_dir():
             files = _files(path)
-            taken = [
-                _described(file, file.relative_to(path).as_posix()) for file in files if _kind(file.name)
-            ]
+            taken = [file for file in files if _kind(file.name)]
             if not taken:
-                raise DataError(f"{path} holds no file that ends in {', '.join(ENDINGS)}{_others(files)}")
-            found += taken
-            of_folders += taken
-            skipped += [file for file in files if not _kind(file.name)]
+                raise DataError(f"{path} holds no file that ends in {', '.join(ENDINGS)}")
+            found += [_described(file, file.relative_to(path).as_posix()) for file in taken]
+            skipped = f", {len(files) - len(taken):,} skipped" * (len(files) > len(taken))
+            note(f"{count(len(taken), 'file')} read{skipped}")
         else:
             refuse_by_name(path)
             found.append(_described(path, path.name))
@@ -86,29 +80,12 @@ def find_inputs(paths: Sequence[Path | Input], note: Say = lambda text: None) ->
             with opened(source) as (stream, _):
                 if b"\0" in (start := stream.read(_SMALL)):
                     raise _no_text(source.path, start, None if source.compressed else source.path)
-    if of_folders:
-        endings = sorted({file.suffix.lower() or file.name for file in skipped})
-        shown = escape(", ".join(endings[:MOST_ENDINGS])) + ", …" * (len(endings) > MOST_ENDINGS)
-        empty = sum(source.bytes == 0 for source in of_folders)
-        parts = [f"{count(len(of_folders) - empty, 'file')} read"]
-        parts += [f"{empty:,} empty"] * bool(empty) + [f"{len(skipped):,} skipped ({shown})"] * bool(skipped)
-        note(", ".join(parts))
     return found
 
 
 def _no_text(name: Path | str, start: bytes, path: Path | None = None) -> DataError:
     what = f"{name} is no text in UTF-8, there are zero bytes in it"
     return DataError(f"{what}: {remedy(path, start, start.find(0))}")
-
-
-def _others(files: Sequence[Path]) -> str:
-    """Describe what a folder holds instead of texts: of the most usual ending, and what to do about these."""
-    usual = Counter(path.suffix.lower() for path in files if path.suffix).most_common(1)
-    if not usual:
-        return ""
-    ending, times = usual[0]
-    why = advice(next(path for path in files if path.suffix.lower() == ending))
-    return f", but {count(times, f'{ending} file')}{': ' * bool(why)}{why}"
 
 
 def _files(folder: Path) -> list[Path]:
@@ -226,23 +203,14 @@ class Piece:
 _Cut = tuple[list[bytes], Offset, int]
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A document, or the part of a long text in one piece. `replaced` counts what could not be decoded."""
-
-    text: str
-    begins: bool
-    replaced: int
-
-
 def documents(paths: Sequence[Path | Input], field: str, max_document: int = MAX_DOCUMENT) -> Iterator[str]:
     """Return the documents in these files and folders, a long text in several parts."""
     found = pieces(find_inputs(paths), field, Offset(), max_document)
-    return (part.text for piece in found for part in parts(piece, field))
+    return (text for piece in found for text, _ in parts(piece, field))
 
 
-def parts(piece: Piece, field: str) -> Iterator[Part]:
-    """Yield the documents of a piece that are not empty."""
+def parts(piece: Piece, field: str) -> Iterator[tuple[str, int]]:
+    """Yield the documents of a piece that are not empty, and how many characters could not be decoded."""
     for number, data in enumerate(piece.data, start=1):
         text, replaced = _decoded(data)
         if piece.kind == LINES:
@@ -250,9 +218,8 @@ def parts(piece: Piece, field: str) -> Iterator[Part]:
                 continue
             text, broken = _member(text, field, f"{piece.source}, line {piece.place.line + number}")
             replaced += broken
-        text = text.replace("\r\n", "\n")
-        if text:
-            yield Part(text, piece.begins, replaced)
+        if text := text.replace("\r\n", "\n"):
+            yield text, replaced
 
 
 def pieces(

@@ -1,25 +1,32 @@
 """From documents to token shards: in bounded memory, on several threads, resumable after an interruption.
 
-First all documents are tokenized into a spool (spool.py), then taken out of it in the order of their keys. So
-the shuffle is one of all documents, and everything is counted before the first shard.
+First all documents are tokenized into a spool: one file of their ids, one of their lengths. Then they are
+taken out of it in the order of their keys. So the shuffle is one of all documents, and everything is counted
+before the first shard. Places and order of the documents take 24 bytes each in memory.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
-from contextlib import closing
-from dataclasses import dataclass
+import hashlib
+import json
+import os
+import re
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing, contextmanager, suppress
+from dataclasses import asdict, dataclass, field
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
-from typing import Protocol
+from typing import Annotated, Any, BinaryIO, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
-from distgpt.core.base.errors import DataError, DistgptError, UsageError, escape
-from distgpt.core.base.files import atomic_file, storage_errors
+from distgpt.core.base.checked import Count, Must, checked, parse_json
+from distgpt.core.base.errors import DataError, Say, UsageError, escape
+from distgpt.core.base.files import atomic_file, locked, read_small, storage_errors
 from distgpt.core.base.formatting import count
+from distgpt.core.data.batches import seeded_hashes
 from distgpt.core.data.textfile import remedy_for
 from distgpt.core.data.tokenizers import (
     Ids,
@@ -39,39 +46,40 @@ from distgpt.corpora.prepare.documents import (
     Piece,
     documents,
     find_inputs,
+    parts,
     pieces,
 )
-from distgpt.corpora.prepare.encoding import Separator, encode, find_separator, in_order
-from distgpt.corpora.prepare.progress import (
-    PROGRESS,
-    Progress,
-    Settings,
-    list_inputs,
-    load_progress,
-    remove_all,
-    remove_partial,
-    reserved,
-)
-from distgpt.corpora.prepare.spool import Spool
 from distgpt.corpora.shards import (
     MANIFEST,
+    SPLITS,
     TOKENIZER,
     Manifest,
-    ShardWriter,
+    Shard,
     Split,
-    check_front,
+    is_shards,
+    read_at,
     read_tokenizer,
-    shard_name,
+    write_shard,
 )
-from distgpt.corpora.tokenizers.learn import not_empty
+from distgpt.corpora.tokenizers.bpe import not_empty
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 LEAST = 2  # tokens: one to see, one to predict
 EVERY = 1 << 24  # tokens from one note of the progress to the next
-PARTS = 16  # of validation: a longer document gives a share of its own tokens
+VAL_PARTS = 16  # of validation: a longer document gives a share of its own tokens
 LEAST_SHARE = 64  # tokens that make sense on their own
-
 DOCUMENTS_AT_ONCE = 1 << 16
-AT_ONCE = 1 << 20  # ids that are read together, or a few more
+AT_ONCE = 1 << 20  # ids in memory on their way from the spool
+AHEAD = 3  # items per worker that are under way
+LARGEST_QUEUE = 1 << 26  # bytes under way, beyond which no more items are read
+
+PROGRESS, SPOOL = "progress.json", ("spool.ids", "spool.lengths")
+# To be raised when the same inputs are cut or tokenized differently: the rest would not fit.
+FORMAT, VERSION = "distgpt-unfinished-shards", 5
+_SHARD = re.compile(rf"({'|'.join(SPLITS)})-\d{{6,}}\.npy")
+_Pair = Annotated[list[Count], Must("be two counts", lambda pair: len(pair) == 2)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,14 +115,7 @@ class Request:
         kind, _ = find_kind(self.tokenizer)
         return None if kind and kind.learn else load_tokenizer(self.tokenizer)
 
-    def made_tokenizer(self) -> Tokenizer:
-        """Return the tokenizer made from the inputs."""
-        kind, argument = find_kind(str(self.tokenizer))
-        assert kind is not None and kind.learn is not None
-        texts = documents(self.inputs, self.field, self.max_document)
-        return with_row(kind.learn(argument, not_empty(texts), True), str(self.tokenizer))
-
-    def settings(self, tokenizer: Tokenizer | None) -> Settings:
+    def settings(self, tokenizer: Tokenizer | None) -> dict[str, Any]:
         """Return what the shards depend on, besides the inputs."""
         made = f"{tokenizer.describe()} ({fingerprint(tokenizer)[:16]})" if tokenizer else self.tokenizer
         return {
@@ -130,7 +131,7 @@ class Request:
     def held_out(self, tokens: int) -> int:
         """Return the number of tokens for validation among this many."""
         if self.val_shards is not None:
-            return self.val_shards * self.shard_tokens
+            return min(tokens, self.val_shards * self.shard_tokens)
         held_out = min(int(self.val_fraction * tokens), self.shard_tokens)
         return held_out if held_out >= LEAST else 0
 
@@ -145,8 +146,212 @@ class Watcher(Protocol):
     def noted(self, text: str) -> None: ...
 
 
+# -- where to resume
+
+
+@dataclass(slots=True)
+class Progress:
+    """How much is in the spool: all pieces before `place`.
+
+    `sources` are documents and their tokens of each input, `spooled` the valid elements of both files.
+    """
+
+    settings: dict[str, Any]
+    inputs: list[Annotated[list[Any], Must("have three entries", lambda entry: len(entry) == 3)]]
+    place: Offset = field(default_factory=Offset)
+    sources: list[_Pair] = field(default_factory=list)
+    text_bytes: Count = 0
+    replaced: Count = 0
+    spooled: _Pair = field(default_factory=lambda: [0, 0])
+
+    @property
+    def begun(self) -> bool:
+        """True if there is anything to resume."""
+        return self.place != Offset()
+
+    @property
+    def documents(self) -> int:
+        return sum(documents for documents, _ in self.sources)
+
+    def save(self, folder: Path) -> None:
+        contents = {"format": FORMAT, "version": VERSION, "sha256": _sha256(asdict(self)), **asdict(self)}
+        with atomic_file(folder / PROGRESS) as file:
+            file.write(json.dumps(contents, indent=1).encode())
+
+
+def list_inputs(inputs: Sequence[Input]) -> list[list[Any]]:
+    return [[source.name, source.bytes, source.mtime_ns] for source in inputs]
+
+
+class BeingPrepared(UsageError):
+    """Shards that another process is making."""
+
+
+@contextmanager
+def reserved(folder: Path, say: Say) -> Iterator[None]:
+    """Make the folder if there is none and lock it for this process; remove it again if it stays empty."""
+    with storage_errors("write to", folder):
+        is_new = not folder.exists()
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        if not locked(descriptor, folder, say):
+            is_new = False  # the other's
+            raise BeingPrepared(f"another process is preparing shards in {folder}")
+        yield
+    finally:
+        if is_new:
+            with suppress(OSError):
+                folder.rmdir()
+        os.close(descriptor)
+
+
+def load_progress(folder: Path, fresh: Progress) -> Progress:
+    """Return the progress of an earlier process, else `fresh`; a UsageError if its work was other work."""
+    if is_shards(folder):
+        raise UsageError(f"{folder} holds shards already; give another --out, or remove it")
+    path = folder / PROGRESS
+    with storage_errors("read", folder):
+        others = [other.name for other in folder.iterdir() if not _is_partial(other.name)]
+    if not path.exists():  # accept only what a killed process left half-written
+        if others:
+            raise UsageError(f"{folder} is not empty (it holds {min(others)!r}); give a new folder")
+        return fresh
+    if (found := _unfinished(folder)) is None:
+        raise UsageError(f"{path} is not of distgpt data prepare; give a new folder for the shards")
+    try:  # types are checked, too, since a hash can be made to fit
+        if found.pop("version", None) != VERSION:
+            raise ValueError("another version of distgpt wrote it")
+        if found.pop("sha256", None) != _sha256(found):
+            raise ValueError("its SHA-256 is another")
+        earlier: Progress = checked(Progress, found)
+        if earlier.begun and len(earlier.sources) != len(earlier.inputs):
+            raise ValueError("its sources are not two counts for each input")
+    except ValueError as error:
+        raise DataError(f"{path} cannot be resumed ({error}); remove {folder} and begin again") from None
+    if not earlier.begun:
+        return fresh
+    before, now = ({**each.settings, "inputs": each.inputs} for each in (earlier, fresh))
+    if different := [name for name in now if now[name] != before.get(name)]:
+        raise UsageError(
+            f"{folder} holds unfinished shards of another command ({', '.join(different)} changed);"
+            f" repeat that one, or remove {folder}"
+        )
+    return earlier
+
+
+def _unfinished(folder: Path) -> dict[str, Any] | None:
+    """Return what this or another version of distgpt has noted of shards that it began here."""
+    try:
+        found = parse_json(read_small(folder / PROGRESS)) if (folder / PROGRESS).exists() else None
+    except (ValueError, DataError):
+        return None
+    return found if isinstance(found, dict) and found.pop("format", None) == FORMAT else None
+
+
+def refuse_unfinished(folder: Path) -> None:
+    """Raise a DataError if the shards in a folder are not finished."""
+    with storage_errors("read", folder):
+        unfinished = folder.is_dir() and _unfinished(folder) is not None
+    if unfinished:
+        raise DataError(f"the shards in {folder} are not finished: the same distgpt data prepare resumes")
+
+
+def _sha256(contents: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(contents, sort_keys=True).encode()).hexdigest()
+
+
+def _is_partial(name: str) -> bool:
+    own = (PROGRESS, TOKENIZER, MANIFEST, "train-", "val-")
+    return name.endswith(".tmp") and name.startswith(tuple(f".{start}" for start in own))
+
+
+def _clean(folder: Path, resumable: bool) -> None:
+    """Remove shards and half-written files; without anything to resume, the rest of our files too."""
+    with storage_errors("write to", folder):
+        for path in folder.iterdir():
+            rest = not resumable and path.name in (*SPOOL, TOKENIZER, PROGRESS)
+            if rest or _SHARD.fullmatch(path.name) or _is_partial(path.name):
+                path.unlink()
+
+
+# -- from pieces to ids
+
+
+def in_order(
+    work: Callable[[T], R], items: Iterable[T], bytes_of: Callable[[T], int], workers: int
+) -> Generator[R, None, None]:
+    """Yield `work(item)` for each item, in order.
+
+    Threads suffice: what takes long (BPE, decompressing, hashing) releases the interpreter lock.
+    """
+    todo = iter(items)
+    under_way: deque[tuple[int, Future[R]]] = deque()
+    pool = ThreadPoolExecutor(workers)
+    try:
+        while True:
+            while (
+                len(under_way) < AHEAD * workers
+                and sum(size for size, _ in under_way) < LARGEST_QUEUE
+                and (item := next(todo, None)) is not None
+            ):
+                under_way.append((bytes_of(item), pool.submit(work, item)))
+            if not under_way:
+                return
+            yield under_way.popleft()[1].result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+class Encoded(NamedTuple):
+    """The ids of a piece, how many of them each document in it has, and what its texts are."""
+
+    piece: Piece
+    ids: Ids
+    lengths: list[int]
+    text_bytes: int
+    replaced: int  # characters that could not be decoded
+
+
+def encode(piece: Piece, tokenizer: Tokenizer, field: str) -> Encoded:
+    """Return the ids of a piece. Threads may share the tokenizer."""
+    found = list(parts(piece, field))
+    try:
+        ids = [tokenizer.encode(text) for text, _ in found]
+    except DataError as error:
+        raise DataError(f"{piece.source}: {error}") from None
+    together = np.concatenate([np.empty(0, id_dtype(tokenizer.size)), *ids])
+    text_bytes = sum(len(text.encode()) for text, _ in found)
+    return Encoded(piece, together, list(map(len, ids)), text_bytes, sum(broken for _, broken in found))
+
+
+class Separator(NamedTuple):
+    """`ids` stand before each document; where they only separate, not before the first one."""
+
+    ids: tuple[int, ...]
+    only_between: bool
+
+
+def find_separator(choice: str, tokenizer: Tokenizer) -> Separator:
+    """auto: the tokenizer's own token before each document, else a line break between them, where it can."""
+    if choice == "none":
+        return Separator((), only_between=True)
+    if choice == "auto" and tokenizer.separator is not None:
+        return Separator((tokenizer.separator,), only_between=False)
+    text = "\n" if choice == "auto" else choice.replace("\\n", "\n").replace("\\t", "\t")
+    try:
+        return Separator(tuple(tokenizer.encode(text).tolist()), only_between=True)
+    except DataError as error:
+        if choice == "auto":
+            return Separator((), only_between=True)
+        raise UsageError(f"--separator {choice!r}: {error}") from None
+
+
+# -- the work
+
+
 class Preparation:
-    """Puts the ids of the pieces into shards, and says in `progress` how far it is."""
+    """Puts the ids of the pieces into the spool, with notes of its progress, and from there into shards."""
 
     def __init__(
         self,
@@ -154,267 +359,279 @@ class Preparation:
         inputs: list[Input],
         tokenizer: Tokenizer,
         progress: Progress,
-        separator: Separator,
         watcher: Watcher,
     ) -> None:
         self._request, self._inputs, self._tokenizer = request, inputs, tokenizer
-        self._progress, self._separator, self._watcher = progress, separator, watcher
-        self._dtype = np.dtype(id_dtype(tokenizer.size)).newbyteorder("<").str
+        self._progress, self._watcher = progress, watcher
+        self._separator = find_separator(request.separator, tokenizer)
+        self._dtype = np.dtype(id_dtype(tokenizer.size)).newbyteorder("<")
+        self._paths = [request.out / name for name in SPOOL]
 
-    def run(self) -> None:
-        """Write all shards, or those that are missing. `progress` then describes all of them."""
-        request, progress = self._request, self._progress
-        for shard in progress.shards:
-            check_front(request.out / shard.name, shard, self._dtype)
-        if progress.complete:
-            return
-        with closing(Spool(request.out, self._dtype, progress.spooled)) as self._spool:
-            if progress.held_out is None:
+    def run(self) -> Manifest:
+        """Write all shards, and the manifest, with which they are complete."""
+        with self._opened(0) as self._ids, self._opened(1) as self._lengths:
+            if self._progress.place.input < len(self._inputs):
                 self._fill_spool()
-            self._write_all()
-        progress.complete = True
-        progress.spooled = [0, 0]
-        progress.save(request.out)
+            between, progress = len(self._separator.ids), self._progress
+            # Of all documents, with a separator next to each; and of the one before the first document.
+            self._total = progress.spooled[0] + between * progress.documents
+            self._dropped = between * self._separator.only_between
+            tokens = max(0, self._total - self._dropped)
+            self._held_out = self._request.held_out(tokens)
+            if tokens - self._held_out < LEAST:
+                raise self._nothing_left(tokens)
+            self._index()
+            label = "writing" if self._request.seed is None else "shuffling"
+            what = count(progress.documents, "document")
+            self._watcher.began(self._total * self._dtype.itemsize, what, label)
+            return self._sealed([*self._written("val"), *self._written("train")])
+
+    @contextmanager
+    def _opened(self, which: int) -> Iterator[BinaryIO]:
+        """Open a file of the spool. Bytes after the valid ones were written by a process that died."""
+        path = self._paths[which]
+        valid = self._progress.spooled[which] * (self._dtype.itemsize, 8)[which]
+        with storage_errors("write", path):
+            flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+            file = os.fdopen(os.open(path, flags, 0o666), "ab")
+            if os.fstat(file.fileno()).st_size < valid:
+                raise DataError(
+                    f"{path} has lost what was written to it; remove {path.parent} and begin again"
+                )
+            file.truncate(valid)
+        try:
+            yield file
+        finally:
+            with suppress(OSError):  # of what has not been written
+                file.close()
 
     def _fill_spool(self) -> None:
-        request, progress, spool = self._request, self._progress, self._spool
-        every = min(request.shard_tokens, EVERY)
+        request, progress = self._request, self._progress
         tokens = noted = progress.spooled[0]
         self._watcher.began(sum(source.bytes for source in self._inputs), self._tokenizer.describe())
-        broken: Counter[str] = Counter()  # characters that were not UTF-8, by file
-        remedies: dict[str, str] = {}
         todo = pieces(self._inputs, request.field, progress.place, request.max_document)
         work = partial(encode, tokenizer=self._tokenizer, field=request.field)
         with closing(in_order(work, todo, Piece.size, request.workers)) as results:
-            for encoded in results:
-                piece, source = encoded.piece, progress.sources[encoded.piece.place.input]
-                if encoded.counts.replaced:
-                    broken[piece.source] += encoded.counts.replaced
-                    remedies.setdefault(piece.source, remedy_for(piece.data))
-                spool.add(encoded.ids, encoded.lengths, piece.begins)
-                progress.counts += encoded.counts
-                source[0] += encoded.counts.documents
-                source[1] += len(encoded.ids)
-                tokens += len(encoded.ids)
-                if tokens - noted >= every:
-                    progress.place, progress.spooled = piece.next, spool.flush()
-                    progress.save(request.out)
+            for piece, ids, lengths, text_bytes, replaced in results:
+                if replaced and not progress.replaced:
+                    name = escape(piece.source)
+                    self._watcher.noted(f"{name} is not all UTF-8{remedy_for(piece.data)}")
+                signed = np.array(lengths, "<i8")
+                if not piece.begins:  # the first one continues another
+                    signed[:1] = ~signed[:1]
+                self._spool(0, ids.astype(self._dtype, copy=False))
+                self._spool(1, signed)
+                tokens += len(ids)
+                source = progress.sources[piece.place.input]
+                source[0] += len(lengths) * piece.begins
+                source[1] += len(ids)
+                progress.text_bytes += text_bytes
+                progress.replaced += replaced
+                progress.place = piece.next
+                if tokens - noted >= min(request.shard_tokens, EVERY):
+                    self._note_progress()
                     noted = tokens
                 self._watcher.advanced(piece.consumed, tokens)
-        for name, times in broken.most_common(1):
-            others = f" (and {count(len(broken) - 1, 'other file')})" if len(broken) > 1 else ""
-            invalid = f"{count(times, 'invalid character')} in {escape(name)}{others}"
-            self._watcher.noted(f"{invalid}{remedies[name]}")
-        progress.spooled = spool.flush()
-        tokens = max(0, self._with_separators() - self._dropped())
-        progress.held_out = min(request.held_out(tokens), tokens)
-        progress.save(request.out)
+        progress.place = Offset(len(self._inputs))
+        self._note_progress()
 
-    def _with_separators(self) -> int:
-        """Return the number of ids of all documents, with a separator next to each."""
-        return self._progress.spooled[0] + len(self._separator.ids) * self._progress.counts.documents
+    def _spool(self, which: int, array: Array) -> None:
+        with storage_errors("write", self._paths[which]):
+            (self._ids, self._lengths)[which].write(array.data)
+        self._progress.spooled[which] += array.size
 
-    def _dropped(self) -> int:
-        """Return the number of ids of a separator that does not stand before the first document."""
-        return len(self._separator.ids) * self._separator.only_between
+    def _note_progress(self) -> None:
+        for path, file in zip(self._paths, (self._ids, self._lengths), strict=True):
+            with storage_errors("write", path):
+                file.flush()
+                os.fsync(file.fileno())
+        self._progress.save(self._request.out)  # which puts the names on the disk as well
 
-    def _write_all(self) -> None:
-        documents = count(self._progress.counts.documents, "document")
-        label = "writing" if self._request.seed is None else "shuffling"
-        total = self._with_separators()
-        self._watcher.began(total * np.dtype(self._dtype).itemsize, documents, label)
-        self._index = self._spool.index(self._request.seed)
-        self._done = 0
-        self._write("val", self._progress.held_out or 0)
-        self._write("train", 2 * total)  # all that remains
-
-    def _write(self, split: Split, left: int) -> None:
-        """Write this many ids of a split, or what finished shards do not hold of them."""
-        request, progress = self._request, self._progress
-        skip = progress.tokens(split)
-        if split == "train" and request.seed is None:  # its stream begins with those for validation
-            skip += progress.held_out or 0
-        width, total = np.dtype(self._dtype).itemsize, self._with_separators()
-        writer: ShardWriter | None = None
-        try:
-            for ids in self._stream(split) if left else ():
-                ids = ids[:left]
-                left -= len(ids)
-                self._done += len(ids)
-                skip, ids = max(0, skip - len(ids)), ids[skip:]
-                while len(ids):
-                    if writer is None:
-                        number = sum(shard.split == split for shard in progress.shards)
-                        writer = ShardWriter(request.out / shard_name(split, number), self._dtype)
-                    room = min(len(ids), request.shard_tokens - writer.tokens)
-                    writer.write(ids[:room])
-                    ids = ids[room:]
-                    if writer.tokens == request.shard_tokens:
-                        self._finish(writer, split)
-                        writer = None
-                    self._watcher.advanced(min(self._done, total) * width, self._done)
-                if not left:
-                    break
-            if writer:
-                self._finish(writer, split)
-        except BaseException:
-            if writer:
-                writer.discard()
-            raise
-
-    def _finish(self, writer: ShardWriter, split: Split) -> None:
-        """Give the shard its name, and note that."""
-        self._progress.shards.append(writer.finish(split))
+    def _nothing_left(self, tokens: int) -> DataError:
+        self._progress.place = Offset()  # nothing to resume
         self._progress.save(self._request.out)
+        if not tokens:
+            given = self._request.inputs
+            names = (each.name if isinstance(each, Input) else str(each) for each in given)
+            return DataError(f"there is no text in {', '.join(names):.200}")
+        return DataError(
+            f"too little is left for training: of {count(tokens, 'token')}, {self._held_out:,} are for"
+            " validation; lower --val-shards or --val-fraction, or --shard-tokens"
+        )
+
+    # -- from the spool to shards
+
+    def _index(self) -> None:
+        """Read the first position and the number of ids of each document, and draw their order.
+
+        Each has a random key of the seed and its number. Without a seed they stay in the order of reading.
+        """
+        signed = np.empty(self._progress.spooled[1], "<i8")
+        self._read(1, signed, 0)
+        first = np.flatnonzero(signed >= 0)
+        ends = np.append(0, np.cumsum(np.where(signed < 0, ~signed, signed)))
+        self._starts = ends[first]
+        self._sizes = np.diff(self._starts, append=ends[-1])
+        numbers, seed = np.arange(len(first), dtype=np.uint64), self._request.seed
+        self._order = numbers if seed is None else np.argsort(seeded_hashes(seed, numbers), kind="stable")
+
+    def _read(self, which: int, out: Array, start: int) -> None:
+        with storage_errors("read", path := self._paths[which]):
+            descriptor = (self._ids, self._lengths)[which].fileno()
+            if not read_at(descriptor, out.view(np.uint8).data, start * out.itemsize):
+                raise DataError(f"{path} has been cut short")
+
+    def _written(self, split: Split) -> Iterator[Shard]:
+        """Write the shards of a split."""
+        request, is_train = self._request, split == "train"
+        ids = _Stream(self._stream(split))
+        total = sum(int(sizes.sum() + lead.sum()) for _, sizes, lead in self._spans(split))
+        left, done, number = total if is_train else min(total, self._held_out), 0, 0
+        if is_train:
+            done = self._held_out
+            if request.seed is None:  # its stream begins with those for validation
+                left -= done
+                deque(ids.take(done), maxlen=0)
+        while left:
+            size = min(left, request.shard_tokens)
+            yield write_shard(request.out, split, number, self._dtype.str, size, ids.take(size))
+            left, done, number = left - size, done + size, number + 1
+            self._watcher.advanced(done * self._dtype.itemsize, done)
 
     def _stream(self, split: Split) -> Iterator[Ids]:
-        """Yield a split's ids, about `AT_ONCE` at a time.
-
-        A separator stands before each document, and before the rest of one that was cut.
-        """
-        is_first = True
-        for starts, lengths, is_whole in self._spans(split):
-            lead = np.full(len(starts), len(self._separator.ids))
-            if is_first and (self._separator.only_between or not is_whole[0]):
-                lead[0] = 0
-            is_first = False
-            starts, lengths, lead = _in_pieces(starts, lengths, lead)
-            ends = np.cumsum(lead + lengths)
-            cuts = np.flatnonzero(np.diff(ends // AT_ONCE)) + 1
-            for first, stop in pairwise([0, *cuts.tolist(), len(ends)]):
-                some, begin = slice(first, stop), ends[first] - lengths[first] - lead[first]
-                at = (ends - lengths)[some] - begin
-                ids = np.empty(ends[stop - 1] - begin, self._dtype)
-                for back, token in enumerate(reversed(self._separator.ids), 1):
-                    ids[at[lead[some] > 0] - back] = token
-                self._spool.read_ids(ids, at.tolist(), starts[some].tolist(), lengths[some].tolist())
-                yield ids
+        """Yield a split's ids, at most `AT_ONCE` at a time, in memory that is used again."""
+        separator, out, filled = self._separator.ids, np.empty(AT_ONCE, self._dtype), 0
+        for arrays in self._spans(split):
+            for start, left, lead in zip(*(array.tolist() for array in arrays), strict=True):
+                if filled + lead > AT_ONCE:
+                    yield out[:filled]
+                    filled = 0
+                out[filled : filled + lead] = separator[:lead]
+                filled += lead
+                while left:
+                    if filled == AT_ONCE:
+                        yield out
+                        filled = 0
+                    size = min(left, AT_ONCE - filled)
+                    self._read(0, out[filled : filled + size], start)
+                    start, left, filled = start + size, left - size, filled + size
+        yield out[:filled]
 
     def _spans(self, split: Split) -> Iterator[tuple[Array, Array, Array]]:
         """Yield the parts of documents that belong to a split, in their order, some at a time.
 
-        Of each part the first id, the number of ids, and whether the document begins there. Without a shuffle
-        they are all documents, of which the first ids are for validation. Else validation takes the same
-        share from the start of every long document, and fills up with short ones. So every long document
-        contributes, and each is cut at most once.
+        Of each part the first id, the number of ids, and how many of a separator stand before it: before each
+        document, and before the rest of one that was cut. Without a shuffle they are all documents, of which
+        the first ids are for validation. Else validation takes the same share from the start of every long
+        document, and fills up with short ones. So every long document contributes, and each is cut at most
+        once.
         """
-        starts, lengths, order = self._index
-        between, total = len(self._separator.ids), max(1, self._with_separators())
-        held_out = self._progress.held_out or 0
+        between, total, is_first = len(self._separator.ids), max(1, self._total), True
+        held_out = self._held_out
         least = total + 1  # ids of a document that gives some to validation, with its separator
         if held_out:
-            held_out += self._dropped()
+            held_out += self._dropped
             share = (LEAST_SHARE + between) * total
-            least = max(held_out // PARTS + 1, -(-share // held_out))
-        of_long = int((lengths + between)[lengths + between >= least].sum())
+            least = max(held_out // VAL_PARTS + 1, -(-share // held_out))
+        tokens = self._sizes + between
+        of_long = int(tokens[tokens >= least].sum())
         long_so_far, left = 0, held_out - held_out * of_long // total
-        for some in (order[i : i + DOCUMENTS_AT_ONCE] for i in range(0, len(order), DOCUMENTS_AT_ONCE)):
-            first, length = starts[some], lengths[some]
-            if self._request.seed is None:
-                yield first, length, np.ones(len(some), bool)
-                continue
-            tokens = length + between
-            short = np.where(tokens < least, tokens, 0)
-            given = np.clip(left - np.cumsum(short) + short, 0, short)
-            left -= int(given.sum())
-            for i in np.flatnonzero(tokens >= least).tolist():  # not in 64 bits
-                before, long_so_far = long_so_far, long_so_far + int(tokens[i])
-                given[i] = held_out * long_so_far // total - held_out * before // total
-            cut = np.maximum(given - between, 0)
-            if split == "val" and len(taken := np.flatnonzero(given)):
-                yield first[taken], cut[taken], np.ones(len(taken), bool)
-            elif split == "train" and len(taken := np.flatnonzero(given < tokens)):
-                yield (first + cut)[taken], (length - cut)[taken], (cut == 0)[taken]
+        for at in range(0, len(self._order), DOCUMENTS_AT_ONCE):
+            some = self._order[at : at + DOCUMENTS_AT_ONCE]
+            starts, sizes = self._starts[some], self._sizes[some]
+            is_whole = np.ones(len(some), bool)
+            if self._request.seed is not None:
+                tokens = sizes + between
+                short = np.where(tokens < least, tokens, 0)
+                given = np.clip(left - np.cumsum(short) + short, 0, short)
+                left -= int(given.sum())
+                for i in np.flatnonzero(tokens >= least).tolist():  # not in 64 bits
+                    before, long_so_far = long_so_far, long_so_far + int(tokens[i])
+                    given[i] = held_out * long_so_far // total - held_out * before // total
+                cut = np.maximum(given - between, 0)
+                if split == "val":
+                    taken, sizes = np.flatnonzero(given), cut
+                else:
+                    taken, starts, sizes = np.flatnonzero(given < tokens), starts + cut, sizes - cut
+                    is_whole = cut == 0
+                starts, sizes, is_whole = starts[taken], sizes[taken], is_whole[taken]
+            lead = np.full(len(starts), between)
+            if is_first and len(starts):
+                lead[0] *= is_whole[0] and not self._separator.only_between
+                is_first = False
+            yield starts, sizes, lead
+
+    def _sealed(self, shards: list[Shard]) -> Manifest:
+        """Write the manifest, and remove what was needed for it."""
+        request, progress, tokenizer = self._request, self._progress, self._tokenizer
+        if list_inputs(find_inputs(request.inputs)) != progress.inputs:
+            raise DataError(f"the inputs changed while they were read; remove {request.out} and begin again")
+        manifest = Manifest(
+            tokenizer=fingerprint(tokenizer),
+            description=tokenizer.describe(),
+            vocab_size=tokenizer.size,
+            dtype=self._dtype.str,
+            shards=tuple(shards),
+            separator=self._separator.ids,
+            settings={name: progress.settings[name] for name in progress.settings if name != "tokenizer"},
+            inputs=tuple((name, size) for name, size, _ in progress.inputs),
+            sources=tuple((documents, tokens) for documents, tokens in progress.sources),
+            documents=progress.documents,
+            text_bytes=progress.text_bytes,
+            replaced=progress.replaced,
+        )
+        with atomic_file(request.out / MANIFEST) as file:
+            file.write(manifest.to_json().encode())
+        with storage_errors("write to", request.out):
+            for name in (*SPOOL, PROGRESS):
+                (request.out / name).unlink()
+        return manifest
 
 
-def _in_pieces(starts: Array, lengths: Array, lead: Array) -> tuple[Array, Array, Array]:
-    """Split long documents into several spans, of which only the first has a separator."""
-    pieces = np.maximum(-(-lengths // AT_ONCE), 1)
-    if pieces.max() == 1:
-        return starts, lengths, lead
-    number = np.concatenate([np.arange(count) for count in pieces.tolist()])
-    starts, lengths, lead = (np.repeat(array, pieces) for array in (starts, lengths, lead))
-    done = number * AT_ONCE
-    return starts + done, np.minimum(lengths - done, AT_ONCE), np.where(number, 0, lead)
+class _Stream:
+    """Ids that come in pieces of any size, taken in others."""
+
+    def __init__(self, pieces: Iterator[Ids]) -> None:
+        self._pieces = pieces
+        self._rest: Ids = np.empty(0, np.uint16)
+
+    def take(self, count: int) -> Iterator[Ids]:
+        while count:
+            if not len(self._rest):
+                self._rest = next(self._pieces)
+            some, self._rest = self._rest[:count], self._rest[count:]
+            count -= len(some)
+            yield some
 
 
 def prepare(request: Request, watcher: Watcher, inputs: list[Input] | None = None) -> Manifest:
     """Write the shards, or what is missing of them. `inputs` are those of the request, if already found."""
     inputs = inputs or find_inputs(request.inputs)
-    tokenizer = request.known_tokenizer()
+    tokenizer, out = request.known_tokenizer(), request.out
     fresh = Progress(request.settings(tokenizer), list_inputs(inputs), sources=[[0, 0] for _ in inputs])
-    with reserved(request.out, watcher.noted):
-        progress = load_progress(request.out, fresh)
+    with reserved(out, watcher.noted):
+        progress = load_progress(out, fresh)
+        told = f"{count(progress.spooled[0], 'token')} in {out}"
         if progress.begun:
-            watcher.noted(f"resuming after {progress.finished()} in {request.out}")
-        remove_partial(request.out, progress)
+            watcher.noted(f"resuming after {told}")
+        _clean(out, progress.begun)
         try:
-            progress.save(request.out)
+            progress.save(out)
             if tokenizer is None and progress.begun:
-                tokenizer = read_tokenizer(request.out)
+                tokenizer = read_tokenizer(out)
             elif tokenizer is None:
                 watcher.noted(f"collecting the {request.tokenizer} vocabulary")
-                tokenizer = request.made_tokenizer()
-            with atomic_file(request.out / TOKENIZER) as file:
+                kind, argument = find_kind(str(request.tokenizer))
+                assert kind is not None and kind.learn is not None
+                texts = documents(request.inputs, request.field, request.max_document)
+                made = kind.learn(argument, not_empty(texts), True)
+                tokenizer = with_row(made, str(request.tokenizer))
+            with atomic_file(out / TOKENIZER) as file:
                 file.write(tokenizer.to_json().encode())
-            separator = find_separator(request.separator, tokenizer)
-            Preparation(request, inputs, tokenizer, progress, separator, watcher).run()
-            return _sealed(request, progress, tokenizer, separator.ids)
-        except DataError:
-            if progress.begun:
-                watcher.noted(f"{progress.finished()} in {request.out}: remove it once an input has changed")
+            return Preparation(request, inputs, tokenizer, progress, watcher).run()
+        except BaseException:
+            resumable = (_unfinished(out) or {}).get("place") != asdict(Offset())
+            if resumable:
+                watcher.noted(f"the same command resumes in {out}; remove it once an input has changed")
+            _clean(out, resumable)
             raise
-        except (KeyboardInterrupt, DistgptError):
-            if progress.begun:
-                watcher.noted(f"{progress.finished()} in {request.out}: the same command resumes")
-            raise
-        finally:
-            if progress.begun:
-                remove_partial(request.out, progress)
-            else:
-                remove_all(request.out)
-
-
-def _sealed(
-    request: Request, progress: Progress, tokenizer: Tokenizer, separator: tuple[int, ...]
-) -> Manifest:
-    """Write the manifest, with which the shards are complete."""
-    _refuse_without_training(request, progress)
-    if list_inputs(find_inputs(request.inputs)) != progress.inputs:
-        raise DataError(f"the inputs changed while they were read; remove {request.out} and begin again")
-    manifest = Manifest(
-        tokenizer=fingerprint(tokenizer),
-        description=tokenizer.describe(),
-        vocab_size=tokenizer.size,
-        dtype=np.dtype(id_dtype(tokenizer.size)).newbyteorder("<").str,
-        shards=tuple(progress.shards),
-        separator=separator,
-        settings={name: progress.settings[name] for name in progress.settings if name != "tokenizer"},
-        inputs=tuple((name, size) for name, size, _ in progress.inputs),
-        sources=tuple((documents, tokens) for documents, tokens in progress.sources),
-        documents=progress.counts.documents,
-        text_bytes=progress.counts.text_bytes,
-        replaced=progress.counts.replaced,
-    )
-    with atomic_file(request.out / MANIFEST) as file:
-        file.write(manifest.to_json().encode())
-    with storage_errors("write to", request.out):
-        (request.out / PROGRESS).unlink()
-    return manifest
-
-
-def _refuse_without_training(request: Request, progress: Progress) -> None:
-    train, val = progress.tokens("train"), progress.tokens("val")
-    if train >= LEAST:
-        return
-    progress.shards.clear()  # nothing to resume
-    progress.place = Offset()
-    if train + val == 1:
-        raise DataError("there is only 1 token; at least 2 are needed, one to see and one to predict")
-    if not train + val:
-        names = (given.name if isinstance(given, Input) else str(given) for given in request.inputs)
-        raise DataError(f"there is no text in {', '.join(names):.200}")
-    raise DataError(
-        f"nothing is left for training: of {train + val:,} tokens, {val:,} are for validation;"
-        " lower --val-shards or --val-fraction, or --shard-tokens"
-    )

@@ -1,6 +1,7 @@
 """Folders, tables, lines of JSON and compressed texts: tokenized once, into shards that lie beside the runs.
 
-Not in the directory of one run: other runs on the same texts find them, too.
+Not in the directory of one run: other runs on the same texts find them, too. At the end, vocabularies that
+are learned from such texts before there is a run.
 """
 
 from __future__ import annotations
@@ -8,21 +9,30 @@ from __future__ import annotations
 import hashlib
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from distgpt.core.base.errors import DataError, Say, escape
+from distgpt.core.base.errors import DataError, Say, UsageError, escape
+from distgpt.core.base.files import atomic_file
 from distgpt.core.base.formatting import size
 from distgpt.core.comm.agree import on_root
 from distgpt.core.comm.api import Comm
 from distgpt.core.comm.resources import granted_cores
-from distgpt.core.data.loading import Corpus, DataRequest, requested_tokenizer
-from distgpt.core.data.textfile import resolve_data
-from distgpt.core.data.tokenizers import Tokenizer, fingerprint
-from distgpt.corpora.prepare.documents import find_inputs
-from distgpt.corpora.prepare.preparing import Request, prepare
-from distgpt.corpora.prepare.progress import BeingPrepared, list_inputs, refuse_unfinished
+from distgpt.core.data.loading import Corpus, DataRequest, kind_of, requested_tokenizer
+from distgpt.core.data.textfile import read_text, refuse_by_name, resolve_data
+from distgpt.core.data.tokenizers import AUTO, BYTE, Tokenizer, find_kind, fingerprint, load_tokenizer
+from distgpt.corpora.prepare.documents import FIELD, MAX_DOCUMENT, documents, find_inputs
+from distgpt.corpora.prepare.preparing import (
+    BeingPrepared,
+    Request,
+    list_inputs,
+    prepare,
+    refuse_unfinished,
+)
 from distgpt.corpora.shards import is_shards, load_shards, read_manifest
+from distgpt.corpora.tokenizers.bpe import GPT2_SIZE, LEAST_PAIRS, learn_bpe, learned_size, not_empty
+from distgpt.corpora.tokenizers.collected import collect
 
 FROM_TEXTS = ("char", "word", "bpe")  # kinds of tokenizers that may have been made for a run on these texts
 SECONDS_BETWEEN_LINES = 10.0
@@ -106,3 +116,54 @@ class _Documents:
 
 
 DOCUMENTS = _Documents()
+
+
+def learn_file(
+    inputs: Sequence[Path],
+    out: Path,
+    kind: str = "bpe",
+    vocab_size: int | None = None,
+    min_frequency: int | None = None,
+    separator: str | None = None,
+    field: str = FIELD,
+    max_document: int = MAX_DOCUMENT,
+) -> str:
+    """Learn a tokenizer from these texts and save it in a new file; returns what to tell people about it.
+
+    Only a BPE has a size, a minimal frequency (by default 2) and a separator (by default the last id).
+    """
+    if kind == "bpe" and vocab_size is None:
+        raise UsageError("--vocab-size says how many entries the BPE is to have; GPT-2's has 50257")
+    if kind != "bpe" and (vocab_size or min_frequency or separator):
+        raise UsageError(
+            f"a vocabulary of kind {kind!r} holds everything in the texts:"
+            " --vocab-size, --min-frequency and --separator are for --kind bpe"
+        )
+    if out.exists():
+        raise UsageError(f"{out} exists already; give another name, or remove it first")
+    if not out.parent.is_dir():
+        raise UsageError(f"{out} cannot be written: there is no directory {out.parent}")
+    texts = documents(inputs, field, max_document)
+    learned: Tokenizer
+    if vocab_size is not None:
+        learned = learn_bpe(texts, vocab_size, min_frequency or LEAST_PAIRS, separator or "last")
+    else:
+        learned = collect(kind, not_empty(texts))
+    with atomic_file(out) as file:
+        file.write(learned.to_json().encode())
+    fewer = vocab_size and learned.size < vocab_size
+    return f"{out}: {learned.describe()}{'; no more pairs are frequent enough' if fewer else ''}"
+
+
+def vocabulary_size(tokenizer: str, path: Path) -> int:
+    """Return the vocabulary size. Reads the text only for tokenizers that are learned from it."""
+    if tokenizer == "gpt2":  # whose files may not be here
+        return GPT2_SIZE
+    if size := learned_size(tokenizer):  # which takes long
+        return size
+    kind, argument = find_kind(tokenizer)
+    if kind is not None and kind.learn is not None:
+        refuse_by_name(path)
+        texts = [read_text(path)] if kind_of(str(path)) == "plain" else documents((path,), FIELD)
+        return kind.learn(argument, not_empty(texts), True).size
+    return load_tokenizer(BYTE if tokenizer == AUTO else tokenizer).size

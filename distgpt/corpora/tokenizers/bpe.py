@@ -1,24 +1,27 @@
-"""Byte-level BPE as in GPT-2: bytes, joined into longer tokens by a list of merges."""
+"""Byte-level BPE as in GPT-2: bytes, joined into longer tokens by a list of merges, which can be learned."""
 
 from __future__ import annotations
 
 import functools
+import json
+import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from distgpt.core.base.errors import DataError
+from distgpt.core.base.errors import DataError, UsageError
 from distgpt.core.data.tokenizers import (
     BytesDecoder,
     Ids,
+    TokenizerKind,
     encoded,
     fingerprint,
     id_dtype,
 )
 from distgpt.corpora.tokenizers.collected import refuse_repeated
-from distgpt.corpora.tokenizers.library import Encoder, library_errors
+from distgpt.corpora.tokenizers.library import Encoder, in_thread, library_errors
 
 if TYPE_CHECKING:
     import tokenizers
@@ -162,3 +165,88 @@ def _checked_merges(merges: Any, known: set[str], source: str) -> list[tuple[str
         commonest, times = Counter(pairs).most_common(1)[0]
         raise DataError(f"{source}: the merge {commonest[0]!r} + {commonest[1]!r} is listed {times} times")
     return pairs
+
+
+LEARNED = "bpe:"  # and the entries of a BPE to learn
+SMALLEST = 256
+LEAST_PAIRS = 2  # how often two tokens follow each other that become one, if nobody says
+# Merging takes time with the square of a piece's length. No word is that long; what has no blanks is cut.
+LONGEST_PIECE = 256  # characters
+_LONG = re.compile(rf"\S{{{LONGEST_PIECE}}}|\s{{{LONGEST_PIECE}}}")
+
+
+def learn_bpe(texts: Iterable[str], size: int, min_frequency: int, separator: str) -> BpeTokenizer:
+    """Learn a BPE of `size` entries, the separator ("first", "last" or "none") included.
+
+    It has fewer if no more pairs occur `min_frequency` times. Equal texts give equal tokenizers. Only the
+    distinct pieces of the texts are held in memory.
+    """
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    has_separator = separator != "none"
+    if not SMALLEST + has_separator <= size <= LARGEST:
+        bytes_and = " and the separator" if has_separator else ""
+        raise UsageError(
+            f"a BPE has at least {SMALLEST + has_separator} entries, the bytes{bytes_and},"
+            f" and at most {LARGEST:,}"
+        )
+    library = Tokenizer(models.BPE())
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=size - has_separator,
+        min_frequency=min_frequency,
+        initial_alphabet=list(symbols()),
+        show_progress=False,
+    )
+    pieces = _short_pieces(not_empty(texts))
+    # The library does not react to Ctrl-C, the main thread does.
+    _, found = in_thread(lambda: library.train_from_iterator(pieces, trainer))
+    if isinstance(found[0], BaseException):
+        raise found[0]
+    learned = json.loads(library.to_str())["model"]
+    vocabulary = sorted(learned["vocab"], key=learned["vocab"].__getitem__)
+    token_id = {"last": len(vocabulary), "first": 0, "none": None}[separator]
+    if token_id is not None:
+        vocabulary.insert(token_id, SEPARATOR)
+    return checked_bpe(vocabulary, learned["merges"], token_id, "the learned tokenizer")
+
+
+def _short_pieces(texts: Iterable[str]) -> Iterator[str]:
+    """Yield the texts, cut where no piece of theirs would end for a long time."""
+    for text in texts:
+        start = 0
+        for found in _LONG.finditer(text):
+            yield text[start : found.end()]
+            start = found.end()
+        yield text[start:]
+
+
+def not_empty(texts: Iterable[str]) -> Iterator[str]:
+    """Yield the texts; a DataError where there is nothing in them."""
+    empty = True
+    for text in texts:
+        empty = empty and not text
+        yield text
+    if empty:
+        raise DataError("there is no text to learn from")
+
+
+def learned_size(name: str) -> int:
+    """Return the N of "bpe:N", a BPE of N entries to be learned from the text; 0 for other names."""
+    size = name.removeprefix(LEARNED)
+    return int(size) if name.startswith(LEARNED) and size.isdecimal() and len(size) < 10 else 0
+
+
+BPE = TokenizerKind(
+    "bpe:N",
+    accepts=lambda argument: learned_size(LEARNED + argument) > 0,
+    # Only between documents stands a separator.
+    learn=lambda argument, texts, are_documents: learn_bpe(
+        texts, int(argument), LEAST_PAIRS, "last" if are_documents else "none"
+    ),
+    from_json=lambda document, source: checked_bpe(
+        *map(document.get, ("vocabulary", "merges", "separator")), source
+    ),
+    # Fewer entries than requested are learned where a text has too few pairs.
+    means=lambda argument, tokenizer: tokenizer.kind == "bpe" and tokenizer.size <= int(argument),
+)

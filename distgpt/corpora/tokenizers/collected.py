@@ -67,9 +67,6 @@ class CharTokenizer(_VocabularyTokenizer):
             self._refuse("character", text[first], first, np.unique(codes[unknown]).size)
         return ids.astype(id_dtype(self.size))
 
-    def ends_in(self, text: str) -> Sequence[int]:
-        return range(1, len(text) + 1)
-
 
 # A line break; letters and digits with inner apostrophes; or one mark. Other whitespace only separates.
 WORD = re.compile(r"\n|[^\W_]+(?:['’][^\W_]+)*|[^\w\s]|_")
@@ -96,9 +93,6 @@ class WordTokenizer(_VocabularyTokenizer):
             first = next(match for match in WORD.finditer(text) if match[0] in unknown)
             self._refuse("word", first[0], first.start(), len(unknown))
         return np.fromiter(map(self._id_of_word.__getitem__, words), id_dtype(self.size), len(words))
-
-    def ends_in(self, text: str) -> Sequence[int]:
-        return [found.end() for found in WORD.finditer(text)]
 
     def streamer(self) -> Streamer:
         return _PieceStreamer(self.vocabulary, _Typesetter().spaced)

@@ -6,10 +6,10 @@ import base64
 import json
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from math import inf, prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from distgpt.core.base.errors import DataError, first_line
 
@@ -30,6 +30,7 @@ _WORDS += r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 LLAMA3_WORDS, QWEN_WORDS = _WORDS % "{1,3}", _WORDS % ""
 
 Step = dict[str, Any]
+T = TypeVar("T")
 
 
 @contextmanager
@@ -119,6 +120,24 @@ def _steps_before_model(library: tokenizers.Tokenizer) -> list[Step]:
     return [step for part in parts for step in steps(json.loads(part.__getstate__()))]
 
 
+def in_thread(
+    work: Callable[[], T], seconds: float | None = None
+) -> tuple[threading.Thread, list[T | BaseException]]:
+    """Work in another thread. Return it, and the result or the error; neither after so many seconds."""
+    found: list[T | BaseException] = []
+
+    def run() -> None:
+        try:
+            found.append(work())
+        except BaseException as error:
+            found.append(error)
+
+    thread = threading.Thread(target=run, name="encoder", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return thread, found
+
+
 class Encoder:
     """Encodes by a tokenizer of the library, beside other threads; a DataError where it fails or is too slow.
 
@@ -134,27 +153,21 @@ class Encoder:
         self._stuck: threading.Thread | None = None
 
     def encode(self, text: str) -> tokenizers.Encoding:
-        found: list[tokenizers.Encoding | BaseException] = []
+        def work() -> tokenizers.Encoding:
+            # A list of texts: meanwhile other threads run, as they do not while it encodes one alone.
+            return self._library.encode_batch([text], add_special_tokens=False)[0]
 
-        def work() -> None:
-            try:  # a list of texts: meanwhile other threads run, as they do not while it encodes one alone
-                found.append(self._library.encode_batch([text], add_special_tokens=False)[0])
-            except BaseException as error:
-                found.append(error)
-
-        if not self._may_be_slow:
-            work()
-        elif self._stuck is not None and self._stuck.is_alive():
+        with library_errors(self._fails):
+            if not self._may_be_slow:
+                return work()
+        if self._stuck is not None and self._stuck.is_alive():
             raise DataError(f"{self._fails}: it is still busy with one before it that takes too long")
-        else:
-            thread = threading.Thread(target=work, name="encoder", daemon=True)
-            thread.start()
-            thread.join(seconds := SECONDS + len(text) / CHARACTERS)
-            if not found:
-                self._stuck = thread
-                raise DataError(
-                    f"{self._fails}: {len(text):,} characters take longer than {seconds:.0f} s by its rules"
-                )
+        thread, found = in_thread(work, seconds := SECONDS + len(text) / CHARACTERS)
+        if not found:
+            self._stuck = thread
+            raise DataError(
+                f"{self._fails}: {len(text):,} characters take longer than {seconds:.0f} s by its rules"
+            )
         with library_errors(self._fails):
             if isinstance(result := found[0], BaseException):
                 raise result

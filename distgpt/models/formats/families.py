@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
+from distgpt.core.base.checked import checked
 from distgpt.core.base.errors import DataError, UsageError
 from distgpt.core.config import ModelConfig
-from distgpt.models.formats.family import Family, Settings, TensorMapping
 
+HEAD = "lm_head.weight"  # the same name in every family, without a prefix
 # Names in transformers of what scales RoPE's angles, and in ours.
 SCALINGS = {"default": "none", "linear": "linear", "llama3": "llama3"}
 FACTORS = {
@@ -19,6 +21,121 @@ FACTORS = {
 }
 FULL, SLIDING = "full_attention", "sliding_attention"  # of layer_types
 OLD_CONTEXT = "original_max_position_embeddings"
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class TensorMapping:
+    """One of their tensors: rows of ours from `first` on, or all of them if it is transposed.
+
+    Where `ours` is empty our model has no such tensor, and theirs must be zeros.
+    """
+
+    theirs: str
+    shape: tuple[int, ...]
+    ours: str
+    first: int = 0
+    transposed: bool = False  # theirs is (in, out), ours (out, in)
+
+    @property
+    def rows(self) -> int:
+        """Return how many rows of ours it is."""
+        return self.shape[-1] if self.transposed else self.shape[0]
+
+
+class Settings:
+    """A config.json from anywhere: each value is checked when it is read."""
+
+    def __init__(self, values: dict[str, Any], source: str) -> None:
+        self.values, self.source = values, source
+
+    def get(self, key: str, default: T) -> T:
+        """Return a value of the default's type, or the default if there is none."""
+        value = self.values.get(key)
+        if value is None:
+            return default
+        try:
+            return checked(type(default), value, (key,))
+        except ValueError as error:
+            raise DataError(f"{self.source}: {error}") from None
+
+    def choice(self, key: str, default: str, known: Mapping[str, str]) -> str:
+        value = self.values.get(key, default)
+        if not isinstance(value, str) or value not in known:
+            raise DataError(f"{self.source}: {key} is {value!r:.40}: distgpt has {', '.join(known)}")
+        return known[value]
+
+    def demand(self, **wanted: Any) -> None:
+        """Refuse anything but these values, or none at all."""
+        for key, value in wanted.items():
+            found = self.values.get(key)
+            if found is not None and (found != value or type(found) is not type(value)):
+                raise DataError(f"{self.source}: {key} is {found!r:.80}: distgpt has {value!r} alone")
+
+
+class Family(ABC):
+    """A model type of transformers, as far as ours can be one."""
+
+    title: str
+    model_type: str
+    architecture: str
+    prefix: str  # of the names of tensors
+    buffers: re.Pattern[str]  # stored by some versions, though not parameters
+    keys: Mapping[str, tuple[str, float]]  # our setting → their name for it, and their default
+    parts: Mapping[str, tuple[Any, ...]]  # our setting → the values that this family knows
+    windows = "none"  # of attention: in which layers it has them: none, all or some
+    shapes_heads = False  # where several heads of q may share one of k and v, and have any size
+
+    @abstractmethod
+    def config_from(self, settings: Settings) -> ModelConfig:
+        """Our configuration of their model; a DataError if ours cannot be that model."""
+
+    @abstractmethod
+    def config_for(self, config: ModelConfig) -> dict[str, Any]:
+        """Return what their config.json says besides `keys`."""
+
+    @abstractmethod
+    def mappings(self, config: ModelConfig) -> list[TensorMapping]:
+        """Return all tensors but the output layer."""
+
+    def lacks(self, config: ModelConfig) -> list[str]:
+        """Name the settings in which our model is none of this family."""
+        values = {setting: getattr(config, setting) for setting in self.parts}
+        values["qkv_bias"] = config.qkv_bias and not config.bias
+        found = [
+            f"{setting}={value}" for setting, value in values.items() if value not in self.parts[setting]
+        ]
+        some_windows = any(config.windows) and not all(config.windows)
+        never = {
+            "norm_gain=False": not config.norm_gain,
+            "embed_norm": config.embed_norm,
+            "value_embeddings": config.value_embeddings,
+            "window": any(config.windows) and self.windows == "none",
+            "full_every": some_windows and self.windows == "all",
+            "n_kv_head": config.kv_heads < config.n_head and not self.shapes_heads,
+            "head_dim": config.attention_width != config.n_embd and not self.shapes_heads,
+            "final_norm=False": not config.final_norm,
+        }
+        return found + [setting for setting, is_set in never.items() if is_set]
+
+    def values_from(self, settings: Settings) -> dict[str, Any]:
+        return {ours: settings.get(*key) for ours, key in self.keys.items()}
+
+    def values_for(self, config: ModelConfig) -> dict[str, Any]:
+        return {theirs: getattr(config, ours) for ours, (theirs, _) in self.keys.items()}
+
+    def in_its_words(self, text: str) -> str:
+        """Return a message with the family's names in place of our settings'."""
+        return re.sub(r"\w+", lambda word: self.keys[word[0]][0] if word[0] in self.keys else word[0], text)
+
+    def all_mappings(self, config: ModelConfig) -> list[TensorMapping]:
+        """With the output layer, if that is not the embedding."""
+        head = TensorMapping(HEAD, (config.vocab_size, config.n_embd), "head.w")
+        return self.mappings(config) if config.tied else [*self.mappings(config), head]
+
+    def full_name(self, name: str) -> str:
+        return name if name == HEAD else self.prefix + name
 
 
 class Llama(Family):
@@ -60,9 +177,8 @@ class Llama(Family):
             values["n_kv_head"] = 0
         if values["head_dim"] * heads == values["n_embd"]:
             values["head_dim"] = 0
-        for key, value in self.absent.items():
-            settings.demand(key, value, "distgpt has biases everywhere, of q, k and v alone, or nowhere")
-        settings.choice("hidden_act", "silu", {"silu": "swiglu"}, "distgpt's SwiGLU has silu")
+        settings.demand(**self.absent)
+        settings.choice("hidden_act", "silu", {"silu": "swiglu"})
         values |= _rope(settings, values["rope_base"], values["seq_len"])
         values |= {setting: known for setting, (known,) in self.parts.items()}
         config = ModelConfig(**values, tied=settings.get("tie_word_embeddings", False))
@@ -224,14 +340,14 @@ def _rope(settings: Settings, older: float, context: int) -> dict[str, Any]:
     for name in ("rope_scaling", "rope_parameters"):
         if not isinstance(settings.values.get(name) or {}, dict):
             raise DataError(f"{settings.source}: {name} is {settings.values[name]!r:.40}, not an object")
-    settings.demand("partial_rotary_factor", 1.0, "distgpt's RoPE rotates whole heads")
+    settings.demand(partial_rotary_factor=1.0)
     newer, scaling = (settings.values.get(name) or {} for name in ("rope_parameters", "rope_scaling"))
     given = _scaling_in(newer), _scaling_in(scaling)
     if newer and scaling and given[0] != given[1]:
         raise DataError(f"{settings.source}: rope_scaling and rope_parameters differ")
     name = "rope_scaling" if scaling else "rope_parameters"
     within = Settings({**newer, **scaling}, f"{settings.source}: {name}")
-    within.demand("partial_rotary_factor", 1.0, "distgpt's RoPE rotates whole heads")
+    within.demand(partial_rotary_factor=1.0)
     base = within.get("rope_theta", older)
     if settings.values.get("rope_theta") is not None and base != older:
         raise DataError(f"{settings.source}: rope_theta is {older:g} and, in {name}, {base:g}")
@@ -245,10 +361,9 @@ def _scaling_in(values: dict[str, Any]) -> dict[str, Any]:
 
 def _scaling(within: Settings, context: int) -> dict[str, Any]:
     within.values.setdefault("rope_type", within.values.get("type", "default"))
-    why_not = f"distgpt's RoPE may be scaled as {' or '.join(list(SCALINGS)[1:])}"
-    kind = within.choice("rope_type", "default", SCALINGS, why_not)
+    kind = within.choice("rope_type", "default", SCALINGS)
     if kind == "none":
-        within.demand("factor", 1.0, "a rope_type must say what it scales")
+        within.demand(factor=1.0)  # without a rope_type nothing is scaled
         return {}
     factors = FACTORS[kind]
     if missing := [key for key in factors if within.values.get(key) is None]:
@@ -295,14 +410,11 @@ class Gpt2(Family):
     activations: Mapping[str, str] = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "relu": "relu"}
 
     def config_from(self, settings: Settings) -> ModelConfig:
-        settings.demand("scale_attn_weights", True, "distgpt always scales attention by 1/√(head size)")
-        no_scale = "distgpt does not scale attention by the layer"
-        settings.demand("scale_attn_by_inverse_layer_idx", False, no_scale)
-        settings.demand("add_cross_attention", False, "distgpt has no cross-attention")
-        known = f"distgpt has {', '.join(self.activations)} (its GELU is the tanh form, not the exact one)"
+        settings.demand(scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False)
+        settings.demand(add_cross_attention=False)
         return ModelConfig(
             **self.values_from(settings),
-            mlp=settings.choice("activation_function", "gelu_new", self.activations, known),
+            mlp=settings.choice("activation_function", "gelu_new", self.activations),
             bias=settings.get("bias", True),
             tied=settings.get("tie_word_embeddings", True),
         )
@@ -367,13 +479,11 @@ def recognised(settings: Settings) -> tuple[Family, ModelConfig]:
 def family_for(config: ModelConfig, source: object, where: str = "transformers") -> Family:
     """Return the family that a model of ours can be exported as."""
     lacking = {family: family.lacks(config) for family in FAMILIES}
-    for family, features in lacking.items():
-        if not features:
+    for family, settings in lacking.items():
+        if not settings:
             return family
-    fewest = min(map(len, lacking.values()))
-    told = [family for family in FAMILIES if family in FAMILIES[:2] or len(lacking[family]) == fewest]
-    reasons = "; ".join(f"{family.title} has no {', no '.join(lacking[family])}" for family in told)
+    closest = min(FAMILIES, key=lambda family: len(lacking[family]))
     raise UsageError(
         f"{source} cannot be exported: train a model that {where} has, by --preset {' or '.join(EXPORTABLE)};"
-        f" this one does not fit, as {reasons}"
+        f" {closest.title}, which comes closest to this one, has no {', no '.join(lacking[closest])}"
     )

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,8 +54,7 @@ from distgpt.corpora.tokenizers.bpe import BpeTokenizer, symbols
 from distgpt.corpora.tokenizers.foreign import CHAT_FILES
 from distgpt.corpora.tokenizers.hub import PREFIX, TOKENIZER_FILES, download_model
 from distgpt.corpora.tokenizers.tokenizer_json import LibraryTokenizer
-from distgpt.models.formats.families import family_for, recognised
-from distgpt.models.formats.family import HEAD, Family, Settings, TensorMapping
+from distgpt.models.formats.families import HEAD, Family, Settings, TensorMapping, family_for, recognised
 
 CONFIG, WHOLE = "config.json", "model.safetensors"
 INDEX = f"{WHOLE}.index.json"
@@ -77,18 +76,15 @@ class Foreign:
         for file, header in self.headers.items():
             for name in header.tensors:
                 short = name.removeprefix(self.family.prefix)
-                if self.family.buffers.fullmatch(short):
-                    continue
+                if self.family.buffers.fullmatch(short) or (self.config.tied and short == HEAD):
+                    continue  # what transformers does not load either
                 if short in self._tensors:
                     raise DataError(f"{file} holds {short!r:.80} twice, or another file does too")
                 self._tensors[short] = file, header, name
         # First, so that a made-up number cannot make the list of expected tensors huge.
         if (layers := self.config.n_layer) > len(self._tensors):
             raise DataError(f"{path}: its configuration asks for {layers} layers, which it does not hold")
-        self.has_spare_head = self.config.tied and HEAD in self._tensors
         expected = {mapping.theirs: mapping.shape for mapping in self.family.all_mappings(self.config)}
-        if self.has_spare_head:
-            expected[HEAD] = (self.config.vocab_size, self.config.n_embd)
         refuse_misfits(Header({name: self._entry(name) for name in self._tensors}, {}, 0), expected, path)
 
     def _entry(self, name: str) -> Entry:
@@ -104,17 +100,7 @@ class Foreign:
         """Compare the data with their checksums, if there are any, and with the configuration."""
         for file, header in self.headers.items():
             verify_data(file, header)
-        mappings = self.family.all_mappings(self.config)
-        if self.has_spare_head:
-            embedding = next(mapping.theirs for mapping in mappings if mapping.ours == "wte")
-            for first in range(0, size := self.config.vocab_size, 4096):  # embeddings are large
-                rows = min(4096, size - first)
-                if not np.array_equal(self.rows(HEAD, rows, first), self.rows(embedding, rows, first)):
-                    raise DataError(
-                        f"{self.path} has an output layer that differs from its embedding,"
-                        " but tie_word_embeddings in its configuration says that they are one"
-                    )
-        for tensor in mappings:
+        for tensor in self.family.all_mappings(self.config):
             if not tensor.ours and self.rows(tensor.theirs, tensor.shape[0]).any():
                 raise DataError(
                     f"{self.path}: {tensor.theirs} is not zero, but its configuration has no bias"
@@ -170,8 +156,7 @@ def _files(path: Path) -> tuple[Path, list[Path]]:
         if not (directory / CONFIG).is_file():
             if (directory / "config.toml").is_file():
                 raise UsageError(f"{directory} is a run of distgpt: its weights need no import")
-            where = f"{path} has no {CONFIG}" if path.is_dir() else f"there is no {CONFIG} beside {path}"
-            raise DataError(f"{where}, which says what model the tensors are of")
+            raise DataError(f"{directory} has no {CONFIG}, which says what model the tensors are of")
         whole, index = directory / WHOLE, directory / INDEX
         if path.is_file() and path.suffix != ".json":
             return directory, [path]
@@ -253,35 +238,14 @@ def fetched_weights(repository: str, fetches: bool) -> Path:
     return found
 
 
-class Source(Protocol):
-    """A model of others, of whatever format."""
-
-    path: Path
-    family: Family
-    config: ModelConfig
-
-    @property
-    def dtype(self) -> str:
-        """Return NumPy's name for the type that it is imported in."""
-
-    def verify(self) -> None:
-        """Raise a DataError if the data cannot be right."""
-
-    def read(self, mapping: TensorMapping, out: NDArray[Any]) -> None:
-        """Fill our rows that correspond to this tensor."""
-
-    def tokenizer(self) -> Tokenizer | None:
-        """Return the tokenizer, None if there is none."""
-
-
-def import_from(foreign: Source, name: str, out: Path, tokenizer: str | None, note: Note) -> str:
-    """Write `out` from a model that goes by this name."""
+def import_from(foreign: Any, name: str, out: Path, tokenizer: str | None, note: Note) -> str:
+    """Write `out` from a `Foreign` or a `GgufModel` that goes by this name."""
     own = _tokenizer(tokenizer, foreign, note)
     foreign.verify()
-    title = foreign.family.title
-    metadata = Description(RunConfig(model=foreign.config), own).to_metadata()
+    title, config = foreign.family.title, foreign.config
+    metadata = Description(RunConfig(model=config), own).to_metadata()
     metadata[ORIGIN] = f"{title} model imported from {name}"
-    note(f"reading {title} with {count(foreign.config.n_layer, 'layer')} of width {foreign.config.n_embd}")
+    note(f"reading {title} with {count(config.n_layer, 'layer')} of width {config.n_embd}")
     _write_weights(out, foreign, metadata)
     use = command_line("infer", "--weights", out, "--prompt", "…") if own else "distgpt.load in Python"
     return page("weights", out, own.describe() if own else "none", use)
@@ -300,7 +264,7 @@ def refuse_place(out: Path) -> None:
         raise StorageError(f"cannot write {out}: no files can be made in {out.parent}")
 
 
-def _write_weights(out: Path, foreign: Source, metadata: dict[str, str]) -> None:
+def _write_weights(out: Path, foreign: Any, metadata: dict[str, str]) -> None:
     dtype = np.dtype(foreign.dtype)
     kinds = {spec.name: (dtype, spec.shape) for spec in Architecture(foreign.config).layout.specs}
     sources: dict[str, list[TensorMapping]] = defaultdict(list)
@@ -318,7 +282,7 @@ def _write_weights(out: Path, foreign: Source, metadata: dict[str, str]) -> None
     write_tensors(out, LazyTensors(kinds, make), metadata)
 
 
-def _tokenizer(name: str | None, foreign: Source, note: Note) -> Tokenizer | None:
+def _tokenizer(name: str | None, foreign: Any, note: Note) -> Tokenizer | None:
     """Return the tokenizer asked for, else the directory's, unless that is of a kind we do not have."""
     if name is not None:
         tokenizer: Tokenizer | None = load_tokenizer(name)
@@ -367,8 +331,6 @@ def export_model(path: Path, out: Path, dtype: str, note: Note = lambda text: No
     kinds = {name: (np.dtype(STORED[dtype]), mapping.shape) for name, mapping in mappings.items()}
     files = _texts(family, config, description.tokenizer, dtype)
     note(f"writing {family.title} with {count(config.n_layer, 'layer')} of width {config.n_embd}")
-    if "F64" in {entry.dtype for entry in header.tensors.values()}:
-        note(f"rounding its float64 elements to {dtype}")
     with new_directory(out) as directory:
         write_tensors(directory / WHOLE, LazyTensors(kinds, make), {"format": "pt"})
         for name, text in files.items():

@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,10 +23,15 @@ from distgpt.core.ops.api import Array
 from distgpt.core.saved.modelfile import ORIGIN, Description, read_description
 from distgpt.core.saved.tensors import DTYPES, Header, read_header, read_rows, write_tensors
 from distgpt.core.saved.weights import find_weights
-from distgpt.models.adapters.adapter import ADAPTER, base_of, read_adapter
-from distgpt.models.adapters.lora import Adapter, adapter_layout, adapters_by_matrix
-from distgpt.models.formats.families import family_for
-from distgpt.models.formats.family import HEAD, Family, TensorMapping
+from distgpt.models.adapters import (
+    ADAPTER,
+    Adapter,
+    adapter_layout,
+    adapters_by_matrix,
+    base_of,
+    read_adapter,
+)
+from distgpt.models.formats.families import HEAD, Family, TensorMapping, family_for
 from distgpt.models.formats.huggingface import (
     Note,
     narrowed,
@@ -38,23 +43,15 @@ from distgpt.models.formats.huggingface import (
 
 SETTINGS, TENSORS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
 SIDES = {"a": ".lora_A.weight", "b": ".lora_B.weight"}
-# Of their settings: those whose value must be none, false or empty, and what they ask for.
-UNKNOWN = {
-    "use_dora": "DoRA",
-    "use_qalora": "QA-LoRA",
-    "use_bdlora": "block-diagonal LoRA",
-    "modules_to_save": "other layers that are trained whole",
-    "trainable_token_indices": "rows of the embedding that are trained",
-    "target_parameters": "adapters beside parameters that are no linear layer",
-    "layer_replication": "layers that are used several times",
-    "alora_invocation_tokens": "an adapter that begins within a text",
-    "lora_bias": "biases",
-}
+# Of their settings: those whose value must be none, false or empty.
+UNKNOWN = (
+    *("use_dora", "use_qalora", "use_bdlora", "modules_to_save", "trainable_token_indices"),
+    *("target_parameters", "layer_replication", "alora_invocation_tokens", "lora_bias"),
+)
 CHANGING = ("pissa", "olora", "loftq", "corda", "lora_ga")  # ways to begin that change the model itself
 
 
-@dataclass(frozen=True, slots=True)
-class Theirs:
+class Theirs(NamedTuple):
     """One of their adapters, of a linear layer of transformers: y += scale · B A x."""
 
     a: Array
@@ -109,11 +106,9 @@ def _scales(settings: Mapping[str, Any], source: str) -> Any:
     kind = settings.get("peft_type")
     if kind != "LORA":
         raise DataError(f"{source}: peft_type is {kind!r:.40}; LORA can be imported")
-    for name, what in UNKNOWN.items():
-        if settings.get(name):
-            raise DataError(f"{source}: {name} is set: distgpt's adapters have no {what}")
-    if settings.get("bias", "none") != "none":
-        raise DataError(f"{source}: bias is {settings['bias']!r:.40}: distgpt's adapters train no biases")
+    unknown = [name for name in UNKNOWN if settings.get(name)]
+    if unknown := unknown + ["bias"] * (settings.get("bias", "none") != "none"):
+        raise DataError(f"{source}: {unknown[0]} is set, which distgpt's adapters do not have")
     if str(settings.get("init_lora_weights", "")).startswith(CHANGING):
         raise DataError(
             f"{source}: init_lora_weights is {settings['init_lora_weights']!r:.40}, which changes the model"
@@ -193,13 +188,8 @@ def export_adapter(path: Path, out: Path, dtype: str, note: Note) -> str:
     with storage_errors("use", out):
         if not out.name or (out.exists() and (not out.is_dir() or any(out.iterdir()))):
             raise UsageError(f"{out} exists and is not an empty directory; choose another --out")
-    held, ours, layers = (
-        read_adapter(path, about).tensors,
-        adapters_by_matrix(about.run),
-        _layers(family, about.run),
-    )
-    tensors: dict[str, Array] = {}
-    ranks: dict[str, int] = {}
+    held, ours = read_adapter(path, about).tensors, adapters_by_matrix(about.run)
+    tensors, ranks, layers = dict[str, Array](), dict[str, int](), _layers(family, about.run)
     for mapping in layers:
         if pieces := list(_pieces(ours, mapping)):
             module = family.full_name(mapping.theirs).removesuffix(".weight")

@@ -22,7 +22,6 @@ from distgpt.inference.quantized.rounding import rounded
 from distgpt.models.quantized.bits import bits_of
 
 FORMS: Forms = {**FLOATS, Quantised: Integers}
-REFUSED = "a model in {} cannot be trained: its weights are rounded; train it in float32 or bfloat16"
 
 
 class Int8Model(Model):
@@ -40,15 +39,11 @@ class Int8Model(Model):
         self.params = self.weights = tensors
         self.packing = Packing(packed, operand_rows)
 
-    def allocate_master_weights(self, ranks: int = 1, own: slice | None = None) -> None:
-        raise UsageError(REFUSED.format(self.kernels.rounded))
-
     @property
     def grads(self) -> FlatBuffer:
-        raise UsageError(REFUSED.format(self.kernels.rounded))
-
-    def initialise(self, seed: int) -> None:
-        raise UsageError(REFUSED.format(self.kernels.rounded))
+        raise UsageError(
+            f"a model in {self.kernels.rounded} cannot be trained: train it in float32 or bfloat16"
+        )
 
     def alike(self, other: Model) -> Model:
         return int8_of(other, self.kernels)

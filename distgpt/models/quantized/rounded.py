@@ -9,7 +9,6 @@ embedding, head and value embeddings in int8.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -65,14 +64,14 @@ def tensors_of(config: ModelConfig, dtype: str) -> dict[str, tuple[str, tuple[in
     """The dtype and shape of every tensor."""
     found: dict[str, tuple[str, tuple[int, ...]]] = {}
     for spec in Architecture(config).layout.specs:
-        bits, (rows, *columns) = bits_of(spec, dtype), spec.shape
-        found[spec.name] = ("U8", (rows, -(-columns[0] // 2))) if bits == 4 else (_TYPES[bits], spec.shape)
+        bits, shape = bits_of(spec, dtype), spec.shape
+        halves = (shape[0], -(-shape[-1] // 2))
+        found[spec.name] = {0: ("F32", shape), 8: ("I8", shape), 4: ("U8", halves)}[bits]
         if bits:
             found[spec.name + SCALES] = ("BF16", _scales_shape(spec, bits))
     return found
 
 
-_TYPES = {0: "F32", 8: "I8"}
 _STORED = {"U8": np.uint8, "I8": np.int8, "BF16": np.uint16, "F32": np.float32}
 
 
@@ -135,12 +134,12 @@ class _Parameters(Mapping[str, Any]):
         bits = bits_of(spec, self._kernels.rounded)
         if self._comm.size == 1:  # nobody to send it to: once in memory is enough
             return self._read(spec, bits)
-        found: Any = np.empty(spec.shape, np.float32)
-        if bits:
-            found = Quantised(
-                np.empty(spec.shape, np.int8), np.empty(_scales_shape(spec, bits), np.uint16), bits
-            )
-        on_root(self._comm, partial(self._take, found, spec, bits))
+        read: list[Any] = []
+        on_root(self._comm, lambda: read.append(self._read(spec, bits)))
+        found: Any = read[0] if read else np.empty(spec.shape, np.float32)
+        if bits and not read:
+            scales = np.empty(_scales_shape(spec, bits), np.uint16)
+            found = Quantised(np.empty(spec.shape, np.int8), scales, bits)
         for array in found[:2] if bits else (found,):
             self._comm.broadcast(array.reshape(-1))
         return found
@@ -148,11 +147,6 @@ class _Parameters(Mapping[str, Any]):
     def _read(self, spec: Spec, bits: int) -> Any:
         how = bits, self._kernels.threads, self._merge
         return read_parameter(self._path, self._headers[0], spec, *how)
-
-    def _take(self, to: Any, spec: Spec, bits: int) -> None:
-        found = self._read(spec, bits)
-        for array, values in zip(to[:2], found[:2], strict=True) if bits else ((to, found),):
-            array[...] = values
 
     def __contains__(self, name: object) -> bool:
         return name in self._specs

@@ -1,32 +1,32 @@
-"""Models in GGUF: imported to files of ours and exported, tensor by tensor."""
+"""Models in GGUF: its names for settings and tensors; import and export, tensor by tensor."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from distgpt.core.base.errors import DataError
+from distgpt.core.base.errors import DataError, UsageError
 from distgpt.core.base.formatting import count
+from distgpt.core.config import ModelConfig
 from distgpt.core.data.tokenizers import Tokenizer
+from distgpt.core.model.layers import rope_frequencies
 from distgpt.core.saved.tensors import read_header, read_rows, verify_data
-from distgpt.models.formats.family import TensorMapping
-from distgpt.models.formats.gguf.blocks import NUMBERS, TYPES, quantised
-from distgpt.models.formats.gguf.container import Container, read_container, write_container
-from distgpt.models.formats.gguf.names import (
-    EMBEDDING,
-    FACTORS,
-    OUTPUT,
-    factors_for,
-    family_in_gguf,
-    metadata_for,
-    model_in,
-    named,
-    order_of,
-    shape_of,
+from distgpt.models.formats.families import FAMILIES, Family, Settings, TensorMapping, family_for, recognised
+from distgpt.models.formats.gguf.container import (
+    NUMBERS,
+    TYPES,
+    Array,
+    Container,
+    Numbers,
+    quantised,
+    read_container,
+    write_container,
 )
 from distgpt.models.formats.gguf.tokens import metadata_of, tokenizer_of
 from distgpt.models.formats.huggingface import (
@@ -39,6 +39,182 @@ from distgpt.models.formats.huggingface import (
     refuse_place,
 )
 
+# Those that GGUF knows by the name that transformers has for them too. A Mistral is a llama there.
+ARCHITECTURES = {family.model_type: family for family in FAMILIES if family.model_type != "mistral"}
+EMBEDDING, OUTPUT, FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
+# Our settings by their keys, behind the architecture's name.
+_SHAPE = {
+    "seq_len": "context_length",
+    "n_embd": "embedding_length",
+    "n_layer": "block_count",
+    "mlp_width": "feed_forward_length",
+    "n_head": "attention.head_count",
+}
+_HEADS = {"n_kv_head": "attention.head_count_kv", "head_dim": "attention.key_length"}
+_EPS = {"gpt2": "attention.layer_norm_epsilon"}
+_RMS_EPS = "attention.layer_norm_rms_epsilon"
+_MOST_FACTORS = 1 << 12
+_OLD_CONTEXT = "rope.scaling.original_context_length"
+# Of ours, where GGUF has no key: biases that are zeros, and what Llama 3's factors were made with.
+_BIAS, _SLOW, _FAST = "distgpt.bias", "distgpt.rope_slow", "distgpt.rope_fast"
+_RENAMED = """
+    wte=token_embd wpe=position_embd ln_f=output_norm embed_tokens=token_embd norm=output_norm lm_head=output
+    ln_1=attn_norm ln_2=ffn_norm attn.c_attn=attn_qkv attn.c_proj=attn_output mlp.c_fc=ffn_up
+    mlp.c_proj=ffn_down input_layernorm=attn_norm post_attention_layernorm=ffn_norm self_attn.q_proj=attn_q
+    self_attn.k_proj=attn_k self_attn.v_proj=attn_v self_attn.o_proj=attn_output self_attn.q_norm=attn_q_norm
+    self_attn.k_norm=attn_k_norm mlp.gate_proj=ffn_gate mlp.up_proj=ffn_up mlp.down_proj=ffn_down
+"""
+_TENSORS = dict(pair.split("=") for pair in _RENAMED.split())
+
+
+def named(mapping: TensorMapping) -> str:
+    """Return the name in GGUF of a tensor of transformers."""
+    stem, _, kind = mapping.theirs.rpartition(".")
+    if layer := re.fullmatch(r"(?:h|layers)\.(\d+)\.(.+)", stem):
+        return f"blk.{layer[1]}.{_TENSORS[layer[2]]}.{kind}"
+    return f"{_TENSORS[stem]}.{kind}"
+
+
+def shape_of(mapping: TensorMapping) -> tuple[int, ...]:
+    """Return the shape of our matrix, (out, in)."""
+    return mapping.shape[::-1] if mapping.transposed else mapping.shape
+
+
+def order_of(mapping: TensorMapping, family: Family, config: ModelConfig) -> Array | None:
+    """Return, for each row of the GGUF tensor, the index of our row; None if the order is the same.
+
+    In GGUF a llama's RoPE rotates neighbouring elements, here the halves of a head.
+    """
+    if family.model_type != "llama" or not re.search(r"self_attn\.[qk]_proj", mapping.theirs):
+        return None
+    rows = np.arange(mapping.rows).reshape(-1, 2, config.head_size // 2)
+    return rows.swapaxes(1, 2).reshape(-1)
+
+
+def family_in_gguf(config: ModelConfig, source: object) -> Family:
+    """Return the family as which our model can be written. Raises a UsageError that names the obstacle."""
+    family = family_for(config, source, "GGUF")
+    if config.mlp == "relu":
+        raise UsageError(f"{source} cannot be exported: GPT-2 has no ReLU in GGUF")
+    if any(config.windows):
+        raise UsageError(f"{source} cannot be exported: llama.cpp leaves windows of attention out (window)")
+    if factors_for(config) is not None and family.model_type != "llama":
+        raise UsageError(f"{source} cannot be exported: in GGUF only a Llama has Llama 3's rope_scaling")
+    return family
+
+
+def _keys(arch: str) -> dict[str, str]:
+    """Return the keys that every model of an architecture has, by our settings."""
+    return {**_SHAPE, "norm_eps": _EPS.get(arch, _RMS_EPS)}
+
+
+def metadata_for(family: Family, config: ModelConfig) -> dict[str, Any]:
+    """Return the metadata of a model, but for its tokenizer."""
+    arch = family.model_type
+    is_gpt2 = arch == "gpt2"
+    found = {f"{arch}.{key}": getattr(config, ours) for ours, key in _keys(arch).items()}
+    counts = {"feed_forward_length": config.hidden, "vocab_size": config.vocab_size}
+    counts["attention.head_count_kv"] = config.kv_heads
+    found |= {f"{arch}.{key}": value for key, value in counts.items()}
+    own: dict[str, Any] = {}
+    if is_gpt2:
+        own = {} if config.bias else {_BIAS: False}
+    else:
+        sizes = ("attention.key_length", "attention.value_length", "rope.dimension_count")
+        found |= {f"{arch}.{key}": config.head_size for key in sizes}
+        found[f"{arch}.rope.freq_base"] = config.rope_base
+    if config.positions == "rope" and config.rope_scaling == "linear":
+        found |= {f"{arch}.rope.scaling.type": "linear", f"{arch}.rope.scaling.factor": config.rope_factor}
+    if factors_for(config) is not None:
+        found[f"{arch}.{_OLD_CONTEXT}"] = config.rope_context
+        own = {_SLOW: config.rope_slow, _FAST: config.rope_fast}
+    return {"general.architecture": arch, **found, **own}
+
+
+def factors_for(config: ModelConfig) -> Array | None:
+    """Return the divisors of RoPE's frequencies in Llama 3, a tensor in GGUF; None: there are none."""
+    if config.positions != "rope" or config.rope_scaling != "llama3":
+        return None
+    plain = rope_frequencies(replace(config, rope_scaling="none"))
+    return (plain / rope_frequencies(config)).astype(np.float32)
+
+
+def model_in(container: Container, tied: bool) -> tuple[Family, ModelConfig]:
+    """Return the family and our configuration of the model in a file; a DataError says why not."""
+    metadata, path = container.metadata, container.path
+    if metadata.get("split.count", 1) not in (0, 1):
+        raise DataError(f"{path} is a part of a model: merge its files first (llama-gguf-split --merge)")
+    arch = metadata.get("general.architecture")
+    family = ARCHITECTURES.get(arch) if isinstance(arch, str) else None
+    if family is None:
+        known = ", ".join(ARCHITECTURES)
+        raise DataError(f"{path}: its architecture is {arch!r:.40}; known are {known}")
+    values = _settings(container, family, tied)
+    scaling = _scaling(container, family.model_type)
+    _, config = recognised(Settings({**values, "rope_scaling": scaling}, str(path)))
+    factors = factors_for(config)
+    if factors is not None:
+        found = next(container.rows(FACTORS))[1].reshape(-1)
+        if found.shape != factors.shape or not np.allclose(found, factors, rtol=1e-4):
+            raise DataError(f"{path}: {FACTORS} scales RoPE in a way that distgpt does not know")
+    return family, config
+
+
+def _settings(container: Container, family: Family, tied: bool) -> dict[str, Any]:
+    """Return the file's metadata as a config.json of transformers would say them."""
+    metadata, arch = container.metadata, family.model_type
+    keys = _keys(arch)
+    found: dict[str, Any] = {ours: metadata.get(f"{arch}.{key}") for ours, key in keys.items()}
+    if missing := [keys[ours] for ours, value in found.items() if value is None]:
+        raise DataError(f"{container.path} lacks {arch}.{missing[0]}")
+    embedding = container.tensors.get(EMBEDDING)
+    if embedding is None:
+        raise DataError(f"{container.path} has no {EMBEDDING}")
+    found["vocab_size"] = embedding.shape[0]
+    is_gpt2 = arch == "gpt2"
+    if is_gpt2 and type(found["n_embd"]) is int and found["mlp_width"] == 4 * found["n_embd"]:
+        found["mlp_width"] = 0
+    if not is_gpt2:
+        heads = found["n_head"]
+        size = found["n_embd"] // heads if type(heads) is int and heads > 0 else 0
+        defaults = {"n_kv_head": heads, "head_dim": size}
+        found |= {ours: metadata.get(f"{arch}.{key}", defaults[ours]) for ours, key in _HEADS.items()}
+        found["rope_base"] = metadata.get(f"{arch}.rope.freq_base", 10_000.0)
+    for key, value in found.items():
+        if isinstance(value, Numbers):
+            raise DataError(f"{container.path}: {key} differs from layer to layer")
+    named = {family.keys[ours][0]: value for ours, value in found.items()}
+    window = metadata.get(f"{arch}.attention.sliding_window")
+    if window and f"{arch}.attention.sliding_window_pattern" in metadata:
+        raise DataError(f"{container.path}: distgpt does not read {arch}.attention.sliding_window_pattern")
+    kind = "mistral" if arch == "llama" and window else arch
+    more = {"sliding_window": window, "use_sliding_window": bool(window), "max_window_layers": 0}
+    bias = {"bias": metadata.get(_BIAS, True)} if is_gpt2 else {}
+    return {"model_type": kind, "tie_word_embeddings": tied, **named, **more, **bias}
+
+
+def _scaling(container: Container, arch: str) -> Mapping[str, Any]:
+    """Return the scaling of RoPE's angles, in the words of transformers."""
+    metadata, factors = container.metadata, container.tensors.get(FACTORS)
+    unnamed = "linear" if f"{arch}.rope.scaling.factor" in metadata else "none"
+    kind = metadata.get(f"{arch}.rope.scaling.type", unnamed)
+    if factors is None:
+        factor = metadata.get(f"{arch}.rope.scaling.factor", 1.0)
+        return {} if kind == "none" else {"rope_type": kind, "factor": factor}
+    if kind != "none":
+        raise DataError(f"{container.path}: {FACTORS} and {arch}.rope.scaling.type scale RoPE in two ways")
+    if len(factors.shape) != 1 or factors.shape[0] > _MOST_FACTORS:
+        raise DataError(f"{container.path}: {FACTORS} has the shape {factors.shape!r:.80}")
+    most = max(float(rows.max()) for _, rows in container.rows(FACTORS))
+    return {
+        "rope_type": "llama3",
+        "factor": float(str(np.float32(most))),
+        "low_freq_factor": metadata.get(_SLOW, 1.0),
+        "high_freq_factor": metadata.get(_FAST, 4.0),
+        "original_max_position_embeddings": metadata.get(f"{arch}.{_OLD_CONTEXT}", 8192),
+    }
+
+
 # Types by our names, with the number that stands for a file of them (general.file_type).
 DTYPES = {
     "float32": ("F32", 0),
@@ -48,7 +224,6 @@ DTYPES = {
     "q4_0": ("Q4_0", 2),
 }
 _POSITIONS = "position_embd.weight"
-_WIDEST = 1 << 17  # elements of a row that is read before its shape is compared with the model's
 
 
 class GgufModel:
@@ -61,10 +236,8 @@ class GgufModel:
         self.path = path
         self.container = read_container(path)
         tensors = self.container.tensors
-        self.has_spare_head = OUTPUT in tensors and _alike(self.container, OUTPUT, EMBEDDING)
-        self.family, self.config = model_in(self.container, OUTPUT not in tensors or self.has_spare_head)
+        self.family, self.config = model_in(self.container, tied=OUTPUT not in tensors)
         expected = {named(each): shape_of(each) for each in self.family.all_mappings(self.config)}
-        expected |= {OUTPUT: expected[EMBEDDING]} if self.has_spare_head else {}
         if (factors := factors_for(self.config)) is not None:
             expected[FACTORS] = factors.shape
         _refuse_others({name: entry.shape for name, entry in tensors.items()}, expected, path)
@@ -85,15 +258,6 @@ class GgufModel:
 
     def tokenizer(self) -> Tokenizer | None:
         return tokenizer_of(self.container)
-
-
-def _alike(container: Container, left: str, right: str) -> bool:
-    """Return if two tensors are the same to the bit, as where a tied output layer is stored twice."""
-    one, other = container.tensors[left], container.tensors.get(right)
-    if other is None or (one.kind, one.shape) != (other.kind, other.shape) or one.shape[-1] > _WIDEST:
-        return False
-    pairs = zip(container.rows(left), container.rows(right), strict=True)
-    return all(np.array_equal(a, b) for (_, a), (_, b) in pairs)
 
 
 def _refuse_others(
@@ -143,9 +307,6 @@ def export_gguf(path: Path, out: Path, dtype: str, note: Note = lambda text: Non
         yield from _encoded(array if order is None else array[order], kind, mapping.ours, path)
 
     note(f"writing {family.title} with {count(config.n_layer, 'layer')} of width {config.n_embd}")
-    wide = [name for name, (kind, shape) in kinds.items() if kind == "F32" and len(shape) > 1]
-    if dtype.startswith("q") and (others := [name for name in wide if name != _POSITIONS]):
-        note(f"{len(others)} of the matrices in float32, as their rows are no multiple of 32")
     write_container(out, metadata, kinds, pieces)
     described = tokenizer.describe() if tokenizer else "none"
     use = f"llama-cli -m {out}, or a Modelfile for Ollama that says FROM ./{out.name}"
