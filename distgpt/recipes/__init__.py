@@ -13,7 +13,8 @@ from distgpt.core.cpu.stages import Stage
 
 def followed(asked: Asked, stage: Stage, say: Say) -> Asked:
     """Return the request with settings in place of recipes. Collective."""
-    from distgpt.recipes.derived import derived, everywhere, with_decay
+    from distgpt.core.comm.agree import everywhere
+    from distgpt.recipes.derived import derived, with_decay
 
     if asked.decay_from is not None:
         asked = everywhere(stage.comm, lambda: with_decay(asked))  # first: it names the run that resumes

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from distgpt.core.base.errors import DataError, Say, UsageError, refuse_beside
-from distgpt.core.comm.agree import broadcast, on_root
+from distgpt.core.comm.agree import on_root
 from distgpt.core.comm.api import Comm
 from distgpt.core.config import SETTINGS, RunConfig, TrainConfig
 from distgpt.core.config.asked import Asked, resumed
@@ -23,13 +22,6 @@ from distgpt.core.train.plan import begins_anew, new_run
 from distgpt.core.train.resume import find_run, saved_run
 
 TUNING_TOKENS = 4096  # tokens of a step that learns chats, about
-
-
-def everywhere(comm: Comm, find: Callable[[], Asked]) -> Asked:
-    """Return on every rank what rank 0 makes of what is asked for. Collective."""
-    found: list[Asked] = []
-    on_root(comm, lambda: found.append(find()))
-    return found[0] if comm.size == 1 else broadcast(comm, found[0] if found else None)
 
 
 def derived(asked: Asked, ranks: int, say: Say = lambda text: None) -> Asked:

@@ -41,6 +41,7 @@ class Text:
     tokens: float
     vocab_size: int
     tokenizer: str = ""  # to learn, as --tokenizer takes it; "": the text has one
+    difficulty: float = 1.0  # times as many bits per byte as in the text that the laws were fitted to
 
 
 def width(depth: int) -> int:
@@ -164,6 +165,8 @@ class Law:
 PAIRS_LAW = Law(E=0.0457, A=4.9509, a=0.3, B=4.212, b=0.065)  # of runs that begin with pairs
 LAW = Law(E=0.66, A=17.3338, a=0.3, B=249.1379, b=0.4)  # of longer ones; both of docs/explanation/learning.md
 LAWS_VOCABULARY = 8192
+# What the laws say is off by about as much, as a share: see docs/explanation/learning.md.
+EXPECTED_WITHIN = 0.1
 # Reading a text again teaches less: from the second time on 1/e as much after this many times, and all times
 # together as much as so many new texts (arXiv 2305.16264).
 REPEATED = 15.0
@@ -185,13 +188,19 @@ class Choice:
     bits_per_byte: float
 
 
+def bits_range(bits: float) -> str:
+    """Return between which two figures the bits per byte are expected."""
+    low, high = (bits * (1 + off) for off in (-EXPECTED_WITHIN, EXPECTED_WITHIN))
+    return f"{low:.2f} to {high:.2f}"
+
+
 def expected_bits(depth: int, tokens: float, text: Text) -> float:
     """Return about how many bits per byte a model has after this many tokens, some of them read again."""
     repeated = max(0.0, tokens / text.tokens - 1)
     new = min(tokens, text.tokens) + text.tokens * REPEATED * (1 - math.exp(-repeated / REPEATED))
     law = PAIRS_LAW if tokens <= PAIRS_UP_TO else LAW
     same = bytes_per_token(text.vocab_size) / bytes_per_token(LAWS_VOCABULARY)
-    return law.bits_per_byte(matrices(depth), same * new)
+    return text.difficulty * law.bits_per_byte(matrices(depth), same * new)
 
 
 def flops(depth: int, text: Text) -> float:

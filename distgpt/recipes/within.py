@@ -4,32 +4,37 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable
-from dataclasses import astuple, dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from distgpt.core.base.errors import Say
 from distgpt.core.base.formatting import clock, count, parse_duration
-from distgpt.core.comm.agree import on_root
+from distgpt.core.comm.agree import everywhere, on_root
 from distgpt.core.components import components
 from distgpt.core.config import RunConfig
 from distgpt.core.config.asked import Asked
 from distgpt.core.cpu import first_use
 from distgpt.core.cpu.stages import Notes, Stage, report_compiling
 from distgpt.core.data.batches import ArrayTokens, Batches
+from distgpt.core.data.textfile import resolve_data
 from distgpt.core.data.tokenizers import AUTO, BYTE, load_tokenizer
 from distgpt.core.train.plan import DTYPE, begins_anew, is_open
 from distgpt.core.train.resume import saved_run
+from distgpt.core.train.run import Run
 from distgpt.core.train.seams import KEPT
 from distgpt.core.train.setup import compile_once_per_node, make_steps
 from distgpt.corpora.tokenizers.bpe import LARGE, learned_size
-from distgpt.recipes.depth import text_of, titled
-from distgpt.recipes.derived import configured, everywhere
-from distgpt.recipes.scaling import Choice, Text, choose
+from distgpt.recipes.depth import holds_out, text_of, titled
+from distgpt.recipes.derived import configured
+from distgpt.recipes.difficulty import difficulty
+from distgpt.recipes.scaling import EXPECTED_WITHIN, Choice, Text, bits_range, choose
 
 STEP_SECONDS = 1.5  # time steps of a depth for this long
 MOST_MEASURING = 0.04  # of the time
+FEWER = 0.8  # of the planned steps: others use the machine. Evaluations and writing take some of the time.
 SHORTER = 0.9  # a run that needs more of its time than this takes all of it
 
 
@@ -78,7 +83,7 @@ def with_clock(asked: Asked, stage: Stage, say: Say) -> Asked:
 
     if not on_root(stage.comm, chooses):
         return _with_steps(everywhere(stage.comm, as_before), stage, seconds, say)
-    text = Text(*on_root(stage.comm, lambda: astuple(text_of(asked.settings()))))
+    text, held_out = everywhere(stage.comm, lambda: _text(asked.settings()))
     probes = GPU_PROBES if stage.on_gpu else CPU_PROBES
 
     def smallest() -> RunConfig:
@@ -88,12 +93,41 @@ def with_clock(asked: Asked, stage: Stage, say: Say) -> Asked:
     found, rest = measured_choice(asked, compiled, seconds, text, say, probes)
     if stage.comm.rank == 0:
         read, times = f"{found.tokens / 1e6:.2g} M tokens", f"{found.tokens / text.tokens:.2g} times the text"
-        until = f", and ends after about {clock(rest)}: the text is too short for more" * (rest < seconds)
-        say(f"--within: depth {found.depth} reads about {read}, {times}{until}")
+        expected = f"{bits_range(found.bits_per_byte)} bits per byte on text that it has not seen"
+        say(f"--within: depth {found.depth} reads about {read}, {times}, and should reach {expected}")
+        if rest < seconds:
+            say(f"--within: the run ends after about {clock(rest)}: the text is too short for more")
+        if not held_out:
+            say("--within: no text is held out to check this estimate; --val-fraction 0.1 holds out a tenth")
     # If it needs little of the time, its steps end it: a clock would count what it does before the first one.
     given["train_minutes"] = 0.0 if rest < seconds and found.seconds < seconds / 2 else rest / 60
-    uncounted = compiled.begun - stage.begun
-    return replace(asked, given=given, depth=found.depth, tokens=found.tokens, uncounted=uncounted)
+    uncounted, bits = compiled.begun - stage.begun, found.bits_per_byte
+    asked = replace(asked, given=given, expected_bits=bits, uncounted=uncounted)
+    return replace(asked, depth=found.depth, tokens=found.tokens)
+
+
+def _text(given: Mapping[str, Any]) -> tuple[Text, bool]:
+    """Return what is known of the text before it is read, and whether some of it is held out. For rank 0."""
+    hard = difficulty(resolve_data(str(given.get("data", "corpus"))))
+    return replace(text_of(given), difficulty=hard), holds_out(given)
+
+
+def outcome(expected: float, run: Run) -> str:
+    """Compare a new run with what was expected of it, and say why it differs; "" if nothing was expected."""
+    t, made, best = run.settings, run.progress.step, run.checkpoints.best
+    why = []
+    if t.train_minutes and made < FEWER * t.steps:
+        fewer = f"about {count(t.steps, 'step')}, of which {made:,} were taken in the time"
+        why.append(f"{fewer}: do other programs use this machine?")
+    reached = run.bits_per_byte(best.loss) if best else None
+    if not expected or reached is None:
+        return "".join(why)
+    trained = run.report.bits_per_byte(run.progress.loss)
+    if reached > (most := (1 + EXPECTED_WITHIN) * expected):
+        if trained and trained <= most:
+            why.append(f"training reached {trained:.2f}, so the text that is held out differs from the rest")
+        why = why or ["this text is harder than those that the estimate was made for"]
+    return "; ".join([f"{bits_range(expected)} bits per byte, reached {reached:.2f}", *why])
 
 
 def _with_steps(asked: Asked, stage: Stage, seconds: float, say: Say) -> Asked:

@@ -220,13 +220,15 @@ def test_within_chooses_a_depth_and_ends_with_its_time(tmp_path):
     notes, t, metrics = within(tmp_path / "long.txt", 8, tmp_path / "run", tokenizer="byte")
     assert t.train_minutes == pytest.approx(8 / 60) and t.optimizer == "muon"
     assert metrics[-1]["lr"] == pytest.approx(t.min_lr) and not t.eval_every
-    assert "--within: depth" in notes and "ends after" not in notes
+    assert "bits per byte on such text that it has not seen" in notes and "--val-fraction 0.1" in notes
+    assert "the run ends after" not in notes
 
 
 def test_within_reads_no_short_text_until_it_is_learned_by_heart(tmp_path):
     notes, t, metrics = within(resolve_data("story"), 600, tmp_path / "run", val_fraction=0.1)
-    assert "ends after about 0:" in notes and not t.train_minutes
+    assert "the run ends after about 0:" in notes and not t.train_minutes
     assert metrics[-1]["step"] == t.steps  # its passes end it, not the clock
+    assert "on the text that is held out" in notes and "--val-fraction" not in notes
     read = t.batch_size * RunDirectory(tmp_path / "run").saved().model.seq_len * metrics[-1]["step"]
     assert read < 30 * resolve_data("story").stat().st_size  # a busy machine measures what it gets
     # How many steps it came to depends on what else the machine did; which of them are evaluated does not.

@@ -2,6 +2,7 @@
 
 import json
 import re
+from types import SimpleNamespace
 
 from conftest import SMALL, inside
 
@@ -9,10 +10,14 @@ import distgpt as library
 from distgpt.cluster.launch import job
 from distgpt.core.base.errors import escape_model_text
 from distgpt.core.comm.serial import SerialComm
+from distgpt.core.config import TrainConfig
 from distgpt.core.cpu.compiling import processor
 from distgpt.core.cpu.compiling.processor import AVX2, AVX512, AVX512_BF16
 from distgpt.core.cpu.stages import open_stage
 from distgpt.core.generate.engine import sample
+from distgpt.core.saved.checkpoint import Best
+from distgpt.core.train.progress import Progress
+from distgpt.recipes.within import outcome
 
 
 def notices(out, *args):

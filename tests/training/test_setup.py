@@ -19,7 +19,7 @@ from distgpt.core.train.setup import micro_batches_so_far, open_run, set_up
 from distgpt.measure.profile.session import open_steps
 
 PARTS = ("open_run", "_texts_of", "_load", "_open_directory", "_assemble")  # open_run, and its parts
-TAKE_PLANS = {"core.train.plan:encode", *(f"core.train.setup:{name}" for name in PARTS)}
+TAKE_PLANS = {f"core.train.setup:{name}" for name in PARTS}
 
 
 def test_what_a_function_needs_of_a_plan_is_passed_to_it():

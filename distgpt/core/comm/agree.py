@@ -100,6 +100,13 @@ def shared(error: DistgptError) -> DistgptError:
     return error
 
 
+def everywhere(comm: Comm, find: Callable[[], T]) -> T:
+    """Return on every rank what `find` returns on rank 0, pickled, or raise its DistgptError. Collective."""
+    found: list[T] = []
+    on_root(comm, lambda: found.append(find()))
+    return found[0] if comm.size == 1 else cast(T, broadcast(comm, found[0] if found else None))
+
+
 def broadcast(comm: Comm, value: Any = None) -> Any:
     """Return rank 0's value, which may be any that pickle takes, on every rank. Collective."""
     return pickle.loads(comm.broadcast_bytes(pickle.dumps(value) if comm.rank == 0 else None))

@@ -54,6 +54,7 @@ class Asked:
     # What recipes leave beside `given`.
     derived: Mapping[str, Value] = field(default_factory=dict)  # settings between preset and file
     title: str = ""  # a name for the run
+    expected_bits: float = 0.0  # per byte of text that is held out, as --within expects; 0: unknown
     uncounted: float = 0.0  # seconds of this process that are none of the run's time
 
     @property

@@ -10,20 +10,18 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from distgpt.core.base.errors import DataError, Say, UsageError, nearest, refuse_beside
 from distgpt.core.base.formatting import count
-from distgpt.core.comm.agree import on_root
+from distgpt.core.comm.agree import everywhere, on_root
 from distgpt.core.components import components, extra_settings
 from distgpt.core.config import AUTO_DTYPE, RunConfig, TrainConfig, differences
 from distgpt.core.config.asked import Asked, resolve, resumed
 from distgpt.core.cpu.stages import Stage
 from distgpt.core.data.batches import refuse_uneven
 from distgpt.core.data.textfile import resolve_data
-from distgpt.core.data.tokenizers import tokenizer_from_json
 from distgpt.core.saved.checkpoint import State, load_state
-from distgpt.core.saved.modelfile import Base, Description, read_description
+from distgpt.core.saved.modelfile import Description, read_description
 from distgpt.core.saved.rundir import RunDirectory, place_for
 from distgpt.core.saved.weights import weights_of
 from distgpt.core.train.resume import (
@@ -60,9 +58,7 @@ def make_plan(stage: Stage, asked: Asked, say: Say) -> Plan:
     """
     ranks = stage.comm.size
     on_gpu = stage.on_gpu
-    if ranks == 1:
-        return _decide(asked, ranks, on_gpu, say)
-    return decode(on_root(stage.comm, lambda: encode(_decide(asked, ranks, on_gpu, say))))
+    return everywhere(stage.comm, lambda: _decide(asked, ranks, on_gpu, say))
 
 
 def _decide(asked: Asked, ranks: int, on_gpu: bool, say: Say) -> Plan:
@@ -138,54 +134,6 @@ def _refuse_moved(t: TrainConfig) -> None:
         except DataError as error:
             raise DataError(f"{error}: {option} says where the text of this run is now") from None
     components().model(t).refuse_moved(t)
-
-
-# What rank 0 sends to the others. One process has the plan itself.
-
-
-def encode(plan: Plan) -> dict[str, object]:
-    """Return a plan as JSON."""
-    own = {name: getattr(plan, name) for name in ("changes", "is_finished", "until", "uncounted")}
-    return {
-        **own,
-        "config": asdict(plan.config),
-        "directory": str(plan.directory.path),
-        "checkpoint": plan.checkpoint and str(plan.checkpoint),
-        "state": plan.state.to_json(),
-        "origin": plan.origin and _encode_description(plan.origin),
-    }
-
-
-def decode(wire: dict[str, Any]) -> Plan:
-    """Return the plan that was encoded."""
-    own = {
-        "config": RunConfig.from_dict(wire["config"]),
-        "directory": RunDirectory(Path(wire["directory"])),
-        "checkpoint": Path(wire["checkpoint"]) if wire["checkpoint"] else None,
-        "state": State.from_json(wire["state"]),
-        "origin": wire["origin"] and _decode_description(wire["origin"]),
-        "changes": {name: (before, now) for name, (before, now) in wire["changes"].items()},
-    }
-    return Plan(**{**wire, **own})
-
-
-def _encode_description(model: Description) -> dict[str, object]:
-    return {
-        "run": asdict(model.run),
-        "tokenizer": model.tokenizer and model.tokenizer.to_json(),
-        "rounded": model.rounded,
-        "part": model.part,
-        "base": model.base and asdict(model.base),
-    }
-
-
-def _decode_description(wire: dict[str, Any]) -> Description:
-    own = {
-        "run": RunConfig.from_dict(wire["run"]),
-        "tokenizer": wire["tokenizer"] and tokenizer_from_json(wire["tokenizer"], "rank 0's tokenizer"),
-        "base": wire["base"] and Base(**wire["base"]),
-    }
-    return Description(**{**wire, **own})
 
 
 # The configuration: all settings of a run, from what is asked for

@@ -23,7 +23,7 @@ import numpy as np
 from distgpt.core.base.errors import DataError, DisagreementError, Say, UsageError
 from distgpt.core.base.files import storage_errors
 from distgpt.core.base.formatting import count
-from distgpt.core.comm.agree import on_root, shared
+from distgpt.core.comm.agree import everywhere, on_root, shared
 from distgpt.core.components import Components, components
 from distgpt.core.config import RunConfig, TrainConfig
 from distgpt.core.cpu.first_use import COMPILING
@@ -35,7 +35,7 @@ from distgpt.core.saved.modelfile import read_description
 from distgpt.core.saved.rundir import RunDirectory
 from distgpt.core.saved.tensors import HostArray, fingerprint, read_header, read_rows
 from distgpt.core.train.loop import settle
-from distgpt.core.train.plan import Plan, decode, encode, refuse_unsuited
+from distgpt.core.train.plan import Plan, refuse_unsuited
 from distgpt.core.train.progress import Progress
 from distgpt.core.train.run import BadStep, Run
 from distgpt.core.train.seams import Judge
@@ -111,13 +111,13 @@ def replay(again: Again) -> Found | None:
     with storage_errors("create a folder in", Path(os.environ.get("TMPDIR", "/tmp"))):
         folder = Path(tempfile.mkdtemp(prefix="distgpt-replay-")) if comm.rank == 0 else Path()
     try:
-        task = on_root(comm, lambda: again.task(folder / "run"))
+        task = everywhere(comm, lambda: again.task(folder / "run"))
         tokenized = again.path.resolve().parent / "tokenized"
         if comm.rank == 0 and tokenized.is_dir():
             (folder / "tokenized").symlink_to(tokenized)
         if task["threads"]:
             stage = replace(stage, threads=task["threads"])
-        plan = decode(task["plan"])
+        plan = task["plan"]
         run = open_run(plan, stage, again, parts=Replayed())
         if task["data"] and run.batches.fingerprint != task["data"]:
             changed = f"{plan.config.train.data} or its tokenizer has changed since the run"
@@ -199,7 +199,7 @@ class Again:
             ]
         )
         return {
-            "plan": encode(_plan(config, RunDirectory(folder), checkpoint, state, self.last)),
+            "plan": _plan(config, RunDirectory(folder), checkpoint, state, self.last),
             "data": facts.data if facts else state.corpus or "",  # the text's fingerprint, "" if not known
             "elapsed": [*_elapsed(record, config, steps).items()],  # parts of the time, for learning rates
             "skipped": [*record.skipped.items()],  # batches that were left out, from such a step on
