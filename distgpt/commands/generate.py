@@ -245,7 +245,7 @@ def serve(
         from distgpt.inference.decoding.batched import rehearse_together
 
         rehearse_together(side_by_side)
-    Server(loaded, side_by_side, shown, listen_on, listener).run()
+    Server(loaded, side_by_side, shown, listen_on, listener).serve_model()
 
 
 # The benchmarks of inference/evaluation/questions.py, and what each option takes.

@@ -14,14 +14,13 @@ from contextlib import suppress
 from urllib.error import HTTPError
 
 import pytest
-from conftest import inside
+from conftest import SMALL, inside
 from prometheus_client.parser import text_string_to_metric_families
 
 from distgpt.callbacks.monitoring import exporter
 from distgpt.callbacks.monitoring.exporter import Exporter, Port, Textfile, parsed_address
 from distgpt.core.base.errors import StorageError, UsageError
 from distgpt.core.base.interrupts import Interrupted
-from distgpt.inference.serving.metrics import Metrics
 
 
 def parsed(text):
@@ -216,44 +215,12 @@ def test_an_address_may_stand_before_a_port():
             parsed_address(wrong)
 
 
-def test_the_server_has_the_same_format():
-    served = Metrics()
-    served.answered.labels(200).inc(3)
-    served.whole.observe(0.3)
-    page, kind = served.page("", {"lanes": 4})
-    found = parsed(page.decode())
-    assert kind.startswith("text/plain; version=0.0.4") and served.mean_seconds == 0.3
-    assert not any(name.endswith("_created") for name in found)
-    assert found["distgpt_requests_total"] == {(("status", "200"),): 3}
-    buckets = found["distgpt_request_seconds_bucket"]
-    assert (
-        buckets[(("le", "0.5"),)] == 1 and buckets[(("le", "0.25"),)] == 0 and buckets[(("le", "+Inf"),)] == 1
-    )
-    assert found["distgpt_request_seconds_sum"] == {(): 0.3} and found["distgpt_lanes"] == {(): 4}
-
-
-SMALL = (
-    "--n-layer",
-    1,
-    "--n-embd",
-    16,
-    "--n-head",
-    2,
-    "--seq-len",
-    16,
-    "--batch-size",
-    2,
-    "--dtype",
-    "float32",
-)
-
-
 def test_a_run_writes_metrics_and_a_log_of_objects_alone(tmp_path):
     """One run for all of it: what the command passes on, and in which order."""
-    args = ("--out", "run", "--steps", 6, "--val-fraction", 0.05, "--sample-every", 3, "--threads", 1)
+    args = ("--out", "run", "--steps", "6", "--val-fraction", "0.05", "--sample-every", "3", "--threads", "1")
     watched = ("--log-format", "json", "--metrics-textfile", tmp_path, "--metrics-port", "0")
     before = time.time()
-    done = inside("train", *map(str, (*SMALL, *args, *watched)), cwd=tmp_path)
+    done = inside("train", *SMALL, *args, *watched, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     (path,) = tmp_path.glob("*.prom")
     page = path.read_text()
@@ -275,7 +242,7 @@ def test_a_run_writes_metrics_and_a_log_of_objects_alone(tmp_path):
     samples = [each["step"] for each in told if each["event"] == "sample"]
     assert samples == [3, 6, 6], "each sample is one object, also the one after the run"
 
-    again = inside("train", *map(str, (*SMALL, *args, *watched)), cwd=tmp_path)
+    again = inside("train", *SMALL, *args, *watched, cwd=tmp_path)
     (end,) = map(json.loads, again.stderr.splitlines())
     assert (end["event"], end["level"], end["exit_code"], again.returncode) == ("end", "error", 2, 2)
     assert "holds this run already" in end["message"]

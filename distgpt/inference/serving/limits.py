@@ -62,7 +62,7 @@ class ListenOn:
 
 @dataclass(slots=True, eq=False)
 class Refusal(Exception):
-    """A request that is answered by an error, in OpenAI's words."""
+    """A request that is answered by an error, as OpenAI's API writes it."""
 
     status: int
     text: str
@@ -71,8 +71,8 @@ class Refusal(Exception):
     headers: dict[str, str] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
-        kind = {429: "rate_limit_error"}.get(self.status, "invalid_request_error")
-        kind = "server_error" if self.status >= 500 else kind
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        kind = "rate_limit_error" if self.status == 429 else kind
         return {"error": {"message": self.text, "type": kind, "param": self.param, "code": self.code}}
 
 
@@ -81,18 +81,5 @@ def invalid(text: str, param: str | None = None, code: str | None = None) -> Ref
     return Refusal(400, text, param=param, code=code)
 
 
-def too_large(most: int) -> Refusal:
-    return Refusal(413, f"the body is longer than {most:,} bytes", headers={"Connection": "close"})
-
-
-def overloaded(seconds: int) -> Refusal:
-    text = f"too many requests wait already: try again in {seconds} s"
-    return Refusal(429, text, code="queue_full", headers={"Retry-After": str(seconds)})
-
-
-def leaving() -> Refusal:
-    return Refusal(503, "the server is shutting down", code="shutting_down")
-
-
-def too_late(seconds: float) -> Refusal:
-    return Refusal(504, f"the request took longer than {seconds:g} s", code="timeout")
+def overloaded() -> Refusal:
+    return Refusal(429, "too many requests are waiting", code="queue_full", headers={"Retry-After": "2"})
