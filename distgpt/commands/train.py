@@ -68,8 +68,8 @@ def _begin_log(context: click.Context, param: click.Parameter, value: str) -> st
 
 
 def write_json(context: click.Context, *how: str) -> None:
-    """Let all that this command writes from now on be JSON; `how`: see callbacks/monitoring/structured.py."""
-    from distgpt.callbacks.monitoring.structured import as_json
+    """Let all that this command writes from now on be JSON; `how`: see callbacks/structured.py."""
+    from distgpt.callbacks.structured import as_json
 
     context.find_root().with_resource(as_json(*how))
 
@@ -242,11 +242,11 @@ def _recorders(
     """Return what makes the listeners that record a run, besides those that show it."""
     recorders: list[Callable[[], Closing]] = []
     if metrics_textfile is not None:
-        from distgpt.callbacks.monitoring.exporter import Textfile
+        from distgpt.callbacks.exporter import Textfile
 
         recorders.append(partial(Textfile, metrics_textfile))
     if metrics_port is not None:
-        from distgpt.callbacks.monitoring.exporter import Port
+        from distgpt.callbacks.exporter import Port
 
         recorders.append(partial(Port, metrics_port))
     if tensorboard:
@@ -272,7 +272,7 @@ def _listeners(
             return []
         display: Closing
         if shown == "json":
-            from distgpt.callbacks.monitoring.structured import JsonLines
+            from distgpt.callbacks.structured import JsonLines
 
             display = JsonLines(log_lines)
         elif shown == "live" or (shown == "auto" and comm.size == 1 and sys.stdout.isatty()):
@@ -336,7 +336,7 @@ def _report(run: Any, asked: Asked, as_json: bool) -> None:
     length = 60 if run.settings.lora_rank else 240  # with adapters a token makes all matrices
     text = "" if talks else sample(run.model, run.tokenizer, 0, length).strip()
     if as_json and text:  # one object, and not one for each of its lines
-        from distgpt.callbacks.monitoring.structured import JsonLines
+        from distgpt.callbacks.structured import JsonLines
 
         JsonLines().sampled(best.step if has_risen else run.progress.step, text)
     elif not talks:
