@@ -82,7 +82,7 @@ _FAULTS = {
     ("core/train/checkpoints.py", "training/test_saving.py"): [
         ("a copy is not taken", "groups = self._copy.update(live) if self._copy else", "groups ="),
     ],
-    ("callbacks/timed.py", "training/test_clock.py"): [
+    ("callbacks/attach.py", "training/test_clock.py"): [
         ("the time before a stop is forgotten", "begun - spent", "begun"),
         ("the last step ends too late", "end + usual > total", "end > total + usual"),
     ],
