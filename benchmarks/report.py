@@ -13,7 +13,7 @@ from typing import Any
 
 import click
 import forward_tables
-import scaling_page
+import scaling
 import train_beside_torch
 from record import end_with_errors
 
@@ -31,7 +31,7 @@ KINDS: dict[str, tuple[str, Callable[[Result], list[Block]]]] = {
     "forward": ("Forward pass", forward_tables.blocks),
     "train": ("Training", train_beside_torch.blocks),
     "infer": ("Inference", infer.blocks),
-    "scaling": ("Scaling", scaling_page.blocks),
+    "scaling": ("Scaling", scaling.blocks),
     "allreduce": ("Sums over ranks", lambda found: [allreduce.time_chart(found), *allreduce.blocks(found)]),
 }
 # What a file may raise that has our form and not our contents.
@@ -80,7 +80,7 @@ def assemble(results: Sequence[Result], foreign: Sequence[str]) -> str:
                 sections.append(_section(result))
             except DAMAGED:
                 strange.append(str(result.get("file", f"{kind}: {result.get('name')}")))
-    lead = f"{count(len(sections), 'result')} of distgpt bench. Predictions are dashed, and labelled as such."
+    lead = f"{count(len(sections), 'result')} of distgpt bench."
     if strange:
         text = "These files are no results of distgpt bench, or damaged, and left out: " + ", ".join(strange)
         sections.append(Section("Left out", [Paragraph(text)]))

@@ -153,7 +153,9 @@ class Watchdog:
             signal.set_wakeup_fd(self._former)
         self._wakes.send(b"\0")
         self._thread.join(SECONDS_BETWEEN)
-        for end in filter(None, (self._woken, self._wakes, self._reports)):
+        if self._reports:
+            self._reports.close()
+        for end in (self._woken, self._wakes):
             end.close()
 
     def after_step(self, done: Finished) -> dict[str, float]:
