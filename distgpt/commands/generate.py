@@ -167,8 +167,7 @@ def chat(stage: str, threads: int | None, gpu: GpuConfig, system: str, speed: bo
     announce_sample(options["weights"], ready.comm.rank, "chat")
     from distgpt.core.generate.engine_setup import SAMPLE, ModelSpec
     from distgpt.corpora.chats.format import ChatFormat, was_tuned_on_chats
-    from distgpt.inference.generation.chat import Conversation
-    from distgpt.inference.generation.chat_terminal import Chat
+    from distgpt.inference.generation.chat import Chat, Conversation
 
     loaded = ModelSpec(part=options.pop("adapter"), **options).load(ready)
     talk = ChatFormat(loaded.tokenizer)

@@ -105,8 +105,7 @@ class App:
             if self._where.log != "quiet":
                 what = escape(f"{(scope['client'] or ['-'])[0]} {scope['method']} {scope['path']:.200}")
                 took = f"{status} {time.monotonic() - begun:.3f} s{scope.get(NOTE, '')}"
-                with suppress(OSError):  # nobody reads them any more
-                    print_lines(f"{time.strftime('%H:%M:%S')} {what} {took}", err=True)
+                print_lines(f"{time.strftime('%H:%M:%S')} {what} {took}", err=True)
 
     def _admit(self, request: Request, with_key: bool = True) -> None:
         """Reject requests without the key. Without a key, reject unknown Host headers (DNS rebinding)."""
