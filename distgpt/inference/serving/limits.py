@@ -20,7 +20,6 @@ class Limits:
     seconds: float = setting(300.0, "The most seconds for a request.", low=0.1, flag="--max-seconds")
     values: int = 1 << 20  # tokens and log-probabilities of an answer
     everything: int = 1 << 22  # the same of all open requests and their prompts: about 110 bytes each
-    unread: int = 1024  # tokens kept for a client that reads slowly, until its samples wait
     connections: int = 512
 
     def __post_init__(self) -> None:

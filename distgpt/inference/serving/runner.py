@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -52,56 +51,35 @@ class Call:
     All of it happens in the event loop's thread, but for `requests`, which never change.
     """
 
-    def __init__(
-        self,
-        requests: Sequence[Request],
-        size: int,
-        most_unread: int,
-        hold: Callable[[Call, bool], None],
-        begun: float,
-    ) -> None:
-        """`hold` lets the samples of the call wait for its client, or go on."""
+    def __init__(self, requests: Sequence[Request], size: int, begun: float) -> None:
         self.requests, self.size, self.begun = requests, size, begun
         self.left = sum(request.n for request in requests)  # samples that have not ended
-        self.answered = False  # its first token is there
-        self.failure: Refusal | None = None
-        self._most_unread, self._hold, self._is_held = most_unread, hold, False
-        self._unread: deque[tuple[int, Event]] = deque()
-        self._news = asyncio.Event()
+        self.answered = self.failed = False  # answered: its first token is there
+        self._unread: asyncio.Queue[tuple[int, Event] | Refusal] = asyncio.Queue()
 
     @property
     def is_over(self) -> bool:
-        return self.left == 0 or self.failure is not None
+        return self.left == 0 or self.failed
 
     def add(self, index: int, event: Event) -> None:
-        """Keep an event of the request `index`; where there are too many to read, its samples wait."""
-        self._unread.append((index, event))
+        """Keep an event of the request `index`."""
+        self._unread.put_nowait((index, event))
         self.left -= event.reason is not None
-        self._news.set()
-        if not self._is_held and len(self._unread) >= self._most_unread:
-            self._is_held = True
-            self._hold(self, True)
 
     def fail(self, why: Refusal) -> None:
         if not self.is_over:
-            self.failure = why
-            self._unread.clear()
-            self._news.set()
+            self.failed = True
+            self._unread.put_nowait(why)
 
     async def events(self) -> AsyncGenerator[tuple[int, Event]]:
         """Each event with the number of its request; ends with the last. Raises why there are no more."""
-        while True:
-            while self._unread:
-                yield self._unread.popleft()
-                if self._is_held and len(self._unread) <= self._most_unread // 2:
-                    self._is_held = False
-                    self._hold(self, False)
-            if self.failure is not None:
-                raise self.failure
-            if self.left == 0:
-                return
-            self._news.clear()
-            await self._news.wait()
+        left = sum(request.n for request in self.requests)
+        while left:
+            found = await self._unread.get()
+            if isinstance(found, Refusal):
+                raise found
+            yield found
+            left -= found[1].reason is not None
 
 
 class Runner:
@@ -145,7 +123,7 @@ class Runner:
     def submit(self, requests: Sequence[Request], size: int, begun: float) -> Call:
         """Answer what arrived at `begun`. Refuses what is too much."""
         limits = self._limits
-        call = Call(requests, size, limits.unread, self._hold, begun)
+        call = Call(requests, size, begun)
         self._refuse_beyond("samples", self._lanes + limits.queue, call, lambda each: each.left)
         self._refuse_beyond("tokens and logprobs", limits.everything, call, lambda each: each.size)
         self._calls.add(call)
@@ -169,9 +147,6 @@ class Runner:
             self.metrics.whole.observe(time.monotonic() - call.begun)
             self._inbox.put(partial(self._end, call))
             self._calls.discard(call)
-
-    def _hold(self, call: Call, held: bool) -> None:
-        self._inbox.put(partial(self._let_wait, call, held))
 
     def _deliver(self, events: list[tuple[Call, int, Event]]) -> None:
         now, made = time.monotonic(), 0
@@ -241,11 +216,6 @@ class Runner:
         for ticket in [ticket for ticket, (of, _) in self._tickets.items() if of is call]:
             self._engine.cancel(ticket)
             del self._tickets[ticket]
-
-    def _let_wait(self, call: Call, held: bool) -> None:
-        for ticket, (of, _) in self._tickets.items():
-            if of is call:
-                self._engine.hold(ticket, held)
 
     def _post(self, act: Callable[..., None], *what: object) -> None:
         try:
