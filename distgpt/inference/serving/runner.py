@@ -195,7 +195,7 @@ class Runner:
         """Do all that the inbox holds; wait for something if there is nothing to compute. False: end."""
         while True:
             try:
-                act = self._inbox.get(block=self._engine.is_waiting)
+                act = self._inbox.get(block=self._engine.is_idle)
             except Empty:
                 return True
             if act is None:
