@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import click
-import forward_tables
+import forward_work
 import scaling
 import train_beside_torch
 from record import end_with_errors
@@ -28,7 +28,7 @@ Result = dict[str, Any]
 
 # In the order of the page: the heading, and what shows a result of the kind.
 KINDS: dict[str, tuple[str, Callable[[Result], list[Block]]]] = {
-    "forward": ("Forward pass", forward_tables.blocks),
+    "forward": ("Forward pass", forward_work.blocks),
     "train": ("Training", train_beside_torch.blocks),
     "infer": ("Inference", infer.blocks),
     "scaling": ("Scaling", scaling.blocks),
