@@ -252,21 +252,18 @@ class Watchdog:
 
     def _account(self, now: float, idle: float) -> str:
         """Return what every rank is doing."""
-        own = self._activity
-        lines = [f"no progress for {long_duration(idle)}, at step {own.step + 1}:"]
-        here = f"{own.doing} for {long_duration(now - own.since)}"
-        lines.append(f"  rank 0 on {platform.node()} (process {os.getpid()}): {here}")
-        for rank in range(1, self._size):
-            if rank not in self._seen:
-                lines.append(f"  rank {rank}: no report yet")
-                continue
-            at, _, seen = self._seen[rank]
-            doing, step, silent = seen["doing"], seen["step"] + 1, now - at
-            where = f"{doing} for {long_duration(seen['seconds'])}, at step {step}"
+        own, rows = self._activity, {}
+        rows[0] = (
+            f"{platform.node()} (process {os.getpid()}): {own.doing} for {long_duration(now - own.since)}"
+        )
+        for rank, (at, _, seen) in self._seen.items():
+            silent, doing, at_step = now - at, seen["doing"], f"at step {seen['step'] + 1}"
+            where = f"{doing} for {long_duration(seen['seconds'])}, {at_step}"
             if silent > QUIET * SECONDS_BETWEEN:
-                where = f"silent for {long_duration(silent)}, last {doing} at step {step}"
-            lines.append(f"  rank {rank} on {seen['host']} (process {seen['pid']}): {where}")
-        return "\n".join(lines)
+                where = f"silent for {long_duration(silent)}, last {doing} {at_step}"
+            rows[rank] = f"{seen['host']} (process {seen['pid']}): {where}"
+        ranks = (f"  rank {rank} on {rows.get(rank, 'an unknown host')}" for rank in range(self._size))
+        return "\n".join([f"no progress for {long_duration(idle)}, at step {own.step + 1}:", *ranks])
 
     def _show_stack(self) -> None:
         """Print where in the code the main thread of this rank is, on its own standard error."""

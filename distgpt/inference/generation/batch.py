@@ -17,7 +17,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from distgpt.core.base.checked import LARGEST_JSON, parse_json
 from distgpt.core.base.errors import DataError, UsageError, print_lines
@@ -31,22 +31,15 @@ from distgpt.core.generate.engine import Collector, Engine
 from distgpt.core.generate.engine_setup import MOST_SLOTS, ModelSpec
 from distgpt.core.generate.request import REQUEST_SETTINGS, Completion, Request
 
+if TYPE_CHECKING:
+    from distgpt.core.train.assessment import Progress
+
 ROOM = 2 * MOST_SLOTS  # prompts that a rank has at once, so that none of its slots is idle
 SYNC = 0.5  # seconds between two exchanges: a rank that has nothing to do waits this long for others
 BEGINNING = b'{"line": '  # of every answer
 
 Answer = tuple[int, list[Completion]]  # the number of a request, and its samples
 Share = list[tuple[int, Request]]  # requests of a rank, with their numbers
-
-
-class Progress(Protocol):
-    """Shows how far a file of prompts is."""
-
-    def began(self, total: int, done: int) -> None: ...
-
-    def advanced(self, done: int, tokens: int) -> None: ...
-
-    def close(self) -> None: ...
 
 
 def infer_file(
