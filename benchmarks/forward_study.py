@@ -20,11 +20,12 @@ from typing import Any
 
 import click
 from forward_peers import measure_plain, measure_torch, python_seconds
-from forward_tables import blocks, is_scaled
 from forward_work import (
     METHODS,
     NAMES,
     Job,
+    blocks,
+    is_scaled,
     measure,
     refuse_different_losses,
     row_of,

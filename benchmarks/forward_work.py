@@ -1,4 +1,4 @@
-"""What the forward-pass study measures: one method on the same names and weights; rows must agree."""
+"""What the forward-pass study measures: one method on the same names and weights. Rows must agree."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from timing import timed
 
 from distgpt.core.base.errors import DisagreementError
 from distgpt.core.base.files import bundled
+from distgpt.core.base.formatting import count, three_digits
 from distgpt.core.comm.agree import gather_ints
 from distgpt.core.comm.resources import peak_memory
 from distgpt.core.config.presets import preset
@@ -20,6 +21,7 @@ from distgpt.core.model import layers
 from distgpt.core.model.model import Architecture, Model
 from distgpt.core.ops.kernels import Kernels
 from distgpt.measure.jobs import Row
+from distgpt.show.page import Block, Column, tabulated
 
 METHODS = ("serial", "batched", "mpi", "cuda", "mpi-cuda")  # ours, in the order of tables
 ONE_AT_A_TIME = ("serial",)
@@ -140,3 +142,54 @@ def with_speedups(rows: Sequence[Row]) -> list[Row]:
     serial = {(row["preset"], row["names"]): row["seconds"] for row in rows if row["method"] == "serial"}
     plain = [serial.get((row["preset"], row["names"])) for row in rows]
     return [row | {"speedup": s and s / row["seconds"]} for row, s in zip(rows, plain, strict=True)]
+
+
+def is_scaled(row: Row) -> bool:
+    """Return whether a row's seconds are scaled up from those of a part of the names."""
+    return bool(row["measured"] < row["names"])
+
+
+def seconds(row: Row) -> str:
+    return three_digits(row["seconds"]) + "*" * is_scaled(row)
+
+
+def times(row: Row) -> str:
+    """Format how many times as fast as the plain way it is, if that was measured."""
+    return three_digits(row["speedup"]) if row["speedup"] else ""
+
+
+def _megabytes(row: Row) -> str:
+    """Format the memory of all of its processes, and what they took on GPUs."""
+    gpu = row.get("peak_gpu_memory")
+    return f"{sum(row['peak_memory']) / 1e6:,.0f}" + (f" + {sum(gpu) / 1e6:,.0f} GPU" if gpu else "")
+
+
+COLUMNS: tuple[Column, ...] = (
+    ("preset", "preset", str),
+    ("method", "method", str),
+    ("dtype", "dtype", str),
+    ("ranks × threads", "", lambda row: f"{row['ranks']} × {row['threads']}"),
+    ("seconds", "", seconds),
+    ("× serial", "", times),
+    ("names/s", "", lambda row: f"{row['names'] / row['seconds']:,.0f}"),
+    ("peak MB", "", _megabytes),
+    ("published s", "published_s", "{:,.2f}".format),
+)
+
+
+def blocks(found: dict[str, Any]) -> list[Block]:
+    """Return the table. A star marks what was measured on a part of the names."""
+    rows = found["rows"]
+    notes = [
+        f"* {row['preset']}, {row['method']}: in proportion from {row['measured']:,} of "
+        f"{count(row['names'], 'name')}"
+        for row in rows
+        if is_scaled(row)
+    ]
+    if any(row["method"].startswith("torch") for row in rows):
+        notes.append("torch keeps the memory it has freed, which makes it faster and larger")
+    if any(row["published_s"] for row in rows):
+        notes.append(
+            "published: seconds of the study on its own machine, with its own PyTorch, C++ (serial) and CUDA"
+        )
+    return [tabulated(COLUMNS, rows, "Mean loss over all names", "; ".join(notes))]

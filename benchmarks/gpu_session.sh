@@ -307,7 +307,7 @@ speed() {
 
 # -- N. `gpt-mini` ran 3.8 times as fast by AMX on 8 cores of a Sapphire Rapids; nothing was seen on more than 8.
 # Of a device 590 s: about 10 for facts, 90 tests with everything compiled beside them, 40 losses, 80 threads, 80
-# ranks, 50 both, 140 PyTorch, 60 DDP. `benchmarks/node_table.py OUT` makes the page's tables and its chart.
+# ranks, 50 both, 140 PyTorch, 60 DDP. `benchmarks/node_table.py OUT` makes the page's tables.
 
 # As many as to rehearse each command, where a machine has fewer. A run takes no second thread of a core.
 seats=$("${PY:-python3}" -c 'import os

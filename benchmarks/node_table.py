@@ -1,6 +1,6 @@
-"""Turn what block N of gpu_session.sh left into the tables of a page, in Markdown, and into a chart.
+"""Turn what block N of gpu_session.sh left into the tables of a page, in Markdown.
 
-    python benchmarks/node_table.py OUT [OUT2 …]     # prints, and writes OUT/cores.svg
+    python benchmarks/node_table.py OUT [OUT2 …]
 
 Several folders are several calls for one machine. What a call did not come to is left out; a part that did
 not end well is named at the end.
@@ -15,9 +15,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from charts import LineChart, line, svg
-
-from distgpt.core.base.files import atomic_file
 from distgpt.core.base.formatting import duration
 from distgpt.core.base.formatting import size as in_bytes
 
@@ -27,14 +24,9 @@ RATES = ("prefill", "decode", "whole")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Tables and a chart of a whole node.")
+    parser = argparse.ArgumentParser(description="Tables of a whole node.")
     parser.add_argument("folders", nargs="+", type=Path, metavar="OUT")
-    folders: list[Path] = parser.parse_args().folders
-    print("\n".join(page(folders)))
-    steps = training(folders)
-    if steps:
-        with atomic_file(folders[0] / "cores.svg") as file:
-            file.write(svg(chart(steps), alone=True).encode())
+    print("\n".join(page(parser.parse_args().folders)))
 
 
 def page(folders: Sequence[Path]) -> Iterator[str]:
@@ -218,27 +210,6 @@ def became(folders: Sequence[Path]) -> Iterator[str]:
         ]
         kind = "a rehearsal: no figure counts" if found["rehearsal"] else found["date"]
         yield f"\n{folder.name}: {kind}, {found['commit']}. {'; '.join(failed) or 'Every part ended well'}."
-
-
-# -- the chart
-
-
-def chart(steps: Sequence[Row]) -> LineChart:
-    series = []
-    for who in ("threads", "ranks", "both", "PyTorch"):
-        counts = sorted({row["cores"] for row in steps if row["who"] == who})
-        points = [(cores, float(row["tokens_per_s"])) for cores in counts if (row := best(steps, cores, who))]
-        if points:
-            series.append(line(who, points))
-    one, most = best(steps, 1, "threads"), max(row["cores"] for row in steps)
-    if one:
-        alone = float(one["tokens_per_s"])
-        series.append(line("as many times one core", [(1, alone), (most, alone * most)], dashed=True))
-    top = max(float(row["tokens_per_s"]) for row in steps)
-    about = f"{MODEL}: {top:,.0f} tokens a second at most, on up to {most} cores."
-    return LineChart(
-        "From one core to all", about, "cores", "tokens per second", series, log_x=True, log_y=True
-    )
 
 
 if __name__ == "__main__":

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import click
-import forward_tables
-import scaling_page
+import forward_work
+import scaling
 import train_beside_torch
 from charts import LineChart, line
 from pages import Section, html
@@ -43,10 +43,10 @@ def time_chart(found: Result) -> LineChart:
 
 # In the order of the page: the heading, and what shows a result of the kind.
 KINDS: dict[str, tuple[str, Callable[[Result], list[Block]]]] = {
-    "forward": ("Forward pass", forward_tables.blocks),
+    "forward": ("Forward pass", forward_work.blocks),
     "train": ("Training", train_beside_torch.blocks),
     "infer": ("Inference", infer.blocks),
-    "scaling": ("Scaling", scaling_page.blocks),
+    "scaling": ("Scaling", scaling.blocks),
     "allreduce": ("Sums over ranks", lambda found: [time_chart(found), *allreduce.blocks(found)]),
 }
 # What a file may raise that has our form and not our contents.
@@ -95,7 +95,7 @@ def assemble(results: Sequence[Result], foreign: Sequence[str]) -> str:
                 sections.append(_section(result))
             except DAMAGED:
                 strange.append(str(result.get("file", f"{kind}: {result.get('name')}")))
-    lead = f"{count(len(sections), 'result')} of distgpt bench. Predictions are dashed, and labelled as such."
+    lead = f"{count(len(sections), 'result')} of distgpt bench."
     if strange:
         text = "These files are no results of distgpt bench, or damaged, and left out: " + ", ".join(strange)
         sections.append(Section("Left out", [Paragraph(text)]))

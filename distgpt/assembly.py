@@ -227,7 +227,7 @@ class AllComponents(Components):
         self, t: TrainConfig, last: int, times: Times, pace: Pace, model: Model, validation: Validation | None
     ) -> Clock:
         if t.train_minutes:
-            from distgpt.callbacks.timed import timed_clock
+            from distgpt.callbacks.attach import timed_clock
 
             return timed_clock(t, last, times, pace, model, validation)
         return super().budget(t, last, times, pace, model, validation)
@@ -241,7 +241,7 @@ class AllComponents(Components):
 
     def retention(self, t: TrainConfig) -> Outdated:
         if t.keep_every or t.keep_every_minutes:
-            from distgpt.callbacks.retention import Retention
+            from distgpt.callbacks.full_disk import Retention
 
             return Retention(t)
         return super().retention(t)

@@ -7,14 +7,12 @@ from the seed and its number.
   python benchmarks/torturing/lost_hosts.py --trials 100 --seconds 280 --out FILE   a line of FILE per trial
   python benchmarks/torturing/lost_hosts.py table FILE                              what came out
 
-Needs root, iproute2, openssh-server and the mpich wheel; with --mpi openmpi also Debian's openmpi-bin and
-libopenmpi-dev.
+Needs root, iproute2, openssh-server and the mpich wheel.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes.util
 import json
 import os
 import random
@@ -46,6 +44,7 @@ HOW = f"--tokenizer byte --steps {STEPS} --save-every {EVERY} --val-fraction 0 -
 HOW += " --dtype float32 --progress plain --log-lines 1h"
 LISTENER = "[listener]"  # in the command line of the sshd that waits for connections
 RANK = "/distgpt\0train"  # in the command line of a rank
+MPIRUN, PROXY = "mpiexec.hydra", "hydra_pmi_proxy"  # of mpirun, and of what it starts on each host
 SICK_AT = 90  # the step at which a sick program dies
 # distgpt, whose rank 0 dies of a step that it never finishes.
 SICK = f"""#!{sys.executable}
@@ -60,39 +59,6 @@ Progress.count_step = dying
 from distgpt.commands.cli import main
 main()
 """
-
-
-def _mpich(hosts: Hosts, mpirun: Path) -> list[str]:
-    return [str(mpirun), "-iface", "eth0", "-f"]
-
-
-def _open_mpi(hosts: Hosts, mpirun: Path) -> list[str]:
-    """Through the hosts' network alone: they are one machine, and Open MPI would look for other ways."""
-    chosen = {"plm_rsh_agent": hosts.folder / "ssh", "btl": "tcp,self"}
-    chosen |= {"btl_tcp_if_include": "eth0", "oob_tcp_if_include": "eth0"}
-    words = [word for name, value in chosen.items() for word in ("--mca", name, str(value))]
-    passed = [word for name in ("DISTGPT_BIND", "MPI4PY_LIBMPI") for word in ("-x", name)]
-    program = hosts.folder / "open-mpi" / "mpirun"  # by whose name the supervisor is not killed, too
-    if not program.exists():
-        program_file(program, '#!/bin/sh\nexec mpirun.openmpi "$@"\n')
-    return [str(program), "--allow-run-as-root", "--bind-to", "none", *words, *passed, "--hostfile"]
-
-
-@dataclass(frozen=True, slots=True)
-class Mpi:
-    """An MPI that starts the ranks: words in the command lines of its programs, and how it is called."""
-
-    mpirun: str
-    proxy: str  # what it starts on each host
-    line: str  # of a hostfile
-    words: Callable[[Hosts, Path], list[str]]  # up to the hostfile
-    library: str | None = None
-
-
-MPIS = {
-    "mpich": Mpi("mpiexec.hydra", "hydra_pmi_proxy", "{host}:1", _mpich),
-    "openmpi": Mpi("mpirun.openmpi", "orted", "{host} slots=1", _open_mpi, ctypes.util.find_library("mpi")),
-}
 
 
 @dataclass(slots=True)
@@ -113,8 +79,8 @@ class Trial:
 class Hosts:
     """The hosts while they exist. Number 0 is the head."""
 
-    def __init__(self, folder: Path, spaces: list[str], mpi: Mpi) -> None:
-        self.folder, self.spaces, self.mpi = folder, spaces, mpi
+    def __init__(self, folder: Path, spaces: list[str]) -> None:
+        self.folder, self.spaces = folder, spaces
         self._daemons: list[subprocess.Popen[bytes]] = []
         self._cut: set[int] = set()
 
@@ -151,7 +117,7 @@ class Hosts:
             self.join(number)
         for number, space in enumerate(self.spaces):
             if number:
-                self.kill(number, self.mpi.proxy)
+                self.kill(number, PROXY)
                 self.kill(number, RANK)
             if not self.processes(number, LISTENER):
                 for process in inhabitants(space):
@@ -162,15 +128,8 @@ class Hosts:
             self.reaches(number, 20.0)
 
     def reaches(self, number: int, seconds: float) -> None:
-        words = [
-            "ip",
-            "netns",
-            "exec",
-            self.spaces[0],
-            str(self.folder / "ssh"),
-            self.address(number),
-            "true",
-        ]
+        ssh = [str(self.folder / "ssh"), self.address(number), "true"]
+        words = ["ip", "netns", "exec", self.spaces[0], *ssh]
         end = time.monotonic() + seconds
         while subprocess.run(words, capture_output=True).returncode:
             if time.monotonic() > end:
@@ -185,14 +144,12 @@ class Supervised:
         self, hosts: Hosts, folder: Path, mpirun: Path, spares: int, *, distgpt: Path, disk: Path
     ) -> None:
         self.hosts, self.folder, self.out = hosts, folder, disk / "run"
-        named = (hosts.mpi.line.format(host=hosts.address(n)) for n in range(1, 3 + spares))
-        (folder / "hosts").write_text("".join(f"{line}\n" for line in named))
+        (folder / "hosts").write_text("".join(f"{hosts.address(n)}:1\n" for n in range(1, 3 + spares)))
         self.line = [str(distgpt), "train", *MODEL.split(), *HOW.split(), "--out", str(self.out)]
-        launch = [*hosts.mpi.words(hosts, mpirun), str(folder / "hosts"), "-n", "2", *self.line]
+        launch = [str(mpirun), "-iface", "eth0", "-f", str(folder / "hosts"), "-n", "2", *self.line]
         words = [str(BIN / "distgpt"), "supervise", "--", *launch]
         start = ["sh", "-c", 'hostname node1; exec "$0" "$@"']
         env = {**os.environ, "PATH": f"{hosts.folder}:{BIN}:{os.environ['PATH']}", "DISTGPT_BIND": "off"}
-        env |= {"MPI4PY_LIBMPI": hosts.mpi.library} if hosts.mpi.library else {}
         self.errors = (folder / "errors").open("wb")
         self.process = subprocess.Popen(
             [*inside(hosts.spaces[0], alone=True), *start, *words],
@@ -258,18 +215,10 @@ class Campaign:
     def train(self, out: Path, ranks: int, more: list[str]) -> Path:
         """A run by hand on this machine."""
         (self.folder / "keep.toml").write_text("keep = 1000\n")
-        words = [
-            *MODEL.split(),
-            *HOW.split(),
-            "--out",
-            str(out),
-            "--config",
-            str(self.folder / "keep.toml"),
-            *more,
-        ]
+        words = [*MODEL.split(), *HOW.split(), "--out", out, "--config", self.folder / "keep.toml", *more]
         launch = [str(BIN / "mpirun"), "-n", str(ranks), str(BIN / "distgpt"), "train"]
         env = {**os.environ, "DISTGPT_BIND": "off"}
-        subprocess.run([*launch, *words], check=True, capture_output=True, env=env, timeout=300)
+        subprocess.run([*launch, *map(str, words)], check=True, capture_output=True, env=env, timeout=300)
         return out
 
     def expected(self, alone_from: int | None) -> bytes:
@@ -341,18 +290,13 @@ def kill_rank(campaign: Campaign, run: Supervised, trial: Trial) -> None:
 
 
 def kill_proxy(campaign: Campaign, run: Supervised, trial: Trial) -> None:
-    """MPICH's ranks work on without it, to their end, which mpirun then takes for an error."""
+    """Ranks work on without it, to their end, which mpirun then takes for an error."""
     run.wait_for_step(trial.step)
-    campaign.hosts.kill(trial.victim, campaign.hosts.mpi.proxy)
+    campaign.hosts.kill(trial.victim, PROXY)
 
 
 def kill_mpirun(campaign: Campaign, run: Supervised, trial: Trial) -> None:
-    """Open MPI's ranks may take all their steps before their daemons miss it; then nothing is left to do."""
-    try:
-        lose(run, trial, lambda victim: campaign.hosts.kill(0, campaign.hosts.mpi.mpirun))
-    except TimeoutError:
-        if campaign.hosts.mpi is MPIS["mpich"] or run.process.poll() != 0:
-            raise
+    lose(run, trial, lambda victim: campaign.hosts.kill(0, MPIRUN))
 
 
 def cut(campaign: Campaign, run: Supervised, trial: Trial) -> None:
@@ -502,13 +446,13 @@ def choose(number: int, seed: int, kinds: list[str]) -> Trial:
 
 
 @contextmanager
-def campaign(mpi: Mpi) -> Iterator[Campaign]:
+def campaign() -> Iterator[Campaign]:
     with tempfile.TemporaryDirectory(prefix="lost-hosts-") as scratch:
         folder = Path(scratch)
         (disk := folder / "disk").mkdir()  # before the hosts, which have their own view of what is mounted
         subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "distgpt", str(disk)], check=True)
         with joined_hosts(folder, bridge, 4, alone=True) as (mpirun, _, spaces):
-            found = Campaign(folder, mpirun, Hosts(folder, spaces, mpi))
+            found = Campaign(folder, mpirun, Hosts(folder, spaces))
             try:
                 yield found
             finally:
@@ -535,7 +479,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("what", nargs="?", choices=["run", "table"], default="run")
     parser.add_argument("file", nargs="?", type=Path)
-    parser.add_argument("--mpi", choices=MPIS, default="mpich", help="what starts the ranks")
     parser.add_argument("--trials", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=3600.0, help="begin no trial after this long")
@@ -549,7 +492,7 @@ def main() -> None:
     kinds, begun = args.kinds.split(";") if args.kinds else list(KINDS), time.monotonic()
     there = args.out.read_text() if args.out and args.out.exists() else ""
     done = {int(number) for number in re.findall(r'"number": (\d+)', there)}
-    with campaign(MPIS[args.mpi]) as running:
+    with campaign() as running:
         for number in (n for n in range(args.trials) if n not in done):
             if time.monotonic() > begun + args.seconds:
                 break

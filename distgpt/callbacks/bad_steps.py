@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from statistics import fmean, pstdev
 
-from distgpt.core.base.errors import DistgptError, NonFiniteError, OutlierError
+from distgpt.core.base.errors import NonFiniteError, OutlierError
 from distgpt.core.base.formatting import count
 from distgpt.core.comm.agree import on_root, shared
 from distgpt.core.config import TrainConfig
@@ -79,12 +79,19 @@ class BadSteps(Judge):
         """
         reason = self.objection(done.loss, done.norm) if done.rejected is None else done.rejected
         if not reason:
-            self.remember_good(done.loss, done.norm)
+            if self._config.spike_zscore:
+                self._progress.recent.append((done.loss, done.norm))
             return ""
-        step = self._progress.step + 1
-        if error := self.refuse(reason, step, done.loss, done.norm):
-            raise shared(error)
-        if self._config.on_bad_step == "rollback":
+        step, c = self._progress.step + 1, self._config
+        self._progress.bad_steps += 1
+        kind = OutlierError if math.isfinite(done.loss) and math.isfinite(done.norm) else NonFiniteError
+        what = described(reason, step, done.loss, done.norm)
+        if c.on_bad_step == "stop":
+            raise shared(kind(ending(what, c)))
+        if self._progress.bad_steps > c.bad_steps_allowed:
+            allowed = count(c.bad_steps_allowed, "bad step")
+            raise shared(kind(f"{what}: more than the {allowed} that bad_steps_allowed permits"))
+        if c.on_bad_step == "rollback":
             raise RollBack(reason, step)
         return reason
 
@@ -102,20 +109,3 @@ class BadSteps(Judge):
                         f" in the last {len(others)} steps"
                     )
         return ""
-
-    def remember_good(self, loss: float, norm: float) -> None:
-        if self._config.spike_zscore:
-            self._progress.recent.append((loss, norm))
-
-    def refuse(self, reason: str, step: int, loss: float, norm: float) -> DistgptError | None:
-        """Count a bad step. Return the error if it ends the run, None if the run continues."""
-        c = self._config
-        self._progress.bad_steps += 1
-        kind = OutlierError if math.isfinite(loss) and math.isfinite(norm) else NonFiniteError
-        what = described(reason, step, loss, norm)
-        if c.on_bad_step == "stop":
-            return kind(ending(what, c))
-        if self._progress.bad_steps > c.bad_steps_allowed:
-            allowed = count(c.bad_steps_allowed, "bad step")
-            return kind(f"{what}: more than the {allowed} that bad_steps_allowed permits")
-        return None

@@ -1,14 +1,16 @@
 """Guard against a full disk: room for the final weights from the start, and old checkpoints given up for new.
 
-`Checkpoints` passes every write of weights through `Room`. Quotas count as a full disk.
+`Checkpoints` passes every write of weights through `Room`. Quotas count as a full disk. `Retention` says what
+stays for good.
 """
 
 from __future__ import annotations
 
 import errno
 import json
+import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -17,13 +19,22 @@ from typing import BinaryIO
 import numpy as np
 
 from distgpt.core.base.errors import DistgptError, Say, StorageError, escape
-from distgpt.core.base.files import DIRECT, new_file, storage_errors, system_error, unfinished
-from distgpt.core.base.formatting import count, size
+from distgpt.core.base.files import new_file, storage_errors, system_error, unfinished
+from distgpt.core.base.formatting import size
 from distgpt.core.comm.agree import on_root
 from distgpt.core.comm.api import Comm
 from distgpt.core.config import TrainConfig
 from distgpt.core.model.model import Model
-from distgpt.core.saved.checkpoint import DAMAGED, drop, is_kept, newest_intact, saved_checkpoints
+from distgpt.core.saved.checkpoint import (
+    DAMAGED,
+    MANIFEST,
+    MARK,
+    drop,
+    is_kept,
+    newest_intact,
+    saved_checkpoints,
+    step_of,
+)
 from distgpt.core.saved.modelfile import Description
 from distgpt.core.saved.rundir import RunDirectory
 from distgpt.core.train.seams import Disk
@@ -82,11 +93,10 @@ class Room(Disk):
 
         One that could not fit is not begun: it would fill the disk, and lines of metrics would find no room.
         """
-        needed = n_bytes * (1 + SLACK)
-        is_full, failed = _free(self._directory.path) < needed, None
+        needed, failed = n_bytes * (1 + SLACK), None
         outdated: list[Path] | None = None  # looked for when the first of them has to go
         while True:
-            if not is_full:
+            if outdated == [] or _free(self._directory.path) >= needed:
                 try:
                     write()
                     return
@@ -96,26 +106,10 @@ class Room(Disk):
                     failed = error
             if outdated is None:
                 outdated = self._outdated_if_enough(step, needed)
-            if not outdated:
-                try:
-                    if failed:
-                        raise failed
-                    write()  # which may fit all the same
-                    return
-                except StorageError as error:
-                    if _is_full(error) and (more := self._kept()):
-                        raise StorageError(f"{error} ({more})") from system_error(error)
-                    raise
-            self._give_up(outdated.pop(0), step)
-            is_full = _free(self._directory.path) < needed
-
-    def _kept(self) -> str:
-        """Name what only the user may remove: checkpoints that stay for good."""
-        with suppress(StorageError):
-            if kept := [path for path in saved_checkpoints(self._directory.checkpoints) if is_kept(path)]:
-                stay = "stays" if len(kept) == 1 else "stay"
-                return f"{count(len(kept), 'checkpoint')} that {stay} for good: {size(sum(map(_size, kept)))}"
-        return ""
+            if outdated:
+                self._give_up(outdated.pop(0), step)
+            elif failed:
+                raise failed
 
     def _outdated_if_enough(self, step: int, needed: float) -> list[Path]:
         """List what may be given up; nothing if that would not do: a disk that others fill takes no more."""
@@ -215,14 +209,39 @@ def _is_full(error: BaseException | None) -> bool:
 
 
 def allocate(file: BinaryIO, n_bytes: int) -> None:
-    """Give a new file this many bytes of the disk: reserved for it, or zeros where none can be reserved."""
-    try:
+    """Reserve this many bytes of the disk for a new file, where the system can."""
+    if hasattr(os, "posix_fallocate"):  # not on macOS
         os.posix_fallocate(file.fileno(), 0, n_bytes)
-    except (AttributeError, OSError) as error:  # not on macOS; not on every network's disk
-        if getattr(error, "errno", None) in FULL:
-            raise
-        zeros = bytes(min(n_bytes, DIRECT))
-        for start in range(0, n_bytes, DIRECT):
-            file.write(zeros[: n_bytes - start])
-        file.flush()
     os.fsync(file.fileno())  # a network's disk counts what it gets
+
+
+class Retention:
+    """Says which checkpoints may go: an `Outdated` (core/saved/checkpoint.py).
+
+    Whether one stays for good is decided once, when it is the newest, and not by its time, which a copy on
+    another disk may not have: it is marked.
+    """
+
+    def __init__(self, t: TrainConfig) -> None:
+        self._t = t
+
+    def __call__(self, saved: Sequence[Path]) -> list[Path]:
+        """Mark the newest one if it is to stay for good. Return those that may go. `saved`: newest first."""
+        if saved and self._is_due(saved[0], next(filter(is_kept, saved[1:]), None)):
+            with suppress(OSError):  # no room: the next one is due, too
+                (saved[0] / MARK).touch()
+        return [path for path in saved[self._t.keep :] if not is_kept(path)]
+
+    def _is_due(self, newest: Path, last: Path | None) -> bool:
+        """Return whether the newest is to stay, where `last` is the one before it that does."""
+        every, minutes = self._t.keep_every, self._t.keep_every_minutes
+        if every:
+            return step_of(newest) // every > (step_of(last) // every if last else 0)
+        return bool(minutes) and (last is None or _saved_at(newest) - _saved_at(last) >= 60 * minutes)
+
+
+def _saved_at(checkpoint: Path) -> float:
+    """Return when a checkpoint was finished; long ago where that is not known."""
+    with suppress(OSError):
+        return (checkpoint / MANIFEST).stat().st_mtime
+    return -math.inf

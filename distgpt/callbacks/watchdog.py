@@ -7,40 +7,34 @@ them. And it asks NCCL for errors, which NCCL reports to nobody, so that the mai
 
 from __future__ import annotations
 
+import fcntl
+import json
 import os
 import platform
+import secrets
 import select
 import signal
 import socket
+import struct
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
-from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from distgpt.core.base.checked import parse_json
 from distgpt.core.base.errors import DistgptError, print_lines
 from distgpt.core.base.formatting import long_duration
-from distgpt.core.base.interrupts import (
-    ENDING,
-    EXIT_CODES,
-    MEANT,
-    Interrupted,
-    exit_code_of,
-    meaning,
-    signal_of,
-)
+from distgpt.core.base.interrupts import ENDING, MEANT, Interrupted, exit_code_of, meaning, signal_of
+from distgpt.core.base.system import boot_id
+from distgpt.core.comm.agree import on_root
 from distgpt.core.comm.api import Comm
 from distgpt.core.comm.job import ending, rank_name, say
 from distgpt.core.train.progress import EVALUATING, EXCHANGING, Activity, Finished
-from distgpt.core.train.run import Run
+from distgpt.core.train.run import Limits, Run
 from distgpt.core.train.summary import how_to_resume, write_stopped
-
-if TYPE_CHECKING:
-    from distgpt.callbacks.reports import Address, Reports
 
 SECONDS_BETWEEN = 1.0  # between reports
 QUIET = 3  # reports that are missing, after which a rank counts as silent
@@ -50,34 +44,71 @@ SECONDS_FOR_SIGNAL = 10.0  # for a signal to wait for a step that does not end, 
 STEPS_FOR_SIGNAL = 3
 SECONDS_TO_LEAVE = 3.0  # for the main thread to leave after a second signal
 SECONDS_TO_HEAR = 3.0  # for rank 0 to end the job after another rank reports a failure
-SECONDS_APART, MOST_APART = 0.5, 20  # then ranks end it themselves, staggered, so that one does it for all
 FRAMES, LONGEST_STACK = 8, 5000
+LARGEST = 8192  # bytes of a message
+SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
+Address = tuple[str, int]
 
 
-@dataclass(frozen=True, slots=True)
-class Stall:
-    """Seconds without progress after which a run is reported (None: automatic) and ended (None: never)."""
+class Reports:
+    """A rank's socket for datagrams to rank 0, which may be lost. They carry a secret; others are dropped.
 
-    timeout: float | None = None
-    abort: float | None = None
+    Creating it is collective; afterwards any thread may use it.
+    """
 
-    def timeout_for(self, usual: float) -> float:
-        """Return the seconds without progress after which it is reported. `usual`: of a step."""
-        return max(LEAST_STALL, STEPS_OF_STALL * usual) if self.timeout is None else self.timeout
+    def __init__(self, comm: Comm) -> None:
+        self.rank = comm.rank
+        self.socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        self.socket.setblocking(False)
+        self.socket.bind(("", 0))
+        known = on_root(comm, self._introduce)
+        here = ["127.0.0.1"] if known["boot"] == boot_id() else []
+        self._to_root: list[Address] = [(host, known["port"]) for host in (*here, *known["hosts"])]
+        self._secret: str = known["secret"]
+
+    def _introduce(self) -> dict[str, Any]:
+        port, hosts = self.socket.getsockname()[1], list(_own_addresses())
+        return {"port": port, "hosts": hosts, "secret": secrets.token_hex(16), "boot": boot_id()}
+
+    def to_root(self, message: dict[str, Any]) -> None:
+        """Send to the address that rank 0 answered from, or else to all that may lead there."""
+        for address in self._to_root:
+            self.send(message, address)
+
+    def send(self, message: dict[str, Any], address: Address) -> None:
+        text = json.dumps({**message, "rank": self.rank, "secret": self._secret}).encode()
+        with suppress(OSError):
+            self.socket.sendto(text[:LARGEST], address)
+
+    def received(self) -> Iterator[tuple[dict[str, Any], Address]]:
+        """Yield the messages that have come, each with its sender."""
+        for _ in range(1000):  # a flood must not block the caller
+            try:
+                text, address = self.socket.recvfrom(LARGEST)
+            except OSError:
+                return
+            with suppress(ValueError):
+                message = parse_json(text)
+                if isinstance(message, dict) and self._is_ours(message.get("secret")):
+                    if message["rank"] == 0:
+                        self._to_root = [address]
+                    yield message, address
+
+    def _is_ours(self, secret: object) -> bool:
+        return isinstance(secret, str) and secrets.compare_digest(secret.encode(), self._secret.encode())
+
+    def close(self) -> None:
+        self.socket.close()
 
 
-@dataclass(slots=True)
-class Seen:
-    """A rank's last report."""
-
-    at: float
-    step: int
-    doing: str
-    seconds: float
-    host: str
-    pid: int
-    asked: int  # the exit code of a signal that came there; 0: none
-    address: Address
+def _own_addresses() -> Iterator[str]:
+    """Yield this host's addresses without the loopback; other hosts find out which they reach."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # an interface without an address
+                found = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                if not (host := socket.inet_ntoa(found[20:24])).startswith("127."):
+                    yield host
 
 
 class Watchdog:
@@ -87,27 +118,20 @@ class Watchdog:
         self,
         comm: Comm,
         activity: Activity,
-        stall: Stall,
+        limits: Limits,
         usual: Callable[[], float],
-        slowest: Callable[[], str],
         say: Callable[[str], None],
         end_job: Callable[[Interrupted | DistgptError], None],
     ) -> None:
-        """`usual`: seconds of a step. `slowest`: a sentence about the slowest rank. `say` prints, on rank 0.
-        `end_job` ends the job from this thread."""
-        self._rank, self._size, self._activity, self._stall = comm.rank, comm.size, activity, stall
+        """`usual`: seconds of a step. `say` prints, on rank 0. `end_job` ends the job from this thread."""
+        self._rank, self._size, self._activity, self._limits = comm.rank, comm.size, activity, limits
         self._nccl = comm.queued
-        self._usual, self._slowest, self._say, self._end_job = usual, slowest, say, end_job
-        self._reports: Reports | None = None
-        if comm.size > 1:
-            from distgpt.callbacks.reports import Reports  # a rank alone has nobody to report to
-
-            self._reports = Reports(comm)
-        self._seen: dict[int, Seen] = {}
+        self._usual, self._say, self._end_job = usual, say, end_job
+        self._reports = Reports(comm) if comm.size > 1 else None
+        self._seen: dict[int, tuple[float, Address, dict[str, Any]]] = {}  # each rank's last report
         self._came: dict[int, list[float]] = {}  # signals
         self._count, self._moved_at = -1, time.monotonic()
-        self._root_heard_at = self._reported_at = self._moved_at
-        self._failed_at: float | None = None
+        self._reported_at, self._failed_at = self._moved_at, 0.0
         self._is_reported = self._stopped = False
         self._former, self._sees_signals = -1, False
         self._woken, self._wakes = socket.socketpair()
@@ -123,7 +147,7 @@ class Watchdog:
         self._thread.start()
         return self
 
-    def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *ended: object) -> None:
         self._stopped = True
         if self._sees_signals:
             signal.set_wakeup_fd(self._former)
@@ -158,10 +182,9 @@ class Watchdog:
             self._count, moved_at, self._moved_at = self._activity.count, self._moved_at, now
             if self._is_reported:
                 self._is_reported = False
-                if self._rank == 0:
-                    self._say(f"going on after {long_duration(now - moved_at)} without progress")
-        if self._rank:
-            self._report(now)
+                self._say(f"going on after {long_duration(now - moved_at)} without progress")
+        if self._reports and self._rank:
+            self._report(self._reports, now)
         elif self._reports:
             self._listen(self._reports, now)
         if not moved:  # whoever has just moved is not stuck
@@ -176,8 +199,7 @@ class Watchdog:
     def _give_up(self, now: float, why: str) -> None:
         """Leave it to rank 0 to end the job, unless it does not: all ranks may see the same failure."""
         self._failed_at = self._failed_at or now
-        heard_by = SECONDS_TO_HEAR + SECONDS_APART * min(self._rank, MOST_APART)
-        if self._rank and self._reports and now - self._failed_at < heard_by:
+        if self._rank and self._reports and now - self._failed_at < SECONDS_TO_HEAR:
             self._reports.to_root({"failed": why})
         else:
             self._end_job(DistgptError(why))
@@ -191,97 +213,63 @@ class Watchdog:
                 os.write(2, f"distgpt: {ended}\n".encode())
                 os._exit(ended.exit_code)
 
-    # Other ranks
-
-    def _report(self, now: float) -> None:
-        assert self._reports
-        for message, _ in self._reports.received():
-            if message["rank"] == 0:
-                self._root_heard_at = now
-                if message.get("stuck") is True:
-                    self._show_stack()
-        if now - self._root_heard_at > QUIET * SECONDS_BETWEEN:
-            self._reports.root = None
+    def _report(self, reports: Reports, now: float) -> None:
+        """Do the part of another rank than 0."""
+        if any(message.get("stuck") for message, _ in reports.received()):
+            self._show_stack()
         if now - self._reported_at >= SECONDS_BETWEEN:
-            self._reported_at = now
-            own = self._activity
+            self._reported_at, own = now, self._activity
             where = {"step": own.step, "doing": own.doing, "seconds": now - own.since}
             who = {"host": platform.node(), "pid": os.getpid(), "asked": exit_code_of(self._came)}
-            self._reports.to_root({**where, **who})
-        silent, patience = now - self._root_heard_at, self._stall.timeout_for(self._usual())
-        if self._rank == 1 and not self._is_reported and min(silent, now - self._moved_at) > patience:
-            self._is_reported = True
-            waiting = f"rank 1 is {self._activity.doing} at step {self._activity.step + 1}"
-            print_lines(f"no word from rank 0 for {long_duration(silent)}, and {waiting}", err=True)
-
-    # Rank 0
+            reports.to_root({**where, **who})
 
     def _listen(self, reports: Reports, now: float) -> None:
+        """Do the part of rank 0."""
         for message, address in reports.received():
-            rank = message["rank"]
-            if not 0 < rank < self._size:
-                continue
-            if isinstance(message.get("failed"), str):
+            if "failed" in message:
                 self._end_job(DistgptError(message["failed"]))
-            elif seen := _seen(message, now, address):
-                self._seen[rank] = seen
+            elif message["rank"]:
+                self._seen[message["rank"]] = now, address, message
                 reports.send({}, address)
 
     def _check_progress(self, now: float) -> None:
-        idle, usual = now - self._moved_at, self._usual()
+        idle, usual, limits = now - self._moved_at, self._usual(), self._limits
         heard = (QUIET + 1) * SECONDS_BETWEEN * (self._size > 1)  # by then a stopped rank counts as silent
-        if not self._is_reported and idle > max(heard, self._stall.timeout_for(usual)):
+        timeout = limits.stall_timeout
+        timeout = max(LEAST_STALL, STEPS_OF_STALL * usual) if timeout is None else timeout
+        if not self._is_reported and idle > max(heard, timeout):
             self._is_reported = True
             self._say(self._account(now, idle))
             self._show_stack()
-            for seen in self._seen.values():
+            for _, address, _ in self._seen.values():
                 assert self._reports
-                self._reports.send({"stuck": True}, seen.address)
-        asked = max([exit_code_of(self._came), *(seen.asked for seen in self._seen.values())])
+                self._reports.send({"stuck": True}, address)
+        asked = max(exit_code_of(self._came), *(said["asked"] for _, _, said in self._seen.values()), 0)
         if asked and idle > SECONDS_FOR_SIGNAL + STEPS_FOR_SIGNAL * usual:
             self._end_job(Interrupted(signal_of(asked)))
-        if self._stall.abort is not None and idle > self._stall.abort:
+        if limits.stall_abort is not None and idle > limits.stall_abort:
             self._end_job(Interrupted(signal.SIGUSR1, why=f"no progress for {long_duration(idle)}"))
 
     def _account(self, now: float, idle: float) -> str:
         """Return what every rank is doing."""
-        own = self._activity
-        lines = [f"no progress for {long_duration(idle)}, at step {own.step + 1}:"]
-        here = f"{own.doing} for {long_duration(now - own.since)}"
-        lines.append(f"  rank 0 on {platform.node()} (process {os.getpid()}): {here}")
-        for rank in range(1, self._size):
-            seen = self._seen.get(rank)
-            if seen is None:
-                lines.append(f"  rank {rank}: never heard of")
-                continue
-            who = f"  rank {rank} on {seen.host} (process {seen.pid}): "
-            silent = now - seen.at
+        own, rows = self._activity, {}
+        rows[0] = (
+            f"{platform.node()} (process {os.getpid()}): {own.doing} for {long_duration(now - own.since)}"
+        )
+        for rank, (at, _, seen) in self._seen.items():
+            silent, doing, at_step = now - at, seen["doing"], f"at step {seen['step'] + 1}"
+            where = f"{doing} for {long_duration(seen['seconds'])}, {at_step}"
             if silent > QUIET * SECONDS_BETWEEN:
-                lines.append(
-                    f"{who}silent for {long_duration(silent)}, last {seen.doing} at step {seen.step + 1}:"
-                    " is it stopped, or its host gone?"
-                )
-            else:
-                lines.append(f"{who}{seen.doing} for {long_duration(seen.seconds)}, at step {seen.step + 1}")
-        if slow := self._slowest():
-            lines.append(f"  {slow}")
-        return "\n".join(lines)
+                where = f"silent for {long_duration(silent)}, last {doing} {at_step}"
+            rows[rank] = f"{seen['host']} (process {seen['pid']}): {where}"
+        ranks = (f"  rank {rank} on {rows.get(rank, 'an unknown host')}" for rank in range(self._size))
+        return "\n".join([f"no progress for {long_duration(idle)}, at step {own.step + 1}:", *ranks])
 
     def _show_stack(self) -> None:
         """Print where in the code the main thread of this rank is, on its own standard error."""
         frame = sys._current_frames().get(self._main)
         stack = traceback.format_stack(frame)[-FRAMES:] if frame else ["  it has ended"]
         print_lines(f"{rank_name(self._rank)} is at\n{''.join(stack).rstrip()[-LONGEST_STACK:]}", err=True)
-
-
-def _seen(message: dict[str, Any], now: float, address: Address) -> Seen | None:
-    """Return a report; None if the message is none."""
-    kinds = {"step": int, "doing": str, "seconds": float, "host": str, "pid": int, "asked": int}
-    if any(type(message.get(name)) is not kind for name, kind in kinds.items()):
-        return None
-    asked = message["asked"] if message["asked"] in EXIT_CODES.values() else 0
-    known = {name: message[name] for name in kinds} | {"asked": asked}
-    return Seen(now, **known, address=address)
 
 
 def save_and_exit(run: Run, ended: Interrupted | DistgptError) -> None:

@@ -135,8 +135,7 @@ def chat(stage: str, threads: int | None, gpu: GpuConfig, system: str, speed: bo
     announce_sample(options["weights"], ready.comm.rank)
     from distgpt.core.generate.engine_setup import SAMPLE, ModelSpec
     from distgpt.corpora.chats.format import ChatFormat, was_tuned_on_chats
-    from distgpt.inference.generation.chat import Conversation
-    from distgpt.inference.generation.chat_terminal import Chat
+    from distgpt.inference.generation.chat import Chat, Conversation
 
     loaded = ModelSpec(part=options.pop("adapter"), **options).load(ready)
     talk = ChatFormat(loaded.tokenizer)
@@ -193,7 +192,7 @@ def serve(
         from distgpt.inference.decoding.batched import rehearse_together
 
         rehearse_together(side_by_side)
-    Server(loaded, side_by_side, shown, listen_on, listener).run()
+    Server(loaded, side_by_side, shown, listen_on, listener).serve_model()
 
 
 # The benchmarks of inference/evaluation/questions.py, and what each option takes.

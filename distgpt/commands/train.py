@@ -65,8 +65,8 @@ def _begin_log(context: click.Context, param: click.Parameter, value: str) -> st
 
 
 def write_json(context: click.Context, *how: str) -> None:
-    """Let all that this command writes from now on be JSON; `how`: see callbacks/monitoring/structured.py."""
-    from distgpt.callbacks.monitoring.structured import as_json
+    """Let all that this command writes from now on be JSON; `how`: see callbacks/structured.py."""
+    from distgpt.callbacks.structured import as_json
 
     context.find_root().with_resource(as_json(*how))
 
@@ -220,7 +220,7 @@ def _listeners(
         # Some launchers give their ranks a terminal that nobody looks at.
         is_live = progress == "live" or (progress == "auto" and comm.size == 1 and sys.stdout.isatty())
         if log_format == "json":
-            from distgpt.callbacks.monitoring.structured import JsonLines
+            from distgpt.callbacks.structured import JsonLines
 
             found.append(JsonLines(log_lines))
         elif is_live:
@@ -230,11 +230,11 @@ def _listeners(
         else:
             found.append(Lines(log_lines))
         if metrics_textfile is not None:
-            from distgpt.callbacks.monitoring.exporter import Textfile
+            from distgpt.callbacks.exporter import Textfile
 
             found.append(Textfile(metrics_textfile))
         if metrics_port is not None:
-            from distgpt.callbacks.monitoring.exporter import Port
+            from distgpt.callbacks.exporter import Port
 
             found.append(Port(metrics_port))
         if tensorboard:
@@ -280,7 +280,7 @@ def _report(run: Any, asked: Asked, as_json: bool) -> None:
     length = 60 if run.settings.lora_rank else 240  # with adapters a token makes all matrices
     text = "" if talks else sample(run.model, run.tokenizer, 0, length).strip()
     if as_json and text:  # one object, and not one for each of its lines
-        from distgpt.callbacks.monitoring.structured import JsonLines
+        from distgpt.callbacks.structured import JsonLines
 
         JsonLines().sampled(best.step if has_risen else run.progress.step, text)
     elif not talks:

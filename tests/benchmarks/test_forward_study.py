@@ -10,8 +10,7 @@ from benching import FEW, found_in, here
 from click.testing import CliRunner
 from forward_peers import measure_plain
 from forward_study import Study, StudyOptions, methods_and_launcher, with_published
-from forward_tables import COLUMNS, blocks
-from forward_work import Job, refuse_different_losses, row_of, sequences, with_speedups
+from forward_work import COLUMNS, Job, blocks, refuse_different_losses, row_of, sequences, with_speedups
 from report import assemble, load_all
 
 from distgpt.cluster.jobs.processes import run

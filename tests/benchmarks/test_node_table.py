@@ -1,7 +1,6 @@
 """The tables of a whole node have what a session's files have, by arithmetic done here; gaps are left out."""
 
 import json
-import sys
 
 import node_table
 
@@ -50,14 +49,8 @@ def test_rows_of_cores_and_of_all_ways(tmp_path):
     assert "| 1 | 1,000 (1.0 ×) | 62% |  |  |  |" in lines
     assert "| 4 | 3,000 (3.0 ×) | 75% | 2,500 (2.5 ×) | 3,200 (2 × 2) | 2,000 (compile) |" in lines
     ways = [line for line in lines if line.startswith(("| both", "| threads", "| ranks", "| PyTorch"))]
-    assert [line.split(" | ")[1].strip(" |") for line in ways] == [
-        "3,200",
-        "3,000",
-        "2,500",
-        "2,000",
-        "1,700",
-        "1,600",
-    ]
+    speeds = [line.split(" | ")[1].strip(" |") for line in ways]
+    assert speeds == ["3,200", "3,000", "2,500", "2,000", "1,700", "1,600"]
     assert "| PyTorch (keep-freed, DDP of 4 × 1) | 1,700 |" in lines
     assert "\n1.60 × PyTorch's best on 4 cores." in lines
     assert "| tiny | 70 | 90 |" in lines and "| fast | 50 |  |" in lines
@@ -71,16 +64,3 @@ def test_what_a_call_did_not_come_to_is_left_out(tmp_path):
     assert "| 4 | 3,000 |  |  |  |  |" in lines and "PyTorch's best" not in "".join(lines)
     (tmp_path / "threads.json").unlink()
     assert lines_of(tmp_path, {}) == []
-
-
-def test_the_chart_has_a_line_for_each_way_and_one_core_s_multiples(tmp_path, monkeypatch, capsys):
-    lines_of(tmp_path, FILES)
-    monkeypatch.setattr(sys, "argv", ["node_table.py", str(tmp_path)])
-    node_table.main()
-    assert "tokens/s by cores" in capsys.readouterr().out and (tmp_path / "cores.svg").read_text().startswith(
-        "<"
-    )
-    chart = node_table.chart(node_table.training([tmp_path]))
-    lines = {series.name: list(zip(series.x, series.y, strict=True)) for series in chart.series}
-    assert lines["threads"] == [(1, 1000), (4, 3000)] and lines["both"] == [(4, 3200)]
-    assert lines["as many times one core"] == [(1, 1000), (4, 4000)]

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from conftest import inside
 
-from distgpt.callbacks.monitoring.structured import JsonLines, JsonStream, Log, as_json
+from distgpt.callbacks.structured import JsonLines, JsonStream, Log, as_json
 from distgpt.core.base.errors import StorageError
 from distgpt.core.base.interrupts import Interrupted
 from distgpt.core.comm import job

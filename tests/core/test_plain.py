@@ -35,8 +35,6 @@ LATER = {  # who loads it
     "core.cpu.fused.low_rank": "adapters",
     "core.generate.engine": "--sample-every, and the report of a run that is over",
     "core.train.assessment": "--val, --val-fraction, metrics",
-    "callbacks.reports": "ranks that have others",
-    "callbacks.retention": "--keep-every",
     "cluster.launch.leaving": "what ends by an error",
     "cluster.affinity.plan": "several ranks, or cores that are not alike",
     "parallel.choose": "several ranks",

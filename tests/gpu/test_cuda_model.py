@@ -34,7 +34,7 @@ from distgpt.core.train import assessment
 from distgpt.core.train.assessment import Scorer, Span
 from distgpt.corpora.tokenizers.collected import CharTokenizer
 from distgpt.inference.decoding.batched import BatchedSlots
-from distgpt.inference.evaluation.likelihoods import likelihoods
+from distgpt.inference.evaluation.benchmark import likelihoods
 
 TOLERANCE = {"float64": 1e-11, "float32": 1e-4, "bfloat16": 3e-2}
 EACH_ONCE = [("gpt2", "float64"), ("microgpt", "float32"), ("modern", "bfloat16")]

@@ -71,16 +71,16 @@ class Server:
 
     def _run(self, ready):
         try:
-            self.serving.run(ready)
+            self.serving.serve_model(ready)
         except (DistgptError, Interrupted) as error:
             self.ended = error
 
     def counted(self, name):
         """Return the value of one of the server's counters."""
-        return self.serving.metrics.registry.get_sample_value(f"distgpt_{name}_total")
+        return self.runner.metrics.registry.get_sample_value(f"distgpt_{name}_total")
 
     def close(self):
-        self.serving.end()
+        self.serving.should_exit = True
         self.join()
 
     def join(self):

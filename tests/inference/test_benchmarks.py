@@ -19,8 +19,7 @@ from distgpt.core.data.tokenizers import load_tokenizer
 from distgpt.core.model.model import Architecture, Model
 from distgpt.core.saved.modelfile import load_model
 from distgpt.core.train.assessment import Scorer, Span
-from distgpt.inference.evaluation.benchmark import Benchmark
-from distgpt.inference.evaluation.likelihoods import likelihoods
+from distgpt.inference.evaluation.benchmark import Benchmark, likelihoods
 from distgpt.inference.evaluation.questions import LINES, Question, read_questions
 
 CONFIG = ModelConfig(vocab_size=256, seq_len=700, n_layer=2, n_head=2, n_embd=16)
@@ -190,7 +189,7 @@ def test_likelihoods_are_those_of_all_logits_on_any_number_of_ranks(monkeypatch)
     expected = np.array([plain(gpt, span) for span in spans], float)
     assert 10 < expected[:, 1].sum() < len(spans)
     monkeypatch.setattr("distgpt.core.train.assessment.AT_A_TIME", 300)
-    monkeypatch.setattr("distgpt.inference.evaluation.likelihoods.AT_ONCE", 5)
+    monkeypatch.setattr("distgpt.inference.evaluation.benchmark.AT_ONCE", 5)
     seen = []
     found = likelihoods(
         Scorer(model(), SerialComm()), spans, lambda done, tokens: seen.append((done, tokens))
@@ -209,7 +208,7 @@ def test_the_likeliest_is_the_answer_by_sum_or_by_character():
     assert by_sum != by_character
     result = Benchmark([asked(texts, by_sum), asked(texts, by_sum), asked(texts, by_character)], BYTES, 700)
     found = result.measure(Scorer(model(), SerialComm()))
-    assert (found.acc, found.acc_norm, found.examples) == (2 / 3, 1 / 3, 3)
+    assert (found["acc"], found["acc_norm"], found["examples"]) == (2 / 3, 1 / 3, 3)
 
 
 GPT = distgpt.init(CONFIG, seed=1, dtype="float64")
@@ -225,8 +224,8 @@ def test_a_word_counts_if_greedy_decoding_gives_it():
     benchmark = Benchmark(questions, BYTES, 700)
     expected = [plain(GPT, span) for span in benchmark.spans]
     found = benchmark.measure(Scorer(model(), SerialComm()))
-    assert found.acc == np.mean([greedy for _, greedy in expected])
-    assert found.perplexity == pytest.approx(np.exp(np.mean([loss for loss, _ in expected])))
+    assert found["acc"] == np.mean([greedy for _, greedy in expected])
+    assert found["perplexity"] == pytest.approx(np.exp(np.mean([loss for loss, _ in expected])))
 
 
 def test_only_the_answer_counts_and_a_long_beginning_loses_its_own():

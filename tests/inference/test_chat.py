@@ -55,9 +55,7 @@ def test_an_answer_is_what_the_engine_makes_of_all_turns(loaded):
     anew = Engine(loaded.slots(1, 0), loaded.tokenizer)
     assert complete(anew, [Request(prompt, max_new_tokens=20, **how)])[0][0].text == second
     assert talk.messages == [*messages, {"role": "assistant", "content": second}]
-    assert talk.answer.tokens == 20 and talk.answer.prompt == len(prompt)
-    talk.reset()
-    assert [message["role"] for message in talk.messages] == ["system"]
+    assert talk.tokens == 20 and talk.prompt == len(prompt)
 
 
 def test_the_oldest_turns_go_when_the_context_is_full(loaded):
@@ -65,7 +63,7 @@ def test_the_oldest_turns_go_when_the_context_is_full(loaded):
     for number in range(8):
         forgotten, _ = said(talk, f"number {number}")
         seen.append(forgotten)
-        assert talk.answer.prompt + 20 <= 256 and talk.messages[0]["role"] == "system"
+        assert talk.prompt + 20 <= 256 and talk.messages[0]["role"] == "system"
         assert talk.turns[0]["role"] == "user" and talk.turns[-2]["content"] == f"number {number}"
     assert sum(seen) and seen.count(0) > 4 and not any(each % 2 for each in seen)
     assert len(talk.turns) == 16 - sum(seen)
@@ -97,7 +95,7 @@ def test_a_message_that_is_refused_or_given_up_leaves_nothing_behind(loaded, mon
     while not next(pieces):
         pass
     pieces.close()
-    assert talk.turns[-1]["role"] == "assistant" and talk.turns[-1]["content"] and talk.answer.reason is None
+    assert talk.turns[-1]["role"] == "assistant" and talk.turns[-1]["content"] and talk.reason is None
     assert said(talk, "And?")[1]
 
 
@@ -221,7 +219,7 @@ def test_an_imported_model_chats_by_its_template_and_ends_at_its_end(monkeypatch
     talk = Conversation(loaded.engine(loaded.slots(1, 0)), chat, request, 200, "")
     _, text = said(talk, "hi")
     assert text == loaded.tokenizer.decode(sample.tokens[: sample.tokens.index(end)])
-    assert talk.answer.reason == "stop"
+    assert talk.reason == "stop"
 
 
 def test_a_template_that_refuses_a_chat_is_one_line(monkeypatch, tmp_path):

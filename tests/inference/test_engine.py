@@ -269,27 +269,6 @@ def test_what_is_cancelled_is_forgotten_and_its_lanes_serve_others(made, dtype):
     assert tokens_of(engine, Request([1] * 9, 5)) == tokens_of(engine_of(one, made=made), Request([1] * 9, 5))
 
 
-def test_what_is_held_waits_in_its_lanes_and_becomes_the_same():
-    """Its prompt is computed to the end before; others go on; nothing is computed where all are held."""
-    one = model()
-    engine = engine_of(one, lanes=3)
-    held, other = engine.submit(Request([1] * 9, 6, n=3, **HOT)), engine.submit(Request([2], 8))
-    engine.hold(held, True)
-    seen = [event for _ in range(30) for event in engine.step()]
-    assert engine.is_waiting and engine.running == 3 and not engine.is_idle
-    assert sorted(event.ticket for event in seen) == [held] * 3 + [other] * 8
-    engine.hold(held, False)
-    while not engine.is_idle:
-        assert not engine.is_waiting
-        seen += engine.step()
-    expected = tokens_of(engine_of(one), Request([1] * 9, 6, n=3, **HOT))[0]
-    mine = [[event.token for event in seen if (event.ticket, event.choice) == (held, i)] for i in range(3)]
-    assert mine == expected and engine.is_waiting
-    engine.hold(engine.submit(Request([1], 5)), True)
-    engine.cancel(max(engine._held))
-    assert not engine._held
-
-
 def test_damaged_weights_are_noticed():
     one = model()
     one.params["wte"][3] = np.nan

@@ -16,8 +16,7 @@ from distgpt.core.generate.averaged import on_ranks
 from distgpt.core.generate.engine import Engine, complete
 from distgpt.core.generate.plain_slots import PlainSlots
 from distgpt.core.generate.request import Request
-from distgpt.inference.generation.batch import Answers
-from distgpt.inference.generation.distribute import distribute
+from distgpt.inference.generation.batch import Answers, distribute
 
 LINES = [
     {"prompt": "the lamp", "max_new_tokens": 3},

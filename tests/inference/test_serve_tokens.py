@@ -14,8 +14,7 @@ from serving import sample, server
 
 from distgpt.core.comm.serial import SerialComm
 from distgpt.core.train.assessment import Scorer
-from distgpt.inference.evaluation.benchmark import Benchmark
-from distgpt.inference.evaluation.likelihoods import likelihoods
+from distgpt.inference.evaluation.benchmark import Benchmark, likelihoods
 from distgpt.inference.evaluation.questions import read_questions
 
 LOOK = "from importlib.util import find_spec as f; raise SystemExit(not f('lm_eval'))"
@@ -105,6 +104,6 @@ def test_lm_eval_runs_against_it_and_finds_what_eval_does(tmp_path):
         assert ran.returncode == 0, ran.stderr
     (written,) = tmp_path.glob("out*.json")
     said, ours = json.loads(written.read_text())["results"]["ours"], benchmark.measure(scorer)
-    assert said["acc,none"] == pytest.approx(ours.acc) and said["acc_norm,none"] == pytest.approx(
-        ours.acc_norm
+    assert said["acc,none"] == pytest.approx(ours["acc"]) and said["acc_norm,none"] == pytest.approx(
+        ours["acc_norm"]
     )

@@ -117,7 +117,7 @@ THEIR_OWN = (
     "core/base/errors.py",
     "commands/cli.py",
     "core/generate/single.py",
-    "inference/generation/chat_terminal.py",
+    "inference/generation/chat.py",
     "core/comm/job.py",
     "core/train/lines.py",
 )

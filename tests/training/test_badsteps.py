@@ -12,7 +12,7 @@ from distgpt.callbacks.bad_steps import ENOUGH, BadSteps
 from distgpt.core.base.errors import NonFiniteError, OutlierError
 from distgpt.core.config import TrainConfig
 from distgpt.core.saved.checkpoint import State, load_state, newest_intact
-from distgpt.core.train.progress import Progress
+from distgpt.core.train.progress import Finished, Progress
 from distgpt.core.train.step import Step
 
 WORDS = [*SMALL, "--steps", "8", "--save-every", "3"]
@@ -54,13 +54,17 @@ def weights(out):
     return (out / "weights.safetensors").read_bytes()
 
 
+def finished(loss, norm, rejected=None):
+    return Finished(loss, norm, lr=0.1, rejected=rejected, votes=[], rank_seconds=[])
+
+
 def test_what_is_wrong_with_a_step():
     bad = BadSteps(TrainConfig(spike_zscore=4.0), Progress())
     assert bad.objection(math.nan, math.nan) == "the loss is not finite"
     assert bad.objection(1.0, math.inf) == "the gradient is not finite"
     for step in range(ENOUGH):
         assert bad.objection(1000.0, 1000.0) == ""  # too few to compare with
-        bad.remember_good(5 + step % 2, 1.0)
+        assert bad.judge_step(finished(5 + step % 2, 1.0)) == ""
     assert bad.objection(7.4, 1.0) == "" and bad.objection(0.0, 0.0) == ""
     assert bad.objection(7.6, 1.0) == "the loss is an outlier, 7.6 after 5.5 ± 0.5 in the last 20 steps"
     assert bad.objection(5.5, 1.003) == "" and bad.objection(5.5, 1.005).startswith(
@@ -76,10 +80,11 @@ def test_what_a_bad_step_ends(ruined, tmp_path):
     )
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["stop"] == "not finite"
     for clip, advice in ((1.0, "a smaller --clip may"), (0.0, "--clip 1 may")):
-        error = BadSteps(TrainConfig(clip=clip), Progress()).refuse("why", 3, math.nan, 1.0)
-        assert type(error) is NonFiniteError and advice in str(error)
-    found = BadSteps(TrainConfig(spike_zscore=3.0), Progress()).refuse("why", 3, 1.0, 9.0)
-    assert type(found) is OutlierError and found.exit_code == error.exit_code == 76
+        with pytest.raises(NonFiniteError, match=advice):
+            BadSteps(TrainConfig(clip=clip), Progress()).judge_step(finished(math.nan, 1.0))
+    with pytest.raises(OutlierError) as found:
+        BadSteps(TrainConfig(spike_zscore=3.0), Progress()).judge_step(finished(1.0, 9.0, "why"))
+    assert found.value.exit_code == 76
 
 
 def test_a_bad_step_is_left_out(ruined, tmp_path):
@@ -176,7 +181,7 @@ def test_spikes_are_found_alike_after_a_resume():
     before, after = Progress(), Progress()
     first, second = (BadSteps(TrainConfig(spike_zscore=3.0), progress) for progress in (before, after))
     for step in range(120):
-        first.remember_good(3.0 + step % 3, 1.0)
+        first.judge_step(finished(3.0 + step % 3, 1.0))
     document = json.loads(json.dumps(before.save(State()).to_json()))
     after.load(State.from_json(document))
     assert after.recent == before.recent and len(after.recent) == 100

@@ -7,7 +7,7 @@ import pytest
 from conftest import copy_compiled, distgpt, inside, needs_mpi, refused, train
 
 import distgpt as library
-from distgpt.callbacks.timed import TimedClock
+from distgpt.callbacks.attach import TimedClock
 from distgpt.core.base.errors import UsageError
 from distgpt.core.config import TrainConfig
 from distgpt.core.config.presets import preset

@@ -43,7 +43,7 @@ def test_of_the_text_of_training_only_what_was_held_out_is_scored(run, tmp_path)
     assert json.loads(scored.stdout)["val_tokens"] > 4 * json.loads(found.stdout)["val_tokens"]
     assert "trained on" not in scored.stderr
     whole = train(tmp_path / "whole", "--steps", "1")
-    assert "loss on what it has seen" in inside("eval", "--weights", whole, "--val", "story").stderr
+    assert "story: its text was seen" in inside("eval", "--weights", whole, "--val", "story").stderr
 
 
 @pytest.fixture(scope="module")

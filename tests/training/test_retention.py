@@ -6,7 +6,7 @@ import pytest
 from click.testing import CliRunner
 from conftest import SMALL, inside
 
-from distgpt.callbacks.retention import Retention
+from distgpt.callbacks.full_disk import Retention
 from distgpt.commands.train import train
 from distgpt.core.base.errors import DataError
 from distgpt.core.config import TrainConfig

@@ -13,7 +13,7 @@ import pytest
 from conftest import SMALL, clean_environment, command, inside, losses, metrics, same_signals
 
 from distgpt.callbacks import attach
-from distgpt.callbacks.attach import TimeLimit
+from distgpt.callbacks.attach import latest_step
 from distgpt.cluster.launch.environment import job_end
 from distgpt.core.base import interrupts
 from distgpt.core.base.interrupts import EXIT_CODES, Interrupted, PendingSignals, deferred_signals, first_of
@@ -151,9 +151,9 @@ def test_a_run_is_gone_before_its_time_is_up(tmp_path, monkeypatch):
 
 
 def test_slurm_says_when_a_job_ends_and_the_last_step_and_checkpoint_fit_into_the_time():
-    limit = TimeLimit(1000.0, checkpoint_bytes=2e9)
-    assert limit.latest([], None) == 1000 - 2 - 30 and limit.latest([], None, saves=2) == 1000 - 2 - 60
-    assert limit.latest([50.0, *[1.0] * 99], 4.0) == 1000 - 2 - 6 - 100
+    assert latest_step(1000.0, [], None, 2e9) == 1000 - 2 - 30
+    assert latest_step(1000.0, [], None, 2e9, saves=2) == 1000 - 2 - 60
+    assert latest_step(1000.0, [50.0, *[1.0] * 99], 4.0, 2e9) == 1000 - 2 - 6 - 100
     now = time.monotonic()
     for past in ("soon", "1700000000"):
         assert job_end(None, {}) is job_end(None, {"SLURM_JOB_END_TIME": past}) is None

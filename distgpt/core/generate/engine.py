@@ -52,19 +52,12 @@ class Engine:
         self._running: list[Sample] = []
         self._free = list(range(slots.count))  # the least recently used first
         self._prompts: dict[int, SharedPrompt] = {}  # slots that begin with the prompt of a request
-        self._held: set[int] = set()  # tickets of requests that make no tokens for now
         self._kept: dict[int, list[int]] = {}  # in free slots, for prompts that begin with them
 
     @property
     def is_idle(self) -> bool:
         """Tell whether all that was submitted is done."""
         return not (self._waiting or self._running or self._empty)
-
-    @property
-    def is_waiting(self) -> bool:
-        """Tell whether nothing can be computed until a request comes, is cancelled or goes on."""
-        due = self._empty or (self._waiting and self._free)
-        return all(map(self._is_held, self._running)) and not due
 
     @property
     def running(self) -> int:
@@ -104,22 +97,11 @@ class Engine:
 
     def cancel(self, ticket: int) -> None:
         """Forget a request: no more events of it come, its slots are free. Nothing happens if it is done."""
-        self._held.discard(ticket)
         self._waiting = deque(each for each in self._waiting if each[0].ticket != ticket)
         self._empty = [each for each in self._empty if each.ticket != ticket]
         for sample in [each for each in self._running if each.shared.ticket == ticket]:
             self._leave(sample)
         self._prompts = {slot: held for slot, held in self._prompts.items() if held.ticket != ticket}
-
-    def hold(self, ticket: int, held: bool) -> None:
-        """Let a request's samples wait in their slots, or go on. A prompt is computed to its end before."""
-        if held:
-            self._held.add(ticket)
-        else:
-            self._held.discard(ticket)
-
-    def _is_held(self, sample: Sample) -> bool:
-        return sample.shared.ticket in self._held and not sample.is_at_prompt
 
     def step(self) -> list[Event]:
         """Compute the next token of every sample that is being decoded, and a chunk of prompts."""
@@ -227,7 +209,7 @@ class Engine:
         through: list[Sample] = []
         room, rows = self._chunk, MOST_SCORED
         for sample in self._running:
-            if sample.ended or self._is_held(sample):
+            if sample.ended:
                 continue
             if gone := sample.make_room(self._slots.can_drop):
                 self._slots.drop(sample.slot, gone, sample.cached)

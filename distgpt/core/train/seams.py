@@ -153,7 +153,7 @@ def is_over(seconds: float, t: TrainConfig) -> bool:
 
 
 class Clock:
-    """Says which step is the last one. This one counts steps; `timed.py` has one that goes by the time."""
+    """Says which step is the last one. This one counts steps; `TimedClock` goes by the time."""
 
     def __init__(self, last: int | None, elapsed: float | None = None) -> None:
         self.last = last  # the last step; None: not known yet

@@ -19,7 +19,7 @@ from distgpt.core.data.tokenizers import Tokenizer
 from distgpt.core.saved.opening import open_model
 from distgpt.core.train.assessment import Progress, Scorer, Validation
 from distgpt.corpora.shards import is_shards, read_manifest
-from distgpt.inference.evaluation.benchmark import SHOWN, load_benchmark
+from distgpt.inference.evaluation.benchmark import KEYS, OTHER_KEYS, SHOWN, load_benchmark
 
 
 def evaluate(
@@ -58,8 +58,9 @@ def evaluate(
     for name, path in (benchmarks or {}).items():
         benchmark = load_benchmark(comm, name, path, tokenizer, model.config.seq_len)
         result = benchmark.measure(scorer, progress)
-        _refuse_nonfinite(result.loss)
-        found |= {f"{name}_{key}": value for key, value in result.published(name).items()}
+        _refuse_nonfinite(result["loss"])
+        keys = (*KEYS, *filter(None, [OTHER_KEYS.get(name)]))
+        found |= {f"{name}_{key}": result[key] for key in keys}
     return found
 
 
@@ -76,7 +77,8 @@ def _on_text(
     comm, length = stage.comm, scorer.model.config.seq_len
     held_out = on_root(comm, lambda: _held_out(val, trained))
     if held_out is not None:
-        stage.notes.add(_of_training(val, held_out))
+        what = f"only the {held_out:.2%} held out of it is scored" if held_out else "its text was seen"
+        stage.notes.add(f"the model was trained on {escape(val)}: {what}")
     wanted = DataRequest(val, existing=tokenizer, val_fraction=held_out or 0.0, splits=("val",))
     wanted = replace(wanted, kind="chats", seq_len=length) if chats else wanted
     corpus = load_corpus(comm, wanted, stage.notes.add)
@@ -103,12 +105,6 @@ def _held_out(val: str, t: TrainConfig) -> float | None:
     return t.val_fraction
 
 
-def _of_training(val: str, held_out: float) -> str:
-    if held_out:
-        return f"the model was trained on {escape(val)}: only the {held_out:.2%} held out of it is scored"
-    return f"the model was trained on {escape(val)}: this is its loss on what it has seen"
-
-
 def _refuse_nonfinite(loss: float) -> None:
     """Raise a NonFiniteError; all ranks have the same loss."""
     if not math.isfinite(loss):
@@ -128,16 +124,12 @@ def page(found: dict[str, Any]) -> str:
     for name in [key.removesuffix("_acc") for key in found if key.endswith("_acc")]:
         values = {key: found[f"{name}_{key}"] for key in SHOWN if f"{name}_{key}" in found}
         examples = found[f"{name}_examples"]
-        words = [f"{key} {value:.2%} ± {_error(value, examples):.2%}" for key, value in values.items()]
+        errors = {key: math.sqrt(x * (1 - x) / max(1, examples - 1)) for key, x in values.items()}
+        words = [f"{key} {value:.2%} ± {errors[key]:.2%}" for key, value in values.items()]
         if f"{name}_perplexity" in found:
             words.append(f"perplexity {_known(found[f'{name}_perplexity'], '.2f', 'beyond 1e304')}")
         lines.append(f"{name:<14} {', '.join(words)} ({examples:,} questions)")
     return "\n".join(map(one_line, lines))
-
-
-def _error(fraction: float, examples: int) -> float:
-    """The standard error of a fraction."""
-    return math.sqrt(fraction * (1 - fraction) / max(1, examples - 1))
 
 
 def _known(value: float | None, form: str, unknown: str) -> str:

@@ -9,38 +9,37 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from distgpt.core.base.checked import LARGEST_JSON, parse_json
 from distgpt.core.base.errors import DataError, UsageError, print_lines
 from distgpt.core.base.files import append, atomic_file, locked, open_regular, storage_errors
 from distgpt.core.base.formatting import count
-from distgpt.core.comm.agree import on_root
+from distgpt.core.comm.agree import broadcast, gather_bytes, on_root
+from distgpt.core.comm.api import Comm
 from distgpt.core.cpu.stages import Stage
 from distgpt.core.data.tokenizers import Tokenizer
-from distgpt.core.generate.engine import Engine
+from distgpt.core.generate.engine import Collector, Engine
 from distgpt.core.generate.engine_setup import MOST_SLOTS, ModelSpec
 from distgpt.core.generate.request import REQUEST_SETTINGS, Completion, Request
-from distgpt.inference.generation.distribute import distribute
+
+if TYPE_CHECKING:
+    from distgpt.core.train.assessment import Progress
 
 ROOM = 2 * MOST_SLOTS  # prompts that a rank has at once, so that none of its slots is idle
+SYNC = 0.5  # seconds between two exchanges: a rank that has nothing to do waits this long for others
 BEGINNING = b'{"line": '  # of every answer
 
-
-class Progress(Protocol):
-    """Shows how far a file of prompts is."""
-
-    def began(self, total: int, done: int) -> None: ...
-
-    def advanced(self, done: int, tokens: int) -> None: ...
-
-    def close(self) -> None: ...
+Answer = tuple[int, list[Completion]]  # the number of a request, and its samples
+Share = list[tuple[int, Request]]  # requests of a rank, with their numbers
 
 
 def infer_file(
@@ -61,7 +60,7 @@ def infer_file(
             stack.enter_context(reserved(out))
             drops = defaults.overflow == "shift" and slots.can_drop
             answers.begin(prompts, loaded.fingerprint(drops))
-            progress.began(len(prompts), len(answers.done))
+            progress.began(len(prompts), answers.done)
             stack.callback(progress.close)
 
         on_root(comm, begin)
@@ -70,7 +69,7 @@ def infer_file(
             answers.add([(todo[number], samples) for number, samples in found])
             tokens = sum(len(sample.tokens) for _, samples in found for sample in samples)
             made += tokens
-            progress.advanced(len(answers.done), tokens)
+            progress.advanced(answers.done, tokens)
         if comm.rank != 0:
             return
         answers.finish()
@@ -144,20 +143,31 @@ class Answers:
         self._ranges: dict[int, tuple[int, int]] = {}  # start and end of each answer, by its prompt's line
         self._end = 0
 
-    def begin(self, prompts: Sequence[Prompt], model: str) -> None:
-        """Take over what an earlier run has answered; `model`: the fingerprint of the model that answers."""
-        self._model, self._prompts = model, {prompt.line: prompt for prompt in prompts}
-        self._resume()
-
     @property
     def todo(self) -> list[Prompt]:
         """The prompts that are not answered yet."""
         return [prompt for line, prompt in self._prompts.items() if line not in self._ranges]
 
     @property
-    def done(self) -> set[int]:
-        """The lines of prompts that are answered."""
-        return set(self._ranges)
+    def done(self) -> int:
+        """The number of prompts that are answered."""
+        return len(self._ranges)
+
+    def begin(self, prompts: Sequence[Prompt], model: str) -> None:
+        """Take over what an earlier run has answered, and drop half a line at the end.
+
+        `model`: the fingerprint of the model that answers.
+        """
+        self._model, self._prompts = model, {prompt.line: prompt for prompt in prompts}
+        with storage_errors("read", self.path), open_regular(self.path) as file:
+            for number, line in enumerate(file, 1):
+                if line.endswith(b"\n"):
+                    self._note(self._line_of(line, number), len(line))
+                elif not line.startswith(BEGINNING[: len(line)]):
+                    raise self._foreign(number)
+        with storage_errors("write", self.path):
+            if self.path.stat().st_size > self._end:
+                os.truncate(self.path, self._end)
 
     def add(self, answers: Sequence[tuple[Prompt, Sequence[Completion]]]) -> None:
         """Append answers: all of them, or on failure none."""
@@ -180,18 +190,6 @@ class Answers:
         self._ranges[number] = (self._end, self._end + size)
         self._end += size
 
-    def _resume(self) -> None:
-        """Note the answers that are there, and drop half a line at the end."""
-        with storage_errors("read", self.path), open_regular(self.path) as file:
-            for number, line in enumerate(file, 1):
-                if line.endswith(b"\n"):
-                    self._note(self._line_of(line, number), len(line))
-                elif not line.startswith(BEGINNING[: len(line)]):
-                    raise self._foreign(number)
-        with storage_errors("write", self.path):
-            if self.path.stat().st_size > self._end:
-                os.truncate(self.path, self._end)
-
     def _line_of(self, line: bytes, number: int) -> int:
         """Return the line of the prompt that an answer belongs to."""
         try:
@@ -200,17 +198,15 @@ class Answers:
             raise self._foreign(number) from None
         if not isinstance(found, dict) or not isinstance(found.get("choices"), list):
             raise self._foreign(number)
+        of, other = found.get("line"), ""
+        prompt = self._prompts.get(of) if type(of) is int else None
         if found.get("model") != self._model:
+            other = "was answered by another model, or in another dtype or context"
+        elif prompt is None or found.get("request") != prompt.fingerprint:
+            other = "answers another prompt, or one with other settings"
+        if other or prompt is None:
             raise UsageError(
-                f"{self.path}, line {number} was answered by another model, or in another dtype or context: "
-                "repeat that command, or choose another --out"
-            )
-        of = found.get("line")
-        prompt = self._prompts.get(of) if isinstance(of, int) and not isinstance(of, bool) else None
-        if prompt is None or found.get("request") != prompt.fingerprint:
-            raise UsageError(
-                f"{self.path}, line {number} answers another prompt, or one with other settings: "
-                "repeat that command, or choose another --out"
+                f"{self.path}, line {number} {other}: repeat that command, or choose another --out"
             )
         if prompt.line in self._ranges:
             raise DataError(f"{self.path}, line {number} answers line {prompt.line} of the prompts again")
@@ -220,10 +216,6 @@ class Answers:
         return DataError(f"{self.path}, line {number} is no answer to a prompt; choose another --out")
 
 
-def _note(text: str) -> None:
-    print_lines(f"distgpt: {text}", err=True)
-
-
 @contextmanager
 def reserved(path: Path) -> Iterator[None]:
     """Lock the file of answers for this process, where locks exist; it is made if need be."""
@@ -231,8 +223,46 @@ def reserved(path: Path) -> Iterator[None]:
     with storage_errors("write", path):
         descriptor = os.open(path, how, 0o666)
     try:
-        if not locked(descriptor, path, _note):
+        if not locked(descriptor, path, lambda text: print_lines(f"distgpt: {text}", err=True)):
             raise UsageError(f"another process is writing {path}")
         yield
     finally:
         os.close(descriptor)
+
+
+def distribute(comm: Comm, engine: Engine, requests: Sequence[Request], room: int) -> Iterator[list[Answer]]:
+    """Compute rank 0's requests on all ranks; yield answers there as they come, in any order. Collective.
+
+    Every rank has an engine of its own and has to exhaust it. A rank has up to `room` requests at once.
+    """
+    collector, numbers, done = Collector(engine), dict[int, int](), list[Answer]()  # numbers by ticket
+    left, missing = deque(enumerate(requests)), len(requests)
+    while True:
+        # As many again as were done since the last report, so that a fast rank is not idle until the next.
+        report, done = pickle.dumps((done, max(0, room - len(numbers)) + len(done))), []
+        reports = [pickle.loads(data) for data in gather_bytes(comm, report)]
+        shares: list[Share] | None = None
+        if comm.rank == 0:
+            answers = [answer for finished, _ in reports for answer in finished]
+            if answers:
+                yield answers
+            missing -= len(answers)
+            shares = _deal(left, [free for _, free in reports]) if missing else None
+        shares = broadcast(comm, shares)
+        if shares is None:
+            return
+        for number, request in shares[comm.rank]:
+            numbers[collector.submit(request)] = number
+        until = time.monotonic() + SYNC
+        while not engine.is_idle and time.monotonic() < until and not (comm.size == 1 and done):
+            done += [(numbers.pop(ticket), samples) for ticket, samples in collector.step()]
+
+
+def _deal(left: deque[tuple[int, Request]], rooms: list[int]) -> list[Share]:
+    """Deal out the requests that are left, in turn, as far as each rank has room."""
+    shares: list[Share] = [[] for _ in rooms]
+    while left and any(len(share) < room for share, room in zip(shares, rooms, strict=True)):
+        for share, room in zip(shares, rooms, strict=True):
+            if left and len(share) < room:
+                share.append(left.popleft())
+    return shares

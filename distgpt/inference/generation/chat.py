@@ -1,36 +1,47 @@
-"""A chat with a model: its turns, how they are answered, and which of them go when the context is full."""
+"""`distgpt chat`: a chat with a model in a terminal, or through a pipe, line by line."""
 
 from __future__ import annotations
 
+import json
+import os
+import re
+import signal
+import sys
 import time
 from collections.abc import Generator
-from dataclasses import dataclass, replace
+from contextlib import closing, suppress
+from dataclasses import replace
+from pathlib import Path
 
-from distgpt.core.base.errors import UsageError
+from distgpt.core.base.errors import (
+    DataError,
+    DistgptError,
+    StorageError,
+    UsageError,
+    escape_model_text,
+    nearest,
+    one_line,
+    print_lines,
+)
+from distgpt.core.base.files import atomic_file, storage_errors
+from distgpt.core.base.formatting import count
+from distgpt.core.base.interrupts import Interrupted, PendingSignals, deferred_signals, signal_of
 from distgpt.core.generate.engine import Engine
 from distgpt.core.generate.request import Request
 from distgpt.corpora.chats.format import ChatFormat, Message
 
 SHARE = 4  # of the context at most a part is left free for an answer
-
-
-@dataclass(slots=True)
-class Answer:
-    """Tokens and seconds of the last answer. `reason` is an Event's, None where it was given up."""
-
-    prompt: int  # tokens
-    begun: float
-    tokens: int = 0
-    first: float = 0.0  # seconds until the first token
-    seconds: float = 0.0
-    reason: str | None = None
-
-    def describe(self) -> str:
-        rate = (self.tokens - 1) / max(self.seconds - self.first, 1e-9) if self.tokens > 1 else 0.0
-        return (
-            f"{self.prompt} + {self.tokens} tokens, {self.first:.3f} s to the first,"
-            f" {rate:.1f} tokens/s from there on"
-        )
+LONGEST = 1 << 20  # bytes of a line
+QUOTES = '"""'
+COMMANDS = ("/reset", "/system", "/save", "/help", "/exit")
+HELP = f"""\
+/reset         forget all turns
+/system TEXT   what the model is told before all turns; without TEXT: nothing
+/save FILE     write the chat as a line of JSON, {{"messages": [...]}}
+/help          these lines
+/exit          leave, as Ctrl-D does
+A line that ends with \\ goes on in the next one; so does a message that begins with {QUOTES}, up to {QUOTES}.
+Ctrl-C stops an answer."""
 
 
 class Conversation:
@@ -46,8 +57,11 @@ class Conversation:
         stop = settings.stop + chat.stops
         self._settings = replace(settings, ends=chat.ends, stop=stop, overflow="stop", reuse=True)
         self.system, self.turns = system, list[Message]()
-        self.answer = Answer(0, 0.0)
         self._ticket, self._count = -1, 0
+        # Of the last answer: tokens; seconds; an Event's reason, None if it was given up.
+        self.prompt = self.tokens = 0
+        self.first = self.seconds = self._begun = 0.0
+        self.reason: str | None = None
 
     @property
     def messages(self) -> list[Message]:
@@ -55,45 +69,39 @@ class Conversation:
         head = [{"role": "system", "content": self.system}] if self.system else []
         return head + self.turns
 
-    def reset(self) -> None:
-        """Forget all turns."""
-        self.turns.clear()
-
     def ask(self, text: str) -> int:
         """Add a user's turn. Return how many old turns were forgotten, as the context is full.
 
         After an error, or an interrupt, everything is as before.
         """
-        before, begun = list(self.turns), time.perf_counter()
+        before, self._begun = list(self.turns), time.perf_counter()
         self.turns.append({"role": "user", "content": text})
         try:
-            prompt = self._prompt()
-            self._ticket = self._engine.submit(
-                replace(self._settings, prompt=prompt, seed=(self._settings.seed + self._count) % (1 << 64))
-            )
+            prompt, seed = self._prompt(), (self._settings.seed + self._count) % (1 << 64)
+            self._ticket = self._engine.submit(replace(self._settings, prompt=prompt, seed=seed))
         except BaseException:
             self.turns = before
             raise
         self._count += 1
-        self.answer = Answer(len(prompt), begun)
+        self.prompt, self.tokens, self.first, self.reason = len(prompt), 0, 0.0, None
         return len(before) + 1 - len(self.turns)
 
     def pieces(self) -> Generator[str]:
         """Yield the answer piece by piece, empty ones too; closed early, the answer ends there."""
-        text, answer = "", self.answer
+        text = ""
         try:
             while not self._engine.is_idle:
                 new = ""
                 for event in self._engine.step():
-                    answer.first = answer.first or time.perf_counter() - answer.begun
-                    answer.tokens += event.token is not None
-                    answer.reason, new = event.reason, new + event.text
+                    self.first = self.first or time.perf_counter() - self._begun
+                    self.tokens += event.token is not None
+                    self.reason, new = event.reason, new + event.text
                 text += new
                 yield new
         finally:
             self._engine.cancel(self._ticket)
-            answer.seconds = time.perf_counter() - answer.begun
-            if text or answer.reason:
+            self.seconds = time.perf_counter() - self._begun
+            if text or self.reason:
                 self.turns.append({"role": "assistant", "content": text})
             else:
                 self.turns.pop()
@@ -112,3 +120,144 @@ class Conversation:
                 " shorten it"
             )
         return prompt
+
+
+class Chat:
+    """The loop of a chat. In a terminal an error ends a message, in a pipe all of it."""
+
+    def __init__(self, conversation: Conversation, with_speed: bool, greeting: str) -> None:
+        self._conversation, self._with_speed = conversation, with_speed
+        self._is_terminal, self._line = sys.stdin.isatty(), 0
+        self._shown = escape_model_text if sys.stdout.isatty() else str
+        self._asked = False
+        if self._is_terminal:
+            print_lines(greeting, err=True)
+            with suppress(ImportError):
+                import readline  # noqa: F401  # input() then has a history and can be edited
+
+    def run(self) -> None:
+        """Answer message by message until there are no more."""
+        while True:
+            try:
+                text = self._message()
+                if text is None or text.strip() in ("/exit", "/quit"):
+                    break
+                if text.strip():
+                    self._asked = True
+                    self._take(text)
+            except UnicodeDecodeError:  # of input()
+                _note("that is not valid UTF-8")
+            except DistgptError as error:
+                expected = isinstance(error, DataError | StorageError | UsageError)
+                if not (self._is_terminal and expected):
+                    raise
+                _note(one_line(str(error)))
+            except KeyboardInterrupt as error:
+                if not self._is_terminal or getattr(error, "number", signal.SIGINT) != signal.SIGINT:
+                    raise
+                print(flush=True)
+                _note("Ctrl-D leaves")
+        if not self._asked and not self._is_terminal:
+            raise UsageError("standard input holds no message")
+
+    def _read(self, prompt: str) -> str | None:
+        """Return a line without its end, or None at the end of all. Only a terminal is asked for them."""
+        if self._is_terminal and sys.stdout.isatty():
+            try:
+                return input(prompt)
+            except EOFError:
+                print(flush=True)
+                return None
+        if self._is_terminal:
+            print(prompt, end="", file=sys.stderr, flush=True)
+        line, self._line = sys.stdin.buffer.readline(LONGEST + 1), self._line + 1
+        where = f"standard input, line {self._line}"
+        if len(line) > LONGEST:
+            raise DataError(f"{where} is longer than {LONGEST >> 20} MiB")
+        try:
+            return line.decode().rstrip("\r\n") if line else None
+        except UnicodeDecodeError:
+            raise DataError(f"{where} is not valid UTF-8") from None
+
+    def _message(self) -> str | None:
+        """Return a message of one line or several."""
+        if (text := self._read("> ")) is None:
+            return None
+        if text.lstrip().startswith(QUOTES):
+            text = text.lstrip().removeprefix(QUOTES)
+            while not text.rstrip().endswith(QUOTES) and (more := self._read("... ")) is not None:
+                text += "\n" + more
+            return text.rstrip().removesuffix(QUOTES)
+        while text.endswith("\\") and (more := self._read("... ")) is not None:
+            text = text[:-1] + "\n" + more
+        return text
+
+    def _take(self, text: str) -> None:
+        """Do what a command says, or answer a message."""
+        talk = self._conversation
+        found = re.fullmatch(r"\s*(/[a-z]+)(?:\s+(.*))?", text, re.DOTALL)
+        match (found[1], (found[2] or "").strip()) if found else ("", ""):
+            case "", _:
+                self._answer(text)
+            case "/reset", _:
+                talk.turns.clear()
+                _note("all turns are forgotten")
+            case "/system", rest:
+                talk.system = rest
+                _note("the system message is set" if rest else "there is no system message")
+            case "/save", rest:
+                self._save(rest)
+            case "/help", _:
+                print_lines(HELP, err=True)
+            case name, _:
+                raise UsageError(f"{name} is no command{nearest(name, COMMANDS)}")
+
+    def _answer(self, text: str) -> None:
+        """Print an answer as it comes. Ctrl-C ends it; the step under way is finished first."""
+        talk = self._conversation
+        if forgotten := talk.ask(text):
+            _note(f"the context is full: the {count(forgotten, 'oldest message')} were forgotten")
+        pending = PendingSignals()
+        try:
+            with deferred_signals(pending), closing(talk.pieces()) as pieces:
+                for piece in pieces:
+                    print(self._shown(piece), end="", flush=True)
+                    if pending.came:
+                        break
+        finally:  # an error begins on a line of its own
+            print(flush=True)
+        if pending.came:
+            number = signal_of(pending.exit_code)
+            if number != signal.SIGINT or not self._is_terminal:
+                raise Interrupted(number)
+            _note("stopped")
+        elif talk.reason != "stop":
+            why = "the context is full" if talk.reason == "context" else "--max-new-tokens is reached"
+            _note(f"the answer ends here: {why}")
+        if self._with_speed:
+            rate = (talk.tokens - 1) / max(talk.seconds - talk.first, 1e-9) if talk.tokens > 1 else 0.0
+            _note(
+                f"{talk.prompt} + {talk.tokens} tokens, {talk.first:.3f} s to the first,"
+                f" {rate:.1f} tokens/s from there on"
+            )
+
+    def _save(self, rest: str) -> None:
+        """Write the chat; a file that was there before is not touched."""
+        messages = self._conversation.messages
+        if not rest or "\0" in rest:
+            raise UsageError("/save needs the name of a file")
+        path = Path(os.path.expanduser(rest))  # noqa: PTH111  # of Path it fails where there is no such user
+        if not self._conversation.turns:
+            raise UsageError("there is nothing to save yet")
+        with storage_errors("write", path):
+            is_there = path.exists()
+        if is_there:
+            raise UsageError(f"{path} exists already; choose another name")
+        with atomic_file(path) as file:
+            file.write(json.dumps({"messages": messages}, ensure_ascii=False).encode() + b"\n")
+        _note(f"saved {count(len(messages), 'message')} as {path}")
+
+
+def _note(text: str) -> None:
+    """Say something that is no answer."""
+    print_lines(f"({text})", err=True)

@@ -6,15 +6,16 @@ import asyncio
 import re
 import time
 from base64 import b64encode
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing, nullcontext, suppress
+from contextlib import suppress
 from functools import cache, partial
 from hashlib import sha256
 from hmac import compare_digest
 from importlib.resources import files
 from typing import Any, TypeVar
 
+from prometheus_client.exposition import choose_encoder
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -25,7 +26,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from distgpt.core.base.errors import SCREEN, escape, first_line, print_lines
-from distgpt.inference.serving.answers import Answer, ParsedBody, Served, failed, json_of
+from distgpt.inference.serving.answers import Answer, ParsedBody, Served, event_of
 from distgpt.inference.serving.completions import (
     about_tokenizer,
     detokenize,
@@ -34,16 +35,7 @@ from distgpt.inference.serving.completions import (
     refuse_other_model,
     tokenize,
 )
-from distgpt.inference.serving.limits import (
-    Limits,
-    ListenOn,
-    Refusal,
-    leaving,
-    overloaded,
-    too_large,
-    too_late,
-)
-from distgpt.inference.serving.metrics import Metrics
+from distgpt.inference.serving.limits import Limits, ListenOn, Refusal, overloaded
 from distgpt.inference.serving.runner import Call, Runner
 
 Parsed = TypeVar("Parsed")
@@ -55,12 +47,7 @@ ARRIVING = 60.0  # seconds in which a body has to come
 TAKING = 30.0  # seconds in which a client has to take some more of its answer
 SAYING = 5.0  # the same of the end of a stream that fails
 PIECE = 1 << 16  # bytes sent at once
-LONG = 1 << 14  # tokens and log-probabilities of an answer that is put together beside the loop
-LARGE = 1 << 16  # bytes of a body that may take a while
-MOST_WAITING = 4  # times the longest body: bytes of large ones that wait, and of others
-RETRY = 2  # seconds after which a client that was refused is told to try again
-REST = 10.0  # seconds in which the rest of a body that is too long may come, and is dropped
-DROPPED = 1 << 30  # bytes of it
+MOST_WAITING = 4  # times the longest body: bytes that wait to be parsed
 PAGE = ("page.html", "playground.js", "chat.js")
 COMPLETIONS: dict[str, Parser[ParsedBody]] = {
     "/v1/completions": parse_body,
@@ -72,19 +59,19 @@ TOKENS: dict[str, Parser[dict[str, Any]]] = {"/tokenize": tokenize, "/detokenize
 class App:
     """The application."""
 
-    def __init__(self, served: Served, runner: Runner, metrics: Metrics, where: ListenOn) -> None:
-        self._served, self.runner, self._metrics, self._where = served, runner, metrics, where
-        self.limits = where.limits
-        self.parsing = Parsing(served, where.limits)
+    def __init__(self, served: Served, runner: Runner, where: ListenOn) -> None:
+        self._served, self.runner, self._where = served, runner, where
+        self.parser = ThreadPoolExecutor(1, "parser")  # one thread, as tokenizers have memory of their own
+        self._waiting = 0  # bytes that are parsed or wait for it
 
     def asgi(self) -> ASGIApp:
         """Return the application that a server calls."""
         routes = [
             Route("/", self._page),
             Route("/health", self._health),
-            Route("/metrics", self._metrics_page),
+            Route("/metrics", self._metrics),
             Route("/v1/models", self._models),
-            Route("/v1/models/{model:path}", self._model),
+            Route("/v1/models/{model:path}", self._models),
             *(Route(path, self._completions, methods=["POST"]) for path in COMPLETIONS),
             Route("/tokenizer_info", self._tokenizer),
             *(Route(path, self._tokens, methods=["POST"]) for path in TOKENS),
@@ -103,27 +90,22 @@ class App:
 
         async def sent(message: Message) -> None:
             nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
+            status = message.get("status", status)
             await send(message)
 
+        if {b"content-length", b"transfer-encoding"} <= {name for name, _ in scope["headers"]}:
+            # A proxy in front may have read it as two requests.
+            text = "a body has a Content-Length or a Transfer-Encoding, not both"
+            app = _answer(Refusal(400, text, headers={"Connection": "close"}))
         try:
-            framed_twice = {b"content-length", b"transfer-encoding"} <= {name for name, _ in scope["headers"]}
-            if framed_twice:  # a proxy in front may have read it as two requests
-                text = "a body has a Content-Length or a Transfer-Encoding, not both"
-                await refusing(Refusal(400, text, headers={"Connection": "close"}))(scope, receive, sent)
-            else:
-                await app(scope, receive, sent)
+            await app(scope, receive, sent)
         finally:
-            seconds = time.monotonic() - begun
-            if scope["type"] == "http" and scope["path"] in COMPLETIONS:
-                self._metrics.answered.labels(status).inc()
-            if scope["type"] == "http" and self._where.log != "quiet":
-                who, note = (scope.get("client") or ["-"])[0], scope.get(NOTE, "")
-                what = escape(f"{who} {scope['method']} {scope['path']:.200}")
-                line = f"{time.strftime('%H:%M:%S')} {what} {status} {seconds:.3f} s{note}"
-                with suppress(OSError):  # nobody reads them any more
-                    print_lines(line, err=True)
+            if scope["path"] in COMPLETIONS:
+                self.runner.metrics.answered.labels(status).inc()
+            if self._where.log != "quiet":
+                what = escape(f"{(scope['client'] or ['-'])[0]} {scope['method']} {scope['path']:.200}")
+                took = f"{status} {time.monotonic() - begun:.3f} s{scope.get(NOTE, '')}"
+                print_lines(f"{time.strftime('%H:%M:%S')} {what} {took}", err=True)
 
     def _admit(self, request: Request, with_key: bool = True) -> None:
         """Reject requests without the key. Without a key, reject unknown Host headers (DNS rebinding)."""
@@ -146,35 +128,27 @@ class App:
         return HTMLResponse(text, headers={"Content-Security-Policy": policy, **safe})
 
     async def _health(self, request: Request) -> Response:
-        if self.runner.is_leaving:
-            raise leaving()
         return JSONResponse({"status": "ok"})
 
-    async def _metrics_page(self, request: Request) -> Response:
+    async def _metrics(self, request: Request) -> Response:
         self._admit(request)
-        page, kind = self._metrics.page(request.headers.get("accept", ""), self.runner.gauges)
-        return Response(page, media_type=kind)
+        encode, kind = choose_encoder(request.headers.get("accept", ""))
+        return Response(encode(self.runner.metrics.registry), media_type=kind)
 
     async def _models(self, request: Request) -> Response:
         self._admit(request)
-        return JSONResponse({"object": "list", "data": [self._about()]})
-
-    async def _model(self, request: Request) -> Response:
-        self._admit(request)
-        refuse_other_model(request.path_params, self._served)
-        return JSONResponse(self._about())
-
-    def _about(self) -> dict[str, Any]:
         served = self._served
-        return {
+        refuse_other_model(request.path_params, served)
+        about = {
             "id": served.name,
             "object": "model",
             "created": served.created,
             "owned_by": "distgpt",
             "context_length": served.context,
             "chats": served.chats,
-            "max_tokens": self.limits.max_tokens,
+            "max_tokens": self._where.limits.max_tokens,
         }
+        return JSONResponse(about if request.path_params else {"object": "list", "data": [about]})
 
     async def _tokenizer(self, request: Request) -> Response:
         self._admit(request)
@@ -182,210 +156,150 @@ class App:
 
     async def _tokens(self, request: Request) -> Response:
         self._admit(request)
-        text = await self._parsed(request, partial(_as_json, TOKENS[request.url.path]), time.monotonic())
-        return Response(text, media_type="application/json")
+        return JSONResponse(await self._parsed(request, TOKENS[request.url.path], time.monotonic()))
 
-    async def _completions(self, request: Request) -> Response:
+    async def _completions(self, request: Request) -> ASGIApp:
         self._admit(request)
-        if self.runner.is_leaving:
-            raise leaving()
         begun = time.monotonic()
         parsed = await self._parsed(request, COMPLETIONS[request.url.path], begun)
         call = self.runner.submit(parsed.requests, parsed.size, begun)
-        self._metrics.prompt_tokens.inc(parsed.prompt_tokens)
-        return _Completion(self, parsed, call)
+        return _Completion(self.runner, parsed, call, self._where).send
 
     async def _parsed(self, request: Request, parse: Parser[Parsed], begun: float) -> Parsed:
         """Read a body that began to come at `begun`, and parse it beside the loop."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":  # pages of other sites cannot send this without a preflight
             raise Refusal(415, "send the body as Content-Type: application/json")
-        limit = self.limits.seconds
+        limits, loop = self._where.limits, asyncio.get_running_loop()
         try:
-            async with asyncio.timeout(min(ARRIVING, limit)):
-                body = await _body(request, self.limits.body)
+            async with asyncio.timeout(min(ARRIVING, limits.seconds)):
+                body = await _body(request, limits.body)
         except TimeoutError:
             raise Refusal(408, "the body did not arrive in time", headers={"Connection": "close"}) from None
         except ClientDisconnect:
             raise Refusal(499, "the client has left") from None
+        if self._waiting + len(body) > MOST_WAITING * max(PIECE, limits.body):
+            raise overloaded()
+        self._waiting += len(body)
         try:
-            async with asyncio.timeout(limit - (time.monotonic() - begun)):
-                return await self.parsing.parse(parse, body)
+            async with asyncio.timeout(limits.seconds - (time.monotonic() - begun)):
+                return await loop.run_in_executor(self.parser, parse, body, self._served, limits)
         except TimeoutError:
-            raise too_late(limit) from None
-
-    def note(self, parsed: ParsedBody, answer: Answer, call: Call) -> str:
-        """Count the time of a call that is over. Return what the log says of it."""
-        self._metrics.whole.observe(time.monotonic() - call.begun)
-        note = f", {parsed.prompt_tokens} + {answer.tokens} tokens"
-        if self._where.log == "prompts":
-            decode = parsed.served.tokenizer.decode
-            texts = [decode(request.prompt[:SCREEN]) for request in parsed.requests]
-            note += f", prompts {texts!r:.{SCREEN}}"  # a line of the log is no longer
-        return note
-
-
-class Parsing:
-    """Parses one body at a time, for the event loop. A small one waits for one large one at most."""
-
-    def __init__(self, served: Served, limits: Limits) -> None:
-        self._served, self._limits = served, limits
-        self._pool = ThreadPoolExecutor(1, "parser")  # one, as tokenizers have memory of their own
-        self._turn = asyncio.Lock()  # of large ones
-        self._waiting = {True: 0, False: 0}  # bytes that are parsed or wait, of large bodies and of others
-
-    async def parse(self, parse: Parser[Parsed], body: bytes) -> Parsed:
-        """Return what `parse` makes of a body. Refuses one that would wait for too many others."""
-        is_large, most = len(body) > LARGE, MOST_WAITING * max(LARGE, self._limits.body)
-        if self._waiting[is_large] + len(body) > most:
-            raise overloaded(RETRY)
-        self._waiting[is_large] += len(body)
-        work = asyncio.ensure_future(self._in_turn(parse, body, is_large))
-        work.add_done_callback(lambda done: done.cancelled() or done.exception())
-        # A client whose time is over leaves; a thread goes on, and the next body waits for it.
-        return await asyncio.shield(work)
-
-    async def _in_turn(self, parse: Parser[Parsed], body: bytes, is_large: bool) -> Parsed:
-        try:
-            async with self._turn if is_large else nullcontext():
-                loop = asyncio.get_running_loop()
-                return await loop.run_in_executor(self._pool, parse, body, self._served, self._limits)
+            raise _too_late(limits) from None
         finally:
-            self._waiting[is_large] -= len(body)
-
-    def close(self) -> None:
-        """End the thread."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+            self._waiting -= len(body)
 
 
-class _Completion(Response):
+class _Completion:
     """Sends an answer while it is made. It ends early if its client leaves or reads nothing, or too late."""
 
-    def __init__(self, app: App, parsed: ParsedBody, call: Call) -> None:
-        self._app, self._parsed, self._call = app, parsed, call
-        self._answer = Answer(parsed)
-        self._begun = False  # the status is sent
-        self.background = None
+    def __init__(self, runner: Runner, parsed: ParsedBody, call: Call, where: ListenOn) -> None:
+        self._runner, self._parsed, self._call, self._where = runner, parsed, call, where
+        self._answer, self._begun = Answer(parsed), False  # the status is sent
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def send(self, scope: Scope, receive: Receive, send: Send) -> None:
         watch = asyncio.create_task(self._forget_on_disconnect(receive))
-        limit, why = self._app.limits.seconds, None
+        limits, why = self._where.limits, None
         try:
-            async with asyncio.timeout(limit - (time.monotonic() - self._call.begun)):
+            async with asyncio.timeout(limits.seconds - (time.monotonic() - self._call.begun)):
                 await self._send_all(send)
         except (Refusal, TimeoutError) as error:
-            why = error if isinstance(error, Refusal) else too_late(limit)
+            why = error if isinstance(error, Refusal) else _too_late(limits)
         finally:
             watch.cancel()
-            self._app.runner.forget(self._call)
-            scope[NOTE] = self._app.note(self._parsed, self._answer, self._call)
-        if why:
-            scope[NOTE] += f", {why.text}"
-            await self._fail(why, scope, receive, send)
+            self._runner.forget(self._call)
+            scope[NOTE] = f", {self._parsed.prompt_tokens} + {self._answer.tokens} tokens"
+            if self._where.log == "prompts":
+                decode = self._parsed.served.tokenizer.decode
+                texts = [decode(request.prompt[:SCREEN]) for request in self._parsed.requests]
+                scope[NOTE] += f", prompts {texts!r:.{SCREEN}}"  # a line of the log is no longer
+        if why is None:
+            return
+        scope[NOTE] += f", {why.text}"
+        if not self._begun:
+            raise why
+        with suppress(TimeoutError):  # of a client that does not read
+            async with asyncio.timeout(SAYING):
+                if self._parsed.stream:
+                    await self._send(send, event_of(why.as_json()), is_last=True)
+                    return
+        scope[ABORT]()
 
     async def _forget_on_disconnect(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
-        self._app.runner.forget(self._call)
+        self._runner.forget(self._call)
 
     async def _send_all(self, send: Send) -> None:
-        """Send the pieces of a stream, or the whole answer. Long work is done in a thread."""
+        """Send the pieces of a stream, or the whole answer."""
         answer, stream = self._answer, self._parsed.stream
-        async with aclosing(self._call.events()) as events:
-            async for index, event in events:
-                if event.prompt_likelihoods:
-                    piece = await asyncio.to_thread(answer.add, index, event)
-                else:
-                    piece = answer.add(index, event)
-                if stream and piece:
-                    await self._send(send, piece)
-        if stream:
-            await self._send(send, answer.end())
-        elif self._call.size < LONG:
-            await self._send(send, answer.body())
-        else:
-            await self._send(send, await asyncio.to_thread(answer.body))
-        await self._taken(send({"type": "http.response.body", "body": b""}))
+        async for index, event in self._call.events():
+            piece = answer.add(index, event)
+            if stream and piece:
+                await self._send(send, piece)
+        await self._send(send, answer.end() if stream else answer.body(), is_last=True)
 
-    async def _send(self, send: Send, piece: bytes) -> None:
+    async def _send(self, send: Send, piece: bytes, is_last: bool = False) -> None:
+        """Wait for a client that reads slowly, but not for one that reads nothing."""
+        messages: list[Message] = []
         if not self._begun:
             self._begun = True
             kind = b"text/event-stream" if self._parsed.stream else b"application/json"
             headers = [(b"content-type", kind), (b"cache-control", b"no-store")]
             if not self._parsed.stream:
                 headers.append((b"content-length", str(len(piece)).encode()))
-            await self._taken(send({"type": "http.response.start", "status": 200, "headers": headers}))
+            messages.append({"type": "http.response.start", "status": 200, "headers": headers})
         for start in range(0, len(piece), PIECE):
             body = piece[start : start + PIECE]
-            await self._taken(send({"type": "http.response.body", "body": body, "more_body": True}))
-
-    async def _taken(self, sending: Awaitable[None]) -> None:
-        """Wait for a client that reads slowly, but not for one that reads nothing."""
-        try:
-            async with asyncio.timeout(TAKING):
-                await sending
-        except TimeoutError:
-            text = f"the client read nothing for {TAKING:g} s"
-            raise Refusal(408, text, code="not_read") from None
-
-    async def _fail(self, why: Refusal, scope: Scope, receive: Receive, send: Send) -> None:
-        """Say what went wrong, if need be at the end of a stream; not to a client that does not read."""
-        if not self._begun:
-            await refusing(why)(scope, receive, send)
-            return
-        with suppress(TimeoutError):
-            async with asyncio.timeout(SAYING):
-                if self._parsed.stream:
-                    await self._send(send, failed(why))
-                    await send({"type": "http.response.body", "body": b""})
-                    return
-        scope[ABORT]()
+            more = not is_last or start + PIECE < len(piece)
+            messages.append({"type": "http.response.body", "body": body, "more_body": more})
+        for message in messages:
+            try:
+                async with asyncio.timeout(TAKING):
+                    await send(message)
+            except TimeoutError:
+                text = f"the client read nothing for {TAKING:g} s"
+                raise Refusal(408, text, code="not_read") from None
 
 
 async def _body(request: Request, most: int) -> bytes:
-    """The body. The rest of one that is too long is read and dropped, so that the client hears the answer."""
+    """Return the body. One that is too long is read to its end, so that the client hears the answer."""
+    refusal = Refusal(413, f"the body is longer than {most:,} bytes", headers={"Connection": "close"})
     declared = request.headers.get("content-length", "")
     if "expect" in request.headers and declared.isdecimal() and int(declared[:20]) > most:
-        raise too_large(most)  # nothing of it is sent then
-    body, dropped, stream = bytearray(), 0, request.stream()
-    async for chunk in stream:
-        body += chunk
-        if len(body) > most:
+        raise refusal  # nothing of it is sent then
+    body, is_long = bytearray(), False
+    async for chunk in request.stream():
+        if is_long := is_long or len(body) + len(chunk) > most:
             body.clear()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(REST):
-                    async for rest in stream:
-                        dropped += len(rest)
-                        if dropped > DROPPED:
-                            break
-            raise too_large(most)
+        else:
+            body += chunk
+    if is_long:
+        raise refusal
     return bytes(body)
 
 
-def _as_json(parse: Parser[dict[str, Any]], body: bytes, served: Served, limits: Limits) -> bytes:
-    return "".join(json_of(parse(body, served, limits))).encode()
+def _too_late(limits: Limits) -> Refusal:
+    return Refusal(504, f"the request took longer than {limits.seconds:g} s", code="timeout")
 
 
-def refusing(why: Refusal) -> Response:
-    """Return the application that answers by an error."""
+def _answer(why: Refusal) -> Response:
     return JSONResponse(why.as_json(), why.status, why.headers)
 
 
-async def _refused(request: Request, error: Exception) -> Response:
-    assert isinstance(error, Refusal)
-    return refusing(error)
+async def _refused(request: Request, error: Refusal) -> Response:
+    return _answer(error)
 
 
-async def _not_found(request: Request, error: Exception) -> Response:
+async def _not_found(request: Request, error: HTTPException) -> Response:
     """Addresses and methods that there are not."""
-    assert isinstance(error, HTTPException)
     text = f"{error.detail}: {request.method} {request.url.path:.200}"
-    return refusing(Refusal(error.status_code, text, headers=dict(error.headers or {})))
+    return _answer(Refusal(error.status_code, text, headers=dict(error.headers or {})))
 
 
 async def _internal(request: Request, error: Exception) -> Response:
     print_lines(f"distgpt: {type(error).__name__}: {first_line(error)}", err=True)
-    return refusing(Refusal(500, "internal error"))
+    return _answer(Refusal(500, "internal error"))
 
 
 @cache
@@ -394,21 +308,10 @@ def _page(chats: bool) -> tuple[str, str]:
     frame, *scripts = (files("distgpt.inference.serving").joinpath(name).read_text("utf-8") for name in PAGE)
     frame = frame.replace("<body>", '<body class="chats">') if chats else frame
     text = frame.replace("<script></script>", f"<script>\n{''.join(scripts)}</script>")
-    script, style = (_sources(text, name) for name in ("script", "style"))
-    policy = (
-        "default-src 'none'",
-        f"script-src {script}",
-        f"style-src {style}",
-        "connect-src 'self'",
-        "img-src data:",
-        "base-uri 'none'",
-        "form-action 'none'",
-        "frame-ancestors 'none'",
-    )
-    return text, "; ".join(policy)
-
-
-def _sources(text: str, name: str) -> str:
-    """Hashes of all inline elements of this name."""
-    inside = re.findall(rf"<{name}>(.*?)</{name}>", text, re.DOTALL)
-    return " ".join(f"'sha256-{b64encode(sha256(each.encode()).digest()).decode()}'" for each in inside)
+    policy = "default-src 'none'; connect-src 'self'; img-src data:"
+    policy += "; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    for name in ("script", "style"):
+        inside = re.findall(rf"<{name}>(.*?)</{name}>", text, re.DOTALL)
+        hashes = [b64encode(sha256(each.encode()).digest()).decode() for each in inside]
+        policy += f"; {name}-src " + " ".join(f"'sha256-{each}'" for each in hashes)
+    return text, policy

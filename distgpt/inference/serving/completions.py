@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,61 +14,78 @@ from distgpt.core.data.tokenizers import Tokenizer
 from distgpt.core.generate.request import REQUEST_SETTINGS, Request
 from distgpt.core.generate.sample import default_prompt
 from distgpt.corpora.chats.format import checked_messages
-from distgpt.inference.serving.answers import Beginning, ChatChoice, Choice, ParsedBody, Served
+from distgpt.inference.serving.answers import ChatChoice, Choice, ParsedBody, Served
 from distgpt.inference.serving.limits import Limits, Refusal, invalid
 
 MOST_LOGPROBS = 20
 MOST_STOPS, LONGEST_STOP = 16, 256  # stop strings, and characters of each
-# OpenAI's parameters that mean nothing here, and the values that ask for nothing.
-_OF_BOTH: dict[str, tuple[Any, ...]] = {
+ECHOED = 4  # characters of an echo that count as one token of the answer
+HEAVY = 512  # bytes of a token, beyond which it counts as several
+DEFAULTS = Request(max_new_tokens=16, temperature=1.0, overflow="stop")  # OpenAI's
+SWITCH = Setting(bool, "")
+# Parameters that are settings of a request, and their names there.
+_OTHERS = ("max_new_tokens", "prompt_logprobs", "lookup")
+SETTINGS = {"max_tokens": "max_new_tokens"} | {name: name for name in REQUEST_SETTINGS if name not in _OTHERS}
+_CHAT_SETTINGS = {name: name for name in SETTINGS.values() if name not in ("logprobs", "max_new_tokens")}
+_LENGTHS = ("max_completion_tokens", "max_tokens")
+_OF_BOTH = ("model", "stream", "stream_options", "ignore_eos")
+PARAMETERS = (*_OF_BOTH, "prompt", "echo", *SETTINGS)
+_CHAT_PARAMETERS = (*_OF_BOTH, "messages", "logprobs", "top_logprobs", *_LENGTHS, *_CHAT_SETTINGS)
+# OpenAI's parameters that do not affect the answer; those that are not supported, with their neutral values.
+_IGNORED = ("user", "metadata", "store", "service_tier", "parallel_tool_calls")
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "logit_bias": (None, {}),
     "presence_penalty": (None, 0),
     "frequency_penalty": (None, 0),
-}
-_OF_TEXTS = {**_OF_BOTH, "best_of": (None, 1), "suffix": (None, "")}
-_OF_CHATS = {
-    **_OF_BOTH,
+    "best_of": (None, 1),
+    "suffix": (None, ""),
     "tools": (None, []),
     "tool_choice": (None, "none", "auto"),
     "response_format": (None, {"type": "text"}),
 }
-ECHOED = 4  # characters of an echo that count as one token of the answer
-HEAVY = 512  # bytes of a token, beyond which it counts as several
-_IGNORED = ("user", "metadata")  # which say nothing of the answer
-DEFAULTS = Request(max_new_tokens=16, temperature=1.0, overflow="stop")  # OpenAI's
-# Parameters that are settings of a request, and their names there.
-_OTHERS = ("max_new_tokens", "prompt_logprobs", "lookup")
-SETTINGS = {
-    "max_tokens": "max_new_tokens",
-    **{name: name for name in REQUEST_SETTINGS if name not in _OTHERS},
-}
-SWITCH = Setting(bool, "")
-PARAMETERS = ("model", "prompt", "stream", "stream_options", "echo", "ignore_eos", *SETTINGS)
-_CHAT_IGNORED = ("user", "metadata", "store", "service_tier", "parallel_tool_calls")
-_CHAT_SETTINGS = {
-    name: setting for name, setting in SETTINGS.items() if setting not in ("logprobs", "max_new_tokens")
-}
-_LENGTHS = ("max_completion_tokens", "max_tokens")
-_CHAT_PARAMETERS = ("model", "messages", "stream", "stream_options", "ignore_eos", "logprobs", "top_logprobs")
 
 
 def parse_body(body: bytes, served: Served, limits: Limits) -> ParsedBody:
     """Parse a request for completions. A Refusal says what is wrong with it."""
-    found = parse_object(body, served, (*PARAMETERS, *_IGNORED), _OF_TEXTS)
-    stream, echo = (checked(found, name, SWITCH, False) for name in ("stream", "echo"))
+    found, tokenizer = parse_object(body, served, PARAMETERS), served.tokenizer
+    echo = checked(found, "echo", SWITCH, False)
     settings = parse_settings(found, limits, SETTINGS)
-    ends = () if checked(found, "ignore_eos", SWITCH, False) else served.tokenizer.ends
-    scored = echo and settings.logprobs is not None
-    settings = replace(settings, ends=ends, prompt_logprobs=scored, reuse=served.reuse)
-    with_usage = wants_usage(found)
+    settings = replace(
+        settings,
+        ends=() if checked(found, "ignore_eos", SWITCH, False) else tokenizer.ends,
+        prompt_logprobs=echo and settings.logprobs is not None,
+        reuse=served.reuse,
+    )
     prompts = _prompts(found.get("prompt"), served, limits, settings.n)
-    tokens = len(prompts) * settings.max_new_tokens + settings.prompt_logprobs * sum(map(len, prompts))
-    texts = settings.n * sum(map(served.tokenizer.text_size, prompts)) if echo else 0
-    size = sum(map(len, prompts)) + refuse_large(tokens, settings, served, limits, -(-texts // ECHOED))
+    length = sum(map(len, prompts))
+    tokens = len(prompts) * settings.max_new_tokens + settings.prompt_logprobs * length
+    echoed = settings.n * sum(map(tokenizer.text_size, prompts)) if echo else 0
+    size = length + refuse_large(tokens, settings, served, limits, -(-echoed // ECHOED))
     refuse_long(prompts, served, limits, settings)
     requests = [replace(settings, prompt=prompt) for prompt in prompts]
-    beginnings = [beginning(request, served.tokenizer, echo) for request in requests]
-    return ParsedBody(served, requests, beginnings, stream, with_usage, Choice, size)
+    return _parsed(found, served, requests, Choice, size, echo)
+
+
+def _parsed(
+    found: dict[str, Any],
+    served: Served,
+    requests: list[Request],
+    choice: type[Choice],
+    size: int,
+    echo: bool = False,
+) -> ParsedBody:
+    """Decode the prompts as far as the answer needs it."""
+    stream, options = checked(found, "stream", SWITCH, False), found.get("stream_options") or {}
+    if not isinstance(options, dict):
+        raise invalid("stream_options must be an object", "stream_options")
+    tokenizer = served.tokenizer
+    beginnings = [
+        (tokenizer.decode(request.prompt), tokenizer.streamer())
+        if echo
+        else ("", tokenizer.streamer_behind(() if request.logprobs is None else request.prompt))
+        for request in requests
+    ]
+    return ParsedBody(served, requests, beginnings, stream, bool(options.get("include_usage")), choice, size)
 
 
 def weight_of(tokenizer: Tokenizer) -> int:
@@ -76,31 +93,19 @@ def weight_of(tokenizer: Tokenizer) -> int:
     return max(1, max(tokenizer.text_size([token]) for token in range(tokenizer.size)) // HEAVY)
 
 
-def beginning(request: Request, tokenizer: Tokenizer, echo: bool = False) -> Beginning:
-    """Decode a prompt as far as its answer needs it."""
-    if echo:
-        return Beginning(tokenizer.decode(request.prompt), tokenizer.streamer())
-    return Beginning("", tokenizer.streamer_behind(request.prompt if request.logprobs is not None else ()))
-
-
-def parse_object(
-    body: bytes, served: Served, known: Sequence[str], without_effect: Mapping[str, tuple[Any, ...]] = {}
-) -> dict[str, Any]:
-    """Return the object of a body with known parameters alone, for the model that is served.
-
-    Refuses what would be silently passed over otherwise.
-    """
+def parse_object(body: bytes, served: Served, known: Sequence[str]) -> dict[str, Any]:
+    """Return the object of a body for the model that is served. Rejects unknown parameters."""
     try:
         found = parse_json(body)
     except ValueError as error:
-        raise invalid(f"the body is not JSON as it should be: {error}") from None
+        raise invalid(f"the body is not valid JSON: {error}") from None
     if not isinstance(found, dict):
         raise invalid("the body is not a JSON object")
     for name, value in found.items():
-        if name not in known and name not in without_effect:
-            hint = nearest(name[:50], (*known, *without_effect))
+        if name not in known and name not in _IGNORED and name not in _UNSUPPORTED:
+            hint = nearest(name[:50], known)
             raise invalid(f"unrecognized request argument: {name!r:.60}{hint}", name[:50])
-        if value not in without_effect.get(name, (value,)):
+        if value not in _UNSUPPORTED.get(name, (value,)):
             raise invalid(f"{name} is not supported", name)
     refuse_other_model(found, served)
     return found
@@ -113,38 +118,25 @@ def refuse_other_model(found: dict[str, Any], served: Served) -> None:
         raise Refusal(404, text, param="model", code="model_not_found")
 
 
-def wants_usage(found: dict[str, Any]) -> bool:
-    """Tell whether a stream is to end with the count of its tokens."""
-    options = found.get("stream_options") or {}
-    if not isinstance(options, dict):
-        raise invalid("stream_options must be an object", "stream_options")
-    return bool(options.get("include_usage"))
-
-
 def refuse_large(tokens: int, settings: Request, served: Served, limits: Limits, echoed: int = 0) -> int:
     """Return the size that an answer may have, with `tokens` for each of its samples, and an echo of all."""
     most = tokens * settings.n * (1 + (settings.logprobs or 0)) * served.weight + echoed
     if most > limits.values:
-        echo = f" ({ECHOED} characters of the echo are one)" if echoed else ""
-        long = (
-            f" (one counts as {served.weight}: the vocabulary is of long texts)" if served.weight > 1 else ""
-        )
-        raise invalid(
-            f"the answer may have {most:,} tokens and logprobs{echo}{long}, more than {limits.values:,}"
-        )
+        long = f" (each counts as {served.weight} in this vocabulary)" if served.weight > 1 else ""
+        raise invalid(f"the answer may have {most:,} tokens and logprobs{long}, more than {limits.values:,}")
     return most
 
 
 def parse_settings(given: dict[str, Any], limits: Limits, names: Mapping[str, str]) -> Request:
     """Return a request without its prompt; `names` are those of its settings, by the parameters'."""
     most = {"max_tokens": limits.max_tokens, "n": limits.samples, "logprobs": MOST_LOGPROBS}
-    found: dict[str, Any] = {"seed": secrets.randbits(63)}
+    found: dict[str, Any] = {}
     for name, setting in names.items():
         about = REQUEST_SETTINGS[setting]
         if name == "stop":
             found[name] = _stops(given.get(name))
         elif name == "seed":
-            value = checked(given, name, replace(about, low=-(1 << 63)), found[name])
+            value = checked(given, name, replace(about, low=-(1 << 63)), secrets.randbits(63))
             found[name] = value % (1 << 64)
         else:
             about = replace(about, most=most.get(name, about.most))
@@ -178,19 +170,14 @@ def _prompts(value: Any, served: Served, limits: Limits, n: int) -> list[list[in
         return [default_prompt(served.tokenizer)]
     several = isinstance(value, list) and bool(value) and type(value[0]) in (str, list)
     prompts = value if several else [value]
-    if len(prompts) * n > limits.samples:
-        raise invalid(
-            f"{len(prompts) * n:,} samples are more than {limits.samples:,}", "n" if n > 1 else "prompt"
-        )
-    kind: Callable[[Any, Served], list[int]] = _text if isinstance(prompts[0], str) else tokens_of
-    return [kind(prompt, served) for prompt in prompts]
-
-
-def _text(prompt: Any, served: Served) -> list[int]:
-    if not isinstance(prompt, str):
+    if (samples := len(prompts) * n) > limits.samples:
+        raise invalid(f"{samples:,} samples are more than {limits.samples:,}", "n" if n > 1 else "prompt")
+    if not isinstance(prompts[0], str):
+        return [tokens_of(prompt, served) for prompt in prompts]
+    if not all(isinstance(prompt, str) for prompt in prompts):
         raise invalid("prompt mixes texts with tokens", "prompt")
     try:
-        return served.tokenizer.encode_prompt(prompt)
+        return [served.tokenizer.encode_prompt(prompt) for prompt in prompts]
     except DataError as error:
         raise invalid(str(error), "prompt") from None
 
@@ -209,26 +196,23 @@ def refuse_long(
     prompts: Sequence[list[int]], served: Served, limits: Limits, settings: Request, param: str = "prompt"
 ) -> None:
     longest = max(map(len, prompts))
-    problem = f"this model's context is {served.context:,} tokens, the prompt has {longest:,}: shorten it"
     if not all(map(len, prompts)):
         raise invalid("the prompt is empty: give at least one token to start from", param)
-    if longest > served.context and settings.prompt_logprobs:
-        raise _too_long(f"{problem}, or leave out logprobs or echo", param)
-    if longest > served.context and settings.overflow == "stop":
-        raise _too_long(f'{problem}, or send "overflow": "shift", which drops its beginning', param)
-    if longest > limits.prompt_tokens:
-        raise _too_long(f"the prompt has {longest:,} tokens, more than {limits.prompt_tokens:,}", param)
-
-
-def _too_long(text: str, param: str) -> Refusal:
-    return invalid(text, param, "context_length_exceeded")
+    problem = ""
+    if longest > served.context and (settings.prompt_logprobs or settings.overflow == "stop"):
+        hint = ', or send "overflow": "shift", which drops its beginning'
+        hint = ", or leave out logprobs or echo" if settings.prompt_logprobs else hint
+        problem = f"this model's context is {served.context:,} tokens, the prompt has {longest:,}: shorten it"
+        problem += hint
+    elif longest > limits.prompt_tokens:
+        problem = f"the prompt has {longest:,} tokens, more than {limits.prompt_tokens:,}"
+    if problem:
+        raise invalid(problem, param, "context_length_exceeded")
 
 
 def parse_chat(body: bytes, served: Served, limits: Limits) -> ParsedBody:
     """Parse a request for a chat's next answer. A Refusal says what is wrong with it."""
-    known = (*_CHAT_PARAMETERS, *_LENGTHS, *_CHAT_SETTINGS, *_CHAT_IGNORED)
-    found = parse_object(body, served, known, _OF_CHATS)
-    stream = checked(found, "stream", SWITCH, False)
+    found = parse_object(body, served, _CHAT_PARAMETERS)
     chat = served.chat
     if chat is None or isinstance(chat, DataError):
         raise invalid(f"this model does not chat: {chat}")
@@ -238,27 +222,19 @@ def parse_chat(body: bytes, served: Served, limits: Limits) -> ParsedBody:
     except DataError as error:
         raise invalid(str(error), "messages") from None
     refuse_long([prompt], served, limits, settings, "messages")
-    ends = () if checked(found, "ignore_eos", SWITCH, False) else chat.ends
+    about, room = Setting(int, "", low=1, most=limits.max_tokens), max(1, served.context - len(prompt))
+    lengths = [checked(found, name, about, None) for name in _LENGTHS]
     settings = replace(
         settings,
         prompt=prompt,
-        max_new_tokens=_length(found, limits, max(1, served.context - len(prompt))),
+        max_new_tokens=next(filter(None, lengths), min(room, limits.max_tokens)),
         logprobs=_logprobs(found),
-        ends=ends,
+        ends=() if checked(found, "ignore_eos", SWITCH, False) else chat.ends,
         stop=settings.stop + chat.stops,
         reuse=True,
     )
     size = len(prompt) + refuse_large(settings.max_new_tokens, settings, served, limits)
-    begins = [beginning(settings, served.tokenizer)]
-    return ParsedBody(served, [settings], begins, stream, wants_usage(found), ChatChoice, size)
-
-
-def _length(given: dict[str, Any], limits: Limits, room: int) -> int:
-    """The most tokens of the answer, where nobody says as many as fit."""
-    about = Setting(int, "", low=1, most=limits.max_tokens)
-    lengths = [checked(given, name, about, None) for name in _LENGTHS]
-    found: int = next((length for length in lengths if length is not None), min(room, limits.max_tokens))
-    return found
+    return _parsed(found, served, [settings], ChatChoice, size)
 
 
 def _logprobs(given: dict[str, Any]) -> int | None:
@@ -273,12 +249,11 @@ def _logprobs(given: dict[str, Any]) -> int | None:
 def about_tokenizer(served: Served) -> dict[str, Any]:
     """Return how the tokens that begin and end a text are spelled, null where there is none."""
     tokenizer = served.tokenizer
-    begins, ends = tokenizer.first, tokenizer.ends[:1]
     spelled = {token: text for text, token in tokenizer.specials.items()}
     return {
         "tokenizer_class": type(tokenizer).__name__,
-        "bos_token": next(map(spelled.get, begins), None),
-        "eos_token": next(map(spelled.get, ends), None),
+        "bos_token": next(map(spelled.get, tokenizer.first), None),
+        "eos_token": next(map(spelled.get, tokenizer.ends), None),
         "chat_template": chat.source if (chat := tokenizer.chat) else None,
     }
 
@@ -289,13 +264,14 @@ def tokenize(body: bytes, served: Served, limits: Limits) -> dict[str, Any]:
     text = "" if found.get("prompt") is None else found["prompt"]
     if not isinstance(text, str):
         raise invalid("prompt must be a text", "prompt")
-    tokenizer, with_first = served.tokenizer, checked(found, "add_special_tokens", SWITCH, True)
+    tokenizer = served.tokenizer
+    first = tokenizer.first if checked(found, "add_special_tokens", SWITCH, True) else ()
     try:
         special = tokenizer.specials.get(text)
         ids = tokenizer.encode(text).tolist() if special is None else [special]
     except DataError as error:
         raise invalid(str(error), "prompt") from None
-    tokens = [*tokenizer.first, *ids] if with_first else ids
+    tokens = [*first, *ids]
     return {"tokens": tokens, "count": len(tokens), "max_model_len": served.context}
 
 

@@ -20,7 +20,6 @@ class Limits:
     seconds: float = setting(300.0, "The most seconds for a request.", low=0.1, flag="--max-seconds")
     values: int = 1 << 20  # tokens and log-probabilities of an answer
     everything: int = 1 << 22  # the same of all open requests and their prompts: about 110 bytes each
-    unread: int = 1024  # tokens kept for a client that reads slowly, until its samples wait
     connections: int = 512
 
     def __post_init__(self) -> None:
@@ -62,7 +61,7 @@ class ListenOn:
 
 @dataclass(slots=True, eq=False)
 class Refusal(Exception):
-    """A request that is answered by an error, in OpenAI's words."""
+    """A request that is answered by an error, as OpenAI's API writes it."""
 
     status: int
     text: str
@@ -71,8 +70,8 @@ class Refusal(Exception):
     headers: dict[str, str] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
-        kind = {429: "rate_limit_error"}.get(self.status, "invalid_request_error")
-        kind = "server_error" if self.status >= 500 else kind
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        kind = "rate_limit_error" if self.status == 429 else kind
         return {"error": {"message": self.text, "type": kind, "param": self.param, "code": self.code}}
 
 
@@ -81,18 +80,5 @@ def invalid(text: str, param: str | None = None, code: str | None = None) -> Ref
     return Refusal(400, text, param=param, code=code)
 
 
-def too_large(most: int) -> Refusal:
-    return Refusal(413, f"the body is longer than {most:,} bytes", headers={"Connection": "close"})
-
-
-def overloaded(seconds: int) -> Refusal:
-    text = f"too many requests wait already: try again in {seconds} s"
-    return Refusal(429, text, code="queue_full", headers={"Retry-After": str(seconds)})
-
-
-def leaving() -> Refusal:
-    return Refusal(503, "the server is shutting down", code="shutting_down")
-
-
-def too_late(seconds: float) -> Refusal:
-    return Refusal(504, f"the request took longer than {seconds:g} s", code="timeout")
+def overloaded() -> Refusal:
+    return Refusal(429, "too many requests are waiting", code="queue_full", headers={"Retry-After": "2"})

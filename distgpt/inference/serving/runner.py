@@ -3,22 +3,46 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import threading
 import time
-from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from functools import partial
 from queue import Empty, SimpleQueue
 
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
+
 from distgpt.core.base.errors import DistgptError, UsageError, first_line
 from distgpt.core.generate.engine import Engine
 from distgpt.core.generate.request import Event, Request
-from distgpt.inference.serving.limits import Limits, Refusal, invalid, leaving, overloaded
-from distgpt.inference.serving.metrics import Metrics
+from distgpt.inference.serving.limits import Limits, Refusal, invalid, overloaded
 
-LONGEST_RETRY = 60  # seconds after which a client that was refused is told to try again, at most
 PATIENCE = 5.0  # seconds that `close` waits for the step under way
+BOUNDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)  # seconds
+GAUGES = {
+    "queue_length": "Samples that wait for a lane.",
+    "running_sequences": "Samples that are computed side by side.",
+    "lanes": "The most samples side by side.",
+    "open_requests": "Requests for completions without an answer yet.",
+}
+
+
+class Metrics:
+    """Counters and histograms of a server, for Prometheus."""
+
+    def __init__(self) -> None:
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # they would be a series more for each
+        self.registry = CollectorRegistry()
+        counter = partial(Counter, namespace="distgpt", registry=self.registry)
+        self.answered = counter(
+            "requests", "Requests for completions, by the status of the answer.", ["status"]
+        )
+        self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts.")
+        self.generated_tokens = counter("generated_tokens", "Tokens generated.")
+        self.cancelled = counter("cancelled", "Requests whose client left, or did not read.")
+        self.engine_failures = counter("engine_failures", "Times that the engine failed and was renewed.")
+        histogram = partial(Histogram, namespace="distgpt", registry=self.registry, buckets=BOUNDS)
+        self.first_token = histogram("first_token_seconds", "From a request's arrival to its first token.")
+        self.whole = histogram("request_seconds", "From a request's arrival to the end of its answer.")
 
 
 class Call:
@@ -27,56 +51,35 @@ class Call:
     All of it happens in the event loop's thread, but for `requests`, which never change.
     """
 
-    def __init__(
-        self,
-        requests: Sequence[Request],
-        size: int,
-        most_unread: int,
-        hold: Callable[[Call, bool], None],
-        begun: float,
-    ) -> None:
-        """`hold` lets the samples of the call wait for its client, or go on."""
+    def __init__(self, requests: Sequence[Request], size: int, begun: float) -> None:
         self.requests, self.size, self.begun = requests, size, begun
         self.left = sum(request.n for request in requests)  # samples that have not ended
-        self.answered = False  # its first token is there
-        self.failure: Refusal | None = None
-        self._most_unread, self._hold, self._is_held = most_unread, hold, False
-        self._unread: deque[tuple[int, Event]] = deque()
-        self._news = asyncio.Event()
+        self.answered = self.failed = False  # answered: its first token is there
+        self._unread: asyncio.Queue[tuple[int, Event] | Refusal] = asyncio.Queue()
 
     @property
     def is_over(self) -> bool:
-        return self.left == 0 or self.failure is not None
+        return self.left == 0 or self.failed
 
     def add(self, index: int, event: Event) -> None:
-        """Keep an event of the request `index`; where there are too many to read, its samples wait."""
-        self._unread.append((index, event))
+        """Keep an event of the request `index`."""
+        self._unread.put_nowait((index, event))
         self.left -= event.reason is not None
-        self._news.set()
-        if not self._is_held and len(self._unread) >= self._most_unread:
-            self._is_held = True
-            self._hold(self, True)
 
     def fail(self, why: Refusal) -> None:
         if not self.is_over:
-            self.failure = why
-            self._unread.clear()
-            self._news.set()
+            self.failed = True
+            self._unread.put_nowait(why)
 
     async def events(self) -> AsyncGenerator[tuple[int, Event]]:
         """Each event with the number of its request; ends with the last. Raises why there are no more."""
-        while True:
-            while self._unread:
-                yield self._unread.popleft()
-                if self._is_held and len(self._unread) <= self._most_unread // 2:
-                    self._is_held = False
-                    self._hold(self, False)
-            if self.failure is not None:
-                raise self.failure
-            if self.left == 0:
-                return
-            self._news.clear()
-            await self._news.wait()
+        left = sum(request.n for request in self.requests)
+        while left:
+            found = await self._unread.get()
+            if isinstance(found, Refusal):
+                raise found
+            yield found
+            left -= found[1].reason is not None
 
 
 class Runner:
@@ -86,60 +89,45 @@ class Runner:
     """
 
     def __init__(
-        self,
-        make: Callable[[], Engine],
-        lanes: int,
-        limits: Limits,
-        metrics: Metrics,
-        died: Callable[[DistgptError], None],
+        self, make: Callable[[], Engine], lanes: int, limits: Limits, died: Callable[[DistgptError], None]
     ) -> None:
-        self.lanes, self.is_leaving = lanes, False
-        self._make, self._limits, self._metrics, self._died = make, limits, metrics, died
+        self.metrics = Metrics()
+        self._make, self._lanes, self._limits, self._died = make, lanes, limits, died
         self._engine = make()
         self._calls: set[Call] = set()
         self._inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._tickets: dict[int, tuple[Call, int]] = {}  # the thread's own
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self._idle = asyncio.Event()
-        self._idle.set()
+        for name, help in GAUGES.items():
+            gauge = Gauge(name, help, namespace="distgpt", registry=self.metrics.registry)
+            gauge.set_function(partial(self._gauge, name))
 
     def start(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread after the step under way. Calls that are open fail."""
-        self.is_leaving = True
-        self._fail(leaving(), self._calls)
+        """End the thread after the step under way."""
         self._inbox.put(None)
-        if self._thread.ident is not None:
-            self._thread.join(PATIENCE)
-
-    async def finish(self) -> None:
-        """Refuse calls from now on, and wait for those that are open."""
-        self.is_leaving = True
-        await self._idle.wait()
+        self._thread.join(PATIENCE)
 
     @property
     def gauges(self) -> dict[str, float]:
         engine = self._engine
-        return {
-            "queue_length": engine.waiting,
-            "running_sequences": engine.running,
-            "lanes": self.lanes,
-            "open_requests": len(self._calls),
-        }
+        found = engine.waiting, engine.running, self._lanes, len(self._calls)
+        return dict(zip(GAUGES, found, strict=True))
+
+    def _gauge(self, name: str) -> float:
+        return self.gauges[name]
 
     def submit(self, requests: Sequence[Request], size: int, begun: float) -> Call:
         """Answer what arrived at `begun`. Refuses what is too much."""
-        if self.is_leaving:
-            raise leaving()
         limits = self._limits
-        call = Call(requests, size, limits.unread, self._hold, begun)
-        self._refuse_beyond("samples", self.lanes + limits.queue, call, lambda each: each.left)
+        call = Call(requests, size, begun)
+        self._refuse_beyond("samples", self._lanes + limits.queue, call, lambda each: each.left)
         self._refuse_beyond("tokens and logprobs", limits.everything, call, lambda each: each.size)
         self._calls.add(call)
-        self._idle.clear()
+        self.metrics.prompt_tokens.inc(sum(len(request.prompt) for request in requests))
         self._inbox.put(partial(self._begin, call))
         return call
 
@@ -148,25 +136,17 @@ class Runner:
         if count(call) > most:
             raise invalid(f"{count(call):,} {what} are more than the {most:,} that there is room for")
         if count(call) + sum(map(count, self._calls)) > most:
-            raise overloaded(min(LONGEST_RETRY, max(1, math.ceil(self._metrics.mean_seconds))))
+            raise overloaded()
 
     def forget(self, call: Call) -> None:
         """Free what a call has, whether it is over or not."""
         if call in self._calls:
             if not call.is_over:
-                self._metrics.cancelled.inc()
+                self.metrics.cancelled.inc()
                 call.fail(Refusal(499, "the client has left"))
+            self.metrics.whole.observe(time.monotonic() - call.begun)
             self._inbox.put(partial(self._end, call))
             self._calls.discard(call)
-            if not self._calls:
-                self._idle.set()
-
-    def _hold(self, call: Call, held: bool) -> None:
-        self._inbox.put(partial(self._let_wait, call, held))
-
-    def _fail(self, why: Refusal, calls: Iterable[Call]) -> None:
-        for call in list(calls):
-            call.fail(why)
 
     def _deliver(self, events: list[tuple[Call, int, Event]]) -> None:
         now, made = time.monotonic(), 0
@@ -176,17 +156,18 @@ class Runner:
                 continue
             if not call.answered:
                 call.answered = True
-                self._metrics.first_token.observe(now - call.begun)
+                self.metrics.first_token.observe(now - call.begun)
             call.add(index, event)
-        self._metrics.generated_tokens.inc(made)
+        self.metrics.generated_tokens.inc(made)
 
     def _failed(self, why: Refusal, calls: Iterable[Call]) -> None:
-        self._metrics.engine_failures.inc()
-        self._fail(why, calls)
+        self.metrics.engine_failures.inc()
+        for call in calls:
+            call.fail(why)
 
     def _dead(self, why: DistgptError) -> None:
-        self.is_leaving = True
-        self._fail(Refusal(500, str(why)), self._calls)
+        for call in self._calls:
+            call.fail(Refusal(500, str(why)))
         self._died(why)
 
     # What follows runs in the engine's thread.
@@ -214,7 +195,7 @@ class Runner:
         """Do all that the inbox holds; wait for something if there is nothing to compute. False: end."""
         while True:
             try:
-                act = self._inbox.get(block=self._engine.is_waiting)
+                act = self._inbox.get(block=self._engine.is_idle)
             except Empty:
                 return True
             if act is None:
@@ -235,11 +216,6 @@ class Runner:
         for ticket in [ticket for ticket, (of, _) in self._tickets.items() if of is call]:
             self._engine.cancel(ticket)
             del self._tickets[ticket]
-
-    def _let_wait(self, call: Call, held: bool) -> None:
-        for ticket, (of, _) in self._tickets.items():
-            if of is call:
-                self._engine.hold(ticket, held)
 
     def _post(self, act: Callable[..., None], *what: object) -> None:
         try:

@@ -24,11 +24,11 @@ from distgpt.core.train.run import Run
 
 KEY = "bits"  # of the event in history.jsonl
 PACKAGE = Path(__file__).parents[2]
-# Folders that change no bit of a step: those that show, serve, measure, install or start runs.
+# Folders and files that change no bit of a step: those that show, serve, measure, install or start runs.
 ELSEWHERE = {
     PACKAGE / name
     for name in (
-        *("callbacks/monitoring", "cluster", "commands", "inference"),
+        *("callbacks/exporter.py", "callbacks/structured.py", "cluster", "commands", "inference"),
         *("measure", "models/formats", "show"),
     )
 }
@@ -105,7 +105,7 @@ def sources() -> str:
     for folder, inside, names in os.walk(PACKAGE):
         skipped = {path.name for path in ELSEWHERE if str(path.parent) == folder}
         inside[:] = sorted(set(inside) - {"__pycache__"} - skipped)
-        for name in sorted(names):
+        for name in sorted(set(names) - skipped):
             if name.endswith((".py", ".cu")):
                 found.update(name.encode() + b"\0" + Path(folder, name).read_bytes())
     return found.hexdigest()[:16]

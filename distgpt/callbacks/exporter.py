@@ -15,9 +15,8 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from http.server import BaseHTTPRequestHandler
 from pathlib import Path
-from socketserver import TCPServer
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 from zlib import crc32
 
 from distgpt.core.base.errors import StorageError, UsageError, escape, print_lines
@@ -27,10 +26,8 @@ from distgpt.core.saved.checkpoint import MANIFEST, saved_checkpoints
 from distgpt.core.train.lines import Facts, Metrics
 
 try:
-    from prometheus_client import write_to_textfile
+    from prometheus_client import CollectorRegistry, make_wsgi_app, write_to_textfile
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-    from prometheus_client.exposition import choose_encoder
-    from prometheus_client.registry import Collector
 except ImportError:
     raise UsageError(
         "metrics for Prometheus need prometheus-client: pip install 'distgpt[prometheus]'"
@@ -61,10 +58,11 @@ FAMILIES = {
 }
 
 
-class Exporter(Collector):
+class Exporter(CollectorRegistry):
     """Holds the newest facts of a run: written in the main thread, collected in any. On rank 0 only."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._run: dict[str, str] = {}
         self._about: dict[str, str] = {}
         self._checkpoints = Path()
@@ -103,11 +101,6 @@ class Exporter(Collector):
             if (error := sys.exception()) is not None:
                 self._exit_code = exit_code(error)
 
-    def page(self, accept: str = "") -> tuple[bytes, str]:
-        """Return the metrics in a format that the header Accept allows, and its Content-Type."""
-        encode, kind = choose_encoder(accept)
-        return encode(self), kind
-
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics; none before the run has started."""
         if not self._run:
@@ -116,9 +109,8 @@ class Exporter(Collector):
         def family(name: str, help: str, value: float, **more: str) -> Metric:
             labels = self._run | more
             kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
-            metric = kind(
-                re.sub(r"\W", "_", f"distgpt_train_{name}", flags=re.ASCII), help, labels=list(labels)
-            )
+            name = re.sub(r"\W", "_", f"distgpt_train_{name}", flags=re.ASCII)
+            metric = kind(name, help, labels=list(labels))
             metric.add_metric(list(labels.values()), value)
             return metric
 
@@ -130,14 +122,10 @@ class Exporter(Collector):
         if self._last_step is not None:
             yield family("last_step", "The step after which the run ends.", self._last_step)
         yield family("skipped_steps_total", "Steps of this start that were left out.", self._skipped)
-        for key, value in {
-            **self._evaluation,
-            **self._step,
-        }.items():  # both have a step: that of steps counts
+        for key, value in (self._evaluation | self._step).items():  # both have a step: that of steps counts
             if key != "skipped":
-                yield family(
-                    *FAMILIES.get(key, (key, f"{key} of the last line with it in metrics.jsonl.")), value
-                )
+                default = key, f"{key} of the last line with it in metrics.jsonl."
+                yield family(*FAMILIES.get(key, default), value)
         # The moment and not the age: an age in a file would stand still as soon as its run does.
         with suppress(OSError, StorageError):
             for path in saved_checkpoints(self._checkpoints)[:1]:
@@ -154,13 +142,10 @@ class Textfile(Exporter):
     def __init__(self, path: Path) -> None:
         super().__init__()
         is_folder = path.is_dir()
-        if not is_folder and path.suffix != ENDING:
+        if not is_folder and not (path.suffix == ENDING and path.parent.is_dir()):
             raise UsageError(
-                f"--metrics-textfile {path}: name a folder that is there, or a file that ends in {ENDING},"
-                " since node_exporter reads no others"
+                f"--metrics-textfile {path} must be a folder that exists, or a {ENDING} file in one"
             )
-        if not is_folder and not path.parent.is_dir():
-            raise UsageError(f"--metrics-textfile {path}: there is no folder {path.parent}")
         self._path, self._is_folder = path.absolute(), is_folder
         self._written = 0.0
         self._is_failing = False
@@ -230,27 +215,21 @@ class Port(Exporter):
         threading.Thread(target=self.server.serve_forever, name="metrics", daemon=True).start()
 
 
-class _Server(TCPServer):
-    allow_reuse_address = True  # a run that is started again takes the port of the one before
+class _Server(WSGIServer):
+    """One client at a time, so that many of them take nothing from the run."""
 
     def __init__(self, where: tuple[str, int], family: int, exporter: Exporter) -> None:
-        self.address_family, self.exporter = family, exporter
-        super().__init__(where, _Answer)
+        self.address_family = family
+        super().__init__(where, _Handler)
+        self.set_app(make_wsgi_app(exporter))
 
     def handle_error(self, request: object, client_address: object) -> None:
         """Write nothing where a client leaves too early."""
 
 
-def _disconnect(client: socket.socket) -> None:
-    with suppress(OSError):
-        client.shutdown(socket.SHUT_RDWR)
-
-
-class _Answer(BaseHTTPRequestHandler):
-    server: _Server
-
+class _Handler(WSGIRequestHandler):
     def handle(self) -> None:
-        timer = threading.Timer(PATIENCE, _disconnect, [self.connection])
+        timer = threading.Timer(PATIENCE, self._disconnect)
         timer.daemon = True
         timer.start()
         try:
@@ -258,16 +237,9 @@ class _Answer(BaseHTTPRequestHandler):
         finally:
             timer.cancel()
 
-    def do_GET(self) -> None:
-        is_known = self.path.partition("?")[0] == "/metrics"
-        content, kind = b"see /metrics\n", "text/plain"
-        if is_known:
-            content, kind = self.server.exporter.page(self.headers.get("Accept", ""))
-        self.send_response(200 if is_known else 404)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
+    def _disconnect(self) -> None:
+        with suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RDWR)
 
     def log_message(self, format: str, *values: object) -> None:
         """Write nothing: requests come every few seconds."""
