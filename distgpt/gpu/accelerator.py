@@ -20,7 +20,7 @@ from distgpt.core.ops.kernels import Kernels
 from distgpt.gpu import cublaslt, cudnn_attention, probe
 from distgpt.gpu.attention import Attention
 from distgpt.gpu.compiling import Kind
-from distgpt.gpu.cudnn_attention import SLOWER, CheckedAttention, CudnnAttention
+from distgpt.gpu.cudnn_attention import SLOWER, CudnnAttention
 from distgpt.gpu.device import CupyDevice
 from distgpt.gpu.kernels import CudaKernels
 from distgpt.gpu.matmul import LtMatmul
@@ -88,7 +88,7 @@ def _attention_for(device: CupyDevice, say: Say, head: int, own: Attention) -> A
     cuda = device.xp.cuda.runtime.runtimeGetVersion() // 1000
     reason = cudnn_attention.why_not(head, device.capability, cuda)
     if reason is None:
-        return CheckedAttention(device, CudnnAttention(device), own, say)
+        return CudnnAttention(device, own, say)
     say(f"{SLOWER}: {reason}")
     return own
 
