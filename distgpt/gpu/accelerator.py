@@ -40,13 +40,7 @@ def open_device(index: int, options: GpuConfig) -> CupyDevice:
     known = probe.driver()
     uuid = known.gpus[index].uuid if known and index < len(known.gpus) else ""
     with _one_line(index):
-        return CupyDevice(
-            index,
-            options.deterministic,
-            options.graphs,
-            versions=[cublaslt.version(), options.tf32],
-            uuid=uuid,
-        )
+        return CupyDevice(index, options.deterministic, options.graphs, uuid=uuid)
 
 
 @contextmanager
@@ -70,6 +64,7 @@ def kernels_on(device: CupyDevice, dtype: str, options: GpuConfig, say: Say) -> 
         if (lt := cublaslt.load()) is None:
             missing = "cuBLASLt was not found: pip install nvidia-cublas (nvidia-cublas-cu12 for CUDA 12)"
             raise UsageError(missing)
+        device.keep_choices(lt.version, options.tf32)
         matmuls = LtMatmul(lt, device, options.tf32, device.kept)
     return CudaKernels(device, matmuls, dtype, attention)
 
@@ -128,20 +123,9 @@ class Notes:
     def later(self, array: Array) -> Callable[[], Array]:
         return lambda: array
 
-    def upload(self, array: Array, host: Any) -> None: ...
+    def do_nothing(self, *_: Any, **__: Any) -> None: ...
 
-    def zero(self, array: Array) -> None: ...
-
-    def copy(self, array: Array, source: Array) -> None: ...
-
-
-class _NoMatmuls:
-    """Stands in for `LtMatmul`: a library has what it needs compiled."""
-
-    def can(self, kind: object) -> bool:
-        return True
-
-    def run(self, *_: Any, **__: Any) -> None: ...
+    upload = zero = copy = do_nothing
 
 
 def kinds_for(device: CupyDevice, dtype: str, work: Callable[[Kernels], None]) -> set[Kind]:
@@ -150,8 +134,8 @@ def kinds_for(device: CupyDevice, dtype: str, work: Callable[[Kernels], None]) -
     Of attention those of our own, which is tried first also where a library's is then taken.
     """
     notes = Notes(device)
-    on_notes, nothing = cast(CupyDevice, notes), cast(LtMatmul, _NoMatmuls())
-    work(cast(Kernels, CudaKernels(on_notes, nothing, dtype)))
+    matmuls = SimpleNamespace(can=lambda kind: True, run=notes.do_nothing)
+    work(CudaKernels(cast(CupyDevice, notes), cast(LtMatmul, matmuls), dtype))
     return notes.kinds
 
 

@@ -12,13 +12,13 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
 
 from distgpt.core.base.errors import UsageError
+from distgpt.core.base.system import boot_id
 from distgpt.core.ops.api import Array, Work
 from distgpt.core.ops.low_precision import from_bfloat16
 from distgpt.gpu.compiling import Ahead, Kept, Kind, cubin, storage_define
@@ -31,7 +31,6 @@ MOST_BYTES = 8 << 20  # of one upload: CuPy's pool of page-locked memory never g
 MOST_BYTES_DOWN = 32 << 20  # of a piece of a download, two of which are under way
 MOVED = 16  # bytes that a thread moves at once where it can
 LARGEST = 2**31 - 1  # what kernels count to
-_BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 DeviceArray = Any  # CuPy's, of which no types are known
 
@@ -49,8 +48,7 @@ class CupyDevice:
 
     All work but what is done `on` another stream goes to one, in the order of the calls; it is also CuPy's
     current one. `deterministic`: the same bits in every run, at the price of speed. `choices`:
-    which candidate `fastest` chose, by key; they are kept for later starts with the same `versions` of
-    libraries, unless that is None.
+    which candidate `fastest` chose, by key.
     """
 
     def __init__(
@@ -59,7 +57,6 @@ class CupyDevice:
         deterministic: bool = False,
         graphs: bool = True,
         xp: Any = None,
-        versions: Sequence[int] | None = None,
         uuid: str = "",
     ) -> None:
         self.xp: Any = import_module("cupy") if xp is None else xp
@@ -74,7 +71,7 @@ class CupyDevice:
         self.multiprocessors = int(facts["multiProcessorCount"])
         # The same GPU has the same place in all processes, whatever index they know it by. The parts of a
         # divided one (MIG) share an address on the bus, and each has a `uuid`.
-        self.place = f"{_machine()} {uuid or self._cuda.runtime.deviceGetPCIBusId(index)}"
+        self.place = f"{boot_id() or platform.node()} {uuid or self._cuda.runtime.deviceGetPCIBusId(index)}"
         self.recording = False
         self._graphs = graphs
         self._cut: list[tuple[Any, Work]] = []  # of what is being recorded: what came before a call between
@@ -83,16 +80,18 @@ class CupyDevice:
         self._modules: dict[Kind, Any] = {}
         self._functions: dict[tuple[str, str, tuple[str, ...]], Any] = {}
         self.choices: dict[Hashable, int] = {}
-        about = (self.name, self.capability, self.multiprocessors, self.memory()[1])
-        self.kept = Kept(None if versions is None else [*versions, *about])
-        self.sharing = 1  # ranks on this GPU
+        self.kept = Kept(None)
+        self.sharing = 1  # ranks on this GPU, each of which takes a share of its memory
         self._recordings = 1  # by this number; what was recorded under another one is outdated
 
-    def share(self, ranks: int) -> None:
-        """Take a share of the memory only, and keep no choice: the others' work is in what is timed."""
-        self.sharing = ranks
-        if ranks > 1:
-            self.kept = Kept(None)
+    def keep_choices(self, *versions: object) -> None:
+        """Keep choices for later starts on equal GPUs with these versions of libraries.
+
+        Not where ranks share the GPU: the others' work is in what is timed.
+        """
+        if self.sharing == 1:
+            about = (self.name, self.capability, self.multiprocessors, self.memory()[1])
+            self.kept = Kept([*versions, *about])
 
     # -- memory
 
@@ -411,14 +410,6 @@ class Mirror:
 def _require_contiguous(array: Array) -> None:
     if not array.flags.c_contiguous:
         raise ValueError(f"{array.dtype}{list(array.shape)} is not contiguous")
-
-
-def _machine() -> str:
-    """Return an identifier that all containers of a machine share; its name may not be unique."""
-    try:
-        return _BOOT.read_text().strip()
-    except OSError:
-        return platform.node()
 
 
 def _argument(value: Any) -> Any:

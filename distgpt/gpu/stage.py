@@ -115,7 +115,7 @@ def bound(name: str, comm: Comm, gpu: GpuConfig) -> GpuStage:
 
     device = on_every_rank(comm, lambda: open_device(device_of(comm.local_rank, gpu_count()), gpu))
     ranks = sharing(comm, device)
-    device.share(ranks)
+    device.sharing = ranks
     if comm.size == 1:
         comm = SerialComm()
     stage = GpuStage(name, comm, 0, device=device, sharing=ranks, gpu=gpu)
