@@ -10,6 +10,7 @@ import tempfile
 import threading
 import time
 import tracemalloc
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -199,10 +200,10 @@ def test_folders_are_searched_in_order_for_known_endings(tmp_path):
         written(tmp_path / name, name.encode())
     assert names(tmp_path) == ["a/b/c.TXT", "a/z.md", "a.txt", "b.txt"]
     assert list(documents([tmp_path / "no.dat", tmp_path / "a"], "text")) == ["no.dat", "a/b/c.TXT", "a/z.md"]
-    for ending in ADVICE:
+    for ending in chain(*ADVICE):
         path = written(tmp_path / f"a{ending}")
         told = re.escape(advice(path))
-        assert len(told) > 20
+        assert told
         refuse(DataError, rf"a{re.escape(ending)} is not read, by the ending of its name: {told}", path)
     assert names(tmp_path) == ["a/b/c.TXT", "a/z.md", "a.txt", "b.txt"]
 

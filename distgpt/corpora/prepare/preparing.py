@@ -20,7 +20,7 @@ import numpy as np
 from distgpt.core.base.errors import DataError, DistgptError, UsageError, escape
 from distgpt.core.base.files import atomic_file, storage_errors
 from distgpt.core.base.formatting import count
-from distgpt.core.data.textfile import remedy_for
+from distgpt.core.data.textfile import CONVERT
 from distgpt.core.data.tokenizers import (
     Ids,
     Tokenizer,
@@ -182,7 +182,6 @@ class Preparation:
         tokens = noted = progress.spooled[0]
         self._watcher.began(sum(source.bytes for source in self._inputs), self._tokenizer.describe())
         broken: Counter[str] = Counter()  # characters that were not UTF-8, by file
-        remedies: dict[str, str] = {}
         todo = pieces(self._inputs, request.field, progress.place, request.max_document)
         work = partial(encode, tokenizer=self._tokenizer, field=request.field)
         with closing(in_order(work, todo, Piece.size, request.workers)) as results:
@@ -190,7 +189,6 @@ class Preparation:
                 piece, source = encoded.piece, progress.sources[encoded.piece.place.input]
                 if encoded.counts.replaced:
                     broken[piece.source] += encoded.counts.replaced
-                    remedies.setdefault(piece.source, remedy_for(piece.data))
                 spool.add(encoded.ids, encoded.lengths, piece.begins)
                 progress.counts += encoded.counts
                 source[0] += encoded.counts.documents
@@ -204,7 +202,7 @@ class Preparation:
         for name, times in broken.most_common(1):
             others = f" (and {count(len(broken) - 1, 'other file')})" if len(broken) > 1 else ""
             invalid = f"{count(times, 'invalid character')} in {escape(name)}{others}"
-            self._watcher.noted(f"{invalid}{remedies[name]}")
+            self._watcher.noted(f"{invalid}: {CONVERT}")
         progress.spooled = spool.flush()
         tokens = max(0, self._with_separators() - self._dropped())
         progress.held_out = min(request.held_out(tokens), tokens)
