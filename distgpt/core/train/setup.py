@@ -215,8 +215,7 @@ def _assemble(
     state = trained.state
     progress = trained.progress
     placement = setup.strategy.placement
-    fitted = replace(texts.config, train=settings)
-    start = Start(comm, stage.threads, stage.free_memory, fitted, plan.state, texts.is_evaluated, say)
+    start = Start(comm, stage.threads, plan.state, say)
     micro_batches = setup.strategy.micro_batches(settings, comm.rank, model, start)  # some measure the ranks
     exchange = components().exchange(comm, state, settings, say)
     signals = PendingSignals()
