@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import platform
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from statistics import median
@@ -21,7 +21,7 @@ from distgpt.core.base.errors import UsageError
 from distgpt.core.base.system import boot_id
 from distgpt.core.ops.api import Array, Work
 from distgpt.core.ops.low_precision import from_bfloat16
-from distgpt.gpu.compiling import Ahead, Kept, Kind, cubin, storage_define
+from distgpt.gpu.compiling import Kept, Kind, cubin, storage_define
 
 WARP, BLOCK, LARGEST_BLOCK = 32, 256, 1024  # threads
 TIMED_CALLS, TURNS = 5, 5
@@ -76,7 +76,6 @@ class CupyDevice:
         self._graphs = graphs
         self._cut: list[tuple[Any, Work]] = []  # of what is being recorded: what came before a call between
         self._uploads, self._under_way = UnderWay(UPLOADS), UnderWay()
-        self._ahead = Ahead(self._compiled)
         self._modules: dict[Kind, Any] = {}
         self._functions: dict[tuple[str, str, tuple[str, ...]], Any] = {}
         self.choices: dict[Hashable, int] = {}
@@ -192,17 +191,10 @@ class CupyDevice:
         source, kernel, defines = key
         if (source, defines) not in self._modules:
             module = self._cuda.function.Module()
-            module.load(self._ahead.code((source, defines)))
+            module.load(cubin(source, defines, "sm_{}{}".format(*self.capability)))
             self._modules[source, defines] = module
         self._functions[key] = self._modules[source, defines].get_function(kernel)
         return self._functions[key]
-
-    def compile_ahead(self, kinds: Iterable[Kind], threads: int, first: int = 0) -> None:
-        """Let threads compile sources with their macros, beginning at one of them, while this goes on."""
-        self._ahead.start(kinds, threads, first)
-
-    def _compiled(self, kind: Kind) -> bytes:
-        return cubin(*kind, "sm_{}{}".format(*self.capability))
 
     def record(self, work: Work) -> Work:
         """Return a function that repeats the launches of `work` on the same arrays without its Python code.

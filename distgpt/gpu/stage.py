@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import ClassVar
@@ -59,11 +58,6 @@ class GpuStage(Stage):
         if self.device.capability < OLDEST_BFLOAT16:
             return f"--dtype bfloat16 needs compute capability {dotted(OLDEST_BFLOAT16)}, {has}: use float32"
         return ""
-
-    def compile_ahead(self, dtype: str, work: Callable[[Kernels], None]) -> None:
-        from distgpt.gpu.accelerator import compile_ahead
-
-        compile_ahead(self.device, dtype, work, self.comm.local_rank)
 
     def free_memory(self, ranks: int = 0) -> tuple[int, str]:
         return self.device.memory()[0] // self.sharing, f"GPU {self.device.index} ({self.device.name})"

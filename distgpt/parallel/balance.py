@@ -26,7 +26,8 @@ class Balanced(MicroBatches):
     def __init__(self, config: TrainConfig, ranks: int, rank: int, shares: list[int], hosts: int = 0) -> None:
         """`shares`: sequences of each rank in a micro-batch, on hosts of this checksum."""
         super().__init__(config, ranks)
-        self.shares, self.hosts = shares, hosts
+        self.shares: list[int] = shares
+        self.hosts = hosts
         self.n_sequences = shares[rank]
         self.weight = self.n_sequences * ranks / config.batch_size
 

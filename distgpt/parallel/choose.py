@@ -104,8 +104,6 @@ class Chosen(Strategy):
     def rehearse(self, model: Model) -> None:
         super().rehearse(model)
         t = self.config
-        if model.kernels.capabilities.is_async:
-            return
         if self.ranks > 1:
             from distgpt.parallel.reductions import rehearse_reductions, rehearse_shared_sum
 

@@ -1,9 +1,6 @@
 """What was found fastest is kept: a second start times nothing, and takes nothing that is not for it."""
 
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -159,40 +156,3 @@ def test_a_run_times_nothing_the_second_time_and_learns_the_same(folder, gpu, tm
         losses.append((tmp_path / name / "metrics.jsonl").read_text().count("loss"))
     assert counts[0] > 5 and counts[1] == counts[0]
     assert losses[0] == losses[1] > 0
-
-
-RANK = """
-import sys, time
-sys.path[:0] = sys.argv[2:]
-from test_kept import KIND, compute, start
-
-bench = start()
-usual = bench.times
-
-def times(works):
-    with open(sys.argv[1], "a") as journal:
-        journal.write("timed\\n")
-    time.sleep(0.5)
-    return usual(works)
-
-bench.times = times
-print("ready", flush=True)
-sys.stdin.readline()
-compute(bench.matmuls, KIND)
-print(bench.stand_in.algorithm)
-"""
-
-
-def test_of_the_ranks_of_a_node_one_times_and_all_choose_alike(folder, tmp_path):
-    paths = [Path(__file__).parent, Path(__file__).parents[1], Path(__file__).parents[1] / "helpers"]
-    words = [sys.executable, "-c", RANK, tmp_path / "journal", *paths]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "encoding": "utf-8"}
-    ranks = [subprocess.Popen(words, **pipes) for _ in range(3)]
-    for rank in ranks:
-        assert rank.stdout.readline() == "ready\n"
-    chosen = [None] * 3
-    for rank in ranks:
-        rank.stdin.write("\n")
-        rank.stdin.flush()
-    chosen = {rank.communicate(timeout=60)[0] for rank in ranks}
-    assert len(chosen) == 1 and (tmp_path / "journal").read_text() == "timed\n"

@@ -151,6 +151,5 @@ class ModelSpec:
             raise shared(DataError(f"{path} has no tokenizer: use it from Python, with tokens"))
         if comm.rank == 0:
             stage.notes.report_to(partial(print, file=sys.stderr))
-        stage.compile_ahead(dtype, lambda kernels: rehearse(Model(Architecture(model.config), kernels)))
         rehearse(model)
         return LoadedModel(model, tokenizer, comm, self, path, dtype)

@@ -402,8 +402,6 @@ def set_up(config: RunConfig, stage: Stage, is_evaluated: bool = False, preferre
         raise shared(UsageError(f"this model has nothing that a kind of model {what!r} trains"))
     kernels = stage.kernels(t.dtype, t.matmul_backend, "training")
     settings = fit_to_memory(config, stage, kernels, strategy, is_evaluated, preferred)
-    # A GPU compiles for the sizes of this run, in threads: that needs no weights.
-    stage.compile_ahead(t.dtype, partial(rehearse, config=config, strategy=strategy))
     return Setup(config, settings, stage, kernels, kind, strategy)
 
 
@@ -418,10 +416,7 @@ def micro_batches_so_far(state: State, before: RunConfig, ranks: int) -> int:
 
 
 def compile_once_per_node(stage: Stage, kernels: Kernels, config: RunConfig, strategy: Strategy) -> None:
-    """Let the first rank of each node fill the cache of compiled loops, and the others load them. Collective.
-
-    The ranks of GPUs share that work (`Stage.compile_ahead`).
-    """
+    """Let the first rank of each node compile loops, and the others load them. Collective."""
     t = config.train
     work = partial(rehearse, config=replace(config, model=miniature(config.model)), strategy=strategy)
 
