@@ -28,7 +28,6 @@ from distgpt.core.data.tokenizers import (
     fingerprint,
     id_dtype,
     load_tokenizer,
-    with_row,
 )
 from distgpt.core.ops.api import Array
 from distgpt.corpora.prepare.documents import (
@@ -112,7 +111,7 @@ class Request:
         kind, argument = find_kind(str(self.tokenizer))
         assert kind is not None and kind.learn is not None
         texts = documents(self.inputs, self.field, self.max_document)
-        return with_row(kind.learn(argument, not_empty(texts), True), str(self.tokenizer))
+        return kind.learn(argument, not_empty(texts), True)
 
     def settings(self, tokenizer: Tokenizer | None) -> Settings:
         """Return what the shards depend on, besides the inputs."""
