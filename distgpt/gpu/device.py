@@ -6,7 +6,6 @@ needs to know the type, and whoever needs the values converts them.
 
 from __future__ import annotations
 
-import math
 import platform
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -26,7 +25,7 @@ from distgpt.gpu.compiling import Kept, Kind, cubin, storage_define
 WARP, BLOCK, LARGEST_BLOCK = 32, 256, 1024  # threads
 TIMED_CALLS, TURNS = 5, 5
 HOPELESS = 1.3  # times the shortest time
-UPLOADS = 8  # that may be under way
+MOST_COPIES = 8  # that may be under way
 MOST_BYTES = 8 << 20  # of one upload: CuPy's pool of page-locked memory never gives any back
 MOST_BYTES_DOWN = 32 << 20  # of a piece of a download, two of which are under way
 MOVED = 16  # bytes that a thread moves at once where it can
@@ -75,7 +74,7 @@ class CupyDevice:
         self.recording = False
         self._graphs = graphs
         self._cut: list[tuple[Any, Work]] = []  # of what is being recorded: what came before a call between
-        self._uploads, self._under_way = UnderWay(UPLOADS), UnderWay()
+        self._under_way = UnderWay()
         self._modules: dict[Kind, Any] = {}
         self._functions: dict[tuple[str, str, tuple[str, ...]], Any] = {}
         self.choices: dict[Hashable, int] = {}
@@ -103,27 +102,21 @@ class CupyDevice:
 
     def upload(self, array: DeviceArray, host: Any) -> None:
         """array ← a host array of the same type and size, which may be changed on return."""
-        self._refuse_while_recording("an upload was started")
         _require_contiguous(array)
         host = np.ascontiguousarray(host)
         if host.dtype != array.dtype or host.size != array.size:
             raise ValueError(f"{host.dtype}{list(host.shape)} does not fit {array.dtype}{list(array.shape)}")
-        raw = host.reshape(-1).view(np.uint8)
-        for start in range(0, raw.size, MOST_BYTES):
-            piece = raw[start : start + MOST_BYTES]
-            memory = self._cuda.alloc_pinned_memory(piece.size)
-            np.frombuffer(memory, np.uint8, piece.size)[:] = piece
-            (array.data + start).copy_from_host_async(memory.ptr, piece.size, self.stream)
-            sent = self._cuda.Event(disable_timing=True)
-            sent.record(self.stream)
-            self._uploads.hold(sent, memory)
+        flat, values, step = array.reshape(-1), host.reshape(-1), max(1, MOST_BYTES // array.itemsize)
+        for start in range(0, flat.size, step):
+            mirror = self.mirror(flat[start : start + step])
+            mirror.host[:] = values[start : start + step]
+            mirror.send()
 
     def download(self, array: Array) -> Any:
         """Return the array as a new NumPy array. Waits for all work so far.
 
         In pieces: while one is copied out of page-locked memory, the next is on its way.
         """
-        self._refuse_while_recording("a download was started")
         _require_contiguous(array)
         host, flat = np.empty(array.shape, array.dtype), array.reshape(-1)
         out, step = host.reshape(-1), max(1, MOST_BYTES_DOWN // array.itemsize)
@@ -145,7 +138,7 @@ class CupyDevice:
 
     def mirror(self, array: Array) -> Mirror:
         """Make a host copy for an array that is transferred again and again."""
-        self._refuse_while_recording("a download was started")
+        self._refuse_while_recording("a copy was started")
         _require_contiguous(array)
         return Mirror(self._cuda, self.stream, array, self._under_way)
 
@@ -341,13 +334,12 @@ class Mark:
 
 
 class UnderWay:
-    """Holds page-locked memory until the copies from or to it are done; waits where there are `most`.
+    """Holds page-locked memory until the copies from or to it are done; waits where there are too many.
 
     CuPy's pool reuses memory as soon as it is dropped, whether or not a copy is under way.
     """
 
-    def __init__(self, most: float = math.inf) -> None:
-        self._most = most
+    def __init__(self) -> None:
         self._copies: deque[tuple[Any, Any]] = deque()
 
     def hold(self, done: Any, memory: Any) -> None:
@@ -356,7 +348,7 @@ class UnderWay:
         while self._copies:
             oldest, _ = self._copies[0]
             if not oldest.done:
-                if len(self._copies) <= self._most:
+                if len(self._copies) <= MOST_COPIES:
                     return
                 oldest.synchronize()
             self._copies.popleft()
