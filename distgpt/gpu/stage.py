@@ -23,10 +23,6 @@ from distgpt.gpu import probe
 from distgpt.gpu.device import CupyDevice
 from distgpt.gpu.probe import OLDEST_BFLOAT16, Version, dotted
 
-SLOW_FLOAT32 = (
-    "float32 uses no tensor cores: with --dtype bfloat16 gpt-mini trained 4.8 times as fast on an H100;"
-    " --tf32 was not measured"
-)
 IMAGINED_GPU = (9, 0)  # of an estimate for a GPU that is not here, as in accelerator.py
 
 
@@ -70,10 +66,6 @@ class GpuStage(Stage):
         major, minor = self.device.capability
         oldest = divmod(-self.comm.allreduce_max(-(10 * major + minor)), 10)
         return partial(_chosen, oldest, self.gpu.tf32)
-
-    def cost_of(self, dtype: object) -> str:
-        is_slow = dtype == "float32" and not self.gpu.tf32 and self.device.capability >= OLDEST_BFLOAT16
-        return SLOW_FLOAT32 if is_slow else ""
 
 
 def device_of(local_rank: int, count: int) -> int:

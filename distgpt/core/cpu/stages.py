@@ -101,10 +101,6 @@ class Stage:
         """Return the bytes of a device's own memory that were taken at most."""
         return 0
 
-    def cost_of(self, dtype: object) -> str:
-        """Return what a dtype that was asked for costs here; "" where it costs nothing."""
-        return ""
-
     def dtype_choice(self) -> Choose:
         """Return what chooses --dtype auto. Collective."""
         return dtypes.on_cpu

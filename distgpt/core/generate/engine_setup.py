@@ -142,8 +142,6 @@ class ModelSpec:
         def usual(about: Description) -> str:
             return stage.auto_dtype(weights=about.layout.elements).name
 
-        if cost := stage.cost_of(self.dtype):
-            stage.notes.add(cost)
         model, about, path, dtype = open_model(
             stage, path, self.dtype, self.context, usual=usual, part=self.part
         )
