@@ -140,6 +140,7 @@ class CupyDevice:
         """Make a host copy for an array that is transferred again and again."""
         self._refuse_while_recording("a copy was started")
         _require_contiguous(array)
+        self._under_way.release()
         return Mirror(self._cuda, self.stream, array, self._under_way)
 
     def zero(self, array: DeviceArray) -> None:
@@ -345,6 +346,10 @@ class UnderWay:
     def hold(self, done: Any, memory: Any) -> None:
         """Keep `memory` until the event `done`."""
         self._copies.append((done, memory))
+        self.release()
+
+    def release(self) -> None:
+        """Give memory of copies that are done back to the pool."""
         while self._copies:
             oldest, _ = self._copies[0]
             if not oldest.done:

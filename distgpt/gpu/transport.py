@@ -19,9 +19,6 @@ from distgpt.gpu.device import CupyDevice, Mirror, address
 
 PIECE_BYTES = 32 << 20  # of an array that is broadcast: the host needs no copy of all of it
 
-# Arrays: gradients, what lies behind them, their norm; with parts also weights, and what travels each way.
-MOST_KEPT = 6
-
 SHARED_GPU = "DISTGPT_NCCL_SHARED"  # 1: NCCL also where ranks share a GPU, which is slow: for tests
 MULTI_RANK_NCCL = 23000  # the first version that lets ranks share a GPU when it is requested
 
@@ -63,8 +60,6 @@ class HostStaged:
 
     def __init__(self, comm: Comm, device: CupyDevice) -> None:
         self._comm, self._device = comm, device
-        # Of the last arrays that were exchanged, by address, length and type: so they are kept too.
-        self._kept: dict[tuple[int, int, str], tuple[Array, Mirror]] = {}
 
     def sum(self, array: Array) -> None:
         mirror = self._mirror(array)
@@ -88,7 +83,6 @@ class HostStaged:
         for start, count in zip(starts, counts, strict=True):
             going.fetch(start, start + count)
         going.ready()
-        coming.ready()
         rows = coming.host.reshape(received.shape)
         self._comm.all_to_all(rows, going.host, starts, counts)
         for row in range(len(rows)):
@@ -105,18 +99,7 @@ class HostStaged:
         mirror.send(bounds[own + 1], bounds[-1])
 
     def _mirror(self, array: Array) -> Mirror:
-        """Return the host's copy of an array, the same one for the same memory, since steps repeat.
-
-        Those unused for longest are dropped; copies under way still hold them (`UnderWay`).
-        """
-        key = (address(array), array.size, array.dtype.name)
-        if key in self._kept:
-            self._kept[key] = self._kept.pop(key)  # now the last to go
-        else:
-            self._kept[key] = array, self._device.mirror(array.reshape(-1))
-        if len(self._kept) > MOST_KEPT:
-            del self._kept[next(iter(self._kept))]
-        return self._kept[key][1]
+        return self._device.mirror(array.reshape(-1))
 
 
 class Nccl:
