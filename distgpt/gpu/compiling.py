@@ -5,9 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import re
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -24,9 +22,7 @@ FOLDER = Path(__file__).resolve().parent / "cu"
 _INCLUDE = re.compile(r'\s*#\s*include\s+"([^"]+)"\s*')
 _LIBRARIES = ("libnvrtc.so.13", "libnvrtc.so.12")
 Kind = tuple[str, tuple[str, ...]]  # a source, and the macros it is compiled with
-MOST_THREADS = 8
 TUNE_ANEW = "DISTGPT_TUNE_ANEW"  # 1: time everything again, and keep that
-LONGEST = ("norm", "attention", "elementwise", "attention_mma")  # to compile: they are begun first
 
 
 class CompileError(RuntimeError):
@@ -154,43 +150,6 @@ def _digest(source: str, defines: tuple[str, ...], arch: str) -> str:
     """Hash everything that decides the result, the compiler's version included."""
     parts = (source_text(source), *options(defines), arch, nvrtc_version())
     return sha256("\0".join(parts).encode()).hexdigest()[:24]
-
-
-class Ahead:
-    """Machine code that threads make before it is asked for: NVRTC works without Python's lock.
-
-    `make` gives the code of a kind. Of the ranks of a node, each begins at another kind.
-    """
-
-    def __init__(self, make: Callable[[Kind], bytes]) -> None:
-        self._make = make
-        self._made: dict[Kind, Future[bytes]] = {}
-
-    def start(self, kinds: Iterable[Kind], threads: int, first: int = 0) -> None:
-        order = {source: place for place, source in enumerate(LONGEST)}
-        new = sorted(set(kinds) - self._made.keys(), key=lambda kind: (order.get(kind[0], len(order)), kind))
-        turned = [*new[first % len(new) :], *new[: first % len(new)]] if new else []
-        queue = [(kind, Future[bytes]()) for kind in turned]
-        self._made.update(queue)
-        todo = iter(queue)
-        for _ in range(min(len(queue), threads, MOST_THREADS)):
-            threading.Thread(target=self._work, args=(todo,)).start()
-
-    def code(self, kind: Kind) -> bytes:
-        """Return the code of a kind; wait for a thread that is making it, make it here if none is."""
-        future = self._made.pop(kind, None)
-        return self._make(kind) if future is None or future.cancel() else future.result()
-
-    def _work(self, todo: Iterator[tuple[Kind, Future[bytes]]]) -> None:
-        # Python waits for its threads at the end, and NVRTC must not be left in the middle of its work: but
-        # what has not begun by then is not begun.
-        while threading.main_thread().is_alive() and (next_one := next(todo, None)):
-            kind, future = next_one
-            if future.set_running_or_notify_cancel():
-                try:
-                    future.set_result(self._make(kind))
-                except BaseException as error:  # whoever asks for it gets it
-                    future.set_exception(error)
 
 
 class Kept:

@@ -116,7 +116,6 @@ _ARGUMENTS = {
     "cublasLtMatmulPreferenceSetAttribute": (c_void_p, c_int, c_void_p, c_size_t),
     "cublasLtMatmulPreferenceDestroy": (c_void_p,),
     "cublasLtMatmulAlgoGetHeuristic": (*[c_void_p] * 7, c_int, POINTER(HeuristicResult), POINTER(c_int)),
-    "cublasLtMatmulAlgoCheck": (*[c_void_p] * 6, POINTER(Algorithm), POINTER(HeuristicResult)),
     "cublasLtMatmul": (*[c_void_p] * 14, c_size_t, c_void_p),
 }
 
@@ -182,13 +181,6 @@ class CublasLt:
         good = (result for result in results[: found.value] if result.state == Status.SUCCESS)
         return [Algorithm.from_buffer_copy(result.algo) for result in good]
 
-    def fits(self, algorithm: Algorithm, descriptor: int, a: int, b: int, d: int, workspace: int) -> bool:
-        """Return whether an algorithm of another process is one for this kind of matmul here."""
-        result = HeuristicResult()
-        arguments = (self.handle, descriptor, a, b, d, d, byref(algorithm), byref(result))
-        status: int = self._library.cublasLtMatmulAlgoCheck(*arguments)
-        return status == Status.SUCCESS and result.workspaceSize <= workspace
-
     def check(self, function: str, status: int) -> None:
         """Raise unless the status is that of success."""
         if status != Status.SUCCESS:
@@ -207,15 +199,6 @@ class CublasLt:
 
     def _call(self, function: str, *arguments: Any) -> None:
         self.check(function, getattr(self._library, function)(*arguments))
-
-
-def version() -> int:
-    """Return the version of the library, which needs no GPU for that; 0 where it is not installed."""
-    library = probe.load_library(NAMES)
-    if library is None:
-        return 0
-    library.cublasLtGetVersion.restype = c_size_t
-    return int(library.cublasLtGetVersion())
 
 
 def load() -> CublasLt | None:

@@ -1,4 +1,4 @@
-"""Causal attention in bfloat16 through cuDNN, planned once per shape and checked against our own kernels."""
+"""Causal attention in bfloat16 through cuDNN, planned once per shape."""
 
 from __future__ import annotations
 
@@ -6,28 +6,23 @@ import importlib
 import importlib.metadata
 import math
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from distgpt.core.base.errors import DistgptError, first_line
+from distgpt.core.base.errors import DistgptError, Say, first_line
 from distgpt.core.ops.api import Array, AttentionMask
 from distgpt.gpu import probe
 from distgpt.gpu.attention import Attention
-from distgpt.gpu.device import CupyDevice, address, floats
-from distgpt.gpu.probe import (
-    FRONTEND,
-    FRONTEND_OLDEST,
-    FRONTEND_TOO_NEW,
-    OLDEST_BFLOAT16,
-    frontend_bounds,
-)
+from distgpt.gpu.device import CupyDevice, address
+from distgpt.gpu.probe import FRONTEND, FRONTEND_OLDEST, FRONTEND_TOO_NEW, frontend_bounds
 
 LIBRARY = "libcudnn.so.9"
 HOPPER = (9, 0)
+# Training on sequences of up to this many tokens is as fast without cuDNN on an H100, and nothing is planned.
+SHORT = 256
+SLOWER = "attention runs on our own kernels, which should be slower than cuDNN's"
 
 # Identifiers of a graph's tensors.
 Q, K, V, Y, STATS, DY, DQ, DK, DV = range(1, 10)
@@ -36,12 +31,7 @@ Q, K, V, Y, STATS, DY, DQ, DK, DV = range(1, 10)
 _NOT_CUDNN = ["sdpa_fwd_", "sdpa_bwd_"]
 
 
-class CudnnRefusal(DistgptError):
-    """cuDNN cannot compute this attention: use another implementation."""
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
+class Shape(NamedTuple):
     """B sequences of T tokens with H heads of size D, packed as (B·T, (H + 2K)·D) and (B·T, H·D)."""
 
     n_seq: int
@@ -61,35 +51,28 @@ class Shape:
         return [self.sizes, kv, kv]
 
     @property
-    def starts(self) -> list[int]:
-        """Return the columns at which q, k and v begin."""
-        return [0, self.channels, self.channels + self.n_kv_head * self.head]
-
-    @property
-    def channels(self) -> int:
-        return self.n_head * self.head
-
-    @property
-    def packed(self) -> int:
-        """Return the columns of q, k and v together."""
-        return (self.n_head + 2 * self.n_kv_head) * self.head
-
-    @property
     def stats(self) -> dict[str, list[int]]:
         """Sizes and strides of the softmax's statistics."""
         sizes = [self.n_seq, self.n_head, self.seq_len, 1]
         return {"dim": sizes, "stride": [self.n_head * self.seq_len, self.seq_len, 1, 1]}
 
-    def strides(self, row: int) -> list[int]:
-        """Return the strides of (B, H, T, D) in a matrix whose rows have `row` elements."""
+    def strides(self, heads: int) -> list[int]:
+        """Return the strides of (B, H, T, D) in a matrix whose rows have so many heads."""
+        row = heads * self.head
         return [self.seq_len * row, self.head, row, 1]
 
+    @property
+    def plain(self) -> list[int]:
+        return self.strides(self.n_head)
 
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    graph: Any
-    workspace: Array | None
-    address: int | None
+    @property
+    def packed(self) -> list[int]:
+        return self.strides(self.n_head + 2 * self.n_kv_head)
+
+    def addresses(self, uids: tuple[int, int, int], packed: Array) -> dict[int, int]:
+        """Return the addresses of the three parts of a packed array, side by side in its first row."""
+        columns = 0, self.n_head * self.head, (self.n_head + self.n_kv_head) * self.head
+        return {uid: address(packed) + 2 * column for uid, column in zip(uids, columns, strict=True)}
 
 
 def why_not(head: int, capability: tuple[int, int], cuda: int) -> str | None:
@@ -97,27 +80,18 @@ def why_not(head: int, capability: tuple[int, int], cuda: int) -> str | None:
 
     `capability`: the GPU's compute capability; `cuda`: the CUDA version (12 or 13) in use.
     """
-    if capability < OLDEST_BFLOAT16:
-        return f"cuDNN's attention needs compute capability 8.0, this GPU has {capability[0]}.{capability[1]}"
     widest = 256 if capability >= HOPPER else 128
     if head % 8 or not 0 < head <= widest:
         return f"cuDNN's attention needs head sizes in multiples of 8 up to {widest}, not {head}"
-    bounds = frontend_bounds()
-    install = f"pip install '{FRONTEND}{bounds}'"
     try:
         version = importlib.metadata.version(FRONTEND)
-        cudnn = frontend()
-    except importlib.metadata.PackageNotFoundError:
-        return f"{FRONTEND} is not installed: {install}"
-    except ImportError as error:
-        return f"{FRONTEND} {version} does not load ({error}): {install} --force-reinstall"
-    if not FRONTEND_OLDEST <= tuple(map(int, version.split(".")[:2])) < FRONTEND_TOO_NEW:
-        return f"{FRONTEND} {version} is not {bounds}: {install}"
-    try:
-        cudnn.backend_version()
-    except RuntimeError:
-        return f"cuDNN itself ({LIBRARY}) was not found: pip install nvidia-cudnn-cu{cuda}"
-    return None
+        if FRONTEND_OLDEST <= tuple(map(int, version.split(".")[:2])) < FRONTEND_TOO_NEW:
+            frontend().backend_version()
+            return None
+        problem = f"{FRONTEND} is {version}"
+    except (ImportError, RuntimeError) as error:  # no such package, or no cuDNN
+        problem = first_line(error)
+    return f"{problem}: pip install nvidia-cudnn-cu{cuda} '{FRONTEND}{frontend_bounds()}'"
 
 
 def frontend() -> Any:
@@ -133,7 +107,7 @@ def forward_graph(shape: Shape, handle: Any) -> Any:
     graph = _graph("attention", handle)
     q, k, v = _packed(graph, shape)
     y, stats = graph.sdpa(q=q, k=k, v=v, generate_stats=True, name="attention", **_causal(shape))
-    y.set_output(True).set_uid(Y).set_dim(shape.sizes).set_stride(shape.strides(shape.channels))
+    y.set_output(True).set_uid(Y).set_dim(shape.sizes).set_stride(shape.plain)
     stats.set_output(True).set_uid(STATS).set_data_type(frontend().data_type.FLOAT)
     stats.set_dim(shape.stats["dim"]).set_stride(shape.stats["stride"])
     return graph
@@ -144,7 +118,7 @@ def backward_graph(shape: Shape, handle: Any, deterministic: bool) -> Any:
     types = frontend().data_type
     graph = _graph("attention_backward", handle)
     q, k, v = _packed(graph, shape)
-    strides = shape.strides(shape.channels)
+    strides = shape.plain
     y = graph.tensor(dim=shape.sizes, stride=strides, data_type=types.BFLOAT16, name="y", uid=Y)
     dy = graph.tensor(dim=shape.sizes, stride=strides, data_type=types.BFLOAT16, name="dy", uid=DY)
     stats = graph.tensor(**shape.stats, data_type=types.FLOAT, name="stats", uid=STATS)
@@ -161,26 +135,35 @@ def backward_graph(shape: Shape, handle: Any, deterministic: bool) -> Any:
     )
     for gradient, uid, sizes in zip(gradients, (DQ, DK, DV), shape.parts, strict=True):
         gradient.set_output(True).set_uid(uid).set_dim(sizes)
-        gradient.set_stride(shape.strides(shape.packed))
+        gradient.set_stride(shape.packed)
     return graph
 
 
+class _Plan(NamedTuple):
+    graph: Any
+    workspace: Array | None
+
+
 class CudnnAttention:
-    """Implements `Attention`, on one device.
+    """Implements `Attention` on one device.
 
     A shape's plans are made when it first comes, and only then memory is allocated: run the work once before
-    recording it. Raises CudnnRefusal where cuDNN has no plan, or fails.
+    recording it. Short sequences use our `own` kernels, and so do passes that cuDNN has no plan for, which
+    `say` reports: both compute the same statistics.
     """
 
-    def __init__(self, device: CupyDevice) -> None:
-        self._device = device
+    def __init__(self, device: CupyDevice, own: Attention, say: Say) -> None:
+        self._device, self._own, self._say = device, own, say
         self._handle: Any = None
-        self._plans: dict[tuple[Shape, bool], _Plan] = {}
+        self._plans: dict[tuple[Shape, bool], _Plan | None] = {}
 
     def forward(self, y: Array, lse: Array, qkv: Array, mask: AttentionMask) -> None:
         shape = _shape(y, lse, qkv, mask)
-        tensors = {Y: address(y), STATS: address(lse), **self._parts((Q, K, V), qkv, shape)}
-        self._execute(shape, False, tensors)
+        if plan := self._plan(shape, False):
+            tensors = {Y: address(y), STATS: address(lse), **shape.addresses((Q, K, V), qkv)}
+            self._execute(plan, tensors)
+        else:
+            self._own.forward(y, lse, qkv, mask)
 
     def backward(
         self,
@@ -191,63 +174,49 @@ class CudnnAttention:
         qkv: Array,
         mask: AttentionMask,
         sums: bool = False,
-    ) -> None:
+    ) -> Array | None:
         """Compute dqkv; cuDNN has no sums."""
         shape = _shape(y, lse, qkv, mask)
+        if (plan := self._plan(shape, True)) is None:
+            return self._own.backward(dqkv, dy, y, lse, qkv, mask, sums)
         tensors = {Y: address(y), STATS: address(lse), DY: address(dy)}
-        tensors |= self._parts((Q, K, V), qkv, shape) | self._parts((DQ, DK, DV), dqkv, shape)
-        self._execute(shape, True, tensors)
+        self._execute(plan, tensors | shape.addresses((Q, K, V), qkv) | shape.addresses((DQ, DK, DV), dqkv))
+        return None
 
-    def _parts(self, uids: tuple[int, int, int], packed: Array, shape: Shape) -> dict[int, int]:
-        """Return the addresses of the three parts of a packed array, side by side in its first row."""
-        return {uid: address(packed) + 2 * start for uid, start in zip(uids, shape.starts, strict=True)}
-
-    def _execute(self, shape: Shape, backward: bool, tensors: dict[int, int]) -> None:
-        plan = self._plan(shape, backward)
+    def _execute(self, plan: _Plan, tensors: dict[int, int]) -> None:
+        memory = None if plan.workspace is None else address(plan.workspace)
         try:
-            plan.graph.execute(tensors, plan.address, handle=self._handle)
+            plan.graph.execute(tensors, memory, handle=self._handle)
         except Exception as error:  # of any type: NVIDIA's code
-            raise CudnnRefusal(f"cuDNN's attention fails: {first_line(error)}") from error
+            raise DistgptError(f"cuDNN's attention fails: {first_line(error)}") from error
 
-    def _plan(self, shape: Shape, backward: bool) -> _Plan:
+    def _plan(self, shape: Shape, backward: bool) -> _Plan | None:
         key = (shape, backward)
         if key not in self._plans:
-            handle = self._on_stream()
-            if backward:
-                graph = backward_graph(shape, handle, self._device.deterministic)
-            else:
-                graph = forward_graph(shape, handle)
-            n_bytes = _planned(graph, shape)
-            workspace = self._device.zeros((n_bytes,), np.dtype(np.uint8)) if n_bytes else None
-            self._plans[key] = _Plan(graph, workspace, None if workspace is None else address(workspace))
+            try:
+                self._plans[key] = None if shape.seq_len <= SHORT else self._planned(shape, backward)
+            except Exception as error:  # of any type: planning is NVIDIA's code, and there is another way
+                self._plans[key] = None
+                self._say(f"{SLOWER}, for sequences of {shape.seq_len}: {first_line(error)}")
         return self._plans[key]
 
-    def _on_stream(self) -> Any:
+    def _planned(self, shape: Shape, backward: bool) -> _Plan:
+        cudnn = frontend()
         if self._handle is None:
-            cudnn = frontend()
-            try:
-                handle = cudnn.create_handle()
-                cudnn.set_stream(handle, self._device.stream.ptr)
-            except RuntimeError as error:
-                raise CudnnRefusal(f"cuDNN does not start: {first_line(error)}") from error
-            self._handle = handle
-        return self._handle
-
-
-def _planned(graph: Any, shape: Shape) -> int:
-    """Build cuDNN's plan for a graph; return the bytes of workspace it needs."""
-    modes = frontend().heur_mode
-    try:
+            self._handle = cudnn.create_handle()
+            cudnn.set_stream(self._handle, self._device.stream.ptr)
+        if backward:
+            graph = backward_graph(shape, self._handle, self._device.deterministic)
+        else:
+            graph = forward_graph(shape, self._handle)
         graph.validate()
         graph.build_operation_graph()
         graph.deselect_engines(_NOT_CUDNN)
-        graph.create_execution_plans([modes.A, modes.FALLBACK])
+        graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
         graph.check_support()
         graph.build_plans()
-        return int(graph.get_workspace_size())
-    except Exception as error:  # of any type: planning is NVIDIA's code, and there is another way
-        what = f"{shape.n_seq} x {shape.seq_len} tokens with {shape.n_head} heads of {shape.head}"
-        raise CudnnRefusal(f"cuDNN has no plan for attention over {what}: {first_line(error)}") from error
+        n_bytes = int(graph.get_workspace_size())
+        return _Plan(graph, self._device.zeros((n_bytes,), np.dtype(np.uint8)) if n_bytes else None)
 
 
 def _graph(name: str, handle: Any) -> Any:
@@ -264,7 +233,7 @@ def _graph(name: str, handle: Any) -> Any:
 
 def _packed(graph: Any, shape: Shape) -> list[Any]:
     """Make q, k and v."""
-    strides, stored = shape.strides(shape.packed), frontend().data_type.BFLOAT16
+    strides, stored = shape.packed, frontend().data_type.BFLOAT16
     return [
         graph.tensor(dim=sizes, stride=strides, data_type=stored, name=name, uid=uid)
         for name, uid, sizes in zip("qkv", (Q, K, V), shape.parts, strict=True)
@@ -284,102 +253,3 @@ def _shape(y: Array, lse: Array, qkv: Array, mask: AttentionMask) -> Shape:
     (rows, width), n_head = y.shape, lse.shape[1]
     head = width // n_head
     return Shape(rows // mask.seq_len, mask.seq_len, n_head, (qkv.shape[1] - width) // (2 * head), head)
-
-
-# -- the check against our own kernels
-
-DISTANCE = 0.03  # relative, between two ways that both round to bfloat16; a wrong one is off by 1
-# Training on sequences of up to this many tokens is as fast without cuDNN on an H100, and nothing is planned.
-SHORT = 256
-SLOWER = "attention runs on our own kernels, which should be slower than cuDNN's"
-
-Batch = tuple[int, int]  # rows, tokens of a sequence
-
-
-class CheckedAttention:
-    """Implements `Attention`.
-
-    Short sequences use our own kernels. The first sequence of a longer shape runs through both, and the
-    results are compared. Where the library refuses, fails or differs, `say` reports it and the shape keeps
-    our own. Work is run once before it is recorded, so that nothing is checked while recording.
-    """
-
-    def __init__(
-        self, device: CupyDevice, library: Attention, own: Attention, say: Callable[[str], None]
-    ) -> None:
-        self._device, self._library, self._own, self._say = device, library, own, say
-        self._forward: dict[Batch, Attention] = {}
-        self._backward: dict[Batch, Attention] = {}
-
-    def forward(self, y: Array, lse: Array, qkv: Array, mask: AttentionMask) -> None:
-        key = (len(y), mask.seq_len)
-        if key not in self._forward:
-            works = mask.seq_len > SHORT and self._works(
-                mask.seq_len, lambda: self._forward_agrees(y, lse, qkv, mask)
-            )
-            self._forward[key] = self._library if works else self._own
-        self._forward[key].forward(y, lse, qkv, mask)
-
-    def backward(
-        self,
-        dqkv: Array,
-        dy: Array,
-        y: Array,
-        lse: Array,
-        qkv: Array,
-        mask: AttentionMask,
-        sums: bool = False,
-    ) -> Array | None:
-        key, args = (len(y), mask.seq_len), (dqkv, dy, y, lse, qkv, mask)
-        if key not in self._backward:
-            works = self._forward[key] is self._library and self._works(
-                mask.seq_len, lambda: self._backward_agrees(*args)
-            )
-            if self._forward[key] is not self._own and not works:
-                self._forward[key] = self._own
-                self._own.forward(y, lse, qkv, mask)  # as if it had been ours from the start
-            self._backward[key] = self._forward[key]
-        return self._backward[key].backward(*args, sums)
-
-    def _works(self, seq_len: int, difference: Callable[[], float]) -> bool:
-        """Try it: whether it agrees with our own."""
-        try:
-            found = difference()
-        except CudnnRefusal as refusal:
-            reason = str(refusal)
-        else:
-            if found <= DISTANCE:
-                return True
-            reason = f"its results differ from ours by {found:.2g}: please report this"
-        self._say(f"{SLOWER}, for sequences of {seq_len}: {reason}")
-        return False
-
-    def _forward_agrees(self, y: Array, lse: Array, qkv: Array, mask: AttentionMask) -> float:
-        """The relative distance of the first sequence's results."""
-        self._library.forward(y, lse, qkv, mask)
-        own_y, own_lse = self._own_results(y, lse, qkv, mask)
-        # The statistics too: layers that the library has passed may be left to our own on the way back.
-        first = lse.reshape(-1)[: own_lse.size]
-        return max(self._distance(y[: mask.seq_len], own_y), self._distance(first, own_lse.reshape(-1)))
-
-    def _backward_agrees(
-        self, dqkv: Array, dy: Array, y: Array, lse: Array, qkv: Array, mask: AttentionMask
-    ) -> float:
-        self._library.backward(dqkv, dy, y, lse, qkv, mask)
-        first = slice(0, mask.seq_len)
-        own_y, own_lse = self._own_results(y, lse, qkv, mask)
-        own = self._device.zeros((mask.seq_len, dqkv.shape[1]), dqkv.dtype)
-        self._own.backward(own, dy[first], own_y, own_lse, qkv[first], mask)
-        return self._distance(dqkv[first], own)
-
-    def _own_results(self, y: Array, lse: Array, qkv: Array, mask: AttentionMask) -> tuple[Array, Array]:
-        own_y = self._device.zeros((mask.seq_len, y.shape[1]), y.dtype)
-        own_lse = self._device.zeros((mask.seq_len, lse.shape[1]), lse.dtype)
-        self._own.forward(own_y, own_lse, qkv[: mask.seq_len], mask)
-        return own_y, own_lse
-
-    def _distance(self, found: Array, expected: Array) -> float:
-        a, b = (floats(self._device.download(array)) for array in (found, expected))
-        size = float(np.linalg.norm(b))
-        distance = float(np.linalg.norm(a - b))
-        return distance / size if size else distance

@@ -6,32 +6,30 @@ needs to know the type, and whoever needs the values converts them.
 
 from __future__ import annotations
 
-import math
 import platform
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
 
 from distgpt.core.base.errors import UsageError
+from distgpt.core.base.system import boot_id
 from distgpt.core.ops.api import Array, Work
 from distgpt.core.ops.low_precision import from_bfloat16
-from distgpt.gpu.compiling import Ahead, Kept, Kind, cubin, storage_define
+from distgpt.gpu.compiling import Kept, Kind, cubin, storage_define
 
 WARP, BLOCK, LARGEST_BLOCK = 32, 256, 1024  # threads
 TIMED_CALLS, TURNS = 5, 5
 HOPELESS = 1.3  # times the shortest time
-UPLOADS = 8  # that may be under way
+MOST_COPIES = 8  # that may be under way
 MOST_BYTES = 8 << 20  # of one upload: CuPy's pool of page-locked memory never gives any back
 MOST_BYTES_DOWN = 32 << 20  # of a piece of a download, two of which are under way
 MOVED = 16  # bytes that a thread moves at once where it can
 LARGEST = 2**31 - 1  # what kernels count to
-_BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 DeviceArray = Any  # CuPy's, of which no types are known
 
@@ -49,8 +47,7 @@ class CupyDevice:
 
     All work but what is done `on` another stream goes to one, in the order of the calls; it is also CuPy's
     current one. `deterministic`: the same bits in every run, at the price of speed. `choices`:
-    which candidate `fastest` chose, by key; they are kept for later starts with the same `versions` of
-    libraries, unless that is None.
+    which candidate `fastest` chose, by key.
     """
 
     def __init__(
@@ -59,7 +56,6 @@ class CupyDevice:
         deterministic: bool = False,
         graphs: bool = True,
         xp: Any = None,
-        versions: Sequence[int] | None = None,
         uuid: str = "",
     ) -> None:
         self.xp: Any = import_module("cupy") if xp is None else xp
@@ -74,25 +70,26 @@ class CupyDevice:
         self.multiprocessors = int(facts["multiProcessorCount"])
         # The same GPU has the same place in all processes, whatever index they know it by. The parts of a
         # divided one (MIG) share an address on the bus, and each has a `uuid`.
-        self.place = f"{_machine()} {uuid or self._cuda.runtime.deviceGetPCIBusId(index)}"
+        self.place = f"{boot_id() or platform.node()} {uuid or self._cuda.runtime.deviceGetPCIBusId(index)}"
         self.recording = False
         self._graphs = graphs
         self._cut: list[tuple[Any, Work]] = []  # of what is being recorded: what came before a call between
-        self._uploads, self._under_way = UnderWay(UPLOADS), UnderWay()
-        self._ahead = Ahead(self._compiled)
+        self._under_way = UnderWay()
         self._modules: dict[Kind, Any] = {}
         self._functions: dict[tuple[str, str, tuple[str, ...]], Any] = {}
         self.choices: dict[Hashable, int] = {}
-        about = (self.name, self.capability, self.multiprocessors, self.memory()[1])
-        self.kept = Kept(None if versions is None else [*versions, *about])
-        self.sharing = 1  # ranks on this GPU
+        self.kept = Kept(None)
+        self.sharing = 1  # ranks on this GPU, each of which takes a share of its memory
         self._recordings = 1  # by this number; what was recorded under another one is outdated
 
-    def share(self, ranks: int) -> None:
-        """Take a share of the memory only, and keep no choice: the others' work is in what is timed."""
-        self.sharing = ranks
-        if ranks > 1:
-            self.kept = Kept(None)
+    def keep_choices(self, *versions: object) -> None:
+        """Keep choices for later starts on equal GPUs with these versions of libraries.
+
+        Not where ranks share the GPU: the others' work is in what is timed.
+        """
+        if self.sharing == 1:
+            about = (self.name, self.capability, self.multiprocessors, self.memory()[1])
+            self.kept = Kept([*versions, *about])
 
     # -- memory
 
@@ -105,27 +102,21 @@ class CupyDevice:
 
     def upload(self, array: DeviceArray, host: Any) -> None:
         """array ← a host array of the same type and size, which may be changed on return."""
-        self._refuse_while_recording("an upload was started")
         _require_contiguous(array)
         host = np.ascontiguousarray(host)
         if host.dtype != array.dtype or host.size != array.size:
             raise ValueError(f"{host.dtype}{list(host.shape)} does not fit {array.dtype}{list(array.shape)}")
-        raw = host.reshape(-1).view(np.uint8)
-        for start in range(0, raw.size, MOST_BYTES):
-            piece = raw[start : start + MOST_BYTES]
-            memory = self._cuda.alloc_pinned_memory(piece.size)
-            np.frombuffer(memory, np.uint8, piece.size)[:] = piece
-            (array.data + start).copy_from_host_async(memory.ptr, piece.size, self.stream)
-            sent = self._cuda.Event(disable_timing=True)
-            sent.record(self.stream)
-            self._uploads.hold(sent, memory)
+        flat, values, step = array.reshape(-1), host.reshape(-1), max(1, MOST_BYTES // array.itemsize)
+        for start in range(0, flat.size, step):
+            mirror = self.mirror(flat[start : start + step])
+            mirror.host[:] = values[start : start + step]
+            mirror.send()
 
     def download(self, array: Array) -> Any:
         """Return the array as a new NumPy array. Waits for all work so far.
 
         In pieces: while one is copied out of page-locked memory, the next is on its way.
         """
-        self._refuse_while_recording("a download was started")
         _require_contiguous(array)
         host, flat = np.empty(array.shape, array.dtype), array.reshape(-1)
         out, step = host.reshape(-1), max(1, MOST_BYTES_DOWN // array.itemsize)
@@ -147,8 +138,9 @@ class CupyDevice:
 
     def mirror(self, array: Array) -> Mirror:
         """Make a host copy for an array that is transferred again and again."""
-        self._refuse_while_recording("a download was started")
+        self._refuse_while_recording("a copy was started")
         _require_contiguous(array)
+        self._under_way.release()
         return Mirror(self._cuda, self.stream, array, self._under_way)
 
     def zero(self, array: DeviceArray) -> None:
@@ -193,17 +185,10 @@ class CupyDevice:
         source, kernel, defines = key
         if (source, defines) not in self._modules:
             module = self._cuda.function.Module()
-            module.load(self._ahead.code((source, defines)))
+            module.load(cubin(source, defines, "sm_{}{}".format(*self.capability)))
             self._modules[source, defines] = module
         self._functions[key] = self._modules[source, defines].get_function(kernel)
         return self._functions[key]
-
-    def compile_ahead(self, kinds: Iterable[Kind], threads: int, first: int = 0) -> None:
-        """Let threads compile sources with their macros, beginning at one of them, while this goes on."""
-        self._ahead.start(kinds, threads, first)
-
-    def _compiled(self, kind: Kind) -> bytes:
-        return cubin(*kind, "sm_{}{}".format(*self.capability))
 
     def record(self, work: Work) -> Work:
         """Return a function that repeats the launches of `work` on the same arrays without its Python code.
@@ -350,22 +335,25 @@ class Mark:
 
 
 class UnderWay:
-    """Holds page-locked memory until the copies from or to it are done; waits where there are `most`.
+    """Holds page-locked memory until the copies from or to it are done; waits where there are too many.
 
     CuPy's pool reuses memory as soon as it is dropped, whether or not a copy is under way.
     """
 
-    def __init__(self, most: float = math.inf) -> None:
-        self._most = most
+    def __init__(self) -> None:
         self._copies: deque[tuple[Any, Any]] = deque()
 
     def hold(self, done: Any, memory: Any) -> None:
         """Keep `memory` until the event `done`."""
         self._copies.append((done, memory))
+        self.release()
+
+    def release(self) -> None:
+        """Give memory of copies that are done back to the pool."""
         while self._copies:
             oldest, _ = self._copies[0]
             if not oldest.done:
-                if len(self._copies) <= self._most:
+                if len(self._copies) <= MOST_COPIES:
                     return
                 oldest.synchronize()
             self._copies.popleft()
@@ -411,14 +399,6 @@ class Mirror:
 def _require_contiguous(array: Array) -> None:
     if not array.flags.c_contiguous:
         raise ValueError(f"{array.dtype}{list(array.shape)} is not contiguous")
-
-
-def _machine() -> str:
-    """Return an identifier that all containers of a machine share; its name may not be unique."""
-    try:
-        return _BOOT.read_text().strip()
-    except OSError:
-        return platform.node()
 
 
 def _argument(value: Any) -> Any:

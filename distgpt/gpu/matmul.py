@@ -245,29 +245,20 @@ class LtMatmul:
     def _choose_fastest(self, plan: _Plan, at: Addresses) -> None:
         """Choose what an earlier process has found the fastest, or what is now."""
 
+        def starts(each: Algorithm) -> bool:
+            return self._start(plan, ctypes.addressof(each), at) == Status.SUCCESS
+
         def accepts(kept: bytes) -> bool:
-            if len(kept) != ctypes.sizeof(Algorithm):
-                return False
-            algorithm, room = Algorithm.from_buffer_copy(kept), self._workspace.nbytes
-            if not self._lt.fits(algorithm, plan.descriptor, plan.b, plan.a, plan.out, room):
-                return False
-            return self._start(plan, ctypes.addressof(algorithm), at) == Status.SUCCESS
+            return any(bytes(each) == kept and starts(each) for each in plan.candidates)
 
         def timed() -> bytes:
-            def starts(each: Algorithm) -> bool:
-                return self._start(plan, ctypes.addressof(each), at) == Status.SUCCESS
-
-            able = list(filter(starts, plan.candidates))
-            plan.candidates = able or plan.candidates[:1]
-            works = [partial(self._repeat, plan, ctypes.addressof(each), at) for each in able]
-            seconds = self._device.times(works) if able else [0.0]
+            plan.candidates = list(filter(starts, plan.candidates)) or plan.candidates[:1]
+            works = [partial(self._repeat, plan, ctypes.addressof(each), at) for each in plan.candidates]
+            seconds = self._device.times(works)
             return bytes(plan.candidates[seconds.index(min(seconds))])
 
         found = self._kept.choice(f"{plan.name} {self.about}", accepts, timed)
-        same = (each for each in plan.candidates if bytes(each) == found)
-        if (chosen := next(same, None)) is None:  # not offered here, but the library takes it
-            chosen = Algorithm.from_buffer_copy(found)
-            plan.candidates.append(chosen)
+        chosen = next(each for each in plan.candidates if bytes(each) == found)
         plan.algorithm = ctypes.addressof(chosen)
 
     def _repeat(self, plan: _Plan, algorithm: int, at: Addresses) -> None:
@@ -321,12 +312,9 @@ class LtMatmul:
         alignment: int,
     ) -> tuple[list[Algorithm], str]:
         """Return the candidates, or why there are none."""
-        if kind.accumulate and epilogue not in _ACCUMULATING:
-            return [], "its epilogue does not go with accumulation"
-        if kind.onto and epilogue not in _ADDING:
-            return [], "its epilogue does not go with a residual"
-        if epilogue in _WITH_AUX and kind.n % 8:
-            return [], "cuBLASLt wants the rows of aux to be a multiple of 8 long"
+        adds = (not kind.accumulate or epilogue in _ACCUMULATING) and (not kind.onto or epilogue in _ADDING)
+        if not adds or (epilogue in _WITH_AUX and kind.n % 8):  # rows of aux
+            return [], "cuBLASLt has no such epilogue"
         a, b, out = layouts
         a_bytes, b_bytes, out_bytes = (min(alignment, _alignment(row)) for row in _row_bytes(kind))
         # Parts of a split matmul that were rounded to bfloat16 would not be a sum in float32, and parts

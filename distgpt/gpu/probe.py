@@ -6,7 +6,7 @@ import ctypes
 import importlib.metadata
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -217,12 +217,53 @@ def probe(
 
 def missing_for_gpu(found: Found, dtype: str = "float32") -> list[Missing]:
     """List everything that keeps a GPU stage from running, most fundamental first."""
-    return [
-        *_driver_troubles(found),
-        *_cupy_troubles(found),
-        *_library_troubles(found),
-        *_old_gpus(found, dtype),
-    ]
+    missing: list[Missing] = []
+    driver, cuda, newest = found.driver, _cuda(found), _best_cuda(found)
+
+    def lacks(what: str, remedy: str) -> None:
+        missing.append(Missing(what, remedy))
+
+    if driver is None:
+        lacks("no NVIDIA driver was found (libcuda.so.1)", "on a cluster, ask for a GPU node")
+    elif driver.problem:
+        lacks(
+            f"the NVIDIA driver does not start, {driver.problem}",
+            "if nvidia-smi fails too, ask the machine's administrator",
+        )
+    elif not driver.gpus:
+        hidden = "" if found.visible is None else f" with CUDA_VISIBLE_DEVICES={found.visible!r}"
+        lacks(
+            f"the NVIDIA driver shows no GPU{hidden}",
+            "nvidia-smi lists them; on a cluster, ask for GPUs too (Slurm: --gpus-per-node)",
+        )
+    if driver and driver.cuda < (OLDEST_CUDA, 0):
+        lacks(
+            f"the NVIDIA driver runs CUDA {dotted(driver.cuda)} at most",
+            f"CUDA {OLDEST_CUDA} is needed: install a newer driver",
+        )
+    built = CUPY[found.cupy[0]] if len(found.cupy) == 1 else 0
+    if not found.cupy:
+        lacks("CuPy is not installed", _install(found, newest))
+    elif built is not None and not OLDEST_CUDA <= built <= newest:
+        lacks(f"one CuPy for CUDA {newest} is needed, not {', '.join(found.cupy)}", _install(found, newest))
+    else:
+        for library, package in (("NVRTC", "nvidia-cuda-nvrtc"), ("cuBLASLt", "nvidia-cublas")):
+            if library not in found.libraries:
+                lacks(f"{library} was not found", f"pip install {package}{'-cu12' * (cuda == 12)}")
+    oldest = OLDEST_GPU[OLDEST_CUDA]
+    for number, gpu in enumerate(driver.gpus if driver else ()):
+        what = f"GPU {number} ({gpu.name}) has compute capability {dotted(gpu.capability)}"
+        if gpu.capability < oldest:
+            lacks(what, f"{dotted(oldest)} is needed; CUDA_VISIBLE_DEVICES can choose other GPUs")
+        elif dtype == "bfloat16" and gpu.capability < OLDEST_BFLOAT16:
+            lacks(what, f"bfloat16 needs {dotted(OLDEST_BFLOAT16)}; use --dtype float32")
+    return missing
+
+
+def _install(found: Found, cuda: int) -> str:
+    """Return the command that installs distgpt's packages for this CUDA, instead of another CuPy."""
+    others = f"pip uninstall -y {' '.join(found.cupy)} && " if found.cupy else ""
+    return f"{others}pip install 'distgpt[cuda{cuda}x]'"
 
 
 def useful_for_gpu(found: Found, several: bool) -> list[Missing]:
@@ -243,83 +284,6 @@ def require_gpu(stage: str, dtype: str = "float32", found: Found | None = None) 
     missing = missing_for_gpu(found or probe(), dtype)
     if missing:
         raise UsageError(f"stage {stage!r} cannot run here: {'; '.join(map(str, missing))}")
-
-
-def _driver_troubles(found: Found) -> Iterable[Missing]:
-    if found.driver is None:
-        yield Missing(
-            "no NVIDIA driver was found (libcuda.so.1)",
-            "the cuda stages need an NVIDIA GPU; on a cluster, ask for a GPU node",
-        )
-    elif found.driver.problem:
-        yield Missing(
-            f"the NVIDIA driver does not start, {found.driver.problem}",
-            "if nvidia-smi fails too, this is for the machine's administrator",
-        )
-    elif not found.driver.gpus and found.visible is not None:
-        yield Missing(
-            f"CUDA_VISIBLE_DEVICES={found.visible!r} hides all GPUs",
-            "unset it, or name GPUs that nvidia-smi lists",
-        )
-    elif not found.driver.gpus:
-        yield Missing(
-            "the NVIDIA driver shows no GPU", "on a cluster, ask for GPUs too (Slurm: --gpus-per-node)"
-        )
-    if found.driver and found.driver.cuda < (OLDEST_CUDA, 0):
-        yield Missing(
-            f"the NVIDIA driver runs CUDA {dotted(found.driver.cuda)} at most",
-            f"CUDA {OLDEST_CUDA} is needed: install a newer driver",
-        )
-
-
-def _cupy_troubles(found: Found) -> Iterable[Missing]:
-    install = f"pip install 'distgpt[cuda{_best_cuda(found)}x]'"
-    anew = f"pip uninstall -y {' '.join(found.cupy)} && {install}"
-    if not found.cupy:
-        if found.driver is None:
-            install += f", or 'distgpt[cuda{OLDEST_CUDA}x]' where the driver is older"
-        yield Missing("CuPy is not installed", install)
-    elif len(found.cupy) > 1:
-        yield Missing(
-            f"{len(found.cupy)} CuPy packages are installed at once ({', '.join(found.cupy)})", anew
-        )
-    elif (built := CUPY[found.cupy[0]]) is not None:
-        if built < OLDEST_CUDA:
-            yield Missing(f"{found.cupy[0]} is built for CUDA {built}, too old for distgpt", anew)
-        elif found.driver and built > found.driver.cuda[0] >= OLDEST_CUDA:
-            newest = dotted(found.driver.cuda)
-            yield Missing(f"{found.cupy[0]} needs CUDA {built}, but the driver runs {newest} at most", anew)
-
-
-def _library_troubles(found: Found) -> Iterable[Missing]:
-    if not found.cupy:  # what brings CuPy brings these
-        return
-    suffix = "-cu12" if _cuda(found) == 12 else ""
-    if "NVRTC" not in found.libraries:
-        yield Missing(
-            "NVRTC, which compiles the kernels, was not found", f"pip install nvidia-cuda-nvrtc{suffix}"
-        )
-    if "cuBLASLt" not in found.libraries:
-        yield Missing(
-            "cuBLASLt, which multiplies matrices, was not found", f"pip install nvidia-cublas{suffix}"
-        )
-
-
-def _old_gpus(found: Found, dtype: str) -> Iterable[Missing]:
-    cuda = _cuda(found)
-    for number, gpu in enumerate(found.driver.gpus if found.driver else ()):
-        what = f"GPU {number} ({gpu.name}) has compute capability {dotted(gpu.capability)}"
-        if gpu.capability < OLDEST_GPU[OLDEST_CUDA]:
-            oldest = dotted(OLDEST_GPU[OLDEST_CUDA])
-            yield Missing(what, f"{oldest} is needed; CUDA_VISIBLE_DEVICES can choose other GPUs")
-        elif gpu.capability < OLDEST_GPU[cuda]:
-            others = f"pip uninstall -y {' '.join(found.cupy)} && " if found.cupy else ""
-            older = f"{others}pip install 'distgpt[cuda{OLDEST_CUDA}x]'"
-            yield Missing(
-                what, f"CUDA {cuda} needs {dotted(OLDEST_GPU[cuda])}, CUDA {OLDEST_CUDA} less: {older}"
-            )
-        elif dtype == "bfloat16" and gpu.capability < OLDEST_BFLOAT16:
-            yield Missing(what, f"bfloat16 needs {dotted(OLDEST_BFLOAT16)}; use --dtype float32")
 
 
 def _best_cuda(found: Found) -> int:

@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import ClassVar
@@ -24,10 +23,6 @@ from distgpt.gpu import probe
 from distgpt.gpu.device import CupyDevice
 from distgpt.gpu.probe import OLDEST_BFLOAT16, Version, dotted
 
-SLOW_FLOAT32 = (
-    "float32 uses no tensor cores: with --dtype bfloat16 gpt-mini trained 4.8 times as fast on an H100;"
-    " --tf32 was not measured"
-)
 IMAGINED_GPU = (9, 0)  # of an estimate for a GPU that is not here, as in accelerator.py
 
 
@@ -60,11 +55,6 @@ class GpuStage(Stage):
             return f"--dtype bfloat16 needs compute capability {dotted(OLDEST_BFLOAT16)}, {has}: use float32"
         return ""
 
-    def compile_ahead(self, dtype: str, work: Callable[[Kernels], None]) -> None:
-        from distgpt.gpu.accelerator import compile_ahead
-
-        compile_ahead(self.device, dtype, work, self.comm.local_rank)
-
     def free_memory(self, ranks: int = 0) -> tuple[int, str]:
         return self.device.memory()[0] // self.sharing, f"GPU {self.device.index} ({self.device.name})"
 
@@ -76,10 +66,6 @@ class GpuStage(Stage):
         major, minor = self.device.capability
         oldest = divmod(-self.comm.allreduce_max(-(10 * major + minor)), 10)
         return partial(_chosen, oldest, self.gpu.tf32)
-
-    def cost_of(self, dtype: object) -> str:
-        is_slow = dtype == "float32" and not self.gpu.tf32 and self.device.capability >= OLDEST_BFLOAT16
-        return SLOW_FLOAT32 if is_slow else ""
 
 
 def device_of(local_rank: int, count: int) -> int:
@@ -115,7 +101,7 @@ def bound(name: str, comm: Comm, gpu: GpuConfig) -> GpuStage:
 
     device = on_every_rank(comm, lambda: open_device(device_of(comm.local_rank, gpu_count()), gpu))
     ranks = sharing(comm, device)
-    device.share(ranks)
+    device.sharing = ranks
     if comm.size == 1:
         comm = SerialComm()
     stage = GpuStage(name, comm, 0, device=device, sharing=ranks, gpu=gpu)

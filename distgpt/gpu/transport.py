@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -19,29 +19,8 @@ from distgpt.gpu.device import CupyDevice, Mirror, address
 
 PIECE_BYTES = 32 << 20  # of an array that is broadcast: the host needs no copy of all of it
 
-# Arrays: gradients, what lies behind them, their norm; with parts also weights, and what travels each way.
-MOST_KEPT = 6
-
 SHARED_GPU = "DISTGPT_NCCL_SHARED"  # 1: NCCL also where ranks share a GPU, which is slow: for tests
 MULTI_RANK_NCCL = 23000  # the first version that lets ranks share a GPU when it is requested
-
-
-class Transport(Protocol):
-    """A way for arrays between GPUs: collective, and in the order of the device's stream."""
-
-    name: str
-
-    def sum(self, array: Array) -> None:
-        """array ← Σ over ranks of array"""
-
-    def broadcast(self, array: Array) -> None:
-        """array ← rank 0's"""
-
-    def all_to_all(self, received: Array, sent: Array, starts: Sequence[int], counts: Sequence[int]) -> None:
-        """Exchange as `Comm.all_to_all` does."""
-
-    def all_gather(self, array: Array, bounds: Sequence[int]) -> None:
-        """Gather as `Comm.all_gather` does."""
 
 
 class DeviceComm:
@@ -81,8 +60,6 @@ class HostStaged:
 
     def __init__(self, comm: Comm, device: CupyDevice) -> None:
         self._comm, self._device = comm, device
-        # Of the last arrays that were exchanged, by address, length and type: so they are kept too.
-        self._kept: dict[tuple[int, int, str], tuple[Array, Mirror]] = {}
 
     def sum(self, array: Array) -> None:
         mirror = self._mirror(array)
@@ -106,7 +83,6 @@ class HostStaged:
         for start, count in zip(starts, counts, strict=True):
             going.fetch(start, start + count)
         going.ready()
-        coming.ready()
         rows = coming.host.reshape(received.shape)
         self._comm.all_to_all(rows, going.host, starts, counts)
         for row in range(len(rows)):
@@ -123,29 +99,7 @@ class HostStaged:
         mirror.send(bounds[own + 1], bounds[-1])
 
     def _mirror(self, array: Array) -> Mirror:
-        """Return the host's copy of an array, the same one for the same memory, since steps repeat.
-
-        Those unused for longest are dropped; copies under way still hold them (`UnderWay`).
-        """
-        key = (address(array), array.size, array.dtype.name)
-        if key in self._kept:
-            self._kept[key] = self._kept.pop(key)  # now the last to go
-        else:
-            self._kept[key] = array, self._device.mirror(array.reshape(-1))
-        if len(self._kept) > MOST_KEPT:
-            del self._kept[next(iter(self._kept))]
-        return self._kept[key][1]
-
-
-class Cut(NamedTuple):
-    """An array in parts, as NCCL wants it: addresses, and elements of its `kind`."""
-
-    begin: int
-    own: int  # this rank's part
-    end: int  # of the elements all parts have: the last one's others begin here
-    each: int  # elements that all parts have
-    rest: int  # and that the last one has beyond them
-    kind: int
+        return self._device.mirror(array.reshape(-1))
 
 
 class Nccl:
@@ -192,13 +146,13 @@ class Nccl:
                 for rank, (at, count, kind) in self._parts(array, bounds):
                     self._ranks.reduce(at, at, count, kind, self._nccl.NCCL_SUM, rank, self._stream)
             return
-        cut, total = self._cut(array, bounds), self._nccl.NCCL_SUM
+        begin, own, end, each, rest, kind = self._cut(array, bounds)
+        total, last = self._nccl.NCCL_SUM, self._size - 1
         with self._together():
-            if cut.each:
-                self._ranks.reduceScatter(cut.begin, cut.own, cut.each, cut.kind, total, self._stream)
-            if cut.rest:
-                last = self._size - 1
-                self._ranks.reduce(cut.end, cut.end, cut.rest, cut.kind, total, last, self._stream)
+            if each:
+                self._ranks.reduceScatter(begin, own, each, kind, total, self._stream)
+            if rest:
+                self._ranks.reduce(end, end, rest, kind, total, last, self._stream)
 
     def all_gather(self, array: Array, bounds: Sequence[int]) -> None:
         if not _are_alike(bounds):
@@ -206,12 +160,12 @@ class Nccl:
                 for rank, (at, count, kind) in self._parts(array, bounds):
                     self._ranks.broadcast(at, at, count, kind, rank, self._stream)
             return
-        cut = self._cut(array, bounds)
+        begin, own, end, each, rest, kind = self._cut(array, bounds)
         with self._together():
-            if cut.each:
-                self._ranks.allGather(cut.own, cut.begin, cut.each, cut.kind, self._stream)
-            if cut.rest:
-                self._ranks.broadcast(cut.end, cut.end, cut.rest, cut.kind, self._size - 1, self._stream)
+            if each:
+                self._ranks.allGather(own, begin, each, kind, self._stream)
+            if rest:
+                self._ranks.broadcast(end, end, rest, kind, self._size - 1, self._stream)
 
     def _parts(self, array: Array, bounds: Sequence[int]) -> Iterator[tuple[int, tuple[int, int, int]]]:
         """Give each rank that has a part, and the part's address, its elements and their type."""
@@ -242,12 +196,17 @@ class Nccl:
         """The current stream."""
         return int(self._device.stream.ptr)
 
-    def _cut(self, array: Array, bounds: Sequence[int]) -> Cut:
+    def _cut(self, array: Array, bounds: Sequence[int]) -> tuple[int, int, int, int, int, int]:
+        """Cut an array as NCCL wants it.
+
+        Return the addresses of all, of this rank's part, and of what the last part has beyond the others; the
+        elements of each part, those beyond, and NCCL's type.
+        """
         each, last = bounds[1] - bounds[0], bounds[-1] - bounds[-2]
         rest = last - each
         places = (bounds[0], bounds[self._rank], bounds[-1] - rest)
         begin, own, end = (address(array[place:]) for place in places)
-        return Cut(begin, own, end, each, rest, self._types[array.dtype.name])
+        return begin, own, end, each, rest, self._types[array.dtype.name]
 
     @contextmanager
     def _together(self) -> Iterator[None]:
@@ -257,6 +216,9 @@ class Nccl:
             yield
         finally:
             self._nccl.groupEnd()
+
+
+Transport = HostStaged | Nccl  # collective, and in the order of the device's stream
 
 
 def _are_alike(bounds: Sequence[int]) -> bool:

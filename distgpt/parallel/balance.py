@@ -5,24 +5,19 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from zlib import crc32
 
 import numpy as np
 
-from distgpt.core.base.formatting import count
-from distgpt.core.comm.agree import gather_bytes, gather_ints, on_every_rank, on_root
+from distgpt.core.comm.agree import gather_bytes, gather_ints
 from distgpt.core.comm.api import Comm
 from distgpt.core.config import TrainConfig
 from distgpt.core.model.model import Model
 from distgpt.core.model.passes import Pass
-from distgpt.core.ops.kernels import Kernels
 from distgpt.core.saved.checkpoint import State
-from distgpt.core.train.memory import SPARE, copy_bytes, needed
-from distgpt.core.train.sharing import MicroBatches, Start, Strategy
+from distgpt.core.train.sharing import MicroBatches, Start
 
 TRIES = 3  # passes of each rank, of which the fastest counts, after one to warm up
-LEAST_GAIN = 0.03  # of a step, that an uneven split has to bring
 
 
 class Balanced(MicroBatches):
@@ -42,23 +37,16 @@ class Balanced(MicroBatches):
         return slice(start, start + self.shares[rank])
 
 
-def balanced(
-    t: TrainConfig, ranks: int, rank: int, model: Model, start: Start, strategy: Strategy
-) -> MicroBatches:
+def balanced(t: TrainConfig, ranks: int, rank: int, model: Model, start: Start) -> MicroBatches:
     """Return shares of a checkpoint that was written on the same hosts, or measured now. Collective."""
     hosts = hosts_checksum(start.comm, start.threads)
     shares, how = shares_so_far(start.state, t, ranks, hosts), "as before"
     if shares is None:
         shares, how = measured_shares(model, t, start.comm), "measured now"
-    if not have_memory(start, model.kernels, shares, strategy):
-        shares, how = even_shares(t, ranks), "as memory does not allow others"
-    start.say(f"--balance auto: {described_shares(shares)}, {how}")
+    start.say(
+        f"--balance auto: {min(shares)} to {max(shares)} sequences of a micro-batch on each rank, {how}"
+    )
     return Balanced(t, ranks, rank, shares, hosts)
-
-
-def even_shares(t: TrainConfig, ranks: int) -> list[int]:
-    """Return the same number of sequences for each rank."""
-    return [MicroBatches(t, ranks).n_sequences] * ranks
 
 
 def shares_so_far(state: State, settings: TrainConfig, ranks: int, hosts: int) -> list[int] | None:
@@ -68,27 +56,11 @@ def shares_so_far(state: State, settings: TrainConfig, ranks: int, hosts: int) -
     return known if is_same and sum(known) * settings.grad_accum == settings.batch_size else None
 
 
-def have_memory(start: Start, kernels: Kernels, shares: Sequence[int], strategy: Strategy) -> bool:
-    """Return whether every rank has memory for its share of a micro-batch and for the rest. Collective."""
-    comm, t = start.comm, start.config.train
-
-    def fits() -> bool:
-        rows = shares[comm.rank] * comm.size * t.grad_accum
-        own = replace(start.config, train=replace(t, batch_size=rows))
-        need = needed(own, kernels, strategy, start.is_evaluated)
-        copied = copy_bytes(own, kernels, strategy.placement) if comm.rank == 0 and t.save == "async" else 0
-        free, _ = start.free_memory()
-        return need.total - need.weights - need.optimizer + copied <= SPARE * free
-
-    return not comm.allreduce_max(not on_every_rank(comm, fits))
-
-
 def measured_shares(model: Model, t: TrainConfig, comm: Comm) -> list[int]:
     """Return shares by the time that each rank takes while all of them have an even share. Collective."""
-    even = even_shares(t, comm.size)
-    micros = gather_ints(comm, max(1, round(1e6 * _seconds(model, even[0], t, comm))))
-    found: list[int] = on_root(comm, lambda: shares_by(micros, sum(even)))
-    return found
+    even = MicroBatches(t, comm.size).n_sequences
+    micros = gather_ints(comm, max(1, round(1e6 * _seconds(model, even, t, comm))))
+    return shares_by(micros, even * comm.size)
 
 
 def hosts_checksum(comm: Comm, threads: int | None) -> int:
@@ -97,27 +69,15 @@ def hosts_checksum(comm: Comm, threads: int | None) -> int:
 
 
 def shares_by(seconds: Sequence[float], total: int) -> list[int]:
-    """Split `total` sequences so that the slowest rank is done early; evenly if that hardly helps.
+    """Split `total` sequences so that the slowest rank is done early. Every rank takes one at least.
 
-    `seconds`: of each rank, for the same number of sequences. Every rank takes one at least.
+    `seconds`: of each rank, for the same number of sequences.
     """
     shares = [1] * len(seconds)
     for _ in range(total - len(seconds)):  # the next one to whoever would be done with it first
         done = [(share + 1) * each for share, each in zip(shares, seconds, strict=True)]
         shares[done.index(min(done))] += 1
-    even = [total // len(seconds)] * len(seconds)
-    took, takes = (max(np.multiply(split, seconds)) for split in (even, shares))
-    return shares if takes < (1 - LEAST_GAIN) * took else even
-
-
-def described_shares(shares: Sequence[int]) -> str:
-    least, most = min(shares), max(shares)
-    if least == most:
-        return f"{count(most, 'sequence')} of a micro-batch on every rank"
-    fast, slow = shares.index(most), shares.index(least)
-    return (
-        f"of a micro-batch of {sum(shares)} sequences {most} on rank {fast}, down to {least} on rank {slow}"
-    )
+    return shares
 
 
 def _seconds(model: Model, rows: int, t: TrainConfig, comm: Comm) -> float:

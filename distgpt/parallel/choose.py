@@ -71,7 +71,7 @@ class Chosen(Strategy):
         if t.balance == "auto" and self.ranks > 1 and start:  # memory is counted with even ones
             from distgpt.parallel.balance import balanced
 
-            return balanced(t, self.ranks, rank, model, start, self)
+            return balanced(t, self.ranks, rank, model, start)
         return MicroBatches(t, self.ranks)
 
     def make_gradients(self, comm: Comm, model: Model, say: Say) -> None:
@@ -104,8 +104,6 @@ class Chosen(Strategy):
     def rehearse(self, model: Model) -> None:
         super().rehearse(model)
         t = self.config
-        if model.kernels.capabilities.is_async:
-            return
         if self.ranks > 1:
             from distgpt.parallel.reductions import rehearse_reductions, rehearse_shared_sum
 

@@ -7,7 +7,6 @@ mean of how far they have come. In between only a few numbers cross the network 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -31,6 +30,7 @@ from distgpt.core.train.sharing import (
     Groups,
     OptimizerState,
     Placement,
+    Reduction,
     Scales,
 )
 from distgpt.parallel.reductions import reduction_for
@@ -41,31 +41,15 @@ class LocalSteps(Exchange):
 
     waits_after_update = True
 
-    def __init__(
-        self,
-        name: str,
-        comm: Comm,
-        optimizer: AdamW,
-        outer: Outer,
-        rounds: Rounds,
-        sum_changes: Callable[[int], None],
-    ) -> None:
-        """`name`: how `sum_changes` sums the gradients' memory over the ranks."""
-        self.name, self.comm, self.rounds = name, comm, rounds
-        self.optimizer, self.outer, self.sum_changes = optimizer, outer, sum_changes
+    def __init__(self, comm: Comm, state: LocalState, changes: Reduction) -> None:
+        """`changes` sums the gradients' memory over the ranks."""
+        self.name, self.comm, self.changes = changes.name, comm, changes
+        self.optimizer, self.outer, self.rounds = state.optimizer, state.outer, state.rounds
 
     def sum_gradients(self, step: int) -> None:
         """Sum the squared norms alone: all ranks clip alike, and skip a step that one of them cannot use."""
         self.optimizer.compute_norm()
         self.sum_votes()
-
-    def compute_norm(self, optimizer: AdamW) -> None:
-        """Do nothing: `sum_gradients` has done it, since nobody may wait here while weights are locked."""
-
-    def scales(self, counted: float) -> Scales:
-        """Return the scales of a step: gradients are this rank's own, norm² is the mean over the ranks."""
-        ranks = self.comm.size
-        return Scales(1.0 / ranks / counted, 1.0 / counted, math.sqrt(1.0 / ranks) / counted)
 
     def sum_votes(self) -> None:
         """Sum the loss, the votes and the squared norm: in one message where they lie on the host."""
@@ -78,6 +62,14 @@ class LocalSteps(Exchange):
         self.comm.sum(both)
         extra[:], norm[:] = both[: len(extra)], both[len(extra) :]
 
+    def compute_norm(self, optimizer: AdamW) -> None:
+        """Do nothing: `sum_gradients` has done it, since nobody may wait here while weights are locked."""
+
+    def scales(self, counted: float) -> Scales:
+        """Return the scales of a step: gradients are this rank's own, norm² is the mean over the ranks."""
+        ranks = self.comm.size
+        return Scales(1.0 / ranks / counted, 1.0 / counted, math.sqrt(1.0 / ranks) / counted)
+
     def after_update(self, step: int, is_changed: bool) -> None:
         self.outer.in_sync = False
         if self.rounds.ends(step + 1):
@@ -87,7 +79,7 @@ class LocalSteps(Exchange):
         if self.outer.in_sync:
             return
         self.outer.store_change_as_gradient()
-        self.sum_changes(step - 1)
+        self.changes.sum(0, self.optimizer.model.layout.size, step - 1)
         self.outer.step(self.comm.size)
 
 
@@ -213,10 +205,7 @@ class LocalState(OptimizerState):
 def make(comm: Comm, state: OptimizerState, t: TrainConfig) -> Exchange:
     """Return the exchange of --outer-every. Collective."""
     assert isinstance(state, LocalState)
-    model = state.optimizer.model
-    changes = reduction_for(comm, model, t)
-    sum_changes = partial(changes.sum, 0, model.layout.size)
-    return LocalSteps(changes.name, comm, state.optimizer, state.outer, state.rounds, sum_changes)
+    return LocalSteps(comm, state, reduction_for(comm, state.optimizer.model, t))
 
 
 class Replicas(TensorByTensor):

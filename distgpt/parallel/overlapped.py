@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from queue import SimpleQueue
+from typing import Any
 
 from distgpt.core.comm.api import Comm, QueuedComm
 from distgpt.core.config import TrainConfig
@@ -31,7 +32,13 @@ LARGE_BUCKET = 1 << 22  # the same by NCCL, which needs 16 MB to come near the s
 
 
 class Overlapped(AfterBackward):
-    """A thread sums the buckets through a communicator of its own."""
+    """Buckets leave as soon as they are final: a thread sums them through a communicator of its own.
+
+    `between` is `Kernels.between`: a pass that is recorded calls `ready` before it has computed, and not when
+    it is repeated.
+    """
+
+    least = BUCKET
 
     def __init__(
         self,
@@ -41,43 +48,46 @@ class Overlapped(AfterBackward):
         sum_votes: Callable[[], None],
         mean: float,
     ) -> None:
-        """`between`: `Kernels.between`. A pass that is written down calls `ready` before it has computed."""
         super().__init__("overlapped", reduction, size, sum_votes, mean)
         self._between = between
         self._thread: threading.Thread | None = None
-        self._cut = self._handed = 0  # elements before the last cut, and those that the thread has been given
+        self._cut = self._sent = 0  # elements before the last cut, and those that have been sent
         self._buckets: SimpleQueue[tuple[int, int] | None] = SimpleQueue()  # None: the last one of a step
         self._ended: SimpleQueue[BaseException | None] = SimpleQueue()
         self._step = 0
         self.ready = self._ready
 
     def before_backward(self, step: int) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._sum_buckets, name="summing", daemon=True)
-            self._thread.start()
+        self._cut = self._sent = 0
         self._step = step
 
     def _ready(self, final: int) -> None:
-        """Called while the pass is recorded, not when it is repeated; `_hand` is called both times."""
         if final <= self._cut:  # the pass is recorded once more
             self._cut = 0
-        if final - self._cut >= BUCKET:
+        if final - self._cut >= self.least and final < self._size:
             self._cut = final
-            self._between(partial(self._hand, final))
+            self._between(partial(self._send, final))
 
-    def _hand(self, final: int) -> None:
-        self._buckets.put((self._handed, final))
-        self._handed = final
+    def _send(self, final: int) -> None:
+        self._start(self._sent, final)
+        self._sent = final
 
     def sum_gradients(self, step: int) -> None:
-        if self._handed < self._size:
-            self._hand(self._size)
-        self._handed = 0
+        self._send(self._size)
+        self._finish()
+        self._sum_votes()
+
+    def _start(self, start: int, stop: int) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._sum_buckets, name="summing", daemon=True)
+            self._thread.start()
+        self._buckets.put((start, stop))
+
+    def _finish(self) -> None:
         self._buckets.put(None)
         failure = self._ended.get()
         if failure is not None:
             raise failure
-        self._sum_votes()
 
     def _sum_buckets(self) -> None:
         failure: BaseException | None = None
@@ -92,43 +102,20 @@ class Overlapped(AfterBackward):
                     failure = error
 
 
-class OverlappedNccl(AfterBackward):
+class OverlappedNccl(Overlapped):
     """NCCL sums the buckets on a stream of its own. The recorded pass is cut where it is called."""
 
-    def __init__(
-        self,
-        size: int,
-        queued: QueuedComm,
-        reduction: Reduction,
-        between: Callable[[Work], None],
-        sum_votes: Callable[[], None],
-        mean: float,
-    ) -> None:
-        """`between`: `Kernels.between`, which cuts a recording."""
-        super().__init__("overlapped", reduction, size, sum_votes, mean)
-        self._queued, self._between = queued, between
-        self._cut = self._sent = 0  # elements before the last cut, and those that have been sent
-        self._step = 0
-        self.ready = self._ready
+    least = LARGE_BUCKET
 
-    def before_backward(self, step: int) -> None:
-        self._cut = self._sent = 0
-        self._step = step
+    def __init__(self, queued: QueuedComm, *args: Any) -> None:
+        super().__init__(*args)
+        self._queued = queued
 
-    def _ready(self, final: int) -> None:
-        """See `Overlapped._ready`."""
-        if final - self._cut >= LARGE_BUCKET and final < self._size:
-            self._cut = final
-            self._between(partial(self._send, final))
+    def _start(self, start: int, stop: int) -> None:
+        self._queued.on_side_stream(partial(self._reduction.sum, start, stop, self._step))
 
-    def _send(self, final: int) -> None:
-        self._queued.on_side_stream(partial(self._reduction.sum, self._sent, final, self._step))
-        self._sent = final
-
-    def sum_gradients(self, step: int) -> None:
-        self._send(self._size)
+    def _finish(self) -> None:
         self._queued.join()
-        self._sum_votes()
 
 
 class AllreduceInPieces(Reduction):
@@ -155,7 +142,7 @@ def make(comm: Comm, model: Model, t: TrainConfig) -> Exchange:
     if model.kernels.capabilities.is_async:
         assert comm.queued
         reduction = Allreduce(comm, flat) if wire == "float32" else in_parts(model, t, comm, wire)
-        return OverlappedNccl(size, comm.queued, reduction, between, sum_votes, mean)
+        return OverlappedNccl(comm.queued, size, reduction, between, sum_votes, mean)
     own = comm.dup_sleeping()
 
     def parts(comm: Comm, wire: str) -> ReduceScatterGather:

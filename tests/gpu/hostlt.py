@@ -63,8 +63,6 @@ PROTOTYPES = {
     "MatmulPreferenceSetAttribute": f"{_PREF}, cublasLtMatmulPreferenceAttributes_t, {_SET}",
     "MatmulAlgoGetHeuristic": f"cublasLtHandle_t, {_DESC}, {_FOUR}, {_PREF}, "
     "int, cublasLtMatmulHeuristicResult_t*, int*",
-    "MatmulAlgoCheck": f"cublasLtHandle_t, {_DESC}, {_FOUR}, const cublasLtMatmulAlgo_t*, "
-    "cublasLtMatmulHeuristicResult_t*",
     "Matmul": f"cublasLtHandle_t, {_DESC}, const void*, {_WITH_LAYOUT}, {_WITH_LAYOUT}, const void*, "
     f"{_WITH_LAYOUT}, void*, {_LAYOUT}, const cublasLtMatmulAlgo_t*, void*, size_t, cudaStream_t",
 }
@@ -161,7 +159,7 @@ class HostLt:
         self._queue = queue or (lambda stream, work: work())
         self.live: dict[int, Any] = {}  # what was made and not destroyed, by address
         self._addresses = itertools.count(0x10000, 16)
-        self.invalid = self.started = self.searches = self.checks = 0
+        self.invalid = self.started = self.searches = 0
         self.algorithm = self.stream = -1  # the last ones
         self.preference: Any = None  # of the last search
         self.refused = -1  # an epilogue that is not supported
@@ -245,15 +243,6 @@ class HostLt:
                 result.algo[0], result.algo[7] = MARK, number
                 result.workspaceSize, result.state = one.workspace, one.state
                 count.value += 1
-
-    def _MatmulAlgoCheck(self, handle: int, desc: int, *others: int) -> None:
-        *layouts, algo, found = others
-        self.checks += 1
-        chosen, op = (c_uint64 * 8).from_address(algo), self.live[desc]
-        _require(chosen[0] == MARK and chosen[7] < len(ALGORITHMS))
-        self._fit(op, *(self.live[layout] for layout in layouts))
-        _require(ALGORITHMS[chosen[7]].state == SUCCESS, NOT_SUPPORTED)
-        _Result.from_address(found).workspaceSize = ALGORITHMS[chosen[7]].workspace
 
     def _fit(self, op: Descriptor, a: Layout, b: Layout, c: Layout, d: Layout) -> None:
         """Refuse what the header forbids, or the library does not support."""

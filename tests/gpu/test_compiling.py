@@ -3,20 +3,15 @@
 import functools
 import importlib
 import re
-import subprocess
 import sys
-import threading
-import time
 from pathlib import Path
 
 import hostlt
 import numpy as np
 import pytest
-from disks import without_locks
 from fakecupy import FakeCupy
 from hostgpu import host_lt
 
-from distgpt.core.base import caches
 from distgpt.core.base.errors import UsageError
 from distgpt.core.config.presets import preset
 from distgpt.core.generate.plain_slots import PlainSlots
@@ -276,145 +271,3 @@ def test_it_holds_what_models_of_all_presets_request(dtype, monkeypatch):
         PlainSlots(model, 1).feed([Feed(0, 0, [1, 2, 3], 1)])
     assert {"muon", "norm", "attention_cached"} < {source for source, _ in requests}
     assert requests <= kernel_resources.of_users(), requests - kernel_resources.of_users()
-
-
-# -- the ranks of a node
-
-
-RANK = """
-import sys, time
-from distgpt.gpu import compiling
-
-def compile_source(source, defines, arch):
-    with open(sys.argv[1], "a") as journal:
-        journal.write(source + "\\n")
-    time.sleep(float(sys.argv[2]))
-    return compiling.Compiled(source.encode(), "")
-
-compiling.nvrtc_version, compiling.compile_source = lambda: "13.0", compile_source
-print("ready", flush=True)
-sys.stdin.readline()
-for source in sys.argv[3:]:
-    assert compiling.cubin(source, ("X",), "sm_90") == source.encode()
-"""
-
-
-@pytest.fixture
-def ranks(tmp_path, monkeypatch):
-    """A function that starts so many processes, which then compile sources at once; and their journal."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    journal, started = tmp_path / "journal", []
-
-    def start(count, *sources, seconds=0.3):
-        words = [sys.executable, "-c", RANK, journal, str(seconds), *sources]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "encoding": "utf-8"}
-        started.extend(subprocess.Popen(words, **pipes) for _ in range(count))
-        for each in started[-count:]:
-            assert each.stdout.readline() == "ready\n"
-        for each in started[-count:]:
-            each.stdin.write("\n")
-            each.stdin.flush()
-        return started[-count:]
-
-    yield start, lambda: journal.read_text().split() if journal.exists() else []
-    for each in started:
-        each.kill()
-        each.communicate()
-
-
-def until(is_true, seconds=20):
-    end = time.monotonic() + seconds
-    while not is_true() and time.monotonic() < end:
-        time.sleep(0.02)
-    assert is_true()
-
-
-def test_of_the_processes_of_a_node_one_compiles_each_source(ranks, tmp_path):
-    start, journal = ranks
-    for each in start(3, "norm", "loss"):
-        assert each.wait(30) == 0
-    assert sorted(journal()) == ["loss", "norm"]
-    folder = tmp_path / "cache" / "distgpt" / "kernels"
-    assert [path.suffix for path in folder.iterdir()] == [".cubin"] * 2  # no locks are left
-
-
-def test_a_process_that_is_killed_while_it_compiles_holds_nobody_up(ranks):
-    start, journal = ranks
-    (first,) = start(1, "norm", seconds=60)
-    until(lambda: journal() == ["norm"])
-    first.kill()
-    for each in start(2, "norm"):
-        assert each.wait(30) == 0
-    assert journal() == ["norm"] * 2
-
-
-def test_a_process_that_hangs_while_it_compiles_is_waited_for_only_so_long(cache, monkeypatch):
-    _, requests = cache
-    monkeypatch.setattr(caches, "PATIENCE", 0.1)
-    entered, leave = threading.Event(), threading.Event()
-    usual = compiling.compile_source
-
-    def hangs(*args):
-        entered.set()
-        leave.wait(30)
-        return usual(*args)
-
-    monkeypatch.setattr(compiling, "compile_source", hangs)
-    stuck = threading.Thread(target=compiling.cubin, args=NORM)
-    stuck.start()
-    assert entered.wait(30)
-    monkeypatch.setattr(compiling, "compile_source", usual)
-    assert compiling.cubin(*NORM) == b"code 1"
-    leave.set()
-    stuck.join()
-    assert len(requests) == 2
-
-
-def test_on_a_disk_without_locks_each_process_compiles(ranks, tmp_path, monkeypatch):
-    for name, value in without_locks(tmp_path).items():
-        monkeypatch.setenv(name, value)
-    start, journal = ranks
-    for each in start(2, "norm", seconds=1):
-        assert each.wait(30) == 0
-    assert set(journal()) == {"norm"}
-
-
-# -- ahead of need
-
-
-def test_threads_compile_ahead_and_whoever_needs_a_source_first_makes_it():
-    begun, release, made = threading.Event(), threading.Event(), []
-
-    def make(kind):
-        made.append((kind[0], threading.current_thread() is threading.main_thread()))
-        if kind[0] == "norm":
-            begun.set()
-            release.wait(30)
-        return kind[0].encode()
-
-    ahead = compiling.Ahead(make)
-    ahead.start([("loss", ()), ("norm", ()), ("loss", ())], threads=1)
-    assert begun.wait(30)
-    assert ahead.code(("loss", ())) == b"loss"  # which the one thread has not reached
-    release.set()
-    assert ahead.code(("norm", ())) == b"norm"
-    assert ahead.code(("wire", ())) == b"wire"  # nobody knew of it
-    assert made == [("norm", False), ("loss", True), ("wire", True)]
-
-
-def test_what_a_thread_could_not_compile_fails_where_it_is_needed():
-    ahead = compiling.Ahead(lambda kind: 1 // 0)
-    ahead.start([("norm", ())], threads=4)
-    with pytest.raises(ZeroDivisionError):
-        ahead.code(("norm", ()))
-
-
-def test_ranks_begin_at_different_sources():
-    order = []
-    for rank in range(3):
-        made = []
-        ahead = compiling.Ahead(lambda kind, made=made: made.append(kind[0]) or b"")
-        ahead.start([(name, ()) for name in ("a", "norm", "b")], 1, rank)
-        until(lambda made=made: len(made) == 3)
-        order.append(made)
-    assert order == [["norm", "a", "b"], ["a", "b", "norm"], ["b", "norm", "a"]]

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from distgpt.core.base.errors import DistgptError
 from distgpt.core.ops.api import AttentionMask
 from distgpt.gpu import cudnn_attention as module
 from distgpt.gpu.cudnn_attention import (
@@ -16,7 +17,6 @@ from distgpt.gpu.cudnn_attention import (
     DY,
     STATS,
     CudnnAttention,
-    CudnnRefusal,
     K,
     Q,
     Shape,
@@ -41,7 +41,7 @@ HOPPER = (9, 0)
 def journal(monkeypatch):
     """What was asked of the frontend without what needs a GPU; building and validating stay NVIDIA's."""
     journal = SimpleNamespace(
-        calls=[], executed=[], streams=[], barred=[], allocated=[], refuses=None, fails=None
+        calls=[], executed=[], streams=[], barred=[], allocated=[], said=[], own=[], refuses=None, fails=None
     )
 
     class Graph(cudnn.pygraph):
@@ -87,6 +87,7 @@ def journal(monkeypatch):
         backend_version=lambda: 92800,
     )
     monkeypatch.setattr(module, "frontend", lambda: fake)
+    monkeypatch.setattr(module, "SHORT", 1)
     return journal
 
 
@@ -95,14 +96,20 @@ def attention(journal):
         journal.allocated += shape
         return np.zeros(shape, dtype)
 
-    stream = SimpleNamespace(ptr=STREAM)
-    return CudnnAttention(SimpleNamespace(stream=stream, deterministic=False, zeros=zeros))
+    device = SimpleNamespace(stream=SimpleNamespace(ptr=STREAM), deterministic=False, zeros=zeros)
+    own = SimpleNamespace(
+        forward=lambda *args: journal.own.append("forward"),
+        backward=lambda *args: journal.own.append("backward") or "sums",
+    )
+    return CudnnAttention(device, own, journal.said.append)
 
 
 def forward_and_backward(journal, a=None, seq_len=T):
     a, library = a or arrays(), attention(journal)
-    library.forward(a.y, a.lse, a.qkv, AttentionMask(seq_len))
-    library.backward(a.dqkv, a.dy, a.y, a.lse, a.qkv, AttentionMask(seq_len))
+    for _ in range(2):
+        library.forward(a.y, a.lse, a.qkv, AttentionMask(seq_len))
+        sums = library.backward(a.dqkv, a.dy, a.y, a.lse, a.qkv, AttentionMask(seq_len))
+    return sums
 
 
 def arrays(n_seq=B, head=D, group=1):
@@ -219,24 +226,37 @@ def test_only_cudnn_s_own_kernels_are_considered(journal):
 
 
 @pytest.mark.parametrize("error", [cudnn.cudnnGraphNotSupportedError("no\nengine"), RuntimeError("no")])
-def test_what_cudnn_cannot_plan_is_refused_before_anything_is_allocated(journal, error):
+def test_what_cudnn_cannot_plan_is_left_to_our_own_with_one_note_before_anything_is_allocated(journal, error):
     journal.refuses = error
-    with pytest.raises(CudnnRefusal, match=f"no plan for attention over {B} x {T} tokens .* of {D}: no$"):
-        forward_and_backward(journal)
-    assert journal.allocated == []
+    assert forward_and_backward(journal) == "sums"
+    assert journal.own == ["forward", "backward"] * 2 and not journal.executed + journal.allocated
+    assert [note.endswith(f"for sequences of {T}: no") for note in journal.said] == [True, True]
 
 
-def test_a_plan_that_fails_when_it_runs_is_refused_too(journal):
+def test_a_backward_pass_without_a_plan_follows_cudnn_s_forward_pass(journal, monkeypatch):
+    def fails(*_):
+        raise RuntimeError("no")
+
+    monkeypatch.setattr(module, "backward_graph", fails)
+    assert forward_and_backward(journal) == "sums"
+    assert journal.own == ["backward"] * 2 and len(journal.executed) == 2 and len(journal.said) == 1
+
+
+def test_shapes_that_the_frontend_itself_knows_to_be_impossible_are_left_to_our_own(journal):
+    forward_and_backward(journal, arrays(head=12))
+    assert journal.own == ["forward", "backward"] * 2 and "multiple of 8" in journal.said[0]
+
+
+def test_short_sequences_are_our_own_s_without_a_note(journal, monkeypatch):
+    monkeypatch.setattr(module, "SHORT", T)
+    forward_and_backward(journal)
+    assert journal.own == ["forward", "backward"] * 2 and not journal.said + journal.calls
+
+
+def test_a_plan_that_fails_when_it_runs_is_an_error(journal):
     journal.fails = RuntimeError("CUDNN_STATUS_EXECUTION_FAILED")
-    with pytest.raises(CudnnRefusal, match="EXECUTION_FAILED"):
+    with pytest.raises(DistgptError, match="EXECUTION_FAILED"):
         forward_and_backward(journal)
-
-
-def test_shapes_that_the_frontend_itself_knows_to_be_impossible_are_refused(journal):
-    with pytest.raises(CudnnRefusal, match="multiple of 8"):
-        forward_and_backward(journal, arrays(head=12))
-    with pytest.raises(CudnnRefusal, match="not supported"):
-        forward_and_backward(journal, seq_len=1)
 
 
 def test_gpus_and_heads_that_cudnn_cannot_serve_are_named_and_nothing_speaks_against_others(journal):
@@ -244,7 +264,6 @@ def test_gpus_and_heads_that_cudnn_cannot_serve_are_named_and_nothing_speaks_aga
         (64, HOPPER, 13, None),
         (256, HOPPER, 13, None),
         (128, (8, 0), 12, None),
-        (64, (7, 5), 13, "this GPU has 7.5"),
         (12, HOPPER, 13, "not 12"),
         (264, HOPPER, 13, "up to 256"),
         (136, (8, 9), 13, "up to 128"),
@@ -254,22 +273,25 @@ def test_gpus_and_heads_that_cudnn_cannot_serve_are_named_and_nothing_speaks_aga
 
 
 def test_a_frontend_or_cudnn_that_is_missing_broken_or_too_old_is_named_with_the_remedy(journal, monkeypatch):
-    for version in ("1.27.9", "1.33.0", "2.0.1"):
-        monkeypatch.setattr(importlib.metadata, "version", lambda name, version=version: version)
-        reason = why_not(64, HOPPER, 13)
-        assert version in reason and "pip install 'nvidia-cudnn-frontend>=1.28,<1.33'" in reason
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: "1.30")
-
     def fails(error):
         def fail(*args):
             raise error
 
         return fail
 
+    def refused(word):
+        reason = why_not(64, HOPPER, 12)
+        assert word in reason
+        assert reason.endswith("pip install nvidia-cudnn-cu12 'nvidia-cudnn-frontend>=1.28,<1.33'")
+
+    for version in ("1.27.9", "1.33.0", "2.0.1"):
+        monkeypatch.setattr(importlib.metadata, "version", lambda name, version=version: version)
+        refused(version)
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "1.30")
     monkeypatch.setattr(module.frontend(), "backend_version", fails(RuntimeError("no cudnnGetVersion")))
-    assert why_not(64, HOPPER, 12).endswith("pip install nvidia-cudnn-cu12")
+    refused("no cudnnGetVersion")
     monkeypatch.setattr(module, "frontend", fails(ImportError("undefined symbol")))
-    assert "undefined symbol" in why_not(64, HOPPER, 13)
-    absent = fails(importlib.metadata.PackageNotFoundError(""))
+    refused("undefined symbol")
+    absent = fails(importlib.metadata.PackageNotFoundError("nvidia-cudnn-frontend"))
     monkeypatch.setattr(importlib.metadata, "version", absent)
-    assert "not installed: pip install 'nvidia-cudnn-frontend" in why_not(64, HOPPER, 13)
+    refused("nvidia-cudnn-frontend")

@@ -86,7 +86,7 @@ def test_a_source_is_compiled_once_for_its_defines(device, monkeypatch):
 # Copies
 
 
-@pytest.mark.parametrize("count", [1, module.UPLOADS, 3 * module.UPLOADS + 1])
+@pytest.mark.parametrize("count", [1, module.MOST_COPIES, 3 * module.MOST_COPIES + 1])
 def test_the_host_may_be_overwritten_once_upload_returns(device, count):
     host, arrays = np.zeros(5, FLOAT), [device.zeros((5,), FLOAT) for _ in range(count)]
     for number, array in enumerate(arrays):
@@ -98,7 +98,7 @@ def test_the_host_may_be_overwritten_once_upload_returns(device, count):
 
 def test_only_one_upload_too_many_waits_for_the_oldest(device):
     array = device.zeros((5,), FLOAT)
-    for _ in range(module.UPLOADS):
+    for _ in range(module.MOST_COPIES):
         device.upload(array, np.ones(5, FLOAT))
     assert device.stream.finished == 0
     device.upload(array, np.ones(5, FLOAT))

@@ -10,8 +10,8 @@ from threadranks import on_all_ranks
 
 from distgpt.core.base.errors import UsageError
 from distgpt.core.model.model import Architecture
-from distgpt.parallel import overlapped as in_buckets
 from distgpt.parallel.choose import Chosen
+from distgpt.parallel.overlapped import OverlappedNccl
 
 pytestmark = needs_the_processor
 
@@ -43,7 +43,7 @@ def test_sharded_is_packed_up_to_rounding_over_five_steps_on_four_ranks():
 @pytest.mark.parametrize("hasty, graphs", [(False, True), (True, False)])
 def test_overlapped_gives_the_bits_of_packed(hasty, graphs, monkeypatch):
     """Whether NCCL's stream does its work as early as it may, or as late."""
-    monkeypatch.setattr(in_buckets, "LARGE_BUCKET", 5000)
+    monkeypatch.setattr(OverlappedNccl, "least", 5000)
     seen = []
 
     def act(comm, device, config):
@@ -66,7 +66,7 @@ def test_overlapped_in_bfloat16_gives_the_bits_of_the_same_buckets_behind_the_pa
     hasty, graphs, monkeypatch
 ):
     """Nothing is rounded before it is final, and no bucket takes the memory of the one before."""
-    monkeypatch.setattr(in_buckets, "LARGE_BUCKET", 5000)
+    monkeypatch.setattr(OverlappedNccl, "least", 5000)
     config = replace(CONFIG, grad_sync="overlapped", gradient_dtype="bfloat16")
 
     def one_after_the_other(comm, device):

@@ -164,33 +164,32 @@ REMOVE = "pip uninstall -y"
 INSTALL_12, INSTALL_13 = "pip install 'distgpt[cuda12x]'", "pip install 'distgpt[cuda13x]'"
 NO_CUPY: dict[str, Any] = {"packages": {}}
 TWO_CUPYS = {"packages": {"cupy-cuda12x": "13.3.0", "cupy-cuda13x": "14.2.0"}}
-HIDDEN = "CUDA_VISIBLE_DEVICES"
 TROUBLES = [
     ({"driver": None}, "no NVIDIA driver was found (libcuda.so.1)", "ask for a GPU node"),
     (with_driver(gpus=()), "shows no GPU", "--gpus-per-node"),
-    ({**with_driver(gpus=()), "visible": ""}, f"{HIDDEN}='' hides all GPUs", "unset it"),
-    ({**with_driver(gpus=()), "visible": "7"}, f"{HIDDEN}='7'", "nvidia-smi"),
+    ({**with_driver(gpus=()), "visible": "7"}, "shows no GPU with CUDA_VISIBLE_DEVICES='7'", "nvidia-smi"),
     (with_driver(gpus=(), problem="system not ready"), "system not ready", "administrator"),
     (NO_CUPY, "CuPy is not installed", INSTALL_13),
     ({**NO_CUPY, **with_driver((12, 4))}, "CuPy is not installed", INSTALL_12),
     (
         with_driver((12, 4)),
-        "cupy-cuda13x needs CUDA 13, but the driver runs 12.4 at most",
+        "one CuPy for CUDA 12 is needed, not cupy-cuda13x",
         f"{REMOVE} cupy-cuda13x && {INSTALL_12}",
     ),
     (
         TWO_CUPYS,
-        "2 CuPy packages are installed at once (cupy-cuda12x, cupy-cuda13x)",
+        "one CuPy for CUDA 13 is needed, not cupy-cuda12x, cupy-cuda13x",
         f"{REMOVE} cupy-cuda12x cupy-cuda13x && {INSTALL_13}",
     ),
+    ({"packages": {"cupy-cuda11x": "12.0.0"}}, "not cupy-cuda11x", INSTALL_13),
     ({**with_driver((11, 4)), **CUDA12}, "runs CUDA 11.4 at most", "install a newer driver"),
     (without_library("NVRTC"), "NVRTC", "pip install nvidia-cuda-nvrtc"),
     (without_library("cuBLASLt"), "cuBLASLt", "pip install nvidia-cublas"),
     ({**without_library("cuBLASLt"), **CUDA12}, "cuBLASLt", "pip install nvidia-cublas-cu12"),
     (
-        with_driver(gpus=(H200, V100)),
-        "GPU 1 (Tesla V100) has compute capability 7.0",
-        f"CUDA 13 needs 7.5, CUDA 12 less: {REMOVE} cupy-cuda13x && {INSTALL_12}",
+        with_driver(gpus=(H200, V100)),  # which CUDA 13 no longer compiles for
+        "one CuPy for CUDA 12 is needed, not cupy-cuda13x",
+        f"{REMOVE} cupy-cuda13x && {INSTALL_12}",
     ),
     ({**with_driver(gpus=(P100,)), **CUDA12}, "GPU 0 (Tesla P100)", "7.0 is needed"),
 ]
@@ -203,8 +202,7 @@ def test_each_thing_that_is_missing_has_its_remedy():
             found = replace(GOOD, **change)
             (missing,) = missing_for_gpu(found, dtype)
             assert what in missing.what, (change, missing)
-            matches = missing.remedy == remedy if remedy.startswith("pip") else remedy in missing.remedy
-            assert matches, (change, missing)
+            assert remedy in missing.remedy, (change, missing)
             with pytest.raises(UsageError) as refused:
                 require_gpu("mpi-cuda", dtype, found)
             said = f"stage 'mpi-cuda' cannot run here: {missing.what}: {missing.remedy}"

@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from conftest import distgpt, needs_mpi, refused
@@ -145,7 +146,7 @@ def on_two_gpus(monkeypatch, open_gpu, make=lambda device, options: None):
     """What each of two ranks gets or raises that opens its GPU, and kernels on it."""
     monkeypatch.setattr(accelerator, "gpu_count", lambda: 2)
     monkeypatch.setattr(accelerator, "CupyDevice", open_gpu)
-    monkeypatch.setattr(accelerator.cublaslt, "load", object)
+    monkeypatch.setattr(accelerator.cublaslt, "load", lambda: SimpleNamespace(version=1))
     monkeypatch.setattr(accelerator, "LtMatmul", lambda lt, device, tf32, kept: make(device, tf32))
 
     def act(comm):

@@ -12,10 +12,10 @@ from threadranks import on_all_ranks
 
 from distgpt import api
 from distgpt.core.base.errors import NonFiniteError
-from distgpt.core.generate.averaged import on_ranks
 from distgpt.core.generate.engine import Engine, complete
 from distgpt.core.generate.plain_slots import PlainSlots
 from distgpt.core.generate.request import Request
+from distgpt.core.generate.slots import on_ranks
 from distgpt.inference.generation.batch import Answers, distribute
 
 LINES = [

@@ -13,11 +13,11 @@ from conftest import losses
 import distgpt
 from distgpt.assembly import AllComponents
 from distgpt.core.base.errors import DataError, DistgptError, UsageError
-from distgpt.core.base.interrupts import Interrupted, PendingSignals
+from distgpt.core.base.interrupts import Interrupted
 from distgpt.core.comm.serial import SerialComm
 from distgpt.core.config import ModelConfig
 from distgpt.core.cpu.kernels import CpuKernels
-from distgpt.core.data.tokenizers import BytesDecoder, ByteTokenizer, TokenizerKind, load_tokenizer
+from distgpt.core.data.tokenizers import BytesDecoder
 from distgpt.core.model.memory import Layout
 from distgpt.core.model.model import Architecture, Model
 from distgpt.core.model.passes import Pass
@@ -152,29 +152,6 @@ def test_vectors_are_trained_beside_matrices_that_are_not(norm):
     assert 0 < len(part.grads) < len(whole.grads)
     for name, gradient in part.grads.items():
         np.testing.assert_array_equal(gradient, whole.grads[name], name)
-
-
-class Low(ByteTokenizer):
-    kind = "low"
-
-
-LOW = TokenizerKind("lower", from_name=lambda argument: Low(), from_json=lambda document, source: Low())
-
-
-def test_a_tokenizer_whose_kind_cannot_be_read_again_is_refused(extended):
-    extended(tokenizer=lambda self, name: LOW if name == "lower" else None)
-    with pytest.raises(UsageError, match="lower makes a tokenizer of kind 'low', which"):
-        load_tokenizer("lower")
-    extended(tokenizer=lambda self, name: LOW if name in ("lower", "low") else None)
-    assert load_tokenizer("lower").kind == "low"
-
-
-def test_signals_that_end_no_run_cannot_be_noted():
-    signals = PendingSignals()
-    with pytest.raises(ValueError, match="SIGALRM ends no run: note one of SIGTERM"):
-        signals.note(signal.SIGALRM)
-    assert not any(signals.counts()) and signals.note(signal.SIGUSR2)
-    assert signals.exit_code == 75
 
 
 class Ending(AbstractContextManager):

@@ -16,7 +16,6 @@ from distgpt.core.train.plan import refuse_unsuited
 from distgpt.parallel import balance
 from distgpt.parallel.balance import (
     Balanced,
-    described_shares,
     hosts_checksum,
     measured_shares,
     shares_by,
@@ -36,9 +35,7 @@ def test_shares_follow_speed_and_no_split_is_faster():
         shares = shares_by(seconds, total)
         took = max(a * b for a, b in zip(shares, seconds, strict=True))
         best = min(max(n * seconds[0], (total - n) * seconds[1]) for n in range(1, total))
-        even = max(seconds) * total / 2
-        assert sum(shares) == total and min(shares) >= 1
-        assert took == best or (shares == [total // 2] * 2 and best >= 0.97 * even)
+        assert sum(shares) == total and min(shares) >= 1 and took == best
 
 
 @pytest.mark.parametrize("shares", [[1, 11], [5, 2, 5]])
@@ -69,9 +66,7 @@ def test_shares_are_measured_on_all_ranks_and_the_same_there(monkeypatch):
     assert 0 < first < 10 and 0 < second < 10
 
 
-def test_shares_are_described_and_known_ones_are_used_where_they_fit():
-    assert described_shares([4, 4]) == "4 sequences of a micro-batch on every rank"
-    assert described_shares([3, 7, 2]).endswith("7 on rank 1, down to 2 on rank 2")
+def test_known_shares_are_used_where_they_fit():
     state = State(3, ranks=2, shares=[8, 4], hosts=7)
     known = partial(shares_so_far, state)
     assert known(PLAIN, 2, 7) == [8, 4] and known(PLAIN, 3, 7) is None

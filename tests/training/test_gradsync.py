@@ -44,7 +44,7 @@ ALONE = HostWire(one_by_one, 1)
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
     monkeypatch.setattr(ways, "PIECE", 1000)
-    monkeypatch.setattr(overlapped, "BUCKET", 5000)
+    monkeypatch.setattr(Overlapped, "least", 5000)
     monkeypatch.setattr(overlapped, "CACHED_BYTES", 8000)
 
 

@@ -82,12 +82,7 @@ def misplaced(found: Path) -> str:
     asked = requested_folder()
     if asked is None or asked in found.parents:
         return ""
-    why = (
-        "where this user can keep nothing for himself alone"
-        if asked in places()
-        else "with a variable that is not set"
-    )
-    return f"{CACHE} is {asked}, {why}: {found.parent} is used"
+    return f"{CACHE} is {asked}, which is not this user's alone: {found.parent} is used"
 
 
 def cache_limit() -> int:
@@ -161,24 +156,17 @@ def _mark(descriptor: int) -> None:
 
 
 def _opened(path: Path) -> tuple[int, Path, bool] | None:
-    """Open a file for a lock: beside `path`, or on a disk of this node if that one is full or has no locks.
+    """Open a file beside `path` for a lock. Return it, its name, and if this process has the lock now.
 
-    Return it, its name, and if this process has the lock now; None without any place.
+    None where the disk is full or has no locks.
     """
-    digest = sha256(os.fsencode(path)).hexdigest()[:24]
-    names = [path.with_name(f".{path.name}.lock")]
-    if last := temporary_folder():
-        names.append(last / f".{digest}.lock")
-    for name in names:
-        if name.parent != path.parent and not _is_private(name.parent):
-            continue
-        with suppress(OSError):
-            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-            descriptor = os.open(name, flags, 0o600)
-            if (got := lock(descriptor, fcntl.LOCK_EX)) is not None:
-                return descriptor, name, got
-            os.close(descriptor)
-            name.unlink()
+    name = path.with_name(f".{path.name}.lock")
+    with suppress(OSError):
+        descriptor = os.open(name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        if (got := lock(descriptor, fcntl.LOCK_EX)) is not None:
+            return descriptor, name, got
+        os.close(descriptor)
+        name.unlink()
     return None
 
 

@@ -149,19 +149,8 @@ def nearest_path(path: Path) -> str:
 
 
 def command_line(*words: object) -> str:
-    """Return a distgpt command to copy: quoted, with a path where the shell would not find this program."""
-    return shlex.join([*_program(), *map(str, words)])
-
-
-def _program() -> list[str]:
-    on_path = shutil.which("distgpt")
-    called = Path(sys.argv[0])
-    own = (
-        called if called.name == "distgpt" and called.is_file() else Path(sys.executable).with_name("distgpt")
-    )
-    if not own.is_file():
-        return ["distgpt"] if on_path else python(PACKAGE)
-    if on_path and own.samefile(on_path):
-        return ["distgpt"]
-    here = own.absolute()
-    return [str(here.relative_to(Path.cwd()) if Path.cwd() in here.parents[1:] else here)]
+    """Return a distgpt command to copy: quoted, and as it was called where the shell would not find it."""
+    program = ["distgpt"]
+    if not shutil.which("distgpt"):
+        program = sys.argv[:1] if Path(sys.argv[0]).name == "distgpt" else python(PACKAGE)
+    return shlex.join([*program, *map(str, words)])

@@ -142,10 +142,6 @@ class PendingSignals:
         `why` is said where nobody has sent it, in place of its name.
         """
         number = meaning(number)
-        if number not in EXIT_CODES:  # no rank would hear of it
-            raise ValueError(
-                f"{number.name} ends no run: note one of {', '.join(each.name for each in ENDING)}"
-            )
         first = number not in self._came or (number == signal.SIGUSR1 and self.late)
         if first:
             self._came[number] = _noted_at[number] = time.monotonic()

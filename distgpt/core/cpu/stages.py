@@ -92,9 +92,6 @@ class Stage:
                 self.notes.add(trouble)
         return make(self, dtype, matmul)
 
-    def compile_ahead(self, dtype: str, work: Callable[[Kernels], None]) -> None:
-        """Begin to compile what `work` will need, beside other things. Here each loop is made when called."""
-
     def free_memory(self, ranks: int = 0) -> tuple[int, str]:
         """Return the bytes that this rank may use, and whose they are, as if `ranks` shared them."""
         granted = granted_memory(ranks or self.comm.local_size)
@@ -103,10 +100,6 @@ class Stage:
     def taken_memory(self) -> int:
         """Return the bytes of a device's own memory that were taken at most."""
         return 0
-
-    def cost_of(self, dtype: object) -> str:
-        """Return what a dtype that was asked for costs here; "" where it costs nothing."""
-        return ""
 
     def dtype_choice(self) -> Choose:
         """Return what chooses --dtype auto. Collective."""

@@ -9,12 +9,11 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from shlex import quote
 from typing import ClassVar, Protocol
 
 import numpy as np
 
-from distgpt.core.base.errors import DataError, Say, escape
+from distgpt.core.base.errors import DataError, Say
 from distgpt.core.base.formatting import count
 from distgpt.core.comm.agree import on_root
 from distgpt.core.comm.api import Comm
@@ -36,8 +35,6 @@ from distgpt.core.data.tokenizers import (
 
 SAMPLED = 1 << 20  # tokens of a text that say how many bytes its tokens have
 DECODED = 1 << 17  # of those, where each token has to be decoded
-
-MARKUP = (".html", ".htm", ".xml")  # endings of texts that one may not want as they are
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,16 +178,7 @@ class _PlainText:
         comm.broadcast(ids)
         val, train = np.split(ids, [held_out])
         held_out_part = ArrayTokens(val) if len(val) else None
-        return Corpus(tokenizer, ArrayTokens(train), held_out_part, notes=_notes(request.data))
-
-
-def _notes(data: str) -> tuple[str, ...]:
-    """Return a note on a text with markup, by its name's ending: one may want it, or not."""
-    if not data.lower().endswith(MARKUP):
-        return ()
-    path = Path(data)
-    convert = f"pandoc -t plain -o {quote(str(path.with_suffix('.txt')))} {quote(data)}"
-    return (f"{escape(data)} is learned with its markup: {escape(convert)} makes a text of it",)
+        return Corpus(tokenizer, ArrayTokens(train), held_out_part)
 
 
 def text_bytes(ids: Ids, tokenizer: Tokenizer) -> int:

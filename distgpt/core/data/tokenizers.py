@@ -267,21 +267,10 @@ def load_tokenizer(name: str, text: str | None = None) -> Tokenizer:
         return _from_path(name)
     if text is not None and kind.learn is not None:
         encoded(text, "utf-8")  # before it takes long
-        return with_row(kind.learn(argument, [text], False), name)
+        return kind.learn(argument, [text], False)
     if kind.from_name is None:
         raise UsageError(f"a tokenizer of kind {name!r} takes its vocabulary from a text")
-    return with_row(kind.from_name(argument), name)
-
-
-def with_row(tokenizer: Tokenizer, name: str) -> Tokenizer:
-    """Return a new tokenizer, or reject it if its kind cannot be read again."""
-    row = components().tokenizer(tokenizer.kind)
-    if row is None or row.from_json is None:
-        raise UsageError(
-            f"--tokenizer {name} makes a tokenizer of kind {tokenizer.kind!r}, which"
-            " `Components.tokenizer` cannot read again; return a kind with `from_json` for that name"
-        )
-    return tokenizer
+    return kind.from_name(argument)
 
 
 def can_mean(name: str, tokenizer: Tokenizer) -> bool:

@@ -142,8 +142,6 @@ class ModelSpec:
         def usual(about: Description) -> str:
             return stage.auto_dtype(weights=about.layout.elements).name
 
-        if cost := stage.cost_of(self.dtype):
-            stage.notes.add(cost)
         model, about, path, dtype = open_model(
             stage, path, self.dtype, self.context, usual=usual, part=self.part
         )
@@ -151,6 +149,5 @@ class ModelSpec:
             raise shared(DataError(f"{path} has no tokenizer: use it from Python, with tokens"))
         if comm.rank == 0:
             stage.notes.report_to(partial(print, file=sys.stderr))
-        stage.compile_ahead(dtype, lambda kernels: rehearse(Model(Architecture(model.config), kernels)))
         rehearse(model)
         return LoadedModel(model, tokenizer, comm, self, path, dtype)

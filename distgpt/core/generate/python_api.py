@@ -13,11 +13,10 @@ from distgpt.core.base.errors import DataError, UsageError, escape
 from distgpt.core.comm.agree import broadcast, gather_bytes, on_every_rank, shared
 from distgpt.core.comm.api import Comm
 from distgpt.core.data.tokenizers import Tokenizer
-from distgpt.core.generate.averaged import on_ranks
 from distgpt.core.generate.engine import Engine, complete
 from distgpt.core.generate.engine_setup import MOST_SLOTS, agreed_slots
 from distgpt.core.generate.request import Completion, Request
-from distgpt.core.generate.slots import Slots
+from distgpt.core.generate.slots import Slots, on_ranks
 from distgpt.core.model.model import Model
 
 
@@ -70,11 +69,8 @@ class Writer:
         lookup = max((request.lookup for request in requests), default=0)
         return agreed_slots(self.model, wanted, self.comm, lookup=lookup)
 
-    def _engine(self, slots: Slots) -> Engine:
-        return Engine(slots, self.tokenizer)
-
     def _streamed(self, request: Request, is_text: bool) -> Iterator[str | int]:
-        engine = self._engine(self._slots([request]))
+        engine = Engine(self._slots([request]), self.tokenizer)
         engine.submit(request)
         for event in engine.run():
             if is_text and event.text:
@@ -86,22 +82,16 @@ class Writer:
         comm = self.comm
         slots = self._slots(requests)
         if comm.size == 1:
-            return complete(self._engine(slots), requests)
-        on_every_rank(comm, lambda: self._check(slots, requests))
+            return complete(Engine(slots, self.tokenizer), requests)
         if len(requests) == 1:
-            own = on_ranks(slots, comm, lambda slots: complete(self._engine(slots), requests))
+            own = on_ranks(slots, comm, lambda slots: complete(Engine(slots, self.tokenizer), requests))
             return list(broadcast(comm, own))
         found: list[list[Completion]] = [[] for _ in requests]
         share = requests[comm.rank :: comm.size]
-        own = on_every_rank(comm, lambda: complete(self._engine(slots), share))
+        own = on_every_rank(comm, lambda: complete(Engine(slots, self.tokenizer), share))
         for rank, data in enumerate(gather_bytes(comm, pickle.dumps(own))):
             found[rank :: comm.size] = pickle.loads(data)
         return found
-
-    def _check(self, slots: Slots, requests: list[Request]) -> None:
-        engine = self._engine(slots)
-        for request in requests:
-            engine.check(request)
 
 
 def _is_several(prompt: Any) -> bool:

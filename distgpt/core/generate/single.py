@@ -17,12 +17,11 @@ from distgpt.core.comm.resources import peak_memory
 from distgpt.core.cpu.stages import Stage
 from distgpt.core.data.textfile import read_text
 from distgpt.core.data.tokenizers import Tokenizer
-from distgpt.core.generate.averaged import on_ranks
 from distgpt.core.generate.engine import complete
 from distgpt.core.generate.engine_setup import ModelSpec
 from distgpt.core.generate.request import Completion, Event, Likelihood, Request
 from distgpt.core.generate.sample import default_prompt
-from distgpt.core.generate.slots import Slots
+from distgpt.core.generate.slots import Slots, on_ranks
 
 
 def infer_one(
@@ -63,13 +62,7 @@ def infer_one(
         _print_probabilities(tokenizer, ids, samples[0].prompt_likelihoods)
         for sample in samples:
             _print_probabilities(tokenizer, sample.tokens, sample.likelihoods)
-    hint = "; for another text: --seed 1" if _repeats(settings) else ""
-    print(f"{count(made, 'token')} in {seconds:.2f} s ({made / seconds:.1f} tokens/s){hint}", file=sys.stderr)
-
-
-def _repeats(settings: Request) -> bool:
-    """Tell whether to say that the same command writes the same: to people, who have named no seed."""
-    return not settings.is_greedy and settings.seed == Request().seed and shown_on_terminal(sys.stderr)
+    print(f"{count(made, 'token')} in {seconds:.2f} s ({made / seconds:.1f} tokens/s)", file=sys.stderr)
 
 
 def _prompt(given: str | Path | None, tokenizer: Tokenizer) -> list[int]:

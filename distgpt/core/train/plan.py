@@ -161,14 +161,7 @@ def _resumed_run(settings: RunConfig, asked: Asked) -> RunConfig:
 def with_dtype(asked: Asked, stage: Stage, say: Say) -> Asked:
     """Return what is asked for with the dtype of a new run. One that is named stays. Collective."""
 
-    def decides() -> bool:
-        if is_open(asked) and begins_anew(asked):
-            return True
-        if cost := stage.cost_of(asked.named(DTYPE)):
-            say(cost)
-        return False
-
-    is_decided_here = on_root(stage.comm, decides)
+    is_decided_here = on_root(stage.comm, lambda: is_open(asked) and begins_anew(asked))
     if asked.given.get(DTYPE) == AUTO_DTYPE:  # a resumed run has its own
         asked = replace(asked, given={name: value for name, value in asked.given.items() if name != DTYPE})
     if not is_decided_here:

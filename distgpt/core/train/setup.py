@@ -219,8 +219,7 @@ def _assemble(
     state = trained.state
     progress = trained.progress
     placement = setup.strategy.placement
-    fitted = replace(texts.config, train=settings)
-    start = Start(comm, stage.threads, stage.free_memory, fitted, plan.state, texts.is_evaluated, say)
+    start = Start(comm, stage.threads, plan.state, say)
     micro_batches = setup.strategy.micro_batches(settings, comm.rank, model, start)  # some measure the ranks
     exchange = checked_exchange(comm, state, settings, say)
     if lost := restore_exchange(comm, exchange, model, plan.checkpoint):
@@ -409,8 +408,6 @@ def set_up(config: RunConfig, stage: Stage, is_evaluated: bool = False, preferre
         raise shared(UsageError(f"this model has nothing that a kind of model {what!r} trains"))
     kernels = stage.kernels(t.dtype, t.matmul_backend, "training")
     settings = fit_to_memory(config, stage, kernels, strategy, is_evaluated, preferred)
-    # A GPU compiles for the sizes of this run, in threads: that needs no weights.
-    stage.compile_ahead(t.dtype, partial(rehearse, config=config, strategy=strategy))
     return Setup(config, settings, stage, kernels, kind, strategy)
 
 
@@ -451,10 +448,7 @@ def micro_batches_so_far(state: State, before: RunConfig, ranks: int) -> int:
 
 
 def compile_once_per_node(stage: Stage, kernels: Kernels, config: RunConfig, strategy: Strategy) -> None:
-    """Let the first rank of each node fill the cache of compiled loops, and the others load them. Collective.
-
-    The ranks of GPUs share that work (`Stage.compile_ahead`).
-    """
+    """Let the first rank of each node compile loops, and the others load them. Collective."""
     t = config.train
     work = partial(rehearse, config=replace(config, model=miniature(config.model)), strategy=strategy)
 

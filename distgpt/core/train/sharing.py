@@ -17,7 +17,7 @@ from distgpt.core.base.errors import Say
 from distgpt.core.comm.agree import on_root
 from distgpt.core.comm.api import Comm
 from distgpt.core.components import components
-from distgpt.core.config import RunConfig, TrainConfig
+from distgpt.core.config import TrainConfig
 from distgpt.core.data.batches import rank_sequences
 from distgpt.core.model.memory import FlatBuffer, Layout
 from distgpt.core.model.model import Model
@@ -201,10 +201,7 @@ class Start:
 
     comm: Comm
     threads: int | None
-    free_memory: Callable[[], tuple[int, str]]  # bytes, and where
-    config: RunConfig  # with what memory has decided
     state: State  # of the checkpoint from which it starts
-    is_evaluated: bool
     say: Say
 
 

@@ -28,7 +28,7 @@ from distgpt.core.base.errors import DataError, Say, StorageError, UsageError, e
 from distgpt.core.base.files import open_regular, storage_errors
 from distgpt.core.base.formatting import count
 from distgpt.core.base.formatting import size as size_in_words
-from distgpt.core.data.textfile import refuse_by_name, remedy
+from distgpt.core.data.textfile import CONVERT, refuse_by_name
 
 FIELD = "text"  # where lines of JSON and tables have the text, unless another one is named
 TEXT, LINES, ROWS = "text", "lines", "rows"  # one document · one per line of JSON · one per row of a table
@@ -78,14 +78,13 @@ def find_inputs(paths: Sequence[Path | Input], note: Say = lambda text: None) ->
     for source in found:  # before any work is done
         if source.kind != ROWS:
             with opened(source) as (stream, _):
-                if b"\0" in (start := stream.read(_SMALL)):
-                    raise _no_text(source.path, start, None if source.compressed else source.path)
+                if b"\0" in stream.read(_SMALL):
+                    raise _no_text(source.path)
     return found
 
 
-def _no_text(name: Path | str, start: bytes, path: Path | None = None) -> DataError:
-    what = f"{name} is no text in UTF-8, there are zero bytes in it"
-    return DataError(f"{what}: {remedy(path, start, start.find(0))}")
+def _no_text(name: Path | str) -> DataError:
+    return DataError(f"{name} is no text in UTF-8, there are zero bytes in it: {CONVERT}")
 
 
 def _files(folder: Path) -> list[Path]:
@@ -153,7 +152,7 @@ def piped(stream: BinaryIO) -> Iterator[Input]:
             file.seek(0)
             first = file.read(_SMALL)
         if b"\0" in first:
-            raise _no_text("standard input", first)
+            raise _no_text("standard input")
         is_json = first.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"{")
         name, kind = ("stdin.jsonl", LINES) if is_json else ("stdin.txt", TEXT)
         yield Input(_FOLDER / str(file.fileno()), name, kind, size, mtime_ns=0)

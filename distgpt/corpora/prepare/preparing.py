@@ -27,7 +27,7 @@ from distgpt.core.base.errors import DataError, Say, UsageError, escape
 from distgpt.core.base.files import atomic_file, locked, read_small, storage_errors
 from distgpt.core.base.formatting import count
 from distgpt.core.data.batches import seeded_hashes
-from distgpt.core.data.textfile import remedy_for
+from distgpt.core.data.textfile import CONVERT
 from distgpt.core.data.tokenizers import (
     Ids,
     Tokenizer,
@@ -35,7 +35,6 @@ from distgpt.core.data.tokenizers import (
     fingerprint,
     id_dtype,
     load_tokenizer,
-    with_row,
 )
 from distgpt.core.ops.api import Array
 from distgpt.corpora.prepare.documents import (
@@ -415,7 +414,7 @@ class Preparation:
             for piece, ids, lengths, text_bytes, replaced in results:
                 if replaced and not progress.replaced:
                     name = escape(piece.source)
-                    self._watcher.noted(f"{name} is not all UTF-8{remedy_for(piece.data)}")
+                    self._watcher.noted(f"{name} is not all UTF-8: {CONVERT}")
                 signed = np.array(lengths, "<i8")
                 if not piece.begins:  # the first one continues another
                     signed[:1] = ~signed[:1]
@@ -624,8 +623,7 @@ def prepare(request: Request, watcher: Watcher, inputs: list[Input] | None = Non
                 kind, argument = find_kind(str(request.tokenizer))
                 assert kind is not None and kind.learn is not None
                 texts = documents(request.inputs, request.field, request.max_document)
-                made = kind.learn(argument, not_empty(texts), True)
-                tokenizer = with_row(made, str(request.tokenizer))
+                tokenizer = kind.learn(argument, not_empty(texts), True)
             with atomic_file(out / TOKENIZER) as file:
                 file.write(tokenizer.to_json().encode())
             return Preparation(request, inputs, tokenizer, progress, watcher).run()

@@ -77,7 +77,7 @@ def waits(step: Step) -> list[tuple[object, str, Array]]:
     exchange, model = step.exchange, step.model
     found: list[tuple[object, str, Array]]
     if isinstance(exchange, LocalSteps):
-        found = [(exchange, "sum_votes", model.grads.flags), (exchange, "sum_changes", model.grads.flat)]
+        found = [(exchange, "sum_votes", model.grads.flags), (exchange.changes, "sum", model.grads.flat)]
     else:
         found = [(exchange, "sum_gradients", model.grads.with_flags)]
     if isinstance(exchange, Sharded):
