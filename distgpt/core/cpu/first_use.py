@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 
@@ -13,7 +13,6 @@ COMPILING = "compiling kernels"  # how the line begins
 _say: Say = partial(print_lines, err=True)
 _purpose = ""  # of all threads: those of the pool compile what the main one calls for
 _reported: set[str] = set()
-_helpers: list[Callable[[], None]] = []  # what starts them, at most one
 
 
 def announce(say: Say | None = None) -> None:
@@ -30,19 +29,6 @@ def begin(purpose: str) -> None:
 
 
 @contextmanager
-def with_help(start: Callable[[], Callable[[], None]]) -> Iterator[None]:
-    """Call `start` once, if a kernel has to be compiled inside, and at the end what that returns."""
-    ends: list[Callable[[], None]] = []
-    _helpers.append(lambda: ends.append(start()))
-    try:
-        yield
-    finally:
-        _helpers.clear()
-        for end in ends:
-            end()
-
-
-@contextmanager
 def compiling_for(purpose: str) -> Iterator[None]:
     """Name what is compiled inside for something else."""
     global _purpose
@@ -55,8 +41,6 @@ def compiling_for(purpose: str) -> Iterator[None]:
 
 def report(is_kept: bool) -> None:
     """Report that a kernel is going to be compiled. How long that takes, nobody knows before it is done."""
-    with suppress(IndexError):  # none are left, or another thread of the pool has called them
-        _helpers.pop()()
     if _purpose in _reported:
         return
     _reported.add(_purpose)
