@@ -9,7 +9,7 @@ import pytest
 from distgpt.core.base.errors import UsageError
 from distgpt.core.comm.serial import SerialComm
 from distgpt.core.config import ModelConfig, RunConfig, TrainConfig
-from distgpt.core.cpu.fused.muon import bytes_of, scratch
+from distgpt.core.cpu.fused.muon import bytes_of
 from distgpt.core.cpu.kernels import Bfloat16Kernels, CpuKernels
 from distgpt.core.model.model import Architecture, Model
 from distgpt.core.model.muon import Muon
@@ -80,7 +80,7 @@ def test_muon_s_updates_need_memory_too():
         need, model = needed(muon, kernels, one(muon)), Model(Architecture(RUN.model), kernels)
         model.allocate_master_weights()
         Muon(model, muon.train).step(0, 1.0)
-        kept = [made for key, made in kernels._memory._made.items() if key[1] is scratch]
+        kept = [made for key, made in kernels._memory._made.items() if key[1] is kernels.polar[1]]
         assert need.update == sum(map(bytes_of, kept)) > 0
         assert need.total - need.update == need.weights + need.optimizer + need.activations
         assert needed(RUN, kernels, one(RUN)).update == 0

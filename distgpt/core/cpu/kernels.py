@@ -61,6 +61,7 @@ class CpuKernels(Kernels):
     capabilities = Capabilities(overwrites_pre=True)  # no sums: each worker passes over rows of its own
     unpacked_rows = 3  # up to which a linear layer is bound by reading w, so that no packing pays
     loss_loop = staticmethod(rowwise.cross_entropy)
+    polar: tuple[Loop, Callable[[int, int, str, int, int], muon.Memory]] = muon.orthogonalise, muon.scratch
 
     def __init__(
         self,
@@ -354,29 +355,27 @@ class CpuKernels(Kernels):
 
     def orthogonalise(self, updates: Sequence[Array]) -> None:
         shapes = tuple(u.shape for u in updates)
+        loop, make = self.polar
         teams = share_out(shapes, self._pool.free_threads, self._polar_cost)
         # Made before the threads begin, as a team shares it; pages lie where they are first written to.
         memory = [
-            self._memory.scratch(muon.scratch, *self._polar_sizes(shapes[i], team), after=team.first)
+            self._memory.scratch(make, *self._polar_sizes(shapes[i], team), after=team.first)
             for i, team in by_job(teams)
         ]
 
         def one(i: int, member: Member) -> None:
-            self._pool.call(
-                muon.orthogonalise, updates[i], memory[i][member.number], self._polar_steps, member
-            )
+            self._pool.call(loop, updates[i], memory[i][member.number], self._polar_steps, member)
 
         run_in_teams(self._pool, teams, one)
 
     def orthogonalise_bytes(self, shapes: Sequence[tuple[int, ...]]) -> int:
         teams = share_out(tuple(shapes), self.threads, self._polar_cost)
         kept = {(team.first, self._polar_sizes(shapes[i], team)) for i, team in by_job(teams)}
-        return sum(muon.bytes_of(muon.scratch(*sizes)) for _, sizes in kept)
+        return sum(muon.bytes_of(self.polar[1](*sizes)) for _, sizes in kept)
 
-    def _polar_sizes(self, shape: Shape, team: Team) -> tuple[int, int, str, str, int, int]:
-        """Return what `muon.scratch` makes memory from."""
-        types = self.dtype.name, self.wide.name
-        return min(shape), max(shape), *types, team.members, self._polar_cost(shape).most
+    def _polar_sizes(self, shape: Shape, team: Team) -> tuple[int, int, str, int, int]:
+        """Return what `polar` makes memory from."""
+        return min(shape), max(shape), self.wide.name, team.members, self._polar_cost(shape).most
 
     def muon(self, matrices: Sequence[MuonMatrix], norm: Array, scalars: Array, beta2: float) -> None:
         shapes = tuple(matrix.p.shape for matrix in matrices)
@@ -452,6 +451,7 @@ class Bfloat16Kernels(CpuKernels):
     logits_bytes = 64 << 20  # the same rows, at half the bytes
     unpacked_rows = 4
     loss_loop = staticmethod(rowwise.cross_entropy_bfloat16)
+    polar = muon.orthogonalise_bfloat16, muon.bfloat16_scratch
 
     def __init__(self, threads: int = 1, record: Recorder | None = None) -> None:
         super().__init__("float32", threads, record=record)

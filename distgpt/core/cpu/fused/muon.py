@@ -11,7 +11,6 @@ from math import prod
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
-from numba import types
 
 from distgpt.core.cpu.compiling.barrier import wait_for_all
 from distgpt.core.cpu.compiling.jit import FORCED, by_types, get, inline, jit, put
@@ -124,43 +123,30 @@ def _arrays(memory: Memory) -> Iterator[Array]:
 
 
 class PolarMemory(NamedTuple):
-    """Memory of one member to orthogonalise a matrix; the team shares all but what matmuls pack.
-
-    In bfloat16 squares and polynomials are float32, and `rounded` before they are multiplied.
-    """
+    """Memory of one member to orthogonalise a matrix; the team shares all but what matmuls pack."""
 
     x: Array
     y: Array
     square: Array
-    rounded: Array  # the square; itself if nothing is rounded
-    fourth: Array  # the square's square, then this step's polynomial
-    factor: Array  # that one; itself if nothing is rounded
-    product: Array  # of the factors of all steps, or of this step alone
+    factor: Array  # in bfloat16 a square, rounded
+    product: Array  # in bfloat16 the square's square
     spare: Array
     sums: Array  # of a matrix's rows
     by_squares: bool
     part: Part
-    long: blocked.Scratch | None  # of matmuls in bfloat16 over the longer side
-    short: blocked.Scratch | None
+    long: blocked.Scratch | None = None  # of matmuls in bfloat16 over the longer side
+    short: blocked.Scratch | None = None
 
 
-def scratch(short: int, long: int, dtype: str, wide: str, members: int, most: int) -> tuple[PolarMemory, ...]:
+def scratch(short: int, long: int, dtype: str, members: int, most: int) -> tuple[PolarMemory, ...]:
     """Make two (short, long) buffers, and (short, short) ones. A matrix taller than wide is transposed."""
-    is_rounded = dtype != wide
-    lies = not is_rounded and by_squares(short, long)
-    x, y = (aligned((short, long), dtype) for _ in range(2))
-    square, fourth = (aligned((short, short), wide) for _ in range(2))
-    factor = aligned((short, short), dtype) if is_rounded else fourth
-    product, spare = (aligned((short, short), dtype) if lies else factor for _ in range(2))
-    squares = square, factor if is_rounded else square, fourth, factor, product, spare
-    shared = x, y, *squares, np.empty(long), lies
-    cuts = (ROWS, COLUMNS) if is_rounded else (BLOCK, BLOCK)
-
-    def packed(k: int, a: Array) -> blocked.Scratch | None:
-        return blocked.scratch(BITS, short, k, rows_conflict(a)) if is_rounded else None
-
-    parts = parts_of(short, long, members, most, *cuts)
-    return tuple(PolarMemory(*shared, part, packed(long, x), packed(short, factor)) for part in parts)
+    lies = by_squares(short, long)
+    x, y = (np.empty((short, long), dtype) for _ in range(2))
+    made = [np.empty((short, short), dtype) for _ in range(4 if lies else 2)]
+    # Else the product of all steps is this step's factor, and nothing is spared.
+    square, factor, product, spare = made if lies else (*made, made[1], made[1])
+    shared = x, y, square, factor, product, spare, np.empty(long), lies
+    return tuple(PolarMemory(*shared, part) for part in parts_of(short, long, members, most, BLOCK, BLOCK))
 
 
 @jit
@@ -169,88 +155,101 @@ def orthogonalise(u, memory, coefficients, member):
     x = memory.x
     y = memory.y
     square = memory.square
-    rounded = memory.rounded
-    fourth = memory.fourth
     factor = memory.factor
     product = memory.product
     spare = memory.spare
     top, bottom, first, last = memory.part
     arrivals = _lay_down(x, u, memory.sums, member)
+    short, long = x.shape
     last_step = coefficients.shape[0] - 1
     for i in range(last_step + 1):
-        if i == 0 or not memory.by_squares:
-            _squared(top, bottom, square, x, memory.long)
-            _round_lower(top, bottom, rounded, square)
+        begins = i == 0 or not memory.by_squares
+        if begins:
+            squared(top, bottom, square, x)
+            _mirror(top, bottom, square)
             arrivals = wait_for_all(member.counter, arrivals, member.members)
-        _squared(top, bottom, fourth, rounded, memory.short)
-        arrivals = wait_for_all(member.counter, arrivals, member.members)  # nobody reads `rounded` any more
-        _combine(top, bottom, fourth, square, fourth, coefficients[i])
-        _round_lower(top, bottom, factor, fourth)
+        squared(top, bottom, factor, square)
+        _combine(top, bottom, factor, square, factor, coefficients[i])
+        _mirror(top, bottom, factor)
         arrivals = wait_for_all(member.counter, arrivals, member.members)
-        if memory.by_squares and i == 0:
-            for row in range(top, bottom):
-                for column in range(factor.shape[0]):
-                    product[row, column] = factor[row, column]
-        elif memory.by_squares:
-            arrivals = _multiplied(top, bottom, spare, factor, product, member, arrivals)
+        this = factor
+        if begins:
+            product, factor = factor, product
+        else:
+            arrivals = _multiplied(top, bottom, spare, this, product, member, arrivals)
             product, spare = spare, product
         if i == last_step or not memory.by_squares:
             if first < last:
-                _times(first, last, y, product, x, memory.short)
+                columns, out = x[:, first:], y[:, first:]
+                gemm(PLAIN, PLAIN, short, last - first, short, product, short, columns, long, 0.0, out, long)
             arrivals = wait_for_all(member.counter, arrivals, member.members)
             x, y = y, x
-        else:  # the square of (factor · x) from that of x
-            arrivals = _multiplied(top, bottom, spare, factor, square, member, arrivals)
-            arrivals = _multiplied(top, bottom, square, spare, factor, member, arrivals)
+        else:  # the square of (this · x) from that of x
+            arrivals = _multiplied(top, bottom, spare, this, square, member, arrivals)
+            arrivals = _multiplied(top, bottom, square, spare, this, member, arrivals)
     _put_back(u, x, member)
 
 
-@by_types(**FORCED)
-def _squared(top, bottom, c, a, scratch):
-    """Rows top … bottom of the lower half of c ← a aᵀ; in bfloat16 up to HALF - 1 columns more."""
-
-    def by_blas(top, bottom, c, a, scratch):
-        squared(top, bottom, c, a)
-
-    def by_tiles(top, bottom, c, a, scratch):
-        for start in range(top, bottom, HALF):
-            stop = min(start + HALF, bottom)
-            blocked.forward(start, stop, 0, stop, c, a, a, None, scratch)
-
-    return by_tiles if a.dtype == types.uint16 else by_blas
-
-
-@by_types(**FORCED)
-def _times(first, last, y, a, x, scratch):
-    """Columns first … last of y ← a x."""
-
-    def by_blas(first, last, y, a, x, scratch):
-        n, long = x.shape
-        gemm(PLAIN, PLAIN, n, last - first, n, a, n, x[:, first:], long, 0.0, y[:, first:], long)
-
-    def by_tiles(first, last, y, a, x, scratch):
-        begin = np.int64(0)  # the number 0 is a type of its own, for which `backward` would be compiled again
-        blocked.backward(begin, x.shape[0], first, last, y, a, x, scratch)
-
-    return by_tiles if a.dtype == types.uint16 else by_blas
-
-
-@by_types(**FORCED)
+@inline
 def _multiplied(top, bottom, c, a, b, member, arrivals):
     """Rows top … bottom of c ← a b, of which all three are symmetric: polynomials of one square."""
+    n = c.shape[0]
+    for start in range(top, bottom, HALF):
+        stop = min(start + HALF, bottom)
+        gemm(PLAIN, PLAIN, stop - start, stop, n, a[start:], n, b, n, 0.0, c[start:], n)
+    _mirror(top, bottom, c)
+    return wait_for_all(member.counter, arrivals, member.members)
 
-    def by_blas(top, bottom, c, a, b, member, arrivals):
-        n = c.shape[0]
-        for start in range(top, bottom, HALF):
-            stop = min(start + HALF, bottom)
-            gemm(PLAIN, PLAIN, stop - start, stop, n, a[start:], n, b, n, 0.0, c[start:], n)
-        _mirror(top, bottom, c)
-        return wait_for_all(member.counter, arrivals, member.members)
 
-    def never(top, bottom, c, a, b, member, arrivals):
-        return arrivals  # as bfloat16 does not take its steps `by_squares`
+def bfloat16_scratch(short: int, long: int, sums: str, members: int, most: int) -> tuple[PolarMemory, ...]:
+    """Make the same in bfloat16, where sums of matmuls stay float32."""
+    lying, square = (short, long), (short, short)
+    shapes = (lying, BITS.name), (lying, BITS.name), (square, sums), (square, sums), (square, BITS.name)
+    x, y, square_sums, fourth, factor = (aligned(*each) for each in shapes)
+    shared = x, y, square_sums, factor, fourth, fourth, np.empty(long), False
+    return tuple(
+        PolarMemory(
+            *shared,
+            part,
+            long=blocked.scratch(BITS, short, long, rows_conflict(x)),
+            short=blocked.scratch(BITS, short, short, rows_conflict(factor)),
+        )
+        for part in parts_of(short, long, members, most, ROWS, COLUMNS)
+    )
 
-    return never if a.dtype == types.uint16 else by_blas
+
+@jit
+def orthogonalise_bfloat16(u, memory, coefficients, member):
+    """Do the same by our own matmuls of bfloat16."""
+    x = memory.x
+    y = memory.y
+    square = memory.square
+    fourth = memory.product
+    factor = memory.factor
+    top, bottom, first, last = memory.part
+    begin = np.int64(0)  # the number 0 is a type of its own, for which `backward` would be compiled again
+    arrivals = _lay_down(x, u, memory.sums, member)
+    for i in range(coefficients.shape[0]):
+        _squared_bfloat16(top, bottom, square, x, memory.long)
+        _round_lower(top, bottom, factor, square)
+        arrivals = wait_for_all(member.counter, arrivals, member.members)
+        _squared_bfloat16(top, bottom, fourth, factor, memory.short)
+        arrivals = wait_for_all(member.counter, arrivals, member.members)  # nobody reads this factor any more
+        _combine(top, bottom, square, square, fourth, coefficients[i])
+        _round_lower(top, bottom, factor, square)
+        arrivals = wait_for_all(member.counter, arrivals, member.members)
+        blocked.backward(begin, x.shape[0], first, last, y, factor, x, memory.short)
+        arrivals = wait_for_all(member.counter, arrivals, member.members)
+        x, y = y, x
+    _put_back(u, x, member)
+
+
+@inline
+def _squared_bfloat16(top, bottom, c, a, scratch):
+    """Rows top … bottom of the lower half of c ← a aᵀ, and at most HALF - 1 columns more."""
+    for start in range(top, bottom, HALF):
+        stop = min(start + HALF, bottom)
+        blocked.forward(start, stop, 0, stop, c, a, a, None, scratch)
 
 
 @inline
@@ -276,7 +275,7 @@ def _mirror(top, bottom, square):
 
 @inline
 def _round_lower(top, bottom, low, square):
-    """Both halves of low, maybe the square itself, ← rows top … bottom of its lower half, rounded."""
+    """Both halves of low ← rows top … bottom of the lower half of a square, rounded."""
     for i in range(top, bottom):
         round_to(low[i, : i + 1], square[i, : i + 1])
     _mirror(top, bottom, low)
