@@ -16,8 +16,7 @@ from distgpt.core.comm.agree import on_every_rank, refuse_anywhere
 from distgpt.core.comm.api import Comm
 from distgpt.core.comm.serial import SerialComm
 from distgpt.core.config import DTYPES, ROUNDED_DTYPES, GpuConfig, nearest
-from distgpt.core.cpu.dtypes import Choose, Dtype
-from distgpt.core.cpu.stages import Stage, StageKind
+from distgpt.core.cpu.stages import Choose, Dtype, Stage, StageKind
 from distgpt.core.ops.kernels import Kernels
 from distgpt.gpu import probe
 from distgpt.gpu.device import CupyDevice
@@ -36,7 +35,7 @@ class GpuStage(Stage):
 
     on_gpu: ClassVar[bool] = True
 
-    def kernels(self, dtype: str, matmul: str = "auto", use: str = "") -> Kernels:
+    def kernels(self, dtype: str, matmul: str = "auto") -> Kernels:
         from distgpt.gpu.accelerator import kernels_on
 
         refuse_anywhere(self.comm, self._trouble_with(dtype))

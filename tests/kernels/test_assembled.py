@@ -1,9 +1,6 @@
 """Microkernels as machine code: kept between starts, used only where it fits, with sums in registers."""
 
-import os
 import re
-import subprocess
-import sys
 
 import llvmlite.binding as llvm
 import pytest
@@ -14,45 +11,6 @@ from distgpt.core.cpu.matmul.microkernel import Tile, declarations, module
 from distgpt.inference.quantized import int4, int8
 from distgpt.inference.quantized.int4 import Int4Tile
 from distgpt.inference.quantized.int8 import Int8Tile, dot_of
-
-# Says which files are made on the way to working kernels, and what one of them computes.
-START = """
-from distgpt.core.cpu.compiling import disk_cache
-disk_cache.SITE = disk_cache.Path("nowhere")
-before = disk_cache.read_or_make
-def watched(name, make):
-    return before(name, lambda: print("made", name, flush=True) or make())
-disk_cache.read_or_make = watched
-import numpy as np
-from distgpt.core.cpu.matmul import packing
-out = packing.packed(2, 3, "float32")
-packing.pack_transposed(0, 3, out, np.arange(6, dtype=np.float32).reshape(3, 2), 0, 2)
-print(out[0, :3].tolist(), out[0, packing.COLUMNS :][:3].tolist())
-"""
-PACKED = "[0.0, 2.0, 4.0] [1.0, 3.0, 5.0]"
-
-
-def start(folder):
-    environ = {**os.environ, "NUMBA_CACHE_DIR": str(folder)}
-    words = [sys.executable, "-c", START]
-    return subprocess.Popen(words, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def lines_of(process):
-    output, errors = process.communicate(timeout=200)
-    assert process.returncode == 0, errors
-    return output.splitlines()
-
-
-@pytest.mark.slow
-def test_two_may_start_at_once_and_the_next_start_assembles_nothing(tmp_path):
-    for process in [start(tmp_path) for _ in range(2)]:
-        *made, packed = lines_of(process)
-        assert packed == PACKED and all(line.startswith("made ") for line in made)
-    kept = sorted(path.name for path in tmp_path.rglob("*.o"))
-    assert len(kept) == len({name.rsplit("-", 1)[0] for name in kept}) == 4  # three tiles, and moves
-    assert not [*tmp_path.rglob("*.tmp")]
-    assert lines_of(start(tmp_path)) == [PACKED]
 
 
 @pytest.fixture

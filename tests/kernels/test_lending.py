@@ -14,7 +14,6 @@ from forks import forked
 
 from distgpt.core.cpu.compiling.barrier import counters, wait_for_all
 from distgpt.core.cpu.compiling.jit import PackedArgs, jit, unpack_args
-from distgpt.core.cpu.graphs import launch
 from distgpt.core.cpu.graphs.launch import CommandSlot, ParallelLaunch
 from distgpt.core.cpu.pool import Pool
 
@@ -63,21 +62,13 @@ class Counting:
         assert self.seen.tolist() == [[value] * threads, [value * threads] * threads]
 
 
-@pytest.fixture(params=[True, False], ids=["lent", "by jobs"])
-def lent(request, monkeypatch):
-    """Both ways: where the system lets helpers sleep in compiled code, and where each order is a job."""
-    if not request.param:
-        monkeypatch.setattr(launch, "CAN_ASSIGN", False)
-    return request.param
-
-
 @pytest.mark.parametrize("threads", THREADS)
-def test_all_threads_make_their_calls(threads, lent):
+def test_all_threads_make_their_calls(threads):
     pool = Pool(threads)
     counting = Counting(pool)
     for value in range(1, 50):
         counting.check(value)
-    assert isinstance(pool.task, CommandSlot) == lent
+    assert isinstance(pool.task, CommandSlot)
 
 
 def test_helpers_that_sleep_are_woken_and_take_no_time():
@@ -124,7 +115,7 @@ def test_threads_of_the_user_take_turns():
 
 
 @pytest.mark.parametrize("failing", range(3))
-def test_a_call_that_fails_is_told_and_the_pool_lives_on(failing, lent):
+def test_a_call_that_fails_is_told_and_the_pool_lives_on(failing):
     pool = Pool(3)
     counter = counters(1, 3)[0]
     failing_orders = ParallelLaunch(pool, fail, [(i, failing, counter, 3) for i in range(3)], [counter])
@@ -133,7 +124,7 @@ def test_a_call_that_fails_is_told_and_the_pool_lives_on(failing, lent):
         Counting(pool).check()
 
 
-def test_others_are_released_if_the_own_work_fails(lent):
+def test_others_are_released_if_the_own_work_fails():
     pool = Pool(3)
     counting = Counting(pool)
 
@@ -174,13 +165,6 @@ def test_a_child_of_a_fork_has_helpers_of_its_own(is_lent):
     counting.check()
 
 
-def test_an_order_from_inside_a_job_is_refused():
-    pool = Pool(2)
-    counting = Counting(pool)
-    with pytest.raises(AssertionError, match="a job of this pool"):
-        pool.run_parts(lambda part: counting.orders.run(), 2)
-
-
 def test_a_pool_keeps_no_array_of_an_order_that_has_run():
     pool = Pool(2)
     counting = Counting(pool)
@@ -206,11 +190,10 @@ def interrupt():
 INTERRUPTED = """
 import random, signal, sys
 sys.path[:0] = {path}
-from test_lending import Counting, launch
+from test_lending import Counting
 from distgpt.core.base.interrupts import signals_deferred
 from distgpt.core.cpu.pool import Pool
 
-launch.CAN_ASSIGN = {can_lend}
 pool, moments, kept = Pool(3), random.Random(1), []
 counting = Counting(pool)
 counting.check()
@@ -230,9 +213,8 @@ for _ in range(400):
 """
 
 
-@pytest.mark.parametrize("can_lend", {False, launch.CAN_ASSIGN})
-def test_an_interrupt_may_come_anywhere(can_lend):
-    script = INTERRUPTED.format(path=[str(Path(__file__).parent), *sys.path], can_lend=can_lend)
+def test_an_interrupt_may_come_anywhere():
+    script = INTERRUPTED.format(path=[str(Path(__file__).parent), *sys.path])
     done = subprocess.run([sys.executable, "-c", script], stderr=subprocess.PIPE, text=True, timeout=120)
     assert not done.returncode and not done.stderr, done.stderr
 

@@ -12,10 +12,12 @@ import numpy as np
 import pytest
 
 from distgpt.core.cpu.fused import rowwise
-from distgpt.core.cpu.matmul import assembled, blocked, packing
+from distgpt.core.cpu.kernels import CpuKernels
+from distgpt.core.cpu.matmul import assembled, blocked, layers, packing
 from distgpt.core.cpu.matmul.blocked import backward, forward, product_scratch, products, scratch
-from distgpt.core.cpu.matmul.layers import OwnMatmuls, bands
+from distgpt.core.cpu.matmul.layers import BlasMatmuls, OwnMatmuls, bands
 from distgpt.core.cpu.pool import pool_of
+from distgpt.core.ops.api import Affine
 from distgpt.core.ops.low_precision import from_bfloat16, to_bfloat16
 
 FLOAT, BITS = "float32", "uint16"
@@ -243,6 +245,48 @@ def test_words_are_transposed():
             steps = b.reshape(len(b), -1, packing.COLUMNS, pair).transpose(0, 2, 1, 3)
             found = steps.reshape(len(b) * packing.COLUMNS, -1)
             assert np.array_equal(found[:rows, :k], w) and not found[rows:].any() and not found[:, k:].any()
+
+
+# -- which matmul float32 uses: the one requested, or the faster one by a table of processors
+
+
+def results(kernels, rows, inputs, outputs):
+    random = np.random.default_rng(0)
+    x, w, b, dy = (
+        random.standard_normal(shape).astype(kernels.dtype)
+        for shape in ((rows, inputs), (outputs, inputs), outputs, (rows, outputs))
+    )
+    y, dx, dw, db = (np.full_like(array, np.nan) for array in (dy, x, w, b))
+    kernels.linear(y, x, Affine(w, b))
+    kernels.linear_backward(dx, dy, w)
+    kernels.linear_backward_weights(Affine(dw, db), dy, x, False)
+    kernels.linear_backward_weights(Affine(dw, db), dy, x, True)
+    expected = x @ w.T + b, dy @ w, 2 * dy.T @ x, 2 * dy.sum(0)
+    return (y, dx, dw, db), expected
+
+
+@pytest.mark.parametrize("matmul", ["auto", "own", "blas"])
+def test_each_computes_the_same(matmul):
+    for shape in ((5, 3, 70), (100, 64, 2048), (70, 2048, 65), (9, 512, 512)):
+        for found, expected in zip(*results(CpuKernels("float32", 2, matmul), *shape), strict=True):
+            assert np.abs(found - expected).max() <= 2e-6 * np.abs(expected).max(), shape
+
+
+def test_what_is_requested_is_used():
+    assert isinstance(CpuKernels("float32", 2, "own").matmuls, OwnMatmuls)
+    assert isinstance(CpuKernels("float32", 2, "blas").matmuls, BlasMatmuls)
+    for matmul in ("own", "auto"):
+        assert isinstance(CpuKernels("float64", 2, matmul).matmuls, BlasMatmuls)
+
+
+@pytest.mark.parametrize(
+    ("name", "chosen"),
+    [("znver4", OwnMatmuls), ("znver3", BlasMatmuls), ("znver5", BlasMatmuls), ("unheard-of", BlasMatmuls)],
+)
+def test_the_processor_decides_unless_it_is_requested(name, chosen, monkeypatch):
+    monkeypatch.setattr(layers, "processor", lambda: (name, ""))
+    assert isinstance(CpuKernels("float32", 1).matmuls, chosen)
+    assert isinstance(CpuKernels("float32", 1, "blas").matmuls, BlasMatmuls)
 
 
 # A choice: each loop is compiled anew for that processor, which takes long.

@@ -1,7 +1,5 @@
 """The thread pool: shared by all models of a process, and by threads of the user one after the other."""
 
-import subprocess
-import sys
 import threading
 import time
 
@@ -88,38 +86,6 @@ def test_what_a_worker_raises_is_raised_and_the_pool_lives_on(failing):
     done = []
     pool.run_parts(done.append, 2)
     assert sorted(done) == [0, 1]
-
-
-INTERRUPTED = """
-import random, signal, threading, time
-from distgpt.core.cpu.pool import Pool
-
-pool, moments, main = Pool(3), random.Random(1), threading.main_thread().ident
-
-def interrupt():
-    time.sleep(moments.uniform(0, 0.002))
-    signal.pthread_kill(main, signal.SIGINT)
-
-for _ in range(200):
-    try:
-        threading.Thread(target=interrupt).start()
-        while True:
-            pool.run_parts(lambda part: None, 3)
-    except KeyboardInterrupt:
-        pass
-    done = [0, 0, 0]
-    def count(part):
-        time.sleep(0.0005 * part)
-        done[part] += 1
-    pool.run_parts(count, 3)
-    assert done == [1, 1, 1], done
-"""
-
-
-def test_an_interrupt_is_raised_wherever_it_comes_and_the_pool_lives_on():
-    """The job under way is over by then, and the next one is not mistaken for it."""
-    done = subprocess.run([sys.executable, "-c", INTERRUPTED], stderr=subprocess.PIPE, text=True, timeout=60)
-    assert not done.returncode and not done.stderr, done.stderr
 
 
 @pytest.mark.parametrize("busy", [False, True])

@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import cache
 from queue import SimpleQueue
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 from weakref import WeakSet
 
 from distgpt.core.base.interrupts import signals_deferred
@@ -43,16 +43,6 @@ class _Job:
 _pools: WeakSet[Pool] = WeakSet()  # all that live
 
 
-class HelperTask(Protocol):
-    """Work of a pool's helpers between its jobs (`Pool.assign_helpers`)."""
-
-    def serve(self, thread: int) -> None:
-        """Serve as one of the helpers, until all are called back."""
-
-    def call_back(self) -> None:
-        """Let all helpers return, those too that have not begun yet. May come twice."""
-
-
 class Pool:
     """Splits work in three ways.
 
@@ -72,7 +62,7 @@ class Pool:
     def begin_anew(self) -> None:
         """Forget the helpers, which a fork does not copy: the next job starts them."""
         self.state = _State()
-        self.task: HelperTask | None = None  # what all helpers do now
+        self.task: Any = None  # what all helpers do now (`assign_helpers`)
         self._turn = threading.Lock()
         self._jobs: list[SimpleQueue[_Job]] = []  # of each helper
 
@@ -131,8 +121,11 @@ class Pool:
             finally:
                 self.state.mode = ALONE
 
-    def assign_helpers(self, task: HelperTask) -> None:
-        """Let helpers do task.serve(thread) until the next job calls them back. To be called `in_turn`."""
+    def assign_helpers(self, task: Any) -> None:
+        """Let helpers do task.serve(thread) until the next job calls them back. To be called `in_turn`.
+
+        task.call_back() lets them all return, those too that have not begun yet. It may come twice.
+        """
         self._call_back()
         self._jobs = self._jobs or self._started()
         with signals_deferred():  # or some helpers would be assigned and others not

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from statistics import median
 from typing import Any
 
@@ -104,7 +103,7 @@ def own_seconds(job: Row) -> dict[str, Any]:
     """Return the seconds to the first new tokens of all requests, and to their last."""
     dtype, requests = job["dtype"], job["requests"]
     stage = open_stage("serial", job["threads"])
-    model = random_model(config_of(job["preset"]), dtype, partial(stage.kernels, use="generating text"), 1)
+    model = random_model(config_of(job["preset"]), dtype, stage.kernels, 1)
     rehearse(model)
     slots = slots_for(model, requests)
     random = np.random.default_rng(1)

@@ -10,16 +10,14 @@ import inspect
 import os
 import pickle
 import re
-import shutil
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
-from contextvars import ContextVar
 from functools import cache, wraps
 from hashlib import sha256
 from pathlib import Path
 from types import FunctionType
-from typing import Protocol
+from typing import Any
 
 import llvmlite
 import numba
@@ -28,7 +26,6 @@ from numba.core.caching import NullCache
 from numba.core.codegen import JITCPUCodegen
 from numba.core.compiler import CompileResult
 from numba.core.cpu import CPUContext
-from numba.core.registry import cpu_target
 from numba.core.serialize import dumps
 from numba.core.types import Type
 
@@ -36,9 +33,7 @@ from distgpt.core.base.caches import (
     alone,
     cache_folder,
     cache_limit,
-    is_compiled,
     keep,
-    note_use,
     own_folders,
     read_checked,
     read_trusted,
@@ -54,29 +49,16 @@ SITE = PACKAGE / "compiled"
 # Files of loops, and of the constants in them: Numba freezes what it finds under a global name.
 LOOPS = "core/cpu/*/*.py", "core/cpu/pool.py", "core/ops/*.py", "**/loops/*.py", "inference/quantized/*.py"
 MADE_BY = (numba.__version__, llvmlite.__version__, np.__version__, sys.implementation.cache_tag)
-VERSIONS = 3  # of the sources whose compiled loops stay
-
-Missing = tuple[FunctionType, tuple[Type, ...]]  # a loop, and the types of its arguments
 
 used: set[str] = set()  # names of all that this process has read or kept
-# Where it is set, loops that nobody has compiled are noted there when they are called, and none runs.
-noted: ContextVar[dict[Missing, None] | None] = ContextVar("noted", default=None)
-_full: list[Path] = []  # the user's folders that took no more
-
-
-def folder() -> Path | None:
-    """Return the user's folder for loops of these sources; None if there is no private place to write to."""
-    return _first_folder(tuple(_full))
+_full: list[Path] = []  # the user's folder, if it takes no more
 
 
 @cache
-def _first_folder(full: tuple[Path, ...]) -> Path | None:
+def folder() -> Path | None:
+    """Return the user's folder for loops of these sources; None if there is no private place to write to."""
     cache_limit()  # refused here if it is no size, on all ranks
-    found = cache_folder(folder_name(), beside(), full)
-    if found is not None:
-        note_use(found)
-        _drop_old(found)
-    return found
+    return cache_folder(folder_name(), beside())
 
 
 @cache
@@ -136,21 +118,9 @@ def digest_of(*texts: bytes) -> str:
     return sha256(b"\0".join(texts)).hexdigest()[:16]
 
 
-def _drop_old(found: Path) -> None:
-    with suppress(OSError):
-        paths = (path for path in found.parent.iterdir() if path.name.startswith("loops-"))
-        others = [path for path in paths if is_compiled(path) and path != found]
-        for old in sorted(others, key=lambda path: path.stat().st_mtime)[: 1 - VERSIONS]:
-            shutil.rmtree(old, ignore_errors=True)
-
-
 def read(name: str) -> bytes | None:
     """Return what is kept under this name: the site's, else the user's own; None if nobody has kept it."""
     used.add(name)
-    return _find(name)
-
-
-def _find(name: str) -> bytes | None:
     if (found := site().get(name)) is not None:
         return found
     own = folder()  # made only now: a user of a site's cache need not have one
@@ -186,31 +156,20 @@ def _wait_turn(turn: ExitStack, name: str) -> Callable[[], None]:
 
 
 def _keep(name: str, content: bytes, not_kept: Callable[[], None]) -> None:
-    """Keep this under its name, in the temporary folder from now on if the user's own has no more room."""
-    trouble: StorageError | None = None
-    while (own := folder()) and own not in _full:
-        try:
-            keep(own / name, content)
-            break
-        except StorageError as error:
-            trouble = error
-            _full.append(own)
-    if trouble:
+    """Keep this under its name, unless the disk is full."""
+    own = folder()
+    if own is None or own in _full:
+        return
+    try:
+        keep(own / name, content)
+    except StorageError as error:
         not_kept()  # where the others wait for it
-        where = f"kept in {own.parent}" if own else "not kept"
-        first_use.note(f"{trouble}; compiled loops are {where}")
+        _full.append(own)
+        first_use.note(f"{error}; compiled loops are not kept")
 
 
-class Compiled(Protocol):
-    """A loop as Numba has made it."""
-
-    py_func: FunctionType
-    compile: Callable[..., object]
-    _cache: NullCache
-
-
-def keep_on_disk(compiled: Compiled) -> None:
-    """Give a loop its cache."""
+def keep_on_disk(compiled: Any) -> None:
+    """Give a loop, as Numba has made it, its cache."""
     compiled._cache = kept = _Cache(compiled.py_func)
     compiled.compile = kept.by_turns(compiled.compile)
 
@@ -231,10 +190,6 @@ class _Cache(NullCache):  # type: ignore[misc]
     def by_turns(self, compile: Callable[..., object]) -> Callable[..., object]:
         @wraps(compile)
         def compiled(types: tuple[Type, ...]) -> object:
-            if (missing := noted.get()) is not None:
-                if _find(self._name(types, cpu_target.target_context.codegen())) is None:
-                    missing[self._loop, types] = None
-                return _not_run
             with self._turn:
                 return compile(types)
 
@@ -266,9 +221,6 @@ class _Cache(NullCache):  # type: ignore[misc]
             self._not_kept()
         else:
             _keep(self._name(sig, data.codegen), dumps(data._reduce()), self._not_kept)
-
-
-def _not_run(*arguments: object) -> None: ...
 
 
 @cache

@@ -7,7 +7,7 @@ and calls: the machine code is the same that Python would call, so the bits are 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -39,7 +39,7 @@ class Calls:
         self._words: list[int] = []
         self.loops: list[tuple[int, Loop]] = []  # by row
         self._kept: list[object] = []  # what holds arrays, whose addresses are written down
-        self.arrays: list[Array] = []  # those that loops get by themselves, not in tuples of scratch memory
+        self.addresses: list[int] = []  # of these, but for the counters of teams, which are made anew
         self.counters: list[Array] = []  # of teams, which meet inside a loop
         self._arguments: Array | None = None
 
@@ -53,8 +53,8 @@ class Calls:
         self._rows.append((caller(kinds), machine_code(loop, kinds, arguments), len(self._words)))
         for kind, value in zip(kinds, arguments, strict=True):
             flatten(kind, value, self._words)
-        self._kept.append([each for each in arguments if not isinstance(each, np.ndarray)])
-        self.arrays += (each for each in arguments if isinstance(each, np.ndarray))
+        self._kept.append(arguments)
+        self.addresses += _addresses_of(arguments)
         self.counters += (each.counter for each in arguments if isinstance(each, Member) and not each.number)
 
     def mark(self, what: int) -> None:
@@ -71,6 +71,14 @@ class Calls:
         self._rows.clear()  # Python's numbers take four times the memory
         self._words.clear()
         return program
+
+
+def _addresses_of(values: Sequence[object]) -> Iterator[int]:
+    for value in values:
+        if isinstance(value, np.ndarray):
+            yield value.__array_interface__["data"][0]
+        elif isinstance(value, tuple) and not isinstance(value, Member):
+            yield from _addresses_of(value)
 
 
 def machine_code(loop: Loop, kinds: tuple[types.Type, ...], arguments: Sequence[object]) -> int:

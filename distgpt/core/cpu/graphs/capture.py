@@ -6,10 +6,9 @@ The work runs once without its loops: what is written down is which thread calls
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from sys import getrefcount
 from threading import Lock, get_ident
 from typing import Any
 
@@ -38,8 +37,6 @@ OF_LOOPS = frozenset(
 START = {"embed": 5, "rope": 4}
 # Operations in Python that wake no other thread: these wait meanwhile where they are.
 ALONE_AND_SHORT = frozenset(("sum",))
-# Holders of an array while its holders are counted: a table, a variable, the argument of getrefcount.
-BESIDE = 3
 _one_at_a_time = Lock()  # or the first to end would leave the second one's methods behind
 # Operations that give an answer, which there is none of yet while work is written down.
 ANSWERS = frozenset(
@@ -95,12 +92,17 @@ class CapturedWork:
         return not OF_LOOPS.isdisjoint(vars(self._kernels))
 
     def _write_down(self, counts_all: bool) -> None:
-        capture = GraphCapture(self._kernels, self._pool, counts_all)
         try:
-            with capture.attached():
-                self._work()
-            self.entries[counts_all] = capture.finish()
-            self._targets = capture.targets
+            # Twice, as an array that the work makes for itself lies elsewhere the second time: the first one
+            # is kept until then.
+            captures = [GraphCapture(self._kernels, self._pool, counts_all) for _ in range(2)]
+            for capture in captures:
+                with capture.attached():
+                    self._work()
+                capture.finish()
+            if captures[0].addresses() != captures[1].addresses():
+                raise NotRecordable("an array that the work made for itself")
+            self.entries[counts_all], self._targets = captures[1].entries, captures[1].targets
         except NotRecordable:
             self.entries = {True: [self._work], False: [self._work]}
 
@@ -121,11 +123,12 @@ class GraphCapture:
         self._has_met = True  # whether all threads wait for each other already where the next call comes
 
     def finish(self) -> list[Work]:
-        """Return the entries. The work has returned by now, so that what it made for itself is gone."""
         self._end_segment()
-        if _has_of_nobody([calls.arrays for calls in self._written]):
-            raise NotRecordable("an array that the work made for itself")
         return self.entries
+
+    def addresses(self) -> list[int]:
+        """Return where the arrays lie that loops get."""
+        return [address for calls in self._written for address in calls.addresses]
 
     @contextmanager
     def attached(self) -> Iterator[None]:
@@ -252,33 +255,6 @@ class GraphCapture:
         self._threads = [Calls() for _ in self._threads]
         self._at_pauses = []
         self._has_met = True
-
-
-def _has_of_nobody(lists: Sequence[Sequence[Array]]) -> bool:
-    """Tell whether nobody but these lists holds one of their arrays: its next version would lie elsewhere.
-
-    A view is somebody's if he holds it, another view of the same memory, or that memory itself.
-    """
-    arrays: dict[int, tuple[Array, int]] = {}  # by id: how often the lists hold each
-    for each in lists:
-        for array in each:
-            arrays[id(array)] = array, arrays.get(id(array), (array, 0))[1] + 1
-    if not arrays:
-        return False
-    views: dict[int, tuple[object, int]] = {}  # owners of memory, and how many of these views hold each
-    held = set()
-    for array, count in arrays.values():
-        owner: object = array if array.base is None else array.base
-        if owner is not array:
-            views[id(owner)] = owner, views.get(id(owner), (owner, 0))[1] + 1
-        if getrefcount(array) > count + BESIDE + (owner is array):
-            held.add(id(owner))
-    del array, owner, each
-    for memory, count in views.values():
-        ours = arrays.get(id(memory), (memory, 0))
-        if getrefcount(memory) > count + ours[1] + BESIDE + 1:  # and that of `ours`
-            held.add(id(memory))
-    return any(id(array if array.base is None else array.base) not in held for array, _ in arrays.values())
 
 
 def _nothing() -> None:

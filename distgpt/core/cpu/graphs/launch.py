@@ -2,7 +2,7 @@
 
 Python wakes threads one after the other, as each of them needs its lock: 64 of them take two milliseconds.
 Here the helpers, once assigned, stay in compiled code and wait for the next call there, until their pool
-needs them for a job in Python. If the system cannot let them sleep there, each call is a job.
+needs them for a job in Python.
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ from distgpt.core.cpu.graphs import loops
 from distgpt.core.cpu.graphs.calls import Calls, caller, flatten, machine_code
 from distgpt.core.cpu.pool import Pool
 from distgpt.core.ops.api import Array, Work
-
-CAN_ASSIGN = loops.FUTEX != 0
 
 
 class CommandSlot:
@@ -88,20 +86,12 @@ class ParallelLaunch:
         Where `own` fails, so does this. A signal may come where there is no `own`; else it must be deferred.
         """
         assert self._pool.free_threads == self._pool.threads, "a job of this pool waits for its helpers"
-        if CAN_ASSIGN:
-            self._pool.in_turn(partial(self._run_assigned, own))
-        else:
-            self._begin()
-            with signals_deferred():  # or helpers would wait where they meet
-                self._pool.run_parts(lambda thread: self._do_part(thread, own), self._pool.threads)
+        self._pool.in_turn(partial(self._run, own))
         return self._failed
 
-    def _begin(self) -> None:
+    def _run(self, own: Work | None) -> None:
         self._failed = []
         self._set_meetings(0)
-
-    def _run_assigned(self, own: Work | None) -> None:
-        self._begin()
         slot = self._pool.task
         if not isinstance(slot, CommandSlot):
             slot = CommandSlot(self._pool.threads)
@@ -129,18 +119,6 @@ class ParallelLaunch:
         finally:
             loops.order(slot, calls, threads, loops.WAIT)
 
-    def _do_part(self, thread: int, own: Work | None) -> None:
-        """Do a thread's part where helpers are not assigned."""
-        calls = self._calls[thread:].ctypes.data
-        if own is not None and thread == 0:
-            try:
-                own()
-            except BaseException:
-                self._set_meetings(RELEASED)
-                raise
-        elif loops.order(_NO_SLOT, calls, self._pool.threads, loops.OWN) != 0:
-            self._fail(thread)
-
     def _fail(self, thread: int) -> None:
         self._failed.append(thread)
         self._set_meetings(RELEASED)
@@ -155,9 +133,6 @@ class ParallelLaunch:
         for kind, value in zip(self._kinds[place : place + len(values)], values, strict=True):
             flatten(kind, value, words)
         return words
-
-
-_NO_SLOT = counters(2, 1)
 
 
 def _nothing(thread: int) -> None:
@@ -202,15 +177,3 @@ class Segment:
 
     def _fail(self, thread: int, at: int) -> None:
         raise RuntimeError(f"{dict(self._calls[thread].loops)[loops.FAILED - at]} has failed")
-
-
-def rehearse(threads: int) -> None:
-    """Call the loops that make recorded calls, for whoever notes which loops a run needs."""
-    program, counter = Calls().program(), counters(1, 1)[0]
-    loops.replay(program, 0, counter, 0, 1)
-    if threads > 1:
-        loops.follow(program, counter, 1, np.zeros(1, np.int64))
-        slot = counters(2, 1)
-        slot[0, :] = 1  # an order, and that helpers are called back
-        loops.order(slot, 0, 1, 0)
-        loops.serve(slot, 0, 0, False)

@@ -72,6 +72,8 @@ FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), 0) if sys.platfor
 FUTEX_WAIT, FUTEX_WAKE, ALL = 128, 129, (1 << 31) - 1  # 128 is the flag "private": of this process alone
 LOW = (1 << 32) - 1  # a futex has 32 bits: the lower half of the count, which comes first on these processors
 _system_call = types.ExternalFunction("syscall", types.int64(*[types.int64] * 7))
+_sleep = types.ExternalFunction("usleep", types.int32(types.uint32))
+NAP = 100  # microseconds between two looks where there is no such call
 
 
 @jit
@@ -128,6 +130,8 @@ def _await_order(orders, number):
         looks += 1
         if looks < orders[1]:
             pause()
+        elif not FUTEX:
+            _sleep(NAP)
         else:  # returns at once if the count has changed by then
             _system_call(FUTEX, orders[ADDRESS], FUTEX_WAIT, number & LOW, 0, 0, 0)
 

@@ -82,7 +82,7 @@ _MOVES = external(
     transpose=(_P, _I, _P, _I, _I),
     zip=(_P, _I, _P, _I, _I),
     copy=(_P, _I, _P, _I, _I),
-    prefetch=(_P, _I, _I),
+    prefetch=(_P, _I, _P, _I, _I),
 )
 # For AMX, A packed by pairs of k is slower than by rows: it is put in rows once for all tiles. The bytes from
 # a row to the next one then, and the k that are moved at a time.
@@ -169,4 +169,4 @@ def words(x, to, count):
 @inline
 def prefetch(x, row, count):
     """Prefetch the first cache line of each of `count` rows, `row` bytes apart."""
-    _PREFETCH(x.ctypes, row, count)
+    _PREFETCH(x.ctypes, row, x.ctypes, 0, count)

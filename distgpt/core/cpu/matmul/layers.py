@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,40 +16,27 @@ from distgpt.core.ops.api import DType, Floats1d, Floats2d, Wide2d
 from distgpt.core.ops.low_precision import BITS
 
 
-class Matmuls(Protocol):
-    """The three matmuls of a linear layer; `words` name for people what computes them."""
-
-    @property
-    def words(self) -> str: ...
-
-    def forward(self, y: Floats2d, x: Floats2d, w: Floats2d, bias: Floats1d | None) -> None:
-        """y ← x wᵀ + bias"""
-
-    def backward(self, dx: Floats2d, dy: Floats2d, w: Floats2d) -> None:
-        """dx ← dy w"""
-
-    def backward_weights(self, dw: Wide2d, dy: Floats2d, x: Floats2d, accumulate: bool) -> None:
-        """dw ← [dw +] dyᵀ x"""
-
-
 class BlasMatmuls:
     """Matmuls of float32 or float64. Splits the longer side: every worker packs the shorter one."""
 
-    words = "BLAS"
+    words = "BLAS"  # for people
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
 
     def forward(self, y: Floats2d, x: Floats2d, w: Floats2d, bias: Floats1d | None) -> None:
+        """y ← x wᵀ + bias"""
         if len(x) < len(w):
             self._pool.split_range(len(w), COLUMNS, blas.linear_columns, y, x, w, bias)
         else:
             self._pool.split_range(len(x), ROWS, blas.linear, y, x, w, bias)
 
     def backward(self, dx: Floats2d, dy: Floats2d, w: Floats2d) -> None:
+        """dx ← dy w"""
         self._pool.split_range(len(dx), ROWS, blas.linear_backward, dx, dy, w)
 
     def backward_weights(self, dw: Wide2d, dy: Floats2d, x: Floats2d, accumulate: bool) -> None:
+        """dw ← [dw +] dyᵀ x"""
         self._pool.split_range(dy.shape[1], COLUMNS, blas.linear_backward_weights, dw, dy, x, accumulate)
 
 
@@ -113,7 +100,6 @@ class OwnMatmuls:
         self._split(blocked.forward, len(w), y, x, w, bias)
 
     def backward(self, dx: Floats2d, dy: Floats2d, w: Floats2d) -> None:
-        """dx ← dy w"""
         self._split(blocked.backward, w.shape[1], dx, dy, w)
 
     def _split(
@@ -146,7 +132,7 @@ class OwnMatmuls:
         return wide
 
     def backward_weights(self, dw: Wide2d, dy: Floats2d, x: Floats2d, accumulate: bool) -> None:
-        """dw ← [dw +] dyᵀ x; each worker packs the columns of dy and of x that its cell of dw reads."""
+        """Let each worker pack the columns of dy and of x that its cell of dw reads."""
         outputs, inputs = dw.shape
         if inputs <= packing.COLUMNS < outputs:
             self._turned_weights(dw, dy, x, accumulate)
@@ -173,6 +159,8 @@ class OwnMatmuls:
 
         self._pool.split_range(outputs, packing.COLUMNS, part)
 
+
+Matmuls = BlasMatmuls | OwnMatmuls
 
 # The processors, by LLVM's names, on which our own kernels multiply float32 faster than the BLAS: a Zen 4 by
 # 1.045 times. On a Zen 3, Zen 5, Cascade Lake and Emerald Rapids they are not (performance.md).

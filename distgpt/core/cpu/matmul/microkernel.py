@@ -188,9 +188,9 @@ class Tile(Vectors):
         always = self.new("icmp ne i64 %i, -1")
         self.add(f"  br i1 {always}, label %seconds, label %never\nnever:\n  ret void\nseconds:")
 
-    def products(self, sums: Sums, second: bool, load: str = "load") -> Sums:
+    def products(self, sums: Sums, second: bool) -> Sums:
         """Return the sums with the products of one half of the pairs added."""
-        b = [self.half(self._b("%pb", v, load), second) for v in range(self.shape.vectors)]
+        b = [self.half(self._b("%pb", v), second) for v in range(self.shape.vectors)]
         added = {}
         for r in range(self.rows):
             a = self.element(r, second)
@@ -212,11 +212,11 @@ class Tile(Vectors):
         single = self.new(f"load i16, ptr {address}, align 2")
         return widened(self.everywhere("i32", self.new(f"zext i16 {single} to i32")))
 
-    def _b(self, panel: str, v: int, load: str = "load") -> str:
+    def _b(self, panel: str, v: int) -> str:
         address = self.new(f"getelementptr i8, ptr {panel}, i64 {4 * self.shape.lanes * v}")
         type = "float" if self.operand == FLOAT32 else "i32"
         align = 4 * self.shape.lanes
-        return self.new(f"{load} <{self.shape.lanes} x {type}>, ptr {address}, align {align}")
+        return self.new(f"load <{self.shape.lanes} x {type}>, ptr {address}, align {align}")
 
     def _multiplied(self, total: str, a: str, b: str) -> str:
         """Return the sum with a product added, of float32 or of pairs."""

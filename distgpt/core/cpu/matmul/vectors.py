@@ -73,17 +73,13 @@ _ARGUMENTS = "ptr %from, i64 %row, ptr %to, i64 %step, i64 %count"
 
 def moves(lanes: int) -> str:
     """Return functions that transpose, zip, copy and prefetch."""
-    return "\n".join([transpose(lanes), _zip(lanes), _copy(lanes), _PREFETCH])
+    return "\n".join([transpose(lanes), _zip(lanes), _copy(lanes), _prefetch()])
 
 
 def transpose(lanes: int) -> str:
     """Transpose squares of words of 32 bits: to[k, j] ← from[j, k] for j < lanes, k < lanes · count."""
     vector = f"<{lanes} x i32>"
-    lines = [f"define void @transpose({_ARGUMENTS}) {{", "entry:"]
-    lines += ["  %some = icmp ne i64 %count, 0", "  br i1 %some, label %square, label %done", "square:"]
-    lines.append("  %i = phi i64 [0, %entry], [%i1, %square]")
-    lines.append("  %f = phi ptr [%from, %entry], [%f1, %square]")
-    lines.append("  %t = phi ptr [%to, %entry], [%t1, %square]")
+    lines = [""]
     for j in range(lanes):
         lines.append(f"  %fo{j} = mul i64 %row, {j}")
         lines.append(f"  %fp{j} = getelementptr i8, ptr %f, i64 %fo{j}")
@@ -98,11 +94,7 @@ def transpose(lanes: int) -> str:
         lines.append(f"  %to{k} = mul i64 %step, {k}")
         lines.append(f"  %tp{k} = getelementptr i8, ptr %t, i64 %to{k}")
         lines.append(f"  store {vector} %r{stage}_{k}, ptr %tp{k}, align 4")
-    lines.append(f"  %f1 = getelementptr i8, ptr %f, i64 {4 * lanes}")
-    lines.append(f"  %far = mul i64 %step, {lanes}")
-    lines += ["  %t1 = getelementptr i8, ptr %t, i64 %far", "  %i1 = add i64 %i, 1"]
-    lines += ["  %more = icmp ult i64 %i1, %count", "  br i1 %more, label %square, label %done"]
-    return "\n".join([*lines, "done:", "  ret void", "}"])
+    return _loop("transpose", f"{4 * lanes}, 1", f"%step, {lanes}", "\n".join(lines))
 
 
 def _exchanged(lanes: int, stage: int, j: int, distance: int) -> list[str]:
@@ -122,9 +114,10 @@ def _exchanged(lanes: int, stage: int, j: int, distance: int) -> list[str]:
 def _zip(lanes: int) -> str:
     """Zip two rows of 16 bits: to[k, j] ← from[2k, j], from[2k + 1, j] for j < lanes, k < count."""
     narrow, wide = f"<{lanes} x i16>", f"<{lanes} x i32>"
-    return loop_over_rows(
+    return _loop(
         "zip",
-        2,
+        "%row, 2",
+        "%step, 1",
         f"""
   %second = getelementptr i8, ptr %f, i64 %row
   %low = load {narrow}, ptr %f, align 2
@@ -140,46 +133,39 @@ def _zip(lanes: int) -> str:
 def _copy(lanes: int) -> str:
     """Copy rows of words of 32 bits: to[k, j] ← from[k, j] for j < lanes, k < count."""
     vector = f"<{lanes} x i32>"
-    return loop_over_rows(
-        "copy", 1, f"\n  %a = load {vector}, ptr %f, align 2\n  store {vector} %a, ptr %t, align 4"
+    return _loop(
+        "copy",
+        "%row, 1",
+        "%step, 1",
+        f"\n  %a = load {vector}, ptr %f, align 2\n  store {vector} %a, ptr %t, align 4",
     )
 
 
-def loop_over_rows(name: str, read: int, body: str) -> str:
-    """Write a loop over rows of `to`; each reads `read` rows of `from`."""
+def _prefetch() -> str:
+    """Prefetch the cache line of each of `count` rows of `from` into the L2 cache; no address can fail."""
+    body = "\n  call void @llvm.prefetch.p0(ptr %f, i32 0, i32 2, i32 1)"
+    return "declare void @llvm.prefetch.p0(ptr, i32, i32, i32)\n" + _loop(
+        "prefetch", "%row, 1", "%step, 1", body
+    )
+
+
+def _loop(name: str, read: str, written: str, body: str) -> str:
+    """Write a loop of `count` turns, in which %f moves on by a product of bytes, and %t by another one."""
     return f"""define void @{name}({_ARGUMENTS}) {{
 entry:
-  %far = mul i64 %row, {read}
+  %read = mul i64 {read}
+  %written = mul i64 {written}
   %some = icmp ne i64 %count, 0
   br i1 %some, label %next, label %done
 next:
   %i = phi i64 [0, %entry], [%i1, %next]
   %f = phi ptr [%from, %entry], [%f1, %next]
   %t = phi ptr [%to, %entry], [%t1, %next]{body}
-  %f1 = getelementptr i8, ptr %f, i64 %far
-  %t1 = getelementptr i8, ptr %t, i64 %step
+  %f1 = getelementptr i8, ptr %f, i64 %read
+  %t1 = getelementptr i8, ptr %t, i64 %written
   %i1 = add i64 %i, 1
   %more = icmp ult i64 %i1, %count
   br i1 %more, label %next, label %done
 done:
   ret void
 }}"""
-
-
-# Prefetch the cache line of each of `count` rows into the L2 cache; no address can fail.
-_PREFETCH = """declare void @llvm.prefetch.p0(ptr, i32, i32, i32)
-define void @prefetch(ptr %from, i64 %row, i64 %count) {
-entry:
-  %some = icmp ne i64 %count, 0
-  br i1 %some, label %next, label %done
-next:
-  %i = phi i64 [0, %entry], [%i1, %next]
-  %at = mul i64 %i, %row
-  %p = getelementptr i8, ptr %from, i64 %at
-  call void @llvm.prefetch.p0(ptr %p, i32 0, i32 2, i32 1)
-  %i1 = add i64 %i, 1
-  %more = icmp ult i64 %i1, %count
-  br i1 %more, label %next, label %done
-done:
-  ret void
-}"""
