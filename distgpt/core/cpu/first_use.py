@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 
 from distgpt.core.base.errors import Say, print_lines
@@ -11,6 +12,7 @@ COMPILING = "compiling kernels"  # how the line begins
 
 _say: Say = partial(print_lines, err=True)
 _has_compiled = False
+_helpers: list[Callable[[], None]] = []  # what starts them, at most one
 
 
 def announce(say: Say | None = None) -> None:
@@ -20,9 +22,24 @@ def announce(say: Say | None = None) -> None:
     _has_compiled = False
 
 
+@contextmanager
+def with_help(start: Callable[[], Callable[[], None]]) -> Iterator[None]:
+    """Call `start` once, if a kernel has to be compiled inside, and at the end what that returns."""
+    ends: list[Callable[[], None]] = []
+    _helpers.append(lambda: ends.append(start()))
+    try:
+        yield
+    finally:
+        _helpers.clear()
+        for end in ends:
+            end()
+
+
 def report(is_kept: bool) -> None:
     """Report that a kernel is going to be compiled. How long that takes, nobody knows before it is done."""
     global _has_compiled
+    with suppress(IndexError):  # none are left, or another thread of the pool has called them
+        _helpers.pop()()
     if not _has_compiled:
         _has_compiled = True
         note(f"{COMPILING} (later starts load them)" if is_kept else COMPILING)

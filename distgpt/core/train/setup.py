@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -24,6 +25,7 @@ from distgpt.core.comm.layout import layout
 from distgpt.core.comm.resources import granted_cores
 from distgpt.core.components import Components, components
 from distgpt.core.config import ModelConfig, RunConfig, TrainConfig
+from distgpt.core.cpu import first_use
 from distgpt.core.cpu.stages import Stage, report_compiling
 from distgpt.core.data.batches import Batches
 from distgpt.core.data.loading import Corpus, DataRequest, bytes_per_token, load_corpus
@@ -447,10 +449,18 @@ def micro_batches_so_far(state: State, before: RunConfig, ranks: int) -> int:
 
 def compile_once_per_node(stage: Stage, kernels: Kernels, config: RunConfig, strategy: Strategy) -> None:
     """Let the first rank of each node compile loops, and the others load them. Collective."""
-    small = replace(config, model=miniature(config.model))
+    t = config.train
+    work = partial(rehearse, config=replace(config, model=miniature(config.model)), strategy=strategy)
+
+    def start() -> Callable[[], None]:
+        from distgpt.core.cpu import compile_workers
+
+        return compile_workers.start(stage, t.dtype, t.matmul_backend, work)
+
     for first in (True, False):
         if (stage.comm.local_rank == 0) is first and not kernels.capabilities.is_async:
-            rehearse(kernels, small, strategy)
+            with first_use.with_help(start) if first else nullcontext():  # the others load, and need none
+                work(kernels)
         stage.comm.barrier(resting=True)  # the cores are for whoever compiles
 
 

@@ -13,6 +13,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
+from contextvars import ContextVar
 from functools import cache, wraps
 from hashlib import sha256
 from pathlib import Path
@@ -26,6 +27,7 @@ from numba.core.caching import NullCache
 from numba.core.codegen import JITCPUCodegen
 from numba.core.compiler import CompileResult
 from numba.core.cpu import CPUContext
+from numba.core.registry import cpu_target
 from numba.core.serialize import dumps
 from numba.core.types import Type
 
@@ -50,7 +52,11 @@ SITE = PACKAGE / "compiled"
 LOOPS = "core/cpu/*/*.py", "core/cpu/pool.py", "core/ops/*.py", "**/loops/*.py", "inference/quantized/*.py"
 MADE_BY = (numba.__version__, llvmlite.__version__, np.__version__, sys.implementation.cache_tag)
 
+Missing = tuple[FunctionType, tuple[Type, ...]]  # a loop, and the types of its arguments
+
 used: set[str] = set()  # names of all that this process has read or kept
+# Where it is set, loops that nobody has compiled are noted there when they are called, and none runs.
+noted: ContextVar[dict[Missing, None] | None] = ContextVar("noted", default=None)
 _full: list[Path] = []  # the user's folder, if it takes no more
 
 
@@ -121,6 +127,10 @@ def digest_of(*texts: bytes) -> str:
 def read(name: str) -> bytes | None:
     """Return what is kept under this name: the site's, else the user's own; None if nobody has kept it."""
     used.add(name)
+    return _find(name)
+
+
+def _find(name: str) -> bytes | None:
     if (found := site().get(name)) is not None:
         return found
     own = folder()  # made only now: a user of a site's cache need not have one
@@ -190,6 +200,10 @@ class _Cache(NullCache):  # type: ignore[misc]
     def by_turns(self, compile: Callable[..., object]) -> Callable[..., object]:
         @wraps(compile)
         def compiled(types: tuple[Type, ...]) -> object:
+            if (missing := noted.get()) is not None:
+                if _find(self._name(types, cpu_target.target_context.codegen())) is None:
+                    missing[self._loop, types] = None
+                return _not_run
             with self._turn:
                 return compile(types)
 
@@ -221,6 +235,9 @@ class _Cache(NullCache):  # type: ignore[misc]
             self._not_kept()
         else:
             _keep(self._name(sig, data.codegen), dumps(data._reduce()), self._not_kept)
+
+
+def _not_run(*arguments: object) -> None: ...
 
 
 @cache

@@ -177,3 +177,15 @@ class Segment:
 
     def _fail(self, thread: int, at: int) -> None:
         raise RuntimeError(f"{dict(self._calls[thread].loops)[loops.FAILED - at]} has failed")
+
+
+def rehearse(threads: int) -> None:
+    """Call the loops that make recorded calls, for whoever notes which loops a run needs."""
+    program, counter = Calls().program(), counters(1, 1)[0]
+    loops.replay(program, 0, counter, 0, 1)
+    if threads > 1:
+        loops.follow(program, counter, 1, np.zeros(1, np.int64))
+        slot = counters(2, 1)
+        slot[0, :] = 1  # an order, and that helpers are called back
+        loops.order(slot, 0, 1, 0)
+        loops.serve(slot, 0, 0, False)
