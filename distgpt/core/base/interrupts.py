@@ -142,6 +142,8 @@ class PendingSignals:
         `why` is said where nobody has sent it, in place of its name.
         """
         number = meaning(number)
+        if number not in EXIT_CODES:  # no rank would hear of it
+            raise ValueError(f"{number.name} ends no run")
         first = number not in self._came or (number == signal.SIGUSR1 and self.late)
         if first:
             self._came[number] = _noted_at[number] = time.monotonic()
