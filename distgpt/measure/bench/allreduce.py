@@ -6,6 +6,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -206,6 +207,9 @@ def measure(stage: Stage, table: Mapping[str, Sum], options: AllreduceOptions) -
 
     A size that memory or time do not suffice for has `left_out` in its row instead of seconds.
     """
+    for add_up in table.values():  # compiles loops, which would take the time of larger sizes
+        with suppress(UsageError):  # on all ranks at once
+            _row(stage, add_up, options.array_sizes()[0], 1, 0.0)
     comm, begun = stage.comm, time.monotonic()
     most = -comm.allreduce_max(-min(stage.free_memory()[0] // COPIES, 1 << 62))
     to_do = [(size, name) for size in options.array_sizes() for name in table]
