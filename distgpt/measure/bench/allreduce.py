@@ -274,27 +274,20 @@ def _check(comm: Comm, found: Any) -> None:
 # -- showing
 
 
-def gigabytes(n_bytes: float) -> str:
-    return f"{n_bytes / 1e9:.3g}"
-
-
 COLUMNS: tuple[Column, ...] = (
     ("array", "bytes", in_bytes),
     ("algorithm", "algorithm", str),
     ("median", "seconds", duration),
     ("fastest", "min_seconds", duration),
-    ("GB/s", "bytes_per_s", gigabytes),
-    ("bus GB/s", "bus_bytes_per_s", gigabytes),
+    ("GB/s", "bytes_per_s", lambda rate: f"{rate / 1e9:.3g}"),
+    ("bus GB/s", "bus_bytes_per_s", lambda rate: f"{rate / 1e9:.3g}"),
 )
 
 
 def blocks(found: Row) -> list[Block]:
-    return [tabulated(COLUMNS, found["rows"], heading(found)), *map(Paragraph, left_out(found))]
-
-
-def heading(found: Row) -> str:
     where = "on one machine" if found["nodes"] == 1 else f"on {found['nodes']} hosts"
-    return f"{count(found['ranks'], 'rank')} {where}, {found['library']}"
+    heading = f"{count(found['ranks'], 'rank')} {where}, {found['library']}"
+    return [tabulated(COLUMNS, found["rows"], heading), *map(Paragraph, left_out(found))]
 
 
 def left_out(found: Row) -> list[str]:
