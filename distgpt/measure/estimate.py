@@ -227,7 +227,8 @@ def _time(question: Question, run: RunConfig, site: Site, flops: int, say: Say) 
         if site.stage:
             site.stage.notes.report_to(say)
         timing = measure(run, site.kernels, sequences)
-        rate, source = timing.rate(tokens), {"source": "measured", **asdict(timing)}
+        rate = tokens / (tokens * timing["token_s"] + timing["update_s"])
+        source = {"source": "measured", **timing}
     seconds = tokens / rate
     return {
         **source,
@@ -247,21 +248,6 @@ def _unmeasurable(run: RunConfig, site: Site, sequences: int) -> str:
 
 
 # Timing a step of a model, by steps of the same model with fewer layers
-
-
-@dataclass(frozen=True, slots=True)
-class Timing:
-    """Seconds for all layers: forward and backward of one token, and an update."""
-
-    token_s: float
-    update_s: float
-    cuts: tuple[int, ...]  # layers of the models that were measured
-    sequences: int  # at a time
-    steps: int  # of each
-
-    def rate(self, tokens: int) -> float:
-        """Return tokens/s of a rank with this many tokens per update."""
-        return tokens / (tokens * self.token_s + self.update_s)
 
 
 def cuts(run: RunConfig, sequences: int) -> list[RunConfig]:
@@ -284,8 +270,11 @@ def enough_sequences(run: RunConfig, kernels: Kernels, most: int) -> int:
     return min(most, each - each % kernels.threads)
 
 
-def measure(run: RunConfig, kernels: Kernels, sequences: int) -> Timing:
-    """Time real steps on random tokens, the cuts in turn, so that a disturbance hits all of them."""
+def measure(run: RunConfig, kernels: Kernels, sequences: int) -> Facts:
+    """Return seconds for all layers: forward and backward of one token, and an update.
+
+    Times real steps on random tokens, the cuts in turn, so that a disturbance hits all of them.
+    """
     trials = [Trial(each, kernels) for each in cuts(run, sequences)]
     for trial in trials:
         trial.step()  # compiles, records, tunes
@@ -299,7 +288,8 @@ def measure(run: RunConfig, kernels: Kernels, sequences: int) -> Timing:
         _extrapolated(layers, np.median(each, axis=0).tolist(), run.model.n_layer)
         for each in (steps - updates, updates)
     )
-    return Timing(per_pass / (sequences * run.model.seq_len), per_update, layers, sequences, len(times))
+    found = {"token_s": per_pass / (sequences * run.model.seq_len), "update_s": per_update}
+    return found | {"cuts": layers, "sequences": sequences, "steps": len(times)}
 
 
 class Trial:

@@ -65,19 +65,8 @@ def test_every_setting_reaches_the_run(tmp_path, monkeypatch):
         raise DistgptError("enough")
 
     monkeypatch.setattr(jobs, "train", stop)
-    words = (
-        "--no-bias",
-        "--untied",
-        "--set",
-        "shift_windows=true",
-        "--set",
-        "verify_data=false",
-        "--lr",
-        "0.5",
-        "--threads",
-        "1",
-    )
-    result = bench(*words, "--dtype", "float64", "--out", tmp_path)
+    words = "--no-bias --untied --set shift_windows=true --set verify_data=false --lr 0.5 --threads 1"
+    result = bench(*words.split(), "--dtype", "float64", "--out", tmp_path)
     assert str(result.exception) == "enough"
     ((config, words),) = seen
     changes = {"bias": False, "tied": False, "shift_windows": True, "verify_data": False, "lr": 0.5}

@@ -69,14 +69,11 @@ def test_what_is_compiled_is_removed_and_locks_of_running_processes_stay(place):
     assert files(place.parent) >= {"f.loops"}
 
 
-def test_all_is_what_lies_in_our_folders(place):
+def test_all_is_what_lies_in_our_folders(place, monkeypatch):
     assert inside("doctor", "--caches", "--empty", "all").returncode == 0
     assert files(place) == {".a.loop.lock", "g", "mine.cu", "mine.safetensors"}
     assert files(place.parent) - files(place) == {"f.loops", "h.cubin"}
-
-
-def test_without_the_variable_the_usual_place_is_emptied(place, monkeypatch):
-    monkeypatch.delenv(caches.CACHE)
+    monkeypatch.delenv(caches.CACHE)  # then the usual place is emptied
     before = files(place)
     assert inside("doctor", "--caches", "--empty", "all").returncode == 0
     assert files(place) == before and "h.cubin" not in files(place.parent)

@@ -135,17 +135,6 @@ def mpirun(where: str | None = None) -> Facts:
     return {"path": where, "vendor": next((vendors[sign] for sign in vendors if sign in says), "")}
 
 
-def mpirun_beside(library: str, vendor: str) -> str:
-    """Return the mpirun that is installed with a library; "" if none of its vendor is found there."""
-    ending = "openmpi" if vendor == "Open MPI" else "mpich"  # Debian's, where both are installed
-    for folder in [parent / "bin" for parent in Path(library).parents[1:4]] if library else []:
-        for name in ("mpirun", "mpiexec", f"mpirun.{ending}"):
-            found = shutil.which(name, path=str(folder))
-            if found and is_of_family(mpirun(found)["vendor"], vendor):
-                return found
-    return ""
-
-
 def is_of_family(launcher: str, vendor: str) -> bool:
     """Return whether an mpirun of one vendor starts ranks of another's library: Hydra, but not Open MPI."""
     return bool(launcher) and (launcher == "Open MPI") == (vendor == "Open MPI")

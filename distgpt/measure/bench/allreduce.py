@@ -6,6 +6,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -206,6 +207,9 @@ def measure(stage: Stage, table: Mapping[str, Sum], options: AllreduceOptions) -
 
     A size that memory or time do not suffice for has `left_out` in its row instead of seconds.
     """
+    for add_up in table.values():  # compiles loops, which would take the time of larger sizes
+        with suppress(UsageError):  # on all ranks at once
+            _row(stage, add_up, options.array_sizes()[0], 1, 0.0)
     comm, begun = stage.comm, time.monotonic()
     most = -comm.allreduce_max(-min(stage.free_memory()[0] // COPIES, 1 << 62))
     to_do = [(size, name) for size in options.array_sizes() for name in table]
@@ -270,27 +274,20 @@ def _check(comm: Comm, found: Any) -> None:
 # -- showing
 
 
-def gigabytes(n_bytes: float) -> str:
-    return f"{n_bytes / 1e9:.3g}"
-
-
 COLUMNS: tuple[Column, ...] = (
     ("array", "bytes", in_bytes),
     ("algorithm", "algorithm", str),
     ("median", "seconds", duration),
     ("fastest", "min_seconds", duration),
-    ("GB/s", "bytes_per_s", gigabytes),
-    ("bus GB/s", "bus_bytes_per_s", gigabytes),
+    ("GB/s", "bytes_per_s", lambda rate: f"{rate / 1e9:.3g}"),
+    ("bus GB/s", "bus_bytes_per_s", lambda rate: f"{rate / 1e9:.3g}"),
 )
 
 
 def blocks(found: Row) -> list[Block]:
-    return [tabulated(COLUMNS, found["rows"], heading(found)), *map(Paragraph, left_out(found))]
-
-
-def heading(found: Row) -> str:
     where = "on one machine" if found["nodes"] == 1 else f"on {found['nodes']} hosts"
-    return f"{count(found['ranks'], 'rank')} {where}, {found['library']}"
+    heading = f"{count(found['ranks'], 'rank')} {where}, {found['library']}"
+    return [tabulated(COLUMNS, found["rows"], heading), *map(Paragraph, left_out(found))]
 
 
 def left_out(found: Row) -> list[str]:

@@ -70,20 +70,16 @@ def measure_peak(options: TrainOptions) -> None:
 
 
 def bench(options: TrainOptions) -> None:
+    """Train, and measure the peak."""
     asked = replace(asked_for(options.settings, options.preset), fetches=False)
     run = foreseen(options.stage, asked, options.gpu.tf32)
     options = replace(options, settings={**options.settings, DTYPE: run.train.dtype})
-    found = measure(options)
-    options.finish("train", f"{options.preset}-{options.stage}", found, blocks(found))
-
-
-def measure(options: TrainOptions) -> dict[str, Any]:
-    """Train, and measure the peak."""
     launcher, run = prepared(options)
     with scratch_folder(options) as scratch:
         say(f"distgpt train, {options.stage}")
         row, trained = train(options, run, launcher, scratch / "run")
-    return {"rows": [row], **with_peak([row], trained, measured_peak(options, launcher))}
+    found = {"rows": [row], **with_peak([row], trained, measured_peak(options, launcher))}
+    options.finish("train", f"{options.preset}-{options.stage}", found, blocks(found))
 
 
 def prepared(options: TrainOptions) -> tuple[Launcher | None, RunConfig]:

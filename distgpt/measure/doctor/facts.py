@@ -76,12 +76,8 @@ def system() -> str:
 
 def memory() -> Facts:
     """Bytes of memory that this process can have, how many of them are free now, and by which limit."""
-    try:
-        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (OSError, ValueError):
-        return {"total": None, "available": None, "limit": ""}
     granted = granted_memory()
-    total = granted.total or total
+    total = granted.total or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {"total": total, "available": min(granted.free, total), "limit": granted.limit}
 
 
@@ -137,13 +133,14 @@ def auto_dtype() -> str:
 
 
 def environment() -> dict[str, Any]:
-    """Date, command, machine and software, without names of the host, its user or their folders.
-
-    An installed package knows its version alone, and no commit.
-    """
+    """Date, command, machine and software, without names of the host, its user or their folders."""
     from distgpt.gpu.probe import driver
 
-    gpus, computes = driver(), compute()
+    gpus, computes, mpi = driver(), compute(), {}
+    if "mpi4py.MPI" in sys.modules:
+        from distgpt.core.comm.mpi import library
+
+        mpi = {"mpi": library()}
     return {
         "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
         "command": anonymised(escape(shlex.join(["distgpt", *sys.argv[1:]]))),
@@ -153,19 +150,10 @@ def environment() -> dict[str, Any]:
         "cores_of_host": os.cpu_count() or 1,
         "memory_bytes": memory()["total"],
         "system": system(),
-        "versions": versions() | _mpi(),
+        "versions": versions() | mpi,
         "blas": " ".join(filter(None, (computes["blas"], computes["core"]))),
         "gpus": [gpu.name for gpu in gpus.gpus] if gpus else [],
     }
-
-
-def _mpi() -> dict[str, str]:
-    """Return the MPI library that this process has loaded, if it has one."""
-    if "mpi4py.MPI" not in sys.modules:
-        return {}
-    from distgpt.core.comm.mpi import library
-
-    return {"mpi": library()}
 
 
 def anonymised(text: str) -> str:

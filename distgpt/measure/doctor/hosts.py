@@ -90,9 +90,8 @@ def examine(path: Path, ssh: bool) -> Facts:
     problems += [*foreign_mpirun(here, mpi), *hostfile.problems(vendor, lines)]
     warnings: list[str] = []
     for host in hosts:
-        its_problems, its_warnings = _judged(host, own)
-        problems += [f"{host.name}: {text}" for text in its_problems]
-        warnings += [f"{host.name}: {text}" for text in its_warnings]
+        for found, texts in zip((problems, warnings), _judged(host, own), strict=True):
+            found += [f"{host.name}: {text}" for text in texts]
     ranks = sum(host.ranks for host in hosts)
     # Open MPI looks for a program in the PATH that ssh gives there, MPICH in the one that is here.
     program = own_program() if vendor == "Open MPI" else ["distgpt"]
@@ -116,10 +115,8 @@ def _hosts(lines: list[hostfile.Line], own: HostFacts) -> list[Host]:
             ranks[line.host] = ranks.get(line.host, 0) + (line.slots or 1)
     with ThreadPoolExecutor(AT_ONCE) as pool:
         list(pool.map(addresses, ranks))  # which keeps them
-    hosts = [Host(name, n, is_here(name)) for name, n in ranks.items()]
-    for host in hosts:
-        host.facts = own if host.is_here else None
-    return hosts
+        here = dict(zip(ranks, pool.map(is_here, ranks), strict=True))
+    return [Host(name, n, here[name], own if here[name] else None) for name, n in ranks.items()]
 
 
 # What they answer over ssh.

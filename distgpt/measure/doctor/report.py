@@ -155,9 +155,8 @@ def _machines(ranks: list[Facts]) -> Rows:
         if limit := first["granted_cores"]["limit"]:
             granted = sum(rank["granted_cores"]["number"] for rank in users)
             cores += f", the time of {granted:.3g} by {limit}"
-        if memory["total"]:
-            by = f" by {memory['limit']}" if memory["limit"] else ""
-            cores += f", {size(memory['total'])} of memory{by} ({size(memory['available'])} free)"
+        by = f" by {memory['limit']}" if memory["limit"] else ""
+        cores += f", {size(memory['total'])} of memory{by} ({size(memory['available'])} free)"
         yield "host", f"{first['host']}: {first['cpu']}, {cores}"
         drivers = [rank["gpu"]["driver"] for rank in users if rank["gpu"]["driver"]]
         gpus = {gpu["uuid"]: gpu for driver in drivers for gpu in driver["gpus"]}.values()

@@ -109,14 +109,15 @@ FLOPS: dict[str, Callable[[Any], float]] = {
     "linear_cross_entropy": _head,
     "orthogonalise": _orthogonalise,
 }
-# Of a table, a few rows are read or written; memory of other ranks is counted as transferred alone.
+# Of a table, a few rows are read or written; memory of other ranks is counted as transferred alone. The row
+# of "sum" has the rest of an operation, whose bytes are not known.
 BYTES: dict[str, Callable[[Any], float]] = {
     "embed": lambda a: moved(a.tokens) + 2 * moved(a.x),
     "add_embedding": lambda a: moved(a.tokens) + 3 * len(a.x) * moved(a.w[0]),
     "embed_backward": lambda a: 3 * moved(a.dx),
     "add_norm": lambda a: moved(a.y, a.stats, a.x, a.r, a.wb) + (0 if a.r is None else moved(a.s)),
     "adamw": _adamw,
-    "wait": lambda a: 0.0,
+    **dict.fromkeys(("sum", "wait"), lambda a: 0.0),
 }
 
 

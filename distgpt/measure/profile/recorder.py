@@ -192,15 +192,15 @@ def no_times() -> Array:
 class Account:
     """A step's times, and what each worker did. `begin` in seconds from when all ranks met."""
 
+    number: int
+    begin: float
     seconds: float
     times: Array
     spans: list[Span]
-    number: int = 0
-    begin: float = 0.0
 
 
-def account(clock: Clock, workers: int, taken: Taken) -> Account:
-    """Account for a step. Waits for it."""
+def account(clock: Clock, workers: int, taken: Taken, number: int = 0, origin: Any = None) -> Account:
+    """Account for a step. Waits for it. `origin`: the stamp from when all ranks met."""
 
     def seconds(stamp: Any) -> float:
         return clock.since(stamp, taken.begin)
@@ -230,4 +230,5 @@ def account(clock: Clock, workers: int, taken: Taken) -> Account:
                 waits.append((begin, min(own_times)))
             spans += [(worker, "waits", WORKERS, *span) for span in waits]
             times[0, ORDER.index(WORKERS)] += sum(last - first for first, last in waits)
-    return Account(seconds(taken.end), times, spans)
+    begin = 0.0 if origin is None else clock.since(taken.begin, origin)
+    return Account(number, begin, seconds(taken.end), times, spans)

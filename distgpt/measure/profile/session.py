@@ -6,7 +6,7 @@ import json
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
@@ -131,12 +131,10 @@ class Profiler:
                     begun = time.perf_counter()
 
     def _add(self, number: int, taken: Taken) -> None:
-        found = account(self.clock, self.workers, taken)
+        found = account(self.clock, self.workers, taken, number, self._zero)
         self.times += found.times
         self.seconds.append(found.seconds)
-        if len(self.traced) < TRACED:
-            begin = self.clock.since(taken.begin, self._zero)
-            self.traced.append(replace(found, number=number, begin=begin))
+        self.traced += [found] * (len(self.traced) < TRACED)
 
 
 def of_rank(profiler: Profiler, rank: int, peaks: Peaks) -> RankProfile:
