@@ -36,7 +36,7 @@ class Live(Lines):
         self._line = LineInPlace(self.stream)
 
     def say(self, text: str, style: str = "") -> None:
-        self._line.clear()
+        self._line.end(is_kept=False)
         super().say(text)
 
     def stepped(self, metrics: Metrics) -> None:
@@ -50,7 +50,7 @@ class Live(Lines):
         self._line.show("  ".join(filter(None, words)))
 
     def sampled(self, step: int, text: str) -> None:
-        self._line.clear()
+        self._line.end(is_kept=False)
         super().sampled(step, text)
 
     def close(self) -> None:

@@ -25,16 +25,10 @@ class LineInPlace:
         self._stream.write(f"\r{text[: get_terminal_size().columns - 1]}\x1b[K")
         self._stream.flush()
 
-    def clear(self) -> None:
+    def end(self, is_kept: bool = True) -> None:
+        """Go to the next line, or clear this one."""
         if self._shown:
-            self.show("")
-            self._stream.write("\r")
-        self._shown = False
-
-    def end(self) -> None:
-        """Leave it as it is, and go to the next line."""
-        if self._shown:
-            self._stream.write("\n")
+            self._stream.write("\n" if is_kept else "\r\x1b[K")
         self._shown = False
 
 
@@ -58,7 +52,7 @@ class _Lines:
     def noted(self, text: str) -> None:
         if self._line is not None:
             with suppress(OSError):
-                self._line.clear()
+                self._line.end(is_kept=False)
         print_lines(text, err=True)
 
     def close(self) -> None:

@@ -70,7 +70,7 @@ def test_a_run_is_a_line_in_place_below_its_notes(monkeypatch, facts, said):
         assert all(words in line for words in (*said, "loss 2.5000", "267,090 tokens/s"))
         assert line.endswith("\x1b[K") and len(line) < width + len("\x1b[K")
         shown.noted("a note")
-        assert out.getvalue().endswith("\r\x1b[K\ra note\n")
+        assert out.getvalue().endswith("\r\x1b[Ka note\n")
         shown.close()
 
 
