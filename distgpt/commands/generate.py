@@ -131,7 +131,7 @@ def infer(
     spec = ModelSpec(part=options.pop("adapter"), **options)
     if prompts is not None and out is not None:
         from distgpt.inference.generation.batch import infer_file
-        from distgpt.show.progress import ItemProgress
+        from distgpt.show.display import ItemProgress
 
         infer_file(spec, prompts, out, request, ready, ItemProgress())
     else:
@@ -285,7 +285,7 @@ def eval(stage: str, threads: int | None, gpu: GpuConfig, as_json: bool, **optio
     import json
 
     from distgpt.inference.evaluation.evaluate import evaluate, page
-    from distgpt.show.progress import ItemProgress
+    from distgpt.show.display import ItemProgress
 
     benchmarks = {name: path for name in BENCHMARKS if (path := options.pop(name)) is not None}
     if options["val"] is None and not benchmarks:
