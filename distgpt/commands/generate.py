@@ -105,7 +105,7 @@ def infer(
     spec = ModelSpec(part=options.pop("adapter"), **options)
     if prompts is not None and out is not None:
         from distgpt.inference.generation.batch import infer_file
-        from distgpt.show.progress import ItemProgress
+        from distgpt.show.display import ItemProgress
 
         infer_file(spec, prompts, out, request, ready, ItemProgress())
     else:
@@ -224,7 +224,7 @@ BENCHMARKS = {
 def eval(stage: str, threads: int | None, gpu: GpuConfig, as_json: bool, **options: Any) -> None:
     """Measure a model on a text, on shards or on benchmarks, in files as their authors publish them."""
     from distgpt.inference.evaluation.evaluate import evaluate, page
-    from distgpt.show.progress import ItemProgress
+    from distgpt.show.display import ItemProgress
 
     benchmarks = {name: path for name in BENCHMARKS if (path := options.pop(name)) is not None}
     if options["val"] is None and not benchmarks:

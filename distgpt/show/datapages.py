@@ -22,8 +22,8 @@ from distgpt.corpora.shards import (
     shards_tokenizer,
     verify_shards,
 )
+from distgpt.show.display import ByteProgress
 from distgpt.show.page import terminal_table
-from distgpt.show.progress import ByteProgress
 
 SAMPLE_TOKENS = 64
 MOST_SOURCES = 12  # rows

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import pairwise
 from operator import attrgetter
 from pathlib import Path
 from shutil import get_terminal_size
@@ -27,7 +25,6 @@ DEEPEST = 3  # levels of directories below the one that is listed
 TAIL = 50  # lines of metrics that say how fast a run is
 WIDE = 100  # columns of a terminal from which a table has these as well
 SPARE = ("train_bits_per_byte", "bits_per_byte", "tokens_per_s", "when")
-_STEP_TIME = re.compile(rb'^\{"step": (\d{1,15}),.*"step_s": (\d{1,15}(?:\.\d{1,20})?(?:e-\d\d?)?)')
 STOPS = ("finished", "ended early", "interrupted", "not finite", "outlier", "failed")
 
 
@@ -207,14 +204,10 @@ def _read_metrics(found: Listed, path: Path) -> None:
     found.elapsed_s = trained[-1].get("elapsed_s") if trained else None
     rates = [rate for numbers in trained if _is_finite(rate := numbers.get("tokens_per_s"))]
     found.tokens_per_s = median(rates) if rates else None
-    timed = [(int(match[1]), float(match[2])) for _, line in numbered if (match := _STEP_TIME.match(line))]
-    if timed and found.elapsed_s is None:
-        # A step that was not recorded took as long as the next one that was.
-        later = sum((step - before) * seconds for (before, _), (step, seconds) in pairwise(timed))
-        found.elapsed_s = timed[0][1] + later
-        if found.steps:
-            left = found.steps - found.step
-            found.total_s = found.elapsed_s + left * median(seconds for _, seconds in timed[-TAIL:])
+    pace = [seconds for numbers in trained if _is_finite(seconds := numbers.get("step_s"))]
+    if pace and found.elapsed_s is None:  # about: steps that compiled took longer
+        found.elapsed_s = found.step * median(pace)
+        found.total_s = found.steps * median(pace) if found.steps else None
 
 
 def _read_summary(found: Listed, path: Path) -> None:

@@ -106,9 +106,8 @@ def _foreign(path: Path) -> dict[str, Any]:
         foreign.verify()
         return foreign
 
-    about = _importable(opened, command_line("weights", "import", path, "--out", "FILE"))
-    imports = about.pop("imports")
-    return found | about | data | {"imports": imports}
+    command = command_line("weights", "import", path, "--out", "FILE")
+    return found | data | _importable(opened, command)
 
 
 def _importable(opened: Callable[[], Any], command: str) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from distgpt.core.config import TrainConfig
 from distgpt.core.data.textfile import resolve_data
 from distgpt.core.model.optim import learning_rate
 from distgpt.core.saved.tensors import read_header, read_into, write_tensors
-from distgpt.measure.compare.agreement import MEASURED
+from distgpt.measure.compare import agreement
 from distgpt.measure.verification.kept import KEY
 from distgpt.measure.verification.records import Record, Start
 from distgpt.measure.verification.replaying import _refuse_other_ranks, _threads, elapsed_at
@@ -136,7 +136,7 @@ def test_without_what_the_bits_depended_on_rounding_is_told_from_more(copied):
 
 def test_steps_that_are_too_late_to_tell_rounding_from_more_are_not_called_the_same(copied, monkeypatch):
     """A loss that is off by more than rounding can ever be is found in any step."""
-    monkeypatch.setitem(MEASURED, ("adamw", "float32"), MEASURED["adamw", "float32"]._replace(steps=2))
+    monkeypatch.setattr(agreement, "JUDGED", 2)
     forget_facts(copied)
     change_loss(copied, 11, 1 + 1e-3)
     found, result = replayed(copied, "11:12")

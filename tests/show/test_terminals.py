@@ -57,7 +57,7 @@ def test_a_run_is_a_line_in_place_below_its_notes(monkeypatch, facts, said):
         assert all(words in line for words in (*said, "loss 2.5000", "267,090 tokens/s"))
         assert line.endswith("\x1b[K") and len(line) < width + len("\x1b[K")
         shown.noted("a note")
-        assert out.getvalue().endswith("\r\x1b[K\ra note\n")
+        assert out.getvalue().endswith("\r\x1b[Ka note\n")
         shown.close()
 
 
@@ -124,13 +124,13 @@ def test_samples_are_printed_one_after_another(capsys):
 
 @pytest.mark.parametrize("terminal", [False, True])
 def test_answered_prompts_are_a_line_in_place_on_a_terminal_else_lines(monkeypatch, terminal):
-    from distgpt.show import progress
+    from distgpt.show import display
 
     monkeypatch.setattr(sys, "stderr", out := io.StringIO())
     monkeypatch.setattr(out, "isatty", lambda: terminal)
-    monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0.0)
-    monkeypatch.setattr(progress, "SECONDS_IN_PLACE", 0.0)
-    shown = progress.ItemProgress()
+    monkeypatch.setattr(display, "SECONDS_BETWEEN_LINES", 0.0)
+    monkeypatch.setattr(display, "SECONDS_IN_PLACE", 0.0)
+    shown = display.ItemProgress()
     shown.began(200, 12)
     shown.advanced(13, 40)
     shown.advanced(200, 900)

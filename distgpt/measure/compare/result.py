@@ -16,8 +16,6 @@ from distgpt.core.data.batches import refuse_uneven
 from distgpt.measure.compare.agreement import Difference, differences
 from distgpt.measure.compare.stages import (
     FORMAT,
-    NEW_TOKENS,
-    PROMPT_TOKENS,
     CompareOptions,
     Measured,
     find_prompt,
@@ -26,6 +24,7 @@ from distgpt.measure.compare.stages import (
 )
 from distgpt.measure.doctor.facts import Facts, anonymised, environment
 from distgpt.measure.doctor.verdicts import sentence
+from distgpt.measure.jobs import say
 from distgpt.show.page import Block, Column, Paragraph, Table, Texts, tabulated, terminal
 
 VERSION = 1
@@ -39,6 +38,8 @@ def compare(options: CompareOptions, out: Path, as_json: bool) -> None:
     run = options.run
     refuse_foreign(out)
     stages, missing, launcher = find_runnable(options)
+    for stage, troubles in missing.items():
+        say(f"{stage:<9} cannot run here: {'; '.join(map(sentence, troubles))}")
     if set(stages) & set(WITH_MPI):
         refuse_uneven(run.train.batch_size, options.ranks, run.train.grad_accum or 1)
     comparison = Comparison(options, missing, find_prompt(run), environment())
@@ -136,10 +137,6 @@ class Comparison:
                 "name": self.options.name,
                 "sentence": self.workload(),
                 "prompt": self.prompt,
-                "steps": run.train.steps,
-                "tokens_per_step": run.train.batch_size * run.model.seq_len,
-                "prompt_tokens": PROMPT_TOKENS,
-                "new_tokens": NEW_TOKENS,
                 "settings": {
                     name: anonymised(value) if isinstance(value, str) else value
                     for name, value in (asdict(run.model) | asdict(run.train)).items()
@@ -161,7 +158,7 @@ def blocks_of(comparison: Comparison) -> list[Block]:
     wrote = [(f"Written by {who} after the text's first tokens", text) for who, text in _texts(comparison)]
     workload = Paragraph(comparison.workload())
     verdict = Paragraph(comparison.verdict())
-    return [workload, _table(comparison), _missing(comparison), Texts(wrote), verdict]
+    return [workload, _table(comparison), Texts(wrote), verdict]
 
 
 COLUMNS: tuple[Column, ...] = (
@@ -201,12 +198,6 @@ def _table(comparison: Comparison) -> Table:
 
 def _number(value: float | None, digits: str) -> str:
     return "not finite" if value is None else format(value, digits)
-
-
-def _missing(comparison: Comparison) -> Table:
-    """Tabulate the stages that cannot run with what they lack."""
-    rows = [(stage, "; ".join(map(sentence, troubles))) for stage, troubles in comparison.missing.items()]
-    return Table(("stage", "what is missing, and what helps"), rows, "Not run: these stages cannot run here")
 
 
 def _texts(comparison: Comparison) -> Sequence[tuple[str, str]]:

@@ -40,12 +40,9 @@ class Parting:
     @property
     def at(self) -> int | None:
         """The first step with another loss or norm; otherwise the first checkpoint that differs."""
-        numbers = [kind.first for name, kind in self.kinds.items() if name in KINDS]
-        files = [kind.first for name, kind in self.kinds.items() if name in FILES]
-        for places in (numbers, files):
-            if known := [step for step in places if step is not None]:
-                return min(known)
-        return None
+        firsts = {name: kind.first for name, kind in self.kinds.items() if kind.first is not None}
+        numbers = [step for name, step in firsts.items() if name in KINDS]
+        return min(numbers or firsts.values(), default=None)
 
     def to_json(self) -> dict[str, object]:
         return {"same": self.at is None, "step": self.at, **asdict(self)}

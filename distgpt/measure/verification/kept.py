@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 import sys
 from dataclasses import asdict, dataclass, field
@@ -100,14 +99,11 @@ def facts_of(run: Run) -> Facts:
 
 @cache
 def sources() -> str:
-    """Return a checksum of the files of this package that compute: 250 files, 10 ms."""
+    """Return a checksum of the files of this package that compute: 250 files, 20 ms."""
     found = sha256()
-    for folder, inside, names in os.walk(PACKAGE):
-        skipped = {path.name for path in ELSEWHERE if str(path.parent) == folder}
-        inside[:] = sorted(set(inside) - {"__pycache__"} - skipped)
-        for name in sorted(set(names) - skipped):
-            if name.endswith((".py", ".cu")):
-                found.update(name.encode() + b"\0" + Path(folder, name).read_bytes())
+    for path in sorted(PACKAGE.rglob("*")):
+        if path.suffix in (".py", ".cu") and ELSEWHERE.isdisjoint(path.parents):
+            found.update(path.name.encode() + b"\0" + path.read_bytes())
     return found.hexdigest()[:16]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -12,12 +13,11 @@ from typing import Any
 
 from distgpt.core.base.checked import JsonObject, parse_object
 from distgpt.core.base.errors import DataError, UsageError, nearest_path
-from distgpt.core.base.files import read_small
 from distgpt.core.config import RunConfig, TrainConfig
 from distgpt.core.saved.checkpoint import saved_checkpoints
-from distgpt.core.saved.metrics import MOST_METRICS, MOST_STEPS, read_metrics
+from distgpt.core.saved.metrics import MOST_STEPS, read_metrics, whole_lines
 from distgpt.core.saved.rundir import RunDirectory
-from distgpt.measure.compare.agreement import MEASURED, TOLERANCES, Rounding, relative
+from distgpt.measure.compare.agreement import TOLERANCES, judged_steps, relative
 from distgpt.measure.verification.kept import KEY, Facts
 from distgpt.show.page import terminal_table
 
@@ -73,8 +73,7 @@ class Record:
         path, found = self.directory.history, list[tuple[int, JsonObject]]()
         if not path.exists():
             return found
-        content = read_small(path, MOST_METRICS)
-        for number, line in enumerate(content[: content.rfind(b"\n") + 1].splitlines(), 1):
+        for number, line in enumerate(whole_lines(path), 1):
             event = parse_object(line, path)
             step = event.get("step")
             if type(step) is not int or not 0 <= step < MOST_STEPS:
@@ -86,26 +85,26 @@ class Record:
     def starts(self) -> list[Start]:
         """The starts whose steps count, in order: one that began earlier has replaced those after it."""
         found: list[Start] = []
+        event: Any
         for step, event in self._events:
             if KEY in event and found and found[-1].step == step:
-                found[-1] = Start(step, found[-1].ranks, found[-1].changes, self._facts(event[KEY]))
+                with self._damage(KEY):
+                    facts = Facts.from_json(event[KEY])
+                found[-1] = Start(step, found[-1].ranks, found[-1].changes, facts)
             elif "ranks" in event and "changes" in event:
                 ranks = event["ranks"] if type(event["ranks"]) is int else None
+                with self._damage("changes"):
+                    changes = {name: (before, now) for name, (before, now) in event["changes"].items()}
                 found = [start for start in found if start.step < step]
-                found.append(Start(step, ranks, self._changes(event["changes"]), None))
+                found.append(Start(step, ranks, changes, None))
         return found
 
-    def _facts(self, document: Any) -> Facts:
+    @contextmanager
+    def _damage(self, key: str) -> Iterator[None]:
         try:
-            return Facts.from_json(document if isinstance(document, dict) else {})
-        except ValueError as error:
-            raise DataError(f"{self.directory.history} is damaged at {KEY!r}: {error}") from None
-
-    def _changes(self, document: Any) -> Changes:
-        pairs: dict[str, Any] = document if isinstance(document, dict) else {"": None}
-        if all(isinstance(pair, list) and len(pair) == 2 for pair in pairs.values()):
-            return {name: (before, now) for name, (before, now) in pairs.items()}
-        raise DataError(f"{self.directory.history} is damaged at 'changes'")
+            yield
+        except (ValueError, TypeError, AttributeError) as error:
+            raise DataError(f"{self.directory.history} is damaged at {key!r}: {error}") from None
 
     @cached_property
     def skipped(self) -> dict[int, int]:
@@ -144,10 +143,10 @@ class Record:
 # -- numbers that are compared
 
 
-def tolerance_of(one: TrainConfig, other: TrainConfig) -> Rounding:
-    """Return how far rounding may take losses apart: in the coarser number format, in the fewer steps."""
+def tolerance_of(one: TrainConfig, other: TrainConfig) -> tuple[float, int]:
+    """Return how far rounding may take losses apart in the coarser number format, and in how many steps."""
     apart = max(TOLERANCES[t.dtype] for t in (one, other))
-    return Rounding(min(MEASURED[t.optimizer, t.dtype].steps for t in (one, other)), apart)
+    return apart, min(judged_steps(t.optimizer, t.dtype) for t in (one, other))
 
 
 def distance(one: float | None, other: float | None) -> float:

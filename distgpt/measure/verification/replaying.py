@@ -42,7 +42,6 @@ from distgpt.core.train.seams import Judge
 from distgpt.core.train.setup import open_run
 from distgpt.core.train.sharing import WEIGHTS
 from distgpt.core.train.step import InFlight, no_votes
-from distgpt.measure.compare.agreement import Rounding
 from distgpt.measure.verification.kept import Facts, facts_of
 from distgpt.measure.verification.records import (
     NEUTRAL,
@@ -157,7 +156,7 @@ class Again:
     starts: list[Start] = field(init=False)  # that have taken the steps
     found: Found = field(init=False)
     opening: str = ""
-    tolerance: Rounding = field(init=False)
+    tolerance: float = 0.0
     with_weights: dict[int, str] = field(default_factory=dict)  # the checkpoints to compare, by their steps
     first_weights: dict[str, HostArray] = field(default_factory=dict)  # where they are needed
 
@@ -236,8 +235,7 @@ class Again:
             thens = [start.facts for start in self.starts] or [None]
             reasons = [reason for then in thens for reason in why_rounding(Side(then, t, IN_RUN), here)]
             found.why = list(dict.fromkeys(reasons))
-            self.tolerance = tolerance_of(t, run.settings)
-            found.judged = self.tolerance.steps
+            self.tolerance, found.judged = tolerance_of(t, run.settings)
             promised = f"rounding is expected: {'; '.join(found.why)}" if found.why else ""
             self.say(f"{self.opening}\n{promised or 'the same bits are promised'}")
             # None between the first checkpoint and the first step is intact, or it had begun there.
@@ -264,10 +262,10 @@ class Again:
 
     def stepped(self, here: dict[str, float]) -> None:
         """Compare the numbers of a step. Rounding grows: later ones are judged only if they are far off."""
-        step, limit = int(here["step"]), self.tolerance
-        known, is_late = self.record.steps.get(step, {}), step - self.found.begun > limit.steps
+        step = int(here["step"])
+        known, is_late = self.record.steps.get(step, {}), step - self.found.begun > self.found.judged
         # A norm is a sum over gradients that rounding moves further than their loss.
-        allowed = {"loss": limit.apart, "grad_norm": 100 * limit.apart, "lr": 1e-12}
+        allowed = {"loss": self.tolerance, "grad_norm": 100 * self.tolerance, "lr": 1e-12}
         for name, kind in self.found.kinds.items():
             if name not in known:
                 continue
