@@ -37,15 +37,12 @@ LATER = {  # who loads it
     "core.train.assessment": "--val, --val-fraction, metrics",
     "callbacks.reports": "ranks that have others",
     "callbacks.retention": "--keep-every",
-    "cluster.launch.leaving": "what ends by an error",
-    "cluster.affinity.plan": "several ranks, or cores that are not alike",
     "parallel.choose": "several ranks",
 }
 UNUSED = {  # who calls what is in there
     "core/saved/checkpoint.py": "a directory that was there, and what is saved",
     "core/train/resume.py": "--resume",
     "core/train/summary.py": "the end of a run",
-    "cluster/launch/joining.py": "several ranks",
 }
 SAID = [*SMALL, "--tokenizer", "byte", "--steps", "1", "--threads", "1", "--progress", "plain"]
 
