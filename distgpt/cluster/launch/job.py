@@ -10,7 +10,6 @@ import signal
 import sys
 import threading
 import time
-import traceback
 import warnings
 from typing import Any, NoReturn
 
@@ -295,10 +294,7 @@ def _raised_by(error: BaseException) -> str:
     """Return the library between ranks that has raised an error, "" for other errors."""
     if type(error).__module__.startswith("mpi4py"):
         return "MPI"
-    where = [*traceback.walk_tb(error.__traceback__)]
-    # CuPy, which need not be installed, raises a KeyError for a status that it does not know.
-    is_unknown = isinstance(error, KeyError) and where and "nccl" in where[-1][0].f_code.co_filename
-    return "NCCL" if is_unknown or type(error).__name__ == "NcclError" else ""
+    return "NCCL" if type(error).__name__ == "NcclError" else ""  # CuPy's, which need not be installed
 
 
 def has_failed(rank: int, library: str, what: str) -> str:
