@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 from conftest import SMALL, clean_environment, distgpt, inside, needs_mpi, refused
 
-from distgpt.cluster.launch import job
 from distgpt.cluster.launch.environment import BatchGrants
 from distgpt.core.comm.resources import (
     Cores,
@@ -23,7 +22,6 @@ from distgpt.core.comm.resources import (
     status_bytes,
     usable_cores,
 )
-from distgpt.core.comm.serial import SerialComm
 
 MIB, GIB = 1 << 20, 1 << 30
 LARGE = [*SMALL, "--n-embd", "1024", "--n-layer", "12"]  # about 600 MiB
@@ -250,43 +248,11 @@ def test_more_threads_than_cores_are_noted_before_the_first_step(tmp_path):
         assert line.startswith("--threads 2, but 1 of") and "SLURM_CPUS_PER_TASK=1" in line
 
 
-def test_cpus_are_not_called_cores_and_a_quota_that_decides_nothing_is_not_named(monkeypatch):
-    """On 128 cores of two CPUs each a rank takes 128 threads, with a quota of 200 CPUs' time, too."""
-    comm = SerialComm()
-    monkeypatch.setattr(job, "usable_cores", lambda: range(256))
-    for number, threads, said in (
-        (200.0, 128, ""),
-        (64.0, 64, "quota grants 64 of 256 CPUs: 64 threads"),
-        (0.5, 1, "quota grants 0.5 of 256 CPUs: 1 thread"),
-    ):
-        monkeypatch.setattr(job, "granted_cores", lambda share, ranks, n=number: Cores(n, "quota"))
-        assert job.LAUNCHED.notes(comm, "serial", threads, threads_given=False) == [said] * bool(said)
-
-
-def test_a_quota_decides_the_threads_of_a_run_and_is_named(tmp_path):
-    words = [word for word in SMALL if word not in ("--threads", "1")]
-    with group("cpu", cfs_quota_us=50000) as place:
-        result = limited(["train", *words, "--steps", "1", "--out", tmp_path / "run"], place)
-    (line,) = [line for line in noted(result) if "grants" in line]
-    assert line.startswith(f"cpu.cfs_quota_us of the control group /{place.name} grants 0.5 of")
-    assert line.endswith(": 1 thread") and "1 rank, 1 thread," in result.stdout
-
-
 @needs_mpi
 def test_ranks_with_more_threads_than_cores_are_noted_once(tmp_path):
     many = len(usable_cores()) + 1
-    words = [
-        "train",
-        *SMALL,
-        "--stage",
-        "mpi",
-        "--steps",
-        "1",
-        "--threads",
-        str(many),
-        "--out",
-        tmp_path / "run",
-    ]
+    words = ["train", *SMALL, "--stage", "mpi", "--steps", "1", "--out", tmp_path / "run"]
+    words += ["--threads", str(many)]
     (line,) = noted(distgpt(*words, ranks=2))
     if len(usable_cores()) > 1:
         assert line.startswith(f"--threads {many}, but") and "each" in line

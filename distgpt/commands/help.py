@@ -15,7 +15,6 @@ from distgpt.core.base.files import bundled
 from distgpt.core.config import BATCH_IN_TOKENS, BATCH_TOKENS, GROUPS, SETTINGS, RunConfig, Setting
 from distgpt.core.config.presets import preset
 
-COMMON = 5  # commands that a list of commands shows first
 # The settings that have an option, in the order of --help. The others are set by --set, TOML and presets.
 OPTIONS = (
     *("data", "tokenizer", "init", "lora_rank"),
@@ -171,12 +170,8 @@ class Group(click.Group):
 
     def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
         named = ((name, self.get_command(context, name)) for name in self.list_commands(context))
-        shown = [(name, found.get_short_help_str(500)) for name, found in named if found and not found.hidden]
-        common = len(shown) if len(shown) <= 2 * COMMON else COMMON
-        for title, records in (("Commands", shown[:common]), ("More commands", shown[common:])):
-            if records:
-                with formatter.section(title):
-                    formatter.write_dl(records)
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, found.get_short_help_str(500)) for name, found in named if found])
 
 
 # Pages of the documentation, by `distgpt help TOPIC`
@@ -215,7 +210,7 @@ def page(path: Path) -> str:
 
 
 def _topics(context: click.Context, param: click.Parameter, begun: str) -> list[str]:
-    return [name for name in (*topics(), *FOLDERS) if name.startswith(begun)]
+    return [name for name in topics() if name.startswith(begun)]
 
 
 @command("help", example="distgpt help out-of-memory")
@@ -224,13 +219,11 @@ def _topics(context: click.Context, param: click.Parameter, begun: str) -> list[
 def help(context: click.Context, topic: str | None) -> None:
     """Print a page of the documentation, or list them all. TOPIC may also be a command."""
     known, parent = topics(), context.parent
-    if topic is None or topic in FOLDERS:
-        for folder in [topic] if topic else FOLDERS:
+    if topic is None:
+        for folder in FOLDERS:
             print_lines(contents(folder))
         print_lines("distgpt help TOPIC prints a page, as distgpt help out-of-memory.")
         print_lines("A batch script is what distgpt submit prints; a hostfile: distgpt help two-machines.")
-    elif topic == "commands" and parent:
-        print_lines(parent.get_help())
     elif topic in known:
         print_lines(page(known[topic]))
     elif parent and isinstance(parent.command, click.Group) and topic in parent.command.list_commands(parent):

@@ -34,15 +34,12 @@ main()
 LATER = {  # who loads it
     "core.generate.engine": "--sample-every, and the report of a run that is over",
     "core.train.assessment": "--val, --val-fraction, metrics",
-    "cluster.launch.leaving": "what ends by an error",
-    "cluster.affinity.plan": "several ranks, or cores that are not alike",
     "parallel.choose": "several ranks",
 }
 UNUSED = {  # who calls what is in there
     "core/saved/checkpoint.py": "a directory that was there, and what is saved",
     "core/train/resume.py": "--resume",
     "core/train/summary.py": "the end of a run",
-    "cluster/launch/joining.py": "several ranks",
 }
 SAID = [*SMALL, "--tokenizer", "byte", "--steps", "1", "--threads", "1", "--progress", "plain"]
 

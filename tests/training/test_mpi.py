@@ -422,62 +422,47 @@ def test_the_wrong_mpirun_is_named_before_mpi_starts(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_launchers_of_other_mpis_are_told_by_their_variables(monkeypatch):
-    hydra = {"PMI_SIZE": "2", "MPI_LOCALNRANKS": "2"}
-    for vendor, launched, wrong in (
-        ("Open MPI", hydra, "mpirun of MPICH or a relative"),
-        ("MPICH", {"OMPI_COMM_WORLD_SIZE": "2"}, "Open MPI's mpirun"),
-        ("Open MPI", {"PMI_SIZE": "2"}, ""),  # srun
-        ("MPICH", {"SLURM_STEP_NUM_TASKS": "2", "PMI_RANK": "0"}, ""),
-        ("Open MPI", {"PMI_SIZE": "1", "MPI_LOCALNRANKS": "1"}, ""),  # alone as it should be
-        ("Open MPI", {"OMPI_COMM_WORLD_SIZE": "2"}, ""),
-        ("Open MPI", {"OMPI_COMM_WORLD_SIZE": "2", **hydra}, ""),
-        ("MPICH", hydra, ""),
-        ("Intel MPI", hydra, ""),
-        ("MPICH", {}, ""),
-    ):
-        for name in SIZES:
-            monkeypatch.delenv(name, raising=False)
-        for name, value in launched.items():
-            monkeypatch.setenv(name, value)
-        monkeypatch.setattr(mpi, "vendor", lambda vendor=vendor: vendor)
-        use = f"mpi4py belongs to {vendor}; use the mpirun of {vendor}"
-        assert jobs.foreign_launcher() == (f"launched by {wrong}, but {use}" if wrong else "")
+HYDRA = {"PMI_SIZE": "2", "MPI_LOCALNRANKS": "2"}
+SRUN, PMIX = {"SLURM_STEP_NUM_TASKS": "2"}, {"PMIX_RANK": "0", "PMIX_NAMESPACE": "slurm.pmix.1.0"}
+FLUX = {"FLUX_JOB_SIZE": "2", "FLUX_TASK_RANK": "0", "FLUX_PMI_LIBRARY_PATH": "/lib/libpmi.so"}
+# The MPI of mpi4py, whether it is built with PMIx, the launcher's variables, and what is wrong.
+LAUNCHED = (
+    ("Open MPI", False, HYDRA, "mpirun of MPICH or a relative, but mpi4py belongs to Open MPI"),
+    ("MPICH", False, {"OMPI_COMM_WORLD_SIZE": "2"}, "Open MPI's mpirun, but mpi4py belongs to MPICH"),
+    ("Open MPI", False, {"PMI_SIZE": "1", "MPI_LOCALNRANKS": "1"}, ""),  # alone as it should be
+    ("Open MPI", False, {"OMPI_COMM_WORLD_SIZE": "2", **HYDRA}, ""),
+    ("MPICH", False, HYDRA, ""),
+    ("Intel MPI", False, HYDRA, ""),
+    ("MPICH", False, {}, ""),
+    ("MPICH", False, {**SRUN, **PMIX}, "--mpi=pmi2"),
+    ("MPICH", True, {**SRUN, **PMIX}, ""),
+    ("MPICH", False, {**SRUN, "PMI_RANK": "0", "PMIX_MCA_gds": "hash"}, ""),
+    ("MPICH", False, SRUN, ""),  # then it finds itself alone, or is built with Slurm's own PMI
+    ("Cray MPICH", False, {**SRUN, **PMIX}, ""),
+    ("Open MPI", False, {**SRUN, **PMIX}, ""),
+    ("Open MPI", False, {**SRUN, "OMPI_COMM_WORLD_SIZE": "2"}, ""),  # mpirun, which used srun
+    ("MPICH", False, {**FLUX, "PMI_SIZE": "2", "PMIX_ROOT": "/opt/pmix"}, ""),  # of a module
+    ("MPICH", False, {**FLUX, **PMIX}, "pmi=simple"),
+    ("MPICH", True, {**FLUX, **PMIX}, ""),
+    ("MPICH", True, {**FLUX, **PMIX, "PMI_SIZE": "2"}, "pmi=simple"),
+    ("Open MPI", False, {**FLUX, **PMIX, "PMI_SIZE": "2"}, ""),
+)
 
 
-def test_a_batch_systems_launcher_that_does_not_fit_is_told_before_mpi_ends_the_process(monkeypatch):
-    """As the variables of Slurm and Flux say; MPI itself would write pages."""
-    built = {"MPICH": "MPICH Version: 5.0.2\nMPICH Configure: --prefix=/usr", "Open MPI": "Open MPI v4.1.4"}
-    srun, pmix = {"SLURM_STEP_NUM_TASKS": "2"}, {"PMIX_RANK": "0", "PMIX_NAMESPACE": "slurm.pmix.1.0"}
-    flux = {"FLUX_JOB_SIZE": "2", "FLUX_TASK_RANK": "0", "FLUX_PMI_LIBRARY_PATH": "/lib/libpmi.so"}
-    for vendor, built_with, launched, wrong in (
-        ("MPICH", "", {**srun, **pmix}, "--mpi=pmi2"),
-        ("MPICH", " --with-pmix", {**srun, **pmix}, ""),
-        ("MPICH", "", {**srun, "PMI_RANK": "0"}, ""),
-        ("MPICH", "", {**srun, "PMI_RANK": "0", "PMIX_MCA_gds": "hash"}, ""),
-        ("MPICH", "", srun, ""),  # then it finds itself alone, or is built with Slurm's own PMI
-        ("Cray MPICH", "", {**srun, **pmix}, ""),
-        ("Open MPI", "", {**srun, **pmix}, ""),
-        ("Open MPI", "", srun, ""),
-        ("Open MPI", "", {**srun, "PMIX_MCA_gds": "hash"}, ""),
-        ("Open MPI", "", {**srun, "OMPI_COMM_WORLD_SIZE": "2"}, ""),  # mpirun, which used srun
-        ("Open MPI", "", {"SLURM_STEP_NUM_TASKS": "1"}, ""),
-        ("MPICH", "", {**flux, "PMI_SIZE": "2"}, ""),
-        ("MPICH", "", {**flux, "PMI_SIZE": "2", "PMIX_ROOT": "/opt/pmix"}, ""),  # of a module
-        ("MPICH", "", {**flux, **pmix}, "pmi=simple"),
-        ("MPICH", " --with-pmix", {**flux, **pmix}, ""),
-        ("MPICH", " --with-pmix", {**flux, **pmix, "PMI_SIZE": "2"}, "pmi=simple"),
-        ("Open MPI", "", {**flux, **pmix, "PMI_SIZE": "2"}, ""),
-        ("Open MPI", "", flux, ""),
-    ):
-        for name in [name for name in os.environ if name in SIZES or name.startswith("PMI")]:
-            monkeypatch.delenv(name)
-        for name, value in launched.items():
-            monkeypatch.setenv(name, value)
-        monkeypatch.setattr(mpi, "vendor", lambda vendor=vendor: vendor)
-        monkeypatch.setattr(mpi.MPI, "Get_library_version", (built.get(vendor, "") + built_with).__str__)
-        said = jobs.foreign_launcher()
-        assert bool(said) == bool(wrong) and wrong in said, (vendor, launched, said)
+@pytest.mark.parametrize(("vendor", "has_pmix", "launched", "wrong"), LAUNCHED)
+def test_a_launcher_that_does_not_fit_is_told_before_mpi_starts(
+    vendor, has_pmix, launched, wrong, monkeypatch
+):
+    """As its variables say; MPI itself would write pages, and end the process."""
+    for name in [name for name in os.environ if name in SIZES or name.startswith("PMI")]:
+        monkeypatch.delenv(name)
+    for name, value in launched.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(mpi, "vendor", lambda: vendor)
+    built = f"MPICH Configure: --prefix=/usr{' --with-pmix' * has_pmix}" if vendor == "MPICH" else vendor
+    monkeypatch.setattr(mpi.MPI, "Get_library_version", built.__str__)
+    said = jobs.foreign_launcher()
+    assert bool(said) == bool(wrong) and wrong in said
 
 
 def as_open_mpi_does(*args):

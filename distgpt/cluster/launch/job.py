@@ -10,7 +10,6 @@ import signal
 import sys
 import threading
 import time
-import traceback
 import warnings
 from typing import Any, NoReturn
 
@@ -295,10 +294,7 @@ def _raised_by(error: BaseException) -> str:
     """Return the library between ranks that has raised an error, "" for other errors."""
     if type(error).__module__.startswith("mpi4py"):
         return "MPI"
-    where = [*traceback.walk_tb(error.__traceback__)]
-    # CuPy, which need not be installed, raises a KeyError for a status that it does not know.
-    is_unknown = isinstance(error, KeyError) and where and "nccl" in where[-1][0].f_code.co_filename
-    return "NCCL" if is_unknown or type(error).__name__ == "NcclError" else ""
+    return "NCCL" if type(error).__name__ == "NcclError" else ""  # CuPy's, which need not be installed
 
 
 def has_failed(rank: int, library: str, what: str) -> str:
@@ -308,20 +304,17 @@ def has_failed(rank: int, library: str, what: str) -> str:
 
 
 def _about_cores(comm: Comm, threads: int, threads_given: bool) -> str:
-    """Return how this rank's threads and cores do not suit each other, or what limits them; "" if nothing."""
-    granted = granted_cores(comm.cores, comm.local_size)
-    cpus, limit, several = len(usable_cores()), granted.limit, comm.local_size > 1
-    each = " each" * several
-    by = f" ({limit})" * bool(limit)
+    """Return how this rank's threads and cores do not suit each other; "" if they do."""
+    granted, ranks = granted_cores(comm.cores, comm.local_size), comm.local_size
+    cpus, by = len(usable_cores()), f" ({granted.limit})" * bool(granted.limit)
     if threads_given and threads > granted.whole:
-        own = f"{granted.number:.3g} of " * (granted.number < cpus) + count(cpus, "CPU")
-        return f"--threads {threads}, but {own}{each}{by}: threads without a core only make others wait"
-    if several and granted.number < 1 - 1e-6:
-        own = f"{granted.number * comm.local_size:.3g} of " * bool(limit) + count(cpus, "CPU")
-        return f"{comm.local_size} ranks share {own}{by}: fewer ranks are as fast, or faster"
-    if limit and not threads_given and threads == granted.whole:  # fewer: the layout's, one a core
-        of = count(cpus, "CPU")
-        return f"{limit} grants {granted.number:.3g} of {of}{each}: {count(threads, 'thread')}{each}"
+        own = (
+            f"{granted.number:.3g} of " * (granted.number < cpus) + count(cpus, "CPU") + " each" * (ranks > 1)
+        )
+        return f"--threads {threads}, but {own}{by}: threads without a core only make others wait"
+    if ranks > 1 and granted.number < 1 - 1e-6:
+        own = f"{granted.number * ranks:.3g} of " * bool(granted.limit) + count(cpus, "CPU")
+        return f"{ranks} ranks share {own}{by}: fewer ranks are as fast, or faster"
     return ""
 
 
