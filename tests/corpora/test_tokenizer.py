@@ -269,7 +269,7 @@ DAMAGED_BYTES = (
     ({"merges": ["a b"]}, "'a b' is not a pair"),
     *(({"merges": [wrong]}, "is not a pair") for wrong in (["a", "b", "c"], ["a", 1])),
     ({"merges": [["a", "c"]]}, "'ac' of the merge 'a' . 'c' is not in the vocabulary"),
-    ({"merges": [["a", "b"], ["a", "b"]]}, "listed 2 times"),
+    ({"merges": [["a", "b"], ["a", "b"]]}, "listed twice"),
     *(({"separator": wrong}, f"separator {wrong!r} is no id") for wrong in (258, -1, True, "257")),
     ({"separator": 256}, "separator 'ab' is also a part of ordinary text"),
 )

@@ -125,10 +125,6 @@ class Family(ABC):
     def values_for(self, config: ModelConfig) -> dict[str, Any]:
         return {theirs: getattr(config, ours) for ours, (theirs, _) in self.keys.items()}
 
-    def in_its_words(self, text: str) -> str:
-        """Return a message with the family's names in place of our settings'."""
-        return re.sub(r"\w+", lambda word: self.keys[word[0]][0] if word[0] in self.keys else word[0], text)
-
     def all_mappings(self, config: ModelConfig) -> list[TensorMapping]:
         """With the output layer, if that is not the embedding."""
         head = TensorMapping(HEAD, (config.vocab_size, config.n_embd), "head.w")
@@ -470,7 +466,9 @@ def recognised(settings: Settings) -> tuple[Family, ModelConfig]:
     try:
         config = family.config_from(settings)
     except UsageError as error:
-        raise DataError(f"{settings.source}: {family.in_its_words(str(error))}") from None
+        known = {ours: theirs for ours, (theirs, _) in family.keys.items()}
+        words = re.sub(r"\w+", lambda word: known.get(word[0], word[0]), str(error))
+        raise DataError(f"{settings.source}: {words}") from None
     if config.vocab_size < 1:
         raise DataError(f"{settings.source}: vocab_size is {config.vocab_size}: it must be at least 1")
     return family, config
