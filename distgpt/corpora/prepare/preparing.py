@@ -623,7 +623,8 @@ def prepare(request: Request, watcher: Any, inputs: list[Input] | None = None) -
                 file.write(tokenizer.to_json().encode())
             return Preparation(request, inputs, tokenizer, progress, watcher).run()
         except BaseException:
-            resumable = (_unfinished(out) or {}).get("place") != asdict(Offset())
+            noted = _unfinished(out)
+            resumable = noted is not None and noted.get("place") != asdict(Offset())
             if resumable:
                 watcher.noted(f"the same command resumes in {out}; remove it once an input has changed")
             _clean(out, resumable)

@@ -237,7 +237,7 @@ BPE = TokenizerKind(
         texts, int(argument), LEAST_PAIRS, "last" if are_documents else "none"
     ),
     from_json=lambda document, source: checked_bpe(
-        *map(document.get, ("vocabulary", "merges", "separator")), source
+        document.get("vocabulary"), document.get("merges"), document.get("separator"), source
     ),
     # Fewer entries than requested are learned where a text has too few pairs.
     means=lambda argument, tokenizer: tokenizer.kind == "bpe" and tokenizer.size <= int(argument),
