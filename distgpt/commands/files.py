@@ -272,7 +272,7 @@ def quantize(weights: Path, out: Path, dtype: str, calibrate: Path | None) -> No
     if calibrate and dtype != "int4":
         raise UsageError("--calibrate is for --dtype int4: int8 needs none")
     if calibrate:
-        from distgpt.models.quantized.calibration import calibrated
+        from distgpt.models.quantized.packed import calibrated
 
         done = calibrated(weights, calibrate)
     print_lines(quantize(weights, out, dtype, done))

@@ -306,8 +306,7 @@ def refuse_unready(run: RunConfig) -> str:
     from distgpt.core.data.loading import refuse_missing
     from distgpt.core.data.textfile import resolve_data
     from distgpt.corpora.shards import is_shards
-    from distgpt.corpora.tokenizers import hub
-    from distgpt.corpora.tokenizers.foreign import repository_of
+    from distgpt.corpora.tokenizers.foreign import PREFIX, cache, installed, repository_of
 
     t = run.train
     refuse_missing([t.data, *[t.val] * bool(t.val)], t.tokenizer)
@@ -315,13 +314,13 @@ def refuse_unready(run: RunConfig) -> str:
         raise DataError(f"--hellaswag {t.hellaswag}: there is no such file")
     # GPT-2's is known without its files where texts are tokenized already, or by the model's own tokenizer.
     is_known = t.tokenizer == "gpt2" and (bool(t.init) or is_shards(resolve_data(t.data)))
-    if is_known or not (t.tokenizer == "gpt2" or t.tokenizer.startswith(hub.PREFIX)):
+    if is_known or not (t.tokenizer == "gpt2" or t.tokenizer.startswith(PREFIX)):
         return ""
     _fetch(t.tokenizer)
-    if hub.installed(repository_of(t.tokenizer)).is_dir():  # nodes see it as they see this program
+    if installed(repository_of(t.tokenizer)).is_dir():  # nodes see it as they see this program
         return ""
     return (
-        f"--tokenizer {t.tokenizer} lies in {hub.cache()}, which nodes without internet have to see, too:"
+        f"--tokenizer {t.tokenizer} lies in {cache()}, which nodes without internet have to see, too:"
         " DISTGPT_CACHE or HF_HOME says where it is"
     )
 

@@ -51,8 +51,7 @@ from distgpt.core.saved.tensors import (
 )
 from distgpt.core.saved.weights import find_weights
 from distgpt.corpora.tokenizers.bpe import BpeTokenizer, symbols
-from distgpt.corpora.tokenizers.foreign import CHAT_FILES
-from distgpt.corpora.tokenizers.hub import PREFIX, TOKENIZER_FILES, download_model
+from distgpt.corpora.tokenizers.foreign import CHAT_FILES, PREFIX, TOKENIZER_FILES, download_model
 from distgpt.corpora.tokenizers.tokenizer_json import LibraryTokenizer
 from distgpt.models.formats.families import HEAD, Family, Settings, TensorMapping, family_for, recognised
 
