@@ -251,7 +251,7 @@ def export(weights: Path, out: Path, kind: str | None, dtype: str) -> None:
 @click.option("--calibrate", type=PATH, help="Round for what such a text makes a model compute (int4).")
 def quantize(weights: Path, out: Path, dtype: str, calibrate: Path | None) -> None:
     """Round a weights file to int8, a quarter of its size, or to int4; infer and eval then compute in it."""
-    from distgpt.models.quantized.calibration import calibrated
+    from distgpt.models.quantized.packed import calibrated
     from distgpt.models.quantized.rounded import quantize
 
     if calibrate and dtype != "int4":

@@ -242,7 +242,7 @@ def _refuse_unready(run: RunConfig) -> None:
     from distgpt.core.data.loading import refuse_missing
     from distgpt.core.data.textfile import resolve_data
     from distgpt.corpora.shards import is_shards
-    from distgpt.corpora.tokenizers import hub
+    from distgpt.corpora.tokenizers.foreign import PREFIX
 
     t = run.train
     refuse_missing([t.data, *[t.val] * bool(t.val)], t.tokenizer)
@@ -250,7 +250,7 @@ def _refuse_unready(run: RunConfig) -> None:
         raise DataError(f"--hellaswag {t.hellaswag}: there is no such file")
     # GPT-2's is known without its files where texts are tokenized already, or by the model's own tokenizer.
     is_gpt2 = t.tokenizer == "gpt2" and not (t.init or is_shards(resolve_data(t.data)))
-    if is_gpt2 or t.tokenizer.startswith(hub.PREFIX):
+    if is_gpt2 or t.tokenizer.startswith(PREFIX):
         _fetch(t.tokenizer)
 
 

@@ -28,7 +28,7 @@ from distgpt.core.model.model import Architecture, Model
 from distgpt.core.saved.opening import open_model
 from distgpt.inference.evaluation.evaluate import evaluate
 from distgpt.measure.doctor.facts import site_files
-from distgpt.models.quantized.calibration import calibrated
+from distgpt.models.quantized.packed import calibrated
 from distgpt.models.quantized.rounded import quantize
 
 PRESETS = ("tiny", "tiny-adamw", "sprint", "gpt2", "qwen3-0.6b", "microgpt")  # others have the same parts

@@ -17,7 +17,7 @@ from distgpt.core.data.tokenizers import (
     load_tokenizer,
     tokenizer_from_json,
 )
-from distgpt.corpora.tokenizers import hub
+from distgpt.corpora.tokenizers import foreign
 from distgpt.corpora.tokenizers.bpe import GPT2_FINGERPRINT, learn_bpe, symbols
 from distgpt.corpora.tokenizers.collected import WORD
 
@@ -131,8 +131,8 @@ def test_decoding_never_fails_and_streaming_gives_the_same():
             streamer = tokenizer.streamer()
             streamed = "".join([streamer.feed(int(i)) for i in ids]) + streamer.flush()
             assert streamed == tokenizer.decode(ids), (tokenizer.kind, length)
-        for foreign in ([-1], [tokenizer.size], [10**9], np.array([2**31 - 1], np.int32)):
-            assert tokenizer.decode(foreign) == "\ufffd", (tokenizer.kind, foreign)
+        for unknown in ([-1], [tokenizer.size], [10**9], np.array([2**31 - 1], np.int32)):
+            assert tokenizer.decode(unknown) == "\ufffd", (tokenizer.kind, unknown)
     tokenizer = load_tokenizer("byte", "")  # a foreign id inside a character breaks it, but joins nothing
     assert tokenizer.decode([0xC3, 256, 0xA9]) == tokenizer.decode([0xC3, -1, 0xA9]) == "\ufffd" * 3
 
@@ -267,7 +267,7 @@ DAMAGED_BYTES = (
     ({"merges": ["a b"]}, "'a b' is not a pair"),
     *(({"merges": [wrong]}, "is not a pair") for wrong in (["a", "b", "c"], ["a", 1])),
     ({"merges": [["a", "c"]]}, "'ac' of the merge 'a' . 'c' is not in the vocabulary"),
-    ({"merges": [["a", "b"], ["a", "b"]]}, "listed 2 times"),
+    ({"merges": [["a", "b"], ["a", "b"]]}, "listed twice"),
     *(({"separator": wrong}, f"separator {wrong!r} is no id") for wrong in (258, -1, True, "257")),
     ({"separator": 256}, "separator 'ab' is also a part of ordinary text"),
 )
@@ -287,12 +287,12 @@ def test_a_damaged_saved_tokenizer_is_refused_in_one_line():
 def test_hub_finds_tokenizer_in_installation(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    folder = hub.installed("some/model")
+    folder = foreign.installed("some/model")
     assert folder == tmp_path / "share/distgpt/tokenizers/some/model"
     folder.mkdir(parents=True)
     with pytest.raises(UsageError, match="pip install huggingface_hub"):
-        hub.download_tokenizer("some/model")
+        foreign.download_tokenizer("some/model")
     vocabulary = {entry: i for i, entry in enumerate(small().vocabulary)}
     (folder / "vocab.json").write_text(json.dumps(vocabulary), encoding="utf-8")
     (folder / "merges.txt").write_text("".join(f"{a} {b}\n" for a, b in small().merges), encoding="utf-8")
-    assert hub.download_tokenizer("some/model") == folder / "vocab.json"
+    assert foreign.download_tokenizer("some/model") == folder / "vocab.json"

@@ -23,8 +23,7 @@ from distgpt.inference.decoding.compiled import compiled_slots
 from distgpt.inference.quantized.integers import LEVELS, quantise, restored
 from distgpt.inference.quantized.kernels import Int8Kernels
 from distgpt.models.quantized.bits import bits_of
-from distgpt.models.quantized.calibration import calibrated, moved, round_for
-from distgpt.models.quantized.packed import int8_of
+from distgpt.models.quantized.packed import calibrated, int8_of, moved, round_for
 from distgpt.models.quantized.rounded import quantize
 
 COMM = SerialComm()

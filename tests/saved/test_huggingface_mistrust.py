@@ -66,7 +66,6 @@ LLAMA_REFUSALS = [
     ({"hidden_act": "gelu"}, "distgpt has silu"),
     ({"rope_scaling": {"factor": 8.0}, "rope_parameters": None}, "factor is 8.0"),
     ({"rope_scaling": {"type": "yarn"}, "rope_parameters": None}, "'yarn'.*, linear, llama3"),
-    ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling and rope_parameters differ"),
     ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "lacks low_freq_factor"),
     ({"rope_parameters": {"rope_type": "linear", "factor": 0.5}}, "rope_factor is 0.5: it must be at least"),
     ({"rope_parameters": {"rope_type": "linear", "factor": "2"}}, "factor is '2': it must be a number"),
@@ -74,10 +73,8 @@ LLAMA_REFUSALS = [
     ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
     ({"rope_scaling": [1]}, "not an object"),
-    ({"rope_parameters": {"rope_theta": 5e5}}, "rope_theta is 10000 and, in rope_parameters, 500000"),
     ({"rope_parameters": {"rope_theta": "1e4"}}, "rope_theta is '1e4': it must be a number"),
     ({"rope_parameters": [1]}, "not an object"),
-    ({"rope_theta": 5e5}, "rope_theta is 500000 and, in rope_parameters, 10000"),
     ({"rope_theta": 0, "rope_parameters": {}}, "rope_theta is 0"),
     ({"intermediate_size": 0}, "intermediate_size is 0"),
 ]
@@ -214,9 +211,6 @@ def test_an_index_that_does_not_fit_its_files_or_leads_outside_is_refused(export
     outside = ("../evil.safetensors", "/etc/passwd", "..", ".", "a\\b", "a\0b", 7, None)
     for wrong, words in (
         *((mapping | {name: place}, "which is not a file beside it") for place in outside),
-        (mapping | {name: other}, "do not agree"),
-        (mapping | {"transformer.new": other}, "'transformer.new' is only in the index"),
-        ({key: file for key, file in mapping.items() if key != name}, f"'{name}' is only in the file"),
         (mapping | {name: "gone.safetensors"}, "lists 'gone.safetensors', which is missing"),
         ({}, "has no weight_map"),
     ):

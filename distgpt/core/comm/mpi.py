@@ -123,7 +123,7 @@ class MpiComm:
         buffer = np.empty(length[0], np.uint8)
         if data is not None:
             buffer[...] = np.frombuffer(data, np.uint8)
-        self._world.Bcast(buffer)
+        self.broadcast(buffer)
         return buffer.tobytes()
 
     def barrier(self, resting: bool = False) -> None:

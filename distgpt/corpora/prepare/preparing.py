@@ -18,7 +18,7 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, NamedTuple, Protocol, TypeVar
+from typing import Annotated, Any, BinaryIO, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -133,16 +133,6 @@ class Request:
             return min(tokens, self.val_shards * self.shard_tokens)
         held_out = min(int(self.val_fraction * tokens), self.shard_tokens)
         return held_out if held_out >= LEAST else 0
-
-
-class Watcher(Protocol):
-    """Shows the progress of the work."""
-
-    def began(self, total_bytes: int, of: str, label: str = "") -> None: ...
-
-    def advanced(self, consumed: int, tokens: int) -> None: ...
-
-    def noted(self, text: str) -> None: ...
 
 
 # -- where to resume
@@ -358,7 +348,7 @@ class Preparation:
         inputs: list[Input],
         tokenizer: Tokenizer,
         progress: Progress,
-        watcher: Watcher,
+        watcher: Any,
     ) -> None:
         self._request, self._inputs, self._tokenizer = request, inputs, tokenizer
         self._progress, self._watcher = progress, watcher
@@ -603,8 +593,11 @@ class _Stream:
             yield some
 
 
-def prepare(request: Request, watcher: Watcher, inputs: list[Input] | None = None) -> Manifest:
-    """Write the shards, or what is missing of them. `inputs` are those of the request, if already found."""
+def prepare(request: Request, watcher: Any, inputs: list[Input] | None = None) -> Manifest:
+    """Write the shards. `inputs` are those of the request, if already found.
+
+    `watcher` shows the progress: began(bytes, of, label), advanced(bytes, tokens), noted(text).
+    """
     inputs = inputs or find_inputs(request.inputs)
     tokenizer, out = request.known_tokenizer(), request.out
     fresh = Progress(request.settings(tokenizer), list_inputs(inputs), sources=[[0, 0] for _ in inputs])
@@ -628,7 +621,8 @@ def prepare(request: Request, watcher: Watcher, inputs: list[Input] | None = Non
                 file.write(tokenizer.to_json().encode())
             return Preparation(request, inputs, tokenizer, progress, watcher).run()
         except BaseException:
-            resumable = (_unfinished(out) or {}).get("place") != asdict(Offset())
+            noted = _unfinished(out)
+            resumable = noted is not None and noted.get("place") != asdict(Offset())
             if resumable:
                 watcher.noted(f"the same command resumes in {out}; remove it once an input has changed")
             _clean(out, resumable)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -119,18 +118,6 @@ class BpeTokenizer(BytesDecoder):
 
 def checked_bpe(vocabulary: Any, merges: Any, separator: Any, source: str) -> BpeTokenizer:
     """Build a tokenizer of untrusted parts; a DataError names `source` and what is wrong."""
-    known = _checked_vocabulary(vocabulary, source)
-    pairs = _checked_merges(merges, known, source)
-    if separator is not None:
-        if type(separator) is not int or not 0 <= separator < len(vocabulary):
-            raise DataError(f"{source}: the separator {separator!r} is no id of the vocabulary")
-        entry = vocabulary[separator]
-        if len(entry) == 1 or any(a + b == entry for a, b in pairs):
-            raise DataError(f"{source}: the separator {entry!r} is also a part of ordinary text")
-    return BpeTokenizer(vocabulary, pairs, separator)
-
-
-def _checked_vocabulary(vocabulary: Any, source: str) -> set[str]:
     if not isinstance(vocabulary, list) or not all(isinstance(entry, str) for entry in vocabulary):
         raise DataError(f"{source}: the tokenizer's vocabulary must be a list of strings")
     if len(vocabulary) > LARGEST:
@@ -145,26 +132,31 @@ def _checked_vocabulary(vocabulary: Any, source: str) -> set[str]:
     odd = next((entry for entry in vocabulary if not entry or not alphabet.issuperset(entry)), None)
     if odd is not None:
         raise DataError(f"{source}: the vocabulary's entry {odd!r} is not spelled in the symbols for bytes")
-    return known
+    pairs = _checked_merges(merges, known, source)
+    if separator is not None:
+        if type(separator) is not int or not 0 <= separator < len(vocabulary):
+            raise DataError(f"{source}: the separator {separator!r} is no id of the vocabulary")
+        entry = vocabulary[separator]
+        if len(entry) == 1 or any(a + b == entry for a, b in pairs):
+            raise DataError(f"{source}: the separator {entry!r} is also a part of ordinary text")
+    return BpeTokenizer(vocabulary, pairs, separator)
 
 
 def _checked_merges(merges: Any, known: set[str], source: str) -> list[tuple[str, str]]:
     if not isinstance(merges, list):
         raise DataError(f"{source}: the merges must be a list of pairs")
-    pairs = []
+    pairs: dict[tuple[str, str], None] = {}
     for merge in merges:
         is_pair = isinstance(merge, list | tuple) and len(merge) == 2
         if not is_pair or not all(isinstance(part, str) for part in merge):
             raise DataError(f"{source}: the merge {merge!r} is not a pair of strings")
         a, b = merge
-        for entry in (a, b, a + b):
-            if entry not in known:
-                raise DataError(f"{source}: {entry!r} of the merge {a!r} + {b!r} is not in the vocabulary")
-        pairs.append((a, b))
-    if len(set(pairs)) < len(pairs):
-        commonest, times = Counter(pairs).most_common(1)[0]
-        raise DataError(f"{source}: the merge {commonest[0]!r} + {commonest[1]!r} is listed {times} times")
-    return pairs
+        if lacking := [entry for entry in (a, b, a + b) if entry not in known]:
+            raise DataError(f"{source}: {lacking[0]!r} of the merge {a!r} + {b!r} is not in the vocabulary")
+        if (a, b) in pairs:
+            raise DataError(f"{source}: the merge {a!r} + {b!r} is listed twice")
+        pairs[a, b] = None
+    return list(pairs)
 
 
 LEARNED = "bpe:"  # and the entries of a BPE to learn

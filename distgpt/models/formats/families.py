@@ -125,10 +125,6 @@ class Family(ABC):
     def values_for(self, config: ModelConfig) -> dict[str, Any]:
         return {theirs: getattr(config, ours) for ours, (theirs, _) in self.keys.items()}
 
-    def in_its_words(self, text: str) -> str:
-        """Return a message with the family's names in place of our settings'."""
-        return re.sub(r"\w+", lambda word: self.keys[word[0]][0] if word[0] in self.keys else word[0], text)
-
     def all_mappings(self, config: ModelConfig) -> list[TensorMapping]:
         """With the output layer, if that is not the embedding."""
         head = TensorMapping(HEAD, (config.vocab_size, config.n_embd), "head.w")
@@ -337,26 +333,16 @@ def _layer(config: ModelConfig) -> list[tuple[str, tuple[int, ...], str, int]]:
 def _rope(settings: Settings, older: float, context: int) -> dict[str, Any]:
     """Return our settings of RoPE. Older versions keep the base beside what scales the angles, in
     rope_scaling, newer ones both in rope_parameters."""
-    for name in ("rope_scaling", "rope_parameters"):
-        if not isinstance(settings.values.get(name) or {}, dict):
-            raise DataError(f"{settings.source}: {name} is {settings.values[name]!r:.40}, not an object")
+    found: dict[str, Any] = {}
     settings.demand(partial_rotary_factor=1.0)
-    newer, scaling = (settings.values.get(name) or {} for name in ("rope_parameters", "rope_scaling"))
-    given = _scaling_in(newer), _scaling_in(scaling)
-    if newer and scaling and given[0] != given[1]:
-        raise DataError(f"{settings.source}: rope_scaling and rope_parameters differ")
-    name = "rope_scaling" if scaling else "rope_parameters"
-    within = Settings({**newer, **scaling}, f"{settings.source}: {name}")
+    for name in ("rope_parameters", "rope_scaling"):  # as in transformers, the second one counts
+        given = settings.values.get(name) or {}
+        if not isinstance(given, dict):
+            raise DataError(f"{settings.source}: {name} is {given!r:.40}, not an object")
+        found |= given
+    within = Settings(found, f"{settings.source}: the settings of RoPE")
     within.demand(partial_rotary_factor=1.0)
-    base = within.get("rope_theta", older)
-    if settings.values.get("rope_theta") is not None and base != older:
-        raise DataError(f"{settings.source}: rope_theta is {older:g} and, in {name}, {base:g}")
-    return {"rope_base": base} | _scaling(within, context)
-
-
-def _scaling_in(values: dict[str, Any]) -> dict[str, Any]:
-    kind = values.get("rope_type", values.get("type", "default"))
-    return {key: x for key, x in values.items() if key not in ("rope_theta", "type")} | {"rope_type": kind}
+    return {"rope_base": within.get("rope_theta", older)} | _scaling(within, context)
 
 
 def _scaling(within: Settings, context: int) -> dict[str, Any]:
@@ -470,7 +456,9 @@ def recognised(settings: Settings) -> tuple[Family, ModelConfig]:
     try:
         config = family.config_from(settings)
     except UsageError as error:
-        raise DataError(f"{settings.source}: {family.in_its_words(str(error))}") from None
+        words = {ours: theirs for ours, (theirs, _) in family.keys.items()}
+        text = re.sub(r"\w+", lambda word: words.get(word[0], word[0]), str(error))
+        raise DataError(f"{settings.source}: {text}") from None
     if config.vocab_size < 1:
         raise DataError(f"{settings.source}: vocab_size is {config.vocab_size}: it must be at least 1")
     return family, config
