@@ -49,21 +49,6 @@ from distgpt.measure.jobs import BenchOptions, Row, say
 ALL_METHODS = ("python", *METHODS, "torch", "torch-batched")
 IN_DOUBLE = ("python", "serial")  # on one thread, whatever the others do
 
-# Published seconds: the study's UT, BT, SC (double) and PC (float).
-_TIMED = ("torch", "torch-batched", "serial", "cuda")
-_SECONDS = {
-    "S": (2.30, 0.93, 0.50, 0.14),
-    "M": (6.66, 1.07, 10.76, 0.25),
-    "L": (23.32, 2.41, 189.75, 0.76),
-    "VL": (64.90, 6.14, 1342.22, 3.06),
-    "XL": (127.71, 13.46, 4771.83, 9.18),
-    "MS5": (4.33, 0.92, 1.23, 0.20),
-    "MM5": (6.81, 1.10, 10.76, 0.26),
-    "ML5": (12.45, 2.37, 93.53, 0.50),
-    "MVL5": (20.20, 5.79, 327.28, 1.07),
-    "MXL5": (32.29, 12.34, 784.64, 2.10),
-}
-
 
 @dataclass(frozen=True, slots=True)
 class StudyOptions(BenchOptions):
@@ -222,7 +207,7 @@ class Study:
     def rows(self, presets: Sequence[str]) -> list[Row]:
         """Compare the methods on each preset."""
         work = [self.jobs(name, self.options.names or NAMES[name]) for name in presets]
-        return with_speedups([with_published(row) for jobs in work for row in self.compare(jobs)])
+        return with_speedups([row for jobs in work for row in self.compare(jobs)])
 
     def jobs(self, preset: str, names: int) -> list[Job]:
         """Return what to measure of a preset, by every method and dtype; the slow ones first."""
@@ -285,13 +270,6 @@ def words_of(job: Job) -> list[object]:
 def what_of(job: Job) -> str:
     """Name a job in an error."""
     return f"--method {job.method} of preset {job.preset}"
-
-
-def with_published(row: Row) -> Row:
-    """Add the study's seconds, where it measured the same amount of work by this method."""
-    name, method = row["preset"], row["method"]
-    same = method in _TIMED and name in _SECONDS and row["names"] == NAMES[name]
-    return row | {"published_s": _SECONDS[name][_TIMED.index(method)] if same else None}
 
 
 # -- one measurement of ours

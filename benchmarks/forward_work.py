@@ -173,7 +173,6 @@ COLUMNS: tuple[Column, ...] = (
     ("× serial", "", times),
     ("names/s", "", lambda row: f"{row['names'] / row['seconds']:,.0f}"),
     ("peak MB", "", _megabytes),
-    ("published s", "published_s", "{:,.2f}".format),
 )
 
 
@@ -188,8 +187,4 @@ def blocks(found: dict[str, Any]) -> list[Block]:
     ]
     if any(row["method"].startswith("torch") for row in rows):
         notes.append("torch keeps the memory it has freed, which makes it faster and larger")
-    if any(row["published_s"] for row in rows):
-        notes.append(
-            "published: seconds of the study on its own machine, with its own PyTorch, C++ (serial) and CUDA"
-        )
     return [tabulated(COLUMNS, rows, "Mean loss over all names", "; ".join(notes))]

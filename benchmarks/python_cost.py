@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import inspect
 import json
-import platform
 import subprocess
 import sys
 import time
@@ -24,6 +23,7 @@ from statistics import median
 from typing import Any
 
 from distgpt.core.config.presets import preset
+from distgpt.core.cpu.compiling.processor import processor
 
 # One sequence or more for each of 16 threads, as who has them would choose.
 CHANGES: dict[str, dict[str, Any]] = {
@@ -103,15 +103,6 @@ def measured(
     return float(seconds), int(calls)
 
 
-def processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    known = dict(line.split("\t:", 1) for line in lines if "\t:" in line)
-    return " ".join(known.get(key, "").strip() for key in ("model name", "cpu family\t", "model\t")).strip()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description="Time a step whose kernels do nothing.")
     parser.add_argument("--presets", nargs="+", choices=CHANGES, default=list(CHANGES))
@@ -144,7 +135,7 @@ def main() -> None:
             cost = f"{row['ms']:9.2f} ms of Python, {calls:6,} calls"
             print(f"{name:6} {threads:3} threads {cost}{share}", flush=True)
     if args.out:
-        about = {"processor": processor(), "dtype": args.dtype, "by_python": args.by_python}
+        about = {"processor": processor()[0], "dtype": args.dtype, "by_python": args.by_python}
         args.out.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
 
 

@@ -9,7 +9,7 @@ import pytest
 from benching import FEW, found_in, here
 from click.testing import CliRunner
 from forward_peers import measure_plain
-from forward_study import Study, StudyOptions, methods_and_launcher, with_published
+from forward_study import Study, StudyOptions, methods_and_launcher
 from forward_work import COLUMNS, Job, blocks, refuse_different_losses, row_of, sequences, with_speedups
 from report import assemble, load_all
 
@@ -67,7 +67,7 @@ def test_what_was_measured_on_a_part_is_scaled_by_its_predictions_and_compared_w
 def test_what_was_measured_on_a_part_of_the_names_is_marked():
     serial = row_of(replace(FEW, method="serial", dtype="float64"), found_in(8.0, measured=30))
     fast = row_of(FEW, found_in(1.0, measured=90)) | {"peak_gpu_memory": [3_000_000]}
-    rows = with_speedups([with_published(row) for row in (serial, fast)])
+    rows = with_speedups([serial, fast])
     shown = {cell[1]: cell for cell in tabulated(COLUMNS, rows).rows}
     assert [cell.endswith("*") for cell in shown["serial"]] == [False] * 4 + [True] + [False] * 3
     assert shown["batched"][4:8] == ["1.00", f"{rows[0]['seconds']:.1f}", "90", "5 + 3 GPU"]
