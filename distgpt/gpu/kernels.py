@@ -30,7 +30,7 @@ from distgpt.core.ops.api import (
     Work,
 )
 from distgpt.core.ops.low_precision import to_bfloat16
-from distgpt.gpu.attention import Attention, OwnAttention
+from distgpt.gpu.attention import OwnAttention
 from distgpt.gpu.device import (
     BLOCK,
     LARGEST_BLOCK,
@@ -66,7 +66,7 @@ class CudaKernels(MuonKernels):
         device: CupyDevice,
         matmuls: LtMatmul,
         dtype: str,
-        attention_for: Callable[[int, Attention], Attention] | None = None,
+        attention_for: Callable[[int, OwnAttention], OwnAttention] | None = None,
     ) -> None:
         self._device = device
         self.dtype, self.wide = STORAGE[dtype], WIDE[dtype]
@@ -80,7 +80,7 @@ class CudaKernels(MuonKernels):
         self.logits_bytes = min(4 << 30, max(512 << 20, device.memory()[1] // 32))
         self._own_attention = OwnAttention(self._launcher)
         self._choose_attention = attention_for or (lambda head, own: own)
-        self._attention: dict[int, Attention] = {}
+        self._attention: dict[int, OwnAttention] = {}
         self.wire: Wire | None = DeviceWire(self._launcher)
         self.matmuls, self._type, self._possible, self._tables = matmuls, dtype, {}, {}
 
@@ -305,7 +305,7 @@ class CudaKernels(MuonKernels):
         if db is not None:
             self._bias(db, dqkv, parts)
 
-    def _attention_for(self, y: Array, lse: Array, mask: AttentionMask) -> Attention:
+    def _attention_for(self, y: Array, lse: Array, mask: AttentionMask) -> OwnAttention:
         if mask.positions is not None or mask.window:
             return self._own_attention  # libraries have neither
         head = y.shape[1] // lse.shape[1]
