@@ -29,7 +29,7 @@ from distgpt.gpu.kernels import CudaKernels
 from distgpt.gpu.matmul import Matmul
 
 TOY = ModelConfig(vocab_size=13, seq_len=8, n_layer=2, n_head=3, n_embd=24, vocab_multiple=8)
-CHOICES = ("fused", "apart")  # in the order in which `Linears` offers them
+CHOICES = ("fused", "apart")  # in the order in which `LinearKernels` offers them
 LONG_SERIES = 0.3  # seconds
 # Array arguments that a kernel reads and writes, so that they count twice, and those it reads only a part of.
 TWICE = {"cross_entropy": (1,), "adamw": (0, 2, 3), "rope": (0,), "norm_backward": (4,)}
@@ -108,7 +108,7 @@ def step(host: bool, quick: bool) -> Iterator[Row]:
     work = Pass(model, n_seq, shape.seq_len, training=True, recompute="none")
     work.loss_and_gradients(ids, ids, 1.0, accumulate=False)  # which also tries and checks
     launches = first_calls(device, "launch", 1)
-    matmuls = first_calls(kernels.linears.matmuls, "run", 0)
+    matmuls = first_calls(kernels.matmuls, "run", 0)
     work.loss_and_gradients(ids, ids, 1.0, accumulate=False)
     AdamW(model, TrainConfig(clip=1.0)).step(0, 1.0)
     for kernel, again in list(launches.items()):

@@ -12,7 +12,7 @@ from typing import Any, cast
 from distgpt.core.base.errors import Say, UsageError, first_line
 from distgpt.core.config import GpuConfig
 from distgpt.gpu import cublaslt, cudnn_attention, probe
-from distgpt.gpu.attention import Attention
+from distgpt.gpu.attention import OwnAttention
 from distgpt.gpu.cudnn_attention import SLOWER, CudnnAttention
 from distgpt.gpu.device import CupyDevice
 from distgpt.gpu.kernels import CudaKernels
@@ -71,11 +71,11 @@ def kernels_for_estimate(dtype: str, memory: int | None) -> CudaKernels:
     return CudaKernels(cast(CupyDevice, device), cast(LtMatmul, None), dtype)
 
 
-def _attention_for(device: CupyDevice, say: Say, head: int, own: Attention) -> Attention:
+def _attention_for(device: CupyDevice, say: Say, head: int, own: OwnAttention) -> OwnAttention:
     """Choose cuDNN attention for a head size, or our own with a note that gives the reason."""
     cuda = device.xp.cuda.runtime.runtimeGetVersion() // 1000
     reason = cudnn_attention.why_not(head, device.capability, cuda)
     if reason is None:
-        return CudnnAttention(device, own, say)
+        return CudnnAttention(own.launcher, say)
     say(f"{SLOWER}: {reason}")
     return own

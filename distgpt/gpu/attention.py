@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import numpy as np
 
-from distgpt.core.ops.api import Array, AttentionMask, Floats2d, Wide2d
+from distgpt.core.ops.api import Array, AttentionMask
 from distgpt.gpu.device import TYPE_OF, WARP, WIDE, Launcher
 
 # What attention_mma.cu needs: this compute capability, heads of a multiple of SIDE elements.
@@ -21,28 +20,6 @@ CACHED_BLOCK = 256
 DELTA_BLOCK, DELTA_LANES = 256, 8  # threads of a block, and those that share a head of a row
 MOST_PARTS = 4  # of the sums for a bias, for each multiprocessor: of more a pass over the rows is made
 KEYS_PER_PART = 256  # of the cache, at the least: fewer are not worth a block
-
-
-class Attention(Protocol):
-    """A library's causal attention on packed qkv, as `Kernels.attention` has it.
-
-    lse has a column for each head. Libraries only get masks without positions and window.
-    """
-
-    def forward(self, y: Floats2d, lse: Wide2d, qkv: Floats2d, mask: AttentionMask) -> None:
-        """Compute y, and lse: B·H·T elements of float32, (B, H, T)."""
-
-    def backward(
-        self,
-        dqkv: Floats2d,
-        dy: Floats2d,
-        y: Floats2d,
-        lse: Wide2d,
-        qkv: Floats2d,
-        mask: AttentionMask,
-        sums: bool = False,
-    ) -> Wide2d | None:
-        """Compute dqkv. With `sums`, return its sums over parts of the rows, if cheap."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +44,13 @@ def delta_defines(head: int) -> tuple[str, ...]:
 
 
 class OwnAttention:
-    """Implements `Attention`, and attention to a cache beside it."""
+    """Causal attention on packed qkv, as `Kernels.attention` has it, and to a cache beside it.
+
+    lse has B·H·T elements, (B, H, T), and a column for each head.
+    """
 
     def __init__(self, launcher: Launcher) -> None:
-        self._launcher = launcher
+        self.launcher = launcher
         self._tensor_cores = launcher.device.capability >= TENSOR_CORES
 
     def forward(self, y: Array, lse: Array, qkv: Array, mask: AttentionMask) -> None:
@@ -88,16 +68,17 @@ class OwnAttention:
         mask: AttentionMask,
         sums: bool = False,
     ) -> Array | None:
+        """Compute dqkv. With `sums`, return its sums over parts of the rows, if cheap."""
         n_head = lse.shape[1]
         plan = self._plan(y, qkv, n_head, mask, backward=True)
         sizes = mask.seq_len, n_head
         parts = None
         if sums:
             shape = (math.prod(plan.grid) // n_head, dqkv.shape[1])
-            if shape[0] <= MOST_PARTS * self._launcher.device.multiprocessors:
-                parts = self._launcher.scratch("parts of dqkv", shape, lse.dtype)
-        delta = self._launcher.scratch("delta", (lse.size,), lse.dtype)
-        self._launcher.start(
+            if shape[0] <= MOST_PARTS * self.launcher.device.multiprocessors:
+                parts = self.launcher.scratch("parts of dqkv", shape, lse.dtype)
+        delta = self.launcher.scratch("delta", (lse.size,), lse.dtype)
+        self.launcher.start(
             "attention_delta",
             "attention_delta",
             -(-len(y) * n_head * DELTA_LANES // DELTA_BLOCK),
@@ -127,7 +108,7 @@ class OwnAttention:
         return Plan("attention", shape.defines + seen, grid, max(WARP, tile.height * tile.lanes), shared)
 
     def _start(self, plan: Plan, kernel: str, *args: Array | int | None) -> None:
-        self._launcher.start(
+        self.launcher.start(
             plan.source, kernel, plan.grid, plan.block, *args, shared=plan.shared, defines=plan.defines
         )
 
@@ -139,12 +120,12 @@ class OwnAttention:
         n_head, group = y.shape[1] // head, _group(y, qkv)
         grid = n_seq * n_head, len(qkv) // n_seq
         defines = (f"HEAD={head}", f"GROUP={group}", *_seen(None, window))
-        n_parts = cached_parts(grid[0] * grid[1], window or t_max, self._launcher.device.multiprocessors)
+        n_parts = cached_parts(grid[0] * grid[1], window or t_max, self.launcher.device.multiprocessors)
         parts = None
         if n_parts > 1:
             wide = WIDE[TYPE_OF[np.dtype(y.dtype)]]
-            parts = self._launcher.scratch("parts", (*grid, n_parts, head + 2), wide)
-        self._launcher.start(
+            parts = self.launcher.scratch("parts", (*grid, n_parts, head + 2), wide)
+        self.launcher.start(
             "attention_cached",
             "attention_cached",
             (*grid, n_parts),
@@ -154,7 +135,7 @@ class OwnAttention:
         )
         if parts is not None:
             args = (y, parts, n_head, n_parts)
-            self._launcher.start(
+            self.launcher.start(
                 "attention_cached", "attention_cached_join", grid, WARP, *args, defines=defines
             )
 

@@ -14,8 +14,8 @@ import numpy as np
 from distgpt.core.base.errors import DistgptError, Say, first_line
 from distgpt.core.ops.api import Array, AttentionMask
 from distgpt.gpu import probe
-from distgpt.gpu.attention import Attention
-from distgpt.gpu.device import CupyDevice, address
+from distgpt.gpu.attention import OwnAttention
+from distgpt.gpu.device import Launcher, address
 from distgpt.gpu.probe import FRONTEND, FRONTEND_OLDEST, FRONTEND_TOO_NEW, frontend_bounds
 
 LIBRARY = "libcudnn.so.9"
@@ -144,26 +144,27 @@ class _Plan(NamedTuple):
     workspace: Array | None
 
 
-class CudnnAttention:
-    """Implements `Attention` on one device.
+class CudnnAttention(OwnAttention):
+    """Masks must have neither positions nor a window.
 
     A shape's plans are made when it first comes, and only then memory is allocated: run the work once before
-    recording it. Short sequences use our `own` kernels, and so do passes that cuDNN has no plan for, which
+    recording it. Short sequences use our own kernels, and so do passes that cuDNN has no plan for, which
     `say` reports: both compute the same statistics.
     """
 
-    def __init__(self, device: CupyDevice, own: Attention, say: Say) -> None:
-        self._device, self._own, self._say = device, own, say
+    def __init__(self, launcher: Launcher, say: Say) -> None:
+        super().__init__(launcher)
+        self._device, self._say = launcher.device, say
         self._handle: Any = None
-        self._plans: dict[tuple[Shape, bool], _Plan | None] = {}
+        self._cudnn_plans: dict[tuple[Shape, bool], _Plan | None] = {}
 
     def forward(self, y: Array, lse: Array, qkv: Array, mask: AttentionMask) -> None:
         shape = _shape(y, lse, qkv, mask)
-        if plan := self._plan(shape, False):
+        if plan := self._cudnn_plan(shape, False):
             tensors = {Y: address(y), STATS: address(lse), **shape.addresses((Q, K, V), qkv)}
             self._execute(plan, tensors)
         else:
-            self._own.forward(y, lse, qkv, mask)
+            super().forward(y, lse, qkv, mask)
 
     def backward(
         self,
@@ -177,8 +178,8 @@ class CudnnAttention:
     ) -> Array | None:
         """Compute dqkv; cuDNN has no sums."""
         shape = _shape(y, lse, qkv, mask)
-        if (plan := self._plan(shape, True)) is None:
-            return self._own.backward(dqkv, dy, y, lse, qkv, mask, sums)
+        if (plan := self._cudnn_plan(shape, True)) is None:
+            return super().backward(dqkv, dy, y, lse, qkv, mask, sums)
         tensors = {Y: address(y), STATS: address(lse), DY: address(dy)}
         self._execute(plan, tensors | shape.addresses((Q, K, V), qkv) | shape.addresses((DQ, DK, DV), dqkv))
         return None
@@ -190,15 +191,15 @@ class CudnnAttention:
         except Exception as error:  # of any type: NVIDIA's code
             raise DistgptError(f"cuDNN's attention fails: {first_line(error)}") from error
 
-    def _plan(self, shape: Shape, backward: bool) -> _Plan | None:
+    def _cudnn_plan(self, shape: Shape, backward: bool) -> _Plan | None:
         key = (shape, backward)
-        if key not in self._plans:
+        if key not in self._cudnn_plans:
             try:
-                self._plans[key] = None if shape.seq_len <= SHORT else self._planned(shape, backward)
+                self._cudnn_plans[key] = None if shape.seq_len <= SHORT else self._planned(shape, backward)
             except Exception as error:  # of any type: planning is NVIDIA's code, and there is another way
-                self._plans[key] = None
+                self._cudnn_plans[key] = None
                 self._say(f"{SLOWER}, for sequences of {shape.seq_len}: {first_line(error)}")
-        return self._plans[key]
+        return self._cudnn_plans[key]
 
     def _planned(self, shape: Shape, backward: bool) -> _Plan:
         cudnn = frontend()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from math import gcd
 from typing import Any
 
@@ -22,7 +22,6 @@ from distgpt.core.ops.api import (
     Capabilities,
     Gain,
     Head,
-    MuonMatrix,
     NesterovState,
     SortedTokens,
     Stats,
@@ -30,9 +29,8 @@ from distgpt.core.ops.api import (
     Wire,
     Work,
 )
-from distgpt.core.ops.kernels import Kernels
 from distgpt.core.ops.low_precision import to_bfloat16
-from distgpt.gpu.attention import Attention, OwnAttention
+from distgpt.gpu.attention import OwnAttention
 from distgpt.gpu.device import (
     BLOCK,
     LARGEST_BLOCK,
@@ -44,9 +42,9 @@ from distgpt.gpu.device import (
     address,
     floats,
 )
-from distgpt.gpu.linear import Linears, sum_parts
+from distgpt.gpu.linear import sum_parts
 from distgpt.gpu.matmul import LtMatmul, share_autotuning
-from distgpt.gpu.muon import MuonSteps
+from distgpt.gpu.muon import MuonKernels
 
 BLOCKS_EACH = 3  # of the backward norm, on each multiprocessor: what its registers leave room for
 CHUNK = 32  # sorted rows that a block of embed_backward adds up, as in embedding.cu
@@ -60,7 +58,7 @@ WIRE_PIECE = 1 << 24  # elements: what a start costs is little beside them, and 
 BEYOND = 1 << 31  # from which on a number of 32 bits is a negative C int
 
 
-class CudaKernels(Kernels):
+class CudaKernels(MuonKernels):
     """Kernels of one device. `attention_for` chooses the attention for heads of a size, given our own."""
 
     def __init__(
@@ -68,7 +66,7 @@ class CudaKernels(Kernels):
         device: CupyDevice,
         matmuls: LtMatmul,
         dtype: str,
-        attention_for: Callable[[int, Attention], Attention] | None = None,
+        attention_for: Callable[[int, OwnAttention], OwnAttention] | None = None,
     ) -> None:
         self._device = device
         self.dtype, self.wide = STORAGE[dtype], WIDE[dtype]
@@ -82,10 +80,9 @@ class CudaKernels(Kernels):
         self.logits_bytes = min(4 << 30, max(512 << 20, device.memory()[1] // 32))
         self._own_attention = OwnAttention(self._launcher)
         self._choose_attention = attention_for or (lambda head, own: own)
-        self._attention: dict[int, Attention] = {}
+        self._attention: dict[int, OwnAttention] = {}
         self.wire: Wire | None = DeviceWire(self._launcher)
-        self.linears = Linears(self._launcher, matmuls, dtype)
-        self._muon = MuonSteps(self._launcher, matmuls, self.dtype, self.wide)
+        self.matmuls, self._type, self._possible, self._tables = matmuls, dtype, {}, {}
 
     # -- arrays and workers
 
@@ -123,7 +120,7 @@ class CudaKernels(Kernels):
         self._device.between(act)
 
     def agree(self, gather: Callable[[bytes], list[bytes]]) -> None:
-        share_autotuning(gather, self._device, self.linears.matmuls)
+        share_autotuning(gather, self._device, self.matmuls)
 
     def zero(self, x: Array) -> None:
         self._device.zero(x)
@@ -252,29 +249,10 @@ class CudaKernels(Kernels):
 
     # -- linear layers
 
-    def linear(self, y: Array, x: Array, wb: Affine, onto: Array | None = None) -> None:
-        self.linears.linear(y, x, wb, onto)
-
-    def linear_backward(self, dx: Array, dy: Array, w: Array) -> None:
-        self.linears.matmul(dx, dy, w)
-
-    def linear_backward_weights(
-        self, dwb: Affine, dy: Array, x: Array, accumulate: bool, sums: Array | None = None
-    ) -> None:
-        self.linears.weights(dwb, dy, x, accumulate, sums)
-
     def add_low_rank(self, y: Array, w: Array, b: Array | None, a: Array | None, scale: float) -> None:
         rank = 0 if a is None else len(a)
         args = (y, w, b, a, float(scale), y.size, y.shape[1], rank)
         self._launcher.start("elementwise", "add_low_rank", -(-y.size // BLOCK), BLOCK, *args)
-
-    def linear_act(self, y: Array, pre: Array, x: Array, wb: Affine, act: str) -> None:
-        self.linears.activated(y, pre, x, wb, act)
-
-    def linear_backward_act(
-        self, dpre: Array, y: Array, dy: Array, w: Array, pre: Array, act: str, again: bool, db: Bias = None
-    ) -> None:
-        self.linears.backward_through(dpre, y, dy, w, pre, act, again, db)
 
     # -- attention
 
@@ -306,7 +284,7 @@ class CudaKernels(Kernels):
     def sum_rows(self, total: Array, x: Array, accumulate: bool) -> None:
         """Add up every so many rows first, so that there is work for many blocks."""
         if x.dtype != self.wide:
-            self.linears.bias(BiasGradient(total, accumulate), x)
+            self._bias(BiasGradient(total, accumulate), x)
             return
         n, c = x.shape
         apart = gcd(n, ROWS_APART)
@@ -325,9 +303,9 @@ class CudaKernels(Kernels):
         attention = self._attention_for(y, lse, mask)
         parts = attention.backward(dqkv, dy, y, lse, qkv, mask, db is not None)
         if db is not None:
-            self.linears.bias(db, dqkv, parts)
+            self._bias(db, dqkv, parts)
 
-    def _attention_for(self, y: Array, lse: Array, mask: AttentionMask) -> Attention:
+    def _attention_for(self, y: Array, lse: Array, mask: AttentionMask) -> OwnAttention:
         if mask.positions is not None or mask.window:
             return self._own_attention  # libraries have neither
         head = y.shape[1] // lse.shape[1]
@@ -382,7 +360,7 @@ class CudaKernels(Kernels):
         for start in range(0, len(x), len(logits)):
             rows = slice(start, min(len(x), start + len(logits)))
             chunk = logits[: rows.stop - start]
-            self.linears.matmul(chunk, x[rows], w, transpose_b=True)
+            self._matmul(chunk, x[rows], w, transpose_b=True)
             kernel, pack = self._launcher.variant("cross_entropy", width, chunk)
             block = min(LARGEST_BLOCK, -(-width // (pack * WARP)) * WARP)
             sizes = (vocab, width, float(scale), int(dx is not None))
@@ -390,9 +368,9 @@ class CudaKernels(Kernels):
                 "loss", kernel, len(chunk), block, losses[rows], chunk, targets[rows], *sizes
             )
             if dx is not None:
-                self.linears.matmul(dx[rows], chunk, w)
+                self._matmul(dx[rows], chunk, w)
             if dw is not None:
-                self.linears.weights(Affine(dw, None), chunk, x[rows], accumulate or start > 0)
+                self.linear_backward_weights(Affine(dw, None), chunk, x[rows], accumulate or start > 0)
 
     def sum(self, total: Array, x: Array, scale: float, accumulate: bool) -> None:
         args = (total, x, x.size, float(scale), int(accumulate))
@@ -422,18 +400,6 @@ class CudaKernels(Kernels):
         self._launcher.start("optimizer", "adamw_common", 1, WARP, common, norm, scalars, groups, *constants)
         args = (*state, len(state.ranges), common, np.int64(state.p.size))
         self._launcher.start("optimizer", "adamw", self._fours(state.p), BLOCK, *args)
-
-    def muon_momentum(self, m: Sequence[Array], g: Sequence[Array], norm: Array, scalars: Array) -> None:
-        self._muon.momentum(m, g, norm, scalars)
-
-    def orthogonalise(self, updates: Sequence[Array]) -> None:
-        self._muon.orthogonalise(updates)
-
-    def orthogonalise_bytes(self, shapes: Sequence[tuple[int, ...]]) -> int:
-        return self._muon.room(shapes) * int(self.dtype.itemsize)
-
-    def muon(self, matrices: Sequence[MuonMatrix], norm: Array, scalars: Array, beta2: float) -> None:
-        self._muon.step(matrices, norm, scalars, beta2)
 
     def subtract(self, y: Array, a: Array, b: Array) -> None:
         self._launcher.start("optimizer", "subtract", self._fours(y), BLOCK, y, a, b, np.int64(y.size))

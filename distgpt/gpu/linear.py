@@ -11,7 +11,8 @@ import numpy as np
 
 from distgpt.core.ops.activations import ACTIVATIONS
 from distgpt.core.ops.api import Affine, Array, Bias, BiasGradient, Work
-from distgpt.gpu.device import LARGEST_BLOCK, TYPE_OF, WARP, WIDE, Launcher
+from distgpt.core.ops.kernels import Kernels
+from distgpt.gpu.device import LARGEST_BLOCK, TYPE_OF, WARP, CupyDevice, Launcher
 from distgpt.gpu.matmul import LtMatmul, Matmul
 
 FEW = 4  # rows up to which a linear layer is bound by reading w
@@ -19,26 +20,31 @@ SLICE = 64  # rows, at the least, that a block of a column sum reads
 DOWN = 8  # rows that it reads at a time, as in common.cuh
 
 
-class Linears:
+class LinearKernels(Kernels):
     """Linear layers of arrays of the storage type; gradients of parameters are wide."""
 
-    def __init__(self, launcher: Launcher, matmuls: LtMatmul, storage: str) -> None:
-        self._launcher, self.matmuls, self._type = launcher, matmuls, storage
-        self._device, self._wide = launcher.device, WIDE[storage]
-        self._gelu_fuses = storage != "float64"  # cuBLASLt's has constants of ten digits
-        self._possible: dict[Matmul, bool] = {}
+    _launcher: Launcher
+    _device: CupyDevice
+    _type: str
+    _possible: dict[Matmul, bool]  # kinds that the library can do
+    matmuls: LtMatmul
 
     def linear(self, y: Array, x: Array, wb: Affine, onto: Array | None = None) -> None:
         (n, c), (w, b) = x.shape, wb
         if n > FEW:
-            self.matmul(y, x, w, transpose_b=True, bias=b, onto=onto)
+            self._matmul(y, x, w, transpose_b=True, bias=b, onto=onto)
         else:
             kernel, _ = self._launcher.variant("linear_few_rows", c, x, w)
             warps = 8
             args = (y, onto, x, w, b, n, len(w), c)
             self._launcher.start("matmul", kernel, -(-len(w) // warps), warps * WARP, *args)
 
-    def weights(self, dwb: Affine, dy: Array, x: Array, accumulate: bool, sums: Array | None = None) -> None:
+    def linear_backward(self, dx: Array, dy: Array, w: Array) -> None:
+        self._matmul(dx, dy, w)
+
+    def linear_backward_weights(
+        self, dwb: Affine, dy: Array, x: Array, accumulate: bool, sums: Array | None = None
+    ) -> None:
         """dw ← dyᵀ x; db ← Σ dy, from partial sums that norm_backward may have left."""
         dw, db = dwb
         plain = self._kind(dw, dy, x, transpose_a=True, accumulate=accumulate)
@@ -52,12 +58,12 @@ class Linears:
 
         def apart() -> None:
             self.matmuls.run(plain, dw, dy, x)
-            self.bias(BiasGradient(db, accumulate), dy)
+            self._bias(BiasGradient(db, accumulate), dy)
 
         fused = replace(plain, epilogue="column_sums")
         self._fastest(apart, fused, not accumulate, dw, dy, x, bias=db)
 
-    def activated(self, y: Array, pre: Array, x: Array, wb: Affine, act: str) -> None:
+    def linear_act(self, y: Array, pre: Array, x: Array, wb: Affine, act: str) -> None:
         w, b = wb
 
         def apart() -> None:
@@ -65,17 +71,18 @@ class Linears:
             self._launcher.each("elementwise", act, y.shape[1], y.size, y, pre, *_sizes(y, act))
 
         fused = replace(self._kind(y, x, w, transpose_b=True), epilogue="gelu", has_bias=b is not None)
-        allowed = act == "gelu" and self._gelu_fuses and len(x) > FEW
+        # cuBLASLt's gelu has constants of ten digits.
+        allowed = act == "gelu" and self._type != "float64" and len(x) > FEW
         self._fastest(apart, fused, allowed, y, x, w, bias=b, aux=pre)
 
-    def backward_through(
-        self, dpre: Array, y: Array, dy: Array, w: Array, pre: Array, act: str, again: bool, db: Bias
+    def linear_backward_act(
+        self, dpre: Array, y: Array, dy: Array, w: Array, pre: Array, act: str, again: bool, db: Bias = None
     ) -> None:
         """Compute dpre. Our own kernel for the activation also sums the columns that it writes."""
         parts = None if db is None else self._parts(dpre)
 
         def apart() -> None:
-            self.matmul(y, dy, w)
+            self._matmul(y, dy, w)
             if parts is not None and not ACTIVATIONS[act].gated:
                 self._slices("elementwise", f"{act}_backward_sums", parts, dpre, y, pre, int(again))
                 return
@@ -88,11 +95,11 @@ class Linears:
                 self._slices("reduce", "sum_slices", parts, dpre)
 
         fused = replace(self._kind(dpre, dy, w), epilogue="dgelu") if act == "gelu" else None
-        self._fastest(apart, fused, not again and self._gelu_fuses, dpre, dy, w, aux=pre, behind=sums)
+        self._fastest(apart, fused, not again and self._type != "float64", dpre, dy, w, aux=pre, behind=sums)
         if db is not None:
-            self.bias(db, dpre, parts)
+            self._bias(db, dpre, parts)
 
-    def bias(self, to: BiasGradient, dy: Array, parts: Array | None = None) -> None:
+    def _bias(self, to: BiasGradient, dy: Array, parts: Array | None = None) -> None:
         """Sum the rows of dy, from sums over parts of them, (parts, c), where there are any already."""
         if parts is None:
             parts = self._parts(dy)
@@ -104,7 +111,7 @@ class Linears:
         n, c = dy.shape
         _, w = self._launcher.variant("sum_slices", c, dy)
         most = 4 * self._device.multiprocessors // -(-c // (WARP * w))
-        return self._launcher.scratch("columns", (max(1, min(-(-n // SLICE), most)), c), self._wide)
+        return self._launcher.scratch("columns", (max(1, min(-(-n // SLICE), most)), c), self.wide)
 
     def _slices(self, source: str, kernel: str, parts: Array, x: Array, *others: Array | int) -> None:
         """Start a kernel that sums up slices of the rows of x, WARP threads side by side."""
@@ -131,7 +138,7 @@ class Linears:
             m, n, k, transpose_a, transpose_b, self._type, out_type, accumulate=accumulate, stride=stride
         )
 
-    def matmul(
+    def _matmul(
         self,
         out: Array,
         a: Array,

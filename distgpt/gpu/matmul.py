@@ -50,10 +50,6 @@ _WITH_AUX = (Epilogue.GELU_AUX, Epilogue.GELU_AUX_BIAS, Epilogue.DGELU)
 _ACCUMULATING = (Epilogue.DEFAULT, Epilogue.BGRADB)
 _ADDING = (Epilogue.DEFAULT, Epilogue.BIAS)
 _POINTERS = (Desc.BIAS_POINTER, Desc.EPILOGUE_AUX_POINTER)
-_FACTORS = {  # alpha and beta, which the library reads when a matmul is started
-    DataType.R_32F: (ctypes.c_float(0), ctypes.c_float(1)),
-    DataType.R_64F: (ctypes.c_double(0), ctypes.c_double(1)),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +123,6 @@ class _Plan:
     a: int
     b: int
     out: int
-    alpha: int
-    beta: int
     wants: tuple[bool, ...]  # those of _POINTERS that it takes
     candidates: list[Algorithm]
     refusal: str  # why there is no candidate
@@ -147,7 +141,7 @@ class LtMatmul:
         self._workspace = device.zeros((workspace_for(device.capability[0]),), np.dtype(np.uint8))
         self._plans: dict[tuple[Matmul, int], _Plan] = {}
         self._adopted: Mapping[str, str] = {}
-        self._factors: dict[tuple[bool, float], Any] = {}  # which live on, since the library reads them
+        self._factors: dict[tuple[type, float], Any] = {}  # which live on, since the library reads them
         self.about = (lt.version, tf32)  # what an algorithm of another process must have been made for
 
     def can(self, kind: Matmul) -> bool:
@@ -175,7 +169,7 @@ class LtMatmul:
         plan = self._plans.get((kind, bits & -bits)) or self._plan(kind, bits & -bits)
         if plan.extras != extras:
             self._point(plan, kind, extras)
-        of = (plan.alpha, plan.beta) if factors is None else self._boxed(kind, factors)
+        of = self._boxed(kind, factors or (1.0, float(kind.accumulate or kind.onto)))
         if not plan.algorithm:
             self._choose(plan, kind, out, (*at, *of))
         if status := self._start(plan, plan.algorithm, (*at, *of)):
@@ -212,12 +206,12 @@ class LtMatmul:
         return status
 
     def _boxed(self, kind: Matmul, factors: tuple[float, float]) -> tuple[int, int]:
-        """Return the addresses of these numbers, in the type that the library reads."""
-        in_double = kind.in_type == "float64"
+        """Return the addresses of alpha and beta, in the type that the library reads."""
+        number = ctypes.c_double if kind.in_type == "float64" else ctypes.c_float
         for value in factors:
-            if (in_double, value) not in self._factors:
-                self._factors[in_double, value] = (ctypes.c_double if in_double else ctypes.c_float)(value)
-        alpha, beta = (ctypes.addressof(self._factors[in_double, value]) for value in factors)
+            if (number, value) not in self._factors:
+                self._factors[number, value] = number(value)
+        alpha, beta = (ctypes.addressof(self._factors[number, value]) for value in factors)
         return alpha, beta
 
     def _point(self, plan: _Plan, kind: Matmul, extras: tuple[int, ...]) -> None:
@@ -290,11 +284,9 @@ class LtMatmul:
             attributes |= {Desc.EPILOGUE_AUX_POINTER: alignment, Desc.EPILOGUE_AUX_LD: n}
         compute, scale = self._arithmetic(in_type)
         descriptor = self._lt.descriptor(compute, scale, attributes)
-        zero, one = map(ctypes.addressof, _FACTORS[scale])
         candidates, refusal = self._search(kind, epilogue, descriptor, (a, b, out), alignment)
-        beta = one if kind.accumulate or kind.onto else zero
         name = f"{kind} at multiples of {alignment}"
-        return _Plan(name, descriptor, a, b, out, one, beta, wants, candidates, refusal)
+        return _Plan(name, descriptor, a, b, out, wants, candidates, refusal)
 
     def _arithmetic(self, in_type: DataType) -> tuple[Compute, DataType]:
         """Return the type of the sums, and the type of alpha and beta."""

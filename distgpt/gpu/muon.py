@@ -8,8 +8,9 @@ from itertools import pairwise
 import numpy as np
 
 from distgpt.core.ops.api import POLAR, Array, MuonMatrix
-from distgpt.gpu.device import BLOCK, LARGEST_BLOCK, TYPE_OF, WARP, Launcher, address
-from distgpt.gpu.matmul import LtMatmul, Matmul
+from distgpt.gpu.device import BLOCK, LARGEST_BLOCK, WARP, address
+from distgpt.gpu.linear import LinearKernels
+from distgpt.gpu.matmul import Matmul
 
 STEP = 4  # values of a step that all threads read, as in muon.cu
 PIECE = 4096  # elements that a block has, as there
@@ -17,39 +18,39 @@ MOST_BYTES = 256 << 20  # of scratch memory, unless one matrix needs more: all o
 APART = 128  # elements: every part of the scratch memory begins at a multiple, for the widest loads
 
 
-class MuonSteps:
+class MuonKernels(LinearKernels):
     """Momentum, orthogonalised updates, and steps along them: launches do not grow with the layers.
 
     Matrices lie anywhere: a table on the device has their places. Only the matmuls need a constant stride,
     and their operands are scratch memory, into which `normalise` gathers.
     """
 
-    def __init__(self, launcher: Launcher, matmuls: LtMatmul, storage: np.dtype, wide: np.dtype) -> None:
-        self._launcher, self._matmuls = launcher, matmuls
-        self._storage, self._wide, self._type = storage, wide, TYPE_OF[storage]
-        self._tables: dict[tuple[tuple[int, ...], ...], Array] = {}
+    _tables: dict[tuple[tuple[int, ...], ...], Array]
 
-    def momentum(self, m: Sequence[Array], g: Sequence[Array], norm: Array, scalars: Array) -> None:
+    def muon_momentum(self, m: Sequence[Array], g: Sequence[Array], norm: Array, scalars: Array) -> None:
         pairs = [pair for pair in zip(m, g, strict=True) if pair[0].size]
         if not pairs:
             return
         table = self._table([(*_places(pair, pairs[0]), pair[0].size) for pair in pairs])
         grid = _pieces(max(each.size for each, _ in pairs)), len(pairs)
-        self._start("muon_momentum", grid, BLOCK, *pairs[0], table, self._step(norm, scalars))
+        self._start_muon("muon_momentum", grid, BLOCK, *pairs[0], table, self._step(norm, scalars))
 
     def orthogonalise(self, updates: Sequence[Array]) -> None:
         """See `Kernels.orthogonalise`. Matrices with more rows than columns are transposed on the way."""
-        room = self.room([u.shape for u in updates])
-        memory = self._launcher.scratch("orthogonalise", (room,), self._storage)
+        room = self._room_for([u.shape for u in updates])
+        memory = self._launcher.scratch("orthogonalise", (room,), self.dtype)
         for batch in self._batches(updates):
             self._orthogonalise(batch, memory)
 
-    def room(self, shapes: Sequence[tuple[int, ...]]) -> int:
+    def _room_for(self, shapes: Sequence[tuple[int, ...]]) -> int:
         """Return the elements of scratch memory: more matrices never need less."""
         sides = [_sides(shape) for shape in shapes]
         return max((min(sides.count(each), self._most(each)) * _room(each) for each in sides), default=0)
 
-    def step(self, matrices: Sequence[MuonMatrix], norm: Array, scalars: Array, beta2: float) -> None:
+    def orthogonalise_bytes(self, shapes: Sequence[tuple[int, ...]]) -> int:
+        return self._room_for(shapes) * int(self.dtype.itemsize)
+
+    def muon(self, matrices: Sequence[MuonMatrix], norm: Array, scalars: Array, beta2: float) -> None:
         if not matrices:  # a rank whose part has none
             return
         first, scratch = matrices[0], self._launcher.scratch
@@ -57,15 +58,15 @@ class MuonSteps:
         table = self._table(
             [(*_places(each, first), i * longest, *each.p.shape) for i, each in enumerate(matrices)]
         )
-        q = scratch("mean squares", (len(matrices) * longest,), self._wide)
-        factors = scratch("length factors", (len(matrices), 2), self._wide)
+        q = scratch("mean squares", (len(matrices) * longest,), self.wide)
+        factors = scratch("length factors", (len(matrices), 2), self.wide)
         step, many = self._step(norm, scalars), len(matrices)
         blocks = -(-longest // WARP)
         args = (first.v, q, first.u, table, step, beta2)
-        self._start("mean_squares", (blocks, many), WARP * WARP, *args)
-        self._start("length_factor", (1, many), LARGEST_BLOCK, factors, first.v, q, table)
+        self._start_muon("mean_squares", (blocks, many), WARP * WARP, *args)
+        self._start_muon("length_factor", (1, many), LARGEST_BLOCK, factors, first.v, q, table)
         grid = _pieces(max(each.p.size for each in matrices)), many
-        self._start("muon_step", grid, BLOCK, first.p, first.low, first.v, first.u, table, factors, step)
+        self._start_muon("muon_step", grid, BLOCK, first.p, first.low, first.v, first.u, table, factors, step)
 
     def _batches(self, updates: Sequence[Array]) -> Iterator[list[Array]]:
         """Cut matrices of equal sides, lying or standing, into batches that have room."""
@@ -77,7 +78,7 @@ class MuonSteps:
             yield from (some[start : start + most] for start in range(0, len(some), most))
 
     def _most(self, sides: tuple[int, int]) -> int:
-        return max(1, MOST_BYTES // (_room(sides) * self._storage.itemsize))
+        return max(1, MOST_BYTES // (_room(sides) * self.dtype.itemsize))
 
     def _orthogonalise(self, batch: list[Array], memory: Array) -> None:
         """x ← a x + (b s + c s s) x, where s = x xᵀ: by three matmuls, which add as they store."""
@@ -86,27 +87,27 @@ class MuonSteps:
         ends = [0, *(many * each for each in (_apart(size), 2 * _apart(size), _room((low, high))))]
         x, y, polynomial = (memory[a:b] for a, b in pairwise(ends))
         table = self._table([(*_places([u], batch[:1]), int(u.shape[0] > low)) for u in batch])
-        factor = self._launcher.scratch("shrinking", (many,), self._wide)
+        factor = self._launcher.scratch("shrinking", (many,), self.wide)
         pieces = self._launcher.scratch("squares of updates", (many, _pieces(size)), np.dtype(np.float64))
-        self._start("update_squares", (_pieces(size), many), BLOCK, pieces, batch[0], table, size)
-        self._start("shrinking", many, BLOCK, factor, pieces, _pieces(size))
+        self._start_muon("update_squares", (_pieces(size), many), BLOCK, pieces, batch[0], table, size)
+        self._start_muon("shrinking", many, BLOCK, factor, pieces, _pieces(size))
         tiles = -(-low // WARP) * -(-high // WARP), many
-        self._start("normalise", tiles, BLOCK, x, batch[0], table, factor, low, high)
+        self._start_muon("normalise", tiles, BLOCK, x, batch[0], table, factor, low, high)
         types = self._type, self._type
         gram = Matmul(low, low, high, False, True, *types, batch=many)
         square = Matmul(low, low, low, False, False, *types, onto=True, batch=many)
         along = Matmul(low, high, low, False, False, *types, onto=True, batch=many)
         for a, b, c in POLAR:
             s = y  # which has been read, and is written only when s has been
-            self._matmuls.run(gram, s, x, x)
-            self._matmuls.run(square, polynomial, s, s, onto=s, factors=(c, b))
-            self._matmuls.run(along, y, polynomial, x, onto=x, factors=(1.0, a))
+            self.matmuls.run(gram, s, x, x)
+            self.matmuls.run(square, polynomial, s, s, onto=s, factors=(c, b))
+            self.matmuls.run(along, y, polynomial, x, onto=x, factors=(1.0, a))
             x, y = y, x
-        self._start("widen_update", tiles, BLOCK, batch[0], x, table, low, high)
+        self._start_muon("widen_update", tiles, BLOCK, batch[0], x, table, low, high)
 
     def _step(self, norm: Array, scalars: Array) -> Array:
-        step = self._launcher.scratch("muon step", (STEP,), self._wide)
-        self._start("muon_scalars", 1, WARP, step, norm, scalars)
+        step = self._launcher.scratch("muon step", (STEP,), self.wide)
+        self._start_muon("muon_scalars", 1, WARP, step, norm, scalars)
         return step
 
     def _table(self, rows: Sequence[tuple[int, ...]]) -> Array:
@@ -119,7 +120,7 @@ class MuonSteps:
             self._tables[key] = table
         return self._tables[key]
 
-    def _start(self, kernel: str, grid: int | tuple[int, ...], block: int, *args: object) -> None:
+    def _start_muon(self, kernel: str, grid: int | tuple[int, ...], block: int, *args: object) -> None:
         self._launcher.start("muon", kernel, grid, block, *args)
 
 

@@ -172,7 +172,7 @@ def test_a_run_goes_on_with_the_choices_of_another_and_learns_the_same():
 
         on.times, k.agree = times, agree
         outcomes = training(k, replace(VARIANTS["gpt2"], seq_len=8), TRAIN)[2]
-        return outcomes, (k.linears.matmuls.chosen(), on.choices), told
+        return outcomes, (k.matmuls.chosen(), on.choices), told
 
     expected, first, told = run(-1, [])
     alone, own, _ = run(0, [])

@@ -35,7 +35,7 @@ def launches(on, work):
 def test_launches_of_a_token_do_not_grow_with_the_sequences(kind, cuda_kernels, monkeypatch):
     model, _ = alike(VARIANTS[kind], cuda_kernels("float32"))
     lanes, found = BatchedSlots(model, 16), {}
-    matmuls = model.kernels.linears.matmuls
+    matmuls = model.kernels.matmuls
     run, calls = type(matmuls).run, []
     monkeypatch.setattr(
         type(matmuls), "run", lambda *args, **named: (calls.append(1), run(*args, **named))[1]
@@ -53,7 +53,7 @@ def test_launches_of_a_token_do_not_grow_with_the_sequences(kind, cuda_kernels, 
 def test_prompts_of_many_lengths_share_their_plans(cuda_kernels):
     config = replace(VARIANTS["gpt2"], seq_len=96)
     model, _ = alike(config, cuda_kernels.__wrapped__("float32"))
-    lanes, plans, counts = BatchedSlots(model, 2), model.kernels.linears.matmuls._plans, []
+    lanes, plans, counts = BatchedSlots(model, 2), model.kernels.matmuls._plans, []
     for length in range(33, 53):
         lanes.feed([Feed(0, 0, [1] * length, 1)])
         counts.append(len(plans))

@@ -10,6 +10,7 @@ import pytest
 from distgpt.core.base.errors import DistgptError
 from distgpt.core.ops.api import AttentionMask
 from distgpt.gpu import cudnn_attention as module
+from distgpt.gpu.attention import OwnAttention
 from distgpt.gpu.cudnn_attention import (
     DK,
     DQ,
@@ -88,6 +89,8 @@ def journal(monkeypatch):
     )
     monkeypatch.setattr(module, "frontend", lambda: fake)
     monkeypatch.setattr(module, "SHORT", 1)
+    monkeypatch.setattr(OwnAttention, "forward", lambda *args: journal.own.append("forward"))
+    monkeypatch.setattr(OwnAttention, "backward", lambda *args: journal.own.append("backward") or "sums")
     return journal
 
 
@@ -96,12 +99,9 @@ def attention(journal):
         journal.allocated += shape
         return np.zeros(shape, dtype)
 
-    device = SimpleNamespace(stream=SimpleNamespace(ptr=STREAM), deterministic=False, zeros=zeros)
-    own = SimpleNamespace(
-        forward=lambda *args: journal.own.append("forward"),
-        backward=lambda *args: journal.own.append("backward") or "sums",
-    )
-    return CudnnAttention(device, own, journal.said.append)
+    stream = SimpleNamespace(ptr=STREAM)
+    device = SimpleNamespace(stream=stream, deterministic=False, zeros=zeros, capability=HOPPER)
+    return CudnnAttention(SimpleNamespace(device=device), journal.said.append)
 
 
 def forward_and_backward(journal, a=None, seq_len=T):

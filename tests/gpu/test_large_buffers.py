@@ -65,7 +65,7 @@ def test_so_does_muon_s_momentum_whose_sizes_are_in_a_table(kernels, started):
     kernels.muon_momentum([large()], [large()], np.zeros(1), np.zeros(5))
     grid = next(grid for kernel, grid, _, _ in started if kernel == "muon_momentum")
     assert 4096 * grid[0] >= MANY and grid[1] == 1
-    (table,) = kernels._muon._tables.values()
+    (table,) = kernels._tables.values()
     assert kernels.to_host(table).tolist() == [[0, 0, MANY]]
 
 

@@ -43,7 +43,7 @@ def launches(layers, **how):
     Pass(model, 2, 8, training=True).loss_and_gradients(tokens, targets, 1.0, accumulate=False)
     optimizer.compute_norm()
     k._device.synchronize()
-    lt = k.linears.matmuls._lt._library
+    lt = k.matmuls._lt._library
     k._device.xp.launches.clear()
     before = lt.started
     optimizer.prepare(0, 0.02, 1.0, 1.0)
