@@ -32,7 +32,6 @@ sys.setprofile(note)
 main()
 """
 LATER = {  # who loads it
-    "core.cpu.fused.low_rank": "adapters",
     "core.generate.engine": "--sample-every, and the report of a run that is over",
     "core.train.assessment": "--val, --val-fraction, metrics",
     "callbacks.reports": "ranks that have others",

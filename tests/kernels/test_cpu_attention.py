@@ -149,8 +149,9 @@ def test_a_unit_writes_what_belongs_to_its_head_and_no_more(dtype):
     for unit in range(2 * n_head):
         y, dqkv = poisoned(dy.shape, dtype), poisoned(qkv.shape, dtype)
         lse = np.full((len(dy), n_head), np.nan, k.wide)
-        attention.attention(unit, unit + 1, y, lse, qkv, seq_len, forward, None, seq_len)
-        of = dqkv, dy, whole[0], whole[1], qkv, seq_len, backward, None, seq_len
+        mask = AttentionMask(seq_len, None, seq_len)
+        attention.attention(unit, unit + 1, y, lse, qkv, mask, forward)
+        of = dqkv, dy, whole[0], whole[1], qkv, mask, backward
         attention.attention_backward(unit, unit + 1, *of)
         rows = slice(unit // n_head * seq_len, (unit // n_head + 1) * seq_len)
         for found, expected in zip((y, lse, dqkv), whole, strict=True):

@@ -6,7 +6,7 @@ from adapted import adapted, expected, gradients, merged
 from models import BASE, VARIANTS, batch, plain_logits
 
 from distgpt.core.base.errors import UsageError
-from distgpt.core.cpu.fused import low_rank
+from distgpt.core.cpu.fused import flat
 from distgpt.core.cpu.kernels import Bfloat16Kernels, CpuKernels
 from distgpt.core.model.passes import Pass
 from distgpt.core.ops.kernels import Kernels
@@ -95,8 +95,8 @@ def test_a_matrix_made_in_parts_by_several_threads_has_the_same_bits(monkeypatch
     rng, found = np.random.default_rng(0), []
     host = [rng.standard_normal(shape) for shape in ((70, 40), (70, 3), (3, 40))]
     for threads, rows in ((1, 1000), (1, 8), (2, 8)):
-        monkeypatch.setattr(low_rank, "SUMS_BYTES", 40 * 4 * rows)
-        monkeypatch.setattr(low_rank, "LEAST_ROWS", 1)
+        monkeypatch.setattr(flat, "SUMS_BYTES", 40 * 4 * rows)
+        monkeypatch.setattr(flat, "LEAST_ROWS", 1)
         kernels = Bfloat16Kernels(threads)
         w, b, a = (kernels.zeros(*each.shape) for each in host)
         for array, each in zip((w, b, a), host, strict=True):

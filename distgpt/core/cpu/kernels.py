@@ -6,10 +6,9 @@ Float32 and float64 (CpuKernels), and bfloat16 between layers (Bfloat16Kernels).
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
-from types import MappingProxyType
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -18,7 +17,7 @@ from distgpt.core.cpu.compiling.jit import Loop
 from distgpt.core.cpu.fused import activations, attention, flat, muon, rowwise
 from distgpt.core.cpu.matmul import blas
 from distgpt.core.cpu.matmul.layers import Matmuls, OwnMatmuls, matmuls_for
-from distgpt.core.cpu.pool import COLUMNS, ROWS, Pool, WorkerMemory, pool_of
+from distgpt.core.cpu.pool import COLUMNS, ROWS, WorkerMemory, pool_of
 from distgpt.core.cpu.teams import Shape, Team, by_job, run_in_teams, share_out
 from distgpt.core.ops.api import (
     IGNORED,
@@ -44,65 +43,18 @@ from distgpt.core.ops.api import (
 from distgpt.core.ops.kernels import Kernels
 from distgpt.core.ops.low_precision import BITS, from_bfloat16
 
-W = TypeVar("W")
 WORTHWHILE = 1 << 17  # elements to read: below that, waking a worker takes longer than the work
 
 
-class Operand(Generic[W]):
-    """Computes with one type of matrix, w (rows, k)."""
-
-    def __init__(self, kernels: CpuKernels, pool: Pool, memory: WorkerMemory) -> None:
-        self._kernels = kernels
-        self._pool = pool
-        self._memory = memory
-
-    def linear(self, y: Array, x: Array, w: W, b: Array | None) -> None:
-        """y ← x wᵀ + b"""
-        raise NotImplementedError
-
-    def lookup(self, w: W, tokens: Array) -> tuple[Array, Array]:
-        """Return an array, and which of its rows these tokens have."""
-        raise NotImplementedError
-
-    def unpadded(self, w: W, vocab: int) -> W:
-        """Return the output layer without its padding, so that only real tokens are scored."""
-        raise NotImplementedError
-
-    def to_host(self, w: W) -> HostArray:
-        """Return the matrix as float32."""
-        raise NotImplementedError
-
-
-class Floats(Operand[Array]):
-    """A matrix that is an array."""
-
-    def linear(self, y: Array, x: Array, w: Array, b: Array | None) -> None:
-        if len(x) <= self._kernels.unpacked_rows:
-            grain = max(COLUMNS, WORTHWHILE // w.shape[1])
-            self._pool.split_range(len(w), grain, blas.linear_few_rows, y, x, w, b)
-        else:
-            self._kernels.matmuls.forward(y, x, w, b)
-
-    def lookup(self, w: Array, tokens: Array) -> tuple[Array, Array]:
-        return w, tokens
-
-    def unpadded(self, w: Array, vocab: int) -> Array:
-        return w[:vocab]
-
-    def to_host(self, w: Array) -> HostArray:
-        return w
-
-
-Operands = Mapping[type, type[Operand[Any]]]  # by type of matrix
 Recorder = Callable[["CpuKernels", Work], Work]  # graphs/capture.py, which imports this file
-FLOATS: Operands = MappingProxyType({np.ndarray: Floats})
 
 
 class CpuKernels(Kernels):
     """`threads` workers, the caller included; the BLAS runs inside each at one thread.
 
     `matmul` names what computes float32 matmuls: "own" kernels, "blas", or "auto", the one in a table.
-    `operands` has what multiplies by each type of matrix. `record` returns a faster version of some work.
+    `record` returns a faster version of some work. A subclass may have matrices of other types than arrays:
+    then `_matmul`, `_lookup`, `_unpadded` and `to_host` take these, too.
     """
 
     # 667 rows of GPT-2's vocabulary: sgemm is 1.8 times as fast with 512 rows as with 64 (performance.md).
@@ -118,7 +70,6 @@ class CpuKernels(Kernels):
         dtype: str = "float32",
         threads: int = 1,
         matmul: str = "auto",
-        operands: Operands = FLOATS,
         record: Recorder | None = None,
     ) -> None:
         # Between layers, and of weights, statistics and sums: the same but in bfloat16.
@@ -127,7 +78,6 @@ class CpuKernels(Kernels):
         self._record = record
         self._pool = pool_of(threads)
         self._memory = WorkerMemory(self._pool)
-        self._operands = {kind: of(self, self._pool, self._memory) for kind, of in operands.items()}
         blas.single_threaded_blas()  # two pools of threads would fight for the same cores
         self.matmuls = self._matmuls(matmul)
         self._polar_cost = muon.blas_cost if dtype == "float32" else muon.whole_cost
@@ -155,8 +105,23 @@ class CpuKernels(Kernels):
     def add(self, y: Array, a: Array, b: Array) -> None:
         self._pool.split_range(y.size, PIECE, rowwise.add, flattened(y), a.reshape(-1), b.reshape(-1))
 
-    def to_host(self, array: Array) -> HostArray:
-        return self._operands[type(array)].to_host(array)
+    # -- what depends on the type of a matrix
+
+    def _matmul(self, y: Array, x: Array, w: Any, b: Array | None) -> None:
+        """y ← x wᵀ + b"""
+        if len(x) <= self.unpacked_rows:
+            grain = max(COLUMNS, WORTHWHILE // w.shape[1])
+            self._pool.split_range(len(w), grain, blas.linear_few_rows, y, x, w, b)
+        else:
+            self.matmuls.forward(y, x, w, b)
+
+    def _lookup(self, w: Any, tokens: Array) -> tuple[Array, Array]:
+        """Return an array, and which of its rows these tokens have."""
+        return w, tokens
+
+    def _unpadded(self, w: Any, vocab: int) -> Any:
+        """Return the output layer without its padding, so that only real tokens are scored."""
+        return w[:vocab]
 
     # -- embedding
 
@@ -170,12 +135,12 @@ class CpuKernels(Kernels):
         start: Array | None,
         positions: Array | None = None,
     ) -> None:
-        wte, tokens = self._operands[type(wte)].lookup(wte, tokens)
-        if wpe is not None and positions is not None:
-            self._pool.split_range(len(x), ROWS, rowwise.embed_at_positions, x, tokens, wte, wpe, positions)
-            return
-        added = None if wpe is None else wpe[following(seq_len, start)]
-        self._pool.split_range(len(x), ROWS, rowwise.embed, x, tokens, wte, added)
+        wte, tokens = self._lookup(wte, tokens)
+        if wpe is None:
+            positions = None
+        elif positions is None:
+            wpe = wpe[following(seq_len, start)]
+        self._pool.split_range(len(x), ROWS, rowwise.embed, x, tokens, wte, wpe, positions)
 
     def embed_backward(
         self,
@@ -191,7 +156,7 @@ class CpuKernels(Kernels):
         self._pool.split_range(columns, COLUMNS, rowwise.embed_backward, *of)
 
     def add_embedding(self, x: Array, tokens: Array, w: Array) -> None:
-        w, tokens = self._operands[type(w)].lookup(w, tokens)
+        w, tokens = self._lookup(w, tokens)
         self._pool.split_range(len(x), ROWS, rowwise.add_embedding, x, tokens, w)
 
     # -- norms
@@ -224,7 +189,7 @@ class CpuKernels(Kernels):
     # -- linear layers
 
     def linear(self, y: Array, x: Array, wb: Affine, onto: Array | None = None) -> None:
-        self._operands[type(wb.w)].linear(y, x, *wb)
+        self._matmul(y, x, *wb)
         if onto is not None:
             self.add(y, y, onto)
 
@@ -240,13 +205,11 @@ class CpuKernels(Kernels):
             self._pool.split_range(dy.shape[1], COLUMNS, rowwise.sum_rows, db, dy, accumulate)
 
     def add_low_rank(self, y: Array, w: Array, b: Array | None, a: Array | None, scale: float) -> None:
-        from distgpt.core.cpu.fused import low_rank  # no plain model asks for it
-
         if b is None or a is None:
-            self._pool.split_range(len(y), ROWS, low_rank.copy, y, w)
+            self._pool.split_range(len(y), ROWS, flat.copy_rows, y, w)
             return
         columns = y.shape[1]
-        most = max(low_rank.LEAST_ROWS, low_rank.SUMS_BYTES // (columns * self.wide.itemsize))
+        most = max(flat.LEAST_ROWS, flat.SUMS_BYTES // (columns * self.wide.itemsize))
 
         def some(first: int, last: int) -> None:
             memory = self._memory.scratch(np.empty, (most, columns), self.wide.name)
@@ -254,7 +217,7 @@ class CpuKernels(Kernels):
                 bottom = min(top + most, last)
                 sums = memory[: bottom - top]
                 self.matmuls.backward(sums, b[top:bottom], a)
-                self._pool.call(low_rank.add, top, bottom, y, w, sums, scale)
+                self._pool.call(flat.add_low_rank, top, bottom, y, w, sums, scale)
 
         self._pool.split_range(len(y), ROWS, some)
 
@@ -298,38 +261,18 @@ class CpuKernels(Kernels):
         self._pool.split_range(x.shape[1], COLUMNS, rowwise.sum_rows, total, x, accumulate)
 
     def attention(self, y: Array, lse: Array, qkv: Array, mask: AttentionMask) -> None:
-        seq_len, positions, window = mask
         n_head = lse.shape[1]
-        n_seq = len(y) // seq_len
-        size = y.shape[1] // n_head
-        seen = window or seq_len
-
-        def some(i: int, j: int) -> None:
-            scratch = self._memory.scratch(
-                attention.forward_scratch, seq_len, size, self.dtype.name, self.wide.name
-            )
-            self._pool.call(attention.attention, i, j, y, lse, qkv, seq_len, scratch, positions, seen)
-
-        self._pool.split_range(n_seq * n_head, 1, some)
+        of = attention.attention, attention.forward_scratch, y.shape[1] // n_head, mask
+        self._by_heads(len(y) // mask.seq_len * n_head, 1, *of, y, lse, qkv)
 
     def attention_backward(
         self, dqkv: Array, dy: Array, y: Array, lse: Array, qkv: Array, mask: AttentionMask, db: Bias = None
     ) -> None:
         assert db is None
-        seq_len, positions, window = mask
         size = y.shape[1] // lse.shape[1]
-        seen = window or seq_len
         kv_heads = (qkv.shape[1] - y.shape[1]) // (2 * size)
-
-        def some(i: int, j: int) -> None:
-            scratch = self._memory.scratch(
-                attention.backward_scratch, seq_len, size, self.dtype.name, self.wide.name
-            )
-            self._pool.call(
-                attention.attention_backward, i, j, dqkv, dy, y, lse, qkv, seq_len, scratch, positions, seen
-            )
-
-        self._pool.split_range(len(y) // seq_len * kv_heads, 1, some)
+        of = attention.attention_backward, attention.backward_scratch, size, mask
+        self._by_heads(len(y) // mask.seq_len * kv_heads, 1, *of, dqkv, dy, y, lse, qkv)
 
     def attention_cached(
         self, y: Array, cache: Array, qkv: Array, start: Array, window: int = 0, slots: Array | None = None
@@ -339,16 +282,29 @@ class CpuKernels(Kernels):
         starts_and_slots = np.empty((2, n_seq), np.int64)
         starts_and_slots[0] = start
         starts_and_slots[1] = np.arange(n_seq) if slots is None else slots
-        seen = window or length
+        read = 2 * (int(starts_and_slots[0].max()) + len(y) // n_seq) * size
+        mask = AttentionMask(length, None, window)
+        of = attention.attention_cached, attention.forward_scratch, size, mask
+        self._by_heads(n_seq * kv_heads, max(1, WORTHWHILE // read), *of, y, cache, qkv, starts_and_slots)
+
+    def _by_heads(
+        self,
+        units: int,
+        grain: int,
+        loop: Loop,
+        make: Callable[..., object],
+        size: int,
+        mask: AttentionMask,
+        *arrays: Array,
+    ) -> None:
+        """Split heads of sequences, of `size` elements a row; each worker has scratch memory of its own."""
+        mask = mask._replace(window=mask.window or mask.seq_len)
 
         def some(i: int, j: int) -> None:
-            scratch = self._memory.scratch(
-                attention.forward_scratch, length, size, self.dtype.name, self.wide.name
-            )
-            self._pool.call(attention.attention_cached, i, j, y, cache, qkv, starts_and_slots, scratch, seen)
+            scratch = self._memory.scratch(make, mask.seq_len, size, self.dtype.name, self.wide.name)
+            self._pool.call(loop, i, j, *arrays, mask, scratch)
 
-        read = 2 * (int(starts_and_slots[0].max()) + len(y) // n_seq) * size
-        self._pool.split_range(n_seq * kv_heads, max(1, WORTHWHILE // read), some)
+        self._pool.split_range(units, grain, some)
 
     # -- head and loss
 
@@ -448,9 +404,6 @@ class CpuKernels(Kernels):
 
         run_in_teams(self._pool, teams, one)
 
-    def subtract(self, y: Array, a: Array, b: Array) -> None:
-        self._pool.split_range(len(y), PIECE, flat.subtract, y, a, b)
-
     def nesterov(self, state: NesterovState, scale: float, lr: float, momentum: float) -> None:
         self._pool.split_range(len(state.p), PIECE, flat.nesterov, *state, (scale, lr, momentum))
 
@@ -469,7 +422,7 @@ def every_cross_entropy(
     """Compute the same where all rows have a target. Leave out padding, of the scratch memory too."""
     n = len(x)
     vocab = head.vocab
-    w = k._operands[type(head.w)].unpadded(head.w, vocab)
+    w = k._unpadded(head.w, vocab)
     dw = None if dw is None else dw[:vocab]
     packed = head.logits.reshape(-1)[: len(head.logits) * vocab].reshape(-1, vocab)
     for start in range(0, n, len(packed)):

@@ -654,7 +654,7 @@ class Kernels:
 
     def subtract(self, y: Wide1d, a: Wide1d, b: Wide1d) -> None:
         """y ← a - b"""
-        y[...] = a - b
+        np.subtract(a, b, out=y)
 
     def nesterov(self, state: NesterovState, scale: float, lr: float, momentum: float) -> None:
         """One step along the ranks' mean change, with scale = 1 / ranks; p and round_start become the same.

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from distgpt.core.cpu.kernels import FLOATS, CpuKernels, Operand
+from distgpt.core.cpu.kernels import CpuKernels
 from distgpt.core.cpu.pool import ROWS
 from distgpt.core.cpu.stages import Stage
 from distgpt.core.ops.api import Array
@@ -29,10 +29,17 @@ class Packed(NamedTuple):
         return sum(self.rows)
 
 
-class Integers(Operand[Packed]):
-    """A `Packed` as an operand."""
+class Int8Kernels(CpuKernels):
+    """CpuKernels that multiply by matrices in integers, too. `rounded`: int4, where those of layers are."""
 
-    def linear(self, y: Array, x: Array, w: Packed, b: Array | None) -> None:
+    def __init__(self, threads: int = 1, rounded: str = "int8") -> None:
+        super().__init__("float32", threads)
+        self.rounded = rounded
+        self.capabilities = replace(self.capabilities, rounded=rounded)
+
+    def _matmul(self, y: Array, x: Array, w: Array | Packed, b: Array | None) -> None:
+        if not isinstance(w, Packed):
+            return super()._matmul(y, x, w, b)
         count = 1 << (len(x) - 1).bit_length()  # so that batches of many sizes share their memory
         a = self._memory.scratch(operands.operand_rows, count, w.k, w.parts[0].dtype.name)
         self._pool.split_range(len(x), ROWS, operands.quantise_rows, a, x)
@@ -41,33 +48,28 @@ class Integers(Operand[Packed]):
             out, bias = y[:, column : column + rows], None if b is None else b[column : column + rows]
             self._pool.split_range(rows, UNIT, operands.multiply_columns, out, a, panels, bias, w.k)
             column += rows
+        return None
 
-    def lookup(self, w: Packed, tokens: Array) -> tuple[Array, Array]:
+    def _lookup(self, w: Array | Packed, tokens: Array) -> tuple[Array, Array]:
+        if not isinstance(w, Packed):
+            return w, tokens
         rows = np.empty((len(tokens), w.k), np.float32)
         self._pool.split_range(len(tokens), ROWS, operands.unpack_rows, rows, w.parts[0], tokens)
         return rows, np.arange(len(tokens))
 
-    def unpadded(self, w: Packed, vocab: int) -> Packed:
-        """Return it as it is: only as many columns are computed as the scores have."""
-        return w
+    def _unpadded(self, w: Array | Packed, vocab: int) -> Array | Packed:
+        """Return it as it is if it is packed: only as many columns are computed as the scores have."""
+        return w if isinstance(w, Packed) else w[:vocab]
 
-    def to_host(self, w: Packed) -> Array:
+    def to_host(self, array: Array | Packed) -> Array:
         """Return the float32 matrix."""
-        out, first = np.empty((len(w), w.k), np.float32), 0
-        for panels, rows in zip(w.parts, w.rows, strict=True):
+        if not isinstance(array, Packed):
+            return array
+        out, first = np.empty((len(array), array.k), np.float32), 0
+        for panels, rows in zip(array.parts, array.rows, strict=True):
             operands.unpack_rows(0, rows, out[first : first + rows], panels, np.arange(rows))
             first += rows
         return out
-
-
-class Int8Kernels(CpuKernels):
-    """CpuKernels that multiply by matrices in integers, too. `rounded`: int4, where those of layers are."""
-
-    def __init__(self, threads: int = 1, rounded: str = "int8") -> None:
-        of = {**FLOATS, Packed: Integers}
-        super().__init__("float32", threads, operands=of)
-        self.rounded = rounded
-        self.capabilities = replace(self.capabilities, rounded=rounded)
 
 
 def make(stage: Stage, dtype: str, matmul: str) -> Int8Kernels:

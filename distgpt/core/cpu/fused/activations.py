@@ -28,18 +28,13 @@ def silu_of(x, one):
 
 @jit
 def gelu(first, last, y, pre):
-    for i in range(first, last):
-        gelu_row(y[i], pre[i])
-
-
-@inline
-def gelu_row(y, pre):
     one = number(y, 1)
     linear = number(y, LINEAR)
     cubic = number(y, CUBIC)
-    for j in range(pre.shape[0]):
-        value = gelu_of(get(pre, j), one, linear, cubic)
-        put(y, j, value)
+    for i in range(first, last):
+        yi, pi = y[i], pre[i]
+        for j in range(pi.shape[0]):
+            put(yi, j, gelu_of(get(pi, j), one, linear, cubic))
 
 
 @jit
@@ -62,17 +57,12 @@ def gelu_backward(first, last, y, pre):
 
 @jit
 def relu(first, last, y, pre):
-    for i in range(first, last):
-        relu_row(y[i], pre[i])
-
-
-@inline
-def relu_row(y, pre):
     zero = number(y, 0)
-    for j in range(pre.shape[0]):
-        x = get(pre, j)
-        value = zero if x < zero else x  # written this way, NaN stays NaN
-        put(y, j, value)
+    for i in range(first, last):
+        yi, pi = y[i], pre[i]
+        for j in range(pi.shape[0]):
+            x = get(pi, j)
+            put(yi, j, zero if x < zero else x)  # written this way, NaN stays NaN
 
 
 @jit
@@ -120,17 +110,12 @@ def relu2_backward(first, last, y, pre):
 
 @jit
 def swiglu(first, last, y, pre):
+    one = number(y, 1)
     width = y.shape[1]
     for i in range(first, last):
-        swiglu_row(y[i], pre[i, :width], pre[i, width:])
-
-
-@inline
-def swiglu_row(y, left, right):
-    one = number(y, 1)
-    for j in range(y.shape[0]):
-        value = silu_of(get(left, j), one) * get(right, j)
-        put(y, j, value)
+        yi, left, right = y[i], pre[i, :width], pre[i, width:]
+        for j in range(width):
+            put(yi, j, silu_of(get(left, j), one) * get(right, j))
 
 
 @jit

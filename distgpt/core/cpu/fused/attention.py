@@ -2,7 +2,8 @@
 
 A unit of work is one head of q of one sequence; backward and with a cache, one head of k and v and all heads
 of q that meet it. q and dy are read in place, what they are multiplied with is packed once. Probabilities are
-rounded to the type of qkv for the matmuls, sums are wide. `s` is the worker's scratch memory.
+rounded to the type of qkv for the matmuls, sums are wide. `mask` is an `AttentionMask` with a window, `s` the
+worker's scratch memory.
 """
 
 from __future__ import annotations
@@ -108,7 +109,8 @@ def _row(seq_len: int) -> int:
 
 
 @jit
-def attention(first, last, y, lse, qkv, seq_len, s, positions, window):
+def attention(first, last, y, lse, qkv, mask, s):
+    seq_len = mask.seq_len
     width, n_head = y.shape[1], lse.shape[1]
     size = width // n_head
     kv_width = (qkv.shape[1] - width) // 2
@@ -122,14 +124,14 @@ def attention(first, last, y, lse, qkv, seq_len, s, positions, window):
             pack_head(s.values, qkv, row, seq_len, key + kv_width, size)
         for begin in range(0, seq_len, ROWS):
             n = min(ROWS, seq_len - begin)
-            key = first_key(positions, window, row, begin) // COLUMNS * COLUMNS
-            _attend(n, begin + 1, key, y, lse, head, qkv, row + begin, column, size, s, positions, window)
+            key = first_key(mask, row, begin) // COLUMNS * COLUMNS
+            _attend(n, begin + 1, key, y, lse, head, qkv, row + begin, column, size, mask, s)
 
 
 @inline
-def first_key(positions, window, row, query):
+def first_key(mask, row, query):
     """Return the first key that a query of the sequence that begins at `row` sees, and so those after it."""
-    return max(0, query + 1 - reach(positions, window, row + query))
+    return max(0, query + 1 - reach(mask.positions, mask.window, row + query))
 
 
 @inline
@@ -139,13 +141,13 @@ def reach(positions, window, row):
 
 
 @inline
-def hide(scores, positions, window, row, seen):
+def hide(scores, mask, row, seen):
     """Hide what lies before a row's document and window from its scores, of `seen` keys, its own the last."""
-    scores[: max(0, seen - reach(positions, window, row))] = UNSEEN
+    scores[: max(0, seen - reach(mask.positions, mask.window, row))] = UNSEEN
 
 
 @inline
-def _attend(n, seen, key, y, lse, head, qkv, row, column, size, s, positions, window):
+def _attend(n, seen, key, y, lse, head, qkv, row, column, size, mask, s):
     """Attend with up to ROWS queries from `row` on; the first sees `seen` keys and each next one more.
 
     Those before `key`, where a panel begins, are left out.
@@ -155,7 +157,7 @@ def _attend(n, seen, key, y, lse, head, qkv, row, column, size, s, positions, wi
     scale = number(s.out, 1.0 / math.sqrt(size))
     _against(n, size, qkv[row:, column:], s.keys[key // COLUMNS :], stop, s.scores)
     for i in range(n):
-        hide(s.scores[i], positions, window, row + i, seen + i)
+        hide(s.scores[i], mask, row + i, seen + i)
         softmax(s.scores[i], s.probs[i], seen + i, stop, scale, s.sums[i])
         if lse is not None:
             lse[row + i, head] = s.sums[i, 0] * scale + np.log(s.sums[i, 1])
@@ -182,10 +184,11 @@ def _padded(row, stop):
 
 
 @jit
-def attention_backward(first, last, dqkv, dy, y, lse, qkv, seq_len, s, positions, window):
+def attention_backward(first, last, dqkv, dy, y, lse, qkv, mask, s):
+    seq_len = mask.seq_len
     width, n_head = y.shape[1], lse.shape[1]
     size = width // n_head
-    arrays = (dqkv, dy, y, lse, qkv, positions, window)
+    arrays = (dqkv, dy, y, lse, qkv, mask)
     kv_width = (qkv.shape[1] - width) // 2
     kv_heads, group = kv_width // size, width // kv_width
     for unit in range(first, last):
@@ -199,7 +202,7 @@ def attention_backward(first, last, dqkv, dy, y, lse, qkv, seq_len, s, positions
             pack_head(s.queries, qkv, row, seq_len, head * size, size)
             pack_head(s.grads, dy, row, seq_len, head * size, size)
             for begin in range(0, seq_len, BLOCK):
-                seen = first_key(positions, window, row, begin) // ROWS * ROWS
+                seen = first_key(mask, row, begin) // ROWS * ROWS
                 end = min(begin + BLOCK, seq_len)
                 key = seen // COLUMNS * COLUMNS  # where a panel begins
                 for start in range(begin, end, ROWS):
@@ -216,7 +219,7 @@ def _query_gradients(n, start, line, key, arrays, row, head, size, s):
 
     Scores begin with `key`.
     """
-    dqkv, dy, y, lse, qkv, positions, window = arrays
+    dqkv, dy, y, lse, qkv, mask = arrays
     seen = start + 1 - key
     stop = start + n - key
     top = row + start
@@ -227,7 +230,7 @@ def _query_gradients(n, start, line, key, arrays, row, head, size, s):
     end = _padded(s.scores, stop)
     for i in range(n):
         delta = _dot(y[top + i, q : q + size], dy[top + i, q : q + size])
-        hide(s.scores[i], positions, window, top + i, seen + i)
+        hide(s.scores[i], mask, top + i, seen + i)
         s.scores[i, seen + i : end] = UNSEEN
         _softmax_backward(s.scores[i, :end], s.dprobs[i, :end], scale, delta, lse[top + i, head])
     _round_rows(n, line, end, s)
@@ -297,7 +300,7 @@ def _write(out, row, seq_len, column, size, x):
 
 
 @jit
-def attention_cached(first, last, y, cache, qkv, starts_and_slots, s, window):
+def attention_cached(first, last, y, cache, qkv, starts_and_slots, mask, s):
     """New rows of each sequence against the last keys up to their own; starts_and_slots is (2, sequences)."""
     width, n_seq, kv_heads, size = y.shape[1], starts_and_slots.shape[1], cache.shape[2], cache.shape[4]
     new = y.shape[0] // n_seq
@@ -325,13 +328,13 @@ def attention_cached(first, last, y, cache, qkv, starts_and_slots, s, window):
             stop = column + size
             for i in range(new if new <= FEW else 0):
                 q, out = qkv[seq * new + i, column:stop], y[seq * new + i, column:stop]
-                seen = slice(first_key(None, window, 0, start + i), start + i + 1)
+                seen = slice(first_key(mask, 0, start + i), start + i + 1)
                 _attend_one(q, keys[seen], values[seen], out, s)
             for begin in range(0, new if new > FEW else 0, ROWS):
                 n = min(ROWS, new - begin)
                 row = seq * new + begin
-                key = first_key(None, window, 0, start + begin) // COLUMNS * COLUMNS
-                _attend(n, start + begin + 1, key, y, None, 0, qkv, row, column, size, s, None, window)
+                key = first_key(mask, 0, start + begin) // COLUMNS * COLUMNS
+                _attend(n, start + begin + 1, key, y, None, 0, qkv, row, column, size, mask, s)
 
 
 @inline

@@ -1,4 +1,4 @@
-"""Loops over flat buffers: AdamW, Nesterov momentum, the gradient's norm; rounding at random."""
+"""Loops over flat buffers: AdamW, Nesterov momentum, the gradient's norm; matrices plus ones of low rank."""
 
 from __future__ import annotations
 
@@ -49,47 +49,33 @@ def grad_scale(norm, scalars):
 def adamw(first, last, p, low, m, v, g, ranges, norm, scalars, groups, constants):
     """Elements first … last of p, and of `low`, their rounded copy, where there is one.
 
-    With a copy in pieces: what is rounded is then still in a cache. `scalars` are `StepScalars`.
+    With a copy in pieces: what is rounded is then still in a cache. `scalars` are `StepScalars`, `groups`
+    (step_size, decay_factor) of each, `constants` (beta1, beta2, eps).
     """
     scale, is_finite = grad_scale(norm, scalars)
     if not is_finite:
         return
-    step = (scale, scalars[CORRECTION])
-    if low is None:
-        _update(first, last, p, low, m, v, g, ranges, step, groups, constants)
-        return
-    for start in range(first, last, PIECE):
-        stop = min(start + PIECE, last)
-        _update(start, stop, p, low, m, v, g, ranges, step, groups, constants)
+    beta1, beta2, eps = constants
+    piece = max(1, last - first) if low is None else PIECE
+    for begin in range(first, last, piece):
+        for i in range(ranges.shape[0]):
+            start = max(begin, ranges[i, 0])
+            stop = min(begin + piece, last, ranges[i, 1])
+            group = ranges[i, 2]
+            if start < stop and group >= 0:
+                moved = ranges[i, 3] - ranges[i, 0]
+                pi = p[start:stop]
+                vi = v[start + moved : stop + moved]
+                rate, decay = groups[group, 0], groups[group, 1]
+                how = scale, rate, decay, scalars[CORRECTION], beta1, beta2, eps
+                _adamw(pi, m[start:stop], vi, g[start:stop], how)
+                if low is not None:
+                    round_to(low[start:stop], pi)
 
 
 @inline
-def _update(first, last, p, low, m, v, g, ranges, step, groups, constants):
-    """Update one piece; the formula is that of `adamw` in api.py.
-
-    `step` is (grad_scale, inv_sqrt_correction), `groups` (step_size, decay_factor) of each, `constants`
-    (beta1, beta2, eps).
-    """
-    for i in range(ranges.shape[0]):
-        start = max(first, ranges[i, 0])
-        stop = min(last, ranges[i, 1])
-        group = ranges[i, 2]
-        if start < stop and group >= 0:
-            moved = ranges[i, 3] - ranges[i, 0]
-            pi = p[start:stop]
-            mi = m[start:stop]
-            vi = v[start + moved : stop + moved]
-            gi = g[start:stop]
-            rate = groups[group, 0]
-            factor = groups[group, 1]
-            (beta1, beta2, eps) = constants
-            _adamw(pi, mi, vi, gi, step[0], rate, factor, step[1], beta1, beta2, eps)
-            if low is not None:
-                round_to(low[start:stop], pi)
-
-
-@inline
-def _adamw(p, m, v, g, grad_scale, step_size, decay, correction, beta1, beta2, eps):
+def _adamw(p, m, v, g, how):
+    grad_scale, step_size, decay, correction, beta1, beta2, eps = how
     real = p.dtype.type
     scale, step, decay, eps, correction = (
         real(grad_scale),
@@ -115,14 +101,6 @@ def _adamw(p, m, v, g, grad_scale, step_size, decay, correction, beta1, beta2, e
 def zero(first, last, x):
     """Elements first … last of x ← 0."""
     x[first:last] = 0
-
-
-@jit
-def subtract(first, last, y, a, b):
-    """Elements first … last of y ← a - b."""
-    yi, ai, bi = y[first:last], a[first:last], b[first:last]
-    for i in range(yi.shape[0]):
-        yi[i] = ai[i] - bi[i]
 
 
 @jit
@@ -173,3 +151,38 @@ def dithered(context, value=None, index=None, key=None):
         return builder.trunc(builder.lshr(chosen, I32(16)), I16)
 
     return types.uint16(types.float32, types.int64, types.int64), generate
+
+
+# Of a matrix plus one of low rank.
+SUMS_BYTES = 256 << 10  # of b a at a time: part of the L2 cache
+LEAST_ROWS = 56  # of it, since a is packed anew each time: four tiles
+
+
+@jit
+def copy_rows(first, last, y, w):
+    for i in range(first, last):
+        yi, wi = y[i], w[i]
+        for j in range(yi.shape[0]):
+            yi[j] = wi[j]
+
+
+@jit
+def add_low_rank(first, last, y, w, sums, scale):
+    """Rows first … last of y ← w + scale · sums, whose first row is that of `first`."""
+    for i in range(first, last):
+        _add_row(y[i], w[i], sums[i - first], sums.dtype.type(scale), i * y.shape[1])
+
+
+@by_types(**FORCED)
+def _add_row(y, w, sums, scale, index):
+    """y ← w + scale · sums; in bfloat16 rounded up or down, by an element's index in its matrix."""
+
+    def plain(y, w, sums, scale, index):
+        for j in range(y.shape[0]):
+            y[j] = w[j] + scale * sums[j]
+
+    def rounded(y, w, sums, scale, index):
+        for j in range(y.shape[0]):
+            y[j] = dithered(get(w, j) + scale * sums[j], index + j, 0)
+
+    return rounded if y.dtype == types.uint16 else plain

@@ -11,7 +11,7 @@ from distgpt.core.cpu.compiling.jit import exp, get, inline, jit, largest, numbe
 
 
 @jit
-def embed(first, last, x, tokens, wte, wpe):
+def embed(first, last, x, tokens, wte, wpe, positions):
     for i in range(first, last):
         xi = x[i]
         token_row = wte[tokens[i]]
@@ -19,19 +19,9 @@ def embed(first, last, x, tokens, wte, wpe):
             for j in range(xi.shape[0]):
                 xi[j] = token_row[j]  # of one type: nothing is rounded
         else:
-            position = wpe[i % wpe.shape[0]]
+            position = wpe[i % wpe.shape[0] if positions is None else positions[i]]
             for j in range(xi.shape[0]):
                 put(xi, j, get(token_row, j) + get(position, j))
-
-
-@jit
-def embed_at_positions(first, last, x, tokens, wte, wpe, positions):
-    for i in range(first, last):
-        xi = x[i]
-        token_row = wte[tokens[i]]
-        position = wpe[positions[i]]
-        for j in range(xi.shape[0]):
-            put(xi, j, get(token_row, j) + get(position, j))
 
 
 @jit
