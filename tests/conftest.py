@@ -29,8 +29,8 @@ from distgpt.cluster.affinity.bind import VARIABLE as BIND
 from distgpt.commands.cli import main
 from distgpt.core import components as core_components
 from distgpt.core.base.interrupts import ENDING
-from distgpt.core.cpu.dtypes import VARIABLE as AUTO_DTYPE
 from distgpt.core.cpu.first_use import COMPILING
+from distgpt.core.cpu.stages import VARIABLE as AUTO_DTYPE
 
 # Processes in the background of a script ignore SIGINT, those of nohup SIGHUP; children inherit that.
 # A handler ends at exec, so children get the default, while this process and its workers survive SIGHUP.
@@ -257,9 +257,10 @@ def copy_compiled(to, but=(), only=None, folder=""):
     To compile all of it again takes a minute of a core. `folder`: its name where it is another package's.
     Return the names of the files.
     """
+    from distgpt.core.base.caches import cache_folder
     from distgpt.core.cpu.compiling import disk_cache
 
-    kept = disk_cache._first_folder(())  # folder() may be another one's at the moment
+    kept = cache_folder(disk_cache.folder_name(), disk_cache.beside())  # folder() may be another one's now
     (own := Path(to, folder or disk_cache.folder_name())).mkdir(mode=0o700, parents=True)
     for path in kept.iterdir() if kept else ():
         loop = path.name.split("-")[0]

@@ -161,21 +161,6 @@ def test_nan_and_infinity_pass_through_and_nothing_else_becomes_one(tiles):
 
 
 @emulated
-def test_packed_pairs_of_k_are_rearranged_by_rows(machine):
-    """And a tile finds them there, also where the last k do not fill a register."""
-    engine = loaded(amx.packed_by_rows(), machine)
-    rows = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)(engine.get_function_address("rows"))
-    strips = np.arange(3 * 16 * ROWS * 2, dtype=np.uint16).reshape(3, 16, ROWS, 2)  # pair, row, k of the pair
-    packed = aligned(strips.shape, "uint16")
-    packed[...] = strips
-    rows(packed.ctypes.data, 2)
-    by_rows = packed.reshape(3, ROWS, 16, 2)
-    assert np.array_equal(by_rows[:2], strips[:2].transpose(0, 2, 1, 3)) and np.array_equal(
-        packed[2], strips[2]
-    )
-
-
-@emulated
 def test_a_tile_of_packed_rows_is_that_of_pairs(tiles, machine):
     engine = loaded(amx.packed_by_rows(), machine)
     rearrange = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)(engine.get_function_address("rows"))
@@ -285,5 +270,5 @@ def test_loops_with_other_tiles_lie_in_another_folder(tmp_path, monkeypatch):
     folders = []
     for shape in (AVX512_BF16, AMX):
         monkeypatch.setattr(disk_cache, "shape", lambda shape=shape: shape)
-        folders.append(disk_cache._first_folder.__wrapped__(()))
+        folders.append(disk_cache.folder.__wrapped__())
     assert len(set(folders)) == 2 and all(folder.is_dir() for folder in folders)

@@ -275,25 +275,6 @@ def open_to_all():
         yield Path(folder), home
 
 
-@as_root
-def test_another_user_loads_it_and_needs_no_folder_of_his_own(place, monkeypatch):
-    with open_to_all() as (folder, _):
-        monkeypatch.setattr(disk_cache, "SITE", folder / "compiled")
-        disk_cache.site.cache_clear()
-        site_cache.require_writable()
-        assert not is_loaded()
-        site_cache.share()
-        if (child := os.fork()) == 0:
-            code = 9
-            try:
-                os.setuid(SOMEBODY)
-                monkeypatch.setattr(disk_cache, "folder", lambda: os._exit(2))
-                code = 0 if is_loaded() else 1
-            finally:
-                os._exit(code)  # or it would go on with the tests
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-
-
 # Runs a command as somebody else, or compiles a part as root, with the cache in the folder named first.
 AS_SOMEBODY = """
 import os, sys

@@ -49,15 +49,13 @@ def usual_folder() -> Path:
     return user.absolute() / "distgpt"
 
 
-def cache_folder(name: str, beside: Path | None = None, without: Collection[Path] = ()) -> Path | None:
+def cache_folder(name: str, beside: Path | None = None) -> Path | None:
     """Return a private folder: in DISTGPT_CACHE; if that is not set, in `beside` or the user's cache.
 
-    Else in the temporary folder; None if that is not private either. `without`: those that are full.
+    Else in the temporary folder; None if that is not private either.
     """
     asked = requested_folder() or beside
     for parent in places(beside):
-        if parent / name in without:
-            continue
         safe = _is_open_to_few(parent) if parent == asked else _is_private(parent)
         if safe and _is_private(parent / name):
             return parent / name

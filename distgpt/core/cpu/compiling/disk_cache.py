@@ -10,7 +10,6 @@ import inspect
 import os
 import pickle
 import re
-import shutil
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
@@ -34,9 +33,7 @@ from distgpt.core.base.caches import (
     alone,
     cache_folder,
     cache_limit,
-    is_compiled,
     keep,
-    note_use,
     own_folders,
     read_checked,
     read_trusted,
@@ -52,25 +49,16 @@ SITE = PACKAGE / "compiled"
 # Files of loops, and of the constants in them: Numba freezes what it finds under a global name.
 LOOPS = "core/cpu/*/*.py", "core/cpu/pool.py", "core/ops/*.py", "**/loops/*.py", "inference/quantized/*.py"
 MADE_BY = (numba.__version__, llvmlite.__version__, np.__version__, sys.implementation.cache_tag)
-VERSIONS = 3  # of the sources whose compiled loops stay
 
 used: set[str] = set()  # names of all that this process has read or kept
-_full: list[Path] = []  # the user's folders that took no more
-
-
-def folder() -> Path | None:
-    """Return the user's folder for loops of these sources; None if there is no private place to write to."""
-    return _first_folder(tuple(_full))
+_full: list[Path] = []  # the user's folder, if it takes no more
 
 
 @cache
-def _first_folder(full: tuple[Path, ...]) -> Path | None:
+def folder() -> Path | None:
+    """Return the user's folder for loops of these sources; None if there is no private place to write to."""
     cache_limit()  # refused here if it is no size, on all ranks
-    found = cache_folder(folder_name(), beside(), full)
-    if found is not None:
-        note_use(found)
-        _drop_old(found)
-    return found
+    return cache_folder(folder_name(), beside())
 
 
 @cache
@@ -130,14 +118,6 @@ def digest_of(*texts: bytes) -> str:
     return sha256(b"\0".join(texts)).hexdigest()[:16]
 
 
-def _drop_old(found: Path) -> None:
-    with suppress(OSError):
-        paths = (path for path in found.parent.iterdir() if path.name.startswith("loops-"))
-        others = [path for path in paths if is_compiled(path) and path != found]
-        for old in sorted(others, key=lambda path: path.stat().st_mtime)[: 1 - VERSIONS]:
-            shutil.rmtree(old, ignore_errors=True)
-
-
 def read(name: str) -> bytes | None:
     """Return what is kept under this name: the site's, else the user's own; None if nobody has kept it."""
     used.add(name)
@@ -176,19 +156,16 @@ def _wait_turn(turn: ExitStack, name: str) -> Callable[[], None]:
 
 
 def _keep(name: str, content: bytes, not_kept: Callable[[], None]) -> None:
-    """Keep this under its name, in the temporary folder from now on if the user's own has no more room."""
-    trouble: StorageError | None = None
-    while (own := folder()) and own not in _full:
-        try:
-            keep(own / name, content)
-            break
-        except StorageError as error:
-            trouble = error
-            _full.append(own)
-    if trouble:
+    """Keep this under its name, unless the disk is full."""
+    own = folder()
+    if own is None or own in _full:
+        return
+    try:
+        keep(own / name, content)
+    except StorageError as error:
         not_kept()  # where the others wait for it
-        where = f"kept in {own.parent}" if own else "not kept"
-        first_use.note(f"{trouble}; compiled loops are {where}")
+        _full.append(own)
+        first_use.note(f"{error}; compiled loops are not kept")
 
 
 class Compiled(Protocol):
