@@ -14,8 +14,8 @@ from typing import Any
 
 from distgpt.core.base.errors import DistgptError, print_lines
 from distgpt.core.comm.resources import usable_cores
-from distgpt.core.cpu.dtypes import VARIABLE
 from distgpt.core.cpu.kernels import CpuKernels
+from distgpt.core.cpu.stages import VARIABLE
 from distgpt.core.saved.rundir import RunDirectory
 from distgpt.measure import jobs
 from distgpt.measure.doctor.facts import anonymised, environment

@@ -11,7 +11,7 @@ import distgpt as library
 from distgpt.core.base.errors import UsageError
 from distgpt.core.comm.serial import SerialComm
 from distgpt.core.config import GpuConfig, RunConfig
-from distgpt.core.cpu import dtypes
+from distgpt.core.cpu import stages
 from distgpt.core.cpu.compiling import processor
 from distgpt.core.cpu.compiling.processor import AMX, ARM64, AVX2, AVX512, AVX512_BF16
 from distgpt.core.cpu.stages import expected_dtype, open_stage
@@ -23,7 +23,7 @@ from distgpt.inference.evaluation.evaluate import evaluate
 from distgpt.models.quantized.rounded import quantize
 
 STEPS = ("--steps", "4", "--save-every", "2")
-BF16, F32, FREE = ({dtypes.VARIABLE: name} for name in ("bfloat16", "float32", ""))
+BF16, F32, FREE = ({stages.VARIABLE: name} for name in ("bfloat16", "float32", ""))
 
 
 class Ranks(SerialComm):
@@ -45,7 +45,7 @@ def on_gpus(*capabilities, **options):
 @pytest.fixture
 def free(monkeypatch):
     """Without the variable that the tests have."""
-    monkeypatch.delenv(dtypes.VARIABLE)
+    monkeypatch.delenv(stages.VARIABLE)
 
 
 @pytest.fixture
@@ -93,14 +93,14 @@ def test_long_reads_of_weights_decide_for_generation_on_cpus(machine):
     for shape, small, large in ((AVX2, "float32", "bfloat16"), (AVX512_BF16, "bfloat16", "bfloat16")):
         machine(shape)
         assert stage.auto_dtype(weights=1 << 20).name == small
-        assert stage.auto_dtype(weights=dtypes.READ_FROM_MEMORY // 4).name == large
+        assert stage.auto_dtype(weights=stages.READ_FROM_MEMORY // 4).name == large
     machine(ARM64)  # where it was never timed
-    assert stage.auto_dtype(weights=dtypes.READ_FROM_MEMORY).name == "float32"
+    assert stage.auto_dtype(weights=stages.READ_FROM_MEMORY).name == "float32"
 
 
 def test_the_variable_names_it_and_must_name_one(monkeypatch):
-    assert chosen() == dtypes.Dtype("float32")
-    monkeypatch.setenv(dtypes.VARIABLE, "float16")
+    assert chosen() == stages.Dtype("float32")
+    monkeypatch.setenv(stages.VARIABLE, "float16")
     with pytest.raises(UsageError, match="float16"):
         chosen()
 
@@ -111,7 +111,7 @@ def test_a_run_says_what_it_takes_and_why_and_writes_it(tmp_path):
     assert result.returncode == 0, result.stderr
     dtype = saved(tmp_path / "run")
     with pytest.MonkeyPatch.context() as patched:
-        patched.delenv(dtypes.VARIABLE)
+        patched.delenv(stages.VARIABLE)
         expected = chosen()
     assert dtype == expected.name and f"{dtype}: {expected.why}" in result.stdout
     assert "auto" not in {line.partition("dtype = ")[2].strip('"') for line in toml_lines(tmp_path / "run")}
@@ -123,12 +123,12 @@ def toml_lines(path):
 
 def test_a_resumed_run_keeps_its_own(tmp_path):
     for first, second, more in ((BF16, F32, ()), (F32, BF16, ("--dtype", "auto"))):
-        out = train(tmp_path / first[dtypes.VARIABLE], *STEPS, env=first)
-        assert saved(out) == first[dtypes.VARIABLE]
+        out = train(tmp_path / first[stages.VARIABLE], *STEPS, env=first)
+        assert saved(out) == first[stages.VARIABLE]
         resumed = train(out, "--steps", "6", "--resume", "auto", *more, env=second)
-        assert saved(resumed) == first[dtypes.VARIABLE]
+        assert saved(resumed) == first[stages.VARIABLE]
         branch = train(tmp_path / f"{out.name}-branch", "--steps", "6", "--resume", out, *more, env=second)
-        assert saved(branch) == first[dtypes.VARIABLE]
+        assert saved(branch) == first[stages.VARIABLE]
 
 
 def test_a_type_that_is_named_stays_and_auto_may_be_named(tmp_path):
@@ -177,7 +177,7 @@ def test_within_measures_in_it(tmp_path):
 
 
 def test_tuning_generation_and_python(tmp_path, trained, monkeypatch):
-    monkeypatch.setenv(dtypes.VARIABLE, "bfloat16")
+    monkeypatch.setenv(stages.VARIABLE, "bfloat16")
     (tmp_path / "chats.jsonl").write_text('{"text": "abc"}\n' * 4)
     base = train(tmp_path / "base", "--tokenizer", "byte", *STEPS)
     words = ("--weights", base, "--data", tmp_path / "chats.jsonl", "--out", tmp_path / "tuned")

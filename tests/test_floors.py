@@ -22,7 +22,7 @@ ORDER = (
 INSIDE = {
     "core.cpu": (
         *("first_use", "pool", "compiling", "matmul", "teams", "fused"),
-        *("kernels", "graphs", "dtypes", "stages"),
+        *("kernels", "graphs", "stages"),
     ),
     "corpora": ("unreadable", "tokenizers", "shards", "prepare", "packing", "chats"),
 }

@@ -17,8 +17,7 @@ from distgpt.core.comm.agree import on_every_rank, refuse_anywhere
 from distgpt.core.comm.api import Comm
 from distgpt.core.comm.serial import SerialComm
 from distgpt.core.config import DTYPES, ROUNDED_DTYPES, GpuConfig, nearest
-from distgpt.core.cpu.dtypes import Choose, Dtype
-from distgpt.core.cpu.stages import Stage, StageKind
+from distgpt.core.cpu.stages import Choose, Dtype, Stage, StageKind
 from distgpt.core.ops.kernels import Kernels
 from distgpt.gpu import probe
 from distgpt.gpu.device import CupyDevice

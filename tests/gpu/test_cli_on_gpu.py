@@ -13,7 +13,7 @@ from devices import ON_GPU, gpu, gpu_train  # noqa: F401
 from distgpt.commands.train import note_small_model
 from distgpt.core.comm.serial import SerialComm
 from distgpt.core.config.asked import Asked, asked_for
-from distgpt.core.cpu import dtypes
+from distgpt.core.cpu import stages
 from distgpt.core.saved.rundir import RunDirectory
 from distgpt.core.train.step import Step
 from distgpt.gpu.stage import SLOW_FLOAT32, GpuStage
@@ -116,7 +116,7 @@ def test_inference_writes_what_the_serial_stage_writes(dtype, gpu, serial):
 
 
 def test_a_gpu_takes_bfloat16_unless_float32_is_named_which_notes_what_that_costs(gpu, tmp_path, monkeypatch):
-    monkeypatch.delenv(dtypes.VARIABLE)
+    monkeypatch.delenv(stages.VARIABLE)
     found = gpu_train(gpu, tmp_path / "auto", "--steps", "1")
     assert RunDirectory(tmp_path / "auto").saved().train.dtype == "bfloat16"
     assert "bfloat16: this GPU has tensor cores" in found.stdout and SLOW_FLOAT32 not in found.stdout
@@ -158,7 +158,7 @@ def chosen_within(monkeypatch, seconds, cold, probes):
         now[0] += cold * first + 2
         return 1e6 * min(1.0, flops(8, text) / flops(depth, text)), cold * first
 
-    monkeypatch.delenv(dtypes.VARIABLE, raising=False)
+    monkeypatch.delenv(stages.VARIABLE, raising=False)
     monkeypatch.setattr(within, "measured_speed", speed)
     monkeypatch.setattr(within, "time", SimpleNamespace(monotonic=lambda: now[0]))
     stage = GpuStage("cuda", SerialComm(), 0, device=SimpleNamespace(capability=(9, 0)), begun=1000.0)
@@ -181,7 +181,7 @@ def test_within_judges_a_gpu_by_two_probes_once_it_is_warm(monkeypatch):
 @pytest.mark.slow
 def test_within_trains_what_it_chose_on_a_gpu(gpu, tmp_path, monkeypatch):
     """By probes that a stand-in has time for."""
-    monkeypatch.delenv(dtypes.VARIABLE)
+    monkeypatch.delenv(stages.VARIABLE)
     small = replace(within.GPU_PROBES, depths=(1, 2), tokens=2e4, most=0.75)  # six seconds of eight
     monkeypatch.setattr(within, "GPU_PROBES", small)
     words = ("--within", "8s", "--data", "story", "--seq-len", "16", "--out", tmp_path / "run")

@@ -10,10 +10,11 @@ Those on GPUs are outside of the core: `Components.stage` returns each.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from distgpt.core.base.caches import CACHE, misplaced
 from distgpt.core.base.errors import Say, UsageError
@@ -23,9 +24,8 @@ from distgpt.core.comm.job import this_job
 from distgpt.core.comm.layout import layout
 from distgpt.core.comm.resources import granted_memory
 from distgpt.core.components import components
-from distgpt.core.config import ON_GPU, STAGES, GpuConfig, RunConfig, nearest
-from distgpt.core.cpu import dtypes, first_use
-from distgpt.core.cpu.dtypes import Choose, Dtype
+from distgpt.core.config import DTYPES, ON_GPU, STAGES, GpuConfig, RunConfig, nearest
+from distgpt.core.cpu import first_use
 
 if TYPE_CHECKING:  # commands import this file, and begin without NumPy
     from distgpt.core.ops.kernels import Kernels
@@ -40,7 +40,51 @@ SLOW_BFLOAT16 = (
     "--dtype float32, but no faster training"
 )
 
+# Names what --dtype auto is: for tests, and for sites with processors of several kinds.
+VARIABLE = "DISTGPT_AUTO_DTYPE"
+# Bytes of float32 weights that no cache holds, so that generation on a CPU reads them for every token. With
+# GPT-2 124M (496 MB) bfloat16 decoded 1.4 to 2.0 times as fast on five x86 processors, three of them without
+# instructions for it (docs/explanation/inference-measured.md). arm64 was not measured.
+READ_FROM_MEMORY = 1 << 28
+
 connected: list[Comm] = []  # the communicators of this process's stages, for its way out
+
+
+class Dtype(NamedTuple):
+    """A number format, and why it was chosen; "" where the user has named it."""
+
+    name: str
+    why: str = ""
+
+
+# (--matmul, weights that are read for every token) → what to take. The second is 0 for training, where a
+# batch of tokens reads them at once.
+Choose = Callable[[str, int], Dtype]
+
+
+def chosen(choose: Choose, matmul: str, weights: int) -> Dtype:
+    """Return what the variable names, else what is chosen."""
+    if fixed := os.environ.get(VARIABLE):
+        if fixed not in DTYPES:
+            raise UsageError(f"{VARIABLE} is {fixed!r:.80}{nearest(fixed, DTYPES)}")
+        return Dtype(fixed)
+    return choose(matmul, weights)
+
+
+def dtype_on_cpu(matmul: str, weights: int) -> Dtype:
+    """Choose by the instructions of this processor."""
+    from distgpt.core.cpu.compiling import processor
+
+    shape = processor.shape()
+    if 4 * weights >= READ_FROM_MEMORY and shape != processor.ARM64:
+        return Dtype("bfloat16", "a token reads half the bytes of float32")
+    if matmul != "auto":
+        return Dtype("float32", f"--matmul {matmul} chooses how to multiply float32")
+    if not shape.dot:  # tiles widen pairs to float32 and multiply those: at best as fast as float32
+        return Dtype("float32", processor.hint() or "this processor has no fast instructions for bfloat16")
+    # A Zen 4 multiplies 768 by 3,072 columns at 439 GFLOP/s instead of 207, and those of tiny 1.9 times as
+    # fast; with AMX a Sapphire Rapids trained 3.8 times as fast as by vdpbf16ps (performance.md).
+    return Dtype("bfloat16", "this processor multiplies it up to twice as fast as float32")
 
 
 class Notes:
@@ -110,7 +154,7 @@ class Stage:
 
     def dtype_choice(self) -> Choose:
         """Return what chooses --dtype auto. Collective."""
-        return dtypes.on_cpu
+        return dtype_on_cpu
 
     def auto_dtype(self, matmul: Callable[[], str] = lambda: "auto", weights: int = 0) -> Dtype:
         """Return what --dtype auto is: rank 0 decides for all, as it alone knows --matmul. Collective.
@@ -118,7 +162,7 @@ class Stage:
         `weights` is the number of those that generation reads for every token; training says none.
         """
         choose = self.dtype_choice()
-        return Dtype(*on_root(self.comm, lambda: dtypes.chosen(choose, matmul(), weights)))
+        return Dtype(*on_root(self.comm, lambda: chosen(choose, matmul(), weights)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +182,7 @@ def _open_on_cpu(name: str, comm: Comm, threads: int | None, gpu: GpuConfig) -> 
     return stage
 
 
-ON_CPU = StageKind(_open_on_cpu, lambda tf32: dtypes.on_cpu)
+ON_CPU = StageKind(_open_on_cpu, lambda tf32: dtype_on_cpu)
 
 # (stage, dtype, --matmul) → kernels. What they need is imported when they are made: Numba takes a second.
 MakeKernels = Callable[[Stage, str, str], "Kernels"]
@@ -165,7 +209,7 @@ def bfloat16_kernels(stage: Stage, dtype: str, matmul: str) -> Kernels:
 
 def expected_dtype(stage: str, run: RunConfig, tf32: bool = False) -> Dtype:
     """Return what a run takes that a stage of this name begins on this machine, without opening it."""
-    return dtypes.chosen(components().stage(stage).dtype_choice(tf32), run.train.matmul, 0)
+    return chosen(components().stage(stage).dtype_choice(tf32), run.train.matmul, 0)
 
 
 def open_stage(name: str, threads: int | None = None, gpu: GpuConfig | None = None) -> Stage:
