@@ -26,7 +26,7 @@ from distgpt.core.config import (
 from distgpt.core.config.asked import PRETRAINED, asked_for, resolve
 from distgpt.core.config.presets import PRESETS, preset
 from distgpt.core.config.setting import brief
-from distgpt.core.model.optim import SCHEDULES, Schedule, learning_rate
+from distgpt.core.model.optim import SCHEDULES, learning_rate
 from distgpt.core.saved.rundir import RunDirectory
 
 DEFAULTS = {f.name: f.default for f in (*fields(ModelConfig), *fields(TrainConfig), *fields(GpuConfig))}
@@ -371,7 +371,7 @@ def test_a_schedule_is_a_function_in_the_table(monkeypatch):
     assert SETTINGS["schedule"].choices == tuple(SCHEDULES)
     t = TrainConfig(steps=110, lr=1.0, min_lr=0.1, warmup=10)
     for name in SCHEDULES:
-        monkeypatch.setitem(SCHEDULES, name, Schedule(lambda peak, last, progress: 7 * last * progress))
+        monkeypatch.setitem(SCHEDULES, name, lambda peak, last, progress: 7 * last * progress)
         assert learning_rate(replace(t, schedule=name), 110) == pytest.approx(0.7), name
 
 

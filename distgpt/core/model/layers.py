@@ -13,6 +13,7 @@ import math
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -320,7 +321,11 @@ class Part:
 
     def bind(self, kernels: Kernels, params: Tensors, grads: Tensors) -> None:
         """Take this part's arrays, by name. `grads` has those of what is trained, once there are any."""
-        raise NotImplementedError
+        self.k = kernels
+        w, b = f"{self.name}.w", f"{self.name}.b"
+        self.w: Any = params.get(w)  # where a part has one, nothing has to tell mypy that it is there
+        self.b = params.get(b)
+        self.dw, self.db = grads.get(w), grads.get(b)
 
 
 class Linear(Part):
@@ -347,11 +352,8 @@ class Linear(Part):
         self.bias_summed_in_backward = False
 
     def bind(self, kernels: Kernels, params: Tensors, grads: Tensors) -> None:
-        self.k = kernels
-        w, b = f"{self.name}.w", f"{self.name}.b"
-        self.wb = Affine(params[w], params.get(b))
-        self.dw = grads.get(w)
-        self.db = grads.get(b)
+        super().bind(kernels, params, grads)
+        self.wb = Affine(self.w, self.b)
 
     def forward(self, y: Floats2d, x: Floats2d, onto: Floats2d | None = None) -> None:
         self.k.linear(y, x, self.wb, onto)
@@ -384,11 +386,6 @@ class HeadNorm(Part):
         super().__init__(name, [Spec(f"{name}.w", (2 * config.head_size,))])
         self.eps = config.norm_eps
 
-    def bind(self, kernels: Kernels, params: Tensors, grads: Tensors) -> None:
-        self.k = kernels
-        self.w = params[f"{self.name}.w"]
-        self.dw = grads.get(f"{self.name}.w")
-
     def forward(self, qkv: Floats2d, xhat: Floats2d, rstd: Wide2d) -> None:
         self.k.qk_norm_gain(qkv, xhat, rstd, self.w, self.eps)
 
@@ -406,11 +403,6 @@ class ValueEmbedding(Part):
     def __init__(self, name: str, config: ModelConfig) -> None:
         self.shape = (config.padded_vocab, config.kv_heads * config.head_size)
         super().__init__(name, [Spec(f"{name}.w", self.shape, VALUES)])
-
-    def bind(self, kernels: Kernels, params: Tensors, grads: Tensors) -> None:
-        self.k = kernels
-        self.w = params[f"{self.name}.w"]
-        self.dw = grads.get(f"{self.name}.w")
 
     def forward(self, qkv: Floats2d, tokens: Ints1d) -> None:
         self.k.add_embedding(qkv, tokens, self.w)
@@ -437,14 +429,12 @@ class LayerNorm(Part):
         self.eps = config.norm_eps
 
     def bind(self, kernels: Kernels, params: Tensors, grads: Tensors) -> None:
-        self.k = kernels
-        w, b = f"{self.name}.w", f"{self.name}.b"
-        self.wb = Gain(params.get(w), params.get(b))
-        self.dwb: Affine | None = None
-        if w in grads:
-            self.dwb = Affine(grads[w], grads.get(b))
-        elif b in grads:  # kernels compute both gradients in one pass: nobody reads this dw
-            self.dwb = Affine(kernels.wide_zeros(*grads[b].shape), grads[b])
+        super().bind(kernels, params, grads)
+        self.wb = Gain(self.w, self.b)
+        dw = self.dw
+        if dw is None and self.db is not None:  # kernels compute both in one pass: nobody reads this dw
+            dw = kernels.wide_zeros(*self.db.shape)
+        self.dwb = None if dw is None else Affine(dw, self.db)
 
     @classmethod
     def stats(cls, kernels: Kernels, n: int) -> Stats:

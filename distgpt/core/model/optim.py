@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -153,14 +152,6 @@ def clip_norm(config: TrainConfig, grad_scale: float, norm_scale: float) -> floa
     return config.clip * (grad_scale / norm_scale)
 
 
-@dataclass(frozen=True, slots=True)
-class Schedule:
-    """`rate` gives the learning rate from the peak, the last one, and the progress of the fall, 0 to 1."""
-
-    rate: Callable[[float, float, float], float]
-    falls_late: bool = False  # only in the last `decay_fraction` of the run
-
-
 def linear(peak: float, last: float, progress: float) -> float:
     return last + (peak - last) * (1 - progress)
 
@@ -169,15 +160,13 @@ def cosine(peak: float, last: float, progress: float) -> float:
     return last + (peak - last) * (0.5 * (1 + math.cos(math.pi * progress)))
 
 
-def constant(peak: float, last: float, progress: float) -> float:
-    return peak
-
-
-SCHEDULES = {
-    "linear": Schedule(linear),
-    "cosine": Schedule(cosine),
-    "wsd": Schedule(linear, falls_late=True),
-    "constant": Schedule(constant),
+# The learning rate from the peak, the last one, and the progress of the fall, 0 to 1. "wsd" falls only in the
+# last `decay_fraction` of the run.
+SCHEDULES: dict[str, Callable[[float, float, float], float]] = {
+    "linear": linear,
+    "cosine": cosine,
+    "wsd": linear,
+    "constant": lambda peak, last, progress: peak,
 }
 
 
@@ -190,14 +179,13 @@ def learning_rate(config: TrainConfig, step: int, elapsed: float | None = None) 
     """
     if step < config.warmup:
         return config.lr * (step + 1) / config.warmup
-    schedule = SCHEDULES[config.schedule]
-    constant = 1 - config.decay_fraction if schedule.falls_late else 0.0  # this part of the run
+    constant = 1 - config.decay_fraction if config.schedule == "wsd" else 0.0  # this part of the run
     if elapsed is None:
         begin = max(config.warmup, round(config.steps * constant))
         progress = (step - begin) / max(1, config.steps - begin)
     else:
         progress = (elapsed - constant) / max(1e-9, 1 - constant)
-    return schedule.rate(config.lr, config.min_lr, min(1.0, max(0.0, progress)))
+    return SCHEDULES[config.schedule](config.lr, config.min_lr, min(1.0, max(0.0, progress)))
 
 
 def _moment(layout: Layout, own: slice | None, kernels: Kernels) -> FlatBuffer | FlatPart:
