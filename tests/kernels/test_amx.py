@@ -5,7 +5,6 @@ On processors without AMX its instructions are emulated, one by one (tests/amx/e
 
 import ctypes
 import json
-import mmap
 import os
 import platform
 import subprocess
@@ -17,17 +16,16 @@ import llvmlite.binding as llvm
 import numba
 import numpy as np
 import pytest
-from test_matmul import GUARD, check, wide
+from test_matmul import GUARD
+from test_tiles import OUT, check_not_finite, check_sums, compiled, loaded
 
 from distgpt.core.cpu.compiling import disk_cache, processor
 from distgpt.core.cpu.compiling.processor import AMX, AVX512, AVX512_BF16, BFLOAT16
-from distgpt.core.cpu.matmul import amx, assembled
-from distgpt.core.cpu.matmul.microkernel import ACCUMULATE, BIAS
+from distgpt.core.cpu.matmul import amx
 from distgpt.core.cpu.matmul.packing import aligned
 from distgpt.core.ops.low_precision import to_bfloat16
 from distgpt.measure.verification import kept
 
-OUT = {"float32": "float32", "bfloat16": "uint16"}
 ROWS, COLUMNS = AMX.rows, AMX.columns
 NAN = GUARD["uint16"]
 # Rounded as this processor can: LLVM rounds to bfloat16 by itself only for those with the instruction.
@@ -66,98 +64,15 @@ def tiles(machine):
     assert alive
 
 
-def compiled(texts, machine=assembled._machine):
-    """`tile` of each of some IR, and what keeps them alive."""
-    found, engines = {}, []
-    for name, text in texts.items():
-        engine = loaded(text, machine)
-        engines.append(engine)
-        types = [ctypes.c_int64 if kind == "n" else ctypes.c_void_p for kind in "nnpnnppnnpn"]
-        found[name] = ctypes.CFUNCTYPE(None, *types)(engine.get_function_address("tile"))
-    return found, engines
-
-
-def loaded(text, machine):
-    engine = llvm.create_mcjit_compiler(assembled._verified(text), machine())
-    engine.finalize_object()
-    return engine
-
-
-def before_a_guard(values):
-    """A copy that ends where the memory does."""
-    size = -(-values.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-    whole = np.frombuffer(mmap.mmap(-1, size + mmap.PAGESIZE), np.uint8)
-    behind = ctypes.c_void_p(whole.ctypes.data + size)
-    assert not ctypes.CDLL(None).mprotect(behind, ctypes.c_size_t(mmap.PAGESIZE), 0)  # PROT_NONE
-    kept = whole[size - values.nbytes : size].view(values.dtype)
-    kept[:] = values
-    return kept
-
-
-def computed(tile, a, b, c, bias=None, accumulate=False, by_pairs=False, kept=np.copy):
-    """c ← [c +] a b [+ bias] for bfloat16 a (rows, k), b (k, columns); NaN follows what must not be read.
-
-    `kept` gives the memory for what may be read of a.
-    """
-    (rows, k), columns, pairs = a.shape, b.shape[1], -(-a.shape[1] // 2)
-    panel = aligned((pairs, COLUMNS, 2), "uint16")
-    panel[...] = NAN
-    panel[:, :columns] = 0
-    for i in range(k):
-        panel[i // 2, :columns, i % 2] = b[i]
-    if by_pairs:
-        packed = np.full((pairs, rows + 3, 2), NAN)  # an odd k is followed by something else
-        for i in range(k):
-            packed[i // 2, :rows, i % 2] = a[:, i]
-        row, step, needed = 4, 4 * (rows + 3), 2 * ((pairs - 1) * (rows + 3) + rows) - k % 2
-    else:
-        packed = np.full((rows, k + 3), NAN)
-        packed[:, :k] = a
-        row, step, needed = 2 * (k + 3), 4, (rows - 1) * (k + 3) + k
-    packed = kept(packed.reshape(-1)[: max(0, needed)])
-    flags = BIAS * (bias is not None) | ACCUMULATE * accumulate
-    added = panel if bias is None else bias
-    at_a, at_b, at_c, at_bias = (array.ctypes.data for array in (packed, panel, c, added))
-    tile(rows, k, at_a, row, step, at_b, at_c, c.strides[0], columns, at_bias, flags)
-
-
 @emulated
 @pytest.mark.parametrize("out", OUT)
-def test_odd_shapes_with_bias_and_without(tiles, out):
-    random = np.random.default_rng(1)
-    sides = [*range(1, 34), 63, 64, 65, 97]
-    for case in range(60):
-        k = int(random.choice(sides)) if case else 0
-        rows, columns = (int(side) for side in random.integers(1, (ROWS + 1, COLUMNS + 1)))
-        if case % 5 == 0:
-            rows, columns = ROWS, COLUMNS
-        a, b = (to_bfloat16(random.standard_normal(shape)) for shape in ((rows, k), (k, columns)))
-        bias = random.standard_normal(columns).astype(np.float32) if case % 3 else None
-        accumulate = out == "float32" and case % 2 == 1
-        whole = np.full((rows + 1, columns + 2), GUARD[OUT[out]])
-        c = whole[:rows, :columns]
-        before = np.zeros((rows, columns), np.float32)
-        if accumulate:
-            before = random.standard_normal((rows, columns)).astype(np.float32)
-            c[...] = before
-        computed(tiles[out], a, b, c, bias, accumulate, by_pairs=case % 4 > 1, kept=before_a_guard)
-        added = before + (0 if bias is None else bias)
-        reach = np.abs(wide(a)) @ np.abs(wide(b)) + np.abs(before) + np.abs(added)
-        check(c, wide(a) @ wide(b) + added, reach, OUT[out], (rows, columns, k, case))
-        beyond = np.concatenate([whole[rows], whole[:, columns:].ravel()])
-        assert np.isnan(wide(beyond)).all(), (rows, columns, k, case)
+def test_sums_of_small_integers_are_exact(tiles, out):
+    check_sums(tiles[out], AMX, BFLOAT16, out, (0, 1, 2, 31, 32, 33, 63, 64, 65, 97))
 
 
 @emulated
-def test_nan_and_infinity_pass_through_and_nothing_else_becomes_one(tiles):
-    for k in (1, 2, 31, 33):
-        for value, by_pairs in ((np.nan, False), (np.inf, True), (np.nan, True)):
-            a = np.ones((20, k))
-            a[17, k // 2] = value
-            c = np.empty((20, 5), np.float32)
-            computed(tiles["float32"], to_bfloat16(a), to_bfloat16(np.ones((k, 5))), c, by_pairs=by_pairs)
-            assert np.array_equal(np.delete(c, 17, 0), np.full((19, 5), float(k)))
-            assert np.array_equal(c[17], np.full(5, value), equal_nan=True), (k, value)
+def test_nan_and_infinity_stay_in_their_row(tiles):
+    check_not_finite(tiles["float32"], AMX, 20)
 
 
 @emulated

@@ -1,21 +1,15 @@
 """Microkernels for arm64, assembled here for the machines they are meant for."""
 
-import ctypes
 import platform
 
 import llvmlite.binding as llvm
 import numpy as np
-import pytest
-from test_matmul import GUARD, wide
 
 from distgpt.core.cpu.compiling import processor
 from distgpt.core.cpu.compiling.processor import ARM64
-from distgpt.core.cpu.matmul import assembled, packing
+from distgpt.core.cpu.matmul import packing
 from distgpt.core.cpu.matmul.assembled import tile_text
-from distgpt.core.cpu.matmul.microkernel import BIAS
-from distgpt.core.cpu.matmul.packing import aligned
 from distgpt.core.cpu.matmul.vectors import moves
-from distgpt.core.ops.low_precision import to_bfloat16
 from distgpt.inference.quantized import int4, int8
 
 FLOAT, LOW = "float32", "bfloat16"
@@ -41,34 +35,6 @@ def test_every_kernel_assembles_for_any_processor():
     for of in (int8, int4):
         assert "\ntile:" in assembly(of.module(ARM64, plain))
     assert "\ntranspose:" in assembly(moves(ARM64.lanes))
-
-
-@pytest.mark.parametrize("operand, out", [(FLOAT, FLOAT), (LOW, FLOAT), (LOW, LOW)])
-def test_their_tiles_compute_the_sums_of_small_integers_exactly(operand, out):
-    """On this processor, as nothing in them is of one kind alone."""
-    engine = llvm.create_mcjit_compiler(
-        assembled._verified(tile_text(ARM64, operand, out)), assembled._machine()
-    )
-    engine.finalize_object()
-    i, p = ctypes.c_int64, ctypes.c_void_p
-    tile = ctypes.CFUNCTYPE(None, i, i, p, i, i, p, p, i, i, p, i)(engine.get_function_address("tile"))
-    random, pair = np.random.default_rng(2), 2 if operand == LOW else 1
-    for rows in range(1, ARM64.rows + 1):
-        for k, columns in ((1, 16), (7, 3), (8, 15), (33, 4)):
-            whole = -(-k // pair) * pair
-            a, b = (random.integers(-2, 3, shape) for shape in ((rows, k), (k, ARM64.columns)))
-            left, panel = np.zeros((rows, whole), np.float32), np.zeros((whole, ARM64.columns), np.float32)
-            left[:, :k], panel[:k] = a, b
-            panel = panel.reshape(-1, pair, ARM64.columns).transpose(0, 2, 1)
-            if operand == LOW:
-                left, panel = to_bfloat16(left), to_bfloat16(np.ascontiguousarray(panel))
-            held, bias = aligned(panel.shape, panel.dtype), random.integers(-9, 9, 16).astype(np.float32)
-            held[...] = panel
-            c = np.full((rows, columns + 1), GUARD[C_TYPES[out]])
-            step = 4, held.ctypes.data, c.ctypes.data, c.strides[0], columns, bias.ctypes.data, BIAS
-            tile(rows, k, left.ctypes.data, left.strides[0], *step)
-            np.testing.assert_array_equal(wide(c[:, :columns]), (a @ b + bias)[:, :columns])
-            assert np.isnan(wide(c[:, columns:])).all()
 
 
 def test_registers_follow_from_the_machine(monkeypatch):

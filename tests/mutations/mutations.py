@@ -280,7 +280,7 @@ _FAULTS = {
         ("packed rows are taken for pairs", "%lies = or i1 %plain, %packed", "%lies = or i1 %plain, %plain"),
         ("the second half of the rows is the first", "i64 {half * LINE}", "i64 0"),
     ],
-    ("core/cpu/matmul/widening.py", "kernels/test_widening.py"): [
+    ("core/cpu/matmul/widening.py", "kernels/test_tiles.py"): [
         ("the buffer keeps one pair for all of a row", "(4, BUFFER_LINE) if", "(0, BUFFER_LINE) if"),
         ("the second halves are the first ones", '("%behind", True)', '("%behind", False)'),
         ("what lies behind A is read", "lanes_below(self._pairs)", "lanes_below(str(LANES))"),
