@@ -40,7 +40,7 @@ class GpuStage(Stage):
 
     on_gpu: ClassVar[bool] = True
 
-    def kernels(self, dtype: str, matmul: str = "auto", use: str = "") -> Kernels:
+    def kernels(self, dtype: str, matmul: str = "auto") -> Kernels:
         from distgpt.gpu.accelerator import kernels_on
 
         refuse_anywhere(self.comm, self._trouble_with(dtype))

@@ -163,7 +163,7 @@ def _site(question: Question, shards: Manifest | None, ready: Stage | None) -> S
         stage = ready or open_stage("serial", threads, question.gpu)
         neighbours = max(1, min(question.ranks, cores // stage.threads))
         free, where = stage.free_memory(0 if ready else neighbours)
-        kernels = stage.kernels(t.dtype, t.matmul_backend, "training")
+        kernels = stage.kernels(t.dtype, t.matmul_backend)
         return Site(kernels, stage, "", free, where, assessed)
     given = None if question.gpu_memory is None else int(question.gpu_memory * 2**30)
     try:

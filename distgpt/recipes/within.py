@@ -186,7 +186,7 @@ def _compiled(stage: Stage, configured: Callable[[], RunConfig], learns_bpe: boo
     report_compiling(stage.comm, say)
     begun = time.monotonic()
     run = configured()
-    kernels = stage.kernels(run.train.dtype, run.train.matmul_backend, "training")
+    kernels = stage.kernels(run.train.dtype, run.train.matmul_backend)
     compile_once_per_node(stage, kernels, run, components().strategy(run.train, stage.comm.size))
     if learns_bpe and stage.comm.rank == 0:  # which encodes the text
         load_tokenizer("bpe:257", text := "ab " * (LARGE // 3 + 1)).encode(text)

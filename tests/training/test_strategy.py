@@ -92,7 +92,7 @@ from distgpt.core.components import components
 from distgpt.core.train.setup import rehearse
 from distgpt.core.train.sharing import Strategy
 run = RunConfig(ModelConfig(vocab_size=256, seq_len=8, n_layer=2, n_head=2, n_embd=32), TrainConfig())
-kernels = open_stage("serial").kernels("{dtype}", "auto", "training")
+kernels = open_stage("serial").kernels("{dtype}")
 rehearse(kernels, run, Strategy(run.train, 1))
 model = components().model(run.train).build(run, kernels)
 model.allocate_master_weights()

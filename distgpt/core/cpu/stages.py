@@ -120,8 +120,8 @@ class Stage:
 
     on_gpu: ClassVar[bool] = False
 
-    def kernels(self, dtype: str, matmul: str = "auto", use: str = "") -> Kernels:
-        """Return kernels of a dtype. `use` names what they are for, if they have to be compiled. Collective.
+    def kernels(self, dtype: str, matmul: str = "auto") -> Kernels:
+        """Return kernels of a dtype. Collective.
 
         A dtype that some rank can't compute in is refused on all.
         """
@@ -129,7 +129,6 @@ class Stage:
 
         make = on_every_rank(self.comm, lambda: components().kernels(dtype))
         layout().bind()  # before the kernels have threads, and models memory
-        first_use.begin(f"{use} in {dtype}" if use else dtype)
         if not disk_cache.site():
             kept_in = disk_cache.folder()
             if trouble := misplaced(kept_in) if kept_in else NOT_KEPT:

@@ -25,7 +25,6 @@ import numpy as np
 from distgpt.core.base.errors import NonFiniteError, UsageError
 from distgpt.core.base.interrupts import PendingSignals
 from distgpt.core.config import DEFAULT_TEMPERATURE
-from distgpt.core.cpu.first_use import compiling_for
 from distgpt.core.data.tokenizers import Tokenizer
 from distgpt.core.generate.plain_slots import PlainSlots
 from distgpt.core.generate.request import Completion, Event, Request
@@ -296,7 +295,6 @@ def complete(engine: Engine, requests: Iterable[Request]) -> list[list[Completio
     return [done[ticket] for ticket in tickets]
 
 
-@compiling_for("the sample")
 def sample(
     model: Model, tokenizer: Tokenizer, seed: int, length: int = 120, signals: PendingSignals | None = None
 ) -> str:

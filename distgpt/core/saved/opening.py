@@ -58,19 +58,16 @@ def open_model(
     dtype: str,
     context: int | None = None,
     matmul: str = "auto",
-    use: str = "generating text",
     usual: Callable[[Description], str] = exact,
     part: Path | None = None,
 ) -> tuple[Model, Description, Path, str]:
-    """Load a model, with a part merged into it. `use` says what for; `usual` what the dtype auto is.
-
-    Collective.
+    """Load a model, with a part merged into it. `usual` says what the dtype auto is. Collective.
 
     Return also the weights file of the whole model, and the type that it computes in.
     """
     whole, merge = whole_model(weights, part, stage.comm)
     chosen = dtype_of(whole, dtype, stage.comm, stage.on_gpu, usual)
-    model, about = load_model(whole, stage.kernels(chosen, matmul, use), stage.comm, context, merge)
+    model, about = load_model(whole, stage.kernels(chosen, matmul), stage.comm, context, merge)
     return model, about, whole, chosen
 
 

@@ -399,7 +399,7 @@ def set_up(config: RunConfig, stage: Stage, is_evaluated: bool = False, preferre
     if not kind.trained(config).specs:  # an extension's kind may find none in this model
         what = type(kind).__name__
         raise shared(UsageError(f"this model has nothing that a kind of model {what!r} trains"))
-    kernels = stage.kernels(t.dtype, t.matmul_backend, "training")
+    kernels = stage.kernels(t.dtype, t.matmul_backend)
     settings = fit_to_memory(config, stage, kernels, strategy, is_evaluated, preferred)
     # A GPU compiles for the sizes of this run, in threads: that needs no weights.
     stage.compile_ahead(t.dtype, partial(rehearse, config=config, strategy=strategy))

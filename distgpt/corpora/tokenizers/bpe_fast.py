@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from distgpt.core.cpu.compiling.jit import inline, jit
-from distgpt.core.cpu.first_use import compiling_for
 from distgpt.core.data.tokenizers import Ids, id_dtype
 from distgpt.core.ops.api import Array
 
@@ -70,7 +69,6 @@ class FastEncoder:
     that is emptied when full. `encode_long` encodes a piece that is too long for the compiled loops.
     """
 
-    @compiling_for("tokenizing")
     def __init__(
         self,
         id_of: dict[str, int],

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 
 from distgpt.core.cpu.compiling.jit import get, inline, jit, put
-from distgpt.core.cpu.first_use import compiling_for
 from distgpt.core.cpu.pool import pool_of
 from distgpt.core.ops.api import Array, Floats2d
 from distgpt.core.ops.low_precision import BITS
@@ -17,7 +16,6 @@ from distgpt.inference.quantized.integers import LEAST, MOST, NEAREST, TRIED, Qu
 WIDE, PARTS = NEAREST.astype(np.float32), np.array(TRIED, np.float32)
 
 
-@compiling_for("rounding to int4")
 def rounded(w: Floats2d, bits: int, threads: int, importance: Array | None = None) -> Quantised:
     """Round a float32 matrix to int8 or int4, where each column's squared errors count as much as given."""
     if bits == 8:

@@ -6,7 +6,6 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from statistics import median
 from typing import Any
 
@@ -116,7 +115,7 @@ def measure_own(asked: str) -> None:
     job: Row = json.loads(asked)  # from `own_seconds`
     dtype, requests = job["dtype"], job["requests"]
     stage = open_stage("serial", job["threads"])
-    model = random_model(config_of(job["preset"]), dtype, partial(stage.kernels, use="generating text"), 1)
+    model = random_model(config_of(job["preset"]), dtype, stage.kernels, 1)
     rehearse(model)
     slots = slots_for(model, requests)
     random = np.random.default_rng(1)

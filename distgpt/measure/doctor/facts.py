@@ -173,7 +173,7 @@ def _matmul(comm: Comm, dtype: str, computes: Facts) -> Facts:
     def ready() -> Callable[[], float]:
         from distgpt.measure.doctor import speed
 
-        kernels: Any = Stage("serial", SerialComm(), threads).kernels(dtype, use="matmul")
+        kernels: Any = Stage("serial", SerialComm(), threads).kernels(dtype)
         found["how"] = speed.how(kernels)
         if not computes["loops"]:
             raise UsageError("compiled loops cannot be kept")
