@@ -5,9 +5,7 @@ Float32 and float64 (CpuKernels), and bfloat16 between layers (Bfloat16Kernels).
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -352,17 +350,8 @@ class CpuKernels(Kernels):
         self._pool.split_range(len(state.p), PIECE, flat.adamw, *state, *how)
 
     def muon_momentum(self, m: Sequence[Array], g: Sequence[Array], norm: Array, scalars: Array) -> None:
-        pieces = [0, *accumulate(-(-len(mi) // PIECE) for mi in m)]  # where each array's begin
-
-        def some(first: int, last: int) -> None:
-            i = bisect_right(pieces, first) - 1
-            while i < len(m) and pieces[i] < last:
-                begin, end = PIECE * (max(first, pieces[i]) - pieces[i]), PIECE * (last - pieces[i])
-                some_of_it = begin, min(end, len(m[i])), m[i], g[i]
-                self._pool.call(muon.momentum, *some_of_it, norm, scalars)
-                i += 1
-
-        self._pool.split_range(pieces[-1], 1, some)
+        for mi, gi in zip(m, g, strict=True):
+            self._pool.split_range(len(mi), PIECE, muon.momentum, mi, gi, norm, scalars)
 
     def orthogonalise(self, updates: Sequence[Array]) -> None:
         shapes = tuple(u.shape for u in updates)

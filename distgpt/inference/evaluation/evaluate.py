@@ -43,9 +43,7 @@ def evaluate(
     """
     comm = stage.comm
     report_compiling(comm, progress.noted if progress else None)
-    model, description, _, chosen = open_model(
-        stage, weights, dtype, context, matmul, "evaluation", part=adapter
-    )
+    model, description, _, chosen = open_model(stage, weights, dtype, context, matmul, part=adapter)
     tokenizer = description.tokenizer
     if tokenizer is None:
         raise shared(DataError(f"{weights} has no tokenizer, so it cannot read text"))

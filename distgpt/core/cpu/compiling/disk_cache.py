@@ -17,7 +17,7 @@ from functools import cache, wraps
 from hashlib import sha256
 from pathlib import Path
 from types import FunctionType
-from typing import Protocol
+from typing import Any
 
 import llvmlite
 import numba
@@ -168,16 +168,8 @@ def _keep(name: str, content: bytes, not_kept: Callable[[], None]) -> None:
         first_use.note(f"{error}; compiled loops are not kept")
 
 
-class Compiled(Protocol):
-    """A loop as Numba has made it."""
-
-    py_func: FunctionType
-    compile: Callable[..., object]
-    _cache: NullCache
-
-
-def keep_on_disk(compiled: Compiled) -> None:
-    """Give a loop its cache."""
+def keep_on_disk(compiled: Any) -> None:
+    """Give a loop, as Numba has made it, its cache."""
     compiled._cache = kept = _Cache(compiled.py_func)
     compiled.compile = kept.by_turns(compiled.compile)
 
