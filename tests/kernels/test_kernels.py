@@ -77,16 +77,6 @@ def both(request, threads):
     return Kernels("float64"), request.param(threads)
 
 
-def test_each_runs_every_part_once_and_reports_failures(threads):
-    seen, kernels = [], CpuKernels("float32", threads)
-    kernels.each(seen.append, 7)
-    assert sorted(seen) == list(range(7))
-    with pytest.raises(ZeroDivisionError):
-        kernels.each(lambda i: 1 // (i - 2), 3)
-    kernels.each(seen.append, 1)
-    assert len(seen) == 8
-
-
 def test_the_memory_to_orthogonalise_is_that_of_every_thread_for_every_shape_it_gets(both):
     k = both[1]
     k._memory = WorkerMemory(k._pool)  # nothing of other tests

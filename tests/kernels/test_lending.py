@@ -165,13 +165,6 @@ def test_a_child_of_a_fork_has_helpers_of_its_own(is_lent):
     counting.check()
 
 
-def test_an_order_from_inside_a_job_is_refused():
-    pool = Pool(2)
-    counting = Counting(pool)
-    with pytest.raises(AssertionError, match="a job of this pool"):
-        pool.run_parts(lambda part: counting.orders.run(), 2)
-
-
 def test_a_pool_keeps_no_array_of_an_order_that_has_run():
     pool = Pool(2)
     counting = Counting(pool)
