@@ -178,7 +178,7 @@ def ways(
     where = {"defines": (storage_define(dtype),), "grid": (-(-n // TILE), -(-m // TILE), 1)}
     args = (out, a, b, m, n, k)
     own: Any = partial(device.launch, "matmul", **where, block=(TILE, TILE), args=args)
-    library = partial(kernels.linears.matmuls.run, Matmul(m, n, k, False, False, dtype, dtype), out, a, b)
+    library = partial(kernels.matmuls.run, Matmul(m, n, k, False, False, dtype, dtype), out, a, b)
     return {"naive": partial(own, "matmul_naive"), "tiled": partial(own, "matmul_tiled"), "cuBLASLt": library}
 
 
