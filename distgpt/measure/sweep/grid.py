@@ -1,7 +1,7 @@
 """A grid of settings and the points in it; and the folder of a sweep, with its runs and a result of each.
 
-Any number of processes work in it. A process takes a run by a lock, which ends with the process, so that a run
-whose process died is free again. Which runs are due follows from the results alone.
+Any number of processes work in it. A process takes a run by a lock, which ends with the process, so that a
+run whose process died is free again. Which runs are due follows from the results alone.
 """
 
 from __future__ import annotations
