@@ -3,8 +3,7 @@
 import pytest
 
 from distgpt.core.base.errors import UsageError
-from distgpt.measure.sweep.grid import Grid, read_grid
-from distgpt.measure.sweep.ledger import Result, Rung, begin, on_rung, read_back
+from distgpt.measure.sweep.grid import Grid, Result, Rung, begin, on_rung, read_back, read_grid
 
 
 @pytest.fixture

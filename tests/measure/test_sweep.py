@@ -12,7 +12,7 @@ from conftest import distgpt, inside, needs_mpi, refused
 
 from distgpt.measure import estimate
 from distgpt.measure.sweep import work
-from distgpt.measure.sweep.ledger import Ledger, read_back
+from distgpt.measure.sweep.grid import Ledger, read_back
 
 SMALL = """
 preset = "tiny-adamw"

@@ -12,8 +12,7 @@ from typing import Any
 from distgpt.core.base.errors import DistgptError, NonFiniteError, command_line, escape
 from distgpt.core.base.files import atomic_file
 from distgpt.core.config.run_config import as_toml
-from distgpt.measure.sweep.grid import Grid, Values
-from distgpt.measure.sweep.ledger import DIVERGED, Ledger, Result, measured, on_rung
+from distgpt.measure.sweep.grid import DIVERGED, Grid, Ledger, Result, Values, measured, on_rung
 from distgpt.show.page import terminal_table
 from distgpt.show.plot import Look, plot
 

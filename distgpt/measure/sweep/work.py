@@ -35,8 +35,21 @@ from distgpt.core.train.plan import DTYPE, is_open, make_plan, new_run, refuse_u
 from distgpt.core.train.run import Limits
 from distgpt.core.train.setup import open_run
 from distgpt.measure.estimate import Question, estimate, manifest_of, with_vocabulary
-from distgpt.measure.sweep.grid import BITS, PRESET, Grid, Run, Values, read_grid
-from distgpt.measure.sweep.ledger import Ledger, Result, Rung, begin, is_past, measured, read_back
+from distgpt.measure.sweep.grid import (
+    BITS,
+    PRESET,
+    Grid,
+    Ledger,
+    Result,
+    Run,
+    Rung,
+    Values,
+    begin,
+    is_past,
+    measured,
+    read_back,
+    read_grid,
+)
 from distgpt.recipes.depth import holds_out
 from distgpt.recipes.derived import derived
 
