@@ -16,7 +16,6 @@ from click.testing import CliRunner
 from distgpt.cluster.jobs import systems
 from distgpt.commands import jobs
 from distgpt.commands.cli import cli
-from distgpt.core.base import errors
 
 HERE = Path(__file__).parent
 
@@ -26,8 +25,10 @@ def remade(script: Path) -> str:
     made_by = next(line for line in script.read_text().splitlines() if line.startswith("# distgpt s"))
     words = shlex.split(made_by)[1:]
     with contextlib.ExitStack() as stack:
-        for place in ((errors, "_program"), (jobs, "own_program")):
-            stack.enter_context(patch.object(*place, lambda: ["distgpt"]))
+        stack.enter_context(
+            patch.object(jobs, "command_line", lambda *words: shlex.join(["distgpt", *words]))
+        )
+        stack.enter_context(patch.object(jobs, "own_program", lambda: ["distgpt"]))
         stack.enter_context(patch.object(systems, "own_mpirun", lambda: None))
         stack.enter_context(patch.object(jobs, "_refuse_unready", lambda run: None))  # texts are elsewhere
         stack.enter_context(patch.object(sys, "argv", words))
