@@ -87,13 +87,6 @@ def test_threads_may_be_auto_as_where_none_are_given(infer):
     assert infer("--threads", "many").returncode == 2
 
 
-def test_people_are_told_that_a_seed_gives_another_text(file):
-    words = ("infer", "--weights", file, "--prompt", PROMPT, "--max-new-tokens", "3")
-    for more, told in {(): True, ("--seed", "4"): False, ("--temperature", "0"): False}.items():
-        assert ("--seed" in on_terminal(*words, *more, of="stderr")) == told
-    assert "--seed" not in inside(*words).stderr
-
-
 def test_samples_stop_strings_and_likelihoods_from_the_command_line(infer, file):
     hot = ["--prompt", PROMPT, "--max-new-tokens", "12", "--temperature", "1", "--seed", "5"]
     one, three = infer("--json", *hot), infer("--json", *hot, "--n", "3", "--logprobs", "2")

@@ -370,7 +370,7 @@ class CudaKernels(MuonKernels):
             if dx is not None:
                 self._matmul(dx[rows], chunk, w)
             if dw is not None:
-                self.linear_backward_weights(Affine(dw, None), chunk, x[rows], accumulate or start > 0)
+                self._weights(Affine(dw, None), chunk, x[rows], accumulate or start > 0)
 
     def sum(self, total: Array, x: Array, scale: float, accumulate: bool) -> None:
         args = (total, x, x.size, float(scale), int(accumulate))
