@@ -105,7 +105,8 @@ class Chosen(Strategy):
         super().rehearse(model)
         t = self.config
         if self.ranks > 1:
-            from distgpt.parallel.reductions import rehearse_reductions, rehearse_shared_sum
+            from distgpt.parallel.node_memory import rehearse_shared_sum
+            from distgpt.parallel.reductions import rehearse_reductions
 
             if t.grad_sync == "allreduce":
                 rehearse_shared_sum(model.kernels)

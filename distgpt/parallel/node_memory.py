@@ -1,4 +1,4 @@
-"""Memory that the ranks of one node share: a matrix with a row for each of them.
+"""Sums over the ranks of one node, in memory that they share: a matrix with a row for each of them.
 
 It is a file without a name (memfd_create), which the ranks of a node open through /proc: nothing is left of
 it once the last rank has ended, however it ends. MPI's windows lie in /dev/shm, for which containers have
@@ -9,19 +9,25 @@ from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from mmap import PAGESIZE, mmap
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
 from distgpt.core.base.errors import Say, UsageError
 from distgpt.core.comm.agree import gather_texts, on_every_rank, on_root
 from distgpt.core.comm.api import Comm
+from distgpt.core.comm.serial import SerialComm
 from distgpt.core.model.memory import FlatBuffer, Layout
 from distgpt.core.ops.api import Array
 from distgpt.core.ops.kernels import Kernels
+from distgpt.core.train.sharing import Reduction
 
+LINE = 16  # elements of a cache line: ranks' parts begin at multiples of it
+GRAIN = 4096  # elements that a worker takes at least
+
+Each = Callable[[Callable[[int], None], int], None]  # as `Kernels.each`
 T = TypeVar("T")
 
 
@@ -106,3 +112,94 @@ def _explained(act: Callable[[], T]) -> T:
         return act()
     except OSError as error:
         raise UsageError(error.strerror or str(error)) from None
+
+
+# -- the sum
+
+
+def bounds_of(start: int, stop: int, parts: int, line: int = LINE) -> list[int]:
+    """Return where each part of a stretch begins, and where the last one ends.
+
+    All have the same length, as NCCL wants it; the last one also has the remainder.
+    """
+    each = (stop - start) // line // parts * line
+    return [*(start + each * part for part in range(parts)), stop]
+
+
+def spread(count: int, each: Each, workers: int, loop: Callable[..., object], *args: object) -> None:
+    """Call a loop on even stretches of its elements, one for each worker."""
+    parts = min(workers, -(-count // GRAIN))
+    bounds = bounds_of(0, count, parts or 1)
+
+    def stretch(i: int) -> None:
+        loop(bounds[i], bounds[i + 1], *args)
+
+    each(stretch, parts)
+
+
+def one_by_one(work: Callable[[int], object], count: int) -> None:
+    """Do the same as `Kernels.each`, in the calling thread."""
+    for part in range(count):
+        work(part)
+
+
+class InParts(Reduction, Protocol):
+    """Sums in two halves, between which other ranks may add theirs."""
+
+    def reduce(self, bounds: Sequence[int], step: int) -> None:
+        """Replace this rank's part, between two of the bounds, by its sum over ranks. Collective."""
+
+    def gather(self, bounds: Sequence[int]) -> None:
+        """Send every rank's part to all. Collective."""
+
+
+class SharedSum(InParts):
+    """Sums stretches of gradients in memory that the ranks of a node share, without sending them.
+
+    Each rank sums a part of all rows, piece by piece, and writes the sums into all rows: of an element every
+    rank has the same bits, ((g₀ + g₁) + g₂) + …, or by twos (g₀ + g₁) + (g₂ + g₃) + …. An Allreduce of MPI
+    moves several times as many bytes, and adds in an order of its own.
+    """
+
+    name = "shared memory"
+
+    def __init__(self, node: Comm, rows: Array, each: Each, workers: int, by_twos: bool = False) -> None:
+        """`rows`: the flat buffers of the node's ranks. `each` runs loops, on this many workers."""
+        self._node, self._rows, self._by_twos = node, rows, by_twos
+        self._each, self._workers = each, workers
+
+    def sum(self, start: int, stop: int, step: int) -> None:
+        self._add(bounds_of(start, stop, self._node.size), 1, self._node.size)
+        self._node.barrier()  # all sums are there, and none is read where the next pass writes
+
+    def reduce(self, bounds: Sequence[int], step: int) -> None:
+        rank = self._node.rank
+        self._add(bounds, rank, rank + 1 if rank else 0)
+
+    def gather(self, bounds: Sequence[int]) -> None:
+        from distgpt.parallel.loops import sums
+
+        self._over(bounds, sums.copy_rows, self._rows, self._node.rank)
+        self._node.barrier()
+
+    def _add(self, bounds: Sequence[int], low: int, high: int) -> None:
+        """Sum this rank's part into row 0, and copy the sums to rows low … high - 1."""
+        from distgpt.parallel.loops import sums
+
+        self._node.barrier()  # all gradients are there
+        self._over(bounds, sums.add_rows, self._rows, self._by_twos, low, high)
+
+    def _over(self, bounds: Sequence[int], loop: Callable[..., object], *args: object) -> None:
+        start, stop = bounds[self._node.rank], bounds[self._node.rank + 1]
+
+        def stretch(first: int, last: int) -> None:
+            loop(start + first, start + last, *args)
+
+        spread(stop - start, self._each, self._workers, stretch)
+
+
+def rehearse_shared_sum(kernels: Kernels) -> None:
+    """Compile every loop that a sum in shared memory may call."""
+    in_memory = SharedSum(SerialComm(), kernels.wide_zeros(1, LINE), one_by_one, 1)
+    in_memory.sum(0, LINE, 0)
+    in_memory.gather([0, LINE])

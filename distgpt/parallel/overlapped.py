@@ -17,14 +17,8 @@ from distgpt.core.config import TrainConfig
 from distgpt.core.model.model import Model
 from distgpt.core.ops.api import Array, Work
 from distgpt.core.train.sharing import AfterBackward, Allreduce, Exchange, Reduction
-from distgpt.parallel.reductions import (
-    HostWire,
-    ReduceScatterGather,
-    hierarchical,
-    in_parts,
-    one_by_one,
-    votes_sum,
-)
+from distgpt.parallel.node_memory import one_by_one
+from distgpt.parallel.reductions import HostWire, ReduceScatterGather, hierarchical, in_parts, votes_sum
 
 BUCKET = 1 << 17  # elements that leave together, at least: fewer would pay for their latency alone
 CACHED_BYTES = 4 << 20  # what MPI sums at a time within a node: it stays in cache meanwhile

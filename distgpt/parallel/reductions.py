@@ -1,11 +1,10 @@
-"""Sums of a stretch of the gradients over ranks: in parts that ranks sum, or within nodes first."""
+"""Sums of a stretch of the gradients by messages: in parts, or within nodes first; and the choice of a sum."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import Protocol
 from zlib import crc32
 
 import numpy as np
@@ -19,33 +18,18 @@ from distgpt.core.model.model import Model
 from distgpt.core.ops.api import Array, Wire
 from distgpt.core.ops.kernels import Kernels
 from distgpt.core.train.sharing import AfterBackward, Allreduce, Exchange, Reduction
-from distgpt.parallel.node_memory import SharedGradients
+from distgpt.parallel.node_memory import (
+    LINE,
+    Each,
+    InParts,
+    SharedGradients,
+    SharedSum,
+    bounds_of,
+    one_by_one,
+    spread,
+)
 
-LINE = 16  # elements of a cache line: ranks' parts begin at multiples of it
 PIECE = 1 << 20  # elements that are exchanged at once, so that they are still in a cache when they are summed
-GRAIN = 4096  # elements that a worker takes at least
-
-Each = Callable[[Callable[[int], None], int], None]  # as `Kernels.each`
-
-
-def bounds_of(start: int, stop: int, parts: int, line: int = LINE) -> list[int]:
-    """Return where each part of a stretch begins, and where the last one ends.
-
-    All have the same length, as NCCL wants it; the last one also has the remainder.
-    """
-    each = (stop - start) // line // parts * line
-    return [*(start + each * part for part in range(parts)), stop]
-
-
-def spread(count: int, each: Each, workers: int, loop: Callable[..., object], *args: object) -> None:
-    """Call a loop on even stretches of its elements, one for each worker."""
-    parts = min(workers, -(-count // GRAIN))
-    bounds = bounds_of(0, count, parts or 1)
-
-    def stretch(i: int) -> None:
-        loop(bounds[i], bounds[i + 1], *args)
-
-    each(stretch, parts)
 
 
 class HostWire:
@@ -75,16 +59,6 @@ class HostWire:
 
     def _over(self, count: int, loop: Callable[..., object], *args: object) -> None:
         spread(count, self._each, self._workers, loop, *args)
-
-
-class InParts(Reduction, Protocol):
-    """Sums in two halves, between which other ranks may add theirs."""
-
-    def reduce(self, bounds: Sequence[int], step: int) -> None:
-        """Replace this rank's part, between two of the bounds, by its sum over ranks. Collective."""
-
-    def gather(self, bounds: Sequence[int]) -> None:
-        """Send every rank's part to all. Collective."""
 
 
 class ReduceScatterGather(InParts):
@@ -158,51 +132,6 @@ class ReduceScatterGather(InParts):
     def _narrow(self, out: Array, start: int, step: int, time: int) -> None:
         key = crc32(f"{self._seed} {step} {self._comm.rank} {time}".encode())
         self._wire.dither(out, self._flat[start : start + len(out)], start, key)
-
-
-class SharedSum(InParts):
-    """Sums stretches of gradients in memory that the ranks of a node share, without sending them.
-
-    Each rank sums a part of all rows, piece by piece, and writes the sums into all rows: of an element every
-    rank has the same bits, ((g₀ + g₁) + g₂) + …, or by twos (g₀ + g₁) + (g₂ + g₃) + …. An Allreduce of MPI
-    moves several times as many bytes, and adds in an order of its own.
-    """
-
-    name = "shared memory"
-
-    def __init__(self, node: Comm, rows: Array, each: Each, workers: int, by_twos: bool = False) -> None:
-        """`rows`: the flat buffers of the node's ranks. `each` runs loops, on this many workers."""
-        self._node, self._rows, self._by_twos = node, rows, by_twos
-        self._each, self._workers = each, workers
-
-    def sum(self, start: int, stop: int, step: int) -> None:
-        self._add(bounds_of(start, stop, self._node.size), 1, self._node.size)
-        self._node.barrier()  # all sums are there, and none is read where the next pass writes
-
-    def reduce(self, bounds: Sequence[int], step: int) -> None:
-        rank = self._node.rank
-        self._add(bounds, rank, rank + 1 if rank else 0)
-
-    def gather(self, bounds: Sequence[int]) -> None:
-        from distgpt.parallel.loops import sums
-
-        self._over(bounds, sums.copy_rows, self._rows, self._node.rank)
-        self._node.barrier()
-
-    def _add(self, bounds: Sequence[int], low: int, high: int) -> None:
-        """Sum this rank's part into row 0, and copy the sums to rows low … high - 1."""
-        from distgpt.parallel.loops import sums
-
-        self._node.barrier()  # all gradients are there
-        self._over(bounds, sums.add_rows, self._rows, self._by_twos, low, high)
-
-    def _over(self, bounds: Sequence[int], loop: Callable[..., object], *args: object) -> None:
-        start, stop = bounds[self._node.rank], bounds[self._node.rank + 1]
-
-        def stretch(first: int, last: int) -> None:
-            loop(start + first, start + last, *args)
-
-        spread(stop - start, self._each, self._workers, stretch)
 
 
 class Hierarchical(Reduction):
@@ -303,22 +232,9 @@ def mean_factor(comm: Comm, t: TrainConfig) -> float:
     return 1.0 if t.reproducible_parts else 1.0 / comm.size
 
 
-def one_by_one(work: Callable[[int], object], count: int) -> None:
-    """Do the same as `Kernels.each`, in the calling thread."""
-    for part in range(count):
-        work(part)
-
-
 def rehearse_reductions(kernels: Kernels, wire: str) -> None:
     """Compile every loop that a reduction in parts may call."""
     grads = FlatBuffer(Layout([Spec("w", (LINE,))]), kernels.wide_zeros, flags=1)
     for by_twos in (False, True):
         loops = HostWire(one_by_one, 1)
         ReduceScatterGather(SerialComm(), grads.flat, wire, 0, loops, by_twos).sum(0, LINE, 0)
-
-
-def rehearse_shared_sum(kernels: Kernels) -> None:
-    """Compile every loop that a sum in shared memory may call."""
-    in_memory = SharedSum(SerialComm(), kernels.wide_zeros(1, LINE), one_by_one, 1)
-    in_memory.sum(0, LINE, 0)
-    in_memory.gather([0, LINE])

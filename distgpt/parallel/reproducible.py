@@ -14,7 +14,7 @@ from distgpt.core.model.memory import FlatBuffer, Layout, Spec
 from distgpt.core.model.model import Model
 from distgpt.core.ops.kernels import Kernels
 from distgpt.core.train.sharing import MicroBatches
-from distgpt.parallel.reductions import LINE, spread
+from distgpt.parallel.node_memory import LINE, spread
 
 
 class Tree:

@@ -28,7 +28,8 @@ from distgpt.core.train.sharing import (
     OptimizerState,
     Placement,
 )
-from distgpt.parallel.reductions import bounds_of, in_parts, mean_factor, votes_sum
+from distgpt.parallel.node_memory import bounds_of
+from distgpt.parallel.reductions import in_parts, mean_factor, votes_sum
 
 MASTER = "w/"  # of weights in full precision, which have no prefix in their file
 PREFIXES = ("m/", "v/")

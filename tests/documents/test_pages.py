@@ -180,7 +180,7 @@ def test_what_is_read_in_an_hour_needs_little_else():
     text = (ROOT / "docs" / "explanation" / "read-in-an-hour.md").read_text()
     said = dict(re.findall(r"^\d+\. \*\*`(.*?)`\*\* \((\d+) lines\)", text, re.MULTILINE))
     lines = {file: (ROOT / file).read_text().count("\n") for file in said}
-    assert len(lines) == 12
+    assert len(lines) <= 12 and sum(lines.values()) <= 3200
     for file, count in lines.items():
         assert abs(count - int(said[file])) < 0.1 * count, f"{file}: {count}"
     total = int(re.search(r"about ([\d,]+) lines", text)[1].replace(",", ""))
@@ -189,7 +189,7 @@ def test_what_is_read_in_an_hour_needs_little_else():
     assert len(more) == 4
     files = [*lines, *(f"distgpt/{file}" for file in more)]
     assembly = set(imported_elsewhere(["distgpt/assembly.py"]))  # has a name of each part
-    assert len(set(imported_elsewhere(files)) - assembly) <= 66
+    assert len(set(imported_elsewhere(files)) - assembly) <= 58, sorted(set(imported_elsewhere(files)) - assembly)
 
 
 def test_numbers_of_lines_are_about_those_of_the_code():

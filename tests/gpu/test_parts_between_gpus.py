@@ -8,7 +8,8 @@ from gpuranks import on_gpus
 from threadranks import on_all_ranks
 
 from distgpt.gpu.kernels import CudaKernels
-from distgpt.parallel.reductions import HostWire, ReduceScatterGather, one_by_one
+from distgpt.parallel.node_memory import one_by_one
+from distgpt.parallel.reductions import HostWire, ReduceScatterGather
 
 pytestmark = needs_the_processor
 

@@ -24,14 +24,9 @@ from distgpt.parallel import overlapped
 from distgpt.parallel import reductions as ways
 from distgpt.parallel.choose import Chosen
 from distgpt.parallel.loops.sums import dither
+from distgpt.parallel.node_memory import bounds_of, one_by_one
 from distgpt.parallel.overlapped import AllreduceInPieces, Overlapped
-from distgpt.parallel.reductions import (
-    HostWire,
-    ReduceScatterGather,
-    bounds_of,
-    hierarchical,
-    one_by_one,
-)
+from distgpt.parallel.reductions import HostWire, ReduceScatterGather, hierarchical
 from distgpt.parallel.sharded import Shards, shards
 
 MODEL = ModelConfig(vocab_size=64, seq_len=8, n_layer=3, n_head=2, n_embd=32)

@@ -24,8 +24,8 @@ from distgpt.core.cpu.kernels import CpuKernels
 from distgpt.core.model.memory import Layout, Spec
 from distgpt.core.model.model import Architecture, Model
 from distgpt.parallel.choose import Chosen
-from distgpt.parallel.node_memory import SharedGradients, gradients_in_node, shared_rows
-from distgpt.parallel.reductions import SharedSum, hierarchical
+from distgpt.parallel.node_memory import SharedGradients, SharedSum, gradients_in_node, shared_rows
+from distgpt.parallel.reductions import hierarchical
 
 BORDER = 3  # elements before and after what is summed, which are to stay as they are
 

@@ -23,8 +23,8 @@ from distgpt.core.config import GpuConfig
 from distgpt.core.cpu.stages import Stage, open_stage
 from distgpt.core.train.sharing import Allreduce
 from distgpt.measure.jobs import BenchOptions, Row, ask, say
-from distgpt.parallel.node_memory import shared_rows
-from distgpt.parallel.reductions import Hierarchical, SharedSum, one_by_one
+from distgpt.parallel.node_memory import SharedSum, one_by_one, shared_rows
+from distgpt.parallel.reductions import Hierarchical
 from distgpt.show.page import Block, Column, Paragraph, tabulated
 
 SIZES = [8 * 4**i for i in range(20)]  # bytes
