@@ -63,7 +63,7 @@ LLAMA_REFUSALS = [
     ({"head_dim": 7}, "head_dim = 7 is odd"),
     ({"attention_bias": True}, "attention_bias is True"),
     ({"mlp_bias": True}, "mlp_bias is True"),
-    ({"hidden_act": "gelu"}, "distgpt has silu"),
+    ({"hidden_act": "gelu"}, "distgpt has .silu. alone"),
     ({"rope_scaling": {"factor": 8.0}, "rope_parameters": None}, "factor is 8.0"),
     ({"rope_scaling": {"type": "yarn"}, "rope_parameters": None}, "'yarn'.*, linear, llama3"),
     ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "lacks low_freq_factor"),

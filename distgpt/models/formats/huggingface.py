@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -75,7 +76,7 @@ class Foreign:
         for file, header in self.headers.items():
             for name in header.tensors:
                 short = name.removeprefix(self.family.prefix)
-                if self.family.buffers.fullmatch(short) or (self.config.tied and short == HEAD):
+                if re.fullmatch(self.family.buffers, short) or (self.config.tied and short == HEAD):
                     continue  # what transformers does not load either
                 if short in self._tensors:
                     raise DataError(f"{file} holds {short!r:.80} twice, or another file does too")
@@ -373,7 +374,6 @@ def _texts(family: Family, config: ModelConfig, tokenizer: Tokenizer | None, dty
     settings = {
         "architectures": [family.architecture],
         "model_type": family.model_type,
-        **family.values_for(config),
         **family.config_for(config),
         "tie_word_embeddings": config.tied,
         "initializer_range": config.init_std,
