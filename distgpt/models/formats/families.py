@@ -38,9 +38,13 @@ class TensorMapping:
     transposed: bool = False  # theirs is (in, out), ours (out, in)
 
     @property
+    def our_shape(self) -> tuple[int, ...]:
+        """Return the shape of the rows of ours that it is."""
+        return self.shape[::-1] if self.transposed else self.shape
+
+    @property
     def rows(self) -> int:
-        """Return how many rows of ours it is."""
-        return self.shape[-1] if self.transposed else self.shape[0]
+        return self.our_shape[0]
 
 
 class Settings:

@@ -97,26 +97,16 @@ class Foreign:
         return "<f8" if "F64" in {self._entry(name).dtype for name in self._tensors} else "<f4"
 
     def verify(self) -> None:
-        """Compare the data with their checksums, if there are any, and with the configuration."""
+        """Compare the data with their checksums, if there are any."""
         for file, header in self.headers.items():
             verify_data(file, header)
-        for tensor in self.family.all_mappings(self.config):
-            if not tensor.ours and self.rows(tensor.theirs, tensor.shape[0]).any():
-                raise DataError(
-                    f"{self.path}: {tensor.theirs} is not zero, but its configuration has no bias"
-                )
-
-    def rows(self, name: str, count: int, first: int = 0) -> NDArray[Any]:
-        rows = np.empty((count, *self._entry(name).shape[1:]), self.dtype)
-        read_rows(*self._tensors[name], rows, first)
-        return rows
 
     def read(self, mapping: TensorMapping, out: NDArray[Any]) -> None:
         """Fill our rows that correspond to this tensor."""
+        rows = np.empty(mapping.shape, self.dtype) if mapping.transposed else out
+        read_rows(*self._tensors[mapping.theirs], rows)
         if mapping.transposed:
-            transpose(out, self.rows(mapping.theirs, mapping.shape[0]))
-        else:
-            read_rows(*self._tensors[mapping.theirs], out)
+            transpose(out, rows)
 
     def tokenizer(self) -> Tokenizer | None:
         if (self.directory / OWN_TOKENIZER).exists():
@@ -236,6 +226,7 @@ def import_from(foreign: Any, name: str, out: Path, tokenizer: str | None, note:
     """Write `out` from a `Foreign` or a `GgufModel` that goes by this name."""
     own = _tokenizer(tokenizer, foreign, note)
     foreign.verify()
+    _refuse_biases(foreign)
     title, config = foreign.family.title, foreign.config
     metadata = Description(RunConfig(model=config), own).to_metadata()
     metadata[ORIGIN] = f"{title} model imported from {name}"
@@ -243,6 +234,18 @@ def import_from(foreign: Any, name: str, out: Path, tokenizer: str | None, note:
     _write_weights(out, foreign, metadata)
     use = command_line("infer", "--weights", out, "--prompt", "…") if own else "distgpt.load in Python"
     return page("weights", out, own.describe() if own else "none", use)
+
+
+def _refuse_biases(foreign: Any) -> None:
+    """Refuse biases other than zeros if the model has none by its configuration."""
+    for mapping in foreign.family.all_mappings(foreign.config):
+        if not mapping.ours:
+            array = np.empty(mapping.our_shape, foreign.dtype)
+            foreign.read(mapping, array)
+            if array.any():
+                raise DataError(
+                    f"{foreign.path}: {mapping.theirs} is not zero, but its configuration has no bias"
+                )
 
 
 def page(kind: str, out: Path, tokenizer: str, use: str) -> str:
@@ -313,13 +316,10 @@ def export_model(path: Path, out: Path, dtype: str, note: Note = lambda text: No
 
     def make(name: str) -> NDArray[Any]:
         mapping = mappings[name]
-        array = np.zeros(mapping.shape, "<f4")
-        if mapping.ours:
-            rows = np.empty(mapping.shape[::-1], "<f4") if mapping.transposed else array
-            read_rows(path, header, mapping.ours, rows, mapping.first)
-            if mapping.transposed:
-                transpose(array, rows)
-        refuse_nonfinite(array, mapping.ours, path)
+        array = rows = our_rows(path, header, mapping)
+        if mapping.transposed:
+            array = np.empty(mapping.shape, "<f4")
+            transpose(array, rows)
         return narrowed(array, dtype, mapping.ours, path)
 
     kinds = {name: (np.dtype(STORED[dtype]), mapping.shape) for name, mapping in mappings.items()}
@@ -346,6 +346,15 @@ def exportable(path: Path) -> tuple[Path, Description]:
     if description.rounded:
         raise UsageError(f"{path} is in {description.rounded}: export the file that it is from")
     return path, description
+
+
+def our_rows(path: Path, header: Header, mapping: TensorMapping) -> NDArray[Any]:
+    """Return the rows of ours that a tensor of theirs is made of; zeros if there are none."""
+    array = np.zeros(mapping.our_shape, "<f4")
+    if mapping.ours:
+        read_rows(path, header, mapping.ours, array, mapping.first)
+    refuse_nonfinite(array, mapping.ours, path)
+    return array
 
 
 def narrowed(array: NDArray[Any], dtype: str, name: str, path: Path) -> NDArray[Any]:
