@@ -3,7 +3,6 @@
 import gzip
 import json
 import os
-import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +13,7 @@ from tokenizing import small
 from distgpt.core.base.errors import DataError, DistgptError, StorageError, UsageError
 from distgpt.core.data.tokenizers import load_tokenizer
 from distgpt.corpora.prepare import preparing
-from distgpt.corpora.prepare.documents import Offset, find_inputs
-from distgpt.corpora.prepare.preparing import Progress, list_inputs, load_progress, prepare, reserved
+from distgpt.corpora.prepare.preparing import Progress, prepare, reserved
 from distgpt.corpora.shards import read_manifest, shards_tokenizer, verify_shards
 
 
@@ -124,17 +122,6 @@ def test_the_loser_of_two_leaves_the_empty_folder_to_the_winner(tmp_path, monkey
 
 
 # Interruptions
-
-
-@pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="needs a disk in memory")
-def test_progress_with_an_input_of_no_time_is_resumed():
-    """A disk in memory keeps more seconds than a file of progress can hold as nanoseconds."""
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-        (text := Path(folder) / "a.txt").write_text("once")
-        os.utime(text, (2**63 - 1, 2**63 - 1))
-        what = {}, list_inputs(find_inputs([text]))
-        Progress(*what, place=Offset(0, 2), sources=[[0, 0]]).save(Path(folder))
-        assert load_progress(Path(folder), Progress(*what)).place == Offset(0, 2)
 
 
 def test_without_a_manifest_all_shards_are_made_again(inputs, tmp_path, monkeypatch):

@@ -18,7 +18,7 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, NamedTuple, TypeVar
+from typing import Annotated, Any, BinaryIO, TypeVar
 
 import numpy as np
 
@@ -292,18 +292,11 @@ def in_order(
         pool.shutdown(cancel_futures=True)
 
 
-class Encoded(NamedTuple):
-    """The ids of a piece, how many of them each document in it has, and what its texts are."""
+def encode(piece: Piece, tokenizer: Tokenizer, field: str) -> tuple[Piece, Ids, list[int], int, int]:
+    """Return a piece, its ids, how many of them each document has, bytes of text, characters replaced.
 
-    piece: Piece
-    ids: Ids
-    lengths: list[int]
-    text_bytes: int
-    replaced: int  # characters that could not be decoded
-
-
-def encode(piece: Piece, tokenizer: Tokenizer, field: str) -> Encoded:
-    """Return the ids of a piece. Threads may share the tokenizer."""
+    Threads may share the tokenizer.
+    """
     found = list(parts(piece, field))
     try:
         ids = [tokenizer.encode(text) for text, _ in found]
@@ -311,28 +304,25 @@ def encode(piece: Piece, tokenizer: Tokenizer, field: str) -> Encoded:
         raise DataError(f"{piece.source}: {error}") from None
     together = np.concatenate([np.empty(0, id_dtype(tokenizer.size)), *ids])
     text_bytes = sum(len(text.encode()) for text, _ in found)
-    return Encoded(piece, together, list(map(len, ids)), text_bytes, sum(broken for _, broken in found))
+    return piece, together, list(map(len, ids)), text_bytes, sum(broken for _, broken in found)
 
 
-class Separator(NamedTuple):
-    """`ids` stand before each document; where they only separate, not before the first one."""
+def separator_ids(choice: str, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Return the ids that separate documents.
 
-    ids: tuple[int, ...]
-    only_between: bool
-
-
-def find_separator(choice: str, tokenizer: Tokenizer) -> Separator:
-    """auto: the tokenizer's own token before each document, else a line break between them, where it can."""
+    auto: the tokenizer's own token, which also stands before the first one; otherwise a line break, if it
+    can be encoded.
+    """
     if choice == "none":
-        return Separator((), only_between=True)
+        return ()
     if choice == "auto" and tokenizer.separator is not None:
-        return Separator((tokenizer.separator,), only_between=False)
+        return (tokenizer.separator,)
     text = "\n" if choice == "auto" else choice.replace("\\n", "\n").replace("\\t", "\t")
     try:
-        return Separator(tuple(tokenizer.encode(text).tolist()), only_between=True)
+        return tuple(tokenizer.encode(text).tolist())
     except DataError as error:
         if choice == "auto":
-            return Separator((), only_between=True)
+            return ()
         raise UsageError(f"--separator {choice!r}: {error}") from None
 
 
@@ -352,7 +342,8 @@ class Preparation:
     ) -> None:
         self._request, self._inputs, self._tokenizer = request, inputs, tokenizer
         self._progress, self._watcher = progress, watcher
-        self._separator = find_separator(request.separator, tokenizer)
+        self._separator = separator_ids(request.separator, tokenizer)
+        self._only_between = request.separator != "auto" or tokenizer.separator is None
         self._dtype = np.dtype(id_dtype(tokenizer.size)).newbyteorder("<")
         self._paths = [request.out / name for name in SPOOL]
 
@@ -361,10 +352,10 @@ class Preparation:
         with self._opened(0) as self._ids, self._opened(1) as self._lengths:
             if self._progress.place.input < len(self._inputs):
                 self._fill_spool()
-            between, progress = len(self._separator.ids), self._progress
+            between, progress = len(self._separator), self._progress
             # Of all documents, with a separator next to each; and of the one before the first document.
             self._total = progress.spooled[0] + between * progress.documents
-            self._dropped = between * self._separator.only_between
+            self._dropped = between * self._only_between
             tokens = max(0, self._total - self._dropped)
             self._held_out = self._request.held_out(tokens)
             if tokens - self._held_out < LEAST:
@@ -489,7 +480,7 @@ class Preparation:
 
     def _stream(self, split: Split) -> Iterator[Ids]:
         """Yield a split's ids, at most `AT_ONCE` at a time, in memory that is used again."""
-        separator, out, filled = self._separator.ids, np.empty(AT_ONCE, self._dtype), 0
+        separator, out, filled = self._separator, np.empty(AT_ONCE, self._dtype), 0
         for arrays in self._spans(split):
             for start, left, lead in zip(*(array.tolist() for array in arrays), strict=True):
                 if filled + lead > AT_ONCE:
@@ -515,7 +506,7 @@ class Preparation:
         document, and fills up with short ones. So every long document contributes, and each is cut at most
         once.
         """
-        between, total, is_first = len(self._separator.ids), max(1, self._total), True
+        between, total, is_first = len(self._separator), max(1, self._total), True
         held_out = self._held_out
         least = total + 1  # ids of a document that gives some to validation, with its separator
         if held_out:
@@ -546,7 +537,7 @@ class Preparation:
                 starts, sizes, is_whole = starts[taken], sizes[taken], is_whole[taken]
             lead = np.full(len(starts), between)
             if is_first and len(starts):
-                lead[0] *= is_whole[0] and not self._separator.only_between
+                lead[0] *= is_whole[0] and not self._only_between
                 is_first = False
             yield starts, sizes, lead
 
@@ -561,7 +552,7 @@ class Preparation:
             vocab_size=tokenizer.size,
             dtype=self._dtype.str,
             shards=tuple(shards),
-            separator=self._separator.ids,
+            separator=self._separator,
             settings={name: progress.settings[name] for name in progress.settings if name != "tokenizer"},
             inputs=tuple((name, size) for name, size, _ in progress.inputs),
             sources=tuple((documents, tokens) for documents, tokens in progress.sources),
