@@ -53,7 +53,7 @@ from distgpt.core.saved.tensors import (
 from distgpt.core.saved.weights import find_weights
 from distgpt.corpora.tokenizers.bpe import BpeTokenizer, symbols
 from distgpt.corpora.tokenizers.foreign import CHAT_FILES, PREFIX, TOKENIZER_FILES, download_model
-from distgpt.corpora.tokenizers.tokenizer_json import LibraryTokenizer
+from distgpt.corpora.tokenizers.tokenizer_json import LibraryTokenizer, added_token
 from distgpt.models.formats.families import HEAD, Family, Settings, TensorMapping, family_for, recognised
 
 CONFIG, WHOLE = "config.json", "model.safetensors"
@@ -445,8 +445,7 @@ def _bpe_files(tokenizer: BpeTokenizer, settings: dict[str, Any]) -> dict[str, s
     if tokenizer.separator is not None:
         content = tokenizer.decode([tokenizer.separator])
         settings = dict.fromkeys(("bos_token", "eos_token", "unk_token"), content) | settings
-        plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-        added = [{"id": tokenizer.separator, "content": content, **plain, "special": True}]
+        added = [added_token(tokenizer.separator, content, special=True)]
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": True}
     whole = {
         "version": "1.0",
