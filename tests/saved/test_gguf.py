@@ -56,24 +56,6 @@ def test_smaller_types_round_by_no_more_than_they_must(tmp_path, dtype, error):
     assert kinds["token_embd.weight"] == ("Q8_0" if dtype == "q4_0" else kinds["blk.0.attn_q.weight"])
 
 
-def test_what_was_rounded_once_is_not_rounded_again(tmp_path):
-    path = tmp_path / "ours.safetensors"
-    random_model(path, LLAMA)
-    for dtype in ("bfloat16", "q8_0"):
-        once = there_and_back(path, dtype)
-        export_gguf(once, tmp_path / "again.gguf", dtype)
-        import_gguf(tmp_path / "again.gguf", tmp_path / "twice.safetensors", None)
-        first, second = tensors_in(once), tensors_in(tmp_path / "twice.safetensors")
-        assert all(np.allclose(first[name], second[name], rtol=1e-6, atol=0) for name in first)
-        for each in (
-            once,
-            path.with_suffix(".gguf"),
-            tmp_path / "again.gguf",
-            tmp_path / "twice.safetensors",
-        ):
-            each.unlink()
-
-
 def test_rows_that_are_no_blocks_stay_in_float32(tmp_path):
     path = tmp_path / "ours.safetensors"
     random_model(path, {**LLAMA, "mlp_width": 90})
