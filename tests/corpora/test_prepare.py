@@ -1,6 +1,5 @@
 """distgpt data prepare: the right tokens in shards of the right sizes, or a refusal that leaves nothing."""
 
-import gzip
 import json
 import os
 from pathlib import Path
@@ -53,21 +52,6 @@ def test_shards_have_the_size_that_was_asked_for(inputs, tmp_path, small_pieces)
         train = [shard.tokens for shard in manifest.of("train")]
         assert [shard.tokens for shard in manifest.of("val")] == val
         assert set(train[:-1]) == {3000} and train[-1] == (total - 1) % 3000 + 1
-
-
-def test_the_fraction_is_exact_and_in_order_the_first_tokens_validate(tmp_path, small_pieces):
-    """Also where the files say little about their texts, as compressed ones."""
-    lines = [json.dumps({"text": f"{i} " * (i % 9 + 1)}) + "\n" for i in range(300)]
-    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"the same line\n" * 700))
-    (tmp_path / "b.jsonl").write_text("".join(lines))
-    files = (tmp_path / "a.txt.gz", tmp_path / "b.jsonl")
-    text = "\n".join(["the same line\n" * 700, *(json.loads(line)["text"] for line in lines)])
-    for fraction in (0.0, 0.3):
-        watcher, out = Quiet(), tmp_path / str(fraction)
-        how = {"inputs": files, "shard_tokens": 10**6, "val_fraction": fraction}
-        manifest = prepare(request(files, out, **how), watcher)
-        assert manifest.tokens("val") == int(fraction * len(text)) and not watcher.notes
-        assert bytes(everything(out).astype(np.uint8)).decode() == text
 
 
 # Refusals

@@ -109,10 +109,6 @@ def test_a_file_in_int4_gives_the_same_model_as_rounding_and_nearly_the_same_in_
         ]
         assert errors[0] == pytest.approx(errors[1], rel=1e-3)
     assert "int4" in repr(api.load(in_int4)) and "int4" in repr(api.init(config_of("odd"), dtype="int4"))
-    with pytest.raises(DataError, match="in int4 already"):
-        quantize(in_int4, narrow)
-    with pytest.raises(UsageError, match="in int4, which cannot be trained further"):
-        api.train("tiny", init=str(in_int4), steps=1, out=narrow.parent / "run")
 
 
 def test_a_file_in_int8_is_computed_in_int8_unless_asked_otherwise(files):

@@ -10,7 +10,7 @@ from tokenizing import STORY, TEXT, small
 from distgpt.core.base.errors import DataError, UsageError
 from distgpt.core.data.tokenizers import load_tokenizer
 from distgpt.core.saved.modelfile import read_description
-from distgpt.models.formats.gguf.container import NUMBERS, TYPES, quantised, read_container, restored
+from distgpt.models.formats.gguf.container import read_container
 from distgpt.models.formats.gguf.transfer import export_gguf, import_gguf
 
 HELD = [name for name in SHAPES if name != "relu" and "window" not in SHAPES[name]]
@@ -151,13 +151,6 @@ def test_merges_that_scores_cannot_say_are_refused(tmp_path):
 
 
 # -- as others write it
-
-
-def test_blocks_of_zeros_and_of_one_value_are_exact():
-    for name in ("Q8_0", "Q4_0"):
-        kind = TYPES[NUMBERS[name]]
-        x = np.repeat(np.array([0, -127], np.float32), 32)
-        assert np.array_equal(restored(kind, quantised(kind, x)), x)
 
 
 def test_commands_say_what_to_type(tmp_path):
