@@ -464,17 +464,26 @@ class Preparation:
     def _written(self, split: Split) -> Iterator[Shard]:
         """Write the shards of a split."""
         request, is_train = self._request, split == "train"
-        ids = _Stream(self._stream(split))
+        stream, rest = self._stream(split), np.empty(0, self._dtype)
+
+        def take(count: int) -> Iterator[Ids]:
+            nonlocal rest
+            while count:
+                rest = rest if len(rest) else next(stream)
+                some, rest = rest[:count], rest[count:]
+                count -= len(some)
+                yield some
+
         total = sum(int(sizes.sum() + lead.sum()) for _, sizes, lead in self._spans(split))
         left, done, number = total if is_train else min(total, self._held_out), 0, 0
         if is_train:
             done = self._held_out
             if request.seed is None:  # its stream begins with those for validation
                 left -= done
-                deque(ids.take(done), maxlen=0)
+                deque(take(done), maxlen=0)
         while left:
             size = min(left, request.shard_tokens)
-            yield write_shard(request.out, split, number, self._dtype.str, size, ids.take(size))
+            yield write_shard(request.out, split, number, self._dtype.str, size, take(size))
             left, done, number = left - size, done + size, number + 1
             self._watcher.advanced(done * self._dtype.itemsize, done)
 
@@ -566,22 +575,6 @@ class Preparation:
             for name in (*SPOOL, PROGRESS):
                 (request.out / name).unlink()
         return manifest
-
-
-class _Stream:
-    """Ids that come in pieces of any size, taken in others."""
-
-    def __init__(self, pieces: Iterator[Ids]) -> None:
-        self._pieces = pieces
-        self._rest: Ids = np.empty(0, np.uint16)
-
-    def take(self, count: int) -> Iterator[Ids]:
-        while count:
-            if not len(self._rest):
-                self._rest = next(self._pieces)
-            some, self._rest = self._rest[:count], self._rest[count:]
-            count -= len(some)
-            yield some
 
 
 def prepare(request: Request, watcher: Any, inputs: list[Input] | None = None) -> Manifest:

@@ -99,11 +99,6 @@ GPT2_REPOSITORY = "openai-community/gpt2"
 _NAMED = ("bos_token", "eos_token", "unk_token", "pad_token")  # as templates know them
 
 
-def repository_of(name: str) -> str:
-    """Return where the hub has what `--tokenizer` calls gpt2 or hub:ORG/NAME."""
-    return GPT2_REPOSITORY if name == "gpt2" else name.removeprefix(PREFIX)
-
-
 def from_document(document: dict[str, Any], source: str) -> Tokenizer:
     """Return the tokenizer that a document of tokenizer.json with a model describes."""
     is_ours = _is_like_gpt2(document)

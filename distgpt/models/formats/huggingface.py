@@ -261,6 +261,14 @@ def refuse_place(out: Path) -> None:
         raise StorageError(f"cannot write {out}: no files can be made in {out.parent}")
 
 
+def refuse_directory(out: Path) -> None:
+    if not out.name:
+        raise UsageError(f"{str(out)!r} is not a name for a new directory; choose another --out")
+    with storage_errors("use", out):
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise UsageError(f"{out} exists and is not an empty directory; choose another --out")
+
+
 def _write_weights(out: Path, foreign: Any, metadata: dict[str, str]) -> None:
     dtype = np.dtype(foreign.dtype)
     kinds = {spec.name: (dtype, spec.shape) for spec in Architecture(foreign.config).layout.specs}
@@ -305,11 +313,7 @@ def export_model(path: Path, out: Path, dtype: str, note: Note = lambda text: No
     path, description = exportable(path)
     config = description.run.model
     family = family_for(config, path)
-    if not out.name:
-        raise UsageError(f"{str(out)!r} is not a name for a new directory; choose another --out")
-    with storage_errors("use", out):
-        if out.exists() and (not out.is_dir() or any(out.iterdir())):
-            raise UsageError(f"{out} exists and is not an empty directory; choose another --out")
+    refuse_directory(out)
     header = read_header(path)
     verify_data(path, header)
     mappings = {family.full_name(mapping.theirs): mapping for mapping in family.all_mappings(config)}
