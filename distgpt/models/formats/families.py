@@ -99,7 +99,11 @@ class Family:
         """Return our configuration of their model; a DataError if ours cannot be that model."""
         settings.demand(**self.absent)
         values = {ours: settings.get(*key) for ours, key in self.keys.items()}
-        return _gpt2_from(values, settings) if self.is_gpt2 else _llama_from(self, values, settings)
+        if not self.is_gpt2:
+            return _llama_from(self, values, settings)
+        mlp = settings.choice("activation_function", "gelu_new", ACTIVATIONS)
+        bias, tied = settings.get("bias", True), settings.get("tie_word_embeddings", True)
+        return ModelConfig(**values, mlp=mlp, bias=bias, tied=tied)
 
     def config_for(self, config: ModelConfig) -> dict[str, Any]:
         """Return the settings of their config.json."""
@@ -267,15 +271,6 @@ ACTIVATIONS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "relu": "relu"}
 # -- settings
 
 
-def _gpt2_from(values: dict[str, Any], settings: Settings) -> ModelConfig:
-    return ModelConfig(
-        **values,
-        mlp=settings.choice("activation_function", "gelu_new", ACTIVATIONS),
-        bias=settings.get("bias", True),
-        tied=settings.get("tie_word_embeddings", True),
-    )
-
-
 def _llama_from(family: Family, values: dict[str, Any], settings: Settings) -> ModelConfig:
     heads, hidden = values["n_head"], values.pop("mlp_width")
     if values["n_kv_head"] == heads:
@@ -345,22 +340,17 @@ def _rope(settings: Settings, older: float, context: int) -> dict[str, Any]:
         found |= given
     within = Settings(found, f"{settings.source}: the settings of RoPE")
     within.demand(partial_rotary_factor=1.0)
-    return {"rope_base": within.get("rope_theta", older)} | _scaling(within, context)
-
-
-def _scaling(within: Settings, context: int) -> dict[str, Any]:
-    within.values.setdefault("rope_type", within.values.get("type", "default"))
+    ours: dict[str, Any] = {"rope_base": within.get("rope_theta", older)}
+    found.setdefault("rope_type", found.get("type", "default"))
     kind = within.choice("rope_type", "default", SCALINGS)
     if kind == "none":
         within.demand(factor=1.0)  # without a rope_type nothing is scaled
-        return {}
+        return ours
     factors = FACTORS[kind]
-    if missing := [key for key in factors if within.values.get(key) is None]:
+    if missing := [key for key in factors if found.get(key) is None]:
         raise DataError(f"{within.source} lacks {missing[0]}, which {kind} needs")
-    found: dict[str, Any] = {ours: within.get(key, 1.0) for key, ours in factors.items()}
-    if kind == "llama3":
-        found["rope_context"] = within.get(OLD_CONTEXT, context)
-    return found | {"rope_scaling": kind}
+    ours |= {"rope_scaling": kind, **{own: within.get(key, 1.0) for key, own in factors.items()}}
+    return ours | ({"rope_context": within.get(OLD_CONTEXT, context)} if kind == "llama3" else {})
 
 
 def _angles_for(config: ModelConfig) -> dict[str, Any]:
