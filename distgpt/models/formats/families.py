@@ -98,7 +98,7 @@ class Family:
     def config_from(self, settings: Settings) -> ModelConfig:
         """Return our configuration of their model; a DataError if ours cannot be that model."""
         settings.demand(**self.absent)
-        values = {ours: settings.get(*key) for ours, key in self.keys.items()}
+        values: dict[str, Any] = {ours: settings.get(*key) for ours, key in self.keys.items()}
         if not self.is_gpt2:
             return _llama_from(self, values, settings)
         mlp = settings.choice("activation_function", "gelu_new", ACTIVATIONS)
