@@ -7,7 +7,7 @@ import json
 import os
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from io import BufferedReader
 from itertools import accumulate
@@ -207,16 +207,8 @@ def _refuse_contradictions(manifest: Manifest) -> None:
             raise ValueError(complaint)
 
 
-def verify_shards(
-    folder: Path,
-    manifest: Manifest,
-    shards: Iterable[Shard],
-    advanced: Callable[[int], None] = lambda n: None,
-) -> None:
-    """Read these files and compare them with the manifest; a DataError names one that differs.
-
-    `advanced` is called with the number of bytes that were read.
-    """
+def verify_shards(folder: Path, manifest: Manifest, shards: Iterable[Shard]) -> None:
+    """Read these files and compare them with the manifest; a DataError names one that differs."""
     kind, vocab_size = np.dtype(manifest.dtype), manifest.vocab_size
     for shard in shards:
         path, largest = folder / shard.name, 0
@@ -227,7 +219,6 @@ def verify_shards(
                 digest.update(piece)
                 ids = np.frombuffer(piece, kind, len(piece) // kind.itemsize)
                 largest = max(largest, int(ids.max(initial=0)))
-                advanced(len(piece))
         if digest.hexdigest() != shard.sha256:
             raise DataError(f"{path} is damaged: its SHA-256 is not the one in the manifest")
         if largest >= vocab_size:

@@ -205,11 +205,7 @@ def adapters_by_matrix(run: RunConfig) -> dict[str, list[Adapter]]:
 
 def adapter_layout(run: RunConfig) -> Layout:
     """Return the layout of the adapters that a run trains."""
-    return _layout(adapted_architecture(run))
-
-
-def _layout(architecture: Architecture) -> Layout:
-    return Layout(spec for adapter in adapters_in(architecture) for spec in adapter.specs)
+    return Layout(spec for each in adapters_in(adapted_architecture(run)) for spec in each.specs)
 
 
 class AdaptedModel(Model):
@@ -219,8 +215,7 @@ class AdaptedModel(Model):
     """
 
     def __init__(self, run: RunConfig, kernels: Kernels) -> None:
-        architecture = adapted_architecture(run)
-        trained = _layout(architecture)
+        architecture, trained = adapted_architecture(run), adapter_layout(run)
         own = (spec for spec in architecture.layout.specs if spec.name not in trained.offsets)
         self.frozen = FlatBuffer(Layout(own), kernels.zeros)
         made = _placed(adapters_in(architecture), self.frozen, kernels)

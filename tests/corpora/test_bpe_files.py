@@ -5,11 +5,11 @@ import json
 import pytest
 from conftest import inside, refused
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
-from tokenizing import STORY, TEXT, gpt2, needs_gpt2, small
+from tokenizing import STORY, TEXT, small
 
 from distgpt.core.base.errors import DataError
 from distgpt.core.data.tokenizers import fingerprint, load_tokenizer
-from distgpt.corpora.tokenizers.bpe import GPT2_FINGERPRINT, learn_bpe
+from distgpt.corpora.tokenizers.bpe import learn_bpe
 
 
 def hugging_face(special="<|endoftext|>", tokenizer=None):
@@ -59,12 +59,6 @@ def test_one_special_token_is_the_separator_whatever_it_is_called(tmp_path):
         assert tokenizer.separator == (tokenizer.size - 1 if special else None)
         assert not special or tokenizer.decode([tokenizer.separator]) == special
         assert tokenizer.encode(TEXT).tolist() == small().encode(TEXT).tolist(), special
-
-
-@needs_gpt2
-def test_gpt2_in_hugging_face_s_form_is_recognised(tmp_path):
-    document = hugging_face(tokenizer=gpt2())
-    assert fingerprint(loaded(tmp_path / "tokenizer.json", document)) == GPT2_FINGERPRINT
 
 
 def refused_file(document, message, tmp_path, name="tokenizer.json"):

@@ -122,26 +122,10 @@ def test_a_full_disk_is_reported_in_one_line(text, tmp_path):
     assert re.match(r"distgpt: cannot write .*\.ids: File too large", last_line(result.stderr))
 
 
-def shards_of(tmp_path, data, *flags, name="a.txt"):
-    """The result of preparing a small input, and the folder."""
-    (tmp_path / name).write_bytes(data)
-    out = tmp_path / "my shards"
-    args = ["--tokenizer", "byte", "--val-fraction", "0", *flags]
-    return inside("data", "prepare", tmp_path / name, "--out", out, *args), out
-
-
-def test_bytes_that_are_no_utf8_are_reported_and_a_bad_line_of_json_is_named(tmp_path):
-    lines = b'{"text": "fine"}\n{"body": "what"}\n'
-    for workers in ("1", "2"):
-        result, out = shards_of(tmp_path, lines, "--workers", workers, name="a.jsonl")
-        assert result.returncode == 65 and not out.exists()
-        assert "a.jsonl, line 2: not an object with a text under 'text'" in last_line(result.stderr)
-    result, _ = shards_of(tmp_path, b"some words \xff\xfe and more\n" * 9)
-    assert result.returncode == 0 and "18 × U+FFFD" in result.stdout
-
-
 def test_paths_can_be_pasted_and_escapes_are_understood(tmp_path):
-    result, out = shards_of(tmp_path, b"text " * 9, "--separator", r"\n\t\n", name="a b.txt")
+    (path := tmp_path / "a b.txt").write_text("text " * 9)
+    args = ["--tokenizer", "byte", "--val-fraction", "0", "--separator", r"\n\t\n"]
+    result = inside("data", "prepare", path, *args, "--out", out := tmp_path / "my shards")
     assert f"distgpt train --data '{out}'\n" in result.stdout
     assert json.loads((out / "manifest.json").read_bytes())["separator"] == list(b"\n\t\n")
 

@@ -140,16 +140,3 @@ def test_a_character_whose_bytes_the_vocabulary_lacks_is_named(tmp_path):
     assert found.decode(found.encode("é")) == "é"
     with pytest.raises(DataError, match="'中' at position 2 cannot be encoded"):
         found.encode("a 中")
-
-
-def test_a_damaged_post_processor_puts_nothing_before_a_prompt(tmp_path):
-    llama = json.loads(document("tinyllama"))
-    for processor in (
-        None,
-        3,
-        {"type": []},
-        {"processors": None},
-        {"type": "TemplateProcessing", "single": [3]},
-    ):
-        (tmp_path / "tokenizer.json").write_text(json.dumps(llama | {"post_processor": processor}))
-        assert load_tokenizer(str(tmp_path)).first == ()

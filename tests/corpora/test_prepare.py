@@ -1,9 +1,7 @@
 """distgpt data prepare: the right tokens in shards of the right sizes, or a refusal that leaves nothing."""
 
-import gzip
 import json
 import os
-import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +12,7 @@ from tokenizing import small
 from distgpt.core.base.errors import DataError, DistgptError, StorageError, UsageError
 from distgpt.core.data.tokenizers import load_tokenizer
 from distgpt.corpora.prepare import preparing
-from distgpt.corpora.prepare.documents import Offset, find_inputs
-from distgpt.corpora.prepare.preparing import Progress, list_inputs, load_progress, prepare, reserved
+from distgpt.corpora.prepare.preparing import Progress, prepare, reserved
 from distgpt.corpora.shards import read_manifest, shards_tokenizer, verify_shards
 
 
@@ -55,21 +52,6 @@ def test_shards_have_the_size_that_was_asked_for(inputs, tmp_path, small_pieces)
         train = [shard.tokens for shard in manifest.of("train")]
         assert [shard.tokens for shard in manifest.of("val")] == val
         assert set(train[:-1]) == {3000} and train[-1] == (total - 1) % 3000 + 1
-
-
-def test_the_fraction_is_exact_and_in_order_the_first_tokens_validate(tmp_path, small_pieces):
-    """Also where the files say little about their texts, as compressed ones."""
-    lines = [json.dumps({"text": f"{i} " * (i % 9 + 1)}) + "\n" for i in range(300)]
-    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"the same line\n" * 700))
-    (tmp_path / "b.jsonl").write_text("".join(lines))
-    files = (tmp_path / "a.txt.gz", tmp_path / "b.jsonl")
-    text = "\n".join(["the same line\n" * 700, *(json.loads(line)["text"] for line in lines)])
-    for fraction in (0.0, 0.3):
-        watcher, out = Quiet(), tmp_path / str(fraction)
-        how = {"inputs": files, "shard_tokens": 10**6, "val_fraction": fraction}
-        manifest = prepare(request(files, out, **how), watcher)
-        assert manifest.tokens("val") == int(fraction * len(text)) and not watcher.notes
-        assert bytes(everything(out).astype(np.uint8)).decode() == text
 
 
 # Refusals
@@ -124,17 +106,6 @@ def test_the_loser_of_two_leaves_the_empty_folder_to_the_winner(tmp_path, monkey
 
 
 # Interruptions
-
-
-@pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="needs a disk in memory")
-def test_progress_with_an_input_of_no_time_is_resumed():
-    """A disk in memory keeps more seconds than a file of progress can hold as nanoseconds."""
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-        (text := Path(folder) / "a.txt").write_text("once")
-        os.utime(text, (2**63 - 1, 2**63 - 1))
-        what = {}, list_inputs(find_inputs([text]))
-        Progress(*what, place=Offset(0, 2), sources=[[0, 0]]).save(Path(folder))
-        assert load_progress(Path(folder), Progress(*what)).place == Offset(0, 2)
 
 
 def test_without_a_manifest_all_shards_are_made_again(inputs, tmp_path, monkeypatch):

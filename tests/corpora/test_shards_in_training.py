@@ -44,13 +44,6 @@ def whole(tokens):
     return tokens.read(0, len(tokens))
 
 
-def test_shards_hold_the_text_in_two_parts(shards):
-    text = (shards.parent / "text.txt").read_bytes()
-    for corpus in on_all_ranks(2, lambda comm: load_corpus(comm, DataRequest(str(shards)))):
-        assert whole(corpus.val).tobytes() == np.frombuffer(text[:1000], np.uint8).astype("<u2").tobytes()
-        assert corpus.tokenizer.decode(whole(corpus.train)) == text[1000:].decode()
-
-
 @pytest.mark.slow
 @needs_mpi
 def test_ranks_log_on_shards_what_one_process_does_and_leave_together_after_damage(shards, copy, tmp_path):

@@ -166,13 +166,6 @@ def test_saved_and_loaded_they_are_the_same(tmp_path):
     assert json.loads(saved(BYTES).to_json()) == BYTES
 
 
-def test_equal_ones_have_equal_fingerprints():
-    for kind in ("byte", "char", "word"):
-        tokenizer = load_tokenizer(kind, "a b")
-        assert fingerprint(tokenizer) == fingerprint(load_tokenizer(kind, "b a"))
-        assert (fingerprint(tokenizer) == fingerprint(load_tokenizer(kind, "b c"))) == (kind == "byte")
-
-
 def test_names_that_are_no_tokenizer_are_refused(tmp_path):
     binary, near = (
         tmp_path / "binary",

@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import sys
-import tomllib
 import zipfile
 
 import numpy as np
@@ -313,12 +312,3 @@ def test_a_tokenizer_is_asked_for_saved_and_read_again(tmp_path, extensions):
     assert len(losses(again.directory)) == 8
     with pytest.raises(UsageError, match="no kind and no file"):
         load_tokenizer("digraphs:odd")
-
-
-@pytest.mark.parametrize("name", ["rounded_base", "token_pairs"])
-def test_a_sketch_names_what_is_there_and_is_type_checked(name):
-    """mypy compares it with the contracts in `make lint`; nothing runs it."""
-    assert importlib.import_module(f"sketches.{name}").__doc__
-    assert f"`{name}.py`" in PAGE
-    checked = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["mypy"]
-    assert "tests/sketches" in checked["files"] and checked["strict"]

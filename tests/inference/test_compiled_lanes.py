@@ -15,8 +15,8 @@ from distgpt.inference.decoding import compiled
 from distgpt.inference.decoding.compiled import compiled_slots
 from distgpt.inference.quantized.integers import quantise, restored
 from distgpt.inference.quantized.kernels import Int8Kernels
-from distgpt.models.quantized.bits import bits_of
 from distgpt.models.quantized.packed import int8_of
+from distgpt.models.quantized.rounded import bits_of
 
 VARIANTS = {
     "gpt2": {},

@@ -5,7 +5,6 @@ import pytest
 from adapted import adapted, expected, gradients, merged
 from models import BASE, VARIANTS, batch, plain_logits
 
-from distgpt.core.base.errors import UsageError
 from distgpt.core.cpu.fused import flat
 from distgpt.core.cpu.kernels import Bfloat16Kernels, CpuKernels
 from distgpt.core.model.passes import Pass
@@ -105,8 +104,3 @@ def test_a_matrix_made_in_parts_by_several_threads_has_the_same_bits(monkeypatch
         kernels.add_low_rank(y, w, b, a, 0.5)
         found.append(y)
     assert found[0].any() and all(np.array_equal(found[0], each) for each in found)
-
-
-def test_a_matrix_that_the_model_does_not_have_is_refused():
-    with pytest.raises(UsageError, match="no gate"):
-        adapted(BASE, Kernels(), "q,gate")

@@ -10,7 +10,7 @@ from tokenizing import STORY, TEXT, small
 from distgpt.core.base.errors import DataError, UsageError
 from distgpt.core.data.tokenizers import load_tokenizer
 from distgpt.core.saved.modelfile import read_description
-from distgpt.models.formats.gguf.container import NUMBERS, TYPES, quantised, read_container, restored
+from distgpt.models.formats.gguf.container import read_container
 from distgpt.models.formats.gguf.transfer import export_gguf, import_gguf
 
 HELD = [name for name in SHAPES if name != "relu" and "window" not in SHAPES[name]]
@@ -54,24 +54,6 @@ def test_smaller_types_round_by_no_more_than_they_must(tmp_path, dtype, error):
         name: entry.kind.name for name, entry in read_container(path.with_suffix(".gguf")).tensors.items()
     }
     assert kinds["token_embd.weight"] == ("Q8_0" if dtype == "q4_0" else kinds["blk.0.attn_q.weight"])
-
-
-def test_what_was_rounded_once_is_not_rounded_again(tmp_path):
-    path = tmp_path / "ours.safetensors"
-    random_model(path, LLAMA)
-    for dtype in ("bfloat16", "q8_0"):
-        once = there_and_back(path, dtype)
-        export_gguf(once, tmp_path / "again.gguf", dtype)
-        import_gguf(tmp_path / "again.gguf", tmp_path / "twice.safetensors", None)
-        first, second = tensors_in(once), tensors_in(tmp_path / "twice.safetensors")
-        assert all(np.allclose(first[name], second[name], rtol=1e-6, atol=0) for name in first)
-        for each in (
-            once,
-            path.with_suffix(".gguf"),
-            tmp_path / "again.gguf",
-            tmp_path / "twice.safetensors",
-        ):
-            each.unlink()
 
 
 def test_rows_that_are_no_blocks_stay_in_float32(tmp_path):
@@ -169,13 +151,6 @@ def test_merges_that_scores_cannot_say_are_refused(tmp_path):
 
 
 # -- as others write it
-
-
-def test_blocks_of_zeros_and_of_one_value_are_exact():
-    for name in ("Q8_0", "Q4_0"):
-        kind = TYPES[NUMBERS[name]]
-        x = np.repeat(np.array([0, -127], np.float32), 32)
-        assert np.array_equal(restored(kind, quantised(kind, x)), x)
 
 
 def test_commands_say_what_to_type(tmp_path):

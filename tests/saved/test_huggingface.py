@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import distgpt, inside, popen, refused
+from conftest import distgpt, popen, refused
 from foreignmodels import (
     MODERN,
     QWEN3,
@@ -277,15 +277,6 @@ def test_a_killed_export_leaves_no_directory(tmp_path):
     assert found[0].exists() and not (found[0] / "config.json").exists()
     export_model(ours, theirs, "float32")
     assert not found[0].exists()
-
-
-def test_commands_say_what_they_did_and_what_is_next(exported):
-    out = exported.parent / "back.safetensors"
-    result = inside("weights", "import", exported, "--out", out)
-    assert result.returncode == 0 and str(out) in result.stdout and "GPT-2 with 2 layers" in result.stderr
-    shutil.rmtree(exported)
-    result = inside("weights", "export", out, "--out", exported)
-    assert result.returncode == 0 and "GPT2LMHeadModel.from_pretrained" in result.stdout
 
 
 def test_a_refused_export_names_presets_that_can_be_exported():

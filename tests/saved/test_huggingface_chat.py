@@ -7,7 +7,6 @@ from conftest import inside
 from families import FAMILIES, write_family
 from foreignmodels import MODERN, change_json, exported_model, shape
 
-from distgpt.core.data.tokenizers import tokenizer_from_json
 from distgpt.core.saved.modelfile import read_description
 from distgpt.models.quantized.rounded import quantize
 
@@ -49,16 +48,3 @@ def test_a_prompt_of_an_imported_model_begins_as_its_tokenizer_says(tmp_path):
     of_prompt = json.loads(scored)["prompt_logprobs"]
     tokenizer = read_description(ours).tokenizer
     assert len(of_prompt) == 1 + len(tokenizer.encode("The lamp")) and tokenizer.first == (1,)
-
-
-def test_training_from_an_imported_model_keeps_its_tokenizer_and_template(tmp_path):
-    folder, ours, run = tmp_path / "theirs", tmp_path / "imported.safetensors", tmp_path / "run"
-    exported_model(folder, MODEL, tokenizer=None)
-    write_family(folder, "smollm2", chat_template=TEMPLATE, eos_token="<|im_end|>")
-    assert inside("weights", "import", folder, "--out", ours).returncode == 0
-    how = ("--steps", "1", "--batch-size", "2", "--threads", "1", "--data", "story", "--out", run)
-    result = inside("train", "--init", ours, "--lr", "1e-4", "--optimizer", "adamw", *how)
-    assert result.returncode == 0, result.stderr
-    kept = read_description(ours).tokenizer.to_json()
-    assert read_description(run / "weights.safetensors").tokenizer.to_json() == kept
-    assert tokenizer_from_json((run / "tokenizer.json").read_text(), "run").chat.source == TEMPLATE

@@ -40,18 +40,12 @@ V, T = 99, 20
 OLD = {"model_type": "gpt2", "n_layer": 2, "n_head": 3, "n_embd": 24, "vocab_size": V, "n_positions": T}
 NEW = {"model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 3, "hidden_size": 24}
 NEW |= {"intermediate_size": 50, "vocab_size": V, "max_position_embeddings": T}
-THEIRS = {
-    "gpt2": (OLD, "1GB"),
-    "gpt2 in parts": ({**OLD, "n_inner": 31, "layer_norm_epsilon": 1e-3}, "8KB"),
-    "gpt2 untied": ({**OLD, "activation_function": "relu", "tie_word_embeddings": False}, "1GB"),
-    "gpt2 in bfloat16": ({**OLD, "dtype": "bfloat16"}, "1GB"),
-    "gpt2 in float16": ({**OLD, "dtype": "float16", "activation_function": "gelu_pytorch_tanh"}, "8KB"),
-    "llama": (NEW, "1GB"),
-    "llama in groups": (
-        {**NEW, "num_attention_heads": 6, "num_key_value_heads": 2, "rope_parameters": {"rope_theta": 5e5}},
-        "1GB",
-    ),
-    "llama in parts": ({**NEW, "tie_word_embeddings": True}, "8KB"),
+UNTIED = {**OLD, "activation_function": "relu", "tie_word_embeddings": False}
+IN_GROUPS = {
+    **NEW,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "rope_parameters": {"rope_theta": 5e5},
 }
 LONG = 220  # tokens, of which the older context of Llama 3 was a part
 WRITTEN = 80  # tokens: past that context and past every window
@@ -131,19 +125,6 @@ def test_transformers_computes_the_same_with_our_exports(tmp_path):
         check_scores(f"{directory}.safetensors", theirs, tokens)
 
 
-def test_distgpt_computes_the_same_with_their_models(tmp_path):
-    jobs = []
-    tokens = some_tokens(tmp_path / "tokens.npy", V, T)
-    for name, (config, shard) in THEIRS.items():
-        directory = str(tmp_path / name)
-        jobs += [["make", directory, shard, config], ["logits", directory, tokens, f"{directory}.npy"]]
-    transformers(*jobs)
-    for name, (_, shard) in THEIRS.items():
-        assert (tmp_path / name / "model.safetensors.index.json").exists() == (shard == "8KB")
-        import_model(str(tmp_path / name), tmp_path / f"{name}.safetensors", None)
-        check_scores(tmp_path / f"{name}.safetensors", tmp_path / f"{name}.npy", tokens)
-
-
 @pytest.fixture(scope="module")
 def families(tmp_path_factory):
     """A folder with each family's model, imported: its scores, gradients and text in transformers."""
@@ -191,16 +172,16 @@ def test_greedy_tokens_are_theirs_alone_or_side_by_side_with_lookup_or_without(t
     """Random models of odd sizes, and the trained one."""
     random, jobs, found = np.random.default_rng(0), [], []
     prompts = [random.integers(0, V, size).tolist() for size in (1, 2, 5, 7, 11)]
-    names = ("gpt2 untied", "llama in groups")
-    for name in names:
+    models = {"gpt2 untied": UNTIED, "llama in groups": IN_GROUPS}
+    for name, config in models.items():
         directory = str(tmp_path / name)
-        jobs += [["make", directory, *reversed(THEIRS[name])], ["tokens_after", directory, prompts, 9]]
+        jobs += [["make", directory, "1GB", config], ["tokens_after", directory, prompts, 9]]
     sample = distgpt.load(bundled("weights", "sample.safetensors"))
     export_model(bundled("weights", "sample.safetensors"), tmp_path / "sample", "float32")
     texts = ["The harbour ", "A", "In the morning the keeper of the lamp ", "boats, boats, boats, boats, "]
     ids = [sample.tokenizer.encode(text).tolist() for text in texts]
     _, first, _, second, third = transformers(*jobs, ["tokens_after", str(tmp_path / "sample"), ids, 90])
-    for name in names:
+    for name in models:
         import_model(str(tmp_path / name), tmp_path / f"{name}.safetensors", None)
         found.append((distgpt.load(tmp_path / f"{name}.safetensors"), prompts, 9))
     found.append((sample, ids, 90))

@@ -16,7 +16,7 @@ at their end, which is not learned.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from json import JSONDecodeError
 from pathlib import Path
@@ -37,7 +37,7 @@ from distgpt.core.data.tokenizers import Tokenizer
 from distgpt.core.ops.api import IGNORED, Array
 from distgpt.corpora.chats.format import ChatFormat, Example, Message, checked_messages
 from distgpt.corpora.packing import pack
-from distgpt.corpora.prepare.documents import LINES, Input, find_inputs, opened
+from distgpt.corpora.prepare.documents import LINES, Offset, find_inputs, pieces
 
 SHAREGPT = {"human": "user", "gpt": "assistant"}  # its names for roles
 EXAMPLE = '{"prompt": "Who are you?", "completion": "A model."}'
@@ -49,35 +49,30 @@ def read_examples(path: Path, chat: ChatFormat) -> Iterator[Example]:
 
     A DataError names the file and the first line that is no such row.
     """
-    sources = [source for source in find_inputs((path,)) if source.kind == LINES or source.path == path]
-    if not sources:
+    found = [source for source in find_inputs((path,)) if source.kind == LINES or source.path == path]
+    if not found:
         raise DataError(
             f"{path} holds no chats, which are lines of JSON in files that end in .jsonl or .jsonl.gz"
         )
-    for source in sources:
-        yield from _of_file(source, chat)
+    for source in found:
+        rows = 0
+        source = replace(source, name=str(source.path), kind=LINES)
+        for piece in pieces([source], "", Offset(), LARGEST_JSON):
+            for number, line in enumerate(piece.data, piece.place.line + 1):
+                if line.strip():
+                    yield _row_of(line, f"{piece.source}, line {number}", chat)
+                    rows += 1
+        if not rows:
+            raise DataError(f"{source.path} holds no rows")
 
 
-def _of_file(source: Input, chat: ChatFormat) -> Iterator[Example]:
-    number, rows, path = 0, 0, source.path
-    with opened(source) as (stream, _):
-        while line := stream.readline(LARGEST_JSON):
-            number += 1
-            if len(line) == LARGEST_JSON:
-                raise DataError(f"{path}, line {number} is longer than {LARGEST_JSON >> 20} MiB")
-            if not line.strip():
-                continue
-            try:
-                row = parse_json(line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line)
-                example = example_of(row, chat)
-            except (DataError, ValueError) as error:
-                is_text = isinstance(error, JSONDecodeError) and not line.lstrip().startswith((b"{", b"["))
-                plain = f"it is not JSON, such as {EXAMPLE}; to train on plain text, use distgpt train"
-                raise DataError(f"{path}, line {number}: {plain if is_text else error}") from None
-            yield example
-            rows += 1
-    if not rows:
-        raise DataError(f"{path} holds no rows")
+def _row_of(line: bytes, where: str, chat: ChatFormat) -> Example:
+    try:
+        return example_of(parse_json(line), chat)
+    except (DataError, ValueError) as error:
+        is_text = isinstance(error, JSONDecodeError) and not line.lstrip().startswith((b"{", b"["))
+        plain = f"it is not JSON, such as {EXAMPLE}; to train on plain text, use distgpt train"
+        raise DataError(f"{where}: {plain if is_text else error}") from None
 
 
 def example_of(row: Any, chat: ChatFormat) -> Example:
@@ -153,15 +148,6 @@ class Examples(ArrayTokens):
         for part in (targets, starts):
             self.fingerprint = f"crc32:{crc32(part.data.cast('B'), int(self.fingerprint[6:], 16)):08x}"
 
-    @property
-    def count(self) -> int:
-        return len(self.starts) - 1
-
-    @property
-    def learned(self) -> int:
-        """Return how many targets are learned."""
-        return int((self.targets != IGNORED).sum())
-
 
 class ExampleBatches(Batches):
     """The global batches of a run whose rows are examples side by side."""
@@ -177,12 +163,13 @@ class ExampleBatches(Batches):
 
     def notes(self, steps: int) -> Iterator[str]:
         examples, rows = self.examples, self.windows_per_epoch
-        full, learned = len(examples) / (rows * self.seq_len), examples.learned / len(examples)
+        full, learned = len(examples) / (rows * self.seq_len), self._learned.sum() / len(examples)
         batch_size = len(self._numbers)
         yield (
-            f"{count(examples.count, 'example')} of {len(examples):,} tokens, of which {learned:.0%} are"
-            f" learned, in {count(rows, 'sequence')}, {full:.0%} full: {batch_size * steps / rows:.3g} epochs"
-            f" are {count(steps, 'step')} of {count(batch_size, 'sequence')}"
+            f"{count(len(examples.starts) - 1, 'example')} of {len(examples):,} tokens, of which"
+            f" {learned:.0%} are learned, in {count(rows, 'sequence')}, {full:.0%} full:"
+            f" {batch_size * steps / rows:.3g} epochs are {count(steps, 'step')}"
+            f" of {count(batch_size, 'sequence')}"
         )
 
     def counted_fraction(self, step: int) -> float:

@@ -9,10 +9,9 @@ from __future__ import annotations
 import json
 import resource
 import sys
-from collections.abc import Callable
 from contextlib import suppress
 from datetime import datetime
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from jinja2 import Template, TemplateError, nodes
@@ -38,19 +37,15 @@ def _refuse(message: str) -> None:
     raise TemplateError(message)
 
 
-def _as_json(value: Any, ensure_ascii: bool = False, **how: Any) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, **how)
-
-
 @lru_cache(8)
 def _template(source: str) -> Template:
     """Compile a template as transformers does."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
     )
-    environment.filters["tojson"] = _as_json
-    known: dict[str, Callable[..., Any]] = {"raise_exception": _refuse}
-    environment.globals |= {**known, "strftime_now": lambda how: datetime.now().strftime(how)}
+    environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
+    environment.globals["raise_exception"] = _refuse
+    environment.globals["strftime_now"] = lambda how: datetime.now().strftime(how)
     return environment.from_string(source)
 
 

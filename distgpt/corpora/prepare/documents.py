@@ -23,7 +23,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn, cast
 
-from distgpt.core.base.checked import Count
+from distgpt.core.base.checked import LARGEST_JSON, Count
 from distgpt.core.base.errors import DataError, Say, StorageError, UsageError, escape, first_line
 from distgpt.core.base.files import open_regular, storage_errors
 from distgpt.core.base.formatting import count
@@ -120,9 +120,7 @@ def _described(path: Path, name: str) -> Input:
         name.encode()
     except UnicodeEncodeError:
         raise DataError(f"the name of the file {str(path)!r} is not valid UTF-8") from None
-    # As much as a file of progress can hold: disks in memory hold more.
-    moment = about.st_mtime_ns % (1 << 63)
-    return Input(path, name, _kind(path.name) or TEXT, about.st_size, moment)
+    return Input(path, name, _kind(path.name) or TEXT, about.st_size, about.st_mtime_ns)
 
 
 @contextmanager
@@ -282,7 +280,8 @@ def _lines(source: Input, field: str, place: Offset, most: int) -> Iterator[_Cut
 
 
 def _too_long(where: str, most: int) -> DataError:
-    return DataError(f"{where} is longer than {size_in_words(most)}: --max-document allows more")
+    hint = "" if most == LARGEST_JSON else ": --max-document allows more"  # chats have a fixed limit
+    return DataError(f"{where} is longer than {size_in_words(most)}{hint}")
 
 
 def _rows(source: Input, field: str, place: Offset, most: int) -> Iterator[_Cut]:

@@ -18,7 +18,7 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, NamedTuple, TypeVar
+from typing import Annotated, Any, BinaryIO, TypeVar
 
 import numpy as np
 
@@ -292,18 +292,11 @@ def in_order(
         pool.shutdown(cancel_futures=True)
 
 
-class Encoded(NamedTuple):
-    """The ids of a piece, how many of them each document in it has, and what its texts are."""
+def encode(piece: Piece, tokenizer: Tokenizer, field: str) -> tuple[Piece, Ids, list[int], int, int]:
+    """Return a piece, its ids, how many of them each document has, bytes of text, characters replaced.
 
-    piece: Piece
-    ids: Ids
-    lengths: list[int]
-    text_bytes: int
-    replaced: int  # characters that could not be decoded
-
-
-def encode(piece: Piece, tokenizer: Tokenizer, field: str) -> Encoded:
-    """Return the ids of a piece. Threads may share the tokenizer."""
+    Threads may share the tokenizer.
+    """
     found = list(parts(piece, field))
     try:
         ids = [tokenizer.encode(text) for text, _ in found]
@@ -311,28 +304,25 @@ def encode(piece: Piece, tokenizer: Tokenizer, field: str) -> Encoded:
         raise DataError(f"{piece.source}: {error}") from None
     together = np.concatenate([np.empty(0, id_dtype(tokenizer.size)), *ids])
     text_bytes = sum(len(text.encode()) for text, _ in found)
-    return Encoded(piece, together, list(map(len, ids)), text_bytes, sum(broken for _, broken in found))
+    return piece, together, list(map(len, ids)), text_bytes, sum(broken for _, broken in found)
 
 
-class Separator(NamedTuple):
-    """`ids` stand before each document; where they only separate, not before the first one."""
+def separator_ids(choice: str, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Return the ids that separate documents.
 
-    ids: tuple[int, ...]
-    only_between: bool
-
-
-def find_separator(choice: str, tokenizer: Tokenizer) -> Separator:
-    """auto: the tokenizer's own token before each document, else a line break between them, where it can."""
+    auto: the tokenizer's own token, which also stands before the first one; otherwise a line break, if it
+    can be encoded.
+    """
     if choice == "none":
-        return Separator((), only_between=True)
+        return ()
     if choice == "auto" and tokenizer.separator is not None:
-        return Separator((tokenizer.separator,), only_between=False)
+        return (tokenizer.separator,)
     text = "\n" if choice == "auto" else choice.replace("\\n", "\n").replace("\\t", "\t")
     try:
-        return Separator(tuple(tokenizer.encode(text).tolist()), only_between=True)
+        return tuple(tokenizer.encode(text).tolist())
     except DataError as error:
         if choice == "auto":
-            return Separator((), only_between=True)
+            return ()
         raise UsageError(f"--separator {choice!r}: {error}") from None
 
 
@@ -352,7 +342,8 @@ class Preparation:
     ) -> None:
         self._request, self._inputs, self._tokenizer = request, inputs, tokenizer
         self._progress, self._watcher = progress, watcher
-        self._separator = find_separator(request.separator, tokenizer)
+        self._separator = separator_ids(request.separator, tokenizer)
+        self._only_between = request.separator != "auto" or tokenizer.separator is None
         self._dtype = np.dtype(id_dtype(tokenizer.size)).newbyteorder("<")
         self._paths = [request.out / name for name in SPOOL]
 
@@ -361,10 +352,10 @@ class Preparation:
         with self._opened(0) as self._ids, self._opened(1) as self._lengths:
             if self._progress.place.input < len(self._inputs):
                 self._fill_spool()
-            between, progress = len(self._separator.ids), self._progress
+            between, progress = len(self._separator), self._progress
             # Of all documents, with a separator next to each; and of the one before the first document.
             self._total = progress.spooled[0] + between * progress.documents
-            self._dropped = between * self._separator.only_between
+            self._dropped = between * self._only_between
             tokens = max(0, self._total - self._dropped)
             self._held_out = self._request.held_out(tokens)
             if tokens - self._held_out < LEAST:
@@ -473,23 +464,32 @@ class Preparation:
     def _written(self, split: Split) -> Iterator[Shard]:
         """Write the shards of a split."""
         request, is_train = self._request, split == "train"
-        ids = _Stream(self._stream(split))
+        stream, rest = self._stream(split), np.empty(0, self._dtype)
+
+        def take(count: int) -> Iterator[Ids]:
+            nonlocal rest
+            while count:
+                rest = rest if len(rest) else next(stream)
+                some, rest = rest[:count], rest[count:]
+                count -= len(some)
+                yield some
+
         total = sum(int(sizes.sum() + lead.sum()) for _, sizes, lead in self._spans(split))
         left, done, number = total if is_train else min(total, self._held_out), 0, 0
         if is_train:
             done = self._held_out
             if request.seed is None:  # its stream begins with those for validation
                 left -= done
-                deque(ids.take(done), maxlen=0)
+                deque(take(done), maxlen=0)
         while left:
             size = min(left, request.shard_tokens)
-            yield write_shard(request.out, split, number, self._dtype.str, size, ids.take(size))
+            yield write_shard(request.out, split, number, self._dtype.str, size, take(size))
             left, done, number = left - size, done + size, number + 1
             self._watcher.advanced(done * self._dtype.itemsize, done)
 
     def _stream(self, split: Split) -> Iterator[Ids]:
         """Yield a split's ids, at most `AT_ONCE` at a time, in memory that is used again."""
-        separator, out, filled = self._separator.ids, np.empty(AT_ONCE, self._dtype), 0
+        separator, out, filled = self._separator, np.empty(AT_ONCE, self._dtype), 0
         for arrays in self._spans(split):
             for start, left, lead in zip(*(array.tolist() for array in arrays), strict=True):
                 if filled + lead > AT_ONCE:
@@ -515,7 +515,7 @@ class Preparation:
         document, and fills up with short ones. So every long document contributes, and each is cut at most
         once.
         """
-        between, total, is_first = len(self._separator.ids), max(1, self._total), True
+        between, total, is_first = len(self._separator), max(1, self._total), True
         held_out = self._held_out
         least = total + 1  # ids of a document that gives some to validation, with its separator
         if held_out:
@@ -546,7 +546,7 @@ class Preparation:
                 starts, sizes, is_whole = starts[taken], sizes[taken], is_whole[taken]
             lead = np.full(len(starts), between)
             if is_first and len(starts):
-                lead[0] *= is_whole[0] and not self._separator.only_between
+                lead[0] *= is_whole[0] and not self._only_between
                 is_first = False
             yield starts, sizes, lead
 
@@ -561,7 +561,7 @@ class Preparation:
             vocab_size=tokenizer.size,
             dtype=self._dtype.str,
             shards=tuple(shards),
-            separator=self._separator.ids,
+            separator=self._separator,
             settings={name: progress.settings[name] for name in progress.settings if name != "tokenizer"},
             inputs=tuple((name, size) for name, size, _ in progress.inputs),
             sources=tuple((documents, tokens) for documents, tokens in progress.sources),
@@ -575,22 +575,6 @@ class Preparation:
             for name in (*SPOOL, PROGRESS):
                 (request.out / name).unlink()
         return manifest
-
-
-class _Stream:
-    """Ids that come in pieces of any size, taken in others."""
-
-    def __init__(self, pieces: Iterator[Ids]) -> None:
-        self._pieces = pieces
-        self._rest: Ids = np.empty(0, np.uint16)
-
-    def take(self, count: int) -> Iterator[Ids]:
-        while count:
-            if not len(self._rest):
-                self._rest = next(self._pieces)
-            some, self._rest = self._rest[:count], self._rest[count:]
-            count -= len(some)
-            yield some
 
 
 def prepare(request: Request, watcher: Any, inputs: list[Input] | None = None) -> Manifest:

@@ -5,10 +5,8 @@ Files are tokenizer.json, or vocab.json with merges.txt. Downloads go through hu
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Callable, Sequence
-from hashlib import file_digest
 from pathlib import Path
 from typing import Any
 
@@ -29,38 +27,16 @@ from distgpt.corpora.tokenizers.tokenizer_json import LibraryTokenizer
 
 PREFIX = "hub:"
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "merges.txt")
-SHA256 = re.compile("[0-9a-f]{64}")
 TIMEOUT = 10  # seconds, for the first answer; the download itself would try for half a minute
 
 
 def download_model(repository: str, patterns: Sequence[str]) -> Path:
-    """Return a directory with the files of a repository that match these patterns, large ones verified."""
+    """Return a directory with the files of a repository that match these patterns."""
 
     def download(hub: Any) -> Path:
         return Path(hub.snapshot_download(repository, allow_patterns=list(patterns)))
 
-    directory = _fetched(repository, repository, "a directory that holds the model", download)
-    for path in directory.iterdir():
-        _verify(path)
-    return directory
-
-
-def _verify(path: Path) -> None:
-    """Refuse a file in the hub's cache that is not what its name there says, and remove it.
-
-    That is the SHA-256 of a large file; small ones have another kind of name.
-    """
-    stored = path.resolve()
-    if not SHA256.fullmatch(stored.name):
-        return
-    with stored.open("rb") as file:
-        found = file_digest(file, "sha256").hexdigest()
-    if found != stored.name:
-        path.unlink()
-        stored.unlink()
-        raise DataError(
-            f"{path.name} is not what the hub says: it was removed; run this again to fetch it anew"
-        )
+    return _fetched(repository, repository, "a directory that holds the model", download)
 
 
 def download_tokenizer(repository: str) -> Path:
@@ -121,11 +97,6 @@ CONFIG, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
 CHAT_FILES = (CONFIG, TEMPLATE, "generation_config.json", "config.json")
 GPT2_REPOSITORY = "openai-community/gpt2"
 _NAMED = ("bos_token", "eos_token", "unk_token", "pad_token")  # as templates know them
-
-
-def repository_of(name: str) -> str:
-    """Return where the hub has what `--tokenizer` calls gpt2 or hub:ORG/NAME."""
-    return GPT2_REPOSITORY if name == "gpt2" else name.removeprefix(PREFIX)
 
 
 def from_document(document: dict[str, Any], source: str) -> Tokenizer:

@@ -22,6 +22,12 @@ BLANK = "▁"  # stands for a space in vocabularies of SentencePiece
 BYTE_TOKENS = {f"<0x{byte:02X}>": bytes((byte,)) for byte in range(256)}
 
 
+def added_token(token_id: int, text: str, special: bool) -> dict[str, Any]:
+    """Return an added token as tokenizer.json has it."""
+    plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return {"id": token_id, "content": text, **plain, "special": special}
+
+
 class LibraryTokenizer(BytesDecoder):
     """A tokenizer that a document of tokenizer.json describes, if it encodes every text.
 

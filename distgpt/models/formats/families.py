@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from distgpt.core.base.checked import checked
 from distgpt.core.base.errors import DataError, UsageError
@@ -39,9 +38,13 @@ class TensorMapping:
     transposed: bool = False  # theirs is (in, out), ours (out, in)
 
     @property
+    def our_shape(self) -> tuple[int, ...]:
+        """Return the shape of the rows of ours that it is."""
+        return self.shape[::-1] if self.transposed else self.shape
+
+    @property
     def rows(self) -> int:
-        """Return how many rows of ours it is."""
-        return self.shape[-1] if self.transposed else self.shape[0]
+        return self.our_shape[0]
 
 
 class Settings:
@@ -74,30 +77,80 @@ class Settings:
                 raise DataError(f"{self.source}: {key} is {found!r:.80}: distgpt has {value!r} alone")
 
 
-class Family(ABC):
-    """A model type of transformers, as far as ours can be one."""
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Family:
+    """A model type of transformers, as far as ours can be one: GPT-2, or a Llama with small differences."""
 
     title: str
     model_type: str
     architecture: str
     prefix: str  # of the names of tensors
-    buffers: re.Pattern[str]  # stored by some versions, though not parameters
+    buffers: str  # a pattern of tensors that some versions store, though they are no parameters
     keys: Mapping[str, tuple[str, float]]  # our setting → their name for it, and their default
     parts: Mapping[str, tuple[Any, ...]]  # our setting → the values that this family knows
-    windows = "none"  # of attention: in which layers it has them: none, all or some
-    shapes_heads = False  # where several heads of q may share one of k and v, and have any size
+    absent: Mapping[str, Any]  # their settings that must have these values
+    windows: Literal["none", "all", "some"] = "none"  # the layers that may have windows of attention
 
-    @abstractmethod
+    @property
+    def is_gpt2(self) -> bool:
+        return self.model_type == "gpt2"
+
     def config_from(self, settings: Settings) -> ModelConfig:
-        """Our configuration of their model; a DataError if ours cannot be that model."""
+        """Return our configuration of their model; a DataError if ours cannot be that model."""
+        settings.demand(**self.absent)
+        values: dict[str, Any] = {ours: settings.get(*key) for ours, key in self.keys.items()}
+        if not self.is_gpt2:
+            return _llama_from(self, values, settings)
+        mlp = settings.choice("activation_function", "gelu_new", ACTIVATIONS)
+        bias, tied = settings.get("bias", True), settings.get("tie_word_embeddings", True)
+        return ModelConfig(**values, mlp=mlp, bias=bias, tied=tied)
 
-    @abstractmethod
     def config_for(self, config: ModelConfig) -> dict[str, Any]:
-        """Return what their config.json says besides `keys`."""
+        """Return the settings of their config.json."""
+        values = {theirs: getattr(config, ours) for ours, (theirs, _) in self.keys.items()}
+        if self.is_gpt2:
+            values |= {
+                "n_inner": config.mlp_width or None,
+                "activation_function": {"gelu": "gelu_new"}.get(config.mlp, config.mlp),
+                "scale_attn_weights": True,
+                "scale_attn_by_inverse_layer_idx": False,
+                **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
+            }
+            # No setting of GPT-2. It tells our import that the zeros stand for absent biases.
+            return values if config.bias else values | {"bias": False}
+        return values | {
+            "intermediate_size": config.hidden,
+            "num_key_value_heads": config.kv_heads,
+            "head_dim": config.head_size,
+            "hidden_act": "silu",
+            **self.absent,
+            **_angles_for(config),
+            **self._windows_for(config),
+        }
 
-    @abstractmethod
+    def _windows_for(self, config: ModelConfig) -> dict[str, Any]:
+        if self.windows == "none":
+            return {}
+        if self.windows == "all":
+            return {"sliding_window": None if config.full_every else config.window or None}
+        if not any(config.windows):
+            return {"use_sliding_window": False}
+        kinds = [SLIDING if window else FULL for window in config.windows]
+        found = {"use_sliding_window": True, "sliding_window": config.window, "layer_types": kinds}
+        # Older versions of transformers read this instead of layer_types.
+        return found if FULL in kinds else found | {"max_window_layers": 0}
+
     def mappings(self, config: ModelConfig) -> list[TensorMapping]:
         """Return all tensors but the output layer."""
+        return (_gpt2_tensors if self.is_gpt2 else _llama_tensors)(config)
+
+    def all_mappings(self, config: ModelConfig) -> list[TensorMapping]:
+        """With the output layer, if that is not the embedding."""
+        head = TensorMapping(HEAD, (config.vocab_size, config.n_embd), "head.w")
+        return self.mappings(config) if config.tied else [*self.mappings(config), head]
+
+    def full_name(self, name: str) -> str:
+        return name if name == HEAD else self.prefix + name
 
     def lacks(self, config: ModelConfig) -> list[str]:
         """Name the settings in which our model is none of this family."""
@@ -113,40 +166,47 @@ class Family(ABC):
             "value_embeddings": config.value_embeddings,
             "window": any(config.windows) and self.windows == "none",
             "full_every": some_windows and self.windows == "all",
-            "n_kv_head": config.kv_heads < config.n_head and not self.shapes_heads,
-            "head_dim": config.attention_width != config.n_embd and not self.shapes_heads,
+            "n_kv_head": self.is_gpt2 and config.kv_heads < config.n_head,
+            "head_dim": self.is_gpt2 and config.attention_width != config.n_embd,
             "final_norm=False": not config.final_norm,
         }
         return found + [setting for setting, is_set in never.items() if is_set]
 
-    def values_from(self, settings: Settings) -> dict[str, Any]:
-        return {ours: settings.get(*key) for ours, key in self.keys.items()}
 
-    def values_for(self, config: ModelConfig) -> dict[str, Any]:
-        return {theirs: getattr(config, ours) for ours, (theirs, _) in self.keys.items()}
-
-    def all_mappings(self, config: ModelConfig) -> list[TensorMapping]:
-        """With the output layer, if that is not the embedding."""
-        head = TensorMapping(HEAD, (config.vocab_size, config.n_embd), "head.w")
-        return self.mappings(config) if config.tied else [*self.mappings(config), head]
-
-    def full_name(self, name: str) -> str:
-        return name if name == HEAD else self.prefix + name
-
-
-class Llama(Family):
-    """Llama. Ours has its q, k and v in one tensor, and its gate and up projections in another.
-
-    Both rotate the first half of a head against the second half, by the same angles.
-    """
-
-    title = "Llama"
-    model_type = "llama"
-    architecture = "LlamaForCausalLM"
-    prefix = "model."
-    shapes_heads = True
-    buffers = re.compile(r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
-    keys: Mapping[str, tuple[str, float]] = {
+GPT2 = Family(
+    title="GPT-2",
+    model_type="gpt2",
+    architecture="GPT2LMHeadModel",
+    prefix="transformer.",
+    buffers=r"h\.\d+\.attn\.(bias|masked_bias)",
+    keys={
+        "vocab_size": ("vocab_size", 50257),
+        "seq_len": ("n_positions", 1024),
+        "n_embd": ("n_embd", 768),
+        "n_layer": ("n_layer", 12),
+        "n_head": ("n_head", 12),
+        "mlp_width": ("n_inner", 0),
+        "norm_eps": ("layer_norm_epsilon", 1e-5),
+    },
+    parts={
+        "norm": ("layernorm",),
+        "mlp": ("gelu", "relu"),
+        "positions": ("learned",),
+        **dict.fromkeys(("qkv_bias", "qk_norm", "qk_norm_gain"), (False,)),
+    },
+    absent={
+        "scale_attn_weights": True,
+        "scale_attn_by_inverse_layer_idx": False,
+        "add_cross_attention": False,
+    },
+)
+LLAMA = Family(
+    title="Llama",
+    model_type="llama",
+    architecture="LlamaForCausalLM",
+    prefix="model.",
+    buffers=r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
+    keys={
         "vocab_size": ("vocab_size", 32000),
         "seq_len": ("max_position_embeddings", 2048),
         "n_embd": ("hidden_size", 4096),
@@ -157,149 +217,91 @@ class Llama(Family):
         "head_dim": ("head_dim", 0),
         "rope_base": ("rope_theta", 10_000.0),
         "norm_eps": ("rms_norm_eps", 1e-6),
-    }
-    parts: Mapping[str, tuple[Any, ...]] = {
+    },
+    parts={
         "norm": ("rmsnorm",),
         "mlp": ("swiglu",),
         "positions": ("rope",),
         **dict.fromkeys(("bias", "qkv_bias", "qk_norm", "qk_norm_gain"), (False,)),
-    }
-    absent: Mapping[str, Any] = {"attention_bias": False, "mlp_bias": False}
-
-    def config_from(self, settings: Settings) -> ModelConfig:
-        values = self.values_from(settings)
-        heads, hidden = values["n_head"], values.pop("mlp_width")
-        if values["n_kv_head"] == heads:
-            values["n_kv_head"] = 0
-        if values["head_dim"] * heads == values["n_embd"]:
-            values["head_dim"] = 0
-        settings.demand(**self.absent)
-        settings.choice("hidden_act", "silu", {"silu": "swiglu"})
-        values |= _rope(settings, values["rope_base"], values["seq_len"])
-        values |= {setting: known for setting, (known,) in self.parts.items()}
-        config = ModelConfig(**values, tied=settings.get("tie_word_embeddings", False))
-        for key in ("intermediate_size", "num_key_value_heads", "head_dim"):
-            if (count := settings.get(key, 1)) < 1:
-                raise DataError(f"{settings.source}: {key} is {count}: it must be at least 1")
-        config = replace(config, **self._window(settings, config))
-        return config if hidden == config.hidden else replace(config, mlp_width=hidden)
-
-    def _window(self, settings: Settings, config: ModelConfig) -> dict[str, Any]:
-        """Return our settings of attention to the last tokens alone, if the model has it."""
-        return {}
-
-    def config_for(self, config: ModelConfig) -> dict[str, Any]:
-        return {
-            "intermediate_size": config.hidden,
-            "num_key_value_heads": config.kv_heads,
-            "head_dim": config.head_size,
-            "hidden_act": "silu",
-            **self.absent,
-            **_angles_for(config),
-        }
-
-    def mappings(self, config: ModelConfig) -> list[TensorMapping]:
-        mappings = [
-            TensorMapping("embed_tokens.weight", (config.vocab_size, config.n_embd), "wte"),
-            TensorMapping("norm.weight", (config.n_embd,), "final_norm.w"),
-        ]
-        for i in range(config.n_layer):
-            for theirs, shape, ours, first in _layer(config):
-                mappings.append(TensorMapping(f"layers.{i}.{theirs}", shape, f"blocks.{i}.{ours}", first))
-        return mappings
-
-
-class Mistral(Llama):
-    """Mistral: a Llama, which its later versions are to the letter."""
-
-    title = "Mistral"
-    model_type = "mistral"
-    architecture = "MistralForCausalLM"
-    keys: Mapping[str, tuple[str, float]] = {
-        **Llama.keys,
+    },
+    absent={"attention_bias": False, "mlp_bias": False},
+)
+MISTRAL = replace(  # in its later versions nothing but a Llama
+    LLAMA,
+    title="Mistral",
+    model_type="mistral",
+    architecture="MistralForCausalLM",
+    keys={
+        **LLAMA.keys,
         "seq_len": ("max_position_embeddings", 131072),
         "mlp_width": ("intermediate_size", 14336),
         "n_kv_head": ("num_key_value_heads", 8),
-    }
-    windows = "all"
-
-    def _window(self, settings: Settings, config: ModelConfig) -> dict[str, Any]:
-        return _window(settings, config, [True] * config.n_layer)
-
-    def config_for(self, config: ModelConfig) -> dict[str, Any]:
-        return super().config_for(config) | {
-            "sliding_window": None if config.full_every else config.window or None
-        }
-
-
-class Qwen2(Llama):
-    """Qwen 2 and 2.5: a Llama whose queries, keys and values have biases."""
-
-    title = "Qwen 2"
-    model_type = "qwen2"
-    architecture = "Qwen2ForCausalLM"
-    keys: Mapping[str, tuple[str, float]] = {
-        **Llama.keys,
+    },
+    windows="all",
+)
+QWEN2 = replace(  # and 2.5: queries, keys and values have biases
+    LLAMA,
+    title="Qwen 2",
+    model_type="qwen2",
+    architecture="Qwen2ForCausalLM",
+    keys={
+        **LLAMA.keys,
         "vocab_size": ("vocab_size", 151936),
         "seq_len": ("max_position_embeddings", 32768),
         "mlp_width": ("intermediate_size", 22016),
-    }
-    parts: Mapping[str, tuple[Any, ...]] = {**Llama.parts, "qkv_bias": (True,)}
-    absent: Mapping[str, Any] = {}
-    windows = "some"
-
-    def _window(self, settings: Settings, config: ModelConfig) -> dict[str, Any]:
-        kinds = settings.values.get("layer_types")
-        is_used = settings.get("use_sliding_window", False)
-        is_there = is_used and settings.values.get("sliding_window", 4096) is not None
-        if isinstance(kinds, list) and SLIDING in kinds and not is_there:
-            raise DataError(f"{settings.source}: layer_types has {SLIDING}, but no sliding_window is used")
-        if not is_used:
-            return {}
-        if kinds is None:
-            first = settings.get("max_window_layers", 28)
-            return _window(settings, config, [i >= first for i in range(config.n_layer)])
-        known = isinstance(kinds, list) and all(kind in (FULL, SLIDING) for kind in kinds)
-        if not known or len(kinds) != config.n_layer:
-            raise DataError(
-                f"{settings.source}: layer_types is {kinds!r:.80}: it must be {FULL!r} or {SLIDING!r} of each"
-                " layer"
-            )
-        return _window(settings, config, [kind == SLIDING for kind in kinds])
-
-    def config_for(self, config: ModelConfig) -> dict[str, Any]:
-        if not any(config.windows):
-            return super().config_for(config) | {"use_sliding_window": False}
-        kinds = [SLIDING if window else FULL for window in config.windows]
-        found = {"use_sliding_window": True, "sliding_window": config.window, "layer_types": kinds}
-        if FULL not in kinds:  # versions that know no layer_types can be told of this alone
-            found["max_window_layers"] = 0
-        return super().config_for(config) | found
+    },
+    parts={**LLAMA.parts, "qkv_bias": (True,)},
+    absent={},
+    windows="some",
+)
+QWEN3 = replace(  # queries and keys are normalised, head by head
+    QWEN2,
+    title="Qwen 3",
+    model_type="qwen3",
+    architecture="Qwen3ForCausalLM",
+    keys={**QWEN2.keys, "head_dim": ("head_dim", 128)},
+    parts={**LLAMA.parts, "qk_norm": (True,), "qk_norm_gain": (True,)},
+    absent={"attention_bias": False},
+)
+FAMILIES = (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3)
+EXPORTABLE = ("tiny-adamw", "gpt2")  # presets of these shapes
+ACTIVATIONS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "relu": "relu"}
 
 
-class Qwen3(Qwen2):
-    """Qwen 3: a Llama that normalises queries and keys, head by head, and has no biases."""
-
-    title = "Qwen 3"
-    model_type = "qwen3"
-    architecture = "Qwen3ForCausalLM"
-    keys: Mapping[str, tuple[str, float]] = {**Qwen2.keys, "head_dim": ("head_dim", 128)}
-    parts: Mapping[str, tuple[Any, ...]] = {**Llama.parts, "qk_norm": (True,), "qk_norm_gain": (True,)}
-    absent: Mapping[str, Any] = {"attention_bias": False}
+# -- settings
 
 
-def _window(settings: Settings, config: ModelConfig, has_window: list[bool]) -> dict[str, Any]:
-    """Return our settings of their sliding_window, which these layers have."""
+def _llama_from(family: Family, values: dict[str, Any], settings: Settings) -> ModelConfig:
+    heads, hidden = values["n_head"], values.pop("mlp_width")
+    if values["n_kv_head"] == heads:
+        values["n_kv_head"] = 0
+    if values["head_dim"] * heads == values["n_embd"]:
+        values["head_dim"] = 0
+    settings.demand(hidden_act="silu")
+    values |= _rope(settings, values["rope_base"], values["seq_len"])
+    values |= {setting: known for setting, (known,) in family.parts.items()}
+    config = ModelConfig(**values, tied=settings.get("tie_word_embeddings", False))
+    for key in ("intermediate_size", "num_key_value_heads", "head_dim"):
+        if (count := settings.get(key, 1)) < 1:
+            raise DataError(f"{settings.source}: {key} is {count}: it must be at least 1")
+    if family.windows != "none":
+        config = replace(config, **_window(settings, config.n_layer, config.seq_len, family.windows))
+    return config if hidden == config.hidden else replace(config, mlp_width=hidden)
+
+
+def _window(settings: Settings, layers: int, seq_len: int, which: str) -> dict[str, Any]:
+    """Return our settings of their sliding_window."""
+    has_window = [True] * layers if which == "all" else _layers_with_window(settings, layers)
     if not any(has_window) or settings.values.get("sliding_window", 4096) is None:
         return {}
     window = settings.get("sliding_window", 4096)
     if window < 1:
         raise DataError(f"{settings.source}: sliding_window is {window}: it must be at least 1")
     full = [i for i, has in enumerate(reversed(has_window)) if not has]  # counted back from the last
-    every = [*full, config.n_layer][1] if full else 0
-    if full == [i for i in range(config.n_layer) if every and i % every == 0]:
+    every = [*full, layers][1] if full else 0
+    if full == [i for i in range(layers) if every and i % every == 0]:
         return {"window": window, "full_every": every}  # also one that a longer --context would need
-    if window >= config.seq_len:
+    if window >= seq_len:
         return {}
     raise DataError(
         f"{settings.source}: the layers with a sliding_window of {window} must be all, or all but every so"
@@ -307,27 +309,23 @@ def _window(settings: Settings, config: ModelConfig, has_window: list[bool]) -> 
     )
 
 
-def _layer(config: ModelConfig) -> list[tuple[str, tuple[int, ...], str, int]]:
-    """Return each tensor of a layer: its name and shape there, ours, and its first row in ours."""
-    C, H, size = config.n_embd, config.hidden, config.head_size
-    Q, KV = config.attention_width, config.kv_heads * size
-    places = (("q", Q, 0), ("k", KV, Q), ("v", KV, Q + KV))
-    tensors = [
-        ("input_layernorm.weight", (C,), "norm1.w", 0),
-        ("post_attention_layernorm.weight", (C,), "norm2.w", 0),
-        *((f"self_attn.{x}_proj.weight", (rows, C), "attn.qkv.w", first) for x, rows, first in places),
-        ("self_attn.o_proj.weight", (C, Q), "attn.proj.w", 0),
-        ("mlp.gate_proj.weight", (H, C), "mlp.fc.w", 0),
-        ("mlp.up_proj.weight", (H, C), "mlp.fc.w", H),
-        ("mlp.down_proj.weight", (C, H), "mlp.proj.w", 0),
-    ]
-    if config.qkv_bias:
-        tensors += [(f"self_attn.{x}_proj.bias", (rows,), "attn.qkv.b", first) for x, rows, first in places]
-    if config.qk_norm_gain:
-        tensors += [
-            (f"self_attn.{x}_norm.weight", (size,), "qk_norm.w", i * size) for i, x in enumerate("qk")
-        ]
-    return tensors
+def _layers_with_window(settings: Settings, layers: int) -> list[bool]:
+    kinds = settings.values.get("layer_types")
+    is_used = settings.get("use_sliding_window", False)
+    is_there = is_used and settings.values.get("sliding_window", 4096) is not None
+    if isinstance(kinds, list) and SLIDING in kinds and not is_there:
+        raise DataError(f"{settings.source}: layer_types has {SLIDING}, but no sliding_window is used")
+    if not is_used:
+        return []
+    if kinds is None:
+        return [i >= settings.get("max_window_layers", 28) for i in range(layers)]
+    known = isinstance(kinds, list) and all(kind in (FULL, SLIDING) for kind in kinds)
+    if not known or len(kinds) != layers:
+        raise DataError(
+            f"{settings.source}: layer_types is {kinds!r:.80}: it must be {FULL!r} or {SLIDING!r} of each"
+            " layer"
+        )
+    return [kind == SLIDING for kind in kinds]
 
 
 def _rope(settings: Settings, older: float, context: int) -> dict[str, Any]:
@@ -342,22 +340,17 @@ def _rope(settings: Settings, older: float, context: int) -> dict[str, Any]:
         found |= given
     within = Settings(found, f"{settings.source}: the settings of RoPE")
     within.demand(partial_rotary_factor=1.0)
-    return {"rope_base": within.get("rope_theta", older)} | _scaling(within, context)
-
-
-def _scaling(within: Settings, context: int) -> dict[str, Any]:
-    within.values.setdefault("rope_type", within.values.get("type", "default"))
+    ours: dict[str, Any] = {"rope_base": within.get("rope_theta", older)}
+    found.setdefault("rope_type", found.get("type", "default"))
     kind = within.choice("rope_type", "default", SCALINGS)
     if kind == "none":
         within.demand(factor=1.0)  # without a rope_type nothing is scaled
-        return {}
+        return ours
     factors = FACTORS[kind]
-    if missing := [key for key in factors if within.values.get(key) is None]:
+    if missing := [key for key in factors if found.get(key) is None]:
         raise DataError(f"{within.source} lacks {missing[0]}, which {kind} needs")
-    found: dict[str, Any] = {ours: within.get(key, 1.0) for key, ours in factors.items()}
-    if kind == "llama3":
-        found["rope_context"] = within.get(OLD_CONTEXT, context)
-    return found | {"rope_scaling": kind}
+    ours |= {"rope_scaling": kind, **{own: within.get(key, 1.0) for key, own in factors.items()}}
+    return ours | ({"rope_context": within.get(OLD_CONTEXT, context)} if kind == "llama3" else {})
 
 
 def _angles_for(config: ModelConfig) -> dict[str, Any]:
@@ -370,77 +363,64 @@ def _angles_for(config: ModelConfig) -> dict[str, Any]:
     return {"rope_scaling": scaling, "rope_parameters": {**scaling, "rope_theta": config.rope_base}}
 
 
-class Gpt2(Family):
-    """GPT-2. Its linear layers are stored as (in, out)."""
+# -- tensors
 
-    title = "GPT-2"
-    model_type = "gpt2"
-    architecture = "GPT2LMHeadModel"
-    prefix = "transformer."
-    buffers = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)")
-    keys: Mapping[str, tuple[str, float]] = {
-        "vocab_size": ("vocab_size", 50257),
-        "seq_len": ("n_positions", 1024),
-        "n_embd": ("n_embd", 768),
-        "n_layer": ("n_layer", 12),
-        "n_head": ("n_head", 12),
-        "mlp_width": ("n_inner", 0),
-        "norm_eps": ("layer_norm_epsilon", 1e-5),
-    }
-    parts: Mapping[str, tuple[Any, ...]] = {
-        "norm": ("layernorm",),
-        "mlp": ("gelu", "relu"),
-        "positions": ("learned",),
-        **dict.fromkeys(("qkv_bias", "qk_norm", "qk_norm_gain"), (False,)),
-    }
-    activations: Mapping[str, str] = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "relu": "relu"}
 
-    def config_from(self, settings: Settings) -> ModelConfig:
-        settings.demand(scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False)
-        settings.demand(add_cross_attention=False)
-        return ModelConfig(
-            **self.values_from(settings),
-            mlp=settings.choice("activation_function", "gelu_new", self.activations),
-            bias=settings.get("bias", True),
-            tied=settings.get("tie_word_embeddings", True),
-        )
+def _gpt2_tensors(config: ModelConfig) -> list[TensorMapping]:
+    """Its linear layers are stored as (in, out)."""
+    C, H = config.n_embd, config.hidden
+    layer: tuple[tuple[str, str, tuple[int, ...]], ...] = (
+        ("ln_1", "norm1", (C,)),
+        ("ln_2", "norm2", (C,)),
+        ("attn.c_attn", "attn.qkv", (C, 3 * C)),
+        ("attn.c_proj", "attn.proj", (C, C)),
+        ("mlp.c_fc", "mlp.fc", (C, H)),
+        ("mlp.c_proj", "mlp.proj", (H, C)),
+    )
+    biased: list[tuple[str, str, tuple[int, ...]]] = [("ln_f", "final_norm", (C,))]
+    for i in range(config.n_layer):
+        biased += [(f"h.{i}.{theirs}", f"blocks.{i}.{ours}", shape) for theirs, ours, shape in layer]
+    mappings = [
+        TensorMapping("wte.weight", (config.vocab_size, C), "wte"),
+        TensorMapping("wpe.weight", (config.seq_len, C), "wpe"),
+    ]
+    for theirs, ours, shape in biased:
+        mappings.append(TensorMapping(f"{theirs}.weight", shape, f"{ours}.w", transposed=len(shape) == 2))
+        mappings.append(TensorMapping(f"{theirs}.bias", shape[-1:], f"{ours}.b" if config.bias else ""))
+    return mappings
 
-    def config_for(self, config: ModelConfig) -> dict[str, Any]:
-        """`bias` is no setting of GPT-2: it says to our import that the zeros stand for absent biases."""
-        return {
-            "n_inner": config.mlp_width or None,
-            "activation_function": {"gelu": "gelu_new"}.get(config.mlp, config.mlp),
-            "scale_attn_weights": True,
-            "scale_attn_by_inverse_layer_idx": False,
-            **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
-            **({} if config.bias else {"bias": False}),
-        }
 
-    def mappings(self, config: ModelConfig) -> list[TensorMapping]:
-        C, H = config.n_embd, config.hidden
-        layer: tuple[tuple[str, str, tuple[int, ...]], ...] = (
-            ("ln_1", "norm1", (C,)),
-            ("ln_2", "norm2", (C,)),
-            ("attn.c_attn", "attn.qkv", (C, 3 * C)),
-            ("attn.c_proj", "attn.proj", (C, C)),
-            ("mlp.c_fc", "mlp.fc", (C, H)),
-            ("mlp.c_proj", "mlp.proj", (H, C)),
-        )
-        biased: list[tuple[str, str, tuple[int, ...]]] = [("ln_f", "final_norm", (C,))]
-        for i in range(config.n_layer):
-            biased += [(f"h.{i}.{theirs}", f"blocks.{i}.{ours}", shape) for theirs, ours, shape in layer]
-        mappings = [
-            TensorMapping("wte.weight", (config.vocab_size, C), "wte"),
-            TensorMapping("wpe.weight", (config.seq_len, C), "wpe"),
+def _llama_tensors(config: ModelConfig) -> list[TensorMapping]:
+    """Ours has its q, k and v in one tensor, and its gate and up projections in another.
+
+    Both rotate the first half of a head against the second half, by the same angles.
+    """
+    C, H, size = config.n_embd, config.hidden, config.head_size
+    Q, KV = config.attention_width, config.kv_heads * size
+    places = (("q", Q, 0), ("k", KV, Q), ("v", KV, Q + KV))
+    tensors: list[tuple[str, tuple[int, ...], str, int]] = [
+        ("input_layernorm.weight", (C,), "norm1.w", 0),
+        ("post_attention_layernorm.weight", (C,), "norm2.w", 0),
+        *((f"self_attn.{x}_proj.weight", (rows, C), "attn.qkv.w", first) for x, rows, first in places),
+        ("self_attn.o_proj.weight", (C, Q), "attn.proj.w", 0),
+        ("mlp.gate_proj.weight", (H, C), "mlp.fc.w", 0),
+        ("mlp.up_proj.weight", (H, C), "mlp.fc.w", H),
+        ("mlp.down_proj.weight", (C, H), "mlp.proj.w", 0),
+    ]
+    if config.qkv_bias:
+        tensors += [(f"self_attn.{x}_proj.bias", (rows,), "attn.qkv.b", first) for x, rows, first in places]
+    if config.qk_norm_gain:
+        tensors += [
+            (f"self_attn.{x}_norm.weight", (size,), "qk_norm.w", i * size) for i, x in enumerate("qk")
         ]
-        for theirs, ours, shape in biased:
-            mappings.append(TensorMapping(f"{theirs}.weight", shape, f"{ours}.w", transposed=len(shape) == 2))
-            mappings.append(TensorMapping(f"{theirs}.bias", shape[-1:], f"{ours}.b" if config.bias else ""))
-        return mappings
-
-
-EXPORTABLE = ("tiny-adamw", "gpt2")  # presets of these shapes
-FAMILIES: tuple[Family, ...] = (Gpt2(), Llama(), Mistral(), Qwen2(), Qwen3())
+    mappings = [
+        TensorMapping("embed_tokens.weight", (config.vocab_size, C), "wte"),
+        TensorMapping("norm.weight", (C,), "final_norm.w"),
+    ]
+    for i in range(config.n_layer):
+        for theirs, shape, ours, first in tensors:
+            mappings.append(TensorMapping(f"layers.{i}.{theirs}", shape, f"blocks.{i}.{ours}", first))
+    return mappings
 
 
 def recognised(settings: Settings) -> tuple[Family, ModelConfig]:
@@ -466,12 +446,11 @@ def recognised(settings: Settings) -> tuple[Family, ModelConfig]:
 
 def family_for(config: ModelConfig, source: object, where: str = "transformers") -> Family:
     """Return the family that a model of ours can be exported as."""
-    lacking = {family: family.lacks(config) for family in FAMILIES}
-    for family, settings in lacking.items():
-        if not settings:
-            return family
-    closest = min(FAMILIES, key=lambda family: len(lacking[family]))
-    raise UsageError(
-        f"{source} cannot be exported: train a model that {where} has, by --preset {' or '.join(EXPORTABLE)};"
-        f" {closest.title}, which comes closest to this one, has no {', no '.join(lacking[closest])}"
-    )
+    closest = min(FAMILIES, key=lambda family: len(family.lacks(config)))
+    if lacking := closest.lacks(config):
+        raise UsageError(
+            f"{source} cannot be exported: train a model that {where} has, by --preset"
+            f" {' or '.join(EXPORTABLE)}; {closest.title}, which comes closest to this one, has no"
+            f" {', no '.join(lacking)}"
+        )
+    return closest

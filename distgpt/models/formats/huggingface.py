@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -52,7 +53,7 @@ from distgpt.core.saved.tensors import (
 from distgpt.core.saved.weights import find_weights
 from distgpt.corpora.tokenizers.bpe import BpeTokenizer, symbols
 from distgpt.corpora.tokenizers.foreign import CHAT_FILES, PREFIX, TOKENIZER_FILES, download_model
-from distgpt.corpora.tokenizers.tokenizer_json import LibraryTokenizer
+from distgpt.corpora.tokenizers.tokenizer_json import LibraryTokenizer, added_token
 from distgpt.models.formats.families import HEAD, Family, Settings, TensorMapping, family_for, recognised
 
 CONFIG, WHOLE = "config.json", "model.safetensors"
@@ -75,7 +76,7 @@ class Foreign:
         for file, header in self.headers.items():
             for name in header.tensors:
                 short = name.removeprefix(self.family.prefix)
-                if self.family.buffers.fullmatch(short) or (self.config.tied and short == HEAD):
+                if re.fullmatch(self.family.buffers, short) or (self.config.tied and short == HEAD):
                     continue  # what transformers does not load either
                 if short in self._tensors:
                     raise DataError(f"{file} holds {short!r:.80} twice, or another file does too")
@@ -96,26 +97,16 @@ class Foreign:
         return "<f8" if "F64" in {self._entry(name).dtype for name in self._tensors} else "<f4"
 
     def verify(self) -> None:
-        """Compare the data with their checksums, if there are any, and with the configuration."""
+        """Compare the data with their checksums, if there are any."""
         for file, header in self.headers.items():
             verify_data(file, header)
-        for tensor in self.family.all_mappings(self.config):
-            if not tensor.ours and self.rows(tensor.theirs, tensor.shape[0]).any():
-                raise DataError(
-                    f"{self.path}: {tensor.theirs} is not zero, but its configuration has no bias"
-                )
-
-    def rows(self, name: str, count: int, first: int = 0) -> NDArray[Any]:
-        rows = np.empty((count, *self._entry(name).shape[1:]), self.dtype)
-        read_rows(*self._tensors[name], rows, first)
-        return rows
 
     def read(self, mapping: TensorMapping, out: NDArray[Any]) -> None:
         """Fill our rows that correspond to this tensor."""
+        rows = np.empty(mapping.shape, self.dtype) if mapping.transposed else out
+        read_rows(*self._tensors[mapping.theirs], rows)
         if mapping.transposed:
-            transpose(out, self.rows(mapping.theirs, mapping.shape[0]))
-        else:
-            read_rows(*self._tensors[mapping.theirs], out)
+            transpose(out, rows)
 
     def tokenizer(self) -> Tokenizer | None:
         if (self.directory / OWN_TOKENIZER).exists():
@@ -235,6 +226,7 @@ def import_from(foreign: Any, name: str, out: Path, tokenizer: str | None, note:
     """Write `out` from a `Foreign` or a `GgufModel` that goes by this name."""
     own = _tokenizer(tokenizer, foreign, note)
     foreign.verify()
+    _refuse_biases(foreign)
     title, config = foreign.family.title, foreign.config
     metadata = Description(RunConfig(model=config), own).to_metadata()
     metadata[ORIGIN] = f"{title} model imported from {name}"
@@ -242,6 +234,18 @@ def import_from(foreign: Any, name: str, out: Path, tokenizer: str | None, note:
     _write_weights(out, foreign, metadata)
     use = command_line("infer", "--weights", out, "--prompt", "…") if own else "distgpt.load in Python"
     return page("weights", out, own.describe() if own else "none", use)
+
+
+def _refuse_biases(foreign: Any) -> None:
+    """Refuse biases other than zeros if the model has none by its configuration."""
+    for mapping in foreign.family.all_mappings(foreign.config):
+        if not mapping.ours:
+            array = np.empty(mapping.our_shape, foreign.dtype)
+            foreign.read(mapping, array)
+            if array.any():
+                raise DataError(
+                    f"{foreign.path}: {mapping.theirs} is not zero, but its configuration has no bias"
+                )
 
 
 def page(kind: str, out: Path, tokenizer: str, use: str) -> str:
@@ -255,6 +259,14 @@ def refuse_place(out: Path) -> None:
             raise UsageError(f"{out} exists already; choose another --out, or remove it")
     if not os.access(out.parent, os.W_OK | os.X_OK):
         raise StorageError(f"cannot write {out}: no files can be made in {out.parent}")
+
+
+def refuse_directory(out: Path) -> None:
+    if not out.name:
+        raise UsageError(f"{str(out)!r} is not a name for a new directory; choose another --out")
+    with storage_errors("use", out):
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise UsageError(f"{out} exists and is not an empty directory; choose another --out")
 
 
 def _write_weights(out: Path, foreign: Any, metadata: dict[str, str]) -> None:
@@ -301,24 +313,17 @@ def export_model(path: Path, out: Path, dtype: str, note: Note = lambda text: No
     path, description = exportable(path)
     config = description.run.model
     family = family_for(config, path)
-    if not out.name:
-        raise UsageError(f"{str(out)!r} is not a name for a new directory; choose another --out")
-    with storage_errors("use", out):
-        if out.exists() and (not out.is_dir() or any(out.iterdir())):
-            raise UsageError(f"{out} exists and is not an empty directory; choose another --out")
+    refuse_directory(out)
     header = read_header(path)
     verify_data(path, header)
     mappings = {family.full_name(mapping.theirs): mapping for mapping in family.all_mappings(config)}
 
     def make(name: str) -> NDArray[Any]:
         mapping = mappings[name]
-        array = np.zeros(mapping.shape, "<f4")
-        if mapping.ours:
-            rows = np.empty(mapping.shape[::-1], "<f4") if mapping.transposed else array
-            read_rows(path, header, mapping.ours, rows, mapping.first)
-            if mapping.transposed:
-                transpose(array, rows)
-        refuse_nonfinite(array, mapping.ours, path)
+        array = rows = our_rows(path, header, mapping)
+        if mapping.transposed:
+            array = np.empty(mapping.shape, "<f4")
+            transpose(array, rows)
         return narrowed(array, dtype, mapping.ours, path)
 
     kinds = {name: (np.dtype(STORED[dtype]), mapping.shape) for name, mapping in mappings.items()}
@@ -347,6 +352,15 @@ def exportable(path: Path) -> tuple[Path, Description]:
     return path, description
 
 
+def our_rows(path: Path, header: Header, mapping: TensorMapping) -> NDArray[Any]:
+    """Return the rows of ours that a tensor of theirs is made of; zeros if there are none."""
+    array = np.zeros(mapping.our_shape, "<f4")
+    if mapping.ours:
+        read_rows(path, header, mapping.ours, array, mapping.first)
+    refuse_nonfinite(array, mapping.ours, path)
+    return array
+
+
 def narrowed(array: NDArray[Any], dtype: str, name: str, path: Path) -> NDArray[Any]:
     """Round to the nearest value of the type, ties to even."""
     if dtype == "float32":
@@ -373,7 +387,6 @@ def _texts(family: Family, config: ModelConfig, tokenizer: Tokenizer | None, dty
     settings = {
         "architectures": [family.architecture],
         "model_type": family.model_type,
-        **family.values_for(config),
         **family.config_for(config),
         "tie_word_embeddings": config.tied,
         "initializer_range": config.init_std,
@@ -436,8 +449,7 @@ def _bpe_files(tokenizer: BpeTokenizer, settings: dict[str, Any]) -> dict[str, s
     if tokenizer.separator is not None:
         content = tokenizer.decode([tokenizer.separator])
         settings = dict.fromkeys(("bos_token", "eos_token", "unk_token"), content) | settings
-        plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-        added = [{"id": tokenizer.separator, "content": content, **plain, "special": True}]
+        added = [added_token(tokenizer.separator, content, special=True)]
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": True}
     whole = {
         "version": "1.0",

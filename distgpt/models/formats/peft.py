@@ -17,7 +17,7 @@ import numpy as np
 
 from distgpt.core.base.checked import checked
 from distgpt.core.base.errors import DataError, UsageError, command_line
-from distgpt.core.base.files import atomic_file, storage_errors
+from distgpt.core.base.files import atomic_file
 from distgpt.core.config import LORA_MATRICES, RunConfig
 from distgpt.core.ops.api import Array
 from distgpt.core.saved.modelfile import ORIGIN, Description, read_description
@@ -37,6 +37,7 @@ from distgpt.models.formats.huggingface import (
     narrowed,
     new_directory,
     read_object,
+    refuse_directory,
     refuse_nonfinite,
     refuse_place,
 )
@@ -185,9 +186,7 @@ def export_adapter(path: Path, out: Path, dtype: str, note: Note) -> str:
     about = read_description(path)
     assert about.base
     family = family_for(about.run.model, path)
-    with storage_errors("use", out):
-        if not out.name or (out.exists() and (not out.is_dir() or any(out.iterdir()))):
-            raise UsageError(f"{out} exists and is not an empty directory; choose another --out")
+    refuse_directory(out)
     held, ours = read_adapter(path, about).tensors, adapters_by_matrix(about.run)
     tensors, ranks, layers = dict[str, Array](), dict[str, int](), _layers(family, about.run)
     for mapping in layers:

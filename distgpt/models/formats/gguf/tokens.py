@@ -15,7 +15,7 @@ from distgpt.corpora.tokenizers.bpe import LARGEST, BpeTokenizer, symbols
 from distgpt.corpora.tokenizers.collected import refuse_repeated
 from distgpt.corpora.tokenizers.foreign import from_document
 from distgpt.corpora.tokenizers.library import LLAMA3_WORDS, QWEN_WORDS, library_errors
-from distgpt.corpora.tokenizers.tokenizer_json import BLANK, BYTE_TOKENS, LibraryTokenizer
+from distgpt.corpora.tokenizers.tokenizer_json import BLANK, BYTE_TOKENS, LibraryTokenizer, added_token
 from distgpt.models.formats.gguf.container import Container, Numbers
 
 KEY, TEMPLATE = "tokenizer.ggml.", "tokenizer.chat_template"
@@ -191,7 +191,7 @@ def tokenizer_of(container: Container) -> Tokenizer | None:
     ids = {name: found.get(f"{name}_token_id") for name in (*_NAMED, *_ENDS)}
     roles = {name: i for name, i in ids.items() if type(i) is int and i in special}
     document = _document(found, vocab, pieces, source)
-    document["added_tokens"] = [_added(i, text, kinds[i] != USER_DEFINED) for i, text in special.items()]
+    document["added_tokens"] = [added_token(i, text, kinds[i] != USER_DEFINED) for i, text in special.items()]
     begins = found.get("add_bos_token", model == "llama" or found.get("pre") == _WHOLE)
     document["post_processor"] = (
         _begin(special[roles["bos"]], roles["bos"]) if begins and "bos" in roles else None
@@ -266,11 +266,6 @@ def _of_blanks(vocab: dict[str, int], merges: list[list[str]], prefix: bool) -> 
         "decoder": {"type": "Sequence", "decoders": decoders},
         "model": {"type": "BPE", "vocab": vocab, "merges": merges, "byte_fallback": True, "fuse_unk": True},
     }
-
-
-def _added(token_id: int, text: str, special: bool) -> dict[str, Any]:
-    plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    return {"id": token_id, "content": text, **plain, "special": special}
 
 
 def _begin(text: str, token_id: int) -> dict[str, Any]:

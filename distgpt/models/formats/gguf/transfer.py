@@ -16,7 +16,7 @@ from distgpt.core.base.formatting import count
 from distgpt.core.config import ModelConfig
 from distgpt.core.data.tokenizers import Tokenizer
 from distgpt.core.model.layers import rope_frequencies
-from distgpt.core.saved.tensors import read_header, read_rows, verify_data
+from distgpt.core.saved.tensors import read_header, verify_data
 from distgpt.models.formats.families import FAMILIES, Family, Settings, TensorMapping, family_for, recognised
 from distgpt.models.formats.gguf.container import (
     NUMBERS,
@@ -34,8 +34,8 @@ from distgpt.models.formats.huggingface import (
     exportable,
     import_from,
     narrowed,
+    our_rows,
     page,
-    refuse_nonfinite,
     refuse_place,
 )
 
@@ -51,8 +51,8 @@ _SHAPE = {
     "n_head": "attention.head_count",
 }
 _HEADS = {"n_kv_head": "attention.head_count_kv", "head_dim": "attention.key_length"}
-_EPS = {"gpt2": "attention.layer_norm_epsilon"}
-_RMS_EPS = "attention.layer_norm_rms_epsilon"
+_EPS = {"norm_eps": "attention.layer_norm_epsilon"}
+_RMS_EPS = {"norm_eps": "attention.layer_norm_rms_epsilon"}
 _MOST_FACTORS = 1 << 12
 _OLD_CONTEXT = "rope.scaling.original_context_length"
 # Of ours, where GGUF has no key: biases that are zeros, and what Llama 3's factors were made with.
@@ -73,11 +73,6 @@ def named(mapping: TensorMapping) -> str:
     if layer := re.fullmatch(r"(?:h|layers)\.(\d+)\.(.+)", stem):
         return f"blk.{layer[1]}.{_TENSORS[layer[2]]}.{kind}"
     return f"{_TENSORS[stem]}.{kind}"
-
-
-def shape_of(mapping: TensorMapping) -> tuple[int, ...]:
-    """Return the shape of our matrix, (out, in)."""
-    return mapping.shape[::-1] if mapping.transposed else mapping.shape
 
 
 def order_of(mapping: TensorMapping, family: Family, config: ModelConfig) -> Array | None:
@@ -103,32 +98,25 @@ def family_in_gguf(config: ModelConfig, source: object) -> Family:
     return family
 
 
-def _keys(arch: str) -> dict[str, str]:
-    """Return the keys that every model of an architecture has, by our settings."""
-    return {**_SHAPE, "norm_eps": _EPS.get(arch, _RMS_EPS)}
-
-
 def metadata_for(family: Family, config: ModelConfig) -> dict[str, Any]:
     """Return the metadata of a model, but for its tokenizer."""
-    arch = family.model_type
-    is_gpt2 = arch == "gpt2"
-    found = {f"{arch}.{key}": getattr(config, ours) for ours, key in _keys(arch).items()}
-    counts = {"feed_forward_length": config.hidden, "vocab_size": config.vocab_size}
-    counts["attention.head_count_kv"] = config.kv_heads
-    found |= {f"{arch}.{key}": value for key, value in counts.items()}
+    keys = _SHAPE | (_EPS if family.is_gpt2 else _RMS_EPS)
+    found: dict[str, Any] = {key: getattr(config, ours) for ours, key in keys.items()}
+    found |= {"feed_forward_length": config.hidden, "vocab_size": config.vocab_size}
+    found["attention.head_count_kv"] = config.kv_heads
     own: dict[str, Any] = {}
-    if is_gpt2:
+    if family.is_gpt2:
         own = {} if config.bias else {_BIAS: False}
     else:
         sizes = ("attention.key_length", "attention.value_length", "rope.dimension_count")
-        found |= {f"{arch}.{key}": config.head_size for key in sizes}
-        found[f"{arch}.rope.freq_base"] = config.rope_base
+        found |= dict.fromkeys(sizes, config.head_size) | {"rope.freq_base": config.rope_base}
     if config.positions == "rope" and config.rope_scaling == "linear":
-        found |= {f"{arch}.rope.scaling.type": "linear", f"{arch}.rope.scaling.factor": config.rope_factor}
+        found |= {"rope.scaling.type": "linear", "rope.scaling.factor": config.rope_factor}
     if factors_for(config) is not None:
-        found[f"{arch}.{_OLD_CONTEXT}"] = config.rope_context
+        found[_OLD_CONTEXT] = config.rope_context
         own = {_SLOW: config.rope_slow, _FAST: config.rope_fast}
-    return {"general.architecture": arch, **found, **own}
+    arch = family.model_type
+    return {"general.architecture": arch, **{f"{arch}.{key}": found[key] for key in found}, **own}
 
 
 def factors_for(config: ModelConfig) -> Array | None:
@@ -163,7 +151,7 @@ def model_in(container: Container, tied: bool) -> tuple[Family, ModelConfig]:
 def _settings(container: Container, family: Family, tied: bool) -> dict[str, Any]:
     """Return the file's metadata as a config.json of transformers would say them."""
     metadata, arch = container.metadata, family.model_type
-    keys = _keys(arch)
+    keys = _SHAPE | (_EPS if family.is_gpt2 else _RMS_EPS)
     found: dict[str, Any] = {ours: metadata.get(f"{arch}.{key}") for ours, key in keys.items()}
     if missing := [keys[ours] for ours, value in found.items() if value is None]:
         raise DataError(f"{container.path} lacks {arch}.{missing[0]}")
@@ -171,10 +159,9 @@ def _settings(container: Container, family: Family, tied: bool) -> dict[str, Any
     if embedding is None:
         raise DataError(f"{container.path} has no {EMBEDDING}")
     found["vocab_size"] = embedding.shape[0]
-    is_gpt2 = arch == "gpt2"
-    if is_gpt2 and type(found["n_embd"]) is int and found["mlp_width"] == 4 * found["n_embd"]:
+    if family.is_gpt2 and type(found["n_embd"]) is int and found["mlp_width"] == 4 * found["n_embd"]:
         found["mlp_width"] = 0
-    if not is_gpt2:
+    if not family.is_gpt2:
         heads = found["n_head"]
         size = found["n_embd"] // heads if type(heads) is int and heads > 0 else 0
         defaults = {"n_kv_head": heads, "head_dim": size}
@@ -189,7 +176,7 @@ def _settings(container: Container, family: Family, tied: bool) -> dict[str, Any
         raise DataError(f"{container.path}: distgpt does not read {arch}.attention.sliding_window_pattern")
     kind = "mistral" if arch == "llama" and window else arch
     more = {"sliding_window": window, "use_sliding_window": bool(window), "max_window_layers": 0}
-    bias = {"bias": metadata.get(_BIAS, True)} if is_gpt2 else {}
+    bias = {"bias": metadata.get(_BIAS, True)} if family.is_gpt2 else {}
     return {"model_type": kind, "tie_word_embeddings": tied, **named, **more, **bias}
 
 
@@ -237,39 +224,30 @@ class GgufModel:
         self.container = read_container(path)
         tensors = self.container.tensors
         self.family, self.config = model_in(self.container, tied=OUTPUT not in tensors)
-        expected = {named(each): shape_of(each) for each in self.family.all_mappings(self.config)}
+        expected = {named(each): each.our_shape for each in self.family.all_mappings(self.config)}
         if (factors := factors_for(self.config)) is not None:
             expected[FACTORS] = factors.shape
-        _refuse_others({name: entry.shape for name, entry in tensors.items()}, expected, path)
+        for name in expected | tensors:
+            if name not in tensors:
+                raise DataError(f"{path} has no tensor {name}, which its model needs")
+            if name not in expected:
+                raise DataError(f"{path} has a tensor {name!r:.80}, which its model does not have in distgpt")
+            if (found := tensors[name].shape) != expected[name]:
+                raise DataError(f"{path}: {name} is {found!r:.80}, not {expected[name]}")
 
     def verify(self) -> None:
-        """GGUF has no checksums. Where a configuration says so, biases must be zeros."""
-        for tensor in self.family.all_mappings(self.config):
-            if not tensor.ours and any(rows.any() for _, rows in self.container.rows(named(tensor))):
-                raise DataError(f"{self.path}: {named(tensor)} is not zero, but its model has no bias")
+        """GGUF has no checksums."""
 
     def read(self, mapping: TensorMapping, out: NDArray[Any]) -> None:
         """Fill our rows that correspond to this tensor."""
         order = order_of(mapping, self.family, self.config)
-        rows = out.reshape(-1, shape_of(mapping)[-1])
+        rows = out.reshape(-1, mapping.our_shape[-1])
         for first, strip in self.container.rows(named(mapping)):
             place = slice(first, first + len(strip))
             rows[place if order is None else order[place]] = strip
 
     def tokenizer(self) -> Tokenizer | None:
         return tokenizer_of(self.container)
-
-
-def _refuse_others(
-    found: dict[str, tuple[int, ...]], expected: dict[str, tuple[int, ...]], path: Path
-) -> None:
-    for name in expected | found:
-        if name not in found:
-            raise DataError(f"{path} has no tensor {name}, which its model needs")
-        if name not in expected:
-            raise DataError(f"{path} has a tensor {name!r:.80}, which its model does not have in distgpt")
-        if found[name] != expected[name]:
-            raise DataError(f"{path}: {name} is {found[name]!r:.80}, not {expected[name]}")
 
 
 def export_gguf(path: Path, out: Path, dtype: str, note: Note = lambda text: None) -> str:
@@ -287,9 +265,8 @@ def export_gguf(path: Path, out: Path, dtype: str, note: Note = lambda text: Non
     header = read_header(path)
     verify_data(path, header)
     mappings = {named(mapping): mapping for mapping in family.all_mappings(config)}
-    kinds = {
-        name: (_kind(name, shape_of(m), dtype, config.tied), shape_of(m)) for name, m in mappings.items()
-    }
+    shapes = {name: mapping.our_shape for name, mapping in mappings.items()}
+    kinds = {name: (_kind(name, shape, dtype, config.tied), shape) for name, shape in shapes.items()}
     factors = factors_for(config)
     if factors is not None:
         kinds[FACTORS] = ("F32", factors.shape)
@@ -298,13 +275,9 @@ def export_gguf(path: Path, out: Path, dtype: str, note: Note = lambda text: Non
         if name == FACTORS and factors is not None:
             yield factors
             return
-        mapping, (kind, shape) = mappings[name], kinds[name]
-        array = np.zeros(shape, "<f4")
-        if mapping.ours:
-            read_rows(path, header, mapping.ours, array, mapping.first)
-        refuse_nonfinite(array, mapping.ours, path)
-        order = order_of(mapping, family, config)
-        yield from _encoded(array if order is None else array[order], kind, mapping.ours, path)
+        mapping = mappings[name]
+        array, order = our_rows(path, header, mapping), order_of(mapping, family, config)
+        yield from _encoded(array if order is None else array[order], kinds[name][0], mapping.ours, path)
 
     note(f"writing {family.title} with {count(config.n_layer, 'layer')} of width {config.n_embd}")
     write_container(out, metadata, kinds, pieces)
