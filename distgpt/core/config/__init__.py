@@ -10,7 +10,6 @@ from distgpt.core.config.run_config import (
     SETTINGS,
     RunConfig,
     differences,
-    former_choices,
     parse_toml,
 )
 from distgpt.core.config.setting import Setting, settings_of
@@ -71,7 +70,6 @@ __all__ = [
     "Setting",
     "TrainConfig",
     "differences",
-    "former_choices",
     "nearest",
     "parse_toml",
     "settings_of",
