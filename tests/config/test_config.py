@@ -340,11 +340,6 @@ def test_bad_files_and_unknown_presets_are_refused_by_name():
         preset("gpt2-medum")
 
 
-def test_a_batch_that_no_memory_holds_is_refused():
-    words = ["--preset", "tiny", "--no-measure", "--batch-size", "4294967291"]
-    refused(inside("estimate", *words), 2, "4,294,967,291 sequences of 128 tokens", "too many")
-
-
 # What follows from settings
 
 
