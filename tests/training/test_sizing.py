@@ -92,7 +92,7 @@ def test_a_run_that_does_not_fit_names_the_options_that_prevent_it():
     kernels = CpuKernels("float32")
     fits = needed(RUN, kernels, one(RUN)).total
     assert fitting(RUN, kernels, one(RUN), int(fits / (1 - FRACTION)) + 1, "a").recompute == "mlp"
-    with pytest.raises(UsageError, match="needs .* on GPU 0, .*leave out --recompute and --grad-accum"):
+    with pytest.raises(UsageError, match=r"needs .* on GPU 0, .*leave out --recompute and --grad-accum"):
         fitting(RUN, kernels, one(RUN), int(fits * 0.9), "GPU 0")
     with pytest.raises(UsageError, match="a smaller model"):
         fitting(auto := with_train(recompute="auto", grad_accum=0), kernels, one(auto), 100_000, "GPU 0")

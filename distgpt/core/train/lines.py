@@ -22,7 +22,7 @@ from distgpt.core.config import METRICS
 from distgpt.core.train.seams import Listener
 
 Metrics = dict[str, float]  # a line of metrics.jsonl
-Facts = dict[str, Any]  # of `facts` in report.py
+Facts = dict[str, Any]  # of a run that starts (setup.py)
 
 # Seconds between lines: for a person who watches how it begins, for one who looks now and then, and in the
 # log of a batch job, which is read once it is over.
@@ -144,7 +144,7 @@ class Remaining:
 
 
 def remaining(facts: Facts) -> Remaining:
-    """Return the end of a run that has started with these facts (report.py)."""
+    """Return the end of a run that has started with these facts."""
     if facts.get("seconds_left") is None:
         return Remaining(facts["steps"])
     return Remaining(facts["steps"], facts["seconds"], facts["seconds_left"])

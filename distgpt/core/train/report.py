@@ -3,57 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from pathlib import Path
 
 from distgpt.core.base.errors import Say, StorageError, escape
-from distgpt.core.base.formatting import count, size, size_in_column
-from distgpt.core.components import components
-from distgpt.core.config import METRICS, PARAMETERS_PER_TOKEN, RunConfig, TrainConfig
-from distgpt.core.cpu.stages import Stage
+from distgpt.core.base.formatting import count
+from distgpt.core.config import METRICS, RunConfig, TrainConfig
 from distgpt.core.data.batches import Batches
 from distgpt.core.data.loading import Corpus, bits_per_byte
-from distgpt.core.model.model import Model
 from distgpt.core.saved.checkpoint import State
 from distgpt.core.saved.rundir import RunDirectory
 from distgpt.core.train.checkpoints import Checkpoints
 from distgpt.core.train.progress import Finished
 from distgpt.core.train.resume import Change
-from distgpt.core.train.seams import Clock, Listener, Times, is_over
-from distgpt.core.train.whereabouts import shown_hosts
-
-BY_HEART = 40  # times that a text is read, from which on a large model knows it
-
-
-def facts(
-    stage: Stage,
-    hosts: Sequence[str],
-    config: RunConfig,
-    directory: Path,
-    model: Model,
-    batches: Batches,
-    held_out: int,
-    first_step: int,
-    times: Times,
-) -> dict[str, object]:
-    """Return what the display shows when the run starts."""
-    seconds = 60 * config.train.train_minutes
-    return {
-        "stage": stage.name,
-        "dtype": config.train.dtype,
-        "ranks": stage.comm.size,
-        "threads": stage.threads,
-        "hosts": shown_hosts(hosts),
-        "parameters": model.layout.elements,
-        "vocabulary": config.model.vocab_size,
-        "corpus_tokens": batches.n_tokens,
-        "held_out_tokens": held_out,
-        "first_step": first_step,
-        "steps": config.train.steps,
-        "seconds": seconds,
-        "seconds_left": times.begun - times.spent + seconds - time.monotonic() if seconds else None,
-        "directory": str(directory),
-    }
+from distgpt.core.train.seams import Clock, Listener, is_over
 
 
 def note_settings(
@@ -74,8 +35,6 @@ def note_settings(
         say(line)
     if corpus.val is not None and corpus.val.fingerprint == batches.fingerprint:
         say(f"{escape(t.val)} is the training text: validation tells nothing about other texts")
-    if config.model.window and not any(config.model.windows):
-        say("no window is shorter than the context: every layer attends to all of it (--window, full_every)")
     if t.warmup > t.steps > 0:
         say(f"--warmup {t.warmup} is longer than the run of {count(t.steps, 'step')}: --lr is never reached")
     for line in corpus.notes:
@@ -91,24 +50,6 @@ def note_resumed(t: TrainConfig, state: State, batches: Batches, say: Say) -> No
         say(f"nothing is left to train: {'--within' if t.train_minutes else '--steps'} asks for more")
     if state.corpus != batches.fingerprint:
         say(f"{escape(t.data)} is another text than so far, and is read from here on")
-
-
-def note_new(t: TrainConfig, model: Model, batches: Batches, token_bytes: float | None, say: Say) -> None:
-    """Say what a new run begins with, and that it will learn its text by heart if it will. For rank 0."""
-    if t.init:
-        use = components().model(t).use_of_init(t)
-        say(f"{escape(t.init)} {use}, with a peak learning rate of {t.lr:g} (--lr)")
-    parameters = model.layout.elements
-    steps = 0 if t.train_minutes else t.steps  # nobody knows those of a run by the clock
-    times = steps * t.batch_size * batches.seq_len / batches.n_tokens
-    enough = parameters / PARAMETERS_PER_TOKEN
-    if t.init or not token_bytes or times < BY_HEART or batches.n_tokens >= enough:
-        return
-    text, wanted = size(batches.n_tokens * token_bytes), size_in_column(enough * token_bytes)
-    say(
-        f"the text is short: {text}, read {round(times):,} times. A model of {parameters:,} parameters learns"
-        f" that by heart, and little else: give it {wanted} or more, or make it smaller (--depth)"
-    )
 
 
 class Report:

@@ -7,6 +7,7 @@ texts, too; `settings` is its half about training, in which memory has decided w
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from distgpt.core.base.errors import DataError, Say, UsageError
+from distgpt.core.base.errors import DataError, Say, UsageError, escape
 from distgpt.core.base.files import without_locks
 from distgpt.core.base.interrupts import PendingSignals
 from distgpt.core.comm.agree import on_root, refuse_anywhere, shared
@@ -42,13 +43,13 @@ from distgpt.core.train.gathering import EachRank, restore_exchange
 from distgpt.core.train.memory import fit_to_memory
 from distgpt.core.train.plan import Plan
 from distgpt.core.train.progress import EVALUATING, Activity, Pace, Progress
-from distgpt.core.train.report import Report, facts, note_new, note_resumed, note_settings
+from distgpt.core.train.report import Report, note_resumed, note_settings
 from distgpt.core.train.resume import best_on_disk, refuse_changed_text
 from distgpt.core.train.run import Limits, Run
 from distgpt.core.train.seams import Listener, ModelKind, Times
 from distgpt.core.train.sharing import WEIGHTS, Exchange, OptimizerState, Start, Strategy
 from distgpt.core.train.step import Step
-from distgpt.core.train.whereabouts import whereabouts
+from distgpt.core.train.whereabouts import shown_hosts, whereabouts
 
 if TYPE_CHECKING:
     from distgpt.core.train.assessment import Assessment, Metric, Validation
@@ -187,15 +188,29 @@ def _open_directory(plan: Plan, setup: Setup, texts: Texts, trained: Trained, li
         note_settings(config, corpus, batches, texts.is_evaluated, plan.changes, plan.state.step, say)
         if plan.checkpoint:
             note_resumed(config.train, plan.state, batches, say)
-        else:
-            note_new(config.train, model, batches, token_bytes, say)
+        elif init := config.train.init:
+            use = setup.kind.use_of_init(config.train)
+            say(f"{escape(init)} {use}, with a peak learning rate of {config.train.lr:g} (--lr)")
         if directory.lock.lacks_locks():
             say(without_locks(directory.path))
-        hosts = where["hosts"]
-        held_out = texts.held_out
-        first = progress.step
-        shown = facts(stage, hosts, config, directory.path, model, batches, held_out, first, times)
-        listener.started(shown)
+        seconds = 60 * config.train.train_minutes
+        facts: dict[str, object] = {
+            "stage": stage.name,
+            "dtype": config.train.dtype,
+            "ranks": comm.size,
+            "threads": stage.threads,
+            "hosts": shown_hosts(where["hosts"]),
+            "parameters": model.layout.elements,
+            "vocabulary": config.model.vocab_size,
+            "corpus_tokens": batches.n_tokens,
+            "held_out_tokens": texts.held_out,
+            "first_step": progress.step,
+            "steps": config.train.steps,
+            "seconds": seconds,
+            "seconds_left": times.begun - times.spent + seconds - time.monotonic() if seconds else None,
+            "directory": str(directory.path),
+        }
+        listener.started(facts)
         stage.notes.report_to(say)
     return Opened(where, token_bytes, times)
 
