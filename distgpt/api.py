@@ -32,8 +32,7 @@ from distgpt.core.data.tokenizers import Tokenizer, load_tokenizer, tokenizer_fr
 from distgpt.core.generate.python_api import Writer, tokens_in
 from distgpt.core.model.model import Model
 from distgpt.core.model.passes import Pass
-from distgpt.core.saved.modelfile import Description, on_host, save_model
-from distgpt.core.saved.opening import open_model, random_model
+from distgpt.core.saved.modelfile import Description, on_host, open_model, random_model, save_model
 from distgpt.core.saved.rundir import RunDirectory
 from distgpt.core.train.loop import train as train_run
 from distgpt.core.train.plan import make_plan, with_dtype

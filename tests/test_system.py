@@ -12,7 +12,7 @@ from fake_macos import pretend_macos
 from distgpt.core.base.system import boot_id, sysctl, sysctl_number, sysctl_text
 from distgpt.core.comm import resources
 from distgpt.core.cpu.compiling import processor
-from distgpt.core.train.whereabouts import processor_name
+from distgpt.core.train.report import processor_name
 from distgpt.measure.doctor import facts
 
 MAC = {

@@ -43,13 +43,12 @@ from distgpt.core.train.gathering import EachRank, restore_exchange
 from distgpt.core.train.memory import fit_to_memory
 from distgpt.core.train.plan import Plan
 from distgpt.core.train.progress import EVALUATING, Activity, Pace, Progress
-from distgpt.core.train.report import Report, note_resumed, note_settings
+from distgpt.core.train.report import Report, note_resumed, note_settings, shown_hosts, whereabouts
 from distgpt.core.train.resume import best_on_disk, refuse_changed_text
 from distgpt.core.train.run import Limits, Run
 from distgpt.core.train.seams import Listener, ModelKind, Times
 from distgpt.core.train.sharing import WEIGHTS, Exchange, OptimizerState, Start, Strategy
 from distgpt.core.train.step import Step
-from distgpt.core.train.whereabouts import shown_hosts, whereabouts
 
 if TYPE_CHECKING:
     from distgpt.core.train.assessment import Assessment, Metric, Validation

@@ -28,8 +28,7 @@ from distgpt.core.data.loading import DataRequest, kind_of, load_corpus, refuse_
 from distgpt.core.model.counts import operations
 from distgpt.core.model.model import Architecture
 from distgpt.core.model.optim import learning_rate
-from distgpt.core.saved.metrics import read_metrics
-from distgpt.core.saved.rundir import RunDirectory
+from distgpt.core.saved.rundir import RunDirectory, read_metrics
 from distgpt.core.train.loop import train
 from distgpt.core.train.plan import DTYPE, is_open, make_plan, new_run, refuse_unsuited
 from distgpt.core.train.run import Limits
