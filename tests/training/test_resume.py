@@ -259,18 +259,6 @@ def test_a_run_that_ended_by_the_clock_names_the_time_that_asks_for_more(tmp_pat
     assert asked_for_more(run)[-2:] == ["--within", "8s"]
 
 
-def test_a_fall_that_is_finished_names_a_longer_one(tmp_path):
-    run, fallen = tmp_path / "run", tmp_path / "fallen"
-    train(*SMALL, "--steps", "3", "--schedule", "constant", "--out", run)
-    train("--decay-from", run, "--steps", "2", "--out", fallen)
-    more = asked_for_more(fallen)
-    assert more == ["--decay-from", str(run / "checkpoints" / "step-00000003"), "--steps", "4"]
-    train(*more)
-    assert list(metrics(tmp_path / "run-decayed")) == [4, 5, 6, 7]
-    shutil.rmtree(run)
-    assert asked_for_more(fallen)[-2:] == ["--steps", "10"]
-
-
 # What is saved when
 
 
