@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from distgpt.core.base.errors import UsageError, nearest
-from distgpt.core.config.setting import Group, Setting, Value, check
+from distgpt.core.config.setting import Setting, Value, check, settings_in
 from distgpt.core.ops.activations import ACTIVATIONS
 
 DEFAULT_TEMPERATURE = 0.8  # of generated text: small models repeat themselves without chance
@@ -44,8 +44,8 @@ GROUPS = (
     *("data", "model", "optimizer", "schedule", "computing"),
     *("several ranks", "saving", "trouble", "display"),
 )
-of_data, of_model, of_optimizer, of_schedule, of_computing = map(Group, GROUPS[:5])
-of_ranks, of_saving, of_trouble, of_display = map(Group, GROUPS[5:])
+of_data, of_model, of_optimizer, of_schedule, of_computing = map(settings_in, GROUPS[:5])
+of_ranks, of_saving, of_trouble, of_display = map(settings_in, GROUPS[5:])
 
 
 def _round_up(value: int, multiple: int) -> int:
