@@ -97,9 +97,9 @@ def setting(default: T, help: str, group: str = "", **known: Any) -> T:
     return field(default=default, metadata={"setting": Setting(type(default), help, group=group, **known)})
 
 
-def settings_in(group: str) -> Callable[..., Any]:
+def settings_in(group: str, **known: Any) -> Callable[..., Any]:
     """Return `setting` for one section of --help-all."""
-    return partial(setting, group=group)
+    return partial(setting, group=group, **known)
 
 
 def settings_of(config: DataclassInstance | type[DataclassInstance]) -> dict[str, Setting]:
