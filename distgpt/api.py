@@ -17,7 +17,6 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from distgpt.core.base.errors import DataError, UsageError
-from distgpt.core.base.formatting import count
 from distgpt.core.comm.agree import on_root
 from distgpt.core.comm.api import Comm
 from distgpt.core.comm.job import this_job
@@ -223,13 +222,9 @@ class GPT:
         self._lock = threading.RLock()  # calls share the buffers of passes and kernels
 
     def __repr__(self) -> str:
-        c, tokenizer, k = self.config, self.tokenizer, self._model.kernels
-        dtype = k.capabilities.rounded or (k.dtype.name if k.dtype == k.wide else "bfloat16")
-        sizes = (
-            f"{count(c.n_layer, 'layer')}, {count(c.n_head, 'head')}, {c.n_embd} wide, context {c.seq_len}"
-        )
-        spoken = f"{tokenizer.kind} tokenizer of {tokenizer.size}" if tokenizer else "no tokenizer"
-        return f"<GPT of {self._model.architecture.layout.elements:,} parameters: {sizes}; {spoken}; {dtype}>"
+        c = self.config
+        shape = f"{c.n_layer} layers, {c.n_head} heads, {c.n_embd} wide, context {c.seq_len}"
+        return f"<GPT of {self._model.architecture.layout.elements:,} parameters: {shape}>"
 
     @property
     def config(self) -> ModelConfig:

@@ -21,7 +21,7 @@ from distgpt.core.base.files import (
     storage_errors,
     unfinished_versions,
 )
-from distgpt.core.config import CHANGEABLE, RunConfig, differences, parse_toml
+from distgpt.core.config import RunConfig, differences, parse_toml
 from distgpt.core.saved.checkpoint import remove_unfinished, set_damaged_aside
 from distgpt.core.saved.run_lock import RunLock
 
@@ -83,20 +83,11 @@ class RunDirectory:
         if saved is None or (not resuming and self.has_no_step()):
             return
         different = differing(saved, run)
-        if not different and not resuming:
-            raise UsageError(
-                f"{self.path} holds this run already; add --resume auto, or choose another --out"
-            )
-        if different:
-            goes_on = "add --resume auto, or "
-            if resuming:
-                goes_on = ""
-            elif differing(saved, run, CHANGEABLE):
-                goes_on = "to resume it as it is give --out and --resume auto alone, or else "
-            raise UsageError(
-                f"{self.path} holds a run with another configuration ({different}); "
-                f"{goes_on}choose another --out"
-            )
+        if not different and resuming:
+            return
+        holds = f"a run with another configuration ({different})" if different else "this run already"
+        resume = "" if resuming else "add --resume auto, or "
+        raise UsageError(f"{self.path} holds {holds}; {resume}choose another --out")
 
     def _left_behind(self) -> list[Path]:
         """List the unfinished files of a run that was killed before it had begun, or while it wrote."""

@@ -68,7 +68,7 @@ def find_run(resume: str, out: Path | None, name: str, say: Say) -> Resumption:
     if out is None or _are_same(out, own.path):
         if own.saved() is None:
             raise UsageError(f"--resume {resume} lies in no run directory: say with --out where to go on")
-        return Resumption(RunDirectory(out or _as_given(path, own.path)), own.saved(), checkpoint)
+        return Resumption(RunDirectory(out or own.path), own.saved(), checkpoint)
     assert checkpoint is not None
     held = read_description(checkpoint / "weights.safetensors")
     return Resumption(RunDirectory(out), held.run, checkpoint, in_place=False)
@@ -186,8 +186,3 @@ def _newest(run: RunDirectory, say: Say) -> Path | None:
 
 def _are_same(one: Path, other: Path) -> bool:
     return one.resolve() == other.resolve()
-
-
-def _as_given(path: Path, run: Path) -> Path:
-    """Return the run's directory by the user's own words, as far as these lead there."""
-    return next((way for way in (path, path.parent.parent) if _are_same(way, run)), run)

@@ -11,11 +11,9 @@ from types import TracebackType
 
 from distgpt.core.base.errors import DistgptError
 from distgpt.core.base.files import atomic_file
-from distgpt.core.base.formatting import count
 from distgpt.core.comm.agree import gather_ints, on_root
 from distgpt.core.comm.resources import peak_memory
 from distgpt.core.components import components
-from distgpt.core.config import TrainConfig
 from distgpt.core.saved.checkpoint import newest_step
 from distgpt.core.train.run import Run
 
@@ -132,12 +130,6 @@ def how_to_resume(run: Run) -> str:
     """Return a sentence for the user of an interrupted run."""
     step = newest_step(run.directory.checkpoints)
     if step is None and run.directory.branched_from() is None:
-        return f"nothing was saved yet: checkpoints are written {_how_often(run.config.train)}"
+        return "nothing was saved yet (--save-every)"
     words = shlex.join(["--out", str(run.directory.path), "--resume", "auto"])
     return f"step {step} is saved: resume with {words}" if step else f"resume with {words}"
-
-
-def _how_often(t: TrainConfig) -> str:
-    if t.save_every:
-        return f"every {count(t.save_every, 'step')} (--save-every)"
-    return f"every {t.save_minutes:g} minutes (--save-every)" if t.save_minutes else "at the end"
