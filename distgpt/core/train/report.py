@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -61,40 +62,29 @@ def note_resumed(t: TrainConfig, state: State, batches: Batches, say: Say) -> No
         say(f"{escape(t.data)} is another text than so far, and is read from here on")
 
 
+@dataclass(frozen=True, slots=True)
 class Report:
-    """Called on all ranks; rank 0 alone reports. It tolerates a disk that fails as `Checkpoints` does."""
+    """Called on all ranks; only rank 0 reports. It tolerates a disk that fails as `Checkpoints` does."""
 
-    def __init__(
-        self,
-        rank: int,
-        run: RunConfig,
-        directory: RunDirectory,
-        listener: Listener,
-        checkpoints: Checkpoints,
-        batches: Batches,
-        bytes_per_token: float | None,
-        clock: Clock,
-    ) -> None:
-        """`bytes_per_token`: of the text; None where not all of it is text."""
-        self._is_silent = rank > 0
-        self._run = run
-        self._directory = directory
-        self._listener = listener
-        self._checkpoints = checkpoints
-        self._batches = batches
-        self._bytes_per_token = bytes_per_token
-        self._clock = clock
+    rank: int
+    run: RunConfig
+    directory: RunDirectory
+    listener: Listener
+    checkpoints: Checkpoints
+    batches: Batches
+    bytes_per_token: float | None  # of the text; None where not all of it is text
+    clock: Clock
 
     def bits_per_byte(self, loss: float | None) -> float | None:
         """Return a training loss in bits per byte, None where that is unknown."""
-        return bits_per_byte(loss, self._bytes_per_token)
+        return bits_per_byte(loss, self.bytes_per_token)
 
     def report_step(self, step: int, done: Finished, more: dict[str, float]) -> None:
-        t = self._run.train
-        if self._is_silent:
+        t = self.run.train
+        if self.rank:
             return
-        per_step = t.batch_size * self._run.model.seq_len
-        windows = (step + self._batches.skipped) * t.batch_size  # that were read
+        per_step = t.batch_size * self.run.model.seq_len
+        windows = (step + self.batches.skipped) * t.batch_size  # that were read
         metrics = {
             "step": step,
             "loss": done.loss,
@@ -103,49 +93,49 @@ class Report:
             "tokens": per_step * step,
             "tokens_per_s": per_step / done.seconds,
             "step_s": done.seconds,
-            "epoch": round(windows / self._batches.windows_per_epoch, 4),
+            "epoch": round(windows / self.batches.windows_per_epoch, 4),
         }
         if (bits := self.bits_per_byte(done.loss)) is not None:
             metrics["train_bits_per_byte"] = bits
-        if self._clock.elapsed is not None:  # a run that ends by the clock
-            metrics["elapsed_s"] = round(self._clock.seconds(), 3)
-        self._listener.stepped(self._record(metrics | more))
+        if self.clock.elapsed is not None:  # a run that ends by the clock
+            metrics["elapsed_s"] = round(self.clock.seconds(), 3)
+        self.listener.stepped(self._record(metrics | more))
 
     def report_evaluation(self, metrics: dict[str, float]) -> None:
-        if not self._is_silent:
-            self._listener.evaluated(self._record(metrics))
+        if not self.rank:
+            self.listener.evaluated(self._record(metrics))
 
     def report_sample(self, step: int, text: str) -> None:
-        if not self._is_silent:
-            self._listener.sampled(step, text)
+        if not self.rank:
+            self.listener.sampled(step, text)
 
     def note(self, text: str) -> None:
-        if not self._is_silent:
-            self._listener.noted(text)
+        if not self.rank:
+            self.listener.noted(text)
 
     def report_skipped(self, step: int, reason: str, skipped: int) -> None:
         """Report that the step after `step` was bad and left out. `skipped`: batches passed over so far."""
-        if not self._is_silent:
+        if not self.rank:
             what = f"{reason} at step {step + 1}"
             self.remember({"step": step, "bad": what, "skipped": skipped})
-            self._listener.noted(f"{what}: it is left out")
+            self.listener.noted(f"{what}: it is left out")
 
     def remember(self, event: dict[str, object]) -> None:
         """Write an event into history.jsonl."""
-        if self._is_silent:
+        if self.rank:
             return
         try:
-            self._directory.remember(event)
+            self.directory.remember(event)
         except StorageError as error:
-            self._checkpoints.tolerate(error)
+            self.checkpoints.tolerate(error)
 
     def _record(self, metrics: dict[str, float]) -> dict[str, float]:
         """Write a line of metrics with the time of day in seconds since 1970, and return it."""
         timed = {**metrics, "time": round(time.time(), 3)}
         try:
-            self._directory.record(timed)
+            self.directory.record(timed)
         except StorageError as error:
-            self._checkpoints.tolerate(error)
+            self.checkpoints.tolerate(error)
         return timed
 
 

@@ -23,7 +23,6 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol, runtime_checkable
 
 from distgpt.core.base.checked import JsonObject
@@ -210,21 +209,11 @@ class Votes:
         return Heard(first_of(signals), bool(disk), float(elapsed))
 
 
-class Guard(Protocol):
+class Guard(AbstractContextManager[object], Protocol):
     """Watches a run from its first to its last step. It calls no collective and changes no step.
 
     It may ask that the run end, as a signal does.
     """
-
-    def __enter__(self) -> object: ...
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-        /,
-    ) -> None: ...
 
     def after_step(self, done: Finished) -> dict[str, float]:
         """Take note of a finished step. Return what to add to its metrics."""
