@@ -16,18 +16,8 @@ from distgpt.core.saved.rundir import RunDirectory
 from distgpt.core.train import progress
 from distgpt.core.train.progress import SaveTimer
 
-MODEL = [
-    "--set",
-    "qk_norm=true",
-    "--set",
-    "qk_norm_gain=true",
-    "--set",
-    "head_dim=6",
-    "--set",
-    "qkv_bias=true",
-    "--set",
-    "rope_scaling=llama3",
-]
+UNUSUAL = ("qk_norm=true", "qk_norm_gain=true", "head_dim=6", "qkv_bias=true", "rope_scaling=llama3")
+MODEL = [word for setting in UNUSUAL for word in ("--set", setting)]
 LONG = [*SMALL, *MODEL, "--steps", "8", "--save-every", "4"]
 
 
