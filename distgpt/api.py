@@ -222,9 +222,10 @@ class GPT:
         self._lock = threading.RLock()  # calls share the buffers of passes and kernels
 
     def __repr__(self) -> str:
-        c = self.config
+        c, k = self.config, self._model.kernels
+        dtype = k.capabilities.rounded or (k.dtype.name if k.dtype == k.wide else "bfloat16")
         shape = f"{c.n_layer} layers, {c.n_head} heads, {c.n_embd} wide, context {c.seq_len}"
-        return f"<GPT of {self._model.architecture.layout.elements:,} parameters: {shape}>"
+        return f"<GPT of {self._model.architecture.layout.elements:,} parameters: {shape}; {dtype}>"
 
     @property
     def config(self) -> ModelConfig:

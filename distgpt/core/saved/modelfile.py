@@ -292,39 +292,21 @@ def _parse(metadata: dict[str, str], path: Path) -> Description:
     return Description(run, tokenizer, part=part, base=base)
 
 
-def exact(about: Description) -> str:
-    """Return the dtype in which a model is looked at and judged, unless another one is asked for."""
-    return "float32"
-
-
 def dtype_of(
-    path: Path, asked: str, comm: Comm, on_gpu: bool = False, usual: Callable[[Description], str] = exact
+    path: Path,
+    asked: str,
+    comm: Comm,
+    on_gpu: bool = False,
+    usual: Callable[[Description], str] | None = None,
 ) -> str:
-    """Return the dtype that was asked for; of auto, on CPUs, that of a rounded file, else `usual`.
+    """Return the dtype that was asked for; of auto, on CPUs, that of a rounded file, else `usual` or float32.
 
     Collective; so may `usual` be.
     """
     if asked != AUTO_DTYPE:
         return asked
     about = load_description(path, comm)
-    return (about.rounded if not on_gpu else "") or usual(about)
-
-
-def whole_model(weights: Path, part: Path | None, comm: Comm) -> tuple[Path, Merge | None]:
-    """Return the weights file of the whole model, and the part that is merged into it, if any. Collective."""
-
-    def find() -> list[str]:
-        found = weights_of(part or weights)
-        kind = read_description(found).part
-        if part and not kind:
-            raise UsageError(f"{found} is a whole model: give it as --weights")
-        return [str(found), kind]
-
-    path, kind = on_root(comm, find)
-    found = Path(path)
-    if part:
-        return components().part(kind).whole(weights, comm, found)
-    return components().part(kind).whole(found, comm) if kind else (found, None)
+    return (about.rounded if not on_gpu else "") or (usual(about) if usual else "float32")
 
 
 def open_model(
@@ -333,14 +315,27 @@ def open_model(
     dtype: str,
     context: int | None = None,
     matmul: str = "auto",
-    usual: Callable[[Description], str] = exact,
+    usual: Callable[[Description], str] | None = None,
     part: Path | None = None,
 ) -> tuple[Model, Description, Path, str]:
     """Load a model, with a part merged into it. `usual` says what the dtype auto is. Collective.
 
     Return also the weights file of the whole model, and the type that it computes in.
     """
-    whole, merge = whole_model(weights, part, stage.comm)
+
+    def find() -> list[str]:
+        found = weights_of(part or weights)
+        kind = read_description(found).part
+        if part and not kind:
+            raise UsageError(f"{found} is a whole model: give it as --weights")
+        return [str(found), kind]
+
+    path, kind = on_root(stage.comm, find)
+    whole, merge = Path(path), None
+    if part:
+        whole, merge = components().part(kind).whole(weights, stage.comm, whole)
+    elif kind:
+        whole, merge = components().part(kind).whole(whole, stage.comm)
     chosen = dtype_of(whole, dtype, stage.comm, stage.on_gpu, usual)
     model, about = load_model(whole, stage.kernels(chosen, matmul), stage.comm, context, merge)
     return model, about, whole, chosen

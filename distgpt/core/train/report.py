@@ -12,7 +12,6 @@ from typing import Any
 
 from distgpt.core.base.errors import Say, StorageError, escape
 from distgpt.core.base.formatting import count
-from distgpt.core.base.system import sysctl_text
 from distgpt.core.comm.agree import gather_texts
 from distgpt.core.comm.job import this_job
 from distgpt.core.config import METRICS, WITH_MPI, RunConfig, TrainConfig
@@ -182,14 +181,4 @@ def processor_name() -> str:
                 return line.partition(":")[2].strip()
     except OSError:
         pass
-    if brand := sysctl_text("machdep.cpu.brand_string"):
-        return brand
-    name = platform.processor()
-    if platform.machine() == "aarch64":  # which Linux names nowhere, but LLVM knows
-        try:
-            from distgpt.core.cpu.compiling.processor import processor
-
-            name = processor()[0]
-        except (ImportError, OSError):  # `distgpt doctor` says why
-            name = ""
-    return name or platform.machine()
+    return platform.processor() or platform.machine()
