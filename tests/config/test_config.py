@@ -21,7 +21,7 @@ from distgpt.core.config import (
 )
 from distgpt.core.config.asked import PRETRAINED, asked_for, resolve
 from distgpt.core.config.presets import PRESETS, preset
-from distgpt.core.config.setting import brief
+from distgpt.core.config.setting import LARGEST_INT, brief
 from distgpt.core.model.optim import SCHEDULES, learning_rate
 
 DEFAULTS = {f.name: f.default for f in (*fields(ModelConfig), *fields(TrainConfig), *fields(GpuConfig))}
@@ -223,59 +223,32 @@ def test_impossible_values_are_refused_with_a_hint():
             preset("tiny", values)
 
 
-# Of these settings: why a value is refused, the last one that is allowed, and the first that is not.
-LIMITS = (
-    ("seq_len n_layer vocab_multiple steps batch_size keep", "at least 1", 1, 0),
-    ("rope_base rope_factor", "at least 1", 1.0, 0.999),
-    ("rope_context", "at least 1", 1, 0),
-    ("rope_slow", "at least 0", 0.0, -0.001),
-    ("rope_fast", "above 0", 1.001, 0.0),
-    ("n_kv_head head_dim window full_every", "at least 0", 0, -1),
-    ("head_dim", "at most 4096", 4096, 4097),
-    ("vocab_size mlp_width grad_accum warmup save_every sample_every eval_every", "at least 0", 0, -1),
-    ("val_tokens verify_every seed min_lr weight_decay clip save_minutes", "at least 0", 0, -1),
-    ("keep_every keep_every_minutes", "at least 0", 0, -1),
-    ("spike_zscore bad_steps_allowed reproducible_parts outer_every", "at least 0", 0, -1),
-    ("reproducible_parts", "at most 1048576", 1 << 20, 1 << 21),
-    ("lora_rank lora_alpha", "at least 0", 0, -1),
-    ("lora_rank", "at most 4096", 4096, 4097),
-    ("lora_alpha", "at most", 1e6, 1e7),
-    (
-        "embedding_lr value_lr head_lr vector_lr decay_fraction train_minutes within_minutes epochs",
-        "at least 0",
-        0.0,
-        -0.001,
-    ),
-    ("train_minutes within_minutes", "at most", 1e7, 1e8),
-    ("epochs", "at most", 1e6, 1e7),
-    ("decay_fraction", "at most 1", 1.0, 1.001),
-    ("val_fraction beta1 beta2 momentum outer_momentum", "at least 0", 0.0, -0.001),
-    ("val_fraction beta1 beta2 momentum outer_momentum", "below 1", 0.999, 1.0),
-    ("norm_eps init_std eps outer_lr", "above 0", 1e-300, 0.0),
-    ("n_layer full_every", "at most 1000", 1000, 1001),
-    ("seq_len window", "at most 1048576", 1 << 20, 1 << 40),
-    ("n_embd", "at most 131072", 1 << 17, (1 << 17) + 1),
-    ("mlp_width", "at most 524288", 1 << 19, (1 << 19) + 1),
-    ("vocab_size", "at most 16777216", 1 << 24, 10**400),
-    ("seed", "at most 9223372036854775807", 2**63 - 1, 2**63),
-    ("steps warmup val_tokens save_every", "at most 9007199254740991", 2**53 - 1, 10**30),
-    ("batch_size", "at most 4294967296", 1 << 32, 10**30),
-    ("min_lr weight_decay eps", "a finite number", 0.001, 10**400),
-)
-
-
 def test_values_are_allowed_up_to_their_limits():
-    for names, why, allowed, beyond in LIMITS:
-        for name in names.split():
-            RunConfig().with_values({name: allowed})
-            with pytest.raises(UsageError, match=re.escape(f"{name} is {brief(beyond)}: it must be {why}")):
-                RunConfig().with_values({name: beyond})
-    for name in ("n_head", "n_embd", "lr"):  # which other settings limit too
-        with pytest.raises(UsageError, match=f"{name} is 0: it must be (at least 1|above 0)"):
-            RunConfig().with_values({name: 0})
-    limited = {name for names, *_ in LIMITS for name in names.split()}
-    numbers = {name for name, about in SETTINGS.items() if about.kind in (int, float)}
-    assert numbers - limited == {"n_head", "lr"}
+    for name, about in SETTINGS.items():
+        if about.kind not in (int, float):
+            continue
+
+        def beside(limit, side, kind=about.kind):
+            return limit + side if kind is int else math.nextafter(limit, side * math.inf)
+
+        assert (about.low is None) != (about.above is None), f"{name} needs one lower limit"
+        most = LARGEST_INT if about.kind is int and about.most is None else about.most
+        for limit, side, is_allowed, why in (
+            (about.low, -1, True, "at least"),
+            (about.above, 1, False, "above"),
+            (most, 1, True, "at most"),
+            (about.below, -1, False, "below"),
+        ):
+            if limit is not None:
+                allowed, beyond = (limit, beside(limit, side))[:: 1 if is_allowed else -1]
+                about.check(name, allowed)
+                with pytest.raises(
+                    UsageError, match=re.escape(f"{name} is {brief(beyond)}: it must be {why}")
+                ):
+                    about.check(name, beyond)
+    for beyond in (10**400, math.inf):
+        with pytest.raises(UsageError, match="a finite number"):
+            RunConfig().with_values({"weight_decay": beyond})
 
 
 def test_bad_files_and_unknown_presets_are_refused_by_name():
