@@ -7,7 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
@@ -17,7 +17,6 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from distgpt.core.base.errors import DataError, UsageError
-from distgpt.core.base.formatting import count
 from distgpt.core.comm.agree import on_root
 from distgpt.core.comm.api import Comm
 from distgpt.core.comm.job import this_job
@@ -32,12 +31,12 @@ from distgpt.core.data.tokenizers import Tokenizer, load_tokenizer, tokenizer_fr
 from distgpt.core.generate.python_api import Writer, tokens_in
 from distgpt.core.model.model import Model
 from distgpt.core.model.passes import Pass
-from distgpt.core.saved.modelfile import Description, on_host, save_model
-from distgpt.core.saved.opening import open_model, random_model
+from distgpt.core.saved.modelfile import Description, on_host, open_model, random_model, save_model
 from distgpt.core.saved.rundir import RunDirectory
 from distgpt.core.train.loop import train as train_run
 from distgpt.core.train.plan import make_plan, with_dtype
 from distgpt.core.train.resume import leave_finished
+from distgpt.core.train.seams import Listener
 from distgpt.core.train.setup import open_run
 from distgpt.core.train.sharing import OptimizerState
 
@@ -133,15 +132,8 @@ class Trained:
     """A finished run: the model, the lines of its metrics.jsonl since this call, and where all of it lies."""
 
     model: GPT
-    metrics: list[dict[str, Any]]
+    metrics: list[dict[str, Any]] = field(repr=False)
     directory: Path
-
-    def __repr__(self) -> str:
-        """Without the metrics, which may be thousands of lines."""
-        last = {key: value for line in self.metrics for key, value in line.items()}
-        losses = [f"{key} {last[key]:.4f}" for key in ("loss", "val_loss") if last.get(key) is not None]
-        at = f" to step {last['step']}" if last else ""
-        return f"<Trained{at} in {self.directory}: {', '.join(losses) or 'nothing to do'}>"
 
 
 @_ending_together()
@@ -197,34 +189,28 @@ def train(
     return Trained(trained, told.metrics, run.directory.path)
 
 
-class _Told:
+def _ignore(about: object) -> None: ...
+
+
+class _Told(Listener):
     """A listener that keeps the metrics, and passes everything on to functions of the user."""
 
     def __init__(self, *functions: Callable[[Any], object] | None) -> None:
         self.metrics: list[dict[str, Any]] = []
-        self._on_step, self._on_evaluation, self._on_note = functions
-
-    def started(self, facts: dict[str, Any]) -> None:
-        """The caller knows what he started."""
-
-    def sampled(self, step: int, text: str) -> None:
-        """The caller has the model to sample from."""
+        self._on_step, self._on_evaluation, self._on_note = (
+            each or (lambda about: None) for each in functions
+        )
 
     def stepped(self, metrics: dict[str, Any]) -> None:
         self.metrics.append(metrics)
-        _call(self._on_step, metrics)
+        self._on_step(metrics)
 
     def evaluated(self, metrics: dict[str, Any]) -> None:
         self.metrics.append(metrics)
-        _call(self._on_evaluation, metrics)
+        self._on_evaluation(metrics)
 
     def noted(self, text: str) -> None:
-        _call(self._on_note, text)
-
-
-def _call(function: Callable[[Any], object] | None, about: Any) -> None:
-    if function is not None:
-        function(about)
+        self._on_note(text)
 
 
 class GPT:
@@ -236,13 +222,10 @@ class GPT:
         self._lock = threading.RLock()  # calls share the buffers of passes and kernels
 
     def __repr__(self) -> str:
-        c, tokenizer, k = self.config, self.tokenizer, self._model.kernels
+        c, k = self.config, self._model.kernels
         dtype = k.capabilities.rounded or (k.dtype.name if k.dtype == k.wide else "bfloat16")
-        sizes = (
-            f"{count(c.n_layer, 'layer')}, {count(c.n_head, 'head')}, {c.n_embd} wide, context {c.seq_len}"
-        )
-        spoken = f"{tokenizer.kind} tokenizer of {tokenizer.size}" if tokenizer else "no tokenizer"
-        return f"<GPT of {self._model.architecture.layout.elements:,} parameters: {sizes}; {spoken}; {dtype}>"
+        shape = f"{c.n_layer} layers, {c.n_head} heads, {c.n_embd} wide, context {c.seq_len}"
+        return f"<GPT of {self._model.architecture.layout.elements:,} parameters: {shape}; {dtype}>"
 
     @property
     def config(self) -> ModelConfig:

@@ -52,11 +52,9 @@ def test_it_is_the_run_of_the_command(tmp_path, trained):
         config=trained / "config.toml", out=again.directory, resume="auto", steps=31, threads=1
     )
     assert [line["step"] for line in resumed.metrics if "loss" in line] == [31]
-    assert (
-        repr(resumed) == f"<Trained to step 31 in {again.directory}: loss {resumed.metrics[-1]['loss']:.4f}>"
-    )
+    assert str(again.directory) in repr(resumed) and "loss" not in repr(resumed)
     done = distgpt.train(out=again.directory, resume="auto", threads=1)
-    assert repr(done) == f"<Trained in {again.directory}: nothing to do>"
+    assert not done.metrics and done.directory == again.directory
 
 
 def test_of_two_threads_that_train_in_one_directory_one_is_refused(tmp_path):

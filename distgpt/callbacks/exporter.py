@@ -24,6 +24,7 @@ from distgpt.core.base.version import __version__
 from distgpt.core.comm.job import exit_code, this_job
 from distgpt.core.saved.checkpoint import MANIFEST, saved_checkpoints
 from distgpt.core.train.lines import Facts, Metrics
+from distgpt.core.train.seams import Listener
 
 try:
     from prometheus_client import CollectorRegistry, make_wsgi_app, write_to_textfile
@@ -58,7 +59,7 @@ FAMILIES = {
 }
 
 
-class Exporter(CollectorRegistry):
+class Exporter(CollectorRegistry, Listener):
     """Holds the newest facts of a run: written in the main thread, collected in any. On rank 0 only."""
 
     def __init__(self) -> None:
@@ -90,9 +91,6 @@ class Exporter(CollectorRegistry):
 
     def evaluated(self, metrics: Metrics) -> None:
         self._evaluation = metrics
-
-    def noted(self, text: str) -> None: ...
-    def sampled(self, step: int, text: str) -> None: ...
 
     def close(self) -> None:
         """Note the run's exit code. Called while the error that ends it is being handled, if one does."""

@@ -28,8 +28,7 @@ from distgpt.core.base.formatting import count, long_duration
 from distgpt.core.base.interrupts import PendingSignals, deferred_signals, signal_of
 from distgpt.core.comm.job import say
 from distgpt.core.saved.checkpoint import newest_step
-from distgpt.core.saved.metrics import parse_metrics, whole_lines
-from distgpt.core.saved.rundir import RunDirectory
+from distgpt.core.saved.rundir import RunDirectory, parse_metrics, whole_lines
 
 TRAINS = ("train", "tune")
 # Options as MPICH, Intel MPI and Open MPI have them, with one dash or two, and what they give.

@@ -40,7 +40,8 @@ from distgpt.core.cpu.stages import open_stage
 
 if TYPE_CHECKING:
     from distgpt.core.comm.api import Comm
-    from distgpt.core.train.lines import Closing, Listeners
+    from distgpt.core.train.lines import Listeners
+    from distgpt.core.train.seams import Listener
 
 _schedule, _saving = partial(option, group="schedule"), partial(option, group="saving")
 _trouble, _display = partial(option, group="trouble"), partial(option, group="display")
@@ -213,10 +214,10 @@ def _listeners(
     from distgpt.core.comm.agree import on_every_rank
     from distgpt.core.train.lines import Lines, Listeners
 
-    def chosen() -> list[Closing]:
+    def chosen() -> list[Listener]:
         if comm.rank:
             return []
-        found: list[Closing] = []
+        found: list[Listener] = []
         # Some launchers give their ranks a terminal that nobody looks at.
         is_live = progress == "live" or (progress == "auto" and comm.size == 1 and sys.stdout.isatty())
         if log_format == "json":
@@ -268,10 +269,9 @@ def _report(run: Any, asked: Asked, as_json: bool) -> None:
     from distgpt.core.comm.serial import SerialComm
     from distgpt.core.generate.engine import sample
     from distgpt.core.saved.tensors import read_into
-    from distgpt.core.train.lines import wrapped
 
     def show(label: str, text: str) -> None:
-        click.echo(wrapped(f"{label:<10}{escape(text)}", sys.stdout))
+        click.echo(f"{label:<10}{escape(text)}")
 
     directory, best, talks = run.directory, run.checkpoints.best, run.config.train.chats
     has_risen = best is not None and best.step not in (None, run.progress.step)

@@ -18,8 +18,7 @@ from distgpt.core.base.checked import parse_json, parse_object
 from distgpt.core.base.errors import DataError, DistgptError, StorageError, error_for, print_lines
 from distgpt.core.base.files import atomic_file, read_small, storage_errors
 from distgpt.core.config import ON_GPU, RunConfig
-from distgpt.core.saved.metrics import read_metrics
-from distgpt.core.saved.rundir import RunDirectory
+from distgpt.core.saved.rundir import RunDirectory, read_metrics
 from distgpt.measure.doctor.facts import environment
 from distgpt.show.page import Block, terminal
 

@@ -25,7 +25,7 @@ from distgpt.core.cpu.stages import open_stage
 from distgpt.core.data.textfile import read_text, resolve_data
 from distgpt.core.generate.engine_setup import rehearse
 from distgpt.core.model.model import Architecture, Model
-from distgpt.core.saved.opening import open_model
+from distgpt.core.saved.modelfile import open_model
 from distgpt.inference.evaluation.evaluate import evaluate
 from distgpt.measure.doctor.facts import site_files
 from distgpt.models.quantized.packed import calibrated

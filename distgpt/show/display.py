@@ -15,6 +15,7 @@ from distgpt.core.base.errors import UsageError, print_lines
 from distgpt.core.base.files import storage_errors
 from distgpt.core.base.formatting import clock, size
 from distgpt.core.train.lines import Facts, Lines, Metrics
+from distgpt.core.train.seams import Listener
 
 FLUSH_SECONDS = 10  # what a killed run may lose
 SECONDS_BETWEEN_LINES, SECONDS_IN_PLACE = 3.0, 0.1
@@ -145,7 +146,7 @@ class ByteProgress(_Lines):
         self.update(shown + self._pace(consumed, tokens), consumed)
 
 
-class TensorBoard:
+class TensorBoard(Listener):
     """Write events for TensorBoard into RUN/tensorboard."""
 
     def __init__(self) -> None:
@@ -173,9 +174,6 @@ class TensorBoard:
             self._writer.add_scalar(TAGS[key], metrics[key], metrics["step"])
 
     evaluated = stepped
-
-    def noted(self, text: str) -> None:
-        """Notes are for the screen."""
 
     def sampled(self, step: int, text: str) -> None:
         """Write a block of code, since TensorBoard takes texts for Markdown, which forgets line breaks."""

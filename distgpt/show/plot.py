@@ -20,8 +20,7 @@ from matplotlib.ticker import LogLocator
 from distgpt.core.base.errors import DataError, StorageError, UsageError, escape, nearest_path
 from distgpt.core.base.files import atomic_file, read_small, storage_errors
 from distgpt.core.ops.api import Array
-from distgpt.core.saved.metrics import IN_BITS, read_metrics
-from distgpt.core.saved.rundir import RunDirectory
+from distgpt.core.saved.rundir import IN_BITS, RunDirectory, read_metrics
 from distgpt.show.runs import best_evaluation, run_directories
 
 # Series colours stay apart for the colour-blind: at least 0.08 in Oklab, also as each kind sees them.

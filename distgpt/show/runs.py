@@ -17,8 +17,7 @@ from distgpt.core.base.checked import parse_object
 from distgpt.core.base.errors import DistgptError, UsageError, command_line, escape, nearest_path
 from distgpt.core.base.files import read_small, storage_errors
 from distgpt.core.base.formatting import clock, count
-from distgpt.core.saved.metrics import parse_metrics, whole_lines
-from distgpt.core.saved.rundir import RunDirectory
+from distgpt.core.saved.rundir import RunDirectory, parse_metrics, whole_lines
 from distgpt.show.page import Column, tabulated, terminal_table
 
 DEEPEST = 3  # levels of directories below the one that is listed

@@ -1,42 +1,30 @@
 """Configuration: settings and their options, precedence, refusals, the TOML round trip, schedules."""
 
-import json
 import math
 import re
 from dataclasses import fields, replace
 
 import click
 import pytest
-from conftest import inside, refused
 
 from distgpt.commands.help import OPTIONS, spelled
 from distgpt.commands.options import set_by_user, settings, settings_but, stage_options
 from distgpt.core.base.errors import UsageError
 from distgpt.core.config import (
-    CHANGEABLE,
     SETTINGS,
     GpuConfig,
     ModelConfig,
     RunConfig,
     TrainConfig,
-    former_choices,
     parse_toml,
     settings_of,
 )
 from distgpt.core.config.asked import PRETRAINED, asked_for, resolve
 from distgpt.core.config.presets import PRESETS, preset
-from distgpt.core.config.setting import brief
+from distgpt.core.config.setting import LARGEST_INT, brief
 from distgpt.core.model.optim import SCHEDULES, learning_rate
-from distgpt.core.saved.rundir import RunDirectory
 
 DEFAULTS = {f.name: f.default for f in (*fields(ModelConfig), *fields(TrainConfig), *fields(GpuConfig))}
-
-
-# What a setting may need beside the core.
-COMPONENTS = (
-    *("bigrams", "chats", "gpu", "hellaswag", "lora", "packing", "parallel"),
-    *("retention", "rollback", "within"),
-)
 
 
 def other(name, about):
@@ -126,40 +114,6 @@ def test_every_option_of_gpus_reaches_its_configuration():
         assert found == replace(GpuConfig(), **{name: value}), name
 
 
-def test_which_settings_have_no_option_and_which_may_change_on_resume():
-    assert set(SETTINGS) - set(OPTIONS) == {
-        *("norm_gain", "norm_eps", "embed_norm", "final_norm", "mlp_width", "vocab_multiple", "init_std"),
-        *(
-            "within_minutes",
-            "rope_context",
-            "rope_slow",
-            "rope_fast",
-            "init_residual",
-            "beta1",
-            "beta2",
-            "eps",
-            "keep_every_minutes",
-            "verify_every",
-            "save_minutes",
-        ),
-        *("chats", "epochs", "train_minutes"),
-        *("verify_data", "shift_windows", "matmul", "on_disk_error", "spike_zscore", "bad_steps_allowed"),
-        *("lora_alpha", "lora_matrices", "min_lr", "decay_fraction", "momentum"),
-        *("embedding_lr", "value_lr", "head_lr", "vector_lr", "outer_lr", "outer_momentum"),
-        *("head_dim", "rope_base", "rope_scaling", "rope_factor", "qk_norm", "qk_norm_gain"),
-        *("value_embeddings", "full_every", "qkv_bias", "init_weights"),
-    }
-    assert {
-        *("data", "steps", "epochs", "save_every", "keep", "grad_accum", "sample_every"),
-        *("eval_every", "val", "val_tokens", "hellaswag", "verify_data", "verify_every", "grad_sync"),
-        *("recompute", "embedding_lr", "value_lr", "head_lr", "vector_lr", "decay_fraction", "train_minutes"),
-        *("within_minutes", "keep_every", "keep_every_minutes"),
-        *("dtype", "matmul", "lr", "min_lr", "schedule", "warmup", "weight_decay", "clip", "save_minutes"),
-        *("save", "on_disk_error", "on_bad_step", "spike_zscore", "bad_steps_allowed"),
-        *("gradient_dtype", "balance", "outer_every", "outer_lr", "outer_momentum", "reproducible_parts"),
-    } == CHANGEABLE
-
-
 # Where values come from
 
 
@@ -181,8 +135,6 @@ def test_former_choices_of_settings_are_read_from_files():
     for former in ("auto", "chunked", "hierarchical", "packed"):
         text = f'[train]\ngrad_sync = "{former}"\ndata = "auto"\n'
         assert parse_toml(text, "a file") == {"grad_sync": "allreduce", "data": "auto"}
-        assert former_choices(text, "a file") == [f"grad_sync = '{former}' is 'allreduce' now"]
-    assert former_choices('[train]\ngrad_sync = "sharded"\nunknown = 1\n', "a file") == []
 
 
 def test_a_batch_in_tokens_and_one_in_sequences_replace_each_other(tmp_path):
@@ -271,59 +223,32 @@ def test_impossible_values_are_refused_with_a_hint():
             preset("tiny", values)
 
 
-# Of these settings: why a value is refused, the last one that is allowed, and the first that is not.
-LIMITS = (
-    ("seq_len n_layer vocab_multiple steps batch_size keep", "at least 1", 1, 0),
-    ("rope_base rope_factor", "at least 1", 1.0, 0.999),
-    ("rope_context", "at least 1", 1, 0),
-    ("rope_slow", "at least 0", 0.0, -0.001),
-    ("rope_fast", "above 0", 1.001, 0.0),
-    ("n_kv_head head_dim window full_every", "at least 0", 0, -1),
-    ("head_dim", "at most 4096", 4096, 4097),
-    ("vocab_size mlp_width grad_accum warmup save_every sample_every eval_every", "at least 0", 0, -1),
-    ("val_tokens verify_every seed min_lr weight_decay clip save_minutes", "at least 0", 0, -1),
-    ("keep_every keep_every_minutes", "at least 0", 0, -1),
-    ("spike_zscore bad_steps_allowed reproducible_parts outer_every", "at least 0", 0, -1),
-    ("reproducible_parts", "at most 1048576", 1 << 20, 1 << 21),
-    ("lora_rank lora_alpha", "at least 0", 0, -1),
-    ("lora_rank", "at most 4096", 4096, 4097),
-    ("lora_alpha", "at most", 1e6, 1e7),
-    (
-        "embedding_lr value_lr head_lr vector_lr decay_fraction train_minutes within_minutes epochs",
-        "at least 0",
-        0.0,
-        -0.001,
-    ),
-    ("train_minutes within_minutes", "at most", 1e7, 1e8),
-    ("epochs", "at most", 1e6, 1e7),
-    ("decay_fraction", "at most 1", 1.0, 1.001),
-    ("val_fraction beta1 beta2 momentum outer_momentum", "at least 0", 0.0, -0.001),
-    ("val_fraction beta1 beta2 momentum outer_momentum", "below 1", 0.999, 1.0),
-    ("norm_eps init_std eps outer_lr", "above 0", 1e-300, 0.0),
-    ("n_layer full_every", "at most 1000", 1000, 1001),
-    ("seq_len window", "at most 1048576", 1 << 20, 1 << 40),
-    ("n_embd", "at most 131072", 1 << 17, (1 << 17) + 1),
-    ("mlp_width", "at most 524288", 1 << 19, (1 << 19) + 1),
-    ("vocab_size", "at most 16777216", 1 << 24, 10**400),
-    ("seed", "at most 9223372036854775807", 2**63 - 1, 2**63),
-    ("steps warmup val_tokens save_every", "at most 9007199254740991", 2**53 - 1, 10**30),
-    ("batch_size", "at most 4294967296", 1 << 32, 10**30),
-    ("min_lr weight_decay eps", "a finite number", 0.001, 10**400),
-)
-
-
 def test_values_are_allowed_up_to_their_limits():
-    for names, why, allowed, beyond in LIMITS:
-        for name in names.split():
-            RunConfig().with_values({name: allowed})
-            with pytest.raises(UsageError, match=re.escape(f"{name} is {brief(beyond)}: it must be {why}")):
-                RunConfig().with_values({name: beyond})
-    for name in ("n_head", "n_embd", "lr"):  # which other settings limit too
-        with pytest.raises(UsageError, match=f"{name} is 0: it must be (at least 1|above 0)"):
-            RunConfig().with_values({name: 0})
-    limited = {name for names, *_ in LIMITS for name in names.split()}
-    numbers = {name for name, about in SETTINGS.items() if about.kind in (int, float)}
-    assert numbers - limited == {"n_head", "lr"}
+    for name, about in SETTINGS.items():
+        if about.kind not in (int, float):
+            continue
+
+        def beside(limit, side, kind=about.kind):
+            return limit + side if kind is int else math.nextafter(limit, side * math.inf)
+
+        assert (about.low is None) != (about.above is None), f"{name} needs one lower limit"
+        most = LARGEST_INT if about.kind is int and about.most is None else about.most
+        for limit, side, is_allowed, why in (
+            (about.low, -1, True, "at least"),
+            (about.above, 1, False, "above"),
+            (most, 1, True, "at most"),
+            (about.below, -1, False, "below"),
+        ):
+            if limit is not None:
+                allowed, beyond = (limit, beside(limit, side))[:: 1 if is_allowed else -1]
+                about.check(name, allowed)
+                with pytest.raises(
+                    UsageError, match=re.escape(f"{name} is {brief(beyond)}: it must be {why}")
+                ):
+                    about.check(name, beyond)
+    for beyond in (10**400, math.inf):
+        with pytest.raises(UsageError, match="a finite number"):
+            RunConfig().with_values({"weight_decay": beyond})
 
 
 def test_bad_files_and_unknown_presets_are_refused_by_name():
@@ -341,11 +266,6 @@ def test_bad_files_and_unknown_presets_are_refused_by_name():
             parse_toml(text, "mine.toml")
     with pytest.raises(UsageError, match="'gpt2-medium'"):
         preset("gpt2-medum")
-
-
-def test_a_batch_that_no_memory_holds_is_refused():
-    words = ["--preset", "tiny", "--no-measure", "--batch-size", "4294967291"]
-    refused(inside("estimate", *words), 2, "4,294,967,291 sequences of 128 tokens", "too many")
 
 
 # What follows from settings
@@ -368,63 +288,8 @@ def test_schedules():
         assert found == pytest.approx(expected), schedule
 
 
-def test_a_schedule_is_a_function_in_the_table(monkeypatch):
-    """Both lists have the same names: the choices of the setting, and the functions of the optimizer."""
+def test_choices_of_schedules_have_functions():
     assert SETTINGS["schedule"].choices == tuple(SCHEDULES)
-    t = TrainConfig(steps=110, lr=1.0, min_lr=0.1, warmup=10)
-    for name in SCHEDULES:
-        monkeypatch.setitem(SCHEDULES, name, lambda peak, last, progress: 7 * last * progress)
-        assert learning_rate(replace(t, schedule=name), 110) == pytest.approx(0.7), name
-
-
-# A run with every option that differs from the default
-
-CHOSEN = {
-    "data": "text", "tokenizer": "char", "verify_data": False, "shift_windows": False, "steps": 5,
-    "batch_size": 6, "seq_len": 12, "grad_accum": 3, "lr": 0.02, "min_lr": 0.01, "schedule": "linear",
-    "warmup": 1, "weight_decay": 0.2, "clip": 0.5, "seed": 7, "dtype": "float64", "matmul": "own",
-    "vocab_size": 70,
-    "n_layer": 1, "n_head": 3, "n_kv_head": 1, "n_embd": 12, "norm": "layernorm", "mlp": "relu",
-    "positions": "none", "rope_base": 500.0, "qk_norm": True, "value_embeddings": True,
-    "window": 7, "full_every": 2,
-    "head_dim": 5, "rope_scaling": "linear", "rope_factor": 2.0, "qk_norm_gain": True, "qkv_bias": True,
-    "bias": True, "tied": False, "init_weights": "unit", "optimizer": "muon",
-    "embedding_lr": 0.1, "value_lr": 0.1, "head_lr": 0.1, "vector_lr": 0.1, "decay_fraction": 0.5,
-    "momentum": 0.9,
-    "grad_sync": "overlapped", "gradient_dtype": "bfloat16",
-    "outer_every": 2, "outer_lr": 0.5, "outer_momentum": 0.5, "balance": "auto",
-    "recompute": "block", "save_every": 3, "save": "sync",
-    "keep": 1, "keep_every": 3,
-    "on_disk_error": "stop", "on_bad_step": "skip", "spike_zscore": 50.0,
-    "bad_steps_allowed": 3, "sample_every": 4, "eval_every": 4, "val_fraction": 0.3,
-    "val_tokens": 24,
-    "hellaswag": "examples",
-}  # fmt: skip
-
-
-def test_every_option_reaches_the_run(tmp_path):
-    others = {"batch_tokens", "init", "lora_rank", "reproducible_parts", "pack", "val"}  # go with others only
-    assert set(CHOSEN) >= set(OPTIONS) - others
-    (tmp_path / "text").write_text("The keeper lit the lamp. The lamp was old.\n" * 9)
-    (tmp_path / "examples").write_text(
-        '{"ctx": "lit the", "endings": ["lamp", "keep", "old", "was"], "label": 0}'
-    )
-    line = [word for name, value in CHOSEN.items() for word in words(name, SETTINGS[name], value)]
-    line = ["--preset", "tiny-adamw", *line]
-    result = inside("train", *line, "--threads", "1", "--out", "run", cwd=tmp_path)
-    assert result.returncode == 0, result.stderr
-    run, tiny = RunDirectory(tmp_path / "run").saved(), preset("tiny-adamw")
-    for name, value in CHOSEN.items():
-        half, default = (run.model, tiny.model) if hasattr(run.model, name) else (run.train, tiny.train)
-        assert getattr(half, name) == value != getattr(default, name), name
-    logged = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in logged if "loss" in line] == [1, 2, 3, 4, 5]
-    assert [line["step"] for line in logged if "val_loss" in line and "hellaswag" in line] == [0, 4, 5]
-    assert {line["val_tokens"] for line in logged if "val_loss" in line} == {24}
-    assert [path.name[-1] for path in sorted((tmp_path / "run" / "checkpoints").iterdir())] == ["3", "5"]
-    assert result.stdout.count("--- sample after step 4") == 1
-    again = [*line, "--threads", "1", "--out", "run", "--resume", "auto", "--seed", "1"]
-    refused(inside("train", *again, cwd=tmp_path), 2, "seed was 7 and is now 1")
 
 
 def test_a_warm_up_that_nobody_chose_fits_a_short_run(tmp_path):

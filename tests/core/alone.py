@@ -30,7 +30,7 @@ def main(stage: str, out: Path, steps: int) -> None:
     from distgpt.core.generate.engine import Engine, complete
     from distgpt.core.generate.engine_setup import slots_for
     from distgpt.core.generate.request import Request
-    from distgpt.core.saved.opening import open_model
+    from distgpt.core.saved.modelfile import open_model
     from distgpt.core.train.lines import Lines, Listeners
     from distgpt.core.train.loop import train
     from distgpt.core.train.plan import make_plan

@@ -16,8 +16,7 @@ from distgpt.core.cpu.kernels import CpuKernels
 from distgpt.core.generate.engine_setup import rehearse, slots_for
 from distgpt.core.generate.plain_slots import PlainSlots
 from distgpt.core.generate.slots import Feed
-from distgpt.core.saved.modelfile import Description, load_model, save_model
-from distgpt.core.saved.opening import dtype_of
+from distgpt.core.saved.modelfile import Description, dtype_of, load_model, save_model
 from distgpt.core.saved.tensors import read_header, read_rows, write_tensors
 from distgpt.inference.decoding.compiled import compiled_slots
 from distgpt.inference.quantized.integers import LEVELS, quantise, restored

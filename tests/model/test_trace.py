@@ -87,7 +87,7 @@ def test_one_sequence_needs_no_axis_of_sequences(model):
 def test_a_model_says_what_it_is():
     model = distgpt.init(CONFIG, dtype="float64")
     said = repr(model)
-    for part in ("3 layers, 3 heads, 24 wide, context 7", "no tokenizer", "float64"):
+    for part in ("3 layers, 3 heads, 24 wide, context 7", "float64"):
         assert part in said
     assert "(4, 3, 7, 7)" in repr(model.trace(TOKENS))
 

@@ -261,15 +261,8 @@ def test_a_runs_directory_stands_for_its_best_weights(runs, monkeypatch):
     assert RunDirectory(runs / "more").saved().train.init == str(newest / "weights.safetensors")
     shutil.rmtree(run.checkpoints)
     refused(inside("infer", "--weights", out), 2, "without weights")
-    # A path that does not exist: the nearest name, otherwise the newest run.
-    for weights, meant in (
-        ("runs/sweep/seconds", "'runs/sweep/second'"),
-        ("runs/other/weights.safetensors", "runs/more"),
-    ):
-        refused(inside("infer", "--weights", weights, cwd=runs.parent), 74, weights, f"{meant}")
-    os.utime(runs / "sweep" / "second" / "weights.safetensors", (4e9, 4e9))
-    result = inside("eval", "--weights", "runs/my first", "--val", "story", cwd=runs.parent)
-    refused(result, 2, "runs/sweep/second")
+    near = "runs/sweep/seconds"
+    refused(inside("infer", "--weights", near, cwd=runs.parent), 74, near, "'runs/sweep/second'")
 
 
 def test_a_run_that_took_no_step_leaves_its_place_to_the_next_one(runs, tmp_path):

@@ -9,7 +9,7 @@ from conftest import distgpt, inside
 
 from distgpt.commands.cli import COMMANDS
 from distgpt.core.generate.request import Event
-from distgpt.core.train.lines import Lines, Remaining, wrapped
+from distgpt.core.train.lines import Lines, Remaining
 from distgpt.show.display import Live
 
 ASCII = {"LC_ALL": "C", "LANG": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
@@ -94,18 +94,6 @@ def test_the_time_left_is_known_from_the_third_step_on(capsys):
         shown.stepped({**metrics, "step_s": seconds})
     left = [line.split()[-1] for line in capsys.readouterr().out.splitlines()[1:]]
     assert left == ["--:--", "--:--", "0:12", "0:10"]
-
-
-def test_lines_break_at_words_on_a_terminal_alone(monkeypatch):
-    line = "best      runs/a-name-of-more-than-thirty-letters: a validation loss of 2.5 at step 350"
-    monkeypatch.setenv("COLUMNS", "30")
-    out = io.StringIO()
-    assert wrapped(line, out) == line
-    monkeypatch.setattr(out, "isatty", lambda: True, raising=False)
-    shown = wrapped(line, out).splitlines()
-    assert " ".join(" ".join(shown).split()) == " ".join(line.split())
-    assert all(len(each) <= 30 or len(each.split()) == 1 for each in shown)
-    assert all(each.startswith(" " * 10) for each in shown[1:])
 
 
 def events(text, choice=0):

@@ -10,10 +10,8 @@ from threadranks import on_all_ranks
 
 from distgpt.core.comm.serial import SerialComm
 from distgpt.core.config import ModelConfig, TrainConfig
-from distgpt.core.config.settings import OPTIMIZERS
 from distgpt.core.cpu.kernels import CpuKernels
 from distgpt.core.data.batches import ArrayTokens, Batches
-from distgpt.core.model import muon
 from distgpt.core.model.memory import ALIGNED, MATRIX
 from distgpt.core.model.model import Architecture, Model
 from distgpt.core.model.muon import Muon, borders, muon_scalars
@@ -89,18 +87,6 @@ def test_each_head_is_made_orthogonal_by_itself():
     moved = (before - weights) / CONFIG.lr
     lengths = [np.linalg.norm(moved[first : first + 32]) for first in (0, 32, 64)]
     np.testing.assert_allclose(lengths, np.sqrt(32), rtol=0.1)
-
-
-def test_a_run_s_optimizer_is_the_one_that_the_table_names(monkeypatch):
-    assert set(muon.OPTIMIZERS) == set(OPTIMIZERS)  # those that settings may name
-
-    class Other(Muon):
-        pass
-
-    monkeypatch.setitem(muon.OPTIMIZERS, "adamw", Other)
-    model = Model(Architecture(MODEL), Kernels())
-    model.allocate_master_weights()
-    assert type(state_for(model, replace(CONFIG, optimizer="adamw"), SerialComm()).optimizer) is Other
 
 
 def test_a_matrix_moves_by_the_learning_rate_in_every_direction():

@@ -37,22 +37,6 @@ def test_a_text_shorter_than_a_window_and_a_long_warm_up_are_noted_once(tmp_path
     assert "fewer than seq_len" not in fine and "longer than the run" not in fine
 
 
-def test_a_text_that_will_be_learned_by_heart_is_noted_with_how_much_would_make_sense(tmp_path):
-    (tmp_path / "short.txt").write_text("short text")
-    words = ["--data", tmp_path / "short.txt", "--tokenizer", "byte"]
-    warned = "learns that by heart"
-    short = notices(tmp_path / "short", *words, "--steps", "20")
-    (line,) = [line for line in short.splitlines() if warned in line]
-    elements = int(re.search(r"A model of ([\d,]+) parameters", line)[1].replace(",", ""))
-    assert "the text is short: 10 B, read 256 times" in line
-    assert f"give it {elements / 10 / 1024:.3g}"[:11] in line
-    assert warned not in notices(tmp_path / "short", *words, "--resume", "auto", "--steps", "21")
-    assert warned not in notices(tmp_path / "once", *words, "--steps", "1")
-    (tmp_path / "long.txt").write_text("long text " * (elements // 100 + 1))
-    long = ["--data", tmp_path / "long.txt", "--tokenizer", "byte", "--steps", "400"]
-    assert warned not in notices(tmp_path / "long", *long)
-
-
 def test_lines_of_json_are_read_as_documents(tmp_path):
     (tmp_path / "texts.jsonl").write_text('{"text": "the lamp was lit"}\n' * 40)
     noted = notices(tmp_path / "run", "--data", tmp_path / "texts.jsonl", "--steps", "1")

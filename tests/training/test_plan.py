@@ -2,10 +2,7 @@
 
 import pickle
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -19,8 +16,6 @@ from distgpt.core.config.asked import Asked, asked_for
 from distgpt.core.config.presets import PRESETS, preset
 from distgpt.core.train.plan import make_plan, new_run
 from distgpt.recipes.derived import derived
-
-RECIPES = ("within", "depth", "derived")
 
 
 def silent(text):
@@ -101,20 +96,6 @@ def test_words_of_recipes_are_no_settings_and_others_are_refused():
         new_run(asked_for({"lrr": 0.1}))
     with pytest.raises(UsageError, match="--steps and --epochs exclude each other"):
         new_run(asked_for({"steps": 3, "epochs": 1.0}))
-
-
-def test_a_run_without_recipes_does_not_load_them(tmp_path):
-    words = "train --steps 1 --n-layer 1 --n-embd 8 --seq-len 8 --batch-size 1 --dtype float32 --threads 1"
-    script = f"""import sys; sys.argv = ["distgpt", *{words.split()!r}, "--out", {str(tmp_path / "r")!r}]
-from distgpt.commands.cli import main
-try:
-    main()
-finally:
-    print(*(name for name in sys.modules if name.startswith(("distgpt.core.train.", "distgpt.recipes."))))"""
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    loaded = {name.rsplit(".")[-1] for name in result.stdout.splitlines()[-1].split()}
-    assert "plan" in loaded and not loaded & set(RECIPES)
-    assert all((Path(recipes.__file__).parent / f"{name}.py").exists() for name in RECIPES)
 
 
 def test_the_clock_of_a_run_leaves_out_what_a_recipe_says(tmp_path, monkeypatch):

@@ -1,8 +1,6 @@
 """The setup of a run: what follows from a plan, step by step, and what no later step gets to see."""
 
-import ast
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from test_seams import SIZE, Listener
@@ -17,23 +15,6 @@ from distgpt.core.train.loop import train
 from distgpt.core.train.plan import make_plan
 from distgpt.core.train.setup import micro_batches_so_far, open_run, set_up
 from distgpt.measure.profile.session import open_steps
-
-PARTS = ("open_run", "_texts_of", "_load", "_open_directory", "_assemble")  # open_run, and its parts
-TAKE_PLANS = {f"core.train.setup:{name}" for name in PARTS}
-
-
-def test_what_a_function_needs_of_a_plan_is_passed_to_it():
-    package, found = Path(distgpt.__file__).parent, set()
-    for path in sorted(package.rglob("*.py")):
-        text = path.read_text()
-        knows = "core.train.plan import" in text or path.name == "plan.py"
-        for node in ast.walk(ast.parse(text)) if knows else ():
-            if isinstance(node, ast.FunctionDef):
-                of = [each.annotation for each in (*node.args.args, *node.args.kwonlyargs)]
-                if any(each is not None and ast.unparse(each) == "Plan" for each in of):
-                    module = ".".join(path.relative_to(package).with_suffix("").parts)
-                    found.add(f"{module}:{node.name}")
-    assert found == TAKE_PLANS
 
 
 def test_a_configuration_keeps_what_was_asked_for_beside_what_memory_has_decided(tmp_path):

@@ -88,14 +88,14 @@ def test_muon_s_updates_need_memory_too():
         fitting(muon, kernels, one(muon), 100_000, "a")
 
 
-def test_a_run_that_does_not_fit_is_told_what_would():
+def test_a_run_that_does_not_fit_names_the_options_that_prevent_it():
     kernels = CpuKernels("float32")
     fits = needed(RUN, kernels, one(RUN)).total
     assert fitting(RUN, kernels, one(RUN), int(fits / (1 - FRACTION)) + 1, "a").recompute == "mlp"
-    with pytest.raises(UsageError, match=r"needs .* on GPU 0, .*--recompute block .* or --grad-accum 4"):
+    with pytest.raises(UsageError, match=r"needs .* on GPU 0, .*leave out --recompute and --grad-accum"):
         fitting(RUN, kernels, one(RUN), int(fits * 0.9), "GPU 0")
     with pytest.raises(UsageError, match="a smaller model"):
-        fitting(RUN, kernels, one(RUN), 100_000, "GPU 0")
+        fitting(auto := with_train(recompute="auto", grad_accum=0), kernels, one(auto), 100_000, "GPU 0")
 
 
 @pytest.fixture

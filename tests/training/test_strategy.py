@@ -4,7 +4,6 @@ import subprocess
 import sys
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
 
 import pytest
 
@@ -14,7 +13,6 @@ from distgpt.core.config.settings import GRAD_SYNCS
 from distgpt.core.cpu.kernels import CpuKernels
 from distgpt.core.model.model import Architecture, Model
 from distgpt.core.train.sharing import MicroBatches, Placement, Strategy
-from distgpt.parallel import choose
 from distgpt.parallel.choose import Chosen
 from distgpt.parallel.local_steps import LocalPlacement
 from distgpt.parallel.reproducible import ReproducibleParts
@@ -62,22 +60,6 @@ def test_only_what_was_chosen_is_compiled_before_the_first_step():
         called.clear()
         Chosen(replace(PLAIN, **how), ranks).rehearse(model)
         assert set(called) == wanted, how
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_plain_run_imports_no_component(ranks):
-    code = f"""
-import sys
-from distgpt import api
-from distgpt.core.config import TrainConfig
-from distgpt.parallel.choose import Chosen
-Chosen(TrainConfig(), {ranks})
-print(*sys.modules)
-"""
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    loaded = set(result.stdout.split())
-    files = {f"distgpt.parallel.{path.stem}" for path in Path(choose.__file__).parent.glob("*.py")}
-    assert loaded & files == {"distgpt.parallel.choose"}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

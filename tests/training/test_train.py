@@ -157,7 +157,7 @@ def test_runs_do_not_mix(whole, half, tmp_path):
         (["--seed", "5", *auto], 2, ["seed was 1337 and is now 5", "leave out the flag"]),
         (["--n-embd", "32", *auto], 2, ["n_embd was 16 and is now 32", "another --out and no --resume"]),
         (["--lr", "0.5"], 2, ["another configuration", "add --resume auto", "choose another --out"]),
-        (["--n-layer", "1"], 2, ["another configuration", "--out and --resume auto alone", "another --out"]),
+        (["--n-layer", "1"], 2, ["another configuration", "add --resume auto", "another --out"]),
         ([], 2, ["--resume auto"]),
         (["--steps", "4", *auto], 2, ["is at step 10, past the 4 steps"]),
         (["--resume", "nowhere"], 65, ["nowhere", "no such checkpoint"]),

@@ -15,7 +15,7 @@ from distgpt.cluster.launch.environment import batch_job
 from distgpt.core.comm import mpi
 from distgpt.core.train import lines as loglines
 from distgpt.core.train.lines import Lines
-from distgpt.core.train.whereabouts import compact, shown_hosts
+from distgpt.core.train.report import compact, shown_hosts
 
 JOBS = {
     "Slurm": {"SLURM_JOB_ID": "12", "SLURM_JOB_NAME": "mine"},

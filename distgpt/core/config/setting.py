@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import reprlib
 import sys
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, TypedDict, TypeVar, Unpack
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from distgpt.core.base.errors import UsageError, nearest
 
@@ -21,21 +22,6 @@ LONGEST_TEXT = 4096  # bytes: as long as a path may be
 LARGEST_INT = (1 << 53) - 1  # where nothing else limits a setting: floats are exact up to there
 
 T = TypeVar("T", int, float, bool, str)
-
-
-class Known(TypedDict, total=False):
-    """The fields of Setting that a declaration may have besides group, default and help."""
-
-    choices: Collection[str]
-    low: float
-    above: float
-    most: float
-    below: float
-    first: bool
-    flag: str
-    changeable: bool
-    former_choices: tuple[tuple[str, str], ...]
-    undecided: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,19 +92,14 @@ def brief(value: object) -> str:
     return str(value) if isinstance(value, int | float) else reprlib.repr(value)
 
 
-def setting(default: T, help: str, group: str = "", **known: Unpack[Known]) -> T:
-    """Return a dataclass field with this default; the type of the default is that of the setting."""
+def setting(default: T, help: str, group: str = "", **known: Any) -> T:
+    """Return a dataclass field with this default, which gives the setting its type; `known`: see Setting."""
     return field(default=default, metadata={"setting": Setting(type(default), help, group=group, **known)})
 
 
-@dataclass(frozen=True, slots=True)
-class Group:
-    """Declares settings of one section of --help-all."""
-
-    name: str
-
-    def __call__(self, default: T, help: str, **known: Unpack[Known]) -> T:
-        return setting(default, help, self.name, **known)
+def settings_in(group: str, **known: Any) -> Callable[..., Any]:
+    """Return `setting` for one section of --help-all."""
+    return partial(setting, group=group, **known)
 
 
 def settings_of(config: DataclassInstance | type[DataclassInstance]) -> dict[str, Setting]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from distgpt.core.base.errors import UsageError, nearest
-from distgpt.core.config.setting import Group, Setting, Value, check
+from distgpt.core.config.setting import Setting, Value, check, settings_in
 from distgpt.core.ops.activations import ACTIVATIONS
 
 DEFAULT_TEMPERATURE = 0.8  # of generated text: small models repeat themselves without chance
@@ -44,8 +44,12 @@ GROUPS = (
     *("data", "model", "optimizer", "schedule", "computing"),
     *("several ranks", "saving", "trouble", "display"),
 )
-of_data, of_model, of_optimizer, of_schedule, of_computing = map(Group, GROUPS[:5])
-of_ranks, of_saving, of_trouble, of_display = map(Group, GROUPS[5:])
+of_data, of_model, of_optimizer, of_computing = map(settings_in, ("data", "model", "optimizer", "computing"))
+# A run that resumes may change all of these.
+of_schedule, of_ranks, of_saving, of_trouble, of_display = (
+    settings_in(group, changeable=True)
+    for group in ("schedule", "several ranks", "saving", "trouble", "display")
+)
 
 
 def _round_up(value: int, multiple: int) -> int:
@@ -243,9 +247,7 @@ class TrainConfig:
         first=True,
     )
     verify_data: bool = of_data(
-        True,
-        "Read all shards before the first step, to find damage.",
-        changeable=True,
+        True, "Read all shards before the first step, to find damage.", changeable=True
     )
     shift_windows: bool = of_data(
         True, "Cut the text at other positions in every epoch, or always at the same ones."
@@ -261,9 +263,7 @@ class TrainConfig:
         flag="--chats/--no-chats",
     )
     init: str = of_model(
-        "",
-        "Train the model of this weights file further, instead of random weights.",
-        first=True,
+        "", "Train the model of this weights file further, instead of random weights.", first=True
     )
     lora_rank: int = of_model(
         0,
@@ -273,23 +273,16 @@ class TrainConfig:
         most=1 << 12,
     )
     lora_alpha: float = of_model(
-        0.0,
-        "Scale what adapters add by this number over their rank. 0: twice the rank.",
-        low=0,
-        most=1e6,
+        0.0, "Scale what adapters add by this number over their rank. 0: twice the rank.", low=0, most=1e6
     )
     lora_matrices: str = of_model(
         "all",
         "Put adapters beside these matrices, separated by commas: q, k, v, o (of attention), gate, up, down"
         " (of the MLP; gate with swiglu alone). all: beside each.",
     )
-    steps: int = of_schedule(600, "Train for this many optimizer steps.", low=1, changeable=True, first=True)
+    steps: int = of_schedule(600, "Train for this many optimizer steps.", low=1, first=True)
     epochs: float = of_schedule(
-        0.0,
-        "Train for this many passes over the examples, instead of for --steps. 0: off.",
-        low=0,
-        most=1e6,
-        changeable=True,
+        0.0, "Train for this many passes over the examples, instead of for --steps. 0: off.", low=0, most=1e6
     )
     train_minutes: float = of_schedule(
         0.0,
@@ -297,23 +290,18 @@ class TrainConfig:
         " What it took before it resumed counts. 0: off.",
         low=0,
         most=1e7,
-        changeable=True,
     )
     within_minutes: float = of_schedule(
         0.0,
         "The minutes that --within asked for. Where a text is too short for them, train_minutes are fewer.",
         low=0,
         most=1e7,
-        changeable=True,
     )
     batch_size: int = of_optimizer(
         16, "Sequences per optimizer step, on all ranks together.", low=1, most=1 << 32, first=True
     )
     grad_accum: int = of_computing(
-        0,
-        "Micro-batches per optimizer step. 0: chosen by speed and by free memory.",
-        low=0,
-        changeable=True,
+        0, "Micro-batches per optimizer step. 0: chosen by speed and by free memory.", low=0, changeable=True
     )
     optimizer: str = of_optimizer(
         "adamw",
@@ -327,7 +315,7 @@ class TrainConfig:
         changeable=True,
         first=True,
     )
-    min_lr: float = of_schedule(0.0, "Learning rate at the end of the schedule.", low=0, changeable=True)
+    min_lr: float = of_schedule(0.0, "Learning rate at the end of the schedule.", low=0)
     embedding_lr: float = of_optimizer(
         0.0, "Peak learning rate of the embedding. 0: --lr.", low=0, changeable=True
     )
@@ -344,18 +332,11 @@ class TrainConfig:
         "cosine",
         "How the learning rate falls after the warm-up. wsd: constant, then linear at the end.",
         choices=SCHEDULES,
-        changeable=True,
     )
     decay_fraction: float = of_schedule(
-        0.65,
-        "With --schedule wsd: let it fall over this last part of the steps.",
-        low=0,
-        most=1,
-        changeable=True,
+        0.65, "With --schedule wsd: let it fall over this last part of the steps.", low=0, most=1
     )
-    warmup: int = of_schedule(
-        20, "Raise the learning rate linearly over this many steps.", low=0, changeable=True
-    )
+    warmup: int = of_schedule(20, "Raise the learning rate linearly over this many steps.", low=0)
     weight_decay: float = of_optimizer(
         0.1, "Weight decay, which acts on matrices only.", low=0, changeable=True
     )
@@ -386,34 +367,22 @@ class TrainConfig:
         " overlapped: during the backward pass. sharded: each rank sums and updates a part, and keeps only"
         " the optimizer state of that part (mpi, mpi-cuda).",
         choices=GRAD_SYNCS,
-        changeable=True,
         former_choices=tuple((name, "allreduce") for name in ("auto", "chunked", "hierarchical", "packed")),
     )
     gradient_dtype: str = of_ranks(
-        "float32",
-        "Send gradients in this number format (mpi, mpi-cuda).",
-        choices=GRADIENT_DTYPES,
-        changeable=True,
+        "float32", "Send gradients in this number format (mpi, mpi-cuda).", choices=GRADIENT_DTYPES
     )
     outer_every: int = of_ranks(
         0,
         "Let each rank take this many steps of its own, then average how far the weights have come (DiLoCo,"
         " for slow networks; mpi, mpi-cuda). 0: exchange gradients in every step.",
         low=0,
-        changeable=True,
     )
     outer_lr: float = of_ranks(
-        0.9,
-        "With --outer-every: learning rate of the step that all ranks then take together.",
-        above=0,
-        changeable=True,
+        0.9, "With --outer-every: learning rate of the step that all ranks then take together.", above=0
     )
     outer_momentum: float = of_ranks(
-        0.7,
-        "With --outer-every: Nesterov momentum of that step.",
-        low=0,
-        below=1,
-        changeable=True,
+        0.7, "With --outer-every: Nesterov momentum of that step.", low=0, below=1
     )
     reproducible_parts: int = of_ranks(
         0,
@@ -421,14 +390,12 @@ class TrainConfig:
         " power of two (CPUs). 0: off.",
         low=0,
         most=1 << 20,
-        changeable=True,
     )
     balance: str = of_ranks(
         "even",
         "Give each rank as many sequences as the others, or (auto) more to faster ones, measured at the start"
         " (mpi, mpi-cuda).",
         choices=BALANCES,
-        changeable=True,
     )
     recompute: str = of_computing(
         "auto",
@@ -436,40 +403,30 @@ class TrainConfig:
         choices=RECOMPUTE,
         changeable=True,
     )
-    save_every: int = of_saving(0, "Save a checkpoint every N steps. 0: by time.", low=0, changeable=True)
+    save_every: int = of_saving(0, "Save a checkpoint every N steps. 0: by time.", low=0)
     save_minutes: float = of_saving(
-        5.0, "Minutes between checkpoints, without --save-every. 0: only at the end.", low=0, changeable=True
+        5.0, "Minutes between checkpoints, without --save-every. 0: only at the end.", low=0
     )
     save: str = of_saving(
         "auto",
         "Stop training while a checkpoint is written (sync), or write a copy meanwhile (async). auto: async"
         " where memory allows.",
         choices=SAVES,
-        changeable=True,
     )
     on_disk_error: str = of_trouble(
         "keep-going",
         "What to do when a write fails and an older checkpoint exists. keep-going also gives up the oldest"
         " checkpoints where the disk is full.",
         choices=ON_DISK_ERROR,
-        changeable=True,
     )
-    keep: int = of_saving(3, "Keep the newest N checkpoints.", low=1, changeable=True)
+    keep: int = of_saving(3, "Keep the newest N checkpoints.", low=1)
     keep_every: int = of_saving(
-        0,
-        "Keep one checkpoint for good in every N steps, beside the newest. 0: none.",
-        low=0,
-        changeable=True,
+        0, "Keep one checkpoint for good in every N steps, beside the newest. 0: none.", low=0
     )
     keep_every_minutes: float = of_saving(
-        0.0,
-        "Keep one checkpoint for good in this many minutes, beside the newest. 0: none.",
-        low=0,
-        changeable=True,
+        0.0, "Keep one checkpoint for good in this many minutes, beside the newest. 0: none.", low=0
     )
-    sample_every: int = of_display(
-        0, "Write a sample of text every N steps. 0: never.", low=0, changeable=True
-    )
+    sample_every: int = of_display(0, "Write a sample of text every N steps. 0: never.", low=0)
     eval_every: int = of_data(0, "Evaluate every N steps. 0: only at the end.", low=0, changeable=True)
     val: str = of_data("", "Validate on this text, of the kinds that --data takes.", changeable=True)
     val_fraction: float = of_data(
@@ -483,35 +440,23 @@ class TrainConfig:
         0, "Use this many validation tokens per evaluation. 0: all.", low=0, changeable=True
     )
     hellaswag: str = of_data(
-        "",
-        "Also score the model on this HellaSwag file at evaluations.",
-        changeable=True,
+        "", "Also score the model on this HellaSwag file at evaluations.", changeable=True
     )
     on_bad_step: str = of_trouble(
         "stop",
         "What to do when a loss or gradient is not finite: stop, skip the step, or go back to the last"
         " checkpoint and leave these data out (rollback).",
         choices=ON_BAD_STEP,
-        changeable=True,
     )
     spike_zscore: float = of_trouble(
         0.0,
         "Also treat a step as bad if its loss or gradient norm exceeds the last 100 by this many standard"
         " deviations. 0: never.",
         low=0,
-        changeable=True,
     )
-    bad_steps_allowed: int = of_trouble(
-        10,
-        "End a run after more bad steps than this.",
-        low=0,
-        changeable=True,
-    )
+    bad_steps_allowed: int = of_trouble(10, "End a run after more bad steps than this.", low=0)
     verify_every: int = of_trouble(
-        100,
-        "Compare the ranks' weights every N steps, after the first one and at the end. 0: never.",
-        low=0,
-        changeable=True,
+        100, "Compare the ranks' weights every N steps, after the first one and at the end. 0: never.", low=0
     )
 
     # Settings of an extension, checked where a run is planned: weights can be read without them.
@@ -583,18 +528,12 @@ class GpuConfig:
         flag="--cuda-graph/--no-cuda-graph",
     )
     # auto: nccl where each rank has a GPU of its own, else host
-    allreduce: str = of_ranks(
-        "auto",
-        "How GPUs sum their gradients (mpi-cuda).",
-        choices=ALLREDUCES,
-    )
+    allreduce: str = of_ranks("auto", "How GPUs sum their gradients (mpi-cuda).", choices=ALLREDUCES)
     deterministic: bool = of_computing(
-        False,
-        "Compute the same bits in every run. On CPUs: see --reproducible-parts.",
+        False, "Compute the same bits in every run. On CPUs: see --reproducible-parts."
     )
     tf32: bool = of_computing(
-        False,
-        "Multiply float32 matrices in TF32: faster, with a 10-bit mantissa (cuda stages).",
+        False, "Multiply float32 matrices in TF32: faster, with a 10-bit mantissa (cuda stages)."
     )
 
     def __post_init__(self) -> None:

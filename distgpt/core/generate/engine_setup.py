@@ -21,8 +21,7 @@ from distgpt.core.generate.engine import Engine
 from distgpt.core.generate.request import Sampling
 from distgpt.core.generate.slots import Choice, Feed, Slots
 from distgpt.core.model.model import Architecture, Model, miniature
-from distgpt.core.saved.modelfile import Description
-from distgpt.core.saved.opening import open_model
+from distgpt.core.saved.modelfile import Description, open_model
 from distgpt.core.saved.tensors import fingerprint
 from distgpt.core.saved.weights import weights_of
 

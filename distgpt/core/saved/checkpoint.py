@@ -56,7 +56,6 @@ MARK = "kept"
 DAMAGED = "damaged-"  # in front of the name of a checkpoint that is set aside
 _FILE = re.compile(r"[\w.-]+")
 _BEST = "best"  # in the metadata of weights
-MOST_LISTED = 10  # checkpoints in a message
 MOST_RECENT = 100  # good steps whose losses and gradient norms a state may hold
 
 
@@ -314,13 +313,6 @@ def saved_checkpoints(directory: Path, most: float = math.inf) -> list[Path]:
 
 def step_of(path: Path) -> int:
     return int(path.stem.removeprefix("step-"))
-
-
-def left_in(directory: Path) -> str:
-    """Return the steps of the checkpoints in a folder for a message that misses one; "" if there are none."""
-    steps = [f"{step_of(path)}" for path in reversed(saved_checkpoints(directory))]
-    shown = steps if len(steps) <= MOST_LISTED else [*steps[:3], "…", *steps[3 - MOST_LISTED :]]
-    return f"; saved there: step{'s' * (len(steps) > 1)} {', '.join(shown)}" if steps else ""
 
 
 def check_file(path: Path, name: str, manifest: Manifest) -> None:

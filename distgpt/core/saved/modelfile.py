@@ -18,8 +18,9 @@ from distgpt.core.comm.agree import on_root, refuse_anywhere, shared
 from distgpt.core.comm.api import Comm
 from distgpt.core.comm.resources import granted_memory
 from distgpt.core.components import components
-from distgpt.core.config import ROUNDED_DTYPES, ModelConfig, RunConfig, TrainConfig, parse_toml
+from distgpt.core.config import AUTO_DTYPE, ROUNDED_DTYPES, ModelConfig, RunConfig, TrainConfig, parse_toml
 from distgpt.core.config.run_config import MODEL, REMOVED
+from distgpt.core.cpu.stages import Stage
 from distgpt.core.data.tokenizers import Tokenizer, tokenizer_from_json
 from distgpt.core.model.memory import LEARNED, FlatBuffer, Layout
 from distgpt.core.model.model import Architecture, Model
@@ -43,6 +44,7 @@ from distgpt.core.saved.weights import (
     read_float,
     rounded_dtype,
     verified,
+    weights_of,
 )
 
 FORMAT = "distgpt-weights"
@@ -288,3 +290,60 @@ def _parse(metadata: dict[str, str], path: Path) -> Description:
     part = metadata["format"]
     components().part(part).refuse_damaged(run, path)
     return Description(run, tokenizer, part=part, base=base)
+
+
+def dtype_of(
+    path: Path,
+    asked: str,
+    comm: Comm,
+    on_gpu: bool = False,
+    usual: Callable[[Description], str] | None = None,
+) -> str:
+    """Return the dtype that was asked for; of auto, on CPUs, that of a rounded file, else `usual` or float32.
+
+    Collective; so may `usual` be.
+    """
+    if asked != AUTO_DTYPE:
+        return asked
+    about = load_description(path, comm)
+    return (about.rounded if not on_gpu else "") or (usual(about) if usual else "float32")
+
+
+def open_model(
+    stage: Stage,
+    weights: Path,
+    dtype: str,
+    context: int | None = None,
+    matmul: str = "auto",
+    usual: Callable[[Description], str] | None = None,
+    part: Path | None = None,
+) -> tuple[Model, Description, Path, str]:
+    """Load a model, with a part merged into it. `usual` says what the dtype auto is. Collective.
+
+    Return also the weights file of the whole model, and the type that it computes in.
+    """
+
+    def find() -> list[str]:
+        found = weights_of(part or weights)
+        kind = read_description(found).part
+        if part and not kind:
+            raise UsageError(f"{found} is a whole model: give it as --weights")
+        return [str(found), kind]
+
+    path, kind = on_root(stage.comm, find)
+    whole, merge = Path(path), None
+    if part:
+        whole, merge = components().part(kind).whole(weights, stage.comm, whole)
+    elif kind:
+        whole, merge = components().part(kind).whole(whole, stage.comm)
+    chosen = dtype_of(whole, dtype, stage.comm, stage.on_gpu, usual)
+    model, about = load_model(whole, stage.kernels(chosen, matmul), stage.comm, context, merge)
+    return model, about, whole, chosen
+
+
+def random_model(config: ModelConfig, dtype: str, kernels_for: Callable[[str], Kernels], seed: int) -> Model:
+    """Return a model with random weights that computes in any dtype, also in one that is rounded to."""
+    is_rounded = dtype in ROUNDED_DTYPES
+    model = Model(Architecture(config), kernels_for("float32" if is_rounded else dtype))
+    model.initialise(seed)
+    return components().quantized(dtype).of(model) if is_rounded else model

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from distgpt.core.base.checked import JsonObject, parse_object
+from distgpt.core.base.checked import JsonObject, parse_json, parse_object
 from distgpt.core.base.errors import DataError, StorageError, UsageError
 from distgpt.core.base.files import (
     append,
@@ -20,7 +21,7 @@ from distgpt.core.base.files import (
     storage_errors,
     unfinished_versions,
 )
-from distgpt.core.config import CHANGEABLE, RunConfig, differences, former_choices, parse_toml
+from distgpt.core.config import RunConfig, differences, parse_toml
 from distgpt.core.saved.checkpoint import remove_unfinished, set_damaged_aside
 from distgpt.core.saved.run_lock import RunLock
 
@@ -60,10 +61,6 @@ class RunDirectory:
         text = read_small(self.config).decode(errors="replace")
         return RunConfig().with_values(parse_toml(text, str(self.config)))
 
-    def former_choices(self) -> list[str]:
-        """Return a line for each setting of the run whose value is called something else today."""
-        return former_choices(read_small(self.config).decode(errors="replace"), str(self.config))
-
     def has_no_step(self) -> bool:
         """Return whether a run ended here before its first step, so that another may take its place.
 
@@ -86,20 +83,11 @@ class RunDirectory:
         if saved is None or (not resuming and self.has_no_step()):
             return
         different = differing(saved, run)
-        if not different and not resuming:
-            raise UsageError(
-                f"{self.path} holds this run already; add --resume auto, or choose another --out"
-            )
-        if different:
-            goes_on = "add --resume auto, or "
-            if resuming:
-                goes_on = ""
-            elif differing(saved, run, CHANGEABLE):
-                goes_on = "to resume it as it is give --out and --resume auto alone, or else "
-            raise UsageError(
-                f"{self.path} holds a run with another configuration ({different}); "
-                f"{goes_on}choose another --out"
-            )
+        if not different and resuming:
+            return
+        holds = f"a run with another configuration ({different})" if different else "this run already"
+        resume = "" if resuming else "add --resume auto, or "
+        raise UsageError(f"{self.path} holds {holds}; {resume}choose another --out")
 
     def _left_behind(self) -> list[Path]:
         """List the unfinished files of a run that was killed before it had begun, or while it wrote."""
@@ -273,3 +261,50 @@ def place_for(parent: Path, name: str, resuming: bool) -> Path:
         count += 1
         path = parent / f"{name}-{count}"
     return last if resuming else path
+
+
+MOST_METRICS = 1 << 30  # bytes
+MOST_STEPS = 1 << 53  # as many as a picture's axis can tell apart
+# The names of losses in nats per token, in metrics and summaries, and of the same in bits per byte.
+IN_BITS = {"loss": "train_bits_per_byte", "val_loss": "bits_per_byte"}
+
+
+@dataclass(frozen=True, slots=True)
+class Metrics:
+    """A line: the numbers of one step by name. None: not finite."""
+
+    step: int
+    numbers: dict[str, float | None]
+
+
+def read_metrics(path: Path) -> Iterator[Metrics]:
+    """Yield all whole lines."""
+    return (parse_metrics(line, number, path) for number, line in enumerate(whole_lines(path), 1))
+
+
+def whole_lines(path: Path) -> list[bytes]:
+    """Return the lines, without the half line that a killed run may have left at the end."""
+    content = read_small(path, MOST_METRICS)
+    return content[: content.rfind(b"\n") + 1].splitlines()
+
+
+def parse_metrics(line: bytes, number: int, path: Path) -> Metrics:
+    """Return the metrics in a line; a DataError names a line without any."""
+    no_metrics = DataError(f"{path}: line {number} holds no metrics")
+    try:
+        document = parse_json(line)
+    except ValueError:
+        raise no_metrics from None
+    if not isinstance(document, dict):
+        raise no_metrics
+    numbers: dict[str, float | None] = {}
+    for name, value in document.items():
+        if isinstance(value, bool | str | list | dict):
+            raise no_metrics
+        numbers[name] = value
+    step = numbers.pop("step", None)
+    if not isinstance(step, int):
+        raise no_metrics
+    if not 0 <= step < MOST_STEPS:
+        raise DataError(f"{path}: line {number} is of an impossible step")
+    return Metrics(step, numbers)

@@ -7,7 +7,6 @@ beside those of another file, its base. The core has neither kind: see `Componen
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -45,8 +44,7 @@ def find_weights(path: Path) -> Path:
             raise UsageError(f"{path} is in GGUF: first {import_command(path, path.stem)}")
         if not path.is_dir():
             if not path.exists():
-                meant = nearest_path(path) or _newest_in_words()
-                raise StorageError(f"cannot read {path}: No such file or directory{meant}")
+                raise StorageError(f"cannot read {path}: No such file or directory{nearest_path(path)}")
             return path
         run = RunDirectory(path)
         for file in (run.best, run.weights) if run.config.is_file() else (path / WEIGHTS,):
@@ -56,23 +54,7 @@ def find_weights(path: Path) -> Path:
             raise UsageError(f"{path} holds a model of transformers: first {import_command(path)}")
     if newest := newest_intact(run.checkpoints):
         return newest[0] / WEIGHTS
-    raise UsageError(f"{path} is a directory without weights{_newest_in_words()}")
-
-
-def _newest_in_words() -> str:
-    newest = newest_run(Path("runs"))
-    return f"; the newest run with weights is {newest}" if newest else ""
-
-
-def newest_run(top: Path) -> Path | None:
-    """Return the run below this directory that wrote weights last."""
-    found: dict[float, Path] = {}
-    for config in (*top.glob("*/config.toml"), *top.glob("*/*/config.toml")):
-        run = RunDirectory(config.parent)
-        for file in (run.best, run.weights, *run.checkpoints.glob(f"*/{WEIGHTS}")):
-            with suppress(OSError):  # it does not exist, or was removed in the meantime
-                found[file.stat().st_mtime] = run.path
-    return found[max(found)] if found else None
+    raise UsageError(f"{path} is a directory without weights")
 
 
 def import_command(source: Path, name: str = "") -> str:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import errno
-import re
 import signal
 import sys
 import time
 from collections.abc import Callable
 from datetime import datetime
-from shutil import get_terminal_size
-from textwrap import fill
-from typing import Any, Protocol, TextIO
+from functools import partial
+from typing import Any, TextIO
 
 from distgpt.core.base.errors import escape_lines, escape_model_text, print_lines
 from distgpt.core.base.formatting import clock, count
@@ -22,7 +20,7 @@ from distgpt.core.config import METRICS
 from distgpt.core.train.seams import Listener
 
 Metrics = dict[str, float]  # a line of metrics.jsonl
-Facts = dict[str, Any]  # of `facts` in report.py
+Facts = dict[str, Any]  # of a run that starts (setup.py)
 
 # Seconds between lines: for a person who watches how it begins, for one who looks now and then, and in the
 # log of a batch job, which is read once it is over.
@@ -70,19 +68,6 @@ class Output:
 
 
 WARM_UP = 2  # steps that may compile
-
-
-def wrapped(text: str, stream: TextIO) -> str:
-    """Break lines at words where a terminal would break them anywhere, indented to their second column."""
-    if not stream.isatty():
-        return text
-    width = get_terminal_size().columns
-    lines = [(line, re.match(r"\S+(?: \S+)* {2,}", line)) for line in text.split("\n")]
-    whole: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
-    return "\n".join(
-        fill(line, width, subsequent_indent=" " * min(width // 2, len(head[0]) if head else 0), **whole)
-        for line, head in lines
-    )
 
 
 class Speed:
@@ -144,13 +129,13 @@ class Remaining:
 
 
 def remaining(facts: Facts) -> Remaining:
-    """Return the end of a run that has started with these facts (report.py)."""
+    """Return the end of a run that has started with these facts."""
     if facts.get("seconds_left") is None:
         return Remaining(facts["steps"])
     return Remaining(facts["steps"], facts["seconds"], facts["seconds_left"])
 
 
-class Lines:
+class Lines(Listener):
     """Shows a run in lines, one now and then; every step is in metrics.jsonl anyway."""
 
     def __init__(self, seconds: float | None = None) -> None:
@@ -167,7 +152,7 @@ class Lines:
     def say(self, text: str, style: str = "") -> None:
         if self._is_job:
             text = f"{datetime.now():%Y-%m-%d %H:%M:%S}  {text}"
-        print(wrapped(escape_lines(text), self.stream), file=self.stream, flush=True)
+        print(escape_lines(text), file=self.stream, flush=True)
 
     def noted(self, text: str) -> None:
         self.say(text, "yellow")
@@ -222,45 +207,18 @@ class Lines:
         shown = escape_model_text if shown_on_terminal(self.stream) else str
         print(f"--- sample after step {step}\n{shown(text.strip())}\n---", file=self.stream, flush=True)
 
-    def close(self) -> None:
-        """Do nothing: each line was written at once."""
 
-
-class Closing(Listener, Protocol):
-    """A listener that has something to do once the run is over."""
-
-    def close(self) -> None: ...
-
-
-class Listeners:
+class Listeners(Listener):
     """Passes everything on to several listeners, in no order that matters; to none on ranks but 0."""
 
-    def __init__(self, *listeners: Closing) -> None:
-        self._listeners = listeners
+    def __init__(self, *listeners: Listener) -> None:
+        for name in ("started", "stepped", "evaluated", "noted", "sampled", "close"):
+            setattr(self, name, partial(self._call, [getattr(each, name) for each in listeners]))
 
-    def started(self, facts: Facts) -> None:
-        for listener in self._listeners:
-            listener.started(facts)
-
-    def stepped(self, metrics: Metrics) -> None:
-        for listener in self._listeners:
-            listener.stepped(metrics)
-
-    def evaluated(self, metrics: Metrics) -> None:
-        for listener in self._listeners:
-            listener.evaluated(metrics)
-
-    def noted(self, text: str) -> None:
-        for listener in self._listeners:
-            listener.noted(text)
-
-    def sampled(self, step: int, text: str) -> None:
-        for listener in self._listeners:
-            listener.sampled(step, text)
-
-    def close(self) -> None:
-        for listener in self._listeners:
-            listener.close()
+    @staticmethod
+    def _call(methods: list[Callable[..., None]], *about: object) -> None:
+        for method in methods:
+            method(*about)
 
 
 def summary(facts: Facts) -> str:

@@ -91,7 +91,6 @@ def needed(config: RunConfig, kernels: Kernels, strategy: Strategy, evaluated: b
     ranks = strategy.ranks
     placement = strategy.placement
     last = ranks - 1  # the rank whose part is the largest
-    sequences = config.train.batch_size // ((config.train.grad_accum or 1) * ranks)
     comm = cast(Comm, SimpleNamespace(size=ranks, rank=last))
     model = components().model(config.train).build(config, dry)
     model.allocate_master_weights(ranks, placement.own(model.layout, last))
@@ -100,12 +99,8 @@ def needed(config: RunConfig, kernels: Kernels, strategy: Strategy, evaluated: b
         dry.wide_zeros(max(spec.size for spec in model.layout.specs))
     optimizer = placement.state(model, last).optimizer
     states = dry.more()
-    try:
-        micro_batches = strategy.micro_batches(config.train, last, model)
-        Step(optimizer, comm, config.train, Exchange(), micro_batches=micro_batches)
-    except MemoryError:  # the batch itself, on the host
-        many = f"{count(sequences, 'sequence')} of {config.model.seq_len} tokens"
-        raise UsageError(f"{many} in one micro-batch are too many") from None
+    micro_batches = strategy.micro_batches(config.train, last, model)
+    Step(optimizer, comm, config.train, Exchange(), micro_batches=micro_batches)
     activations = dry.more()
     if evaluated:
         from distgpt.core.train.assessment import Scorer
@@ -201,8 +196,7 @@ def fitting(
 ) -> tuple[TrainConfig, Need]:
     """Resolve `recompute` and `grad_accum`: the fastest way that fits into memory.
 
-    `preferred` micro-batches are tried first. Where nothing fits, the error says what is needed, and which
-    options need less.
+    `preferred` micro-batches are tried first. If nothing fits, the error names what is needed.
     """
     # The system and the program itself need some of the free memory, too.
     program = min(LIBRARIES if kernels.capabilities.is_async else PROGRAM, FRACTION * free)
@@ -213,9 +207,10 @@ def fitting(
             return tried, need
     rows = config.train.batch_size // (tried.grad_accum * strategy.ranks)
     micro_batch = f"{count(rows, 'sequence')} of {config.model.seq_len} tokens"
-    further = _ways_out(replace(config, train=tried), kernels, strategy, budget, evaluated)
-    ways = [f"{option} (needs {size_of(size)})" for option, size in further]
-    hint = f"; try {' or '.join(ways)}" if ways else "; it needs more memory, or a smaller model"
+    t = config.train
+    fixed = {"recompute": t.recompute in ("none", "mlp"), "grad-accum": t.grad_accum and not strategy.count}
+    ways = " and ".join(f"--{option}" for option, is_fixed in fixed.items() if is_fixed)
+    hint = f"leave out {ways} to let memory decide" if ways else "use more memory, or a smaller model"
     held_out = f", validation {size_of(need.evaluation)}" if evaluated else ""
     updated = f", Muon's updates {size_of(need.update)}" if need.update else ""
     exchanged = f", exchange {size_of(need.exchange)}" if need.exchange else ""
@@ -224,7 +219,7 @@ def fitting(
         f"this run needs {size_of(need.total)} on {where}, where {size_of(free)} are free{left}: "
         f"weights {size_of(need.weights)}, gradients and optimizer {size_of(need.optimizer)}, "
         f"activations of {micro_batch} {size_of(need.activations)}"
-        f"{held_out}{exchanged}{updated}{hint} (distgpt help out-of-memory)"
+        f"{held_out}{exchanged}{updated}; {hint} (distgpt help out-of-memory)"
     )
 
 
@@ -253,24 +248,3 @@ def _candidates(
 def divisors(number: int) -> list[int]:
     small = [n for n in range(1, isqrt(number) + 1) if number % n == 0]
     return sorted({*small, *(number // n for n in small)})
-
-
-def _ways_out(
-    config: RunConfig, kernels: Kernels, strategy: Strategy, budget: float, evaluated: bool
-) -> list[tuple[str, int]]:
-    """Return options that make it fit: recomputing more, and more micro-batches of fewer sequences."""
-    t = config.train
-
-    def first_that_fits(tries: list[tuple[str, TrainConfig]]) -> list[tuple[str, int]]:
-        for option, tried in tries:
-            size = needed(replace(config, train=tried), kernels, strategy, evaluated).total
-            if size <= budget:
-                return [(option, size)]
-        return []
-
-    stronger = {"none": ("mlp", "block"), "mlp": ("block",), "block": ()}[t.recompute]
-    again = first_that_fits([(f"--recompute {how}", replace(t, recompute=how)) for how in stronger])
-    per_micro_batch = t.batch_size // (t.grad_accum * strategy.ranks)
-    counts = [] if strategy.counted_by else [t.grad_accum * n for n in divisors(per_micro_batch)[1:]]
-    smaller = first_that_fits([(f"--grad-accum {n}", replace(t, grad_accum=n)) for n in counts])
-    return again + smaller

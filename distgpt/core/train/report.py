@@ -2,58 +2,28 @@
 
 from __future__ import annotations
 
+import platform
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 from distgpt.core.base.errors import Say, StorageError, escape
-from distgpt.core.base.formatting import count, size, size_in_column
-from distgpt.core.components import components
-from distgpt.core.config import METRICS, PARAMETERS_PER_TOKEN, RunConfig, TrainConfig
+from distgpt.core.base.formatting import count
+from distgpt.core.comm.agree import gather_texts
+from distgpt.core.comm.job import this_job
+from distgpt.core.config import METRICS, WITH_MPI, RunConfig, TrainConfig
 from distgpt.core.cpu.stages import Stage
 from distgpt.core.data.batches import Batches
 from distgpt.core.data.loading import Corpus, bits_per_byte
-from distgpt.core.model.model import Model
 from distgpt.core.saved.checkpoint import State
 from distgpt.core.saved.rundir import RunDirectory
 from distgpt.core.train.checkpoints import Checkpoints
 from distgpt.core.train.progress import Finished
 from distgpt.core.train.resume import Change
-from distgpt.core.train.seams import Clock, Listener, Times, is_over
-from distgpt.core.train.whereabouts import shown_hosts
-
-BY_HEART = 40  # times that a text is read, from which on a large model knows it
-
-
-def facts(
-    stage: Stage,
-    hosts: Sequence[str],
-    config: RunConfig,
-    directory: Path,
-    model: Model,
-    batches: Batches,
-    held_out: int,
-    first_step: int,
-    times: Times,
-) -> dict[str, object]:
-    """Return what the display shows when the run starts."""
-    seconds = 60 * config.train.train_minutes
-    return {
-        "stage": stage.name,
-        "dtype": config.train.dtype,
-        "ranks": stage.comm.size,
-        "threads": stage.threads,
-        "hosts": shown_hosts(hosts),
-        "parameters": model.layout.elements,
-        "vocabulary": config.model.vocab_size,
-        "corpus_tokens": batches.n_tokens,
-        "held_out_tokens": held_out,
-        "first_step": first_step,
-        "steps": config.train.steps,
-        "seconds": seconds,
-        "seconds_left": times.begun - times.spent + seconds - time.monotonic() if seconds else None,
-        "directory": str(directory),
-    }
+from distgpt.core.train.seams import Clock, Listener, is_over
 
 
 def note_settings(
@@ -74,8 +44,6 @@ def note_settings(
         say(line)
     if corpus.val is not None and corpus.val.fingerprint == batches.fingerprint:
         say(f"{escape(t.val)} is the training text: validation tells nothing about other texts")
-    if config.model.window and not any(config.model.windows):
-        say("no window is shorter than the context: every layer attends to all of it (--window, full_every)")
     if t.warmup > t.steps > 0:
         say(f"--warmup {t.warmup} is longer than the run of {count(t.steps, 'step')}: --lr is never reached")
     for line in corpus.notes:
@@ -93,58 +61,29 @@ def note_resumed(t: TrainConfig, state: State, batches: Batches, say: Say) -> No
         say(f"{escape(t.data)} is another text than so far, and is read from here on")
 
 
-def note_new(t: TrainConfig, model: Model, batches: Batches, token_bytes: float | None, say: Say) -> None:
-    """Say what a new run begins with, and that it will learn its text by heart if it will. For rank 0."""
-    if t.init:
-        use = components().model(t).use_of_init(t)
-        say(f"{escape(t.init)} {use}, with a peak learning rate of {t.lr:g} (--lr)")
-    parameters = model.layout.elements
-    steps = 0 if t.train_minutes else t.steps  # nobody knows those of a run by the clock
-    times = steps * t.batch_size * batches.seq_len / batches.n_tokens
-    enough = parameters / PARAMETERS_PER_TOKEN
-    if t.init or not token_bytes or times < BY_HEART or batches.n_tokens >= enough:
-        return
-    text, wanted = size(batches.n_tokens * token_bytes), size_in_column(enough * token_bytes)
-    say(
-        f"the text is short: {text}, read {round(times):,} times. A model of {parameters:,} parameters learns"
-        f" that by heart, and little else: give it {wanted} or more, or make it smaller (--depth)"
-    )
-
-
+@dataclass(frozen=True, slots=True)
 class Report:
-    """Called on all ranks; rank 0 alone reports. It tolerates a disk that fails as `Checkpoints` does."""
+    """Called on all ranks; only rank 0 reports. It tolerates a disk that fails as `Checkpoints` does."""
 
-    def __init__(
-        self,
-        rank: int,
-        run: RunConfig,
-        directory: RunDirectory,
-        listener: Listener,
-        checkpoints: Checkpoints,
-        batches: Batches,
-        bytes_per_token: float | None,
-        clock: Clock,
-    ) -> None:
-        """`bytes_per_token`: of the text; None where not all of it is text."""
-        self._is_silent = rank > 0
-        self._run = run
-        self._directory = directory
-        self._listener = listener
-        self._checkpoints = checkpoints
-        self._batches = batches
-        self._bytes_per_token = bytes_per_token
-        self._clock = clock
+    rank: int
+    run: RunConfig
+    directory: RunDirectory
+    listener: Listener
+    checkpoints: Checkpoints
+    batches: Batches
+    bytes_per_token: float | None  # of the text; None where not all of it is text
+    clock: Clock
 
     def bits_per_byte(self, loss: float | None) -> float | None:
         """Return a training loss in bits per byte, None where that is unknown."""
-        return bits_per_byte(loss, self._bytes_per_token)
+        return bits_per_byte(loss, self.bytes_per_token)
 
     def report_step(self, step: int, done: Finished, more: dict[str, float]) -> None:
-        t = self._run.train
-        if self._is_silent:
+        t = self.run.train
+        if self.rank:
             return
-        per_step = t.batch_size * self._run.model.seq_len
-        windows = (step + self._batches.skipped) * t.batch_size  # that were read
+        per_step = t.batch_size * self.run.model.seq_len
+        windows = (step + self.batches.skipped) * t.batch_size  # that were read
         metrics = {
             "step": step,
             "loss": done.loss,
@@ -153,47 +92,93 @@ class Report:
             "tokens": per_step * step,
             "tokens_per_s": per_step / done.seconds,
             "step_s": done.seconds,
-            "epoch": round(windows / self._batches.windows_per_epoch, 4),
+            "epoch": round(windows / self.batches.windows_per_epoch, 4),
         }
         if (bits := self.bits_per_byte(done.loss)) is not None:
             metrics["train_bits_per_byte"] = bits
-        if self._clock.elapsed is not None:  # a run that ends by the clock
-            metrics["elapsed_s"] = round(self._clock.seconds(), 3)
-        self._listener.stepped(self._record(metrics | more))
+        if self.clock.elapsed is not None:  # a run that ends by the clock
+            metrics["elapsed_s"] = round(self.clock.seconds(), 3)
+        self.listener.stepped(self._record(metrics | more))
 
     def report_evaluation(self, metrics: dict[str, float]) -> None:
-        if not self._is_silent:
-            self._listener.evaluated(self._record(metrics))
+        if not self.rank:
+            self.listener.evaluated(self._record(metrics))
 
     def report_sample(self, step: int, text: str) -> None:
-        if not self._is_silent:
-            self._listener.sampled(step, text)
+        if not self.rank:
+            self.listener.sampled(step, text)
 
     def note(self, text: str) -> None:
-        if not self._is_silent:
-            self._listener.noted(text)
+        if not self.rank:
+            self.listener.noted(text)
 
     def report_skipped(self, step: int, reason: str, skipped: int) -> None:
         """Report that the step after `step` was bad and left out. `skipped`: batches passed over so far."""
-        if not self._is_silent:
+        if not self.rank:
             what = f"{reason} at step {step + 1}"
             self.remember({"step": step, "bad": what, "skipped": skipped})
-            self._listener.noted(f"{what}: it is left out")
+            self.listener.noted(f"{what}: it is left out")
 
     def remember(self, event: dict[str, object]) -> None:
         """Write an event into history.jsonl."""
-        if self._is_silent:
+        if self.rank:
             return
         try:
-            self._directory.remember(event)
+            self.directory.remember(event)
         except StorageError as error:
-            self._checkpoints.tolerate(error)
+            self.checkpoints.tolerate(error)
 
     def _record(self, metrics: dict[str, float]) -> dict[str, float]:
         """Write a line of metrics with the time of day in seconds since 1970, and return it."""
         timed = {**metrics, "time": round(time.time(), 3)}
         try:
-            self._directory.record(timed)
+            self.directory.record(timed)
         except StorageError as error:
-            self._checkpoints.tolerate(error)
+            self.checkpoints.tolerate(error)
         return timed
+
+
+MOST_SHOWN = 4  # hosts
+
+
+def whereabouts(stage: Stage) -> dict[str, Any]:
+    """Return the facts that are known, ready for JSON. Collective."""
+    job, mpi = this_job(), ""
+    if stage.name in WITH_MPI:
+        from distgpt.core.comm.mpi import library  # which loads MPI
+
+        mpi = library()
+    found = {
+        "hosts": compact(gather_texts(stage.comm, platform.node())),
+        "processors": list(dict.fromkeys(gather_texts(stage.comm, processor_name()))),  # each once
+        "job": job.batch,
+        "launcher": job.launcher,
+        "mpi": mpi,
+    }
+    return {name: fact for name, fact in found.items() if fact}
+
+
+def compact(hosts: Sequence[str]) -> list[str]:
+    """["a", "a", "b"] → ["a:2", "b"], as in a hostfile of MPICH: in the order of the ranks."""
+    runs = [(host, len(list(ranks))) for host, ranks in groupby(hosts)]
+    return [f"{host}:{ranks}" if ranks > 1 else host for host, ranks in runs]
+
+
+def shown_hosts(hosts: Sequence[str]) -> str:
+    """Return the hosts in words for a line; "" for a single one, unless a batch system has chosen it."""
+    if len(hosts) < 2:
+        return hosts[0].partition(":")[0] if this_job().batch else ""
+    if len(hosts) <= MOST_SHOWN:
+        return ", ".join(hosts)
+    return f"{hosts[0]}, {hosts[1]} … {hosts[-1]}"
+
+
+def processor_name() -> str:
+    """Return the name of this machine's processor."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()

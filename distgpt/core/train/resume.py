@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Container
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,8 +19,6 @@ from distgpt.core.saved.checkpoint import (
     STATE,
     Best,
     State,
-    left_in,
-    load_state,
     newest_intact,
     verify,
 )
@@ -56,8 +53,7 @@ def find_run(resume: str, out: Path | None, name: str, say: Say) -> Resumption:
         return Resumption(own, own.saved(), _newest(own, say))
     path = Path(resume)
     if not path.is_dir():
-        left = left_in(path.parent) or nearest_path(path)
-        raise DataError(f"--resume {resume}: there is no such checkpoint or run directory{left}")
+        raise DataError(f"--resume {resume}: no such checkpoint or run directory{nearest_path(path)}")
     if (own := RunDirectory(path)).saved():
         if out is None or _are_same(out, path):
             own.lock.refuse_second()
@@ -72,7 +68,7 @@ def find_run(resume: str, out: Path | None, name: str, say: Say) -> Resumption:
     if out is None or _are_same(out, own.path):
         if own.saved() is None:
             raise UsageError(f"--resume {resume} lies in no run directory: say with --out where to go on")
-        return Resumption(RunDirectory(out or _as_given(path, own.path)), own.saved(), checkpoint)
+        return Resumption(RunDirectory(out or own.path), own.saved(), checkpoint)
     assert checkpoint is not None
     held = read_description(checkpoint / "weights.safetensors")
     return Resumption(RunDirectory(out), held.run, checkpoint, in_place=False)
@@ -157,32 +153,20 @@ def leave_finished(comm: Comm, directory: RunDirectory, t: TrainConfig, seconds:
         if directory.lock.path.exists():  # the name of a process that was killed after the end
             directory.lock.claim()
             directory.lock.release()
-        done, more, words = _ending(directory, t, seconds)
+        done, more = _done_and_more(t, seconds)
         say(f"{directory.path} is finished, and nothing was changed: {done}")
-        say(f"for {more}: {shlex.join(words)}")
+        say(f"to train longer: {shlex.join(['--out', str(directory.path), '--resume', 'auto', *more])}")
 
     on_root(comm, leave)
 
 
-def _ending(directory: RunDirectory, t: TrainConfig, spent: float) -> tuple[str, str, list[str]]:
-    """Return what is over, how much more to suggest, and the options that ask for it."""
-    resumed = ["--out", str(directory.path), "--resume", "auto"]
+def _done_and_more(t: TrainConfig, spent: float) -> tuple[str, list[str]]:
+    """Return what a finished run has done, and the option for twice as much."""
     if t.train_minutes:
-        total = typed_duration(2 * spent)  # --within is the time of the whole run
-        over, more = f"its {typed_duration(spent)} are over", f"as much again, {total} in all"
-        return over, more, [*resumed, "--within", total]
+        return f"its {typed_duration(spent)} are over", ["--within", typed_duration(2 * spent)]
     if t.epochs:
-        over, more = f"all {t.epochs:g} epochs are done", f"{t.epochs:g} epochs more"
-        return over, more, [*resumed, "--epochs", f"{2 * t.epochs:g}"]
-    over = f"all {count(t.steps, 'step')} are done"
-    origin = directory.branched_from()
-    if origin and origin.is_dir() and t.schedule == "wsd":
-        fall = round(t.decay_fraction * t.steps)
-        with suppress(DataError):  # a damaged one is no way to go
-            if load_state(origin).step == t.steps - fall:  # by --decay-from, which begins anew
-                more = f"a fall over {count(2 * fall, 'step')} instead"
-                return over, more, ["--decay-from", str(origin), "--steps", str(2 * fall)]
-    return over, f"{count(t.steps, 'step')} more", [*resumed, "--steps", str(2 * t.steps)]
+        return f"all {t.epochs:g} epochs are done", ["--epochs", f"{2 * t.epochs:g}"]
+    return f"all {count(t.steps, 'step')} are done", ["--steps", str(2 * t.steps)]
 
 
 def _newest(run: RunDirectory, say: Say) -> Path | None:
@@ -202,8 +186,3 @@ def _newest(run: RunDirectory, say: Say) -> Path | None:
 
 def _are_same(one: Path, other: Path) -> bool:
     return one.resolve() == other.resolve()
-
-
-def _as_given(path: Path, run: Path) -> Path:
-    """Return the run's directory by the user's own words, as far as these lead there."""
-    return next((way for way in (path, path.parent.parent) if _are_same(way, run)), run)

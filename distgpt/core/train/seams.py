@@ -23,8 +23,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from distgpt.core.base.checked import JsonObject
 from distgpt.core.base.errors import DistgptError, NonFiniteError, StorageError, UsageError
@@ -210,21 +209,11 @@ class Votes:
         return Heard(first_of(signals), bool(disk), float(elapsed))
 
 
-class Guard(Protocol):
+class Guard(AbstractContextManager[object], Protocol):
     """Watches a run from its first to its last step. It calls no collective and changes no step.
 
     It may ask that the run end, as a signal does.
     """
-
-    def __enter__(self) -> object: ...
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-        /,
-    ) -> None: ...
 
     def after_step(self, done: Finished) -> dict[str, float]:
         """Take note of a finished step. Return what to add to its metrics."""
@@ -247,14 +236,15 @@ def guard_failed(guard: Guard, error: Exception) -> DistgptError:
     return DistgptError(f"the guard {name} has failed: {what}: {error}{where}")
 
 
-class Listener(Protocol):
-    """Shows or records the progress of a run. Called on rank 0 alone."""
+class Listener:
+    """Shows or records the progress of a run, on rank 0 only. This one ignores it."""
 
-    def started(self, facts: dict[str, object]) -> None: ...
+    def started(self, facts: dict[str, Any]) -> None: ...
     def stepped(self, metrics: dict[str, float]) -> None: ...
     def evaluated(self, metrics: dict[str, float]) -> None: ...
     def noted(self, text: str) -> None: ...
     def sampled(self, step: int, text: str) -> None: ...
+    def close(self) -> None: ...
 
 
 class Disk:

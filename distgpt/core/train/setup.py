@@ -7,6 +7,7 @@ texts, too; `settings` is its half about training, in which memory has decided w
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from distgpt.core.base.errors import DataError, Say, UsageError
+from distgpt.core.base.errors import DataError, Say, UsageError, escape
 from distgpt.core.base.files import without_locks
 from distgpt.core.base.interrupts import PendingSignals
 from distgpt.core.comm.agree import on_root, refuse_anywhere, shared
@@ -42,16 +43,15 @@ from distgpt.core.train.gathering import EachRank, restore_exchange
 from distgpt.core.train.memory import fit_to_memory
 from distgpt.core.train.plan import Plan
 from distgpt.core.train.progress import EVALUATING, Activity, Pace, Progress
-from distgpt.core.train.report import Report, facts, note_new, note_resumed, note_settings
+from distgpt.core.train.report import Report, note_resumed, note_settings, shown_hosts, whereabouts
 from distgpt.core.train.resume import best_on_disk, refuse_changed_text
 from distgpt.core.train.run import Limits, Run
 from distgpt.core.train.seams import Listener, ModelKind, Times
 from distgpt.core.train.sharing import WEIGHTS, Exchange, OptimizerState, Start, Strategy
 from distgpt.core.train.step import Step
-from distgpt.core.train.whereabouts import whereabouts
 
 if TYPE_CHECKING:
-    from distgpt.core.train.assessment import Assessment, Metric, Validation
+    from distgpt.core.train.assessment import Metric, Validation
 
 NO_LIMITS = Limits()
 
@@ -81,10 +81,11 @@ def open_run(
     # Weights come before the run's directory: of a run that cannot begin nothing is left on the disk.
     trained = _load(plan, setup, texts, say)
     # Now all that a user can have got wrong was refused, and rank 0 writes.
-    opened = _open_directory(plan, setup, texts, trained, listener)
+    times = Times(stage.begun + plan.uncounted, plan.state.seconds)
+    where, token_bytes = _open_directory(plan, setup, texts, trained, times, listener)
     # Loops are compiled after the first lines, as that may take a minute, and before anything measures time.
     compile_once_per_node(stage, setup.kernels, texts.config, setup.strategy)
-    run = _assemble(plan, setup, texts, trained, opened, listener, parts)
+    run = _assemble(plan, setup, texts, trained, times, where, token_bytes, listener, parts)
     run = replace(run, guards=tuple(parts.callbacks(run, limits)))
     run.load_guards(plan.state)
     if run.comm.rank == 0:
@@ -143,17 +144,13 @@ def _load(plan: Plan, setup: Setup, texts: Texts, say: Say) -> Trained:
     return Trained(model, state, described, progress, best)
 
 
-@dataclass(frozen=True, slots=True)
-class Opened:
-    """Facts that are known once the run has its directory."""
+def _open_directory(
+    plan: Plan, setup: Setup, texts: Texts, trained: Trained, times: Times, listener: Listener
+) -> tuple[dict[str, Any], float | None]:
+    """Create the run's directory, note in its history where it begins and from what, and show the run.
 
-    where: dict[str, Any]  # hosts, batch job, launcher and MPI
-    token_bytes: float | None  # of a token of the text; None where not all of it is text
-    times: Times
-
-
-def _open_directory(plan: Plan, setup: Setup, texts: Texts, trained: Trained, listener: Listener) -> Opened:
-    """Create the run's directory, note in its history where it begins and from what, and show the run."""
+    Return where the run runs, and the bytes of a token of the text, None if not all of it is text.
+    """
     stage = setup.stage
     comm = stage.comm
     config = texts.config
@@ -182,22 +179,35 @@ def _open_directory(plan: Plan, setup: Setup, texts: Texts, trained: Trained, li
 
     on_root(comm, create)
     token_bytes = on_root(comm, lambda: bytes_per_token(corpus, batches))
-    times = Times(stage.begun + plan.uncounted, plan.state.seconds)
     if comm.rank == 0:
         note_settings(config, corpus, batches, texts.is_evaluated, plan.changes, plan.state.step, say)
         if plan.checkpoint:
             note_resumed(config.train, plan.state, batches, say)
-        else:
-            note_new(config.train, model, batches, token_bytes, say)
+        elif init := config.train.init:
+            use = setup.kind.use_of_init(config.train)
+            say(f"{escape(init)} {use}, with a peak learning rate of {config.train.lr:g} (--lr)")
         if directory.lock.lacks_locks():
             say(without_locks(directory.path))
-        hosts = where["hosts"]
-        held_out = texts.held_out
-        first = progress.step
-        shown = facts(stage, hosts, config, directory.path, model, batches, held_out, first, times)
-        listener.started(shown)
+        seconds = 60 * config.train.train_minutes
+        facts: dict[str, object] = {
+            "stage": stage.name,
+            "dtype": config.train.dtype,
+            "ranks": comm.size,
+            "threads": stage.threads,
+            "hosts": shown_hosts(where["hosts"]),
+            "parameters": model.layout.elements,
+            "vocabulary": config.model.vocab_size,
+            "corpus_tokens": batches.n_tokens,
+            "held_out_tokens": texts.held_out,
+            "first_step": progress.step,
+            "steps": config.train.steps,
+            "seconds": seconds,
+            "seconds_left": times.begun - times.spent + seconds - time.monotonic() if seconds else None,
+            "directory": str(directory.path),
+        }
+        listener.started(facts)
         stage.notes.report_to(say)
-    return Opened(where, token_bytes, times)
+    return where, token_bytes
 
 
 def _assemble(
@@ -205,7 +215,9 @@ def _assemble(
     setup: Setup,
     texts: Texts,
     trained: Trained,
-    opened: Opened,
+    times: Times,
+    where: dict[str, Any],  # hosts, batch job, launcher and MPI
+    token_bytes: float | None,
     listener: Listener,
     parts: Components,
 ) -> Run:
@@ -241,11 +253,17 @@ def _assemble(
         gathering,
         parts.retention(settings),
     )
+    assessment = None
+    if texts.is_evaluated:
+        from distgpt.core.train.assessment import Assessment, Scorer
+
+        scorer = Scorer(model, comm, signals, partial(activity.enter, EVALUATING))
+        assessment = Assessment(scorer, texts.validation, texts.metrics, texts.corpus.tokenizer)
     last = settings.steps if plan.until is None else plan.until
     pace = Pace(progress, placement.rounds)
-    clock = parts.budget(settings, last, opened.times, pace, model, texts.validation)
+    clock = parts.budget(settings, last, times, pace, model, texts.validation)
     report = Report(
-        comm.rank, texts.config, plan.directory, listener, checkpoints, batches, opened.token_bytes, clock
+        comm.rank, texts.config, plan.directory, listener, checkpoints, batches, token_bytes, clock
     )
     # Kernels with a queue leave out an update that is not finite, without `objection`.
     waits = judge.waits or not setup.kernels.capabilities.is_async
@@ -262,13 +280,13 @@ def _assemble(
         config=texts.config,
         settings=settings,
         stage=stage,
-        where=opened.where,
+        where=where,
         placement=placement,
         optimizer_state=state,
         tokenizer=texts.corpus.tokenizer,
         batches=batches,
         step=step,
-        assessment=_assessment(texts, model, comm, signals, partial(activity.enter, EVALUATING)),
+        assessment=assessment,
         directory=plan.directory,
         start=plan.checkpoint,
         progress=progress,
@@ -288,17 +306,6 @@ def _assemble(
         launch=step.launch,
         guards=(),
     )
-
-
-def _assessment(
-    texts: Texts, model: Model, comm: Comm, signals: PendingSignals, on_batch: Callable[[], None]
-) -> Assessment | None:
-    if not texts.is_evaluated:
-        return None
-    from distgpt.core.train.assessment import Assessment, Scorer
-
-    scorer = Scorer(model, comm, signals, on_batch)
-    return Assessment(scorer, texts.validation, texts.metrics, texts.corpus.tokenizer)
 
 
 def make_steps(config: RunConfig, stage: Stage, say: Say) -> Step:

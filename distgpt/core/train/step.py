@@ -13,7 +13,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol
 
 import numpy as np
 
@@ -34,21 +33,11 @@ OwnVotes = Callable[[], Sequence[float]]  # of this rank; see `Votes` in seams.p
 Objection = Callable[[float, float], str]  # (loss, norm) → why not; see `Judge` in seams.py
 
 
-class Launched(Protocol):
-    """A step that is computed, or queued."""
-
-    def wait(self) -> Finished:
-        """Wait for the step, the first time. Its `seconds` are unknown here: see `InFlight`."""
-
-
-Launch = Callable[[int, Batches, OwnVotes, float | None], Launched]
-
-
 def no_votes() -> Sequence[float]:
     return (0.0,) * (FLAG_COUNT - 1)
 
 
-class StepResult(Launched):
+class StepResult:
     """The loss and the norm of a step, once they are there.
 
     `rejected` is the reason why the weights were not updated, "" if they were, None if nobody has judged.
@@ -67,6 +56,7 @@ class StepResult(Launched):
         self._found: tuple[float, list[float]] | None = None
 
     def wait(self) -> Finished:
+        """Wait for the step, the first time. Its `seconds` are unknown here: see `InFlight`."""
         if self._found is None:
             square, sums = (array() for array in self._later)
             self._found = float(square[0]), [float(value) for value in sums]
@@ -74,6 +64,9 @@ class StepResult(Launched):
         norm = math.sqrt(squares) * self._scales.norm
         votes, rank_seconds = values[1:FLAG_COUNT], values[FLAG_COUNT:]
         return Finished(values[0] * self._scales.loss, norm, self.lr, self.rejected, votes, rank_seconds)
+
+
+Launch = Callable[[int, Batches, OwnVotes, float | None], StepResult]
 
 
 class Step:
@@ -243,13 +236,13 @@ class InFlight:
 
     def __init__(self, depth: int) -> None:
         self.depth = depth
-        self._results: deque[Launched] = deque()
+        self._results: deque[StepResult] = deque()
         self.restart_clock()
 
     def __len__(self) -> int:
         return len(self._results)
 
-    def add_launched(self, result: Launched) -> None:
+    def add_launched(self, result: StepResult) -> None:
         self._results.append(result)
 
     def wait_for_oldest(self) -> Finished:

@@ -11,11 +11,9 @@ from types import TracebackType
 
 from distgpt.core.base.errors import DistgptError
 from distgpt.core.base.files import atomic_file
-from distgpt.core.base.formatting import count
 from distgpt.core.comm.agree import gather_ints, on_root
 from distgpt.core.comm.resources import peak_memory
 from distgpt.core.components import components
-from distgpt.core.config import TrainConfig
 from distgpt.core.saved.checkpoint import newest_step
 from distgpt.core.train.run import Run
 
@@ -56,32 +54,15 @@ def write_stopped(run: Run, error: BaseException) -> None:
 
 
 def _found(run: Run, stop: str) -> dict[str, object]:
-    return {**_about(run), **_losses(run), **_speed(run), "stop": stop}
-
-
-def _losses(run: Run) -> dict[str, object]:
-    """Return losses after the last step and of the best weights on the disk; None where there are none."""
-    best = run.checkpoints.best
-    loss = best.loss if best else None
-    return {
-        "step": run.progress.step,
-        "loss": _known(run.progress.loss),
-        "train_bits_per_byte": run.report.bits_per_byte(_known(run.progress.loss)),
-        "val_loss": _known(run.progress.val_loss),
-        "bits_per_byte": run.bits_per_byte(_known(run.progress.val_loss)),
-        "best_val_loss": loss,
-        "best_bits_per_byte": run.bits_per_byte(loss),
-        "best_step": best.step if best else None,
-    }
-
-
-def _known(loss: float | None) -> float | None:
-    return loss if loss is not None and math.isfinite(loss) else None
-
-
-def _about(run: Run) -> dict[str, object]:
-    t = run.settings
-    return {
+    """Return what is known now, None for losses that are not; `train_s` is of this process's steps alone."""
+    t, progress, best = run.settings, run.progress, run.checkpoints.best
+    loss, val_loss, best_loss = (
+        each if each is not None and math.isfinite(each) else None
+        for each in (progress.loss, progress.val_loss, best.loss if best else None)
+    )
+    sent = t.gradient_dtype if t.gradient_dtype != "float32" else ""
+    seconds, tokens = progress.seconds, t.batch_size * run.model.config.seq_len
+    found: dict[str, object] = {
         "stage": run.stage.name,
         "ranks": run.comm.size,
         "threads": run.stage.threads,
@@ -92,33 +73,27 @@ def _about(run: Run) -> dict[str, object]:
         "seq_len": run.model.config.seq_len,
         "grad_accum": t.grad_accum,
         "recompute": t.recompute,
-        "allreduce": _allreduce(run),
-        **({"environment": found} if (found := components().environment()) else {}),
-    }
-
-
-def _allreduce(run: Run) -> str | None:
-    """Return how gradients were summed, as in "overlapped, bfloat16"."""
-    if run.comm.size == 1:
-        return None
-    t = run.settings
-    wire = [t.gradient_dtype] if t.gradient_dtype != "float32" else []
-    return ", ".join(filter(None, [run.stage.transport, run.exchange.name, *wire]))
-
-
-def _speed(run: Run) -> dict[str, object]:
-    """Return the speed of this process's steps; `train_s` is without evaluations, samples and checkpoints."""
-    seconds = run.progress.seconds
-    tokens = run.settings.batch_size * run.model.config.seq_len
-    found: dict[str, object] = {
+        # How gradients were summed, as in "overlapped, bfloat16".
+        "allreduce": ", ".join(filter(None, [run.stage.transport, run.exchange.name, sent]))
+        if run.comm.size > 1
+        else None,
+        **({"environment": environment} if (environment := components().environment()) else {}),
+        "step": progress.step,
+        "loss": loss,
+        "train_bits_per_byte": run.report.bits_per_byte(loss),
+        "val_loss": val_loss,
+        "bits_per_byte": run.bits_per_byte(val_loss),
+        "best_val_loss": best_loss,
+        "best_bits_per_byte": run.bits_per_byte(best_loss),
+        "best_step": best.step if best else None,
         "steps": len(seconds),
         "tokens": tokens * len(seconds),
         "train_s": sum(seconds),
+        "stop": stop,
     }
     if seconds:
         left_out = WARM_UP if len(seconds) > 2 * WARM_UP else 0
-        first = run.progress.step - len(seconds) + left_out
-        step = run.placement.rounds.typical(first, seconds[left_out:])
+        step = run.placement.rounds.typical(progress.step - len(seconds) + left_out, seconds[left_out:])
         found |= {"step_s_median": step, "first_step_s": seconds[0], "tokens_per_s": tokens / step}
     return found
 
@@ -132,12 +107,6 @@ def how_to_resume(run: Run) -> str:
     """Return a sentence for the user of an interrupted run."""
     step = newest_step(run.directory.checkpoints)
     if step is None and run.directory.branched_from() is None:
-        return f"nothing was saved yet: checkpoints are written {_how_often(run.config.train)}"
+        return "nothing was saved yet (--save-every)"
     words = shlex.join(["--out", str(run.directory.path), "--resume", "auto"])
     return f"step {step} is saved: resume with {words}" if step else f"resume with {words}"
-
-
-def _how_often(t: TrainConfig) -> str:
-    if t.save_every:
-        return f"every {count(t.save_every, 'step')} (--save-every)"
-    return f"every {t.save_minutes:g} minutes (--save-every)" if t.save_minutes else "at the end"

@@ -16,7 +16,7 @@ from distgpt.core.cpu.stages import Stage, report_compiling
 from distgpt.core.data.loading import DataRequest, load_corpus
 from distgpt.core.data.textfile import resolve_data
 from distgpt.core.data.tokenizers import Tokenizer
-from distgpt.core.saved.opening import open_model
+from distgpt.core.saved.modelfile import open_model
 from distgpt.core.train.assessment import Progress, Scorer, Validation
 from distgpt.corpora.shards import is_shards, read_manifest
 from distgpt.inference.evaluation.benchmark import KEYS, OTHER_KEYS, SHOWN, load_benchmark

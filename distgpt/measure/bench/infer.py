@@ -20,7 +20,7 @@ from distgpt.core.cpu.stages import open_stage
 from distgpt.core.generate.engine import Engine
 from distgpt.core.generate.engine_setup import rehearse, slots_for
 from distgpt.core.generate.request import Request
-from distgpt.core.saved.opening import random_model
+from distgpt.core.saved.modelfile import random_model
 from distgpt.measure.jobs import BenchOptions, Row, say
 from distgpt.show.page import Block, Column, tabulated
 

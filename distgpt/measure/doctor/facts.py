@@ -20,7 +20,7 @@ from distgpt.core.comm.api import Comm
 from distgpt.core.comm.resources import granted_cores, granted_memory, usable_cores
 from distgpt.core.config import ON_GPU, RunConfig
 from distgpt.core.cpu.stages import expected_dtype
-from distgpt.core.train.whereabouts import processor_name
+from distgpt.core.train.report import processor_name
 
 Facts = dict[str, Any]
 

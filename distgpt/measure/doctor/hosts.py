@@ -26,7 +26,7 @@ from distgpt.core.base.files import read_small
 from distgpt.core.base.formatting import count
 from distgpt.core.base.system import python
 from distgpt.core.comm.resources import granted_cores
-from distgpt.core.train.whereabouts import processor_name
+from distgpt.core.train.report import processor_name
 from distgpt.measure.doctor.facts import Facts, versions
 from distgpt.measure.doctor.report import MOST_HOSTS, rows
 from distgpt.measure.doctor.verdicts import AS_ROOT, foreign_mpirun, is_refused_as_root

@@ -28,8 +28,8 @@ from distgpt.core.data.loading import DataRequest, kind_of, load_corpus, refuse_
 from distgpt.core.model.counts import operations
 from distgpt.core.model.model import Architecture
 from distgpt.core.model.optim import learning_rate
-from distgpt.core.saved.metrics import read_metrics
-from distgpt.core.saved.rundir import RunDirectory
+from distgpt.core.saved.rundir import RunDirectory, read_metrics
+from distgpt.core.train import seams
 from distgpt.core.train.loop import train
 from distgpt.core.train.plan import DTYPE, is_open, make_plan, new_run, refuse_unsuited
 from distgpt.core.train.run import Limits
@@ -204,7 +204,7 @@ def expected(grid: Grid, runs: Sequence[RunConfig], ready: Stage, ranks: int, sa
     return f"about {long_duration(seconds)} of training on {count(ranks, 'rank')}"
 
 
-class Listener:
+class Listener(seams.Listener):
     """Prints a line about a run now and then, and each note once."""
 
     def __init__(self, say: Say) -> None:
@@ -231,9 +231,6 @@ class Listener:
         if text not in self._known:
             self._known.add(text)
             self._say(text)
-
-    def sampled(self, step: int, text: str) -> None: ...
-    def evaluated(self, metrics: dict[str, Any]) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,7 @@ from distgpt.core.base.checked import JsonObject, parse_object
 from distgpt.core.base.errors import DataError, UsageError, nearest_path
 from distgpt.core.config import RunConfig, TrainConfig
 from distgpt.core.saved.checkpoint import saved_checkpoints
-from distgpt.core.saved.metrics import MOST_STEPS, read_metrics, whole_lines
-from distgpt.core.saved.rundir import RunDirectory
+from distgpt.core.saved.rundir import MOST_STEPS, RunDirectory, read_metrics, whole_lines
 from distgpt.measure.compare.agreement import TOLERANCES, judged_steps, relative
 from distgpt.measure.verification.kept import KEY, Facts
 from distgpt.show.page import terminal_table

@@ -38,7 +38,7 @@ from distgpt.core.train.loop import settle
 from distgpt.core.train.plan import Plan, refuse_unsuited
 from distgpt.core.train.progress import Progress
 from distgpt.core.train.run import BadStep, Run
-from distgpt.core.train.seams import Judge
+from distgpt.core.train.seams import Judge, Listener
 from distgpt.core.train.setup import open_run
 from distgpt.core.train.sharing import WEIGHTS
 from distgpt.core.train.step import InFlight, no_votes
@@ -142,7 +142,7 @@ def replay(again: Again) -> Found | None:
 
 
 @dataclass(slots=True)
-class Again:
+class Again(Listener):
     """A replay of steps `first` to `last`. Only rank 0 has the run's record; the others compute."""
 
     path: Path
@@ -255,10 +255,6 @@ class Again:
     def noted(self, text: str) -> None:
         if text.startswith(COMPILING):  # which may take a minute
             self.say(text)
-
-    def started(self, *facts: Any) -> None: ...
-
-    evaluated = sampled = started
 
     def stepped(self, here: dict[str, float]) -> None:
         """Compare the numbers of a step. Rounding grows: later ones are judged only if they are far off."""
