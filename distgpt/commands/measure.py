@@ -127,9 +127,8 @@ def profile(
     """Show where a training step's time goes.
 
     Takes the settings of `distgpt train`, runs --steps training steps, whatever number --config sets, and
-    reports the time of each kind of operation, its speed, and what share of this machine's measured peak that
-    is: as a table, as profile.json, and as trace.json for ui.perfetto.dev or chrome://tracing. No weights
-    are saved.
+    reports the time of each kind of operation, the speed of its matmuls, and what share of this machine's
+    measured peak that is: as a table and as profile.json. No weights are saved.
     """
     asked = asked_for({**set_by_user(flags), "steps": warmup_steps + steps}, preset, config)
     gpu, asked = deterministic_as_parts(stage, gpu, asked)
