@@ -156,7 +156,7 @@ def profile(
     type=TIME,
     help="Save and exit with 75 before this time (as 3h50m) is over. [default: the batch job's, if known]",
 )
-@click.option("--dry-run", is_flag=True, help="List the runs and about how long they take; train nothing.")
+@click.option("--dry-run", is_flag=True, help="List the runs; train nothing.")
 def sweep(
     grid: Path,
     stage: str,
@@ -197,7 +197,7 @@ def sweep(
     say = partial(print_lines, err=True)
     comm, ready = open_stages(stage, threads, gpu)
     if dry_run:
-        on_root(comm, lambda: print_lines(preview(grid, ready, comm.size, say, assigned)))
+        on_root(comm, lambda: print_lines(preview(grid, ready, assigned)))
         return
     ledger = begin_sweep(comm, ready, grid, out or Path("runs") / grid.stem, say, assigned)
     Worker(ledger, ready, Listener(say), end).work()
