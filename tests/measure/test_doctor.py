@@ -165,7 +165,7 @@ def test_only_ranks_that_share_a_gpu_are_told(ranks):
 
 def test_traps_are_reported_with_their_ranks(ranks):
     set_here = {"OPENBLAS_CORETYPE": "Haswell"}
-    nowhere, old = ({**ranks[0]["compute"], **found} for found in ({"loops": None}, {"unused": ["/opt/x"]}))
+    nowhere = {**ranks[0]["compute"], "loops": None}
     for numbers, change, words in (
         ({4, 5}, {"versions": {"numpy": "1.0"}}, ["different versions of numpy", "1.0 on ranks 4–5"]),
         (range(4), {"core_share": 0.5}, ["ranks 0–3 on node0 share 2 cores"]),
@@ -173,7 +173,6 @@ def test_traps_are_reported_with_their_ranks(ranks):
         ({7}, {"environment": set_here}, ["OPENBLAS_CORETYPE=Haswell overrides"]),
         (range(8), {"compute": nowhere}, ["compiled loops cannot be kept"]),
         ({2, 3}, {"compute": nowhere}, ["ranks 2–3: compiled loops cannot be kept"]),
-        (range(8), {"compute": old}, ["/opt/x is not used", "distgpt compile"]),
     ):
         found = verdicts.warnings(LAUNCHED, MPI, changed(ranks, numbers, **change))
         (found,) = [warning for warning in found if words[0] in warning]

@@ -156,11 +156,6 @@ def _loops(ranks: list[Facts]) -> Iterable[str]:
     lost = [rank["rank"] for rank in ranks if not (rank["compute"]["loops"] or rank["compute"]["missing"])]
     if lost:
         yield NOT_KEPT if len(lost) == len(ranks) else f"{named_ranks(lost)}: {NOT_KEPT}"
-    for path in dict.fromkeys(path for rank in ranks for path in rank["compute"]["unused"]):
-        yield (
-            f"{path} is not used: it is of another version, damaged, or others may write to it; "
-            "whoever owns this installation rebuilds it with distgpt compile"
-        )
 
 
 def _settings(ranks: list[Facts]) -> Iterable[str]:
