@@ -138,7 +138,7 @@ def draw(
     """
     figure: Any = Figure(figsize=(WIDTH, HEIGHT), dpi=DPI, layout="constrained")
     grid = figure.add_gridspec(2, 3, height_ratios=(1.75, 1))
-    looks = [
+    looks: list[dict[str, Any]] = [
         {"color": series_colour(number), "linestyle": DASHES[number // len(SERIES) % len(DASHES)]}
         for number in range(len(runs))
     ]

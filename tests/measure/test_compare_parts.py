@@ -9,8 +9,15 @@ from distgpt.core.config import RunConfig
 from distgpt.core.config.presets import preset
 from distgpt.core.data.tokenizers import load_tokenizer
 from distgpt.core.model.optim import learning_rate
-from distgpt.measure.compare.agreement import TOLERANCES, differences, judged_steps
-from distgpt.measure.compare.result import DONE, INTERRUPTED, Comparison, blocks_of
+from distgpt.measure.compare.result import (
+    DONE,
+    INTERRUPTED,
+    TOLERANCES,
+    Comparison,
+    blocks_of,
+    differences,
+    judged_steps,
+)
 from distgpt.measure.compare.stages import (
     CompareOptions,
     Measured,
@@ -112,7 +119,7 @@ def test_the_page_has_times_and_differences():
     serial, mpi = stage("serial", [1.0], tokens=[1]), stage("mpi", [1.00001], tokens=[1])
     serial.training = {"train_s": 30.0, "tokens_per_s": 4000.0, "peak_memory": [1 << 20]}
     text = terminal(blocks_of(comparison(serial, mpi)))
-    for word in ("only spaces", "30.00", "1.00e-05", "serial, mpi"):
+    for word in ("30.00", "1.00e-05", "serial", "mpi"):
         assert word in text
 
 
