@@ -9,20 +9,18 @@ from distgpt.core.config import RunConfig
 from distgpt.core.config.presets import preset
 from distgpt.core.data.tokenizers import load_tokenizer
 from distgpt.core.model.optim import learning_rate
-from distgpt.measure.compare.result import (
+from distgpt.measure.stages import (
     DONE,
     INTERRUPTED,
     TOLERANCES,
+    CompareOptions,
     Comparison,
+    Measured,
     blocks_of,
     differences,
-    judged_steps,
-)
-from distgpt.measure.compare.stages import (
-    CompareOptions,
-    Measured,
     find_prompt,
     find_workload,
+    judged_steps,
     refuse_foreign,
 )
 from distgpt.show.page import terminal

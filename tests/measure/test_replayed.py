@@ -14,7 +14,7 @@ from distgpt.core.config import TrainConfig
 from distgpt.core.data.textfile import resolve_data
 from distgpt.core.model.optim import learning_rate
 from distgpt.core.saved.tensors import read_header, read_into, write_tensors
-from distgpt.measure.compare import result as comparing
+from distgpt.measure import stages as comparing
 from distgpt.measure.verification.kept import KEY
 from distgpt.measure.verification.records import Record, Start
 from distgpt.measure.verification.replaying import _refuse_other_ranks, _threads, elapsed_at

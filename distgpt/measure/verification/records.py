@@ -17,7 +17,7 @@ from distgpt.core.config import RunConfig, TrainConfig
 from distgpt.core.saved.checkpoint import saved_checkpoints
 from distgpt.core.saved.metrics import MOST_STEPS, read_metrics, whole_lines
 from distgpt.core.saved.rundir import RunDirectory
-from distgpt.measure.compare.result import TOLERANCES, judged_steps, relative
+from distgpt.measure.stages import TOLERANCES, judged_steps, relative
 from distgpt.measure.verification.kept import KEY, Facts
 from distgpt.show.page import terminal_table
 
