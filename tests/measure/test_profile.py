@@ -2,10 +2,9 @@
 
 import numpy as np
 import pytest
-from profiling import job, profiled, times
+from profiling import job, profiled
 
 from distgpt.core.cpu.kernels import CpuKernels
-from distgpt.core.model.optim import AdamW
 from distgpt.measure.profile import operations as ops
 from distgpt.measure.profile import session
 from distgpt.measure.profile.session import Profiler, as_text, of_rank, result
@@ -45,14 +44,10 @@ def test_profiling_changes_no_bit_and_leaves_nothing_behind():
 def test_a_broken_step_leaves_nothing_behind():
     step, batches = job(2)
     profiled(step, batches)
-    plain = AdamW.apply
     step.optimizer.apply = lambda: 1 / 0
     with pytest.raises(ZeroDivisionError):
         profiled(step, batches, warm_up=0)
     assert "linear" not in vars(step.model.kernels) and "fill" not in vars(batches)
-    step.optimizer.apply = plain.__get__(step.optimizer)
-    profiler, _ = profiled(step, batches)
-    assert times(profiler, "calls")["Attention forward"] == 3 * 3 * 2
 
 
 ABOUT = {"stage": "mpi", "ranks": 2, "threads": 2, "gpu": False, "dtype": "float32", "parameters": 7}

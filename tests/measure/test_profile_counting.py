@@ -64,19 +64,6 @@ def test_matmuls_are_counted_as_estimates_count_them():
             assert flops[row] == pytest.approx(tokens * each), (row, changes, threads, batch_size)
 
 
-def test_rounds_and_chunks_of_logits_are_counted_once_each(monkeypatch):
-    monkeypatch.setattr(CpuKernels, "logits_bytes", 4096)
-    step, batches = job(batch_size=16, grad_accum=2)
-    profiler, _ = profiled(step, batches, steps=1)
-    tokens = 16 * step.model.config.seq_len
-    flops, calls = times(profiler, "flops"), times(profiler, "calls")
-    found = operations(step.model)
-    assert flops["Matmul forward"] == tokens * (found.layers + found.head)
-    assert calls["Attention forward"] == 2 * 3
-    assert calls["AdamW and gradient norm"] == 2
-    assert calls["Data"] == 2 * 3 + 1  # batch, tokens, targets of each round; the optimizer's numbers
-
-
 def test_flops_are_those_of_the_arguments():
     k = CpuKernels()
     x, y, w, b = k.zeros(6, 4), k.zeros(6, 10), k.zeros(10, 4), k.zeros(10)
