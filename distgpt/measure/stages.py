@@ -35,8 +35,7 @@ from distgpt.core.saved.modelfile import read_description
 from distgpt.core.saved.rundir import RunDirectory
 from distgpt.core.train.plan import new_run
 from distgpt.measure.doctor.facts import Facts, anonymised, environment
-from distgpt.measure.doctor.report import examine
-from distgpt.measure.doctor.verdicts import sentence
+from distgpt.measure.doctor.report import examine, sentence
 from distgpt.measure.jobs import ask, read_losses, say, train
 from distgpt.recipes.derived import derived
 from distgpt.show.page import Block, Column, Paragraph, Table, tabulated, terminal

@@ -14,7 +14,7 @@ from distgpt.core.comm.agree import gather_bytes
 from distgpt.core.comm.serial import SerialComm
 from distgpt.core.config import STAGES
 from distgpt.gpu import probe
-from distgpt.measure.doctor import facts, verdicts
+from distgpt.measure.doctor import facts
 from distgpt.measure.doctor import report as doctor
 
 CLEAN = {"OPENBLAS_CORETYPE": ""}
@@ -157,9 +157,9 @@ def test_only_ranks_that_share_a_gpu_are_told(ranks):
 
     alone = [{**rank, "gpu": with_one(rank["gpu"], rank["rank"] % 4)} for rank in ranks]
     for found in (ranks, alone):
-        assert verdicts.warnings(LAUNCHED, MPI, found) == []
+        assert doctor.warnings(LAUNCHED, MPI, found) == []
     two = [{**ranks[number], "host": "node0"} for number in (0, 4)]
-    warnings = verdicts.warnings(LAUNCHED, MPI, two)
+    warnings = doctor.warnings(LAUNCHED, MPI, two)
     assert "ranks 0, 4 on node0 share one A and its memory: start one rank per GPU" in warnings
 
 
@@ -174,7 +174,7 @@ def test_traps_are_reported_with_their_ranks(ranks):
         (range(8), {"compute": nowhere}, ["compiled loops cannot be kept"]),
         ({2, 3}, {"compute": nowhere}, ["ranks 2–3: compiled loops cannot be kept"]),
     ):
-        found = verdicts.warnings(LAUNCHED, MPI, changed(ranks, numbers, **change))
+        found = doctor.warnings(LAUNCHED, MPI, changed(ranks, numbers, **change))
         (found,) = [warning for warning in found if words[0] in warning]
         assert all(word in found for word in words)
 
@@ -184,9 +184,9 @@ def test_a_host_without_its_driver_stops_the_gpu_stage_with_its_ranks(ranks):
     broken = changed(
         ranks, {2, 6, 7}, gpu={**ranks[0]["gpu"], "missing": {"float32": lost, "bfloat16": lost}}
     )
-    stages = verdicts.verdicts(LAUNCHED, MPI, broken)
+    stages = doctor.verdicts(LAUNCHED, MPI, broken)
     assert stages["mpi-cuda"]["missing"] == [{**lost[0], "ranks": [2, 6, 7]}]
-    assert verdicts.sentence(stages["mpi-cuda"]["missing"][0]) == "ranks 2, 6–7: no driver: ask for one"
+    assert doctor.sentence(stages["mpi-cuda"]["missing"][0]) == "ranks 2, 6–7: no driver: ask for one"
     assert stages["mpi"]["runs"] and not stages["cuda"]["runs"]
 
 
