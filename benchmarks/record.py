@@ -19,7 +19,7 @@ from distgpt.core.cpu.stages import VARIABLE
 from distgpt.core.saved.rundir import RunDirectory
 from distgpt.measure import jobs
 from distgpt.measure.doctor.facts import anonymised, environment
-from distgpt.measure.doctor.speed import measure_peaks
+from distgpt.measure.profile.session import peak_gflops
 
 os.environ.setdefault(VARIABLE, "float32")  # results that name no type are of this one, on every processor
 
@@ -36,7 +36,7 @@ def arguments(about: str | None, rounds: int = 3, **options: dict[str, Any]) -> 
 
 def save(kind: str, found: dict[str, Any], out: Path | None) -> None:
     """Write results with their environment, to results/KIND-DATE.json if `out` is left out."""
-    gflops = measure_peaks(CpuKernels("float32", len(usable_cores())), 1.0).gflops
+    gflops = peak_gflops(CpuKernels("float32", len(usable_cores())), 0.7)
     own = {"command": anonymised(shlex.join(["python", *sys.argv])), "sgemm_gflops": gflops}
     path = out or Path(__file__).parent / "results" / f"{kind}-{datetime.date.today()}.json"
     path.write_text(json.dumps({"environment": environment() | own, **found}, indent=1) + "\n")

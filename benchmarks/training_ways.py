@@ -23,7 +23,7 @@ from distgpt.core.cpu.kernels import Bfloat16Kernels, CpuKernels
 from distgpt.core.cpu.stages import Stage, open_stage
 from distgpt.core.model.counts import operations
 from distgpt.core.model.model import Architecture
-from distgpt.measure.doctor.speed import measure_peaks
+from distgpt.measure.profile.session import peak_gflops
 from distgpt.recipes.within import measured_speed
 
 
@@ -76,17 +76,11 @@ def with_flops(row: dict[str, Any], run: RunConfig) -> dict[str, Any]:
 
 
 def peaks(stage: Stage) -> dict[str, Any]:
-    """GFLOP/s in square matmuls of these threads, and GB/s of their memory."""
+    """GFLOP/s in square matmuls of these threads."""
     kernels = [CpuKernels("float32", stage.threads), Bfloat16Kernels(stage.threads)]
-    float32, bfloat16 = (measure_peaks(each, 1.0) for each in kernels)
-    rates = {"float32": round(float32.gflops, 1), "bfloat16": round(bfloat16.gflops, 1)}
-    return {
-        "row": "peaks",
-        "threads": stage.threads,
-        "ranks": 1,
-        **rates,
-        "gb_per_s": round(float32.gbytes_per_s, 1),
-    }
+    float32, bfloat16 = (round(peak_gflops(each, 0.7), 1) for each in kernels)
+    rates = {"float32": float32, "bfloat16": bfloat16}
+    return {"row": "peaks", "threads": stage.threads, "ranks": 1, **rates}
 
 
 def main() -> int:
@@ -98,7 +92,7 @@ def main() -> int:
     parser.add_argument("--turns", type=int, default=1)
     parser.add_argument("--out", type=Path, help="JSON of all rows")
     parser.add_argument("--warm-up", type=int, default=2, help="steps that are not timed")
-    parser.add_argument("--peaks", action="store_true", help="of matmuls and memory of these threads, too")
+    parser.add_argument("--peaks", action="store_true", help="of matmuls of these threads, too")
     parser.add_argument("--quick", action="store_true")
     args = parser.parse_args()
     every, rows = WAYS[args.what], []

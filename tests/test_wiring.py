@@ -203,14 +203,7 @@ def test_a_profile_sums_the_work_of_its_ranks():
     """Two ranks that each do 6 GFLOP in a step of 2 s reach 6 GFLOP/s together, of 2 × 12 that they could."""
     zeros = [0.0] * len(ORDER)
     work = [*zeros[:-1], 6e9]
-    rank = {
-        "workers": 1,
-        "steps": 3,
-        "step_s": 2.0,
-        "step_s_median": 2.0,
-        "times": [work, zeros, work, zeros],
-    }
-    peaks = {"gflops": 12.0, "gbytes_per_s": 1.0, "dtype": "float32"}
-    ranks = [{**rank, "rank": number, "peaks": peaks} for number in (0, 1)]
+    rank = {"workers": 1, "steps": 3, "step_s": 2.0, "step_s_median": 2.0, "peak_gflops": 12.0}
+    ranks = [{**rank, "rank": number, "times": [work, zeros, work]} for number in (0, 1)]
     found = result(ranks, {"gpu": False, "tokens_per_step": 10, "ranks": 2})
     assert (found["gflops"], found["of_peak"], found["tokens_per_s"]) == (6.0, 0.25, 5.0)

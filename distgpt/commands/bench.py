@@ -204,8 +204,7 @@ def compare_stages(
     project's. Leaves compare.json in --out. Exit code 1: losses differ by more than the tolerance, or a stage
     died. (`compare` is for two existing runs.)
     """
-    from distgpt.measure.compare.result import compare
-    from distgpt.measure.compare.stages import CompareOptions, find_workload
+    from distgpt.measure.stages import CompareOptions, compare, find_workload
 
     refuse_launched("stages")
     if tolerance is not None and not math.isfinite(tolerance):

@@ -127,9 +127,8 @@ def profile(
     """Show where a training step's time goes.
 
     Takes the settings of `distgpt train`, runs --steps training steps, whatever number --config sets, and
-    reports the time of each kind of operation, its speed, and what share of this machine's measured peak that
-    is: as a table, as profile.json, and as trace.json for ui.perfetto.dev or chrome://tracing. No weights
-    are saved.
+    reports the time of each kind of operation, the speed of its matmuls, and what share of this machine's
+    measured peak that is: as a table and as profile.json. No weights are saved.
     """
     asked = asked_for({**set_by_user(flags), "steps": warmup_steps + steps}, preset, config)
     gpu, asked = deterministic_as_parts(stage, gpu, asked)
@@ -157,7 +156,7 @@ def profile(
     type=TIME,
     help="Save and exit with 75 before this time (as 3h50m) is over. [default: the batch job's, if known]",
 )
-@click.option("--dry-run", is_flag=True, help="List the runs and about how long they take; train nothing.")
+@click.option("--dry-run", is_flag=True, help="List the runs; train nothing.")
 def sweep(
     grid: Path,
     stage: str,
@@ -198,7 +197,7 @@ def sweep(
     say = partial(print_lines, err=True)
     comm, ready = open_stages(stage, threads, gpu)
     if dry_run:
-        on_root(comm, lambda: print_lines(preview(grid, ready, comm.size, say, assigned)))
+        on_root(comm, lambda: print_lines(preview(grid, ready, assigned)))
         return
     ledger = begin_sweep(comm, ready, grid, out or Path("runs") / grid.stem, say, assigned)
     Worker(ledger, ready, Listener(say), end).work()

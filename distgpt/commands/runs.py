@@ -56,13 +56,13 @@ def plot(
 
     RUN is the directory of a run, or one with several runs in it; the newest run in runs/ if left out.
     """
-    from distgpt.show.plot import Look, plot
+    from distgpt.show.plot import plot
     from distgpt.show.runs import list_runs
 
     newest = [] if runs else [Path(run.path) for run in list_runs(Path("runs"), "when", False) if run.step]
     if not runs and not newest:
         raise UsageError(f"no run in runs has recorded a step; {command_line('train')} starts one")
-    print_lines(plot(runs or newest[:1], out, Look(axis, smooth, title, log_loss)))
+    print_lines(plot(runs or newest[:1], out, axis=axis, smooth=smooth, title=title, log_loss=log_loss))
 
 
 @command(example="distgpt compare runs/first runs/second")

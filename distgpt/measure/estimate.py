@@ -74,9 +74,9 @@ def estimate(question: Question, say: Say, ready: Stage | None = None) -> Facts:
     `ready`: the stage of this one rank, where it is open: among several ranks it cannot be opened again.
     """
     _refuse_nonsense(question)
-    shards = manifest_of(question.run.train.data)
+    shards = _manifest_of(question.run.train.data)
     site = _site(question, shards, ready)
-    run, ranks = with_vocabulary(question.run, shards), question.ranks
+    run, ranks = _with_vocabulary(question.run, shards), question.ranks
     strategy = components().strategy(run.train, ranks)
     settled, trouble = _settled(run, site, strategy)
     model, train = Architecture(run.model), replace(run, train=settled)
@@ -147,12 +147,12 @@ def _refuse_nonsense(question: Question) -> None:
     refuse_unsuited(question.run.train, question.ranks, on_gpu=question.stage in ON_GPU)
 
 
-def manifest_of(data: str) -> Manifest | None:
+def _manifest_of(data: str) -> Manifest | None:
     """Return the manifest of --data, if that is a folder of shards."""
     return read_manifest(Path(data)) if data not in BUNDLED_TEXTS and is_shards(Path(data)) else None
 
 
-def with_vocabulary(run: RunConfig, shards: Manifest | None) -> RunConfig:
+def _with_vocabulary(run: RunConfig, shards: Manifest | None) -> RunConfig:
     """Return the run with the tokenizer's vocabulary, if it has no size of its own."""
     if run.model.vocab_size:
         return run

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -27,7 +28,6 @@ from distgpt.core.generate.engine_setup import rehearse
 from distgpt.core.model.model import Architecture, Model
 from distgpt.core.saved.modelfile import open_model
 from distgpt.inference.evaluation.evaluate import evaluate
-from distgpt.measure.doctor.facts import site_files
 from distgpt.models.quantized.packed import calibrated
 from distgpt.models.quantized.rounded import quantize
 
@@ -140,8 +140,9 @@ def share() -> Path:
     with atomic_file(path) as file:
         os.fchmod(file.fileno(), 0o644)
         file.write(disk_cache.site_digest(path, content) + content)
-    for other in site_files():  # of other versions
-        if other != path:
+    kind = re.escape(path.name.rpartition("-")[0])
+    for other in disk_cache.SITE.glob("*.loops"):  # of other versions, for this kind of processor
+        if other != path and re.fullmatch(rf"{kind}-[0-9a-f]{{16}}\.loops", other.name):
             other.unlink(missing_ok=True)
     disk_cache.site.cache_clear()
     if disk_cache.site().keys() != files.keys():

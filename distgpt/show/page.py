@@ -1,4 +1,4 @@
-"""Results as blocks of text: tables, paragraphs and texts, rendered for a terminal."""
+"""Results as tables and paragraphs, rendered for a terminal."""
 
 from __future__ import annotations
 
@@ -58,31 +58,19 @@ class Paragraph:
     text: str
 
 
-@dataclass(frozen=True)
-class Texts:
-    """Titled texts shown as they are, such as what a model wrote."""
-
-    pairs: Sequence[tuple[str, str]]
-
-
-Block = Table | Paragraph | Texts
+Block = Table | Paragraph
 
 
 def terminal(blocks: Iterable[Block]) -> str:
     """Render blocks for a terminal, one below the other, without empty tables."""
-    return "\n\n".join(text for block in blocks for text in _in_terminal(block) if text)
-
-
-def _in_terminal(block: Block) -> list[str]:
-    match block:
-        case Table(columns, rows, caption, note) if rows:
-            lines = [caption, terminal_table(columns, rows)]
-            return ["\n".join(line for line in lines if line), textwrap.fill(note, _width())]
-        case Paragraph(text):
-            return [textwrap.fill(text, _width())]
-        case Texts(pairs):
-            return [f"{title}\n{textwrap.fill(escape(text), _width())}" for title, text in pairs]
-    return []
+    found: list[str] = []
+    for block in blocks:
+        if isinstance(block, Paragraph):
+            found.append(textwrap.fill(block.text, _width()))
+        elif block.rows:
+            table = terminal_table(block.columns, block.rows)
+            found += [f"{block.caption}\n{table}".lstrip("\n"), textwrap.fill(block.note, _width())]
+    return "\n\n".join(filter(None, found))
 
 
 def _width() -> int:

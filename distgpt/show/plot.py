@@ -6,7 +6,6 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -53,16 +52,6 @@ STYLE: dict[Any, Any] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Look:
-    """The user's choices. `smooth` counts lines of metrics; None leaves it to the curve's length."""
-
-    axis: str = "steps"
-    smooth: int | None = None
-    title: str | None = None
-    log_loss: bool = False
-
-
 class Curve(NamedTuple):
     """A value at some of the steps; NaN where it is not known."""
 
@@ -101,10 +90,6 @@ class Run:
         steps, values = zip(*points, strict=True) if points else ((), ())
         return Curve(np.array(steps, np.int64), np.array(values, np.float64))
 
-    @property
-    def has_bits(self) -> bool:
-        return any(len(self[name].finite().steps) for name in IN_BITS.values())
-
     def lowest(self, evaluated: Curve) -> float:
         """Return the best evaluation's loss on this curve; infinite if it has none."""
         best = best_evaluation(self._lines)
@@ -123,17 +108,8 @@ class Run:
         return places
 
 
-def loss_unit(runs: Sequence[Run]) -> tuple[str, bool]:
-    """Return the unit in which these runs' losses can be compared, and whether it is bits per byte."""
-    if len({run.tokenizer for run in runs if run.tokenizer}) <= 1:
-        return "nats per token", False
-    if all(run.has_bits for run in runs):
-        return "bits per byte, which different tokenizers share", True
-    return "nats per token: not to be compared, as tokenizers differ", False
-
-
-def plot(paths: Sequence[Path], out: Path | None, look: Look) -> Path:
-    """Draw these runs into one file; return its path."""
+def plot(paths: Sequence[Path], out: Path | None, **look: Any) -> Path:
+    """Draw these runs into one file; return its path. `look` is of `draw`."""
     paths = [run for path in paths for run in _runs_at(path)]
     out = out or (paths[0] / "curves.png" if len(paths) == 1 else Path("curves.png"))
     if out.suffix.lower() not in FORMATS:
@@ -142,99 +118,96 @@ def plot(paths: Sequence[Path], out: Path | None, look: Look) -> Path:
     picture = BytesIO()
     with style(**FONTS):
         metadata = {"Date": None} if out.suffix.lower() == ".svg" else None
-        _Picture(runs, look).figure.savefig(picture, format=out.suffix[1:].lower(), metadata=metadata)
+        draw(runs, **look).savefig(picture, format=out.suffix[1:].lower(), metadata=metadata)
     with atomic_file(out) as file:
         file.write(picture.getvalue())
     return out
 
 
-class _Picture:
-    """Draws in matplotlib's object interface: no state outside, no window."""
+def draw(
+    runs: Sequence[Run],
+    axis: str = "steps",
+    smooth: int | None = None,
+    title: str | None = None,
+    log_loss: bool = False,
+) -> Any:
+    """Return the figure, in matplotlib's object interface: no state outside, no window.
 
-    def __init__(self, runs: Sequence[Run], look: Look) -> None:
-        self.runs, self.look = runs, look
-        self.figure: Any = Figure(figsize=(WIDTH, HEIGHT), dpi=DPI, layout="constrained")
-        scored = any(len(run["hellaswag"].steps) for run in runs)
-        grid = self.figure.add_gridspec(2, 6, height_ratios=(1.75, 1))
-        unit, in_bits = loss_unit(runs)
-        self._loss(self._panel(grid[0, : 4 if scored else 6], f"Loss ({unit})"), in_bits)
-        if scored:
-            self._hellaswag(self._panel(grid[0, 4:], "HellaSwag (% right)"))
-        self._lines(self._panel(grid[1, :2], "Learning rate"), [run["lr"] for run in runs], linewidth=1.4)
-        norm = self._panel(grid[1, 2:4], "Gradient norm")
-        self._traces(norm, [run["grad_norm"] for run in runs], np.median)
-        _logarithmic(norm)
-        self._speed(self._panel(grid[1, 4:], "Speed (tokens/s)"))
-        for axes in self.figure.axes:
-            set_ticks(axes.xaxis)
-            set_ticks(axes.yaxis)
-        # For all panels: in the middle, and above the legend.
-        names = {"steps": "step", "tokens": "tokens seen", "time": "training time (min)"}
-        norm.set_xlabel(names[look.axis], fontsize="large")
-        if title := escape(look.title or "") or (runs[0].name if len(runs) == 1 else ""):
-            self.figure.suptitle(title, x=0.012, ha="left", fontsize=13, fontweight="bold")
+    `smooth` counts lines of metrics; None leaves it to the curve's length.
+    """
+    figure: Any = Figure(figsize=(WIDTH, HEIGHT), dpi=DPI, layout="constrained")
+    grid = figure.add_gridspec(2, 3, height_ratios=(1.75, 1))
+    looks: list[dict[str, Any]] = [
+        {"color": series_colour(number), "linestyle": DASHES[number // len(SERIES) % len(DASHES)]}
+        for number in range(len(runs))
+    ]
 
-    def _panel(self, place: Any, title: str) -> Any:
-        axes = self.figure.add_subplot(place)
-        axes.set_title(title)
+    def panel(place: Any, heading: str) -> Any:
+        axes = figure.add_subplot(place)
+        axes.set_title(heading)
         axes.locator_params(axis="x", nbins=5)
         return axes
 
-    def _looks(self, number: int) -> dict[str, Any]:
-        return {"color": series_colour(number), "linestyle": DASHES[number // len(SERIES) % len(DASHES)]}
-
-    def _lines(self, axes: Any, curves: Sequence[Curve], **how: Any) -> None:
+    def lines(axes: Any, curves: Sequence[Curve], **how: Any) -> None:
         """Draw a curve of each run; one of a single point is a dot."""
-        for number, (run, curve) in enumerate(zip(self.runs, curves, strict=True)):
+        for run, curve, look in zip(runs, curves, looks, strict=True):
             dot = MARKS if len(curve.finite().steps) == 1 else {}
-            x = run.places(self.look.axis, curve.steps)
-            axes.plot(x, curve.values, **self._looks(number) | dot | how)
+            axes.plot(run.places(axis, curve.steps), curve.values, **look | dot | how)
 
-    def _traces(self, axes: Any, curves: Sequence[Curve], average: Callable[[Array], Any]) -> None:
+    def traces(axes: Any, curves: Sequence[Curve], average: Callable[[Array], Any]) -> None:
         """Draw records, thin and pale, below their smoothed form."""
-        counts = [self.look.smooth or max(1, round(len(curve.steps) * SMOOTHED)) for curve in curves]
+        counts = [smooth or max(1, round(len(curve.steps) * SMOOTHED)) for curve in curves]
         smoothed = [
             Curve(curve.steps, curve.smoothed(count, average))
             for curve, count in zip(curves, counts, strict=True)
         ]
-        self._lines(axes, curves, linestyle="-", linewidth=0.5, alpha=0.3)
-        self._lines(axes, smoothed, linewidth=1.4)
+        lines(axes, curves, linestyle="-", linewidth=0.5, alpha=0.3)
+        lines(axes, smoothed, linewidth=1.4)
 
-    def _loss(self, axes: Any, in_bits: bool) -> None:
-        """Draw training and validation, and a legend with the lowest validation loss first."""
-        trained, evaluated = (
-            [run[IN_BITS[key] if in_bits else key] for run in self.runs] for key in ("loss", "val_loss")
-        )
-        self._traces(axes, trained, np.mean)
-        how: dict[str, Any] = MARKS | {"linestyle": ":", "linewidth": 1}
-        self._lines(axes, evaluated, **how)
-        lowest = [run.lowest(curve) for run, curve in zip(self.runs, evaluated, strict=True)]
-        entries = []
-        for number in sorted(range(len(lowest)), key=lowest.__getitem__):  # stable, unknown ones last
-            known, label = trained[number].finite().values, self.runs[number].name
-            label += f"  {known[-1]:.3f}" if len(known) else ""
-            label += f"  val {lowest[number]:.3f}" if math.isfinite(lowest[number]) else ""
-            entries.append(Line2D([], [], **self._looks(number), linewidth=2, label=label))
-        if any(len(curve.steps) for curve in evaluated):
-            entries.append(Line2D([], [], label="validation (lowest)", color=COLOURS["muted"], **how))
-        if self.look.log_loss:
-            _logarithmic(axes)
-        # Below the panels, where the legend hides no curve.
-        columns = max(1, LETTERS // (6 + max(len(str(entry.get_label())) for entry in entries)))
-        self.figure.legend(handles=entries, loc="outside lower center", ncols=columns)
-        self.figure.set_figheight(HEIGHT + LINE * -(-len(entries) // columns))
+    # Losses of different tokenizers can only be compared in bits per byte.
+    keys, unit = ("loss", "val_loss"), "nats per token"
+    if len({run.tokenizer for run in runs if run.tokenizer}) > 1:
+        keys, unit = (IN_BITS["loss"], IN_BITS["val_loss"]), "bits per byte"
+    trained, evaluated = ([run[key] for run in runs] for key in keys)
+    loss = panel(grid[0, :], f"Loss ({unit})")
+    traces(loss, trained, np.mean)
+    of_validation: dict[str, Any] = MARKS | {"linestyle": ":", "linewidth": 1}
+    lines(loss, evaluated, **of_validation)
+    if log_loss:
+        _logarithmic(loss)
+    # A legend with the lowest validation loss first, below the panels, where it hides no curve.
+    lowest = [run.lowest(curve) for run, curve in zip(runs, evaluated, strict=True)]
+    entries = []
+    for number in sorted(range(len(lowest)), key=lowest.__getitem__):  # stable, unknown ones last
+        known, label = trained[number].finite().values, runs[number].name
+        label += f"  {known[-1]:.3f}" if len(known) else ""
+        label += f"  val {lowest[number]:.3f}" if math.isfinite(lowest[number]) else ""
+        entries.append(Line2D([], [], **looks[number], linewidth=2, label=label))
+    if any(len(curve.steps) for curve in evaluated):
+        entries.append(Line2D([], [], label="validation (lowest)", color=COLOURS["muted"], **of_validation))
+    columns = max(1, LETTERS // (6 + max(len(str(entry.get_label())) for entry in entries)))
+    figure.legend(handles=entries, loc="outside lower center", ncols=columns)
+    figure.set_figheight(HEIGHT + LINE * -(-len(entries) // columns))
 
-    def _hellaswag(self, axes: Any) -> None:
-        scores = [run["hellaswag"] for run in self.runs]
-        self._lines(axes, [Curve(curve.steps, 100 * curve.values) for curve in scores], **MARKS)
-        axes.axhline(25, color=COLOURS["muted"], linestyle="--", linewidth=0.8)  # by chance
-
-    def _speed(self, axes: Any) -> None:
-        """Draw speed from 0, so that the slow first step takes no room, and up to what is usual."""
-        self._traces(axes, [run["tokens_per_s"] for run in self.runs], np.median)
-        rates = [run["tokens_per_s"].finite().values for run in self.runs]
-        usual = max((np.percentile(some, 95) for some in rates if len(some)), default=1.0)
-        axes.set_ylim(0, 1.2 * usual or 1)
+    lines(panel(grid[1, 0], "Learning rate"), [run["lr"] for run in runs], linewidth=1.4)
+    norm = panel(grid[1, 1], "Gradient norm")
+    traces(norm, [run["grad_norm"] for run in runs], np.median)
+    _logarithmic(norm)
+    # Speed from 0, so that the slow first step takes no room, and up to the usual speed.
+    speed = panel(grid[1, 2], "Speed (tokens/s)")
+    traces(speed, [run["tokens_per_s"] for run in runs], np.median)
+    rates = [run["tokens_per_s"].finite().values for run in runs]
+    usual = max((np.percentile(some, 95) for some in rates if len(some)), default=1.0)
+    speed.set_ylim(0, 1.2 * usual or 1)
+    for axes in figure.axes:
+        set_ticks(axes.xaxis)
+        set_ticks(axes.yaxis)
+    # For all panels: in the middle, and above the legend.
+    names = {"steps": "step", "tokens": "tokens seen", "time": "training time (min)"}
+    norm.set_xlabel(names[axis], fontsize="large")
+    if shown := escape(title or "") or (runs[0].name if len(runs) == 1 else ""):
+        figure.suptitle(shown, x=0.012, ha="left", fontsize=13, fontweight="bold")
+    return figure
 
 
 def _logarithmic(axes: Any) -> None:

@@ -49,7 +49,7 @@ def measured(tmp_path_factory):
     size = ("--preset", "tiny-adamw", *SMALL, "--threads", 1, "--stage", STAGE)
     words = (*size, "--name", "found", "--out", out, *peer)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train, "measure_peaks", partial(train.measure_peaks, seconds=0.05))
+        patch.setattr(train, "peak_gflops", partial(train.peak_gflops, seconds=0.05))
         patch.setattr(jobs, "ask", peak_here)
         done = bench(*words)
     assert done.exit_code == 0, done.output

@@ -189,7 +189,9 @@ def test_what_is_read_in_an_hour_needs_little_else():
     assert len(more) == 4
     files = [*lines, *(f"distgpt/{file}" for file in more)]
     assembly = set(imported_elsewhere(["distgpt/assembly.py"]))  # has a name of each part
-    assert len(set(imported_elsewhere(files)) - assembly) <= 58, sorted(set(imported_elsewhere(files)) - assembly)
+    assert len(set(imported_elsewhere(files)) - assembly) <= 58, sorted(
+        set(imported_elsewhere(files)) - assembly
+    )
 
 
 def test_numbers_of_lines_are_about_those_of_the_code():

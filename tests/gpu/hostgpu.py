@@ -17,6 +17,7 @@ import runpy
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -32,8 +33,7 @@ from distgpt.core.generate import engine
 from distgpt.gpu import cublaslt, device, probe, transport
 from distgpt.gpu.compiling import cubin, source_text
 from distgpt.gpu.device import CupyDevice
-from distgpt.measure.doctor import speed
-from distgpt.measure.doctor import speed as peaks
+from distgpt.measure.profile import session as profiling
 
 # An architecture: what runs here is also compiled for it, for a later session on a GPU of that kind.
 FILL_CACHE = os.environ.get("DISTGPT_FILL_CACHE", "")
@@ -184,7 +184,8 @@ def install(gpus: int = 1) -> ExitStack:
     """From here on `import cupy` finds a machine with so many GPUs. Close what is returned to undo this."""
     xp = HostGpu(gpus=gpus, multiprocessors=MULTIPROCESSORS)
     xp.cuda.runtime.runtimeGetVersion = lambda: 13000
-    xp.cuda.get_elapsed_time = lambda start, end: 1.0
+    ticks = count(1)  # so that every operation takes time
+    xp.cuda.get_elapsed_time = lambda start, end: float(next(ticks))
     version = int(os.environ.get("WHOLE_NCCL", 0))
     version = VERSION if version == 1 else version
     nccl = FakeNccl(job=ProcessJob(), xp=xp, version=version) if version else None
@@ -194,10 +195,9 @@ def install(gpus: int = 1) -> ExitStack:
         (probe, "require_gpu", lambda *args, **more: None),
         (cublaslt, "load", lambda: host_lt(xp)),
         (transport, "nccl_module", lambda: nccl),  # whatever is installed: it would need the real CuPy
-        (speed, "SIDES", (32,)),
+        (profiling, "SIDES", (32,)),
+        (profiling, "SECONDS", 0.02),
         (engine, "sample", _short_sample),  # a text is the slowest part on this device
-        (peaks, "MEMORY_BYTES", 1 << 12),
-        (peaks, "SECONDS", 0.03),
     ):
         undo.enter_context(mock.patch.object(module, name, value))
     sys.modules["cupy"] = xp

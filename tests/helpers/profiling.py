@@ -22,5 +22,5 @@ def profiled(step, batches, steps=3, warm_up=2):
 
 
 def times(profiler, name):
-    row = ("seconds", "calls", "flops", "bytes").index(name)
+    row = ("seconds", "calls", "flops").index(name)
     return dict(zip(ops.ORDER, profiler.times[row], strict=True))

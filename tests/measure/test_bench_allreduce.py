@@ -11,14 +11,13 @@ from conftest import distgpt, needs_mpi
 from threadranks import on_all_ranks
 
 from distgpt.commands.bench import allreduce as command_line
-from distgpt.core.base.errors import DistgptError, UsageError
+from distgpt.core.base.errors import DistgptError
 from distgpt.measure.bench.allreduce import (
     AllreduceOptions,
     algorithms,
     array_size,
     blocks,
     measure,
-    measure_all,
 )
 
 QUICK = ["--sizes", "8,1K,300K", "--repeats", "4", "--seconds", "60"]
@@ -160,8 +159,3 @@ def test_where_one_node_cannot_share_so_much_memory_all_leave_it_out(ranks, per_
     for rows in on_all_ranks(ranks, act, per_node):
         assert [row["bytes"] for row in rows] == [64, 4194304, 128]
         assert [row.get("left_out") for row in rows] == [None, "memory", None]
-
-
-def test_one_rank_alone_is_refused():
-    for error in on_all_ranks(1, lambda comm: measure_all(stage(comm), AllreduceOptions(sizes="8"))):
-        assert isinstance(error, UsageError) and "2 ranks" in str(error)

@@ -26,7 +26,7 @@ def bench(*words):
 
 
 def test_a_run_reports_speed_memory_and_share_of_the_peak(tmp_path, monkeypatch):
-    monkeypatch.setattr(train, "measure_peaks", partial(train.measure_peaks, seconds=0.05))
+    monkeypatch.setattr(train, "peak_gflops", partial(train.peak_gflops, seconds=0.05))
     monkeypatch.setattr(jobs, "ask", peak_here)
     done = bench(*SMALL, "--threads", 1, "--stage", STAGE, "--name", "found", "--out", tmp_path)
     assert done.exit_code == 0, done.output

@@ -9,16 +9,19 @@ from distgpt.core.config import RunConfig
 from distgpt.core.config.presets import preset
 from distgpt.core.data.tokenizers import load_tokenizer
 from distgpt.core.model.optim import learning_rate
-from distgpt.measure.compare.agreement import TOLERANCES, differences, judged_steps
-from distgpt.measure.compare.result import DONE, INTERRUPTED, Comparison, blocks_of
-from distgpt.measure.compare.stages import (
+from distgpt.measure.stages import (
+    DONE,
+    INTERRUPTED,
+    TOLERANCES,
     CompareOptions,
+    Comparison,
     Measured,
+    differences,
     find_prompt,
     find_workload,
+    judged_steps,
     refuse_foreign,
 )
-from distgpt.show.page import terminal
 
 # Steps that are judged in float32.
 OF_ADAMW, OF_MUON = (judged_steps(optimizer, "float32") for optimizer in ("adamw", "muon"))
@@ -106,14 +109,6 @@ def test_verdicts():
     wrong = comparison(serial, stage("mpi", [1.0, 2.0]), state=INTERRUPTED)
     assert wrong.passed is False and "the loss of step 2 differs" in wrong.verdict()
     assert "Interrupted: " in wrong.verdict()
-
-
-def test_the_page_has_times_and_differences():
-    serial, mpi = stage("serial", [1.0], tokens=[1]), stage("mpi", [1.00001], tokens=[1])
-    serial.training = {"train_s": 30.0, "tokens_per_s": 4000.0, "peak_memory": [1 << 20]}
-    text = terminal(blocks_of(comparison(serial, mpi)))
-    for word in ("only spaces", "30.00", "1.00e-05", "serial, mpi"):
-        assert word in text
 
 
 def test_only_an_own_folder_is_used_again(tmp_path):

@@ -8,7 +8,7 @@ import pytest
 from distgpt.cluster.jobs import launchers
 from distgpt.cluster.launch import job
 from distgpt.core.base.errors import UsageError
-from distgpt.measure.doctor import verdicts
+from distgpt.measure.doctor import report
 
 mpi = pytest.importorskip("distgpt.core.comm.mpi")
 
@@ -48,9 +48,9 @@ def of(vendor):
     ],
 )
 def test_launch_lines_fit_the_mpi_and_traps_are_named(facts, vendor, words, lines):
-    found = list(verdicts._launch(facts, of(vendor)))
+    found = list(report._launch(facts, of(vendor)))
     assert len(found) == bool(words) and all(word in found[0] for word in words), found
-    assert verdicts.launch_lines(facts, of(vendor)) == [f"{line} {TRAIN}" for line in lines]
+    assert report.launch_lines(facts, of(vendor)) == [f"{line} {TRAIN}" for line in lines]
 
 
 def test_a_broken_mpi_or_a_launcher_at_work_has_no_launch_lines():
@@ -58,7 +58,7 @@ def test_a_broken_mpi_or_a_launcher_at_work_has_no_launch_lines():
         (around(OPEN, srun=["none"]), {"problem": "it does not start"}),
         ({"launcher": "srun", "processes": 2}, of("Open MPI")),
     ):
-        assert [*verdicts._launch(launched, found), *verdicts.launch_lines(launched, found)] == []
+        assert [*report._launch(launched, found), *report.launch_lines(launched, found)] == []
 
 
 # What they stand on
@@ -93,12 +93,12 @@ def test_the_file_of_the_library_is_the_one_in_use():
 
 
 def test_open_mpi_may_be_asked_to_start_for_root(monkeypatch):
-    monkeypatch.setattr(verdicts.os, "geteuid", lambda: 0)
-    one, other = verdicts.ROOT[0]
+    monkeypatch.setattr(report.os, "geteuid", lambda: 0)
+    one, other = report.ROOT[0]
     for environ, refused in (({}, True), ({one: "1"}, True), ({one: "1", other: "1"}, False)):
-        assert verdicts.is_refused_as_root(environ) == refused
-    monkeypatch.setattr(verdicts.os, "geteuid", lambda: 7)
-    assert not verdicts.is_refused_as_root({})
+        assert report.is_refused_as_root(environ) == refused
+    monkeypatch.setattr(report.os, "geteuid", lambda: 7)
+    assert not report.is_refused_as_root({})
 
 
 # Under a launcher

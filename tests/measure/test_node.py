@@ -43,12 +43,3 @@ def test_the_advice_fits_the_node(node_of):
     assert laptop["suits"]["threads"] == 6 and "are slow and stay idle" in report.summary(laptop)
     assert node_of("container", granted=0.5)["suits"]["threads"] == 1
     assert report.summary(node_of("cascade lake")) == "2 sockets, 2 NUMA regions, 48 cores, 96 CPUs"
-
-
-def test_a_node_that_contradicts_itself_is_not_counted(tmp_path, monkeypatch):
-    monkeypatch.setattr(report, "read_machine", lambda allowed: read_machine(tmp_path, allowed))
-    monkeypatch.setattr(report, "usable_cores", lambda: {0, 1})
-    monkeypatch.setattr(report, "granted_cores", lambda: Cores(2.0))
-    node = report.node()
-    assert str(tmp_path) in report.summary(node) and "region" not in report.summary(node)
-    assert "2 threads" in report.advice(node)

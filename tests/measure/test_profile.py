@@ -2,11 +2,11 @@
 
 import numpy as np
 import pytest
-from profiling import job, profiled, times
+from profiling import job, profiled
 
-from distgpt.core.model.optim import AdamW
-from distgpt.measure.doctor.speed import Peaks
+from distgpt.core.cpu.kernels import CpuKernels
 from distgpt.measure.profile import operations as ops
+from distgpt.measure.profile import session
 from distgpt.measure.profile.session import Profiler, as_text, of_rank, result
 
 
@@ -18,11 +18,10 @@ def test_the_rows_add_up_to_the_step(threads):
     step, batches = job(threads, **size)
     best = 0.0
     for _ in range(8):  # others use this machine too, between our operations as well: not in every step
-        profiler, seconds = profiled(step, batches, steps=2, warm_up=1)
-        for traced, beside in zip(profiler.traced, seconds, strict=True):
-            covered = traced.times[0].sum() / (threads * beside)
-            assert covered <= 1.1
-            best = max(best, covered)
+        profiler, seconds = profiled(step, batches, steps=1, warm_up=1)
+        covered = profiler.times[0].sum() / (threads * sum(seconds))
+        assert covered <= 1.1
+        best = max(best, covered)
         if best >= 0.97:
             break
     assert best >= 0.97
@@ -38,7 +37,6 @@ def test_profiling_changes_no_bit_and_leaves_nothing_behind():
             for number in range(5):
                 step.launch(number, batches).wait()
         assert not set(vars(step.model.kernels)) & {*ops.OPERATIONS, "each", "run_together"}
-        assert "fill" not in vars(batches)
         weights.append(step.model.weights.flat.copy())
     np.testing.assert_array_equal(*weights)
 
@@ -46,14 +44,10 @@ def test_profiling_changes_no_bit_and_leaves_nothing_behind():
 def test_a_broken_step_leaves_nothing_behind():
     step, batches = job(2)
     profiled(step, batches)
-    plain = AdamW.apply
     step.optimizer.apply = lambda: 1 / 0
     with pytest.raises(ZeroDivisionError):
         profiled(step, batches, warm_up=0)
     assert "linear" not in vars(step.model.kernels) and "fill" not in vars(batches)
-    step.optimizer.apply = plain.__get__(step.optimizer)
-    profiler, _ = profiled(step, batches)
-    assert times(profiler, "calls")["Attention forward"] == 3 * 3 * 2
 
 
 ABOUT = {"stage": "mpi", "ranks": 2, "threads": 2, "gpu": False, "dtype": "float32", "parameters": 7}
@@ -62,7 +56,7 @@ ABOUT |= {"tokens_per_step": 100, "matmul": ""}
 
 def test_ranks_are_summed_and_averaged():
     profiler, _ = profiled(*job())
-    one = of_rank(profiler, 0, Peaks(100.0, 10.0, "float32"))
+    one = of_rank(profiler, 0, 100.0)
     seconds, *others = one["times"]
     slow = {**one, "rank": 1, "step_s": 3 * one["step_s"], "times": [[3 * s for s in seconds], *others]}
     found = result([one, slow], ABOUT)
@@ -81,3 +75,25 @@ def test_ranks_are_summed_and_averaged():
         found = result(ranks, ABOUT)
         for mean, alone in zip(found["rows"], own["rows"], strict=True):
             assert mean["ms"] == pytest.approx(alone["ms"])
+
+
+class Counted(CpuKernels):
+    """Every matmul is over in an instant of its own clock."""
+
+    def __init__(self, seconds):
+        super().__init__("float32", 2)
+        self.seconds, self.sizes, self.at = seconds, [], 0.0
+
+    def linear(self, y, x, wb):
+        assert np.isfinite(x).all() and x.any()
+        self.sizes.append(len(x))
+        self.at += self.seconds * (len(x) / 512) ** 3
+
+
+@pytest.mark.parametrize("product", [5e-5, 3e-3])
+def test_the_peak_is_counted_right_and_slow_ones_stop_at_small_sizes(product, monkeypatch):
+    kernels = Counted(product)
+    monkeypatch.setattr(session, "SIDES", (512, 1024, 2048))
+    monkeypatch.setattr(session.time, "perf_counter", lambda: kernels.at)
+    assert session.peak_gflops(kernels) == pytest.approx(2 * 512**3 / product / 1e9, rel=1e-3)
+    assert tuple(dict.fromkeys(kernels.sizes)) == session.SIDES and kernels.at < 2 * session.SECONDS

@@ -1,4 +1,4 @@
-"""`distgpt profile` from the command line: table, both files, refusals."""
+"""`distgpt profile` from the command line: table, file, refusals."""
 
 import json
 import sys
@@ -6,56 +6,37 @@ from pathlib import Path
 
 from conftest import SMALL, distgpt, inside, needs_mpi, refused
 
-from distgpt.core.model.model import flag_count
 from distgpt.measure.profile import operations as rows
-from distgpt.measure.profile.session import TRACED
 
-# Peaks are measured, but not for long.
-SHORT = """import distgpt.measure.doctor.speed as peaks
-peaks.SECONDS = 0.05
+# The peak is measured, but not for long.
+SHORT = """import distgpt.measure.profile.session as session
+session.SECONDS = 0.05
 from distgpt.commands.cli import main
 main()"""
 PROGRAM = {"program": [sys.executable, "-c", SHORT], "cold": False}
 
 
-def check_files(folder, ranks, steps, threads=1):
-    """The structure of both files; gives what profile.json holds."""
-    found, trace = (json.loads((folder / name).read_text()) for name in ("profile.json", "trace.json"))
+def read_profile(folder, ranks, steps):
+    found = json.loads((folder / "profile.json").read_text())
     assert (found["ranks"], found["steps"], len(found["per_rank"])) == (ranks, steps, ranks)
     for profile in (found, *found["per_rank"]):
         assert profile["rows"][-1]["row"] == rows.BETWEEN
         assert profile["rows"][-1]["share"] >= -0.03  # the others claim no more than there was
-        assert profile["peaks"]["gflops"] > 0 and profile["peaks"]["gbytes_per_s"] > 0
+        assert profile["peak_gflops"] > 0
     assert "versions" in found["environment"]
-    events = trace["traceEvents"]
-    assert {event["ph"] for event in events} == {"X", "M"}
-    tracks = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    assert set(tracks) == {(rank, tid) for rank in range(ranks) for tid in range(1 + threads)}
-    assert set(tracks.values()) == {"steps", *(f"worker {n}" for n in range(threads))}
-    spans = [e for e in events if e["ph"] == "X"]
-    assert {(e["pid"], e["tid"]) for e in spans} == set(tracks)
-    assert all(e["ts"] >= 0 and e["dur"] >= 0 and e["cat"] for e in spans)
-    whole = [e for e in spans if e["cat"] == "step"]
-    assert len(whole) == ranks * min(steps, TRACED)
-    for event in spans:
-        assert any(
-            s["pid"] == event["pid"] and s["ts"] - 0.01 <= event["ts"] <= s["ts"] + s["dur"] for s in whole
-        )
     return found
 
 
 def test_profile_tells_and_saves(tmp_path):
-    words = [*SMALL, "--threads", "2", "--steps", "12", "--out", "found"]
+    words = [*SMALL, "--threads", "2", "--steps", "3", "--out", "found"]
     done = distgpt("profile", *words, cwd=tmp_path, **PROGRAM)
     assert done.returncode == 0, done.stderr
-    found = check_files(tmp_path / "found", ranks=1, steps=12, threads=2)
-    assert [path.name for path in tmp_path.iterdir()] == ["found"]  # no run, no weights
-    assert sorted(path.name for path in (tmp_path / "found").iterdir()) == ["profile.json", "trace.json"]
+    found = read_profile(tmp_path / "found", ranks=1, steps=3)
+    assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.*")] == ["found/profile.json"]
     for row in found["rows"]:
         assert row["row"] in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 100
-    assert "step 14 of 14" in done.stderr and "step 14" not in done.stdout
-    assert "Allreduce" not in done.stdout
+    assert "step 5 of 5" in done.stderr and "Allreduce" not in done.stdout
 
 
 @needs_mpi
@@ -66,11 +47,10 @@ def test_profile_of_two_ranks(tmp_path):
         **PROGRAM,
     )
     assert done.returncode == 0, done.stderr
-    found = check_files(tmp_path, ranks=2, steps=3)
+    found = read_profile(tmp_path, ranks=2, steps=3)
     for profile in (found, *found["per_rank"]):
         named = {row["row"]: row for row in profile["rows"]}
-        assert named[rows.TRANSFER]["gbytes"] * 1e9 == 4 * (found["parameters"] + flag_count(2))
-        assert named[rows.WAIT]["calls"] == 1
+        assert named[rows.WAIT]["calls"] == named[rows.TRANSFER]["calls"] == 1
     assert "Allreduce: transfer" in done.stdout
 
 

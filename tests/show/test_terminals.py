@@ -79,11 +79,12 @@ def test_a_clock_never_shows_less_than_nothing():
     assert (end.elapsed(), end.left(1, 5.0)) == ("   8:20 of 2:05:00", "left 1:56:40")
     now[0] += 8000
     assert (end.elapsed(), end.left(1, 5.0), end.done(1)) == ("2:05:00 of 2:05:00", "left 0:00", 7500.0)
-
-
-def test_steps_say_no_time_before_the_first_is_done():
-    end = Remaining(20)
-    assert (end.left(0, 0.0), end.left(5, 2.0), end.elapsed()) == ("left --:--", "left 0:30", "")
+    by_steps = Remaining(20)
+    assert (by_steps.left(0, 0.0), by_steps.left(5, 2.0), by_steps.elapsed()) == (
+        "left --:--",
+        "left 0:30",
+        "",
+    )
 
 
 def test_the_time_left_is_known_from_the_third_step_on(capsys):

@@ -23,9 +23,9 @@ from distgpt.core.model.model import Architecture
 from distgpt.core.saved.rundir import RunDirectory
 from distgpt.core.train.plan import DTYPE, new_run
 from distgpt.measure import jobs
-from distgpt.measure.doctor.speed import measure_peaks
 from distgpt.measure.estimate import foreseen
 from distgpt.measure.jobs import BenchOptions, Row, say
+from distgpt.measure.profile.session import peak_gflops
 from distgpt.show.page import Block, Column, tabulated
 
 STEPS = 20  # without --steps
@@ -64,7 +64,7 @@ def measure_peak(options: TrainOptions) -> None:
     stage = open_stage(options.stage, options.threads, options.gpu)
     kernels = stage.kernels(options.dtype, options.matmul)
     stage.comm.barrier()
-    mega = gather_ints(stage.comm, int(measure_peaks(kernels).gflops * 1e3))
+    mega = gather_ints(stage.comm, int(peak_gflops(kernels) * 1e3))
     if stage.comm.rank == 0:
         print(json.dumps({"gflops": sum(mega) / 1e3}))
 

@@ -104,21 +104,10 @@ def compute() -> Facts:
     except (ImportError, OSError, DistgptError) as error:
         reason = f"NumPy or Numba does not work ({first_line(error)})"
         broken = {"what": reason, "remedy": "pip install --force-reinstall numpy numba"}
-        return {"blas": "", "core": "", "loops": None, "unused": [], "missing": [broken]}
+        return {"blas": "", "core": "", "loops": None, "missing": [broken]}
     loops = disk_cache.site_path() if disk_cache.site() else disk_cache.folder()
     name = f"{blas['name']} {blas['version']}"
-    unused = [] if disk_cache.site() else site_files()  # old, damaged, or not to be trusted
-    kept = {"loops": loops and str(loops), "unused": list(map(str, unused))}
-    return {"blas": name, "core": blas_core_name(), **kept, "missing": []}
-
-
-def site_files() -> list[Path]:
-    """List the site's files of compiled loops for this kind of processor, of any version."""
-    from distgpt.core.cpu.compiling import disk_cache
-
-    kind = re.escape(disk_cache.site_path().name.rpartition("-")[0])
-    name = re.compile(rf"{kind}-[0-9a-f]{{16}}\.loops")
-    return [path for path in disk_cache.SITE.glob("*.loops") if name.fullmatch(path.name)]
+    return {"blas": name, "core": blas_core_name(), "loops": loops and str(loops), "missing": []}
 
 
 def auto_dtype() -> str:

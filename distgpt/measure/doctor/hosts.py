@@ -28,8 +28,7 @@ from distgpt.core.base.system import python
 from distgpt.core.comm.resources import granted_cores
 from distgpt.core.train.report import processor_name
 from distgpt.measure.doctor.facts import Facts, versions
-from distgpt.measure.doctor.report import MOST_HOSTS, rows
-from distgpt.measure.doctor.verdicts import AS_ROOT, foreign_mpirun, is_refused_as_root
+from distgpt.measure.doctor.report import AS_ROOT, MOST_HOSTS, foreign_mpirun, is_refused_as_root, rows
 from distgpt.show.page import terminal_table
 
 SECONDS = 40.0  # for their answers: Python may load from a slow network disk

@@ -1,8 +1,7 @@
-"""The operations of a step: the row of each in a profile, the FLOPs it computes, the bytes it moves.
+"""The operations of a step: the row of each in a profile, and the FLOPs it computes.
 
 FLOPs are of matmuls, as `core/model/counts.py` counts them: padding, and what a backward pass computes
-again, are left out. Bytes are those of every array that a call reads or writes, each once, with a few
-exceptions. Both are counted from the arguments of a call, `a`, by the names in `core/ops/kernels.py`.
+again, are left out. They are counted from the arguments of a call, by the names in `core/ops/kernels.py`.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from inspect import signature
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 from distgpt.core.model.counts import BACKWARD, attention_flops, matmul_flops
 from distgpt.core.ops.kernels import Kernels
@@ -59,21 +58,8 @@ ROWS: dict[str, tuple[str, ...]] = {
 }
 ORDER = tuple(ROWS)
 ROW_OF = {name: row for row, names in ROWS.items() for name in names}
-_OTHERS = {"fill": ["step", "rows", "x_out", "y_out"], "transfer": ["array"], "wait": ["array"]}
-OPERATIONS = tuple(name for name in ROW_OF if name not in _OTHERS)
-PARAMETERS = {name: list(signature(getattr(Kernels, name)).parameters)[1:] for name in OPERATIONS} | _OTHERS
-
-
-class Cost(NamedTuple):
-    """FLOPs of matmuls, and bytes."""
-
-    flops: float = 0.0
-    bytes: float = 0.0
-
-
-def moved(*arrays: Any) -> float:
-    """Return the bytes of arrays and of named tuples of arrays; what else is among them has none."""
-    return float(sum(moved(*x) if isinstance(x, tuple) else getattr(x, "nbytes", 0) for x in arrays))
+OPERATIONS = tuple(name for name in ROW_OF if name not in ("fill", "transfer", "wait"))
+PARAMETERS = {name: list(signature(getattr(Kernels, name)).parameters)[1:] for name in OPERATIONS}
 
 
 def _attention(a: Any) -> float:
@@ -91,12 +77,6 @@ def _orthogonalise(a: Any) -> float:
     return float(sum(low * low * min(15 * long + 5 * low, 3 * long + 17 * low) for low, long in sides))
 
 
-def _adamw(a: Any) -> float:
-    """Count parameters and moments as read and written."""
-    p, low, m, v, g, _ = a.state
-    return 2 * moved(p, m, v) + moved(g, low)
-
-
 FLOPS: dict[str, Callable[[Any], float]] = {
     "linear": lambda a: matmul_flops(len(a.x), a.wb.w.size),
     "linear_backward": lambda a: matmul_flops(len(a.dy), a.w.size),
@@ -109,27 +89,15 @@ FLOPS: dict[str, Callable[[Any], float]] = {
     "linear_cross_entropy": _head,
     "orthogonalise": _orthogonalise,
 }
-# Of a table, a few rows are read or written; memory of other ranks is counted as transferred alone. The row
-# of "sum" has the rest of an operation, whose bytes are not known.
-BYTES: dict[str, Callable[[Any], float]] = {
-    "embed": lambda a: moved(a.tokens) + 2 * moved(a.x),
-    "add_embedding": lambda a: moved(a.tokens) + 3 * len(a.x) * moved(a.w[0]),
-    "embed_backward": lambda a: 3 * moved(a.dx),
-    "add_norm": lambda a: moved(a.y, a.stats, a.x, a.r, a.wb) + (0 if a.r is None else moved(a.s)),
-    "adamw": _adamw,
-    **dict.fromkeys(("sum", "wait"), lambda a: 0.0),
-}
 
 
-def line_of(name: str, apart: bool) -> str:
+def row_of(name: str, apart: bool) -> str:
     """Return an operation's row. `apart`: its own matmuls were measured too."""
     return WITHOUT_MATMULS[name] if apart and name in WITHOUT_MATMULS else ROW_OF[name]
 
 
-def cost_of(name: str, apart: bool, args: Sequence[Any], named: dict[str, Any]) -> Cost:
-    """Return what a call with these arguments computes and moves."""
-    a = SimpleNamespace(**dict(zip(PARAMETERS[name], args, strict=False)), **named)
-    if apart and name in WITHOUT_MATMULS:
-        return Cost()  # by its arguments, only the whole is known
-    flops = FLOPS[name](a) if name in FLOPS else 0.0
-    return Cost(flops, BYTES[name](a) if name in BYTES else moved(*vars(a).values()))
+def flops_of(name: str, apart: bool, args: Sequence[Any], named: dict[str, Any]) -> float:
+    """Return the FLOPs in matmuls of a call with these arguments."""
+    if name not in FLOPS or (apart and name in WITHOUT_MATMULS):
+        return 0.0
+    return FLOPS[name](SimpleNamespace(**dict(zip(PARAMETERS[name], args, strict=False)), **named))

@@ -26,12 +26,10 @@ from distgpt.core.comm.api import Comm
 from distgpt.core.data.batches import Batches
 from distgpt.core.ops.api import Array
 from distgpt.core.ops.kernels import Kernels
-from distgpt.measure.profile.operations import OPERATIONS, ORDER, WORKERS, cost_of, line_of
+from distgpt.measure.profile.operations import OPERATIONS, ORDER, WORKERS, flops_of, row_of
 
 if TYPE_CHECKING:  # a profile of a CPU stage needs nothing of gpu/
     from distgpt.gpu.device import CupyDevice
-
-Span = tuple[int, str, str, float, float]  # worker, operation, row, begin, end
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +96,9 @@ class Recorder:
         kernels: Kernels,
         comm: Comm,
         batches: Batches,
-        exchanges: Sequence[tuple[Any, str, Array]],
+        exchanges: Sequence[tuple[Any, str]],
     ) -> None:
-        """`exchanges`: methods that wait for other ranks, by object and name, and what they are about."""
+        """`exchanges`: methods that wait for other ranks, by object and name."""
         self._clock, self._comm = clock, comm
         self._taken = Taken(clock.now())
         self._place = _Place(count())
@@ -110,8 +108,8 @@ class Recorder:
         if kernels.threads > 1:
             for name in ("each", "run_together"):
                 self._calls.append((kernels, name, self._side_by_side(name, getattr(kernels, name))))
-        for of, name, array in exchanges if comm.size > 1 else ():
-            self._calls.append((of, name, self._exchange(getattr(of, name), array)))
+        for of, name in exchanges if comm.size > 1 else ():
+            self._calls.append((of, name, self._exchange(getattr(of, name))))
 
     @contextmanager
     def attached(self) -> Iterator[None]:
@@ -166,46 +164,34 @@ class Recorder:
 
         return measured
 
-    def _exchange(self, call: Callable[..., Any], array: Array) -> Callable[..., Any]:
+    def _exchange(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """Measure the waiting for all ranks, and then what of the exchange was not hidden before."""
 
-        def meet(array: Array) -> None:
+        def meet() -> None:
             self._clock.settle()
             self._comm.barrier()
 
-        wait = self._timed("wait", meet)
-        transfer = self._timed("transfer", lambda array, *args: call(*args))
+        wait, transfer = self._timed("wait", meet), self._timed("transfer", call)
 
         def measured(*args: Any) -> None:
-            wait(array)
-            transfer(array, *args)
+            wait()
+            transfer(*args)
 
         return measured
 
 
 def no_times() -> Array:
-    """Make zeros for worker-seconds, calls, FLOPs of matmuls and bytes, each per row of ORDER."""
-    return np.zeros((4, len(ORDER)))
+    """Make zeros for worker-seconds, calls and FLOPs of matmuls, each per row of ORDER."""
+    return np.zeros((3, len(ORDER)))
 
 
-@dataclass(frozen=True, slots=True)
-class Account:
-    """A step's times, and what each worker did. `begin` in seconds from when all ranks met."""
-
-    number: int
-    begin: float
-    seconds: float
-    times: Array
-    spans: list[Span]
-
-
-def account(clock: Clock, workers: int, taken: Taken, number: int = 0, origin: Any = None) -> Account:
-    """Account for a step. Waits for it. `origin`: the stamp from when all ranks met."""
+def account(clock: Clock, workers: int, taken: Taken) -> tuple[float, Array]:
+    """Return a step's seconds, and its times as `no_times` has them. Waits for it."""
 
     def seconds(stamp: Any) -> float:
         return clock.since(stamp, taken.begin)
 
-    times, spans = no_times(), []
+    times = no_times()
     ends = [(seconds(event.begin), seconds(event.end)) for event in taken.events]
     inner: dict[Event | None, float] = {}  # seconds in operations that this one has called
     for event, (begin, end) in zip(taken.events, ends, strict=True):
@@ -213,22 +199,16 @@ def account(clock: Clock, workers: int, taken: Taken, number: int = 0, origin: A
     busy: dict[tuple[Region | None, int], list[float]] = {}
     for event, (begin, end) in zip(taken.events, ends, strict=True):
         apart = event in inner
-        row = line_of(event.name, apart)
-        cost = cost_of(event.name, apart, event.args, event.named)
+        flops = flops_of(event.name, apart, event.args, event.named)
         own = end - begin - inner.get(event, 0.0)
         part = 1 / workers if event.region and event.region.is_shared else 1.0
         occupied = own if event.region else own * workers
-        times[:, ORDER.index(row)] += occupied, part, part * cost.flops, part * cost.bytes
-        spans.append((event.worker, event.name, row, begin, end))
+        times[:, ORDER.index(row_of(event.name, apart))] += occupied, part, part * flops
         busy.setdefault((event.region, event.worker), []).extend((begin, end))
     for region in taken.regions:
         begin, end = seconds(region.begin), seconds(region.end)
         for worker in range(workers):
             own_times = busy.get((region, worker), [begin])
-            waits = [(max(own_times), end)]
-            if worker and len(own_times) > 1:
-                waits.append((begin, min(own_times)))
-            spans += [(worker, "waits", WORKERS, *span) for span in waits]
-            times[0, ORDER.index(WORKERS)] += sum(last - first for first, last in waits)
-    begin = 0.0 if origin is None else clock.since(taken.begin, origin)
-    return Account(number, begin, seconds(taken.end), times, spans)
+            woken = min(own_times) - begin if worker else 0.0
+            times[0, ORDER.index(WORKERS)] += end - max(own_times) + woken
+    return seconds(taken.end), times

@@ -1,11 +1,10 @@
-"""The end of a sweep: its points in order as a table, a picture, the best settings as TOML, all as JSON."""
+"""The end of a sweep: its points in order as a table, the best settings as TOML, all as JSON."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Any
 
@@ -14,9 +13,6 @@ from distgpt.core.base.files import atomic_file
 from distgpt.core.config.run_config import as_toml
 from distgpt.measure.sweep.grid import DIVERGED, Grid, Ledger, Result, Values, measured, on_rung
 from distgpt.show.page import terminal_table
-from distgpt.show.plot import Look, plot
-
-MOST_DRAWN = 8  # runs: as many as there are colours
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,21 +83,13 @@ def finish(ledger: Ledger) -> str:
         file.write(text.encode())
     lines = {
         "best": f"{toml} ({about})",
-        "picture": str(draw(ledger, rows)),
         "results": str(all_of_it),
         "next": command_line("train", "--config", toml),
+        "curves": command_line("plot", ledger.path),
     }
     if len(best.rungs) < grid.rungs:
         lines["note"] = "all promoted points have failed: the best of the others was not trained to the end"
     return "\n".join([table(grid, rows), "", *(f"{name:<10}{escape(text)}" for name, text in lines.items())])
-
-
-def draw(ledger: Ledger, rows: Sequence[Row]) -> Path:
-    """Draw the curves of the best points' runs; `distgpt plot FOLDER` draws all."""
-    best = [row.point for row in rows if not row.error]
-    runs = sorted((run for run in ledger.runs if run.point in best), key=lambda run: best.index(run.point))
-    paths = [ledger.directory(run).path for run in runs[:MOST_DRAWN]]
-    return plot(paths, ledger.path / "sweep.png", Look())
 
 
 def table(grid: Grid, rows: Sequence[Row]) -> str:

@@ -7,7 +7,6 @@ import shutil
 import signal
 import time
 import traceback
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean, median
@@ -16,7 +15,7 @@ from typing import Any
 from distgpt.callbacks.attach import LEAVING
 from distgpt.cluster.launch.environment import launched_as
 from distgpt.core.base.errors import DistgptError, Say, StorageError, UsageError, first_line
-from distgpt.core.base.formatting import clock, count, long_duration
+from distgpt.core.base.formatting import clock, count
 from distgpt.core.base.interrupts import Interrupted
 from distgpt.core.comm.agree import on_every_rank, on_root
 from distgpt.core.comm.api import Comm
@@ -25,8 +24,6 @@ from distgpt.core.config import ON_GPU, SEVERAL, WITH_MPI, GpuConfig, RunConfig
 from distgpt.core.config.asked import Asked, asked_for
 from distgpt.core.cpu.stages import Notes, Stage, open_stage
 from distgpt.core.data.loading import DataRequest, kind_of, load_corpus, refuse_missing
-from distgpt.core.model.counts import operations
-from distgpt.core.model.model import Architecture
 from distgpt.core.model.optim import learning_rate
 from distgpt.core.saved.rundir import RunDirectory, read_metrics
 from distgpt.core.train import seams
@@ -34,7 +31,6 @@ from distgpt.core.train.loop import train
 from distgpt.core.train.plan import DTYPE, is_open, make_plan, new_run, refuse_unsuited
 from distgpt.core.train.run import Limits
 from distgpt.core.train.setup import open_run
-from distgpt.measure.estimate import Question, estimate, manifest_of, with_vocabulary
 from distgpt.measure.sweep.grid import (
     BITS,
     PRESET,
@@ -112,13 +108,12 @@ def _with_dtype(grid: Grid, ready: Stage, out: Path | None = None) -> Grid:
     return replace(grid, fixed=fixed | known)
 
 
-def preview(path: Path, ready: Stage, ranks: int, say: Say, assigned: Values | None = None) -> str:
-    """Return the runs of a grid file, its rungs, and about how long they take; write nothing."""
+def preview(path: Path, ready: Stage, assigned: Values | None = None) -> str:
+    """Return the runs of a grid file and its rungs; write nothing."""
     grid = _with_dtype(read_grid(path, assigned), ready)
     runs = checked_runs(grid)
     lines = [f"{name}  {count(run.train.steps, 'step')}" for name, run in runs.items()]
-    time = expected(grid, list(runs.values()), ready, ranks, say)
-    return "\n".join([*lines, count(len(runs), "run"), *rungs_of(grid, runs), time])
+    return "\n".join([*lines, count(len(runs), "run"), *rungs_of(grid, runs)])
 
 
 def configured(run: Run) -> RunConfig:
@@ -177,31 +172,6 @@ def rungs_of(grid: Grid, runs: dict[str, RunConfig]) -> list[str]:
         lines.append(f"rung {rung + 1}: {each} to step {step:,}, with {peak:.0%} of the peak learning rate")
         points = grid.promoted(points)
     return lines
-
-
-def expected(grid: Grid, runs: Sequence[RunConfig], ready: Stage, ranks: int, say: Say) -> str:
-    """Return about how long the sweep takes: the first run's steps are measured, the others' counted."""
-    first: RunConfig = runs[0]
-    gpu = getattr(ready, "gpu", GpuConfig())
-    try:
-        facts = estimate(Question(first, ready.name, gpu=gpu), say, ready=ready)["time"]
-    except DistgptError as error:
-        return f"time: unknown ({error})"
-    if facts["rate_per_rank"] is None:
-        return f"time: unknown ({facts['missing']})"
-    vocabulary = with_vocabulary(first, manifest_of(first.train.data)).model.vocab_size
-
-    def work(run: RunConfig) -> float:
-        model = Architecture(replace(run.model, vocab_size=run.model.vocab_size or vocabulary))
-        return float(operations(model).forward * run.train.steps * run.train.batch_size * run.model.seq_len)
-
-    points, trained, before = len(grid.points), 0.0, 0.0
-    for rung in range(grid.rungs):  # the part of all steps that is taken
-        reached = grid.eta ** (rung + 1 - grid.rungs)
-        trained += points * (reached - before) / len(grid.points)
-        points, before = grid.promoted(points), reached
-    seconds = facts["total_s"] * trained * sum(map(work, runs)) / work(first) / min(ranks, len(runs))
-    return f"about {long_duration(seconds)} of training on {count(ranks, 'rank')}"
 
 
 class Listener(seams.Listener):

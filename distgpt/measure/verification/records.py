@@ -16,7 +16,7 @@ from distgpt.core.base.errors import DataError, UsageError, nearest_path
 from distgpt.core.config import RunConfig, TrainConfig
 from distgpt.core.saved.checkpoint import saved_checkpoints
 from distgpt.core.saved.rundir import MOST_STEPS, RunDirectory, read_metrics, whole_lines
-from distgpt.measure.compare.agreement import TOLERANCES, judged_steps, relative
+from distgpt.measure.stages import TOLERANCES, judged_steps, relative
 from distgpt.measure.verification.kept import KEY, Facts
 from distgpt.show.page import terminal_table
 
@@ -170,7 +170,7 @@ class Kind:
     same: int = 0
     first: int | None = None  # the first step that differs
     words: str = ""  # about it
-    largest: float = 0.0  # difference that was judged: relative, of weights as a part of their way
+    largest: float = 0.0  # relative difference that was judged
     beyond: int | None = None  # the first step whose difference is more than rounding
 
     def add(self, step: int, difference: str, is_counted: bool = True) -> None:

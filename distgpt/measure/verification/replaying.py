@@ -33,7 +33,7 @@ from distgpt.core.model.optim import learning_rate
 from distgpt.core.saved.checkpoint import State, load_state, newest_intact, verify
 from distgpt.core.saved.modelfile import read_description
 from distgpt.core.saved.rundir import RunDirectory
-from distgpt.core.saved.tensors import HostArray, fingerprint, read_header, read_rows
+from distgpt.core.saved.tensors import fingerprint, read_header, read_rows
 from distgpt.core.train.loop import settle
 from distgpt.core.train.plan import Plan, refuse_unsuited
 from distgpt.core.train.progress import Progress
@@ -60,8 +60,6 @@ SAME, ROUNDING, DIFFERENT, UNJUDGED = "same", "rounding", "different", "unjudged
 IN_RUN, HERE = "in the run", "here"
 # What is compared of a step, by its name in metrics.jsonl.
 COMPARED = {"loss": "loss", "grad_norm": "gradient norm", "lr": "learning rate"}
-# How far weights may end from the run's, as a part of the way that the steps have moved them.
-OFF_COURSE = 0.1
 WHOLE_NATS = 0.5  # rounding takes no loss further apart, in whatever step
 
 
@@ -158,7 +156,6 @@ class Again(Listener):
     opening: str = ""
     tolerance: float = 0.0
     with_weights: dict[int, str] = field(default_factory=dict)  # the checkpoints to compare, by their steps
-    first_weights: dict[str, HostArray] = field(default_factory=dict)  # where they are needed
 
     def task(self, folder: Path) -> dict[str, Any]:
         """Return the steps to take, up to `plan.until`, for all ranks. For rank 0."""
@@ -239,16 +236,9 @@ class Again(Listener):
             promised = f"rounding is expected: {'; '.join(found.why)}" if found.why else ""
             self.say(f"{self.opening}\n{promised or 'the same bits are promised'}")
             # None between the first checkpoint and the first step is intact, or it had begun there.
-            return [[*self._checkpoints_from(self.first - 1).items()], bool(found.why)]
+            return [*self._checkpoints_from(self.first - 1).items()]
 
-        pairs, is_rounded = on_root(run.comm, promise)
-        self.with_weights = dict(pairs)
-        if is_rounded and pairs:
-            run.checkpoints.on_root(partial(self._keep_first, run))
-
-    def _keep_first(self, run: Run) -> None:
-        groups = run.checkpoints.groups()
-        self.first_weights = {name: np.array(groups[WEIGHTS][name]) for name in groups[WEIGHTS]}
+        self.with_weights = dict(on_root(run.comm, promise))
 
     # What a listener is called with, on rank 0.
 
@@ -284,7 +274,7 @@ class Again(Listener):
     def _compare_weights(self, run: Run, step: int, path: Path) -> None:
         """Compare all tensors of a checkpoint, in the order of a forward pass, weights first. For rank 0."""
         verify(path)
-        found, gone, off = Kind(), 0.0, 0.0
+        found = Kind()
         for stem, tensors in run.checkpoints.groups().items():
             file = path / f"{stem}.safetensors"
             header = read_header(file) if file.exists() else None
@@ -299,12 +289,6 @@ class Again(Listener):
                 which = name if stem == WEIGHTS else f"{stem} {name}"
                 words = f"{which}: {differing:,} of {count(before.size, 'element')}"
                 found.add(step, words if differing else "")
-                if stem == WEIGHTS and name in self.first_weights:
-                    gone += float(np.sum(np.square(before - self.first_weights[name], dtype=np.float64)))
-                    off += float(np.sum(np.square(before - here, dtype=np.float64)))
-        if gone and step - self.found.begun <= self.found.judged:
-            found.largest = math.sqrt(off / gone)
-            found.beyond = step if found.largest > OFF_COURSE else None
         self.found.weights[step] = found
 
 
@@ -409,11 +393,9 @@ def page(found: Found) -> str:
     if found.verdict == SAME:
         lines.append("the same to the bit" + (", which was not promised" if found.why else ""))
     if found.verdict == ROUNDING:
-        off = max((kind.largest for kind in found.weights.values()), default=0.0)
-        weights = f", weights by {off:.1g} of the way that they moved" if off else ""
         later = f"; {found.unjudged} not judged" if found.unjudged else ""
         loss = f"losses differ by at most {found.kinds['loss'].largest:.1g} of their value"
-        lines.append(f"the same within rounding: {loss}{weights}{later}")
+        lines.append(f"the same within rounding: {loss}{later}")
     return "\n".join(lines)
 
 

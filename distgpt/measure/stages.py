@@ -1,0 +1,469 @@
+"""`distgpt bench stages`: the same job through every stage that can run here, judged by its losses.
+
+Each stage trains one job and generates from what it has learned, in fresh processes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from distgpt.cluster.jobs.launchers import Launcher, find_launcher
+from distgpt.cluster.jobs.processes import undisturbed
+from distgpt.core.base.checked import parse_object
+from distgpt.core.base.errors import (
+    DataError,
+    DisagreementError,
+    DistgptError,
+    StorageError,
+    UsageError,
+    print_lines,
+)
+from distgpt.core.base.files import atomic_file, read_small, storage_errors
+from distgpt.core.comm.serial import SerialComm
+from distgpt.core.config import ON_GPU, STAGES, WITH_MPI, RunConfig, nearest
+from distgpt.core.config.asked import asked_for
+from distgpt.core.data.batches import refuse_uneven
+from distgpt.core.data.loading import DataRequest, load_corpus
+from distgpt.core.model.optim import learning_rate
+from distgpt.core.saved.modelfile import read_description
+from distgpt.core.saved.rundir import RunDirectory
+from distgpt.core.train.plan import new_run
+from distgpt.measure.doctor.facts import Facts, anonymised, environment
+from distgpt.measure.doctor.report import examine, sentence
+from distgpt.measure.jobs import ask, read_losses, say, train
+from distgpt.recipes.derived import derived
+from distgpt.show.page import Block, Column, Paragraph, Table, tabulated, terminal
+
+FORMAT = "distgpt-comparison"
+
+# What is taken of a run's summary, and of what `distgpt infer` prints.
+TRAINED = (
+    *("train_s", "tokens_per_s", "step_s_median", "first_step_s", "peak_memory", "peak_gpu_memory"),
+    *("allreduce", "parameters", "train_bits_per_byte"),
+)
+WRITTEN = ("text", "tokens", "seconds", "tokens_per_s", "peak_memory")
+
+# -- the job
+
+PRESET, SHORT = "gpt-mini", 21  # the course project's model, and how many of its 50 steps are taken
+PROMPT_TOKENS, NEW_TOKENS = 256, 30
+
+
+def find_workload(
+    preset: str | None, toml: Path | None, flags: Mapping[str, Any], full: bool, deterministic: bool = False
+) -> tuple[str, RunConfig]:
+    """Return the name and settings of the job. The course project's is shortened unless `full`."""
+    preset = preset or (PRESET if toml is None else None)
+    is_projects = (
+        preset == PRESET and toml is None and not flags.keys() & {"steps", "epochs", "train_minutes"}
+    )
+    if full and not is_projects:
+        raise UsageError("--full is for the course project's workload; set the length of others with --steps")
+    asked = asked_for({**flags, "deterministic": deterministic}, preset, toml)
+    config = new_run(derived(asked, 1))
+    if is_projects and not full:
+        # Its first steps, at the learning rates that a linear schedule has there.
+        config = config.with_values({"steps": SHORT, "min_lr": learning_rate(config.train, SHORT)})
+    return asked.name, config
+
+
+def find_prompt(config: RunConfig) -> str:
+    """Return the beginning of the training text, which the models continue."""
+    t = config.train
+    existing = read_description(Path(t.init)).tokenizer if t.init else None
+    request = DataRequest(t.data, t.tokenizer, config.model.seq_len, t.val_fraction, False, existing=existing)
+    corpus = load_corpus(SerialComm(), request)
+    text = corpus.tokenizer.decode(corpus.train.read(0, min(PROMPT_TOKENS, len(corpus.train))))
+    return text.rstrip("\ufffd") or text  # without a character that the tokens hold in part only
+
+
+# -- which stages can run
+
+
+@dataclass(frozen=True, slots=True)
+class CompareOptions:
+    """The command line. `tolerance` replaces our own."""
+
+    name: str
+    run: RunConfig
+    stages: str | None = None
+    ranks: int = 2
+    launcher: str | None = None
+    hostfile: Path | None = None
+    threads: int | None = None
+    gpu_dtype: str = "float32"
+    tolerance: float | None = None
+
+    def dtype_of(self, stage: str) -> str:
+        return self.gpu_dtype if stage in ON_GPU else self.run.train.dtype
+
+
+def find_runnable(
+    options: CompareOptions,
+) -> tuple[list[str], dict[str, list[Facts]], Launcher | None]:
+    """Return the stages that can run here, what each of the others lacks, and the launcher.
+
+    A stage that was named must be able to run.
+    """
+    names = STAGES if options.stages is None else [word.strip() for word in options.stages.split(",")]
+    for name in names:
+        if name not in STAGES:
+            raise UsageError(f"--stages: unknown stage {name!r}{nearest(name, STAGES)}")
+    report, _ = examine()
+    missing: dict[str, list[Facts]] = {}
+    for stage in (stage for stage in STAGES if stage in names):
+        missing[stage] = report["stages"][stage]["missing"]
+        if stage in ON_GPU and options.gpu_dtype == "bfloat16" and not missing[stage]:
+            missing[stage] = report["ranks"][0]["gpu"]["missing"]["bfloat16"]
+    launcher, is_named = None, options.launcher is not None or options.hostfile is not None
+    if is_named or any(not missing[stage] for stage in missing.keys() & set(WITH_MPI)):
+        try:
+            launcher = find_launcher(options.launcher, options.hostfile)
+        except UsageError as error:
+            if is_named:
+                raise
+            what, _, remedy = str(error).partition(": ")
+            missing |= {s: [{"what": what, "remedy": remedy}] for s in missing if s in WITH_MPI}
+    stages = [stage for stage, troubles in missing.items() if not troubles]
+    missing = {stage: troubles for stage, troubles in missing.items() if troubles}
+    if options.stages is not None:
+        for stage, troubles in missing.items():
+            raise UsageError(f"--stages: {stage} cannot run here: {'; '.join(map(sentence, troubles))}")
+    if not stages:
+        raise UsageError("no stage can run here: distgpt doctor says why")
+    return stages, missing, launcher
+
+
+# -- the folder of a comparison, in which each stage has a run
+
+
+def refuse_foreign(folder: Path) -> None:
+    """Reject a folder that is neither empty nor one of an earlier comparison."""
+    with storage_errors("use", folder):
+        if not folder.exists() or not any(folder.iterdir()):
+            return
+    result = folder / "compare.json"
+    try:
+        is_ours = parse_object(read_small(result), result).get("format") == FORMAT
+    except (DataError, StorageError):
+        is_ours = False
+    if not is_ours:
+        raise UsageError(f"--out {folder} is not empty and holds no comparison; choose another")
+
+
+# -- running one
+
+
+@dataclass(slots=True)
+class Measured:
+    """The time, memory and results of one stage. A loss that is not finite is None."""
+
+    stage: str
+    ranks: int
+    dtype: str
+    threads: int | None = None
+    losses: list[float | None] = field(default_factory=list)
+    training: Facts | None = None
+    inference: Facts | None = None
+    failed: str = ""
+
+    def measure(self, options: CompareOptions, launcher: Launcher | None, folder: Path) -> None:
+        """Fill in results as they are found, so that an interruption keeps what there is by then."""
+        out, phase = RunDirectory(folder / self.stage), "training"
+        words: list[object] = ["--stage", self.stage, "--dtype", self.dtype]
+        if options.threads is not None and self.stage not in ON_GPU:
+            words += ["--threads", options.threads]
+        with_mpi = launcher if self.stage in WITH_MPI else None
+        shutil.rmtree(out.path, ignore_errors=True)
+        say(f"{self.stage:<9} {phase} …")
+        try:
+            found = train(self.stage, options.run, out.path, words, with_mpi, self.ranks)
+            self.training = {key: found[key] for key in TRAINED}
+            self.threads = found["threads"] or None
+            shutil.rmtree(out.checkpoints, ignore_errors=True)  # no one resumes from here
+            phase = "inference"
+            infer = ["infer", *words, "--weights", out.weights, "--prompt-file", folder / "prompt.txt"]
+            infer += ["--max-new-tokens", NEW_TOKENS, "--temperature", 0, "--json"]
+            found = ask(self.stage, infer, with_mpi, self.ranks)
+            self.inference = {key: found[key] for key in WRITTEN}
+        except DistgptError as error:
+            self.failed = anonymised(f"died in {phase}: {error}")
+            say(f"{self.stage:<9} {self.failed}")
+        finally:
+            self.losses = read_losses(out.path)  # of the steps that it took
+
+
+VERSION = 1
+RUNNING, DONE, INTERRUPTED = "running", "done", "interrupted"
+UNFINISHED = "Interrupted: only what was measured until then is here."
+
+
+# How far losses may differ
+
+# How far rounding alone takes CPU stages apart was measured: the largest relative difference of any step's
+# loss from that of `serial`, over 50 steps of `gpt-mini` (1, 2 and 4 ranks) and of a model of 3 layers, 96
+# wide, on 24 × 64 tokens (1 to 4 ranks), with 1 and 2 threads. It was 1.4e-15 in float64 and 5.9e-7 in
+# float32 (Muon: 3.2e-14, and 1.6e-6 over 8 steps). The tolerance is that times a hundred or more, for other
+# machines' libraries and other models. Of bfloat16, which keeps 8 bits, it is what the tests of the GPU's
+# kernels allow whole models in that format.
+#
+# Training is chaotic: in a longer run a rounding grows as any other small change does. A `tiny` model at its
+# learning rate of 2e-3 was 3e-7 apart after 100 steps, 2e-3 after 150 and 4e-2 after 2,000. So as many steps
+# are judged as were measured; of later ones the largest difference is reported, and judged if the user sets a
+# tolerance. Muon makes all directions of an update alike, also those in which a gradient is rounding alone:
+# in float32 `tiny` was 2e-6 apart after 8 steps, 4e-4 after 16 (1, 2 and 4 ranks), so 8 steps are judged. In
+# float64 it was 3e-14 apart after 50.
+JUDGED, JUDGED_OF_MUON = 50, 8  # steps; the second in float32
+TOLERANCES = {"float64": 1e-12, "float32": 6e-5, "bfloat16": 3e-2}
+
+
+def judged_steps(optimizer: str, dtype: str) -> int:
+    """Return in how many steps a difference is told from grown rounding."""
+    return JUDGED_OF_MUON if (optimizer, dtype) == ("muon", "float32") else JUDGED
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The difference of one stage from the reference. Steps count from 1; None is an infinite difference."""
+
+    stage: str
+    reference: str
+    tolerance: float
+    steps: int  # that both have done
+    judged: int  # of these, from the first
+    largest: float | None  # of those that are judged
+    step: int  # of the largest
+    largest_later: float | None  # of those after the judged ones
+    first: int | None  # step whose difference is above the tolerance
+    at_first: float | None
+    agrees: bool
+
+    def sentence(self) -> str:
+        """Describe the first loss that is wrong."""
+        if self.at_first is None:
+            return f"stage {self.stage}: the loss of step {self.first} is not finite"
+        return (
+            f"stage {self.stage}: the loss of step {self.first} differs from {self.reference}'s by"
+            f" {self.at_first:.2g}, more than the tolerance of {self.tolerance:.2g}"
+        )
+
+
+def differences(
+    stages: Sequence[Measured], allowed: float | None, optimizer: str = "adamw"
+) -> list[Difference]:
+    """Compare all stages that have a loss with the first of those with most steps.
+
+    `allowed` replaces the tolerances.
+    """
+    with_losses = [stage for stage in stages if stage.losses]
+    reference = max(with_losses, key=lambda stage: len(stage.losses), default=None)
+    if reference is None:
+        return []
+    others = (stage for stage in with_losses if stage is not reference)
+    return [_difference(stage, reference, allowed, optimizer) for stage in others]
+
+
+def _difference(stage: Measured, reference: Measured, allowed: float | None, optimizer: str) -> Difference:
+    limit = max(TOLERANCES[stage.dtype], TOLERANCES[reference.dtype]) if allowed is None else allowed
+    found = [relative(a, b) for a, b in zip(stage.losses, reference.losses, strict=False)]
+    judged = found[: judged_steps(optimizer, reference.dtype)] if allowed is None else found
+    largest = max(judged)
+    wrong = (i for i, value in enumerate(found) if value == math.inf or (i < len(judged) and value > limit))
+    first = next(wrong, None)
+    return Difference(
+        stage=stage.stage,
+        reference=reference.stage,
+        tolerance=limit,
+        steps=len(found),
+        judged=len(judged),
+        largest=_known(largest),
+        step=found.index(largest) + 1,
+        largest_later=_known(max(found[len(judged) :], default=math.inf)),
+        first=None if first is None else first + 1,
+        at_first=None if first is None else _known(found[first]),
+        agrees=first is None,
+    )
+
+
+def relative(loss: float | None, reference: float | None) -> float:
+    """Return the relative difference; infinite if a loss is not finite: beyond any tolerance."""
+    if loss is None or reference is None or not (math.isfinite(loss) and math.isfinite(reference)):
+        return math.inf
+    return abs(loss - reference) / abs(reference) if reference else (math.inf if loss else 0.0)
+
+
+def _known(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+# The whole command
+
+
+def compare(options: CompareOptions, out: Path, as_json: bool) -> None:
+    """Run the whole command. Raise a DisagreementError if stages disagree."""
+    run = options.run
+    refuse_foreign(out)
+    stages, missing, launcher = find_runnable(options)
+    for stage, troubles in missing.items():
+        say(f"{stage:<9} cannot run here: {'; '.join(map(sentence, troubles))}")
+    if set(stages) & set(WITH_MPI):
+        refuse_uneven(run.train.batch_size, options.ranks, run.train.grad_accum or 1)
+    comparison = Comparison(options, missing, find_prompt(run), environment())
+    with storage_errors("use", out):
+        out.mkdir(parents=True, exist_ok=True)
+    with atomic_file(out / "prompt.txt") as file:
+        file.write(comparison.prompt.encode())
+    save(comparison, out)
+    try:
+        for stage in stages:
+            ranks = options.ranks if stage in WITH_MPI else 1
+            comparison.measured.append(Measured(stage, ranks, options.dtype_of(stage)))
+            comparison.measured[-1].measure(options, launcher, out)
+            save(comparison, out)
+        comparison.state = DONE
+    except BaseException as error:
+        comparison.state = INTERRUPTED
+        if isinstance(error, KeyboardInterrupt):
+            error.add_note(f"what was measured is in {out}")
+        raise
+    finally:
+        with undisturbed():
+            save(comparison, out)
+        print_lines(
+            json.dumps(comparison.as_json(), indent=1) if as_json else terminal(blocks_of(comparison))
+        )
+        print_lines(f"\nresult  {out / 'compare.json'}", err=as_json)
+    if comparison.problems:
+        raise DisagreementError("; ".join(comparison.problems))
+
+
+@dataclass(slots=True)
+class Comparison:
+    """The results of a comparison so far."""
+
+    options: CompareOptions
+    missing: dict[str, list[Facts]]  # of stages that cannot run here
+    prompt: str
+    environment: dict[str, Any]
+    measured: list[Measured] = field(default_factory=list)
+    state: str = RUNNING
+
+    @property
+    def differences(self) -> list[Difference]:
+        return differences(self.measured, self.options.tolerance, self.options.run.train.optimizer)
+
+    @property
+    def problems(self) -> list[str]:
+        """The reasons why this comparison failed."""
+        died = [f"stage {stage.stage} {stage.failed}" for stage in self.measured if stage.failed]
+        return [difference.sentence() for difference in self.differences if not difference.agrees] + died
+
+    @property
+    def passed(self) -> bool | None:
+        """Return whether all agree; None if there was nothing to compare."""
+        if self.problems or self.state != DONE:
+            return False
+        return True if self.differences else None
+
+    def verdict(self) -> str:
+        """Describe the result in one or two sentences."""
+        unfinished = UNFINISHED if self.state == INTERRUPTED else ""
+        if self.problems or unfinished:
+            return ". ".join(filter(None, ["; ".join(self.problems), unfinished]))
+        found = self.differences
+        if not found:
+            only = self.measured[0].stage if self.measured else "no stage"
+            return f"Only {only} ran, so there is nothing to compare it with."
+        farthest = max(found, key=lambda difference: difference.largest or 0.0)
+        largest = farthest.largest or 0.0
+        every = "Both" if len(self.measured) == 2 else f"All {len(self.measured)}"
+        differs = f"by more than {largest:.1e} (tolerance {farthest.tolerance:.0e})"
+        same = (
+            f"{every} stages compute the same: no loss of the first {farthest.judged} steps differs from"
+            f" {farthest.reference}'s {differs if largest else 'in a single bit'}."
+        )
+        later = max(each.largest_later or 0.0 for each in found)
+        return f"{same} Later ones differ by up to {later:.1e}." if later else same
+
+    def workload(self) -> str:
+        t, tokens = self.options.run.train, self.options.run.model.seq_len
+        return f"{self.options.name}: {t.steps} steps of {t.batch_size} × {tokens} tokens"
+
+    def as_json(self) -> dict[str, Any]:
+        """Return everything, for compare.json and --json. Names no directories and hosts of this machine."""
+        run = self.options.run
+        return {
+            "format": FORMAT,
+            "version": VERSION,
+            "state": self.state,
+            "passed": self.passed,
+            "verdict": self.verdict(),
+            "environment": self.environment,
+            "workload": {
+                "name": self.options.name,
+                "sentence": self.workload(),
+                "prompt": self.prompt,
+                "settings": {
+                    name: anonymised(value) if isinstance(value, str) else value
+                    for name, value in (asdict(run.model) | asdict(run.train)).items()
+                },
+            },
+            "cannot_run": self.missing,
+            "stages": [asdict(stage) for stage in self.measured],
+            "differences": [asdict(each) for each in self.differences],
+        }
+
+
+def save(comparison: Comparison, out: Path) -> None:
+    with atomic_file(out / "compare.json") as file:
+        file.write(json.dumps(comparison.as_json(), indent=1, allow_nan=False).encode() + b"\n")
+
+
+def blocks_of(comparison: Comparison) -> list[Block]:
+    """Return the whole result for a terminal."""
+    return [Paragraph(comparison.workload()), _table(comparison), Paragraph(comparison.verdict())]
+
+
+COLUMNS: tuple[Column, ...] = (
+    *((key, key, str) for key in ("stage", "ranks", "threads")),
+    ("train s", "train_s", "{:,.2f}".format),
+    ("× serial", "training_up", "{:.2f}".format),
+    ("infer s", "infer_s", "{:,.2f}".format),
+    ("tokens/s", "tokens_per_s", "{:,.0f}".format),
+    ("MB", "peak_memory", lambda ranks: f"{sum(ranks) / 1e6:,.0f}"),
+    ("loss", "loss", str),
+    ("bits/byte", "train_bits_per_byte", "{:.4f}".format),
+    ("differs", "differs", str),
+)
+NOTE = (
+    "× serial is the speed-up of training over that stage, which uses all its threads too; tokens/s is the"
+    " median training step's, MB the peak memory of all ranks in training. Loss and bits/byte are the last"
+    " step's. Differs is the largest relative difference of a loss that is judged."
+)
+
+
+def _table(comparison: Comparison) -> Table:
+    """Tabulate all stages: times, the last loss, and the largest difference of a loss that is judged."""
+    found = {each.stage: each for each in comparison.differences}
+    serial = [each.training["train_s"] for each in comparison.measured[:1] if each.training]
+    rows: list[dict[str, Any]] = []
+    for stage in comparison.measured:
+        row: dict[str, Any] = {"stage": stage.stage, "ranks": stage.ranks, "threads": stage.threads or None}
+        row |= stage.training or {}
+        row |= {"infer_s": stage.inference["seconds"]} if stage.inference else {}
+        if stage.training and serial and comparison.measured[0].stage == "serial":
+            row["training_up"] = serial[0] / stage.training["train_s"]
+        row["loss"] = _number(stage.losses[-1], ".4f") if stage.losses else None
+        row["differs"] = _number(found[stage.stage].largest, ".2e") if stage.stage in found else None
+        rows.append(row)
+    return tabulated(COLUMNS, rows, "Measured here", NOTE, "–")
+
+
+def _number(value: float | None, digits: str) -> str:
+    return "not finite" if value is None else format(value, digits)
