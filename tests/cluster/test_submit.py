@@ -111,7 +111,7 @@ def test_ranks_are_bound_to_a_region_of_nodes_of_their_own_and_free_otherwise(tm
         assert "core" not in shlex.join(started(written("sge", *free, cwd=tmp_path))[:8])
     assert started(written("lsf", cwd=tmp_path))[1] == "train"  # one rank needs no launcher
     for vendor, known in MPIS.items():  # of each MPI that a page names some launcher is known
-        assert SYSTEMS["pbs"].mpi[vendor] in LAUNCHERS and SYSTEMS["slurm"].mpi[vendor] == known.srun[0]
+        assert SYSTEMS["pbs"].mpi[vendor] in LAUNCHERS and SYSTEMS["slurm"].mpi[vendor] == known.srun
     wrong = inside("submit", "--system", "lsf", "--time", "1h", "--nodes", "2", "--mpi", "pmi2", *TRAIN)
     refused(wrong, 2, "--mpi pmi2", "openmpi, intel, pals")
 

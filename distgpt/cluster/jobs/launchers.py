@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
-import re
 import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from distgpt.cluster.launch.environment import MPIS, launched_as, launcher_name
+from distgpt.cluster.launch.environment import MPIS
 from distgpt.core.base.errors import UsageError
 from distgpt.core.base.system import python_code
 from distgpt.core.cpu.stages import open_stage
@@ -23,7 +21,6 @@ from distgpt.core.cpu.stages import open_stage
 Facts = dict[str, Any]
 
 SECONDS_FOR_MPI = 20
-SECONDS_FOR_SRUN = 5  # one that finds no Slurm may look for long
 HOSTS_OPTION = {vendor: MPIS[vendor].hosts for vendor in ("MPICH", "Open MPI")}  # others have MPICH's
 _ASK_MPI = "from distgpt.cluster.jobs.launchers import report_mpi; report_mpi()"
 
@@ -70,11 +67,6 @@ def _hosts(program: str, hostfile: Path | None) -> tuple[str, ...]:
         raise UsageError(f"--hostfile {hostfile}: there is no such file")
     vendor = mpirun(program)["vendor"]
     return (HOSTS_OPTION.get(vendor, HOSTS_OPTION["MPICH"]), str(hostfile))
-
-
-def launch(environ: Mapping[str, str] = os.environ) -> Facts:
-    """Return the launcher of this process, "" if there is none, and the number of processes it started."""
-    return {"launcher": launcher_name(environ), "processes": launched_as(environ)}
 
 
 def running_mpi() -> Facts:
@@ -138,21 +130,6 @@ def mpirun(where: str | None = None) -> Facts:
 def is_of_family(launcher: str, vendor: str) -> bool:
     """Return whether an mpirun of one vendor starts ranks of another's library: Hydra, but not Open MPI."""
     return bool(launcher) and (launcher == "Open MPI") == (vendor == "Open MPI")
-
-
-def srun_ways() -> list[str]:
-    """Return what srun's --mpi can be here, as in pmi2; nothing without a Slurm that answers."""
-    if shutil.which("srun") is None:
-        return []
-    try:
-        done = subprocess.run(
-            ["srun", "--mpi=list"], capture_output=True, text=True, timeout=SECONDS_FOR_SRUN
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    # One on a line, on standard error in front of which older ones write their name.
-    found = re.findall(r"^(?:srun: )?\s*(\w+)$", f"{done.stdout}\n{done.stderr}", re.MULTILINE)
-    return [] if done.returncode else found
 
 
 def own_mpirun() -> str | None:

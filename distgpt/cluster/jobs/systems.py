@@ -190,7 +190,7 @@ class Slurm(System):
     name = "Slurm"
     sentinel = "#SBATCH"
     submits = programs = ("sbatch",)
-    mpi = {vendor: mpi.srun[0] for vendor, mpi in MPIS.items()}  # noqa: RUF012
+    mpi = {vendor: mpi.srun for vendor, mpi in MPIS.items()}  # noqa: RUF012
     reserved = r"--array\b|-a"
     element = "$SLURM_ARRAY_TASK_ID"
     elements = ("SLURM_ARRAY_TASK_ID",)

@@ -98,7 +98,7 @@ class Launched(Job):
             raise UsageError(
                 f"launched as {launched} processes, but mpi4py found itself alone: the launcher does not fit "
                 f"mpi4py's {library()}; use the mpirun of {vendor()}"
-                + (f", or {known.line(launcher_name()) or known.srun_line()}" if known else "")
+                + (f", or {known.line(launcher_name())}" if known else "")
                 + f" ({HELP})"
             )
         return comm

@@ -15,8 +15,8 @@ from textwrap import fill
 
 from distgpt.cluster.affinity.machine import listed, read_machine
 from distgpt.cluster.affinity.plan import recommended
-from distgpt.cluster.jobs.launchers import distant_mpi, launch, mpirun, running_mpi, srun_ways
-from distgpt.cluster.launch.environment import launched_rank
+from distgpt.cluster.jobs.launchers import distant_mpi, mpirun, running_mpi
+from distgpt.cluster.launch.environment import launched_as, launched_rank, launcher_name
 from distgpt.core.base.errors import UsageError, escape, print_lines
 from distgpt.core.base.formatting import count, size
 from distgpt.core.comm.agree import gather_bytes, shared
@@ -55,11 +55,11 @@ def report(stage: str | None, as_json: bool) -> None:
 
 def examine() -> tuple[Facts, Comm]:
     """Collect all facts, the same on all ranks. MPI starts in this process only under a launcher."""
-    launched = launch()
+    launched: Facts = {"launcher": launcher_name(), "processes": launched_as()}
     comm: Comm = SerialComm()
     if not launched["launcher"]:
         mpi = distant_mpi()
-        launched |= {"mpirun": mpirun(), "srun": srun_ways(), "as_root": is_refused_as_root()}
+        launched |= {"mpirun": mpirun(), "as_root": is_refused_as_root()}
     else:
         try:
             comm = open_stage("mpi", None).comm

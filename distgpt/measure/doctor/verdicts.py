@@ -81,16 +81,13 @@ def is_refused_as_root(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def launch_lines(launched: Facts, mpi: Facts) -> list[str]:
-    """Return lines that start several ranks with this MPI, the likeliest first."""
-    known = MPIS.get(mpi.get("vendor", ""))
-    if launched["launcher"] or known is None:
+    """Return a line that starts several ranks with this MPI, if the mpirun here is its own."""
+    if launched["launcher"] or mpi.get("vendor") not in MPIS:
         return []
-    by_srun = [known.srun_line(launched["srun"])] if {*known.srun} & {*launched["srun"]} else []
-    by_mpirun = []
-    if is_of_family(launched["mpirun"]["vendor"], mpi["vendor"]):
-        is_root = mpi["vendor"] == "Open MPI" and launched["as_root"]
-        by_mpirun = [f"{launched['mpirun']['path']}{f' {AS_ROOT}' * is_root}"]
-    return [f"{start} -n 2 distgpt train --stage mpi" for start in by_srun + by_mpirun]
+    if not is_of_family(launched["mpirun"]["vendor"], mpi["vendor"]):
+        return []
+    as_root = f" {AS_ROOT}" * (mpi["vendor"] == "Open MPI" and launched["as_root"])
+    return [f"{launched['mpirun']['path']}{as_root} -n 2 distgpt train --stage mpi"]
 
 
 def foreign_mpirun(command: Facts, mpi: Facts) -> list[str]:
