@@ -18,8 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
 
-from distgpt.cluster.jobs import hostfile
-from distgpt.cluster.jobs.launchers import HOSTS_OPTION, mpirun
+from distgpt.cluster.jobs.launchers import LARGEST_HOSTFILE, hostfile_problems, mpirun, parse_hostfile
 from distgpt.cluster.jobs.processes import ending
 from distgpt.cluster.jobs.reach import Answer, clean, clean_here, connect, is_here
 from distgpt.core.base.errors import DistgptError, MismatchError, NonFiniteError, StorageError, UsageError
@@ -128,15 +127,14 @@ def read_rooms(line: LaunchLine) -> list[Room]:
     if not path.is_file():
         raise UsageError(f"{path}: there is no such hostfile")
     vendor = mpirun(line.mpirun)["vendor"]
-    content = read_small(path, hostfile.LARGEST)
-    lines, texts = hostfile.parse(content), content.decode("utf-8", "replace").split("\n")
-    for problem in hostfile.problems(vendor, lines) if vendor in HOSTS_OPTION else ():
-        raise UsageError(f"{path}: {problem}; see distgpt doctor --hostfile {path}")
+    lines = parse_hostfile(read_small(path, LARGEST_HOSTFILE), vendor)
+    if problems := hostfile_problems(vendor, lines):
+        raise UsageError(f"{path}: {problems[0]}")
     each = line.value("each") or ""
     usual = int(each) if each.isdecimal() else 0
     if vendor == "Open MPI" and not usual and any(one.slots is None for one in lines):
         raise UsageError(f"{path}: say on each line how many ranks its host takes, as in node1 slots=4")
-    rooms = [Room(one.host, one.slots or usual or 1, texts[one.number - 1]) for one in lines]
+    rooms = [Room(one.host, one.slots or usual or 1, one.text) for one in lines]
     if (most := sum(room.ranks for room in rooms)) < line.ranks:
         raise UsageError(
             f"{path} has room for {most} of {line.ranks} ranks: say on each line how many its host takes"

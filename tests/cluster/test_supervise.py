@@ -85,7 +85,7 @@ def test_the_lines_of_a_hostfile_are_rooms(tmp_path, monkeypatch):
     assert of("MPICH", "-n 4 -ppn 3")[2].ranks == 3
     for vendor, words, why in (
         ("MPICH", "-n 6", "has room for 5 of 6 ranks"),
-        ("Open MPI", "-n 4", "write a slots=2"),
+        ("Open MPI", "-n 4", "as in node1 slots=4"),
     ):
         with pytest.raises(UsageError, match=why):
             of(vendor, words)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import shutil
 import subprocess
@@ -135,3 +136,51 @@ def is_of_family(launcher: str, vendor: str) -> bool:
 def own_mpirun() -> str | None:
     """Return the mpirun installed beside this Python, if there is one."""
     return shutil.which("mpirun", path=str(Path(sys.executable).parent))
+
+
+# Hostfiles. The rules are what MPICH 5.0 and Open MPI 5.0 did when they were tried; test_hostfile.py tries
+# MPICH again. Lines that one of them would read as something else are rejected.
+
+LARGEST_HOSTFILE = 1 << 20  # bytes
+MOST_RANKS = 10_000  # on a line: both mpiruns hang with many more
+_NAME = r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,252}"  # never with a - in front, which ssh takes for an option
+_HOST = rf"(?P<host>(?:{_NAME}@)?{_NAME})"
+_OF_OPEN_MPI = r"slots[ \t]*=[ \t]*(?P<slots>[0-9]{1,5})|max[_-]slots=[0-9]+"
+_LINES = {
+    "MPICH": re.compile(rf"{_HOST}(?::(?P<slots>[0-9]{{1,5}}))?(?:\s+(?:user|binding)=\S+)*\s*"),
+    "Open MPI": re.compile(rf"{_HOST}(?:[ \t]+(?:{_OF_OPEN_MPI}))*[ \t]*(?:#.*)?"),
+}
+_FORMS = {"MPICH": "node1:4", "Open MPI": "node1 slots=4"}
+
+
+@dataclass(frozen=True, slots=True)
+class HostLine:
+    """A line of a hostfile that is neither empty nor a comment."""
+
+    text: str
+    host: str = ""  # with its user, as ssh takes it
+    slots: int | None = None  # None: it gives no number
+    problem: str = ""
+
+
+def parse_hostfile(content: bytes, vendor: str) -> list[HostLine]:
+    """Return the lines that name a host, or try to, as the mpirun of this vendor reads them."""
+    rows = enumerate(content.decode("utf-8", "replace").split("\n"), 1)
+    known = vendor if vendor in _LINES else "MPICH"
+    return [_line(number, text, known) for number, text in rows if text.strip() and text.strip()[0] != "#"]
+
+
+def _line(number: int, text: str, vendor: str) -> HostLine:
+    found = _LINES[vendor].fullmatch(text.strip(" \t"))
+    slots = found and found["slots"]
+    if not found or (slots and not 1 <= int(slots) <= MOST_RANKS):
+        needed = f"{vendor} needs a host and its ranks, as in {_FORMS[vendor]}"
+        return HostLine(text, problem=f"line {number}: {needed}, not {text!r:.60}")
+    return HostLine(text, found["host"], int(slots) if slots else None)
+
+
+def hostfile_problems(vendor: str, lines: Sequence[HostLine]) -> list[str]:
+    """Return why the mpirun of this vendor would refuse a hostfile, or start something else."""
+    if not lines:
+        return ["it names no host" + ", so that all ranks run on this machine" * (vendor != "Open MPI")]
+    return [line.problem for line in lines if line.problem]
