@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -116,13 +115,6 @@ def test_every_element_s_command_is_checked(tmp_path):
     refused(inside(*array, "--array=1-3", *words, cwd=tmp_path), 2, "3.toml")
     refused(inside(*array, "--array=1,x", *words, cwd=tmp_path), 2, "--array=1,x", "--array=1-4")
     refused(inside(*SLURM, "--time", "1h", *words, cwd=tmp_path), 2, "--array 1-4")
-
-
-def test_files_on_a_disk_of_this_machine_alone_are_noted(tmp_path):
-    words = [*SLURM, "--time", "1h", "train", "--data"]
-    with tempfile.TemporaryDirectory(dir="/tmp") as here:
-        (Path(here) / "text.txt").write_text("some text")
-        assert f"{here}/text.txt" in inside(*words, f"{here}/text.txt", cwd=tmp_path).stderr
 
 
 @needs_mpi

@@ -90,16 +90,6 @@ STARTED = {
 }
 
 
-@pytest.mark.parametrize("auto", [("--threads", "auto"), ("--threads=auto",)])
-def test_automatic_threads_are_those_of_the_job(auto, tmp_path):
-    text = written(
-        "sge", "--ranks-per-node", "2", "--cpus-per-task", "4", command=[*TRAIN, *auto], cwd=tmp_path
-    )
-    command = started(text)
-    assert command.count("--threads") == 1 and command[command.index("--threads") + 1] == "4"
-    assert "auto" not in command[: command.index("--resume")] and "--threads=auto" not in command
-
-
 def test_ranks_are_bound_to_a_region_of_nodes_of_their_own_and_free_otherwise(tmp_path):
     assert {*STARTED} == {*LAUNCHERS}
     for mpi, options in STARTED.items():
