@@ -272,7 +272,7 @@ def _mpi_of(stage: str, system: System) -> str:
 
 def _submit(text: bytes, system: System, job: Job, numbers: list[int]) -> None:
     submissions = [list(system.submits)]
-    if numbers and system.one_job_each:
+    if numbers and not system.elements:
         option = system.successor_element.replace
         submissions = [[*system.submits, option("$ELEMENT", str(number))] for number in numbers]
     for words in submissions:
