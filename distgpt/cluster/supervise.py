@@ -21,10 +21,10 @@ from typing import TypeAlias
 from distgpt.cluster.jobs.launchers import LARGEST_HOSTFILE, hostfile_problems, mpirun, parse_hostfile
 from distgpt.cluster.jobs.processes import ending
 from distgpt.cluster.jobs.reach import Answer, clean, clean_here, connect, is_here
-from distgpt.core.base.errors import DistgptError, MismatchError, NonFiniteError, StorageError, UsageError
+from distgpt.core.base.errors import DistgptError, MismatchError, NonFiniteError, UsageError
 from distgpt.core.base.files import read_small
 from distgpt.core.base.formatting import count, long_duration
-from distgpt.core.base.interrupts import PendingSignals, deferred_signals, signal_of
+from distgpt.core.base.interrupts import PendingSignals, deferred_signals
 from distgpt.core.comm.job import say
 from distgpt.core.saved.checkpoint import newest_step
 from distgpt.core.saved.metrics import parse_metrics, whole_lines
@@ -362,10 +362,7 @@ class Supervisor:
         if attempt.code == 0 and not attempt.gone:
             return 0
         if self._signals.came:
-            code = self._signals.exit_code
-            if attempt.gone or attempt.code in (StorageError.exit_code, DistgptError.exit_code):
-                say(f"ended by {signal_of(code).name}, with {self._saved()} saved: {attempt.why()}")
-            return code
+            return self._signals.exit_code
         if attempt.code in FINAL:
             say(f"not started again, as it would end so again: {attempt.why()}")
             return attempt.code

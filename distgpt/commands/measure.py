@@ -18,6 +18,7 @@ from distgpt.commands.options import (
     FiniteRange,
     deterministic_as_parts,
     dial_options,
+    json_option,
     preset_options,
     set_by_user,
     set_option,
@@ -49,7 +50,7 @@ from distgpt.core.cpu.stages import open_stage
     help="Time a few steps here; the default where possible, unless --rate is given.",
 )
 @click.option("--gpu-memory", type=FiniteRange(0, min_open=True), help="GiB of each rank's GPU.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of a page.")
+@json_option
 def estimate(
     stage: str,
     threads: int | None,
@@ -208,7 +209,7 @@ def sweep(
 
 @command(example="distgpt doctor --hostfile hostfile --ssh")
 @click.option("--stage", type=click.Choice(STAGES), help="Exit with 2 if this stage cannot run here.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object with everything known.")
+@json_option
 @click.option(
     "--hostfile", type=PATH, help="Check the hosts of a job before its launch; exit with 2 on errors."
 )
