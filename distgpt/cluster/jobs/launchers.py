@@ -159,7 +159,7 @@ class HostLine:
 
     text: str
     host: str = ""  # with its user, as ssh takes it
-    slots: int | None = None  # None: it gives no number
+    slots: int = 0  # 0: it gives no number
     problem: str = ""
 
 
@@ -176,7 +176,7 @@ def _line(number: int, text: str, vendor: str) -> HostLine:
     if not found or (slots and not 1 <= int(slots) <= MOST_RANKS):
         needed = f"{vendor} needs a host and its ranks, as in {_FORMS[vendor]}"
         return HostLine(text, problem=f"line {number}: {needed}, not {text!r:.60}")
-    return HostLine(text, found["host"], int(slots) if slots else None)
+    return HostLine(text, found["host"], int(slots or 0))
 
 
 def hostfile_problems(vendor: str, lines: Sequence[HostLine]) -> list[str]:
