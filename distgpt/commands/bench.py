@@ -54,7 +54,7 @@ def bench() -> None:
 def result_options(name: str) -> Callable[[F], F]:
     """Add the options of where results go; `name` says what they are called without --name."""
     return together(
-        *([click.option("--name", help=f"Name of the results; {name} if left out.")] if name else []),
+        click.option("--name", help=f"Name of the results; {name} if left out."),
         click.option("--out", type=PATH, default=Path("bench"), help="Folder for results."),
         json_option,
     )
@@ -69,8 +69,7 @@ def to_options(kind: type[T], given: dict[str, Any]) -> T:
 
 
 def preset_option(default: str) -> Callable[[F], F]:
-    how: dict[str, Any] = {"default": default, "shell_complete": presets}
-    return click.option("--preset", help="A named configuration.", **how)
+    return click.option("--preset", default=default, shell_complete=presets, help="A named configuration.")
 
 
 @bench.command("train", example="distgpt bench train --preset gpt-mini --ranks 2 --stage mpi")

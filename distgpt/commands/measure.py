@@ -25,7 +25,6 @@ from distgpt.commands.options import (
     settings,
     settings_but,
     stage_options,
-    without_graphs,
 )
 from distgpt.core.base.errors import Say, StorageError, UsageError, print_lines, refuse_beside
 from distgpt.core.base.formatting import clock, count, parse_count, parse_duration, size
@@ -134,7 +133,8 @@ def profile(
     """
     asked = asked_for({**set_by_user(flags), "steps": warmup_steps + steps}, preset, config)
     gpu, asked = deterministic_as_parts(stage, gpu, asked)
-    ready = open_stage(stage, threads, without_graphs(stage, gpu))
+    # The kernels of a recorded graph cannot be timed one by one.
+    ready = open_stage(stage, threads, replace(gpu, graphs=False) if stage in ON_GPU else gpu)
 
     from distgpt.core.train.plan import with_dtype
     from distgpt.measure.profile.session import measure
