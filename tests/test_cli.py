@@ -248,21 +248,19 @@ def test_requests_that_make_no_sense(infer, here, tmp_path):
         assert result.returncode == 2 and word in result.stderr and "Traceback" not in result.stderr, line
 
 
-# More of damaged files: tests/saved/test_weightsfile.py.
+# Damaged files: tests/saved/test_weightsfile.py. These are whole, and contradict themselves.
 WEIGHTS = (
-    ("flipped", 65, ["checksum"]),
-    ("missing tensor", 65, ["missing: wpe"]),
-    ("not finite", 65, ["not finite"]),
-    ("no tokenizer", 65, ["no tokenizer"]),
-    ("n_layer = 3", 65, ["missing: blocks.2"]),
-    ("n_layer = 1000000000", 65, ["at most"]),
-    ("n_embd = 32", 65, ["wrong shape"]),
-    ("vocab_size = 150", 65, ["its tokenizer has", "vocabulary of 150"]),
+    ("missing tensor", ["missing: wpe"]),
+    ("not finite", ["not finite"]),
+    ("no tokenizer", ["no tokenizer"]),
+    ("n_layer = 1000000000", ["at most"]),
+    ("n_embd = 32", ["wrong shape"]),
+    ("vocab_size = 150", ["its tokenizer has", "vocabulary of 150"]),
 )
 
 
 def bad_weights(kind, source, path):
-    content, header = source.read_bytes(), weightsfile.read_header(source)
+    header = weightsfile.read_header(source)
     tensors = {name: np.empty(entry.shape, np.float32) for name, entry in header.tensors.items()}
     weightsfile.read_into(source, tensors)
     changes = {
@@ -270,21 +268,19 @@ def bad_weights(kind, source, path):
         "not finite": {"wte": np.where(np.arange(16) == 3, np.nan, tensors["wte"])},
         "no tokenizer": {"tokenizer": ""},
     }
-    if kind == "flipped":
-        path.write_bytes(content[:-5] + bytes([content[-5] ^ 1]) + content[-4:])
-    else:  # a change, or a setting that the tensors contradict
-        config = re.sub(f"^{kind.split()[0]} = .*", kind, header.metadata["config"], flags=re.MULTILINE)
-        change = changes.get(kind, {"config": config})
-        tensors = {k: change.get(k, v) for k, v in tensors.items() if change.get(k, v) is not None}
-        weightsfile.write_tensors(path, tensors, {k: change.get(k, v) for k, v in header.metadata.items()})
+    # A change, or a setting that the tensors contradict.
+    config = re.sub(f"^{kind.split()[0]} = .*", kind, header.metadata["config"], flags=re.MULTILINE)
+    change = changes.get(kind, {"config": config})
+    tensors = {k: change.get(k, v) for k, v in tensors.items() if change.get(k, v) is not None}
+    weightsfile.write_tensors(path, tensors, {k: change.get(k, v) for k, v in header.metadata.items()})
 
 
 def test_weights_that_cannot_be_used(infer, file, tmp_path):
-    for kind, code, words in WEIGHTS:
+    for kind, words in WEIGHTS:
         path = tmp_path / kind
         bad_weights(kind, file, path)
         result = infer("--prompt", PROMPT, weights=path)
-        refused(result, code, path, *words)
+        refused(result, 65, path, *words)
         assert result.stdout == "", kind
 
 

@@ -14,18 +14,23 @@ import tempfile
 import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeAlias
 
-from distgpt.cluster.jobs import hostfile
-from distgpt.cluster.jobs.launchers import HOSTS_OPTION, mpirun
+from distgpt.cluster.jobs.launchers import (
+    LARGEST_HOSTFILE,
+    HostLine,
+    hostfile_problems,
+    mpirun,
+    parse_hostfile,
+)
 from distgpt.cluster.jobs.processes import ending
 from distgpt.cluster.jobs.reach import Answer, clean, clean_here, connect, is_here
-from distgpt.core.base.errors import DistgptError, MismatchError, NonFiniteError, StorageError, UsageError
+from distgpt.core.base.errors import DistgptError, MismatchError, NonFiniteError, UsageError
 from distgpt.core.base.files import read_small
 from distgpt.core.base.formatting import count, long_duration
-from distgpt.core.base.interrupts import PendingSignals, deferred_signals, signal_of
+from distgpt.core.base.interrupts import PendingSignals, deferred_signals
 from distgpt.core.comm.job import say
 from distgpt.core.saved.checkpoint import newest_step
 from distgpt.core.saved.rundir import RunDirectory, parse_metrics, whole_lines
@@ -110,49 +115,39 @@ def _option(word: str) -> str:
     return OPTIONS.get(word.lstrip("-"), "") if word.startswith("-") else ""
 
 
-@dataclass(frozen=True, slots=True)
-class Room:
-    """A line of a hostfile: room for some ranks on a host."""
-
-    host: str
-    ranks: int
-    text: str
-
-
-def read_rooms(line: LaunchLine) -> list[Room]:
-    """Return the lines of a launch's hostfile, none without one; reject one without room for its ranks."""
+def read_rooms(line: LaunchLine) -> list[HostLine]:
+    """Return the lines of a launch's hostfile, each with its ranks; reject one without room for all ranks."""
     if (given := line.value("hostfile")) is None:
         return []
     path = Path(given)
     if not path.is_file():
         raise UsageError(f"{path}: there is no such hostfile")
     vendor = mpirun(line.mpirun)["vendor"]
-    content = read_small(path, hostfile.LARGEST)
-    lines, texts = hostfile.parse(content), content.decode("utf-8", "replace").split("\n")
-    for problem in hostfile.problems(vendor, lines) if vendor in HOSTS_OPTION else ():
-        raise UsageError(f"{path}: {problem}; see distgpt doctor --hostfile {path}")
+    lines = parse_hostfile(read_small(path, LARGEST_HOSTFILE), vendor)
+    if problems := hostfile_problems(vendor, lines):
+        raise UsageError(f"{path}: {problems[0]}")
     each = line.value("each") or ""
     usual = int(each) if each.isdecimal() else 0
-    if vendor == "Open MPI" and not usual and any(one.slots is None for one in lines):
+    if vendor == "Open MPI" and not usual and not all(one.slots for one in lines):
         raise UsageError(f"{path}: say on each line how many ranks its host takes, as in node1 slots=4")
-    rooms = [Room(one.host, one.slots or usual or 1, texts[one.number - 1]) for one in lines]
-    if (most := sum(room.ranks for room in rooms)) < line.ranks:
+    rooms = [replace(one, slots=one.slots or usual or 1) for one in lines]
+    if (most := sum(room.slots for room in rooms)) < line.ranks:
         raise UsageError(
             f"{path} has room for {most} of {line.ranks} ranks: say on each line how many its host takes"
         )
     return rooms
 
 
-def chosen(rooms: Sequence[Room], there: Collection[str], ranks: int) -> list[Room]:
+def chosen(rooms: Sequence[HostLine], there: Collection[str], ranks: int) -> list[HostLine]:
     """Return the first rooms on hosts that answer, as many as the ranks need or as there are."""
-    found: list[Room] = []
+    found: list[HostLine] = []
     for room in rooms:
-        if room.host in there and sum(each.ranks for each in found) < ranks:
+        if room.host in there and sum(each.slots for each in found) < ranks:
             found.append(room)
     return found
 
 
-def hosts_of(rooms: Sequence[Room]) -> list[str]:
+def hosts_of(rooms: Sequence[HostLine]) -> list[str]:
     """Return each host once, in order."""
     return list(dict.fromkeys(room.host for room in rooms))
 
@@ -167,7 +162,7 @@ def listed(hosts: Sequence[str]) -> str:
 class Attempt:
     """A start of the job, and how it ended."""
 
-    rooms: list[Room]
+    rooms: list[HostLine]
     ranks: int
     code: int = 0
     gone: list[str] = field(default_factory=list)  # hosts that stopped to answer while it ran
@@ -242,7 +237,7 @@ class Supervisor:
         while not self._signals.came:
             there = {host for host, answer in self._answers.items() if answer.name}
             rooms = chosen(self._rooms, there, wanted)
-            ranks = min(wanted, sum(room.ranks for room in rooms)) if self._rooms else wanted
+            ranks = min(wanted, sum(room.slots for room in rooms)) if self._rooms else wanted
             least = self._least if self._run.config.exists() else wanted
             if least <= ranks < wanted:
                 ranks = self._dividing(ranks)
@@ -363,10 +358,7 @@ class Supervisor:
         if attempt.code == 0 and not attempt.gone:
             return 0
         if self._signals.came:
-            code = self._signals.exit_code
-            if attempt.gone or attempt.code in (StorageError.exit_code, DistgptError.exit_code):
-                say(f"ended by {signal_of(code).name}, with {self._saved()} saved: {attempt.why()}")
-            return code
+            return self._signals.exit_code
         if attempt.code in FINAL:
             say(f"not started again, as it would end so again: {attempt.why()}")
             return attempt.code

@@ -17,6 +17,7 @@ from distgpt.commands.options import (
     POSITIVE,
     FiniteRange,
     Threads,
+    json_option,
     launch_options,
     presets,
     set_by_user,
@@ -53,11 +54,9 @@ def bench() -> None:
 def result_options(name: str) -> Callable[[F], F]:
     """Add the options of where results go; `name` says what they are called without --name."""
     return together(
-        *([click.option("--name", help=f"Name of the results; {name} if left out.")] if name else []),
-        click.option(
-            *("--out", "out"), type=click.Path(path_type=Path), default="bench", help="Folder for results."
-        ),
-        click.option("--json", "as_json", is_flag=True, help="Print the results as one JSON object."),
+        click.option("--name", help=f"Name of the results; {name} if left out."),
+        click.option("--out", type=PATH, default=Path("bench"), help="Folder for results."),
+        json_option,
     )
 
 
@@ -70,17 +69,15 @@ def to_options(kind: type[T], given: dict[str, Any]) -> T:
 
 
 def preset_option(default: str) -> Callable[[F], F]:
-    how: dict[str, Any] = {"default": default, "shell_complete": presets}
-    return click.option("--preset", help="A named configuration.", **how)
-
-
-train_options = together(
-    stage_options, launch_options, preset_option("tiny"), settings, result_options("preset and stage")
-)
+    return click.option("--preset", default=default, shell_complete=presets, help="A named configuration.")
 
 
 @bench.command("train", example="distgpt bench train --preset gpt-mini --ranks 2 --stage mpi")
-@train_options
+@stage_options
+@launch_options
+@preset_option("tiny")
+@settings
+@result_options("preset and stage")
 @click.option("--measure-peak", is_flag=True, hidden=True)  # for the processes that this starts
 def train(measure_peak: bool, **given: Any) -> None:
     """Train for a few steps: tokens per second, share of the machine's peak, memory.
@@ -97,34 +94,20 @@ def train(measure_peak: bool, **given: Any) -> None:
         train.bench(options)
 
 
-infer_options = together(
-    preset_option(default="gpt2"),
-    click.option("--threads", type=Threads(), help="All cores if left out."),
-    click.option(
-        "--dtype",
-        "dtypes",
-        type=click.Choice(("float32", "bfloat16", *ROUNDED_DTYPES)),
-        multiple=True,
-        default=("float32", "bfloat16", *ROUNDED_DTYPES),
-    ),
-    click.option(
-        *("--requests", "requests"),
-        type=POSITIVE,
-        multiple=True,
-        default=(1, 8, 32),
-        help="How many at once. Repeatable.",
-    ),
-    click.option("--prompt", type=POSITIVE, default=256, help="Tokens of a prompt."),
-    click.option("--new", type=click.IntRange(2), default=64, help="New tokens."),
-    click.option(
-        "--rounds", type=POSITIVE, default=1, help="Times that everything is measured; the median counts."
-    ),
-    result_options(name="the preset's"),
-)
+DTYPES_INFERRED = ("float32", "bfloat16", *ROUNDED_DTYPES)
 
 
 @bench.command("infer", example="distgpt bench infer --preset gpt-mini")
-@infer_options
+@preset_option("gpt2")
+@click.option("--threads", type=Threads(), help="All cores if left out.")
+@click.option("--dtype", "dtypes", type=click.Choice(DTYPES_INFERRED), multiple=True, default=DTYPES_INFERRED)
+@click.option(
+    "--requests", type=POSITIVE, multiple=True, default=(1, 8, 32), help="How many at once. Repeatable."
+)
+@click.option("--prompt", type=POSITIVE, default=256, help="Tokens of a prompt.")
+@click.option("--new", type=click.IntRange(2), default=64, help="New tokens.")
+@click.option("--rounds", type=POSITIVE, default=1, help="Times that all is measured; the median counts.")
+@result_options("the preset's")
 def infer(**given: Any) -> None:
     """Generate from prompts, one request and many at once: prefill, decode, all.
 
@@ -181,7 +164,7 @@ def allreduce(**given: Any) -> None:
     help="CPU stages only, with --reproducible-parts 8: their losses must be equal to the bit.",
 )
 @click.option("--out", type=PATH, default=Path("compare"), help="The folder.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of tables.")
+@json_option
 def compare_stages(
     stages: str | None,
     ranks: int,

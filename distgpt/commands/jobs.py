@@ -7,9 +7,9 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,6 @@ from distgpt.core.config import ON_GPU, WITH_MPI, RunConfig
 from distgpt.core.config.asked import asked_for
 
 SECONDS_TO_ANSWER = 60  # of a batch system
-OWN_DISKS = ("/tmp", "/var/tmp", "/dev/shm", "/run")  # folders that each machine has for itself
 STALL_ABORT = "30m"  # without progress, then the run saves and the job begins again
 CPUS_PER_GPU = 4  # of a rank with a GPU: its own thread, a reader, a writer of checkpoints, NCCL's proxy
 MOST_CHECKED = 100  # elements of an array whose command is checked before
@@ -151,7 +150,7 @@ def submit(
             *([] if stage_given else ["--stage", stage]),
             *([] if asked["threads"] or stage in ON_GPU else ["--threads", str(cpus)]),
             *([] if asked["stall_abort"] or asked["stall_timeout"] else ["--stall-abort", STALL_ABORT]),
-            *_without_auto(command[1:]),
+            *command[1:],
             *([] if asked["out"] else ["--out", str(out)]),
             *resuming(asked, runs[0][0]),
         ],
@@ -160,15 +159,12 @@ def submit(
         array=array,
         **options,
     )
-    for _, run in runs:
-        _refuse_unready(run)
+    _refuse_unready(run for _, run in runs)
     text = script(system, job).encode()
     if is_submitted:
         _submit(text, system, job, numbers)
     else:
         sys.stdout.buffer.write(text)
-    for note in _notes(job, asked):
-        print_lines(note, err=True)
 
 
 def _found_system() -> System:
@@ -180,15 +176,6 @@ def _found_system() -> System:
         )
     print_lines(f"batch system: {found.name}", err=True)
     return found
-
-
-def _without_auto(words: Sequence[str]) -> list[str]:
-    """Leave out --threads auto: the job knows its threads."""
-    kept = [word for word in words if word != "--threads=auto"]
-    for i in range(len(kept) - 1, 0, -1):
-        if kept[i - 1 : i + 1] == ["--threads", "auto"]:
-            del kept[i - 1 : i + 1]
-    return kept
 
 
 def _program(prefix: str | None) -> list[str]:
@@ -216,42 +203,25 @@ def _name_of(out: Path, system: System) -> str:
     return f"run-{name}" if name[0].isdigit() or name.lower() in ("none", "all", "template") else name
 
 
-def _notes(job: Job, asked: dict[str, Any]) -> Iterator[str]:
-    """Yield what is worth a look before the job waits."""
-    from distgpt.core.data.textfile import BUNDLED_TEXTS
-
-    if job.array:
-        yield f"every element of the array has a directory of its own: {job.out}"
-    paths = [asked.get(name) for name in ("data", "val", "hellaswag", "init", "config", "tokenizer")]
-    read = [Path(path) for path in paths if path and path not in BUNDLED_TEXTS and Path(path).exists()]
-    places = {str(path): path.resolve() for path in (*read, job.out)}
-    if hidden := [name for name, place in places.items() if any(map(place.is_relative_to, OWN_DISKS))]:
-        yield f"{', '.join(hidden)}: /tmp and /var/tmp are each machine's own; use a disk that all nodes see"
-
-
-@cache
-def _fetch(tokenizer: str) -> None:
-    """Load a tokenizer, once for all elements of an array: nodes may have no network."""
-    from distgpt.core.data.tokenizers import load_tokenizer
-
-    load_tokenizer(tokenizer)
-
-
-def _refuse_unready(run: RunConfig) -> None:
-    """Reject files that do not exist; fetch the tokenizer."""
+def _refuse_unready(runs: Iterable[RunConfig]) -> None:
+    """Reject files that do not exist; fetch the tokenizers, as nodes may have no network."""
     from distgpt.core.data.loading import refuse_missing
     from distgpt.core.data.textfile import resolve_data
+    from distgpt.core.data.tokenizers import load_tokenizer
     from distgpt.corpora.shards import is_shards
     from distgpt.corpora.tokenizers.foreign import PREFIX
 
-    t = run.train
-    refuse_missing([t.data, *[t.val] * bool(t.val)], t.tokenizer)
-    if t.hellaswag and not Path(t.hellaswag).is_file():
-        raise DataError(f"--hellaswag {t.hellaswag}: there is no such file")
-    # GPT-2's is known without its files where texts are tokenized already, or by the model's own tokenizer.
-    is_gpt2 = t.tokenizer == "gpt2" and not (t.init or is_shards(resolve_data(t.data)))
-    if is_gpt2 or t.tokenizer.startswith(PREFIX):
-        _fetch(t.tokenizer)
+    fetched = set()
+    for t in (run.train for run in runs):
+        refuse_missing([t.data, *[t.val] * bool(t.val)], t.tokenizer)
+        if t.hellaswag and not Path(t.hellaswag).is_file():
+            raise DataError(f"--hellaswag {t.hellaswag}: there is no such file")
+        # GPT-2's is not needed for texts that are tokenized already, or by the model's own tokenizer.
+        is_gpt2 = t.tokenizer == "gpt2" and not (t.init or is_shards(resolve_data(t.data)))
+        if is_gpt2 or t.tokenizer.startswith(PREFIX):
+            fetched.add(t.tokenizer)
+    for name in fetched:
+        load_tokenizer(name)
 
 
 def _run_of(asked: dict[str, Any], ranks: int) -> tuple[Path, RunConfig]:
@@ -302,7 +272,7 @@ def _mpi_of(stage: str, system: System) -> str:
 
 def _submit(text: bytes, system: System, job: Job, numbers: list[int]) -> None:
     submissions = [list(system.submits)]
-    if numbers and system.one_job_each:
+    if numbers and not system.elements:
         option = system.successor_element.replace
         submissions = [[*system.submits, option("$ELEMENT", str(number))] for number in numbers]
     for words in submissions:
@@ -343,10 +313,7 @@ def supervise(min_ranks: int, restarts: int | None, stall: float | None, words: 
     from distgpt.cluster.supervise import Supervisor, parse
 
     line = parse(words)
-    with TRAINS[line.command[0]].make_context(
-        f"distgpt {line.command[0]}", list(line.command[1:])
-    ) as context:
-        asked = context.params  # which refuses what it cannot read
+    asked, _ = _parsed(line.command)
     out: Path | None = asked["out"]
     if out is None:
         raise UsageError("name the run's directory, as in --out runs/mine: each start has to find it")

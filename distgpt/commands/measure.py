@@ -18,13 +18,13 @@ from distgpt.commands.options import (
     FiniteRange,
     deterministic_as_parts,
     dial_options,
+    json_option,
     preset_options,
     set_by_user,
     set_option,
     settings,
     settings_but,
     stage_options,
-    without_graphs,
 )
 from distgpt.core.base.errors import Say, StorageError, UsageError, print_lines, refuse_beside
 from distgpt.core.base.formatting import clock, count, parse_count, parse_duration, size
@@ -49,7 +49,7 @@ from distgpt.core.cpu.stages import open_stage
     help="Time a few steps here; the default where possible, unless --rate is given.",
 )
 @click.option("--gpu-memory", type=FiniteRange(0, min_open=True), help="GiB of each rank's GPU.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of a page.")
+@json_option
 def estimate(
     stage: str,
     threads: int | None,
@@ -132,7 +132,8 @@ def profile(
     """
     asked = asked_for({**set_by_user(flags), "steps": warmup_steps + steps}, preset, config)
     gpu, asked = deterministic_as_parts(stage, gpu, asked)
-    ready = open_stage(stage, threads, without_graphs(stage, gpu))
+    # The kernels of a recorded graph cannot be timed one by one.
+    ready = open_stage(stage, threads, replace(gpu, graphs=False) if stage in ON_GPU else gpu)
 
     from distgpt.core.train.plan import with_dtype
     from distgpt.measure.profile.session import measure
@@ -207,7 +208,7 @@ def sweep(
 
 @command(example="distgpt doctor --hostfile hostfile --ssh")
 @click.option("--stage", type=click.Choice(STAGES), help="Exit with 2 if this stage cannot run here.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object with everything known.")
+@json_option
 @click.option(
     "--hostfile", type=PATH, help="Check the hosts of a job before its launch; exit with 2 on errors."
 )

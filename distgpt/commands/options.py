@@ -236,11 +236,6 @@ launch_options = together(
 )
 
 
-def without_graphs(stage: str, gpu: GpuConfig) -> GpuConfig:
-    """Turn recorded graphs off: the kernels in one cannot be timed one by one."""
-    return replace(gpu, graphs=False) if stage in ON_GPU else gpu
-
-
 def deterministic_as_parts(stage: str, gpu: GpuConfig, asked: Asked) -> tuple[GpuConfig, Asked]:
     """Turn --deterministic of a CPU stage into a recipe of the run."""
     if stage in ON_GPU or not gpu.deterministic:

@@ -1,4 +1,4 @@
-"""Sums of a stretch of the gradients by messages: in parts, or within nodes first; and the choice of a sum."""
+"""Sums of a stretch of the gradients by messages, in parts or within nodes first; and the choice of a sum."""
 
 from __future__ import annotations
 

@@ -3,18 +3,16 @@
 import json
 import re
 import time
-from contextlib import contextmanager
+from functools import partial
 
+import batchjob
 import pytest
-from batchjob import STEPS, WORDS, ranks_in, same, uninterrupted, variable
+from batchjob import STEPS, WORDS, marks, same, uninterrupted, variable
 from conftest import distgpt, metrics, needs_mpi
 from fluxinstance import flux_instance, lacking
-from standstill import standing_still
 
-pytestmark = [
-    *(pytest.mark.cluster, pytest.mark.slow, pytest.mark.xdist_group("ranks"), pytest.mark.timeout(500)),
-    pytest.mark.skipif(bool(lacking()), reason=lacking()),
-]
+pytestmark = marks(lacking())
+held = partial(batchjob.held, sign="FLUX_TASK_RANK")
 
 
 @pytest.fixture(scope="module")
@@ -34,17 +32,6 @@ def submit(flux, folder, *options, words=WORDS):
     result = distgpt(*head, cwd=folder, env=flux.environ)
     assert result.returncode == 0, result.stderr
     return [f"f{number}" for number in re.findall(r"^ƒ(\w+)$", result.stdout, re.M)]
-
-
-@contextmanager
-def held(flux, folder):
-    """Its ranks stand still after some steps."""
-    path = folder / "my run's" / "metrics.jsonl"
-    flux.wait_for(lambda: path.exists() and len(path.read_bytes().splitlines()) > 5)
-    ranks = flux.wait_for(lambda: ranks_in(folder, "FLUX_TASK_RANK"))
-    assert len(ranks) == 2
-    with standing_still(ranks):
-        yield ranks
 
 
 def said(folder, number, name="my-run-s"):

@@ -2,18 +2,13 @@
 
 import re
 import time
-from contextlib import contextmanager
 
 import pytest
-from batchjob import STEPS, WORDS, is_asked, ranks_in, same, uninterrupted
+from batchjob import STEPS, WORDS, held, is_asked, marks, same, uninterrupted
 from conftest import distgpt, metrics, needs_mpi
 from gridengine import grid_engine, lacking
-from standstill import standing_still
 
-pytestmark = [
-    *(pytest.mark.cluster, pytest.mark.slow, pytest.mark.xdist_group("ranks"), pytest.mark.timeout(400)),
-    pytest.mark.skipif(bool(lacking()), reason=lacking()),
-]
+pytestmark = marks(lacking())
 
 
 @pytest.fixture(scope="module")
@@ -33,17 +28,6 @@ def submit(cell, folder, *options, words=WORDS):
     result = distgpt(*head, "--out", "my run's", cwd=folder, env=cell.environ)
     assert result.returncode == 0, result.stderr
     return int(re.search(r"Your job(?:-array)? (\d+)", result.stdout)[1])
-
-
-@contextmanager
-def held(cell, folder):
-    """Its ranks stand still after some steps."""
-    path = folder / "my run's" / "metrics.jsonl"
-    cell.wait_for(lambda: path.exists() and len(path.read_bytes().splitlines()) > 5)
-    ranks = cell.wait_for(lambda: ranks_in(folder))
-    assert len(ranks) == 2
-    with standing_still(ranks):
-        yield ranks
 
 
 def stopped_at_the_limit(cell, folder):

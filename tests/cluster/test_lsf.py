@@ -6,20 +6,13 @@ The clone knows no -wa and -wt: where LSF sends URG before the limit by itself, 
 import json
 import re
 import time
-from contextlib import contextmanager
 
-import batchjob
 import pytest
-from batchjob import OPEN_MPI, STEPS, is_asked, ranks_in, same, uninterrupted, variable
+from batchjob import OPEN_MPI, STEPS, WORDS, held, is_asked, marks, same, uninterrupted, variable
 from conftest import distgpt, losses, metrics, needs_mpi
 from lava import lacking, lava
-from standstill import standing_still
 
-WORDS = [*batchjob.WORDS, "--save-every", "20"]
-pytestmark = [
-    *(pytest.mark.cluster, pytest.mark.slow, pytest.mark.xdist_group("ranks"), pytest.mark.timeout(400)),
-    pytest.mark.skipif(bool(lacking()), reason=lacking()),
-]
+pytestmark = marks(lacking())
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +23,7 @@ def cluster():
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    return uninterrupted(tmp_path_factory.mktemp("finished") / "run", WORDS)
+    return uninterrupted(tmp_path_factory.mktemp("finished") / "run")
 
 
 def submit(cluster, folder, *options, words=WORDS):
@@ -39,16 +32,6 @@ def submit(cluster, folder, *options, words=WORDS):
     result = distgpt(*head, "--out", "my run's", cwd=folder, env=cluster.environ)
     assert result.returncode == 0, result.stderr
     return int(re.search(r"^Job <(\d+)> is submitted", result.stdout, re.M)[1])
-
-
-@contextmanager
-def held(cluster, folder, run="my run's", sign="PMI_RANK"):
-    """Its ranks stand still after a checkpoint and before the last step; a signal of LSF wakes them."""
-    cluster.wait_for(lambda: [*(folder / run / "checkpoints").glob("step-*")])
-    ranks = cluster.wait_for(lambda: ranks_in(folder, sign))
-    assert len(ranks) == 2
-    with standing_still(ranks):
-        yield ranks
 
 
 def said(folder, number):

@@ -4,22 +4,15 @@ import re
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 
-import batchjob
 import pytest
-from batchjob import OPEN_MPI, STEPS, is_asked, ranks_in, same, variable
+from batchjob import OPEN_MPI, STEPS, WORDS, held, is_asked, marks, same, variable
 from conftest import losses, metrics, needs_mpi
 from hosts import MPIRUN
 from openpbs import lacking, open_pbs
-from standstill import standing_still
 
-WORDS = [*batchjob.WORDS, "--save-every", "20"]
 SPARE = 6  # seconds before the limit at which ranks that stood still have to save
-pytestmark = [
-    *(pytest.mark.cluster, pytest.mark.slow, pytest.mark.xdist_group("ranks"), pytest.mark.timeout(400)),
-    pytest.mark.skipif(bool(lacking()), reason=lacking()),
-]
+pytestmark = marks(lacking())
 
 
 @pytest.fixture(scope="module")
@@ -49,16 +42,6 @@ def submit(cluster, folder, *options, words=WORDS):
     head = [sys.executable, "-m", "distgpt", "submit", "--system", "pbs", "--setup", line, "--submit"]
     said = cluster.by_user(*head, *options, "--", *words, "--out", "my run's", cwd=folder)
     return int(re.search(r"^(\d+)(?:\[\])?\.node1$", said, re.M)[1])
-
-
-@contextmanager
-def held(cluster, folder, run="my run's"):
-    """Its two ranks stand still after a checkpoint and before the last step."""
-    cluster.wait_for(lambda: [*(folder / run / "checkpoints").glob("step-*")])
-    ranks = cluster.wait_for(lambda: ranks_in(folder))
-    assert len(ranks) == 2
-    with standing_still(ranks):
-        yield ranks
 
 
 def newest_checkpoint(run):

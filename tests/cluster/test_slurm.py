@@ -1,4 +1,4 @@
-"""Slurm: the script that `submit` writes, and jobs of a real Slurm that are stopped and resume."""
+"""Jobs of a real Slurm that are stopped and resume. A run is held still when it is to be stopped."""
 
 import ctypes.util
 import json
@@ -9,19 +9,15 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
-from conftest import SMALL, distgpt, inside, losses, metrics, needs_mpi, refused
+from batchjob import STEPS, WORDS, same
+from conftest import distgpt, inside, metrics, needs_mpi
 from slurmcluster import BINDING, lacking, slurm_cluster
 from standstill import standing_still
-from trees import sys_of
-
-from distgpt.cluster.affinity.machine import read_machine
-from distgpt.cluster.jobs import batch
 
 SLURM = ("submit", "--system", "slurm")
 TWO_NODES = [*SLURM, "--nodes", "2", "--mpi", "pmi2", "--time", "1h"]
@@ -35,174 +31,6 @@ def written(*words, **how):
     return result.stdout
 
 
-def options(script):
-    return [line.removeprefix("#SBATCH ") for line in script.splitlines() if line.startswith("#SBATCH ")]
-
-
-def launched(script):
-    """The words of srun and of the training command, as a shell sees them."""
-    command = script[script.index("\nsrun ") : script.index('\\\n  >>"$log"')]
-    return shlex.split(command.replace("\\\n", ""))
-
-
-# The script
-
-
-@pytest.mark.parametrize(
-    ("words", "ranks", "cpus"),
-    [
-        ("--node 8x16", 8, 16),
-        ("--node 8x16 --ranks-per-node 1", 1, 128),
-        ("--node 8x16 --ranks-per-node 3", 3, 42),
-        ("--node 2x24 --cpus-per-task 12", 2, 12),
-    ],
-)
-def test_each_region_of_a_described_node_gets_a_rank(words, ranks, cpus, tmp_path):
-    script = written(*TWO_NODES, *words.split(), "train", "--batch-size", "192", cwd=tmp_path)
-    assert {f"--ntasks-per-node={ranks}", f"--cpus-per-task={cpus}"} <= set(options(script))
-    command = launched(script)
-    assert command[command.index("--threads") + 1] == str(cpus)
-
-
-def test_this_machine_describes_a_node_where_that_is_asked_for(tmp_path, monkeypatch):
-    for name, ranks, cpus in (("cascade lake", 2, 24), ("archer2", 8, 16), ("alder lake", 1, 6)):
-        monkeypatch.setattr(batch, "read_machine", lambda name=name: read_machine(sys_of(name)))
-        assert batch.shape("here") == (ranks, cpus)
-    monkeypatch.setattr(batch, "read_machine", lambda: read_machine(tmp_path))
-    result = inside(*SLURM, "--time", "1h", "--node", "here", "train", cwd=tmp_path)
-    refused(result, 2, "--node here", str(tmp_path), "--node 8x16")
-
-
-def test_an_element_of_an_array_has_a_directory_and_a_number_of_its_own(tmp_path):
-    """Not the job's: that of the array's last element stands for all of them."""
-    words = [*SLURM, "--time", "1h", "--name", "seeds", "--array", "3-9:3%2", "--", "train"]
-    for given, out in (
-        (["--out", "my runs"], "my runs/6"),
-        (["--out=my runs"], "my runs/6"),
-        (["--out", "lr-$SLURM_ARRAY_TASK_ID's"], "lr-6's"),
-        (["--out", "lr-${SLURM_ARRAY_TASK_ID}"], "lr-6"),
-        ([], "runs/tiny/6"),
-    ):
-        script = written(*words, *given, "--seed", "$SLURM_ARRAY_TASK_ID", cwd=tmp_path)
-        assert options(script)[-2:] == ["--output=seeds-%A_%a.log", "--array=3-9:3%2"]
-        assert "$SLURM_JOB_ID" not in script
-        # A shell as Slurm starts it, with an srun and a scontrol that show what they are given.
-        (tmp_path / "srun").write_text('#!/bin/sh\nprintf "%s\\0" "$@"; exit 75\n')
-        (tmp_path / "scontrol").write_text('#!/bin/sh\necho "$@" >>scontrol.txt\n')
-        for name in ("srun", "scontrol"):
-            (tmp_path / name).chmod(0o755)
-        numbers = {"SLURM_JOB_ID": "41", "SLURM_ARRAY_JOB_ID": "40", "SLURM_ARRAY_TASK_ID": "6"}
-        env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_CPUS_PER_TASK": "1", **numbers}
-        script = script.replace("before=$(newest)", "before=")
-        checkpoints = tmp_path / out / "checkpoints" / "step-00000001"
-        checkpoints.mkdir(parents=True)
-        ended = subprocess.run(["bash", "-c", script], cwd=tmp_path, env=env, capture_output=True, text=True)
-        assert ended.returncode == 0 and "newest checkpoint: step-00000001" in ended.stdout, ended
-        command = (tmp_path / "seeds-40_6.0.log").read_text().split("\0")
-        assert command[command.index("--seed") + 1] == "6"
-        assert [word.removeprefix("--out=") for word in command if word.endswith(out)]
-        assert (tmp_path / "scontrol.txt").read_text() == "requeue 40_6\n"
-        for path in ("scontrol.txt", "seeds-40_6.0.log"):
-            (tmp_path / path).unlink()
-        shutil.rmtree(tmp_path / Path(out).parts[0])
-
-
-def test_every_element_s_command_is_checked(tmp_path):
-    for number in (1, 2):
-        (tmp_path / f"{number}.toml").write_text(f"steps = {number}\n")
-    words = ["train", "--config", "$SLURM_ARRAY_TASK_ID.toml"]
-    array = [*SLURM, "--time", "1h"]
-    written(*array, "--array=1,2", *words, cwd=tmp_path)
-    refused(inside(*array, "--array=1-3", *words, cwd=tmp_path), 2, "3.toml")
-    refused(inside(*array, "--array=1,x", *words, cwd=tmp_path), 2, "--array=1,x", "--array=1-4")
-    refused(inside(*SLURM, "--time", "1h", *words, cwd=tmp_path), 2, "--array 1-4")
-
-
-def test_files_on_a_disk_of_this_machine_alone_are_noted(tmp_path):
-    words = [*SLURM, "--time", "1h", "train", "--data"]
-    with tempfile.TemporaryDirectory(dir="/tmp") as here:
-        (Path(here) / "text.txt").write_text("some text")
-        assert f"{here}/text.txt" in inside(*words, f"{here}/text.txt", cwd=tmp_path).stderr
-
-
-@needs_mpi
-def test_srun_starts_the_mpi_of_mpi4py(tmp_path):
-    result = inside(*SLURM, "--nodes", "2", "--time", "1h", "train", cwd=tmp_path)
-    from mpi4py import MPI
-
-    way = {"MPICH": "pmi2", "Open MPI": "pmix"}[MPI.get_vendor()[0]]
-    assert f"--mpi {way}" in result.stderr and launched(result.stdout)[1] == f"--mpi={way}"
-
-
-REFUSED = (
-    ([*SLURM, "--time", "1h", "infer"], "not for infer"),
-    ([*TWO_NODES, "train", "--batch-size", "3"], "cannot be split evenly"),
-    ([*TWO_NODES, "train", "--stage", "serial"], "use --stage mpi"),
-    ([*SLURM, "--time", "1h", "train", "--stage", "cuda"], "--gpus-per-node 0"),
-    (
-        [*TWO_NODES, "--gpus-per-node", "1", "train", "--stage", "mpi"],
-        "does not suit 2 ranks",
-    ),
-    ([*TWO_NODES, "train", "--resume", "runs/x"], "--resume is auto"),
-    ([*TWO_NODES, "train", "--out", "a\nscancel 1"], "cannot stand in a script"),
-    ([*TWO_NODES, "--name", "../x", "train"], "--name"),
-    ([*SLURM, "--time", "soon", "train"], "'soon' is no time"),
-    ([*TWO_NODES, "--node", "8 by 16", "train"], "as in 8x16"),
-    ([*TWO_NODES, "--node", "0x16", "train"], "as in 8x16"),
-    ([*TWO_NODES, "--node", "8x16", "--cpus-per-task", "17", "train"], "8 ranks of 17 CPUs do not fit on"),
-    (
-        [*TWO_NODES, "--node", "1x2", "--ranks-per-node", "4", "train"],
-        "4 ranks of 1 CPU do not fit on 2 cores",
-    ),
-)
-
-
-def test_what_would_fail_in_the_job_is_refused_before(tmp_path):
-    typo = inside(*TWO_NODES, "train", "--stepz", "3", cwd=tmp_path)
-    assert typo.returncode == 2 and "--stepz" in typo.stderr and typo.stdout == ""
-    for words, said in REFUSED:
-        result = inside(*words, cwd=tmp_path)
-        refused(result, 2, said)
-        assert result.stdout == "", words
-
-
-def test_files_that_the_job_would_miss_are_missed_at_once(tmp_path):
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "text.txt").write_text("some text")
-    shards = tmp_path / "shards"
-    made = inside("data", "prepare", tmp_path / "text.txt", "--tokenizer", "byte", "--out", shards)
-    assert made.returncode == 0, made.stderr
-    saved = tmp_path / "saved"
-    words = ["train", *SMALL, "--data", tmp_path / "text.txt", "--steps", "1", "--out", saved]
-    assert inside(*words).returncode == 0
-    wrong = (
-        (65, ["--data", "empty"], "holds no file"),
-        (65, ["--val", "gone.jsonl"], "gone.jsonl"),
-        (65, ["--preset", "gpt2", "--data", shards], "holds tokens of"),
-        (2, ["--tokenizer", "nowhere.json"], "nowhere.json"),
-        (65, ["--hellaswag", "nowhere.jsonl"], "nowhere.jsonl"),
-        (74, ["--init", "nowhere.safetensors"], "nowhere.safetensors"),
-        (65, ["--out", saved, "--data", "gone.txt"], "gone.txt"),
-    )
-    for code, words, said in wrong:
-        result = inside(*TWO_NODES, "--mpi", "pmi2", "train", *words, cwd=tmp_path)
-        refused(result, code, said)
-        assert result.stdout == "", words
-    fine = ["--data", "text.txt", "--tokenizer", "char"], ["--data", shards], ["--out", saved]
-    for words in fine:
-        assert inside(*TWO_NODES, "--mpi", "pmi2", "train", *words, cwd=tmp_path).returncode == 0
-
-
-def test_submitting_needs_slurm(tmp_path):
-    result = inside(*TWO_NODES, "--submit", "train", cwd=tmp_path, env={"PATH": str(tmp_path)})
-    refused(result, 2, "no sbatch here", "leave out --submit")
-
-
-# Jobs. A step takes some milliseconds; a run is held still when it is to be stopped in the middle.
-
-STEPS = 80
-MODEL = "--n-layer 2 --n-head 2 --n-embd 64 --seq-len 64 --data story --tokenizer word --batch-size 16"
-WORDS = ["train", *MODEL.split(), *f"--dtype float64 --lr 1e-3 --steps {STEPS} --val-fraction 0.1".split()]
 ON_SLURM = [pytest.mark.slow, pytest.mark.xdist_group("ranks"), pytest.mark.timeout(200)]
 ON_SLURM.append(pytest.mark.skipif(bool(lacking()), reason=lacking()))
 
@@ -287,10 +115,6 @@ def submit(cluster, folder, *options, words=WORDS):
     return Submitted(cluster, folder, int(re.search(r"Submitted batch job (\d+)", result.stdout)[1]))
 
 
-def weights(run):
-    return (run / "weights.safetensors").read_bytes()
-
-
 @pytest.fixture(scope="module")
 def finished(cluster, tmp_path_factory):
     """A job that nobody stopped."""
@@ -309,7 +133,7 @@ def test_a_job_on_two_nodes_trains_as_mpirun_does(finished, tmp_path):
     assert begun["launcher"] == "srun" and len(begun["hosts"]) in (1, 2)  # two nodes of this one machine
     here = distgpt(*WORDS, "--stage", "mpi", "--threads", "1", "--out", tmp_path / "run", ranks=2)
     assert here.returncode == 0, here.stderr
-    assert weights(tmp_path / "run") == weights(finished.run)
+    assert same(tmp_path / "run", finished.run)
 
 
 @on_slurm
@@ -336,7 +160,7 @@ def test_a_job_of_open_mpi_by_pmix_has_the_bits_of_mpich_and_is_saved_when_it_is
     assert job.ended() == "COMPLETED", (job.said(), job.log(0))
     begun = json.loads((job.run / "history.jsonl").read_text().splitlines()[0])
     assert begun["launcher"] == "srun" and begun["mpi"].startswith("Open MPI")
-    assert weights(job.run) == weights(finished.run)
+    assert same(job.run, finished.run)
 
 
 @on_slurm_for_long
@@ -421,7 +245,7 @@ def test_a_job_that_was_stopped_ends_as_if_it_had_not_been(way, stopped, finishe
     assert job.ended() == "COMPLETED", (job.said(), job.log(0))
     assert f"attempt 0 left with {code}" in job.said() and "attempt 1 left with 0" in job.said()
     assert "is saved: resume with" in job.log(0) and "resum" in job.log(1)
-    assert weights(job.run) == weights(finished.run) and losses(job.run) == losses(finished.run)
+    assert same(job.run, finished.run)
 
 
 # What ends a job for good, the state it is in then, and the code with which its ranks leave.
@@ -467,7 +291,7 @@ def test_a_successor_ends_the_run_where_a_job_is_not_queued_again(finished, tmp_
     assert "Submitted batch job" in job.said() and (job.run / f"followed-{job.number}").is_dir()
     successor = Submitted(job.cluster, tmp_path, job.number + 1)
     assert successor.ended() == "COMPLETED" and "attempt 0 left with 0" in successor.said()
-    assert weights(job.run) == weights(finished.run) and losses(job.run) == losses(finished.run)
+    assert same(job.run, finished.run)
 
 
 @on_slurm_for_long
@@ -491,7 +315,7 @@ def test_one_element_of_an_array_is_requeued_alone_and_resumes_in_its_own_direct
     assert "attempt 0 left with 75" in stopped.said() and "attempt 1 left with 0" in stopped.said()
     assert "attempt 0 left with 0" in other.said() and "attempt 1" not in other.said()
     assert max(metrics(stopped.run)) == max(metrics(other.run)) == 160
-    assert weights(stopped.run) != weights(other.run)  # of another seed
+    assert not same(stopped.run, other.run)  # of another seed
 
 
 @on_slurm_for_long
@@ -510,4 +334,4 @@ def test_a_run_moves_to_one_node_and_back(finished, tmp_path):
         number = cluster.call("sbatch", "--parsable", *options, file, cwd=tmp_path)
         job = Submitted(cluster, tmp_path, int(number))
     assert job.ended() == "COMPLETED", (job.said(), job.log(0))
-    assert weights(job.run) == weights(finished.run) and losses(job.run) == losses(finished.run)
+    assert same(job.run, finished.run)

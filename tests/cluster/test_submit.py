@@ -3,25 +3,36 @@
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
-from conftest import inside, refused
+from conftest import SMALL, inside, needs_mpi, refused
+from trees import sys_of
 
-from distgpt.cluster.jobs import systems
+from distgpt.cluster.affinity.machine import read_machine
+from distgpt.cluster.jobs import batch, systems
 from distgpt.cluster.jobs.systems import LAUNCHERS, SYSTEMS
 from distgpt.cluster.launch.environment import MPIS, batch_job, job_end
 
 TRAIN = ["train", "--batch-size", "32", "--out", "runs/mine"]
 
 
+TWO_NODES = ["--nodes", "2", "--mpi", "pmi2"]
+
+
+def submit(system, *words, command=TRAIN, **how):
+    return inside("submit", "--system", system, "--time", "4h", *words, "--", *command, **how)
+
+
 def written(system, *words, command=TRAIN, cwd=None):
     """The script as text, which is one that bash can read."""
-    result = inside("submit", "--system", system, "--time", "4h", *words, "--", *command, cwd=cwd)
+    result = submit(system, *words, command=command, cwd=cwd)
     assert result.returncode == 0, result.stderr
     subprocess.run(["bash", "-n"], input=result.stdout, text=True, check=True)
     return result.stdout
@@ -66,8 +77,7 @@ def test_a_prefix_may_end_with_another_distgpt(tmp_path):
     assert command[:5] == ["/opt/apptainer", "exec", "my image.sif", "distgpt", "train"]
     bare = started(written("sge", "--prefix", "numactl -l", cwd=tmp_path))
     assert bare[:2] == ["numactl", "-l"] and bare[2].endswith("/distgpt")  # this installation's
-    result = inside("submit", "--system", "sge", "--time", "1h", "--prefix", "a 'b", "train", cwd=tmp_path)
-    refused(result, 2, "--prefix a 'b")
+    refused(submit("sge", "--prefix", "a 'b", cwd=tmp_path), 2, "--prefix a 'b")
 
 
 def test_the_first_start_of_a_script_begins_the_run(tmp_path):
@@ -78,8 +88,8 @@ def test_the_first_start_of_a_script_begins_the_run(tmp_path):
         again = inside(*command[command.index("train") :], "--threads", "1", cwd=tmp_path)
         assert again.returncode == 0, again.stderr
         assert (tmp_path / out / "weights.safetensors").exists()
-    words = ["submit", "--system", "slurm", "--time", "1h", "train", "--out", "mnie", "--resume", "auto"]
-    refused(inside(*words, cwd=tmp_path), 2, "no run mnie", "did you mean 'mine'")
+    wrong = submit("slurm", command=["train", "--out", "mnie", "--resume", "auto"], cwd=tmp_path)
+    refused(wrong, 2, "no run mnie", "did you mean 'mine'")
 
 
 STARTED = {
@@ -88,16 +98,6 @@ STARTED = {
     "openmpi": "-n 16 --map-by ppr:8:node:pe=4 --bind-to core --hostfile '$PBS_NODEFILE'",
     "pals": "-n 16 --ppn 8 --depth=4 --cpu-bind=depth",
 }
-
-
-@pytest.mark.parametrize("auto", [("--threads", "auto"), ("--threads=auto",)])
-def test_automatic_threads_are_those_of_the_job(auto, tmp_path):
-    text = written(
-        "sge", "--ranks-per-node", "2", "--cpus-per-task", "4", command=[*TRAIN, *auto], cwd=tmp_path
-    )
-    command = started(text)
-    assert command.count("--threads") == 1 and command[command.index("--threads") + 1] == "4"
-    assert "auto" not in command[: command.index("--resume")] and "--threads=auto" not in command
 
 
 def test_ranks_are_bound_to_a_region_of_nodes_of_their_own_and_free_otherwise(tmp_path):
@@ -111,9 +111,8 @@ def test_ranks_are_bound_to_a_region_of_nodes_of_their_own_and_free_otherwise(tm
         assert "core" not in shlex.join(started(written("sge", *free, cwd=tmp_path))[:8])
     assert started(written("lsf", cwd=tmp_path))[1] == "train"  # one rank needs no launcher
     for vendor, known in MPIS.items():  # of each MPI that a page names some launcher is known
-        assert SYSTEMS["pbs"].mpi[vendor] in LAUNCHERS and SYSTEMS["slurm"].mpi[vendor] == known.srun[0]
-    wrong = inside("submit", "--system", "lsf", "--time", "1h", "--nodes", "2", "--mpi", "pmi2", *TRAIN)
-    refused(wrong, 2, "--mpi pmi2", "openmpi, intel, pals")
+        assert SYSTEMS["pbs"].mpi[vendor] in LAUNCHERS and SYSTEMS["slurm"].mpi[vendor] == known.srun
+    refused(submit("lsf", *TWO_NODES), 2, "--mpi pmi2", "openmpi, intel, pals")
 
 
 def test_an_environments_own_mpirun_starts_ranks_of_its_own_mpi_alone(tmp_path, monkeypatch):
@@ -161,12 +160,27 @@ REFUSED = (
     ("flux", ["--memory", "4G"], "leave it out"),
     ("flux", ["--array", "1-4%2"], "leave out %"),
     ("lsf", ["--setup", "a\nb"], "cannot stand in a script"),
+    ("slurm", ["infer"], "not for infer"),
+    ("slurm", [*TWO_NODES, "train", "--batch-size", "3"], "cannot be split evenly"),
+    ("slurm", [*TWO_NODES, "train", "--stage", "serial"], "use --stage mpi"),
+    ("slurm", ["train", "--stage", "cuda"], "--gpus-per-node 0"),
+    ("slurm", [*TWO_NODES, "--gpus-per-node", "1", "train", "--stage", "mpi"], "does not suit 2 ranks"),
+    ("slurm", [*TWO_NODES, "train", "--resume", "runs/x"], "--resume is auto"),
+    ("slurm", [*TWO_NODES, "train", "--out", "a\nscancel 1"], "cannot stand in a script"),
+    ("slurm", ["--name", "../x"], "--name"),
+    ("slurm", ["--time", "soon"], "'soon' is no time"),
+    ("slurm", ["--node", "8 by 16"], "as in 8x16"),
+    ("slurm", ["--node", "0x16"], "as in 8x16"),
+    ("slurm", ["--node", "8x16", "--cpus-per-task", "17"], "8 ranks of 17 CPUs do not fit on"),
+    ("slurm", ["--node", "1x2", "--ranks-per-node", "4"], "4 ranks of 1 CPU do not fit on 2 cores"),
+    ("slurm", ["train", "--set", "rope_base=0"], "rope_base"),
 )
 
 
 @pytest.mark.parametrize(("system", "words", "said"), REFUSED)
-def test_what_a_system_cannot_do_is_refused_before(system, words, said, tmp_path):
-    result = inside("submit", "--system", system, "--time", "1h", *words, *TRAIN, cwd=tmp_path)
+def test_what_would_fail_in_the_job_is_refused_before(system, words, said, tmp_path):
+    command = [] if {"train", "infer"} & {*words} else TRAIN
+    result = inside("submit", "--system", system, "--time", "1h", *words, *command, cwd=tmp_path)
     refused(result, 2, said)
     assert result.stdout == ""
 
@@ -215,6 +229,123 @@ def test_a_run_knows_the_end_that_a_script_has_set():
     assert job_end(None, {"DISTGPT_JOB_END": "soon"}) is job_end(None, {"DISTGPT_JOB_END": "12"}) is None
     assert batch_job({"FLUX_JOB_ID": "f1"}) == {"system": "Flux", "id": "f1"}
     assert batch_job({"FLUX_JOB_ID": "f1", "FLUX_ENCLOSING_ID": "f2"}) == {"system": "Flux", "id": "f2"}
+
+
+@pytest.mark.parametrize(
+    ("words", "ranks", "cpus"),
+    [
+        ("--node 8x16", 8, 16),
+        ("--node 8x16 --ranks-per-node 1", 1, 128),
+        ("--node 8x16 --ranks-per-node 3", 3, 42),
+        ("--node 2x24 --cpus-per-task 12", 2, 12),
+    ],
+)
+def test_each_region_of_a_described_node_gets_a_rank(words, ranks, cpus, tmp_path):
+    text = written(
+        "slurm", *TWO_NODES, *words.split(), command=["train", "--batch-size", "192"], cwd=tmp_path
+    )
+    assert {f"--ntasks-per-node={ranks}", f"--cpus-per-task={cpus}"} <= {*directives("slurm", text)}
+    command = started(text)
+    assert command[command.index("--threads") + 1] == str(cpus)
+
+
+def test_this_machine_describes_a_node_where_that_is_asked_for(tmp_path, monkeypatch):
+    for name, ranks, cpus in (("cascade lake", 2, 24), ("archer2", 8, 16), ("alder lake", 1, 6)):
+        monkeypatch.setattr(batch, "read_machine", lambda name=name: read_machine(sys_of(name)))
+        assert batch.shape("here") == (ranks, cpus)
+    monkeypatch.setattr(batch, "read_machine", lambda: read_machine(tmp_path))
+    refused(submit("slurm", "--node", "here", cwd=tmp_path), 2, "--node here", str(tmp_path), "--node 8x16")
+
+
+def test_an_element_of_an_array_has_a_directory_and_a_number_of_its_own(tmp_path):
+    """Not the job's: that of the array's last element stands for all of them."""
+    for given, out in (
+        (["--out", "my runs"], "my runs/6"),
+        (["--out=my runs"], "my runs/6"),
+        (["--out", "lr-$SLURM_ARRAY_TASK_ID's"], "lr-6's"),
+        (["--out", "lr-${SLURM_ARRAY_TASK_ID}"], "lr-6"),
+        ([], "runs/tiny/6"),
+    ):
+        command = ["train", *given, "--seed", "$SLURM_ARRAY_TASK_ID"]
+        script = written("slurm", "--name", "seeds", "--array", "3-9:3%2", command=command, cwd=tmp_path)
+        assert directives("slurm", script)[-2:] == ["--output=seeds-%A_%a.log", "--array=3-9:3%2"]
+        assert "$SLURM_JOB_ID" not in script
+        # A shell as Slurm starts it, with an srun and a scontrol that show what they are given.
+        (tmp_path / "srun").write_text('#!/bin/sh\nprintf "%s\\0" "$@"; exit 75\n')
+        (tmp_path / "scontrol").write_text('#!/bin/sh\necho "$@" >>scontrol.txt\n')
+        for name in ("srun", "scontrol"):
+            (tmp_path / name).chmod(0o755)
+        numbers = {"SLURM_JOB_ID": "41", "SLURM_ARRAY_JOB_ID": "40", "SLURM_ARRAY_TASK_ID": "6"}
+        env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_CPUS_PER_TASK": "1", **numbers}
+        script = script.replace("before=$(newest)", "before=")
+        checkpoints = tmp_path / out / "checkpoints" / "step-00000001"
+        checkpoints.mkdir(parents=True)
+        ended = subprocess.run(["bash", "-c", script], cwd=tmp_path, env=env, capture_output=True, text=True)
+        assert ended.returncode == 0 and "newest checkpoint: step-00000001" in ended.stdout, ended
+        command = (tmp_path / "seeds-40_6.0.log").read_text().split("\0")
+        assert command[command.index("--seed") + 1] == "6"
+        assert [word.removeprefix("--out=") for word in command if word.endswith(out)]
+        assert (tmp_path / "scontrol.txt").read_text() == "requeue 40_6\n"
+        for path in ("scontrol.txt", "seeds-40_6.0.log"):
+            (tmp_path / path).unlink()
+        shutil.rmtree(tmp_path / Path(out).parts[0])
+
+
+def test_every_element_s_command_is_checked(tmp_path):
+    for number in (1, 2):
+        (tmp_path / f"{number}.toml").write_text(f"steps = {number}\n")
+    words = ["train", "--config", "$SLURM_ARRAY_TASK_ID.toml"]
+    written("slurm", "--array=1,2", command=words, cwd=tmp_path)
+    for array, said in ((["--array=1-3"], "3.toml"), (["--array=1,x"], "--array=1-4"), ([], "--array 1-4")):
+        refused(submit("slurm", *array, command=words, cwd=tmp_path), 2, said)
+
+
+@needs_mpi
+def test_srun_starts_the_mpi_of_mpi4py(tmp_path):
+    result = submit("slurm", "--nodes", "2", cwd=tmp_path)
+    from mpi4py import MPI
+
+    way = {"MPICH": "pmi2", "Open MPI": "pmix"}[MPI.get_vendor()[0]]
+    assert f"--mpi {way}" in result.stderr and started(result.stdout)[1] == f"--mpi={way}"
+
+
+def test_files_that_the_job_would_miss_are_missed_at_once(tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "text.txt").write_text("some text")
+    shards = tmp_path / "shards"
+    made = inside("data", "prepare", tmp_path / "text.txt", "--tokenizer", "byte", "--out", shards)
+    assert made.returncode == 0, made.stderr
+    saved = tmp_path / "saved"
+    words = ["train", *SMALL, "--data", tmp_path / "text.txt", "--steps", "1", "--out", saved]
+    assert inside(*words).returncode == 0
+    wrong = (
+        (65, ["--data", "empty"], "holds no file"),
+        (65, ["--val", "gone.jsonl"], "gone.jsonl"),
+        (65, ["--preset", "gpt2", "--data", shards], "holds tokens of"),
+        (2, ["--tokenizer", "nowhere.json"], "nowhere.json"),
+        (65, ["--hellaswag", "nowhere.jsonl"], "nowhere.jsonl"),
+        (74, ["--init", "nowhere.safetensors"], "nowhere.safetensors"),
+        (65, ["--out", saved, "--data", "gone.txt"], "gone.txt"),
+    )
+    for code, words, said in wrong:
+        result = submit("slurm", *TWO_NODES, command=["train", *words], cwd=tmp_path)
+        refused(result, code, said)
+        assert result.stdout == "", words
+    fine = ["--data", "text.txt", "--tokenizer", "char"], ["--data", shards], ["--out", saved]
+    for words in fine:
+        assert submit("slurm", *TWO_NODES, command=["train", *words], cwd=tmp_path).returncode == 0
+
+
+def test_settings_without_an_option_reach_the_job(tmp_path):
+    named = [*TRAIN, "--set", "rope_base=500", "--set", "data=story"]
+    assert "--set rope_base=500" in written("slurm", command=named, cwd=tmp_path)
+    typo = submit("slurm", command=["train", "--stepz", "3"], cwd=tmp_path)
+    assert typo.returncode == 2 and "--stepz" in typo.stderr and typo.stdout == ""
+
+
+def test_submitting_needs_slurm(tmp_path):
+    result = submit("slurm", *TWO_NODES, "--submit", cwd=tmp_path, env={"PATH": str(tmp_path)})
+    refused(result, 2, "no sbatch here", "leave out --submit")
 
 
 # A job of PBS and its ends, with a launcher and a qsub that count how often they were called.
@@ -371,10 +502,3 @@ def test_each_element_of_an_array_is_submitted_alone_where_flux_has_no_arrays(tm
     assert result.returncode == 0, result.stderr
     calls = (tmp_path / "calls.txt").read_text().splitlines()
     assert calls == ["batch --env=ELEMENT=1", "batch --env=ELEMENT=3"]
-
-
-def test_settings_without_an_option_reach_the_job_and_are_checked_before_it_waits(tmp_path):
-    named = [*TRAIN, "--set", "rope_base=500", "--set", "data=story"]
-    assert "--set rope_base=500" in written("slurm", command=named, cwd=tmp_path)
-    wrong = ["submit", "--system", "slurm", "--time", "4h", "--", *TRAIN, "--set", "rope_base=0"]
-    refused(inside(*wrong, cwd=tmp_path), 2, "rope_base")

@@ -15,8 +15,9 @@ from conftest import BIN, MPIRUN, SMALL, inside, metrics, needs_mpi, popen, refu
 
 from distgpt.cluster import supervise
 from distgpt.cluster.jobs import reach
+from distgpt.cluster.jobs.launchers import HostLine
 from distgpt.cluster.jobs.reach import Answer
-from distgpt.cluster.supervise import Room, Supervisor, chosen, parse, read_rooms
+from distgpt.cluster.supervise import Supervisor, chosen, parse, read_rooms
 from distgpt.core.base.errors import UsageError
 from distgpt.core.config import RunConfig
 from distgpt.core.saved.run_lock import RunLock
@@ -81,11 +82,11 @@ def test_the_lines_of_a_hostfile_are_rooms(tmp_path, monkeypatch):
         )
 
     found = of("MPICH", "-n 4")
-    assert found == [Room("a", 2, "a:2"), Room("b", 2, "b:2 user=me"), Room("c", 1, "c")]
-    assert of("MPICH", "-n 4 -ppn 3")[2].ranks == 3
+    assert found == [HostLine("a:2", "a", 2), HostLine("b:2 user=me", "b", 2), HostLine("c", "c", 1)]
+    assert of("MPICH", "-n 4 -ppn 3")[2].slots == 3
     for vendor, words, why in (
         ("MPICH", "-n 6", "has room for 5 of 6 ranks"),
-        ("Open MPI", "-n 4", "write a slots=2"),
+        ("Open MPI", "-n 4", "as in node1 slots=4"),
     ):
         with pytest.raises(UsageError, match=why):
             of(vendor, words)

@@ -3,10 +3,12 @@
 import re
 import shutil
 import signal
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import pytest
 from conftest import distgpt, losses
+from standstill import standing_still
 
 # Debian's Open MPI, where its launcher is the machine's. It is built without PBS's library.
 _IS_OPEN_MPIS = Path(shutil.which("mpiexec") or "none").resolve().name == "orterun"
@@ -15,11 +17,28 @@ STEPS = 80
 _ASKED = 1 << signal.SIGUSR1 - 1  # in a mask of signals
 _MODEL = "--n-layer 2 --n-head 2 --n-embd 64 --seq-len 64 --data story --tokenizer word --batch-size 16"
 WORDS = ["train", *_MODEL.split(), *f"--dtype float64 --lr 1e-3 --steps {STEPS} --val-fraction 0.1".split()]
+WORDS += ["--save-every", "20"]
 
 
-def uninterrupted(run, words=WORDS):
+def marks(lacking):
+    """The marks of tests that need a batch system; `lacking`: why there is none here, "" if there is one."""
+    own = (pytest.mark.cluster, pytest.mark.slow, pytest.mark.xdist_group("ranks"), pytest.mark.timeout(500))
+    return [*own, pytest.mark.skipif(bool(lacking), reason=lacking)]
+
+
+@contextmanager
+def held(cluster, folder, run="my run's", sign="PMI_RANK"):
+    """Its two ranks stand still after a checkpoint and before the last step; a signal to end wakes them."""
+    cluster.wait_for(lambda: [*(folder / run / "checkpoints").glob("step-*")])
+    ranks = cluster.wait_for(lambda: ranks_in(folder, sign))
+    assert len(ranks) == 2
+    with standing_still(ranks):
+        yield ranks
+
+
+def uninterrupted(run):
     """Train it on two ranks without a batch system, which nobody stops."""
-    result = distgpt(*words, "--stage", "mpi", "--threads", "1", "--out", run, ranks=2, timeout=300)
+    result = distgpt(*WORDS, "--stage", "mpi", "--threads", "1", "--out", run, ranks=2, timeout=300)
     assert result.returncode == 0, result.stderr
     return run
 

@@ -7,9 +7,10 @@ import os
 import shutil
 import subprocess
 import tempfile
-import time
 from contextlib import contextmanager
 from pathlib import Path
+
+from schedulers import Scheduler
 
 PATH = os.pathsep.join([os.environ["PATH"], "/opt/flux/bin"])  # where a build from source is looked for, too
 SECONDS_TO_END = 60
@@ -25,30 +26,21 @@ def lacking():
     return "" if shutil.which("flux", path=PATH) else "needs flux-core: flux in PATH or in /opt/flux/bin"
 
 
-class Instance:
-    """`environ` is what commands need to talk to it."""
+class Instance(Scheduler):
+    """Flux's commands."""
 
-    def __init__(self, uri):
+    shows = ("jobs", "-a")
+
+    def __init__(self, folder, uri):
         # Of a job's own instance this machine is asked without ssh.
-        self.environ = {"FLUX_URI": uri, "FLUX_URI_RESOLVE_LOCAL": "t", "PATH": PATH}
+        super().__init__(folder, {"FLUX_URI": uri, "FLUX_URI_RESOLVE_LOCAL": "t", "PATH": PATH})
 
-    def call(self, *words):
-        """Run a command of it; returns what it wrote."""
-        env = {**os.environ, **self.environ}
-        done = subprocess.run(["flux", *map(str, words)], env=env, capture_output=True, text=True, timeout=60)
-        assert done.returncode == 0, (words, done.stdout, done.stderr)
-        return done.stdout
+    def call(self, *words, **how):
+        return super().call("flux", *words, **how)
 
     def queued(self):
         """The numbers of its jobs that have not ended."""
         return self.call("jobs", "-n", "-o", "{id.f58plain}").split()
-
-    def wait_for(self, what, seconds=200):
-        deadline = time.monotonic() + seconds
-        while not (found := what()):
-            assert time.monotonic() < deadline, self.call("jobs", "-a")
-            time.sleep(0.1)
-        return found
 
 
 @contextmanager
@@ -70,7 +62,7 @@ def flux_instance(nodes=2, pretended=""):
             uri = process.stdout.readline().strip()
             assert uri.startswith("local://"), uri
             try:
-                yield Instance(uri)
+                yield Instance(folder, uri)
             finally:
                 process.stdin.close()
                 process.wait(SECONDS_TO_END)

@@ -5,13 +5,12 @@ Root alone can start one. It knows nothing of a Grid Engine that is there alread
 
 import os
 import shutil
-import signal
 import socket
-import subprocess
 import tempfile
-import time
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+
+from schedulers import Scheduler, end_all, free_ports
 
 LIBRARY = Path("/usr/lib/gridengine")  # where Debian has the daemons
 SHARED = Path("/usr/share/gridengine")
@@ -58,32 +57,19 @@ def lacking():
     return "" if os.geteuid() == 0 else "a Grid Engine of our own needs root"
 
 
-class Cell:
-    """`environ` is what commands need to talk to it."""
+class Cell(Scheduler):
+    """Grid Engine's commands."""
+
+    shows = ("qstat", "-f")
 
     def __init__(self, folder):
-        self.folder = folder
         ports = dict(zip(("SGE_QMASTER_PORT", "SGE_EXECD_PORT"), map(str, free_ports(2)), strict=True))
         path = os.pathsep.join([str(LIBRARY), os.environ["PATH"]])
-        self.environ = {"SGE_ROOT": str(folder), "SGE_CELL": "default", "PATH": path, **ports}
-
-    def call(self, *words, check=True):
-        """Run a command of it; returns what it wrote."""
-        env = {**os.environ, **self.environ}
-        done = subprocess.run([*map(str, words)], env=env, capture_output=True, text=True, timeout=60)
-        assert not check or done.returncode == 0, (words, done.stdout, done.stderr)
-        return done.stdout if check else done
+        super().__init__(folder, {"SGE_ROOT": str(folder), "SGE_CELL": "default", "PATH": path, **ports})
 
     def queued(self):
         """The numbers of its jobs that have not ended."""
         return {int(line.split()[0]) for line in self.call("qstat").splitlines()[2:]}
-
-    def wait_for(self, what, seconds=150):
-        deadline = time.monotonic() + seconds
-        while not (found := what()):
-            assert time.monotonic() < deadline, self.call("qstat", "-f", check=False).stdout
-            time.sleep(0.1)
-        return found
 
     def changed(self, show, change, values):
         """Change some lines of what a command shows, and give it to another."""
@@ -123,20 +109,6 @@ def grid_engine():
         yield cell
 
 
-def end_all(mine):
-    """Kill the daemons and whatever a job has left behind: all that has this in its environment."""
-    signal_all(signal.SIGKILL, mine)
-
-
-def signal_all(number, *mine):
-    """Signal all processes but this one that have these in their environment."""
-    for process in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            variables = (process / "environ").read_bytes().split(b"\0")
-            if {*map(str.encode, mine)} <= {*variables} and int(process.name) != os.getpid():
-                os.kill(int(process.name), number)
-
-
 def _prepared(folder):
     """Write what a cell needs before its first start; returns where it spools."""
     folder.chmod(0o755)
@@ -161,11 +133,3 @@ def _configuration(folder):
     rows = [row for row in rows if len(row) == 2 and row[0] != "#"]
     path.write_text("".join(f"{name} {own.get(name, value)}\n" for name, value in rows))
     return path
-
-
-def free_ports(count):
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]

@@ -7,13 +7,11 @@ import os
 import shutil
 import signal
 import socket
-import subprocess
 import tempfile
-import time
 from contextlib import contextmanager
 from pathlib import Path
 
-from gridengine import end_all, free_ports, signal_all
+from schedulers import Scheduler, end_all, free_ports, signal_all
 
 PREFIX = Path("/opt/volclava")  # where a build of one's own puts it
 DAEMONS = ("lim", "res", "sbatchd", "mbatchd", "pim", "eauth")
@@ -106,21 +104,15 @@ def lacking():
     return "" if os.geteuid() == 0 else "a volclava of our own needs root"
 
 
-class Lava:
-    """`environ` is what commands need to talk to it."""
+class Lava(Scheduler):
+    """LSF's commands."""
+
+    shows = ("bjobs", "-al")
+    logs_at = "log/*"
 
     def __init__(self, folder):
-        self.folder = folder
         path = os.pathsep.join([str(folder / "bin"), os.environ["PATH"]])
-        self.environ = {"LSF_ENVDIR": str(folder), "PATH": path, "HOME": str(folder)}
-
-    def call(self, *words, check=True, cwd=None, given=None):
-        """Run a command of it; returns what it wrote."""
-        env = {**os.environ, **self.environ}
-        how = {"env": env, "cwd": cwd, "input": given, "capture_output": True, "text": True, "timeout": 60}
-        done = subprocess.run([*map(str, words)], **how)
-        assert not check or done.returncode == 0, (words, done.stdout, done.stderr, self.logs())
-        return done.stdout if check else done
+        super().__init__(folder, {"LSF_ENVDIR": str(folder), "PATH": path, "HOME": str(folder)})
 
     def warn(self, job, element=0):
         """Send URG to all processes of a job, as LSF does by -wa: its clone has no number for that signal."""
@@ -135,18 +127,6 @@ class Lava:
     def queued(self):
         """Its jobs that have not ended."""
         return [job for job, state in self.states() if state not in ("DONE", "EXIT")]
-
-    def wait_for(self, what, seconds=150):
-        deadline = time.monotonic() + seconds
-        while not (found := what()):
-            assert time.monotonic() < deadline, self.call("bjobs", "-al", check=False).stdout + self.logs()
-            time.sleep(0.2)
-        return found
-
-    def logs(self):
-        """The last lines that its daemons have written."""
-        files = sorted((self.folder / "log").glob("*"))
-        return "".join(f"{file}:\n" + "".join(file.read_text().splitlines(True)[-8:]) for file in files)
 
 
 @contextmanager

@@ -6,17 +6,15 @@ Root alone can start one. It knows nothing of a PBS that is there already.
 import os
 import re
 import shutil
-import socket
 import stat
-import subprocess
 import sys
 import tempfile
-import time
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
 import hosts
+from schedulers import Scheduler, free_ports
 
 PREFIXES = ("/opt/pbs", "/usr")  # where a build of one's own and packages put it
 DAEMONS = ("pbs_server", "pbs_sched", "pbs_comm", "pbs_mom")
@@ -68,11 +66,15 @@ def lacking():
     return ""
 
 
-class Cluster:
+class Cluster(Scheduler):
     """Its commands run on one of its nodes, as root or as the user whose jobs it runs."""
 
+    shows = ("qstat", "-xs")
+    logs_at = "*/*_logs/*"
+
     def __init__(self, folder, spaces):
-        self.folder, self.spaces = folder, spaces
+        super().__init__(folder, {})
+        self.spaces = spaces
         self.prefix = prefix()
         self.path = f"{self.prefix}/bin:{os.environ['PATH']}"
         self.home = folder / USER
@@ -90,13 +92,9 @@ class Cluster:
         script = f'hostname {node}; {_opened(self.folder)}exec {environ} "$0" "$@"'
         return [*hosts.inside(space), "unshare", "-m", "sh", "-c", script]
 
-    def call(self, *words, node=NODES[0], check=True, given=None, cwd=None, timeout=120):
+    def call(self, *words, node=NODES[0], **how):
         """Run a command of it as root; returns what it wrote."""
-        words = [*self.inside(node), *map(str, words)]
-        how = {"cwd": cwd, "capture_output": True, "text": True, "timeout": timeout}
-        done = subprocess.run(words, input=given, **how)
-        assert not check or done.returncode == 0, (words, done.stdout, done.stderr, self.logs())
-        return done.stdout if check else done
+        return super().call(*self.inside(node), *words, **{"timeout": 120, **how})
 
     def by_user(self, *words, **how):
         """Run a command as the user; returns what it wrote."""
@@ -128,18 +126,6 @@ class Cluster:
         shown = self.call("qstat", "-xf", number).replace("\n\t", "")
         found = re.search(rf"^    {re.escape(name)} = (.*)$", shown, re.M)
         return found[1] if found else ""
-
-    def wait_for(self, what, seconds=150):
-        deadline = time.monotonic() + seconds
-        while not (found := what()):
-            assert time.monotonic() < deadline, self.call("qstat", "-xs", check=False).stdout + self.logs()
-            time.sleep(0.2)
-        return found
-
-    def logs(self):
-        """The last lines that its daemons have written."""
-        files = sorted(self.folder.glob("*/*_logs/*"))
-        return "".join(f"{file}:\n" + "".join(file.read_text().splitlines(True)[-8:]) for file in files)
 
     def daemon(self, name, node=NODES[0]):
         self.call(self.prefix / "sbin" / name, node=node)
@@ -189,13 +175,13 @@ def open_pbs():
         os.chown(cluster.home, UID, UID)
         (folder / "remote-start").write_text(REMOTE_START)
         (folder / "remote-start").chmod(0o755)
-        port = _free_port()
+        [port] = free_ports(1)
         for node in NODES:
             cluster.prepare(node, port)
         for name in ("pbs_comm", "pbs_mom", "pbs_sched", "pbs_server"):
             cluster.daemon(name)
         cluster.daemon("pbs_mom", NODES[1])
-        cluster.call("qmgr", given=SERVER + f"create node {NODES[1]}\n")
+        cluster.call("qmgr", input=SERVER + f"create node {NODES[1]}\n")
         for node in NODES:
             cluster.wait_for(partial(cluster.is_free, node), SECONDS_TO_START)
         yield cluster
@@ -228,9 +214,3 @@ def _opened(folder):
         if path.is_relative_to(above):
             lines += [f"mkdir -p {path}", f"mount --bind {real / path.relative_to(above)} {path}"]
     return "".join(f"{line} && " for line in lines)
-
-
-def _free_port():
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]

@@ -9,9 +9,10 @@ import shutil
 import socket
 import subprocess
 import tempfile
-import time
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+
+from schedulers import Scheduler, end_all, free_ports
 
 DAEMONS = ("munged", "slurmctld", "slurmd")
 PROGRAMS = (*DAEMONS, "setpriv", "sbatch", "srun", "scontrol", "scancel", "squeue")
@@ -65,35 +66,18 @@ def lacking():
     return "" if os.geteuid() == 0 else "a Slurm of our own needs root"
 
 
-class Cluster:
-    """`environ` is what commands need to talk to it."""
+class Cluster(Scheduler):
+    """Slurm's commands, and the jobs that it knows."""
+
+    shows = ("squeue", "-l")
 
     def __init__(self, folder):
-        self.folder = folder
-        self.environ = {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": PATH}
-
-    def call(self, *words, check=True, **how):
-        """Run a command of Slurm; returns what it wrote."""
-        env = {**os.environ, **self.environ}
-        done = subprocess.run([*map(str, words)], env=env, capture_output=True, text=True, timeout=60, **how)
-        assert not check or done.returncode == 0, (words, done.stdout, done.stderr, self.logs())
-        return done.stdout if check else done
+        super().__init__(folder, {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": PATH})
 
     def job(self, number):
         """What Slurm knows of a job, by name."""
         words = self.call("scontrol", "show", "job", number).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
-
-    def wait_for(self, what, seconds=100):
-        deadline = time.monotonic() + seconds
-        while not (found := what()):
-            assert time.monotonic() < deadline, (self.call("squeue", "-l"), self.logs())
-            time.sleep(0.05)
-        return found
-
-    def logs(self):
-        """The last lines of its daemons', for a test that fails."""
-        return {log.name: log.read_text().splitlines()[-8:] for log in self.folder.glob("*.log")}
 
 
 # In place of more CPUs than there are, to which nothing can be bound: a node has two of this machine's.
@@ -108,13 +92,13 @@ def slurm_cluster(changed=()):
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         folder.chmod(0o755)
         cluster = Cluster(folder)
-        stack.callback(_end_all, cluster)
+        stack.callback(end_all, f"SLURM_CONF={folder / 'slurm.conf'}")
         key = folder / "munge.key"
         key.write_bytes(secrets.token_bytes(128))
         key.chmod(0o600)
         (folder / "state").mkdir()
         host = socket.gethostname().split(".")[0]
-        text = CONFIGURATION.format(folder=folder, host=host, ports=_free_ports(3))
+        text = CONFIGURATION.format(folder=folder, host=host, ports=free_ports(3))
         for words in changed:
             text = text.replace(words, changed[words])
         (folder / "slurm.conf").write_text(text)
@@ -151,22 +135,3 @@ def _end(daemon):
 def _idle(cluster):
     told = cluster.call("sinfo", "-h", "-N", "-p", "low", "-t", "idle", "-o", "%N", check=False)
     return len(told.stdout.split())
-
-
-def _end_all(cluster):
-    """Whatever a job has left behind: all that has this cluster's configuration in its environment."""
-    mine = f"SLURM_CONF={cluster.folder}".encode()
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            if mine in (process / "environ").read_bytes() and int(process.name) != os.getpid():
-                os.kill(int(process.name), 9)
-        except OSError:
-            continue
-
-
-def _free_ports(count):
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]

@@ -10,6 +10,7 @@ from conftest import distgpt, inside, needs_mpi, refused
 from threadranks import on_all_ranks
 
 from distgpt.cluster.jobs import launchers
+from distgpt.cluster.launch.environment import launched_as, launcher_name
 from distgpt.core.comm.agree import gather_bytes
 from distgpt.core.comm.serial import SerialComm
 from distgpt.core.config import STAGES
@@ -203,7 +204,7 @@ def test_launchers_are_known_by_what_they_leave():
         ({"SLURM_NTASKS": "8"}, "", 1),
         ({"PMI_SIZE": "many"}, "", 1),
     ):
-        assert launchers.launch(environment) == {"launcher": launcher, "processes": processes}
+        assert (launcher_name(environment), launched_as(environment)) == (launcher, processes)
 
 
 def test_bytes_of_any_length_reach_every_rank():

@@ -1,6 +1,5 @@
 """Launch lines: the right one for an MPI, and what the doctor says of wrong ones."""
 
-import os
 from pathlib import Path
 
 import pytest
@@ -17,9 +16,9 @@ NOWHERE = {"path": None, "vendor": ""}
 TRAIN = "-n 2 distgpt train --stage mpi"
 
 
-def around(mpirun, srun=(), as_root=False):
+def around(mpirun, as_root=False):
     """The facts of a process that nothing has launched."""
-    return {"launcher": "", "processes": 1, "mpirun": mpirun, "srun": list(srun), "as_root": as_root}
+    return {"launcher": "", "processes": 1, "mpirun": mpirun, "as_root": as_root}
 
 
 def of(vendor):
@@ -41,9 +40,6 @@ def of(vendor):
             ["/none/Open MPI/mpirun --allow-run-as-root"],
         ),
         (around(HYDRA, as_root=True), "MPICH", [], ["/none/MPICH/mpirun"]),
-        (around(HYDRA, ["pmix", "pmi2"]), "MPICH", [], ["srun --mpi=pmi2", "/none/MPICH/mpirun"]),
-        (around(HYDRA, ["pmix"]), "Intel MPI", [], ["srun --mpi=pmix", "/none/MPICH/mpirun"]),
-        (around(HYDRA, ["cray_shasta"]), "Cray MPICH", [], ["srun --mpi=cray_shasta", "/none/MPICH/mpirun"]),
         (around(HYDRA), "an unknown MPI", [], []),
     ],
 )
@@ -55,36 +51,13 @@ def test_launch_lines_fit_the_mpi_and_traps_are_named(facts, vendor, words, line
 
 def test_a_broken_mpi_or_a_launcher_at_work_has_no_launch_lines():
     for launched, found in (
-        (around(OPEN, srun=["none"]), {"problem": "it does not start"}),
+        (around(OPEN), {"problem": "it does not start"}),
         ({"launcher": "srun", "processes": 2}, of("Open MPI")),
     ):
         assert [*report._launch(launched, found), *report.launch_lines(launched, found)] == []
 
 
 # What they stand on
-
-
-def executable(path, text):
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(f"#!/bin/sh\n{text}\n")
-    path.chmod(0o755)
-
-
-def test_srun_is_asked_for_what_it_offers(tmp_path, monkeypatch):
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    for text, ways in (
-        # Slurm 22.05, and one that writes its name on standard error, before 21.
-        (
-            r"printf ' MPI plugin types are...\n\tpmix\n\tnone\n\tpmi2\nspecific pmix plugin: pmix_v4\n'",
-            ["pmix", "none", "pmi2"],
-        ),
-        (r"printf 'srun: MPI types are...\nsrun: none\nsrun: pmi2\n' >&2", ["none", "pmi2"]),
-        (r"printf 'srun: error: no configuration\nsrun: fatal\n' >&2; exit 1", []),
-    ):
-        executable(tmp_path / "srun", text)
-        assert launchers.srun_ways() == ways
-    monkeypatch.setattr(launchers.shutil, "which", lambda name: None)
-    assert launchers.srun_ways() == []
 
 
 def test_the_file_of_the_library_is_the_one_in_use():

@@ -56,7 +56,6 @@ class Four(SerialComm):
 def test_ranks_that_share_a_core_are_noted_on_rank_0(monkeypatch):
     alike = lambda comm, data: [data] * comm.size  # noqa: E731
     monkeypatch.setattr(job, "gather_texts", alike)
-    monkeypatch.setattr(job, "usable_cores", lambda: {0, 1})
 
     def said(comm, name="mpi"):
         return job.LAUNCHED.notes(comm, name, 1, threads_given=True)

@@ -16,9 +16,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from distgpt.cluster.affinity.machine import SYS, Machine, is_flat, listed, read_machine
-from distgpt.cluster.affinity.plan import Place, Rank, blocks, cores_of, place_of, region
+from distgpt.cluster.affinity.plan import Place, Rank, blocks, cores_of, place_of
 from distgpt.core.base.errors import UsageError
-from distgpt.core.base.formatting import count
 from distgpt.core.base.system import boot_id
 from distgpt.core.comm.agree import gather_texts, on_every_rank
 from distgpt.core.comm.api import Comm
@@ -77,7 +76,7 @@ class Placed(Layout):
             place = place_of(machine, here, me)
         refusals = gather_texts(comm, self._claimed(machine, place))
         taken = [text for rank, text in zip(ranks, refusals, strict=True) if rank.host == own.host and text]
-        lines = taken[:1] or list(about(machine, here, place))
+        lines = taken[:1] or doubts(machine, here)
         if taken:
             self.forget()
         elif place:
@@ -170,30 +169,20 @@ def claim_of(core: int) -> str:
     return f"\0distgpt-core-{core}"
 
 
-def about(machine: Machine, here: Sequence[Rank], place: Place | None) -> Iterator[str]:
-    """Describe where the ranks of a host run, if that matters. `place` is the first one's."""
+def doubts(machine: Machine, here: Sequence[Rank]) -> list[str]:
+    """Return why the ranks of a host are not bound, if they should be."""
     if machine.doubts:
-        if len(here[0].cpus) > 1 and here[0].bind == "auto":
-            yield f"{machine.doubts[0]}: threads run where Linux puts them"
-        return
+        asked = len(here[0].cpus) > 1 and here[0].bind == "auto"
+        return [f"{machine.doubts[0]}: threads run where Linux puts them"] * asked
     users = Counter(core for rank in here for core in cores_of(machine, rank))
     shared = {core for core, many in users.items() if many > 1}
-    if shared and len({rank.cpus for rank in here}) > 1:
-        many = sum(bool(cores_of(machine, rank) & shared) for rank in here)
-        yield (
-            f"{many} ranks of a host share cores ({listed(shared)}): bind each to cores of its own"
-            " (mpirun -bind-to core, srun --cpu-bind=cores)"
-        )
-    if place is None or is_flat(machine.cpus if len(here) > 1 else machine.usable):
-        return
-    seats = place.block.seats
-    regions = len({region(core) for core in machine.cores if core[0].number in seats})
-    lie = f"{count(len(seats), 'core')} in {f'{regions} NUMA regions' if regions > 1 else 'one NUMA region'}"
-    lie += ", a thread on each" if place.seats else ""
-    if len(here) > 1:
-        yield f"each of {len(here)} ranks of a host {'binds itself' if place.binds else 'was bound'} to {lie}"
-    else:
-        yield f"{count(here[0].threads, 'thread')} on {lie}"
+    if not shared or len({rank.cpus for rank in here}) == 1:
+        return []
+    many = sum(bool(cores_of(machine, rank) & shared) for rank in here)
+    return [
+        f"{many} ranks of a host share cores ({listed(shared)}): bind each to cores of its own"
+        " (mpirun -bind-to core, srun --cpu-bind=cores)"
+    ]
 
 
 PLACED = Placed()

@@ -90,24 +90,25 @@ _SUCCESSOR = """\
 
 _SCRIPT = """\
 #!/bin/bash
-# Train, and begin again where it stopped until all steps are done. {advice}
-# {made_by}
+# Train, and begin again where it stopped until all steps are done. {system.advice}
+# {job.made_by}
 {options}
 
-{enters}{deadline}# What this site needs before a program starts goes here: module load …, export …
+{first}# What this site needs before a program starts goes here: module load …, export …
 {setup}
-{begin}log={name}-{number}.$attempt.log
+{begin}log={job.name}-{number}.$attempt.log
 newest() {{ ls {checkpoints} 2>/dev/null | tail -n 1; }}
 {functions}before=$(newest)
 
-set -m  # {starts} in a process group of its own: {reason}
+set -m  # {starts} in a process group of its own: on a TERM that is meant for this shell it would \
+kill the ranks
 {launch}{command} \\
   >>"$log" 2>&1 &
 ranks=$!
 
-{signals}
-trap 'came=USR1; {passed_on}' {announces}
-trap 'came=TERM; ending=yes; {passed_on}' {ends}
+{system.signals}
+trap 'came=USR1; {system.passed_on}' {system.announces}
+trap 'came=TERM; ending=yes; {system.passed_on}' {system.ends}
 # wait comes back for a signal, after two at once perhaps twice, and always while the ranks are stopped: of a
 # TSTP the shell would leave the loop, too, were it not for the function.
 ended() {{ wait $ranks; }}
@@ -116,11 +117,11 @@ while came=; ended; code=$?; [ "$came" ] || kill -0 $ranks 2>/dev/null; do
 done
 echo "attempt $attempt left with $code; newest checkpoint: $(newest)"
 
-# {rule}
+# {system.rule}
 again=
 if [ $code = 75 ] && [ "$(newest)" = "$before" ]; then
   echo "no step was finished in this attempt: not queued again, as that might never end"
-elif {condition}; then
+elif {system.begins_again}; then
   again=yes
 fi
 if [ "$again" ] && [ -z "$ending" ]; then
@@ -149,28 +150,19 @@ def script(system: System, job: Job) -> str:
     begin = system.begin_element * bool(job.array) + system.begin + system.attempt
     before = system.before + system.before_openmpi * (job.mpi == "openmpi")
     return _SCRIPT.format(
-        advice=system.advice,
-        made_by=job.made_by,
+        system=system,
+        job=job,
         options="\n".join(f"{system.sentinel} {option}" for option in _directives(system, job)),
-        enters=system.enters,
         # Before the lines of the site, which take time from the limit.
-        deadline=system.deadline.format(**values),
+        first=system.first.format(**values),
         setup="".join(f"{line}\n" for line in job.setup),
         begin=begin.format(**values),
-        name=job.name,
         number=number,
         checkpoints=quote(str(job.out / "checkpoints")),
         functions=before.format(**values),
-        reason="on a TERM that is meant for this shell it would kill the ranks",
         starts=launch.partition(" ")[0].rpartition("/")[2] or "the run",
         launch=f"{launch} \\\n  " if launch else "",
         command=" \\\n  ".join(_wrapped(job.command, quote)),
-        signals=system.signals,
-        announces=system.announces,
-        ends=system.ends,
-        passed_on=system.passed_on,
-        rule=system.rule,
-        condition=system.begins_again.format(),
         again=again,
     )
 

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from distgpt.cluster.launch.environment import MPIS, launched_as, launcher_name
+from distgpt.cluster.launch.environment import MPIS
 from distgpt.core.base.errors import UsageError
 from distgpt.core.base.system import python_code
 from distgpt.core.cpu.stages import open_stage
@@ -23,7 +22,6 @@ from distgpt.core.cpu.stages import open_stage
 Facts = dict[str, Any]
 
 SECONDS_FOR_MPI = 20
-SECONDS_FOR_SRUN = 5  # one that finds no Slurm may look for long
 HOSTS_OPTION = {vendor: MPIS[vendor].hosts for vendor in ("MPICH", "Open MPI")}  # others have MPICH's
 _ASK_MPI = "from distgpt.cluster.jobs.launchers import report_mpi; report_mpi()"
 
@@ -70,11 +68,6 @@ def _hosts(program: str, hostfile: Path | None) -> tuple[str, ...]:
         raise UsageError(f"--hostfile {hostfile}: there is no such file")
     vendor = mpirun(program)["vendor"]
     return (HOSTS_OPTION.get(vendor, HOSTS_OPTION["MPICH"]), str(hostfile))
-
-
-def launch(environ: Mapping[str, str] = os.environ) -> Facts:
-    """Return the launcher of this process, "" if there is none, and the number of processes it started."""
-    return {"launcher": launcher_name(environ), "processes": launched_as(environ)}
 
 
 def running_mpi() -> Facts:
@@ -140,21 +133,54 @@ def is_of_family(launcher: str, vendor: str) -> bool:
     return bool(launcher) and (launcher == "Open MPI") == (vendor == "Open MPI")
 
 
-def srun_ways() -> list[str]:
-    """Return what srun's --mpi can be here, as in pmi2; nothing without a Slurm that answers."""
-    if shutil.which("srun") is None:
-        return []
-    try:
-        done = subprocess.run(
-            ["srun", "--mpi=list"], capture_output=True, text=True, timeout=SECONDS_FOR_SRUN
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    # One on a line, on standard error in front of which older ones write their name.
-    found = re.findall(r"^(?:srun: )?\s*(\w+)$", f"{done.stdout}\n{done.stderr}", re.MULTILINE)
-    return [] if done.returncode else found
-
-
 def own_mpirun() -> str | None:
     """Return the mpirun installed beside this Python, if there is one."""
     return shutil.which("mpirun", path=str(Path(sys.executable).parent))
+
+
+# Hostfiles. The rules are what MPICH 5.0 and Open MPI 5.0 did when they were tried; test_hostfile.py tries
+# MPICH again. Lines that one of them would read as something else are rejected.
+
+LARGEST_HOSTFILE = 1 << 20  # bytes
+MOST_RANKS = 10_000  # on a line: both mpiruns hang with many more
+_NAME = r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,252}"  # never with a - in front, which ssh takes for an option
+_HOST = rf"(?P<host>(?:{_NAME}@)?{_NAME})"
+_OF_OPEN_MPI = r"slots[ \t]*=[ \t]*(?P<slots>[0-9]{1,5})|max[_-]slots=[0-9]+"
+_LINES = {
+    "MPICH": re.compile(rf"{_HOST}(?::(?P<slots>[0-9]{{1,5}}))?(?:\s+(?:user|binding)=\S+)*\s*"),
+    "Open MPI": re.compile(rf"{_HOST}(?:[ \t]+(?:{_OF_OPEN_MPI}))*[ \t]*(?:#.*)?"),
+}
+_FORMS = {"MPICH": "node1:4", "Open MPI": "node1 slots=4"}
+
+
+@dataclass(frozen=True, slots=True)
+class HostLine:
+    """A line of a hostfile that is neither empty nor a comment."""
+
+    text: str
+    host: str = ""  # with its user, as ssh takes it
+    slots: int = 0  # 0: it gives no number
+    problem: str = ""
+
+
+def parse_hostfile(content: bytes, vendor: str) -> list[HostLine]:
+    """Return the lines that name a host, or try to, as the mpirun of this vendor reads them."""
+    rows = enumerate(content.decode("utf-8", "replace").split("\n"), 1)
+    known = vendor if vendor in _LINES else "MPICH"
+    return [_line(number, text, known) for number, text in rows if text.strip() and text.strip()[0] != "#"]
+
+
+def _line(number: int, text: str, vendor: str) -> HostLine:
+    found = _LINES[vendor].fullmatch(text.strip(" \t"))
+    slots = found and found["slots"]
+    if not found or (slots and not 1 <= int(slots) <= MOST_RANKS):
+        needed = f"{vendor} needs a host and its ranks, as in {_FORMS[vendor]}"
+        return HostLine(text, problem=f"line {number}: {needed}, not {text!r:.60}")
+    return HostLine(text, found["host"], int(slots or 0))
+
+
+def hostfile_problems(vendor: str, lines: Sequence[HostLine]) -> list[str]:
+    """Return why the mpirun of this vendor would refuse a hostfile, or start something else."""
+    if not lines:
+        return ["it names no host" + ", so that all ranks run on this machine" * (vendor != "Open MPI")]
+    return [line.problem for line in lines if line.problem]

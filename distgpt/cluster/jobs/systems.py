@@ -8,7 +8,6 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from distgpt.cluster.jobs.launchers import mpirun, own_mpirun
 from distgpt.cluster.launch.environment import MPIS
@@ -57,35 +56,23 @@ class Job:
         return self.ranks_per_node * self.cpus_per_task
 
     @property
-    def binds(self) -> bool:
-        """Return whether ranks are bound to cores: other jobs' launchers would bind theirs to the same."""
-        return self.counts_cores and self.exclusive
-
-    @property
     def seconds_to_save(self) -> int:
         """Return how long before the time limit the run is asked to save: a quarter of a short limit."""
         return max(1, min(SECONDS_TO_SAVE, int(self.seconds / 4)))
 
 
-class RankLauncher(NamedTuple):
-    """An mpiexec: the vendors whose MPI it starts, its options, and those for bound and for free ranks."""
-
-    vendors: tuple[str, ...]
-    options: str
-    bound: str
-    free: str = ""
-
-
-# By the value of --mpi. Open MPI by itself binds each rank to a core, which all of its threads would share.
+# By the value of --mpi: the vendors whose MPI an mpiexec starts, its options, and more for bound and for free
+# ranks. Open MPI by itself binds each rank to a core, which all of its threads would share.
 LAUNCHERS = {
-    "mpich": RankLauncher(
-        ("MPICH", "MVAPICH", "MVAPICH2"), "-n {ranks} -ppn {each}", " -bind-to core:{cpus}"
+    "mpich": (("MPICH", "MVAPICH", "MVAPICH2"), "-n {ranks} -ppn {each}", " -bind-to core:{cpus}", ""),
+    "openmpi": (
+        ("Open MPI",),
+        "-n {ranks} --map-by ppr:{each}:node",
+        ":pe={cpus} --bind-to core",
+        " --bind-to none",
     ),
-    "openmpi": RankLauncher(
-        ("Open MPI",), "-n {ranks} --map-by ppr:{each}:node", ":pe={cpus} --bind-to core", " --bind-to none"
-    ),
-    "intel": RankLauncher(("Intel MPI",), "-n {ranks} -ppn {each}", " -genv I_MPI_PIN_DOMAIN {cpus}:compact"),
-    "pals": RankLauncher(("Cray MPICH",), "-n {ranks} --ppn {each} --depth={cpus}", " --cpu-bind=depth"),
+    "intel": (("Intel MPI",), "-n {ranks} -ppn {each}", " -genv I_MPI_PIN_DOMAIN {cpus}:compact", ""),
+    "pals": (("Cray MPICH",), "-n {ranks} --ppn {each} --depth={cpus}", " --cpu-bind=depth", ""),
 }
 
 
@@ -93,15 +80,14 @@ def mpiexec(job: Job) -> str:
     """Return an MPI's own launcher with its options; "" for a job of one rank, which needs none."""
     if job.mpi == "none":
         return ""
-    row = LAUNCHERS.get(job.mpi)
-    if row is None:
+    if job.mpi not in LAUNCHERS:
         raise UsageError(f"--mpi {job.mpi}: ranks are started here by one of {', '.join(LAUNCHERS)}")
+    vendors, options, bound, free = LAUNCHERS[job.mpi]
     own = own_mpirun()
     # One that belongs to another MPI than the one asked for would refuse these options.
-    program = shlex.quote(own) if own and mpirun(own)["vendor"] in row.vendors else "mpiexec"
-    options = row.options + (row.bound if job.binds else row.free)
-    values = {"ranks": job.ranks, "each": job.ranks_per_node, "cpus": job.cpus_per_task}
-    return f"{program} {options.format(**values)}"
+    program = shlex.quote(own) if own and mpirun(own)["vendor"] in vendors else "mpiexec"
+    options += bound if job.counts_cores and job.exclusive else free  # other jobs would get the same cores
+    return f"{program} " + options.format(ranks=job.ranks, each=job.ranks_per_node, cpus=job.cpus_per_task)
 
 
 def clock(seconds: float) -> str:
@@ -131,20 +117,22 @@ class System:
     submits: tuple[str, ...]  # the command that reads a script from its standard input
     programs: tuple[str, ...]  # commands that are installed with it
     # The value of --mpi that suits the MPI of a vendor.
-    mpi: Mapping[str, str] = {vendor: name for name, row in LAUNCHERS.items() for vendor in row.vendors}
+    mpi: Mapping[str, str] = {vendor: name for name, row in LAUNCHERS.items() for vendor in row[0]}
     # Its options, as regular expressions: set by options of distgpt; to wait for other jobs.
     reserved: str
     waits: str = ""
     # Arrays
     element: str  # the number of an element, as in "$SGE_TASK_ID"
-    elements: tuple[str, ...] = ()  # variables with that number that commands may have
-    one_job_each: bool = False  # it has no arrays: each element is submitted alone
+    elements: tuple[
+        str, ...
+    ] = ()  # variables with that number that commands may have; none: it has no arrays
     left_out_of_element: str = ""  # begins a directive that the successor of an element must not have
     numbers: tuple[str, str]  # of a job and of an array's element, for the shell
     # The script
     advice: str  # how it is submitted, the header's sentences
-    enters: str = ""  # the line that goes to where the script was submitted, if the system does not
-    deadline: str = ""  # sets the time limit for the run, if the system does not announce it
+    first: str = (
+        ""  # goes to where the script was submitted, and sets the limit for the run, if the system does not
+    )
     begin: str = ""  # lines that set what follows
     begin_element: str = ""  # the same, before them, in an array
     attempt: str = (
@@ -190,7 +178,7 @@ class Slurm(System):
     name = "Slurm"
     sentinel = "#SBATCH"
     submits = programs = ("sbatch",)
-    mpi = {vendor: mpi.srun[0] for vendor, mpi in MPIS.items()}  # noqa: RUF012
+    mpi = {vendor: mpi.srun for vendor, mpi in MPIS.items()}  # noqa: RUF012
     reserved = r"--array\b|-a"
     element = "$SLURM_ARRAY_TASK_ID"
     elements = ("SLURM_ARRAY_TASK_ID",)
@@ -208,7 +196,7 @@ Submit it with sbatch, whose options
         '75 is "saved, start me again". A preempted job that ends within its grace time is not requeued by'
         " Slurm."
     )
-    begins_again = "[ $code = 75 ] || {{ [ $code != 0 ] && preempted; }}"
+    begins_again = "[ $code = 75 ] || { [ $code != 0 ] && preempted; }"
     requeue = 'scontrol requeue "{number}" && exit 0'
     successor = "sbatch"
     successor_element = "--array=$SLURM_ARRAY_TASK_ID"
@@ -265,10 +253,10 @@ class Pbs(System):
     advice = """\
 Submit it with qsub. A successor has
 # the options of these lines, and none of qsub's own: change them here."""
-    enters = 'cd "$PBS_O_WORKDIR" || exit\n'
-    deadline = (
-        "export DISTGPT_JOB_END=$(($(date +%s) + {seconds}))  # the limit above, in seconds since 1970\n"
-    )
+    first = """\
+cd "$PBS_O_WORKDIR" || exit
+export DISTGPT_JOB_END=$(($(date +%s) + {seconds}))  # the limit above, in seconds since 1970
+"""
     begin = "number=${{PBS_JOBID%%.*}}\n"
     begin_element = "ELEMENT=${{ELEMENT:-$PBS_ARRAY_INDEX}}  # the number of this run\n"
     signals = """\
@@ -444,7 +432,6 @@ class Flux(System):
     mpi = dict.fromkeys(MPIS, "simple") | {"Open MPI": "openmpi", "Cray MPICH": "cray-pals"}
     reserved = "--time-limit|-t"
     element = "$ELEMENT"
-    one_job_each = True
     numbers = ("$number", "$number")
     advice = """\
 Submit it with flux batch. Of an array

@@ -160,26 +160,21 @@ class Mpi:
     """An MPI library's ways to start ranks: mpirun, srun, and flux run."""
 
     hosts: str  # mpirun's option for a file of hosts
-    srun: tuple[str, ...]  # values of srun's --mpi by which its ranks find each other, the usual one first
+    srun: str  # the value of srun's --mpi by which its ranks find each other
     flux: str = "simple"  # flux run's -o pmi=: without it, what a site's Flux offers
 
-    def srun_line(self, offered: tuple[str, ...] = ()) -> str:
-        """Return srun with the first way that is `offered`, or the usual one."""
-        return f"srun --mpi={next(filter(offered.__contains__, self.srun), self.srun[0])}"
-
     def line(self, launcher: str) -> str:
-        """Return the way to start ranks by a batch system's launcher; "" for any other launcher."""
-        flux = f"flux run -o pmi={self.flux}"
-        return {"srun": self.srun_line(), "flux run": flux}.get(launcher, "")
+        """Return how a batch system's launcher starts ranks: `flux run`, or srun."""
+        return f"flux run -o pmi={self.flux}" if launcher == FLUX_RUN.name else f"srun --mpi={self.srun}"
 
 
 # As tried with the libraries that docs/how-to/launch-lines.md names; MVAPICH and Cray MPICH by their manuals.
 MPIS = {
-    "MPICH": Mpi("-f", ("pmi2",)),
-    "Intel MPI": Mpi("-f", ("pmi2", "pmix")),
-    "MVAPICH": Mpi("-f", ("pmi2",)),
-    "MVAPICH2": Mpi("-f", ("pmi2",)),
-    "Cray MPICH": Mpi("--hostfile", ("cray_shasta",), "cray-pals"),
+    "MPICH": Mpi("-f", "pmi2"),
+    "Intel MPI": Mpi("-f", "pmi2"),
+    "MVAPICH": Mpi("-f", "pmi2"),
+    "MVAPICH2": Mpi("-f", "pmi2"),
+    "Cray MPICH": Mpi("--hostfile", "cray_shasta", "cray-pals"),
     # Version 4 takes the first where Flux lacks its plugin for the second, which is all that 5 speaks.
-    "Open MPI": Mpi("--hostfile", ("pmix",), flux="simple,pmix"),
+    "Open MPI": Mpi("--hostfile", "pmix", flux="simple,pmix"),
 }

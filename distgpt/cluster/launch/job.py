@@ -32,12 +32,11 @@ from distgpt.cluster.launch.environment import (
     launchers,
 )
 from distgpt.core.base.errors import UsageError, error_for
-from distgpt.core.base.formatting import count
 from distgpt.core.base.version import __version__
 from distgpt.core.comm.agree import gather_texts, named_ranks, ranks_by_text, shared
 from distgpt.core.comm.api import Comm
 from distgpt.core.comm.job import Job, is_closed_pipe, rank_name, require_mpi, say
-from distgpt.core.comm.resources import granted_cores, usable_cores
+from distgpt.core.comm.resources import granted_cores
 from distgpt.core.comm.serial import SerialComm
 from distgpt.core.config import SEVERAL, WITH_MPI
 
@@ -98,7 +97,7 @@ class Launched(Job):
             raise UsageError(
                 f"launched as {launched} processes, but mpi4py found itself alone: the launcher does not fit "
                 f"mpi4py's {library()}; use the mpirun of {vendor()}"
-                + (f", or {known.line(launcher_name()) or known.srun_line()}" if known else "")
+                + (f", or {known.line(launcher_name())}" if known else "")
                 + f" ({HELP})"
             )
         return comm
@@ -306,15 +305,12 @@ def has_failed(rank: int, library: str, what: str) -> str:
 def _about_cores(comm: Comm, threads: int, threads_given: bool) -> str:
     """Return how this rank's threads and cores do not suit each other; "" if they do."""
     granted, ranks = granted_cores(comm.cores, comm.local_size), comm.local_size
-    cpus, by = len(usable_cores()), f" ({granted.limit})" * bool(granted.limit)
+    by = f" ({granted.limit})" * bool(granted.limit)
     if threads_given and threads > granted.whole:
-        own = (
-            f"{granted.number:.3g} of " * (granted.number < cpus) + count(cpus, "CPU") + " each" * (ranks > 1)
-        )
-        return f"--threads {threads}, but {own}{by}: threads without a core only make others wait"
+        own = f"more than the CPUs of a rank, {granted.number:.3g}{by}"
+        return f"--threads {threads} is {own}: threads without a core only make others wait"
     if ranks > 1 and granted.number < 1 - 1e-6:
-        own = f"{granted.number * ranks:.3g} of " * bool(granted.limit) + count(cpus, "CPU")
-        return f"{ranks} ranks share {own}{by}: fewer ranks are as fast, or faster"
+        return f"{ranks} ranks share {granted.number * ranks:.3g} CPUs{by}: fewer are as fast, or faster"
     return ""
 
 

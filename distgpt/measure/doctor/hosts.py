@@ -15,8 +15,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from distgpt.cluster.jobs import hostfile
-from distgpt.cluster.jobs.launchers import HOSTS_OPTION, distant_mpi, mpirun
+from distgpt.cluster.jobs.launchers import (
+    HOSTS_OPTION,
+    LARGEST_HOSTFILE,
+    HostLine,
+    distant_mpi,
+    hostfile_problems,
+    mpirun,
+    parse_hostfile,
+)
 from distgpt.cluster.jobs.processes import own_program
 from distgpt.cluster.jobs.reach import AT_ONCE, SSH, addresses, is_here
 from distgpt.cluster.launch.environment import launched_as
@@ -74,9 +81,9 @@ def report(path: Path, ssh: bool, as_json: bool) -> None:
 
 def examine(path: Path, ssh: bool) -> Facts:
     """Return everything, ready for JSON."""
-    lines = hostfile.parse(read_small(path, hostfile.LARGEST))
     here, mpi = mpirun(), distant_mpi()
     vendor = "Open MPI" if here["vendor"] == "Open MPI" else "MPICH"
+    lines = parse_hostfile(read_small(path, LARGEST_HOSTFILE), vendor)
     own = own_facts(mpi)
     hosts = _hosts(lines, own)
     if ssh:
@@ -86,7 +93,7 @@ def examine(path: Path, ssh: bool) -> Facts:
             list(pool.map(_ask, (host for host in hosts if not host.is_here)))
     problems = [] if here["path"] else ["no mpirun was found: pip install 'distgpt[mpich]'"]
     problems += [mpi["problem"]] if mpi["problem"] else []
-    problems += [*foreign_mpirun(here, mpi), *hostfile.problems(vendor, lines)]
+    problems += [*foreign_mpirun(here, mpi), *hostfile_problems(vendor, lines)]
     warnings: list[str] = []
     for host in hosts:
         for found, texts in zip((problems, warnings), _judged(host, own), strict=True):
@@ -106,7 +113,7 @@ def examine(path: Path, ssh: bool) -> Facts:
     }
 
 
-def _hosts(lines: list[hostfile.Line], own: HostFacts) -> list[Host]:
+def _hosts(lines: list[HostLine], own: HostFacts) -> list[Host]:
     """Return each host once, with all its ranks; those that are this machine have its facts."""
     ranks: dict[str, int] = {}
     for line in lines:

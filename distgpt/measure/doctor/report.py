@@ -17,8 +17,8 @@ from typing import Any
 
 from distgpt.cluster.affinity.machine import listed, read_machine
 from distgpt.cluster.affinity.plan import recommended
-from distgpt.cluster.jobs.launchers import distant_mpi, is_of_family, launch, mpirun, running_mpi, srun_ways
-from distgpt.cluster.launch.environment import HELP, MPIS, launched_rank
+from distgpt.cluster.jobs.launchers import distant_mpi, is_of_family, mpirun, running_mpi
+from distgpt.cluster.launch.environment import HELP, MPIS, launched_as, launched_rank, launcher_name
 from distgpt.core.base.errors import UsageError, escape, print_lines
 from distgpt.core.base.formatting import count, size
 from distgpt.core.comm.agree import gather_bytes, named_ranks, shared
@@ -54,11 +54,11 @@ def report(stage: str | None, as_json: bool) -> None:
 
 def examine() -> tuple[Facts, Comm]:
     """Collect all facts, the same on all ranks. MPI starts in this process only under a launcher."""
-    launched = launch()
+    launched: Facts = {"launcher": launcher_name(), "processes": launched_as()}
     comm: Comm = SerialComm()
     if not launched["launcher"]:
         mpi = distant_mpi()
-        launched |= {"mpirun": mpirun(), "srun": srun_ways(), "as_root": is_refused_as_root()}
+        launched |= {"mpirun": mpirun(), "as_root": is_refused_as_root()}
     else:
         try:
             comm = open_stage("mpi", None).comm
@@ -179,16 +179,13 @@ def is_refused_as_root(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def launch_lines(launched: Facts, mpi: Facts) -> list[str]:
-    """Return lines that start several ranks with this MPI, the likeliest first."""
-    known = MPIS.get(mpi.get("vendor", ""))
-    if launched["launcher"] or known is None:
+    """Return a line that starts several ranks with this MPI, if the mpirun here is its own."""
+    if launched["launcher"] or mpi.get("vendor") not in MPIS:
         return []
-    by_srun = [known.srun_line(launched["srun"])] if {*known.srun} & {*launched["srun"]} else []
-    by_mpirun = []
-    if is_of_family(launched["mpirun"]["vendor"], mpi["vendor"]):
-        is_root = mpi["vendor"] == "Open MPI" and launched["as_root"]
-        by_mpirun = [f"{launched['mpirun']['path']}{f' {AS_ROOT}' * is_root}"]
-    return [f"{start} -n 2 distgpt train --stage mpi" for start in by_srun + by_mpirun]
+    if not is_of_family(launched["mpirun"]["vendor"], mpi["vendor"]):
+        return []
+    as_root = f" {AS_ROOT}" * (mpi["vendor"] == "Open MPI" and launched["as_root"])
+    return [f"{launched['mpirun']['path']}{as_root} -n 2 distgpt train --stage mpi"]
 
 
 def foreign_mpirun(command: Facts, mpi: Facts) -> list[str]:
