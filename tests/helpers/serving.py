@@ -79,6 +79,9 @@ class Server:
         """Return the value of one of the server's counters."""
         return self.runner.metrics.registry.get_sample_value(f"distgpt_{name}_total")
 
+    def gauge(self, name):
+        return self.runner.metrics.registry.get_sample_value(f"distgpt_{name}")
+
     def close(self):
         self.serving.should_exit = True
         self.join()
@@ -122,8 +125,7 @@ class Server:
     @property
     def is_free(self):
         """Whether every lane is free, and nobody waits."""
-        found = self.runner.gauges
-        return not (found["running_sequences"] or found["queue_length"] or found["open_requests"])
+        return not any(map(self.gauge, ("running_sequences", "queue_length", "open_requests")))
 
 
 def pieces(text):
