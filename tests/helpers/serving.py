@@ -36,9 +36,9 @@ class Paced:
 
     def __init__(self, lanes, seconds=0.0):
         self._lanes, self.seconds, self.spoil = lanes, seconds, 0
-        self.count, self.length, self.copy = lanes.count, lanes.length, lanes.copy
-        self.can_drop, self.drop, self.is_exact = lanes.can_drop, lanes.drop, lanes.is_exact
-        self.chunk = lanes.chunk
+
+    def __getattr__(self, name):
+        return getattr(self._lanes, name)
 
     def feed(self, work):
         time.sleep(self.seconds)

@@ -7,6 +7,7 @@ import pytest
 import test_compiled_lanes
 from models import VARIANTS, build
 from test_compiled_lanes import KINDS, all_threads, distance, lanes_of, sequences  # noqa: F401
+from test_engine import Watched
 
 from distgpt.core.cpu.kernels import CpuKernels
 from distgpt.core.cpu.matmul.packing import COLUMNS
@@ -73,15 +74,9 @@ def test_a_shifted_window_is_attention_that_sees_no_more_than_it(kind, made, dty
 
 
 def test_it_computes_nothing_anew():
-    one, fed = build(replace(VARIANTS["modern"], seq_len=16), CpuKernels("float64", 1)), []
-
-    class Watched(PlainSlots):
-        def feed(self, work):
-            fed.extend(len(each.tokens) for each in work)
-            return super().feed(work)
-
-    complete(Engine(Watched(one, 1), None, 8), [Request([1] * 6, 100, overflow="shift")])
-    assert sum(fed) == 6 + 99
+    lanes = Watched(PlainSlots(build(replace(VARIANTS["modern"], seq_len=16), CpuKernels("float64", 1)), 1))
+    complete(Engine(lanes, None, 8), [Request([1] * 6, 100, overflow="shift")])
+    assert lanes.tokens == 6 + 99
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "int4"])  # whose memory is int8's

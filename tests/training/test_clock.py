@@ -53,20 +53,19 @@ def test_the_last_step_ends_with_the_time_and_sees_all_of_it_as_over():
     assert clock.seconds() == 60
 
 
-def test_a_run_that_resumes_has_what_is_left():
-    shares, seconds, _ = run_of(T, spent=30.0)
-    assert shares[0] == pytest.approx(30 / 59.1) and 52 <= seconds <= 60
+@pytest.mark.parametrize(
+    "how, first, shortest, longest",
+    [
+        ({"spent": 30.0}, 30 / 59.1, 52, 60),
+        ({"queued": True}, 0, 48, 64),
+        ({"closing": 3.0}, 0, 40, 48),  # there is time left for what follows the last step
+    ],
+    ids=str,
+)
+def test_a_run_ends_with_its_time(how, first, shortest, longest):
+    shares, seconds, _ = run_of(T, **how)
+    assert shares[0] == pytest.approx(first) and shares[-1] == 1 and shortest <= seconds <= longest
     assert run_of(T, spent=60.0)[0] == []
-
-
-def test_steps_in_a_queue_are_expected():
-    shares, seconds, _ = run_of(T, queued=True)
-    assert shares[-1] == 1 and 48 <= seconds <= 64
-
-
-def test_there_is_time_left_for_what_follows_the_last_step():
-    shares, seconds, _ = run_of(T, closing=3.0)
-    assert shares[-1] == 1 and 40 <= seconds <= 48
 
 
 def test_local_steps_end_with_a_round():
@@ -238,17 +237,8 @@ def test_within_reads_no_short_text_until_it_is_learned_by_heart(tmp_path):
     assert evaluated == sorted({*range(0, last + 1, t.eval_every), last})
     # The same command again, as of a job that is queued again, finds it finished.
     before = {path: path.read_bytes() for path in (tmp_path / "run").iterdir() if path.is_file()}
-    words = [
-        "--data",
-        resolve_data("story"),
-        "--val-fraction",
-        "0.1",
-        "--threads",
-        "1",
-        "--out",
-        tmp_path / "run",
-    ]
-    again = inside("train", *words, "--within", "10m", "--resume", "auto")
+    words = ["--data", resolve_data("story"), "--val-fraction", "0.1", "--threads", "1"]
+    again = inside("train", *words, "--out", tmp_path / "run", "--within", "10m", "--resume", "auto")
     assert again.returncode == 0 and "is finished, and nothing was changed" in again.stdout, again.stderr
     assert before == {path: path.read_bytes() for path in (tmp_path / "run").iterdir() if path.is_file()}
 

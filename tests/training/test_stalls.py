@@ -173,7 +173,7 @@ def stuck(tmp_path, *words):
         *words,
     ]
     how = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    job = subprocess.Popen(command(*args, ranks=2), env=clean_environment(), **how)
+    job = subprocess.Popen(command(*args, "--out", out, ranks=2), env=clean_environment(), **how)
     until(lambda: (out / "metrics.jsonl").exists() and len((out / "metrics.jsonl").read_bytes()) > 2000)
     time.sleep(1.5)  # the ranks have reported
     ranks = of_job(out)
