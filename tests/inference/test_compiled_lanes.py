@@ -12,7 +12,7 @@ from distgpt.core.model.model import Architecture, Model
 from distgpt.core.model.passes import Pass
 from distgpt.core.ops.kernels import Kernels
 from distgpt.inference.decoding import compiled
-from distgpt.inference.decoding.compiled import compiled_slots
+from distgpt.inference.decoding.compiled import CompiledSlots
 from distgpt.inference.quantized.integers import quantise, restored
 from distgpt.inference.quantized.kernels import Int8Kernels
 from distgpt.models.quantized.bits import bits_of
@@ -74,7 +74,7 @@ def round_alike(x, spec, dtype):
 
 
 def lanes_of(variant, kind, count, threads=2):
-    return compiled_slots(build(variant, TYPES[kind](threads)), count)
+    return CompiledSlots(build(variant, TYPES[kind](threads)), count)
 
 
 def plain(model, tokens):

@@ -18,7 +18,7 @@ from distgpt.core.generate.slots import Feed
 from distgpt.core.model.model import Architecture, Model
 from distgpt.core.model.passes import Pass
 from distgpt.core.ops.kernels import Kernels
-from distgpt.inference.decoding.compiled import compiled_slots
+from distgpt.inference.decoding.compiled import CompiledSlots
 
 LENGTH = 9
 
@@ -56,7 +56,7 @@ def moved(prompt, count, length):
 
 
 @pytest.mark.parametrize("lookup", [0, 5])
-@pytest.mark.parametrize("made, dtype", [(PlainSlots, "float64"), (compiled_slots, "float32")])
+@pytest.mark.parametrize("made, dtype", [(PlainSlots, "float64"), (CompiledSlots, "float32")])
 @pytest.mark.parametrize("kind", ["grouped queries", "scaled queries", "llama3 scaling", "none"])
 def test_a_shifted_window_is_attention_that_sees_no_more_than_it(kind, made, dtype, lookup):
     for length in (1, 3, 8):

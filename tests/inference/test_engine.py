@@ -17,12 +17,12 @@ from distgpt.core.generate.request import Request
 from distgpt.core.generate.sample import Transcript
 from distgpt.core.generate.sampling import choose, uniform
 from distgpt.corpora.tokenizers.collected import CharTokenizer
-from distgpt.inference.decoding.compiled import compiled_slots
+from distgpt.inference.decoding.compiled import CompiledSlots
 
 LETTERS = CharTokenizer("abcdefghijklm")
 HOT = {"temperature": 1.0}
 # Lanes by what makes them, and the dtype in which pieces of a text give the same tokens.
-LANES = {"vocabulary": (PlainSlots, "float64"), "compiled": (compiled_slots, "float32")}
+LANES = {"vocabulary": (PlainSlots, "float64"), "compiled": (CompiledSlots, "float32")}
 both_lanes = pytest.mark.parametrize("made, dtype", LANES.values(), ids=LANES)
 
 
@@ -86,7 +86,7 @@ def varied_requests(count):
 
 
 @pytest.mark.parametrize(
-    "made, kind", [(PlainSlots, "modern"), (compiled_slots, "grouped queries"), (compiled_slots, "gpt2")]
+    "made, kind", [(PlainSlots, "modern"), (CompiledSlots, "grouped queries"), (CompiledSlots, "gpt2")]
 )
 def test_what_a_request_becomes_does_not_depend_on_the_others(kind, made):
     """In float32, to the bit of the log-probabilities: alone, among 12, in few lanes, and joining late."""
