@@ -182,19 +182,25 @@ def stored(path):
     return found, {name: text for name, text in header.metadata.items() if not name.endswith("sha256")}
 
 
-def test_scales_that_stand_for_no_weights_are_refused(files, tmp_path):
-    """Infinite, not a number, below zero, so large that 127 times as much is infinite, or too few."""
-    _, _, narrow, _ = files
-    tensors, metadata = stored(narrow)
-    for bits in (0x7F80, 0x7FC0, 0xFF80, 0xBF80, 0x7F7F):
-        tensors["blocks.0.attn.qkv.w.scales"][1, 0] = bits
-        write_tensors(tmp_path / "w", tensors, metadata)
-        for kernels in (Int8Kernels(1), CpuKernels("float32", 1)):
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+def test_scales_must_be_finite_and_all_there(files, in_int4, dtype, tmp_path):
+    """Infinite, not a number, so large that 127 times as much is infinite; and below zero in int8."""
+    tensors, metadata = stored(in_int4 if dtype == "int4" else files[2])
+    path, name = tmp_path / "w", "blocks.0.attn.qkv.w"
+    for bits in (0x7F80, 0x7FC0, 0xFF80, 0x7F7F, *([0xBF80] if dtype == "int8" else [])):
+        changed = tensors[name + ".scales"].copy()
+        changed[1, 0] = bits
+        write_tensors(path, tensors | {name + ".scales": changed}, metadata)
+        for kernels in (Int8Kernels(1, dtype), CpuKernels("float32", 1)):
             with pytest.raises(DataError, match=r"blocks\.0\.attn\.qkv\.w\.scales holds scales that"):
-                load_model(tmp_path / "w", kernels, COMM)
-    write_tensors(tmp_path / "w", tensors | {"wte.scales": tensors["wte.scales"][:-1]}, metadata)
-    with pytest.raises(DataError, match=r"wrong shape: wte\.scales"):
-        load_model(tmp_path / "w", Int8Kernels(1), COMM)
+                load_model(path, kernels, COMM)
+    changes = {part: (tensors[part][:, :-1], "wrong shape") for part in (name, name + ".scales")}
+    if dtype == "int4":
+        changes["wte"] = tensors["wte"].view(np.uint8), "is U8, not I8"
+    for part, (values, problem) in changes.items():
+        write_tensors(path, tensors | {part: values}, metadata)
+        with pytest.raises(DataError, match=problem):
+            load_model(path, Int8Kernels(1, dtype), COMM)
 
 
 def test_lanes_are_compiled_where_they_can_be(files):
@@ -206,24 +212,6 @@ def test_lanes_are_compiled_where_they_can_be(files):
     assert isinstance(slots_for(trained, 1), PlainSlots)
     rehearse(build("odd", Int8Kernels(1)))
     rehearse(int8_of(build("bare", CpuKernels("float64", 1)), Int8Kernels(1)))
-
-
-def test_scales_in_int4_may_be_negative_and_must_be_finite_and_all_there(in_int4, tmp_path):
-    tensors, metadata = stored(in_int4)
-    name = "blocks.0.attn.qkv.w"
-    for bits in (0x7F80, 0x7FC0, 0xFF80, 0x7F7F):
-        changed = tensors[name + ".scales"].copy()
-        changed[1, 0] = bits
-        write_tensors(tmp_path / "w", tensors | {name + ".scales": changed}, metadata)
-        with pytest.raises(DataError, match="holds scales that are not finite"):
-            load_model(tmp_path / "w", Int8Kernels(1, "int4"), COMM)
-    for cut, problem in ((name + ".scales", "wrong shape"), (name, "wrong shape")):
-        write_tensors(tmp_path / "w", tensors | {cut: tensors[cut][:, :-1]}, metadata)
-        with pytest.raises(DataError, match=problem):
-            load_model(tmp_path / "w", Int8Kernels(1, "int4"), COMM)
-    write_tensors(tmp_path / "w", tensors | {name: tensors[name].view(np.int8)}, metadata)
-    with pytest.raises(DataError, match="is I8, not U8"):
-        load_model(tmp_path / "w", Int8Kernels(1, "int4"), COMM)
 
 
 def test_calibrated_rounding_moves_outputs_less_than_rounding_alone():
