@@ -177,8 +177,7 @@ def measured_choice(asked: Asked, stage: Stage, seconds: float, text: Text, say:
             now = time.monotonic()
             found = choose(max(1.0, end - now), speeds, text, only)
             most = MOST_FOR_NEEDED if len(speeds) < NEEDED[on_gpu] else MOST_MEASURING
-            is_early = now - stage.begun - warm < most * seconds
-            return [found.depth, found.tokens, found.seconds, found.bits_per_byte, is_early]
+            return [*found, now - stage.begun - warm < most * seconds]
 
         *found, more = on_root(comm, decide)
         return Choice(*found), more

@@ -5,7 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from plain_int4 import quantise4
-from test_compiled_lanes import VARIANTS, build, config_of, distance, plain, round_alike, sequences
+from test_compiled_lanes import VARIANTS, build, config_of, distance, round_alike, sequences
+from test_lanes import plain_scores
 
 from distgpt import api
 from distgpt.core.base.errors import DataError, UsageError
@@ -58,7 +59,7 @@ def test_passes_compute_what_rounded_weights_give_and_what_lanes_compute(variant
     for spec in near.layout.specs:
         near.params[spec.name][:] = round_alike(near.params[spec.name], spec, dtype)
     for text in sequences(variant):
-        exact, found = plain(near, text), plain(rounded, text)
+        exact, found = plain_scores(near, text), plain_scores(rounded, text)
         assert distance(found, exact) < 6e-2
         scores = CompiledSlots(rounded, 1).feed([Feed(0, 0, text, len(text))])
         assert distance(scores, found) < 6e-2  # their keys and values are bfloat16
