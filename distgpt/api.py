@@ -41,7 +41,7 @@ from distgpt.core.train.setup import open_run
 from distgpt.core.train.sharing import OptimizerState
 
 if TYPE_CHECKING:
-    from distgpt.inference.evaluation.trace import Trace
+    from distgpt.inference.evaluation.evaluate import Trace
 
 
 @contextmanager
@@ -251,7 +251,7 @@ class GPT:
 
     def trace(self, tokens: ArrayLike) -> Trace:
         """Hidden states, attention weights of every layer, and logits."""
-        from distgpt.inference.evaluation.trace import trace
+        from distgpt.inference.evaluation.evaluate import trace
 
         ids, shape = self._checked(tokens)
         with self._lock:

@@ -101,20 +101,20 @@ class Room(Disk):
                     write()
                     return
                 except StorageError as error:
-                    if not _is_full(error):
+                    found = system_error(error)
+                    if found is None or found.errno not in FULL:
                         raise
                     failed = error
             if outdated is None:
-                outdated = self._outdated_if_enough(step, needed)
+                outdated = list(self._outdated(step))
+                if _free(self._directory.path) + sum(map(_size, outdated)) < needed:
+                    outdated = []  # a disk that others fill takes no more
             if outdated:
-                self._give_up(outdated.pop(0), step)
+                path, self._reason = outdated.pop(0), step
+                drop(path)
+                self._given_up += [] if path.exists() else [path.name]
             elif failed:
                 raise failed
-
-    def _outdated_if_enough(self, step: int, needed: float) -> list[Path]:
-        """List what may be given up; nothing if that would not do: a disk that others fill takes no more."""
-        found = list(self._outdated(step))
-        return found if _free(self._directory.path) + sum(map(_size, found)) >= needed else []
 
     def write_final(self, step: int, n_bytes: int, write: Callable[[], object]) -> None:
         self._release()
@@ -135,12 +135,6 @@ class Room(Disk):
             if left < self._keep or DAMAGED in names:  # else they would be gone by now in any case
                 self._directory.remember({"step": self._reason, "given_up": self._given_up})
             self._given_up = []
-
-    def _give_up(self, path: Path, step: int) -> None:
-        drop(path)
-        if not path.exists():
-            self._given_up.append(path.name)
-            self._reason = step
 
     def _outdated(self, step: int) -> Iterator[Path]:
         """Yield what a run at this step can do without: damaged checkpoints, then others from the oldest.
@@ -201,11 +195,6 @@ def _size(folder: Path) -> int:
     with suppress(OSError):
         return sum(file.stat().st_size for file in folder.iterdir())
     return 0
-
-
-def _is_full(error: BaseException | None) -> bool:
-    found = system_error(error)
-    return found is not None and found.errno in FULL
 
 
 def allocate(file: BinaryIO, n_bytes: int) -> None:

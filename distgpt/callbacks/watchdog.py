@@ -252,15 +252,14 @@ class Watchdog:
 
     def _account(self, now: float, idle: float) -> str:
         """Return what every rank is doing."""
-        own, rows = self._activity, {}
-        rows[0] = (
-            f"{platform.node()} (process {os.getpid()}): {own.doing} for {long_duration(now - own.since)}"
-        )
+        own = self._activity
+        doing = f"{own.doing} for {long_duration(now - own.since)}"
+        rows = {0: f"{platform.node()} (process {os.getpid()}): {doing}"}
         for rank, (at, _, seen) in self._seen.items():
-            silent, doing, at_step = now - at, seen["doing"], f"at step {seen['step'] + 1}"
-            where = f"{doing} for {long_duration(seen['seconds'])}, {at_step}"
+            silent, step = now - at, f"at step {seen['step'] + 1}"
+            where = f"{seen['doing']} for {long_duration(seen['seconds'])}, {step}"
             if silent > QUIET * SECONDS_BETWEEN:
-                where = f"silent for {long_duration(silent)}, last {doing} {at_step}"
+                where = f"silent for {long_duration(silent)}, last {seen['doing']} {step}"
             rows[rank] = f"{seen['host']} (process {seen['pid']}): {where}"
         ranks = (f"  rank {rank} on {rows.get(rank, 'an unknown host')}" for rank in range(self._size))
         return "\n".join([f"no progress for {long_duration(idle)}, at step {own.step + 1}:", *ranks])

@@ -71,7 +71,7 @@ def estimate(
 
     from distgpt.measure.estimate import Question, foreseen, render_terminal
     from distgpt.measure.estimate import estimate as estimated
-    from distgpt.recipes.depth import Dial
+    from distgpt.recipes.depth import described
     from distgpt.recipes.derived import derived
     from distgpt.recipes.within import with_clock
 
@@ -89,7 +89,7 @@ def estimate(
     plain = derived(asked, ranks)
     run = foreseen(stage, plain, gpu.tf32)
     if asked.depth is not None:
-        say(Dial(asked.depth, asked.tokens, ranks).described(run))
+        say(described(run))
     total = parse_count(tokens, "--tokens") if tokens is not None else None
     question = Question(run, stage, ranks, threads, gpu, total, rate, measured, gpu_memory)
     facts = estimated(question, say, here)

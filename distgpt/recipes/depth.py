@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from distgpt.core.base.errors import UsageError, refuse_beside
@@ -13,9 +15,9 @@ from distgpt.core.config.asked import Asked
 from distgpt.core.data.textfile import resolve_data
 from distgpt.core.data.tokenizers import AUTO
 from distgpt.core.train.plan import begins_anew
-from distgpt.corpora.prepare.documents import find_inputs
+from distgpt.corpora.prepare.documents import FIELD, TEXT, Input, Offset, find_inputs, opened, parts, pieces
 from distgpt.corpora.prepare.tokenized import vocabulary_size
-from distgpt.corpora.shards import is_shards, read_manifest
+from distgpt.corpora.shards import ShardTokens, is_shards, read_manifest, shards_tokenizer
 from distgpt.recipes.scaling import (
     Text,
     bytes_per_token,
@@ -32,7 +34,12 @@ BYTES_PER_WORD = 6
 EVALUATIONS, VAL_SHARE = 6, 5
 LEAST_VAL_TOKENS = 1 << 12
 UNPACKED = 3  # times its size is a compressed text, about
-# Settings of the user from which others follow.
+SAMPLES, SAMPLE = 16, 1 << 16  # number and bytes; zlib looks back no further than half of one
+PACKED_REFERENCE = 2.73  # bits per byte that zlib needs for the text of the laws, less 2 %: see below
+# Models differ less between texts than zlib: both constants fit five texts (docs/explanation/learning.md).
+EXPONENT = 0.75
+EASIEST, HARDEST = 0.5, 1.7  # what was seen of real texts, and a little more; a few bytes pack to anything
+# Settings of the user from which others follow:
 FOLLOWED = {"data", "tokenizer", "vocab_size", "seq_len", "batch_size", BATCH_TOKENS, "steps"}
 
 
@@ -47,54 +54,48 @@ def with_depth(asked: Asked, ranks: int) -> Asked:
     """Return what is asked for with the settings that follow from its depth. For rank 0."""
     layers = {"n-layer": asked.settings().get("n_layer")}
     refuse_beside("--within" if asked.tokens else "--depth", layers, "each says how many layers there are")
-    dial, asked = Dial(asked.depth or 0, asked.tokens, ranks), replace(titled(asked), depth=None)
+    depth, asked = asked.depth or 0, replace(titled(asked), depth=None)
     if not begins_anew(asked):  # a resumed run has its settings: the same depth is no other model
-        return replace(asked, given={"n_layer": dial.depth, **asked.given})
+        return replace(asked, given={"n_layer": depth, **asked.given})
     if asked.preset not in (None, DIALLED):
         raise UsageError(f"--depth is for the preset {DIALLED}: leave out --preset {asked.preset}")
-    return replace(asked, preset=DIALLED, derived=dial.settings(asked.settings()))
+    return replace(asked, preset=DIALLED, derived=settings_of(depth, asked.settings(), asked.tokens, ranks))
 
 
-@dataclass(frozen=True, slots=True)
-class Dial:
-    """Turns a depth into settings. `tokens` to read: 0 for as many as the depth asks for."""
+def settings_of(depth: int, given: Mapping[str, Any], tokens: float = 0.0, ranks: int = 1) -> dict[str, Any]:
+    """Return the settings that follow from a depth, as changes to the preset; `given`: those of the user.
 
-    depth: int
-    tokens: float = 0.0
-    ranks: int = 1
+    `tokens` to read: 0 for as many as the depth asks for.
+    """
+    if type(depth) is not int or not 1 <= depth <= DEEPEST:
+        raise UsageError(f"--depth is {depth!r:.80}: it must be at least 1 and at most {DEEPEST}")
+    for name in FOLLOWED & given.keys():
+        (BATCH_IN_TOKENS if name == BATCH_TOKENS else SETTINGS[name]).check(name, given[name])
+    refuse_beside("--depth", {"init": given.get("init")}, "its weights have a depth")
+    text = text_of(given)
+    found = recipe(depth, tokens or tokens_to_read(depth, text), text, ranks, given)
+    if tokens and holds_out(given):
+        found |= _evaluations(tokens, found["steps"], held_out_tokens(given, text))
+    return found
 
-    def settings(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what follows, as changes to the preset; `given` is what the user says beside it."""
-        if type(self.depth) is not int or not 1 <= self.depth <= DEEPEST:
-            raise UsageError(f"--depth is {self.depth!r:.80}: it must be at least 1 and at most {DEEPEST}")
-        for name in FOLLOWED & given.keys():
-            (BATCH_IN_TOKENS if name == BATCH_TOKENS else SETTINGS[name]).check(name, given[name])
-        refuse_beside("--depth", {"init": given.get("init")}, "its weights have a depth")
-        text = text_of(given)
-        found = recipe(self.depth, self.tokens or tokens_to_read(self.depth, text), text, self.ranks, given)
-        if self.tokens and holds_out(given):
-            found |= _evaluations(self.tokens, found["steps"], held_out_tokens(given, text))
-        return found
 
-    def described(self, run: RunConfig) -> str:
-        """Return a table of what has followed."""
-        model, t = run.model, run.train
-        given = {"data": t.data, "tokenizer": t.tokenizer, "val_fraction": t.val_fraction}
-        text = text_of({**given, "vocab_size": model.vocab_size})
-        size, per_step = parameters(self.depth, text.vocab_size), t.batch_size * model.seq_len
-        read = per_step * t.steps
-        tokenizer = "the shards'" if is_shards(resolve_data(t.data)) else t.tokenizer
-        until = f", until {clock(60 * t.train_minutes)} is over" if t.train_minutes else ""
-        rows = {
-            f"depth {self.depth}": f"{model.n_embd} wide, {model.n_head} heads, context {model.seq_len}",
-            "text": f"about {_about(text.tokens)} tokens; tokenizer {tokenizer}, {text.vocab_size:,} entries",
-            "training": f"reads {_about(read)} tokens, the text {three_digits(read / text.tokens)} times;"
-            f" {three_digits(read / size)} for each of {_about(size)} parameters (layers and output layer)",
-            "steps": f"{count(t.steps, 'step')} of {per_step:,} tokens{until}; warm-up {t.warmup}",
-            "learning rates": f"{t.lr:g}, embedding {t.embedding_lr:g}, output {t.head_lr:g},"
-            f" vectors {t.vector_lr:g}; weight decay {t.weight_decay:g}",
-        }
-        return "\n".join(f"{name:<16}{what}" for name, what in rows.items())
+def described(run: RunConfig) -> str:
+    """Return a table of what has followed from a run's depth."""
+    model, t = run.model, run.train
+    given = {"data": t.data, "tokenizer": t.tokenizer, "val_fraction": t.val_fraction}
+    text = text_of({**given, "vocab_size": model.vocab_size})
+    size, per_step = parameters(model.n_layer, text.vocab_size), t.batch_size * model.seq_len
+    read = per_step * t.steps
+    tokenizer = "the shards'" if is_shards(resolve_data(t.data)) else t.tokenizer
+    until = f", until {clock(60 * t.train_minutes)} is over" if t.train_minutes else ""
+    rows = {
+        f"depth {model.n_layer}": f"{model.n_embd} wide, {model.n_head} heads, context {model.seq_len}",
+        "text": f"about {_about(text.tokens)} tokens; tokenizer {tokenizer}, {text.vocab_size:,} entries",
+        "training": f"reads {_about(read)} tokens, the text {three_digits(read / text.tokens)} times;"
+        f" {three_digits(read / size)} for each of {_about(size)} parameters (layers and output layer)",
+        "steps": f"{count(t.steps, 'step')} of {per_step:,} tokens{until}; lr {t.lr:g}, warm-up {t.warmup}",
+    }
+    return "\n".join(f"{name:<10}{what}" for name, what in rows.items())
 
 
 def _evaluations(tokens: float, steps: int, held_out: float) -> dict[str, Any]:
@@ -152,3 +153,40 @@ def _about(number: float) -> str:
         if number >= factor:
             return f"{three_digits(number / factor)} {unit}"
     return f"{number:.0f}"
+
+
+def difficulty(path: Path) -> float:
+    """Return by what factor a model needs more bits per byte here than on the laws' own text."""
+    samples = list(_of_shards(path) if is_shards(path) else _of_files(find_inputs((path,))))
+    size = sum(map(len, samples))
+    if not size:
+        return 1.0
+    packed = 8 * sum(len(zlib.compress(each, 9)) for each in samples) / size
+    return min(HARDEST, max(EASIEST, float((packed / PACKED_REFERENCE) ** EXPONENT)))
+
+
+def _of_files(inputs: list[Input]) -> Iterator[bytes]:
+    """Yield samples from places all over the files."""
+    chosen = inputs[:: -(-len(inputs) // SAMPLES)]
+    each = -(-SAMPLES // len(chosen))
+    for source in chosen:
+        if source.kind == TEXT and not source.compressed:
+            yield from _of_text(source, each)
+        elif piece := next(pieces([source], FIELD, Offset()), None):
+            text = "".join(part for part, _ in parts(piece, FIELD)).encode()
+            yield from (text[start : start + SAMPLE] for start in range(0, len(text), SAMPLE)[:each])
+
+
+def _of_text(source: Input, count: int) -> Iterator[bytes]:
+    apart = max(SAMPLE, source.bytes // count)
+    for start in range(0, source.bytes, apart):
+        with opened(source, start) as (stream, _):
+            yield stream.read(SAMPLE)
+
+
+def _of_shards(folder: Path) -> Iterator[bytes]:
+    manifest = read_manifest(folder)
+    tokenizer, tokens = shards_tokenizer(folder, manifest), ShardTokens(folder, manifest, "train")
+    length = int(SAMPLE / bytes_per_token(manifest.vocab_size))
+    for start in range(0, len(tokens), max(length, len(tokens) // SAMPLES)):
+        yield tokenizer.decode(tokens.read(start, min(start + length, len(tokens)))).encode()

@@ -26,17 +26,17 @@ TUNING_TOKENS = 4096  # tokens of a step that learns chats, about
 
 def derived(asked: Asked, ranks: int, say: Say = lambda text: None) -> Asked:
     """Return what is asked for with the settings of these recipes, and show those of a depth. For rank 0."""
-    dial = None
-    if asked.depth is not None:
-        from distgpt.recipes.depth import Dial, with_depth
+    has_depth = asked.depth is not None
+    if has_depth:
+        from distgpt.recipes.depth import described, with_depth
 
-        dial, asked = Dial(asked.depth, asked.tokens, ranks), with_depth(asked, ranks)
+        asked = with_depth(asked, ranks)
     elif asked.given.get("chats"):
         asked = _tuned(asked, ranks)
     if asked.deterministic:  # last: its parts divide the batch
         asked = _with_parts(asked)
-    if dial and begins_anew(asked):
-        say(dial.described(new_run(asked)))
+    if has_depth and begins_anew(asked):
+        say(described(new_run(asked)))
     return asked
 
 

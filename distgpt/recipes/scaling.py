@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from distgpt.core.config import DEEPEST, PARAMETERS_PER_TOKEN
 
@@ -178,8 +178,7 @@ SLOWER_PAIRS = 3.0  # how many times the time of training a FLOP there takes
 EPOCHS_BY_CLOCK = 5
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(NamedTuple):
     """A depth, the tokens it reads, the seconds it may take, and the bits per byte to expect then."""
 
     depth: int

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -27,9 +27,8 @@ from distgpt.core.train.run import Run
 from distgpt.core.train.seams import KEPT
 from distgpt.core.train.setup import compile_once_per_node, make_steps
 from distgpt.corpora.tokenizers.bpe import LARGE, learned_size
-from distgpt.recipes.depth import holds_out, text_of, titled
+from distgpt.recipes.depth import difficulty, holds_out, text_of, titled
 from distgpt.recipes.derived import configured
-from distgpt.recipes.difficulty import difficulty
 from distgpt.recipes.scaling import EXPECTED_WITHIN, Choice, Text, bits_range, choose
 
 STEP_SECONDS = 1.5  # time steps of a depth for this long
@@ -38,25 +37,15 @@ FEWER = 0.8  # of the planned steps: others use the machine. Evaluations and wri
 SHORTER = 0.9  # a run that needs more of its time than this takes all of it
 
 
-@dataclass(frozen=True, slots=True)
-class Probes:
-    """The depths to measure first; then comes the one that seems best, until that is measured.
-
-    As long as fewer than `needed` are measured, another one begins before `most` of the time is over, else
-    before MOST_MEASURING of it; and `tokens` of a run decide its batch, else what is left of the time by the
-    speeds so far. `warms_up`: the first one compiles and chooses kernels, which does not count.
-    """
-
-    depths: tuple[int, ...]
-    tokens: float
-    needed: int
-    most: float
-    warms_up: bool
-
-
-# Smaller models leave most of a GPU idle: their tokens/s say nothing of those of larger ones.
-GPU_PROBES = Probes((4, 12), 2e8, needed=2, most=0.3, warms_up=True)
-CPU_PROBES = Probes((2, 4), 2e6, needed=1, most=MOST_MEASURING, warms_up=False)
+# Depths to measure first, on GPUs or not; then comes the one that seems best, until that is measured. Smaller
+# models leave most of a GPU idle: their tokens/s say nothing of those of larger ones.
+FIRST = {True: (4, 12), False: (2, 4)}
+FIRST_TOKENS = {
+    True: 2e8,
+    False: 2e6,
+}  # tokens of the run that decides their batch
+NEEDED = {True: 2, False: 1}  # depths that a choice needs
+MOST_FOR_NEEDED = 0.3  # of the time; more than MOST_MEASURING, as a GPU's first one chooses kernels
 
 
 def with_clock(asked: Asked, stage: Stage, say: Say) -> Asked:
@@ -84,13 +73,12 @@ def with_clock(asked: Asked, stage: Stage, say: Say) -> Asked:
     if not on_root(stage.comm, chooses):
         return _with_steps(everywhere(stage.comm, as_before), stage, seconds, say)
     text, held_out = everywhere(stage.comm, lambda: _text(asked.settings()))
-    probes = GPU_PROBES if stage.on_gpu else CPU_PROBES
 
     def smallest() -> RunConfig:
-        return _run(asked, stage, asked.depth or 1, probes.tokens, text)
+        return _run(asked, stage, asked.depth or 1, FIRST_TOKENS[stage.on_gpu], text)
 
     compiled = _compiled(stage, smallest, bool(learned_size(text.tokenizer)), say)
-    found, rest = measured_choice(asked, compiled, seconds, text, say, probes)
+    found, rest = measured_choice(asked, compiled, seconds, text, say)
     if stage.comm.rank == 0:
         read, times = f"{found.tokens / 1e6:.2g} M tokens", f"{found.tokens / text.tokens:.2g} times the text"
         expected = f"{bits_range(found.bits_per_byte)} bits per byte on text that it has not seen"
@@ -173,25 +161,14 @@ def _compiled(stage: Stage, configured: Callable[[], RunConfig], learns_bpe: boo
     return replace(stage, begun=stage.begun + has_compiled * (time.monotonic() - begun))
 
 
-def measured_choice(
-    asked: Asked,
-    stage: Stage,
-    seconds: float,
-    text: Text,
-    say: Say,
-    probes: Probes = CPU_PROBES,
-) -> tuple[Choice, float]:
+def measured_choice(asked: Asked, stage: Stage, seconds: float, text: Text, say: Say) -> tuple[Choice, float]:
     """Measure some depths and choose one. Return it, and the seconds of the run, which may need fewer.
 
     Collective.
     """
-    comm, only = stage.comm, asked.depth or 0
+    comm, only, on_gpu = stage.comm, asked.depth or 0, stage.on_gpu
     end, warm = stage.begun + KEPT * seconds, 0.0
     speeds: dict[int, float] = {}
-
-    def is_early(now: float) -> bool:
-        most = probes.most if len(speeds) < probes.needed else MOST_MEASURING
-        return now - stage.begun - warm < most * seconds
 
     def best(only: int) -> tuple[Choice, bool]:
         """Return the best choice by the speeds so far, and whether there is time to measure more."""
@@ -199,17 +176,18 @@ def measured_choice(
         def decide() -> list[float]:
             now = time.monotonic()
             found = choose(max(1.0, end - now), speeds, text, only)
-            return [found.depth, found.tokens, found.seconds, found.bits_per_byte, is_early(now)]
+            most = MOST_FOR_NEEDED if len(speeds) < NEEDED[on_gpu] else MOST_MEASURING
+            return [*found, now - stage.begun - warm < most * seconds]
 
         *found, more = on_root(comm, decide)
         return Choice(*found), more
 
-    depths = [only] if only else list(probes.depths)
+    depths = [only] if only else list(FIRST[on_gpu])
     while depths:
         depth = depths.pop(0)
-        tokens = probes.tokens if len(speeds) < probes.needed else best(depth)[0].tokens
+        tokens = FIRST_TOKENS[on_gpu] if len(speeds) < NEEDED[on_gpu] else best(depth)[0].tokens
         speeds[depth], cold = measured_speed(stage, _run(asked, stage, depth, tokens, text))
-        warm = warm or cold * probes.warms_up
+        warm = warm or cold * on_gpu  # the first one compiles and chooses kernels, which does not count
         if comm.rank == 0:
             say(f"--within: this machine trains depth {depth} with {speeds[depth]:,.0f} tokens/s")
         gc.collect()  # frees the model

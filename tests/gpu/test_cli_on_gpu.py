@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -125,7 +124,7 @@ def test_a_gpu_takes_bfloat16_unless_float32_is_named(gpu, tmp_path, monkeypatch
         assert RunDirectory(out).saved().train.dtype == "float32"
 
 
-def chosen_within(monkeypatch, seconds, cold, probes):
+def chosen_within(monkeypatch, seconds, cold):
     """Choose a depth by the clock on a GPU whose first steps are that cold. Return what was measured, and it.
 
     The GPU is idle up to depth 8, and from then on bound by arithmetic.
@@ -143,28 +142,26 @@ def chosen_within(monkeypatch, seconds, cold, probes):
     monkeypatch.setattr(within, "measured_speed", speed)
     monkeypatch.setattr(within, "time", SimpleNamespace(monotonic=lambda: now[0]))
     stage = GpuStage("cuda", SerialComm(), 0, device=SimpleNamespace(capability=(9, 0)), begun=1000.0)
-    choice, _ = within.measured_choice(Asked(), stage, seconds, text, lambda text: None, probes)
+    choice, _ = within.measured_choice(Asked(), stage, seconds, text, lambda text: None)
     return measured, choice
 
 
 def test_within_judges_a_gpu_by_two_probes_once_it_is_warm(monkeypatch):
-    measured, choice = chosen_within(monkeypatch, 300, 25, within.GPU_PROBES)
+    measured, choice = chosen_within(monkeypatch, 300, 25)
     assert [depth for depth, _ in measured[:2]] == [4, 12] and choice.depth > 8
     assert min(tokens for _, tokens in measured[:2]) >= 1 << 13
-    # By the probes of a CPU the first one's compiling ends the search.
-    measured, other = chosen_within(monkeypatch, 300, 25, within.CPU_PROBES)
-    assert [depth for depth, _ in measured] == [2] and other.bits_per_byte > 1.02 * choice.bits_per_byte
     # A second probe is left out where the first took most of the time.
-    assert len(chosen_within(monkeypatch, 60, 25, within.GPU_PROBES)[0]) >= 2
-    assert len(chosen_within(monkeypatch, 5, 1, within.GPU_PROBES)[0]) == 1
+    assert len(chosen_within(monkeypatch, 60, 25)[0]) >= 2
+    assert len(chosen_within(monkeypatch, 5, 1)[0]) == 1
 
 
 @pytest.mark.slow
 def test_within_trains_what_it_chose_on_a_gpu(gpu, tmp_path, monkeypatch):
     """By probes that a stand-in has time for."""
     monkeypatch.delenv(stages.VARIABLE)
-    small = replace(within.GPU_PROBES, depths=(1, 2), tokens=2e4, most=0.75)  # six seconds of eight
-    monkeypatch.setattr(within, "GPU_PROBES", small)
+    monkeypatch.setitem(within.FIRST, True, (1, 2))
+    monkeypatch.setitem(within.FIRST_TOKENS, True, 2e4)
+    monkeypatch.setattr(within, "MOST_FOR_NEEDED", 0.75)  # six seconds of eight
     words = ("--within", "8s", "--data", "story", "--seq-len", "16", "--out", tmp_path / "run")
     result = gpu("train", "--stage", "cuda", *words, "--batch-size", "4")
     assert result.returncode == 0, result.stderr

@@ -36,9 +36,9 @@ class Paced:
 
     def __init__(self, lanes, seconds=0.0):
         self._lanes, self.seconds, self.spoil = lanes, seconds, 0
-        self.count, self.length, self.copy = lanes.count, lanes.length, lanes.copy
-        self.can_drop, self.drop, self.is_exact = lanes.can_drop, lanes.drop, lanes.is_exact
-        self.chunk = lanes.chunk
+
+    def __getattr__(self, name):
+        return getattr(self._lanes, name)
 
     def feed(self, work):
         time.sleep(self.seconds)
@@ -78,6 +78,9 @@ class Server:
     def counted(self, name):
         """Return the value of one of the server's counters."""
         return self.runner.metrics.registry.get_sample_value(f"distgpt_{name}_total")
+
+    def gauge(self, name):
+        return self.runner.metrics.registry.get_sample_value(f"distgpt_{name}")
 
     def close(self):
         self.serving.should_exit = True
@@ -122,8 +125,7 @@ class Server:
     @property
     def is_free(self):
         """Whether every lane is free, and nobody waits."""
-        found = self.runner.gauges
-        return not (found["running_sequences"] or found["queue_length"] or found["open_requests"])
+        return not any(map(self.gauge, ("running_sequences", "queue_length", "open_requests")))
 
 
 def pieces(text):

@@ -84,19 +84,8 @@ def test_what_does_not_fit_is_refused():
 
 
 def test_rows_have_few_sizes():
-    assert [_rounded(n) for n in (1, 4, 5, 9, 33, 52, 63, 64, 65, 200)] == [
-        1,
-        4,
-        8,
-        16,
-        64,
-        64,
-        64,
-        64,
-        128,
-        256,
-    ]
-    assert len({_rounded(n) for n in range(33, 53)}) == 1
+    assert {_rounded(n) for n in range(1, 201)} == {1, 2, 3, 4, 8, 16, 32, 64, 128, 192, 256}
+    assert all(n <= _rounded(n) < max(2 * n, n + 64) for n in range(1, 999))
 
 
 HOW = [

@@ -19,8 +19,7 @@ from distgpt.core.data.tokenizers import load_tokenizer
 from distgpt.core.model.model import Architecture, Model
 from distgpt.core.saved.modelfile import load_model
 from distgpt.core.train.assessment import Scorer, Span
-from distgpt.inference.evaluation.benchmark import Benchmark, likelihoods
-from distgpt.inference.evaluation.questions import LINES, Question, read_questions
+from distgpt.inference.evaluation.benchmark import LINES, Benchmark, Question, likelihoods, read_questions
 
 CONFIG = ModelConfig(vocab_size=256, seq_len=700, n_layer=2, n_head=2, n_embd=16)
 BYTES = load_tokenizer("byte", "")

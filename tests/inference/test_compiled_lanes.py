@@ -3,16 +3,16 @@
 import numpy as np
 import pytest
 from plain_int4 import quantise4
+from test_lanes import plain_scores
 
 from distgpt.core.config import MLPS, ModelConfig
 from distgpt.core.cpu.kernels import Bfloat16Kernels, CpuKernels
 from distgpt.core.generate.engine_setup import slot_bytes, slots_for
 from distgpt.core.generate.slots import Feed
 from distgpt.core.model.model import Architecture, Model
-from distgpt.core.model.passes import Pass
 from distgpt.core.ops.kernels import Kernels
 from distgpt.inference.decoding import compiled
-from distgpt.inference.decoding.compiled import compiled_slots
+from distgpt.inference.decoding.compiled import CompiledSlots
 from distgpt.inference.quantized.integers import quantise, restored
 from distgpt.inference.quantized.kernels import Int8Kernels
 from distgpt.models.quantized.packed import int8_of
@@ -74,15 +74,7 @@ def round_alike(x, spec, dtype):
 
 
 def lanes_of(variant, kind, count, threads=2):
-    return compiled_slots(build(variant, TYPES[kind](threads)), count)
-
-
-def plain(model, tokens):
-    """Scores after every token by the forward pass."""
-    work = Pass(model, 1, len(tokens), training=False)
-    scores = model.kernels.zeros(len(tokens), model.config.padded_vocab)
-    work.logits(scores, work.forward(model.kernels.integers(tokens)))
-    return scores[:, : model.config.vocab_size]
+    return CompiledSlots(build(variant, TYPES[kind](threads)), count)
 
 
 def sequences(variant):
@@ -106,7 +98,7 @@ def test_scores_are_those_of_the_forward_pass(variant, kind):
     assert found.shape == (0, exact.config.vocab_size)
     rest = [Feed(i, len(text) // 2, text[len(text) // 2 :], 1 + (i > 2)) for i, text in enumerate(texts)]
     scores = lanes.feed(rest)
-    expected = [plain(exact, text)[-each.wanted :] for text, each in zip(texts, rest, strict=True)]
+    expected = [plain_scores(exact, text)[-each.wanted :] for text, each in zip(texts, rest, strict=True)]
     assert scores.dtype == np.float32
     assert distance(scores, np.concatenate(expected)) < tolerance
 

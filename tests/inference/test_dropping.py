@@ -7,6 +7,7 @@ import pytest
 import test_compiled_lanes
 from models import VARIANTS, build
 from test_compiled_lanes import KINDS, all_threads, distance, lanes_of, sequences  # noqa: F401
+from test_engine import Watched
 
 from distgpt.core.cpu.kernels import CpuKernels
 from distgpt.core.cpu.matmul.packing import COLUMNS
@@ -17,7 +18,7 @@ from distgpt.core.generate.slots import Feed
 from distgpt.core.model.model import Architecture, Model
 from distgpt.core.model.passes import Pass
 from distgpt.core.ops.kernels import Kernels
-from distgpt.inference.decoding.compiled import compiled_slots
+from distgpt.inference.decoding.compiled import CompiledSlots
 
 LENGTH = 9
 
@@ -55,7 +56,7 @@ def moved(prompt, count, length):
 
 
 @pytest.mark.parametrize("lookup", [0, 5])
-@pytest.mark.parametrize("made, dtype", [(PlainSlots, "float64"), (compiled_slots, "float32")])
+@pytest.mark.parametrize("made, dtype", [(PlainSlots, "float64"), (CompiledSlots, "float32")])
 @pytest.mark.parametrize("kind", ["grouped queries", "scaled queries", "llama3 scaling", "none"])
 def test_a_shifted_window_is_attention_that_sees_no_more_than_it(kind, made, dtype, lookup):
     for length in (1, 3, 8):
@@ -73,15 +74,9 @@ def test_a_shifted_window_is_attention_that_sees_no_more_than_it(kind, made, dty
 
 
 def test_it_computes_nothing_anew():
-    one, fed = build(replace(VARIANTS["modern"], seq_len=16), CpuKernels("float64", 1)), []
-
-    class Watched(PlainSlots):
-        def feed(self, work):
-            fed.extend(len(each.tokens) for each in work)
-            return super().feed(work)
-
-    complete(Engine(Watched(one, 1), None, 8), [Request([1] * 6, 100, overflow="shift")])
-    assert sum(fed) == 6 + 99
+    lanes = Watched(PlainSlots(build(replace(VARIANTS["modern"], seq_len=16), CpuKernels("float64", 1)), 1))
+    complete(Engine(lanes, None, 8), [Request([1] * 6, 100, overflow="shift")])
+    assert lanes.tokens == 6 + 99
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "int4"])  # whose memory is int8's

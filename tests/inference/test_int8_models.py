@@ -5,7 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from plain_int4 import quantise4
-from test_compiled_lanes import VARIANTS, build, config_of, distance, plain, round_alike, sequences
+from test_compiled_lanes import VARIANTS, build, config_of, distance, round_alike, sequences
+from test_lanes import plain_scores
 
 from distgpt import api
 from distgpt.core.base.errors import DataError, UsageError
@@ -18,7 +19,7 @@ from distgpt.core.generate.plain_slots import PlainSlots
 from distgpt.core.generate.slots import Feed
 from distgpt.core.saved.modelfile import Description, dtype_of, load_model, save_model
 from distgpt.core.saved.tensors import read_header, read_rows, write_tensors
-from distgpt.inference.decoding.compiled import compiled_slots
+from distgpt.inference.decoding.compiled import CompiledSlots
 from distgpt.inference.quantized.integers import LEVELS, quantise, restored
 from distgpt.inference.quantized.kernels import Int8Kernels
 from distgpt.models.quantized.packed import calibrated, int8_of, moved, round_for
@@ -56,9 +57,9 @@ def test_passes_compute_what_rounded_weights_give_and_what_lanes_compute(variant
     for spec in near.layout.specs:
         near.params[spec.name][:] = round_alike(near.params[spec.name], spec, dtype)
     for text in sequences(variant):
-        exact, found = plain(near, text), plain(rounded, text)
+        exact, found = plain_scores(near, text), plain_scores(rounded, text)
         assert distance(found, exact) < 6e-2
-        scores = compiled_slots(rounded, 1).feed([Feed(0, 0, text, len(text))])
+        scores = CompiledSlots(rounded, 1).feed([Feed(0, 0, text, len(text))])
         assert distance(scores, found) < 6e-2  # their keys and values are bfloat16
     lanes = PlainSlots(rounded, 1)
     assert distance(lanes.feed([Feed(0, 0, text, 1)]), found[-1:]) < 1e-5
@@ -72,7 +73,7 @@ def test_a_file_gives_the_same_model_as_rounding_while_loading(files):
     assert kinds == {"I8", "BF16", "F32"} and header.metadata["format_version"] == "3"
     found = [load_model(path, Int8Kernels(1), COMM)[0] for path in (wide, narrow)]
     text = sequences("llama")[3]
-    scores = [compiled_slots(each, 1).feed([Feed(0, 0, text, len(text))]) for each in found]
+    scores = [CompiledSlots(each, 1).feed([Feed(0, 0, text, len(text))]) for each in found]
     np.testing.assert_array_equal(*scores)
     widened, about = load_model(narrow, CpuKernels("float32", 1), COMM)
     assert about.rounded
@@ -91,7 +92,7 @@ def test_a_file_in_int4_gives_the_same_model_as_rounding_and_nearly_the_same_in_
     scores = {}
     for path, dtype in ((wide, "int4"), (in_int4, "int4"), (in_int4, "int8"), (narrow, "int4")):
         found, _ = load_model(path, Int8Kernels(1, dtype), COMM)
-        scores[path, dtype] = compiled_slots(found, 1).feed([Feed(0, 0, text, len(text))])
+        scores[path, dtype] = CompiledSlots(found, 1).feed([Feed(0, 0, text, len(text))])
     np.testing.assert_array_equal(scores[wide, "int4"], scores[in_int4, "int4"])
     assert (
         distance(scores[in_int4, "int8"], scores[in_int4, "int4"]) < 0.05

@@ -8,13 +8,10 @@ from models import VARIANTS, build
 from threadranks import on_all_ranks
 
 from distgpt.core.comm.resources import Memory
-from distgpt.core.components import Components
 from distgpt.core.cpu.kernels import CpuKernels
 from distgpt.core.generate import engine_setup
-from distgpt.core.generate.engine import Engine, complete
-from distgpt.core.generate.engine_setup import CACHE_BYTES, rehearse, slot_bytes, slots_for, slots_that_fit
+from distgpt.core.generate.engine_setup import CACHE_BYTES, rehearse, slot_bytes, slots_that_fit
 from distgpt.core.generate.plain_slots import PlainSlots
-from distgpt.core.generate.request import Request
 from distgpt.core.generate.slots import Feed
 from distgpt.core.model.passes import Pass
 from distgpt.core.ops.kernels import Kernels
@@ -89,17 +86,3 @@ def test_ranks_of_one_host_share_its_memory(monkeypatch):
 def test_a_rehearsal_fits_any_context():
     for kind, seq_len in (("gpt2", 1), ("gpt2", 2), ("grouped queries", 9)):
         rehearse(build(replace(VARIANTS[kind], seq_len=seq_len), CpuKernels("float32", 1)))
-
-
-def test_plain_slots_generate_the_same_tokens(extended):
-    """Equal tokens; logits differ by rounding."""
-    model = build(VARIANTS["modern"], CpuKernels("float32", 1))
-    requests = [Request([1, 2, 3], 20), Request([4], 20, temperature=0.9, seed=3)]
-    fast = slots_for(model, 2)
-    assert not isinstance(fast, PlainSlots)
-    expected = complete(Engine(fast), requests)
-    extended(slots=Components.slots)
-    plain = slots_for(model, 2)
-    assert isinstance(plain, PlainSlots)
-    for found, other in zip(complete(Engine(plain), requests), expected, strict=True):
-        assert found[0].tokens == other[0].tokens

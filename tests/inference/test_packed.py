@@ -8,7 +8,7 @@ import distgpt
 from distgpt.core.config import ModelConfig
 from distgpt.core.cpu.pool import pool_of
 from distgpt.core.generate.slots import Feed
-from distgpt.inference.decoding.compiled import compiled_slots, packing_of
+from distgpt.inference.decoding.compiled import CompiledSlots, packing_of
 from distgpt.inference.decoding.loops.weights import PIECE, checksums_of
 
 CONFIG = ModelConfig(vocab_size=13, seq_len=9, n_layer=2, n_head=2, n_embd=16, init_std=0.3)
@@ -45,7 +45,7 @@ def test_weights_are_packed_once_until_they_change(kind):
         assert second is not first and packing_of(model) is second
         other = build("llama", kernels)
         kernels.put(other.params["blocks.1.norm1.w"], np.full(48, 1.5))
-        scores = [compiled_slots(each, 1).feed([Feed(0, 0, [1, 2, 3], 3)]) for each in (model, other)]
+        scores = [CompiledSlots(each, 1).feed([Feed(0, 0, [1, 2, 3], 3)]) for each in (model, other)]
         np.testing.assert_array_equal(*scores)
 
 

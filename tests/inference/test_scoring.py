@@ -5,6 +5,7 @@ import math
 
 import numpy as np
 import pytest
+from test_benchmarks import plain
 from threadranks import on_all_ranks
 
 import distgpt
@@ -39,11 +40,7 @@ def model(dtype="float64", threads=1):
 
 
 def plain_sum(span):
-    """From all logits at once."""
-    gpt = distgpt.init(CONFIG, seed=1, dtype="float64")
-    logits = gpt.logits(span.ids[None, :-1])[0]
-    losses = np.log(np.exp(logits).sum(1)) - logits[np.arange(len(logits)), span.ids[1:]]
-    return losses[span.first - 1 :].sum()
+    return plain(distgpt.init(CONFIG, seed=1, dtype="float64"), span)[0]
 
 
 def test_a_span_costs_what_its_predictions_cost_however_many_go_together(monkeypatch):

@@ -68,7 +68,7 @@ def test_a_full_queue_is_said_with_when_to_try_again():
         waiting = [found.connect() for _ in range(2)]
         for connection in waiting:
             connection.request("POST", "/v1/completions", json.dumps({"prompt": "b", "max_tokens": 1}), JSON)
-        until(lambda: found.runner.gauges["open_requests"] == 3)
+        until(lambda: found.gauge("open_requests") == 3)
         status, headers, said = found.ask("/v1/completions", {"prompt": "c"})
         assert status == 429 and said["error"]["code"] == "queue_full" and headers["retry-after"] == "2"
         open_ones[0][0].close()
@@ -84,7 +84,7 @@ def test_an_answer_without_tokens_waits_for_no_lane():
         answer = found.complete(["b", "c"], max_tokens=0, n=2, echo=True)
         assert [each["text"] for each in answer["choices"]] == ["b", "b", "c", "c"]
         assert {each["finish_reason"] for each in answer["choices"]} == {"length"}
-        assert found.runner.gauges["running_sequences"] == 1
+        assert found.gauge("running_sequences") == 1
         connection.close()
 
 
@@ -123,7 +123,7 @@ def test_a_client_that_is_killed_frees_its_lanes(streams):
         line = socket.create_connection((found.host, found.port), 10)
         head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         line.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
-        until(lambda: found.runner.gauges["running_sequences"] == 2)
+        until(lambda: found.gauge("running_sequences") == 2)
         line.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # as a process that dies
         line.close()
         until(lambda: found.is_free, 2)
@@ -158,7 +158,7 @@ def test_a_client_that_does_not_read_is_dropped_and_holds_up_nobody(monkeypatch,
     monkeypatch.setattr(app, "SAYING", 0.1)
     with server(lanes=2, seconds=0.001, limits={"max_tokens": 40_000}, log="requests") as found:
         with narrow(found, max_tokens=40_000):
-            until(lambda: found.runner.gauges["running_sequences"] == 1)
+            until(lambda: found.gauge("running_sequences") == 1)
             assert found.complete("b", max_tokens=20)["usage"]["completion_tokens"] == 20
             until(lambda: found.is_free)
             until(lambda: not found.serving.server_state.connections)

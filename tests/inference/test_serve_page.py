@@ -133,6 +133,14 @@ MEASURED = """(() => {
 })()"""
 
 
+def fits(page, width, scheme, texts):
+    seen = page.value(MEASURED % CONTRAST)
+    assert seen["dark"] == (scheme == "dark") and seen["page"] <= width
+    assert len(seen["contrasts"]) > texts and not seen["unnamed"] and not seen["small"]
+    worst, told = min(seen["contrasts"])
+    assert worst >= 4.5, told
+
+
 @pytest.mark.parametrize(("width", "scheme"), WINDOWS)
 def test_it_fits_and_can_be_read(page, width, scheme):
     with server() as found:
@@ -141,11 +149,7 @@ def test_it_fits_and_can_be_read(page, width, scheme):
         page.until("document.getElementById('said').textContent.startsWith('90 tokens')")
         page.value("document.getElementById('text').focus()")
         page.key("End", 35)
-        seen = page.value(MEASURED % CONTRAST)
-        assert seen["dark"] == (scheme == "dark") and seen["page"] <= width
-        assert len(seen["contrasts"]) > 100 and not seen["unnamed"] and not seen["small"]
-        worst, told = min(seen["contrasts"])
-        assert worst >= 4.5, told
+        fits(page, width, scheme, 100)
         assert page.shot().startswith(b"\x89PNG")
 
 
@@ -234,11 +238,7 @@ def test_a_chat_fits_and_can_be_read(page, width, scheme):
             answered(page)
         if width < 600:
             page.value("document.getElementById('toggle').click()")
-        seen = page.value(MEASURED % CONTRAST)
-        assert seen["dark"] == (scheme == "dark") and seen["page"] <= width
-        assert len(seen["contrasts"]) > 10 and not seen["unnamed"] and not seen["small"]
-        worst, told = min(seen["contrasts"])
-        assert worst >= 4.5, told
+        fits(page, width, scheme, 10)
         bottom = page.value("document.getElementById('ask').getBoundingClientRect().bottom")
         assert bottom <= 860 >= page.value("document.documentElement.scrollHeight")
 

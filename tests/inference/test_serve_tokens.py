@@ -14,8 +14,7 @@ from serving import sample, server
 
 from distgpt.core.comm.serial import SerialComm
 from distgpt.core.train.assessment import Scorer
-from distgpt.inference.evaluation.benchmark import Benchmark, likelihoods
-from distgpt.inference.evaluation.questions import read_questions
+from distgpt.inference.evaluation.benchmark import Benchmark, likelihoods, read_questions
 
 LOOK = "from importlib.util import find_spec as f; raise SystemExit(not f('lm_eval'))"
 NAMED = "DISTGPT_LMEVAL_PYTHON"

@@ -19,7 +19,7 @@ from distgpt.core.saved.rundir import RunDirectory
 from distgpt.core.train.progress import Pace, Progress
 from distgpt.core.train.seams import Clock, is_over
 from distgpt.parallel.choose import Chosen
-from distgpt.recipes.depth import Dial, text_of
+from distgpt.recipes.depth import described, settings_of, text_of
 
 SMALL = ["--n-layer", "1", "--n-embd", "16", "--seq-len", "16"]
 T = TrainConfig(train_minutes=1.0, warmup=0, steps=7)
@@ -53,20 +53,19 @@ def test_the_last_step_ends_with_the_time_and_sees_all_of_it_as_over():
     assert clock.seconds() == 60
 
 
-def test_a_run_that_resumes_has_what_is_left():
-    shares, seconds, _ = run_of(T, spent=30.0)
-    assert shares[0] == pytest.approx(30 / 59.1) and 52 <= seconds <= 60
+@pytest.mark.parametrize(
+    "how, first, shortest, longest",
+    [
+        ({"spent": 30.0}, 30 / 59.1, 52, 60),
+        ({"queued": True}, 0, 48, 64),
+        ({"closing": 3.0}, 0, 40, 48),  # there is time left for what follows the last step
+    ],
+    ids=str,
+)
+def test_a_run_ends_with_its_time(how, first, shortest, longest):
+    shares, seconds, _ = run_of(T, **how)
+    assert shares[0] == pytest.approx(first) and shares[-1] == 1 and shortest <= seconds <= longest
     assert run_of(T, spent=60.0)[0] == []
-
-
-def test_steps_in_a_queue_are_expected():
-    shares, seconds, _ = run_of(T, queued=True)
-    assert shares[-1] == 1 and 48 <= seconds <= 64
-
-
-def test_there_is_time_left_for_what_follows_the_last_step():
-    shares, seconds, _ = run_of(T, closing=3.0)
-    assert shares[-1] == 1 and 40 <= seconds <= 48
 
 
 def test_local_steps_end_with_a_round():
@@ -145,25 +144,25 @@ def test_the_dial_sets_what_nothing_else_says_and_a_resumed_run_keeps_it(tmp_pat
     words = ["train", "--data", text, "--config", toml, "--threads", "1", "--out", tmp_path / "r", "--depth"]
     result = inside(*words, "1", "--steps", "2", "--batch-size", "2")
     assert result.returncode == 0, result.stderr
-    assert "depth 1" in result.stdout and "learning rates  0.005" in result.stdout
+    assert "depth 1" in result.stdout and "lr 0.005" in result.stdout
     run = RunDirectory(tmp_path / "r").saved()
     assert (run.model.n_embd, run.model.mlp, run.train.optimizer) == (64, "relu2", "muon")
     assert (run.train.lr, run.train.steps, run.train.batch_size, run.train.tokenizer) == (0.005, 2, 2, "byte")
     longer = inside(*words, "1", "--resume", "auto", "--steps", "3")
     assert longer.returncode == 0, longer.stderr
-    assert "learning rates" not in longer.stdout and lines(tmp_path / "r")[-1]["step"] == 3
+    assert "depth 1" not in longer.stdout and lines(tmp_path / "r")[-1]["step"] == 3
     refused(inside(*words, "2", "--resume", "auto"), 2, "n_layer was 1 and is now 2")
 
 
 def test_the_lines_of_the_dial_say_what_is_read_and_when_it_ends(tmp_path):
     (text := tmp_path / "my.txt").write_text("The keeper lit the lamp. " * 40)
-    for depth, flags, words in (
-        (Dial(1), {}, "reads 8.19 k tokens, the text 8.19 times; 0.125 for each of 65.5 k parameters"),
-        (Dial(1), {}, "16 steps of 512 tokens; warm-up"),
-        (Dial(1, tokens=300.0), {"train_minutes": 2.955}, ", until 2:57 is over"),
+    for tokens, flags, words in (
+        (0.0, {}, "reads 8.19 k tokens, the text 8.19 times; 0.125 for each of 65.5 k parameters"),
+        (0.0, {}, "16 steps of 512 tokens; lr 0.01"),
+        (300.0, {"train_minutes": 2.955}, ", until 2:57 is over"),
     ):
         given = {"data": str(text), **flags}
-        assert words in depth.described(preset("fast", {**depth.settings(given), **given}))
+        assert words in described(preset("fast", {**settings_of(1, given, tokens), **given}))
 
 
 def test_a_bpe_that_is_learned_is_kept_in_the_run(tmp_path):
@@ -220,7 +219,7 @@ def test_within_chooses_a_depth_and_ends_with_its_time(tmp_path):
     notes, t, metrics = within(tmp_path / "long.txt", 8, tmp_path / "run", tokenizer="byte")
     assert t.train_minutes == pytest.approx(8 / 60) and t.optimizer == "muon"
     assert metrics[-1]["lr"] == pytest.approx(t.min_lr) and not t.eval_every
-    assert "bits per byte on such text that it has not seen" in notes and "--val-fraction 0.1" in notes
+    assert "bits per byte on text that it has not seen" in notes and "--val-fraction 0.1" in notes
     assert "the run ends after" not in notes
 
 
@@ -228,7 +227,7 @@ def test_within_reads_no_short_text_until_it_is_learned_by_heart(tmp_path):
     notes, t, metrics = within(resolve_data("story"), 600, tmp_path / "run", val_fraction=0.1)
     assert "the run ends after about 0:" in notes and not t.train_minutes
     assert metrics[-1]["step"] == t.steps  # its passes end it, not the clock
-    assert "on the text that is held out" in notes and "--val-fraction" not in notes
+    assert "--val-fraction" not in notes
     read = t.batch_size * RunDirectory(tmp_path / "run").saved().model.seq_len * metrics[-1]["step"]
     assert read < 30 * resolve_data("story").stat().st_size  # a busy machine measures what it gets
     # How many steps it came to depends on what else the machine did; which of them are evaluated does not.
@@ -238,17 +237,8 @@ def test_within_reads_no_short_text_until_it_is_learned_by_heart(tmp_path):
     assert evaluated == sorted({*range(0, last + 1, t.eval_every), last})
     # The same command again, as of a job that is queued again, finds it finished.
     before = {path: path.read_bytes() for path in (tmp_path / "run").iterdir() if path.is_file()}
-    words = [
-        "--data",
-        resolve_data("story"),
-        "--val-fraction",
-        "0.1",
-        "--threads",
-        "1",
-        "--out",
-        tmp_path / "run",
-    ]
-    again = inside("train", *words, "--within", "10m", "--resume", "auto")
+    words = ["--data", resolve_data("story"), "--val-fraction", "0.1", "--threads", "1"]
+    again = inside("train", *words, "--out", tmp_path / "run", "--within", "10m", "--resume", "auto")
     assert again.returncode == 0 and "is finished, and nothing was changed" in again.stdout, again.stderr
     assert before == {path: path.read_bytes() for path in (tmp_path / "run").iterdir() if path.is_file()}
 
@@ -259,7 +249,7 @@ def test_evaluations_by_the_clock_score_all_that_is_held_out_while_that_takes_li
     (tmp_path / "val.txt").write_bytes(b"a" * 30_000)
 
     def settings(tokens, **given):
-        found = Dial(1, tokens).settings({"data": str(text), "tokenizer": "byte", **given})
+        found = settings_of(1, {"data": str(text), "tokenizer": "byte", **given}, tokens)
         return found.get("val_tokens"), found.get("eval_every"), found["steps"]
 
     for tokens, given, times in (

@@ -9,7 +9,7 @@ import pytest
 from conftest import inside
 
 from distgpt.core.data.loading import resolve_data
-from distgpt.recipes.difficulty import LEAST, MOST, difficulty
+from distgpt.recipes.depth import EASIEST, HARDEST, difficulty
 
 WORDS = ["lamp", "keeper", "harbour", "stone", "evening", "ship", "window", "letter", "the", "and", "was"]
 
@@ -26,8 +26,8 @@ def test_a_text_that_packs_better_is_easier(tmp_path):
         path = tmp_path / "text.txt"
         path.write_text(text)
         found.append(difficulty(path))
-    assert found == sorted(found) and found[0] == LEAST and found[2] == MOST
-    assert LEAST < found[1] < MOST
+    assert found == sorted(found) and found[0] == EASIEST and found[2] == HARDEST
+    assert EASIEST < found[1] < HARDEST
 
 
 def test_the_bundled_texts_are_about_as_hard_as_english():

@@ -119,10 +119,8 @@ def test_what_nccl_says_to_nobody_ends_the_job_while_the_main_thread_waits():
         trouble.append("NCCL_ERROR_REMOTE_ERROR: remote process exited")
         assert waited.wait(20)
     assert left[0].exit_code == 70
-    assert str(left[0]) == (
-        "rank 0: NCCL has failed, as it does when another rank or host dies: "
-        "NCCL_ERROR_REMOTE_ERROR: remote process exited"
-    )
+    assert str(left[0]).startswith("rank 0: NCCL has failed, as it does when another rank or host dies: ")
+    assert "NCCL_ERROR_REMOTE_ERROR: remote process exited" in str(left[0])
 
 
 def test_a_single_process_reports_its_own_stall(quick, tmp_path, monkeypatch):
@@ -173,7 +171,7 @@ def stuck(tmp_path, *words):
         *words,
     ]
     how = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    job = subprocess.Popen(command(*args, ranks=2), env=clean_environment(), **how)
+    job = subprocess.Popen(command(*args, "--out", out, ranks=2), env=clean_environment(), **how)
     until(lambda: (out / "metrics.jsonl").exists() and len((out / "metrics.jsonl").read_bytes()) > 2000)
     time.sleep(1.5)  # the ranks have reported
     ranks = of_job(out)

@@ -20,11 +20,7 @@ from distgpt.core.ops.api import Array, Work
 MOST = 64  # of the likeliest tokens that are found
 
 
-class Draw(NamedTuple):
-    """How to draw a token from all."""
-
-    temperature: float
-    uniform: float  # a number of [0, 1)
+Draw = tuple[float, float]  # how to draw a token from all: the temperature, and a number of [0, 1)
 
 
 class Drawn(NamedTuple):
@@ -104,7 +100,7 @@ def enough(choice: Choice | None) -> int:
 
 def draw_for(sampling: Sampling, uniform: float) -> Draw | None:
     """Return what the device has to draw where a token is chosen by more than the likeliest tokens."""
-    return None if sampling.is_greedy or sampling.top_k else Draw(sampling.temperature, uniform)
+    return None if sampling.is_greedy or sampling.top_k else (sampling.temperature, uniform)
 
 
 def _is_plain(sampling: Sampling) -> bool:
@@ -163,10 +159,10 @@ class BatchedSlots:
         tokens = [_token(each) for each in work if _decodes(each)]
         decoding = sorted(tokens, key=lambda each: each.likeliest > 0)  # all logits first
         others = [each for each in work if not _decodes(each)]
-        if decoding:
-            self._decode(decoding)
+        batch = self._decode(decoding) if decoding else None
         rows = self._prefill(others)
-        of_slot = dict(zip([each.feed.slot for each in decoding], self._chosen(decoding), strict=True))
+        chosen = self._chosen(decoding, batch) if batch else []
+        of_slot = dict(zip([each.feed.slot for each in decoding], chosen, strict=True))
         k, vocab, end = self.model.kernels, self.model.config.vocab_size, 0
         prompts = np.asarray(k.to_host(self._logits[:rows]))[:, :vocab] if rows else None
         found: list[Any] = []  # of Array | Likeliest
@@ -197,44 +193,40 @@ class BatchedSlots:
 
     # -- a token of each
 
-    def _decode(self, some: Sequence[_Token]) -> None:
+    def _decode(self, some: Sequence[_Token]) -> _Batch:
         """Compute the logits of all, and the likeliest where that is enough for one."""
-        batch = self._batch_for(len(some))
-        inputs = np.zeros((3, batch.rows), np.int32)
+        rows = min(1 << (len(some) - 1).bit_length(), self.count)
+        if rows not in self._batches:
+            work = self._decoding.reshaped(rows, 1)
+            self._batches[rows] = _Batch(self.model, work, self._cache, self._decoded[:rows])
+        batch = self._batches[rows]
+        inputs = np.zeros((3, rows), np.int32)
         inputs[2] = -1  # rows of no slot
         columns = [(feed.tokens[0], feed.start, feed.slot) for feed, _, _ in some]
         inputs[:, : len(some)] = np.transpose(columns)
         self.model.kernels.put(batch.inputs, inputs)
         batch.run()
-        if some[-1].likeliest:
-            batch.choose(_choice(some))
+        if most := max(each.likeliest for each in some):
+            batch.choose(next(count for count in CHOICES if count >= most))
         if any(each.draw for each in some):
             batch.draw([each.draw for each in some])
+        return batch
 
-    def _batch_for(self, count: int) -> _Batch:
-        rows = min(1 << (count - 1).bit_length(), self.count)
-        if rows not in self._batches:
-            work = self._decoding.reshaped(rows, 1)
-            self._batches[rows] = _Batch(self.model, work, self._cache, self._decoded[:rows])
-        return self._batches[rows]
-
-    def _chosen(self, some: Sequence[_Token]) -> list[Array | Likeliest]:
+    def _chosen(self, some: Sequence[_Token], batch: _Batch) -> list[Array | Likeliest]:
         """Copy to the host what these want to know: all logits of the first, the likeliest of the others."""
-        if not some:
-            return []
         k, vocab = self.model.kernels, self.model.config.vocab_size
         whole = sum(not each.likeliest for each in some)
         found: list[Array | Likeliest] = []
         if whole:
             found.extend(np.asarray(k.to_host(self._decoded[:whole]))[:, :vocab])
         if whole < len(some):
-            tokens, logits = map(k.to_host, self._batch_for(len(some)).choices[_choice(some)])
+            tokens, logits = map(k.to_host, batch.likeliest)
             rows = slice(whole, len(some))
             # of arrays that the next step overwrites where they are the host's
             pairs = zip(tokens[rows].copy(), logits[rows].copy(), strict=True)
             found.extend(Likeliest(ids, row[:-1], float(row[-1])) for ids, row in pairs)
         if any(each.draw for each in some):
-            tokens, results = map(k.to_host, self._batch_for(len(some)).drawn)
+            tokens, results = map(k.to_host, batch.drawn)
             for i, row in enumerate(found):
                 if isinstance(row, Likeliest) and some[i].draw:
                     drawn = Drawn(int(tokens[i]), *results[i].tolist())
@@ -292,8 +284,8 @@ class _Batch:
     def __init__(self, model: Model, work: Pass, cache: Array, logits: Array) -> None:
         self.rows, self._model, self._logits = work.n_rows, model, logits
         self.inputs = model.kernels.integers(np.zeros((3, self.rows)))  # tokens, starts, slots
-        self.choices: dict[int, tuple[Array, Array]] = {}  # tokens and logits, by how many
-        self._choose: dict[int, Work] = {}
+        self.likeliest: list[Array] = []  # tokens and logits, as `choose` has found them
+        self._choose: dict[int, tuple[Work, Array, Array]] = {}
         self._how = model.kernels.scalars(2 * self.rows).reshape(self.rows, 2)  # temperatures, numbers
         found = model.kernels.scalars(2 * self.rows).reshape(self.rows, 2)
         self.drawn = model.kernels.integers(np.zeros(self.rows)), found
@@ -311,9 +303,10 @@ class _Batch:
             most = min(count, vocab)
             tokens = k.integers(np.zeros((self.rows, most)))
             found = k.wide_zeros(self.rows, most + 1)
-            self.choices[count] = tokens, found
-            self._choose[count] = k.record(partial(k.likeliest, tokens, found, self._logits, vocab))
-        self._choose[count]()
+            work = k.record(partial(k.likeliest, tokens, found, self._logits, vocab))
+            self._choose[count] = work, tokens, found
+        run, *self.likeliest = self._choose[count]
+        run()
 
     def draw(self, draws: Sequence[Draw | None]) -> None:
         """Draw a token of each; nobody looks at those of rows without a `Draw`."""
@@ -338,12 +331,6 @@ def _rounded(rows: int) -> int:
     if rows <= FEW:
         return rows
     return 1 << (rows - 1).bit_length() if rows < ALIKE else -(-rows // ALIKE) * ALIKE
-
-
-def _choice(some: Sequence[_Token]) -> int:
-    """How many of the likeliest to find: as many as the most that one wants, or a few more."""
-    most = max(each.likeliest for each in some)
-    return next(count for count in CHOICES if count >= most)
 
 
 def _decodes(each: Feed) -> bool:

@@ -62,11 +62,15 @@ def packing_of(model: Model) -> Packing:
 
 
 class CompiledSlots:
-    """`count` sequences of at most the context's length. Cached in bfloat16 unless weights are float32."""
+    """`count` sequences of at most the context's length, for a model as it is now, on CPUs, not in float64.
+
+    Cached in bfloat16 unless weights are float32.
+    """
 
     is_exact, chunk = True, CHUNK
 
-    def __init__(self, kernels: CpuKernels, config: ModelConfig, packing: Packing, count: int) -> None:
+    def __init__(self, model: Model, count: int) -> None:
+        kernels, config, packing = _kernels_of(model), model.config, packing_of(model)
         weights = packing.weights
         self.count, self.length, self.can_drop = count, config.seq_len, not config.has_position_vectors
         self._kind = decode.kind_of(config)
@@ -190,12 +194,7 @@ def slot_bytes(model: Model) -> int:
     return sum(map(prod, cache_shapes(model.config, 1, dtype))) * np.dtype(dtype).itemsize
 
 
-def compiled_slots(model: Model, count: int) -> CompiledSlots:
-    """Make slots for a model as it is now, which has to compute on CPUs, in any type but float64."""
-    return CompiledSlots(_kernels_of(model), model.config, packing_of(model), count)
-
-
-COMPILED = SlotKind(compiled_slots, slot_bytes)
+COMPILED = SlotKind(CompiledSlots, slot_bytes)
 
 
 def _cache_dtype(kernels: CpuKernels) -> str:

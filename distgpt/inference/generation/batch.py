@@ -13,7 +13,7 @@ import pickle
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -192,22 +192,20 @@ class Answers:
 
     def _line_of(self, line: bytes, number: int) -> int:
         """Return the line of the prompt that an answer belongs to."""
-        try:
+        found = None
+        with suppress(ValueError):
             found = parse_json(line)
-        except ValueError:
-            raise self._foreign(number) from None
         if not isinstance(found, dict) or not isinstance(found.get("choices"), list):
             raise self._foreign(number)
-        of, other = found.get("line"), ""
-        prompt = self._prompts.get(of) if type(of) is int else None
+        of = found.get("line")
+        prompt, other = self._prompts.get(of) if type(of) is int else None, ""
         if found.get("model") != self._model:
             other = "was answered by another model, or in another dtype or context"
-        elif prompt is None or found.get("request") != prompt.fingerprint:
-            other = "answers another prompt, or one with other settings"
+        if prompt is None or found.get("request") != prompt.fingerprint:
+            other = other or "answers another prompt, or one with other settings"
         if other or prompt is None:
-            raise UsageError(
-                f"{self.path}, line {number} {other}: repeat that command, or choose another --out"
-            )
+            hint = "repeat that command, or choose another --out"
+            raise UsageError(f"{self.path}, line {number} {other}: {hint}")
         if prompt.line in self._ranges:
             raise DataError(f"{self.path}, line {number} answers line {prompt.line} of the prompts again")
         return prompt.line

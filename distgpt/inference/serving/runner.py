@@ -18,12 +18,6 @@ from distgpt.inference.serving.limits import Limits, Refusal, invalid, overloade
 
 PATIENCE = 5.0  # seconds that `close` waits for the step under way
 BOUNDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)  # seconds
-GAUGES = {
-    "queue_length": "Samples that wait for a lane.",
-    "running_sequences": "Samples that are computed side by side.",
-    "lanes": "The most samples side by side.",
-    "open_requests": "Requests for completions without an answer yet.",
-}
 
 
 class Metrics:
@@ -73,13 +67,11 @@ class Call:
 
     async def events(self) -> AsyncGenerator[tuple[int, Event]]:
         """Each event with the number of its request; ends with the last. Raises why there are no more."""
-        left = sum(request.n for request in self.requests)
-        while left:
+        while self.left or not self._unread.empty():
             found = await self._unread.get()
             if isinstance(found, Refusal):
                 raise found
             yield found
-            left -= found[1].reason is not None
 
 
 class Runner:
@@ -98,9 +90,14 @@ class Runner:
         self._inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._tickets: dict[int, tuple[Call, int]] = {}  # the thread's own
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        for name, help in GAUGES.items():
-            gauge = Gauge(name, help, namespace="distgpt", registry=self.metrics.registry)
-            gauge.set_function(partial(self._gauge, name))
+        gauge = partial(Gauge, namespace="distgpt", registry=self.metrics.registry)
+        gauge("lanes", "The most samples side by side.").set(lanes)
+        for name, help, count in (
+            ("queue_length", "Samples that wait for a lane.", lambda: self._engine.waiting),
+            ("running_sequences", "Samples that are computed side by side.", lambda: self._engine.running),
+            ("open_requests", "Requests for completions without an answer yet.", lambda: len(self._calls)),
+        ):
+            gauge(name, help).set_function(count)
 
     def start(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -112,13 +109,8 @@ class Runner:
         self._thread.join(PATIENCE)
 
     @property
-    def gauges(self) -> dict[str, float]:
-        engine = self._engine
-        found = engine.waiting, engine.running, self._lanes, len(self._calls)
-        return dict(zip(GAUGES, found, strict=True))
-
-    def _gauge(self, name: str) -> float:
-        return self.gauges[name]
+    def is_busy(self) -> bool:
+        return bool(self._calls)
 
     def submit(self, requests: Sequence[Request], size: int, begun: float) -> Call:
         """Answer what arrived at `begun`. Refuses what is too much."""

@@ -161,7 +161,7 @@ class Server(uvicorn.Server):
             connection.transport.abort()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        if self.runner.gauges["open_requests"]:
+        if self.runner.is_busy:
             print_lines("finishing what runs; once more to end at once", err=True)
         await super().shutdown(sockets)
 
