@@ -31,9 +31,9 @@ from distgpt.cluster.launch.environment import (
     launcher_name,
     launchers,
 )
+from distgpt.core.base import __version__
 from distgpt.core.base.errors import UsageError, error_for
 from distgpt.core.base.formatting import count
-from distgpt.core.base.version import __version__
 from distgpt.core.comm.agree import gather_texts, named_ranks, ranks_by_text, shared
 from distgpt.core.comm.api import Comm
 from distgpt.core.comm.job import Job, is_closed_pipe, rank_name, require_mpi, say

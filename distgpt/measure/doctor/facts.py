@@ -14,8 +14,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from distgpt.core.base import __version__
 from distgpt.core.base.errors import DistgptError, UsageError, escape, first_line
-from distgpt.core.base.version import __version__
 from distgpt.core.comm.api import Comm
 from distgpt.core.comm.resources import granted_cores, granted_memory, usable_cores
 from distgpt.core.config import ON_GPU, RunConfig
