@@ -13,7 +13,7 @@ from typing import Protocol
 
 import numpy as np
 
-from distgpt.core.base.errors import DataError, StorageError, UsageError, command_line, nearest_path
+from distgpt.core.base.errors import DataError, StorageError, UsageError, command_line
 from distgpt.core.base.files import storage_errors
 from distgpt.core.comm.api import Comm
 from distgpt.core.components import components
@@ -45,8 +45,7 @@ def find_weights(path: Path) -> Path:
             raise UsageError(f"{path} is in GGUF: first {import_command(path, path.stem)}")
         if not path.is_dir():
             if not path.exists():
-                meant = nearest_path(path) or _newest_in_words()
-                raise StorageError(f"cannot read {path}: No such file or directory{meant}")
+                raise StorageError(f"cannot read {path}: No such file or directory{_newest_in_words()}")
             return path
         run = RunDirectory(path)
         for file in (run.best, run.weights) if run.config.is_file() else (path / WEIGHTS,):

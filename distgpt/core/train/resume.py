@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from distgpt.core.base.errors import DataError, Say, StorageError, UsageError, nearest_path
+from distgpt.core.base.errors import DataError, Say, StorageError, UsageError
 from distgpt.core.base.formatting import count, typed_duration
 from distgpt.core.comm.agree import on_root
 from distgpt.core.comm.api import Comm
@@ -56,7 +56,7 @@ def find_run(resume: str, out: Path | None, name: str, say: Say) -> Resumption:
         return Resumption(own, own.saved(), _newest(own, say))
     path = Path(resume)
     if not path.is_dir():
-        left = left_in(path.parent) or nearest_path(path)
+        left = left_in(path.parent)
         raise DataError(f"--resume {resume}: there is no such checkpoint or run directory{left}")
     if (own := RunDirectory(path)).saved():
         if out is None or _are_same(out, path):
