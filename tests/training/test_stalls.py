@@ -119,10 +119,7 @@ def test_what_nccl_says_to_nobody_ends_the_job_while_the_main_thread_waits():
         trouble.append("NCCL_ERROR_REMOTE_ERROR: remote process exited")
         assert waited.wait(20)
     assert left[0].exit_code == 70
-    assert str(left[0]) == (
-        "rank 0: NCCL has failed, as it does when another rank or host dies: "
-        "NCCL_ERROR_REMOTE_ERROR: remote process exited"
-    )
+    assert "NCCL has failed" in str(left[0]) and "remote process exited" in str(left[0])
 
 
 def test_a_single_process_reports_its_own_stall(quick, tmp_path, monkeypatch):
