@@ -181,7 +181,7 @@ def _site(question: Question, shards: Manifest | None, ready: Stage | None) -> S
     except UsageError as error:
         if question.threads is not None:
             raise
-        from distgpt.gpu.accelerator import kernels_for_estimate
+        from distgpt.gpu.stage import kernels_for_estimate
 
         imagined = kernels_for_estimate(t.dtype, given)
         return Site(imagined, None, str(error), given, "a GPU of that size", assessed)
