@@ -266,19 +266,6 @@ def _install(found: Found, cuda: int) -> str:
     return f"{others}pip install 'distgpt[cuda{cuda}x]'"
 
 
-def useful_for_gpu(found: Found, several: bool) -> list[Missing]:
-    """List what would make a GPU stage faster; `several`: for a stage of several ranks."""
-    cuda = _cuda(found)
-    wishes = []
-    if "cuDNN" not in found.libraries or FRONTEND not in found.packages:
-        install = f"pip install nvidia-cudnn-cu{cuda} '{FRONTEND}{frontend_bounds()}'"
-        wishes.append(Missing("without cuDNN and its frontend, attention takes a slower way", install))
-    if several and "NCCL" not in found.libraries:
-        install = f"pip install nvidia-nccl-cu{cuda}"
-        wishes.append(Missing("without NCCL, gradients travel through the host's memory", install))
-    return wishes
-
-
 def require_gpu(stage: str, dtype: str = "float32", found: Found | None = None) -> None:
     """Refuse a GPU stage that cannot run here, in one line that names all that is missing."""
     missing = missing_for_gpu(found or probe(), dtype)

@@ -20,7 +20,7 @@ ROOT = tuple((f"{name}_ALLOW_RUN_AS_ROOT", f"{name}_ALLOW_RUN_AS_ROOT_CONFIRM") 
 
 
 def verdicts(launched: Facts, mpi: Facts, ranks: list[Facts]) -> Facts:
-    """For each stage: whether it runs in this launch, what is missing if not, and what would improve it."""
+    """For each stage: whether it runs in this launch, what is missing if not, and what is missing for bfloat16."""
     processes = max(launched["processes"], len(ranks))
     several = f"launched as {processes} processes, which would all do the same work"
     remedy = "use a stage with MPI, or run without mpirun"
@@ -33,9 +33,8 @@ def verdicts(launched: Facts, mpi: Facts, ranks: list[Facts]) -> Facts:
         lacking = [each["missing"]["float32"] for each in gpu] or [
             rank["compute"]["missing"] for rank in ranks
         ]
-        useful = [each["missing"]["bfloat16"] + each["useful"][stage] for each in gpu]
         missing = (connected if stage in WITH_MPI else alone) + _over_ranks(ranks, lacking)
-        notes = [] if any(lacking) else _over_ranks(ranks, useful)
+        notes = [] if any(lacking) else _over_ranks(ranks, [each["missing"]["bfloat16"] for each in gpu])
         found[stage] = {"runs": not missing, "missing": missing, "notes": notes}
     return found
 
