@@ -20,7 +20,7 @@ ROOT = tuple((f"{name}_ALLOW_RUN_AS_ROOT", f"{name}_ALLOW_RUN_AS_ROOT_CONFIRM") 
 
 
 def verdicts(launched: Facts, mpi: Facts, ranks: list[Facts]) -> Facts:
-    """For each stage: whether it runs in this launch, what is missing if not, and what is missing for bfloat16."""
+    """For each stage: whether it runs in this launch, and what is missing for it, or for bfloat16."""
     processes = max(launched["processes"], len(ranks))
     several = f"launched as {processes} processes, which would all do the same work"
     remedy = "use a stage with MPI, or run without mpirun"
