@@ -21,7 +21,6 @@ from distgpt.gpu.cublaslt import (
     Desc,
     Epilogue,
     LtError,
-    Operation,
     Pref,
     Reduction,
     Status,
@@ -273,8 +272,8 @@ class LtMatmul:
         b = self._lt.layout(in_type, *((k, n) if kind.transpose_b else (n, k)), batch=kind.batch)
         out = self._lt.layout(out_type, n, m, batch=kind.batch)
         attributes: dict[Desc, int] = {
-            Desc.TRANSA: Operation.OP_T if kind.transpose_b else Operation.OP_N,
-            Desc.TRANSB: Operation.OP_T if kind.transpose_a else Operation.OP_N,
+            Desc.TRANSA: int(kind.transpose_b),
+            Desc.TRANSB: int(kind.transpose_a),
             Desc.EPILOGUE: epilogue,
         }
         # The search looks at how well these pointers are aligned, and not at what they point to.

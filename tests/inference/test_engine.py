@@ -109,16 +109,20 @@ def test_what_a_request_becomes_does_not_depend_on_the_others(kind, made):
 
 
 class Counted:
-    """Lanes that count what they are fed."""
+    """Lanes that note what they are fed."""
 
-    def __init__(self, model, count, made=PlainSlots):
-        self.lanes = made(model, count)
-        self.count, self.length, self.copy = count, self.lanes.length, self.lanes.copy
-        self.can_drop, self.drop, self.chunk = self.lanes.can_drop, self.lanes.drop, self.lanes.chunk
-        self.fed, self.calls, self.most = 0, 0, 0
+    def __init__(self, lanes):
+        self.lanes, self.count, self.length, self.chunk = lanes, lanes.count, lanes.length, lanes.chunk
+        self.copy, self.drop, self.can_drop = lanes.copy, lanes.drop, lanes.can_drop
+        self.is_exact = lanes.is_exact
+        self.fed, self.calls, self.most = [], 0, 0
+
+    @property
+    def tokens(self):
+        return sum(tokens for _, _, tokens in self.fed)
 
     def feed(self, work):
-        self.fed += sum(len(each.tokens) for each in work)
+        self.fed += [(each.slot, each.start, len(each.tokens)) for each in work]
         self.calls += 1
         self.most = max(self.most, sum(len(each.tokens) for each in work if len(each.tokens) > 1))
         assert len({each.slot for each in work}) == len(work)
@@ -129,9 +133,9 @@ class Counted:
 @pytest.mark.parametrize("lanes", [1, 5])
 def test_samples_of_one_prompt_share_its_prefill(lanes, made, dtype):
     one, request = model("gpt2", dtype, seq_len=40), Request([1, 2, 3] * 5, 4, **HOT, n=5)
-    counted = Counted(one, lanes, made)
+    counted = Counted(made(one, lanes))
     (found,) = tokens_of(Engine(counted, chunk=8), request)
-    assert counted.fed == 15 + 5 * 3  # the last token of each is never fed
+    assert counted.tokens == 15 + 5 * 3  # the last token of each is never fed
     scores = [plain_scores(one, request.prompt)[-1]] * 5
     for i in range(4):
         draws = [uniform(0, choice, i) for choice in range(5)]
@@ -141,7 +145,7 @@ def test_samples_of_one_prompt_share_its_prefill(lanes, made, dtype):
 
 
 def test_prompts_are_computed_in_pieces_between_the_tokens_of_others():
-    counted = Counted(model(seq_len=400), 4)
+    counted = Counted(PlainSlots(model(seq_len=400), 4))
     engine = Engine(counted, chunk=16)
     first = engine.submit(Request([1, 2], 60))
     engine.step()
@@ -161,7 +165,7 @@ def test_lookup_changes_nothing_but_the_number_of_steps(how, kind, overflow, mad
     prompt = [1, 2, 3, 4, 5, 6] * 6
     counts, found = [], []
     for lookup in (0, 4):
-        lanes = Counted(one, 1, made)
+        lanes = Counted(made(one, 1))
         request = Request(prompt, 130, **how, lookup=lookup, overflow=overflow)
         found.append(complete(Engine(lanes, LETTERS), [request]))
         counts.append(lanes.calls)
@@ -199,14 +203,14 @@ def test_a_prompt_s_own_tokens_have_log_probabilities_in_pieces_or_not(new, made
 
 
 def test_a_scored_prompt_is_computed_once_and_leaves_nothing_behind():
-    counted = Counted(model(seq_len=40), 2)
+    counted = Counted(PlainSlots(model(seq_len=40), 2))
     engine = Engine(counted, chunk=8)
     request = Request([1, 2, 3] * 7, 0, n=5, logprobs=0, prompt_logprobs=True)
     (found,) = complete(engine, [request])
-    assert counted.fed == 21 and len(found) == 5 and counted.most == 8
+    assert counted.tokens == 21 and len(found) == 5 and counted.most == 8
     assert engine.is_idle and not engine._prompts
     complete(engine, [replace(request, max_new_tokens=2)])
-    assert counted.fed == 21 + 21 + 5
+    assert counted.tokens == 21 + 21 + 5
 
 
 def test_text_ends_before_the_stop_string_that_ends_first_however_tokens_cut_it():

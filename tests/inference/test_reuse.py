@@ -4,36 +4,19 @@ from dataclasses import replace
 
 import pytest
 from models import VARIANTS
-from test_engine import LANES, both_lanes, model
+from test_engine import LANES, LETTERS, Counted, both_lanes, model
 
 from distgpt.core.cpu.stages import open_stage
 from distgpt.core.generate.engine import Engine, complete
 from distgpt.core.generate.engine_setup import slots_for
 from distgpt.core.generate.request import Request
 from distgpt.core.model.model import Architecture, Model
-from distgpt.corpora.tokenizers.collected import CharTokenizer
 from distgpt.inference.quantized.kernels import Int8Kernels
 from distgpt.models.quantized.packed import int8_of
 
-LETTERS = CharTokenizer("abcdefghijklm")
-
-
-class Counting:
-    """Lanes that note what they are fed."""
-
-    def __init__(self, lanes):
-        self._lanes, self.fed = lanes, []
-        self.count, self.length, self.can_drop = lanes.count, lanes.length, lanes.can_drop
-        self.copy, self.drop, self.is_exact = lanes.copy, lanes.drop, lanes.is_exact
-        self.chunk = lanes.chunk
-
-    def feed(self, work):
-        self.fed += [(each.slot, each.start, len(each.tokens)) for each in work]
-        return self._lanes.feed(work)
-
 
 def engine_of(made, dtype, kind="modern", count=1, chunk=4, **changes):
-    lanes = Counting(made(model(kind, dtype, **changes), count))
+    lanes = Counted(made(model(kind, dtype, **changes), count))
     return lanes, Engine(lanes, chunk=chunk)
 
 
@@ -132,7 +115,7 @@ def test_exact_lanes_give_the_same_bits_whatever_was_taken_over(dtype, monkeypat
     one = Model(Architecture(replace(VARIANTS["modern"], seq_len=200, vocab_size=97)), kernels)
     one.initialise(1)
     one = int8_of(one, Int8Kernels(2)) if dtype == "int8" else one
-    lanes = Counting(slots_for(one, 3))
+    lanes = Counted(slots_for(one, 3))
     engine = Engine(lanes, chunk=16)
     assert lanes.is_exact
     for _ in range(2):  # the second turn goes behind the first
