@@ -30,13 +30,17 @@ LIBRARIES = {
     "cuDNN": "libcudnn.so.9",
     "NCCL": "libnccl.so.2",
 }
-FRONTEND = "nvidia-cudnn-frontend"
-FRONTEND_OLDEST, FRONTEND_TOO_NEW = (1, 28), (1, 33)
 
 CUPY = {"cupy-cuda11x": 11, "cupy-cuda12x": 12, "cupy-cuda13x": 13, "cupy": None}
 PACKAGES = (
     *CUPY,
-    *(FRONTEND, "nvidia-cudnn-cu12", "nvidia-cudnn-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu13"),
+    *(
+        "nvidia-cudnn-frontend",
+        "nvidia-cudnn-cu12",
+        "nvidia-cudnn-cu13",
+        "nvidia-nccl-cu12",
+        "nvidia-nccl-cu13",
+    ),
     *("nvidia-cublas", "nvidia-cublas-cu12", "nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12", "ml-dtypes"),
 )
 
@@ -285,11 +289,6 @@ def _cuda(found: Found) -> int:
     """The CUDA version of this installation: CuPy's, where it can work."""
     built = CUPY[found.cupy[0]] if len(found.cupy) == 1 else None
     return built if built in OLDEST_GPU else _best_cuda(found)
-
-
-def frontend_bounds() -> str:
-    """The versions of cuDNN's frontend that are known to work, in pip's notation."""
-    return f">={dotted(FRONTEND_OLDEST)},<{dotted(FRONTEND_TOO_NEW)}"
 
 
 def dotted(version: Version) -> str:
