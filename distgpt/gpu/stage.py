@@ -18,8 +18,7 @@ from typing import ClassVar, cast
 
 from distgpt.core.base.errors import Say, UsageError, first_line
 from distgpt.core.comm.agree import on_every_rank, refuse_anywhere
-from distgpt.core.comm.api import Comm
-from distgpt.core.comm.serial import SerialComm
+from distgpt.core.comm.api import Comm, SerialComm
 from distgpt.core.config import DTYPES, ROUNDED_DTYPES, GpuConfig, nearest
 from distgpt.core.cpu.stages import Choose, Dtype, Stage, StageKind
 from distgpt.core.ops.kernels import Kernels

@@ -13,9 +13,9 @@ import numpy as np
 
 from distgpt.core.base.errors import Say, UsageError
 from distgpt.core.base.formatting import count, duration, long_duration, size, size_in_column, three_digits
+from distgpt.core.comm.api import SerialComm
 from distgpt.core.comm.layout import layout
 from distgpt.core.comm.resources import Grants, usable_cores
-from distgpt.core.comm.serial import SerialComm
 from distgpt.core.components import components
 from distgpt.core.config import ON_GPU, GpuConfig, RunConfig, TrainConfig
 from distgpt.core.config.asked import Asked

@@ -14,7 +14,7 @@ from threadranks import on_all_ranks
 from tokenizing import small
 
 from distgpt.core.base.errors import DataError
-from distgpt.core.comm.serial import SerialComm
+from distgpt.core.comm.api import SerialComm
 from distgpt.core.data.loading import DataRequest, load_corpus
 from distgpt.core.data.tokenizers import load_tokenizer
 from distgpt.corpora import shards

@@ -13,7 +13,7 @@ from threadranks import on_all_ranks
 
 from distgpt.cluster.launch.job import Launched
 from distgpt.core.base.errors import UsageError
-from distgpt.core.comm.serial import SerialComm
+from distgpt.core.comm.api import SerialComm
 from distgpt.core.config import GpuConfig
 from distgpt.core.cpu.stages import open_stage
 from distgpt.gpu import probe

@@ -13,8 +13,8 @@ from fakecupy import FakeCupy
 from fakenccl import FakeNccl, NcclError
 
 from distgpt.core.base.errors import UsageError
+from distgpt.core.comm.api import SerialComm
 from distgpt.core.comm.job import this_job
-from distgpt.core.comm.serial import SerialComm
 from distgpt.gpu import transport
 from distgpt.gpu.device import CupyDevice
 from distgpt.gpu.transport import HostStaged, Nccl

@@ -14,7 +14,7 @@ from conftest import SMALL, inside, refused
 
 from distgpt.core.base.errors import UsageError, command_line
 from distgpt.core.base.system import PACKAGE, python
-from distgpt.core.comm.serial import SerialComm
+from distgpt.core.comm.api import SerialComm
 from distgpt.core.data.textfile import read_text, resolve_data
 from distgpt.core.saved.modelfile import read_description
 from distgpt.core.saved.rundir import RunDirectory

@@ -12,7 +12,7 @@ from distgpt.cluster.jobs.launchers import Launcher, find_launcher
 from distgpt.core.base.checked import parse_object
 from distgpt.core.base.errors import DataError, DistgptError, StorageError, UsageError
 from distgpt.core.base.files import read_small, storage_errors
-from distgpt.core.comm.serial import SerialComm
+from distgpt.core.comm.api import SerialComm
 from distgpt.core.config import ON_GPU, STAGES, WITH_MPI, RunConfig, nearest
 from distgpt.core.config.asked import asked_for
 from distgpt.core.data.loading import DataRequest, load_corpus

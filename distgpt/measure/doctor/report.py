@@ -20,9 +20,8 @@ from distgpt.cluster.launch.environment import launched_rank
 from distgpt.core.base.errors import UsageError, escape, print_lines
 from distgpt.core.base.formatting import count, size
 from distgpt.core.comm.agree import gather_bytes, shared
-from distgpt.core.comm.api import Comm
+from distgpt.core.comm.api import Comm, SerialComm
 from distgpt.core.comm.resources import granted_cores, usable_cores
-from distgpt.core.comm.serial import SerialComm
 from distgpt.core.cpu.stages import open_stage
 from distgpt.measure.doctor.facts import Facts, of_rank
 from distgpt.measure.doctor.verdicts import (
