@@ -86,11 +86,6 @@ class Matmul:
     batch: int = 1
 
 
-def workspace_for(capability: int) -> int:
-    """Bytes of workspace for a device of this (major) compute capability."""
-    return (64 if capability == 9 else 32) << 20
-
-
 def _alignment(at: int) -> int:
     """Return the largest power of two up to `WIDEST` that divides it."""
     bits = at | WIDEST
@@ -137,7 +132,8 @@ class LtMatmul:
     ) -> None:
         self._lt, self._device, self._tf32, self._kept = lt, device, tf32, kept or Kept(None)
         self._deterministic = device.deterministic
-        self._workspace = device.zeros((workspace_for(device.capability[0]),), np.dtype(np.uint8))
+        workspace = (64 if device.capability[0] == 9 else 32) << 20  # bytes; Hopper's kernels take more
+        self._workspace = device.zeros((workspace,), np.dtype(np.uint8))
         self._plans: dict[tuple[Matmul, int], _Plan] = {}
         self._adopted: Mapping[str, str] = {}
         self._factors: dict[tuple[type, float], Any] = {}  # which live on, since the library reads them

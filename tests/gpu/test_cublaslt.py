@@ -13,7 +13,7 @@ from hostlt import ALIGNMENTS, HostLt
 from distgpt.core.ops.low_precision import from_bfloat16, to_bfloat16
 from distgpt.gpu.cublaslt import CublasLt, Epilogue, LtError
 from distgpt.gpu.device import STORAGE
-from distgpt.gpu.matmul import LtMatmul, Matmul, workspace_for
+from distgpt.gpu.matmul import LtMatmul, Matmul
 
 TYPES = [("bfloat16", "bfloat16"), ("bfloat16", "float32"), ("float32", "float32"), ("float64", "float64")]
 PLAIN = Matmul(6, 16, 5, False, False, "float32", "float32")
@@ -283,7 +283,3 @@ def test_tf32_is_used_only_where_it_was_asked_for(bench):
     assert results == [third[0, 0], np.float32(1365 / 4096)]  # eleven bits
     compute(bench(tf32=True).matmuls, Matmul(3, 5, 4, False, True, "bfloat16", "float32"))
     compute(bench(tf32=True).matmuls, Matmul(3, 5, 4, False, True, "float64", "float64"))
-
-
-def test_hopper_gets_more_workspace():
-    assert [workspace_for(capability) >> 20 for capability in (8, 9, 10)] == [32, 64, 32]
