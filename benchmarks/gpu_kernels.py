@@ -24,11 +24,11 @@ from distgpt.core.config.presets import preset
 from distgpt.core.model.model import Architecture, Model
 from distgpt.core.model.optim import AdamW
 from distgpt.core.model.passes import Pass
-from distgpt.gpu.accelerator import kernels_on, open_device
 from distgpt.gpu.compiling import storage_define
 from distgpt.gpu.device import STORAGE
 from distgpt.gpu.kernels import CudaKernels
 from distgpt.gpu.matmul import Matmul
+from distgpt.gpu.stage import kernels_on, open_device
 
 TOY = ModelConfig(vocab_size=13, seq_len=8, n_layer=2, n_head=3, n_embd=24, vocab_multiple=8)
 CHOICES = ("fused", "apart")  # in the order in which `LinearKernels` offers them

@@ -20,8 +20,7 @@ import numpy as np
 
 from distgpt.core.comm.mpi import MpiComm
 from distgpt.core.config import GpuConfig
-from distgpt.gpu.accelerator import open_device
-from distgpt.gpu.stage import device_of
+from distgpt.gpu.stage import device_of, open_device
 from distgpt.gpu.transport import SHARED_GPU, Nccl, choose_transport, nccl_module, sharing
 
 SIZES = (1, 2, 1000, (64 << 10) + 3, 3_000_001)

@@ -12,7 +12,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from distgpt.assembly import AllComponents
-from distgpt.core.base.version import __version__
+from distgpt.core.base import __version__
 from distgpt.core.components import install
 
 if sys.platform == "win32":

@@ -28,7 +28,7 @@ from distgpt.core.cpu.stages import Stage, connected, open_stage
 from distgpt.core.data.batches import rank_sequences
 from distgpt.core.data.loading import DataRequest, load_corpus
 from distgpt.core.data.tokenizers import Tokenizer, load_tokenizer, tokenizer_from_json
-from distgpt.core.generate.python_api import Writer, tokens_in
+from distgpt.core.generate.python_api import generate, tokens_in
 from distgpt.core.model.model import Model
 from distgpt.core.model.passes import Pass
 from distgpt.core.saved.modelfile import Description, on_host, open_model, random_model, save_model
@@ -326,7 +326,7 @@ class GPT:
         """
         settings |= {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k}
         settings |= {"top_p": top_p, "seed": seed}
-        return Writer(self._model, self.tokenizer, self._comm).generate(prompt, stream, settings)
+        return generate(self._model, self.tokenizer, self._comm, prompt, stream, settings)
 
     @_ending_together()
     def save(self, path: str | PathLike[str]) -> None:

@@ -13,7 +13,7 @@ from disks import raising
 
 from distgpt.core.base import caches
 from distgpt.core.base.caches import alone, cache_folder, keep, made_by_one, misplaced, read_checked
-from distgpt.core.base.errors import StorageError, UsageError
+from distgpt.core.base.errors import UsageError
 from distgpt.core.base.files import storage_errors
 
 
@@ -257,8 +257,3 @@ def test_what_can_not_be_kept_is_made_by_all_at_once(path, tmp_path, monkeypatch
 def test_a_folder_that_was_removed_meanwhile_is_made_again(path):
     path.parent.rmdir()
     assert made_by_one(path, lambda: b"new") == b"new" and read_checked(path) == b"new"
-
-
-def test_a_full_disk_is_no_error_of_what_is_made(path, monkeypatch):
-    monkeypatch.setattr(caches, "keep", lambda path, content: (_ for _ in ()).throw(StorageError("full")))
-    assert made_by_one(path, lambda: b"new") == b"new"

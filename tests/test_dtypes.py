@@ -9,7 +9,7 @@ from conftest import SMALL, distgpt, inside, needs_mpi, train
 
 import distgpt as library
 from distgpt.core.base.errors import UsageError
-from distgpt.core.comm.serial import SerialComm
+from distgpt.core.comm.api import SerialComm
 from distgpt.core.config import GpuConfig, RunConfig
 from distgpt.core.cpu import stages
 from distgpt.core.cpu.compiling import processor

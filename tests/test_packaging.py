@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from distgpt.core.base.version import __version__
+from distgpt.core.base import __version__
 
 ROOT = Path(__file__).parents[1]
 PACKAGING = ROOT / "packaging"

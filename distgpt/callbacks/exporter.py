@@ -19,8 +19,8 @@ from pathlib import Path
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 from zlib import crc32
 
+from distgpt.core.base import __version__
 from distgpt.core.base.errors import StorageError, UsageError, escape, print_lines
-from distgpt.core.base.version import __version__
 from distgpt.core.comm.job import exit_code, this_job
 from distgpt.core.saved.checkpoint import MANIFEST, saved_checkpoints
 from distgpt.core.train.lines import Facts, Metrics

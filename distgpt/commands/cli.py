@@ -15,9 +15,8 @@ from click.shell_completion import shell_complete
 
 from distgpt.assembly import COMPONENTS, load_components
 from distgpt.commands.help import Group, NoCommand
-from distgpt.core.base import interrupts
+from distgpt.core.base import __version__, interrupts
 from distgpt.core.base.errors import UsageError, one_line
-from distgpt.core.base.version import __version__
 from distgpt.core.comm.job import described, exit_code, this_job
 from distgpt.core.components import install
 from distgpt.core.cpu.stages import connected

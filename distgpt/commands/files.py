@@ -265,7 +265,7 @@ def quantize(weights: Path, out: Path, dtype: str, calibrate: Path | None) -> No
 @_out_file
 def merge(weights: Path | None, adapter: Path, out: Path) -> None:
     """Merge an adapter into the weights that it was trained beside."""
-    from distgpt.core.comm.serial import SerialComm
+    from distgpt.core.comm.api import SerialComm
     from distgpt.models.adapters import merge
 
     print_lines(merge(weights, adapter, out, SerialComm()))

@@ -266,7 +266,7 @@ def _refuse_early(asked: Asked) -> None:
 
 def _report(run: Any, asked: Asked, as_json: bool) -> None:
     """Print a sample of the best weights, where the results are, and what to do next. For rank 0."""
-    from distgpt.core.comm.serial import SerialComm
+    from distgpt.core.comm.api import SerialComm
     from distgpt.core.generate.engine import sample
     from distgpt.core.saved.tensors import read_into
 

@@ -32,11 +32,6 @@ class Compute(IntEnum):
     COMPUTE_32F_FAST_TF32 = 77
 
 
-class Operation(IntEnum):
-    OP_N = 0
-    OP_T = 1
-
-
 class Epilogue(IntEnum):
     DEFAULT = 1
     BIAS = 4

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import math
 import os
 from pathlib import Path
@@ -16,9 +15,9 @@ from distgpt.core.ops.api import Array, AttentionMask
 from distgpt.gpu import probe
 from distgpt.gpu.attention import OwnAttention
 from distgpt.gpu.device import Launcher, address
-from distgpt.gpu.probe import FRONTEND, FRONTEND_OLDEST, FRONTEND_TOO_NEW, frontend_bounds
 
 LIBRARY = "libcudnn.so.9"
+FRONTEND = "nvidia-cudnn-frontend>=1.28,<1.33"  # as in pyproject.toml
 HOPPER = (9, 0)
 # Training on sequences of up to this many tokens is as fast without cuDNN on an H100, and nothing is planned.
 SHORT = 256
@@ -84,14 +83,10 @@ def why_not(head: int, capability: tuple[int, int], cuda: int) -> str | None:
     if head % 8 or not 0 < head <= widest:
         return f"cuDNN's attention needs head sizes in multiples of 8 up to {widest}, not {head}"
     try:
-        version = importlib.metadata.version(FRONTEND)
-        if FRONTEND_OLDEST <= tuple(map(int, version.split(".")[:2])) < FRONTEND_TOO_NEW:
-            frontend().backend_version()
-            return None
-        problem = f"{FRONTEND} is {version}"
+        frontend().backend_version()
     except (ImportError, RuntimeError) as error:  # no such package, or no cuDNN
-        problem = first_line(error)
-    return f"{problem}: pip install nvidia-cudnn-cu{cuda} '{FRONTEND}{frontend_bounds()}'"
+        return f"{first_line(error)}: pip install nvidia-cudnn-cu{cuda} '{FRONTEND}'"
+    return None
 
 
 def frontend() -> Any:

@@ -21,7 +21,6 @@ from distgpt.gpu.cublaslt import (
     Desc,
     Epilogue,
     LtError,
-    Operation,
     Pref,
     Reduction,
     Status,
@@ -87,11 +86,6 @@ class Matmul:
     batch: int = 1
 
 
-def workspace_for(capability: int) -> int:
-    """Bytes of workspace for a device of this (major) compute capability."""
-    return (64 if capability == 9 else 32) << 20
-
-
 def _alignment(at: int) -> int:
     """Return the largest power of two up to `WIDEST` that divides it."""
     bits = at | WIDEST
@@ -138,7 +132,8 @@ class LtMatmul:
     ) -> None:
         self._lt, self._device, self._tf32, self._kept = lt, device, tf32, kept or Kept(None)
         self._deterministic = device.deterministic
-        self._workspace = device.zeros((workspace_for(device.capability[0]),), np.dtype(np.uint8))
+        workspace = (64 if device.capability[0] == 9 else 32) << 20  # bytes; Hopper's kernels take more
+        self._workspace = device.zeros((workspace,), np.dtype(np.uint8))
         self._plans: dict[tuple[Matmul, int], _Plan] = {}
         self._adopted: Mapping[str, str] = {}
         self._factors: dict[tuple[type, float], Any] = {}  # which live on, since the library reads them
@@ -273,8 +268,8 @@ class LtMatmul:
         b = self._lt.layout(in_type, *((k, n) if kind.transpose_b else (n, k)), batch=kind.batch)
         out = self._lt.layout(out_type, n, m, batch=kind.batch)
         attributes: dict[Desc, int] = {
-            Desc.TRANSA: Operation.OP_T if kind.transpose_b else Operation.OP_N,
-            Desc.TRANSB: Operation.OP_T if kind.transpose_a else Operation.OP_N,
+            Desc.TRANSA: int(kind.transpose_b),
+            Desc.TRANSB: int(kind.transpose_a),
             Desc.EPILOGUE: epilogue,
         }
         # The search looks at how well these pointers are aligned, and not at what they point to.

@@ -30,13 +30,17 @@ LIBRARIES = {
     "cuDNN": "libcudnn.so.9",
     "NCCL": "libnccl.so.2",
 }
-FRONTEND = "nvidia-cudnn-frontend"
-FRONTEND_OLDEST, FRONTEND_TOO_NEW = (1, 28), (1, 33)
 
 CUPY = {"cupy-cuda11x": 11, "cupy-cuda12x": 12, "cupy-cuda13x": 13, "cupy": None}
 PACKAGES = (
     *CUPY,
-    *(FRONTEND, "nvidia-cudnn-cu12", "nvidia-cudnn-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu13"),
+    *(
+        "nvidia-cudnn-frontend",
+        "nvidia-cudnn-cu12",
+        "nvidia-cudnn-cu13",
+        "nvidia-nccl-cu12",
+        "nvidia-nccl-cu13",
+    ),
     *("nvidia-cublas", "nvidia-cublas-cu12", "nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12", "ml-dtypes"),
 )
 
@@ -266,19 +270,6 @@ def _install(found: Found, cuda: int) -> str:
     return f"{others}pip install 'distgpt[cuda{cuda}x]'"
 
 
-def useful_for_gpu(found: Found, several: bool) -> list[Missing]:
-    """List what would make a GPU stage faster; `several`: for a stage of several ranks."""
-    cuda = _cuda(found)
-    wishes = []
-    if "cuDNN" not in found.libraries or FRONTEND not in found.packages:
-        install = f"pip install nvidia-cudnn-cu{cuda} '{FRONTEND}{frontend_bounds()}'"
-        wishes.append(Missing("without cuDNN and its frontend, attention takes a slower way", install))
-    if several and "NCCL" not in found.libraries:
-        install = f"pip install nvidia-nccl-cu{cuda}"
-        wishes.append(Missing("without NCCL, gradients travel through the host's memory", install))
-    return wishes
-
-
 def require_gpu(stage: str, dtype: str = "float32", found: Found | None = None) -> None:
     """Refuse a GPU stage that cannot run here, in one line that names all that is missing."""
     missing = missing_for_gpu(found or probe(), dtype)
@@ -298,11 +289,6 @@ def _cuda(found: Found) -> int:
     """The CUDA version of this installation: CuPy's, where it can work."""
     built = CUPY[found.cupy[0]] if len(found.cupy) == 1 else None
     return built if built in OLDEST_GPU else _best_cuda(found)
-
-
-def frontend_bounds() -> str:
-    """The versions of cuDNN's frontend that are known to work, in pip's notation."""
-    return f">={dotted(FRONTEND_OLDEST)},<{dotted(FRONTEND_TOO_NEW)}"
 
 
 def dotted(version: Version) -> str:

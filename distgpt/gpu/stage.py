@@ -8,21 +8,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import ClassVar
+from importlib import import_module
+from types import SimpleNamespace
+from typing import ClassVar, cast
 
+from distgpt.core.base.errors import Say, UsageError, first_line
 from distgpt.core.comm.agree import on_every_rank, refuse_anywhere
-from distgpt.core.comm.api import Comm
-from distgpt.core.comm.serial import SerialComm
+from distgpt.core.comm.api import Comm, SerialComm
 from distgpt.core.config import DTYPES, ROUNDED_DTYPES, GpuConfig, nearest
 from distgpt.core.cpu.stages import Choose, Dtype, Stage, StageKind
 from distgpt.core.ops.kernels import Kernels
-from distgpt.gpu import probe
+from distgpt.gpu import cublaslt, cudnn_attention, probe
+from distgpt.gpu.attention import OwnAttention
+from distgpt.gpu.cudnn_attention import SLOWER, CudnnAttention
 from distgpt.gpu.device import CupyDevice
+from distgpt.gpu.kernels import CudaKernels
+from distgpt.gpu.matmul import LtMatmul
 from distgpt.gpu.probe import OLDEST_BFLOAT16, Version, dotted
+from distgpt.gpu.transport import DeviceComm, choose_transport, sharing
 
-IMAGINED_GPU = (9, 0)  # of an estimate for a GPU that is not here, as in accelerator.py
+# An imaginary GPU is an H200: the size of partial sums depends on its multiprocessors.
+IMAGINED_GPU, ESTIMATED_BYTES, ESTIMATED_MULTIPROCESSORS = (9, 0), 141 << 30, 132
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,8 +46,6 @@ class GpuStage(Stage):
     on_gpu: ClassVar[bool] = True
 
     def kernels(self, dtype: str, matmul: str = "auto") -> Kernels:
-        from distgpt.gpu.accelerator import kernels_on
-
         refuse_anywhere(self.comm, self._trouble_with(dtype))
         # A GPU may be full: then no rank goes on.
         return on_every_rank(self.comm, lambda: kernels_on(self.device, dtype, self.gpu, self.notes.add))
@@ -95,9 +103,6 @@ def _open(name: str, comm: Comm, threads: int | None, gpu: GpuConfig) -> Stage:
 
 def bound(name: str, comm: Comm, gpu: GpuConfig) -> GpuStage:
     """Open this rank's GPU, and the transport between GPUs. Collective."""
-    from distgpt.gpu.accelerator import gpu_count, open_device
-    from distgpt.gpu.transport import DeviceComm, choose_transport, sharing
-
     device = on_every_rank(comm, lambda: open_device(device_of(comm.local_rank, gpu_count()), gpu))
     ranks = sharing(comm, device)
     device.sharing = ranks
@@ -112,6 +117,64 @@ def bound(name: str, comm: Comm, gpu: GpuConfig) -> GpuStage:
     chosen = choose_transport(gpu.allreduce, comm, device, ranks)
     stage.notes.add(f"gradients are summed by way of {chosen.name}")
     return replace(stage, comm=DeviceComm(comm, chosen), transport=chosen.name)
+
+
+def gpu_count() -> int:
+    """Count the GPUs visible to this process."""
+    return int(import_module("cupy").cuda.runtime.getDeviceCount())
+
+
+def open_device(index: int, options: GpuConfig) -> CupyDevice:
+    """Open the GPU of this number and make it current."""
+    known = probe.driver()
+    uuid = known.gpus[index].uuid if known and index < len(known.gpus) else ""
+    with _one_line(index):
+        return CupyDevice(index, options.deterministic, options.graphs, uuid=uuid)
+
+
+@contextmanager
+def _one_line(index: int) -> Iterator[None]:
+    """Turn what CUDA says of a GPU that cannot be used into one line."""
+    try:
+        yield
+    except Exception as error:  # of CuPy's types, which need CuPy to be named
+        if not type(error).__module__.startswith("cupy"):
+            raise
+        raise UsageError(
+            f"GPU {index} cannot be used: {first_line(error)}; nvidia-smi shows whether another process has"
+            " it or its memory, and CUDA_VISIBLE_DEVICES chooses another GPU"
+        ) from error
+
+
+def kernels_on(device: CupyDevice, dtype: str, options: GpuConfig, say: Say) -> CudaKernels:
+    """Make the kernels on this device; `say` reports what is slower than it could be."""
+    attention = partial(_attention_for, device, say) if dtype == "bfloat16" else None
+    with _one_line(device.index):
+        if (lt := cublaslt.load()) is None:
+            missing = "cuBLASLt was not found: pip install nvidia-cublas (nvidia-cublas-cu12 for CUDA 12)"
+            raise UsageError(missing)
+        device.keep_choices(lt.version, options.tf32)
+        matmuls = LtMatmul(lt, device, options.tf32, device.kept)
+    return CudaKernels(device, matmuls, dtype, attention)
+
+
+def kernels_for_estimate(dtype: str, memory: int | None) -> CudaKernels:
+    """Make kernels of an imaginary GPU with this much memory, for estimates only: they cannot compute."""
+    total = memory or ESTIMATED_BYTES
+    device = SimpleNamespace(
+        multiprocessors=ESTIMATED_MULTIPROCESSORS, capability=IMAGINED_GPU, memory=lambda: (total, total)
+    )
+    return CudaKernels(cast(CupyDevice, device), cast(LtMatmul, None), dtype)
+
+
+def _attention_for(device: CupyDevice, say: Say, head: int, own: OwnAttention) -> OwnAttention:
+    """Choose cuDNN attention for a head size, or our own with a note that gives the reason."""
+    cuda = device.xp.cuda.runtime.runtimeGetVersion() // 1000
+    reason = cudnn_attention.why_not(head, device.capability, cuda)
+    if reason is None:
+        return CudnnAttention(own.launcher, say)
+    say(f"{SLOWER}: {reason}")
+    return own
 
 
 GPU = StageKind(_open, _chosen_here)

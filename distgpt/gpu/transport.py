@@ -111,7 +111,7 @@ class Nccl:
         """`nccl`: CuPy's module of that name."""
         self._device, self._nccl = device, nccl
         self._second = device.new_stream()
-        self._rank, self._size = comm.rank, comm.size
+        self._rank = comm.rank
         own = nccl.get_unique_id() if comm.rank == 0 else None
         self._ranks = nccl.NcclCommunicator(comm.size, comm.broadcast_bytes(own), comm.rank)
         self._types = {
@@ -137,41 +137,23 @@ class Nccl:
         self._ranks.broadcast(at, at, array.nbytes, self._nccl.NCCL_UINT8, 0, self._stream)
 
     def reduce(self, array: Array, bounds: Sequence[int]) -> None:
-        """Reduce in one call for the elements all parts have, and one for the last part's others.
-
-        Parts that are not alike are reduced one by one.
-        """
-        if not _are_alike(bounds):
-            with self._together():
-                for rank, (at, count, kind) in self._parts(array, bounds):
-                    self._ranks.reduce(at, at, count, kind, self._nccl.NCCL_SUM, rank, self._stream)
-            return
-        begin, own, end, each, rest, kind = self._cut(array, bounds)
-        total, last = self._nccl.NCCL_SUM, self._size - 1
+        """Reduce in one call for the elements that all parts have, and one for the rest of each part."""
+        each, kind, total = _common(bounds), self._types[array.dtype.name], self._nccl.NCCL_SUM
+        begin, own = (address(array[place:]) for place in (bounds[0], bounds[self._rank]))
         with self._together():
             if each:
                 self._ranks.reduceScatter(begin, own, each, kind, total, self._stream)
-            if rest:
-                self._ranks.reduce(end, end, rest, kind, total, last, self._stream)
+            for rank, at, count in _rest(array, bounds, each):
+                self._ranks.reduce(at, at, count, kind, total, rank, self._stream)
 
     def all_gather(self, array: Array, bounds: Sequence[int]) -> None:
-        if not _are_alike(bounds):
-            with self._together():
-                for rank, (at, count, kind) in self._parts(array, bounds):
-                    self._ranks.broadcast(at, at, count, kind, rank, self._stream)
-            return
-        begin, own, end, each, rest, kind = self._cut(array, bounds)
+        each, kind = _common(bounds), self._types[array.dtype.name]
+        begin, own = (address(array[place:]) for place in (bounds[0], bounds[self._rank]))
         with self._together():
             if each:
                 self._ranks.allGather(own, begin, each, kind, self._stream)
-            if rest:
-                self._ranks.broadcast(end, end, rest, kind, self._size - 1, self._stream)
-
-    def _parts(self, array: Array, bounds: Sequence[int]) -> Iterator[tuple[int, tuple[int, int, int]]]:
-        """Give each rank that has a part, and the part's address, its elements and their type."""
-        for rank, (start, stop) in enumerate(pairwise(bounds)):
-            if start < stop:
-                yield rank, (address(array[start:]), stop - start, self._types[array.dtype.name])
+            for rank, at, count in _rest(array, bounds, each):
+                self._ranks.broadcast(at, at, count, kind, rank, self._stream)
 
     def all_to_all(self, received: Array, sent: Array, starts: Sequence[int], counts: Sequence[int]) -> None:
         kind, own = self._types[sent.dtype.name], counts[self._rank]
@@ -196,18 +178,6 @@ class Nccl:
         """The current stream."""
         return int(self._device.stream.ptr)
 
-    def _cut(self, array: Array, bounds: Sequence[int]) -> tuple[int, int, int, int, int, int]:
-        """Cut an array as NCCL wants it.
-
-        Return the addresses of all, of this rank's part, and of what the last part has beyond the others; the
-        elements of each part, those beyond, and NCCL's type.
-        """
-        each, last = bounds[1] - bounds[0], bounds[-1] - bounds[-2]
-        rest = last - each
-        places = (bounds[0], bounds[self._rank], bounds[-1] - rest)
-        begin, own, end = (address(array[place:]) for place in places)
-        return begin, own, end, each, rest, self._types[array.dtype.name]
-
     @contextmanager
     def _together(self) -> Iterator[None]:
         """Group calls, so that none waits for another."""
@@ -221,10 +191,18 @@ class Nccl:
 Transport = HostStaged | Nccl  # collective, and in the order of the device's stream
 
 
-def _are_alike(bounds: Sequence[int]) -> bool:
-    """Return whether all parts are of the same length, but for a last one that is longer."""
-    each, *others = (stop - start for start, stop in pairwise(bounds))
-    return all(size == each for size in others[:-1]) and (not others or others[-1] >= each)
+def _common(bounds: Sequence[int]) -> int:
+    """Return the length of all parts, of which the last may be longer; 0 if others differ."""
+    *lengths, last = (stop - start for start, stop in pairwise(bounds))
+    each = min(lengths, default=last)
+    return each if all(length == each for length in lengths) and last >= each else 0
+
+
+def _rest(array: Array, bounds: Sequence[int], each: int) -> Iterator[tuple[int, int, int]]:
+    """Yield the rank, the address and the length of what each part has beyond its first elements."""
+    for rank, (start, stop) in enumerate(pairwise(bounds)):
+        if start + each < stop:
+            yield rank, address(array[start + each :]), stop - start - each
 
 
 # -- the choice

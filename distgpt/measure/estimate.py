@@ -13,9 +13,9 @@ import numpy as np
 
 from distgpt.core.base.errors import Say, UsageError
 from distgpt.core.base.formatting import count, duration, long_duration, size, size_in_column, three_digits
+from distgpt.core.comm.api import SerialComm
 from distgpt.core.comm.layout import layout
 from distgpt.core.comm.resources import Grants, usable_cores
-from distgpt.core.comm.serial import SerialComm
 from distgpt.core.components import components
 from distgpt.core.config import ON_GPU, GpuConfig, RunConfig, TrainConfig
 from distgpt.core.config.asked import Asked
@@ -181,7 +181,7 @@ def _site(question: Question, shards: Manifest | None, ready: Stage | None) -> S
     except UsageError as error:
         if question.threads is not None:
             raise
-        from distgpt.gpu.accelerator import kernels_for_estimate
+        from distgpt.gpu.stage import kernels_for_estimate
 
         imagined = kernels_for_estimate(t.dtype, given)
         return Site(imagined, None, str(error), given, "a GPU of that size", assessed)

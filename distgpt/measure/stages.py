@@ -25,7 +25,7 @@ from distgpt.core.base.errors import (
     print_lines,
 )
 from distgpt.core.base.files import atomic_file, read_small, storage_errors
-from distgpt.core.comm.serial import SerialComm
+from distgpt.core.comm.api import SerialComm
 from distgpt.core.config import ON_GPU, STAGES, WITH_MPI, RunConfig, nearest
 from distgpt.core.config.asked import asked_for
 from distgpt.core.data.batches import refuse_uneven

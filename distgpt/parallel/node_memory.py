@@ -17,8 +17,7 @@ import numpy as np
 
 from distgpt.core.base.errors import Say, UsageError
 from distgpt.core.comm.agree import gather_texts, on_every_rank, on_root
-from distgpt.core.comm.api import Comm
-from distgpt.core.comm.serial import SerialComm
+from distgpt.core.comm.api import Comm, SerialComm
 from distgpt.core.model.memory import FlatBuffer, Layout
 from distgpt.core.ops.api import Array
 from distgpt.core.ops.kernels import Kernels

@@ -10,8 +10,7 @@ from zlib import crc32
 import numpy as np
 from numpy.typing import DTypeLike
 
-from distgpt.core.comm.api import Comm
-from distgpt.core.comm.serial import SerialComm
+from distgpt.core.comm.api import Comm, SerialComm
 from distgpt.core.config import TrainConfig
 from distgpt.core.model.memory import FlatBuffer, Layout, Spec
 from distgpt.core.model.model import Model

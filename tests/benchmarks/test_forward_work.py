@@ -20,7 +20,7 @@ from forward_work import (
 )
 
 from distgpt.core.base.errors import DisagreementError
-from distgpt.core.comm.serial import SerialComm
+from distgpt.core.comm.api import SerialComm
 from distgpt.core.config.presets import preset
 from distgpt.core.cpu.kernels import CpuKernels
 from distgpt.core.cpu.stages import Stage

@@ -14,8 +14,8 @@ from distgpt.cluster.affinity import bind
 from distgpt.cluster.affinity.bind import TAKEN, VARIABLE, Placed, claim_of, doubts
 from distgpt.cluster.affinity.machine import SYS, read_machine
 from distgpt.cluster.affinity.plan import Rank, place_of
+from distgpt.core.comm.api import SerialComm
 from distgpt.core.comm.layout import Layout
-from distgpt.core.comm.serial import SerialComm
 
 OWN = sorted(os.sched_getaffinity(0))[:2] if hasattr(os, "sched_getaffinity") else []
 PLACED = [sys.executable, str(HELPERS / "placed.py")]

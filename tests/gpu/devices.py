@@ -11,7 +11,7 @@ from hostbuild import COMPILER
 from hostgpu import HostDevice, host_lt, install
 
 from distgpt.core.config import GpuConfig
-from distgpt.gpu import accelerator
+from distgpt.gpu import stage
 from distgpt.gpu.device import CupyDevice
 from distgpt.gpu.kernels import CudaKernels
 from distgpt.gpu.matmul import LtMatmul
@@ -31,7 +31,7 @@ def device(graphs=True, deterministic=False) -> CupyDevice:
 @functools.cache
 def _device(graphs, deterministic):
     if ON_GPU:
-        return accelerator.open_device(0, GpuConfig(graphs=graphs, deterministic=deterministic))
+        return stage.open_device(0, GpuConfig(graphs=graphs, deterministic=deterministic))
     if COMPILER is None:
         pytest.skip("needs g++ to run the kernels on the processor")
     return HostDevice(graphs=graphs)
@@ -43,7 +43,7 @@ def kernels(dtype, graphs=True, deterministic=False):
     on = device(graphs, deterministic)
     options = GpuConfig(graphs=graphs, deterministic=deterministic or not ON_GPU)
     if ON_GPU:
-        return poisoning(accelerator.kernels_on(on, dtype, options, print))
+        return poisoning(stage.kernels_on(on, dtype, options, print))
     return poisoning(CudaKernels(on, LtMatmul(host_lt(on.xp), on, options.tf32), dtype))
 
 

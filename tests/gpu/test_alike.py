@@ -15,7 +15,7 @@ from test_cuda_model import SMALL, TRAIN, training
 from threadranks import on_all_ranks
 
 from distgpt.core.comm.agree import gather_bytes
-from distgpt.core.comm.serial import SerialComm
+from distgpt.core.comm.api import SerialComm
 from distgpt.core.data.batches import ArrayTokens, Batches
 from distgpt.core.model.model import Architecture, Model
 from distgpt.core.model.optim import AdamW

@@ -9,7 +9,7 @@ import pytest
 from conftest import distgpt, losses, metrics, needs_mpi, refused, train
 from devices import ON_GPU, gpu, gpu_train  # noqa: F401
 
-from distgpt.core.comm.serial import SerialComm
+from distgpt.core.comm.api import SerialComm
 from distgpt.core.config.asked import Asked
 from distgpt.core.cpu import stages
 from distgpt.core.saved.rundir import RunDirectory

@@ -12,8 +12,8 @@ from mean_loss import MeanLoss
 from models import VARIANTS, batch, build, one_by_one, sequences_for
 from steps import build_step
 
+from distgpt.core.comm.api import SerialComm
 from distgpt.core.comm.resources import usable_cores
-from distgpt.core.comm.serial import SerialComm
 from distgpt.core.config import TrainConfig
 from distgpt.core.config.presets import preset
 from distgpt.core.cpu.kernels import CpuKernels

@@ -21,7 +21,6 @@ from distgpt.gpu.probe import (
     missing_for_gpu,
     probe,
     require_gpu,
-    useful_for_gpu,
 )
 
 H200 = Gpu("NVIDIA H200", "01" * 16, (9, 0), 150_000_000_000)
@@ -156,7 +155,7 @@ CUDA12 = {"packages": {"cupy-cuda12x": "13.3.0"}}
 
 
 def test_nothing_is_missing_where_all_is_there():
-    assert missing_for_gpu(GOOD) == missing_for_gpu(GOOD, "bfloat16") == useful_for_gpu(GOOD, True) == []
+    assert missing_for_gpu(GOOD) == missing_for_gpu(GOOD, "bfloat16") == []
     require_gpu("cuda", "bfloat16", GOOD)
 
 
@@ -218,20 +217,6 @@ def test_older_gpus_and_older_cuda_are_good_enough_where_they_fit():
         ({"packages": {"cupy": "14.2.0"}}, "bfloat16"),
     ):
         assert missing_for_gpu(replace(GOOD, **change), dtype) == [], change
-
-
-def test_what_would_help_is_reported_apart_from_what_is_needed():
-    no_frontend = {"packages": {"cupy-cuda13x": "14.2.0"}}
-    for change, several, remedies in (
-        (without_library("cuDNN"), False, ["nvidia-cudnn-cu13"]),
-        (no_frontend, False, ["'nvidia-cudnn-frontend>=1.28,<1.33'"]),
-        (without_library("NCCL"), False, []),
-        (without_library("NCCL"), True, ["pip install nvidia-nccl-cu13"]),
-        ({"libraries": {}, **CUDA12}, True, ["nvidia-cudnn-cu12", "nvidia-nccl-cu12"]),
-    ):
-        useful = useful_for_gpu(replace(GOOD, **change), several)
-        assert len(useful) == len(remedies), change
-        assert all(remedy in each.remedy for each, remedy in zip(useful, remedies, strict=True)), change
 
 
 def test_probing_loads_nothing_heavy():

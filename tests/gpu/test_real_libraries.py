@@ -197,7 +197,6 @@ def test_numbers_sizes_and_functions_are_those_of_the_header(tmp_path):
         cublaslt.Status: "CUBLAS_STATUS_",
         cublaslt.DataType: "CUDA_",
         cublaslt.Compute: "CUBLAS_",
-        cublaslt.Operation: "CUBLAS_",
         cublaslt.Epilogue: "CUBLASLT_EPILOGUE_",
         cublaslt.Reduction: "CUBLASLT_REDUCTION_SCHEME_",
         cublaslt.Desc: "CUBLASLT_MATMUL_DESC_",

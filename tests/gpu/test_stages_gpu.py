@@ -13,10 +13,11 @@ from threadranks import on_all_ranks
 
 from distgpt.cluster.launch.job import Launched
 from distgpt.core.base.errors import UsageError
-from distgpt.core.comm.serial import SerialComm
+from distgpt.core.comm.api import SerialComm
 from distgpt.core.config import GpuConfig
 from distgpt.core.cpu.stages import open_stage
-from distgpt.gpu import accelerator, probe, transport
+from distgpt.gpu import probe
+from distgpt.gpu import stage as opening
 from distgpt.gpu.device import CupyDevice
 from distgpt.gpu.stage import bound, device_of
 from distgpt.gpu.transport import DeviceComm, HostStaged, sharing
@@ -48,12 +49,12 @@ def node(monkeypatch):
     monkeypatch.setattr(probe, "require_gpu", asked["required"].append)
 
     def be(gpus, local_rank=0, local_size=1):
-        monkeypatch.setattr(accelerator, "gpu_count", lambda: gpus)
+        monkeypatch.setattr(opening, "gpu_count", lambda: gpus)
         if local_size > 1:
             monkeypatch.setattr(Launched, "connect", lambda job, stage: Rank(local_rank, local_size))
             monkeypatch.setattr(Launched, "meet", lambda job, comm: None)  # nobody else is there
         bound = [device_of(rank, gpus) for rank in range(local_size)]
-        monkeypatch.setattr(transport, "sharing", lambda comm, device: bound.count(device.index))
+        monkeypatch.setattr(opening, "sharing", lambda comm, device: bound.count(device.index))
         return asked
 
     def open_device(index, options):
@@ -63,8 +64,8 @@ def node(monkeypatch):
         asked["transport"].append((how, comm.size, sharing))
         return HostStaged(comm, device)
 
-    monkeypatch.setattr(accelerator, "open_device", open_device)
-    monkeypatch.setattr(transport, "choose_transport", choose)
+    monkeypatch.setattr(opening, "open_device", open_device)
+    monkeypatch.setattr(opening, "choose_transport", choose)
     return be
 
 
@@ -129,7 +130,7 @@ def test_a_gpu_that_is_missing_is_refused_before_anything_is_opened(node, monkey
         raise UsageError(f"stage {stage!r} cannot run here")
 
     monkeypatch.setattr(probe, "require_gpu", refuse)
-    monkeypatch.setattr(accelerator, "open_device", None)
+    monkeypatch.setattr(opening, "open_device", None)
     with pytest.raises(UsageError, match="'mpi-cuda' cannot run here"):
         open_stage("mpi-cuda")
 
@@ -144,10 +145,10 @@ SAYS = "cudaErrorDevicesUnavailable: all CUDA-capable devices are busy or unavai
 
 def on_two_gpus(monkeypatch, open_gpu, make=lambda device, options: None):
     """What each of two ranks gets or raises that opens its GPU, and kernels on it."""
-    monkeypatch.setattr(accelerator, "gpu_count", lambda: 2)
-    monkeypatch.setattr(accelerator, "CupyDevice", open_gpu)
-    monkeypatch.setattr(accelerator.cublaslt, "load", lambda: SimpleNamespace(version=1))
-    monkeypatch.setattr(accelerator, "LtMatmul", lambda lt, device, tf32, kept: make(device, tf32))
+    monkeypatch.setattr(opening, "gpu_count", lambda: 2)
+    monkeypatch.setattr(opening, "CupyDevice", open_gpu)
+    monkeypatch.setattr(opening.cublaslt, "load", lambda: SimpleNamespace(version=1))
+    monkeypatch.setattr(opening, "LtMatmul", lambda lt, device, tf32, kept: make(device, tf32))
 
     def act(comm):
         try:
@@ -186,9 +187,9 @@ def test_an_error_of_ours_while_a_gpu_is_opened_stays_what_it_is(monkeypatch):
     def open_gpu(*args, **how):
         raise ZeroDivisionError
 
-    monkeypatch.setattr(accelerator, "CupyDevice", open_gpu)
+    monkeypatch.setattr(opening, "CupyDevice", open_gpu)
     with pytest.raises(ZeroDivisionError):
-        accelerator.open_device(0, GpuConfig())
+        opening.open_device(0, GpuConfig())
 
 
 def test_ranks_on_parts_of_a_divided_gpu_do_not_share_it(monkeypatch):
@@ -198,12 +199,10 @@ def test_ranks_on_parts_of_a_divided_gpu_do_not_share_it(monkeypatch):
     def open_gpu(index, *rest, **how):  # whose address on the bus is the same
         return CupyDevice(0, *rest, xp=FakeCupy(2, total=8 << 30), **how)
 
-    monkeypatch.setattr(accelerator, "CupyDevice", open_gpu)
+    monkeypatch.setattr(opening, "CupyDevice", open_gpu)
 
     def shared_by(uses):
-        return on_all_ranks(
-            2, lambda comm: sharing(comm, accelerator.open_device(uses[comm.rank], GpuConfig()))
-        )
+        return on_all_ranks(2, lambda comm: sharing(comm, opening.open_device(uses[comm.rank], GpuConfig())))
 
     assert shared_by([0, 1]) == [1, 1] and shared_by([1, 1]) == [2, 2]
     monkeypatch.setattr(probe, "driver", lambda: None)
@@ -216,7 +215,7 @@ BREAKING = """
 import os, sys
 sys.path.insert(0, {folder!r})
 import hostgpu
-from distgpt.gpu import accelerator
+from distgpt.gpu import stage as opening
 from distgpt.core.base.errors import UsageError
 from distgpt.gpu import probe
 
@@ -231,7 +230,7 @@ def fails(*args, **more):
 if how == "missing":
     old, probe.require_gpu = probe.require_gpu, fails
 else:
-    old, accelerator.open_device = accelerator.open_device, fails
+    old, opening.open_device = opening.open_device, fails
 from distgpt.commands.cli import main
 main()
 """

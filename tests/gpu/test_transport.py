@@ -13,8 +13,8 @@ from fakecupy import FakeCupy
 from fakenccl import FakeNccl, NcclError
 
 from distgpt.core.base.errors import UsageError
+from distgpt.core.comm.api import SerialComm
 from distgpt.core.comm.job import this_job
-from distgpt.core.comm.serial import SerialComm
 from distgpt.gpu import transport
 from distgpt.gpu.device import CupyDevice
 from distgpt.gpu.transport import HostStaged, Nccl
@@ -72,43 +72,9 @@ def test_an_error_of_nccls_in_the_main_thread_is_one_line(size, capsys):
     ended = []
     comm = SimpleNamespace(rank=1, size=size, abort=ended.append)
     assert this_job().leave(NcclError("remote process exited"), comm) == 70 and ended == [70] * (size > 1)
-    said = capsys.readouterr().err.splitlines()
-    assert said == [
-        "distgpt: rank 1: NCCL has failed, as it does when another rank or host dies: remote process exited"
-    ]
-
-
-def test_an_error_of_nccls_that_no_other_rank_caused_is_not_blamed_on_one(capsys):
-    comm = SimpleNamespace(rank=1, size=2, abort=lambda code: None)
-    for text, is_ours in (
-        ("NCCL_ERROR_UNHANDLED_CUDA_ERROR: unhandled cuda error", False),
-        ("NCCL_ERROR_INVALID_USAGE: invalid usage", True),
-    ):
-        assert this_job().leave(NcclError(text), comm) == 70
-        said = capsys.readouterr().err
-        assert f"distgpt: rank 1: NCCL: {text}; with NCCL_DEBUG=INFO" in said
-        assert "dies" not in said and ("NcclError" in said) == is_ours  # with its traceback
-
-
-STATUS = compile("raise KeyError(status)", "cupy_backends/cuda/libs/nccl.pyx", "exec")
-
-
-def test_a_status_that_cupys_error_does_not_know_is_one_line_too(capsys):
-    """As of a CuPy whose NcclError has names for five: it raises KeyError in its place."""
-    comm = SimpleNamespace(rank=1, size=2, abort=lambda code: None)
-    for status, says in (
-        (6, "rank 1: NCCL has failed, as it does when another rank or host dies: remote error"),
-        (7, "rank 1: NCCL: in progress; with NCCL_DEBUG=INFO in the environment it says why"),
-        (9, "rank 1: NCCL: status 9; with NCCL_DEBUG=INFO in the environment it says why"),
-    ):
-        with pytest.raises(KeyError) as raised:
-            exec(STATUS, {"status": status})
-        assert this_job().leave(raised.value, comm) == 70
-        assert capsys.readouterr().err == f"distgpt: {says}\n"
-    with pytest.raises(KeyError) as ours:
-        {}[6]
-    this_job().leave(ours.value, comm)
-    assert "internal error" in capsys.readouterr().err
+    (said,) = capsys.readouterr().err.splitlines()
+    known = "distgpt: rank 1: NCCL has failed, as it does when another rank or host dies: "
+    assert said.startswith(f"{known}remote process exited; with NCCL_DEBUG=INFO")
 
 
 # Choosing

@@ -8,7 +8,7 @@ from conftest import MPIRUN
 from forward_work import Job, measure
 
 from distgpt.commands.bench import train as train_command
-from distgpt.core.comm.serial import SerialComm
+from distgpt.core.comm.api import SerialComm
 from distgpt.core.cpu.stages import Stage
 
 FEW = Job("microgpt", "batched", 90, repeats=1)

@@ -11,8 +11,8 @@ import threading
 from pathlib import Path
 
 from distgpt.cluster.affinity import bind
+from distgpt.core.comm.api import SerialComm
 from distgpt.core.comm.layout import layout
-from distgpt.core.comm.serial import SerialComm
 from distgpt.core.cpu.pool import pool_of
 from distgpt.core.cpu.stages import open_stage
 

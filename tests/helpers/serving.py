@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from distgpt.core.base.errors import DistgptError
 from distgpt.core.base.files import bundled
 from distgpt.core.base.interrupts import Interrupted
-from distgpt.core.comm.serial import SerialComm
+from distgpt.core.comm.api import SerialComm
 from distgpt.core.cpu.kernels import CpuKernels
 from distgpt.core.data.tokenizers import ChatTemplate
 from distgpt.core.generate.engine_setup import LoadedModel, ModelSpec, slots_for

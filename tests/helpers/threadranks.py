@@ -5,7 +5,7 @@ import threading
 import numpy as np
 
 from distgpt.core.base.errors import DistgptError
-from distgpt.core.comm.serial import SerialComm
+from distgpt.core.comm.api import SerialComm
 
 
 class ThreadComm(SerialComm):

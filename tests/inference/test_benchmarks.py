@@ -12,7 +12,7 @@ import distgpt
 from distgpt.commands.cli import cli
 from distgpt.commands.generate import BENCHMARKS
 from distgpt.core.base.errors import DataError, DistgptError
-from distgpt.core.comm.serial import SerialComm
+from distgpt.core.comm.api import SerialComm
 from distgpt.core.config import ModelConfig
 from distgpt.core.cpu.kernels import CpuKernels
 from distgpt.core.data.tokenizers import load_tokenizer

@@ -16,7 +16,7 @@ from families import write_family
 from foreignmodels import MODERN, exported_model, random_model, shape
 
 from distgpt.core.base.errors import DataError, UsageError
-from distgpt.core.comm.serial import SerialComm
+from distgpt.core.comm.api import SerialComm
 from distgpt.core.cpu.stages import open_stage
 from distgpt.core.generate.engine import Engine, complete
 from distgpt.core.generate.engine_setup import ModelSpec

@@ -11,7 +11,7 @@ from test_lanes import plain_scores
 from distgpt import api
 from distgpt.core.base.errors import DataError, UsageError
 from distgpt.core.base.files import bundled
-from distgpt.core.comm.serial import SerialComm
+from distgpt.core.comm.api import SerialComm
 from distgpt.core.config import RunConfig
 from distgpt.core.cpu.kernels import CpuKernels
 from distgpt.core.generate.engine_setup import rehearse, slots_for

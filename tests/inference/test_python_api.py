@@ -7,7 +7,7 @@ from threadranks import on_all_ranks
 from distgpt.core.base.errors import DataError, NonFiniteError, UsageError
 from distgpt.core.config import ModelConfig
 from distgpt.core.cpu.kernels import CpuKernels
-from distgpt.core.generate.python_api import Writer
+from distgpt.core.generate.python_api import generate
 from distgpt.core.model.model import Architecture, Model
 
 CONFIG = ModelConfig(vocab_size=13, seq_len=7, n_layer=1, n_head=2, n_embd=16, init_std=0.2)
@@ -25,8 +25,8 @@ def on_ranks(prompt, damaged=None, stream=False, **settings):
     """What generating on three ranks returns or raises; on rank `damaged` the weights are NaN."""
     return on_all_ranks(
         3,
-        lambda comm: Writer(made(comm.rank == damaged), None, comm).generate(
-            prompt, stream, {"max_new_tokens": 3, **settings}
+        lambda comm: generate(
+            made(comm.rank == damaged), None, comm, prompt, stream, {"max_new_tokens": 3, **settings}
         ),
     )
 
@@ -34,7 +34,7 @@ def on_ranks(prompt, damaged=None, stream=False, **settings):
 def test_ranks_share_prompts_and_all_get_all_results():
     prompts = [[1, 2], [3], [4, 5, 6], [7], [8]]
     (alone,) = on_all_ranks(
-        1, lambda comm: Writer(made(), None, comm).generate(prompts, False, {"max_new_tokens": 3})
+        1, lambda comm: generate(made(), None, comm, prompts, False, {"max_new_tokens": 3})
     )
     assert on_ranks(prompts) == [alone] * 3
 

@@ -12,7 +12,7 @@ import distgpt
 from distgpt.commands.cli import cli
 from distgpt.core.base.errors import UsageError
 from distgpt.core.base.files import bundled
-from distgpt.core.comm.serial import SerialComm
+from distgpt.core.comm.api import SerialComm
 from distgpt.core.config import ModelConfig
 from distgpt.core.cpu.kernels import CpuKernels
 from distgpt.core.cpu.stages import open_stage

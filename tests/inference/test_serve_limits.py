@@ -21,8 +21,8 @@ from serving import JSON, pieces, sample, server, until
 
 from distgpt.core.base.errors import DistgptError
 from distgpt.core.base.files import bundled
+from distgpt.core.comm.api import SerialComm
 from distgpt.core.comm.resources import peak_memory
-from distgpt.core.comm.serial import SerialComm
 from distgpt.core.generate.engine_setup import LoadedModel, ModelSpec
 from distgpt.corpora.tokenizers.bpe import BpeTokenizer, symbols
 from distgpt.inference.serving import app

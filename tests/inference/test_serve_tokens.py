@@ -12,7 +12,7 @@ pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 from serving import sample, server
 
-from distgpt.core.comm.serial import SerialComm
+from distgpt.core.comm.api import SerialComm
 from distgpt.core.train.assessment import Scorer
 from distgpt.inference.evaluation.benchmark import Benchmark, likelihoods, read_questions
 

@@ -7,7 +7,7 @@ import pytest
 from forks import forked
 
 from distgpt.api import GPT
-from distgpt.core.comm.serial import SerialComm
+from distgpt.core.comm.api import SerialComm
 from distgpt.core.config import ModelConfig, RunConfig
 from distgpt.core.cpu.kernels import CpuKernels
 from distgpt.core.cpu.pool import Pool, pool_of

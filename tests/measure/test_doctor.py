@@ -12,7 +12,7 @@ from threadranks import on_all_ranks
 from distgpt.cluster.jobs import launchers
 from distgpt.cluster.launch.environment import launched_as, launcher_name
 from distgpt.core.comm.agree import gather_bytes
-from distgpt.core.comm.serial import SerialComm
+from distgpt.core.comm.api import SerialComm
 from distgpt.core.config import STAGES
 from distgpt.gpu import probe
 from distgpt.measure.doctor import facts

@@ -133,9 +133,9 @@ def test_ranks_that_share_the_moments_share_the_weights_in_full_precision():
 def test_paper_has_the_sizes_of_a_device():
     from fakecupy import FakeCupy
 
-    from distgpt.gpu.accelerator import ESTIMATED_MULTIPROCESSORS, kernels_for_estimate
     from distgpt.gpu.device import CupyDevice
     from distgpt.gpu.kernels import CudaKernels
+    from distgpt.gpu.stage import ESTIMATED_MULTIPROCESSORS, kernels_for_estimate
 
     device = CupyDevice(0, xp=FakeCupy(multiprocessors=ESTIMATED_MULTIPROCESSORS))
     run = preset("gpt-mini", {"vocab_size": 300, "grad_accum": 1, "recompute": "none"})

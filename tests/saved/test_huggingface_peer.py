@@ -17,7 +17,7 @@ from tokenizing import GPT2, gpt2, needs_gpt2
 
 import distgpt
 from distgpt.core.base.files import bundled
-from distgpt.core.comm.serial import SerialComm
+from distgpt.core.comm.api import SerialComm
 from distgpt.core.cpu.kernels import CpuKernels
 from distgpt.core.model.passes import Pass
 from distgpt.core.saved.modelfile import load_model

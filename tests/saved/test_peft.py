@@ -9,7 +9,7 @@ from foreignmodels import MODERN, SHAPES, change_json, random_model, shape
 from test_huggingface_peer import FAMILIES, LONG, PEER, V, some_tokens, transformers
 
 import distgpt
-from distgpt.core.comm.serial import SerialComm
+from distgpt.core.comm.api import SerialComm
 from distgpt.core.config import RunConfig, TrainConfig
 from distgpt.core.cpu.kernels import CpuKernels
 from distgpt.core.model.passes import Pass

@@ -17,7 +17,7 @@ from conftest import SMALL, distgpt, inside, metrics, popen, refused, wait_for
 from disks import raising, without_locks
 
 from distgpt.core.base.errors import StorageError, UsageError
-from distgpt.core.comm.serial import SerialComm
+from distgpt.core.comm.api import SerialComm
 from distgpt.core.saved.rundir import RunDirectory
 
 HOLD = """

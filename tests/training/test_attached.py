@@ -14,7 +14,7 @@ import distgpt
 from distgpt.assembly import AllComponents
 from distgpt.core.base.errors import DataError, DistgptError, UsageError
 from distgpt.core.base.interrupts import Interrupted
-from distgpt.core.comm.serial import SerialComm
+from distgpt.core.comm.api import SerialComm
 from distgpt.core.config import ModelConfig
 from distgpt.core.cpu.kernels import CpuKernels
 from distgpt.core.data.tokenizers import BytesDecoder

@@ -14,7 +14,7 @@ from disks import names, raising, small_disk
 from distgpt.callbacks.full_disk import Room, allocate
 from distgpt.core.base.errors import StorageError
 from distgpt.core.base.files import storage_errors
-from distgpt.core.comm.serial import SerialComm
+from distgpt.core.comm.api import SerialComm
 from distgpt.core.config import RunConfig, TrainConfig
 from distgpt.core.saved.checkpoint import MARK, State, beyond, save_checkpoint
 from distgpt.core.saved.rundir import RunDirectory

@@ -5,7 +5,7 @@ import pytest
 from models import BASE
 
 from distgpt.core.base.errors import UsageError
-from distgpt.core.comm.serial import SerialComm
+from distgpt.core.comm.api import SerialComm
 from distgpt.core.components import components
 from distgpt.core.config import RunConfig, TrainConfig
 from distgpt.core.ops.kernels import Kernels

@@ -8,7 +8,7 @@ from conftest import SMALL, in_one_job, losses, needs_mpi, train
 from steps import build_step, state_for
 from threadranks import on_all_ranks
 
-from distgpt.core.comm.serial import SerialComm
+from distgpt.core.comm.api import SerialComm
 from distgpt.core.config import ModelConfig, TrainConfig
 from distgpt.core.cpu.kernels import CpuKernels
 from distgpt.core.data.batches import ArrayTokens, Batches

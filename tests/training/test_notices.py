@@ -9,7 +9,7 @@ from conftest import SMALL, inside
 import distgpt as library
 from distgpt.cluster.launch import job
 from distgpt.core.base.errors import escape_model_text
-from distgpt.core.comm.serial import SerialComm
+from distgpt.core.comm.api import SerialComm
 from distgpt.core.config import TrainConfig
 from distgpt.core.cpu.compiling import processor
 from distgpt.core.cpu.compiling.processor import AVX2, AVX512, AVX512_BF16

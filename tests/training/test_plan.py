@@ -11,7 +11,7 @@ from threadranks import on_all_ranks
 from distgpt import api, recipes
 from distgpt.core.base.errors import UsageError
 from distgpt.core.comm.agree import everywhere
-from distgpt.core.comm.serial import SerialComm
+from distgpt.core.comm.api import SerialComm
 from distgpt.core.config.asked import Asked, asked_for
 from distgpt.core.config.presets import PRESETS, preset
 from distgpt.core.train.plan import make_plan, new_run

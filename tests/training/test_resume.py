@@ -11,7 +11,7 @@ from conftest import SMALL, inside, losses, metrics, refused
 from disks import names
 
 import distgpt
-from distgpt.core.comm.serial import SerialComm
+from distgpt.core.comm.api import SerialComm
 from distgpt.core.saved.rundir import RunDirectory
 from distgpt.core.train import progress
 from distgpt.core.train.progress import SaveTimer

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from distgpt.core.base.errors import UsageError
-from distgpt.core.comm.serial import SerialComm
+from distgpt.core.comm.api import SerialComm
 from distgpt.core.config import ModelConfig, RunConfig, TrainConfig
 from distgpt.core.cpu.fused.muon import bytes_of
 from distgpt.core.cpu.kernels import Bfloat16Kernels, CpuKernels

@@ -18,7 +18,7 @@ from threadranks import on_all_ranks
 from distgpt.callbacks import watchdog
 from distgpt.callbacks.attach import Stragglers
 from distgpt.callbacks.watchdog import Reports, Watchdog
-from distgpt.core.comm.serial import SerialComm
+from distgpt.core.comm.api import SerialComm
 from distgpt.core.saved.checkpoint import newest_step
 from distgpt.core.train.progress import COMPUTING, Activity
 from distgpt.core.train.run import Limits

@@ -20,7 +20,7 @@ from test_signals import at_call
 from threadranks import on_all_ranks
 
 from distgpt.core.base.files import bundled
-from distgpt.core.comm.serial import SerialComm
+from distgpt.core.comm.api import SerialComm
 from distgpt.core.config import RunConfig, TrainConfig
 from distgpt.core.cpu.kernels import CpuKernels
 from distgpt.core.cpu.stages import open_stage

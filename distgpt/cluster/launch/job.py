@@ -31,13 +31,12 @@ from distgpt.cluster.launch.environment import (
     launcher_name,
     launchers,
 )
+from distgpt.core.base import __version__
 from distgpt.core.base.errors import UsageError, error_for
-from distgpt.core.base.version import __version__
 from distgpt.core.comm.agree import gather_texts, named_ranks, ranks_by_text, shared
-from distgpt.core.comm.api import Comm
+from distgpt.core.comm.api import Comm, SerialComm
 from distgpt.core.comm.job import Job, is_closed_pipe, rank_name, require_mpi, say
 from distgpt.core.comm.resources import granted_cores
-from distgpt.core.comm.serial import SerialComm
 from distgpt.core.config import SEVERAL, WITH_MPI
 
 # Options that each rank has for itself, and those of the display, which is rank 0's. All others are rank 0's

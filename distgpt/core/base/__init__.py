@@ -2,3 +2,5 @@
 
 Not here: settings (core/config/), and anything that computes.
 """
+
+__version__ = "0.1.0"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import platform
 import sys
 from pathlib import Path
 
@@ -38,11 +37,6 @@ def sysctl_text(name: str) -> str:
 def sysctl_number(name: str) -> int:
     """Return an integer value; 0 where there is none."""
     return int.from_bytes(sysctl(name), "little")
-
-
-def host_id() -> str:
-    """Return an id of this host, however many names it has."""
-    return f"{platform.node()} {boot_id()}"
 
 
 def boot_id() -> str:

@@ -1,9 +1,15 @@
-"""The protocol of a communicator. All ranks make the same calls in one order, but for `abort` and `send`."""
+"""The protocol of a communicator, and the one of a single rank.
+
+All ranks make the same calls in one order, but for `abort` and `send`.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol, TypeAlias
+
+from distgpt.core.comm.resources import usable_cores
 
 if TYPE_CHECKING:  # commands import this file, and are to begin without NumPy
     import numpy as np
@@ -82,3 +88,52 @@ class QueuedComm(Protocol):
 
     def trouble(self) -> str:
         """Return what has failed, "" if nothing has. Any thread may call it; not collective."""
+
+
+class SerialComm:
+    """One rank: code that communicates needs no case of its own. Sums and broadcasts change nothing."""
+
+    rank = 0
+    size = 1
+    queued: QueuedComm | None = None
+    is_threadsafe = True
+
+    def __init__(self, beside: Comm | None = None) -> None:
+        """`beside`: ranks with which this process shares a machine, but no work."""
+        self.local_rank = beside.local_rank if beside else 0
+        self.local_size = beside.local_size if beside else 1
+        self.cores = beside.cores if beside else float(len(usable_cores()))
+
+    def sum(self, array: Array) -> None:
+        return None
+
+    def allreduce_max(self, value: int) -> int:
+        return value
+
+    def broadcast(self, array: Array) -> None:
+        return None
+
+    def broadcast_bytes(self, data: bytes | None) -> bytes:
+        assert data is not None
+        return data
+
+    def all_to_all(self, received: Array, sent: Array, starts: Sequence[int], counts: Sequence[int]) -> None:
+        received[0, : counts[0]] = sent[starts[0] : starts[0] + counts[0]]
+
+    def all_gather(self, array: Array, bounds: Sequence[int]) -> None:
+        return None
+
+    def send(self, array: Array, source: int, target: int) -> None:
+        return None
+
+    def dup_sleeping(self) -> SerialComm:
+        return self
+
+    def split_by_node(self) -> None:
+        return None
+
+    def barrier(self, resting: bool = False) -> None:
+        return None
+
+    def abort(self, exit_code: int) -> None:
+        os._exit(exit_code)

@@ -16,8 +16,7 @@ from typing import TextIO
 
 from distgpt.core.base.errors import DistgptError, StorageError, UsageError, first_line, one_line
 from distgpt.core.base.interrupts import EXIT_CODES, Interrupted, ignore_further
-from distgpt.core.comm.api import Comm
-from distgpt.core.comm.serial import SerialComm
+from distgpt.core.comm.api import Comm, SerialComm
 from distgpt.core.components import components
 from distgpt.core.config import WITH_MPI
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,78 +19,75 @@ from distgpt.core.generate.slots import Slots, on_ranks
 from distgpt.core.model.model import Model
 
 
-@dataclass(frozen=True, slots=True)
-class Writer:
-    """A model that continues prompts. Collective: ranks average the logits of one, and share several."""
+def generate(
+    model: Model,
+    tokenizer: Tokenizer | None,
+    comm: Comm,
+    prompt: Any,
+    stream: bool,
+    settings: dict[str, Any],
+) -> Any:
+    """See `GPT.generate`. Collective: ranks average the logits of one prompt, and share several."""
+    n, logprobs = settings.get("n"), settings.get("logprobs")
+    settings = {
+        name: value.item() if isinstance(value, np.generic) else value
+        for name, value in settings.items()
+        if name != "n" or value is not None
+    }
 
-    model: Model
-    tokenizer: Tokenizer | None
-    comm: Comm
-
-    def generate(self, prompt: Any, stream: bool, settings: dict[str, Any]) -> Any:
-        """See `GPT.generate`."""
-        n = settings.get("n")
-        logprobs = settings.get("logprobs")
-        settings = {name: value for name, value in settings.items() if name != "n" or value is not None}
-        several = on_every_rank(self.comm, lambda: _is_several(prompt))
+    def understood() -> tuple[bool, list[Any], list[Request]]:
+        several = _is_several(prompt)
         prompts = list(prompt) if several else [prompt]
-        requests = on_every_rank(self.comm, lambda: self._requests(prompts, settings))
-        if stream:
-            if several or n is not None or logprobs is not None or self.comm.size > 1:
-                raise shared(
-                    UsageError("stream is for one sample of one prompt, without logprobs, on one rank")
-                )
-            return self._streamed(requests[0], isinstance(prompt, str))
-        found = []
-        for each, samples in zip(prompts, self._samples(requests), strict=True):
-            shown = [_shown(sample, isinstance(each, str), logprobs is not None) for sample in samples]
-            found.append(shown[0] if n is None else shown)
-        return found if several else found[0]
+        template = Request().override((), settings)
+        return several, prompts, [template.override(_tokens(each, model, tokenizer), {}) for each in prompts]
 
-    def _requests(self, prompts: list[Any], settings: dict[str, Any]) -> list[Request]:
-        plain = {
-            name: value.item() if isinstance(value, np.generic) else value for name, value in settings.items()
-        }
-        template = Request().override((), plain)
-        return [template.override(self._tokens(each), {}) for each in prompts]
+    several, prompts, requests = on_every_rank(comm, understood)
+    if stream and (several or n is not None or logprobs is not None or comm.size > 1):
+        raise shared(UsageError("stream is for one sample of one prompt, without logprobs, on one rank"))
+    wanted = min(MOST_SLOTS, sum(request.n for request in requests))
+    slots = agreed_slots(model, wanted, comm, lookup=max((each.lookup for each in requests), default=0))
+    if stream:
+        return _streamed(Engine(slots, tokenizer), requests[0], isinstance(prompt, str))
+    found = []
+    for each, samples in zip(prompts, _samples(slots, tokenizer, comm, requests), strict=True):
+        shown = [_shown(sample, isinstance(each, str), logprobs is not None) for sample in samples]
+        found.append(shown[0] if n is None else shown)
+    return found if several else found[0]
 
-    def _tokens(self, prompt: Any) -> list[int]:
-        if not isinstance(prompt, str):
-            _refuse_no_prompt(prompt)
-            ids = tokens_in(prompt, self.model.config.vocab_size) if len(prompt) else np.empty(0, int)
-            return list(ids.reshape(-1).tolist())
-        if self.tokenizer is None:
-            raise UsageError("this model has no tokenizer: give the prompt as tokens")
-        return self.tokenizer.encode_prompt(prompt)
 
-    def _slots(self, requests: list[Request]) -> Slots:
-        wanted = min(MOST_SLOTS, sum(request.n for request in requests))
-        lookup = max((request.lookup for request in requests), default=0)
-        return agreed_slots(self.model, wanted, self.comm, lookup=lookup)
+def _tokens(prompt: Any, model: Model, tokenizer: Tokenizer | None) -> list[int]:
+    if not isinstance(prompt, str):
+        _refuse_no_prompt(prompt)
+        ids = tokens_in(prompt, model.config.vocab_size) if len(prompt) else np.empty(0, int)
+        return list(ids.reshape(-1).tolist())
+    if tokenizer is None:
+        raise UsageError("this model has no tokenizer: give the prompt as tokens")
+    return tokenizer.encode_prompt(prompt)
 
-    def _streamed(self, request: Request, is_text: bool) -> Iterator[str | int]:
-        engine = Engine(self._slots([request]), self.tokenizer)
-        engine.submit(request)
-        for event in engine.run():
-            if is_text and event.text:
-                yield event.text
-            elif not is_text and event.token is not None:
-                yield event.token
 
-    def _samples(self, requests: list[Request]) -> list[list[Completion]]:
-        comm = self.comm
-        slots = self._slots(requests)
-        if comm.size == 1:
-            return complete(Engine(slots, self.tokenizer), requests)
-        if len(requests) == 1:
-            own = on_ranks(slots, comm, lambda slots: complete(Engine(slots, self.tokenizer), requests))
-            return list(broadcast(comm, own))
-        found: list[list[Completion]] = [[] for _ in requests]
-        share = requests[comm.rank :: comm.size]
-        own = on_every_rank(comm, lambda: complete(Engine(slots, self.tokenizer), share))
-        for rank, data in enumerate(gather_bytes(comm, pickle.dumps(own))):
-            found[rank :: comm.size] = pickle.loads(data)
-        return found
+def _streamed(engine: Engine, request: Request, is_text: bool) -> Iterator[str | int]:
+    engine.submit(request)
+    for event in engine.run():
+        if is_text and event.text:
+            yield event.text
+        elif not is_text and event.token is not None:
+            yield event.token
+
+
+def _samples(
+    slots: Slots, tokenizer: Tokenizer | None, comm: Comm, requests: list[Request]
+) -> list[list[Completion]]:
+    if comm.size == 1:
+        return complete(Engine(slots, tokenizer), requests)
+    if len(requests) == 1:
+        own = on_ranks(slots, comm, lambda slots: complete(Engine(slots, tokenizer), requests))
+        return list(broadcast(comm, own))
+    found: list[list[Completion]] = [[] for _ in requests]
+    share = requests[comm.rank :: comm.size]
+    own = on_every_rank(comm, lambda: complete(Engine(slots, tokenizer), share))
+    for rank, data in enumerate(gather_bytes(comm, pickle.dumps(own))):
+        found[rank :: comm.size] = pickle.loads(data)
+    return found
 
 
 def _is_several(prompt: Any) -> bool:

@@ -18,8 +18,7 @@ import numpy as np
 from distgpt.core.base.errors import DistgptError, StorageError
 from distgpt.core.base.interrupts import Interrupted
 from distgpt.core.comm.agree import on_root
-from distgpt.core.comm.api import Comm
-from distgpt.core.comm.serial import SerialComm
+from distgpt.core.comm.api import Comm, SerialComm
 from distgpt.core.config import TrainConfig
 from distgpt.core.model.memory import FlatBuffer
 from distgpt.core.model.model import Model

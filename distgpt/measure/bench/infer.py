@@ -12,8 +12,8 @@ import numpy as np
 
 from distgpt.core.base.errors import UsageError
 from distgpt.core.base.formatting import duration
+from distgpt.core.comm.api import SerialComm
 from distgpt.core.comm.layout import layout
-from distgpt.core.comm.serial import SerialComm
 from distgpt.core.config import ROUNDED_DTYPES, ModelConfig
 from distgpt.core.config.presets import preset
 from distgpt.core.cpu.stages import open_stage

@@ -14,11 +14,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from distgpt.core.base import __version__
 from distgpt.core.base.errors import DistgptError, UsageError, escape, first_line
-from distgpt.core.base.version import __version__
 from distgpt.core.comm.api import Comm
 from distgpt.core.comm.resources import granted_cores, granted_memory, usable_cores
-from distgpt.core.config import ON_GPU, RunConfig
+from distgpt.core.config import RunConfig
 from distgpt.core.cpu.stages import expected_dtype
 from distgpt.core.train.report import processor_name
 
@@ -61,12 +61,10 @@ def gpu_facts(comm: Comm) -> Facts:
     found = probe.probe()
     gpus = found.driver.gpus if found.driver else ()
     missing = {dtype: probe.missing_for_gpu(found, dtype) for dtype in ("float32", "bfloat16")}
-    useful = {stage: probe.useful_for_gpu(found, stage == "mpi-cuda") for stage in ON_GPU}
     return {
         **asdict(found),
         "takes": device_of(comm.local_rank, len(gpus)) if gpus else None,
         "missing": {dtype: [asdict(each) for each in those] for dtype, those in missing.items()},
-        "useful": {stage: [asdict(each) for each in those] for stage, those in useful.items()},
     }
 
 

@@ -22,9 +22,8 @@ from distgpt.cluster.launch.environment import HELP, MPIS, launched_as, launched
 from distgpt.core.base.errors import UsageError, escape, print_lines
 from distgpt.core.base.formatting import count, size
 from distgpt.core.comm.agree import gather_bytes, named_ranks, shared
-from distgpt.core.comm.api import Comm
+from distgpt.core.comm.api import Comm, SerialComm
 from distgpt.core.comm.resources import granted_cores, usable_cores
-from distgpt.core.comm.serial import SerialComm
 from distgpt.core.config import ON_GPU, STAGES, WITH_MPI
 from distgpt.core.cpu.stages import NOT_KEPT, open_stage
 from distgpt.measure.doctor.facts import Facts, of_rank
@@ -131,9 +130,8 @@ def verdicts(launched: Facts, mpi: Facts, ranks: list[Facts]) -> Facts:
         lacking = [each["missing"]["float32"] for each in gpu] or [
             rank["compute"]["missing"] for rank in ranks
         ]
-        useful = [each["missing"]["bfloat16"] + each["useful"][stage] for each in gpu]
         missing = (connected if stage in WITH_MPI else alone) + _over_ranks(ranks, lacking)
-        notes = [] if any(lacking) else _over_ranks(ranks, useful)
+        notes = [] if any(lacking) else _over_ranks(ranks, [each["missing"]["bfloat16"] for each in gpu])
         found[stage] = {"runs": not missing, "missing": missing, "notes": notes}
     return found
 

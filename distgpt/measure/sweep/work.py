@@ -18,8 +18,7 @@ from distgpt.core.base.errors import DistgptError, Say, StorageError, UsageError
 from distgpt.core.base.formatting import clock, count
 from distgpt.core.base.interrupts import Interrupted
 from distgpt.core.comm.agree import on_every_rank, on_root
-from distgpt.core.comm.api import Comm
-from distgpt.core.comm.serial import SerialComm
+from distgpt.core.comm.api import Comm, SerialComm
 from distgpt.core.config import ON_GPU, SEVERAL, WITH_MPI, GpuConfig, RunConfig
 from distgpt.core.config.asked import Asked, asked_for
 from distgpt.core.cpu.stages import Notes, Stage, open_stage

@@ -15,8 +15,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from distgpt.core.base import __version__
 from distgpt.core.base.checked import Count, checked
-from distgpt.core.base.version import __version__
 from distgpt.core.comm.agree import gather_texts
 from distgpt.core.saved.tensors import fingerprint
 from distgpt.core.train.run import Run

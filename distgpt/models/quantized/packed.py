@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from distgpt.core.base.errors import DataError, UsageError
-from distgpt.core.comm.serial import SerialComm
+from distgpt.core.comm.api import SerialComm
 from distgpt.core.config import ModelConfig
 from distgpt.core.cpu.kernels import CpuKernels
 from distgpt.core.data.textfile import read_text
