@@ -47,5 +47,4 @@ def _template() -> Template:
     environment.filters["kind"] = lambda block: "Chart" if hasattr(block, "draw") else type(block).__name__
     environment.filters["prose"] = lambda table: prose_columns(table.rows)
     environment.filters["svg"] = svg
-    environment.filters["lines"] = lambda text: "\n".join(map(escape, text.expandtabs(4).split("\n")))
     return environment.get_template("pages.html.j2")
