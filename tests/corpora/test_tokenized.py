@@ -135,6 +135,7 @@ def test_what_cannot_be_read_is_named(tmp_path):
     (tmp_path / "other.jsonl").write_text('{"content": "a"}\n')
     (tmp_path / "cut.txt.gz").write_bytes(gzip.compress(os.urandom(4000))[:2000])
     (tmp_path / "t.parquet").write_text("no table")
+    (tmp_path / "x.zip").write_text("PK")
     (tmp_path / "empty").mkdir()
     (tmp_path / "none.jsonl").write_text("")
     for name, message in (
@@ -142,6 +143,7 @@ def test_what_cannot_be_read_is_named(tmp_path):
         ("other.jsonl", "'content' .distgpt data prepare has options"),
         ("cut.txt.gz", "damaged|zero bytes"),
         ("t.parquet", "Parquet|pyarrow"),
+        ("x.zip", "unpack it first"),
         ("empty", "holds no file that ends in"),
         ("none.jsonl", "there is no text in"),
     ):

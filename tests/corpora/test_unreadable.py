@@ -1,14 +1,34 @@
 """Files that are no text in UTF-8: refused, with a way out."""
 
 import gzip
+from itertools import chain
 
+import pytest
 from conftest import inside
 
+from distgpt.core.base.errors import DataError
 from distgpt.core.base.files import bundled
+from distgpt.core.comm.serial import SerialComm
+from distgpt.core.data.loading import DataRequest, load_corpus, refuse_missing
+from distgpt.core.data.textfile import ADVICE
+from distgpt.corpora.prepare.documents import find_inputs
 
 TEXT = "Es war einmal ein König, der hatte schöne Töchter; die jüngste war so schön.\n" * 40
 CONVERT = "iconv -f ENCODING -t UTF-8"
 SAMPLE = bundled("weights", "sample.safetensors")
+
+
+def test_a_file_that_is_no_text_by_its_name_is_refused(tmp_path):
+    for ending in chain(*ADVICE):
+        path = tmp_path / f"a{ending}"
+        path.write_text("text")
+        for refuse in (
+            lambda: load_corpus(SerialComm(), DataRequest(str(path))),  # noqa: B023
+            lambda: refuse_missing([str(path)], "byte"),  # noqa: B023
+            lambda: find_inputs([path]),  # noqa: B023
+        ):
+            with pytest.raises(DataError, match="is not read, by the ending of its name: "):
+                refuse()
 
 
 def test_every_command_that_reads_texts_names_the_way_out(tmp_path):
@@ -16,13 +36,17 @@ def test_every_command_that_reads_texts_names_the_way_out(tmp_path):
     (tmp_path / "u.txt").write_bytes(TEXT.encode("utf-16"))
     (tmp_path / "u.jsonl").write_bytes('{"prompt": "a", "completion": "b"}\n'.encode("utf-16"))
     (tmp_path / "u.txt.gz").write_bytes(gzip.compress(TEXT.encode("utf-16")))
+    (tmp_path / "my.pdf").write_bytes(b"%PDF")
     for line, words in {
         "train --data my.txt": f"UTF-8 text, byte 19 cannot be decoded: convert it first ({CONVERT})",
         "infer --prompt-file my.txt": CONVERT,
         f"tune --weights {SAMPLE} --data u.jsonl --out run": CONVERT,
         "data prepare u.jsonl --tokenizer byte --out shards": CONVERT,
         "train --data u.txt.gz": "u.txt.gz is no text in UTF-8, there are zero bytes in it",
+        "train --data my.pdf": "convert it to plain text first",
+        "train --depth 1 --data my.pdf": "convert it to plain text first",
         "data prepare u.txt --tokenizer byte --out shards": CONVERT,
+        "tokenizer train my.pdf --kind char --out t.json": "convert it to plain text first",
     }.items():
         found = inside(*line.split(), cwd=tmp_path)
         assert found.returncode == 65 and words in found.stderr, (line, found.stderr)

@@ -20,7 +20,7 @@ from distgpt.core.comm.api import Comm
 from distgpt.core.components import components
 from distgpt.core.config import RunConfig
 from distgpt.core.data.batches import ArrayTokens, Batches, Tokens, Window, windows_of
-from distgpt.core.data.textfile import read_text, resolve_data
+from distgpt.core.data.textfile import read_text, refuse_by_name, resolve_data
 from distgpt.core.data.tokenizers import (
     AUTO,
     BYTE,
@@ -138,7 +138,7 @@ class _PlainText:
     """One file of UTF-8. Rank 0 reads and tokenizes it; the ids travel as one plain buffer."""
 
     def refuse_missing(self, request: DataRequest) -> None:
-        resolve_data(request.data)
+        refuse_by_name(resolve_data(request.data))
 
     def load(self, comm: Comm, request: DataRequest, say: Say) -> Corpus:
         of_root: list[tuple[Tokenizer, Ids]] = []
@@ -146,6 +146,7 @@ class _PlainText:
         def read() -> tuple[str, str, int, int]:
             """Return the tokenizer, type and number of ids, and how many of them are held out."""
             path = resolve_data(request.data)
+            refuse_by_name(path)
             text = read_text(path)
             choice = requested_tokenizer(request)
             tokenizer = choice if isinstance(choice, Tokenizer) else load_tokenizer(choice, text)

@@ -13,6 +13,18 @@ BUNDLED_TEXTS = ("corpus", "names", "story")
 LONGEST_PROMPT = 64 << 20  # bytes
 CONVERT = "convert it first (iconv -f ENCODING -t UTF-8)"
 
+# Files that are given by mistake, by the endings of their names, and what to do about it.
+ADVICE = {
+    (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".zip", ".7z", ".zst", ".xz", ".bz2", ".parquet.gz"): (
+        "unpack it first"
+    ),
+    (".docx", ".odt", ".epub", ".rtf", ".doc", ".pdf"): "convert it to plain text first",
+    (".npy", ".npz", ".safetensors", ".bin", ".pt", ".pth", ".gguf", ".png", ".jpg", ".jpeg"): (
+        "such a file holds no text to train on"
+    ),
+    (".json", ".json.gz"): "save one object per line, under a name that ends in .jsonl",
+}
+
 
 def resolve_data(name: str) -> Path:
     """Return what `--data` names: a bundled text, else the path of a file or a folder."""
@@ -45,3 +57,15 @@ def read_text(path: Path, stream: BinaryIO | None = None) -> str:
     if not text:
         raise DataError(f"{path} is empty; give a file with some text in it")
     return text
+
+
+def advice(path: Path) -> str:
+    """Return advice for a file by the ending of its name; "" if it may be a text."""
+    name = path.name.lower()
+    return next((advised for endings, advised in ADVICE.items() if name.endswith(endings)), "")
+
+
+def refuse_by_name(path: Path) -> None:
+    """Refuse a file that is no text by the ending of its name."""
+    if why := advice(path):
+        raise DataError(f"{path} is not read, by the ending of its name: {why}")

@@ -28,7 +28,7 @@ from distgpt.core.base.errors import DataError, Say, StorageError, UsageError, e
 from distgpt.core.base.files import open_regular, storage_errors
 from distgpt.core.base.formatting import count
 from distgpt.core.base.formatting import size as size_in_words
-from distgpt.core.data.textfile import CONVERT
+from distgpt.core.data.textfile import CONVERT, refuse_by_name
 
 FIELD = "text"  # where lines of JSON and tables have the text, unless another one is named
 TEXT, LINES, ROWS = "text", "lines", "rows"  # one document · one per line of JSON · one per row of a table
@@ -73,6 +73,7 @@ def find_inputs(paths: Sequence[Path | Input], note: Say = lambda text: None) ->
             skipped = f", {len(files) - len(taken):,} skipped" * (len(files) > len(taken))
             note(f"{count(len(taken), 'file')} read{skipped}")
         else:
+            refuse_by_name(path)
             found.append(_described(path, path.name))
     for source in found:  # before any work is done
         if source.kind != ROWS:

@@ -20,7 +20,7 @@ from distgpt.core.comm.agree import on_root
 from distgpt.core.comm.api import Comm
 from distgpt.core.comm.resources import granted_cores
 from distgpt.core.data.loading import Corpus, DataRequest, kind_of, requested_tokenizer
-from distgpt.core.data.textfile import read_text, resolve_data
+from distgpt.core.data.textfile import read_text, refuse_by_name, resolve_data
 from distgpt.core.data.tokenizers import AUTO, BYTE, Tokenizer, find_kind, fingerprint, load_tokenizer
 from distgpt.corpora.prepare.documents import FIELD, MAX_DOCUMENT, documents, find_inputs
 from distgpt.corpora.prepare.preparing import (
@@ -163,6 +163,7 @@ def vocabulary_size(tokenizer: str, path: Path) -> int:
         return size
     kind, argument = find_kind(tokenizer)
     if kind is not None and kind.learn is not None:
+        refuse_by_name(path)
         texts = [read_text(path)] if kind_of(str(path)) == "plain" else documents((path,), FIELD)
         return kind.learn(argument, not_empty(texts), True).size
     return load_tokenizer(BYTE if tokenizer == AUTO else tokenizer).size
