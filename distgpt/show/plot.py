@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator
 
-from distgpt.core.base.errors import DataError, StorageError, UsageError, escape
+from distgpt.core.base.errors import DataError, StorageError, UsageError, escape, nearest_path
 from distgpt.core.base.files import atomic_file, read_small, storage_errors
 from distgpt.core.ops.api import Array
 from distgpt.core.saved.rundir import IN_BITS, RunDirectory, read_metrics
@@ -255,7 +255,7 @@ def short_names(paths: Sequence[Path]) -> list[str]:
 def _history(path: Path) -> list[dict[str, Any]]:
     """Return a record per step, in order. A resumed run has lost records beyond its first step."""
     if not path.exists():
-        raise UsageError(f"there is no run directory {path}")
+        raise UsageError(f"there is no run directory {path}{nearest_path(path)}")
     directory = RunDirectory(path)
     has_metrics = directory.metrics.is_file()
     if not has_metrics and not directory.config.is_file():

@@ -14,7 +14,7 @@ from statistics import median
 from typing import Any, TypeGuard
 
 from distgpt.core.base.checked import parse_object
-from distgpt.core.base.errors import DistgptError, UsageError, command_line, escape
+from distgpt.core.base.errors import DistgptError, UsageError, command_line, escape, nearest_path
 from distgpt.core.base.files import read_small, storage_errors
 from distgpt.core.base.formatting import clock, count
 from distgpt.core.saved.rundir import RunDirectory, parse_metrics, whole_lines
@@ -65,7 +65,7 @@ def list_runs(top: Path, key: str, reverse: bool) -> list[Listed]:
     """Return all runs in a directory, or the one that it is, sorted; those without the value come last."""
     if not top.is_dir():
         start = f"; {command_line('train')} starts a run there" if top == Path("runs") else ""
-        raise UsageError(f"there is no directory {top}{start}")
+        raise UsageError(f"there is no directory {top}{nearest_path(top) or start}")
     with storage_errors("read", top):
         paths = list(run_directories(top))
     runs = [_look_at(path, top) for path in paths]

@@ -176,7 +176,7 @@ def test_where_there_are_no_runs_the_next_command_is_named(runs, tmp_path):
     refused(inside("runs", cwd=tmp_path / "empty" / "runs"), 2, "distgpt train")
     for words in (["runs"], ["plot"], ["compare", "runs/sweep/second"], ["train", "--resume"]):
         result = inside(*words, "runs/my frst", cwd=tmp_path)
-        assert result.returncode in (2, 65) and "runs/my frst" in result.stderr
+        assert result.returncode in (2, 65) and "did you mean 'runs/my first'?" in result.stderr
     assert inside("plot", cwd=tmp_path).stdout == "runs/sweep/second/curves.png\n"
 
 

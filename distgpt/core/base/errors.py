@@ -137,6 +137,17 @@ def nearest(word: str, known: Iterable[str]) -> str:
     return hint if len(options) > 40 else f"{hint} (allowed: {', '.join(options)})"
 
 
+def nearest_path(path: Path) -> str:
+    """Suggest an existing path for a missing one, by the first name in it that does not exist; "" if none."""
+    with suppress(OSError, ValueError):
+        missing = next((part for part in (path, *path.parents) if part.parent.is_dir()), path)
+        names = [other.name for other in missing.parent.iterdir()]
+        for close in get_close_matches(missing.name, names, n=1):
+            if (meant := missing.with_name(close) / path.relative_to(missing)).exists():
+                return f"; did you mean {str(meant)!r}?"
+    return ""
+
+
 def command_line(*words: object) -> str:
     """Return a distgpt command to copy: quoted, and as it was called where the shell would not find it."""
     program = ["distgpt"]

@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, BinaryIO
 
 from distgpt.core.base.checked import LARGEST_JSON
-from distgpt.core.base.errors import DataError, Say, StorageError
+from distgpt.core.base.errors import DataError, Say, StorageError, nearest_path
 from distgpt.core.base.formatting import size
 
 if TYPE_CHECKING:
@@ -40,7 +40,9 @@ def storage_errors(action: str, path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise StorageError(f"cannot {action} {path}: {error.strerror or error}") from error
+        is_missing = action == "read" and isinstance(error, FileNotFoundError)
+        meant = nearest_path(path) if is_missing else ""
+        raise StorageError(f"cannot {action} {path}: {error.strerror or error}{meant}") from error
 
 
 def bundled(kind: str, name: str) -> Path:

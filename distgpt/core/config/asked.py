@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from distgpt.core.base.errors import UsageError, refuse_beside
+from distgpt.core.base.errors import UsageError, nearest_path, refuse_beside
 from distgpt.core.config.presets import DEFAULT_PRESET, base_preset
 from distgpt.core.config.run_config import RunConfig, layered, parse_toml, read_text, renamed
 from distgpt.core.config.settings import ModelConfig
@@ -91,7 +91,7 @@ class Asked:
         if self.resume == "auto" and self.out and not self.out.exists() and not names:
             raise UsageError(
                 f"there is no run {self.out} to resume; to start one there, name its text with --data, or its"
-                f" settings with --preset or --config"
+                f" settings with --preset or --config{nearest_path(self.out)}"
             )
 
     def settings(self) -> dict[str, object]:

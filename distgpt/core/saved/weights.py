@@ -12,7 +12,7 @@ from typing import Protocol
 
 import numpy as np
 
-from distgpt.core.base.errors import DataError, StorageError, UsageError, command_line
+from distgpt.core.base.errors import DataError, StorageError, UsageError, command_line, nearest_path
 from distgpt.core.base.files import storage_errors
 from distgpt.core.comm.api import Comm
 from distgpt.core.components import components
@@ -44,7 +44,7 @@ def find_weights(path: Path) -> Path:
             raise UsageError(f"{path} is in GGUF: first {import_command(path, path.stem)}")
         if not path.is_dir():
             if not path.exists():
-                raise StorageError(f"cannot read {path}: No such file or directory")
+                raise StorageError(f"cannot read {path}: No such file or directory{nearest_path(path)}")
             return path
         run = RunDirectory(path)
         for file in (run.best, run.weights) if run.config.is_file() else (path / WEIGHTS,):

@@ -7,7 +7,7 @@ from collections.abc import Container
 from dataclasses import dataclass
 from pathlib import Path
 
-from distgpt.core.base.errors import DataError, Say, StorageError, UsageError
+from distgpt.core.base.errors import DataError, Say, StorageError, UsageError, nearest_path
 from distgpt.core.base.formatting import count, typed_duration
 from distgpt.core.comm.agree import on_root
 from distgpt.core.comm.api import Comm
@@ -53,7 +53,7 @@ def find_run(resume: str, out: Path | None, name: str, say: Say) -> Resumption:
         return Resumption(own, own.saved(), _newest(own, say))
     path = Path(resume)
     if not path.is_dir():
-        raise DataError(f"--resume {resume}: no such checkpoint or run directory")
+        raise DataError(f"--resume {resume}: no such checkpoint or run directory{nearest_path(path)}")
     if (own := RunDirectory(path)).saved():
         if out is None or _are_same(out, path):
             own.lock.refuse_second()

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from distgpt.core.base.checked import JsonObject, parse_object
-from distgpt.core.base.errors import DataError, UsageError
+from distgpt.core.base.errors import DataError, UsageError, nearest_path
 from distgpt.core.config import RunConfig, TrainConfig
 from distgpt.core.saved.checkpoint import saved_checkpoints
 from distgpt.core.saved.rundir import MOST_STEPS, RunDirectory, read_metrics, whole_lines
@@ -52,7 +52,7 @@ class Record:
     def __init__(self, path: Path) -> None:
         self.path, self.directory = path, RunDirectory(path)
         if not path.is_dir():
-            raise UsageError(f"there is no directory {path}")
+            raise UsageError(f"there is no directory {path}{nearest_path(path)}")
         config = self.directory.saved()
         if config is None:
             raise UsageError(f"{path} holds no run: there is no config.toml")
