@@ -16,6 +16,7 @@ from distgpt.core.config import (
     ModelConfig,
     RunConfig,
     TrainConfig,
+    former_choices,
     parse_toml,
     settings_of,
 )
@@ -135,6 +136,8 @@ def test_former_choices_of_settings_are_read_from_files():
     for former in ("auto", "chunked", "hierarchical", "packed"):
         text = f'[train]\ngrad_sync = "{former}"\ndata = "auto"\n'
         assert parse_toml(text, "a file") == {"grad_sync": "allreduce", "data": "auto"}
+        assert former_choices(text, "a file") == [f"grad_sync = '{former}' is 'allreduce' now"]
+    assert former_choices('[train]\ngrad_sync = "sharded"\nunknown = 1\n', "a file") == []
 
 
 def test_a_batch_in_tokens_and_one_in_sequences_replace_each_other(tmp_path):

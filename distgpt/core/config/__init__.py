@@ -10,6 +10,7 @@ from distgpt.core.config.run_config import (
     SETTINGS,
     RunConfig,
     differences,
+    former_choices,
     parse_toml,
 )
 from distgpt.core.config.setting import Setting, settings_of

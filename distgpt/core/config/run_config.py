@@ -91,6 +91,17 @@ def renamed(values: Mapping[str, object]) -> dict[str, object]:
     return found
 
 
+def former_choices(text: str, source: str) -> list[str]:
+    """Return a line for each value of a TOML text that is called something else today."""
+    found = []
+    for half in load_toml(text, source).values():
+        for name, value in half.items() if isinstance(half, dict) else ():
+            for former, now in SETTINGS[name].former_choices if name in SETTINGS else ():
+                if value == former:
+                    found.append(f"{name} = {former!r} is {now!r} now")
+    return found
+
+
 def layered(base: RunConfig, *layers: Mapping[str, object]) -> RunConfig:
     """Return a configuration changed by these layers, later ones over earlier ones.
 

@@ -21,7 +21,7 @@ from distgpt.core.base.files import (
     storage_errors,
     unfinished_versions,
 )
-from distgpt.core.config import RunConfig, differences, parse_toml
+from distgpt.core.config import RunConfig, differences, former_choices, parse_toml
 from distgpt.core.saved.checkpoint import remove_unfinished, set_damaged_aside
 from distgpt.core.saved.run_lock import RunLock
 
@@ -60,6 +60,10 @@ class RunDirectory:
                 return None
         text = read_small(self.config).decode(errors="replace")
         return RunConfig().with_values(parse_toml(text, str(self.config)))
+
+    def former_choices(self) -> list[str]:
+        """Return a line for each setting of the run whose value is called something else today."""
+        return former_choices(read_small(self.config).decode(errors="replace"), str(self.config))
 
     def has_no_step(self) -> bool:
         """Return whether a run ended here before its first step, so that another may take its place.

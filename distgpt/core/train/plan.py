@@ -75,6 +75,9 @@ def _decide(asked: Asked, ranks: int, on_gpu: bool, say: Say) -> Plan:
     config = with_extra(config)
     refuse_unsuited(config.train, ranks, on_gpu)
     directory = found.directory
+    if found.settings and found.in_place:
+        for line in directory.former_choices():
+            say(line)
     checkpoint = found.checkpoint
     if checkpoint:
         _refuse_moved(config.train)
