@@ -22,7 +22,7 @@ from distgpt.commands.help import OPTIONS, command
 from distgpt.commands.options import POSITIVE, TIME, set_by_user
 from distgpt.commands.train import as_train, resuming, train, tune, write_json
 from distgpt.core.base.errors import DataError, UsageError, command_line, print_lines
-from distgpt.core.base.formatting import count
+from distgpt.core.base.formatting import count, typed_duration
 from distgpt.core.config import ON_GPU, WITH_MPI, RunConfig
 from distgpt.core.config.asked import asked_for
 
@@ -120,6 +120,9 @@ def submit(
         ]
     parsed = [_parsed(each) for each in commands]
     asked, stage_given = parsed[0]
+    if (limit := asked["time_limit"] or 0) > (whole := options["seconds"]):
+        job_time = f"--time {typed_duration(whole)}: leave it out, and the run saves before the job ends"
+        raise UsageError(f"--time-limit {typed_duration(limit)} is longer than the job, {job_time}")
     gpus = options["gpus_per_node"]
     regions, cores = shape(described) if described else (1, CPUS_PER_GPU if gpus else 1)
     here = ranks_per_node or gpus or regions

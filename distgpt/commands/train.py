@@ -308,7 +308,10 @@ def _report(run: Any, asked: Asked, as_json: bool) -> None:
         whole = run.assessment.validation.held_out
         of = f", over {best.tokens:,} of {whole:,} held-out tokens" if best.tokens < whole else ""
         show("best", f"{directory.best}: validation loss {loss}{at}{of}")
-        if has_risen:
+        first = run.progress.first_val_loss
+        if first is not None and best.loss >= first:
+            show("note", "nothing was learned: the validation loss was as low before the first step")
+        elif has_risen:
             show("note", f"validation has risen since step {best.step}: the best weights are from there")
     show("metrics", str(directory.metrics))
     weights = directory.best if best else directory.weights

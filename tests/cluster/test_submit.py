@@ -174,6 +174,7 @@ REFUSED = (
     ("slurm", ["--node", "8x16", "--cpus-per-task", "17"], "8 ranks of 17 CPUs do not fit on"),
     ("slurm", ["--node", "1x2", "--ranks-per-node", "4"], "4 ranks of 1 CPU do not fit on 2 cores"),
     ("slurm", ["train", "--set", "rope_base=0"], "rope_base"),
+    ("slurm", ["train", "--time-limit", "2h"], "--time-limit 2h is longer than the job, --time 1h"),
 )
 
 

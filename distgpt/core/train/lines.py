@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable
 from datetime import datetime
 from functools import partial
+from shutil import get_terminal_size
+from textwrap import fill
 from typing import Any, TextIO
 
 from distgpt.core.base.errors import escape_lines, escape_model_text, print_lines
@@ -152,7 +154,11 @@ class Lines(Listener):
     def say(self, text: str, style: str = "") -> None:
         if self._is_job:
             text = f"{datetime.now():%Y-%m-%d %H:%M:%S}  {text}"
-        print(escape_lines(text), file=self.stream, flush=True)
+        text = escape_lines(text)
+        if self.stream.isatty():  # break lines at words, which a terminal breaks anywhere
+            narrow = partial(fill, width=get_terminal_size().columns, break_long_words=False)
+            text = "\n".join(map(narrow, text.split("\n")))
+        print(text, file=self.stream, flush=True)
 
     def noted(self, text: str) -> None:
         self.say(text, "yellow")

@@ -30,6 +30,7 @@ from distgpt.core.base.formatting import count
 from distgpt.core.base.formatting import size as size_in_words
 from distgpt.core.data.textfile import CONVERT, refuse_by_name
 
+MOST_ENDINGS = 6  # of skipped files, in a note
 FIELD = "text"  # where lines of JSON and tables have the text, unless another one is named
 TEXT, LINES, ROWS = "text", "lines", "rows"  # one document · one per line of JSON · one per row of a table
 # What is taken from folders; a file given by name is a text unless its ending says otherwise.
@@ -70,7 +71,9 @@ def find_inputs(paths: Sequence[Path | Input], note: Say = lambda text: None) ->
             if not taken:
                 raise DataError(f"{path} holds no file that ends in {', '.join(ENDINGS)}")
             found += [_described(file, file.relative_to(path).as_posix()) for file in taken]
-            skipped = f", {len(files) - len(taken):,} skipped" * (len(files) > len(taken))
+            others = sorted({file.suffix.lower() or file.name for file in {*files} - {*taken}})
+            shown = escape(", ".join(others[:MOST_ENDINGS])) + ", …" * (len(others) > MOST_ENDINGS)
+            skipped = f", {len(files) - len(taken):,} skipped ({shown})" if others else ""
             note(f"{count(len(taken), 'file')} read{skipped}")
         else:
             refuse_by_name(path)
