@@ -5,7 +5,7 @@ from itertools import chain
 
 import pytest
 from conftest import inside
-from distgpt.core.comm.serial import SerialComm
+from distgpt.core.comm.api import SerialComm
 
 from distgpt.core.base.errors import DataError
 from distgpt.core.base.files import bundled

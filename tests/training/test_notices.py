@@ -96,7 +96,7 @@ def test_the_end_shows_the_best_weights_and_whether_validation_has_risen(tmp_pat
     text = sample(best._model, best.tokenizer, 0, 240).strip()
     assert text in ended.stdout or escape_model_text(text) in ended.stdout
     assert re.search(r"^took +0:\d\d for 40 steps, [\d,]+ tokens/s", ended.stdout, re.MULTILINE)
-    wrong = inside("train", *shape.split(), *words, "--lr", "9", "--clip", "0", "--out", tmp_path / "b")
+    wrong = inside("train", *SMALL, *words, "--out", tmp_path / "b")
     assert wrong.returncode == 0 and "nothing was learned" in wrong.stdout
 
 
