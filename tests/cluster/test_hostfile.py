@@ -163,6 +163,30 @@ def test_a_hostile_file_makes_a_page_without_control_characters(here, tmp_path):
     assert len(result.stdout) < 20_000 and len(result.stderr) < 2_000
 
 
+@pytest.mark.parametrize(
+    ("name", "client", "expected"),
+    [
+        ("localhost", "127.0.0.1", "mpirun -n 1 -f hosts distgpt"),
+        ("nowhere.invalid", "127.0.0.1", "mpirun -localhost 127.0.0.1 -n 1 -f hosts distgpt"),
+        ("nowhere.invalid", "", "cannot connect to nowhere.invalid"),
+    ],
+)
+def test_doctor_finds_the_way_back_to_the_launcher(here, tmp_path, monkeypatch, name, client, expected):
+    script = f"""#!/bin/sh
+        while [ "$1" != -- ]; do shift; done
+        SSH_CONNECTION='{client} 1 2 3' exec sh -c "$3"
+        """
+    (tmp_path / "ssh").write_text(script)
+    (tmp_path / "ssh").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setattr(hosts.platform, "node", lambda: name)
+    # The host that answers is this machine, with the MPI that is installed here.
+    monkeypatch.setattr(hosts, "_judged", lambda host, own: ([], []))
+    result = doctor(tmp_path, b"other:1\n", "--ssh", "--json")
+    found = json.loads(result.stdout)
+    assert expected in " ".join([found["command"], *found["problems"]])
+
+
 def test_hosts_are_asked_over_ssh_and_not_trusted(here, tmp_path, monkeypatch):
     """`ssh` is a program that runs what it is given here, or answers something else."""
     (tmp_path / "ssh").write_text(

@@ -5,10 +5,10 @@ from itertools import chain
 
 import pytest
 from conftest import inside
-from distgpt.core.comm.api import SerialComm
 
 from distgpt.core.base.errors import DataError
 from distgpt.core.base.files import bundled
+from distgpt.core.comm.api import SerialComm
 from distgpt.core.data.loading import DataRequest, load_corpus, refuse_missing
 from distgpt.core.data.textfile import ADVICE
 from distgpt.corpora.prepare.documents import find_inputs

@@ -6,13 +6,21 @@ What a host answers over ssh is not trusted: only `HostFacts` is read from it.
 from __future__ import annotations
 
 import json
+import os
+import platform
+import re
+import secrets
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from distgpt.cluster.jobs.launchers import (
@@ -41,7 +49,7 @@ from distgpt.show.page import terminal_table
 SECONDS = 40.0  # for their answers: Python may load from a slow network disk
 MOST_PROBLEMS = 12  # on the page
 ROUNDING = "compiled code may round in its own way there, and a run whose ranks drift apart ends by itself"
-_ASK = "from distgpt.measure.doctor.hosts import tell; tell()"
+_ASK = "from distgpt.measure.doctor.hosts import tell; tell"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +60,7 @@ class HostFacts:
     mpi: str
     versions: dict[str, str]
     cores: Count
+    calls: list[str] = field(default_factory=list)  # the addresses by which it reaches the launching host
 
 
 @dataclass(slots=True)
@@ -89,8 +98,8 @@ def examine(path: Path, ssh: bool) -> Facts:
     if ssh:
         if shutil.which("ssh") is None:
             raise UsageError("--ssh: there is no ssh here; install an OpenSSH client, or leave --ssh out")
-        with ThreadPoolExecutor(AT_ONCE) as pool:
-            list(pool.map(_ask, (host for host in hosts if not host.is_here)))
+        with ThreadPoolExecutor(AT_ONCE) as pool, _listening() as back:
+            list(pool.map(partial(_ask, back), (host for host in hosts if not host.is_here)))
     problems = [] if here["path"] else ["no mpirun was found: pip install 'distgpt[mpich]'"]
     problems += [mpi["problem"]] if mpi["problem"] else []
     problems += [*foreign_mpirun(here, mpi), *hostfile_problems(vendor, lines)]
@@ -98,11 +107,14 @@ def examine(path: Path, ssh: bool) -> Facts:
     for host in hosts:
         for found, texts in zip((problems, warnings), _judged(host, own), strict=True):
             found += [f"{host.name}: {text}" for text in texts]
+    localhost, unreached = _way_back(hosts) if vendor == "MPICH" else ("", [])
+    problems += unreached
     ranks = sum(host.ranks for host in hosts)
     # Open MPI looks for a program in the PATH that ssh gives there, MPICH in the one that is here.
     program = own_program() if vendor == "Open MPI" else ["distgpt"]
     as_root = [AS_ROOT] * (vendor == "Open MPI" and is_refused_as_root())
-    start = ["mpirun", *as_root, "-n", ranks, HOSTS_OPTION[vendor], path]
+    named = ["-localhost", localhost] if localhost else []
+    start = ["mpirun", *as_root, *named, "-n", ranks, HOSTS_OPTION[vendor], path]
     return {
         "hostfile": str(path),
         "launcher": vendor,
@@ -136,13 +148,58 @@ def own_facts(mpi: Facts) -> HostFacts:
     return HostFacts(f"{processor_name()}, {name} {features}", works, versions(), granted_cores().whole)
 
 
-def tell() -> None:
-    """Print the facts of this machine for a doctor that asks over ssh."""
-    print(json.dumps(asdict(own_facts(distant_mpi()))), flush=True)
+def tell(name: str, port: int, token: str) -> None:
+    """Print the facts of this machine for a doctor that asks over ssh, and how it can be reached from here.
+
+    A launcher tells other hosts its own `name`; ssh knows from which address it has come.
+    """
+    found = dict.fromkeys([name, os.environ.get("SSH_CONNECTION", "").partition(" ")[0]])
+    calls = [address for address in found if address and _answers(address, port, token)]
+    print(json.dumps(asdict(replace(own_facts(distant_mpi()), calls=calls))), flush=True)
 
 
-def _ask(host: Host) -> None:
-    words = [*SSH, "-o", "ConnectTimeout=8", "--", host.name, shlex.join(python("-c", _ASK))]
+def _answers(address: str, port: int, token: str) -> bool:
+    with suppress(OSError), socket.create_connection((address, port), timeout=5) as server:
+        server.settimeout(5)
+        return server.recv(len(token)) == token.encode()
+    return False
+
+
+@contextmanager
+def _listening() -> Iterator[tuple[str, int, str]]:
+    """Answer connections. Yield the name of this machine, the port, and the answer."""
+    token = secrets.token_hex(8)
+
+    def answer() -> None:
+        with suppress(OSError):  # it is closed
+            while True:
+                client, _ = server.accept()
+                with client:
+                    client.sendall(token.encode())
+
+    with socket.create_server(("", 0)) as server:
+        threading.Thread(target=answer, daemon=True).start()
+        try:
+            yield platform.node(), server.getsockname()[1], token
+        finally:
+            server.shutdown(socket.SHUT_RDWR)
+
+
+def _way_back(hosts: list[Host]) -> tuple[str, list[str]]:
+    """Return the address by which all hosts reach this machine, "" if its name is one; and problems."""
+    asked = [(host.name, host.facts) for host in hosts if host.facts and not host.is_here]
+    name, calls = platform.node(), {host: set(facts.calls) for host, facts in asked}
+    lost = [host for host, reached in calls.items() if name not in reached]
+    if not lost:
+        return "", []
+    # Answers of hosts are not trusted, and this becomes a part of a command.
+    if common := [each for each in set.intersection(*calls.values()) if re.fullmatch(r"[\da-f.:]+", each)]:
+        return min(common), []
+    return "", [f"{', '.join(lost)}: cannot connect to {name}, this machine: correct DNS or the firewall"]
+
+
+def _ask(back: tuple[str, int, str], host: Host) -> None:
+    words = [*SSH, "-o", "ConnectTimeout=8", "--", host.name, shlex.join(python("-c", f"{_ASK}{back}"))]
     try:
         done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, timeout=SECONDS)
         _read_answer(host, done.stdout, done.stderr)
