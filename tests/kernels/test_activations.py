@@ -40,4 +40,4 @@ def test_the_right_half_of_a_gated_one_multiplies():
 
 
 def test_each_has_loops_for_training_and_for_decoding():
-    assert set(MLPS) == {*loops.FORWARD} == {*loops.BACKWARD} == {*loops.NUMBERS}
+    assert set(MLPS) == {*loops.LOOPS} == {*loops.NUMBERS}
