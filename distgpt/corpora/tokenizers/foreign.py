@@ -5,8 +5,10 @@ Files are tokenizer.json, or vocab.json with merges.txt. Downloads go through hu
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Sequence
+from hashlib import file_digest
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +29,38 @@ from distgpt.corpora.tokenizers.tokenizer_json import LibraryTokenizer
 
 PREFIX = "hub:"
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "merges.txt")
+SHA256 = re.compile("[0-9a-f]{64}")
 TIMEOUT = 10  # seconds, for the first answer; the download itself would try for half a minute
 
 
 def download_model(repository: str, patterns: Sequence[str]) -> Path:
-    """Return a directory with the files of a repository that match these patterns."""
+    """Return a directory with the files of a repository that match these patterns, large ones verified."""
 
     def download(hub: Any) -> Path:
         return Path(hub.snapshot_download(repository, allow_patterns=list(patterns)))
 
-    return _fetched(repository, repository, "a directory that holds the model", download)
+    directory = _fetched(repository, repository, "a directory that holds the model", download)
+    for path in directory.iterdir():
+        _verify(path)
+    return directory
+
+
+def _verify(path: Path) -> None:
+    """Refuse a file in the hub's cache that is not what its name there says, and remove it.
+
+    That is the SHA-256 of a large file; small ones have another kind of name.
+    """
+    stored = path.resolve()
+    if not SHA256.fullmatch(stored.name):
+        return
+    with stored.open("rb") as file:
+        found = file_digest(file, "sha256").hexdigest()
+    if found != stored.name:
+        path.unlink()
+        stored.unlink()
+        raise DataError(
+            f"{path.name} is not what the hub says: it was removed; run this again to fetch it anew"
+        )
 
 
 def download_tokenizer(repository: str) -> Path:
