@@ -30,9 +30,13 @@ LONGEST = 50  # lines of a function
 LONGER = {
     "commands.bench:add",
     "commands.jobs:submit",
+    "commands.train:_report",
     "commands.train:train",
     "core.train.setup:_assemble",
+    "core.train.setup:_open_directory",
     "corpora.tokenizers.bpe_fast:fill_ids",
+    "measure.estimate:estimate",
+    "show.plot:draw",
 }
 # What must not know each other, though the order would allow it.
 NEVER = {

@@ -72,12 +72,14 @@ def preset_option(default: str) -> Callable[[F], F]:
     return click.option("--preset", default=default, shell_complete=presets, help="A named configuration.")
 
 
+# The programs in benchmarks/ that measure other software next to ours have these options as well.
+train_options = together(
+    stage_options, launch_options, preset_option("tiny"), settings, result_options("preset and stage")
+)
+
+
 @bench.command("train", example="distgpt bench train --preset gpt-mini --ranks 2 --stage mpi")
-@stage_options
-@launch_options
-@preset_option("tiny")
-@settings
-@result_options("preset and stage")
+@train_options
 @click.option("--measure-peak", is_flag=True, hidden=True)  # for the processes that this starts
 def train(measure_peak: bool, **given: Any) -> None:
     """Train for a few steps: tokens per second, share of the machine's peak, memory.
@@ -97,17 +99,24 @@ def train(measure_peak: bool, **given: Any) -> None:
 DTYPES_INFERRED = ("float32", "bfloat16", *ROUNDED_DTYPES)
 
 
-@bench.command("infer", example="distgpt bench infer --preset gpt-mini")
-@preset_option("gpt2")
-@click.option("--threads", type=Threads(), help="All cores if left out.")
-@click.option("--dtype", "dtypes", type=click.Choice(DTYPES_INFERRED), multiple=True, default=DTYPES_INFERRED)
-@click.option(
-    "--requests", type=POSITIVE, multiple=True, default=(1, 8, 32), help="How many at once. Repeatable."
+infer_options = together(
+    preset_option("gpt2"),
+    click.option("--threads", type=Threads(), help="All cores if left out."),
+    click.option(
+        "--dtype", "dtypes", type=click.Choice(DTYPES_INFERRED), multiple=True, default=DTYPES_INFERRED
+    ),
+    click.option(
+        "--requests", type=POSITIVE, multiple=True, default=(1, 8, 32), help="How many at once. Repeatable."
+    ),
+    click.option("--prompt", type=POSITIVE, default=256, help="Tokens of a prompt."),
+    click.option("--new", type=click.IntRange(2), default=64, help="New tokens."),
+    click.option("--rounds", type=POSITIVE, default=1, help="Times that all is measured; the median counts."),
+    result_options("the preset's"),
 )
-@click.option("--prompt", type=POSITIVE, default=256, help="Tokens of a prompt.")
-@click.option("--new", type=click.IntRange(2), default=64, help="New tokens.")
-@click.option("--rounds", type=POSITIVE, default=1, help="Times that all is measured; the median counts.")
-@result_options("the preset's")
+
+
+@bench.command("infer", example="distgpt bench infer --preset gpt-mini")
+@infer_options
 def infer(**given: Any) -> None:
     """Generate from prompts, one request and many at once: prefill, decode, all.
 

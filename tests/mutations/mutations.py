@@ -75,8 +75,8 @@ _FAULTS = {
     ("core/train/report.py", _ON_RANKS): [
         (
             "all ranks record an evaluation",
-            "        if not self._is_silent:\n            self._listener.evaluated(self._record",
-            "        if True:\n            self._listener.evaluated(self._record",
+            "        if not self.rank:\n            self.listener.evaluated(self._record",
+            "        if True:\n            self.listener.evaluated(self._record",
         ),
     ],
     ("core/train/checkpoints.py", "training/test_saving.py"): [
@@ -380,7 +380,7 @@ _FAULTS = {
     ("gpu/transport.py", "gpu/test_parts_between_gpus.py -k parts_are_summed"): [
         (
             "what the last part has more is not summed",
-            "self._ranks.reduce(end, end, rest, kind, total, last, self._stream)",
+            "self._ranks.reduce(at, at, count, kind, total, rank, self._stream)",
             "pass",
         ),
     ],
@@ -391,7 +391,7 @@ _FAULTS = {
         ("ranks round alike", "{step} {self._comm.rank} {time}", "{step} {time}"),
         ("a stretch's own part stays rounded", "self._send(pieces, step)", "pass"),
     ],
-    ("parallel/reductions.py", _IN_MEMORY): [
+    ("parallel/node_memory.py", _IN_MEMORY): [
         ("a node sums before all gradients are there", "self._node.barrier()  # all gradients are there", ""),
         (
             "the next step overwrites what other ranks still sum",
@@ -404,15 +404,6 @@ _FAULTS = {
             "sums.add_rows, self._rows, self._by_twos",
             "sums.add_rows, self._rows, False",
         ),
-    ],
-    ("parallel/loops/sums.py", _IN_MEMORY): [
-        (
-            "a node's ranks are added from the last",
-            "for rank in range(1, count):",
-            "for rank in range(count - 1, 0, -1):",
-        ),
-    ],
-    ("parallel/node_memory.py", _IN_MEMORY): [
         (
             "another process's file is taken for the node's",
             "if (about.st_dev, about.st_ino) != file[1:]:",
@@ -424,6 +415,13 @@ _FAULTS = {
             "lacks = [lack] if lack else []",
         ),
         ("the first rank's file stays open", "os.close(descriptor)", "pass"),
+    ],
+    ("parallel/loops/sums.py", _IN_MEMORY): [
+        (
+            "a node's ranks are added from the last",
+            "for rank in range(1, count):",
+            "for rank in range(count - 1, 0, -1):",
+        ),
     ],
     ("parallel/choose.py", _IN_MEMORY): [
         (
