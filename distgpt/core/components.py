@@ -43,6 +43,9 @@ if TYPE_CHECKING:
     from distgpt.core.train.sharing import Exchange, OptimizerState, Strategy
 
 
+EXTENDED = "DISTGPT_COMPONENTS=MODULE:CLASS names an extension that may have it"
+
+
 def unknown(what: str, name: str) -> UsageError:
     return UsageError(f"{what} {name!r} is not known here")
 

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from distgpt.core.base.checked import Json, JsonObject, checked, parse_json
 from distgpt.core.base.errors import DataError, UsageError, nearest
 from distgpt.core.base.files import read_small
-from distgpt.core.components import components
+from distgpt.core.components import EXTENDED, components
 
 BYTE = "byte"
 AUTO = "auto"  # the tokenizer of a model that there is, or that shards were made with; else bytes
@@ -309,7 +309,7 @@ def _from_document(document: Json, source: str) -> Tokenizer:
     kind = components().tokenizer(name) if isinstance(name, str) else None
     if kind is None or kind.from_json is None:
         known = ", ".join(each for each, row in tokenizer_kinds() if row.from_json)
-        raise DataError(f"{source} is a tokenizer of an unknown kind {name!r}; known: {known}")
+        raise DataError(f"{source} is a tokenizer of an unknown kind {name!r}; known: {known}; {EXTENDED}")
     tokenizer = kind.from_json(document, source)
     chat = document.get("chat")
     return tokenizer if chat is None else tokenizer.with_chat(checked_chat(chat, tokenizer.size, source))

@@ -17,7 +17,7 @@ from distgpt.core.base.formatting import size
 from distgpt.core.comm.agree import on_root, refuse_anywhere, shared
 from distgpt.core.comm.api import Comm
 from distgpt.core.comm.resources import granted_memory
-from distgpt.core.components import components
+from distgpt.core.components import EXTENDED, components
 from distgpt.core.config import AUTO_DTYPE, ROUNDED_DTYPES, ModelConfig, RunConfig, TrainConfig, parse_toml
 from distgpt.core.config.run_config import MODEL, REMOVED
 from distgpt.core.cpu.stages import Stage
@@ -271,7 +271,8 @@ def _parse(metadata: dict[str, str], path: Path) -> Description:
                 raise
             untrainable = str(error)
     except (UsageError, ValueError, ArithmeticError) as error:  # of numbers beyond what Python converts
-        raise DataError(f"{path}: its configuration is invalid: {error}") from None
+        hint = f"; {EXTENDED}" if str(error).startswith("mlp is") else ""
+        raise DataError(f"{path}: its configuration is invalid: {error}{hint}") from None
     except RecursionError:
         raise DataError(f"{path}: its configuration is nested too deeply") from None
     saved = metadata["tokenizer"]
