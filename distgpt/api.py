@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from distgpt.core.base.errors import DataError, UsageError
-from distgpt.core.comm.agree import on_root
+from distgpt.core.comm.agree import everywhere, on_root
 from distgpt.core.comm.api import Comm
 from distgpt.core.comm.job import this_job
 from distgpt.core.components import Components, components, install
@@ -27,7 +27,7 @@ from distgpt.core.config.presets import preset
 from distgpt.core.cpu.stages import Stage, connected, open_stage
 from distgpt.core.data.batches import rank_sequences
 from distgpt.core.data.loading import DataRequest, load_corpus
-from distgpt.core.data.tokenizers import Tokenizer, load_tokenizer, tokenizer_from_json
+from distgpt.core.data.tokenizers import Tokenizer, load_tokenizer
 from distgpt.core.generate.python_api import generate, tokens_in
 from distgpt.core.model.model import Model
 from distgpt.core.model.passes import Pass
@@ -116,8 +116,7 @@ def init(
     if not 0 <= seed < 2**63:
         raise UsageError(f"seed is {seed}: it must lie in [0, 2^63)")
     opened = _open(stage)
-    known = on_root(opened.comm, lambda: load_tokenizer(tokenizer).to_json()) if tokenizer else ""
-    reader = tokenizer_from_json(known, "rank 0's tokenizer") if known else None
+    reader = everywhere(opened.comm, lambda: load_tokenizer(tokenizer)) if tokenizer else None
     if reader:
         config = replace(config, vocab_size=config.vocab_size or reader.size)
     return GPT(
@@ -197,9 +196,7 @@ class _Told(Listener):
 
     def __init__(self, *functions: Callable[[Any], object] | None) -> None:
         self.metrics: list[dict[str, Any]] = []
-        self._on_step, self._on_evaluation, self._on_note = (
-            each or (lambda about: None) for each in functions
-        )
+        self._on_step, self._on_evaluation, self._on_note = (each or _ignore for each in functions)
 
     def stepped(self, metrics: dict[str, Any]) -> None:
         self.metrics.append(metrics)
@@ -394,8 +391,6 @@ class Optimizer:
             for name, array in model.grads.items():
                 model.kernels.put(array, np.asarray(gradients[name]))
             rate = components().learning_rate(self._config, self._steps) if lr is None else lr
-            optimizer.compute_norm()
-            optimizer.prepare(self._steps, rate, 1.0, 1.0)
-            optimizer.apply()
+            optimizer.step(self._steps, 1.0, rate)
         self._steps += 1
         return float(np.sqrt(model.kernels.to_host(optimizer.norm)[0]))

@@ -90,8 +90,7 @@ class AllComponents(Components):
         # A token takes one compiled call, but in float64, which no tile computes, and while a model is
         # trained, as packing its weights anew takes longer than a few tokens.
         is_fast = isinstance(kernels, CpuKernels) and kernels.dtype.name != "float64"
-        is_fast = is_fast and model.config.mlp not in self.activations
-        if is_fast and not model.is_trained:
+        if is_fast and not model.is_trained and model.config.mlp not in self.activations:
             from distgpt.inference.decoding.compiled import COMPILED
 
             return COMPILED

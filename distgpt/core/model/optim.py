@@ -82,9 +82,9 @@ class AdamW:
         `apply`; nothing where they share none."""
         return ()
 
-    def step(self, step: int, grad_scale: float) -> float:
-        """Compute the norm and update the parameters; return the learning rate used."""
-        lr = learning_rate(self.config, step)
+    def step(self, step: int, grad_scale: float, lr: float | None = None) -> float:
+        """Compute the norm and update the parameters; return the learning rate (default: the schedule's)."""
+        lr = learning_rate(self.config, step) if lr is None else lr
         self.compute_norm()
         self.prepare(step, lr, grad_scale, grad_scale)
         self.apply()

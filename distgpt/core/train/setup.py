@@ -427,9 +427,7 @@ def own_exchange() -> str:
 def checked_exchange(comm: Comm, state: OptimizerState, t: TrainConfig, say: Say) -> Exchange:
     """Return what sums the gradients. If an extension makes it, sum known gradients first. Collective."""
     exchange = components().exchange(comm, state, t, say)
-    if (
-        not own_exchange() or exchange.ready
-    ):  # one that sends during the backward pass cannot be tried without
+    if not own_exchange() or exchange.ready:  # what sends during the backward pass cannot be tried alone
         return exchange
     model = state.optimizer.model
     k, grads = model.kernels, model.grads
