@@ -33,11 +33,10 @@ MUON = "--optimizer muon --lr 0.02"
 
 
 class Mode(NamedTuple):
-    """`like`: the mode by the host whose losses it has, and how near: relative, 0 for the same bits."""
+    """`like`: the mode by the host whose losses it has, to the bit on two ranks."""
 
     options: str
     like: str = "host"
-    within: float = 0.0
 
 
 HOST = {
@@ -97,8 +96,7 @@ def row_of(name: str, mode: Mode, out: Path, ended: tuple[int, float], ranks: in
     found = losses(out / slug(name))
     if name in HOST:
         return row | {"right": True, "verdict": "by the host", "losses": found}
-    within = mode.within if ranks == 2 else max(mode.within, MORE_RANKS)
-    right, text = verdict(found, losses(out / slug(mode.like)), within)
+    right, text = verdict(found, losses(out / slug(mode.like)), 0.0 if ranks == 2 else MORE_RANKS)
     return row | {"right": right, "verdict": text, "losses": found}
 
 
