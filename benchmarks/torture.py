@@ -17,9 +17,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import re
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -31,7 +29,6 @@ from torturing import attempts, preload, table, trials
 from torturing.faults import CHOICES, MODES, WITH_LIBRARY, Campaign
 
 from distgpt.cluster.jobs.launchers import own_mpirun
-from distgpt.cluster.jobs.processes import distgpt_command
 from distgpt.measure.doctor.facts import anonymised, environment
 
 RESULTS = Path(__file__).parent / "results"
@@ -94,7 +91,7 @@ def main() -> None:
 
 def heading(args: argparse.Namespace, ground: trials.Ground) -> dict[str, Any]:
     """The first line of a result file: what the campaign consists of, and where it is run."""
-    kinds, modes = list(CHOICES), possible_modes()
+    kinds, modes = list(CHOICES), [mode.name for mode in MODES if mode.ranks == 1 or own_mpirun()]
     if ground.preload is None:
         kinds = [kind for kind in kinds if kind not in WITH_LIBRARY]
         print(f"no compiler: without {', '.join(WITH_LIBRARY)}")
@@ -103,7 +100,7 @@ def heading(args: argparse.Namespace, ground: trials.Ground) -> dict[str, Any]:
         print("no file system can be mounted: without full disk")
     if not own_mpirun():
         kinds.remove("ranks")
-        print("no mpirun: without ranks")
+        print("no mpirun: without ranks, and without modes of several")
     kinds = chosen(args.kinds and args.kinds.split(","), kinds)
     modes = chosen(args.modes and args.modes.split(";"), modes)
     serial = next(mode for mode in MODES if mode.name == "serial")
@@ -125,20 +122,6 @@ def chosen(wanted: list[str] | None, there: list[str]) -> list[str]:
     if missing := set(asked) - set(there):
         sys.exit(f"not possible here: {', '.join(missing)} (possible: {', '.join(there)})")
     return asked
-
-
-def possible_modes() -> list[str]:
-    """Those whose flags `distgpt train` has."""
-    says = subprocess.run(distgpt_command("train", "--help-all"), capture_output=True, text=True).stdout
-    flags = set(re.findall(r"--[\w-]+", says))
-    found = []
-    for mode in MODES:
-        missing = {word for word in mode.words if word.startswith("--")} - flags
-        if missing or (mode.ranks > 1 and not own_mpirun()):
-            print(f"without {mode.name!r}: {', '.join(missing) or 'no mpirun'}")
-        else:
-            found.append(mode.name)
-    return found
 
 
 def refuse_another_commit(head: dict[str, Any], out: Path) -> None:
