@@ -15,7 +15,7 @@ import click
 import forward_work
 import scaling
 import train_beside_torch
-from charts import LineChart, line
+from charts import LineChart, Series
 from pages import Section, html
 from record import end_with_errors
 
@@ -36,7 +36,7 @@ def time_chart(found: Result) -> LineChart:
     points: dict[str, list[tuple[float, float]]] = {}
     for row in found["rows"]:
         points.setdefault(row["algorithm"], []).append((row["bytes"], row["seconds"] * 1e6))
-    series = [line(name, own) for name, own in points.items()]
+    series = [Series(name, own) for name, own in points.items()]
     title = f"Sum over {found['ranks']} ranks: time"
     return LineChart(title, ", ".join(each) + ".", "bytes", "microseconds", series, log_x=True, log_y=True)
 
@@ -59,8 +59,6 @@ def write(folder: Path, out: Path | None) -> Path:
         if not folder.is_dir():
             raise UsageError(f"{folder} is no folder: name the one that distgpt bench wrote into (--out)")
     path = out or folder / "report.html"
-    if out is None and (folder / "compare.json").exists():
-        raise UsageError(f"{path} is the report of a comparison: name another place with --out")
     text = assemble(*load_all(folder))
     with atomic_file(path) as file:
         file.write(text.encode())

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import click
-from charts import LineChart, line
+from charts import LineChart, Series
 from record import end_with_errors
 
 from distgpt.cluster.jobs.launchers import find_launcher
@@ -142,8 +142,8 @@ def all_charts(found: dict[str, Any]) -> dict[str, LineChart]:
             continue
         alone, most, last = rows[0]["tokens_per_s"], rows[-1]["ranks"], rows[-1]
         series = [
-            line("measured", [(row["ranks"], row["tokens_per_s"]) for row in rows]),
-            line("ideal", [(1, alone), (most, alone * most)], dashed=True),
+            Series("measured", [(row["ranks"], row["tokens_per_s"]) for row in rows]),
+            Series("ideal", [(1, alone), (most, alone * most)], dashed=True),
         ]
         title = {"strong": "Strong scaling: one batch", "weak": "Weak scaling: a batch for each rank"}[mode]
         text = f"{last['speedup']:.2f} times one rank's speed on {count(most, 'rank')}."
