@@ -85,7 +85,7 @@ def run(
     begun, place = time.monotonic(), Place(ground.folder / f"trial-{trial.number}")
     place.make()
     try:
-        told = _Telling(trial, ground, place, say or _silent)
+        told = _Telling(trial, ground, place, say or (lambda text: None))
         told.all_attempts()
         found = told.result(time.monotonic() - begun)
         if keep and (found["wrong"] or say):
@@ -93,10 +93,6 @@ def run(
     finally:
         remove(place)
     return found
-
-
-def _silent(text: str) -> None:
-    return None
 
 
 class _Telling:
