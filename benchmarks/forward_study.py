@@ -224,7 +224,8 @@ class Study:
         command = [*this_program(), *map(str, words_of(job))]
         if self.launcher is not None and job.method.startswith("mpi"):
             command = self.launcher.command(self.options.ranks, command)
-        return jobs.answer(run(command, env=jobs.unsteered()), what_of(job))
+        ended = run(command, env=jobs.unsteered())
+        return jobs.answer(ended, f"--method {job.method} of preset {job.preset}")
 
     def check_part(self, part: Row) -> None:
         """Compare a loss over the first names only with that of a batched pass over just these."""
@@ -247,11 +248,6 @@ def words_of(job: Job) -> list[object]:
     for key in ("preset", "method", "names", "dtype", "repeats", "patience"):
         words += [f"--{key}", getattr(job, key)]
     return words + (["--threads", job.threads] if job.threads and job.method not in ON_GPU else [])
-
-
-def what_of(job: Job) -> str:
-    """Name a job in an error."""
-    return f"--method {job.method} of preset {job.preset}"
 
 
 # -- one measurement of ours

@@ -60,6 +60,7 @@ BY_NCCL = {
     "accumulating": Mode("--grad-sync overlapped --grad-accum 2", "host, accumulating"),
     "local": Mode("--outer-every 2", "host, local steps"),
 }
+LINE = "{mode:28} {verdict} ({seconds} s)"  # of the table
 MORE_RANKS = 1e-3  # from three ranks on sums have another order; losses in bfloat16 differ by less than this
 
 
@@ -100,10 +101,6 @@ def row_of(name: str, mode: Mode, out: Path, ended: tuple[int, float], ranks: in
     return row | {"right": right, "verdict": text, "losses": found}
 
 
-def line(row: dict[str, Any]) -> str:
-    return f"{row['mode']:28} {row['verdict']} ({row['seconds']} s)"
-
-
 def slug(name: str) -> str:
     return name.replace(", ", "-").replace(" ", "-")
 
@@ -127,9 +124,9 @@ def main() -> int:
         if launched_rank() != 0:
             continue
         rows.append(row_of(name, mode, args.out, ended, ranks))
-        print(line(rows[-1]), flush=True)
+        print(LINE.format(**rows[-1]), flush=True)
         (args.out / "modes.json").write_text(json.dumps(rows, indent=1) + "\n")
-    print("\n".join(map(line, rows)))
+    print("\n".join(LINE.format(**row) for row in rows))
     return int(not all(row["right"] for row in rows))
 
 

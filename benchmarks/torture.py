@@ -78,10 +78,16 @@ def main() -> None:
             head, rows = heading(args, ground), []
         campaign = Campaign(head["seed"], tuple(head["modes"]), tuple(head["kinds"]), head["calls"])
         if args.show is not None:
-            show(campaign, args.show, ground, args.keep or Path(tempfile.mkdtemp(prefix="torture-kept-")))
+            trial = campaign.trial(args.show)
+            keep = args.keep or Path(tempfile.mkdtemp(prefix="torture-kept-"))
+            print(trial)
+            print(json.dumps(trials.run(trial, ground, keep, ground.say), indent=1))
+            print(f"kept in {keep / f'trial-{args.show}'}")
             return
         if args.resume:
-            refuse_another_commit(head, out)
+            was, now = head["environment"].get("commit"), environment().get("commit")
+            if was != now:
+                sys.exit(f"{out} is of commit {was}, and this is {now}: begin another file")
         else:
             with out.open("x") as file:
                 file.write(json.dumps(head) + "\n")
@@ -124,12 +130,6 @@ def chosen(wanted: list[str] | None, there: list[str]) -> list[str]:
     return asked
 
 
-def refuse_another_commit(head: dict[str, Any], out: Path) -> None:
-    was, now = head["environment"].get("commit"), environment().get("commit")
-    if was != now:
-        sys.exit(f"{out} is of commit {was}, and this is {now}: begin another file")
-
-
 def carry_out(
     campaign: Campaign,
     ground: trials.Ground,
@@ -156,14 +156,6 @@ def carry_out(
                 f"{number} {found['kind']}, {found['mode']}, {found['seconds']:.1f} s {what[:400]}",
                 flush=True,
             )
-
-
-def show(campaign: Campaign, number: int, ground: trials.Ground, keep: Path) -> None:
-    trial = campaign.trial(number)
-    print(trial)
-    found = trials.run(trial, ground, keep, lambda text: print(text, flush=True))
-    print(json.dumps(found, indent=1))
-    print(f"kept in {keep / f'trial-{number}'}")
 
 
 if __name__ == "__main__":
