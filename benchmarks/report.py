@@ -24,7 +24,7 @@ from distgpt.core.base.errors import DataError, StorageError, UsageError, print_
 from distgpt.core.base.files import atomic_file, read_small, storage_errors
 from distgpt.core.base.formatting import count, duration, size
 from distgpt.measure.bench import allreduce, infer
-from distgpt.show.page import Block, Paragraph
+from distgpt.show.page import Block
 
 Result = dict[str, Any]
 
@@ -96,7 +96,7 @@ def assemble(results: Sequence[Result], foreign: Sequence[str]) -> str:
     lead = f"{count(len(sections), 'result')} of distgpt bench."
     if strange:
         text = "These files are no results of distgpt bench, or damaged, and left out: " + ", ".join(strange)
-        sections.append(Section("Left out", [Paragraph(text)]))
+        sections.append(Section("Left out", [text]))
     return html("Measurements", lead, sections, "Made by benchmarks/report.py.")
 
 
@@ -106,7 +106,7 @@ def _section(result: Result) -> Section:
     facts = [f"{where.get('cores')} cores of {where.get('processor')}", *(where.get("gpus") or [])]
     facts += [str(where[key]) for key in ("date", "commit") if where.get(key)]
     about = f"Measured by: {where.get('command', 'an unknown command')} ({', '.join(facts)})"
-    return Section(f"{heading}: {result.get('name')}", [*blocks(result), Paragraph(about)])
+    return Section(f"{heading}: {result.get('name')}", [*blocks(result), about])
 
 
 @click.command("report.py", help=__doc__)

@@ -27,7 +27,7 @@ from distgpt.core.comm.resources import usable_cores
 from distgpt.core.config import RunConfig
 from distgpt.core.config.asked import asked_for, resolve
 from distgpt.measure.jobs import BenchOptions, say, train
-from distgpt.show.page import Block, Column, Paragraph, tabulated
+from distgpt.show.page import Block, Column, tabulated
 
 MODES = ("strong", "weak")  # the whole batch stays the same, or each rank's
 STEPS = 20  # without --steps: the first two are not counted
@@ -127,7 +127,7 @@ def blocks(found: dict[str, Any]) -> list[Block]:
     if any(row["shares_cores"] for row in found["measured"]):
         note += f" *: more threads than the {count(found['cores'], 'core')}, which is not scaling."
     return [
-        Paragraph(f"{what}, {found['batch_size']:,} × {found['seq_len']:,} tokens."),
+        f"{what}, {found['batch_size']:,} × {found['seq_len']:,} tokens.",
         *all_charts(found).values(),
         tabulated(COLUMNS, found["measured"], "Measured", note),
     ]

@@ -17,7 +17,7 @@ from report import assemble, load_all, write
 
 from distgpt.core.base.errors import DataError, UsageError
 from distgpt.measure import jobs
-from distgpt.show.page import Paragraph, Table
+from distgpt.show.page import Table
 
 HERE = {"date": "2026-01-02T10:00:00+00:00", "command": "distgpt bench x", "processor": "A", "cores": 2}
 
@@ -108,7 +108,7 @@ def test_no_results_no_page(tmp_path):
 def test_a_page_loads_nothing_its_references_lead_somewhere_and_hostile_texts_are_text():
     h = "</title></style><script>alert('x')</script> \"quoted\" \x00\x1b[31m\u202e \ud800 ]]>"
     chart = LineChart(h, h, h, h, [Series(h, [(1, 1), (2, 2)])])
-    blocks = [Paragraph(h), Table([h], [[h]], h, h), Table(["a"], [["b"]]), chart]
+    blocks = [h, Table([h], [[h]], h, h), Table(["a"], [["b"]]), chart]
     page = html_page(h, h, [Section(h, blocks)] * 3, h)
     tags = {tag.lower() for tag in re.findall(r"<([A-Za-z]+)", page)}
     assert not tags & {"script", "link", "img", "iframe", "object", "embed", "base", "form", "image"}
