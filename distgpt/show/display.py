@@ -58,7 +58,7 @@ class Live(Lines):
         super().__init__(seconds)
         self._line = LineInPlace(self.stream)
 
-    def say(self, text: str, style: str = "") -> None:
+    def say(self, text: str) -> None:
         self._line.end(is_kept=False)
         super().say(text)
 
