@@ -155,16 +155,8 @@ class Base:
             if not folder.exists():
                 subprocess.run(["git", "worktree", "add", "--detach", folder, revision], cwd=ROOT, check=True)
             subprocess.run([sys.executable, "-m", "venv", folder / ".venv"], check=True)
-            pip: list[str | Path] = [
-                folder / ".venv/bin/python",
-                "-m",
-                "pip",
-                "install",
-                "--quiet",
-                "--editable",
-                ".[mpich]",
-            ]
-            subprocess.run(pip, cwd=folder, check=True)
+            pip = (folder / ".venv/bin/python", "-m", "pip", "install", "--quiet")
+            subprocess.run([*pip, "--editable", ".[mpich]"], cwd=folder, check=True)
             (folder / ".venv" / "ready").touch()
         self._files = Files(folder / "runs", folder / ".venv" / "bin")
         self._path = folder / f"bits-{_hash(repr(processor()).encode())}.json"

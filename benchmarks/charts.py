@@ -24,17 +24,11 @@ LINE = 60  # letters of a label's line
 
 @dataclass(frozen=True)
 class Series:
-    """Points in any order, joined by rising x. Dashed is for what was predicted or comes from elsewhere."""
+    """Points (x, y), joined by rising x. Dashed is for what was predicted or comes from elsewhere."""
 
     name: str
-    x: Sequence[float]
-    y: Sequence[float]
+    points: Sequence[tuple[float, float]]
     dashed: bool = False
-
-
-def line(name: str, points: Sequence[tuple[float, float]], dashed: bool = False) -> Series:
-    """Return the series through (x, y)."""
-    return Series(name, [x for x, _ in points], [y for _, y in points], dashed)
 
 
 @dataclass(frozen=True)
@@ -55,7 +49,7 @@ class LineChart:
     def draw(self, axes: Any) -> float:
         """Draw into axes; return the height that this takes in inches."""
         for i, series in enumerate(self.series):
-            known = [(drawable(x), drawable(y)) for x, y in zip(series.x, series.y, strict=True)]
+            known = [(drawable(x), drawable(y)) for x, y in series.points]
             x, y = np.array(sorted(pair for pair in known if not math.isnan(pair[0]))).reshape(-1, 2).T
             step = max(1, len(x) // 8)  # of marks, which several lines have at different places
             width = 1.5 + min(3, len(self.series) - 1 - i)  # wider where later ones may cover it

@@ -1,15 +1,30 @@
-"""Learning curves by tokens and by seconds: the points of our run, and a picture beside a peer's."""
+"""Learning curves by tokens and by seconds: the points of our run and of a peer's, and a picture of both."""
 
 from __future__ import annotations
 
+import itertools
+import re
+import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from matplotlib.figure import Figure
-from record import distgpt, metrics
+from record import arguments, distgpt, metrics
 
 Point = tuple[float, float, float]  # tokens, seconds, loss
+
+
+def learning_arguments(about: str | None, runs: Path, **options: Any) -> Any:
+    """The command line of a program that trains us and a peer; its own options, and those of both."""
+    options["peer-python"] = {"required": True}
+    options["dtype"] = {**options.get("dtype", {}), "choices": ("float32", "bfloat16")}
+    options["picture"] = {"type": Path, "help": "where the curves go; into --runs if left out"}
+    options["runs"] = {"type": Path, "default": runs}
+    args = arguments(about, **options)
+    args.runs.mkdir(parents=True, exist_ok=True)
+    return args
 
 
 def trained(out: Path, *words: object, loss: str = "val_loss") -> list[Point]:
@@ -27,7 +42,26 @@ def trained(out: Path, *words: object, loss: str = "val_loss") -> list[Point]:
     return [(tokens, whole - spent + seconds, value) for tokens, seconds, value in points]
 
 
-def draw(curves: dict[str, Sequence[Point]], path: Path, loss: str) -> None:
+def by_peer(args: Any, folder: Path, *words: object, env: Mapping[str, str] | None = None) -> str:
+    """Run the peer's Python in a folder; return what it printed."""
+    line = [args.peer_python, *map(str, words)]
+    ended = subprocess.run(line, cwd=folder, env=env, capture_output=True, text=True)
+    (args.runs / "peer.log").write_text(ended.stdout + ended.stderr)
+    if ended.returncode:
+        raise SystemExit(f"{' '.join(line[:3])}: {ended.stderr[-2000:]}")
+    return ended.stdout
+
+
+def points_in(text: str, loss: str, milliseconds: str, tokens: int) -> list[Point]:
+    """Return a peer's points from its lines: patterns of a step with its loss, and of a step's time."""
+    took = [float(each) / 1e3 for each in re.findall(milliseconds, text)]
+    usual = sorted(took)[len(took) // 2]  # in place of steps that evaluate or compile
+    after = list(itertools.accumulate(min(each, 3 * usual) for each in took))
+    found = ((int(step), float(value)) for step, value in re.findall(loss, text))
+    return [(step * tokens, after[step - 1], value) for step, value in found if step]
+
+
+def draw(curves: dict[str, Sequence[Point]], args: Any, loss: str) -> None:
     """Draw each curve twice; the first is the peer's, with an unbroken line."""
     figure = Figure(figsize=(10, 4))
     by_tokens, by_seconds = figure.subplots(1, 2, sharey=True)
@@ -42,4 +76,4 @@ def draw(curves: dict[str, Sequence[Point]], path: Path, loss: str) -> None:
     for axes in (by_tokens, by_seconds):
         axes.grid(alpha=0.3)
     figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    figure.savefig(args.picture or args.runs / "learning.png", dpi=120)

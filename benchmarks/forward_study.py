@@ -90,41 +90,23 @@ class StudyOptions(BenchOptions):
         "--patience",
         type=FiniteRange(0, min_open=True),
         default=60.0,
-        show_default=True,
         help="Seconds for all passes of a method, or it is measured on fewer names.",
     ),
+    click.option("--repeats", type=click.IntRange(1), default=5, help="Passes; the median counts."),
     click.option(
-        *("--repeats", "repeats"),
-        type=click.IntRange(1),
-        default=5,
-        show_default=True,
-        help="Passes; the median counts.",
-    ),
-    click.option(
-        "--threads",
-        type=click.IntRange(1),
-        help="Threads of each process; its share of the cores if left out.",
+        "--threads", type=click.IntRange(1), help="Of each process. Default: its share of the cores."
     ),
     launch_options,
+    click.option("--dtype", "dtypes", type=click.Choice(DTYPES), multiple=True, default=("float32",)),
     click.option(
-        "--dtype",
-        "dtypes",
-        type=click.Choice(DTYPES),
-        multiple=True,
-        default=("float32",),
-        show_default=True,
-    ),
-    click.option(
-        "--method",
-        "methods",
+        *("--method", "methods"),
         type=click.Choice(ALL_METHODS),
         multiple=True,
         help="Repeatable; all that work here if left out.",
     ),
     click.option("--names", type=click.IntRange(1), help="How many; as many as the study took if left out."),
     click.option(
-        "--preset",
-        "presets",
+        *("--preset", "presets"),
         type=click.Choice(list(NAMES)),
         multiple=True,
         help="Model and work; S if left out.",
@@ -242,7 +224,8 @@ class Study:
         command = [*this_program(), *map(str, words_of(job))]
         if self.launcher is not None and job.method.startswith("mpi"):
             command = self.launcher.command(self.options.ranks, command)
-        return jobs.answer(run(command, env=jobs.unsteered()), what_of(job))
+        ended = run(command, env=jobs.unsteered())
+        return jobs.answer(ended, f"--method {job.method} of preset {job.preset}")
 
     def check_part(self, part: Row) -> None:
         """Compare a loss over the first names only with that of a batched pass over just these."""
@@ -265,11 +248,6 @@ def words_of(job: Job) -> list[object]:
     for key in ("preset", "method", "names", "dtype", "repeats", "patience"):
         words += [f"--{key}", getattr(job, key)]
     return words + (["--threads", job.threads] if job.threads and job.method not in ON_GPU else [])
-
-
-def what_of(job: Job) -> str:
-    """Name a job in an error."""
-    return f"--method {job.method} of preset {job.preset}"
 
 
 # -- one measurement of ours

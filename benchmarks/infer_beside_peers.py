@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import click
@@ -90,7 +90,7 @@ def beside_peers(options: PeerOptions) -> dict[str, Any]:
 def shape_of(config: ModelConfig) -> dict[str, int]:
     """Return the sizes of a GPT-2; the peers compute no other model."""
     sizes = {name: getattr(config, name) for name in SIZES}
-    if config != ModelConfig(**{**asdict(ModelConfig()), **sizes}):
+    if config != ModelConfig(**sizes):
         raise UsageError("peers are measured on GPT-2's architecture: choose --preset gpt2")
     return {theirs: sizes[ours] for ours, theirs in SIZES.items()}
 

@@ -12,15 +12,12 @@ are those of the whole command without evaluations: they include its start and t
 
 from __future__ import annotations
 
-import itertools
 import os
-import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
-from curves import Point, draw, trained
-from record import arguments, distgpt, end_with_errors, save
+from curves import Point, by_peer, draw, learning_arguments, points_in, trained
+from record import distgpt, end_with_errors, save
 
 ENTRIES, TOKENS = 8192, 4096
 PREPARE = """
@@ -38,21 +35,18 @@ for number, part in enumerate((train[0::2], train[1::2], texts("val"))):
 
 
 def main() -> None:
-    args = arguments(
+    args = learning_arguments(
         __doc__,
+        Path("build/nanochat"),
         rounds=1,
         docs={"type": Path, "required": True},
         nanochat={"type": Path, "required": True},
-        **{"peer-python": {"required": True}},
         steps={"type": int, "default": 330},
         ours={"type": int, "nargs": "+", "default": [220, 330], "help": "lengths of our runs"},
         **{"held-out": {"type": int, "default": 60 * TOKENS, "help": "tokens of an evaluation"}},
-        dtype={"default": "float32", "choices": ("float32", "bfloat16")},
-        picture={"type": Path, "help": "where the curves go; into --runs if left out"},
-        runs={"type": Path, "default": Path("build/nanochat")},
+        dtype={"default": "float32"},
     )
-    peer = Nanochat(args)
-    curves: dict[str, list[Point]] = {"nanochat": peer.train()}  # which has one seed
+    curves: dict[str, list[Point]] = {"nanochat": nanochat(args)}  # which has one seed
     for seed in range(1, args.rounds + 1):
         for steps in args.ours:
             curves[f"distgpt, {steps} steps" + f", seed {seed}" * (args.rounds > 1)] = ours(args, steps, seed)
@@ -62,7 +56,7 @@ def main() -> None:
         tokens, seconds, bits = points[-1]
         ratio = seconds / curves["nanochat"][-1][1]
         print(f"| {name} | {tokens:,} | {bits:.3f} | {seconds:.0f} | {ratio:.2f} |")
-    draw(curves, args.picture or args.runs / "learning.png", "held-out bits per byte")
+    draw(curves, args, "held-out bits per byte")
     save("learning-beside-nanochat", {"dtype": args.dtype, "curves": curves}, args.out)
 
 
@@ -76,39 +70,22 @@ def ours(args: Any, steps: int, seed: int) -> list[Point]:
     return trained(out, "--preset", "sprint", *texts, *how, *evaluations, loss="bits_per_byte")
 
 
-class Nanochat:
-    """A checkout of nanochat, with the documents where it looks for them."""
-
-    def __init__(self, args: Any) -> None:
-        self._args, folder = args, args.runs.absolute() / "base"
-        self._env = {**os.environ, "NANOCHAT_BASE_DIR": str(folder), "NANOCHAT_DTYPE": args.dtype}
-        self._env.pop("PYTHONPATH", None)
-        data = folder / "base_data_climbmix"
-        if not data.exists():
-            data.mkdir(parents=True)
-            self._run("-c", PREPARE, args.docs.absolute(), data)
-            self._run("-m", "scripts.tok_train", "--vocab-size", ENTRIES)
-
-    def train(self) -> list[Point]:
-        sizes = ("--depth=4", "--max-seq-len=512", "--device-batch-size=8", f"--total-batch-size={TOKENS}")
-        evaluations = ("--eval-every=110", f"--eval-tokens={self._args.held_out}", "--core-metric-every=-1")
-        steps = (f"--num-iterations={self._args.steps}", "--sample-every=-1", "--window-pattern=L")
-        text = self._run("-m", "scripts.base_train", *sizes, *evaluations, *steps)
-        bits = re.findall(r"Step (\d+) \| Validation bpb: ([\d.]+)", text)
-        seconds = [float(ms) / 1e3 for ms in re.findall(r"\| dt: ([\d.]+)ms", text)]
-        usual = sorted(seconds)[len(seconds) // 2]  # in place of the first steps, which compile
-        after = list(itertools.accumulate(min(each, 3 * usual) for each in seconds))
-        return [
-            (int(step) * TOKENS, after[int(step) - 1], float(value)) for step, value in bits if step != "0"
-        ]
-
-    def _run(self, *words: object) -> str:
-        line = [self._args.peer_python, *map(str, words)]
-        ended = subprocess.run(line, cwd=self._args.nanochat, env=self._env, capture_output=True, text=True)
-        (self._args.runs / "nanochat.log").write_text(ended.stdout + ended.stderr)
-        if ended.returncode:
-            raise SystemExit(f"{' '.join(line[:3])}: {ended.stderr[-2000:]}")
-        return ended.stdout
+def nanochat(args: Any) -> list[Point]:
+    """Train with the documents where it looks for them."""
+    folder = args.runs.absolute() / "base"
+    env = {**os.environ, "NANOCHAT_BASE_DIR": str(folder), "NANOCHAT_DTYPE": args.dtype}
+    env.pop("PYTHONPATH", None)
+    data = folder / "base_data_climbmix"
+    if not data.exists():
+        data.mkdir(parents=True)
+        by_peer(args, args.nanochat, "-c", PREPARE, args.docs.absolute(), data, env=env)
+        by_peer(args, args.nanochat, "-m", "scripts.tok_train", "--vocab-size", ENTRIES, env=env)
+    sizes = ("--depth=4", "--max-seq-len=512", "--device-batch-size=8", f"--total-batch-size={TOKENS}")
+    evaluations = ("--eval-every=110", f"--eval-tokens={args.held_out}", "--core-metric-every=-1")
+    steps = (f"--num-iterations={args.steps}", "--sample-every=-1", "--window-pattern=L")
+    words = ("-m", "scripts.base_train", *sizes, *evaluations, *steps)
+    text = by_peer(args, args.nanochat, *words, env=env)
+    return points_in(text, r"Step (\d+) \| Validation bpb: ([\d.]+)", r"\| dt: ([\d.]+)ms", TOKENS)
 
 
 if __name__ == "__main__":

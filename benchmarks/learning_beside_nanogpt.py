@@ -11,16 +11,12 @@ of its steps, ours those of the whole command, both without evaluations.
 
 from __future__ import annotations
 
-import itertools
-import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-from curves import Point, draw, trained
-from record import arguments, end_with_errors, save
+from curves import Point, by_peer, draw, learning_arguments, points_in, trained
+from record import end_with_errors, save
 
 CONTEXT, BATCH, PEER_BATCH = 64, 16, 12
 SIZE = f"--block_size={CONTEXT} --n_layer=4 --n_head=4 --n_embd=128 --dropout=0.0 --batch_size={PEER_BATCH}"
@@ -28,19 +24,16 @@ DEMO = f"{SIZE} --max_iters=2000 --lr_decay_iters=2000 --device=cpu --log_interv
 
 
 def main() -> None:
-    args = arguments(
+    args = learning_arguments(
         __doc__,
+        Path("build/nanogpt"),
         text={"type": Path, "required": True},
         nanogpt={"type": Path, "required": True},
-        **{"peer-python": {"required": True}},
         compile={"action": "store_true", "help": "let PyTorch compile nanoGPT"},
         steps={"type": int, "default": 180, "help": f"of ours, of {BATCH * CONTEXT} tokens each"},
-        dtype={"default": "bfloat16", "choices": ("float32", "bfloat16")},
+        dtype={"default": "bfloat16"},
         wanted={"type": float, "default": 1.88, "help": "the validation loss that the demo promises"},
-        picture={"type": Path, "help": "where the curves go; into --runs if left out"},
-        runs={"type": Path, "default": Path("build/nanogpt")},
     )
-    args.runs.mkdir(parents=True, exist_ok=True)
     curves: dict[str, list[Point]] = {"nanoGPT": nanogpt(args)}
     for seed in range(1, args.rounds + 1):
         curves[f"distgpt, seed {seed}"] = ours(args, seed)
@@ -50,7 +43,7 @@ def main() -> None:
         tokens, seconds, loss = points[-1]
         reached = next((f"{at[1]:.1f}" for at in points if at[2] <= args.wanted), "not reached")
         print(f"| {name} | {loss:.3f} | {tokens:,} | {seconds:.1f} | {reached} |")
-    draw(curves, args.picture or args.runs / "learning.png", "validation loss")
+    draw(curves, args, "validation loss")
     save(
         "learning-beside-nanogpt", {"dtype": args.dtype, "compile": args.compile, "curves": curves}, args.out
     )
@@ -60,26 +53,11 @@ def nanogpt(args: Any) -> list[Point]:
     """Train as nanoGPT does; its losses of 200 random batches."""
     data = args.nanogpt / "data" / "shakespeare_char"
     shutil.copyfile(args.text, data / "input.txt")
-    run(args, data, "prepare.py")
+    by_peer(args, data, "prepare.py")
     words = ["train.py", "config/train_shakespeare_char.py", *DEMO.split(), f"--compile={args.compile}"]
-    text = run(args, args.nanogpt, *words)
-    losses = re.findall(r"step (\d+): train loss [\d.]+, val loss ([\d.]+)", text)
-    took = {int(step): float(ms) / 1e3 for step, ms in re.findall(r"iter (\d+): .* time ([\d.]+)ms", text)}
-    usual = sorted(took.values())[len(took) // 2]  # in place of steps that evaluate or compile
-    after = list(itertools.accumulate(min(took[step], 3 * usual) for step in sorted(took)))
-    return [
-        (int(step) * PEER_BATCH * CONTEXT, after[int(step) - 1], float(loss))
-        for step, loss in losses
-        if step != "0"
-    ]
-
-
-def run(args: Any, folder: Path, *words: str) -> str:
-    line = [args.peer_python, *words]
-    ended = subprocess.run(line, cwd=folder, capture_output=True, text=True)
-    if ended.returncode:
-        sys.exit(f"{' '.join(line[:2])}: {ended.stderr[-2000:]}")
-    return ended.stdout
+    text = by_peer(args, args.nanogpt, *words)
+    loss, time = r"step (\d+): train loss [\d.]+, val loss ([\d.]+)", r"iter \d+: .* time ([\d.]+)ms"
+    return points_in(text, loss, time, PEER_BATCH * CONTEXT)
 
 
 def ours(args: Any, seed: int) -> list[Point]:

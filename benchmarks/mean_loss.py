@@ -53,23 +53,16 @@ class MeanLoss:
         k, (rank, size) = self.model.kernels, (comm.rank, comm.size) if comm is not None else (0, 1)
         shares = _shares(every.lengths, size * k.threads)[rank * k.threads : (rank + 1) * k.threads]
         workers, found = [self._worker(i) for i in range(len(shares))], np.zeros(1)
-        sums = np.zeros(len(shares))
 
         def work(i: int) -> None:
-            sums[i], rest = self.sum_apart(i, shares[i])
-            workers[i].sum(list(equal_lengths(every, self._most, rest)))
+            workers[i].sum(list(equal_lengths(every, self._most, shares[i])))
 
         k.each(work, len(shares))
-        found[0] = sums.sum()
         for worker in workers:
             found += k.to_host(worker.total)
         if comm is not None:
             comm.sum(found)
         return float(found[0]) / every.predictions
-
-    def sum_apart(self, worker: int, share: Array) -> tuple[float, Array]:
-        """Return a sum that is found without batches, and the indices of the other sequences."""
-        return 0.0, share
 
     def _worker(self, number: int) -> _Worker:
         while len(self._workers) <= number:

@@ -12,7 +12,7 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -92,16 +92,6 @@ class Checks:
                 self.expect(f"all_to_all {what} {bounds}", found[other, : counts[self.rank]], wanted)
 
 
-def seconds(device: Any, work: Callable[[], None], times: int = 3) -> float:
-    work()
-    device.synchronize()
-    began = time.perf_counter()
-    for _ in range(times):
-        work()
-    device.synchronize()
-    return (time.perf_counter() - began) / times
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description="Check NCCL's calls between ranks that share a GPU.")
     parser.add_argument("--quick", action="store_true", help="fewer and smaller arrays")
@@ -122,7 +112,12 @@ def main() -> int:
             checks.moves(n, kind)
     large = checks.put(np.ones(1 << 12 if quick else TIMED, np.float32))
     comm.barrier()
-    took = seconds(device, lambda: way.sum(large))
+    for _ in range(2):  # the first one warms up
+        device.synchronize()
+        began = time.perf_counter()
+        way.sum(large)
+        device.synchronize()
+        took = time.perf_counter() - began
     wrong = comm.allreduce_max(checks.wrong)
     if comm.rank == 0:
         print(f"a sum of {large.nbytes / 1e6:.3g} MB: {took * 1e3:.1f} ms;", end=" ")

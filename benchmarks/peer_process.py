@@ -13,7 +13,7 @@ from typing import Any
 
 from distgpt.cluster.jobs.processes import run
 from distgpt.core.base.errors import StorageError, UsageError
-from distgpt.core.config import ModelConfig
+from distgpt.core.config import ModelConfig, RunConfig
 from distgpt.measure.jobs import answer, unsteered
 
 PEERS = Path(__file__).resolve().parent / "peers"
@@ -22,22 +22,6 @@ PEERS = Path(__file__).resolve().parent / "peers"
 # every matmul that it knows tried. autocast: float32 weights are rounded where they are used, not copied to
 # bfloat16 after each update. chunked_head: less memory for a large vocabulary.
 SWITCHES = ("keep_freed", "compile", "autotune", "autocast", "chunked_head")
-LACKING = (
-    "init_residual",
-    "init_weights",
-    "qk_norm",
-    "qk_norm_gain",
-    "value_embeddings",
-    "window",
-    "full_every",
-    "head_dim",
-    "qkv_bias",
-    "rope_scaling",
-    "rope_factor",
-    "rope_context",
-    "rope_slow",
-    "rope_fast",
-)  # settings of a model that the peer does not have
 EAGER, BEST = "eager", "best"
 
 
@@ -65,14 +49,28 @@ def refuse_without_torch(option: str, python: str) -> None:
 
 
 def for_torch(shape: ModelConfig) -> dict[str, Any]:
-    """Return the architecture as the peer's Shape, which lacks some of our settings."""
+    """Return the architecture for the peer's Shape; refuse what it does not have."""
     of_its_own = shape.head_dim or shape.qkv_bias or shape.rope_scaling != "none" or any(shape.windows)
     if shape.qk_norm or shape.value_embeddings or shape.mlp == "relu2" or of_its_own:
         raise UsageError(
             "the model in PyTorch has no qk_norm, value embeddings, relu2, head_dim, qkv_bias, rope_scaling,"
             " window: see --preset tiny-adamw"
         )
-    return {name: value for name, value in asdict(shape).items() if name not in LACKING}
+    return asdict(shape)
+
+
+def training(run: RunConfig, mode: str, threads: int, steps: int) -> dict[str, Any]:
+    """Return a request to train the same model in PyTorch, with the same batch, on random tokens."""
+    t = run.train
+    keys = ("batch_size", "lr", "weight_decay", "clip", "beta1", "beta2", "eps", "dtype")
+    return {
+        "shape": for_torch(run.model),
+        "threads": threads,
+        "steps": steps,
+        "schedule": "linear" if t.schedule == "linear" else "constant",
+        **{key: getattr(t, key) for key in keys},
+        **switches(mode),
+    }
 
 
 def switches(mode: str) -> dict[str, bool]:

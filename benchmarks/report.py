@@ -15,7 +15,7 @@ import click
 import forward_work
 import scaling
 import train_beside_torch
-from charts import LineChart, line
+from charts import LineChart, Series
 from pages import Section, html
 from record import end_with_errors
 
@@ -24,7 +24,7 @@ from distgpt.core.base.errors import DataError, StorageError, UsageError, print_
 from distgpt.core.base.files import atomic_file, read_small, storage_errors
 from distgpt.core.base.formatting import count, duration, size
 from distgpt.measure.bench import allreduce, infer
-from distgpt.show.page import Block, Paragraph
+from distgpt.show.page import Block
 
 Result = dict[str, Any]
 
@@ -36,7 +36,7 @@ def time_chart(found: Result) -> LineChart:
     points: dict[str, list[tuple[float, float]]] = {}
     for row in found["rows"]:
         points.setdefault(row["algorithm"], []).append((row["bytes"], row["seconds"] * 1e6))
-    series = [line(name, own) for name, own in points.items()]
+    series = [Series(name, own) for name, own in points.items()]
     title = f"Sum over {found['ranks']} ranks: time"
     return LineChart(title, ", ".join(each) + ".", "bytes", "microseconds", series, log_x=True, log_y=True)
 
@@ -59,8 +59,6 @@ def write(folder: Path, out: Path | None) -> Path:
         if not folder.is_dir():
             raise UsageError(f"{folder} is no folder: name the one that distgpt bench wrote into (--out)")
     path = out or folder / "report.html"
-    if out is None and (folder / "compare.json").exists():
-        raise UsageError(f"{path} is the report of a comparison: name another place with --out")
     text = assemble(*load_all(folder))
     with atomic_file(path) as file:
         file.write(text.encode())
@@ -98,7 +96,7 @@ def assemble(results: Sequence[Result], foreign: Sequence[str]) -> str:
     lead = f"{count(len(sections), 'result')} of distgpt bench."
     if strange:
         text = "These files are no results of distgpt bench, or damaged, and left out: " + ", ".join(strange)
-        sections.append(Section("Left out", [Paragraph(text)]))
+        sections.append(Section("Left out", [text]))
     return html("Measurements", lead, sections, "Made by benchmarks/report.py.")
 
 
@@ -108,7 +106,7 @@ def _section(result: Result) -> Section:
     facts = [f"{where.get('cores')} cores of {where.get('processor')}", *(where.get("gpus") or [])]
     facts += [str(where[key]) for key in ("date", "commit") if where.get(key)]
     about = f"Measured by: {where.get('command', 'an unknown command')} ({', '.join(facts)})"
-    return Section(f"{heading}: {result.get('name')}", [*blocks(result), Paragraph(about)])
+    return Section(f"{heading}: {result.get('name')}", [*blocks(result), about])
 
 
 @click.command("report.py", help=__doc__)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import click
-from charts import LineChart, line
+from charts import LineChart, Series
 from record import end_with_errors
 
 from distgpt.cluster.jobs.launchers import find_launcher
@@ -27,7 +27,7 @@ from distgpt.core.comm.resources import usable_cores
 from distgpt.core.config import RunConfig
 from distgpt.core.config.asked import asked_for, resolve
 from distgpt.measure.jobs import BenchOptions, say, train
-from distgpt.show.page import Block, Column, Paragraph, tabulated
+from distgpt.show.page import Block, Column, tabulated
 
 MODES = ("strong", "weak")  # the whole batch stays the same, or each rank's
 STEPS = 20  # without --steps: the first two are not counted
@@ -127,7 +127,7 @@ def blocks(found: dict[str, Any]) -> list[Block]:
     if any(row["shares_cores"] for row in found["measured"]):
         note += f" *: more threads than the {count(found['cores'], 'core')}, which is not scaling."
     return [
-        Paragraph(f"{what}, {found['batch_size']:,} × {found['seq_len']:,} tokens."),
+        f"{what}, {found['batch_size']:,} × {found['seq_len']:,} tokens.",
         *all_charts(found).values(),
         tabulated(COLUMNS, found["measured"], "Measured", note),
     ]
@@ -142,8 +142,8 @@ def all_charts(found: dict[str, Any]) -> dict[str, LineChart]:
             continue
         alone, most, last = rows[0]["tokens_per_s"], rows[-1]["ranks"], rows[-1]
         series = [
-            line("measured", [(row["ranks"], row["tokens_per_s"]) for row in rows]),
-            line("ideal", [(1, alone), (most, alone * most)], dashed=True),
+            Series("measured", [(row["ranks"], row["tokens_per_s"]) for row in rows]),
+            Series("ideal", [(1, alone), (most, alone * most)], dashed=True),
         ]
         title = {"strong": "Strong scaling: one batch", "weak": "Weak scaling: a batch for each rank"}[mode]
         text = f"{last['speedup']:.2f} times one rank's speed on {count(most, 'rank')}."

@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from peer_process import ask_peer, for_torch, switches
+from peer_process import ask_peer, training
 from training_ways import NODE, TOY, with_flops
 
 from distgpt.cluster.affinity.machine import read_machine
@@ -26,8 +26,6 @@ from distgpt.core.config.presets import preset
 
 # The most promising come first. What autotune compiles took minutes, and gained nothing on two cores.
 WAYS = ["keep-freed+autocast", "compile+keep-freed+autocast", "keep-freed", "compile+keep-freed"]
-# Of the update; they take no more time with other values.
-OPTIMIZER = {"lr": 6e-4, "weight_decay": 0.1, "clip": 1.0, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8}
 
 
 def main() -> int:
@@ -55,16 +53,7 @@ def measured(way: str, threads: int, args: argparse.Namespace) -> dict[str, Any]
     mode, _, ranks = way.partition(":")
     count, began = int(ranks or 1), time.monotonic()
     run = preset(NODE[args.row].preset, NODE[args.row].changes | (TOY if args.quick else {}))
-    request = {
-        "shape": for_torch(run.model),
-        "batch_size": run.train.batch_size,
-        "threads": max(1, threads // count),
-        "dtype": run.train.dtype,
-        "steps": args.steps,
-        "schedule": "constant",
-        **OPTIMIZER,
-        **switches(mode),
-    }
+    request = training(run, mode, max(1, threads // count), args.steps)
     row: dict[str, Any] = {"row": args.row, "mode": mode, "threads": request["threads"], "ranks": count}
     try:
         found = ask_peer(args.python, "train", request, ranks=count)

@@ -17,9 +17,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import re
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -31,7 +29,6 @@ from torturing import attempts, preload, table, trials
 from torturing.faults import CHOICES, MODES, WITH_LIBRARY, Campaign
 
 from distgpt.cluster.jobs.launchers import own_mpirun
-from distgpt.cluster.jobs.processes import distgpt_command
 from distgpt.measure.doctor.facts import anonymised, environment
 
 RESULTS = Path(__file__).parent / "results"
@@ -81,10 +78,16 @@ def main() -> None:
             head, rows = heading(args, ground), []
         campaign = Campaign(head["seed"], tuple(head["modes"]), tuple(head["kinds"]), head["calls"])
         if args.show is not None:
-            show(campaign, args.show, ground, args.keep or Path(tempfile.mkdtemp(prefix="torture-kept-")))
+            trial = campaign.trial(args.show)
+            keep = args.keep or Path(tempfile.mkdtemp(prefix="torture-kept-"))
+            print(trial)
+            print(json.dumps(trials.run(trial, ground, keep, ground.say), indent=1))
+            print(f"kept in {keep / f'trial-{args.show}'}")
             return
         if args.resume:
-            refuse_another_commit(head, out)
+            was, now = head["environment"].get("commit"), environment().get("commit")
+            if was != now:
+                sys.exit(f"{out} is of commit {was}, and this is {now}: begin another file")
         else:
             with out.open("x") as file:
                 file.write(json.dumps(head) + "\n")
@@ -94,7 +97,7 @@ def main() -> None:
 
 def heading(args: argparse.Namespace, ground: trials.Ground) -> dict[str, Any]:
     """The first line of a result file: what the campaign consists of, and where it is run."""
-    kinds, modes = list(CHOICES), possible_modes()
+    kinds, modes = list(CHOICES), [mode.name for mode in MODES if mode.ranks == 1 or own_mpirun()]
     if ground.preload is None:
         kinds = [kind for kind in kinds if kind not in WITH_LIBRARY]
         print(f"no compiler: without {', '.join(WITH_LIBRARY)}")
@@ -103,7 +106,7 @@ def heading(args: argparse.Namespace, ground: trials.Ground) -> dict[str, Any]:
         print("no file system can be mounted: without full disk")
     if not own_mpirun():
         kinds.remove("ranks")
-        print("no mpirun: without ranks")
+        print("no mpirun: without ranks, and without modes of several")
     kinds = chosen(args.kinds and args.kinds.split(","), kinds)
     modes = chosen(args.modes and args.modes.split(";"), modes)
     serial = next(mode for mode in MODES if mode.name == "serial")
@@ -125,26 +128,6 @@ def chosen(wanted: list[str] | None, there: list[str]) -> list[str]:
     if missing := set(asked) - set(there):
         sys.exit(f"not possible here: {', '.join(missing)} (possible: {', '.join(there)})")
     return asked
-
-
-def possible_modes() -> list[str]:
-    """Those whose flags `distgpt train` has."""
-    says = subprocess.run(distgpt_command("train", "--help-all"), capture_output=True, text=True).stdout
-    flags = set(re.findall(r"--[\w-]+", says))
-    found = []
-    for mode in MODES:
-        missing = {word for word in mode.words if word.startswith("--")} - flags
-        if missing or (mode.ranks > 1 and not own_mpirun()):
-            print(f"without {mode.name!r}: {', '.join(missing) or 'no mpirun'}")
-        else:
-            found.append(mode.name)
-    return found
-
-
-def refuse_another_commit(head: dict[str, Any], out: Path) -> None:
-    was, now = head["environment"].get("commit"), environment().get("commit")
-    if was != now:
-        sys.exit(f"{out} is of commit {was}, and this is {now}: begin another file")
 
 
 def carry_out(
@@ -173,14 +156,6 @@ def carry_out(
                 f"{number} {found['kind']}, {found['mode']}, {found['seconds']:.1f} s {what[:400]}",
                 flush=True,
             )
-
-
-def show(campaign: Campaign, number: int, ground: trials.Ground, keep: Path) -> None:
-    trial = campaign.trial(number)
-    print(trial)
-    found = trials.run(trial, ground, keep, lambda text: print(text, flush=True))
-    print(json.dumps(found, indent=1))
-    print(f"kept in {keep / f'trial-{number}'}")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from typing import Any
 
 import click
 from charts import Bar, BarChart
-from peer_process import BEST, ask_peer, candidates, for_torch, refuse_without_torch, switches
+from peer_process import BEST, ask_peer, candidates, refuse_without_torch, switches, training
 from record import end_with_errors
 
 from distgpt.commands import bench
@@ -104,18 +104,8 @@ def mode_of(asked: str, options: PeerOptions, run: RunConfig) -> Row:
 
 
 def train_peer(options: PeerOptions, run: RunConfig, mode: Row, steps: int | None = None) -> Row:
-    """Train the same model in PyTorch, with the same batch and number of steps, on random tokens."""
-    t = run.train
-    keys = ("batch_size", "lr", "weight_decay", "clip", "beta1", "beta2", "eps")
-    request = {
-        "shape": for_torch(run.model),
-        "threads": options.all_threads,
-        "dtype": options.dtype,
-        "steps": steps or max(1, t.steps - 2),
-        "schedule": "linear" if t.schedule == "linear" else "constant",
-        **{key: getattr(t, key) for key in keys},
-        **switches(mode["mode"]),
-    }
+    """Train in PyTorch as many steps as ours measured, or so many."""
+    request = training(run, mode["mode"], options.all_threads, steps or max(1, run.train.steps - 2))
     say(f"PyTorch, {mode['mode']}" + (", to find its fastest mode" if steps else ""))
     return ask_peer(options.peer_python, "train", request)
 

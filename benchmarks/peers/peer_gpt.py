@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -34,6 +34,11 @@ class Shape:
     tied: bool
     vocab_multiple: int
     init_std: float
+
+    @classmethod
+    def of(cls, settings: dict[str, Any]) -> Shape:
+        """Return what the model has of distgpt's settings; the others are as if they were not there."""
+        return cls(**{each.name: settings[each.name] for each in fields(cls)})
 
     @property
     def padded_vocab(self) -> int:

@@ -207,9 +207,4 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
 
 if __name__ == "__main__":
     command, job = sys.argv[1], json.loads(sys.argv[2])
-    answer: dict[str, Any] = {
-        "models": make_models,
-        "measure": measure,
-        "installed": lambda job: {"peers": installed()},
-    }
-    print(json.dumps(answer[command](job)))
+    print(json.dumps({"models": make_models, "measure": measure}[command](job)))

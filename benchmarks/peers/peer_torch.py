@@ -49,7 +49,7 @@ def batches(job: SimpleNamespace, shape: Shape, count: int) -> Iterator[tuple[Te
 def train(request: dict[str, Any]) -> dict[str, Any]:
     """As many measured steps as asked for, after some to warm up."""
     job = SimpleNamespace(**request)
-    shape = Shape(**job.shape)
+    shape = Shape.of(job.shape)
     if job.keep_freed:
         keep_freed_memory()
     job.ranks = RANKS
@@ -120,7 +120,7 @@ def mean_loss(model: GPT, tokens: Any, lengths: Any, most: int, device: torch.de
 def names(request: dict[str, Any]) -> dict[str, Any]:
     """The forward-pass study: the mean loss over names, in batches of equal length or one by one."""
     keep_freed_memory()  # as our own passes do: the faster way for PyTorch too
-    model = GPT(Shape(**request["shape"]), None).eval()
+    model = GPT(Shape.of(request["shape"]), None).eval()
     fill(model, np.load(request["weights"]))
     model = model.to(getattr(torch, request["dtype"]))
     stored, device = np.load(request["names"]), torch.device("cpu")

@@ -49,7 +49,7 @@ def train(
 ) -> dict[str, Any]:
     torch.manual_seed(1)
     torch.set_float32_matmul_precision("highest" if precision == "float32" else "high")
-    model = GPT(Shape(**shape), None).to(DEVICE)
+    model = GPT(Shape.of(shape), None).to(DEVICE)
     loss_of: Any = torch.compile(model, mode=compile, dynamic=False)
     parameters = list(model.parameters())
     optimizer = adamw(parameters, SimpleNamespace(lr=3e-4, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1))
@@ -92,7 +92,7 @@ def attention_by(which: str) -> Any:
 
 def forward(shape: dict[str, Any], names: str, precision: str, most: int = 512) -> dict[str, Any]:
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
-    model = GPT(Shape(**shape), None).to(DEVICE).eval()
+    model = GPT(Shape.of(shape), None).to(DEVICE).eval()
     stored = np.load(names)
     work: list[float] = []
     with torch.inference_mode():

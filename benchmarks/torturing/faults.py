@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 # Of a trial's run: steps, between saves, saves kept, between evaluations.
 STEPS, EVERY, KEEP, EVALUATED = 16, 4, 2, 6
@@ -99,7 +99,6 @@ class Campaign:
     modes: tuple[str, ...]
     kinds: tuple[str, ...]
     calls: dict[str, int]
-    by_name: dict[str, Mode] = field(default_factory=lambda: {mode.name: mode for mode in MODES})
 
     def trial(self, number: int) -> Trial:
         cycle = [kind for kind in CYCLE if kind in self.kinds]
@@ -115,7 +114,7 @@ class _Draw:
 
     def __init__(self, chance: random.Random, campaign: Campaign, turn: int) -> None:
         self.chance, self.turn = chance, turn
-        self.modes = [campaign.by_name[name] for name in campaign.modes]
+        self.modes = [mode for name in campaign.modes for mode in MODES if mode.name == name]
         self.calls = campaign.calls
 
     def mode(self) -> Mode:

@@ -6,7 +6,7 @@ import random
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +28,7 @@ class Ground:
     folder: Path
     preload: Path | None
     say: Callable[[str], None]
-    surveys: dict[str, Survey]
-
-    def __init__(self, folder: Path, made: Path | None, say: Callable[[str], None]) -> None:
-        self.folder, self.preload, self.say, self.surveys = folder, made, say, {}
+    surveys: dict[str, Survey] = field(default_factory=dict)
 
     def reference(self, mode: Mode, ranks: int) -> Path:
         """The directory of an uninterrupted run of this mode on so many ranks."""
@@ -85,7 +82,7 @@ def run(
     begun, place = time.monotonic(), Place(ground.folder / f"trial-{trial.number}")
     place.make()
     try:
-        told = _Telling(trial, ground, place, say or _silent)
+        told = _Telling(trial, ground, place, say or (lambda text: None))
         told.all_attempts()
         found = told.result(time.monotonic() - begun)
         if keep and (found["wrong"] or say):
@@ -93,10 +90,6 @@ def run(
     finally:
         remove(place)
     return found
-
-
-def _silent(text: str) -> None:
-    return None
 
 
 class _Telling:

@@ -83,7 +83,7 @@ class JsonLines(Lines):
         if isinstance(known, JsonStream):
             self.stream = Output(known.plain)
 
-    def say(self, text: str, style: str = "") -> None:
+    def say(self, text: str) -> None:
         self._emit("note", "notice", facts={"message": text})
 
     def started(self, facts: Facts) -> None:

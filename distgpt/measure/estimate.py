@@ -65,7 +65,6 @@ class Site:
     missing: str
     free: int | None  # bytes that a rank can have
     where: str
-    assessed: bool  # whether the run will evaluate itself
 
 
 def estimate(question: Question, say: Say, ready: Stage | None = None) -> Facts:
@@ -74,20 +73,24 @@ def estimate(question: Question, say: Say, ready: Stage | None = None) -> Facts:
     `ready`: the stage of this one rank, where it is open: among several ranks it cannot be opened again.
     """
     _refuse_nonsense(question)
-    shards = _manifest_of(question.run.train.data)
-    site = _site(question, shards, ready)
+    t = question.run.train
+    shards = read_manifest(Path(t.data)) if t.data not in BUNDLED_TEXTS and is_shards(Path(t.data)) else None
+    # Whether the run will evaluate itself, which takes memory.
+    assessed = bool(t.eval_every or t.val or t.val_fraction or t.hellaswag or (shards and shards.of("val")))
+    site = _site(question, ready)
     run, ranks = _with_vocabulary(question.run, shards), question.ranks
     strategy = components().strategy(run.train, ranks)
-    settled, trouble = _settled(run, site, strategy)
+    settled, trouble = _settled(run, site, strategy, assessed)
+    each = settled.batch_size // (settled.grad_accum * ranks)
     model, train = Architecture(run.model), replace(run, train=settled)
     per_step = settled.batch_size * run.model.seq_len
     flops = operations(model)
-    time = _time(question, train, site, flops.forward + flops.backward, say)
+    time = _time(question, train, site, each, flops.forward + flops.backward, say)
     steps = settled.steps if question.tokens is None else -(-question.tokens // per_step)
     minutes = settled.train_minutes if question.tokens is None else 0.0
     if minutes and "step_s" in time:
         steps = max(1, int(60 * minutes / time["step_s"]))
-    need = needed(train, site.kernels, strategy, site.assessed)
+    need = needed(train, site.kernels, strategy, assessed)
     counted, trained = parameters(model), components().model(run.train).trained(run)
     wide = site.kernels.wide.itemsize
     gradients = (trained.size + flag_count(ranks)) * wide
@@ -103,7 +106,7 @@ def estimate(question: Question, say: Say, ready: Stage | None = None) -> Facts:
             "sequences": settled.batch_size,
             "seq_len": run.model.seq_len,
             "rounds": settled.grad_accum,
-            "sequences_per_rank_and_round": _each(settled, ranks),
+            "sequences_per_rank_and_round": each,
         },
         "steps": steps,
         "tokens": steps * per_step,
@@ -147,11 +150,6 @@ def _refuse_nonsense(question: Question) -> None:
     refuse_unsuited(question.run.train, question.ranks, on_gpu=question.stage in ON_GPU)
 
 
-def _manifest_of(data: str) -> Manifest | None:
-    """Return the manifest of --data, if that is a folder of shards."""
-    return read_manifest(Path(data)) if data not in BUNDLED_TEXTS and is_shards(Path(data)) else None
-
-
 def _with_vocabulary(run: RunConfig, shards: Manifest | None) -> RunConfig:
     """Return the run with the tokenizer's vocabulary, if it has no size of its own."""
     if run.model.vocab_size:
@@ -160,10 +158,9 @@ def _with_vocabulary(run: RunConfig, shards: Manifest | None) -> RunConfig:
     return replace(run, model=replace(run.model, vocab_size=size))
 
 
-def _site(question: Question, shards: Manifest | None, ready: Stage | None) -> Site:
+def _site(question: Question, ready: Stage | None) -> Site:
     """Return one rank's site. The ranks of a CPU stage are assumed to fill machines like this one."""
     t, name = question.run.train, question.stage
-    assessed = _assessed(question.run, shards)
     if name not in ON_GPU:
         # Without what a batch system grants: a job may give each of the ranks as much as this process.
         share = partial(layout().share, grants=Grants())
@@ -174,7 +171,7 @@ def _site(question: Question, shards: Manifest | None, ready: Stage | None) -> S
         neighbours = max(1, min(question.ranks, cores // stage.threads))
         free, where = stage.free_memory(0 if ready else neighbours)
         kernels = stage.kernels(t.dtype, t.matmul_backend)
-        return Site(kernels, stage, "", free, where, assessed)
+        return Site(kernels, stage, "", free, where)
     given = None if question.gpu_memory is None else int(question.gpu_memory * 2**30)
     try:
         stage = ready or open_stage("cuda", question.threads, question.gpu)
@@ -184,16 +181,16 @@ def _site(question: Question, shards: Manifest | None, ready: Stage | None) -> S
         from distgpt.gpu.stage import kernels_for_estimate
 
         imagined = kernels_for_estimate(t.dtype, given)
-        return Site(imagined, None, str(error), given, "a GPU of that size", assessed)
+        return Site(imagined, None, str(error), given, "a GPU of that size")
     free, where = stage.free_memory()
-    return Site(stage.kernels(t.dtype, t.matmul_backend), stage, "", given or free, where, assessed)
+    return Site(stage.kernels(t.dtype, t.matmul_backend), stage, "", given or free, where)
 
 
-def _settled(run: RunConfig, site: Site, strategy: Strategy) -> tuple[TrainConfig, str]:
+def _settled(run: RunConfig, site: Site, strategy: Strategy, assessed: bool) -> tuple[TrainConfig, str]:
     """Resolve "automatic" settings; if nothing fits, return those that take least, and the reason."""
     free = NO_LIMIT if site.free is None else site.free
     try:
-        return fitting(run, site.kernels, strategy, free, site.where, site.assessed)[0], ""
+        return fitting(run, site.kernels, strategy, free, site.where, assessed)[0], ""
     except UsageError as error:
         t = run.train
         how = "block" if t.recompute == "auto" else t.recompute
@@ -201,23 +198,14 @@ def _settled(run: RunConfig, site: Site, strategy: Strategy) -> tuple[TrainConfi
         return replace(t, recompute=how, grad_accum=grad_accum), str(error)
 
 
-def _assessed(run: RunConfig, shards: Manifest | None) -> bool:
-    t = run.train
-    return bool(t.eval_every or t.val or t.val_fraction or t.hellaswag or (shards and shards.of("val")))
-
-
-def _each(t: TrainConfig, ranks: int) -> int:
-    return t.batch_size // (t.grad_accum * ranks)
-
-
-def _time(question: Question, run: RunConfig, site: Site, flops: int, say: Say) -> Facts:
+def _time(question: Question, run: RunConfig, site: Site, each: int, flops: int, say: Say) -> Facts:
     """Return the time of a step by a rate that is given or measured, or why there is none."""
     t, ranks = run.train, question.ranks
     tokens = t.batch_size // ranks * run.model.seq_len
     if question.rate is not None:
         rate, source = question.rate, {"source": "given"}
     else:
-        sequences = enough_sequences(run, site.kernels, _each(t, ranks))
+        sequences = enough_sequences(run, site.kernels, each)
         missing = site.missing or _unmeasurable(run, site, sequences)
         if missing and question.measured:
             raise UsageError(f"--measure: {missing}")
@@ -321,11 +309,9 @@ def _seconds(work: Callable[[], None]) -> float:
 
 
 def _extrapolated(layers: tuple[int, ...], times: list[float], n_layer: int) -> float:
-    """Return the time by a line through both measurements, or the only one."""
-    if len(layers) == 1:
-        return times[0]
-    each = max(0.0, (times[1] - times[0]) / (layers[1] - layers[0]))
-    return times[1] + (n_layer - layers[1]) * each
+    """Return the time by a line through both measurements; a single one is of all layers."""
+    each = max(0.0, (times[-1] - times[0]) / max(1, layers[-1] - layers[0]))
+    return times[-1] + (n_layer - layers[-1]) * each
 
 
 Rows = Iterator[tuple[str, str]]

@@ -16,7 +16,7 @@ from distgpt.cluster.jobs.launchers import Launcher
 from distgpt.cluster.jobs.processes import OUR_LINE, Ended, distgpt_command, ending, run, unlaunched
 from distgpt.core.base.checked import parse_json, parse_object
 from distgpt.core.base.errors import DataError, DistgptError, StorageError, error_for, print_lines
-from distgpt.core.base.files import atomic_file, read_small, storage_errors
+from distgpt.core.base.files import atomic_file, read_small, storage_errors, write_json
 from distgpt.core.config import ON_GPU, RunConfig
 from distgpt.core.saved.rundir import RunDirectory, read_metrics
 from distgpt.measure.doctor.facts import environment
@@ -154,7 +154,5 @@ def save(folder: Path, kind: str, name: str, found: Row) -> Path:
     """Write {kind}-{name}.json, with the machine that it was found on, replacing an earlier one."""
     words = re.sub(r"[^\w.]+", "-", name).strip("-")
     path = folder / f"{kind}-{words or 'unnamed'}.json"
-    text = json.dumps({"kind": kind, "name": name, "environment": environment(), **found}, indent=1)
-    with atomic_file(path) as file:
-        file.write(text.encode() + b"\n")
+    write_json(path, {"kind": kind, "name": name, "environment": environment(), **found})
     return path

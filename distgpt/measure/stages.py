@@ -24,7 +24,7 @@ from distgpt.core.base.errors import (
     UsageError,
     print_lines,
 )
-from distgpt.core.base.files import atomic_file, read_small, storage_errors
+from distgpt.core.base.files import atomic_file, read_small, storage_errors, write_json
 from distgpt.core.comm.api import SerialComm
 from distgpt.core.config import ON_GPU, STAGES, WITH_MPI, RunConfig, nearest
 from distgpt.core.config.asked import asked_for
@@ -38,7 +38,7 @@ from distgpt.measure.doctor.facts import Facts, anonymised, environment
 from distgpt.measure.doctor.report import examine, sentence
 from distgpt.measure.jobs import ask, read_losses, say, train
 from distgpt.recipes.derived import derived
-from distgpt.show.page import Block, Column, Paragraph, Table, tabulated, terminal
+from distgpt.show.page import Block, Column, Table, tabulated, terminal
 
 FORMAT = "distgpt-comparison"
 
@@ -319,13 +319,13 @@ def compare(options: CompareOptions, out: Path, as_json: bool) -> None:
         out.mkdir(parents=True, exist_ok=True)
     with atomic_file(out / "prompt.txt") as file:
         file.write(comparison.prompt.encode())
-    save(comparison, out)
+    comparison.save(out)
     try:
         for stage in stages:
             ranks = options.ranks if stage in WITH_MPI else 1
             comparison.measured.append(Measured(stage, ranks, options.dtype_of(stage)))
             comparison.measured[-1].measure(options, launcher, out)
-            save(comparison, out)
+            comparison.save(out)
         comparison.state = DONE
     except BaseException as error:
         comparison.state = INTERRUPTED
@@ -334,10 +334,9 @@ def compare(options: CompareOptions, out: Path, as_json: bool) -> None:
         raise
     finally:
         with undisturbed():
-            save(comparison, out)
-        print_lines(
-            json.dumps(comparison.as_json(), indent=1) if as_json else terminal(blocks_of(comparison))
-        )
+            comparison.save(out)
+        blocks: list[Block] = [comparison.workload(), _table(comparison), comparison.verdict()]
+        print_lines(json.dumps(comparison.as_json(), indent=1) if as_json else terminal(blocks))
         print_lines(f"\nresult  {out / 'compare.json'}", err=as_json)
     if comparison.problems:
         raise DisagreementError("; ".join(comparison.problems))
@@ -419,15 +418,8 @@ class Comparison:
             "differences": [asdict(each) for each in self.differences],
         }
 
-
-def save(comparison: Comparison, out: Path) -> None:
-    with atomic_file(out / "compare.json") as file:
-        file.write(json.dumps(comparison.as_json(), indent=1, allow_nan=False).encode() + b"\n")
-
-
-def blocks_of(comparison: Comparison) -> list[Block]:
-    """Return the whole result for a terminal."""
-    return [Paragraph(comparison.workload()), _table(comparison), Paragraph(comparison.verdict())]
+    def save(self, out: Path) -> None:
+        write_json(out / "compare.json", self.as_json())
 
 
 COLUMNS: tuple[Column, ...] = (

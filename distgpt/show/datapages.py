@@ -109,7 +109,10 @@ def report(folder: Path, as_json: bool, verify: bool) -> None:
 
 def _verify(folder: Path, manifest: Manifest) -> None:
     """Check every shard, and report everything that is wrong."""
-    complaints = [f"{folder / escape(name)} is not in the manifest" for name in unlisted(folder, manifest)]
+    known = {shard.name for shard in manifest.shards}
+    with storage_errors("read", folder):
+        unlisted = sorted(path.name for path in folder.glob("*.npy") if path.name not in known)
+    complaints = [f"{folder / escape(name)} is not in the manifest" for name in unlisted]
     for shard in manifest.shards:
         try:
             verify_shards(folder, manifest, [shard])
@@ -117,10 +120,3 @@ def _verify(folder: Path, manifest: Manifest) -> None:
             complaints.append(str(error))
     if complaints:
         raise DataError("; ".join(complaints))
-
-
-def unlisted(folder: Path, manifest: Manifest) -> list[str]:
-    """Return the names of files that look like shards but are not in the manifest."""
-    known = {shard.name for shard in manifest.shards}
-    with storage_errors("read", folder):
-        return sorted(path.name for path in folder.glob("*.npy") if path.name not in known)

@@ -58,7 +58,7 @@ class Live(Lines):
         super().__init__(seconds)
         self._line = LineInPlace(self.stream)
 
-    def say(self, text: str, style: str = "") -> None:
+    def say(self, text: str) -> None:
         self._line.end(is_kept=False)
         super().say(text)
 
@@ -82,13 +82,13 @@ class Live(Lines):
 
 class _Lines:
     def __init__(self, is_live: bool) -> None:
-        self._line = LineInPlace(sys.stderr) if is_live else None
+        self._is_live, self._line = is_live, LineInPlace(sys.stderr)
         self._last = time.monotonic()
         self._total, self._begun = 1, (0.0, 0, 0)
 
     def update(self, text: str, done: int) -> None:
         now = time.monotonic()
-        if self._line is None:
+        if not self._is_live:
             if now - self._last > SECONDS_BETWEEN_LINES:
                 self._last = now
                 print_lines(text, err=True)
@@ -98,15 +98,13 @@ class _Lines:
                 self._line.show(text)
 
     def noted(self, text: str) -> None:
-        if self._line is not None:
-            with suppress(OSError):
-                self._line.end(is_kept=False)
+        with suppress(OSError):
+            self._line.end(is_kept=False)
         print_lines(text, err=True)
 
     def close(self) -> None:
-        if self._line is not None:
-            with suppress(OSError):
-                self._line.end()
+        with suppress(OSError):
+            self._line.end()
 
     def _pace(self, done: int, tokens: int) -> str:
         """Return the tokens a second and the time left, since the first report: a resumed one is not at 0."""

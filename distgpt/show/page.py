@@ -53,20 +53,15 @@ def tabulated(
     return Table([columns[i][0] for i in kept], [[line[i] for i in kept] for line in cells], caption, note)
 
 
-@dataclass(frozen=True)
-class Paragraph:
-    text: str
-
-
-Block = Table | Paragraph
+Block = Table | str  # a text is a paragraph
 
 
 def terminal(blocks: Iterable[Block]) -> str:
     """Render blocks for a terminal, one below the other, without empty tables."""
     found: list[str] = []
     for block in blocks:
-        if isinstance(block, Paragraph):
-            found.append(textwrap.fill(block.text, _width()))
+        if isinstance(block, str):
+            found.append(textwrap.fill(block, _width()))
         elif isinstance(block, Table) and block.rows:  # programs in benchmarks/ have charts too
             table = terminal_table(block.columns, block.rows)
             found += [f"{block.caption}\n{table}".lstrip("\n"), textwrap.fill(block.note, _width())]

@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -75,24 +76,22 @@ class Curve(NamedTuple):
         return np.array([average(window) if len(window) else np.nan for window in known])
 
 
+@dataclass(frozen=True)
 class Run:
-    """The curves of one run by the names that metrics.jsonl has for them; those it lacks are empty.
+    """The curves of one run by the names that metrics.jsonl has for them; those it lacks are empty."""
 
-    `tokenizer`: its file's content, "" if there is none.
-    """
-
-    def __init__(self, name: str, lines: Sequence[dict[str, Any]], tokenizer: str = "") -> None:
-        self.name, self.tokenizer = name, tokenizer
-        self._lines = lines
+    name: str
+    lines: Sequence[dict[str, Any]]
+    tokenizer: str = ""  # its file's content, "" if there is none
 
     def __getitem__(self, key: str) -> Curve:
-        points = [(line["step"], line[key]) for line in self._lines if key in line]
+        points = [(line["step"], line[key]) for line in self.lines if key in line]
         steps, values = zip(*points, strict=True) if points else ((), ())
         return Curve(np.array(steps, np.int64), np.array(values, np.float64))
 
     def lowest(self, evaluated: Curve) -> float:
         """Return the best evaluation's loss on this curve; infinite if it has none."""
-        best = best_evaluation(self._lines)
+        best = best_evaluation(self.lines)
         found: Any = evaluated.values[evaluated.steps == best["step"]] if best else ()
         return float(found[0]) if len(found) else math.inf
 

@@ -17,7 +17,7 @@ from report import assemble, load_all, write
 
 from distgpt.core.base.errors import DataError, UsageError
 from distgpt.measure import jobs
-from distgpt.show.page import Paragraph, Table
+from distgpt.show.page import Table
 
 HERE = {"date": "2026-01-02T10:00:00+00:00", "command": "distgpt bench x", "processor": "A", "cores": 2}
 
@@ -94,14 +94,6 @@ def test_the_results_in_the_repository_are_still_read():
     assert "Left out" not in page and len(headings(page)) == len(found)
 
 
-def test_a_comparisons_report_is_not_overwritten(tmp_path):
-    save(tmp_path, trained())
-    (tmp_path / "compare.json").write_text("{}")
-    with pytest.raises(UsageError, match="--out"):
-        write(tmp_path, None)
-    assert write(tmp_path, tmp_path / "bench.html").exists()
-
-
 def test_no_results_no_page(tmp_path):
     with pytest.raises(DataError, match="holds no results"):
         write(tmp_path, None)
@@ -115,8 +107,8 @@ def test_no_results_no_page(tmp_path):
 
 def test_a_page_loads_nothing_its_references_lead_somewhere_and_hostile_texts_are_text():
     h = "</title></style><script>alert('x')</script> \"quoted\" \x00\x1b[31m\u202e \ud800 ]]>"
-    chart = LineChart(h, h, h, h, [Series(h, [1, 2], [1, 2])])
-    blocks = [Paragraph(h), Table([h], [[h]], h, h), Table(["a"], [["b"]]), chart]
+    chart = LineChart(h, h, h, h, [Series(h, [(1, 1), (2, 2)])])
+    blocks = [h, Table([h], [[h]], h, h), Table(["a"], [["b"]]), chart]
     page = html_page(h, h, [Section(h, blocks)] * 3, h)
     tags = {tag.lower() for tag in re.findall(r"<([A-Za-z]+)", page)}
     assert not tags & {"script", "link", "img", "iframe", "object", "embed", "base", "form", "image"}
@@ -126,14 +118,14 @@ def test_a_page_loads_nothing_its_references_lead_somewhere_and_hostile_texts_ar
     assert not set(page) & {"\x00", "\x1b", "\u202e", "\ud800"} and len(headings(page)) == 3
 
 
-ODD = Series("s", [1, 2, 3, 4, 5, -1], [1, math.nan, 10**400, 5e-324, -math.inf, 2])
+ODD = Series("s", [(1, 1), (2, math.nan), (3, 10**400), (4, 5e-324), (5, -math.inf), (-1, 2)])
 
 
 @pytest.mark.parametrize(
     "chart",
     [
         LineChart(
-            "Lines", "As it says.", "x", "y", [ODD, Series("t", [], []), Series("u", [2, 1], [3, 4], True)]
+            "Lines", "As it says.", "x", "y", [ODD, Series("t", []), Series("u", [(2, 3), (1, 4)], True)]
         ),
         LineChart("Logarithms", "As it says.", "x", "y", [ODD], True, True),
         BarChart(

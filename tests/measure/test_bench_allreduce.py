@@ -135,7 +135,7 @@ def test_what_does_not_fit_into_memory_or_time_is_left_out_and_named():
     assert [row.get("left_out") for row in rows] == [None, "time", "time"]
     uneven = {"ranks": 3, "nodes": 2, "library": "M", "left_out": {"nccl": "none here"}, "rows": []}
     table, *notes = blocks(uneven | {"not_measured": rows[1:]})
-    assert table.caption == "3 ranks on 2 hosts, M" and [note.text for note in notes] == [
+    assert table.caption == "3 ranks on 2 hosts, M" and notes == [
         "nccl left out: none here",
         "allreduce not measured for lack of time: 64 B, 16 MiB",
     ]

@@ -6,7 +6,7 @@ import sys
 
 from rich.cells import cell_len
 
-from distgpt.show.page import Paragraph, Table, terminal, terminal_table
+from distgpt.show.page import Table, terminal, terminal_table
 
 
 def test_a_table_for_the_terminal_is_aligned():
@@ -47,7 +47,7 @@ def test_what_is_no_terminal_gets_tables_of_any_width(monkeypatch):
 
 def test_blocks_on_a_terminal():
     table = Table(["a", "b <x>"], [["1 & 2", "</td>"]], 'the "caption"', "the note")
-    shown = terminal([table, Table(["none"], []), Paragraph("equal")])
+    shown = terminal([table, Table(["none"], []), "equal"])
     assert shown.startswith('the "caption"\na') and shown.endswith("\n\nthe note\n\nequal")
     assert "none" not in shown
 

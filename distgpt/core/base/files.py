@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import mmap
 import os
 import re
@@ -121,6 +122,11 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
             with suppress(OSError):
                 partial.unlink()
             raise
+
+
+def write_json(path: Path, content: object) -> None:
+    with atomic_file(path) as file:
+        file.write(json.dumps(content, indent=1).encode() + b"\n")
 
 
 class Direct:

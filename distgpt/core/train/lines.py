@@ -151,7 +151,7 @@ class Lines(Listener):
         self._speed = Speed()
         self._end = Remaining(0)
 
-    def say(self, text: str, style: str = "") -> None:
+    def say(self, text: str) -> None:
         if self._is_job:
             text = f"{datetime.now():%Y-%m-%d %H:%M:%S}  {text}"
         text = escape_lines(text)
@@ -161,7 +161,7 @@ class Lines(Listener):
         print(text, file=self.stream, flush=True)
 
     def noted(self, text: str) -> None:
-        self.say(text, "yellow")
+        self.say(text)
 
     def _is_time(self) -> bool:
         """Return whether it is time for another line about the progress."""
@@ -207,7 +207,7 @@ class Lines(Listener):
         self.say("  ".join(filter(None, words)))
 
     def evaluated(self, metrics: Metrics) -> None:
-        self.say(measured(metrics), "cyan")
+        self.say(measured(metrics))
 
     def sampled(self, step: int, text: str) -> None:
         shown = escape_model_text if shown_on_terminal(self.stream) else str

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 import shlex
 from contextlib import suppress
-from pathlib import Path
 from types import TracebackType
 
 from distgpt.core.base.errors import DistgptError
-from distgpt.core.base.files import atomic_file
+from distgpt.core.base.files import write_json
 from distgpt.core.comm.agree import gather_ints, on_root
 from distgpt.core.comm.resources import peak_memory
 from distgpt.core.components import components
@@ -38,7 +36,7 @@ def write_at_end(
     def write() -> None:
         # A start that took no step, as to write weights anew that were deleted, has no losses to report.
         if run.progress.seconds or run.directory.finished_at() != run.progress.step:
-            _write(run.directory.summary, found)
+            write_json(run.directory.summary, found)
 
     on_root(run.comm, write)
 
@@ -50,7 +48,7 @@ def write_stopped(run: Run, error: BaseException) -> None:
             run.directory.lock.refuse_taken()
             is_interrupt = isinstance(error, KeyboardInterrupt)
             stop = "interrupted" if is_interrupt else getattr(error, "stop", "failed")
-            _write(run.directory.summary, _found(run, stop))
+            write_json(run.directory.summary, _found(run, stop))
 
 
 def _found(run: Run, stop: str) -> dict[str, object]:
@@ -96,11 +94,6 @@ def _found(run: Run, stop: str) -> dict[str, object]:
         step = run.placement.rounds.typical(progress.step - len(seconds) + left_out, seconds[left_out:])
         found |= {"step_s_median": step, "first_step_s": seconds[0], "tokens_per_s": tokens / step}
     return found
-
-
-def _write(path: Path, found: dict[str, object]) -> None:
-    with atomic_file(path) as file:
-        file.write(json.dumps(found, indent=1).encode() + b"\n")
 
 
 def how_to_resume(run: Run) -> str:

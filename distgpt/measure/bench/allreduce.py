@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ from distgpt.core.train.sharing import Allreduce
 from distgpt.measure.jobs import BenchOptions, Row, ask, say
 from distgpt.parallel.node_memory import SharedSum, one_by_one, shared_rows
 from distgpt.parallel.reductions import Hierarchical
-from distgpt.show.page import Block, Column, Paragraph, tabulated
+from distgpt.show.page import Block, Column, tabulated
 
 SIZES = [8 * 4**i for i in range(20)]  # bytes
 ONE_CALL, SHARED, BY_NODE = "allreduce", "shared memory", "hierarchical"  # as summary.json calls them
@@ -105,14 +106,8 @@ def start(options: AllreduceOptions) -> Row:
 # -- measuring
 
 
-class Host:
-    """Arrays of this process, by what the device of a GPU calls them."""
-
-    zeros = staticmethod(np.zeros)
-    upload = staticmethod(np.copyto)
-    download = staticmethod(np.asarray)
-    synchronize = staticmethod(lambda: None)
-
+# Arrays of this process, by what the device of a GPU calls them.
+HOST = SimpleNamespace(zeros=np.zeros, upload=np.copyto, download=np.asarray, synchronize=lambda: None)
 
 Sum = Callable[[Array], object]
 
@@ -228,8 +223,8 @@ def measure(stage: Stage, table: Mapping[str, Sum], options: AllreduceOptions) -
 def _row(stage: Stage, add_up: Sum, size: int, repeats: int, seconds: float) -> Row:
     """Time one size about `seconds` long: each sum from when all ranks begin to when the slowest is done."""
     comm = stage.comm
-    device: Any = stage.device if stage.on_gpu else Host  # type: ignore[attr-defined]  # of a GpuStage
-    count = max(1, size // FLOAT.itemsize)
+    device: Any = stage.device if stage.on_gpu else HOST  # type: ignore[attr-defined]  # of a GpuStage
+    count = size // FLOAT.itemsize
     zeros = add_up.zeros if isinstance(add_up, InNodeMemory) else device.zeros
     array, pattern = zeros((count,), FLOAT), np.resize(np.arange(PERIOD, dtype=FLOAT), count)
     pattern += comm.rank
@@ -250,13 +245,13 @@ def _row(stage: Stage, add_up: Sum, size: int, repeats: int, seconds: float) -> 
     own = np.array([once() for _ in range(often)])
     _check(comm, device.download(array))
     slowest = np.max([np.frombuffer(each) for each in gather_bytes(comm, own.tobytes())], axis=0).tolist()
-    median, n_bytes = statistics.median(slowest), count * FLOAT.itemsize
+    median = statistics.median(slowest)
     return {
-        "bytes": n_bytes,
+        "bytes": size,
         "seconds": median,
         "min_seconds": min(slowest),
-        "bytes_per_s": n_bytes / median,
-        "bus_bytes_per_s": 2 * (comm.size - 1) / comm.size * n_bytes / median,
+        "bytes_per_s": size / median,
+        "bus_bytes_per_s": 2 * (comm.size - 1) / comm.size * size / median,
         "repeats": often,
     }
 
@@ -287,7 +282,7 @@ COLUMNS: tuple[Column, ...] = (
 def blocks(found: Row) -> list[Block]:
     where = "on one machine" if found["nodes"] == 1 else f"on {found['nodes']} hosts"
     heading = f"{count(found['ranks'], 'rank')} {where}, {found['library']}"
-    return [tabulated(COLUMNS, found["rows"], heading), *map(Paragraph, left_out(found))]
+    return [tabulated(COLUMNS, found["rows"], heading), *left_out(found)]
 
 
 def left_out(found: Row) -> list[str]:

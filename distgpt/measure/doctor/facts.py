@@ -10,6 +10,7 @@ import re
 import shlex
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -82,10 +83,8 @@ def memory() -> Facts:
 def versions() -> dict[str, str]:
     versions = {"distgpt": __version__, "python": platform.python_version()}
     for name in ("numpy", "numba", "mpi4py"):
-        try:
+        with suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return versions
 
 

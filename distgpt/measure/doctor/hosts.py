@@ -202,19 +202,14 @@ def _ask(back: tuple[str, int, str], host: Host) -> None:
     words = [*SSH, "-o", "ConnectTimeout=8", "--", host.name, shlex.join(python("-c", f"{_ASK}{back}"))]
     try:
         done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, timeout=SECONDS)
-        _read_answer(host, done.stdout, done.stderr)
+        # The facts are the last line: login scripts may print others before.
+        host.facts = checked(HostFacts, parse_json((done.stdout.splitlines() or [b""])[-1]))
     except subprocess.TimeoutExpired:
         host.problem = f"gave no answer within {SECONDS:g} s: try ssh -v {host.name}"
-
-
-def _read_answer(host: Host, said: bytes, errors: bytes) -> None:
-    """Take the facts from the last line: login scripts may print others before."""
-    try:
-        host.facts = checked(HostFacts, parse_json((said.splitlines() or [b""])[-1]))
     except ValueError:
-        words = errors.decode(errors="replace").strip().splitlines() or ["it printed no facts"]
+        said = done.stderr.decode(errors="replace").strip().splitlines() or ["it printed no facts"]
         remedy = f"it must run {sys.executable} with this distgpt over ssh, without a password"
-        host.problem = f"{words[-1][:200]}; {remedy}"
+        host.problem = f"{said[-1][:200]}; {remedy}"
 
 
 # What stops a job, and what is only worth a look.

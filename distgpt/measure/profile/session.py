@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from distgpt.core.base.errors import Say, UsageError
-from distgpt.core.base.files import atomic_file
+from distgpt.core.base.files import write_json
 from distgpt.core.base.formatting import count
 from distgpt.core.comm.agree import gather_bytes, on_root, shared
 from distgpt.core.components import components
@@ -157,12 +157,7 @@ def measure(stage: Stage, run: RunConfig, measured: int, warm_up: int, folder: P
         "tokens_per_step": run.train.batch_size * model.config.seq_len,
     }
     found, path = result(ranks, about), folder / "profile.json"
-
-    def write() -> None:
-        with atomic_file(path) as file:
-            file.write(json.dumps(found, indent=1).encode() + b"\n")
-
-    on_root(comm, write)
+    on_root(comm, lambda: write_json(path, found))
     return f"\n{as_text(found)}\n\nprofile   {path}"
 
 

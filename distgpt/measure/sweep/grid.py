@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -21,8 +20,8 @@ from typing import Annotated, Any
 import numpy as np
 
 from distgpt.core.base.checked import Must, read_as
-from distgpt.core.base.errors import DataError, UsageError, nearest
-from distgpt.core.base.files import atomic_file, read_small, storage_errors
+from distgpt.core.base.errors import UsageError, nearest
+from distgpt.core.base.files import read_small, storage_errors, write_json
 from distgpt.core.config import BATCH_IN_TOKENS, BATCH_TOKENS, SETTINGS
 from distgpt.core.config.run_config import flat_settings, load_toml, read_text, renamed
 from distgpt.core.config.setting import Setting, brief
@@ -192,11 +191,13 @@ def _drawn(choices: Choices, draws: int, seed: int) -> Iterator[Values]:
             yield point
 
 
+def shortly(value: Any) -> str:
+    return f"{value:g}" if type(value) is float else str(value)
+
+
 def _named(values: Values) -> str:
     """Return a name for these values that is fit for a folder; it has all of them, or a hash of them."""
-    whole = ",".join(
-        f"{name}={value:g}" if type(value) is float else f"{name}={value}" for name, value in values.items()
-    )
+    whole = ",".join(f"{name}={shortly(value)}" for name, value in values.items())
     name = re.sub(r"[^\w=.,+-]", "_", whole)
     is_exact = all(type(value) is not float or float(f"{value:g}") == value for value in values.values())
     if name == whole and len(name) <= LONGEST_NAME and is_exact:
@@ -248,7 +249,7 @@ class Ledger:
         return found
 
     def store(self, run: Run, result: Result) -> None:
-        _write(self._result(run), asdict(result))
+        write_json(self._result(run), asdict(result))
 
     def forget_failures(self) -> None:
         """Let runs be tried again that failed for another reason than their settings."""
@@ -330,13 +331,12 @@ def begin(path: Path, grid: Grid) -> None:
     """Make the folder, or check that it is of this grid, to which runs may have been added."""
     file = path / "grid.json"
     with storage_errors("use the folder", path):
-        if not file.exists():
-            if path.exists() and (not path.is_dir() or any(path.iterdir())):
-                raise UsageError(f"{path} holds no sweep and is not empty: choose another --out")
-            path.mkdir(parents=True, exist_ok=True)
-    if file.exists():
-        _refuse_changed(path, read_back(path), grid)
-    _write(file, asdict(grid))
+        if file.exists():
+            _refuse_changed(path, read_back(path), grid)
+        elif path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise UsageError(f"{path} holds no sweep and is not empty: choose another --out")
+        path.mkdir(parents=True, exist_ok=True)
+    write_json(file, asdict(grid))
 
 
 def read_back(path: Path) -> Grid:
@@ -359,12 +359,3 @@ def _refuse_changed(path: Path, before: Grid, now: Grid) -> None:
             f"{path} holds a sweep of another grid ({', '.join(changed[:MOST_SHOWN])} changed): you may only"
             " add runs; or choose another --out"
         )
-
-
-def _write(path: Path, content: Any) -> None:
-    try:
-        text = json.dumps(content, indent=1, allow_nan=False)
-    except ValueError:
-        raise DataError(f"{path}: a value is not finite") from None
-    with atomic_file(path) as file:
-        file.write(text.encode() + b"\n")

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean, median, stdev
-from typing import Any
 
 from distgpt.core.base.errors import DistgptError, NonFiniteError, command_line, escape
-from distgpt.core.base.files import atomic_file
+from distgpt.core.base.files import atomic_file, write_json
 from distgpt.core.config.run_config import as_toml
-from distgpt.measure.sweep.grid import DIVERGED, Grid, Ledger, Result, Values, measured, on_rung
+from distgpt.measure.sweep.grid import DIVERGED, Grid, Ledger, Result, Values, measured, on_rung, shortly
 from distgpt.show.page import terminal_table
 
 
@@ -75,8 +73,7 @@ def finish(ledger: Ledger) -> str:
     best, all_of_it, toml = rows[0], ledger.path / "sweep.json", ledger.path / "best.toml"
     results = {run.name: asdict(ledger.result(run)) for run in ledger.runs}
     found = {"grid": asdict(grid), "points": [asdict(row) for row in rows], "runs": results}
-    with atomic_file(all_of_it) as file:
-        file.write(json.dumps(found, indent=1).encode() + b"\n")
+    write_json(all_of_it, found)
     about = f"{grid.metric} {best.rungs[-1]}"
     with atomic_file(toml) as file:
         text = f"# {about} at step {best.rungs[-1].step:,}\n{as_toml({**grid.fixed, **best.values})}"
@@ -96,7 +93,7 @@ def table(grid: Grid, rows: Sequence[Row]) -> str:
     """Format the points as a table; below it what has stopped some."""
     shown = [
         [
-            *map(_shortly, row.values.values()),
+            *map(shortly, row.values.values()),
             f"{row.rungs[-1].step:,}" if row.rungs else "",
             str(row.rungs[-1]) if row.rungs else "",
             "" if row.tokens_per_s is None else f"{row.tokens_per_s:,.0f}",
@@ -107,7 +104,3 @@ def table(grid: Grid, rows: Sequence[Row]) -> str:
     failed = [escape(f"{row.point}: {row.error}") for row in rows if row.error]
     columns = [*rows[0].values, "steps", grid.metric, "tokens/s", ""]
     return "\n".join([terminal_table(columns, shown), *failed])
-
-
-def _shortly(value: Any) -> str:
-    return f"{value:g}" if type(value) is float else str(value)
