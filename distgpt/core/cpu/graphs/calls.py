@@ -8,6 +8,7 @@ and calls: the machine code is the same that Python would call, so the bits are 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from numba.core.dispatcher import Dispatcher
 from numba.core.registry import cpu_target
 
 from distgpt.core.cpu.compiling.barrier import Member
-from distgpt.core.cpu.compiling.jit import Loop, PackedArgsType, entry
+from distgpt.core.cpu.compiling.jit import Loop, PackedArgsType
 from distgpt.core.cpu.graphs.loops import END, WIDTH
 from distgpt.core.ops.api import Array
 
@@ -50,7 +51,7 @@ class Calls:
         """Write down a call of a loop."""
         kinds = tuple(map(typeof, arguments))
         self.loops.append((len(self._rows), loop))
-        self._rows.append((caller(kinds), machine_code(loop, kinds, arguments), len(self._words)))
+        self._rows.append((caller(kinds), machine_code(loop, kinds), len(self._words)))
         for kind, value in zip(kinds, arguments, strict=True):
             flatten(kind, value, self._words)
         self._kept.append(arguments)
@@ -81,17 +82,16 @@ def _addresses_of(values: Sequence[object]) -> Iterator[int]:
             yield from _addresses_of(value)
 
 
-def machine_code(loop: Loop, kinds: tuple[types.Type, ...], arguments: Sequence[object]) -> int:
+@cache
+def machine_code(loop: Loop, kinds: tuple[types.Type, ...]) -> int:
     """Return the address of a loop's code for these types, which is compiled or loaded if need be."""
     assert isinstance(loop, Dispatcher)
-    key = loop, kinds
-    if key not in _addresses:
-        entry(loop, *arguments)
-        compiled = loop.overloads[kinds]
-        if compiled.signature.return_type != types.none:
-            raise NotRecordable(f"{loop} returns a value, which nobody would read")
-        _addresses[key] = compiled.library.get_pointer_to_function(compiled.fndesc.llvm_func_name)
-    return _addresses[key]
+    loop.compile(kinds)
+    compiled = loop.overloads[kinds]
+    if compiled.signature.return_type != types.none:
+        raise NotRecordable(f"{loop} returns a value, which nobody would read")
+    address: int = compiled.library.get_pointer_to_function(compiled.fndesc.llvm_func_name)
+    return address
 
 
 def flatten(kind: types.Type, value: Any, words: list[int]) -> None:
@@ -154,6 +154,5 @@ def _load(builder: ir.IRBuilder, words: ir.Value, i: int, kind: ir.Type) -> ir.V
     return builder.load(builder.inttoptr(address, kind.as_pointer()))
 
 
-_addresses: dict[tuple[Loop, tuple[types.Type, ...]], int] = {}
 _callers: dict[str, int] = {}  # by the types of what a function takes, in LLVM's words
 _libraries: list[object] = []  # keeps their code
