@@ -99,7 +99,7 @@ class CapturedWork:
             for capture in captures:
                 with capture.attached():
                     self._work()
-            if captures[0].addresses() != captures[1].addresses():
+            if captures[0].addresses != captures[1].addresses:
                 raise NotRecordable("an array that the work made for itself")
             self.entries[counts_all], self._targets = captures[1].entries, captures[1].targets
         except NotRecordable:
@@ -113,16 +113,12 @@ class GraphCapture:
         """`counts_all`: whether all targets count, as in most steps. What to compute depends on it."""
         self.entries: list[Work] = []
         self.targets: list[Array] = []  # that were spoken of
+        self.addresses: list[int] = []  # of the arrays that loops get
         self._counts_all = counts_all
         self._kernels, self._pool = kernels, pool
         self._threads = [Calls() for _ in range(pool.threads)]
         self._at_pauses: list[Work] = []
-        self._written: list[Calls] = []
         self._has_met = True  # whether all threads wait for each other already where the next call comes
-
-    def addresses(self) -> list[int]:
-        """Return where the arrays lie that loops get."""
-        return [address for calls in self._written for address in calls.addresses]
 
     @contextmanager
     def attached(self) -> Iterator[None]:
@@ -213,7 +209,7 @@ class GraphCapture:
     def _end_segment(self) -> None:
         if any(map(len, self._threads)):
             self.entries.append(Segment(self._pool, self._threads, self._at_pauses))
-            self._written += self._threads
+            self.addresses += [address for calls in self._threads for address in calls.addresses]
         self._threads = [Calls() for _ in self._threads]
         self._at_pauses = []
         self._has_met = True
