@@ -83,13 +83,11 @@ class Components:
 
     def kernels(self, dtype: str) -> MakeKernels:
         """Return what makes a CPU stage's kernels of this dtype."""
-        from distgpt.core.cpu.stages import bfloat16_kernels, float_kernels
+        from distgpt.core.cpu.stages import cpu_kernels
 
-        if dtype == "bfloat16":
-            return bfloat16_kernels
-        if dtype not in ("float32", "float64"):
+        if dtype not in ("float32", "float64", "bfloat16"):
             raise unknown("dtype", dtype)
-        return float_kernels
+        return cpu_kernels
 
     def slots(self, model: Model) -> SlotKind:
         """Return how a model decodes, as it is now."""

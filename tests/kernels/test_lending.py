@@ -13,8 +13,10 @@ import pytest
 from forks import forked
 
 from distgpt.core.cpu.compiling.barrier import counters, wait_for_all
-from distgpt.core.cpu.compiling.jit import PackedArgs, jit, unpack_args
+from distgpt.core.cpu.compiling.jit import jit
+from distgpt.core.cpu.graphs.calls import PackedArgs
 from distgpt.core.cpu.graphs.launch import CommandSlot, ParallelLaunch
+from distgpt.core.cpu.graphs.loops import unpack_args
 from distgpt.core.cpu.pool import Pool
 
 THREADS = [2, 3, 16]

@@ -133,7 +133,7 @@ def segments_of(threads, work, kernels):
     capture = GraphCapture(kernels, pool_of(threads))
     with capture.attached():
         work()
-    return capture.finish()
+    return capture.entries
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 16, 64])

@@ -179,7 +179,7 @@ _FAULTS = {
         ("recorded threads do not meet", "calls.mark(MEET)", "pass"),
         (
             "arrays that work made for itself are recorded",
-            "if captures[0].addresses() != captures[1].addresses():",
+            "if captures[0].addresses != captures[1].addresses:",
             "if False:",
         ),
         ("a thread computes into another one's recording", "get_ident() == own else", "True else"),

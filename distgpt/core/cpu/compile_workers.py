@@ -44,20 +44,16 @@ def start(stage: Stage, dtype: str, matmul: str, work: Work) -> Callable[[], Non
     Return what ends them, once nobody waits for their loops any more.
     """
     helpers: list[subprocess.Popen[bytes]] = []
-    if folder() is None:  # nowhere to hand loops over
-        return partial(end, helpers)
     with suppress(Exception), layout().unbound():  # without help each loop is compiled where it is called
         cores = min(stage.comm.local_size * stage.threads, len(usable_cores()))
         count = min(cores - 1, MOST, granted_memory().free // BYTES - 1)
-        if count < 1:
-            return partial(end, helpers)
-        missing = missing_loops(stage, dtype, matmul, work)
-        # From the last one on, as this process begins with the first.
-        loops = list(filter(None, map(_name, reversed(missing))))
-        for number in range(count if len(missing) >= WORTHWHILE else 0):
-            if own := loops[number::count]:
-                helpers.append(_started())
-                _tell(helpers[-1], own)
+        if count >= 1 and folder() is not None:  # else there is nowhere to hand loops over
+            missing = missing_loops(stage, dtype, matmul, work)
+            # From the last one on, as this process begins with the first.
+            loops = list(filter(None, map(_name, reversed(missing))))
+            if len(missing) >= WORTHWHILE:
+                shares = (loops[number::count] for number in range(count))
+                helpers.extend(map(_started, filter(None, shares)))
     return partial(end, helpers)
 
 
@@ -103,19 +99,18 @@ def _name(missing: Missing) -> Name | None:
     return None
 
 
-def _started() -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
+def _started(loops: list[Name]) -> subprocess.Popen[bytes]:
+    """Start a process that compiles these loops."""
+    helper = subprocess.Popen(
         python_code("from distgpt.core.cpu.compile_workers import main; main()"),
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
-
-
-def _tell(helper: subprocess.Popen[bytes], loops: list[Name]) -> None:
     assert helper.stdin
     with helper.stdin as pipe:
         pickle.dump(loops, pipe)
+    return helper
 
 
 def main() -> None:

@@ -77,12 +77,9 @@ class CpuKernels(Kernels):
         self._pool = pool_of(threads)
         self._memory = WorkerMemory(self._pool)
         blas.single_threaded_blas()  # two pools of threads would fight for the same cores
-        self.matmuls = self._matmuls(matmul)
+        self.matmuls: Matmuls = matmuls_for(self._pool, self.wide, matmul)
         self._polar_cost = muon.blas_cost if dtype == "float32" else muon.whole_cost
         self._polar_steps = np.array(POLAR)
-
-    def _matmuls(self, matmul: str) -> Matmuls:
-        return matmuls_for(self._pool, self.dtype, matmul)
 
     # -- workers
 
@@ -456,10 +453,8 @@ class Bfloat16Kernels(CpuKernels):
     def __init__(self, threads: int = 1, record: Recorder | None = None) -> None:
         super().__init__("float32", threads, record=record)
         self.dtype = BITS
+        self.matmuls = OwnMatmuls(self._pool, BITS)
         self._polar_cost = muon.polar_cost  # by our own matmuls, in which rows are alike however they are cut
-
-    def _matmuls(self, matmul: str) -> Matmuls:
-        return OwnMatmuls(self._pool, BITS)
 
     # -- arrays
 

@@ -31,7 +31,7 @@ class _State(threading.local):
 
 
 @dataclass(eq=False, slots=True)
-class _Job:
+class Job:
     """Parts 0 … count - 1, and what each helper that took part raised, or None, once it has ended."""
 
     work: Work
@@ -64,7 +64,7 @@ class Pool:
         self.state = _State()
         self.task: Any = None  # what all helpers do now (`assign_helpers`)
         self._turn = threading.Lock()
-        self._jobs: list[SimpleQueue[_Job]] = []  # of each helper
+        self._jobs: list[SimpleQueue[Job]] = []  # of each helper
 
     @property
     def thread(self) -> int:
@@ -82,14 +82,14 @@ class Pool:
             for part in range(count):
                 work(part)
         else:
-            self._split(work, count, IN_PARTS)
+            self.share(work, count, IN_PARTS)
 
     def run_together(self, work: Callable[[], None]) -> None:
         """Call work() on every thread at once; see the class."""
         if self.state.mode != ALONE or self.threads == 1:
             work()
         else:
-            self._split(lambda part: work(), self.threads, TOGETHER)
+            self.share(lambda part: work(), self.threads, TOGETHER)
 
     def split_range(self, total: int, grain: int, job: Callable[..., object], *args: object) -> None:
         """Call job(first, last, *args) on even parts of range(total), cut at multiples of `grain`."""
@@ -99,18 +99,22 @@ class Pool:
             if first < last:
                 self.state.mode = IN_PARTS
                 try:
-                    job(first, last, *args)
+                    self.call(job, first, last, *args)
                 finally:
                     self.state.mode = TOGETHER
         elif mode == IN_PARTS or self.threads == 1 or total <= grain:
-            job(0, total, *args)
+            self.call(job, 0, total, *args)
         else:
             parts = min(self.threads, -(-total // grain))
-            self._split(lambda part: job(*self.part_of(part, parts, total, grain), *args), parts, IN_PARTS)
 
-    def call(self, loop: Callable[..., object], *args: object) -> None:
-        """Call a compiled loop, inside a part of an operation. By this alone calls are captured."""
-        loop(*args)
+            def work(part: int) -> None:
+                self.call(job, *self.part_of(part, parts, total, grain), *args)
+
+            self.share(work, parts, IN_PARTS)
+
+    def call(self, job: Callable[..., object], *args: object) -> None:
+        """Call a compiled loop, or a function whose loops are called by this. So alone calls are captured."""
+        job(*args)
 
     def in_turn(self, work: Callable[[], None]) -> None:
         """Call work() while the pool's other users wait. What it computes, this thread computes alone."""
@@ -129,7 +133,7 @@ class Pool:
         self._call_back()
         self._jobs = self._jobs or self._started()
         with signals_deferred():  # or some helpers would be assigned and others not
-            self._hand_out(_Job(task.serve, self.threads, IN_PARTS))
+            self._hand_out(Job(task.serve, self.threads, IN_PARTS))
             self.task = task
 
     @staticmethod
@@ -138,14 +142,14 @@ class Pool:
         blocks = -(-total // grain)
         return blocks * part // parts * grain, min(blocks * (part + 1) // parts * grain, total)
 
-    def _split(self, work: Work, count: int, mode: int) -> None:
+    def share(self, work: Work, count: int, mode: int) -> None:
         """Wake a helper per part, do the caller's own parts, wait for the others, raise what they raised."""
         with self._turn:
             try:
                 self._call_back()
                 self._jobs = self._jobs or self._started()
-                job = self._hand_out(_Job(work, count, mode))
-                self._parts_of(0, job)  # the caller is worker 0
+                job = self._hand_out(Job(work, count, mode))
+                self.do_parts(0, job)  # the caller is worker 0
                 failures = self._outcomes(job)
             except BaseException:  # the caller's own, or an interrupt, which may come anywhere in here
                 self._wait_until_idle()
@@ -160,19 +164,19 @@ class Pool:
             self.task.call_back()
             self.task = None
 
-    def _started(self) -> list[SimpleQueue[_Job]]:
-        jobs: list[SimpleQueue[_Job]] = [SimpleQueue() for _ in range(self.threads - 1)]
+    def _started(self) -> list[SimpleQueue[Job]]:
+        jobs: list[SimpleQueue[Job]] = [SimpleQueue() for _ in range(self.threads - 1)]
         layout().seat(0, self.threads)  # the caller
         for thread, own in enumerate(jobs, 1):
             threading.Thread(target=self._serve, args=(thread, own), daemon=True).start()
         return jobs
 
-    def _hand_out(self, job: _Job) -> _Job:
+    def _hand_out(self, job: Job) -> Job:
         for jobs in self._jobs[: job.count - 1]:
             jobs.put(job)
         return job
 
-    def _outcomes(self, job: _Job) -> list[BaseException | None]:
+    def _outcomes(self, job: Job) -> list[BaseException | None]:
         """Wait for the helpers of this job; return what each raised, or None."""
         return [job.ended.get() for _ in self._jobs[: job.count - 1]]
 
@@ -184,12 +188,13 @@ class Pool:
         while True:
             try:
                 self._call_back()
-                self._outcomes(self._hand_out(_Job(_nothing, self.threads, IN_PARTS)))
+                self._outcomes(self._hand_out(Job(_nothing, self.threads, IN_PARTS)))
                 return
             except KeyboardInterrupt:  # a second one: the first is raised anyway
                 continue
 
-    def _parts_of(self, thread: int, job: _Job) -> None:
+    def do_parts(self, thread: int, job: Job) -> None:
+        """Do a thread's parts of a job."""
         try:
             self.state.mode = job.mode
             for part in range(thread, job.count, self.threads):
@@ -197,16 +202,16 @@ class Pool:
         finally:
             self.state.mode = ALONE
 
-    def _serve(self, thread: int, jobs: SimpleQueue[_Job]) -> None:
+    def _serve(self, thread: int, jobs: SimpleQueue[Job]) -> None:
         self.state.index = thread
         layout().seat(thread, self.threads)
         while True:
             self._help(thread, jobs.get())
 
-    def _help(self, thread: int, job: _Job) -> None:
+    def _help(self, thread: int, job: Job) -> None:
         failure: BaseException | None = None
         try:
-            self._parts_of(thread, job)
+            self.do_parts(thread, job)
         except BaseException as error:
             failure = error
         job.ended.put(failure)

@@ -180,18 +180,13 @@ ON_CPU = StageKind(_open_on_cpu, lambda tf32: dtype_on_cpu)
 MakeKernels = Callable[[Stage, str, str], "Kernels"]
 
 
-def float_kernels(stage: Stage, dtype: str, matmul: str) -> Kernels:
-    from distgpt.core.cpu.graphs.capture import record
-    from distgpt.core.cpu.kernels import CpuKernels
-
-    return CpuKernels(dtype, stage.threads, matmul, record=record)
-
-
-def bfloat16_kernels(stage: Stage, dtype: str, matmul: str) -> Kernels:
+def cpu_kernels(stage: Stage, dtype: str, matmul: str) -> Kernels:
     from distgpt.core.cpu.compiling import processor
     from distgpt.core.cpu.graphs.capture import record
-    from distgpt.core.cpu.kernels import Bfloat16Kernels
+    from distgpt.core.cpu.kernels import Bfloat16Kernels, CpuKernels
 
+    if dtype != "bfloat16":
+        return CpuKernels(dtype, stage.threads, matmul, record=record)
     if hint := processor.hint():
         stage.notes.add(hint)
     elif not processor.shape().dot:

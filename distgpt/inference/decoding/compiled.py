@@ -11,7 +11,8 @@ import numpy as np
 
 from distgpt.core.config import ModelConfig
 from distgpt.core.cpu.compiling.barrier import counters
-from distgpt.core.cpu.compiling.jit import PackedArgs, entry
+from distgpt.core.cpu.compiling.jit import entry
+from distgpt.core.cpu.graphs.calls import PackedArgs
 from distgpt.core.cpu.graphs.launch import ParallelLaunch
 from distgpt.core.cpu.kernels import CpuKernels
 from distgpt.core.cpu.pool import pool_of

@@ -36,6 +36,7 @@ from distgpt.core.base.caches import (
     cache_folder,
     cache_limit,
     keep,
+    made_by_one,
     own_folders,
     read_checked,
     read_trusted,
@@ -150,19 +151,8 @@ def read_or_make(name: str, make: Callable[[], bytes]) -> bytes:
     """Return what is kept under this name. Make and keep it if need be."""
     if (found := read(name)) is not None:
         return found
-    with ExitStack() as turn:
-        not_kept = _wait_turn(turn, name)
-        if (found := read(name)) is not None:
-            return found
-        made = make()
-        _keep(name, made, not_kept)
-        return made
-
-
-def _wait_turn(turn: ExitStack, name: str) -> Callable[[], None]:
-    """Wait until no other process makes this. Return what to call if it cannot be kept."""
     own = folder()
-    return turn.enter_context(alone(own / name)) if own else lambda: None
+    return made_by_one(own / name if own else None, make)
 
 
 def _keep(name: str, content: bytes, not_kept: Callable[[], None]) -> None:
@@ -221,7 +211,8 @@ class _Cache(NullCache):  # type: ignore[misc]
         self._not_kept = lambda: None  # that of an earlier turn has a descriptor that is closed
         if (content := read(name)) is None:
             first_use.report(is_kept=folder() is not None)
-            self._not_kept = _wait_turn(self._turn, name)
+            if own := folder():
+                self._not_kept = self._turn.enter_context(alone(own / name))
             content = read(name)
         if content is None:
             return None

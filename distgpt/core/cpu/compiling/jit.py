@@ -1,4 +1,4 @@
-"""Compile loops with Numba; read and write bfloat16 in them; an exponential; packed arguments."""
+"""Compile loops with Numba; read and write bfloat16 in them; an exponential."""
 
 from __future__ import annotations
 
@@ -10,21 +10,10 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import njit, typeof, types
-from numba.core import datamodel
 from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import Compiler
 from numba.core.dispatcher import Dispatcher
-from numba.core.pythonapi import _UnboxContext
-from numba.core.registry import cpu_target
-from numba.extending import (
-    NativeValue,
-    intrinsic,
-    models,
-    overload,
-    register_model,
-    typeof_impl,
-    unbox,
-)
+from numba.extending import intrinsic, overload
 
 from distgpt.core.base.interrupts import signals_deferred
 from distgpt.core.cpu.compiling.disk_cache import keep_on_disk
@@ -79,9 +68,8 @@ FORCED: dict[str, object] = {**_INLINED, "error_model": "numpy"}
 _FAST = {"contract", "reassoc", "nsz", "arcp", "afn"}
 # Loops allocate nothing, so none needs to count who holds an array, with a call for every slice. No C calls
 # them, so none needs a wrapper for it.
-_OPTIONS: dict[str, object] = {"nogil": True, "_nrt": False, "fastmath": _FAST, "error_model": "numpy"}
 _NO_C: dict[str, object] = {"no_cfunc_wrapper": True}
-_OPTIONS |= _NO_C
+_OPTIONS = {"nogil": True, "_nrt": False, "fastmath": _FAST, "error_model": "numpy", **_NO_C}
 
 
 def jit(function: Loop, is_kept: bool = True) -> Loop:
@@ -270,86 +258,8 @@ def exp(x):
     return exp32
 
 
-class PackedArgs:
-    """Arguments of a compiled loop that stay the same over many calls, packed to be read only once.
-
-    To unpack an array and to look at its type costs 0.2 µs in every call: dozens of them are half a token of
-    a small model.
-
-        packed = PackedArgs((weights, cache))
-        call = entry(loop, 0, packed)  # machine code for arguments of these types
-        call(7, packed)  # inside the loop: weights, cache = unpack_args(packed)
-    """
-
-    def __init__(self, values: tuple[object, ...]) -> None:
-        self._values = values  # keeps the arrays alive
-        self.kind = typeof(values)
-        self._memory = np.zeros(_size(self.kind), np.ubyte)
-        self.address = self._memory.ctypes.data
-        _store(values, self._memory)
-
-
 def entry(loop: Loop, *arguments: object) -> Loop:
     """Return a loop's machine code for arguments of these types, which it does not check again."""
     assert isinstance(loop, Dispatcher)
     found: Loop = loop.compile(tuple(map(typeof, arguments)))
     return found
-
-
-class PackedArgsType(types.Type):  # type: ignore[misc]
-    """Numba's type of PackedArgs: an address of values of type `kind`."""
-
-    def __init__(self, kind: types.Type) -> None:
-        self.kind = kind
-        super().__init__(f"PackedArgs({kind})")
-
-
-@register_model(PackedArgsType)
-class _PackedArgsModel(models.PrimitiveModel):  # type: ignore[misc]
-    def __init__(self, manager: datamodel.DataModelManager, type: types.Type) -> None:
-        super().__init__(manager, type, ir.IntType(64))
-
-
-@typeof_impl.register(PackedArgs)  # type: ignore[untyped-decorator]
-def _typeof_packed(value: PackedArgs, context: object) -> PackedArgsType:
-    return PackedArgsType(value.kind)
-
-
-@unbox(PackedArgsType)  # type: ignore[untyped-decorator]
-def _unbox_packed(type: PackedArgsType, value: ir.Value, context: _UnboxContext) -> NativeValue:
-    address = context.pyapi.object_getattr_string(value, "address")
-    number = context.pyapi.long_as_longlong(address)
-    context.pyapi.decref(address)
-    return NativeValue(number, is_error=context.pyapi.c_api_error())
-
-
-@intrinsic
-def unpack_args(context, packed=None):
-    """Return the values, inside compiled loops."""
-
-    def generate(context, builder, signature, values):
-        pointer = context.get_value_type(signature.return_type).as_pointer()
-        return builder.load(builder.inttoptr(values[0], pointer))
-
-    return packed.kind(packed), generate
-
-
-@intrinsic
-def _stored(context, values=None, memory=None):
-    def generate(context, builder, signature, given):
-        array = context.make_array(signature.args[1])(context, builder, given[1])
-        builder.store(given[0], builder.bitcast(array.data, given[0].type.as_pointer()))
-        return context.get_dummy_value()
-
-    return types.none(values, memory), generate
-
-
-@jit
-def _store(values, memory):
-    _stored(values, memory)
-
-
-def _size(kind: types.Type) -> int:
-    """Return the bytes of a value of this type."""
-    value_type = datamodel.default_manager.lookup(kind).get_value_type()
-    return int(cpu_target.target_context.get_abi_sizeof(value_type))

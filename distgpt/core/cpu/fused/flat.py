@@ -77,13 +77,8 @@ def adamw(first, last, p, low, m, v, g, ranges, norm, scalars, groups, constants
 def _adamw(p, m, v, g, how):
     grad_scale, step_size, decay, correction, beta1, beta2, eps = how
     real = p.dtype.type
-    scale, step, decay, eps, correction = (
-        real(grad_scale),
-        real(step_size),
-        real(decay),
-        real(eps),
-        real(correction),
-    )
+    scale, step, decay = real(grad_scale), real(step_size), real(decay)
+    eps, correction = real(eps), real(correction)
     b1 = real(beta1)
     b2 = real(beta2)
     c1 = real(1 - beta1)

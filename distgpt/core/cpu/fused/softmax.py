@@ -6,7 +6,6 @@ row of a few dozen scores that takes longest.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
@@ -58,8 +57,13 @@ def softmax(row, probs, seen, stop, scale, found):
     return in_vectors
 
 
-class Exponentials(Vectors):
-    """A function that computes exponentials in vectors."""
+def constant(x: float) -> str:
+    """Write a float32 in all lanes as LLVM wants it: by the bits of the float64."""
+    return f"splat (float 0x{int(np.float64(np.float32(x)).view(np.uint64)):016X})"
+
+
+class Softmax(Vectors):
+    """Writes the function for one type of probabilities."""
 
     def exp(self, x: str) -> str:
         """Return eˣ for x ≤ 0 or NaN, as jit.exp has it."""
@@ -72,35 +76,17 @@ class Exponentials(Vectors):
         power = self.new(f"call {v} @llvm.floor.v{n}f32({v} {of_two})")
         rest = self.multiply_add(power, constant(-LN2_HIGH), bounded)
         rest = self.multiply_add(power, constant(-LN2_LOW), rest)
-        e = self.polynomial((*TAYLOR, 1.0, 1.0), rest)
+        e = constant(TAYLOR[0])  # of the polynomial, whose coefficient of the highest power comes first
+        for coefficient in (*TAYLOR[1:], 1.0, 1.0):
+            e = self.multiply_add(e, rest, constant(coefficient))
         exponent = self.new(f"add {ints} {self.new(f'fptosi {v} {power} to {ints}')}, splat (i32 127)")
         two = self.new(f"bitcast {ints} {self.new(f'shl {ints} {exponent}, splat (i32 23)')} to {v}")
         return self.new(f"fmul {v} {e}, {two}")
-
-    def polynomial(self, coefficients: Sequence[float], x: str) -> str:
-        """Evaluate a polynomial at x; the coefficient of the highest power comes first."""
-        total = constant(coefficients[0])
-        for coefficient in coefficients[1:]:
-            total = self.multiply_add(total, x, constant(coefficient))
-        return total
 
     def multiply_add(self, a: str, b: str, c: str) -> str:
         """Return a · b + c, one instruction where the processor has it."""
         product = self.new(f"fmul contract {self.vector} {a}, {b}")
         return self.new(f"fadd contract {self.vector} {product}, {c}")
-
-
-def constant(x: float) -> str:
-    """Write a float32 in all lanes as LLVM wants it: by the bits of the float64."""
-    return f"splat (float 0x{int(np.float64(np.float32(x)).view(np.uint64)):016X})"
-
-
-def _text(out: str) -> str:
-    return _Function(shape()).text(out)  # written only where no file has the machine code
-
-
-class _Function(Exponentials):
-    """Writes the function for one type of probabilities."""
 
     def text(self, out: str) -> str:
         n = self.shape.lanes
@@ -152,6 +138,10 @@ class _Function(Exponentials):
         self.add(f"  %{i}1 = add i64 %{i}, {self.shape.lanes}")
         more = self.new(f"icmp ult i64 %{i}1, %end")
         self.add(f"  br i1 {more}, label %{loop}, label %{after}\n{after}:")
+
+
+def _text(out: str) -> str:
+    return Softmax(shape()).text(out)  # written only where no file has the machine code
 
 
 _ARGUMENTS = (types.voidptr, types.voidptr, types.int64, types.int64, types.float32, types.voidptr)

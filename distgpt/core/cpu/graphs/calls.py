@@ -1,4 +1,4 @@
-"""Calls of compiled loops as words of memory: what compiled code needs to make them again.
+"""Arguments, and calls, of compiled loops as words of memory: what compiled code needs to make them again.
 
 A loop's machine code takes an array as seven or more numbers (address, shape, strides, ...). These are
 written into memory once, a word of 64 bits each. A caller, one for each sequence of types, reads them there
@@ -8,6 +8,7 @@ and calls: the machine code is the same that Python would call, so the bits are 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -15,16 +16,18 @@ from llvmlite import ir
 from numba import typeof, types
 from numba.core.codegen import JITCPUCodegen
 from numba.core.compiler_lock import global_compiler_lock
+from numba.core.datamodel import DataModelManager
 from numba.core.dispatcher import Dispatcher
+from numba.core.pythonapi import _UnboxContext
 from numba.core.registry import cpu_target
+from numba.extending import NativeValue, models, register_model, typeof_impl, unbox
 
 from distgpt.core.cpu.compiling.barrier import Member
-from distgpt.core.cpu.compiling.jit import Loop, PackedArgsType, entry
-from distgpt.core.cpu.graphs.loops import END, WIDTH
+from distgpt.core.cpu.compiling.jit import Loop
+from distgpt.core.cpu.graphs.loops import END, WIDTH, WORD, loaded
 from distgpt.core.ops.api import Array
 
-_I64, _I32, _I8 = ir.IntType(64), ir.IntType(32), ir.IntType(8)
-WORD = 8
+_I64, _I32 = ir.IntType(64), ir.IntType(32)
 
 
 class NotRecordable(Exception):
@@ -50,7 +53,7 @@ class Calls:
         """Write down a call of a loop."""
         kinds = tuple(map(typeof, arguments))
         self.loops.append((len(self._rows), loop))
-        self._rows.append((caller(kinds), machine_code(loop, kinds, arguments), len(self._words)))
+        self._rows.append((caller(kinds), machine_code(loop, kinds), len(self._words)))
         for kind, value in zip(kinds, arguments, strict=True):
             flatten(kind, value, self._words)
         self._kept.append(arguments)
@@ -81,17 +84,16 @@ def _addresses_of(values: Sequence[object]) -> Iterator[int]:
             yield from _addresses_of(value)
 
 
-def machine_code(loop: Loop, kinds: tuple[types.Type, ...], arguments: Sequence[object]) -> int:
+@cache
+def machine_code(loop: Loop, kinds: tuple[types.Type, ...]) -> int:
     """Return the address of a loop's code for these types, which is compiled or loaded if need be."""
     assert isinstance(loop, Dispatcher)
-    key = loop, kinds
-    if key not in _addresses:
-        entry(loop, *arguments)
-        compiled = loop.overloads[kinds]
-        if compiled.signature.return_type != types.none:
-            raise NotRecordable(f"{loop} returns a value, which nobody would read")
-        _addresses[key] = compiled.library.get_pointer_to_function(compiled.fndesc.llvm_func_name)
-    return _addresses[key]
+    loop.compile(kinds)
+    compiled = loop.overloads[kinds]
+    if compiled.signature.return_type != types.none:
+        raise NotRecordable(f"{loop} returns a value, which nobody would read")
+    address: int = compiled.library.get_pointer_to_function(compiled.fndesc.llvm_func_name)
+    return address
 
 
 def flatten(kind: types.Type, value: Any, words: list[int]) -> None:
@@ -136,7 +138,7 @@ def caller(kinds: tuple[types.Type, ...]) -> int:
         builder = ir.IRBuilder(function.append_basic_block())
         result = builder.alloca(convention.args[0].pointee)
         error = builder.alloca(convention.args[1].pointee)
-        values = [_load(builder, function.args[1], i, leaf) for i, leaf in enumerate(leaves)]
+        values = [loaded(builder, function.args[1], i, leaf) for i, leaf in enumerate(leaves)]
         target = builder.inttoptr(function.args[0], convention.as_pointer())
         builder.ret(builder.call(target, [result, error, *values]))
         library.add_ir_module(module)
@@ -147,13 +149,52 @@ def caller(kinds: tuple[types.Type, ...]) -> int:
     return _callers[key]
 
 
-def _load(builder: ir.IRBuilder, words: ir.Value, i: int, kind: ir.Type) -> ir.Value:
-    address = builder.add(words, _I64(WORD * i))
-    if isinstance(kind, ir.IntType) and kind.width < 8:  # a bool
-        return builder.trunc(builder.load(builder.inttoptr(address, _I8.as_pointer())), kind)
-    return builder.load(builder.inttoptr(address, kind.as_pointer()))
-
-
-_addresses: dict[tuple[Loop, tuple[types.Type, ...]], int] = {}
 _callers: dict[str, int] = {}  # by the types of what a function takes, in LLVM's words
 _libraries: list[object] = []  # keeps their code
+
+
+class PackedArgs:
+    """Arguments of a compiled loop that stay the same over many calls, packed to be read only once.
+
+    To unpack an array and to look at its type costs 0.2 µs in every call: dozens of them are half a token of
+    a small model.
+
+        packed = PackedArgs((weights, cache))
+        call = entry(loop, 0, packed)  # machine code for arguments of these types
+        call(7, packed)  # inside the loop: weights, cache = unpack_args(packed)
+    """
+
+    def __init__(self, values: tuple[object, ...]) -> None:
+        self._values = values  # keeps the arrays alive
+        self.kind = typeof(values)
+        words: list[int] = []
+        flatten(self.kind, values, words)
+        self._words = np.array(words, np.uint64)
+        self.address = self._words.ctypes.data
+
+
+class PackedArgsType(types.Type):  # type: ignore[misc]
+    """Numba's type of PackedArgs: an address of the words of a value of type `kind`."""
+
+    def __init__(self, kind: types.Type) -> None:
+        self.kind = kind
+        super().__init__(f"PackedArgs({kind})")
+
+
+@register_model(PackedArgsType)
+class _PackedArgsModel(models.PrimitiveModel):  # type: ignore[misc]
+    def __init__(self, manager: DataModelManager, type: types.Type) -> None:
+        super().__init__(manager, type, _I64)
+
+
+@typeof_impl.register(PackedArgs)  # type: ignore[untyped-decorator]
+def _typeof_packed(value: PackedArgs, context: object) -> PackedArgsType:
+    return PackedArgsType(value.kind)
+
+
+@unbox(PackedArgsType)  # type: ignore[untyped-decorator]
+def _unbox_packed(type: PackedArgsType, value: ir.Value, context: _UnboxContext) -> NativeValue:
+    address = context.pyapi.object_getattr_string(value, "address")
+    number = context.pyapi.long_as_longlong(address)
+    context.pyapi.decref(address)
+    return NativeValue(number, is_error=context.pyapi.c_api_error())

@@ -18,7 +18,7 @@ from distgpt.core.cpu.graphs.calls import Calls, NotRecordable
 from distgpt.core.cpu.graphs.launch import Segment
 from distgpt.core.cpu.graphs.loops import MEET, PAUSE
 from distgpt.core.cpu.kernels import CpuKernels, every_cross_entropy
-from distgpt.core.cpu.pool import ALONE, IN_PARTS, TOGETHER, Pool, pool_of
+from distgpt.core.cpu.pool import ALONE, IN_PARTS, Job, Pool, pool_of
 from distgpt.core.ops.api import IGNORED, Array, Work
 from distgpt.core.ops.kernels import Kernels
 
@@ -99,8 +99,7 @@ class CapturedWork:
             for capture in captures:
                 with capture.attached():
                     self._work()
-                capture.finish()
-            if captures[0].addresses() != captures[1].addresses():
+            if captures[0].addresses != captures[1].addresses:
                 raise NotRecordable("an array that the work made for itself")
             self.entries[counts_all], self._targets = captures[1].entries, captures[1].targets
         except NotRecordable:
@@ -114,27 +113,21 @@ class GraphCapture:
         """`counts_all`: whether all targets count, as in most steps. What to compute depends on it."""
         self.entries: list[Work] = []
         self.targets: list[Array] = []  # that were spoken of
+        self.addresses: list[int] = []  # of the arrays that loops get
         self._counts_all = counts_all
         self._kernels, self._pool = kernels, pool
         self._threads = [Calls() for _ in range(pool.threads)]
         self._at_pauses: list[Work] = []
-        self._written: list[Calls] = []
-        self._mode = ALONE
         self._has_met = True  # whether all threads wait for each other already where the next call comes
-
-    def finish(self) -> list[Work]:
-        self._end_segment()
-        return self.entries
-
-    def addresses(self) -> list[int]:
-        """Return where the arrays lie that loops get."""
-        return [address for calls in self._written for address in calls.addresses]
 
     @contextmanager
     def attached(self) -> Iterator[None]:
-        """Take the place of the pool's methods, and of the operations that are not of loops alone."""
+        """Take the place of the pool's methods, and of the operations that are not of loops alone.
+
+        What is called inside is written down; at the end `entries` are complete.
+        """
         with _one_at_a_time, ExitStack() as stack:
-            for name in ("split_range", "run_parts", "run_together", "call"):
+            for name in ("run_parts", "share", "call"):
                 stack.enter_context(_instead(self._pool, name, getattr(self, name)))
             for name in _operations() - OF_LOOPS - STEERS:
                 instead = self._refused if name in ANSWERS else self._in_python
@@ -145,66 +138,31 @@ class GraphCapture:
             stack.enter_context(_instead(self._kernels, "linear_cross_entropy", loss))
             stack.callback(setattr, self._pool.state, "index", self._pool.state.index)
             yield
+        self._end_segment()
 
     # -- in place of the pool's
 
-    def split_range(self, total: int, grain: int, job: Callable[..., object], *args: object) -> None:
-        if self._mode == IN_PARTS:
-            self._do(job, 0, total, *args)
-            return
-        parts = min(self._pool.threads, -(-total // grain))
-        if self._mode == TOGETHER:
-            first, last = self._pool.part_of(self._pool.thread, self._pool.threads, total, grain)
-            if first < last:
-                self._within(IN_PARTS, lambda: self._do(job, first, last, *args))
-            return
-
-        def part(i: int) -> None:
-            self._do(job, *self._pool.part_of(i, parts, total, grain), *args)
-
-        self.run_parts(part, parts)
-
     def run_parts(self, work: Callable[[int], None], count: int) -> None:
-        if self._mode != ALONE or count == 1:  # of one part each operation is split, as in the pool
-            for part in range(count):
-                work(part)
-            return
+        Pool.run_parts(self._pool, work, count)
+        if self._pool.threads == 1 and count > 1:
+            self._pause(_nothing)
+
+    def share(self, work: Callable[[int], object], count: int, mode: int) -> None:
         self._meet()
-        for part in range(count):
-            self._pool.state.index = part % self._pool.threads
-            self._within(IN_PARTS, partial(work, part))
+        for thread in range(self._pool.threads):
+            self._pool.state.index = thread
+            self._pool.do_parts(thread, Job(work, count, mode))
         self._pool.state.index = 0
         self._meet()
-        self._pause(_nothing)  # Python notes signals here, which come in the main thread
+        if mode == IN_PARTS:
+            self._pause(_nothing)  # Python notes signals here, which come in the main thread
 
-    def run_together(self, work: Work) -> None:
-        if self._mode != ALONE:
-            work()
-            return
-        self._meet()
-        for index in range(self._pool.threads):
-            self._pool.state.index = index
-            self._within(TOGETHER, work)
-        self._pool.state.index = 0
-        self._meet()
-
-    def call(self, loop: Callable[..., object], *args: object) -> None:
-        self._threads[self._pool.thread].add(loop, args)
-        self._has_met = False
-
-    def _do(self, job: Callable[..., object], *args: object) -> None:
-        """Write down a loop; a function of Python's calls `Pool.call` for its loops."""
+    def call(self, job: Callable[..., object], *args: object) -> None:
         if isinstance(job, Dispatcher):
-            self.call(job, *args)
+            self._threads[self._pool.thread].add(job, args)
+            self._has_met = False
         else:
             job(*args)
-
-    def _within(self, mode: int, work: Work) -> None:
-        former, self._mode = self._mode, mode
-        try:
-            work()
-        finally:
-            self._mode = former
 
     def _meet(self) -> None:
         """Let all threads wait for each other, unless they have just done so."""
@@ -220,7 +178,7 @@ class GraphCapture:
     # -- in place of operations
 
     def _in_python(self, name: str, *args: object, **named: object) -> None:
-        if self._mode != ALONE:
+        if self._pool.state.mode != ALONE:
             raise NotRecordable(f"{name} by some threads")
         work = partial(getattr(type(self._kernels), name), self._kernels, *args, **named)
         if name in ALONE_AND_SHORT and any(map(len, self._threads)):
@@ -251,7 +209,7 @@ class GraphCapture:
     def _end_segment(self) -> None:
         if any(map(len, self._threads)):
             self.entries.append(Segment(self._pool, self._threads, self._at_pauses))
-            self._written += self._threads
+            self.addresses += [address for calls in self._threads for address in calls.addresses]
         self._threads = [Calls() for _ in self._threads]
         self._at_pauses = []
         self._has_met = True

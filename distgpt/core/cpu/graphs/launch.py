@@ -68,7 +68,7 @@ class ParallelLaunch:
         self._words = np.array(words, np.uint64)
         self._calls = np.zeros((pool.threads, loops.WIDTH), np.int64)
         self._calls[:, 0] = caller(self._kinds)
-        self._calls[:, 1] = machine_code(loop, self._kinds, arguments[0])
+        self._calls[:, 1] = machine_code(loop, self._kinds)
         self._calls[:, 2] = self._words.ctypes.data + self._words.strides[0] * np.arange(pool.threads)
         self._failed: list[int] = []
 

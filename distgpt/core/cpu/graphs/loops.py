@@ -15,7 +15,8 @@ from numba.extending import intrinsic
 from distgpt.core.cpu.compiling.barrier import RELEASED, arrive, arrived, barrier, pause
 from distgpt.core.cpu.compiling.jit import inline, jit
 
-_I64, _I32 = ir.IntType(64), ir.IntType(32)
+_I64, _I32, _I8 = ir.IntType(64), ir.IntType(32), ir.IntType(8)
+WORD = 8  # bytes
 
 # A program is rows of three words: a call is the addresses of what calls, of what is called and of its
 # arguments. Where the first word is none of these addresses, it is one of:
@@ -150,3 +151,23 @@ def _word(context, address=None):
         return builder.load(builder.inttoptr(values[0], _I64.as_pointer()))
 
     return types.int64(types.int64), generate
+
+
+@intrinsic
+def unpack_args(context, packed=None):
+    """Return the values of `PackedArgs` (calls.py)."""
+
+    def generate(context, builder, signature, values):
+        packer = context.get_arg_packer([packed.kind])
+        leaves = [loaded(builder, values[0], i, leaf) for i, leaf in enumerate(packer.argument_types)]
+        return packer.from_arguments(builder, leaves)[0]
+
+    return packed.kind(packed), generate
+
+
+def loaded(builder: ir.IRBuilder, words: ir.Value, i: int, kind: ir.Type) -> ir.Value:
+    """Read word i of those at an address, as code of LLVM's takes it."""
+    address = builder.add(words, _I64(WORD * i))
+    if isinstance(kind, ir.IntType) and kind.width < 8:  # a bool
+        return builder.trunc(builder.load(builder.inttoptr(address, _I8.as_pointer())), kind)
+    return builder.load(builder.inttoptr(address, kind.as_pointer()))

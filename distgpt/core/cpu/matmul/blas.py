@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from typing import Any
 
 import llvmlite.binding as llvm
 import numpy as np
@@ -55,23 +56,22 @@ _ssyrk, _dsyrk = (_external(f"{kind}syrk", real, SYRK) for kind, real in KINDS.i
 
 def single_threaded_blas() -> None:
     """Keep BLAS from starting threads of its own."""
-    for name in (
-        "scipy_openblas_set_num_threads64_",
-        "openblas_set_num_threads64_",
-        "openblas_set_num_threads",
-    ):
-        if hasattr(_library, name):
-            getattr(_library, name)(1)
+    for set_number in _of_openblas("set_num_threads"):
+        set_number(1)
 
 
 def blas_core_name() -> str:
     """Return the processor that the BLAS was tuned for, as it names it, or an empty string."""
-    for name in ("scipy_openblas_get_corename64_", "openblas_get_corename64_", "openblas_get_corename"):
-        if hasattr(_library, name):
-            function = getattr(_library, name)
-            function.restype = ctypes.c_char_p
-            return str(function().decode())
+    for get_name in _of_openblas("get_corename"):
+        get_name.restype = ctypes.c_char_p
+        return str(get_name().decode())
     return ""
+
+
+def _of_openblas(function: str) -> list[Any]:
+    """Return a function of OpenBLAS under the names that its builds give it, if it is OpenBLAS."""
+    names = f"scipy_openblas_{function}64_", f"openblas_{function}64_", f"openblas_{function}"
+    return [getattr(_library, name) for name in names if hasattr(_library, name)]
 
 
 # OpenBLAS's names of processors whose sgemm and ssyrk round an element alike however rows and columns are
@@ -180,17 +180,6 @@ def linear_backward_weights(first, last, dw, dy, x, accumulate):
     rows, inputs = x.shape
     width = dy.strides[0] // dy.itemsize
     beta = 1.0 if accumulate else 0.0
-    gemm(
-        TRANSPOSED,
-        PLAIN,
-        last - first,
-        inputs,
-        rows,
-        dy[:, first:],
-        width,
-        x,
-        inputs,
-        beta,
-        dw[first:],
-        inputs,
-    )
+    n = last - first
+    columns = dy[:, first:]
+    gemm(TRANSPOSED, PLAIN, n, inputs, rows, columns, width, x, inputs, beta, dw[first:], inputs)

@@ -13,8 +13,9 @@ import numpy as np
 
 from distgpt.core.config import ModelConfig
 from distgpt.core.cpu.compiling.barrier import wait_for_all
-from distgpt.core.cpu.compiling.jit import inline, jit, unpack_args
+from distgpt.core.cpu.compiling.jit import inline, jit
 from distgpt.core.cpu.fused.activations import NUMBERS, activate_in_place
+from distgpt.core.cpu.graphs.loops import unpack_args
 from distgpt.core.cpu.matmul.microkernel import ACCUMULATE, BIAS
 from distgpt.core.cpu.matmul.packing import COLUMNS
 from distgpt.core.ops.api import Array
