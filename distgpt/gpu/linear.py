@@ -100,8 +100,9 @@ class LinearKernels(Kernels):
             if parts is not None:
                 self._slices("reduce", "sum_slices", parts, dpre)
 
-        fused = replace(self._kind(dpre, dy, w), epilogue="dgelu") if act == "gelu" else None
-        self._fastest(apart, fused, not again and self._type != "float64", dpre, dy, w, aux=pre, behind=sums)
+        fused = replace(self._kind(dpre, dy, w), epilogue="dgelu")
+        allowed = act == "gelu" and not again and self._type != "float64"
+        self._fastest(apart, fused, allowed, dpre, dy, w, aux=pre, behind=sums)
         if db is not None:
             self._bias(db, dpre, parts)
 
@@ -168,7 +169,7 @@ class LinearKernels(Kernels):
     def _fastest(
         self,
         apart: Work,
-        fused: Matmul | None,
+        fused: Matmul,
         allowed: bool,
         out: Array,
         a: Array,
@@ -178,16 +179,15 @@ class LinearKernels(Kernels):
         behind: Work = lambda: None,
     ) -> None:
         """Run the faster way: several steps, or the library's fused one, followed by `behind`."""
-        if fused is None or not allowed or not self._can(fused):
+        if not allowed or not self._can(fused):
             apart()
             return
-        kind = fused
 
         def together() -> None:
-            self.matmuls.run(kind, out, a, b, bias=bias, aux=aux)
+            self.matmuls.run(fused, out, a, b, bias=bias, aux=aux)
             behind()
 
-        self._device.fastest(kind, (together, apart))
+        self._device.fastest(fused, (together, apart))
 
     def _can(self, kind: Matmul) -> bool:
         if kind not in self._possible:

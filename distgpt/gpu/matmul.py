@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from distgpt.core.ops.api import Array
-from distgpt.gpu.compiling import Kept
 from distgpt.gpu.cublaslt import (
     Algorithm,
     Compute,
@@ -25,7 +24,7 @@ from distgpt.gpu.cublaslt import (
     Reduction,
     Status,
 )
-from distgpt.gpu.device import CupyDevice, address
+from distgpt.gpu.device import STORAGE, CupyDevice, address
 
 CANDIDATES = 32
 WIDEST = 256  # bytes of alignment; no algorithm asks for more
@@ -35,7 +34,6 @@ _TYPES = {
     "float32": DataType.R_32F,
     "float64": DataType.R_64F,
 }
-_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 _EPILOGUES = {
     ("none", False): Epilogue.DEFAULT,
     ("bias", False): Epilogue.BIAS,
@@ -94,7 +92,7 @@ def _alignment(at: int) -> int:
 
 def _row_bytes(kind: Matmul) -> tuple[int, int, int]:
     """Return the bytes of a row of a, b and out as they are stored."""
-    size, out_size = _BYTES[kind.in_type], _BYTES[kind.out_type]
+    size, out_size = STORAGE[kind.in_type].itemsize, STORAGE[kind.out_type].itemsize
     a = kind.stride or (kind.m if kind.transpose_a else kind.k)
     b = kind.k if kind.transpose_b else kind.n
     return a * size, b * size, kind.n * out_size
@@ -127,10 +125,8 @@ class _Plan:
 class LtMatmul:
     """cuBLASLt's matmuls on one device, which also times them."""
 
-    def __init__(
-        self, lt: CublasLt, device: CupyDevice, tf32: bool = False, kept: Kept | None = None
-    ) -> None:
-        self._lt, self._device, self._tf32, self._kept = lt, device, tf32, kept or Kept(None)
+    def __init__(self, lt: CublasLt, device: CupyDevice, tf32: bool = False) -> None:
+        self._lt, self._device, self._tf32 = lt, device, tf32
         self._deterministic = device.deterministic
         workspace = (64 if device.capability[0] == 9 else 32) << 20  # bytes; Hopper's kernels take more
         self._workspace = device.zeros((workspace,), np.dtype(np.uint8))
@@ -246,7 +242,7 @@ class LtMatmul:
             seconds = self._device.times(works)
             return bytes(plan.candidates[seconds.index(min(seconds))])
 
-        found = self._kept.choice(f"{plan.name} {self.about}", accepts, timed)
+        found = self._device.kept.choice(f"{plan.name} {self.about}", accepts, timed)
         chosen = next(each for each in plan.candidates if bytes(each) == found)
         plan.algorithm = ctypes.addressof(chosen)
 

@@ -7,6 +7,7 @@ import importlib.metadata
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -146,10 +147,8 @@ def packages(version: Callable[[str], str] = importlib.metadata.version) -> dict
     """Return the version of each package of interest that is installed."""
     found = {}
     for name in PACKAGES:
-        try:
+        with suppress(importlib.metadata.PackageNotFoundError):
             found[name] = version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return found
 
 
