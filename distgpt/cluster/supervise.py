@@ -16,7 +16,6 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TypeAlias
 
 from distgpt.cluster.jobs.launchers import (
     LARGEST_HOSTFILE,
@@ -53,7 +52,6 @@ MOST_DEATHS = 3  # without a step more than before
 SECONDS_BETWEEN_LOOKS = 0.2
 SECONDS_BETWEEN_QUESTIONS = 5.0  # to a host that answers and rejects ssh, or for which a job waits
 PAUSE = 5.0  # before a third attempt at a step: a disk that was away may be back
-Process: TypeAlias = subprocess.Popen[bytes]
 VARIABLE = "DISTGPT_SUPERVISED"  # in the environment of all processes that a supervisor starts
 
 
@@ -184,13 +182,7 @@ class Supervisor:
     """
 
     def __init__(
-        self,
-        line: LaunchLine,
-        out: Path,
-        on_gpu: bool,
-        least: int = 1,
-        restarts: int | None = None,
-        stall: float | None = None,
+        self, line: LaunchLine, out: Path, on_gpu: bool, least: int, restarts: int | None, stall: float | None
     ) -> None:
         self._line, self._run, self._on_gpu = line, RunDirectory(out), on_gpu
         self._least, self._restarts, self._stall = least, restarts, stall
