@@ -50,7 +50,7 @@ def test_sums_take_the_same_memory_again_and_again(device):
     for _ in range(20):
         way.sum(array[3:20])
     np.testing.assert_array_equal(device.download(array)[[0, 3, 19, 20]], [1, 2**20, 2**20, 1])
-    assert len({id(block) for block in device.xp.free_pinned[512]}) + len(device._under_way._copies) < 5
+    assert len({id(block) for block in device.xp.free_pinned[512]}) + len(device._under_way) < 5
 
 
 # NCCL
