@@ -6,17 +6,16 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import IO, Any
+from typing import IO
 
 from distgpt.core.base.errors import StorageError
-from distgpt.core.base.interrupts import ENDING, signals_deferred
+from distgpt.core.base.interrupts import signals_deferred, undisturbed
 from distgpt.core.base.system import PACKAGE, python
 
 SECONDS_TO_END = 5.0  # from the request to end until it is enforced
@@ -131,19 +130,6 @@ def _started(
         )
     except OSError as error:
         raise StorageError(f"cannot start {command[0]}: {error.strerror or error}") from error
-
-
-@contextmanager
-def undisturbed() -> Iterator[None]:
-    """Ignore interrupts and requests to end, for something short that must be finished."""
-    former: dict[signal.Signals, Any] = {}
-    if threading.current_thread() is threading.main_thread():
-        former = {number: signal.signal(number, signal.SIG_IGN) for number in ENDING}
-    try:
-        yield
-    finally:
-        for number, action in former.items():
-            signal.signal(number, signal.SIG_DFL if action is None else action)
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
