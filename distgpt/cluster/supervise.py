@@ -200,13 +200,12 @@ class Supervisor:
         """Return the exit code of the command."""
         with deferred_signals(self._signals):
             try:
-                while (placed := self._place()) is not None:
-                    attempt = self._attempt(placed)
+                while (attempt := self._place()) is not None:
+                    self._run_once(attempt)
                     self._starts += 1
                     if attempt.code or attempt.gone:
                         self._clean(known_gone=attempt.gone)
-                    code = self._judge(attempt)
-                    if code is not None:
+                    if (code := self._judge(attempt)) is not None:
                         return code
             finally:
                 clean_here(self._variable)
@@ -279,7 +278,7 @@ class Supervisor:
 
     # An attempt
 
-    def _attempt(self, attempt: Attempt) -> Attempt:
+    def _run_once(self, attempt: Attempt) -> None:
         """Run the job until it ends, one of its hosts is lost, or it stalls."""
         with tempfile.TemporaryDirectory(prefix="distgpt-hosts-") as folder:
             hosts = Path(folder) / "hosts" if attempt.rooms else None
@@ -308,7 +307,6 @@ class Supervisor:
                         os.killpg(child.pid, signal.SIGKILL)
                 clean_here(self._variable)  # also the launcher's ssh, and what has left its group
                 attempt.code = child.wait()
-        return attempt
 
     def _wait(
         self, child: subprocess.Popen[bytes], lines: dict[str, subprocess.Popen[bytes]], attempt: Attempt
@@ -354,9 +352,8 @@ class Supervisor:
         if attempt.code in FINAL:
             say(f"not started again, as it would end so again: {attempt.why()}")
             return attempt.code
-        attempt.gone = attempt.gone or [
-            host for host in hosts_of(attempt.rooms) if not self._answers[host].name
-        ]
+        if not attempt.gone:
+            attempt.gone = [host for host in hosts_of(attempt.rooms) if not self._answers[host].name]
         newly_lost = set(attempt.gone) - self._lost
         self._lost |= newly_lost
         if step > self._furthest:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
@@ -207,5 +207,4 @@ def _first_that_fits(head: int, real_bytes: int, backward: bool) -> tuple[Tile, 
 
 
 def _macros(name: str, tile: Tile, shared: int) -> tuple[str, ...]:
-    sizes = {"ROWS": tile.rows, "COLUMNS": tile.columns, "HEIGHT": tile.height, "LANES": tile.lanes}
-    return tuple(f"{name}_{size}={value}" for size, value in {**sizes, "SHARED": shared}.items())
+    return tuple(f"{name}_{size.upper()}={n}" for size, n in {**asdict(tile), "shared": shared}.items())

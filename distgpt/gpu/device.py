@@ -265,10 +265,6 @@ class CupyDevice:
 
         return replay
 
-    def new_stream(self) -> Any:
-        """Make another stream; `after` orders the two."""
-        return self._cuda.Stream(non_blocking=True)
-
     @contextmanager
     def on(self, stream: Any) -> Iterator[None]:
         """Send kernels and exchanges to another stream; arrays are not made there, nor copied to the host."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -116,8 +116,8 @@ class _Plan:
     b: int
     out: int
     wants: tuple[bool, ...]  # those of _POINTERS that it takes
-    candidates: list[Algorithm]
-    refusal: str  # why there is no candidate
+    candidates: list[Algorithm] = field(default_factory=list)
+    refusal: str = ""  # why there is no candidate
     algorithm: int = 0  # not chosen yet
     extras: tuple[int, ...] | None = None  # the last addresses of those on the device
 
@@ -275,9 +275,9 @@ class LtMatmul:
             attributes |= {Desc.EPILOGUE_AUX_POINTER: alignment, Desc.EPILOGUE_AUX_LD: n}
         compute, scale = self._arithmetic(in_type)
         descriptor = self._lt.descriptor(compute, scale, attributes)
-        candidates, refusal = self._search(kind, epilogue, descriptor, (a, b, out), alignment)
-        name = f"{kind} at multiples of {alignment}"
-        return _Plan(name, descriptor, a, b, out, wants, candidates, refusal)
+        plan = _Plan(f"{kind} at multiples of {alignment}", descriptor, a, b, out, wants)
+        plan.candidates, plan.refusal = self._search(kind, plan, alignment)
+        return plan
 
     def _arithmetic(self, in_type: DataType) -> tuple[Compute, DataType]:
         """Return the type of the sums, and the type of alpha and beta."""
@@ -286,19 +286,12 @@ class LtMatmul:
         inexact = self._tf32 and in_type is DataType.R_32F
         return Compute.COMPUTE_32F_FAST_TF32 if inexact else Compute.COMPUTE_32F, DataType.R_32F
 
-    def _search(
-        self,
-        kind: Matmul,
-        epilogue: Epilogue,
-        descriptor: int,
-        layouts: tuple[int, int, int],
-        alignment: int,
-    ) -> tuple[list[Algorithm], str]:
+    def _search(self, kind: Matmul, plan: _Plan, alignment: int) -> tuple[list[Algorithm], str]:
         """Return the candidates, or why there are none."""
+        epilogue = _EPILOGUES[kind.epilogue, kind.has_bias]
         adds = (not kind.accumulate or epilogue in _ACCUMULATING) and (not kind.onto or epilogue in _ADDING)
         if not adds or (epilogue in _WITH_AUX and kind.n % 8):  # rows of aux
             return [], "cuBLASLt has no such epilogue"
-        a, b, out = layouts
         a_bytes, b_bytes, out_bytes = (min(alignment, _alignment(row)) for row in _row_bytes(kind))
         # Parts of a split matmul that were rounded to bfloat16 would not be a sum in float32, and parts
         # added up in place come in the order in which they are done.
@@ -312,7 +305,7 @@ class LtMatmul:
             Pref.MIN_ALIGNMENT_D_BYTES: out_bytes,
         }
         try:
-            found = self._lt.algorithms(descriptor, b, a, out, preferences, CANDIDATES)
+            found = self._lt.algorithms(plan.descriptor, plan.b, plan.a, plan.out, preferences, CANDIDATES)
         except LtError as error:
             if error.status not in (Status.NOT_SUPPORTED, Status.INVALID_VALUE):
                 raise

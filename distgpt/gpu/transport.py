@@ -110,7 +110,7 @@ class Nccl:
     def __init__(self, comm: Comm, device: CupyDevice, nccl: Any) -> None:
         """`nccl`: CuPy's module of that name."""
         self._device, self._nccl = device, nccl
-        self._second = device.new_stream()
+        self._second = device.xp.cuda.Stream(non_blocking=True)
         self._rank = comm.rank
         own = nccl.get_unique_id() if comm.rank == 0 else None
         self._ranks = nccl.NcclCommunicator(comm.size, comm.broadcast_bytes(own), comm.rank)

@@ -141,9 +141,8 @@ class Placed(Layout):
 
     def _machine(self, ranks: int) -> Machine:
         """Return the CPUs that the launch gave, also where this process has bound itself to a part."""
-        if ranks > 1:
-            return read_machine(self._root, self._given or usable_cores())
-        return read_machine(self._root, usable_cores())
+        given = self._given if ranks > 1 else frozenset[int]()
+        return read_machine(self._root, given or usable_cores())
 
     def forget(self) -> None:
         """Give up what was claimed, and seat no thread that begins later."""
