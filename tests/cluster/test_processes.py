@@ -34,7 +34,7 @@ def test_what_a_child_said_and_how_it_ended():
     """
     ended = run(script(child))
     assert (ended.code, ended.output, ended.errors) == (3, "one\ntwo\n", "sorry\n")
-    assert ended.last_words() == "sorry"
+    assert ended.complaint() == "sorry"
     assert ended.seconds > 0
 
 

@@ -24,6 +24,7 @@ from distgpt.core.comm.api import SerialComm
 from distgpt.core.config import RunConfig, TrainConfig
 from distgpt.core.cpu.kernels import CpuKernels
 from distgpt.core.cpu.stages import open_stage
+from distgpt.core.data.loading import DataRequest
 from distgpt.core.data.tokenizers import load_tokenizer
 from distgpt.core.generate.engine_setup import ModelSpec
 from distgpt.core.model.model import Architecture, Model
@@ -33,8 +34,8 @@ from distgpt.core.ops.api import IGNORED
 from distgpt.core.ops.kernels import Kernels
 from distgpt.core.saved.modelfile import Description, read_description, save_model
 from distgpt.core.train.step import Step
-from distgpt.corpora.chats.examples import ExampleBatches, Examples
 from distgpt.corpora.chats.examples import CHATS as LOADING
+from distgpt.corpora.chats.examples import ExampleBatches, Examples
 from distgpt.inference.serving.server import _served
 
 SAMPLE = bundled("weights", "sample.safetensors")

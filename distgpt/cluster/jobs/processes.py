@@ -41,19 +41,20 @@ class Ended:
     errors: str
     seconds: float
 
-    def last_words(self) -> str:
-        """Return the last line that is no launcher's noise, of the errors if there are any."""
-        lines = [line.strip() for text in (self.output, self.errors) for line in text.splitlines()]
-        said = [line for line in lines if line and not line.startswith(_LAUNCHERS_NOISE)]
-        return said[-1] if said else ""
-
     def complaint(self) -> str:
-        """Why it failed: our error line, the launcher's words on a killed rank, or the last line."""
+        """Why it failed: our error line, the launcher's words on a killed rank, or the last line.
+
+        That is the last one which is no launcher's noise, of the errors if there are any.
+        """
         ours = [line for line in self.errors.splitlines() if line.startswith(OUR_LINE)]
         if ours and not ours[-1].endswith("internal error"):  # after that comes a traceback
             return ours[-1].removeprefix(OUR_LINE)
-        _, _, rank = f"{self.output}\n{self.errors}".partition(MPICH_RANK)
-        return f"a rank ended: {rank.splitlines()[0].strip()}" if rank else self.last_words()
+        said = f"{self.output}\n{self.errors}"
+        _, _, rank = said.partition(MPICH_RANK)
+        if rank:
+            return f"a rank ended: {rank.splitlines()[0].strip()}"
+        lines = (line.strip() for line in reversed(said.splitlines()))
+        return next((line for line in lines if line and not line.startswith(_LAUNCHERS_NOISE)), "")
 
 
 def ending(code: int) -> str:

@@ -71,7 +71,10 @@ class FastEncoder:
     """
 
     def __init__(
-        self, id_of: dict[str, int], merges: Sequence[tuple[str, str]], encode_long: Callable[[str], list[int]]
+        self,
+        id_of: dict[str, int],
+        merges: Sequence[tuple[str, str]],
+        encode_long: Callable[[str], list[int]],
     ) -> None:
         pairs = np.array([(id_of[a], id_of[b]) for a, b in merges], np.uint64).reshape(-1, 2)
         results = np.array([id_of[a + b] for a, b in merges], np.uint64)
