@@ -222,7 +222,7 @@ def foreign_launcher() -> str:
     from distgpt.core.comm import mpi
 
     found, vendor = launchers(), mpi.vendor()
-    if not found or (found[0] != OPEN_MPI and launched_as() == 1):  # nothing for another one to get wrong
+    if not found or (found[0] != OPEN_MPI and launched_as() < 2):  # nothing for another one to get wrong
         return ""
     launcher = found[0]
     if (launcher == OPEN_MPI and vendor != "Open MPI") or (launcher == MPICH and vendor == "Open MPI"):
