@@ -54,10 +54,8 @@ class GpuStage(Stage):
             return f"unknown dtype {dtype!r}{nearest(dtype, known)}"
         if dtype in ROUNDED_DTYPES:
             return f"stage {self.name!r} computes on a GPU: {dtype} is for the CPU stages"
-        if dtype != "bfloat16":
-            return ""
-        has = f"{self.device.name} has {dotted(self.device.capability)}"
-        if self.device.capability < OLDEST_BFLOAT16:
+        if dtype == "bfloat16" and self.device.capability < OLDEST_BFLOAT16:
+            has = f"{self.device.name} has {dotted(self.device.capability)}"
             return f"--dtype bfloat16 needs compute capability {dotted(OLDEST_BFLOAT16)}, {has}: use float32"
         return ""
 
