@@ -190,11 +190,12 @@ def measure(name: str, most: float, command: list[str], found: Found) -> None:
         found["error"] = "not started: no time left"
         return
     print(f"{name}: at most {most:.0f} s", file=sys.stderr, flush=True)
-    lines: list[str] = []
-    try:
-        ended = run(command, timeout=most, on_line=lines.append)
-    finally:  # also what was printed before an interrupt
-        read("\n".join(lines), found)
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as output:
+        try:
+            ended = run(command, timeout=most, output=output)
+        finally:  # also what was printed before an interrupt
+            output.seek(0)
+            read(output.read(), found)
     found |= {"wall_s": ended.seconds, "stderr": ended.errors[-5000:].strip()}
     if ended.code:
         how = f"stopped after {most:.0f} s" if ended.code == TIMED_OUT else f"exit code {ended.code}"

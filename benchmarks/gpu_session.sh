@@ -312,8 +312,7 @@ speed() {
 # As many as to rehearse each command, where a machine has fewer. A run takes no second thread of a core.
 seats=$("${PY:-python3}" -c 'import os
 from distgpt.cluster.affinity.machine import read_machine
-from distgpt.cluster.affinity.plan import cores
-print(*(core[0].number for core in cores(read_machine(allowed=os.sched_getaffinity(0)))), sep="\n")' ||
+print(*(core[0].number for core in read_machine(allowed=os.sched_getaffinity(0)).cores), sep="\n")' ||
     seq 0 $(($(nproc) - 1))) # a CPU of each core
 cores=${REHEARSAL:+4}
 cores=${cores:-$(wc -l <<<"$seats")}

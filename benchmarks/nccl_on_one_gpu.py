@@ -99,7 +99,8 @@ def main() -> int:
     os.environ[SHARED_GPU] = "1"
     comm, began = MpiComm(), time.perf_counter()
     device = open_device(device_of(comm.local_rank, 1), GpuConfig())
-    way = choose_transport("nccl", comm, device, sharing(comm, device))
+    device.sharing = sharing(comm, device)
+    way = choose_transport("nccl", comm, device)
     assert isinstance(way, Nccl)
     if comm.rank == 0:
         print(f"NCCL {nccl_module().get_version()}, {comm.size} ranks, ready after", end=" ")

@@ -16,7 +16,6 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TypeAlias
 
 from distgpt.cluster.jobs.launchers import (
     LARGEST_HOSTFILE,
@@ -53,7 +52,6 @@ MOST_DEATHS = 3  # without a step more than before
 SECONDS_BETWEEN_LOOKS = 0.2
 SECONDS_BETWEEN_QUESTIONS = 5.0  # to a host that answers and rejects ssh, or for which a job waits
 PAUSE = 5.0  # before a third attempt at a step: a disk that was away may be back
-Process: TypeAlias = subprocess.Popen[bytes]
 VARIABLE = "DISTGPT_SUPERVISED"  # in the environment of all processes that a supervisor starts
 
 
@@ -184,13 +182,7 @@ class Supervisor:
     """
 
     def __init__(
-        self,
-        line: LaunchLine,
-        out: Path,
-        on_gpu: bool,
-        least: int = 1,
-        restarts: int | None = None,
-        stall: float | None = None,
+        self, line: LaunchLine, out: Path, on_gpu: bool, least: int, restarts: int | None, stall: float | None
     ) -> None:
         self._line, self._run, self._on_gpu = line, RunDirectory(out), on_gpu
         self._least, self._restarts, self._stall = least, restarts, stall
@@ -208,13 +200,12 @@ class Supervisor:
         """Return the exit code of the command."""
         with deferred_signals(self._signals):
             try:
-                while (placed := self._place()) is not None:
-                    attempt = self._attempt(placed)
+                while (attempt := self._place()) is not None:
+                    self._run_once(attempt)
                     self._starts += 1
                     if attempt.code or attempt.gone:
                         self._clean(known_gone=attempt.gone)
-                    code = self._judge(attempt)
-                    if code is not None:
+                    if (code := self._judge(attempt)) is not None:
                         return code
             finally:
                 clean_here(self._variable)
@@ -287,7 +278,7 @@ class Supervisor:
 
     # An attempt
 
-    def _attempt(self, attempt: Attempt) -> Attempt:
+    def _run_once(self, attempt: Attempt) -> None:
         """Run the job until it ends, one of its hosts is lost, or it stalls."""
         with tempfile.TemporaryDirectory(prefix="distgpt-hosts-") as folder:
             hosts = Path(folder) / "hosts" if attempt.rooms else None
@@ -316,7 +307,6 @@ class Supervisor:
                         os.killpg(child.pid, signal.SIGKILL)
                 clean_here(self._variable)  # also the launcher's ssh, and what has left its group
                 attempt.code = child.wait()
-        return attempt
 
     def _wait(
         self, child: subprocess.Popen[bytes], lines: dict[str, subprocess.Popen[bytes]], attempt: Attempt
@@ -362,9 +352,8 @@ class Supervisor:
         if attempt.code in FINAL:
             say(f"not started again, as it would end so again: {attempt.why()}")
             return attempt.code
-        attempt.gone = attempt.gone or [
-            host for host in hosts_of(attempt.rooms) if not self._answers[host].name
-        ]
+        if not attempt.gone:
+            attempt.gone = [host for host in hosts_of(attempt.rooms) if not self._answers[host].name]
         newly_lost = set(attempt.gone) - self._lost
         self._lost |= newly_lost
         if step > self._furthest:

@@ -144,11 +144,7 @@ class Manifest:
     text_bytes: Size
     replaced: Size
 
-    @property
-    def fingerprint(self) -> str:
-        return self.fingerprint_of(SPLITS)
-
-    def fingerprint_of(self, splits: tuple[str, ...]) -> str:
+    def fingerprint(self, splits: tuple[str, ...] = SPLITS) -> str:
         """Return a hash of the ids in these splits and of their tokenizer."""
         hashes = [shard.sha256 for split in splits for shard in self.of(split)]
         return "sha256:" + hashlib.sha256("\n".join([self.tokenizer, *splits, *hashes]).encode()).hexdigest()
@@ -267,7 +263,7 @@ class ShardTokens:
         self._paths = [folder / shard.name for shard in shards]
         self._starts = [0, *accumulate(shard.tokens for shard in shards)]
         self._dtype, self._vocab_size = np.dtype(manifest.dtype), manifest.vocab_size
-        self.fingerprint = manifest.fingerprint_of((split,))
+        self.fingerprint = manifest.fingerprint((split,))
 
     def __len__(self) -> int:
         return self._starts[-1]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
@@ -59,14 +59,7 @@ class OwnAttention:
         self._start(plan, "attention_forward", y, lse, qkv, mask.positions, mask.seq_len, n_head)
 
     def backward(
-        self,
-        dqkv: Array,
-        dy: Array,
-        y: Array,
-        lse: Array,
-        qkv: Array,
-        mask: AttentionMask,
-        sums: bool = False,
+        self, dqkv: Array, dy: Array, y: Array, lse: Array, qkv: Array, mask: AttentionMask, sums: bool
     ) -> Array | None:
         """Compute dqkv. With `sums`, return its sums over parts of the rows, if cheap."""
         n_head = lse.shape[1]
@@ -197,8 +190,7 @@ class AttentionShape:
 
 def attention_shape(head: int, real_bytes: int, group: int) -> AttentionShape:
     """The first tiles that fit, for heads of 1 to 256 elements, computed in 4 or 8 bytes each."""
-    forward = _first_that_fits(head, real_bytes, backward=False)
-    backward = _first_that_fits(head, real_bytes, backward=True)
+    forward, backward = (_first_that_fits(head, real_bytes, backward) for backward in (False, True))
     macros = (*_macros("FORWARD", *forward), *_macros("BACKWARD", *backward))
     sizes = f"HEAD={head}", f"GROUP={group}"
     return AttentionShape(forward, backward, (*sizes, *macros))
@@ -215,5 +207,4 @@ def _first_that_fits(head: int, real_bytes: int, backward: bool) -> tuple[Tile, 
 
 
 def _macros(name: str, tile: Tile, shared: int) -> tuple[str, ...]:
-    sizes = {"ROWS": tile.rows, "COLUMNS": tile.columns, "HEIGHT": tile.height, "LANES": tile.lanes}
-    return tuple(f"{name}_{size}={value}" for size, value in {**sizes, "SHARED": shared}.items())
+    return tuple(f"{name}_{size.upper()}={n}" for size, n in {**asdict(tile), "shared": shared}.items())

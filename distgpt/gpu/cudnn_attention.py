@@ -100,8 +100,8 @@ def frontend() -> Any:
 def forward_graph(shape: Shape, handle: Any) -> Any:
     """y, stats ← attention of q, k, v; stats are the logarithms of the softmax's denominators."""
     graph = _graph("attention", handle)
-    q, k, v = _packed(graph, shape)
-    y, stats = graph.sdpa(q=q, k=k, v=v, generate_stats=True, name="attention", **_causal(shape))
+    inputs = _packed(graph, shape)
+    y, stats = graph.sdpa(**inputs, generate_stats=True, name="attention", **_causal(shape))
     y.set_output(True).set_uid(Y).set_dim(shape.sizes).set_stride(shape.plain)
     stats.set_output(True).set_uid(STATS).set_data_type(frontend().data_type.FLOAT)
     stats.set_dim(shape.stats["dim"]).set_stride(shape.stats["stride"])
@@ -112,22 +112,14 @@ def backward_graph(shape: Shape, handle: Any, deterministic: bool) -> Any:
     """dq, dk, dv ← gradients of attention, from dy and what the forward pass gave."""
     types = frontend().data_type
     graph = _graph("attention_backward", handle)
-    q, k, v = _packed(graph, shape)
-    strides = shape.plain
-    y = graph.tensor(dim=shape.sizes, stride=strides, data_type=types.BFLOAT16, name="y", uid=Y)
-    dy = graph.tensor(dim=shape.sizes, stride=strides, data_type=types.BFLOAT16, name="dy", uid=DY)
-    stats = graph.tensor(**shape.stats, data_type=types.FLOAT, name="stats", uid=STATS)
-    gradients = graph.sdpa_backward(
-        q=q,
-        k=k,
-        v=v,
-        o=y,
-        dO=dy,
-        stats=stats,
-        use_deterministic_algorithm=deterministic,
-        name="attention_backward",
-        **_causal(shape),
-    )
+    inputs = _packed(graph, shape)
+    for argument, name, uid in (("o", "y", Y), ("dO", "dy", DY)):
+        inputs[argument] = graph.tensor(
+            dim=shape.sizes, stride=shape.plain, data_type=types.BFLOAT16, name=name, uid=uid
+        )
+    inputs["stats"] = graph.tensor(**shape.stats, data_type=types.FLOAT, name="stats", uid=STATS)
+    options = {"use_deterministic_algorithm": deterministic, "name": "attention_backward"}
+    gradients = graph.sdpa_backward(**inputs, **options, **_causal(shape))
     for gradient, uid, sizes in zip(gradients, (DQ, DK, DV), shape.parts, strict=True):
         gradient.set_output(True).set_uid(uid).set_dim(sizes)
         gradient.set_stride(shape.packed)
@@ -162,14 +154,7 @@ class CudnnAttention(OwnAttention):
             super().forward(y, lse, qkv, mask)
 
     def backward(
-        self,
-        dqkv: Array,
-        dy: Array,
-        y: Array,
-        lse: Array,
-        qkv: Array,
-        mask: AttentionMask,
-        sums: bool = False,
+        self, dqkv: Array, dy: Array, y: Array, lse: Array, qkv: Array, mask: AttentionMask, sums: bool
     ) -> Array | None:
         """Compute dqkv; cuDNN has no sums."""
         shape = _shape(y, lse, qkv, mask)
@@ -227,13 +212,13 @@ def _graph(name: str, handle: Any) -> Any:
     )
 
 
-def _packed(graph: Any, shape: Shape) -> list[Any]:
+def _packed(graph: Any, shape: Shape) -> dict[str, Any]:
     """Make q, k and v."""
     strides, stored = shape.packed, frontend().data_type.BFLOAT16
-    return [
-        graph.tensor(dim=sizes, stride=strides, data_type=stored, name=name, uid=uid)
+    return {
+        name: graph.tensor(dim=sizes, stride=strides, data_type=stored, name=name, uid=uid)
         for name, uid, sizes in zip("qkv", (Q, K, V), shape.parts, strict=True)
-    ]
+    }
 
 
 def _causal(shape: Shape) -> dict[str, Any]:

@@ -74,7 +74,7 @@ class CupyDevice:
         self.recording = False
         self._graphs = graphs
         self._cut: list[tuple[Any, Work]] = []  # of what is being recorded: what came before a call between
-        self._under_way = UnderWay()
+        self._under_way: deque[tuple[Any, Any]] = deque()  # events, and page-locked memory until then
         self._modules: dict[Kind, Any] = {}
         self._functions: dict[tuple[str, str, tuple[str, ...]], Any] = {}
         self.choices: dict[Hashable, int] = {}
@@ -140,8 +140,26 @@ class CupyDevice:
         """Make a host copy for an array that is transferred again and again."""
         self._refuse_while_recording("a copy was started")
         _require_contiguous(array)
-        self._under_way.release()
-        return Mirror(self._cuda, self.stream, array, self._under_way)
+        self._release()
+        return Mirror(self, array)
+
+    def hold(self, done: Any, memory: Any) -> None:
+        """Keep page-locked memory until the event `done`, when the copy from or to it is over.
+
+        CuPy's pool reuses memory as soon as it is dropped, whether or not a copy is under way.
+        """
+        self._under_way.append((done, memory))
+        self._release()
+
+    def _release(self) -> None:
+        """Give memory of copies that are done back to the pool; wait where there are too many."""
+        while self._under_way:
+            oldest, _ = self._under_way[0]
+            if not oldest.done:
+                if len(self._under_way) <= MOST_COPIES:
+                    return
+                oldest.synchronize()
+            self._under_way.popleft()
 
     def zero(self, array: DeviceArray) -> None:
         """array ← 0, contiguous, of any type"""
@@ -197,15 +215,15 @@ class CupyDevice:
         """
         if not self._graphs:
             return work
-        ran, graph = 0, None
+        ran, replay = 0, None
 
         def repeat() -> None:
-            nonlocal ran, graph
+            nonlocal ran, replay
             if ran == self._recordings:
-                graph = graph or self.capture(work)
-                graph.launch(self.stream)
+                replay = replay or self.capture(work)
+                replay()
             else:
-                graph = None
+                replay = None
                 work()
                 ran = self._recordings
 
@@ -224,8 +242,8 @@ class CupyDevice:
         self.synchronize()  # a graph that is dropped must not be running
         self._recordings += 1
 
-    def capture(self, work: Work) -> Any:
-        """Return the graph of what `work` starts, without running it; or graphs, and calls between them."""
+    def capture(self, work: Work) -> Work:
+        """Return what repeats all that `work` starts, without running it: graphs, and the calls between."""
         self._cut = []
         self.stream.begin_capture()
         self.recording = True
@@ -237,12 +255,15 @@ class CupyDevice:
                 self.stream.end_capture()
             raise
         self.recording = False
-        last = self.stream.end_capture()
-        return Graphs(self._cut, last) if self._cut else last
+        cut, last = self._cut, self.stream.end_capture()
 
-    def new_stream(self) -> Any:
-        """Make another stream; `after` orders the two."""
-        return self._cuda.Stream(non_blocking=True)
+        def replay() -> None:
+            for graph, act in cut:
+                graph.launch(self.stream)
+                act()
+            last.launch(self.stream)
+
+        return replay
 
     @contextmanager
     def on(self, stream: Any) -> Iterator[None]:
@@ -334,38 +355,13 @@ class Mark:
         return float(self._cuda.get_elapsed_time(earlier._event, self._event)) / 1000
 
 
-class UnderWay:
-    """Holds page-locked memory until the copies from or to it are done; waits where there are too many.
-
-    CuPy's pool reuses memory as soon as it is dropped, whether or not a copy is under way.
-    """
-
-    def __init__(self) -> None:
-        self._copies: deque[tuple[Any, Any]] = deque()
-
-    def hold(self, done: Any, memory: Any) -> None:
-        """Keep `memory` until the event `done`."""
-        self._copies.append((done, memory))
-        self.release()
-
-    def release(self) -> None:
-        """Give memory of copies that are done back to the pool."""
-        while self._copies:
-            oldest, _ = self._copies[0]
-            if not oldest.done:
-                if len(self._copies) <= MOST_COPIES:
-                    return
-                oldest.synchronize()
-            self._copies.popleft()
-
-
 class Mirror:
     """A device array's copy in page-locked memory: `host` is a NumPy array of the same type and shape."""
 
-    def __init__(self, cuda: Any, stream: Any, array: DeviceArray, under_way: UnderWay) -> None:
-        self._stream, self._array, self._under_way = stream, array, under_way
-        self._done = cuda.Event(disable_timing=True)
-        self._memory = cuda.alloc_pinned_memory(max(1, array.nbytes))
+    def __init__(self, device: CupyDevice, array: DeviceArray) -> None:
+        self._device, self._stream, self._array = device, device.stream, array
+        self._done = device.xp.cuda.Event(disable_timing=True)
+        self._memory = device.xp.cuda.alloc_pinned_memory(max(1, array.nbytes))
         self.host = np.frombuffer(self._memory, array.dtype, array.size).reshape(array.shape)
 
     def fetch(self, start: int = 0, stop: int | None = None) -> None:
@@ -393,7 +389,7 @@ class Mirror:
 
     def _started(self) -> None:
         self._done.record(self._stream)
-        self._under_way.hold(self._done, self._memory)
+        self._device.hold(self._done, self._memory)
 
 
 def _require_contiguous(array: Array) -> None:
@@ -408,19 +404,6 @@ def _argument(value: Any) -> Any:
     if isinstance(value, int):
         return np.int32(value)
     return np.float64(value) if isinstance(value, float) else value
-
-
-class Graphs:
-    """Recorded work in parts, each but the last followed by a call."""
-
-    def __init__(self, cut: list[tuple[Any, Work]], last: Any) -> None:
-        self._cut, self._last = cut, last
-
-    def launch(self, stream: Any) -> None:
-        for graph, act in self._cut:
-            graph.launch(stream)
-            act()
-        self._last.launch(stream)
 
 
 # -- kernels of one storage type

@@ -227,11 +227,9 @@ class CudaKernels(MuonKernels):
         rows, block, defines = norm_shape(c, self.wide.itemsize)
         kernel, _ = self._launcher.variant("norm_backward", c, dx, y, sums, dy, dres, s, *wb)
         args = (dx, y, sums, dy, dres, s, *stats, *wb, n)
-        blocks = (
-            min(self.capabilities.norm_sum_rows, -(-n // rows))
-            if sums is None
-            else self.capabilities.norm_sum_rows
-        )
+        blocks = self.capabilities.norm_sum_rows
+        if sums is None:
+            blocks = min(blocks, -(-n // rows))
         self._launcher.start("norm", kernel, blocks, block, *args, defines=defines)
 
     def norm_backward_weights(

@@ -53,7 +53,7 @@ class LinearKernels(Kernels):
     def _weights(self, dwb: Affine, dy: Array, x: Array, accumulate: bool, sums: Array | None = None) -> None:
         """dw ← dyᵀ x; db ← Σ dy, from partial sums that norm_backward may have left."""
         dw, db = dwb
-        plain = self._kind(dw, dy, x, transpose_a=True, accumulate=accumulate)
+        plain = replace(self._kind(dw, dy, x, transpose_a=True), accumulate=accumulate)
         if db is None or sums is not None:
             self.matmuls.run(plain, dw, dy, x)
             if db is not None:
@@ -62,12 +62,13 @@ class LinearKernels(Kernels):
                 sum_parts(self._launcher, db, sums, slice(2 * c, 3 * c), accumulate)
             return
 
+        fused = replace(plain, epilogue="column_sums")
+
         def apart() -> None:
             self.matmuls.run(plain, dw, dy, x)
             self._bias(BiasGradient(db, accumulate), dy)
 
-        fused = replace(plain, epilogue="column_sums")
-        self._fastest(apart, fused, not accumulate, dw, dy, x, bias=db)
+        self._fastest(fused, not accumulate, lambda: self.matmuls.run(fused, dw, dy, x, bias=db), apart)
 
     def linear_act(self, y: Array, pre: Array, x: Array, wb: Affine, act: str) -> None:
         w, b = wb
@@ -79,7 +80,7 @@ class LinearKernels(Kernels):
         fused = replace(self._kind(y, x, w, transpose_b=True), epilogue="gelu", has_bias=b is not None)
         # cuBLASLt's gelu has constants of ten digits.
         allowed = act == "gelu" and self._type != "float64" and len(x) > FEW
-        self._fastest(apart, fused, allowed, y, x, w, bias=b, aux=pre)
+        self._fastest(fused, allowed, lambda: self.matmuls.run(fused, y, x, w, bias=b, aux=pre), apart)
 
     def linear_backward_act(
         self, dpre: Array, y: Array, dy: Array, w: Array, pre: Array, act: str, again: bool, db: Bias = None
@@ -100,8 +101,13 @@ class LinearKernels(Kernels):
             if parts is not None:
                 self._slices("reduce", "sum_slices", parts, dpre)
 
-        fused = replace(self._kind(dpre, dy, w), epilogue="dgelu") if act == "gelu" else None
-        self._fastest(apart, fused, not again and self._type != "float64", dpre, dy, w, aux=pre, behind=sums)
+        def together() -> None:
+            self.matmuls.run(fused, dpre, dy, w, aux=pre)
+            sums()
+
+        fused = replace(self._kind(dpre, dy, w), epilogue="dgelu")
+        allowed = act == "gelu" and not again and self._type != "float64"
+        self._fastest(fused, allowed, together, apart)
         if db is not None:
             self._bias(db, dpre, parts)
 
@@ -127,22 +133,14 @@ class LinearKernels(Kernels):
         self._launcher.start(source, variant, grid, DOWN * WARP, parts, x, *others, n, c)
 
     def _kind(
-        self,
-        out: Array,
-        a: Array,
-        b: Array,
-        transpose_a: bool = False,
-        transpose_b: bool = False,
-        accumulate: bool = False,
+        self, out: Array, a: Array, b: Array, transpose_a: bool = False, transpose_b: bool = False
     ) -> Matmul:
         m, n = out.shape
         k = a.shape[0] if transpose_a else a.shape[1]
         out_type = TYPE_OF[np.dtype(out.dtype)]
         row = a.strides[0] // a.itemsize
         stride = 0 if row == a.shape[1] or len(a) == 1 else row
-        return Matmul(
-            m, n, k, transpose_a, transpose_b, self._type, out_type, accumulate=accumulate, stride=stride
-        )
+        return Matmul(m, n, k, transpose_a, transpose_b, self._type, out_type, stride=stride)
 
     def _matmul(
         self,
@@ -165,29 +163,12 @@ class LinearKernels(Kernels):
                 "elementwise", "add_bias", out.shape[1], out.size, out, bias, out.size, out.shape[1]
             )
 
-    def _fastest(
-        self,
-        apart: Work,
-        fused: Matmul | None,
-        allowed: bool,
-        out: Array,
-        a: Array,
-        b: Array,
-        bias: Array | None = None,
-        aux: Array | None = None,
-        behind: Work = lambda: None,
-    ) -> None:
-        """Run the faster way: several steps, or the library's fused one, followed by `behind`."""
-        if fused is None or not allowed or not self._can(fused):
+    def _fastest(self, fused: Matmul, allowed: bool, together: Work, apart: Work) -> None:
+        """Run the faster way: with the library's fused matmul, or in several steps."""
+        if allowed and self._can(fused):
+            self._device.fastest(fused, (together, apart))
+        else:
             apart()
-            return
-        kind = fused
-
-        def together() -> None:
-            self.matmuls.run(kind, out, a, b, bias=bias, aux=aux)
-            behind()
-
-        self._device.fastest(kind, (together, apart))
 
     def _can(self, kind: Matmul) -> bool:
         if kind not in self._possible:

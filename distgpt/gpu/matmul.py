@@ -5,14 +5,13 @@ from __future__ import annotations
 import ctypes
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 from distgpt.core.ops.api import Array
-from distgpt.gpu.compiling import Kept
 from distgpt.gpu.cublaslt import (
     Algorithm,
     Compute,
@@ -25,7 +24,7 @@ from distgpt.gpu.cublaslt import (
     Reduction,
     Status,
 )
-from distgpt.gpu.device import CupyDevice, address
+from distgpt.gpu.device import STORAGE, CupyDevice, address
 
 CANDIDATES = 32
 WIDEST = 256  # bytes of alignment; no algorithm asks for more
@@ -35,7 +34,6 @@ _TYPES = {
     "float32": DataType.R_32F,
     "float64": DataType.R_64F,
 }
-_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 _EPILOGUES = {
     ("none", False): Epilogue.DEFAULT,
     ("bias", False): Epilogue.BIAS,
@@ -94,7 +92,7 @@ def _alignment(at: int) -> int:
 
 def _row_bytes(kind: Matmul) -> tuple[int, int, int]:
     """Return the bytes of a row of a, b and out as they are stored."""
-    size, out_size = _BYTES[kind.in_type], _BYTES[kind.out_type]
+    size, out_size = STORAGE[kind.in_type].itemsize, STORAGE[kind.out_type].itemsize
     a = kind.stride or (kind.m if kind.transpose_a else kind.k)
     b = kind.k if kind.transpose_b else kind.n
     return a * size, b * size, kind.n * out_size
@@ -118,8 +116,8 @@ class _Plan:
     b: int
     out: int
     wants: tuple[bool, ...]  # those of _POINTERS that it takes
-    candidates: list[Algorithm]
-    refusal: str  # why there is no candidate
+    candidates: list[Algorithm] = field(default_factory=list)
+    refusal: str = ""  # why there is no candidate
     algorithm: int = 0  # not chosen yet
     extras: tuple[int, ...] | None = None  # the last addresses of those on the device
 
@@ -127,10 +125,8 @@ class _Plan:
 class LtMatmul:
     """cuBLASLt's matmuls on one device, which also times them."""
 
-    def __init__(
-        self, lt: CublasLt, device: CupyDevice, tf32: bool = False, kept: Kept | None = None
-    ) -> None:
-        self._lt, self._device, self._tf32, self._kept = lt, device, tf32, kept or Kept(None)
+    def __init__(self, lt: CublasLt, device: CupyDevice, tf32: bool = False) -> None:
+        self._lt, self._device, self._tf32 = lt, device, tf32
         self._deterministic = device.deterministic
         workspace = (64 if device.capability[0] == 9 else 32) << 20  # bytes; Hopper's kernels take more
         self._workspace = device.zeros((workspace,), np.dtype(np.uint8))
@@ -246,7 +242,7 @@ class LtMatmul:
             seconds = self._device.times(works)
             return bytes(plan.candidates[seconds.index(min(seconds))])
 
-        found = self._kept.choice(f"{plan.name} {self.about}", accepts, timed)
+        found = self._device.kept.choice(f"{plan.name} {self.about}", accepts, timed)
         chosen = next(each for each in plan.candidates if bytes(each) == found)
         plan.algorithm = ctypes.addressof(chosen)
 
@@ -279,9 +275,9 @@ class LtMatmul:
             attributes |= {Desc.EPILOGUE_AUX_POINTER: alignment, Desc.EPILOGUE_AUX_LD: n}
         compute, scale = self._arithmetic(in_type)
         descriptor = self._lt.descriptor(compute, scale, attributes)
-        candidates, refusal = self._search(kind, epilogue, descriptor, (a, b, out), alignment)
-        name = f"{kind} at multiples of {alignment}"
-        return _Plan(name, descriptor, a, b, out, wants, candidates, refusal)
+        plan = _Plan(f"{kind} at multiples of {alignment}", descriptor, a, b, out, wants)
+        plan.candidates, plan.refusal = self._search(kind, plan, alignment)
+        return plan
 
     def _arithmetic(self, in_type: DataType) -> tuple[Compute, DataType]:
         """Return the type of the sums, and the type of alpha and beta."""
@@ -290,19 +286,12 @@ class LtMatmul:
         inexact = self._tf32 and in_type is DataType.R_32F
         return Compute.COMPUTE_32F_FAST_TF32 if inexact else Compute.COMPUTE_32F, DataType.R_32F
 
-    def _search(
-        self,
-        kind: Matmul,
-        epilogue: Epilogue,
-        descriptor: int,
-        layouts: tuple[int, int, int],
-        alignment: int,
-    ) -> tuple[list[Algorithm], str]:
+    def _search(self, kind: Matmul, plan: _Plan, alignment: int) -> tuple[list[Algorithm], str]:
         """Return the candidates, or why there are none."""
+        epilogue = _EPILOGUES[kind.epilogue, kind.has_bias]
         adds = (not kind.accumulate or epilogue in _ACCUMULATING) and (not kind.onto or epilogue in _ADDING)
         if not adds or (epilogue in _WITH_AUX and kind.n % 8):  # rows of aux
             return [], "cuBLASLt has no such epilogue"
-        a, b, out = layouts
         a_bytes, b_bytes, out_bytes = (min(alignment, _alignment(row)) for row in _row_bytes(kind))
         # Parts of a split matmul that were rounded to bfloat16 would not be a sum in float32, and parts
         # added up in place come in the order in which they are done.
@@ -316,7 +305,7 @@ class LtMatmul:
             Pref.MIN_ALIGNMENT_D_BYTES: out_bytes,
         }
         try:
-            found = self._lt.algorithms(descriptor, b, a, out, preferences, CANDIDATES)
+            found = self._lt.algorithms(plan.descriptor, plan.b, plan.a, plan.out, preferences, CANDIDATES)
         except LtError as error:
             if error.status not in (Status.NOT_SUPPORTED, Status.INVALID_VALUE):
                 raise

@@ -114,10 +114,7 @@ class MuonKernels(LinearKernels):
         """Return these numbers on the device, made when they are first needed: never while recording."""
         key = tuple(rows)
         if key not in self._tables:
-            host = np.array(rows, np.int64)
-            table = self._launcher.device.zeros(host.shape, host.dtype)
-            self._launcher.device.upload(table, host)
-            self._tables[key] = table
+            self._tables[key] = self.integers(np.array(rows, np.int64), "int64")
         return self._tables[key]
 
     def _start_muon(self, kernel: str, grid: int | tuple[int, ...], block: int, *args: object) -> None:

@@ -6,7 +6,8 @@ import ctypes
 import importlib.metadata
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,8 +16,6 @@ from typing import Any
 from distgpt.core.base.errors import UsageError
 
 Version = tuple[int, int]
-Load = Callable[[str], Any]
-Find = Callable[[Sequence[str]], str | None]
 
 OLDEST_CUDA, NEWEST_CUDA = 12, 13
 # Compute capabilities: the oldest that each CUDA compiles for, those with bfloat16.
@@ -34,13 +33,8 @@ LIBRARIES = {
 CUPY = {"cupy-cuda11x": 11, "cupy-cuda12x": 12, "cupy-cuda13x": 13, "cupy": None}
 PACKAGES = (
     *CUPY,
-    *(
-        "nvidia-cudnn-frontend",
-        "nvidia-cudnn-cu12",
-        "nvidia-cudnn-cu13",
-        "nvidia-nccl-cu12",
-        "nvidia-nccl-cu13",
-    ),
+    *("nvidia-cudnn-frontend", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13"),
+    *("nvidia-nccl-cu12", "nvidia-nccl-cu13"),
     *("nvidia-cublas", "nvidia-cublas-cu12", "nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12", "ml-dtypes"),
 )
 
@@ -96,21 +90,19 @@ class Found:
         return [name for name in CUPY if name in self.packages]
 
 
-def driver(load: Load = ctypes.CDLL, module: Path = _MODULE) -> Driver | None:
+def driver() -> Driver | None:
     """Find the NVIDIA driver and the devices visible to this process; None without a driver."""
-    try:
-        cuda = load("libcuda.so.1")
-    except OSError:
+    if (cuda := _load("libcuda.so.1", ctypes.DEFAULT_MODE)) is None:
         return None
     version = ctypes.c_int()
     cuda.cuDriverGetVersion(ctypes.byref(version))
     newest = (version.value // 1000, version.value % 1000 // 10)
     error = cuda.cuInit(0)
     if error:
-        return Driver(newest, _release(module), (), "" if error == _NO_DEVICE else _explained(cuda, error))
+        return Driver(newest, _release(), (), "" if error == _NO_DEVICE else _explained(cuda, error))
     count = ctypes.c_int()
     cuda.cuDeviceGetCount(ctypes.byref(count))
-    return Driver(newest, _release(module), tuple(_gpu(cuda, i) for i in range(count.value)))
+    return Driver(newest, _release(), tuple(_gpu(cuda, i) for i in range(count.value)))
 
 
 def _gpu(cuda: Any, ordinal: int) -> Gpu:
@@ -133,23 +125,21 @@ def _explained(cuda: Any, error: int) -> str:
     return f"{(text.value or b'unknown error').decode(errors='replace')} (CUDA error {error})"
 
 
-def _release(module: Path) -> str:
+def _release() -> str:
     """The driver's version as `nvidia-smi` prints it; empty where the system hides it."""
     try:
-        found = re.search(r"\d+\.\d+(\.\d+)?", module.read_text())
+        found = re.search(r"\d+\.\d+(\.\d+)?", _MODULE.read_text())
     except OSError:
         return ""
     return found[0] if found else ""
 
 
-def packages(version: Callable[[str], str] = importlib.metadata.version) -> dict[str, str]:
+def packages() -> dict[str, str]:
     """Return the version of each package of interest that is installed."""
     found = {}
     for name in PACKAGES:
-        try:
-            found[name] = version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
     return found
 
 
@@ -200,23 +190,17 @@ def located(names: Sequence[str]) -> str | None:
     return str(loaded._name) if loaded else None
 
 
-def probe(
-    load: Load = ctypes.CDLL,
-    version: Callable[[str], str] = importlib.metadata.version,
-    find: Find = located,
-    environ: Mapping[str, str] = os.environ,
-) -> Found:
+def probe() -> Found:
     """Find everything that the GPU stages use."""
-    installed = packages(version)
-    known = driver(load)
+    installed, known = packages(), driver()
     built = [CUPY[name] for name in installed if CUPY.get(name)]
     cudas = built or ([known.cuda[0]] if known else [NEWEST_CUDA, OLDEST_CUDA])
     paths = {
-        name: find(list(dict.fromkeys(file.format(cuda) for cuda in cudas)))
+        name: located(list(dict.fromkeys(file.format(cuda) for cuda in cudas)))
         for name, file in LIBRARIES.items()
     }
     found = {name: where for name, where in paths.items() if where is not None}
-    return Found(known, installed, found, environ.get("CUDA_VISIBLE_DEVICES"))
+    return Found(known, installed, found, os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
 def missing_for_gpu(found: Found, dtype: str = "float32") -> list[Missing]:
@@ -270,9 +254,9 @@ def _install(found: Found, cuda: int) -> str:
     return f"{others}pip install 'distgpt[cuda{cuda}x]'"
 
 
-def require_gpu(stage: str, dtype: str = "float32", found: Found | None = None) -> None:
+def require_gpu(stage: str, dtype: str = "float32") -> None:
     """Refuse a GPU stage that cannot run here, in one line that names all that is missing."""
-    missing = missing_for_gpu(found or probe(), dtype)
+    missing = missing_for_gpu(probe(), dtype)
     if missing:
         raise UsageError(f"stage {stage!r} cannot run here: {'; '.join(map(str, missing))}")
 

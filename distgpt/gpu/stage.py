@@ -40,7 +40,6 @@ class GpuStage(Stage):
     """A stage whose kernels compute on this rank's GPU."""
 
     device: CupyDevice
-    sharing: int = 1  # ranks on this rank's GPU
     gpu: GpuConfig = field(default_factory=GpuConfig)
 
     on_gpu: ClassVar[bool] = True
@@ -55,15 +54,13 @@ class GpuStage(Stage):
             return f"unknown dtype {dtype!r}{nearest(dtype, known)}"
         if dtype in ROUNDED_DTYPES:
             return f"stage {self.name!r} computes on a GPU: {dtype} is for the CPU stages"
-        if dtype != "bfloat16":
-            return ""
-        has = f"{self.device.name} has {dotted(self.device.capability)}"
-        if self.device.capability < OLDEST_BFLOAT16:
+        if dtype == "bfloat16" and self.device.capability < OLDEST_BFLOAT16:
+            has = f"{self.device.name} has {dotted(self.device.capability)}"
             return f"--dtype bfloat16 needs compute capability {dotted(OLDEST_BFLOAT16)}, {has}: use float32"
         return ""
 
     def free_memory(self, ranks: int = 0) -> tuple[int, str]:
-        return self.device.memory()[0] // self.sharing, f"GPU {self.device.index} ({self.device.name})"
+        return self.device.memory()[0] // self.device.sharing, f"GPU {self.device.index} ({self.device.name})"
 
     def taken_memory(self) -> int:
         return int(self.device.taken())
@@ -104,17 +101,16 @@ def _open(name: str, comm: Comm, threads: int | None, gpu: GpuConfig) -> Stage:
 def bound(name: str, comm: Comm, gpu: GpuConfig) -> GpuStage:
     """Open this rank's GPU, and the transport between GPUs. Collective."""
     device = on_every_rank(comm, lambda: open_device(device_of(comm.local_rank, gpu_count()), gpu))
-    ranks = sharing(comm, device)
-    device.sharing = ranks
+    device.sharing = sharing(comm, device)
     if comm.size == 1:
         comm = SerialComm()
-    stage = GpuStage(name, comm, 0, device=device, sharing=ranks, gpu=gpu)
+    stage = GpuStage(name, comm, 0, device=device, gpu=gpu)
     stage.notes.add(f"GPU {device.index}: {device.name}, {device.memory()[1] / 2**30:.0f} GiB")
-    if ranks > 1:
-        stage.notes.add(f"{ranks} ranks share this GPU")
+    if device.sharing > 1:
+        stage.notes.add(f"{device.sharing} ranks share this GPU")
     if comm.size == 1:
         return stage
-    chosen = choose_transport(gpu.allreduce, comm, device, ranks)
+    chosen = choose_transport(gpu.allreduce, comm, device)
     stage.notes.add(f"gradients are summed by way of {chosen.name}")
     return replace(stage, comm=DeviceComm(comm, chosen), transport=chosen.name)
 
@@ -154,7 +150,7 @@ def kernels_on(device: CupyDevice, dtype: str, options: GpuConfig, say: Say) -> 
             missing = "cuBLASLt was not found: pip install nvidia-cublas (nvidia-cublas-cu12 for CUDA 12)"
             raise UsageError(missing)
         device.keep_choices(lt.version, options.tf32)
-        matmuls = LtMatmul(lt, device, options.tf32, device.kept)
+        matmuls = LtMatmul(lt, device, options.tf32)
     return CudaKernels(device, matmuls, dtype, attention)
 
 

@@ -110,7 +110,7 @@ class Nccl:
     def __init__(self, comm: Comm, device: CupyDevice, nccl: Any) -> None:
         """`nccl`: CuPy's module of that name."""
         self._device, self._nccl = device, nccl
-        self._second = device.new_stream()
+        self._second = device.xp.cuda.Stream(non_blocking=True)
         self._rank = comm.rank
         own = nccl.get_unique_id() if comm.rank == 0 else None
         self._ranks = nccl.NcclCommunicator(comm.size, comm.broadcast_bytes(own), comm.rank)
@@ -214,12 +214,9 @@ def sharing(comm: Comm, device: CupyDevice) -> int:
     return gather_bytes(comm, place).count(place)
 
 
-def choose_transport(how: str, comm: Comm, device: CupyDevice, sharing: int) -> Transport:
-    """Choose the way that all ranks can take. Collective.
-
-    `how`: auto, nccl or host; `sharing`: ranks on this rank's GPU.
-    """
-    crowded = _anywhere(comm, sharing > 1 and os.environ.get(SHARED_GPU) != "1")
+def choose_transport(how: str, comm: Comm, device: CupyDevice) -> Transport:
+    """Choose the way that all ranks can take. `how`: auto, nccl or host. Collective."""
+    crowded = _anywhere(comm, device.sharing > 1 and os.environ.get(SHARED_GPU) != "1")
     nccl = nccl_module()
     without = _anywhere(comm, nccl is None)
     if how == "nccl" and crowded:
@@ -227,7 +224,7 @@ def choose_transport(how: str, comm: Comm, device: CupyDevice, sharing: int) -> 
     if how == "nccl" and without:
         raise shared(UsageError("--allreduce nccl needs NCCL: pip install nvidia-nccl-cu13 (or -cu12)"))
     if how == "nccl" or (how == "auto" and not crowded and not without):
-        if _anywhere(comm, sharing > 1):
+        if _anywhere(comm, device.sharing > 1):
             _let_ranks_share(nccl, comm.rank)
         return Nccl(comm, device, nccl)
     return HostStaged(comm, device)

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from distgpt.cluster.jobs.launchers import Launcher, find_launcher
-from distgpt.cluster.jobs.processes import undisturbed
 from distgpt.core.base.checked import parse_object
 from distgpt.core.base.errors import (
     DataError,
@@ -25,6 +24,7 @@ from distgpt.core.base.errors import (
     print_lines,
 )
 from distgpt.core.base.files import atomic_file, read_small, storage_errors, write_json
+from distgpt.core.base.interrupts import undisturbed
 from distgpt.core.comm.api import SerialComm
 from distgpt.core.config import ON_GPU, STAGES, WITH_MPI, RunConfig, nearest
 from distgpt.core.config.asked import asked_for

@@ -83,7 +83,7 @@ def report(folder: Path, as_json: bool, verify: bool) -> None:
     train = opened["train"]
     sample = tokenizer.decode(train.read(0, min(SAMPLE_TOKENS, len(train))))
     if as_json:
-        facts = {**json.loads(manifest.to_json()), "fingerprint": manifest.fingerprint}
+        facts = {**json.loads(manifest.to_json()), "fingerprint": manifest.fingerprint()}
         print(json.dumps({**facts, "verified": verify, "beginning": sample}))
         return
     between = tokenizer.decode(manifest.separator) if manifest.separator else None

@@ -6,8 +6,9 @@ from dataclasses import replace
 import pytest
 from trees import TREES, Core, Seen, Tree, sys_of
 
-from distgpt.cluster.affinity.machine import MOST_CPUS, cpu_list, listed, read_machine
+from distgpt.cluster.affinity.machine import MOST_CPUS, cpu_list, read_machine
 from distgpt.cluster.affinity.plan import blocks
+from distgpt.core.base.formatting import in_runs
 
 
 @pytest.mark.parametrize("name", TREES)
@@ -33,7 +34,7 @@ def test_numbers_are_those_of_the_system():
 
 def test_efficient_cores_are_slow_and_favoured_ones_are_not_the_only_fast_ones():
     slow = {
-        name: listed(cpu.number for cpu in read_machine(sys_of(name)).cpus if not cpu.fast) for name in TREES
+        name: in_runs(cpu.number for cpu in read_machine(sys_of(name)).cpus if not cpu.fast) for name in TREES
     }
     assert {name: cpus for name, cpus in slow.items() if cpus} == {"alder lake": "12-19", "big.LITTLE": "0-3"}
 
@@ -107,7 +108,7 @@ def test_topology_without_names_of_newer_kernels_is_read(tmp_path):
 
 def test_lists_of_cpus_are_read_and_written_as_the_system_does():
     assert cpu_list("0-3,7\n") == {0, 1, 2, 3, 7} and cpu_list("") == frozenset()
-    assert listed([7, 3, 2, 0, 1]) == "0-3,7" and listed([]) == ""
+    assert in_runs([7, 3, 2, 0, 1]) == "0-3,7" and in_runs([]) == ""
     for wrong in ("3-1", "-1", "a", f"0-{MOST_CPUS}"):
         with pytest.raises(ValueError, match=r".*"):
             cpu_list(wrong)

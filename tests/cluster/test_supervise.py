@@ -22,6 +22,7 @@ from distgpt.core.base.errors import UsageError
 from distgpt.core.config import RunConfig
 from distgpt.core.saved.run_lock import RunLock
 
+NO_LIMITS = {"least": 1, "restarts": None, "stall": None}
 # A launch, the parts that are read of it, and its words on 3 ranks of the hosts in "new".
 LINES = {
     "mpirun -n 8 -f hosts distgpt train --out x": (
@@ -142,7 +143,7 @@ def test_a_job_starts_again_unless_it_would_end_so_again(name, tmp_path, monkeyp
     plan, limits, code, words = ENDS[name]
     monkeypatch.setattr(supervise, "PAUSE", 0.0)
     monkeypatch.setattr(supervise, "SECONDS_BETWEEN_LOOKS", 0.02)
-    found = Supervisor(parse(job(tmp_path, plan)), tmp_path / "run", False, **limits).run()
+    found = Supervisor(parse(job(tmp_path, plan)), tmp_path / "run", False, **NO_LIMITS | limits).run()
     said = capsys.readouterr().err
     assert found == code and words in said, said
     assert (tmp_path / "run" / "starts").read_text().count("start") == len(plan)
@@ -197,7 +198,7 @@ def three_hosts(tmp_path, monkeypatch):
     monkeypatch.setattr(supervise, "SECONDS_BETWEEN_QUESTIONS", 0.0)
     (tmp_path / "hosts").write_text("a:4\nb:4\nc:3\n")
     words = ["mpirun", "-n", "8", "-f", str(tmp_path / "hosts"), "distgpt", "train"]
-    return lambda **limits: Supervisor(parse(words), tmp_path / "run", False, **limits), answers
+    return lambda **limits: Supervisor(parse(words), tmp_path / "run", False, **NO_LIMITS | limits), answers
 
 
 def begun(folder, **settings):

@@ -151,13 +151,14 @@ def test_an_id_beyond_the_vocabulary_is_named_whenever_it_is_read(folder):
 
 def test_fingerprints_tell_contents_apart(folder):
     manifest = read_manifest(folder)
-    prints = {manifest.fingerprint, *(ShardTokens(folder, manifest, s).fingerprint for s in ("val", "train"))}
+    prints = {ShardTokens(folder, manifest, split).fingerprint for split in ("val", "train")}
+    prints.add(manifest.fingerprint())
     other = with_shard(manifest, sha256="0" * 64)
     of_others = replace(manifest, tokenizer="0" * 64)
-    prints |= {other.fingerprint, of_others.fingerprint}
+    prints |= {other.fingerprint(), of_others.fingerprint()}
     assert len(prints) == 5
-    assert other.fingerprint_of(("val",)) == manifest.fingerprint_of(("val",))
-    assert read_manifest(folder).fingerprint == manifest.fingerprint
+    assert other.fingerprint(("val",)) == manifest.fingerprint(("val",))
+    assert read_manifest(folder).fingerprint() == manifest.fingerprint()
 
 
 def refuse_second_shard(folder, manifest, message, opening=True):

@@ -28,11 +28,11 @@ from fakenccl import VERSION, FakeNccl, ProcessJob
 from hostbuild import Program, build
 from hostlt import HostLt
 
-from distgpt.cluster.jobs import processes
 from distgpt.core.generate import engine
 from distgpt.gpu import cublaslt, device, probe, transport
 from distgpt.gpu.compiling import cubin, source_text
 from distgpt.gpu.device import CupyDevice
+from distgpt.measure import jobs
 from distgpt.measure.profile import session as profiling
 
 # An architecture: what runs here is also compiled for it, for a later session on a GPU of that kind.
@@ -230,7 +230,7 @@ def _check_guards(block: Any, who: str) -> None:
 
 if __name__ == "__main__":
     # Commands that start distgpt start this program.
-    processes.distgpt_command = lambda *words: [sys.executable, __file__, *map(str, words)]
+    jobs.distgpt_command = lambda *words: [sys.executable, __file__, *map(str, words)]
     install(int(os.environ["WHOLE_GPU"]))
     if sys.argv[1:] and sys.argv[1].endswith(".py"):  # a program that computes on the stand-in
         sys.argv = sys.argv[1:]

@@ -107,7 +107,7 @@ def forward_and_backward(journal, a=None, seq_len=T):
     a, library = a or arrays(), attention(journal)
     for _ in range(2):
         library.forward(a.y, a.lse, a.qkv, AttentionMask(seq_len))
-        sums = library.backward(a.dqkv, a.dy, a.y, a.lse, a.qkv, AttentionMask(seq_len))
+        sums = library.backward(a.dqkv, a.dy, a.y, a.lse, a.qkv, AttentionMask(seq_len), False)
     return sums
 
 
@@ -176,7 +176,7 @@ def test_attention_is_causal_scaled_and_deterministic_if_asked(deterministic):
 def test_execution_is_given_the_address_of_each_part(journal, group):
     a, library = arrays(group=group), attention(journal)
     library.forward(a.y, a.lse, a.qkv, AttentionMask(T))
-    library.backward(a.dqkv, a.dy, a.y, a.lse, a.qkv, AttentionMask(T))
+    library.backward(a.dqkv, a.dy, a.y, a.lse, a.qkv, AttentionMask(T), False)
     starts = (0, C, C + C // group)
     parts = {uid: a.qkv[0, i:].ctypes.data for i, uid in zip(starts, (Q, K, V), strict=True)}
     gradients = {uid: a.dqkv[0, i:].ctypes.data for i, uid in zip(starts, (DQ, DK, DV), strict=True)}
@@ -195,7 +195,7 @@ def test_a_shape_is_planned_once_and_only_planning_allocates(journal):
     assert journal.calls == ["operations", "plans", "support", "build"]
     assert journal.allocated == [256]  # evaluation pays for no gradient
     for _ in range(3):
-        library.backward(a.dqkv, a.dy, a.y, a.lse, a.qkv, AttentionMask(T))
+        library.backward(a.dqkv, a.dy, a.y, a.lse, a.qkv, AttentionMask(T), False)
         library.forward(a.y, a.lse, a.qkv, AttentionMask(T))
     assert journal.calls == ["operations", "plans", "support", "build"] * 2
     assert journal.allocated == [256, 4096]

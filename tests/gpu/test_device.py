@@ -162,7 +162,7 @@ def test_memory_of_copies_that_are_done_is_lent_out_again(device):
     array = device.zeros((2,), FLOAT)
     for _ in range(50):
         device.later(array)()
-    assert len({id(block) for block in device.xp.free_pinned[512]}) + len(device._under_way._copies) < 5
+    assert len({id(block) for block in device.xp.free_pinned[512]}) + len(device._under_way) < 5
 
 
 def test_a_mirror_goes_back_and_forth(device):

@@ -12,7 +12,6 @@ from distgpt.core.base.caches import read_checked, write_checked
 from distgpt.gpu import compiling
 from distgpt.gpu.compiling import Kept
 from distgpt.gpu.device import CupyDevice
-from distgpt.gpu.matmul import LtMatmul
 
 KIND = replace(PLAIN, m=64, n=64, k=64)
 SUMMED = replace(KIND, accumulate=True)
@@ -27,7 +26,7 @@ def folder(tmp_path, monkeypatch):
 def start(facts=("H100",), **how):
     """What a new process has: nothing chosen yet."""
     bench = Bench(**how)
-    bench.matmuls = LtMatmul(bench.lt, bench, how.get("tf32", False), Kept(facts))
+    bench.kept = Kept(facts)
     return bench
 
 

@@ -13,6 +13,7 @@ import pytest
 from hostbuild import COMPILER
 
 from distgpt.core.base.errors import UsageError
+from distgpt.gpu import probe as probing
 from distgpt.gpu.probe import (
     Driver,
     Found,
@@ -73,28 +74,33 @@ class NewerCuda(FakeCuda):
         uuid.raw = bytes.fromhex(self._of(device).uuid)[::-1]
 
 
-def absent(name):
-    raise OSError(f"{name}: cannot open shared object file")
+@pytest.fixture
+def has(monkeypatch):
+    """Lets this machine have a driver, or None, and packages of these versions."""
 
+    def set_up(cuda, installed=None, release=Path("/nowhere")):
+        known = installed or {}
 
-def versions(**installed):
-    known = {name.replace("_", "-"): version for name, version in installed.items()}
+        def version(name):
+            if name not in known:
+                raise importlib.metadata.PackageNotFoundError(name)
+            return known[name]
 
-    def version(name):
-        if name not in known:
-            raise importlib.metadata.PackageNotFoundError(name)
-        return known[name]
+        monkeypatch.setattr(probing, "_load", lambda name, mode: cuda)
+        monkeypatch.setattr(probing, "_MODULE", release)
+        monkeypatch.setattr(importlib.metadata, "version", version)
 
-    return version
+    return set_up
 
 
 # The driver
 
 
-def test_the_driver_and_its_devices_are_described_as_it_tells_them(tmp_path):
+def test_the_driver_and_its_devices_are_described_as_it_tells_them(tmp_path, has):
     version = tmp_path / "version"
     version.write_text("NVRM version: NVIDIA UNIX Open Kernel Module  580.65.06  Release\nGCC 12")
-    assert driver(absent, version) is None
+    has(None)
+    assert driver() is None
     both, reverse = (H200, T4), replace(H200, uuid="00" * 15 + "07")
     failed = partial(Driver, (13, 0), "580.65.06", ())
     for cuda, expected in (
@@ -105,30 +111,34 @@ def test_the_driver_and_its_devices_are_described_as_it_tells_them(tmp_path):
         (FakeCuda(error=802), failed("system not yet initialized (CUDA error 802)")),
         (FakeCuda(error=999), failed("unknown error (CUDA error 999)")),
     ):
-        assert driver(lambda name, cuda=cuda: cuda, version) == expected
-    assert driver(lambda name: FakeCuda(), tmp_path / "none").release == ""
+        has(cuda, release=version)
+        assert driver() == expected
+    has(FakeCuda())
+    assert driver().release == ""
 
 
 # Packages and libraries
 
 
-def test_libraries_are_looked_for_in_the_cuda_that_cupy_is_built_for():
+def test_libraries_are_looked_for_in_the_cuda_that_cupy_is_built_for(has, monkeypatch):
     asked = []
 
     def find(names):
         asked.append(list(names))
         return "/a/file" if "libnccl.so.2" in names else None
 
+    monkeypatch.setattr(probing, "located", find)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     for installed, cuda, wanted in (
-        ({"cupy_cuda12x": "14.0"}, 13000, ["libnvrtc.so.12"]),
-        ({"cupy_cuda13x": "14.0"}, 13000, ["libnvrtc.so.13"]),
+        ({"cupy-cuda12x": "14.0"}, 13000, ["libnvrtc.so.12"]),
+        ({"cupy-cuda13x": "14.0"}, 13000, ["libnvrtc.so.13"]),
         ({}, 12040, ["libnvrtc.so.12"]),
         ({"cupy": "14.0"}, 13010, ["libnvrtc.so.13"]),
         ({}, None, ["libnvrtc.so.13", "libnvrtc.so.12"]),
     ):
         asked.clear()
-        load = absent if cuda is None else lambda name, cuda=cuda: FakeCuda((H200,), cuda)
-        found = probe(load, versions(**installed), find, {"CUDA_VISIBLE_DEVICES": "1"})
+        has(cuda and FakeCuda((H200,), cuda), installed)
+        found = probe()
         assert wanted in asked and ["libcudnn.so.9"] in asked, (installed, cuda)
         assert found.libraries == {"NCCL": "/a/file"} and found.visible == "1"
 
@@ -154,9 +164,10 @@ def without_library(name):
 CUDA12 = {"packages": {"cupy-cuda12x": "13.3.0"}}
 
 
-def test_nothing_is_missing_where_all_is_there():
+def test_nothing_is_missing_where_all_is_there(monkeypatch):
+    monkeypatch.setattr(probing, "probe", lambda: GOOD)
     assert missing_for_gpu(GOOD) == missing_for_gpu(GOOD, "bfloat16") == []
-    require_gpu("cuda", "bfloat16", GOOD)
+    require_gpu("cuda", "bfloat16")
 
 
 REMOVE = "pip uninstall -y"
@@ -194,7 +205,7 @@ TROUBLES = [
 ]
 
 
-def test_each_thing_that_is_missing_has_its_remedy():
+def test_each_thing_that_is_missing_has_its_remedy(monkeypatch):
     low = (with_driver(gpus=(T4,)), "capability 7.5", "bfloat16 needs 8.0; use --dtype float32")
     for dtype, cases in (("float32", TROUBLES), ("bfloat16", [low])):
         for change, what, remedy in cases:
@@ -202,8 +213,9 @@ def test_each_thing_that_is_missing_has_its_remedy():
             (missing,) = missing_for_gpu(found, dtype)
             assert what in missing.what, (change, missing)
             assert remedy in missing.remedy, (change, missing)
+            monkeypatch.setattr(probing, "probe", lambda found=found: found)
             with pytest.raises(UsageError) as refused:
-                require_gpu("mpi-cuda", dtype, found)
+                require_gpu("mpi-cuda", dtype)
             said = f"stage 'mpi-cuda' cannot run here: {missing.what}: {missing.remedy}"
             assert str(refused.value) == said
 

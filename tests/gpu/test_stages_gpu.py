@@ -60,8 +60,8 @@ def node(monkeypatch):
     def open_device(index, options):
         return CupyDevice(index, options.deterministic, options.graphs, xp=FakeCupy(8, total=141 << 30))
 
-    def choose(how, comm, device, sharing):
-        asked["transport"].append((how, comm.size, sharing))
+    def choose(how, comm, device):
+        asked["transport"].append((how, comm.size, device.sharing))
         return HostStaged(comm, device)
 
     monkeypatch.setattr(opening, "open_device", open_device)
@@ -79,7 +79,7 @@ def test_cuda_opens_the_first_gpu_alone(node):
     asked = node(gpus=4)
     stage = open_stage("cuda")
     assert asked["required"] == ["cuda"] and asked["transport"] == []
-    assert (stage.device.index, stage.sharing, stage.comm.size) == (0, 1, 1)
+    assert (stage.device.index, stage.device.sharing, stage.comm.size) == (0, 1, 1)
     assert notes(stage) == ["GPU 0: Fake GPU, 141 GiB"]
 
 
@@ -148,7 +148,7 @@ def on_two_gpus(monkeypatch, open_gpu, make=lambda device, options: None):
     monkeypatch.setattr(opening, "gpu_count", lambda: 2)
     monkeypatch.setattr(opening, "CupyDevice", open_gpu)
     monkeypatch.setattr(opening.cublaslt, "load", lambda: SimpleNamespace(version=1))
-    monkeypatch.setattr(opening, "LtMatmul", lambda lt, device, tf32, kept: make(device, tf32))
+    monkeypatch.setattr(opening, "LtMatmul", lambda lt, device, tf32: make(device, tf32))
 
     def act(comm):
         try:

@@ -50,7 +50,7 @@ def test_sums_take_the_same_memory_again_and_again(device):
     for _ in range(20):
         way.sum(array[3:20])
     np.testing.assert_array_equal(device.download(array)[[0, 3, 19, 20]], [1, 2**20, 2**20, 1])
-    assert len({id(block) for block in device.xp.free_pinned[512]}) + len(device._under_way._copies) < 5
+    assert len({id(block) for block in device.xp.free_pinned[512]}) + len(device._under_way) < 5
 
 
 # NCCL
@@ -104,8 +104,8 @@ def test_ranks_that_each_see_a_gpu_of_their_own_are_not_crowded(device, monkeypa
             "gather_bytes",
             lambda comm, data, places=places: [data if p == "own" else b"" for p in places],
         )
-        ranks = transport.sharing(comm, device)
-        assert transport.choose_transport("auto", comm, device, ranks).name == name
+        device.sharing = transport.sharing(comm, device)
+        assert transport.choose_transport("auto", comm, device).name == name
 
 
 @pytest.mark.parametrize(
@@ -123,13 +123,16 @@ def test_nccl_between_ranks_on_one_gpu_is_asked_for_and_told_so_before_its_first
 
     monkeypatch.setattr(transport, "nccl_module", lambda: Watching(version=version))
     monkeypatch.setattr(os, "environ", dict(os.environ) | {"NCCL_MAX_CTAS": "2"})
-    assert transport.choose_transport("auto", Twice(), device, sharing=2).name == "host"
+    device.sharing = 2
+    assert transport.choose_transport("auto", Twice(), device).name == "host"
     with pytest.raises(UsageError, match="a GPU for every rank"):
-        transport.choose_transport("nccl", Twice(), device, sharing=2)
+        transport.choose_transport("nccl", Twice(), device)
     os.environ[transport.SHARED_GPU] = "1"
-    assert transport.choose_transport("auto", Twice(), device, sharing=1).name == "nccl"
+    device.sharing = 1
+    assert transport.choose_transport("auto", Twice(), device).name == "nccl"
     assert variable not in seen, "ranks with a GPU each need nothing"
-    assert transport.choose_transport("nccl", Twice(), device, sharing=2).name == "nccl"
+    device.sharing = 2
+    assert transport.choose_transport("nccl", Twice(), device).name == "nccl"
     assert seen[variable] and seen["NCCL_MAX_CTAS"] == "2", "what a user has set stays"
 
 
@@ -165,9 +168,8 @@ def sums(comm, device):
 
 def verdict(how, comm, device):
     try:
-        ranks = transport.sharing(comm, device)
-        chosen = transport.choose_transport(how, comm, device, ranks)
-        return chosen.name
+        device.sharing = transport.sharing(comm, device)
+        return transport.choose_transport(how, comm, device).name
     except UsageError as error:
         assert error.shared
         return str(error)

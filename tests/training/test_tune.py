@@ -24,6 +24,7 @@ from distgpt.core.comm.api import SerialComm
 from distgpt.core.config import RunConfig, TrainConfig
 from distgpt.core.cpu.kernels import CpuKernels
 from distgpt.core.cpu.stages import open_stage
+from distgpt.core.data.loading import DataRequest
 from distgpt.core.data.tokenizers import load_tokenizer
 from distgpt.core.generate.engine_setup import ModelSpec
 from distgpt.core.model.model import Architecture, Model
@@ -33,7 +34,8 @@ from distgpt.core.ops.api import IGNORED
 from distgpt.core.ops.kernels import Kernels
 from distgpt.core.saved.modelfile import Description, read_description, save_model
 from distgpt.core.train.step import Step
-from distgpt.corpora.chats.examples import ExampleBatches, Examples, load_examples
+from distgpt.corpora.chats.examples import CHATS as LOADING
+from distgpt.corpora.chats.examples import ExampleBatches, Examples
 from distgpt.inference.serving.server import _served
 
 SAMPLE = bundled("weights", "sample.safetensors")
@@ -110,15 +112,16 @@ def test_long_examples_lose_their_end_and_some_their_place(chats, tmp_path):
     rows = [*ROWS, {"prompt": "A long question, " * 9, "completion": "lost"}, {"text": "All of it. " * 20}]
     path, said = written(tmp_path / "chats.jsonl", *rows), []
     tokenizer = load_tokenizer("byte", "")
-    found = load_examples(SerialComm(), path, tokenizer, 80, 0.0, said.append)["train"]
+    request = DataRequest(str(path), seq_len=80, existing=tokenizer)
+    found = LOADING.load(SerialComm(), request, said.append).train
     assert said == [
         "2 of 7 examples are cut after 81 tokens (--seq-len), and 1 without an answer before that"
         " are left out"
     ]
     assert len(found.starts) == len(ROWS) + 2 and max(np.diff(found.starts)) == 80
-    parts = load_examples(SerialComm(), path, tokenizer, 80, 0.4, said.append)
-    assert (len(parts["train"].starts), len(parts["val"].starts)) == (5, 3)
-    assert parts["train"].fingerprint != found.fingerprint
+    parts = LOADING.load(SerialComm(), replace(request, val_fraction=0.4), said.append)
+    assert (len(parts.train.starts), len(parts.val.starts)) == (5, 3)
+    assert parts.train.fingerprint != found.fingerprint
 
 
 # -- gradients

@@ -15,9 +15,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from distgpt.cluster.affinity.machine import SYS, Machine, is_flat, listed, read_machine
+from distgpt.cluster.affinity.machine import SYS, Machine, is_flat, read_machine
 from distgpt.cluster.affinity.plan import Place, Rank, blocks, cores_of, place_of
 from distgpt.core.base.errors import UsageError
+from distgpt.core.base.formatting import in_runs
 from distgpt.core.base.system import boot_id
 from distgpt.core.comm.agree import gather_texts, on_every_rank
 from distgpt.core.comm.api import Comm
@@ -141,9 +142,8 @@ class Placed(Layout):
 
     def _machine(self, ranks: int) -> Machine:
         """Return the CPUs that the launch gave, also where this process has bound itself to a part."""
-        if ranks > 1:
-            return read_machine(self._root, self._given or usable_cores())
-        return read_machine(self._root, usable_cores())
+        given = self._given if ranks > 1 else frozenset[int]()
+        return read_machine(self._root, given or usable_cores())
 
     def forget(self) -> None:
         """Give up what was claimed, and seat no thread that begins later."""
@@ -180,7 +180,7 @@ def doubts(machine: Machine, here: Sequence[Rank]) -> list[str]:
         return []
     many = sum(bool(cores_of(machine, rank) & shared) for rank in here)
     return [
-        f"{many} ranks of a host share cores ({listed(shared)}): bind each to cores of its own"
+        f"{many} ranks of a host share cores ({in_runs(shared)}): bind each to cores of its own"
         " (mpirun -bind-to core, srun --cpu-bind=cores)"
     ]
 

@@ -13,6 +13,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TypeAlias
 
+from distgpt.core.base.formatting import in_runs
+
 SYS = Path("/sys")
 MOST_CPUS = 1 << 14  # more than Linux can be built for
 SLOW = 0.7  # of the fastest cores' capacity; preferred cores of one kind differ by less
@@ -75,7 +77,7 @@ def read_machine(root: Path = SYS, allowed: Iterable[int] = ()) -> Machine:
         cpus = tuple(_cpus(root / "devices/system", root / "devices"))
         online = frozenset(cpu.number for cpu in cpus)
         if hidden := mask - online:
-            raise ValueError(f"CPU {listed(hidden)} is not listed as online")
+            raise ValueError(f"CPU {in_runs(hidden)} is not listed as online")
         return Machine(cpus, mask or online)
     except (OSError, ValueError) as error:
         alone = tuple(Cpu(number, number, min(mask), 0, 0) for number in sorted(mask))
@@ -91,17 +93,6 @@ def cpu_list(text: str) -> frozenset[int]:
             raise ValueError(part)
         found.update(range(int(first), int(last or first) + 1))
     return frozenset(found)
-
-
-def listed(cpus: Iterable[int]) -> str:
-    """Write a list as /sys does: {0, 1, 2, 3, 7} → "0-3,7"."""
-    parts: list[list[int]] = []
-    for cpu in sorted(cpus):
-        if parts and cpu == parts[-1][-1] + 1:
-            parts[-1][1:] = [cpu]
-        else:
-            parts.append([cpu])
-    return ",".join("-".join(map(str, part)) for part in parts)
 
 
 def _cpus(system: Path, devices: Path) -> Iterator[Cpu]:

@@ -32,17 +32,9 @@ class Launcher:
 
     words: tuple[str, ...]
 
-    @property
-    def name(self) -> str:
-        return Path(self.words[0]).name
-
     def command(self, ranks: int, words: Sequence[object]) -> list[str]:
         """Return the command as `ranks` processes."""
         return [self.words[0], "-n", str(ranks), *self.words[1:], *map(str, words)]
-
-    def shown(self, ranks: int, words: Sequence[object]) -> str:
-        """Return the command as a user would type it, without the path of the launcher."""
-        return shlex.join([self.name, *self.command(ranks, words)[1:]])
 
 
 def find_launcher(chosen: str | None, hostfile: Path | None) -> Launcher:

@@ -6,16 +6,16 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from tempfile import TemporaryFile
+from typing import IO
 
 from distgpt.core.base.errors import StorageError
-from distgpt.core.base.interrupts import ENDING, signals_deferred
+from distgpt.core.base.interrupts import signals_deferred, undisturbed
 from distgpt.core.base.system import PACKAGE, python
 
 SECONDS_TO_END = 5.0  # from the request to end until it is enforced
@@ -41,19 +41,20 @@ class Ended:
     errors: str
     seconds: float
 
-    def last_words(self) -> str:
-        """Return the last line that is no launcher's noise, of the errors if there are any."""
-        lines = [line.strip() for text in (self.output, self.errors) for line in text.splitlines()]
-        said = [line for line in lines if line and not line.startswith(_LAUNCHERS_NOISE)]
-        return said[-1] if said else ""
-
     def complaint(self) -> str:
-        """Why it failed: our error line, the launcher's words on a killed rank, or the last line."""
+        """Why it failed: our error line, the launcher's words on a killed rank, or the last line.
+
+        That is the last one which is no launcher's noise, of the errors if there are any.
+        """
         ours = [line for line in self.errors.splitlines() if line.startswith(OUR_LINE)]
         if ours and not ours[-1].endswith("internal error"):  # after that comes a traceback
             return ours[-1].removeprefix(OUR_LINE)
-        _, _, rank = f"{self.output}\n{self.errors}".partition(MPICH_RANK)
-        return f"a rank ended: {rank.splitlines()[0].strip()}" if rank else self.last_words()
+        said = f"{self.output}\n{self.errors}"
+        _, _, rank = said.partition(MPICH_RANK)
+        if rank:
+            return f"a rank ended: {rank.splitlines()[0].strip()}"
+        lines = (line.strip() for line in reversed(said.splitlines()))
+        return next((line for line in lines if line and not line.startswith(_LAUNCHERS_NOISE)), "")
 
 
 def ending(code: int) -> str:
@@ -82,96 +83,57 @@ def run(
     command: Sequence[object],
     *,
     env: Mapping[str, str] | None = None,
-    cwd: Path | None = None,
     timeout: float | None = None,
-    on_line: Callable[[str], None] | None = None,
+    output: IO[str] | None = None,
 ) -> Ended:
-    """Run a command to its end; `on_line` is called with each line of its output as it comes.
+    """Run a command to its end. `output`: a file for what it prints, to be read also after an interrupt.
 
     It gets a process group of its own, so that Ctrl-C reaches this process alone, which then ends the group.
+    It writes to files: a pipe would have to be read along, and a grandchild may keep its other end.
     """
-    begun, timed_out, child = time.perf_counter(), False, None
-    output, errors, failed = list[str](), list[str](), list[BaseException]()
-
-    try:
-        with signals_deferred():  # until this has the child
-            child = _started(command, env, cwd)
-        readers = [
-            threading.Thread(target=_read, args=(child, *each, failed), daemon=True)
-            for each in ((child.stdout, output, on_line), (child.stderr, errors, None))
-        ]
-        for reader in readers:
-            reader.start()
+    begun, child = time.perf_counter(), None
+    with _temporary() as own, _temporary() as errors:
+        printed = output or own
         try:
-            child.wait(timeout)
-        except subprocess.TimeoutExpired:
-            timed_out = True
-            _end(child)
-    except BaseException:
-        if child is not None:
-            with undisturbed():
-                _end(child)
-        raise
-    for reader in readers:
-        reader.join(SECONDS_TO_END)  # a grandchild may have kept the pipe
-    if failed:
-        raise failed[0]
-    code = TIMED_OUT if timed_out else child.returncode
-    return Ended(code, "".join(output), "".join(errors), time.perf_counter() - begun)
-
-
-def _read(
-    child: subprocess.Popen[str],
-    stream: IO[str],
-    lines: list[str],
-    on_line: Callable[[str], None] | None,
-    failed: list[BaseException],
-) -> None:
-    """Keep what a child writes, so that it never waits for us. A listener that fails ends the child."""
-    for line in stream:
-        lines.append(line)
-        if on_line and not failed:
+            with signals_deferred():  # until this has the child
+                child = _started(command, env, printed, errors)
             try:
-                on_line(line.rstrip("\n"))
-            except BaseException as error:
-                failed.append(error)
+                code = child.wait(timeout)
+            except subprocess.TimeoutExpired:
+                code = TIMED_OUT
                 _end(child)
+        except BaseException:
+            if child is not None:
+                with undisturbed():
+                    _end(child)
+            raise
+        seconds = time.perf_counter() - begun
+        for file in (printed, errors):
+            file.seek(0)
+        return Ended(code, printed.read(), errors.read(), seconds)
+
+
+def _temporary() -> IO[str]:
+    return TemporaryFile("w+", encoding="utf-8", errors="replace")
 
 
 def _started(
-    command: Sequence[object], env: Mapping[str, str] | None, cwd: Path | None
-) -> subprocess.Popen[str]:
+    command: Sequence[object], env: Mapping[str, str] | None, output: IO[str], errors: IO[str]
+) -> subprocess.Popen[bytes]:
     try:
         return subprocess.Popen(
             [str(word) for word in command],
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stdout=output,
+            stderr=errors,
             env=dict(env) if env is not None else None,
-            cwd=cwd,
-            text=True,
-            encoding="utf-8",
-            errors="replace",
             start_new_session=True,
         )
     except OSError as error:
         raise StorageError(f"cannot start {command[0]}: {error.strerror or error}") from error
 
 
-@contextmanager
-def undisturbed() -> Iterator[None]:
-    """Ignore interrupts and requests to end, for something short that must be finished."""
-    former: dict[signal.Signals, Any] = {}
-    if threading.current_thread() is threading.main_thread():
-        former = {number: signal.signal(number, signal.SIG_IGN) for number in ENDING}
-    try:
-        yield
-    finally:
-        for number, action in former.items():
-            signal.signal(number, signal.SIG_DFL if action is None else action)
-
-
-def _end(child: subprocess.Popen[str]) -> None:
+def _end(child: subprocess.Popen[bytes]) -> None:
     """Ask the group to end, and kill it if it does not."""
     _signal(child, signal.SIGTERM)
     deadline = time.monotonic() + SECONDS_TO_END
@@ -181,7 +143,7 @@ def _end(child: subprocess.Popen[str]) -> None:
     child.wait()
 
 
-def _signal(child: subprocess.Popen[str], number: signal.Signals) -> None:
+def _signal(child: subprocess.Popen[bytes], number: signal.Signals) -> None:
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(child.pid, number)
 

@@ -123,16 +123,13 @@ class System:
     waits: str = ""
     # Arrays
     element: str  # the number of an element, as in "$SGE_TASK_ID"
-    elements: tuple[
-        str, ...
-    ] = ()  # variables with that number that commands may have; none: it has no arrays
+    elements: tuple[str, ...] = ()  # variables with it that commands may have; none: it has no arrays
     left_out_of_element: str = ""  # begins a directive that the successor of an element must not have
     numbers: tuple[str, str]  # of a job and of an array's element, for the shell
     # The script
     advice: str  # how it is submitted, the header's sentences
-    first: str = (
-        ""  # goes to where the script was submitted, and sets the limit for the run, if the system does not
-    )
+    # Goes to where the script was submitted, and sets the limit for the run, if the system does not.
+    first: str = ""
     begin: str = ""  # lines that set what follows
     begin_element: str = ""  # the same, before them, in an array
     attempt: str = (

@@ -23,7 +23,6 @@ from distgpt.cluster.launch.environment import (
     MPIS,
     OPEN_MPI,
     SRUN,
-    Launcher,
     batch_job,
     job_end,
     launched_as,
@@ -222,9 +221,10 @@ def foreign_launcher() -> str:
     """
     from distgpt.core.comm import mpi
 
-    launcher, vendor = _launcher(), mpi.vendor()
-    if launcher is None:
+    found, vendor = launchers(), mpi.vendor()
+    if not found or (found[0] != OPEN_MPI and launched_as() < 2):  # nothing for another one to get wrong
         return ""
+    launcher = found[0]
     if (launcher == OPEN_MPI and vendor != "Open MPI") or (launcher == MPICH and vendor == "Open MPI"):
         return f"launched by {launcher.name}, but mpi4py belongs to {vendor}; use the mpirun of {vendor}"
     if vendor != "MPICH":
@@ -240,12 +240,6 @@ def foreign_launcher() -> str:
     if launcher == FLUX_RUN and "PMIX_NAMESPACE" in os.environ and ("PMI_SIZE" in os.environ or not has_pmix):
         return "launched by flux run with PMIx, by which MPICH does not start; use flux run -o pmi=simple"
     return ""
-
-
-def _launcher() -> Launcher | None:
-    """Return the launcher of this process, None if there is none, or nothing for it to get wrong."""
-    found = launchers()
-    return found[0] if found and (found[0] == OPEN_MPI or launched_as() > 1) else None
 
 
 def _gather(comm: Comm, complaint: str, code: int) -> list[Introduction]:

@@ -1,6 +1,7 @@
 """Counts, sizes and durations with their units, written and read."""
 
 import re
+from collections.abc import Iterable
 
 from distgpt.core.base.errors import UsageError
 
@@ -19,26 +20,23 @@ def count(n: int, noun: str) -> str:
 
 def numbered(noun: str, numbers: list[int]) -> str:
     """[0, 1, 2, 5] → "ranks 0–2, 5"."""
+    return f"{noun}{'s' if len(numbers) > 1 else ''} {in_runs(numbers, '–', ', ')}"
+
+
+def in_runs(numbers: Iterable[int], to: str = "-", between: str = ",") -> str:
+    """[0, 1, 2, 5] → "0-2,5"."""
     runs: list[list[int]] = []
     for number in sorted(numbers):
         if runs and number == runs[-1][-1] + 1:
             runs[-1][1:] = [number]
         else:
             runs.append([number])
-    return f"{noun}{'s' if len(numbers) > 1 else ''} " + ", ".join("–".join(map(str, run)) for run in runs)
+    return between.join(to.join(map(str, run)) for run in runs)
 
 
 def three_digits(value: float) -> str:
     """Format three significant digits, trailing zeros included, so that numbers in a column line up."""
     return f"{value:#.3g}" if abs(value) < 99.95 else f"{value:,.0f}"
-
-
-def short(value: float) -> str:
-    """1500 → "1.5k", 2e9 → "2B"."""
-    for prefix, factor in _PREFIXES.items():
-        if abs(value) >= factor:
-            return f"{value / factor:g}{prefix}"
-    return f"{value:g}"
 
 
 def parse_count(text: str, name: str) -> int:

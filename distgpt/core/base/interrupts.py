@@ -250,6 +250,13 @@ def default_signals() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Ignore interrupts and requests to end, for something short that must be finished."""
+    with _replaced(_handlers(), signal.SIG_IGN):
+        yield
+
+
 def _handlers() -> dict[int, Handler]:
     """Return the handlers of the signals that have one. Other threads may replace none."""
     if threading.current_thread() is not threading.main_thread():

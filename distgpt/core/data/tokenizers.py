@@ -151,7 +151,7 @@ class BytesDecoder(Tokenizer):
         return b"".join(found).decode("utf-8", "replace")
 
     def streamer(self) -> Streamer:
-        return _BytesStreamer(self.pieces)
+        return BytesStreamer(self.pieces)
 
     def text_size(self, ids: Sequence[int]) -> int:
         return text_size(self.pieces, ids)
@@ -161,7 +161,7 @@ def text_size(entries: Sequence[bytes] | Sequence[str], ids: Sequence[int]) -> i
     return sum(len(entries[i]) if 0 <= i < len(entries) else 1 for i in ids)
 
 
-class _BytesStreamer:
+class BytesStreamer:
     """Holds back the first bytes of a character until its last one comes."""
 
     def __init__(self, pieces: Sequence[bytes]) -> None:
@@ -175,8 +175,9 @@ class _BytesStreamer:
     def flush(self) -> str:
         return self._decoder.decode(b"", final=True)
 
-    def copy(self) -> _BytesStreamer:
-        other = _BytesStreamer(self._pieces)
+    def copy(self) -> Self:
+        other = copy.copy(self)
+        other._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         other._decoder.setstate(self._decoder.getstate())
         return other
 

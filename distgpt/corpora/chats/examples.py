@@ -33,7 +33,6 @@ from distgpt.core.comm.api import Comm
 from distgpt.core.config import RunConfig, TrainConfig
 from distgpt.core.data.batches import ArrayTokens, Batches, Window
 from distgpt.core.data.loading import Corpus, DataRequest
-from distgpt.core.data.tokenizers import Tokenizer
 from distgpt.core.ops.api import IGNORED, Array
 from distgpt.corpora.chats.format import ChatFormat, Example, Message, checked_messages
 from distgpt.corpora.packing import pack
@@ -224,38 +223,27 @@ class _Chats:
         """Refuse nothing: what is wrong with chats is found where they are read."""
 
     def load(self, comm: Comm, request: DataRequest, say: Say) -> Corpus:
-        tokenizer, path = request.existing, Path(request.data)
+        """Rank 0 reads the examples. Those for validation come from all over the file."""
+        tokenizer, path, val_fraction = request.existing, Path(request.data), request.val_fraction
         if tokenizer is None:
             raise shared(DataError("chats are read by the tokenizer of the weights, and these have none"))
-        found = load_examples(comm, path, tokenizer, request.seq_len, request.val_fraction, say)
-        return ChatCorpus(tokenizer, found["train"], found.get("val"))
+        of_root: list[Examples] = []
+
+        def read() -> None:
+            found = _fitting(path, ChatFormat(tokenizer), request.seq_len, say)
+            held_out = np.diff(np.floor(np.arange(len(found) + 1) * val_fraction)) > 0
+            if val_fraction and not held_out.any():
+                raise DataError(
+                    f"{path}: --val-fraction {val_fraction} of {count(len(found), 'example')} is none"
+                )
+            parts = (~held_out, held_out) if val_fraction else (~held_out,)
+            of_root.extend(_together([found[i] for i in np.flatnonzero(part)]) for part in parts)
+
+        on_root(comm, read)
+        return ChatCorpus(tokenizer, *(of_root if comm.size == 1 else broadcast(comm, of_root)))
 
 
 CHATS = _Chats()
-
-
-def load_examples(
-    comm: Comm, path: Path, tokenizer: Tokenizer, seq_len: int, val_fraction: float, say: Say
-) -> dict[str, Examples]:
-    """Return the examples for training and, with `val_fraction`, some for validation. Collective.
-
-    Rank 0 reads them. Those for validation come from all over the file.
-    """
-    of_root: list[Examples] = []
-
-    def read() -> None:
-        found = _fitting(path, ChatFormat(tokenizer), seq_len, say)
-        held_out = np.diff(np.floor(np.arange(len(found) + 1) * val_fraction)) > 0
-        if val_fraction and not held_out.any():
-            raise DataError(
-                f"{path}: --val-fraction {val_fraction} of {count(len(found), 'example')} is none"
-            )
-        parts = (~held_out, held_out) if val_fraction else (~held_out,)
-        of_root.extend(_together([found[i] for i in np.flatnonzero(part)]) for part in parts)
-
-    on_root(comm, read)
-    found = of_root if comm.size == 1 else broadcast(comm, of_root)
-    return dict(zip(("train", "val"), found, strict=False))
 
 
 def _fitting(path: Path, chat: ChatFormat, seq_len: int, say: Say) -> list[Example]:

@@ -587,9 +587,8 @@ def prepare(request: Request, watcher: Any, inputs: list[Input] | None = None) -
     fresh = Progress(request.settings(tokenizer), list_inputs(inputs), sources=[[0, 0] for _ in inputs])
     with reserved(out, watcher.noted):
         progress = load_progress(out, fresh)
-        told = f"{count(progress.spooled[0], 'token')} in {out}"
         if progress.begun:
-            watcher.noted(f"resuming after {told}")
+            watcher.noted(f"resuming after {count(progress.spooled[0], 'token')} in {out}")
         _clean(out, progress.begun)
         try:
             progress.save(out)

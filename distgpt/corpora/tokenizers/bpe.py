@@ -96,7 +96,7 @@ class BpeTokenizer(BytesDecoder):
     def _fast(self) -> FastEncoder:
         from distgpt.corpora.tokenizers.bpe_fast import FastEncoder
 
-        return FastEncoder(self._id_of, symbols(), self.merges, self._encode_piece)
+        return FastEncoder(self._id_of, self.merges, self._encode_piece)
 
     def _encode_piece(self, piece: str) -> list[int]:
         with library_errors("the library tokenizers cannot encode this text"):
@@ -192,9 +192,7 @@ def learn_bpe(texts: Iterable[str], size: int, min_frequency: int, separator: st
     )
     pieces = _short_pieces(not_empty(texts))
     # The library does not react to Ctrl-C, the main thread does.
-    _, found = in_thread(lambda: library.train_from_iterator(pieces, trainer))
-    if isinstance(found[0], BaseException):
-        raise found[0]
+    in_thread(lambda: library.train_from_iterator(pieces, trainer)).result()
     learned = json.loads(library.to_str())["model"]
     vocabulary = sorted(learned["vocab"], key=learned["vocab"].__getitem__)
     token_id = {"last": len(vocabulary), "first": 0, "none": None}[separator]

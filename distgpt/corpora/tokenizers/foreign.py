@@ -92,13 +92,6 @@ def installed(repository: str) -> Path:
     return Path(sys.prefix, "share", "distgpt", "tokenizers", repository)
 
 
-def cache() -> Path:
-    """Return the folder in which huggingface_hub keeps what it has fetched."""
-    from huggingface_hub import constants
-
-    return Path(constants.HF_HUB_CACHE)
-
-
 def _fetched(repository: str, what: str, instead: str, download: Callable[[Any], Path]) -> Path:
     try:
         import huggingface_hub

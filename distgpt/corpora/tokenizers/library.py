@@ -7,6 +7,7 @@ import json
 import os
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from math import inf, prod
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -120,22 +121,18 @@ def _steps_before_model(library: tokenizers.Tokenizer) -> list[Step]:
     return [step for part in parts for step in steps(json.loads(part.__getstate__()))]
 
 
-def in_thread(
-    work: Callable[[], T], seconds: float | None = None
-) -> tuple[threading.Thread, list[T | BaseException]]:
-    """Work in another thread. Return it, and the result or the error; neither after so many seconds."""
-    found: list[T | BaseException] = []
+def in_thread(work: Callable[[], T]) -> Future[T]:
+    """Work in another thread, for which an exit does not wait."""
+    found = Future[T]()
 
     def run() -> None:
         try:
-            found.append(work())
+            found.set_result(work())
         except BaseException as error:
-            found.append(error)
+            found.set_exception(error)
 
-    thread = threading.Thread(target=run, name="encoder", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return thread, found
+    threading.Thread(target=run, name="encoder", daemon=True).start()
+    return found
 
 
 class Encoder:
@@ -150,7 +147,7 @@ class Encoder:
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         self._library, self._may_be_slow = library, may_be_slow
         self._fails = f"{source}: the library tokenizers cannot encode this text"
-        self._stuck: threading.Thread | None = None
+        self._stuck: Future[tokenizers.Encoding] | None = None
 
     def encode(self, text: str) -> tokenizers.Encoding:
         def work() -> tokenizers.Encoding:
@@ -160,15 +157,13 @@ class Encoder:
         with library_errors(self._fails):
             if not self._may_be_slow:
                 return work()
-        if self._stuck is not None and self._stuck.is_alive():
+        if self._stuck is not None and not self._stuck.done():
             raise DataError(f"{self._fails}: it is still busy with one before it that takes too long")
-        thread, found = in_thread(work, seconds := SECONDS + len(text) / CHARACTERS)
-        if not found:
-            self._stuck = thread
+        found, seconds = in_thread(work), SECONDS + len(text) / CHARACTERS
+        if not wait([found], seconds).done:
+            self._stuck = found
             raise DataError(
                 f"{self._fails}: {len(text):,} characters take longer than {seconds:.0f} s by its rules"
             )
         with library_errors(self._fails):
-            if isinstance(result := found[0], BaseException):
-                raise result
-        return result
+            return found.result()

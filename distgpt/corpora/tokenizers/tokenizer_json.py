@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from distgpt.core.base.errors import DataError
-from distgpt.core.data.tokenizers import BytesDecoder, Ids, Streamer, encoded, id_dtype
+from distgpt.core.data.tokenizers import BytesDecoder, BytesStreamer, Ids, Streamer, encoded, id_dtype
 from distgpt.corpora.tokenizers.bpe import LARGEST, SEPARATOR, latin1_of_symbol, symbols
 from distgpt.corpora.tokenizers.library import Encoder, library_errors, may_be_slow, refuse_growth
 
@@ -80,8 +80,7 @@ class LibraryTokenizer(BytesDecoder):
         return text.removeprefix(" ") if self._strips else text
 
     def streamer(self) -> Streamer:
-        streamer = super().streamer()
-        return _Stripping(streamer) if self._strips else streamer
+        return _Stripping(self.pieces) if self._strips else super().streamer()
 
     def describe(self) -> str:
         return f"{self._document['model'].get('type', 'BPE')} of tokenizer.json, {self.size:,} entries"
@@ -140,25 +139,16 @@ class LibraryTokenizer(BytesDecoder):
         return ids
 
 
-class _Stripping:
+class _Stripping(BytesStreamer):
     """Drops the space with which SentencePiece begins every text."""
 
-    def __init__(self, streamer: Streamer) -> None:
-        self._streamer, self._begun = streamer, False
+    _begun = False
 
     def feed(self, token_id: int) -> str:
-        text = self._streamer.feed(token_id)
+        text = super().feed(token_id)
         if text and not self._begun:
             self._begun, text = True, text.removeprefix(" ")
         return text
-
-    def flush(self) -> str:
-        return self._streamer.flush()
-
-    def copy(self) -> _Stripping:
-        other = _Stripping(self._streamer.copy())
-        other._begun = self._begun
-        return other
 
 
 def _entries(document: dict[str, Any], source: str) -> tuple[dict[str, int], dict[str, tuple[int, bool]]]:

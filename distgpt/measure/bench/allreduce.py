@@ -142,7 +142,7 @@ def _algorithm(stage: Stage, name: str) -> Sum:
     from distgpt.gpu.transport import choose_transport
 
     assert isinstance(stage, GpuStage)
-    return choose_transport(name, stage.comm, stage.device, stage.sharing).sum
+    return choose_transport(name, stage.comm, stage.device).sum
 
 
 class InNodeMemory:

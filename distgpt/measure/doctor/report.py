@@ -15,12 +15,12 @@ from shutil import get_terminal_size
 from textwrap import fill
 from typing import Any
 
-from distgpt.cluster.affinity.machine import listed, read_machine
+from distgpt.cluster.affinity.machine import read_machine
 from distgpt.cluster.affinity.plan import recommended
 from distgpt.cluster.jobs.launchers import distant_mpi, is_of_family, mpirun, running_mpi
 from distgpt.cluster.launch.environment import HELP, MPIS, launched_as, launched_rank, launcher_name
 from distgpt.core.base.errors import UsageError, escape, print_lines
-from distgpt.core.base.formatting import count, size
+from distgpt.core.base.formatting import count, in_runs, size
 from distgpt.core.comm.agree import gather_bytes, named_ranks, shared
 from distgpt.core.comm.api import Comm, SerialComm
 from distgpt.core.comm.resources import granted_cores, usable_cores
@@ -89,7 +89,7 @@ def node() -> Facts | None:
         "regions": len({cpu.region for cpu in machine.cpus}),
         "cores": len({cpu.core for cpu in machine.cpus}),
         "cpus": len(machine.cpus),
-        "slow": listed(cpu.number for cpu in machine.cpus if not cpu.fast),
+        "slow": in_runs(cpu.number for cpu in machine.cpus if not cpu.fast),
         "doubts": list(machine.doubts),
         "suits": asdict(recommended(machine, granted=granted_cores().number)),
     }
