@@ -10,6 +10,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from types import NoneType
+from typing import Any
 
 from distgpt.core.base.checked import JsonObject, parse_json, parse_object
 from distgpt.core.base.errors import DataError, StorageError, UsageError
@@ -294,21 +296,14 @@ def whole_lines(path: Path) -> list[bytes]:
 
 def parse_metrics(line: bytes, number: int, path: Path) -> Metrics:
     """Return the metrics in a line; a DataError names a line without any."""
-    no_metrics = DataError(f"{path}: line {number} holds no metrics")
     try:
         document = parse_json(line)
     except ValueError:
-        raise no_metrics from None
-    if not isinstance(document, dict):
-        raise no_metrics
-    numbers: dict[str, float | None] = {}
-    for name, value in document.items():
-        if isinstance(value, bool | str | list | dict):
-            raise no_metrics
-        numbers[name] = value
+        document = None
+    numbers: dict[str, Any] = document if isinstance(document, dict) else {}
     step = numbers.pop("step", None)
-    if not isinstance(step, int):
-        raise no_metrics
+    if type(step) is not int or {*map(type, numbers.values())} - {int, float, NoneType}:
+        raise DataError(f"{path}: line {number} holds no metrics")
     if not 0 <= step < MOST_STEPS:
         raise DataError(f"{path}: line {number} is of an impossible step")
     return Metrics(step, numbers)
