@@ -155,14 +155,6 @@ class Lines(Listener):
     def noted(self, text: str) -> None:
         self.say(text, "yellow")
 
-    def _is_time(self) -> bool:
-        """Return whether it is time for another line about the progress."""
-        now = time.monotonic()
-        if now - self._last < self._interval():
-            return False
-        self._last = now
-        return True
-
     def _interval(self) -> float:
         """Return the seconds that have to pass between two lines now."""
         if self._seconds is not None:
@@ -179,7 +171,11 @@ class Lines(Listener):
         """Return whether a step has a line: the first, the last, and one now and then."""
         step = int(metrics["step"])
         is_last = max(self._end.done(step), metrics.get("elapsed_s", 0.0)) >= self._end.total
-        return self._is_time() or step == 1 or is_last
+        now = time.monotonic()
+        is_time = now - self._last >= self._interval()
+        if is_time:
+            self._last = now
+        return is_time or step == 1 or is_last
 
     def stepped(self, metrics: Metrics) -> None:
         self._speed.add(metrics)

@@ -137,7 +137,7 @@ def perform_due(run: Run, due: Due) -> None:
 
         run.activity.enter(SAMPLING)
         text = sample(run.model, run.tokenizer, run.progress.step, signals=run.signals)
-        run.report.report_sample(run.progress.step, text)
+        run.report.listener.sampled(run.progress.step, text)
 
 
 def evaluate(run: Run) -> Best | None:

@@ -104,10 +104,6 @@ class Report:
         if not self.rank:
             self.listener.evaluated(self._record(metrics))
 
-    def report_sample(self, step: int, text: str) -> None:
-        if not self.rank:
-            self.listener.sampled(step, text)
-
     def note(self, text: str) -> None:
         if not self.rank:
             self.listener.noted(text)
