@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -124,13 +123,10 @@ class Scorer:
                 number += 1
                 done += sum(map(len, chosen))
                 advanced(done, sum(spans[i].count for row in chosen for i in row))
-                if number % self.comm.size == 0:
-                    self._stop_on_signal()
-
-    def _stop_on_signal(self) -> None:
-        """Raise an Interrupted on all ranks where a signal came to one. Collective."""
-        if self._signals is not None and (code := self.comm.allreduce_max(self._signals.exit_code)):
-            raise Interrupted(signal_of(code), shared=True)
+                if number % self.comm.size == 0 and self._signals is not None:
+                    # All ranks end where a signal came to one.
+                    if code := self.comm.allreduce_max(self._signals.exit_code):
+                        raise Interrupted(signal_of(code), shared=True)
 
     def _losses(self, spans: list[Span]) -> list[float]:
         self.put(spans)
@@ -205,22 +201,10 @@ def with_progress(
         progress.close()
 
 
-@dataclass(frozen=True, slots=True)
-class HeldOutLoss:
-    """The mean loss in nats over this many predicted tokens."""
-
-    loss: float
-    tokens: int
-
-    @property
-    def perplexity(self) -> float:
-        return math.exp(self.loss) if self.loss < 700 else math.inf
-
-
 class Validation:
     """The loss on windows of held-out text, the same every time. `is_text`: it has a unit in bytes.
 
-    `held_out`: the tokens that are held out, if the windows may have only a part of them.
+    `count`: the predicted tokens. `held_out`: the tokens that are held out, if the windows may have only a part of them.
     """
 
     def __init__(self, windows: Sequence[Window], is_text: bool = True, held_out: int = 0) -> None:
@@ -228,25 +212,20 @@ class Validation:
         self.count = sum(span.count for span in self.spans)
         self.held_out = max(self.count, held_out)
         self._is_text = is_text
-        self._bytes: int | None = None
+        self._bytes: int | None = None  # of the predicted text in UTF-8, without separators of documents
 
-    def measure(self, scorer: Scorer, progress: Progress | None = None) -> HeldOutLoss:
-        """Return the loss. Collective."""
-        total = float(with_progress(scorer.sums, self.spans, scorer.comm, progress).sum())
-        return HeldOutLoss(total / self.count, self.count)
+    def measure(self, scorer: Scorer, progress: Progress | None = None) -> float:
+        """Return the mean loss in nats. Collective."""
+        return float(with_progress(scorer.sums, self.spans, scorer.comm, progress).sum()) / self.count
 
     def bits_per_byte(self, loss: float, tokenizer: Tokenizer) -> float | None:
         """Return a loss in a unit that other tokenizers share; None where the text has no bytes."""
         if not self._is_text:
             return None
         if self._bytes is None:
-            self._bytes = self._bytes_predicted(tokenizer)
+            ids = np.concatenate([self.spans[0].ids[:1], *(span.ids[1:] for span in self.spans)])
+            self._bytes = text_bytes(ids, tokenizer) - text_bytes(ids[:1], tokenizer)
         return bits_per_byte(loss, self._bytes / self.count)
-
-    def _bytes_predicted(self, tokenizer: Tokenizer) -> int:
-        """Return the length of the predicted text in UTF-8, without separators between documents."""
-        ids = np.concatenate([self.spans[0].ids[:1], *(span.ids[1:] for span in self.spans)])
-        return text_bytes(ids, tokenizer) - text_bytes(ids[:1], tokenizer)
 
 
 class Metric(Protocol):
@@ -299,12 +278,11 @@ class Assessment:
         found: dict[str, float] = {}
         if self.validation is not None:
             begun = time.perf_counter()
-            held = self.validation.measure(self.scorer)
-            seconds = time.perf_counter() - begun
-            found |= {"val_loss": held.loss, "val_tokens": held.tokens, "val_s": seconds}
-            if held.tokens < self.validation.held_out:
+            loss, tokens = self.validation.measure(self.scorer), self.validation.count
+            found |= {"val_loss": loss, "val_tokens": tokens, "val_s": time.perf_counter() - begun}
+            if tokens < self.validation.held_out:
                 found["held_out_tokens"] = self.validation.held_out
-            if (bits := self.bits_per_byte(held.loss)) is not None:
+            if (bits := self.bits_per_byte(loss)) is not None:
                 found["bits_per_byte"] = bits
         for metric in self._metrics:
             found |= metric.fields(self.scorer)
