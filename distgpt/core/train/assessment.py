@@ -124,9 +124,9 @@ class Scorer:
                 done += sum(map(len, chosen))
                 advanced(done, sum(spans[i].count for row in chosen for i in row))
                 if number % self.comm.size == 0 and self._signals is not None:
-                    # All ranks end where a signal came to one.
-                    if code := self.comm.allreduce_max(self._signals.exit_code):
-                        raise Interrupted(signal_of(code), shared=True)
+                    came = self.comm.allreduce_max(self._signals.exit_code)  # to any rank
+                    if came:
+                        raise Interrupted(signal_of(came), shared=True)
 
     def _losses(self, spans: list[Span]) -> list[float]:
         self.put(spans)
@@ -204,7 +204,8 @@ def with_progress(
 class Validation:
     """The loss on windows of held-out text, the same every time. `is_text`: it has a unit in bytes.
 
-    `count`: the predicted tokens. `held_out`: the tokens that are held out, if the windows may have only a part of them.
+    `count`: the tokens that are predicted. `held_out`: those that are held out, if the windows may have only
+    a part of them.
     """
 
     def __init__(self, windows: Sequence[Window], is_text: bool = True, held_out: int = 0) -> None:

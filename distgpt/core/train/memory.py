@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from math import isqrt, prod
 from types import SimpleNamespace
-from typing import cast
+from typing import NamedTuple, cast
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -34,8 +34,7 @@ PROGRAM = 256 << 20  # compiled loops, what compiles them and small buffers, on 
 FRACTION = 0.25  # but at most this fraction of a small GPU, of a small machine or of a rank's part of one
 
 
-@dataclass(frozen=True, slots=True)
-class Need:
+class Need(NamedTuple):
     """Bytes of one rank."""
 
     weights: int  # parameters, in both types where there are two
@@ -47,8 +46,7 @@ class Need:
 
     @property
     def total(self) -> int:
-        parts = self.weights, self.optimizer, self.activations, self.evaluation, self.exchange, self.update
-        return sum(parts)
+        return sum(self)
 
 
 class DryKernels(Kernels):
