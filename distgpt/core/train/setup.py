@@ -82,10 +82,10 @@ def open_run(
     trained = _load(plan, setup, texts, say)
     # Now all that a user can have got wrong was refused, and rank 0 writes.
     times = Times(stage.begun + plan.uncounted, plan.state.seconds)
-    where, token_bytes = _open_directory(plan, setup, texts, trained, times, listener)
+    where = _open_directory(plan, setup, texts, trained, times, listener)
     # Loops are compiled after the first lines, as that may take a minute, and before anything measures time.
     compile_once_per_node(stage, setup.kernels, texts.config, setup.strategy)
-    run = _assemble(plan, setup, texts, trained, times, where, token_bytes, listener, parts)
+    run = _assemble(plan, setup, texts, trained, times, where, listener, parts)
     run = replace(run, guards=tuple(parts.callbacks(run, limits)))
     run.load_guards(plan.state)
     if run.comm.rank == 0:
@@ -146,17 +146,16 @@ def _load(plan: Plan, setup: Setup, texts: Texts, say: Say) -> Trained:
 
 def _open_directory(
     plan: Plan, setup: Setup, texts: Texts, trained: Trained, times: Times, listener: Listener
-) -> tuple[dict[str, Any], float | None]:
+) -> dict[str, Any]:
     """Create the run's directory, note in its history where it begins and from what, and show the run.
 
-    Return where the run runs, and the bytes of a token of the text, None if not all of it is text.
+    Return where it runs: hosts, batch job, launcher and MPI.
     """
     stage = setup.stage
     comm = stage.comm
     config = texts.config
     corpus = texts.corpus
     batches = texts.batches
-    model = trained.model
     directory = plan.directory
     progress = trained.progress
     say = listener.noted
@@ -178,7 +177,6 @@ def _open_directory(
         )
 
     on_root(comm, create)
-    token_bytes = on_root(comm, lambda: bytes_per_token(corpus, batches))
     if comm.rank == 0:
         note_settings(config, corpus, batches, texts.is_evaluated, plan.changes, plan.state.step, say)
         if plan.checkpoint:
@@ -195,7 +193,7 @@ def _open_directory(
             "ranks": comm.size,
             "threads": stage.threads,
             "hosts": shown_hosts(where["hosts"]),
-            "parameters": model.layout.elements,
+            "parameters": trained.model.layout.elements,
             "vocabulary": config.model.vocab_size,
             "corpus_tokens": batches.n_tokens,
             "held_out_tokens": texts.held_out,
@@ -207,7 +205,7 @@ def _open_directory(
         }
         listener.started(facts)
         stage.notes.report_to(say)
-    return where, token_bytes
+    return where
 
 
 def _assemble(
@@ -216,8 +214,7 @@ def _assemble(
     texts: Texts,
     trained: Trained,
     times: Times,
-    where: dict[str, Any],  # hosts, batch job, launcher and MPI
-    token_bytes: float | None,
+    where: dict[str, Any],
     listener: Listener,
     parts: Components,
 ) -> Run:
@@ -262,6 +259,7 @@ def _assemble(
     last = settings.steps if plan.until is None else plan.until
     pace = Pace(progress, placement.rounds)
     clock = parts.budget(settings, last, times, pace, model, texts.validation)
+    token_bytes = on_root(comm, lambda: bytes_per_token(texts.corpus, batches))
     report = Report(
         comm.rank, texts.config, plan.directory, listener, checkpoints, batches, token_bytes, clock
     )
