@@ -146,9 +146,9 @@ class Engine:
 
     def _join(self, shared: SharedPrompt, choice: int) -> list[Event]:
         """Give a sample a slot, with what another slot has of its prompt: all where a sample computed it."""
-        ready = next((slot for slot, held in self._prompts.items() if held is shared), None)
-        if shared.logits is None:
-            ready = None
+        ready = None
+        if shared.logits is not None:
+            ready = next((slot for slot, held in self._prompts.items() if held is shared), None)
         if ready is None:
             source, length = self._begun(shared)
             slot = self._slot_for(source, length)
@@ -185,9 +185,7 @@ class Engine:
         held = self._kept | {sample.slot: sample.held for sample in self._running}
         common = {slot: shared.common(each) for slot, each in held.items()}
         slot = max(common, key=lambda slot: (common[slot], -len(held[slot])), default=None)
-        if slot is None or not common[slot]:
-            return None, 0
-        return slot, common[slot]
+        return (slot, common[slot]) if slot is not None and common[slot] else (None, 0)
 
     def _slot_for(self, source: int | None, length: int) -> int:
         """Choose a free slot: the source, if these tokens are most of what it holds, or one to copy them to.
