@@ -141,8 +141,11 @@ class RunDirectory:
                 fresh = False
             try:
                 self.lock.claim()  # first: what follows removes files that another process may be writing
-                if not fresh:
-                    self._clean_up(step)
+                if not fresh:  # what killed processes have left unfinished
+                    remove_unfinished(self.checkpoints)
+                    set_damaged_aside(self.checkpoints, step)
+                    for path in self._left_behind():
+                        path.unlink(missing_ok=True)
                 self.remember(event)  # before the configuration: what has that has its origin, too
                 for path, text in ((self.config, run.to_toml()), (self.tokenizer, tokenizer_json)):
                     with atomic_file(path) as file:
@@ -167,13 +170,6 @@ class RunDirectory:
                 for path in files:
                     path.unlink(missing_ok=True)
                 self.path.rmdir()
-
-    def _clean_up(self, step: int) -> None:
-        """Remove what killed processes have left unfinished; set damaged checkpoints from `step` on aside."""
-        remove_unfinished(self.checkpoints)
-        set_damaged_aside(self.checkpoints, step)
-        for path in self._left_behind():
-            path.unlink(missing_ok=True)
 
     def record(self, metrics: Mapping[str, float]) -> None:
         """Append one line to metrics.jsonl, with null for values that are not finite.

@@ -24,7 +24,7 @@ from distgpt.core.ops.api import Array, Work
 
 # Tokens per forward pass; a GPU needs more of them to be busy.
 AT_A_TIME, AT_A_TIME_QUEUED = 1 << 12, 1 << 15
-SHORTEST = 32  # lengths are rounded up to this times a power of two: few shapes, little padding
+SHORTEST = 32  # lengths are rounded up to powers of two from this on: few shapes, little padding
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,10 +173,8 @@ class Scorer:
         return groups[::-1]  # the longest takes most memory
 
     def _padded(self, length: int) -> int:
-        padded = SHORTEST
-        while padded < length:
-            padded *= 2
-        return min(padded, self.model.config.seq_len)
+        power = 1 << (length - 1).bit_length()  # of two, and no less than the length
+        return min(max(SHORTEST, power), self.model.config.seq_len)
 
 
 class Progress(Protocol):

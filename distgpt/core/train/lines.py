@@ -96,17 +96,16 @@ class Remaining:
     Nobody knows the last step of a run by the clock, so its steps have no total.
     """
 
-    def __init__(self, facts: Facts, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, facts: Facts) -> None:
         """`facts`: of the run's start. A run by the clock takes about so many `steps`."""
         steps, left = facts["steps"], facts.get("seconds_left")
         self._steps = f"/{steps}" if left is None else ""
         self.total: float = steps if left is None else facts["seconds"]  # of a bar
         self.width = len(f"{steps}{self._steps}")  # of a step in characters, at most
-        self._now = now
-        self._end = None if left is None else now() + left
+        self._end = None if left is None else time.monotonic() + left
 
     def _seconds_left(self, end: float) -> float:
-        return max(0.0, end - self._now())
+        return max(0.0, end - time.monotonic())
 
     def done(self, step: int) -> float:
         """Return how much of `total` is done."""
