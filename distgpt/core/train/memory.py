@@ -152,10 +152,8 @@ def fit_to_memory(
     return replace(settings, save=save)
 
 
-def copy_bytes(config: RunConfig, kernels: Kernels, placement: Placement) -> int:
-    """Return the bytes that rank 0 copies to write a checkpoint while training goes on; 0 if it does not."""
-    if config.train.save == "sync" or not placement.may_copy:
-        return 0
+def copy_bytes(config: RunConfig, kernels: Kernels) -> int:
+    """Return the bytes that rank 0 copies to write a checkpoint while training goes on."""
     layout = components().model(config.train).trained(config)
     optimizer = components().optimizer(config.train)
     return (2 * layout.size + optimizer.second_moments(layout).size) * int(kernels.wide.itemsize)
@@ -172,7 +170,7 @@ def _way_to_save(config: RunConfig, kernels: Kernels, placement: Placement, room
         if t.save_every or t.save_minutes:
             notes.add("training waits while a checkpoint is written: all ranks have a part of it")
         return "sync"
-    copy = copy_bytes(config, kernels, placement)
+    copy = copy_bytes(config, kernels)
     if copy <= room:
         return "async"
     if t.save == "async":
