@@ -43,7 +43,7 @@ from distgpt.core.train.gathering import EachRank, restore_exchange
 from distgpt.core.train.memory import fit_to_memory
 from distgpt.core.train.plan import Plan
 from distgpt.core.train.progress import EVALUATING, Activity, Pace, Progress
-from distgpt.core.train.report import Report, note_resumed, note_settings, shown_hosts, whereabouts
+from distgpt.core.train.report import Report, note_settings, shown_hosts, whereabouts
 from distgpt.core.train.resume import best_on_disk, refuse_changed_text
 from distgpt.core.train.run import Limits, Run
 from distgpt.core.train.seams import Listener, ModelKind, Times
@@ -178,10 +178,8 @@ def _open_directory(
 
     on_root(comm, create)
     if comm.rank == 0:
-        note_settings(config, corpus, batches, texts.is_evaluated, plan.changes, plan.state.step, say)
-        if plan.checkpoint:
-            note_resumed(config.train, plan.state, batches, say)
-        elif init := config.train.init:
+        note_settings(plan, texts, say)
+        if not plan.checkpoint and (init := config.train.init):
             use = setup.kind.use_of_init(config.train)
             say(f"{escape(init)} {use}, with a peak learning rate of {config.train.lr:g} (--lr)")
         if directory.lock.lacks_locks():
