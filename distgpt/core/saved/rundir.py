@@ -121,18 +121,15 @@ class RunDirectory:
             raise UsageError(f"{name!r} is not valid UTF-8: choose another --out")
 
     def create(
-        self,
-        run: RunConfig,
-        tokenizer_json: str,
-        event: Mapping[str, object],
-        step: int,
-        owes_evaluation: bool,
+        self, run: RunConfig, tokenizer_json: str, event: Mapping[str, Any], owes_evaluation: bool
     ) -> None:
         """Create the directory with configuration and tokenizer; a failure leaves no new directory behind.
 
-        `event` is for the history: where the run begins, and from what. In a directory that was there, drops
-        what is of steps after `step`, which will be repeated, and of the evaluation after it if that is due.
+        `event` is for the history: at which "step" the run begins, and from what. In a directory that was
+        there, drops what is of later steps, which will be repeated, and of the evaluation after this one if
+        that is due.
         """
+        step: int = event["step"]
         fresh = True
         with storage_errors("use the run directory", self.path):
             try:

@@ -172,9 +172,7 @@ def _open_directory(
             **where,
             "changes": plan.changes,
         }
-        directory.create(
-            config, corpus.tokenizer.to_json(), event, progress.step, progress.evaluation_pending
-        )
+        directory.create(config, corpus.tokenizer.to_json(), event, progress.evaluation_pending)
 
     on_root(comm, create)
     if comm.rank == 0:
