@@ -178,7 +178,8 @@ class Engine:
 
     def _begun(self, shared: SharedPrompt) -> tuple[int | None, int]:
         """Return the slot that holds most of a prompt, and how many tokens of it."""
-        if not shared.reuses or len(shared.request.prompt) > self._slots.length:
+        request = shared.request
+        if not request.reuse or request.prompt_logprobs or len(request.prompt) > self._slots.length:
             return None, 0
         held = self._kept | {sample.slot: sample.held for sample in self._running}
         common = {slot: shared.common(each) for slot, each in held.items()}

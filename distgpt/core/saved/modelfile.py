@@ -317,10 +317,9 @@ def open_model(
 
     path, kind = on_root(stage.comm, find)
     whole, merge = Path(path), None
-    if part:
-        whole, merge = components().part(kind).whole(weights, stage.comm, whole)
-    elif kind:
-        whole, merge = components().part(kind).whole(whole, stage.comm)
+    if kind:
+        named = (weights, stage.comm, whole) if part else (whole, stage.comm)
+        whole, merge = components().part(kind).whole(*named)
     if dtype == AUTO_DTYPE:
         about = load_description(whole, stage.comm)
         rounded = "" if stage.on_gpu else about.rounded
