@@ -229,13 +229,9 @@ class Step:
 
 
 class InFlight:
-    """Steps whose results were not read yet: a GPU computes one while it gets the next.
+    """Steps whose results were not read yet: a GPU computes one while it gets the next."""
 
-    At most `depth` of them may be under way when the next one is launched.
-    """
-
-    def __init__(self, depth: int) -> None:
-        self.depth = depth
+    def __init__(self) -> None:
         self._results: deque[StepResult] = deque()
         self.restart_clock()
 
