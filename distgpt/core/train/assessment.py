@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -144,16 +145,12 @@ class Scorer:
         for device, host in zip((self.tokens, self._targets), self._host, strict=True):
             self.model.kernels.put(device, host.reshape(-1))
 
-    def run(self, name: str, what: Callable[[Pass], object]) -> ModelActivations:
+    def run(self, name: str, what: Callable[[Pass], Any]) -> ModelActivations:
         """Do something with the pass, recorded under this name."""
         work = self.work
         assert work is not None
         if name not in self._recorded:
-
-            def compute() -> None:
-                what(work)
-
-            self._recorded[name] = self.model.kernels.record(compute)
+            self._recorded[name] = self.model.kernels.record(partial(what, work))
         self._recorded[name]()
         return work.around.all
 

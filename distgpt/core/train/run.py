@@ -65,7 +65,7 @@ class Run:
     signals: PendingSignals
     judge: Judge
     launch: Launch  # the step's own, or one around it that measures
-    guards: tuple[Guard, ...]
+    guards: tuple[Guard, ...] = ()  # made of the run itself
 
     @property
     def comm(self) -> Comm:

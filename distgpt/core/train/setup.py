@@ -113,7 +113,6 @@ def _texts_of(plan: Plan, comm: Comm, say: Say) -> Texts:
 class Trained:
     """What a run trains, as it is before the first step of this process."""
 
-    model: Model
     state: OptimizerState
     described: Description
     progress: Progress
@@ -133,7 +132,7 @@ def _load(plan: Plan, setup: Setup, texts: Texts, say: Say) -> Trained:
         if comm.rank == 0 and (learned := learned_first(texts.config.model, setup.settings)):
             say(learned.note)
         begin_anew(comm, state, setup.settings, texts.batches)
-        return Trained(model, state, described, progress, best=None)
+        return Trained(state, described, progress, best=None)
     restore(comm, state, checkpoint)
     progress.load(plan.state)
     texts.batches.skipped = plan.state.skipped
@@ -141,7 +140,7 @@ def _load(plan: Plan, setup: Setup, texts: Texts, say: Say) -> Trained:
     if "val" not in plan.changes and plan.state.corpus == texts.batches.fingerprint:
         is_intact = partial(best_on_disk, plan.directory, checkpoint, plan.state, texts.held_out, say)
         best = plan.state.best if on_root(comm, is_intact) else None
-    return Trained(model, state, described, progress, best)
+    return Trained(state, described, progress, best)
 
 
 def _open_directory(
@@ -189,7 +188,7 @@ def _open_directory(
             "ranks": comm.size,
             "threads": stage.threads,
             "hosts": shown_hosts(where["hosts"]),
-            "parameters": trained.model.layout.elements,
+            "parameters": trained.state.optimizer.model.layout.elements,
             "vocabulary": config.model.vocab_size,
             "corpus_tokens": batches.n_tokens,
             "held_out_tokens": texts.held_out,
@@ -220,8 +219,8 @@ def _assemble(
     comm = stage.comm
     settings = setup.settings
     batches = texts.batches
-    model = trained.model
     state = trained.state
+    model = state.optimizer.model
     progress = trained.progress
     placement = setup.strategy.placement
     start = Start(comm, stage.threads, plan.state, say)
@@ -290,7 +289,6 @@ def _assemble(
         signals=signals,
         judge=judge,
         launch=step.launch,
-        guards=(),
     )
 
 
