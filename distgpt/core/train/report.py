@@ -8,29 +8,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from distgpt.core.base.errors import Say, StorageError, escape
 from distgpt.core.base.formatting import count
 from distgpt.core.comm.agree import gather_texts
 from distgpt.core.comm.job import this_job
-from distgpt.core.config import METRICS, WITH_MPI, RunConfig
+from distgpt.core.config import METRICS, WITH_MPI, RunConfig, TrainConfig
 from distgpt.core.cpu.stages import Stage
 from distgpt.core.data.batches import Batches
-from distgpt.core.data.loading import bits_per_byte
+from distgpt.core.data.loading import Corpus, bits_per_byte
 from distgpt.core.saved.rundir import RunDirectory
 from distgpt.core.train.checkpoints import Checkpoints
 from distgpt.core.train.plan import Plan
 from distgpt.core.train.progress import Finished
 from distgpt.core.train.seams import Clock, Listener, is_over
 
-if TYPE_CHECKING:
-    from distgpt.core.train.setup import Texts
 
-
-def note_settings(plan: Plan, texts: Texts, say: Say) -> None:
+def note_settings(plan: Plan, t: TrainConfig, corpus: Corpus, batches: Batches, say: Say) -> None:
     """Say which settings are others from this step on, or do other things than one may expect. For rank 0."""
-    t, corpus, batches, state = texts.config.train, texts.corpus, texts.batches, plan.state
+    state = plan.state
     if plan.changes:
         listed = ", ".join(f"{name} {escape(f'{old} → {new}')}" for name, (old, new) in plan.changes.items())
         say(f"changed from step {state.step} on: {listed}")
@@ -42,7 +39,7 @@ def note_settings(plan: Plan, texts: Texts, say: Say) -> None:
         say(f"--warmup {t.warmup} is longer than the run of {count(t.steps, 'step')}: --lr is never reached")
     for line in corpus.notes:
         say(line)
-    if t.eval_every and not texts.is_evaluated:
+    if t.eval_every and corpus.val is None and not t.metrics:
         *others, last = ("--val", "--val-fraction", *(f"--{name}" for name in METRICS))
         say(f"nothing is held out, so nothing is evaluated: see {', '.join(others)} and {last}")
     if not plan.checkpoint:

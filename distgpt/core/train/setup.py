@@ -175,7 +175,7 @@ def _open_directory(
 
     on_root(comm, create)
     if comm.rank == 0:
-        note_settings(plan, texts, say)
+        note_settings(plan, config.train, corpus, batches, say)
         if not plan.checkpoint and (init := config.train.init):
             use = setup.kind.use_of_init(config.train)
             say(f"{escape(init)} {use}, with a peak learning rate of {config.train.lr:g} (--lr)")
