@@ -16,7 +16,7 @@ from typing import Any, TextIO
 
 from distgpt.core.base.interrupts import as_interrupt
 from distgpt.core.comm.job import exit_code, this_job
-from distgpt.core.train.lines import Facts, Lines, Metrics, Output, remaining, summary
+from distgpt.core.train.lines import Facts, Lines, Metrics, Output, Remaining, summary
 
 ERROR_PREFIXES = ("distgpt: ", "Error: ")  # of lines by which a command ends, its own and click's
 
@@ -87,7 +87,7 @@ class JsonLines(Lines):
         self._emit("note", "notice", facts={"message": text})
 
     def started(self, facts: Facts) -> None:
-        self._end, self._log.step = remaining(facts), facts["first_step"]
+        self._end, self._log.step = Remaining(facts), facts["first_step"]
         self._emit("start", facts={"message": summary(facts), "batch": this_job().batch, **facts})
 
     def stepped(self, metrics: Metrics) -> None:

@@ -126,10 +126,8 @@ class AdaptedBlock(Block):
         self.adapters = adapters_of(self, t)
         self.parts = [*self.parts, *self.adapters]
 
-    def scratch(
-        self, config: ModelConfig, kernels: Kernels, n: int, added: Floats2d | None, again: bool
-    ) -> AdaptedScratch:
-        plain = super().scratch(config, kernels, n, added, again)
+    def scratch(self, kernels: Kernels, n: int, added: Floats2d | None, again: bool) -> AdaptedScratch:
+        plain = super().scratch(kernels, n, added, again)
         ranks = [adapter.rank for adapter in self.adapters if adapter.rank]
         inner = tuple((kernels.zeros(n, rank), kernels.zeros(n, rank)) for rank in ranks)
         return AdaptedScratch(**{each.name: getattr(plain, each.name) for each in fields(plain)}, inner=inner)

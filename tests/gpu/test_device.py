@@ -20,7 +20,6 @@ from distgpt.core.saved.modelfile import Description
 from distgpt.core.saved.rundir import RunDirectory
 from distgpt.core.train import checkpoints as saving
 from distgpt.core.train.memory import copy_bytes
-from distgpt.core.train.sharing import Placement
 from distgpt.gpu import device as module
 from distgpt.gpu.device import TIMED_CALLS, CupyDevice
 from distgpt.gpu.kernels import CudaKernels
@@ -384,7 +383,7 @@ def test_a_copy_to_save_takes_no_more_memory_than_is_counted(monkeypatch):
     optimizer = AdamW(model, run.train)
     live = {"a": {"": model.weights}, "b": {"m/": optimizer.m, "v/": optimizer.v}}
     k.put(model.weights.flat, np.arange(model.layout.size))
-    copy, counted = saving.Copy(model), copy_bytes(run, k, Placement(run.train, 1))
+    copy, counted = saving.Copy(model), copy_bytes(run, k)
     assert counted > 40 * (1 << 12)
     tracemalloc.start()
     groups = copy.update(live)

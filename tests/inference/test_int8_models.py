@@ -1,6 +1,7 @@
 """Models in int8 and int4: their files, what they compute in passes and in lanes, and what is refused."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from distgpt.core.cpu.kernels import CpuKernels
 from distgpt.core.generate.engine_setup import rehearse, slots_for
 from distgpt.core.generate.plain_slots import PlainSlots
 from distgpt.core.generate.slots import Feed
-from distgpt.core.saved.modelfile import Description, dtype_of, load_model, save_model
+from distgpt.core.saved.modelfile import Description, load_model, open_model, save_model
 from distgpt.core.saved.tensors import read_header, read_rows, write_tensors
 from distgpt.inference.decoding.compiled import CompiledSlots
 from distgpt.inference.quantized.integers import LEVELS, quantise, restored
@@ -27,6 +28,15 @@ from distgpt.models.quantized.packed import calibrated, int8_of, moved, round_fo
 from distgpt.models.quantized.rounded import quantize
 
 COMM = SerialComm()
+
+
+def opened_in(path, asked, on_gpu=False):
+    """The dtype of a model that is opened on one thread."""
+
+    def kernels(dtype, matmul):
+        return Int8Kernels(1, dtype) if dtype in ("int8", "int4") else CpuKernels(dtype, 1)
+
+    return open_model(SimpleNamespace(comm=COMM, on_gpu=on_gpu, kernels=kernels), path, asked)[3]
 
 
 def description(model):
@@ -100,7 +110,7 @@ def test_a_file_in_int4_gives_the_same_model_as_rounding_and_nearly_the_same_in_
     )  # rounded twice, and other blocks
     assert distance(scores[narrow, "int4"], scores[in_int4, "int4"]) < 0.3  # rounded twice
     widened, about = load_model(in_int4, CpuKernels("float32", 1), COMM)
-    assert about.rounded == "int4" == dtype_of(in_int4, "auto", COMM)
+    assert about.rounded == "int4" == opened_in(in_int4, "auto")
     for spec in model.layout.specs:
         expected = round_alike(model.params[spec.name], spec, "int4")
         equal = np.isclose(widened.params[spec.name], expected, atol=1e-6)
@@ -114,9 +124,9 @@ def test_a_file_in_int4_gives_the_same_model_as_rounding_and_nearly_the_same_in_
 
 def test_a_file_in_int8_is_computed_in_int8_unless_asked_otherwise(files):
     _, wide, narrow, _ = files
-    assert [dtype_of(path, "auto", COMM) for path in (wide, narrow)] == ["float32", "int8"]
-    assert dtype_of(narrow, "auto", COMM, on_gpu=True) == "float32"
-    assert dtype_of(narrow, "bfloat16", COMM) == "bfloat16"
+    assert [opened_in(path, "auto") for path in (wide, narrow)] == ["float32", "int8"]
+    assert opened_in(narrow, "auto", on_gpu=True) == "float32"
+    assert opened_in(narrow, "float64") == "float64"
     model = api.load(narrow)
     assert "int8" in repr(model) and "int8" not in repr(api.load(narrow, dtype="float32"))
     assert model.parameters()["wte"].dtype == np.float32

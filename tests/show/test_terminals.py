@@ -3,6 +3,7 @@
 import io
 import re
 import sys
+import time
 
 import pytest
 from conftest import distgpt, inside
@@ -73,13 +74,14 @@ def test_plain_lines_of_a_run_by_the_clock_count_down(capsys):
     assert [line.split()[1] for line in capsys.readouterr().out.splitlines()] == ["3"]
 
 
-def test_a_clock_never_shows_less_than_nothing():
+def test_a_clock_never_shows_less_than_nothing(monkeypatch):
     now = [100.0]
-    end = Remaining(9, 7500.0, 7000.0, now=lambda: now[0])
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    end = Remaining({"steps": 9, "seconds": 7500.0, "seconds_left": 7000.0})
     assert (end.elapsed(), end.left(1, 5.0)) == ("   8:20 of 2:05:00", "left 1:56:40")
     now[0] += 8000
     assert (end.elapsed(), end.left(1, 5.0), end.done(1)) == ("2:05:00 of 2:05:00", "left 0:00", 7500.0)
-    by_steps = Remaining(20)
+    by_steps = Remaining({"steps": 20})
     assert (by_steps.left(0, 0.0), by_steps.left(5, 2.0), by_steps.elapsed()) == (
         "left --:--",
         "left 0:30",

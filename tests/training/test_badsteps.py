@@ -173,7 +173,7 @@ def test_spikes_are_found_alike_after_a_resume():
     first, second = (BadSteps(TrainConfig(spike_zscore=3.0), progress) for progress in (before, after))
     for step in range(120):
         first.judge_step(finished(3.0 + step % 3, 1.0))
-    document = json.loads(json.dumps(before.save(State()).to_json()))
+    document = json.loads(json.dumps(State(recent=tuple(before.recent)).to_json()))
     after.load(State.from_json(document))
     assert after.recent == before.recent and len(after.recent) == 100
     assert second.objection(9.0, 1.0) == first.objection(9.0, 1.0) != ""

@@ -47,7 +47,6 @@ class Engine:
         self._chunk = chunk or slots.chunk
         self._tickets = count()
         self._waiting: deque[tuple[SharedPrompt, int]] = deque()  # samples without a slot: request, choice
-        self._empty: list[Event] = []  # of samples without tokens, which need no slot
         self._running: list[Sample] = []
         self._free = list(range(slots.count))  # the least recently used first
         self._prompts: dict[int, SharedPrompt] = {}  # slots that begin with the prompt of a request
@@ -56,7 +55,7 @@ class Engine:
     @property
     def is_idle(self) -> bool:
         """Tell whether all that was submitted is done."""
-        return not (self._waiting or self._running or self._empty)
+        return not (self._waiting or self._running)
 
     @property
     def running(self) -> int:
@@ -72,10 +71,7 @@ class Engine:
         """Queue a request; return its ticket, which its events bear. Refuses what `check` does."""
         self.check(request)
         shared = SharedPrompt(next(self._tickets), request)
-        if request.max_new_tokens == 0 and shared.is_scored:
-            self._empty += [shared.empty_event(choice) for choice in range(request.n)]
-        else:
-            self._waiting.extend((shared, choice) for choice in range(request.n))
+        self._waiting.extend((shared, choice) for choice in range(request.n))
         return shared.ticket
 
     def check(self, request: Request) -> None:
@@ -97,7 +93,6 @@ class Engine:
     def cancel(self, ticket: int) -> None:
         """Forget a request: no more events of it come, its slots are free. Nothing happens if it is done."""
         self._waiting = deque(each for each in self._waiting if each[0].ticket != ticket)
-        self._empty = [each for each in self._empty if each.ticket != ticket]
         for sample in [each for each in self._running if each.shared.ticket == ticket]:
             self._leave(sample)
         self._prompts = {slot: held for slot, held in self._prompts.items() if held.ticket != ticket}
@@ -127,8 +122,11 @@ class Engine:
             yield from self.step()
 
     def _admit(self) -> list[Event]:
-        """Give free slots to samples that wait, in order. Those of a prompt being computed wait for it."""
-        events, self._empty = self._empty, []
+        """Give free slots to samples that wait, in order. Those of a prompt being computed wait for it.
+
+        Samples without tokens need none.
+        """
+        events: list[Event] = []
         held: list[tuple[SharedPrompt, int]] = []
         while self._waiting:
             shared, choice = self._waiting.popleft()
@@ -146,9 +144,9 @@ class Engine:
 
     def _join(self, shared: SharedPrompt, choice: int) -> list[Event]:
         """Give a sample a slot, with what another slot has of its prompt: all where a sample computed it."""
-        ready = next((slot for slot, held in self._prompts.items() if held is shared), None)
-        if shared.logits is None:
-            ready = None
+        ready = None
+        if shared.logits is not None:
+            ready = next((slot for slot, held in self._prompts.items() if held is shared), None)
         if ready is None:
             source, length = self._begun(shared)
             slot = self._slot_for(source, length)
@@ -180,14 +178,13 @@ class Engine:
 
     def _begun(self, shared: SharedPrompt) -> tuple[int | None, int]:
         """Return the slot that holds most of a prompt, and how many tokens of it."""
-        if not shared.reuses or len(shared.request.prompt) > self._slots.length:
+        request = shared.request
+        if not request.reuse or request.prompt_logprobs or len(request.prompt) > self._slots.length:
             return None, 0
         held = self._kept | {sample.slot: sample.held for sample in self._running}
         common = {slot: shared.common(each) for slot, each in held.items()}
         slot = max(common, key=lambda slot: (common[slot], -len(held[slot])), default=None)
-        if slot is None or not common[slot]:
-            return None, 0
-        return slot, common[slot]
+        return (slot, common[slot]) if slot is not None and common[slot] else (None, 0)
 
     def _slot_for(self, source: int | None, length: int) -> int:
         """Choose a free slot: the source, if these tokens are most of what it holds, or one to copy them to.

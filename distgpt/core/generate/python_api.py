@@ -77,8 +77,6 @@ def _streamed(engine: Engine, request: Request, is_text: bool) -> Iterator[str |
 def _samples(
     slots: Slots, tokenizer: Tokenizer | None, comm: Comm, requests: list[Request]
 ) -> list[list[Completion]]:
-    if comm.size == 1:
-        return complete(Engine(slots, tokenizer), requests)
     if len(requests) == 1:
         own = on_ranks(slots, comm, lambda slots: complete(Engine(slots, tokenizer), requests))
         return list(broadcast(comm, own))

@@ -98,12 +98,10 @@ class Request(Sampling):
             if name not in known:
                 raise UsageError(f"the setting {escape(name)!r} is unknown{nearest(name, known)}")
         stop = settings.get("stop", self.stop)
-        if stop is None:
-            stop = ()
-        elif isinstance(stop, str):
+        if isinstance(stop, str):
             stop = (stop,)
-        elif isinstance(stop, list):
-            stop = tuple(stop)
+        elif stop is None or isinstance(stop, list):
+            stop = tuple(stop or ())
         return replace(self, **{**settings, "prompt": prompt, "stop": stop})
 
 

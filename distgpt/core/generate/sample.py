@@ -31,11 +31,6 @@ class SharedPrompt:
         """Tell whether all log-probabilities that are wanted of the prompt are known."""
         return not self.request.prompt_logprobs or len(self.likelihoods) == len(self.request.prompt)
 
-    @property
-    def reuses(self) -> bool:
-        """Tell whether it takes over what slots hold of the prompt."""
-        return self.request.reuse and not self.request.prompt_logprobs
-
     def common(self, held: Sequence[int]) -> int:
         """Return how many tokens of the prompt these begin with, but never its last."""
         prompt = self.request.prompt

@@ -94,11 +94,7 @@ def are_finite(rows: Rows) -> bool:
     """Tell whether all logits are, also those that stayed on a device."""
     if isinstance(rows, np.ndarray):
         return bool(np.isfinite(rows).all())
-    for row in rows:
-        is_finite = bool(np.isfinite(row).all()) if isinstance(row, np.ndarray) else row.is_finite
-        if not is_finite:
-            return False
-    return True
+    return all(np.isfinite(row).all() if isinstance(row, np.ndarray) else row.is_finite for row in rows)
 
 
 def check_drop(slots: Slots, slot: int, count: int, kept: int) -> None:

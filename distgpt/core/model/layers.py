@@ -51,12 +51,9 @@ class Block:
         name = f"blocks.{index}"
         width = config.n_embd
         norm = NORMS[config.norm]
+        self.config = config
         self.positions = positions
         self.window = config.window_of(index)
-        self.head_size = config.head_size
-        self.qk_norm = config.qk_norm
-        self.eps = config.norm_eps
-        self.act = config.mlp
 
         self.norm1 = norm(f"{name}.norm1", config)
         # One matmul computes q, k and v, whose matrices lie one below the other. Muon takes each by itself.
@@ -81,10 +78,9 @@ class Block:
         parts = [self.proj, self.fc, self.norm2, self.out, self.head_norm, self.qkv, self.norm1]
         self.parts: list[Part] = [part for part in parts if part is not None]
 
-    def scratch(
-        self, config: ModelConfig, kernels: Kernels, n: int, added: Floats2d | None, again: bool
-    ) -> Scratch:
+    def scratch(self, kernels: Kernels, n: int, added: Floats2d | None, again: bool) -> Scratch:
         """Make the memory for gradients of n rows. dh1 is `added`, if there; `again`: of `backward`."""
+        config = self.config
         c = config.n_embd
         dh1 = kernels.zeros(n, c) if added is None else added
         datt = dh1  # attention's backward pass has read it before dh1 is written
@@ -117,7 +113,7 @@ class Block:
         sums = kernels.capabilities.sums_bias_gradients
         self.fc.bias_summed_in_backward = sums
         # Rotary positions and norms change dqkv after attention's backward pass has summed it.
-        self.qkv.bias_summed_in_backward = sums and not (self.positions.rotates or self.qk_norm)
+        self.qkv.bias_summed_in_backward = sums and not (self.positions.rotates or self.config.qk_norm)
 
     def attend(self, acts: LayerActivations, seq_len: int, positions: Ints1d | None) -> None:
         self._prepare(acts, seq_len, None)
@@ -136,9 +132,9 @@ class Block:
             assert acts.xhat is not None and acts.qk_rstd is not None
             self.head_norm.forward(acts.qkv, acts.xhat, acts.qk_rstd)
         self.positions.rotate(acts.qkv, seq_len, start, inverse=False)
-        if self.qk_norm and self.head_norm is None:
+        if self.config.qk_norm and self.head_norm is None:
             assert acts.qk_rstd is not None
-            self.k.qk_norm(acts.qkv, acts.qk_rstd, self.head_size, self.eps)
+            self.k.qk_norm(acts.qkv, acts.qk_rstd, self.config.head_size, self.config.norm_eps)
 
     def before_attention(
         self, acts: LayerActivations, x: Floats2d, r: Floats2d | None, tokens: Ints1d
@@ -157,7 +153,7 @@ class Block:
         else:
             self.out.forward(acts.added, acts.att)
             self.norm2.forward(acts.h2, acts.s2, acts.stats2, acts.s1, acts.added)
-        self.k.linear_act(acts.act, acts.pre, acts.h2, self.fc.wb, self.act)
+        self.k.linear_act(acts.act, acts.pre, acts.h2, self.fc.wb, self.config.mlp)
 
     def project(self, acts: LayerActivations, into: Floats2d) -> None:
         """Compute mlp(…), and where that costs nothing its sum with s2, in `into`: see `output`."""
@@ -192,7 +188,7 @@ class Block:
         dact = acts.act if tmp.dact is None else tmp.dact
         w = self.proj.wb.w
         db = self.fc.bias_gradient_in_backward(accumulate)
-        self.k.linear_backward_act(dpre, dact, tmp.dout, w, acts.pre, self.act, again, db)
+        self.k.linear_backward_act(dpre, dact, tmp.dout, w, acts.pre, self.config.mlp, again, db)
         self.fc.backward(tmp.dh2, dpre)
         self.norm2.backward(tmp.dmid, h2, tmp.mid_sums, tmp.dh2, tmp.dout, acts.s2, acts.stats2)
         # Attention, in the same way.
@@ -202,9 +198,9 @@ class Block:
         self.k.attention_backward(tmp.dqkv, tmp.datt, acts.att, acts.lse, acts.qkv, mask, db)
         # Undo `_prepare`, its last step first: a norm without gain reads rotated queries and keys, one with
         # gain an x̂ from before the rotation.
-        if self.qk_norm and self.head_norm is None:
+        if self.config.qk_norm and self.head_norm is None:
             assert acts.qk_rstd is not None
-            self.k.qk_norm_backward(tmp.dqkv, acts.qkv, acts.qk_rstd, self.head_size)
+            self.k.qk_norm_backward(tmp.dqkv, acts.qkv, acts.qk_rstd, self.config.head_size)
         self.positions.rotate(tmp.dqkv, seq_len, None, inverse=True)
         if self.head_norm is not None:
             assert tmp.dgain is not None and acts.xhat is not None and acts.qk_rstd is not None

@@ -6,7 +6,6 @@ slices, ranges of whole sequences that workers compute side by side; so are all 
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import groupby
@@ -80,8 +79,6 @@ class Layout:
             self.offsets[spec.name] = end
             end += -(-spec.size // ALIGNED) * ALIGNED  # rounded up
         self.size = end
-        self._names = list(self.offsets)
-        self._starts = list(self.offsets.values())
         self.elements = sum(spec.size for spec in self.specs)
 
     def position_in(self, other: Layout, position: int) -> int:
@@ -92,7 +89,7 @@ class Layout:
         """
         if position == self.size:
             return other.size
-        name = self._names[bisect_right(self._starts, position) - 1]  # of the tensor that has it
+        *_, name = (name for name, start in self.offsets.items() if start <= position)  # of its tensor
         return other.offsets[name] + position - self.offsets[name]
 
     def end_of(self, names: Iterable[str]) -> int:

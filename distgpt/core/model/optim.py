@@ -82,13 +82,12 @@ class AdamW:
         `apply`; nothing where they share none."""
         return ()
 
-    def step(self, step: int, grad_scale: float, lr: float | None = None) -> float:
-        """Compute the norm and update the parameters; return the learning rate (default: the schedule's)."""
+    def step(self, step: int, grad_scale: float, lr: float | None = None) -> None:
+        """Compute the norm and update the parameters. `lr`: the learning rate, if not the schedule's."""
         lr = learning_rate(self.config, step) if lr is None else lr
         self.compute_norm()
         self.prepare(step, lr, grad_scale, grad_scale)
         self.apply()
-        return lr
 
     def compute_norm(self) -> None:
         """norm ← Σ g²"""

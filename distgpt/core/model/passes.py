@@ -124,7 +124,7 @@ class Pass:
         self._finished: list[int] = []  # of each layer: how many gradients are final once its own are
         if training:
             model.make_gradients()
-            scratch = model.blocks[0].scratch(config, k, n, first.added, self._again)
+            scratch = model.blocks[0].scratch(k, n, first.added, self._again)
             own = Rows(self.slices, scratch, SUMS)
             below = Rows(self.slices, scratch.of_layer_below(), SUMS)
             self._scratch = (own, below)

@@ -293,23 +293,6 @@ def _parse(metadata: dict[str, str], path: Path) -> Description:
     return Description(run, tokenizer, part=part, base=base)
 
 
-def dtype_of(
-    path: Path,
-    asked: str,
-    comm: Comm,
-    on_gpu: bool = False,
-    usual: Callable[[Description], str] | None = None,
-) -> str:
-    """Return the dtype that was asked for; of auto, on CPUs, that of a rounded file, else `usual` or float32.
-
-    Collective; so may `usual` be.
-    """
-    if asked != AUTO_DTYPE:
-        return asked
-    about = load_description(path, comm)
-    return (about.rounded if not on_gpu else "") or (usual(about) if usual else "float32")
-
-
 def open_model(
     stage: Stage,
     weights: Path,
@@ -319,9 +302,10 @@ def open_model(
     usual: Callable[[Description], str] | None = None,
     part: Path | None = None,
 ) -> tuple[Model, Description, Path, str]:
-    """Load a model, with a part merged into it. `usual` says what the dtype auto is. Collective.
+    """Load a model, with a part merged into it. Collective; so may `usual` be.
 
-    Return also the weights file of the whole model, and the type that it computes in.
+    The dtype auto is, on CPUs, that of a rounded file, else what `usual` says, else float32. Return also the
+    weights file of the whole model, and the type that it computes in.
     """
 
     def find() -> list[str]:
@@ -333,13 +317,15 @@ def open_model(
 
     path, kind = on_root(stage.comm, find)
     whole, merge = Path(path), None
-    if part:
-        whole, merge = components().part(kind).whole(weights, stage.comm, whole)
-    elif kind:
-        whole, merge = components().part(kind).whole(whole, stage.comm)
-    chosen = dtype_of(whole, dtype, stage.comm, stage.on_gpu, usual)
-    model, about = load_model(whole, stage.kernels(chosen, matmul), stage.comm, context, merge)
-    return model, about, whole, chosen
+    if kind:
+        named = (weights, stage.comm, whole) if part else (whole, stage.comm)
+        whole, merge = components().part(kind).whole(*named)
+    if dtype == AUTO_DTYPE:
+        about = load_description(whole, stage.comm)
+        rounded = "" if stage.on_gpu else about.rounded
+        dtype = rounded or (usual(about) if usual else "float32")
+    model, about = load_model(whole, stage.kernels(dtype, matmul), stage.comm, context, merge)
+    return model, about, whole, dtype
 
 
 def random_model(config: ModelConfig, dtype: str, kernels_for: Callable[[str], Kernels], seed: int) -> Model:

@@ -10,6 +10,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from types import NoneType
+from typing import Any
 
 from distgpt.core.base.checked import JsonObject, parse_json, parse_object
 from distgpt.core.base.errors import DataError, StorageError, UsageError
@@ -119,18 +121,15 @@ class RunDirectory:
             raise UsageError(f"{name!r} is not valid UTF-8: choose another --out")
 
     def create(
-        self,
-        run: RunConfig,
-        tokenizer_json: str,
-        event: Mapping[str, object],
-        step: int,
-        owes_evaluation: bool,
+        self, run: RunConfig, tokenizer_json: str, event: Mapping[str, Any], owes_evaluation: bool
     ) -> None:
         """Create the directory with configuration and tokenizer; a failure leaves no new directory behind.
 
-        `event` is for the history: where the run begins, and from what. In a directory that was there, drops
-        what is of steps after `step`, which will be repeated, and of the evaluation after it if that is due.
+        `event` is for the history: at which "step" the run begins, and from what. In a directory that was
+        there, drops what is of later steps, which will be repeated, and of the evaluation after this one if
+        that is due.
         """
+        step: int = event["step"]
         fresh = True
         with storage_errors("use the run directory", self.path):
             try:
@@ -139,8 +138,11 @@ class RunDirectory:
                 fresh = False
             try:
                 self.lock.claim()  # first: what follows removes files that another process may be writing
-                if not fresh:
-                    self._clean_up(step)
+                if not fresh:  # what killed processes have left unfinished
+                    remove_unfinished(self.checkpoints)
+                    set_damaged_aside(self.checkpoints, step)
+                    for path in self._left_behind():
+                        path.unlink(missing_ok=True)
                 self.remember(event)  # before the configuration: what has that has its origin, too
                 for path, text in ((self.config, run.to_toml()), (self.tokenizer, tokenizer_json)):
                     with atomic_file(path) as file:
@@ -165,13 +167,6 @@ class RunDirectory:
                 for path in files:
                     path.unlink(missing_ok=True)
                 self.path.rmdir()
-
-    def _clean_up(self, step: int) -> None:
-        """Remove what killed processes have left unfinished; set damaged checkpoints from `step` on aside."""
-        remove_unfinished(self.checkpoints)
-        set_damaged_aside(self.checkpoints, step)
-        for path in self._left_behind():
-            path.unlink(missing_ok=True)
 
     def record(self, metrics: Mapping[str, float]) -> None:
         """Append one line to metrics.jsonl, with null for values that are not finite.
@@ -294,21 +289,14 @@ def whole_lines(path: Path) -> list[bytes]:
 
 def parse_metrics(line: bytes, number: int, path: Path) -> Metrics:
     """Return the metrics in a line; a DataError names a line without any."""
-    no_metrics = DataError(f"{path}: line {number} holds no metrics")
     try:
         document = parse_json(line)
     except ValueError:
-        raise no_metrics from None
-    if not isinstance(document, dict):
-        raise no_metrics
-    numbers: dict[str, float | None] = {}
-    for name, value in document.items():
-        if isinstance(value, bool | str | list | dict):
-            raise no_metrics
-        numbers[name] = value
+        document = None
+    numbers: dict[str, Any] = document if isinstance(document, dict) else {}
     step = numbers.pop("step", None)
-    if not isinstance(step, int):
-        raise no_metrics
+    if type(step) is not int or {*map(type, numbers.values())} - {int, float, NoneType}:
+        raise DataError(f"{path}: line {number} holds no metrics")
     if not 0 <= step < MOST_STEPS:
         raise DataError(f"{path}: line {number} is of an impossible step")
     return Metrics(step, numbers)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -25,7 +25,7 @@ from distgpt.core.ops.api import Array, Work
 
 # Tokens per forward pass; a GPU needs more of them to be busy.
 AT_A_TIME, AT_A_TIME_QUEUED = 1 << 12, 1 << 15
-SHORTEST = 32  # lengths are rounded up to this times a power of two: few shapes, little padding
+SHORTEST = 32  # lengths are rounded up to powers of two from this on: few shapes, little padding
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,13 +124,10 @@ class Scorer:
                 number += 1
                 done += sum(map(len, chosen))
                 advanced(done, sum(spans[i].count for row in chosen for i in row))
-                if number % self.comm.size == 0:
-                    self._stop_on_signal()
-
-    def _stop_on_signal(self) -> None:
-        """Raise an Interrupted on all ranks where a signal came to one. Collective."""
-        if self._signals is not None and (code := self.comm.allreduce_max(self._signals.exit_code)):
-            raise Interrupted(signal_of(code), shared=True)
+                if number % self.comm.size == 0 and self._signals is not None:
+                    came = self.comm.allreduce_max(self._signals.exit_code)  # to any rank
+                    if came:
+                        raise Interrupted(signal_of(came), shared=True)
 
     def _losses(self, spans: list[Span]) -> list[float]:
         self.put(spans)
@@ -148,16 +145,12 @@ class Scorer:
         for device, host in zip((self.tokens, self._targets), self._host, strict=True):
             self.model.kernels.put(device, host.reshape(-1))
 
-    def run(self, name: str, what: Callable[[Pass], object]) -> ModelActivations:
+    def run(self, name: str, what: Callable[[Pass], Any]) -> ModelActivations:
         """Do something with the pass, recorded under this name."""
         work = self.work
         assert work is not None
         if name not in self._recorded:
-
-            def compute() -> None:
-                what(work)
-
-            self._recorded[name] = self.model.kernels.record(compute)
+            self._recorded[name] = self.model.kernels.record(partial(what, work))
         self._recorded[name]()
         return work.around.all
 
@@ -177,10 +170,8 @@ class Scorer:
         return groups[::-1]  # the longest takes most memory
 
     def _padded(self, length: int) -> int:
-        padded = SHORTEST
-        while padded < length:
-            padded *= 2
-        return min(padded, self.model.config.seq_len)
+        power = 1 << (length - 1).bit_length()  # of two, and no less than the length
+        return min(max(SHORTEST, power), self.model.config.seq_len)
 
 
 class Progress(Protocol):
@@ -205,22 +196,11 @@ def with_progress(
         progress.close()
 
 
-@dataclass(frozen=True, slots=True)
-class HeldOutLoss:
-    """The mean loss in nats over this many predicted tokens."""
-
-    loss: float
-    tokens: int
-
-    @property
-    def perplexity(self) -> float:
-        return math.exp(self.loss) if self.loss < 700 else math.inf
-
-
 class Validation:
     """The loss on windows of held-out text, the same every time. `is_text`: it has a unit in bytes.
 
-    `held_out`: the tokens that are held out, if the windows may have only a part of them.
+    `count`: the tokens that are predicted. `held_out`: those that are held out, if the windows may have only
+    a part of them.
     """
 
     def __init__(self, windows: Sequence[Window], is_text: bool = True, held_out: int = 0) -> None:
@@ -228,25 +208,20 @@ class Validation:
         self.count = sum(span.count for span in self.spans)
         self.held_out = max(self.count, held_out)
         self._is_text = is_text
-        self._bytes: int | None = None
+        self._bytes: int | None = None  # of the predicted text in UTF-8, without separators of documents
 
-    def measure(self, scorer: Scorer, progress: Progress | None = None) -> HeldOutLoss:
-        """Return the loss. Collective."""
-        total = float(with_progress(scorer.sums, self.spans, scorer.comm, progress).sum())
-        return HeldOutLoss(total / self.count, self.count)
+    def measure(self, scorer: Scorer, progress: Progress | None = None) -> float:
+        """Return the mean loss in nats. Collective."""
+        return float(with_progress(scorer.sums, self.spans, scorer.comm, progress).sum()) / self.count
 
     def bits_per_byte(self, loss: float, tokenizer: Tokenizer) -> float | None:
         """Return a loss in a unit that other tokenizers share; None where the text has no bytes."""
         if not self._is_text:
             return None
         if self._bytes is None:
-            self._bytes = self._bytes_predicted(tokenizer)
+            ids = np.concatenate([self.spans[0].ids[:1], *(span.ids[1:] for span in self.spans)])
+            self._bytes = text_bytes(ids, tokenizer) - text_bytes(ids[:1], tokenizer)
         return bits_per_byte(loss, self._bytes / self.count)
-
-    def _bytes_predicted(self, tokenizer: Tokenizer) -> int:
-        """Return the length of the predicted text in UTF-8, without separators between documents."""
-        ids = np.concatenate([self.spans[0].ids[:1], *(span.ids[1:] for span in self.spans)])
-        return text_bytes(ids, tokenizer) - text_bytes(ids[:1], tokenizer)
 
 
 class Metric(Protocol):
@@ -299,12 +274,11 @@ class Assessment:
         found: dict[str, float] = {}
         if self.validation is not None:
             begun = time.perf_counter()
-            held = self.validation.measure(self.scorer)
-            seconds = time.perf_counter() - begun
-            found |= {"val_loss": held.loss, "val_tokens": held.tokens, "val_s": seconds}
-            if held.tokens < self.validation.held_out:
+            loss, tokens = self.validation.measure(self.scorer), self.validation.count
+            found |= {"val_loss": loss, "val_tokens": tokens, "val_s": time.perf_counter() - begun}
+            if tokens < self.validation.held_out:
                 found["held_out_tokens"] = self.validation.held_out
-            if (bits := self.bits_per_byte(held.loss)) is not None:
+            if (bits := self.bits_per_byte(loss)) is not None:
                 found["bits_per_byte"] = bits
         for metric in self._metrics:
             found |= metric.fields(self.scorer)

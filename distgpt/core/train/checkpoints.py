@@ -41,7 +41,7 @@ Live = dict[str, Mapping[str, FlatBuffer]]  # the stem of a checkpoint's file â†
 
 
 class Checkpoints:
-    """Rank 0 writes one at a time: at once, or from a copy in a thread. The other ranks may have to help it.
+    """Rank 0 writes one at a time: at once, or from a copy in a thread. The other ranks only help it.
 
     A failed save is reported and retried if an older checkpoint exists. Otherwise, or with
     on_disk_error stop, `disk.lost` is the error that ends the run.
@@ -110,8 +110,7 @@ class Checkpoints:
 
     def _begin(self, state: State, best: Best | None, checkpoint: bool) -> None:
         self._clear()
-        stems = [WEIGHTS, OPTIMIZER] if checkpoint else [WEIGHTS]
-        live = {stem: self._live[stem] for stem in stems}
+        live = self._live if checkpoint else {WEIGHTS: self._live[WEIGHTS]}
         groups = self._copy.update(live) if self._copy else self._on_host(live)
         self._write, self._best_in_write = partial(self._save, groups, state, best), best
         if self._copy:
@@ -135,7 +134,7 @@ class Checkpoints:
         """Write a checkpoint now; a failure is raised."""
         self._clear()
         try:
-            self._save(self._on_host(self._live), state, best)
+            self._save(self.groups(), state, best)
         finally:
             self.disk.report()
         self.report_recovery()
@@ -182,20 +181,15 @@ class Checkpoints:
         """
         if has_lost_disk:
             on_root(self._comm, self._raise_fatal)
-        if self._comm.rank == 0:
-            self._poll()
-
-    def _raise_fatal(self) -> None:
-        assert self.disk.lost
-        raise self.disk.lost
-
-    def _poll(self) -> None:
-        """Look how the thread has ended, or retry what has failed."""
         if self._thread:
             if not self._thread.is_alive() or time.monotonic() > self._begun + LONGEST_WRITE:
                 self.wait()
         elif self._copy and self._write and time.monotonic() > self._failed_at + SECONDS_BETWEEN_ATTEMPTS:
             self._start()
+
+    def _raise_fatal(self) -> None:
+        assert self.disk.lost
+        raise self.disk.lost
 
     def tolerate(self, error: StorageError) -> None:
         """Report that something could not be written, not too often; raise the error if the run must end."""
@@ -250,8 +244,7 @@ class Checkpoints:
             self.tolerate(failed)
         except StorageError as error:
             self.disk.lost = error
-            self._write = None
-            self._best_in_write = None
+            self._write = self._best_in_write = None
 
     def groups(self) -> Groups:
         """Return what the files of a checkpoint would hold now. For rank 0, in `on_root`."""

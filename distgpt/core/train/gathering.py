@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from distgpt.core.base.errors import DataError
-from distgpt.core.comm.agree import on_root
+from distgpt.core.comm.agree import broadcast, on_root
 from distgpt.core.comm.api import Comm
 from distgpt.core.model.memory import FlatBuffer, Layout
 from distgpt.core.model.model import Model
@@ -18,7 +18,6 @@ from distgpt.core.saved.checkpoint import check_file, read_manifest
 from distgpt.core.saved.tensors import Kind, LazyTensors, Tensors, read_header, read_rows
 from distgpt.core.train.sharing import Exchange, Gathering, Groups
 
-DONE = -1
 EXCHANGE = "exchange"  # the file of what an exchange saves of each rank
 
 
@@ -46,8 +45,7 @@ class TensorByTensor(Gathering):
     def __init__(self, comm: Comm, kinds: Mapping[str, Kind]) -> None:
         """`kinds`: of everything that rank 0 may ask for, by name."""
         super().__init__(comm)
-        self._kinds, self._names = kinds, list(kinds)
-        self._numbers = {name: number for number, name in enumerate(kinds)}
+        self._kinds = kinds
 
     def gathered(self, name: str) -> Array:
         """The tensor of this name, for rank 0. Collective."""
@@ -60,24 +58,19 @@ class TensorByTensor(Gathering):
 
     def on_root(self, act: Callable[[], None]) -> None:
         if self._comm.rank:
-            while (number := self._told(0)) != DONE:
-                self.gathered(self._names[number])
+            while name := broadcast(self._comm):
+                self.gathered(name)
         on_root(self._comm, lambda: self._closing(act))
 
     def _closing(self, act: Callable[[], None]) -> None:
         try:
             act()
         finally:
-            self._told(DONE)
+            broadcast(self._comm, "")
 
     def _asked(self, name: str) -> Array:
-        self._told(self._numbers[name])
+        broadcast(self._comm, name)
         return self.gathered(name)
-
-    def _told(self, number: int) -> int:
-        message = np.array([number], np.int64)
-        self._comm.broadcast(message)
-        return int(message[0])
 
 
 def host_buffer(model: Model, layout: Layout) -> FlatBuffer:
@@ -97,7 +90,7 @@ class EachRank(TensorByTensor):
         super().__init__(comm, {f"{rank}/{name}": kinds[name] for rank in range(comm.size) for name in kinds})
 
     def groups(self, weights_alone: bool) -> Groups:
-        return {} if weights_alone else {EXCHANGE: self.some({name: name for name in self._names})}
+        return {} if weights_alone else {EXCHANGE: self.some({name: name for name in self._kinds})}
 
     def gathered(self, name: str) -> Array:
         rank, _, own = name.partition("/")

@@ -96,18 +96,16 @@ class Remaining:
     Nobody knows the last step of a run by the clock, so its steps have no total.
     """
 
-    def __init__(
-        self, steps: int, seconds: float = 0.0, left: float = 0.0, now: Callable[[], float] = time.monotonic
-    ) -> None:
-        """`seconds`: of a run by the clock, of which `left` are left; it takes about so many `steps`."""
-        self._steps = "" if seconds else f"/{steps}"
-        self.total: float = seconds or steps  # of a bar
+    def __init__(self, facts: Facts) -> None:
+        """`facts`: of the run's start. A run by the clock takes about so many `steps`."""
+        steps, left = facts["steps"], facts.get("seconds_left")
+        self._steps = f"/{steps}" if left is None else ""
+        self.total: float = steps if left is None else facts["seconds"]  # of a bar
         self.width = len(f"{steps}{self._steps}")  # of a step in characters, at most
-        self._now = now
-        self._end = now() + left if seconds else None
+        self._end = None if left is None else time.monotonic() + left
 
     def _seconds_left(self, end: float) -> float:
-        return max(0.0, end - self._now())
+        return max(0.0, end - time.monotonic())
 
     def done(self, step: int) -> float:
         """Return how much of `total` is done."""
@@ -130,13 +128,6 @@ class Remaining:
         return f"left {clock(pace * steps)}" if pace or not steps else "left --:--"
 
 
-def remaining(facts: Facts) -> Remaining:
-    """Return the end of a run that has started with these facts."""
-    if facts.get("seconds_left") is None:
-        return Remaining(facts["steps"])
-    return Remaining(facts["steps"], facts["seconds"], facts["seconds_left"])
-
-
 class Lines(Listener):
     """Shows a run in lines, one now and then; every step is in metrics.jsonl anyway."""
 
@@ -149,7 +140,7 @@ class Lines(Listener):
         # Output of a batch job that is a terminal is one that people work in.
         self._is_job = not self.stream.isatty() and this_job().batch is not None
         self._speed = Speed()
-        self._end = Remaining(0)
+        self._end = Remaining({"steps": 0})
 
     def say(self, text: str) -> None:
         if self._is_job:
@@ -163,14 +154,6 @@ class Lines(Listener):
     def noted(self, text: str) -> None:
         self.say(text)
 
-    def _is_time(self) -> bool:
-        """Return whether it is time for another line about the progress."""
-        now = time.monotonic()
-        if now - self._last < self._interval():
-            return False
-        self._last = now
-        return True
-
     def _interval(self) -> float:
         """Return the seconds that have to pass between two lines now."""
         if self._seconds is not None:
@@ -180,14 +163,18 @@ class Lines(Listener):
         return AT_FIRST if time.monotonic() - self._begun < BEGINNING else LATER
 
     def started(self, facts: Facts) -> None:
-        self._end = remaining(facts)
+        self._end = Remaining(facts)
         self.say(summary(facts))
 
     def _is_due(self, metrics: Metrics) -> bool:
         """Return whether a step has a line: the first, the last, and one now and then."""
         step = int(metrics["step"])
         is_last = max(self._end.done(step), metrics.get("elapsed_s", 0.0)) >= self._end.total
-        return self._is_time() or step == 1 or is_last
+        now = time.monotonic()
+        is_time = now - self._last >= self._interval()
+        if is_time:
+            self._last = now
+        return is_time or step == 1 or is_last
 
     def stepped(self, metrics: Metrics) -> None:
         self._speed.add(metrics)

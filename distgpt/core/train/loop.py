@@ -55,7 +55,7 @@ def take_steps(run: Run) -> None:
     rounds = run.placement.rounds
     votes = Votes(run.comm, run.signals, run.checkpoints.disk, run.clock)
     depth = 1 if run.model.kernels.capabilities.is_async else 0  # results that may be read a step later
-    in_flight = InFlight(depth)
+    in_flight = InFlight()
     number = progress.step
     while run.clock.last is None or number < run.clock.last:  # None: a run by the clock that goes on
         is_last = number + 1 == run.clock.last
@@ -66,7 +66,7 @@ def take_steps(run: Run) -> None:
         if rounds.ends(number) and timer.is_due(number):
             due = replace(due, save=True)
         # What is due looks at the weights, so the queue must be empty.
-        stop = settle(run, in_flight, leave=0 if due else in_flight.depth)
+        stop = settle(run, in_flight, leave=0 if due else depth)
         if stop:
             # The steps under way count too. Another signal may have come in one of them; mostly none has.
             stop = settle(run, in_flight, leave=0) or stop
@@ -137,7 +137,7 @@ def perform_due(run: Run, due: Due) -> None:
 
         run.activity.enter(SAMPLING)
         text = sample(run.model, run.tokenizer, run.progress.step, signals=run.signals)
-        run.report.report_sample(run.progress.step, text)
+        run.report.listener.sampled(run.progress.step, text)
 
 
 def evaluate(run: Run) -> Best | None:

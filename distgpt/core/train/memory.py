@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from math import isqrt, prod
 from types import SimpleNamespace
-from typing import cast
+from typing import NamedTuple, cast
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -34,8 +34,7 @@ PROGRAM = 256 << 20  # compiled loops, what compiles them and small buffers, on 
 FRACTION = 0.25  # but at most this fraction of a small GPU, of a small machine or of a rank's part of one
 
 
-@dataclass(frozen=True, slots=True)
-class Need:
+class Need(NamedTuple):
     """Bytes of one rank."""
 
     weights: int  # parameters, in both types where there are two
@@ -47,8 +46,7 @@ class Need:
 
     @property
     def total(self) -> int:
-        parts = self.weights, self.optimizer, self.activations, self.evaluation, self.exchange, self.update
-        return sum(parts)
+        return sum(self)
 
 
 class DryKernels(Kernels):
@@ -154,10 +152,8 @@ def fit_to_memory(
     return replace(settings, save=save)
 
 
-def copy_bytes(config: RunConfig, kernels: Kernels, placement: Placement) -> int:
-    """Return the bytes that rank 0 copies to write a checkpoint while training goes on; 0 if it does not."""
-    if config.train.save == "sync" or not placement.may_copy:
-        return 0
+def copy_bytes(config: RunConfig, kernels: Kernels) -> int:
+    """Return the bytes that rank 0 copies to write a checkpoint while training goes on."""
     layout = components().model(config.train).trained(config)
     optimizer = components().optimizer(config.train)
     return (2 * layout.size + optimizer.second_moments(layout).size) * int(kernels.wide.itemsize)
@@ -174,7 +170,7 @@ def _way_to_save(config: RunConfig, kernels: Kernels, placement: Placement, room
         if t.save_every or t.save_minutes:
             notes.add("training waits while a checkpoint is written: all ranks have a part of it")
         return "sync"
-    copy = copy_bytes(config, kernels, placement)
+    copy = copy_bytes(config, kernels)
     if copy <= room:
         return "async"
     if t.save == "async":

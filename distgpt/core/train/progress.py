@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from statistics import median
 from typing import NamedTuple
 
@@ -49,7 +49,7 @@ class Finished(NamedTuple):
 
 @dataclass(slots=True)
 class Progress:
-    """All that changes from step to step and is saved. The same on all ranks, but for `seconds`."""
+    """All that changes from step to step. The same on all ranks, but for `seconds`."""
 
     step: int = 0  # steps that are finished
     loss: float | None = None  # of the last good step of this process
@@ -82,17 +82,6 @@ class Progress:
         if not self.step:
             self.first_val_loss = val_loss
         self.evaluation_pending = False
-
-    def save(self, run: State) -> State:
-        """Return what a checkpoint says now. `run`: the part that is the same for all steps."""
-        return replace(
-            run,
-            step=self.step,
-            evaluation_pending=self.evaluation_pending,
-            skipped=self.skipped,
-            bad_steps=self.bad_steps,
-            recent=tuple(self.recent),
-        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,28 +18,19 @@ from distgpt.core.config import METRICS, WITH_MPI, RunConfig, TrainConfig
 from distgpt.core.cpu.stages import Stage
 from distgpt.core.data.batches import Batches
 from distgpt.core.data.loading import Corpus, bits_per_byte
-from distgpt.core.saved.checkpoint import State
 from distgpt.core.saved.rundir import RunDirectory
 from distgpt.core.train.checkpoints import Checkpoints
+from distgpt.core.train.plan import Plan
 from distgpt.core.train.progress import Finished
-from distgpt.core.train.resume import Change
 from distgpt.core.train.seams import Clock, Listener, is_over
 
 
-def note_settings(
-    config: RunConfig,
-    corpus: Corpus,
-    batches: Batches,
-    is_evaluated: bool,
-    changes: dict[str, Change],
-    step: int,
-    say: Say,
-) -> None:
+def note_settings(plan: Plan, t: TrainConfig, corpus: Corpus, batches: Batches, say: Say) -> None:
     """Say which settings are others from this step on, or do other things than one may expect. For rank 0."""
-    if changes:
-        listed = ", ".join(f"{name} {escape(f'{old} → {new}')}" for name, (old, new) in changes.items())
-        say(f"changed from step {step} on: {listed}")
-    t = config.train
+    state = plan.state
+    if plan.changes:
+        listed = ", ".join(f"{name} {escape(f'{old} → {new}')}" for name, (old, new) in plan.changes.items())
+        say(f"changed from step {state.step} on: {listed}")
     for line in batches.notes(t.steps):
         say(line)
     if corpus.val is not None and corpus.val.fingerprint == batches.fingerprint:
@@ -48,13 +39,11 @@ def note_settings(
         say(f"--warmup {t.warmup} is longer than the run of {count(t.steps, 'step')}: --lr is never reached")
     for line in corpus.notes:
         say(line)
-    if t.eval_every and not is_evaluated:
+    if t.eval_every and corpus.val is None and not t.metrics:
         *others, last = ("--val", "--val-fraction", *(f"--{name}" for name in METRICS))
         say(f"nothing is held out, so nothing is evaluated: see {', '.join(others)} and {last}")
-
-
-def note_resumed(t: TrainConfig, state: State, batches: Batches, say: Say) -> None:
-    """Say that a run from a checkpoint has nothing left to do, or another text. For rank 0."""
+    if not plan.checkpoint:
+        return
     if is_over(state.seconds, t) if t.train_minutes else state.step == t.steps:
         say(f"nothing is left to train: {'--within' if t.train_minutes else '--steps'} asks for more")
     if state.corpus != batches.fingerprint:
@@ -103,10 +92,6 @@ class Report:
     def report_evaluation(self, metrics: dict[str, float]) -> None:
         if not self.rank:
             self.listener.evaluated(self._record(metrics))
-
-    def report_sample(self, step: int, text: str) -> None:
-        if not self.rank:
-            self.listener.sampled(step, text)
 
     def note(self, text: str) -> None:
         if not self.rank:

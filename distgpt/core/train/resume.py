@@ -93,16 +93,13 @@ def saved_run(asked: Asked) -> RunConfig | None:
 
 def refuse_impossible(what: str, before: RunConfig, now: RunConfig) -> None:
     """Raise a UsageError if a setting differs that cannot change when a run resumes."""
-    if different := differing(before, now, _changeable(now.train)):
+    extra = {name for name, about in extra_settings().items() if about.changeable}
+    changeable = {*CHANGEABLE, *components().model(now.train).may_move, *extra}
+    if different := differing(before, now, changeable):
         raise UsageError(
             f"{what} with another configuration ({different}), which a resumed run cannot change: leave out"
             " the flag, --preset or --config that says so, or start a new run: another --out and no --resume"
         )
-
-
-def _changeable(t: TrainConfig) -> set[str]:
-    extra = {name for name, about in extra_settings().items() if about.changeable}
-    return {*CHANGEABLE, *components().model(t).may_move, *extra}
 
 
 def refuse_changed_text(checkpoint: Path, state: State, changes: Container[str], fingerprint: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,13 +60,12 @@ class Run:
     start: Path | None  # the checkpoint from which this process began
     progress: Progress
     clock: Clock
-    identity: State  # what a checkpoint says of this run at any step; the rest comes from `progress`
     checkpoints: Checkpoints
     report: Report
     signals: PendingSignals
     judge: Judge
     launch: Launch  # the step's own, or one around it that measures
-    guards: tuple[Guard, ...]
+    guards: tuple[Guard, ...] = ()  # made of the run itself
 
     @property
     def comm(self) -> Comm:
@@ -111,7 +110,22 @@ class Run:
                 guards[name] = json.loads(json.dumps(guard.state()))
             except (TypeError, ValueError) as error:
                 raise guard_failed(guard, error) from error
-        return self.progress.save(replace(self.identity, seconds=self.clock.seconds(), guards=guards))
+        progress, micro_batches = self.progress, self.step.micro_batches
+        return State(
+            step=progress.step,
+            seed=self.settings.seed,
+            ranks=self.comm.size,
+            corpus=self.batches.fingerprint,
+            micro_batches=self.settings.grad_accum,
+            shares=micro_batches.shares,
+            hosts=micro_batches.hosts,
+            evaluation_pending=progress.evaluation_pending,
+            skipped=progress.skipped,
+            bad_steps=progress.bad_steps,
+            recent=tuple(progress.recent),
+            seconds=self.clock.seconds(),
+            guards=guards,
+        )
 
     def load(self, state: State) -> None:
         """Continue from what a checkpoint says beside weights and moments."""

@@ -43,7 +43,7 @@ from distgpt.core.train.gathering import EachRank, restore_exchange
 from distgpt.core.train.memory import fit_to_memory
 from distgpt.core.train.plan import Plan
 from distgpt.core.train.progress import EVALUATING, Activity, Pace, Progress
-from distgpt.core.train.report import Report, note_resumed, note_settings, shown_hosts, whereabouts
+from distgpt.core.train.report import Report, note_settings, shown_hosts, whereabouts
 from distgpt.core.train.resume import best_on_disk, refuse_changed_text
 from distgpt.core.train.run import Limits, Run
 from distgpt.core.train.seams import Listener, ModelKind, Times
@@ -82,10 +82,10 @@ def open_run(
     trained = _load(plan, setup, texts, say)
     # Now all that a user can have got wrong was refused, and rank 0 writes.
     times = Times(stage.begun + plan.uncounted, plan.state.seconds)
-    where, token_bytes = _open_directory(plan, setup, texts, trained, times, listener)
+    where = _open_directory(plan, setup, texts, trained, times, listener)
     # Loops are compiled after the first lines, as that may take a minute, and before anything measures time.
     compile_once_per_node(stage, setup.kernels, texts.config, setup.strategy)
-    run = _assemble(plan, setup, texts, trained, times, where, token_bytes, listener, parts)
+    run = _assemble(plan, setup, texts, trained, times, where, listener, parts)
     run = replace(run, guards=tuple(parts.callbacks(run, limits)))
     run.load_guards(plan.state)
     if run.comm.rank == 0:
@@ -113,7 +113,6 @@ def _texts_of(plan: Plan, comm: Comm, say: Say) -> Texts:
 class Trained:
     """What a run trains, as it is before the first step of this process."""
 
-    model: Model
     state: OptimizerState
     described: Description
     progress: Progress
@@ -133,7 +132,7 @@ def _load(plan: Plan, setup: Setup, texts: Texts, say: Say) -> Trained:
         if comm.rank == 0 and (learned := learned_first(texts.config.model, setup.settings)):
             say(learned.note)
         begin_anew(comm, state, setup.settings, texts.batches)
-        return Trained(model, state, described, progress, best=None)
+        return Trained(state, described, progress, best=None)
     restore(comm, state, checkpoint)
     progress.load(plan.state)
     texts.batches.skipped = plan.state.skipped
@@ -141,22 +140,21 @@ def _load(plan: Plan, setup: Setup, texts: Texts, say: Say) -> Trained:
     if "val" not in plan.changes and plan.state.corpus == texts.batches.fingerprint:
         is_intact = partial(best_on_disk, plan.directory, checkpoint, plan.state, texts.held_out, say)
         best = plan.state.best if on_root(comm, is_intact) else None
-    return Trained(model, state, described, progress, best)
+    return Trained(state, described, progress, best)
 
 
 def _open_directory(
     plan: Plan, setup: Setup, texts: Texts, trained: Trained, times: Times, listener: Listener
-) -> tuple[dict[str, Any], float | None]:
+) -> dict[str, Any]:
     """Create the run's directory, note in its history where it begins and from what, and show the run.
 
-    Return where the run runs, and the bytes of a token of the text, None if not all of it is text.
+    Return where it runs: hosts, batch job, launcher and MPI.
     """
     stage = setup.stage
     comm = stage.comm
     config = texts.config
     corpus = texts.corpus
     batches = texts.batches
-    model = trained.model
     directory = plan.directory
     progress = trained.progress
     say = listener.noted
@@ -173,17 +171,12 @@ def _open_directory(
             **where,
             "changes": plan.changes,
         }
-        directory.create(
-            config, corpus.tokenizer.to_json(), event, progress.step, progress.evaluation_pending
-        )
+        directory.create(config, corpus.tokenizer.to_json(), event, progress.evaluation_pending)
 
     on_root(comm, create)
-    token_bytes = on_root(comm, lambda: bytes_per_token(corpus, batches))
     if comm.rank == 0:
-        note_settings(config, corpus, batches, texts.is_evaluated, plan.changes, plan.state.step, say)
-        if plan.checkpoint:
-            note_resumed(config.train, plan.state, batches, say)
-        elif init := config.train.init:
+        note_settings(plan, config.train, corpus, batches, say)
+        if not plan.checkpoint and (init := config.train.init):
             use = setup.kind.use_of_init(config.train)
             say(f"{escape(init)} {use}, with a peak learning rate of {config.train.lr:g} (--lr)")
         if directory.lock.lacks_locks():
@@ -195,7 +188,7 @@ def _open_directory(
             "ranks": comm.size,
             "threads": stage.threads,
             "hosts": shown_hosts(where["hosts"]),
-            "parameters": model.layout.elements,
+            "parameters": trained.state.optimizer.model.layout.elements,
             "vocabulary": config.model.vocab_size,
             "corpus_tokens": batches.n_tokens,
             "held_out_tokens": texts.held_out,
@@ -207,7 +200,7 @@ def _open_directory(
         }
         listener.started(facts)
         stage.notes.report_to(say)
-    return where, token_bytes
+    return where
 
 
 def _assemble(
@@ -216,8 +209,7 @@ def _assemble(
     texts: Texts,
     trained: Trained,
     times: Times,
-    where: dict[str, Any],  # hosts, batch job, launcher and MPI
-    token_bytes: float | None,
+    where: dict[str, Any],
     listener: Listener,
     parts: Components,
 ) -> Run:
@@ -227,8 +219,8 @@ def _assemble(
     comm = stage.comm
     settings = setup.settings
     batches = texts.batches
-    model = trained.model
     state = trained.state
+    model = state.optimizer.model
     progress = trained.progress
     placement = setup.strategy.placement
     start = Start(comm, stage.threads, plan.state, say)
@@ -262,6 +254,7 @@ def _assemble(
     last = settings.steps if plan.until is None else plan.until
     pace = Pace(progress, placement.rounds)
     clock = parts.budget(settings, last, times, pace, model, texts.validation)
+    token_bytes = on_root(comm, lambda: bytes_per_token(texts.corpus, batches))
     report = Report(
         comm.rank, texts.config, plan.directory, listener, checkpoints, batches, token_bytes, clock
     )
@@ -291,20 +284,11 @@ def _assemble(
         start=plan.checkpoint,
         progress=progress,
         clock=clock,
-        identity=State(
-            seed=settings.seed,
-            ranks=comm.size,
-            corpus=batches.fingerprint,
-            micro_batches=settings.grad_accum,
-            shares=micro_batches.shares,
-            hosts=micro_batches.hosts,
-        ),
         checkpoints=checkpoints,
         report=report,
         signals=signals,
         judge=judge,
         launch=step.launch,
-        guards=(),
     )
 
 

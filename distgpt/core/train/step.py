@@ -100,8 +100,8 @@ class Step:
         self.weights_lock = threading.Lock()  # held while weights change: whoever else holds it may read them
         k = self.model.kernels
         seq_len = self.model.config.seq_len
-        self._micro_batches = micro_batches or MicroBatches(config, comm.size)
-        n_seq = self._micro_batches.n_sequences
+        self.micro_batches = micro_batches or MicroBatches(config, comm.size)
+        n_seq = self.micro_batches.n_sequences
         # Tokens, targets and, for examples side by side, positions.
         self._host = tuple(
             np.zeros((n_seq, seq_len), np.int32) for _ in range(3 if config.is_of_examples else 2)
@@ -136,14 +136,14 @@ class Step:
             self.model.kernels.agree(partial(gather_bytes, self.comm))
         self._launched += 1
         self._exchanged_at = self._exchanged_at or time.perf_counter()
-        last = self._micro_batches.count - 1
+        last = self.micro_batches.count - 1
         for micro_batch in range(last + 1):
             sends = False
             if micro_batch == last:
                 self.exchange.before_backward(number)
                 sends = self.exchange.ready is not None
             self._compute(number, batches, micro_batch, sends)
-            self._micro_batches.collect(micro_batch)
+            self.micro_batches.collect(micro_batch)
         self._append(votes())  # as late as can be: signals came meanwhile
         self.activity.enter(EXCHANGING)
         self.exchange.sum_gradients(number)
@@ -173,17 +173,17 @@ class Step:
         `sends`: whether the exchange takes gradients as they become final, within the backward pass.
         """
         self.activity.enter(COMPUTING)
-        batches.fill(number, self._micro_batches.sequences_of(self.comm.rank, micro_batch), *self._host)
+        batches.fill(number, self.micro_batches.sequences_of(self.comm.rank, micro_batch), *self._host)
         for device, host in zip(self._inputs, self._host, strict=True):
             self.model.kernels.put(device, host.reshape(-1))
-        adds = micro_batch > 0 and self._micro_batches.accumulates
+        adds = micro_batch > 0 and self.micro_batches.accumulates
         self._recorded[adds, sends]()
 
     def _forward_backward(self, adds: bool, sends: bool) -> None:
         """Compute the loss and gradients of the sequences that lie in `_inputs`."""
         tokens, targets = self._inputs[:2]
         ready = self.exchange.ready if sends else None
-        self._pass.loss_and_gradients(tokens, targets, self._micro_batches.weight, adds, ready)
+        self._pass.loss_and_gradients(tokens, targets, self.micro_batches.weight, adds, ready)
 
     def _update(self, number: int, lr: float, counted: float) -> StepResult:
         """Update the weights, unless the summed gradients are bad.
@@ -229,13 +229,9 @@ class Step:
 
 
 class InFlight:
-    """Steps whose results were not read yet: a GPU computes one while it gets the next.
+    """Steps whose results were not read yet: a GPU computes one while it gets the next."""
 
-    At most `depth` of them may be under way when the next one is launched.
-    """
-
-    def __init__(self, depth: int) -> None:
-        self.depth = depth
+    def __init__(self) -> None:
         self._results: deque[StepResult] = deque()
         self.restart_clock()
 

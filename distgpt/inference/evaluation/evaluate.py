@@ -89,11 +89,11 @@ def _on_text(
     validation = on_every_rank(
         comm, lambda: Validation(corpus.held_out_windows(length, most), corpus.is_text)
     )
-    held = validation.measure(scorer, progress)
-    _refuse_nonfinite(held.loss)
-    bits = on_root(comm, lambda: validation.bits_per_byte(held.loss, tokenizer))
-    perplexity = held.perplexity if math.isfinite(held.perplexity) else None  # of a loss beyond 700
-    found = {"val": val, "val_tokens": held.tokens, "val_loss": held.loss}
+    loss = validation.measure(scorer, progress)
+    _refuse_nonfinite(loss)
+    bits = on_root(comm, lambda: validation.bits_per_byte(loss, tokenizer))
+    perplexity = math.exp(loss) if loss < 700 else None  # beyond, it is no finite number
+    found = {"val": val, "val_tokens": validation.count, "val_loss": loss}
     return found | {"perplexity": perplexity, "bits_per_byte": bits}
 
 

@@ -120,7 +120,7 @@ def replay(again: Again) -> Found | None:
             changed = f"{plan.config.train.data} or its tokenizer has changed since the run"
             raise shared(DataError(f"{changed}: name the old one with --data"))
         again.begun(run)
-        skipped, elapsed, in_flight = dict(task["skipped"]), dict(task["elapsed"]), InFlight(0)
+        skipped, elapsed, in_flight = dict(task["skipped"]), dict(task["elapsed"]), InFlight()
         for number in range(run.progress.step, again.last):
             run.batches.skipped = skipped.get(number, run.batches.skipped)
             in_flight.add_launched(run.launch(number, run.batches, no_votes, elapsed.get(number)))
