@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from distgpt.core.base.errors import DataError, UsageError
-from distgpt.core.comm.agree import everywhere, on_root
+from distgpt.core.comm.agree import on_root
 from distgpt.core.comm.api import Comm
 from distgpt.core.comm.job import this_job
 from distgpt.core.components import Components, components, install
@@ -116,7 +116,7 @@ def init(
     if not 0 <= seed < 2**63:
         raise UsageError(f"seed is {seed}: it must lie in [0, 2^63)")
     opened = _open(stage)
-    reader = everywhere(opened.comm, lambda: load_tokenizer(tokenizer)) if tokenizer else None
+    reader = on_root(opened.comm, lambda: load_tokenizer(tokenizer)) if tokenizer else None
     if reader:
         config = replace(config, vocab_size=config.vocab_size or reader.size)
     return GPT(

@@ -13,13 +13,13 @@ from distgpt.core.cpu.stages import Stage
 
 def followed(asked: Asked, stage: Stage, say: Say) -> Asked:
     """Return the request with settings in place of recipes. Collective."""
-    from distgpt.core.comm.agree import everywhere
+    from distgpt.core.comm.agree import on_root
     from distgpt.recipes.derived import derived, with_decay
 
     if asked.decay_from is not None:
-        asked = everywhere(stage.comm, lambda: with_decay(asked))  # first: it names the run that resumes
+        asked = on_root(stage.comm, lambda: with_decay(asked))  # first: it names the run that resumes
     if asked.within is not None:
         from distgpt.recipes.within import with_clock
 
         asked = with_clock(asked, stage, say)  # it chooses a depth
-    return everywhere(stage.comm, lambda: derived(asked, stage.comm.size, say))
+    return on_root(stage.comm, lambda: derived(asked, stage.comm.size, say))

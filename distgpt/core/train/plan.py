@@ -13,7 +13,7 @@ from pathlib import Path
 
 from distgpt.core.base.errors import DataError, Say, UsageError, nearest, refuse_beside
 from distgpt.core.base.formatting import count
-from distgpt.core.comm.agree import everywhere, on_root
+from distgpt.core.comm.agree import on_root
 from distgpt.core.components import components, extra_settings
 from distgpt.core.config import AUTO_DTYPE, RunConfig, TrainConfig, differences
 from distgpt.core.config.asked import Asked, resolve, resumed
@@ -58,7 +58,7 @@ def make_plan(stage: Stage, asked: Asked, say: Say) -> Plan:
     """
     ranks = stage.comm.size
     on_gpu = stage.on_gpu
-    return everywhere(stage.comm, lambda: _decide(asked, ranks, on_gpu, say))
+    return on_root(stage.comm, lambda: _decide(asked, ranks, on_gpu, say))
 
 
 def _decide(asked: Asked, ranks: int, on_gpu: bool, say: Say) -> Plan:

@@ -28,7 +28,7 @@ import numpy as np
 from distgpt.core.base.checked import LARGEST_JSON, parse_json
 from distgpt.core.base.errors import DataError, Say, UsageError, escape
 from distgpt.core.base.formatting import count
-from distgpt.core.comm.agree import broadcast, on_root, shared
+from distgpt.core.comm.agree import on_root, shared
 from distgpt.core.comm.api import Comm
 from distgpt.core.config import RunConfig, TrainConfig
 from distgpt.core.data.batches import ArrayTokens, Batches, Window
@@ -241,9 +241,8 @@ def load_examples(
 
     Rank 0 reads them. Those for validation come from all over the file.
     """
-    of_root: list[Examples] = []
 
-    def read() -> None:
+    def read() -> list[Examples]:
         found = _fitting(path, ChatFormat(tokenizer), seq_len, say)
         held_out = np.diff(np.floor(np.arange(len(found) + 1) * val_fraction)) > 0
         if val_fraction and not held_out.any():
@@ -251,11 +250,9 @@ def load_examples(
                 f"{path}: --val-fraction {val_fraction} of {count(len(found), 'example')} is none"
             )
         parts = (~held_out, held_out) if val_fraction else (~held_out,)
-        of_root.extend(_together([found[i] for i in np.flatnonzero(part)]) for part in parts)
+        return [_together([found[i] for i in np.flatnonzero(part)]) for part in parts]
 
-    on_root(comm, read)
-    found = of_root if comm.size == 1 else broadcast(comm, of_root)
-    return dict(zip(("train", "val"), found, strict=False))
+    return dict(zip(("train", "val"), on_root(comm, read), strict=False))
 
 
 def _fitting(path: Path, chat: ChatFormat, seq_len: int, say: Say) -> list[Example]:
