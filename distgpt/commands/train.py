@@ -19,12 +19,11 @@ from distgpt.commands.help import Option, command, option
 from distgpt.commands.options import (
     PATH,
     TIME,
-    deterministic_as_parts,
+    asked_by,
     dial_options,
     files,
     names_or_files,
     preset_options,
-    set_by_user,
     setting_option,
     settings,
     stage_options,
@@ -35,7 +34,7 @@ from distgpt.core.base.formatting import clock, count, loss_and_bits
 from distgpt.core.comm.job import shown_on_terminal, this_job
 from distgpt.core.components import install
 from distgpt.core.config import SETTINGS, GpuConfig, ModelConfig, RunConfig, settings_of
-from distgpt.core.config.asked import Asked, asked_for, resolve
+from distgpt.core.config.asked import Asked, resolve
 from distgpt.core.cpu.stages import open_stage
 
 if TYPE_CHECKING:
@@ -125,10 +124,6 @@ def train(
     stage: str,
     threads: int | None,
     gpu: GpuConfig,
-    preset: str | None,
-    config: Path | None,
-    out: Path | None,
-    resume: str | None,
     time_limit: float | None,
     stall_timeout: float | None,
     stall_abort: float | None,
@@ -140,10 +135,9 @@ def train(
     has its own settings, changed by these.
     """
     display = {name: flags.pop(name) for name in SHOWN}
-    given = set_by_user(flags)
-    asked = asked_for(given, preset, config, out, resume)
-    if given.get("train_minutes"):
-        ends = {name: given.get(name) for name in ("steps", "epochs")}
+    gpu, asked = asked_by(stage, gpu, flags)
+    if asked.given.get("train_minutes"):
+        ends = {name: asked.given.get(name) for name in ("steps", "epochs")}
         refuse_beside("--set train_minutes", ends, "each says when a run ends")
     if as_json := display["log_format"] == "json":
         is_live = display["progress"] == "live"
@@ -152,7 +146,6 @@ def train(
     if job.size == 1:
         _refuse_early(asked)
     end = job.end(time_limit)
-    gpu, asked = deterministic_as_parts(stage, gpu, asked)
     ready = open_stage(stage, threads, gpu)
 
     from distgpt.core.train.loop import train as train_run
