@@ -8,6 +8,12 @@ from distgpt.core.cpu.fused.rowwise import add_to
 from distgpt.core.ops.api import PIECE
 
 
+@inline
+def copy_to(out, x):
+    for i in range(out.shape[0]):
+        out[i] = x[i]
+
+
 @jit
 def dither(first, last, out, x, index, key):
     """Elements first … last of out, bfloat16 ← x, which begins at this index of a larger array."""
@@ -29,9 +35,8 @@ def join(first, last, out, x, branches):
     """Elements first … last of out ← x + Σ over rows of branches, in their order; out may be x."""
     for start in range(first, last, PIECE):
         stop = min(start + PIECE, last)
-        oi, xi = out[start:stop], x[start:stop]
-        for i in range(oi.shape[0]):
-            oi[i] = xi[i]
+        oi = out[start:stop]
+        copy_to(oi, x[start:stop])
         for branch in range(branches.shape[0]):
             add_to(oi, branches[branch, start:stop])
 
@@ -46,10 +51,7 @@ def add_tree(first, last, total, parts):
             for rank in range(0, parts.shape[0] - stride, 2 * stride):
                 add_to(parts[rank, start:stop], parts[rank + stride, start:stop])
             stride *= 2
-        ti = total[start:stop]
-        pi = parts[0, start:stop]
-        for i in range(ti.shape[0]):
-            ti[i] = pi[i]
+        copy_to(total[start:stop], parts[0, start:stop])
 
 
 @jit
@@ -63,12 +65,6 @@ def add_parts(first, last, total, parts):
             ti[i] = get(pi, i)
         for rank in range(1, parts.shape[0]):
             add_to(ti, parts[rank, start:stop])
-
-
-@inline
-def copy_to(out, x):
-    for i in range(out.shape[0]):
-        out[i] = x[i]
 
 
 @jit
