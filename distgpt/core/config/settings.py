@@ -484,11 +484,6 @@ class TrainConfig:
         return "own" if self.reproducible_parts and self.matmul == "auto" else self.matmul
 
     @property
-    def is_cut_by_rank(self) -> bool:
-        """Return whether the number of ranks decides which sequences are computed together."""
-        return not self.reproducible_parts
-
-    @property
     def text_kind(self) -> str:
         """Return the kind of the texts where a setting says it; "" where their path does."""
         if self.chats:

@@ -186,7 +186,7 @@ def refuse_unsuited(t: TrainConfig, ranks: int, on_gpu: bool) -> None:
     """Raise a UsageError about settings that do not go together."""
     if t.val:
         refuse_beside("--val", {"val-fraction": t.val_fraction}, "each says what is held out")
-    if t.is_cut_by_rank:
+    if not t.reproducible_parts:  # whose sequences the number of ranks does not cut
         refuse_uneven(t.batch_size, ranks, t.grad_accum or 1)
     components().refuse_unsuited(t, ranks, on_gpu)
     if ranks > 1 and t.gradient_dtype == "bfloat16" and t.dtype == "float64":
