@@ -34,11 +34,12 @@ from distgpt.core.model.passes import Pass
 from distgpt.core.saved.modelfile import Description, on_host, open_model, random_model, save_model
 from distgpt.core.saved.rundir import RunDirectory
 from distgpt.core.train.loop import train as train_run
-from distgpt.core.train.plan import make_plan, with_dtype
+from distgpt.core.train.plan import make_plan
 from distgpt.core.train.resume import leave_finished
 from distgpt.core.train.seams import Listener
 from distgpt.core.train.setup import open_run
 from distgpt.core.train.sharing import OptimizerState
+from distgpt.recipes import followed
 
 if TYPE_CHECKING:
     from distgpt.inference.evaluation.evaluate import Trace
@@ -160,12 +161,7 @@ def train(
         install(components)  # for good: what is trained may need them to be read
     ready, told = _open(stage, threads), _Told(on_step, on_evaluation, on_note)
     toml, directory = (None if path is None else Path(path) for path in (config, out))
-    asked = asked_for(settings, preset, toml, directory, resume)
-    if asked.has_recipes:
-        from distgpt.recipes import followed
-
-        asked = followed(asked, ready, told.noted)
-    asked = with_dtype(asked, ready, told.noted)  # a recipe may have named one
+    asked = followed(asked_for(settings, preset, toml, directory, resume), ready, told.noted)
     plan = make_plan(ready, asked, told.noted)
     # A notebook, or one of the functions, may change the working directory.
     plan = replace(

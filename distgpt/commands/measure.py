@@ -129,13 +129,12 @@ def profile(
     # The kernels of a recorded graph cannot be timed one by one.
     ready = open_stage(stage, threads, replace(gpu, graphs=False) if stage in ON_GPU else gpu)
 
-    from distgpt.core.train.plan import with_dtype
     from distgpt.measure.profile.session import measure
     from distgpt.recipes import followed
     from distgpt.recipes.derived import configured
 
     say: Say = partial(print_lines, err=True) if ready.comm.rank == 0 else lambda text: None
-    run = configured(ready.comm, with_dtype(followed(asked, ready, say), ready, say))
+    run = configured(ready.comm, followed(asked, ready, say))
     table = measure(ready, run, steps, warmup_steps, out, say)
     if ready.comm.rank == 0:
         print_lines(table)
@@ -223,13 +222,11 @@ def doctor(
         raise UsageError("--ssh needs --hostfile FILE")
     if caches:
         refuse_beside("--caches", {"stage": stage, "hostfile": hostfile}, "it is a report of its own")
-    if hostfile:
-        refuse_beside("--hostfile", {"stage": stage}, "one is about other hosts, one about this machine")
-    if caches:
         from distgpt.measure.doctor.caches import report_caches
 
         report_caches(empty or "", as_json)
     elif hostfile:
+        refuse_beside("--hostfile", {"stage": stage}, "one is about other hosts, one about this machine")
         from distgpt.measure.doctor import hosts
 
         hosts.report(hostfile, ssh, as_json)

@@ -149,11 +149,12 @@ def train(
     ready = open_stage(stage, threads, gpu)
 
     from distgpt.core.train.loop import train as train_run
-    from distgpt.core.train.plan import make_plan, with_dtype
+    from distgpt.core.train.plan import make_plan
     from distgpt.core.train.resume import leave_finished
     from distgpt.core.train.run import Limits
     from distgpt.core.train.setup import open_run
     from distgpt.core.train.summary import how_to_resume
+    from distgpt.recipes import followed
 
     shown = _listeners(ready.comm, **display)
     plan = run = None
@@ -164,11 +165,7 @@ def train(
 
     interrupts.before_leaving.append(remove_unbegun)
     try:
-        if asked.has_recipes:
-            from distgpt.recipes import followed
-
-            asked = followed(asked, ready, shown.noted)
-        asked = with_dtype(asked, ready, shown.noted)  # a recipe may have named one
+        asked = followed(asked, ready, shown.noted)
         plan = make_plan(ready, asked, shown.noted)
         if plan.is_finished:
             t, seconds = plan.config.train, plan.state.seconds
