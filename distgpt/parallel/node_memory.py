@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol, TypeVar
 import numpy as np
 
 from distgpt.core.base.errors import Say, UsageError
-from distgpt.core.comm.agree import gather_texts, on_every_rank, on_root
+from distgpt.core.comm.agree import gather, on_every_rank, on_root
 from distgpt.core.comm.api import Comm, SerialComm
 from distgpt.core.model.memory import FlatBuffer, Layout
 from distgpt.core.ops.api import Array
@@ -50,7 +50,7 @@ def gradients_in_node(comm: Comm, kernels: Kernels, say: Say, layout: Layout, fl
             rows = shared_rows(node, layout.size + flags, np.dtype(kernels.wide))
         except UsageError as error:
             lack = str(error)
-    lacks = [text for text in gather_texts(comm, lack) if text]
+    lacks = [text for text in gather(comm, lack) if text]
     if node is None or lacks:
         if lacks:
             say(f"MPI sums gradients within a node: its ranks cannot share memory ({lacks[0]})")

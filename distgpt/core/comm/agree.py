@@ -43,7 +43,7 @@ def on_every_rank(comm: Comm, act: Callable[[], T]) -> T:
 
 def refuse_anywhere(comm: Comm, complaint: str, kind: type[DistgptError] = UsageError) -> None:
     """Raise on all ranks what any of them complains of; "" is no complaint. Collective."""
-    owners = ranks_by_text(gather_texts(comm, complaint))
+    owners = ranks_by_text(gather(comm, complaint))
     if owners:
         several = len(owners) > 1 or len(next(iter(owners.values()))) < comm.size
         texts = (f"{named_ranks(ranks)}: " * several + text for text, ranks in owners.items())
@@ -59,14 +59,9 @@ def ranks_by_text(texts: Iterable[str]) -> dict[str, list[int]]:
     return owners
 
 
-def gather_ints(comm: Comm, value: int) -> list[int]:
-    """Return every rank's integer, in the order of the ranks. Collective."""
-    return [int(text) for text in gather_bytes(comm, str(value).encode())]
-
-
-def gather_texts(comm: Comm, text: str) -> list[str]:
-    """Return every rank's text, in the order of the ranks. Collective."""
-    return [each.decode() for each in gather_bytes(comm, text.encode(errors="replace"))]
+def gather(comm: Comm, value: T) -> list[T]:
+    """Return the values of all ranks, which may be any that pickle takes, in their order. Collective."""
+    return [pickle.loads(each) for each in gather_bytes(comm, pickle.dumps(value))]
 
 
 def gather_bytes(comm: Comm, data: bytes) -> list[bytes]:
