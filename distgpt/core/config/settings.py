@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 from distgpt.core.base.errors import UsageError, nearest
-from distgpt.core.config.setting import Setting, Value, check, settings_in
+from distgpt.core.config.setting import Setting, Value, check, setting
 from distgpt.core.ops.activations import ACTIVATIONS
 
 DEFAULT_TEMPERATURE = 0.8  # of generated text: small models repeat themselves without chance
@@ -32,10 +33,12 @@ GROUPS = (
     *("data", "model", "optimizer", "schedule", "computing"),
     *("several ranks", "saving", "trouble", "display"),
 )
-of_data, of_model, of_optimizer, of_computing = map(settings_in, ("data", "model", "optimizer", "computing"))
+of_data, of_model, of_optimizer, of_computing = (
+    partial(setting, group=group) for group in ("data", "model", "optimizer", "computing")
+)
 # A run that resumes may change all of these.
 of_schedule, of_ranks, of_saving, of_trouble, of_display = (
-    settings_in(group, changeable=True)
+    partial(setting, group=group, changeable=True)
     for group in ("schedule", "several ranks", "saving", "trouble", "display")
 )
 
