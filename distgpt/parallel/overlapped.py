@@ -14,7 +14,7 @@ from typing import Any
 from distgpt.core.comm.api import Comm, QueuedComm
 from distgpt.core.config import TrainConfig
 from distgpt.core.model.model import Model
-from distgpt.core.ops.api import Array, Work
+from distgpt.core.ops.api import Work
 from distgpt.core.train.sharing import AfterBackward, Allreduce, Exchange, Reduction
 from distgpt.parallel.node_memory import one_by_one
 from distgpt.parallel.reductions import HostWire, ReduceScatterGather, hierarchical, in_parts, votes_sum
@@ -94,18 +94,6 @@ class OverlappedNccl(Overlapped):
         self._queued.join()
 
 
-class AllreduceInPieces(Reduction):
-    """One Allreduce for each piece that stays in a cache: within a node faster than one over all."""
-
-    def __init__(self, comm: Comm, flat: Array) -> None:
-        self._comm, self._flat = comm, flat
-        self._piece = CACHED_BYTES // flat.itemsize
-
-    def sum(self, start: int, stop: int, step: int) -> None:
-        for begin in range(start, stop, self._piece):
-            self._comm.sum(self._flat[begin : min(begin + self._piece, stop)])
-
-
 def make(comm: Comm, model: Model, t: TrainConfig) -> Exchange:
     """Return the exchange of --grad-sync overlapped. Collective."""
     mean, wire = 1.0 / comm.size, t.gradient_dtype
@@ -130,5 +118,7 @@ def make(comm: Comm, model: Model, t: TrainConfig) -> Exchange:
     elif wire != "float32":
         reduction = parts(own, wire)
     else:
-        reduction = (AllreduceInPieces if own.size == own.local_size else Allreduce)(own, flat)
+        # Within a node it is faster to sum pieces that stay in a cache than all at once.
+        in_cache = CACHED_BYTES // flat.itemsize if own.size == own.local_size else 0
+        reduction = Allreduce(own, flat, in_cache)
     return Overlapped(size, reduction, between, sum_votes, mean)
