@@ -15,12 +15,12 @@ import numpy as np
 from distgpt.core.comm.agree import on_root
 from distgpt.core.comm.api import Comm
 from distgpt.core.config import TrainConfig
-from distgpt.core.model.memory import FlatBuffer, Layout
+from distgpt.core.model.memory import FlatBuffer
 from distgpt.core.model.model import Model
 from distgpt.core.model.optim import AdamW
 from distgpt.core.ops.api import Array, NesterovState
 from distgpt.core.saved.modelfile import on_host
-from distgpt.core.train.gathering import TensorByTensor, host_buffer, load_some, stems
+from distgpt.core.train.gathering import TensorByTensor, read_flat, stems
 from distgpt.core.train.progress import Rounds
 from distgpt.core.train.sharing import (
     OPTIMIZER,
@@ -173,13 +173,7 @@ class LocalState(OptimizerState):
         is_common = _file_of(0) not in saved
         replicas = next(rank for rank in range(1, len(saved) + 1) if _file_of(rank) not in saved)
         model, k = optimizer.model, optimizer.model.kernels
-
-        def read(stem: str, prefix: str, layout: Layout) -> Array:
-            host = host_buffer(model, layout)
-            named = {prefix + name: array for name, array in host.items()}
-            on_root(comm, partial(load_some, checkpoint, stem, named))
-            return host.flat
-
+        read = partial(read_flat, comm, model, checkpoint)
         for prefix, buffer in (("velocity/", outer.velocity), ("common/", outer.round_start)):
             if prefix == "velocity/" or not is_common:
                 flat = read(OUTER, prefix, model.layout)
