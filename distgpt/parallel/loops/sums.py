@@ -14,6 +14,16 @@ def copy_to(out, x):
         out[i] = x[i]
 
 
+@inline
+def add_neighbours(rows, start, stop):
+    """Columns start … stop of row 0 ← Σ over rows, neighbours first. Overwrites the other rows."""
+    stride = 1
+    while stride < rows.shape[0]:
+        for rank in range(0, rows.shape[0] - stride, 2 * stride):
+            add_to(rows[rank, start:stop], rows[rank + stride, start:stop])
+        stride *= 2
+
+
 @jit
 def dither(first, last, out, x, index, key):
     """Elements first … last of out, bfloat16 ← x, which begins at this index of a larger array."""
@@ -46,11 +56,7 @@ def add_tree(first, last, total, parts):
     """Elements first … last of total ← Σ over rows of parts, neighbours first. Overwrites parts."""
     for start in range(first, last, PIECE):
         stop = min(start + PIECE, last)
-        stride = 1
-        while stride < parts.shape[0]:
-            for rank in range(0, parts.shape[0] - stride, 2 * stride):
-                add_to(parts[rank, start:stop], parts[rank + stride, start:stop])
-            stride *= 2
+        add_neighbours(parts, start, stop)
         copy_to(total[start:stop], parts[0, start:stop])
 
 
@@ -73,17 +79,12 @@ def add_rows(first, last, rows, by_twos, low, high):
 
     A piece of all rows is still in a cache when it is written. Neighbours' sums overwrite rows.
     """
-    count = rows.shape[0]
     for start in range(first, last, PIECE):
         stop = min(start + PIECE, last)
         if by_twos:
-            stride = 1
-            while stride < count:
-                for rank in range(0, count - stride, 2 * stride):
-                    add_to(rows[rank, start:stop], rows[rank + stride, start:stop])
-                stride *= 2
+            add_neighbours(rows, start, stop)
         else:
-            for rank in range(1, count):
+            for rank in range(1, rows.shape[0]):
                 add_to(rows[0, start:stop], rows[rank, start:stop])
         for rank in range(low, high):
             copy_to(rows[rank, start:stop], rows[0, start:stop])
