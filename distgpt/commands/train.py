@@ -156,7 +156,7 @@ def train(
     from distgpt.core.train.summary import how_to_resume
     from distgpt.recipes import followed
 
-    shown = _listeners(ready.comm, **display)
+    shown = _listeners(ready.comm, display)
     plan = run = None
 
     def remove_unbegun() -> None:
@@ -188,21 +188,12 @@ def train(
         _report(run, asked, as_json)
 
 
-def _listeners(
-    comm: Comm,
-    progress: str,
-    log_lines: float | None,
-    log_format: str,
-    tensorboard: bool,
-    metrics_textfile: Path | None,
-    metrics_port: str | None,
-) -> Listeners:
-    """Return the listeners of a run on rank 0: its display, and those that record it. Collective.
-
-    `log_lines`: seconds between lines.
-    """
+def _listeners(comm: Comm, display: Mapping[str, Any]) -> Listeners:
+    """Return the listeners of a run on rank 0: its display, and those that record it. Collective."""
     from distgpt.core.comm.agree import on_every_rank
     from distgpt.core.train.lines import Lines, Listeners
+
+    progress, log_lines = display["progress"], display["log_lines"]  # the latter: seconds between lines
 
     def chosen() -> list[Listener]:
         if comm.rank:
@@ -210,7 +201,7 @@ def _listeners(
         found: list[Listener] = []
         # Some launchers give their ranks a terminal that nobody looks at.
         is_live = progress == "live" or (progress == "auto" and comm.size == 1 and sys.stdout.isatty())
-        if log_format == "json":
+        if display["log_format"] == "json":
             from distgpt.callbacks.structured import JsonLines
 
             found.append(JsonLines(log_lines))
@@ -220,15 +211,15 @@ def _listeners(
             found.append(Live(log_lines))
         else:
             found.append(Lines(log_lines))
-        if metrics_textfile is not None:
+        if (path := display["metrics_textfile"]) is not None:
             from distgpt.callbacks.exporter import Textfile
 
-            found.append(Textfile(metrics_textfile))
-        if metrics_port is not None:
+            found.append(Textfile(path))
+        if (port := display["metrics_port"]) is not None:
             from distgpt.callbacks.exporter import Port
 
-            found.append(Port(metrics_port))
-        if tensorboard:
+            found.append(Port(port))
+        if display["tensorboard"]:
             from distgpt.show.display import TensorBoard
 
             found.append(TensorBoard())
