@@ -63,10 +63,6 @@ class Exporter(CollectorRegistry, Listener):
     def __init__(self) -> None:
         super().__init__()
         self._run: dict[str, str] = {}
-        self._about: dict[str, str] = {}
-        self._checkpoints = Path()
-        self._began = 0.0
-        self._last_step: int | None = None
         self._step: Metrics = {}
         self._evaluation: Metrics = {}
         self._skipped = 0
@@ -76,7 +72,7 @@ class Exporter(CollectorRegistry, Listener):
         directory = Path(facts["directory"]).absolute()
         self._checkpoints = directory / "checkpoints"
         self._began = time.time()
-        self._last_step = None if facts.get("seconds") else facts["steps"]
+        self._last_step: int | None = None if facts.get("seconds") else facts["steps"]
         job = (this_job().batch or {}).get("id", "")
         about = {"stage": facts["stage"], "ranks": facts["ranks"], "version": __version__, "job": job}
         self._about = {name: str(value) for name, value in about.items()}

@@ -40,10 +40,7 @@ SHORTER = 0.9  # a run that needs more of its time than this takes all of it
 # Depths to measure first, on GPUs or not; then comes the one that seems best, until that is measured. Smaller
 # models leave most of a GPU idle: their tokens/s say nothing of those of larger ones.
 FIRST = {True: (4, 12), False: (2, 4)}
-FIRST_TOKENS = {
-    True: 2e8,
-    False: 2e6,
-}  # tokens of the run that decides their batch
+FIRST_TOKENS = {True: 2e8, False: 2e6}  # tokens of the run that decides their batch
 NEEDED = {True: 2, False: 1}  # depths that a choice needs
 MOST_FOR_NEEDED = 0.3  # of the time; more than MOST_MEASURING, as a GPU's first one chooses kernels
 
