@@ -13,7 +13,7 @@ from timing import timed
 from distgpt.core.base.errors import DisagreementError
 from distgpt.core.base.files import bundled
 from distgpt.core.base.formatting import count, three_digits
-from distgpt.core.comm.agree import gather_ints
+from distgpt.core.comm.agree import gather
 from distgpt.core.comm.resources import peak_memory
 from distgpt.core.config.presets import preset
 from distgpt.core.cpu.stages import Stage
@@ -66,9 +66,9 @@ def measure(job: Job, stage: Stage) -> dict[str, Any]:
         return comm.allreduce_max(int(seconds * 1e9)) / 1e9
 
     found = timed(work, job.names, job.repeats, job.patience, agreed)
-    found["peak_memory"] = gather_ints(comm, peak_memory())
+    found["peak_memory"] = gather(comm, peak_memory())
     if stage.on_gpu:
-        found["peak_gpu_memory"] = gather_ints(comm, stage.taken_memory())
+        found["peak_gpu_memory"] = gather(comm, stage.taken_memory())
     return found | {"ranks": comm.size, "threads": kernels.threads}
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from distgpt.core.base.errors import DataError, UsageError
-from distgpt.core.comm.agree import everywhere, on_root
+from distgpt.core.comm.agree import on_root
 from distgpt.core.comm.api import Comm
 from distgpt.core.comm.job import this_job
 from distgpt.core.components import Components, components, install
@@ -34,11 +34,12 @@ from distgpt.core.model.passes import Pass
 from distgpt.core.saved.modelfile import Description, on_host, open_model, random_model, save_model
 from distgpt.core.saved.rundir import RunDirectory
 from distgpt.core.train.loop import train as train_run
-from distgpt.core.train.plan import make_plan, with_dtype
+from distgpt.core.train.plan import make_plan
 from distgpt.core.train.resume import leave_finished
 from distgpt.core.train.seams import Listener
 from distgpt.core.train.setup import open_run
 from distgpt.core.train.sharing import OptimizerState
+from distgpt.recipes import followed
 
 if TYPE_CHECKING:
     from distgpt.inference.evaluation.evaluate import Trace
@@ -116,7 +117,7 @@ def init(
     if not 0 <= seed < 2**63:
         raise UsageError(f"seed is {seed}: it must lie in [0, 2^63)")
     opened = _open(stage)
-    reader = everywhere(opened.comm, lambda: load_tokenizer(tokenizer)) if tokenizer else None
+    reader = on_root(opened.comm, lambda: load_tokenizer(tokenizer)) if tokenizer else None
     if reader:
         config = replace(config, vocab_size=config.vocab_size or reader.size)
     return GPT(
@@ -160,12 +161,7 @@ def train(
         install(components)  # for good: what is trained may need them to be read
     ready, told = _open(stage, threads), _Told(on_step, on_evaluation, on_note)
     toml, directory = (None if path is None else Path(path) for path in (config, out))
-    asked = asked_for(settings, preset, toml, directory, resume)
-    if asked.has_recipes:
-        from distgpt.recipes import followed
-
-        asked = followed(asked, ready, told.noted)
-    asked = with_dtype(asked, ready, told.noted)  # a recipe may have named one
+    asked = followed(asked_for(settings, preset, toml, directory, resume), ready, told.noted)
     plan = make_plan(ready, asked, told.noted)
     # A notebook, or one of the functions, may change the working directory.
     plan = replace(

@@ -11,12 +11,10 @@ import platform
 import re
 import socket
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 from zlib import crc32
 
 from distgpt.core.base import __version__
@@ -27,7 +25,7 @@ from distgpt.core.train.lines import Facts, Metrics
 from distgpt.core.train.seams import Listener
 
 try:
-    from prometheus_client import CollectorRegistry, make_wsgi_app, write_to_textfile
+    from prometheus_client import CollectorRegistry, start_http_server, write_to_textfile
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 except ImportError:
     raise UsageError(
@@ -65,10 +63,6 @@ class Exporter(CollectorRegistry, Listener):
     def __init__(self) -> None:
         super().__init__()
         self._run: dict[str, str] = {}
-        self._about: dict[str, str] = {}
-        self._checkpoints = Path()
-        self._began = 0.0
-        self._last_step: int | None = None
         self._step: Metrics = {}
         self._evaluation: Metrics = {}
         self._skipped = 0
@@ -78,7 +72,7 @@ class Exporter(CollectorRegistry, Listener):
         directory = Path(facts["directory"]).absolute()
         self._checkpoints = directory / "checkpoints"
         self._began = time.time()
-        self._last_step = None if facts.get("seconds") else facts["steps"]
+        self._last_step: int | None = None if facts.get("seconds") else facts["steps"]
         job = (this_job().batch or {}).get("id", "")
         about = {"stage": facts["stage"], "ranks": facts["ranks"], "version": __version__, "job": job}
         self._about = {name: str(value) for name, value in about.items()}
@@ -180,7 +174,6 @@ class Textfile(Exporter):
 
 
 LOCAL = "127.0.0.1"
-PATIENCE = 5.0  # seconds for a whole request: one client at a time, and others wait for it
 
 
 def parsed_address(text: str) -> tuple[str, int]:
@@ -193,14 +186,13 @@ def parsed_address(text: str) -> tuple[str, int]:
 
 
 class Port(Exporter):
-    """Answers at /metrics, in a thread, as long as the process lives."""
+    """Answers at /metrics, in threads, as long as the process lives."""
 
     def __init__(self, where: str) -> None:
         super().__init__()
         host, port = parsed_address(where)
         try:
-            family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-            self.server = _Server((host, port), family, self)
+            self.server, _ = start_http_server(port, host, self)
         except (OSError, UnicodeError) as error:  # a name with an empty or too long part is the latter
             why = getattr(error, "strerror", None) or error
             # A job that has waited in a queue, perhaps to resume, is worth more than its metrics.
@@ -208,36 +200,7 @@ class Port(Exporter):
                 print_lines(f"--metrics-port {where:.80}: {why}; the run goes on without it", err=True)
                 return
             raise UsageError(f"--metrics-port {where:.80}: {why}") from None
-        shown = f"[{host}]" if family == socket.AF_INET6 else host
-        print_lines(f"metrics for Prometheus: http://{shown}:{self.server.server_address[1]}/metrics")
-        threading.Thread(target=self.server.serve_forever, name="metrics", daemon=True).start()
-
-
-class _Server(WSGIServer):
-    """One client at a time, so that many of them take nothing from the run."""
-
-    def __init__(self, where: tuple[str, int], family: int, exporter: Exporter) -> None:
-        self.address_family = family
-        super().__init__(where, _Handler)
-        self.set_app(make_wsgi_app(exporter))
-
-    def handle_error(self, request: object, client_address: object) -> None:
-        """Write nothing where a client leaves too early."""
-
-
-class _Handler(WSGIRequestHandler):
-    def handle(self) -> None:
-        timer = threading.Timer(PATIENCE, self._disconnect)
-        timer.daemon = True
-        timer.start()
-        try:
-            super().handle()
-        finally:
-            timer.cancel()
-
-    def _disconnect(self) -> None:
-        with suppress(OSError):
-            self.connection.shutdown(socket.SHUT_RDWR)
-
-    def log_message(self, format: str, *values: object) -> None:
-        """Write nothing: requests come every few seconds."""
+        # A client that leaves too early is nothing to write about.
+        self.server.handle_error = lambda *about: None  # type: ignore[method-assign]
+        shown = f"[{host}]" if self.server.address_family == socket.AF_INET6 else host
+        print_lines(f"metrics for Prometheus: http://{shown}:{self.server.server_port}/metrics")

@@ -19,7 +19,7 @@ from typing import BinaryIO
 import numpy as np
 
 from distgpt.core.base.errors import DistgptError, Say, StorageError, escape
-from distgpt.core.base.files import new_file, storage_errors, system_error, unfinished
+from distgpt.core.base.files import storage_errors, system_error, unfinished
 from distgpt.core.base.formatting import size
 from distgpt.core.comm.agree import on_root
 from distgpt.core.comm.api import Comm
@@ -75,7 +75,7 @@ class Room(Disk):
         path = unfinished(self._directory.weights)  # a name that `RunDirectory.create` cleans up after a kill
         with storage_errors(f"reserve {size(self._weights)} for the final weights in", self._directory.path):
             try:
-                with new_file(path) as file:
+                with path.open("xb") as file:
                     allocate(file, self._weights)
             except BaseException:
                 path.unlink(missing_ok=True)

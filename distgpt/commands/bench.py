@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
@@ -164,7 +163,7 @@ def allreduce(**given: Any) -> None:
 @click.option("--gpu-dtype", type=click.Choice(DTYPES), help="Number format of the GPU stages; --dtype's.")
 @click.option(
     "--tolerance",
-    type=click.FloatRange(0),
+    type=FiniteRange(0),
     help="Largest relative difference of a loss; by the number format if left out.",
 )
 @click.option(
@@ -176,10 +175,6 @@ def allreduce(**given: Any) -> None:
 @json_option
 def compare_stages(
     stages: str | None,
-    ranks: int,
-    hostfile: Path | None,
-    launcher: str | None,
-    threads: int | None,
     full: bool,
     preset: str | None,
     config: Path | None,
@@ -199,14 +194,12 @@ def compare_stages(
     from distgpt.measure.stages import CompareOptions, compare, find_workload
 
     refuse_launched("stages")
-    if tolerance is not None and not math.isfinite(tolerance):
-        raise UsageError(f"--tolerance {tolerance}: all losses would agree, or none; give a finite number")
     if deterministic:
         on_cpu = [stage for stage in STAGES if stage not in ON_GPU]
         if tolerance or not {*(stages or "serial").split(",")} <= {*on_cpu}:
             raise UsageError(f"--deterministic is for {' and '.join(on_cpu)}, with a tolerance of 0")
         tolerance, stages = 0.0, stages or ",".join(on_cpu)
+    how = {key: flags.pop(key) for key in ("ranks", "hostfile", "launcher", "threads")}
     name, run = find_workload(preset, config, set_by_user(flags), full, deterministic)
-    gpu_dtype = gpu_dtype or run.train.dtype
-    options = CompareOptions(name, run, stages, ranks, launcher, hostfile, threads, gpu_dtype, tolerance)
-    compare(options, out, as_json)
+    how |= {"stages": stages, "gpu_dtype": gpu_dtype or run.train.dtype, "tolerance": tolerance}
+    compare(CompareOptions(name, run, **how), out, as_json)

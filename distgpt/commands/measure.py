@@ -16,11 +16,10 @@ from distgpt.commands.options import (
     POSITIVE,
     TIME,
     FiniteRange,
-    deterministic_as_parts,
+    asked_by,
     dial_options,
     json_option,
     preset_options,
-    set_by_user,
     set_option,
     settings,
     settings_but,
@@ -29,7 +28,6 @@ from distgpt.commands.options import (
 from distgpt.core.base.errors import Say, StorageError, UsageError, print_lines, refuse_beside
 from distgpt.core.base.formatting import clock, count, parse_count, parse_duration, size
 from distgpt.core.config import ON_GPU, STAGES, GpuConfig
-from distgpt.core.config.asked import asked_for
 from distgpt.core.config.setting import Values
 from distgpt.core.cpu.stages import open_stage
 
@@ -54,8 +52,6 @@ def estimate(
     stage: str,
     threads: int | None,
     gpu: GpuConfig,
-    preset: str | None,
-    config: Path | None,
     ranks: int,
     tokens: str | None,
     rate: float | None,
@@ -76,10 +72,10 @@ def estimate(
     from distgpt.recipes.within import with_clock
 
     say = partial(print_lines, err=True)
-    asked = replace(asked_for(set_by_user(flags), preset, config), fetches=False)
-    gpu, asked = deterministic_as_parts(stage, gpu, asked)
+    gpu, asked = asked_by(stage, gpu, flags)
+    asked = replace(asked, fetches=False)
     here = None  # the stage, where it is open
-    if asked.within is not None and not preset:
+    if asked.within is not None and not asked.preset:
         others = {"no-measure": measured is False, "rate": rate, "ranks 2 or more": ranks > 1}
         refuse_beside("--within", others, "it chooses by the speed of one rank here; --depth names a model")
         here = open_stage("cuda" if stage in ON_GPU else "serial", threads, gpu)
@@ -117,8 +113,6 @@ def profile(
     stage: str,
     threads: int | None,
     gpu: GpuConfig,
-    preset: str | None,
-    config: Path | None,
     steps: int,
     warmup_steps: int,
     out: Path,
@@ -130,18 +124,17 @@ def profile(
     reports the time of each kind of operation, the speed of its matmuls, and what share of this machine's
     measured peak that is: as a table and as profile.json. No weights are saved.
     """
-    asked = asked_for({**set_by_user(flags), "steps": warmup_steps + steps}, preset, config)
-    gpu, asked = deterministic_as_parts(stage, gpu, asked)
+    gpu, asked = asked_by(stage, gpu, flags)
+    asked = replace(asked, given={**asked.given, "steps": warmup_steps + steps})
     # The kernels of a recorded graph cannot be timed one by one.
     ready = open_stage(stage, threads, replace(gpu, graphs=False) if stage in ON_GPU else gpu)
 
-    from distgpt.core.train.plan import with_dtype
     from distgpt.measure.profile.session import measure
     from distgpt.recipes import followed
     from distgpt.recipes.derived import configured
 
     say: Say = partial(print_lines, err=True) if ready.comm.rank == 0 else lambda text: None
-    run = configured(ready.comm, with_dtype(followed(asked, ready, say), ready, say))
+    run = configured(ready.comm, followed(asked, ready, say))
     table = measure(ready, run, steps, warmup_steps, out, say)
     if ready.comm.rank == 0:
         print_lines(table)
@@ -229,13 +222,11 @@ def doctor(
         raise UsageError("--ssh needs --hostfile FILE")
     if caches:
         refuse_beside("--caches", {"stage": stage, "hostfile": hostfile}, "it is a report of its own")
-    if hostfile:
-        refuse_beside("--hostfile", {"stage": stage}, "one is about other hosts, one about this machine")
-    if caches:
         from distgpt.measure.doctor.caches import report_caches
 
         report_caches(empty or "", as_json)
     elif hostfile:
+        refuse_beside("--hostfile", {"stage": stage}, "one is about other hosts, one about this machine")
         from distgpt.measure.doctor import hosts
 
         hosts.report(hostfile, ssh, as_json)

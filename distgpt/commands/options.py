@@ -20,7 +20,7 @@ from distgpt.core.base.errors import UsageError, nearest
 from distgpt.core.base.formatting import parse_duration, parse_size
 from distgpt.core.components import extra_settings
 from distgpt.core.config import DEEPEST, ON_GPU, STAGES, GpuConfig, Setting, settings_of
-from distgpt.core.config.asked import Asked
+from distgpt.core.config.asked import Asked, asked_for
 from distgpt.core.config.presets import DEFAULT_PRESET, PRESETS
 from distgpt.core.config.setting import Value, Values
 from distgpt.core.data.textfile import BUNDLED_TEXTS
@@ -92,43 +92,37 @@ class Threads(click.types.IntParamType):
 
 
 class Parsed(click.types.StringParamType):
-    """A number that is written with a unit."""
+    """What a function makes of a text, such as a number that is written with a unit."""
 
-    def __init__(self, name: str, parse: Callable[[str], float]) -> None:
+    def __init__(self, name: str, parse: Callable[[str], object]) -> None:
         self.name, self._parse = name, parse
 
     def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> Any:
-        return self._parse(value)
+        return self._parse(str(value))
 
 
-class StepsOrTime(click.types.StringParamType):
-    """Parse an option into two settings: steps between checkpoints, or minutes; both 0 for a word."""
+def steps_or_time(steps: str, minutes: str, word: str) -> Parsed:
+    """Return what parses an option into two settings: steps between checkpoints, or minutes; 0 for a word."""
 
-    def __init__(self, steps: str, minutes: str, word: str) -> None:
-        self._steps, self._minutes, self._word = steps, minutes, word
-        self.name = f"steps|time|{word}"
-
-    def convert(self, value: object, param: click.Parameter | None, context: click.Context | None) -> Any:
-        text = str(value)
-        if text == self._word:
-            return {self._steps: 0, self._minutes: 0.0}
+    def parse(text: str) -> Values:
+        if text == word:
+            return {steps: 0, minutes: 0.0}
         if text.isdecimal() and int(text):
-            return {self._steps: int(text)}
+            return {steps: int(text)}
         try:
-            return {self._steps: 0, self._minutes: parse_duration(text) / 60}
+            return {steps: 0, minutes: parse_duration(text) / 60}
         except UsageError:
-            self.fail(
-                f"{value!r:.80} is neither a number of steps, nor a time as 10m, nor {self._word}",
-                param,
-                context,
-            )
+            what = f"neither a number of steps, nor a time as 10m, nor {word}"
+            raise UsageError(f"{spelled(steps, KNOWN[steps])} {text!r:.80} is {what}") from None
+
+    return Parsed(f"steps|time|{word}", parse)
 
 
 # A time as 30m, in seconds; a size as 64MB, in bytes.
 TIME, SIZE = Parsed("time", parse_duration), Parsed("size", parse_size)
 _KINDS: dict[str, Any] = {
-    "save_every": StepsOrTime("save_every", "save_minutes", "end"),
-    "keep_every": StepsOrTime("keep_every", "keep_every_minutes", "never"),
+    "save_every": steps_or_time("save_every", "save_minutes", "end"),
+    "keep_every": steps_or_time("keep_every", "keep_every_minutes", "never"),
 }
 
 
@@ -236,8 +230,10 @@ launch_options = together(
 )
 
 
-def deterministic_as_parts(stage: str, gpu: GpuConfig, asked: Asked) -> tuple[GpuConfig, Asked]:
-    """Turn --deterministic of a CPU stage into a recipe of the run."""
+def asked_by(stage: str, gpu: GpuConfig, flags: dict[str, Any]) -> tuple[GpuConfig, Asked]:
+    """Return what the options of a run ask for. --deterministic of a CPU stage is a recipe of the run."""
+    named = [flags.pop(name, None) for name in ("preset", "config", "out", "resume")]
+    asked = asked_for(set_by_user(flags), *named)
     if stage in ON_GPU or not gpu.deterministic:
         return gpu, asked
     return replace(gpu, deterministic=False), replace(asked, deterministic=True)

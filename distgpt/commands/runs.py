@@ -49,9 +49,7 @@ def runs(directory: Path, sort: str, reverse: bool, as_json: bool) -> None:
 @click.option("--smooth", type=POSITIVE, help="Average over this many lines of metrics. [default: a 40th]")
 @click.option("--title", help="Title. [default: a single run's name]")
 @click.option("--log-loss", is_flag=True, help="Logarithmic loss axis.")
-def plot(
-    runs: tuple[Path, ...], out: Path | None, axis: str, smooth: int | None, title: str | None, log_loss: bool
-) -> None:
+def plot(runs: tuple[Path, ...], **how: Any) -> None:
     """Draw the curves of runs: loss, learning rate, speed.
 
     RUN is the directory of a run, or one with several runs in it; the newest run in runs/ if left out.
@@ -62,7 +60,7 @@ def plot(
     newest = [] if runs else [Path(run.path) for run in list_runs(Path("runs"), "when", False) if run.step]
     if not runs and not newest:
         raise UsageError(f"no run in runs has recorded a step; {command_line('train')} starts one")
-    print_lines(plot(runs or newest[:1], out, axis=axis, smooth=smooth, title=title, log_loss=log_loss))
+    print_lines(plot(runs or newest[:1], **how))
 
 
 @command(example="distgpt compare runs/first runs/second")

@@ -19,12 +19,11 @@ from distgpt.commands.help import Option, command, option
 from distgpt.commands.options import (
     PATH,
     TIME,
-    deterministic_as_parts,
+    asked_by,
     dial_options,
     files,
     names_or_files,
     preset_options,
-    set_by_user,
     setting_option,
     settings,
     stage_options,
@@ -35,7 +34,7 @@ from distgpt.core.base.formatting import clock, count, loss_and_bits
 from distgpt.core.comm.job import shown_on_terminal, this_job
 from distgpt.core.components import install
 from distgpt.core.config import SETTINGS, GpuConfig, ModelConfig, RunConfig, settings_of
-from distgpt.core.config.asked import Asked, asked_for, resolve
+from distgpt.core.config.asked import Asked, resolve
 from distgpt.core.cpu.stages import open_stage
 
 if TYPE_CHECKING:
@@ -125,10 +124,6 @@ def train(
     stage: str,
     threads: int | None,
     gpu: GpuConfig,
-    preset: str | None,
-    config: Path | None,
-    out: Path | None,
-    resume: str | None,
     time_limit: float | None,
     stall_timeout: float | None,
     stall_abort: float | None,
@@ -140,10 +135,9 @@ def train(
     has its own settings, changed by these.
     """
     display = {name: flags.pop(name) for name in SHOWN}
-    given = set_by_user(flags)
-    asked = asked_for(given, preset, config, out, resume)
-    if given.get("train_minutes"):
-        ends = {name: given.get(name) for name in ("steps", "epochs")}
+    gpu, asked = asked_by(stage, gpu, flags)
+    if asked.given.get("train_minutes"):
+        ends = {name: asked.given.get(name) for name in ("steps", "epochs")}
         refuse_beside("--set train_minutes", ends, "each says when a run ends")
     if as_json := display["log_format"] == "json":
         is_live = display["progress"] == "live"
@@ -152,17 +146,17 @@ def train(
     if job.size == 1:
         _refuse_early(asked)
     end = job.end(time_limit)
-    gpu, asked = deterministic_as_parts(stage, gpu, asked)
     ready = open_stage(stage, threads, gpu)
 
     from distgpt.core.train.loop import train as train_run
-    from distgpt.core.train.plan import make_plan, with_dtype
+    from distgpt.core.train.plan import make_plan
     from distgpt.core.train.resume import leave_finished
     from distgpt.core.train.run import Limits
     from distgpt.core.train.setup import open_run
     from distgpt.core.train.summary import how_to_resume
+    from distgpt.recipes import followed
 
-    shown = _listeners(ready.comm, **display)
+    shown = _listeners(ready.comm, display)
     plan = run = None
 
     def remove_unbegun() -> None:
@@ -171,11 +165,7 @@ def train(
 
     interrupts.before_leaving.append(remove_unbegun)
     try:
-        if asked.has_recipes:
-            from distgpt.recipes import followed
-
-            asked = followed(asked, ready, shown.noted)
-        asked = with_dtype(asked, ready, shown.noted)  # a recipe may have named one
+        asked = followed(asked, ready, shown.noted)
         plan = make_plan(ready, asked, shown.noted)
         if plan.is_finished:
             t, seconds = plan.config.train, plan.state.seconds
@@ -198,21 +188,12 @@ def train(
         _report(run, asked, as_json)
 
 
-def _listeners(
-    comm: Comm,
-    progress: str,
-    log_lines: float | None,
-    log_format: str,
-    tensorboard: bool,
-    metrics_textfile: Path | None,
-    metrics_port: str | None,
-) -> Listeners:
-    """Return the listeners of a run on rank 0: its display, and those that record it. Collective.
-
-    `log_lines`: seconds between lines.
-    """
+def _listeners(comm: Comm, display: Mapping[str, Any]) -> Listeners:
+    """Return the listeners of a run on rank 0: its display, and those that record it. Collective."""
     from distgpt.core.comm.agree import on_every_rank
     from distgpt.core.train.lines import Lines, Listeners
+
+    progress, log_lines = display["progress"], display["log_lines"]  # the latter: seconds between lines
 
     def chosen() -> list[Listener]:
         if comm.rank:
@@ -220,7 +201,7 @@ def _listeners(
         found: list[Listener] = []
         # Some launchers give their ranks a terminal that nobody looks at.
         is_live = progress == "live" or (progress == "auto" and comm.size == 1 and sys.stdout.isatty())
-        if log_format == "json":
+        if display["log_format"] == "json":
             from distgpt.callbacks.structured import JsonLines
 
             found.append(JsonLines(log_lines))
@@ -230,15 +211,15 @@ def _listeners(
             found.append(Live(log_lines))
         else:
             found.append(Lines(log_lines))
-        if metrics_textfile is not None:
+        if (path := display["metrics_textfile"]) is not None:
             from distgpt.callbacks.exporter import Textfile
 
-            found.append(Textfile(metrics_textfile))
-        if metrics_port is not None:
+            found.append(Textfile(path))
+        if (port := display["metrics_port"]) is not None:
             from distgpt.callbacks.exporter import Port
 
-            found.append(Port(metrics_port))
-        if tensorboard:
+            found.append(Port(port))
+        if display["tensorboard"]:
             from distgpt.show.display import TensorBoard
 
             found.append(TensorBoard())

@@ -312,7 +312,7 @@ class _Shards:
             _refuse_other_tokenizer(made_with, request, path)
 
     def load(self, comm: Comm, request: DataRequest, say: Say) -> Corpus:
-        folder = Path(on_root(comm, lambda: str(resolve_data(request.data))))
+        folder = on_root(comm, lambda: resolve_data(request.data))
         note = "--val-fraction has no effect: shards have a part of their own for validation"
         return replace(load_shards(comm, folder, request, say), notes=(note,) * bool(request.val_fraction))
 

@@ -7,7 +7,7 @@ the passes cost what they did, and of the model's weights there is one copy, in 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -277,11 +277,11 @@ def with_adapter(weights: Path, adapter: Path | None, comm: Comm) -> tuple[Path,
     Where `weights` is an adapter, or the directory of a run that trained one, it names its model itself.
     """
 
-    def decide() -> list[str]:
+    def decide() -> tuple[Path, Path | None]:
         found = weights_of(weights)
         own = read_description(found).base
         if adapter is None and own is None:
-            return [str(found), ""]
+            return found, None
         if own and adapter:
             raise UsageError(f"{found} is an adapter: as --weights give the model that it stands beside")
         whole, chosen = (Path(own.file), found) if own else (found, find_weights(adapter or found))
@@ -295,10 +295,10 @@ def with_adapter(weights: Path, adapter: Path | None, comm: Comm) -> tuple[Path,
                 f"{chosen} is an adapter, and {whole} is missing: give --weights MODEL --adapter {chosen}"
             )
         refuse_other_base(chosen, about, whole)
-        return [str(whole), str(chosen)]
+        return whole, chosen
 
-    whole, chosen = map(Path, on_root(comm, decide))
-    if chosen == Path():
+    whole, chosen = on_root(comm, decide)
+    if chosen is None:
         return whole, None
     about = load_description(chosen, comm)
     folding: list[Folding] = []
@@ -398,8 +398,8 @@ class AdapterKind(ModelKind):
 
     def describe(self, comm: Comm, run: RunConfig, tokenizer: Tokenizer) -> Description:
         """Name the model that the adapters stand beside, too."""
-        found = on_root(comm, lambda: asdict(base_of(Path(run.train.init))))
-        return Description(run, tokenizer, part=ADAPTER, base=Base(**found))
+        found = on_root(comm, lambda: base_of(Path(run.train.init)))
+        return Description(run, tokenizer, part=ADAPTER, base=found)
 
     def begins_with(self, t: TrainConfig) -> str:
         """Adapters are drawn: --init names the model beside which they stand."""

@@ -9,7 +9,7 @@ from zlib import crc32
 
 import numpy as np
 
-from distgpt.core.comm.agree import gather_bytes, gather_ints
+from distgpt.core.comm.agree import gather, gather_bytes
 from distgpt.core.comm.api import Comm
 from distgpt.core.config import TrainConfig
 from distgpt.core.model.model import Model
@@ -59,7 +59,7 @@ def shares_so_far(state: State, settings: TrainConfig, ranks: int, hosts: int) -
 def measured_shares(model: Model, t: TrainConfig, comm: Comm) -> list[int]:
     """Return shares by the time that each rank takes while all of them have an even share. Collective."""
     even = MicroBatches(t, comm.size).n_sequences
-    micros = gather_ints(comm, max(1, round(1e6 * _seconds(model, even, t, comm))))
+    micros = gather(comm, max(1, round(1e6 * _seconds(model, even, t, comm))))
     return shares_by(micros, even * comm.size)
 
 

@@ -86,13 +86,9 @@ class Chosen(Strategy):
             super().make_gradients(comm, model, say)
 
     def refuse_unable(self, comm: Comm, on_gpu: bool) -> None:
-        lack = ""
-        if comm.size > 1 and self.config.grad_sync == "overlapped":
-            if on_gpu:
-                lack = "" if comm.queued else WITHOUT_NCCL
-            else:
-                lack = "" if comm.is_threadsafe else WITHOUT_THREADS
-        refuse_anywhere(comm, lack)
+        able, without = (comm.queued, WITHOUT_NCCL) if on_gpu else (comm.is_threadsafe, WITHOUT_THREADS)
+        lacks = comm.size > 1 and self.config.grad_sync == "overlapped" and not able
+        refuse_anywhere(comm, without if lacks else "")
 
     def reserve(self, comm: Comm, model: Model, t: TrainConfig) -> None:
         wire = model.kernels.wire  # with NCCL, shards of float32 are summed without this memory

@@ -15,12 +15,12 @@ import numpy as np
 from distgpt.core.comm.agree import on_root
 from distgpt.core.comm.api import Comm
 from distgpt.core.config import TrainConfig
-from distgpt.core.model.memory import FlatBuffer, Layout
+from distgpt.core.model.memory import FlatBuffer
 from distgpt.core.model.model import Model
 from distgpt.core.model.optim import AdamW
 from distgpt.core.ops.api import Array, NesterovState
 from distgpt.core.saved.modelfile import on_host
-from distgpt.core.train.gathering import TensorByTensor, host_buffer, load_some, stems
+from distgpt.core.train.gathering import TensorByTensor, read_flat, stems
 from distgpt.core.train.progress import Rounds
 from distgpt.core.train.sharing import (
     OPTIMIZER,
@@ -44,7 +44,7 @@ class LocalSteps(Exchange):
     def __init__(self, comm: Comm, state: LocalState, changes: Reduction) -> None:
         """`changes` sums the gradients' memory over the ranks."""
         self.name, self.comm, self.changes = changes.name, comm, changes
-        self.optimizer, self.outer, self.rounds = state.optimizer, state.outer, state.rounds
+        self.state, self.optimizer = state, state.optimizer
 
     def sum_gradients(self, step: int) -> None:
         """Sum the squared norms alone: all ranks clip alike, and skip a step that one of them cannot use."""
@@ -71,48 +71,16 @@ class LocalSteps(Exchange):
         return Scales(1.0 / ranks / counted, 1.0 / counted, math.sqrt(1.0 / ranks) / counted)
 
     def after_update(self, step: int, is_changed: bool) -> None:
-        self.outer.in_sync = False
-        if self.rounds.ends(step + 1):
+        self.state.in_sync = False
+        if self.state.rounds.ends(step + 1):
             self.end_round(step + 1)
 
     def end_round(self, step: int) -> None:
-        if self.outer.in_sync:
+        if self.state.in_sync:
             return
-        self.outer.store_change_as_gradient()
+        self.state.store_change_as_gradient()
         self.changes.sum(0, self.optimizer.model.layout.size, step - 1)
-        self.outer.step(self.comm.size)
-
-
-class Outer:
-    """Takes a step by Nesterov momentum along the mean change of weights that began a round alike."""
-
-    def __init__(self, model: Model, config: TrainConfig) -> None:
-        self._model, self._config = model, config
-        model.make_gradients()
-        wide = model.kernels.wide_zeros
-        self.round_start, self.velocity = (FlatBuffer(model.layout, wide) for _ in range(2))
-        self.in_sync = True  # no rank has changed its weights since
-
-    def begin(self) -> None:
-        """Begin a first round with the weights as they are."""
-        k = self._model.kernels
-        k.zero(self.velocity.flat)
-        k.put(self.round_start.flat, k.to_host(self._model.weights.flat))
-        self.in_sync = True
-
-    def store_change_as_gradient(self) -> None:
-        """Gradients ← this rank's weights - those at the round's start."""
-        model = self._model
-        model.kernels.subtract(model.grads.flat, model.weights.flat, self.round_start.flat)
-
-    def step(self, ranks: int) -> None:
-        """Take the outer step once these changes are summed; the next round begins."""
-        model, c = self._model, self._config
-        low = None if model.params is model.weights else model.params.flat
-        buffers = (self.round_start.flat, self.velocity.flat, model.grads.flat)
-        state = NesterovState(model.weights.flat, low, *buffers)
-        model.kernels.nesterov(state, 1 / ranks, c.outer_lr, c.outer_momentum)
-        self.in_sync = True
+        self.state.end_round(self.comm.size)
 
 
 # -- who holds what, and how it is saved
@@ -132,31 +100,59 @@ class LocalPlacement(Placement):
         self.option = f"--outer-every {config.outer_every}"
         self.rounds = Rounds(config.outer_every, config.steps)
 
-    def state(self, model: Model, rank: int) -> OptimizerState:
+    def state(self, model: Model, rank: int) -> LocalState:
         # Ranks have gradients of their own: they share no work of the optimizer.
-        return LocalState(self.optimizer(model), Outer(model, self.config), self.rounds)
+        return LocalState(self.optimizer(model), self.config, self.rounds)
 
     def saved_buffers(self, is_common: bool) -> int:
         """Return how many buffers a checkpoint holds: also those of each rank, and the velocity."""
         return 2 + 2 * self.ranks if is_common else 3 + 3 * self.ranks
 
     def rehearse(self, model: Model) -> None:
-        outer = Outer(model, TrainConfig())
-        outer.begin()
-        outer.store_change_as_gradient()
-        outer.step(1)
+        state = self.state(model, 0)
+        state.begin()
+        state.store_change_as_gradient()
+        state.end_round(1)
 
 
 class LocalState(OptimizerState):
-    """This rank's moments, and the outer optimizer, which is the same on all ranks."""
+    """This rank's moments, and the outer optimizer, which is the same on all ranks.
 
-    def __init__(self, optimizer: AdamW, outer: Outer, rounds: Rounds) -> None:
+    It takes a step by Nesterov momentum along the mean change of weights that began a round alike.
+    """
+
+    def __init__(self, optimizer: AdamW, config: TrainConfig, rounds: Rounds) -> None:
         super().__init__(optimizer)
-        self.outer, self.rounds = outer, rounds
+        self._config, self.rounds, model = config, rounds, optimizer.model
+        model.make_gradients()
+        wide = model.kernels.wide_zeros
+        self.round_start, self.velocity = (FlatBuffer(model.layout, wide) for _ in range(2))
+        self.in_sync = True  # no rank has changed its weights since
 
     def begin(self) -> None:
         super().begin()
-        self.outer.begin()
+        self._begin_rounds()
+
+    def _begin_rounds(self) -> None:
+        """Begin a first round with the weights as they are."""
+        model = self.optimizer.model
+        model.kernels.zero(self.velocity.flat)
+        model.kernels.put(self.round_start.flat, model.kernels.to_host(model.weights.flat))
+        self.in_sync = True
+
+    def store_change_as_gradient(self) -> None:
+        """Gradients ← this rank's weights - those at the round's start."""
+        model = self.optimizer.model
+        model.kernels.subtract(model.grads.flat, model.weights.flat, self.round_start.flat)
+
+    def end_round(self, ranks: int) -> None:
+        """Take the outer step once these changes are summed; the next round begins."""
+        model, c = self.optimizer.model, self._config
+        low = None if model.params is model.weights else model.params.flat
+        buffers = (self.round_start.flat, self.velocity.flat, model.grads.flat)
+        state = NesterovState(model.weights.flat, low, *buffers)
+        model.kernels.nesterov(state, 1 / ranks, c.outer_lr, c.outer_momentum)
+        self.in_sync = True
 
     def restore(self, comm: Comm, checkpoint: Path) -> None:
         """Once all ranks have the checkpoint's weights, and rank 0's moments. Collective.
@@ -165,27 +161,20 @@ class LocalState(OptimizerState):
         mean weights. A checkpoint of steps that were not local begins a round.
         """
         super().restore(comm, checkpoint)
-        outer, optimizer = self.outer, self.optimizer
-        outer.begin()
+        self._begin_rounds()
         saved = on_root(comm, lambda: sorted(stems(checkpoint)))
         if OUTER not in saved:
             return
         is_common = _file_of(0) not in saved
         replicas = next(rank for rank in range(1, len(saved) + 1) if _file_of(rank) not in saved)
-        model, k = optimizer.model, optimizer.model.kernels
-
-        def read(stem: str, prefix: str, layout: Layout) -> Array:
-            host = host_buffer(model, layout)
-            named = {prefix + name: array for name, array in host.items()}
-            on_root(comm, partial(load_some, checkpoint, stem, named))
-            return host.flat
-
-        for prefix, buffer in (("velocity/", outer.velocity), ("common/", outer.round_start)):
+        model, k = self.optimizer.model, self.optimizer.model.kernels
+        read = partial(read_flat, comm, model, checkpoint)
+        for prefix, buffer in (("velocity/", self.velocity), ("common/", self.round_start)):
             if prefix == "velocity/" or not is_common:
                 flat = read(OUTER, prefix, model.layout)
                 comm.broadcast(flat)
                 k.put(buffer.flat, flat)
-        buffers = _buffers(optimizer)
+        buffers = _buffers(self.optimizer)
         if is_common or replicas != comm.size:
             del buffers["w/"]
         for rank in range(comm.size):
@@ -195,11 +184,11 @@ class LocalState(OptimizerState):
                     comm.send(flat, 0, rank)
                     if comm.rank == rank:
                         k.put(of.flat, flat)
-        outer.in_sync = is_common
+        self.in_sync = is_common
         model.refresh()
 
     def gathering(self, comm: Comm) -> Gathering:
-        return Replicas(comm, self.optimizer, self.outer)
+        return Replicas(comm, self)
 
 
 def make(comm: Comm, state: OptimizerState, t: TrainConfig) -> Exchange:
@@ -216,9 +205,9 @@ class Replicas(TensorByTensor):
     weights with which it began; and `replica-N` with what rank N alone has.
     """
 
-    def __init__(self, comm: Comm, optimizer: AdamW, outer: Outer) -> None:
-        self._model, self._outer = optimizer.model, outer
-        self._buffers = _buffers(optimizer)
+    def __init__(self, comm: Comm, state: LocalState) -> None:
+        self._model, self._state = state.optimizer.model, state
+        self._buffers = _buffers(state.optimizer)
         layout, wide = self._model.layout, np.dtype(self._model.kernels.wide)
         layouts = {MEAN: layout} | {
             f"{rank}/{prefix}": buffer.layout
@@ -233,8 +222,8 @@ class Replicas(TensorByTensor):
     def groups(self, weights_alone: bool) -> Groups:
         if weights_alone:  # of this rank
             return {}
-        is_common, model = self._outer.in_sync, self._model
-        velocity = on_host(model, self._outer.velocity, "velocity/")
+        is_common, model = self._state.in_sync, self._model
+        velocity = on_host(model, self._state.velocity, "velocity/")
         own = {prefix: on_host(model, buffer, prefix) for prefix, buffer in self._buffers.items()}
         groups: Groups = {OPTIMIZER: own["m/"] | own["v/"], OUTER: velocity}
         for rank in range(1, self._comm.size):
@@ -243,7 +232,7 @@ class Replicas(TensorByTensor):
             groups[_file_of(rank)] = self.some({name: f"{rank}/{name}" for name in names})
         if not is_common:
             groups[WEIGHTS] = self.some({name: MEAN + name for name in self._tensors})
-            groups[OUTER] = velocity | on_host(model, self._outer.round_start, "common/")
+            groups[OUTER] = velocity | on_host(model, self._state.round_start, "common/")
             groups[_file_of(0)] = own["w/"]
         return groups
 

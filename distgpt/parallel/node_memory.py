@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol, TypeVar
 import numpy as np
 
 from distgpt.core.base.errors import Say, UsageError
-from distgpt.core.comm.agree import gather_texts, on_every_rank, on_root
+from distgpt.core.comm.agree import gather, on_every_rank, on_root
 from distgpt.core.comm.api import Comm, SerialComm
 from distgpt.core.model.memory import FlatBuffer, Layout
 from distgpt.core.ops.api import Array
@@ -50,7 +50,7 @@ def gradients_in_node(comm: Comm, kernels: Kernels, say: Say, layout: Layout, fl
             rows = shared_rows(node, layout.size + flags, np.dtype(kernels.wide))
         except UsageError as error:
             lack = str(error)
-    lacks = [text for text in gather_texts(comm, lack) if text]
+    lacks = [text for text in gather(comm, lack) if text]
     if node is None or lacks:
         if lacks:
             say(f"MPI sums gradients within a node: its ranks cannot share memory ({lacks[0]})")
@@ -76,13 +76,13 @@ def shared_rows(node: Comm, columns: int, dtype: np.dtype) -> Array:
     shape = node.size, pages * PAGESIZE // dtype.itemsize
     made: list[int] = []  # the first rank's descriptor
 
-    def create() -> list[object]:
+    def create() -> _File:
         if not hasattr(os, "memfd_create"):  # Linux has it
             raise UsageError("this system has no memfd_create")
         made.append(os.memfd_create("gradients"))
         os.ftruncate(made[0], node.size * pages * PAGESIZE)
         about = os.fstat(made[0])
-        return [f"/proc/{os.getpid()}/fd/{made[0]}", about.st_dev, about.st_ino]
+        return _File(f"/proc/{os.getpid()}/fd/{made[0]}", about.st_dev, about.st_ino)
 
     def open_and_map(file: _File) -> Array:
         if resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
@@ -98,7 +98,7 @@ def shared_rows(node: Comm, columns: int, dtype: np.dtype) -> Array:
             os.close(opened)
 
     try:
-        file = _File(*on_root(node, lambda: _explained(create)))
+        file = on_root(node, lambda: _explained(create))
         return on_every_rank(node, lambda: _explained(lambda: open_and_map(file)))
     finally:
         for descriptor in made:  # all have opened it, or none will

@@ -44,20 +44,18 @@ class HostWire:
     def dither(self, out: Array, x: Array, index: int, key: int) -> None:
         from distgpt.parallel.loops import sums
 
-        self._over(len(out), sums.dither, out, x, index, key)
+        spread(len(out), self._each, self._workers, sums.dither, out, x, index, key)
 
     def add_parts(self, total: Array, parts: Array, by_twos: bool) -> None:
         from distgpt.parallel.loops import sums
 
-        self._over(len(total), sums.add_tree if by_twos else sums.add_parts, total, parts)
+        add = sums.add_tree if by_twos else sums.add_parts
+        spread(len(total), self._each, self._workers, add, total, parts)
 
     def widen(self, out: Array, x: Array) -> None:
         from distgpt.parallel.loops import sums
 
-        self._over(len(out), sums.widen, out, x)
-
-    def _over(self, count: int, loop: Callable[..., object], *args: object) -> None:
-        spread(count, self._each, self._workers, loop, *args)
+        spread(len(out), self._each, self._workers, sums.widen, out, x)
 
 
 class ReduceScatterGather(InParts):

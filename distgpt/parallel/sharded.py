@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,7 +17,7 @@ from distgpt.core.model.muon import borders
 from distgpt.core.model.optim import AdamW
 from distgpt.core.ops.api import PIECE, Array
 from distgpt.core.saved.tensors import Tensors
-from distgpt.core.train.gathering import TensorByTensor, host_buffer, load_some
+from distgpt.core.train.gathering import TensorByTensor, host_buffer, read_flat
 from distgpt.core.train.sharing import (
     OPTIMIZER,
     WEIGHTS,
@@ -143,11 +142,9 @@ class ShardedState(OptimizerState):
         optimizer, model = self.optimizer, self.optimizer.model
         parts = (optimizer.m, optimizer.own), (optimizer.v, optimizer.v_own)
         for prefix, (moment, own) in zip(PREFIXES, parts, strict=True):
-            through = host_buffer(model, moment.layout)
-            named = {prefix + name: array for name, array in through.items()}
-            on_root(comm, partial(load_some, checkpoint, OPTIMIZER, named))
-            comm.broadcast(through.flat)
-            model.kernels.put(moment.flat, through.flat[own])
+            through = read_flat(comm, model, checkpoint, OPTIMIZER, prefix, moment.layout)
+            comm.broadcast(through)
+            model.kernels.put(moment.flat, through[own])
 
     def gathering(self, comm: Comm) -> Gathering:
         return Shards(comm, self.optimizer)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from distgpt.core.base.errors import UsageError, refuse_beside
-from distgpt.core.base.formatting import clock, count, three_digits
+from distgpt.core.base.formatting import PREFIXES, clock, count, scaled, three_digits
 from distgpt.core.config import BATCH_IN_TOKENS, BATCH_TOKENS, DEEPEST, SETTINGS, RunConfig
 from distgpt.core.config.asked import Asked
 from distgpt.core.data.textfile import resolve_data
@@ -149,10 +149,8 @@ def text_of(given: Mapping[str, Any]) -> Text:
 
 
 def _about(number: float) -> str:
-    for unit, factor in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
-        if number >= factor:
-            return f"{three_digits(number / factor)} {unit}"
-    return f"{number:.0f}"
+    value, prefix = scaled(number, PREFIXES)
+    return f"{three_digits(value)} {prefix}" if prefix else f"{number:.0f}"
 
 
 def difficulty(path: Path) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ def derived(asked: Asked, ranks: int, say: Say = lambda text: None) -> Asked:
 
 def configured(comm: Comm, asked: Asked) -> RunConfig:
     """Return the configuration of a new run, as rank 0 resolves it. Collective."""
-    return RunConfig.from_dict(on_root(comm, lambda: asdict(new_run(derived(asked, comm.size)))))
+    return on_root(comm, lambda: new_run(derived(asked, comm.size)))
 
 
 def _tuned(asked: Asked, ranks: int) -> Asked:

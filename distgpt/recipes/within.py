@@ -12,7 +12,7 @@ import numpy as np
 
 from distgpt.core.base.errors import Say
 from distgpt.core.base.formatting import clock, count, parse_duration
-from distgpt.core.comm.agree import everywhere, on_root
+from distgpt.core.comm.agree import on_root
 from distgpt.core.components import components
 from distgpt.core.config import RunConfig
 from distgpt.core.config.asked import Asked
@@ -40,10 +40,7 @@ SHORTER = 0.9  # a run that needs more of its time than this takes all of it
 # Depths to measure first, on GPUs or not; then comes the one that seems best, until that is measured. Smaller
 # models leave most of a GPU idle: their tokens/s say nothing of those of larger ones.
 FIRST = {True: (4, 12), False: (2, 4)}
-FIRST_TOKENS = {
-    True: 2e8,
-    False: 2e6,
-}  # tokens of the run that decides their batch
+FIRST_TOKENS = {True: 2e8, False: 2e6}  # tokens of the run that decides their batch
 NEEDED = {True: 2, False: 1}  # depths that a choice needs
 MOST_FOR_NEEDED = 0.3  # of the time; more than MOST_MEASURING, as a GPU's first one chooses kernels
 
@@ -71,8 +68,8 @@ def with_clock(asked: Asked, stage: Stage, say: Say) -> Asked:
         return replace(asked, given=given)
 
     if not on_root(stage.comm, chooses):
-        return _with_steps(everywhere(stage.comm, as_before), stage, seconds, say)
-    text, held_out = everywhere(stage.comm, lambda: _text(asked.settings()))
+        return _with_steps(on_root(stage.comm, as_before), stage, seconds, say)
+    text, held_out = on_root(stage.comm, lambda: _text(asked.settings()))
 
     def smallest() -> RunConfig:
         return _run(asked, stage, asked.depth or 1, FIRST_TOKENS[stage.on_gpu], text)
@@ -173,14 +170,13 @@ def measured_choice(asked: Asked, stage: Stage, seconds: float, text: Text, say:
     def best(only: int) -> tuple[Choice, bool]:
         """Return the best choice by the speeds so far, and whether there is time to measure more."""
 
-        def decide() -> list[float]:
+        def decide() -> tuple[Choice, bool]:
             now = time.monotonic()
             found = choose(max(1.0, end - now), speeds, text, only)
             most = MOST_FOR_NEEDED if len(speeds) < NEEDED[on_gpu] else MOST_MEASURING
-            return [*found, now - stage.begun - warm < most * seconds]
+            return found, now - stage.begun - warm < most * seconds
 
-        *found, more = on_root(comm, decide)
-        return Choice(*found), more
+        return on_root(comm, decide)
 
     depths = [only] if only else list(FIRST[on_gpu])
     while depths:

@@ -213,7 +213,7 @@ def test_ranks_agree_where_one_system_cannot_bind_and_a_failed_claim_is_explaine
     monkeypatch.setattr(bind, "usable_cores", lambda: EVERY)
     monkeypatch.setattr(bind, "claim_of", lambda core: "x" * 200)
     sent = []
-    monkeypatch.setattr(bind, "gather_texts", lambda comm, text: sent.append(text) or [text])
+    monkeypatch.setattr(bind, "gather", lambda comm, text: sent.append(text) or [text])
     (line,) = Placed(sys_of("archer2")).place(SerialComm(), 128, threads_given=False)
     assert "cores cannot be claimed (AF_UNIX path too long)" in line
     often = len(sent)

@@ -411,7 +411,7 @@ _FAULTS = {
         ),
         (
             "a rank that shares no memory is alone with it",
-            "lacks = [text for text in gather_texts(comm, lack) if text]",
+            "lacks = [text for text in gather(comm, lack) if text]",
             "lacks = [lack] if lack else []",
         ),
         ("the first rank's file stays open", "os.close(descriptor)", "pass"),

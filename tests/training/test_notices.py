@@ -55,7 +55,7 @@ class Four(SerialComm):
 
 def test_ranks_that_share_a_core_are_noted_on_rank_0(monkeypatch):
     alike = lambda comm, data: [data] * comm.size  # noqa: E731
-    monkeypatch.setattr(job, "gather_texts", alike)
+    monkeypatch.setattr(job, "gather", alike)
 
     def said(comm, name="mpi"):
         return job.LAUNCHED.notes(comm, name, 1, threads_given=True)

@@ -10,7 +10,7 @@ from threadranks import on_all_ranks
 
 from distgpt import api, recipes
 from distgpt.core.base.errors import UsageError
-from distgpt.core.comm.agree import everywhere
+from distgpt.core.comm.agree import on_root
 from distgpt.core.comm.api import SerialComm
 from distgpt.core.config.asked import Asked, asked_for
 from distgpt.core.config.presets import PRESETS, preset
@@ -60,7 +60,7 @@ def test_what_a_recipe_makes_is_on_all_ranks(tmp_path):
     toml.write_text("lr = 0.005\n")
     asked = asked_for({"data": "story", "depth": 2}, toml=toml, out=tmp_path)
     found = derived(asked, 2)
-    assert on_all_ranks(2, lambda comm: everywhere(comm, lambda: derived(asked, 2))) == [found, found]
+    assert on_all_ranks(2, lambda comm: on_root(comm, lambda: derived(asked, 2))) == [found, found]
     assert (found.depth, found.preset, found.name) == (None, "fast", "c")
     run = new_run(found)
     assert (run.model.n_layer, run.train.lr) == (2, 0.005) and run.train.steps != preset("fast").train.steps

@@ -6,7 +6,6 @@ A launch that has bound its ranks is obeyed. Whatever is in doubt is left to Lin
 from __future__ import annotations
 
 import errno
-import json
 import os
 import platform
 import socket
@@ -20,7 +19,7 @@ from distgpt.cluster.affinity.plan import Place, Rank, blocks, cores_of, place_o
 from distgpt.core.base.errors import UsageError
 from distgpt.core.base.formatting import in_runs
 from distgpt.core.base.system import boot_id
-from distgpt.core.comm.agree import gather_texts, on_every_rank
+from distgpt.core.comm.agree import gather, on_every_rank
 from distgpt.core.comm.api import Comm
 from distgpt.core.comm.layout import Layout
 from distgpt.core.comm.resources import Grants, usable_cores
@@ -68,14 +67,13 @@ class Placed(Layout):
         cpus = sorted(machine.allowed) if hasattr(os, "sched_setaffinity") else []
         # Hosts of one kernel, as containers are, share its CPUs.
         own = Rank(boot_id() or platform.node(), tuple(cpus), threads, bind)
-        texts = gather_texts(comm, json.dumps([own.host, cpus, threads, bind]))
-        ranks = [Rank(host, tuple(cpus), *rest) for host, cpus, *rest in map(json.loads, texts)]
+        ranks = gather(comm, own)
         here = [rank for rank in ranks if rank.host == own.host]
         me = sum(rank.host == own.host for rank in ranks[: comm.rank])
         place = None
         if cpus and all(rank.bind == "auto" for rank in here):
             place = place_of(machine, here, me)
-        refusals = gather_texts(comm, self._claimed(machine, place))
+        refusals = gather(comm, self._claimed(machine, place))
         taken = [text for rank, text in zip(ranks, refusals, strict=True) if rank.host == own.host and text]
         lines = taken[:1] or doubts(machine, here)
         if taken:
@@ -83,7 +81,7 @@ class Placed(Layout):
         elif place:
             self._block, self._seats = place.block.cpus if place.binds else (), place.seats
         # Each host is described once, by its first rank.
-        described = map(json.loads, gather_texts(comm, json.dumps([] if me else lines)))
+        described = gather(comm, [] if me else lines)
         return [] if comm.rank else list(dict.fromkeys(line for host in described for line in host))
 
     def _claimed(self, machine: Machine, place: Place | None) -> str:

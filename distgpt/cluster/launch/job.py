@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import json
 import os
 import platform
 import signal
@@ -32,7 +31,7 @@ from distgpt.cluster.launch.environment import (
 )
 from distgpt.core.base import __version__
 from distgpt.core.base.errors import UsageError, error_for
-from distgpt.core.comm.agree import gather_texts, named_ranks, ranks_by_text, shared
+from distgpt.core.comm.agree import gather, named_ranks, ranks_by_text, shared
 from distgpt.core.comm.api import Comm, SerialComm
 from distgpt.core.comm.job import Job, is_closed_pipe, rank_name, require_mpi, say
 from distgpt.core.comm.resources import granted_cores
@@ -144,7 +143,7 @@ class Launched(Job):
         if comm.size == 1:
             alone = f"--stage {stage} runs as one process: mpirun -n 2 distgpt … starts two"
             return [note for note in (alone * (stage in WITH_MPI), own) if note]
-        found = ranks_by_text(gather_texts(comm, own)).items()
+        found = ranks_by_text(gather(comm, own)).items()
         of_all = [f"{named_ranks(ranks)}: " * (len(ranks) < comm.size) + text for text, ranks in found]
         return [] if comm.rank else of_all
 
@@ -256,7 +255,7 @@ def _gather(comm: Comm, complaint: str, code: int) -> list[Introduction]:
             if context.get_parameter_source(name) not in default
         }
     mine = {"complaint": complaint, "code": code, "does": does}
-    return [json.loads(text) for text in gather_texts(comm, json.dumps(mine))]
+    return gather(comm, mine)
 
 
 def _complaints(ranks: list[Introduction]) -> dict[str, str]:

@@ -56,8 +56,9 @@ def cache_folder(name: str, beside: Path | None = None) -> Path | None:
     """
     asked = requested_folder() or beside
     for parent in places(beside):
-        safe = _is_open_to_few(parent) if parent == asked else _is_private(parent)
-        if safe and _is_private(parent / name):
+        _create(parent)
+        safe = _is_closed(parent) if parent == asked else _is_private(parent)
+        if safe and _is_private(_create(parent / name)):
             return parent / name
     return None
 
@@ -241,10 +242,14 @@ def read_trusted(path: Path, owners: Collection[int]) -> bytes | None:
     return None
 
 
-def _is_private(folder: Path) -> bool:
-    """Create the folder if need be; return whether this user may write to it, and nobody else."""
+def _create(folder: Path) -> Path:
     with suppress(OSError):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return folder
+
+
+def _is_private(folder: Path) -> bool:
+    """Return whether this user may write to a folder, and nobody else."""
     return _is_own(folder) and os.access(folder, os.W_OK | os.X_OK)
 
 
@@ -256,14 +261,8 @@ def _is_own(folder: Path) -> bool:
     return False
 
 
-def _is_open_to_few(folder: Path) -> bool:
-    """Create the folder if need be; return whether few may rename the files in it."""
-    with suppress(OSError):
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return _is_closed(folder)
-
-
 def _is_closed(folder: Path) -> bool:
+    """Return whether few may rename the files in a folder."""
     with suppress(OSError):
         found = folder.stat()
         is_closed = not found.st_mode & stat.S_IWOTH or bool(found.st_mode & stat.S_ISVTX)

@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from io import BufferedReader
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, BinaryIO
 
 from distgpt.core.base.checked import LARGEST_JSON
@@ -89,12 +88,6 @@ def without_locks(path: Path) -> str:
     return f"the disk of {path} has no locks: another process that writes there too may not be noticed"
 
 
-def new_file(path: Path) -> BinaryIO:
-    """Create a file for writing that was not there. Somebody's link to another file is not followed."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    return os.fdopen(os.open(path, flags, 0o666), "wb")
-
-
 def unfinished(path: Path) -> Path:
     """Name the new version of a file while it is written: hidden, beside it, not to be guessed."""
     return path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
@@ -112,7 +105,7 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
     partial = unfinished(path)
     with storage_errors("write", path):
         try:
-            with new_file(partial) as file:
+            with partial.open("xb") as file:  # which follows nobody's link to another file
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
@@ -156,9 +149,7 @@ class Direct:
     def __enter__(self) -> Direct:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, *error: object) -> None:
         if kind is None:
             self._set(0)
             self._empty()

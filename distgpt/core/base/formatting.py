@@ -1,16 +1,16 @@
 """Counts, sizes and durations with their units, written and read."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from distgpt.core.base.errors import UsageError
 
-_SIZES = {"GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10}
+_SIZES = {"GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10, "B": 1}
 _DURATIONS = {"s": 1.0, "ms": 1e-3, "µs": 1e-6}
 _LONG = {"years": 365.25 * 86400, "days": 86400.0, "hours": 3600.0, "minutes": 60.0, "seconds": 1.0}
 _PARTS = r"\s*".join(rf"(?:(\d{{1,9}}(?:\.\d{{1,9}})?)\s*{unit})?" for unit in "dhms")
 _FACTORS = (86400.0, 3600.0, 60.0, 1.0)
-_PREFIXES = {"T": 1e12, "B": 1e9, "M": 1e6, "k": 1e3}
+PREFIXES = {"T": 1e12, "B": 1e9, "M": 1e6, "k": 1e3, "": 1.0}
 
 
 def count(n: int, noun: str) -> str:
@@ -39,10 +39,16 @@ def three_digits(value: float) -> str:
     return f"{value:#.3g}" if abs(value) < 99.95 else f"{value:,.0f}"
 
 
+def scaled(value: float, units: Mapping[str, float]) -> tuple[float, str]:
+    """Return a value in the first of these units, the largest one first, of which it has at least one."""
+    unit = next((name for name, factor in units.items() if abs(value) >= factor), [*units][-1])
+    return value / units[unit], unit
+
+
 def parse_count(text: str, name: str) -> int:
     """Parse "300000", "1.5M" or "10B"; `name` is the option that holds it."""
     found = re.fullmatch(r"(.+?)([KMBT]?)", text.strip(), re.IGNORECASE)
-    factors = {"": 1.0} | {prefix.upper(): factor for prefix, factor in _PREFIXES.items()}
+    factors = {prefix.upper(): factor for prefix, factor in PREFIXES.items()}
     try:
         value = round(float(found[1]) * factors[found[2].upper()]) if found else 0
     except (ValueError, OverflowError):
@@ -59,18 +65,14 @@ def loss_and_bits(loss: float, bits_per_byte: float | None) -> str:
 
 def size(n_bytes: float) -> str:
     """1536 → "1.5 KiB"."""
-    for unit, factor in _SIZES.items():
-        if n_bytes >= factor:
-            return f"{n_bytes / factor:{'.4g' if n_bytes < 1000 * factor else ',.0f'}} {unit}"
-    return f"{n_bytes:g} B"
+    number, unit = scaled(n_bytes, _SIZES)
+    return f"{number:{'.4g' if number < 1000 else ',.0f'}} {unit}"
 
 
 def size_in_column(n_bytes: float) -> str:
     """Format three digits, so that sizes in a column line up: 1536 → "1.50 KiB"."""
-    for unit, factor in _SIZES.items():
-        if n_bytes >= factor:
-            return f"{three_digits(n_bytes / factor)} {unit}"
-    return f"{n_bytes:g} B"
+    number, unit = scaled(n_bytes, _SIZES)
+    return f"{n_bytes:g} B" if unit == "B" else f"{three_digits(number)} {unit}"
 
 
 def parse_size(text: str) -> int:
@@ -102,10 +104,8 @@ def typed_duration(seconds: float) -> str:
 
 def duration(seconds: float) -> str:
     """Format a measured time with three digits: "1.23 s", "45.0 ms", "6.70 µs"."""
-    for unit, factor in _DURATIONS.items():
-        if seconds >= factor:
-            return f"{three_digits(seconds / factor)} {unit}"
-    return f"{three_digits(seconds / 1e-6)} µs" if seconds else "0 s"
+    number, unit = scaled(seconds, _DURATIONS)
+    return f"{three_digits(number)} {unit}" if seconds else "0 s"
 
 
 def long_duration(seconds: float) -> str:

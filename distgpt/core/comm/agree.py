@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar, cast
@@ -14,19 +13,19 @@ from distgpt.core.comm.api import Comm
 T = TypeVar("T")
 
 
-def on_root(comm: Comm, decide: Callable[[], Any]) -> Any:
-    """Run `decide` on rank 0 alone; every rank gets its JSON-able result, or its DistgptError. Collective."""
-    message = None
+def on_root(comm: Comm, decide: Callable[[], T]) -> T:
+    """Run `decide` on rank 0 alone; every rank gets its result, pickled, or its DistgptError. Collective."""
+    answer, error, code = None, "", 0
     if comm.rank == 0:
         try:
-            message = {"answer": decide()}
-        except DistgptError as error:
-            message = {"error": str(error), "code": error.exit_code}
-    encoded = None if message is None else json.dumps(message).encode()
-    verdict = json.loads(comm.broadcast_bytes(encoded))
-    if "error" in verdict:
-        raise shared(error_for(verdict["code"])(verdict["error"]))
-    return verdict["answer"]
+            answer = decide()
+        except DistgptError as failure:
+            error, code = str(failure), failure.exit_code
+    if comm.size > 1:
+        answer, error, code = broadcast(comm, (answer, error, code))
+    if code:
+        raise shared(error_for(code)(error))
+    return cast(T, answer)
 
 
 def on_every_rank(comm: Comm, act: Callable[[], T]) -> T:
@@ -44,7 +43,7 @@ def on_every_rank(comm: Comm, act: Callable[[], T]) -> T:
 
 def refuse_anywhere(comm: Comm, complaint: str, kind: type[DistgptError] = UsageError) -> None:
     """Raise on all ranks what any of them complains of; "" is no complaint. Collective."""
-    owners = ranks_by_text(gather_texts(comm, complaint))
+    owners = ranks_by_text(gather(comm, complaint))
     if owners:
         several = len(owners) > 1 or len(next(iter(owners.values()))) < comm.size
         texts = (f"{named_ranks(ranks)}: " * several + text for text, ranks in owners.items())
@@ -60,14 +59,9 @@ def ranks_by_text(texts: Iterable[str]) -> dict[str, list[int]]:
     return owners
 
 
-def gather_ints(comm: Comm, value: int) -> list[int]:
-    """Return every rank's integer, in the order of the ranks. Collective."""
-    return [int(text) for text in gather_bytes(comm, str(value).encode())]
-
-
-def gather_texts(comm: Comm, text: str) -> list[str]:
-    """Return every rank's text, in the order of the ranks. Collective."""
-    return [each.decode() for each in gather_bytes(comm, text.encode(errors="replace"))]
+def gather(comm: Comm, value: T) -> list[T]:
+    """Return the values of all ranks, which may be any that pickle takes, in their order. Collective."""
+    return [pickle.loads(each) for each in gather_bytes(comm, pickle.dumps(value))]
 
 
 def gather_bytes(comm: Comm, data: bytes) -> list[bytes]:
@@ -98,13 +92,6 @@ def shared(error: DistgptError) -> DistgptError:
     """Mark an error as raised by every rank, so that each may leave on its own."""
     error.shared = True
     return error
-
-
-def everywhere(comm: Comm, find: Callable[[], T]) -> T:
-    """Return on every rank what `find` returns on rank 0, pickled, or raise its DistgptError. Collective."""
-    found: list[T] = []
-    on_root(comm, lambda: found.append(find()))
-    return found[0] if comm.size == 1 else cast(T, broadcast(comm, found[0] if found else None))
 
 
 def broadcast(comm: Comm, value: Any = None) -> Any:

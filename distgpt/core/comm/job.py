@@ -103,7 +103,10 @@ class Job:
         else:
             say(where + described(error))
             if isinstance(error, OSError):
-                _drop_unwritten_output()
+                try:
+                    sys.stdout.flush()
+                except OSError:  # nor can it be written at exit, where Python would leave with 120
+                    drop_output(1)
             of_several = bool(where) and comm is not None
             if not isinstance(error, _EXPECTED) or (of_several and not isinstance(error, _CLEAR)):
                 traceback.print_exception(error)
@@ -189,14 +192,6 @@ def say(text: str) -> None:
         print(f"distgpt: {one_line(text)}", file=sys.stderr, flush=True)
     except OSError:  # a terminal that was closed
         drop_output(2)
-
-
-def _drop_unwritten_output() -> None:
-    """Output that cannot be written now cannot be at exit either, where Python would leave with 120."""
-    try:
-        sys.stdout.flush()
-    except OSError:
-        drop_output(1)
 
 
 def drop_output(descriptor: int) -> None:

@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 import mpi4py
@@ -36,8 +37,6 @@ class MpiComm:
                 MPI.Init_thread(MPI.THREAD_MULTIPLE)
         self._world = MPI.COMM_WORLD if ranks is None else ranks
         self._sleeping = sleeping
-        self._levels: tuple[MpiComm, MpiComm] | None = None
-        self._is_split = False
         self.is_threadsafe = MPI.Query_thread() >= MPI.THREAD_MULTIPLE
         node = self._world.Split_type(MPI.COMM_TYPE_SHARED)
         self.rank, self.size = self._world.rank, self._world.size
@@ -46,8 +45,11 @@ class MpiComm:
         node.Free()
 
     def sum(self, array: Array) -> None:
-        for piece in _pieces(array, LARGEST_MESSAGE):
-            self._do("allreduce", MPI.IN_PLACE, piece)
+        for piece in _pieces(array):
+            if self._sleeping:
+                self._wait([self._world.Iallreduce(MPI.IN_PLACE, piece)])
+            else:
+                self._world.Allreduce(MPI.IN_PLACE, piece)
 
     def all_to_all(self, received: Array, sent: Array, starts: Sequence[int], counts: Sequence[int]) -> None:
         own, rank = counts[self.rank], self.rank
@@ -70,23 +72,22 @@ class MpiComm:
         others = [(self.rank + i) % self.size for i in range(1, self.size)]
         for begin, arrays in ((world.Irecv, coming), (world.Isend, going)):
             for other in others:
-                requests += [begin(piece, other) for piece in _pieces(arrays(other), LARGEST_MESSAGE)]
+                requests += [begin(piece, other) for piece in _pieces(arrays(other))]
         self._wait(requests)
 
     def send(self, array: Array, source: int, target: int) -> None:
         if source != target and self.rank in (source, target):
             call, other = (self._world.Isend, target) if self.rank == source else (self._world.Irecv, source)
-            self._wait([call(piece, other) for piece in _pieces(array, LARGEST_MESSAGE)])
+            self._wait([call(piece, other) for piece in _pieces(array)])
 
     def dup_sleeping(self) -> MpiComm:
         return MpiComm(self._world.Dup(), sleeping=True)
 
     def split_by_node(self) -> tuple[MpiComm, MpiComm] | None:
-        if not self._is_split:  # once: communicators are few, and these are kept
-            self._levels, self._is_split = self._by_node(), True
         return self._levels
 
-    def _by_node(self) -> tuple[MpiComm, MpiComm] | None:
+    @cached_property  # once: communicators are few, and these are kept
+    def _levels(self) -> tuple[MpiComm, MpiComm] | None:
         same = self.allreduce_max(self.local_size) == -self.allreduce_max(-self.local_size)
         if not same or self.local_size in (1, self.size):
             return None
@@ -94,14 +95,8 @@ class MpiComm:
         across = self._world.Split(self.local_rank, self.rank)
         return MpiComm(node, self._sleeping), MpiComm(across, self._sleeping)
 
-    def _do(self, name: str, *buffers: Any) -> None:
-        """Call one of MPI's collectives, or begin it and sleep until it is done: MPI would spin."""
-        if self._sleeping:
-            self._wait([getattr(self._world, "I" + name)(*buffers)])
-        else:
-            getattr(self._world, name.capitalize())(*buffers)
-
     def _wait(self, requests: list[Any]) -> None:
+        """Wait until all are done; a sleeping communicator looks now and then, where MPI would spin."""
         if not self._sleeping:
             MPI.Request.Waitall(requests)
             return
@@ -114,7 +109,7 @@ class MpiComm:
         return int(buffer[0])
 
     def broadcast(self, array: Array) -> None:
-        for piece in _pieces(array, LARGEST_MESSAGE):
+        for piece in _pieces(array):
             self._world.Bcast(piece)
 
     def broadcast_bytes(self, data: bytes | None) -> bytes:
@@ -171,7 +166,7 @@ def _share_of_cores(node: Any) -> float:
     return float((1 / users[mine]).sum())
 
 
-def _pieces(array: Array, limit: int) -> list[Array]:
+def _pieces(array: Array) -> list[Array]:
     flat = array.reshape(-1)
-    step = max(1, limit // flat.itemsize)
+    step = LARGEST_MESSAGE // flat.itemsize
     return [flat[i : i + step] for i in range(0, flat.size, step)]

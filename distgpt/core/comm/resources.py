@@ -64,11 +64,7 @@ class Groups:
 
         A container may see its own group as the root, below which those of its path are missing.
         """
-        try:
-            lines = self.own.read_text().splitlines()
-        except OSError:
-            return
-        for _, controllers, inside in (line.split(":", 2) for line in lines):
+        for _, controllers, inside in (line.split(":", 2) for line in _read(self.own).splitlines()):
             if controllers == "":  # version 2, whose place beside version 1 is unified/
                 roots = [self.root, self.root / "unified"]
             else:
@@ -162,12 +158,8 @@ def usable_cores() -> set[int]:
 
 def available_memory() -> int:
     """Bytes that new processes could have without limits; all of the machine's if the system says no more."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return sysctl_number("hw.memsize") or 1 << 62
-    sizes = {name: int(size.split()[0]) << 10 for name, size in (line.split(":") for line in lines)}
-    return sizes.get("MemAvailable", 1 << 62)
+    free = _kibibytes("/proc/meminfo", "MemAvailable")
+    return (sysctl_number("hw.memsize") or 1 << 62) if free is None else free
 
 
 def peak_memory() -> int:
@@ -181,8 +173,10 @@ def peak_memory() -> int:
 
 def status_bytes(name: str) -> int:
     """Bytes of this process by a name of /proc/self/status; 0 where the system does not say."""
-    try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) << 10 for line in lines if line.startswith(f"{name}:")), 0)
+    return _kibibytes("/proc/self/status", name) or 0
+
+
+def _kibibytes(file: str, name: str) -> int | None:
+    """Bytes by a name in a file of the system that counts in KiB; None where it does not say."""
+    lines = _read(Path(file)).splitlines()
+    return next((int(line.split()[1]) << 10 for line in lines if line.startswith(f"{name}:")), None)

@@ -31,7 +31,6 @@ from distgpt.core.config.settings import (
     ON_GPU,
     PARAMETERS_PER_TOKEN,
     POSITIONS,
-    RECOMPUTE,
     ROUNDED_DTYPES,
     SEVERAL,
     STAGES,

@@ -131,7 +131,9 @@ def resolve(asked: Asked, weights: ModelConfig | None = None) -> RunConfig:
     run = layered(RunConfig(), base_preset(chosen), held, asked.derived, file, given)
     for key, value in asdict(weights).items() if weights else ():
         wanted = getattr(run.model, key)
-        if wanted != value and not (key == "seq_len" and _fits(run.model, value)):
+        # Weights that were trained on another context may fit, but not vectors of positions that they lack.
+        fits = key == "seq_len" and (not run.model.has_position_vectors or wanted < value)
+        if wanted != value and not fits:
             raise UsageError(
                 f"{said['init']} holds a model whose {key} is {value!r}; {wanted!r} is asked for"
             )
@@ -163,8 +165,3 @@ def _with_fitting_warmup(run: RunConfig, *chosen: Mapping[str, object]) -> RunCo
     if any("warmup" in layer for layer in chosen):
         return run
     return run.with_values({"warmup": min(run.train.warmup, run.train.steps // WARMUP_PART)})
-
-
-def _fits(model: ModelConfig, trained: int) -> bool:
-    """Return whether the model can take weights that were trained on another context length."""
-    return not model.has_position_vectors or model.seq_len < trained

@@ -47,11 +47,6 @@ class RunConfig:
         train: dict[str, Any] = {name: value for name, value in values.items() if name not in MODEL}
         return RunConfig(replace(self.model, **model), replace(self.train, **train))
 
-    @staticmethod
-    def from_dict(halves: Mapping[str, Mapping[str, Any]]) -> RunConfig:
-        """Return the configuration that dataclasses.asdict has turned into these halves."""
-        return RunConfig(ModelConfig(**halves["model"]), TrainConfig(**halves["train"]))
-
     def to_toml(self) -> str:
         return "\n".join(f"[{title}]\n{as_toml(half)}" for title, half in asdict(self).items())
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 import reprlib
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, field, fields
-from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from distgpt.core.base.errors import UsageError, nearest
@@ -95,11 +94,6 @@ def brief(value: object) -> str:
 def setting(default: T, help: str, group: str = "", **known: Any) -> T:
     """Return a dataclass field with this default, which gives the setting its type; `known`: see Setting."""
     return field(default=default, metadata={"setting": Setting(type(default), help, group=group, **known)})
-
-
-def settings_in(group: str, **known: Any) -> Callable[..., Any]:
-    """Return `setting` for one section of --help-all."""
-    return partial(setting, group=group, **known)
 
 
 def settings_of(config: DataclassInstance | type[DataclassInstance]) -> dict[str, Setting]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 from distgpt.core.base.errors import UsageError, nearest
-from distgpt.core.config.setting import Setting, Value, check, settings_in
+from distgpt.core.config.setting import Setting, Value, check, setting
 from distgpt.core.ops.activations import ACTIVATIONS
 
 DEFAULT_TEMPERATURE = 0.8  # of generated text: small models repeat themselves without chance
@@ -14,11 +15,7 @@ DEEPEST = 100  # layers of --depth
 PARAMETERS_PER_TOKEN = 10  # of the text, at most: larger models know it by heart
 NORMS = ("layernorm", "rmsnorm")
 MLPS = tuple(ACTIVATIONS)
-INITS = ("gpt2", "unit", "bigrams")
 POSITIONS = ("learned", "rope", "none")
-ROPE_SCALINGS = ("none", "linear", "llama3")
-OPTIMIZERS = ("adamw", "muon")
-SCHEDULES = ("linear", "cosine", "wsd", "constant")
 LORA_MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
 DTYPES = ("float32", "float64", "bfloat16")
 METRICS = ("hellaswag",)  # settings that name the file of a metric which evaluations measure
@@ -29,25 +26,19 @@ STAGES = ("serial", "mpi", "cuda", "mpi-cuda")
 ON_GPU = ("cuda", "mpi-cuda")
 WITH_MPI = ("mpi", "mpi-cuda")
 SEVERAL = {"serial": "mpi", "cuda": "mpi-cuda"}  # the stage of several processes that computes alike
-MATMULS = ("auto", "own", "blas")
 GRAD_SYNCS = ("allreduce", "overlapped", "sharded")
-BALANCES = ("even", "auto")
-GRADIENT_DTYPES = ("float32", "bfloat16")
-ALLREDUCES = ("auto", "nccl", "host")
-RECOMPUTE = ("auto", "none", "mlp", "block")
-SAVES = ("auto", "sync", "async")
-ON_DISK_ERROR = ("keep-going", "stop")
-ON_BAD_STEP = ("stop", "skip", "rollback")
 
 # The sections of --help-all.
 GROUPS = (
     *("data", "model", "optimizer", "schedule", "computing"),
     *("several ranks", "saving", "trouble", "display"),
 )
-of_data, of_model, of_optimizer, of_computing = map(settings_in, ("data", "model", "optimizer", "computing"))
+of_data, of_model, of_optimizer, of_computing = (
+    partial(setting, group=group) for group in ("data", "model", "optimizer", "computing")
+)
 # A run that resumes may change all of these.
 of_schedule, of_ranks, of_saving, of_trouble, of_display = (
-    settings_in(group, changeable=True)
+    partial(setting, group=group, changeable=True)
     for group in ("schedule", "several ranks", "saving", "trouble", "display")
 )
 
@@ -90,7 +81,7 @@ class ModelConfig:
         "none",
         "Slow RoPE's rotations down by rope_factor, for longer contexts: all of them (linear), or slow ones"
         " alone, as Llama 3.1 does.",
-        choices=ROPE_SCALINGS,
+        choices=("none", "linear", "llama3"),
     )
     rope_factor: float = of_model(8.0, "With rope_scaling: divide RoPE's frequencies by this.", low=1)
     rope_context: int = of_model(
@@ -131,7 +122,7 @@ class ModelConfig:
         "gpt2",
         "Draw initial weights as GPT-2's, or (unit) such that layers keep a size of 1 and add nothing."
         " bigrams: as unit, with embedding and output layer learned from the counts of the text's pairs.",
-        choices=INITS,
+        choices=("gpt2", "unit", "bigrams"),
     )
     init_std: float = of_model(0.02, "Standard deviation of GPT-2's initial weights.", above=0)
     init_residual: bool = of_model(
@@ -306,7 +297,7 @@ class TrainConfig:
     optimizer: str = of_optimizer(
         "adamw",
         "Update parameters by AdamW, or the layers' matrices by Muon and all others by AdamW.",
-        choices=OPTIMIZERS,
+        choices=("adamw", "muon"),
     )
     lr: float = of_optimizer(
         2e-3,
@@ -331,7 +322,7 @@ class TrainConfig:
     schedule: str = of_schedule(
         "cosine",
         "How the learning rate falls after the warm-up. wsd: constant, then linear at the end.",
-        choices=SCHEDULES,
+        choices=("linear", "cosine", "wsd", "constant"),
     )
     decay_fraction: float = of_schedule(
         0.65, "With --schedule wsd: let it fall over this last part of the steps.", low=0, most=1
@@ -358,7 +349,7 @@ class TrainConfig:
         "auto",
         "Multiply float32 matrices on CPUs by our own loops or by the BLAS. auto: by our own on processors"
         " where they were measured to be faster.",
-        choices=MATMULS,
+        choices=("auto", "own", "blas"),
         changeable=True,
     )
     grad_sync: str = of_ranks(
@@ -370,7 +361,7 @@ class TrainConfig:
         former_choices=tuple((name, "allreduce") for name in ("auto", "chunked", "hierarchical", "packed")),
     )
     gradient_dtype: str = of_ranks(
-        "float32", "Send gradients in this number format (mpi, mpi-cuda).", choices=GRADIENT_DTYPES
+        "float32", "Send gradients in this number format (mpi, mpi-cuda).", choices=("float32", "bfloat16")
     )
     outer_every: int = of_ranks(
         0,
@@ -395,12 +386,12 @@ class TrainConfig:
         "even",
         "Give each rank as many sequences as the others, or (auto) more to faster ones, measured at the start"
         " (mpi, mpi-cuda).",
-        choices=BALANCES,
+        choices=("even", "auto"),
     )
     recompute: str = of_computing(
         "auto",
         "Compute these activations again in the backward pass, to save memory. auto: as few as possible.",
-        choices=RECOMPUTE,
+        choices=("auto", "none", "mlp", "block"),
         changeable=True,
     )
     save_every: int = of_saving(0, "Save a checkpoint every N steps. 0: by time.", low=0)
@@ -411,13 +402,13 @@ class TrainConfig:
         "auto",
         "Stop training while a checkpoint is written (sync), or write a copy meanwhile (async). auto: async"
         " where memory allows.",
-        choices=SAVES,
+        choices=("auto", "sync", "async"),
     )
     on_disk_error: str = of_trouble(
         "keep-going",
         "What to do when a write fails and an older checkpoint exists. keep-going also gives up the oldest"
         " checkpoints where the disk is full.",
-        choices=ON_DISK_ERROR,
+        choices=("keep-going", "stop"),
     )
     keep: int = of_saving(3, "Keep the newest N checkpoints.", low=1)
     keep_every: int = of_saving(
@@ -446,7 +437,7 @@ class TrainConfig:
         "stop",
         "What to do when a loss or gradient is not finite: stop, skip the step, or go back to the last"
         " checkpoint and leave these data out (rollback).",
-        choices=ON_BAD_STEP,
+        choices=("stop", "skip", "rollback"),
     )
     spike_zscore: float = of_trouble(
         0.0,
@@ -496,11 +487,6 @@ class TrainConfig:
         return "own" if self.reproducible_parts and self.matmul == "auto" else self.matmul
 
     @property
-    def is_cut_by_rank(self) -> bool:
-        """Return whether the number of ranks decides which sequences are computed together."""
-        return not self.reproducible_parts
-
-    @property
     def text_kind(self) -> str:
         """Return the kind of the texts where a setting says it; "" where their path does."""
         if self.chats:
@@ -528,7 +514,9 @@ class GpuConfig:
         flag="--cuda-graph/--no-cuda-graph",
     )
     # auto: nccl where each rank has a GPU of its own, else host
-    allreduce: str = of_ranks("auto", "How GPUs sum their gradients (mpi-cuda).", choices=ALLREDUCES)
+    allreduce: str = of_ranks(
+        "auto", "How GPUs sum their gradients (mpi-cuda).", choices=("auto", "nccl", "host")
+    )
     deterministic: bool = of_computing(
         False, "Compute the same bits in every run. On CPUs: see --reproducible-parts."
     )

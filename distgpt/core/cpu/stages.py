@@ -154,7 +154,7 @@ class Stage:
         `weights` is the number of those that generation reads for every token; training says none.
         """
         choose = self.dtype_choice()
-        return Dtype(*on_root(self.comm, lambda: chosen(choose, matmul(), weights)))
+        return on_root(self.comm, lambda: chosen(choose, matmul(), weights))
 
 
 @dataclass(frozen=True, slots=True)

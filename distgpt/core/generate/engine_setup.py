@@ -136,7 +136,7 @@ class ModelSpec:
     def load(self, stage: Stage) -> LoadedModel:
         """Load the model and its tokenizer, and compile everything. Collective."""
         comm = stage.comm
-        path = self.weights or Path(on_root(comm, lambda: str(bundled("weights", SAMPLE))))
+        path = self.weights or on_root(comm, lambda: bundled("weights", SAMPLE))
 
         def usual(about: Description) -> str:
             return stage.auto_dtype(weights=about.layout.elements).name

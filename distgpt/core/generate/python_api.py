@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from distgpt.core.base.errors import DataError, UsageError, escape
-from distgpt.core.comm.agree import broadcast, gather_bytes, on_every_rank, shared
+from distgpt.core.comm.agree import broadcast, gather, on_every_rank, shared
 from distgpt.core.comm.api import Comm
 from distgpt.core.data.tokenizers import Tokenizer
 from distgpt.core.generate.engine import Engine, complete
@@ -83,8 +82,8 @@ def _samples(
     found: list[list[Completion]] = [[] for _ in requests]
     share = requests[comm.rank :: comm.size]
     own = on_every_rank(comm, lambda: complete(Engine(slots, tokenizer), share))
-    for rank, data in enumerate(gather_bytes(comm, pickle.dumps(own))):
-        found[rank :: comm.size] = pickle.loads(data)
+    for rank, samples in enumerate(gather(comm, own)):
+        found[rank :: comm.size] = samples
     return found
 
 

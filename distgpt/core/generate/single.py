@@ -11,7 +11,7 @@ from pathlib import Path
 
 from distgpt.core.base.errors import escape, escape_model_text, print_lines
 from distgpt.core.base.formatting import count
-from distgpt.core.comm.agree import gather_ints, on_root
+from distgpt.core.comm.agree import gather, on_root
 from distgpt.core.comm.job import shown_on_terminal
 from distgpt.core.comm.resources import peak_memory
 from distgpt.core.cpu.stages import Stage
@@ -48,7 +48,7 @@ def infer_one(
 
     samples = on_ranks(slots, comm, act)
     seconds = time.perf_counter() - begun
-    memory = gather_ints(comm, peak_memory())
+    memory = gather(comm, peak_memory())
     if comm.rank != 0:
         return
     made = sum(len(sample.tokens) for sample in samples)

@@ -129,7 +129,7 @@ def load_model(
     `path` may also be a run's directory, or a checkpoint.
     A model without learned positions accepts another `context` than it was trained with.
     """
-    path = Path(on_root(comm, lambda: str(find_weights(path))))
+    path = on_root(comm, lambda: find_weights(path))
     description = load_description(path, comm)
     on_root(comm, lambda: description.refuse_incomplete(path))
     if merge:
@@ -308,15 +308,15 @@ def open_model(
     weights file of the whole model, and the type that it computes in.
     """
 
-    def find() -> list[str]:
+    def find() -> tuple[Path, str]:
         found = weights_of(part or weights)
         kind = read_description(found).part
         if part and not kind:
             raise UsageError(f"{found} is a whole model: give it as --weights")
-        return [str(found), kind]
+        return found, kind
 
-    path, kind = on_root(stage.comm, find)
-    whole, merge = Path(path), None
+    whole, kind = on_root(stage.comm, find)
+    merge = None
     if kind:
         named = (weights, stage.comm, whole) if part else (whole, stage.comm)
         whole, merge = components().part(kind).whole(*named)

@@ -80,6 +80,14 @@ def host_buffer(model: Model, layout: Layout) -> FlatBuffer:
     return model.grads if layout is model.layout else FlatBuffer(layout, lambda size: model.grads.flat[:size])
 
 
+def read_flat(comm: Comm, model: Model, checkpoint: Path, stem: str, prefix: str, layout: Layout) -> Array:
+    """Return memory of the host that rank 0 has filled with a file's tensors of this prefix. Collective."""
+    host = host_buffer(model, layout)
+    named = {prefix + name: array for name, array in host.items()}
+    on_root(comm, partial(load_some, checkpoint, stem, named))
+    return host.flat
+
+
 class EachRank(TensorByTensor):
     """What an exchange saves of each rank. Rank 0 has everything else that is saved."""
 

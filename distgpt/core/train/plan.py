@@ -13,7 +13,7 @@ from pathlib import Path
 
 from distgpt.core.base.errors import DataError, Say, UsageError, nearest, refuse_beside
 from distgpt.core.base.formatting import count
-from distgpt.core.comm.agree import everywhere, on_root
+from distgpt.core.comm.agree import on_root
 from distgpt.core.components import components, extra_settings
 from distgpt.core.config import AUTO_DTYPE, RunConfig, TrainConfig, differences
 from distgpt.core.config.asked import Asked, resolve, resumed
@@ -58,7 +58,7 @@ def make_plan(stage: Stage, asked: Asked, say: Say) -> Plan:
     """
     ranks = stage.comm.size
     on_gpu = stage.on_gpu
-    return everywhere(stage.comm, lambda: _decide(asked, ranks, on_gpu, say))
+    return on_root(stage.comm, lambda: _decide(asked, ranks, on_gpu, say))
 
 
 def _decide(asked: Asked, ranks: int, on_gpu: bool, say: Say) -> Plan:
@@ -186,7 +186,7 @@ def refuse_unsuited(t: TrainConfig, ranks: int, on_gpu: bool) -> None:
     """Raise a UsageError about settings that do not go together."""
     if t.val:
         refuse_beside("--val", {"val-fraction": t.val_fraction}, "each says what is held out")
-    if t.is_cut_by_rank:
+    if not t.reproducible_parts:  # whose sequences the number of ranks does not cut
         refuse_uneven(t.batch_size, ranks, t.grad_accum or 1)
     components().refuse_unsuited(t, ranks, on_gpu)
     if ranks > 1 and t.gradient_dtype == "bfloat16" and t.dtype == "float64":

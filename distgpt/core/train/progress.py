@@ -184,7 +184,7 @@ class SaveTimer:
         if not self._seconds or step < self._next_look:
             return False
         due, self._next_look = on_root(self._comm, lambda: self._decide(step))
-        return bool(due)
+        return due
 
     def saved(self) -> None:
         """Count from now on: a checkpoint was written, for whatever reason."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from distgpt.core.base.errors import Say, StorageError, escape
 from distgpt.core.base.formatting import count
-from distgpt.core.comm.agree import gather_texts
+from distgpt.core.comm.agree import gather
 from distgpt.core.comm.job import this_job
 from distgpt.core.config import METRICS, WITH_MPI, RunConfig, TrainConfig
 from distgpt.core.cpu.stages import Stage
@@ -134,8 +134,8 @@ def whereabouts(stage: Stage) -> dict[str, Any]:
 
         mpi = library()
     found = {
-        "hosts": compact(gather_texts(stage.comm, platform.node())),
-        "processors": list(dict.fromkeys(gather_texts(stage.comm, processor_name()))),  # each once
+        "hosts": compact(gather(stage.comm, platform.node())),
+        "processors": list(dict.fromkeys(gather(stage.comm, processor_name()))),  # each once
         "job": job.batch,
         "launcher": job.launcher,
         "mpi": mpi,

@@ -123,14 +123,15 @@ class Reduction(Protocol):
 
 
 class Allreduce(Reduction):
-    """One Allreduce over the whole stretch."""
+    """One Allreduce over the whole stretch, or one for each piece of it."""
 
-    def __init__(self, comm: Comm, flat: Array) -> None:
-        self._comm = comm
-        self._flat = flat
+    def __init__(self, comm: Comm, flat: Array, piece: int = 0) -> None:
+        """`piece`: its elements, at most; 0: all."""
+        self._comm, self._flat, self._piece = comm, flat, piece or len(flat)
 
     def sum(self, start: int, stop: int, step: int) -> None:
-        self._comm.sum(self._flat[start:stop])
+        for begin in range(start, stop, self._piece):
+            self._comm.sum(self._flat[begin : min(begin + self._piece, stop)])
 
 
 class AfterBackward(Exchange):

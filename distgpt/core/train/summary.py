@@ -9,7 +9,7 @@ from types import TracebackType
 
 from distgpt.core.base.errors import DistgptError
 from distgpt.core.base.files import write_json
-from distgpt.core.comm.agree import gather_ints, on_root
+from distgpt.core.comm.agree import gather, on_root
 from distgpt.core.comm.resources import peak_memory
 from distgpt.core.components import components
 from distgpt.core.saved.checkpoint import newest_step
@@ -25,8 +25,8 @@ def write_at_end(
     if error is not None:
         write_stopped(run, error)
         return
-    host = gather_ints(run.comm, peak_memory())
-    gpu = gather_ints(run.comm, run.stage.taken_memory())
+    host = gather(run.comm, peak_memory())
+    gpu = gather(run.comm, run.stage.taken_memory())
     is_whole = run.settings.train_minutes or run.progress.step >= run.settings.steps
     found = _found(run, "finished" if is_whole else "ended early") | {
         "peak_memory": host,

@@ -28,7 +28,7 @@ import numpy as np
 from distgpt.core.base.checked import LARGEST_JSON, parse_json
 from distgpt.core.base.errors import DataError, Say, UsageError, escape
 from distgpt.core.base.formatting import count
-from distgpt.core.comm.agree import broadcast, on_root, shared
+from distgpt.core.comm.agree import on_root, shared
 from distgpt.core.comm.api import Comm
 from distgpt.core.config import RunConfig, TrainConfig
 from distgpt.core.data.batches import ArrayTokens, Batches, Window
@@ -227,9 +227,8 @@ class _Chats:
         tokenizer, path, val_fraction = request.existing, Path(request.data), request.val_fraction
         if tokenizer is None:
             raise shared(DataError("chats are read by the tokenizer of the weights, and these have none"))
-        of_root: list[Examples] = []
 
-        def read() -> None:
+        def read() -> list[Examples]:
             found = _fitting(path, ChatFormat(tokenizer), request.seq_len, say)
             held_out = np.diff(np.floor(np.arange(len(found) + 1) * val_fraction)) > 0
             if val_fraction and not held_out.any():
@@ -237,10 +236,9 @@ class _Chats:
                     f"{path}: --val-fraction {val_fraction} of {count(len(found), 'example')} is none"
                 )
             parts = (~held_out, held_out) if val_fraction else (~held_out,)
-            of_root.extend(_together([found[i] for i in np.flatnonzero(part)]) for part in parts)
+            return [_together([found[i] for i in np.flatnonzero(part)]) for part in parts]
 
-        on_root(comm, read)
-        return ChatCorpus(tokenizer, *(of_root if comm.size == 1 else broadcast(comm, of_root)))
+        return ChatCorpus(tokenizer, *on_root(comm, read))
 
 
 CHATS = _Chats()

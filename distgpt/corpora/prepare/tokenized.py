@@ -107,12 +107,12 @@ class _Documents:
         find_inputs((resolve_data(request.data),))
 
     def load(self, comm: Comm, request: DataRequest, say: Say) -> Corpus:
-        def made() -> str:
+        def made() -> Path:
             path, tokenizer = resolve_data(request.data), requested_tokenizer(request)
             found = tokenized(path, tokenizer, request.val_fraction, request.kept, say)
-            return str(found.resolve())  # a replay has a link to it, on rank 0's host alone
+            return found.resolve()  # a replay has a link to it, on rank 0's host alone
 
-        return load_shards(comm, Path(on_root(comm, made)), request, say)
+        return load_shards(comm, on_root(comm, made), request, say)
 
 
 DOCUMENTS = _Documents()

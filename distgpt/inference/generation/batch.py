@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -23,7 +22,7 @@ from distgpt.core.base.checked import LARGEST_JSON, parse_json
 from distgpt.core.base.errors import DataError, UsageError, print_lines
 from distgpt.core.base.files import append, atomic_file, locked, open_regular, storage_errors
 from distgpt.core.base.formatting import count
-from distgpt.core.comm.agree import broadcast, gather_bytes, on_root
+from distgpt.core.comm.agree import broadcast, gather, on_root
 from distgpt.core.comm.api import Comm
 from distgpt.core.cpu.stages import Stage
 from distgpt.core.data.tokenizers import Tokenizer
@@ -237,8 +236,7 @@ def distribute(comm: Comm, engine: Engine, requests: Sequence[Request], room: in
     left, missing = deque(enumerate(requests)), len(requests)
     while True:
         # As many again as were done since the last report, so that a fast rank is not idle until the next.
-        report, done = pickle.dumps((done, max(0, room - len(numbers)) + len(done))), []
-        reports = [pickle.loads(data) for data in gather_bytes(comm, report)]
+        reports, done = gather(comm, (done, max(0, room - len(numbers)) + len(done))), []
         shares: list[Share] | None = None
         if comm.rank == 0:
             answers = [answer for finished, _ in reports for answer in finished]

@@ -18,7 +18,7 @@ from distgpt.cluster.launch.environment import launched_as
 from distgpt.core.base.errors import DistgptError, UsageError
 from distgpt.core.base.formatting import count, duration, parse_size
 from distgpt.core.base.formatting import size as in_bytes
-from distgpt.core.comm.agree import gather_bytes, gather_ints, on_every_rank, on_root, shared
+from distgpt.core.comm.agree import gather, gather_bytes, on_every_rank, on_root, shared
 from distgpt.core.comm.api import Array, Comm
 from distgpt.core.config import GpuConfig
 from distgpt.core.cpu.stages import Stage, open_stage
@@ -187,9 +187,9 @@ def measure_all(stage: Stage, options: AllreduceOptions) -> Row:
     return {
         "stage": stage.name,
         "ranks": comm.size,
-        "nodes": sum(gather_ints(comm, int(comm.local_rank == 0))),
+        "nodes": sum(gather(comm, int(comm.local_rank == 0))),
         "ranks_per_node": comm.allreduce_max(comm.local_size),
-        "cores_per_rank": min(gather_ints(comm, round(1000 * comm.cores))) / 1000,
+        "cores_per_rank": min(gather(comm, round(1000 * comm.cores))) / 1000,
         "library": library(),
         "rows": rows,
         "not_measured": [row for row in every if "left_out" in row],

@@ -14,7 +14,7 @@ from distgpt.cluster.jobs.launchers import Launcher, find_launcher
 from distgpt.core.base.errors import UsageError
 from distgpt.core.base.formatting import duration
 from distgpt.core.base.formatting import size as in_bytes
-from distgpt.core.comm.agree import gather_ints
+from distgpt.core.comm.agree import gather
 from distgpt.core.config import WITH_MPI, GpuConfig, RunConfig
 from distgpt.core.config.asked import asked_for
 from distgpt.core.cpu.stages import open_stage
@@ -64,7 +64,7 @@ def measure_peak(options: TrainOptions) -> None:
     stage = open_stage(options.stage, options.threads, options.gpu)
     kernels = stage.kernels(options.dtype, options.matmul)
     stage.comm.barrier()
-    mega = gather_ints(stage.comm, int(peak_gflops(kernels) * 1e3))
+    mega = gather(stage.comm, int(peak_gflops(kernels) * 1e3))
     if stage.comm.rank == 0:
         print(json.dumps({"gflops": sum(mega) / 1e3}))
 

@@ -21,7 +21,7 @@ from distgpt.cluster.jobs.launchers import distant_mpi, is_of_family, mpirun, ru
 from distgpt.cluster.launch.environment import HELP, MPIS, launched_as, launched_rank, launcher_name
 from distgpt.core.base.errors import UsageError, escape, print_lines
 from distgpt.core.base.formatting import count, in_runs, size
-from distgpt.core.comm.agree import gather_bytes, named_ranks, shared
+from distgpt.core.comm.agree import gather, named_ranks, shared
 from distgpt.core.comm.api import Comm, SerialComm
 from distgpt.core.comm.resources import granted_cores, usable_cores
 from distgpt.core.config import ON_GPU, STAGES, WITH_MPI
@@ -64,7 +64,7 @@ def examine() -> tuple[Facts, Comm]:
             mpi = running_mpi()
         except UsageError as error:
             mpi = {"problem": str(error)}
-    ranks = [json.loads(facts) for facts in gather_bytes(comm, json.dumps(of_rank(comm)).encode())]
+    ranks = gather(comm, of_rank(comm))
     found = {
         "launch": launched,
         "mpi": mpi,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +15,7 @@ import numpy as np
 from distgpt.core.base.errors import Say, UsageError
 from distgpt.core.base.files import write_json
 from distgpt.core.base.formatting import count
-from distgpt.core.comm.agree import gather_bytes, on_root, shared
+from distgpt.core.comm.agree import gather, on_root, shared
 from distgpt.core.components import components
 from distgpt.core.config import RunConfig
 from distgpt.core.cpu.kernels import CpuKernels
@@ -143,8 +142,7 @@ def measure(stage: Stage, run: RunConfig, measured: int, warm_up: int, folder: P
         warming = " (to warm up)" if done <= warm_up else ""
         say(f"step {done} of {warm_up + measured}: {1000 * seconds:,.1f} ms{warming}")
     # At the end, and on all ranks at once, as they share memory and more in a step too.
-    own = of_rank(profiler, comm.rank, peak_gflops(kernels, meet=comm.barrier))
-    ranks = [json.loads(found) for found in gather_bytes(comm, json.dumps(own).encode())]
+    ranks = gather(comm, of_rank(profiler, comm.rank, peak_gflops(kernels, meet=comm.barrier)))
     about: dict[str, Any] = {
         "environment": environment() if comm.rank == 0 else {},
         "stage": stage.name,

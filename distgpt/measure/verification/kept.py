@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import platform
 import sys
 from dataclasses import asdict, dataclass, field
@@ -17,7 +16,7 @@ from typing import Any
 
 from distgpt.core.base import __version__
 from distgpt.core.base.checked import Count, checked
-from distgpt.core.comm.agree import gather_texts
+from distgpt.core.comm.agree import gather
 from distgpt.core.saved.tensors import fingerprint
 from distgpt.core.train.run import Run
 
@@ -74,9 +73,8 @@ def facts_of(run: Run) -> Facts:
     stage: Any = run.stage
     kernels: Any = run.model.kernels
     on_gpu = stage.on_gpu
-    own = json.dumps([str(stage.device.name) if on_gpu else _processor(), stage.threads])
-    ranks = [json.loads(text) for text in gather_texts(comm, own)]
-    hosts = gather_texts(comm, platform.node())
+    ranks = gather(comm, (str(stage.device.name) if on_gpu else _processor(), stage.threads))
+    hosts = gather(comm, platform.node())
     loaded = {name: str(sys.modules[name].__version__) for name in LIBRARIES if name in sys.modules}
     init = t.init if t.init and run.start is None and comm.rank == 0 else ""
     return Facts(

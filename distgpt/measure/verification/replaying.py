@@ -23,7 +23,7 @@ import numpy as np
 from distgpt.core.base.errors import DataError, DisagreementError, Say, UsageError
 from distgpt.core.base.files import storage_errors
 from distgpt.core.base.formatting import count
-from distgpt.core.comm.agree import everywhere, on_root, shared
+from distgpt.core.comm.agree import on_root, shared
 from distgpt.core.components import Components, components
 from distgpt.core.config import RunConfig, TrainConfig
 from distgpt.core.cpu.first_use import COMPILING
@@ -108,7 +108,7 @@ def replay(again: Again) -> Found | None:
     with storage_errors("create a folder in", Path(os.environ.get("TMPDIR", "/tmp"))):
         folder = Path(tempfile.mkdtemp(prefix="distgpt-replay-")) if comm.rank == 0 else Path()
     try:
-        task = everywhere(comm, lambda: again.task(folder / "run"))
+        task = on_root(comm, lambda: again.task(folder / "run"))
         tokenized = again.path.resolve().parent / "tokenized"
         if comm.rank == 0 and tokenized.is_dir():
             (folder / "tokenized").symlink_to(tokenized)
@@ -224,7 +224,7 @@ class Again(Listener):
         """Say what is promised. Collective."""
         facts = facts_of(run)
 
-        def promise() -> list[object]:
+        def promise() -> dict[int, str]:
             t = self.record.settings_of(self.last).train
             found = self.found
             found.ranks = run.comm.size
@@ -236,9 +236,9 @@ class Again(Listener):
             promised = f"rounding is expected: {'; '.join(found.why)}" if found.why else ""
             self.say(f"{self.opening}\n{promised or 'the same bits are promised'}")
             # None between the first checkpoint and the first step is intact, or it had begun there.
-            return [*self._checkpoints_from(self.first - 1).items()]
+            return self._checkpoints_from(self.first - 1)
 
-        self.with_weights = dict(on_root(run.comm, promise))
+        self.with_weights = on_root(run.comm, promise)
 
     # What a listener is called with, on rank 0.
 

@@ -8,6 +8,22 @@ from distgpt.core.cpu.fused.rowwise import add_to
 from distgpt.core.ops.api import PIECE
 
 
+@inline
+def copy_to(out, x):
+    for i in range(out.shape[0]):
+        out[i] = x[i]
+
+
+@inline
+def add_neighbours(rows, start, stop):
+    """Columns start … stop of row 0 ← Σ over rows, neighbours first. Overwrites the other rows."""
+    stride = 1
+    while stride < rows.shape[0]:
+        for rank in range(0, rows.shape[0] - stride, 2 * stride):
+            add_to(rows[rank, start:stop], rows[rank + stride, start:stop])
+        stride *= 2
+
+
 @jit
 def dither(first, last, out, x, index, key):
     """Elements first … last of out, bfloat16 ← x, which begins at this index of a larger array."""
@@ -29,9 +45,8 @@ def join(first, last, out, x, branches):
     """Elements first … last of out ← x + Σ over rows of branches, in their order; out may be x."""
     for start in range(first, last, PIECE):
         stop = min(start + PIECE, last)
-        oi, xi = out[start:stop], x[start:stop]
-        for i in range(oi.shape[0]):
-            oi[i] = xi[i]
+        oi = out[start:stop]
+        copy_to(oi, x[start:stop])
         for branch in range(branches.shape[0]):
             add_to(oi, branches[branch, start:stop])
 
@@ -41,15 +56,8 @@ def add_tree(first, last, total, parts):
     """Elements first … last of total ← Σ over rows of parts, neighbours first. Overwrites parts."""
     for start in range(first, last, PIECE):
         stop = min(start + PIECE, last)
-        stride = 1
-        while stride < parts.shape[0]:
-            for rank in range(0, parts.shape[0] - stride, 2 * stride):
-                add_to(parts[rank, start:stop], parts[rank + stride, start:stop])
-            stride *= 2
-        ti = total[start:stop]
-        pi = parts[0, start:stop]
-        for i in range(ti.shape[0]):
-            ti[i] = pi[i]
+        add_neighbours(parts, start, stop)
+        copy_to(total[start:stop], parts[0, start:stop])
 
 
 @jit
@@ -65,29 +73,18 @@ def add_parts(first, last, total, parts):
             add_to(ti, parts[rank, start:stop])
 
 
-@inline
-def copy_to(out, x):
-    for i in range(out.shape[0]):
-        out[i] = x[i]
-
-
 @jit
 def add_rows(first, last, rows, by_twos, low, high):
     """Columns first … last of row 0 ← Σ over rows, in their order or neighbours first; rows low … ← row 0.
 
     A piece of all rows is still in a cache when it is written. Neighbours' sums overwrite rows.
     """
-    count = rows.shape[0]
     for start in range(first, last, PIECE):
         stop = min(start + PIECE, last)
         if by_twos:
-            stride = 1
-            while stride < count:
-                for rank in range(0, count - stride, 2 * stride):
-                    add_to(rows[rank, start:stop], rows[rank + stride, start:stop])
-                stride *= 2
+            add_neighbours(rows, start, stop)
         else:
-            for rank in range(1, count):
+            for rank in range(1, rows.shape[0]):
                 add_to(rows[0, start:stop], rows[rank, start:stop])
         for rank in range(low, high):
             copy_to(rows[rank, start:stop], rows[0, start:stop])
