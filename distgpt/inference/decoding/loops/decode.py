@@ -19,7 +19,7 @@ from distgpt.core.cpu.matmul.microkernel import ACCUMULATE, BIAS
 from distgpt.core.cpu.matmul.packing import COLUMNS
 from distgpt.core.ops.api import Array
 from distgpt.inference.decoding.loops.cached_attention import Cache, ThreadScratch, attend
-from distgpt.inference.decoding.loops.operands import UNIT, element, most_rows, multiply, put_row, stretch
+from distgpt.inference.decoding.loops.operands import UNIT, at_once, element, multiply, put_row
 from distgpt.inference.decoding.loops.weights import Weights
 
 GROUP = 2  # panels that all rows go past before the next ones
@@ -218,7 +218,7 @@ def _linear(threads, n, k, columns, a, layer, i, c, flags, unit=COLUMNS):
 def _columns(threads, n, k, columns, a, w, c, bias, flags, unit=COLUMNS):
     """A thread's columns of c ← [c +] a wᵀ [+ bias], a few panels past all rows, k in stretches."""
     begin, end = _own_columns(threads, columns, unit)
-    longest, most = stretch(w), most_rows(w)
+    longest, most = at_once(w)
     strips = (n + most - 1) // most  # of rows, about as many in each
     group = COLUMNS if strips <= 1 else GROUP * COLUMNS
     for left in range(begin, end, group):
