@@ -8,7 +8,7 @@ embedding, head and value embeddings in int8.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,11 +16,11 @@ import numpy as np
 
 from distgpt.core.base.errors import DataError, UsageError
 from distgpt.core.base.formatting import size
-from distgpt.core.comm.agree import on_root
+from distgpt.core.comm.agree import everywhere
 from distgpt.core.comm.api import Comm
 from distgpt.core.comm.resources import granted_cores
 from distgpt.core.config import ModelConfig, TrainConfig
-from distgpt.core.model.memory import Spec
+from distgpt.core.model.memory import LEARNED, MATRIX, Spec
 from distgpt.core.model.model import Architecture, Model
 from distgpt.core.ops.api import Array
 from distgpt.core.ops.kernels import Kernels
@@ -51,13 +51,22 @@ from distgpt.inference.quantized.integers import (
     restored,
     to_nibbles,
 )
-from distgpt.models.quantized.bits import bits_of
 
 if TYPE_CHECKING:  # with compiled loops, which files are read and written without
     from distgpt.inference.quantized.kernels import Int8Kernels
 
 SCALES = ".scales"  # behind a matrix's name
 WORDS = {f"int{bits}": f"int{bits}, blocks of {block}" for bits, block in BLOCKS.items()}
+
+
+def bits_of(spec: Spec, dtype: str) -> int:
+    """Return the bits of its integers in a model rounded to int8 or int4; 0: it stays float32.
+
+    Matrices are rounded, but not learned positions; to int4 those of layers.
+    """
+    if not spec.is_matrix or spec.name == LEARNED:
+        return 0
+    return 4 if dtype == "int4" and spec.group == MATRIX else 8
 
 
 def tensors_of(config: ModelConfig, dtype: str) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -118,44 +127,22 @@ def _read(path: Path, header: Header, name: str, shape: tuple[int, ...], dtype: 
     return array
 
 
-class _Parameters(Mapping[str, Any]):
-    """Read when asked for, so that no more than one is in memory. Every call is collective."""
+def _parameters(
+    path: Path, config: ModelConfig, kernels: Int8Kernels, comm: Comm, merge: Merge | None
+) -> LazyTensors:
+    """Parameters for these kernels, read on rank 0 when one is asked for, so that few are in memory.
 
-    def __init__(
-        self, path: Path, config: ModelConfig, kernels: Int8Kernels, comm: Comm, merge: Merge | None
-    ) -> None:
-        self._merge, self._path, self._kernels, self._comm = merge, path, kernels, comm
-        self._specs = {spec.name: spec for spec in Architecture(config).layout.specs}
-        self._headers: list[Header] = []
-        on_root(comm, lambda: self._headers.append(verified(path)))
+    Asking for one is collective.
+    """
+    specs = {spec.name: spec for spec in Architecture(config).layout.specs}
+    header = everywhere(comm, lambda: verified(path))
 
-    def __getitem__(self, name: str) -> Any:
-        spec = self._specs[name]
-        bits = bits_of(spec, self._kernels.rounded)
-        if self._comm.size == 1:  # nobody to send it to: once in memory is enough
-            return self._read(spec, bits)
-        read: list[Any] = []
-        on_root(self._comm, lambda: read.append(self._read(spec, bits)))
-        found: Any = read[0] if read else np.empty(spec.shape, np.float32)
-        if bits and not read:
-            scales = np.empty(_scales_shape(spec, bits), np.uint16)
-            found = Quantised(np.empty(spec.shape, np.int8), scales, bits)
-        for array in found[:2] if bits else (found,):
-            self._comm.broadcast(array.reshape(-1))
-        return found
+    def read(name: str) -> Any:
+        spec, threads = specs[name], kernels.threads
+        bits = bits_of(spec, kernels.rounded)
+        return everywhere(comm, lambda: read_parameter(path, header, spec, bits, threads, merge))
 
-    def _read(self, spec: Spec, bits: int) -> Any:
-        how = bits, self._kernels.threads, self._merge
-        return read_parameter(self._path, self._headers[0], spec, *how)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._specs
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._specs)
-
-    def __len__(self) -> int:
-        return len(self._specs)
+    return LazyTensors({name: (np.dtype(np.float32), spec.shape) for name, spec in specs.items()}, read)
 
 
 def lazy_tensors(
@@ -229,7 +216,7 @@ class Rounded:
         from distgpt.models.quantized.packed import Int8Model
 
         assert isinstance(kernels, Int8Kernels)
-        return Int8Model(config, kernels, _Parameters(path, config, kernels, comm, merge))
+        return Int8Model(config, kernels, _parameters(path, config, kernels, comm, merge))
 
     def of(self, model: Model) -> Model:
         from distgpt.core.cpu.kernels import CpuKernels
