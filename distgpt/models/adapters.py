@@ -7,7 +7,7 @@ the passes cost what they did, and of the model's weights there is one copy, in 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import numpy as np
 
 from distgpt.core.base.errors import DataError, UsageError, command_line
 from distgpt.core.base.formatting import size
-from distgpt.core.comm.agree import on_root
+from distgpt.core.comm.agree import everywhere, on_root
 from distgpt.core.comm.api import Comm
 from distgpt.core.config import ModelConfig, RunConfig, TrainConfig
 from distgpt.core.data.tokenizers import Tokenizer
@@ -37,7 +37,6 @@ from distgpt.core.ops.kernels import Kernels
 from distgpt.core.saved.modelfile import Base, Description, load_description, read_description
 from distgpt.core.saved.tensors import (
     DATA_SUM,
-    Header,
     LazyTensors,
     read_header,
     read_into,
@@ -279,11 +278,11 @@ def with_adapter(weights: Path, adapter: Path | None, comm: Comm) -> tuple[Path,
     Where `weights` is an adapter, or the directory of a run that trained one, it names its model itself.
     """
 
-    def decide() -> list[str]:
+    def decide() -> tuple[Path, Path | None]:
         found = weights_of(weights)
         own = read_description(found).base
         if adapter is None and own is None:
-            return [str(found), ""]
+            return found, None
         if own and adapter:
             raise UsageError(f"{found} is an adapter: as --weights give the model that it stands beside")
         whole, chosen = (Path(own.file), found) if own else (found, find_weights(adapter or found))
@@ -297,41 +296,44 @@ def with_adapter(weights: Path, adapter: Path | None, comm: Comm) -> tuple[Path,
                 f"{chosen} is an adapter, and {whole} is missing: give --weights MODEL --adapter {chosen}"
             )
         refuse_other_base(chosen, about, whole)
-        return [str(whole), str(chosen)]
+        return whole, chosen
 
-    whole, chosen = map(Path, on_root(comm, decide))
-    if chosen == Path():
+    whole, chosen = everywhere(comm, decide)
+    if chosen is None:
         return whole, None
-    about = load_description(chosen, comm)
-    folding: list[Folding] = []
-    on_root(comm, lambda: folding.append(read_adapter(chosen, about)))
-    return whole, folding[0] if folding else Folding(about, {})
+    folding = Folding(load_description(chosen, comm), chosen)
+    on_root(comm, folding.read)
+    return whole, folding
 
 
-def read_adapter(path: Path, about: Description) -> Folding:
+def read_adapter(path: Path, about: Description) -> dict[str, Array]:
     """Read an adapter's tensors, and refuse those that are not finite."""
     tensors = {spec.name: np.empty(spec.shape, np.float32) for spec in adapter_layout(about.run).specs}
     read_into(path, tensors)
     for name, array in tensors.items():
         if not np.isfinite(array).all():
             raise DataError(f"{path}: {name} holds values that are not finite")
-    return Folding(about, tensors, path)
+    return tensors
 
 
 class Folding:
     """A `Merge`: adds an adapter to the matrices of its model, as they are read."""
 
-    def __init__(self, about: Description, tensors: dict[str, Array], source: object = "an adapter") -> None:
-        self.tokenizer, self.tensors, self._source = about.tokenizer, tensors, source
+    def __init__(self, about: Description, path: Path) -> None:
+        self.tokenizer, self._about, self._path = about.tokenizer, about, path
         self._adapters = adapters_by_matrix(about.run)
+
+    def read(self) -> None:
+        """Read the adapter, where the model is read."""
+        self._tensors = read_adapter(self._path, self._about)
 
     def __call__(self, name: str, array: Array) -> None:
         for adapter in self._adapters.get(name, []):
-            b, a = (self.tensors[f"{adapter.name}.lora_{kind}"] for kind in "ba")
+            b, a = (self._tensors[f"{adapter.name}.lora_{kind}"] for kind in "ba")
             with np.errstate(all="ignore"):
                 change = np.float32(adapter.scale) * (b @ a)
             if not np.isfinite(change).all():  # else the model's file would be blamed for it later
-                raise DataError(f"{self._source}: what {adapter.name} adds to the model is not finite")
+                raise DataError(f"{self._path}: what {adapter.name} adds to the model is not finite")
             array[adapter.rows] += change
 
 
@@ -400,8 +402,8 @@ class AdapterKind(ModelKind):
 
     def describe(self, comm: Comm, run: RunConfig, tokenizer: Tokenizer) -> Description:
         """Name the model that the adapters stand beside, too."""
-        found = on_root(comm, lambda: asdict(base_of(Path(run.train.init))))
-        return Description(run, tokenizer, part=ADAPTER, base=Base(**found))
+        base = everywhere(comm, lambda: base_of(Path(run.train.init)))
+        return Description(run, tokenizer, part=ADAPTER, base=base)
 
     def begins_with(self, t: TrainConfig) -> str:
         """Adapters are drawn: --init names the model beside which they stand."""
@@ -410,11 +412,11 @@ class AdapterKind(ModelKind):
     def load_frozen(self, comm: Comm, model: Model, t: TrainConfig) -> None:
         """Fill what the adapters stand beside, tensor by tensor, so that nothing is there twice."""
         assert isinstance(model, AdaptedModel)
-        path, headers = Path(t.init), list[Header]()
-        on_root(comm, lambda: headers.append(verified(path)))
+        path = Path(t.init)
+        header = everywhere(comm, lambda: verified(path))
         for spec in model.frozen.layout.specs:
             host = np.empty(spec.shape, np.promote_types(model.kernels.wide, np.float32))
-            on_root(comm, lambda: read_float(path, headers[0], spec, host))  # noqa: B023
+            on_root(comm, lambda: read_float(path, header, spec, host))  # noqa: B023
             if comm.rank == 0:
                 model.kernels.put(model.frozen[spec.name], host)
         comm.broadcast(model.frozen.flat)

@@ -17,7 +17,7 @@ import numpy as np
 
 from distgpt.core.base.checked import parse_json
 from distgpt.core.base.errors import DataError, escape
-from distgpt.core.comm.agree import on_root, shared
+from distgpt.core.comm.agree import everywhere, shared
 from distgpt.core.comm.api import Comm
 from distgpt.core.data.textfile import read_text
 from distgpt.core.data.tokenizers import Tokenizer
@@ -256,9 +256,9 @@ class HellaSwag:
 
 def load_benchmark(comm: Comm, name: str, path: Path, tokenizer: Tokenizer, seq_len: int) -> Benchmark:
     """Rank 0 reads the files, and every rank makes the same tokens of them. Collective."""
-    questions: list[Any] = on_root(comm, lambda: read_questions(name, path))
+    questions = everywhere(comm, lambda: read_questions(name, path))
     try:
-        return Benchmark([Question(*each) for each in questions], tokenizer, seq_len)
+        return Benchmark(questions, tokenizer, seq_len)
     except DataError as error:
         raise shared(DataError(f"{path}, {error}")) from None
 
