@@ -12,7 +12,7 @@ import numpy as np
 
 from distgpt.core.generate.request import Likelihood, Sampling
 from distgpt.core.generate.sampling import candidates, choose, drawn_at
-from distgpt.core.generate.slots import Choice, Feed, Rows, SlotKind, Slots, check_drop
+from distgpt.core.generate.slots import Choice, Feed, Rows, SlotKind, Slots, check_drop, check_feeds
 from distgpt.core.model.model import Model
 from distgpt.core.model.passes import Pass, cache_shape
 from distgpt.core.ops.api import Array, Work
@@ -152,10 +152,7 @@ class BatchedSlots:
 
     def feed(self, work: Sequence[Feed]) -> Rows:
         """Compute logits, as `Slots` says; of feeds whose choice needs few of them they are `Likeliest`."""
-        for each in work:
-            self._check(each)
-        if len({each.slot for each in work}) < len(work):
-            raise ValueError(f"a slot occurs twice in {work}")
+        check_feeds(self, work)
         tokens = [_token(each) for each in work if _decodes(each)]
         decoding = sorted(tokens, key=lambda each: each.likeliest > 0)  # all logits first
         others = [each for each in work if not _decodes(each)]
@@ -184,12 +181,6 @@ class BatchedSlots:
         """On the device, too."""
         check_drop(self, slot, count, kept)
         self.model.kernels.move_cached(self._cache, slot, slot, count, kept, self.model.positions.angles)
-
-    def _check(self, each: Feed) -> None:
-        """Kernels trust what they get: so it is looked at here."""
-        fits = 0 <= each.slot < self.count and 0 <= each.start <= self.length - len(each.tokens)
-        if not (fits and 0 <= each.wanted <= len(each.tokens)):
-            raise ValueError(f"{each} does not fit {self.count} slots of {self.length} positions")
 
     # -- a token of each
 
