@@ -13,12 +13,13 @@ import numpy as np
 from numba import types
 
 from distgpt.core.config import ModelConfig
-from distgpt.core.cpu.compiling.jit import FORCED, by_types, get, inline, jit, put, zip_narrowed
+from distgpt.core.cpu.compiling.jit import FORCED, by_types, inline, jit, put, zip_narrowed
 from distgpt.core.cpu.fused.attention import normalise_head, pair, rstd_of
 from distgpt.core.cpu.fused.softmax import EDGE, UNSEEN, softmax
 from distgpt.core.cpu.matmul.assembled import tile
 from distgpt.core.cpu.matmul.packing import COLUMNS, ROWS, aligned, zeros_as_used
 from distgpt.core.ops.api import Array
+from distgpt.inference.decoding.loops.operands import element
 
 
 class Cache(NamedTuple):
@@ -229,33 +230,24 @@ def shift_cache(first, last, cache, slot, cos, sin, count, kept):
             _rotate_back(keys, i, i + half, cos[count, i], sin[count, i], count, kept)
         for i in range(2 * half, keys.shape[1] // COLUMNS):
             for at in range(kept):
-                _set(keys, at, i, _at(keys, at + count, i))
+                _set(keys, at, i, element(keys, at + count, i))
         values = cache.values[unit // heads, slot, unit % heads]
         for at in range(kept):
             for j in range(values.shape[0] * COLUMNS):
-                _set(values, j, at, _at(values, j, at + count))
+                _set(values, j, at, element(values, j, at + count))
 
 
 @inline
 def _rotate_back(keys, i, j, c, s, count, kept):
     for at in range(kept):
-        a, b = _at(keys, at + count, i), _at(keys, at + count, j)
+        a, b = element(keys, at + count, i), element(keys, at + count, j)
         _set(keys, at, i, a * c + b * s)
         _set(keys, at, j, b * c - a * s)
 
 
 @inline
-def _at(w, column, k):
-    """Return an element of a packed matrix, by its column and its k."""
-    return get(w[column // COLUMNS], _index(w, column, k))
-
-
-@inline
 def _set(w, column, k, value):
-    put(w[column // COLUMNS], _index(w, column, k), value)
-
-
-@inline
-def _index(w, column, k):
+    """An element of a packed matrix ← value, by its column and its k."""
     side_by_side = pair(w)
-    return (k // side_by_side * COLUMNS + column % COLUMNS) * side_by_side + k % side_by_side
+    index = (k // side_by_side * COLUMNS + column % COLUMNS) * side_by_side + k % side_by_side
+    put(w[column // COLUMNS], index, value)
