@@ -32,7 +32,7 @@ from distgpt.core.model.layers import (
 )
 from distgpt.core.model.memory import MATRIX, FlatBuffer, Layout, Spec
 from distgpt.core.model.model import Architecture, Model
-from distgpt.core.ops.api import Affine, Array, Floats2d, Ints1d, SortedTokens, Wide2d
+from distgpt.core.ops.api import Affine, Array, Floats2d, SortedTokens, Wide2d
 from distgpt.core.ops.kernels import Kernels
 from distgpt.core.saved.modelfile import Base, Description, load_description, read_description
 from distgpt.core.saved.tensors import (
@@ -138,16 +138,8 @@ class AdaptedBlock(Block):
         for adapter in self.adapters:
             adapter.merge()
 
-    def backward(
-        self,
-        acts: LayerActivations,
-        tmp: Scratch,
-        seq_len: int,
-        again: bool,
-        accumulate: bool,
-        positions: Ints1d | None,
-    ) -> None:
-        super().backward(acts, tmp, seq_len, again, accumulate, positions)
+    def backward(self, acts: LayerActivations, tmp: Scratch, *others: Any, **named: Any) -> None:
+        super().backward(acts, tmp, *others, **named)
         for adapter, inner, dy, x in self._trained(acts, tmp):
             adapter.backward(*inner, dy, x)
 
