@@ -113,7 +113,7 @@ def decode(thread, n_threads, tokens, feeds, logits, packed):
     for i in range(layers):
         if i:
             arrivals = wait_for_all(counter, arrivals, n_threads)
-        _normed(first, last, kind, weights.norms[2 * i], s, rows)
+        _normed(first, last, kind, weights.norms[2 * i], s, rows.att, rows.a)
         arrivals = wait_for_all(counter, arrivals, n_threads)
         _linear(threads, n, width, kind.qkv, rows.a, weights.qkv, i, rows.qkv, BIAS)
         if weights.values.shape[0] and (layers - 1 - i) % 2 == 0:  # as ModelConfig.value_layers says
@@ -131,14 +131,17 @@ def decode(thread, n_threads, tokens, feeds, logits, packed):
         arrivals = wait_for_all(counter, arrivals, n_threads)
         _linear(threads, n, heads, width, rows.a, weights.out, i, s, ADD)
         arrivals = wait_for_all(counter, arrivals, n_threads)
-        _normed(first, last, kind, weights.norms[2 * i + 1], s, rows)
+        _normed(first, last, kind, weights.norms[2 * i + 1], s, rows.att, rows.a)
         arrivals = wait_for_all(counter, arrivals, n_threads)
         _expand(threads, n, kind, weights, rows, i)
         arrivals = wait_for_all(counter, arrivals, n_threads)
         _linear(threads, n, kind.hidden, width, rows.h, weights.proj, i, s, ADD)
     arrivals = wait_for_all(counter, arrivals, n_threads)
-    for row in range(first, last):
-        _last_norm(kind, weights.norms[2 * layers + 1], s[row, :width], rows.att[row, :width], rows.last[row])
+    if kind.final_norm:
+        _normed(first, last, kind, weights.norms[2 * layers + 1], s, rows.att, rows.last)
+    else:
+        for row in range(first, last):
+            put_row(rows.last[row], s[row], 0, width)
     arrivals = wait_for_all(counter, arrivals, n_threads)
     _columns(threads, n, width, kind.vocab, rows.last, weights.head, logits, rows.s[0], 0)
 
@@ -174,12 +177,12 @@ def _expand(threads, n, kind, weights, rows, i):
 
 
 @inline
-def _normed(first, last, kind, norm, s, rows):
-    """Rows first … last of the factors ← the norm of s, by way of memory that attention uses later."""
+def _normed(first, last, kind, norm, s, between, to):
+    """Rows first … last of factors ← the norm of s, by way of memory that attention uses at other times."""
     for row in range(first, last):
-        normed = rows.att[row, : kind.width]
+        normed = between[row, : kind.width]
         norm_row(kind, norm, s[row, : kind.width], normed)
-        put_row(rows.a[row], normed, 0, kind.width)
+        put_row(to[row], normed, 0, kind.width)
 
 
 @inline
@@ -198,15 +201,6 @@ def _to_the_front(s, rows, width):
             to, of = s[i], s[rows[i]]
             for j in range(width):
                 to[j] = of[j]
-
-
-@inline
-def _last_norm(kind, norm, x, y, a):
-    if kind.final_norm:
-        norm_row(kind, norm, x, y)
-        put_row(a, y, 0, x.shape[0])
-    else:
-        put_row(a, x, 0, x.shape[0])
 
 
 @inline
