@@ -51,7 +51,7 @@ from distgpt.core.saved.tensors import (
     verify_data,
     write_tensors,
 )
-from distgpt.core.saved.weights import find_weights
+from distgpt.core.saved.weights import find_weights, verified
 from distgpt.corpora.tokenizers.bpe import BpeTokenizer, symbols
 from distgpt.corpora.tokenizers.foreign import CHAT_FILES, PREFIX, TOKENIZER_FILES, download_model
 from distgpt.corpora.tokenizers.tokenizer_json import LibraryTokenizer, added_token
@@ -315,8 +315,7 @@ def export_model(path: Path, out: Path, dtype: str, note: Note = lambda text: No
     config = description.run.model
     family = family_for(config, path)
     refuse_directory(out)
-    header = read_header(path)
-    verify_data(path, header)
+    header = verified(path)
     mappings = {family.full_name(mapping.theirs): mapping for mapping in family.all_mappings(config)}
 
     def make(name: str) -> NDArray[Any]:
