@@ -28,7 +28,6 @@ from distgpt.core.saved.modelfile import ROUNDED_VERSION, read_description
 from distgpt.core.saved.tensors import (
     DATA_SUM,
     Header,
-    Kind,
     LazyTensors,
     read_rows,
     refuse_misfits,
@@ -145,17 +144,22 @@ def _parameters(
     return LazyTensors({name: (np.dtype(np.float32), spec.shape) for name, spec in specs.items()}, read)
 
 
-def lazy_tensors(
-    path: Path, header: Header, config: ModelConfig, dtype: str, done: Mapping[str, Quantised]
-) -> LazyTensors:
-    """The tensors of a file in int8 or int4, made of floats as they are asked for, but for those done."""
+def quantize(path: Path, out: Path, dtype: str = "int8", done: Mapping[str, Quantised] | None = None) -> str:
+    """Write a weights file of floats in int8 or int4; some matrices may be done. Return what was made."""
+    path = find_weights(path)
+    description, header = read_description(path), verified(path)
+    description.refuse_incomplete(path)
+    if description.rounded:
+        raise DataError(f"{path} is in {description.rounded} already")
+    config, ready = description.run.model, done or {}
     specs = {spec.name: spec for spec in Architecture(config).layout.specs}
-    known = tensors_of(config, dtype)
-    kinds: dict[str, Kind] = {name: (np.dtype(_STORED[kind]), shape) for name, (kind, shape) in known.items()}
+    kinds = {
+        name: (np.dtype(_STORED[kind]), shape) for name, (kind, shape) in tensors_of(config, dtype).items()
+    }
 
     def make(name: str) -> Array:
         spec = specs[name.removesuffix(SCALES)]
-        found: Array | Quantised = done.get(spec.name) or read_parameter(
+        found: Array | Quantised = ready.get(spec.name) or read_parameter(
             path, header, spec, bits_of(spec, dtype), granted_cores().whole
         )
         if not isinstance(found, Quantised):
@@ -164,21 +168,11 @@ def lazy_tensors(
             return found.scales
         return to_nibbles(found.q) if found.bits == 4 else found.q
 
-    return LazyTensors(kinds, make)
-
-
-def quantize(path: Path, out: Path, dtype: str = "int8", done: Mapping[str, Any] | None = None) -> str:
-    """Write a weights file of floats in int8 or int4; some matrices may be done. Return what was made."""
-    path = find_weights(path)
-    description, header = read_description(path), verified(path)
-    description.refuse_incomplete(path)
-    if description.rounded:
-        raise DataError(f"{path} is in {description.rounded} already")
     kept = header.facts()
     if DATA_SUM in header.metadata:
         kept[SOURCE_SUM] = header.metadata[DATA_SUM]
     known = {**kept, "format_version": ROUNDED_VERSION, QUANTISED: WORDS[dtype]}
-    write_tensors(out, lazy_tensors(path, header, description.run.model, dtype, done or {}), known)
+    write_tensors(out, LazyTensors(kinds, make), known)
     before, after = (size(file.stat().st_size) for file in (path, out))
     return f"{out}: {WORDS[dtype]}; {before} became {after}"
 
