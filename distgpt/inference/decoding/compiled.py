@@ -101,7 +101,7 @@ class CompiledSlots:
 
     def feed(self, work: Sequence[Feed]) -> Array:
         check_feeds(self, work)
-        logits = np.empty((sum(each.wanted for each in work), self._kind.vocab), np.float32)
+        logits = np.empty((sum(each.wanted for each in work), self._kind.vocab_size), np.float32)
         done = 0
         for part in _parts(work, self._most):
             count = sum(each.wanted for each in part)
@@ -126,8 +126,8 @@ class CompiledSlots:
             feeds.append((len(tokens), len(each.tokens), each.slot, each.start, each.wanted))
             tokens.extend(each.tokens)
             wanted.extend(range(len(tokens) - each.wanted, len(tokens)))
-        if min(tokens) < 0 or max(tokens) >= self._kind.vocab:
-            raise ValueError(f"tokens must lie in [0, {self._kind.vocab})")
+        if min(tokens) < 0 or max(tokens) >= self._kind.vocab_size:
+            raise ValueError(f"tokens must lie in [0, {self._kind.vocab_size})")
         inputs = self._inputs
         inputs.tokens[: len(tokens)] = tokens
         inputs.feeds[: len(feeds)] = feeds

@@ -71,8 +71,8 @@ def attend(threads, kind, i, weights, qkv, cache, feeds, only_wanted, y, own):
     attend; all rows give keys and values.
     """
     thread, n_threads = threads
-    heads, size = kind.kv_heads, kind.size
-    width, gains, window = kind.heads * size, weights.head_gains[:, i : i + 1], weights.windows[i]
+    heads, size = kind.kv_heads, kind.head_size
+    width, gains, window = kind.n_head * size, weights.head_gains[:, i : i + 1], weights.windows[i]
     units, span = feeds.shape[0] * heads, width // heads
     for unit in range(units * thread // n_threads, units * (thread + 1) // n_threads):
         feed, head = feeds[unit // heads], unit % heads
@@ -99,7 +99,7 @@ def _prepare(rows, first, last, size, before, kind, weights, gains):
     for i in range(rows.shape[0]):
         for start in range(first, last, size):
             for g in range(gains.shape[0]):
-                _scale_head(rows[i, start : start + size], gains[g], np.float32(kind.eps))
+                _scale_head(rows[i, start : start + size], gains[g], np.float32(kind.norm_eps))
             if half:
                 c, s = weights.cos[before + i], weights.sin[before + i]
                 left, right = rows[i, start : start + half], rows[i, start + half : start + size]
@@ -108,7 +108,7 @@ def _prepare(rows, first, last, size, before, kind, weights, gains):
                     left[j] = a * c[j] - b * s[j]
                     right[j] = a * s[j] + b * c[j]
             if kind.qk_norm and not gains.shape[0]:
-                normalise_head(rows[i, start : start + size], np.float32(kind.eps))
+                normalise_head(rows[i, start : start + size], np.float32(kind.norm_eps))
 
 
 @inline
