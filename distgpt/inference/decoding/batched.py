@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from distgpt.core.generate.plain_slots import PLAIN
 from distgpt.core.generate.request import Likelihood, Sampling
 from distgpt.core.generate.sampling import candidates, choose, drawn_at
 from distgpt.core.generate.slots import Choice, Feed, Rows, SlotKind, Slots, check_drop, check_feeds
@@ -311,12 +311,6 @@ class _Batch:
         self._draw()
 
 
-def slot_bytes(model: Model) -> int:
-    """Memory of one slot: its keys and values, and the logits of its next token."""
-    elements = prod(cache_shape(model.config, 1)) + model.config.padded_vocab
-    return elements * int(model.kernels.dtype.itemsize)
-
-
 def _rounded(rows: int) -> int:
     """Few rows as they are, then powers of two, then multiples of ALIKE."""
     if rows <= FEW:
@@ -328,7 +322,7 @@ def _decodes(each: Feed) -> bool:
     return len(each.tokens) == 1 and each.wanted == 1
 
 
-BATCHED = SlotKind(BatchedSlots, slot_bytes)
+BATCHED = SlotKind(BatchedSlots, PLAIN.slot_bytes)
 
 
 def rehearse_together(slots: Slots) -> None:
