@@ -17,8 +17,9 @@ from distgpt.core.cpu.matmul.microkernel import BIAS
 from distgpt.core.cpu.matmul.packing import COLUMNS, aligned, zeros_as_used
 from distgpt.core.ops.api import Array
 from distgpt.inference.decoding.loops import operands
+from distgpt.inference.decoding.loops.weights import Form
 from distgpt.inference.quantized import int4, int8, integers
-from distgpt.inference.quantized.integers import BLOCKS, MOST, PLACES, Quantised
+from distgpt.inference.quantized.integers import BLOCKS, MOST, PLACES
 
 FORMS = {"uint8": BLOCKS[8], "int8": BLOCKS[4]}  # columns that share a scale, by the type that holds them
 
@@ -41,22 +42,17 @@ _TILES = {
 }
 
 
-class Integers:
-    """A matrix in integers, which packs itself for the decoder: int4 as int8."""
-
-    def __init__(self, w: Quantised) -> None:
-        self._w, self._halves = w, w.bits == 4
+class Integers(Form):
+    """A `Quantised` matrix: int4 as int8."""
 
     def panels(self, count: int, columns: int) -> Array:
-        """Make memory for `count` matrices like this one in panels, padded to `columns`."""
         record = BLOCKS[self._w.bits] * COLUMNS * self._w.bits // 8 + SCALES
         shape = count, columns // COLUMNS, self._w.scales.shape[1] * record
-        return aligned(shape, "int8" if self._halves else "uint8")
+        return aligned(shape, "int8" if self._w.bits == 4 else "uint8")
 
     def pack(self, panels: Array, first: int, last: int) -> None:
-        """Panels ← rows first … last."""
-        q, scales = self._w.q[first:last], self._w.scales[first:last]
-        _pack(panels.view(np.uint8), q, scales, self._halves, BLOCKS[self._w.bits])
+        q, scales, bits = self._w.q[first:last], self._w.scales[first:last], self._w.bits
+        _pack(panels.view(np.uint8), q, scales, bits == 4, BLOCKS[bits])
 
 
 @jit

@@ -6,9 +6,9 @@ one compiled decoder serves them all. Checksums tell whether weights have change
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -47,33 +47,25 @@ class Weights(NamedTuple):
     sin: Array
 
 
-class Form(Protocol):
-    """A matrix (rows, k) that packs itself."""
+class Form:
+    """A matrix (rows, k) that packs itself: here of float32, or of bfloat16 as uint16."""
 
-    def panels(self, count: int, columns: int) -> Array:
-        """Make memory for `count` matrices like this one, padded to `columns`: rows of this one."""
-
-    def pack(self, panels: Array, first: int, last: int) -> None:
-        """Panels ← rows first … last of this matrix."""
-
-
-class Floats:
-    """A matrix of float32, or of bfloat16 as uint16."""
-
-    def __init__(self, w: Array) -> None:
+    def __init__(self, w: Any) -> None:
         self._w = w
 
     def panels(self, count: int, columns: int) -> Array:
+        """Make memory for `count` matrices like this one, padded to `columns`: rows of this one."""
         pair = 2 if self._w.dtype == BITS else 1
         shape = count, columns // COLUMNS, -(-self._w.shape[1] // pair) * pair * COLUMNS
         return aligned(shape, self._w.dtype.name)
 
     def pack(self, panels: Array, first: int, last: int) -> None:
+        """Panels ← rows first … last of this matrix."""
         pack_transposed(0, last - first, panels, self._w[first:last], 0, self._w.shape[1])
 
 
-Forms = Mapping[type, Callable[[Any], Form]]
-FLOATS: Forms = {np.ndarray: Floats}
+Forms = Mapping[type, type[Form]]
+FLOATS: Forms = {np.ndarray: Form}
 
 
 def packed_weights(
