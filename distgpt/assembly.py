@@ -74,9 +74,9 @@ class AllComponents(Components):
 
     def kernels(self, dtype: str) -> MakeKernels:
         if dtype in self.quantized_dtypes:
-            from distgpt.inference.quantized.kernels import make
+            from distgpt.inference.quantized.kernels import Int8Kernels
 
-            return make
+            return lambda stage, dtype, matmul: Int8Kernels(stage.threads, dtype)
         return super().kernels(dtype)
 
     def slots(self, model: Model) -> SlotKind:

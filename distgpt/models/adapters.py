@@ -32,12 +32,11 @@ from distgpt.core.model.layers import (
 )
 from distgpt.core.model.memory import MATRIX, FlatBuffer, Layout, Spec
 from distgpt.core.model.model import Architecture, Model
-from distgpt.core.ops.api import Affine, Array, Floats2d, Ints1d, SortedTokens, Wide2d
+from distgpt.core.ops.api import Affine, Array, Floats2d, SortedTokens, Wide2d
 from distgpt.core.ops.kernels import Kernels
 from distgpt.core.saved.modelfile import Base, Description, load_description, read_description
 from distgpt.core.saved.tensors import (
     DATA_SUM,
-    Header,
     LazyTensors,
     read_header,
     read_into,
@@ -137,16 +136,8 @@ class AdaptedBlock(Block):
         for adapter in self.adapters:
             adapter.merge()
 
-    def backward(
-        self,
-        acts: LayerActivations,
-        tmp: Scratch,
-        seq_len: int,
-        again: bool,
-        accumulate: bool,
-        positions: Ints1d | None,
-    ) -> None:
-        super().backward(acts, tmp, seq_len, again, accumulate, positions)
+    def backward(self, acts: LayerActivations, tmp: Scratch, *others: Any, **named: Any) -> None:
+        super().backward(acts, tmp, *others, **named)
         for adapter, inner, dy, x in self._trained(acts, tmp):
             adapter.backward(*inner, dy, x)
 
@@ -300,36 +291,39 @@ def with_adapter(weights: Path, adapter: Path | None, comm: Comm) -> tuple[Path,
     whole, chosen = on_root(comm, decide)
     if chosen is None:
         return whole, None
-    about = load_description(chosen, comm)
-    folding: list[Folding] = []
-    on_root(comm, lambda: folding.append(read_adapter(chosen, about)))
-    return whole, folding[0] if folding else Folding(about, {})
+    folding = Folding(load_description(chosen, comm), chosen)
+    on_root(comm, folding.read)
+    return whole, folding
 
 
-def read_adapter(path: Path, about: Description) -> Folding:
+def read_adapter(path: Path, about: Description) -> dict[str, Array]:
     """Read an adapter's tensors, and refuse those that are not finite."""
     tensors = {spec.name: np.empty(spec.shape, np.float32) for spec in adapter_layout(about.run).specs}
     read_into(path, tensors)
     for name, array in tensors.items():
         if not np.isfinite(array).all():
             raise DataError(f"{path}: {name} holds values that are not finite")
-    return Folding(about, tensors, path)
+    return tensors
 
 
 class Folding:
     """A `Merge`: adds an adapter to the matrices of its model, as they are read."""
 
-    def __init__(self, about: Description, tensors: dict[str, Array], source: object = "an adapter") -> None:
-        self.tokenizer, self.tensors, self._source = about.tokenizer, tensors, source
+    def __init__(self, about: Description, path: Path) -> None:
+        self.tokenizer, self._about, self._path = about.tokenizer, about, path
         self._adapters = adapters_by_matrix(about.run)
+
+    def read(self) -> None:
+        """Read the adapter, where the model is read."""
+        self._tensors = read_adapter(self._path, self._about)
 
     def __call__(self, name: str, array: Array) -> None:
         for adapter in self._adapters.get(name, []):
-            b, a = (self.tensors[f"{adapter.name}.lora_{kind}"] for kind in "ba")
+            b, a = (self._tensors[f"{adapter.name}.lora_{kind}"] for kind in "ba")
             with np.errstate(all="ignore"):
                 change = np.float32(adapter.scale) * (b @ a)
             if not np.isfinite(change).all():  # else the model's file would be blamed for it later
-                raise DataError(f"{self._source}: what {adapter.name} adds to the model is not finite")
+                raise DataError(f"{self._path}: what {adapter.name} adds to the model is not finite")
             array[adapter.rows] += change
 
 
@@ -408,11 +402,11 @@ class AdapterKind(ModelKind):
     def load_frozen(self, comm: Comm, model: Model, t: TrainConfig) -> None:
         """Fill what the adapters stand beside, tensor by tensor, so that nothing is there twice."""
         assert isinstance(model, AdaptedModel)
-        path, headers = Path(t.init), list[Header]()
-        on_root(comm, lambda: headers.append(verified(path)))
+        path = Path(t.init)
+        header = on_root(comm, lambda: verified(path))
         for spec in model.frozen.layout.specs:
             host = np.empty(spec.shape, np.promote_types(model.kernels.wide, np.float32))
-            on_root(comm, lambda: read_float(path, headers[0], spec, host))  # noqa: B023
+            on_root(comm, lambda: read_float(path, header, spec, host))  # noqa: B023
             if comm.rank == 0:
                 model.kernels.put(model.frozen[spec.name], host)
         comm.broadcast(model.frozen.flat)

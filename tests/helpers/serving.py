@@ -64,14 +64,16 @@ class Server:
         self.serving, self.ended = Serving(loaded, self.lanes, "sample", where, listener), None
         self.runner = self.serving.runner
         self.host, self.port = self.serving.listener.getsockname()[:2]
-        ready = threading.Event()
-        self._thread = threading.Thread(target=self._run, args=(ready.set,))
+        self._thread = threading.Thread(target=self._run)
         self._thread.start()
-        assert ready.wait(20)
+        end = time.monotonic() + 20
+        while not self.serving.started:
+            assert time.monotonic() < end
+            time.sleep(0.005)
 
-    def _run(self, ready):
+    def _run(self):
         try:
-            self.serving.serve_model(ready)
+            self.serving.serve_model()
         except (DistgptError, Interrupted) as error:
             self.ended = error
 

@@ -23,9 +23,8 @@ from distgpt.core.saved.tensors import read_header, read_rows, write_tensors
 from distgpt.inference.decoding.compiled import CompiledSlots
 from distgpt.inference.quantized.integers import LEVELS, quantise, restored
 from distgpt.inference.quantized.kernels import Int8Kernels
-from distgpt.models.quantized.bits import bits_of
 from distgpt.models.quantized.packed import calibrated, int8_of, moved, round_for
-from distgpt.models.quantized.rounded import quantize
+from distgpt.models.quantized.rounded import bits_of, quantize
 
 COMM = SerialComm()
 

@@ -12,9 +12,10 @@ from distgpt.core.cpu.compiling.processor import ARM64, AVX2, AVX512, features
 from distgpt.core.cpu.matmul import assembled
 from distgpt.core.cpu.matmul.packing import aligned
 from distgpt.core.ops.low_precision import from_bfloat16
+from distgpt.inference.decoding.loops.operands import element
 from distgpt.inference.quantized import int4, int8, operands
 from distgpt.inference.quantized.integers import BLOCKS, LEVELS, quantise, restored
-from distgpt.inference.quantized.operands import DOT, Integers, block_of, blocks_tile, quantise_row, unpacked
+from distgpt.inference.quantized.operands import DOT, Integers, blocks_tile, quantise_row, record_of
 
 # Registers, what is said of the processor, and the way that follows; where it has these features too.
 WAYS = {
@@ -109,7 +110,8 @@ def multiplied(c, a, x, w, panels):
     """c ← x wᵀ by way of rows a in int8, of the weights' type"""
     for i in range(x.shape[0]):
         quantise_row(a[i], x[i], 0, x.shape[1])
-    blocks = (x.shape[1] + block_of(w) - 1) // block_of(w)
+    block = record_of(w)[0]
+    blocks = (x.shape[1] + block - 1) // block
     wide = operands.COLUMNS
     for i in range(x.shape[0]):
         for panel in range(panels):
@@ -121,7 +123,7 @@ def multiplied(c, a, x, w, panels):
 def elements(out, w):
     for i in range(out.shape[0]):
         for k in range(out.shape[1]):
-            out[i, k] = unpacked(w, i, k)
+            out[i, k] = element(w, i, k)
 
 
 @pytest.mark.parametrize("rounding", [quantise, quantise4])

@@ -113,7 +113,7 @@ def _check_gradients(weights, adapter, family, tokens, expected):
     about = read_description(adapter)
     model = AdaptedModel(about.run, CpuKernels("float32", 2))
     KIND.load_frozen(SerialComm(), model, TrainConfig(init=str(weights)))
-    for name, values in read_adapter(adapter, about).tensors.items():
+    for name, values in read_adapter(adapter, about).items():
         model.params[name][...] = values
     sides = [side.flatten().astype(np.int32) for side in (tokens[:, :-1], tokens[:, 1:])]
     Pass(model, len(tokens), LONG - 1, training=True).loss_and_gradients(*sides, 1.0, False)

@@ -97,6 +97,16 @@ def are_finite(rows: Rows) -> bool:
     return all(np.isfinite(row).all() if isinstance(row, np.ndarray) else row.is_finite for row in rows)
 
 
+def check_feeds(slots: Slots, work: Sequence[Feed]) -> None:
+    """Refuse what does not fit, as compiled loops and a GPU's kernels trust what they get."""
+    for each in work:
+        fits = 0 <= each.slot < slots.count and 0 <= each.start <= slots.length - len(each.tokens)
+        if not (fits and 0 <= each.wanted <= len(each.tokens)):
+            raise ValueError(f"{each} does not fit {slots.count} slots of {slots.length} positions")
+    if len({each.slot for each in work}) < len(work):
+        raise ValueError(f"a slot occurs twice in {work}")
+
+
 def check_drop(slots: Slots, slot: int, count: int, kept: int) -> None:
     """Refuse what does not fit, as compiled loops do not look."""
     if not (slots.can_drop and 0 <= slot < slots.count and 0 <= count < count + kept <= slots.length):

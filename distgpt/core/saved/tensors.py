@@ -72,6 +72,9 @@ class LazyTensors(Mapping[str, HostArray]):
     def __getitem__(self, name: str) -> HostArray:
         return self.make(name)
 
+    def __contains__(self, name: object) -> bool:
+        return name in self.kinds
+
     def __iter__(self) -> Iterator[str]:
         return iter(self.kinds)
 

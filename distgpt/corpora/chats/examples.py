@@ -238,7 +238,8 @@ class _Chats:
             parts = (~held_out, held_out) if val_fraction else (~held_out,)
             return [_together([found[i] for i in np.flatnonzero(part)]) for part in parts]
 
-        return ChatCorpus(tokenizer, *on_root(comm, read))
+        parts = on_root(comm, read)
+        return ChatCorpus(tokenizer, parts[0], parts[1] if val_fraction else None)
 
 
 CHATS = _Chats()

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from distgpt.core.generate.plain_slots import PLAIN
 from distgpt.core.generate.request import Likelihood, Sampling
 from distgpt.core.generate.sampling import candidates, choose, drawn_at
-from distgpt.core.generate.slots import Choice, Feed, Rows, SlotKind, Slots, check_drop
+from distgpt.core.generate.slots import Choice, Feed, Rows, SlotKind, Slots, check_drop, check_feeds
 from distgpt.core.model.model import Model
 from distgpt.core.model.passes import Pass, cache_shape
 from distgpt.core.ops.api import Array, Work
@@ -152,10 +152,7 @@ class BatchedSlots:
 
     def feed(self, work: Sequence[Feed]) -> Rows:
         """Compute logits, as `Slots` says; of feeds whose choice needs few of them they are `Likeliest`."""
-        for each in work:
-            self._check(each)
-        if len({each.slot for each in work}) < len(work):
-            raise ValueError(f"a slot occurs twice in {work}")
+        check_feeds(self, work)
         tokens = [_token(each) for each in work if _decodes(each)]
         decoding = sorted(tokens, key=lambda each: each.likeliest > 0)  # all logits first
         others = [each for each in work if not _decodes(each)]
@@ -184,12 +181,6 @@ class BatchedSlots:
         """On the device, too."""
         check_drop(self, slot, count, kept)
         self.model.kernels.move_cached(self._cache, slot, slot, count, kept, self.model.positions.angles)
-
-    def _check(self, each: Feed) -> None:
-        """Kernels trust what they get: so it is looked at here."""
-        fits = 0 <= each.slot < self.count and 0 <= each.start <= self.length - len(each.tokens)
-        if not (fits and 0 <= each.wanted <= len(each.tokens)):
-            raise ValueError(f"{each} does not fit {self.count} slots of {self.length} positions")
 
     # -- a token of each
 
@@ -320,12 +311,6 @@ class _Batch:
         self._draw()
 
 
-def slot_bytes(model: Model) -> int:
-    """Memory of one slot: its keys and values, and the logits of its next token."""
-    elements = prod(cache_shape(model.config, 1)) + model.config.padded_vocab
-    return elements * int(model.kernels.dtype.itemsize)
-
-
 def _rounded(rows: int) -> int:
     """Few rows as they are, then powers of two, then multiples of ALIKE."""
     if rows <= FEW:
@@ -337,7 +322,7 @@ def _decodes(each: Feed) -> bool:
     return len(each.tokens) == 1 and each.wanted == 1
 
 
-BATCHED = SlotKind(BatchedSlots, slot_bytes)
+BATCHED = SlotKind(BatchedSlots, PLAIN.slot_bytes)
 
 
 def rehearse_together(slots: Slots) -> None:

@@ -16,7 +16,7 @@ from distgpt.core.cpu.graphs.calls import PackedArgs
 from distgpt.core.cpu.graphs.launch import ParallelLaunch
 from distgpt.core.cpu.kernels import CpuKernels
 from distgpt.core.cpu.pool import pool_of
-from distgpt.core.generate.slots import CHUNK, Feed, SlotKind, check_drop
+from distgpt.core.generate.slots import CHUNK, Feed, SlotKind, check_drop, check_feeds
 from distgpt.core.model.model import Model
 from distgpt.core.ops.api import Array
 from distgpt.core.ops.low_precision import BITS
@@ -101,7 +101,8 @@ class CompiledSlots:
         )
 
     def feed(self, work: Sequence[Feed]) -> Array:
-        logits = np.empty((sum(each.wanted for each in work), self._kind.vocab), np.float32)
+        check_feeds(self, work)
+        logits = np.empty((sum(each.wanted for each in work), self._kind.vocab_size), np.float32)
         done = 0
         for part in _parts(work, self._most):
             count = sum(each.wanted for each in part)
@@ -118,7 +119,7 @@ class CompiledSlots:
         self._pool.split_range(layers * heads, 1, shift_cache, self._cache, slot, *self._angles, count, kept)
 
     def _walk(self, part: Sequence[Feed], logits: Array) -> None:
-        """A call of the walk. Compiled loops trust what they get: so it is looked at here."""
+        """A call of the walk."""
         tokens: list[int] = []
         feeds: list[tuple[int, ...]] = []
         wanted: list[int] = []
@@ -126,13 +127,8 @@ class CompiledSlots:
             feeds.append((len(tokens), len(each.tokens), each.slot, each.start, each.wanted))
             tokens.extend(each.tokens)
             wanted.extend(range(len(tokens) - each.wanted, len(tokens)))
-            fits = 0 <= each.slot < self.count and 0 <= each.start <= self.length - len(each.tokens)
-            if not (fits and 0 <= each.wanted <= len(each.tokens)):
-                raise ValueError(f"{each} does not fit {self.count} slots of {self.length} positions")
-        if len({each.slot for each in part}) < len(part):
-            raise ValueError(f"a slot occurs twice in {part}")
-        if min(tokens) < 0 or max(tokens) >= self._kind.vocab:
-            raise ValueError(f"tokens must lie in [0, {self._kind.vocab})")
+        if min(tokens) < 0 or max(tokens) >= self._kind.vocab_size:
+            raise ValueError(f"tokens must lie in [0, {self._kind.vocab_size})")
         inputs = self._inputs
         inputs.tokens[: len(tokens)] = tokens
         inputs.feeds[: len(feeds)] = feeds

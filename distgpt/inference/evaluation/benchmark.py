@@ -42,7 +42,7 @@ class Question(NamedTuple):
     topic: str = ""
 
 
-def _hellaswag(example: dict[str, Any], label: str | None) -> Question:
+def _hellaswag(example: dict[str, Any]) -> Question:
     """hellaswag_val.jsonl: {"activity_label", "ctx_a", "ctx_b", "endings", "label"}, or with "ctx" alone."""
     endings = example.get("endings")
     if not isinstance(endings, list) or len(endings) < 2:
@@ -57,7 +57,7 @@ def _hellaswag(example: dict[str, Any], label: str | None) -> Question:
     return _question(_cleaned(context), list(map(_cleaned, texts)), right)
 
 
-def _arc(example: dict[str, Any], label: str | None) -> Question:
+def _arc(example: dict[str, Any]) -> Question:
     """ARC-Easy-Test.jsonl: {"question": {"stem", "choices": [{"text", "label"}, …]}, "answerKey"}."""
     asked = example.get("question")
     asked = asked if isinstance(asked, dict) else {}
@@ -69,13 +69,13 @@ def _arc(example: dict[str, Any], label: str | None) -> Question:
     return _question(f"Question: {stem}\nAnswer:", texts, right)
 
 
-def _piqa(example: dict[str, Any], label: str | None) -> Question:
+def _piqa(example: dict[str, Any]) -> Question:
     """valid.jsonl: {"goal", "sol1", "sol2"}, beside valid-labels.lst with 0 or 1 on each line."""
     goal, *texts = (_text(example, key) for key in ("goal", "sol1", "sol2"))
-    return _question(f"Question: {goal}\nAnswer:", texts, _index(label, range(2)))
+    return _question(f"Question: {goal}\nAnswer:", texts, _index(example.get("answer"), range(2)))
 
 
-def _winogrande(example: dict[str, Any], label: str | None) -> Question:
+def _winogrande(example: dict[str, Any]) -> Question:
     """dev.jsonl: {"sentence" with a _, "option1", "option2", "answer"}; or answers in dev-labels.lst.
 
     The rest of the sentence is scored behind each option.
@@ -84,11 +84,11 @@ def _winogrande(example: dict[str, Any], label: str | None) -> Question:
     begun, _, rest = sentence.partition("_")
     if not rest.strip():
         raise DataError("the sentence must have a _ with some text behind it")
-    right = _index(example.get("answer", label), range(1, 3))
+    right = _index(example.get("answer"), range(1, 3))
     return Question([(begun + option, " " + rest.strip()) for option in options], right)
 
 
-def _lambada(example: dict[str, Any], label: str | None) -> Question:
+def _lambada(example: dict[str, Any]) -> Question:
     """lambada_test_plain_text.txt: a text on each line; or JSON lines with "text". The last word counts."""
     begun, _, word = _text(example, "text").rpartition(" ")
     if not begun.strip() or not word.strip():
@@ -96,7 +96,7 @@ def _lambada(example: dict[str, Any], label: str | None) -> Question:
     return _question(begun, [word], 0)
 
 
-LINES: dict[str, Callable[[dict[str, Any], str | None], Question]] = {
+LINES: dict[str, Callable[[dict[str, Any]], Question]] = {
     "hellaswag": _hellaswag,
     "arc_easy": _arc,
     "arc_challenge": _arc,
@@ -114,9 +114,7 @@ def read_questions(name: str, path: Path) -> list[Question]:
     return found
 
 
-def _in_lines(
-    path: Path, question: Callable[[dict[str, Any], str | None], Question], plain: bool
-) -> Iterator[Question]:
+def _in_lines(path: Path, question: Callable[[dict[str, Any]], Question], plain: bool) -> Iterator[Question]:
     """Yield the question of each line, a JSON object; with `plain` a line that is none is a text."""
     beside = path.with_name(path.stem + LABELS)
     labels = iter(read_text(beside).split() if beside.is_file() else [])
@@ -128,7 +126,7 @@ def _in_lines(
             example = {"text": line} if is_text else parse_json(line)
             if not isinstance(example, dict):
                 raise DataError("this is no JSON object")
-            yield question(example, next(labels, None))
+            yield question({"answer": next(labels, None), **example})
         except ValueError as error:
             raise DataError(f"{path}, line {number}: this is no JSON object: {error}") from None
         except DataError as error:
@@ -256,9 +254,9 @@ class HellaSwag:
 
 def load_benchmark(comm: Comm, name: str, path: Path, tokenizer: Tokenizer, seq_len: int) -> Benchmark:
     """Rank 0 reads the files, and every rank makes the same tokens of them. Collective."""
-    questions: list[Any] = on_root(comm, lambda: read_questions(name, path))
+    questions = on_root(comm, lambda: read_questions(name, path))
     try:
-        return Benchmark([Question(*each) for each in questions], tokenizer, seq_len)
+        return Benchmark(questions, tokenizer, seq_len)
     except DataError as error:
         raise shared(DataError(f"{path}, {error}")) from None
 

@@ -70,8 +70,8 @@ def nearest(w: Array, scale: Array) -> Array:
     return found
 
 
-_PLACES = np.zeros(256, np.uint8)
-_PLACES[np.array(LEVELS, np.int8).view(np.uint8)] = range(len(LEVELS))
+PLACES = np.zeros(256, np.uint8)
+PLACES[np.array(LEVELS, np.int8).view(np.uint8)] = range(len(LEVELS))
 _PAIRS = np.array([(low, high) for high in LEVELS for low in LEVELS], np.int8)
 
 
@@ -79,7 +79,7 @@ def to_nibbles(q: Array) -> Array:
     """Return the places of LEVELS, two columns in a byte, the first in its lower half."""
     n, k = q.shape
     places = np.zeros((n, k + k % 2), np.uint8)
-    places[:, :k] = _PLACES[q.view(np.uint8)]
+    places[:, :k] = PLACES[q.view(np.uint8)]
     nibbles: Array = places[:, ::2] | places[:, 1::2] << 4
     return nibbles
 

@@ -12,7 +12,6 @@ import numpy as np
 
 from distgpt.core.cpu.kernels import CpuKernels
 from distgpt.core.cpu.pool import ROWS
-from distgpt.core.cpu.stages import Stage
 from distgpt.core.ops.api import Array
 from distgpt.inference.decoding.loops.operands import UNIT
 from distgpt.inference.quantized import operands
@@ -70,8 +69,3 @@ class Int8Kernels(CpuKernels):
             operands.unpack_rows(0, rows, out[first : first + rows], panels, np.arange(rows))
             first += rows
         return out
-
-
-def make(stage: Stage, dtype: str, matmul: str) -> Int8Kernels:
-    """Return the kernels of a stage whose layers' matrices are in int8, or in int4."""
-    return Int8Kernels(stage.threads, dtype)

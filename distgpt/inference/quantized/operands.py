@@ -17,8 +17,9 @@ from distgpt.core.cpu.matmul.microkernel import BIAS
 from distgpt.core.cpu.matmul.packing import COLUMNS, aligned, zeros_as_used
 from distgpt.core.ops.api import Array
 from distgpt.inference.decoding.loops import operands
+from distgpt.inference.decoding.loops.weights import Form
 from distgpt.inference.quantized import int4, int8, integers
-from distgpt.inference.quantized.integers import BLOCKS, MOST, Quantised
+from distgpt.inference.quantized.integers import BLOCKS, MOST, PLACES
 
 FORMS = {"uint8": BLOCKS[8], "int8": BLOCKS[4]}  # columns that share a scale, by the type that holds them
 
@@ -29,9 +30,6 @@ ORDER, OFFSET = DOT.order, int8.OFFSET
 INTEGER = np.dtype(DOT.integer)
 SCALES = 2 * COLUMNS  # bytes of the scales in a block of a panel, behind its integers
 LEVELS = np.array(integers.LEVELS, np.int8)
-PLACES = np.array(
-    [integers.LEVELS.index(q) if q in integers.LEVELS else 0 for q in range(-128, 128)], np.uint8
-)
 
 _BLOCKS = {getattr(types, name): block for name, block in FORMS.items()}
 _I, _P = types.int64, types.voidptr
@@ -44,22 +42,17 @@ _TILES = {
 }
 
 
-class Integers:
-    """A matrix in integers, which packs itself for the decoder: int4 as int8."""
-
-    def __init__(self, w: Quantised) -> None:
-        self._w, self._halves = w, w.bits == 4
+class Integers(Form):
+    """A `Quantised` matrix: int4 as int8."""
 
     def panels(self, count: int, columns: int) -> Array:
-        """Make memory for `count` matrices like this one in panels, padded to `columns`."""
         record = BLOCKS[self._w.bits] * COLUMNS * self._w.bits // 8 + SCALES
         shape = count, columns // COLUMNS, self._w.scales.shape[1] * record
-        return aligned(shape, "int8" if self._halves else "uint8")
+        return aligned(shape, "int8" if self._w.bits == 4 else "uint8")
 
     def pack(self, panels: Array, first: int, last: int) -> None:
-        """Panels ← rows first … last."""
-        q, scales = self._w.q[first:last], self._w.scales[first:last]
-        _pack(panels.view(np.uint8), q, scales, self._halves, BLOCKS[self._w.bits])
+        q, scales, bits = self._w.q[first:last], self._w.scales[first:last], self._w.bits
+        _pack(panels.view(np.uint8), q, scales, bits == 4, BLOCKS[bits])
 
 
 @jit
@@ -75,7 +68,7 @@ def _pack(out, q, scales, halves, block_size):
                 value = np.int32(q[column, k] if column < rows and k < depth else 0)
                 if halves:
                     at, shift = half_of(place, i)
-                    to[at] |= PLACES[value + 128] << shift
+                    to[at] |= PLACES[value & 255] << shift
                 else:
                     to[byte_of(place, i)] = value + OFFSET & 255
             of = to[size - SCALES :].view(np.uint16)
@@ -92,30 +85,6 @@ def byte_of(place, i):
 def half_of(place, i):
     """Return (byte index, bit shift) of a column's element k = i within a block of int4."""
     return (i // 8 * COLUMNS + place) * 4 + ORDER[i % 4], i // 4 % 2 * 4
-
-
-@by_types(**FORCED)
-def unpacked(w, column, k):
-    """Return an element of a packed matrix."""
-    block = _BLOCKS[w.dtype]
-
-    def of_bytes(w, column, k):
-        size = block * COLUMNS + SCALES
-        record = w[column // COLUMNS, k // block * size : (k // block + 1) * size]
-        place, i = column % COLUMNS, k % block
-        bits = np.int32(record[byte_of(place, i)])
-        q = (bits - OFFSET + 128 & 255) - 128
-        return np.float32(q) * get(record[block * COLUMNS :].view(np.uint16), place)
-
-    def of_halves(w, column, k):
-        size = block * COLUMNS // 2 + SCALES
-        record = w[column // COLUMNS, k // block * size : (k // block + 1) * size]
-        place, i = column % COLUMNS, k % block
-        at, shift = half_of(place, i)
-        q = LEVELS[record[at] >> shift & 15]
-        return np.float32(q) * get(record[block * COLUMNS // 2 :].view(np.uint16), place)
-
-    return of_bytes if w.dtype == types.uint8 else of_halves
 
 
 @inline
@@ -142,19 +111,8 @@ def quantise_row(to, x, first, last):
 
 
 @by_types(**FORCED)
-def block_of(w):
-    """Return the columns that share a scale, in packed weights and in rows for them."""
-    block = _BLOCKS[w.dtype]
-
-    def known(w):
-        return block
-
-    return known
-
-
-@by_types(**FORCED)
 def record_of(a):
-    """Return the columns of a block of A, and the bytes of its integers and of all of it."""
+    """Return the columns that share a scale, as in weights, and the bytes of their integers and of all."""
     block = _BLOCKS[a.dtype]
     sizes = block, DOT.integers(block), DOT.a_record(block)
 
@@ -185,7 +143,8 @@ def quantise_rows(first, last, a, x):
 @jit
 def multiply_columns(first, last, y, a, w, bias, k):
     """Columns first … last of y ← a wᵀ [+ bias]; `first` begins a panel."""
-    blocks, n = (k + block_of(w) - 1) // block_of(w), y.shape[0]
+    block, n = record_of(a)[0], y.shape[0]
+    blocks = (k + block - 1) // block
     for column in range(first, last, COLUMNS):
         panel, count = w[column // COLUMNS], min(COLUMNS, last - column)
         for top in range(0, n, INT8_ROWS):
@@ -203,7 +162,7 @@ def unpack_rows(first, last, out, w, rows):
     """Rows first … last of out ← these rows of a packed matrix."""
     for i in range(first, last):
         for k in range(out.shape[1]):
-            out[i, k] = unpacked(w, rows[i], k)
+            out[i, k] = operands.element(w, rows[i], k)
 
 
 # -- what the decoder calls, for these types
@@ -216,20 +175,12 @@ def operand_rows(count: int, columns: int, dtype: str) -> Array:
     return operands.operand_rows(count, columns, dtype)
 
 
-@also_for(operands.stretch, **FORCED)
-def _stretch(w):
+@also_for(operands.at_once, **FORCED)
+def _at_once(w):
     """All of k, in one order for all rows."""
 
     def integers(w):
-        return 1 << 40
-
-    return integers if w.dtype in _TILES else None
-
-
-@also_for(operands.most_rows, **FORCED)
-def _most_rows(w):
-    def integers(w):
-        return INT8_ROWS
+        return 1 << 40, INT8_ROWS
 
     return integers if w.dtype in _TILES else None
 
@@ -244,16 +195,30 @@ def _put_row(to, x, first, last):
 
 @also_for(operands.element, **FORCED)
 def _element(w, column, k):
-    def restored(w, column, k):
-        return unpacked(w, column, k)
+    if w.dtype not in _TILES:
+        return None
+    block, halves = _BLOCKS[w.dtype], w.dtype == types.int8
+    integers = block * COLUMNS // (2 if halves else 1)
+    size = integers + SCALES
 
-    return restored if w.dtype in _TILES else None
+    def restored(w, column, k):
+        record = w[column // COLUMNS, k // block * size : (k // block + 1) * size]
+        place, i = column % COLUMNS, k % block
+        if halves:
+            at, shift = half_of(place, i)
+            q = np.int32(LEVELS[record[at] >> shift & 15])
+        else:
+            q = np.int32(record[byte_of(place, i)]) - OFFSET
+        return np.float32(q) * get(record[integers:].view(np.uint16), place)
+
+    return restored
 
 
 @also_for(operands.multiply, **FORCED)
 def _multiply(rows, begin, end, a, panel, c, columns, bias, flags):
     def by_blocks(rows, begin, end, a, panel, c, columns, bias, flags):
-        blocks = (end - begin + block_of(panel) - 1) // block_of(panel)
+        block = record_of(panel)[0]
+        blocks = (end - begin + block - 1) // block
         blocks_tile(rows, blocks, a, a.strides[0], panel, c, c.strides[0], columns, bias, flags)
 
     return by_blocks if panel.dtype in _TILES else None

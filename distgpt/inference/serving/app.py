@@ -96,7 +96,7 @@ class App:
         if {b"content-length", b"transfer-encoding"} <= {name for name, _ in scope["headers"]}:
             # A proxy in front may have read it as two requests.
             text = "a body has a Content-Length or a Transfer-Encoding, not both"
-            app = _answer(Refusal(400, text, headers={"Connection": "close"}))
+            app = await _refused(Request(scope), Refusal(400, text, headers={"Connection": "close"}))
         try:
             await app(scope, receive, sent)
         finally:
@@ -283,23 +283,19 @@ def _too_late(limits: Limits) -> Refusal:
     return Refusal(504, f"the request took longer than {limits.seconds:g} s", code="timeout")
 
 
-def _answer(why: Refusal) -> Response:
-    return JSONResponse(why.as_json(), why.status, why.headers)
-
-
 async def _refused(request: Request, error: Refusal) -> Response:
-    return _answer(error)
+    return JSONResponse(error.as_json(), error.status, error.headers)
 
 
 async def _not_found(request: Request, error: HTTPException) -> Response:
     """Addresses and methods that there are not."""
     text = f"{error.detail}: {request.method} {request.url.path:.200}"
-    return _answer(Refusal(error.status_code, text, headers=dict(error.headers or {})))
+    return await _refused(request, Refusal(error.status_code, text, headers=dict(error.headers or {})))
 
 
 async def _internal(request: Request, error: Exception) -> Response:
     print_lines(f"distgpt: {type(error).__name__}: {first_line(error)}", err=True)
-    return _answer(Refusal(500, "internal error"))
+    return await _refused(request, Refusal(500, "internal error"))
 
 
 @cache

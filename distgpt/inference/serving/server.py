@@ -6,7 +6,7 @@ import asyncio
 import logging
 import socket
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from ipaddress import ip_network
 from types import FrameType
 from typing import Any
@@ -125,16 +125,16 @@ class Server(uvicorn.Server):
         )
         super().__init__(config)
 
-    def serve_model(self, ready: Callable[[], None] = lambda: None) -> None:
-        """Serve to the end; `ready` is called once it listens. Raises why it could not go on."""
+    def serve_model(self) -> None:
+        """Serve to the end. Raises why it could not go on."""
         try:
-            asyncio.run(self._serve_model(ready))
+            asyncio.run(self._serve_model())
         finally:
             self._app.parser.shutdown(wait=False, cancel_futures=True)
         if self.failure:
             raise self.failure
 
-    async def _serve_model(self, ready: Callable[[], None]) -> None:
+    async def _serve_model(self) -> None:
         host, port = self.listener.getsockname()[:2]
         self.listener.listen(self.config.backlog)  # so that whoever is told where can connect
         self.runner.start()
@@ -142,7 +142,6 @@ class Server(uvicorn.Server):
         print_lines(f"serving {self._about} on http://{address}:{port}", err=True)
         if not self._where.is_local and self._where.key is None:
             print_lines("anybody who reaches this address may use it: --api-key asks for a key", err=True)
-        ready()
         await self.serve([self.listener])
         self.runner.close()
 

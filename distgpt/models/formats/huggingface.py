@@ -39,6 +39,7 @@ from distgpt.core.base.formatting import count
 from distgpt.core.config import ModelConfig, RunConfig
 from distgpt.core.data.tokenizers import Tokenizer, load_tokenizer
 from distgpt.core.model.model import Architecture
+from distgpt.core.ops.low_precision import from_bfloat16, to_bfloat16
 from distgpt.core.saved.modelfile import ORIGIN, Description, read_description
 from distgpt.core.saved.tensors import (
     Entry,
@@ -50,7 +51,7 @@ from distgpt.core.saved.tensors import (
     verify_data,
     write_tensors,
 )
-from distgpt.core.saved.weights import find_weights
+from distgpt.core.saved.weights import find_weights, verified
 from distgpt.corpora.tokenizers.bpe import BpeTokenizer, symbols
 from distgpt.corpora.tokenizers.foreign import CHAT_FILES, PREFIX, TOKENIZER_FILES, download_model
 from distgpt.corpora.tokenizers.tokenizer_json import LibraryTokenizer, added_token
@@ -314,8 +315,7 @@ def export_model(path: Path, out: Path, dtype: str, note: Note = lambda text: No
     config = description.run.model
     family = family_for(config, path)
     refuse_directory(out)
-    header = read_header(path)
-    verify_data(path, header)
+    header = verified(path)
     mappings = {family.full_name(mapping.theirs): mapping for mapping in family.all_mappings(config)}
 
     def make(name: str) -> NDArray[Any]:
@@ -366,14 +366,8 @@ def narrowed(array: NDArray[Any], dtype: str, name: str, path: Path) -> NDArray[
     if dtype == "float32":
         return array
     with np.errstate(over="ignore"):
-        if dtype == "float16":
-            narrow = array.astype("<f2")
-            fits = np.isfinite(narrow).all()
-        else:  # a bfloat16 is the upper half of a float32
-            bits = array.view("<u4")
-            narrow = ((bits + (0x7FFF + (bits >> 16 & 1))) >> 16).astype("<u2")
-            fits = ((narrow & 0x7F80) != 0x7F80).all()
-    if not fits:
+        narrow = array.astype("<f2") if dtype == "float16" else to_bfloat16(array)
+    if not np.isfinite(narrow if dtype == "float16" else from_bfloat16(narrow)).all():
         raise DataError(f"{path}: {name} holds values too large for {dtype}; use --dtype float32")
     return narrow
 

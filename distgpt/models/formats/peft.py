@@ -187,7 +187,7 @@ def export_adapter(path: Path, out: Path, dtype: str, note: Note) -> str:
     assert about.base
     family = family_for(about.run.model, path)
     refuse_directory(out)
-    held, ours = read_adapter(path, about).tensors, adapters_by_matrix(about.run)
+    held, ours = read_adapter(path, about), adapters_by_matrix(about.run)
     tensors, ranks, layers = dict[str, Array](), dict[str, int](), _layers(family, about.run)
     for mapping in layers:
         if pieces := list(_pieces(ours, mapping)):

@@ -8,7 +8,7 @@ embedding, head and value embeddings in int8.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ from distgpt.core.comm.agree import on_root
 from distgpt.core.comm.api import Comm
 from distgpt.core.comm.resources import granted_cores
 from distgpt.core.config import ModelConfig, TrainConfig
-from distgpt.core.model.memory import Spec
+from distgpt.core.model.memory import LEARNED, MATRIX, Spec
 from distgpt.core.model.model import Architecture, Model
 from distgpt.core.ops.api import Array
 from distgpt.core.ops.kernels import Kernels
@@ -28,7 +28,6 @@ from distgpt.core.saved.modelfile import ROUNDED_VERSION, read_description
 from distgpt.core.saved.tensors import (
     DATA_SUM,
     Header,
-    Kind,
     LazyTensors,
     read_rows,
     refuse_misfits,
@@ -51,13 +50,22 @@ from distgpt.inference.quantized.integers import (
     restored,
     to_nibbles,
 )
-from distgpt.models.quantized.bits import bits_of
 
 if TYPE_CHECKING:  # with compiled loops, which files are read and written without
     from distgpt.inference.quantized.kernels import Int8Kernels
 
 SCALES = ".scales"  # behind a matrix's name
 WORDS = {f"int{bits}": f"int{bits}, blocks of {block}" for bits, block in BLOCKS.items()}
+
+
+def bits_of(spec: Spec, dtype: str) -> int:
+    """Return the bits of its integers in a model rounded to int8 or int4; 0: it stays float32.
+
+    Matrices are rounded, but not learned positions; to int4 those of layers.
+    """
+    if not spec.is_matrix or spec.name == LEARNED:
+        return 0
+    return 4 if dtype == "int4" and spec.group == MATRIX else 8
 
 
 def tensors_of(config: ModelConfig, dtype: str) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -118,57 +126,40 @@ def _read(path: Path, header: Header, name: str, shape: tuple[int, ...], dtype: 
     return array
 
 
-class _Parameters(Mapping[str, Any]):
-    """Read when asked for, so that no more than one is in memory. Every call is collective."""
-
-    def __init__(
-        self, path: Path, config: ModelConfig, kernels: Int8Kernels, comm: Comm, merge: Merge | None
-    ) -> None:
-        self._merge, self._path, self._kernels, self._comm = merge, path, kernels, comm
-        self._specs = {spec.name: spec for spec in Architecture(config).layout.specs}
-        self._headers: list[Header] = []
-        on_root(comm, lambda: self._headers.append(verified(path)))
-
-    def __getitem__(self, name: str) -> Any:
-        spec = self._specs[name]
-        bits = bits_of(spec, self._kernels.rounded)
-        if self._comm.size == 1:  # nobody to send it to: once in memory is enough
-            return self._read(spec, bits)
-        read: list[Any] = []
-        on_root(self._comm, lambda: read.append(self._read(spec, bits)))
-        found: Any = read[0] if read else np.empty(spec.shape, np.float32)
-        if bits and not read:
-            scales = np.empty(_scales_shape(spec, bits), np.uint16)
-            found = Quantised(np.empty(spec.shape, np.int8), scales, bits)
-        for array in found[:2] if bits else (found,):
-            self._comm.broadcast(array.reshape(-1))
-        return found
-
-    def _read(self, spec: Spec, bits: int) -> Any:
-        how = bits, self._kernels.threads, self._merge
-        return read_parameter(self._path, self._headers[0], spec, *how)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._specs
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._specs)
-
-    def __len__(self) -> int:
-        return len(self._specs)
-
-
-def lazy_tensors(
-    path: Path, header: Header, config: ModelConfig, dtype: str, done: Mapping[str, Quantised]
+def _parameters(
+    path: Path, config: ModelConfig, kernels: Int8Kernels, comm: Comm, merge: Merge | None
 ) -> LazyTensors:
-    """The tensors of a file in int8 or int4, made of floats as they are asked for, but for those done."""
+    """Parameters for these kernels, read on rank 0 when one is asked for, so that few are in memory.
+
+    Asking for one is collective.
+    """
     specs = {spec.name: spec for spec in Architecture(config).layout.specs}
-    known = tensors_of(config, dtype)
-    kinds: dict[str, Kind] = {name: (np.dtype(_STORED[kind]), shape) for name, (kind, shape) in known.items()}
+    header = on_root(comm, lambda: verified(path))
+
+    def read(name: str) -> Any:
+        spec, threads = specs[name], kernels.threads
+        bits = bits_of(spec, kernels.rounded)
+        return on_root(comm, lambda: read_parameter(path, header, spec, bits, threads, merge))
+
+    return LazyTensors({name: (np.dtype(np.float32), spec.shape) for name, spec in specs.items()}, read)
+
+
+def quantize(path: Path, out: Path, dtype: str = "int8", done: Mapping[str, Quantised] | None = None) -> str:
+    """Write a weights file of floats in int8 or int4; some matrices may be done. Return what was made."""
+    path = find_weights(path)
+    description, header = read_description(path), verified(path)
+    description.refuse_incomplete(path)
+    if description.rounded:
+        raise DataError(f"{path} is in {description.rounded} already")
+    config, ready = description.run.model, done or {}
+    specs = {spec.name: spec for spec in Architecture(config).layout.specs}
+    kinds = {
+        name: (np.dtype(_STORED[kind]), shape) for name, (kind, shape) in tensors_of(config, dtype).items()
+    }
 
     def make(name: str) -> Array:
         spec = specs[name.removesuffix(SCALES)]
-        found: Array | Quantised = done.get(spec.name) or read_parameter(
+        found: Array | Quantised = ready.get(spec.name) or read_parameter(
             path, header, spec, bits_of(spec, dtype), granted_cores().whole
         )
         if not isinstance(found, Quantised):
@@ -177,21 +168,11 @@ def lazy_tensors(
             return found.scales
         return to_nibbles(found.q) if found.bits == 4 else found.q
 
-    return LazyTensors(kinds, make)
-
-
-def quantize(path: Path, out: Path, dtype: str = "int8", done: Mapping[str, Any] | None = None) -> str:
-    """Write a weights file of floats in int8 or int4; some matrices may be done. Return what was made."""
-    path = find_weights(path)
-    description, header = read_description(path), verified(path)
-    description.refuse_incomplete(path)
-    if description.rounded:
-        raise DataError(f"{path} is in {description.rounded} already")
     kept = header.facts()
     if DATA_SUM in header.metadata:
         kept[SOURCE_SUM] = header.metadata[DATA_SUM]
     known = {**kept, "format_version": ROUNDED_VERSION, QUANTISED: WORDS[dtype]}
-    write_tensors(out, lazy_tensors(path, header, description.run.model, dtype, done or {}), known)
+    write_tensors(out, LazyTensors(kinds, make), known)
     before, after = (size(file.stat().st_size) for file in (path, out))
     return f"{out}: {WORDS[dtype]}; {before} became {after}"
 
@@ -229,7 +210,7 @@ class Rounded:
         from distgpt.models.quantized.packed import Int8Model
 
         assert isinstance(kernels, Int8Kernels)
-        return Int8Model(config, kernels, _Parameters(path, config, kernels, comm, merge))
+        return Int8Model(config, kernels, _parameters(path, config, kernels, comm, merge))
 
     def of(self, model: Model) -> Model:
         from distgpt.core.cpu.kernels import CpuKernels

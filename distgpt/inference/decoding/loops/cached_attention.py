@@ -13,12 +13,13 @@ import numpy as np
 from numba import types
 
 from distgpt.core.config import ModelConfig
-from distgpt.core.cpu.compiling.jit import FORCED, by_types, get, inline, jit, put, zip_narrowed
+from distgpt.core.cpu.compiling.jit import FORCED, by_types, inline, jit, put, zip_narrowed
 from distgpt.core.cpu.fused.attention import normalise_head, pair, rstd_of
 from distgpt.core.cpu.fused.softmax import EDGE, UNSEEN, softmax
 from distgpt.core.cpu.matmul.assembled import tile
 from distgpt.core.cpu.matmul.packing import COLUMNS, ROWS, aligned, zeros_as_used
 from distgpt.core.ops.api import Array
+from distgpt.inference.decoding.loops.operands import element
 
 
 class Cache(NamedTuple):
@@ -70,8 +71,8 @@ def attend(threads, kind, i, weights, qkv, cache, feeds, only_wanted, y, own):
     attend; all rows give keys and values.
     """
     thread, n_threads = threads
-    heads, size = kind.kv_heads, kind.size
-    width, gains, window = kind.heads * size, weights.head_gains[:, i : i + 1], weights.windows[i]
+    heads, size = kind.kv_heads, kind.head_size
+    width, gains, window = kind.n_head * size, weights.head_gains[:, i : i + 1], weights.windows[i]
     units, span = feeds.shape[0] * heads, width // heads
     for unit in range(units * thread // n_threads, units * (thread + 1) // n_threads):
         feed, head = feeds[unit // heads], unit % heads
@@ -98,7 +99,7 @@ def _prepare(rows, first, last, size, before, kind, weights, gains):
     for i in range(rows.shape[0]):
         for start in range(first, last, size):
             for g in range(gains.shape[0]):
-                _scale_head(rows[i, start : start + size], gains[g], np.float32(kind.eps))
+                _scale_head(rows[i, start : start + size], gains[g], np.float32(kind.norm_eps))
             if half:
                 c, s = weights.cos[before + i], weights.sin[before + i]
                 left, right = rows[i, start : start + half], rows[i, start + half : start + size]
@@ -107,7 +108,7 @@ def _prepare(rows, first, last, size, before, kind, weights, gains):
                     left[j] = a * c[j] - b * s[j]
                     right[j] = a * s[j] + b * c[j]
             if kind.qk_norm and not gains.shape[0]:
-                normalise_head(rows[i, start : start + size], np.float32(kind.eps))
+                normalise_head(rows[i, start : start + size], np.float32(kind.norm_eps))
 
 
 @inline
@@ -229,33 +230,24 @@ def shift_cache(first, last, cache, slot, cos, sin, count, kept):
             _rotate_back(keys, i, i + half, cos[count, i], sin[count, i], count, kept)
         for i in range(2 * half, keys.shape[1] // COLUMNS):
             for at in range(kept):
-                _set(keys, at, i, _at(keys, at + count, i))
+                _set(keys, at, i, element(keys, at + count, i))
         values = cache.values[unit // heads, slot, unit % heads]
         for at in range(kept):
             for j in range(values.shape[0] * COLUMNS):
-                _set(values, j, at, _at(values, j, at + count))
+                _set(values, j, at, element(values, j, at + count))
 
 
 @inline
 def _rotate_back(keys, i, j, c, s, count, kept):
     for at in range(kept):
-        a, b = _at(keys, at + count, i), _at(keys, at + count, j)
+        a, b = element(keys, at + count, i), element(keys, at + count, j)
         _set(keys, at, i, a * c + b * s)
         _set(keys, at, j, b * c - a * s)
 
 
 @inline
-def _at(w, column, k):
-    """Return an element of a packed matrix, by its column and its k."""
-    return get(w[column // COLUMNS], _index(w, column, k))
-
-
-@inline
 def _set(w, column, k, value):
-    put(w[column // COLUMNS], _index(w, column, k), value)
-
-
-@inline
-def _index(w, column, k):
+    """An element of a packed matrix ← value, by its column and its k."""
     side_by_side = pair(w)
-    return (k // side_by_side * COLUMNS + column % COLUMNS) * side_by_side + k % side_by_side
+    index = (k // side_by_side * COLUMNS + column % COLUMNS) * side_by_side + k % side_by_side
+    put(w[column // COLUMNS], index, value)

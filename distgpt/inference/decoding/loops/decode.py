@@ -20,7 +20,7 @@ from distgpt.core.cpu.matmul.microkernel import ACCUMULATE, BIAS
 from distgpt.core.cpu.matmul.packing import COLUMNS
 from distgpt.core.ops.api import Array
 from distgpt.inference.decoding.loops.cached_attention import Cache, ThreadScratch, attend
-from distgpt.inference.decoding.loops.operands import UNIT, element, most_rows, multiply, put_row, stretch
+from distgpt.inference.decoding.loops.operands import UNIT, at_once, element, multiply, put_row
 from distgpt.inference.decoding.loops.weights import Weights
 
 GROUP = 2  # panels that all rows go past before the next ones
@@ -28,22 +28,22 @@ ADD = BIAS | ACCUMULATE
 
 
 class Kind(NamedTuple):
-    """The architecture, as far as the decoder depends on it."""
+    """The architecture, as far as the decoder depends on it: attributes of `ModelConfig`, and `act`."""
 
-    width: int
-    heads: int
+    n_embd: int
+    n_head: int
     kv_heads: int
-    size: int  # of a head
-    qkv: int  # the width of queries, keys and values side by side
+    head_size: int
+    qkv_width: int
     hidden: int
-    vocab: int
-    centred: bool  # layer norm, not RMS norm
-    act: int
+    vocab_size: int
+    centred: bool
     gated: bool
     embed_norm: bool
     final_norm: bool
-    eps: float
+    norm_eps: float
     qk_norm: bool
+    act: int  # one of NUMBERS
 
 
 class Rows(NamedTuple):
@@ -80,22 +80,8 @@ class Fixed(NamedTuple):
 
 
 def kind_of(config: ModelConfig) -> Kind:
-    return Kind(
-        config.n_embd,
-        config.n_head,
-        config.kv_heads,
-        config.head_size,
-        config.qkv_width,
-        config.hidden,
-        config.vocab_size,
-        config.centred,
-        NUMBERS[config.mlp],
-        config.gated,
-        config.embed_norm,
-        config.final_norm,
-        config.norm_eps,
-        config.qk_norm,
-    )
+    named = {name: getattr(config, name) for name in Kind._fields[:-1]}
+    return Kind(**named, act=NUMBERS[config.mlp])
 
 
 @jit
@@ -108,15 +94,15 @@ def decode(thread, n_threads, tokens, feeds, logits, packed):
     kind, weights, rows, cache, inputs, own, counter = fixed
     work = Inputs(inputs.tokens[:tokens], inputs.feeds[:feeds], inputs.wanted[: len(logits)])
     threads, n, layers = (thread, n_threads), len(work.tokens), weights.qkv.w.shape[0]
-    s, width, heads, arrivals = rows.s, kind.width, kind.heads * kind.size, 0
+    s, width, heads, arrivals = rows.s, kind.n_embd, kind.n_head * kind.head_size, 0
     first, last = part(threads, n)
     _embed(first, last, kind, weights, s, work)
     for i in range(layers):
         if i:
             arrivals = wait_for_all(counter, arrivals, n_threads)
-        _normed(first, last, kind, weights.norms[2 * i], s, rows)
+        _normed(first, last, kind, weights.norms[2 * i], s, rows.att, rows.a)
         arrivals = wait_for_all(counter, arrivals, n_threads)
-        _linear(threads, n, width, kind.qkv, rows.a, weights.qkv, i, rows.qkv, BIAS)
+        _linear(threads, n, width, kind.qkv_width, rows.a, weights.qkv, i, rows.qkv, BIAS)
         if weights.values.shape[0] and (layers - 1 - i) % 2 == 0:  # as ModelConfig.value_layers says
             _add_values(threads, kind, weights.values[i // 2], work.tokens, rows.qkv)
         arrivals = wait_for_all(counter, arrivals, n_threads)
@@ -132,16 +118,19 @@ def decode(thread, n_threads, tokens, feeds, logits, packed):
         arrivals = wait_for_all(counter, arrivals, n_threads)
         _linear(threads, n, heads, width, rows.a, weights.out, i, s, ADD)
         arrivals = wait_for_all(counter, arrivals, n_threads)
-        _normed(first, last, kind, weights.norms[2 * i + 1], s, rows)
+        _normed(first, last, kind, weights.norms[2 * i + 1], s, rows.att, rows.a)
         arrivals = wait_for_all(counter, arrivals, n_threads)
         _expand(threads, n, kind, weights, rows, i)
         arrivals = wait_for_all(counter, arrivals, n_threads)
         _linear(threads, n, kind.hidden, width, rows.h, weights.proj, i, s, ADD)
     arrivals = wait_for_all(counter, arrivals, n_threads)
-    for row in range(first, last):
-        _last_norm(kind, weights.norms[2 * layers + 1], s[row, :width], rows.att[row, :width], rows.last[row])
+    if kind.final_norm:
+        _normed(first, last, kind, weights.norms[2 * layers + 1], s, rows.att, rows.last)
+    else:
+        for row in range(first, last):
+            put_row(rows.last[row], s[row], 0, width)
     arrivals = wait_for_all(counter, arrivals, n_threads)
-    _columns(threads, n, width, kind.vocab, rows.last, weights.head, logits, rows.s[0], 0)
+    _columns(threads, n, width, kind.vocab_size, rows.last, weights.head, logits, rows.s[0], 0)
 
 
 @inline
@@ -156,7 +145,7 @@ def _embed(first, last, kind, weights, s, work):
     for f in range(work.feeds.shape[0]):
         start, count, before = work.feeds[f, 0], work.feeds[f, 1], work.feeds[f, 3]
         for row in range(max(first, start), min(last, start + count)):
-            x, token, place = s[row, : kind.width], work.tokens[row], before + row - start
+            x, token, place = s[row, : kind.n_embd], work.tokens[row], before + row - start
             added = weights.places[min(place, weights.places.shape[0] - 1)]
             for j in range(x.shape[0]):
                 x[j] = element(weights.embedding, token, j) + added[j]
@@ -167,7 +156,7 @@ def _embed(first, last, kind, weights, s, work):
 @inline
 def _expand(threads, n, kind, weights, rows, i):
     """A thread's columns of an MLP's first half: fc, gates, activation."""
-    width, hidden = kind.width, kind.hidden
+    width, hidden = kind.n_embd, kind.hidden
     _linear(threads, n, width, hidden, rows.a, weights.fc, i, rows.pre, BIAS, UNIT)
     if kind.gated:
         _linear(threads, n, width, hidden, rows.a, weights.gates, i, rows.gates, BIAS, UNIT)
@@ -175,12 +164,12 @@ def _expand(threads, n, kind, weights, rows, i):
 
 
 @inline
-def _normed(first, last, kind, norm, s, rows):
-    """Rows first … last of the factors ← the norm of s, by way of memory that attention uses later."""
+def _normed(first, last, kind, norm, s, between, to):
+    """Rows first … last of factors ← the norm of s, by way of memory that attention uses at other times."""
     for row in range(first, last):
-        normed = rows.att[row, : kind.width]
-        norm_row(kind, norm, s[row, : kind.width], normed)
-        put_row(rows.a[row], normed, 0, kind.width)
+        normed = between[row, : kind.n_embd]
+        norm_row(kind, norm, s[row, : kind.n_embd], normed)
+        put_row(to[row], normed, 0, kind.n_embd)
 
 
 @inline
@@ -202,15 +191,6 @@ def _to_the_front(s, rows, width):
 
 
 @inline
-def _last_norm(kind, norm, x, y, a):
-    if kind.final_norm:
-        norm_row(kind, norm, x, y)
-        put_row(a, y, 0, x.shape[0])
-    else:
-        put_row(a, x, 0, x.shape[0])
-
-
-@inline
 def _linear(threads, n, k, columns, a, layer, i, c, flags, unit=COLUMNS):
     _columns(threads, n, k, columns, a, layer.w[i], c, layer.bias[i], flags, unit)
 
@@ -219,7 +199,7 @@ def _linear(threads, n, k, columns, a, layer, i, c, flags, unit=COLUMNS):
 def _columns(threads, n, k, columns, a, w, c, bias, flags, unit=COLUMNS):
     """A thread's columns of c ← [c +] a wᵀ [+ bias], a few panels past all rows, k in stretches."""
     begin, end = _own_columns(threads, columns, unit)
-    longest, most = stretch(w), most_rows(w)
+    longest, most = at_once(w)
     strips = (n + most - 1) // most  # of rows, about as many in each
     group = COLUMNS if strips <= 1 else GROUP * COLUMNS
     for left in range(begin, end, group):
@@ -237,8 +217,8 @@ def _columns(threads, n, k, columns, a, w, c, bias, flags, unit=COLUMNS):
 @inline
 def _add_values(threads, kind, values, tokens, qkv):
     """A thread's columns of v += the value embedding of each token."""
-    begin, end = _own_columns(threads, kind.qkv, COLUMNS)
-    before = kind.qkv - kind.kv_heads * kind.size
+    begin, end = _own_columns(threads, kind.qkv_width, COLUMNS)
+    before = kind.qkv_width - kind.kv_heads * kind.head_size
     for row in range(tokens.shape[0]):
         for column in range(max(begin, before), end):
             qkv[row, column] += element(values, tokens[row], column - before)
@@ -272,6 +252,6 @@ def norm_row(kind, norm, x, y):
         mean *= share
     for j in range(width):
         square += (x[j] - mean) * (x[j] - mean)
-    scale = np.float32(1) / np.sqrt(square * share + np.float32(kind.eps))
+    scale = np.float32(1) / np.sqrt(square * share + np.float32(kind.norm_eps))
     for j in range(width):
         y[j] = (x[j] - mean) * scale * gain[j] + bias[j]

@@ -24,21 +24,11 @@ def operand_rows(count: int, columns: int, dtype: str) -> Array:
 
 
 @by_types(**FORCED)
-def stretch(w):
-    """Return the longest stretch of k that is summed at once, a number of steps."""
+def at_once(w):
+    """Return how many steps of k are summed at once, at most, and how many rows `multiply` computes."""
 
     def floats(w):
-        return LONGEST * 4 // w.itemsize
-
-    return floats if w.dtype in FLOATS else None
-
-
-@by_types(**FORCED)
-def most_rows(w):
-    """Return the number of rows that `multiply` computes at once."""
-
-    def floats(w):
-        return ROWS
+        return LONGEST * 4 // w.itemsize, ROWS
 
     return floats if w.dtype in FLOATS else None
 

@@ -6,9 +6,9 @@ one compiled decoder serves them all. Checksums tell whether weights have change
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -47,33 +47,25 @@ class Weights(NamedTuple):
     sin: Array
 
 
-class Form(Protocol):
-    """A matrix (rows, k) that packs itself."""
+class Form:
+    """A matrix (rows, k) that packs itself: here of float32, or of bfloat16 as uint16."""
 
-    def panels(self, count: int, columns: int) -> Array:
-        """Make memory for `count` matrices like this one, padded to `columns`: rows of this one."""
-
-    def pack(self, panels: Array, first: int, last: int) -> None:
-        """Panels ← rows first … last of this matrix."""
-
-
-class Floats:
-    """A matrix of float32, or of bfloat16 as uint16."""
-
-    def __init__(self, w: Array) -> None:
+    def __init__(self, w: Any) -> None:
         self._w = w
 
     def panels(self, count: int, columns: int) -> Array:
+        """Make memory for `count` matrices like this one, padded to `columns`: rows of this one."""
         pair = 2 if self._w.dtype == BITS else 1
         shape = count, columns // COLUMNS, -(-self._w.shape[1] // pair) * pair * COLUMNS
         return aligned(shape, self._w.dtype.name)
 
     def pack(self, panels: Array, first: int, last: int) -> None:
+        """Panels ← rows first … last of this matrix."""
         pack_transposed(0, last - first, panels, self._w[first:last], 0, self._w.shape[1])
 
 
-Forms = Mapping[type, Callable[[Any], Form]]
-FLOATS: Forms = {np.ndarray: Floats}
+Forms = Mapping[type, type[Form]]
+FLOATS: Forms = {np.ndarray: Form}
 
 
 def packed_weights(
@@ -87,9 +79,8 @@ def packed_weights(
     block = [f"blocks.{i}" for i in range(config.n_layer)]
     packed = partial(_packed, forms)
 
-    def matrix(name: str, rows: int) -> Array:
-        found: Array = packed((params[name] for _ in range(1)), 1, [rows])[0][0]
-        return found
+    def matrix(name: str, rows: int) -> Any:
+        return packed([params[name]], 1, [rows])[0][0]
 
     def layers(name: str, *rows: int) -> list[Layer]:
         """Return the layers that a matrix of each block holds, one below the other."""
@@ -105,6 +96,8 @@ def packed_weights(
 
     head = matrix("wte" if config.tied else "head.w", vocab)
     embedding = head if config.tied else matrix("wte", vocab)
+    valued = config.value_layers
+    values = (params[f"blocks.{i}.values.w"] for i in valued)
     fc, *gates = layers("mlp.fc", *[config.hidden] * (2 if gated else 1))
     (qkv,) = layers("attn.qkv", config.qkv_width)
     (out,) = layers("attn.proj", c)
@@ -119,17 +112,14 @@ def packed_weights(
         head_gains=_head_gains(config, params, block),
         head=head,
         embedding=embedding,
-        values=_values(config, params, packed) if config.value_layers else head[None][:0],
+        values=packed(values, len(config.value_layers), [vocab])[0]
+        if config.value_layers
+        else head[None][:0],
         windows=np.array([window or config.seq_len for window in config.windows], np.int64),
         places=wide(params["wpe"]) if "wpe" in params else np.zeros((1, c), np.float32),
         cos=np.zeros((1, 0), np.float32) if angles is None else angles.cos,
         sin=np.zeros((1, 0), np.float32) if angles is None else angles.sin,
     )
-
-
-def _values(config: ModelConfig, params: Mapping[str, Array], packed: Callable[..., list[Array]]) -> Array:
-    values = (params[f"blocks.{i}.values.w"] for i in config.value_layers)
-    return packed(values, len(config.value_layers), [config.vocab_size])[0]
 
 
 def wide(x: Array) -> Array:

@@ -21,6 +21,7 @@ import numpy as np
 
 from distgpt.core.base.errors import DataError
 from distgpt.core.base.files import Direct, atomic_file, open_regular, storage_errors
+from distgpt.core.ops.low_precision import from_bfloat16
 
 Array = Any  # of NumPy, also structured
 
@@ -109,7 +110,7 @@ _SIX = ("scales", "u1", 12)
 TYPES = {
     0: _type("F32", 1, [("x", "<f4")], lambda block: block["x"][:, None]),
     1: _type("F16", 1, [("x", "<f2")], lambda block: block["x"].astype(np.float32)[:, None]),
-    30: _type("BF16", 1, [("x", "<u2")], lambda b: (b["x"].astype("<u4") << 16).view("<f4")[:, None]),
+    30: _type("BF16", 1, [("x", "<u2")], lambda block: from_bfloat16(block["x"])[:, None]),
     2: _type("Q4_0", 32, [_D, ("q", "u1", 16)], _of_32),
     3: _type("Q4_1", 32, [_D, _M, ("q", "u1", 16)], _of_32),
     6: _type("Q5_0", 32, [_D, ("high", "u1", 4), ("q", "u1", 16)], _of_32),

@@ -16,7 +16,7 @@ from distgpt.core.base.formatting import count
 from distgpt.core.config import ModelConfig
 from distgpt.core.data.tokenizers import Tokenizer
 from distgpt.core.model.layers import rope_frequencies
-from distgpt.core.saved.tensors import read_header, verify_data
+from distgpt.core.saved.weights import verified
 from distgpt.models.formats.families import FAMILIES, Family, Settings, TensorMapping, family_for, recognised
 from distgpt.models.formats.gguf.container import (
     NUMBERS,
@@ -262,8 +262,7 @@ def export_gguf(path: Path, out: Path, dtype: str, note: Note = lambda text: Non
     metadata |= (
         metadata_of(tokenizer, config.vocab_size, path) if tokenizer else {"tokenizer.ggml.model": "no_vocab"}
     )
-    header = read_header(path)
-    verify_data(path, header)
+    header = verified(path)
     mappings = {named(mapping): mapping for mapping in family.all_mappings(config)}
     shapes = {name: mapping.our_shape for name, mapping in mappings.items()}
     kinds = {name: (_kind(name, shape, dtype, config.tied), shape) for name, shape in shapes.items()}
