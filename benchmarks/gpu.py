@@ -55,8 +55,7 @@ class Measurements:
         self._add("machine/doctor", 40, [*args.distgpt, "doctor", "--json"])
         self._train("GPT-2 bfloat16", "gpt2", "bfloat16", 64, *list(PEERS)[:2])
         self._profile("gpt2", 64)
-        switches = ["--quick"] * args.quick + ["--host"] * args.host
-        self._add("kernels/own", 90, [sys.executable, HERE / "gpu_kernels.py", *switches])
+        self._kernels("kernels", "step")
         for dtype in ("float32", "bfloat16"):
             self._train(f"gpt-mini {dtype}", "gpt-mini", dtype, 16, *list(PEERS)[:3:2])
         for name in ("XL", "S"):
@@ -65,6 +64,7 @@ class Measurements:
         self._train("GPT-2 TF32", "gpt2", "tf32", 16, "PyTorch, compiled")
         if "autotune" in (args.only or ()):
             self._train("autotune", "gpt2", "bfloat16", 64, "PyTorch, max-autotune")
+        self._kernels("ablation", "ablation")
 
     def _add(self, name: str, most: float, command: list[Any]) -> None:
         if not self._args.only or name.split("/")[0] in self._args.only:
@@ -111,6 +111,10 @@ class Measurements:
     def _profile(self, name: str, batch: int) -> None:
         words, out = self._ours(name, "bfloat16", batch, "profile", 5), self._args.out.parent / "profile"
         self._add("profile/GPT-2 bfloat16", 60, [*words, "--out", out])
+
+    def _kernels(self, group: str, what: str) -> None:
+        switches = ["--quick"] * self._args.quick + ["--host"] * self._args.host
+        self._add(f"{group}/own", 90, [sys.executable, HERE / "gpu_kernels.py", what, *switches])
 
     def _forward(self, name: str) -> None:
         """The study compares the losses of its methods: the GPU's with those of the cores."""
@@ -165,7 +169,7 @@ def main() -> int:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="distgpt against PyTorch on one GPU.")
-    parser.add_argument("--only", nargs="+", metavar="GROUP", help="as in the table: kernels, profile, …")
+    parser.add_argument("--only", nargs="+", metavar="GROUP", help="as in the table: kernels, ablation, …")
     parser.add_argument("--seconds", type=float, default=460, help="for everything together")
     parser.add_argument("--peer", help="Python of an environment with PyTorch; this one's if left out")
     parser.add_argument("--out", type=Path, help="JSON file; benchmarks/results/gpu-DATE.json if left out")
@@ -230,8 +234,9 @@ def table(results: Found) -> Iterator[str]:
         for found in contestants.values():
             yield from kernels(found.get("measured", {}))
     for name, found in results["found"].items():
-        if "error" in found:
-            yield f"! {name}: {found['error']}"
+        for error in [found, *found.get("measured", {}).values()]:
+            if "error" in error:
+                yield f"! {name}: {error['error']}"
 
 
 def comparison(group: str, contestants: Found) -> Iterator[str]:
@@ -258,7 +263,7 @@ def comparison(group: str, contestants: Found) -> Iterator[str]:
 
 def kernels(rows: Found) -> Iterator[str]:
     for name, row in rows.items():
-        time_us = row.get("seconds", 0.0) * 1e6
+        time_us = row["seconds"] * 1e6 if "seconds" in row else row.get("us_per_name", 0)
         if "of_copy" in row:
             mark = "" if row["of_copy"] >= MEMORY_BOUND else " !"
             yield f"    {name:44} {time_us:10,.1f} us {row['of_copy']:5.0%} of a copy's bandwidth{mark}"

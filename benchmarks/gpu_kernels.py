@@ -1,6 +1,6 @@
-"""Time each kernel and each matmul of a GPT-2 124M training step on a GPU, alone.
+"""Time each kernel and each matmul of a GPT-2 124M training step on a GPU, alone; and an ablation of matmuls.
 
-    python benchmarks/gpu_kernels.py [--quick] [--host]
+    python benchmarks/gpu_kernels.py step|ablation [--quick] [--host]
 
 Prints one JSON object per row. `--quick`: toy sizes; `--host`: on the tests' stand-in for a GPU.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import sys
 from collections.abc import Callable, Iterator
@@ -23,6 +24,9 @@ from distgpt.core.config.presets import preset
 from distgpt.core.model.model import Architecture, Model
 from distgpt.core.model.optim import AdamW
 from distgpt.core.model.passes import Pass
+from distgpt.gpu.compiling import storage_define
+from distgpt.gpu.device import STORAGE
+from distgpt.gpu.kernels import CudaKernels
 from distgpt.gpu.matmul import Matmul
 from distgpt.gpu.stage import kernels_on, open_device
 
@@ -33,6 +37,11 @@ LONG_SERIES = 0.3  # seconds
 TWICE = {"cross_entropy": (1,), "adamw": (0, 2, 3), "rope": (0,), "norm_backward": (4,)}
 ONCE = ("add_up_tiles",)  # what another run would not find its input for
 PARTLY = {"embed": (2,), "token_gradient": (0,), "token_gradient_across": (0,)}
+
+TILE = 16  # threads to a side of a block of matmul.cu
+NAME_ROWS, NAMES = 8, 512
+LAYERS = {"S": (64, 256), "L": (256, 1024), "XL": (512, 2048)}  # inputs and outputs of an MLP's first layer
+TOLERANCE = {"float64": 1e-12, "float32": 1e-4, "bfloat16": 2e-2}
 
 Row = dict[str, Any]
 
@@ -68,6 +77,13 @@ def copy_bandwidth(device: Any, size: int) -> float:
     """Bytes per second read and written in a copy on the device."""
     source, target = (device.zeros((size,), np.dtype(np.uint8)) for _ in range(2))
     return 2 * size / seconds(device, lambda: device.copy(target, source), 10)
+
+
+def filled(kernels: CudaKernels, *shape: int) -> Any:
+    """Random values: a GPU saves power on zeros, which would flatter it."""
+    array = kernels.zeros(*shape)
+    kernels.put(array, np.random.default_rng(7).standard_normal(shape, np.float32) / math.sqrt(shape[0]))
+    return array
 
 
 def step(host: bool, quick: bool) -> Iterator[Row]:
@@ -125,12 +141,45 @@ def label(kind: Matmul) -> str:
     return " ".join(words)
 
 
+def ablation(host: bool, quick: bool) -> Iterator[Row]:
+    """Naive, tiled and cuBLASLt's matmuls, in each type, for one name and for a batch of them."""
+    device = opened(host)
+    for layer, (k, n) in ({"S": (24, 40)} if quick else LAYERS).items():
+        for dtype in STORAGE:
+            kernels = kernels_on(device, dtype, GpuConfig(), complain)
+            for m in (NAME_ROWS, NAME_ROWS * (3 if quick else NAMES)):
+                a, b, out = filled(kernels, m, k), filled(kernels, k, n), kernels.zeros(m, n)
+                expected = None
+                for way, work in ways(device, kernels, dtype, out, a, b).items():
+                    device.zero(out)
+                    took = seconds(device, work, 100)
+                    found = np.array(kernels.to_host(out), np.float64)
+                    expected = found if expected is None else expected
+                    distance = float(np.abs(found - expected).max() / np.abs(expected).max())
+                    row = {"row": f"{layer} {n}x{k}, {dtype}, {m} rows, {way}", "distance": distance}
+                    row |= {"us_per_name": took * NAME_ROWS / m * 1e6, "tflops": 2 * m * n * k / took / 1e12}
+                    wrong = not distance < TOLERANCE[dtype]
+                    yield row | ({"error": f"differs from the naive way by {distance:.2g}"} if wrong else {})
+
+
+def ways(
+    device: Any, kernels: CudaKernels, dtype: str, out: Any, a: Any, b: Any
+) -> dict[str, Callable[[], None]]:
+    (m, k), n = a.shape, b.shape[1]
+    where = {"defines": (storage_define(dtype),), "grid": (-(-n // TILE), -(-m // TILE), 1)}
+    args = (out, a, b, m, n, k)
+    own: Any = partial(device.launch, "matmul", **where, block=(TILE, TILE), args=args)
+    library = partial(kernels.matmuls.run, Matmul(m, n, k, False, False, dtype, dtype), out, a, b)
+    return {"naive": partial(own, "matmul_naive"), "tiled": partial(own, "matmul_tiled"), "cuBLASLt": library}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("what", choices=("step", "ablation"))
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--host", action="store_true")
     args = parser.parse_args()
-    for row in step(args.host, args.quick):
+    for row in {"step": step, "ablation": ablation}[args.what](args.host, args.quick):
         print(json.dumps(row), flush=True)
 
 

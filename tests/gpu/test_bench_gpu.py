@@ -47,7 +47,7 @@ def finish(process, out):
 def test_every_measurement_finds_what_it_is_for(tmp_path):
     peer = tmp_path / "peer.py"
     peer.write_text(PEER)
-    groups = ("machine", "GPT-2 bfloat16", "kernels", "forward S", "decoding")
+    groups = ("machine", "GPT-2 bfloat16", "kernels", "forward S", "decoding", "ablation")
     found, printed = finish(*start(tmp_path, "--peer", f"{sys.executable} {peer}", "--only", *groups))
     refused = found.pop("GPT-2 bfloat16/PyTorch, compiled, cuDNN attention")
     assert refused["error"] == "exit code 1: RuntimeError: no kernel"
@@ -56,6 +56,8 @@ def test_every_measurement_finds_what_it_is_for(tmp_path):
     assert found["GPT-2 bfloat16/ours"]["rows"][0]["tokens_per_s"] > 0
     rows = found["kernels/own"]["measured"]
     assert {"kernel adamw", "kernel cross_entropy_packed", "matmul 16x96x24 NT gelu + bias"} <= set(rows)
+    ablation = found["ablation/own"]["measured"]
+    assert len(ablation) == 3 * 2 * 3 and all(row["distance"] < 0.02 for row in ablation.values())
     for text in (
         "GPT-2 bfloat16: ",
         "1.05: met)",
@@ -68,22 +70,22 @@ def test_every_measurement_finds_what_it_is_for(tmp_path):
 
 def test_what_fails_stops_nothing_else(tmp_path):
     """Without --host there is no GPU here."""
-    found, printed = finish(*start(tmp_path, "--only", "profile", "kernels", host=False))
-    assert all("exit code" in found[name]["error"] for name in ("profile/GPT-2 bfloat16", "kernels/own"))
-    assert "! profile" in printed and "! kernels" in printed
+    found, printed = finish(*start(tmp_path, "--only", "ablation", "kernels", host=False))
+    assert all("exit code 1" in found[f"{name}/own"]["error"] for name in ("ablation", "kernels"))
+    assert "! ablation" in printed and "! kernels" in printed
 
 
 @needs_the_processor
 def test_what_was_found_is_written_when_the_benchmark_is_stopped(tmp_path):
-    process, out = start(tmp_path, "--only", "kernels", "decoding", stderr=subprocess.PIPE)
-    while not process.stderr.readline().startswith("decoding"):
+    process, out = start(tmp_path, "--only", "kernels", "ablation", stderr=subprocess.PIPE)
+    while not process.stderr.readline().startswith("ablation"):
         assert process.poll() is None
     process.send_signal(signal.SIGTERM)
     printed, _ = process.communicate(timeout=200)
     assert process.returncode == 130, printed
     results = json.loads(out.read_text())
     assert results["interrupted"] and results["found"]["kernels/own"]["measured"]
-    assert "decoding/weights" in results["found"] and "kernel adamw" in printed
+    assert "ablation/own" in results["found"] and "kernel adamw" in printed
     fused_or_not = results["found"]["kernels/own"]["measured"]["matmul 16x96x24 NT gelu + bias"]
     assert fused_or_not["chosen"] == "fused"  # the first, where all take the same time
 
@@ -107,6 +109,7 @@ def test_the_table_compares_ours_with_the_best_of_pytorchs_and_names_what_failed
         "forward S/ours": '{"rows": [{"seconds": 0.25, "loss": 2.0}]}',
         "kernels/own": '{"row": "kernel adamw", "seconds": 1e-3, "of_copy": 0.7}\n'
         '{"row": "matmul 2x2x2 NN", "seconds": 1e-3, "tflops": 9.0, "chosen": "fused"}\n{"row": "cut o',
+        "ablation/own": '{"row": "S, tiled", "us_per_name": 2.0, "tflops": 1.0, "error": "differs"}',
         "profile/GPT-2": "a table",
     }.items():
         gpu.read(output, found.setdefault(name, {}))
@@ -116,7 +119,7 @@ def test_the_table_compares_ours_with_the_best_of_pytorchs_and_names_what_failed
     assert "forward XL: 2.00 x (bar 2.0: met)" in lines and "forward S: nothing to compare with" in lines
     assert any("kernel adamw" in line and line.endswith("70% of a copy's bandwidth !") for line in lines)
     assert any("matmul 2x2x2 NN" in line and line.endswith("9.0 TFLOP/s fused") for line in lines)
-    assert lines[-1] == "! profile/GPT-2: exit code 1: no"
+    assert lines[-2:] == ["! ablation/own: differs", "! profile/GPT-2: exit code 1: no"]
     assert found["profile/GPT-2"]["stdout"] == "a table"
 
 

@@ -56,3 +56,20 @@ def test_embedding_gradients_of_tokens_that_reach_over_many_chunks(both, vocab):
     drawn = np.minimum(case.rng.zipf(1.3, case.n) - 1, vocab - 1).astype(np.int32)
     dwte, dx = np.zeros((vocab, case.c)), case.random(case.n, case.c)
     case.check(operations.embed_backward, [Wide(dwte), None], dx, drawn, case.t)
+
+
+def test_the_textbooks_matmuls(both):
+    shapes = [(1, 1, 1, 1), (1, 16, 16, 16), (3, 17, 33, 5), (2, 5, 40, 35)]
+    for kernel, (pairs, m, n, k) in itertools.product(("matmul_naive", "matmul_tiled"), shapes):
+        case = Case(both)
+        case.name = f"{kernel} {pairs, m, n, k}"
+
+        def work(on, out, a, b, kernel=kernel, grid=(-(-n // 16), -(-m // 16), pairs), sizes=(m, n, k)):
+            if on is both[0]:
+                np.matmul(a, b, out)
+            else:
+                on._device.launch(
+                    "matmul", kernel, on._launcher._defines, grid, (16, 16), (out, a, b, *sizes)
+                )
+
+        case.check(work, [(pairs, m, n)], case.random(pairs, m, k), case.random(pairs, k, n), strict=0.5)
