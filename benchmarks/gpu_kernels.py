@@ -59,6 +59,20 @@ def first_calls(of: Any, method: str, key: int) -> dict[Any, Any]:
     return found
 
 
+def opened(host: bool) -> Any:
+    """A GPU, or the tests' stand-in for one."""
+    if host:
+        sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "gpu"))
+        import hostgpu
+
+        hostgpu.install()
+    return open_device(0, GpuConfig())
+
+
+def complain(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
 def seconds(device: Any, work: Callable[[], None], repeats: int = 5) -> float:
     """Time one call when it is repeated: the median of three series, shorter where a call takes long."""
 
@@ -88,16 +102,11 @@ def filled(kernels: CudaKernels, *shape: int) -> Any:
 
 def step(host: bool, quick: bool) -> Iterator[Row]:
     """Each kernel and each kind of matmul of one training step in bfloat16, B = 64."""
-    if host:
-        sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "gpu"))
-        import hostgpu
-
-        hostgpu.install()
-    device = open_device(0, GpuConfig())
+    device = opened(host)
     copy = copy_bandwidth(device, 1 << 16 if quick else 1 << 31)
     yield {"row": "copy", "bytes_per_s": copy}
     shape, n_seq = (TOY, 2) if quick else (preset("gpt2").model, 64)
-    kernels = kernels_on(device, "bfloat16", GpuConfig(), partial(print, file=sys.stderr, flush=True))
+    kernels = kernels_on(device, "bfloat16", GpuConfig(), complain)
     model = Model(Architecture(shape), kernels)
     model.allocate_master_weights()
     model.initialise(1)
