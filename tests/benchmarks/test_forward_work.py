@@ -78,7 +78,7 @@ def test_a_batch_on_a_gpu_takes_half_of_what_is_free():
     widths = sum(activation_widths(model.config).values())
 
     def rows_with(free):
-        device = SimpleNamespace(memory=lambda: (free, free), index=0, name="")
+        device = SimpleNamespace(memory=lambda: (free, free), sharing=1, index=0, name="")
         return rows_at_once(model, GpuStage("cuda", SerialComm(), 0, device=device))
 
     assert rows_with(1 << 50) == 1 << 18 and rows_with(0) == 1
