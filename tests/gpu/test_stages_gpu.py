@@ -13,6 +13,7 @@ from threadranks import on_all_ranks
 
 from distgpt.cluster.launch.job import Launched
 from distgpt.core.base.errors import UsageError
+from distgpt.core.comm import agree
 from distgpt.core.comm.api import SerialComm
 from distgpt.core.config import GpuConfig
 from distgpt.core.cpu.stages import open_stage
@@ -51,6 +52,7 @@ def node(monkeypatch):
     def be(gpus, local_rank=0, local_size=1):
         monkeypatch.setattr(opening, "gpu_count", lambda: gpus)
         if local_size > 1:
+            monkeypatch.setattr(agree, "gather", lambda comm, value: [value] * comm.size)
             monkeypatch.setattr(Launched, "connect", lambda job, stage: Rank(local_rank, local_size))
             monkeypatch.setattr(Launched, "meet", lambda job, comm: None)  # nobody else is there
         bound = [device_of(rank, gpus) for rank in range(local_size)]
