@@ -419,8 +419,8 @@ _FAULTS = {
     ("parallel/loops/sums.py", _IN_MEMORY): [
         (
             "a node's ranks are added from the last",
-            "for rank in range(1, count):",
-            "for rank in range(count - 1, 0, -1):",
+            "            for rank in range(1, rows.shape[0]):",
+            "            for rank in range(rows.shape[0] - 1, 0, -1):",
         ),
     ],
     ("parallel/choose.py", _IN_MEMORY): [
@@ -512,7 +512,7 @@ _FAULTS = {
         ("a normalizer lengthens texts without bound", "if most > MOST:", "if False:"),
     ],
     ("corpora/tokenizers/library.py", "corpora/test_hostile_tokenizers.py -k never_ends"): [
-        ("a text is waited for without end", "thread.join(seconds)", "thread.join()"),
+        ("a text is waited for without end", "wait([found], seconds)", "wait([found])"),
     ],
 }
 MUTATIONS = [Mutation(*where, *fault) for where, faults in _FAULTS.items() for fault in faults]

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from threadranks import on_all_ranks
 
-from distgpt import api, recipes
+from distgpt import api
 from distgpt.core.base.errors import UsageError
 from distgpt.core.comm.agree import on_root
 from distgpt.core.comm.api import SerialComm
@@ -104,7 +104,7 @@ def test_the_clock_of_a_run_leaves_out_what_a_recipe_says(tmp_path, monkeypatch)
     def an_hour_ago(asked, stage, say):
         return replace(asked, deterministic=False, uncounted=-3600.0)
 
-    monkeypatch.setattr(recipes, "followed", an_hour_ago)
+    monkeypatch.setattr(api, "followed", an_hour_ago)
     shape = {"n_layer": 1, "n_embd": 8, "seq_len": 8, "batch_size": 1, "vocab_size": 256}
     done = api.train(**shape, train_minutes=0.1, deterministic=True, threads=1, out=tmp_path / "run")
     assert len([line for line in done.metrics if "loss" in line]) <= 2

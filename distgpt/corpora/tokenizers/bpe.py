@@ -96,7 +96,7 @@ class BpeTokenizer(BytesDecoder):
     def _fast(self) -> FastEncoder:
         from distgpt.corpora.tokenizers.bpe_fast import FastEncoder
 
-        return FastEncoder(self._id_of, self.merges, self._encode_piece)
+        return FastEncoder(self._id_of, symbols(), self.merges, self._encode_piece)
 
     def _encode_piece(self, piece: str) -> list[int]:
         with library_errors("the library tokenizers cannot encode this text"):

@@ -17,7 +17,6 @@ import numpy as np
 from distgpt.core.cpu.compiling.jit import inline, jit
 from distgpt.core.data.tokenizers import Ids, id_dtype
 from distgpt.core.ops.api import Array
-from distgpt.corpora.tokenizers.bpe import symbols
 
 LETTER, NUMBER, BLANK, OTHER = 1, 2, 3, 4  # kinds of characters; 0 is not known yet
 DONE, OUT_FULL, MEMORY_FULL, UNKNOWN_KIND, LONG_PIECE = range(5)  # why `fill_ids` returned
@@ -73,6 +72,7 @@ class FastEncoder:
     def __init__(
         self,
         id_of: dict[str, int],
+        byte_symbols: str,
         merges: Sequence[tuple[str, str]],
         encode_long: Callable[[str], list[int]],
     ) -> None:
@@ -81,7 +81,7 @@ class FastEncoder:
         slots = 1 << (2 * len(merges) + 1).bit_length()
         keys, values = np.full((2, slots), 2**64 - 1, np.uint64)
         fill_merges(pairs, results, keys, values)
-        id_of_byte = np.array([id_of[symbol] for symbol in symbols()], np.uint32)
+        id_of_byte = np.array([id_of[symbol] for symbol in byte_symbols], np.uint32)
         self._merges = Merges(keys, values, id_of_byte)
         self._dtype = id_dtype(len(id_of))
         self._encode_long = encode_long

@@ -34,7 +34,7 @@ from distgpt.inference.quantized.integers import BLOCKS, Quantised, nearest, res
 from distgpt.inference.quantized.kernels import Int8Kernels, Packed
 from distgpt.inference.quantized.operands import Integers, operand_rows
 from distgpt.inference.quantized.rounding import rounded
-from distgpt.models.quantized.rounded import bits_of
+from distgpt.models.quantized.bits import bits_of
 
 FORMS: Forms = {**FLOATS, Quantised: Integers}
 

@@ -20,7 +20,7 @@ from distgpt.core.comm.agree import on_root
 from distgpt.core.comm.api import Comm
 from distgpt.core.comm.resources import granted_cores
 from distgpt.core.config import ModelConfig, TrainConfig
-from distgpt.core.model.memory import LEARNED, MATRIX, Spec
+from distgpt.core.model.memory import Spec
 from distgpt.core.model.model import Architecture, Model
 from distgpt.core.ops.api import Array
 from distgpt.core.ops.kernels import Kernels
@@ -50,22 +50,13 @@ from distgpt.inference.quantized.integers import (
     restored,
     to_nibbles,
 )
+from distgpt.models.quantized.bits import bits_of
 
 if TYPE_CHECKING:  # with compiled loops, which files are read and written without
     from distgpt.inference.quantized.kernels import Int8Kernels
 
 SCALES = ".scales"  # behind a matrix's name
 WORDS = {f"int{bits}": f"int{bits}, blocks of {block}" for bits, block in BLOCKS.items()}
-
-
-def bits_of(spec: Spec, dtype: str) -> int:
-    """Return the bits of its integers in a model rounded to int8 or int4; 0: it stays float32.
-
-    Matrices are rounded, but not learned positions; to int4 those of layers.
-    """
-    if not spec.is_matrix or spec.name == LEARNED:
-        return 0
-    return 4 if dtype == "int4" and spec.group == MATRIX else 8
 
 
 def tensors_of(config: ModelConfig, dtype: str) -> dict[str, tuple[str, tuple[int, ...]]]:

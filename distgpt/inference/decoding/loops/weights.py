@@ -6,7 +6,7 @@ one compiled decoder serves them all. Checksums tell whether weights have change
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -96,8 +96,6 @@ def packed_weights(
 
     head = matrix("wte" if config.tied else "head.w", vocab)
     embedding = head if config.tied else matrix("wte", vocab)
-    valued = config.value_layers
-    values = (params[f"blocks.{i}.values.w"] for i in valued)
     fc, *gates = layers("mlp.fc", *[config.hidden] * (2 if gated else 1))
     (qkv,) = layers("attn.qkv", config.qkv_width)
     (out,) = layers("attn.proj", c)
@@ -112,14 +110,17 @@ def packed_weights(
         head_gains=_head_gains(config, params, block),
         head=head,
         embedding=embedding,
-        values=packed(values, len(config.value_layers), [vocab])[0]
-        if config.value_layers
-        else head[None][:0],
+        values=_values(config, params, packed) if config.value_layers else head[None][:0],
         windows=np.array([window or config.seq_len for window in config.windows], np.int64),
         places=wide(params["wpe"]) if "wpe" in params else np.zeros((1, c), np.float32),
         cos=np.zeros((1, 0), np.float32) if angles is None else angles.cos,
         sin=np.zeros((1, 0), np.float32) if angles is None else angles.sin,
     )
+
+
+def _values(config: ModelConfig, params: Mapping[str, Array], packed: Callable[..., list[Array]]) -> Array:
+    values = (params[f"blocks.{i}.values.w"] for i in config.value_layers)
+    return packed(values, len(config.value_layers), [config.vocab_size])[0]
 
 
 def wide(x: Array) -> Array:
