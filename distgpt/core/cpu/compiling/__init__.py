@@ -1,4 +1,1 @@
-"""The compiler: loops through Numba, what is kept of them on disk, and the processor that they are for.
-
-Not here: what is computed (matmul/, fused/, decoding/).
-"""
+"""Compilation of loops with Numba, their disk cache, and the properties of the processor."""
