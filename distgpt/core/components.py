@@ -56,7 +56,7 @@ class Components:
     # Parts of the process: threads call these methods, possibly without a run.
 
     def job(self) -> Job:
-        """Return this process's job: its launcher and batch system."""
+        """Return this process's job, with its launcher and batch system."""
         from distgpt.core.comm.job import PLAIN
 
         return PLAIN
@@ -158,7 +158,7 @@ class Components:
         return None
 
     def strategy(self, t: TrainConfig, ranks: int) -> Strategy:
-        """Return the strategy by which ranks share a step."""
+        """Return the strategy that ranks use to share a step."""
         from distgpt.core.train.sharing import Strategy
 
         return Strategy(t, ranks)
@@ -180,9 +180,7 @@ class Components:
         return OPTIMIZERS[t.optimizer]
 
     def learning_rate(self, t: TrainConfig, step: int, elapsed: float | None = None) -> float:
-        """Return the learning rate of a step. `elapsed` is the used fraction of the time limit, None without
-        one.
-        """
+        """Return the learning rate of a step. `elapsed`: used fraction of the time limit, or None."""
         from distgpt.core.model.optim import learning_rate
 
         return learning_rate(t, step, elapsed)

@@ -1,5 +1,5 @@
 """Operations on CPUs: kernels.py splits them over threads, which call compiled loops.
 
 From the ground up: compiling/ (Numba and its disk cache), matmul/ (our own matmuls and the BLAS) and fused/.
-Compiled decoding is in decoding/. Nothing here uses a communicator.
+Not here: compiled decoding (decoding/) and any use of a communicator.
 """

@@ -31,7 +31,7 @@ from distgpt.core.cpu.stages import Stage
 from distgpt.core.ops.api import Array
 from distgpt.core.ops.kernels import Kernels
 
-MOST = 3  # helpers: with more, the slowest loop, a sixth of all compile time, is the limit
+MOST = 3  # helpers: with more, the slowest loop, 1/6 of all compile time, is the limit
 WORTHWHILE = 5  # loops: starting a process takes a second
 BYTES = 400 * MIB  # per helper, with a margin
 Work = Callable[[Kernels], None]
@@ -44,7 +44,7 @@ def start(stage: Stage, dtype: str, matmul: str, work: Work) -> Callable[[], Non
     Return a function that ends them. Call it once their loops are no longer needed.
     """
     helpers: list[subprocess.Popen[bytes]] = []
-    # On failure, each loop is compiled when it is first called.
+    # Without helpers, each loop is compiled when it is first called.
     with suppress(Exception), layout().unbound():
         cores = min(stage.comm.local_size * stage.threads, len(usable_cores()))
         count = min(cores - 1, MOST, granted_memory().free // BYTES - 1)
@@ -91,9 +91,7 @@ def missing_loops(stage: Stage, dtype: str, matmul: str, work: Work) -> list[Mis
 
 
 def _name(missing: Missing) -> Name | None:
-    """Return a name by which another process finds the loop, or None (for example, a loop defined in a
-    function).
-    """
+    """Return a loop's name for another process, or None (for example, if a function defines the loop)."""
     loop, types = missing
     module, name = loop.__module__, loop.__qualname__
     with suppress(AttributeError, KeyError):

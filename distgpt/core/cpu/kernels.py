@@ -55,12 +55,11 @@ class CpuKernels(Kernels):
     `_matmul`, `_lookup`, `_unpadded` and `to_host` must then accept them.
     """
 
-    # 667 rows of GPT-2's vocabulary in float32: sgemm is 1.8x as fast with 512 rows as with 64
-    # (performance.md).
+    # 667 rows of GPT-2's vocabulary: sgemm is 1.8x as fast with 512 rows as with 64 (performance.md).
     logits_bytes = 128 << 20
     slice_rows = 1024
-    capabilities = Capabilities(overwrites_pre=True)  # no bias sums: each worker has its own rows
-    unpacked_rows = 3  # for this many rows or fewer, reading w is the bottleneck and packing does not pay
+    capabilities = Capabilities(overwrites_pre=True)  # no bias sums because each worker has its own rows
+    unpacked_rows = 3  # for at most 3 rows, reading w is the bottleneck and packing does not pay
     loss_loop = staticmethod(rowwise.cross_entropy)
     polar: tuple[Loop, Callable[[int, int, str, int, int], muon.Memory]] = muon.orthogonalise, muon.scratch
 
@@ -225,9 +224,7 @@ class CpuKernels(Kernels):
     def linear_backward_act(
         self, dpre: Array, y: Array, dy: Array, w: Array, pre: Array, act: str, again: bool, db: Bias = None
     ) -> None:
-        """Compute in place: a loop over dpre and pre would not vectorize if they are the same array. y is
-        scratch.
-        """
+        """Compute in place: a loop over separate dpre and pre would not vectorize if equal. y is scratch."""
         assert db is None
         self.linear_backward(y, dy, w)
         _, backward = activations.loops(act)
@@ -295,7 +292,7 @@ class CpuKernels(Kernels):
         mask: AttentionMask,
         *arrays: Array,
     ) -> None:
-        """Split the heads of sequences, with `size` elements per row. Each worker has its own scratch memory."""
+        """Split the heads of sequences, with `size` elements per row. Each worker has separate scratch."""
         mask = mask._replace(window=mask.window or mask.seq_len)
 
         def some(i: int, j: int) -> None:
@@ -317,7 +314,7 @@ class CpuKernels(Kernels):
         scale: float,
         accumulate: bool,
     ) -> None:
-        """Skip rows without a target: they need no logits, and the head is the largest matmul."""
+        """Skip rows without a target, which need no logits: the head is the largest matmul."""
         learned = np.flatnonzero(targets != IGNORED)
         n = len(learned)
         if n == len(x):
@@ -429,7 +426,6 @@ def every_cross_entropy(
 
 
 def flattened(x: Array) -> Array:
-    """Return the same memory as one row."""
     assert x.flags.c_contiguous, "what is written to a copy is lost"
     return x.reshape(-1)
 
@@ -457,8 +453,7 @@ class Bfloat16Kernels(CpuKernels):
         super().__init__("float32", threads, record=record)
         self.dtype = BITS
         self.matmuls = OwnMatmuls(self._pool, BITS)
-        # for our own matmuls, in which rows do not depend on how they are split
-        self._polar_cost = muon.polar_cost
+        self._polar_cost = muon.polar_cost  # our own matmuls, whose rows do not depend on the split
 
     # -- arrays
 

@@ -113,9 +113,7 @@ class Pool:
             self.share(work, parts, IN_PARTS)
 
     def call(self, job: Callable[..., object], *args: object) -> None:
-        """Call a compiled loop, or a function that calls loops through this method. Only these calls are
-        captured.
-        """
+        """Call a compiled loop, or a function that calls loops through this. Only such calls are captured."""
         job(*args)
 
     def in_turn(self, work: Callable[[], None]) -> None:
@@ -130,8 +128,7 @@ class Pool:
     def assign_helpers(self, task: Any) -> None:
         """Run task.serve(thread) on the helpers until the next job recalls them. Call this in `in_turn`.
 
-        task.call_back() must release all helpers, also those that have not started yet. It may be called
-        twice.
+        task.call_back() must release all helpers, even before they have started. It may be called twice.
         """
         self._call_back()
         self._jobs = self._jobs or self._started()
@@ -145,7 +142,7 @@ class Pool:
         return blocks * part // parts * grain, min(blocks * (part + 1) // parts * grain, total)
 
     def share(self, work: Work, count: int, mode: int) -> None:
-        """Wake a helper per part, run the caller's parts, wait for the helpers, and raise their exceptions."""
+        """Wake a helper per part, run the caller's parts, wait for all, and raise the helpers' exceptions."""
         with self._turn:
             try:
                 self._call_back()
@@ -161,7 +158,7 @@ class Pool:
                 raise failure
 
     def _call_back(self) -> None:
-        """End the task without waiting for the helpers: each takes its next job when it returns."""
+        """End the task without waiting for the helpers, which take their next job when they return."""
         if self.task is not None:
             self.task.call_back()
             self.task = None
@@ -183,7 +180,7 @@ class Pool:
         return [job.ended.get() for _ in self._jobs[: job.count - 1]]
 
     def _wait_until_idle(self) -> None:
-        """Wait until all helpers are idle, including those with a job from an interrupted call.
+        """Wait until all helpers are idle, also after an interrupted call.
 
         Each takes its jobs in order, so all are idle after they have run an empty one.
         """
@@ -196,7 +193,6 @@ class Pool:
                 continue
 
     def do_parts(self, thread: int, job: Job) -> None:
-        """Run a thread's parts of a job."""
         try:
             self.state.mode = job.mode
             for part in range(thread, job.count, self.threads):
@@ -237,7 +233,7 @@ class WorkerMemory:
 
 @cache
 def pool_of(threads: int) -> Pool:
-    """Return the pool of this many threads, shared by all models of the process."""
+    """Return the pool with `threads` threads, shared by all models of the process."""
     return Pool(threads)
 
 

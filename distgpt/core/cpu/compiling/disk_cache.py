@@ -78,7 +78,7 @@ def folder_name() -> str:
 
 
 def beside() -> Path:
-    """Return the default location, used unless DISTGPT_CACHE is set."""
+    """Return the location to try before the user's cache if DISTGPT_CACHE is not set."""
     requested = numba.config.CACHE_DIR  # NUMBA_CACHE_DIR
     return Path(requested).absolute() if requested else Path(__file__).parent / "__pycache__"
 
@@ -216,13 +216,12 @@ class _Cache(NullCache):  # type: ignore[misc]
             content = read(name)
         if content is None:
             return None
-        # If the code refers to a name that this process lacks, it is compiled again.
-        with suppress(Exception):
+        with suppress(Exception):  # names may be missing in this process
             return CompileResult._rebuild(target_context, *pickle.loads(content))
         return None
 
     def save_overload(self, sig: tuple[Type, ...], data: CompileResult) -> None:
-        # As in Numba: code with addresses of this process is not valid in another.
+        # Code with addresses of this process is not valid in another (as in Numba's cache).
         if data.lifted or data.library.has_dynamic_globals:
             self._not_kept()
         else:

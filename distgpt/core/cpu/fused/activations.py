@@ -177,8 +177,7 @@ LOOPS = {
 def loops(act: str) -> tuple[Loop, Loop]:
     """Return an activation's forward and backward loops.
 
-    An extension's loops are compiled in each process because the disk cache does not detect changes of its
-    file.
+    An extension's are compiled in each process: the disk cache does not detect changes of its file.
     """
     functions = ACTIVATIONS[act].functions
     if functions is None:

@@ -179,9 +179,7 @@ def _against(rows, k, a, b, columns, c):
 
 @inline
 def _padded(row, stop):
-    """Return the end of loops over a row of scores, rounded up to whole vectors if exponentials are
-    vectorized.
-    """
+    """Return the end of loops over a row of scores, rounded up to whole vectors except in float64."""
     return stop if row.itemsize == 8 else (stop + EDGE - 1) // EDGE * EDGE
 
 
@@ -266,10 +264,9 @@ def _softmax_backward(p, g, scale, delta, lse):
 
 @inline
 def _key_gradients(begin, end, seen, key, onto, s):
-    """Accumulate the gradients of keys from `seen` on for queries begin … end: dv += pᵀ dy; dk += dsᵀ q.
+    """Accumulate the gradients of keys from `seen` on over some queries: dv += pᵀ dy; dk += dsᵀ q.
 
-    Columns of p and ds start at `key`. If `onto` is false, keys from `begin` on have no sums yet and are
-    overwritten.
+    Columns of p and ds start at `key`. Unless `onto`, sums of keys from `begin` on are overwritten.
     """
     two = pair(s.pairs)
     for start in range(seen, end, ROWS):

@@ -119,7 +119,7 @@ def _nesterov(p, round_start, velocity, change, constants):
         p[i] = round_start[i]
 
 
-# Odd factors that spread an index over 32 bits: the golden ratio's, and those of Murmur3's finalizer.
+# Odd factors that spread an index over 32 bits: from the golden ratio and from Murmur3's finalizer
 WEYL, MIX = 0x9E3779B1, (0x85EBCA6B, 0xC2B2AE35)
 
 

@@ -24,7 +24,7 @@ from distgpt.core.cpu.teams import Cost
 from distgpt.core.ops.api import TINY, Array, MuonScalars
 from distgpt.core.ops.low_precision import BITS
 
-# Minimum rows, and minimum ratio of length to rows, from which the steps multiply squares, and the matrix is
+# For at least this many rows, and this ratio of length to rows, the steps multiply squares, and the matrix is
 # multiplied only once (Gram Newton-Schulz, Dao-AILab 2026). Not in bfloat16: its rounding makes small
 # eigenvalues of a square negative, and the steps amplify them without limit.
 LEAST_ROWS, LEAST_RATIO = 128, 2
@@ -90,8 +90,8 @@ def polar_cost(shape: tuple[int, ...]) -> Cost:
 def blas_cost(shape: tuple[int, ...]) -> Cost:
     """Return the cost with the BLAS, which computes edges and small products differently.
 
-    It splits a long sum in half at a multiple of about 16. ssyrk and sgemm split it at the same one if 32
-    divides it.
+    It splits a long sum in half at a multiple of about 16, in ssyrk and sgemm at the same one if 32 divides
+    it.
     """
     most = polar_cost(shape).most if rows_round_alike() and not any(side % 32 for side in shape) else 1
     return Cost(whole_cost(shape).work, most)
@@ -129,8 +129,8 @@ class PolarMemory(NamedTuple):
     x: Array
     y: Array
     square: Array
-    factor: Array  # in bfloat16, the rounded square
-    product: Array  # in bfloat16, the square of the square
+    factor: Array  # rounded square (bfloat16 only)
+    product: Array  # square of the square (bfloat16 only)
     spare: Array
     sums: Array  # sums of the matrix's rows
     by_squares: bool
@@ -235,8 +235,7 @@ def orthogonalise_bfloat16(u, memory, coefficients, member):
         _round_lower(top, bottom, factor, square)
         arrivals = wait_for_all(member.counter, arrivals, member.members)
         _squared_bfloat16(top, bottom, fourth, factor, memory.short)
-        # no member reads this factor any more
-        arrivals = wait_for_all(member.counter, arrivals, member.members)
+        arrivals = wait_for_all(member.counter, arrivals, member.members)  # the factor is no longer read
         _combine(top, bottom, square, square, fourth, coefficients[i])
         _round_lower(top, bottom, factor, square)
         arrivals = wait_for_all(member.counter, arrivals, member.members)
@@ -308,8 +307,8 @@ def _total(sums, count):
 def _lay_down(x, u, sums, member):
     """x ← u / (1.02 ‖u‖), transposed if u has more rows than columns: x xᵀ is then the smaller square.
 
-    Polar Express leaves a margin of 2% so that rounding moves no singular value above 1, where its steps
-    diverge.
+    Polar Express leaves a margin of 2% because its steps diverge for singular values above 1, even by
+    rounding.
     """
     first, last = _own(member, u.shape[0], 1)
     for i in range(first, last):
@@ -357,7 +356,7 @@ def _transpose(y, x, scale, member):
 
 @jit
 def step(p, low, v, u, norm, scalars, of_shape, beta2, sums, member):
-    """See `Kernels.muon`. `of_shape` is the shape's learning rate factor; `sums` has two values per row of u."""
+    """See `Kernels.muon`. `of_shape` is the learning rate factor; `sums` has two values per row of u."""
     if not grad_scale(norm, scalars)[1]:
         return
     rate = scalars[LEARNING_RATE] * of_shape

@@ -146,7 +146,7 @@ def norm_backward(first, last, dx, y, dy, dres, s, mean, rstd, w, b):
 
 @jit
 def norm_backward_weights(first, last, dw, db, dy, s, mean, rstd, accumulate):
-    """Columns first … last: every worker reads all rows and owns its part of dw."""
+    """Columns first … last. Every worker reads all rows and owns its part of dw."""
     real = rstd.dtype.type
     if not accumulate:
         dw[first:last] = real(0)

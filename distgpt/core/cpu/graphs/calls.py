@@ -42,8 +42,7 @@ class Calls:
         self._words: list[int] = []
         self.loops: list[tuple[int, Loop]] = []  # (row, loop)
         self._kept: list[object] = []  # keeps the arrays alive: the words contain their addresses
-        # addresses of the arrays, except team counters, which are new each time
-        self.addresses: list[int] = []
+        self.addresses: list[int] = []  # addresses of the arrays, except team counters
         self.counters: list[Array] = []  # counters of teams, which synchronize inside a loop
         self._arguments: Array | None = None
 
@@ -51,7 +50,6 @@ class Calls:
         return len(self._rows)
 
     def add(self, loop: Loop, arguments: Sequence[object]) -> None:
-        """Record a call of a loop."""
         kinds = tuple(map(typeof, arguments))
         self.loops.append((len(self._rows), loop))
         self._rows.append((caller(kinds), machine_code(loop, kinds), len(self._words)))
@@ -98,7 +96,7 @@ def machine_code(loop: Loop, kinds: tuple[types.Type, ...]) -> int:
 
 
 def flatten(kind: types.Type, value: Any, words: list[int]) -> None:
-    """Append a value in Numba's calling convention: the numbers that machine code takes for it."""
+    """Append the numbers that machine code takes for a value, in Numba's calling convention."""
     if isinstance(kind, types.Array):
         # Two owner fields, unused by loops (`_nrt` is off), then the fields that they use
         words += (0, 0, value.size, value.itemsize, value.__array_interface__["data"][0])
@@ -150,7 +148,7 @@ def caller(kinds: tuple[types.Type, ...]) -> int:
     return _callers[key]
 
 
-_callers: dict[str, int] = {}  # by argument types in LLVM syntax
+_callers: dict[str, int] = {}  # keyed by argument types in LLVM syntax
 _libraries: list[object] = []  # keeps the callers' code alive
 
 

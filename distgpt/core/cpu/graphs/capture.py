@@ -1,6 +1,6 @@
 """Capture of CPU work at its first call; later calls replay it without Python.
 
-The work runs once without its loops, to record which thread calls which loop with which arguments.
+The work runs once without its loops, to record the calls of loops and their arguments on each thread.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class CapturedWork:
     def __init__(self, kernels: CpuKernels, work: Work) -> None:
         self._kernels, self._work = kernels, work
         self._pool = pool_of(kernels.threads)
-        self._turn = Lock()  # for user threads that run this work concurrently
+        self._turn = Lock()  # serializes user threads that run this work concurrently
         self._targets: list[Array] = []
         self.entries: dict[bool, list[Work]] = {}  # entries if all targets count, and if some do not
 
@@ -110,7 +110,7 @@ class GraphCapture:
     """One capture of some work. Call its `entries` in order to replay it."""
 
     def __init__(self, kernels: CpuKernels, pool: Pool, counts_all: bool = True) -> None:
-        """`counts_all`: all targets count, as in most steps. The computation depends on it."""
+        """`counts_all`: whether all targets count, as in most steps; the computation depends on this."""
         self.entries: list[Work] = []
         self.targets: list[Array] = []  # targets of the loss
         self.addresses: list[int] = []  # addresses of the arrays that loops receive

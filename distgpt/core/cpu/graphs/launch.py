@@ -43,7 +43,7 @@ class CommandSlot:
 
 @cache
 def _compile_for_helpers() -> None:
-    """Compile the helpers' loops here: if that failed in a helper, all others would wait for it."""
+    """Compile the helpers' loops in this thread: if that failed in a helper, the others would wait."""
     entry(loops.serve, counters(2, 1), 0, 0, False)
     entry(loops.order, counters(2, 1), 0, 0, 0)
 
@@ -56,7 +56,7 @@ class ParallelLaunch:
     ) -> None:
         """`arguments`: per thread, of equal types. `meetings`: counters of the threads' barriers.
 
-        Counters start at 0 in each run. A thread that fails releases all threads that wait for it.
+        Counters start at 0 in each run. A thread that fails releases all waiting threads.
         """
         self._pool, self._meetings = pool, meetings
         self._kept = arguments  # keeps the arrays alive: the words contain their addresses
@@ -80,8 +80,7 @@ class ParallelLaunch:
         self._words[:, first : first + len(words)] = words
 
     def run(self, own: Work | None = None) -> list[int]:
-        """Run the calls of all threads, but `own` in the first if given. Return the threads whose calls
-        failed.
+        """Run all threads' calls, but `own` in the first thread if given. Return the threads that failed.
 
         An exception of `own` propagates. With `own`, signals must be deferred.
         """
@@ -150,7 +149,7 @@ class Segment:
         self._programs = [each.program() for each in calls]
         self._counter = counters(1, pool.threads)[0]
         meetings = [self._counter, *(counter for each in calls for counter in each.counters)]
-        self._ended_at = np.zeros((pool.threads, 1), np.int64)  # row where each thread's program ended
+        self._ended_at = np.zeros((pool.threads, 1), np.int64)  # final row of each thread's program
         ended = zip(self._programs, self._ended_at, strict=True)
         arguments = [(program, self._counter, pool.threads, at) for program, at in ended]
         self._launch = ParallelLaunch(pool, loops.follow, arguments, meetings) if pool.threads > 1 else None

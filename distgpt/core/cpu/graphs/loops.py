@@ -1,4 +1,4 @@
-"""Compiled loops that replay captured calls, and in which helpers wait for them.
+"""Compiled loops that replay captured calls, and the loop in which helpers wait for commands.
 
 Helpers in compiled code wake without the GIL.
 """
@@ -70,8 +70,7 @@ GIVE, OWN, WAIT = 1, 2, 4
 # memory is unchanged, and one call wakes them all.
 FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), 0) if sys.platform == "linux" else 0
 FUTEX_WAIT, FUTEX_WAKE, ALL = 128, 129, (1 << 31) - 1  # 128 is the "private" flag: only this process
-# a futex has 32 bits: the lower half of the count, which is first on these little-endian processors
-LOW = (1 << 32) - 1
+LOW = (1 << 32) - 1  # a futex has 32 bits: the lower half of the count, first on little-endian processors
 _system_call = types.ExternalFunction("syscall", types.int64(*[types.int64] * 7))
 _sleep = types.ExternalFunction("usleep", types.int32(types.uint32))
 NAP = 100  # microseconds between checks without futexes
@@ -81,7 +80,7 @@ NAP = 100  # microseconds between checks without futexes
 def serve(slot, thread, number, has_failed):
     """Execute each command after `number`. Return the number of one whose call failed, or LEFT.
 
-    `has_failed`: this thread's call of command `number` failed and is not counted yet.
+    `has_failed` means that this thread's call of command `number` failed and is not counted yet.
     """
     orders, done = slot[0], slot[1]
     while True:
@@ -99,8 +98,7 @@ def serve(slot, thread, number, has_failed):
 
 @jit
 def order(slot, calls, n_threads, what):
-    """Do the actions in `what`: GIVE a command, make the first row's call as this thread's OWN, WAIT for
-    helpers.
+    """GIVE a command, make this thread's OWN call (row 0), WAIT for helpers, by the flags in `what`.
 
     Return the status of the own call.
     """

@@ -2,13 +2,12 @@
 
 The interface is microkernel.py's, for up to 32 rows and 32 columns, with A stored by rows (step 4) or by
 pairs of k (row 4). A register of B is 16 pairs of k by 16 columns, half of a packed panel. A register of A is
-16 rows by 32 k. If A is stored by rows, it is read in place; otherwise, it is transposed in a buffer. The
-last rows and the last k, which do not fill a register, also go through zero-padded buffers. So all registers
-keep one size, which a thread configures once; each tile only checks it.
+16 rows by 32 k. A is read in place if it is stored by rows, and otherwise transposed in a buffer. The last
+rows and the last k, which do not fill a register, also go through zero-padded buffers. So all registers keep
+one size, which a thread configures once; each tile only checks it.
 
 Tests run this machine code with an emulation of the tile instructions. An earlier form, which sized the
-registers for each tile, ran on a Sapphire Rapids (performance.md). This form has not run on a processor with
-AMX.
+registers for each tile, ran on a Sapphire Rapids (performance.md). This form has not run on an AMX processor.
 """
 
 from __future__ import annotations

@@ -60,7 +60,6 @@ _P = types.voidptr
 
 
 def tile_text(shape: Shape, operand: str, out: str) -> str:
-    """Return the IR of the tiles of these types."""
     if operand == BFLOAT16 and shape.amx:
         return amx.module(shape, operand, out)
     if shape.widens(operand) and shape.lanes == 16:
@@ -84,7 +83,7 @@ _MOVES = external(
     copy=(_P, _I, _P, _I, _I),
     prefetch=(_P, _I, _P, _I, _I),
 )
-# On AMX, an A packed by pairs of k is slower than by rows, so it is reordered to rows once for all tiles. The
+# AMX is slower with an A packed by pairs of k than by rows, so A is reordered to rows once for all tiles. The
 # row stride after that, in bytes, and the k reordered at a time.
 _ROW, PACKED_K = (amx.LINE, amx.DEPTH) if shape().amx else (4, 1)
 _ROWS = external("rows", amx.packed_by_rows, rows=(_P, _I))["rows"] if shape().amx else None

@@ -2,7 +2,7 @@
 
 The BLAS is called by symbol: NumPy's own matmul cannot accumulate into its output, and compiled code cannot
 call it. It runs on one thread, because the backend's workers are the only thread pool in the process. A bias
-is first written to the output, and the matmul added to it.
+is written to the output before the matmul is added.
 """
 
 from __future__ import annotations

@@ -221,7 +221,7 @@ def product_scratch(dtype: DType, k: int, columns: int, is_thin: bool) -> Produc
 
 @jit
 def products(first, last, begin, end, c, x, y, scratch, accumulate):
-    """Rows first … last, columns begin … end, of C ← [C +] xᵀ y. A thin product prefetches y."""
+    """Rows first … last, columns from `begin` to `end`, of C ← [C +] xᵀ y. A thin product prefetches y."""
     k = x.shape[0]
     columns = y.shape[1]
     ldc = c.strides[0]
@@ -232,8 +232,7 @@ def products(first, last, begin, end, c, x, y, scratch, accumulate):
         flags = ACCUMULATE if low else accumulate
         pack_plain(begin, end, scratch.panels, y[low:high])
         panels = (end - begin + COLUMNS - 1) // COLUMNS
-        # Prefetch only for thin products: otherwise, the next range is longer or absent, and prefetching
-        # would evict data in use.
+        # Prefetch only for thin products: otherwise, it would evict data in use.
         coming = (high, min(high + depth, k) if depth <= THIN else high), (begin, end)
         for top in range(first, last, most):
             bottom = min(top + most, last)

@@ -19,7 +19,7 @@ from distgpt.core.ops.low_precision import BITS
 class BlasMatmuls:
     """Matmuls in float32 or float64. Threads split the longer side, because each packs the shorter side."""
 
-    words = "BLAS"  # for messages
+    words = "BLAS"  # name for messages
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
@@ -51,9 +51,9 @@ Range = tuple[int, int]
 class Bands(NamedTuple):
     """A split of C = A B over threads: numbers of bands of rows and of columns. Cells count row by row.
 
-    Every worker packs the data that its cell reads. With bands of rows only, each worker packs all of B and,
-    with many threads, uses it for few rows. With cells each worker packs a part. An element of C is the same
-    sum for any split.
+    Every worker packs the data that its cell reads. With bands of rows only, each packs all of B and, with
+    many threads, uses it for few rows. With cells each packs a part. An element of C is the same sum for any
+    split.
     """
 
     rows: int
@@ -76,14 +76,14 @@ class Bands(NamedTuple):
 
 @lru_cache(KEPT)
 def bands(rows: int, columns: int, threads: int, packs_rows: bool = False) -> Bands:
-    """Return the bands with the shortest time of the slowest thread. `packs_rows`: it also packs its A."""
+    """Return the bands with the shortest time of the slowest thread. `packs_rows`: A is also packed."""
     strips, panels = max(1, -(-rows // packing.ROWS)), max(1, -(-columns // packing.COLUMNS))
 
     def time(cut: Bands) -> int:
         high, wide = -(-strips // cut.rows), -(-panels // cut.columns)
         return high * wide + PANEL * wide + (STRIP * high if packs_rows else 0)
 
-    # On a tie, prefer fewer bands of columns, so that fewer threads read A.
+    # Prefer fewer bands of columns on a tie, so that fewer threads read A.
     return min((Bands(min(threads // n, strips), n) for n in range(1, min(threads, panels) + 1)), key=time)
 
 

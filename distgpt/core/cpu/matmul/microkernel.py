@@ -17,7 +17,7 @@ from distgpt.core.cpu.compiling.processor import BFLOAT16, FLOAT32, Shape
 from distgpt.core.cpu.matmul.vectors import BYTES, LLVM, SUFFIX, Vectors
 
 ACCUMULATE, BIAS = 1, 2  # flags
-Sums = dict[tuple[int, int], str]  # by row and vector of columns
+Sums = dict[tuple[int, int], str]  # keyed by row and vector of columns
 PAIRS = "llvm.x86.avx512bf16.dpbf16ps.512"
 
 
@@ -57,9 +57,9 @@ def declarations(shape: Shape, operand: str, out: str) -> list[str]:
 
 
 def choice(shape: Shape, most: int, at_once: int, arguments: str, names: tuple[str, ...] = ("tile",)) -> str:
-    """Return the IR of `tile`, which calls the function for its number of rows, or those of even parts.
+    """Return the IR of `tile`, which calls the function for its number of rows, or functions for even parts.
 
-    A second name in `names` is that of the functions for columns that fit one register.
+    If `names` has two names, the second names the functions for columns that fit one register.
     """
     lines = [f"define void @tile({arguments}) {{"]
     if len(names) > 1:
@@ -203,7 +203,7 @@ class Tile(Vectors):
         return self._a(address, partial(self.half, second=second))
 
     def _a(self, address: str, widened: Callable[[str], str] = str, half: bool = False) -> str:
-        """Return one element of A, or a pair, in all lanes. If `half`, the pair has only its first element."""
+        """Return one element of A, or a pair, in all lanes. A `half` pair has only its first element."""
         if self.operand == FLOAT32:
             return widened(self.everywhere("float", self.new(f"load float, ptr {address}, align 4")))
         if not half:

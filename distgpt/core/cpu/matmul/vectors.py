@@ -96,7 +96,7 @@ def transpose(lanes: int) -> str:
 
 
 def _exchanged(lanes: int, stage: int, j: int, distance: int) -> list[str]:
-    """In rows j and j + distance, exchange the off-diagonal words of each pair of blocks of width `distance`."""
+    """In rows j and j + distance, exchange the off-diagonal words of each pair of `distance`-wide blocks."""
     vector = f"<{lanes} x i32>"
     a = f"%r{stage}_{j}"
     b = f"%r{stage}_{j + distance}"
@@ -148,7 +148,7 @@ def _prefetch() -> str:
 
 
 def _loop(name: str, read: str, written: str, body: str) -> str:
-    """Return a loop of `count` iterations that advances %f by `read` and %t by `written`, products of bytes."""
+    """Return a loop of `count` iterations. `read` and `written` are the byte steps of %f and %t."""
     return f"""define void @{name}({_ARGUMENTS}) {{
 entry:
   %read = mul i64 {read}

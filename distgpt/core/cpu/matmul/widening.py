@@ -20,11 +20,10 @@ FETCH = "void @llvm.prefetch.p0"
 DECLARATIONS = f"""declare {LOAD}(ptr, i32, <{LANES} x i1>, <{LANES} x i32>)
 declare {FETCH}(ptr, i32, i32, i32)"""
 AHEAD = 3  # buffers between a prefetch of A and its use
-LEAST = 4  # rows from which a tile is faster with the buffer
+LEAST = 4  # minimum rows for which a tile is faster with the buffer
 
 
 def module(shape: Shape, operand: str, out: str) -> str:
-    """Return the IR of `tile` for a C of this type."""
     return f"{DECLARATIONS}\n{microkernel.module(shape, operand, out, WideningTile)}"
 
 
