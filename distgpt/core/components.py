@@ -154,7 +154,7 @@ class Components:
         return WHOLE
 
     def first_weights(self, name: str) -> FirstWeights | None:
-        """Return a function that initializes some weights from the text, or None for random weights."""
+        """Return how to learn the initial weights from the text, or None for random weights."""
         return None
 
     def strategy(self, t: TrainConfig, ranks: int) -> Strategy:
@@ -164,7 +164,7 @@ class Components:
         return Strategy(t, ranks)
 
     def exchange(self, comm: Comm, state: OptimizerState, t: TrainConfig, say: Say) -> Exchange:
-        """Return the function that sums the gradients over ranks. Collective."""
+        """Return the exchange that sums the gradients over ranks. Collective."""
         from distgpt.core.train.sharing import allreduce
 
         return allreduce(comm, state, t, say)
@@ -220,7 +220,7 @@ class Components:
         return partial(beyond, t.keep)
 
     def callbacks(self, run: Run, limits: Limits) -> Sequence[Guard]:
-        """Return the observers of a run. Collective."""
+        """Return the callbacks of a run, active from its first to its last step. Collective."""
         return ()
 
     def environment(self) -> dict[str, object] | None:

@@ -100,7 +100,7 @@ class CpuKernels(Kernels):
     def add(self, y: Array, a: Array, b: Array) -> None:
         self._pool.split_range(y.size, PIECE, rowwise.add, flattened(y), a.reshape(-1), b.reshape(-1))
 
-    # Methods that depend on a matrix's type
+    # -- methods that depend on a matrix's type
 
     def _matmul(self, y: Array, x: Array, w: Any, b: Array | None) -> None:
         """y ← x wᵀ + b"""

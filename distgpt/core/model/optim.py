@@ -119,7 +119,7 @@ class AdamW:
 
 
 class Elementwise(AdamW):
-    """An elementwise optimizer in NumPy on CPUs, for extensions, which implement `update`.
+    """Base class for elementwise optimizers of extensions, on CPUs. Subclasses implement `update`.
 
     Clipping, the learning rates and weight decay of groups, rounding and sharding work as in AdamW.
     """

@@ -209,7 +209,7 @@ class MuonMatrix(NamedTuple):
     u: Wide2d
 
 
-# Exchanges
+# -- exchanges
 
 
 class Wire(Protocol):

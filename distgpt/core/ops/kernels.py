@@ -77,7 +77,7 @@ class Kernels:
     def __init__(self, dtype: str = "float64") -> None:
         self.dtype = self.wide = np.dtype(dtype)
 
-    # Arrays and workers
+    # -- arrays and workers
 
     def _new(self, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
         """Allocate a zeroed array for all other methods."""
@@ -157,7 +157,7 @@ class Kernels:
         """y ← a + b, all (N, C)"""
         np.add(a, b, out=y)
 
-    # Embedding
+    # -- embedding
 
     def embed(
         self,
@@ -206,7 +206,7 @@ class Kernels:
         """The last columns of x[n] += w[tokens[n]]. x (N, ≥ C), tokens (N,), w (V, C)"""
         x[:, -w.shape[1] :] += w[tokens]
 
-    # Norms: layer norm, or RMS norm if stats.mean is None
+    # -- norms: layer norm, or RMS norm if stats.mean is None
 
     def add_norm(
         self, y: Floats2d, s: Floats2d, stats: Stats, x: Floats2d, r: Floats2d | None, wb: Gain, eps: float
@@ -258,7 +258,7 @@ class Kernels:
         if dwb.b is not None:
             _put(dwb.b, dy.sum(0), accumulate)
 
-    # Linear layers: w (outputs, inputs), x (N, inputs), y (N, outputs)
+    # -- linear layers: w (outputs, inputs), x (N, inputs), y (N, outputs)
 
     def linear(self, y: Floats2d, x: Floats2d, wb: Affine, onto: Floats2d | None = None) -> None:
         """y ← onto + x wᵀ + b"""
@@ -318,8 +318,8 @@ class Kernels:
         if db is not None:
             _put(db.db, dpre.sum(0), db.accumulate)
 
-    # Causal attention: the columns of qkv (N, (H + 2K)·head) are q, k, v with H, K and K heads. K divides H,
-    # and H / K consecutive heads of q share a head of k and v.
+    # -- causal attention: the columns of qkv (N, (H + 2K)·head) are q, k, v with H, K and K heads. K divides
+    # H, and H / K consecutive heads of q share a head of k and v.
 
     def rope(
         self, qkv: Floats2d, angles: Angles, heads: int, seq_len: int, start: Ints1d | None, inverse: bool
@@ -464,7 +464,7 @@ class Kernels:
             is_masked = is_masked | (keys < rows - mask.positions.reshape(len(q), 1, -1, 1))
         return np.where(is_masked, -np.inf, scores)
 
-    # Decoding operations outside the passes
+    # -- decoding operations outside the passes
 
     def move_cached(
         self, caches: Array, target: int, source: int, count: int, kept: int, angles: Angles | None
@@ -508,7 +508,7 @@ class Kernels:
                 tokens[i] = min(token, vocab - 1)
                 found[i] = row[tokens[i]], sums[-1]
 
-    # Head and loss
+    # -- head and loss
 
     def linear_cross_entropy(
         self,
@@ -550,7 +550,7 @@ class Kernels:
         """total[0] ← scale · Σ x"""
         _put(total, scale * x.sum(dtype=np.float64), accumulate)
 
-    # Optimizer, on flat buffers
+    # -- optimizer, on flat buffers
 
     def sum_squares(self, total: Doubles1d, g: Floats1d) -> None:
         """total[0] ← Σ g²; g of either type. Bitwise identical to `squares` followed by `add_up`."""
@@ -709,7 +709,7 @@ def _put(out: Array, value: Array, accumulate: bool) -> None:
 
 
 def _activated(act: str, pre: Array) -> list[Array]:
-    """Return act(pre) and its derivative by pre, or by both halves of pre if gated."""
+    """Return act(pre) and its derivative with respect to pre or, if gated, to both halves of pre."""
     kind = ACTIVATIONS[act]
     if not kind.gated:
         return [*kind.compute(pre)]

@@ -476,7 +476,7 @@ def rotate(row, c, s, heads, sign):
             put(right, j, a * turn + b * c[j])
 
 
-# Operands of one head's matmuls: packed panels, pairs of rows
+# -- operands of the matmuls of one head: packed panels, pairs of rows
 
 
 @inline

@@ -70,7 +70,7 @@ class Calls:
         base = self._arguments.ctypes.data
         rows = [(what, function, base + WORD * first) for what, function, first in self._rows]
         program = np.array(rows, np.int64).reshape(-1, WIDTH)
-        self._rows.clear()  # Python's numbers take four times the memory.
+        self._rows.clear()  # Python's numbers take four times the memory
         self._words.clear()
         return program
 

@@ -140,7 +140,7 @@ class GraphCapture:
             yield
         self._end_segment()
 
-    # Replacements of the pool's methods
+    # -- replacements of the pool's methods
 
     def run_parts(self, work: Callable[[int], None], count: int) -> None:
         Pool.run_parts(self._pool, work, count)
@@ -175,7 +175,7 @@ class GraphCapture:
         self._threads[0].mark(PAUSE)
         self._at_pauses.append(work)
 
-    # Replacements of operations
+    # -- replacements of operations
 
     def _in_python(self, name: str, *args: object, **named: object) -> None:
         if self._pool.state.mode != ALONE:
