@@ -1,6 +1,6 @@
-"""The core: all that a plain `distgpt train` and `distgpt infer` need, to be read alone.
+"""The core: everything that a plain `distgpt train` and `distgpt infer` need.
 
-Not here: what is optional. `components.py` lists what can be replaced, and `distgpt/assembly.py` replaces it.
-Folders from the ground up: base, config, ops, comm, cpu, data, model, saved, generate, train; each imports
-only from those before it.
+Not here: optional features. `components.py` lists the replaceable parts, and `distgpt/assembly.py` replaces
+them. Directories from the ground up: base, config, ops, comm, cpu, data, model, saved, generate, train. Each
+imports only from earlier ones.
 """

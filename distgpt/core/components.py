@@ -1,9 +1,9 @@
-"""What can be replaced: each seam of the program, with its plain version.
+"""The replaceable parts of the program and their defaults.
 
-`Components` is the whole list. `distgpt/assembly.py` overrides it with what is installed, and an extension
-overrides that. Each method imports its part when it is called, so a run loads only what it uses.
+`distgpt/assembly.py` overrides `Components` with the optional features, and an extension overrides both. Each
+method imports its part when it is called, so a run loads only what it uses.
 
-The contracts of a run's objects are in `core/train/seams.py` and `core/train/sharing.py`.
+`core/train/seams.py` and `core/train/sharing.py` define the interfaces of a run's parts.
 """
 
 from __future__ import annotations
@@ -51,30 +51,30 @@ def unknown(what: str, name: str) -> UsageError:
 
 
 class Components:
-    """The plain program: it needs nothing outside of the core."""
+    """Factories of all parts; these defaults need nothing outside the core."""
 
-    # Of the process. Threads call these, and there may be no run.
+    # Parts of the process: threads call these methods, possibly without a run.
 
     def job(self) -> Job:
-        """Return the job of this process: its launcher and its batch system."""
+        """Return this process's job, with its launcher and batch system."""
         from distgpt.core.comm.job import PLAIN
 
         return PLAIN
 
     def layout(self) -> Layout:
-        """Return where the ranks of a node and their threads run."""
+        """Return the placement of a node's ranks and threads on cores."""
         from distgpt.core.comm.layout import PLAIN
 
         return PLAIN
 
     def grants(self) -> Grants:
-        """Return the cores and the memory that a batch system grants to its job."""
+        """Return the cores and memory that the batch system grants to this job."""
         from distgpt.core.comm.resources import UNKNOWN
 
         return UNKNOWN
 
     def stage(self, name: str) -> StageKind:
-        """Return the stage of this name: how it opens, and how it chooses --dtype auto."""
+        """Return the kind of stage: how to open it and how to resolve --dtype auto."""
         from distgpt.core.cpu.stages import ON_CPU
 
         if name not in ("serial", "mpi"):
@@ -82,7 +82,7 @@ class Components:
         return ON_CPU
 
     def kernels(self, dtype: str) -> MakeKernels:
-        """Return what makes a CPU stage's kernels of this dtype."""
+        """Return a factory of CPU kernels for this dtype."""
         from distgpt.core.cpu.stages import cpu_kernels
 
         if dtype not in ("float32", "float64", "bfloat16"):
@@ -90,107 +90,107 @@ class Components:
         return cpu_kernels
 
     def slots(self, model: Model) -> SlotKind:
-        """Return how a model decodes, as it is now."""
+        """Return how to decode with this model in its current form."""
         from distgpt.core.generate.plain_slots import PLAIN
 
         return PLAIN
 
-    # Text and files.
+    # Text and files
 
     def text_kind(self, path: Path) -> str:
-        """Return the kind of the text at this path. For rank 0, which alone may see the path."""
+        """Return the kind of the text at this path. Only for rank 0: other ranks may not have the path."""
         return "plain"
 
     def text(self, kind: str) -> TextKind:
-        """Return how text of a kind is loaded."""
+        """Return how to load text of this kind."""
         from distgpt.core.data.loading import PLAIN_TEXT
 
         if kind != "plain":
             raise unknown("text of kind", kind)
         return PLAIN_TEXT
 
-    # Activations of an extension, by the values of the setting `mlp`: --set mlp=NAME.
+    # Activations of an extension, keyed by the value of the setting `mlp` (--set mlp=NAME).
     activations: Mapping[str, Activation] = {}
 
-    # Names of tokenizers, in the order in which they are offered a file of unknown format.
+    # Tokenizer names, in the order in which they try a file of unknown format.
     tokenizers: tuple[str, ...] = ("byte",)
 
     def tokenizer(self, name: str) -> TokenizerKind | None:
-        """Return the kind of tokenizers of this name, or None if there is none."""
+        """Return the tokenizer kind with this name, or None if none exists."""
         from distgpt.core.data.tokenizers import BYTES
 
         return BYTES if name == "byte" else None
 
     def weights(self, scheme: str, name: str, fetches: bool) -> Path | None:
-        """Return the file of the weights SCHEME:NAME, fetched if need be; None if SCHEME means nothing.
+        """Return the file of the weights SCHEME:NAME, or None if SCHEME is unknown.
 
-        Without `fetches`, reject weights that are not on this machine.
+        If `fetches` is true, download missing weights; otherwise, reject them.
         """
         return None
 
-    # By the value in their metadata, the dtypes of quantized weights files.
+    # Dtypes of quantized weights files, as named in their metadata.
     quantized_dtypes: tuple[str, ...] = ()
 
     def quantized(self, dtype: str) -> RoundedKind:
         """Return how weights of this dtype are quantized, stored and loaded."""
         raise unknown("dtype", dtype)
 
-    # Formats of weights files that hold a part of a model.
+    # Formats of weights files that hold part of a model, such as an adapter.
     parts: tuple[str, ...] = ()
 
     def part(self, format: str) -> PartKind:
-        """Return how a weights file of this format is read."""
+        """Return how to read a weights file of this format."""
         raise unknown("weights file of format", format)
 
-    # Of a run.
+    # Parts of a run
 
     def refuse_unsuited(self, t: TrainConfig, ranks: int, on_gpu: bool) -> None:
-        """Raise a UsageError if the settings don't fit together, or don't fit the ranks or the stage."""
+        """Raise a UsageError if the settings are incompatible with each other, the ranks or the stage."""
 
     def model(self, t: TrainConfig) -> ModelKind:
-        """Return what is built, trained and described."""
+        """Return how to build, train and describe the model."""
         from distgpt.core.train.seams import WHOLE
 
         return WHOLE
 
     def first_weights(self, name: str) -> FirstWeights | None:
-        """Return what replaces random first weights by ones learned from the text, if anything does."""
+        """Return how to learn the initial weights from the text, or None for random weights."""
         return None
 
     def strategy(self, t: TrainConfig, ranks: int) -> Strategy:
-        """Return how ranks share a step."""
+        """Return the strategy that ranks use to share a step."""
         from distgpt.core.train.sharing import Strategy
 
         return Strategy(t, ranks)
 
     def exchange(self, comm: Comm, state: OptimizerState, t: TrainConfig, say: Say) -> Exchange:
-        """Return what sums the gradients over ranks. Collective."""
+        """Return the exchange that sums the gradients over ranks. Collective."""
         from distgpt.core.train.sharing import allreduce
 
         return allreduce(comm, state, t, say)
 
-    # Settings of an extension: a dataclass whose fields `setting` (core/config/setting.py) declares. A run
-    # has their values in `TrainConfig.extra`; --set extra.NAME=VALUE sets one.
+    # Settings of an extension: a dataclass whose fields are declared with `setting` (core/config/setting.py).
+    # Their values are in `TrainConfig.extra`, and --set extra.NAME=VALUE sets one.
     extra: type[DataclassInstance] | None = None
 
     def optimizer(self, t: TrainConfig) -> type[AdamW]:
-        """Return what updates the weights."""
+        """Return the optimizer class."""
         from distgpt.core.model.muon import OPTIMIZERS
 
         return OPTIMIZERS[t.optimizer]
 
     def learning_rate(self, t: TrainConfig, step: int, elapsed: float | None = None) -> float:
-        """Return the learning rate of a step; `elapsed`: the fraction of the time that is over, if any."""
+        """Return the learning rate of a step. `elapsed`: used fraction of the time limit, or None."""
         from distgpt.core.model.optim import learning_rate
 
         return learning_rate(t, step, elapsed)
 
     def metric(self, name: str) -> MetricKind:
-        """Return a metric that evaluations measure besides the loss, by the setting that names its file."""
+        """Return the metric that evaluations also measure if the setting `name` gives a file."""
         raise unknown("metric", name)
 
     def step_policy(self, t: TrainConfig, progress: Progress) -> Judge:
-        """Return what decides which steps may change the weights."""
+        """Return the policy for which steps may change the weights."""
         from distgpt.core.train.seams import Judge
 
         return Judge(t, progress)
@@ -198,7 +198,7 @@ class Components:
     def budget(
         self, t: TrainConfig, last: int, times: Times, pace: Pace, model: Model, validation: Validation | None
     ) -> Clock:
-        """Return what decides which step is the last one; `last` is it if only steps count."""
+        """Return the policy for which step is the last; `last` is that step if only steps count."""
         from distgpt.core.train.seams import Clock
 
         return Clock(last)
@@ -206,13 +206,13 @@ class Components:
     def disk(
         self, directory: RunDirectory, t: TrainConfig, model: Model, description: Description, say: Say
     ) -> Disk:
-        """Return what writes weights."""
+        """Return the writer of weights."""
         from distgpt.core.train.seams import Disk
 
         return Disk()
 
     def retention(self, t: TrainConfig) -> Outdated:
-        """Return what decides which checkpoints are deleted."""
+        """Return the policy for which checkpoints to delete."""
         from functools import partial
 
         from distgpt.core.saved.checkpoint import beyond
@@ -220,11 +220,11 @@ class Components:
         return partial(beyond, t.keep)
 
     def callbacks(self, run: Run, limits: Limits) -> Sequence[Guard]:
-        """Return what watches a run from its first to its last step. Collective."""
+        """Return the callbacks of a run, active from its first to its last step. Collective."""
         return ()
 
     def environment(self) -> dict[str, object] | None:
-        """Return what a run's summary has about its machine and its libraries."""
+        """Return the run summary's information on the machine and its libraries, or None."""
         return None
 
 
@@ -232,12 +232,11 @@ _installed = Components()
 
 
 def components() -> Components:
-    """Return the components of this process."""
     return _installed
 
 
 def extra_settings() -> dict[str, Setting]:
-    """Return the settings of the extension, by the names that --set takes."""
+    """Return the extension's settings, keyed by their names in --set."""
     from distgpt.core.config import settings_of
 
     kind = _installed.extra
@@ -245,7 +244,7 @@ def extra_settings() -> dict[str, Setting]:
 
 
 def install(replacement: Components) -> None:
-    """Replace the components of this process. Call it before a stage is opened."""
+    """Replace the components of this process. Call this before opening a stage."""
     global _installed
     _installed = replacement
     if replacement.activations:

@@ -1,5 +1,5 @@
-"""The operations on CPUs: kernels.py cuts them among threads, and calls compiled loops.
+"""Operations on CPUs: kernels.py splits them over threads, which call compiled loops.
 
-Loops lie, from the ground up, in compiling/ (Numba, and what is kept of it on disk), matmul/ (our own, and
-the BLAS) and fused/. Not here: compiled decoding (decoding/), anything that knows communicators.
+From the ground up: compiling/ (Numba and its disk cache), matmul/ (our own matmuls and the BLAS) and fused/.
+Not here: compiled decoding (decoding/) and any use of a communicator.
 """

@@ -1,7 +1,7 @@
-"""Processes that help to compile at a first start, when all loops of a run are missing.
+"""Helper processes that compile at a first start, when all loops of a run are missing.
 
-Which loops some work needs is found by doing it without them.
-Numba compiles one loop at a time in a process, so that all but one of the cores would wait.
+Numba compiles one loop at a time per process, which would leave all cores but one idle. A dry run of the work
+finds the loops that it needs.
 """
 
 from __future__ import annotations
@@ -31,25 +31,26 @@ from distgpt.core.cpu.stages import Stage
 from distgpt.core.ops.api import Array
 from distgpt.core.ops.kernels import Kernels
 
-MOST = 3  # helpers: with more, the loop that takes longest, a sixth of all, decides
-WORTHWHILE = 5  # loops: a process takes a second to begin
-BYTES = 400 * MIB  # of a helper, with room
+MOST = 3  # helpers: with more, the slowest loop, 1/6 of all compile time, is the limit
+WORTHWHILE = 5  # loops: starting a process takes a second
+BYTES = 400 * MIB  # per helper, with a margin
 Work = Callable[[Kernels], None]
 Name = tuple[str, str, object]  # module and name of a loop, and the types of its arguments
 
 
 def start(stage: Stage, dtype: str, matmul: str, work: Work) -> Callable[[], None]:
-    """Start helpers for the loops that `work` needs, as far as this node's ranks have cores and memory.
+    """Start helpers for the loops that `work` needs, within the cores and memory of this node's ranks.
 
-    Return what ends them, once nobody waits for their loops any more.
+    Return a function that ends them. Call it once their loops are no longer needed.
     """
     helpers: list[subprocess.Popen[bytes]] = []
-    with suppress(Exception), layout().unbound():  # without help each loop is compiled where it is called
+    # Without helpers, each loop is compiled when it is first called.
+    with suppress(Exception), layout().unbound():
         cores = min(stage.comm.local_size * stage.threads, len(usable_cores()))
         count = min(cores - 1, MOST, granted_memory().free // BYTES - 1)
-        if count >= 1 and folder() is not None:  # else there is nowhere to hand loops over
+        if count >= 1 and folder() is not None:  # Without a directory, helpers cannot share their loops.
             missing = missing_loops(stage, dtype, matmul, work)
-            # From the last one on, as this process begins with the first.
+            # Start with the last loop because this process starts with the first.
             loops = list(filter(None, map(_name, reversed(missing))))
             if len(missing) >= WORTHWHILE:
                 shares = (loops[number::count] for number in range(count))
@@ -64,16 +65,16 @@ def end(helpers: list[subprocess.Popen[bytes]]) -> None:
 
 
 def missing_loops(stage: Stage, dtype: str, matmul: str, work: Work) -> list[Missing]:
-    """Return the loops that `work` calls and that nobody has compiled yet, in their order.
+    """Return the loops that `work` calls and that are not in the cache yet, in call order.
 
-    Those that this process has not loaded do not run: what they would write is not there.
+    Loops that this process has not loaded do not run, so their outputs stay unset.
     """
     make = components().kernels(dtype)
-    kernels: Any = make(replace(stage, threads=1), dtype, matmul)  # all calls in this thread
+    kernels: Any = make(replace(stage, threads=1), dtype, matmul)  # in this thread
     kernels.record = lambda work: work
 
     def one(total: Array, g: Array) -> None:
-        """Sum, for the loop's sake, and return what an optimizer takes for a norm."""
+        """Call the loop so that it is recorded, then set a valid norm for the optimizer."""
         type(kernels).sum_squares(kernels, total, g)
         total[0] = 1.0
 
@@ -83,14 +84,14 @@ def missing_loops(stage: Stage, dtype: str, matmul: str, work: Work) -> list[Mis
     try:
         with np.errstate(all="ignore"):
             work(kernels)
-        rehearse(stage.threads)  # the loops that `record` above leaves out
+        rehearse(stage.threads)  # `record` above skips these loops
     finally:
         noted.reset(before)
     return list(found)
 
 
 def _name(missing: Missing) -> Name | None:
-    """Return how another process finds a loop; None if it cannot, as one that was made inside a function."""
+    """Return a loop's name for another process, or None (for example, if a function defines the loop)."""
     loop, types = missing
     module, name = loop.__module__, loop.__qualname__
     with suppress(AttributeError, KeyError):
@@ -100,7 +101,6 @@ def _name(missing: Missing) -> Name | None:
 
 
 def _started(loops: list[Name]) -> subprocess.Popen[bytes]:
-    """Start a process that compiles these loops."""
     helper = subprocess.Popen(
         python_code("from distgpt.core.cpu.compile_workers import main; main()"),
         stdin=subprocess.PIPE,
@@ -114,12 +114,12 @@ def _started(loops: list[Name]) -> subprocess.Popen[bytes]:
 
 
 def main() -> None:
-    """Compile the loops whose names come in, and keep them on disk: what a worker does."""
-    first_use.announce(lambda text: None)  # whoever started it has said it
+    """Compile the loops whose names arrive on stdin and keep them on disk. Entry point of a helper."""
+    first_use.announce(lambda text: None)  # the parent process has reported it
     parent = os.getppid()
     for module, name, types in pickle.load(sys.stdin.buffer):
-        if os.getppid() != parent:  # it was killed, and nobody waits
+        if os.getppid() != parent:  # the parent was killed
             return
-        with suppress(Exception):  # whoever needs it compiles it, and reports why that fails
+        with suppress(Exception):  # The process that needs the loop compiles it and reports the error.
             loop: Any = attrgetter(name)(import_module(module))
             loop.compile(types)

@@ -1,4 +1,4 @@
-"""Report that kernels are compiled, because no earlier start has left them."""
+"""Messages about the first-use compilation of kernels."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from functools import partial
 
 from distgpt.core.base.errors import Say, print_lines
 
-COMPILING = "compiling kernels"  # how the line begins
+COMPILING = "compiling kernels"  # start of the message
 
 _say: Say = partial(print_lines, err=True)
 _has_compiled = False
-_helpers: list[Callable[[], None]] = []  # what starts them, at most one
+_helpers: list[Callable[[], None]] = []  # function that starts the helpers, at most one
 
 
 def announce(say: Say | None = None) -> None:
-    """Report to `say` from now on, once; without one to standard error."""
+    """Report later compilations to `say`, once. Default: standard error."""
     global _say, _has_compiled
     _say = say or partial(print_lines, err=True)
     _has_compiled = False
@@ -24,7 +24,7 @@ def announce(say: Say | None = None) -> None:
 
 @contextmanager
 def with_help(start: Callable[[], Callable[[], None]]) -> Iterator[None]:
-    """Call `start` once, if a kernel has to be compiled inside, and at the end what that returns."""
+    """If a kernel must be compiled inside the block, call `start`, and at the end the function it returns."""
     ends: list[Callable[[], None]] = []
     _helpers.append(lambda: ends.append(start()))
     try:
@@ -36,9 +36,9 @@ def with_help(start: Callable[[], Callable[[], None]]) -> Iterator[None]:
 
 
 def report(is_kept: bool) -> None:
-    """Report that a kernel is going to be compiled. How long that takes, nobody knows before it is done."""
+    """Report, once, that kernels are being compiled. Start the helpers, if any."""
     global _has_compiled
-    with suppress(IndexError):  # none are left, or another thread of the pool has called them
+    with suppress(IndexError):  # no helpers, or another thread has started them
         _helpers.pop()()
     if not _has_compiled:
         _has_compiled = True
@@ -46,11 +46,11 @@ def report(is_kept: bool) -> None:
 
 
 def note(text: str) -> None:
-    """Report what became of a kernel, where others are reported."""
-    with suppress(OSError, ValueError):  # of a stream that was closed
+    """Print a message about kernels to the current `say`."""
+    with suppress(OSError, ValueError):  # the stream was closed
         _say(text)
 
 
 def has_compiled() -> bool:
-    """Return whether anything was compiled since `announce`."""
+    """Return whether any kernel was compiled since `announce`."""
     return _has_compiled

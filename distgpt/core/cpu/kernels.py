@@ -1,6 +1,6 @@
-"""The operations on CPU cores: compiled loops and matmuls, split over the threads of one pool.
+"""Operations on CPU cores: compiled loops and matmuls, split over the threads of one pool.
 
-Float32 and float64 (CpuKernels), and bfloat16 between layers (Bfloat16Kernels).
+CpuKernels computes in float32 or float64; Bfloat16Kernels stores values between layers in bfloat16.
 """
 
 from __future__ import annotations
@@ -41,25 +41,25 @@ from distgpt.core.ops.api import (
 from distgpt.core.ops.kernels import Kernels
 from distgpt.core.ops.low_precision import BITS, from_bfloat16
 
-WORTHWHILE = 1 << 17  # elements to read: below that, waking a worker takes longer than the work
+WORTHWHILE = 1 << 17  # elements to read; for fewer, waking a worker takes longer than the work
 
 
-Recorder = Callable[["CpuKernels", Work], Work]  # graphs/capture.py, which imports this file
+Recorder = Callable[["CpuKernels", Work], Work]  # a function of graphs/capture.py, which imports this file
 
 
 class CpuKernels(Kernels):
-    """`threads` workers, the caller included; the BLAS runs inside each at one thread.
+    """Kernels on `threads` workers, including the caller. Each calls the BLAS with a single thread.
 
-    `matmul` names what computes float32 matmuls: "own" kernels, "blas", or "auto", the one in a table.
-    `record` returns a faster version of some work. A subclass may have matrices of other types than arrays:
-    then `_matmul`, `_lookup`, `_unpadded` and `to_host` take these, too.
+    `matmul` selects float32 matmuls: "own" kernels, "blas", or "auto", which looks them up in a table.
+    `record` returns a faster version of some work. A subclass may have matrices of other types; its
+    `_matmul`, `_lookup`, `_unpadded` and `to_host` must then accept them.
     """
 
-    # 667 rows of GPT-2's vocabulary: sgemm is 1.8 times as fast with 512 rows as with 64 (performance.md).
+    # 667 rows of GPT-2's vocabulary: sgemm is 1.8x as fast with 512 rows as with 64 (performance.md).
     logits_bytes = 128 << 20
     slice_rows = 1024
-    capabilities = Capabilities(overwrites_pre=True)  # no sums: each worker passes over rows of its own
-    unpacked_rows = 3  # up to which a linear layer is bound by reading w, so that no packing pays
+    capabilities = Capabilities(overwrites_pre=True)  # no bias sums because each worker has its own rows
+    unpacked_rows = 3  # for at most 3 rows, reading w is the bottleneck and packing does not pay
     loss_loop = staticmethod(rowwise.cross_entropy)
     polar: tuple[Loop, Callable[[int, int, str, int, int], muon.Memory]] = muon.orthogonalise, muon.scratch
 
@@ -70,13 +70,13 @@ class CpuKernels(Kernels):
         matmul: str = "auto",
         record: Recorder | None = None,
     ) -> None:
-        # Between layers, and of weights, statistics and sums: the same but in bfloat16.
+        # In this class, the type between layers is also the type of weights, statistics and sums.
         self.dtype = self.wide = np.dtype(dtype)
         self.threads = threads
         self._record = record
         self._pool = pool_of(threads)
         self._memory = WorkerMemory(self._pool)
-        blas.single_threaded_blas()  # two pools of threads would fight for the same cores
+        blas.single_threaded_blas()  # two thread pools would compete for the same cores
         self.matmuls: Matmuls = matmuls_for(self._pool, self.wide, matmul)
         self._polar_cost = muon.blas_cost if dtype == "float32" else muon.whole_cost
         self._polar_steps = np.array(POLAR)
@@ -100,7 +100,7 @@ class CpuKernels(Kernels):
     def add(self, y: Array, a: Array, b: Array) -> None:
         self._pool.split_range(y.size, PIECE, rowwise.add, flattened(y), a.reshape(-1), b.reshape(-1))
 
-    # -- what depends on the type of a matrix
+    # -- methods that depend on a matrix's type
 
     def _matmul(self, y: Array, x: Array, w: Any, b: Array | None) -> None:
         """y ← x wᵀ + b"""
@@ -111,11 +111,11 @@ class CpuKernels(Kernels):
             self.matmuls.forward(y, x, w, b)
 
     def _lookup(self, w: Any, tokens: Array) -> tuple[Array, Array]:
-        """Return an array, and which of its rows these tokens have."""
+        """Return an array and the row indices of these tokens."""
         return w, tokens
 
     def _unpadded(self, w: Any, vocab: int) -> Any:
-        """Return the output layer without its padding, so that only real tokens are scored."""
+        """Return the output layer without its padding, so that only real tokens have logits."""
         return w[:vocab]
 
     # -- embedding
@@ -224,7 +224,7 @@ class CpuKernels(Kernels):
     def linear_backward_act(
         self, dpre: Array, y: Array, dy: Array, w: Array, pre: Array, act: str, again: bool, db: Bias = None
     ) -> None:
-        """Work in place, as a loop over dpre and pre would not vectorize where they are one. y is free."""
+        """Compute in place: a loop over separate dpre and pre would not vectorize if equal. y is scratch."""
         assert db is None
         self.linear_backward(y, dy, w)
         _, backward = activations.loops(act)
@@ -292,7 +292,7 @@ class CpuKernels(Kernels):
         mask: AttentionMask,
         *arrays: Array,
     ) -> None:
-        """Split heads of sequences, of `size` elements a row; each worker has scratch memory of its own."""
+        """Split the heads of sequences, with `size` elements per row. Each worker has separate scratch."""
         mask = mask._replace(window=mask.window or mask.seq_len)
 
         def some(i: int, j: int) -> None:
@@ -314,7 +314,7 @@ class CpuKernels(Kernels):
         scale: float,
         accumulate: bool,
     ) -> None:
-        """Leave out rows that are not learned: they need no logits, and the head is the largest matmul."""
+        """Skip rows without a target, which need no logits: the head is the largest matmul."""
         learned = np.flatnonzero(targets != IGNORED)
         n = len(learned)
         if n == len(x):
@@ -323,7 +323,7 @@ class CpuKernels(Kernels):
         every_cross_entropy(self, losses, dx, dw, x[learned], head, targets[learned], scale, accumulate)
         for out in (losses, dx):
             if out is not None:
-                found = out[:n].copy()  # learned rows lie in front, and go where they belong
+                found = out[:n].copy()  # learned rows are first; move them to their places
                 out[...] = 0
                 out[learned] = found
 
@@ -333,8 +333,8 @@ class CpuKernels(Kernels):
     # -- optimizer
 
     def sum_squares(self, total: Array, g: Array) -> None:
-        pieces = np.empty(-(-len(g) // PIECE))  # the same for any number of threads
-        # Not self.squares: a profile counts calls of that, and would count this work twice.
+        pieces = np.empty(-(-len(g) // PIECE))  # same pieces for any number of threads
+        # Do not call self.squares: a profile would count this work twice.
         self._pool.split_range(len(pieces), 1, flat.squares, pieces, g)
         total[0] = pieces.sum()
 
@@ -354,7 +354,7 @@ class CpuKernels(Kernels):
         shapes = tuple(u.shape for u in updates)
         loop, make = self.polar
         teams = share_out(shapes, self._pool.free_threads, self._polar_cost)
-        # Made before the threads begin, as a team shares it; pages lie where they are first written to.
+        # Made before the threads start because a team shares it. Its pages are placed at the first write.
         memory = [
             self._memory.scratch(make, *self._polar_sizes(shapes[i], team), after=team.first)
             for i, team in by_job(teams)
@@ -371,7 +371,7 @@ class CpuKernels(Kernels):
         return sum(muon.bytes_of(self.polar[1](*sizes)) for _, sizes in kept)
 
     def _polar_sizes(self, shape: Shape, team: Team) -> tuple[int, int, str, int, int]:
-        """Return what `polar` makes memory from."""
+        """Return the arguments for `polar`'s scratch memory."""
         return min(shape), max(shape), self.wide.name, team.members, self._polar_cost(shape).most
 
     def muon(self, matrices: Sequence[MuonMatrix], norm: Array, scalars: Array, beta2: float) -> None:
@@ -405,7 +405,7 @@ def every_cross_entropy(
     scale: float,
     accumulate: bool,
 ) -> None:
-    """Compute the same where all rows have a target. Leave out padding, of the scratch memory too."""
+    """Compute the loss if all rows have a target. Skip padding, also in the scratch memory."""
     n = len(x)
     vocab = head.vocab
     w = k._unpadded(head.w, vocab)
@@ -426,13 +426,12 @@ def every_cross_entropy(
 
 
 def flattened(x: Array) -> Array:
-    """Return the same memory as one row."""
     assert x.flags.c_contiguous, "what is written to a copy is lost"
     return x.reshape(-1)
 
 
 def following(seq_len: int, start: Array | None) -> slice | Array:
-    """Return the rows of a table of positions for the tokens of a sequence, or of all where they differ."""
+    """Return the rows of a position table for a sequence's tokens, or for all tokens if starts differ."""
     if start is not None and len(start) > 1:
         return (start[:, None] + np.arange(seq_len)).ravel()
     first = 0 if start is None else int(start[0])
@@ -440,12 +439,12 @@ def following(seq_len: int, start: Array | None) -> slice | Array:
 
 
 class Bfloat16Kernels(CpuKernels):
-    """CpuKernels whose `dtype` is bfloat16: float32 sums and weights, everything between layers in 16 bits.
+    """CpuKernels with bfloat16 as `dtype`: float32 sums and weights, 16 bits between layers.
 
-    Arrays of `dtype` are of type uint16 and hold bits, as NumPy has no bfloat16. Matmuls are our own.
+    NumPy has no bfloat16, so arrays of `dtype` hold its bits as uint16. All matmuls are our own.
     """
 
-    logits_bytes = 64 << 20  # the same rows, at half the bytes
+    logits_bytes = 64 << 20  # the same number of rows at half the bytes
     unpacked_rows = 4
     loss_loop = staticmethod(rowwise.cross_entropy_bfloat16)
     polar = muon.orthogonalise_bfloat16, muon.bfloat16_scratch
@@ -454,7 +453,7 @@ class Bfloat16Kernels(CpuKernels):
         super().__init__("float32", threads, record=record)
         self.dtype = BITS
         self.matmuls = OwnMatmuls(self._pool, BITS)
-        self._polar_cost = muon.polar_cost  # by our own matmuls, in which rows are alike however they are cut
+        self._polar_cost = muon.polar_cost  # our own matmuls, whose rows do not depend on the split
 
     # -- arrays
 

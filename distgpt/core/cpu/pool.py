@@ -1,4 +1,4 @@
-"""The thread pool of the process: a fixed number of threads, the caller included, that share a job."""
+"""Thread pools: a fixed number of threads, including the caller, that share a job."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from distgpt.core.comm.layout import layout
 Work = Callable[[int], object]
 Made = TypeVar("Made")
 
-ROWS = 8  # rows are handed out in multiples of this
-COLUMNS = 16  # and columns in whole cache lines of float32, so that no two workers write to one
+ROWS = 8  # rows are split at multiples of this
+COLUMNS = 16  # columns are split at whole cache lines of float32, so that workers do not share a line
 
-ALONE, IN_PARTS, TOGETHER = range(3)  # how a thread computes
+ALONE, IN_PARTS, TOGETHER = range(3)  # modes of a thread
 
 
 class _State(threading.local):
-    """A thread's index in the pool, and how it computes now."""
+    """A thread's index in the pool, and its mode."""
 
     index = 0
     mode = ALONE
@@ -32,7 +32,7 @@ class _State(threading.local):
 
 @dataclass(eq=False, slots=True)
 class Job:
-    """Parts 0 … count - 1, and what each helper that took part raised, or None, once it has ended."""
+    """Parts 0 … count - 1. Each participating helper puts its exception, or None, into `ended`."""
 
     work: Work
     count: int
@@ -40,18 +40,18 @@ class Job:
     ended: SimpleQueue[BaseException | None] = field(default_factory=SimpleQueue)
 
 
-_pools: WeakSet[Pool] = WeakSet()  # all that live
+_pools: WeakSet[Pool] = WeakSet()  # all live pools
 
 
 class Pool:
-    """Splits work in three ways.
+    """A pool that splits work in three ways.
 
-    `run_parts`: parts 0 … n - 1 of a job, each by a fixed thread. `split_range`: parts of a range.
-    `run_together`: all threads make the same calls, and every `split_range` in them gives each its own part
-    of the range, without waiting in between. A `split_range` inside a part of either kind is done whole by
-    its thread.
-    Threads of the user that compute at once take turns. Between jobs helpers wait here, or do the task
-    that they are assigned (`assign_helpers`).
+    `run_parts` runs parts 0 … n - 1 of a job, each on a fixed thread. `split_range` runs parts of a range. In
+    `run_together`, all threads make the same calls, and every `split_range` gives each thread its part of the
+    range without waiting. A `split_range` inside a part runs entirely on that thread.
+
+    User threads that compute concurrently take turns. Between jobs, helpers wait here or run their assigned
+    task (`assign_helpers`).
     """
 
     def __init__(self, threads: int) -> None:
@@ -60,24 +60,24 @@ class Pool:
         _pools.add(self)
 
     def begin_anew(self) -> None:
-        """Forget the helpers, which a fork does not copy: the next job starts them."""
+        """Reset the helpers, which a fork does not copy. The next job starts new ones."""
         self.state = _State()
-        self.task: Any = None  # what all helpers do now (`assign_helpers`)
+        self.task: Any = None  # current task of all helpers (`assign_helpers`)
         self._turn = threading.Lock()
-        self._jobs: list[SimpleQueue[Job]] = []  # of each helper
+        self._jobs: list[SimpleQueue[Job]] = []  # a queue per helper
 
     @property
     def thread(self) -> int:
-        """The index of the calling worker, and of its scratch memory."""
+        """Index of the calling worker and of its scratch memory."""
         return self.state.index
 
     @property
     def free_threads(self) -> int:
-        """The threads among which a job from here is split: only the caller inside another job."""
+        """Number of threads for a job from this thread: 1 inside another job."""
         return self.threads if self.state.mode == ALONE else 1
 
     def run_parts(self, work: Work, count: int) -> None:
-        """Call work(0) … work(count - 1) and wait for all."""
+        """Call work(0) … work(count - 1) and wait for all calls."""
         if self.state.mode != ALONE or self.threads == 1 or count == 1:
             for part in range(count):
                 work(part)
@@ -85,14 +85,14 @@ class Pool:
             self.share(work, count, IN_PARTS)
 
     def run_together(self, work: Callable[[], None]) -> None:
-        """Call work() on every thread at once; see the class."""
+        """Call work() on all threads concurrently; see the class."""
         if self.state.mode != ALONE or self.threads == 1:
             work()
         else:
             self.share(lambda part: work(), self.threads, TOGETHER)
 
     def split_range(self, total: int, grain: int, job: Callable[..., object], *args: object) -> None:
-        """Call job(first, last, *args) on even parts of range(total), cut at multiples of `grain`."""
+        """Call job(first, last, *args) on even parts of range(total), split at multiples of `grain`."""
         mode = self.state.mode
         if mode == TOGETHER:
             first, last = self.part_of(self.thread, self.threads, total, grain)
@@ -113,12 +113,12 @@ class Pool:
             self.share(work, parts, IN_PARTS)
 
     def call(self, job: Callable[..., object], *args: object) -> None:
-        """Call a compiled loop, or a function whose loops are called by this. So alone calls are captured."""
+        """Call a compiled loop, or a function that calls loops through this. Only such calls are captured."""
         job(*args)
 
     def in_turn(self, work: Callable[[], None]) -> None:
-        """Call work() while the pool's other users wait. What it computes, this thread computes alone."""
-        with self._turn:  # a lock's own: a signal that comes in a generator's could leave it locked
+        """Call work() while other users of the pool wait. Its computations stay on this thread."""
+        with self._turn:  # a plain lock: a signal inside a generator-based one could leave it locked
             try:
                 self.state.mode = IN_PARTS
                 work()
@@ -126,24 +126,23 @@ class Pool:
                 self.state.mode = ALONE
 
     def assign_helpers(self, task: Any) -> None:
-        """Let helpers do task.serve(thread) until the next job calls them back. To be called `in_turn`.
+        """Run task.serve(thread) on the helpers until the next job recalls them. Call this in `in_turn`.
 
-        task.call_back() lets them all return, those too that have not begun yet. It may come twice.
+        task.call_back() must release all helpers, even before they have started. It may be called twice.
         """
         self._call_back()
         self._jobs = self._jobs or self._started()
-        with signals_deferred():  # or some helpers would be assigned and others not
+        with signals_deferred():  # otherwise, a signal could leave only some helpers assigned
             self._hand_out(Job(task.serve, self.threads, IN_PARTS))
             self.task = task
 
     @staticmethod
     def part_of(part: int, parts: int, total: int, grain: int) -> tuple[int, int]:
-        """Return the range of one part."""
         blocks = -(-total // grain)
         return blocks * part // parts * grain, min(blocks * (part + 1) // parts * grain, total)
 
     def share(self, work: Work, count: int, mode: int) -> None:
-        """Wake a helper per part, do the caller's own parts, wait for the others, raise what they raised."""
+        """Wake a helper per part, run the caller's parts, wait for all, and raise the helpers' exceptions."""
         with self._turn:
             try:
                 self._call_back()
@@ -151,7 +150,7 @@ class Pool:
                 job = self._hand_out(Job(work, count, mode))
                 self.do_parts(0, job)  # the caller is worker 0
                 failures = self._outcomes(job)
-            except BaseException:  # the caller's own, or an interrupt, which may come anywhere in here
+            except BaseException:  # the caller's error, or an interrupt at any point in this block
                 self._wait_until_idle()
                 raise
         for failure in failures:
@@ -159,7 +158,7 @@ class Pool:
                 raise failure
 
     def _call_back(self) -> None:
-        """End the task. Helpers need not be waited for: each takes its next job once it has returned."""
+        """End the task without waiting for the helpers, which take their next job when they return."""
         if self.task is not None:
             self.task.call_back()
             self.task = None
@@ -177,24 +176,23 @@ class Pool:
         return job
 
     def _outcomes(self, job: Job) -> list[BaseException | None]:
-        """Wait for the helpers of this job; return what each raised, or None."""
+        """Wait for the helpers of this job. Return each one's exception, or None."""
         return [job.ended.get() for _ in self._jobs[: job.count - 1]]
 
     def _wait_until_idle(self) -> None:
-        """Wait until no helper is at work, whichever of them had been given some.
+        """Wait until all helpers are idle, also after an interrupted call.
 
-        Each takes its jobs in order, so all are through once they are through with one that is empty.
+        Each takes its jobs in order, so all are idle after they have run an empty one.
         """
         while True:
             try:
                 self._call_back()
                 self._outcomes(self._hand_out(Job(_nothing, self.threads, IN_PARTS)))
                 return
-            except KeyboardInterrupt:  # a second one: the first is raised anyway
+            except KeyboardInterrupt:  # a second interrupt: the first is already being raised
                 continue
 
     def do_parts(self, thread: int, job: Job) -> None:
-        """Do a thread's parts of a job."""
         try:
             self.state.mode = job.mode
             for part in range(thread, job.count, self.threads):
@@ -218,14 +216,14 @@ class Pool:
 
 
 class WorkerMemory:
-    """Scratch memory of each thread of a pool, made when it is first needed and then kept."""
+    """Scratch memory of each thread of a pool, allocated on first use and then kept."""
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
-        self._made: dict[tuple[Hashable, ...], Any] = {}  # what their first one made
+        self._made: dict[tuple[Hashable, ...], Any] = {}  # (thread, function, sizes) → memory
 
     def scratch(self, make: Callable[..., Made], *sizes: Hashable, after: int = 0) -> Made:
-        """Return the calling thread's own make(*sizes), or that of the thread this many after it."""
+        """Return the calling thread's make(*sizes), or that of the thread `after` positions later."""
         key = (self._pool.thread + after, make, *sizes)
         if key not in self._made:
             self._made[key] = make(*sizes)
@@ -235,7 +233,7 @@ class WorkerMemory:
 
 @cache
 def pool_of(threads: int) -> Pool:
-    """Return the pool of this many threads, which all models of this process share."""
+    """Return the pool with `threads` threads, shared by all models of the process."""
     return Pool(threads)
 
 
@@ -244,7 +242,7 @@ def _begin_anew() -> None:
         pool.begin_anew()
 
 
-os.register_at_fork(after_in_child=_begin_anew)  # models that were made before it have these pools
+os.register_at_fork(after_in_child=_begin_anew)  # models created before the fork use these pools
 
 
 def _nothing(part: int) -> None:

@@ -1,11 +1,11 @@
-"""The stages: which kernels compute and which communicator connects. Where a backend is chosen.
+"""Stages: the kernels that compute and the communicator that connects. Backends are chosen here.
 
 | stage      | kernels | communicator |
 |------------|---------|--------------|
 | `serial`   | CPU     | one process  |
 | `mpi`      | CPU     | MPI          |
 
-Those on GPUs are outside of the core: `Components.stage` returns each.
+GPU stages are outside the core. `Components.stage` returns each stage.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from distgpt.core.components import components
 from distgpt.core.config import DTYPES, ON_GPU, STAGES, GpuConfig, RunConfig, nearest
 from distgpt.core.cpu import first_use
 
-if TYPE_CHECKING:  # commands import this file, and begin without NumPy
+if TYPE_CHECKING:  # commands import this file and must start without NumPy
     from distgpt.core.ops.kernels import Kernels
 
-MOST_THREADS = 1024  # more than any node has: a typo would start as many threads as it says
+MOST_THREADS = 1024  # more than any node has, so that a typo does not start that many threads
 NOT_KEPT = (
     "compiled loops cannot be kept, so every start compiles them anew, for about a minute: "
     f"set {CACHE} to a folder that only you can write to"
@@ -40,30 +40,30 @@ SLOW_BFLOAT16 = (
     "--dtype float32, but no faster training"
 )
 
-# Names what --dtype auto is: for tests, and for sites with processors of several kinds.
+# Overrides --dtype auto, for tests and for sites with different processors.
 VARIABLE = "DISTGPT_AUTO_DTYPE"
-# Bytes of float32 weights that no cache holds, so that generation on a CPU reads them for every token. With
-# GPT-2 124M (496 MB) bfloat16 decoded 1.4 to 2.0 times as fast on five x86 processors, three of them without
-# instructions for it (docs/explanation/inference-measured.md). arm64 was not measured.
+# Bytes of float32 weights that exceed any cache, so that CPU generation reads them from memory for every
+# token. With GPT-2 124M (496 MB), bfloat16 decoded 1.4x to 2.0x as fast on five x86 processors, three of them
+# without bfloat16 instructions (docs/explanation/inference-measured.md). arm64 was not measured.
 READ_FROM_MEMORY = 1 << 28
 
-connected: list[Comm] = []  # the communicators of this process's stages, for its way out
+connected: list[Comm] = []  # communicators of this process's stages, for shutdown
 
 
 class Dtype(NamedTuple):
-    """A number format, and why it was chosen; "" where the user has named it."""
+    """A number format and why it was chosen; "" if the user set it."""
 
     name: str
     why: str = ""
 
 
-# (--matmul, weights that are read for every token) → what to take. The second is 0 for training, where a
-# batch of tokens reads them at once.
+# (--matmul, number of weights that are read for every token) → choice. The second is 0 for training, in which
+# a batch of tokens shares each read.
 Choose = Callable[[str, int], Dtype]
 
 
 def chosen(choose: Choose, matmul: str, weights: int) -> Dtype:
-    """Return what the variable names, else what is chosen."""
+    """Return the dtype in the variable, if set; otherwise, choose it."""
     if fixed := os.environ.get(VARIABLE):
         if fixed not in DTYPES:
             raise UsageError(f"{VARIABLE} is {fixed!r:.80}{nearest(fixed, DTYPES)}")
@@ -72,7 +72,7 @@ def chosen(choose: Choose, matmul: str, weights: int) -> Dtype:
 
 
 def dtype_on_cpu(matmul: str, weights: int) -> Dtype:
-    """Choose by the instructions of this processor."""
+    """Choose by this processor's instructions."""
     from distgpt.core.cpu.compiling import processor
 
     shape = processor.shape()
@@ -80,20 +80,20 @@ def dtype_on_cpu(matmul: str, weights: int) -> Dtype:
         return Dtype("bfloat16", "a token reads half the bytes of float32")
     if matmul != "auto":
         return Dtype("float32", f"--matmul {matmul} chooses how to multiply float32")
-    if not shape.dot:  # tiles widen pairs to float32 and multiply those: at best as fast as float32
+    if not shape.dot:  # tiles widen pairs to float32 and multiply these: at best as fast as float32
         return Dtype("float32", processor.hint() or "this processor has no fast instructions for bfloat16")
-    # A Zen 4 multiplies 768 by 3,072 columns at 439 GFLOP/s instead of 207, and those of tiny 1.9 times as
-    # fast; with AMX a Sapphire Rapids trained 3.8 times as fast as by vdpbf16ps (performance.md).
+    # A Zen 4 multiplies 768 by 3,072 columns at 439 GFLOP/s instead of 207, and the matrices of `tiny` 1.9x
+    # as fast. With AMX, a Sapphire Rapids trained 3.8x as fast as with vdpbf16ps (performance.md).
     return Dtype("bfloat16", "this processor multiplies it up to twice as fast as float32")
 
 
 class Notes:
-    """Lines about the stage for the user: kept until there is a listener, from then on passed to it."""
+    """Messages about the stage, kept until a listener exists and then sent to the listener."""
 
     def __init__(self) -> None:
         self._kept: list[str] = []
         self._listener: Callable[[str], None] = self._kept.append
-        self._known: set[str] = set()  # kernels are made again after --within has measured
+        self._known: set[str] = set()  # avoids repeats: kernels are created again after --within has measured
 
     def add(self, text: str) -> None:
         if text not in self._known:
@@ -104,31 +104,31 @@ class Notes:
         self._listener = listener
         for text in self._kept:
             listener(text)
-        self._kept.clear()  # a second listener hears none of them again
+        self._kept.clear()  # a second listener does not receive them again
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A stage that is ready to compute, here on a CPU. `threads` is what each rank uses to compute with."""
+    """A stage that is ready to compute, here on a CPU. Each rank computes with `threads` threads."""
 
     name: str
     comm: Comm
     threads: int
     notes: Notes = field(default_factory=Notes)
     begun: float = field(default_factory=time.monotonic)
-    transport: str = ""  # how gradients get from rank to rank, where the communicator does not do that alone
+    transport: str = ""  # how gradients move between ranks, if not only through the communicator
 
     on_gpu: ClassVar[bool] = False
 
     def kernels(self, dtype: str, matmul: str = "auto") -> Kernels:
         """Return kernels of a dtype. Collective.
 
-        A dtype that some rank can't compute in is refused on all.
+        If a rank cannot compute in this dtype, all ranks raise the error.
         """
         from distgpt.core.cpu.compiling import disk_cache
 
         make = on_every_rank(self.comm, lambda: components().kernels(dtype))
-        layout().bind()  # before the kernels have threads, and models memory
+        layout().bind()  # before kernels start threads and models allocate memory
         if not disk_cache.site():
             kept_in = disk_cache.folder()
             if trouble := misplaced(kept_in) if kept_in else NOT_KEPT:
@@ -136,22 +136,22 @@ class Stage:
         return make(self, dtype, matmul)
 
     def free_memory(self, ranks: int = 0) -> tuple[int, str]:
-        """Return the bytes that this rank may use, and whose they are, as if `ranks` shared them."""
+        """Return this rank's free bytes, as if `ranks` shared the memory, and the memory's description."""
         granted = granted_memory(ranks or self.comm.local_size)
         return granted.free, granted.where
 
     def taken_memory(self) -> int:
-        """Return the bytes of a device's own memory that were taken at most."""
+        """Return the peak memory use of the device in bytes; 0 on CPUs."""
         return 0
 
     def dtype_choice(self) -> Choose:
-        """Return what chooses --dtype auto. Collective."""
+        """Return the function that resolves --dtype auto. Collective."""
         return dtype_on_cpu
 
     def auto_dtype(self, matmul: Callable[[], str] = lambda: "auto", weights: int = 0) -> Dtype:
-        """Return what --dtype auto is: rank 0 decides for all, as it alone knows --matmul. Collective.
+        """Resolve --dtype auto. Only rank 0 has --matmul, so it decides for all. Collective.
 
-        `weights` is the number of those that generation reads for every token; training says none.
+        `weights` is the number of weights that generation reads for every token; 0 for training.
         """
         choose = self.dtype_choice()
         return on_root(self.comm, lambda: chosen(choose, matmul(), weights))
@@ -159,10 +159,11 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class StageKind:
-    """How a stage opens on this machine."""
+    """Functions that open a stage on this machine and resolve its dtype."""
 
-    open: Callable[[str, Comm, int | None, GpuConfig], Stage]  # (name, ranks, --threads, ...); collective
-    dtype_choice: Callable[[bool], Choose]  # (--tf32): what chooses --dtype auto on this machine
+    # (name, ranks, --threads, ...) → stage; collective
+    open: Callable[[str, Comm, int | None, GpuConfig], Stage]
+    dtype_choice: Callable[[bool], Choose]  # (--tf32) → function that resolves --dtype auto
 
 
 def _open_on_cpu(name: str, comm: Comm, threads: int | None, gpu: GpuConfig) -> Stage:
@@ -176,7 +177,7 @@ def _open_on_cpu(name: str, comm: Comm, threads: int | None, gpu: GpuConfig) -> 
 
 ON_CPU = StageKind(_open_on_cpu, lambda tf32: dtype_on_cpu)
 
-# (stage, dtype, --matmul) → kernels. What they need is imported when they are made: Numba takes a second.
+# (stage, dtype, --matmul) → kernels. Their imports are lazy because Numba takes a second.
 MakeKernels = Callable[[Stage, str, str], "Kernels"]
 
 
@@ -195,12 +196,12 @@ def cpu_kernels(stage: Stage, dtype: str, matmul: str) -> Kernels:
 
 
 def expected_dtype(stage: str, run: RunConfig, tf32: bool = False) -> Dtype:
-    """Return what a run takes that a stage of this name begins on this machine, without opening it."""
+    """Return the dtype that a new run would use in this stage on this machine, without opening it."""
     return chosen(components().stage(stage).dtype_choice(tf32), run.train.matmul, 0)
 
 
 def open_stage(name: str, threads: int | None = None, gpu: GpuConfig | None = None) -> Stage:
-    """Start the stage's backends; refuses launches that would not do what they look like. Collective."""
+    """Start the stage's backends. Reject launches that would not do what they appear to do. Collective."""
     if name not in STAGES:
         raise UsageError(f"unknown stage {name!r}{nearest(name, STAGES)}")
     if threads is not None and not 1 <= threads <= MOST_THREADS:
@@ -212,8 +213,8 @@ def open_stage(name: str, threads: int | None = None, gpu: GpuConfig | None = No
     kind = components().stage(name)
     job = this_job()
     comm = job.connect(name)
-    # This order: a rank that fails from here on must end the job; ranks agree on what they were asked for
-    # before any of them computes; what is compiled is reported from the first kernel on.
+    # Order matters. After `connected`, a rank that fails must end the job. Ranks must agree on their settings
+    # before any of them computes. Compilation must be reported from the first kernel on.
     connected.append(comm)
     job.meet(comm)
     report_compiling(comm)
@@ -221,5 +222,5 @@ def open_stage(name: str, threads: int | None = None, gpu: GpuConfig | None = No
 
 
 def report_compiling(comm: Comm, say: Say | None = None) -> None:
-    """Let rank 0 alone report what is compiled, to `say` or to standard error."""
+    """Let only rank 0 report compilations, to `say` or standard error."""
     first_use.announce(say if comm.rank == 0 else lambda text: None)

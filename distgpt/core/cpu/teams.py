@@ -1,4 +1,4 @@
-"""Teams of threads: how the threads of a pool share jobs, and which jobs several of them share."""
+"""Teams of threads that share the jobs of a pool."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from distgpt.core.base.interrupts import signals_deferred
 from distgpt.core.cpu.compiling.barrier import RELEASED, Member, counters
 from distgpt.core.cpu.pool import Pool
 
-WORTHWHILE = 0.9  # of the time with a thread for each job: a larger team must not take more
-LOSS = 0.03  # of a member's time, for each further member: they wait for each other, and pack the same
+WORTHWHILE = 0.9  # maximum time of a larger team, relative to one thread per job
+LOSS = 0.03  # loss per further member, relative to its time, by waiting and duplicate packing
 
 Shape = tuple[int, ...]
 
 
 class Cost(NamedTuple):
-    """The work of a job, in any unit, and the most threads that can share it."""
+    """The work of a job, in any unit, and the maximum number of threads that can share it."""
 
     work: float
     most: int
 
 
 class Team(NamedTuple):
-    """Threads from `first` on that do these jobs, one after the other, each of them together."""
+    """Threads from `first` on that run these jobs together, one job after another."""
 
     first: int
     members: int
@@ -35,9 +35,9 @@ class Team(NamedTuple):
 
 @cache
 def share_out(shapes: tuple[Shape, ...], threads: int, cost: Callable[[Shape], Cost]) -> tuple[Team, ...]:
-    """Return teams for jobs of these shapes: one for each thread if none would wait long for another.
+    """Return teams for jobs of these shapes: one per thread, if no thread would then wait long for another.
 
-    The largest jobs begin, each in the team that would be through with it first.
+    Each job, largest first, is given to the team that would finish it first.
     """
     costs = [cost(shape) for shape in shapes]
     found: tuple[Team, ...] = ()
@@ -72,8 +72,8 @@ def by_job(teams: tuple[Team, ...]) -> list[tuple[int, Team]]:
 def run_in_teams(pool: Pool, teams: tuple[Team, ...], work: Callable[[int, Member], None]) -> None:
     """Call work(job, member) on each thread for the jobs of its team.
 
-    All members have to come to where they meet: no signal may keep one away, and one that fails before lets
-    the others pass.
+    All members must reach their barriers. Signals are therefore deferred, and a failing member releases the
+    others.
     """
     firsts = [team.first for team in teams]
     of_jobs = counters(sum(len(team.jobs) for team in teams), pool.threads)

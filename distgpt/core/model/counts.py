@@ -1,4 +1,4 @@
-"""Parameters of a model and floating-point operations of a token, counted from the shapes of its layers."""
+"""Parameters of a model and FLOPs per token, counted from the shapes of its layers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from math import prod
 from distgpt.core.model.layers import Linear
 from distgpt.core.model.model import Architecture
 
-# In the order of a forward pass; a tensor is of the first kind whose sign its name has.
+# Kinds in the order of a forward pass, by a part of the name. The first match counts.
 KINDS = {
     "embedding": "wte",
     "value embeddings": ".values.",
@@ -22,23 +22,23 @@ BACKWARD = 2  # times the forward FLOPs: gradients of a matmul's input and of it
 
 
 def matmul_flops(rows: int, weights: int) -> float:
-    """Count the FLOPs of x (rows, n) times w (m, n) with m·n weights, or of either gradient."""
+    """Return the FLOPs of x (rows, n) times w (m, n) with m·n weights, or of either gradient."""
     return 2.0 * rows * weights
 
 
 def attention_flops(elements: int, seq_len: int, window: int = 0) -> float:
-    """Count causal attention's FLOPs: of (T + 1) / 2 tokens on average, or fewer with a window, twice.
+    """Return causal attention's FLOPs: two products with (T + 1) / 2 tokens on average, fewer with a window.
 
     y has N·C `elements`.
     """
-    before = max(0, seq_len - window) if window else 0  # rows that see a window alone
+    before = max(0, seq_len - window) if window else 0  # rows that see only a window
     seen = (seq_len * (seq_len + 1) - before * (before + 1)) / (2 * seq_len)
     return 4.0 * elements * seen
 
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """`padding` are rows of the embedding and the output layer that stand for no token, not in `kinds`."""
+    """Parameters by kind, without `padding`: rows of the embedding and output layer without a token."""
 
     kinds: dict[str, int]
     padding: int
@@ -50,9 +50,9 @@ class Parameters:
 
 @dataclass(frozen=True, slots=True)
 class Operations:
-    """FLOPs of the matmuls of one token in the forward pass, on average; other operations hardly count.
+    """FLOPs of the matmuls of one token in the forward pass, on average. Other operations are negligible.
 
-    Padding, and what a backward pass computes again, is left out.
+    Padding and recomputation in the backward pass are not counted.
     """
 
     layers: int

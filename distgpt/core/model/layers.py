@@ -1,10 +1,9 @@
-"""The parts of a GPT: what parameters each has, and its forward and backward pass in terms of kernels.
+"""The layers of a GPT: their parameters, and their forward and backward passes in terms of kernels.
 
-`Block` is a layer: what it does before, in and after attention, and on the way back. Its parts have
-`forward`; `backward`, which computes the gradient of the input, row by row or sequence by sequence, so that
-slices of a batch can run side by side; and `weight_gradients`, over all rows at once. Only value embeddings
-have no `backward`, for tokens have no gradient. The variant of each part is chosen here, once, when the model
-is built.
+`Block` is a layer. Its parts have `forward`, `backward` and `weight_gradients`. `backward` computes the
+gradient of the input by rows or sequences, so that slices of a batch can run in parallel. `weight_gradients`
+computes over all rows. Value embeddings have no `backward`, because tokens have no gradient. The variant of
+each part is selected once, when the model is built.
 """
 
 from __future__ import annotations
@@ -38,14 +37,14 @@ from distgpt.core.ops.kernels import Kernels
 
 Tensors = Mapping[str, Array]
 
-# Standard deviations of initial weights by `unit` (docs/explanation/learning.md says where they are from).
+# Standard deviations of initial weights in the scheme `unit`; docs/explanation/learning.md lists the sources.
 EMBEDDING_STD = 0.8
 HEAD_STD = 0.001
-FC_GAIN = 0.4  # a factor for the MLP's first matrix
+FC_GAIN = 0.4  # factor of the MLP's first matrix
 
 
 class Block:
-    """One layer: s1 = x + r; s2 = s1 + attention(norm1(s1)); the next one gets s2 and mlp(norm2(s2))."""
+    """A layer: s1 = x + r; s2 = s1 + attention(norm1(s1)); its outputs are s2 and mlp(norm2(s2))."""
 
     def __init__(self, config: ModelConfig, index: int, positions: Positions) -> None:
         name = f"blocks.{index}"
@@ -56,12 +55,12 @@ class Block:
         self.window = config.window_of(index)
 
         self.norm1 = norm(f"{name}.norm1", config)
-        # One matmul computes q, k and v, whose matrices lie one below the other. Muon takes each by itself.
+        # One matmul computes q, k and v from their stacked matrices. Muon updates each matrix separately.
         q = config.attention_width
         kv = config.kv_heads * config.head_size
         qkv_bias = config.bias or config.qkv_bias
-        # A head of q or k by itself learns faster than in a matrix with the others; one of v, as fast. Short
-        # matrices also take fewer operations.
+        # Heads of q and k learn faster as separate matrices than in one matrix with the others; heads of v
+        # equally fast. Short matrices also take fewer operations.
         pieces = (config.head_size,) * (config.n_head + 2 * config.kv_heads)
         self.qkv = Linear(f"{name}.attn.qkv", width, q + 2 * kv, qkv_bias, heights=(q, kv, kv), pieces=pieces)
         self.head_norm = HeadNorm(f"{name}.qk_norm", config) if config.qk_norm_gain else None
@@ -73,17 +72,17 @@ class Block:
         self.fc = Linear(f"{name}.mlp.fc", width, config.pre_width, config.bias, heights=halves)
         self.proj = Linear(f"{name}.mlp.proj", config.hidden, width, config.bias)
 
-        # In the order in which the backward pass finishes their gradients: parameters are laid out in it, so
-        # that what is final is one range, which ranks can sum meanwhile.
+        # Ordered as the backward pass finishes their gradients. Parameters have the same layout, so that
+        # final gradients are one range, which ranks can sum during the pass.
         parts = [self.proj, self.fc, self.norm2, self.out, self.head_norm, self.qkv, self.norm1]
         self.parts: list[Part] = [part for part in parts if part is not None]
 
     def scratch(self, kernels: Kernels, n: int, added: Floats2d | None, again: bool) -> Scratch:
-        """Make the memory for gradients of n rows. dh1 is `added`, if there; `again`: of `backward`."""
+        """Make the memory for gradients of n rows. dh1 is `added` if given; see `backward` for `again`."""
         config = self.config
         c = config.n_embd
         dh1 = kernels.zeros(n, c) if added is None else added
-        datt = dh1  # attention's backward pass has read it before dh1 is written
+        datt = dh1  # attention's backward pass reads it before dh1 is written
         if config.attention_width != c:
             datt = kernels.zeros(n, config.attention_width)
         # A norm without parameters needs no sums over rows.
@@ -112,7 +111,7 @@ class Block:
         self.k = kernels
         sums = kernels.capabilities.sums_bias_gradients
         self.fc.bias_summed_in_backward = sums
-        # Rotary positions and norms change dqkv after attention's backward pass has summed it.
+        # Rotary positions and norms change dqkv after attention's backward pass, which would have summed it.
         self.qkv.bias_summed_in_backward = sums and not (self.positions.rotates or self.config.qk_norm)
 
     def attend(self, acts: LayerActivations, seq_len: int, positions: Ints1d | None) -> None:
@@ -126,8 +125,7 @@ class Block:
         self.k.attention_cached(acts.att, cache, acts.qkv, start, self.window, slots)
 
     def _prepare(self, acts: LayerActivations, seq_len: int, start: Ints1d | None) -> None:
-        """Rotate and normalise queries and keys. Without gains the order does not matter: a rotation keeps
-        the length."""
+        """Rotate and normalize queries and keys. Without gains any order works: rotations keep lengths."""
         if self.head_norm is not None:
             assert acts.xhat is not None and acts.qk_rstd is not None
             self.head_norm.forward(acts.qkv, acts.xhat, acts.qk_rstd)
@@ -139,14 +137,14 @@ class Block:
     def before_attention(
         self, acts: LayerActivations, x: Floats2d, r: Floats2d | None, tokens: Ints1d
     ) -> None:
-        """Compute up to qkv. x + r is this layer's input; r is None where x is that already."""
+        """Compute the layer up to qkv. Its input is x + r, or x if r is None."""
         self.norm1.forward(acts.h1, acts.s1, acts.stats1, x, r)
         self.qkv.forward(acts.qkv, acts.h1)
         if self.values is not None:
             self.values.forward(acts.qkv, tokens)
 
     def after_attention(self, acts: LayerActivations) -> None:
-        """Compute up to the activation; `project` is the rest of the forward pass."""
+        """Compute up to the activation. `project` does the rest of the forward pass."""
         if acts.added is None:
             self.out.forward(acts.s2, acts.att, acts.s1)
             self.norm2.forward(acts.h2, acts.s2, acts.stats2, acts.s2, None)
@@ -156,14 +154,14 @@ class Block:
         self.k.linear_act(acts.act, acts.pre, acts.h2, self.fc.wb, self.config.mlp)
 
     def project(self, acts: LayerActivations, into: Floats2d) -> None:
-        """Compute mlp(…), and where that costs nothing its sum with s2, in `into`: see `output`."""
+        """into ← s2 + mlp(…) if kernels fuse the sum; otherwise, only compute mlp(…). See `output`."""
         if acts.added is None:
             self.proj.forward(into, acts.act, acts.s2)
         else:
             self.proj.forward(acts.added, acts.act)
 
     def output(self, acts: LayerActivations, into: Floats2d) -> tuple[Floats2d, Floats2d | None]:
-        """Return what the next layer adds up: s2 and mlp(…), or their sum and None."""
+        """Return the summands of the next layer's input: s2 and mlp(…), or their sum and None."""
         return (into, None) if acts.added is None else (acts.s2, acts.added)
 
     def backward(
@@ -175,15 +173,15 @@ class Block:
         accumulate: bool,
         positions: Ints1d | None,
     ) -> None:
-        """tmp.din ← the gradient of x (and of r), from tmp.dout, that of s2 + mlp.
+        """tmp.din ← the gradient of x (and r), from tmp.dout, the gradient of s2 + mlp.
 
-        With `again` the norms' outputs and the activation are computed anew, as other layers have written
-        over them. `accumulate` is for the gradients of biases that are summed here. What is left in tmp is
-        for `weight_gradients`.
+        If `again`, recompute the norms' outputs and the activation, which other layers have overwritten.
+        `accumulate` applies to the bias gradients that are summed here. tmp keeps the inputs of
+        `weight_gradients`.
         """
         h1 = acts.h1 if again else None
         h2 = acts.h2 if again else None
-        # The MLP. Its matrices lead back to h2, the norm to s2, whose residual gradient is tmp.dout itself.
+        # MLP: its matrices lead back to h2, and the norm to s2, with tmp.dout as residual gradient
         dpre = gradient_of_pre(acts, tmp)
         dact = acts.act if tmp.dact is None else tmp.dact
         w = self.proj.wb.w
@@ -191,13 +189,13 @@ class Block:
         self.k.linear_backward_act(dpre, dact, tmp.dout, w, acts.pre, self.config.mlp, again, db)
         self.fc.backward(tmp.dh2, dpre)
         self.norm2.backward(tmp.dmid, h2, tmp.mid_sums, tmp.dh2, tmp.dout, acts.s2, acts.stats2)
-        # Attention, in the same way.
+        # Attention, in the same way
         self.out.backward(tmp.datt, tmp.dmid)
         db = self.qkv.bias_gradient_in_backward(accumulate)
         mask = AttentionMask(seq_len, positions, self.window)
         self.k.attention_backward(tmp.dqkv, tmp.datt, acts.att, acts.lse, acts.qkv, mask, db)
-        # Undo `_prepare`, its last step first: a norm without gain reads rotated queries and keys, one with
-        # gain an x̂ from before the rotation.
+        # Undo `_prepare` in reverse order. A norm without gain reads rotated queries and keys; one with gain
+        # reads x̂ from before the rotation.
         if self.config.qk_norm and self.head_norm is None:
             assert acts.qk_rstd is not None
             self.k.qk_norm_backward(tmp.dqkv, acts.qkv, acts.qk_rstd, self.config.head_size)
@@ -216,7 +214,7 @@ class Block:
         tokens: SortedTokens,
         accumulate: bool,
     ) -> None:
-        """Compute the gradients of all parameters. out_sums: those of the norm that computed tmp.dout."""
+        """Compute the gradients of all parameters. `out_sums` is from the norm that computed tmp.dout."""
         self.proj.weight_gradients(tmp.dout, acts.act, accumulate, out_sums)
         self.fc.weight_gradients(gradient_of_pre(acts, tmp), acts.h2, accumulate)
         self.norm2.weight_gradients(tmp.mid_sums, tmp.dh2, acts.s2, acts.stats2, accumulate)
@@ -232,34 +230,34 @@ class Block:
 
 @dataclass(slots=True)
 class LayerActivations:
-    """Results of a layer's forward pass that the backward pass reads, over N rows."""
+    """Results of a layer's forward pass for the backward pass, over N rows."""
 
-    s1: Floats2d  # (N, C), the input: the residual stream
+    s1: Floats2d  # (N, C), input: the residual stream
     h1: Floats2d  # (N, C), norm1(s1)
     qkv: Floats2d  # (N, (H + 2K)·head)
     att: Floats2d  # (N, H·head), attention's output
     s2: Floats2d  # (N, C), s1 + projected att
     h2: Floats2d  # (N, C), norm2(s2)
-    pre: Floats2d  # (N, hidden), the activation's input, twice as wide where it is gated
+    pre: Floats2d  # (N, hidden), input of the activation; twice as wide if gated
     act: Floats2d  # (N, hidden), the activation's output
-    # What attention and the MLP add to the residual stream, (N, C); None where kernels add it themselves. All
-    # layers share it.
+    # (N, C), additions of attention and the MLP to the residual stream, shared by all layers. None if kernels
+    # add them directly.
     added: Floats2d | None
-    stats1: Stats  # of norm1, as those below of the type that sums have
+    stats1: Stats  # statistics of norm1, in the wide type like the fields below
     stats2: Stats
     lse: Wide2d  # (N, H)
-    qk_rstd: Wide2d | None  # (N, H + K), of normalised queries and keys
-    xhat: Floats2d | None = None  # (N, (H + K)·head): these without their gain, where they have one
+    qk_rstd: Wide2d | None  # (N, H + K), for normalized queries and keys
+    xhat: Floats2d | None = None  # (N, (H + K)·head), q and k without their gain, if they have one
 
 
-STATISTICS = ("stats1", "stats2", "lse", "qk_rstd")  # fields of the type that sums have
+STATISTICS = ("stats1", "stats2", "lse", "qk_rstd")  # fields in the wide type
 
 
 @dataclass(slots=True)
 class Scratch:
-    """Gradients that one layer leaves to the one below, over N rows; None where not needed.
+    """Gradients that a layer passes to the layer below, over N rows; None if not needed.
 
-    A gradient of s is named ds. Arrays may share memory; their users, in the order of a pass:
+    The gradient of s is named ds. Arrays may share memory. Their users, in the order of a pass:
 
     | memory           | used as | written by                   | last read by                |
     |------------------|---------|------------------------------|-----------------------------|
@@ -271,55 +269,55 @@ class Scratch:
     |                  | dpre    | linear_backward_act          | fc.weight_gradients         |
     | act, dact        | act     | linear_act                   | proj.forward                |
     |                  | dact    | linear_backward_act          | itself                      |
-    |                  | act     | the same, where it has dpre  | proj.weight_gradients       |
+    |                  | act     | the same, if dpre is given   | proj.weight_gradients       |
 
-    dout and din are two arrays, for proj.weight_gradients reads dout when din is there already. Layers take
-    them in turns, and in_sums and out_sums with them (`of_layer_below`):
+    dout and din are two arrays, because proj.weight_gradients reads dout after din is written. Layers swap
+    them, as well as in_sums and out_sums (`of_layer_below`):
 
         layer i + 1   dout = A, din = B
-        layer i       dout = B, din = A    what the layer above calls din is dout here
+        layer i       dout = B, din = A    din of the layer above is dout here
         layer i - 1   dout = A, din = B
     """
 
     dh1: Floats2d
     dh2: Floats2d
-    din: Floats2d  # the gradient of the layer's input
-    dmid: Floats2d  # the gradient of s2
-    dout: Floats2d  # the gradient of the layer's output
-    dact: Floats2d | None  # None: it takes the place of act
-    dpre: Floats2d | None  # None: it takes the place of pre
-    datt: Floats2d  # dh1, unless it has another width
+    din: Floats2d  # gradient of the layer's input
+    dmid: Floats2d  # gradient of s2
+    dout: Floats2d  # gradient of the layer's output
+    dact: Floats2d | None  # None: shares memory with act
+    dpre: Floats2d | None  # None: shares memory with pre
+    datt: Floats2d  # dh1, unless the widths differ
     dqkv: Floats2d
     dgain: Wide2d | None  # (N, 2·head), gradients of the gain of queries and keys
-    in_sums: Wide2d | None  # partial sums of the norms: those of norm1, of norm2, of the layer above
+    in_sums: Wide2d | None  # partial sums of norm1, of norm2 and of the layer above's norm
     mid_sums: Wide2d | None
     out_sums: Wide2d | None
 
     def of_layer_below(self) -> Scratch:
-        """Return the same arrays by the names that the layer below knows them by: this din is its dout."""
+        """Return the same arrays with the names of the layer below, whose dout is this din."""
         return replace(self, dout=self.din, din=self.dout, out_sums=self.in_sums, in_sums=self.out_sums)
 
 
-SUMS = ("in_sums", "mid_sums", "out_sums")  # which have no row per token
+SUMS = ("in_sums", "mid_sums", "out_sums")  # fields without a row per token
 
 
 def gradient_of_pre(acts: LayerActivations, tmp: Scratch) -> Floats2d:
-    """Return the memory for the gradient of acts.pre: its own, or scratch memory."""
+    """Return the memory for the gradient of acts.pre, which may be acts.pre."""
     return acts.pre if tmp.dpre is None else tmp.dpre
 
 
 class Part:
-    """Parameters, whose names and shapes are `specs`. Kernels get None for an absent one (a bias, a gain)."""
+    """Parameters, with names and shapes in `specs`. Kernels receive None for an absent bias or gain."""
 
     def __init__(self, name: str, specs: Sequence[Spec]) -> None:
         self.name = name
         self.specs = specs
 
     def bind(self, kernels: Kernels, params: Tensors, grads: Tensors) -> None:
-        """Take this part's arrays, by name. `grads` has those of what is trained, once there are any."""
+        """Take this part's arrays by name. `grads` has the gradients of trained tensors once they exist."""
         self.k = kernels
         w, b = f"{self.name}.w", f"{self.name}.b"
-        self.w: Any = params.get(w)  # where a part has one, nothing has to tell mypy that it is there
+        self.w: Any = params.get(w)  # typed Any, so that parts with a weight need no check for None
         self.b = params.get(b)
         self.dw, self.db = grads.get(w), grads.get(b)
 
@@ -343,8 +341,8 @@ class Linear(Part):
         if bias:
             specs.append(Spec(f"{name}.b", (outputs,)))
         super().__init__(name, specs)
-        # True where the operation that computes dy, in a backward pass, also sums it for the gradient of the
-        # bias, while it has it at hand (`Block.bind`).
+        # If True, the operation that computes dy in a backward pass also sums it for the bias gradient, while
+        # it is in a cache (`Block.bind`).
         self.bias_summed_in_backward = False
 
     def bind(self, kernels: Kernels, params: Tensors, grads: Tensors) -> None:
@@ -358,7 +356,7 @@ class Linear(Part):
         self.k.linear_backward(dx, dy, self.wb.w)
 
     def bias_gradient_in_backward(self, accumulate: bool) -> Bias:
-        """Return where the operation that computes dy sums the gradient of the bias; None if it does not."""
+        """Return where the operation that computes dy must sum the bias gradient, or None if it must not."""
         return (
             BiasGradient(self.db, accumulate)
             if self.bias_summed_in_backward and self.db is not None
@@ -371,12 +369,12 @@ class Linear(Part):
         db = None if self.bias_summed_in_backward else self.db
         if self.dw is not None:
             self.k.linear_backward_weights(Affine(self.dw, db), dy, x, accumulate, sums)
-        elif db is not None:  # beside a matrix that is not trained
+        elif db is not None:  # a bias whose matrix is not trained
             self.k.sum_rows(db, dy, accumulate)
 
 
 class HeadNorm(Part):
-    """Each head of queries, x / rms(x) · w, and each head of keys in the same way, with other weights."""
+    """A norm of each head, x / rms(x) · w, with separate weights for queries and keys."""
 
     def __init__(self, name: str, config: ModelConfig) -> None:
         super().__init__(name, [Spec(f"{name}.w", (2 * config.head_size,))])
@@ -394,7 +392,7 @@ class HeadNorm(Part):
 
 
 class ValueEmbedding(Part):
-    """A trained vector of each token, which is added to the values of its layer: w (padded V, K·head)."""
+    """A trained vector per token that is added to the layer's values: w (padded V, K·head)."""
 
     def __init__(self, name: str, config: ModelConfig) -> None:
         self.shape = (config.padded_vocab, config.kv_heads * config.head_size)
@@ -408,13 +406,13 @@ class ValueEmbedding(Part):
             self.k.zero(self.dw)
 
     def weight_gradients(self, dqkv: Floats2d, tokens: SortedTokens) -> None:
-        """Add to the gradient. Workers do this together, so none of them may set it to 0 here."""
+        """Add to the gradient. Workers do this together, so no worker may zero it here."""
         if self.dw is not None:
             self.k.embed_backward(self.dw, None, dqkv, tokens, 1)
 
 
 class LayerNorm(Part):
-    """y = (s - mean) / std · w + b over the C channels of a row, with the residual sum s = x + r in front."""
+    """y = (s - mean) / std · w + b over the C channels of a row, after the residual sum s = x + r."""
 
     centred = True
 
@@ -428,13 +426,12 @@ class LayerNorm(Part):
         super().bind(kernels, params, grads)
         self.wb = Gain(self.w, self.b)
         dw = self.dw
-        if dw is None and self.db is not None:  # kernels compute both in one pass: nobody reads this dw
+        if dw is None and self.db is not None:  # kernels compute both in one pass; this dw is not used
             dw = kernels.wide_zeros(*self.db.shape)
         self.dwb = None if dw is None else Affine(dw, self.db)
 
     @classmethod
     def stats(cls, kernels: Kernels, n: int) -> Stats:
-        """Make the memory for the statistics of n rows."""
         return Stats(kernels.wide_zeros(n) if cls.centred else None, kernels.wide_zeros(n))
 
     def forward(self, y: Floats2d, s: Floats2d, stats: Stats, x: Floats2d, r: Floats2d | None) -> None:
@@ -460,13 +457,13 @@ class LayerNorm(Part):
 
 
 class RMSNorm(LayerNorm):
-    """y = s / rms(s) · w: no mean is taken off, and there is no bias."""
+    """y = s / rms(s) · w, without mean and bias."""
 
     centred = False
 
 
 class Positions(Part):
-    """How a model knows where a token stands. This one does not: the causal mask alone tells the order."""
+    """No positional encoding: the causal mask is the only source of order. Base class of the others."""
 
     rotates = False
     wpe: Floats2d | None = None  # learned positions, (context, C), and their gradient
@@ -476,15 +473,13 @@ class Positions(Part):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__("positions", [])
 
-    def bind(self, kernels: Kernels, params: Tensors, grads: Tensors) -> None:
-        """Do nothing: there are no arrays."""
+    def bind(self, kernels: Kernels, params: Tensors, grads: Tensors) -> None: ...
 
-    def rotate(self, qkv: Floats2d, seq_len: int, start: Ints1d | None, inverse: bool) -> None:
-        """Do nothing: only rotary positions rotate q and k."""
+    def rotate(self, qkv: Floats2d, seq_len: int, start: Ints1d | None, inverse: bool) -> None: ...
 
 
 class LearnedPositions(Positions):
-    """One trained vector per position, added to the token's."""
+    """A trained vector per position, added to the token's vector."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
@@ -496,9 +491,9 @@ class LearnedPositions(Positions):
 
 
 class Rope(Positions):
-    """Rotary positions (arXiv 2104.09864): q and k rotate by angles that grow with the position.
+    """Rotary positions (arXiv 2104.09864): q and k rotate by angles proportional to the position.
 
-    Their product then depends on the distance of the two alone.
+    Their product then depends only on their distance.
     """
 
     rotates = True
@@ -507,7 +502,7 @@ class Rope(Positions):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
         self.context = config.seq_len
-        self.heads = config.n_head + config.kv_heads  # of q and k, which alone rotate
+        self.heads = config.n_head + config.kv_heads  # heads of q and k, which rotate
         self.frequencies = rope_frequencies(config)
 
     def bind(self, kernels: Kernels, params: Tensors, grads: Tensors) -> None:
@@ -523,10 +518,10 @@ class Rope(Positions):
 
 
 def rope_frequencies(config: ModelConfig) -> Array:
-    """Return what each pair turns by from one position to the next, (head/2,).
+    """Return the rotation of each pair from one position to the next, in radians, (head/2,).
 
-    Llama 3 divides by rope_factor those that turn less than rope_slow times in rope_context, leaves those
-    that turn more than rope_fast times, and takes a mean in between.
+    Llama 3 divides frequencies with fewer than rope_slow turns in rope_context by rope_factor, keeps
+    frequencies with more than rope_fast turns, and interpolates between them.
     """
     half = config.head_size // 2
     plain = config.rope_base ** (-np.arange(half) / half)
@@ -544,7 +539,7 @@ POSITIONS = {"learned": LearnedPositions, "rope": Rope, "none": Positions}
 
 
 def activation_widths(config: ModelConfig) -> dict[str, int]:
-    """Return the width of each array of LayerActivations that is of `dtype`, but for `added`."""
+    """Return the width of each LayerActivations array of type `dtype`, except `added`."""
     c = config.n_embd
     widths = {"s1": c, "h1": c, "qkv": config.qkv_width, "att": config.attention_width, "s2": c, "h2": c}
     widths |= {"pre": config.pre_width, "act": config.hidden}
@@ -569,9 +564,9 @@ def new_activations(config: ModelConfig, kernels: Kernels, n: int) -> LayerActiv
 
 
 def more_activations(first: LayerActivations, kernels: Kernels, kept: Sequence[str]) -> LayerActivations:
-    """Make the memory of another layer for the fields `kept`. All else is the first layer's.
+    """Make another layer's memory for the fields in `kept`, and share all others with the first layer.
 
-    What a layer computes again in its backward pass needs no memory of its own: the layers go one by one.
+    Fields that the backward pass recomputes can be shared, because layers run one at a time.
     """
     other = copy(first)
     for name in kept:
@@ -588,8 +583,9 @@ def more_activations(first: LayerActivations, kernels: Kernels, kept: Sequence[s
 def initial_std(spec: Spec, config: ModelConfig) -> float:
     """Return the standard deviation of a tensor's initial weights.
 
-    GPT-2's is smaller for projections into the residual stream, two per layer. By `unit` those are 0, and all
-    other matrices of the layers keep the size of their input, about; the MLP's first one has less.
+    GPT-2's is smaller for the two projections per layer into the residual stream. With `unit`, these are 0,
+    and the layers' other matrices approximately preserve the size of their input; the MLP's first one reduces
+    it.
     """
     into_residual = spec.name.endswith(("attn.proj.w", "mlp.proj.w"))
     if config.init_weights == "gpt2":

@@ -1,7 +1,7 @@
 """Memory for tensors by name: parameters in one flat buffer, activations over the rows of a batch.
 
-Specs (names and shapes) are laid out (offsets) in a flat buffer, whose tensors are views. A batch is cut into
-slices, ranges of whole sequences that workers compute side by side; so are all arrays with a row per token.
+A layout maps specs (names and shapes) to offsets in a flat buffer, with tensors as views. A batch, and arrays
+with a row per token, are split into slices, ranges of whole sequences that workers compute in parallel.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ if TYPE_CHECKING:
 Record = TypeVar("Record", bound="DataclassInstance")
 Value = TypeVar("Value")
 
-ALIGNED = 16  # elements: 64 bytes of float32, and what the widest loads and matmuls on GPUs ask for
-LEARNED = "wpe"  # the name of learned positions, (context, width)
-# Groups of parameters, which may have learning rates of their own.
+ALIGNED = 16  # elements: 64 bytes of float32, as the widest loads and GPU matmuls require
+LEARNED = "wpe"  # name of learned positions, (context, width)
+# Groups of parameters, which may have separate learning rates
 GROUPS = ("matrix", "embedding", "values", "head", "vector")
 MATRIX, EMBEDDING, VALUES, HEAD, VECTOR = GROUPS
 
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """One named tensor, of one of GROUPS.
+    """A named tensor of one of GROUPS.
 
-    `heights`: the rows of its matrices, where it holds several, one below the other, as q, k and v. Muon,
-    for one, takes each by itself, and makes rows of them orthogonal by themselves: where `pieces` has theirs.
+    `heights`: rows of its stacked matrices, such as q, k and v, if it has more than one. Muon updates each
+    separately. `pieces`: rows of the parts that Muon orthogonalizes separately, if smaller.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Spec:
 
     @property
     def is_matrix(self) -> bool:
-        """True of matrices and embeddings, which are drawn at random, and may decay."""
+        """True for matrices and embeddings: initialized at random, and subject to weight decay."""
         return self.group != VECTOR
 
     @property
@@ -52,21 +52,21 @@ class Spec:
 
     @property
     def matrices(self) -> list[tuple[int, int]]:
-        """Return the shapes of the matrices, one below the other."""
+        """Return the shapes of the stacked matrices."""
         rows, columns = self.shape
         return [(height, columns) for height in self.heights or (rows,)]
 
     @property
     def orthogonal(self) -> list[tuple[int, int]]:
-        """Return the shapes of what Muon makes orthogonal by itself, one below the other."""
+        """Return the shapes of the stacked parts that Muon orthogonalizes separately."""
         return [(rows, self.shape[1]) for rows in self.pieces] or self.matrices
 
 
 class Layout:
-    """Specs laid out one after the other, in the order given. Arithmetic only: allocates nothing.
+    """Consecutive specs in the given order, with their offsets. Allocates nothing.
 
-    Every tensor begins at a multiple of ALIGNED elements, so that one of odd size slows down no other; what
-    lies in between stays 0.
+    Every tensor starts at a multiple of ALIGNED elements, so that odd sizes do not slow down the next tensor.
+    Gaps stay 0.
     """
 
     def __init__(self, specs: Iterable[Spec]) -> None:
@@ -82,18 +82,19 @@ class Layout:
         self.elements = sum(spec.size for spec in self.specs)
 
     def position_in(self, other: Layout, position: int) -> int:
-        """Return the offset in `other` of the element at offset `position` of this layout.
+        """Map an offset in this layout to the same element of `other`.
 
-        `other` has the same tensors, of which some are shorter, as Muon's second moments are. The element is
-        in a tensor that both have alike, or the first of its tensor; `position` may also be the end.
+        `other` has the same tensors, some of them shorter (such as Muon's second moments). The element must
+        be in a tensor of equal shape in both, or be the first of its tensor. `position` may also be the end.
         """
         if position == self.size:
             return other.size
-        *_, name = (name for name, start in self.offsets.items() if start <= position)  # of its tensor
+        # tensor of this element
+        *_, name = (name for name, start in self.offsets.items() if start <= position)
         return other.offsets[name] + position - self.offsets[name]
 
     def end_of(self, names: Iterable[str]) -> int:
-        """Return where the last of these tensors ends; 0 if there is none."""
+        """Return the end of the last of these tensors, or 0 if there are none."""
         sizes = {spec.name: spec.size for spec in self.specs}
         return max((self.offsets[name] + sizes[name] for name in names), default=0)
 
@@ -105,10 +106,10 @@ class Layout:
         }
 
     def ranges(self, kind: Callable[[Spec], Value], own: slice | None = None) -> list[tuple[int, int, Value]]:
-        """Return (start, stop, value) of the longest ranges of tensors with one value of `kind`.
+        """Return (start, stop, value) of the longest ranges of tensors with equal values of `kind`.
 
         Tensors of 32, 16 and 16 elements, of kinds a, a and b, give [(0, 48, a), (48, 64, b)]. With `own`,
-        of these elements only, counted from its start: of slice(40, 64) they give [(0, 8, a), (8, 24, b)].
+        only these elements, counted from its start: slice(40, 64) gives [(0, 8, a), (8, 24, b)].
         """
         own = own or slice(0, self.size)
         begins = [(self.offsets[next(specs).name], value) for value, specs in groupby(self.specs, key=kind)]
@@ -123,9 +124,9 @@ class Layout:
 
 
 class FlatBuffer(Mapping[str, Array]):
-    """One contiguous array holding every tensor of a layout; indexing by name gives the view.
+    """A contiguous array with every tensor of a layout. Indexing by name returns the view.
 
-    `flat` has the tensors alone, `flags` the values appended to them, `with_flags` both.
+    `flat` has only the tensors, `flags` the values appended to them, `with_flags` both.
     """
 
     def __init__(self, layout: Layout, allocate: Callable[[int], Array], flags: int = 0) -> None:
@@ -146,7 +147,7 @@ class FlatBuffer(Mapping[str, Array]):
 
 
 class FlatPart:
-    """A part of a flat buffer, which begins and ends anywhere: `flat` holds its elements `own`."""
+    """Any range of a flat buffer: `flat` has the elements `own`."""
 
     def __init__(self, layout: Layout, own: slice, allocate: Callable[[int], Array]) -> None:
         self.layout = layout
@@ -157,7 +158,7 @@ class FlatPart:
 class Rows(Generic[Record]):
     """A record of arrays over the rows of a batch: `all` rows, and `slices`, the rows of each slice.
 
-    A field is an array, a tuple of arrays, each of which is cut, or None; fields `uncut` stay whole.
+    A field is an array, a tuple of arrays that are each split, or None. Fields in `uncut` stay whole.
     """
 
     def __init__(self, slices: Sequence[slice], record: Record, uncut: Sequence[str] = ()) -> None:
@@ -175,6 +176,6 @@ class Rows(Generic[Record]):
 
 
 def _cut_rows(x: Any, rows: slice) -> Any:
-    if isinstance(x, tuple):  # a named one keeps its type, whose own constructor takes each by itself
+    if isinstance(x, tuple):  # a named tuple keeps its type, whose constructor takes separate arguments
         return tuple.__new__(type(x), (_cut_rows(each, rows) for each in x))
     return None if x is None else x[rows]

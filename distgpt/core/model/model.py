@@ -1,4 +1,4 @@
-"""The model: its parameters in one flat buffer, their initial values, and its parts in order."""
+"""The model, its initialization and the layout of its parameters in a flat buffer."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ from distgpt.core.ops.activations import ACTIVATIONS
 from distgpt.core.ops.api import Array
 from distgpt.core.ops.kernels import Kernels
 
-FLAG_COUNT = 8  # values appended to the gradient buffer: the loss, and seven flags (`Votes`) of a step
+FLAG_COUNT = 8  # values appended to the gradient buffer: the loss and the seven flags (`Votes`) of a step
 
 
 def flag_count(ranks: int) -> int:
-    """Return FLAG_COUNT, and one more for each rank where there are several."""
+    """Return the number of flags: FLAG_COUNT, plus one per rank if there are multiple ranks."""
     return FLAG_COUNT + (ranks if ranks > 1 else 0)
 
 
 class Architecture:
-    """The parts that a configuration asks for and the layout of their parameters. Holds no arrays.
+    """The parts of a configuration and the layout of their parameters, without arrays.
 
-    `block` makes a layer from the configuration, its index and the positions.
+    `block` creates a layer from the configuration, its index and the positions.
     """
 
     def __init__(
@@ -59,10 +59,10 @@ class Architecture:
         self.layout = Layout([*(spec for part in self.parts() for spec in part.specs), embedding])
 
     def parts(self) -> list[Part]:
-        """Return all parts but the embedding, in the order in which gradients are finished.
+        """Return all parts except the embedding, in the order in which gradients are finished.
 
-        Value embeddings come after the layers, though they are finished with theirs: the matrices before
-        them lie side by side, which ranks share in one range.
+        Value embeddings come after all layers, although each is finished with its layer. This keeps the
+        layers' matrices in one contiguous range, which ranks share.
         """
         from_last = self.blocks[::-1]
         inner = [part for block in from_last for part in block.parts]
@@ -72,18 +72,18 @@ class Architecture:
 
 
 class Model:
-    """An architecture with parameters, and gradients once training asks for them; passes.py has the passes.
+    """An architecture with parameters, and with gradients once it is trained; passes.py has the passes.
 
-    `params` are what is trained, of this `layout`, as the passes read it. `weights` are the master weights,
-    which the optimizer updates: in bfloat16 a copy in float32 (`allocate_master_weights`), else `params`
-    themselves. Where a rank has the masters of a part alone, they are `master_part`, and `weights` are the
-    rounded ones. `tensors` are all that the passes read, by name, trained or not.
+    `params` are the trained tensors in `layout`, as the passes read them. `weights` are the master weights
+    that the optimizer updates. In bfloat16 these are a float32 copy (`allocate_master_weights`); otherwise,
+    they are `params`. If a rank has only a part of the masters, they are in `master_part`, and `weights` are
+    the rounded ones. `tensors` are all tensors that the passes read, by name, trained or not.
     """
 
-    # A factor that the gradients of all parameters share, where layers compute with multiples of
-    # what is trained: the output layer multiplies by it, which costs no pass of its own.
+    # Common factor of all gradients, for layers that compute with multiples of the trained tensors. The
+    # output layer applies it, so it needs no extra pass.
     gradient_scale = 1.0
-    packing: object = None  # what a faster way to decode has made of the weights, while they are not trained
+    packing: object = None  # weights in the form of a faster decoder, while they are not trained
     master_part: FlatPart | None = None
     _flags = FLAG_COUNT
     _grads: FlatBuffer | None = None
@@ -95,9 +95,9 @@ class Model:
         trained: Layout | None = None,
         given: Tensors = MappingProxyType({}),
     ) -> None:
-        """`trained`: the layout of what is trained, if that is not all of it; `given`: the other tensors.
+        """`trained`: the layout of the trained tensors, if not all are; `given`: the other tensors.
 
-        The architecture becomes this model's own: its parts are bound to the arrays made here.
+        The model takes over the architecture and binds its parts to the arrays created here.
         """
         if kernels.capabilities.is_async and ACTIVATIONS[architecture.config.mlp].functions:
             raise shared(UsageError(f"the activation {architecture.config.mlp} is for CPUs"))
@@ -110,36 +110,36 @@ class Model:
         self.embed_norm = architecture.embed_norm
         self.final_norm = architecture.final_norm
         self.layout = architecture.layout if trained is None else trained
-        # A pass takes the layers of a group without a pause; `prepare` makes their weights ready before. Each
-        # layer is a group where all share the memory for the weights that they compute with.
+        # A pass runs the layers of a group without interruption, after `prepare` for the group. If all layers
+        # share the memory of their weights, each layer is a group.
         self.groups: Sequence[range] = [range(self.config.n_layer)]
         self.params = self.weights = FlatBuffer(self.layout, kernels.zeros)
         self.tensors: Tensors = {**given, **self.params}
         self._bind()
 
     def prepare(self, layers: range) -> None:
-        """Make the weights of one of `groups` ready: here all weights always are."""
+        """Make the weights of one of `groups` ready. Here they always are."""
 
     def finished_with(self, block: Block) -> int:
         """Return how many elements of the gradient buffer are final once this layer's gradients are.
 
-        A value embedding is not a part of it: that lies behind the matrices, which ranks share.
+        Its value embedding does not count because it is stored after the matrices, which ranks share.
         """
         names = (spec.name for part in block.parts for spec in part.specs)
         return self.layout.end_of(name for name in names if name in self.layout.offsets)
 
     def allocate_master_weights(self, ranks: int = 1, own: slice | None = None) -> None:
-        """Make memory for master weights, or only for `own`: write all weights again, then call `refresh`.
+        """Make memory for master weights, or only for `own`. Then write all weights and call `refresh`.
 
-        To be called before there are gradients, which get a flag for each of several ranks.
+        Call this before gradients exist, because they get a flag for each of multiple ranks.
         """
         assert self._grads is None
         self._flags = flag_count(ranks)
-        # A page of memory lies near the thread that writes to it first: each writes what it will update.
+        # Pages are placed near the thread that writes to them first, so threads write their own parts.
         self.kernels.zero(self.params.flat)
         if self.kernels.wide == self.kernels.dtype:
             return
-        # Updates are smaller than bfloat16's steps: its weights would not move (arXiv 1710.03740).
+        # Updates are smaller than bfloat16's resolution: its weights would not change (arXiv 1710.03740).
         if own is None:
             self.weights = FlatBuffer(self.layout, self.kernels.wide_zeros)
             self.kernels.zero(self.weights.flat)
@@ -149,7 +149,7 @@ class Model:
 
     @property
     def has_low_precision_copy(self) -> bool:
-        """True if `params` are a rounded copy."""
+        """Whether `params` are a rounded copy."""
         return self.master_part is not None or self.weights is not self.params
 
     def masters(self, own: slice) -> Array:
@@ -160,7 +160,7 @@ class Model:
         return self.master_part.flat
 
     def put(self, name: str, host: Array) -> None:
-        """A weight ← the host's, in every copy that is kept; call `refresh` afterwards."""
+        """Copy a weight from the host to every copy; call `refresh` afterwards."""
         self.kernels.put(self.weights[name], host)
         if self.master_part is None:
             return
@@ -175,21 +175,21 @@ class Model:
 
     @property
     def is_trained(self) -> bool:
-        """True once there are gradients: weights change."""
+        """Whether gradients exist, so weights may change."""
         return self._grads is not None
 
     def refresh(self) -> None:
-        """params ← weights, after anything but the optimizer changed them."""
+        """params ← weights. Call this after any change of weights outside the optimizer."""
         if self.weights is not self.params:
             self.kernels.cast_down(self.params.flat, self.weights.flat)
 
     def make_gradients(self, make: Callable[[Layout, int], FlatBuffer] | None = None) -> None:
-        """Make the memory for gradients, unless it is there: as much as for weights in full precision.
+        """Make the memory for gradients, as large as full-precision weights, unless it exists.
 
-        `make(layout, flags)` makes it where it is to lie elsewhere than other memory.
+        `make(layout, flags)` allocates it elsewhere than other memory, if given.
         """
         if self._grads is None:
-            self.packing = None  # while it is trained it generates without
+            self.packing = None  # a trained model generates without it
             if make:
                 self._grads = make(self.layout, self._flags)
             else:
@@ -198,14 +198,13 @@ class Model:
 
     @property
     def grads(self) -> FlatBuffer:
-        """One gradient per parameter, by the same name, in a flat buffer, with the loss and a step's flags
-        appended, so that one call sums everything over the ranks."""
+        """Gradients by parameter name, with the loss and a step's flags appended for a single Allreduce."""
         assert self._grads is not None, "optimizers and passes that train call make_gradients"
         return self._grads
 
     @property
     def head(self) -> Array:
-        """The output layer, with its rows for padding."""
+        """Output layer, including the padding rows."""
         return self.tensors[self.head_name]
 
     def initialise(self, seed: int) -> None:
@@ -214,28 +213,28 @@ class Model:
         self.refresh()
 
     def generators(self, seed: int) -> Iterator[tuple[Spec, np.random.Generator]]:
-        """Give each tensor random numbers of its own, which depend on the seed and its name alone.
+        """Yield each tensor with a random generator that depends only on the seed and the tensor's name.
 
-        So a model of another shape or order of tensors draws the others as before.
+        So a change of another tensor's shape or order does not change its values.
         """
         for spec in self.layout.specs:
             key = np.array([seed, crc32(spec.name.encode())], np.uint64)
             yield spec, np.random.Generator(np.random.Philox(key=key))
 
     def initial(self, seed: int) -> Iterable[tuple[str, Array]]:
-        """Draw the first weights."""
+        """Yield each tensor's name and initial values."""
         for spec, random in self.generators(seed):
             if spec.is_matrix:
                 std = np.float32(initial_std(spec, self.config))
                 values = random.standard_normal(spec.shape, np.float32) * std
                 if spec.group in (EMBEDDING, VALUES, HEAD) and spec.name != LEARNED:
-                    values[self.config.vocab_size :] = 0  # padding, which stands for no token
+                    values[self.config.vocab_size :] = 0  # padding rows without a token
             else:
-                values = np.full(spec.shape, spec.name.endswith(".w"), np.float32)  # gains 1, biases 0
+                values = np.full(spec.shape, spec.name.endswith(".w"), np.float32)  # gains are 1, biases 0
             yield spec.name, values
 
     def alike(self, other: Model) -> Model:
-        """Return another model of the same kernels, its weights in the form of this one's."""
+        """Return `other`, a model of the same kernels, with its weights in the form of this one's."""
         return other
 
     def is_finite(self) -> bool:
@@ -253,6 +252,6 @@ class Model:
 
 
 def miniature(config: ModelConfig) -> ModelConfig:
-    """Return a very small model of the same kind, which compiles the same loops."""
+    """Return the config of a very small model that compiles the same loops."""
     short = replace(config, vocab_size=8, seq_len=8, n_layer=1)
     return replace(short, n_head=1, n_kv_head=0, n_embd=16, head_dim=0, mlp_width=0)

@@ -1,8 +1,8 @@
-"""Muon: the matrices of the layers move along their momentum, made orthogonal; AdamW does the rest.
+"""Muon: the layers' matrices move along their orthogonalized momentum; AdamW updates the rest.
 
-There is one second moment for each row of a matrix, or each column of a wide one (NorMuon, arXiv 2510.05491).
-Weight decay acts only where it has the direction of the update (arXiv 2510.12402), and falls with the
-learning rate.
+There is one second moment per row of a matrix, or per column of a wide one (NorMuon, arXiv 2510.05491).
+Weight decay acts only in the direction of the update (arXiv 2510.12402), and decreases with the learning
+rate.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from distgpt.core.model.model import Model
 from distgpt.core.model.optim import AdamW, clip_norm
 from distgpt.core.ops.api import MuonMatrix, MuonScalars, Wide2d
 
-# Momentum rises from this within so many steps, as in modded-nanogpt.
+# The momentum increases from this value over MOMENTUM_WARMUP steps, as in modded-nanogpt.
 FIRST_MOMENTUM = 0.85
 MOMENTUM_WARMUP = 300
 
 
 class Muon(AdamW):
-    """Owns momenta and second moments. `own` never cuts a matrix.
+    """Muon with its momenta and second moments. `own` never splits a matrix.
 
-    Where all ranks have all moments, each of `ranks` orthogonalises some of the matrices, in the gradients'
-    memory, and they share the results before they update.
+    If all ranks have all moments, each of `ranks` orthogonalizes some of the matrices in place of their
+    gradients, and they share the results before the update.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Muon(AdamW):
         self._prepare()
 
     def _launch_updates(self) -> None:
-        """Compute all momenta, and the updates of this rank's part of the matrices, over the gradients."""
+        """Compute all momenta, and the updates of this rank's matrices, in place of the gradients."""
         k = self.model.kernels
         grads = self.model.grads.flat[self.own]
         m = [self.m.flat[here] for here in self._momenta]
@@ -86,7 +86,7 @@ class Muon(AdamW):
 
     @cached_property
     def _updates(self) -> list[Wide2d]:
-        """Return what this rank makes orthogonal: whole matrices, or their pieces."""
+        """Matrices, or pieces of them, that this rank orthogonalizes."""
         grads = self.model.grads.flat[self.own]
         found: list[Wide2d] = []
         for spec in filter(_is_matrix, self.model.layout.specs):
@@ -99,7 +99,7 @@ class Muon(AdamW):
 
     @cached_property
     def _matrices(self) -> dict[str, list[MuonMatrix]]:
-        """Return the matrices of this rank's part, by the name of the tensor that they are in."""
+        """Matrices of this rank's part, by tensor name."""
         model = self.model
         offsets = model.layout.offsets
         own = self.own
@@ -122,7 +122,7 @@ class Muon(AdamW):
                 )
                 found.setdefault(spec.name, []).append(matrix)
                 start = here.stop
-                second += max(shape)  # one for each row, or for each column of a wide matrix
+                second += max(shape)  # one per row, or per column of a wide matrix
         return found
 
 
@@ -132,8 +132,7 @@ OPTIMIZERS: dict[str, type[AdamW]] = {"adamw": AdamW, "muon": Muon}
 def muon_scalars(
     config: TrainConfig, step: int, lr: float, grad_scale: float, norm_scale: float
 ) -> MuonScalars:
-    """Return the hyperparameters of a step."""
-    risen = min(1.0, step / MOMENTUM_WARMUP)  # from 0 to 1
+    risen = min(1.0, step / MOMENTUM_WARMUP)  # rises from 0 to 1
     first = min(FIRST_MOMENTUM, config.momentum)
     return MuonScalars(
         grad_scale,
@@ -145,9 +144,9 @@ def muon_scalars(
 
 
 def borders(layout: Layout, parts: int, weight: Callable[[Spec], float]) -> list[int]:
-    """Return where each of `parts` of about equal weight begins, and where the last one ends.
+    """Return the start of each of `parts` of about equal weight, and the end of the last one.
 
-    No matrix of a layer is cut.
+    Matrices of layers are not split.
     """
     starts = [*layout.offsets.values(), layout.size]
     weights = [0.0, *accumulate(map(weight, layout.specs))]
@@ -156,10 +155,10 @@ def borders(layout: Layout, parts: int, weight: Callable[[Spec], float]) -> list
         target = weights[-1] * part / parts
         i = min(bisect_right(weights, target) - 1, len(layout.specs) - 1)
         spec = layout.specs[i]
-        inside = (target - weights[i]) / (weight(spec) or 1)  # the fraction of this tensor before the cut
+        inside = (target - weights[i]) / (weight(spec) or 1)  # fraction of this tensor before the boundary
         whole = round(inside) if _is_matrix(spec) else inside
         position = starts[i] + int(whole * spec.size) // ALIGNED * ALIGNED
-        if whole == 1:  # behind the padding, too
+        if whole == 1:  # also skip the padding
             position = starts[i + 1]
         found.append(max(position, found[-1]))
     return [*found, layout.size]
@@ -170,7 +169,7 @@ def _is_matrix(spec: Spec) -> bool:
 
 
 def _work(spec: Spec) -> float:
-    """Return about how much there is to compute to orthogonalise a tensor's matrices."""
+    """Return the approximate cost of orthogonalizing a tensor's matrices."""
     if not _is_matrix(spec):
         return 0.0
     sides = map(sorted, spec.orthogonal)

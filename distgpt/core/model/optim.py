@@ -1,4 +1,4 @@
-"""AdamW on the flat buffers, clipping by global norm, and learning-rate schedules."""
+"""AdamW on the flat buffers, clipping by global norm, and learning rate schedules."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from distgpt.core.model.model import Model
 from distgpt.core.ops.api import AdamConstants, AdamState, Array, StepScalars
 from distgpt.core.ops.kernels import Kernels, clipped
 
-UPDATED_AT_ONCE = 1 << 16  # elements, by one worker: they fit into its cache
+UPDATED_AT_ONCE = 1 << 16  # elements per worker at a time, to fit its cache
 
 
 class AdamW:
-    """Owns the two moments of every parameter.
+    """AdamW with its two moments of every parameter.
 
-    With `own`, those of this part alone: other ranks have the rest, and `apply` changes only this part.
+    With `own`, it has and updates only this part. Other ranks have the rest.
     """
 
     def __init__(
         self, model: Model, config: TrainConfig, own: slice | None = None, rank: int = 0, ranks: int = 1
     ) -> None:
-        """`rank` of `ranks` is for Muon, whose ranks share the work. AdamW computes all updates on each."""
+        """`rank` and `ranks` are for Muon, whose ranks share the work. AdamW ranks compute all updates."""
         self.model = model
         self.config = config
         model.make_gradients()
@@ -45,15 +45,15 @@ class AdamW:
         layout = model.layout
         self.own = own or slice(0, layout.size)
         self.m = _moment(layout, own, k)
-        # For AdamW alone v would be as long as m, and lie alike. Muon, which extends this class, has fewer
-        # second moments: then a tensor lies elsewhere in v than in p, and so does this rank's part.
+        # AdamW's v has the layout of m. Muon, a subclass, has fewer second moments. A tensor, and this rank's
+        # part, then has other offsets in v than in p.
         second = self.second_moments(layout)
         first = layout.position_in(second, self.own.start)
         self.v_own = slice(first, layout.position_in(second, self.own.stop))
         self.v = _moment(second, own and self.v_own, k)
         self.norm = k.scalars(1)  # Σ g² of the last step
         self._scalars = k.scalars(len(StepScalars._fields) + 2 * len(GROUPS))
-        rows = [  # of `AdamState.ranges`
+        rows = [  # rows of `AdamState.ranges`
             (start, stop, group, layout.position_in(second, self.own.start + start) - first)
             for start, stop, group in layout.ranges(self.group_number, self.own)
         ]
@@ -63,27 +63,25 @@ class AdamW:
 
     @staticmethod
     def second_moments(layout: Layout) -> Layout:
-        """Return the layout of the second moments."""
         return layout
 
     @staticmethod
     def group_number(spec: Spec) -> int:
-        """Return the index of a tensor's group, -1 where AdamW does not update it."""
+        """Return the index of a tensor's group, or -1 if AdamW does not update it."""
         return GROUPS.index(spec.group)
 
     @property
     def is_part(self) -> bool:
-        """True if other ranks have the rest of the moments."""
+        """Whether other ranks have the rest of the moments."""
         return isinstance(self.m, FlatPart)
 
     @property
     def update_bounds(self) -> Sequence[int]:
-        """Return where each rank's part of the gradients begins, which ranks share between `prepare` and
-        `apply`; nothing where they share none."""
+        """Boundaries of the ranks' parts of the gradients, shared between `prepare` and `apply`, or ()."""
         return ()
 
     def step(self, step: int, grad_scale: float, lr: float | None = None) -> None:
-        """Compute the norm and update the parameters. `lr`: the learning rate, if not the schedule's."""
+        """Compute the norm and update the parameters. `lr` overrides the schedule's learning rate."""
         lr = learning_rate(self.config, step) if lr is None else lr
         self.compute_norm()
         self.prepare(step, lr, grad_scale, grad_scale)
@@ -94,10 +92,10 @@ class AdamW:
         self._norm_pass()
 
     def prepare(self, step: int, lr: float, grad_scale: float, norm_scale: float) -> None:
-        """Begin an update with grad_scale · gradients, clipped as if their norm were norm_scale · √norm.
+        """Start an update with grad_scale · gradients, clipped as if their norm were norm_scale · √norm.
 
-        The two differ where ranks do not sum their gradients at each step: each takes its own, and all clip
-        by the root mean square of their norms.
+        The two differ if ranks do not sum their gradients at each step. Each rank then uses its own
+        gradients, and all clip by the root mean square of their norms.
         """
         values = step_scalars(self.config, step, lr, grad_scale, norm_scale)
         self.model.kernels.put(self._scalars, np.array(values))
@@ -121,9 +119,9 @@ class AdamW:
 
 
 class Elementwise(AdamW):
-    """An optimizer that updates each element by itself, with NumPy on CPUs: an extension writes `update`.
+    """Base class for elementwise optimizers of extensions, on CPUs. Subclasses implement `update`.
 
-    Clipping, the learning rates and the decay of groups, rounding and sharding are those of AdamW.
+    Clipping, the learning rates and weight decay of groups, rounding and sharding work as in AdamW.
     """
 
     def __init__(
@@ -139,12 +137,12 @@ class Elementwise(AdamW):
                 self._pieces.append((slice(at, end), slice(at - first + in_v, end - first + in_v), group))
 
     def update(self, p: Array, m: Array, v: Array, g: Array, lr: float, decay: float) -> None:
-        """Update parameters and moments in place; `g` is clipped, and p is to be multiplied by `decay`."""
+        """Update p, m and v in place. `g` is already clipped; multiply p by `decay`."""
         raise NotImplementedError
 
     def prepare(self, step: int, lr: float, grad_scale: float, norm_scale: float) -> None:
         super().prepare(step, lr, grad_scale, norm_scale)
-        self._correction = 1 - self.config.beta1 ** (step + 1)  # which AdamW's step sizes are divided by
+        self._correction = 1 - self.config.beta1 ** (step + 1)  # AdamW's step sizes are divided by this
 
     def apply(self) -> None:
         scale = clipped(self.norm, self._scalars)
@@ -169,7 +167,7 @@ def step_scalars(
 ) -> list[float]:
     """Return the hyperparameters of a step of AdamW (arXiv 1711.05101), as `Kernels.adamw` reads them.
 
-    A step size carries the bias correction of the first moment: kernels need one division less.
+    Step sizes include the bias correction of the first moment, which saves kernels a division.
     """
     scalars = StepScalars(
         grad_scale,
@@ -177,7 +175,7 @@ def step_scalars(
         inv_sqrt_bias_correction=(1 - config.beta2 ** (step + 1)) ** -0.5,
     )
     correction = 1 - config.beta1 ** (step + 1)
-    peaks = {  # 0: as all others, `config.lr`
+    peaks = {  # 0: `config.lr`
         EMBEDDING: config.embedding_lr,
         VALUES: config.value_lr or config.embedding_lr,
         HEAD: config.head_lr,
@@ -186,16 +184,16 @@ def step_scalars(
     values = list(scalars)
     for group in GROUPS:
         peak = peaks.get(group)
-        rate = peak * (lr / config.lr) if peak else lr  # all follow one schedule
+        rate = peak * (lr / config.lr) if peak else lr  # all groups follow one schedule
         decay = 1.0
-        if group != VECTOR and config.optimizer == "adamw":  # with Muon embeddings do not decay either
+        if group != VECTOR and config.optimizer == "adamw":  # embeddings do not decay with Muon either
             decay = 1 - rate * config.weight_decay
         values += [rate / correction, decay]
     return values
 
 
 def clip_norm(config: TrainConfig, grad_scale: float, norm_scale: float) -> float:
-    """Return the norm to clip to, in the unit that kernels compare with: the gradients'."""
+    """Return the norm to clip to, in the unit of the gradients, in which kernels compare it."""
     return config.clip * (grad_scale / norm_scale)
 
 
@@ -207,8 +205,8 @@ def cosine(peak: float, last: float, progress: float) -> float:
     return last + (peak - last) * (0.5 * (1 + math.cos(math.pi * progress)))
 
 
-# The learning rate from the peak, the last one, and the progress of the fall, 0 to 1. "wsd" falls only in the
-# last `decay_fraction` of the run.
+# (peak, last, progress of the decay from 0 to 1) → learning rate. "wsd" decays only in the last
+# `decay_fraction` of the run.
 SCHEDULES: dict[str, Callable[[float, float, float], float]] = {
     "linear": linear,
     "cosine": cosine,
@@ -218,15 +216,15 @@ SCHEDULES: dict[str, Callable[[float, float, float], float]] = {
 
 
 def learning_rate(config: TrainConfig, step: int, elapsed: float | None = None) -> float:
-    """Return the learning rate of a step, from 0 on: a linear warm-up, then the schedule.
+    """Return the learning rate of a step, counted from 0: a linear warmup, then the schedule.
 
-    The schedule follows the steps, or the fraction of the run's time that has `elapsed`, from 0 to 1. That
-    fraction includes the time of the warm-up. So the rate drops where the warm-up ends, if the schedule falls
-    from the beginning: by little, for a warm-up is a small part of a run.
+    The schedule follows the steps or, if given, the fraction of the run's time that has `elapsed`, from 0 to
+    1. That fraction includes the warmup, so a schedule that decays from the start drops slightly at the end
+    of the warmup.
     """
     if step < config.warmup:
         return config.lr * (step + 1) / config.warmup
-    constant = 1 - config.decay_fraction if config.schedule == "wsd" else 0.0  # this part of the run
+    constant = 1 - config.decay_fraction if config.schedule == "wsd" else 0.0  # constant part of the run
     if elapsed is None:
         begin = max(config.warmup, round(config.steps * constant))
         progress = (step - begin) / max(1, config.steps - begin)

@@ -1,10 +1,10 @@
-"""Forward and backward passes over a batch of one shape, with all their memory made beforehand.
+"""Forward and backward passes over a batch of one shape, with all memory allocated in advance.
 
-A batch is cut into slices of whole sequences, as many for each worker, or nearly. Each worker then takes its
-slices through all layers, without waiting for the other workers. On the way back all meet after each layer
-for the gradients of its weights, which are sums over the whole batch. A few sequences that workers cannot
-share evenly are one slice, and each kernel splits its rows or columns; so it is where reading the weights
-takes longest (`_slice_count`).
+A batch is split into slices of whole sequences, about equally many per worker. Each worker runs its slices
+through all layers without waiting for others. In the backward pass, all workers synchronize after each layer
+for its weight gradients, which are sums over the whole batch. If workers cannot share the sequences evenly,
+or if reading the weights is the bottleneck, the batch is one slice, and each kernel splits its rows or
+columns (`_slice_count`).
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ from distgpt.core.ops.api import (
 )
 from distgpt.core.ops.kernels import Kernels
 
-ROWS_OF_TILE = 128  # a matmul is fastest with rows in multiples of this
+ROWS_OF_TILE = 128  # matmuls are fastest with multiples of this
 
-# By `recompute`: the activations that every layer keeps for its backward pass. All layers share the others,
-# and compute them again, which is nearly free for "mlp" (norm outputs and activations come along with their
-# gradients) and costs a second forward pass for "block".
+# The activations that every layer keeps for its backward pass, by `recompute`. All layers share the other
+# arrays and recompute them. This is nearly free for "mlp", whose norm outputs and activations are computed
+# with their gradients, and costs a second forward pass for "block".
 KEPT_BY_RECOMPUTE = {
     "none": ("s1", "h1", "qkv", "xhat", "att", "s2", "h2", "pre", "act", *STATISTICS),
     "mlp": ("s1", "qkv", "xhat", "att", "s2", "pre", *STATISTICS),
     "block": ("s1",),
-    "all": (),  # for a pass that is never followed by a backward pass
+    "all": (),  # no backward pass follows
 }
 
 Ready = Callable[[int], None]
@@ -59,16 +59,15 @@ Ready = Callable[[int], None]
 class ModelActivations:
     """Arrays before the first and after the last layer, over N rows."""
 
-    embedded: Floats2d  # (N, C), the embedding where a norm follows
+    embedded: Floats2d  # (N, C), the embedding before its norm, if it has one
     embed_stats: Stats
-    s: Floats2d  # (N, C), the last layer's output
-    stats: Stats  # of the final norm
-    hidden: Floats2d  # (N, C), the output layer's input
+    s: Floats2d  # (N, C), output of the last layer
+    stats: Stats  # statistics of the final norm
+    hidden: Floats2d  # (N, C), input of the output layer
     losses: Wide1d  # (N,)
 
     @classmethod
     def zeros(cls, config: ModelConfig, kernels: Kernels, n: int) -> ModelActivations:
-        """Make the memory for n rows."""
         stats = NORMS[config.norm].stats
         return cls(
             embedded=kernels.zeros(n, config.n_embd),
@@ -81,10 +80,10 @@ class ModelActivations:
 
 
 class Pass:
-    """Memory and order of work for batches of (n_seq, seq_len) tokens, for all workers or `workers` of them.
+    """Memory and execution of batches of (n_seq, seq_len) tokens, on all workers or the given number.
 
-    All arrays are made here, once: a step allocates nothing. `recompute` is a key of KEPT_BY_RECOMPUTE.
-    `positions` (N,), which callers fill, are of documents side by side.
+    All arrays are allocated here, so a step allocates nothing. `recompute` is a key of KEPT_BY_RECOMPUTE. The
+    caller fills `positions` (N,) if documents are packed.
     """
 
     def __init__(
@@ -104,7 +103,7 @@ class Pass:
         self.positions = positions
         self._workers = k.threads if workers is None else workers
         elements = sum(spec.size for part in model.blocks[0].parts for spec in part.specs)
-        self._layer_bytes = 0 if training else elements * k.dtype.itemsize  # 0: it does not count
+        self._layer_bytes = 0 if training else elements * k.dtype.itemsize  # 0: ignored
         self._slice_rows = k.slice_rows if training else ALL_ROWS
         self._cut(n_seq, seq_len)
         if training and k.capabilities.sums_bias_gradients:
@@ -119,9 +118,9 @@ class Pass:
         self.around = Rows(self.slices, ModelActivations.zeros(config, k, n))
         self._again = self._recompute == "mlp"  # kernels compute norms and activations with their gradients
 
-        # Two sets of names for the same memory, which layers take in turns: `Scratch` has them drawn.
+        # Two sets of names for the same memory, which layers use alternately; see the diagram in `Scratch`.
         self._scratch: tuple[Rows[Scratch], Rows[Scratch]] | None = None
-        self._finished: list[int] = []  # of each layer: how many gradients are final once its own are
+        self._finished: list[int] = []  # per layer, the number of final gradients once its own are final
         if training:
             model.make_gradients()
             scratch = model.blocks[0].scratch(k, n, first.added, self._again)
@@ -130,7 +129,7 @@ class Pass:
             self._scratch = (own, below)
             self._finished = [model.finished_with(block) for block in model.blocks]
 
-        # Logits (N, V) would be the largest array of all: the head takes chunks of rows, all about alike.
+        # Logits (N, V) would be the largest array, so the head processes chunks of rows, of about equal size.
         chunks = -(-n * config.padded_vocab * k.dtype.itemsize // k.logits_bytes)
         even = -(-n // chunks)
         self.logits_shape = (min(n, -(-even // ROWS_OF_TILE) * ROWS_OF_TILE), config.padded_vocab)
@@ -139,9 +138,9 @@ class Pass:
             self.expect_losses()
 
     def reshaped(self, n_seq: int, seq_len: int) -> Pass:
-        """Return a pass over a batch of another shape, with as many rows or fewer, in the same memory.
+        """Return a pass over a batch of another shape, with at most as many rows, in the same memory.
 
-        Only without gradients: then one layer's activations are all layers'.
+        Only for passes without gradients, in which all layers share the same activations.
         """
         other = copy(self)
         other._cut(n_seq, seq_len)
@@ -157,18 +156,18 @@ class Pass:
         start: Ints1d | None = None,
         slots: Ints1d | None = None,
     ) -> Floats2d:
-        """Compute the last hidden states (N, C) of tokens (N,): everything before the output layer.
+        """Compute the last hidden states (N, C) of tokens (N,), the input of the output layer.
 
-        With `caches` (layers, 2, L, K, T_max, head) the tokens follow `start` others whose k and v are there,
-        in `slots`, as `attention_cached` says. Several sequences then take one slice.
+        With `caches` (layers, 2, L, K, T_max, head), the tokens follow `start` others whose k and v are
+        cached in `slots`; see `attention_cached`. Multiple sequences must then be one slice.
         """
-        for layers in self.model.groups:  # all at once, unless their weights are made in turn
+        for layers in self.model.groups:  # a single group, unless layers make their weights one at a time
             self.model.prepare(layers)
             self.k.each(partial(self._forward_slice, layers, tokens, caches, start, slots), len(self.slices))
         return self.around.all.hidden
 
     def logits(self, out: Floats2d, hidden: Floats2d) -> None:
-        """out (n, padded V) ← the logit of every token after each of some hidden states (n, C)."""
+        """out (n, padded V) ← the logits of the next token after each hidden state (n, C)."""
         self.k.linear(out, hidden, Affine(self.model.head, None))
 
     def loss(self, total: Wide1d, tokens: Ints1d, targets: Ints1d) -> None:
@@ -176,7 +175,7 @@ class Pass:
         self.k.sum(total, self.losses(tokens, targets), 1 / self.n_rows, accumulate=False)
 
     def expect_losses(self) -> None:
-        """Make the memory for logits, which a pass without gradients may never need."""
+        """Make the memory for logits, which passes without gradients need only for losses."""
         if self._head is None:
             logits = self.k.zeros(*self.logits_shape)
             self._head = Head(self.model.head, logits, self.model.config.vocab_size)
@@ -189,11 +188,11 @@ class Pass:
     def loss_and_gradients(
         self, tokens: Ints1d, targets: Ints1d, scale: float, accumulate: bool, on_ready: Ready | None = None
     ) -> None:
-        """The model's gradients ← (or += ) those of scale · mean loss, and grads.flags[0] that loss itself.
+        """Compute (or accumulate) the gradients of scale · mean loss, and that loss in grads.flags[0].
 
-        on_ready(n) is called as the gradients come in: the first n elements of the flat buffer are final.
+        on_ready(n) is called when the first n elements of the flat gradient buffer are final.
         """
-        # Once for the embedding and all value embeddings, which add up their gradients in this order.
+        # Sorted once for the embedding and all value embeddings, which add their gradients in this order.
         in_order = self.k.sort_tokens(tokens, self.model.config.padded_vocab)
         self._head_backward(tokens, targets, scale, accumulate)
         last = self._layers_backward(tokens, in_order, accumulate, on_ready)
@@ -202,7 +201,7 @@ class Pass:
             on_ready(self.model.layout.size)
 
     def _cut(self, n_seq: int, seq_len: int) -> None:
-        """Cut the rows into slices of whole sequences: 1, or some for each worker."""
+        """Split the rows into slices of whole sequences: 1, or some for each worker."""
         count = _slice_count(n_seq, seq_len, self._workers, self._slice_rows, self._layer_bytes)
         cuts = [n_seq * i // count * seq_len for i in range(count + 1)]
         self.slices = [slice(start, stop) for start, stop in pairwise(cuts)]
@@ -219,21 +218,21 @@ class Pass:
         slots: Ints1d | None,
         number: int,
     ) -> None:
-        """Take one slice through these layers, with what comes before the first and after the last one."""
+        """Run one slice through these layers, including the embedding and the final norm at the ends."""
         model = self.model
         around = self.around.slices[number]
         own = tokens[self.slices[number]]
         positions = self._positions_of(number)
         acts = [layer.slices[number] for layer in self.layers]
         last = around.hidden if model.final_norm is None else around.s
-        into = [*(each.s1 for each in acts[1:]), last]  # what reads a layer's output
+        into = [*(each.s1 for each in acts[1:]), last]  # destination of each layer's output
         first = layers.start
         if first == 0:
             self._embed(acts[0].s1, own, start, number)
             x, r = acts[0].s1, None
         else:
             x, r = model.blocks[first - 1].output(acts[first - 1], into[first - 1])
-        for i in layers:  # x + r is the input of each: its norm adds them up
+        for i in layers:  # each layer's input is x + r, added by its norm
             block = model.blocks[i]
             block.before_attention(acts[i], x, r, own)
             if caches is None:
@@ -252,7 +251,7 @@ class Pass:
             self.k.add(around.hidden, x, r)
 
     def _embed(self, x: Floats2d, tokens: Ints1d, start: Ints1d | None, number: int) -> None:
-        """x (n, C) ← the embedding of the n tokens of a slice, normalised where a norm follows."""
+        """x (n, C) ← the embedding of the n tokens of a slice, normalized if there is an embedding norm."""
         model = self.model
         around = self.around.slices[number]
         embedded = x if model.embed_norm is None else around.embedded
@@ -271,7 +270,7 @@ class Pass:
         scale: float,
         accumulate: bool,
     ) -> None:
-        """Compute the loss of every row; with dx and dw the gradients of scale · their sum."""
+        """Compute the loss of every row and, with dx and dw, the gradients of scale · Σ losses."""
         self.expect_losses()
         assert self._head is not None
         x = self.forward(tokens)
@@ -279,15 +278,15 @@ class Pass:
         self.k.linear_cross_entropy(losses, dx, dw, x, self._head, targets, scale, accumulate)
 
     def _head_backward(self, tokens: Ints1d, targets: Ints1d, scale: float, accumulate: bool) -> None:
-        """Compute the loss and its gradient up to the last layer's output, in dout of the scratch memory."""
+        """Compute the loss and its gradient for the last layer's output, in dout of the scratch memory."""
         assert self._scratch is not None, "this pass was made for forward passes alone"
         model = self.model
         around = self.around.all
         tmp = self._scratch[0].all
-        # The head writes the gradient of its input (N, C): that of the final norm's output, if there is one.
+        # The head writes the gradient of its input (N, C): the final norm's output, if it has one.
         dhidden = tmp.dout if model.final_norm is None else tmp.dh1
         dlogits_scale = scale * model.gradient_scale / self.n_rows
-        dhead = model.grads.get(model.head_name)  # None where it is not trained
+        dhead = model.grads.get(model.head_name)  # None if it is not trained
         self._head_loss(tokens, targets, dhidden, dhead, dlogits_scale, accumulate)
         self.k.sum(model.grads.flags[:1], around.losses, scale / self.n_rows, accumulate)
         if model.final_norm is not None:
@@ -297,27 +296,27 @@ class Pass:
     def _layers_backward(
         self, tokens: Ints1d, in_order: SortedTokens, accumulate: bool, on_ready: Ready | None
     ) -> Scratch:
-        """Take the gradient back through all layers. Its end is in dout of what is returned."""
+        """Run the backward pass of all layers. The gradient is in dout of the returned scratch."""
         assert self._scratch is not None
         model = self.model
-        for block in model.blocks:  # before workers add to it together: see `ValueEmbedding`
+        for block in model.blocks:  # workers then add to the gradient together: see `ValueEmbedding`
             if block.values is not None and not accumulate:
                 block.values.zero_gradient()
         scratch, below = self._scratch
-        # The last layer's dout has no sums where no norm computed it.
+        # Without a final norm, the last layer's dout has no sums.
         out_sums = None if model.final_norm is None else scratch.all.out_sums
         for layers in reversed(model.groups):
             model.prepare(layers)
             for i in reversed(layers):
                 backward = partial(self._backward_slice, i, scratch, tokens, accumulate)
                 self.k.each(backward, len(self.slices))
-                # All workers meet here: gradients of weights are sums over the rows of all slices.
+                # All workers synchronize here: weight gradients are sums over the rows of all slices.
                 gradients = model.blocks[i].weight_gradients
                 acts = self.layers[i].all
                 self.k.run_together(partial(gradients, acts, scratch.all, out_sums, in_order, accumulate))
                 if on_ready is not None:
                     on_ready(self._finished[i])
-                # The gradient of this layer's input is that of the output of the layer below.
+                # The gradient of this layer's input is the gradient of the output of the layer below.
                 scratch, below = below, scratch
                 out_sums = scratch.all.out_sums
         return scratch.all
@@ -325,7 +324,7 @@ class Pass:
     def _backward_slice(
         self, i: int, scratch: Rows[Scratch], tokens: Ints1d, accumulate: bool, number: int
     ) -> None:
-        """Take one slice back through layer i; first forward again, where its activations were not kept."""
+        """Run one slice backward through layer i, after recomputing the activations that it did not keep."""
         block = self.model.blocks[i]
         acts = self.layers[i].slices[number]
         tmp = scratch.slices[number]
@@ -340,7 +339,7 @@ class Pass:
         return None if self.positions is None else self.positions[self.slices[number]]
 
     def _embedding_gradients(self, tmp: Scratch, tokens: SortedTokens, accumulate: bool) -> None:
-        """Compute gradients from that of the first layer's input, which is in tmp.dout."""
+        """Compute the embedding gradients from the gradient of the first layer's input in tmp.dout."""
         model = self.model
         embedded = self.around.all.embedded
         stats = self.around.all.embed_stats
@@ -351,35 +350,35 @@ class Pass:
             model.embed_norm.backward(tmp.din, None, tmp.in_sums, dx, None, embedded, stats)
             model.embed_norm.weight_gradients(tmp.in_sums, dx, embedded, stats, accumulate)
             dx = tmp.din
-        if dwte is None:  # neither it nor wpe is trained
+        if dwte is None:  # neither wte nor wpe is trained
             return
         if not accumulate:
-            if not model.config.tied:  # tied, the head has written there already
+            if not model.config.tied:  # if tied, the head has already written to dwte
                 self.k.zero(dwte)
             if dwpe is not None:
                 self.k.zero(dwpe)
         self.k.embed_backward(dwte, dwpe, dx, tokens, self.seq_len, self.positions)
 
 
-EVEN_ENOUGH = 8  # sequences of each worker
-FEW_ROWS = range(3, 65)  # of a worker
+EVEN_ENOUGH = 8  # sequences per worker
+FEW_ROWS = range(3, 65)  # rows per worker
 LARGE_LAYER = 4 << 20  # bytes of a layer's parameters
 
 
 def _slice_count(n_seq: int, seq_len: int, workers: int, rows: int, layer_bytes: int) -> int:
-    """Return the number of slices: as many for each worker, or 1, whose rows or columns each kernel splits.
+    """Return the number of slices: equally many per worker, or 1, split by each kernel's rows or columns.
 
-    Where sequences do not divide evenly, some workers have one more, and the others wait for them. Beside
-    EVEN_ENOUGH or more that one hardly matters. A worker has several slices where they divide evenly and have
-    at least `rows` rows each: what an operation writes is in the cache still when the next one reads it.
+    If sequences do not divide evenly, some workers have one more and the others wait, which hardly matters
+    with at least EVEN_ENOUGH per worker. A worker has multiple slices if they divide evenly and have at least
+    `rows` rows each, so that the output of an operation is still in the cache for the next one.
     """
     if n_seq % workers and n_seq < EVEN_ENOUGH * workers:
         return 1
-    # A forward pass of few rows takes its time to read weights. A matmul first packs its matrix, in the order
-    # in which it reads it: each worker with a slice of its own would pack all of every matrix; of one slice
-    # kernels split the columns, and each worker packs a part. Of a layer that fits into a cache, or for more
-    # rows than FEW_ROWS, packing hardly counts. For one or two rows nothing is packed, and slices, which do
-    # not wait for each other, are best.
+    # A forward pass of few rows is limited by reading weights. A matmul first packs its matrix. With a slice
+    # per worker, each worker would pack every matrix entirely. With one slice, kernels split the columns, and
+    # each worker packs a part. If a layer fits a cache, or for more rows than FEW_ROWS, packing hardly
+    # matters. For one or two rows nothing is packed, and slices are best because they do not wait for each
+    # other.
     if layer_bytes >= LARGE_LAYER and -(-n_seq * seq_len // workers) in FEW_ROWS:
         return 1
     most = max(1, min(n_seq, n_seq * seq_len // rows) // workers)
@@ -388,5 +387,5 @@ def _slice_count(n_seq: int, seq_len: int, workers: int, rows: int, layer_bytes:
 
 
 def cache_shape(config: ModelConfig, sequences: int = 1) -> tuple[int, ...]:
-    """Return the shape of the keys and values that `Pass.forward` keeps of sequences."""
+    """Return the shape of the key/value cache in `Pass.forward`."""
     return config.n_layer, 2, sequences, config.kv_heads, config.seq_len, config.head_size

@@ -1,4 +1,4 @@
-"""The operations that a GPT is made of: their types (api.py), and their definitions (kernels.py).
+"""The operations of a GPT: their types (api.py) and reference implementations (kernels.py).
 
-Not here: how they are made fast on CPUs (core/cpu/) and on GPUs (gpu/).
+Not here: fast versions for CPUs (core/cpu/) and GPUs (gpu/).
 """

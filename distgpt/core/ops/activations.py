@@ -1,7 +1,7 @@
-"""The activations of an MLP: their names, which are the choices of the setting `mlp`, and what each computes.
+"""The activations of an MLP, by their names in the setting `mlp`, with reference implementations.
 
-Here is what "correct" means; the fast forms stand in core/cpu/fused/activations.py and gpu/cu/elementwise.cu.
-NumPy is imported when something is computed: settings read the names, and `--help` does not wait for it.
+Fast versions are in core/cpu/fused/activations.py and gpu/cu/elementwise.cu. NumPy is imported lazily because
+settings read the names, and `--help` must not wait for NumPy.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ Scalar = Callable[[float], float]
 
 @dataclass(frozen=True, slots=True)
 class Activation:
-    """y = f(pre); where it is gated, y = f(left) · right of the halves of pre, twice as wide as y."""
+    """y = f(pre). If gated, y = f(left) · right, with the halves of pre, which is twice as wide as y."""
 
     compute: Callable[[Array], tuple[Array, Array]]  # x → f(x), f'(x)
     gated: bool = False
-    functions: tuple[Scalar, Scalar] | None = None  # of an extension: f and f' of a number, to be compiled
+    functions: tuple[Scalar, Scalar] | None = None  # an extension's f and f' of a number, to be compiled
 
 
 def activation_of(value: Scalar, derivative: Scalar) -> Activation:
-    """Return an extension's activation: y = value(pre), element by element, on CPUs.
+    """Return an elementwise activation for an extension: y = value(pre), on CPUs.
 
-    Numba compiles both functions, so they use arithmetic and the functions of `math`.
+    Numba compiles both functions, so they may use only arithmetic and the functions of `math`.
     """
 
     def compute(x: Array) -> tuple[Array, Array]:

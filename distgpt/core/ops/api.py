@@ -1,4 +1,4 @@
-"""The types and constants of the operations, which kernels.py defines. Commands import this without NumPy."""
+"""Types and constants of the operations in kernels.py. Commands import this file without NumPy."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
-if TYPE_CHECKING:  # commands import this file, and are to begin without NumPy
+if TYPE_CHECKING:  # commands import this file and must start without NumPy
     import numpy as np
 
-# An array of any type and rank. To a type checker it is NumPy's, for CuPy has no types and the same methods.
-# A Protocol of what both have would be truer, but mypy does not come to an end over NumPy's overloads.
+# An array of any type and rank. CuPy has no types but the same methods, so type checkers see NumPy's. A
+# Protocol of the common methods would be more accurate, but mypy does not terminate on NumPy's overloads.
 Array: TypeAlias = "np.ndarray"
-HostArray: TypeAlias = "np.ndarray"  # NumPy's in fact
+HostArray: TypeAlias = "np.ndarray"  # always NumPy's
 DType: TypeAlias = "str | np.dtype | type[np.generic]"
 
-# Arrays by type and rank: documentation, for to a type checker all are one type. A backend has two types,
-# fixed when it is built, which differ only where the first is bfloat16. Floats are of `dtype`: activations,
-# and parameters that a matmul reads.
+# Arrays by type and rank, only for documentation; type checkers treat all as equal. A backend has two types,
+# fixed at construction, which differ only if the first is bfloat16. Floats have `dtype`: activations, and
+# parameters that a matmul reads.
 Floats1d: TypeAlias = Array
 Floats2d: TypeAlias = Array
 Floats5d: TypeAlias = Array
-# Wide ones are sums over many: statistics, losses, gradients of parameters, and what the optimizer keeps.
+# Wide arrays are sums of many terms: statistics, losses, gradients of parameters, and optimizer state.
 Wide1d: TypeAlias = Array
 Wide2d: TypeAlias = Array
 Doubles1d: TypeAlias = Array  # float64 on every backend
@@ -31,30 +31,30 @@ Ints2d: TypeAlias = Array
 
 Work = Callable[[], None]
 
-QK_SCALE = 1.2  # length of an element of normalised queries and keys, so that attention can be sharper
-IGNORED = -1  # the target of a row that is not learned: its loss and its gradients are 0
+QK_SCALE = 1.2  # length of an element of normalized queries and keys, to allow sharper attention
+IGNORED = -1  # target of a row that is not trained, with loss and gradients 0
 PIECE = 4096  # elements that stay in a cache, and whose squares are summed in their own type
 
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """Ways in which backends differ, so that model and training can plan for them."""
+    """Differences between backends that the model and training must consider."""
 
     is_async: bool = False  # calls return before their work is done
-    fuses_residual: bool = False  # `linear` adds a residual along the way, so that the next norm need not
-    # `linear_backward_act` wants dpre to be pre itself: one array less to go through a cache.
+    fuses_residual: bool = False  # `linear` also adds a residual, so the next norm does not
+    # `linear_backward_act` requires dpre to be pre itself, so that one less array passes through a cache.
     overwrites_pre: bool = False
-    # `linear_backward_act` and `attention_backward` take a `db`, and write the sum over their rows there.
-    # Only for backends whose training passes have one slice: the next one would overwrite that sum.
+    # `linear_backward_act` and `attention_backward` write the sum over their rows to `db`. Only for backends
+    # with one slice per training pass: the next slice would overwrite the sum.
     sums_bias_gradients: bool = False
-    rounded: str = ""  # the dtype that matrices are rounded to, for inference alone
-    norm_sum_rows: int = 0  # rows of partial sums that `norm_backward` leaves for gradients of parameters
+    rounded: str = ""  # dtype that matrices are quantized to, only for inference
+    norm_sum_rows: int = 0  # rows of partial sums that `norm_backward` writes for parameter gradients
 
 
 class StepScalars(NamedTuple):
-    """The hyperparameters of `adamw` that change from step to step: a float64 array in this order.
+    """The hyperparameters of `adamw` that change with the step: a float64 array in this order.
 
-    After these come (step_size, decay_factor) of each group of parameters.
+    After these, the array has (step_size, decay_factor) of each group of parameters.
     """
 
     grad_scale: float
@@ -63,9 +63,9 @@ class StepScalars(NamedTuple):
 
 
 class Affine(NamedTuple):
-    """y = x wᵀ + b of a linear layer, w (outputs, inputs), b (outputs,). Named `wb`.
+    """y = x wᵀ + b of a linear layer, with w (outputs, inputs) and b (outputs,). Named `wb`.
 
-    Also the gradients of w and b, of the wide type: `dwb`. Those of a norm are both (C,).
+    Also the gradients of w and b in the wide type, named `dwb`. The gradients of a norm are both (C,).
     """
 
     w: Array
@@ -73,9 +73,9 @@ class Affine(NamedTuple):
 
 
 class Gain(NamedTuple):
-    """y = x̂ · w + b of a norm, both (C,), either of which may be absent. Named `wb`.
+    """y = x̂ · w + b of a norm, both (C,), or None if absent. Named `wb`.
 
-    Kernels compute both gradients at once: these are an Affine, whose w is always there.
+    Kernels compute both gradients together, as an Affine, whose w is always present.
     """
 
     w: Floats1d | None
@@ -83,7 +83,7 @@ class Gain(NamedTuple):
 
 
 class BiasGradient(NamedTuple):
-    """The gradient of a bias, which a sum over rows overwrites or is added to."""
+    """The gradient of a bias. If `accumulate`, a sum over rows is added; otherwise, it is overwritten."""
 
     db: Wide1d
     accumulate: bool
@@ -93,7 +93,7 @@ Bias = BiasGradient | None
 
 
 class Stats(NamedTuple):
-    """Statistics of each row, (N,), of a norm x̂ = (s - mean) · rstd. RMS norm has no mean."""
+    """Statistics per row, (N,), of a norm x̂ = (s - mean) · rstd. RMS norm has no mean."""
 
     mean: Wide1d | None
     rstd: Wide1d
@@ -107,7 +107,7 @@ class Angles(NamedTuple):
 
 
 class Head(NamedTuple):
-    """The output layer: w (padded V, C), scratch memory for logits (chunk, padded V), and V itself."""
+    """The output layer: w (padded V, C), scratch memory for logits (chunk, padded V), and V."""
 
     w: Floats2d
     logits: Floats2d
@@ -115,10 +115,10 @@ class Head(NamedTuple):
 
 
 class AttentionMask(NamedTuple):
-    """The rows that each row attends to: itself and those before it in its sequence of `seq_len` rows.
+    """The rows visible to each row: itself and the rows before it in its sequence of `seq_len` rows.
 
-    With `positions`, (N,), only those of its own document: the positions[n] rows before it. With a `window`,
-    no more than that many rows, itself included.
+    With `positions` (N,), only the positions[n] previous rows of the same document. With a `window`, at most
+    that many rows, itself included.
     """
 
     seq_len: int
@@ -127,10 +127,10 @@ class AttentionMask(NamedTuple):
 
 
 class AdamState(NamedTuple):
-    """Flat buffers: parameters, their copy of low precision (where there is one), moments, gradients.
+    """Flat buffers: parameters, their low-precision copy (or None), moments, gradients.
 
-    `ranges`, int64 (n, 4), without gaps: start, stop, group, start in v. Group -1 is left as it is, and v
-    may be shorter there.
+    `ranges`, int64 (n, 4), without gaps: start, stop, group, start in v. Group -1 is not updated, and v may
+    be shorter there.
     """
 
     p: Wide1d
@@ -142,17 +142,17 @@ class AdamState(NamedTuple):
 
 
 class SortedTokens(NamedTuple):
-    """Tokens (N,) and their rows in the order of the tokens, where kernels need it to add up gradients."""
+    """Tokens (N,), and their row numbers sorted by token if kernels need them to add gradients."""
 
     tokens: Ints1d
     order: Ints1d | None
 
 
 class NesterovState(NamedTuple):
-    """Flat buffers: parameters p, their copy of low precision (where there is one), the momentum.
+    """Flat buffers: parameters p, their low-precision copy (or None), and the momentum (`velocity`).
 
-    `round_start`: the parameters with which all ranks began a round; `change`: how far they have come since,
-    summed over the ranks.
+    `round_start`: the parameters of all ranks at the start of a round; `change`: their change since, summed
+    over the ranks.
     """
 
     p: Wide1d
@@ -163,7 +163,7 @@ class NesterovState(NamedTuple):
 
 
 class AdamConstants(NamedTuple):
-    """The hyperparameters of AdamW that stay the same in a run."""
+    """The hyperparameters of AdamW that are constant in a run."""
 
     beta1: float
     beta2: float
@@ -175,8 +175,8 @@ ALL_ROWS = 1 << 30  # `slice_rows` of kernels whose passes have one slice
 
 # -- Muon
 
-# Five steps of Polar Express (arXiv 2505.16932), which bring singular values of 0.001 to 1 near 1. They were
-# computed with a safety factor of 1.02, by which `orthogonalise` divides: above 1 the steps would diverge.
+# Five steps of Polar Express (arXiv 2505.16932), which move singular values from 0.001 to 1 close to 1. They
+# were computed with a safety factor of 1.02. `orthogonalise` divides by it because the steps diverge above 1.
 POLAR = (
     (8.156554524902461, -22.48329292557795, 15.878769915207462),
     (4.042929935166739, -2.808917465908714, 0.5000178451051316),
@@ -188,7 +188,7 @@ TINY = 1e-12  # added to norms, which may be 0
 
 
 class MuonScalars(NamedTuple):
-    """The hyperparameters of Muon that change from step to step: a float64 array in this order."""
+    """The hyperparameters of Muon that change with the step: a float64 array in this order."""
 
     grad_scale: float
     clip: float
@@ -198,9 +198,9 @@ class MuonScalars(NamedTuple):
 
 
 class MuonMatrix(NamedTuple):
-    """One matrix, (rows, columns): parameters, their copy of low precision (where there is one), the update.
+    """A matrix (rows, columns): parameters, their low-precision copy (or None), second moments, the update.
 
-    v: the mean square of the updates' rows (rows,), or of their columns where these are more than the rows.
+    v is the mean square of the update's rows (rows,), or of its columns if it has more columns than rows.
     """
 
     p: Wide2d
@@ -213,24 +213,26 @@ class MuonMatrix(NamedTuple):
 
 
 class Wire(Protocol):
-    """Arithmetic of an exchange of gradients, in their memory; bfloat16 as its bits."""
+    """Arithmetic of a gradient exchange, in the memory of the gradients. bfloat16 is stored as its bits."""
 
     @property
     def piece(self) -> int:
-        """Elements to exchange at once."""
+        """Elements to exchange at a time."""
 
     def zeros(self, shape: tuple[int, ...], dtype: DType) -> Array:
-        """A new array of any type."""
+        """Return a zeroed array of any type."""
 
     def dither(self, out: Array, x: Array, index: int, key: int) -> None:
-        """out, bfloat16 ← one of the two neighbours of x, float32, the nearer one more likely.
+        """out, bfloat16 ← x, float32, rounded stochastically to one of its two neighbors.
 
-        The choice depends on the key and on the element's index alone; x[0] has `index`.
+        The choice depends only on the key and the element's index; x[0] has `index`.
         """
 
     def add_parts(self, total: Array, parts: Array, by_twos: bool) -> None:
-        """total ← Σ over rows of parts, in their order, or `by_twos`, which overwrites them. Rows may be
-        longer, and of bfloat16."""
+        """total ← Σ over rows of parts, in order, or pairwise if `by_twos`, which overwrites parts.
+
+        Rows may be longer than total, and bfloat16.
+        """
 
     def widen(self, out: Array, x: Array) -> None:
         """out ← x, bfloat16, which may be longer."""

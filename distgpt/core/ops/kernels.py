@@ -1,17 +1,17 @@
-"""The vocabulary: every operation the model calls, with its shapes, its formula and its definition in NumPy.
+"""Reference implementation of every operation of the model in NumPy, with shapes and formulas.
 
-Every fast kernel, on CPUs and on GPUs, is tested against this file.
+Every fast kernel, on CPUs and GPUs, is tested against this file.
 
-Outputs come first, but for `db`, and are overwritten, unless `accumulate` is true or the text says otherwise.
-Operations allocate nothing and wait for nothing, so that a backend can record a sequence of them and replay
-it. What makes arrays, or copies them to the host, comes first.
+Outputs come first, except `db`. They are overwritten unless `accumulate` is true or the docstring specifies
+otherwise. Operations do not allocate memory or wait, so a backend can record and replay them. The methods
+that create arrays or copy them to the host come first.
 
-B sequences of T tokens, N = B·T rows one after the other; C channels, H heads, V tokens in the vocabulary.
-None stands for a part that the architecture does not have.
-`start` int32 is the position in their context of the first token of a pass: (1,) of all sequences, (B,) of
-each; None means 0.
-`positions` (N,) int32 is the position of each row in its document, where documents lie side by side in a
-sequence and do not see each other; None means one document, n mod T.
+B sequences of T tokens are N = B·T consecutive rows; C channels, H heads, V tokens in the vocabulary. None
+means that the architecture does not have this part.
+
+`start` int32 is the context position of a pass's first token: (1,) for all sequences, (B,) for each; None: 0.
+`positions` (N,) int32 is the position of each row in its document, for packed documents that do not attend to
+each other. If it is None, each sequence is one document (n mod T).
 """
 
 from __future__ import annotations
@@ -60,18 +60,19 @@ from distgpt.core.ops.api import (
 
 
 class Kernels:
-    """A backend: its arrays, workers and operations. Here each is its own definition, in plain NumPy.
+    """A backend, with its arrays, workers and operations; this one defines them in plain NumPy.
 
-    Fast kernels override them; this class runs in float64 for checks, and in float32.
+    Fast kernels override them. This class runs in float64 for checks, and in float32.
     """
 
-    dtype: np.dtype  # of activations, and of the parameters that a matmul reads
-    wide: np.dtype  # of sums, master weights and moments: float32, or float64 where `dtype` is
+    dtype: np.dtype  # type of activations, and of parameters that a matmul reads
+    wide: np.dtype  # type of sums, master weights and moments: float32, or float64 if `dtype` is
     threads = 1
-    logits_bytes = 1 << 20  # the most memory that the loss wants for logits
-    slice_rows = ALL_ROWS  # the least of a slice where a worker has several: their results stay in a cache
+    logits_bytes = 1 << 20  # maximum memory of the loss for logits, in bytes
+    # minimum rows per slice if a worker has multiple slices, whose results stay in a cache
+    slice_rows = ALL_ROWS
     capabilities = Capabilities(sums_bias_gradients=True)
-    wire: Wire | None = None  # where arrays are not the host's
+    wire: Wire | None = None  # only if arrays are not in host memory
 
     def __init__(self, dtype: str = "float64") -> None:
         self.dtype = self.wide = np.dtype(dtype)
@@ -79,36 +80,36 @@ class Kernels:
     # -- arrays and workers
 
     def _new(self, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
-        """Make an array, all 0, for every method that does."""
+        """Allocate a zeroed array for all other methods."""
         return np.zeros(shape, dtype)
 
     def zeros(self, *shape: int) -> Array:
-        """A new array of `dtype`. For construction time only, like the three that follow."""
+        """Return a zeroed array of `dtype`. Only at construction time, like the next three methods."""
         return self._new(shape, self.dtype)
 
     def wide_zeros(self, *shape: int) -> Array:
-        """A new array of `wide`."""
+        """Return a zeroed array of `wide`."""
         return self._new(shape, self.wide)
 
     def scalars(self, count: int) -> Array:
-        """A new array of float64, all 0."""
+        """Return a zeroed array of float64."""
         return self._new((count,), np.float64)
 
     def integers(self, host: HostArray | Sequence[int], dtype: str = "int32") -> Array:
-        """A new array of integers from the host: token ids, offsets."""
+        """Return an array with integers from the host, such as token ids or offsets."""
         return np.array(host, dtype)
 
     def to_host(self, array: Array) -> HostArray:
-        """Return an array as NumPy sees it: its own memory where that is the host's, else a copy. Waits."""
+        """Wait and return an array for NumPy, without a copy if it is in host memory."""
         return array
 
     def later(self, array: Array) -> Callable[[], HostArray]:
-        """Start a copy to the host of the array as it is now; calling the result waits for it."""
+        """Start a copy of the array's current values to the host. Calling the result waits for the copy."""
         now = array.copy()
         return lambda: self.to_host(now)
 
     def put(self, array: Array, host: HostArray) -> None:
-        """array ← elements from the host, of any float type where the array's is one."""
+        """array ← elements from the host, of any float type if the array has one."""
         if host is not array:
             array[...] = host
 
@@ -117,11 +118,11 @@ class Kernels:
         low[...] = wide
 
     def free_memory(self) -> int | None:
-        """Return the bytes that are free on the device; None where arrays are the host's."""
+        """Return the free bytes of the device, or None if arrays are in host memory."""
         return None
 
     def record(self, work: Work) -> Work:
-        """Return a faster `work`, for work that is called often and always with the same arrays."""
+        """Return a faster `work`, for repeated calls with the same arrays."""
         return work
 
     def between(self, act: Work) -> None:
@@ -129,22 +130,22 @@ class Kernels:
         act()
 
     def agree(self, gather: Callable[[bytes], list[bytes]]) -> None:
-        """Adopt the ways to compute each matmul that the first rank with the same device found the fastest.
+        """Adopt the matmul variants that were fastest on the first rank with the same device.
 
-        So ranks on like devices round alike. `gather` returns every rank's bytes. Collective; to be called
-        once everything has run.
+        So ranks with equal devices round identically. `gather` returns every rank's bytes. Call this once
+        every operation has run. Collective.
         """
 
     def each(self, work: Callable[[int], None], count: int) -> None:
-        """Call work(0) … work(count - 1), at the same time where there are workers, and wait for all."""
+        """Call work(0) … work(count - 1), concurrently if there are workers, and wait for all."""
         for i in range(count):
             work(i)
 
     def run_together(self, work: Work) -> None:
-        """Call work() on every worker at once; each operation in it is divided among them.
+        """Call work() on all workers concurrently, which share each of its operations.
 
-        Workers do not wait for each other in between, so no operation may read what another one writes, and
-        work() may change nothing but by operations.
+        Workers do not wait between operations. So no operation may read another's output, and work() may
+        change data only through operations.
         """
         work()
 
@@ -170,7 +171,7 @@ class Kernels:
     ) -> None:
         """x[n] ← wte[tokens[n]] + wpe[start + n mod T]. x (N, C), tokens (N,), wte (V, C), wpe (≥ T, C)
 
-        With `positions`, which have no `start`, wpe[positions[n]] is added.
+        With `positions`, which excludes `start`, wpe[positions[n]] is added.
         """
         x[...] = wte[tokens]
         if wpe is not None and positions is not None:
@@ -179,7 +180,7 @@ class Kernels:
             x.reshape(-1, seq_len, x.shape[1])[...] += wpe[_positions(seq_len, start)]
 
     def sort_tokens(self, tokens: Ints1d, vocab: int) -> SortedTokens:
-        """Sort once for every `embed_backward` of these tokens, below `vocab`; valid until the next call."""
+        """Sort these tokens, below `vocab`, once for all `embed_backward`; valid until the next call."""
         return SortedTokens(tokens, None)
 
     def embed_backward(
@@ -193,7 +194,7 @@ class Kernels:
     ) -> None:
         """dwte[tokens[n]] += dx[n]; dwpe[n mod T] += dx[n], or dwpe[positions[n]]. Always accumulates.
 
-        If dx has more columns than dwte, its last dwte.shape[1] columns are used.
+        If dx has more columns than dwte, only its last dwte.shape[1] columns are used.
         """
         np.add.at(dwte, tokens.tokens, dx[:, -dwte.shape[1] :])
         if dwpe is not None and positions is not None:
@@ -205,7 +206,7 @@ class Kernels:
         """The last columns of x[n] += w[tokens[n]]. x (N, ≥ C), tokens (N,), w (V, C)"""
         x[:, -w.shape[1] :] += w[tokens]
 
-    # -- norms: layer norm, or RMS norm where stats.mean is None
+    # -- norms: layer norm, or RMS norm if stats.mean is None
 
     def add_norm(
         self, y: Floats2d, s: Floats2d, stats: Stats, x: Floats2d, r: Floats2d | None, wb: Gain, eps: float
@@ -234,9 +235,9 @@ class Kernels:
         stats: Stats,
         wb: Gain,
     ) -> None:
-        """dx ← dres + rstd · (g - mean(g) - x̂ · mean(g · x̂)) with g = dy · w; y ← the output, again.
+        """dx ← dres + rstd · (g - mean(g) - x̂ · mean(g · x̂)) with g = dy · w; y ← the output, recomputed.
 
-        dx, y, dy, dres, s (N, C). RMS norm has no mean(g) term. sums (norm_sum_rows, 3C): each row gets
+        dx, y, dy, dres, s (N, C). RMS norm has no mean(g) term. Each row of sums (norm_sum_rows, 3C) receives
         Σ dy · x̂, Σ dy and Σ dx over some of the rows.
         """
         xhat = _normalised(s, stats)
@@ -252,7 +253,7 @@ class Kernels:
     def norm_backward_weights(
         self, dwb: Affine, sums: Wide2d | None, dy: Floats2d, s: Floats2d, stats: Stats, accumulate: bool
     ) -> None:
-        """dw ← Σ dy · x̂; db ← Σ dy, over rows. dw, db (C,). sums: those of norm_backward."""
+        """dw ← Σ dy · x̂; db ← Σ dy, over rows. dw, db (C,). sums: from norm_backward."""
         _put(dwb.w, (dy * _normalised(s, stats)).sum(0), accumulate)
         if dwb.b is not None:
             _put(dwb.b, dy.sum(0), accumulate)
@@ -270,7 +271,7 @@ class Kernels:
     def linear_backward_weights(
         self, dwb: Affine, dy: Floats2d, x: Floats2d, accumulate: bool, sums: Wide2d | None = None
     ) -> None:
-        """dw ← dyᵀ x; db ← Σ dy. sums: those of the norm_backward that computed dy.
+        """dw ← dyᵀ x; db ← Σ dy. sums: from the norm_backward that computed dy.
 
         dy may be columns of a wider array.
         """
@@ -281,15 +282,15 @@ class Kernels:
     def add_low_rank(
         self, y: Floats2d, w: Floats2d, b: Floats2d | None, a: Floats2d | None, scale: float
     ) -> None:
-        """y ← w + scale · b a, or w itself. y, w (outputs, inputs), b (outputs, rank), a (rank, inputs).
+        """y ← w + scale · b a, or w without b. y, w (outputs, inputs), b (outputs, rank), a (rank, inputs).
 
-        In bfloat16 an element becomes one of its two neighbours, the nearer one more likely, always the same
-        for the same sum: so little is added to w that rounding to the nearest would leave w as it was.
+        In bfloat16, elements are rounded stochastically but reproducibly: the update is small enough that
+        rounding to nearest would leave w unchanged.
         """
         y[...] = w if b is None else w + scale * (b @ a)
 
     def linear_act(self, y: Floats2d, pre: Floats2d, x: Floats2d, wb: Affine, act: str) -> None:
-        """pre ← x wᵀ + b; y ← act(pre). For swiglu pre is (N, 2·hidden): silu(left) · right."""
+        """pre ← x wᵀ + b; y ← act(pre). For swiglu, pre is (N, 2·hidden): silu(left) · right."""
         self.linear(pre, x, wb)
         y[...] = _activated(act, pre)[0]
 
@@ -304,10 +305,10 @@ class Kernels:
         again: bool,
         db: Bias = None,
     ) -> None:
-        """dpre ← (dy w) · act'(pre); y is scratch for dy w, and ends as act(pre) if `again`.
+        """dpre ← (dy w) · act'(pre); y is scratch for dy w, and receives act(pre) if `again`.
 
-        dpre is pre where the backend `overwrites_pre`. db ← Σ dpre over rows, rounded or not, where it
-        `sums_bias_gradients`; elsewhere it is None.
+        If the backend `overwrites_pre`, dpre is pre. If it `sums_bias_gradients`, db ← Σ dpre over rows,
+        rounded or not; otherwise, db is None.
         """
         value, *gradients = _activated(act, pre)
         dact = dy @ w
@@ -317,16 +318,16 @@ class Kernels:
         if db is not None:
             _put(db.db, dpre.sum(0), db.accumulate)
 
-    # -- attention, causal: qkv (N, (H + 2K)·head) holds q, k, v side by side, of H, K and K heads. K divides
-    # H: each head of k and v meets H / K heads of q, the first the first ones, and so on.
+    # -- causal attention: the columns of qkv (N, (H + 2K)·head) are q, k, v with H, K and K heads. K divides
+    # H, and H / K consecutive heads of q share a head of k and v.
 
     def rope(
         self, qkv: Floats2d, angles: Angles, heads: int, seq_len: int, start: Ints1d | None, inverse: bool
     ) -> None:
         """Rotate q and k of row n, H + K `heads`, by the angles of position start + n mod T, in place.
 
-        Element i of a head is paired with element i + head/2. `inverse`, the gradient, rotates back.
-        Documents side by side need no `positions`: q · k depends on the distance of two rows alone.
+        Element i of a head is paired with element i + head/2. `inverse`, the gradient, rotates back. Packed
+        documents need no `positions`, because q · k depends only on the distance of two rows.
         """
         half = angles.cos.shape[1]
         pairs = qkv.reshape(-1, seq_len, qkv.shape[1] // (2 * half), 2, half)[:, :, :heads]
@@ -339,7 +340,7 @@ class Kernels:
     def qk_norm(self, qkv: Floats2d, rstd: Wide2d, head: int, eps: float) -> None:
         """Each head of q and k, x ← QK_SCALE · rstd · x, in place; rstd ← 1 / √(mean(x²) + eps), (N, H + K).
 
-        `head`: elements of a head.
+        `head`: elements per head.
         """
         x = _queries_and_keys(qkv, rstd, head)
         rstd[...] = 1 / np.sqrt((x**2).mean(2) + eps)
@@ -351,9 +352,9 @@ class Kernels:
         dx[...] = QK_SCALE * rstd[..., None] * (dx - xhat * (dx * xhat).mean(2, keepdims=True))
 
     def qk_norm_gain(self, qkv: Floats2d, xhat: Floats2d, rstd: Wide2d, gain: Floats1d, eps: float) -> None:
-        """Each head of q and k, x ← gain · x̂, in place; x̂ ← rstd · x; rstd ← 1 / √(mean(x²) + eps).
+        """For each head of q and k, x ← gain · x̂, in place; x̂ ← rstd · x; rstd ← 1 / √(mean(x²) + eps).
 
-        rstd (N, H + K); xhat (N, (H + K)·head); gain (2·head,), of the heads of q and of those of k.
+        rstd (N, H + K); xhat (N, (H + K)·head); gain (2·head,), first for heads of q, then for heads of k.
         """
         x, gains = _queries_and_keys(qkv, rstd, len(gain) // 2), _gains(gain, qkv, rstd)
         rstd[...] = 1 / np.sqrt((x**2).mean(2) + eps)
@@ -366,7 +367,7 @@ class Kernels:
     ) -> None:
         """g ← gain · dx; dx ← rstd · (g - x̂ · mean(g · x̂)) in each head of q and k, in place.
 
-        dgain (N, 2·head) ← Σ dx · x̂ over the heads of q of a row, and over those of k, of dx as it was.
+        dgain (N, 2·head) ← Σ dx · x̂ over a row's heads of q, and over its heads of k, with the original dx.
         """
         dx, gains = _queries_and_keys(dqkv, rstd, len(gain) // 2), _gains(gain, dqkv, rstd)
         xhat = xhat.reshape(dx.shape)
@@ -383,7 +384,7 @@ class Kernels:
     def attention(self, y: Floats2d, lse: Wide2d, qkv: Floats2d, mask: AttentionMask) -> None:
         """y ← softmax(q kᵀ / √head, `mask`) v per head, (N, H·head); lse ← log of the softmax's denominator.
 
-        lse has N·H elements, as (N, H), in an order that the backend is free to choose.
+        lse has N·H elements, as (N, H), in any order of the backend.
         """
         out = _heads_of(y, mask.seq_len, lse.shape[1])
         q, k, v = _heads(qkv, out)
@@ -402,10 +403,10 @@ class Kernels:
         mask: AttentionMask,
         db: Bias = None,
     ) -> None:
-        """dqkv ← the gradient with respect to qkv; db ← Σ dqkv, where the backend `sums_bias_gradients`.
+        """dqkv ← the gradient of qkv; db ← Σ dqkv, if the backend `sums_bias_gradients`.
 
         dv = Σ pᵀ dy; ds = p · (dy vᵀ - rowsum(dy · y)) / √head; dq = ds k; dk = Σ dsᵀ q.
-        Σ is over the heads of q that meet a head of k and v.
+        Σ is over the heads of q that share a head of k and v.
         """
         n_head = lse.shape[1]
         out, dout = _heads_of(y, mask.seq_len, n_head), _heads_of(dy, mask.seq_len, n_head)
@@ -430,13 +431,13 @@ class Kernels:
         window: int = 0,
         slots: Ints1d | None = None,
     ) -> None:
-        """Append k and v of the new rows to the cache at `start`, then attend to all of it so far.
+        """Append k and v of the new rows to the cache at `start`, then attend to all cached rows.
 
-        With a `window` a row attends to the last so many of them, itself included.
+        With a `window`, a row attends to only that many rows, itself included.
 
-        cache (2, L, K, T_max, head); qkv (B·new, (H + 2K)·head); y (B·new, H·head). `slots` (B,) int32: where
-        in the cache each sequence is, two never in one; -1: it is none, nothing is stored of it, and y ← 0.
-        None: L is B, and each is in its own.
+        cache (2, L, K, T_max, head); qkv (B·new, (H + 2K)·head); y (B·new, H·head). `slots` (B,) int32: the
+        distinct cache slot of each sequence. For slot -1 nothing is stored, and y ← 0. None: L is B, and
+        sequence i uses slot i.
         """
         where = range(cache.shape[1]) if slots is None else slots.tolist()
         new, size = len(qkv) // len(where), cache.shape[4]
@@ -453,7 +454,7 @@ class Kernels:
             out[...] = np.exp(scores - _log_sum_exp(scores)) @ _for_each(q, values)
 
     def _masked_scores(self, q: Array, k: Array, mask: AttentionMask, start: int = 0) -> Array:
-        """Return q kᵀ / √head, -∞ where the mask hides a key. The first row of q is at position `start`."""
+        """Return q kᵀ / √head, -∞ if the mask hides a key. The first row of q is at position `start`."""
         scores = q @ k.swapaxes(2, 3) / math.sqrt(q.shape[3])
         rows, keys = np.arange(q.shape[2])[:, None] + start, np.arange(k.shape[2])
         is_masked = keys > rows
@@ -463,15 +464,15 @@ class Kernels:
             is_masked = is_masked | (keys < rows - mask.positions.reshape(len(q), 1, -1, 1))
         return np.where(is_masked, -np.inf, scores)
 
-    # -- decoding beside the passes
+    # -- decoding operations outside the passes
 
     def move_cached(
         self, caches: Array, target: int, source: int, count: int, kept: int, angles: Angles | None
     ) -> None:
-        """Slot `target`, positions 0 … kept ← slot `source`, those from `count` on, in all layers.
+        """Copy positions count … count + kept of slot `source` to 0 … kept of slot `target`, in all layers.
 
-        caches (layers, 2, L, K, T_max, head). With `angles` keys are rotated back by `count` positions. The
-        two slots may be one.
+        caches (layers, 2, L, K, T_max, head). With `angles`, keys are rotated back by `count` positions. The
+        slots may be equal.
         """
         found = np.array(self.to_host(caches[:, :, source, :, count : count + kept]))
         if angles is not None:
@@ -480,27 +481,27 @@ class Kernels:
         self.put(caches[:, :, target, :, :kept], found)
 
     def likeliest(self, tokens: Ints2d, found: Wide2d, logits: Floats2d, vocab: int) -> None:
-        """tokens (N, k) ← the k likeliest by logits (N, padded V), in order, equal logits by token.
+        """tokens (N, k) ← the k highest of logits (N, padded V), in order; ties by token.
 
-        found (N, k + 1) ← their logits, and log Σ exp(logits), which is NaN where one is not finite.
+        found (N, k + 1) ← their logits, and log Σ exp(logits), which is NaN if a logit is not finite.
         """
         rows, k = self.to_host(logits)[:, :vocab], tokens.shape[1]
         tokens[...] = np.argsort(-rows, axis=1, kind="stable")[:, :k]
         found[:, :k] = np.take_along_axis(rows, tokens, axis=1)
         top = found[:, 0]
-        with np.errstate(invalid="ignore"):  # of rows that are not finite
+        with np.errstate(invalid="ignore"):  # rows may not be finite
             found[:, k] = top + np.log(np.exp(rows - top[:, None]).sum(1))
         found[~np.isfinite(rows).all(1), k] = np.nan
 
     def drawn(self, tokens: Ints1d, found: Doubles2d, logits: Floats2d, vocab: int, draws: Doubles2d) -> None:
-        """tokens (N,) ← one drawn by logits (N, padded V) each; draws (N, 2): temperature, number of [0, 1).
+        """tokens (N,) ← a sample by row of logits (N, padded V); draws (N, 2): temperature, number in [0, 1).
 
-        The first where the running sum of p = exp((logits - highest) / temperature) passes number · Σ p;
-        found (N, 2) ← its logit, and Σ p. Only where rounding decides may backends differ. A row that is
-        not finite gives any token.
+        The sample is the first token at which the running sum of p = exp((logits - max) / temperature)
+        exceeds number · Σ p. found (N, 2) ← its logit, and Σ p. Backends may differ only by rounding. If a
+        row is not finite, any token may result.
         """
         rows = self.to_host(logits)[:, :vocab]
-        with np.errstate(invalid="ignore"):  # of rows that are not finite
+        with np.errstate(invalid="ignore"):  # rows may not be finite
             for i, (row, (temperature, uniform)) in enumerate(zip(rows, draws.tolist(), strict=True)):
                 sums = np.exp((row - row.max()) / temperature).cumsum(dtype=np.float64)
                 token = int(sums.searchsorted(uniform * sums[-1], side="right"))
@@ -522,10 +523,10 @@ class Kernels:
     ) -> None:
         """losses[n] ← -log softmax(x wᵀ)[n, targets[n]]; dx, dw ← the gradients of scale · Σ losses.
 
-        losses[n] and dx[n] are 0 where the target is IGNORED.
-        With p the softmax: dlogits = scale · (p - onehot(targets)); dx = dlogits w; dw = dlogitsᵀ x.
-        Rows of w from `vocab` on are padding: not predicted, without gradient. The rows of x go through
-        head.logits chunk by chunk. Without dx: the loss alone.
+        losses[n] and dx[n] are 0 if the target is IGNORED.
+        With the softmax p: dlogits = scale · (p - onehot(targets)); dx = dlogits w; dw = dlogitsᵀ x.
+        Rows of w from `vocab` on are padding, without predictions or gradients. The rows of x pass through
+        head.logits in chunks. Without dx, only the loss is computed.
         """
         w, chunk_rows = head.w, len(head.logits)
         for start in range(0, len(x), chunk_rows):
@@ -535,7 +536,7 @@ class Kernels:
             chunk[:, head.vocab :] = -np.inf
             log_sum = _log_sum_exp(chunk)
             learned = targets[rows] != IGNORED
-            # IGNORED, -1, picks the last column of a row: `where` and `learned` drop what comes of it.
+            # IGNORED, -1, selects the last column of a row; `where` and `learned` discard its values.
             losses[rows] = np.where(learned, log_sum[:, 0] - chunk[index, targets[rows]], 0)
             if dx is not None:
                 grad = np.exp(chunk - log_sum)
@@ -552,15 +553,15 @@ class Kernels:
     # -- optimizer, on flat buffers
 
     def sum_squares(self, total: Doubles1d, g: Floats1d) -> None:
-        """total[0] ← Σ g²; g of either type. The same bits as `squares` and then `add_up`."""
+        """total[0] ← Σ g²; g of either type. Bitwise identical to `squares` followed by `add_up`."""
         pieces = np.empty(-(-len(g) // PIECE))
         self.squares(pieces, g)
         self.add_up(total, pieces)
 
     def squares(self, pieces: Doubles1d, g: Floats1d) -> None:
-        """pieces[i] ← Σ g² of elements i · PIECE … (i + 1) · PIECE of g, as far as they go.
+        """pieces[i] ← Σ g² of elements i · PIECE … (i + 1) · PIECE of g, at most to its end.
 
-        Ranks that have a part of g each compute some of the pieces.
+        Ranks with a part of g each compute some of the pieces.
         """
         for i in range(len(pieces)):
             piece = g[i * PIECE : (i + 1) * PIECE].astype(np.float64)
@@ -571,19 +572,19 @@ class Kernels:
         total[...] = pieces.sum()
 
     def adamw(self, state: AdamState, norm: Doubles1d, scalars: Doubles1d, constants: AdamConstants) -> None:
-        """One AdamW step in place on p, m, v; low ← p, rounded. `scalars`: StepScalars and what follows them.
+        """Do an AdamW step in place on p, m, v; low ← p, rounded. `scalars`: StepScalars, then the groups.
 
-        With s = grad_scale, times clip / (grad_scale · √norm) where that is below 1 and clip is not 0:
+        With s = grad_scale, times clip / (grad_scale · √norm) if that is below 1 and clip is not 0:
         m ← β1 m + (1 - β1) s g; v ← β2 v + (1 - β2) s² g²;
         p ← decay_factor · p - step_size · m / (√v · inv_sqrt_bias_correction + eps).
-        norm[0] is Σ g² over all ranks; where it is not finite, nothing happens.
+        norm[0] is Σ g² over all ranks. If it is not finite, nothing is changed.
         """
         p, low, m, v, g, ranges = state
         beta1, beta2, eps = constants
         scale = clipped(norm, scalars)
         if scale is None:
             return
-        inv_sqrt_bias_correction = scalars[2]  # of StepScalars
+        inv_sqrt_bias_correction = scalars[2]  # field of StepScalars
         groups = scalars[3:].reshape(-1, 2)
         for start, stop, group, start_in_v in np.asarray(ranges).tolist():
             if group < 0:
@@ -602,12 +603,12 @@ class Kernels:
     def muon_momentum(
         self, m: Sequence[Wide1d], g: Sequence[Wide1d], norm: Doubles1d, scalars: Doubles1d
     ) -> None:
-        """Each m ← μ m + (1 - μ) s g; its g ← (1 - μ) s g + μ m, Nesterov's. `scalars`: MuonScalars.
+        """Each m ← μ m + (1 - μ) s g; its g ← (1 - μ) s g + μ m (Nesterov). `scalars`: MuonScalars.
 
-        s is as in `adamw`; where norm[0] is not finite, nothing happens.
+        `adamw` defines s. If norm[0] is not finite, nothing is changed.
         """
         scale = clipped(norm, scalars)
-        momentum = scalars[2]  # of MuonScalars
+        momentum = scalars[2]  # field of MuonScalars
         if scale is None:
             return
         for mi, gi in zip(m, g, strict=True):
@@ -615,7 +616,7 @@ class Kernels:
             gi[...] = (1 - momentum) * scale * gi + momentum * mi
 
     def orthogonalise(self, updates: Sequence[Wide2d]) -> None:
-        """Each U S Vᵀ ← about U Vᵀ, in place: all singular values come near 1.
+        """Each U S Vᵀ ← approximately U Vᵀ, in place, with all singular values close to 1.
 
         x ← u / (1.02 ‖u‖); then x ← a x + b x xᵀ x + c (x xᵀ)² x for each (a, b, c) of POLAR.
         """
@@ -628,19 +629,19 @@ class Kernels:
             u[...] = x if len(u) <= u.shape[1] else x.T
 
     def orthogonalise_bytes(self, shapes: Sequence[tuple[int, ...]]) -> int:
-        """Return the memory that is kept to orthogonalise matrices of these shapes."""
+        """Return the bytes of scratch memory to orthogonalize matrices of these shapes."""
         return 0
 
     def muon(self, matrices: Sequence[MuonMatrix], norm: Doubles1d, scalars: Doubles1d, beta2: float) -> None:
-        """One step along orthogonalised updates, in place on p and v; low ← p, rounded. u is scratch.
+        """Do a step along orthogonalized updates, in place on p and v; low ← p, rounded. u is scratch.
 
         q ← the mean squares of the rows (or columns) of u; v ← β2 v + (1 - β2) q; u ← u / √v, row by row,
-        then scaled to the norm it had. With lr = learning_rate · √max(1, rows / columns):
-        p ← p - lr · (u + weight_decay · p where u · p ≥ 0). Where norm[0] is not finite, nothing happens.
+        then rescaled to its previous norm. With lr = learning_rate · √max(1, rows / columns):
+        p ← p - lr · (u + weight_decay · p if u · p ≥ 0). If norm[0] is not finite, nothing is changed.
         """
         if clipped(norm, scalars) is None:
             return
-        learning_rate, weight_decay = scalars[3:5]  # of MuonScalars
+        learning_rate, weight_decay = scalars[3:5]  # fields of MuonScalars
         for p, low, v, u in matrices:
             axis = int(len(u) >= u.shape[1])
             before = (u**2).sum()
@@ -657,7 +658,7 @@ class Kernels:
         np.subtract(a, b, out=y)
 
     def nesterov(self, state: NesterovState, scale: float, lr: float, momentum: float) -> None:
-        """One step along the ranks' mean change, with scale = 1 / ranks; p and round_start become the same.
+        """Do a step along the ranks' mean change, with scale = 1 / ranks. p and round_start become equal.
 
         velocity ← momentum · velocity + scale · change;
         p, round_start ← round_start + lr · (momentum · velocity + scale · change); low ← p, rounded.
@@ -671,7 +672,7 @@ class Kernels:
 
 
 def clipped(norm: Doubles1d, scalars: Doubles1d) -> float | None:
-    """Return grad_scale, less where the norm is clipped; None where gradients are not finite."""
+    """Return grad_scale, reduced if the norm is clipped, or None if the norm is not finite."""
     scale, clip = map(float, scalars[:2])
     length = scale * math.sqrt(norm[0])
     if not math.isfinite(length):
@@ -680,7 +681,7 @@ def clipped(norm: Doubles1d, scalars: Doubles1d) -> float | None:
 
 
 def _positions(seq_len: int, start: Array | None) -> Array:
-    """Return those of the tokens of each sequence, (T,) where they begin alike, else (B, T)."""
+    """Return the positions of each sequence's tokens: (T,) for a common start; otherwise, (B, T)."""
     positions: Array = np.arange(seq_len)
     if start is not None:
         positions = positions + (start if len(start) == 1 else start[:, None])
@@ -688,7 +689,6 @@ def _positions(seq_len: int, start: Array | None) -> Array:
 
 
 def _normalised(s: Array, stats: Stats) -> Array:
-    """Return x̂."""
     xhat: Array = (s if stats.mean is None else s - stats.mean[:, None]) * stats.rstd[:, None]
     return xhat
 
@@ -709,7 +709,7 @@ def _put(out: Array, value: Array, accumulate: bool) -> None:
 
 
 def _activated(act: str, pre: Array) -> list[Array]:
-    """Return act(pre) and its gradient with respect to pre; of a gated one the gradients of both halves."""
+    """Return act(pre) and its derivative with respect to pre or, if gated, to both halves of pre."""
     kind = ACTIVATIONS[act]
     if not kind.gated:
         return [*kind.compute(pre)]
@@ -749,12 +749,12 @@ def _heads(qkv: Array, out: Array) -> list[Array]:
 
 
 def _for_each(q: Array, x: Array) -> Array:
-    """Repeat the heads of x, k or v, for each head of q that meets them."""
+    """Repeat each head of x, k or v, for the heads of q that share it."""
     return np.repeat(x, q.shape[1] // x.shape[1], axis=1)
 
 
 def _summed(x: Array, dx: Array) -> Array:
-    """Sum over the heads of q that meet a head of k or v; dx has the shape of these."""
+    """Sum over the heads of q that share a head of k or v. dx has the result's shape."""
     n_seq, heads, seq_len, size = dx.shape
     total: Array = x.reshape(n_seq, heads, -1, seq_len, size).sum(2)
     return total

@@ -1,4 +1,4 @@
-"""The compiler: loops through Numba, what is kept of them on disk, and the processor that they are for.
+"""Compilation of loops with Numba, their disk cache, and the properties of the processor.
 
-Not here: what is computed (matmul/, fused/, decoding/).
+Not here: the loops themselves (matmul/, fused/, decoding/).
 """

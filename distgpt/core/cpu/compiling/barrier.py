@@ -1,4 +1,4 @@
-"""A barrier inside compiled calls: threads count themselves in, and wait until all are there."""
+"""A barrier for compiled calls, based on a counter of arrivals."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from distgpt.core.cpu.compiling.jit import inline
 from distgpt.core.ops.api import Array
 
 LINE = 64  # bytes of a cache line
-SPINS = 2_000  # looks at the counter, tens of µs, before a thread yields its core
-RELEASED = 1 << 62  # a counter of which nobody waits any more: a thread failed before its call began
+SPINS = 2_000  # checks of the counter, tens of µs, before a thread yields its core
+RELEASED = 1 << 62  # value of a counter that no longer blocks: a thread failed before its call started
 
 _I64 = ir.IntType(64)
 _X86: tuple[str, list[ir.Constant]] = ("llvm.x86.sse2.pause", [])
@@ -27,11 +27,11 @@ _yield_core = types.ExternalFunction("sched_yield", types.int32())
 
 
 def counters(count: int, n_threads: int) -> Array:
-    """Make counters of arrivals of so many threads, each alone in its cache line.
+    """Make counters of arrivals for `n_threads` threads, each in its own cache line.
 
-    The first word of each counts, and is to be 0 when a call begins. The second is how often to look before a
-    thread yields its core: not once where there are fewer cores than threads, as whoever looks keeps the
-    others from arriving.
+    Word 0 is the count and must be 0 when a call starts. Word 1 is how often a thread checks the count before
+    it yields its core. It is 0 if there are fewer cores than threads, because a spinning thread would delay
+    the others.
     """
     raw = np.zeros((count + 1) * LINE, np.ubyte)
     first = -raw.ctypes.data % LINE
@@ -41,7 +41,7 @@ def counters(count: int, n_threads: int) -> Array:
 
 
 class Member(NamedTuple):
-    """One of the threads that share a job; a counter is of one job."""
+    """A thread's number in the team that shares a job, with the job's counter."""
 
     number: int
     members: int
@@ -50,7 +50,7 @@ class Member(NamedTuple):
 
 @inline
 def wait_for_all(counter, arrivals, n_threads):
-    """Wait for all threads; return the number of arrivals so far. `counter` is one of `counters`."""
+    """Wait for all threads and return the number of arrivals. `counter` is one of `counters`."""
     if n_threads > 1:
         barrier(counter, arrivals + n_threads)
     return arrivals + n_threads
@@ -58,7 +58,7 @@ def wait_for_all(counter, arrivals, n_threads):
 
 @inline
 def barrier(counter, arrivals):
-    """Arrive, and return when `arrivals` threads have, since the call began."""
+    """Arrive, and return when `arrivals` threads have arrived since the call started."""
     arrive(counter)
     spins = 0
     while arrived(counter) < arrivals:
@@ -76,8 +76,6 @@ def _first(context, builder, signature, values):
 
 @intrinsic
 def arrive(context, counter=None):
-    """Count one more arrival."""
-
     def generate(context, builder, signature, values):
         builder.atomic_rmw("add", _first(context, builder, signature, values), _I64(1), "acq_rel")
         return context.get_dummy_value()
@@ -87,7 +85,7 @@ def arrive(context, counter=None):
 
 @intrinsic
 def arrived(context, counter=None):
-    """Return the arrivals so far; what came before them can be read."""
+    """Return the number of arrivals. Writes made before them are visible."""
 
     def generate(context, builder, signature, values):
         return builder.load_atomic(_first(context, builder, signature, values), "acquire", 8)
@@ -97,7 +95,7 @@ def arrived(context, counter=None):
 
 @intrinsic
 def pause(context):
-    """Tell the core that this loop waits; nothing on unknown processors."""
+    """Hint to the core that this loop is spinning. No-op on unknown processors."""
 
     def generate(context, builder, signature, values):
         name, arguments = PAUSES.get(platform.machine().lower(), ("", []))

@@ -1,7 +1,7 @@
-"""Keep compiled loops on disk between starts: the site's, which are read only, then the user's own.
+"""A disk cache of compiled loops: the site's read-only cache first, then the user's.
 
-Of processes that start at once, one compiles a loop and the others wait for it. A disk error ends no run: the
-loops are compiled again.
+If multiple processes need a loop, one compiles it and the others wait. After a disk error the loops are
+compiled again, and the run continues.
 """
 
 from __future__ import annotations
@@ -46,45 +46,45 @@ from distgpt.core.cpu import first_use
 from distgpt.core.cpu.compiling.processor import processor, shape
 
 PACKAGE = Path(__file__).parents[3]
-# The site's loops: one file for each kind of processor, as a node of a cluster reads it in one go. `distgpt
-# compile` writes it (measure/site_cache.py), users only read it.
+# The site's loops are in one file per kind of processor, so that a cluster node reads them in one operation.
+# `distgpt compile` writes it (measure/site_cache.py); users only read it.
 SITE = PACKAGE / "compiled"
-# Files of loops, and of the constants in them: Numba freezes what it finds under a global name.
+# Files of loops and of the constants they use: Numba freezes the values of globals.
 LOOPS = "core/cpu/*/*.py", "core/cpu/pool.py", "core/ops/*.py", "**/loops/*.py", "inference/quantized/*.py"
 MADE_BY = (numba.__version__, llvmlite.__version__, np.__version__, sys.implementation.cache_tag)
 
-Missing = tuple[FunctionType, tuple[Type, ...]]  # a loop, and the types of its arguments
+Missing = tuple[FunctionType, tuple[Type, ...]]  # a loop and its argument types
 
-used: set[str] = set()  # names of all that this process has read or kept
-# Where it is set, loops that nobody has compiled are noted there when they are called, and none runs.
+used: set[str] = set()  # names of all loops that this process has read or kept
+# If set, calls of loops that are not compiled yet are recorded here, and these loops do not run.
 noted: ContextVar[dict[Missing, None] | None] = ContextVar("noted", default=None)
-_full: list[Path] = []  # the user's folder, if it takes no more
+_full: list[Path] = []  # the user's directory once it is full
 
 
 @cache
 def folder() -> Path | None:
-    """Return the user's folder for loops of these sources; None if there is no private place to write to."""
-    cache_limit()  # refused here if it is no size, on all ranks
+    """Return the user's directory for loops of these sources, or None if no private directory is writable."""
+    cache_limit()  # rejects an invalid size here, on all ranks
     return cache_folder(folder_name(), beside())
 
 
 @cache
 def folder_name() -> str:
-    """Return the name of a folder of these loops.
+    """Return the directory name of these loops.
 
-    Loops hold the size of a tile. AMX changes it without a change of the processor, which is in their names.
+    Loops depend on the tile size. AMX changes it without changing the processor name in the file names.
     """
     return f"loops-{digest(sources())}{'-amx' * shape().amx}"
 
 
 def beside() -> Path:
-    """Return the place before the user's cache, where DISTGPT_CACHE names no other."""
+    """Return the location to try before the user's cache if DISTGPT_CACHE is not set."""
     requested = numba.config.CACHE_DIR  # NUMBA_CACHE_DIR
     return Path(requested).absolute() if requested else Path(__file__).parent / "__pycache__"
 
 
 def site_path() -> Path:
-    """Return the file of the site's loops for this processor and these sources; it may be missing."""
+    """Return the file of the site's loops for this processor and these sources. It may not exist."""
     name, features = processor()
     kind = digest_of(features.encode(), *[b"amx"] * shape().amx)[:8]
     about = re.sub(r"[^\w.]+", "-", f"{name}-{sys.implementation.cache_tag}-{kind}")
@@ -93,10 +93,10 @@ def site_path() -> Path:
 
 @cache
 def site() -> dict[str, bytes]:
-    """Return the site's loops by name; none if there is no file, or one that is damaged or not to be trusted.
+    """Return the site's loops by name; empty if the file is missing, corrupt or not trusted.
 
-    Loops are run. So their file must be of root, of this user, or of whoever owns the package, whose code is
-    run anyway, and nobody else may write to it.
+    Loops are executable code. Their file must therefore belong to root, this user or the package's owner, and
+    must not be writable by others.
     """
     path = site_path()
     content = read_trusted(path, {0, os.geteuid(), PACKAGE.stat().st_uid})
@@ -107,17 +107,17 @@ def site() -> dict[str, bytes]:
 
 
 def site_digest(path: Path, content: bytes) -> bytes:
-    """Return the digest before the content: of the name too, or one file could stand for another."""
+    """Return the digest before the content. It covers the name, so that one file cannot replace another."""
     return sha256(path.name.encode() + b"\0" + content).digest()
 
 
 def sources() -> list[Path]:
-    """Return all sources: a loop holds a copy of every helper that it calls, whichever file that is in."""
+    """Return all sources: a loop contains a copy of every helper that it calls, from any file."""
     return sorted({path for pattern in LOOPS for path in PACKAGE.glob(pattern)})
 
 
 def digest(paths: Iterable[Path]) -> str:
-    """Return a digest of files, and of the versions of what compiles them."""
+    """Return a digest of these files and of the compiler versions."""
     return digest_of(repr(MADE_BY).encode(), *(path.read_bytes() for path in paths))
 
 
@@ -126,7 +126,7 @@ def digest_of(*texts: bytes) -> str:
 
 
 def read(name: str) -> bytes | None:
-    """Return what is kept under this name: the site's, else the user's own; None if nobody has kept it."""
+    """Return the cached content from the site or the user, or None."""
     used.add(name)
     return _find(name)
 
@@ -134,7 +134,7 @@ def read(name: str) -> bytes | None:
 def _find(name: str) -> bytes | None:
     if (found := site().get(name)) is not None:
         return found
-    own = folder()  # made only now: a user of a site's cache need not have one
+    own = folder()  # only created here: users of a site's cache may not have one
     if own and (content := read_checked(own / name)) is not None:
         return content
     others = (read_checked(other / name) for other in _own_folders() if other != own)
@@ -143,12 +143,12 @@ def _find(name: str) -> bytes | None:
 
 @cache
 def _own_folders() -> list[Path]:
-    """List those that are full, or on a disk that is read-only, too."""
+    """List the user's directories, including full and read-only ones."""
     return own_folders(folder_name(), beside())
 
 
 def read_or_make(name: str, make: Callable[[], bytes]) -> bytes:
-    """Return what is kept under this name. Make and keep it if need be."""
+    """Return the cached content; make and keep it if it is missing."""
     if (found := read(name)) is not None:
         return found
     own = folder()
@@ -156,30 +156,30 @@ def read_or_make(name: str, make: Callable[[], bytes]) -> bytes:
 
 
 def _keep(name: str, content: bytes, not_kept: Callable[[], None]) -> None:
-    """Keep this under its name, unless the disk is full."""
+    """Keep the content under this name, unless the disk is full."""
     own = folder()
     if own is None or own in _full:
         return
     try:
         keep(own / name, content)
     except StorageError as error:
-        not_kept()  # where the others wait for it
+        not_kept()  # release the waiting processes
         _full.append(own)
         first_use.note(f"{error}; compiled loops are not kept")
 
 
 def keep_on_disk(compiled: Any) -> None:
-    """Give a loop, as Numba has made it, its cache."""
+    """Attach this cache to a loop compiled by Numba."""
     compiled._cache = kept = _Cache(compiled.py_func)
     compiled.compile = kept.by_turns(compiled.compile)
 
 
 class _Cache(NullCache):  # type: ignore[misc]
-    """A loop's machine code, a file for each type of its arguments, behind a checksum.
+    """The cache of a loop's machine code, one checksummed file per combination of argument types.
 
-    Numba's own files have none, and an index that ranks which compile at once overwrite for each other. A
-    process has its turn from where it finds no file to where `compile` returns; loops that this one calls are
-    compiled meanwhile, in turns of their own. They form no circle, so no two processes wait for each other.
+    Numba's own cache has no checksums, and ranks that compile concurrently overwrite each other's index. A
+    process holds the lock from the cache miss until `compile` returns. In the meantime it compiles the loops
+    that this one calls, under their own locks. Calls have no cycles, so processes cannot deadlock.
     """
 
     def __init__(self, loop: FunctionType) -> None:
@@ -200,7 +200,7 @@ class _Cache(NullCache):  # type: ignore[misc]
         return compiled
 
     def _name(self, types: tuple[Type, ...], codegen: JITCPUCodegen) -> str:
-        source = _digest_of_file(inspect.getfile(self._loop))  # tests and tokenizers have loops, too
+        source = _digest_of_file(inspect.getfile(self._loop))  # tests and tokenizers also have loops
         about = (self._loop.__module__, source, self._loop.__code__.co_code, types, codegen.magic_tuple())
         name = f"{self._loop.__qualname__}-{self._loop.__code__.co_firstlineno}"
         return f"{name}-{digest_of(repr(about).encode())}.loop"
@@ -208,7 +208,7 @@ class _Cache(NullCache):  # type: ignore[misc]
     def load_overload(self, sig: tuple[Type, ...], target_context: CPUContext) -> CompileResult | None:
         target_context.refresh()
         name = self._name(sig, target_context.codegen())
-        self._not_kept = lambda: None  # that of an earlier turn has a descriptor that is closed
+        self._not_kept = lambda: None  # the previous callback has a closed descriptor
         if (content := read(name)) is None:
             first_use.report(is_kept=folder() is not None)
             if own := folder():
@@ -216,12 +216,12 @@ class _Cache(NullCache):  # type: ignore[misc]
             content = read(name)
         if content is None:
             return None
-        with suppress(Exception):  # of code that names what this process lacks: it is compiled anew
+        with suppress(Exception):  # names may be missing in this process
             return CompileResult._rebuild(target_context, *pickle.loads(content))
         return None
 
     def save_overload(self, sig: tuple[Type, ...], data: CompileResult) -> None:
-        # As Numba does: what holds addresses of this process is not for another one.
+        # Code with addresses of this process is not valid in another (as in Numba's cache).
         if data.lifted or data.library.has_dynamic_globals:
             self._not_kept()
         else:

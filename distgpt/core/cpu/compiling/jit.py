@@ -1,4 +1,4 @@
-"""Compile loops with Numba; read and write bfloat16 in them; an exponential."""
+"""Compilation of loops with Numba, bfloat16 access in loops, and a fast exponential."""
 
 from __future__ import annotations
 
@@ -21,70 +21,71 @@ from distgpt.core.cpu.compiling.disk_cache import keep_on_disk
 Loop = Callable[..., Any]
 
 I32, I16, F32 = ir.IntType(32), ir.IntType(16), ir.FloatType()
-# Constants of exp in float32: ln 2 in two parts, eʳ = … + r²/2! + r + 1, and an argument whose result is 0.
-# The first part of ln 2 has 9 bits, so that n times it is exact (Cody and Waite; the numbers are Cephes').
+# Constants of exp in float32: ln 2 in two parts, the Taylor coefficients of eʳ = … + r²/2! + r + 1, and an
+# argument whose result is 0. The first part of ln 2 has 9 bits, so n times it is exact (Cody and Waite,
+# Cephes).
 LOG2_E, LN2_HIGH, LN2_LOW = 1.44269504, 0.693359375, -2.12194440e-4
 TAYLOR = tuple(1 / math.factorial(k) for k in (7, 6, 5, 4, 3, 2))
 LEAST = -88.0
 
 
 class _Library(JITCodeLibrary):  # type: ignore[misc]
-    """The code of one function, to be linked into that of its callers and nowhere else.
+    """The code of one function, linked only into the code of its callers.
 
-    Numba would make machine code for each such function, and wrappers for Python and C, for calls that never
-    come: a fifth of the time to compile all that a run needs. It optimizes them by themselves, too: without
-    that it takes a third less, but loops are 1 % slower and round otherwise.
+    Numba would also compile each such function to machine code, with wrappers for Python and C that are never
+    called. That takes 20% of a run's compile time. Numba also optimizes these functions separately. Without
+    that step, compilation takes 33% less time, but loops are 1% slower and round differently.
 
-    Should a later Numba call these methods by other names, all is as with other functions: it takes longer.
+    If a later Numba renames these methods, functions compile as usual, only more slowly.
     """
 
     def _finalize_final_module(self) -> None:
-        self._finalize_dynamic_globals()  # whoever holds addresses of this process is not kept on disk
+        self._finalize_dynamic_globals()  # functions with addresses of this process are not kept on disk
         self._finalized = True
 
     def get_pointer_to_function(self, name: str) -> int:
-        return 0  # there is none
+        return 0  # no machine code exists
 
     @property
     def codegen(self) -> object:
-        return self  # for `set_env` alone
+        return self  # only for `set_env`
 
     def set_env(self, name: str, environment: object) -> None:
-        """Do nothing: this tells the code where objects of Python are, of which loops hold none."""
+        """Do nothing. This would pass Python objects to the code, and loops have none."""
 
 
 class InlinedCompiler(Compiler):  # type: ignore[misc]
-    """Numba's pipeline, with such a library."""
+    """Numba's pipeline with a `_Library`."""
 
     def define_pipelines(self) -> object:
         self.state.library = _Library(self.state.targetctx.codegen(), self.state.func_id.func_qualname)
         return super().define_pipelines()
 
 
-# Inlined by LLVM. Numba's own inlining fails where an argument holds a condition.
+# LLVM does the inlining. Numba's own inlining fails if an argument contains a condition.
 _INLINED: dict[str, object] = {"forceinline": True, "pipeline_class": InlinedCompiler}
 FORCED: dict[str, object] = {**_INLINED, "error_model": "numpy"}
-# Reordered sums and fused multiply-adds, but inf and NaN are kept: a diverged run must show.
+# Allow reordered sums and fused multiply-adds, but keep inf and NaN: a diverged run must show.
 _FAST = {"contract", "reassoc", "nsz", "arcp", "afn"}
-# Loops allocate nothing, so none needs to count who holds an array, with a call for every slice. No C calls
-# them, so none needs a wrapper for it.
+# Loops allocate nothing, so reference counts, a call for every slice, are unnecessary. C wrappers are
+# unnecessary because C code calls no loop.
 _NO_C: dict[str, object] = {"no_cfunc_wrapper": True}
 _OPTIONS = {"nogil": True, "_nrt": False, "fastmath": _FAST, "error_model": "numpy", **_NO_C}
 
 
 def jit(function: Loop, is_kept: bool = True) -> Loop:
-    """Compile a loop on first use, keep it on disk, and run it without the interpreter lock."""
+    """Compile a loop on first use, keep it on disk, and run it without the GIL."""
     compiled = njit(**_OPTIONS)(function)
     if is_kept:
         keep_on_disk(compiled)
-    # LLVM calls back while it compiles and while it loads.
+    # LLVM calls back into Python during compilation and loading, so signals must wait.
     compiled.compile = signals_deferred()(compiled.compile)
     loop: Loop = compiled
     return loop
 
 
 def by_types(**options: object) -> Callable[[Loop], Loop]:
-    """Decorate a function that picks an implementation for its argument types when a loop is compiled."""
+    """Decorate a function that selects an implementation by argument types when a loop is compiled."""
 
     def made(choose: Loop) -> Loop:
         @wraps(choose)
@@ -98,7 +99,7 @@ def by_types(**options: object) -> Callable[[Loop], Loop]:
 
 
 def also_for(function: Loop, **options: object) -> Callable[[Loop], Loop]:
-    """Implement a function of `by_types` for more types; `choose` returns None for all others."""
+    """Add an implementation to a `by_types` function. `choose` returns None for other types."""
 
     def added(choose: Loop) -> Loop:
         overload(function, jit_options=_NO_C | options)(choose)
@@ -110,8 +111,8 @@ def also_for(function: Loop, **options: object) -> Callable[[Loop], Loop]:
 def inline(function: Loop) -> Loop:
     """Compile a function into the loops that call it.
 
-    As a call of its own it would be bound to one of two copies that round differently: one in the process
-    that compiles, another in those that load the result from disk.
+    A separate call would link to one of two copies that round differently. The process that compiles uses one
+    copy, and processes that load the result from disk the other.
     """
     compiled: Loop = njit(**_OPTIONS, **_INLINED, no_cpython_wrapper=True)(function)
     return compiled
@@ -119,7 +120,7 @@ def inline(function: Loop) -> Loop:
 
 @intrinsic
 def _widened(context, bits=None):
-    """Widen the bits of a bfloat16 to float32. As IR, since Numba would compute in 64 bits on the way."""
+    """Widen bfloat16 bits to float32. Written as IR because Numba would compute in 64 bits."""
 
     def generate(context, builder, signature, values):
         wide = builder.zext(values[0], I32)
@@ -130,7 +131,7 @@ def _widened(context, bits=None):
 
 @intrinsic
 def _narrowed(context, value=None):
-    """Round a float32 to the bits of the nearest bfloat16, ties to even; NaN becomes a quiet one."""
+    """Round a float32 to the nearest bfloat16, ties to even; NaN becomes a quiet NaN."""
 
     def generate(context, builder, signature, values):
         return _nearest(builder, values[0])
@@ -150,7 +151,7 @@ def _nearest(builder, value):
 
 @intrinsic
 def zip_bits(context, first=None, second=None):
-    """Put two bfloat16 into one word of 32 bits, the first in its lower half."""
+    """Pack two bfloat16 into a 32-bit word, the first in the lower half."""
 
     def generate(context, builder, signature, values):
         return _zipped(builder, *values)
@@ -160,7 +161,7 @@ def zip_bits(context, first=None, second=None):
 
 @intrinsic
 def zip_narrowed(context, first=None, second=None):
-    """Round two float32 to bfloat16 and put them into one word, the first in its lower half."""
+    """Round two float32 to bfloat16 and pack them into a 32-bit word, the first in the lower half."""
 
     def generate(context, builder, signature, values):
         return _zipped(builder, *(_nearest(builder, value) for value in values))
@@ -174,7 +175,7 @@ def _zipped(builder, low, high):
 
 @by_types(**FORCED)
 def get(x, j):
-    """Read x[j] inside compiled loops, as a number to compute with: bfloat16 is bits in arrays of uint16."""
+    """Read x[j] in compiled loops as a number; arrays of uint16 hold bfloat16 bits."""
 
     def same(x, j):
         return x[j]
@@ -187,7 +188,7 @@ def get(x, j):
 
 @by_types(**FORCED)
 def put(x, j, value):
-    """x[j] ← value, rounded to what x holds; ties to even."""
+    """x[j] ← value, rounded to x's type; ties to even."""
 
     def same(x, j, value):
         x[j] = value
@@ -200,7 +201,7 @@ def put(x, j, value):
 
 @by_types(**FORCED)
 def number(x, value):
-    """Convert a number to the type that an array's elements are computed with."""
+    """Convert a number to the type used to compute with the array's elements."""
     real = np.float64 if x.dtype == types.float64 else np.float32
 
     def converted(x, value):
@@ -211,7 +212,7 @@ def number(x, value):
 
 @intrinsic
 def _larger(context, x=None, y=None):
-    """Return the larger of two numbers that are not NaN. Numba's `max` and comparisons keep a loop scalar."""
+    """Return the larger of two numbers, not NaN. Numba's `max` and comparisons prevent vectorization."""
 
     def generate(context, builder, signature, values):
         a, b = values
@@ -222,9 +223,9 @@ def _larger(context, x=None, y=None):
 
 @inline
 def largest(row):
-    """Return the maximum of a row, vectorized as if there were no NaN.
+    """Return the maximum of a row, vectorized under the assumption that it has no NaN.
 
-    In a row with NaN it is some other element: the NaN shows in whatever is computed next.
+    In a row with NaN the result may be any element. The NaN then shows in the next computation.
     """
     top = get(row, 0)
     for j in range(row.shape[0]):
@@ -234,7 +235,7 @@ def largest(row):
 
 @by_types(**(FORCED | {"fastmath": _FAST}))
 def exp(x):
-    """Return eˣ inside compiled loops; in float32 a polynomial, 1.2e-7 relative: libm's would stay scalar."""
+    """Return eˣ in compiled loops. float32 uses a polynomial (relative error 1.2e-7) that vectorizes."""
     if x != types.float32:
 
         def exp64(x):
@@ -247,8 +248,8 @@ def exp(x):
     c7, c6, c5, c4, c3, c2 = (np.float32(x) for x in TAYLOR)
 
     def exp32(x):
-        # x = n ln 2 + r with |r| ≤ ln 2 / 2: a Taylor sum for eʳ, and 2ⁿ written into the exponent bits.
-        # The comparisons are written so that NaN passes through them. From -87.7 down 2ⁿ is 0.
+        # x = n ln 2 + r with |r| ≤ ln 2 / 2: compute eʳ by a Taylor sum and write 2ⁿ into the exponent bits.
+        # The comparisons let NaN pass. From -87.7 down, 2ⁿ is 0.
         bounded = low if x < low else (high if x > high else x)
         n = np.floor(bounded * log2e + half)
         r = bounded - n * ln2_high - n * ln2_low
@@ -259,7 +260,7 @@ def exp(x):
 
 
 def entry(loop: Loop, *arguments: object) -> Loop:
-    """Return a loop's machine code for arguments of these types, which it does not check again."""
+    """Return a loop's machine code for these argument types. It does not check the types again."""
     assert isinstance(loop, Dispatcher)
     found: Loop = loop.compile(tuple(map(typeof, arguments)))
     return found

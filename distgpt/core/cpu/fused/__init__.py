@@ -1,6 +1,6 @@
-"""The loops behind kernels.py, compiled by Numba: one family of operations per file, one thread per call.
+"""Fused loops for kernels.py, compiled by Numba: a family of operations per file, a thread per call.
 
-Loops have no annotations: Numba compiles them for the types of each call. Shapes are those of api.py.
+Loops have no annotations: Numba compiles them for the types of each call. Shapes are as in ops/api.py.
 
-Not here: how work is cut among threads (kernels.py, pool.py), and what the operations mean (api.py).
+Not here: the split over threads (kernels.py, pool.py) and the definition of the operations (ops/kernels.py).
 """

@@ -1,6 +1,6 @@
-"""Activations and their derivatives: GELU (tanh form), ReLU, its square and SwiGLU.
+"""Activations and their derivatives: GELU (tanh form), ReLU, squared ReLU and SwiGLU.
 
-Training has a loop forward and one backward of each, decoding a branch of `activate_in_place`.
+Training uses a forward and a backward loop for each. Decoding uses a branch of `activate_in_place`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 from distgpt.core.cpu.compiling.jit import Loop, exp, get, inline, jit, number, put
 from distgpt.core.ops.activations import ACTIVATIONS
 
-# gelu(x) = x · σ(u) with u = 2√(2/π) (x + 0.044715 x³): the tanh form, written with one exponential.
+# gelu(x) = x · σ(u) with u = 2√(2/π) (x + 0.044715 x³): the tanh form with a single exponential.
 LINEAR = 2 * math.sqrt(2 / math.pi)
 CUBIC = LINEAR * 0.044715
 
@@ -41,7 +41,7 @@ def gelu(first, last, y, pre):
 
 @jit
 def gelu_backward(first, last, y, pre):
-    """Work in place: y holds dy and gets the output, pre holds the input and gets its gradient."""
+    """In place: y holds dy and receives the output; pre holds the input and receives its gradient."""
     one = number(y, 1)
     linear = number(y, LINEAR)
     cubic = number(y, CUBIC)
@@ -64,12 +64,12 @@ def relu(first, last, y, pre):
         yi, pi = y[i], pre[i]
         for j in range(pi.shape[0]):
             x = get(pi, j)
-            put(yi, j, zero if x < zero else x)  # written this way, NaN stays NaN
+            put(yi, j, zero if x < zero else x)  # keeps NaN
 
 
 @jit
 def relu_backward(first, last, y, pre):
-    """Work in place: y holds dy and gets the output, pre holds the input and gets its gradient."""
+    """In place: y holds dy and receives the output; pre holds the input and receives its gradient."""
     zero = number(y, 0)
     for i in range(first, last):
         yi, pi = y[i], pre[i]
@@ -99,7 +99,7 @@ def relu2(first, last, y, pre):
 
 @jit
 def relu2_backward(first, last, y, pre):
-    """Work in place: y holds dy and gets the output, pre holds the input and gets its gradient."""
+    """In place: y holds dy and receives the output; pre holds the input and receives its gradient."""
     zero, two = number(y, 0), number(y, 2)
     for i in range(first, last):
         yi, pi = y[i], pre[i]
@@ -122,7 +122,7 @@ def swiglu(first, last, y, pre):
 
 @jit
 def swiglu_backward(first, last, y, pre):
-    """Work in place: y holds dy and gets the output, pre holds the input and gets its gradient."""
+    """In place: y holds dy and receives the output; pre holds the input and receives its gradient."""
     one = number(y, 1)
     width = y.shape[1]
     for i in range(first, last):
@@ -139,15 +139,15 @@ def swiglu_backward(first, last, y, pre):
             put(right, j, dy * silu)
 
 
-# The compiled decoder knows an activation by its number.
+# Numbers of the activations in the compiled decoder
 NUMBERS = {"gelu": 0, "relu": 1, "swiglu": 2, "relu2": 3}
 
 
 @inline
 def activate_in_place(act, x, gate, count):
-    """x ← act(x) of `count` elements of float32; `gate` is the other half where the activation is gated.
+    """x ← act(x) for `count` float32 elements. If the activation is gated, `gate` is the other half.
 
-    In place: rows of the loops above would stay scalar under two names for one array.
+    The loops above would stay scalar here because both arguments would be the same array.
     """
     zero, one = np.float32(0), np.float32(1)
     if act == 0:
@@ -175,8 +175,9 @@ LOOPS = {
 
 @cache
 def loops(act: str) -> tuple[Loop, Loop]:
-    """Return the loops of an activation, forward and backward. An extension's are compiled in each process:
-    the disk cache does not see when its file changes.
+    """Return an activation's forward and backward loops.
+
+    An extension's are compiled in each process: the disk cache does not detect changes of its file.
     """
     functions = ACTIVATIONS[act].functions
     if functions is None:

@@ -1,9 +1,9 @@
-"""Causal attention without the T × T matrix: tiles of queries against all keys so far; rotary positions.
+"""Causal attention without the T × T matrix, by tiles of queries; rotary positions.
 
-A unit of work is one head of q of one sequence; backward and with a cache, one head of k and v and all heads
-of q that meet it. q and dy are read in place, what they are multiplied with is packed once. Probabilities are
-rounded to the type of qkv for the matmuls, sums are wide. `mask` is an `AttentionMask` with a window, `s` the
-worker's scratch memory.
+A unit of work is one query head of one sequence. Backward and with a cache, it is one key/value head with all
+its query heads. q and dy are read in place, and their matmul operands are packed once. Probabilities are
+rounded to the type of qkv for the matmuls; sums are wide. `mask` is an `AttentionMask` with a window, and `s`
+is the worker's scratch memory.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from distgpt.core.cpu.matmul.packing import COLUMNS, LANES, ROWS, aligned, packe
 from distgpt.core.ops.api import QK_SCALE, Array
 
 BLOCK = 4 * ROWS  # queries whose probabilities are kept for dk and dv
-FEW = 4  # new rows up to which a cache is read in place, without packing it
+FEW = 4  # maximum number of new rows for which a cache is read in place, without packing
 
 
 class Forward(NamedTuple):
     keys: Array  # kᵀ, packed
     values: Array  # v, packed
     scores: Array  # (ROWS, keys) in the wide type
-    probs: Array  # (ROWS, keys), the A of p v
+    probs: Array  # (ROWS, keys), A of p v
     out: Array  # (ROWS, head) in the wide type
-    sums: Array  # the largest score of each row, and the sum of its exponentials
+    sums: Array  # (ROWS, 2), maximum score and sum of exponentials of each row
 
 
 class Backward(NamedTuple):
@@ -53,13 +53,13 @@ class Backward(NamedTuple):
     queries: Array  # q, packed
     grads: Array  # dy, packed
     scores: Array  # (ROWS, keys) in the wide type
-    dprobs: Array  # the same
-    dscores: Array  # (ROWS, keys), the A of ds k
-    pairs: Array  # p of a block; in bfloat16 two queries side by side: pᵀ is the A of pᵀ dy
-    dpairs: Array  # ds in the same way
-    words: Array  # the memory of pairs, where a pair is one number; a view made in a loop would cost more
+    dprobs: Array  # (ROWS, keys) in the wide type
+    dscores: Array  # (ROWS, keys), A of ds k
+    pairs: Array  # p of a block; in bfloat16, two queries interleaved: pᵀ is A of pᵀ dy
+    dpairs: Array  # ds in the same layout
+    words: Array  # view of `pairs` with one number per pair; creating it in a loop would be slower
     dwords: Array
-    turned: Array  # (ROWS, BLOCK), pᵀ or dsᵀ by rows, where tiles want that
+    turned: Array  # (ROWS, BLOCK), pᵀ or dsᵀ by rows, for tiles that require it
     dkeys: Array  # (T, head) in the wide type
     dvalues: Array
 
@@ -104,7 +104,7 @@ def backward_scratch(seq_len: int, size: int, dtype: str, wide: str) -> Backward
 
 
 def _row(seq_len: int) -> int:
-    """Return the length of a row of scores: no multiple of 4 KB, or rows would share cache sets."""
+    """Return the length of a row of scores: not a multiple of 4 KB, or rows would share cache sets."""
     return -(-seq_len // EDGE) * EDGE + 32
 
 
@@ -114,7 +114,7 @@ def attention(first, last, y, lse, qkv, mask, s):
     width, n_head = y.shape[1], lse.shape[1]
     size = width // n_head
     kv_width = (qkv.shape[1] - width) // 2
-    group = width // kv_width  # heads of q that share k and v
+    group = width // kv_width  # query heads per key/value head
     for unit in range(first, last):
         row, head = unit // n_head * seq_len, unit % n_head
         column = head * size
@@ -130,27 +130,27 @@ def attention(first, last, y, lse, qkv, mask, s):
 
 @inline
 def first_key(mask, row, query):
-    """Return the first key that a query of the sequence that begins at `row` sees, and so those after it."""
+    """Return the first key visible to a query (and to later ones) in the sequence that starts at `row`."""
     return max(0, query + 1 - reach(mask.positions, mask.window, row + query))
 
 
 @inline
 def reach(positions, window, row):
-    """Return how many keys a row sees at most, its own the last."""
+    """Return the maximum number of keys that a row sees, itself included."""
     return window if positions is None else min(window, positions[row] + 1)
 
 
 @inline
 def hide(scores, mask, row, seen):
-    """Hide what lies before a row's document and window from its scores, of `seen` keys, its own the last."""
+    """Mask the scores before a row's document and window. The row sees `seen` keys, itself the last."""
     scores[: max(0, seen - reach(mask.positions, mask.window, row))] = UNSEEN
 
 
 @inline
 def _attend(n, seen, key, y, lse, head, qkv, row, column, size, mask, s):
-    """Attend with up to ROWS queries from `row` on; the first sees `seen` keys and each next one more.
+    """Compute attention for up to ROWS queries from `row` on. The first sees `seen` keys, each next one more.
 
-    Those before `key`, where a panel begins, are left out.
+    Keys before `key`, the start of a panel, are skipped.
     """
     seen -= key
     stop = seen + n - 1
@@ -179,7 +179,7 @@ def _against(rows, k, a, b, columns, c):
 
 @inline
 def _padded(row, stop):
-    """Return where loops over a row of scores end: whole vectors, where exponentials come in vectors."""
+    """Return the end of loops over a row of scores, rounded up to whole vectors except in float64."""
     return stop if row.itemsize == 8 else (stop + EDGE - 1) // EDGE * EDGE
 
 
@@ -193,7 +193,7 @@ def attention_backward(first, last, dqkv, dy, y, lse, qkv, mask, s):
     kv_heads, group = kv_width // size, width // kv_width
     for unit in range(first, last):
         row, kv_head = unit // kv_heads * seq_len, unit % kv_heads
-        k = width + kv_head * size  # the column of the head in k
+        k = width + kv_head * size  # column of the head in k
         v = k + kv_width
         pack_head_transposed(s.keys, qkv, row, seq_len, k, size)
         pack_head_transposed(s.values, qkv, row, seq_len, v, size)
@@ -204,7 +204,7 @@ def attention_backward(first, last, dqkv, dy, y, lse, qkv, mask, s):
             for begin in range(0, seq_len, BLOCK):
                 seen = first_key(mask, row, begin) // ROWS * ROWS
                 end = min(begin + BLOCK, seq_len)
-                key = seen // COLUMNS * COLUMNS  # where a panel begins
+                key = seen // COLUMNS * COLUMNS  # start of a panel
                 for start in range(begin, end, ROWS):
                     n = min(ROWS, end - start)
                     _query_gradients(n, start, start - begin, key, arrays, row, head, size, s)
@@ -215,9 +215,9 @@ def attention_backward(first, last, dqkv, dy, y, lse, qkv, mask, s):
 
 @inline
 def _query_gradients(n, start, line, key, arrays, row, head, size, s):
-    """Compute dq of up to ROWS queries from `start` on; p and ds go to the block's rows from `line` on.
+    """Compute dq of up to ROWS queries from `start` on. Write p and ds to the block's rows from `line` on.
 
-    Scores begin with `key`.
+    Scores start at `key`.
     """
     dqkv, dy, y, lse, qkv, mask = arrays
     seen = start + 1 - key
@@ -243,7 +243,7 @@ def _query_gradients(n, start, line, key, arrays, row, head, size, s):
 
 @inline
 def _round_rows(n, line, end, s):
-    """Round p and ds to the A of matmuls: transposed in the block, and ds as it is."""
+    """Round p and ds to matmul operands: both transposed in the block, and ds also by rows."""
     for i in range(0, n, 2):
         put_pair(s.words, line + i, s.scores[i, :end], s.scores[i + 1, :end])
         put_pair(s.dwords, line + i, s.dprobs[i, :end], s.dprobs[i + 1, :end])
@@ -255,7 +255,7 @@ def _round_rows(n, line, end, s):
 
 @inline
 def _softmax_backward(p, g, scale, delta, lse):
-    """p, scores ← exp(scale · p - lse); g, gradients of p ← those of the scores."""
+    """p, scores ← exp(scale · p - lse); g, gradients of p ← gradients of the scores."""
     for j in range(p.shape[0]):
         e = exp(p[j] * scale - lse)
         p[j] = e
@@ -264,8 +264,10 @@ def _softmax_backward(p, g, scale, delta, lse):
 
 @inline
 def _key_gradients(begin, end, seen, key, onto, s):
-    """Add what queries begin … end give keys from `seen` on: dv += pᵀ dy; dk += dsᵀ q. Unless `onto` sums of
-    another head, keys from `begin` on have none yet. Columns of p and ds begin with `key`."""
+    """Accumulate the gradients of keys from `seen` on over some queries: dv += pᵀ dy; dk += dsᵀ q.
+
+    Columns of p and ds start at `key`. Unless `onto`, sums of keys from `begin` on are overwritten.
+    """
     two = pair(s.pairs)
     for start in range(seen, end, ROWS):
         n = min(ROWS, end - start)
@@ -280,8 +282,8 @@ def _key_gradients(begin, end, seen, key, onto, s):
 
 @inline
 def _add_key_gradient(n, k, pairs, query, panels, out, again, s):
-    """Add to n rows of `out` those of p, or of ds, times `panels`, for k queries from `query` on."""
-    is_turned = pairs_in_rows(pairs, s.turned, k)  # once, not for each panel
+    """Add p (or ds) times `panels` to n rows of `out`, for k queries from `query` on."""
+    is_turned = pairs_in_rows(pairs, s.turned, k)  # once for all panels
     for panel in range(panels.shape[0]):
         b, c = panels[panel, query * COLUMNS :], out[:, panel * COLUMNS :]
         if is_turned:
@@ -301,7 +303,7 @@ def _write(out, row, seq_len, column, size, x):
 
 @jit
 def attention_cached(first, last, y, cache, qkv, starts_and_slots, mask, s):
-    """New rows of each sequence against the last keys up to their own; starts_and_slots is (2, sequences)."""
+    """Attend from new rows of each sequence to its cached keys. starts_and_slots is (2, sequences)."""
     width, n_seq, kv_heads, size = y.shape[1], starts_and_slots.shape[1], cache.shape[2], cache.shape[4]
     new = y.shape[0] // n_seq
     kv_width = kv_heads * size
@@ -324,7 +326,7 @@ def attention_cached(first, last, y, cache, qkv, starts_and_slots, mask, s):
         if new > FEW:
             pack_head_transposed(s.keys, keys, 0, start + new, 0, size)
             pack_head(s.values, values, 0, start + new, 0, size)
-        for column in range(kv_head * span, (kv_head + 1) * span, size):  # of the heads of q
+        for column in range(kv_head * span, (kv_head + 1) * span, size):  # query heads
             stop = column + size
             for i in range(new if new <= FEW else 0):
                 q, out = qkv[seq * new + i, column:stop], y[seq * new + i, column:stop]
@@ -339,7 +341,7 @@ def attention_cached(first, last, y, cache, qkv, starts_and_slots, mask, s):
 
 @inline
 def _attend_one(q, keys, values, out, s):
-    """Attend with a single query: too little work for a matmul, so the keys are read in place."""
+    """Compute attention for one query. This is too little work for a matmul, so keys are read in place."""
     seen, size = keys.shape
     scores = s.scores[0]
     probs = s.scores[1]
@@ -367,7 +369,7 @@ def _dot(a, b):
 
 @jit
 def rope(first, last, qkv, cos, sin, heads, inverse):
-    """Rows first … last, in place on the q and k parts of qkv."""
+    """Rotate rows first … last of the q and k parts of qkv in place."""
     seq_len = cos.shape[0]
     sign = number(qkv, -1) if inverse else number(qkv, 1)
     for i in range(first, last):
@@ -419,7 +421,7 @@ def qk_norm_backward(first, last, dqkv, qkv, rstd, size):
 
 @inline
 def _query_heads(qkv, rstd, size):
-    """Return the number of heads of q: rstd has those of k beside them, qkv those of k and v."""
+    """Return the number of query heads: rstd counts heads of q and k; qkv also counts heads of v."""
     return 2 * rstd.shape[1] - qkv.shape[1] // size
 
 
@@ -483,14 +485,14 @@ def pack_head(out, x, row, seq_len, column, size):
     for panel in range(out.shape[0]):
         start = panel * COLUMNS
         if start + COLUMNS <= size:
-            pack_panel(out[panel], x, row, seq_len, column + start, COLUMNS)  # known to the compiler
+            pack_panel(out[panel], x, row, seq_len, column + start, COLUMNS)  # constant for the compiler
         else:
             pack_panel(out[panel], x, row, seq_len, column + start, size - start)
 
 
 @inline
 def pack_head_transposed(out, x, row, seq_len, column, size):
-    """out ← B (head, T), the transpose of what `pack_head` packs."""
+    """out ← B (head, T), the transpose of `pack_head`'s output."""
     two = pair(x)
     squares = size // two // LANES if size % two == 0 and x.itemsize < 8 else 0
     for panel in range((seq_len + COLUMNS - 1) // COLUMNS):
@@ -498,7 +500,7 @@ def pack_head_transposed(out, x, row, seq_len, column, size):
         to = out[panel]
         count = min(COLUMNS, seq_len - start)
         words = to.view(np.uint32)
-        whole = (count + LANES - 1) // LANES * LANES  # further rows are no keys, and may hold anything
+        whole = (count + LANES - 1) // LANES * LANES  # rows after the keys may hold any values
         if row + start + whole > x.shape[0]:
             whole -= LANES
         for j in range(0, whole, LANES):
@@ -511,7 +513,7 @@ def pack_head_transposed(out, x, row, seq_len, column, size):
 
 @by_types(**FORCED)
 def pair(x):
-    """Return the number of k that lie side by side in this type, inside compiled loops."""
+    """Return the number of k that this type interleaves, for use in compiled loops."""
     count = 2 if x.dtype == types.uint16 else 1
 
     def known(x):
@@ -522,7 +524,7 @@ def pair(x):
 
 @by_types(**FORCED)
 def pack_panel(to, x, row, rows, column, count):
-    """to ← these rows and columns of x, inside compiled loops; pairs of rows side by side."""
+    """to ← these rows and columns of x, in compiled loops; bfloat16 interleaves pairs of rows."""
 
     def plain(to, x, row, rows, column, count):
         for t in range(rows):
@@ -550,7 +552,7 @@ def pack_panel(to, x, row, rows, column, count):
 
 @by_types(**FORCED)
 def put_pair(block, i, first, second):
-    """Rows i and i + 1 of a block ← these, rounded: side by side if the type is one of pairs."""
+    """Rows i and i + 1 of a block ← first, second, rounded; interleaved if the type holds pairs."""
 
     def apart(block, i, first, second):
         for k, of in ((i, first), (i + 1, second)):
@@ -568,9 +570,9 @@ def put_pair(block, i, first, second):
 
 @by_types(**FORCED)
 def product(rows, k, a, transposed, b, c, columns, accumulate):
-    """A tile of C ← [C +] A B inside compiled loops, of up to ROWS rows and COLUMNS columns.
+    """Compute a tile C ← [C +] A B in compiled loops, of up to ROWS rows and COLUMNS columns.
 
-    A begins at a[0, 0], or is aᵀ, in bfloat16 from pairs; b is a panel; C begins at c[0, 0].
+    A starts at a[0, 0]; if `transposed`, it is aᵀ (in bfloat16, of pairs). b is a panel. C starts at c[0, 0].
     """
 
     def by_tile(rows, k, a, transposed, b, c, columns, accumulate):

@@ -1,4 +1,4 @@
-"""Loops over flat buffers: AdamW, Nesterov momentum, the gradient's norm; matrices plus ones of low rank."""
+"""Loops over flat buffers (AdamW, Nesterov momentum, gradient norm) and low-rank matrix updates."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CORRECTION = StepScalars._fields.index("inv_sqrt_bias_correction")
 
 @jit
 def squares(first, last, parts, g):
-    """parts[i] ← Σ g² of piece number i, in the array's own precision; pieces first … last."""
+    """parts[i] ← Σ g² of pieces first … last, in the array's own precision."""
     for i in range(first, last):
         piece = g[i * PIECE : min((i + 1) * PIECE, g.shape[0])]
         square = number(g, 0)
@@ -28,10 +28,10 @@ def squares(first, last, parts, g):
 
 @by_types(**FORCED)
 def grad_scale(norm, scalars):
-    """Return the factor of gradients in an update, and whether there is to be one: `clipped` in a loop.
+    """Return the gradient scale of an update, and whether to update at all; see `clipped`.
 
-    Every thread computes it from arrays, so that recorded calls need no Python in between. By types, since
-    the arithmetic of such functions is never reordered: all have the bits of `clipped`.
+    Every thread computes it from arrays, so that recorded calls need no Python. The arithmetic of a
+    `by_types` function is never reordered, so the result is bitwise identical to `clipped`.
     """
 
     def computed(norm, scalars):
@@ -47,10 +47,10 @@ def grad_scale(norm, scalars):
 
 @jit
 def adamw(first, last, p, low, m, v, g, ranges, norm, scalars, groups, constants):
-    """Elements first … last of p, and of `low`, their rounded copy, where there is one.
+    """Update elements first … last of p and, if present, `low`, its rounded copy.
 
-    With a copy in pieces: what is rounded is then still in a cache. `scalars` are `StepScalars`, `groups`
-    (step_size, decay_factor) of each, `constants` (beta1, beta2, eps).
+    With a copy, the loop works in pieces, so that the values to round are still in a cache. `scalars` are
+    `StepScalars`, `groups` are (step_size, decay_factor) per group, and `constants` are (beta1, beta2, eps).
     """
     scale, is_finite = grad_scale(norm, scalars)
     if not is_finite:
@@ -94,13 +94,12 @@ def _adamw(p, m, v, g, how):
 
 @jit
 def zero(first, last, x):
-    """Elements first … last of x ← 0."""
     x[first:last] = 0
 
 
 @jit
 def nesterov(first, last, p, low, round_start, velocity, change, constants):
-    """Elements first … last. `constants` is (scale, lr, momentum)."""
+    """Update elements first … last. `constants` is (scale, lr, momentum)."""
     for start in range(first, last, PIECE):
         stop = min(start + PIECE, last)
         _nesterov(p[start:stop], round_start[start:stop], velocity[start:stop], change[start:stop], constants)
@@ -120,15 +119,15 @@ def _nesterov(p, round_start, velocity, change, constants):
         p[i] = round_start[i]
 
 
-# Odd factors that spread an index over 32 bits: the golden ratio's, and those of Murmur3's finalizer.
+# Odd factors that spread an index over 32 bits: from the golden ratio and from Murmur3's finalizer
 WEYL, MIX = 0x9E3779B1, (0x85EBCA6B, 0xC2B2AE35)
 
 
 @intrinsic
 def dithered(context, value=None, index=None, key=None):
-    """The bits of one of the two bfloat16 around a float32, the nearer one more likely: right on average.
+    """Round a float32 stochastically to one of its two bfloat16 neighbors, correct on average.
 
-    Which one depends on index and key alone. As IR, since Numba would count in 64 bits.
+    The choice depends only on index and key. Written as IR because Numba would compute in 64 bits.
     """
 
     def generate(context, builder, signature, values):
@@ -148,9 +147,9 @@ def dithered(context, value=None, index=None, key=None):
     return types.uint16(types.float32, types.int64, types.int64), generate
 
 
-# Of a matrix plus one of low rank.
-SUMS_BYTES = 256 << 10  # of b a at a time: part of the L2 cache
-LEAST_ROWS = 56  # of it, since a is packed anew each time: four tiles
+# Limits of `add_low_rank`
+SUMS_BYTES = 256 << 10  # bytes of b a per block: part of the L2 cache
+LEAST_ROWS = 56  # minimum rows per block, four tiles, since a is packed again for each
 
 
 @jit
@@ -163,14 +162,14 @@ def copy_rows(first, last, y, w):
 
 @jit
 def add_low_rank(first, last, y, w, sums, scale):
-    """Rows first … last of y ← w + scale · sums, whose first row is that of `first`."""
+    """Rows first … last of y ← w + scale · sums. Row 0 of `sums` belongs to row `first`."""
     for i in range(first, last):
         _add_row(y[i], w[i], sums[i - first], sums.dtype.type(scale), i * y.shape[1])
 
 
 @by_types(**FORCED)
 def _add_row(y, w, sums, scale, index):
-    """y ← w + scale · sums; in bfloat16 rounded up or down, by an element's index in its matrix."""
+    """y ← w + scale · sums; in bfloat16 rounded stochastically by the element's index in its matrix."""
 
     def plain(y, w, sums, scale, index):
         for j in range(y.shape[0]):

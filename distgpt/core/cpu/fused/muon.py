@@ -1,7 +1,7 @@
-"""Loops of Muon: momentum, orthogonalised updates, and the step along them.
+"""Loops of Muon: momentum, orthogonalized updates, and the weight update.
 
-A matrix is one thread's, or a team's (teams.py), each of whose members calls the loop. The bits are the same:
-a member computes whole rows, or whole columns, and sums over them are added up in order.
+One thread computes a matrix, or all members of a team (teams.py) call the loop. The results are bitwise
+identical: a member computes whole rows or whole columns, and sums over them are added in order.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from distgpt.core.cpu.teams import Cost
 from distgpt.core.ops.api import TINY, Array, MuonScalars
 from distgpt.core.ops.low_precision import BITS
 
-# Rows of a matrix, and its length by them, from which on products of squares stand for its steps, and it is
-# multiplied once (Gram Newton-Schulz, Dao-AILab 2026). Not in bfloat16: its rounding makes small values of a
-# square negative, and steps let these grow without end.
+# For at least this many rows, and this ratio of length to rows, the steps multiply squares, and the matrix is
+# multiplied only once (Gram Newton-Schulz, Dao-AILab 2026). Not in bfloat16: its rounding makes small
+# eigenvalues of a square negative, and the steps amplify them without limit.
 LEAST_ROWS, LEAST_RATIO = 128, 2
 MOMENTUM, LEARNING_RATE, WEIGHT_DECAY = map(
     MuonScalars._fields.index, ("momentum", "learning_rate", "weight_decay")
 )
-BLOCK = 16  # rows and columns that are transposed at once: a cache line of float32
+BLOCK = 16  # rows and columns per transposed block: a cache line of float32
 Memory: TypeAlias = "tuple[Array | int | Memory | None, ...]"
-HALF = 192  # rows of a square whose columns behind the diagonal are left out
+HALF = 192  # rows per matmul of a symmetric product, which skips the columns above the diagonal
 
 
 @jit
 def momentum(first, last, m, g, norm, scalars):
-    """Elements first … last of m ← μ m + (1 - μ) s g; g ← (1 - μ) s g + μ m, where the norm is finite.
+    """Elements first … last of m ← μ m + (1 - μ) s g; g ← (1 - μ) s g + μ m, if the norm is finite.
 
-    s is `grad_scale`, `scalars` are `MuonScalars`.
+    s is `grad_scale`, and `scalars` are `MuonScalars`.
     """
     scale, is_finite = grad_scale(norm, scalars)
     if not is_finite:
@@ -58,18 +58,18 @@ def momentum(first, last, m, g, norm, scalars):
 
 
 class Part(NamedTuple):
-    """A member's part of the matmuls, for a matrix that lies: its rows are the shorter side."""
+    """A member's part of the matmuls, for a matrix whose rows are its shorter side."""
 
-    top: int  # rows of a square, of which the lower half is computed
+    top: int  # rows of a square; only the lower half is computed
     bottom: int
     first: int  # columns of the whole matrix
     last: int
 
 
 def parts_of(short: int, long: int, members: int, most: int, rows: int, columns: int) -> list[Part]:
-    """Cut for a team, rows and columns at multiples of these. Members beyond `most` get nothing."""
+    """Split a matrix over a team at multiples of `rows` and `columns`. Members beyond `most` get nothing."""
     n = min(members, most)
-    ends = (round(short * (i / n) ** 0.5 / rows) * rows for i in range(n))  # of equal areas
+    ends = (round(short * (i / n) ** 0.5 / rows) * rows for i in range(n))  # equal areas
     tops = [*(min(end, short) for end in ends), short]
     firsts = [-(-long // columns) * i // n * columns for i in range(n)] + [long]
     found = [Part(*tops[i : i + 2], *firsts[i : i + 2]) for i in range(n)]
@@ -77,40 +77,41 @@ def parts_of(short: int, long: int, members: int, most: int, rows: int, columns:
 
 
 def by_squares(short: int, long: int) -> bool:
-    """Return whether the BLAS takes the steps of a matrix with these sides by products of squares."""
+    """Return whether the BLAS computes the steps of this shape as products of squares."""
     return short >= LEAST_ROWS and long >= LEAST_RATIO * short
 
 
 def polar_cost(shape: tuple[int, ...]) -> Cost:
-    """Return the multiplications of a step in bfloat16; each member has to have some 2²² of a square's."""
+    """Return the multiplications of a bfloat16 step. Each member needs at least 2²² of a square's."""
     short, long = sorted(shape)
     return Cost((3 * long + short) * short**2 / 2, max(1, short**3 >> 22))
 
 
 def blas_cost(shape: tuple[int, ...]) -> Cost:
-    """Return the same for the BLAS, which computes edges and small products otherwise than the rest.
+    """Return the cost with the BLAS, which computes edges and small products differently.
 
-    It halves a long sum at a multiple of some 16: ssyrk and sgemm at the same one if 32 divides the sum.
+    It splits a long sum in half at a multiple of about 16, in ssyrk and sgemm at the same one if 32 divides
+    it.
     """
     most = polar_cost(shape).most if rows_round_alike() and not any(side % 32 for side in shape) else 1
     return Cost(whole_cost(shape).work, most)
 
 
 def whole_cost(shape: tuple[int, ...]) -> Cost:
-    """Return the same for matrices that must not be cut."""
+    """Return the cost of a matrix that must not be split."""
     short, long = sorted(shape)
     work = (3 * long + 17 * short) * short**2 / 10 if by_squares(short, long) else polar_cost(shape).work
     return Cost(work, 1)
 
 
 def step_cost(shape: tuple[int, ...]) -> Cost:
-    """Return the elements; each member has to have some 2²⁰, half a millisecond, or waking it costs more."""
+    """Return the elements. Each member needs about 2²⁰, half a millisecond, to be worth waking."""
     size = prod(shape)
     return Cost(size, max(1, size >> 20))
 
 
 def bytes_of(memory: Memory) -> int:
-    """Return the size of scratch memory: arrays, and tuples of them. What members share counts once."""
+    """Return the size of scratch memory, nested tuples of arrays. Arrays that members share count once."""
     return sum(array.nbytes for array in {id(array): array for array in _arrays(memory)}.values())
 
 
@@ -123,27 +124,27 @@ def _arrays(memory: Memory) -> Iterator[Array]:
 
 
 class PolarMemory(NamedTuple):
-    """Memory of one member to orthogonalise a matrix; the team shares all but what matmuls pack."""
+    """A member's memory to orthogonalize a matrix. The team shares everything except packed operands."""
 
     x: Array
     y: Array
     square: Array
-    factor: Array  # in bfloat16 a square, rounded
-    product: Array  # in bfloat16 the square's square
+    factor: Array  # rounded square (bfloat16 only)
+    product: Array  # square of the square (bfloat16 only)
     spare: Array
-    sums: Array  # of a matrix's rows
+    sums: Array  # sums of the matrix's rows
     by_squares: bool
     part: Part
-    long: blocked.Scratch | None = None  # of matmuls in bfloat16 over the longer side
+    long: blocked.Scratch | None = None  # matmuls in bfloat16 over the longer side
     short: blocked.Scratch | None = None
 
 
 def scratch(short: int, long: int, dtype: str, members: int, most: int) -> tuple[PolarMemory, ...]:
-    """Make two (short, long) buffers, and (short, short) ones. A matrix taller than wide is transposed."""
+    """Make two (short, long) buffers and the (short, short) ones. Tall matrices are transposed."""
     lies = by_squares(short, long)
     x, y = (np.empty((short, long), dtype) for _ in range(2))
     made = [np.empty((short, short), dtype) for _ in range(4 if lies else 2)]
-    # Else the product of all steps is this step's factor, and nothing is spared.
+    # Otherwise, each step's factor is also the product of all steps, and no spare is needed.
     square, factor, product, spare = made if lies else (*made, made[1], made[1])
     shared = x, y, square, factor, product, spare, np.empty(long), lies
     return tuple(PolarMemory(*shared, part) for part in parts_of(short, long, members, most, BLOCK, BLOCK))
@@ -184,7 +185,7 @@ def orthogonalise(u, memory, coefficients, member):
                 gemm(PLAIN, PLAIN, short, last - first, short, product, short, columns, long, 0.0, out, long)
             arrivals = wait_for_all(member.counter, arrivals, member.members)
             x, y = y, x
-        else:  # the square of (this · x) from that of x
+        else:  # compute the square of (this · x) from the square of x
             arrivals = _multiplied(top, bottom, spare, this, square, member, arrivals)
             arrivals = _multiplied(top, bottom, square, spare, this, member, arrivals)
     _put_back(u, x, member)
@@ -192,7 +193,7 @@ def orthogonalise(u, memory, coefficients, member):
 
 @inline
 def _multiplied(top, bottom, c, a, b, member, arrivals):
-    """Rows top … bottom of c ← a b, of which all three are symmetric: polynomials of one square."""
+    """Rows top … bottom of c ← a b. All three are symmetric, as polynomials of one square."""
     n = c.shape[0]
     for start in range(top, bottom, HALF):
         stop = min(start + HALF, bottom)
@@ -202,7 +203,7 @@ def _multiplied(top, bottom, c, a, b, member, arrivals):
 
 
 def bfloat16_scratch(short: int, long: int, sums: str, members: int, most: int) -> tuple[PolarMemory, ...]:
-    """Make the same in bfloat16, where sums of matmuls stay float32."""
+    """Make the bfloat16 buffers; sums of matmuls stay float32."""
     lying, square = (short, long), (short, short)
     shapes = (lying, BITS.name), (lying, BITS.name), (square, sums), (square, sums), (square, BITS.name)
     x, y, square_sums, fourth, factor = (aligned(*each) for each in shapes)
@@ -220,21 +221,21 @@ def bfloat16_scratch(short: int, long: int, sums: str, members: int, most: int) 
 
 @jit
 def orthogonalise_bfloat16(u, memory, coefficients, member):
-    """Do the same by our own matmuls of bfloat16."""
+    """Orthogonalize u with our own bfloat16 matmuls."""
     x = memory.x
     y = memory.y
     square = memory.square
     fourth = memory.product
     factor = memory.factor
     top, bottom, first, last = memory.part
-    begin = np.int64(0)  # the number 0 is a type of its own, for which `backward` would be compiled again
+    begin = np.int64(0)  # the literal 0 has its own type, for which `backward` would be compiled again
     arrivals = _lay_down(x, u, memory.sums, member)
     for i in range(coefficients.shape[0]):
         _squared_bfloat16(top, bottom, square, x, memory.long)
         _round_lower(top, bottom, factor, square)
         arrivals = wait_for_all(member.counter, arrivals, member.members)
         _squared_bfloat16(top, bottom, fourth, factor, memory.short)
-        arrivals = wait_for_all(member.counter, arrivals, member.members)  # nobody reads this factor any more
+        arrivals = wait_for_all(member.counter, arrivals, member.members)  # the factor is no longer read
         _combine(top, bottom, square, square, fourth, coefficients[i])
         _round_lower(top, bottom, factor, square)
         arrivals = wait_for_all(member.counter, arrivals, member.members)
@@ -246,7 +247,7 @@ def orthogonalise_bfloat16(u, memory, coefficients, member):
 
 @inline
 def _squared_bfloat16(top, bottom, c, a, scratch):
-    """Rows top … bottom of the lower half of c ← a aᵀ, and at most HALF - 1 columns more."""
+    """Rows top … bottom of the lower half of c ← a aᵀ, with at most HALF - 1 extra columns."""
     for start in range(top, bottom, HALF):
         stop = min(start + HALF, bottom)
         blocked.forward(start, stop, 0, stop, c, a, a, None, scratch)
@@ -254,7 +255,7 @@ def _squared_bfloat16(top, bottom, c, a, scratch):
 
 @inline
 def _combine(top, bottom, out, square, fourth, coefficients):
-    """Rows top … bottom of out ← a + b · square + c · fourth, of which only the lower halves are given."""
+    """Rows top … bottom of out ← a + b · square + c · fourth, lower halves only."""
     real = square.dtype.type
     ra, rb, rc = real(coefficients[0]), real(coefficients[1]), real(coefficients[2])
     for i in range(top, bottom):
@@ -266,7 +267,7 @@ def _combine(top, bottom, out, square, fourth, coefficients):
 
 @inline
 def _mirror(top, bottom, square):
-    """Copy rows top … bottom of the lower half to the upper one, where nobody else writes these columns."""
+    """Copy rows top … bottom of the lower half to the upper half. No other member writes these columns."""
     for start in range(0, bottom, BLOCK):
         for i in range(max(start, top), bottom):
             for j in range(start, min(start + BLOCK, i)):
@@ -283,7 +284,7 @@ def _round_lower(top, bottom, low, square):
 
 @inline
 def _own(member, count, grain):
-    """Return a member's stretch of range(count), cut at multiples of `grain`."""
+    """Return a member's part of range(count), split at multiples of `grain`."""
     blocks = (count + grain - 1) // grain
     first = blocks * member.number // member.members * grain
     return first, min(blocks * (member.number + 1) // member.members * grain, count)
@@ -291,7 +292,7 @@ def _own(member, count, grain):
 
 @by_types(**FORCED)
 def _total(sums, count):
-    """Return the sum in this order: compiled with no leave to change it, or members could round otherwise."""
+    """Return the sum in this order. It is compiled without reordering, or members could round differently."""
 
     def in_order(sums, count):
         total = 0.0
@@ -306,7 +307,8 @@ def _total(sums, count):
 def _lay_down(x, u, sums, member):
     """x ← u / (1.02 ‖u‖), transposed if u has more rows than columns: x xᵀ is then the smaller square.
 
-    Polar Express leaves 2 %, so that rounding brings no singular value above 1, where its steps diverge.
+    Polar Express leaves a margin of 2% because its steps diverge for singular values above 1, even by
+    rounding.
     """
     first, last = _own(member, u.shape[0], 1)
     for i in range(first, last):
@@ -354,7 +356,7 @@ def _transpose(y, x, scale, member):
 
 @jit
 def step(p, low, v, u, norm, scalars, of_shape, beta2, sums, member):
-    """See `Kernels.muon`; `of_shape` is the learning rate's factor. sums: two for each row of u."""
+    """See `Kernels.muon`. `of_shape` is the learning rate factor; `sums` has two values per row of u."""
     if not grad_scale(norm, scalars)[1]:
         return
     rate = scalars[LEARNING_RATE] * of_shape
@@ -366,12 +368,12 @@ def step(p, low, v, u, norm, scalars, of_shape, beta2, sums, member):
     real = p.dtype.type
     lr = real(rate)
     shrink = real(rate * decay)
-    wait_for_all(member.counter, arrivals, member.members)  # the next matrix may have the same sums
+    wait_for_all(member.counter, arrivals, member.members)  # the next matrix may use the same sums
     first, last = _own(member, p.shape[0], 1)
     for i in range(first, last):
         pi, ui = p[i], u[i]
         for j in range(pi.shape[0]):
-            # Weight decay only where the step shrinks the weight too ("cautious").
+            # Cautious weight decay: only if the step also shrinks the weight.
             kept = shrink * pi[j] if ui[j] * pi[j] >= 0 else real(0)
             pi[j] -= lr * ui[j] + kept
         if low is not None:
@@ -380,7 +382,7 @@ def step(p, low, v, u, norm, scalars, of_shape, beta2, sums, member):
 
 @inline
 def _by_rows(v, u, beta2, sums, member):
-    """NorMuon: v ← the mean squares of rows; u ← each row / √v, then all scaled to the norm of before."""
+    """NorMuon: v ← mean squares of rows; u ← each row / √v, then scaled to the previous norm."""
     real = u.dtype.type
     before, after = sums[0], sums[1]
     first, last = _own(member, u.shape[0], 1)
@@ -404,7 +406,7 @@ def _by_rows(v, u, beta2, sums, member):
 
 @inline
 def _by_columns(v, u, beta2, sums, member):
-    """Do the same by columns. v holds the squares' sums in between."""
+    """Do the same by columns. v holds the sums of squares in between."""
     real = u.dtype.type
     old = real(beta2)
     new = real((1 - beta2) / u.shape[0])

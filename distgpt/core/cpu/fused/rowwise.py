@@ -1,6 +1,6 @@
 """Loops over rows: embedding, norms with the residual sum before them, cross-entropy.
 
-A call computes rows first ≤ i < last, unless it says that these are columns.
+A call computes rows first ≤ i < last, or columns if its docstring specifies them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def embed(first, last, x, tokens, wte, wpe, positions):
         token_row = wte[tokens[i]]
         if wpe is None:
             for j in range(xi.shape[0]):
-                xi[j] = token_row[j]  # of one type: nothing is rounded
+                xi[j] = token_row[j]  # same type, so no rounding
         else:
             position = wpe[i % wpe.shape[0] if positions is None else positions[i]]
             for j in range(xi.shape[0]):
@@ -26,7 +26,7 @@ def embed(first, last, x, tokens, wte, wpe, positions):
 
 @jit
 def embed_backward(first, last, dwte, dwpe, dx, tokens, seq_len, positions):
-    """Columns first … last: every worker goes through all rows in order, so sums do not depend on timing."""
+    """Columns first … last. Every worker adds all rows in order, so sums do not depend on timing."""
     begin = dx.shape[1] - dwte.shape[1]
     for i in range(dx.shape[0]):
         dxi = dx[i, begin + first : begin + last]
@@ -86,7 +86,7 @@ def add_norm(first, last, y, s, mean, rstd, x, r, w, b, eps):
                 mu += get(si, j)
             mu *= share
             mean[i] = mu
-        # The squares in a pass of their own, over a row that is in a cache: E[x²] - E[x]² would cancel.
+        # Compute the squares in a separate pass, over a row in the cache: E[x²] - E[x]² would cancel.
         square = real(0)
         for j in range(width):
             square += (get(si, j) - mu) * (get(si, j) - mu)
@@ -146,7 +146,7 @@ def norm_backward(first, last, dx, y, dy, dres, s, mean, rstd, w, b):
 
 @jit
 def norm_backward_weights(first, last, dw, db, dy, s, mean, rstd, accumulate):
-    """Here first ≤ j < last are columns: every worker reads all rows and owns its part of dw."""
+    """Columns first … last. Every worker reads all rows and owns its part of dw."""
     real = rstd.dtype.type
     if not accumulate:
         dw[first:last] = real(0)
@@ -167,14 +167,14 @@ def norm_backward_weights(first, last, dw, db, dy, s, mean, rstd, accumulate):
 
 @jit
 def cross_entropy(first, last, losses, targets, logits, scale, backward):
-    """Rows first … last of a chunk: the loss and, where it is wanted, dlogits in the logits' place."""
+    """Rows first … last of a chunk: the loss and, if `backward`, dlogits in place of the logits."""
     for i in range(first, last):
         losses[i] = _cross_entropy(logits[i], targets[i], scale, backward)
 
 
 @inline
 def _cross_entropy(row, target, scale, backward):
-    """-log softmax(row)[target]; backward: row ← scale · (softmax(row) - onehot)."""
+    """-log softmax(row)[target]; if backward, row ← scale · (softmax(row) - onehot)."""
     real = row.dtype.type
     top = largest(row)
     hit = row[target]
@@ -193,7 +193,7 @@ def _cross_entropy(row, target, scale, backward):
 
 @jit
 def cross_entropy_bfloat16(first, last, losses, targets, logits, scale, backward):
-    """Compute as `cross_entropy`, in bfloat16: exponentials are not kept, or they would be rounded twice."""
+    """Compute `cross_entropy` in bfloat16. Exponentials are not stored, to avoid rounding them twice."""
     for i in range(first, last):
         row, target = logits[i], targets[i]
         top = largest(row)
@@ -219,7 +219,7 @@ def _sum_of_exponentials(row, top):
 
 @jit
 def rounded(first, last, out, x):
-    """Elements first … last of out ← x, rounded to what out holds."""
+    """Elements first … last of out ← x, rounded to out's type."""
     round_to(out[first:last], x[first:last])
 
 

@@ -1,7 +1,7 @@
 """Softmax of a row of scores in whole vectors, as LLVM IR.
 
-A loop that LLVM vectorizes itself takes several vectors at once, and what is left of the row one by one: in a
-row of a few dozen scores that takes longest.
+A loop vectorized by LLVM processes multiple vectors at a time and the rest of the row one element at a time.
+In a row of a few dozen scores the rest dominates.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from distgpt.core.cpu.compiling.processor import BFLOAT16, FLOAT32, shape
 from distgpt.core.cpu.matmul.assembled import NAMES, external
 from distgpt.core.cpu.matmul.vectors import BYTES, LLVM, Vectors
 
-UNSEEN = -1e30  # stands for a score that does not count; -inf less -inf, in a row of none, would be NaN
-EDGE = 16  # rows have room up to a multiple of this, the widest vector, so that loops take whole ones
+UNSEEN = -1e30  # masked score: -inf minus -inf, in a fully masked row, would be NaN
+EDGE = 16  # rows are padded to a multiple of this, the widest vector, so that loops use whole vectors
 
 
 @by_types()
 def softmax(row, probs, seen, stop, scale, found):
     """probs ← exp(scale · (row - top)) for `seen` scores, 0 up to `stop`; found ← top and the sum.
 
-    Inside compiled loops; what lies beyond in a row does not count. In float64 the row is overwritten.
+    For use in compiled loops. The rest of the row is ignored. In float64 the row is overwritten.
     """
 
     def one_by_one(row, probs, seen, stop, scale, found):
@@ -58,15 +58,15 @@ def softmax(row, probs, seen, stop, scale, found):
 
 
 def constant(x: float) -> str:
-    """Write a float32 in all lanes as LLVM wants it: by the bits of the float64."""
+    """Return a float32 constant in all lanes. LLVM writes it as the bits of a float64."""
     return f"splat (float 0x{int(np.float64(np.float32(x)).view(np.uint64)):016X})"
 
 
 class Softmax(Vectors):
-    """Writes the function for one type of probabilities."""
+    """Writer of the function for one type of probabilities."""
 
     def exp(self, x: str) -> str:
-        """Return eˣ for x ≤ 0 or NaN, as jit.exp has it."""
+        """Return eˣ for x ≤ 0 or NaN, as in jit.exp."""
         n = self.shape.lanes
         v = self.vector
         ints = f"<{self.shape.lanes} x i32>"
@@ -76,7 +76,7 @@ class Softmax(Vectors):
         power = self.new(f"call {v} @llvm.floor.v{n}f32({v} {of_two})")
         rest = self.multiply_add(power, constant(-LN2_HIGH), bounded)
         rest = self.multiply_add(power, constant(-LN2_LOW), rest)
-        e = constant(TAYLOR[0])  # of the polynomial, whose coefficient of the highest power comes first
+        e = constant(TAYLOR[0])  # polynomial coefficients, highest power first
         for coefficient in (*TAYLOR[1:], 1.0, 1.0):
             e = self.multiply_add(e, rest, constant(coefficient))
         exponent = self.new(f"add {ints} {self.new(f'fptosi {v} {power} to {ints}')}, splat (i32 127)")
@@ -84,7 +84,7 @@ class Softmax(Vectors):
         return self.new(f"fmul {v} {e}, {two}")
 
     def multiply_add(self, a: str, b: str, c: str) -> str:
-        """Return a · b + c, one instruction where the processor has it."""
+        """Return a · b + c, as one instruction if the processor has it."""
         product = self.new(f"fmul contract {self.vector} {a}, {b}")
         return self.new(f"fadd contract {self.vector} {product}, {c}")
 
@@ -104,7 +104,7 @@ class Softmax(Vectors):
         self.add(f"  %top = phi {v} [{constant(UNSEEN)}, %entry], [%larger, %first]")
         counts, score = self._scores("%i", seen)
         known = self.new(f"select <{n} x i1> {counts}, {v} {score}, {v} {constant(UNSEEN)}")
-        larger = self.new(f"fcmp ogt {v} {known}, %top")  # not where there is a NaN
+        larger = self.new(f"fcmp ogt {v} {known}, %top")  # false for NaN
         self.add(f"  %larger = select <{n} x i1> {larger}, {v} {known}, {v} %top")
         self._again("i", "first", "between")
         top = self.new(f"call nnan nsz float @llvm.vector.reduce.fmax.v{n}f32({v} %larger)")
@@ -126,7 +126,7 @@ class Softmax(Vectors):
         return "\n".join([*self.lines, f"  store float {total}, ptr {second}, align 4", "  ret void\n}"])
 
     def _scores(self, at: str, seen: str) -> tuple[str, str]:
-        """Return a mask of the scores that count, from an index on, and the scores."""
+        """Return the mask of the scores to count, from an index on, and the scores."""
         n = self.shape.lanes
         lanes = ", ".join(f"i64 {lane}" for lane in range(n))
         places = self.new(f"add <{n} x i64> {self.everywhere('i64', at)}, <{lanes}>")
@@ -141,11 +141,11 @@ class Softmax(Vectors):
 
 
 def _text(out: str) -> str:
-    return Softmax(shape()).text(out)  # written only where no file has the machine code
+    return Softmax(shape()).text(out)  # only written if the machine code is not cached
 
 
 _ARGUMENTS = (types.voidptr, types.voidptr, types.int64, types.int64, types.float32, types.voidptr)
-# Registered when this file is imported, as microkernels are.
+# Registered when this file is imported, as microkernels are
 _ROUTINES = {
     out: external(f"softmax-{out}", partial(_text, out), softmax=_ARGUMENTS)["softmax"]
     for out in (FLOAT32, BFLOAT16)

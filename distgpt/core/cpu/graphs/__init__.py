@@ -1,8 +1,7 @@
-"""Captured work on CPU cores: a training step whose operations follow each other without Python in between.
+"""Graph capture on CPU cores: training steps whose operations run without Python in between.
 
-Each operation of the core is a call from Python, which only one thread at a time can make: from some eight
-threads on they wait for each other longer than they compute. `record` (capture.py) writes down once which
-compiled loops each thread calls with which arrays, and then lets compiled code make these calls. Threads get
-their part as a command (launch.py), for which they wait in compiled code; decoding uses this, too.
-Not here: graphs of a GPU (gpu/device.py).
+Python makes each call of a core operation, and only one thread at a time can run Python. From about eight
+threads on, they wait longer than they compute. `record` (capture.py) captures once each thread's calls of
+compiled loops and their arrays; compiled code then makes these calls. Threads wait in compiled code for
+commands (launch.py), which decoding also uses. Not here: GPU graphs (gpu/device.py).
 """

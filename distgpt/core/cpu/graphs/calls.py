@@ -1,8 +1,8 @@
-"""Arguments, and calls, of compiled loops as words of memory: what compiled code needs to make them again.
+"""Arguments and calls of compiled loops as words of memory, so that compiled code can repeat them.
 
-A loop's machine code takes an array as seven or more numbers (address, shape, strides, ...). These are
-written into memory once, a word of 64 bits each. A caller, one for each sequence of types, reads them there
-and calls: the machine code is the same that Python would call, so the bits are the same.
+A loop's machine code takes an array as seven or more numbers (address, shape, strides, ...). They are stored
+once, in a 64-bit word each. A caller, one for each sequence of types, loads them and calls the same machine
+code that Python would call, so results are bitwise identical.
 """
 
 from __future__ import annotations
@@ -31,26 +31,25 @@ _I64, _I32 = ir.IntType(64), ir.IntType(32)
 
 
 class NotRecordable(Exception):
-    """Says that work is more than calls of loops whose arrays stay where they are."""
+    """Raised if work is more than calls of loops on arrays at fixed addresses."""
 
 
 class Calls:
-    """Calls of one thread, in order: `add` writes them down, `program` has them as `replay` reads them."""
+    """Calls of one thread, in order. `add` records a call, and `program` returns them for `replay`."""
 
     def __init__(self) -> None:
-        self._rows: list[tuple[int, int, int]] = []  # (what, function, the first of its words)
+        self._rows: list[tuple[int, int, int]] = []  # (caller or marker, function, index of its first word)
         self._words: list[int] = []
-        self.loops: list[tuple[int, Loop]] = []  # by row
-        self._kept: list[object] = []  # what holds arrays, whose addresses are written down
-        self.addresses: list[int] = []  # of these, but for the counters of teams, which are made anew
-        self.counters: list[Array] = []  # of teams, which meet inside a loop
+        self.loops: list[tuple[int, Loop]] = []  # (row, loop)
+        self._kept: list[object] = []  # keeps the arrays alive: the words contain their addresses
+        self.addresses: list[int] = []  # addresses of the arrays, except team counters
+        self.counters: list[Array] = []  # counters of teams, which synchronize inside a loop
         self._arguments: Array | None = None
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def add(self, loop: Loop, arguments: Sequence[object]) -> None:
-        """Write down a call of a loop."""
         kinds = tuple(map(typeof, arguments))
         self.loops.append((len(self._rows), loop))
         self._rows.append((caller(kinds), machine_code(loop, kinds), len(self._words)))
@@ -61,11 +60,11 @@ class Calls:
         self.counters += (each.counter for each in arguments if isinstance(each, Member) and not each.number)
 
     def mark(self, what: int) -> None:
-        """Write down a row that is no call."""
+        """Record a row that is not a call."""
         self._rows.append((what, 0, 0))
 
     def program(self) -> Array:
-        """Return the rows with addresses in place of places. To be called once."""
+        """Return the rows with addresses instead of indices. Call this only once."""
         self.mark(END)
         self._arguments = np.array(self._words, np.uint64)
         base = self._arguments.ctypes.data
@@ -86,7 +85,7 @@ def _addresses_of(values: Sequence[object]) -> Iterator[int]:
 
 @cache
 def machine_code(loop: Loop, kinds: tuple[types.Type, ...]) -> int:
-    """Return the address of a loop's code for these types, which is compiled or loaded if need be."""
+    """Return the address of a loop's code for these types; compile or load it if needed."""
     assert isinstance(loop, Dispatcher)
     loop.compile(kinds)
     compiled = loop.overloads[kinds]
@@ -97,9 +96,9 @@ def machine_code(loop: Loop, kinds: tuple[types.Type, ...]) -> int:
 
 
 def flatten(kind: types.Type, value: Any, words: list[int]) -> None:
-    """Append what machine code takes for a value: the numbers that Numba's calling convention makes of it."""
+    """Append the numbers that machine code takes for a value, in Numba's calling convention."""
     if isinstance(kind, types.Array):
-        # Who holds the array's memory: two that loops do not use (`_nrt` is off), then what they do.
+        # Two owner fields, unused by loops (`_nrt` is off), then the fields that they use
         words += (0, 0, value.size, value.itemsize, value.__array_interface__["data"][0])
         words += value.shape
         words += (stride % (1 << 64) for stride in value.strides)  # may be negative
@@ -122,7 +121,7 @@ def flatten(kind: types.Type, value: Any, words: list[int]) -> None:
 def caller(kinds: tuple[types.Type, ...]) -> int:
     """Return the address of code that calls a function with arguments of these types.
 
-    Its own arguments are the function's address, and that of the words. It returns the function's status.
+    The code takes the addresses of the function and of the words, and returns the function's status.
     """
     context = cpu_target.target_context
     convention = context.call_conv.get_function_type(types.none, kinds)
@@ -149,15 +148,15 @@ def caller(kinds: tuple[types.Type, ...]) -> int:
     return _callers[key]
 
 
-_callers: dict[str, int] = {}  # by the types of what a function takes, in LLVM's words
-_libraries: list[object] = []  # keeps their code
+_callers: dict[str, int] = {}  # keyed by argument types in LLVM syntax
+_libraries: list[object] = []  # keeps the callers' code alive
 
 
 class PackedArgs:
-    """Arguments of a compiled loop that stay the same over many calls, packed to be read only once.
+    """Packed arguments of a compiled loop, read only once for many calls.
 
-    To unpack an array and to look at its type costs 0.2 µs in every call: dozens of them are half a token of
-    a small model.
+    Unpacking an array and checking its type takes 0.2 µs per call. For dozens of arrays this is half the time
+    of a token of a small model.
 
         packed = PackedArgs((weights, cache))
         call = entry(loop, 0, packed)  # machine code for arguments of these types
@@ -174,7 +173,7 @@ class PackedArgs:
 
 
 class PackedArgsType(types.Type):  # type: ignore[misc]
-    """Numba's type of PackedArgs: an address of the words of a value of type `kind`."""
+    """Numba's type of PackedArgs: the address of the words of a value of type `kind`."""
 
     def __init__(self, kind: types.Type) -> None:
         self.kind = kind

@@ -1,6 +1,6 @@
-"""Capture work on CPU cores at its first call, and from then on do it without Python.
+"""Capture of CPU work at its first call; later calls replay it without Python.
 
-The work runs once without its loops: what is written down is which thread calls which loop with what.
+The work runs once without its loops, to record the calls of loops and their arguments on each thread.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from distgpt.core.cpu.pool import ALONE, IN_PARTS, Job, Pool, pool_of
 from distgpt.core.ops.api import IGNORED, Array, Work
 from distgpt.core.ops.kernels import Kernels
 
-# Operations that are nothing but calls of loops on arrays that stay where they are. All others may look into
-# arrays, or make some: these are done in Python again at each replay.
+# Operations that only call loops on arrays at fixed addresses. Others may read or create arrays, so every
+# replay runs them in Python.
 OF_LOOPS = frozenset(
     (
         *("adamw", "add", "add_embedding", "add_low_rank", "add_norm", "attention", "attention_backward"),
@@ -33,19 +33,19 @@ OF_LOOPS = frozenset(
         *("sum_rows", "zero"),
     )
 )
-# Of these, the ones that look into an argument, by its place: where the tokens of a sequence follow others.
+# Argument positions of `start` in these operations. They read it if tokens follow others in a cache.
 START = {"embed": 5, "rope": 4}
-# Operations in Python that wake no other thread: these wait meanwhile where they are.
+# Python operations that wake no other thread, so the other threads can wait in place
 ALONE_AND_SHORT = frozenset(("sum",))
-_one_at_a_time = Lock()  # or the first to end would leave the second one's methods behind
-# Operations that give an answer, which there is none of yet while work is written down.
+_one_at_a_time = Lock()  # otherwise, the first capture to end would restore the second one's methods
+# Operations that return values, which do not exist yet during capture
 ANSWERS = frozenset(
     (
         *("zeros", "wide_zeros", "scalars", "integers", "to_host", "later", "free_memory"),
         *("orthogonalise_bytes", "agree"),
     )
 )
-# What steers, or gives back what was put in.
+# Control flow, or operations that return their input
 STEERS = frozenset(("each", "run_together", "sort_tokens", "record"))
 
 
@@ -58,23 +58,23 @@ os.register_at_fork(after_in_child=_begin_anew)
 
 
 def record(kernels: CpuKernels, work: Work) -> Work:
-    """Return a faster `work`, or itself if it is one operation."""
+    """Return a faster `work`, or `work` itself if it is a single operation."""
     is_operation = isinstance(work, partial) and getattr(work.func, "__self__", None) is kernels
     return work if is_operation else CapturedWork(kernels, work)
 
 
 class CapturedWork:
-    """Work that is written down when it is first called."""
+    """Work that is captured on its first call."""
 
     def __init__(self, kernels: CpuKernels, work: Work) -> None:
         self._kernels, self._work = kernels, work
         self._pool = pool_of(kernels.threads)
-        self._turn = Lock()  # of threads of the user that do this work at once
+        self._turn = Lock()  # serializes user threads that run this work concurrently
         self._targets: list[Array] = []
-        self.entries: dict[bool, list[Work]] = {}  # where all targets count, and where some do not
+        self.entries: dict[bool, list[Work]] = {}  # entries if all targets count, and if some do not
 
     def __call__(self) -> None:
-        # Inside a job of the pool the other threads do not come to where they would meet.
+        # Inside a job of the pool, other threads would not reach the barrier.
         if self._is_watched() or self._pool.free_threads < self._pool.threads:
             self._work()
             return
@@ -88,13 +88,13 @@ class CapturedWork:
                 entry()
 
     def _is_watched(self) -> bool:
-        """Tell whether somebody stands in front of the operations, as a profile does."""
+        """Return whether a wrapper, such as a profiler, replaces operations."""
         return not OF_LOOPS.isdisjoint(vars(self._kernels))
 
     def _write_down(self, counts_all: bool) -> None:
         try:
-            # Twice, as an array that the work makes for itself lies elsewhere the second time: the first one
-            # is kept until then.
+            # Capture twice: an array that the work creates has another address the second time, because the
+            # first array is kept alive until then.
             captures = [GraphCapture(self._kernels, self._pool, counts_all) for _ in range(2)]
             for capture in captures:
                 with capture.attached():
@@ -107,24 +107,24 @@ class CapturedWork:
 
 
 class GraphCapture:
-    """Writes some work down. `entries` are to be called in order to do it."""
+    """One capture of some work. Call its `entries` in order to replay it."""
 
     def __init__(self, kernels: CpuKernels, pool: Pool, counts_all: bool = True) -> None:
-        """`counts_all`: whether all targets count, as in most steps. What to compute depends on it."""
+        """`counts_all`: whether all targets count, as in most steps; the computation depends on this."""
         self.entries: list[Work] = []
-        self.targets: list[Array] = []  # that were spoken of
-        self.addresses: list[int] = []  # of the arrays that loops get
+        self.targets: list[Array] = []  # targets of the loss
+        self.addresses: list[int] = []  # addresses of the arrays that loops receive
         self._counts_all = counts_all
         self._kernels, self._pool = kernels, pool
         self._threads = [Calls() for _ in range(pool.threads)]
         self._at_pauses: list[Work] = []
-        self._has_met = True  # whether all threads wait for each other already where the next call comes
+        self._has_met = True  # whether all threads are already synchronized before the next call
 
     @contextmanager
     def attached(self) -> Iterator[None]:
-        """Take the place of the pool's methods, and of the operations that are not of loops alone.
+        """Replace the pool's methods and all operations that do more than call loops.
 
-        What is called inside is written down; at the end `entries` are complete.
+        Calls in this context are captured. `entries` is complete when it ends.
         """
         with _one_at_a_time, ExitStack() as stack:
             for name in ("run_parts", "share", "call"):
@@ -140,7 +140,7 @@ class GraphCapture:
             yield
         self._end_segment()
 
-    # -- in place of the pool's
+    # -- replacements of the pool's methods
 
     def run_parts(self, work: Callable[[int], None], count: int) -> None:
         Pool.run_parts(self._pool, work, count)
@@ -155,7 +155,7 @@ class GraphCapture:
         self._pool.state.index = 0
         self._meet()
         if mode == IN_PARTS:
-            self._pause(_nothing)  # Python notes signals here, which come in the main thread
+            self._pause(_nothing)  # Python handles signals here, in the main thread
 
     def call(self, job: Callable[..., object], *args: object) -> None:
         if isinstance(job, Dispatcher):
@@ -165,7 +165,7 @@ class GraphCapture:
             job(*args)
 
     def _meet(self) -> None:
-        """Let all threads wait for each other, unless they have just done so."""
+        """Synchronize all threads, unless they have just done so."""
         if not self._has_met and self._pool.threads > 1:
             for calls in self._threads:
                 calls.mark(MEET)
@@ -175,7 +175,7 @@ class GraphCapture:
         self._threads[0].mark(PAUSE)
         self._at_pauses.append(work)
 
-    # -- in place of operations
+    # -- replacements of operations
 
     def _in_python(self, name: str, *args: object, **named: object) -> None:
         if self._pool.state.mode != ALONE:
@@ -184,7 +184,7 @@ class GraphCapture:
         if name in ALONE_AND_SHORT and any(map(len, self._threads)):
             self._meet()
             self._pause(work)
-            self._has_met = False  # the others wait for this, too
+            self._has_met = False  # the others also wait for this
             self._meet()
         else:
             self._end_segment()
@@ -225,7 +225,7 @@ def _operations() -> frozenset[str]:
 
 @contextmanager
 def _instead(of: object, name: str, call: Callable[..., object]) -> Iterator[None]:
-    """Let a method of an object be another one, for this thread."""
+    """Replace a method of an object for this thread."""
     genuine, own = getattr(of, name), get_ident()
 
     def either(*args: object, **named: object) -> object:

@@ -1,8 +1,7 @@
-"""Let all threads of a pool call a compiled loop at once, each with its own arguments.
+"""Concurrent calls of a compiled loop on all threads of a pool, each with its own arguments.
 
-Python wakes threads one after the other, as each of them needs its lock: 64 of them take two milliseconds.
-Here the helpers, once assigned, stay in compiled code and wait for the next call there, until their pool
-needs them for a job in Python.
+Python wakes threads one after another, because each needs the GIL: 64 threads take 2 ms. Once assigned here,
+helpers stay in compiled code and wait there for the next call, until their pool needs them for a Python job.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ from distgpt.core.ops.api import Array, Work
 
 
 class CommandSlot:
-    """Where helpers see what to call: the task that their pool assigns to them."""
+    """The helpers' task: a slot in which they wait for calls."""
 
     def __init__(self, threads: int) -> None:
         _compile_for_helpers()
         self.words = counters(2, threads)
         self.words[0, loops.ADDRESS] = self.words.ctypes.data
-        self.failed: Callable[[int], None] = _nothing  # what a helper does whose call has failed
+        self.failed: Callable[[int], None] = _nothing  # called by a helper whose call has failed
 
     def serve(self, thread: int) -> None:
         number = loops.serve(self.words, thread, 0, False)
@@ -44,23 +43,23 @@ class CommandSlot:
 
 @cache
 def _compile_for_helpers() -> None:
-    """Compile here what helpers call: if that failed in one of them, all others would wait for it."""
+    """Compile the helpers' loops in this thread: if that failed in a helper, the others would wait."""
     entry(loops.serve, counters(2, 1), 0, 0, False)
     entry(loops.order, counters(2, 1), 0, 0, 0)
 
 
 class ParallelLaunch:
-    """A call for each thread of a pool, which can be made again and again."""
+    """A repeatable call on each thread of a pool."""
 
     def __init__(
         self, pool: Pool, loop: Loop, arguments: Sequence[Sequence[object]], meetings: Sequence[Array]
     ) -> None:
-        """`arguments`: those of each thread, of equal types; `meetings`: counters by which threads wait.
+        """`arguments`: per thread, of equal types. `meetings`: counters of the threads' barriers.
 
-        They begin at 0 in each run. A thread that fails lets all pass that wait for it.
+        Counters start at 0 in each run. A thread that fails releases all waiting threads.
         """
         self._pool, self._meetings = pool, meetings
-        self._kept = arguments  # what holds arrays, whose addresses are written down
+        self._kept = arguments  # keeps the arrays alive: the words contain their addresses
         self._kinds = tuple(map(typeof, arguments[0]))
         assert all(tuple(map(typeof, each)) == self._kinds for each in arguments), "threads differ in types"
         words = [self._flat(0, each) for each in arguments]
@@ -73,17 +72,17 @@ class ParallelLaunch:
         self._failed: list[int] = []
 
     def put(self, place: int, *values: object) -> None:
-        """Let all threads get other arguments, of the same types, from this place on.
+        """Replace all threads' arguments, of the same types, from this position on.
 
-        Their arrays have to live as long as orders run with them.
+        The caller must keep the arrays alive as long as calls use them.
         """
         words, first = self._flat(place, values), self._firsts[place]
         self._words[:, first : first + len(words)] = words
 
     def run(self, own: Work | None = None) -> list[int]:
-        """Let all threads make their calls, but the first one do `own` if given. Return whose calls failed.
+        """Run all threads' calls, but `own` in the first thread if given. Return the threads that failed.
 
-        Where `own` fails, so does this. A signal may come where there is no `own`; else it must be deferred.
+        An exception of `own` propagates. With `own`, signals must be deferred.
         """
         assert self._pool.free_threads == self._pool.threads, "a job of this pool waits for its helpers"
         self._pool.in_turn(partial(self._run, own))
@@ -100,12 +99,12 @@ class ParallelLaunch:
         try:
             self._give(slot.words, own)
         finally:
-            slot.failed = _nothing  # the slot lives on, and would keep our arrays
+            slot.failed = _nothing  # the slot outlives this call and would keep our arrays alive
 
     def _give(self, slot: Array, own: Work | None) -> None:
         calls, threads = self._calls.ctypes.data, self._pool.threads
         if own is None:
-            # One compiled call: no signal can come between its parts.
+            # A single compiled call, so that no signal can interrupt it
             if loops.order(slot, calls, threads, loops.GIVE | loops.OWN | loops.WAIT) != 0:
                 self._fail(0)
                 loops.order(slot, calls, threads, loops.WAIT)
@@ -128,7 +127,7 @@ class ParallelLaunch:
             counter[0] = arrivals
 
     def _flat(self, place: int, values: Sequence[object]) -> list[int]:
-        """Return the words of arguments that begin with this one."""
+        """Return the words of arguments that start at this position."""
         words: list[int] = []
         for kind, value in zip(self._kinds[place : place + len(values)], values, strict=True):
             flatten(kind, value, words)
@@ -140,23 +139,23 @@ def _nothing(thread: int) -> None:
 
 
 class Segment:
-    """Programs that all threads follow at once: captured work that needs no Python. Calling it lets them."""
+    """Captured work without Python, run by one program per thread."""
 
     def __init__(self, pool: Pool, calls: Sequence[Calls], at_pauses: Sequence[Work]) -> None:
-        """`at_pauses`: what the first thread does in Python where its program pauses."""
+        """`at_pauses`: Python work of the first thread at its program's pauses."""
         self._pool = pool
         self._at_pauses = at_pauses
-        self._calls = calls  # keeps the arrays
+        self._calls = calls  # keeps the arrays alive
         self._programs = [each.program() for each in calls]
         self._counter = counters(1, pool.threads)[0]
         meetings = [self._counter, *(counter for each in calls for counter in each.counters)]
-        self._ended_at = np.zeros((pool.threads, 1), np.int64)  # the row where a thread's program ended
+        self._ended_at = np.zeros((pool.threads, 1), np.int64)  # final row of each thread's program
         ended = zip(self._programs, self._ended_at, strict=True)
         arguments = [(program, self._counter, pool.threads, at) for program, at in ended]
         self._launch = ParallelLaunch(pool, loops.follow, arguments, meetings) if pool.threads > 1 else None
 
     def __call__(self) -> None:
-        # All threads have to come to where they meet: a signal waits for the first one's next pause.
+        # All threads must reach their barriers, so a signal waits for the first thread's next pause.
         with signals_deferred() as deliver:
             if self._launch is None:
                 self._lead(deliver)
@@ -164,7 +163,7 @@ class Segment:
                 self._fail(failed[0], int(self._ended_at[failed[0], 0]))
 
     def _lead(self, deliver: Work) -> None:
-        """Follow the first thread's program, with its pauses."""
+        """Run the first thread's program, with its pauses."""
         at, arrivals, n_threads = 0, 0, self._pool.threads
         for work in (*self._at_pauses, None):
             at, arrivals = loops.replay(self._programs[0], at, self._counter, arrivals, n_threads)
@@ -180,12 +179,12 @@ class Segment:
 
 
 def rehearse(threads: int) -> None:
-    """Call the loops that make recorded calls, for whoever notes which loops a run needs."""
+    """Call the loops that replay captured calls, so that missing ones are recorded."""
     program, counter = Calls().program(), counters(1, 1)[0]
     loops.replay(program, 0, counter, 0, 1)
     if threads > 1:
         loops.follow(program, counter, 1, np.zeros(1, np.int64))
         slot = counters(2, 1)
-        slot[0, :] = 1  # an order, and that helpers are called back
+        slot[0, :] = 1  # a command, and the flag that recalls helpers
         loops.order(slot, 0, 1, 0)
         loops.serve(slot, 0, 0, False)

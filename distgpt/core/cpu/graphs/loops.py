@@ -1,6 +1,6 @@
-"""Compiled loops that make the calls of captured work, and let helpers wait for such calls.
+"""Compiled loops that replay captured calls, and the loop in which helpers wait for commands.
 
-Helpers wait in compiled code, where nobody needs Python's lock to wake them.
+Helpers in compiled code wake without the GIL.
 """
 
 from __future__ import annotations
@@ -18,20 +18,19 @@ from distgpt.core.cpu.compiling.jit import inline, jit
 _I64, _I32, _I8 = ir.IntType(64), ir.IntType(32), ir.IntType(8)
 WORD = 8  # bytes
 
-# A program is rows of three words: a call is the addresses of what calls, of what is called and of its
-# arguments. Where the first word is none of these addresses, it is one of:
+# A program is rows of three words. A call is the addresses of the caller, the function and the arguments.
+# Otherwise, the first word is one of:
 END, MEET, PAUSE = 0, 1, 2
 WIDTH = 3
-# What `replay` returns where it did not come to a pause.
+# `replay` returns one of these if it did not reach a pause.
 DONE, FAILED = -1, -2  # FAILED - row
 
 
 @jit
 def replay(program, at, counter, arrivals, n_threads):
-    """Make the calls from row `at` on; return (the row to go on at, arrivals so far).
+    """Make the calls from row `at` on; return (next row, arrivals).
 
-    The row is DONE at the end, or once a thread has released the others; FAILED - row after a call that
-    failed.
+    Instead of a row, DONE marks the end or a release by another thread, and FAILED - row a failed call.
     """
     while True:
         what = program[at, 0]
@@ -51,7 +50,7 @@ def replay(program, at, counter, arrivals, n_threads):
 
 @intrinsic
 def call(context, caller=None, function=None, arguments=None):
-    """Call what lies at an address with two more."""
+    """Call the function at an address with two other addresses."""
 
     def generate(context, builder, signature, values):
         kind = ir.FunctionType(_I32, [_I64, _I64]).as_pointer()
@@ -60,28 +59,28 @@ def call(context, caller=None, function=None, arguments=None):
     return types.int32(types.int64, types.int64, types.int64), generate
 
 
-# A command slot is two of `barrier.counters`. The first counts orders. Its further words are how often a
-# helper looks before it sleeps, the address of the count, that of the calls, a row for each thread, and
-# whether helpers are called back. The second counts the threads that have carried out an order.
+# A command slot is two of `barrier.counters`. The first counts commands. Its other words are the number of
+# checks before a helper sleeps, the address of the count, the address of the calls (a row per thread), and
+# whether helpers are recalled. The second counts the threads that have finished a command.
 ADDRESS, CALLS, CALLED_BACK = 2, 3, 4
-LEFT = -1  # what `serve` returns once it was called back
+LEFT = -1  # returned by `serve` after a recall
 GIVE, OWN, WAIT = 1, 2, 4
 
-# Linux lets threads sleep while a word of memory stays as it is, and wakes all of them by one call.
-# The number of that system call; 0: there is none.
+# The number of Linux's futex system call, or 0 if there is none. With it, threads sleep while a word of
+# memory is unchanged, and one call wakes them all.
 FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), 0) if sys.platform == "linux" else 0
-FUTEX_WAIT, FUTEX_WAKE, ALL = 128, 129, (1 << 31) - 1  # 128 is the flag "private": of this process alone
-LOW = (1 << 32) - 1  # a futex has 32 bits: the lower half of the count, which comes first on these processors
+FUTEX_WAIT, FUTEX_WAKE, ALL = 128, 129, (1 << 31) - 1  # 128 is the "private" flag: only this process
+LOW = (1 << 32) - 1  # a futex has 32 bits: the lower half of the count, first on little-endian processors
 _system_call = types.ExternalFunction("syscall", types.int64(*[types.int64] * 7))
 _sleep = types.ExternalFunction("usleep", types.int32(types.uint32))
-NAP = 100  # microseconds between two looks where there is no such call
+NAP = 100  # microseconds between checks without futexes
 
 
 @jit
 def serve(slot, thread, number, has_failed):
-    """Carry out each order after order `number`; return the number of one whose call failed, or LEFT.
+    """Execute each command after `number`. Return the number of one whose call failed, or LEFT.
 
-    `has_failed`: this thread's call of order `number` has, and is not counted yet.
+    `has_failed` means that this thread's call of command `number` failed and is not counted yet.
     """
     orders, done = slot[0], slot[1]
     while True:
@@ -99,9 +98,9 @@ def serve(slot, thread, number, has_failed):
 
 @jit
 def order(slot, calls, n_threads, what):
-    """Do what `what` names: GIVE an order, make the first row's call as one's OWN, WAIT for the helpers.
+    """GIVE a command, make this thread's OWN call (row 0), WAIT for helpers, by the flags in `what`.
 
-    Return the status of that call.
+    Return the status of the own call.
     """
     orders = slot[0]
     if what & GIVE:
@@ -110,14 +109,14 @@ def order(slot, calls, n_threads, what):
         if FUTEX:
             _system_call(FUTEX, orders[ADDRESS], FUTEX_WAKE, ALL, 0, 0, 0)
     status = _call_row(calls, 0) if what & OWN else 0
-    if what & WAIT and status == 0:  # after a failure helpers may wait for this thread inside their calls
+    if what & WAIT and status == 0:  # after a failure, helpers may wait for this thread inside their calls
         barrier(slot[1], arrived(orders) * n_threads)
     return status
 
 
 @jit
 def follow(program, counter, n_threads, ended_at):
-    """Make the calls of a program that does not pause; fail where one of them does, with its row."""
+    """Make the calls of a program without pauses. On failure, raise an error and store the row."""
     at, _ = replay(program, 0, counter, 0, n_threads)
     ended_at[0] = at
     if at <= FAILED:
@@ -133,7 +132,7 @@ def _await_order(orders, number):
             pause()
         elif not FUTEX:
             _sleep(NAP)
-        else:  # returns at once if the count has changed by then
+        else:  # returns immediately if the count has changed
             _system_call(FUTEX, orders[ADDRESS], FUTEX_WAIT, number & LOW, 0, 0, 0)
 
 
@@ -145,8 +144,6 @@ def _call_row(calls, thread):
 
 @intrinsic
 def _word(context, address=None):
-    """Read the word at an address."""
-
     def generate(context, builder, signature, values):
         return builder.load(builder.inttoptr(values[0], _I64.as_pointer()))
 
@@ -166,7 +163,7 @@ def unpack_args(context, packed=None):
 
 
 def loaded(builder: ir.IRBuilder, words: ir.Value, i: int, kind: ir.Type) -> ir.Value:
-    """Read word i of those at an address, as code of LLVM's takes it."""
+    """Read word i at an address as the type that LLVM code takes."""
     address = builder.add(words, _I64(WORD * i))
     if isinstance(kind, ir.IntType) and kind.width < 8:  # a bool
         return builder.trunc(builder.load(builder.inttoptr(address, _I8.as_pointer())), kind)

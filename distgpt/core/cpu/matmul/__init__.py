@@ -1,6 +1,5 @@
-"""Matmul of our own: microkernels written as LLVM IR, assembled by llvmlite, driven by compiled loops.
+"""Our own matmuls: microkernels written as LLVM IR, assembled by llvmlite and called by compiled loops.
 
-All of bfloat16 and of attention goes through it, and float32 wherever it beats the BLAS (layers.py); float64
-goes through the BLAS.
-Not here: what a linear layer is (core/ops/kernels.py).
+They compute everything in bfloat16, attention, and float32 if they are faster than the BLAS (layers.py). The
+BLAS computes float64. Not here: the definition of a linear layer (core/ops/kernels.py).
 """

@@ -1,13 +1,13 @@
 """The bfloat16 microkernel for AMX, as LLVM IR: sums in tile registers of 16 × 16.
 
-The contract is that of microkernel.py, for up to 32 rows and 32 columns, where A lies by rows (step 4) or by
-pairs of k (row 4). A register of B is 16 pairs of k by 16 columns: half a panel, as it is packed. One of A is
-16 rows by 32 k, read in place where A lies by rows, otherwise transposed in a buffer. What does not fill a
-register, the last rows and the last k, goes through buffers too, padded with zeros: so all registers keep one
-size, and a thread gives it to them once. Before each tile it only looks whether they have it.
+The interface is microkernel.py's, for up to 32 rows and 32 columns, with A stored by rows (step 4) or by
+pairs of k (row 4). A register of B is 16 pairs of k by 16 columns, half of a packed panel. A register of A is
+16 rows by 32 k. A is read in place if it is stored by rows, and otherwise transposed in a buffer. The last
+rows and the last k, which do not fill a register, also go through zero-padded buffers. So all registers keep
+one size, which a thread configures once; each tile only checks it.
 
-Tests run this machine code with an emulation of the tile instructions. An earlier form of it, which sized the
-registers for each tile, has run on a Sapphire Rapids (performance.md); this one on no processor with AMX.
+Tests run this machine code with an emulation of the tile instructions. An earlier form, which sized the
+registers for each tile, ran on a Sapphire Rapids (performance.md). This form has not run on an AMX processor.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from distgpt.core.cpu.compiling.processor import BFLOAT16, FLOAT32, Shape
 from distgpt.core.cpu.matmul.microkernel import ACCUMULATE, ARGUMENTS, BIAS, Tile, declarations
 from distgpt.core.cpu.matmul.vectors import Writer, transpose
 
-SIDE, DEPTH = 16, 32  # rows, or columns, and k of a tile register
-LINE = 64  # bytes of a row of it
+SIDE, DEPTH = 16, 32  # rows (or columns), and k, of a tile register
+LINE = 64  # bytes per row of a tile register
 BLOCK = SIDE * LINE
 PANEL = 2 * LINE  # bytes of a pair of k in a panel of B, and of a row of sums
-C, A, B = ((0, 1), (2, 3)), (4, 5), (6, 7)  # the tile registers; C by rows, then by columns
+C, A, B = ((0, 1), (2, 3)), (4, 5), (6, 7)  # tile register numbers; C by rows, then by columns
 
 INTRINSICS = {
     "sttilecfg": "ptr",
@@ -32,7 +32,7 @@ INTRINSICS = {
 }
 _HALVES, _MASK = f"<{DEPTH} x i16>", f"<{DEPTH} x i1>"
 _LINE = f"<{LINE // 4} x i32>"
-# Palette 1 has eight registers. Each gets 64 bytes a row, as 16 numbers of 16 bits, and 16 rows.
+# Palette 1 has eight registers. Each gets 64 bytes per row (a 16-bit number each) and 16 rows.
 _SIZES = bytes([1, *[0] * 15, *[LINE, 0] * 8, *[0] * 16, *[SIDE] * 8, *[0] * 8])
 _CONFIG = (
     f"@config = internal constant <{LINE} x i8> <{', '.join(f'i8 {size}' for size in _SIZES)}>, align {LINE}"
@@ -89,10 +89,10 @@ def _by_pairs() -> str:
 
 
 def packed_by_rows() -> str:
-    """Return the IR of `rows`: packed pairs of k ← the same by rows, for `count` times 32 k of 32 rows.
+    """Return the IR of `rows`: reorder packed pairs of k to rows, `count` times for 32 k of 32 rows.
 
-    16 pairs of 32 rows, of 128 bytes each, become 32 rows of 64 bytes. A tile finds them at `row` = 64; its
-    step stays that of pairs. Done once for all tiles of these rows, it spares each tile the transposing.
+    16 pairs of 32 rows, 128 bytes each, become 32 rows of 64 bytes. A tile reads them with `row` = 64 and the
+    step of pairs. Doing this once for all tiles of these rows spares each tile a transpose.
     """
     to = Writer()
     to.add("define void @rows(ptr %packed, i64 %count) {\nentry:")
@@ -113,7 +113,7 @@ def packed_by_rows() -> str:
 
 
 def _below(to: Writer, numbers: list[int], limit: str) -> str:
-    """Return a mask: the numbers below a limit of at most 32."""
+    """Return a mask of the numbers below a limit of at most 32."""
     narrow = to.new(f"trunc i64 {limit} to i16")
     first = to.new(f"insertelement {_HALVES} poison, i16 {narrow}, i32 0")
     every = to.new(f"shufflevector {_HALVES} {first}, {_HALVES} poison, <{DEPTH} x i32> zeroinitializer")
@@ -122,7 +122,7 @@ def _below(to: Writer, numbers: list[int], limit: str) -> str:
 
 
 def _line(to: Writer, i: int, stride: str, mask: str, apart: str) -> None:
-    """Line i of a buffer ← what the mask lets through, and zeros; the rest is not read."""
+    """Line i of a buffer ← the elements under the mask, and zeros; other elements are not read."""
     offset = to.new(f"mul i64 {stride}, {i}")
     place = to.new(f"getelementptr i8, ptr %from, i64 {offset}")
     value = to.new(
@@ -135,7 +135,7 @@ def _line(to: Writer, i: int, stride: str, mask: str, apart: str) -> None:
 
 
 class _AmxTile(Tile):
-    """Writes the function for up to 16 rows, or for 17 to 32: `high` tile registers of A."""
+    """Writer of the function for up to 16 rows, or for 17 to 32, with `high` tile registers of A."""
 
     def __init__(self, shape: Shape, out: str, high: int) -> None:
         super().__init__(shape, BFLOAT16, out, high)
@@ -159,7 +159,7 @@ class _AmxTile(Tile):
         return self.new(f"getelementptr i8, ptr {pointer}, i64 {offset}")
 
     def _configure(self) -> None:
-        """Give this thread's tile registers their size, unless they have it, and fill C's with zeros."""
+        """Set the size of this thread's tile registers if it differs, and zero C's registers."""
         self.add(f"  %held = alloca [{LINE} x i8], align {LINE}")
         for name, blocks in (("of_a", 2), ("of_b", 2), ("sums", 4)):
             self.add(f"  %{name} = alloca [{blocks * BLOCK} x i8], align {LINE}")
@@ -214,7 +214,7 @@ multiply:
 summed:""")
 
     def _collect(self) -> None:
-        """Bring to buffers what does not fill a register, or lies by pairs, and zeros around it."""
+        """Copy partial registers and A by pairs to buffers, padded with zeros."""
         first = str(SIDE) if len(self.high) > 1 else "%rows"
         heights = [first, self.new(f"sub i64 %rows, {SIDE}")]
         self.add("  br i1 %lies, label %rows_of_a, label %pairs_of_a")
@@ -235,7 +235,7 @@ summed:""")
             self.add(f"  call void @by_rows({given}, ptr {self._offset('%of_b', v * LINE)}, i64 {PANEL})")
 
     def _write(self) -> None:
-        """Row by row, add bias and C where asked for, and store the columns that are there."""
+        """Row by row, add bias and C if requested, and store the valid columns."""
         masks, asked = [self._mask(v) for v in range(2)], {}
         for flag in (BIAS, ACCUMULATE):
             wanted = self.asked(flag)

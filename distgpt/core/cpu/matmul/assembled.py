@@ -1,4 +1,4 @@
-"""Microkernels as machine code: assembled once for a processor, kept on disk, called by compiled loops."""
+"""Microkernels as machine code: assembled once per processor, kept on disk, called by compiled loops."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from distgpt.core.cpu.compiling.processor import BFLOAT16, FLOAT32, Shape, proce
 from distgpt.core.cpu.matmul import amx, microkernel, widening
 from distgpt.core.cpu.matmul.vectors import moves
 
-_engines: list[llvm.ExecutionEngine] = []  # the code lives as long as these
+_engines: list[llvm.ExecutionEngine] = []  # keeps the code alive
 
 
 def machine_code(name: str, text: Callable[[], str]) -> bytes:
-    """Return the object file of some IR, from the disk where it is kept."""
+    """Return the object file of some IR, from the disk cache if possible."""
     key = repr((name, shape(), processor(), llvmlite.__version__)).encode()
     file = f"{name}-{sha256(key).hexdigest()[:16]}.o"
     return disk_cache.read_or_make(file, lambda: bytes(_machine().emit_object(_verified(text()))))
@@ -42,7 +42,7 @@ def _verified(text: str) -> llvm.ModuleRef:
 def external(
     name: str, text: Callable[[], str], **functions: tuple[types.Type, ...]
 ) -> dict[str, types.ExternalFunction]:
-    """Return the functions of some IR, given the types of their arguments, as compiled loops call them."""
+    """Return the functions of some IR for compiled loops, given their argument types."""
     engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), _machine())
     engine.add_object_file(llvm.ObjectFileRef.from_data(machine_code(name, text)))
     engine.finalize_object()
@@ -60,7 +60,6 @@ _P = types.voidptr
 
 
 def tile_text(shape: Shape, operand: str, out: str) -> str:
-    """Return the IR of the tiles of these types."""
     if operand == BFLOAT16 and shape.amx:
         return amx.module(shape, operand, out)
     if shape.widens(operand) and shape.lanes == 16:
@@ -74,7 +73,7 @@ def _tile_of(operand: str, out: str) -> types.ExternalFunction:
 
 
 NAMES = {types.float32: FLOAT32, types.uint16: BFLOAT16}
-# Registered when this file is imported: loops that were loaded from the disk call them by name.
+# Registered when this file is imported: loops loaded from disk call these by name.
 _TILES = {pair: _tile_of(*pair) for pair in ((FLOAT32, FLOAT32), (BFLOAT16, FLOAT32), (BFLOAT16, BFLOAT16))}
 _MOVES = external(
     "moves",
@@ -84,8 +83,8 @@ _MOVES = external(
     copy=(_P, _I, _P, _I, _I),
     prefetch=(_P, _I, _P, _I, _I),
 )
-# For AMX, A packed by pairs of k is slower than by rows: it is put in rows once for all tiles. The bytes from
-# a row to the next one then, and the k that are moved at a time.
+# AMX is slower with an A packed by pairs of k than by rows, so A is reordered to rows once for all tiles. The
+# row stride after that, in bytes, and the k reordered at a time.
 _ROW, PACKED_K = (amx.LINE, amx.DEPTH) if shape().amx else (4, 1)
 _ROWS = external("rows", amx.packed_by_rows, rows=(_P, _I))["rows"] if shape().amx else None
 _TRANSPOSE, _COPY, _PREFETCH = _MOVES["transpose"], _MOVES["copy"], _MOVES["prefetch"]
@@ -94,9 +93,9 @@ WORDS_BYTES = 4 * shape().lanes
 
 @by_types()
 def tile(rows, k, a, row, step, b, c, ldc, columns, bias, flags):
-    """Compute a tile of C inside compiled loops; see microkernel.py. Bfloat16 arrays are of type uint16.
+    """Compute a tile of C in compiled loops; see microkernel.py. Arrays of bfloat16 have type uint16.
 
-    Of `row` and `step` one is 4 in bfloat16. `bias` is any array where the flags do not ask for one.
+    In bfloat16, one of `row` and `step` is 4. Without the flag BIAS, `bias` can be any array.
     """
     routine = _TILES[NAMES[a.dtype], NAMES[c.dtype]]
 
@@ -108,7 +107,7 @@ def tile(rows, k, a, row, step, b, c, ldc, columns, bias, flags):
 
 @by_types()
 def strip(x, row, to, step, rows):
-    """Copy `rows` rows of one vector's width inside compiled loops; of bfloat16 two rows side by side."""
+    """Copy `rows` rows of one vector's width in compiled loops; bfloat16 interleaves two rows."""
     pairs = x.dtype == types.uint16
     routine = _MOVES["zip" if pairs else "copy"]
     at_once = 2 if pairs else 1
@@ -121,7 +120,7 @@ def strip(x, row, to, step, rows):
 
 @by_types()
 def rearranged_rows(strips, count, k):
-    """Rearrange packed rows of bfloat16 where tiles want it. Return the bytes from a row to the next one."""
+    """Reorder packed bfloat16 rows if tiles require it. Return the row stride in bytes."""
     routine, row, at_once = _ROWS, _ROW, PACKED_K
     if routine is None or strips.dtype != types.uint16:
         return lambda strips, count, k: 4
@@ -136,9 +135,9 @@ def rearranged_rows(strips, count, k):
 
 @by_types()
 def pairs_in_rows(pairs, to, k):
-    """Put the rows of a tile, which lie in pairs of k, in `to` (rows, k), where tiles want bfloat16 so.
+    """If tiles require bfloat16 by rows, reorder a tile's pairs of k to `to` (rows, k).
 
-    Return whether they lie there.
+    Return whether it did.
     """
     at_once, lanes = PACKED_K, shape().lanes
     squares = shape().rows // lanes
@@ -156,13 +155,13 @@ def pairs_in_rows(pairs, to, k):
 
 @inline
 def transpose(x, row, to, step, count):
-    """Transpose squares of words of 32 bits inside compiled loops; see vectors.py."""
+    """Transpose squares of 32-bit words in compiled loops; see vectors.py."""
     _TRANSPOSE(x.ctypes, row, to.ctypes, step, count)
 
 
 @inline
 def words(x, to, count):
-    """Copy `count` vectors of memory without gaps inside compiled loops."""
+    """Copy `count` vectors of contiguous memory in compiled loops."""
     _COPY(x.ctypes, WORDS_BYTES, to.ctypes, WORDS_BYTES, count)
 
 

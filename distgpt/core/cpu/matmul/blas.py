@@ -1,8 +1,8 @@
-"""Linear layers on the BLAS that NumPy loaded, and without it where they have few rows.
+"""Linear layers on NumPy's BLAS, and without it for few rows.
 
 The BLAS is called by symbol: NumPy's own matmul cannot accumulate into its output, and compiled code cannot
-call it. It runs at one thread here: the backend's workers are the only thread pool in the process. A bias is
-written into the output first, and the matmul added to it.
+call it. It runs on one thread, because the backend's workers are the only thread pool in the process. A bias
+is written to the output before the matmul is added.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from numba import types
 from distgpt.core.base.errors import DistgptError
 from distgpt.core.cpu.compiling.jit import by_types, get, inline, jit, number, put
 
-ROW_MAJOR, PLAIN, TRANSPOSED, LOWER = 101, 111, 112, 122  # as cblas.h numbers them
-GEMM, SYRK = "fffnnnrpnpnrpn", "fffnnrpnrpn"  # arguments of the BLAS's routines, as `_external` reads them
+ROW_MAJOR, PLAIN, TRANSPOSED, LOWER = 101, 111, 112, 122  # values from cblas.h
+GEMM, SYRK = "fffnnnrpnpnrpn", "fffnnrpnrpn"  # arguments of the BLAS routines in the notation of `_external`
 KINDS = {"s": types.float32, "d": types.float64}
 
 
-# The shared library whose symbols include those of NumPy's BLAS.
+# The shared library that exposes the symbols of NumPy's BLAS
 _numpy = sys.modules.get("numpy._core._multiarray_umath") or sys.modules["numpy.core._multiarray_umath"]
 _library = ctypes.CDLL(_numpy.__file__)
 
 
 def _external(routine: str, real: types.Type, arguments: str) -> types.ExternalFunction:
-    """Make a routine known to the compiler under a name that includes the width of its integers.
+    """Register a routine with the compiler under a name that includes its integer width.
 
     `arguments`: f, a flag; n, a count; r, a number; p, an array.
     """
-    builds = {  # as they name it → bits of their integers
+    builds = {  # name in each build → bits of its integers
         f"scipy_cblas_{routine}64_": 64,  # OpenBLAS in wheels of NumPy
         f"cblas_{routine}64_": 64,  # OpenBLAS built with 64-bit integers
         f"cblas_{routine}$NEWLAPACK$ILP64": 64,  # Apple's Accelerate
         f"scipy_cblas_{routine}": 32,
-        f"cblas_{routine}": 32,  # of distributions and conda: OpenBLAS, MKL, BLIS
+        f"cblas_{routine}": 32,  # distributions and conda: OpenBLAS, MKL, BLIS
     }
     name = next((name for name in builds if hasattr(_library, name)), None)
     if name is None:
@@ -55,13 +55,13 @@ _ssyrk, _dsyrk = (_external(f"{kind}syrk", real, SYRK) for kind, real in KINDS.i
 
 
 def single_threaded_blas() -> None:
-    """Keep BLAS from starting threads of its own."""
+    """Prevent the BLAS from starting its own threads."""
     for set_number in _of_openblas("set_num_threads"):
         set_number(1)
 
 
 def blas_core_name() -> str:
-    """Return the processor that the BLAS was tuned for, as it names it, or an empty string."""
+    """Return the processor that the BLAS was tuned for, by the BLAS's name for it, or "" if unknown."""
     for get_name in _of_openblas("get_corename"):
         get_name.restype = ctypes.c_char_p
         return str(get_name().decode())
@@ -69,24 +69,24 @@ def blas_core_name() -> str:
 
 
 def _of_openblas(function: str) -> list[Any]:
-    """Return a function of OpenBLAS under the names that its builds give it, if it is OpenBLAS."""
+    """Return a function of OpenBLAS under the names in its builds; empty for another BLAS."""
     names = f"scipy_openblas_{function}64_", f"openblas_{function}64_", f"openblas_{function}"
     return [getattr(_library, name) for name in names if hasattr(_library, name)]
 
 
-# OpenBLAS's names of processors whose sgemm and ssyrk round an element alike however rows and columns are
-# cut, but in small products. On a Haswell they do not; others were not tried.
+# OpenBLAS names of processors whose sgemm and ssyrk round an element the same however rows and columns are
+# split, except in small products. On a Haswell they do not; other processors were not tested.
 _ALIKE = frozenset({"SkylakeX"})
 
 
 def rows_round_alike() -> bool:
-    """Return whether several threads may each compute some rows of what one would round in the same way."""
+    """Return whether threads may split the rows of a product without changing its rounding."""
     return blas_core_name() in _ALIKE
 
 
 @by_types()
 def gemm(ta, tb, m, n, k, a, lda, b, ldb, beta, c, ldc):
-    """c ← op(a) op(b) + beta c, inside compiled loops. op(a) is (m, k), op(b) (k, n), c (m, n), row-major."""
+    """c ← op(a) op(b) + beta c in compiled loops. op(a) is (m, k), op(b) (k, n), c (m, n), row-major."""
     routine, real = (_sgemm, np.float32) if c.dtype == types.float32 else (_dgemm, np.float64)
     one = real(1)
 
@@ -98,7 +98,7 @@ def gemm(ta, tb, m, n, k, a, lda, b, ldb, beta, c, ldc):
 
 @by_types()
 def squared(top, bottom, c, a):
-    """Rows top … bottom of the lower half of c ← a aᵀ, inside compiled loops."""
+    """Rows top … bottom of the lower half of c ← a aᵀ, in compiled loops."""
     routine, real = (_ssyrk, np.float32) if c.dtype == types.float32 else (_dsyrk, np.float64)
     one, zero = real(1), real(0)
 
@@ -151,7 +151,7 @@ def linear_columns(first, last, y, x, w, b):
 
 @jit
 def linear_few_rows(first, last, y, x, w, b):
-    """Columns first … last of y ← x wᵀ + b for a few rows, where reading w, once, takes the time."""
+    """Columns first … last of y ← x wᵀ + b for a few rows, when reading w is the bottleneck."""
     inputs = w.shape[1]
     for j in range(first, last):
         wj = w[j]

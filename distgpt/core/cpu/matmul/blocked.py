@@ -1,7 +1,7 @@
-"""Matmul from tiles, in an order that finds what is read again still in a cache.
+"""Matmuls from tiles, in an order that reuses data while it is in a cache.
 
-A long k is cut into ranges, so that a panel of B stays in the second-level cache. Sums of several
-ranges meet in C if it is float32, else in scratch memory.
+A long k is split into ranges so that a panel of B stays in the L2 cache. If C is float32, the ranges are
+summed in C; otherwise, in scratch memory.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from distgpt.core.cpu.matmul.packing import (
 )
 from distgpt.core.ops.api import Array, DType
 
-# These sizes were found on a Zen 4, whose L2 cache has 1 MB. Panels of at most 128 KB brought 9 % for the
-# head's backward pass; 32 to 192 KB are alike within 3 %, but where they cut k more often (performance.md).
-PANEL_BYTES = 128 << 10  # of a panel for one range of k
-GROUP_BYTES = 256 << 10  # panels that all rows of A go past before the next ones: part of the L2 cache
-CUT_GROUP_BYTES = 512 << 10  # the same where k is cut, and A is too long to stay in a cache
-ROWS_BYTES = 512 << 10  # rows of a copied or packed A that all panels go past: half of the L2 cache
-COPIED_GROUP_BYTES = 1536 << 10  # the panels of a group when rows of A are copied: each copy costs
-THIN = 128  # k of a range of products with few rows
+# Sizes tuned on a Zen 4, which has 1 MB of L2 cache. Panels of at most 128 KB made the head's backward pass
+# 9% faster. Sizes from 32 to 192 KB are within 3%, unless they split k more often (performance.md).
+PANEL_BYTES = 128 << 10  # per panel, for one range of k
+GROUP_BYTES = 256 << 10  # panels that all rows of A pass before the next group: part of the L2 cache
+CUT_GROUP_BYTES = 512 << 10  # the same if k is split and A is too long to stay in a cache
+ROWS_BYTES = 512 << 10  # rows of a copied or packed A that all panels pass: half of the L2 cache
+COPIED_GROUP_BYTES = 1536 << 10  # panels of a group if rows of A are copied, to copy them less often
+THIN = 128  # k per range in products with few rows
 
 
 class Scratch(NamedTuple):
     """A worker's memory for `forward` and `backward`."""
 
-    panels: Array  # of B, packed
-    rows: Array  # copies of rows of A; none if they are read in place
-    sums: Array  # of C, in float32
+    panels: Array  # packed panels of B
+    rows: Array  # copies of rows of A; empty if rows are read in place
+    sums: Array  # float32 sums of C
 
 
 def scratch(dtype: DType, rows: int, k: int, copied: bool) -> Scratch:
-    """Make the memory for this many rows of A (rows, k)."""
+    """Make the memory for `rows` rows of A (rows, k)."""
     item = np.dtype(dtype).itemsize
     depth = _depth(k, item)
     group = COPIED_GROUP_BYTES if copied else CUT_GROUP_BYTES if depth < k else GROUP_BYTES
@@ -59,34 +59,34 @@ def scratch(dtype: DType, rows: int, k: int, copied: bool) -> Scratch:
 
 
 def rows_conflict(a: Array) -> bool:
-    """Return whether the rows of a matrix fight for the same sets of a first-level cache, 4 KB a way.
+    """Return whether a matrix's rows compete for the same sets of an L1 cache with 4 KB per way.
 
-    Copied, they do not: at k = 3,072 in float32 that is 1.28 times as fast.
+    Copying the rows avoids this. At k = 3,072 in float32 it is 1.28x as fast.
     """
     return bool(a.strides[0] % 4096 == 0)
 
 
 def _depth(k: int, item: int) -> int:
-    """Return the k of one range: even parts, in whole cache lines, whose panels are small enough."""
+    """Return the k per range: even parts in whole cache lines, with panels that are small enough."""
     parts = -(-k * item * COLUMNS // PANEL_BYTES)
     return k if parts == 1 else -(-k // (parts * LINE)) * LINE
 
 
 @jit
 def forward(top, bottom, first, last, y, x, w, bias, scratch):
-    """Rows top … bottom, columns first … last, of y ← x wᵀ [+ bias]; `first` begins a panel."""
+    """Rows top … bottom, columns first … last, of y ← x wᵀ [+ bias]. `first` must start a panel."""
     _by_groups(top, bottom, first, last, y, x, w, x.shape[1], True, bias, scratch)
 
 
 @jit
 def backward(top, bottom, first, last, dx, dy, w, scratch):
-    """Rows top … bottom, columns first … last, of dx ← dy w; `first` begins a panel."""
+    """Rows top … bottom, columns first … last, of dx ← dy w. `first` must start a panel."""
     _by_groups(top, bottom, first, last, dx, dy, w, w.shape[0], False, None, scratch)
 
 
 @inline
 def _by_groups(top, bottom, first, last, c, a, w, k, transposed, bias, scratch):
-    """Rows top … bottom, columns first … last, of C ← A B [+ bias]; B is w, or its transpose."""
+    """Rows top … bottom, columns first … last, of C ← A B [+ bias]. B is w or its transpose."""
     width = scratch.panels.shape[0] * COLUMNS
     depth = scratch.panels.shape[1] // COLUMNS
     for start in range(first, last, width):
@@ -119,7 +119,7 @@ def _by_groups(top, bottom, first, last, c, a, w, k, transposed, bias, scratch):
 
 @inline
 def _past_panels(c, a, bias, start, flags, scratch, w, coming):
-    """C ← [C +] A times all panels [+ bias from `start` on]. Meanwhile `coming`, a part of w, is fetched."""
+    """C ← [C +] A times all panels [+ bias from `start` on], while prefetching `coming`, a part of w."""
     (rows, k) = a.shape
     columns = c.shape[1]
     most = scratch.rows.shape[0]
@@ -176,7 +176,7 @@ def _fetch(w, rectangle, part, parts):
 
 @by_types(**FORCED)
 def summed(c, sums):
-    """Return the array in which several ranges of k are summed: C itself if it is float32."""
+    """Return the array that sums multiple ranges of k: C if it is float32."""
 
     def itself(c, sums):
         return c
@@ -189,7 +189,7 @@ def summed(c, sums):
 
 @by_types(**FORCED)
 def finish(c, sums):
-    """C ← these sums, rounded, unless they met in C."""
+    """C ← the sums, rounded, unless they are already in C."""
 
     def nothing(c, sums):
         pass
@@ -207,12 +207,12 @@ def finish(c, sums):
 class ProductScratch(NamedTuple):
     """A worker's memory for `products`."""
 
-    rows: Array  # of A, packed
-    panels: Array  # of B, packed
+    rows: Array  # packed rows of A
+    panels: Array  # packed panels of B
 
 
 def product_scratch(dtype: DType, k: int, columns: int, is_thin: bool) -> ProductScratch:
-    """Make the memory for B (k, columns); `is_thin` if A has few rows, so that packing B takes its time."""
+    """Make the memory for B (k, columns). `is_thin`: A has few rows, so packing B is the bottleneck."""
     item = np.dtype(dtype).itemsize
     depth = min(k, THIN) if is_thin else _depth(k, item)
     rows = max(1, ROWS_BYTES // (depth * item * ROWS)) * ROWS
@@ -221,7 +221,7 @@ def product_scratch(dtype: DType, k: int, columns: int, is_thin: bool) -> Produc
 
 @jit
 def products(first, last, begin, end, c, x, y, scratch, accumulate):
-    """Rows first … last, columns begin … end, of C ← [C +] xᵀ y. A thin product fetches y meanwhile."""
+    """Rows first … last, columns from `begin` to `end`, of C ← [C +] xᵀ y. A thin product prefetches y."""
     k = x.shape[0]
     columns = y.shape[1]
     ldc = c.strides[0]
@@ -232,7 +232,7 @@ def products(first, last, begin, end, c, x, y, scratch, accumulate):
         flags = ACCUMULATE if low else accumulate
         pack_plain(begin, end, scratch.panels, y[low:high])
         panels = (end - begin + COLUMNS - 1) // COLUMNS
-        # Ranges of others are longer, or the only one: they would push out of the cache what is used.
+        # Prefetch only for thin products: otherwise, it would evict data in use.
         coming = (high, min(high + depth, k) if depth <= THIN else high), (begin, end)
         for top in range(first, last, most):
             bottom = min(top + most, last)
@@ -252,14 +252,13 @@ def products(first, last, begin, end, c, x, y, scratch, accumulate):
 
 @jit
 def widen(to, bits):
-    """to ← these bfloat16 in float32."""
     for i in range(bits.shape[0]):
         to[i] = get(bits, i)
 
 
 @jit
 def turn(first, last, to, of, accumulate):
-    """Rows first … last of a matrix ← [itself +] the transpose of another one."""
+    """Rows first … last of a matrix ← [itself +] the transpose of another."""
     for i in range(first, last):
         for j in range(to.shape[1]):
             to[i, j] = to[i, j] + of[j, i] if accumulate else of[j, i]

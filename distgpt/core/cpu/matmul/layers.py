@@ -1,4 +1,4 @@
-"""The matmuls of linear layers, split over threads: by our own microkernels or by the BLAS."""
+"""The matmuls of linear layers, split over threads: our own microkernels or the BLAS."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from distgpt.core.ops.low_precision import BITS
 
 
 class BlasMatmuls:
-    """Matmuls of float32 or float64. Splits the longer side: every worker packs the shorter one."""
+    """Matmuls in float32 or float64. Threads split the longer side, because each packs the shorter side."""
 
-    words = "BLAS"  # for people
+    words = "BLAS"  # name for messages
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
@@ -40,19 +40,20 @@ class BlasMatmuls:
         self._pool.split_range(dy.shape[1], COLUMNS, blas.linear_backward_weights, dw, dy, x, accumulate)
 
 
-# Packing a panel of B takes as long as PANEL tiles that read it; packing a strip of A, which only `products`
-# does, as long as STRIP tiles. By count on a Zen 4, in bfloat16.
+# Cost of packing, in tiles: a panel of B as PANEL tiles that read it, a strip of A, only packed in
+# `products`, as STRIP tiles. Counted on a Zen 4 in bfloat16.
 PANEL, STRIP = 2, 1
-KEPT = 256  # choices: prompts have many lengths
+KEPT = 256  # cached choices: prompts have many lengths
 
 Range = tuple[int, int]
 
 
 class Bands(NamedTuple):
-    """How threads share C = A B: numbers of bands of its rows and of its columns; cells count row by row.
+    """A split of C = A B over threads: numbers of bands of rows and of columns. Cells count row by row.
 
-    Every worker packs what its cell reads. In bands of rows alone each packs all of B, and a thread of many
-    has few rows to use it for; in cells each packs a part. An element of C is the same sum however C is cut.
+    Every worker packs the data that its cell reads. With bands of rows only, each packs all of B and, with
+    many threads, uses it for few rows. With cells each packs a part. An element of C is the same sum for any
+    split.
     """
 
     rows: int
@@ -63,7 +64,7 @@ class Bands(NamedTuple):
         return self.rows * self.columns
 
     def cell(self, first: int, last: int, rows: int, columns: int) -> tuple[Range, Range]:
-        """Return the rows and columns of one cell of C (rows, columns), or of all of them."""
+        """Return the rows and columns of one cell of C (rows, columns), or of all cells."""
         if last - first == self.cells:
             return (0, rows), (0, columns)
         assert last - first == 1, "a thread has one cell, or computes alone"
@@ -75,19 +76,19 @@ class Bands(NamedTuple):
 
 @lru_cache(KEPT)
 def bands(rows: int, columns: int, threads: int, packs_rows: bool = False) -> Bands:
-    """Return the bands in which the busiest thread is through first; `packs_rows`: it packs its A as well."""
+    """Return the bands with the shortest time of the slowest thread. `packs_rows`: A is also packed."""
     strips, panels = max(1, -(-rows // packing.ROWS)), max(1, -(-columns // packing.COLUMNS))
 
     def time(cut: Bands) -> int:
         high, wide = -(-strips // cut.rows), -(-panels // cut.columns)
         return high * wide + PANEL * wide + (STRIP * high if packs_rows else 0)
 
-    # Of equals the one with fewer bands of columns: A is then read by fewer threads.
+    # Prefer fewer bands of columns on a tie, so that fewer threads read A.
     return min((Bands(min(threads // n, strips), n) for n in range(1, min(threads, panels) + 1)), key=time)
 
 
 class OwnMatmuls:
-    """Matmuls of float32, or of bfloat16 as uint16. Threads share C in cells: see `Bands`."""
+    """Matmuls in float32, or in bfloat16 as uint16. Threads split C into cells; see `Bands`."""
 
     words = "own kernels"
 
@@ -111,12 +112,12 @@ class OwnMatmuls:
         w: Floats2d,
         *bias: Floats1d | None,
     ) -> None:
-        """Let workers compute cells of C (…, width)."""
+        """Compute C (…, width), split into cells."""
         cut = bands(len(a), width, self._pool.threads)
 
         def part(first: int, last: int) -> None:
             rows, columns = cut.cell(first, last, len(a), width)
-            # The next power of two, so that prompts of many lengths share their scratch memory.
+            # Round up to a power of two so that prompts of similar lengths share scratch memory.
             count = 1 << (rows[1] - rows[0] - 1).bit_length()
             own = self._memory.scratch(blocked.scratch, self._dtype, count, a.shape[1], rows_conflict(a))
             self._pool.call(loop, *rows, *columns, c, a, w, *map(self._in_float32, bias), own)
@@ -124,7 +125,7 @@ class OwnMatmuls:
         self._pool.split_range(cut.cells, 1, part)
 
     def _in_float32(self, bias: Floats1d | None) -> Floats1d | None:
-        """Return a bias as tiles add it, in this worker's memory."""
+        """Return a bias in float32, as tiles require, in this worker's memory."""
         if bias is None or bias.dtype != BITS:
             return bias
         wide = self._memory.scratch(np.empty, len(bias), "float32")
@@ -132,7 +133,7 @@ class OwnMatmuls:
         return wide
 
     def backward_weights(self, dw: Wide2d, dy: Floats2d, x: Floats2d, accumulate: bool) -> None:
-        """Let each worker pack the columns of dy and of x that its cell of dw reads."""
+        """dw ← [dw +] dyᵀ x. Each worker packs the columns of dy and x that its cell of dw reads."""
         outputs, inputs = dw.shape
         if inputs <= packing.COLUMNS < outputs:
             self._turned_weights(dw, dy, x, accumulate)
@@ -148,7 +149,7 @@ class OwnMatmuls:
         self._pool.split_range(cut.cells, 1, part)
 
     def _turned_weights(self, dw: Wide2d, dy: Floats2d, x: Floats2d, accumulate: bool) -> None:
-        """dw ← [dw +] (xᵀ dy)ᵀ: for few inputs, where packing dy as rows would take longer than the sums."""
+        """dw ← [dw +] (xᵀ dy)ᵀ, for few inputs: packing dy as rows would take longer than the sums."""
         outputs, inputs = dw.shape
 
         def part(first: int, last: int) -> None:
@@ -162,13 +163,13 @@ class OwnMatmuls:
 
 Matmuls = BlasMatmuls | OwnMatmuls
 
-# The processors, by LLVM's names, on which our own kernels multiply float32 faster than the BLAS: a Zen 4 by
-# 1.045 times. On a Zen 3, Zen 5, Cascade Lake and Emerald Rapids they are not (performance.md).
+# Processors, by their LLVM names, on which our own float32 kernels are faster than the BLAS: 1.045x on a Zen
+# 4. They are not on a Zen 3, Zen 5, Cascade Lake or Emerald Rapids (performance.md).
 OWN_IS_FASTER = frozenset({"znver4"})
 
 
 def matmuls_for(pool: Pool, dtype: np.dtype, matmul: str) -> Matmuls:
-    """Return the requested matmuls for a type; float64 is for the BLAS alone."""
+    """Return the requested matmuls for a type. Only the BLAS computes float64."""
     if matmul == "auto":
         matmul = "own" if processor()[0] in OWN_IS_FASTER else "blas"
     return OwnMatmuls(pool, dtype) if dtype == np.float32 and matmul == "own" else BlasMatmuls(pool)

@@ -1,11 +1,10 @@
-"""Microkernels as LLVM IR: a tile of C, kept in registers while it is summed over k.
+"""Microkernels as LLVM IR: a tile of C that stays in registers while it is summed over k.
 
     C (rows, columns) ← [C +] A (rows, k) B (k, columns) [+ bias]
 
-A lies as it does in memory: element (r, k) at `a + r · row + k · step` bytes. B is packed in panels of
-`Shape.columns` columns, one k after the other. In bfloat16 both hold pairs: k and k + 1 lie side by side, and
-a step is a pair; A then lies by rows (step is 4) or by pairs (row is 4). C is float32 or bfloat16, sums are
-float32.
+Element (r, k) of A is at `a + r · row + k · step` bytes. B is packed in panels of `Shape.columns` columns,
+one k after another. In bfloat16 both store k and k + 1 as adjacent pairs, and a step is a pair. A is then
+stored by rows (step is 4) or by pairs (row is 4). C is float32 or bfloat16; sums are float32.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from distgpt.core.cpu.compiling.processor import BFLOAT16, FLOAT32, Shape
 from distgpt.core.cpu.matmul.vectors import BYTES, LLVM, SUFFIX, Vectors
 
 ACCUMULATE, BIAS = 1, 2  # flags
-Sums = dict[tuple[int, int], str]  # by row and vector of columns
+Sums = dict[tuple[int, int], str]  # keyed by row and vector of columns
 PAIRS = "llvm.x86.avx512bf16.dpbf16ps.512"
 
 
@@ -29,9 +28,9 @@ ARGUMENTS = (
 
 
 def module(shape: Shape, operand: str, out: str, tile: type[Tile] | None = None) -> str:
-    """Return the IR of `tile`, which computes up to `shape.rows` rows, for A, B and C of these types."""
+    """Return the IR of `tile` for up to `shape.rows` rows, with A, B and C of these types."""
     at_once = shape.at_once
-    # Fewer registers where C has few columns.
+    # Use fewer registers if C has few columns.
     shapes = {"tile": shape, "narrow": shape.narrow()}
     tiles = [
         (tile or Tile)(each, operand, out, rows, name).text()
@@ -58,9 +57,9 @@ def declarations(shape: Shape, operand: str, out: str) -> list[str]:
 
 
 def choice(shape: Shape, most: int, at_once: int, arguments: str, names: tuple[str, ...] = ("tile",)) -> str:
-    """`tile`, which calls the function for its number of rows, or those for even parts of them.
+    """Return the IR of `tile`, which calls the function for its number of rows, or functions for even parts.
 
-    The second of two `names` is that of the functions for columns that fit one register.
+    If `names` has two names, the second names the functions for columns that fit one register.
     """
     lines = [f"define void @tile({arguments}) {{"]
     if len(names) > 1:
@@ -82,7 +81,7 @@ def choice(shape: Shape, most: int, at_once: int, arguments: str, names: tuple[s
 
 
 def _part(called: str, name: str, first: int, rows: int, arguments: str) -> list[str]:
-    """Write a call for `rows` rows from `first` on; `name` makes its values' names unique."""
+    """Return a call for `rows` rows from `first` on. `name` makes the names of its values unique."""
     lines = []
     for pointer, stride in (("a", "row"), ("c", "ldc")):
         lines.append(f"  %offset_{pointer}{name} = mul i64 %{stride}, {first}")
@@ -92,7 +91,7 @@ def _part(called: str, name: str, first: int, rows: int, arguments: str) -> list
 
 
 class Tile(Vectors):
-    """Writes the function for one number of rows."""
+    """Writer of the function for one number of rows."""
 
     def __init__(self, shape: Shape, operand: str, out: str, rows: int, name: str = "tile") -> None:
         super().__init__(shape)
@@ -119,7 +118,7 @@ class Tile(Vectors):
         return [(r, v) for r in range(self.rows) for v in range(self.shape.vectors)]
 
     def _starts(self) -> None:
-        """Compute the address of each row of A, and the number of whole steps."""
+        """Compute the address of each row of A and the number of whole steps."""
         self._row_starts()
         self.steps = "%k" if self.operand == FLOAT32 else self.new("lshr i64 %k, 1")
         some = self.new(f"icmp ne i64 {self.steps}, 0")
@@ -132,7 +131,7 @@ class Tile(Vectors):
             self.starts.append(self.new(f"getelementptr i8, ptr %a, i64 {offset}"))
 
     def _loop(self) -> None:
-        last = "seconds" if self._widens else "loop"  # the block in which a step ends
+        last = "seconds" if self._widens else "loop"  # last block of a step
         ways = {"entry": dict.fromkeys(self.cells(), "zeroinitializer"), last: self.named("n")}
         self.add("loop:")
         self.add(f"  %i = phi i64 [0, %entry], [%i1, %{last}]")
@@ -151,7 +150,7 @@ class Tile(Vectors):
         return {(r, v): f"%{name}{r}_{v}" for r, v in self.cells()}
 
     def phis(self, name: str, ways: dict[str, Sums]) -> Sums:
-        """Name the sums with which a block begins, given those of each block before it."""
+        """Name the sums at the start of a block, given the sums of each preceding block."""
         for r, v in self.cells():
             values = ", ".join(f"[{sums[r, v]}, %{block}]" for block, sums in ways.items())
             self.add(f"  %{name}{r}_{v} = phi {self.vector} {values}")
@@ -162,7 +161,7 @@ class Tile(Vectors):
             self.add(f"  %{name}{r}_{v} = bitcast {self.vector} {total} to {self.vector}")
 
     def _step(self) -> Sums:
-        """Return the sums with the products of one step added."""
+        """Return the sums plus the products of one step."""
         if self._widens:
             return self._step_in_halves()
         sums = {(r, v): f"%s{r}_{v}" for r, v in self.cells()}
@@ -174,9 +173,9 @@ class Tile(Vectors):
         return sums
 
     def _step_in_halves(self) -> Sums:
-        """Add the products of one step where bfloat16 is widened: the first of all pairs, then the second.
+        """Add the products of one step of widened bfloat16: the first elements of all pairs, then the second.
 
-        Both are loaded: a second half that waits in a register would push a sum out of it, which took three
+        Both halves load the pairs. Keeping the second half in a register would spill a sum, which took three
         times as long.
         """
         firsts = self.products(self.named("s"), second=False)
@@ -184,12 +183,12 @@ class Tile(Vectors):
         return self.products(firsts, second=True)
 
     def between_halves(self) -> None:
-        """Branch, always to the same side: over a branch the compiler does not make two loads one."""
+        """Branch, always to the same side, so that the compiler does not merge the two loads."""
         always = self.new("icmp ne i64 %i, -1")
         self.add(f"  br i1 {always}, label %seconds, label %never\nnever:\n  ret void\nseconds:")
 
     def products(self, sums: Sums, second: bool) -> Sums:
-        """Return the sums with the products of one half of the pairs added."""
+        """Return the sums plus the products of one half of the pairs."""
         b = [self.half(self._b("%pb", v), second) for v in range(self.shape.vectors)]
         added = {}
         for r in range(self.rows):
@@ -204,7 +203,7 @@ class Tile(Vectors):
         return self._a(address, partial(self.half, second=second))
 
     def _a(self, address: str, widened: Callable[[str], str] = str, half: bool = False) -> str:
-        """Return one element of A, or pair, in all lanes; of a `half` pair only the first is there."""
+        """Return one element of A, or a pair, in all lanes. A `half` pair has only its first element."""
         if self.operand == FLOAT32:
             return widened(self.everywhere("float", self.new(f"load float, ptr {address}, align 4")))
         if not half:
@@ -219,7 +218,7 @@ class Tile(Vectors):
         return self.new(f"load <{self.shape.lanes} x {type}>, ptr {address}, align {align}")
 
     def _multiplied(self, total: str, a: str, b: str) -> str:
-        """Return the sum with a product added, of float32 or of pairs."""
+        """Return the sum plus a product of float32 or of pairs."""
         n = self.shape.lanes
         if self.operand == FLOAT32 or self._widens:
             return self.fma(a, b, total)
@@ -228,14 +227,14 @@ class Tile(Vectors):
         return self.new(f"call {self.vector} @{PAIRS}({self.vector} {total}, {given})")
 
     def half(self, pairs: str, second: bool) -> str:
-        """Return one bfloat16 of each pair as float32, which is its upper half."""
+        """Return one bfloat16 of each pair as float32: it is the upper half of its bits."""
         n = self.shape.lanes
         does, by = ("and", -65536) if second else ("shl", 16)
         upper = self.new(f"{does} <{n} x i32> {pairs}, splat (i32 {by})")
         return self.new(f"bitcast <{n} x i32> {upper} to {self.vector}")
 
     def _last_of_an_odd_number(self) -> None:
-        """Add the last k alone: its partner in A is other memory, in B it is zero."""
+        """Add the last k of an odd number. Its partner in A is unrelated memory, in B it is zero."""
         odd = self.new("and i64 %k, 1")
         alone = self.new(f"icmp ne i64 {odd}, 0")
         self.add(f"  br i1 {alone}, label %single, label %finished\nsingle:")
@@ -256,7 +255,7 @@ class Tile(Vectors):
             self.totals[r, v] = f"%f{r}_{v}"
 
     def _write(self) -> None:
-        """Add bias and C where asked for, and store the columns that are there."""
+        """Add bias and C if requested, and store the valid columns."""
         masks = [self._mask(v) for v in range(self.shape.vectors)]
         self._add_where("bias", self.asked(BIAS), lambda r, v: self._loaded("%bias", v, masks))
         if self.out == FLOAT32:
@@ -281,11 +280,11 @@ class Tile(Vectors):
         return self.new(f"icmp ne i64 {self.new(f'and i64 %flags, {flag}')}, 0")
 
     def _mask(self, v: int) -> str:
-        """Return a mask: the lanes of a vector that are columns of C."""
+        """Return a mask of the lanes of a vector that are columns of C."""
         return self.lanes_below("%columns", self.shape.lanes * v)
 
     def lanes_below(self, limit: str, first: int = 0) -> str:
-        """Return a mask: the lanes whose numbers, from `first` on, are below a limit."""
+        """Return a mask of the lanes whose numbers, from `first` on, are below a limit."""
         n = self.shape.lanes
         numbers = ", ".join(f"i64 {first + lane}" for lane in range(n))
         every = self.everywhere("i64", limit)
@@ -304,7 +303,7 @@ class Tile(Vectors):
         )
 
     def _add_where(self, name: str, condition: str, loaded: Callable[[int, int], str]) -> None:
-        """Add what `loaded(r, v)` gives to every total if the condition holds."""
+        """Add `loaded(r, v)` to every total if the condition holds."""
         before = f"before_{name}"
         self.add(f"  br label %{before}\n{before}:")
         self.add(f"  br i1 {condition}, label %with_{name}, label %after_{name}\nwith_{name}:")

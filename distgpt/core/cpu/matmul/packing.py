@@ -1,7 +1,7 @@
-"""Matrices in the order in which microkernels read them: in panels, k after k, bfloat16 in pairs of k.
+"""Packed matrices, in the order in which microkernels read them: panels, k after k, bfloat16 in pairs of k.
 
-A packed matrix is an array (panels, elements of a panel), aligned to cache lines. Beyond the last k of an odd
-number it is zero; beyond the last column it may hold anything.
+A packed matrix is an array (panels, elements of a panel), aligned to cache lines. After an odd number of k it
+is zero; after the last column it may hold any values.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from distgpt.core.cpu.matmul.assembled import PACKED_K, strip, transpose
 from distgpt.core.ops.api import Array, DType
 
 ROWS, COLUMNS, LANES = shape().rows, shape().columns, shape().lanes
-DEPTH = 64  # rows that are packed before the next ones: their cache lines hold several panels' columns
+DEPTH = 64  # rows packed before the next ones: their cache lines hold the columns of multiple panels
 LINE = 64
 
 
 def packed(k: int, columns: int, dtype: DType) -> Array:
-    """Make memory for a packed matrix (k, columns); bfloat16 as uint16."""
+    """Make memory for a packed matrix (k, columns), bfloat16 as uint16."""
     pair = 2 if np.dtype(dtype) == np.uint16 else 1
     panels = -(-columns // COLUMNS)
     elements = -(-k // pair) * pair * COLUMNS
@@ -30,7 +30,7 @@ def packed(k: int, columns: int, dtype: DType) -> Array:
 
 
 def aligned(shape: tuple[int, ...], dtype: DType) -> Array:
-    """Make zeros that begin at a cache line."""
+    """Make zeros aligned to a cache line."""
     size = int(np.prod(shape)) * np.dtype(dtype).itemsize
     raw = np.zeros(size + LINE, np.ubyte)
     start = -raw.ctypes.data % LINE
@@ -38,9 +38,9 @@ def aligned(shape: tuple[int, ...], dtype: DType) -> Array:
 
 
 def zeros_as_used(shape: tuple[int, ...], dtype: DType) -> Array:
-    """Make zeros that take memory page by page, as they are written, for arrays that may stay empty in part.
+    """Make zeros that take memory page by page as they are written, for arrays that may stay partly empty.
 
-    NumPy asks for huge pages, and with a byte of one all 2 MB of it are there.
+    NumPy requests huge pages, in which the first written byte allocates 2 MB.
     """
     size = int(np.prod(shape)) * np.dtype(dtype).itemsize
     try:
@@ -55,9 +55,9 @@ def zeros_as_used(shape: tuple[int, ...], dtype: DType) -> Array:
 
 @jit
 def pack_transposed(first, last, out, w, begin, end):
-    """Columns first … last, k from `begin` to `end`, of B (k, n) = wᵀ: what x wᵀ is made with."""
+    """Pack columns first … last, k from `begin` to `end`, of B (k, n) = wᵀ, for x wᵀ."""
     width = end - begin
-    words = w.itemsize * width // 4  # a pair, or a float32, is one word of 32 bits
+    words = w.itemsize * width // 4  # a pair, or a float32, is one 32-bit word
     for start in range(first, last, COLUMNS):
         to = out[(start - first) // COLUMNS]
         count = min(COLUMNS, last - start)
@@ -77,19 +77,19 @@ def pack_transposed(first, last, out, w, begin, end):
 
 @jit
 def pack_plain(first, last, out, w):
-    """Columns first … last of B (k, n) = w: what dy w is made with."""
+    """Pack columns first … last of B (k, n) = w, for dy w."""
     _pack_columns(first, last, out, w, COLUMNS)
 
 
 @jit
 def pack_rows_transposed(first, last, out, w):
-    """Rows first … last of A (rows, k) = wᵀ, of w (k, rows): what dyᵀ x is made with."""
+    """Pack rows first … last of A (rows, k) = wᵀ, with w (k, rows), for dyᵀ x."""
     _pack_columns(first, last, out, w, ROWS)
 
 
 @inline
 def _pack_columns(first, last, out, w, width):
-    """Panels of `width` columns, some rows of all of them before the next rows."""
+    """Pack panels of `width` columns, DEPTH rows of all panels at a time."""
     depth = w.shape[0]
     for top in range(0, depth, DEPTH):
         bottom = min(top + DEPTH, depth)
@@ -102,17 +102,17 @@ def _pack_columns(first, last, out, w, width):
 
 @inline
 def _no_partner(to, k, width):
-    """Zeros beside the last of an odd number of bfloat16."""
+    """Write zeros after the last k of an odd number of bfloat16."""
     if to.itemsize == 2 and k % 2:
         to[(k - 1) * width : (k + 1) * width] = 0
 
 
 @inline
 def _columns(to, w, top, bottom, start, count, width):
-    """to ← `count` columns of w from `start` on, rows of `width`; in bfloat16 two rows side by side.
+    """to ← `count` columns of w from `start` on, in rows of `width`; bfloat16 interleaves two rows.
 
-    Whole vectors are moved where they are there, the last ones of all rows first: what is too much is written
-    over by the next row, or lies in the slack behind the last one.
+    Move whole vectors if possible, starting with the last ones of all rows. Their excess is overwritten by
+    the next row, or ends in the slack after the last row.
     """
     words = to.view(np.uint32)
     left = top
@@ -131,6 +131,6 @@ def _columns(to, w, top, bottom, start, count, width):
 def packed_rows(rows: int, k: int, dtype: DType) -> Array:
     """Make memory for a packed A (rows, k): tiles of ROWS rows, k after k, bfloat16 in pairs of k."""
     pair = 2 if np.dtype(dtype) == np.uint16 else 1
-    whole = -(-k // PACKED_K) * PACKED_K  # what is rearranged at a time
-    words = -(-whole // pair) * ROWS + LANES  # and slack
+    whole = -(-k // PACKED_K) * PACKED_K  # k reordered at a time
+    words = -(-whole // pair) * ROWS + LANES  # plus slack
     return aligned((-(-rows // ROWS), -(-words // LANES) * LANES * pair), dtype)

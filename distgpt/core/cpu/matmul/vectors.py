@@ -1,4 +1,4 @@
-"""LLVM IR for vector registers, written line by line: arithmetic and moves."""
+"""Writers of LLVM IR for vector registers: arithmetic and moves."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ BYTES = {FLOAT32: 4, BFLOAT16: 2}
 
 
 class Writer:
-    """The lines of a function."""
-
     def __init__(self) -> None:
         self.lines: list[str] = []
         self._count = 0
@@ -20,7 +18,7 @@ class Writer:
         self.lines.append(line)
 
     def new(self, expression: str) -> str:
-        """Return a fresh name for the value of an expression."""
+        """Return a new name for the value of an expression."""
         self._count += 1
         name = f"%v{self._count}"
         self.add(f"  {name} = {expression}")
@@ -28,7 +26,7 @@ class Writer:
 
 
 class Vectors(Writer):
-    """A function that computes in vectors of float32."""
+    """A function on float32 vectors."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -36,7 +34,7 @@ class Vectors(Writer):
         self.vector = f"<{shape.lanes} x float>"
 
     def everywhere(self, type: str, value: str) -> str:
-        """Return a value in all lanes."""
+        """Return a value broadcast to all lanes."""
         n = self.shape.lanes
         first = self.new(f"insertelement <{n} x {type}> poison, {type} {value}, i32 0")
         return self.new(
@@ -49,7 +47,7 @@ class Vectors(Writer):
         return self.new(f"call {v} @llvm.fma.v{n}f32({v} {a}, {v} {b}, {v} {total})")
 
     def rounded(self, value: str) -> str:
-        """Return the bits of the nearest bfloat16, ties to even; NaN becomes a quiet one."""
+        """Return the nearest bfloat16's bits, ties to even; NaN becomes a quiet NaN."""
         n = self.shape.lanes
         if self.shape.dot:
             low = self.new(f"fptrunc {self.vector} {value} to <{n} x bfloat>")
@@ -66,8 +64,8 @@ class Vectors(Writer):
         return self.new(f"trunc {ints} {chosen} to <{n} x i16>")
 
 
-# Rearranging memory in registers: what packing is made of. `lanes` is a power of two. Row j of `from` begins
-# at `from + j · row` bytes, row k of `to` at `to + k · step`.
+# Memory moves through registers, for packing. `lanes` is a power of two. Row j of `from` starts at `from + j
+# · row` bytes, and row k of `to` at `to + k · step`.
 _ARGUMENTS = "ptr %from, i64 %row, ptr %to, i64 %step, i64 %count"
 
 
@@ -77,7 +75,7 @@ def moves(lanes: int) -> str:
 
 
 def transpose(lanes: int) -> str:
-    """Transpose squares of words of 32 bits: to[k, j] ← from[j, k] for j < lanes, k < lanes · count."""
+    """Transpose squares of 32-bit words: to[k, j] ← from[j, k] for j < lanes, k < lanes · count."""
     vector = f"<{lanes} x i32>"
     lines = [""]
     for j in range(lanes):
@@ -98,7 +96,7 @@ def transpose(lanes: int) -> str:
 
 
 def _exchanged(lanes: int, stage: int, j: int, distance: int) -> list[str]:
-    """Rows j and j + distance change the words off the diagonal of each pair of blocks `distance` wide."""
+    """In rows j and j + distance, exchange the off-diagonal words of each pair of `distance`-wide blocks."""
     vector = f"<{lanes} x i32>"
     a = f"%r{stage}_{j}"
     b = f"%r{stage}_{j + distance}"
@@ -112,7 +110,7 @@ def _exchanged(lanes: int, stage: int, j: int, distance: int) -> list[str]:
 
 
 def _zip(lanes: int) -> str:
-    """Zip two rows of 16 bits: to[k, j] ← from[2k, j], from[2k + 1, j] for j < lanes, k < count."""
+    """Zip two rows of 16-bit words: to[k, j] ← from[2k, j], from[2k + 1, j] for j < lanes, k < count."""
     narrow, wide = f"<{lanes} x i16>", f"<{lanes} x i32>"
     return _loop(
         "zip",
@@ -131,7 +129,7 @@ def _zip(lanes: int) -> str:
 
 
 def _copy(lanes: int) -> str:
-    """Copy rows of words of 32 bits: to[k, j] ← from[k, j] for j < lanes, k < count."""
+    """Copy rows of 32-bit words: to[k, j] ← from[k, j] for j < lanes, k < count."""
     vector = f"<{lanes} x i32>"
     return _loop(
         "copy",
@@ -142,7 +140,7 @@ def _copy(lanes: int) -> str:
 
 
 def _prefetch() -> str:
-    """Prefetch the cache line of each of `count` rows of `from` into the L2 cache; no address can fail."""
+    """Prefetch a cache line of each of `count` rows of `from` into the L2 cache. Any address is safe."""
     body = "\n  call void @llvm.prefetch.p0(ptr %f, i32 0, i32 2, i32 1)"
     return "declare void @llvm.prefetch.p0(ptr, i32, i32, i32)\n" + _loop(
         "prefetch", "%row, 1", "%step, 1", body
@@ -150,7 +148,7 @@ def _prefetch() -> str:
 
 
 def _loop(name: str, read: str, written: str, body: str) -> str:
-    """Write a loop of `count` turns, in which %f moves on by a product of bytes, and %t by another one."""
+    """Return a loop of `count` iterations. `read` and `written` are the byte steps of %f and %t."""
     return f"""define void @{name}({_ARGUMENTS}) {{
 entry:
   %read = mul i64 {read}

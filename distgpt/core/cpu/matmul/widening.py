@@ -1,9 +1,9 @@
-"""The bfloat16 microkernel for AVX-512 without fast instructions for pairs, as LLVM IR.
+"""The bfloat16 microkernel for AVX-512 without fast pair instructions, as LLVM IR.
 
-The contract is that of microkernel.py. Products are of float32. A is widened 16 pairs of k at a time, into a
-buffer on the stack. A line of the buffer has the first halves of up to 16 pairs, then their second halves: of
-one row where A lies by rows, of one k for all rows where it lies by pairs. From there a load alone brings an
-element into all lanes. Widened in each lane, as B is, it would take arithmetic units too.
+The interface is microkernel.py's. Products are float32. A is widened 16 pairs of k at a time into a buffer on
+the stack. A line of the buffer has the first halves of up to 16 pairs, then their second halves. If A is
+stored by rows, a line is one row; if it is stored by pairs, one k of all rows. A load then broadcasts an
+element to all lanes. Widening A in each lane, like B, would also take arithmetic units.
 """
 
 from __future__ import annotations
@@ -19,17 +19,16 @@ LOAD = f"<{LANES} x i32> @llvm.masked.load.v{LANES}i32.p0"
 FETCH = "void @llvm.prefetch.p0"
 DECLARATIONS = f"""declare {LOAD}(ptr, i32, <{LANES} x i1>, <{LANES} x i32>)
 declare {FETCH}(ptr, i32, i32, i32)"""
-AHEAD = 3  # buffers: A is fetched this early
-LEAST = 4  # rows from which on a tile was faster with the buffer
+AHEAD = 3  # buffers between a prefetch of A and its use
+LEAST = 4  # minimum rows for which a tile is faster with the buffer
 
 
 def module(shape: Shape, operand: str, out: str) -> str:
-    """Return the IR of `tile`, for a C of this type."""
     return f"{DECLARATIONS}\n{microkernel.module(shape, operand, out, WideningTile)}"
 
 
 class WideningTile(Tile):
-    """Writes the function for one number of rows, and those that it chooses from."""
+    """Writer of the function for one number of rows, and of the two functions that it selects from."""
 
     def text(self) -> str:
         if self.rows < LEAST:
@@ -47,11 +46,11 @@ class WideningTile(Tile):
 
 
 class BufferedTile(Tile):
-    """Writes the function for one number of rows where A lies by rows, or by pairs."""
+    """Writer of the function for one number of rows, for A stored by rows or by pairs."""
 
     def __init__(self, shape: Shape, out: str, rows: int, name: str, by_rows: bool) -> None:
         super().__init__(shape, BFLOAT16, out, rows, name)
-        # Bytes of A from a line to the next; the number of lines, and of pairs in each.
+        # The stride of A between lines, in bytes; the number of lines, and of pairs per line.
         self._apart, self._buffer_lines, self._pairs = (
             ("%row", str(rows), "%now") if by_rows else ("%step", "%now", str(rows))
         )
@@ -59,7 +58,7 @@ class BufferedTile(Tile):
 
     def _starts(self) -> None:
         self.add(f"  %buffer = alloca [{LANES * BUFFER_LINE} x i8], align {REGISTER}")
-        # Hidden from the compiler: it would take elements from the registers that are stored.
+        # Hide the address from the compiler, which would otherwise extract elements from registers.
         self.add('  %wide = call ptr asm "", "=r,0"(ptr %buffer)')
         self.add(f"  %ahead = mul i64 %step, {AHEAD * LANES}")
         super()._starts()
@@ -79,7 +78,7 @@ class BufferedTile(Tile):
         self.totals = self.phis("t", ways)
 
     def _widen(self) -> None:
-        """Put the next pairs of A into the buffer as float32, with zeros where there are none."""
+        """Store the next pairs of A in the buffer as float32, padded with zeros."""
         there = self.lanes_below(self._pairs)
         self.add("  br label %widen\nwiden:\n  %j = phi i64 [0, %loop], [%j1, %widen]")
         self.add("  %from = phi ptr [%here, %loop], [%from1, %widen]")
@@ -87,7 +86,7 @@ class BufferedTile(Tile):
         given = f"ptr %from, i32 2, <{LANES} x i1> {there}, <{LANES} x i32> zeroinitializer"
         pairs = self.new(f"call {LOAD}({given})")
         self.add("  %later = getelementptr i8, ptr %from, i64 %ahead")
-        self.add(f"  call {FETCH}(ptr %later, i32 0, i32 3, i32 1)")  # to read, into all caches, data
+        self.add(f"  call {FETCH}(ptr %later, i32 0, i32 3, i32 1)")  # read, all caches, data
         self.add(f"  %behind = getelementptr i8, ptr %to, i64 {REGISTER}")
         for to, second in (("%to", False), ("%behind", True)):
             self.add(f"  store {self.vector} {self.half(pairs, second)}, ptr {to}, align {REGISTER}")
