@@ -71,7 +71,7 @@ class ModelConfig:
     embed_norm: bool = of_model(False, "Normalize the embeddings.")
     final_norm: bool = of_model(True, "Normalize before the output layer.")
     mlp: str = of_model("gelu", "Activation function of the MLP.", choices=ACTIVATIONS)
-    # A gated MLP has three matrices of width 8/3 n_embd: as many parameters as two of width 4 n_embd.
+    # A gated MLP has three matrices of width 8/3 n_embd, with as many parameters as two of width 4 n_embd.
     mlp_width: int = of_model(
         0, "Width inside the MLP. 0: 4 n_embd, or 8/3 n_embd for swiglu.", low=0, most=1 << 19
     )
@@ -210,7 +210,7 @@ class ModelConfig:
 
     @property
     def has_position_vectors(self) -> bool:
-        """Whether positions have learned vectors. If so, the context length and cached tokens cannot shift."""
+        """Whether positions have learned vectors. If so, context length and cached tokens cannot shift."""
         return self.positions == "learned"
 
 

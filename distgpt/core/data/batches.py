@@ -25,7 +25,7 @@ from distgpt.core.data.tokenizers import Ids
 Words = NDArray[np.uint64]
 Sequences = NDArray[np.int32]  # (n, T)
 
-GOLDEN = 0x9E3779B97F4A7C15  # 2⁶⁴ ÷ the golden ratio: its multiples spread evenly (Knuth; splitmix64)
+GOLDEN = 0x9E3779B97F4A7C15  # 2⁶⁴ ÷ golden ratio; its multiples spread evenly (Knuth, splitmix64)
 SAMPLE_PIECE = 1 << 16  # tokens per contiguous piece of a sample
 # One per Feistel round. With an even number of rounds, the halves end in their original places.
 SALTS = np.arange(1, 9, dtype=np.uint64) * GOLDEN
@@ -51,7 +51,7 @@ class Batches:
         return cls(tokens, run.model.seq_len, t.batch_size, t.seed, t.shift_windows)
 
     def notes(self, steps: int) -> Iterator[str]:
-        """Yield warnings about these batches for a run of this many steps."""
+        """Yield warnings about these batches for a run of `steps` steps."""
         if self.n_tokens < (window := self.seq_len + 1):
             few = f"the training text has {self.n_tokens} tokens, fewer than seq_len + 1 = {window}"
             yield f"{few}: sequences repeat it"

@@ -41,7 +41,8 @@ DECODED = 1 << 17  # sampled tokens if each has to be decoded
 class DataRequest:
     """A request to load data. `existing` is the tokenizer of an existing model.
 
-    `val_fraction` holds out the first part of a text, or some of its documents. Shards have their own split.
+    `val_fraction` holds out the start of a text file, or some of multiple documents. Shards have their own
+    split.
     """
 
     data: str
@@ -52,7 +53,7 @@ class DataRequest:
     splits: tuple[str, ...] = ("train", "val")  # splits of shards; if there are none of these, all
     existing: Tokenizer | None = None
     val: str = ""  # held-out text, replacing a part of `data`
-    kind: str = ""  # the kind of text, if a setting chooses it; default: by the path
+    kind: str = ""  # the kind of text, if a setting chooses it; default: according to the path
     kept: Path = Path("runs/tokenized")  # the directory of tokenized text of other kinds
 
 

@@ -30,7 +30,7 @@ SAVED = "tokenizer.json"  # a tokenizer's file name in a directory
 TOKENIZER_FORMAT = "distgpt-tokenizer"
 TOKENIZER_VERSION = 1
 LONGEST_TEMPLATE = 1 << 18  # characters
-UNKNOWN = "\ufffd"  # ids beyond the vocabulary decode to this; a model may have more rows
+UNKNOWN = "\ufffd"  # stands for ids beyond the vocabulary; a model may have more rows
 
 Ids = NDArray[np.integer]
 
@@ -52,8 +52,8 @@ class Streamer(Protocol):
 class ChatTemplate:
     """A Jinja template that formats a chat as text, as transformers models include.
 
-    `tokens` maps the template's names, such as bos_token, to token texts. `ends` are the ids that end an
-    answer. A template is an untrusted program; texts/chats/ runs it.
+    `tokens` maps the template's names, such as bos_token, to the tokens' spelling. `ends` are the ids that
+    end an answer. A template is an untrusted program; texts/chats/ runs it.
     """
 
     source: str
@@ -81,7 +81,6 @@ class Tokenizer(ABC):
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """Return the ids that end a text."""
         own = () if self.separator is None else (self.separator,)
         return own + (self.chat.ends if self.chat else ())
 
@@ -93,7 +92,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode(self, text: str) -> Ids:
-        """Encode a text: as uint16 if the vocabulary fits, otherwise uint32.
+        """Encode text as uint16, or as uint32 if the vocabulary requires it.
 
         A DataError names the first part of the text that is not in the vocabulary.
         """
@@ -114,7 +113,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def text_size(self, ids: Sequence[int]) -> int:
-        """Return an upper bound of the decoded length in characters, without decoding. Entries may be long."""
+        """Return an upper bound of the decoded length in characters, because entries may be long."""
 
     def decode(self, ids: Sequence[int] | Ids) -> str:
         streamer = self.streamer()
@@ -223,7 +222,7 @@ class TokenizerKind:
     spelling: str = ""  # of --tokenizer, for help and messages
     accepts: Callable[[str], bool] = lambda argument: not argument
     from_name: Callable[[str], Tokenizer] | None = None  # (argument)
-    # (argument, texts, whether these are documents, which may need separators)
+    # (argument, documents, whether separators may be needed between them)
     learn: Callable[[str, Iterable[str], bool], Tokenizer] | None = None
     from_json: Callable[[JsonObject, str], Tokenizer] | None = None  # (saved form, its source in errors)
     # (path, its JSON or None for a directory): a tokenizer in a third-party format; None: another kind
