@@ -202,7 +202,9 @@ class Window(NamedTuple):
     """Tokens to score. Each except the first is predicted from its predecessors."""
 
     ids: Ids
-    counted: NDArray[np.bool_] | None = None  # which ids except the first count in the loss; None: all
+    counted: NDArray[np.bool_] | None = (
+        None  # whether each id except the first counts in the loss; default: yes
+    )
 
 
 def windows_of(tokens: Tokens, seq_len: int, most: int = 0) -> list[Window]:

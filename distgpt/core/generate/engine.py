@@ -10,7 +10,7 @@ Each `step` feeds one token of every decoding sample and a chunk of the waiting 
 the next sample. A sample depends only on its request, not on concurrent requests: prompts are cut at
 multiples of `chunk`, and random numbers depend on the seed, the sample and the position.
 
-A request with `reuse` takes over the cached tokens of its prompt from any slot, such as those of earlier chat
+A request with `reuse` takes over the cached tokens of its prompt from any slot, for example from earlier chat
 turns. Slots of completed requests keep their tokens until another sample takes the slot, the least recently
 used first. If slots are not exact, rounding depends on this reuse.
 """
@@ -90,7 +90,7 @@ class Engine:
                 raise UsageError(f"{problem}, or leave out prompt_logprobs")
 
     def cancel(self, ticket: int) -> None:
-        """Stop a request: it gets no more events, and its slots become free. No effect if it is completed."""
+        """Stop a request. It gets no more events, and its slots become free. No effect if it is completed."""
         self._waiting = deque(each for each in self._waiting if each[0].ticket != ticket)
         for sample in [each for each in self._running if each.shared.ticket == ticket]:
             self._leave(sample)
@@ -121,7 +121,7 @@ class Engine:
             yield from self.step()
 
     def _admit(self) -> list[Event]:
-        """Give free slots to waiting samples, in order. Samples of a prompt being computed wait for it.
+        """Give free slots to waiting samples, in order. While a prompt is computed, its other samples wait.
 
         Samples without new tokens need no slot.
         """
@@ -195,7 +195,7 @@ class Engine:
         return min(self._free, key=lambda slot: (slot in self._prompts, slot in self._kept))
 
     def _work(self) -> list[tuple[Sample, Feed]]:
-        """Build the next batch: one token and drafts of each decoding sample, and `chunk` tokens of prompts.
+        """Build the next batch from one token and drafts of each decoding sample, and `chunk` prompt tokens.
 
         At most MOST_SCORED prompt tokens get logits. A sample moves to the end when its prompt is complete,
         because a sliding window has as much to feed for every token.

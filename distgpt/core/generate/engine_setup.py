@@ -41,7 +41,7 @@ def slots_that_fit(
 ) -> int:
     """Return how many of the `wanted` slots fit into `memory` bytes, at least one.
 
-    Default memory: on a GPU half of the free memory, because prompts also need some; on a CPU CACHE_BYTES, or
+    By default, use half of a GPU's free memory, because prompts also need some. On a CPU, use CACHE_BYTES, or
     half of each rank's available memory if that is less.
     """
     if memory is None:
@@ -123,8 +123,8 @@ class LoadedModel:
 class ModelSpec:
     """A model to load, its compute dtype, and the memory for its keys and values (None: the default).
 
-    Without weights: the bundled sample. `context`: context length; None: as trained. `part`: a file to merge
-    into the weights.
+    Without weights: the bundled sample. `context`: context length; None: the training context. `part`: a file
+    to merge into the weights.
     """
 
     weights: Path | None

@@ -83,7 +83,7 @@ class PlainSlots:
 
 
 def slot_bytes(model: Model) -> int:
-    """Return the bytes of a slot: its keys and values, and the logits of its next token."""
+    """Return the bytes of a slot's keys and values and the logits of its next token."""
     elements = prod(cache_shape(model.config)) + model.config.padded_vocab
     return elements * int(model.kernels.dtype.itemsize)
 

@@ -123,10 +123,10 @@ PromptLikelihoods = list[Likelihood | None]  # one per prompt token; None for th
 class Event(NamedTuple):
     """A token of a sample. `choice` numbers the samples of a request from 0.
 
-    `text` is the new text that later tokens cannot change; the texts of all events add up to the sample's.
-    `reason` is set in the last event: "length" (max_new_tokens), "stop" (a stop string or end token, not in
-    the text) or "context" (overflow `stop`). If no tokens are requested, one event without a token is sent. A
-    sample's first event has `prompt_likelihoods` if requested.
+    `text` is the new text that later tokens cannot change; concatenated over all events, it is the sample's
+    text. `reason` is set in the last event: "length" (max_new_tokens), "stop" (a stop string or end token,
+    not in the text) or "context" (overflow `stop`). If no tokens are requested, one event without a token is
+    sent. A sample's first event has `prompt_likelihoods` if requested.
     """
 
     ticket: int

@@ -1,4 +1,4 @@
-"""One sample of a request: its tokens, its slot's content, the next feed, and its text."""
+"""One sample of a request, with its tokens, its slot's content, the next feed, and its text."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ class SharedPrompt:
         return not self.request.prompt_logprobs or len(self.likelihoods) == len(self.request.prompt)
 
     def common(self, held: Sequence[int]) -> int:
-        """Return the length of the common prefix of the prompt and `held`, excluding the prompt's last token."""
+        """Return the length of the common prefix of the prompt and `held`, excluding the prompt's end.
+
+        The last prompt token is always computed, because its logits are needed.
+        """
         prompt = self.request.prompt
         most = min(len(held), len(prompt) - 1)
         return next((i for i in range(most) if held[i] != prompt[i]), most)
@@ -130,7 +133,7 @@ class Sample:
 
     @property
     def _scores_prompt(self) -> bool:
-        """Whether to score the prompt, even if another sample did: with fewer rows some slots round differently."""
+        """Whether to score the prompt, even if another sample did, because some slots round differently."""
         return self.is_at_prompt and self.request.prompt_logprobs
 
     def _score_prompt(self, logits: Rows) -> None:
@@ -244,14 +247,17 @@ class Transcript:
 
 
 class Lookup:
-    """Positions where each short token sequence last occurred, in a growing sequence."""
+    """Memory of the last position of each short token sequence, in a growing sequence."""
 
     def __init__(self) -> None:
         self._after: dict[tuple[int, ...], int] = {}
         self._known = 0  # tokens processed already
 
     def draft(self, tokens: Sequence[int], most: int) -> list[int]:
-        """Draft up to `most` tokens that followed an earlier occurrence of the last ones. Tokens may only grow."""
+        """Draft up to `most` tokens that followed an earlier occurrence of the last ones.
+
+        `tokens` may only grow between calls.
+        """
         for end in range(max(LEAST_EQUAL, self._known), len(tokens)):
             for size in range(LEAST_EQUAL, MOST_EQUAL + 1):
                 if size <= end:
@@ -265,7 +271,7 @@ class Lookup:
 
 
 def default_prompt(tokenizer: Tokenizer) -> list[int]:
-    """Return tokens to start a text: the tokenizer's first tokens if any, otherwise of a line break.
+    """Return tokens to start a text: the tokenizer's first tokens, or if it has none, a line break.
 
     A full stop before the line break is better. With rotary positions, a model cannot count equal tokens and
     may repeat a single line break forever. The fallback is token 0.

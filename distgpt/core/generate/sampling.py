@@ -14,7 +14,7 @@ from distgpt.core.ops.api import Array
 
 FIRST_FEW = 256  # most likely tokens that top-p considers first
 BITS = (1 << 64) - 1
-ROWS = 64  # rows of a block whose maximum is compared first
+ROWS = 64  # logits per column, whose maximum is compared first
 BLOCK = 256  # probabilities per block sum
 
 
@@ -36,7 +36,7 @@ def choose(logits: Logits, sampling: Sampling, uniform: float, seen: Sequence[in
 
 
 def drawn_at(uniform: float, p: Array) -> int:
-    """Return the index where the cumulative sum of p exceeds uniform · Σ p.
+    """Return the first index at which the cumulative sum of p exceeds uniform · Σ p.
 
     For speed, long arrays are summed in blocks, then only one block element by element.
     """
@@ -53,7 +53,7 @@ def drawn_at(uniform: float, p: Array) -> int:
 
 
 def candidates(logits: Array, sampling: Sampling, total: float | None = None) -> tuple[Array | None, Array]:
-    """Return the candidate tokens (None: all), and values proportional to their probabilities.
+    """Return the candidate tokens, or None for all, and values proportional to their probabilities.
 
     p = softmax(logits / temperature) over the top_k most likely tokens. Keep the fewest of them that reach
     top_p together, and at least min_p times the highest p. Lower token ids win ties. `total`: Σ exp((logit -
@@ -122,7 +122,7 @@ def uniform(seed: int, choice: int, position: int) -> float:
 
 
 def _mixed(x: int) -> int:
-    """Mix 64 bits so that each depends on all others: a step of SplitMix64 (Steele, Lea, Flood 2014)."""
+    """Mix 64 bits so that each output bit depends on all: a step of SplitMix64 (Steele, Lea, Flood 2014)."""
     x = (x + 0x9E3779B97F4A7C15) & BITS
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & BITS
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & BITS

@@ -65,10 +65,10 @@ class Slots(Protocol):
     is_exact: bool  # whether results are bitwise identical for any split of a sequence into feeds
 
     def feed(self, work: Sequence[Feed]) -> Rows:
-        """Compute tokens. Return logits (Σ wanted, V) in the order of `work`, with V unpadded.
+        """Compute tokens. Return logits (n, V) in the order of `work`, with n = Σ wanted and V unpadded.
 
-        The logits are float32 on the host. If feeds have a choice, return a list of rows, some of which may
-        stay on a device.
+        The logits are float32 on the host. If feeds have a choice, return a list of rows, which may include
+        rows on a device.
         """
 
     def copy(self, source: int, target: int, length: int) -> None:
@@ -117,9 +117,9 @@ def check_drop(slots: Slots, slot: int, count: int, kept: int) -> None:
 
 
 def on_ranks(slots: Slots, comm: Comm, act: Callable[[Slots], Any]) -> Any:
-    """Run `act` on rank 0 with slots that average logits over ranks. Return its result there, else None.
+    """Run `act` on rank 0 with slots that average logits over ranks. Return its result there.
 
-    All ranks raise its DistgptError. Collective.
+    Other ranks return None. All ranks raise its DistgptError. Collective.
     """
     if comm.size == 1:
         return act(slots)

@@ -151,7 +151,7 @@ def is_kept(checkpoint: Path) -> bool:
 
 
 def beyond(keep: int, saved: Sequence[Path]) -> list[Path]:
-    """Return the expired checkpoints: all except the newest `keep` and marked ones."""
+    """Return the expired checkpoints, which excludes the newest `keep` and marked ones."""
     return [path for path in saved[keep:] if not is_kept(path)]
 
 

@@ -251,7 +251,7 @@ def differing(before: RunConfig, now: RunConfig, changeable: Container[str] = ()
 
 
 def place_for(parent: Path, name: str, resuming: bool) -> Path:
-    """Return the first free path of parent/name, name-2, name-3, …. When resuming, return the last existing."""
+    """Return parent/name, or parent/name-2, -3, … if it exists; when resuming, the last existing one."""
     path = last = parent / name
     count = 1
     while path.exists():
