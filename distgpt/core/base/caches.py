@@ -77,7 +77,7 @@ def own_folders(name: str, beside: Path | None = None) -> list[Path]:
 
 
 def misplaced(found: Path) -> str:
-    """Warn if a directory is not inside DISTGPT_CACHE; "" if it is, or if the variable is not set."""
+    """Return a warning if a directory is not inside DISTGPT_CACHE, otherwise ""."""
     asked = requested_folder()
     if asked is None or asked in found.parents:
         return ""
@@ -218,10 +218,7 @@ def note_use(path: Path) -> None:
 
 
 def read_checked(path: Path) -> bytes | None:
-    """Return the content of a checked file; None if it is corrupt or another user's.
-
-    The content may be code.
-    """
+    """Return a checked file's content, which may be code; None if it is corrupt or another user's."""
     with suppress(OSError, DataError), open_regular(path) as file:
         is_own = os.fstat(file.fileno()).st_uid == os.geteuid()
         if is_own and sha256((content := file.read())[32:]).digest() == content[:32]:

@@ -2,7 +2,6 @@
 
 A dataclass names the keys of an object. Its annotations are the types, with bounds in `Annotated`:
 
-
     @dataclass
     class Shard:
         name: Annotated[str, Must("be shorter than 100 characters", lambda name: len(name) < 100)]

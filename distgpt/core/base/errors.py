@@ -109,7 +109,7 @@ def escape_lines(text: str) -> str:
 def print_lines(text: object, err: bool = False) -> None:
     """Print a result or a note. Everything except JSON and generated text is printed through this function.
 
-    Notes are optional: an error of standard error is ignored.
+    Errors while writing to standard error are ignored.
     """
     with suppress(*[OSError] * err):
         print(escape_lines(str(text)), file=sys.stderr if err else sys.stdout, flush=True)

@@ -137,7 +137,7 @@ class PendingSignals:
         return exit_code_of(self.came)
 
     def note(self, number: signal.Signals, why: str = "") -> bool:
-        """Record a signal. Return whether it is the first of its kind; an expired deadline does not count.
+        """Record a signal. Return whether it is the first of its kind, apart from an expired deadline.
 
         `why` is the message if this process created the signal.
         """

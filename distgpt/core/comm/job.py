@@ -179,7 +179,7 @@ def ending(error: KeyboardInterrupt | DistgptError) -> str:
 
 
 def is_closed_pipe(error: BaseException) -> bool:
-    """Return whether the reader of the output closed it, for example `| head`; rich raises a SystemExit."""
+    """Return whether the reader closed the output (`| head`), which rich turns into a SystemExit."""
     if isinstance(error, DistgptError):
         return False
     return isinstance(error, BrokenPipeError) or isinstance(error.__context__, BrokenPipeError)

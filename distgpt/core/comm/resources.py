@@ -18,7 +18,7 @@ from distgpt.core.base.system import sysctl_number
 from distgpt.core.components import components
 
 MIB = 1 << 20
-ADDRESSES = 256 * MIB  # bytes without memory: malloc arenas, stacks, libraries and code still to be loaded
+ADDRESSES = 256 * MIB  # address space only: malloc arenas, stacks, libraries and code still to be loaded
 CACHES = ("active", "inactive")  # file caches, which a group frees when it needs memory
 ULIMITS = {"v": (resource.RLIMIT_AS, "VmSize"), "d": (resource.RLIMIT_DATA, "VmData")}
 
@@ -42,6 +42,8 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Cores:
+    """CPU cores, or CPU time in cores, for each of some processes, and the limit that determines them."""
+
     number: float
     limit: str = ""  # "" for the CPU affinity
 

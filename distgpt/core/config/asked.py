@@ -49,7 +49,7 @@ class Asked:
     within: str | None = None
     depth: int | None = None
     tokens: float = 0.0  # training tokens with `depth`; 0: as many as the depth requires
-    deterministic: bool = False  # on CPUs
+    deterministic: bool = False  # requires CPUs
 
     # Results of recipes, besides `given`.
     derived: Mapping[str, Value] = field(default_factory=dict)  # settings between the preset and the file

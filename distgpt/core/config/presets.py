@@ -103,7 +103,7 @@ _FAST: Values = {
     "eps": 1e-10,
 }
 
-# For short runs: initial weights from token bigrams, and their learning rates.
+# Initial weights from token bigrams, and their learning rates, for short runs.
 _FROM_PAIRS: Values = {
     "init_weights": "bigrams",
     "lr": 0.04,

@@ -129,7 +129,7 @@ def layered(base: RunConfig, *layers: Mapping[str, object]) -> RunConfig:
     return base.with_values({**values, "batch_size": tokens // seq_len})
 
 
-# TOML.
+# Functions that read and write TOML.
 
 
 def parse_toml(text: str, source: str) -> dict[str, object]:

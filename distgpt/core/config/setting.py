@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 Value = bool | int | float | str
-Values = dict[str, Value]  # by setting name
+Values = dict[str, Value]  # setting names → values
 
 LONGEST_TEXT = 4096  # bytes: the maximum path length
 LARGEST_INT = (1 << 53) - 1  # the largest integer that floats represent exactly
@@ -37,7 +37,7 @@ class Setting:
     group: str = ""  # the section in --help-all
     first: bool = False  # also shown by --help
     flag: str = ""  # the option's spelling; default: "--" and the name
-    changeable: bool = False  # on resume; earlier steps are not affected
+    changeable: bool = False  # may change on resume; earlier steps are not affected
     former_choices: tuple[tuple[str, str], ...] = ()  # old values in existing files, with their new names
     undecided: str = ""  # the option's default, replaced when the run opens; not valid in a configuration
 

@@ -10,7 +10,7 @@ from distgpt.core.base.errors import UsageError, nearest
 from distgpt.core.config.setting import Setting, Value, check, setting
 from distgpt.core.ops.activations import ACTIVATIONS
 
-DEFAULT_TEMPERATURE = 0.8  # for generated text: without randomness, small models repeat themselves
+DEFAULT_TEMPERATURE = 0.8  # without randomness, small models repeat themselves
 DEEPEST = 100  # layers of --depth
 PARAMETERS_PER_TOKEN = 10  # the maximum per training token: larger models overfit
 NORMS = ("layernorm", "rmsnorm")
@@ -214,7 +214,7 @@ class ModelConfig:
         return self.positions == "learned"
 
 
-# An alternative to batch_size. presets.py converts it.
+# An alternative to batch_size. `layered` in run_config.py converts it.
 BATCH_TOKENS = "batch_tokens"
 BATCH_IN_TOKENS = Setting(int, "Tokens per optimizer step, instead of --batch-size.", group="optimizer")
 

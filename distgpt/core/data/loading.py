@@ -108,7 +108,7 @@ def refuse_missing(texts: Iterable[str], tokenizer: str, kind: str = "") -> None
 
 
 def load_corpus(comm: Comm, request: DataRequest, say: Say = lambda text: None) -> Corpus:
-    """Load the same corpus on every rank. Collective. An error on any rank is raised on all ranks."""
+    """Load the same corpus on every rank, or raise the same error on all. Collective."""
     if not request.val:
         return load_one(comm, request, say)
     # Check now, because tokenizing the other text may take hours.

@@ -219,7 +219,7 @@ class TokenizerKind:
     `--tokenizer NAME:ARGUMENT`. `argument` below is "" if omitted.
     """
 
-    spelling: str = ""  # of --tokenizer, for help and messages
+    spelling: str = ""  # the spelling of --tokenizer, for help and messages
     accepts: Callable[[str], bool] = lambda argument: not argument
     from_name: Callable[[str], Tokenizer] | None = None  # (argument)
     # (argument, documents, whether separators may be needed between them)

@@ -1,6 +1,5 @@
 """The inference engine: continuous batching, in which requests join and leave at every token.
 
-
     engine = Engine(slots, tokenizer)
     ticket = engine.submit(Request(prompt, max_new_tokens=100))
     for event in engine.run():
@@ -90,7 +89,7 @@ class Engine:
                 raise UsageError(f"{problem}, or leave out prompt_logprobs")
 
     def cancel(self, ticket: int) -> None:
-        """Stop a request. It gets no more events, and its slots become free. No effect if it is completed."""
+        """Stop a request. It gets no more events and frees its slots. No effect if it is completed."""
         self._waiting = deque(each for each in self._waiting if each[0].ticket != ticket)
         for sample in [each for each in self._running if each.shared.ticket == ticket]:
             self._leave(sample)

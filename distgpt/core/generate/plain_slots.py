@@ -31,7 +31,7 @@ class PlainSlots:
         self.can_drop = not model.config.has_position_vectors
         self._caches: list[Array | None] = [None] * count
         self._longest = Pass(model, 1, 1, training=False)
-        self._shorter: dict[int, Pass] = {}  # by number of rows; views of the longest pass
+        self._shorter: dict[int, Pass] = {}  # number of rows → a view of the longest pass
         self._logits = model.kernels.zeros(1, model.config.padded_vocab)
 
     def feed(self, work: Sequence[Feed]) -> Array:

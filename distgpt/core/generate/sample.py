@@ -21,7 +21,7 @@ class SharedPrompt:
     def __init__(self, ticket: int, request: Request) -> None:
         self.ticket, self.request = ticket, request
         self.logits: Array | None = None  # after the prompt
-        self.likelihoods: PromptLikelihoods = [None]  # of the prompt's tokens computed already
+        self.likelihoods: PromptLikelihoods = [None]  # one per prompt token computed already
         self.under_way = False  # whether a sample is computing the prompt
         self.to_come = request.n  # samples without a slot yet
         self._streamer: Streamer | None = None
@@ -133,7 +133,7 @@ class Sample:
 
     @property
     def _scores_prompt(self) -> bool:
-        """Whether to score the prompt, even if another sample did, because some slots round differently."""
+        """Whether to score the prompt, even if another sample did; fewer rows change some slots' rounding."""
         return self.is_at_prompt and self.request.prompt_logprobs
 
     def _score_prompt(self, logits: Rows) -> None:

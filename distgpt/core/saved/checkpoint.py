@@ -136,8 +136,8 @@ class Listed:
     """A manifest entry."""
 
     bytes: Count
-    sha256: str = ""  # of the whole file; "" for tensors
-    header_sha256: str = ""  # of a tensor file's header, which covers its data
+    sha256: str = ""  # checksum of the whole file; "" for tensors
+    header_sha256: str = ""  # checksum of a tensor file's header, which covers its data
 
 
 Manifest = dict[str, Listed]  # all files of a checkpoint except the manifest

@@ -47,7 +47,7 @@ class RunLock:
         self.path = directory / "running.json"
         self._directory = directory
         self._absolute = self.path.absolute()  # a notebook may change directory while it holds the lock
-        self._descriptor: int | None = None  # of the locked file
+        self._descriptor: int | None = None  # file descriptor of running.json while it is locked
         self._is_lost = False  # whether this process is a fork of the holder
 
     @contextmanager

@@ -73,7 +73,7 @@ class Scorer:
         self._signals = signals
         self._on_batch = on_batch
         self._most = AT_A_TIME_QUEUED if model.kernels.capabilities.is_async else AT_A_TIME
-        self.work: Pass | None = None  # for the reserved batch shape
+        self.work: Pass | None = None  # a pass of the reserved batch shape
         self._recorded: dict[str, Work] = {}
 
     def reserve(self, length: int, spans: int) -> None:
@@ -112,10 +112,7 @@ class Scorer:
         score: Callable[[list[list[int]]], None],
         advanced: Callable[[int, int], None],
     ) -> None:
-        """Distribute batches over the ranks and call `score` with each. Collective.
-
-        A row lists span indices.
-        """
+        """Call `score` with each batch, on one rank each. A row lists span indices. Collective."""
         number = done = 0
         for length, places in self._groups([spans[row[0]] for row in rows]):
             self.reserve(length, len(places))
@@ -158,10 +155,7 @@ class Scorer:
         return work.around.all
 
     def _groups(self, spans: Sequence[Span]) -> list[tuple[int, list[int]]]:
-        """Group span indices by padded length, longest first.
-
-        Groups too small for a batch are merged into the next longer group.
-        """
+        """Group span indices by padded length, longest first; small groups join the next longer one."""
         by_length: dict[int, list[int]] = {}
         for i, span in enumerate(spans):
             by_length.setdefault(self._padded(len(span.ids) - 1), []).append(i)
@@ -214,7 +208,7 @@ class Validation:
         self.count = sum(span.count for span in self.spans)
         self.held_out = max(self.count, held_out)
         self._is_text = is_text
-        self._bytes: int | None = None  # of the predicted text in UTF-8, without document separators
+        self._bytes: int | None = None  # bytes of the predicted text, without document separators
 
     def measure(self, scorer: Scorer, progress: Progress | None = None) -> float:
         """Return the mean loss in nats. Collective."""

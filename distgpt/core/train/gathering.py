@@ -110,10 +110,7 @@ class EachRank(TensorByTensor):
 
 
 def restore_exchange(comm: Comm, exchange: Exchange, model: Model, checkpoint: Path | None) -> str:
-    """Restore an exchange's state from a checkpoint, or zero it. Collective.
-
-    Return a message if the checkpoint does not have it, or "".
-    """
+    """Restore an exchange's state, or zero it. Return a message if the checkpoint lacks it. Collective."""
     saved = on_root(comm, lambda: _saved_names(checkpoint)) if exchange.saved else []
     is_same = saved == [f"{rank}/{name}" for rank in range(comm.size) for name in exchange.saved]
     for rank in range(comm.size):

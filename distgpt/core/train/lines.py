@@ -100,7 +100,7 @@ class Remaining:
         """`facts` describe the run's start. For a time-limited run, `steps` is an estimate."""
         steps, left = facts["steps"], facts.get("seconds_left")
         self._steps = f"/{steps}" if left is None else ""
-        self.total: float = steps if left is None else facts["seconds"]  # of a progress bar
+        self.total: float = steps if left is None else facts["seconds"]  # the maximum of a progress bar
         self.width = len(f"{steps}{self._steps}")  # maximum characters of a step
         self._end = None if left is None else time.monotonic() + left
 

@@ -83,10 +83,7 @@ def take_steps(run: Run) -> None:
 
 
 def settle(run: Run, in_flight: InFlight, leave: int) -> signal.Signals | None:
-    """Wait until at most `leave` steps are in flight. Return the signal any rank received, or None.
-
-    The signal is the same on all ranks.
-    """
+    """Wait until at most `leave` steps are in flight. Return the signal any rank received, or None."""
     stop = None
     while len(in_flight) > leave:
         done = in_flight.wait_for_oldest()
@@ -182,10 +179,7 @@ def _write_weights(run: Run) -> None:
 
 
 def refuse_non_finite_weights(run: Run) -> None:
-    """Reject weights that are not finite before they are saved. Collective.
-
-    No loss has been computed with these weights yet.
-    """
+    """Reject weights that are not finite before saving, because no loss has tested them yet. Collective."""
     if run.comm.allreduce_max(not run.model.is_finite()):
         raise shared(
             NonFiniteError(

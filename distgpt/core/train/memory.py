@@ -106,7 +106,7 @@ def needed(config: RunConfig, kernels: Kernels, strategy: Strategy, evaluated: b
         Scorer(model, comm).reserve(config.model.seq_len, spans=1 << 31)
     evaluation = dry.more()
     strategy.reserve(comm, model, config.train)
-    # As if one rank orthogonalized all matrices; ranks may share them.
+    # This assumes that one rank orthogonalizes all matrices; ranks may share them.
     shapes = [shape for spec in model.layout.specs if spec.group == MATRIX for shape in spec.orthogonal]
     try:
         update = kernels.orthogonalise_bytes(shapes) if config.train.optimizer == "muon" else 0
@@ -226,7 +226,7 @@ def _candidates(
     t = config.train
     seq_len = config.model.seq_len
     is_async = kernels.capabilities.is_async
-    # On a CPU, saving more than "mlp" does is not faster.
+    # More than "mlp" saves is not faster on a CPU.
     best_first = ("none", "mlp", "block") if is_async else ("mlp", "block")
     hows = best_first if t.recompute == "auto" else (t.recompute,)
     each = t.batch_size // strategy.ranks

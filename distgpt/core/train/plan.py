@@ -40,7 +40,7 @@ DTYPE = "dtype"
 class Plan:
     """A run before its setup. The same on all ranks; with multiple ranks, a pickled copy."""
 
-    config: RunConfig  # as requested; vocabulary size and steps of epochs are set later
+    config: RunConfig  # the request; vocabulary size and steps of epochs are set later
     directory: RunDirectory
     checkpoint: Path | None  # the verified checkpoint to resume from
     state: State  # the checkpoint's state

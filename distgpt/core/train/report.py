@@ -60,7 +60,7 @@ class Report:
     listener: Listener
     checkpoints: Checkpoints
     batches: Batches
-    bytes_per_token: float | None  # of the text; None if some data are not text
+    bytes_per_token: float | None  # None if some data are not text
     clock: Clock
 
     def bits_per_byte(self, loss: float | None) -> float | None:

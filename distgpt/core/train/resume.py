@@ -34,7 +34,7 @@ Change = tuple[object, object]  # the old and the new value of a setting
 class Resumption:
     """The run that --resume names. `settings` are its saved ones; None if it is a new run."""
 
-    directory: RunDirectory  # to write to
+    directory: RunDirectory  # the output directory
     settings: RunConfig | None = None
     checkpoint: Path | None = None
     in_place: bool = True  # False for a branch, which starts a new run

@@ -46,8 +46,8 @@ class BadStep(Exception):
 class Run:
     """The model, its optimizer, its data, and its outputs."""
 
-    config: RunConfig  # as requested
-    settings: TrainConfig  # from `config`, with automatic values resolved for this machine's memory
+    config: RunConfig  # the settings as requested
+    settings: TrainConfig  # `config.train` with automatic values resolved for this machine's memory
     stage: Stage
     where: dict[str, Any]  # hosts, batch job, launcher and MPI, for output files
     placement: Placement
@@ -148,7 +148,5 @@ class Limits:
     """Limits of this process's run that are not settings. None: no limit."""
 
     end: float | None = None  # deadline on time.monotonic()
-    stall_timeout: float | None = (
-        None  # seconds without progress before a report; None: depends on the run's pace
-    )
+    stall_timeout: float | None = None  # seconds without progress before a report; None: automatic
     stall_abort: float | None = None  # seconds without progress that end the run

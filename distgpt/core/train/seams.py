@@ -1,6 +1,5 @@
 """Interfaces of a run with default implementations, in the order in which a run uses them.
 
-
 interface   purpose                                     called by
 ModelKind   how to build, train and describe a model    setup.py, before there is a model
 Judge       which steps may update the weights          `Step._update`, `settle`
@@ -142,7 +141,7 @@ def ending(bad: str, config: TrainConfig) -> str:
 class Times:
     """Start of this process's measured time, and time used before."""
 
-    begun: float  # of time.monotonic()
+    begun: float  # value of time.monotonic()
     spent: float  # seconds of earlier processes
 
 

@@ -310,10 +310,10 @@ def make_steps(config: RunConfig, stage: Stage, say: Say) -> Step:
 class Texts:
     """The data of a run on this rank, and the resulting configuration."""
 
-    config: RunConfig  # with vocabulary size and the steps of its epochs
+    config: RunConfig  # includes vocabulary size and the steps of epochs
     corpus: Corpus
     batches: Batches
-    validation: Validation | None = None  # on held-out text
+    validation: Validation | None = None  # uses held-out text
     metrics: Sequence[Metric] = ()  # additional metrics
 
     @property
@@ -366,7 +366,7 @@ class Setup:
     """
 
     config: RunConfig
-    settings: TrainConfig  # from `config`, with automatic values resolved
+    settings: TrainConfig  # training settings with automatic values resolved
     stage: Stage
     kernels: Kernels
     kind: ModelKind
@@ -475,7 +475,7 @@ def rehearse(kernels: Kernels, config: RunConfig, strategy: Strategy) -> None:
 class FirstWeights(Protocol):
     """Initial weights learned from the corpus instead of random ones."""
 
-    note: str  # for the log
+    note: str  # a message for the log
     tokens: int  # number of tokens to learn from
 
     def learn(self, tokens: Array, weights: Tensors, config: ModelConfig, threads: int) -> None:

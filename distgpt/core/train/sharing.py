@@ -1,8 +1,8 @@
 """Parallel training: the assignment of sequences and weights to ranks, and the sums between them.
 
 The default is data parallelism. Every rank has a copy of the model and an equal part of the batch, and one
-Allreduce sums the gradients after the backward pass. Each interface below has this default, from which other
-methods (`parallel/`) derive.
+Allreduce sums the gradients after the backward pass. Each interface below implements this default. Other
+methods (`parallel/`) are subclasses.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ Groups = dict[str, Mapping[str, Array]]  # the stem of a checkpoint's file → i
 
 class MicroBatches:
     """Equal parts of the batch, whose gradients accumulate.
-
 
     micro.sequences_of(rank, i)  # of the global batch, in micro-batch i of a rank
     micro.collect(i)             # after the backward pass
@@ -72,7 +71,7 @@ class Scales(NamedTuple):
 
     loss: float
     gradients: float
-    norm: float  # for the square root of `optimizer.norm`
+    norm: float  # applies to the square root of `optimizer.norm`
 
 
 class Exchange:
@@ -81,7 +80,7 @@ class Exchange:
     All methods except `scales` and the callback `ready` are collective.
     """
 
-    name = "alone"  # for the summary: the value of --grad-sync, or the method it resolved to
+    name = "alone"  # shown in the summary: the value of --grad-sync, or the method it resolved to
     # Called in the backward pass; None: no communication there. A recorded pass calls it only while
     # recording, so work for each replay must use `Kernels.between`.
     ready: Ready | None = None
@@ -204,7 +203,7 @@ class Start:
 
     comm: Comm
     threads: int | None
-    state: State  # of the checkpoint it starts from
+    state: State  # state of the checkpoint it starts from
     say: Say
 
 

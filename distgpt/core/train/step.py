@@ -223,7 +223,7 @@ class Step:
             seconds = [0.0] * self.comm.size  # other ranks' elements are 0, so the sum has all seconds
             seconds[self.comm.rank] = time.perf_counter() - self._exchanged_at
             appended += seconds
-        # With multiple ranks, the buffer has the last step's sums. With one, its own flags, mostly zeros.
+        # Multiple ranks find the last step's sums in the buffer. One rank finds its own flags, mostly zeros.
         if self.comm.size > 1 or any(appended) or self._has_appended:
             k.put(self.model.grads.flags[1 : 1 + len(appended)], np.array(appended, k.wide))
             self._has_appended = any(appended)
