@@ -1,6 +1,6 @@
-"""The ground of all else: errors, files that appear whole, JSON that is checked, caches.
+"""Base utilities: errors, atomic files, checked JSON, caches.
 
-Not here: settings (core/config/), and anything that computes.
+Not here: settings (core/config/) and computation.
 """
 
 __version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""Private caches: files that can be made again, in folders that only this user may write to."""
+"""Private caches: files that can be recreated, in directories that only this user can write to."""
 
 from __future__ import annotations
 
@@ -18,41 +18,41 @@ from distgpt.core.base.errors import DataError, StorageError, UsageError
 from distgpt.core.base.files import atomic_file, lock, open_regular
 from distgpt.core.base.formatting import parse_size
 
-CACHE = "DISTGPT_CACHE"  # the folder for all caches; without it each lies where it is usual
-LIMIT = "DISTGPT_CACHE_SIZE"  # bytes of what is compiled, of all versions
-USUAL_LIMIT, MOST_FILES = 256 << 20, 2000  # quotas count files, too
+CACHE = "DISTGPT_CACHE"  # the directory of all caches; default: the usual places
+LIMIT = "DISTGPT_CACHE_SIZE"  # maximum bytes of compiled code, all versions together
+USUAL_LIMIT, MOST_FILES = 256 << 20, 2000  # quotas also limit the number of files
 OURS = re.compile(r"loops-[0-9a-f]{16}(-.*)?|kernels")
-# A folder that a user calls kernels may have been there before: in it only these are ours.
+# A user's own directory may be called kernels, so only these files in it belong to distgpt.
 KERNEL = re.compile(r".+\.(cubin|choice)(\.lock|\.[0-9a-f]{12}\.tmp)?")
 
-PATIENCE = 120.0  # seconds that a process waits for another one's result
-POLL, LONGEST_POLL = 0.005, 0.05  # seconds between two looks, the longer the longer it waits
-DAY = 86400.0  # seconds; a file's time is that of its last use, to this precision
+PATIENCE = 120.0  # seconds to wait for another process's result
+POLL, LONGEST_POLL = 0.005, 0.05  # seconds between two checks; the interval grows
+DAY = 86400.0  # seconds: the precision of a file's last use
 
 
 def requested_folder() -> Path | None:
-    """Return the folder that DISTGPT_CACHE names; variables in it count, as in /scratch/$USER/distgpt."""
+    """Return the directory in DISTGPT_CACHE with variables expanded, such as /scratch/$USER/distgpt."""
     given = os.path.expanduser(os.path.expandvars(os.environ.get(CACHE, "")))  # noqa: PTH111
     return Path(given).absolute() if given else None
 
 
 def temporary_folder() -> Path | None:
-    """Return the folder of last resort, on a disk of this node, private or not; None if none is writable."""
+    """Return the fallback directory on a local disk, private or not; None if none is writable."""
     with suppress(FileNotFoundError):
         return Path(tempfile.gettempdir(), f"distgpt-{os.geteuid()}")
     return None
 
 
 def usual_folder() -> Path:
-    """Return the user's folder where DISTGPT_CACHE names none."""
+    """Return the user's cache directory for when DISTGPT_CACHE is not set."""
     user = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))  # noqa: PTH111
     return user.absolute() / "distgpt"
 
 
 def cache_folder(name: str, beside: Path | None = None) -> Path | None:
-    """Return a private folder: in DISTGPT_CACHE; if that is not set, in `beside` or the user's cache.
+    """Return a private directory, or None if none is available.
 
-    Else in the temporary folder; None if that is not private either.
+    Try DISTGPT_CACHE, or if it is not set, `beside` and the user's cache. Then try the temporary directory.
     """
     asked = requested_folder() or beside
     for parent in places(beside):
@@ -64,20 +64,20 @@ def cache_folder(name: str, beside: Path | None = None) -> Path | None:
 
 
 def places(beside: Path | None = None) -> list[Path]:
-    """List where caches may lie, in the order of preference."""
+    """List the possible parent directories of caches, in order of preference."""
     if asked := requested_folder():
-        is_known = "$" not in asked.as_posix()  # a variable that is not set would be a folder's name
+        is_known = "$" not in asked.as_posix()  # an unset variable would become part of the name
         return [*filter(None, [asked if is_known else None, temporary_folder()])]
     return [*filter(None, [beside, usual_folder(), temporary_folder()])]
 
 
 def own_folders(name: str, beside: Path | None = None) -> list[Path]:
-    """List the folders of this name that are safe to read: a home may be mounted read-only where jobs run."""
+    """List the directories of this name that are safe to read. Compute nodes may mount home read-only."""
     return [parent / name for parent in places(beside) if _is_own(parent / name) and _is_closed(parent)]
 
 
 def misplaced(found: Path) -> str:
-    """Describe that a folder is not where DISTGPT_CACHE asks for it; "" if it is, or if that is not set."""
+    """Return a warning if a directory is not inside DISTGPT_CACHE, otherwise ""."""
     asked = requested_folder()
     if asked is None or asked in found.parents:
         return ""
@@ -85,7 +85,7 @@ def misplaced(found: Path) -> str:
 
 
 def cache_limit() -> int:
-    """Return how many bytes may be kept of what is compiled."""
+    """Return the maximum number of bytes of compiled code."""
     try:
         return parse_size(given) if (given := os.environ.get(LIMIT)) else USUAL_LIMIT
     except UsageError as error:
@@ -95,10 +95,10 @@ def cache_limit() -> int:
 def made_by_one(
     path: Path | None, make: Callable[[], bytes], accepts: Callable[[bytes], bool] = lambda kept: True
 ) -> bytes:
-    """Read a cache's file; where none is right and `accepts` takes it, make and keep its content.
+    """Return the content of a cache file. If it is missing, corrupt or not accepted, make and keep it.
 
-    One process makes it, others wait for it. The content may be machine code, which would be run though
-    damaged: so it has a checksum. Without a path nothing is kept.
+    One process makes it while others wait. The content may be machine code, so a checksum protects it. If
+    `path` is None, keep nothing.
     """
     if path is None:
         return make()
@@ -117,10 +117,10 @@ def made_by_one(
 
 @contextmanager
 def alone(path: Path) -> Iterator[Callable[[], None]]:
-    """Let one process in after the other, by a lock, which ends with its process; yield `not_kept`.
+    """Admit one process at a time, by a lock that ends with its process; yield `not_kept`.
 
-    Those that wait also get in as soon as the file appears. They all do if the one inside is stuck, and after
-    one that calls `not_kept`, since each has to make the content for itself then.
+    Waiting processes also enter as soon as the file appears. If the process inside is stuck or calls
+    `not_kept`, all enter, because each has to make the content itself.
     """
     found = _opened(path)
     if found is None:
@@ -133,7 +133,7 @@ def alone(path: Path) -> Iterator[Callable[[], None]]:
             time.sleep(pause)
             pause = min(1.5 * pause, LONGEST_POLL)
             got = bool(lock(descriptor, fcntl.LOCK_EX))
-        if got and not os.fstat(descriptor).st_mtime:  # marked
+        if got and not os.fstat(descriptor).st_mtime:  # marked by `not_kept`
             with suppress(OSError):
                 name.unlink()
             lock(descriptor, fcntl.LOCK_UN)
@@ -141,23 +141,23 @@ def alone(path: Path) -> Iterator[Callable[[], None]]:
         yield partial(_mark, descriptor)
     finally:
         if got:
-            # Whoever waits at the name that is gone gets its lock next, and finds the file.
+            # A process waiting on the removed lock file gets its lock next and finds the file.
             with suppress(OSError):
                 name.unlink()
-        lock(descriptor, fcntl.LOCK_UN)  # which closing it would not do while a forked child has it
+        lock(descriptor, fcntl.LOCK_UN)  # Closing does not unlock if a forked child has the file open.
         os.close(descriptor)
 
 
 def _mark(descriptor: int) -> None:
-    """Mark a lock as that of what cannot be kept, which a full disk has room for."""
-    with suppress(OSError):  # of a disk that fails otherwise: the others wait in turn
+    """Mark a lock so that waiting processes stop waiting. This works even on a full disk."""
+    with suppress(OSError):  # Without the mark, the others wait for each other.
         os.utime(descriptor, (0, 0))
 
 
 def _opened(path: Path) -> tuple[int, Path, bool] | None:
-    """Open a file beside `path` for a lock. Return it, its name, and if this process has the lock now.
+    """Open a lock file for `path`. Return its descriptor, its name, and whether this process has the lock.
 
-    None where the disk is full or has no locks.
+    None if the disk is full or does not support locks.
     """
     name = path.with_name(f".{path.name}.lock")
     with suppress(OSError):
@@ -170,7 +170,7 @@ def _opened(path: Path) -> tuple[int, Path, bool] | None:
 
 
 def _stamp(path: Path) -> tuple[int, int] | None:
-    """Return what changes when the file is written anew; None if there is none."""
+    """Return values that change when the file is rewritten; None if it does not exist."""
     with suppress(OSError):
         found = path.stat()
         return found.st_ino, found.st_ctime_ns
@@ -178,26 +178,26 @@ def _stamp(path: Path) -> tuple[int, int] | None:
 
 
 def keep(path: Path, content: bytes) -> None:
-    """Write a file of a cache. If all is more than the limits, remove what was not used for longest."""
-    with suppress(OSError):  # where another process has emptied the cache
+    """Write a cache file. If the cache exceeds its limits, remove the least recently used files."""
+    with suppress(OSError):  # Another process may have emptied the cache.
         path.parent.mkdir(mode=0o700)
     write_checked(path, content)
     _trim(path.parent, cache_limit())
 
 
 def is_compiled(folder: Path) -> bool:
-    """Return whether this name is that of a folder of something compiled; others may have folders beside."""
+    """Return whether a directory is for compiled code, not a user's own."""
     return OURS.fullmatch(folder.name) is not None
 
 
 def compiled_files(folder: Path) -> list[Path]:
-    """List what distgpt has written to a folder of something compiled."""
+    """List the files that distgpt wrote to a directory of compiled code."""
     is_shared = folder.name == "kernels"
     return [path for path in folder.iterdir() if not is_shared or KERNEL.fullmatch(path.name)]
 
 
 def _trim(current: Path, limit: int) -> None:
-    """Remove the oldest files of what is compiled, those in the current folder last."""
+    """Remove the oldest files of compiled code; the current directory's files are last."""
     with suppress(OSError):
         folders = [folder for folder in current.parent.iterdir() if is_compiled(folder)]
         paths = [path for folder in folders for path in compiled_files(folder)]
@@ -211,14 +211,14 @@ def _trim(current: Path, limit: int) -> None:
 
 
 def note_use(path: Path) -> None:
-    """Make the time of a file or folder that of its last use: file systems may not note it (noatime)."""
+    """Set a file's or directory's time to now, because file systems may not record reads (noatime)."""
     with suppress(OSError):
         if time.time() - path.stat().st_mtime > DAY:
             os.utime(path)
 
 
 def read_checked(path: Path) -> bytes | None:
-    """Return what `write_checked` wrote, which may be code; None if it is damaged or another user's."""
+    """Return a checked file's content, which may be code; None if it is corrupt or another user's."""
     with suppress(OSError, DataError), open_regular(path) as file:
         is_own = os.fstat(file.fileno()).st_uid == os.geteuid()
         if is_own and sha256((content := file.read())[32:]).digest() == content[:32]:
@@ -233,7 +233,7 @@ def write_checked(path: Path, content: bytes) -> None:
 
 
 def read_trusted(path: Path, owners: Collection[int]) -> bytes | None:
-    """Return a file's content if it and its folder are of these users, and nobody else may write there."""
+    """Return a file's content if only these users can write to it and its directory; otherwise None."""
     with suppress(OSError, DataError), open_regular(path) as file:
         for found in (path.parent.stat(), os.fstat(file.fileno())):
             if found.st_uid not in owners or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
@@ -249,7 +249,6 @@ def _create(folder: Path) -> Path:
 
 
 def _is_private(folder: Path) -> bool:
-    """Return whether this user may write to a folder, and nobody else."""
     return _is_own(folder) and os.access(folder, os.W_OK | os.X_OK)
 
 
@@ -262,9 +261,9 @@ def _is_own(folder: Path) -> bool:
 
 
 def _is_closed(folder: Path) -> bool:
-    """Return whether few may rename the files in a folder."""
+    """Return whether only root and this user can rename the files in a directory."""
     with suppress(OSError):
         found = folder.stat()
         is_closed = not found.st_mode & stat.S_IWOTH or bool(found.st_mode & stat.S_ISVTX)
-        return is_closed and found.st_uid in (0, os.geteuid())  # its owner may rename what is in it
+        return is_closed and found.st_uid in (0, os.geteuid())  # the owner can rename the files in it
     return False

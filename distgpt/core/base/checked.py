@@ -1,6 +1,6 @@
-"""JSON that is not trusted: parsed strictly, and made into the types that declare it.
+"""Strict parsing and validation of untrusted JSON.
 
-A dataclass names the keys of an object; its annotations are the types, with bounds in `Annotated`:
+A dataclass names the keys of an object. Its annotations are the types, with bounds in `Annotated`:
 
     @dataclass
     class Shard:
@@ -9,9 +9,9 @@ A dataclass names the keys of an object; its annotations are the types, with bou
 
     shard = read_as(Shard, content, path)  # DataError: PATH is damaged: tokens is -1: it must be a count
 
-A rule that needs other names of its module stands in an alias, since annotations are evaluated elsewhere.
-Known types are int, float, bool, str, object or Any, Literal, `X | None`, list, dict by name, tuple and
-dataclasses.
+A rule that uses other names of its module must be an alias, because annotations are evaluated elsewhere. The
+supported types are int, float, bool, str, object or Any, Literal, `X | None`, list, dict (str keys), tuple
+and dataclasses.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ from distgpt.core.base.formatting import size
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-DEEPEST_JSON = 64  # levels of lists and objects in JSON
-# Bytes of JSON, which may take 28 times as many in memory. The largest tokenizer.json known have 35 MB.
+DEEPEST_JSON = 64  # nesting levels
+# Bytes of JSON, which may take 28 times as much memory. The largest known tokenizer.json files have 35 MB.
 LARGEST_JSON = 48 << 20
 _TYPE_NAMES: dict[type, str] = {
     bool: "true or false",
@@ -60,24 +60,24 @@ _TYPE_NAMES: dict[type, str] = {
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 JsonObject: TypeAlias = "dict[str, Json]"
-Keys = tuple[str | int, ...]  # the way from a document's top to a value: ("shards", 3, "tokens")
+Keys = tuple[str | int, ...]  # the path from the root to a value: ("shards", 3, "tokens")
 T = TypeVar("T")
 
 
 class Must(NamedTuple, Generic[T]):
-    """A rule for a value of the right type; its text follows "it must"."""
+    """A rule for a value of the right type. In messages its text follows "it must"."""
 
     text: str
     test: Callable[[T], object]
 
 
-# Below 2⁵³, where floats are exact: most other programs read JSON's numbers as those.
+# Most programs read JSON numbers as floats, which are exact below 2⁵³.
 Count = Annotated[int, Must("be a count", lambda number: 0 <= number < 1 << 53)]
 Positive = Annotated[int, Must("be at least 1", lambda number: 1 <= number < 1 << 53)]
 
 
 def read_as(kind: type[T], content: bytes, path: Path) -> T:
-    """Return a file's JSON object as what `kind` declares; a DataError names the file and the key."""
+    """Parse a file's JSON object as a `kind`. A DataError names the file and the key."""
     try:
         return checked(kind, parse_object(content, path))
     except ValueError as error:
@@ -85,15 +85,15 @@ def read_as(kind: type[T], content: bytes, path: Path) -> T:
 
 
 def checked(kind: type[T], value: object, keys: Keys = ()) -> T:
-    """Return a parsed value as what `kind` declares; a ValueError names the key that is wrong.
+    """Convert a parsed value to a `kind`. A ValueError names the invalid key.
 
-    `keys` lead to the value in its document.
+    `keys` is the path to the value in its document.
     """
     return cast(T, _checked(kind, value, keys))
 
 
 def _checked(kind: object, value: object, keys: Keys) -> object:
-    """Check a value by an annotation, which need not be a class."""
+    """Check a value against an annotation, which may not be a class."""
     origin, parts = get_origin(kind), get_args(kind)
     if origin is Annotated:
         value = _checked(parts[0], value, keys)
@@ -131,7 +131,7 @@ def _checked(kind: object, value: object, keys: Keys) -> object:
 
 
 def _plain(kind: type[T], value: object, keys: Keys) -> T:
-    """Return the value if it has this type, and not a derived one: JSON's true is an int to Python."""
+    """Return the value if it has exactly this type. In Python, JSON's true is also an int."""
     if isinstance(value, kind) and type(value) is kind:
         return value
     raise _wrong(keys, value, f"be {_TYPE_NAMES[kind]}")
@@ -142,7 +142,7 @@ def _sequence(kind: object, values: list[object], keys: Keys) -> list[object]:
 
 
 def _object(kind: type[DataclassInstance], value: object, keys: Keys) -> object:
-    """Make a dataclass of an object that has all its keys, but for those with a default, and no others."""
+    """Create a dataclass from an object with all required keys and no unknown ones."""
     found, kinds = _plain(dict, value, keys), _kinds(kind)
     missing = {name for name, (_, is_needed) in kinds.items() if is_needed} - found.keys()
     if wrong := missing | (found.keys() - kinds.keys()):
@@ -154,7 +154,7 @@ def _object(kind: type[DataclassInstance], value: object, keys: Keys) -> object:
 
 @functools.cache
 def _kinds(kind: type[DataclassInstance]) -> dict[str, tuple[object, bool]]:
-    """Return the annotation of each field, and whether the field has no default."""
+    """Return the annotation of each field and whether it is required."""
     hints = get_type_hints(kind, include_extras=True)
     return {
         field.name: (hints[field.name], field.default is MISSING and field.default_factory is MISSING)
@@ -173,7 +173,7 @@ def _name(keys: Keys) -> str:
 
 
 def parse_object(content: bytes, path: Path) -> JsonObject:
-    """Return the JSON object in a file, read as `parse_json` does; a DataError names the file."""
+    """Parse a file's JSON object as `parse_json` does. A DataError names the file."""
     try:
         value = parse_json(content)
     except ValueError as error:
@@ -184,10 +184,10 @@ def parse_object(content: bytes, path: Path) -> JsonObject:
 
 
 def parse_json(content: bytes | str, largest: int = LARGEST_JSON) -> Json:
-    """Return the value of a JSON text; a ValueError if it holds more than distgpt writes.
+    """Parse JSON strictly; raise a ValueError if it exceeds what distgpt writes.
 
-    Refuses more than `largest` bytes, repeated names, numbers that are not finite or have more than 64 bits,
-    halves of surrogate pairs, and deep nesting.
+    Reject more than `largest` bytes, duplicate names, numbers that are not finite or exceed 64 bits, unpaired
+    surrogates, and deep nesting.
     """
     if len(content) > largest:
         raise ValueError(f"it is larger than {size(largest)}, the most that is read of JSON")
@@ -228,7 +228,7 @@ def _integer(text: str) -> int:
 
 
 def _refuse_depth(value: Json) -> None:
-    """Refuse deep nesting, and texts that cannot be encoded."""
+    """Reject deep nesting and strings that cannot be encoded."""
     level = [value]
     for _ in range(DEEPEST_JSON):
         inside: list[Json] = []

@@ -1,4 +1,4 @@
-"""Files: written whole or not at all, read with bounds, locked; an OSError becomes one line."""
+"""File access: atomic writes, bounded reads, locks, and one-line errors."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from distgpt.core.base.formatting import size
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
-LONGEST_LINE = 1 << 16  # bytes of a line that we append
-DIRECT = 4 << 20  # bytes that go to the disk at once
+LONGEST_LINE = 1 << 16  # bytes of a line to append
+DIRECT = 4 << 20  # bytes per direct write
 
 
 def system_error(error: BaseException | None) -> OSError | None:
-    """Return the system's error that caused an error, if one did."""
+    """Return the OSError that caused an error, or None."""
     while error is not None and not isinstance(error, OSError):
         error = error.__cause__
     return error
@@ -36,7 +36,7 @@ def system_error(error: BaseException | None) -> OSError | None:
 
 @contextmanager
 def storage_errors(action: str, path: Path) -> Iterator[None]:
-    """Turn any OSError inside into one line that names the action, the path and the reason."""
+    """Convert any OSError into a one-line error with the action, the path and the reason."""
     try:
         yield
     except OSError as error:
@@ -46,8 +46,8 @@ def storage_errors(action: str, path: Path) -> Iterator[None]:
 
 
 def bundled(kind: str, name: str) -> Path:
-    """Return the path of a file that comes with distgpt; `kind` is "data", "weights" or "docs"."""
-    package = Path(__file__).resolve().parents[2]  # the folder distgpt
+    """Return the path of a bundled file; `kind` is "data", "weights" or "docs"."""
+    package = Path(__file__).resolve().parents[2]  # the directory distgpt
     for folder in (package / "bundled", package.parent):  # installed; a source checkout
         if (path := folder / kind / name).exists():
             return path
@@ -55,30 +55,30 @@ def bundled(kind: str, name: str) -> Path:
 
 
 def sync_directory(path: Path) -> None:
-    """Make renames and new names in a directory survive a power cut."""
+    """Make renames and new names in a directory survive a power failure."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # some network file systems cannot sync a directory, and say so
+        if error.errno != errno.EINVAL:  # Some network file systems cannot sync a directory.
             raise
     finally:
         os.close(descriptor)
 
 
 def lock(descriptor: int, kind: int) -> bool | None:
-    """Lock an open file until it is closed. Return False if another process has, None without locks."""
+    """Lock an open file until it is closed. Return False if another process has it, None if unsupported."""
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    except OSError:  # network disks may be mounted without
+    except OSError:  # Network disks may not support locks.
         return None
     return True
 
 
 def locked(descriptor: int, path: Path, say: Say) -> bool:
-    """Return False if another process has locked the file; lock it, or say that its disk has no locks."""
+    """Lock a file. Return False if another process has locked it; warn if its disk does not support locks."""
     if (got := lock(descriptor, fcntl.LOCK_EX)) is None:
         say(without_locks(path))
     return got is not False
@@ -89,23 +89,23 @@ def without_locks(path: Path) -> str:
 
 
 def unfinished(path: Path) -> Path:
-    """Name the new version of a file while it is written: hidden, beside it, not to be guessed."""
+    """Return an unpredictable hidden name in the same directory for a file that is being written."""
     return path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
 
 
 def unfinished_versions(path: Path) -> list[Path]:
-    """List the unfinished versions of a file that killed processes left. Nobody may be writing it."""
+    """List the temporary files that killed processes left for a path. No process may be writing it."""
     pattern = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{12}}\.tmp")
     return [other for other in path.parent.iterdir() if pattern.fullmatch(other.name)]
 
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[BinaryIO]:
-    """Open a new file, which replaces `path` only once it is complete and on the disk."""
+    """Open a temporary file that replaces `path` only when it is complete and synced to disk."""
     partial = unfinished(path)
     with storage_errors("write", path):
         try:
-            with partial.open("xb") as file:  # which follows nobody's link to another file
+            with partial.open("xb") as file:  # Exclusive mode does not follow another user's link.
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
@@ -123,17 +123,17 @@ def write_json(path: Path, content: object) -> None:
 
 
 class Direct:
-    """Writes to a new file past the page cache, where the disk allows that.
+    """A writer that bypasses the page cache if the disk supports it.
 
-    Memory is scarce in a training run, and filling the page cache takes longer than the disk. The last bytes,
-    which fill no whole block, are written the ordinary way.
+    Training leaves little memory, and filling the page cache takes longer than the disk. The last partial
+    block is written through the page cache.
     """
 
     def __init__(self, file: BinaryIO) -> None:
         self._descriptor = file.fileno()
         self._flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
         self._is_direct = self._set(getattr(os, "O_DIRECT", 0))
-        self._buffer = mmap.mmap(-1, DIRECT)  # aligned to pages, as O_DIRECT needs it
+        self._buffer = mmap.mmap(-1, DIRECT)  # page-aligned, as O_DIRECT requires
         self._filled = 0
 
     def write(self, content: ReadableBuffer) -> None:
@@ -176,7 +176,7 @@ class Direct:
 
 
 def open_regular(path: Path) -> BufferedReader:
-    """Open a file to read it; refuse pipes and devices, which may never end, without waiting for them."""
+    """Open a regular file for reading, without blocking. Reject pipes and devices, which may never end."""
     if "\0" in str(path):
         raise DataError(f"{str(path)!r} cannot be read: no file's name has a NUL byte in it")
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -184,13 +184,13 @@ def open_regular(path: Path) -> BufferedReader:
 
 
 def append(path: Path, content: bytes) -> None:
-    """Append lines to a file, all of them or nothing; create it if need be; do not follow a link.
+    """Append lines to a file, all or none. Create the file if necessary; do not follow a link.
 
-    Drops a half line that a killed process has left there.
+    Drop an incomplete last line, which a killed process has left.
     """
     flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     descriptor = _regular(os.open(path, flags, 0o666), path)
-    same = os.dup(descriptor)  # open even after closing has failed; the path may name another file by then
+    same = os.dup(descriptor)  # stays open if closing fails; `path` may be replaced
     end: int | None = None
     try:
         with os.fdopen(descriptor, "ab+", buffering=0) as file:
@@ -201,7 +201,7 @@ def append(path: Path, content: bytes) -> None:
                 file.truncate(end)
             while content:
                 content = content[file.write(content) :]
-    except BaseException:  # also of closing, which is when a network's disk may say that it is full
+    except BaseException:  # Network disks may report a full disk only on close.
         if end is not None:
             with suppress(OSError):
                 os.ftruncate(same, end)
@@ -211,7 +211,7 @@ def append(path: Path, content: bytes) -> None:
 
 
 def _regular(descriptor: int, path: Path) -> int:
-    """Return an open file if it is a regular one; else close it and raise a DataError."""
+    """Return the descriptor of a regular file; otherwise close it and raise a DataError."""
     if not stat.S_ISREG(mode := os.fstat(descriptor).st_mode):
         os.close(descriptor)
         kind = "a folder" if stat.S_ISDIR(mode) else "a pipe or a device"
@@ -220,10 +220,10 @@ def _regular(descriptor: int, path: Path) -> int:
 
 
 def read_small(path: Path, limit: int = LARGEST_JSON) -> bytes:
-    """Read a whole file, up to a limit; failures of the disk become one line."""
+    """Read a whole file up to a limit. Disk errors become one line."""
     content = bytearray()
     with storage_errors("read", path), open_regular(path) as file:
-        # Piece by piece: reading up to a limit would allocate that much.
+        # Read in pieces, because one bounded read would allocate the whole limit.
         while len(content) <= limit and (piece := file.read(1 << 20)):
             content += piece
     if len(content) > limit:

@@ -1,4 +1,4 @@
-"""Counts, sizes and durations with their units, written and read."""
+"""Formatting and parsing of counts, sizes and durations with units."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -35,18 +35,18 @@ def in_runs(numbers: Iterable[int], to: str = "-", between: str = ",") -> str:
 
 
 def three_digits(value: float) -> str:
-    """Format three significant digits, trailing zeros included, so that numbers in a column line up."""
+    """Format three significant digits with trailing zeros, so that columns align."""
     return f"{value:#.3g}" if abs(value) < 99.95 else f"{value:,.0f}"
 
 
 def scaled(value: float, units: Mapping[str, float]) -> tuple[float, str]:
-    """Return a value in the first of these units, the largest one first, of which it has at least one."""
+    """Return a value in the largest unit that gives at least 1. `units`: largest first."""
     unit = next((name for name, factor in units.items() if abs(value) >= factor), [*units][-1])
     return value / units[unit], unit
 
 
 def parse_count(text: str, name: str) -> int:
-    """Parse "300000", "1.5M" or "10B"; `name` is the option that holds it."""
+    """Parse "300000", "1.5M" or "10B"; `name` is the option, for errors."""
     found = re.fullmatch(r"(.+?)([KMBT]?)", text.strip(), re.IGNORECASE)
     factors = {prefix.upper(): factor for prefix, factor in PREFIXES.items()}
     try:
@@ -59,7 +59,7 @@ def parse_count(text: str, name: str) -> int:
 
 
 def loss_and_bits(loss: float, bits_per_byte: float | None) -> str:
-    """(4.03047, 2.0374) → "4.0305 (2.04 bits per byte)"; the loss alone where the other is not known."""
+    """(4.03047, 2.0374) → "4.0305 (2.04 bits per byte)"; only the loss if the bits are None."""
     return f"{loss:.4f}" + ("" if bits_per_byte is None else f" ({bits_per_byte:.2f} bits per byte)")
 
 
@@ -70,13 +70,13 @@ def size(n_bytes: float) -> str:
 
 
 def size_in_column(n_bytes: float) -> str:
-    """Format three digits, so that sizes in a column line up: 1536 → "1.50 KiB"."""
+    """Format a size with three digits, so that columns align: 1536 → "1.50 KiB"."""
     number, unit = scaled(n_bytes, _SIZES)
     return f"{n_bytes:g} B" if unit == "B" else f"{three_digits(number)} {unit}"
 
 
 def parse_size(text: str) -> int:
-    """Bytes in "4k", "64MiB", "1.5G" or "4096"; units are powers of 1,024."""
+    """Return the bytes in "4k", "64MiB", "1.5G" or "4096". Units are powers of 1,024."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?)(?:i?B)?", text.strip(), re.IGNORECASE)
     if found is None:
         raise UsageError(f"{text!r} is no size: write a number and K, M or G, as in 64M")
@@ -84,7 +84,7 @@ def parse_size(text: str) -> int:
 
 
 def parse_duration(text: str) -> float:
-    """Seconds in "3h50m", "90 s", "1.5 h" or "2d"."""
+    """Return the seconds in "3h50m", "90 s", "1.5 h" or "2d"."""
     found = re.fullmatch(_PARTS, text.strip(), re.IGNORECASE)
     parts = zip(found.groups(), _FACTORS, strict=True) if found else ()
     seconds = sum(float(part) * factor for part, factor in parts if part)
@@ -94,7 +94,7 @@ def parse_duration(text: str) -> float:
 
 
 def typed_duration(seconds: float) -> str:
-    """Write whole seconds as `parse_duration` reads them: 5400 → "1h30m"."""
+    """Format whole seconds as `parse_duration` reads them: 5400 → "1h30m"."""
     left, text = max(1, round(seconds)), ""
     for unit, factor in zip("dhms", _FACTORS, strict=True):
         number, left = divmod(left, int(factor))
@@ -109,7 +109,7 @@ def duration(seconds: float) -> str:
 
 
 def long_duration(seconds: float) -> str:
-    """Format an expected time in the largest unit of which it has at least two: "3.50 hours"."""
+    """Format an estimated time in the largest unit that gives at least 2: "3.50 hours"."""
     unit, factor = next(((u, f) for u, f in _LONG.items() if seconds >= 2 * f), ("seconds", 1.0))
     return f"{three_digits(seconds / factor)} {unit}"
 

@@ -1,8 +1,8 @@
-"""Signals that end a command: Ctrl-C, SIGTERM, a closed terminal, and those that announce a preemption.
+"""Signals that end a command: Ctrl-C, SIGTERM, a closed terminal, and preemption warnings.
 
-Each signal raises in the main thread. Python drops exceptions raised in finalizers and C callbacks, so we
-send the signal again; an import in C may turn it into another error. A run finishes its step first, and
-defers signals until then (`deferred_signals`).
+Each signal raises an exception in the main thread. Python drops exceptions raised in finalizers and C
+callbacks, so the signal is sent again. Imports in C may turn the exception into another error. A run finishes
+its step first and defers signals until then (`deferred_signals`).
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from types import FrameType
 
 Handler = Callable[[int, FrameType | None], object]
 
-AGAIN = 0.01  # seconds after which a dropped signal is sent again
-IMPATIENT = 1.5  # seconds that a signal waits for code that it would break, before the process leaves at once
-MEANT = 1.0  # seconds: a signal that comes sooner is the last one again, passed on by a launcher
-# The first counts most, and has the highest code. SIGPIPE is never sent to us, since Python ignores it:
-# it stands for output that nobody reads any more (`note`).
+AGAIN = 0.01  # seconds until a dropped signal is sent again
+IMPATIENT = 1.5  # seconds to defer a signal in critical code before the process exits
+MEANT = 1.0  # seconds: an earlier repeat is the same signal, forwarded by a launcher
+# The first has the highest priority and code. Python ignores SIGPIPE, so the process never receives it. Here
+# it represents a closed output (`note`).
 EXIT_CODES = {
     signal.SIGTERM: 143,
     signal.SIGINT: 130,
@@ -32,21 +32,21 @@ EXIT_CODES = {
     signal.SIGUSR1: 75,
     signal.SIGPIPE: 74,
 }
-# Batch systems announce the end of a job with these too. SIGXCPU comes every second until the job is killed.
+# Batch systems also announce the end of a job with these signals. SIGXCPU repeats every second.
 ALIASES = {signal.SIGUSR2: signal.SIGUSR1, signal.SIGXCPU: signal.SIGUSR1}
 ENDING = (*EXIT_CODES, *ALIASES)
 
-_came: list[signal.Signals] = []  # since this command began
-_noted_at: dict[int, float] = {}  # when a signal was last noted
-_commanding = False  # this process is a command of ours, not a notebook
+_came: list[signal.Signals] = []  # received since this command started
+_noted_at: dict[int, float] = {}  # the time when each signal was last noted
+_commanding = False  # whether this process is a distgpt command, not a notebook
 _noting: list[PendingSignals] = []
 before_leaving: list[Callable[[], None]] = []  # called if a signal ends the process within C code
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal asked this command to end. `shared`: all ranks know, so each may leave on its own.
+    """Request by a signal to end this command. If `shared`, every rank has it and may exit on its own.
 
-    `why` is the message where no signal came.
+    `why` is the message if there was no signal.
     """
 
     def __init__(self, number: int, shared: bool = False, why: str = "") -> None:
@@ -65,9 +65,9 @@ class Interrupted(KeyboardInterrupt):
 
 
 def install_handlers() -> None:
-    """Raise Interrupted for each of these signals from now on; for the main thread of a command.
+    """Raise Interrupted for each of these signals. For the main thread of a command.
 
-    A signal that the parent ignores, or that has another handler, stays as it is.
+    A signal that the parent process ignores, or that has another handler, is not changed.
     """
     global _commanding
     _commanding = True
@@ -80,20 +80,20 @@ def install_handlers() -> None:
 
 
 def meaning(number: int) -> signal.Signals:
-    """Return the signal in EXIT_CODES that this one stands for."""
+    """Map an alias to its signal in EXIT_CODES."""
     return ALIASES.get(signal.Signals(number), signal.Signals(number))
 
 
 def _handle(number: int, frame: FrameType | None) -> None:
     came = meaning(number)
     if time.monotonic() - _noted_at.get(came, -math.inf) < MEANT:
-        return  # noted already, and passed on by a launcher once more
+        return  # A launcher forwarded the same signal.
     _came.append(came)
     raise Interrupted(came)
 
 
 def _dropped(report: sys.UnraisableHookArgs) -> None:
-    """Send a signal again whose exception Python has dropped."""
+    """Send a signal again if Python dropped its exception."""
     if issubclass(report.exc_type, KeyboardInterrupt):
         number = getattr(report.exc_value, "number", signal.SIGINT)
         _thread.start_new_thread(_send_again, (number,))  # without threading's locks, which may be held here
@@ -110,18 +110,18 @@ _BROKEN = (ImportError, RuntimeError, SystemError)  # C code turns an interrupt 
 
 
 def as_interrupt(error: BaseException) -> BaseException:
-    """Return the interrupt that became this internal error, or the error itself."""
+    """Return the interrupt that caused this internal error, or the error itself."""
     return Interrupted(_came[0]) if _came and isinstance(error, _BROKEN) else error
 
 
 class PendingSignals:
-    """Signals that came, and when. From the moment `deadline` on it is as if SIGUSR1 had come."""
+    """The received signals and their times. After `deadline`, SIGUSR1 counts as received."""
 
     def __init__(self) -> None:
         self._came: dict[signal.Signals, float] = {}
-        self.reasons: dict[signal.Signals, str] = {}  # of those that nobody sent
+        self.reasons: dict[signal.Signals, str] = {}  # messages for signals that this process created
         self.deadline = math.inf
-        self.late = False  # the deadline came, and no such signal before it
+        self.late = False  # whether the deadline passed before a SIGUSR1
 
     @property
     def came(self) -> dict[signal.Signals, float]:
@@ -133,16 +133,16 @@ class PendingSignals:
 
     @property
     def exit_code(self) -> int:
-        """Return the exit code of the signal that counts most; 0 if none came."""
+        """Return the exit code of the signal with the highest priority; 0 if none was received."""
         return exit_code_of(self.came)
 
     def note(self, number: signal.Signals, why: str = "") -> bool:
-        """Return whether it is the first of its kind, but for one that only stood for the deadline.
+        """Record a signal. Return whether it is the first of its kind, apart from an expired deadline.
 
-        `why` is said where nobody has sent it, in place of its name.
+        `why` is the message if this process created the signal.
         """
         number = meaning(number)
-        if number not in EXIT_CODES:  # no rank would hear of it
+        if number not in EXIT_CODES:  # the ranks' shared flags do not include it
             raise ValueError(f"{number.name} ends no run")
         first = number not in self._came or (number == signal.SIGUSR1 and self.late)
         if first:
@@ -152,12 +152,12 @@ class PendingSignals:
         return first
 
     def counts(self) -> list[int]:
-        """Return 1 for each that came, else 0, in the order of EXIT_CODES. Ranks add these."""
+        """Return 1 for each received signal and 0 otherwise, in the order of EXIT_CODES. Ranks sum these."""
         return [int(number in self.came) for number in EXIT_CODES]
 
 
 def exit_code_of(came: Collection[int]) -> int:
-    """Return the code of the signal that counts most, 0 if there is none; `came` may grow meanwhile."""
+    """Return the highest exit code, 0 if `came` is empty. Thread-safe: `came` may grow concurrently."""
     return max((code for number, code in EXIT_CODES.items() if number in came), default=0)
 
 
@@ -166,20 +166,20 @@ def signal_of(exit_code: int) -> signal.Signals:
 
 
 def first_of(counts: Sequence[float]) -> signal.Signals | None:
-    """Return the signal that counts most among those of all ranks, by the sum of their counts."""
+    """Return the signal with the highest priority, from counts summed over the ranks."""
     return next((number for number, count in zip(EXIT_CODES, counts, strict=True) if count), None)
 
 
 @contextmanager
 def deferred_signals(found: PendingSignals) -> Iterator[PendingSignals]:
-    """Note the first signal of each kind in `found`; a second one is raised."""
+    """Record the first signal of each kind in `found`; raise a second one."""
     former = _handlers()
 
     def note_or_raise(number: int, frame: FrameType | None) -> None:
         came = meaning(number)
         is_second = not found.note(came) and number != signal.SIGXCPU
         if is_second and time.monotonic() - _noted_at[came] > MEANT:
-            _noted_at.pop(came)  # or the former handler would take it for the same one
+            _noted_at.pop(came)  # otherwise the previous handler ignores it as a repeat
             former[number](number, frame)
 
     _noting.append(found)
@@ -191,7 +191,7 @@ def deferred_signals(found: PendingSignals) -> Iterator[PendingSignals]:
 
 
 def note(number: signal.Signals) -> bool:
-    """Note a signal that nobody sent. Return whether anything here notes signals."""
+    """Record a signal that this process creates. Return whether a `PendingSignals` is active."""
     if _noting:
         _noting[-1].note(number)
     return bool(_noting)
@@ -199,9 +199,9 @@ def note(number: signal.Signals) -> bool:
 
 @contextmanager
 def signals_deferred() -> Iterator[Callable[[], None]]:
-    """Defer a signal to the end of code that it would break, or to where that calls what this yields.
+    """Defer signals to the end of critical code, or until it calls the yielded function.
 
-    Several become one. Where that takes long, the process leaves at once, unless it notes signals anyway.
+    If the code takes long, the process exits, unless it records signals.
     """
     former = _handlers()
     came: list[tuple[int, threading.Timer]] = []
@@ -237,7 +237,7 @@ def _leave_at_once(number: int) -> None:
 
 
 def ignore_further() -> None:
-    """Ignore further signals, while this process ends because of one or has nothing left to do."""
+    """Ignore further signals while this process ends."""
     for number in ENDING:
         if callable(signal.getsignal(number)):
             signal.signal(number, signal.SIG_IGN)
@@ -245,20 +245,20 @@ def ignore_further() -> None:
 
 @contextmanager
 def default_signals() -> Iterator[None]:
-    """Let signals end the process at once, in C code that may never return: no handler of ours runs there."""
+    """Let signals end the process immediately, in C code that may never return to Python's handlers."""
     with _replaced(_handlers(), signal.SIG_DFL):
         yield
 
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Ignore interrupts and requests to end, for something short that must be finished."""
+    """Ignore signals during a short operation that must finish."""
     with _replaced(_handlers(), signal.SIG_IGN):
         yield
 
 
 def _handlers() -> dict[int, Handler]:
-    """Return the handlers of the signals that have one. Other threads may replace none."""
+    """Return the handlers of the signals that have one; none except in the main thread."""
     if threading.current_thread() is not threading.main_thread():
         return {}
     return {number: known for number in ENDING if callable(known := signal.getsignal(number))}
@@ -266,7 +266,7 @@ def _handlers() -> dict[int, Handler]:
 
 @contextmanager
 def _replaced(former: dict[int, Handler], handler: Handler | signal.Handlers) -> Iterator[None]:
-    """Let `handler` handle the signals of `former`, which gets them back."""
+    """Handle signals with `handler`, and restore the handlers in `former` afterwards."""
     for number in former:
         signal.signal(number, handler)
     try:

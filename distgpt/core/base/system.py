@@ -1,4 +1,4 @@
-"""Facts that the system reports about the machine: Linux in /proc, macOS by a call."""
+"""Facts about the machine: from /proc on Linux, from sysctl on macOS."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ PACKAGE = Path(__file__).absolute().parents[2]
 
 
 def python(*words: object) -> list[str]:
-    """Return the words that start this Python, with no module from the working directory."""
+    """Return a command line for this Python, which does not import from the working directory."""
     return [sys.executable, "-P", *map(str, words)]
 
 
 def python_code(code: str) -> list[str]:
-    """Return the words that run code in another process, which finds modules where this one does."""
+    """Return a command line that runs code in another process with this process's module path."""
     path = [*filter(None, map(str, sys.path)), str(PACKAGE.parent)]
     return python("-c", f"import sys; sys.path[:] = {path!r}; {code}")
 
 
 def sysctl(name: str) -> bytes:
-    """Return a value of macOS by its name; empty on other systems and for unknown names."""
+    """Return a macOS sysctl value by name; empty on other systems and for unknown names."""
     if sys.platform != "darwin":
         return b""
     value, size = ctypes.create_string_buffer(256), ctypes.c_size_t(256)
@@ -35,12 +35,12 @@ def sysctl_text(name: str) -> str:
 
 
 def sysctl_number(name: str) -> int:
-    """Return an integer value; 0 where there is none."""
+    """Return an integer value; 0 if there is none."""
     return int.from_bytes(sysctl(name), "little")
 
 
 def boot_id() -> str:
-    """Return an id of this machine since it started; "" where the system gives none."""
+    """Return an id that changes at each boot; "" if the system has none."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

@@ -1,5 +1,6 @@
-"""Communicators: how the ranks of one job exchange arrays, agree, and leave together.
+"""Communicators: how the ranks of a job exchange arrays, agree, and shut down.
 
-One process or MPI; a model never knows which one it runs under.
-Not here: the exchange between GPUs (gpu/), and anything that knows kernels.
+A model is the same with one process and with MPI.
+
+Not here: communication between GPUs (gpu/), and anything that depends on kernels.
 """

@@ -1,4 +1,4 @@
-"""Decisions that all ranks share, errors that all ranks raise, and values of every rank on every rank."""
+"""Collective decisions, errors that all ranks raise, and values gathered from all ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 def on_root(comm: Comm, decide: Callable[[], T]) -> T:
-    """Run `decide` on rank 0 alone; every rank gets its result, pickled, or its DistgptError. Collective."""
+    """Run `decide` only on rank 0. Return its pickled result, or raise its DistgptError. Collective."""
     answer, error, code = None, "", 0
     if comm.rank == 0:
         try:
@@ -29,7 +29,7 @@ def on_root(comm: Comm, decide: Callable[[], T]) -> T:
 
 
 def on_every_rank(comm: Comm, act: Callable[[], T]) -> T:
-    """Run `act` on every rank; a DistgptError on any of them is raised by all. Collective."""
+    """Run `act` on every rank. If one raises a DistgptError, all ranks raise it. Collective."""
     if comm.size == 1:  # not shared(): a node of one rank may belong to a larger job, which it has to abort
         return act()
     complaint, code, result = "", 0, None
@@ -42,7 +42,7 @@ def on_every_rank(comm: Comm, act: Callable[[], T]) -> T:
 
 
 def refuse_anywhere(comm: Comm, complaint: str, kind: type[DistgptError] = UsageError) -> None:
-    """Raise on all ranks what any of them complains of; "" is no complaint. Collective."""
+    """Raise the error of any rank on all ranks; "" means success. Collective."""
     owners = ranks_by_text(gather(comm, complaint))
     if owners:
         several = len(owners) > 1 or len(next(iter(owners.values()))) < comm.size
@@ -51,7 +51,7 @@ def refuse_anywhere(comm: Comm, complaint: str, kind: type[DistgptError] = Usage
 
 
 def ranks_by_text(texts: Iterable[str]) -> dict[str, list[int]]:
-    """Return the ranks of each text but "". `texts`: of all ranks, in their order."""
+    """Return the ranks of each text except "". `texts` has one per rank, in rank order."""
     owners: dict[str, list[int]] = {}
     for rank, text in enumerate(texts):
         if text:
@@ -60,23 +60,23 @@ def ranks_by_text(texts: Iterable[str]) -> dict[str, list[int]]:
 
 
 def gather(comm: Comm, value: T) -> list[T]:
-    """Return the values of all ranks, which may be any that pickle takes, in their order. Collective."""
+    """Return the pickled values of all ranks, in rank order. Collective."""
     return [pickle.loads(each) for each in gather_bytes(comm, pickle.dumps(value))]
 
 
 def gather_bytes(comm: Comm, data: bytes) -> list[bytes]:
-    """Return every rank's bytes, of any length, in the order of the ranks. Collective.
+    """Return every rank's bytes, of any length, in rank order. Collective.
 
-    Made of sums, so that any communicator has it.
+    Implemented with sums, so any communicator supports it.
     """
     if comm.size == 1:
         return [data]
-    import numpy as np  # not loaded by the command line, which imports this file
+    import numpy as np  # the command line imports this module and does not load NumPy
 
     ends = np.zeros(comm.size, np.int64)
     ends[comm.rank :] = len(data)
     comm.sum(ends)
-    everything = np.zeros(ends[-1], np.uint8)  # each byte is zero on all ranks but one, so no sum overflows
+    everything = np.zeros(ends[-1], np.uint8)  # each byte is nonzero on at most one rank, so no sum overflows
     begin = ends[comm.rank] - len(data)
     everything[begin : ends[comm.rank]] = np.frombuffer(data, np.uint8)
     comm.sum(everything)
@@ -89,11 +89,11 @@ def named_ranks(ranks: list[int]) -> str:
 
 
 def shared(error: DistgptError) -> DistgptError:
-    """Mark an error as raised by every rank, so that each may leave on its own."""
+    """Mark an error as raised on every rank, so that none aborts the job."""
     error.shared = True
     return error
 
 
 def broadcast(comm: Comm, value: Any = None) -> Any:
-    """Return rank 0's value, which may be any that pickle takes, on every rank. Collective."""
+    """Return rank 0's value, which must be picklable, on every rank. Collective."""
     return pickle.loads(comm.broadcast_bytes(pickle.dumps(value) if comm.rank == 0 else None))

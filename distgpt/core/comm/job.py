@@ -1,7 +1,7 @@
-"""The job that this process belongs to: how it meets the other ranks, and how it leaves them.
+"""The job that this process belongs to: connecting to the other ranks, and shutting down.
 
-The plain job knows of other ranks by MPI alone. What launchers and batch systems say of a process in its
-environment is a component's, whose job derives from this one.
+This class finds other ranks only through MPI. A component derives a job that also reads the environment
+variables of launchers and batch systems.
 """
 
 from __future__ import annotations
@@ -22,41 +22,41 @@ from distgpt.core.config import WITH_MPI
 
 INTERNAL = 70
 
-# Errors that one line explains. Other errors print a traceback; in a job of several ranks only the clear ones
-# do not.
+# Errors with a one-line explanation. Other errors print a traceback; in a job of multiple ranks, all except
+# these do.
 _CLEAR = (DistgptError, MemoryError)
 _EXPECTED = (*_CLEAR, OSError, SystemExit)
 
 
 class Job:
-    """A job as one process knows it. Ranks call `connect` and `meet` in this order before all else."""
+    """A job as seen by one process. Ranks first call `connect`, then `meet`."""
 
     @property
     def size(self) -> int:
-        """How many processes were launched as one job."""
+        """Number of processes launched as one job."""
         return 1
 
     @property
     def rank(self) -> int:
-        """This process's rank before MPI has started."""
+        """This process's rank before MPI starts."""
         return 0
 
     @property
     def launcher(self) -> str:
-        """The name of what has launched this process; "" where nothing is known to have."""
+        """Name of the launcher; "" if unknown."""
         return ""
 
     @property
     def batch(self) -> dict[str, str] | None:
-        """The system, the id and, if it has one, the name of the batch job; None outside of one."""
+        """System, id and, if set, name of the batch job; None outside of a batch job."""
         return None
 
     def end(self, seconds: float | None) -> float | None:
-        """Return the moment of time.monotonic() by which to be gone: after `seconds`, if they are given."""
+        """Convert seconds from now to a deadline of time.monotonic(); None stays None."""
         return None if seconds is None else time.monotonic() + seconds
 
     def connect(self, stage: str) -> Comm:
-        """Return the ranks of this job; start MPI, which waits for all of them, if the stage has several."""
+        """Return the job's ranks. A stage with multiple ranks starts MPI, which waits for all ranks."""
         if stage not in WITH_MPI:
             return SerialComm()
         require_mpi()
@@ -65,26 +65,26 @@ class Job:
         return MpiComm()
 
     def meet(self, comm: Comm) -> None:
-        """Refuse, on all ranks, what one of them cannot do. The first exchange of a job. Collective."""
+        """Raise an error on all ranks if one cannot do its part. The job's first collective call."""
 
     def notes(self, comm: Comm, stage: str, threads: int, threads_given: bool) -> list[str]:
         """Return lines for the user about how the ranks were launched. Collective."""
         return []
 
     def complain(self, complaint: str, code: int) -> int:
-        """Tell the other ranks why this one leaves before `connect`. Return the exit code of all."""
+        """Report to the other ranks why this one exits before `connect`. Return the exit code of all."""
         return code
 
     def watch_exit(self, comm: Comm) -> None:
-        """Let a rank that leaves a Python program alone, by sys.exit, end the whole job. Collective."""
+        """End the whole job if one rank leaves a Python program through sys.exit. Collective."""
 
     def leave(self, error: BaseException, comm: Comm | None) -> int:
-        """Report the error and return the exit code; an error that only this rank has ends the job here."""
+        """Report an error and return the exit code. If only this rank has the error, abort the job."""
         several = comm is not None and comm.size > 1
         alone = several and not getattr(error, "shared", False)
         rank = comm.rank if comm is not None and several else self.rank
         if isinstance(error, KeyboardInterrupt):
-            ignore_further()  # launchers repeat a signal, and so do impatient fingers
+            ignore_further()  # launchers and users repeat signals
         expected = isinstance(error, DistgptError | KeyboardInterrupt)
         if alone or not expected or rank == 0:
             is_one_of_several = alone or (comm is None and self.size > 1 and not expected)
@@ -95,7 +95,7 @@ class Job:
         return code
 
     def report(self, error: BaseException, comm: Comm | None, rank: int, where: str) -> None:
-        """Say on standard error what ends this rank. `where` names the rank, if others end otherwise."""
+        """Print the error on standard error. `where` names the rank if the error is not on all ranks."""
         if is_closed_pipe(error):
             drop_output(1)
         elif isinstance(error, KeyboardInterrupt):
@@ -105,7 +105,7 @@ class Job:
             if isinstance(error, OSError):
                 try:
                     sys.stdout.flush()
-                except OSError:  # nor can it be written at exit, where Python would leave with 120
+                except OSError:  # nor at exit, and Python would exit with 120
                     drop_output(1)
             of_several = bool(where) and comm is not None
             if not isinstance(error, _EXPECTED) or (of_several and not isinstance(error, _CLEAR)):
@@ -113,12 +113,11 @@ class Job:
 
 
 def this_job() -> Job:
-    """Return the job of this process."""
     return components().job()
 
 
 def rank_name(rank: int) -> str:
-    """Return what a line calls this rank: in the log of a batch job with its host, which is gone by then."""
+    """Name a rank; in a batch job with its host, which the log may not show otherwise."""
     return f"rank {rank} on {platform.node()}" if this_job().batch else f"rank {rank}"
 
 
@@ -126,7 +125,7 @@ PLAIN = Job()
 
 
 def require_mpi() -> None:
-    """Import mpi4py, which does not start MPI yet; refuse several ranks where it is not installed."""
+    """Import mpi4py without starting MPI; raise a UsageError if that fails."""
     try:
         from distgpt.core.comm import mpi  # noqa: F401
     except (ImportError, RuntimeError) as error:
@@ -143,15 +142,15 @@ def require_mpi() -> None:
 
 
 def shown_on_terminal(stream: TextIO) -> bool:
-    """Return if output may reach a terminal: behind a launcher it is a pipe that may end in one."""
+    """Return whether output may reach a terminal. Under a launcher it is a pipe that may end in one."""
     return stream.isatty() or this_job().size > 1
 
 
-# How a process ends: a line on standard error, and an exit code
+# How a process exits: a line on standard error, and an exit code.
 
 
 def exit_code(error: BaseException) -> int:
-    """Return the code with which a command ends that this error has stopped."""
+    """Return a command's exit code for an error."""
     if isinstance(error, DistgptError | Interrupted):
         return error.exit_code
     if isinstance(error, KeyboardInterrupt):
@@ -164,7 +163,7 @@ def exit_code(error: BaseException) -> int:
 
 
 def described(error: BaseException) -> str:
-    """Describe an error in a line."""
+    """Return a one-line description of an error."""
     if isinstance(error, SystemExit):
         return f"left with exit code {error.code} in the middle of a job"
     if isinstance(error, MemoryError):
@@ -175,25 +174,25 @@ def described(error: BaseException) -> str:
 
 
 def ending(error: KeyboardInterrupt | DistgptError) -> str:
-    """Describe what ended the command, and how to resume."""
+    """Describe why the command ended, and how to resume it."""
     return "; ".join([str(error) or "interrupted", *getattr(error, "__notes__", [])])
 
 
 def is_closed_pipe(error: BaseException) -> bool:
-    """Return whether the reader of our output is gone, as in `| head`; rich turns that into a SystemExit."""
+    """Return whether the reader closed the output (`| head`), which rich turns into a SystemExit."""
     if isinstance(error, DistgptError):
         return False
     return isinstance(error, BrokenPipeError) or isinstance(error.__context__, BrokenPipeError)
 
 
 def say(text: str) -> None:
-    """Print a line of distgpt's to standard error."""
+    """Print a line to standard error with the prefix "distgpt:"."""
     try:
         print(f"distgpt: {one_line(text)}", file=sys.stderr, flush=True)
-    except OSError:  # a terminal that was closed
+    except OSError:  # a closed terminal
         drop_output(2)
 
 
 def drop_output(descriptor: int) -> None:
-    """Drop what is written here from now on. Python's flush at exit would leave with 120 otherwise."""
+    """Discard later output of a descriptor; otherwise Python's flush at exit fails with 120."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)

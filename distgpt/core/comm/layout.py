@@ -1,4 +1,4 @@
-"""Where the ranks of a node and their threads run. The plain layout leaves that to the system."""
+"""Placement of ranks and threads on cores. The default leaves it to the system."""
 
 from __future__ import annotations
 
@@ -10,33 +10,32 @@ from distgpt.core.components import components
 
 
 class Layout:
-    """Where this rank runs. A stage calls these in their order, each thread of a pool calls `seat`."""
+    """The placement of this rank. A stage calls the methods in this order; each pool thread calls `seat`."""
 
     def threads(self, comm: Comm) -> int:
-        """Return the number of cores that this rank has, as many threads as pay."""
+        """Return the number of cores that this rank may use, which is the number of useful threads."""
         return self.share(comm.cores, comm.local_size)
 
     def share(self, cores: float, ranks: int, grants: Grants | None = None) -> int:
-        """Return as many threads as pay on one rank's share of this machine, which some ranks use."""
+        """Return the number of useful threads per rank if `ranks` ranks share this machine."""
         return granted_cores(cores, ranks, grants=grants).whole
 
     def place(self, comm: Comm, threads: int, threads_given: bool) -> list[str]:
-        """Decide where this rank and its threads run. Return lines about that on rank 0. Collective."""
+        """Choose cores for this rank and its threads. Return lines for the user on rank 0. Collective."""
         return []
 
     def bind(self) -> None:
-        """Bind this process where it was placed. Texts are read before, on all CPUs that it was given."""
+        """Bind this process to its cores. Text is read before, on all available cores."""
 
     def unbound(self) -> AbstractContextManager[None]:
-        """Let this thread, and those it starts meanwhile, run where the process could before `bind`."""
+        """Return a context in which this thread, and threads that it starts, run on all original cores."""
         return nullcontext()
 
     def seat(self, thread: int, threads: int) -> None:
-        """Put the calling thread in its place, which begins to serve as one of a pool's."""
+        """Bind the calling pool thread to its core."""
 
 
 def layout() -> Layout:
-    """Return the layout of this process."""
     return components().layout()
 
 

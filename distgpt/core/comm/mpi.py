@@ -1,4 +1,4 @@
-"""The ranks of an MPI job. MPI starts with the first communicator, not with the import."""
+"""The ranks of an MPI job. MPI starts with the first communicator, not on import."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import mpi4py
 import numpy as np
 
-mpi4py.rc.initialize = False  # an MPI that does not fit the launcher may end its process: ask first
+mpi4py.rc.initialize = False  # if MPI does not match the launcher, starting it may exit
 mpi4py.rc.finalize = True
 from mpi4py import MPI
 
@@ -20,20 +20,20 @@ from distgpt.core.base.interrupts import default_signals
 from distgpt.core.comm.api import Array, QueuedComm
 from distgpt.core.comm.resources import usable_cores
 
-LARGEST_MESSAGE = 1 << 30  # MPI counts in 32-bit integers
-PAUSE = 1e-4  # seconds that a sleeping communicator waits before it asks again whether a call is done
-LONGEST_PAUSE = 2e-2  # and at most where it may wait for long
-SECONDS_TO_SPEAK = 0.3  # launchers drop what a rank said in the moment before it ends the job
+LARGEST_MESSAGE = 1 << 30  # bytes: MPI counts in 32-bit integers
+PAUSE = 1e-4  # seconds between two polls of a sleeping communicator
+LONGEST_PAUSE = 2e-2  # seconds: the maximum for long waits
+SECONDS_TO_SPEAK = 0.3  # seconds: launchers drop the last output of a rank that aborts the job
 
 
 class MpiComm:
-    """mpi4py's world, or some of its ranks, with buffers only: nothing is pickled."""
+    """MPI ranks, by default all of mpi4py's world. Uses buffers only, no pickling."""
 
     queued: QueuedComm | None = None
 
     def __init__(self, ranks: Any = None, sleeping: bool = False) -> None:
         if not MPI.Is_initialized():
-            with default_signals():  # it waits for all ranks, one of which may never come
+            with default_signals():  # it waits for all ranks, and one may never start
                 MPI.Init_thread(MPI.THREAD_MULTIPLE)
         self._world = MPI.COMM_WORLD if ranks is None else ranks
         self._sleeping = sleeping
@@ -64,7 +64,7 @@ class MpiComm:
         self._swap(lambda other: own, lambda other: array[bounds[other] : bounds[other + 1]])
 
     def _swap(self, going: Callable[[int], Array], coming: Callable[[int], Array]) -> None:
-        """To and from every other rank at once.
+        """Exchange arrays with every other rank concurrently.
 
         MPI's own Alltoallv and Allgatherv take up to three times as long over a network.
         """
@@ -86,7 +86,7 @@ class MpiComm:
     def split_by_node(self) -> tuple[MpiComm, MpiComm] | None:
         return self._levels
 
-    @cached_property  # once: communicators are few, and these are kept
+    @cached_property  # cached, because communicators are limited
     def _levels(self) -> tuple[MpiComm, MpiComm] | None:
         same = self.allreduce_max(self.local_size) == -self.allreduce_max(-self.local_size)
         if not same or self.local_size in (1, self.size):
@@ -96,7 +96,7 @@ class MpiComm:
         return MpiComm(node, self._sleeping), MpiComm(across, self._sleeping)
 
     def _wait(self, requests: list[Any]) -> None:
-        """Wait until all are done; a sleeping communicator looks now and then, where MPI would spin."""
+        """Wait until all requests are done; a sleeping communicator polls, where MPI would spin."""
         if not self._sleeping:
             MPI.Request.Waitall(requests)
             return
@@ -140,23 +140,23 @@ class MpiComm:
 
 
 def vendor() -> str:
-    """Whose MPI library it is, as in "MPICH". Asked before MPI starts, too."""
+    """Return the MPI implementation, such as "MPICH". Also works before MPI starts."""
     return str(MPI.get_vendor()[0])
 
 
 def library() -> str:
-    """Return the MPI library and its version, as in "MPICH 4.3.0" or "Open MPI v5.0.6"."""
+    """Return the MPI library and its version, such as "MPICH 4.3.0" or "Open MPI v5.0.6"."""
     first = configuration().split("\n")[0].strip("\x00 ")
-    return " ".join(first.partition(",")[0].replace("Version:", "").split())  # packager and dates come after
+    return " ".join(first.partition(",")[0].replace("Version:", "").split())  # the rest is packager and dates
 
 
 def configuration() -> str:
-    """Return all that the MPI library says of its version and of how it was built."""
+    """Return the MPI library's full version and build description."""
     return str(MPI.Get_library_version())
 
 
 def _share_of_cores(node: Any) -> float:
-    """Launchers may bind ranks to cores or leave all cores to all of them; this is right for both."""
+    """Return this rank's share of cores, whether launchers bind ranks to cores or not."""
     mine = sorted(usable_cores())
     highest = np.array([mine[-1]])
     node.Allreduce(MPI.IN_PLACE, highest, MPI.MAX)

@@ -1,7 +1,7 @@
-"""The cores and the memory that this process may use: those of the machine, and the limit that grants fewer.
+"""The cores and memory that this process may use: the machine's, or less if a limit applies.
 
-Limits are those of control groups, of both versions and with all groups above, of the process (ulimit), and
-what a batch system grants (`Grants`).
+Limits come from control groups (v1 and v2, including parents), from ulimit, and from the batch system
+(`Grants`).
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from distgpt.core.base.system import sysctl_number
 from distgpt.core.components import components
 
 MIB = 1 << 20
-ADDRESSES = 256 * MIB  # that fill no memory: malloc's arenas, stacks, libraries and code still to be loaded
-CACHES = ("active", "inactive")  # of files: memory that a group gives up when it needs more
+ADDRESSES = 256 * MIB  # address space only: malloc arenas, stacks, libraries and code still to be loaded
+CACHES = ("active", "inactive")  # file caches, which a group frees when it needs memory
 ULIMITS = {"v": (resource.RLIMIT_AS, "VmSize"), "d": (resource.RLIMIT_DATA, "VmData")}
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes that one of some processes can have, and the limit that leaves no more."""
+    """Bytes available to each of `ranks` processes, and the limit that determines them."""
 
     free: int
-    total: int = 0  # of the limit, for all processes under it; 0 without one
-    limit: str = ""  # its name; "" if the machine itself has no more
+    total: int = 0  # bytes of the limit, for all its processes; 0 without a limit
+    limit: str = ""  # its name; "" if only the machine limits it
     ranks: int = 1
 
     @property
     def where(self) -> str:
-        """Describe whose memory this is, as in "this machine, limited to 1.5 GiB by ulimit -v"."""
+        """Describe the memory, such as "this machine, limited to 1.5 GiB by ulimit -v"."""
         each = f" for each of {self.ranks} ranks" if self.ranks > 1 else ""
         limited = f", limited to {size(self.total)} by {self.limit}" if self.limit else ""
         return f"this machine{each}{limited}"
@@ -42,10 +42,10 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Cores:
-    """Cores, or their worth of time, of one of some processes, and the limit that grants no more."""
+    """CPU cores, or CPU time in cores, for each of some processes, and the limit that determines them."""
 
     number: float
-    limit: str = ""  # its name; "" for the cores that it may run on
+    limit: str = ""  # "" for the CPU affinity
 
     @property
     def whole(self) -> int:
@@ -54,18 +54,18 @@ class Cores:
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """The control groups of this process, by the files in which the system tells of them."""
+    """The control groups of this process, read from /proc and /sys."""
 
     root: Path = Path("/sys/fs/cgroup")
     own: Path = Path("/proc/self/cgroup")
 
     def chain(self, controller: str) -> Iterator[tuple[str, Path]]:
-        """Yield name and folder of the group that a controller puts this process in, and of all above.
+        """Yield name and directory of this process's group in a controller, and of all parents.
 
-        A container may see its own group as the root, below which those of its path are missing.
+        A container may see its own group as the root, without the groups in its path.
         """
         for _, controllers, inside in (line.split(":", 2) for line in _read(self.own).splitlines()):
-            if controllers == "":  # version 2, whose place beside version 1 is unified/
+            if controllers == "":  # version 2; next to version 1 it is in unified/
                 roots = [self.root, self.root / "unified"]
             else:
                 roots = [self.root / controller] if controller in controllers.split(",") else []
@@ -76,14 +76,14 @@ class Groups:
 
 
 class Grants:
-    """The grants of a batch system to its job, beside what the system enforces. Here none is known."""
+    """Limits that a batch system sets for its job. This default has none."""
 
     def memory(self) -> Iterable[tuple[int, str]]:
         """Return bytes for all ranks of this host, and the name of each limit."""
         return ()
 
     def cores(self, ranks: int) -> Iterable[tuple[float, str]]:
-        """Return cores for each of some ranks of this host, and the name of each limit."""
+        """Return cores for each of `ranks` ranks of this host, and the name of each limit."""
         return ()
 
 
@@ -91,11 +91,11 @@ UNKNOWN = Grants()
 
 
 def granted_memory(ranks: int = 1, groups: Groups = Groups(), grants: Grants | None = None) -> Memory:
-    """Return what each of some ranks on this machine can have, by the limit that leaves the least."""
+    """Return the memory available to each of `ranks` ranks on this machine, by the tightest limit."""
     found = [Memory(available_memory() // ranks)]
     for name, group in groups.chain("memory"):
-        # memory.high counts: what goes beyond is slowed down until it stands. memory.soft_limit_in_bytes does
-        # not.
+        # memory.high counts because a process above it is throttled to a standstill.
+        # memory.soft_limit_in_bytes does not count.
         for limit, used in (
             ("memory.limit_in_bytes", "memory.usage_in_bytes"),
             ("memory.max", "memory.current"),
@@ -104,14 +104,14 @@ def granted_memory(ranks: int = 1, groups: Groups = Groups(), grants: Grants | N
             total, now = _read(group / limit), _read(group / used)
             if total.isdigit() and now.isdigit():
                 rows = dict(row.split() for row in _read(group / "memory.stat").splitlines())
-                # Version 1 has sums over all groups below under names of their own.
+                # Version 1 names sums over all child groups total_*.
                 caches = (rows.get(f"total_{kind}_file", rows.get(f"{kind}_file", 0)) for kind in CACHES)
                 free = int(total) - max(0, int(now) - sum(map(int, caches)))
                 limit_of_group = f"{limit} of the control group {name}"
                 found.append(Memory(max(0, free) // ranks, int(total), limit_of_group))
     for granted, by in (grants or components().grants()).memory():
         found.append(Memory(max(0, granted // ranks - status_bytes("VmRSS")), granted, by))
-    for flag, (number, counted) in ULIMITS.items():  # which each rank has for itself
+    for flag, (number, counted) in ULIMITS.items():  # each rank has its own ulimit
         most = resource.getrlimit(number)[0]
         if most != resource.RLIM_INFINITY:
             free = most - status_bytes(counted) - ADDRESSES
@@ -122,7 +122,7 @@ def granted_memory(ranks: int = 1, groups: Groups = Groups(), grants: Grants | N
 def granted_cores(
     share: float = 0.0, ranks: int = 1, groups: Groups = Groups(), grants: Grants | None = None
 ) -> Cores:
-    """Return what each of some ranks on this machine can use of its `share` of cores; 0: of all of them."""
+    """Return the cores available to each of `ranks` ranks. `share`: cores of this rank, 0 for all usable."""
     found = [Cores(share or len(usable_cores()))]
     for name, group in groups.chain("cpu"):
         old = f"{_read(group / 'cpu.cfs_quota_us')} {_read(group / 'cpu.cfs_period_us')}"
@@ -143,13 +143,13 @@ def _read(path: Path) -> str:
         return ""
 
 
-# The machine and this process, as the system counts them
+# The machine and this process, as the system counts them.
 
 
 def usable_cores() -> set[int]:
-    """Core numbers this process is bound to; all of them where the system does not say.
+    """Return the cores this process may run on; all if the system does not report them.
 
-    On macOS the fast cores alone: parts of equal size would wait for the slow ones.
+    On macOS, return only the performance cores, because equal parts would wait for the slow ones.
     """
     if hasattr(os, "sched_getaffinity"):
         return set(os.sched_getaffinity(0))
@@ -157,14 +157,14 @@ def usable_cores() -> set[int]:
 
 
 def available_memory() -> int:
-    """Bytes that new processes could have without limits; all of the machine's if the system says no more."""
+    """Return the bytes available to new processes, ignoring limits; the machine's total if unknown."""
     free = _kibibytes("/proc/meminfo", "MemAvailable")
     return (sysctl_number("hw.memsize") or 1 << 62) if free is None else free
 
 
 def peak_memory() -> int:
-    """Bytes that this process has held at most."""
-    # Not getrusage's, which may be those of the process that started this one.
+    """Return the peak memory of this process, in bytes."""
+    # Not getrusage, which may report the peak of the parent process.
     if most := status_bytes("VmHWM"):
         return most
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -172,11 +172,11 @@ def peak_memory() -> int:
 
 
 def status_bytes(name: str) -> int:
-    """Bytes of this process by a name of /proc/self/status; 0 where the system does not say."""
+    """Return bytes from /proc/self/status; 0 if the system does not report them."""
     return _kibibytes("/proc/self/status", name) or 0
 
 
 def _kibibytes(file: str, name: str) -> int | None:
-    """Bytes by a name in a file of the system that counts in KiB; None where it does not say."""
+    """Return bytes from a system file that counts in KiB; None if it does not have the name."""
     lines = _read(Path(file)).splitlines()
     return next((int(line.split()[1]) << 10 for line in lines if line.startswith(f"{name}:")), None)

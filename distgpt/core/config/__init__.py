@@ -1,7 +1,8 @@
-"""Settings: what the model is, how it is trained, how a GPU computes, and where the values come from.
+"""Settings of the model, training and GPU, and the sources of their values.
 
-Frozen dataclasses whose fields carry their own help, choices and range; presets and TOML.
-Not here: the options made of them (commands/options.py), and anything that computes.
+Frozen dataclasses whose fields have help, choices and a range; presets; TOML files.
+
+Not here: command options (commands/options.py), and computation.
 """
 
 from distgpt.core.base.errors import nearest

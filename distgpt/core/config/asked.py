@@ -1,4 +1,4 @@
-"""One record of all that a run is asked for; and the configuration that follows from it."""
+"""The complete request for a run, and the configuration that it resolves to."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from distgpt.core.config.presets import DEFAULT_PRESET, base_preset
 from distgpt.core.config.run_config import RunConfig, layered, parse_toml, read_text, renamed
 from distgpt.core.config.settings import ModelConfig
 
-WARMUP_PART = 5  # a preset's warm-up takes no more than this part of a run with fewer steps
-# Of a model that is trained further: a preset's learning rates are for random weights.
+WARMUP_PART = 5  # a preset's warm-up is at most 1/5 of the steps
+# Defaults for further training. A preset's learning rates are meant for random weights.
 PRETRAINED_PRESET = "tiny-adamw"
 PRETRAINED: dict[str, float] = {
     "lr": 5e-5,
@@ -23,53 +23,53 @@ PRETRAINED: dict[str, float] = {
     "head_lr": 0.0,
     "vector_lr": 0.0,
 }
-ADAPTED_LR = 2e-3  # at most
+ADAPTED_LR = 2e-3  # the maximum for LoRA
 
-RECIPES = ("decay_from", "within", "depth", "deterministic")  # their words, which are no settings
+RECIPES = ("decay_from", "within", "depth", "deterministic")  # options of recipes, which are not settings
 
 Value = bool | int | float | str
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """Holds all that a run is asked for, by the options of a command or from Python.
+    """Everything requested for a run, from the options of a command or from Python.
 
-    Recipes turn their own words into `given`, `derived` and the rest, before the settings are resolved.
+    Recipes convert their own options to `given`, `derived` and other fields before the settings are resolved.
     """
 
     preset: str | None = None
     toml: Path | None = None
-    given: Mapping[str, Value] = field(default_factory=dict)  # settings, which count before all others
+    given: Mapping[str, Value] = field(default_factory=dict)  # settings with the highest priority
     out: Path | None = None
     resume: str | None = None  # "auto", or the path of a run or checkpoint
-    fetches: bool = True  # weights of the hub that are not on this machine yet
+    fetches: bool = True  # whether to download missing weights from the hub
 
-    # The words of recipes. None or False: not asked for.
+    # Options of recipes. None or False: not set.
     decay_from: str | None = None
     within: str | None = None
     depth: int | None = None
-    tokens: float = 0.0  # with `depth`: to read; 0: as many as the depth asks for
-    deterministic: bool = False  # on CPUs
+    tokens: float = 0.0  # training tokens with `depth`; 0: as many as the depth requires
+    deterministic: bool = False  # requires CPUs
 
-    # What recipes leave beside `given`.
-    derived: Mapping[str, Value] = field(default_factory=dict)  # settings between preset and file
-    title: str = ""  # a name for the run
-    expected_bits: float = 0.0  # per byte of text that is held out, as --within expects; 0: unknown
-    uncounted: float = 0.0  # seconds of this process that are none of the run's time
+    # Results of recipes, besides `given`.
+    derived: Mapping[str, Value] = field(default_factory=dict)  # settings between the preset and the file
+    title: str = ""  # the run's name
+    expected_bits: float = 0.0  # the bits per byte that --within expects on held-out text; 0: unknown
+    uncounted: float = 0.0  # seconds of this process that do not count as the run's time
 
     @property
     def name(self) -> str:
-        """Return the name of the run: that of its preset, or of the file with its settings."""
+        """Return the name of the run, which defaults to its preset's or its settings file's."""
         return self.title or self.preset or (self.toml.stem if self.toml else DEFAULT_PRESET)
 
     @property
     def has_recipes(self) -> bool:
-        """Return whether this has words of recipes, or the setting that stands for one."""
+        """Return whether a recipe's option is set, or the setting that implies a recipe."""
         words = (getattr(self, name) for name in RECIPES)
         return any(word is not None and word is not False for word in words) or bool(self.given.get("chats"))
 
     def layers(self) -> tuple[str, dict[str, object], dict[str, object]]:
-        """Return the name of the preset, "" for none, and the settings of the file and those given."""
+        """Return the preset's name ("" for none), the settings of the file, and the given settings."""
         file: dict[str, object] = (
             parse_toml(read_text(self.toml, "--config"), str(self.toml)) if self.toml else {}
         )
@@ -95,12 +95,12 @@ class Asked:
             )
 
     def settings(self) -> dict[str, object]:
-        """Return the settings of the file and those given."""
+        """Return the settings from the file, overridden by the given ones."""
         _, file, given = self.layers()
         return renamed(file | given)
 
     def named(self, setting: str) -> object:
-        """Return what flags, file or preset say of a setting; None where none of them names it."""
+        """Return a setting from flags, file or preset; None if none of them sets it."""
         chosen, file, given = self.layers()
         return {**(base_preset(chosen) if chosen else {}), **file, **given}.get(setting)
 
@@ -112,16 +112,17 @@ def asked_for(
     out: Path | None = None,
     resume: str | None = None,
 ) -> Asked:
-    """Return the record of what a user gives, where words of recipes stand among the `settings`."""
+    """Create the request from a user's settings, which may include options of recipes."""
     words = {name: settings[name] for name in RECIPES if name in settings}
     given = {name: value for name, value in settings.items() if name not in RECIPES}
     return Asked(preset, toml, given, out, resume, **words)
 
 
 def resolve(asked: Asked, weights: ModelConfig | None = None) -> RunConfig:
-    """Return the configuration of a new run; `weights` is the model in the file that `init` names.
+    """Return the configuration of a new run. `weights` is the model in the file that `init` names.
 
-    What counts, from the least: defaults, preset, that model, what recipes have derived, file, given.
+    In order of increasing priority: defaults, preset, that model, values derived by recipes, file, given
+    settings.
     """
     chosen, file, given = asked.layers()
     said = file | given
@@ -131,7 +132,7 @@ def resolve(asked: Asked, weights: ModelConfig | None = None) -> RunConfig:
     run = layered(RunConfig(), base_preset(chosen), held, asked.derived, file, given)
     for key, value in asdict(weights).items() if weights else ():
         wanted = getattr(run.model, key)
-        # Weights that were trained on another context may fit, but not vectors of positions that they lack.
+        # Another context length fits, unless it needs more position vectors than the weights have.
         fits = key == "seq_len" and (not run.model.has_position_vectors or wanted < value)
         if wanted != value and not fits:
             raise UsageError(
@@ -141,10 +142,10 @@ def resolve(asked: Asked, weights: ModelConfig | None = None) -> RunConfig:
 
 
 def resumed(base: RunConfig, asked: Asked) -> RunConfig:
-    """Return the configuration of a run that resumes: what it was, changed by what is given now."""
+    """Return the configuration of a resumed run, which is the saved one with the settings given now."""
     chosen, file, given = asked.layers()
     named = base_preset(chosen) if chosen else {}
-    # The model that it began with overrides a preset.
+    # The run's initial model overrides a preset.
     held = (
         asdict(base.model) | {key: getattr(base.train, key) for key in PRETRAINED} if base.train.init else {}
     )
@@ -153,15 +154,15 @@ def resumed(base: RunConfig, asked: Asked) -> RunConfig:
 
 
 def _of_weights(weights: ModelConfig, said: Mapping[str, object]) -> dict[str, object]:
-    """Return what follows from weights to be trained further: their model, and lower learning rates."""
+    """Return the settings implied by pretrained weights: their model, and lower learning rates."""
     found = asdict(weights) | PRETRAINED
-    if said.get("lora_rank"):  # adapters begin at 0 (docs/how-to/lora.md)
+    if said.get("lora_rank"):  # adapters start at 0 (docs/how-to/lora.md)
         found |= {"lr": float(f"{min(ADAPTED_LR, 1 / weights.n_embd):.2g}"), "weight_decay": 0.0}
     return found
 
 
 def _with_fitting_warmup(run: RunConfig, *chosen: Mapping[str, object]) -> RunConfig:
-    """Make a preset's warm-up shorter for a run of few steps, unless the user has chosen one."""
+    """Shorten a preset's warm-up for a short run, unless the user has set a warm-up."""
     if any("warmup" in layer for layer in chosen):
         return run
     return run.with_values({"warmup": min(run.train.warmup, run.train.steps // WARMUP_PART)})

@@ -43,7 +43,7 @@ _LLAMA: Values = {
 
 
 def _llama(n_layer: int, n_head: int, n_kv_head: int, n_embd: int, **more: Value) -> Values:
-    """Return a published shape with gpt2's recipe, at a shorter context than the published model's."""
+    """Return a published architecture with GPT-2's recipe and a shorter context."""
     return _gpt2(n_layer, n_head, n_embd, n_kv_head=n_kv_head, **{**_LLAMA, **more})
 
 
@@ -78,7 +78,7 @@ def _microgpt(n_layer: int, n_embd: int, seq_len: int, n_head: int) -> Values:
     }
 
 
-# The recipe that learns fastest (docs/explanation/learning.md). `lr` is that of the layers' matrices.
+# The recipe with the fastest convergence (docs/explanation/learning.md). `lr` is for the layers' matrices.
 _FAST: Values = {
     "norm": "rmsnorm",
     "norm_gain": False,
@@ -103,7 +103,7 @@ _FAST: Values = {
     "eps": 1e-10,
 }
 
-# First weights from pairs of tokens, and the learning rates that they need: for short runs.
+# Initial weights from token bigrams, and their learning rates, for short runs.
 _FROM_PAIRS: Values = {
     "init_weights": "bigrams",
     "lr": 0.04,
@@ -112,7 +112,7 @@ _FROM_PAIRS: Values = {
     "head_lr": 0.0007,
 }
 
-# A size for a CPU and for minutes.
+# A size for minutes on a CPU.
 _FOUR_LAYERS: Values = {
     "n_layer": 4,
     "n_head": 4,
@@ -131,9 +131,9 @@ _STUDY = {
 
 # Published models and workloads, as differences from the defaults.
 PRESETS: dict[str, Values] = {
-    # Learns a short text within a minute. So small a model takes a higher learning rate than `fast`.
+    # Trains on a short text within a minute. A model this small allows a higher learning rate than `fast`.
     "tiny": {**_FAST, "lr": 0.05},
-    # The same size by AdamW. A shorter warm-up makes gradients of 17 to 75 on other texts.
+    # The same size with AdamW. With a shorter warm-up, gradient norms reached 17 to 75 on other corpora.
     "tiny-adamw": {
         "positions": "rope",
         "norm": "rmsnorm",
@@ -142,7 +142,7 @@ PRESETS: dict[str, Values] = {
         "steps": 1000,
         "warmup": 120,
     },
-    # The recipe that learns fastest; and up to about two million tokens.
+    # The recipe with the fastest convergence, and its variant for up to about two million tokens.
     "fast": {**_FAST, **_FOUR_LAYERS, "window": 128, "steps": 1000},
     "sprint": {**_FAST, **_FROM_PAIRS, **_FOUR_LAYERS, "steps": 330},
     "gpt-mini": {
@@ -192,15 +192,14 @@ PRESETS: dict[str, Values] = {
 
 
 def preset(name: str, *changes: Mapping[str, object]) -> RunConfig:
-    """Return the full configuration behind a preset's name, with changes to it, later ones over earlier ones.
+    """Return a preset's full configuration, with changes applied in order.
 
-    `batch_tokens` is `batch_size` in tokens: the later one of the two counts.
+    `batch_tokens` is `batch_size` in tokens; the later of the two overrides the other.
     """
     return layered(RunConfig(), base_preset(name), *changes)
 
 
 def base_preset(name: str) -> Values:
-    """Return a preset as differences from the defaults."""
     if name not in PRESETS:
         raise UsageError(f"unknown preset {name!r:.80}{nearest(name[:80], PRESETS)}")
     return PRESETS[name]

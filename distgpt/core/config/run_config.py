@@ -1,4 +1,4 @@
-"""A run's configuration: model and training, changed in layers, read from TOML and written to it."""
+"""A run's configuration: model and training settings, changed in layers, read from and written to TOML."""
 
 from __future__ import annotations
 
@@ -13,36 +13,36 @@ from distgpt.core.base.files import read_small
 from distgpt.core.config.setting import brief, settings_of
 from distgpt.core.config.settings import BATCH_TOKENS, ModelConfig, TrainConfig
 
-LONGEST_TOML = 1 << 18  # characters of TOML
-MOST_TOML_DOTS = 2000  # the parser keeps every beginning of a dotted key
+LONGEST_TOML = 1 << 18  # characters
+MOST_TOML_DOTS = 2000  # the parser keeps every prefix of a dotted key
 
 MODEL, TRAIN = settings_of(ModelConfig), settings_of(TrainConfig)
 SETTINGS = MODEL | TRAIN
-# Settings that are gone, and the value at which they did nothing: only a run with another one cannot resume.
+# Removed settings and the values at which they had no effect. A run with another value cannot resume.
 REMOVED: dict[str, object] = {"adapter_kind": "auto", "keep_minutes": 0.0, "log_every": 1, "recheck_every": 0}
 
 EXTRA = "extra"  # the table of an extension's settings; one of them is extra.NAME
 BATCH_KEYS = {"batch_size", BATCH_TOKENS}
 
-# Settings that a resumed run may change: the others say what the steps so far have computed.
+# Settings that may change on resume. The other settings determine the results of earlier steps.
 CHANGEABLE = {name for name, about in SETTINGS.items() if about.changeable}
 
 
 @dataclass(frozen=True, slots=True)
 class RunConfig:
-    """Both halves, as saved in a run directory and inside every weights file."""
+    """Model and training settings, as saved in a run directory and in every weights file."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
 
     def with_values(self, values: Mapping[str, object]) -> RunConfig:
-        """Return a copy with some settings changed. Refuse unknown names and impossible values."""
+        """Return a copy with some settings changed. Reject unknown names and invalid values."""
         for name in values:
             if name in REMOVED:
                 raise UsageError(f"distgpt no longer has the setting {name}: remove it from config.toml")
             if name not in SETTINGS and name != EXTRA:
                 raise UsageError(f"unknown setting {name!r:.80}{nearest(name[:80], SETTINGS)}")
-        # Whatever their types are: the copies check them as they are made.
+        # The copies check the types of the values.
         model: dict[str, Any] = {name: value for name, value in values.items() if name in MODEL}
         train: dict[str, Any] = {name: value for name, value in values.items() if name not in MODEL}
         return RunConfig(replace(self.model, **model), replace(self.train, **train))
@@ -54,7 +54,7 @@ class RunConfig:
 def differences(before: RunConfig, now: RunConfig) -> dict[str, tuple[object, object]]:
     """Return the settings that differ, by name: the value before, and the value now.
 
-    Values still unknown (vocabulary size, steps of an epoch run) do not count as different.
+    Values that are still unknown (vocabulary size, steps of an epoch run) do not count as different.
     """
     old, new = (_flat(asdict(run.model) | asdict(run.train)) for run in (before, now))
     if not now.model.vocab_size:
@@ -65,7 +65,7 @@ def differences(before: RunConfig, now: RunConfig) -> dict[str, tuple[object, ob
 
 
 def _flat(values: Mapping[str, Any]) -> dict[str, object]:
-    """Return the values with each setting of an extension under its own name."""
+    """Return the values with each setting of an extension under extra.NAME."""
     extra = values.get(EXTRA)
     if not isinstance(extra, dict):
         return {**values}
@@ -74,8 +74,9 @@ def _flat(values: Mapping[str, Any]) -> dict[str, object]:
 
 
 def renamed(values: Mapping[str, object]) -> dict[str, object]:
-    """Return the values with former choices replaced by those of today, without settings that did nothing
-    and are gone.
+    """Return the values with old choices replaced by current ones.
+
+    Drop removed settings whose value had no effect.
     """
     found: dict[str, object] = {}
     for name, value in values.items():
@@ -87,7 +88,7 @@ def renamed(values: Mapping[str, object]) -> dict[str, object]:
 
 
 def former_choices(text: str, source: str) -> list[str]:
-    """Return a line for each value of a TOML text that is called something else today."""
+    """Return a line for each value in a TOML document that has a new name."""
     found = []
     for half in load_toml(text, source).values():
         for name, value in half.items() if isinstance(half, dict) else ():
@@ -98,9 +99,9 @@ def former_choices(text: str, source: str) -> list[str]:
 
 
 def layered(base: RunConfig, *layers: Mapping[str, object]) -> RunConfig:
-    """Return a configuration changed by these layers, later ones over earlier ones.
+    """Return a configuration changed by these layers; later layers override earlier ones.
 
-    `batch_tokens` is `batch_size` in tokens: the later one of the two counts.
+    `batch_tokens` is `batch_size` in tokens; the later of the two overrides the other.
     """
     values: dict[str, object] = {}
     extra: dict[str, object] = dict(base.train.extra)
@@ -110,7 +111,7 @@ def layered(base: RunConfig, *layers: Mapping[str, object]) -> RunConfig:
         values |= layer
     if values.keys() >= BATCH_KEYS:
         raise UsageError("batch_size and batch_tokens say the same thing: give one of them")
-    # What opening the run decides has the base's value until then: a resumed run's own, else the default.
+    # A setting decided when the run opens keeps the base's value until then.
     undecided = {name: about.undecided for name, about in SETTINGS.items() if about.undecided}
     values = {name: each for name, each in values.items() if name not in undecided or each != undecided[name]}
     for name in [name for name in values if name.startswith(f"{EXTRA}.")]:
@@ -128,16 +129,16 @@ def layered(base: RunConfig, *layers: Mapping[str, object]) -> RunConfig:
     return base.with_values({**values, "batch_size": tokens // seq_len})
 
 
-# TOML
+# Functions that read and write TOML.
 
 
 def parse_toml(text: str, source: str) -> dict[str, object]:
-    """Return the settings in a TOML text, from its top level, [model] and [train] alike, as one flat dict."""
+    """Return the settings in a TOML document, from its top level, [model] and [train], as one flat dict."""
     return flat_settings(load_toml(text, source), source)
 
 
 def load_toml(text: str, source: str) -> dict[str, object]:
-    """Return the document in a TOML text, which is bounded before it is parsed."""
+    """Parse a TOML document after checking its size."""
     if len(text) > LONGEST_TOML:
         raise UsageError(f"{source} is no configuration: it is longer than {LONGEST_TOML:,} characters")
     if text.count(".") > MOST_TOML_DOTS:
@@ -146,13 +147,13 @@ def load_toml(text: str, source: str) -> dict[str, object]:
         return tomllib.loads(text)
     except RecursionError:
         raise UsageError(f"{source} is not valid TOML: it is nested too deeply") from None
-    except ValueError as error:  # Python's own too: of a date that is none, of a number with too many digits
+    except ValueError as error:  # includes Python errors for invalid dates and long numbers
         why = "a number has too many digits" if "set_int_max_str_digits" in str(error) else error
         raise UsageError(f"{source} is not valid TOML: {why}") from None
 
 
 def flat_settings(document: Mapping[str, object], source: str) -> dict[str, object]:
-    """Return the settings of a document's top level and of its tables, as one flat dict."""
+    """Return the settings of a document's top level and tables as one flat dict."""
     tables = {"model": set(MODEL), "train": {*TRAIN, BATCH_TOKENS}}
     flat: dict[str, object] = {}
     for key, value in renamed(document).items():
@@ -172,7 +173,7 @@ def flat_settings(document: Mapping[str, object], source: str) -> dict[str, obje
 
 
 def read_text(path: Path, what: str) -> str:
-    """Return the text of a TOML file. `what` is the option or argument that names it, for errors."""
+    """Return the content of a TOML file. `what` is the option or argument that names it, for errors."""
     try:
         return read_small(path, LONGEST_TOML).decode()
     except DistgptError as error:
@@ -182,7 +183,6 @@ def read_text(path: Path, what: str) -> str:
 
 
 def as_toml(values: Mapping[str, object]) -> str:
-    """Return a line for each setting."""
     return "".join(f"{name} = {_toml(value)}\n" for name, value in values.items() if value != {})
 
 

@@ -15,17 +15,17 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 Value = bool | int | float | str
-Values = dict[str, Value]  # by the names of settings
+Values = dict[str, Value]  # setting names → values
 
-LONGEST_TEXT = 4096  # bytes: as long as a path may be
-LARGEST_INT = (1 << 53) - 1  # where nothing else limits a setting: floats are exact up to there
+LONGEST_TEXT = 4096  # bytes: the maximum path length
+LARGEST_INT = (1 << 53) - 1  # the largest integer that floats represent exactly
 
 T = TypeVar("T", int, float, bool, str)
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A setting without its value. `low` and `most` are allowed values, `above` and `below` are not."""
+    """The declaration of a setting. Bounds `low` and `most` are inclusive, `above` and `below` exclusive."""
 
     kind: type
     help: str
@@ -34,15 +34,15 @@ class Setting:
     above: float | None = None
     most: float | None = None
     below: float | None = None
-    group: str = ""  # the section of --help-all
-    first: bool = False  # --help shows it too
-    flag: str = ""  # the option's spelling, where it is not "--" and the name
-    changeable: bool = False  # on resume: what the steps so far computed stays as it is
-    former_choices: tuple[tuple[str, str], ...] = ()  # values in older files, and what they are called now
-    undecided: str = ""  # an option's and a file's default: opening a run decides, so no configuration has it
+    group: str = ""  # the section in --help-all
+    first: bool = False  # also shown by --help
+    flag: str = ""  # the option's spelling; default: "--" and the name
+    changeable: bool = False  # may change on resume; earlier steps are not affected
+    former_choices: tuple[tuple[str, str], ...] = ()  # old values in existing files, with their new names
+    undecided: str = ""  # the option's default, replaced when the run opens; not valid in a configuration
 
     def parse(self, name: str, text: str) -> Value:
-        """Return the value that a text gives; its range is checked by `check`."""
+        """Parse a value from text. `check` checks its range."""
         try:
             return {"true": True, "false": False}[text.lower()] if self.kind is bool else self.kind(text)
         except (KeyError, ValueError):
@@ -50,7 +50,7 @@ class Setting:
             raise UsageError(f"{name} is {brief(text)}: it must be {what}") from None
 
     def check(self, name: str, value: object) -> None:
-        """Refuse a value of the wrong type or out of range with a UsageError."""
+        """Raise a UsageError if a value has the wrong type or is out of range."""
         accepted = (int, float) if self.kind is float else self.kind
         if not isinstance(value, accepted) or (isinstance(value, bool) and self.kind is not bool):
             raise UsageError(f"{name} is {brief(value)}: it must be of type {self.kind.__name__}")
@@ -69,7 +69,7 @@ class Setting:
             raise UsageError(f"{name} is {brief(value)}: it must be {wrong}")
 
     def _out_of_range(self, value: float) -> str:
-        """Return what a number must be that it is not; "" if it is all right."""
+        """Return the violated bound of a number, or ""."""
         if self.kind is float and not abs(value) <= sys.float_info.max:
             return "a finite number"
         if self.low is not None and value < self.low:
@@ -85,14 +85,14 @@ class Setting:
 
 
 def brief(value: object) -> str:
-    """Return a value for a message, whatever it is and however large."""
-    if isinstance(value, int) and value.bit_length() > 128:  # Python refuses to write out 4,300 digits
+    """Return a short representation of any value for a message."""
+    if isinstance(value, int) and value.bit_length() > 128:  # Python cannot print 4,300 digits
         return f"a number of about {value.bit_length() * math.log10(2):,.0f} digits"
     return str(value) if isinstance(value, int | float) else reprlib.repr(value)
 
 
 def setting(default: T, help: str, group: str = "", **known: Any) -> T:
-    """Return a dataclass field with this default, which gives the setting its type; `known`: see Setting."""
+    """Return a dataclass field of this default and type. `known`: other fields of Setting."""
     return field(default=default, metadata={"setting": Setting(type(default), help, group=group, **known)})
 
 
@@ -102,6 +102,6 @@ def settings_of(config: DataclassInstance | type[DataclassInstance]) -> dict[str
 
 
 def check(config: DataclassInstance) -> None:
-    """Check every field of a dataclass of settings."""
+    """Check every setting of a dataclass."""
     for name, about in settings_of(config).items():
         about.check(name, getattr(config, name))

@@ -1,4 +1,4 @@
-"""Every setting, declared once: default, help, choices, range, flag, and whether it may change."""
+"""All settings, declared once: default, help, choices, range, flag, and whether they may change on resume."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from distgpt.core.base.errors import UsageError, nearest
 from distgpt.core.config.setting import Setting, Value, check, setting
 from distgpt.core.ops.activations import ACTIVATIONS
 
-DEFAULT_TEMPERATURE = 0.8  # of generated text: small models repeat themselves without chance
+DEFAULT_TEMPERATURE = 0.8  # without randomness, small models repeat themselves
 DEEPEST = 100  # layers of --depth
-PARAMETERS_PER_TOKEN = 10  # of the text, at most: larger models know it by heart
+PARAMETERS_PER_TOKEN = 10  # the maximum per training token: larger models overfit
 NORMS = ("layernorm", "rmsnorm")
 MLPS = tuple(ACTIVATIONS)
 POSITIONS = ("learned", "rope", "none")
 LORA_MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
 DTYPES = ("float32", "float64", "bfloat16")
-METRICS = ("hellaswag",)  # settings that name the file of a metric which evaluations measure
+METRICS = ("hellaswag",)  # settings that name the data file of an evaluation metric
 ROUNDED_DTYPES = ("int8", "int4")
-AUTO_DTYPE = "auto"  # distgpt/core/cpu/stages.py says what that is
+AUTO_DTYPE = "auto"  # see distgpt/core/cpu/stages.py
 INFERENCE_DTYPES = (AUTO_DTYPE, *DTYPES, *ROUNDED_DTYPES)
 STAGES = ("serial", "mpi", "cuda", "mpi-cuda")
 ON_GPU = ("cuda", "mpi-cuda")
 WITH_MPI = ("mpi", "mpi-cuda")
-SEVERAL = {"serial": "mpi", "cuda": "mpi-cuda"}  # the stage of several processes that computes alike
+SEVERAL = {"serial": "mpi", "cuda": "mpi-cuda"}  # the equivalent stage with multiple processes
 GRAD_SYNCS = ("allreduce", "overlapped", "sharded")
 
 # The sections of --help-all.
@@ -36,7 +36,7 @@ GROUPS = (
 of_data, of_model, of_optimizer, of_computing = (
     partial(setting, group=group) for group in ("data", "model", "optimizer", "computing")
 )
-# A run that resumes may change all of these.
+# All settings of these groups may change on resume.
 of_schedule, of_ranks, of_saving, of_trouble, of_display = (
     partial(setting, group=group, changeable=True)
     for group in ("schedule", "several ranks", "saving", "trouble", "display")
@@ -49,9 +49,9 @@ def _round_up(value: int, multiple: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """The architecture of a model, which every stage and every checkpoint shares.
+    """The architecture of a model, shared by all stages and checkpoints.
 
-    Upper limits lie beyond any such model: a file that claims more is refused before memory is allocated.
+    Upper limits exceed all realistic models. They reject invalid files before memory is allocated.
     """
 
     vocab_size: int = of_model(
@@ -71,7 +71,7 @@ class ModelConfig:
     embed_norm: bool = of_model(False, "Normalize the embeddings.")
     final_norm: bool = of_model(True, "Normalize before the output layer.")
     mlp: str = of_model("gelu", "Activation function of the MLP.", choices=ACTIVATIONS)
-    # A gated MLP's three matrices of 8/3 of the width have as many parameters as two of four times the width.
+    # A gated MLP has three matrices of width 8/3 n_embd, with as many parameters as two of width 4 n_embd.
     mlp_width: int = of_model(
         0, "Width inside the MLP. 0: 4 n_embd, or 8/3 n_embd for swiglu.", low=0, most=1 << 19
     )
@@ -154,7 +154,7 @@ class ModelConfig:
 
     @property
     def attention_width(self) -> int:
-        """Return the width of all heads of queries, and of attention's output."""
+        """Width of the query heads, and of attention's output."""
         return self.n_head * self.head_size
 
     @property
@@ -163,72 +163,71 @@ class ModelConfig:
 
     @property
     def qkv_width(self) -> int:
-        """Return the width of queries, keys and values side by side."""
+        """Width of the concatenated queries, keys and values."""
         return (self.n_head + 2 * self.kv_heads) * self.head_size
 
     @property
     def value_layers(self) -> range:
-        """Return the layers that have value embeddings: every other one, the last included."""
+        """The layers with value embeddings, which are every other one, including the last."""
         first = (self.n_layer - 1) % 2 if self.value_embeddings else self.n_layer
         return range(first, self.n_layer, 2)
 
     def window_of(self, layer: int) -> int:
-        """Return how many tokens each token attends to in a layer, itself included; 0: all before it."""
+        """Return the number of tokens each token attends to in a layer, including itself; 0: all before."""
         sees_all = self.full_every and (self.n_layer - 1 - layer) % self.full_every == 0
         return 0 if sees_all or self.window >= self.seq_len else self.window
 
     @property
     def windows(self) -> list[int]:
-        """Return `window_of` of all layers."""
         return [self.window_of(layer) for layer in range(self.n_layer)]
 
     @property
     def padded_vocab(self) -> int:
-        """Return the rows of the embedding. Those past `vocab_size` stay zero and are never predicted."""
+        """Rows of the embedding. Rows from `vocab_size` on stay zero and are never predicted."""
         return _round_up(self.vocab_size, self.vocab_multiple)
 
     @property
     def hidden(self) -> int:
-        """Return the width inside the MLP, after its activation."""
+        """Width inside the MLP, after its activation."""
         if self.mlp_width:
             return self.mlp_width
         return _round_up(8 * self.n_embd // 3, 8) if self.gated else 4 * self.n_embd
 
     @property
     def gated(self) -> bool:
-        """Return whether one half of what the MLP's first matrix gives is multiplied by the other."""
+        """Whether half of the MLP's first matmul output multiplies the other half."""
         return ACTIVATIONS[self.mlp].gated
 
     @property
     def pre_width(self) -> int:
-        """Return the width of the activation's input."""
+        """Width of the activation's input."""
         return 2 * self.hidden if self.gated else self.hidden
 
     @property
     def centred(self) -> bool:
-        """Return whether norms subtract the mean."""
+        """Whether norms subtract the mean."""
         return self.norm == "layernorm"
 
     @property
     def has_position_vectors(self) -> bool:
-        """Return whether each position has a vector of its own: then neither context nor tokens may move."""
+        """Whether positions have learned vectors. If so, context length and cached tokens cannot shift."""
         return self.positions == "learned"
 
 
-# Another way to give batch_size, into which presets.py converts it.
+# An alternative to batch_size. `layered` in run_config.py converts it.
 BATCH_TOKENS = "batch_tokens"
 BATCH_IN_TOKENS = Setting(int, "Tokens per optimizer step, instead of --batch-size.", group="optimizer")
 
 
 @dataclass(frozen=True, slots=True)
 class TrainConfig:
-    """Data, batch, schedule, optimizer, and what is written when."""
+    """Data, batch, schedule, optimizer, and when to write files."""
 
     data: str = of_data(
         "corpus",
         "Train on a bundled text (story, corpus, names), a text file, a folder of token shards, or documents:"
         " a folder of texts, .jsonl, .parquet, .gz.",
-        changeable=True,  # the content under one name is compared
+        changeable=True,  # the content is compared on resume
         first=True,
     )
     tokenizer: str = of_data(
@@ -450,7 +449,7 @@ class TrainConfig:
         100, "Compare the ranks' weights every N steps, after the first one and at the end. 0: never.", low=0
     )
 
-    # Settings of an extension, checked where a run is planned: weights can be read without them.
+    # An extension's settings are checked when a run is planned, so weights can be read without the extension.
     extra: Mapping[str, Value] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -473,47 +472,47 @@ class TrainConfig:
 
     @property
     def adapted(self) -> tuple[str, ...]:
-        """Return the matrices beside which adapters are trained."""
+        """The matrices that get LoRA adapters."""
         return LORA_MATRICES if self.lora_matrices == "all" else tuple(self.lora_matrices.split(","))
 
     @property
     def lora_scale(self) -> float:
-        """Return LoRA's scale, alpha / rank; alpha is twice the rank by default."""
+        """LoRA's scale, alpha / rank. By default, alpha is twice the rank."""
         return (self.lora_alpha or 2.0 * self.lora_rank) / max(1, self.lora_rank)
 
     @property
     def matmul_backend(self) -> str:
-        """Return what multiplies matrices: our own loops where bits must not depend on threads."""
+        """The matmul backend: distgpt's own kernels if results must not depend on the thread count."""
         return "own" if self.reproducible_parts and self.matmul == "auto" else self.matmul
 
     @property
     def text_kind(self) -> str:
-        """Return the kind of the texts where a setting says it; "" where their path does."""
+        """The kind of text if a setting determines it; "" if the path does."""
         if self.chats:
             return "chats"
         return "packing" if self.pack else ""
 
     @property
     def is_of_examples(self) -> bool:
-        """Return whether a row holds several examples side by side that do not see each other."""
+        """Whether a row packs multiple examples that do not attend to each other."""
         return self.chats
 
     @property
     def metrics(self) -> dict[str, str]:
-        """Return the files of what evaluations measure beside the loss, by the names of metrics."""
+        """Data files of additional evaluation metrics, by metric name."""
         return {"hellaswag": self.hellaswag} if self.hellaswag else {}
 
 
 @dataclass(frozen=True, slots=True)
 class GpuConfig:
-    """Choices of how a GPU stage computes. Results are the same up to rounding."""
+    """GPU computation settings. They change results only by rounding."""
 
     graphs: bool = of_computing(
         True,
         "Record each step once as a CUDA graph and replay it (cuda stages).",
         flag="--cuda-graph/--no-cuda-graph",
     )
-    # auto: nccl where each rank has a GPU of its own, else host
+    # auto: nccl if each rank has its own GPU, otherwise host
     allreduce: str = of_ranks(
         "auto", "How GPUs sum their gradients (mpi-cuda).", choices=("auto", "nccl", "host")
     )

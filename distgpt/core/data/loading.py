@@ -1,6 +1,6 @@
 """Load `--data` and `--val` as tokens on every rank.
 
-A text file is loaded here; `Components.text` returns how other kinds of text are loaded.
+This module loads text files; `Components.text` returns the loaders of other kinds of text.
 """
 
 from __future__ import annotations
@@ -33,47 +33,47 @@ from distgpt.core.data.tokenizers import (
     tokenizer_from_json,
 )
 
-SAMPLED = 1 << 20  # tokens of a text that say how many bytes its tokens have
-DECODED = 1 << 17  # of those, where each token has to be decoded
+SAMPLED = 1 << 20  # tokens sampled to estimate the bytes per token
+DECODED = 1 << 17  # sampled tokens if each has to be decoded
 
 
 @dataclass(frozen=True, slots=True)
 class DataRequest:
-    """A request to load data. `existing` is the tokenizer of a model that there is already.
+    """A request to load data. `existing` is the tokenizer of an existing model.
 
-    `val_fraction` holds out the first part of a text, or some of several documents; shards have their own.
+    `val_fraction` holds out the start of a text file, or some of multiple documents. Shards have their own
+    split.
     """
 
     data: str
     tokenizer: str = AUTO
     seq_len: int = 1
     val_fraction: float = 0.0
-    verify: bool = True  # read the shards before anything else
-    splits: tuple[str, ...] = ("train", "val")  # of shards; all that there are if none of these
+    verify: bool = True  # read all shards first
+    splits: tuple[str, ...] = ("train", "val")  # splits of shards; if there are none of these, all
     existing: Tokenizer | None = None
-    val: str = ""  # a held-out text, instead of a part of `data`
-    kind: str = ""  # of text, if a setting chooses it; by default the path does
-    kept: Path = Path("runs/tokenized")  # the folder of tokenized texts of other kinds
+    val: str = ""  # held-out text, replacing a part of `data`
+    kind: str = ""  # the kind of text, if a setting chooses it; default: according to the path
+    kept: Path = Path("runs/tokenized")  # the directory of tokenized text of other kinds
 
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """Tokens, and the batches and windows that are cut of them. Without `val` all are for training."""
+    """Tokens, and their batches and windows. Without `val`, all tokens are for training."""
 
     tokenizer: Tokenizer
     train: Tokens
     val: Tokens | None = None
-    separator: int | None = None  # the token before each document, if there is one
-    notes: tuple[str, ...] = ()  # what people may not expect of this text
-    is_text: ClassVar[bool] = True  # so that a loss has a unit in bytes
+    separator: int | None = None  # the token before each document, or None
+    notes: tuple[str, ...] = ()  # warnings about this text
+    is_text: ClassVar[bool] = True  # whether a loss has a unit in bytes
 
     @property
     def held_out(self) -> Tokens:
-        """Return the tokens for validation: `val` where there are such, or all."""
+        """Return the tokens for validation: `val`, or all if there is none."""
         return self.train if self.val is None else self.val
 
     def batches(self, comm: Comm, run: RunConfig) -> Batches:
-        """Return the batches to train on. Collective."""
         return Batches.of_run(self.train, run)
 
     def held_out_windows(self, seq_len: int, most: int) -> list[Window]:
@@ -82,24 +82,24 @@ class Corpus:
 
 
 class TextKind(Protocol):
-    """How a kind of text is loaded."""
+    """A loader for one kind of text."""
 
     def refuse_missing(self, request: DataRequest) -> None:
-        """Raise a DataError where the data cannot be loaded. Reads no text, and fetches no tokenizer."""
+        """Raise a DataError if the data cannot be loaded. Reads no text and downloads no tokenizer."""
 
     def load(self, comm: Comm, request: DataRequest, say: Say) -> Corpus:
-        """Load the same corpus on every rank, without `request.val`. Collective."""
+        """Load the same corpus on every rank, ignoring `request.val`. Collective."""
 
 
 def kind_of(data: str) -> str:
-    """Return the kind of text in a file or folder, by its name and its content."""
+    """Return the kind of text in a file or directory, by name and content."""
     return components().text_kind(resolve_data(data))
 
 
 def refuse_missing(texts: Iterable[str], tokenizer: str, kind: str = "") -> None:
-    """Refuse missing files, shards of another tokenizer, and files of a kind that cannot be read.
+    """Reject missing files, shards of another tokenizer, and unreadable kinds of files.
 
-    Reads no text, and downloads no tokenizer.
+    Reads no text and downloads no tokenizer.
     """
     for data in texts:
         components().text(kind or kind_of(data)).refuse_missing(DataRequest(data, tokenizer))
@@ -108,10 +108,10 @@ def refuse_missing(texts: Iterable[str], tokenizer: str, kind: str = "") -> None
 
 
 def load_corpus(comm: Comm, request: DataRequest, say: Say = lambda text: None) -> Corpus:
-    """Load the same corpus on every rank. An error on any rank is raised on all of them. Collective."""
+    """Load the same corpus on every rank, or raise the same error on all. Collective."""
     if not request.val:
         return load_one(comm, request, say)
-    # Refused now, before the other text is tokenized, which may take hours.
+    # Check now, because tokenizing the other text may take hours.
     on_root(comm, lambda: refuse_missing([request.val], AUTO, request.kind))
     corpus = load_one(comm, replace(request, splits=("train",)), say)
     others = replace(request, data=request.val, tokenizer=AUTO, existing=corpus.tokenizer, splits=("val",))
@@ -119,13 +119,13 @@ def load_corpus(comm: Comm, request: DataRequest, say: Say = lambda text: None) 
 
 
 def load_one(comm: Comm, request: DataRequest, say: Say) -> Corpus:
-    """Load `request.data` alone. Collective."""
+    """Load only `request.data`. Collective."""
     kind = request.kind or on_root(comm, lambda: kind_of(request.data))
     return components().text(kind).load(comm, request, say)
 
 
 def requested_tokenizer(request: DataRequest) -> str | Tokenizer:
-    """Return the model's tokenizer, or else the name of one."""
+    """Return the model's tokenizer, or the name of the requested one."""
     if request.existing is not None and not can_mean(request.tokenizer, request.existing):
         raise DataError(
             f"the model's tokenizer is {request.existing.describe()}, not {request.tokenizer!r};"
@@ -135,7 +135,7 @@ def requested_tokenizer(request: DataRequest) -> str | Tokenizer:
 
 
 class _PlainText:
-    """One file of UTF-8. Rank 0 reads and tokenizes it; the ids travel as one plain buffer."""
+    """A loader for a UTF-8 file. Rank 0 reads and tokenizes it, then broadcasts the ids as one buffer."""
 
     def refuse_missing(self, request: DataRequest) -> None:
         refuse_by_name(resolve_data(request.data))
@@ -144,7 +144,7 @@ class _PlainText:
         of_root: list[tuple[Tokenizer, Ids]] = []
 
         def read() -> tuple[str, str, int, int]:
-            """Return the tokenizer, type and number of ids, and how many of them are held out."""
+            """Return the tokenizer, the dtype and number of ids, and the number of held-out ids."""
             path = resolve_data(request.data)
             refuse_by_name(path)
             text = read_text(path)
@@ -170,7 +170,7 @@ class _PlainText:
         saved, dtype, length, held_out = on_root(comm, read)
         tokenizer: Tokenizer
         ids: Ids
-        if of_root:  # rank 0 has them: a tokenizer with a large vocabulary takes seconds to read
+        if of_root:  # rank 0 has both; parsing a large vocabulary takes seconds
             tokenizer, ids = of_root[0]
         else:
             tokenizer = tokenizer_from_json(saved, "rank 0's tokenizer")
@@ -184,14 +184,14 @@ class _PlainText:
 def text_bytes(ids: Ids, tokenizer: Tokenizer) -> int:
     """Return the length of these tokens' text in UTF-8, without separators between documents."""
     ids = ids[ids != tokenizer.separator]
-    if isinstance(tokenizer, BytesDecoder):  # whose ids may hold parts of characters
+    if isinstance(tokenizer, BytesDecoder):  # its ids may be parts of characters
         lengths = np.array([len(piece) for piece in tokenizer.pieces])
         return int(lengths[ids].sum())
     return len(tokenizer.decode(ids).encode())
 
 
 def bytes_per_token(corpus: Corpus, batches: Batches) -> float | None:
-    """Return how many bytes a token of the training text has; None where it has none."""
+    """Return the bytes per token of the training text; None if it has none."""
     if not corpus.is_text:
         return None
     ids = batches.sample(SAMPLED)
@@ -202,7 +202,7 @@ def bytes_per_token(corpus: Corpus, batches: Batches) -> float | None:
 
 
 def bits_per_byte(loss: float | None, bytes_per_token: float | None) -> float | None:
-    """Return a loss in nats per token in bits per byte; None where either is unknown."""
+    """Convert a loss in nats per token to bits per byte; None if either input is unknown."""
     if loss is None or not bytes_per_token:
         return None
     return loss / math.log(2) / bytes_per_token

@@ -1,4 +1,4 @@
-"""A text in a file: found by its name, and read strictly."""
+"""Text files: resolving a name, and strict reading."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BUNDLED_TEXTS = ("corpus", "names", "story")
 LONGEST_PROMPT = 64 << 20  # bytes
 CONVERT = "convert it first (iconv -f ENCODING -t UTF-8)"
 
-# Files that are given by mistake, by the endings of their names, and what to do about it.
+# Advice for common mistakes, by file extension.
 ADVICE = {
     (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".zip", ".7z", ".zst", ".xz", ".bz2", ".parquet.gz"): (
         "unpack it first"
@@ -27,7 +27,7 @@ ADVICE = {
 
 
 def resolve_data(name: str) -> Path:
-    """Return what `--data` names: a bundled text, else the path of a file or a folder."""
+    """Return the path of a bundled text, a file or a directory that `--data` names."""
     if name in BUNDLED_TEXTS:
         return bundled("data", f"{name}.txt")
     try:
@@ -41,9 +41,9 @@ def resolve_data(name: str) -> Path:
 
 
 def read_text(path: Path, stream: BinaryIO | None = None) -> str:
-    """Return a file's text: strict UTF-8, without a byte order mark, with \\n for line breaks, never empty.
+    """Return a file's text: strict UTF-8, no byte order mark, \\n line breaks, never empty.
 
-    Where a `stream` is given, it is read instead, up to a length that no prompt has.
+    If `stream` is given, read it instead, up to a maximum length for prompts.
     """
     try:
         with nullcontext(stream) if stream else open_regular(path) as file:
@@ -60,12 +60,12 @@ def read_text(path: Path, stream: BinaryIO | None = None) -> str:
 
 
 def advice(path: Path) -> str:
-    """Return advice for a file by the ending of its name; "" if it may be a text."""
+    """Return advice for a file by its extension; "" if it may be text."""
     name = path.name.lower()
     return next((advised for endings, advised in ADVICE.items() if name.endswith(endings)), "")
 
 
 def refuse_by_name(path: Path) -> None:
-    """Refuse a file that is no text by the ending of its name."""
+    """Raise a DataError if a file's extension shows that it is not text."""
     if why := advice(path):
         raise DataError(f"{path} is not read, by the ending of its name: {why}")

@@ -1,6 +1,6 @@
-"""Tokenizers: their base, the one by byte, and how a name or a file is read.
+"""Tokenizers: the base class, the byte tokenizer, and loading by name or file.
 
-Others are in corpora/tokenizers: see `Components.tokenizer`.
+For other tokenizers in corpora/tokenizers, see `Components.tokenizer`.
 """
 
 from __future__ import annotations
@@ -25,35 +25,35 @@ from distgpt.core.base.files import read_small
 from distgpt.core.components import EXTENDED, components
 
 BYTE = "byte"
-AUTO = "auto"  # the tokenizer of a model that there is, or that shards were made with; else bytes
-SAVED = "tokenizer.json"  # the name of a tokenizer's file in a folder
+AUTO = "auto"  # the tokenizer of an existing model or of the shards; otherwise bytes
+SAVED = "tokenizer.json"  # a tokenizer's file name in a directory
 TOKENIZER_FORMAT = "distgpt-tokenizer"
 TOKENIZER_VERSION = 1
 LONGEST_TEMPLATE = 1 << 18  # characters
-UNKNOWN = "\ufffd"  # an id beyond the vocabulary decodes to this; a model may have more rows than that
+UNKNOWN = "\ufffd"  # stands for ids beyond the vocabulary; a model may have more rows
 
 Ids = NDArray[np.integer]
 
 
 class Streamer(Protocol):
-    """Decodes ids one at a time. The texts returned, concatenated, equal `decode` of the ids."""
+    """Decoder of one id at a time. The concatenated results equal `decode` of all ids."""
 
     def feed(self, token_id: int) -> str:
-        """Return the text that no later id can change any more; may be empty."""
+        """Return the text that later ids cannot change; may be empty."""
 
     def flush(self) -> str:
-        """Return the text that was held back, as no more ids come."""
+        """Return the remaining text after the last id."""
 
     def copy(self) -> Self:
-        """Return another decoder that knows the same ids: so a prompt is decoded once for many samples."""
+        """Return a copy with the same state, so that a prompt is decoded only once for multiple samples."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChatTemplate:
-    """A Jinja template that makes a text of a chat, as models of transformers bring one.
+    """A Jinja template that formats a chat as text, as transformers models include.
 
-    `tokens` are the texts of tokens by the names that the template has for them, as in bos_token; `ends` the
-    ids that end an answer. A template is a program of whoever wrote it: texts/chats/ runs it.
+    `tokens` maps the template's names, such as bos_token, to the tokens' spelling. `ends` are the ids that
+    end an answer. A template is an untrusted program; texts/chats/ runs it.
     """
 
     source: str
@@ -62,10 +62,10 @@ class ChatTemplate:
 
 
 class Tokenizer(ABC):
-    """Ids run from 0 to size - 1. Decoding never fails: any other id becomes U+FFFD.
+    """Base class. Ids are 0 to size - 1. Decoding never fails: invalid ids become U+FFFD.
 
-    `separator` is the id of the token that stands between documents, where there is one. No text encodes
-    to it, not even its own. `first` are the ids that a prompt begins with.
+    `separator` is the id of the token between documents, or None. No text encodes to it, not even its own
+    spelling. `first` are the ids at the start of a prompt.
     """
 
     kind: str
@@ -76,38 +76,36 @@ class Tokenizer(ABC):
 
     @property
     def specials(self) -> Mapping[str, int]:
-        """Return the tokens that no text encodes to, by how they are spelled."""
+        """Return the tokens that no text encodes to, by their spelling."""
         return {} if self.separator is None else {self.decode([self.separator]): self.separator}
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """Return the ids that end a text."""
         own = () if self.separator is None else (self.separator,)
         return own + (self.chat.ends if self.chat else ())
 
     def with_chat(self, chat: ChatTemplate | None) -> Self:
-        """Return the same tokenizer with another template for chats."""
+        """Return a copy with another chat template."""
         other = copy.copy(self)
         other.chat = chat
         return other
 
     @abstractmethod
     def encode(self, text: str) -> Ids:
-        """Return the ids of a text: uint16 where that suffices, else uint32.
+        """Encode text as uint16, or as uint32 if the vocabulary requires it.
 
         A DataError names the first part of the text that is not in the vocabulary.
         """
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Return the ids of a text that a model is to continue."""
+        """Return the ids of a prompt."""
         return [*self.first, *self.encode(text).tolist()]
 
     @abstractmethod
-    def streamer(self) -> Streamer:
-        """Return a new decoder."""
+    def streamer(self) -> Streamer: ...
 
     def streamer_behind(self, prompt: Sequence[int]) -> Streamer:
-        """Return a decoder for what continues a prompt."""
+        """Return a decoder for the continuation of a prompt."""
         streamer = self.streamer()
         for token in prompt:
             streamer.feed(token)
@@ -115,31 +113,30 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def text_size(self, ids: Sequence[int]) -> int:
-        """Return a bound on the characters of a text before there is one: entries may be long."""
+        """Return an upper bound of the decoded length in characters, because entries may be long."""
 
     def decode(self, ids: Sequence[int] | Ids) -> str:
         streamer = self.streamer()
         return "".join(map(streamer.feed, np.asarray(ids).tolist())) + streamer.flush()
 
     def describe(self) -> str:
-        """Return a short description for people."""
         return f"{self.kind}, {self.size:,} entries"
 
     def contents(self) -> dict[str, object]:
-        """Return the saved form besides the kind."""
+        """Return the saved fields other than the kind."""
         return {}
 
     def to_json(self, with_chat: bool = True) -> str:
-        """Return the saved form: equal tokenizers give equal texts."""
+        """Return the saved form. Equal tokenizers have equal saved forms."""
         head = {"format": TOKENIZER_FORMAT, "version": TOKENIZER_VERSION, "kind": self.kind}
         chat = {"chat": asdict(self.chat)} if self.chat and with_chat else {}
         return json.dumps({**head, **self.contents(), **chat})
 
 
 class BytesDecoder(Tokenizer):
-    """The base of tokenizers whose ids stand for bytes of UTF-8, not always for whole characters."""
+    """Base class of tokenizers whose ids are UTF-8 bytes, not always whole characters."""
 
-    # 0xFF occurs nowhere in UTF-8, so it decodes to exactly one U+FFFD.
+    # 0xFF never occurs in UTF-8, so it decodes to exactly one U+FFFD.
     FOREIGN = b"\xff"
 
     def __init__(self, pieces: Sequence[bytes]) -> None:
@@ -162,7 +159,7 @@ def text_size(entries: Sequence[bytes] | Sequence[str], ids: Sequence[int]) -> i
 
 
 class BytesStreamer:
-    """Holds back the first bytes of a character until its last one comes."""
+    """Decoder that buffers incomplete characters."""
 
     def __init__(self, pieces: Sequence[bytes]) -> None:
         self._pieces = pieces
@@ -183,12 +180,12 @@ class BytesStreamer:
 
 
 def fingerprint(tokenizer: Tokenizer) -> str:
-    """Return the SHA-256 of the saved JSON: equal for tokenizers that encode and decode alike."""
+    """Return the SHA-256 of the saved JSON. Tokenizers that encode and decode identically have equal ones."""
     return hashlib.sha256(tokenizer.to_json(with_chat=False).encode()).hexdigest()
 
 
 def id_dtype(size: int) -> type[np.uint16] | type[np.uint32]:
-    """Return the smaller of two types that holds every id below `size`."""
+    """Return the smaller dtype that holds every id below `size`."""
     return np.uint16 if size <= 1 << 16 else np.uint32
 
 
@@ -202,7 +199,7 @@ def encoded(text: str, encoding: str) -> bytes:
 
 
 class ByteTokenizer(BytesDecoder):
-    """The 256 bytes of UTF-8: encodes every text, needs no vocabulary."""
+    """The 256 bytes of UTF-8. Encodes every text and needs no vocabulary."""
 
     kind = BYTE
     size = 256
@@ -216,21 +213,21 @@ class ByteTokenizer(BytesDecoder):
 
 @dataclass(frozen=True, slots=True)
 class TokenizerKind:
-    """The ways to get a tokenizer of a kind. None: it has no such way.
+    """Ways to create a tokenizer of one kind; None means unsupported.
 
-    The kind is found by the kind in a saved form, and by `--tokenizer NAME` or `--tokenizer NAME:ARGUMENT`
-    where it has a spelling. `argument` below is "" where none is given.
+    The kind is found by name in a saved form. If it has a spelling, also by `--tokenizer NAME` or
+    `--tokenizer NAME:ARGUMENT`. `argument` below is "" if omitted.
     """
 
-    spelling: str = ""  # of --tokenizer, for people
+    spelling: str = ""  # the spelling of --tokenizer, for help and messages
     accepts: Callable[[str], bool] = lambda argument: not argument
     from_name: Callable[[str], Tokenizer] | None = None  # (argument)
-    # (argument, texts, whether these are documents, between which a separator may stand)
+    # (argument, documents, whether separators may be needed between them)
     learn: Callable[[str, Iterable[str], bool], Tokenizer] | None = None
     from_json: Callable[[JsonObject, str], Tokenizer] | None = None  # (saved form, its source in errors)
-    # (path, its JSON or None for a folder): a tokenizer in another program's file; None: of another kind
+    # (path, its JSON or None for a directory): a tokenizer in a third-party format; None: another kind
     from_file: Callable[[Path, Json], Tokenizer | None] | None = None
-    # (argument, tokenizer): whether the name can mean it. None: the name has to be loaded to know that.
+    # (argument, tokenizer): whether the name can mean it. None: only loading the name shows that.
     means: Callable[[str, Tokenizer], bool] | None = None
 
 
@@ -243,14 +240,13 @@ BYTES = TokenizerKind(
 
 
 def tokenizer_kinds() -> Iterator[tuple[str, TokenizerKind]]:
-    """Yield every kind of tokenizer by its name."""
     for name in components().tokenizers:
         if kind := components().tokenizer(name):
             yield name, kind
 
 
 def find_kind(name: str) -> tuple[TokenizerKind | None, str]:
-    """Return the kind that `--tokenizer NAME` means, and its argument; None if NAME may be a path."""
+    """Return the kind and argument of `--tokenizer NAME`; None if NAME may be a path."""
     key, _, argument = name.partition(":")
     kind = components().tokenizer(key)
     if kind is None or not kind.spelling or not kind.accepts(argument):
@@ -259,15 +255,15 @@ def find_kind(name: str) -> tuple[TokenizerKind | None, str]:
 
 
 def load_tokenizer(name: str, text: str | None = None) -> Tokenizer:
-    """Return a tokenizer by the name of its kind, or the path of a file or folder.
+    """Return a tokenizer by the name of its kind, or the path of a file or directory.
 
-    A kind that learns its vocabulary takes it from `text`.
+    A kind that is trained learns its vocabulary from `text`.
     """
     kind, argument = find_kind(name)
     if kind is None:
         return _from_path(name)
     if text is not None and kind.learn is not None:
-        encoded(text, "utf-8")  # before it takes long
+        encoded(text, "utf-8")  # fail early: training takes long
         return kind.learn(argument, [text], False)
     if kind.from_name is None:
         raise UsageError(f"a tokenizer of kind {name!r} takes its vocabulary from a text")
@@ -275,7 +271,7 @@ def load_tokenizer(name: str, text: str | None = None) -> Tokenizer:
 
 
 def can_mean(name: str, tokenizer: Tokenizer) -> bool:
-    """Return whether `--tokenizer NAME` can mean this tokenizer. Load it where its kind does not tell."""
+    """Return whether `--tokenizer NAME` can mean this tokenizer. Load NAME if its kind cannot decide."""
     if name == AUTO:
         return True
     kind, argument = find_kind(name)
@@ -284,14 +280,14 @@ def can_mean(name: str, tokenizer: Tokenizer) -> bool:
     return fingerprint(load_tokenizer(name)) == fingerprint(tokenizer)
 
 
-@lru_cache(2)  # a weights file is checked first and then read: large vocabularies take seconds
+@lru_cache(2)  # A weights file is checked first and read later, and large vocabularies take seconds.
 def tokenizer_from_json(text: str, source: str) -> Tokenizer:
-    """Parse what `to_json` returned; `source` names it in errors."""
+    """Parse the result of `to_json`; `source` names it in errors."""
     return _from_document(parsed(text, source), source)
 
 
 def parsed(text: str, source: str) -> Json:
-    """Return the JSON of a saved tokenizer, or raise a DataError that names `source`."""
+    """Parse the JSON of a saved tokenizer. A DataError names `source`."""
     try:
         return parse_json(text)
     except ValueError as error:
@@ -317,7 +313,7 @@ def _from_document(document: Json, source: str) -> Tokenizer:
 
 
 def checked_chat(value: object, size: int, source: str) -> ChatTemplate:
-    """Return the template in the file of a tokenizer with `size` entries, or raise a DataError."""
+    """Return the chat template in a tokenizer's file, or raise a DataError. `size` is the vocabulary size."""
     try:
         chat: ChatTemplate = checked(ChatTemplate, value, ("chat",))
     except ValueError as error:
@@ -330,7 +326,7 @@ def checked_chat(value: object, size: int, source: str) -> ChatTemplate:
 
 
 def _from_path(name: str) -> Tokenizer:
-    """Return the tokenizer in a file or in a folder's tokenizer.json, in our format or another program's."""
+    """Load a file or a directory's tokenizer.json, in distgpt's format or a third-party one."""
     path = Path(name)
     try:
         if path.is_dir() and (path / SAVED).is_file():
@@ -350,7 +346,7 @@ def _from_path(name: str) -> Tokenizer:
             return found
     if path.is_dir():
         raise DataError(f"{name} holds no {SAVED}")
-    return _from_document(document, str(path))  # which says why not
+    return _from_document(document, str(path))  # raises the error
 
 
 def read_json(path: Path) -> Json:
@@ -362,6 +358,6 @@ def read_json(path: Path) -> Json:
 
 
 def unreadable(name: str, error: OSError | ValueError) -> DataError:
-    """Return the error for a file of a tokenizer that cannot be read."""
+    """Return the error for an unreadable tokenizer file."""
     reason = getattr(error, "strerror", None) or error
     return DataError(f"{name!r} cannot be read as a saved tokenizer: {reason}")

@@ -1,4 +1,4 @@
-"""Text from a model: sequences in a cache, the choice of tokens, requests side by side, `distgpt infer`.
+"""Text generation: cached sequences, sampling, concurrent requests, `distgpt infer`.
 
-Not here: operations (core/ops/, core/cpu/), passes over a batch (core/model/), HTTP (serving/).
+Not here: operations (core/ops/, core/cpu/), passes over a batch (core/model/), and HTTP (serving/).
 """

@@ -1,17 +1,17 @@
-"""The engine: requests that join and leave a running batch at every token.
+"""The inference engine: continuous batching, in which requests join and leave at every token.
 
     engine = Engine(slots, tokenizer)
     ticket = engine.submit(Request(prompt, max_new_tokens=100))
     for event in engine.run():
         ...
 
-`step` feeds one token of every sample that is being decoded, and beside them a chunk of the prompts that
-wait; where a slot becomes free, the next sample takes it. What a sample becomes depends on its request alone,
-not on what runs beside it: prompts are cut at multiples of `chunk` from their beginning, and random numbers
-belong to the seed, the sample and the place in its text. A request with `reuse` takes over what a slot holds
-of its prompt, as a next turn does. Slots of requests that are done keep
-their tokens until another takes them, the least recently used first. Where slots are not exact, rounding
-depends on that.
+Each `step` feeds one token of every decoding sample and a chunk of the waiting prompts. A free slot goes to
+the next sample. A sample depends only on its request, not on concurrent requests: prompts are cut at
+multiples of `chunk`, and random numbers depend on the seed, the sample and the position.
+
+A request with `reuse` takes over the cached tokens of its prompt from any slot, for example from earlier chat
+turns. Slots of completed requests keep their tokens until another sample takes the slot, the least recently
+used first. If slots are not exact, rounding depends on this reuse.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from distgpt.core.generate.sample import MOST_SCORED, Sample, SharedPrompt, defa
 from distgpt.core.generate.slots import Feed, Logits, Slots, are_finite
 from distgpt.core.model.model import Model
 
-WORTHWHILE = 64  # tokens that are copied from another slot rather than computed: on GPUs a copy is slow
+WORTHWHILE = 64  # minimum number of tokens to copy from another slot; on GPUs a copy is slow
 
 
 class Engine:
-    """Not thread-safe: one thread calls it. After an exception in `step` it is of no more use.
+    """An engine for one thread. After an exception in `step` it is unusable.
 
-    Without a tokenizer events have no text, and stop strings are refused. `chunk`: tokens of prompts beside a
-    step; 0: as many as suit the slots.
+    Without a tokenizer, events have no text and stop strings are rejected. `chunk` is the number of prompt
+    tokens per step. 0: the slots' default.
     """
 
     def __init__(self, slots: Slots, tokenizer: Tokenizer | None = None, chunk: int = 0) -> None:
@@ -49,33 +49,31 @@ class Engine:
         self._waiting: deque[tuple[SharedPrompt, int]] = deque()  # samples without a slot: request, choice
         self._running: list[Sample] = []
         self._free = list(range(slots.count))  # the least recently used first
-        self._prompts: dict[int, SharedPrompt] = {}  # slots that begin with the prompt of a request
-        self._kept: dict[int, list[int]] = {}  # in free slots, for prompts that begin with them
+        self._prompts: dict[int, SharedPrompt] = {}  # slots that contain a request's complete prompt
+        self._kept: dict[int, list[int]] = {}  # tokens cached in free slots, for reuse
 
     @property
     def is_idle(self) -> bool:
-        """Tell whether all that was submitted is done."""
+        """Whether all submitted requests are completed."""
         return not (self._waiting or self._running)
 
     @property
     def running(self) -> int:
-        """Samples that have a slot."""
         return len(self._running)
 
     @property
     def waiting(self) -> int:
-        """Samples that wait for one."""
         return len(self._waiting)
 
     def submit(self, request: Request) -> int:
-        """Queue a request; return its ticket, which its events bear. Refuses what `check` does."""
+        """Queue a request and return its ticket, which its events have. Raises as `check` does."""
         self.check(request)
         shared = SharedPrompt(next(self._tickets), request)
         self._waiting.extend((shared, choice) for choice in range(request.n))
         return shared.ticket
 
     def check(self, request: Request) -> None:
-        """Raise a UsageError if this request can never be answered."""
+        """Raise a UsageError if this request is invalid."""
         if not len(request.prompt):
             raise UsageError("the prompt is empty: give at least one token to start from")
         if request.prompt_logprobs and request.logprobs is None:
@@ -91,14 +89,14 @@ class Engine:
                 raise UsageError(f"{problem}, or leave out prompt_logprobs")
 
     def cancel(self, ticket: int) -> None:
-        """Forget a request: no more events of it come, its slots are free. Nothing happens if it is done."""
+        """Stop a request. It gets no more events and frees its slots. No effect if it is completed."""
         self._waiting = deque(each for each in self._waiting if each[0].ticket != ticket)
         for sample in [each for each in self._running if each.shared.ticket == ticket]:
             self._leave(sample)
         self._prompts = {slot: held for slot, held in self._prompts.items() if held.ticket != ticket}
 
     def step(self) -> list[Event]:
-        """Compute the next token of every sample that is being decoded, and a chunk of prompts."""
+        """Compute the next token of every decoding sample, and a chunk of prompts."""
         events = self._admit()
         work = self._work()
         if work:
@@ -117,14 +115,14 @@ class Engine:
         return events
 
     def run(self) -> Iterator[Event]:
-        """Step until all that was submitted is done."""
+        """Step until all requests are completed."""
         while not self.is_idle:
             yield from self.step()
 
     def _admit(self) -> list[Event]:
-        """Give free slots to samples that wait, in order. Those of a prompt being computed wait for it.
+        """Give free slots to waiting samples, in order. While a prompt is computed, its other samples wait.
 
-        Samples without tokens need none.
+        Samples without new tokens need no slot.
         """
         events: list[Event] = []
         held: list[tuple[SharedPrompt, int]] = []
@@ -143,7 +141,7 @@ class Engine:
         return events
 
     def _join(self, shared: SharedPrompt, choice: int) -> list[Event]:
-        """Give a sample a slot, with what another slot has of its prompt: all where a sample computed it."""
+        """Give a sample a slot, with tokens from another slot. If its prompt is ready, choose a token now."""
         ready = None
         if shared.logits is not None:
             ready = next((slot for slot, held in self._prompts.items() if held is shared), None)
@@ -172,12 +170,12 @@ class Engine:
         self._prompts[slot] = shared
         assert shared.logits is not None
         event = sample.choose(shared.logits)
-        if not shared.to_come:  # its slots are like any other
+        if not shared.to_come:  # its slots are now like any other
             self._prompts = {slot: held for slot, held in self._prompts.items() if held is not shared}
         return [event]
 
     def _begun(self, shared: SharedPrompt) -> tuple[int | None, int]:
-        """Return the slot that holds most of a prompt, and how many tokens of it."""
+        """Return the slot with the longest common prefix of a prompt, and the prefix's length."""
         request = shared.request
         if not request.reuse or request.prompt_logprobs or len(request.prompt) > self._slots.length:
             return None, 0
@@ -187,19 +185,19 @@ class Engine:
         return (slot, common[slot]) if slot is not None and common[slot] else (None, 0)
 
     def _slot_for(self, source: int | None, length: int) -> int:
-        """Choose a free slot: the source, if these tokens are most of what it holds, or one to copy them to.
+        """Choose a free slot: the source if the prefix is most of its content, otherwise one to copy to.
 
-        That is one whose prompt nobody waits for, an empty one, or the least recently used.
+        Prefer a slot whose prompt no sample waits for, then an empty one, then the least recently used.
         """
         if source in self._free and 2 * length >= len(self._kept.get(source, ())):
             return source
         return min(self._free, key=lambda slot: (slot in self._prompts, slot in self._kept))
 
     def _work(self) -> list[tuple[Sample, Feed]]:
-        """Build the next batch: one token and its guesses of each sample that decodes, `chunk` of prompts.
+        """Build the next batch from one token and drafts of each decoding sample, and `chunk` prompt tokens.
 
-        Of these at most MOST_SCORED want logits. A sample whose prompt is through goes behind the others, as
-        one whose window slides has as much to feed for every token.
+        At most MOST_SCORED prompt tokens get logits. A sample moves to the end when its prompt is complete,
+        because a sliding window has as much to feed for every token.
         """
         work: list[tuple[Sample, Feed]] = []
         through: list[Sample] = []
@@ -226,7 +224,7 @@ class Engine:
         return work
 
     def _reuse_prompt(self, sample: Sample, logits: Logits) -> None:
-        """The prompt is in its slot: other samples may have it."""
+        """Record that a prompt is complete in a slot, for other samples of the request."""
         shared = sample.shared
         shared.under_way = False
         if shared.to_come and shared.request.max_new_tokens:
@@ -241,20 +239,20 @@ class Engine:
 
 
 class Collector:
-    """An engine whose events are put together to completions."""
+    """Collects the events of an engine into completions."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self._open: dict[int, list[Completion]] = {}
 
     def submit(self, request: Request) -> int:
-        """Queue a request; return its ticket."""
+        """Queue a request and return its ticket."""
         ticket = self.engine.submit(request)
         self._open[ticket] = [Completion() for _ in range(request.n)]
         return ticket
 
     def step(self) -> list[tuple[int, list[Completion]]]:
-        """Run the engine for a step; return the samples of each request that is done, with its ticket."""
+        """Run one step. Return the ticket and samples of each completed request."""
         done = []
         for event in self.engine.step():
             samples = self._open[event.ticket]
@@ -265,7 +263,7 @@ class Collector:
 
 
 def complete(engine: Engine, requests: Iterable[Request]) -> list[list[Completion]]:
-    """Run requests to their end on an idle engine; return the samples of each, in order."""
+    """Run requests to completion on an idle engine. Return the samples of each, in order."""
     collector = Collector(engine)
     done: dict[int, list[Completion]] = {}
     tickets = [collector.submit(request) for request in requests]
@@ -277,7 +275,7 @@ def complete(engine: Engine, requests: Iterable[Request]) -> list[list[Completio
 def sample(
     model: Model, tokenizer: Tokenizer, seed: int, length: int = 120, signals: PendingSignals | None = None
 ) -> str:
-    """Write a short text from a line break, or the first token there is; shorter when a signal comes."""
+    """Generate a short text from the default prompt. A signal ends it early."""
     engine = Engine(PlainSlots(model, 1), tokenizer)
     engine.submit(
         Request(default_prompt(tokenizer), length, temperature=DEFAULT_TEMPERATURE, top_k=50, seed=seed)

@@ -1,4 +1,4 @@
-"""The beginning of inference: a model from its file, slots as far as memory allows, an engine on them."""
+"""Setup of inference: load a model, allocate slots that fit into memory, create an engine."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ from distgpt.core.saved.weights import weights_of
 
 SAMPLE = "sample.safetensors"
 
-MOST_SLOTS = 32  # samples side by side, unless asked for otherwise
-CACHE_BYTES = 4 << 30  # the most memory for keys and values on a CPU, unless asked for otherwise
+MOST_SLOTS = 32  # default maximum of concurrent samples
+CACHE_BYTES = 4 << 30  # default maximum of keys and values on a CPU
 
 
 def slot_bytes(model: Model, lookup: int = 0) -> int:
-    """Return the memory of one slot of `slots_for`, with the logits of `lookup` guesses."""
+    """Return the bytes of one slot of `slots_for`, including logits of `lookup` drafted tokens."""
     return components().slots(model).slot_bytes(model) + 4 * lookup * model.config.padded_vocab
 
 
 def slots_that_fit(
     model: Model, wanted: int = MOST_SLOTS, memory: int | None = None, ranks: int = 1, lookup: int = 0
 ) -> int:
-    """Return how many of the wanted slots fit `memory` bytes, but one at least.
+    """Return how many of the `wanted` slots fit into `memory` bytes, at least one.
 
-    Without `memory`: half of what is free on a GPU, beside which prompts need some; on a CPU CACHE_BYTES, or
-    half of what is available for each of its `ranks` if that is less.
+    By default, use half of a GPU's free memory, because prompts also need some. On a CPU, use CACHE_BYTES, or
+    half of each rank's available memory if that is less.
     """
     if memory is None:
         free = model.kernels.free_memory()
@@ -51,30 +51,30 @@ def slots_that_fit(
 
 
 def agreed_slots(model: Model, wanted: int, comm: Comm, memory: int | None = None, lookup: int = 0) -> Slots:
-    """Make as many slots as fit the memory of every rank, each of which has `memory`. Collective."""
+    """Allocate as many slots as fit on every rank, each with `memory` bytes. Collective."""
     fitting = -comm.allreduce_max(-slots_that_fit(model, wanted, memory, comm.local_size, lookup))
     return slots_for(model, fitting)
 
 
 def slots_for(model: Model, count: int) -> Slots:
-    """Make slots of the fastest kind that there is for a model, as it is now."""
+    """Create slots of the fastest kind for a model's current weights."""
     return components().slots(model).make(model, count)
 
 
 def rehearse(model: Model) -> None:
-    """Compile, choose and record all that decoding needs, so that its time does not count.
+    """Compile, autotune and record everything that decoding needs, outside of measured time.
 
-    On a CPU a small model compiles the same loops; a GPU's kernels are compiled for the sizes of the model.
+    On a CPU, a small model compiles the same loops. A GPU compiles kernels for the model's sizes.
     """
     is_async = model.kernels.capabilities.is_async
     small = model
     if not is_async:
         small = model.alike(Model(Architecture(miniature(model.config)), model.kernels))
     slots = slots_for(small, 1)
-    first = min(7, small.config.seq_len - 1)  # tokens of a prompt
+    first = min(7, small.config.seq_len - 1)  # prompt tokens
     slots.feed([Feed(0, 0, [0] * first, 1)])
     drawn = Choice(Sampling(temperature=1.0), 0.5, 0)
-    for i in range(3):  # the second is recorded on a GPU, the third repeats that
+    for i in range(3):  # a GPU records the second pass and replays it in the third
         slots.feed([Feed(0, min(i, first), [0], 1, choice=drawn)])
     if slots.can_drop and small.config.seq_len > 1:
         slots.drop(0, 1, 1)
@@ -82,7 +82,7 @@ def rehearse(model: Model) -> None:
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model that is ready, and what it was made of."""
+    """A loaded model and its sources."""
 
     model: Model
     tokenizer: Tokenizer
@@ -92,7 +92,7 @@ class LoadedModel:
     dtype: str
 
     def slots(self, wanted: int, lookup: int) -> Slots:
-        """Make as many slots as are wanted and fit the memory of every rank. Collective."""
+        """Allocate as many of the `wanted` slots as fit on every rank. Collective."""
         return agreed_slots(self.model, wanted, self.comm, self.spec.cache_memory, lookup)
 
     def engine(self, slots: Slots) -> Engine:
@@ -100,18 +100,18 @@ class LoadedModel:
 
     @property
     def files(self) -> set[Path]:
-        """Return the weights file, and what is merged into it. On the rank that reads files."""
+        """The weights file, and the files merged into it. For the rank that reads files."""
         return self._named or {self.path}
 
     @property
     def _named(self) -> set[Path]:
-        """Return the files that the user has named, which need not be the one that the model is in."""
+        """The files that the user named, which may differ from the model's file."""
         return {weights_of(each) for each in (self.spec.weights, self.spec.part) if each}
 
     def fingerprint(self, drops: bool) -> str:
-        """Tell its answers from those of other weights, in another dtype, or of another context.
+        """Hash everything that changes answers: weights, dtype and context.
 
-        `drops`: past the context its slots drop their older half, which earlier versions computed anew.
+        `drops`: whether slots drop their older half past the context, which older versions recomputed.
         """
         known = [fingerprint(self.path), self.dtype, self.model.config.seq_len]
         known += sorted(fingerprint(each) for each in self._named - {self.path})
@@ -121,10 +121,10 @@ class LoadedModel:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """Names a model, how it computes, and the memory for its keys and values (None: the usual).
+    """A model to load, its compute dtype, and the memory for its keys and values (None: the default).
 
-    Without weights: the bundled sample. `context`: its context length; None: that of training. `part`: what
-    is merged into the weights.
+    Without weights: the bundled sample. `context`: context length; None: the training context. `part`: a file
+    to merge into the weights.
     """
 
     weights: Path | None

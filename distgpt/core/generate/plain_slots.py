@@ -1,4 +1,4 @@
-"""Slots on the vocabulary of operations: the plain kind, for every architecture, on CPUs and GPUs."""
+"""Default slots, built on kernel operations, for every architecture on CPUs and GPUs."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from distgpt.core.model.model import Model
 from distgpt.core.model.passes import Pass, cache_shape
 from distgpt.core.ops.api import Array
 
-KEPT = 16  # rows up to which the views of a pass are kept: drafts come again and again
+KEPT = 16  # maximum rows of cached passes, because drafts repeat
 
 
 class PlainSlots:
-    """A pass of its own for each feed, one after the other: so a sequence cannot depend on another's.
+    """Slots that run a separate pass for each feed, so that sequences are independent.
 
-    Logits have the kernels' wide type, which is float64 where they compute in it. A slot's memory is made
-    when it is first used.
+    Logits have the kernels' accumulation dtype, which may be float64. A slot's memory is allocated on first
+    use.
     """
 
     chunk = CHUNK
-    is_exact = False  # matmuls of few rows add in another order than those of many
+    is_exact = False  # matmuls with few rows sum in another order than with many
 
     def __init__(self, model: Model, count: int) -> None:
         self.model = model
@@ -31,11 +31,10 @@ class PlainSlots:
         self.can_drop = not model.config.has_position_vectors
         self._caches: list[Array | None] = [None] * count
         self._longest = Pass(model, 1, 1, training=False)
-        self._shorter: dict[int, Pass] = {}  # by their rows, in the memory of the longest
+        self._shorter: dict[int, Pass] = {}  # number of rows → a view of the longest pass
         self._logits = model.kernels.zeros(1, model.config.padded_vocab)
 
     def feed(self, work: Sequence[Feed]) -> Array:
-        """Compute logits, as `Slots` says."""
         k, config = self.model.kernels, self.model.config
         rows = sum(each.wanted for each in work)
         if rows > len(self._logits):
@@ -53,7 +52,7 @@ class PlainSlots:
         return np.array(k.to_host(self._logits[:rows])[:, : config.vocab_size])
 
     def copy(self, source: int, target: int, length: int) -> None:
-        """Copy as `Slots` says. On GPUs all goes by way of the host: their arrays know no strided copies."""
+        """Copy cached tokens. On GPUs through the host, because their arrays have no strided copies."""
         k = self.model.kernels
         old, new = self._cache(source), self._cache(target)
         if k.capabilities.is_async:
@@ -84,7 +83,7 @@ class PlainSlots:
 
 
 def slot_bytes(model: Model) -> int:
-    """Return the memory of a slot: its keys and values, and the logits of its next token."""
+    """Return the bytes of a slot's keys and values and the logits of its next token."""
     elements = prod(cache_shape(model.config)) + model.config.padded_vocab
     return elements * int(model.kernels.dtype.itemsize)
 

@@ -1,4 +1,4 @@
-"""`model.generate` of the Python interface: prompts of several kinds in, results of the same kind out."""
+"""`model.generate` of the Python API: text or token prompts in, results of the same kind out."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def generate(
     stream: bool,
     settings: dict[str, Any],
 ) -> Any:
-    """See `GPT.generate`. Collective: ranks average the logits of one prompt, and share several."""
+    """Implement `GPT.generate`. Collective: ranks average logits for one prompt and distribute multiple."""
     n, logprobs = settings.get("n"), settings.get("logprobs")
     settings = {
         name: value.item() if isinstance(value, np.generic) else value
@@ -88,7 +88,7 @@ def _samples(
 
 
 def _is_several(prompt: Any) -> bool:
-    """Tell whether it is a list of prompts: of texts, or of lists of tokens."""
+    """Return whether the prompt is a list of prompts, of text or of lists of tokens."""
     if isinstance(prompt, str):
         return False
     _refuse_no_prompt(prompt)
@@ -109,7 +109,7 @@ def _shown(sample: Completion, is_text: bool, whole: bool) -> Completion | str |
 
 
 def tokens_in(given: Any, vocab: int) -> Any:
-    """Tokens as an array of shape (T,) or (B, T), if they are such and in the vocabulary."""
+    """Return valid token ids as an array of shape (T,) or (B, T). Raises a DataError."""
     try:
         ids = np.asarray(given)
     except ValueError:

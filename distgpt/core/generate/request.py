@@ -1,6 +1,6 @@
-"""Requests to the engine, each setting declared once; the events that answer them, and completions of these.
+"""Requests to the engine, with each setting declared once; events and completions.
 
-Options of `distgpt infer`, keys of a file of prompts, parameters over HTTP and keywords in Python are made of
+The options of `distgpt infer`, keys of prompt files, HTTP parameters and Python keywords are generated from
 these declarations.
 """
 
@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 from distgpt.core.base.errors import UsageError, escape, nearest
 from distgpt.core.config.setting import Setting, setting
 
-COLDEST = 1e-6  # temperatures below are greedy: logits divided by them overflow
+COLDEST = 1e-6  # lower temperatures are greedy, because dividing logits by them overflows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """The settings by which the next token is chosen."""
+    """Settings for choosing the next token."""
 
     temperature: float = setting(
         0.0, "Sampling temperature; 0: greedy, the likeliest token each time.", low=0
@@ -33,7 +33,7 @@ class Sampling:
     repetition_penalty: float = setting(
         1.0,
         "Divide the logits of tokens that came before by this.",
-        low=0.01,  # logits times or divided by these stay finite
+        low=0.01,  # logits multiplied or divided by these bounds stay finite
         most=100,
     )
     seed: int = setting(0, "Seed of the sampling.", low=0, most=(1 << 64) - 1)
@@ -45,7 +45,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Request(Sampling):
-    """A prompt to continue, and how. Without a prompt: settings to be given one by `override`."""
+    """A prompt to continue, and how. Without a prompt, a template for `override`."""
 
     prompt: Sequence[int] = ()
     max_new_tokens: int = setting(100, "Tokens to generate.", low=0)
@@ -74,12 +74,12 @@ class Request(Sampling):
         "Guess this many tokens from what followed the same ones before, and check them at once: the same "
         "text, faster where it repeats.",
         low=0,
-        most=64,  # logits of all of them are kept for every sample
+        most=64,  # the logits of all drafted tokens are kept for every sample
     )
 
-    # Not settings, as they depend on a tokenizer, and on who asks.
-    ends: tuple[int, ...] = ()  # tokens that end the text, which lacks them
-    reuse: bool = False  # begin with what a slot holds of another prompt; exact slots give the same bits
+    # Not settings, because they depend on the tokenizer and the client.
+    ends: tuple[int, ...] = ()  # tokens that end the text and are not in it
+    reuse: bool = False  # reuse another prompt's tokens in a slot; bitwise identical if slots are exact
 
     def __post_init__(self) -> None:
         for name, about in REQUEST_SETTINGS.items():
@@ -92,7 +92,7 @@ class Request(Sampling):
             raise UsageError("a stop string is empty")
 
     def override(self, prompt: Sequence[int], settings: Mapping[str, Any], *fixed: str) -> Request:
-        """Return a request for a prompt with some other settings, by name; but for the `fixed` ones."""
+        """Return a request for a prompt with some settings changed, except the `fixed` ones."""
         known = [name for name in REQUEST_SETTINGS if name not in fixed]
         for name in settings:
             if name not in known:
@@ -111,22 +111,22 @@ REQUEST_SETTINGS: dict[str, Setting] = {
 
 
 class Likelihood(NamedTuple):
-    """Natural logarithms of probabilities: a token's, and those of the likeliest tokens."""
+    """Log-probabilities (natural) of a token and of the most likely tokens."""
 
     logprob: float
     alternatives: list[tuple[int, float]]
 
 
-PromptLikelihoods = list[Likelihood | None]  # one for each token of a prompt; None for the first
+PromptLikelihoods = list[Likelihood | None]  # one per prompt token; None for the first
 
 
 class Event(NamedTuple):
-    """A token of a sample. `choice` counts the samples of a request, from 0.
+    """A token of a sample. `choice` numbers the samples of a request from 0.
 
-    `text` is what has become certain with this token; all of them together are the sample's text. `reason`
-    comes with the last event: "length" (max_new_tokens), "stop" (a stop string or an end, which the text
-    lacks) or "context" (overflow `stop`). An event without a token comes where none was requested.
-    `prompt_likelihoods` come with a sample's first event, if they are wanted.
+    `text` is the new text that later tokens cannot change; concatenated over all events, it is the sample's
+    text. `reason` is set in the last event: "length" (max_new_tokens), "stop" (a stop string or end token,
+    not in the text) or "context" (overflow `stop`). If no tokens are requested, one event without a token is
+    sent. A sample's first event has `prompt_likelihoods` if requested.
     """
 
     ticket: int
@@ -140,9 +140,9 @@ class Event(NamedTuple):
 
 @dataclass(slots=True)
 class Completion:
-    """One sample. Its tokens include those of a stop string, which the text lacks.
+    """A sample. Its tokens include a stop string's, its text does not.
 
-    `reason` and `prompt_likelihoods` are an Event's; `likelihoods` has one for each token, if wanted.
+    For `reason` and `prompt_likelihoods`, see Event. `likelihoods` has one per token if requested.
     """
 
     text: str = ""
@@ -164,7 +164,7 @@ class Completion:
         self.reason = event.reason
 
     def as_json(self) -> dict[str, Any]:
-        """Text, tokens, reason, and the log-probabilities if they are wanted, for a file."""
+        """Return text, tokens, reason, and log-probabilities if requested, for a file."""
         shown: dict[str, Any] = {"text": self.text, "tokens": self.tokens, "reason": self.reason}
         if self.likelihoods is not None:
             shown["logprobs"] = [each.logprob for each in self.likelihoods]

@@ -1,4 +1,4 @@
-"""One sample of a request: its tokens, which of them its slot holds, what to feed next, and its text."""
+"""One sample of a request, with its tokens, its slot's content, the next feed, and its text."""
 
 from __future__ import annotations
 
@@ -11,28 +11,31 @@ from distgpt.core.generate.sampling import choose, likelihood, uniform
 from distgpt.core.generate.slots import Choice, Feed, Logits, Rows
 from distgpt.core.ops.api import Array
 
-MOST_SCORED = 256  # tokens of a prompt at once whose logits are wanted: each has one for the whole vocabulary
-MOST_EQUAL, LEAST_EQUAL = 3, 2  # tokens by which prompt lookup finds where its guesses begin
+MOST_SCORED = 256  # maximum prompt tokens per step with logits, each of the vocabulary's size
+MOST_EQUAL, LEAST_EQUAL = 3, 2  # context lengths of prompt lookup, in tokens
 
 
 class SharedPrompt:
-    """The prompt that the samples of a request share; once it is in a slot, the logits in and behind it."""
+    """The prompt shared by the samples of a request, and its logits once a slot contains it."""
 
     def __init__(self, ticket: int, request: Request) -> None:
         self.ticket, self.request = ticket, request
-        self.logits: Array | None = None  # behind it
-        self.likelihoods: PromptLikelihoods = [None]  # in it, as far as they are known
-        self.under_way = False  # one of them is computing the prompt
-        self.to_come = request.n  # samples that have no slot yet
+        self.logits: Array | None = None  # after the prompt
+        self.likelihoods: PromptLikelihoods = [None]  # one per prompt token computed already
+        self.under_way = False  # whether a sample is computing the prompt
+        self.to_come = request.n  # samples without a slot yet
         self._streamer: Streamer | None = None
 
     @property
     def is_scored(self) -> bool:
-        """Tell whether all log-probabilities that are wanted of the prompt are known."""
+        """Whether all requested log-probabilities of the prompt are computed."""
         return not self.request.prompt_logprobs or len(self.likelihoods) == len(self.request.prompt)
 
     def common(self, held: Sequence[int]) -> int:
-        """Return how many tokens of the prompt these begin with, but never its last."""
+        """Return the length of the common prefix of the prompt and `held`, excluding the prompt's end.
+
+        The last prompt token is always computed, because its logits are needed.
+        """
         prompt = self.request.prompt
         most = min(len(held), len(prompt) - 1)
         return next((i for i in range(most) if held[i] != prompt[i]), most)
@@ -42,7 +45,7 @@ class SharedPrompt:
         return Event(self.ticket, choice, None, None, "", "length", self.wanted_of_prompt)
 
     def streamer(self, tokenizer: Tokenizer) -> Streamer:
-        """Return a decoder for what follows the prompt, which is decoded once for all samples."""
+        """Return a decoder for the continuation. The prompt is decoded once for all samples."""
         if self._streamer is None:
             self._streamer = tokenizer.streamer_behind(self.request.prompt)
         return self._streamer.copy()
@@ -53,7 +56,7 @@ class SharedPrompt:
 
 
 class Sample:
-    """`tokens[begin : begin + cached]` are in the slot, at positions 0 … cached."""
+    """A sample, whose slot contains `tokens[begin : begin + cached]` at positions 0, 1, …."""
 
     def __init__(self, shared: SharedPrompt, choice: int, tokenizer: Tokenizer | None, length: int) -> None:
         self.shared, self.choice, self.request = shared, choice, shared.request
@@ -61,12 +64,12 @@ class Sample:
         self.tokens = list(self.request.prompt)
         self.begin = max(0, len(self.tokens) - length)
         self.cached = 0
-        self.new = 0  # tokens behind the prompt
+        self.new = 0  # tokens after the prompt
         self.ended = False
-        self.guessed = 0  # guesses in what is fed now
-        self.chooses = False  # whether that gives a token
+        self.guessed = 0  # drafted tokens in the current feed
+        self.chooses = False  # whether the current feed chooses a token
         self._length = length
-        self._trust = self.request.lookup  # guesses to try next
+        self._trust = self.request.lookup  # tokens to draft next
         self._lookup = Lookup() if self.request.lookup else None
         self._transcript = None
         if tokenizer is not None:
@@ -74,16 +77,16 @@ class Sample:
 
     @property
     def is_at_prompt(self) -> bool:
-        """Tell whether the prompt is being computed: nothing is chosen yet."""
+        """Whether the prompt is still being computed."""
         return self.new == 0
 
     @property
     def held(self) -> list[int]:
-        """Return what its slot holds as if computed anew; nothing once some was dropped."""
+        """The reusable tokens in the slot; none once the window has moved."""
         return self.tokens[: self.cached] if self.begin == 0 else []
 
     def feed(self, chunk: int) -> Feed:
-        """The next tokens: up to `chunk` of what is not in the slot yet; guesses behind a single one."""
+        """Return the next feed: up to `chunk` pending tokens, or a single one with drafts."""
         most = min(chunk, MOST_SCORED) if self._scores_prompt else chunk
         pending = self.tokens[self.begin + self.cached :][: most + 1]
         self.chooses = len(pending) <= most
@@ -92,12 +95,12 @@ class Sample:
         tokens = [*pending[:most], *guesses]
         wanted = len(tokens) if self._scores_prompt else self._choosing
         choice = None
-        if not self.is_at_prompt:  # whose logits all samples of the request share
+        if not self.is_at_prompt:  # all samples of the request share the prompt's logits
             choice = Choice(self.request, self._uniform, self.request.logprobs or 0)
         return Feed(self.slot, self.cached, tokens, wanted, choice)
 
     def take(self, fed: Feed, logits: Rows) -> list[Event]:
-        """Note that `fed` is in the slot; choose by the logits, as far as guesses turn out right."""
+        """Record a feed and choose tokens from its logits, as long as drafted tokens are correct."""
         self.cached += len(fed.tokens) - self.guessed
         guesses = list(fed.tokens[len(fed.tokens) - self.guessed :])
         if self._scores_prompt:
@@ -113,35 +116,35 @@ class Sample:
             if self.ended or events[-1].token != guess:
                 break
             self.cached += 1
-        if guesses:  # wrong ones cost time: next time about as many as were right, and one to try
+        if guesses:  # Wrong drafts cost time, so draft twice the number of correct ones, plus one.
             self._trust = 2 * len(events) - 1
         return events
 
     @property
     def _uniform(self) -> float:
-        """The number that draws the next token."""
+        """The random number that draws the next token."""
         how = self.request
         return 0.0 if how.is_greedy else uniform(how.seed, self.choice, self.new)
 
     @property
     def _choosing(self) -> int:
-        """Rows of logits that choose tokens."""
+        """The number of logit rows that choose tokens."""
         return self.guessed + self.chooses
 
     @property
     def _scores_prompt(self) -> bool:
-        """True also if another sample has scored it: with fewer rows some slots round otherwise."""
+        """Whether to score the prompt, even if another sample did; fewer rows change some slots' rounding."""
         return self.is_at_prompt and self.request.prompt_logprobs
 
     def _score_prompt(self, logits: Rows) -> None:
-        """Note how likely the prompt's next tokens are; the last of its logits belong to what follows it."""
+        """Record likelihoods of prompt tokens. The last row predicts the first new token."""
         known, prompt, count = self.shared.likelihoods, self.request.prompt, self.request.logprobs
         assert count is not None
         for row in logits[: len(prompt) - len(known)]:
             known.append(likelihood(row, prompt[len(known)], count))
 
     def choose(self, logits: Logits) -> Event:
-        """Append the token that these logits (V,) give."""
+        """Choose a token from logits (V,) and append it."""
         how, count = self.request, self.request.logprobs
         token = choose(logits, how, self._uniform, self.tokens)
         found = None if count is None else likelihood(logits, token, count)
@@ -171,9 +174,9 @@ class Sample:
         return Event(self.shared.ticket, self.choice, token, found, text, reason, of_prompt)
 
     def make_room(self, can_drop: bool) -> int:
-        """Move the window on past the context. Return how many positions its slot has to drop, if it can.
+        """Move the window past the context. Return the number of positions to drop from the slot.
 
-        Where it cannot, or all that is seen has to be computed anew, nothing in it is valid any more.
+        If the slot cannot drop, or the window slides, all cached tokens become invalid.
         """
         if len(self.tokens) - self.begin <= self._length:
             return 0
@@ -192,25 +195,24 @@ class Sample:
 
 
 class Transcript:
-    """The text after a prompt. Holds back what may turn out to be the beginning of a stop string.
+    """The text after a prompt, which withholds a possible start of a stop string.
 
-    The texts returned, concatenated, equal the decoded tokens up to the first stop string, without it: the
-    one that ends first, and of those that end together the longest. So it does not matter how tokens cut
-    the text.
+    The concatenated results equal the decoded text up to the first stop string. That is the stop string that
+    ends first, and the longest if several end together, so it does not depend on token boundaries.
     """
 
     def __init__(self, streamer: Streamer, stop: Sequence[str]) -> None:
-        """`streamer` knows the prompt."""
+        """`streamer` has consumed the prompt."""
         self._streamer, self._stop = streamer, stop
         self._pending = ""
         self.stopped = False
 
     def feed(self, token: int) -> str:
-        """The text that is certain once this token is known; `stopped`: a stop string ended it."""
+        """Return the text that later tokens cannot change. Sets `stopped` if a stop string ended it."""
         return self._add(self._streamer.feed(token))
 
     def flush(self) -> str:
-        """Return what was held back, as no more tokens come."""
+        """Return the withheld text after the last token."""
         text = self._add(self._streamer.flush())
         if not self.stopped:
             text += self._pending
@@ -231,28 +233,31 @@ class Transcript:
         return text[:sure]
 
     def _found(self, text: str) -> tuple[int, int]:
-        """Return where the first stop string begins and ends; (0, 0) without one."""
+        """Return start and end of the first stop string; (0, 0) if there is none."""
         places = [(text.find(stop), len(stop)) for stop in self._stop]
         found = [(begin + size, begin) for begin, size in places if begin >= 0]
         end, begin = min(found, default=(0, 0))
         return begin, end
 
     def _undecided(self, text: str) -> int:
-        """Return the length of the longest beginning of a stop string with which the text ends."""
+        """Return the length of the longest suffix that is a prefix of a stop string."""
         most = min(len(text), max(map(len, self._stop)) - 1)
         tails = (text[len(text) - size :] for size in range(most, 0, -1))
         return next((len(tail) for tail in tails if any(stop.startswith(tail) for stop in self._stop)), 0)
 
 
 class Lookup:
-    """Remembers where each few tokens of a growing sequence came last."""
+    """Memory of the last position of each short token sequence, in a growing sequence."""
 
     def __init__(self) -> None:
         self._after: dict[tuple[int, ...], int] = {}
-        self._known = 0  # tokens whose endings are remembered
+        self._known = 0  # tokens processed already
 
     def draft(self, tokens: Sequence[int], most: int) -> list[int]:
-        """Up to `most` tokens that followed the last ones, where these came before. Tokens only grow."""
+        """Draft up to `most` tokens that followed an earlier occurrence of the last ones.
+
+        `tokens` may only grow between calls.
+        """
         for end in range(max(LEAST_EQUAL, self._known), len(tokens)):
             for size in range(LEAST_EQUAL, MOST_EQUAL + 1):
                 if size <= end:
@@ -266,11 +271,10 @@ class Lookup:
 
 
 def default_prompt(tokenizer: Tokenizer) -> list[int]:
-    """Tokens to start a text from nothing: what every prompt begins with, or else a full stop and a line
-    break, a line break, or the first token.
+    """Return tokens to start a text: the tokenizer's first tokens, or if it has none, a line break.
 
-    A line break alone comes second, since a model with rotary positions cannot count equal tokens, and may
-    repeat the one it was given for ever.
+    A full stop before the line break is better. With rotary positions, a model cannot count equal tokens and
+    may repeat a single line break forever. The fallback is token 0.
     """
     if tokenizer.first:
         return list(tokenizer.first)

@@ -1,4 +1,4 @@
-"""The choice of the next token: greedy, or drawn from what temperature, top-k, top-p and min-p leave."""
+"""Sampling of the next token: greedy, or random with temperature, top-k, top-p and min-p."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from distgpt.core.generate.request import Likelihood, Sampling
 from distgpt.core.generate.slots import Logits
 from distgpt.core.ops.api import Array
 
-FIRST_FEW = 256  # of the likeliest tokens among which top-p looks first
+FIRST_FEW = 256  # most likely tokens that top-p considers first
 BITS = (1 << 64) - 1
-ROWS = 64  # tokens of which only the likeliest is looked at first
-BLOCK = 256  # probabilities that are added up on their own
+ROWS = 64  # logits per column, whose maximum is compared first
+BLOCK = 256  # probabilities per block sum
 
 
 def choose(logits: Logits, sampling: Sampling, uniform: float, seen: Sequence[int] | Array = ()) -> int:
-    """Choose a token by its logits (V,) and a random number of [0, 1).
+    """Choose a token from logits (V,) and a random number in [0, 1).
 
-    `seen`: the tokens so far, whose logits the repetition penalty divides where they are above 0, and
-    multiplies where they are below.
+    `seen` are the earlier tokens. The repetition penalty divides their positive logits and multiplies their
+    negative ones.
     """
     if not isinstance(logits, np.ndarray):
         return logits.choose(sampling, uniform)
@@ -36,9 +36,9 @@ def choose(logits: Logits, sampling: Sampling, uniform: float, seen: Sequence[in
 
 
 def drawn_at(uniform: float, p: Array) -> int:
-    """Return where the running sum of p passes uniform · Σ p.
+    """Return the first index at which the cumulative sum of p exceeds uniform · Σ p.
 
-    Many are summed by blocks first, and one by one within the block that it is in, which is faster.
+    For speed, long arrays are summed in blocks, then only one block element by element.
     """
     if len(p) <= BLOCK:
         sums = p.cumsum(dtype=np.float64)
@@ -53,18 +53,18 @@ def drawn_at(uniform: float, p: Array) -> int:
 
 
 def candidates(logits: Array, sampling: Sampling, total: float | None = None) -> tuple[Array | None, Array]:
-    """Return the tokens that may come next (None: all), and what is proportional to their probabilities.
+    """Return the candidate tokens, or None for all, and values proportional to their probabilities.
 
-    p = softmax(logits / temperature) over the top_k likeliest; of these as many of the likeliest as reach
-    top_p together, and at least min_p times as likely as the likeliest. Equal logits count by their token.
-    `total`: Σ exp((logit - highest) / temperature) of all tokens, where these are only the likeliest.
+    p = softmax(logits / temperature) over the top_k most likely tokens. Keep the fewest of them that reach
+    top_p together, and at least min_p times the highest p. Lower token ids win ties. `total`: Σ exp((logit -
+    highest) / temperature) of all tokens, if `logits` has only the highest.
     """
     highest = logits.max()
     tokens: Array | None = None
     if 0 < sampling.top_k < len(logits):
         tokens = likeliest(logits, sampling.top_k)
         logits = logits[tokens]
-    if sampling.min_p > 0 and sampling.top_p == 1:  # few are left: no exponentials of the others
+    if sampling.min_p > 0 and sampling.top_p == 1:  # few remain, so skip the other exponentials
         often = np.flatnonzero(logits >= highest + sampling.temperature * math.log(sampling.min_p))
         tokens = often if tokens is None else tokens[often]
         logits = logits[often]
@@ -80,7 +80,7 @@ def candidates(logits: Array, sampling: Sampling, total: float | None = None) ->
 
 
 def likeliest(logits: Array, k: int) -> Array:
-    """Return the k tokens with the highest logits, in that order. Sorts only them."""
+    """Return the k tokens with the highest logits, highest first, sorting only these."""
     if k >= len(logits):
         return np.argsort(-logits, kind="stable")
     tokens = np.flatnonzero(logits >= _exceeded(logits, k))
@@ -88,7 +88,7 @@ def likeliest(logits: Array, k: int) -> Array:
 
 
 def _exceeded(logits: Array, k: int) -> Any:
-    """Return a logit that at least k reach, and not many more: the k-th highest, or of columns' maxima."""
+    """Return a threshold that at least k logits reach: the k-th highest, or the k-th column maximum."""
     columns = len(logits) // ROWS
     if columns > 2 * k:
         logits = logits[: ROWS * columns].reshape(ROWS, columns).max(0)
@@ -96,7 +96,7 @@ def _exceeded(logits: Array, k: int) -> Any:
 
 
 def _nucleus(p: Array, enough: float) -> Array:
-    """Return the indices of the fewest of the largest p that reach `enough` together."""
+    """Return the indices of the largest p, as few as reach `enough` together."""
     few = FIRST_FEW
     while True:
         first = likeliest(p, few)
@@ -114,15 +114,15 @@ def _penalised(logits: Array, seen: Array, penalty: float) -> Array:
 
 
 def uniform(seed: int, choice: int, position: int) -> float:
-    """Return a random number of [0, 1) that belongs to a seed, a sample of a request and a place in its text.
+    """Return a random number in [0, 1) that depends only on seed, sample and position.
 
-    So what is drawn does not depend on what was drawn before, or for others.
+    So a token's number does not depend on earlier numbers, or on other samples.
     """
     return (_mixed(_mixed(_mixed(seed) ^ choice) ^ position) >> 11) * 2.0**-53
 
 
 def _mixed(x: int) -> int:
-    """Permute 64 bits, so that each depends on all before: a step of SplitMix64 (Steele, Lea, Flood 2014)."""
+    """Mix 64 bits so that each output bit depends on all: a step of SplitMix64 (Steele, Lea, Flood 2014)."""
     x = (x + 0x9E3779B97F4A7C15) & BITS
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & BITS
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & BITS
@@ -130,7 +130,7 @@ def _mixed(x: int) -> int:
 
 
 def likelihood(logits: Logits, token: int, alternatives: int) -> Likelihood:
-    """Return a token's log-probability by softmax(logits), and those of the likeliest, highest first."""
+    """Return a token's log-probability under softmax(logits), and the most likely tokens', highest first."""
     if not isinstance(logits, np.ndarray):
         return logits.likelihood(token, alternatives)
     highest = logits.max()

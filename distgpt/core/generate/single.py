@@ -1,4 +1,4 @@
-"""`distgpt infer` with one prompt: the text as it comes, or JSON, and the speed."""
+"""`distgpt infer` with one prompt: streamed text or JSON, and the speed."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from distgpt.core.generate.slots import Slots, on_ranks
 def infer_one(
     spec: ModelSpec, prompt: str | Path | None, settings: Request, stage: Stage, as_json: bool
 ) -> None:
-    """Continue one prompt and print it on rank 0; ranks average their logits. Collective.
+    """Continue one prompt and print the result on rank 0. Ranks average their logits. Collective.
 
-    The prompt is a text, a file with one, or None for the start of a text.
+    The prompt is a string, a text file, or None for the default prompt.
     """
     comm, loaded = stage.comm, spec.load(stage)
     tokenizer = loaded.tokenizer
@@ -76,7 +76,7 @@ def _prompt(given: str | Path | None, tokenizer: Tokenizer) -> list[int]:
 
 
 def stream(prompt: str, events: Iterable[Event], n: int) -> list[Completion]:
-    """Print the prompt, then each token as soon as its text is complete; several samples one by one."""
+    """Print the prompt, then text as it becomes final. Multiple samples are printed in sequence."""
     shown = escape_model_text if shown_on_terminal(sys.stdout) else str
     samples, unseen, turn = [Completion() for _ in range(n)], [""] * n, 0
     heads = [f"--- {number} of {n}\n" * (n > 1) + shown(prompt) for number in range(1, n + 1)]
@@ -93,7 +93,7 @@ def stream(prompt: str, events: Iterable[Event], n: int) -> list[Completion]:
                 turn += 1
                 if turn < n:
                     print(f"\n{heads[turn]}", end="", flush=True)
-    finally:  # an error begins on a line of its own
+    finally:  # an error message starts on a new line
         print(flush=True)
     return samples
 
@@ -101,7 +101,7 @@ def stream(prompt: str, events: Iterable[Event], n: int) -> list[Completion]:
 def _print_probabilities(
     tokenizer: Tokenizer, tokens: Sequence[int], likelihoods: Sequence[Likelihood | None] | None
 ) -> None:
-    """A line for each token: how likely it was, and the likeliest."""
+    """Print each token's probability and the most likely tokens, one token per line."""
     for token, found in zip(tokens, likelihoods, strict=True) if likelihoods else ():
         if found is not None:
             pairs = [(token, found.logprob), *found.alternatives]

@@ -1,4 +1,4 @@
-"""Slots: each holds a sequence in one cache of keys and values. What the engine asks of them."""
+"""Slots: key-value caches for one sequence each, and their interface for the engine."""
 
 from __future__ import annotations
 
@@ -14,33 +14,32 @@ from distgpt.core.generate.request import Likelihood, Sampling
 from distgpt.core.model.model import Model
 from distgpt.core.ops.api import Array
 
-CHUNK = 256  # tokens of prompts that are computed beside the next token of the others
+CHUNK = 256  # prompt tokens computed per step, in addition to the next tokens of other sequences
 
 
 class Choice(NamedTuple):
-    """How a token is going to be chosen, for slots that know to do most of it where the logits are."""
+    """Parameters for choosing a token, for slots that can choose on the device."""
 
     sampling: Sampling
-    uniform: float  # the random number of [0, 1) that draws it
-    alternatives: int  # the number of likeliest tokens whose log-probabilities are asked for, too
+    uniform: float  # the random number in [0, 1) that draws it
+    alternatives: int  # most likely tokens whose log-probabilities are also requested
 
 
 class Feed(NamedTuple):
     """New tokens of one sequence."""
 
     slot: int
-    start: int  # how many tokens the slot holds so far
-    tokens: Sequence[int]  # that follow: one when decoding, a chunk in prefill, a draft with prompt lookup
-    wanted: int  # logits are wanted after this many of the last tokens (0: none, 1: usual, all: verification)
-    choice: Choice | None = None  # what alone the logits are for; None: all of them are wanted
+    start: int  # tokens in the slot before
+    tokens: Sequence[int]  # one when decoding, a chunk in prefill, or a draft with prompt lookup
+    wanted: int  # the number of last tokens with logits (0: none, 1: usual, all: verification)
+    choice: Choice | None = None  # the only use of the logits; None: return all
 
 
 class LogitsElsewhere(Protocol):
-    """The logits of a token that stayed on a device, with what its `Choice` needs."""
+    """The logits of a token that stay on a device, with everything its `Choice` needs."""
 
     @property
-    def is_finite(self) -> bool:
-        """Tell whether all of them are."""
+    def is_finite(self) -> bool: ...
 
     def choose(self, sampling: Sampling, uniform: float) -> int:
         """Choose a token as `sampling.choose` does."""
@@ -49,56 +48,56 @@ class LogitsElsewhere(Protocol):
         """Return log-probabilities as `sampling.likelihood` does."""
 
 
-Logits: TypeAlias = "Array | LogitsElsewhere"  # (V,), of one token
+Logits: TypeAlias = "Array | LogitsElsewhere"  # (V,), for one token
 Rows: TypeAlias = "Sequence[Logits] | Array"
 
 
 class Slots(Protocol):
-    """A cache for `count` sequences. What a slot holds beyond a feed's `start` is forgotten by that feed.
+    """Key-value caches for `count` sequences. A feed overwrites the slot from its `start` on.
 
-    What comes out for a sequence does not depend on the others: in one call each slot occurs at most once.
+    The results of a sequence do not depend on other sequences. Each slot may occur only once per call.
     """
 
     count: int
-    length: int  # positions of each: the context
-    can_drop: bool  # whether positions may move: not where the model has learned a vector for each
-    chunk: int  # tokens of prompts to compute at once
-    is_exact: bool  # whether the same bits come out however a sequence is cut into feeds
+    length: int  # positions per slot: the context length
+    can_drop: bool  # whether positions may move; False with learned position vectors
+    chunk: int  # prompt tokens to compute per step
+    is_exact: bool  # whether results are bitwise identical for any split of a sequence into feeds
 
     def feed(self, work: Sequence[Feed]) -> Rows:
-        """Compute these tokens; return logits (Σ wanted, V), in the order of `work`; V without padding.
+        """Compute tokens. Return logits (n, V) in the order of `work`, with n = Σ wanted and V unpadded.
 
-        They are float32 on the host. Where feeds name a choice, a list of rows, some of which may stay
-        elsewhere.
+        The logits are float32 on the host. If feeds have a choice, return a list of rows, which may include
+        rows on a device.
         """
 
     def copy(self, source: int, target: int, length: int) -> None:
-        """Copy the first `length` keys and values: several samples share a prefill."""
+        """Copy the first `length` keys and values, so that samples share a prefill."""
 
     def drop(self, slot: int, count: int, kept: int) -> None:
-        """Forget the first `count` positions, and move the `kept` behind them to the front.
+        """Remove the first `count` positions and move the next `kept` to the start.
 
-        Their keys are rotated back by `count` positions, as attention sees distances alone. They still carry
-        what they saw of those that went.
+        Keys are rotated back by `count` positions, because attention depends only on distances. They still
+        include information from the removed tokens.
         """
 
 
 class SlotKind(NamedTuple):
-    """A kind of slots: how to make a number of them for a model, and the bytes that one takes."""
+    """A kind of slots: a factory, and the bytes per slot."""
 
     make: Callable[[Model, int], Slots]
     slot_bytes: Callable[[Model], int]
 
 
 def are_finite(rows: Rows) -> bool:
-    """Tell whether all logits are, also those that stayed on a device."""
+    """Return whether all logits are finite, including logits on a device."""
     if isinstance(rows, np.ndarray):
         return bool(np.isfinite(rows).all())
     return all(np.isfinite(row).all() if isinstance(row, np.ndarray) else row.is_finite for row in rows)
 
 
 def check_feeds(slots: Slots, work: Sequence[Feed]) -> None:
-    """Refuse what does not fit, as compiled loops and a GPU's kernels trust what they get."""
+    """Raise a ValueError for invalid feeds, because compiled kernels do not check them."""
     for each in work:
         fits = 0 <= each.slot < slots.count and 0 <= each.start <= slots.length - len(each.tokens)
         if not (fits and 0 <= each.wanted <= len(each.tokens)):
@@ -108,19 +107,19 @@ def check_feeds(slots: Slots, work: Sequence[Feed]) -> None:
 
 
 def check_drop(slots: Slots, slot: int, count: int, kept: int) -> None:
-    """Refuse what does not fit, as compiled loops do not look."""
+    """Raise a ValueError for an invalid drop, because compiled loops do not check it."""
     if not (slots.can_drop and 0 <= slot < slots.count and 0 <= count < count + kept <= slots.length):
         raise ValueError(f"slot {slot} cannot keep {kept} of {slots.length} positions behind {count}")
 
 
-# One prompt on several ranks, which average their logits of each token, as in the course project: rank 0 runs
-# the engine, and the others feed what it feeds.
+# One prompt on multiple ranks, which average their logits, as in the course project. Rank 0 runs the engine,
+# and the other ranks feed the same tokens.
 
 
 def on_ranks(slots: Slots, comm: Comm, act: Callable[[Slots], Any]) -> Any:
-    """Return on rank 0 what `act` returns with slots whose logits are means over all ranks; None elsewhere.
+    """Run `act` on rank 0 with slots that average logits over ranks. Return its result there.
 
-    All ranks raise its DistgptError. Collective.
+    Other ranks return None. All ranks raise its DistgptError. Collective.
     """
     if comm.size == 1:
         return act(slots)
@@ -136,7 +135,7 @@ def on_ranks(slots: Slots, comm: Comm, act: Callable[[Slots], Any]) -> Any:
 
 
 class _Leading:
-    """Rank 0's slots. The others learn of each call before it is made."""
+    """Rank 0's slots, which broadcast each call before executing it."""
 
     def __init__(self, own: Slots, comm: Comm) -> None:
         self._own, self._comm = own, comm
@@ -144,7 +143,7 @@ class _Leading:
         self.chunk, self.is_exact = own.chunk, own.is_exact
 
     def feed(self, work: Sequence[Feed]) -> Array:
-        # Without the choice: it is made here, of the mean, and would take the prompt along with each token.
+        # Rank 0 chooses from the mean. A choice would also send the whole prompt with each token.
         work = [each._replace(choice=None) for each in work]
         broadcast(self._comm, ("feed", work))
         return _mean(self._own, work, self._comm)
@@ -159,7 +158,7 @@ class _Leading:
 
 
 def _follow(slots: Slots, comm: Comm) -> None:
-    """Do as rank 0 does until it is done."""
+    """Repeat rank 0's calls until it is done."""
     while True:
         what, *how = broadcast(comm)
         if what == "feed":

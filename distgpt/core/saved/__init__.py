@@ -1,5 +1,7 @@
 """Files on disk: tensors, models, checkpoints, run directories.
 
-Every file appears whole or not at all, and is checked before it is used.
-Not here: token shards (core/data/), files of other programs (formats/), writing as such (core/base/files.py).
+All files are written atomically and checked before use.
+
+Not here: token shards (core/data/), third-party formats (formats/), and basic file access
+(core/base/files.py).
 """

@@ -1,7 +1,7 @@
-"""Checkpoints: directories that appear whole or not at all, with a manifest that shows any damage.
+"""Checkpoints: directories that are written atomically, with a manifest that reveals corruption.
 
-`directory` is RUN/checkpoints, which holds them all, `path` a single checkpoint in it. Only one process may
-save; the others learn the result through core/comm/agree.py.
+`directory` is RUN/checkpoints, and `path` is one checkpoint. Only one process may save; the others get the
+result through core/comm/agree.py.
 """
 
 from __future__ import annotations
@@ -45,25 +45,25 @@ from distgpt.core.saved.tensors import (
 
 Groups = Mapping[str, tuple[Tensors, Mapping[str, str]]]  # file stem → tensors and metadata
 
-# The files of a checkpoint, besides those that parts of a run add.
+# The files of a checkpoint, besides files that components of a run add.
 WEIGHTS = "weights.safetensors"
 OPTIMIZER = "optimizer.safetensors"
 STATE = "state.json"
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"step-\d{8,}(\.old)?")
-# An empty file in a checkpoint that stays for good, also where people have made it (docs/reference/files.md).
+# An empty file that marks a checkpoint to keep forever. Users may create it (docs/reference/files.md).
 MARK = "kept"
-DAMAGED = "damaged-"  # in front of the name of a checkpoint that is set aside
+DAMAGED = "damaged-"  # the prefix of quarantined checkpoints
 _FILE = re.compile(r"[\w.-]+")
-_BEST = "best"  # in the metadata of weights
-MOST_RECENT = 100  # good steps whose losses and gradient norms a state may hold
+_BEST = "best"  # a key in the metadata of weights
+MOST_RECENT = 100  # maximum number of good steps with losses and gradient norms in a state
 
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """The lowest validation loss, over this many tokens; in checkpoints and in the weights that have it.
+    """The lowest validation loss, over `tokens` tokens. In checkpoints and in the best weights.
 
-    Former versions did not save its step, nor anything of it with the weights.
+    Older versions saved no step, and nothing with the weights.
     """
 
     loss: float
@@ -75,7 +75,7 @@ class Best:
 
     @staticmethod
     def from_metadata(metadata: Mapping[str, str]) -> Best | None:
-        """Return the record in a weights file's metadata, or raise a ValueError; None if there is none."""
+        """Return the record in a weights file's metadata; None if there is none. Raises ValueError."""
         return checked(Best, parse_json(metadata[_BEST])) if _BEST in metadata else None
 
 
@@ -88,22 +88,22 @@ _Recent = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """A run after `step` steps. A default stands for a key that checkpoints of former versions lack."""
+    """A run after `step` steps. Defaults replace keys that older checkpoints lack."""
 
     step: Count = 0
     seed: int | None = None
     ranks: Positive | None = None
-    corpus: str | None = None  # the fingerprint of the training text
+    corpus: str | None = None  # the training corpus's fingerprint
     micro_batches: Count = 0  # 0: unknown
-    shares: _Shares | None = None  # sequences of each rank in a micro-batch, if they differ
+    shares: _Shares | None = None  # sequences per rank in a micro-batch, if they differ
     hosts: Count | None = None  # a checksum of the ranks' hosts and threads, if shares depend on them
     best: Best | None = None
-    evaluation_pending: bool = False  # one was due after this step, and a signal came first
-    skipped: Count = 0  # batches that are not seen again, since a bad step was undone
+    evaluation_pending: bool = False  # an evaluation was due after this step, but a signal came first
+    skipped: Count = 0  # batches skipped because a bad step was undone
     bad_steps: Count = 0
     recent: _Recent = ()  # loss and gradient norm of the last good steps
-    seconds: _Seconds = 0.0  # of a run that ends by the clock
-    guards: dict[str, dict[str, Any]] = field(default_factory=dict)  # what guards save, by their classes
+    seconds: _Seconds = 0.0  # elapsed time of a time-limited run
+    guards: dict[str, dict[str, Any]] = field(default_factory=dict)  # saved callback states, by class name
 
     def to_json(self) -> dict[str, object]:
         found = {_KEYS.get(name, name): value for name, value in asdict(self).items()}
@@ -116,13 +116,13 @@ class State:
 
     @staticmethod
     def from_json(document: Mapping[str, object]) -> State:
-        """Read a document, or raise a ValueError; keys that no State has are ignored."""
+        """Parse a document and ignore unknown keys. Raises ValueError."""
         keys = {name: _KEYS.get(name, name) for name in State.__slots__}
         known = {name: document[key] for name, key in keys.items() if document.get(key) is not None}
-        return checked(State, {"step": None, **known})  # the one key that no document may lack
+        return checked(State, {"step": None, **known})  # the only required key
 
 
-# Keys of state.json with other names than the fields of State: its format stays as it was.
+# Keys of state.json that differ from the fields of State, because the format is unchanged.
 _KEYS = {
     "ranks": "world_size",
     "micro_batches": "rounds",
@@ -133,17 +133,17 @@ _KEYS = {
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """A file in the manifest."""
+    """A manifest entry."""
 
     bytes: Count
-    sha256: str = ""  # of the whole file; "" for tensors
-    header_sha256: str = ""  # of the header of a file of tensors, which covers the rest
+    sha256: str = ""  # checksum of the whole file; "" for tensors
+    header_sha256: str = ""  # checksum of a tensor file's header, which covers its data
 
 
-Manifest = dict[str, Listed]  # every file in a checkpoint but the manifest
+Manifest = dict[str, Listed]  # all files of a checkpoint except the manifest
 
 
-Outdated = Callable[[Sequence[Path]], Sequence[Path]]  # of checkpoints, newest first, those that may go
+Outdated = Callable[[Sequence[Path]], Sequence[Path]]  # checkpoints, newest first → the expired ones
 
 
 def is_kept(checkpoint: Path) -> bool:
@@ -151,22 +151,22 @@ def is_kept(checkpoint: Path) -> bool:
 
 
 def beyond(keep: int, saved: Sequence[Path]) -> list[Path]:
-    """Return those that may go: all but the newest `keep`, and those that stay for good."""
+    """Return the expired checkpoints, which excludes the newest `keep` and marked ones."""
     return [path for path in saved[keep:] if not is_kept(path)]
 
 
 def save_checkpoint(directory: Path, groups: Groups, state: State, outdated: Outdated) -> Path:
-    """Write `step-<step>`, then drop the checkpoints up to this step that may go.
+    """Write `step-<step>`, then delete expired checkpoints up to this step.
 
-    Later steps stay: a run that resumed from an earlier checkpoint left them behind, and they must not push
-    out the one just written.
+    Keep later steps. A run that resumed from an earlier checkpoint may have them, and they must not expire
+    the new one.
     """
     final = directory / f"step-{state.step:08d}"
     partial = directory / f".tmp-{final.name}"
     with storage_errors("save checkpoint", final):
         directory.mkdir(parents=True, exist_ok=True)
-        sync_directory(directory.parent)  # a power cut must not take the new folder's name
-        remove_unfinished(directory)  # first: it may fill the disk
+        sync_directory(directory.parent)  # a power failure must not lose the new directory's name
+        remove_unfinished(directory)  # first, because it may fill the disk
         try:
             partial.mkdir()
             _write(partial, groups, state)
@@ -180,13 +180,13 @@ def save_checkpoint(directory: Path, groups: Groups, state: State, outdated: Out
 
 
 def remove_unfinished(directory: Path) -> None:
-    """Remove checkpoints that killed runs left half-written, or half-removed."""
+    """Remove checkpoints that killed runs left partly written or partly removed."""
     for stale in directory.glob(".tmp-*step-*"):
         shutil.rmtree(stale, ignore_errors=True)
 
 
 def set_damaged_aside(directory: Path, step: int) -> None:
-    """Rename damaged checkpoints from this step on, so that they do not count among those to keep."""
+    """Rename corrupt checkpoints from this step on, so that they do not count as saved."""
     for path in saved_checkpoints(directory):
         if step_of(path) < step:
             return
@@ -195,14 +195,14 @@ def set_damaged_aside(directory: Path, step: int) -> None:
         except DataError as error:
             cause = system_error(error)
             if cause is not None and not isinstance(cause, FileNotFoundError):
-                continue  # the disk fails, and may be back in a moment
+                continue  # a disk error, which may be temporary
             aside = path.with_name(f"{DAMAGED}{path.name}")
             shutil.rmtree(aside, ignore_errors=True)
             path.rename(aside)
 
 
 def drop(path: Path) -> None:
-    """Rename a checkpoint and remove it: a killed process leaves no half of one under its name."""
+    """Rename a checkpoint, then remove it. If the process is killed, no partial checkpoint keeps the name."""
     aside = path.with_name(f".tmp-{path.name}")
     with suppress(OSError):
         shutil.rmtree(aside, ignore_errors=True)
@@ -211,9 +211,9 @@ def drop(path: Path) -> None:
 
 
 def newest_intact(directory: Path, most: float = math.inf) -> tuple[Path, list[str]] | None:
-    """Return the newest checkpoint without damage, and a line about each newer one that is damaged.
+    """Return the latest valid checkpoint, and a line about each newer corrupt one.
 
-    None if there are no checkpoints up to step `most`; a DataError if every one is damaged.
+    None if there are no checkpoints up to step `most`. Raises a DataError if all are corrupt.
     """
     damaged = []
     for path in saved_checkpoints(directory, most):
@@ -229,12 +229,12 @@ def newest_intact(directory: Path, most: float = math.inf) -> tuple[Path, list[s
 
 
 def newest_step(directory: Path) -> int | None:
-    """Return the step of the newest checkpoint by its name, intact or not; None if there is none."""
+    """Return the step of the newest checkpoint by name, valid or corrupt; None if there is none."""
     return next((step_of(path) for path in saved_checkpoints(directory)), None)
 
 
 def verify(path: Path) -> None:
-    """Compare every file of a checkpoint with its manifest; a DataError names one that is damaged."""
+    """Verify every file of a checkpoint against the manifest. A DataError names the first corrupt file."""
     manifest = read_manifest(path)
     for name in dict.fromkeys((WEIGHTS, OPTIMIZER, *manifest, STATE)):
         check_file(path, name, manifest)
@@ -242,18 +242,18 @@ def verify(path: Path) -> None:
 
 
 def load_state(path: Path) -> State:
-    """Return the state that was passed to `save_checkpoint`, verified; keys that no State has are ignored."""
+    """Return the verified state of a checkpoint. Ignore unknown keys."""
     return State.from_json(load_document(path))
 
 
 def load_document(path: Path) -> JsonObject:
-    """Return the verified state as its file has it, without the keys whose value is null."""
+    """Return the verified state as a document, without keys whose value is null."""
     check_file(path, STATE, read_manifest(path))
     return {key: value for key, value in _parse_state(path).items() if value is not None}
 
 
 def _parse_state(path: Path) -> JsonObject:
-    """Return the content of a state's file, or raise a DataError."""
+    """Return the content of a state file, or raise a DataError."""
     document = _object(path / STATE)
     try:
         step = State.from_json(document).step
@@ -265,7 +265,7 @@ def _parse_state(path: Path) -> JsonObject:
 
 
 def load_group(path: Path, stem: str, destination: Tensors) -> None:
-    """Fill `destination` from one file of a checkpoint; a damaged file leaves it untouched."""
+    """Fill `destination` from a file of a checkpoint. A corrupt file leaves it unchanged."""
     name = f"{stem}.safetensors"
     read_into(path / name, destination, _listed(path, name, read_manifest(path)).header_sha256)
 
@@ -282,7 +282,7 @@ def _write(partial: Path, groups: Groups, state: State) -> None:
 
 
 def _write_json(path: Path, content: Mapping[str, object]) -> str:
-    """Write an object, and return the SHA-256 of its file."""
+    """Write an object and return the SHA-256 of the file."""
     text = json.dumps(content, indent=1).encode()
     with atomic_file(path) as file:
         file.write(text)
@@ -290,9 +290,9 @@ def _write_json(path: Path, content: Mapping[str, object]) -> str:
 
 
 def _put_in_place(partial: Path, final: Path) -> None:
-    """Give a finished checkpoint its name.
+    """Rename a finished checkpoint to its final name.
 
-    An older one of this step is set aside until then: a folder cannot replace one that is not empty.
+    An older one of this step is renamed first, because a directory cannot replace one that is not empty.
     """
     old = final.with_name(f"{final.name}.old")
     if final.exists():
@@ -304,7 +304,7 @@ def _put_in_place(partial: Path, final: Path) -> None:
 
 
 def saved_checkpoints(directory: Path, most: float = math.inf) -> list[Path]:
-    """Return the checkpoints up to step `most`, newest first; one set aside comes after its replacement."""
+    """Return the checkpoints up to step `most`, newest first; a replaced one follows its replacement."""
     with storage_errors("read", directory):
         inside = directory.iterdir() if directory.exists() else ()
         found = [path for path in inside if _NAME.fullmatch(path.name) and step_of(path) <= most]
@@ -316,7 +316,7 @@ def step_of(path: Path) -> int:
 
 
 def check_file(path: Path, name: str, manifest: Manifest) -> None:
-    """Compare one file with its entry in the manifest, which has a checksum of all of it or of its header."""
+    """Verify one file against the size and checksum in its manifest entry."""
     listed = _listed(path, name, manifest)
     try:
         with open_regular(path / name) as file:
@@ -353,7 +353,7 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def _object(path: Path) -> JsonObject:
-    """Return the JSON object in a file; a DataError where it cannot be read, as if it were damaged."""
+    """Return the JSON object in a file. A read error raises a DataError, like a corrupt file."""
     try:
         return parse_object(read_small(path), path)
     except StorageError as error:

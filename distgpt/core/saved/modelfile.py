@@ -1,6 +1,7 @@
-"""A model as one self-describing file: its weights, its configuration and its tokenizer.
+"""A model as one self-describing file of weights, configuration and tokenizer.
 
-Other kinds of weights files: weights.py."""
+For other kinds of weights files, see weights.py.
+"""
 
 from __future__ import annotations
 
@@ -49,16 +50,16 @@ from distgpt.core.saved.weights import (
 
 FORMAT = "distgpt-weights"
 FORMAT_VERSION = "2"
-ROUNDED_VERSION = "3"  # so that a program which knows no rounded files refuses one
-# The checksums that a file must have, by the version of its format.
+ROUNDED_VERSION = "3"  # older programs must reject quantized files
+# The checksums that a file must have, by format version.
 READ = {"1": (), "2": (DATA_SUM, HEADER_SUM), ROUNDED_VERSION: (DATA_SUM, HEADER_SUM)}
-ORIGIN = "origin"  # in the metadata of a model that was not trained here: where it is from
-BASE = "base"  # in the metadata of a part: the file beside which it stands
+ORIGIN = "origin"  # metadata key of an imported model's source
+BASE = "base"  # metadata key of a part's base file
 
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """The weights file that a part stands beside: its path, and the checksum of its data."""
+    """Path and data checksum of the weights file that a part belongs to."""
 
     file: str
     sha256: str
@@ -70,31 +71,30 @@ class Description:
 
     run: RunConfig
     tokenizer: Tokenizer | None
-    rounded: str = ""  # the dtype that its matrices are rounded to, one of Components.quantized_dtypes
-    part: str = ""  # the kind of part whose tensors alone are in the file, one of Components.parts
-    base: Base | None = None  # of a part
-    untrainable: str = ""  # why its settings of training are invalid; "" if they are valid
+    rounded: str = ""  # the matrices' quantized dtype, one of Components.quantized_dtypes
+    part: str = ""  # the kind of part, one of Components.parts; the file has only its tensors
+    base: Base | None = None  # the base of a part
+    untrainable: str = ""  # why the training settings are invalid; "" if they are valid
 
     def refuse_incomplete(self, path: Path | str) -> None:
-        """Refuse a file that holds no whole model."""
+        """Reject a file without a whole model."""
         if self.part:
             components().part(self.part).refuse_alone(path)
 
     @property
     def layout(self) -> Layout:
-        """Return the layout of the tensors in the file."""
         if self.part:
             return components().part(self.part).layout(self.run)
         return Architecture(self.run.model).layout
 
     def refuse_unreadable(self, trained: Layout) -> None:
-        """Refuse to write such tensors to a file with this description: none would read them again."""
+        """Raise a UsageError if a file with this description could not be read with the `trained` tensors."""
         if self.layout.specs != trained.specs:
             what = f"of format {self.part!r}" if self.part else "without a part"
             raise UsageError(f"a weights file {what} does not hold the tensors that are trained here")
 
     def refuse_training(self, t: TrainConfig) -> None:
-        """Refuse to train the weights of a rounded file."""
+        """Reject training the weights of a quantized file."""
         if self.rounded:
             components().quantized(self.rounded).refuse_training(t)
 
@@ -111,8 +111,8 @@ def save_model(path: Path, model: Model, description: Description) -> str:
 
 
 def _refuse_too_large(path: Path, config: ModelConfig, kernels: Kernels, comm: Comm) -> None:
-    """Refuse weights that there is no memory for: the system would end the process. Collective."""
-    if kernels.capabilities.is_async:  # a GPU says so itself
+    """Reject weights that exceed the available memory, before the system kills the process. Collective."""
+    if kernels.capabilities.is_async:  # a GPU raises its own error
         return
     need = Architecture(config).layout.size * kernels.dtype.itemsize
     granted = granted_memory(comm.local_size)
@@ -124,10 +124,10 @@ def _refuse_too_large(path: Path, config: ModelConfig, kernels: Kernels, comm: C
 def load_model(
     path: Path, kernels: Kernels, comm: Comm, context: int | None = None, merge: Merge | None = None
 ) -> tuple[Model, Description]:
-    """Rank 0 reads the file and checks it before it allocates memory; all ranks get it. Collective.
+    """Read and check a model on rank 0 before allocating memory, then broadcast it. Collective.
 
-    `path` may also be a run's directory, or a checkpoint.
-    A model without learned positions accepts another `context` than it was trained with.
+    `path` may also be a run's directory or a checkpoint. A model without learned positions accepts a
+    `context` other than its training context.
     """
     path = on_root(comm, lambda: find_weights(path))
     description = load_description(path, comm)
@@ -169,7 +169,7 @@ def load_model(
 
 
 def read_shortened(path: Path, host: Tensors) -> None:
-    """Fill `host` from the file; of its learned positions only the first, as many as `host` has."""
+    """Fill `host` from the file, with only as many of the learned positions as `host` has."""
     positions = host.get(LEARNED)
     if positions is None:
         read_into(path, host)
@@ -181,26 +181,26 @@ def read_shortened(path: Path, host: Tensors) -> None:
 
 
 def load_description(path: Path, comm: Comm) -> Description:
-    """Return the description in the file, checked by rank 0 against its tensors. Collective."""
+    """Return a file's description, after rank 0 has checked it against its tensors. Collective."""
     return _parse(on_root(comm, lambda: _checked_metadata(path)), path)
 
 
 def read_description(path: Path) -> Description:
-    """Return the description in the file, checked against its tensors, in a single process."""
+    """Return a file's description, checked against its tensors. For a single process."""
     return _parse(_checked_metadata(path), path)
 
 
 def on_host(model: Model, tensors: FlatBuffer, prefix: str = "") -> dict[str, Array]:
-    """Return tensors as NumPy arrays; those in host memory are not copied."""
+    """Return tensors as NumPy arrays; arrays in host memory are not copied."""
     return {prefix + name: model.kernels.to_host(array) for name, array in tensors.items()}
 
 
 def fill(
     comm: Comm, model: Model, buffers: Mapping[str, FlatBuffer], read: Callable[[Tensors], None]
 ) -> None:
-    """Rank 0 reads values into buffers of the model's layout and broadcasts them. Collective.
+    """Read values on rank 0 into buffers of the model's layout and broadcast them. Collective.
 
-    The keys of `buffers` are the prefixes of their tensors' names in the file.
+    The keys of `buffers` are the prefixes of their tensor names in the file.
     """
     host: dict[str, Array] = {}
     if comm.rank == 0:
@@ -233,7 +233,7 @@ def _checked_metadata(path: Path) -> dict[str, str]:
 
 
 def _own_metadata(header: Header, path: Path) -> dict[str, str]:
-    """Return the metadata of a file written by distgpt in this version of the format."""
+    """Return the metadata of a distgpt file in a supported format version."""
     found = header.metadata
     is_described = {"format", "format_version", "config", "tokenizer"} <= found.keys()
     if BASE in found and is_described and found["format"] not in components().parts:
@@ -257,12 +257,13 @@ def _own_metadata(header: Header, path: Path) -> dict[str, str]:
 
 
 def _parse(metadata: dict[str, str], path: Path) -> Description:
-    """Return the description in a file's metadata, or raise a DataError."""
+    """Parse a file's metadata, or raise a DataError."""
     untrainable = ""
     try:
         values = parse_toml(metadata["config"], str(path))
         values = {name: each for name, each in values.items() if name not in REMOVED}
-        # A whole model can be used whatever its settings of training are: another version may have more.
+        # A whole model is usable even if its training settings are invalid, because other versions may have
+        # more.
         run = RunConfig().with_values({name: each for name, each in values.items() if name in MODEL})
         try:
             run = RunConfig().with_values(values)
@@ -270,7 +271,7 @@ def _parse(metadata: dict[str, str], path: Path) -> Description:
             if BASE in metadata:
                 raise
             untrainable = str(error)
-    except (UsageError, ValueError, ArithmeticError) as error:  # of numbers beyond what Python converts
+    except (UsageError, ValueError, ArithmeticError) as error:  # also for numbers that Python cannot convert
         hint = f"; {EXTENDED}" if str(error).startswith("mlp is") else ""
         raise DataError(f"{path}: its configuration is invalid: {error}{hint}") from None
     except RecursionError:
@@ -302,10 +303,10 @@ def open_model(
     usual: Callable[[Description], str] | None = None,
     part: Path | None = None,
 ) -> tuple[Model, Description, Path, str]:
-    """Load a model, with a part merged into it. Collective; so may `usual` be.
+    """Load a model and merge its part. Collective, as `usual` may be.
 
-    The dtype auto is, on CPUs, that of a rounded file, else what `usual` says, else float32. Return also the
-    weights file of the whole model, and the type that it computes in.
+    On CPUs, dtype auto is a quantized file's dtype, otherwise the result of `usual`, otherwise float32. Also
+    return the whole model's weights file and the compute dtype.
     """
 
     def find() -> tuple[Path, str]:
@@ -329,7 +330,7 @@ def open_model(
 
 
 def random_model(config: ModelConfig, dtype: str, kernels_for: Callable[[str], Kernels], seed: int) -> Model:
-    """Return a model with random weights that computes in any dtype, also in one that is rounded to."""
+    """Return a model with random weights in any compute dtype, including quantized ones."""
     is_rounded = dtype in ROUNDED_DTYPES
     model = Model(Architecture(config), kernels_for("float32" if is_rounded else dtype))
     model.initialise(seed)

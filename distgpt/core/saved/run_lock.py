@@ -1,4 +1,4 @@
-"""The lock of a run's directory: one process at a time trains there."""
+"""The lock of a run directory, in which only one process at a time may train."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from distgpt.core.base.files import lock, open_regular, read_small, storage_erro
 from distgpt.core.comm.agree import on_root
 from distgpt.core.comm.api import Comm
 
-# To lock a file. Another process that only looks at it locks it for a moment, too.
+# Attempts to lock a file. A process that checks the lock also holds it for a moment.
 ATTEMPTS = 10
 SECONDS_BETWEEN = 0.05
 
-_held: dict[Path, RunLock] = {}  # those that hold a directory in this process, or are about to
+_held: dict[Path, RunLock] = {}  # locks held by this process, or about to be
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,21 +38,21 @@ class Holder:
 
 
 class RunLock:
-    """The kernel's lock on running.json, which ends with the process; its holder's name stands in the file.
+    """The kernel's lock on running.json, which ends with the process. The file names its holder.
 
-    Some network disks have no locks. There the name alone decides: a process of this host that lives.
+    If a network disk does not support locks, only the name counts, if that process is alive on this host.
     """
 
     def __init__(self, directory: Path) -> None:
         self.path = directory / "running.json"
         self._directory = directory
-        self._absolute = self.path.absolute()  # a notebook may change its folder while it holds the lock
-        self._descriptor: int | None = None  # of the locked file
-        self._is_lost = False  # to the process that this one was forked from
+        self._absolute = self.path.absolute()  # a notebook may change directory while it holds the lock
+        self._descriptor: int | None = None  # file descriptor of running.json while it is locked
+        self._is_lost = False  # whether this process is a fork of the holder
 
     @contextmanager
     def claimed(self, comm: Comm) -> Iterator[None]:
-        """Hold the directory meanwhile, in rank 0's process. Collective."""
+        """Hold the directory in rank 0's process during the context. Collective."""
         on_root(comm, self.claim)
         try:
             yield
@@ -61,9 +61,9 @@ class RunLock:
                 self.release()
 
     def claim(self) -> None:
-        """Hold the directory until `release`, or the end of the process.
+        """Hold the directory until `release` or the end of the process. A forked child does not hold it.
 
-        A UsageError if another process does, or another run of this one; a forked child does not.
+        Raise a UsageError if another process or another run of this process holds it.
         """
         if self._descriptor is not None:
             return
@@ -81,13 +81,13 @@ class RunLock:
         raise self._in_use()
 
     def _lock(self) -> bool:
-        """Lock the file, and return whether this process holds it now."""
+        """Try to lock the file. Return whether this process now holds it."""
         path = self._absolute
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         descriptor = os.open(path, flags, 0o666)
         got = lock(descriptor, fcntl.LOCK_EX)
         is_free = not self._is_named() if got is None else got
-        # Its holder may have removed the file between `open` and `lock`: then this one has no name.
+        # The holder may have removed the file between `open` and `lock`, so that this one has no name.
         if not is_free or not _is_at(descriptor, path):
             os.close(descriptor)
             return False
@@ -98,7 +98,7 @@ class RunLock:
         except OSError:
             self.release()
             raise
-        if got is None:  # of two that began at the same moment, the name that was written last stands there
+        if got is None:  # If two processes start at the same time, the name written last wins.
             time.sleep(SECONDS_BETWEEN)
             if self._is_named():
                 self._descriptor = None
@@ -107,7 +107,7 @@ class RunLock:
         return True
 
     def release(self) -> None:
-        """Release the directory, if this holds it."""
+        """Release the directory if this process holds it."""
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is None:
             return
@@ -115,24 +115,24 @@ class RunLock:
         with suppress(OSError):
             if _is_at(descriptor, self._absolute):
                 self._absolute.unlink()
-        with suppress(OSError):  # the lock is gone even where closing reports an error
+        with suppress(OSError):  # the lock is released even if closing reports an error
             os.close(descriptor)
 
     def refuse_taken(self) -> None:
-        """Raise a UsageError if another process holds the directory that this has claimed.
+        """Raise a UsageError if another process has taken over the claimed directory.
 
-        Whoever takes a host for lost removes the file that a process there has locked.
+        A process that considers this host lost removes the locked file.
         """
         if self._is_lost:
             raise self._in_use()
         if self._descriptor is None:
             return
-        with storage_errors("read", self._absolute):  # a disk that fails for a moment ends no run
+        with storage_errors("read", self._absolute):  # a temporary disk error ends no run
             if self._absolute.exists() and not _is_at(self._descriptor, self._absolute):
                 raise self._in_use()
 
     def refuse_second(self) -> str:
-        """Raise a UsageError if another run holds the directory; return which process was killed here."""
+        """Raise a UsageError if another run holds the directory. Return the process killed here, or ""."""
         if self._descriptor is not None:
             return ""
         if self.is_held():
@@ -152,7 +152,7 @@ class RunLock:
         return self._is_named() if got is None else not got
 
     def lacks_locks(self) -> bool:
-        """Return whether this holds the directory by its name alone."""
+        """Return whether the directory is held only by name, because the disk does not support locks."""
         return self._descriptor is not None and lock(self._descriptor, fcntl.LOCK_EX) is None
 
     def _in_use(self) -> UsageError:
@@ -162,22 +162,22 @@ class RunLock:
         )
 
     def _is_named(self) -> bool:
-        """Return whether running.json names another process of this host that lives."""
+        """Return whether running.json names another live process on this host."""
         holder = self.holder()
         if holder is None or holder.host != platform.node():
             return False
-        if holder.pid <= 0 or holder.pid == os.getpid():  # 0 and below are groups
+        if holder.pid <= 0 or holder.pid == os.getpid():  # 0 and negative ids are process groups
             return False
         try:
-            os.kill(holder.pid, 0)  # signal 0 is not sent
-        except PermissionError:  # another user's
+            os.kill(holder.pid, 0)  # signal 0 only checks
+        except PermissionError:  # the process is another user's
             return True
         except (ProcessLookupError, OverflowError):
             return False
         return True
 
     def holder(self) -> Holder | None:
-        """Return the process that wrote its name into running.json; None where the file is half written."""
+        """Return the process that running.json names; None if the file is incomplete."""
         with suppress(DataError, StorageError, ValueError):
             found = parse_object(read_small(self._absolute), self.path)
             return checked(Holder, {name: found.get(name) for name in Holder.__slots__})
@@ -185,7 +185,7 @@ class RunLock:
 
 
 def _let_go() -> None:
-    """Leave the directories to the process that this one was forked from."""
+    """In a forked child, leave the locks to the parent."""
     for held in _held.values():
         if held._descriptor is not None:
             os.close(held._descriptor)
@@ -197,11 +197,11 @@ os.register_at_fork(after_in_child=_let_go)
 
 
 def _is_at(descriptor: int, path: Path) -> bool:
-    """Return whether an open file is the one at this path."""
+    """Return whether an open file is still the one at this path."""
     try:
         return path.exists() and os.path.samestat(os.fstat(descriptor), path.stat())
     except OSError as error:
-        # One that another host has removed is stale on NFS; either may be gone after the first look.
+        # A file removed by another host is stale on NFS. Either may also vanish after the first check.
         if error.errno in (errno.ESTALE, errno.ENOENT):
             return False
         raise

@@ -1,4 +1,4 @@
-"""The directory of a run and the files in it, which only rank 0 touches."""
+"""The directory of a run and its files. Only rank 0 accesses them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from distgpt.core.saved.run_lock import RunLock
 
 
 class RunDirectory:
-    """The files of one run, by name."""
+    """The files of a run, by name."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -51,12 +51,12 @@ class RunDirectory:
         return hash(self.path)
 
     def is_there(self) -> bool:
-        """Return whether anything has the directory's name; else no run and no process is in the way."""
+        """Return whether the path exists."""
         with storage_errors("use the run directory", self.path):
             return self.path.exists()
 
     def saved(self) -> RunConfig | None:
-        """Return the configuration of the run in this directory; None without one."""
+        """Return the configuration of the run in this directory; None if there is no run."""
         with storage_errors("use the run directory", self.path):
             if not self.config.exists():
                 return None
@@ -64,11 +64,11 @@ class RunDirectory:
         return RunConfig().with_values(parse_toml(text, str(self.config)))
 
     def former_choices(self) -> list[str]:
-        """Return a line for each setting of the run whose value is called something else today."""
+        """Return a line for each setting whose saved value has a new name."""
         return former_choices(read_small(self.config).decode(errors="replace"), str(self.config))
 
     def has_no_step(self) -> bool:
-        """Return whether a run ended here before its first step, so that another may take its place.
+        """Return whether a run ended before its first step, so that another run may replace it.
 
         False for a branch, which resumes from its origin, and while a process may be about to take a step.
         """
@@ -78,7 +78,7 @@ class RunDirectory:
         return is_empty and self.branched_from() is None
 
     def refuse_conflict(self, run: RunConfig, resuming: bool) -> None:
-        """Raise a UsageError if the directory holds anything but this very run. Writes nothing."""
+        """Raise a UsageError if the directory contains anything except this run. Writes nothing."""
         with storage_errors("use the run directory", self.path):
             saved = self.saved()
             if saved is None and self.path.is_dir():
@@ -96,10 +96,10 @@ class RunDirectory:
         raise UsageError(f"{self.path} holds {holds}; {resume}choose another --out")
 
     def _left_behind(self) -> list[Path]:
-        """List the unfinished files of a run that was killed before it had begun, or while it wrote."""
+        """List the unfinished files of a run that was killed while it started or wrote."""
         files = (self.config, self.tokenizer, self.metrics, self.weights, self.best, self.summary)
         found = [path for file in files for path in unfinished_versions(file)]
-        # The history is begun before the configuration. Another program's file of this name is not ours.
+        # The history starts before the configuration. Do not take another program's file of this name.
         if not self.config.exists() and self.history.is_file():
             with suppress(DataError, StorageError):
                 first = self._first_event()
@@ -108,12 +108,12 @@ class RunDirectory:
         return found
 
     def _first_event(self) -> JsonObject:
-        """Read the first line of the history; nothing where a full disk took none of it."""
+        """Read the first line of the history; empty if a full disk prevented it."""
         line = read_small(self.history).split(b"\n")[0]
         return parse_object(line, self.history) if line else {}
 
     def refuse_undecodable(self) -> None:
-        """Raise a UsageError if the directory's name could not be written into its files."""
+        """Raise a UsageError if the directory's name cannot be written to its files."""
         name = str(self.path.absolute())
         if "\0" in name:
             raise UsageError(f"{name!r} has a NUL byte: choose another --out")
@@ -123,11 +123,10 @@ class RunDirectory:
     def create(
         self, run: RunConfig, tokenizer_json: str, event: Mapping[str, Any], owes_evaluation: bool
     ) -> None:
-        """Create the directory with configuration and tokenizer; a failure leaves no new directory behind.
+        """Create the directory with configuration and tokenizer. A failure leaves no new directory.
 
-        `event` is for the history: at which "step" the run begins, and from what. In a directory that was
-        there, drops what is of later steps, which will be repeated, and of the evaluation after this one if
-        that is due.
+        `event` is for the history: the run's first "step" and origin. In an existing directory, drop metrics
+        of later steps, which will be repeated, and of this step's evaluation if it is still due.
         """
         step: int = event["step"]
         fresh = True
@@ -137,21 +136,21 @@ class RunDirectory:
             except FileExistsError:
                 fresh = False
             try:
-                self.lock.claim()  # first: what follows removes files that another process may be writing
-                if not fresh:  # what killed processes have left unfinished
+                self.lock.claim()  # first: the code below deletes files of other processes
+                if not fresh:  # remove unfinished files of killed processes
                     remove_unfinished(self.checkpoints)
                     set_damaged_aside(self.checkpoints, step)
                     for path in self._left_behind():
                         path.unlink(missing_ok=True)
-                self.remember(event)  # before the configuration: what has that has its origin, too
+                self.remember(event)  # before the configuration, so that every configuration has its origin
                 for path, text in ((self.config, run.to_toml()), (self.tokenizer, tokenizer_json)):
                     with atomic_file(path) as file:
                         file.write(text.encode())
                 if not fresh:
-                    self.drop_metrics_after(step, owes_evaluation)  # those steps are repeated
-                    if self.finished_at() not in (None, step):  # it resumes elsewhere than at its end
+                    self.drop_metrics_after(step, owes_evaluation)  # they are repeated
+                    if self.finished_at() not in (None, step):  # the run resumes before its end
                         self.summary.unlink(missing_ok=True)
-            except UsageError:  # another process holds the directory, which is not ours to remove
+            except UsageError:  # another process holds the directory, so keep it
                 raise
             except BaseException:
                 if fresh:
@@ -159,7 +158,7 @@ class RunDirectory:
                 raise
 
     def remove_unbegun(self) -> None:
-        """Remove the directory if its run has finished no step and it holds nothing else."""
+        """Remove the directory if its run finished no step and it has no other files."""
         files = {self.config, self.tokenizer, self.metrics, self.history, self.summary, self.lock.path}
         with suppress(OSError):
             lines = self.metrics.read_bytes().splitlines(keepends=True) if self.metrics.exists() else []
@@ -171,14 +170,14 @@ class RunDirectory:
     def record(self, metrics: Mapping[str, float]) -> None:
         """Append one line to metrics.jsonl, with null for values that are not finite.
 
-        A line that cannot be written is kept for the next time.
+        If a line cannot be written, it is kept for the next call.
         """
         known = {key: value if math.isfinite(value) else None for key, value in metrics.items()}
         self._unwritten.append(_line(known))
         self.write_metrics()
 
     def write_metrics(self) -> None:
-        """Append the lines that could not be written before."""
+        """Append lines that could not be written before."""
         if self._unwritten:
             with storage_errors("write", self.metrics):
                 append(self.metrics, b"".join(self._unwritten))
@@ -191,7 +190,7 @@ class RunDirectory:
             append(self.history, _line({**moment, **event}))
 
     def branched_from(self) -> Path | None:
-        """Return the checkpoint of another run that this one began with, if it did."""
+        """Return the other run's checkpoint that this run started from, or None."""
         if not self.history.exists():
             return None
         first = self._first_event()
@@ -199,11 +198,11 @@ class RunDirectory:
         return Path(origin) if isinstance(origin, str) and "\0" not in origin else None
 
     def finished_at(self) -> int | None:
-        """Return the last step of a finished run, by its summary; None if that is not of a finished run.
+        """Return the last step of a finished run, from its summary; None if it is not finished.
 
-        The summary is written after the weights: that of a run that was killed in between is an older one.
+        The summary is written after the weights. If a run is killed in between, the summary is an old one.
         """
-        with suppress(DataError, StorageError):  # there is none, or it is damaged
+        with suppress(DataError, StorageError):  # the summary is missing or corrupt
             summary = parse_object(read_small(self.summary), self.summary)
             step = summary.get("step")
             if summary.get("stop") == "finished" and type(step) is int and self.weights.exists():
@@ -214,7 +213,7 @@ class RunDirectory:
         return checkpoint.resolve().parent == self.checkpoints.resolve()
 
     def drop_metrics_after(self, step: int, owes_evaluation: bool) -> None:
-        """Keep the metrics up to a step, without the half line that a killed run may have left."""
+        """Drop metrics after a step, and the incomplete last line of a killed run."""
         self.write_metrics()
         if not self.metrics.exists():
             return
@@ -233,7 +232,7 @@ def _line(event: Mapping[str, object]) -> bytes:
 
 
 def _step_of(line: bytes) -> int:
-    """Return the step of a line of metrics; -1 if the line is not whole."""
+    """Return the step of a metrics line; -1 if the line is incomplete."""
     try:
         step = json.loads(line)["step"] if line.endswith(b"\n") else -1
     except (ValueError, KeyError, TypeError, RecursionError):
@@ -242,7 +241,7 @@ def _step_of(line: bytes) -> int:
 
 
 def differing(before: RunConfig, now: RunConfig, changeable: Container[str] = ()) -> str:
-    """List the settings that differ and must not, for a message; "" if none does."""
+    """List differing settings that must not change, for a message; "" if there are none."""
     different = [
         f"{name} was {old!r:.80} and is now {new!r:.80}"
         for name, (old, new) in differences(before, now).items()
@@ -252,7 +251,7 @@ def differing(before: RunConfig, now: RunConfig, changeable: Container[str] = ()
 
 
 def place_for(parent: Path, name: str, resuming: bool) -> Path:
-    """Return parent/name, or parent/name-2, -3, … if that exists; when resuming, the last that exists."""
+    """Return parent/name, or parent/name-2, -3, … if it exists; when resuming, the last existing one."""
     path = last = parent / name
     count = 1
     while path.exists():
@@ -263,32 +262,32 @@ def place_for(parent: Path, name: str, resuming: bool) -> Path:
 
 
 MOST_METRICS = 1 << 30  # bytes
-MOST_STEPS = 1 << 53  # as many as a picture's axis can tell apart
-# The names of losses in nats per token, in metrics and summaries, and of the same in bits per byte.
+MOST_STEPS = 1 << 53  # limit for a plot's axis
+# Names in metrics and summaries: losses in nats per token → the same in bits per byte.
 IN_BITS = {"loss": "train_bits_per_byte", "val_loss": "bits_per_byte"}
 
 
 @dataclass(frozen=True, slots=True)
 class Metrics:
-    """A line: the numbers of one step by name. None: not finite."""
+    """The numbers of one step by name, from a line of metrics. None: not finite."""
 
     step: int
     numbers: dict[str, float | None]
 
 
 def read_metrics(path: Path) -> Iterator[Metrics]:
-    """Yield all whole lines."""
+    """Yield the metrics of all complete lines."""
     return (parse_metrics(line, number, path) for number, line in enumerate(whole_lines(path), 1))
 
 
 def whole_lines(path: Path) -> list[bytes]:
-    """Return the lines, without the half line that a killed run may have left at the end."""
+    """Return the lines, without the incomplete last line of a killed run."""
     content = read_small(path, MOST_METRICS)
     return content[: content.rfind(b"\n") + 1].splitlines()
 
 
 def parse_metrics(line: bytes, number: int, path: Path) -> Metrics:
-    """Return the metrics in a line; a DataError names a line without any."""
+    """Parse a line of metrics. A DataError names a line without metrics."""
     try:
         document = parse_json(line)
     except ValueError:

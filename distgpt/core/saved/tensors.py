@@ -1,6 +1,6 @@
-"""Tensors on disk: the safetensors format, read strictly, written durably, with checksums in its metadata.
+"""Tensors on disk: strict and durable safetensors files, with checksums in the metadata.
 
-`data_sha256` covers the data, `header_sha256` the header with all of the metadata but itself.
+`data_sha256` covers the data. `header_sha256` covers the header and all metadata except itself.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from distgpt.core.base.checked import Must, checked, parse_json
 from distgpt.core.base.errors import DataError
 from distgpt.core.base.files import Direct, atomic_file, open_regular, storage_errors
 
-HostArray = NDArray[np.generic]  # of any type, in the host's memory
+HostArray = NDArray[np.generic]  # any dtype, in host memory
 Tensors = Mapping[str, HostArray]
 Kind = tuple[np.dtype[np.generic], tuple[int, ...]]
 
-DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}  # bfloat16 as bits: numpy has no such type
-_STORED = DTYPES | {"I8": "<i1", "U8": "<u1"}  # integers are read only where they are expected (rounded.py)
+DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}  # bfloat16 as bits, which NumPy lacks
+_STORED = DTYPES | {"I8": "<i1", "U8": "<u1"}  # integers are read only if expected (rounded.py)
 _NAMES = {np.dtype(stored): name for name, stored in _STORED.items()}
-_OTHERS = {"BOOL": 1, "I16": 2, "I32": 4, "I64": 8}  # bytes of an element; described, but never read
+_OTHERS = {"BOOL": 1, "I16": 2, "I32": 4, "I64": 8}  # bytes per element; described, but never read
 _WIDTHS = {name: dtype.itemsize for dtype, name in _NAMES.items()} | _OTHERS
-DATA_SUM, HEADER_SUM = "data_sha256", "header_sha256"  # in the metadata
-_PIECE_ELEMENTS = 1 << 20  # elements that are read or written at a time, so that no tensor is copied whole
+DATA_SUM, HEADER_SUM = "data_sha256", "header_sha256"  # keys in the metadata
+_PIECE_ELEMENTS = 1 << 20  # elements per read or write, to avoid copies of whole tensors
 _HEADER_CAP = 100_000_000  # bytes, as in the official reader
 _Length = Annotated[int, Must("be of 63 bits", lambda number: 0 <= number < 1 << 63)]
 _Lengths = Annotated[tuple[_Length, ...], Must("be short", lambda lengths: len(lengths) <= 64)]
@@ -41,7 +41,7 @@ _PICKLES = (b"PK", b"\x80")  # PyTorch's zip archives and bare pickles
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One tensor: its bytes are `start` to `stop`, counted from the beginning of the data."""
+    """A tensor with bytes `start` to `stop`, counted from the start of the data."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -51,19 +51,19 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """The header of a file: its tensors in file order, and its metadata."""
+    """The tensors of a file, in file order, and its metadata."""
 
     tensors: dict[str, Entry]
     metadata: dict[str, str]
     data_start: int
 
     def facts(self) -> dict[str, str]:
-        """Return the metadata without the checksums, for a file with other data."""
+        """Return the metadata without checksums, for a file with other data."""
         return {name: text for name, text in self.metadata.items() if name not in (DATA_SUM, HEADER_SUM)}
 
 
 class LazyTensors(Mapping[str, HostArray]):
-    """Tensors that are made when they are used; their types and shapes are known before."""
+    """Tensors that are created on access. Their types and shapes are available before."""
 
     def __init__(self, kinds: Mapping[str, Kind], make: Callable[[str], HostArray]) -> None:
         self.kinds = kinds
@@ -83,13 +83,13 @@ class LazyTensors(Mapping[str, HostArray]):
 
 
 def write_tensors(path: Path, tensors: Tensors, metadata: Mapping[str, str]) -> str:
-    """Write arrays of float types, or integers of 8 bits; return the header's checksum, which covers all.
+    """Write float or 8-bit integer arrays. Return the header's checksum, which covers everything.
 
-    Equal input gives equal bytes. Lazy tensors are made twice: the header, in front, has a checksum of the
-    data.
+    Equal input gives equal bytes. Lazy tensors are created twice, because the header precedes the data and
+    has its checksum.
     """
     kinds = _kinds(tensors)
-    # Large elements first, as the official writer does: each tensor then lies at a multiple of their size.
+    # Large elements first, as in the official writer, so that each tensor is aligned to its element size.
     order = sorted(kinds, key=lambda name: (-kinds[name][0].itemsize, name))
     header: dict[str, object] = {}
     end = 0
@@ -113,7 +113,7 @@ def write_tensors(path: Path, tensors: Tensors, metadata: Mapping[str, str]) -> 
 
 
 def data_bytes(tensors: Tensors) -> int:
-    """Return the bytes of these tensors' data. Makes no lazy ones."""
+    """Return the data size of tensors, in bytes. Creates no lazy tensors."""
     return sum(prod(shape) * dtype.itemsize for dtype, shape in _kinds(tensors).values())
 
 
@@ -133,7 +133,7 @@ def _header_sum(tensors: Mapping[str, object], metadata: Mapping[str, str]) -> s
 
 
 def _flat(array: HostArray) -> HostArray | np.flatiter[HostArray]:
-    """Return the array in one dimension: a view if its memory is contiguous, else numpy's flat iterator."""
+    """Return a one-dimensional view, or NumPy's flat iterator if the memory is not contiguous."""
     return array.reshape(-1) if array.flags.c_contiguous else array.flat
 
 
@@ -149,16 +149,16 @@ def _pieces(tensors: Tensors, order: list[str]) -> Iterator[memoryview]:
 
 
 def read_header(path: Path) -> Header:
-    """Return the tensors and metadata of a file; a DataError says what is wrong with it."""
+    """Return the tensors and metadata of a file. A DataError describes any problem."""
     with storage_errors("read", path), open_regular(path) as file:
         return _checked_header(file, path)
 
 
 def read_into(path: Path, destination: Tensors, header_sum: str = "") -> None:
-    """Fill the arrays of `destination` from the file, converting the float type where it differs.
+    """Fill the arrays of `destination` from a file and convert float types as needed.
 
-    Names, shapes and checksums (the data's own if the file carries one, the header's if that is given) are
-    verified first: a file that is refused for them leaves the destination as it was.
+    First verify names, shapes and checksums: the data's if the file has one, the header's if `header_sum` is
+    given. If verification fails, the destination is unchanged.
     """
     with storage_errors("read", path), open_regular(path) as file:
         header = _checked_header(file, path)
@@ -171,14 +171,14 @@ def read_into(path: Path, destination: Tensors, header_sum: str = "") -> None:
 
 
 def verify_whole(path: Path, header_sum: str) -> None:
-    """Raise a DataError unless this is the intact file whose header has this checksum."""
+    """Raise a DataError unless this is a valid file whose header has this checksum."""
     header = read_header(path)
     _refuse_other(header, header_sum, path)
     verify_data(path, header)
 
 
 def fingerprint(path: Path) -> str:
-    """Return the checksum in the header, which identifies the content, else one of the whole file."""
+    """Return the header's checksum, which identifies the content; otherwise compute the file's."""
     if found := read_header(path).metadata.get(HEADER_SUM):
         return found
     with storage_errors("read", path), open_regular(path) as file:
@@ -192,16 +192,16 @@ def _refuse_other(header: Header, header_sum: str, path: Path) -> None:
 
 
 def verify_data(path: Path, header: Header) -> bool:
-    """Return whether the file carries a checksum of its data; a DataError if it does not match."""
+    """Return whether the file has a checksum of its data. Raise a DataError if it does not match."""
     with storage_errors("read", path), open_regular(path) as file:
         _verify(file, header, path)
     return DATA_SUM in header.metadata
 
 
 def read_rows(path: Path, header: Header, name: str, rows: HostArray, first: int = 0) -> None:
-    """Fill `rows` from one tensor, beginning with its row number `first`.
+    """Fill `rows` from one tensor, starting at its row `first`.
 
-    Convert as `read_into` does, but verify nothing: `verify_data` does that for the whole file.
+    Convert as `read_into` does, without verification; for that, call `verify_data` for the whole file.
     """
     entry = header.tensors[name]
     width = prod(entry.shape[1:]) * np.dtype(_STORED[entry.dtype]).itemsize
@@ -211,7 +211,7 @@ def read_rows(path: Path, header: Header, name: str, rows: HostArray, first: int
 
 
 def _verify(file: BufferedReader, header: Header, path: Path) -> None:
-    """Compare the data with their SHA-256, if the file carries it."""
+    """Verify the data's SHA-256 if the file has one."""
     file.seek(header.data_start)
     expected = header.metadata.get(DATA_SUM)
     if expected and _digest(file) != expected:
@@ -224,7 +224,7 @@ def _digest(file: BufferedReader) -> str:
 
 
 def _fill(array: HostArray, name: str, entry: Entry, file: BufferedReader, path: Path) -> None:
-    """Read the next tensor of the file into `array`, through a buffer if it must be converted."""
+    """Read the file's next tensor into `array`, through a buffer if it must be converted."""
     flat = _flat(array)
     stored = np.dtype(_STORED[entry.dtype])
     direct = array.dtype == stored and array.flags.c_contiguous
@@ -244,7 +244,7 @@ def _fill(array: HostArray, name: str, entry: Entry, file: BufferedReader, path:
 def refuse_misfits(
     header: Header, expected: Mapping[str, tuple[int, ...]], path: Path, integers: bool = False
 ) -> None:
-    """Raise a DataError unless the file holds exactly these tensors and shapes, of floats (or integers)."""
+    """Raise a DataError unless the file has exactly these tensors and shapes, of floats (or integers)."""
     readable = _STORED if integers else DTYPES
     wrong = {
         "missing": [name for name in expected if name not in header.tensors],
@@ -277,10 +277,10 @@ def _checked_header(file: BufferedReader, path: Path) -> Header:
 
 
 def _parse(file: BufferedReader, size: int) -> Header:
-    """Read and check everything in front of the data; a ValueError says what is wrong."""
+    """Read and check everything before the data. A ValueError describes any problem."""
     front = file.read(9)
     length = int.from_bytes(front[:8], "little")
-    # Compared together with the brace: an intact header of 128 bytes begins with \x80 as well.
+    # Check for the brace also, because a valid header of 128 bytes starts with \x80.
     if front[8:] != b"{" and front.startswith(_PICKLES):
         raise ValueError("it is a pickled file; distgpt reads safetensors only")
     if front.startswith(b"GGUF"):
@@ -290,7 +290,7 @@ def _parse(file: BufferedReader, size: int) -> Header:
     if length > min(_HEADER_CAP, size - 8):
         raise ValueError(f"it claims a header of {length} bytes and has {size} in all")
     header = parse_json(b"{" + file.read(length - 1), _HEADER_CAP)
-    assert isinstance(header, dict)  # since it begins with a brace
+    assert isinstance(header, dict)  # since it starts with a brace
     metadata = checked(dict[str, str], header.pop("__metadata__", {}), ("__metadata__",))
     if HEADER_SUM in metadata and metadata[HEADER_SUM] != _header_sum(header, metadata):
         raise ValueError("the checksum of its header is not the one it was written with")
@@ -308,7 +308,7 @@ def _parse(file: BufferedReader, size: int) -> Header:
 
 @dataclass(frozen=True, slots=True)
 class _Described:
-    """A tensor as a header describes it."""
+    """A tensor's description in a header."""
 
     dtype: str
     shape: _Lengths
@@ -316,7 +316,7 @@ class _Described:
 
 
 def _entry(name: str, described: object) -> Entry:
-    """Return a tensor's entry, or raise a ValueError that names the tensor."""
+    """Parse a tensor's entry. A ValueError names the tensor."""
     tensor = f"tensor {name!r:.80}"
     try:
         found = checked(_Described, described)

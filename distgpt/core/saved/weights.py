@@ -1,7 +1,7 @@
-"""Weights files: which one a name means, and the kinds beside that of a whole model in floats.
+"""Weights files: resolving a name, and kinds other than a whole float model.
 
-In a rounded file matrices are integers with scales, for inference alone. A part is a file whose tensors stand
-beside those of another file, its base. The core has neither kind: see `Components`.
+A quantized file has integer matrices with scales, only for inference. A part is a file of tensors that add to
+another file, its base. The core implements neither; see `Components`.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from distgpt.core.saved.tensors import Header, read_header, read_rows, verify_da
 
 
 def weights_of(name: Path, fetches: bool = True) -> Path:
-    """Return the weights file of this name. Fetch it, or refuse to, where it is not on this machine."""
+    """Return the weights file of this name. If it is not local, download it, or raise an error."""
     key, _, rest = str(name).partition(":")
     fetched = components().weights(key, rest, fetches) if rest and not name.exists() else None
     return fetched or find_weights(name)
 
 
 def find_weights(path: Path) -> Path:
-    """Return a weights file: of a run the best, else the last, else that of its newest intact checkpoint.
+    """Return a weights file. A run has its best weights, its last, or its latest valid checkpoint's.
 
-    Where the path holds a model in another format, a UsageError names the command that imports it.
+    If the path has a model in another format, a UsageError gives the import command.
     """
     with storage_errors("read", path):
         if path.suffix == ".gguf" and path.is_file():
@@ -58,70 +58,70 @@ def find_weights(path: Path) -> Path:
 
 
 def import_command(source: Path, name: str = "") -> str:
-    """Return the command that imports a directory of transformers, or a file, to one of this name."""
+    """Return the command that imports a transformers directory, or a file, as NAME.safetensors."""
     out = f"{name or source.resolve().name}.safetensors"
     return command_line("weights", "import", source, "--out", out)
 
 
-# Keys in the metadata of a rounded file: how it is rounded, and the checksum of the data that were rounded.
+# Metadata keys of a quantized file: the method, and the checksum of the original data.
 QUANTISED, SOURCE_SUM = "quantised", "source_sha256"
 
 
 class Merge(Protocol):
-    """Adds to the matrices of a model as they are read; on rank 0, but for the tokenizer."""
+    """A modification of a model's matrices as they are read. For rank 0, except the tokenizer."""
 
-    tokenizer: Tokenizer | None  # in place of the model's, if there is one
+    tokenizer: Tokenizer | None  # replaces the model's tokenizer if not None
 
     def __call__(self, name: str, array: Array) -> None: ...
 
 
 class RoundedKind(Protocol):
-    """A dtype that weights are rounded to."""
+    """A quantized dtype for weights."""
 
-    stored: str  # what the metadata of such a file say
+    stored: str  # its value in the metadata
 
     def refuse_training(self, t: TrainConfig) -> None:
-        """Refuse to train the weights of `t.init`."""
+        """Reject training the weights of `t.init`."""
 
     def refuse_others(self, header: Header, config: ModelConfig, path: Path) -> None:
         """Raise a DataError unless the file has the tensors of this model in this dtype."""
 
     def read(self, path: Path, header: Header, spec: Spec, array: Array) -> None:
-        """Fill an array of floats with a parameter, or with its first rows."""
+        """Fill a float array with a parameter, or with its first rows."""
 
     def load(
         self, path: Path, config: ModelConfig, kernels: Kernels, comm: Comm, merge: Merge | None
     ) -> Model:
-        """Return the model in this dtype, of a file in any. Collective."""
+        """Load a file of any dtype as a model of this dtype. Collective."""
 
     def of(self, model: Model) -> Model:
-        """Return a model of floats in this dtype."""
+        """Convert a float model to this dtype."""
 
 
 class PartKind(Protocol):
-    """A kind of part; its name is the format of its files."""
+    """A kind of part, named by the format of its files."""
 
     def layout(self, run: RunConfig) -> Layout:
         """Return the layout of the tensors in the file."""
 
     def refuse_damaged(self, run: RunConfig, path: Path) -> None:
-        """Raise a DataError where the run's settings have no such part."""
+        """Raise a DataError if the run's settings have no such part."""
 
     def describe(self, run: RunConfig) -> str:
-        """Return what such a file holds, in words that the name of its base follows, "some rows beside"."""
+        """Describe the file's content in a phrase that precedes the name of its base."""
 
     def refuse_alone(self, path: Path | str) -> None:
-        """Refuse to take it for a whole model."""
+        """Raise an error if the part is used as a whole model."""
 
     def whole(self, weights: Path, comm: Comm, part: Path | None = None) -> tuple[Path, Merge]:
-        """Return the file of the base, and what adds the part to it. Collective.
+        """Return the base file, and a merge that adds the part. Collective.
 
-        Without `part`: `weights` is one, and names its base.
+        Without `part`, `weights` is the part and names its base.
         """
 
 
 def rounded_dtype(metadata: Mapping[str, str], path: Path) -> str:
-    """Return the dtype that a rounded file is in, as its metadata say."""
+    """Return the dtype of a quantized file from its metadata."""
     known = []
     for dtype in components().quantized_dtypes:
         kind = components().quantized(dtype)
@@ -134,14 +134,14 @@ def rounded_dtype(metadata: Mapping[str, str], path: Path) -> str:
 
 
 def verified(path: Path) -> Header:
-    """Read the header of a file whose data match their checksum."""
+    """Read the header of a file and verify its data."""
     header = read_header(path)
     verify_data(path, header)
     return header
 
 
 def read_float(path: Path, header: Header, spec: Spec, array: Array) -> None:
-    """Fill an array of floats with a parameter, or with its first rows, also from a rounded file."""
+    """Fill a float array with a parameter, or its first rows, from a float or quantized file."""
     if QUANTISED in header.metadata:
         components().quantized(rounded_dtype(header.metadata, path)).read(path, header, spec, array)
     else:

@@ -1,6 +1,7 @@
-"""Training: from the settings to a run that is ready on every rank, the loop, and one step.
+"""Training: the setup of a run on every rank, the loop, and one step.
 
-Begin with loop.py and step.py. setup.py opens a run. The contracts of what can be replaced are in
-sharing.py (how ranks share a step) and seams.py (policies and observers).
-Not here: what is shown of a run (show/), and what commands make of it (commands/).
+Start with loop.py and step.py. setup.py opens a run. The interfaces of replaceable parts are in sharing.py
+(how ranks share a step) and `train.seams` (policies and observers).
+
+Not here: the display of a run (show/), and the commands (commands/).
 """

@@ -1,4 +1,4 @@
-"""The quality of a model: the loss of spans of text, the same on any number of ranks; and other metrics."""
+"""Evaluation of a model: losses of token spans, identical for any number of ranks, and other metrics."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from distgpt.core.model.model import Model
 from distgpt.core.model.passes import ModelActivations, Pass
 from distgpt.core.ops.api import Array, Work
 
-# Tokens per forward pass; a GPU needs more of them to be busy.
+# Tokens per forward pass; a GPU needs more to be fully used.
 AT_A_TIME, AT_A_TIME_QUEUED = 1 << 12, 1 << 15
-SHORTEST = 32  # lengths are rounded up to powers of two from this on: few shapes, little padding
+SHORTEST = 32  # lengths are rounded up to powers of two from this minimum, for few shapes and little padding
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Tokens, of which those from `first` ≥ 1 on are predicted, each from all before it.
+    """A token sequence. The model predicts each token from index `first` ≥ 1 on.
 
-    Of these, `counted` (bool) has those that count, where not all do.
+    `counted` (bool) marks the predicted tokens that count; by default all do.
     """
 
     ids: Array
@@ -44,7 +44,7 @@ class Span:
         return len(self.ids) - self.first if self.counted is None else int(self.counted.sum())
 
     def total(self, losses: Array) -> float:
-        """Return the summed loss, of those of the tokens after each."""
+        """Return the sum of the losses that count. `losses` has one per input token, for the next token."""
         own = losses[self.first - 1 : len(self.ids) - 1]
         return float((own if self.counted is None else own[self.counted]).sum(dtype=np.float64))
 
@@ -54,10 +54,10 @@ def _nobody(*about: object) -> None:
 
 
 class Scorer:
-    """Scores spans with the same bits on any number of ranks.
+    """Computes the losses of spans, bitwise identical for any number of ranks.
 
-    Batches are cut the same way for any number of ranks, and every sum has its own place in the result. All
-    ranks must have the same number of threads, and GPUs need --deterministic.
+    Batches are the same for any number of ranks, and every sum has its own place in the result. All ranks
+    must have the same number of threads, and GPUs need --deterministic.
     """
 
     def __init__(
@@ -67,13 +67,13 @@ class Scorer:
         signals: PendingSignals | None = None,
         on_batch: Callable[[], None] = _nobody,
     ) -> None:
-        """`signals` on any rank end the work on all. `on_batch` is called as each batch begins."""
+        """`signals` on any rank end the work on all. `on_batch` is called at the start of each batch."""
         self.model = model
         self.comm = comm
         self._signals = signals
         self._on_batch = on_batch
         self._most = AT_A_TIME_QUEUED if model.kernels.capabilities.is_async else AT_A_TIME
-        self.work: Pass | None = None  # of the batches that memory was reserved for
+        self.work: Pass | None = None  # a pass of the reserved batch shape
         self._recorded: dict[str, Work] = {}
 
     def reserve(self, length: int, spans: int) -> None:
@@ -82,7 +82,7 @@ class Scorer:
         shape = min(max(1, self._most // padded), spans), padded
         if self.work is not None and self.work.shape == shape:
             return
-        self.work = None  # its memory first
+        self.work = None  # free its memory first
         self.work = Pass(self.model, *shape, training=False)
         self.work.expect_losses()
         self._recorded = {}
@@ -93,8 +93,8 @@ class Scorer:
     def sums(self, spans: Sequence[Span], advanced: Callable[[int, int], None] = _nobody) -> Array:
         """Return the summed loss of each span, float64 (n,). Collective.
 
-        `advanced` is called with the number of spans that are done, and of tokens in the last ones.
-        A signal on any rank ends it on all, as an Interrupted.
+        `advanced` is called with the number of completed spans, and of tokens in the last ones. A signal on
+        any rank raises Interrupted on all.
         """
         sums = np.zeros(len(spans))
 
@@ -102,7 +102,7 @@ class Scorer:
             sums[[i for i, *_ in rows]] = self._losses([spans[i] for i, *_ in rows])
 
         self.in_batches(spans, [[i] for i in range(len(spans))], score, advanced)
-        self.comm.sum(sums)  # each place is zero on all ranks but one
+        self.comm.sum(sums)  # each element is nonzero on at most one rank
         return sums
 
     def in_batches(
@@ -112,7 +112,7 @@ class Scorer:
         score: Callable[[list[list[int]]], None],
         advanced: Callable[[int, int], None],
     ) -> None:
-        """Call `score` with each batch, on one rank each. A row has the indices of its spans. Collective."""
+        """Call `score` with each batch, on one rank each. A row lists span indices. Collective."""
         number = done = 0
         for length, places in self._groups([spans[row[0]] for row in rows]):
             self.reserve(length, len(places))
@@ -125,7 +125,7 @@ class Scorer:
                 done += sum(map(len, chosen))
                 advanced(done, sum(spans[i].count for row in chosen for i in row))
                 if number % self.comm.size == 0 and self._signals is not None:
-                    came = self.comm.allreduce_max(self._signals.exit_code)  # to any rank
+                    came = self.comm.allreduce_max(self._signals.exit_code)  # the signal of any rank
                     if came:
                         raise Interrupted(signal_of(came), shared=True)
 
@@ -136,7 +136,7 @@ class Scorer:
         return [span.total(row) for span, row in zip(spans, losses, strict=False)]
 
     def put(self, spans: list[Span]) -> None:
-        """Tell the pass the tokens and targets of its sequences."""
+        """Copy the tokens and targets of these spans to the device."""
         self._on_batch()
         self._host[:] = 0
         for span, tokens, targets in zip(spans, *self._host, strict=False):
@@ -146,7 +146,7 @@ class Scorer:
             self.model.kernels.put(device, host.reshape(-1))
 
     def run(self, name: str, what: Callable[[Pass], Any]) -> ModelActivations:
-        """Do something with the pass, recorded under this name."""
+        """Record a function of the pass under this name once, and replay it."""
         work = self.work
         assert work is not None
         if name not in self._recorded:
@@ -155,7 +155,7 @@ class Scorer:
         return work.around.all
 
     def _groups(self, spans: Sequence[Span]) -> list[tuple[int, list[int]]]:
-        """Return indices of spans by padded length, longest first. Too few for a batch join longer ones."""
+        """Group span indices by padded length, longest first; small groups join the next longer one."""
         by_length: dict[int, list[int]] = {}
         for i, span in enumerate(spans):
             by_length.setdefault(self._padded(len(span.ids) - 1), []).append(i)
@@ -167,15 +167,15 @@ class Scorer:
             if len(few) * length >= self._most or length == longest:
                 groups.append((length, few))
                 few = []
-        return groups[::-1]  # the longest takes most memory
+        return groups[::-1]  # the longest needs the most memory
 
     def _padded(self, length: int) -> int:
-        power = 1 << (length - 1).bit_length()  # of two, and no less than the length
+        power = 1 << (length - 1).bit_length()  # the next power of two
         return min(max(SHORTEST, power), self.model.config.seq_len)
 
 
 class Progress(Protocol):
-    """Shows how far a measurement has come. Called on rank 0 alone."""
+    """Display of an evaluation's progress. Called only on rank 0."""
 
     def noted(self, text: str) -> None: ...
     def began(self, total: int, done: int) -> None: ...
@@ -186,7 +186,7 @@ class Progress(Protocol):
 def with_progress(
     measure: Callable[..., Array], spans: list[Span], comm: Comm, progress: Progress | None
 ) -> Array:
-    """Return what a Scorer measures of these spans, and show how far that has come. Collective."""
+    """Measure spans and show the progress. Collective."""
     if progress is None or comm.rank:
         return measure(spans)
     progress.began(len(spans), 0)
@@ -197,10 +197,10 @@ def with_progress(
 
 
 class Validation:
-    """The loss on windows of held-out text, the same every time. `is_text`: it has a unit in bytes.
+    """The loss on windows of held-out text. `is_text`: whether it has a unit in bytes.
 
-    `count`: the tokens that are predicted. `held_out`: those that are held out, if the windows may have only
-    a part of them.
+    `count` is the number of predicted tokens. `held_out` is the number of all held-out tokens; the windows
+    may omit some.
     """
 
     def __init__(self, windows: Sequence[Window], is_text: bool = True, held_out: int = 0) -> None:
@@ -208,14 +208,14 @@ class Validation:
         self.count = sum(span.count for span in self.spans)
         self.held_out = max(self.count, held_out)
         self._is_text = is_text
-        self._bytes: int | None = None  # of the predicted text in UTF-8, without separators of documents
+        self._bytes: int | None = None  # bytes of the predicted text, without document separators
 
     def measure(self, scorer: Scorer, progress: Progress | None = None) -> float:
         """Return the mean loss in nats. Collective."""
         return float(with_progress(scorer.sums, self.spans, scorer.comm, progress).sum()) / self.count
 
     def bits_per_byte(self, loss: float, tokenizer: Tokenizer) -> float | None:
-        """Return a loss in a unit that other tokenizers share; None where the text has no bytes."""
+        """Convert a loss to a unit comparable between tokenizers; None if the text has no bytes."""
         if not self._is_text:
             return None
         if self._bytes is None:
@@ -225,24 +225,24 @@ class Validation:
 
 
 class Metric(Protocol):
-    """Something else that evaluations measure."""
+    """An additional metric measured by evaluations."""
 
     def fields(self, scorer: Scorer) -> dict[str, float]:
-        """Return fields of a line of metrics.jsonl, which rank 0 has all of. Collective."""
+        """Return fields for metrics.jsonl, complete only on rank 0. Collective."""
 
 
 class MetricKind(Protocol):
-    """Loads a metric, and describes it."""
+    """A factory and formatter of a metric."""
 
     def __call__(self, comm: Comm, path: Path, tokenizer: Tokenizer, seq_len: int) -> Metric:
-        """Load what is measured from a file, on every rank. Collective."""
+        """Load the metric's data from a file on every rank. Collective."""
 
     def words(self, metrics: dict[str, float]) -> str:
-        """Describe the fields of a line of metrics.jsonl."""
+        """Format the metric's fields for the log."""
 
 
 def load_validation(comm: Comm, run: RunConfig, corpus: Corpus) -> Validation | None:
-    """Load the text that a run is validated on, if one is held out. Collective."""
+    """Load the held-out text of a run, or return None. Collective."""
     if corpus.val is None:
         return None
     seq_len = run.model.seq_len
@@ -251,7 +251,7 @@ def load_validation(comm: Comm, run: RunConfig, corpus: Corpus) -> Validation | 
 
 
 def load_metrics(comm: Comm, run: RunConfig, corpus: Corpus) -> list[Metric]:
-    """Load the other metrics that a run asks for. Collective."""
+    """Load the additional metrics in a run's settings. Collective."""
     return [
         components().metric(name)(comm, Path(path), corpus.tokenizer, run.model.seq_len)
         for name, path in run.train.metrics.items()
@@ -259,7 +259,7 @@ def load_metrics(comm: Comm, run: RunConfig, corpus: Corpus) -> list[Metric]:
 
 
 class Assessment:
-    """Validation and other metrics, at least one of them."""
+    """Validation, additional metrics, or both."""
 
     def __init__(
         self, scorer: Scorer, validation: Validation | None, metrics: Sequence[Metric], tokenizer: Tokenizer
@@ -270,7 +270,7 @@ class Assessment:
         self._tokenizer = tokenizer
 
     def measure(self) -> dict[str, float]:
-        """Return the fields of a line of metrics.jsonl, which rank 0 has all of. Collective."""
+        """Return fields for metrics.jsonl, complete only on rank 0. Collective."""
         found: dict[str, float] = {}
         if self.validation is not None:
             begun = time.perf_counter()
@@ -285,7 +285,7 @@ class Assessment:
         return found
 
     def bits_per_byte(self, loss: float | None) -> float | None:
-        """Return a validation loss in bits per byte on rank 0, None on others."""
+        """Convert a validation loss to bits per byte on rank 0; None on other ranks."""
         if self.validation is None or loss is None or self.scorer.comm.rank:
             return None
         return self.validation.bits_per_byte(loss, self._tokenizer)

@@ -1,4 +1,4 @@
-"""Checkpoints and the best weights, which rank 0 writes while training continues; and disks that fail."""
+"""Checkpoints and best weights, which rank 0 writes during training; handling of disk errors."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ from distgpt.core.train.seams import Disk
 from distgpt.core.train.sharing import OPTIMIZER, WEIGHTS, Gathering, Groups, whole_moments
 
 SECONDS_BETWEEN_ATTEMPTS = 20.0
-SECONDS_BETWEEN_REPORTS = 600.0  # of a disk that fails again and again
-LONGEST_WRITE = 60.0  # seconds that a thread may take before training waits for it
-SECONDS_AT_ONCE = 1.0  # that a signal waits for a checkpoint that is being written
-NICE = 19  # it takes what the workers leave of the processor
-COPIED_AT_ONCE = 1 << 22  # elements, by one worker
+SECONDS_BETWEEN_REPORTS = 600.0  # while a disk keeps failing
+LONGEST_WRITE = 60.0  # seconds; training then waits for the thread
+SECONDS_AT_ONCE = 1.0  # seconds that a signal waits for an unfinished checkpoint
+NICE = 19  # lowest priority, so that workers come first
+COPIED_AT_ONCE = 1 << 22  # elements per copy, by one worker
 
-Live = dict[str, Mapping[str, FlatBuffer]]  # the stem of a checkpoint's file → buffers by their prefix in it
+Live = dict[str, Mapping[str, FlatBuffer]]  # the stem of a checkpoint's file → buffers by prefix
 
 
 class Checkpoints:
-    """Rank 0 writes one at a time: at once, or from a copy in a thread. The other ranks only help it.
+    """Writer of one checkpoint at a time: synchronously, or from a copy in a thread. Rank 0 writes.
 
-    A failed save is reported and retried if an older checkpoint exists. Otherwise, or with
+    If a save fails and an older checkpoint exists, it is reported and retried. Otherwise, or with
     on_disk_error stop, `disk.lost` is the error that ends the run.
     """
 
@@ -61,7 +61,7 @@ class Checkpoints:
         gathering: Gathering | None = None,
         outdated: Outdated | None = None,
     ) -> None:
-        """`gathering` brings to rank 0 what others have of weights and moments. `best`: see below."""
+        """`gathering` sends the other ranks' weights and moments to rank 0. `best`: see below."""
         self.disk = disk or Disk()
         self._directory = directory
         self.description = description
@@ -73,34 +73,34 @@ class Checkpoints:
         self._model = model
         self._copy = Copy(model) if config.save == "async" else None
         self._thread: threading.Thread | None = None
-        self._write: Callable[[], None] | None = None  # what is being written, or has failed
-        self._best_in_write: Best | None = None  # the best weights among that
+        self._write: Callable[[], None] | None = None  # the current or failed write
+        self._best_in_write: Best | None = None  # the best weights in the current write
         self._failed: Exception | None = None
         self._begun = self._failed_at = 0.0
-        self._is_failing = False  # and that was reported
+        self._is_failing = False  # whether a failure was reported
         self._reported_at = -math.inf
         self._outdated = outdated or partial(beyond, config.keep)
-        self.best = best  # the loss of the best weights that are on the disk; known to rank 0
-        self.seconds: float | None = None  # the time that the last checkpoint took
+        self.best = best  # the loss of the best weights on the disk; only on rank 0
+        self.seconds: float | None = None  # the duration of the last checkpoint
 
     @property
     def has_all(self) -> bool:
-        """Return whether rank 0 can save without the others."""
+        """Whether rank 0 can save without the other ranks."""
         return self._gathering.has_all
 
     def on_root(self, save: Callable[[], None]) -> None:
-        """Call `save` on rank 0 while the others wait, or send it what they have. Collective."""
+        """Call `save` on rank 0 while the others wait or send their tensors. Collective."""
         self._gathering.on_root(save)
 
     def is_best(self, loss: float) -> bool:
-        """Return whether this is below the losses of the weights on the disk and on their way. For rank 0."""
+        """Return whether a loss is below all saved and currently written weights'. For rank 0."""
         known = self._best_in_write or self.best
         return loss < (known.loss if known else math.inf)
 
     def begin(self, state: State, best: Best | None, checkpoint: bool) -> None:
-        """Write the best weights, if these are, a checkpoint, or both. A failure is not raised.
+        """Start writing the best weights, a checkpoint, or both. A failure is not raised.
 
-        Called on all ranks; collective where not `has_all`.
+        Called on all ranks. Collective unless `has_all`.
         """
         write = partial(self._begin, state, best, checkpoint)
         if not self.has_all:
@@ -118,12 +118,12 @@ class Checkpoints:
         else:
             self._attempt()
             if self._failed and best and self._config.on_disk_error != "stop":
-                self._attempt()  # the next step changes the weights
+                self._attempt()  # retry now, because the next step changes the weights
             self._handle_outcome()
             self._write = self._best_in_write = None
 
     def _clear(self) -> None:
-        """Wait for what is being written. If the best weights failed, retry: the copy of them goes now."""
+        """Wait for the current write. If best weights failed, retry before their copy is overwritten."""
         self.wait()
         if self._write and self._best_in_write:
             self._attempt()
@@ -131,7 +131,7 @@ class Checkpoints:
         self._write = self._best_in_write = None
 
     def write_now(self, state: State, best: Best | None = None) -> None:
-        """Write a checkpoint now; a failure is raised."""
+        """Write a checkpoint synchronously and raise any failure."""
         self._clear()
         try:
             self._save(self.groups(), state, best)
@@ -140,7 +140,7 @@ class Checkpoints:
         self.report_recovery()
 
     def write_last(self, state: State, best: Best | None) -> None:
-        """Write the last checkpoint. If that fails, write the weights alone, and raise the failure."""
+        """Write the last checkpoint. If it fails, write only the weights and raise the failure."""
         try:
             self.write_now(state, best)
         except StorageError as error:
@@ -151,7 +151,7 @@ class Checkpoints:
             raise StorageError(f"{error}; {self._directory.weights} is written") from error
 
     def write_weights(self, step: int) -> None:
-        """Write the weights alone, at the end; a failure is raised. For rank 0, in `on_root`."""
+        """Write the final weights and raise any failure. For rank 0, in `on_root`."""
         weights = self._on_host({WEIGHTS: self._live[WEIGHTS]})[WEIGHTS]
         write = partial(write_tensors, self._directory.weights, weights, self.description.to_metadata())
         self.disk.write_final(step, data_bytes(weights), write)
@@ -160,14 +160,14 @@ class Checkpoints:
     def wait_at_exit(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Wait at an early end for what is being written: a second after a signal, else to the end."""
+        """At an early exit, wait for the current write. After a signal, wait at most a second."""
         if isinstance(error, Interrupted):
             self.wait(SECONDS_AT_ONCE)
         elif isinstance(error, DistgptError):
             self.wait()
 
     def wait(self, seconds: float | None = None) -> None:
-        """Wait until nothing is being written, or for this many seconds."""
+        """Wait until the current write ends, or for at most `seconds`."""
         if self._thread:
             self._thread.join(seconds)
             if not self._thread.is_alive():
@@ -175,9 +175,9 @@ class Checkpoints:
                 self._handle_outcome()
 
     def check(self, has_lost_disk: bool) -> None:
-        """End the run if rank 0 cannot save any more, or retry what has failed. Called between two steps.
+        """Between two steps, end the run if rank 0 cannot save, or retry a failed save. Collective.
 
-        Collective. `has_lost_disk`: whether rank 0 has a fatal error, as all ranks have heard.
+        `has_lost_disk`: whether rank 0 has a fatal error, according to the shared flags.
         """
         if has_lost_disk:
             on_root(self._comm, self._raise_fatal)
@@ -192,7 +192,7 @@ class Checkpoints:
         raise self.disk.lost
 
     def tolerate(self, error: StorageError) -> None:
-        """Report that something could not be written, not too often; raise the error if the run must end."""
+        """Report a failed write, with a rate limit. Raise the error if the run must end."""
         try:
             saved = newest_step(self._directory.checkpoints)
         except StorageError:
@@ -204,7 +204,7 @@ class Checkpoints:
             self._say(f"{error}; the run goes on, with step {saved} saved, and tries again")
 
     def report_recovery(self) -> None:
-        """Report that something was written, if a write had failed before."""
+        """Report a successful write after a failed one."""
         if self._is_failing:
             self._is_failing = False
             self._say("the disk can be written again")
@@ -215,7 +215,7 @@ class Checkpoints:
         self._thread.start()
 
     def _attempt_aside(self) -> None:
-        if sys.platform == "linux":  # where threads have a priority of their own
+        if sys.platform == "linux":  # Linux has priorities per thread
             with suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
         self._attempt()
@@ -225,11 +225,11 @@ class Checkpoints:
         self._failed = None
         try:
             self._write()
-        except Exception as error:  # raised or tolerated in the main thread
+        except Exception as error:  # the main thread raises or tolerates it
             self._failed = error
 
     def _handle_outcome(self) -> None:
-        """Look what became of an attempt."""
+        """Report the outcome of an attempt, and save the error if it is fatal."""
         self.disk.report()
         failed = self._failed
         self._failed = None
@@ -247,7 +247,7 @@ class Checkpoints:
             self._write = self._best_in_write = None
 
     def groups(self) -> Groups:
-        """Return what the files of a checkpoint would hold now. For rank 0, in `on_root`."""
+        """Return the current content of a checkpoint's files. For rank 0, in `on_root`."""
         return self._on_host(self._live)
 
     def _on_host(self, live: Live) -> Groups:
@@ -256,7 +256,7 @@ class Checkpoints:
         return {**{stem: self._read_twice(buffers) for stem, buffers in own.items()}, **gathered}
 
     def _read_twice(self, buffers: Mapping[str, FlatBuffer]) -> LazyTensors:
-        """Return a file's tensors, which come from a GPU one by one: there may be no room for them all."""
+        """Return a file's tensors, copied from a GPU one by one, because all may not fit in memory."""
         to_host = self._model.kernels.to_host
         found = {}
         kinds = {}
@@ -285,14 +285,14 @@ class Checkpoints:
 
 
 class Copy:
-    """Weights and moments as they were at one step, in memory of its own on the host."""
+    """A copy of weights and moments at one step, in its own host memory."""
 
     def __init__(self, model: Model) -> None:
         self._kernels = model.kernels
         self._buffers: dict[str, FlatBuffer] = {}
 
     def update(self, live: Live) -> Groups:
-        """Copy these buffers as they are now. Return their tensors by the files they go to."""
+        """Copy the current buffers. Return their tensors by file."""
         return {
             stem: {
                 prefix + name: array
@@ -309,7 +309,7 @@ class Copy:
             self._buffers[prefix] = FlatBuffer(buffer.layout, partial(np.empty, dtype=dtype))
         own = self._buffers[prefix].flat
         flat = buffer.flat
-        # A GPU's array is never on the host as a whole beside the copy: `copy_bytes` counts one.
+        # Copy in pieces, because `copy_bytes` counts a GPU array only once in host memory.
         pieces = [slice(i, i + COPIED_AT_ONCE) for i in range(0, flat.size, COPIED_AT_ONCE)]
         self._kernels.each(lambda i: np.copyto(own[pieces[i]], to_host(flat[pieces[i]])), len(pieces))
         return self._buffers[prefix]

@@ -1,4 +1,4 @@
-"""Tensors that rank 0 does not have: it saves and reads them for all ranks."""
+"""Collection of tensors from other ranks for saving, and their restoration."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from distgpt.core.saved.checkpoint import check_file, read_manifest
 from distgpt.core.saved.tensors import Kind, LazyTensors, Tensors, read_header, read_rows
 from distgpt.core.train.sharing import Exchange, Gathering, Groups
 
-EXCHANGE = "exchange"  # the file of what an exchange saves of each rank
+EXCHANGE = "exchange"  # the file of each rank's exchange state
 
 
 def stems(checkpoint: Path) -> set[str]:
-    """Return the files with tensors in a checkpoint, as its manifest lists them."""
+    """Return the stems of a checkpoint's tensor files, from its manifest."""
     return {Path(name).stem for name in read_manifest(checkpoint) if name.endswith(".safetensors")}
 
 
 def load_some(checkpoint: Path, stem: str, destination: Tensors) -> None:
-    """Fill `destination` from one file of a checkpoint, whose other tensors are verified alone."""
+    """Fill `destination` from one file of a checkpoint. The file is verified as a whole."""
     file = checkpoint / f"{stem}.safetensors"
     check_file(checkpoint, file.name, read_manifest(checkpoint))
     header = read_header(file)
@@ -38,21 +38,21 @@ def load_some(checkpoint: Path, stem: str, destination: Tensors) -> None:
 
 
 class TensorByTensor(Gathering):
-    """Rank 0 asks for tensors one by one, and the others answer, so that no rank has them all at once."""
+    """Rank 0 requests tensors one by one from the others, so that no rank holds all at a time."""
 
     has_all = False
 
     def __init__(self, comm: Comm, kinds: Mapping[str, Kind]) -> None:
-        """`kinds`: of everything that rank 0 may ask for, by name."""
+        """`kinds`: types and shapes of all tensors that rank 0 may request, by name."""
         super().__init__(comm)
         self._kinds = kinds
 
     def gathered(self, name: str) -> Array:
-        """The tensor of this name, for rank 0. Collective."""
+        """Return the tensor of this name on rank 0. Collective."""
         raise NotImplementedError
 
     def some(self, names: Mapping[str, str]) -> LazyTensors:
-        """For rank 0: tensors by other names, made from these as they are used."""
+        """On rank 0, return lazy tensors under other names: new name → gathered name."""
         kinds = {name: self._kinds[own] for name, own in names.items()}
         return LazyTensors(kinds, lambda name: self._asked(names[name]))
 
@@ -74,14 +74,14 @@ class TensorByTensor(Gathering):
 
 
 def host_buffer(model: Model, layout: Layout) -> FlatBuffer:
-    """Memory of the host for tensors no larger than the weights: that of the gradients, where it is there."""
+    """Return a host buffer of at most the weights' size. On CPUs, reuse the gradients' memory."""
     if model.kernels.capabilities.is_async:
         return FlatBuffer(layout, partial(np.zeros, dtype=model.kernels.wide))
     return model.grads if layout is model.layout else FlatBuffer(layout, lambda size: model.grads.flat[:size])
 
 
 def read_flat(comm: Comm, model: Model, checkpoint: Path, stem: str, prefix: str, layout: Layout) -> Array:
-    """Return memory of the host that rank 0 has filled with a file's tensors of this prefix. Collective."""
+    """Return a host array, which rank 0 fills from a file's tensors of a prefix. Collective."""
     host = host_buffer(model, layout)
     named = {prefix + name: array for name, array in host.items()}
     on_root(comm, partial(load_some, checkpoint, stem, named))
@@ -89,7 +89,7 @@ def read_flat(comm: Comm, model: Model, checkpoint: Path, stem: str, prefix: str
 
 
 class EachRank(TensorByTensor):
-    """What an exchange saves of each rank. Rank 0 has everything else that is saved."""
+    """Each rank's exchange state. Rank 0 has everything else."""
 
     def __init__(self, comm: Comm, exchange: Exchange, model: Model) -> None:
         self._saved, self._to_host = exchange.saved, model.kernels.to_host
@@ -110,7 +110,7 @@ class EachRank(TensorByTensor):
 
 
 def restore_exchange(comm: Comm, exchange: Exchange, model: Model, checkpoint: Path | None) -> str:
-    """Fill what an exchange saves from a checkpoint, or with zeros. Return why there was none. Collective."""
+    """Restore an exchange's state, or zero it. Return a message if the checkpoint lacks it. Collective."""
     saved = on_root(comm, lambda: _saved_names(checkpoint)) if exchange.saved else []
     is_same = saved == [f"{rank}/{name}" for rank in range(comm.size) for name in exchange.saved]
     for rank in range(comm.size):

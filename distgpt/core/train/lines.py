@@ -1,4 +1,4 @@
-"""The listeners of a run: lines of text, and the choice of what shows it and records it beside them."""
+"""Listeners of a run: lines of text, and fan-out to multiple listeners."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from distgpt.core.config import METRICS
 from distgpt.core.train.seams import Listener
 
 Metrics = dict[str, float]  # a line of metrics.jsonl
-Facts = dict[str, Any]  # of a run that starts (setup.py)
+Facts = dict[str, Any]  # about a starting run (setup.py)
 
-# Seconds between lines: for a person who watches how it begins, for one who looks now and then, and in the
-# log of a batch job, which is read once it is over.
+# Seconds between lines: at the start, when a person watches; later; and in a batch job's log, which is read
+# at the end.
 AT_FIRST, LATER, IN_A_JOB = 2.0, 10.0, 30.0
-BEGINNING = 30.0  # seconds in which lines come as at first
+BEGINNING = 30.0  # seconds with the initial interval
 
 
 class Output:
-    """Standard output as a run writes to it. The run does not need it, so what cannot be written is dropped.
+    """Standard output of a run. The run does not need it, so write errors are dropped.
 
-    Where its reader has left, as in `| head`, the run ends as by a signal: it saves first.
+    If the reader has closed it, for example `| head`, the run saves and ends as after a signal.
     """
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream or sys.stdout
-        self._failed: OSError | None = None  # for as long as nobody notes that the run has to end
+        self._failed: OSError | None = None  # until a signal to end the run is recorded
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -64,7 +64,7 @@ class Output:
             raise error
         self._failed = None
         drop_output(self._stream.fileno())
-        if error.errno not in (errno.EPIPE, errno.EIO):  # EIO: a terminal that was closed
+        if error.errno not in (errno.EPIPE, errno.EIO):  # EIO: a closed terminal
             why = error.strerror or error
             print_lines(f"standard output cannot be written ({why}): going on without it", err=True)
 
@@ -73,9 +73,9 @@ WARM_UP = 2  # steps that may compile
 
 
 class Speed:
-    """The current speed: an exponential average, without the first steps once there are others.
+    """The current speed as an exponential average, which excludes the first steps once others exist.
 
-    `seconds`: of a step; 0 before there are others.
+    `seconds` is the duration of a step, or 0 during the first steps.
     """
 
     def __init__(self) -> None:
@@ -91,37 +91,37 @@ class Speed:
 
 
 class Remaining:
-    """The end of a run, in words for a line: after its last step, or when its time is over.
+    """The progress of a run toward its last step or its time limit, formatted for a line.
 
-    Nobody knows the last step of a run by the clock, so its steps have no total.
+    A time-limited run has no total of steps.
     """
 
     def __init__(self, facts: Facts) -> None:
-        """`facts`: of the run's start. A run by the clock takes about so many `steps`."""
+        """`facts` describe the run's start. For a time-limited run, `steps` is an estimate."""
         steps, left = facts["steps"], facts.get("seconds_left")
         self._steps = f"/{steps}" if left is None else ""
-        self.total: float = steps if left is None else facts["seconds"]  # of a bar
-        self.width = len(f"{steps}{self._steps}")  # of a step in characters, at most
+        self.total: float = steps if left is None else facts["seconds"]  # the maximum of a progress bar
+        self.width = len(f"{steps}{self._steps}")  # maximum characters of a step
         self._end = None if left is None else time.monotonic() + left
 
     def _seconds_left(self, end: float) -> float:
         return max(0.0, end - time.monotonic())
 
     def done(self, step: int) -> float:
-        """Return how much of `total` is done."""
+        """Return the completed part of `total`."""
         return step if self._end is None else max(0.0, self.total - self._seconds_left(self._end))
 
     def step(self, step: int) -> str:
-        """Return the step, and of how many if that is known."""
+        """Format the step, with the total if there is one."""
         return f"{step}{self._steps}"
 
     def elapsed(self) -> str:
-        """Return the time that is over, of all there is; "" where only the steps are known."""
+        """Format the elapsed and total time; "" without a time limit."""
         whole = clock(self.total)
         return "" if self._end is None else f"{clock(self.done(0)):>{len(whole)}} of {whole}"
 
     def left(self, step: int, pace: float) -> str:
-        """Return the time that is left. `pace`: the usual seconds of a step, 0 if not known yet."""
+        """Format the remaining time. `pace`: typical seconds per step, 0 if unknown."""
         if self._end is not None:
             return f"left {clock(self._seconds_left(self._end))}"
         steps = self.total - step
@@ -129,15 +129,15 @@ class Remaining:
 
 
 class Lines(Listener):
-    """Shows a run in lines, one now and then; every step is in metrics.jsonl anyway."""
+    """A listener that prints a line at intervals. metrics.jsonl has every step anyway."""
 
     def __init__(self, seconds: float | None = None) -> None:
-        """`seconds`: between two lines; None: as the constants above say."""
+        """`seconds`: between two lines; None: the constants above."""
         self.stream: Any = Output()
         self._seconds = seconds
         self._begun = time.monotonic()
         self._last = 0.0
-        # Output of a batch job that is a terminal is one that people work in.
+        # A batch job on a terminal is interactive.
         self._is_job = not self.stream.isatty() and this_job().batch is not None
         self._speed = Speed()
         self._end = Remaining({"steps": 0})
@@ -146,7 +146,7 @@ class Lines(Listener):
         if self._is_job:
             text = f"{datetime.now():%Y-%m-%d %H:%M:%S}  {text}"
         text = escape_lines(text)
-        if self.stream.isatty():  # break lines at words, which a terminal breaks anywhere
+        if self.stream.isatty():  # wrap at words; terminals wrap anywhere
             narrow = partial(fill, width=get_terminal_size().columns, break_long_words=False)
             text = "\n".join(map(narrow, text.split("\n")))
         print(text, file=self.stream, flush=True)
@@ -155,7 +155,7 @@ class Lines(Listener):
         self.say(text)
 
     def _interval(self) -> float:
-        """Return the seconds that have to pass between two lines now."""
+        """Return the current minimum of seconds between two lines."""
         if self._seconds is not None:
             return self._seconds
         if self._is_job:
@@ -167,7 +167,7 @@ class Lines(Listener):
         self.say(summary(facts))
 
     def _is_due(self, metrics: Metrics) -> bool:
-        """Return whether a step has a line: the first, the last, and one now and then."""
+        """Return whether to print a step: the first, the last, and one per interval."""
         step = int(metrics["step"])
         is_last = max(self._end.done(step), metrics.get("elapsed_s", 0.0)) >= self._end.total
         now = time.monotonic()
@@ -202,7 +202,7 @@ class Lines(Listener):
 
 
 class Listeners(Listener):
-    """Passes everything on to several listeners, in no order that matters; to none on ranks but 0."""
+    """A listener that calls other listeners, in any order. Ranks other than 0 have none."""
 
     def __init__(self, *listeners: Listener) -> None:
         for name in ("started", "stepped", "evaluated", "noted", "sampled", "close"):
@@ -215,10 +215,10 @@ class Listeners(Listener):
 
 
 def summary(facts: Facts) -> str:
-    """Describe a run that starts, in one line."""
+    """Return a one-line description of a starting run."""
     each = " each" * (facts["ranks"] > 1)
     threads = f", {count(facts['threads'], 'thread')}{each}" if facts["threads"] else ""
-    on = f" on {facts['hosts']}" if facts.get("hosts") else ""  # where they are several
+    on = f" on {facts['hosts']}" if facts.get("hosts") else ""  # set if there are multiple hosts
     dtype = f", {facts['dtype']}" if facts.get("dtype") else ""
     held_out = f" and {facts['held_out_tokens']:,} for validation" if facts["held_out_tokens"] else ""
     return (
@@ -230,13 +230,13 @@ def summary(facts: Facts) -> str:
 
 
 def measured(metrics: Metrics) -> str:
-    """Describe the results of an evaluation, in one line."""
+    """Return a one-line description of an evaluation's results."""
     words = [f"after step {metrics['step']}:"]
     if "val_loss" in metrics:
         bits = f" ({metrics['bits_per_byte']:.4f} bits per byte)" if "bits_per_byte" in metrics else ""
         of = f" of {whole:,} held-out" if (whole := metrics.get("held_out_tokens")) else ""
         over = f"{metrics['val_tokens']:,}{of} tokens"
         words.append(f"validation loss {metrics['val_loss']:.4f}{bits} over {over}")
-    # By the setting that asks for it, which is also its name in metrics.jsonl.
+    # The setting of a metric is also its name in metrics.jsonl.
     words += [components().metric(name).words(metrics) for name in METRICS if name in metrics]
     return "  ".join(words)

@@ -1,4 +1,4 @@
-"""The training loop: every step that is left, and what is due between two steps. The same on every rank."""
+"""The training loop, with all remaining steps and the work due between them. The same on every rank."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from distgpt.core.train.seams import Votes, guard_failed
 from distgpt.core.train.step import InFlight
 from distgpt.core.train.summary import write_at_end
 
-# Names in a line of metrics.jsonl that no guard may use.
+# Fields of metrics.jsonl that callbacks must not use.
 RECORDED = {"step", "loss", "lr", "grad_norm", "tokens", "tokens_per_s", "step_s", "time", "skipped"}
 
 
@@ -27,25 +27,25 @@ def train(run: Run) -> None:
     """Train to the last step, then write the weights and the summary. Collective."""
     with ExitStack() as stack:
         enter = stack.enter_context
-        enter(run.directory.lock.claimed(run.comm))  # first: a second process here must write nothing
-        stack.push(partial(write_at_end, run))  # around all that may end the run
-        enter(deferred_signals(run.signals))  # from here on one is noted, and `take_steps` ends the run
-        for guard in run.guards:  # they watch what follows, which may take long
+        enter(run.directory.lock.claimed(run.comm))  # Lock first: a second process must not write here.
+        stack.push(partial(write_at_end, run))  # outermost, so it covers everything that may end the run
+        enter(deferred_signals(run.signals))  # record one signal; `take_steps` then ends the run
+        for guard in run.guards:  # they watch the code below, which may run long
             enter(guard)
         enter(run.checkpoints.disk.reserved(run.comm, run.progress.step))
-        stack.push(run.checkpoints.wait_at_exit)  # left first: waits for what is being written
+        stack.push(run.checkpoints.wait_at_exit)  # exited first: waits for the current write
         while True:
             try:
                 take_steps(run)
                 break
             except BadStep as bad:  # raised on all ranks at the same step
-                bad.recover(run)  # progress.step is an earlier one now
-        run.exchange.end_round(run.progress.step)  # nothing, unless ranks still have weights of their own
+                bad.recover(run)  # progress.step is now an earlier one
+        run.exchange.end_round(run.progress.step)  # no effect unless ranks have different weights
         run.checkpoints.on_root(lambda: _write_weights(run))
 
 
 def take_steps(run: Run) -> None:
-    """Take all steps that are left. Raises what ends the run, or BadStep."""
+    """Run all remaining steps. Raises the error that ends the run, or BadStep."""
     t = run.settings
     progress = run.progress
     if run.assessment and (progress.evaluation_pending or (t.eval_every and not progress.step)):
@@ -54,56 +54,53 @@ def take_steps(run: Run) -> None:
     timer = SaveTimer(run.comm, 0 if t.save_every else t.save_minutes, progress.step)
     rounds = run.placement.rounds
     votes = Votes(run.comm, run.signals, run.checkpoints.disk, run.clock)
-    depth = 1 if run.model.kernels.capabilities.is_async else 0  # results that may be read a step later
+    depth = 1 if run.model.kernels.capabilities.is_async else 0  # number of steps whose results may be late
     in_flight = InFlight()
     number = progress.step
-    while run.clock.last is None or number < run.clock.last:  # None: a run by the clock that goes on
+    while run.clock.last is None or number < run.clock.last:  # None: a time-limited run without a known end
         is_last = number + 1 == run.clock.last
         in_flight.add_launched(run.launch(number, run.batches, votes.own_votes, run.clock.elapsed))
         number += 1
         due = due_after(t, number, rounds, run.assessment is not None, is_last)
-        # Collective: all ranks ask the timer, also where a checkpoint is due in any case.
+        # Collective, so all ranks call the timer even if a checkpoint is already due.
         if rounds.ends(number) and timer.is_due(number):
             due = replace(due, save=True)
-        # What is due looks at the weights, so the queue must be empty.
+        # The due work reads the weights, so the queue must be empty.
         stop = settle(run, in_flight, leave=0 if due else depth)
         if stop:
-            # The steps under way count too. Another signal may have come in one of them; mostly none has.
+            # Steps in flight count also, and may have received another signal.
             stop = settle(run, in_flight, leave=0) or stop
-            if not is_last:  # after the last step the run ends by itself, with all that it writes at its end
+            if not is_last:  # after the last step, the run ends normally and writes everything
                 ending = Interrupted(stop, shared=True, why=run.signals.reasons.get(stop, ""))
                 save_and_stop(run, ending, evaluation_pending=due.evaluate)
         if due:
             perform_due(run, due)
             if due.save:
                 timer.saved()
-            # None of that was a step's time, and rank 0 alone samples.
+            # This time does not belong to a step, and only rank 0 samples.
             in_flight.restart_clock()
             run.step.restart_clock()
 
 
 def settle(run: Run, in_flight: InFlight, leave: int) -> signal.Signals | None:
-    """Wait until no more than `leave` steps are under way.
-
-    Return the signal that came to any rank, the same on all; None if none did.
-    """
+    """Wait until at most `leave` steps are in flight. Return the signal any rank received, or None."""
     stop = None
     while len(in_flight) > leave:
         done = in_flight.wait_for_oldest()
-        # Judge first: if it raises, the step is neither counted nor recorded.
+        # Check first: a bad step must not count, and one that ends the run must not be recorded.
         rejected = run.judge.judge_step(done)
-        if rejected:  # reported before the step is counted, as its line names the step before it
+        if rejected:  # before the count, because the message names the previous step
             run.report.report_skipped(run.progress.step, rejected, run.batches.skipped)
         run.progress.count_step(done.loss, done.seconds, is_good=not rejected)
         run.activity.step = run.progress.step
-        metrics: dict[str, float] = {}  # beside loss and norm, for the step's line and for metrics.jsonl
-        for guard in run.guards:  # after the count: they look at the duration of the last step
+        metrics: dict[str, float] = {}  # additional fields for the step's line and metrics.jsonl
+        for guard in run.guards:  # after the count, because callbacks read the last step's duration
             try:
                 fields = guard.after_step(done)
                 if taken := RECORDED & fields.keys():
                     raise ValueError(f"the run itself records {', '.join(sorted(taken))}")
                 metrics |= fields
-            except (DistgptError, OSError):  # with a line and an exit code of their own
+            except (DistgptError, OSError):  # they have a message and an exit code
                 raise
             except Exception as error:
                 raise guard_failed(guard, error) from error
@@ -112,13 +109,13 @@ def settle(run: Run, in_flight: InFlight, leave: int) -> signal.Signals | None:
         run.report.report_step(run.progress.step, done, metrics)
         heard = Votes.read_votes(done.votes, run.settings.grad_sync)
         run.clock.hear_elapsed(heard.elapsed, launched=run.progress.step + len(in_flight))
-        run.checkpoints.check(heard.has_lost_disk)  # after the report: if it raises, the step was recorded
+        run.checkpoints.check(heard.has_lost_disk)  # last, so that the step is recorded if this raises
         stop = heard.stop or stop
     return stop
 
 
 def perform_due(run: Run, due: Due) -> None:
-    """Compare, evaluate, save and sample, as far as it is due."""
+    """Compare weights, evaluate, save and sample if due."""
     if due.compare:
         refuse_different_weights(run)
     if due.evaluate or due.save:
@@ -128,12 +125,12 @@ def perform_due(run: Run, due: Due) -> None:
         try:
             best = evaluate(run)
         except Interrupted as stop:
-            if not stop.shared:  # a second signal, which this rank alone has seen
+            if not stop.shared:  # a second signal, received only by this rank
                 raise
             save_and_stop(run, stop, evaluation_pending=True)
     save(run, best, due.save)
     if due.sample and run.comm.rank == 0:
-        from distgpt.core.generate.engine import sample  # with all that generates
+        from distgpt.core.generate.engine import sample  # loads all of generation
 
         run.activity.enter(SAMPLING)
         text = sample(run.model, run.tokenizer, run.progress.step, signals=run.signals)
@@ -141,9 +138,9 @@ def perform_due(run: Run, due: Due) -> None:
 
 
 def evaluate(run: Run) -> Best | None:
-    """Measure and report. Return what says that these weights are the best so far. Collective.
+    """Evaluate and report. Return a record if these are the best weights. Collective.
 
-    Only weights that a step has changed can be: None before the first one, and where no text is held out.
+    Return None before the first step, or if no text is held out.
     """
     step = run.progress.step
     assert run.assessment is not None, "nothing is due where nothing is measured"
@@ -158,7 +155,7 @@ def evaluate(run: Run) -> Best | None:
 
 
 def save(run: Run, best: Best | None, checkpoint: bool) -> None:
-    """Write the best weights, a checkpoint, or both. After the last step all ranks wait for it."""
+    """Write the best weights, a checkpoint, or both. After the last step, all ranks wait."""
     if best or checkpoint:
         run.activity.enter(SAVING)
     if checkpoint and run.progress.step == run.clock.last:
@@ -168,7 +165,7 @@ def save(run: Run, best: Best | None, checkpoint: bool) -> None:
 
 
 def save_and_stop(run: Run, stop: Interrupted, evaluation_pending: bool) -> NoReturn:
-    """End the run for a signal that all ranks know of. A resumed run makes up for a pending evaluation."""
+    """Save and end the run after a signal that all ranks received. A resumed run does pending evaluations."""
     refuse_non_finite_weights(run)
     run.progress.evaluation_pending = evaluation_pending
     run.activity.enter(SAVING)
@@ -182,7 +179,7 @@ def _write_weights(run: Run) -> None:
 
 
 def refuse_non_finite_weights(run: Run) -> None:
-    """Refuse to save weights that are not finite: no loss was computed with them yet. Collective."""
+    """Reject weights that are not finite before saving, because no loss has tested them yet. Collective."""
     if run.comm.allreduce_max(not run.model.is_finite()):
         raise shared(
             NonFiniteError(
@@ -193,12 +190,12 @@ def refuse_non_finite_weights(run: Run) -> None:
 
 
 def refuse_different_weights(run: Run) -> None:
-    """Refuse to go on where ranks that should hold the same weights do not, to the bit. Collective."""
+    """Raise an error if weights that ranks share are not bitwise identical. Collective."""
     if run.comm.size == 1:
         return
     common = run.model.params if run.optimizer.is_part else run.model.weights
     own = crc32(run.model.kernels.to_host(common.flat).data.cast("B"))
-    if run.comm.allreduce_max(own) != -run.comm.allreduce_max(-own):  # the largest is not the smallest
+    if run.comm.allreduce_max(own) != -run.comm.allreduce_max(-own):  # true if the maximum is not the minimum
         raise shared(
             MismatchError(
                 f"the ranks' weights differ after step {run.progress.step}; are all nodes alike, and do"

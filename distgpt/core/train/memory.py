@@ -1,4 +1,4 @@
-"""The memory that a run needs, counted before any is allocated, and the fastest step that fits into it."""
+"""Memory estimation before allocation, and the fastest step that fits."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ from distgpt.core.ops.kernels import Kernels
 from distgpt.core.train.sharing import Exchange, Placement, Strategy
 from distgpt.core.train.step import Step
 
-SPARE = 0.95  # of the free memory: the system needs some too
-TOKENS, TOKENS_QUEUED = 1 << 13, 1 << 16  # of a micro-batch on each rank: more do not make it faster
-LIBRARIES = 1 << 30  # a GPU's libraries need up to so much, for workspaces and trials
-PROGRAM = 256 << 20  # compiled loops, what compiles them and small buffers, on a CPU
-FRACTION = 0.25  # but at most this fraction of a small GPU, of a small machine or of a rank's part of one
+SPARE = 0.95  # the usable share of free memory; the system needs the rest
+TOKENS, TOKENS_QUEUED = 1 << 13, 1 << 16  # tokens per micro-batch and rank; more is not faster
+LIBRARIES = 1 << 30  # bytes that a GPU's libraries need for workspaces and autotuning
+PROGRAM = 256 << 20  # bytes for compiled loops, their compiler and small buffers, on a CPU
+FRACTION = 0.25  # maximum share for these on a small GPU, machine or rank
 
 
 class Need(NamedTuple):
-    """Bytes of one rank."""
+    """Bytes per rank."""
 
-    weights: int  # parameters, in both types where there are two
+    weights: int  # parameters, in both dtypes if there are two
     optimizer: int  # gradients and moments
-    activations: int  # what a pass keeps, and its scratch memory
-    evaluation: int = 0  # the same of the pass that evaluates
-    exchange: int = 0  # what travels between GPUs in parts
-    update: int = 0  # what Muon computes in
+    activations: int  # saved for the backward pass, and scratch memory
+    evaluation: int = 0  # activations of the evaluation pass
+    exchange: int = 0  # buffers for partial transfers between GPUs
+    update: int = 0  # scratch memory of Muon
 
     @property
     def total(self) -> int:
@@ -50,25 +50,25 @@ class Need(NamedTuple):
 
 
 class DryKernels(Kernels):
-    """Kernels of a dry run: they count the memory that is requested, allocate none, and compute nothing."""
+    """Kernels of a dry run. They count requested memory but allocate and compute nothing."""
 
     def __init__(self, kernels: Kernels) -> None:
         self.dtype, self.wide, self.threads = kernels.dtype, kernels.wide, kernels.threads
         self.logits_bytes, self.slice_rows = kernels.logits_bytes, kernels.slice_rows
         self.capabilities = kernels.capabilities
         self.wire = kernels.wire and SimpleNamespace(zeros=self._new, piece=kernels.wire.piece)
-        self.requested = 0  # bytes so far
+        self.requested = 0  # total bytes
         self._before = 0
 
     def more(self) -> int:
-        """Return the bytes that were requested since the last call."""
+        """Return the bytes requested since the last call."""
         more = self.requested - self._before
         self._before = self.requested
         return more
 
     def _new(self, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
         self.requested += prod(shape) * np.dtype(dtype).itemsize
-        return np.broadcast_to(np.zeros((), dtype), shape)  # of this shape, with one element
+        return np.broadcast_to(np.zeros((), dtype), shape)  # full shape, one element in memory
 
     def integers(self, host: HostArray | Sequence[int], dtype: str = "int32") -> Array:
         return self._new(np.shape(host), dtype)
@@ -84,16 +84,16 @@ class DryKernels(Kernels):
 
 
 def needed(config: RunConfig, kernels: Kernels, strategy: Strategy, evaluated: bool = False) -> Need:
-    """Count by a dry run: the very objects of a run are built, and nothing is allocated."""
+    """Estimate memory by a dry run, which builds the objects of a run without allocating."""
     dry = DryKernels(kernels)
     ranks = strategy.ranks
     placement = strategy.placement
-    last = ranks - 1  # the rank whose part is the largest
+    last = ranks - 1  # the last rank has the largest part
     comm = cast(Comm, SimpleNamespace(size=ranks, rank=last))
     model = components().model(config.train).build(config, dry)
     model.allocate_master_weights(ranks, placement.own(model.layout, last))
     weights = dry.more()
-    if not placement.may_copy:  # a tensor on its way to be saved
+    if not placement.may_copy:  # one tensor gathered for saving
         dry.wide_zeros(max(spec.size for spec in model.layout.specs))
     optimizer = placement.state(model, last).optimizer
     states = dry.more()
@@ -106,11 +106,11 @@ def needed(config: RunConfig, kernels: Kernels, strategy: Strategy, evaluated: b
         Scorer(model, comm).reserve(config.model.seq_len, spans=1 << 31)
     evaluation = dry.more()
     strategy.reserve(comm, model, config.train)
-    # As if one rank orthogonalised all matrices, which ranks may share.
+    # This assumes that one rank orthogonalizes all matrices; ranks may share them.
     shapes = [shape for spec in model.layout.specs if spec.group == MATRIX for shape in spec.orthogonal]
     try:
         update = kernels.orthogonalise_bytes(shapes) if config.train.optimizer == "muon" else 0
-    except MemoryError:  # it is made to be counted: there is not even room for one, of four such matrices
+    except MemoryError:  # If this cannot even be allocated for counting, estimate four of the largest matrix.
         update = 4 * max(map(prod, shapes)) * kernels.wide.itemsize
     return Need(weights, states, activations, evaluation, dry.more(), update)
 
@@ -118,9 +118,9 @@ def needed(config: RunConfig, kernels: Kernels, strategy: Strategy, evaluated: b
 def fit_to_memory(
     config: RunConfig, stage: Stage, kernels: Kernels, strategy: Strategy, evaluated: bool, preferred: int = 0
 ) -> TrainConfig:
-    """Resolve automatic values by each rank's memory; where one rank has too little, none starts. Collective.
+    """Resolve automatic settings by each rank's memory. If one has too little, none starts. Collective.
 
-    All ranks take as many micro-batches as the one with the least memory needs; `preferred`, if they can.
+    All ranks use as many micro-batches as the rank with the least memory needs, or `preferred` if that fits.
     """
     comm = stage.comm
     t = config.train
@@ -132,7 +132,7 @@ def fit_to_memory(
         tried = replace(config, train=replace(t, grad_accum=most))
         settings, need = on_every_rank(comm, lambda: fit(tried))
     taken = need.total
-    if kernels.capabilities.is_async:  # that is in a GPU's memory: all of the host's is left
+    if kernels.capabilities.is_async:  # GPU memory, so all host memory is free
         free = granted_memory(comm.local_size).free
         taken = 0
     room = max(0, int(SPARE * free) - taken)
@@ -153,14 +153,14 @@ def fit_to_memory(
 
 
 def copy_bytes(config: RunConfig, kernels: Kernels) -> int:
-    """Return the bytes that rank 0 copies to write a checkpoint while training goes on."""
+    """Return the bytes that rank 0 copies to write a checkpoint during training."""
     layout = components().model(config.train).trained(config)
     optimizer = components().optimizer(config.train)
     return (2 * layout.size + optimizer.second_moments(layout).size) * int(kernels.wide.itemsize)
 
 
 def _way_to_save(config: RunConfig, kernels: Kernels, placement: Placement, room: int, notes: Notes) -> str:
-    """Return sync or async, where `save` may be auto, by the bytes that are left on rank 0. For rank 0."""
+    """Resolve `save` to sync or async by the free bytes on rank 0. For rank 0."""
     t = config.train
     if t.save == "sync":
         return t.save
@@ -190,11 +190,11 @@ def fitting(
     evaluated: bool = False,
     preferred: int = 0,
 ) -> tuple[TrainConfig, Need]:
-    """Resolve `recompute` and `grad_accum`: the fastest way that fits into memory.
+    """Resolve `recompute` and `grad_accum` to the fastest values that fit into memory.
 
-    `preferred` micro-batches are tried first. If nothing fits, the error names what is needed.
+    Try `preferred` micro-batches first. If nothing fits, the error lists the required memory.
     """
-    # The system and the program itself need some of the free memory, too.
+    # The system and the program also need some of the free memory.
     program = min(LIBRARIES if kernels.capabilities.is_async else PROGRAM, FRACTION * free)
     budget = free - max((1 - SPARE) * free, program)
     for tried in _candidates(config, kernels, strategy, preferred):
@@ -222,20 +222,20 @@ def fitting(
 def _candidates(
     config: RunConfig, kernels: Kernels, strategy: Strategy, preferred: int
 ) -> Iterator[TrainConfig]:
-    """Yield ways to take a step, the fastest first: large micro-batches, little recomputed; then smaller."""
+    """Yield settings of a step, fastest first, from large micro-batches with little recomputation."""
     t = config.train
     seq_len = config.model.seq_len
     is_async = kernels.capabilities.is_async
-    # On a CPU keeping more than "mlp" does is not faster.
+    # More than "mlp" saves is not faster on a CPU.
     best_first = ("none", "mlp", "block") if is_async else ("mlp", "block")
     hows = best_first if t.recompute == "auto" else (t.recompute,)
     each = t.batch_size // strategy.ranks
-    size = {n: each // n * seq_len for n in divisors(each)}  # of a micro-batch in tokens, by their number
+    size = {n: each // n * seq_len for n in divisors(each)}  # number of micro-batches → tokens of each
     if fixed := strategy.count or t.grad_accum:
         size = {fixed: size[fixed]}
     most = TOKENS_QUEUED if is_async else TOKENS
     first = [n for n in size if most / 4 < size[n] <= most]
-    if not first:  # all are smaller: a single one; else the next larger one
+    if not first:  # if all are smaller, one micro-batch; otherwise the next larger size
         first = [max((n for n in size if size[n] > most), default=min(size))]
     for some in ([preferred] if preferred in size else [], first, [n for n in size if n > max(first)]):
         yield from (replace(t, recompute=how, grad_accum=n) for how in hows for n in some)

@@ -1,9 +1,9 @@
-"""The plan of a run: all that rank 0 decides before data are read.
+"""The plan of a run, which rank 0 decides before data are read.
 
-From what is asked for to a configuration, in this order: recipes put settings in the place of their words
-(outside of the core), `with_dtype` names the number format, `new_run` or `_resumed_run` resolves defaults,
-preset, file and flags. Then `make_plan` chooses the directory and the checkpoint. The setup of the run
-(`setup.py`) adds what follows from the texts, and from the memory of this machine.
+Settings are resolved in this order: recipes convert their options to settings (outside of the core),
+`with_dtype` sets the number format, and `new_run` or `_resumed_run` combines defaults, preset, file and
+flags. Then `make_plan` chooses the directory and the checkpoint. setup.py adds settings that depend on the
+corpus or on this machine's memory.
 """
 
 from __future__ import annotations
@@ -38,23 +38,23 @@ DTYPE = "dtype"
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A run before it is set up. The same on all ranks; in one process the object that was decided."""
+    """A run before its setup. The same on all ranks; with multiple ranks, a pickled copy."""
 
-    config: RunConfig  # as asked for: the vocabulary and the steps of epochs follow from the texts
+    config: RunConfig  # the request; vocabulary size and steps of epochs are set later
     directory: RunDirectory
-    checkpoint: Path | None  # a verified one, from which the run resumes
-    state: State  # what was saved in it
-    origin: Description | None  # the model that is trained further: the checkpoint's, or that of --init
-    changes: dict[str, Change]  # settings of a resumed run that were others so far
-    is_finished: bool = False  # a run to leave as it is
-    until: int | None = None  # a step to end at for now, as if it were the last: the schedule stays as it is
-    uncounted: float = 0.0  # seconds of this process that are none of the run's time
+    checkpoint: Path | None  # the verified checkpoint to resume from
+    state: State  # the checkpoint's state
+    origin: Description | None  # the model to continue: the checkpoint's, or --init's
+    changes: dict[str, Change]  # changed settings of a resumed run
+    is_finished: bool = False  # whether the run needs no further work
+    until: int | None = None  # a step to stop at, without changing the schedule
+    uncounted: float = 0.0  # seconds of this process that do not count as the run's time
 
 
 def make_plan(stage: Stage, asked: Asked, say: Say) -> Plan:
-    """Resolve the settings, choose the directory, verify the checkpoint; write nothing. Collective.
+    """Resolve the settings, choose the directory, verify the checkpoint. Writes nothing. Collective.
 
-    Without `asked.out` a new run gets a new directory runs/<name>, or the last one if it has no step.
+    Without `out`, a new run gets a new directory runs/<name>, or the last one if it has no step.
     """
     ranks = stage.comm.size
     on_gpu = stage.on_gpu
@@ -62,7 +62,7 @@ def make_plan(stage: Stage, asked: Asked, say: Say) -> Plan:
 
 
 def _decide(asked: Asked, ranks: int, on_gpu: bool, say: Say) -> Plan:
-    """Return the plan of rank 0, whose say it is."""
+    """Return the plan on rank 0."""
     if asked.resume is None:
         config = new_run(asked)
         last, fresh = (place_for(Path("runs"), asked.name, resuming) for resuming in (True, False))
@@ -86,7 +86,7 @@ def _decide(asked: Asked, ranks: int, on_gpu: bool, say: Say) -> Plan:
     if is_there and (dead := directory.lock.refuse_second()):
         say(f"{dead} has left this run without an end: taking over")
     state = load_state(checkpoint) if checkpoint else State()
-    # The model that is trained further, if there is one, must be one that this run can go on with.
+    # Check that this run can continue from the pretrained model, if there is one.
     origin = None
     t = config.train
     if weights := checkpoint / "weights.safetensors" if checkpoint else t.init:
@@ -111,7 +111,7 @@ def _decide(asked: Asked, ranks: int, on_gpu: bool, say: Say) -> Plan:
 
 
 def with_extra(config: RunConfig) -> RunConfig:
-    """Return a configuration with all settings of the extension, which are checked."""
+    """Return a configuration with all settings of the extension, after checking them."""
     given, known = config.train.extra, extra_settings()
     for name in given:
         if f"extra.{name}" not in known:
@@ -127,7 +127,7 @@ def with_extra(config: RunConfig) -> RunConfig:
 
 
 def _refuse_moved(t: TrainConfig) -> None:
-    """Refuse to resume a run whose text or model is gone, or cannot be found from here."""
+    """Raise an error if a resumed run's text or model cannot be found."""
     for option, text in {"--data": t.data, "--val": t.val or t.data}.items():
         try:
             resolve_data(text)
@@ -136,11 +136,11 @@ def _refuse_moved(t: TrainConfig) -> None:
     components().model(t).refuse_moved(t)
 
 
-# The configuration: all settings of a run, from what is asked for
+# Configuration of a run from its request.
 
 
 def new_run(asked: Asked) -> RunConfig:
-    """Return the configuration of a new run, in which `init` is the path of the weights. For rank 0."""
+    """Return the configuration of a new run, with `init` as the path of the weights. For rank 0."""
     init = asked.settings().get("init")
     if not init or not isinstance(init, str):
         return resolve(asked)
@@ -150,16 +150,16 @@ def new_run(asked: Asked) -> RunConfig:
 
 
 def _resumed_run(settings: RunConfig, asked: Asked) -> RunConfig:
-    """Return a run's own configuration, changed by what is given now."""
+    """Return a resumed run's configuration, with the settings given now."""
     config = resumed(settings, asked)
     init = config.train.init
-    if init == settings.train.init:  # whose file may be gone: a checkpoint has the weights
+    if init == settings.train.init:  # the file may be gone, but a checkpoint has the weights
         return config
     return config.with_values({"init": str(weights_of(Path(init), asked.fetches))})
 
 
 def with_dtype(asked: Asked, stage: Stage, say: Say) -> Asked:
-    """Return what is asked for with the dtype of a new run. One that is named stays. Collective."""
+    """Return the request with a dtype if it is a new run without one. Collective."""
 
     is_decided_here = on_root(stage.comm, lambda: is_open(asked) and begins_anew(asked))
     if asked.given.get(DTYPE) == AUTO_DTYPE:  # a resumed run has its own
@@ -173,20 +173,20 @@ def with_dtype(asked: Asked, stage: Stage, say: Say) -> Asked:
 
 
 def is_open(asked: Asked) -> bool:
-    """Return whether neither preset nor file nor flags name a dtype."""
+    """Return whether no preset, file or flag sets a dtype."""
     return asked.named(DTYPE) in (None, AUTO_DTYPE)
 
 
 def begins_anew(asked: Asked) -> bool:
-    """Return whether there is no run yet that is asked for by `resume`."""
+    """Return whether the request starts a new run."""
     return asked.resume is None or (asked.resume == "auto" and saved_run(asked) is None)
 
 
 def refuse_unsuited(t: TrainConfig, ranks: int, on_gpu: bool) -> None:
-    """Raise a UsageError about settings that do not go together."""
+    """Raise a UsageError for settings that cannot be combined."""
     if t.val:
         refuse_beside("--val", {"val-fraction": t.val_fraction}, "each says what is held out")
-    if not t.reproducible_parts:  # whose sequences the number of ranks does not cut
+    if not t.reproducible_parts:  # the number of ranks does not split these batches
         refuse_uneven(t.batch_size, ranks, t.grad_accum or 1)
     components().refuse_unsuited(t, ranks, on_gpu)
     if ranks > 1 and t.gradient_dtype == "bfloat16" and t.dtype == "float64":

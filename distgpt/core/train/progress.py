@@ -1,4 +1,4 @@
-"""How far a run is: its finished steps and their pace, what its main thread does, and what is due next."""
+"""Progress of a run: completed steps, their pace, the main thread's activity, and due work."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from distgpt.core.comm.api import Comm
 from distgpt.core.config import TrainConfig
 from distgpt.core.saved.checkpoint import MOST_RECENT, State
 
-RECENT = 100  # steps whose duration counts
+RECENT = 100  # steps in the average duration
 STARTING, COMPUTING, EXCHANGING, UPDATING = "starting", "computing", "in the exchange", "updating"
 EVALUATING, SAVING, SAMPLING = "evaluating", "saving", "writing a sample"
 
 
 class Activity:
-    """Says what the main thread does, after which step, and since when. It alone writes this.
+    """The main thread's current activity, its step and its start. Only that thread writes it.
 
-    `count` is the number of activities it has begun.
+    `count` is the number of activities started.
     """
 
     def __init__(self) -> None:
@@ -36,33 +36,33 @@ class Activity:
 
 
 class Finished(NamedTuple):
-    """A step that is done on this rank. All but `seconds` is the same on all ranks."""
+    """A completed step. All fields except `seconds` are the same on all ranks."""
 
-    loss: float  # the mean over all ranks
-    norm: float  # of the gradients
+    loss: float  # mean over all ranks
+    norm: float  # gradient norm
     lr: float
-    rejected: str | None  # why the weights were not updated, "" if they were, None if nobody has judged
-    votes: list[float]  # of all ranks, summed (`Votes` in seams.py)
-    rank_seconds: list[float]  # of each rank, from one exchange to the next; 0 or none if unknown
-    seconds: float = 0.0  # since the step before it was done
+    rejected: str | None  # why the weights were not updated, "" if they were, None if not checked
+    votes: list[float]  # flags, summed over all ranks (`Votes`)
+    rank_seconds: list[float]  # each rank's time between exchanges; 0 or empty if unknown
+    seconds: float = 0.0  # since the previous step completed
 
 
 @dataclass(slots=True)
 class Progress:
-    """All that changes from step to step. The same on all ranks, but for `seconds`."""
+    """State that changes with each step. The same on all ranks, except `seconds`."""
 
-    step: int = 0  # steps that are finished
-    loss: float | None = None  # of the last good step of this process
-    val_loss: float | None = None  # of the last evaluation of this process
+    step: int = 0  # completed steps
+    loss: float | None = None  # loss of this process's last good step
+    val_loss: float | None = None  # loss of this process's last evaluation
     first_val_loss: float | None = None  # before the first step
-    evaluation_pending: bool = False  # one was due after the last step, and a signal came first
-    skipped: int = 0  # batches that are not seen again
+    evaluation_pending: bool = False  # an evaluation was due after the last step, but a signal came first
+    skipped: int = 0  # batches skipped for good
     bad_steps: int = 0
     recent: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=MOST_RECENT))
-    seconds: list[float] = field(default_factory=list)  # of each step of this process
+    seconds: list[float] = field(default_factory=list)  # duration of each step of this process
 
     def load(self, state: State) -> None:
-        """Continue from a checkpoint. Bad steps that were counted since then stay counted."""
+        """Continue from a checkpoint. Bad steps counted since then stay counted."""
         self.step = state.step
         self.evaluation_pending = state.evaluation_pending
         self.skipped = state.skipped
@@ -71,7 +71,7 @@ class Progress:
         self.recent.extend(state.recent)
 
     def count_step(self, loss: float, seconds: float, is_good: bool) -> None:
-        """Count a step as finished. A bad one has left the weights as they were."""
+        """Count a completed step. A bad one has not changed the weights."""
         self.step += 1
         self.seconds.append(seconds)
         if is_good:
@@ -86,21 +86,24 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Rounds:
-    """Steps after which all ranks hold the same weights: each one, or every Nth."""
+    """Rounds of steps; after each, all ranks have the same weights. By default, a round is one step."""
 
     length: int = 1
-    last: int = 0  # the run's last step, which ends a round that is shorter
+    last: int = 0  # the run's last step, which ends a shorter round
 
     def ends(self, done: int) -> bool:
-        """Return whether all ranks hold the same weights after this many steps."""
+        """Return whether all ranks have the same weights after `done` steps."""
         return done % self.length == 0 or done == self.last
 
     def before(self, done: int) -> int:
-        """Return the step before this one after which all ranks last held the same weights."""
+        """Return the last step before this one that ended a round."""
         return (done - 1) // self.length * self.length
 
     def typical(self, first: int, seconds: Sequence[float]) -> float:
-        """Return the median of the mean seconds of whole rounds. `first`: the steps before these."""
+        """Return the median, over complete rounds, of the mean seconds per step.
+
+        `first` is the number of steps before the first of `seconds`.
+        """
         begins = range(-first % self.length, len(seconds) - self.length + 1, self.length)
         means = [sum(seconds[at : at + self.length]) / self.length for at in begins]
         return median(means or seconds)
@@ -114,9 +117,9 @@ class Pace:
     rounds: Rounds = Rounds()
 
     def recent(self) -> list[float]:
-        """Return the seconds of the last steps, at least those of one round.
+        """Return the durations of the last steps, at least one round.
 
-        Before the first exchange of a round that is guessed.
+        Before the first exchange of a round, append an estimate for the exchange.
         """
         step, seconds, length = self.progress.step, self.progress.seconds, self.rounds.length
         last = seconds[-max(RECENT, length) :]
@@ -124,7 +127,7 @@ class Pace:
         return last if length == 1 or has_exchanged else [*last, sum(last)]
 
     def usual(self) -> float:
-        """Return the usual seconds of a step, in rounds of the slowest one; 0 before the first."""
+        """Return the median duration of recent steps, or with rounds the maximum; 0 before the first step."""
         usual = median if self.rounds.length == 1 else max
         last = self.recent()
         return usual(last) if last else 0.0
@@ -132,9 +135,9 @@ class Pace:
 
 @dataclass(frozen=True, slots=True)
 class Due:
-    """Actions that are due after a step. It is false if none is."""
+    """Work due after a step. False if there is none."""
 
-    compare: bool = False  # the ranks' weights
+    compare: bool = False  # compare the ranks' weights
     evaluate: bool = False
     save: bool = False
     sample: bool = False
@@ -144,9 +147,9 @@ class Due:
 
 
 def due_after(t: TrainConfig, step: int, rounds: Rounds, is_evaluated: bool, is_last: bool) -> Due:
-    """Return what the settings ask for; what is due within a round waits for its end. The same on all ranks.
+    """Return the work due after a step; within a round, it waits for the end. The same on all ranks.
 
-    --save-every in minutes is up to `SaveTimer`.
+    `SaveTimer` implements saving by time.
     """
     if not rounds.ends(step):
         return Due()
@@ -156,7 +159,7 @@ def due_after(t: TrainConfig, step: int, rounds: Rounds, is_evaluated: bool, is_
         return bool(every) and step // every > before // every
 
     return Due(
-        # First and last, too: an exchange that is not right shows at once, and no bad model is the result.
+        # Also compare first and last: to detect a wrong exchange early, and never end with a bad model.
         compare=is_due(t.verify_every) or (bool(t.verify_every) and (is_last or not before)),
         evaluate=is_evaluated and (is_due(t.eval_every) or is_last),
         save=is_due(t.save_every) or is_last,
@@ -165,11 +168,11 @@ def due_after(t: TrainConfig, step: int, rounds: Rounds, is_evaluated: bool, is_
 
 
 class SaveTimer:
-    """Says when a checkpoint is due by rank 0's clock, at a few steps that all ranks agree on.
+    """Timer for checkpoints by rank 0's clock, checked at a few steps that all ranks agree on.
 
-    Rank 0 says with its answer at which step it will look again: after half of the steps that the time left
-    is good for, so that it notices a run that gets slower. But after no more than twice the steps it has
-    seen: the first ones may be queued, not done.
+    With each check, rank 0 announces the step of the next one. That is after half of the steps that the
+    remaining time allows, to notice if the run slows down. It is at most twice the number of steps taken,
+    because the first steps may only be queued.
     """
 
     def __init__(self, comm: Comm, minutes: float, step: int) -> None:
@@ -180,14 +183,14 @@ class SaveTimer:
         self._next_look = step + 1
 
     def is_due(self, step: int) -> bool:
-        """Return whether to save after this step. Collective, at the steps that were agreed on."""
+        """Return whether to save after this step. Collective at the agreed steps."""
         if not self._seconds or step < self._next_look:
             return False
         due, self._next_look = on_root(self._comm, lambda: self._decide(step))
         return due
 
     def saved(self) -> None:
-        """Count from now on: a checkpoint was written, for whatever reason."""
+        """Restart the timer after any checkpoint."""
         self._saved_at = time.monotonic()
 
     def _decide(self, step: int) -> tuple[bool, int]:

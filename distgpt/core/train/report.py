@@ -1,4 +1,4 @@
-"""Reports of rank 0: facts and notes as a run begins; steps, evaluations and samples while it goes on."""
+"""Reports of rank 0: facts and notes at the start, then steps, evaluations and samples."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from distgpt.core.train.seams import Clock, Listener, is_over
 
 
 def note_settings(plan: Plan, t: TrainConfig, corpus: Corpus, batches: Batches, say: Say) -> None:
-    """Say which settings are others from this step on, or do other things than one may expect. For rank 0."""
+    """Print changed settings, and settings with effects the user may not expect. For rank 0."""
     state = plan.state
     if plan.changes:
         listed = ", ".join(f"{name} {escape(f'{old} → {new}')}" for name, (old, new) in plan.changes.items())
@@ -52,7 +52,7 @@ def note_settings(plan: Plan, t: TrainConfig, corpus: Corpus, batches: Batches, 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Called on all ranks; only rank 0 reports. It tolerates a disk that fails as `Checkpoints` does."""
+    """Called on all ranks; only rank 0 reports. Tolerates disk errors as `Checkpoints` does."""
 
     rank: int
     run: RunConfig
@@ -60,11 +60,11 @@ class Report:
     listener: Listener
     checkpoints: Checkpoints
     batches: Batches
-    bytes_per_token: float | None  # of the text; None where not all of it is text
+    bytes_per_token: float | None  # None if some data are not text
     clock: Clock
 
     def bits_per_byte(self, loss: float | None) -> float | None:
-        """Return a training loss in bits per byte, None where that is unknown."""
+        """Convert a training loss to bits per byte; None if unknown."""
         return bits_per_byte(loss, self.bytes_per_token)
 
     def report_step(self, step: int, done: Finished, more: dict[str, float]) -> None:
@@ -72,7 +72,7 @@ class Report:
         if self.rank:
             return
         per_step = t.batch_size * self.run.model.seq_len
-        windows = (step + self.batches.skipped) * t.batch_size  # that were read
+        windows = (step + self.batches.skipped) * t.batch_size  # read in all steps
         metrics = {
             "step": step,
             "loss": done.loss,
@@ -85,7 +85,7 @@ class Report:
         }
         if (bits := self.bits_per_byte(done.loss)) is not None:
             metrics["train_bits_per_byte"] = bits
-        if self.clock.elapsed is not None:  # a run that ends by the clock
+        if self.clock.elapsed is not None:  # a time-limited run
             metrics["elapsed_s"] = round(self.clock.seconds(), 3)
         self.listener.stepped(self._record(metrics | more))
 
@@ -98,14 +98,14 @@ class Report:
             self.listener.noted(text)
 
     def report_skipped(self, step: int, reason: str, skipped: int) -> None:
-        """Report that the step after `step` was bad and left out. `skipped`: batches passed over so far."""
+        """Report that the step after `step` was bad and skipped. `skipped`: total of skipped batches."""
         if not self.rank:
             what = f"{reason} at step {step + 1}"
             self.remember({"step": step, "bad": what, "skipped": skipped})
             self.listener.noted(f"{what}: it is left out")
 
     def remember(self, event: dict[str, object]) -> None:
-        """Write an event into history.jsonl."""
+        """Append an event to history.jsonl."""
         if self.rank:
             return
         try:
@@ -114,7 +114,7 @@ class Report:
             self.checkpoints.tolerate(error)
 
     def _record(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Write a line of metrics with the time of day in seconds since 1970, and return it."""
+        """Write a line of metrics with the time in seconds since 1970, and return it."""
         timed = {**metrics, "time": round(time.time(), 3)}
         try:
             self.directory.record(timed)
@@ -127,15 +127,15 @@ MOST_SHOWN = 4  # hosts
 
 
 def whereabouts(stage: Stage) -> dict[str, Any]:
-    """Return the facts that are known, ready for JSON. Collective."""
+    """Return the available facts about hosts, job and MPI, ready for JSON. Collective."""
     job, mpi = this_job(), ""
     if stage.name in WITH_MPI:
-        from distgpt.core.comm.mpi import library  # which loads MPI
+        from distgpt.core.comm.mpi import library  # loads MPI
 
         mpi = library()
     found = {
         "hosts": compact(gather(stage.comm, platform.node())),
-        "processors": list(dict.fromkeys(gather(stage.comm, processor_name()))),  # each once
+        "processors": list(dict.fromkeys(gather(stage.comm, processor_name()))),  # without duplicates
         "job": job.batch,
         "launcher": job.launcher,
         "mpi": mpi,
@@ -144,13 +144,13 @@ def whereabouts(stage: Stage) -> dict[str, Any]:
 
 
 def compact(hosts: Sequence[str]) -> list[str]:
-    """["a", "a", "b"] → ["a:2", "b"], as in a hostfile of MPICH: in the order of the ranks."""
+    """["a", "a", "b"] → ["a:2", "b"], as in an MPICH hostfile, in rank order."""
     runs = [(host, len(list(ranks))) for host, ranks in groupby(hosts)]
     return [f"{host}:{ranks}" if ranks > 1 else host for host, ranks in runs]
 
 
 def shown_hosts(hosts: Sequence[str]) -> str:
-    """Return the hosts in words for a line; "" for a single one, unless a batch system has chosen it."""
+    """Format the hosts for a line; "" for a single host outside of a batch job."""
     if len(hosts) < 2:
         return hosts[0].partition(":")[0] if this_job().batch else ""
     if len(hosts) <= MOST_SHOWN:
@@ -159,7 +159,6 @@ def shown_hosts(hosts: Sequence[str]) -> str:
 
 
 def processor_name() -> str:
-    """Return the name of this machine's processor."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):

@@ -1,4 +1,4 @@
-"""Resuming: the run that `--resume` names, its checkpoint, what may change; and a run that is finished."""
+"""Resuming: the run and checkpoint that `--resume` names, permitted changes, and finished runs."""
 
 from __future__ import annotations
 
@@ -27,29 +27,28 @@ from distgpt.core.saved.rundir import RunDirectory, differing, place_for
 from distgpt.core.saved.tensors import read_header, verify_data
 from distgpt.core.train.seams import is_over
 
-Change = tuple[object, object]  # what a setting was, and what it is now
+Change = tuple[object, object]  # the old and the new value of a setting
 
 
 @dataclass(frozen=True, slots=True)
 class Resumption:
-    """The run that --resume names. `settings` are its own so far; None where it has yet to begin."""
+    """The run that --resume names. `settings` are its saved ones; None if it is a new run."""
 
-    directory: RunDirectory  # to write to
+    directory: RunDirectory  # the output directory
     settings: RunConfig | None = None
     checkpoint: Path | None = None
-    in_place: bool = True  # no branch: the run in this directory resumes
+    in_place: bool = True  # False for a branch, which starts a new run
 
 
 def find_run(resume: str, out: Path | None, name: str, say: Say) -> Resumption:
-    """Return the run that `resume` names: by a path, of a checkpoint too, or by "auto".
+    """Return the run that `resume` names by "auto", or by the path of a run or checkpoint.
 
-    "auto" is the run in `out`, or else the last runs/<name>.
-
-    Without `out` a path's own run resumes; with another directory in `out`, a branch of it begins there.
+    "auto" is the run in `out`, or by default the last runs/<name>. Without `out`, a path's own run resumes.
+    With another directory in `out`, a branch starts there.
     """
     if resume == "auto":
         own = RunDirectory(out or place_for(Path("runs"), name, resuming=True))
-        own.lock.refuse_second()  # before looking for what it may be writing
+        own.lock.refuse_second()  # before reading files that it may be writing
         return Resumption(own, own.saved(), _newest(own, say))
     path = Path(resume)
     if not path.is_dir():
@@ -75,9 +74,9 @@ def find_run(resume: str, out: Path | None, name: str, say: Say) -> Resumption:
 
 
 def saved_run(asked: Asked) -> RunConfig | None:
-    """Return the settings so far of what `resume` names, as `find_run` finds them; None without a run.
+    """Return the saved settings of the run that `resume` names; None if there is none.
 
-    Only a branch needs a look at checkpoints, which takes long: it begins with the settings of one.
+    Equivalent to `find_run`, but checkpoints are read only for a branch, because that takes long.
     """
     if asked.resume is None:
         return None
@@ -92,7 +91,7 @@ def saved_run(asked: Asked) -> RunConfig | None:
 
 
 def refuse_impossible(what: str, before: RunConfig, now: RunConfig) -> None:
-    """Raise a UsageError if a setting differs that cannot change when a run resumes."""
+    """Raise a UsageError if a setting differs that cannot change on resume."""
     extra = {name for name, about in extra_settings().items() if about.changeable}
     changeable = {*CHANGEABLE, *components().model(now.train).may_move, *extra}
     if different := differing(before, now, changeable):
@@ -103,7 +102,7 @@ def refuse_impossible(what: str, before: RunConfig, now: RunConfig) -> None:
 
 
 def refuse_changed_text(checkpoint: Path, state: State, changes: Container[str], fingerprint: str) -> None:
-    """Refuse to resume with another text under the same name."""
+    """Raise a DataError if the text has changed under the same name."""
     if state.corpus != fingerprint and "data" not in changes:
         raise DataError(
             f"the text or its tokenizer has changed since {checkpoint} was written: resume with the old one,"
@@ -112,7 +111,7 @@ def refuse_changed_text(checkpoint: Path, state: State, changes: Container[str],
 
 
 def best_on_disk(directory: RunDirectory, checkpoint: Path, state: State, tokens: int, say: Say) -> bool:
-    """Return whether the lowest validation loss is over as many tokens, and its weights are there, intact."""
+    """Return whether the best weights are on disk and valid, and their loss is over the same tokens."""
     best = state.best
     if not best or not directory.owns(checkpoint) or best.tokens != tokens or not directory.best.exists():
         return False
@@ -131,23 +130,23 @@ def best_on_disk(directory: RunDirectory, checkpoint: Path, state: State, tokens
 def is_finished(
     directory: RunDirectory, checkpoint: Path, t: TrainConfig, state: State, changes: Container[str]
 ) -> bool:
-    """Return whether a run has nothing left to do: it was finished at this step, and no more is wanted."""
+    """Return whether a run was finished at this step and needs no further work."""
     if not directory.owns(checkpoint):
         return False
-    if t.epochs and ("epochs" in changes or "data" in changes):  # the steps follow from the examples
+    if t.epochs and ("epochs" in changes or "data" in changes):  # the steps depend on the examples
         return False
     is_done = is_over(state.seconds, t) if t.train_minutes else state.step == t.steps
     return is_done and directory.finished_at() == state.step
 
 
 def leave_finished(comm: Comm, directory: RunDirectory, t: TrainConfig, seconds: float, say: Say) -> None:
-    """Leave a finished run as it is, and say which options ask for more. Collective.
+    """Leave a finished run unchanged, and print options to train longer. Collective.
 
-    `seconds`: that it took, if it ended by the clock.
+    `seconds`: elapsed time of a time-limited run.
     """
 
     def leave() -> None:
-        if directory.lock.path.exists():  # the name of a process that was killed after the end
+        if directory.lock.path.exists():  # left by a process killed after the end
             directory.lock.claim()
             directory.lock.release()
         done, more = _done_and_more(t, seconds)
@@ -158,7 +157,7 @@ def leave_finished(comm: Comm, directory: RunDirectory, t: TrainConfig, seconds:
 
 
 def _done_and_more(t: TrainConfig, spent: float) -> tuple[str, list[str]]:
-    """Return what a finished run has done, and the option for twice as much."""
+    """Describe a finished run, and return an option for twice as much."""
     if t.train_minutes:
         return f"its {typed_duration(spent)} are over", ["--within", typed_duration(2 * spent)]
     if t.epochs:
@@ -167,7 +166,7 @@ def _done_and_more(t: TrainConfig, spent: float) -> tuple[str, list[str]]:
 
 
 def _newest(run: RunDirectory, say: Say) -> Path | None:
-    """Return the newest intact checkpoint, or None to start at step 0."""
+    """Return the latest valid checkpoint, or None to start at step 0."""
     newest = newest_intact(run.checkpoints)
     if newest is None and (branched_from := run.branched_from()):
         verify(branched_from)

@@ -1,4 +1,4 @@
-"""Everything one rank holds during a run."""
+"""The state of a run on one rank."""
 
 from __future__ import annotations
 
@@ -31,41 +31,41 @@ if TYPE_CHECKING:
 
 
 class BadStep(Exception):
-    """A step that the run has to recover from: raised by a judge, not the plain one, on all ranks."""
+    """A bad step that the run must recover from. Raised on all ranks, but not by the default policy."""
 
     def __init__(self, reason: str, step: int) -> None:
         super().__init__(reason)
         self.reason, self.step = reason, step
 
     def recover(self, run: Run) -> None:
-        """Bring the run back to an earlier step. Collective."""
+        """Return the run to an earlier step. Collective."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The model and its optimizer, what they are trained with, and what is written and reported."""
+    """The model, its optimizer, its data, and its outputs."""
 
-    config: RunConfig  # as asked for
-    settings: TrainConfig  # of `config`, with automatic values resolved by this machine's memory
+    config: RunConfig  # the settings as requested
+    settings: TrainConfig  # `config.train` with automatic values resolved for this machine's memory
     stage: Stage
-    where: dict[str, Any]  # hosts, batch job, launcher and MPI, for what the run writes
+    where: dict[str, Any]  # hosts, batch job, launcher and MPI, for output files
     placement: Placement
     optimizer_state: OptimizerState
     tokenizer: Tokenizer
     batches: Batches
     step: Step
-    assessment: Assessment | None  # None: nothing is held out, and no metric is asked for
+    assessment: Assessment | None  # None: no held-out text and no metric
     directory: RunDirectory
-    start: Path | None  # the checkpoint from which this process began
+    start: Path | None  # the checkpoint that this process started from
     progress: Progress
     clock: Clock
     checkpoints: Checkpoints
     report: Report
     signals: PendingSignals
     judge: Judge
-    launch: Launch  # the step's own, or one around it that measures
-    guards: tuple[Guard, ...] = ()  # made of the run itself
+    launch: Launch  # the step's own, or a wrapper that measures
+    guards: tuple[Guard, ...] = ()  # created from the run
 
     @property
     def comm(self) -> Comm:
@@ -88,11 +88,11 @@ class Run:
         return self.step.exchange
 
     def bits_per_byte(self, loss: float | None) -> float | None:
-        """Return a validation loss in bits per byte; None where that is unknown."""
+        """Convert a validation loss to bits per byte; None if unknown."""
         return self.assessment.bits_per_byte(loss) if self.assessment else None
 
     def assembled(self) -> str:
-        """Return what runs, in one line. For rank 0."""
+        """Return a one-line description of the run's components. For rank 0."""
         parts = [f"updates: {type(self.optimizer).__name__}{', recorded' * self.step.is_recorded}"]
         if self.comm.size > 1:
             nodes = count(len({host.partition(":")[0] for host in self.where["hosts"]}), "node")
@@ -103,7 +103,7 @@ class Run:
         return "; ".join(parts)
 
     def state(self) -> State:
-        """Return what a checkpoint says now, beside weights and moments; `Checkpoints` adds the best loss."""
+        """Return the checkpoint state except weights and moments. `Checkpoints` adds the best loss."""
         guards = {}
         for name, guard in self._stateful_guards().items():
             try:
@@ -128,13 +128,13 @@ class Run:
         )
 
     def load(self, state: State) -> None:
-        """Continue from what a checkpoint says beside weights and moments."""
+        """Continue from a checkpoint's state, except weights and moments."""
         self.progress.load(state)
         self.batches.skipped = state.skipped
         self.load_guards(state)
 
     def load_guards(self, state: State) -> None:
-        """Give each guard that saves something what the checkpoint has of it."""
+        """Restore the saved state of each callback."""
         for name, guard in self._stateful_guards().items():
             if name in state.guards:
                 guard.load(state.guards[name])
@@ -145,8 +145,8 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of this process's run, which no setting has. None: no such limit."""
+    """Limits of this process's run that are not settings. None: no limit."""
 
-    end: float | None = None  # the moment of time.monotonic() by which the run has to have ended
-    stall_timeout: float | None = None  # seconds without progress that are reported; None: by its pace
+    end: float | None = None  # deadline on time.monotonic()
+    stall_timeout: float | None = None  # seconds without progress before a report; None: automatic
     stall_abort: float | None = None  # seconds without progress that end the run

@@ -1,17 +1,17 @@
-"""The seams of a run: each contract with its plain version beside it, in the order in which a run meets them.
+"""Interfaces of a run with default implementations, in the order in which a run uses them.
 
-contract    answers or does                                called by
-ModelKind   what is built, trained and described           setup.py, before there is a model
-Judge       which steps may change the weights             `Step._update`, `settle`
-Clock       which step is the last one                     `take_steps`, `settle`
-Votes       what ranks tell each other with each step      `Step.launch`, `settle`
-Guard       watches finished steps; an observer            `settle`; a plain run has none
-Listener    shows and records progress; an observer        report.py
-Disk        writes what is saved                           checkpoints.py
-Outdated    which checkpoints may go                       save_checkpoint; `beyond` is the plain one
+interface   purpose                                     called by
+ModelKind   how to build, train and describe a model    setup.py, before there is a model
+Judge       which steps may update the weights          `Step._update`, `settle`
+Clock       which step is the last one                  `take_steps`, `settle`
+Votes       flags that ranks share with each step       `Step.launch`, `settle`
+Guard       watches completed steps; an observer        `settle`; none by default
+Listener    shows and records progress; an observer     report.py
+Disk        writes checkpoints and weights              checkpoints.py
+Outdated    which checkpoints are expired               save_checkpoint; default: `beyond`
 
-A contract that is a class is its own plain version. How ranks share a step has a page of its own: sharing.py.
-`Components` has a method for each that makes it.
+An interface that is a class is its own default. sharing.py defines how ranks share a step. `Components` has a
+factory method for each.
 """
 
 from __future__ import annotations
@@ -38,43 +38,43 @@ from distgpt.core.ops.kernels import Kernels
 from distgpt.core.saved.modelfile import Description
 from distgpt.core.train.progress import Finished, Progress
 
-# The share of the time in which steps are taken: the last checkpoint and the weights are written in the rest.
+# The share of the time limit for steps. The rest is for the last checkpoint and the weights.
 KEPT = 0.985
 
 
 class ModelKind:
-    """Answers what a run asks about its model before it has one: here, one whose weights are all trained.
+    """Properties of a model that a run needs before creating it. In this default, all weights are trained.
 
-    All ranks take the same kind. Others are derived from this one.
+    All ranks use the same kind.
     """
 
-    may_move = frozenset[str]()  # settings that name files which a resumed run may find elsewhere
+    may_move = frozenset[str]()  # settings of files that a resumed run may find at another path
 
     def build(self, run: RunConfig, kernels: Kernels) -> Model:
-        """Return the model, whose weights are not filled yet."""
+        """Return the model with uninitialized weights."""
         return Model(Architecture(run.model), kernels)
 
     def trained(self, run: RunConfig) -> Layout:
-        """Return the layout of what is trained: gradients, moments and checkpoints have it."""
+        """Return the layout of trained parameters, which gradients, moments and checkpoints have."""
         return Architecture(run.model).layout
 
     def describe(self, comm: Comm, run: RunConfig, tokenizer: Tokenizer) -> Description:
-        """Return what the files of a run say of it. Collective."""
+        """Return the description that the run's files contain. Collective."""
         return Description(run, tokenizer)
 
     def begins_with(self, t: TrainConfig) -> str:
-        """Return the file whose weights are trained further; "": first weights are drawn."""
+        """Return the file of pretrained weights; "" for random weights."""
         return t.init
 
     def load_frozen(self, comm: Comm, model: Model, t: TrainConfig) -> None:
-        """Load the weights that are read and not trained. Collective."""
+        """Load the weights that are not trained. Collective."""
 
     def use_of_init(self, t: TrainConfig) -> str:
-        """Return what a new run does with the model that --init names, in words that follow its name."""
+        """Describe how a new run uses the model of --init; its name precedes this phrase."""
         return "is trained further"
 
     def refuse_origin(self, origin: Description, weights: Path, t: TrainConfig, resumed: bool) -> None:
-        """Refuse weights that a run of this kind cannot begin with; `resumed`: from a checkpoint."""
+        """Reject weights that this kind of run cannot start with; if `resumed`, they are a checkpoint's."""
         if resumed and origin.untrainable:
             raise UsageError(f"{weights} is of a run that cannot be resumed: {origin.untrainable}")
         origin.refuse_training(t)
@@ -82,14 +82,14 @@ class ModelKind:
             origin.refuse_incomplete(weights)
 
     def refuse_moved(self, t: TrainConfig) -> None:
-        """Refuse to resume where a file that the run needs is gone."""
+        """Raise an error if a file that a resumed run needs is missing."""
 
 
 WHOLE = ModelKind()
 
 
 def not_finite(loss: float, norm: float) -> str:
-    """Return what of a step is not finite, "" if all is."""
+    """Return why a step is not finite, "" if it is."""
     for what, value in {"loss": loss, "gradient": norm}.items():
         if not math.isfinite(value):
             return f"the {what} is not finite"
@@ -97,28 +97,28 @@ def not_finite(loss: float, norm: float) -> str:
 
 
 class Judge:
-    """Says which steps may change the weights, and what follows where one may not. The same on all ranks.
+    """Policy for which steps may update the weights; the same on all ranks.
 
-    This one ends the run at the first step that is not finite.
+    This default ends the run at the first step that is not finite.
     """
 
-    # Whether its objection must be known before an update even where steps are queued. If not, `Step` gets no
-    # `objection` there: kernels themselves leave out an update that is not finite.
+    # Whether to check before an update even if steps are queued. If not, `Step` gets no `objection` on a GPU,
+    # whose kernels skip updates that are not finite.
     waits = False
 
     def __init__(self, config: TrainConfig, progress: Progress) -> None:
         self._config, self._progress = config, progress
 
     def objection(self, loss: float, norm: float) -> str:
-        """Return why a step must not change the weights, "" if it may."""
+        """Return why a step must not update the weights, "" if it may."""
         return not_finite(loss, norm)
 
     def judge_step(self, done: Finished) -> str:
-        """Return why a finished step has not changed the weights, "" if it has.
+        """Return why a completed step has not updated the weights, "" if it has.
 
-        Raises the error that ends the run, or a BadStep (run.py), by which the run recovers.
+        Raises the error that ends the run. A recoverable step raises BadStep (run.py).
         """
-        # None: nobody has judged the step before its update, since it was queued.
+        # None: a queued step was not checked before its update.
         reason = self.objection(done.loss, done.norm) if done.rejected is None else done.rejected
         if reason:
             bad = described(reason, self._progress.step + 1, done.loss, done.norm)
@@ -127,12 +127,11 @@ class Judge:
 
 
 def described(reason: str, step: int, loss: float, norm: float) -> str:
-    """Return a line about a bad step."""
     return f"{reason} at step {step} (loss {loss}, gradient norm {norm})"
 
 
 def ending(bad: str, config: TrainConfig) -> str:
-    """Return the message of a run that ends at a bad step."""
+    """Return the error message of a run that ends at a bad step."""
     clip = "a smaller --clip" if config.clip else "--clip 1"
     hint = f"; a lower --lr, a longer --warmup or {clip} may help, or --on-bad-step skip"
     return f"{bad}{hint}; earlier checkpoints are kept"
@@ -140,51 +139,51 @@ def ending(bad: str, config: TrainConfig) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """The moment from which this process counts, and what was used up by then."""
+    """Start of this process's measured time, and time used before."""
 
-    begun: float  # of time.monotonic()
-    spent: float  # seconds of the processes before this one
+    begun: float  # value of time.monotonic()
+    spent: float  # seconds of earlier processes
 
 
 def is_over(seconds: float, t: TrainConfig) -> bool:
-    """Return whether the time of a run that ends by the clock is over after this many seconds of it."""
+    """Return whether a time-limited run is over after `seconds` seconds."""
     return seconds >= KEPT * 60 * t.train_minutes
 
 
 class Clock:
-    """Says which step is the last one. This one counts steps; `TimedClock` goes by the time."""
+    """Budget that determines the last step. This default counts steps; `TimedClock` uses time."""
 
     def __init__(self, last: int | None, elapsed: float | None = None) -> None:
-        self.last = last  # the last step; None: not known yet
-        self.elapsed = elapsed  # the fraction of the run's time that is over; None: it has no time
+        self.last = last  # None: not known yet
+        self.elapsed = elapsed  # elapsed fraction of the run's time; None: no time limit
 
     def seconds(self) -> float:
-        """Return the seconds that count for the run's time."""
+        """Return the run's elapsed time."""
         return 0.0
 
     def elapsed_ahead(self) -> float:
-        """Return the fraction of the time that is over with the next step, which rank 0 sends with a step."""
+        """Return the elapsed fraction after the next step. Rank 0 sends it with each step."""
         return 0.0
 
     def hear_elapsed(self, elapsed: float, launched: int) -> None:
-        """Go by what rank 0 has sent."""
+        """Set the elapsed fraction that rank 0 sent."""
 
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """Votes of all ranks, summed with a step; the same on all ranks."""
+    """Flags of all ranks, summed with a step; the same on all ranks."""
 
-    stop: signal.Signals | None  # the signal that counts most
-    has_lost_disk: bool  # rank 0 cannot save any more, and must end the run
-    elapsed: float  # fraction of the run's time, at the end of the next step
+    stop: signal.Signals | None  # the signal with the highest priority
+    has_lost_disk: bool  # rank 0 cannot save, and must end the run
+    elapsed: float  # elapsed fraction of the run's time after the next step
 
 
 @dataclass(frozen=True, slots=True)
 class Votes:
-    """Collects this rank's votes, and reads the sums.
+    """Collects this rank's flags and parses the sums.
 
-    Their number is fixed (`FLAG_COUNT`): one more would move the cuts of an Allreduce among three or more
-    ranks, and with them the rounding of the gradients.
+    Their number is fixed (`FLAG_COUNT`). Another number would change how an Allreduce over three or more
+    ranks splits the buffer, and thereby the rounding of the gradients.
     """
 
     comm: Comm
@@ -193,13 +192,13 @@ class Votes:
     clock: Clock
 
     def own_votes(self) -> list[float]:
-        """Return this rank's votes: one for each signal, one for a lost disk, and rank 0's clock."""
+        """Return this rank's flags, which are its signals, a lost disk, and rank 0's elapsed fraction."""
         elapsed = self.clock.elapsed_ahead() if self.comm.rank == 0 else 0.0
         return [*self.signals.counts(), int(self.disk.lost is not None), elapsed]
 
     @staticmethod
     def read_votes(sums: Sequence[float], grad_sync: str) -> Heard:
-        """Return what the sums of a step say. `grad_sync` names the exchange that has summed them."""
+        """Parse the summed flags of a step. `grad_sync` names the exchange, for errors."""
         *signals, disk, elapsed = sums
         if any(count < 0 or count % 1 for count in (*signals, disk)):
             raise DistgptError(
@@ -210,26 +209,26 @@ class Votes:
 
 
 class Guard(AbstractContextManager[object], Protocol):
-    """Watches a run from its first to its last step. It calls no collective and changes no step.
+    """Callback of a run from its first to its last step. It must not communicate or change steps.
 
-    It may ask that the run end, as a signal does.
+    It may request that the run ends, as a signal does.
     """
 
     def after_step(self, done: Finished) -> dict[str, float]:
-        """Take note of a finished step. Return what to add to its metrics."""
+        """Process a completed step. Return additional metrics."""
 
 
 @runtime_checkable
 class StatefulGuard(Guard, Protocol):
-    """A guard that checkpoints hold something of, as JSON: what rank 0 has."""
+    """A callback whose state on rank 0 is saved in checkpoints as JSON."""
 
     def state(self) -> JsonObject: ...
     def load(self, state: JsonObject) -> None:
-        """Continue from a checkpoint. On every rank."""
+        """Continue from a checkpoint. Called on every rank."""
 
 
 def guard_failed(guard: Guard, error: Exception) -> DistgptError:
-    """Return an error that names the guard, and where in its file it failed."""
+    """Return an error that names the callback, and the file and line of its failure."""
     frames = traceback.extract_tb(error.__traceback__)[1:]  # without the call itself
     where = f" ({frames[0].filename}:{frames[0].lineno})" if frames else ""
     name, what = (type(each).__qualname__ for each in (guard, error))
@@ -237,7 +236,7 @@ def guard_failed(guard: Guard, error: Exception) -> DistgptError:
 
 
 class Listener:
-    """Shows or records the progress of a run, on rank 0 only. This one ignores it."""
+    """Shows or records the progress of a run, only on rank 0. This default does nothing."""
 
     def started(self, facts: dict[str, Any]) -> None: ...
     def stepped(self, metrics: dict[str, float]) -> None: ...
@@ -248,16 +247,16 @@ class Listener:
 
 
 class Disk:
-    """The disk that weights are written to. `callbacks/full_disk.py` makes room on a full one."""
+    """The disk for checkpoints and weights. `callbacks/full_disk.py` frees space on a full disk."""
 
-    lost: StorageError | None = None  # why rank 0 can save nothing any more, which ends the run
+    lost: StorageError | None = None  # why rank 0 cannot save, which ends the run
 
     def reserved(self, comm: Comm, step: int) -> AbstractContextManager[None]:
-        """Hold room for the final weights meanwhile. Collective."""
+        """Reserve space for the final weights during the context. Collective."""
         return nullcontext()
 
     def write(self, step: int, n_bytes: int, write: Callable[[], object]) -> None:
-        """Call write(), which writes this many bytes of this step. In any thread."""
+        """Call write(), which writes `n_bytes` bytes of this step. Thread-safe."""
         write()
 
     def write_final(self, step: int, n_bytes: int, write: Callable[[], object]) -> None:
@@ -265,4 +264,4 @@ class Disk:
         write()
 
     def report(self) -> None:
-        """Report what was done meanwhile. In the main thread."""
+        """Report deferred messages. In the main thread."""

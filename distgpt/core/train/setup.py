@@ -1,7 +1,7 @@
-"""The setup of a run: from its plan to everything that its first step needs, one thing after the other.
+"""The setup of a run, from its plan to its first step.
 
-A configuration has three forms here: `plan.config` is what was asked for; `config` has what follows from the
-texts, too; `settings` is its half about training, in which memory has decided what was automatic.
+A configuration has three forms here: `plan.config` is the request, `config` adds settings derived from the
+corpus, and `settings` is its training half with automatic values resolved by memory.
 """
 
 from __future__ import annotations
@@ -63,27 +63,27 @@ def open_run(
     limits: Limits = NO_LIMITS,
     parts: Components | None = None,
 ) -> Run:
-    """Set up a run: texts, memory, model, weights, files, compiled loops, and what watches it. Collective.
+    """Set up data, memory, model, weights, files, compiled loops, and callbacks. Collective.
 
-    All ranks take the same steps in this order. `parts` makes the policies and callbacks of this run, if not
-    the components of the process.
+    All ranks follow the same order. `parts` creates the run's policies and callbacks; default: the components
+    of the process.
     """
     parts = parts or components()
     say = listener.noted
-    # Texts come first: the size of the vocabulary and the steps of epochs follow from them.
-    report_compiling(stage.comm, say)  # also what tokenizes may have to be compiled
+    # Load data first, to set the vocabulary size and the steps of epochs.
+    report_compiling(stage.comm, say)  # tokenizers may also have to be compiled
     texts = _texts_of(plan, stage.comm, say)
-    # Memory is counted before the model is made: too little of it is refused in words, and decides how the
-    # model computes. A GPU compiles meanwhile.
+    # Estimate memory before creating the model, for a clear error message and to choose how to compute. A GPU
+    # compiles in the meantime.
     before = plan.origin.run if plan.checkpoint and plan.origin else None
     preferred = micro_batches_so_far(plan.state, before, stage.comm.size) if before else 0
     setup = set_up(texts.config, stage, texts.is_evaluated, preferred)
-    # Weights come before the run's directory: of a run that cannot begin nothing is left on the disk.
+    # Load weights before creating the directory, so that an invalid run leaves no files.
     trained = _load(plan, setup, texts, say)
-    # Now all that a user can have got wrong was refused, and rank 0 writes.
+    # All user errors have been raised, so rank 0 can write.
     times = Times(stage.begun + plan.uncounted, plan.state.seconds)
     where = _open_directory(plan, setup, texts, trained, times, listener)
-    # Loops are compiled after the first lines, as that may take a minute, and before anything measures time.
+    # Compile after the first output, because it may take a minute, and before any time is measured.
     compile_once_per_node(stage, setup.kernels, texts.config, setup.strategy)
     run = _assemble(plan, setup, texts, trained, times, where, listener, parts)
     run = replace(run, guards=tuple(parts.callbacks(run, limits)))
@@ -94,7 +94,7 @@ def open_run(
 
 
 def _texts_of(plan: Plan, comm: Comm, say: Say) -> Texts:
-    """Load the texts of a plan and what it is assessed by. A resumed run must find its own text."""
+    """Load a plan's data and evaluation data. A resumed run must find its own corpus."""
     asked = plan.config
     tokenizer = AUTO if plan.checkpoint else asked.train.tokenizer  # a resumed run has its own
     texts = read_texts(comm, asked, tokenizer, plan.origin, plan.directory.path.parent, say)
@@ -103,7 +103,7 @@ def _texts_of(plan: Plan, comm: Comm, say: Say) -> Texts:
         on_root(comm, lambda: refuse_changed_text(checkpoint, plan.state, plan.changes, fingerprint))
     if texts.corpus.val is None and not asked.train.metrics:
         return texts
-    from distgpt.core.train.assessment import load_metrics, load_validation  # with all that scores
+    from distgpt.core.train.assessment import load_metrics, load_validation  # loads all of evaluation
 
     validation = load_validation(comm, texts.config, texts.corpus)
     return replace(texts, validation=validation, metrics=load_metrics(comm, texts.config, texts.corpus))
@@ -111,20 +111,20 @@ def _texts_of(plan: Plan, comm: Comm, say: Say) -> Texts:
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """What a run trains, as it is before the first step of this process."""
+    """The trained state before the first step of this process."""
 
     state: OptimizerState
     described: Description
     progress: Progress
-    best: Best | None  # whose weights are on the disk; known to rank 0
+    best: Best | None  # the weights are on the disk; only on rank 0
 
 
 def _load(plan: Plan, setup: Setup, texts: Texts, say: Say) -> Trained:
-    """Make the model and the optimizer's state, and fill both: from a checkpoint, or anew."""
+    """Create the model and optimizer state, then load a checkpoint or initialize them."""
     comm = setup.stage.comm
     described = setup.kind.describe(comm, texts.config, texts.corpus.tokenizer)
     model, state = setup.build()
-    on_root(comm, lambda: described.refuse_unreadable(model.layout))  # now, not after hours of training
+    on_root(comm, lambda: described.refuse_unreadable(model.layout))  # fail now, not after hours of training
     setup.kind.load_frozen(comm, model, setup.settings)
     progress = Progress()
     checkpoint = plan.checkpoint
@@ -146,9 +146,9 @@ def _load(plan: Plan, setup: Setup, texts: Texts, say: Say) -> Trained:
 def _open_directory(
     plan: Plan, setup: Setup, texts: Texts, trained: Trained, times: Times, listener: Listener
 ) -> dict[str, Any]:
-    """Create the run's directory, note in its history where it begins and from what, and show the run.
+    """Create the run's directory, record its start and origin, and print the facts of the run.
 
-    Return where it runs: hosts, batch job, launcher and MPI.
+    Return hosts, batch job, launcher and MPI.
     """
     stage = setup.stage
     comm = stage.comm
@@ -213,7 +213,7 @@ def _assemble(
     listener: Listener,
     parts: Components,
 ) -> Run:
-    """Make what watches the run, and is watched: each is made of those above it."""
+    """Create the components of a run in order of dependency."""
     say = listener.noted
     stage = setup.stage
     comm = stage.comm
@@ -258,7 +258,7 @@ def _assemble(
     report = Report(
         comm.rank, texts.config, plan.directory, listener, checkpoints, batches, token_bytes, clock
     )
-    # Kernels with a queue leave out an update that is not finite, without `objection`.
+    # Asynchronous kernels skip updates that are not finite, without `objection`.
     waits = judge.waits or not setup.kernels.capabilities.is_async
     step = Step(
         state.optimizer,
@@ -293,7 +293,7 @@ def _assemble(
 
 
 def make_steps(config: RunConfig, stage: Stage, say: Say) -> Step:
-    """Return the steps of a run, with random weights or those of --init. Collective."""
+    """Return a run's `Step`, with random weights or --init's. Collective."""
     comm = stage.comm
     setup = set_up(config, stage)
     model, state = setup.build()
@@ -308,13 +308,13 @@ def make_steps(config: RunConfig, stage: Stage, say: Say) -> Step:
 
 @dataclass(frozen=True, slots=True)
 class Texts:
-    """The texts of a run on this rank, and what they add to its configuration."""
+    """The data of a run on this rank, and the resulting configuration."""
 
-    config: RunConfig  # with the size of the vocabulary, and the steps that its epochs take
+    config: RunConfig  # includes vocabulary size and the steps of epochs
     corpus: Corpus
     batches: Batches
-    validation: Validation | None = None  # on a text that is held out
-    metrics: Sequence[Metric] = ()  # others that are asked for
+    validation: Validation | None = None  # uses held-out text
+    metrics: Sequence[Metric] = ()  # additional metrics
 
     @property
     def is_evaluated(self) -> bool:
@@ -322,16 +322,16 @@ class Texts:
 
     @property
     def held_out(self) -> int:
-        """Return the number of tokens that are held out."""
+        """The number of held-out tokens."""
         return self.validation.count if self.validation else 0
 
 
 def read_texts(
     comm: Comm, asked: RunConfig, tokenizer: str, origin: Description | None, runs: Path, say: Say
 ) -> Texts:
-    """Load the texts. A model that is trained further keeps its tokenizer and its vocabulary. Collective.
+    """Load the corpus. A pretrained model keeps its tokenizer and vocabulary. Collective.
 
-    What has to be tokenized once lies among the `runs`, for others on the same texts.
+    Tokenized text is stored in a directory in `runs`, for other runs with the same data.
     """
     t = asked.train
     wanted = DataRequest(
@@ -360,20 +360,20 @@ def read_texts(
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """How this job takes the steps of a run: what its settings choose, and what memory has decided.
+    """The choices for taking a run's steps on this job, from settings and memory.
 
     The same on all ranks. Nothing large is allocated yet.
     """
 
     config: RunConfig
-    settings: TrainConfig  # of `config`, with automatic values resolved
+    settings: TrainConfig  # training settings with automatic values resolved
     stage: Stage
     kernels: Kernels
     kind: ModelKind
     strategy: Strategy
 
     def build(self) -> tuple[Model, OptimizerState]:
-        """Return the model and the optimizer's state of this rank, whose values are not there yet."""
+        """Return this rank's model and optimizer state, without values."""
         comm = self.stage.comm
         placement = self.strategy.placement
         model = self.kind.build(self.config, self.kernels)
@@ -383,9 +383,9 @@ class Setup:
 
 
 def set_up(config: RunConfig, stage: Stage, is_evaluated: bool = False, preferred: int = 0) -> Setup:
-    """Choose how ranks share a step, the kernels, and what fits into memory. Collective.
+    """Choose how ranks share a step, the kernels, and settings that fit into memory. Collective.
 
-    `preferred` is the number of micro-batches to take if they fit.
+    `preferred` is the number of micro-batches to try first.
     """
     comm = stage.comm
     t = config.train
@@ -394,7 +394,7 @@ def set_up(config: RunConfig, stage: Stage, is_evaluated: bool = False, preferre
         raise shared(UsageError(f"{extension} does not go with {strategy.placement.option}"))
     strategy.refuse_unable(comm, on_gpu=stage.on_gpu)
     kind = components().model(t)
-    if not kind.trained(config).specs:  # an extension's kind may find none in this model
+    if not kind.trained(config).specs:  # an extension's kind may train nothing in this model
         what = type(kind).__name__
         raise shared(UsageError(f"this model has nothing that a kind of model {what!r} trains"))
     kernels = stage.kernels(t.dtype, t.matmul_backend)
@@ -403,15 +403,15 @@ def set_up(config: RunConfig, stage: Stage, is_evaluated: bool = False, preferre
 
 
 def own_exchange() -> str:
-    """Return the name of the method by which an extension makes its exchange; "" if it makes none."""
+    """Return the name of an extension's method that creates exchanges; "" if there is none."""
     exchange = type(components()).exchange
     return "" if exchange.__module__.startswith("distgpt.") else exchange.__qualname__
 
 
 def checked_exchange(comm: Comm, state: OptimizerState, t: TrainConfig, say: Say) -> Exchange:
-    """Return what sums the gradients. If an extension makes it, sum known gradients first. Collective."""
+    """Return the exchange. If an extension creates it, test it with known gradients. Collective."""
     exchange = components().exchange(comm, state, t, say)
-    if not own_exchange() or exchange.ready:  # what sends during the backward pass cannot be tried alone
+    if not own_exchange() or exchange.ready:  # cannot be tested without a backward pass
         return exchange
     model = state.optimizer.model
     k, grads = model.kernels, model.grads
@@ -427,9 +427,9 @@ def checked_exchange(comm: Comm, state: OptimizerState, t: TrainConfig, say: Say
 
 
 def micro_batches_so_far(state: State, before: RunConfig, ranks: int) -> int:
-    """Return the micro-batches of a step so far, which keep the order of sums; 0: memory decides anew.
+    """Return the previous number of micro-batches, to keep the order of sums; 0: choose by memory.
 
-    `before`: the configuration so far. If that has fixed their number, a change may ask for another one.
+    `before` is the previous configuration. If a strategy fixed the number then, a change may require another.
     """
     if state.ranks != ranks or components().strategy(before.train, ranks).counted_by:
         return 0
@@ -437,7 +437,7 @@ def micro_batches_so_far(state: State, before: RunConfig, ranks: int) -> int:
 
 
 def compile_once_per_node(stage: Stage, kernels: Kernels, config: RunConfig, strategy: Strategy) -> None:
-    """Let the first rank of each node compile loops, and the others load them. Collective."""
+    """Compile loops on the first rank of each node, then load them on the others. Collective."""
     t = config.train
     work = partial(rehearse, config=replace(config, model=miniature(config.model)), strategy=strategy)
 
@@ -448,13 +448,13 @@ def compile_once_per_node(stage: Stage, kernels: Kernels, config: RunConfig, str
 
     for first in (True, False):
         if (stage.comm.local_rank == 0) is first and not kernels.capabilities.is_async:
-            with first_use.with_help(start) if first else nullcontext():  # the others load, and need none
+            with first_use.with_help(start) if first else nullcontext():  # the others only load
                 work(kernels)
-        stage.comm.barrier(resting=True)  # the cores are for whoever compiles
+        stage.comm.barrier(resting=True)  # leave the cores to the compiling rank
 
 
 def rehearse(kernels: Kernels, config: RunConfig, strategy: Strategy) -> None:
-    """Take one training step of such a model, which compiles every loop it needs."""
+    """Run one training step of a small model, to compile every loop it needs."""
     model = components().model(config.train).build(config, kernels)
     model.allocate_master_weights()
     tokens = kernels.integers(np.zeros(config.model.seq_len))
@@ -463,36 +463,36 @@ def rehearse(kernels: Kernels, config: RunConfig, strategy: Strategy) -> None:
     work.loss_and_gradients(tokens, tokens, 1.0, accumulate=False)
     components().optimizer(config.train)(model, TrainConfig(extra=config.train.extra)).step(0, 1.0)
     strategy.rehearse(model)
-    # A sample takes a token at a time, which attends to a cache: other loops, and other kernels on a GPU.
+    # Generation feeds one token at a time with a cache, which uses other loops, and other GPU kernels.
     sample, cache = Pass(model, 1, 1, training=False), kernels.zeros(*cache_shape(config.model))
     hidden = sample.forward(tokens[:1], cache, kernels.integers([0]))
     sample.logits(kernels.zeros(1, config.model.padded_vocab), hidden)
 
 
-# Weights and moments of a checkpoint, or first weights
+# Weights and moments from a checkpoint, or initial weights.
 
 
 class FirstWeights(Protocol):
-    """First weights that are learned from the text, in place of random ones."""
+    """Initial weights learned from the corpus instead of random ones."""
 
-    note: str  # about it, for people
-    tokens: int  # of the text, that it looks at
+    note: str  # a message for the log
+    tokens: int  # number of tokens to learn from
 
     def learn(self, tokens: Array, weights: Tensors, config: ModelConfig, threads: int) -> None:
-        """Change these weights in place. Called on rank 0 alone, while the others wait."""
+        """Change the weights in place. Called only on rank 0, while the other ranks wait."""
 
 
 def restore(comm: Comm, state: OptimizerState, checkpoint: Path) -> None:
-    """Fill weights and moments from a verified checkpoint. Collective."""
+    """Load weights and moments from a verified checkpoint. Collective."""
     state.load_weights(comm, partial(load_group, checkpoint, WEIGHTS))
     state.restore(comm, checkpoint)
 
 
 def begin_anew(comm: Comm, state: OptimizerState, t: TrainConfig, batches: Batches | None) -> None:
-    """Bring model and optimizer into their state before the first step. Collective.
+    """Initialize model and optimizer before the first step. Collective.
 
-    Weights are those of the file that --init names, or new ones. Some of these are learned from the tokens in
-    `batches`, where the model wants that.
+    Weights are loaded from --init, or initialized. If the settings require it, some are learned from the
+    tokens in `batches`.
     """
     model = state.optimizer.model
     if init := components().model(t).begins_with(t):
@@ -501,27 +501,27 @@ def begin_anew(comm: Comm, state: OptimizerState, t: TrainConfig, batches: Batch
             raise shared(DataError(f"{init} holds weights that are not finite"))
     else:
         state.load_weights(comm, partial(_draw, comm, model, t, batches))
-    state.begin()  # last: it may keep a copy of the weights
+    state.begin()  # last, because it may copy the weights
 
 
 def learned_first(model: ModelConfig, t: TrainConfig) -> FirstWeights | None:
-    """Return what first weights are learned by; None where they are random, or those of a file."""
+    """Return the method that learns initial weights; None if they are random or from a file."""
     return None if t.init else components().first_weights(model.init_weights)
 
 
 def _draw(comm: Comm, model: Model, t: TrainConfig, batches: Batches | None, host: Tensors) -> None:
-    """Fill tensors on rank 0 with new weights."""
+    """Fill tensors on rank 0 with initial weights."""
     for name, values in model.initial(t.seed):
         host[name][...] = values
     learned = learned_first(model.config, t)
     if learned is not None and batches is not None:
         tokens = batches.sample(learned.tokens)
-        with layout().unbound():  # the cores of ranks that wait, too
+        with layout().unbound():  # also use the cores of waiting ranks
             learned.learn(tokens, host, model.config, _threads_of_waiting(comm, model))
 
 
 def _threads_of_waiting(comm: Comm, model: Model) -> int:
-    """Return how many threads rank 0 may use here: its own, and those of the ranks that wait for it."""
+    """Return the number of threads rank 0 may use, including the waiting ranks' threads."""
     own = comm.cores if model.kernels.capabilities.is_async else model.kernels.threads
-    ranks = comm.local_size if comm.size > 1 else 1  # a stage of its own may lie beside others that work
+    ranks = comm.local_size if comm.size > 1 else 1  # a serial stage may run next to busy processes
     return max(1, min(granted_cores().whole, int(own * ranks + 1e-6)))

@@ -1,8 +1,8 @@
-"""One training step on one rank: the passes over its sequences, the exchange, the update; steps in flight.
+"""One training step on one rank: passes, exchange and update; and steps in flight.
 
-With an `objection`, `_update` waits for loss and norm, and asks it before the weights change: always on a
-CPU, on a GPU where a judge needs that, as for spike_zscore. Without one nothing here waits for a result, so
-that a GPU's queue has the next step meanwhile.
+With an `objection`, `_update` waits for loss and norm and checks them before the weights change. CPUs always
+do that. GPUs do it only if a policy requires it, such as spike_zscore. Otherwise nothing here waits for a
+result, so that the GPU's queue already has the next step.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from distgpt.core.ops.api import Array
 from distgpt.core.train.progress import COMPUTING, EXCHANGING, UPDATING, Activity, Finished
 from distgpt.core.train.sharing import Exchange, MicroBatches, Scales
 
-OwnVotes = Callable[[], Sequence[float]]  # of this rank; see `Votes` in seams.py
-Objection = Callable[[float, float], str]  # (loss, norm) → why not; see `Judge` in seams.py
+OwnVotes = Callable[[], Sequence[float]]  # this rank's flags (`Votes` in train.seams)
+Objection = Callable[[float, float], str]  # (loss, norm) → reason for rejection (`Judge`)
 
 
 def no_votes() -> Sequence[float]:
@@ -38,17 +38,17 @@ def no_votes() -> Sequence[float]:
 
 
 class StepResult:
-    """The loss and the norm of a step, once they are there.
+    """The loss and the norm of a step, available after `wait`.
 
-    `rejected` is the reason why the weights were not updated, "" if they were, None if nobody has judged.
+    `rejected` is the reason why the weights were not updated, "" if they were, or None if not checked.
     """
 
     def __init__(
         self, lr: float, scales: Scales, sums: Callable[[], Array], squares: Callable[[], Array]
     ) -> None:
-        """`sums`: over the ranks, of the loss, votes and seconds; `squares`: Σ g² of the summed gradients.
+        """`sums`: loss, flags and seconds, summed over ranks; `squares`: Σ g² of the summed gradients.
 
-        Both wait for the step. Neither is scaled.
+        Both wait for the step and are unscaled.
         """
         self.lr = lr
         self.rejected: str | None = None
@@ -56,7 +56,7 @@ class StepResult:
         self._found: tuple[float, list[float]] | None = None
 
     def wait(self) -> Finished:
-        """Wait for the step, the first time. Its `seconds` are unknown here: see `InFlight`."""
+        """Wait for the step on the first call. `seconds` is unset here; see `InFlight`."""
         if self._found is None:
             square, sums = (array() for array in self._later)
             self._found = float(square[0]), [float(value) for value in sums]
@@ -73,7 +73,7 @@ class Step:
     """Owns the memory of a step.
 
     `config.batch_size` counts sequences over all ranks and micro-batches. `config.grad_accum` and
-    `config.recompute` are numbers and words by now: memory.py has chosen what was automatic.
+    `config.recompute` must be resolved (memory.py).
     """
 
     def __init__(
@@ -87,8 +87,9 @@ class Step:
         objection: Objection | None = None,
         activity: Activity | None = None,
     ) -> None:
-        """`objection(loss, norm)` is the judge's, where it needs the result before the update (setup.py). It
-        returns why a step must not change the weights, "" if it may.
+        """`objection(loss, norm)` is the policy's check, if it is needed before the update (setup.py).
+
+        It returns why a step must not update the weights, "" if it may.
         """
         self.optimizer = optimizer
         self.model = optimizer.model
@@ -97,12 +98,12 @@ class Step:
         self.exchange = exchange
         self._objection = objection
         self.activity = activity or Activity()
-        self.weights_lock = threading.Lock()  # held while weights change: whoever else holds it may read them
+        self.weights_lock = threading.Lock()  # held while weights change, so other holders may read them
         k = self.model.kernels
         seq_len = self.model.config.seq_len
         self.micro_batches = micro_batches or MicroBatches(config, comm.size)
         n_seq = self.micro_batches.n_sequences
-        # Tokens, targets and, for examples side by side, positions.
+        # Tokens, targets and, for packed examples, positions.
         self._host = tuple(
             np.zeros((n_seq, seq_len), np.int32) for _ in range(3 if config.is_of_examples else 2)
         )
@@ -111,8 +112,8 @@ class Step:
         self._pass = Pass(
             self.model, n_seq, seq_len, training=True, recompute=config.recompute, positions=positions
         )
-        # Recorded forward and backward passes: a recording fixes whether it adds to the gradients that are
-        # there, and whether it sends them meanwhile, and the first micro-batch and the last one differ.
+        # Recorded forward and backward passes. A recording fixes whether it adds to existing gradients and
+        # whether it sends them, which differs between the first and the last micro-batch.
         self._recorded = {
             (adds, sends): k.record(partial(self._forward_backward, adds, sends))
             for adds in (False, True)
@@ -120,18 +121,18 @@ class Step:
         }
         self.is_recorded = not any(isinstance(work, partial) for work in self._recorded.values())
         self._launched = 0
-        self._has_appended = False  # whether the last step has left votes behind the gradients
+        self._has_appended = False  # whether the last step left flags after the gradients
         self._exchanged_at: float | None = None
 
     def launch(
         self, number: int, batches: Batches, votes: OwnVotes = no_votes, elapsed: float | None = None
     ) -> StepResult:
-        """Do step `number`, counted from 0, or put it into the backend's queue. Collective.
+        """Run or queue step `number`, counted from 0. Collective.
 
-        `votes` is called just before the exchange. Its votes are summed over the ranks, with the gradients.
-        `elapsed`: the fraction of the run's time that is over, where the learning rate follows the clock.
+        `votes` is called just before the exchange, which sums its flags over the ranks with the gradients.
+        `elapsed`: the elapsed fraction of the run's time, if the learning rate follows the clock.
         """
-        # Before the second step: the first has tuned all kernels, and no exchange runs, so ranks can agree.
+        # Share autotuning results now: the first step has tuned all kernels, and no collective is running.
         if self._launched == 1:
             self.model.kernels.agree(partial(gather_bytes, self.comm))
         self._launched += 1
@@ -144,11 +145,11 @@ class Step:
                 sends = self.exchange.ready is not None
             self._compute(number, batches, micro_batch, sends)
             self.micro_batches.collect(micro_batch)
-        self._append(votes())  # as late as can be: signals came meanwhile
+        self._append(votes())  # As late as possible, to include signals received during the step.
         self.activity.enter(EXCHANGING)
         self.exchange.sum_gradients(number)
         self._exchanged_at = time.perf_counter()
-        # Only now: if the exchange never ends, another thread may save the weights of the last step.
+        # Lock only now. If the exchange never ends, another thread may save the last step's weights.
         with self.weights_lock:
             counted = batches.counted_fraction(number)
             rate = components().learning_rate(self.config, number, elapsed)
@@ -158,19 +159,19 @@ class Step:
             return self._update(number, rate, counted)
 
     def restart_clock(self) -> None:
-        """Let what was done between two steps not count as this rank's time in the next one."""
+        """Exclude the time between two steps from this rank's time in the next one."""
         self._exchanged_at = None
 
     def gather_updates(self) -> None:
-        """Send the updates that this rank has computed to all, where each rank computes some of them."""
+        """Send this rank's updates to all ranks, if ranks share the computation of updates."""
         self.activity.enter(EXCHANGING)
         self.comm.all_gather(self.model.grads.flat, self.optimizer.update_bounds)
         self.activity.enter(UPDATING)
 
     def _compute(self, number: int, batches: Batches, micro_batch: int, sends: bool) -> None:
-        """Add the gradients of this rank's micro-batch to those of the micro-batches before it.
+        """Add the gradients of this rank's micro-batch to the previous ones.
 
-        `sends`: whether the exchange takes gradients as they become final, within the backward pass.
+        `sends`: whether the exchange takes gradients within the backward pass as they become final.
         """
         self.activity.enter(COMPUTING)
         batches.fill(number, self.micro_batches.sequences_of(self.comm.rank, micro_batch), *self._host)
@@ -180,16 +181,16 @@ class Step:
         self._recorded[adds, sends]()
 
     def _forward_backward(self, adds: bool, sends: bool) -> None:
-        """Compute the loss and gradients of the sequences that lie in `_inputs`."""
+        """Compute the loss and gradients of the sequences in `_inputs`."""
         tokens, targets = self._inputs[:2]
         ready = self.exchange.ready if sends else None
         self._pass.loss_and_gradients(tokens, targets, self.micro_batches.weight, adds, ready)
 
     def _update(self, number: int, lr: float, counted: float) -> StepResult:
-        """Update the weights, unless the summed gradients are bad.
+        """Update the weights unless the step is rejected.
 
-        The gradients are those of a mean over all targets of the batch, of which the loss counts this
-        fraction: the mean is to be over these.
+        The gradients are scaled for a mean over all targets of the batch. `counted` is the fraction of
+        targets that count, to rescale to their mean.
         """
         k = self.model.kernels
         grads = self.model.grads
@@ -206,7 +207,7 @@ class Step:
             self.optimizer.prepare(number, lr, scales.gradients, scales.norm)
             if self.optimizer.update_bounds:
                 self.gather_updates()
-            # Where nobody was asked, the kernel itself does nothing if the norm is not finite.
+            # Without a check, the kernel does nothing if the norm is not finite.
             self.optimizer.apply()
         if self.exchange.waits_after_update:
             self.activity.enter(EXCHANGING)
@@ -214,22 +215,22 @@ class Step:
         return result
 
     def _append(self, votes: Sequence[float]) -> None:
-        """Write the votes, and this rank's seconds since the last exchange, behind the gradients."""
+        """Write the flags, and this rank's seconds since the last exchange, after the gradients."""
         k = self.model.kernels
         appended = list(votes)
-        if self.comm.size > 1 and not k.capabilities.is_async:  # a queue hides how long the work took
+        if self.comm.size > 1 and not k.capabilities.is_async:  # a queue hides the duration of the work
             assert self._exchanged_at
-            seconds = [0.0] * self.comm.size  # 0 in the places of others: the sum has those of all ranks
+            seconds = [0.0] * self.comm.size  # other ranks' elements are 0, so the sum has all seconds
             seconds[self.comm.rank] = time.perf_counter() - self._exchanged_at
             appended += seconds
-        # Several ranks find the sums of the last step there. One rank finds its own votes, mostly zeros.
+        # Multiple ranks find the last step's sums in the buffer. One rank finds its own flags, mostly zeros.
         if self.comm.size > 1 or any(appended) or self._has_appended:
             k.put(self.model.grads.flags[1 : 1 + len(appended)], np.array(appended, k.wide))
             self._has_appended = any(appended)
 
 
 class InFlight:
-    """Steps whose results were not read yet: a GPU computes one while it gets the next."""
+    """Steps whose results are not read yet, because a GPU computes one while the next is queued."""
 
     def __init__(self) -> None:
         self._results: deque[StepResult] = deque()
@@ -242,12 +243,11 @@ class InFlight:
         self._results.append(result)
 
     def wait_for_oldest(self) -> Finished:
-        """Wait for the oldest step."""
         begun = self._finished_at
         done = self._results.popleft().wait()
         self.restart_clock()
         return done._replace(seconds=self._finished_at - begun)
 
     def restart_clock(self) -> None:
-        """Count the next step's time from now on."""
+        """Restart the measurement of the next step's time."""
         self._finished_at = time.perf_counter()

@@ -1,4 +1,4 @@
-"""summary.json: losses, the reason of the stop, and the speed and memory a run took, written at its end."""
+"""summary.json: losses, stop reason, speed and memory, written at the end of a run."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from distgpt.core.components import components
 from distgpt.core.saved.checkpoint import newest_step
 from distgpt.core.train.run import Run
 
-WARM_UP = 2  # steps that may be slower, left out of the median where enough others are there
+WARM_UP = 2  # slower steps, excluded from the median if enough others exist
 
 
 def write_at_end(
     run: Run, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
 ) -> None:
-    """Write the summary at the exit of a context, whatever ends the run. Collective where nothing fails."""
+    """Write the summary when the context exits, for any reason. Collective if nothing fails."""
     if error is not None:
         write_stopped(run, error)
         return
@@ -34,7 +34,7 @@ def write_at_end(
     }
 
     def write() -> None:
-        # A start that took no step, as to write weights anew that were deleted, has no losses to report.
+        # A start without steps, for example to rewrite deleted weights, has no losses to report.
         if run.progress.seconds or run.directory.finished_at() != run.progress.step:
             write_json(run.directory.summary, found)
 
@@ -42,9 +42,9 @@ def write_at_end(
 
 
 def write_stopped(run: Run, error: BaseException) -> None:
-    """Write the summary of a run that an error or an interruption ends, as far as rank 0 alone knows it."""
+    """Write the summary of a failed or interrupted run, from rank 0's state."""
     if run.comm.rank == 0:
-        with suppress(DistgptError, OSError):  # the error itself is what the user has to see
+        with suppress(DistgptError, OSError):  # the user must see the original error
             run.directory.lock.refuse_taken()
             is_interrupt = isinstance(error, KeyboardInterrupt)
             stop = "interrupted" if is_interrupt else getattr(error, "stop", "failed")
@@ -52,7 +52,10 @@ def write_stopped(run: Run, error: BaseException) -> None:
 
 
 def _found(run: Run, stop: str) -> dict[str, object]:
-    """Return what is known now, None for losses that are not; `train_s` is of this process's steps alone."""
+    """Return the current results, with None for losses that are not finite or unknown.
+
+    `train_s` includes only this process's steps.
+    """
     t, progress, best = run.settings, run.progress, run.checkpoints.best
     loss, val_loss, best_loss = (
         each if each is not None and math.isfinite(each) else None
@@ -71,7 +74,7 @@ def _found(run: Run, stop: str) -> dict[str, object]:
         "seq_len": run.model.config.seq_len,
         "grad_accum": t.grad_accum,
         "recompute": t.recompute,
-        # How gradients were summed, as in "overlapped, bfloat16".
+        # How gradients were summed, for example "overlapped, bfloat16".
         "allreduce": ", ".join(filter(None, [run.stage.transport, run.exchange.name, sent]))
         if run.comm.size > 1
         else None,
@@ -97,7 +100,7 @@ def _found(run: Run, stop: str) -> dict[str, object]:
 
 
 def how_to_resume(run: Run) -> str:
-    """Return a sentence for the user of an interrupted run."""
+    """Describe to the user how to resume an interrupted run."""
     step = newest_step(run.directory.checkpoints)
     if step is None and run.directory.branched_from() is None:
         return "nothing was saved yet (--save-every)"
