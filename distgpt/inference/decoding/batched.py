@@ -32,7 +32,7 @@ class Drawn(NamedTuple):
 
 
 class Likeliest(NamedTuple):
-    """A `LogitsElsewhere` with the top tokens in descending order (ties by token) and terms of probability."""
+    """A `LogitsElsewhere` with the top tokens in descending order, ties by token, and probability terms."""
 
     tokens: Array  # (k,)
     logits: Array  # (k,)

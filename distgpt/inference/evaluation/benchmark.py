@@ -35,7 +35,7 @@ OTHER_KEYS = dict.fromkeys(NORMALISED, "acc_norm") | {"lambada": "perplexity", "
 
 
 class Question(NamedTuple):
-    """(context, continuation) pairs, the index of the right one, and a topic. Cloze questions have one pair."""
+    """(context, continuation) pairs, the index of the right one, and a topic. Cloze questions have one."""
 
     choices: list[tuple[str, str]]
     right: int

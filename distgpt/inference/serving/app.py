@@ -190,7 +190,7 @@ class App:
 
 
 class _Completion:
-    """Sends an answer while it is generated. Ends early if the client leaves or stops reading, or at timeout."""
+    """Sends an answer while it is generated. Ends early if the client leaves, stalls, or on timeout."""
 
     def __init__(self, runner: Runner, parsed: ParsedBody, call: Call, where: ListenOn) -> None:
         self._runner, self._parsed, self._call, self._where = runner, parsed, call, where
