@@ -77,8 +77,6 @@ class PackedBatches(Batches):
 
 @dataclass(frozen=True, slots=True)
 class PackedCorpus(Corpus):
-    """Documents that are packed into rows."""
-
     def batches(self, comm: Comm, run: RunConfig) -> Batches:
         separator, t = self.separator, run.train
         if separator is None:

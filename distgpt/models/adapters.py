@@ -132,7 +132,6 @@ class AdaptedBlock(Block):
         return AdaptedScratch(**{each.name: getattr(plain, each.name) for each in fields(plain)}, inner=inner)
 
     def merge(self) -> None:
-        """Compute this layer's matrices in memory that it shares with the other layers."""
         for adapter in self.adapters:
             adapter.merge()
 

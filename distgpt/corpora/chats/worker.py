@@ -70,7 +70,6 @@ def _answer(line: bytes) -> dict[str, str]:
 
 
 def main() -> None:
-    """Answer each line until the input ends."""
     with suppress(OSError, ValueError):  # systems without this limit
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     for line in sys.stdin.buffer:

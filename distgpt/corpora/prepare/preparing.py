@@ -239,7 +239,6 @@ def _unfinished(folder: Path) -> dict[str, Any] | None:
 
 
 def refuse_unfinished(folder: Path) -> None:
-    """Raise a DataError if the shards in a directory are not finished."""
     with storage_errors("read", folder):
         unfinished = folder.is_dir() and _unfinished(folder) is not None
     if unfinished:

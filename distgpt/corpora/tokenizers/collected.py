@@ -177,7 +177,6 @@ def checked_vocabulary(vocabulary: object, kind: str, source: str) -> list[str]:
 
 
 def refuse_repeated(vocabulary: Sequence[str], source: str) -> None:
-    """Raise a DataError if a vocabulary has duplicate entries."""
     commonest, times = Counter(vocabulary).most_common(1)[0] if vocabulary else ("", 0)
     if times > 1:
         raise DataError(f"{source}: the vocabulary lists {commonest!r:.80} {times} times")

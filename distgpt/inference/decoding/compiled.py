@@ -119,7 +119,6 @@ class CompiledSlots:
         self._pool.split_range(layers * heads, 1, shift_cache, self._cache, slot, *self._angles, count, kept)
 
     def _walk(self, part: Sequence[Feed], logits: Array) -> None:
-        """Run one compiled call."""
         tokens: list[int] = []
         feeds: list[tuple[int, ...]] = []
         wanted: list[int] = []

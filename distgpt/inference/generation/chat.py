@@ -136,7 +136,6 @@ class Chat:
                 import readline  # noqa: F401  # adds history and editing to input()
 
     def run(self) -> None:
-        """Answer each message until the input ends."""
         while True:
             try:
                 text = self._message()
@@ -192,7 +191,6 @@ class Chat:
         return text
 
     def _take(self, text: str) -> None:
-        """Run a command, or answer a message."""
         talk = self._conversation
         found = re.fullmatch(r"\s*(/[a-z]+)(?:\s+(.*))?", text, re.DOTALL)
         match (found[1], (found[2] or "").strip()) if found else ("", ""):

@@ -90,6 +90,5 @@ def from_nibbles(halves: Array, k: int) -> Array:
 
 
 def restored(x: Quantised) -> Floats2d:
-    """Return the float32 matrix."""
     w: Array = x.q * np.repeat(from_bfloat16(x.scales), BLOCKS[x.bits], axis=1)[:, : x.q.shape[1]]
     return w

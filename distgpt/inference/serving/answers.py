@@ -19,8 +19,6 @@ DONE = b"data: [DONE]\n\n"
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """The served model."""
-
     name: str
     tokenizer: Tokenizer
     vocab: int
@@ -150,8 +148,6 @@ class Choice:
 
 
 class ChatChoice(Choice):
-    """One answer of a chat."""
-
     prefix, kind, part = "chatcmpl", "chat.completion", "chat.completion.chunk"
     likelihoods = ("content",)
     _role_is_sent = False

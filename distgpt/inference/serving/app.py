@@ -57,8 +57,6 @@ TOKENS: dict[str, Parser[dict[str, Any]]] = {"/tokenize": tokenize, "/detokenize
 
 
 class App:
-    """The ASGI application."""
-
     def __init__(self, served: Served, runner: Runner, where: ListenOn) -> None:
         self._served, self.runner, self._where = served, runner, where
         self.parser = ThreadPoolExecutor(1, "parser")  # one thread, because tokenizers have internal state
@@ -287,7 +285,6 @@ async def _refused(request: Request, error: Refusal) -> Response:
 
 
 async def _not_found(request: Request, error: HTTPException) -> Response:
-    """Answer unknown paths and methods."""
     text = f"{error.detail}: {request.method} {request.url.path:.200}"
     return await _refused(request, Refusal(error.status_code, text, headers=dict(error.headers or {})))
 

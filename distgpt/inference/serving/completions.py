@@ -112,7 +112,6 @@ def parse_object(body: bytes, served: Served, known: Sequence[str]) -> dict[str,
 
 
 def refuse_other_model(found: dict[str, Any], served: Served) -> None:
-    """Reject a request for a model that is not served."""
     if (name := checked(found, "model", Setting(str, ""), served.name)) != served.name:
         text = f"the model {name!r:.200} does not exist: here is {served.name!r:.200}"
         raise Refusal(404, text, param="model", code="model_not_found")

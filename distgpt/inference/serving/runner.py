@@ -21,8 +21,6 @@ BOUNDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 30
 
 
 class Metrics:
-    """Prometheus metrics of a server."""
-
     def __init__(self) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]  # avoids one extra series per metric
         self.registry = CollectorRegistry()

@@ -98,7 +98,6 @@ class Foreign:
         return "<f8" if "F64" in {self._entry(name).dtype for name in self._tensors} else "<f4"
 
     def verify(self) -> None:
-        """Verify the data if there are checksums."""
         for file, header in self.headers.items():
             verify_data(file, header)
 
