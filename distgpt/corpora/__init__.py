@@ -1,4 +1,4 @@
-"""Texts beyond plain files: chats/, tokenizers/ that are learned or come from elsewhere, shards and prepare/.
+"""Training data beyond plain text: chats/, tokenizers/, token shards, and prepare/, which makes them.
 
-Not here: a text in a file, bytes, and batches (core/data/).
+Plain text files, the byte tokenizer and batches are in core/data/.
 """

@@ -1,9 +1,9 @@
-"""Rows that begin with a document: documents are put together by best fit, so that few of them are cut.
+"""Best-fit packing: rows start with a document, and few documents are cut.
 
-A row has room for T + 1 tokens, and a longer document is cut into parts of that size and a rest. A row
-takes the longest part that fits, again and again; where none does, the shortest one fills it and loses its
-end. All documents of the corpus can be chosen. So the rows of an epoch are the same every time, and only
-their order is drawn. The last row is filled up with the beginning of the corpus.
+A row has T + 1 tokens. Longer documents are split into parts of that size and a remainder. A row repeatedly
+takes the longest part that fits. If none fits, the shortest part fills it and loses its end. All documents of
+the corpus are candidates, so every epoch has the same rows in a different order. The last row is filled with
+the start of the corpus.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from distgpt.core.data.batches import Batches, Tokens
 from distgpt.core.data.loading import Corpus, DataRequest, kind_of, load_one
 from distgpt.core.ops.api import Array
 
-AT_ONCE = 1 << 22  # tokens that are searched together
+AT_ONCE = 1 << 22  # tokens searched at a time
 NO_DOCUMENTS = (
     "--pack needs documents that a token of its own separates: give --data documents (a folder, .jsonl,"
     " .parquet), not one text, and --tokenizer gpt2 or a BPE; shards are made with --separator auto"
 )
 
-Row = list[tuple[int, int]]  # of each piece its part's length, and how many of its tokens are taken
+Row = list[tuple[int, int]]  # for each piece: length of its part, and number of tokens taken
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The pieces of all rows: row r has those in [ends[r], ends[r + 1]). `cut_off` tokens are in no row."""
+    """The pieces of all rows. Row r has pieces [ends[r], ends[r + 1]); `cut_off` tokens are in no row."""
 
     starts: Array  # int64
     lengths: Array  # int32
@@ -47,13 +47,13 @@ class Plan:
         return len(self.ends) - 1
 
     def row(self, number: int) -> Iterator[tuple[int, int]]:
-        """Return where each piece of a row begins, and its length."""
+        """Yield (start, length) of each piece of a row."""
         pieces = slice(*self.ends[number : number + 2].tolist())
         return zip(self.starts[pieces].tolist(), self.lengths[pieces].tolist(), strict=True)
 
 
 class PackedBatches(Batches):
-    """The global batches of a run whose rows are packed: the windows are these rows."""
+    """The global batches of a run with packed rows."""
 
     def __init__(self, tokens: Tokens, seq_len: int, batch_size: int, seed: int, separator: int) -> None:
         super().__init__(tokens, seq_len, batch_size, seed, shift=False)
@@ -77,8 +77,6 @@ class PackedBatches(Batches):
 
 @dataclass(frozen=True, slots=True)
 class PackedCorpus(Corpus):
-    """Documents that batches put together in rows."""
-
     def batches(self, comm: Comm, run: RunConfig) -> Batches:
         separator, t = self.separator, run.train
         if separator is None:
@@ -88,7 +86,7 @@ class PackedCorpus(Corpus):
 
 
 class _Packed:
-    """The kind of text of --pack: texts of the kind that the path tells, in other batches."""
+    """The data kind of --pack: the kind that fits the path, with packed batches."""
 
     def refuse_missing(self, request: DataRequest) -> None:
         components().text(kind_of(request.data)).refuse_missing(request)
@@ -102,7 +100,7 @@ PACKED = _Packed()
 
 
 def document_starts(tokens: Tokens, separator: int) -> Array:
-    """Return where documents begin: at each separator, and at 0, where the rest of one may stand. int64."""
+    """Return the starts of documents (int64): separators, and 0, since the corpus may start inside one."""
     found = [np.zeros(1, np.int64)]
     for start in range(0, len(tokens), AT_ONCE):
         ids = tokens.read(start, min(start + AT_ONCE, len(tokens)))
@@ -114,7 +112,7 @@ def document_starts(tokens: Tokens, separator: int) -> Array:
 
 
 def part_starts(starts: Array, tokens: int, room: int) -> Array:
-    """Return where parts of documents begin, of which none is longer than a row."""
+    """Return where parts of documents start; no part is longer than a row."""
     counts = -(-np.diff(starts, append=tokens) // room)
     before = np.repeat(np.cumsum(counts) - counts, counts)
     parts: Array = np.repeat(starts, counts) + room * (np.arange(counts.sum()) - before)
@@ -122,17 +120,16 @@ def part_starts(starts: Array, tokens: int, room: int) -> Array:
 
 
 def pack(starts: Array, tokens: int, room: int, whole: bool = False) -> Plan:
-    """Return the plan for parts that begin at these places of a corpus of this many tokens.
+    """Return the plan for parts that start at `starts` in a corpus of `tokens` tokens.
 
-    `whole`: none is cut, so that rows may have room left at their end.
-    Rows depend on lengths alone, and come in runs of equal ones. So a row is chosen once for the whole run:
-    the work grows with the number of lengths, not of documents.
+    With `whole`, parts are not cut, and rows may end with free space. Rows depend only on lengths, and equal
+    rows are consecutive. Each run of them is computed once, so the work grows with the number of lengths.
     """
     lengths = np.diff(starts, append=tokens)
     order = np.argsort(lengths, kind="stable")
     sizes, first = np.unique(lengths[order], return_index=True)
     left = dict(zip(sizes.tolist(), np.diff(first, append=len(order)).tolist(), strict=True))
-    taken = dict(zip(sizes.tolist(), first.tolist(), strict=True))  # of `order`: the next one of a length
+    taken = dict(zip(sizes.tolist(), first.tolist(), strict=True))  # next index in `order`, by length
     chosen, taken_of, per_row = [np.empty(0, np.int64)], [np.empty(0, np.int32)], [np.zeros(1, np.int64)]
     for row, repeats in _runs(left, room, whole):
         chosen.append(order[_documents(row, repeats, taken)])
@@ -153,13 +150,13 @@ def pack(starts: Array, tokens: int, room: int, whole: bool = False) -> Plan:
 
 
 def _runs(left: dict[int, int], room: int, whole: bool) -> Iterator[tuple[Row, int]]:
-    """Return each different row, and how many of it follow each other. `left`: parts by length."""
+    """Yield each distinct row and its number of repeats. `left`: number of parts by length."""
     sizes = sorted(left)
     while sizes:
         row: Row = []
         missing = room
         while missing and sizes:
-            at = bisect_right(sizes, missing) - 1  # the longest that fits, else the shortest
+            at = bisect_right(sizes, missing) - 1  # the longest that fits, otherwise the shortest
             if at < 0 and whole:
                 break
             size = sizes[at := max(0, at)]
@@ -177,7 +174,7 @@ def _runs(left: dict[int, int], room: int, whole: bool) -> Iterator[tuple[Row, i
 
 
 def _documents(row: Row, repeats: int, taken: dict[int, int]) -> Array:
-    """Return which parts of each length these rows take, piece by piece; `taken` moves past them."""
+    """Return the indices in `order` of the parts of these rows, piece by piece, and advance `taken`."""
     used = Counter(size for size, _ in row)
     so_far: defaultdict[int, int] = defaultdict(int)
     found = np.empty((repeats, len(row)), np.int64)

@@ -1,4 +1,4 @@
-"""Token shards: a folder of .npy files with a manifest that says what they hold and shows any damage."""
+"""Token shards: a directory of .npy files with a manifest that detects corruption."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ from distgpt.core.data.tokenizers import (
 )
 
 HEADER_BYTES = 128  # of every one-dimensional .npy file
-_READ_BYTES = 1 << 22  # bytes verified together
-_MOST = 1 << 48  # tokens or bytes of anything
+_READ_BYTES = 1 << 22  # bytes read at a time during verification
+_MOST = 1 << 48  # maximum of any count of tokens or bytes
 _NAME = re.compile(r"(train|val)-\d{6,12}\.npy")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
@@ -54,7 +54,7 @@ Sha256 = Annotated[str, Must("be a SHA-256", _SHA256.fullmatch)]
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The manifest's entry for one file. `split` is "train" or "val", `largest` the largest id in it."""
+    """The manifest's entry for one file. `split` is "train" or "val", `largest` its largest id."""
 
     name: Annotated[str, Must("be the name of a shard", _NAME.fullmatch)]
     split: Split
@@ -65,7 +65,7 @@ class Shard:
 
 
 def header(dtype: str, tokens: int) -> bytes:
-    """Return the first bytes of the file, as numpy.save writes them."""
+    """Return the header of the file, as numpy.save writes it."""
     text = f"{{'descr': '{dtype}', 'fortran_order': False, 'shape': ({tokens},), }}"
     length = HEADER_BYTES - 10
     return b"\x93NUMPY\x01\x00" + length.to_bytes(2, "little") + text.ljust(length - 1).encode() + b"\n"
@@ -76,7 +76,7 @@ def file_bytes(dtype: str, tokens: int) -> int:
 
 
 def read_at(descriptor: int, out: memoryview, offset: int) -> bool:
-    """out ← the bytes of a file from `offset` on. Return False if it ends before."""
+    """out ← the bytes of a file from `offset` on. Return False if it ends early."""
     while out:
         if not (count := os.preadv(descriptor, [out], offset)):
             return False
@@ -85,7 +85,7 @@ def read_at(descriptor: int, out: memoryview, offset: int) -> bool:
 
 
 def check_front(path: Path, shard: Shard, dtype: str) -> None:
-    """Raise a DataError unless size and header of a file are those in the manifest."""
+    """Raise a DataError unless the size and header of a file match the manifest."""
     with storage_errors("read", path):
         try:
             with open_regular(path) as file:
@@ -102,7 +102,7 @@ def check_front(path: Path, shard: Shard, dtype: str) -> None:
 def write_shard(
     folder: Path, split: Split, number: int, dtype: str, tokens: int, ids: Iterable[Ids]
 ) -> Shard:
-    """Write so many ids to a file that gets its name only when it is on the disk."""
+    """Write ids to a file that gets its name only when it is on disk."""
     name, front, largest = f"{split}-{number:06d}.npy", header(dtype, tokens), 0
     digest = hashlib.sha256(front)
     with atomic_file(folder / name) as file:
@@ -118,17 +118,17 @@ def write_shard(
 SHARDS_FORMAT, SHARDS_VERSION = "distgpt-shards", 2
 WITHOUT_SOURCES = 1  # an earlier version
 MANIFEST, TOKENIZER = "manifest.json", "tokenizer.json"
-SPLITS = ("val", "train")  # in the order they are written
-MOST_OPEN = 128  # files of one split: a process may often have no more than 1,024, other files included
+SPLITS = ("val", "train")  # write order
+MOST_OPEN = 128  # open files per split; a process may often have only 1,024
 _Plain = Annotated[object, Must("be a plain value", lambda value: not isinstance(value, list | dict))]
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """A folder of shards. `tokenizer` is a fingerprint, `separator` the ids beside each document.
+    """A directory's manifest. `tokenizer` is a fingerprint, `separator` the ids between documents.
 
-    The fields from `settings` on tell where the tokens come from; nothing depends on them. `text_bytes`
-    counts the documents' UTF-8, `replaced` the U+FFFD in it that stand for bytes which were no UTF-8.
+    The fields from `settings` on are only informative. `text_bytes` counts the documents' UTF-8, `replaced`
+    the U+FFFD that replace invalid UTF-8.
     """
 
     tokenizer: Sha256
@@ -139,13 +139,13 @@ class Manifest:
     separator: tuple[Size, ...]
     settings: dict[str, _Plain]
     inputs: tuple[tuple[str, Size], ...]  # name and bytes
-    sources: tuple[tuple[Size, Size], ...]  # of each input, documents and their tokens; empty if not known
+    sources: tuple[tuple[Size, Size], ...]  # documents and tokens of each input; empty if unknown
     documents: Size
     text_bytes: Size
     replaced: Size
 
     def fingerprint(self, splits: tuple[str, ...] = SPLITS) -> str:
-        """Return a hash of the ids in these splits and of their tokenizer."""
+        """Return a hash of the ids in these splits and of the tokenizer."""
         hashes = [shard.sha256 for split in splits for shard in self.of(split)]
         return "sha256:" + hashlib.sha256("\n".join([self.tokenizer, *splits, *hashes]).encode()).hexdigest()
 
@@ -162,7 +162,7 @@ class Manifest:
 
     @staticmethod
     def from_json(text: str, source: str) -> Manifest:
-        """Parse a manifest that is not trusted; `source` names it in errors."""
+        """Parse an untrusted manifest; `source` names it in errors."""
         try:
             document = parse_json(text)
         except ValueError as error:
@@ -186,7 +186,7 @@ class Manifest:
 
 
 def _refuse_contradictions(manifest: Manifest) -> None:
-    """Raise a ValueError unless the parts of a manifest fit each other."""
+    """Raise a ValueError unless the parts of a manifest are consistent."""
     size, shards = manifest.vocab_size, manifest.shards
     dtype = np.dtype(id_dtype(size)).newbyteorder("<").str
     numbered = [f"{split}-{i:06d}.npy" for split in SPLITS for i in range(len(manifest.of(split)))]
@@ -204,7 +204,7 @@ def _refuse_contradictions(manifest: Manifest) -> None:
 
 
 def verify_shards(folder: Path, manifest: Manifest, shards: Iterable[Shard]) -> None:
-    """Read these files and compare them with the manifest; a DataError names one that differs."""
+    """Verify files against the manifest. A DataError names the first file that differs."""
     kind, vocab_size = np.dtype(manifest.dtype), manifest.vocab_size
     for shard in shards:
         path, largest = folder / shard.name, 0
@@ -237,7 +237,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def shards_tokenizer(folder: Path, manifest: Manifest) -> Tokenizer:
-    """Return the tokenizer that the shards were made with, which lies beside them."""
+    """Return the tokenizer that the shards were made with, from their directory."""
     tokenizer = read_tokenizer(folder)
     if fingerprint(tokenizer) != manifest.tokenizer or tokenizer.size != manifest.vocab_size:
         raise DataError(f"{folder / TOKENIZER} is not the tokenizer that the shards beside it were made with")
@@ -250,13 +250,13 @@ def read_tokenizer(folder: Path) -> Tokenizer:
 
 
 class ShardTokens:
-    """The shards of a split end to end, as Tokens. Opening reads headers and sizes alone.
+    """The concatenated shards of a split, as Tokens. Opening reads only headers and sizes.
 
-    There is no memory map, since what is lost from a mapped file kills the process.
+    Files are not memory-mapped, because an I/O error in a mapped file kills the process.
     """
 
     def __init__(self, folder: Path, manifest: Manifest, split: str) -> None:
-        self._open: dict[int, BufferedReader] = {}  # the last one read at the end
+        self._open: dict[int, BufferedReader] = {}  # the most recently read is last
         shards = manifest.of(split)
         for shard in shards:
             check_front(folder / shard.name, shard, manifest.dtype)
@@ -271,8 +271,8 @@ class ShardTokens:
     def read(self, start: int, stop: int) -> Ids:
         """Return the ids [start, stop).
 
-        A DataError if a file is too short by now, or an id is impossible: models index memory by ids, and
-        these were verified long ago, or not at all.
+        Raises a DataError if a file is too short or an id is invalid. Models index memory by ids, which may
+        have been verified long ago or never.
         """
         ids = np.empty(stop - start, self._dtype)
         at = bisect_right(self._starts, start) - 1
@@ -302,13 +302,13 @@ class ShardTokens:
 
 
 class _Shards:
-    """The kind of text that is a folder of token shards."""
+    """The data kind of a directory of token shards."""
 
     def refuse_missing(self, request: DataRequest) -> None:
         path = resolve_data(request.data)
         made_with = shards_tokenizer(path, read_manifest(path))
         kind, _ = find_kind(request.tokenizer)
-        if kind is None or kind.means is not None:  # else it had to be fetched
+        if kind is None or kind.means is not None:  # otherwise it would have to be downloaded
             _refuse_other_tokenizer(made_with, request, path)
 
     def load(self, comm: Comm, request: DataRequest, say: Say) -> Corpus:
@@ -321,7 +321,7 @@ SHARDS = _Shards()
 
 
 def load_shards(comm: Comm, folder: Path, request: DataRequest, say: Say) -> Corpus:
-    """Load a folder of shards by rank 0's manifest; the ranks of a node share the verifying. Collective."""
+    """Load shards by rank 0's manifest. Ranks of a node share the verification. Collective."""
 
     def describe() -> tuple[str, str]:
         manifest = read_manifest(folder)
@@ -343,7 +343,7 @@ def load_shards(comm: Comm, folder: Path, request: DataRequest, say: Say) -> Cor
             return f"{folder} is not there on this node: all nodes must share the disk it lies on"
         try:
             for split in dict.fromkeys(shard.split for shard in shards):
-                splits[split] = ShardTokens(folder.absolute(), manifest, split)  # read while training
+                splits[split] = ShardTokens(folder.absolute(), manifest, split)  # read during training
                 if len(splits[split]) < 2:
                     return f"{folder} has a single token of split {split!r}: at least 2 are needed"
             if request.verify:
@@ -357,13 +357,13 @@ def load_shards(comm: Comm, folder: Path, request: DataRequest, say: Say) -> Cor
         raise shared(DataError(f"{folder} holds no shards of split 'train'"))
     is_separated = manifest.separator == (tokenizer.separator,)
     val = splits.get("val")
-    train = splits.get("train", val)  # which has those for validation, where they alone were asked for
+    train = splits.get("train", val)  # the validation shards, if only these were requested
     assert train is not None
     return Corpus(tokenizer, train, val, tokenizer.separator if is_separated else None)
 
 
 def _refuse_other_tokenizer(tokenizer: Tokenizer, request: DataRequest, folder: Path) -> None:
-    """Refuse shards whose ids are not those of the model's tokenizer, or of the requested one."""
+    """Raise a DataError if the ids are not from the model's tokenizer, or from the requested one."""
     made_with = f"{folder} holds tokens of {tokenizer.describe()}"
     if request.existing is not None and fingerprint(request.existing) != fingerprint(tokenizer):
         raise DataError(f"{made_with}, but the model's tokenizer is {request.existing.describe()}")

@@ -1,4 +1,4 @@
-"""Generates text from weights: loops, prompts and chats, the server, scores.
+"""Text generation from a model, its server, and evaluation.
 
-Not here: the plain engine (core/generate), and how weights are stored (models).
+The plain engine is in core/generate, storage of weights in models.
 """

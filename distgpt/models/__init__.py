@@ -1,4 +1,4 @@
-"""Weights in other forms: adapters, quantized weights, Hugging Face and GGUF files.
+"""Adapters, quantized weights, and Hugging Face and GGUF files.
 
-Not here: the architecture itself (core/model), and the project's own files (core/saved).
+The architecture is in core/model, distgpt's own files in core/saved.
 """

@@ -1,7 +1,7 @@
-"""LoRA: adapters of low rank beside a model's matrices, trained while the model stays as it is; merged.
+"""LoRA: low-rank adapters of a frozen model's matrices, trained and merged.
 
-A matrix is w + scale · B A. A layer makes its own when its turn comes, in memory that all layers share: so
-the passes cost what they did, and of the model's weights there is one copy, in the type they compute in.
+An adapted matrix is w + scale · B A. Each layer merges its matrices just before it runs, in memory that all
+layers share. So passes are as fast as without adapters, and the weights exist once, in the compute dtype.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ from distgpt.core.train.seams import ModelKind
 
 
 class Adapter(Part):
-    """B (rows, rank) and A (rank, inputs) beside some rows of a matrix; of rank 0 it is those rows alone."""
+    """B (rows, rank) and A (rank, inputs) for some rows of a matrix. Rank 0 leaves these rows unchanged."""
 
     def __init__(self, linear: Linear, piece: str, rows: slice, rank: int, scale: float) -> None:
-        """`piece`: the matrix whose rows these are, one of LORA_MATRICES."""
+        """`piece`: the matrix that these rows belong to, one of LORA_MATRICES."""
         block = linear.name.rsplit(".", 1)[0]
         name = f"{block}.{piece}"
         height, inputs = rows.stop - rows.start, linear.shape[1]
@@ -68,24 +68,24 @@ class Adapter(Part):
         self.db, self.da = (grads.get(f"{self.name}.lora_{kind}") for kind in "ba")
 
     def place(self, whole: Floats2d, frozen: Floats2d) -> None:
-        """Say where the layer's matrix is to be made, and what it is made of."""
+        """Set the memory of the merged matrix and of the frozen one."""
         self._whole, self._frozen = whole[self.rows], frozen[self.rows]
 
     def merge(self) -> None:
-        """Make these rows of the matrix that the layer computes with."""
+        """Compute these rows of the merged matrix."""
         self.k.add_low_rank(self._whole, self._frozen, self.b, self.a, self.scale)
 
     def backward(self, inner: Floats2d, dinner: Floats2d, dy: Floats2d, x: Floats2d) -> None:
-        """inner ← x Aᵀ, and the gradient of that: what `weight_gradients` reads. Both (N, rank)."""
-        assert self.a is not None and self.b is not None  # it has a rank
+        """inner ← x Aᵀ, and dinner ← its gradient, both (N, rank), for `weight_gradients`."""
+        assert self.a is not None and self.b is not None  # Adapters of rank 0 have no backward pass.
         self.k.linear(inner, x, Affine(self.a, None))
         self.k.linear_backward(dinner, dy[:, self.rows], self.b)
 
     def weight_gradients(
         self, inner: Floats2d, dinner: Floats2d, dy: Floats2d, x: Floats2d, accumulate: bool
     ) -> None:
-        """Compute the gradients, but for the factor `scale`, which dy has (`Model.gradient_scale`)."""
-        assert self.da is not None and self.db is not None  # it has a rank
+        """Compute the gradients, except the factor `scale`, which dy includes (`Model.gradient_scale`)."""
+        assert self.da is not None and self.db is not None  # Adapters of rank 0 have no gradients.
         self.k.linear_backward_weights(Affine(self.db, None), dy[:, self.rows], inner, accumulate)
         self.k.linear_backward_weights(Affine(self.da, None), dinner, x, accumulate)
 
@@ -93,7 +93,7 @@ class Adapter(Part):
 def adapters_of(block: Block, t: TrainConfig) -> list[Adapter]:
     """Return a layer's adapters, in the order in which the backward pass finishes their gradients.
 
-    Where some rows of a matrix have an adapter, the others have one of rank 0, which copies them.
+    If some rows of a matrix have an adapter, the other rows get one of rank 0, which copies them.
     """
     up = ["gate", "up"][-len(block.fc.heights) :]
     found = []
@@ -118,7 +118,7 @@ class AdaptedScratch(Scratch):
 
 
 class AdaptedBlock(Block):
-    """A layer whose adapters alone are trained."""
+    """A layer that trains only its adapters."""
 
     def __init__(self, t: TrainConfig, config: ModelConfig, index: int, positions: Positions) -> None:
         super().__init__(config, index, positions)
@@ -132,7 +132,6 @@ class AdaptedBlock(Block):
         return AdaptedScratch(**{each.name: getattr(plain, each.name) for each in fields(plain)}, inner=inner)
 
     def merge(self) -> None:
-        """Make the matrices that this layer computes with, in memory that it shares with the others."""
         for adapter in self.adapters:
             adapter.merge()
 
@@ -156,7 +155,7 @@ class AdaptedBlock(Block):
     def _trained(
         self, acts: LayerActivations, tmp: Scratch
     ) -> Iterator[tuple[Adapter, tuple[Floats2d, Floats2d], Floats2d, Floats2d]]:
-        """Give each adapter that has a rank, its memory, and dy and x of its matrix."""
+        """Yield each adapter with a rank, its memory, and dy and x of its matrix."""
         assert isinstance(tmp, AdaptedScratch)
         of = {
             self.proj: (tmp.dout, acts.act),
@@ -170,7 +169,7 @@ class AdaptedBlock(Block):
 
 
 def adapted_architecture(run: RunConfig) -> Architecture:
-    """Return the architecture of a run's model with its adapters. Each must have its matrix in the model."""
+    """Return the architecture with adapters. Raises a UsageError if the model lacks an adapted matrix."""
     if not run.model.gated and run.train.lora_matrices != "all" and "gate" in run.train.adapted:
         raise UsageError(
             f"--lora-matrices {run.train.lora_matrices}: {run.model.mlp} has no gate: leave it out"
@@ -184,7 +183,7 @@ def adapters_in(architecture: Architecture) -> list[Adapter]:
 
 
 def adapters_by_matrix(run: RunConfig) -> dict[str, list[Adapter]]:
-    """Return the adapters that a run trains, by the name of the matrix beside which they stand."""
+    """Return the adapters that a run trains, by the name of their matrix."""
     found: dict[str, list[Adapter]] = {}
     for adapter in adapters_in(adapted_architecture(run)):
         if adapter.rank:
@@ -193,14 +192,13 @@ def adapters_by_matrix(run: RunConfig) -> dict[str, list[Adapter]]:
 
 
 def adapter_layout(run: RunConfig) -> Layout:
-    """Return the layout of the adapters that a run trains."""
     return Layout(spec for each in adapters_in(adapted_architecture(run)) for spec in each.specs)
 
 
 class AdaptedModel(Model):
-    """A model whose adapters are what is trained: `params`, `weights`, `grads` and `layout` are theirs.
+    """A model that trains only its adapters: `params`, `weights`, `grads` and `layout` cover only them.
 
-    `frozen` are the model's own weights, which the passes read and nobody writes once they are loaded.
+    `frozen` has the model's own weights, which never change after loading.
     """
 
     def __init__(self, run: RunConfig, kernels: Kernels) -> None:
@@ -209,7 +207,7 @@ class AdaptedModel(Model):
         self.frozen = FlatBuffer(Layout(own), kernels.zeros)
         made = _placed(adapters_in(architecture), self.frozen, kernels)
         super().__init__(architecture, kernels, trained, {**self.frozen, **made})
-        # One layer at a time: its matrices are made where those of the layer before were.
+        # One layer at a time, because each layer's merged matrices overwrite the previous layer's.
         self.groups = [range(i, i + 1) for i in range(self.config.n_layer)]
         self.gradient_scale = run.train.lora_scale
 
@@ -220,7 +218,7 @@ class AdaptedModel(Model):
             self.kernels.run_together(block.merge)
 
     def initial(self, seed: int) -> Iterable[tuple[str, Array]]:
-        """Draw A as usual, so that its rows are about 1/√3 long; B is 0, and the model what it was."""
+        """Draw A as usual (rows of length about 1/√3). B is 0, so the model is initially unchanged."""
         for spec, random in self.generators(seed):
             bound = spec.shape[1] ** -0.5
             values = random.uniform(-bound, bound, spec.shape).astype(np.float32)
@@ -228,7 +226,7 @@ class AdaptedModel(Model):
 
 
 def _placed(adapters: Iterable[Adapter], frozen: FlatBuffer, kernels: Kernels) -> dict[str, Array]:
-    """Return each adapted matrix by its name: those of one layer, as all layers share the memory."""
+    """Return each adapted matrix by name; all layers share the memory of one layer."""
     made: dict[str, Array] = {}
     found = {}
     for adapter in adapters:
@@ -241,11 +239,11 @@ def _placed(adapters: Iterable[Adapter], frozen: FlatBuffer, kernels: Kernels) -
     return found
 
 
-ADAPTER = "distgpt-adapter"  # the format of a file of adapters alone
+ADAPTER = "distgpt-adapter"  # the format of a file with only adapters
 
 
 def base_of(path: Path) -> Base:
-    """Return what an adapter says of the weights file that it stands beside."""
+    """Return the path and checksum of the weights file that an adapter belongs to."""
     metadata = read_header(path).metadata
     known = metadata.get(SOURCE_SUM) or metadata.get(DATA_SUM)
     if known is None:
@@ -254,7 +252,7 @@ def base_of(path: Path) -> Base:
 
 
 def refuse_other_base(adapter: Path, about: Description, weights: Path) -> None:
-    """Refuse an adapter that was trained beside another model."""
+    """Raise a DataError if the adapter was trained for another model."""
     assert about.base
     if about.base.sha256 != base_of(weights).sha256:
         raise DataError(
@@ -263,9 +261,9 @@ def refuse_other_base(adapter: Path, about: Description, weights: Path) -> None:
 
 
 def with_adapter(weights: Path, adapter: Path | None, comm: Comm) -> tuple[Path, Folding | None]:
-    """Return the weights file of a whole model, and what merges the adapter into it. Collective.
+    """Return the whole model's weights file, and the merge of the adapter if any. Collective.
 
-    Where `weights` is an adapter, or the directory of a run that trained one, it names its model itself.
+    If `weights` is an adapter, or the directory of a run that trained one, the adapter names its model.
     """
 
     def decide() -> tuple[Path, Path | None]:
@@ -297,7 +295,7 @@ def with_adapter(weights: Path, adapter: Path | None, comm: Comm) -> tuple[Path,
 
 
 def read_adapter(path: Path, about: Description) -> dict[str, Array]:
-    """Read an adapter's tensors, and refuse those that are not finite."""
+    """Read an adapter's tensors. Raises a DataError if any value is not finite."""
     tensors = {spec.name: np.empty(spec.shape, np.float32) for spec in adapter_layout(about.run).specs}
     read_into(path, tensors)
     for name, array in tensors.items():
@@ -307,14 +305,14 @@ def read_adapter(path: Path, about: Description) -> dict[str, Array]:
 
 
 class Folding:
-    """A `Merge`: adds an adapter to the matrices of its model, as they are read."""
+    """A `Merge` that adds an adapter to the model's matrices as they are read."""
 
     def __init__(self, about: Description, path: Path) -> None:
         self.tokenizer, self._about, self._path = about.tokenizer, about, path
         self._adapters = adapters_by_matrix(about.run)
 
     def read(self) -> None:
-        """Read the adapter, where the model is read."""
+        """Read the adapter. Call it on the rank that reads the model."""
         self._tensors = read_adapter(self._path, self._about)
 
     def __call__(self, name: str, array: Array) -> None:
@@ -322,13 +320,13 @@ class Folding:
             b, a = (self._tensors[f"{adapter.name}.lora_{kind}"] for kind in "ba")
             with np.errstate(all="ignore"):
                 change = np.float32(adapter.scale) * (b @ a)
-            if not np.isfinite(change).all():  # else the model's file would be blamed for it later
+            if not np.isfinite(change).all():  # Otherwise a later error would name the model's file.
                 raise DataError(f"{self._path}: what {adapter.name} adds to the model is not finite")
             array[adapter.rows] += change
 
 
 def merge(weights: Path | None, adapter: Path, out: Path, comm: Comm) -> str:
-    """Write a weights file with the adapter added to the model's matrices. Return what was done."""
+    """Write a weights file with the adapter merged into the model. Return a summary."""
     whole, folding = with_adapter(weights or adapter, adapter if weights else None, comm)
     if folding is None:
         raise UsageError(f"{adapter} is no adapter but a whole model: there is nothing to merge")
@@ -351,7 +349,7 @@ def merge(weights: Path | None, adapter: Path, out: Path, comm: Comm) -> str:
 
 
 class AdapterFile:
-    """A `PartKind`: adapters beside a model's matrices."""
+    """The `PartKind` of adapters."""
 
     def layout(self, run: RunConfig) -> Layout:
         return adapter_layout(run)
@@ -369,20 +367,20 @@ class AdapterFile:
 
     def whole(self, weights: Path, comm: Comm, part: Path | None = None) -> tuple[Path, Folding]:
         whole, folding = with_adapter(weights, part, comm)
-        assert folding is not None  # as one of the two is an adapter
+        assert folding is not None  # one of the two is an adapter
         return whole, folding
 
 
 FILES = AdapterFile()
 
 
-# -- a run that trains adapters
+# -- training adapters
 
 
 class AdapterKind(ModelKind):
-    """The kind of an `AdaptedModel`."""
+    """The model kind of `AdaptedModel`."""
 
-    may_move = frozenset({"init"})  # its content is compared: `refuse_origin`
+    may_move = frozenset({"init"})  # `refuse_origin` compares its content
 
     def build(self, run: RunConfig, kernels: Kernels) -> Model:
         return AdaptedModel(run, kernels)
@@ -391,16 +389,16 @@ class AdapterKind(ModelKind):
         return adapter_layout(run)
 
     def describe(self, comm: Comm, run: RunConfig, tokenizer: Tokenizer) -> Description:
-        """Name the model that the adapters stand beside, too."""
+        """Include the base model in the description."""
         found = on_root(comm, lambda: base_of(Path(run.train.init)))
         return Description(run, tokenizer, part=ADAPTER, base=found)
 
     def begins_with(self, t: TrainConfig) -> str:
-        """Adapters are drawn: --init names the model beside which they stand."""
+        """Return "", because --init names the base model and adapters start at random."""
         return ""
 
     def load_frozen(self, comm: Comm, model: Model, t: TrainConfig) -> None:
-        """Fill what the adapters stand beside, tensor by tensor, so that nothing is there twice."""
+        """Load the frozen weights tensor by tensor, to avoid a second copy of the model."""
         assert isinstance(model, AdaptedModel)
         path = Path(t.init)
         header = on_root(comm, lambda: verified(path))
@@ -415,7 +413,7 @@ class AdapterKind(ModelKind):
         return f"gets adapters of rank {t.lora_rank}"
 
     def refuse_origin(self, origin: Description, weights: Path, t: TrainConfig, resumed: bool) -> None:
-        """Accept a model that is rounded: adapters may stand beside it."""
+        """Accept a quantized model, because its adapters can be trained."""
         if not resumed:
             origin.refuse_incomplete(weights)
         elif origin.base:
@@ -432,7 +430,7 @@ ADAPTERS = AdapterKind()
 
 
 def check(t: TrainConfig, ranks: int, on_gpu: bool) -> None:
-    """Raise a UsageError about what adapters do not go with."""
+    """Raise a UsageError for settings that adapters do not support."""
     if not t.init:
         raise UsageError("--lora-rank trains adapters beside a model's weights: name them with --init FILE")
     if t.optimizer != "adamw":

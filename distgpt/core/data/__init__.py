@@ -1,4 +1,4 @@
 """From text to batches: text files, tokenizers, and the seeded order of windows.
 
-Not here: other tokenizers and kinds of text (texts/), and how ranks use batches (train/).
+Not here: other tokenizers and kinds of text (corpora/), and how ranks use batches (train/).
 """

@@ -53,7 +53,7 @@ class ChatTemplate:
     """A Jinja template that formats a chat as text, as transformers models include.
 
     `tokens` maps the template's names, such as bos_token, to the tokens' spelling. `ends` are the ids that
-    end an answer. A template is an untrusted program; texts/chats/ runs it.
+    end an answer. A template is an untrusted program; corpora/chats/ runs it.
     """
 
     source: str

@@ -1,4 +1,4 @@
-"""Chats: from messages to tokens by a model's template, and rows of chats to learn from.
+"""Chats: from messages to tokens by a model's template, and examples for training.
 
-Not here: tokenizers, which keep the template (corpora/tokenizers), and chats in a terminal (inference).
+Tokenizers, which store the template, are in corpora/tokenizers, chats in a terminal in inference.
 """

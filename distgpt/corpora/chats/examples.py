@@ -1,16 +1,16 @@
-"""Chats to learn from: rows of JSON lines, as people have them; their tokens on every rank; batches.
+"""Chats for training: rows of JSON lines, their tokens, and batches.
 
 A row is one of
 
     {"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]}
-    {"conversations": [{"from": "human", "value": "…"}, {"from": "gpt", "value": "…"}]}     as ShareGPT's
+    {"conversations": [{"from": "human", "value": "…"}, {"from": "gpt", "value": "…"}]}     ShareGPT
     {"prompt": "…", "completion": "…"}
-    {"instruction": "…", "input": "…", "output": "…"}        as Alpaca's
+    {"instruction": "…", "input": "…", "output": "…"}        Alpaca
     {"text": "…"}
 
-Of a chat the answers alone are learned, each with the token that ends it; of a plain text everything. An
-example is learned whole: it lies in one row, beside others that it does not see. So rows may have room left
-at their end, which is not learned.
+The loss counts only answers, each with its end token, and all of a plain text. An example is never split.
+Sequences contain whole examples, which do not attend to each other, and may end with padding, which the loss
+ignores.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from distgpt.corpora.chats.format import ChatFormat, Example, Message, checked_m
 from distgpt.corpora.packing import pack
 from distgpt.corpora.prepare.documents import LINES, Offset, find_inputs, pieces
 
-SHAREGPT = {"human": "user", "gpt": "assistant"}  # its names for roles
+SHAREGPT = {"human": "user", "gpt": "assistant"}  # ShareGPT's names for roles
 EXAMPLE = '{"prompt": "Who are you?", "completion": "A model."}'
 SHAPES = '"messages", "conversations", "prompt" with "completion", "instruction" with "output", or "text"'
 
 
 def read_examples(path: Path, chat: ChatFormat) -> Iterator[Example]:
-    """Yield the tokens of each row of a file, or of those in a folder.
+    """Yield the tokens of each row of a file, or of all files in a directory.
 
-    A DataError names the file and the first line that is no such row.
+    A DataError names the file and the first invalid line.
     """
     found = [source for source in find_inputs((path,)) if source.kind == LINES or source.path == path]
     if not found:
@@ -75,7 +75,7 @@ def _row_of(line: bytes, where: str, chat: ChatFormat) -> Example:
 
 
 def example_of(row: Any, chat: ChatFormat) -> Example:
-    """Return the tokens of a row, and which of them are learned; a DataError says what is wrong with it."""
+    """Return the tokens of a row and the loss mask. Raises a DataError for an invalid row."""
     if not isinstance(row, dict):
         raise DataError("it is not a JSON object")
     if "messages" in row:
@@ -102,7 +102,7 @@ def _text(row: dict[str, Any], name: str) -> str:
 
 
 def _from_sharegpt(turns: Any) -> Any:
-    """Return the same turns as messages; what is wrong with them is found there."""
+    """Convert ShareGPT turns to messages. `checked_messages` reports their errors."""
     if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
         return turns
     roles = [turn.get("from") for turn in turns]
@@ -124,7 +124,7 @@ def _chat(messages: list[Message], chat: ChatFormat) -> Example:
 
 
 def _plain(text: str, chat: ChatFormat) -> Example:
-    """Return a text's tokens behind those that begin a prompt, which are not learned, and its end."""
+    """Return plain text as an example with its end token. The loss ignores the first tokens of prompts."""
     tokenizer = chat.tokenizer
     if not text.strip():
         raise DataError("the text is empty")
@@ -136,9 +136,9 @@ def _plain(text: str, chat: ChatFormat) -> Example:
 
 
 class Examples(ArrayTokens):
-    """The inputs of all examples, one after the other, and as many targets (int32), some IGNORED.
+    """The concatenated inputs of all examples, and as many targets (int32), some IGNORED.
 
-    Example i has those in [starts[i], starts[i + 1]).
+    Example i is [starts[i], starts[i + 1]).
     """
 
     def __init__(self, inputs: Array, targets: Array, starts: Array) -> None:
@@ -149,7 +149,7 @@ class Examples(ArrayTokens):
 
 
 class ExampleBatches(Batches):
-    """The global batches of a run whose rows are examples side by side."""
+    """The global batches of a run whose rows are packed examples."""
 
     def __init__(self, examples: Examples, seq_len: int, batch_size: int, seed: int) -> None:
         super().__init__(examples, seq_len, batch_size, seed, shift=False)
@@ -158,7 +158,7 @@ class ExampleBatches(Batches):
         self.windows_per_epoch = len(self.plan)
         until = np.cumsum(np.append(0, examples.targets != IGNORED))
         of_piece = until[self.plan.starts + self.plan.lengths] - until[self.plan.starts]
-        self._learned = np.add.reduceat(of_piece, self.plan.ends[:-1])  # targets, by row
+        self._learned = np.add.reduceat(of_piece, self.plan.ends[:-1])  # counted targets of each row
 
     def notes(self, steps: int) -> Iterator[str]:
         examples, rows = self.examples, self.windows_per_epoch
@@ -194,16 +194,16 @@ class ExampleBatches(Batches):
 
 @dataclass(frozen=True, slots=True)
 class ChatCorpus(Corpus):
-    """Chats, of which the answers are learned, and scored where they are held out."""
+    """Chats whose answers are trained on and, if held out, scored."""
 
-    is_text = False  # answers end with tokens that are no text
+    is_text = False  # answers end with tokens that are not text
 
     def batches(self, comm: Comm, run: RunConfig) -> Batches:
         assert isinstance(self.train, Examples)
         return ExampleBatches(self.train, run.model.seq_len, run.train.batch_size, run.train.seed)
 
     def held_out_windows(self, seq_len: int, most: int) -> list[Window]:
-        """Return the examples, the first of them with `most` tokens to learn (0: all)."""
+        """Return the first examples, with at least `most` counted targets (0: all)."""
         examples, found, answers = self.held_out, list[Window](), 0
         assert isinstance(examples, Examples)
         for start, stop in pairwise(examples.starts.tolist()):
@@ -217,13 +217,13 @@ class ChatCorpus(Corpus):
 
 
 class _Chats:
-    """The kind of text of --chats."""
+    """The data kind of --chats."""
 
     def refuse_missing(self, request: DataRequest) -> None:
-        """Refuse nothing: what is wrong with chats is found where they are read."""
+        """Do nothing, because `load` checks the chats."""
 
     def load(self, comm: Comm, request: DataRequest, say: Say) -> Corpus:
-        """Rank 0 reads the examples. Those for validation come from all over the file."""
+        """Read the examples on rank 0. Validation examples are spread over the whole file."""
         tokenizer, path, val_fraction = request.existing, Path(request.data), request.val_fraction
         if tokenizer is None:
             raise shared(DataError("chats are read by the tokenizer of the weights, and these have none"))
@@ -246,7 +246,7 @@ CHATS = _Chats()
 
 
 def _fitting(path: Path, chat: ChatFormat, seq_len: int, say: Say) -> list[Example]:
-    """Read the examples. One that is too long loses its end, and is left out where no answer is left."""
+    """Read the examples, cut to the context. Skip examples that have no answer left."""
     found, cut, lost = [], 0, 0
     for example in read_examples(path, chat):
         ids, learned = (part[: seq_len + 1] for part in example)
@@ -274,6 +274,6 @@ def _together(examples: list[Example]) -> Examples:
 
 
 def check(t: TrainConfig, ranks: int, on_gpu: bool) -> None:
-    """Refuse chats for a new model."""
+    """Raise a UsageError unless the run starts from trained weights."""
     if not t.init:
         raise UsageError("chats are for a model that has learned to read: distgpt tune --weights")

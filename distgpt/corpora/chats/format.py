@@ -1,4 +1,4 @@
-"""The format of a model's chats: from messages to tokens, and which tokens of a chat are answers."""
+"""The chat format of a model: from messages to tokens, with the tokens that belong to answers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from distgpt.corpora.tokenizers.tokenizer_json import LibraryTokenizer
 ROLES = ("system", "user", "assistant")
 Message = dict[str, str]  # "role" and "content"
 
-# For tokenizers with both of its tokens.
+# Used if a tokenizer has both tokens.
 CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
 CHATML = (
     "{% for message in messages %}"
@@ -32,7 +32,7 @@ CHATML = (
     "{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-# For all others. An answer ends with the separator of documents, where there is one, and the user's turn.
+# For all other tokenizers. An answer ends with the document separator, if any, and the user's turn.
 TURN = "\n\nUser:\n"
 PLAIN = (
     "{% for message in messages %}"
@@ -44,20 +44,20 @@ PLAIN = (
     "{% endfor %}"
 )
 
-# Marks in what a template gets: two characters that no text should have, and a number that nobody guesses.
+# Marks in a template's input: two characters that text should not contain, and an unpredictable number.
 OPEN, CLOSE = "\ufdd0", "\ufdd1"
-BEGIN, END = "begin", "end"  # of an answer
+BEGIN, END = "begin", "end"  # start and end of an answer
 
 
-# -- templates of others, rendered by a process with bounds on its time, its memory and what it writes
+# -- third-party templates, rendered in a process with limits on time, memory and output
 
-SECONDS = 5.0  # for a text, with the start of the process
+SECONDS = 5.0  # per text, including the start of the process
 
 _WORKER = str(Path(__file__).with_name("worker.py"))
 
 
 class Renderer:
-    """A process that renders templates, started when it is first needed, and anew where it was ended."""
+    """A process that renders templates. It starts on first use, and again after it was killed."""
 
     def __init__(self, seconds: float = SECONDS) -> None:
         self._seconds = seconds
@@ -65,7 +65,7 @@ class Renderer:
         self._lock = threading.Lock()
 
     def render(self, source: str, values: dict[str, Any]) -> str:
-        """Return the text of a template, or raise a DataError that says what is wrong with it."""
+        """Return the text of a template. Raises a DataError if the template fails."""
         line = json.dumps({"source": source, "values": values}).encode() + b"\n"
         with self._lock:
             found = self._asked(line)
@@ -74,7 +74,6 @@ class Renderer:
         return found["text"]
 
     def close(self) -> None:
-        """End the process."""
         process, self._process = self._process, None
         if process is not None:
             process.kill()
@@ -83,13 +82,13 @@ class Renderer:
     def _asked(self, line: bytes) -> dict[str, str]:
         if self._process is None or self._process.poll() is not None:
             pipe, none = subprocess.PIPE, subprocess.DEVNULL
-            # In a session of its own: out of reach of the terminal's Ctrl-C.
+            # A separate session, so that Ctrl-C in the terminal does not reach it.
             self._process = subprocess.Popen(
                 python(_WORKER), stdin=pipe, stdout=pipe, stderr=none, start_new_session=True
             )
         process = self._process
         assert process.stdin and process.stdout
-        waiting = select.poll()  # no timer: a thread for each text takes longer than the text
+        waiting = select.poll()  # poll needs no timer thread, which would take longer than the text
         waiting.register(process.stdout, select.POLLIN)
         try:
             process.stdin.write(line)
@@ -97,7 +96,7 @@ class Renderer:
             answer = process.stdout.readline() if waiting.poll(1000 * self._seconds) else b""
         except OSError:
             answer = b""
-        except BaseException:  # an interrupt: its answer would be taken for that to the next question
+        except BaseException:  # an interrupt; the next question must not get its answer
             self.close()
             raise
         if answer.endswith(b"\n"):
@@ -109,7 +108,7 @@ class Renderer:
 
 @cache
 def renderer() -> Renderer:
-    """Return the process that all templates of this one share."""
+    """Return the renderer that all templates of this process share."""
     return Renderer()
 
 
@@ -117,16 +116,16 @@ def renderer() -> Renderer:
 
 
 class Example(NamedTuple):
-    """Tokens to train on; `learned` is 1 for those that a loss counts, and 0 for the others (uint8)."""
+    """Tokens to train on; `learned` is 1 for tokens that the loss counts, 0 for the others (uint8)."""
 
     ids: Ids
     learned: Any
 
 
 class _Rendered(NamedTuple):
-    """A text as its special tokens and what is between them, and where in it the answers lie.
+    """A rendered text as special tokens and the text between them, and the positions of the answers.
 
-    An answer begins at -1 where the template has cut off its beginning.
+    An answer starts at -1 if the template cut off its start.
     """
 
     parts: list[str | int]
@@ -134,10 +133,10 @@ class _Rendered(NamedTuple):
 
 
 class ChatFormat:
-    """The chat format of a tokenizer. A DataError where its template cannot be used.
+    """The chat format of a tokenizer. Raises a DataError if its template cannot be used.
 
-    A message is text throughout: what is spelled like a special token in it does not become one. For that,
-    such spellings are replaced by marks before a template sees them, and put back behind it.
+    Messages are always plain text: if a message spells a special token, it does not become that token. To
+    ensure this, such spellings are replaced by marks before rendering and restored afterward.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -153,28 +152,27 @@ class ChatFormat:
         self._mark = f"{OPEN}{secrets.randbelow(1 << 64)}."
         spelled = "|".join(re.escape(text) for text in sorted(special, key=len, reverse=True)) or "(?!)"
         self._spelled = re.compile(spelled)
-        # In a group of their own, so that what all of them begin with is looked at once.
+        # One group, so that the regex engine checks their common prefix only once.
         self._between = re.compile(f"({self._mark}[^{CLOSE}]*{CLOSE}|(?:{spelled}))")
         self.ends = tuple(dict.fromkeys(tokenizer.ends + self._end_of_answer()))
 
     def describe(self) -> str:
-        """Return a short description for people."""
         if not self.is_own:
             return "the model's own chat template"
         return "no chat template: " + ("User and Assistant as plain text" if self.stops else "ChatML")
 
     @property
     def is_taught(self) -> bool:
-        """Tell whether the model seems to know chats: it has a template, or tokens for turns."""
+        """Whether the model appears to be trained on chats: it has a template or tokens for turns."""
         return self.source != PLAIN
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
-        """Return the tokens behind which the next answer comes."""
+        """Return the tokens before the next answer."""
         ids: list[int] = encode_parts(self.tokenizer, self._rendered(messages, True).parts)[0].tolist()
         return ids
 
     def example(self, messages: Sequence[Message]) -> Example:
-        """Return the tokens of a chat; its answers are to be learned, each with the token that ends it."""
+        """Return the tokens of a chat. The loss counts its answers, each with its end token."""
         parts, answers = self._rendered(messages, False)
         if answers and answers[-1][0] < 0 and messages[-1]["role"] == "assistant":
             answers[-1] = self._behind_prompt(messages[:-1], parts), answers[-1][1]
@@ -190,8 +188,9 @@ class ChatFormat:
         return Example(ids, learned)
 
     def _behind_prompt(self, messages: Sequence[Message], parts: Sequence[str | int]) -> int:
-        """Return where the last answer begins if its beginning was cut out, as thoughts are to be put back
-        in another way: behind the prompt for it. -1 if the text does not begin with that.
+        """Return where the last answer starts if the template cut off its start: after the answer's prompt.
+
+        Templates do so to render thoughts differently. -1 if the text does not start with the prompt.
         """
         prompt, whole = (
             "".join(map(self._text, each)) for each in (self._rendered(messages, True).parts, parts)
@@ -199,7 +198,7 @@ class ChatFormat:
         return len(prompt) if whole.startswith(prompt) else -1
 
     def _end_of_answer(self) -> tuple[int, ...]:
-        """Return the token that the template puts behind an answer, if there is one."""
+        """Return the special token that the template puts after an answer, if any."""
         chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
         parts, answers = self._rendered(chat, False)
         at = 0
@@ -217,14 +216,14 @@ class ChatFormat:
         values = {**self._tokens, "messages": shown, "add_generation_prompt": asks, "tools": None}
         if not self.is_own:
             return self._read(renderer().render(self.source, values))
-        from distgpt.corpora.chats import worker  # a template of ours is trusted
+        from distgpt.corpora.chats import worker  # a built-in template is trusted
 
         return self._read(worker.render(self.source, values))
 
     def _marked(self, message: Message) -> str:
-        """Return a content with marks for what is spelled like a special token, and around an answer.
+        """Replace special tokens in a content by marks, and add marks around an answer.
 
-        These stand inside of the blanks around it, as templates cut them off.
+        The marks are inside the surrounding blanks, because templates strip them.
         """
         special, text = self.tokenizer.specials, message["content"]
         text = self._spelled.sub(lambda found: f"{self._mark}{special[found[0]]}{CLOSE}", text)
@@ -235,11 +234,11 @@ class ChatFormat:
         return f"{before}{self._mark}{BEGIN}{CLOSE}{inner}{self._mark}{END}{CLOSE}{after}"
 
     def _read(self, text: str) -> _Rendered:
-        """Take the marks out of a text, and the special tokens apart."""
+        """Remove the marks from a rendered text, and separate its special tokens."""
         parts: list[str | int] = []
-        texts: list[str] = []  # since the last token; one long text that grows would be copied for each
+        texts: list[str] = []  # text since the last token, joined once to avoid copies
         answers: list[tuple[int, int]] = []
-        at, begin, is_open = 0, -1, False  # open: the token or the turn that ends the last answer may come
+        at, begin, is_open = 0, -1, False  # open: the end of the last answer may follow, a token or a turn
         for piece in self._between.split(text):
             mark = piece[len(self._mark) : -1] if piece.startswith(self._mark) else ""
             if mark == BEGIN:
@@ -264,9 +263,9 @@ class ChatFormat:
 
 
 def encode_parts(tokenizer: Tokenizer, parts: Sequence[str | int]) -> tuple[Ids, Ids]:
-    """Return the ids of texts between tokens that are given as ids, and the position where each ends.
+    """Return the ids of texts between tokens given as ids, and the position where each id ends.
 
-    Positions count the characters of the whole, in which tokens are spelled out.
+    Positions count characters of the whole text, including spelled-out tokens.
     """
     if isinstance(tokenizer, LibraryTokenizer):
         return tokenizer.encode_parts(parts)
@@ -279,18 +278,18 @@ def encode_parts(tokenizer: Tokenizer, parts: Sequence[str | int]) -> tuple[Ids,
     shown = (part.encode() if isinstance(part, str) else tokenizer.pieces[part] for part in parts)
     if (whole := b"".join(pieces)) != b"".join(shown):
         raise DataError(f"a tokenizer of kind {tokenizer.kind!r} cannot encode chats: it changes texts")
-    # Count characters that have begun: an id may be a part of one.
+    # Count characters that have started, because an id may be part of a character.
     begun = np.cumsum(np.frombuffer(whole, np.uint8) & 0xC0 != 0x80)
     return ids, begun[np.cumsum(list(map(len, pieces)), dtype=np.int64) - 1]
 
 
 def was_tuned_on_chats(files: Collection[Path]) -> bool:
-    """Tell whether a model of these weights files, one of which may be an adapter, was trained on chats."""
+    """Return whether any of these weights files, model or adapter, was trained on chats."""
     return any(read_description(file).run.train.chats for file in files)
 
 
 def checked_messages(value: Any) -> list[Message]:
-    """Return the messages of somebody's JSON; a DataError says what is wrong with which."""
+    """Return the messages of untrusted JSON. A DataError names the message and the problem."""
     if not isinstance(value, list) or not value:
         raise DataError("messages must be a list, and not empty")
     found = []
@@ -300,7 +299,7 @@ def checked_messages(value: Any) -> list[Message]:
         if role not in ROLES:
             raise DataError(f"message {number}: the role {role!r:.40} is unknown{nearest(role[:40], ROLES)}")
         content = message.get("content")
-        if isinstance(content, list):  # as OpenAI's clients send it
+        if isinstance(content, list):  # OpenAI's clients send lists of parts
             texts = [
                 part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"
             ]

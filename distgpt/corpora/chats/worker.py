@@ -1,7 +1,7 @@
-"""Renders chat templates. A process of its own runs this file for templates of others.
+"""Renders chat templates. Third-party templates run in a separate process that executes this file.
 
-It imports nothing of ours. Each line that it reads is a JSON object with "source" and "values"; it answers
-with "text" or "error".
+It imports nothing from distgpt. Each input line is a JSON object with "source" and "values"; each output line
+has "text" or "error".
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MEMORY = 512 << 20  # bytes of address space
-LONGEST = 1 << 24  # characters of a text
+LONGEST = 1 << 24  # characters of output
 
 
 class _Generation(Extension):
-    """Accepts {% generation %}, with which some templates mark answers, and gives what is in it."""
+    """Accepts {% generation %}, which marks answers in some templates, and renders its contents."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -39,7 +39,7 @@ def _refuse(message: str) -> None:
 
 @lru_cache(8)
 def _template(source: str) -> Template:
-    """Compile a template as transformers does."""
+    """Compile a template with the same settings as transformers."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
     )
@@ -50,7 +50,6 @@ def _template(source: str) -> Template:
 
 
 def render(source: str, values: dict[str, Any]) -> str:
-    """Return the text that a template makes of these values."""
     return _template(source).render(**values)
 
 
@@ -71,7 +70,6 @@ def _answer(line: bytes) -> dict[str, str]:
 
 
 def main() -> None:
-    """Answer line by line until nobody asks any more."""
     with suppress(OSError, ValueError):  # systems without this limit
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     for line in sys.stdin.buffer:

@@ -1,4 +1,4 @@
-"""From documents to token shards, in parallel, in bounded memory, resumable; and learning vocabularies.
+"""From documents to token shards, in parallel, in bounded memory, resumable; also training of tokenizers.
 
-Not here: the format of shards, and reading them (corpora/shards.py).
+The shard format and its reader are in corpora/shards.py.
 """

@@ -1,9 +1,9 @@
-"""Documents out of files, never all in memory at once: inputs are cut into pieces, pieces into documents.
+"""Read documents from files in bounded memory: inputs are cut into pieces, pieces into documents.
 
-Inputs are files given by name, found in folders, or kept from standard input. A piece is about a megabyte,
-which can be tokenized on its own, in any thread. A long text is cut where GPT-2's rule for splitting words
-cannot notice: before a blank that follows something else. Only a text without such a place for a whole
-megabyte is cut between any two characters.
+Inputs are named files, files found in directories, or a copy of standard input. A piece has about 1 MiB and
+can be tokenized separately, in any thread. A long document is cut only before a blank that follows another
+character, which does not change GPT-2's word splitting. If 1 MiB has no such place, it is cut between any two
+characters.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from distgpt.core.base.formatting import count
 from distgpt.core.base.formatting import size as size_in_words
 from distgpt.core.data.textfile import CONVERT, refuse_by_name
 
-MOST_ENDINGS = 6  # of skipped files, in a note
-FIELD = "text"  # where lines of JSON and tables have the text, unless another one is named
-TEXT, LINES, ROWS = "text", "lines", "rows"  # one document · one per line of JSON · one per row of a table
-# What is taken from folders; a file given by name is a text unless its ending says otherwise.
+MOST_ENDINGS = 6  # suffixes of skipped files in a note
+FIELD = "text"  # default field or column of the text, in JSON lines and tables
+TEXT, LINES, ROWS = "text", "lines", "rows"  # one document · one per JSON line · one per table row
+# Suffixes read from directories. A named file with another suffix is text.
 ENDINGS = {".txt": TEXT, ".md": TEXT, ".txt.gz": TEXT, ".jsonl": LINES, ".jsonl.gz": LINES, ".parquet": ROWS}
-_SMALL = 1 << 12  # bytes that show what a file is
-_FOLDER = next(filter(Path.is_dir, map(Path, ("/proc/self/fd", "/dev/fd"))), Path("/dev/fd"))  # of open files
+_SMALL = 1 << 12  # bytes that are enough to detect the type of a file
+_FOLDER = next(filter(Path.is_dir, map(Path, ("/proc/self/fd", "/dev/fd"))), Path("/dev/fd"))  # open files
 
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """One file. `name` is its path below the folder that was given, which is the same on other machines."""
+    """One file. `name` is its path relative to the given directory, which is the same on other machines."""
 
     path: Path
     name: str
@@ -55,9 +55,9 @@ class Input:
 
 
 def find_inputs(paths: Sequence[Path | Input], note: Say = lambda text: None) -> list[Input]:
-    """List these files and, for a folder, the files of known kinds below it, sorted.
+    """List the files and, for a directory, the files of known kinds in it, sorted.
 
-    `note` gets the numbers of files in a folder that are read, and skipped by their endings.
+    `note` gets the number of files read, and the number and suffixes of files skipped.
     """
     found: list[Input] = []
     for path in paths:
@@ -91,7 +91,7 @@ def _no_text(name: Path | str) -> DataError:
 
 
 def _files(folder: Path) -> list[Path]:
-    """Return all files but hidden ones. Links are followed, each folder is entered once."""
+    """Return all files except hidden ones. Follow links, but enter each directory only once."""
 
     def refuse(error: OSError) -> NoReturn:
         raise StorageError(f"cannot read {error.filename}: {error.strerror}") from error
@@ -128,7 +128,7 @@ def _described(path: Path, name: str) -> Input:
 
 @contextmanager
 def opened(source: Input, offset: int = 0) -> Iterator[tuple[BinaryIO, BinaryIO]]:
-    """Yield a file's uncompressed bytes from an offset on, and the file itself; failures become one line."""
+    """Yield a file's uncompressed bytes from an offset on, and the file itself. Errors become a DataError."""
     with storage_errors("read", source.path), open_regular(source.path) as file:
         stream = gzip.GzipFile(fileobj=file) if source.compressed else file
         try:
@@ -140,10 +140,10 @@ def opened(source: Input, offset: int = 0) -> Iterator[tuple[BinaryIO, BinaryIO]
 
 @contextmanager
 def piped(stream: BinaryIO) -> Iterator[Input]:
-    """Yield everything that comes from there: lines of JSON if the first one begins so, else a text.
+    """Yield standard input as an Input: JSON lines if it starts with "{", otherwise text.
 
-    The file has no name, so that nothing is left however the process ends. The input's time is always the
-    same: the same text from another pipe resumes what was interrupted.
+    The copy has no name, so it disappears when the process ends. Its mtime is 0, so the same text from
+    another pipe resumes an interrupted run.
     """
     with ExitStack() as stack:
         with storage_errors("keep standard input in", Path(os.environ.get("TMPDIR", "/tmp"))):
@@ -159,11 +159,11 @@ def piped(stream: BinaryIO) -> Iterator[Input]:
         yield Input(_FOLDER / str(file.fileno()), name, kind, size, mtime_ns=0)
 
 
-PIECE = 1 << 20  # bytes; a piece ends at the next good place
-ROWS_AT_ONCE = 64  # of a column whose texts stay in their dictionary: of others one, as a text can be a page
-HARMLESS = 16 << 20  # bytes of a table's row group that are unpacked to name the row that is too long
-LIMIT = 2 * PIECE  # where a piece of a text ends at the latest
-MAX_DOCUMENT = 64 << 20  # bytes of a line of JSON, or a text in a table; other texts come in pieces
+PIECE = 1 << 20  # bytes; a piece ends at the next suitable place
+ROWS_AT_ONCE = 64  # rows per read of a dictionary column; others are read row by row, as one can fill a page
+HARMLESS = 16 << 20  # bytes of a row group that may be decompressed to name the row that is too long
+LIMIT = 2 * PIECE  # maximum size of a piece of text
+MAX_DOCUMENT = 64 << 20  # maximum bytes of a JSON line or a table's text; other text is split
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _BEFORE_BLANK = re.compile(rb"[^ \t\n\r\x0b\x0c\x1c-\x1f][ \t\n\r]")
 _REPLACEMENT = "\ufffd"
@@ -172,7 +172,7 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 @dataclass(frozen=True, slots=True)
 class Offset:
-    """The beginning of a piece: number of the input, bytes (of a table rows) into it, lines before."""
+    """The start of a piece: index of the input, bytes (rows of a table) and lines before it."""
 
     input: Count = 0
     offset: Count = 0
@@ -181,10 +181,10 @@ class Offset:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Some of one input: part of a text, whole lines, or one document per entry of `data`.
+    """Part of one input: part of a text, whole lines, or one document per entry of `data`.
 
-    `place` is where it begins, `next` where the one after it begins; `consumed` counts the bytes of
-    all files up to its end. `begins` says that a text's first part is here.
+    `place` is its start, `next` the start of the next piece. `consumed` counts the bytes of all files up to
+    its end. `begins`: it has the start of a text.
     """
 
     source: str
@@ -199,18 +199,18 @@ class Piece:
         return sum(map(len, self.data))
 
 
-# The data of a piece, where the one after it begins, and how many bytes of the file have been read by then.
+# The data of a piece, the start of the next one, and the bytes of the file read up to it.
 _Cut = tuple[list[bytes], Offset, int]
 
 
 def documents(paths: Sequence[Path | Input], field: str, max_document: int = MAX_DOCUMENT) -> Iterator[str]:
-    """Return the documents in these files and folders, a long text in several parts."""
+    """Return the documents in these files and directories. Long ones are split."""
     found = pieces(find_inputs(paths), field, Offset(), max_document)
     return (text for piece in found for text, _ in parts(piece, field))
 
 
 def parts(piece: Piece, field: str) -> Iterator[tuple[str, int]]:
-    """Yield the documents of a piece that are not empty, and how many characters could not be decoded."""
+    """Yield each non-empty document of a piece, and its number of undecodable characters."""
     for number, data in enumerate(piece.data, start=1):
         text, replaced = _decoded(data)
         if piece.kind == LINES:
@@ -225,7 +225,7 @@ def parts(piece: Piece, field: str) -> Iterator[tuple[str, int]]:
 def pieces(
     inputs: Sequence[Input], field: str, start: Offset, max_document: int = MAX_DOCUMENT
 ) -> Iterator[Piece]:
-    """Cut the inputs from a place on that some piece has as its `place` or `next`."""
+    """Cut the inputs into pieces, from a `place` or `next` of an earlier piece on."""
     cut = {TEXT: _text, LINES: _lines, ROWS: _rows}
     for number in range(start.input, len(inputs)):
         source, before = inputs[number], sum(other.bytes for other in inputs[:number])
@@ -251,7 +251,7 @@ def _text(source: Input, field: str, place: Offset, most: int) -> Iterator[_Cut]
 
 
 def _good_length(data: bytes) -> int:
-    """Return the length of a text's next piece: at most `LIMIT` bytes."""
+    """Return the length of the next piece, at most `LIMIT` bytes."""
     if len(data) <= PIECE:
         return len(data)
     for found in _BEFORE_BLANK.finditer(data, PIECE - 1):
@@ -259,7 +259,7 @@ def _good_length(data: bytes) -> int:
         last = data[max(0, cut - 4) : cut].decode("utf-8", "replace")[-1]
         if not last.isspace():
             return cut
-    if len(data) >= LIMIT:  # the last place that is in no character, and in no line break either
+    if len(data) >= LIMIT:  # the last place that splits neither a character nor a line break
         for cut in range(len(data) - 1, len(data) - 5, -1):
             if data[cut] & 0xC0 != 0x80 and data[cut - 1 : cut + 1] != b"\r\n":
                 return cut
@@ -306,9 +306,9 @@ def _rows(source: Input, field: str, place: Offset, most: int) -> Iterator[_Cut]
 
 
 def _texts(path: Path, field: str, skip: int, most: int) -> Iterator[tuple[Any, int]]:
-    """Yield one column from the row `skip` on: each text as a buffer, or None, with the number of all rows.
+    """Yield (buffer or None, total rows) from row `skip` on.
 
-    Some kilobytes of a compressed page can stand for many texts of a gigabyte each: one is decoded at a time.
+    A page of a few kilobytes can expand to many values of 1 GB, so values are decoded one at a time.
     """
     try:
         import pyarrow as arrow
@@ -323,7 +323,7 @@ def _texts(path: Path, field: str, skip: int, most: int) -> Iterator[tuple[Any, 
             ends = list(accumulate(about.row_group(number).num_rows for number in range(file.num_row_groups)))
             groups = [number for number, end in enumerate(ends) if end > skip]
             skip -= max((end for end in ends if end <= skip), default=0)
-            for number in groups:  # too large for that many texts of at most `most` bytes, and for a look
+            for number in groups:  # raise if it is larger than HARMLESS and its values at `most` bytes each
                 group = about.row_group(number)
                 for part in (group.column(column) for column in range(group.num_columns)):
                     least = max(HARMLESS, (part.num_values + 1) * most)
@@ -339,7 +339,7 @@ def _texts(path: Path, field: str, skip: int, most: int) -> Iterator[tuple[Any, 
 
 
 def _checked_type(schema: Any, field: str, path: Path, types: Any) -> Any:
-    """Return the type of a column that holds texts; refuse others."""
+    """Return the type of the column. Raises a DataError if it is not a string."""
     if field not in schema.names:
         names = escape(", ".join(schema.names))
         raise DataError(f"{path} has no column {field!r:.80}; --field chooses among {names:.200}")
@@ -354,7 +354,7 @@ def _checked_type(schema: Any, field: str, path: Path, types: Any) -> Any:
 
 
 def _decoded(data: bytes) -> tuple[str, int]:
-    """Return the text, with U+FFFD for what is not UTF-8, and their number."""
+    """Return the text, with U+FFFD for invalid UTF-8, and the number of replacements."""
     try:
         return data.decode("utf-8"), 0
     except UnicodeDecodeError:
@@ -363,7 +363,7 @@ def _decoded(data: bytes) -> tuple[str, int]:
 
 
 def _member(line: str, field: str, where: str) -> tuple[str, int]:
-    """Return the text in a line of JSON. Halves of surrogate pairs, which JSON can spell, are replaced."""
+    """Return the text of a JSON line and the number of lone surrogates, which are replaced."""
     try:
         found = json.loads(line)
     except (ValueError, RecursionError):

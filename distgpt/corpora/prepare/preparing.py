@@ -1,8 +1,8 @@
-"""From documents to token shards: in bounded memory, on several threads, resumable after an interruption.
+"""From documents to token shards, in bounded memory, on multiple threads, resumable.
 
-First all documents are tokenized into a spool: one file of their ids, one of their lengths. Then they are
-taken out of it in the order of their keys. So the shuffle is one of all documents, and everything is counted
-before the first shard. Places and order of the documents take 24 bytes each in memory.
+First, all documents are tokenized into a spool: a file of ids and a file of lengths. Then they are written to
+shards in shuffled order. So the shuffle covers all documents, and the number of tokens is known before the
+first shard. The index of the documents takes 24 bytes each in memory.
 """
 
 from __future__ import annotations
@@ -65,17 +65,17 @@ from distgpt.corpora.tokenizers.bpe import not_empty
 T = TypeVar("T")
 R = TypeVar("R")
 
-LEAST = 2  # tokens: one to see, one to predict
-EVERY = 1 << 24  # tokens from one note of the progress to the next
-VAL_PARTS = 16  # of validation: a longer document gives a share of its own tokens
-LEAST_SHARE = 64  # tokens that make sense on their own
+LEAST = 2  # tokens (an input and a target)
+EVERY = 1 << 24  # tokens between two saves of the progress
+VAL_PARTS = 16  # A document longer than 1/VAL_PARTS of validation contributes part of its tokens.
+LEAST_SHARE = 64  # minimum tokens of a share
 DOCUMENTS_AT_ONCE = 1 << 16
-AT_ONCE = 1 << 20  # ids in memory on their way from the spool
-AHEAD = 3  # items per worker that are under way
-LARGEST_QUEUE = 1 << 26  # bytes under way, beyond which no more items are read
+AT_ONCE = 1 << 20  # ids in memory while reading the spool
+AHEAD = 3  # items per worker in flight
+LARGEST_QUEUE = 1 << 26  # bytes in flight; beyond it, no more items are read
 
 PROGRESS, SPOOL = "progress.json", ("spool.ids", "spool.lengths")
-# To be raised when the same inputs are cut or tokenized differently: the rest would not fit.
+# Increase VERSION if the same inputs are cut or tokenized differently, because the rest would not match.
 FORMAT, VERSION = "distgpt-unfinished-shards", 5
 _SHARD = re.compile(rf"({'|'.join(SPLITS)})-\d{{6,}}\.npy")
 _Pair = Annotated[list[Count], Must("be two counts", lambda pair: len(pair) == 2)]
@@ -83,10 +83,10 @@ _Pair = Annotated[list[Count], Must("be two counts", lambda pair: len(pair) == 2
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """`tokenizer` is one, or its name; for char, word and bpe:N it is made from the inputs.
+    """A request for shards. `tokenizer` is one or its name; char, word and bpe:N are built from the inputs.
 
-    `val_shards`, if given, counts whole shards for validation, instead of a fraction of the tokens.
-    Without a `seed` the documents stay in the order in which they are read.
+    `val_shards`: number of validation shards, instead of a fraction of the tokens. Without a `seed`,
+    documents keep their order.
     """
 
     inputs: tuple[Path | Input, ...]
@@ -108,14 +108,14 @@ class Request:
             raise UsageError(f"--val-fraction is {self.val_fraction}: it must lie in [0, 1)")
 
     def known_tokenizer(self) -> Tokenizer | None:
-        """Return the tokenizer, unless it has to be made from the inputs."""
+        """Return the tokenizer, or None if it must be built from the inputs."""
         if isinstance(self.tokenizer, Tokenizer):
             return self.tokenizer
         kind, _ = find_kind(self.tokenizer)
         return None if kind and kind.learn else load_tokenizer(self.tokenizer)
 
     def settings(self, tokenizer: Tokenizer | None) -> dict[str, Any]:
-        """Return what the shards depend on, besides the inputs."""
+        """Return everything except the inputs that the shards depend on."""
         made = f"{tokenizer.describe()} ({fingerprint(tokenizer)[:16]})" if tokenizer else self.tokenizer
         return {
             "tokenizer": made,
@@ -128,21 +128,21 @@ class Request:
         }
 
     def held_out(self, tokens: int) -> int:
-        """Return the number of tokens for validation among this many."""
+        """Return the number of validation tokens."""
         if self.val_shards is not None:
             return min(tokens, self.val_shards * self.shard_tokens)
         held_out = min(int(self.val_fraction * tokens), self.shard_tokens)
         return held_out if held_out >= LEAST else 0
 
 
-# -- where to resume
+# -- resuming
 
 
 @dataclass(slots=True)
 class Progress:
-    """How much is in the spool: all pieces before `place`.
+    """The state of the spool, which contains all pieces before `place`.
 
-    `sources` are documents and their tokens of each input, `spooled` the valid elements of both files.
+    `sources`: documents and tokens of each input. `spooled`: valid elements of the two files.
     """
 
     settings: dict[str, Any]
@@ -155,7 +155,7 @@ class Progress:
 
     @property
     def begun(self) -> bool:
-        """True if there is anything to resume."""
+        """Whether there is anything to resume."""
         return self.place != Offset()
 
     @property
@@ -173,19 +173,19 @@ def list_inputs(inputs: Sequence[Input]) -> list[list[Any]]:
 
 
 class BeingPrepared(UsageError):
-    """Shards that another process is making."""
+    """Raised if another process is preparing these shards."""
 
 
 @contextmanager
 def reserved(folder: Path, say: Say) -> Iterator[None]:
-    """Make the folder if there is none and lock it for this process; remove it again if it stays empty."""
+    """Create the directory if needed and lock it for this process. Remove a new one that stays empty."""
     with storage_errors("write to", folder):
         is_new = not folder.exists()
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         if not locked(descriptor, folder, say):
-            is_new = False  # the other's
+            is_new = False  # it belongs to the other process
             raise BeingPrepared(f"another process is preparing shards in {folder}")
         yield
     finally:
@@ -196,19 +196,19 @@ def reserved(folder: Path, say: Say) -> Iterator[None]:
 
 
 def load_progress(folder: Path, fresh: Progress) -> Progress:
-    """Return the progress of an earlier process, else `fresh`; a UsageError if its work was other work."""
+    """Return the progress of an earlier process, or `fresh`. Raises a UsageError if its settings differ."""
     if is_shards(folder):
         raise UsageError(f"{folder} holds shards already; give another --out, or remove it")
     path = folder / PROGRESS
     with storage_errors("read", folder):
         others = [other.name for other in folder.iterdir() if not _is_partial(other.name)]
-    if not path.exists():  # accept only what a killed process left half-written
+    if not path.exists():  # accept only files that a killed process left incomplete
         if others:
             raise UsageError(f"{folder} is not empty (it holds {min(others)!r}); give a new folder")
         return fresh
     if (found := _unfinished(folder)) is None:
         raise UsageError(f"{path} is not of distgpt data prepare; give a new folder for the shards")
-    try:  # types are checked, too, since a hash can be made to fit
+    try:  # check types also, because a hash can be forged
         if found.pop("version", None) != VERSION:
             raise ValueError("another version of distgpt wrote it")
         if found.pop("sha256", None) != _sha256(found):
@@ -230,7 +230,7 @@ def load_progress(folder: Path, fresh: Progress) -> Progress:
 
 
 def _unfinished(folder: Path) -> dict[str, Any] | None:
-    """Return what this or another version of distgpt has noted of shards that it began here."""
+    """Return the progress in a directory, or None if it has no unfinished shards."""
     try:
         found = parse_json(read_small(folder / PROGRESS)) if (folder / PROGRESS).exists() else None
     except (ValueError, DataError):
@@ -239,7 +239,6 @@ def _unfinished(folder: Path) -> dict[str, Any] | None:
 
 
 def refuse_unfinished(folder: Path) -> None:
-    """Raise a DataError if the shards in a folder are not finished."""
     with storage_errors("read", folder):
         unfinished = folder.is_dir() and _unfinished(folder) is not None
     if unfinished:
@@ -256,7 +255,7 @@ def _is_partial(name: str) -> bool:
 
 
 def _clean(folder: Path, resumable: bool) -> None:
-    """Remove shards and half-written files; without anything to resume, the rest of our files too."""
+    """Remove shards and incomplete files. If nothing is resumable, remove our other files also."""
     with storage_errors("write to", folder):
         for path in folder.iterdir():
             rest = not resumable and path.name in (*SPOOL, TOKENIZER, PROGRESS)
@@ -272,7 +271,7 @@ def in_order(
 ) -> Generator[R, None, None]:
     """Yield `work(item)` for each item, in order.
 
-    Threads suffice: what takes long (BPE, decompressing, hashing) releases the interpreter lock.
+    Threads are enough, because the slow work (BPE, decompression, hashing) releases the GIL.
     """
     todo = iter(items)
     under_way: deque[tuple[int, Future[R]]] = deque()
@@ -293,7 +292,7 @@ def in_order(
 
 
 def encode(piece: Piece, tokenizer: Tokenizer, field: str) -> tuple[Piece, Ids, list[int], int, int]:
-    """Return a piece, its ids, how many of them each document has, bytes of text, characters replaced.
+    """Return the piece, its ids, ids per document, bytes of text, and characters replaced.
 
     Threads may share the tokenizer.
     """
@@ -310,8 +309,8 @@ def encode(piece: Piece, tokenizer: Tokenizer, field: str) -> tuple[Piece, Ids, 
 def separator_ids(choice: str, tokenizer: Tokenizer) -> tuple[int, ...]:
     """Return the ids that separate documents.
 
-    auto: the tokenizer's own token, which also stands before the first one; otherwise a line break, if it
-    can be encoded.
+    auto: the tokenizer's separator, also before the first document; without one, a line break if it can be
+    encoded.
     """
     if choice == "none":
         return ()
@@ -330,7 +329,7 @@ def separator_ids(choice: str, tokenizer: Tokenizer) -> tuple[int, ...]:
 
 
 class Preparation:
-    """Puts the ids of the pieces into the spool, with notes of its progress, and from there into shards."""
+    """Writes ids to the spool, saving progress, and then from the spool to shards."""
 
     def __init__(
         self,
@@ -348,12 +347,13 @@ class Preparation:
         self._paths = [request.out / name for name in SPOOL]
 
     def run(self) -> Manifest:
-        """Write all shards, and the manifest, with which they are complete."""
+        """Write all shards, then the manifest, which marks them complete."""
         with self._opened(0) as self._ids, self._opened(1) as self._lengths:
             if self._progress.place.input < len(self._inputs):
                 self._fill_spool()
             between, progress = len(self._separator), self._progress
-            # Of all documents, with a separator next to each; and of the one before the first document.
+            # Each document counts with a separator. The first one is dropped if separators only go between
+            # documents.
             self._total = progress.spooled[0] + between * progress.documents
             self._dropped = between * self._only_between
             tokens = max(0, self._total - self._dropped)
@@ -368,7 +368,7 @@ class Preparation:
 
     @contextmanager
     def _opened(self, which: int) -> Iterator[BinaryIO]:
-        """Open a file of the spool. Bytes after the valid ones were written by a process that died."""
+        """Open a file of the spool, and cut off bytes that a killed process wrote after the last save."""
         path = self._paths[which]
         valid = self._progress.spooled[which] * (self._dtype.itemsize, 8)[which]
         with storage_errors("write", path):
@@ -382,7 +382,7 @@ class Preparation:
         try:
             yield file
         finally:
-            with suppress(OSError):  # of what has not been written
+            with suppress(OSError):  # data that could not be written
                 file.close()
 
     def _fill_spool(self) -> None:
@@ -397,7 +397,7 @@ class Preparation:
                     name = escape(piece.source)
                     self._watcher.noted(f"{name} is not all UTF-8: {CONVERT}")
                 signed = np.array(lengths, "<i8")
-                if not piece.begins:  # the first one continues another
+                if not piece.begins:  # the first document continues an earlier one
                     signed[:1] = ~signed[:1]
                 self._spool(0, ids.astype(self._dtype, copy=False))
                 self._spool(1, signed)
@@ -425,7 +425,7 @@ class Preparation:
             with storage_errors("write", path):
                 file.flush()
                 os.fsync(file.fileno())
-        self._progress.save(self._request.out)  # which puts the names on the disk as well
+        self._progress.save(self._request.out)  # also syncs the directory
 
     def _nothing_left(self, tokens: int) -> DataError:
         self._progress.place = Offset()  # nothing to resume
@@ -442,9 +442,9 @@ class Preparation:
     # -- from the spool to shards
 
     def _index(self) -> None:
-        """Read the first position and the number of ids of each document, and draw their order.
+        """Load the position and size of each document, and draw their order.
 
-        Each has a random key of the seed and its number. Without a seed they stay in the order of reading.
+        Each document has a random key from the seed and its number. Without a seed, they keep their order.
         """
         signed = np.empty(self._progress.spooled[1], "<i8")
         self._read(1, signed, 0)
@@ -478,7 +478,7 @@ class Preparation:
         left, done, number = total if is_train else min(total, self._held_out), 0, 0
         if is_train:
             done = self._held_out
-            if request.seed is None:  # its stream begins with those for validation
+            if request.seed is None:  # its stream starts with the validation tokens
                 left -= done
                 deque(take(done), maxlen=0)
         while left:
@@ -488,7 +488,7 @@ class Preparation:
             self._watcher.advanced(done * self._dtype.itemsize, done)
 
     def _stream(self, split: Split) -> Iterator[Ids]:
-        """Yield a split's ids, at most `AT_ONCE` at a time, in memory that is used again."""
+        """Yield a split's ids, at most `AT_ONCE` at a time, in a reused buffer."""
         separator, out, filled = self._separator, np.empty(AT_ONCE, self._dtype), 0
         for arrays in self._spans(split):
             for start, left, lead in zip(*(array.tolist() for array in arrays), strict=True):
@@ -507,17 +507,17 @@ class Preparation:
         yield out[:filled]
 
     def _spans(self, split: Split) -> Iterator[tuple[Array, Array, Array]]:
-        """Yield the parts of documents that belong to a split, in their order, some at a time.
+        """Yield the parts of documents that belong to a split, in order, in batches.
 
-        Of each part the first id, the number of ids, and how many of a separator stand before it: before each
-        document, and before the rest of one that was cut. Without a shuffle they are all documents, of which
-        the first ids are for validation. Else validation takes the same share from the start of every long
-        document, and fills up with short ones. So every long document contributes, and each is cut at most
-        once.
+        A batch has, for each part, its first id, its number of ids, and the number of preceding separator
+        ids. The separator precedes each document and the rest of a cut document. Without a shuffle, batches
+        cover all documents, and the first ids are for validation. Otherwise validation takes the same share
+        from the start of every long document and is filled with short ones. So every long document
+        contributes, and each document is cut at most once.
         """
         between, total, is_first = len(self._separator), max(1, self._total), True
         held_out = self._held_out
-        least = total + 1  # ids of a document that gives some to validation, with its separator
+        least = total + 1  # minimum size of a long document, with its separator
         if held_out:
             held_out += self._dropped
             share = (LEAST_SHARE + between) * total
@@ -534,7 +534,7 @@ class Preparation:
                 short = np.where(tokens < least, tokens, 0)
                 given = np.clip(left - np.cumsum(short) + short, 0, short)
                 left -= int(given.sum())
-                for i in np.flatnonzero(tokens >= least).tolist():  # not in 64 bits
+                for i in np.flatnonzero(tokens >= least).tolist():  # the products may exceed 64 bits
                     before, long_so_far = long_so_far, long_so_far + int(tokens[i])
                     given[i] = held_out * long_so_far // total - held_out * before // total
                 cut = np.maximum(given - between, 0)
@@ -551,7 +551,7 @@ class Preparation:
             yield starts, sizes, lead
 
     def _sealed(self, shards: list[Shard]) -> Manifest:
-        """Write the manifest, and remove what was needed for it."""
+        """Write the manifest, then remove the temporary files."""
         request, progress, tokenizer = self._request, self._progress, self._tokenizer
         if list_inputs(find_inputs(request.inputs)) != progress.inputs:
             raise DataError(f"the inputs changed while they were read; remove {request.out} and begin again")
@@ -578,7 +578,7 @@ class Preparation:
 
 
 def prepare(request: Request, watcher: Any, inputs: list[Input] | None = None) -> Manifest:
-    """Write the shards. `inputs` are those of the request, if already found.
+    """Write the shards. `inputs`: the request's inputs, if already listed.
 
     `watcher` shows the progress: began(bytes, of, label), advanced(bytes, tokens), noted(text).
     """

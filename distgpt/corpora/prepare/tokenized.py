@@ -1,7 +1,7 @@
-"""Folders, tables, lines of JSON and compressed texts: tokenized once, into shards that lie beside the runs.
+"""Documents in directories, tables, JSON lines and compressed files, tokenized once into cached shards.
 
-Not in the directory of one run: other runs on the same texts find them, too. At the end, vocabularies that
-are learned from such texts before there is a run.
+The shards are not in a run's directory, so that other runs with the same documents reuse them. This module
+also trains tokenizers before a run.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from distgpt.corpora.shards import is_shards, load_shards, read_manifest
 from distgpt.corpora.tokenizers.bpe import GPT2_SIZE, LEAST_PAIRS, learn_bpe, learned_size, not_empty
 from distgpt.corpora.tokenizers.collected import collect
 
-FROM_TEXTS = ("char", "word", "bpe")  # kinds of tokenizers that may have been made for a run on these texts
+FROM_TEXTS = ("char", "word", "bpe")  # tokenizers that an earlier run may have built from these documents
 SECONDS_BETWEEN_LINES = 10.0
 SECONDS_BETWEEN_TRIES = 0.5
 
 
 def tokenized(path: Path, tokenizer: str | Tokenizer, val_fraction: float, kept: Path, say: Say) -> Path:
-    """Return the folder of the shards of these texts, below `kept`; tokenize what is missing.
+    """Return the directory of the shards, in `kept`; tokenize the documents if it does not exist.
 
-    Its name tells what it was made from: where the texts lie, their sizes and times, and the settings.
+    Its name has a hash of the path, the files' sizes and times, and the settings.
     """
     refuse_unfinished(path)
     notes: list[str] = []
@@ -56,7 +56,7 @@ def tokenized(path: Path, tokenizer: str | Tokenizer, val_fraction: float, kept:
         return replace(made, out=kept / f"{path.resolve().name[:40]}-{key}")
 
     wanted = request(tokenizer)
-    if isinstance(tokenizer, Tokenizer) and tokenizer.kind in FROM_TEXTS:  # maybe made for a run
+    if isinstance(tokenizer, Tokenizer) and tokenizer.kind in FROM_TEXTS:  # it may have been built by a run
         first = request(f"bpe:{tokenizer.size}" if tokenizer.kind == "bpe" else tokenizer.kind)
         if is_shards(first.out) and read_manifest(first.out).tokenizer == fingerprint(tokenizer):
             wanted = first
@@ -64,7 +64,7 @@ def tokenized(path: Path, tokenizer: str | Tokenizer, val_fraction: float, kept:
     while not is_shards(wanted.out):
         try:
             prepare(wanted, _Watcher(say), inputs)
-        except BeingPrepared as error:  # for a run that was started a moment before
+        except BeingPrepared as error:  # another run started just before this one
             if not is_waiting:
                 say(f"{error}: waiting for it")
             is_waiting = True
@@ -82,7 +82,7 @@ def tokenized(path: Path, tokenizer: str | Tokenizer, val_fraction: float, kept:
 
 
 class _Watcher:
-    """Shows the progress in lines."""
+    """Prints the progress as lines."""
 
     def __init__(self, say: Say) -> None:
         self._say, self._total, self._last = say, 1, 0.0
@@ -101,7 +101,7 @@ class _Watcher:
 
 
 class _Documents:
-    """The kind of text that is tokenized once, into shards of its own."""
+    """The data kind of documents that are tokenized once, into cached shards."""
 
     def refuse_missing(self, request: DataRequest) -> None:
         find_inputs((resolve_data(request.data),))
@@ -110,7 +110,7 @@ class _Documents:
         def made() -> Path:
             path, tokenizer = resolve_data(request.data), requested_tokenizer(request)
             found = tokenized(path, tokenizer, request.val_fraction, request.kept, say)
-            return found.resolve()  # a replay has a link to it, on rank 0's host alone
+            return found.resolve()  # a replay links to it, only on rank 0's host
 
         return load_shards(comm, on_root(comm, made), request, say)
 
@@ -128,9 +128,9 @@ def learn_file(
     field: str = FIELD,
     max_document: int = MAX_DOCUMENT,
 ) -> str:
-    """Learn a tokenizer from these texts and save it in a new file; returns what to tell people about it.
+    """Learn a tokenizer from the documents and save it in a new file. Return a summary.
 
-    Only a BPE has a size, a minimal frequency (by default 2) and a separator (by default the last id).
+    Only a BPE has a size, a minimum frequency (default: 2) and a separator (default: the last id).
     """
     if kind == "bpe" and vocab_size is None:
         raise UsageError("--vocab-size says how many entries the BPE is to have; GPT-2's has 50257")
@@ -156,10 +156,10 @@ def learn_file(
 
 
 def vocabulary_size(tokenizer: str, path: Path) -> int:
-    """Return the vocabulary size. Reads the text only for tokenizers that are learned from it."""
-    if tokenizer == "gpt2":  # whose files may not be here
+    """Return the vocabulary size. Reads the text only to learn a tokenizer."""
+    if tokenizer == "gpt2":  # its files may be missing here
         return GPT2_SIZE
-    if size := learned_size(tokenizer):  # which takes long
+    if size := learned_size(tokenizer):  # learning takes long
         return size
     kind, argument = find_kind(tokenizer)
     if kind is not None and kind.learn is not None:

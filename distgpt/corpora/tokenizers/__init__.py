@@ -1,4 +1,4 @@
-"""Tokenizers that are learned or come from elsewhere: byte-level BPE, those of tokenizer.json and the hub.
+"""Learned and third-party tokenizers: byte-level BPE, tokenizer.json, and the Hugging Face Hub.
 
-Not here: bytes (core/data/tokenizers.py), the files to learn from (corpora/prepare/tokenized.py).
+The byte tokenizer is in core/data/tokenizers.py, learning from files in corpora/prepare/tokenized.py.
 """

@@ -1,4 +1,4 @@
-"""Byte-level BPE as in GPT-2: bytes, joined into longer tokens by a list of merges, which can be learned."""
+"""Byte-level BPE as in GPT-2: bytes are joined into tokens by a list of merges, which can be learned."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ if TYPE_CHECKING:
 
     from distgpt.corpora.tokenizers.bpe_fast import FastEncoder
 
-# Of GPT-2's own vocab.json and merges.txt, to recognise it without a network.
+# Fingerprint of GPT-2's own vocab.json and merges.txt, to recognize it offline.
 GPT2_FINGERPRINT = "834c43881f4c962d808207fad3b1bcdf0a0f553a8ee02e0f66a885b6bbaf3647"
 GPT2_SIZE = 50257
-LARGE = 1 << 19  # bytes of text encoded so far, from which on the faster encoder is worth its start
-LARGEST = 1 << 24  # entries; more is a damaged file
+LARGE = 1 << 19  # bytes of text; beyond it, the faster encoder is worth its startup
+LARGEST = 1 << 24  # entries; a file with more is corrupt
 SEPARATOR = "<|endoftext|>"
 
 
 @functools.cache
 def symbols() -> str:
-    """Return the character that stands for each byte in vocabularies.
+    """Return the character that represents each byte in vocabularies.
 
-    Printable characters of Latin-1 stand for themselves, the other bytes in turn for what follows U+0100.
+    Printable Latin-1 represents itself. The other bytes get the characters from U+0100 on, in order.
     """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))
@@ -52,14 +52,14 @@ def latin1_of_symbol() -> dict[int, int]:
 
 
 def spelled(text: str) -> str:
-    """Return a text as vocabularies spell it: one symbol per byte of its UTF-8."""
+    """Return the spelling in vocabularies, with one symbol per UTF-8 byte."""
     return encoded(text, "utf-8").decode("latin-1").translate(symbols())
 
 
 class BpeTokenizer(BytesDecoder):
-    """Encodes every text. Entries are spelled in `symbols`; merges are tried in their order.
+    """A byte-level BPE, which encodes every text. Entries are spelled in `symbols`.
 
-    Text is first split into pieces (words, numbers, marks, blanks) by GPT-2's rule; merges stay within one.
+    GPT-2's rule first splits text into pieces (words, numbers, punctuation, blanks); merges stay in one.
     """
 
     kind = "bpe"
@@ -117,7 +117,7 @@ class BpeTokenizer(BytesDecoder):
 
 
 def checked_bpe(vocabulary: Any, merges: Any, separator: Any, source: str) -> BpeTokenizer:
-    """Build a tokenizer of untrusted parts; a DataError names `source` and what is wrong."""
+    """Build a tokenizer from untrusted parts. A DataError names `source` and the problem."""
     if not isinstance(vocabulary, list) or not all(isinstance(entry, str) for entry in vocabulary):
         raise DataError(f"{source}: the tokenizer's vocabulary must be a list of strings")
     if len(vocabulary) > LARGEST:
@@ -159,19 +159,19 @@ def _checked_merges(merges: Any, known: set[str], source: str) -> list[tuple[str
     return list(pairs)
 
 
-LEARNED = "bpe:"  # and the entries of a BPE to learn
+LEARNED = "bpe:"  # prefix of the number of entries of a BPE to learn
 SMALLEST = 256
-LEAST_PAIRS = 2  # how often two tokens follow each other that become one, if nobody says
-# Merging takes time with the square of a piece's length. No word is that long; what has no blanks is cut.
+LEAST_PAIRS = 2  # default minimum frequency of a pair to merge
+# Merging takes quadratic time. No word is this long, but text without blanks is cut.
 LONGEST_PIECE = 256  # characters
 _LONG = re.compile(rf"\S{{{LONGEST_PIECE}}}|\s{{{LONGEST_PIECE}}}")
 
 
 def learn_bpe(texts: Iterable[str], size: int, min_frequency: int, separator: str) -> BpeTokenizer:
-    """Learn a BPE of `size` entries, the separator ("first", "last" or "none") included.
+    """Learn a BPE of `size` entries, including the separator ("first", "last" or "none").
 
-    It has fewer if no more pairs occur `min_frequency` times. Equal texts give equal tokenizers. Only the
-    distinct pieces of the texts are held in memory.
+    It has fewer entries if no more pairs occur `min_frequency` times. The result is deterministic. Memory
+    holds only the distinct pieces.
     """
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
@@ -191,7 +191,7 @@ def learn_bpe(texts: Iterable[str], size: int, min_frequency: int, separator: st
         show_progress=False,
     )
     pieces = _short_pieces(not_empty(texts))
-    # The library does not react to Ctrl-C, the main thread does.
+    # The library ignores Ctrl-C, but the main thread does not.
     in_thread(lambda: library.train_from_iterator(pieces, trainer)).result()
     learned = json.loads(library.to_str())["model"]
     vocabulary = sorted(learned["vocab"], key=learned["vocab"].__getitem__)
@@ -202,7 +202,7 @@ def learn_bpe(texts: Iterable[str], size: int, min_frequency: int, separator: st
 
 
 def _short_pieces(texts: Iterable[str]) -> Iterator[str]:
-    """Yield the texts, cut where no piece of theirs would end for a long time."""
+    """Yield `texts`, split to limit the length of a piece."""
     for text in texts:
         start = 0
         for found in _LONG.finditer(text):
@@ -212,7 +212,7 @@ def _short_pieces(texts: Iterable[str]) -> Iterator[str]:
 
 
 def not_empty(texts: Iterable[str]) -> Iterator[str]:
-    """Yield the texts; a DataError where there is nothing in them."""
+    """Yield `texts`. Raises a DataError if all are empty."""
     empty = True
     for text in texts:
         empty = empty and not text
@@ -222,7 +222,7 @@ def not_empty(texts: Iterable[str]) -> Iterator[str]:
 
 
 def learned_size(name: str) -> int:
-    """Return the N of "bpe:N", a BPE of N entries to be learned from the text; 0 for other names."""
+    """Return N of "bpe:N", the entries of a BPE to be learned; 0 for other names."""
     size = name.removeprefix(LEARNED)
     return int(size) if name.startswith(LEARNED) and size.isdecimal() and len(size) < 10 else 0
 
@@ -230,13 +230,13 @@ def learned_size(name: str) -> int:
 BPE = TokenizerKind(
     "bpe:N",
     accepts=lambda argument: learned_size(LEARNED + argument) > 0,
-    # Only between documents stands a separator.
+    # There is a separator only between documents.
     learn=lambda argument, texts, are_documents: learn_bpe(
         texts, int(argument), LEAST_PAIRS, "last" if are_documents else "none"
     ),
     from_json=lambda document, source: checked_bpe(
         document.get("vocabulary"), document.get("merges"), document.get("separator"), source
     ),
-    # Fewer entries than requested are learned where a text has too few pairs.
+    # There are fewer entries than requested if there are too few pairs.
     means=lambda argument, tokenizer: tokenizer.kind == "bpe" and tokenizer.size <= int(argument),
 )

@@ -1,7 +1,6 @@
-"""BPE for large texts: the encoder, and its compiled loops.
+"""A BPE encoder for large inputs, and its compiled loops.
 
-They cut bytes into pieces, remember what pieces encode to, and merge new ones. A piece is what GPT-2's rule
-cuts out of a text, before any merge:
+The loops split bytes into pieces, cache the ids of pieces, and merge new pieces. Pieces follow GPT-2's rule:
 
     's|'t|'re|'ve|'m|'ll|'d| ?\\p{L}+| ?\\p{N}+| ?[^\\s\\p{L}\\p{N}]+|\\s+(?!\\S)|\\s+
 """
@@ -18,23 +17,23 @@ from distgpt.core.cpu.compiling.jit import inline, jit
 from distgpt.core.data.tokenizers import Ids, id_dtype
 from distgpt.core.ops.api import Array
 
-LETTER, NUMBER, BLANK, OTHER = 1, 2, 3, 4  # kinds of characters; 0 is not known yet
+LETTER, NUMBER, BLANK, OTHER = 1, 2, 3, 4  # kinds of characters; 0: not known yet
 DONE, OUT_FULL, MEMORY_FULL, UNKNOWN_KIND, LONG_PIECE = range(5)  # why `fill_ids` returned
 
-LONGEST_KEPT = 24  # bytes of a piece that is remembered: three words
+LONGEST_KEPT = 24  # bytes of a cached piece: three words
 LONGEST_MERGED = 256  # merging takes quadratic time here
-FULL = 0.6  # of the slots: beyond it, looking for a free one takes long
+FULL = 0.6  # maximum load factor; beyond it, finding a free slot takes long
 MEMORY_ROWS = 1 << 19  # 16 MB
 MEMORY_IDS = 1 << 20  # 4 MB
 IDS_AT_ONCE = 1 << 18
-AHEAD = 1 << 16  # bytes in which to look for more characters of unknown kind once there is one
+AHEAD = 1 << 16  # bytes in which to find more characters of unknown kind, after the first one
 
 _EMPTY = np.uint64(2**64 - 1)
-_KINDS = np.zeros(0x110000, np.uint8)  # of every code point, as far as `_learn_kinds` has been asked
+_KINDS = np.zeros(0x110000, np.uint8)  # kind of every code point, filled by `_learn_kinds`
 
 
 class Merges(NamedTuple):
-    """`keys` (left id << 32 | right id) with open addressing, `values` (rank << 32 | id of both)."""
+    """`keys` (left id << 32 | right id) with open addressing, `values` (rank << 32 | merged id)."""
 
     keys: Array
     values: Array
@@ -42,7 +41,7 @@ class Merges(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """A cache from pieces to ids: rows of three words of text and one of length, count of ids and place.
+    """A cache from pieces to ids. A row has three words of text and one of length, count of ids and place.
 
     The place of a single id is the id itself. `used` counts rows and places.
     """
@@ -53,7 +52,7 @@ class Memory(NamedTuple):
 
 
 class _Scratch(threading.local):
-    """Buffers that the loops write to: each thread gets its own."""
+    """Buffers of the loops, separate for each thread."""
 
     def __init__(self) -> None:
         rows, ids = np.zeros((MEMORY_ROWS, 4), np.uint64), np.empty(MEMORY_IDS, np.uint32)
@@ -63,10 +62,10 @@ class _Scratch(threading.local):
 
 
 class FastEncoder:
-    """Encodes as merging one by one does, several times faster. Threads may share it.
+    """A BPE encoder with the same results as merging step by step, but several times as fast. Thread-safe.
 
-    Most pieces of a text have been seen before: each thread remembers their ids, in a memory of its own
-    that is emptied when full. `encode_long` encodes a piece that is too long for the compiled loops.
+    Most pieces repeat, so each thread has a cache of their ids, which is emptied when full. `encode_long`
+    encodes a piece that is too long for the compiled loops.
     """
 
     def __init__(
@@ -86,10 +85,10 @@ class FastEncoder:
         self._dtype = id_dtype(len(id_of))
         self._encode_long = encode_long
         self._scratch = _Scratch()
-        self.encode(b"")  # compiles it
+        self.encode(b"")  # compile the loops
 
     def encode(self, text: bytes) -> Ids:
-        """Return the ids of this valid UTF-8."""
+        """Return the ids of valid UTF-8."""
         data = np.frombuffer(text, np.uint8)
         memory, out, ahead = self._scratch.memory, self._scratch.out, self._scratch.ahead
         parts: list[Ids] = []
@@ -109,10 +108,10 @@ class FastEncoder:
 
 
 def _learn_kinds(text: bytes) -> None:
-    """Ask the library's splitting rule about the characters here that are new.
+    """Classify new characters by the library's splitting rule.
 
-    Which characters are letters depends on the version of Unicode; asking the library makes both encode
-    alike. A character is of the kind of one that it shares a piece with.
+    Which characters are letters depends on the version of Unicode. With the library's answers, both encoders
+    agree. A character has the kind of the character that it shares a piece with.
     """
     from tokenizers import pre_tokenizers
 
@@ -122,7 +121,7 @@ def _learn_kinds(text: bytes) -> None:
     split = pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str
 
     def begins_at(place: int, pattern: str) -> Array:
-        """Return if a piece begins at this place of the pattern, around each character."""
+        """Return whether a piece starts at this position of the pattern, around each character."""
         pieces = split("".join(pattern.replace("x", chr(code)) for code in codes))
         begins = np.zeros(3 * len(codes), bool)
         begins[[span[0] for _, span in pieces]] = True
@@ -131,13 +130,13 @@ def _learn_kinds(text: bytes) -> None:
     learned = np.full(len(codes), BLANK, np.uint8)
     learned[~begins_at(1, "ax\n")] = LETTER
     learned[~begins_at(1, "1x\n")] = NUMBER
-    learned[~begins_at(2, "\nx!") & (codes != ord(" "))] = OTHER  # a space goes with anything that follows
+    learned[~begins_at(2, "\nx!") & (codes != ord(" "))] = OTHER  # a space joins any following character
     _KINDS[codes] = learned
 
 
 @inline
 def _code_at(data: Array, at: int) -> tuple[Any, int]:
-    """Return the code point that begins here, and how many bytes it has."""
+    """Return (code point, number of bytes) at this position."""
     first = np.int64(data[at])
     if first < 0x80:
         return first, 1
@@ -152,7 +151,7 @@ def _code_at(data: Array, at: int) -> tuple[Any, int]:
 
 @inline
 def _contraction(data: Array, at: int) -> int:
-    """Return the bytes of 's 't 'm 'd 're 've 'll at this apostrophe, 0 if it is none of them."""
+    """Return the bytes of 's 't 'm 'd 're 've 'll at this apostrophe, or 0."""
     a = data[at + 1] if at + 1 < data.size else np.uint8(0)
     b = data[at + 2] if at + 2 < data.size else np.uint8(0)
     if a == ord("s") or a == ord("t") or a == ord("m") or a == ord("d"):
@@ -164,7 +163,7 @@ def _contraction(data: Array, at: int) -> int:
 
 @inline
 def _run_end(data: Array, at: Any, kind: Any, kinds: Array) -> Any:
-    """Return the end of the characters of this kind; -1 - the place of one whose kind is not known."""
+    """Return the end of the run of this kind, or -1 - the position of a character of unknown kind."""
     while at < data.size:
         code, width = _code_at(data, at)
         if kinds[code] != kind:
@@ -175,7 +174,7 @@ def _run_end(data: Array, at: Any, kind: Any, kinds: Array) -> Any:
 
 @inline
 def _piece_end(data: Array, start: Any, kinds: Array) -> Any:
-    """Return the end of the piece that starts here; -1 - the place of a character whose kind is not known."""
+    """Return the end of this piece, or -1 - the position of a character of unknown kind."""
     code, width = _code_at(data, start)
     if code == ord("'") and _contraction(data, start):
         return start + _contraction(data, start)
@@ -189,7 +188,7 @@ def _piece_end(data: Array, start: Any, kinds: Array) -> Any:
     end = _run_end(data, end, kind, kinds)
     if kind != BLANK or end < 0 or end == data.size:
         return end
-    last = end - 1  # blanks before a visible character leave it the last one of them
+    last = end - 1  # the last blank before a visible character belongs to the next piece
     while data[last] & 0xC0 == 0x80:
         last -= 1
     return last if last > start else end
@@ -197,9 +196,9 @@ def _piece_end(data: Array, start: Any, kinds: Array) -> Any:
 
 @inline
 def _word_at(data: Array, start: Any, end: Any) -> Any:
-    """Up to eight bytes of [start, end) as one number."""
+    """Return up to eight bytes of [start, end) as one number."""
     word = np.uint64(0)
-    if start + 8 <= data.size:  # read together, which the compiler turns into one load
+    if start + 8 <= data.size:  # the compiler turns these reads into one load
         at = np.uint64(start)
         word = (
             np.uint64(data[at])
@@ -227,7 +226,7 @@ def _mixed(h: Any) -> Any:
 
 @inline
 def _merge_of(left: np.uint32, right: np.uint32, merges: Merges) -> Any:
-    """rank << 32 | id of both, or the largest number where the two do not merge."""
+    """Return rank << 32 | merged id, or the largest number if the two do not merge."""
     key = np.uint64(left) << np.uint64(32) | np.uint64(right)
     mask = np.uint64(merges.keys.size - 1)
     slot = _mixed(key) & mask
@@ -240,7 +239,7 @@ def _merge_of(left: np.uint32, right: np.uint32, merges: Merges) -> Any:
 
 @jit
 def fill_merges(pairs: Array, results: Array, keys: Array, values: Array) -> None:
-    """keys, values (a power of two, all bits set) ← pairs (n, 2) in order of rank, results (n,); uint64."""
+    """keys, values (a power of two, initially all ones) ← pairs (n, 2) by rank, results (n,); uint64."""
     mask = np.uint64(keys.size - 1)
     for rank in range(results.size):
         key = pairs[rank, 0] << np.uint64(32) | pairs[rank, 1]
@@ -253,7 +252,7 @@ def fill_merges(pairs: Array, results: Array, keys: Array, values: Array) -> Non
 
 @inline
 def _merged(data: Array, start: int, end: int, merges: Merges, out: Array, at: int, ahead: Array) -> int:
-    """out[at:] ← the ids of a piece, by merging; how many. `ahead` is scratch: the merge with the next id."""
+    """out[at:] ← the ids of a piece. Return their number. `ahead` is scratch for merges with the next id."""
     count = end - start
     for k in range(count):
         out[at + k] = merges.id_of_byte[data[start + k]]
@@ -280,7 +279,7 @@ def _merged(data: Array, start: int, end: int, merges: Merges, out: Array, at: i
 
 @inline
 def _kept(ids: Array, used: Array, length: Any, out: Array, at: Any, count: Any) -> Any:
-    """Return the last word of a new row: its piece has this length, and out[at : at + count] are its ids."""
+    """Return the last word of a new row for a piece of `length` bytes with ids out[at : at + count]."""
     place = np.uint64(out[at])
     if count > 1:
         place = np.uint64(used[1])
@@ -297,7 +296,7 @@ def fill_ids(
 ) -> tuple[Any, Any, int, Any]:
     """out ← ids of the UTF-8 from `start` on, as far as possible.
 
-    Returns (where it stopped, how many ids, why, where the unknown character is or the long piece ends).
+    Returns (position, number of ids, reason, position of the unknown character or end of the long piece).
     """
     rows, ids, used = memory
     mask = np.uint64(rows.shape[0] - 1)

@@ -1,4 +1,4 @@
-"""Tokenizers whose vocabulary is collected from a text: by character, by word."""
+"""Character and word tokenizers, whose vocabulary is collected from the training text."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from distgpt.core.data.tokenizers import (
 
 
 class _VocabularyTokenizer(Tokenizer):
-    """The base of CharTokenizer and WordTokenizer: an id is an index in a list of strings."""
+    """The base of CharTokenizer and WordTokenizer. An id is an index in a list of strings."""
 
     def __init__(self, vocabulary: Sequence[str]) -> None:
         self.vocabulary = tuple(vocabulary)
         self.size = len(self.vocabulary)
 
     def streamer(self) -> Streamer:
-        return _PieceStreamer(self.vocabulary, spaced=str)  # every piece as it is
+        return _PieceStreamer(self.vocabulary, spaced=str)  # no spacing
 
     def text_size(self, ids: Sequence[int]) -> int:
-        return len(ids) + text_size(self.vocabulary, ids)  # words have blanks between
+        return len(ids) + text_size(self.vocabulary, ids)  # words have blanks between them
 
     def contents(self) -> dict[str, object]:
         return {"vocabulary": self.vocabulary}
@@ -54,7 +54,7 @@ class CharTokenizer(_VocabularyTokenizer):
     def __init__(self, vocabulary: Sequence[str]) -> None:
         super().__init__(vocabulary)
         codes = [ord(character) for character in self.vocabulary]
-        # One entry per code up to the largest, and one more that stands for all above it.
+        # One entry per code up to the largest, and one for all higher codes.
         self._id_of_code = np.full(max(codes, default=-1) + 2, -1, np.int32)
         self._id_of_code[codes] = np.arange(self.size)
 
@@ -75,9 +75,9 @@ WORD = re.compile(r"\n|[^\W_]+(?:['’][^\W_]+)*|[^\w\s]|_")
 class WordTokenizer(_VocabularyTokenizer):
     """One id per distinct word, punctuation mark or line break.
 
-    Runs of whitespace are normalised: encoding drops them, and decoding writes one space between tokens
-    except where typography has none (see `_Typesetter`). So `encode(decode(ids))` equals `ids` for all
-    ids, while `decode(encode(text))` equals `text` only where the text is spaced in the usual way.
+    Whitespace is normalized: encoding drops it, and decoding writes one space between tokens, except where
+    typography has none (see `_Typesetter`). So `encode(decode(ids))` always equals `ids`, but
+    `decode(encode(text))` equals `text` only for text with the usual spacing.
     """
 
     kind = "word"
@@ -112,20 +112,20 @@ class _PieceStreamer:
         return ""
 
     def copy(self) -> _PieceStreamer:
-        return _PieceStreamer(self._vocabulary, copy.deepcopy(self._spaced))  # with what it is bound to
+        return _PieceStreamer(self._vocabulary, copy.deepcopy(self._spaced))  # with its bound object
 
 
 class _Typesetter:
-    """Puts each token after the last one, with or without a space between.
+    """Appends tokens, with or without a space between them.
 
-    Two words never touch, and a quote mark touches a word on one side at most (or it would become the
-    apostrophe of one longer word): with these two rules the text always splits into the same tokens.
+    Two words never touch, and a quote mark touches a word on at most one side. Otherwise it would become an
+    apostrophe in a longer word. With these two rules, the text always splits into the same tokens.
     """
 
     CLOSING = frozenset(".,;:!?…)]}”’»%")
     OPENING = frozenset("([{“‘«¿¡")
-    STRAIGHT_QUOTES = frozenset("\"'")  # opening and closing in turn, anew on every line
-    INNER = frozenset("-–—/")  # no spaces at all when they follow a word
+    STRAIGHT_QUOTES = frozenset("\"'")  # alternately opening and closing, reset on every line
+    INNER = frozenset("-–—/")  # no spaces on either side after a word
 
     def __init__(self) -> None:
         self._touches_next = True
@@ -133,7 +133,7 @@ class _Typesetter:
         self._open_quotes: set[str] = set()
 
     def spaced(self, token: str) -> str:
-        """Return the token, behind a space if one belongs there."""
+        """Return the token, after a space if needed."""
         touches_last, touches_next = self._sides(token)
         space = "" if touches_last or self._touches_next else " "
         self._touches_next = touches_next
@@ -141,7 +141,7 @@ class _Typesetter:
         return space + token
 
     def _sides(self, token: str) -> tuple[bool, bool]:
-        """Return whether the token touches the one before it, and the one after it."""
+        """Return whether the token touches the previous token, and the next one."""
         if token == "\n":
             self._open_quotes.clear()
             return True, True
@@ -157,7 +157,7 @@ class _Typesetter:
 
 
 def collect(kind: str, texts: Iterable[str]) -> CharTokenizer | WordTokenizer:
-    """Build the tokenizer of all characters ("char") or words ("word") of the texts, sorted."""
+    """Build the tokenizer of all characters ("char") or words ("word") in `texts`, sorted."""
     found: set[str] = set()
     for text in texts:
         found.update(text if kind == "char" else WORD.findall(text))
@@ -165,7 +165,7 @@ def collect(kind: str, texts: Iterable[str]) -> CharTokenizer | WordTokenizer:
 
 
 def checked_vocabulary(vocabulary: object, kind: str, source: str) -> list[str]:
-    """Return the vocabulary of a saved tokenizer of characters or words, or raise a DataError."""
+    """Return the vocabulary of a saved character or word tokenizer. Raises a DataError if invalid."""
     if not isinstance(vocabulary, list) or not vocabulary:
         raise DataError(f"{source}: the tokenizer's vocabulary must be a list of strings, and not empty")
     for entry in vocabulary:
@@ -177,7 +177,6 @@ def checked_vocabulary(vocabulary: object, kind: str, source: str) -> list[str]:
 
 
 def refuse_repeated(vocabulary: Sequence[str], source: str) -> None:
-    """Raise a DataError if a vocabulary has an entry twice."""
     commonest, times = Counter(vocabulary).most_common(1)[0] if vocabulary else ("", 0)
     if times > 1:
         raise DataError(f"{source}: the vocabulary lists {commonest!r:.80} {times} times")

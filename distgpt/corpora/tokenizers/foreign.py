@@ -1,6 +1,6 @@
-"""Tokenizers of others: from the Hugging Face Hub and in files, with the chat template beside.
+"""Third-party tokenizers from files and the Hugging Face Hub, with their chat templates.
 
-Files are tokenizer.json, or vocab.json with merges.txt. Downloads go through huggingface_hub and its cache.
+Files are tokenizer.json, or vocab.json and merges.txt. Downloads use huggingface_hub and its cache.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from distgpt.corpora.tokenizers.tokenizer_json import LibraryTokenizer
 PREFIX = "hub:"
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "merges.txt")
 SHA256 = re.compile("[0-9a-f]{64}")
-TIMEOUT = 10  # seconds, for the first answer; the download itself would try for half a minute
+TIMEOUT = 10  # seconds to the first response; the download itself would try for half a minute
 
 
 def download_model(repository: str, patterns: Sequence[str]) -> Path:
-    """Return a directory with the files of a repository that match these patterns, large ones verified."""
+    """Return a directory with the matching files of a repository. Large files are verified."""
 
     def download(hub: Any) -> Path:
         return Path(hub.snapshot_download(repository, allow_patterns=list(patterns)))
@@ -46,9 +46,9 @@ def download_model(repository: str, patterns: Sequence[str]) -> Path:
 
 
 def _verify(path: Path) -> None:
-    """Refuse a file in the hub's cache that is not what its name there says, and remove it.
+    """Verify a file in the hub's cache, and remove it if it is corrupt.
 
-    That is the SHA-256 of a large file; small ones have another kind of name.
+    Large files are named by their SHA-256. Small files have other names and are not verified.
     """
     stored = path.resolve()
     if not SHA256.fullmatch(stored.name):
@@ -64,7 +64,7 @@ def _verify(path: Path) -> None:
 
 
 def download_tokenizer(repository: str) -> Path:
-    """Return tokenizer.json or, where the repository has none, vocab.json beside merges.txt."""
+    """Return the path of tokenizer.json or, if the repository has none, of vocab.json next to merges.txt."""
     here = installed(repository)
     if found := next((here / name for name in TOKENIZER_FILES[:2] if (here / name).is_file()), None):
         return found
@@ -88,7 +88,7 @@ def download_tokenizer(repository: str) -> Path:
 
 
 def installed(repository: str) -> Path:
-    """Return the directory in which an administrator may put this tokenizer for all users."""
+    """Return the directory for a tokenizer that an administrator installed for all users."""
     return Path(sys.prefix, "share", "distgpt", "tokenizers", repository)
 
 
@@ -102,7 +102,7 @@ def _fetched(repository: str, what: str, instead: str, download: Callable[[Any],
         ) from None
     try:
         return download(huggingface_hub)
-    except Exception as error:  # what is raised depends on the HTTP client of the installed version
+    except Exception as error:  # The exception depends on the HTTP client of the installed version.
         reason = first_line(error).rstrip(".")
         raise DataError(
             f"{what} cannot be fetched from the Hugging Face Hub ({reason});"
@@ -113,11 +113,11 @@ def _fetched(repository: str, what: str, instead: str, download: Callable[[Any],
 CONFIG, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
 CHAT_FILES = (CONFIG, TEMPLATE, "generation_config.json", "config.json")
 GPT2_REPOSITORY = "openai-community/gpt2"
-_NAMED = ("bos_token", "eos_token", "unk_token", "pad_token")  # as templates know them
+_NAMED = ("bos_token", "eos_token", "unk_token", "pad_token")  # names in templates
 
 
 def from_document(document: dict[str, Any], source: str) -> Tokenizer:
-    """Return the tokenizer that a document of tokenizer.json with a model describes."""
+    """Return the tokenizer described by the contents of a tokenizer.json with a model."""
     is_ours = _is_like_gpt2(document)
     return _from_hugging_face(document, source) if is_ours else LibraryTokenizer(document, source)
 
@@ -158,7 +158,7 @@ def _from_hugging_face(document: dict[str, Any], source: str) -> BpeTokenizer:
 
 
 def _is_like_gpt2(document: dict[str, Any]) -> bool:
-    """Tell whether this is byte-level BPE as in GPT-2, which our own and faster encoder knows."""
+    """Return whether this is byte-level BPE as in GPT-2, which our faster encoder supports."""
     model, before = document["model"], document.get("pre_tokenizer")
     others = ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "ignore_merges")
     added = document.get("added_tokens") or []
@@ -177,7 +177,7 @@ def _is_like_gpt2(document: dict[str, Any]) -> bool:
 
 
 def _in_order(vocab: dict[str, Any], source: str) -> list[str]:
-    """Return the entries by id, which must run from 0 without a gap."""
+    """Return the entries by id. Ids must be 0, 1, 2, … without gaps."""
     vocabulary: list[str | None] = [None] * len(vocab)
     for entry, token_id in vocab.items():
         if type(token_id) is not int or not 0 <= token_id < len(vocab) or vocabulary[token_id] is not None:
@@ -190,10 +190,10 @@ def _in_order(vocab: dict[str, Any], source: str) -> list[str]:
 
 
 def _chat_beside(folder: Path, tokenizer: Tokenizer) -> ChatTemplate | None:
-    """Return the chat template among these files, with what it needs to know; None if there is none."""
+    """Return the chat template in this directory and its special tokens, or None."""
     settings, generation, model = (_object(folder / name) for name in (CONFIG, *CHAT_FILES[2:]))
     source = settings.get("chat_template")
-    if isinstance(source, list):  # several by name
+    if isinstance(source, list):  # multiple templates by name
         named = {each.get("name"): each.get("template") for each in source if isinstance(each, dict)}
         source = named.get("default")
     if (folder / TEMPLATE).is_file():
@@ -224,13 +224,13 @@ def _ids(value: Any) -> list[int]:
 
 
 def _content(token: Any) -> str:
-    """Return the text of a token, which may be described by an object."""
+    """Return the text of a token, given as a string or an object."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else ""
 
 
 def _from_file(path: Path, document: Any) -> Tokenizer | None:
-    """Return the tokenizer in a file of others, or in a folder with vocab.json and merges.txt."""
+    """Return the tokenizer in a third-party file, or in a directory with vocab.json and merges.txt."""
     if path.is_dir():
         _, vocab, merges = (path / name for name in TOKENIZER_FILES)
         if not vocab.is_file() or not merges.is_file():
@@ -268,6 +268,6 @@ LIBRARY = TokenizerKind(from_json=_from_saved, from_file=_from_file)
 GPT2 = TokenizerKind(
     "gpt2",
     from_name=lambda argument: _from_hub(GPT2_REPOSITORY),
-    means=lambda argument, tokenizer: fingerprint(tokenizer) == GPT2_FINGERPRINT,  # without its files
+    means=lambda argument, tokenizer: fingerprint(tokenizer) == GPT2_FINGERPRINT,  # works offline
 )
 HUB = TokenizerKind("hub:ORG/NAME", accepts=lambda argument: True, from_name=_from_hub)

@@ -1,4 +1,4 @@
-"""Limits on the library `tokenizers` for untrusted documents: its failures, its memory, its time."""
+"""Limits on the `tokenizers` library for untrusted documents: errors, memory and time."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     import tokenizers
 
 SECONDS = 10.0  # for any text
-CHARACTERS = 100_000  # for which there is one second more: a tenth of what is usual
-MOST = 16  # times as many characters. Known families need 4: a blank before each piece, symbols for bytes
-TABLES = 18  # characters for one in Unicode's tables at most (U+FDFA in NFKC), however often they are used
-SHORT = 64  # characters of a text to replace, which is compared at each place
+CHARACTERS = 100_000  # characters per additional second, 1/10 of the usual speed
+MOST = 16  # maximum growth in characters; known families need 4 (blanks before pieces, symbols for bytes)
+TABLES = 18  # maximum characters for one by Unicode's tables (U+FDFA in NFKC), however often they are applied
+SHORT = 64  # characters of a string to replace, which is compared at each position
 SAME_LENGTH = """
     NFC NFD NFKC NFKD Nmt Lowercase Strip StripAccents Precompiled BertPreTokenizer CharDelimiterSplit Digits
     FixedLength Punctuation Split UnicodeScripts Whitespace WhitespaceSplit
@@ -36,10 +36,10 @@ T = TypeVar("T")
 
 @contextmanager
 def library_errors(what: str) -> Iterator[None]:
-    """Turn whatever the library raises inside into one line that begins with `what`."""
+    """Turn any exception of the library into a DataError that starts with `what`."""
     try:
         yield
-    except BaseException as error:  # what is not foreseen there comes as a PanicException
+    except BaseException as error:  # the library raises PanicException for unforeseen errors
         is_panic = type(error).__name__ == "PanicException"
         if isinstance(error, MemoryError) or not (isinstance(error, Exception) or is_panic):
             raise
@@ -47,9 +47,9 @@ def library_errors(what: str) -> Iterator[None]:
 
 
 def refuse_growth(library: tokenizers.Tokenizer, source: str) -> None:
-    """Raise a DataError if the steps before the model may lengthen a text beyond all use.
+    """Raise a DataError if the steps before the model may expand their input too much.
 
-    A few steps that each write sixteen letters for one take all memory for a text of one letter.
+    A few steps that each replace one letter by sixteen use up all memory for a single letter.
     """
     steps = _steps_before_model(library)
     if (unknown := next((step["type"] for step in steps if not growth(step)), None)) is not None:
@@ -63,18 +63,18 @@ def refuse_growth(library: tokenizers.Tokenizer, source: str) -> None:
 
 
 def growth(step: Step) -> float:
-    """Return how many characters a step makes of one at most; 0 if it is unknown."""
+    """Return the maximum number of characters that a step makes of one; 0 if unknown."""
     match step:
         case {"type": "Replace", "pattern": {"Regex": _}, "content": content}:
-            return 1.0 + len(content)  # it may match one character, or nothing between any two
+            return 1.0 + len(content)  # it may match one character, or the empty string between two
         case {"type": "Replace", "pattern": {"String": text}, "content": content}:
-            return max(1.0, len(content) / len(text)) if text else inf  # the library fails
+            return max(1.0, len(content) / len(text)) if text else inf  # empty: the library fails
         case {"type": "Prepend", "prepend": text}:
-            return 1.0 + len(text)  # to each text between added tokens
+            return 1.0 + len(text)  # before each text between added tokens
         case {"type": "BertNormalizer"}:
             return 3.0  # blanks around each Chinese character
         case {"type": "ByteLevel"}:
-            # Two symbols for a character of two bytes; longer ones count as several here.
+            # A character of two bytes gives two symbols. Longer characters count as more than one here.
             return 4.0 if step.get("add_prefix_space") else 2.0
         case {"type": "Metaspace"}:
             return 2.0
@@ -82,7 +82,7 @@ def growth(step: Step) -> float:
 
 
 def _longest_mapped(step: Step) -> float:
-    """Return the characters of the longest text in the table of SentencePiece; 1 for other steps."""
+    """Return the length of the longest text in SentencePiece's table; 1 for other steps."""
     if step["type"] != "Precompiled":
         return 1.0
     table = base64.b64decode(step["precompiled_charsmap"])
@@ -91,10 +91,10 @@ def _longest_mapped(step: Step) -> float:
 
 
 def may_be_slow(library: tokenizers.Tokenizer) -> bool:
-    """Tell whether encoding may take more time than is proportional to the text.
+    """Return whether encoding time may grow faster than linearly.
 
-    Regular expressions may, but for those that are known, long texts to replace, and models that try all
-    entries at each place.
+    Reasons are unknown regular expressions, long strings to replace, and models other than BPE, which try all
+    entries at each position.
     """
     patterns = [step.get("pattern") for step in _steps_before_model(library)]
     is_quick = all(
@@ -108,13 +108,13 @@ def may_be_slow(library: tokenizers.Tokenizer) -> bool:
 
 
 def _steps_before_model(library: tokenizers.Tokenizer) -> list[Step]:
-    """Return the steps before the model, with all that the document leaves out."""
+    """Return the steps before the model, with their defaults filled in."""
 
     def steps(part: Any) -> Iterator[Step]:
         inner = part.get("normalizers", part.get("pretokenizers"))
         if inner is None:
             yield part
-        for each in inner or ():  # a Sequence, maybe in a Sequence
+        for each in inner or ():  # a Sequence may contain another Sequence
             yield from steps(each)
 
     parts = [part for part in (library.normalizer, library.pre_tokenizer) if part is not None]
@@ -122,7 +122,7 @@ def _steps_before_model(library: tokenizers.Tokenizer) -> list[Step]:
 
 
 def in_thread(work: Callable[[], T]) -> Future[T]:
-    """Work in another thread, for which an exit does not wait."""
+    """Run `work` in a daemon thread, which does not delay an exit."""
     found = Future[T]()
 
     def run() -> None:
@@ -136,14 +136,14 @@ def in_thread(work: Callable[[], T]) -> Future[T]:
 
 
 class Encoder:
-    """Encodes by a tokenizer of the library, beside other threads; a DataError where it fails or is too slow.
+    """A thread-safe encoder that uses the library. Raises a DataError if it fails or is too slow.
 
-    Only one that may be slow has a thread for each text: no code of ours can end what the library has begun,
-    so a text that takes too long keeps its thread busy, and further ones are refused until it has ended.
+    Only a tokenizer that may be slow uses a thread for each text. The library cannot be interrupted, so a
+    slow call keeps its thread busy, and further input is rejected until it ends.
     """
 
     def __init__(self, library: tokenizers.Tokenizer, source: str, may_be_slow: bool) -> None:
-        # Else it starts as many threads as there are processors, for one text.
+        # Otherwise the library starts one thread per processor, for a single text.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         self._library, self._may_be_slow = library, may_be_slow
         self._fails = f"{source}: the library tokenizers cannot encode this text"
@@ -151,7 +151,7 @@ class Encoder:
 
     def encode(self, text: str) -> tokenizers.Encoding:
         def work() -> tokenizers.Encoding:
-            # A list of texts: meanwhile other threads run, as they do not while it encodes one alone.
+            # Only encode_batch releases the GIL, so encode a list of one text.
             return self._library.encode_batch([text], add_special_tokens=False)[0]
 
         with library_errors(self._fails):

@@ -1,4 +1,4 @@
-"""Tokenizers of tokenizer.json as they come: the library `tokenizers` encodes, our table of bytes decodes."""
+"""Tokenizers from tokenizer.json: the `tokenizers` library encodes, and our table of bytes decodes."""
 
 from __future__ import annotations
 
@@ -18,21 +18,20 @@ from distgpt.corpora.tokenizers.library import Encoder, library_errors, may_be_s
 if TYPE_CHECKING:
     import tokenizers
 
-BLANK = "▁"  # stands for a space in vocabularies of SentencePiece
+BLANK = "▁"  # represents a space in SentencePiece vocabularies
 BYTE_TOKENS = {f"<0x{byte:02X}>": bytes((byte,)) for byte in range(256)}
 
 
 def added_token(token_id: int, text: str, special: bool) -> dict[str, Any]:
-    """Return an added token as tokenizer.json has it."""
+    """Return an added token in the format of tokenizer.json."""
     plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     return {"id": token_id, "content": text, **plain, "special": special}
 
 
 class LibraryTokenizer(BytesDecoder):
-    """A tokenizer that a document of tokenizer.json describes, if it encodes every text.
+    """A tokenizer described by a tokenizer.json, if it can encode every text.
 
-    Special tokens are known to the library under names that nobody can guess, so that no text encodes to
-    one.
+    The library gets unpredictable names for special tokens, so that no text encodes to one.
     """
 
     kind = "library"
@@ -55,7 +54,7 @@ class LibraryTokenizer(BytesDecoder):
         for text, i in both.items():
             pieces[i] = text.encode() if text in added else spelled(text)
         super().__init__(pieces)
-        library = self._library  # so that a document that the library refuses is known at once
+        library = self._library  # create it now, so that an invalid document raises an error immediately
         refuse_growth(library, source)
         self._encoder = Encoder(library, source, may_be_slow(library))
 
@@ -67,7 +66,7 @@ class LibraryTokenizer(BytesDecoder):
         return self._ids(self._encoding(text))
 
     def encode_parts(self, parts: Sequence[str | int]) -> tuple[Ids, Ids]:
-        """Encode all parts as one text, since what stands between tokens may depend on its place."""
+        """Encode all parts as one text, because the ids of a part may depend on its position."""
         named = [part if isinstance(part, str) else self._names[part] for part in parts]
         shown = [part if isinstance(part, str) else self.pieces[part].decode() for part in parts]
         before, after = ([0, *np.cumsum([len(text) for text in texts])] for texts in (named, shown))
@@ -90,7 +89,7 @@ class LibraryTokenizer(BytesDecoder):
 
     @property
     def spells_blanks(self) -> bool:
-        """Return if entries are spelled as in SentencePiece, and not in symbols for bytes."""
+        """Whether entries are spelled as in SentencePiece, not in symbols for bytes."""
         return "ByteLevel" not in _steps(self._document.get("decoder"), "decoders")
 
     def _encoding(self, text: str) -> Any:
@@ -110,7 +109,7 @@ class LibraryTokenizer(BytesDecoder):
 
     @functools.cached_property
     def _library(self) -> tokenizers.Tokenizer:
-        """Return the library's tokenizer: other names for special tokens, and nothing that pads or cuts."""
+        """The library's tokenizer, with renamed special tokens, and without padding and truncation."""
         from tokenizers import Tokenizer
 
         renamed = [
@@ -120,7 +119,7 @@ class LibraryTokenizer(BytesDecoder):
         own: dict[str, Any] = dict.fromkeys(("truncation", "padding", "post_processor"))
         own["added_tokens"] = renamed
         model = self._document["model"]
-        # Otherwise it would number them by their count, which gaps make wrong.
+        # Otherwise the library numbers them by count, which is wrong if there are gaps.
         if isinstance(model["vocab"], dict):
             known = {token["content"]: token.get("id") for token in renamed}
             own["model"] = {**model, "vocab": {**model["vocab"], **known}}
@@ -129,7 +128,7 @@ class LibraryTokenizer(BytesDecoder):
 
     @functools.cached_property
     def _true_ids(self) -> Any:
-        """Return ids by those of the library, which has others for tokens that it does not find by name."""
+        """Our id for each id of the library, which renumbers tokens that it does not find by name."""
         ids = np.arange(max(self.size, self._library.get_vocab_size()) + len(self._names))
         for i, name in self._names.items():
             ids[self._library.token_to_id(name)] = i
@@ -140,7 +139,7 @@ class LibraryTokenizer(BytesDecoder):
 
 
 class _Stripping(BytesStreamer):
-    """Drops the space with which SentencePiece begins every text."""
+    """A streamer that drops the space at the start of every SentencePiece text."""
 
     _begun = False
 
@@ -152,12 +151,12 @@ class _Stripping(BytesStreamer):
 
 
 def _entries(document: dict[str, Any], source: str) -> tuple[dict[str, int], dict[str, tuple[int, bool]]]:
-    """Return the checked ids of the model's entries, and of the added tokens with if they are special."""
+    """Return the checked ids of the model's entries, and of the added tokens with whether each is special."""
     vocab = document["model"].get("vocab")
-    for name in ("continuing_subword_prefix", "end_of_word_suffix"):  # the library ends the process over some
+    for name in ("continuing_subword_prefix", "end_of_word_suffix"):  # some values abort the process
         if document["model"].get(name):
             raise DataError(f"{source}: its model sets {name}, which goes with no decoder that is known")
-    if isinstance(vocab, list):  # of Unigram, with scores
+    if isinstance(vocab, list):  # Unigram lists entries with scores
         vocab = {pair[0]: i for i, pair in enumerate(vocab) if isinstance(pair, list) and pair}
     if not isinstance(vocab, dict) or not vocab:
         kind = document["model"].get("type")
@@ -181,14 +180,14 @@ def _entries(document: dict[str, Any], source: str) -> tuple[dict[str, int], dic
 
 
 def _steps(part: Any, name: str) -> dict[str, dict[str, Any]]:
-    """Return the steps of a part by type: of a Sequence, which calls them `name`, or the part alone."""
+    """Return the steps of a part by type: the list `name` of a Sequence, or the part itself."""
     steps = part.get(name, [part]) if isinstance(part, dict) else []
     known = [step for step in steps if isinstance(step, dict)] if isinstance(steps, list) else []
     return {step["type"]: step for step in known if isinstance(step.get("type"), str)}
 
 
 def _first(document: dict[str, Any], special: Mapping[str, int]) -> tuple[int, ...]:
-    """Return the special tokens that the document's post-processor puts before a text."""
+    """Return the special tokens that the post-processor prepends."""
     found: list[int] = []
     template = _steps(document.get("post_processor"), "processors").get("TemplateProcessing", {})
     single = template.get("single")
@@ -204,7 +203,7 @@ def _first(document: dict[str, Any], special: Mapping[str, int]) -> tuple[int, .
 def _spelling(
     document: dict[str, Any], vocabulary: Mapping[str, int], source: str
 ) -> tuple[Any, set[int], bool]:
-    """Return what makes bytes of an entry, bytes that no text has, and if decoding drops a first space."""
+    """Return (entry to bytes, bytes that the vocabulary lacks, whether decoding drops a first space)."""
     steps = _steps(document.get("decoder"), "decoders")
     if "ByteLevel" in steps:
         lacks = {byte for byte, symbol in enumerate(symbols()) if symbol not in vocabulary}

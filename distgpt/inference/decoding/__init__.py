@@ -1,4 +1,4 @@
-"""Faster ways to decode than the core's plain one: compiled on CPUs, and many sequences in a pass on GPUs.
+"""Fast decoding, compiled on CPUs and batched on GPUs.
 
-Not here: the plain way and the engine (core/generate/), which tokens are chosen (core/generate/sampling.py).
+Plain decoding, the engine and sampling are in core/generate/.
 """

@@ -1,4 +1,4 @@
-"""Slots on GPUs: one cache, and one recorded pass for all sequences that decode a token."""
+"""Slots on GPUs, with one cache and one recorded pass for all sequences that decode a token."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from distgpt.core.model.model import Model
 from distgpt.core.model.passes import Pass, cache_shape
 from distgpt.core.ops.api import Array, Work
 
-MOST = 64  # of the likeliest tokens that are found
+MOST = 64  # maximum number of top tokens to find
 
 
-Draw = tuple[float, float]  # how to draw a token from all: the temperature, and a number of [0, 1)
+Draw = tuple[float, float]  # temperature, and a number in [0, 1), to sample from all tokens
 
 
 class Drawn(NamedTuple):
-    """The token that was drawn, and what its probability is made of."""
+    """A sampled token, with the terms of its probability."""
 
     token: int
     logit: float
@@ -32,22 +32,22 @@ class Drawn(NamedTuple):
 
 
 class Likeliest(NamedTuple):
-    """`LogitsElsewhere`: the likeliest tokens in order, equal ones by token, and what probabilities need."""
+    """A `LogitsElsewhere` with the top tokens in descending order, ties by token, and probability terms."""
 
     tokens: Array  # (k,)
     logits: Array  # (k,)
-    log_sum: float  # log Σ exp(logits) over all tokens; NaN where one is not finite
-    drawn: Drawn | None = None  # where the choice needs it
-    whole: Callable[[], Array] | None = None  # all logits (V,), fetched until the next call of `feed`
+    log_sum: float  # log Σ exp(logits) over all tokens; NaN if any logit is not finite
+    drawn: Drawn | None = None  # if the choice needs it
+    whole: Callable[[], Array] | None = None  # copies all logits (V,), valid until the next `feed`
 
     @property
     def is_finite(self) -> bool:
         return math.isfinite(self.log_sum)
 
     def choose(self, sampling: Sampling, uniform: float) -> int:
-        """Choose as by all logits, but for what rounding decides where the device drew, or summed.
+        """Choose as from all logits, except for rounding if the device sampled or summed.
 
-        All of them are fetched where the likeliest do not reach.
+        Fetches all logits if the top tokens do not cover top-p or min-p.
         """
         if draw_for(sampling, uniform) is None:
             return int(self.tokens[choose(self.logits, sampling, uniform)])
@@ -56,13 +56,13 @@ class Likeliest(NamedTuple):
             return self.drawn.token
         if self.whole is not None and not self._reaches(sampling, self.drawn.total):
             return choose(self.whole(), sampling, uniform)
-        by_token = np.argsort(self.tokens)  # as in all logits, so that sums have the same order
+        by_token = np.argsort(self.tokens)  # sort as in all logits, so that sums have the same order
         kept, p = candidates(self.logits[by_token], sampling, self.drawn.total)
         index = drawn_at(uniform, p)
         return int(self.tokens[by_token[index if kept is None else kept[index]]])
 
     def _reaches(self, sampling: Sampling, total: float) -> bool:
-        """Tell whether all that top-p and min-p leave is among the likeliest."""
+        """Return whether the top tokens include every token that top-p and min-p keep."""
         highest, lowest = self.logits[0], self.logits[-1]
         if sampling.min_p > 0 and lowest < highest + sampling.temperature * math.log(sampling.min_p):
             return True
@@ -80,46 +80,46 @@ class Likeliest(NamedTuple):
         (found,) = np.nonzero(self.tokens == token)
         if len(found) or self.whole is None:
             return float(self.logits[found[0]])
-        return float(self.whole()[token])  # chosen by all logits
+        return float(self.whole()[token])  # chosen from all logits
 
 
 def enough(choice: Choice | None) -> int:
-    """Return how many of the likeliest tokens suffice, with what `draw_for` asks for.
+    """Return how many top tokens a choice needs, apart from `draw_for`.
 
-    0: all logits are needed, as a penalty may lower any.
+    0: all logits, because a penalty may lower any logit.
     """
     if choice is None or choice.sampling.repetition_penalty != 1:
         return 0
     sampling = choice.sampling
     some = 1
     if not (sampling.is_greedy or _is_plain(sampling)):
-        some = sampling.top_k or MOST  # these mostly hold all that top-p and min-p leave
+        some = sampling.top_k or MOST  # usually enough for top-p and min-p
     most = max(some, choice.alternatives)
     return most if most <= MOST else 0
 
 
 def draw_for(sampling: Sampling, uniform: float) -> Draw | None:
-    """Return what the device has to draw where a token is chosen by more than the likeliest tokens."""
+    """Return the parameters for sampling on the device, or None if the top tokens are enough."""
     return None if sampling.is_greedy or sampling.top_k else (sampling.temperature, uniform)
 
 
 def _is_plain(sampling: Sampling) -> bool:
-    """Tell whether any token may be drawn."""
+    """Return whether the choice is plain sampling from all tokens."""
     return not sampling.top_k and sampling.top_p == 1 and sampling.min_p == 0
 
 
-FEW = 4  # rows that a GPU's linear layers take without a plan
-ALIKE = 64  # prompts have rows in multiples of this, so that plans are made for few lengths
-CHUNK = 2048  # tokens of prompts at once: fewer would not fill a GPU
-CHOICES = (1, 8, 64)  # of the likeliest tokens that are found, so that few graphs are recorded
+FEW = 4  # largest number of rows that a GPU's linear layers take without a plan
+ALIKE = 64  # prompts are padded to multiples of this, so that few lengths need plans
+CHUNK = 2048  # tokens of prompts at a time; fewer would not fill a GPU
+CHOICES = (1, 8, 64)  # numbers of top tokens to find; few values, so that few graphs are recorded
 
 
 class _Token(NamedTuple):
-    """A token that is decoded, and what its choice needs to know."""
+    """A token to decode, and the data that its choice needs."""
 
     feed: Feed
-    likeliest: int  # so many of the likeliest tokens; 0: all logits
-    draw: Draw | None  # beside the likeliest, where it may be any token
+    likeliest: int  # number of top tokens; 0: all logits
+    draw: Draw | None  # if the choice may need any token
 
 
 def _token(feed: Feed) -> _Token:
@@ -129,10 +129,10 @@ def _token(feed: Feed) -> _Token:
 
 
 class BatchedSlots:
-    """`count` sequences. A token of each takes one pass, whose launches do not depend on how many they are.
+    """`count` sequences. One pass decodes a token of each; its launches do not depend on their number.
 
-    Passes have 1, 2, 4, … rows up to `count`; a row too many is of no slot. Prompts and drafts go through one
-    after the other. What is rounded depends on the rows of a pass, so on the sequences beside.
+    Passes have 1, 2, 4, … rows, up to `count`; padding rows have no slot. Prompts and drafts run one at a
+    time. Rounding depends on the number of rows, so on the other sequences.
     """
 
     is_exact, chunk = False, CHUNK
@@ -142,7 +142,8 @@ class BatchedSlots:
         self.can_drop = not model.config.has_position_vectors
         k, padded = model.kernels, model.config.padded_vocab
         self._cache = k.zeros(*cache_shape(model.config, count))
-        # Memory of its own, as recorded passes keep theirs: that of prompts is made anew for a longer one.
+        # Recorded passes keep their memory. Prompts need separate memory, which is replaced for a longer
+        # prompt.
         self._decoding = Pass(model, count, 1, training=False, workers=1)
         self._decoded = k.zeros(count, padded)
         self._batches: dict[int, _Batch] = {}
@@ -151,7 +152,7 @@ class BatchedSlots:
         self._start, self._slot = k.integers([0]), k.integers([0])
 
     def feed(self, work: Sequence[Feed]) -> Rows:
-        """Compute logits, as `Slots` says; of feeds whose choice needs few of them they are `Likeliest`."""
+        """Compute logits (see `Slots`). Feeds whose choice needs only a few get a `Likeliest`."""
         check_feeds(self, work)
         tokens = [_token(each) for each in work if _decodes(each)]
         decoding = sorted(tokens, key=lambda each: each.likeliest > 0)  # all logits first
@@ -162,7 +163,7 @@ class BatchedSlots:
         of_slot = dict(zip([each.feed.slot for each in decoding], chosen, strict=True))
         k, vocab, end = self.model.kernels, self.model.config.vocab_size, 0
         prompts = np.asarray(k.to_host(self._logits[:rows]))[:, :vocab] if rows else None
-        found: list[Any] = []  # of Array | Likeliest
+        found: list[Any] = []  # elements: Array | Likeliest
         for each in work:
             if each.slot in of_slot:
                 found.append(of_slot[each.slot])
@@ -174,25 +175,23 @@ class BatchedSlots:
         return np.stack(found) if found else np.zeros((0, vocab), np.float32)
 
     def copy(self, source: int, target: int, length: int) -> None:
-        """On the device."""
         self.model.kernels.move_cached(self._cache, target, source, 0, length, None)
 
     def drop(self, slot: int, count: int, kept: int) -> None:
-        """On the device, too."""
         check_drop(self, slot, count, kept)
         self.model.kernels.move_cached(self._cache, slot, slot, count, kept, self.model.positions.angles)
 
-    # -- a token of each
+    # -- decoding
 
     def _decode(self, some: Sequence[_Token]) -> _Batch:
-        """Compute the logits of all, and the likeliest where that is enough for one."""
+        """Compute the logits of all tokens, and find the top tokens if a choice needs only these."""
         rows = min(1 << (len(some) - 1).bit_length(), self.count)
         if rows not in self._batches:
             work = self._decoding.reshaped(rows, 1)
             self._batches[rows] = _Batch(self.model, work, self._cache, self._decoded[:rows])
         batch = self._batches[rows]
         inputs = np.zeros((3, rows), np.int32)
-        inputs[2] = -1  # rows of no slot
+        inputs[2] = -1  # padding rows have no slot
         columns = [(feed.tokens[0], feed.start, feed.slot) for feed, _, _ in some]
         inputs[:, : len(some)] = np.transpose(columns)
         self.model.kernels.put(batch.inputs, inputs)
@@ -204,7 +203,7 @@ class BatchedSlots:
         return batch
 
     def _chosen(self, some: Sequence[_Token], batch: _Batch) -> list[Array | Likeliest]:
-        """Copy to the host what these want to know: all logits of the first, the likeliest of the others."""
+        """Copy results to the host. The first tokens get all logits, the others their top tokens."""
         k, vocab = self.model.kernels, self.model.config.vocab_size
         whole = sum(not each.likeliest for each in some)
         found: list[Array | Likeliest] = []
@@ -213,7 +212,7 @@ class BatchedSlots:
         if whole < len(some):
             tokens, logits = map(k.to_host, batch.likeliest)
             rows = slice(whole, len(some))
-            # of arrays that the next step overwrites where they are the host's
+            # Copy: if these are host arrays, the next step overwrites them.
             pairs = zip(tokens[rows].copy(), logits[rows].copy(), strict=True)
             found.extend(Likeliest(ids, row[:-1], float(row[-1])) for ids, row in pairs)
         if any(each.draw for each in some):
@@ -225,13 +224,12 @@ class BatchedSlots:
         return found
 
     def _whole(self, i: int) -> Array:
-        """Copy a row of logits to the host."""
         return np.asarray(self.model.kernels.to_host(self._decoded[i]))[: self.model.config.vocab_size]
 
     # -- prompts
 
     def _prefill(self, some: Sequence[Feed]) -> int:
-        """Compute one after the other; return how many rows of logits they have together."""
+        """Compute feeds one at a time; return the total rows of logits."""
         k, padded = self.model.kernels, self.model.config.padded_vocab
         scored = [self._scored_rows(each) for each in some]
         most = sum(each.wanted for each in some) + max(scored, default=0)
@@ -241,15 +239,14 @@ class BatchedSlots:
         for each, rows in zip(some, scored, strict=True):
             hidden, length = self._hidden(each), len(each.tokens)
             if rows:
-                # Rows too many are of what follows, which the next feed overwrites.
+                # Padding rows hold later positions; the next feed overwrites their logits.
                 first = length - each.wanted
                 self._longest.logits(self._logits[end : end + rows], hidden[first : first + rows])
             end += each.wanted
         return end
 
     def _hidden(self, some: Feed) -> Array:
-        """Compute a feed, with rows behind it that stand for nothing: no pass sees their keys and values,
-        as the slot's next feed overwrites them or begins before them."""
+        """Compute a padded feed. No pass reads the padding, because the slot's next feed overwrites it."""
         k, rows = self.model.kernels, self._rows_of(some)
         tokens = np.zeros(rows, np.int32)
         tokens[: len(some.tokens)] = some.tokens
@@ -261,7 +258,7 @@ class BatchedSlots:
         return work.forward(k.integers(tokens), self._cache, self._start, self._slot)
 
     def _rows_of(self, some: Feed) -> int:
-        """As many as other feeds have, where the context has room for them."""
+        """Return the padded number of tokens, limited by the context."""
         return min(_rounded(len(some.tokens)), self.length - some.start)
 
     def _scored_rows(self, some: Feed) -> int:
@@ -270,14 +267,14 @@ class BatchedSlots:
 
 
 class _Batch:
-    """A pass over a token of each of so many sequences, with its inputs and what comes out."""
+    """A pass that decodes one token of each sequence, with its inputs and outputs."""
 
     def __init__(self, model: Model, work: Pass, cache: Array, logits: Array) -> None:
         self.rows, self._model, self._logits = work.n_rows, model, logits
         self.inputs = model.kernels.integers(np.zeros((3, self.rows)))  # tokens, starts, slots
-        self.likeliest: list[Array] = []  # tokens and logits, as `choose` has found them
+        self.likeliest: list[Array] = []  # tokens and logits that `choose` found
         self._choose: dict[int, tuple[Work, Array, Array]] = {}
-        self._how = model.kernels.scalars(2 * self.rows).reshape(self.rows, 2)  # temperatures, numbers
+        self._how = model.kernels.scalars(2 * self.rows).reshape(self.rows, 2)  # temperatures, random numbers
         found = model.kernels.scalars(2 * self.rows).reshape(self.rows, 2)
         self.drawn = model.kernels.integers(np.zeros(self.rows)), found
         self._draw: Work | None = None
@@ -288,7 +285,7 @@ class _Batch:
         work.logits(self._logits, work.forward(tokens, cache, start, slots))
 
     def choose(self, count: int) -> None:
-        """Find the `count` likeliest tokens of each."""
+        """Find the top `count` tokens of each row."""
         k, vocab = self._model.kernels, self._model.config.vocab_size
         if count not in self._choose:
             most = min(count, vocab)
@@ -300,7 +297,7 @@ class _Batch:
         run()
 
     def draw(self, draws: Sequence[Draw | None]) -> None:
-        """Draw a token of each; nobody looks at those of rows without a `Draw`."""
+        """Sample a token of each row; results of rows without a `Draw` are not used."""
         k, vocab = self._model.kernels, self._model.config.vocab_size
         how = np.full((self.rows, 2), (1.0, 0.0))
         for i, each in enumerate(draws):
@@ -312,7 +309,7 @@ class _Batch:
 
 
 def _rounded(rows: int) -> int:
-    """Few rows as they are, then powers of two, then multiples of ALIKE."""
+    """Round more than FEW rows up to a power of two or, from ALIKE on, to a multiple of it."""
     if rows <= FEW:
         return rows
     return 1 << (rows - 1).bit_length() if rows < ALIKE else -(-rows // ALIKE) * ALIKE
@@ -326,11 +323,11 @@ BATCHED = SlotKind(BatchedSlots, PLAIN.slot_bytes)
 
 
 def rehearse_together(slots: Slots) -> None:
-    """Plan and record passes of 1, 2, 4, … sequences on a GPU, so that no request waits for that."""
+    """Plan and record passes of 1, 2, 4, … sequences on a GPU before the first request."""
     if not isinstance(slots, BatchedSlots):
         return
     drawn, rows = Choice(Sampling(temperature=1.0), 0.5, 0), 1
-    while rows < 2 * slots.count:  # the last are all
+    while rows < 2 * slots.count:  # the last pass has all slots
         some = [Feed(slot, 0, [0], 1, choice=drawn) for slot in range(min(rows, slots.count))]
         for _ in range(2):  # the first call is eager, the second records
             slots.feed(some)

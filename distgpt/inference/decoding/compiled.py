@@ -1,4 +1,4 @@
-"""Slots on CPU cores whose tokens take one compiled call per thread."""
+"""Slots on CPUs that decode with one compiled call per thread."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ from distgpt.inference.decoding.loops.cached_attention import (
 from distgpt.inference.decoding.loops.operands import operand_rows
 from distgpt.inference.decoding.loops.weights import Weights, checksums_of, packed_weights
 
-ROWS, ROOM = 512, 12 << 20  # tokens of one call, and bytes of their rows; more go through in parts
-WORTHWHILE = 1 << 20  # elements of all weights from which on it pays to wake other threads for a token
+ROWS, ROOM = 512, 12 << 20  # tokens of one call, and bytes of their rows; longer work is split
+WORTHWHILE = 1 << 20  # elements of all weights; smaller models decode on one thread
 
 
 class Packing(NamedTuple):
-    """Packed weights, as a model keeps them."""
+    """A model's packed weights."""
 
     weights: Weights
-    rows: Callable[[int, int, str], Array] = operand_rows  # memory for what multiplies them
-    checksums: Array | None = None  # of what was packed; None: the model never changes
+    rows: Callable[[int, int, str], Array] = operand_rows  # allocates the rows that multiply them
+    checksums: Array | None = None  # checksums of the unpacked weights; None: the model never changes
 
 
 def packing_of(model: Model) -> Packing:
-    """Return a model's weights as they are now, packed for decoding. On CPUs, in any type but float64.
+    """Return a model's current weights, packed for decoding. CPUs only, any type except float64.
 
-    Anybody may write into its parameters, so checksums tell whether they have changed: reading them all
-    takes a small part of the time of packing them.
+    Any code may write to the parameters, so checksums detect changes. Reading all parameters is much faster
+    than packing them.
     """
     known = model.packing  # another thread may change the attribute
     before = known.checksums if isinstance(known, Packing) else None
@@ -56,16 +56,16 @@ def packing_of(model: Model) -> Packing:
     checksums = checksums_of(model.params.flat, pool_of(model.kernels.threads))
     if isinstance(known, Packing) and before is not None and np.array_equal(before, checksums):
         return known
-    known = model.packing = None  # before there are two
+    known = model.packing = None  # free the old packing before the new one is allocated
     weights = packed_weights(model.config, model.params, model.positions.angles)
     model.packing = found = Packing(weights, checksums=checksums)
     return found
 
 
 class CompiledSlots:
-    """`count` sequences of at most the context's length, for a model as it is now, on CPUs, not in float64.
+    """`count` sequences of at most the context's length, on CPUs, not in float64.
 
-    Cached in bfloat16 unless weights are float32.
+    Uses the weights as they are now. The cache is in bfloat16 unless the weights are float32.
     """
 
     is_exact, chunk = True, CHUNK
@@ -119,7 +119,6 @@ class CompiledSlots:
         self._pool.split_range(layers * heads, 1, shift_cache, self._cache, slot, *self._angles, count, kept)
 
     def _walk(self, part: Sequence[Feed], logits: Array) -> None:
-        """A call of the walk."""
         tokens: list[int] = []
         feeds: list[tuple[int, ...]] = []
         wanted: list[int] = []
@@ -142,7 +141,7 @@ class CompiledSlots:
 
 
 def _most_rows(config: ModelConfig, count: int) -> int:
-    """As many as have room, but one for each slot: a token each then takes one call."""
+    """Return how many rows fit in ROOM, but at least one per slot, so that one call decodes all slots."""
     row = 4 * (config.n_embd + config.qkv_width + config.attention_width + 2 * config.hidden)
     return min(ROWS, max(count, min(ROOM // row, config.seq_len)))
 
@@ -164,7 +163,7 @@ def _rows(packing: Packing, config: ModelConfig, count: int) -> decode.Rows:
 
 
 def _parts(work: Sequence[Feed], most: int) -> Sequence[Sequence[Feed]]:
-    """Feeds, or pieces of them, of at most this many tokens together."""
+    """Split feeds into parts of at most `most` tokens."""
     total = sum(len(each.tokens) for each in work)
     if total <= most:
         return [work] if total else []
@@ -186,7 +185,7 @@ def _parts(work: Sequence[Feed], most: int) -> Sequence[Sequence[Feed]]:
 
 
 def slot_bytes(model: Model) -> int:
-    """Memory of the keys and values of one slot."""
+    """Return the bytes of keys and values of one slot."""
     dtype = _cache_dtype(_kernels_of(model))
     return sum(map(prod, cache_shapes(model.config, 1, dtype))) * np.dtype(dtype).itemsize
 
@@ -195,7 +194,7 @@ COMPILED = SlotKind(CompiledSlots, slot_bytes)
 
 
 def _cache_dtype(kernels: CpuKernels) -> str:
-    """Return the type of keys and values: in float32 only where nothing else is in fewer bits."""
+    """Return the type of keys and values, float32 or bfloat16 bits. Only float32 weights use float32."""
     is_whole = kernels.dtype == np.float32 and not kernels.capabilities.rounded
     return "float32" if is_whole else BITS.name
 

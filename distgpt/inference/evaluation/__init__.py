@@ -1,4 +1,4 @@
-"""The quality of a model: the loss of spans of text, validation, HellaSwag, and `distgpt eval`'s report.
+"""Evaluation of a model: loss of spans of text, validation, benchmarks, and the report of `distgpt eval`.
 
-Not here: the loss of a training step (core/train/), and the benchmark of forward passes (measure/bench/).
+The training loss is in core/train/, the benchmark of forward passes in measure/bench/.
 """

@@ -1,6 +1,6 @@
-"""Benchmarks as their authors publish them: files become questions in lm-eval's words, and spans of tokens.
+"""Published benchmarks: files become questions with lm-eval's prompts, then spans of tokens.
 
-Answers are judged by the loss of their tokens, and by whether each is the likeliest.
+Each choice is scored by the loss of its tokens and by whether greedy decoding would produce it.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from distgpt.core.ops.api import Array
 from distgpt.core.train.assessment import Progress, Scorer, Span, with_progress
 
 SHOTS = 5  # examples before a question of MMLU
-LETTERS = ("A", "B", "C", "D")  # its answers
-LABELS = "-labels.lst"  # ends the name of a file of right answers, which begins as that of the questions
-NORMALISED = ("hellaswag", "arc_easy", "arc_challenge", "piqa")  # whose choices differ in length
+LETTERS = ("A", "B", "C", "D")  # labels of MMLU's choices
+LABELS = "-labels.lst"  # suffix of the file of answers, after the stem of the file of questions
+NORMALISED = ("hellaswag", "arc_easy", "arc_challenge", "piqa")  # choices differ in length
 SHOWN = ("acc", "acc_norm")
-AT_ONCE = 128  # predictions whose logits of all tokens are computed at once
-KEYS = ("acc", "examples")  # that every benchmark has
+AT_ONCE = 128  # predictions per batch of logits
+KEYS = ("acc", "examples")  # keys of every benchmark
 OTHER_KEYS = dict.fromkeys(NORMALISED, "acc_norm") | {"lambada": "perplexity", "mmlu": "subjects"}
 
 
 class Question(NamedTuple):
-    """Beginnings, what may follow each, and which is right. Where a word is to be guessed there is one."""
+    """(context, continuation) pairs, the index of the right one, and a topic. Cloze questions have one."""
 
     choices: list[tuple[str, str]]
     right: int
@@ -43,7 +43,7 @@ class Question(NamedTuple):
 
 
 def _hellaswag(example: dict[str, Any]) -> Question:
-    """hellaswag_val.jsonl: {"activity_label", "ctx_a", "ctx_b", "endings", "label"}, or with "ctx" alone."""
+    """hellaswag_val.jsonl: {"activity_label", "ctx_a", "ctx_b" or "ctx" instead, "endings", "label"}."""
     endings = example.get("endings")
     if not isinstance(endings, list) or len(endings) < 2:
         raise DataError("there is no list of endings")
@@ -70,15 +70,15 @@ def _arc(example: dict[str, Any]) -> Question:
 
 
 def _piqa(example: dict[str, Any]) -> Question:
-    """valid.jsonl: {"goal", "sol1", "sol2"}, beside valid-labels.lst with 0 or 1 on each line."""
+    """valid.jsonl: {"goal", "sol1", "sol2"}; valid-labels.lst has 0 or 1 on each line."""
     goal, *texts = (_text(example, key) for key in ("goal", "sol1", "sol2"))
     return _question(f"Question: {goal}\nAnswer:", texts, _index(example.get("answer"), range(2)))
 
 
 def _winogrande(example: dict[str, Any]) -> Question:
-    """dev.jsonl: {"sentence" with a _, "option1", "option2", "answer"}; or answers in dev-labels.lst.
+    """dev.jsonl: {"sentence" with a _, "option1", "option2", "answer"}; answers may be in dev-labels.lst.
 
-    The rest of the sentence is scored behind each option.
+    The rest of the sentence is scored after each option.
     """
     sentence, *options = (_text(example, key) for key in ("sentence", "option1", "option2"))
     begun, _, rest = sentence.partition("_")
@@ -89,7 +89,7 @@ def _winogrande(example: dict[str, Any]) -> Question:
 
 
 def _lambada(example: dict[str, Any]) -> Question:
-    """lambada_test_plain_text.txt: a text on each line; or JSON lines with "text". The last word counts."""
+    """lambada_test_plain_text.txt, or JSON lines with "text". The last word of each line is scored."""
     begun, _, word = _text(example, "text").rpartition(" ")
     if not begun.strip() or not word.strip():
         raise DataError("a text must have two words, a space between them")
@@ -107,7 +107,7 @@ LINES: dict[str, Callable[[dict[str, Any]], Question]] = {
 
 
 def read_questions(name: str, path: Path) -> list[Question]:
-    """Return the questions of a benchmark. A DataError names the file, the line and what is wrong."""
+    """Return the questions of a benchmark. A DataError names the file, the line and the problem."""
     found = list(_mmlu(path) if name == "mmlu" else _in_lines(path, LINES[name], name == "lambada"))
     if not found:
         raise DataError(f"{path} holds no questions")
@@ -115,7 +115,7 @@ def read_questions(name: str, path: Path) -> list[Question]:
 
 
 def _in_lines(path: Path, question: Callable[[dict[str, Any]], Question], plain: bool) -> Iterator[Question]:
-    """Yield the question of each line, a JSON object; with `plain` a line that is none is a text."""
+    """Yield the question of each line, a JSON object. With `plain`, other lines are plain text."""
     beside = path.with_name(path.stem + LABELS)
     labels = iter(read_text(beside).split() if beside.is_file() else [])
     for number, line in enumerate(read_text(path).split("\n"), 1):
@@ -136,7 +136,7 @@ def _in_lines(path: Path, question: Callable[[dict[str, Any]], Question], plain:
 
 
 def _mmlu(path: Path) -> Iterator[Question]:
-    """A folder with dev/SUBJECT_dev.csv, for examples, and test/SUBJECT_test.csv."""
+    """Parse a directory with dev/SUBJECT_dev.csv (examples) and test/SUBJECT_test.csv."""
     tests = sorted((path / "test").glob("*_test.csv"))
     if not tests:
         raise DataError(f"{path} has no files test/SUBJECT_test.csv")
@@ -151,7 +151,7 @@ def _mmlu(path: Path) -> Iterator[Question]:
 
 
 def _rows(path: Path) -> list[tuple[str, str]]:
-    """Return each question with its choices, and the letter of the right one."""
+    """Return the text of each question with its choices, and the letter of the right one."""
     found = []
     reader = csv.reader(read_text(path).splitlines(keepends=True), strict=True)
     try:
@@ -180,7 +180,7 @@ def _text(example: dict[str, Any], key: str) -> str:
 
 
 def _index(answer: Any, known: Sequence[Any]) -> int:
-    """Return the place of the right answer, which may be a number or its text."""
+    """Return the index of the right answer, which may be a number or a label."""
     names = list(map(str, known))
     if answer is None:
         raise DataError(f"there is no answer, neither here nor in a file ...{LABELS} beside it")
@@ -190,16 +190,16 @@ def _index(answer: Any, known: Sequence[Any]) -> int:
 
 
 def _cleaned(text: str) -> str:
-    """Take out what HellaSwag's texts keep of WikiHow's pages."""
+    """Remove WikiHow's markup from a HellaSwag text."""
     text = re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". "))
     return text.replace("  ", " ")
 
 
-# What a model finds likeliest
+# Scoring
 
 
 class Benchmark:
-    """The questions as tokens. `spans` has all choices of all questions, one after the other."""
+    """Tokenized questions. `spans` has all choices of all questions, in order."""
 
     def __init__(self, questions: list[Question], tokenizer: Tokenizer, seq_len: int) -> None:
         self.questions, self.spans = questions, list[Span]()
@@ -210,18 +210,18 @@ class Benchmark:
                 raise DataError(f"question {number}: {error}") from None
 
     def measure(self, scorer: Scorer, progress: Progress | None = None) -> dict[str, Any]:
-        """Return fractions of right answers, by their names in lm-eval. Collective.
+        """Return the metrics by their names in lm-eval. Collective.
 
-        `acc` is by the summed loss; where a word is to be guessed, by greedy decoding. `acc_norm` is by the
-        loss per character. `perplexity` is of the words to guess. `subjects` have an `acc` each. `loss` is
-        the sum of all choices' losses.
+        `acc` picks the choice with the lowest summed loss. For cloze questions, it compares with greedy
+        decoding. `acc_norm` picks by loss per character. `perplexity` covers the predicted words. `subjects`
+        has an `acc` for each topic. `loss` sums the losses of all choices.
         """
         found = with_progress(partial(likelihoods, scorer), self.spans, scorer.comm, progress)
         end, right, topics = 0, [], dict[str, list[int]]()
         for place, (choices, answer, topic) in enumerate(self.questions):
             losses, greedy = found[end : end + len(choices)].T
             end += len(choices)
-            lengths = [len(text) - 1 for _, text in choices]  # without the space
+            lengths = [len(text) - 1 for _, text in choices]  # without the leading space
             acc = greedy[0] == 1 if len(choices) == 1 else losses.argmin() == answer
             right.append((acc, (losses / lengths).argmin() == answer))
             topics.setdefault(topic, []).append(place)
@@ -238,7 +238,7 @@ class Benchmark:
 
 
 class HellaSwag:
-    """A metric: the fraction of right answers, measured while a model is trained."""
+    """A training metric: HellaSwag's `acc_norm`."""
 
     def __init__(self, comm: Comm, path: Path, tokenizer: Tokenizer, seq_len: int) -> None:
         self._benchmark = load_benchmark(comm, "hellaswag", path, tokenizer, seq_len)
@@ -253,7 +253,7 @@ class HellaSwag:
 
 
 def load_benchmark(comm: Comm, name: str, path: Path, tokenizer: Tokenizer, seq_len: int) -> Benchmark:
-    """Rank 0 reads the files, and every rank makes the same tokens of them. Collective."""
+    """Read the files on rank 0 and tokenize them on every rank. Collective."""
     questions = on_root(comm, lambda: read_questions(name, path))
     try:
         return Benchmark(questions, tokenizer, seq_len)
@@ -262,11 +262,11 @@ def load_benchmark(comm: Comm, name: str, path: Path, tokenizer: Tokenizer, seq_
 
 
 def _spans(question: Question, tokenizer: Tokenizer, seq_len: int) -> list[Span]:
-    """A span for each choice. A context that is too long for it loses its beginning."""
+    """Return a span for each choice. If it does not fit the context, the start of the text is cut off."""
     starts: dict[str, int] = {}
     spans = []
     for context, text in question.choices:
-        start = context.rstrip()  # blanks belong to the token behind them
+        start = context.rstrip()  # Trailing blanks belong to the next token.
         if start not in starts:
             starts[start] = len(tokenizer.encode_prompt(start))
         whole = np.array(tokenizer.encode_prompt(context + text))
@@ -281,9 +281,9 @@ def _spans(question: Question, tokenizer: Tokenizer, seq_len: int) -> list[Span]
 def likelihoods(
     scorer: Scorer, spans: Sequence[Span], advanced: Callable[[int, int], None] = lambda done, tokens: None
 ) -> Array:
-    """Return the summed loss of each span, and 1 where all of its tokens are the likeliest: (n, 2).
+    """Return each span's summed loss, and 1 if greedy decoding produces it: (n, 2). Collective.
 
-    Collective. Only predicted tokens are scored. Spans that differ only in their last token share a sequence.
+    Only predicted tokens are scored. Spans that differ only in their last token share a sequence.
     """
     found = np.zeros((len(spans), 2))
     together: dict[bytes, list[int]] = {}
@@ -298,12 +298,12 @@ def likelihoods(
         found[[i for row in rows for i in row]] = scored
 
     scorer.in_batches(spans, list(together.values()), score, advanced)
-    scorer.comm.sum(found)  # each place is zero on all ranks but one
+    scorer.comm.sum(found)  # Each element is nonzero on at most one rank.
     return found
 
 
 def _of_sequences(scorer: Scorer, rows: list[list[Span]], inputs: Array, outputs: Array) -> Array:
-    """Return the loss of each span and whether it is the likeliest (n, 2); a row's spans share its tokens."""
+    """Return (n, 2) as `likelihoods`; the spans of a row share its tokens."""
     scorer.put([row[0] for row in rows])
     around = scorer.run("hidden", lambda work: work.forward(scorer.tokens))
     k, work = scorer.model.kernels, scorer.work
@@ -312,7 +312,7 @@ def _of_sequences(scorer: Scorer, rows: list[list[Span]], inputs: Array, outputs
     spans = [(i, span) for i, row in enumerate(rows) for span in row]
     states = np.concatenate([hidden[i, span.first - 1 : len(span.ids) - 1] for i, span in spans])
     targets = np.concatenate([span.ids[span.first :] for _, span in spans])
-    each = np.empty((len(states), 2))  # the loss of each target, and whether none is likelier
+    each = np.empty((len(states), 2))  # the loss of each target, and whether its logit is the maximum
     for start in range(0, len(states), AT_ONCE):
         some = slice(start, min(start + AT_ONCE, len(states)))
         count = some.stop - start

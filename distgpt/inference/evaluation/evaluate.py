@@ -1,4 +1,4 @@
-"""Measurements of a finished model: loss on a text, benchmarks, their page; and a trace of one pass."""
+"""Evaluation of a trained model: loss on text, benchmarks, the report, and a trace of one forward pass."""
 
 from __future__ import annotations
 
@@ -41,11 +41,10 @@ def evaluate(
     progress: Progress | None = None,
     adapter: Path | None = None,
 ) -> dict[str, Any]:
-    """Measure the model in a file: the results by name, the same on any number of ranks. Collective.
+    """Measure the model in a file; return metrics by name, the same on any number of ranks. Collective.
 
-    `val` is what --data can be, of shards the part for validation: its first `val_tokens`, or all if 0. With
-    `chats` their answers alone count. Of what the model was trained on, only the part that was held out is
-    read.
+    `val` is anything that --data accepts, or the validation split of shards; `val_tokens` limits it (0: all).
+    With `chats`, only answers count. If the model was trained on `val`, only the held-out part is scored.
     """
     comm = stage.comm
     report_compiling(comm, progress.noted if progress else None)
@@ -92,15 +91,15 @@ def _on_text(
     loss = validation.measure(scorer, progress)
     _refuse_nonfinite(loss)
     bits = on_root(comm, lambda: validation.bits_per_byte(loss, tokenizer))
-    perplexity = math.exp(loss) if loss < 700 else None  # beyond, it is no finite number
+    perplexity = math.exp(loss) if loss < 700 else None  # exp overflows for larger losses
     found = {"val": val, "val_tokens": validation.count, "val_loss": loss}
     return found | {"perplexity": perplexity, "bits_per_byte": bits}
 
 
 def _held_out(val: str, t: TrainConfig) -> float | None:
-    """Return the fraction of this text that training held out; None if the model is not known to know it."""
+    """Return the fraction of this text that training held out, or None if training used another text."""
     path, trained_on = resolve_data(val), Path(t.data)
-    with suppress(DistgptError, OSError):  # the text of training may be gone
+    with suppress(DistgptError, OSError):  # The training text may have been deleted.
         trained_on = resolve_data(t.data)
     if not trained_on.exists() or not trained_on.samefile(path):
         return None
@@ -110,13 +109,13 @@ def _held_out(val: str, t: TrainConfig) -> float | None:
 
 
 def _refuse_nonfinite(loss: float) -> None:
-    """Raise a NonFiniteError; all ranks have the same loss."""
+    """Raise a NonFiniteError on all ranks, which have the same loss."""
     if not math.isfinite(loss):
         raise shared(NonFiniteError("the model's logits are not finite: its weights are damaged or diverged"))
 
 
 def page(found: dict[str, Any]) -> str:
-    """For people, a line each."""
+    """Format the metrics as lines of text."""
     lines = [f"weights        {found['weights']}", f"dtype          {found['dtype']}"]
     if "val_loss" in found:
         lines += [
@@ -140,16 +139,16 @@ def _known(value: float | None, form: str, unknown: str) -> str:
     return unknown if value is None else f"{value:{form}}"
 
 
-# What every layer reads, and where its attention looks
+# Activations of every layer
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
     """Hidden states and attention weights of one forward pass over tokens (…, T), as arrays on the host.
 
-    `hidden[i]` (…, T, C) is what layer i reads; the last one is what the output layer reads.
-    `attention[i]` (…, H, T, T) says how much each position looks at each other one; rows sum to 1.
-    `logits` (…, T, V) are the scores of the next token.
+    `hidden[i]` (…, T, C) is the input of layer i; the last one is the input of the output layer.
+    `attention[i]` (…, H, T, T) has the weights of each position over all positions; rows sum to 1.
+    `logits` (…, T, V) are the next-token logits.
     """
 
     hidden: tuple[NDArray[Any], ...]
@@ -157,7 +156,7 @@ class Trace:
     logits: NDArray[Any]
 
     def of_one(self) -> Trace:
-        """Return the trace of the first sequence, without the axis of sequences."""
+        """Return the trace of the first sequence, without the batch axis."""
         hidden, attention = (tuple(x[0] for x in parts) for parts in (self.hidden, self.attention))
         return Trace(hidden, attention, self.logits[0])
 
@@ -169,7 +168,7 @@ class Trace:
 
 
 def trace(model: Model, tokens: Array, n_seq: int, seq_len: int) -> Trace:
-    """Run the model over tokens (n_seq · seq_len,), keeping every layer's activations."""
+    """Run the model over tokens (n_seq · seq_len,) and keep every layer's activations."""
     config, k = model.config, model.kernels
     work = Pass(model, n_seq, seq_len, training=True, recompute="none")
     last = work.forward(tokens)
@@ -191,7 +190,7 @@ def trace(model: Model, tokens: Array, n_seq: int, seq_len: int) -> Trace:
 
 
 def _attention(qkv: NDArray[Any], n_head: int, window: int) -> NDArray[Any]:
-    """softmax(q kᵀ / √head, causal) (B, H, T, T) of qkv (B, T, H + 2K, head), positions included."""
+    """Return softmax(q kᵀ / √head, causal) (B, H, T, T) of qkv (B, T, H + 2K, head), already rotated."""
     wide = np.moveaxis(qkv.astype(np.promote_types(qkv.dtype, np.float32)), 1, 2)
     q, k, _ = np.split(wide, [n_head, (n_head + wide.shape[1]) // 2], axis=1)
     k = np.repeat(k, n_head // k.shape[1], axis=1)

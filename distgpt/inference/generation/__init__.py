@@ -1,4 +1,4 @@
-"""Text beyond one prompt: files of prompts, chats in a terminal.
+"""Batch generation from a file of prompts, and chat in a terminal.
 
-Not here: the engine (core/generate/), HTTP (serving/).
+The engine is in core/generate/, HTTP in serving/.
 """

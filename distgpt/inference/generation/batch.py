@@ -1,8 +1,8 @@
-"""`distgpt infer` with a file of prompts: JSON lines in, JSON lines out, shared by ranks and resumable.
+"""`distgpt infer` with a file of prompts: JSON lines in, JSON lines out, on all ranks, resumable.
 
-A prompt: {"prompt": "Once", "max_new_tokens": 9, "temperature": 0.8, …}; an answer: {"line": 1, "request": …,
-"model": …, "prompt": "Once", "choices": [{"text": …, "tokens": […], "reason": …}]}. While they are computed,
-answers are appended as they are finished; at the end they are put into the order of the prompts.
+A prompt: {"prompt": "Once", "max_new_tokens": 9, "temperature": 0.8, …}. An answer: {"line": 1, "request": …,
+"model": …, "prompt": "Once", "choices": [{"text": …, "tokens": […], "reason": …}]}. Answers are appended as
+they finish. At the end, the file is sorted into the order of the prompts.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from distgpt.core.generate.request import REQUEST_SETTINGS, Completion, Request
 if TYPE_CHECKING:
     from distgpt.core.train.assessment import Progress
 
-ROOM = 2 * MOST_SLOTS  # prompts that a rank has at once, so that none of its slots is idle
-SYNC = 0.5  # seconds between two exchanges: a rank that has nothing to do waits this long for others
-BEGINNING = b'{"line": '  # of every answer
+ROOM = 2 * MOST_SLOTS  # prompts per rank at a time, enough to keep all its slots busy
+SYNC = 0.5  # seconds between two exchanges; an idle rank waits this long for the others
+BEGINNING = b'{"line": '  # start of each line of answers
 
-Answer = tuple[int, list[Completion]]  # the number of a request, and its samples
-Share = list[tuple[int, Request]]  # requests of a rank, with their numbers
+Answer = tuple[int, list[Completion]]  # request number, samples
+Share = list[tuple[int, Request]]  # requests of one rank, with their numbers
 
 
 def infer_file(
     spec: ModelSpec, path: Path, out: Path, defaults: Request, stage: Stage, progress: Progress
 ) -> None:
-    """Answer every prompt of a file in `out`, which may hold some of the answers. Collective.
+    """Answer every prompt of a file. `out` may already hold some of the answers. Collective.
 
-    Wrong prompts are refused before anything is computed.
+    Invalid prompts raise an error before any are computed.
     """
     comm, loaded = stage.comm, spec.load(stage)
     slots = loaded.slots(MOST_SLOTS, defaults.lookup)
@@ -79,7 +79,7 @@ def infer_file(
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A line of the file: its number from 1, its text, and its request."""
+    """A prompt of the file, with its line number (from 1), text and request."""
 
     line: int
     text: str
@@ -87,21 +87,21 @@ class Prompt:
 
     @property
     def fingerprint(self) -> str:
-        """Tell its request from others."""
+        """Return a hash of the prompt's tokens and settings."""
         settings = {name: getattr(self.request, name) for name in REQUEST_SETTINGS}
-        if not self.request.prompt_logprobs:  # as in files of earlier versions
+        if not self.request.prompt_logprobs:  # Earlier versions wrote fingerprints without this setting.
             del settings["prompt_logprobs"]
         text = json.dumps([self.request.prompt, settings], sort_keys=True)
         return sha256(text.encode()).hexdigest()[:16]
 
     def answer(self, samples: Sequence[Completion], model: str) -> bytes:
-        """Return the line of an answer by the model with this fingerprint."""
+        """Return the output line; `model` is the model's fingerprint."""
         about = {"line": self.line, "request": self.fingerprint, "model": model, "prompt": self.text}
         return json.dumps({**about, "choices": [each.as_json() for each in samples]}).encode() + b"\n"
 
 
 def read_prompts(path: Path, tokenizer: Tokenizer, defaults: Request, engine: Engine) -> list[Prompt]:
-    """Read all prompts, with `defaults` for what they do not set; a DataError names the first wrong line."""
+    """Read all prompts; `defaults` fill in omitted settings. A DataError names the first bad line."""
     found = []
     with storage_errors("read", path), open_regular(path) as file:
         number = 0
@@ -134,7 +134,7 @@ def _prompt(number: int, line: bytes, tokenizer: Tokenizer, defaults: Request) -
 
 
 class Answers:
-    """The file of answers, of a run that begins or resumes. One process at a time."""
+    """The output file, new or of an interrupted run. Only one process may write it at a time."""
 
     def __init__(self, path: Path) -> None:
         self.path, self._model = path, ""
@@ -144,18 +144,16 @@ class Answers:
 
     @property
     def todo(self) -> list[Prompt]:
-        """The prompts that are not answered yet."""
         return [prompt for line, prompt in self._prompts.items() if line not in self._ranges]
 
     @property
     def done(self) -> int:
-        """The number of prompts that are answered."""
         return len(self._ranges)
 
     def begin(self, prompts: Sequence[Prompt], model: str) -> None:
-        """Take over what an earlier run has answered, and drop half a line at the end.
+        """Load the answers of an earlier run, and cut off an incomplete last line.
 
-        `model`: the fingerprint of the model that answers.
+        `model`: the fingerprint of the model.
         """
         self._model, self._prompts = model, {prompt.line: prompt for prompt in prompts}
         with storage_errors("read", self.path), open_regular(self.path) as file:
@@ -169,7 +167,7 @@ class Answers:
                 os.truncate(self.path, self._end)
 
     def add(self, answers: Sequence[tuple[Prompt, Sequence[Completion]]]) -> None:
-        """Append answers: all of them, or on failure none."""
+        """Append all answers, or none if the write fails."""
         lines = [prompt.answer(samples, self._model) for prompt, samples in answers]
         with storage_errors("write", self.path):
             append(self.path, b"".join(lines))
@@ -177,7 +175,7 @@ class Answers:
             self._note(prompt.line, len(line))
 
     def finish(self) -> None:
-        """Put the answers into the order of the prompts, if they are not in it."""
+        """Sort the answers into the order of the prompts."""
         if list(self._ranges) == sorted(self._ranges):
             return
         with open_regular(self.path) as old, atomic_file(self.path) as file:
@@ -190,7 +188,7 @@ class Answers:
         self._end += size
 
     def _line_of(self, line: bytes, number: int) -> int:
-        """Return the line of the prompt that an answer belongs to."""
+        """Return the line number of the prompt that this answer is for."""
         found = None
         with suppress(ValueError):
             found = parse_json(line)
@@ -215,7 +213,7 @@ class Answers:
 
 @contextmanager
 def reserved(path: Path) -> Iterator[None]:
-    """Lock the file of answers for this process, where locks exist; it is made if need be."""
+    """Create the output file if needed, and lock it for this process if the file system supports locks."""
     how = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     with storage_errors("write", path):
         descriptor = os.open(path, how, 0o666)
@@ -228,14 +226,15 @@ def reserved(path: Path) -> Iterator[None]:
 
 
 def distribute(comm: Comm, engine: Engine, requests: Sequence[Request], room: int) -> Iterator[list[Answer]]:
-    """Compute rank 0's requests on all ranks; yield answers there as they come, in any order. Collective.
+    """Compute rank 0's requests on all ranks. Rank 0 yields answers in the order they finish. Collective.
 
-    Every rank has an engine of its own and has to exhaust it. A rank has up to `room` requests at once.
+    Every rank must have its own engine and exhaust the iterator. It has at most `room` requests at a time.
     """
     collector, numbers, done = Collector(engine), dict[int, int](), list[Answer]()  # numbers by ticket
     left, missing = deque(enumerate(requests)), len(requests)
     while True:
-        # As many again as were done since the last report, so that a fast rank is not idle until the next.
+        # Also request as many as were finished since the last report, so that a fast rank stays busy until
+        # the next.
         reports, done = gather(comm, (done, max(0, room - len(numbers)) + len(done))), []
         shares: list[Share] | None = None
         if comm.rank == 0:
@@ -255,7 +254,7 @@ def distribute(comm: Comm, engine: Engine, requests: Sequence[Request], room: in
 
 
 def _deal(left: deque[tuple[int, Request]], rooms: list[int]) -> list[Share]:
-    """Deal out the requests that are left, in turn, as far as each rank has room."""
+    """Deal the remaining requests to the ranks, one at a time, up to each rank's limit."""
     shares: list[Share] = [[] for _ in rooms]
     while left and any(len(share) < room for share, room in zip(shares, rooms, strict=True)):
         for share, room in zip(shares, rooms, strict=True):

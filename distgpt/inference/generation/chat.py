@@ -1,4 +1,4 @@
-"""`distgpt chat`: a chat with a model in a terminal, or through a pipe, line by line."""
+"""`distgpt chat`: chat with a model in a terminal or through a pipe, line by line."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from distgpt.core.generate.engine import Engine
 from distgpt.core.generate.request import Request
 from distgpt.corpora.chats.format import ChatFormat, Message
 
-SHARE = 4  # of the context at most a part is left free for an answer
-LONGEST = 1 << 20  # bytes of a line
+SHARE = 4  # at most 1/SHARE of the context is kept free for an answer
+LONGEST = 1 << 20  # maximum bytes of a line
 QUOTES = '"""'
 COMMANDS = ("/reset", "/system", "/save", "/help", "/exit")
 HELP = f"""\
@@ -45,9 +45,9 @@ Ctrl-C stops an answer."""
 
 
 class Conversation:
-    """The turns of a user and a model. One thread calls it, and no other uses its engine.
+    """A chat between a user and a model. Not thread-safe: only one thread may use it and its engine.
 
-    The engine has to have a single slot, which keeps what was computed of earlier turns.
+    The engine must have a single slot, which caches the earlier turns.
     """
 
     def __init__(
@@ -58,21 +58,21 @@ class Conversation:
         self._settings = replace(settings, ends=chat.ends, stop=stop, overflow="stop", reuse=True)
         self.system, self.turns = system, list[Message]()
         self._ticket, self._count = -1, 0
-        # Of the last answer: tokens; seconds; an Event's reason, None if it was given up.
+        # Statistics of the last answer: tokens, seconds, and the Event's reason (None if interrupted).
         self.prompt = self.tokens = 0
         self.first = self.seconds = self._begun = 0.0
         self.reason: str | None = None
 
     @property
     def messages(self) -> list[Message]:
-        """All that the model is shown."""
+        """The system message, if any, and all turns."""
         head = [{"role": "system", "content": self.system}] if self.system else []
         return head + self.turns
 
     def ask(self, text: str) -> int:
-        """Add a user's turn. Return how many old turns were forgotten, as the context is full.
+        """Add a user's turn. Return how many old turns were dropped because the context is full.
 
-        After an error, or an interrupt, everything is as before.
+        An error or interrupt restores the previous turns.
         """
         before, self._begun = list(self.turns), time.perf_counter()
         self.turns.append({"role": "user", "content": text})
@@ -87,7 +87,7 @@ class Conversation:
         return len(before) + 1 - len(self.turns)
 
     def pieces(self) -> Generator[str]:
-        """Yield the answer piece by piece, empty ones too; closed early, the answer ends there."""
+        """Yield the answer in pieces, some of them empty. Closing the generator ends the answer."""
         text = ""
         try:
             while not self._engine.is_idle:
@@ -107,7 +107,7 @@ class Conversation:
                 self.turns.pop()
 
     def _prompt(self) -> list[int]:
-        """Return the tokens of all turns. Where they are too many the oldest go, until half of it is free."""
+        """Return the tokens of all turns. If they are too many, drop the oldest until half is free."""
         room = self._context - min(self._settings.max_new_tokens, self._context // SHARE)
         prompt = self._chat.prompt(self.messages)
         while len(prompt) > room and len(self.turns) > 1:
@@ -123,7 +123,7 @@ class Conversation:
 
 
 class Chat:
-    """The loop of a chat. In a terminal an error ends a message, in a pipe all of it."""
+    """The chat loop. An error ends the message in a terminal, and the whole chat in a pipe."""
 
     def __init__(self, conversation: Conversation, with_speed: bool, greeting: str) -> None:
         self._conversation, self._with_speed = conversation, with_speed
@@ -133,10 +133,9 @@ class Chat:
         if self._is_terminal:
             print_lines(greeting, err=True)
             with suppress(ImportError):
-                import readline  # noqa: F401  # input() then has a history and can be edited
+                import readline  # noqa: F401  # adds history and editing to input()
 
     def run(self) -> None:
-        """Answer message by message until there are no more."""
         while True:
             try:
                 text = self._message()
@@ -145,7 +144,7 @@ class Chat:
                 if text.strip():
                     self._asked = True
                     self._take(text)
-            except UnicodeDecodeError:  # of input()
+            except UnicodeDecodeError:  # raised by input()
                 _note("that is not valid UTF-8")
             except DistgptError as error:
                 expected = isinstance(error, DataError | StorageError | UsageError)
@@ -161,7 +160,7 @@ class Chat:
             raise UsageError("standard input holds no message")
 
     def _read(self, prompt: str) -> str | None:
-        """Return a line without its end, or None at the end of all. Only a terminal is asked for them."""
+        """Return a line without its line end, or None at the end of the input. Prompts only in a terminal."""
         if self._is_terminal and sys.stdout.isatty():
             try:
                 return input(prompt)
@@ -180,7 +179,6 @@ class Chat:
             raise DataError(f"{where} is not valid UTF-8") from None
 
     def _message(self) -> str | None:
-        """Return a message of one line or several."""
         if (text := self._read("> ")) is None:
             return None
         if text.lstrip().startswith(QUOTES):
@@ -193,7 +191,6 @@ class Chat:
         return text
 
     def _take(self, text: str) -> None:
-        """Do what a command says, or answer a message."""
         talk = self._conversation
         found = re.fullmatch(r"\s*(/[a-z]+)(?:\s+(.*))?", text, re.DOTALL)
         match (found[1], (found[2] or "").strip()) if found else ("", ""):
@@ -213,7 +210,7 @@ class Chat:
                 raise UsageError(f"{name} is no command{nearest(name, COMMANDS)}")
 
     def _answer(self, text: str) -> None:
-        """Print an answer as it comes. Ctrl-C ends it; the step under way is finished first."""
+        """Print an answer as it is generated. Ctrl-C ends it after the current step."""
         talk = self._conversation
         if forgotten := talk.ask(text):
             _note(f"the context is full: the {count(forgotten, 'oldest message')} were forgotten")
@@ -224,7 +221,7 @@ class Chat:
                     print(self._shown(piece), end="", flush=True)
                     if pending.came:
                         break
-        finally:  # an error begins on a line of its own
+        finally:  # An error must start on a new line.
             print(flush=True)
         if pending.came:
             number = signal_of(pending.exit_code)
@@ -242,11 +239,11 @@ class Chat:
             )
 
     def _save(self, rest: str) -> None:
-        """Write the chat; a file that was there before is not touched."""
+        """Write the chat to a new file."""
         messages = self._conversation.messages
         if not rest or "\0" in rest:
             raise UsageError("/save needs the name of a file")
-        path = Path(os.path.expanduser(rest))  # noqa: PTH111  # of Path it fails where there is no such user
+        path = Path(os.path.expanduser(rest))  # noqa: PTH111  # Path.expanduser rejects unknown users
         if not self._conversation.turns:
             raise UsageError("there is nothing to save yet")
         with storage_errors("write", path):
@@ -259,5 +256,5 @@ class Chat:
 
 
 def _note(text: str) -> None:
-    """Say something that is no answer."""
+    """Print a message that is not part of the answer."""
     print_lines(f"({text})", err=True)

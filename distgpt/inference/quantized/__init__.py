@@ -1,4 +1,4 @@
-"""Loops and microkernels for weights in int8 and int4, compiled by Numba.
+"""int8 and int4 weights in inference: kernels, microkernels and rounding.
 
-Not here: models of such weights (models/quantized/packed.py), their files (models/quantized/rounded.py).
+The models are in models/quantized/packed.py, their files in models/quantized/rounded.py.
 """

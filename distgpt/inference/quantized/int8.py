@@ -1,14 +1,14 @@
-"""Microkernels of int8 as LLVM IR: a tile of C from rows of activations and packed weights, both quantised.
+"""Microkernels of int8 as LLVM IR: a tile of C from rows of activations and packed weights, both quantized.
 
     C (rows, columns) ← [C +] Σ over blocks of k of  scale of A · scale of B · Σ a b  [+ bias]
 
-k comes in blocks of `BLOCK`. A row of A holds, block after block, the integers, a float32 scale, and an
-int32: -128 times the sum of the block. A panel of B holds, block after block, steps of four k of each
-column, and the columns' scales as bfloat16. B is int8 + 128, since processors multiply unsigned by signed
-bytes (VNNI); the int32 takes the 128 off again. Sums inside a block are exact.
+k is split into blocks of `BLOCK`. For each block, a row of A holds the integers, a float32 scale, and an
+int32: -128 times the sum of the block. For each block, a panel of B holds steps of four k of each column,
+then the columns' scales as bfloat16. B is int8 + 128, because VNNI multiplies unsigned by signed bytes; the
+int32 subtracts the 128 again. Sums in a block are exact.
 
-Processors without VNNI multiply 16 bits: there A has int16, and of B's four bytes the first and third are
-k and k + 1, so that one mask widens them both.
+Processors without VNNI multiply 16-bit integers. There A is int16, and the first and third of B's four bytes
+are k and k + 1, so that one mask widens both.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from distgpt.core.cpu.matmul.microkernel import Sums, Tile, choice, declarations
 from distgpt.inference.quantized.integers import BLOCKS
 
 BLOCK = BLOCKS[8]
-OFFSET = 128  # is added to weights
+OFFSET = 128  # added to weights
 UNROLLED = 2  # steps of pairs
 
 ARGUMENTS = (
@@ -31,9 +31,9 @@ ARGUMENTS = (
 
 @dataclass(frozen=True, slots=True)
 class Dot:
-    """A processor's way to add products of four bytes, and the rows that fit its registers that way."""
+    """A processor's method to add products of four bytes, and the number of rows that fit its registers."""
 
-    kind: str  # "vnni": four at once; "pairs": two of 16 bits; "plain": any processor
+    kind: str  # "vnni": four at a time; "pairs": two of 16 bits; "plain": any processor
     rows: int
     function: str = ""
     takes: tuple[str, ...] = ()
@@ -44,16 +44,16 @@ class Dot:
         return "int16" if self.kind == "pairs" else "int8"
 
     def integers(self, block: int) -> int:
-        """Bytes of the integers in a block of A."""
+        """Return the bytes of the integers in a block of A."""
         return block * (2 if self.kind == "pairs" else 1)
 
     def a_record(self, block: int) -> int:
-        """Bytes of a block of A: a scale and a sum behind the integers."""
+        """Return the bytes of a block of A: the integers, a scale and a sum."""
         return self.integers(block) + 8
 
     @property
     def order(self) -> tuple[int, ...]:
-        """The positions in B of the k of a step."""
+        """The positions in B of the four k of a step."""
         return (0, 2, 1, 3) if self.kind == "pairs" else (0, 1, 2, 3)
 
     def declaration(self, gives: str) -> str:
@@ -61,7 +61,7 @@ class Dot:
 
 
 def dot_of(shape: Shape, features: set[str]) -> Dot:
-    """Return the fastest exact way that these features, by LLVM's names, allow."""
+    """Return the fastest exact method for these features (LLVM's names)."""
     wide = shape.lanes == 16
     bits, ints, shorts = 32 * shape.lanes, f"<{shape.lanes} x i32>", f"<{2 * shape.lanes} x i16>"
     if ("avx512vnni" if wide else "avxvnni") in features:
@@ -73,12 +73,12 @@ def dot_of(shape: Shape, features: set[str]) -> Dot:
 
 
 def module(shape: Shape, dot: Dot) -> str:
-    """The IR of `tile`, which computes up to `dot.rows` rows; %k is the number of blocks."""
+    """Return the IR of `tile`, which computes up to `dot.rows` rows; %k is the number of blocks."""
     return module_of([Int8Tile(shape, dot, rows) for rows in range(1, dot.rows + 1)])
 
 
 def module_of(tiles: Sequence[Int8Tile], *others: str) -> str:
-    """The IR of `tile` by tiles of 1, 2, … rows, more in parts; `others` declares what else they call."""
+    """Return the IR of `tile`, which calls tiles of 1, 2, … rows; `others` declares further functions."""
     shape, dot = tiles[0].shape, tiles[0].dot
     declared = [
         *declarations(shape, FLOAT32, FLOAT32),
@@ -90,7 +90,7 @@ def module_of(tiles: Sequence[Int8Tile], *others: str) -> str:
 
 
 class Int8Tile(Tile):
-    """Writes the function for one number of rows."""
+    """Generator of the function for one number of rows."""
 
     block = BLOCK
 
@@ -136,7 +136,7 @@ class Int8Tile(Tile):
         self.totals = self.named("n")
 
     def _less(self) -> Sums:
-        """Return the start of a block's sums."""
+        """Load the initial sums of a block, which subtract OFFSET."""
         sums: Sums = {}
         for r in range(self.rows):
             less = self.everywhere("i32", self._of_row(r, "i32", self.dot.integers(self.block) + 4))
@@ -155,7 +155,7 @@ class Int8Tile(Tile):
         return sums
 
     def _sums_of_pairs(self) -> Sums:
-        """Return the same from a loop over UNROLLED steps; float32 sums can leave the registers for it."""
+        """Return these sums from a loop over UNROLLED steps, which lets the float32 sums be spilled."""
         starts, width = self._less(), 4 * UNROLLED
         self.add("  br label %steps\nsteps:")
         self.add("  %j = phi i64 [0, %loop], [%j1, %steps]\n  %pj = phi ptr [%pb, %loop], [%pj1, %steps]")
@@ -176,19 +176,19 @@ class Int8Tile(Tile):
         return {(r, v): f"%m{r}_{v}" for r, v in starts}
 
     def _add_pairs(self, sums: Sums, half: int) -> None:
-        """Add the products of half a step, which is two k of each column."""
+        """Add the products of half a step: two k of each column."""
         b = [self._half(half // 2, v, half % 2 == 1) for v in range(self.shape.vectors)]
         for r in range(self.rows):
             place = self.new(f"getelementptr i8, ptr %aj{r}, i64 {4 * half}")
             a = self.everywhere("i32", self.new(f"load i32, ptr {place}, align 4"))
             for v in range(self.shape.vectors):
                 total = self.new(f"add {self.ints} {sums[r, v]}, {self._called(a, b[v])}")
-                # Code that the compiler cannot see into: otherwise it adds products to each other first,
-                # and has no registers for all of them.
+                # The empty asm is opaque to the compiler, which otherwise adds products to each other first
+                # and runs out of registers.
                 sums[r, v] = self.new(f'call {self.ints} asm "", "=v,0"({self.ints} {total})')
 
     def _half(self, step: int, v: int, second: bool) -> str:
-        """Return two of the four bytes of each column, as 16 bits; loaded each time, as in microkernel.py."""
+        """Return two of each column's four bytes as 16 bits. As in microkernel.py, load them each time."""
         word = self.four("%pj", step, v, "load volatile" if second else "load")
         shorts = self.new(f"bitcast {self.ints} {word} to {self.shorts}")
         widen, by = ("lshr", 8) if second else ("and", 255)
@@ -220,7 +220,7 @@ class Int8Tile(Tile):
         return self.new(f"bitcast {self.ints} {upper} to {self.vector}")
 
     def _split(self, bytes: str, right: str) -> list[str]:
-        """Split four bytes of each lane into the parts multiplied at once; `right` shifts them back."""
+        """Split the four bytes of each lane into four integers, or one if VNNI; `right` is lshr or ashr."""
         if self.dot.kind == "vnni":
             return [bytes]
         upper = [self.new(f"shl {self.ints} {bytes}, splat (i32 {left})") for left in (24, 16, 8, 0)]

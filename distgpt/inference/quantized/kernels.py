@@ -1,6 +1,6 @@
-"""The vocabulary on CPU cores with weights in int8 or int4: their matmuls quantise activations too.
+"""CPU kernels for int8 and int4 weights. Matmuls also quantize the activations.
 
-Forward passes only. A matrix is a `Packed`; other parameters are arrays.
+Forward passes only. Quantized matrices are `Packed`, other parameters are arrays.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from distgpt.inference.quantized import operands
 
 
 class Packed(NamedTuple):
-    """A matrix (rows, k) for the int8 microkernels, in parts one after the other; `rows` of each."""
+    """A matrix (rows, k) for the int8 microkernels, in consecutive parts; `rows` of each part."""
 
     parts: tuple[Array, ...]
     rows: tuple[int, ...]
@@ -29,7 +29,7 @@ class Packed(NamedTuple):
 
 
 class Int8Kernels(CpuKernels):
-    """CpuKernels that multiply by matrices in integers, too. `rounded`: int4, where those of layers are."""
+    """CpuKernels that also multiply by quantized matrices. `rounded`: the type of the layers' weights."""
 
     def __init__(self, threads: int = 1, rounded: str = "int8") -> None:
         super().__init__("float32", threads)
@@ -39,7 +39,7 @@ class Int8Kernels(CpuKernels):
     def _matmul(self, y: Array, x: Array, w: Array | Packed, b: Array | None) -> None:
         if not isinstance(w, Packed):
             return super()._matmul(y, x, w, b)
-        count = 1 << (len(x) - 1).bit_length()  # so that batches of many sizes share their memory
+        count = 1 << (len(x) - 1).bit_length()  # Batches of similar sizes share scratch memory.
         a = self._memory.scratch(operands.operand_rows, count, w.k, w.parts[0].dtype.name)
         self._pool.split_range(len(x), ROWS, operands.quantise_rows, a, x)
         column = 0
@@ -57,11 +57,11 @@ class Int8Kernels(CpuKernels):
         return rows, np.arange(len(tokens))
 
     def _unpadded(self, w: Array | Packed, vocab: int) -> Array | Packed:
-        """Return it as it is if it is packed: only as many columns are computed as the scores have."""
+        """Packed matrices need no slice, as only the columns of the logits are computed."""
         return w if isinstance(w, Packed) else w[:vocab]
 
     def to_host(self, array: Array | Packed) -> Array:
-        """Return the float32 matrix."""
+        """Return a packed matrix as float32."""
         if not isinstance(array, Packed):
             return array
         out, first = np.empty((len(array), array.k), np.float32), 0

@@ -1,6 +1,6 @@
-"""Operands in integers: weights packed for microkernels, int8 as uint8, int4 as int8; rows for them.
+"""Packing of quantized operands: weights (int8 as uint8, int4 as int8) and rows of activations.
 
-Rows for weights in int8 and in int4 are both int8, but in blocks of different sizes.
+Rows are int8 for both kinds of weights, but the block sizes differ.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from distgpt.inference.decoding.loops.weights import Form
 from distgpt.inference.quantized import int4, int8, integers
 from distgpt.inference.quantized.integers import BLOCKS, MOST, PLACES
 
-FORMS = {"uint8": BLOCKS[8], "int8": BLOCKS[4]}  # columns that share a scale, by the type that holds them
+FORMS = {"uint8": BLOCKS[8], "int8": BLOCKS[4]}  # columns that share a scale, by storage type
 
 
 DOT = int8.dot_of(shape(), features())
 INT8_ROWS = DOT.rows
 ORDER, OFFSET = DOT.order, int8.OFFSET
 INTEGER = np.dtype(DOT.integer)
-SCALES = 2 * COLUMNS  # bytes of the scales in a block of a panel, behind its integers
+SCALES = 2 * COLUMNS  # bytes of the scales in a block of a panel, after its integers
 LEVELS = np.array(integers.LEVELS, np.int8)
 
 _BLOCKS = {getattr(types, name): block for name, block in FORMS.items()}
 _I, _P = types.int64, types.voidptr
-# Registered when this file is imported, as microkernels are.
+# Register the tiles at import, as microkernels are.
 _TILES = {
     kind: external(
         f"tile-{name}", partial(of.module, shape(), DOT), tile=(_I, _I, _P, _I, _P, _P, _I, _I, _P, _I)
@@ -43,7 +43,7 @@ _TILES = {
 
 
 class Integers(Form):
-    """A `Quantised` matrix: int4 as int8."""
+    """A `Quantised` matrix; int4 is stored as int8."""
 
     def panels(self, count: int, columns: int) -> Array:
         record = BLOCKS[self._w.bits] * COLUMNS * self._w.bits // 8 + SCALES
@@ -77,19 +77,19 @@ def _pack(out, q, scales, halves, block_size):
 
 @inline
 def byte_of(place, i):
-    """Return the byte index of a column's element k = i within a block of int8."""
+    """Return the byte index of a column's element k = i in a block of int8."""
     return (i // 4 * COLUMNS + place) * 4 + ORDER[i % 4]
 
 
 @inline
 def half_of(place, i):
-    """Return (byte index, bit shift) of a column's element k = i within a block of int4."""
+    """Return (byte index, bit shift) of a column's element k = i in a block of int4."""
     return (i // 8 * COLUMNS + place) * 4 + ORDER[i % 4], i // 4 % 2 * 4
 
 
 @inline
 def quantise_row(to, x, first, last):
-    """Quantise elements first … last of a row of A, with zeros behind the last in its block."""
+    """Quantize elements first … last of a row of A, and pad its last block with zeros."""
     block, integers, size = record_of(to)
     for left in range(first, last, block):
         record = to[left // block * size : (left // block + 1) * size]
@@ -97,7 +97,7 @@ def quantise_row(to, x, first, last):
         top, check = np.float32(0), np.float32(0)
         for j in range(of.shape[0]):
             top = max(top, abs(of[j]))
-            check += of[j] * np.float32(0)  # NaN where there is one, or an infinite number
+            check += of[j] * np.float32(0)  # NaN if any element is NaN or infinite
         inverse = np.float32(0) if top == np.float32(0) else np.float32(MOST) / top
         q, total = record[:integers].view(INTEGER), np.int32(0)
         for j in range(of.shape[0]):
@@ -112,7 +112,7 @@ def quantise_row(to, x, first, last):
 
 @by_types(**FORCED)
 def record_of(a):
-    """Return the columns that share a scale, as in weights, and the bytes of their integers and of all."""
+    """Return (columns that share a scale, bytes of their integers, bytes of their record in A)."""
     block = _BLOCKS[a.dtype]
     sizes = block, DOT.integers(block), DOT.a_record(block)
 
@@ -124,7 +124,7 @@ def record_of(a):
 
 @by_types()
 def blocks_tile(rows, blocks, a, row, b, c, ldc, columns, bias, flags):
-    """Compute a tile of C inside compiled loops; see int8.py and int4.py."""
+    """Compute a tile of C in compiled loops; see int8.py and int4.py."""
     routine = _TILES[b.dtype]
 
     def call(rows, blocks, a, row, b, c, ldc, columns, bias, flags):
@@ -135,14 +135,14 @@ def blocks_tile(rows, blocks, a, row, b, c, ldc, columns, bias, flags):
 
 @jit
 def quantise_rows(first, last, a, x):
-    """Rows first … last of factors ← those of x."""
+    """Rows first … last of a ← quantized rows of x."""
     for i in range(first, last):
         quantise_row(a[i], x[i], 0, x.shape[1])
 
 
 @jit
 def multiply_columns(first, last, y, a, w, bias, k):
-    """Columns first … last of y ← a wᵀ [+ bias]; `first` begins a panel."""
+    """Columns first … last of y ← a wᵀ [+ bias]; `first` must start a panel."""
     block, n = record_of(a)[0], y.shape[0]
     blocks = (k + block - 1) // block
     for column in range(first, last, COLUMNS):
@@ -159,17 +159,17 @@ def multiply_columns(first, last, y, a, w, bias, k):
 
 @jit
 def unpack_rows(first, last, out, w, rows):
-    """Rows first … last of out ← these rows of a packed matrix."""
+    """Rows first … last of out ← the given rows of a packed matrix."""
     for i in range(first, last):
         for k in range(out.shape[1]):
             out[i, k] = operands.element(w, rows[i], k)
 
 
-# -- what the decoder calls, for these types
+# -- the decoder's functions, for these types
 
 
 def operand_rows(count: int, columns: int, dtype: str) -> Array:
-    """Make memory for rows of operands, of floats too."""
+    """Allocate rows of operands, quantized or float."""
     if block := FORMS.get(dtype):
         return zeros_as_used((count, -(-columns // block) * DOT.a_record(block) + 64), dtype)
     return operands.operand_rows(count, columns, dtype)
@@ -177,7 +177,7 @@ def operand_rows(count: int, columns: int, dtype: str) -> Array:
 
 @also_for(operands.at_once, **FORCED)
 def _at_once(w):
-    """All of k, in one order for all rows."""
+    """Sum all of k in the same order for every row."""
 
     def integers(w):
         return 1 << 40, INT8_ROWS

@@ -1,4 +1,4 @@
-"""Rounding as integers.py defines it, to int4 in compiled loops: seconds for a large model."""
+"""Quantization to int4 (see integers.py) in compiled loops; a large model takes seconds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WIDE, PARTS = NEAREST.astype(np.float32), np.array(TRIED, np.float32)
 
 
 def rounded(w: Floats2d, bits: int, threads: int, importance: Array | None = None) -> Quantised:
-    """Round a float32 matrix to int8 or int4, where each column's squared errors count as much as given."""
+    """Round a float32 matrix to int8 or int4; `importance` weights the errors of columns in int4."""
     if bits == 8:
         return quantise(w)
     n, k = w.shape

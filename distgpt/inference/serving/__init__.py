@@ -1,4 +1,4 @@
-"""`distgpt serve`: the engine behind HTTP, in OpenAI's shapes, with a page to try it.
+"""`distgpt serve`: an HTTP server for the engine, compatible with OpenAI's API, with a web page.
 
-Not here: the engine and which model it runs (core/generate/), the options (commands/generate.py).
+The engine is in core/generate/, the command's options in commands/generate.py.
 """

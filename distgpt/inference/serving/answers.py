@@ -1,4 +1,4 @@
-"""A request that makes sense, and from the engine's events to its answer, whole or as a stream."""
+"""Parsed requests, and answers built from the engine's events, whole or as a stream."""
 
 from __future__ import annotations
 
@@ -19,35 +19,33 @@ DONE = b"data: [DONE]\n\n"
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A model behind the server, as far as requests need to know it."""
-
     name: str
     tokenizer: Tokenizer
     vocab: int
     context: int
     created: int  # seconds since 1970
     chat: ChatFormat | DataError | None = None  # or why there is none
-    reuse: bool = False  # whether completions, too, begin with what lanes hold of their prompts
-    weight: int = 1  # tokens that each counts as in the size of an answer
-    is_tuned: bool = False  # on chats
+    reuse: bool = False  # whether completions reuse the slots' cached tokens
+    weight: int = 1  # tokens that each token counts as in the size of an answer
+    is_tuned: bool = False  # whether it was trained on chats
 
     @property
     def chats(self) -> bool:
-        """Tell whether the model seems to know chats."""
+        """Return whether the model appears to be trained on chats."""
         return isinstance(self.chat, ChatFormat) and (self.is_tuned or self.chat.is_taught)
 
 
 @dataclass(frozen=True, slots=True)
 class ParsedBody:
-    """A body that makes sense: a request for each prompt, and the form of the answer."""
+    """A valid body: a request for each prompt, and the format of the answer."""
 
     served: Served
     requests: list[Request]
-    beginnings: list[tuple[str, Streamer]]  # of each request's samples: their text, and a decoder behind it
+    beginnings: list[tuple[str, Streamer]]  # each request's initial text, and a decoder that continues it
     stream: bool
     with_usage: bool  # at the end of a stream
-    choice: type[Choice]  # what a sample becomes
-    size: int  # tokens and log-probabilities of prompts and answer at most, which take memory
+    choice: type[Choice]  # class of the samples
+    size: int  # most tokens and log-probabilities of prompts and answer, which take memory
 
     @property
     def prompt_tokens(self) -> int:
@@ -55,7 +53,7 @@ class ParsedBody:
 
 
 class Answer:
-    """The choices of a call, prompt by prompt, sample by sample."""
+    """The choices of a call, ordered by prompt and sample."""
 
     def __init__(self, parsed: ParsedBody) -> None:
         self._parsed, kind = parsed, parsed.choice
@@ -73,7 +71,7 @@ class Answer:
         self.tokens = 0  # generated
 
     def add(self, index: int, event: Event) -> bytes:
-        """Take in an event of the request `index`; return the stream's next piece, which may be empty."""
+        """Add an event of the request `index`. Return the next piece of the stream, which may be empty."""
         number = index * self._parsed.requests[index].n + event.choice
         self.tokens += event.token is not None
         if (new := self._choices[number].add(event)) is None:
@@ -82,7 +80,7 @@ class Answer:
         return event_of({**self._head, "choices": [{"index": number, **new}], **more})
 
     def body(self) -> bytes:
-        """Return the whole answer, once the last event is there."""
+        """Return the whole answer, after the last event."""
         choices = [{"index": number, **choice.whole()} for number, choice in enumerate(self._choices)]
         return json.dumps({**self._head, "choices": choices, "usage": self._usage()}).encode()
 
@@ -98,12 +96,12 @@ class Answer:
 
 
 class Choice:
-    """One sample. `text_offset` counts from the beginning of its text, before stop strings are cut off.
+    """One sample. `text_offset` counts from the start of its text, before stop strings are removed.
 
-    With `echo` that is the prompt's.
+    With `echo`, its text starts with the prompt.
     """
 
-    prefix, kind, part = "cmpl", "text_completion", "text_completion"  # of ids; of an answer; of a piece
+    prefix, kind, part = "cmpl", "text_completion", "text_completion"  # prefix of ids, object types
     likelihoods: tuple[str, ...] = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 
     def __init__(self, request: Request, tokenizer: Tokenizer, begins: str, streamer: Streamer) -> None:
@@ -114,10 +112,10 @@ class Choice:
         self._all: dict[str, list[Any]] = {name: [] for name in self.likelihoods}
 
     def add(self, event: Event) -> dict[str, Any] | None:
-        """Take in an event; return what is new, if anything is."""
+        """Add an event. Return the new part of the choice, or None."""
         self._texts.append(event.text)
         text, self._unsent = self._unsent + event.text, ""
-        self._reason = "length" if event.reason == "context" else event.reason  # OpenAI has no other word
+        self._reason = "length" if event.reason == "context" else event.reason  # OpenAI has no other reason
         found: dict[str, list[Any]] = {name: [] for name in self.likelihoods}
         if self._request.logprobs is not None:
             if event.prompt_likelihoods is not None:
@@ -139,7 +137,6 @@ class Choice:
         return {"text": text, "logprobs": likelihoods, "finish_reason": self._reason}
 
     def _note(self, found: dict[str, list[Any]], token: int, likelihood: Likelihood | None) -> None:
-        """Add a token's log-probabilities."""
         (text, _), top = token_text(self._tokenizer, token), None
         if likelihood is not None:
             pairs = chain(likelihood.alternatives, [(token, likelihood.logprob)])
@@ -151,14 +148,12 @@ class Choice:
 
 
 class ChatChoice(Choice):
-    """One answer to a chat."""
-
     prefix, kind, part = "chatcmpl", "chat.completion", "chat.completion.chunk"
     likelihoods = ("content",)
     _role_is_sent = False
 
     def add(self, event: Event) -> dict[str, Any] | None:
-        """Return what is new in a stream's words, whose first piece names the role."""
+        """Return the delta for a stream; the first one has the role."""
         new = super().add(event)
         if new is None:
             return None
@@ -185,7 +180,7 @@ class ChatChoice(Choice):
 
 
 def token_text(tokenizer: Tokenizer, token: int) -> tuple[str, bytes]:
-    """Return a token's text and bytes. If they are not whole characters, OpenAI writes bytes:\\xe2\\x80."""
+    """Return a token's text and bytes. As in OpenAI's API, incomplete characters become bytes:\\xe2\\x80."""
     if isinstance(tokenizer, BytesDecoder) and token < len(tokenizer.pieces):
         piece = tokenizer.pieces[token]
         try:
@@ -197,5 +192,4 @@ def token_text(tokenizer: Tokenizer, token: int) -> tuple[str, bytes]:
 
 
 def event_of(what: dict[str, Any]) -> bytes:
-    """Return an event of a stream."""
     return f"data: {json.dumps(what)}\n\n".encode()

@@ -1,4 +1,4 @@
-"""The routes: what each address answers, to whom, how its body is parsed, and how the answer is sent."""
+"""The HTTP routes: access checks, parsing of bodies, and sending of answers."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ from distgpt.inference.serving.runner import Call, Runner
 Parsed = TypeVar("Parsed")
 Parser = Callable[[bytes, Served, Limits], Parsed]
 
-ABORT = "distgpt.abort"  # of a scope: what ends its connection at once
-NOTE = "distgpt.note"  # of a scope: what the log says besides
-ARRIVING = 60.0  # seconds in which a body has to come
-TAKING = 30.0  # seconds in which a client has to take some more of its answer
-SAYING = 5.0  # the same of the end of a stream that fails
-PIECE = 1 << 16  # bytes sent at once
-MOST_WAITING = 4  # times the longest body: bytes that wait to be parsed
+ABORT = "distgpt.abort"  # scope key: a function that aborts the connection
+NOTE = "distgpt.note"  # scope key: extra text for the log
+ARRIVING = 60.0  # seconds in which a body must arrive
+TAKING = 30.0  # seconds in which a client must read a piece of its answer
+SAYING = 5.0  # seconds to send the end of a failed stream
+PIECE = 1 << 16  # bytes per send
+MOST_WAITING = 4  # limit of bytes waiting to be parsed, as a multiple of the longest body
 PAGE = ("page.html", "playground.js", "chat.js")
 COMPLETIONS: dict[str, Parser[ParsedBody]] = {
     "/v1/completions": parse_body,
@@ -57,15 +57,12 @@ TOKENS: dict[str, Parser[dict[str, Any]]] = {"/tokenize": tokenize, "/detokenize
 
 
 class App:
-    """The application."""
-
     def __init__(self, served: Served, runner: Runner, where: ListenOn) -> None:
         self._served, self.runner, self._where = served, runner, where
-        self.parser = ThreadPoolExecutor(1, "parser")  # one thread, as tokenizers have memory of their own
-        self._waiting = 0  # bytes that are parsed or wait for it
+        self.parser = ThreadPoolExecutor(1, "parser")  # one thread, because tokenizers have internal state
+        self._waiting = 0  # bytes being parsed or waiting for it
 
     def asgi(self) -> ASGIApp:
-        """Return the application that a server calls."""
         routes = [
             Route("/", self._page),
             Route("/health", self._health),
@@ -85,8 +82,8 @@ class App:
         return partial(self._logged, app)
 
     async def _logged(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
-        """Count and log a request when it has been answered."""
-        status, begun = 499, time.monotonic()  # as web servers log a client that left
+        """Count and log a request after it is answered."""
+        status, begun = 499, time.monotonic()  # web servers log 499 for a client that disconnected
 
         async def sent(message: Message) -> None:
             nonlocal status
@@ -94,7 +91,7 @@ class App:
             await send(message)
 
         if {b"content-length", b"transfer-encoding"} <= {name for name, _ in scope["headers"]}:
-            # A proxy in front may have read it as two requests.
+            # A proxy may have read it as two requests (request smuggling).
             text = "a body has a Content-Length or a Transfer-Encoding, not both"
             app = await _refused(Request(scope), Refusal(400, text, headers={"Connection": "close"}))
         try:
@@ -166,9 +163,9 @@ class App:
         return _Completion(self.runner, parsed, call, self._where).send
 
     async def _parsed(self, request: Request, parse: Parser[Parsed], begun: float) -> Parsed:
-        """Read a body that began to come at `begun`, and parse it beside the loop."""
+        """Read a body whose request arrived at `begun`, and parse it in another thread."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind != "application/json":  # pages of other sites cannot send this without a preflight
+        if kind != "application/json":  # other sites' pages cannot send this type without a preflight
             raise Refusal(415, "send the body as Content-Type: application/json")
         limits, loop = self._where.limits, asyncio.get_running_loop()
         try:
@@ -191,11 +188,11 @@ class App:
 
 
 class _Completion:
-    """Sends an answer while it is made. It ends early if its client leaves or reads nothing, or too late."""
+    """Sends an answer while it is generated. Ends early if the client leaves, stalls, or on timeout."""
 
     def __init__(self, runner: Runner, parsed: ParsedBody, call: Call, where: ListenOn) -> None:
         self._runner, self._parsed, self._call, self._where = runner, parsed, call, where
-        self._answer, self._begun = Answer(parsed), False  # the status is sent
+        self._answer, self._begun = Answer(parsed), False  # begun: whether the status was sent
 
     async def send(self, scope: Scope, receive: Receive, send: Send) -> None:
         watch = asyncio.create_task(self._forget_on_disconnect(receive))
@@ -212,13 +209,13 @@ class _Completion:
             if self._where.log == "prompts":
                 decode = self._parsed.served.tokenizer.decode
                 texts = [decode(request.prompt[:SCREEN]) for request in self._parsed.requests]
-                scope[NOTE] += f", prompts {texts!r:.{SCREEN}}"  # a line of the log is no longer
+                scope[NOTE] += f", prompts {texts!r:.{SCREEN}}"  # limits the length of the log line
         if why is None:
             return
         scope[NOTE] += f", {why.text}"
         if not self._begun:
             raise why
-        with suppress(TimeoutError):  # of a client that does not read
+        with suppress(TimeoutError):  # The client may not be reading.
             async with asyncio.timeout(SAYING):
                 if self._parsed.stream:
                     await self._send(send, event_of(why.as_json()), is_last=True)
@@ -240,7 +237,7 @@ class _Completion:
         await self._send(send, answer.end() if stream else answer.body(), is_last=True)
 
     async def _send(self, send: Send, piece: bytes, is_last: bool = False) -> None:
-        """Wait for a client that reads slowly, but not for one that reads nothing."""
+        """Send a piece. Wait for a slow client, but fail if it reads nothing for TAKING seconds."""
         messages: list[Message] = []
         if not self._begun:
             self._begun = True
@@ -263,11 +260,11 @@ class _Completion:
 
 
 async def _body(request: Request, most: int) -> bytes:
-    """Return the body. One that is too long is read to its end, so that the client hears the answer."""
+    """Return the body. Read a body that is too long to its end, so that the client gets the error."""
     refusal = Refusal(413, f"the body is longer than {most:,} bytes", headers={"Connection": "close"})
     declared = request.headers.get("content-length", "")
     if "expect" in request.headers and declared.isdecimal() and int(declared[:20]) > most:
-        raise refusal  # nothing of it is sent then
+        raise refusal  # The client has not sent the body yet.
     body, is_long = bytearray(), False
     async for chunk in request.stream():
         if is_long := is_long or len(body) + len(chunk) > most:
@@ -288,7 +285,6 @@ async def _refused(request: Request, error: Refusal) -> Response:
 
 
 async def _not_found(request: Request, error: HTTPException) -> Response:
-    """Addresses and methods that there are not."""
     text = f"{error.detail}: {request.method} {request.url.path:.200}"
     return await _refused(request, Refusal(error.status_code, text, headers=dict(error.headers or {})))
 
@@ -300,7 +296,7 @@ async def _internal(request: Request, error: Exception) -> Response:
 
 @cache
 def _page(chats: bool) -> tuple[str, str]:
-    """The page, for chats or for plain texts, and the Content-Security-Policy that lets run it alone."""
+    """Return the page, for chats or text, and a Content-Security-Policy that allows only its own code."""
     frame, *scripts = (files("distgpt.inference.serving").joinpath(name).read_text("utf-8") for name in PAGE)
     frame = frame.replace("<body>", '<body class="chats">') if chats else frame
     text = frame.replace("<script></script>", f"<script>\n{''.join(scripts)}</script>")

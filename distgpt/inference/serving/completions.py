@@ -1,4 +1,4 @@
-"""From the body of a request to requests of the engine: OpenAI's completions and chats, vLLM's tokenizer."""
+"""Parse bodies into requests to the engine: OpenAI's completions and chats, vLLM's tokenizer endpoints."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from distgpt.inference.serving.limits import Limits, Refusal, invalid
 MOST_LOGPROBS = 20
 MOST_STOPS, LONGEST_STOP = 16, 256  # stop strings, and characters of each
 ECHOED = 4  # characters of an echo that count as one token of the answer
-HEAVY = 512  # bytes of a token, beyond which it counts as several
-DEFAULTS = Request(max_new_tokens=16, temperature=1.0, overflow="stop")  # OpenAI's
+HEAVY = 512  # bytes of a token; a longer one counts as more tokens
+DEFAULTS = Request(max_new_tokens=16, temperature=1.0, overflow="stop")  # OpenAI's defaults
 SWITCH = Setting(bool, "")
-# Parameters that are settings of a request, and their names there.
+# Parameters that are settings of a request, by their names there.
 _OTHERS = ("max_new_tokens", "prompt_logprobs", "lookup")
 SETTINGS = {"max_tokens": "max_new_tokens"} | {name: name for name in REQUEST_SETTINGS if name not in _OTHERS}
 _CHAT_SETTINGS = {name: name for name in SETTINGS.values() if name not in ("logprobs", "max_new_tokens")}
@@ -31,7 +31,7 @@ _LENGTHS = ("max_completion_tokens", "max_tokens")
 _OF_BOTH = ("model", "stream", "stream_options", "ignore_eos")
 PARAMETERS = (*_OF_BOTH, "prompt", "echo", *SETTINGS)
 _CHAT_PARAMETERS = (*_OF_BOTH, "messages", "logprobs", "top_logprobs", *_LENGTHS, *_CHAT_SETTINGS)
-# OpenAI's parameters that do not affect the answer; those that are not supported, with their neutral values.
+# Ignored: OpenAI's parameters that do not affect the answer. Unsupported: rejected unless neutral.
 _IGNORED = ("user", "metadata", "store", "service_tier", "parallel_tool_calls")
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "logit_bias": (None, {}),
@@ -46,7 +46,7 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 
 
 def parse_body(body: bytes, served: Served, limits: Limits) -> ParsedBody:
-    """Parse a request for completions. A Refusal says what is wrong with it."""
+    """Parse a request for completions, or raise a Refusal."""
     found, tokenizer = parse_object(body, served, PARAMETERS), served.tokenizer
     echo = checked(found, "echo", SWITCH, False)
     settings = parse_settings(found, limits, SETTINGS)
@@ -74,7 +74,7 @@ def _parsed(
     size: int,
     echo: bool = False,
 ) -> ParsedBody:
-    """Decode the prompts as far as the answer needs it."""
+    """Decode each prompt if it is echoed or if log-probabilities need its text."""
     stream, options = checked(found, "stream", SWITCH, False), found.get("stream_options") or {}
     if not isinstance(options, dict):
         raise invalid("stream_options must be an object", "stream_options")
@@ -89,12 +89,12 @@ def _parsed(
 
 
 def weight_of(tokenizer: Tokenizer) -> int:
-    """Return as how many tokens each counts, for the longest: vocabularies of others may hold megabytes."""
+    """Return how many tokens each token counts as. In third-party vocabularies, one may have megabytes."""
     return max(1, max(tokenizer.text_size([token]) for token in range(tokenizer.size)) // HEAVY)
 
 
 def parse_object(body: bytes, served: Served, known: Sequence[str]) -> dict[str, Any]:
-    """Return the object of a body for the model that is served. Rejects unknown parameters."""
+    """Return the JSON object of a body. Rejects unknown parameters and other models."""
     try:
         found = parse_json(body)
     except ValueError as error:
@@ -112,14 +112,13 @@ def parse_object(body: bytes, served: Served, known: Sequence[str]) -> dict[str,
 
 
 def refuse_other_model(found: dict[str, Any], served: Served) -> None:
-    """Reject a request that names a model that is not served."""
     if (name := checked(found, "model", Setting(str, ""), served.name)) != served.name:
         text = f"the model {name!r:.200} does not exist: here is {served.name!r:.200}"
         raise Refusal(404, text, param="model", code="model_not_found")
 
 
 def refuse_large(tokens: int, settings: Request, served: Served, limits: Limits, echoed: int = 0) -> int:
-    """Return the size that an answer may have, with `tokens` for each of its samples, and an echo of all."""
+    """Return the maximum size of an answer with `tokens` per sample. Raises a Refusal if it is too large."""
     most = tokens * settings.n * (1 + (settings.logprobs or 0)) * served.weight + echoed
     if most > limits.values:
         long = f" (each counts as {served.weight} in this vocabulary)" if served.weight > 1 else ""
@@ -128,7 +127,7 @@ def refuse_large(tokens: int, settings: Request, served: Served, limits: Limits,
 
 
 def parse_settings(given: dict[str, Any], limits: Limits, names: Mapping[str, str]) -> Request:
-    """Return a request without its prompt; `names` are those of its settings, by the parameters'."""
+    """Return a request without its prompt; `names` maps parameters to settings."""
     most = {"max_tokens": limits.max_tokens, "n": limits.samples, "logprobs": MOST_LOGPROBS}
     found: dict[str, Any] = {}
     for name, setting in names.items():
@@ -145,7 +144,7 @@ def parse_settings(given: dict[str, Any], limits: Limits, names: Mapping[str, st
 
 
 def checked(given: dict[str, Any], name: str, about: Setting, default: Any) -> Any:
-    """A parameter's value, which is as good as absent where it is null."""
+    """Return a valid parameter, or the default if it is absent or null."""
     if (value := given.get(name)) is None:
         return default
     try:
@@ -165,7 +164,7 @@ def _stops(value: Any) -> list[str]:
 
 
 def _prompts(value: Any, served: Served, limits: Limits, n: int) -> list[list[int]]:
-    """Tokens of each prompt: of a text, a list of texts, tokens, a list of lists of tokens, or nothing."""
+    """Return the tokens of each prompt: a string, strings, tokens, lists of tokens, or nothing."""
     if value is None:
         return [default_prompt(served.tokenizer)]
     several = isinstance(value, list) and bool(value) and type(value[0]) in (str, list)
@@ -183,7 +182,7 @@ def _prompts(value: Any, served: Served, limits: Limits, n: int) -> list[list[in
 
 
 def tokens_of(prompt: Any, served: Served, name: str = "prompt") -> list[int]:
-    """Return a list of tokens that the model has."""
+    """Return the tokens if all are in the vocabulary."""
     if not isinstance(prompt, list) or not all(type(token) is int for token in prompt):
         of_texts = "a text, a list of texts, tokens, or a list of such" if name == "prompt" else "tokens"
         raise invalid(f"{name} must be {of_texts}", name)
@@ -211,7 +210,7 @@ def refuse_long(
 
 
 def parse_chat(body: bytes, served: Served, limits: Limits) -> ParsedBody:
-    """Parse a request for a chat's next answer. A Refusal says what is wrong with it."""
+    """Parse a request for a chat's next answer, or raise a Refusal."""
     found = parse_object(body, served, _CHAT_PARAMETERS)
     chat = served.chat
     if chat is None or isinstance(chat, DataError):
@@ -247,7 +246,7 @@ def _logprobs(given: dict[str, Any]) -> int | None:
 
 
 def about_tokenizer(served: Served) -> dict[str, Any]:
-    """Return how the tokens that begin and end a text are spelled, null where there is none."""
+    """Return the start and end tokens as strings (null if none) and the chat template."""
     tokenizer = served.tokenizer
     spelled = {token: text for text, token in tokenizer.specials.items()}
     return {
@@ -259,7 +258,7 @@ def about_tokenizer(served: Served) -> dict[str, Any]:
 
 
 def tokenize(body: bytes, served: Served, limits: Limits) -> dict[str, Any]:
-    """Return the ids of a prompt. One that spells a special token, and nothing else, is that token."""
+    """Return the token ids of a prompt. A prompt that is exactly a special token becomes that token."""
     found = parse_object(body, served, ("model", "prompt", "add_special_tokens"))
     text = "" if found.get("prompt") is None else found["prompt"]
     if not isinstance(text, str):
@@ -276,7 +275,6 @@ def tokenize(body: bytes, served: Served, limits: Limits) -> dict[str, Any]:
 
 
 def detokenize(body: bytes, served: Served, limits: Limits) -> dict[str, Any]:
-    """Return the text of ids."""
     found = parse_object(body, served, ("model", "tokens"))
     tokens, most = tokens_of(found.get("tokens"), served, "tokens"), ECHOED * limits.values
     if served.tokenizer.text_size(tokens) > most:

@@ -1,4 +1,4 @@
-"""Where a server listens, the limits of its clients, and the errors that refuse them."""
+"""The server's address, limits on requests, and errors that reject them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from distgpt.core.config.setting import Setting, setting
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bounds of one request, but for `queue`, `everything` and `connections`, which all share."""
+    """Limits of one request. All requests share `queue`, `everything` and `connections`."""
 
     queue: int = setting(256, "Samples that may wait for a lane.", low=0)
     body: int = setting(1 << 20, "The longest request.", low=0, flag="--max-body")
@@ -19,7 +19,7 @@ class Limits:
     samples: int = setting(128, "The most prompts times n of a request.", low=1, flag="--max-samples")
     seconds: float = setting(300.0, "The most seconds for a request.", low=0.1, flag="--max-seconds")
     values: int = 1 << 20  # tokens and log-probabilities of an answer
-    everything: int = 1 << 22  # the same of all open requests and their prompts: about 110 bytes each
+    everything: int = 1 << 22  # the same, of all open requests and their prompts, about 110 bytes each
     connections: int = 512
 
     def __post_init__(self) -> None:
@@ -34,13 +34,13 @@ LIMITS: dict[str, Setting] = {
 
 @dataclass(frozen=True, slots=True)
 class ListenOn:
-    """An address to listen on, for whom, and what to log: "quiet", "requests" or "prompts"."""
+    """An address to listen on, access rules, and what to log: "quiet", "requests" or "prompts"."""
 
     host: str = "127.0.0.1"
     port: int = 8000
     key: str | None = None
     origins: tuple[str, ...] = ()
-    proxies: tuple[str, ...] = ()  # addresses whose X-Forwarded-For is believed
+    proxies: tuple[str, ...] = ()  # addresses whose X-Forwarded-For is trusted
     log: str = "requests"
     limits: Limits = field(default_factory=Limits)
 
@@ -50,9 +50,9 @@ class ListenOn:
 
     @property
     def hosts(self) -> frozenset[str] | None:
-        """The names under which the server may be addressed; None: any.
+        """The allowed Host headers. None: any.
 
-        Without a key and on this machine alone only its own, so that no other leads a browser here.
+        Without a key, a local server allows only its own names, to prevent DNS rebinding.
         """
         if self.key is not None or not self.is_local:
             return None
@@ -61,7 +61,7 @@ class ListenOn:
 
 @dataclass(slots=True, eq=False)
 class Refusal(Exception):
-    """A request that is answered by an error, as OpenAI's API writes it."""
+    """An error response in OpenAI's format."""
 
     status: int
     text: str
@@ -76,7 +76,7 @@ class Refusal(Exception):
 
 
 def invalid(text: str, param: str | None = None, code: str | None = None) -> Refusal:
-    """Refuse a request that no server of this model would answer."""
+    """Return the error for an invalid request (status 400)."""
     return Refusal(400, text, param=param, code=code)
 
 

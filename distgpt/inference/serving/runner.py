@@ -1,4 +1,4 @@
-"""The engine's thread. Requests go in by a queue, their events come out in the thread of the event loop."""
+"""The engine's thread. Requests enter through a queue; events are delivered in the event loop's thread."""
 
 from __future__ import annotations
 
@@ -16,15 +16,13 @@ from distgpt.core.generate.engine import Engine
 from distgpt.core.generate.request import Event, Request
 from distgpt.inference.serving.limits import Limits, Refusal, invalid, overloaded
 
-PATIENCE = 5.0  # seconds that `close` waits for the step under way
+PATIENCE = 5.0  # seconds that `close` waits for the current step
 BOUNDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)  # seconds
 
 
 class Metrics:
-    """Counters and histograms of a server, for Prometheus."""
-
     def __init__(self) -> None:
-        disable_created_metrics()  # type: ignore[no-untyped-call]  # they would be a series more for each
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # avoids one extra series per metric
         self.registry = CollectorRegistry()
         counter = partial(Counter, namespace="distgpt", registry=self.registry)
         self.answered = counter(
@@ -40,15 +38,15 @@ class Metrics:
 
 
 class Call:
-    """The requests of one client, and their events as far as they are not read yet.
+    """The requests of one client, and their unread events.
 
-    All of it happens in the event loop's thread, but for `requests`, which never change.
+    Use it only in the event loop's thread, except `requests`, which never changes.
     """
 
     def __init__(self, requests: Sequence[Request], size: int, begun: float) -> None:
         self.requests, self.size, self.begun = requests, size, begun
         self.left = sum(request.n for request in requests)  # samples that have not ended
-        self.answered = self.failed = False  # answered: its first token is there
+        self.answered = self.failed = False  # answered: whether its first token has arrived
         self._unread: asyncio.Queue[tuple[int, Event] | Refusal] = asyncio.Queue()
 
     @property
@@ -56,7 +54,7 @@ class Call:
         return self.left == 0 or self.failed
 
     def add(self, index: int, event: Event) -> None:
-        """Keep an event of the request `index`."""
+        """Queue an event of the request `index`."""
         self._unread.put_nowait((index, event))
         self.left -= event.reason is not None
 
@@ -66,7 +64,7 @@ class Call:
             self._unread.put_nowait(why)
 
     async def events(self) -> AsyncGenerator[tuple[int, Event]]:
-        """Each event with the number of its request; ends with the last. Raises why there are no more."""
+        """Yield (request number, event) until the last event, or raise the reason for a failure."""
         while self.left or not self._unread.empty():
             found = await self._unread.get()
             if isinstance(found, Refusal):
@@ -75,9 +73,9 @@ class Call:
 
 
 class Runner:
-    """Runs an engine, and a new one where that fails. `died` is called if there can be none any more.
+    """Runs an engine and replaces it if it fails. Calls `died` if it cannot be replaced.
 
-    Its public methods belong to the event loop's thread.
+    Its public methods must be called in the event loop's thread.
     """
 
     def __init__(
@@ -88,7 +86,7 @@ class Runner:
         self._engine = make()
         self._calls: set[Call] = set()
         self._inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._tickets: dict[int, tuple[Call, int]] = {}  # the thread's own
+        self._tickets: dict[int, tuple[Call, int]] = {}  # used only in the engine's thread
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         gauge = partial(Gauge, namespace="distgpt", registry=self.metrics.registry)
         gauge("lanes", "The most samples side by side.").set(lanes)
@@ -104,7 +102,7 @@ class Runner:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread after the step under way."""
+        """Stop the thread after the current step."""
         self._inbox.put(None)
         self._thread.join(PATIENCE)
 
@@ -113,7 +111,7 @@ class Runner:
         return bool(self._calls)
 
     def submit(self, requests: Sequence[Request], size: int, begun: float) -> Call:
-        """Answer what arrived at `begun`. Refuses what is too much."""
+        """Submit requests that arrived at `begun`. Raise a Refusal if they exceed the limits."""
         limits = self._limits
         call = Call(requests, size, begun)
         self._refuse_beyond("samples", self._lanes + limits.queue, call, lambda each: each.left)
@@ -124,14 +122,14 @@ class Runner:
         return call
 
     def _refuse_beyond(self, what: str, most: int, call: Call, count: Callable[[Call], int]) -> None:
-        """Refuse a call that never fits, or not beside those that are open."""
+        """Reject a call that can never fit, or that does not fit now."""
         if count(call) > most:
             raise invalid(f"{count(call):,} {what} are more than the {most:,} that there is room for")
         if count(call) + sum(map(count, self._calls)) > most:
             raise overloaded()
 
     def forget(self, call: Call) -> None:
-        """Free what a call has, whether it is over or not."""
+        """Free a call's resources, finished or not."""
         if call in self._calls:
             if not call.is_over:
                 self.metrics.cancelled.inc()
@@ -162,7 +160,7 @@ class Runner:
             call.fail(Refusal(500, str(why)))
         self._died(why)
 
-    # What follows runs in the engine's thread.
+    # The methods below run in the engine's thread.
 
     def _run(self) -> None:
         try:
@@ -172,7 +170,7 @@ class Runner:
             self._post(self._dead, DistgptError(f"the engine has failed for good: {_described(error)}"))
 
     def _step(self) -> None:
-        """After a failure the engine is of no more use: those it was at work for learn of it."""
+        """Run a step. If it fails, fail its calls and replace the engine."""
         try:
             events = [(*self._tickets[event.ticket], event) for event in self._engine.step()]
         except Exception as error:
@@ -184,7 +182,7 @@ class Runner:
             self._post(self._deliver, events)
 
     def _empty_inbox(self) -> bool:
-        """Do all that the inbox holds; wait for something if there is nothing to compute. False: end."""
+        """Run all queued actions; block if the engine is idle. Return False to stop."""
         while True:
             try:
                 act = self._inbox.get(block=self._engine.is_idle)
@@ -212,7 +210,7 @@ class Runner:
     def _post(self, act: Callable[..., None], *what: object) -> None:
         try:
             self._loop.call_soon_threadsafe(act, *what)
-        except RuntimeError:  # the loop is closed: nobody is there to hear it
+        except RuntimeError:  # The loop is closed.
             self._inbox.put(None)
 
 

@@ -1,4 +1,4 @@
-"""A server of a model: its parts put together, its socket, signals, and the way it begins and ends."""
+"""The HTTP server of a model: components, socket, signals, startup and shutdown."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from distgpt.inference.serving.completions import weight_of
 from distgpt.inference.serving.limits import ListenOn
 from distgpt.inference.serving.runner import Runner
 
-SILENT = 20.0  # seconds that a connection may take to its first request, and to the next
+SILENT = 20.0  # seconds that a connection may be idle before each request
 
 
 def bound(host: str, port: int) -> socket.socket:
-    """A socket on this address. A UsageError says why there is none."""
+    """Return a socket bound to this address, or raise a UsageError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         kind, found = socket.SOCK_STREAM, socket.getaddrinfo(host, port, family)[0][4]
-        # asyncio turns off the waiting for fuller packets (TCP_NODELAY) where a socket names its protocol.
+        # asyncio sets TCP_NODELAY only if the socket names its protocol.
         listener = socket.socket(family, kind, socket.IPPROTO_TCP)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(found)
@@ -46,10 +46,10 @@ def bound(host: str, port: int) -> socket.socket:
 
 
 class _Connection(H11Protocol):
-    """A connection that ends if it is silent for too long, and that the application can end.
+    """A connection that closes if it is idle for too long, and that the application can abort.
 
-    Where there are too many, the one ends that has been waited for the longest: so clients that send nothing,
-    or half a request, keep nobody out. If all are being answered, uvicorn answers the next one with 503.
+    If there are too many connections, the longest-waiting idle one is closed, so clients that send nothing or
+    half a request cannot block others. If all are being answered, uvicorn answers the new one with 503.
     """
 
     def connection_made(self, transport: Any) -> None:
@@ -69,7 +69,7 @@ class _Connection(H11Protocol):
 
     @property
     def is_waited_for(self) -> bool:
-        """Tell whether its next request is not there yet, or not whole."""
+        """Whether the connection waits for a request, or for the rest of one."""
         if self.transport.is_closing():
             return False
         return self.cycle is None or self.cycle.response_complete or self.cycle.more_body
@@ -94,9 +94,9 @@ class _Connection(H11Protocol):
 
 
 class Server(uvicorn.Server):
-    """A model behind HTTP. The first signal lets open requests finish, the second ends them.
+    """An HTTP server of one model. The first signal waits for open requests, the second aborts them.
 
-    Its socket is bound before the model is read: so a taken port is soon known.
+    The socket is bound before the model is loaded, so that a port in use is reported early.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Server(uvicorn.Server):
         self._app = App(_served(loaded, name, slots), self.runner, where)
         logging.getLogger("uvicorn.error").addHandler(logging.NullHandler())
         logging.getLogger("uvicorn.error").propagate = False
-        logging.getLogger("asyncio").setLevel(logging.ERROR)  # else it warns of writes to clients that left
+        logging.getLogger("asyncio").setLevel(logging.ERROR)  # no warnings about closed connections
         config = uvicorn.Config(
             self._app.asgi(),
             http=_Connection,
@@ -126,7 +126,7 @@ class Server(uvicorn.Server):
         super().__init__(config)
 
     def serve_model(self) -> None:
-        """Serve to the end. Raises why it could not go on."""
+        """Serve until a signal or failure. Raises the reason for a failure."""
         try:
             asyncio.run(self._serve_model())
         finally:
@@ -136,7 +136,7 @@ class Server(uvicorn.Server):
 
     async def _serve_model(self) -> None:
         host, port = self.listener.getsockname()[:2]
-        self.listener.listen(self.config.backlog)  # so that whoever is told where can connect
+        self.listener.listen(self.config.backlog)  # before the address is printed
         self.runner.start()
         address = f"[{host}]" if ":" in host else host
         print_lines(f"serving {self._about} on http://{address}:{port}", err=True)
@@ -146,7 +146,7 @@ class Server(uvicorn.Server):
         self.runner.close()
 
     def fail(self, why: DistgptError) -> None:
-        """End, as the engine is lost."""
+        """Shut down because the engine failed."""
         self.failure, self.should_exit = why, True
 
     def handle_exit(self, number: int, frame: FrameType | None) -> None:
@@ -166,7 +166,7 @@ class Server(uvicorn.Server):
 
 
 def checked_proxies(addresses: Iterable[str]) -> tuple[str, ...]:
-    """Return addresses and networks of proxies."""
+    """Return the addresses if all are valid addresses or networks."""
     for address in addresses:
         try:
             ip_network(address)
@@ -180,7 +180,7 @@ def _served(loaded: LoadedModel, name: str, slots: Slots) -> Served:
     chat: ChatFormat | DataError
     try:
         chat = ChatFormat(tokenizer)
-    except DataError as error:  # it still completes texts
+    except DataError as error:  # The model can still complete text.
         print_lines(f"no chats are answered: {error}", err=True)
         chat = error
     return Served(
@@ -197,7 +197,7 @@ def _served(loaded: LoadedModel, name: str, slots: Slots) -> Served:
 
 
 def checked_key(key: str | None) -> str | None:
-    """A key that a header can carry."""
+    """Return the key if an HTTP header can carry it."""
     if key is not None and (not key.isascii() or not key.isprintable() or not key.strip() or " " in key):
         raise UsageError("the API key must be of printable ASCII characters without blanks")
     return key

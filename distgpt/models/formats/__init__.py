@@ -1,4 +1,4 @@
-"""Models of other programs: transformers and PEFT here, llama.cpp in gguf/.
+"""Models in other formats: transformers and PEFT here, llama.cpp in gguf/.
 
-Not here: our own files (core/saved/).
+distgpt's own files are in core/saved/.
 """

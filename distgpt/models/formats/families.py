@@ -1,4 +1,4 @@
-"""The families of transformers that our models can be: GPT-2, Llama and its relatives; the list of all."""
+"""The supported families of transformers: GPT-2, Llama and its relatives."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from distgpt.core.base.errors import DataError, UsageError
 from distgpt.core.config import ModelConfig
 
 HEAD = "lm_head.weight"  # the same name in every family, without a prefix
-# Names in transformers of what scales RoPE's angles, and in ours.
+# Types and factors of RoPE scaling, by their names in transformers and in distgpt.
 SCALINGS = {"default": "none", "linear": "linear", "llama3": "llama3"}
 FACTORS = {
     "linear": {"factor": "rope_factor"},
     "llama3": {"factor": "rope_factor", "low_freq_factor": "rope_slow", "high_freq_factor": "rope_fast"},
 }
-FULL, SLIDING = "full_attention", "sliding_attention"  # of layer_types
+FULL, SLIDING = "full_attention", "sliding_attention"  # values in layer_types
 OLD_CONTEXT = "original_max_position_embeddings"
 
 T = TypeVar("T")
@@ -26,9 +26,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class TensorMapping:
-    """One of their tensors: rows of ours from `first` on, or all of them if it is transposed.
+    """One tensor of transformers: rows of ours from `first` on, or the whole tensor if transposed.
 
-    Where `ours` is empty our model has no such tensor, and theirs must be zeros.
+    If `ours` is empty, our model has no such tensor, and theirs must be zeros.
     """
 
     theirs: str
@@ -39,7 +39,7 @@ class TensorMapping:
 
     @property
     def our_shape(self) -> tuple[int, ...]:
-        """Return the shape of the rows of ours that it is."""
+        """The shape of the corresponding rows of our tensor."""
         return self.shape[::-1] if self.transposed else self.shape
 
     @property
@@ -48,13 +48,13 @@ class TensorMapping:
 
 
 class Settings:
-    """A config.json from anywhere: each value is checked when it is read."""
+    """An untrusted config.json. Each value is checked when it is read."""
 
     def __init__(self, values: dict[str, Any], source: str) -> None:
         self.values, self.source = values, source
 
     def get(self, key: str, default: T) -> T:
-        """Return a value of the default's type, or the default if there is none."""
+        """Return a value of the default's type, or the default if the value is missing."""
         value = self.values.get(key)
         if value is None:
             return default
@@ -70,7 +70,7 @@ class Settings:
         return known[value]
 
     def demand(self, **wanted: Any) -> None:
-        """Refuse anything but these values, or none at all."""
+        """Raise a DataError if a setting is present with another value."""
         for key, value in wanted.items():
             found = self.values.get(key)
             if found is not None and (found != value or type(found) is not type(value)):
@@ -79,24 +79,24 @@ class Settings:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Family:
-    """A model type of transformers, as far as ours can be one: GPT-2, or a Llama with small differences."""
+    """A model type of transformers that our models can represent: GPT-2, or Llama with small differences."""
 
     title: str
     model_type: str
     architecture: str
-    prefix: str  # of the names of tensors
-    buffers: str  # a pattern of tensors that some versions store, though they are no parameters
-    keys: Mapping[str, tuple[str, float]]  # our setting → their name for it, and their default
-    parts: Mapping[str, tuple[Any, ...]]  # our setting → the values that this family knows
+    prefix: str  # prefix of tensor names
+    buffers: str  # pattern of tensors that some versions store although they are not parameters
+    keys: Mapping[str, tuple[str, float]]  # our setting → their name and default
+    parts: Mapping[str, tuple[Any, ...]]  # our setting → the values that this family supports
     absent: Mapping[str, Any]  # their settings that must have these values
-    windows: Literal["none", "all", "some"] = "none"  # the layers that may have windows of attention
+    windows: Literal["none", "all", "some"] = "none"  # layers that may have a sliding window
 
     @property
     def is_gpt2(self) -> bool:
         return self.model_type == "gpt2"
 
     def config_from(self, settings: Settings) -> ModelConfig:
-        """Return our configuration of their model; a DataError if ours cannot be that model."""
+        """Return our configuration for their model. Raises a DataError if ours cannot represent it."""
         settings.demand(**self.absent)
         values: dict[str, Any] = {ours: settings.get(*key) for ours, key in self.keys.items()}
         if not self.is_gpt2:
@@ -116,7 +116,7 @@ class Family:
                 "scale_attn_by_inverse_layer_idx": False,
                 **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
             }
-            # No setting of GPT-2. It tells our import that the zeros stand for absent biases.
+            # GPT-2 has no such setting. Our import reads it: the zeros replace absent biases.
             return values if config.bias else values | {"bias": False}
         return values | {
             "intermediate_size": config.hidden,
@@ -141,11 +141,11 @@ class Family:
         return found if FULL in kinds else found | {"max_window_layers": 0}
 
     def mappings(self, config: ModelConfig) -> list[TensorMapping]:
-        """Return all tensors but the output layer."""
+        """Return all tensors except the output layer."""
         return (_gpt2_tensors if self.is_gpt2 else _llama_tensors)(config)
 
     def all_mappings(self, config: ModelConfig) -> list[TensorMapping]:
-        """With the output layer, if that is not the embedding."""
+        """Return all tensors, including the output layer unless it is tied."""
         head = TensorMapping(HEAD, (config.vocab_size, config.n_embd), "head.w")
         return self.mappings(config) if config.tied else [*self.mappings(config), head]
 
@@ -153,7 +153,7 @@ class Family:
         return name if name == HEAD else self.prefix + name
 
     def lacks(self, config: ModelConfig) -> list[str]:
-        """Name the settings in which our model is none of this family."""
+        """Return the settings that this family does not support."""
         values = {setting: getattr(config, setting) for setting in self.parts}
         values["qkv_bias"] = config.qkv_bias and not config.bias
         found = [
@@ -226,7 +226,7 @@ LLAMA = Family(
     },
     absent={"attention_bias": False, "mlp_bias": False},
 )
-MISTRAL = replace(  # in its later versions nothing but a Llama
+MISTRAL = replace(  # later versions equal Llama
     LLAMA,
     title="Mistral",
     model_type="mistral",
@@ -239,7 +239,7 @@ MISTRAL = replace(  # in its later versions nothing but a Llama
     },
     windows="all",
 )
-QWEN2 = replace(  # and 2.5: queries, keys and values have biases
+QWEN2 = replace(  # also Qwen 2.5; queries, keys and values have biases
     LLAMA,
     title="Qwen 2",
     model_type="qwen2",
@@ -254,7 +254,7 @@ QWEN2 = replace(  # and 2.5: queries, keys and values have biases
     absent={},
     windows="some",
 )
-QWEN3 = replace(  # queries and keys are normalised, head by head
+QWEN3 = replace(  # queries and keys are normalized per head
     QWEN2,
     title="Qwen 3",
     model_type="qwen3",
@@ -264,7 +264,7 @@ QWEN3 = replace(  # queries and keys are normalised, head by head
     absent={"attention_bias": False},
 )
 FAMILIES = (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3)
-EXPORTABLE = ("tiny-adamw", "gpt2")  # presets of these shapes
+EXPORTABLE = ("tiny-adamw", "gpt2")  # presets with these shapes
 ACTIVATIONS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "relu": "relu"}
 
 
@@ -297,10 +297,10 @@ def _window(settings: Settings, layers: int, seq_len: int, which: str) -> dict[s
     window = settings.get("sliding_window", 4096)
     if window < 1:
         raise DataError(f"{settings.source}: sliding_window is {window}: it must be at least 1")
-    full = [i for i, has in enumerate(reversed(has_window)) if not has]  # counted back from the last
+    full = [i for i, has in enumerate(reversed(has_window)) if not has]  # counted from the last layer
     every = [*full, layers][1] if full else 0
     if full == [i for i in range(layers) if every and i % every == 0]:
-        return {"window": window, "full_every": every}  # also one that a longer --context would need
+        return {"window": window, "full_every": every}  # also if a longer --context needs it
     if window >= seq_len:
         return {}
     raise DataError(
@@ -329,11 +329,10 @@ def _layers_with_window(settings: Settings, layers: int) -> list[bool]:
 
 
 def _rope(settings: Settings, older: float, context: int) -> dict[str, Any]:
-    """Return our settings of RoPE. Older versions keep the base beside what scales the angles, in
-    rope_scaling, newer ones both in rope_parameters."""
+    """Return our RoPE settings, from rope_theta and rope_scaling (older) or rope_parameters (newer)."""
     found: dict[str, Any] = {}
     settings.demand(partial_rotary_factor=1.0)
-    for name in ("rope_parameters", "rope_scaling"):  # as in transformers, the second one counts
+    for name in ("rope_parameters", "rope_scaling"):  # the second takes precedence, as in transformers
         given = settings.values.get(name) or {}
         if not isinstance(given, dict):
             raise DataError(f"{settings.source}: {name} is {given!r:.40}, not an object")
@@ -367,7 +366,7 @@ def _angles_for(config: ModelConfig) -> dict[str, Any]:
 
 
 def _gpt2_tensors(config: ModelConfig) -> list[TensorMapping]:
-    """Its linear layers are stored as (in, out)."""
+    """Return the tensors of GPT-2, whose linear layers are stored as (in, out)."""
     C, H = config.n_embd, config.hidden
     layer: tuple[tuple[str, str, tuple[int, ...]], ...] = (
         ("ln_1", "norm1", (C,)),
@@ -391,9 +390,9 @@ def _gpt2_tensors(config: ModelConfig) -> list[TensorMapping]:
 
 
 def _llama_tensors(config: ModelConfig) -> list[TensorMapping]:
-    """Ours has its q, k and v in one tensor, and its gate and up projections in another.
+    """Return the tensors of Llama. Ours has q, k and v in one tensor, and gate and up in another.
 
-    Both rotate the first half of a head against the second half, by the same angles.
+    Both rotate the first half of a head with the second half, by the same angles.
     """
     C, H, size = config.n_embd, config.hidden, config.head_size
     Q, KV = config.attention_width, config.kv_heads * size
@@ -424,7 +423,7 @@ def _llama_tensors(config: ModelConfig) -> list[TensorMapping]:
 
 
 def recognised(settings: Settings) -> tuple[Family, ModelConfig]:
-    """Return family and our configuration of a model with this config.json; a DataError says why not."""
+    """Return the family and our configuration for this config.json. Raises a DataError if unsupported."""
     name = settings.values.get("model_type")
     family = next((family for family in FAMILIES if family.model_type == name), None)
     if family is None:
@@ -445,7 +444,7 @@ def recognised(settings: Settings) -> tuple[Family, ModelConfig]:
 
 
 def family_for(config: ModelConfig, source: object, where: str = "transformers") -> Family:
-    """Return the family that a model of ours can be exported as."""
+    """Return the family that our model can be exported as."""
     closest = min(FAMILIES, key=lambda family: len(family.lacks(config)))
     if lacking := closest.lacks(config):
         raise UsageError(

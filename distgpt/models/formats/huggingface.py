@@ -1,4 +1,4 @@
-"""Models of transformers: read with mistrust, imported to files of ours and exported, tensor by tensor."""
+"""Models of transformers: untrusted input, imported and exported tensor by tensor."""
 
 from __future__ import annotations
 
@@ -59,30 +59,30 @@ from distgpt.models.formats.families import HEAD, Family, Settings, TensorMappin
 
 CONFIG, WHOLE = "config.json", "model.safetensors"
 INDEX = f"{WHOLE}.index.json"
-# A tokenizer that transformers cannot have is kept in a file of ours. So is the byte tokenizer, which
-# transformers can only have as BPE without merges, so that it comes back as it was.
+# File for a tokenizer that transformers does not support, and for the byte tokenizer, which transformers
+# supports only as BPE without merges, so that import restores it.
 OWN_TOKENIZER = "distgpt_tokenizer.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack")
 
 
 class Foreign:
-    """A model as transformers keeps it. Tensors go by their names without the family's prefix."""
+    """A model in the files of transformers. Tensor names have no family prefix."""
 
     def __init__(self, path: Path) -> None:
-        """Check everything but the tensors' data, which are not read; a DataError says what is wrong."""
+        """Check everything except the tensors' data, which are not read."""
         self.path = path
         self.directory, self.settings, self.headers = open_files(path)
         self.family, self.config = recognised(self.settings)
-        self._tensors: dict[str, tuple[Path, Header, str]] = {}  # the name is the one in the file
+        self._tensors: dict[str, tuple[Path, Header, str]] = {}  # the last element is the name in the file
         for file, header in self.headers.items():
             for name in header.tensors:
                 short = name.removeprefix(self.family.prefix)
                 if re.fullmatch(self.family.buffers, short) or (self.config.tied and short == HEAD):
-                    continue  # what transformers does not load either
+                    continue  # transformers does not load these either
                 if short in self._tensors:
                     raise DataError(f"{file} holds {short!r:.80} twice, or another file does too")
                 self._tensors[short] = file, header, name
-        # First, so that a made-up number cannot make the list of expected tensors huge.
+        # Check this first, so that a bogus number of layers cannot make the list of expected tensors huge.
         if (layers := self.config.n_layer) > len(self._tensors):
             raise DataError(f"{path}: its configuration asks for {layers} layers, which it does not hold")
         expected = {mapping.theirs: mapping.shape for mapping in self.family.all_mappings(self.config)}
@@ -94,11 +94,10 @@ class Foreign:
 
     @property
     def dtype(self) -> str:
-        """Return the narrowest type of ours that rounds no element."""
+        """The narrowest of our types that represents every element exactly."""
         return "<f8" if "F64" in {self._entry(name).dtype for name in self._tensors} else "<f4"
 
     def verify(self) -> None:
-        """Compare the data with their checksums, if there are any."""
         for file, header in self.headers.items():
             verify_data(file, header)
 
@@ -119,30 +118,29 @@ class Foreign:
 
 
 def transpose(out: NDArray[Any], source: NDArray[Any]) -> None:
-    """out ← sourceᵀ, in strips that fit into the processor's cache."""
+    """out ← sourceᵀ, in strips that fit in the cache."""
     for start in range(0, len(source), 64):
         out[:, start : start + 64] = source[start : start + 64].T
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a small file."""
     return parse_object(read_small(path), path)
 
 
 def open_files(path: Path) -> tuple[Path, Settings, dict[Path, Header]]:
-    """Return the directory, its configuration, and the files with the tensors: intact, of whatever model."""
+    """Return the directory, its configuration, and the headers of the tensor files."""
     directory, files = _files(path)
     settings = Settings(read_object(directory / CONFIG), str(directory / CONFIG))
     return directory, settings, {file: read_header(file) for file in files}
 
 
 def _files(path: Path) -> tuple[Path, list[Path]]:
-    """Return the directory with the configuration, and the files with the tensors."""
+    """Return the directory with the configuration, and the tensor files."""
     if path.suffix in PICKLES:
         raise _pickled(path)
     with storage_errors("read", path):
         if not path.is_dir():
-            open_regular(path).close()  # refuses pipes and devices
+            open_regular(path).close()  # rejects pipes and devices
         directory = path if path.is_dir() else path.parent
         if not (directory / CONFIG).is_file():
             if (directory / "config.toml").is_file():
@@ -182,16 +180,16 @@ def _shards(index: Path) -> list[Path]:
 
 
 HUB_FILES = tuple({CONFIG, INDEX, "model*.safetensors", *TOKENIZER_FILES, *CHAT_FILES})
-# NumPy's types for what transformers calls by these names; bfloat16 as bits.
+# NumPy types for the dtype names of transformers; bfloat16 as bits.
 STORED = {"float32": "<f4", "float16": "<f2", "bfloat16": "<u2"}
 
 Note = Callable[[str], None]
 
 
 def import_model(source: str, out: Path, tokenizer: str | None, note: Note = lambda text: None) -> str:
-    """Write `out` from a directory, a file in it, or hub:ORG/NAME. Holds little more than one tensor.
+    """Write `out` from a directory, a file in it, or hub:ORG/NAME. Return a summary.
 
-    Return what was written and how to use it, for people.
+    Uses little more memory than the largest tensor.
     """
     refuse_place(out)
     repository = source.removeprefix(PREFIX) if source.startswith(PREFIX) else None
@@ -201,9 +199,9 @@ def import_model(source: str, out: Path, tokenizer: str | None, note: Note = lam
 
 
 def fetched_weights(repository: str, fetches: bool) -> Path:
-    """Return the file of a model. It is imported first where the user's cache does not have it yet.
+    """Return the weights file of a hub model, imported into the user's cache if needed.
 
-    Without `fetches` such a model is refused.
+    Without `fetches`, raise a UsageError if it is not in the cache.
     """
     name, folder = PREFIX + repository, cache_folder("models")
     if folder is None:
@@ -224,7 +222,7 @@ def fetched_weights(repository: str, fetches: bool) -> Path:
 
 
 def import_from(foreign: Any, name: str, out: Path, tokenizer: str | None, note: Note) -> str:
-    """Write `out` from a `Foreign` or a `GgufModel` that goes by this name."""
+    """Write `out` from a `Foreign` or a `GgufModel`; `name` is its source."""
     own = _tokenizer(tokenizer, foreign, note)
     foreign.verify()
     _refuse_biases(foreign)
@@ -238,7 +236,7 @@ def import_from(foreign: Any, name: str, out: Path, tokenizer: str | None, note:
 
 
 def _refuse_biases(foreign: Any) -> None:
-    """Refuse biases other than zeros if the model has none by its configuration."""
+    """Raise a DataError if a bias that the configuration excludes is not zero."""
     for mapping in foreign.family.all_mappings(foreign.config):
         if not mapping.ours:
             array = np.empty(mapping.our_shape, foreign.dtype)
@@ -254,7 +252,7 @@ def page(kind: str, out: Path, tokenizer: str, use: str) -> str:
 
 
 def refuse_place(out: Path) -> None:
-    """Refuse a file that cannot be written before hours of reading."""
+    """Raise an error before hours of reading if the file cannot be written."""
     with storage_errors("write", out):
         if out.exists():
             raise UsageError(f"{out} exists already; choose another --out, or remove it")
@@ -278,7 +276,7 @@ def _write_weights(out: Path, foreign: Any, metadata: dict[str, str]) -> None:
         sources[mapping.ours].append(mapping)
 
     def make(name: str) -> NDArray[Any]:
-        """Leave zeros in rows that no tensor fills: the padding of the vocabulary."""
+        """Rows without a tensor, the padding of the vocabulary, stay zero."""
         array = np.zeros(kinds[name][1], dtype)
         for mapping in sources[name]:
             foreign.read(mapping, array[mapping.first : mapping.first + mapping.rows])
@@ -289,7 +287,7 @@ def _write_weights(out: Path, foreign: Any, metadata: dict[str, str]) -> None:
 
 
 def _tokenizer(name: str | None, foreign: Any, note: Note) -> Tokenizer | None:
-    """Return the tokenizer asked for, else the directory's, unless that is of a kind we do not have."""
+    """Return the requested tokenizer, or the model's own, or None if that is not supported."""
     if name is not None:
         tokenizer: Tokenizer | None = load_tokenizer(name)
     else:
@@ -307,9 +305,9 @@ def _tokenizer(name: str | None, foreign: Any, note: Note) -> Tokenizer | None:
 
 
 def export_model(path: Path, out: Path, dtype: str, note: Note = lambda text: None) -> str:
-    """Make the directory `out`, which appears once it is whole. Holds little more than one tensor.
+    """Export to the new directory `out`, which appears when it is complete. Return a summary.
 
-    Return what was written and how to use it, for people.
+    Uses little more memory than the largest tensor.
     """
     path, description = exportable(path)
     config = description.run.model
@@ -343,7 +341,7 @@ def export_model(path: Path, out: Path, dtype: str, note: Note = lambda text: No
 
 
 def exportable(path: Path) -> tuple[Path, Description]:
-    """Return the weights file behind a path, and what it holds."""
+    """Return the weights file of a path, and its description."""
     path = find_weights(path)
     description = read_description(path)
     description.refuse_incomplete(path)
@@ -353,7 +351,7 @@ def exportable(path: Path) -> tuple[Path, Description]:
 
 
 def our_rows(path: Path, header: Header, mapping: TensorMapping) -> NDArray[Any]:
-    """Return the rows of ours that a tensor of theirs is made of; zeros if there are none."""
+    """Return our rows that correspond to a tensor of theirs; zeros if we have none."""
     array = np.zeros(mapping.our_shape, "<f4")
     if mapping.ours:
         read_rows(path, header, mapping.ours, array, mapping.first)
@@ -362,7 +360,7 @@ def our_rows(path: Path, header: Header, mapping: TensorMapping) -> NDArray[Any]
 
 
 def narrowed(array: NDArray[Any], dtype: str, name: str, path: Path) -> NDArray[Any]:
-    """Round to the nearest value of the type, ties to even."""
+    """Round to the nearest value of the dtype, ties to even."""
     if dtype == "float32":
         return array
     with np.errstate(over="ignore"):
@@ -373,7 +371,7 @@ def narrowed(array: NDArray[Any], dtype: str, name: str, path: Path) -> NDArray[
 
 
 def _texts(family: Family, config: ModelConfig, tokenizer: Tokenizer | None, dtype: str) -> dict[str, str]:
-    """Return the small files by name: the configuration last, since a directory without it is no model."""
+    """Return the small files by name, config.json last, because a directory without it is not a model."""
     separator = tokenizer.separator if tokenizer else None
     ends = list(dict.fromkeys(chat.ends)) if tokenizer and (chat := tokenizer.chat) else []
     first = tokenizer.first[0] if tokenizer and tokenizer.first else separator
@@ -402,7 +400,7 @@ def refuse_nonfinite(array: NDArray[Any], name: str, source: object) -> None:
 
 @contextmanager
 def new_directory(final: Path) -> Iterator[Path]:
-    """Yield a directory that gets its name once all of it is on the disk; remove those of killed exports."""
+    """Yield a temporary directory, renamed once it is on disk. Remove directories of killed exports."""
     partial = unfinished(final)
     with storage_errors("write", final):
         final.parent.mkdir(parents=True, exist_ok=True)
@@ -419,7 +417,7 @@ def new_directory(final: Path) -> Iterator[Path]:
 
 
 def tokenizer_files(tokenizer: Tokenizer, context: int) -> dict[str, str]:
-    """Return the files that transformers looks for beside a model: their texts by name."""
+    """Return the tokenizer files that transformers loads, by name."""
     foreign = isinstance(tokenizer, BpeTokenizer | LibraryTokenizer)
     own = {} if foreign else {OWN_TOKENIZER: tokenizer.to_json()}
     settings: dict[str, Any] = {

@@ -1,7 +1,7 @@
-"""Adapters as PEFT keeps them: a folder with adapter_config.json and adapter_model.safetensors, in and out.
+"""Import and export of PEFT adapters: a directory with adapter_config.json and adapter_model.safetensors.
 
-PEFT has an adapter for each of transformers' linear layers. Where one of these is several of our matrices, as
-GPT-2's c_attn, its A goes to each of them; on the way out theirs has the sum of the ranks.
+PEFT has one adapter per linear layer of transformers. If a layer combines several of our matrices, such as
+GPT-2's c_attn, import copies its A to each of them, and export adds up their ranks.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ from distgpt.models.formats.huggingface import (
 
 SETTINGS, TENSORS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
 SIDES = {"a": ".lora_A.weight", "b": ".lora_B.weight"}
-# Of their settings: those whose value must be none, false or empty.
+# Settings that must be absent, false or empty.
 UNKNOWN = (
     *("use_dora", "use_qalora", "use_bdlora", "modules_to_save", "trainable_token_indices"),
     *("target_parameters", "layer_replication", "alora_invocation_tokens", "lora_bias"),
 )
-CHANGING = ("pissa", "olora", "loftq", "corda", "lora_ga")  # ways to begin that change the model itself
+CHANGING = ("pissa", "olora", "loftq", "corda", "lora_ga")  # initializations that change the base model
 
 
 class Theirs(NamedTuple):
-    """One of their adapters, of a linear layer of transformers: y += scale · B A x."""
+    """A PEFT adapter of one linear layer of transformers: y += scale · B A x."""
 
     a: Array
     b: Array
@@ -65,7 +65,7 @@ def is_adapter(source: str) -> bool:
 
 
 def import_adapter(source: str, weights: Path | None, out: Path, note: Note) -> str:
-    """Write a folder of PEFT as an adapter beside these weights. Return what was written, for people."""
+    """Write a PEFT directory as an adapter of these weights. Return a summary."""
     folder = Path(source)
     refuse_place(out)
     settings = read_object(folder / SETTINGS)
@@ -82,7 +82,7 @@ def import_adapter(source: str, weights: Path | None, out: Path, note: Note) -> 
     run = _run_of(beside, found, layers)
     tensors = {spec.name: np.zeros(spec.shape, np.float32) for spec in adapter_layout(run).specs}
     ours = adapters_by_matrix(run)
-    with np.errstate(all="ignore"):  # it is looked for what is not finite
+    with np.errstate(all="ignore"):  # refuse_nonfinite checks the results
         for name, theirs in found.items():
             for adapter, rows in _pieces(ours, layers[name]):
                 rank, factor = len(theirs.a), np.float32(theirs.scale / run.train.lora_scale)
@@ -97,13 +97,13 @@ def import_adapter(source: str, weights: Path | None, out: Path, note: Note) -> 
 
 
 def _layers(family: Family, run: RunConfig) -> list[TensorMapping]:
-    """Return their linear layers within the layers of the model."""
+    """Return their linear layers in the model's blocks."""
     mapped = family.mappings(run.model)
     return [m for m in mapped if len(m.shape) == 2 and m.ours.startswith("blocks.")]
 
 
 def _scales(settings: Mapping[str, Any], source: str) -> Any:
-    """Return the function from a module's name and rank to its scale, or refuse what cannot be held."""
+    """Return a function from (module name, rank) to scale. Raises a DataError for unsupported settings."""
     kind = settings.get("peft_type")
     if kind != "LORA":
         raise DataError(f"{source}: peft_type is {kind!r:.40}; LORA can be imported")
@@ -133,7 +133,7 @@ def _scales(settings: Mapping[str, Any], source: str) -> Any:
 
 
 def _read(path: Path, header: Header, layers: Mapping[str, TensorMapping], scale: Any) -> dict[str, Theirs]:
-    """Read every adapter by the name of its layer; refuse what does not fit the model."""
+    """Read every adapter by the name of its layer. Raises a DataError if one does not fit the model."""
     found: dict[str, Theirs] = {}
     names = {name.removeprefix(PREFIX): name for name in header.tensors}
     modules = {name.removesuffix(side) for name in names for side in SIDES.values() if name.endswith(side)}
@@ -160,7 +160,7 @@ def _read(path: Path, header: Header, layers: Mapping[str, TensorMapping], scale
 
 
 def _run_of(run: RunConfig, found: Mapping[str, Theirs], layers: Mapping[str, TensorMapping]) -> RunConfig:
-    """Return the settings of an adapter that holds all of theirs: the largest rank, and one scale."""
+    """Return settings that hold all of their adapters: the largest rank, and a single scale."""
     rank = max(len(theirs.a) for theirs in found.values())
     alpha = rank * next(iter(found.values())).scale
     every = replace(run, train=replace(run.train, lora_rank=rank, lora_alpha=alpha, lora_matrices="all"))
@@ -173,7 +173,7 @@ def _run_of(run: RunConfig, found: Mapping[str, Theirs], layers: Mapping[str, Te
 
 
 def _pieces(ours: Mapping[str, list[Adapter]], mapping: TensorMapping) -> Iterator[tuple[Adapter, slice]]:
-    """Give our adapters within one of their layers, each with its rows there."""
+    """Yield our adapters in one of their layers, each with its rows in that layer."""
     for adapter in ours.get(mapping.ours, ()):
         start, stop = adapter.rows.start - mapping.first, adapter.rows.stop - mapping.first
         if start >= 0 and stop <= mapping.rows:
@@ -181,7 +181,7 @@ def _pieces(ours: Mapping[str, list[Adapter]], mapping: TensorMapping) -> Iterat
 
 
 def export_adapter(path: Path, out: Path, dtype: str, note: Note) -> str:
-    """Make a folder that PEFT loads beside the exported model. Return what was written, for people."""
+    """Write a directory that PEFT loads onto the exported model. Return a summary."""
     path = find_weights(path)
     about = read_description(path)
     assert about.base
@@ -206,7 +206,7 @@ def export_adapter(path: Path, out: Path, dtype: str, note: Note) -> str:
 
 
 def _joined(held: Mapping[str, Array], pieces: list[tuple[Adapter, slice]], rows: int) -> tuple[Array, Array]:
-    """Return one A and one B of some of ours, side by side."""
+    """Return one A and one B that combine several of our adapters."""
     a = np.concatenate([held[f"{adapter.name}.lora_a"] for adapter, _ in pieces])
     b, end = np.zeros((rows, len(a)), np.float32), 0
     for adapter, own in pieces:
@@ -216,7 +216,7 @@ def _joined(held: Mapping[str, Array], pieces: list[tuple[Adapter, slice]], rows
 
 
 def _settings(ranks: Mapping[str, int], scale: float, base: str, transposed: bool) -> dict[str, Any]:
-    """Return their settings. A layer goes by its last name where that is of one kind of layer alone."""
+    """Return the PEFT settings. A layer is named by its last name if no other kind of layer has that name."""
     kinds = {module: ".".join(module.rsplit(".", 2)[-2:]) for module in ranks}
     last = {kind: kind.split(".")[1] for kind in kinds.values()}
     names = {kind: name if [*last.values()].count(name) == 1 else kind for kind, name in last.items()}

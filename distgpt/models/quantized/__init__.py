@@ -1,4 +1,4 @@
-"""Weights in int8 and int4, for inference on CPUs: rounding, files, microkernels, operands of the decoder.
+"""int8 and int4 weights, for inference on CPUs: rounding and files.
 
-Not here: bfloat16, in which models are trained too (core/).
+bfloat16, which is also for training, is in core/.
 """

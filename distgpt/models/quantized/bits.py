@@ -1,4 +1,4 @@
-"""Which parameters are rounded, apart from loops, whose digest would cover the names of layers."""
+"""Which parameters are quantized. A file of its own, because the digest of the loops must not cover it."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from distgpt.core.model.memory import LEARNED, MATRIX, Spec
 
 
 def bits_of(spec: Spec, dtype: str) -> int:
-    """Return the bits of its integers in a model rounded to int8 or int4; 0: it stays float32.
+    """Return the bits of a parameter in a model rounded to int8 or int4. 0: float32.
 
-    Matrices are rounded, but not learned positions; to int4 those of layers.
+    Matrices are rounded, except learned positions. int4 applies only to the matrices of layers; the others
+    get int8.
     """
     if not spec.is_matrix or spec.name == LEARNED:
         return 0

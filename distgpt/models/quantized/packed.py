@@ -1,10 +1,9 @@
-"""Models whose matrices are rounded to int8 or int4: packed once, for inference alone; rounded for a text.
+"""Models with int8 or int4 matrices, packed once, for inference only, and calibration on text.
 
-With a text at hand, the weights behind a rounded one take back what its rounding changes. The text is read
-twice at once: by the model as it is, and by the one that is rounded so far. A matrix is first moved to where
-it makes the exact outputs of the rounded model's inputs, as far as it can. Then GPTQ: inputs x give
-H = Σ x xᵀ, and rounding w to q moves outputs by (w - q) H (w - q)ᵀ. Columns are rounded one after the other,
-and those still to come move to where they make up for it best.
+Calibration runs the exact model and the partly rounded model on the same tokens in one pass. First, each
+matrix is changed to map the rounded model's inputs to the exact outputs, as well as it can. Then GPTQ rounds
+it: inputs x give H = Σ x xᵀ, and rounding w to q adds the squared error (w - q) H (w - q)ᵀ. Columns are
+rounded one at a time, and the remaining columns change to compensate.
 """
 
 from __future__ import annotations
@@ -40,13 +39,13 @@ FORMS: Forms = {**FLOATS, Quantised: Integers}
 
 
 class Int8Model(Model):
-    """`params` are by name: int8 or int4 matrices, and float32 arrays for norms, biases and positions."""
+    """A quantized model. `params` are int8 or int4 matrices, and float32 norms, biases and positions."""
 
     kernels: Int8Kernels
 
     def __init__(self, config: ModelConfig, kernels: Int8Kernels, params: Mapping[str, Any]) -> None:
         architecture = Architecture(config)
-        architecture.positions.bind(kernels, params, {})  # their angles are packed, too
+        architecture.positions.bind(kernels, params, {})  # the angles are packed with the weights
         packed = packed_weights(config, params, architecture.positions.angles, FORMS)
         of_packed: Any = _by_name(config, packed)
         tensors = of_packed | {k: params[k] for k in params if k not in of_packed}
@@ -64,13 +63,13 @@ class Int8Model(Model):
         return int8_of(other, self.kernels)
 
     def is_finite(self) -> bool:
-        """Return whether all that is not in int8 is finite: matrices were checked before."""
+        """Return whether the arrays are finite. Quantized matrices were checked earlier."""
         arrays = [x for x in self.params.values() if not isinstance(x, Packed)]
         return all(math.isfinite(float(np.abs(x).max())) for x in arrays)
 
 
 def int8_of(model: Model, kernels: Int8Kernels) -> Int8Model:
-    """Return the same model, rounded to what the kernels are for."""
+    """Return the same model, rounded for these kernels."""
     params = {}
     for spec in model.layout.specs:
         x = model.kernels.to_host(model.weights[spec.name])
@@ -80,7 +79,7 @@ def int8_of(model: Model, kernels: Int8Kernels) -> Int8Model:
 
 
 def _by_name(config: ModelConfig, packed: Weights) -> dict[str, Packed]:
-    """The matrices of packed weights by the names of the parameters, in the same memory."""
+    """Return packed matrices by parameter name, in the same memory."""
     c, hidden, found = config.n_embd, config.hidden, {}
 
     def layer(name: str, rows: int, k: int, *layers: Layer) -> None:
@@ -101,13 +100,13 @@ def _by_name(config: ModelConfig, packed: Weights) -> dict[str, Packed]:
     return found
 
 
-TOKENS, LENGTH = 32768, 512  # of the text that is read, and of a sequence, at most
-ROOM = 3 << 30  # bytes of what is computed of them: a large model reads fewer
-DAMPING = 0.01  # of H's mean diagonal, added to it: inputs that hardly occurred
+TOKENS, LENGTH = 32768, 512  # most tokens of text, and tokens of a sequence
+ROOM = 3 << 30  # bytes of activations; a large model reads fewer tokens
+DAMPING = 0.01  # part of H's mean diagonal that is added to the diagonal, for inputs that rarely occur
 
 
 def calibrated(path: Path, text: Path) -> dict[str, Quantised]:
-    """Return a model's matrices that int4 rounds, by name, rounded for what this text gives them to read."""
+    """Return the int4 matrices by name, rounded by GPTQ for the activations of this text."""
     kernels = _Rounding()
     model, about = load_model(path, kernels, SerialComm())
     length = min(LENGTH, model.config.seq_len)
@@ -127,11 +126,11 @@ def calibrated(path: Path, text: Path) -> dict[str, Quantised]:
 
 
 class _Rounding(CpuKernels):
-    """Kernels that round a matrix, in place, as its inputs come: exact ones, then the rounded model's."""
+    """Kernels that round each matrix in place when its inputs arrive: first exact, then rounded ones."""
 
     def __init__(self) -> None:
-        super().__init__("float32", 1)  # so that all inputs come at once
-        self.matrices: dict[str, Array] = {}  # those to round
+        super().__init__("float32", 1)  # one thread, so that all inputs arrive in one call
+        self.matrices: dict[str, Array] = {}  # matrices to round
         self.found: dict[str, Quantised] = {}
 
     def linear(self, y: Array, x: Array, wb: Affine, onto: Array | None = None) -> None:
@@ -147,7 +146,7 @@ class _Rounding(CpuKernels):
 
 
 def moved(w: Floats2d, exact: Floats2d, inputs: Floats2d) -> tuple[Floats2d, Floats2d]:
-    """Return the matrix that makes of these inputs what w makes of exact ones, best, and the inputs' H."""
+    """Return the matrix that best maps `inputs` to w's outputs for `exact`, and H of `inputs`."""
     h = inputs.T @ inputs
     damped, crossed = (part + _damping(h) * np.eye(len(h)) for part in (h, inputs.T @ exact))
     return (np.linalg.solve(damped, crossed) @ w.T).T.astype(np.float32), h
@@ -156,8 +155,8 @@ def moved(w: Floats2d, exact: Floats2d, inputs: Floats2d) -> tuple[Floats2d, Flo
 def round_for(w: Floats2d, products: Floats2d) -> Quantised:
     """Round a matrix (n, k) to int4, given the sum of the products of its inputs (k, k).
 
-    The scales come first, for errors that count as much as others cannot make up for; then columns, those
-    with the largest inputs first.
+    First the scales are chosen; errors that other columns cannot compensate weigh more. Then columns are
+    rounded, the largest inputs first.
     """
     k = w.shape[1]
     h = products.astype(np.float64)

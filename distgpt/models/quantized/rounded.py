@@ -1,9 +1,9 @@
-"""Weights files in int8 and int4: matrices as integers and scales, all else as float32.
+"""Weights files in int8 and int4: matrices as integers and scales, other parameters as float32.
 
-A matrix in int8 is stored as I8 under its name, in int4 as U8 of half as many columns: the places of two
-integers in `LEVELS`, the first in the lower half of a byte. Its scales are BF16 under its name and ".scales":
-one for each block of columns of a row. The metadata say so, with the size of a block. A file in int4 has its
-embedding, head and value embeddings in int8.
+An int8 matrix is stored as I8 under its name. An int4 matrix is stored as U8 with half as many columns: two
+indices of `LEVELS` per byte, the first in the lower half. Scales are BF16 under the name plus ".scales", one
+for each block of columns of a row. The metadata include the block size. In int4 files, embedding, head and
+value embeddings are int8.
 """
 
 from __future__ import annotations
@@ -52,15 +52,15 @@ from distgpt.inference.quantized.integers import (
 )
 from distgpt.models.quantized.bits import bits_of
 
-if TYPE_CHECKING:  # with compiled loops, which files are read and written without
+if TYPE_CHECKING:  # imports compiled loops, which reading and writing files does not need
     from distgpt.inference.quantized.kernels import Int8Kernels
 
-SCALES = ".scales"  # behind a matrix's name
+SCALES = ".scales"  # suffix of a matrix's name
 WORDS = {f"int{bits}": f"int{bits}, blocks of {block}" for bits, block in BLOCKS.items()}
 
 
 def tensors_of(config: ModelConfig, dtype: str) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """The dtype and shape of every tensor."""
+    """Return the dtype and shape of every tensor."""
     found: dict[str, tuple[str, tuple[int, ...]]] = {}
     for spec in Architecture(config).layout.specs:
         bits, shape = bits_of(spec, dtype), spec.shape
@@ -81,7 +81,7 @@ def _scales_shape(spec: Spec, bits: int) -> tuple[int, int]:
 def read_parameter(
     path: Path, header: Header, spec: Spec, bits: int, threads: int = 1, merge: Merge | None = None
 ) -> Any:
-    """A parameter in 8 or 4 bits, rounded unless the file has it so; of 0 bits as the file has it."""
+    """Return a parameter in 8 or 4 bits, rounded if needed; 0 bits return it as stored."""
     own = bits_of(spec, rounded_dtype(header.metadata, path)) if QUANTISED in header.metadata else 0
     if merge or not own:
         floats = np.empty(spec.shape, np.float32)
@@ -120,9 +120,9 @@ def _read(path: Path, header: Header, name: str, shape: tuple[int, ...], dtype: 
 def _parameters(
     path: Path, config: ModelConfig, kernels: Int8Kernels, comm: Comm, merge: Merge | None
 ) -> LazyTensors:
-    """Parameters for these kernels, read on rank 0 when one is asked for, so that few are in memory.
+    """Return a mapping that reads parameters on rank 0 on access, so that few are in memory.
 
-    Asking for one is collective.
+    Each access is collective.
     """
     specs = {spec.name: spec for spec in Architecture(config).layout.specs}
     header = on_root(comm, lambda: verified(path))
@@ -136,7 +136,7 @@ def _parameters(
 
 
 def quantize(path: Path, out: Path, dtype: str = "int8", done: Mapping[str, Quantised] | None = None) -> str:
-    """Write a weights file of floats in int8 or int4; some matrices may be done. Return what was made."""
+    """Quantize a weights file to int8 or int4; `done` has already rounded matrices. Return a summary."""
     path = find_weights(path)
     description, header = read_description(path), verified(path)
     description.refuse_incomplete(path)
@@ -169,7 +169,7 @@ def quantize(path: Path, out: Path, dtype: str = "int8", done: Mapping[str, Quan
 
 
 class Rounded:
-    """A `RoundedKind`: of int8 or int4."""
+    """The `RoundedKind` of int8 or int4."""
 
     def __init__(self, dtype: str) -> None:
         self.dtype, self.stored = dtype, WORDS[dtype]
@@ -196,7 +196,7 @@ class Rounded:
     def load(
         self, path: Path, config: ModelConfig, kernels: Kernels, comm: Comm, merge: Merge | None
     ) -> Model:
-        """Rank 0 reads parameters as they are packed, and all ranks get them."""
+        """Read parameters on rank 0 as they are packed, and broadcast them."""
         from distgpt.inference.quantized.kernels import Int8Kernels
         from distgpt.models.quantized.packed import Int8Model
 

@@ -1,4 +1,4 @@
-"""New tokens of many sequences in one compiled call: packed weights, and one pass over all layers.
+"""Decoding of multiple sequences in one compiled call: packed weights, and one pass over all layers.
 
-Not here: which tokens come when (core/generate/), the loops that training shares (core/cpu/).
+Scheduling is in core/generate/, loops shared with training in core/cpu/.
 """

@@ -1,7 +1,7 @@
-"""Attention of new tokens to a cache of keys and values, and the cache itself.
+"""The KV cache, and attention over it.
 
-The cache holds keys and values as the B of matmuls, packed panel by panel as they come: kᵀ (head, T) and
-v (T, head) of every layer, slot and head. So one new token and a whole chunk read it in the same way.
+The cache is packed as the B of matmuls, panel by panel: kᵀ (head, T) and v (T, head) of every layer, slot and
+head. So a single new token and a chunk of a prompt read it in the same way.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from distgpt.inference.decoding.loops.operands import element
 
 
 class Cache(NamedTuple):
-    """(layers, slots, heads of k and v, panels, elements of a panel) of float32, or of bfloat16 as uint16."""
+    """(layers, slots, heads of k and v, panels, elements of a panel), float32, or bfloat16 as uint16."""
 
     keys: Array
     values: Array
@@ -32,9 +32,9 @@ class Cache(NamedTuple):
 class ThreadScratch(NamedTuple):
     """A thread's memory for a tile of queries."""
 
-    q: Array  # (ROWS, head), as the cache has it
+    q: Array  # (ROWS, head), in the cache's type
     scores: Array  # (ROWS, T)
-    probs: Array  # (ROWS, T), as the cache has it
+    probs: Array  # (ROWS, T), in the cache's type
     sums: Array
 
 
@@ -44,7 +44,7 @@ def cache_of(config: ModelConfig, slots: int, dtype: str) -> Cache:
 
 
 def cache_shapes(config: ModelConfig, slots: int, dtype: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the shapes of keys and values, in whole panels of positions or channels."""
+    """Return the shapes of keys and values, padded to whole panels of positions or channels."""
     pair = 2 if dtype == "uint16" else 1
     length, size = config.seq_len, config.head_size
     first = config.n_layer, slots, config.kv_heads
@@ -65,10 +65,10 @@ def thread_scratch(config: ModelConfig, dtype: str) -> ThreadScratch:
 
 @inline
 def attend(threads, kind, i, weights, qkv, cache, feeds, only_wanted, y, own):
-    """A thread's heads of k and v, with those of q that meet them, of all feeds, one after the other.
+    """y ← attention in layer i to its window of the slot, for all feeds.
 
-    y ← attention in layer i to its window of the slot. If `only_wanted`, only the last rows of each feed
-    attend; all rows give keys and values.
+    A thread computes some heads of k and v with their heads of q. If `only_wanted`, only the last rows of
+    each feed attend, but all rows add keys and values.
     """
     thread, n_threads = threads
     heads, size = kind.kv_heads, kind.head_size
@@ -91,9 +91,9 @@ def attend(threads, kind, i, weights, qkv, cache, feeds, only_wanted, y, own):
 
 @inline
 def _prepare(rows, first, last, size, before, kind, weights, gains):
-    """Rotate and normalise the heads of q or k in these columns, of rows at the places from `before` on.
+    """Rotate and normalize the heads of q or k in columns first … last, of rows from position `before` on.
 
-    `gains` (1, head), or none.
+    `gains` is (1, head) or empty.
     """
     half = weights.cos.shape[1]
     for i in range(rows.shape[0]):
@@ -121,9 +121,9 @@ def _scale_head(x, gain, eps):
 
 @inline
 def _attend(n, seen, window, q, column, size, keys, values, y, own):
-    """Attend with up to ROWS queries of one head; before the first stand `seen` keys, its own included.
+    """Attend with up to ROWS queries of one head; the first one attends to `seen` keys, its own included.
 
-    Panels before its window are left out: whole vectors, so that sums are the same with other rows beside it.
+    Whole panels before its window are skipped, so that sums do not depend on the other rows.
     """
     begin = max(0, seen - window) // COLUMNS
     seen -= begin * COLUMNS
@@ -164,9 +164,9 @@ def _tile(rows, k, a, panel, c, columns):
 
 @by_types(**FORCED)
 def append_keys_and_values(rows, k, v, size, keys, values, place):
-    """Put keys and values where the tiles look for them, from a place on, inside compiled loops.
+    """Append keys and values to the cache from a position on, in compiled loops.
 
-    They are of one head, of new tokens: columns of these rows, from k and from v on.
+    They belong to new tokens of one head: columns k … and v … of `rows`.
     """
 
     def plain(rows, k, v, size, keys, values, place):
@@ -199,7 +199,7 @@ def append_keys_and_values(rows, k, v, size, keys, values, place):
                     after = rows[row + 1, v + panel * COLUMNS : v + size]
                     for j in range(count):
                         line[j] = zip_narrowed(of[j], after[j])
-                elif at % 2 == 0:  # no partner yet: what another sequence left may be NaN
+                elif at % 2 == 0:  # There is no second row yet. The old value of another sequence may be NaN.
                     for j in range(count):
                         line[j] = zip_narrowed(of[j], zero)
                 elif row == 0:
@@ -219,9 +219,9 @@ def copy_slot(cache: Cache, source: int, target: int, length: int) -> None:
 
 @jit
 def shift_cache(first, last, cache, slot, cos, sin, count, kept):
-    """Drop the first `count` positions of a slot, for heads first … last of all layers; `kept` move up.
+    """Drop the first `count` positions of a slot; `kept` move up. Heads first … last are of all layers.
 
-    Keys are rotated back by `count` positions in float32, and rounded once; without angles they only move.
+    Keys are rotated back by `count` positions in float32 and rounded once; without angles, they only move.
     """
     heads, half = cache.keys.shape[2], cos.shape[1]
     for unit in range(first, last):
@@ -247,7 +247,7 @@ def _rotate_back(keys, i, j, c, s, count, kept):
 
 @inline
 def _set(w, column, k, value):
-    """An element of a packed matrix ← value, by its column and its k."""
+    """Set the element (column, k) of a packed matrix."""
     side_by_side = pair(w)
     index = (k // side_by_side * COLUMNS + column % COLUMNS) * side_by_side + k % side_by_side
     put(w[column // COLUMNS], index, value)

@@ -1,8 +1,7 @@
-"""New tokens of many sequences through all layers, in one compiled call of each thread.
+"""One pass of new tokens through all layers, in one compiled call per thread.
 
-A phase splits rows, columns or heads over the threads, which wait for each other before the next one. A row
-is computed in the same way whatever the number of rows and of threads, so that nothing depends on who shares
-a batch.
+Each phase splits rows, columns or heads over the threads, with a barrier between phases. A row is computed in
+the same way for any number of rows and threads, so results do not depend on the other sequences in a batch.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ from distgpt.inference.decoding.loops.cached_attention import Cache, ThreadScrat
 from distgpt.inference.decoding.loops.operands import UNIT, at_once, element, multiply, put_row
 from distgpt.inference.decoding.loops.weights import Weights
 
-GROUP = 2  # panels that all rows go past before the next ones
+GROUP = 2  # panels that all rows use before the next panels
 ADD = BIAS | ACCUMULATE
 
 
 class Kind(NamedTuple):
-    """The architecture, as far as the decoder depends on it: attributes of `ModelConfig`, and `act`."""
+    """The architecture: the attributes of `ModelConfig` that the decoder needs, and `act`."""
 
     n_embd: int
     n_head: int
@@ -47,28 +46,28 @@ class Kind(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Memory for a number of rows. The factors `a`, `h` and `last` are in the form of the weights."""
+    """Memory for rows. The factors `a`, `h` and `last` are in the format of the weights."""
 
     s: Array  # the residual stream (N, C)
     qkv: Array
-    att: Array  # attention's output (N, H·head), before that a norm's
-    pre: Array  # the activation's input, and output
+    att: Array  # attention's output (N, H·head), and temporary memory of norms
+    pre: Array  # input and output of the activation
     gates: Array
-    a: Array  # a norm's output, or attention's
-    h: Array  # the activation's output
-    last: Array  # the last norm's output; the output layer may have another form than the rest
+    a: Array  # output of a norm or of attention
+    h: Array  # output of the activation
+    last: Array  # output of the last norm; the output layer may have a different format
 
 
 class Inputs(NamedTuple):
-    """Memory for a call's input. A feed: its first row, rows, slot, tokens before them, rows wanted."""
+    """Memory for a call's input. A feed has (first row, rows, slot, earlier tokens, rows with logits)."""
 
     tokens: Array
     feeds: Array  # int64 (F, 5)
-    wanted: Array  # the rows whose logits are wanted
+    wanted: Array  # rows whose logits are needed
 
 
 class Fixed(NamedTuple):
-    """Arguments that all calls of a thread have in common."""
+    """Arguments that are the same in all calls of a thread."""
 
     kind: Kind
     weights: Weights
@@ -86,9 +85,9 @@ def kind_of(config: ModelConfig) -> Kind:
 
 @jit
 def decode(thread, n_threads, tokens, feeds, logits, packed):
-    """Compute one thread's part of this many tokens and feeds; logits are (rows wanted, V).
+    """Compute one thread's part of these tokens and feeds; logits are (rows with logits, V).
 
-    `packed` has the thread's `Fixed`, whose counter begins at 0.
+    `packed` has the thread's `Fixed`; its counter must start at 0.
     """
     fixed: Any = unpack_args(packed)
     kind, weights, rows, cache, inputs, own, counter = fixed
@@ -103,10 +102,10 @@ def decode(thread, n_threads, tokens, feeds, logits, packed):
         _normed(first, last, kind, weights.norms[2 * i], s, rows.att, rows.a)
         arrivals = wait_for_all(counter, arrivals, n_threads)
         _linear(threads, n, width, kind.qkv_width, rows.a, weights.qkv, i, rows.qkv, BIAS)
-        if weights.values.shape[0] and (layers - 1 - i) % 2 == 0:  # as ModelConfig.value_layers says
+        if weights.values.shape[0] and (layers - 1 - i) % 2 == 0:  # see ModelConfig.value_layers
             _add_values(threads, kind, weights.values[i // 2], work.tokens, rows.qkv)
         arrivals = wait_for_all(counter, arrivals, n_threads)
-        ends = i + 1 == layers  # rows that are not wanted only need keys and values there
+        ends = i + 1 == layers  # the last layer computes only keys and values of rows without logits
         attend(threads, kind, i, weights, rows.qkv, cache, work.feeds, ends, rows.att, own)
         arrivals = wait_for_all(counter, arrivals, n_threads)
         if ends:
@@ -135,7 +134,7 @@ def decode(thread, n_threads, tokens, feeds, logits, packed):
 
 @inline
 def part(threads, count):
-    """Return a thread's stretch of range(count)."""
+    """Return a thread's part of range(count)."""
     thread, n_threads = threads
     return count * thread // n_threads, count * (thread + 1) // n_threads
 
@@ -155,7 +154,7 @@ def _embed(first, last, kind, weights, s, work):
 
 @inline
 def _expand(threads, n, kind, weights, rows, i):
-    """A thread's columns of an MLP's first half: fc, gates, activation."""
+    """Compute a thread's columns of the first half of an MLP: fc, gates, activation."""
     width, hidden = kind.n_embd, kind.hidden
     _linear(threads, n, width, hidden, rows.a, weights.fc, i, rows.pre, BIAS, UNIT)
     if kind.gated:
@@ -165,7 +164,7 @@ def _expand(threads, n, kind, weights, rows, i):
 
 @inline
 def _normed(first, last, kind, norm, s, between, to):
-    """Rows first … last of factors ← the norm of s, by way of memory that attention uses at other times."""
+    """Rows first … last of `to` ← the norm of s. `between` is attention's memory, unused during norms."""
     for row in range(first, last):
         normed = between[row, : kind.n_embd]
         norm_row(kind, norm, s[row, : kind.n_embd], normed)
@@ -174,7 +173,7 @@ def _normed(first, last, kind, norm, s, between, to):
 
 @inline
 def _attended(first, last, width, rows, wanted, ends):
-    """Rows first … last of the factors ← what attention gave; of the last layer for rows that are wanted."""
+    """Rows first … last of `a` ← attention's output; in the last layer, only rows with logits."""
     for row in range(first, last):
         at = wanted[row] if ends else row
         put_row(rows.a[row], rows.att[at], 0, width)
@@ -182,7 +181,7 @@ def _attended(first, last, width, rows, wanted, ends):
 
 @inline
 def _to_the_front(s, rows, width):
-    """The first rows of s ← `rows` of it, which ascend."""
+    """The first rows of s ← its rows `rows`, which must ascend."""
     for i in range(rows.shape[0]):
         if rows[i] > i:
             to, of = s[i], s[rows[i]]
@@ -197,10 +196,10 @@ def _linear(threads, n, k, columns, a, layer, i, c, flags, unit=COLUMNS):
 
 @inline
 def _columns(threads, n, k, columns, a, w, c, bias, flags, unit=COLUMNS):
-    """A thread's columns of c ← [c +] a wᵀ [+ bias], a few panels past all rows, k in stretches."""
+    """A thread's columns of c ← [c +] a wᵀ [+ bias], a few panels at a time for all rows, k in parts."""
     begin, end = _own_columns(threads, columns, unit)
     longest, most = at_once(w)
-    strips = (n + most - 1) // most  # of rows, about as many in each
+    strips = (n + most - 1) // most  # groups of about the same number of rows
     group = COLUMNS if strips <= 1 else GROUP * COLUMNS
     for left in range(begin, end, group):
         right = min(left + group, end)
@@ -232,7 +231,7 @@ def _own_columns(threads, columns, unit):
 
 @inline
 def _activate(threads, n, kind, rows):
-    """A thread's columns of h ← act(pre), in whole units, so that each is computed in the same way."""
+    """A thread's columns of h ← act(pre), in whole units, so that all are computed in the same way."""
     begin, end = _own_columns(threads, kind.hidden, UNIT)
     for row in range(n):
         for left in range(begin, end, UNIT):

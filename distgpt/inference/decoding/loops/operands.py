@@ -1,7 +1,7 @@
-"""Operands of the decoder's matmuls: rows in the form that packed weights want, and tiles of them.
+"""Operands of the decoder's matmuls: rows in the format of the packed weights, and their tiles.
 
-The form is that of the weights: float32, or bfloat16 as uint16. Numba chooses by the type of an array, so
-another form is added by implementations for a type of its own (`also_for`).
+The format is float32, or bfloat16 as uint16. Numba dispatches on the type of an array, so `also_for` adds a
+format by implementations for its type.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from distgpt.core.cpu.matmul.assembled import tile
 from distgpt.core.cpu.matmul.packing import COLUMNS, ROWS, zeros_as_used
 from distgpt.core.ops.api import Array
 
-UNIT = 64  # columns are handed out in multiples of this: whole panels and whole blocks
-LONGEST = 1024  # steps of k whose part of a panel, 128 KB, stays in the L2 cache while rows go past
+UNIT = 64  # threads get multiples of UNIT columns: whole panels and whole blocks
+LONGEST = 1024  # steps of k whose part of a panel, 128 KB, stays in the L2 cache for all rows
 FLOATS = types.float32, types.uint16
 
 
 def operand_rows(count: int, columns: int, dtype: str) -> Array:
-    """Make memory for rows of operands, in whole units; their distance is no multiple of 4 KB."""
+    """Allocate rows of operands, padded to whole units; their stride is not a multiple of 4 KB."""
     return zeros_as_used((count, -(-columns // UNIT) * UNIT + 32), dtype)
 
 
 @by_types(**FORCED)
 def at_once(w):
-    """Return how many steps of k are summed at once, at most, and how many rows `multiply` computes."""
+    """Return the most steps of k to sum at a time, and the number of rows that `multiply` computes."""
 
     def floats(w):
         return LONGEST * 4 // w.itemsize, ROWS
@@ -35,7 +35,7 @@ def at_once(w):
 
 @by_types(**FORCED)
 def put_row(to, x, first, last):
-    """Elements first … last of a row of operands ← those of x; `first` begins a unit of columns."""
+    """Elements first … last of a row of operands ← elements of x; `first` must start a unit of columns."""
 
     def rounded(to, x, first, last):
         out, of = to[first:last], x[first:last]
@@ -47,7 +47,7 @@ def put_row(to, x, first, last):
 
 @by_types(**FORCED)
 def element(w, column, k):
-    """Return an element of a packed matrix, by its column and its k."""
+    """Return the element (column, k) of a packed matrix."""
     pair = 2 if w.dtype == types.uint16 else 1
 
     def floats(w, column, k):
@@ -59,7 +59,7 @@ def element(w, column, k):
 
 @by_types(**FORCED)
 def multiply(rows, begin, end, a, panel, c, columns, bias, flags):
-    """C's columns at a panel ← [C +] the product over k from `begin` to `end` [+ bias]."""
+    """C's columns of a panel ← [C +] the product over k from `begin` to `end` [+ bias]."""
 
     def by_tile(rows, begin, end, a, panel, c, columns, bias, flags):
         own, out = a[:, begin:], panel[begin * COLUMNS :]

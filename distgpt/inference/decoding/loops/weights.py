@@ -1,7 +1,7 @@
-"""The weights of a model as the decoder reads them: packed once, in panels, those of all layers end to end.
+"""A model's weights, packed once in panels for the decoder; all layers of a matrix share an array.
 
-Parts that an architecture lacks are filled in and change nothing: gains of 1, biases of 0, positions of 0. So
-one compiled decoder serves them all. Checksums tell whether weights have changed since they were packed.
+Neutral values replace the parts that an architecture lacks: gains of 1, biases of 0, positions of 0. So one
+compiled decoder serves all architectures. Checksums detect weights that changed since they were packed.
 """
 
 from __future__ import annotations
@@ -29,32 +29,32 @@ class Layer(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """`gates` is what multiplies a gated activation's output; elsewhere it has no panels."""
+    """Packed weights. `gates` multiplies a gated activation's output; without gates, it has no panels."""
 
     qkv: Layer
     out: Layer
     gates: Layer
     fc: Layer
     proj: Layer
-    norms: Array  # (2 layers + 2, 2, C): gain and bias of each; those of embedding and head come last
-    head_gains: Array  # (2, layers, head), of queries and of keys, or of no layers
+    norms: Array  # (2 layers + 2, 2, C): gain and bias; the last two are embedding norm and final norm
+    head_gains: Array  # (2, layers, head): gains of queries and keys; 0 layers if there are none
     head: Array  # (panels, elements of a panel)
-    embedding: Array  # the same; the head's own memory if they are tied
-    values: Array  # value embeddings of those layers that have some, like Layer.w
-    windows: Array  # int64 (layers,), of attention, T where a layer sees all
-    places: Array  # (T, C), or (1, C) of 0
+    embedding: Array  # like head, and the same memory if they are tied
+    values: Array  # value embeddings of the layers that have them, as Layer.w
+    windows: Array  # int64 (layers,), window of attention; T if unlimited
+    places: Array  # (T, C), or zeros (1, C)
     cos: Array  # (T, head / 2), or (1, 0)
     sin: Array
 
 
 class Form:
-    """A matrix (rows, k) that packs itself: here of float32, or of bfloat16 as uint16."""
+    """A matrix (rows, k) that can pack itself; this one is float32, or bfloat16 as uint16."""
 
     def __init__(self, w: Any) -> None:
         self._w = w
 
     def panels(self, count: int, columns: int) -> Array:
-        """Make memory for `count` matrices like this one, padded to `columns`: rows of this one."""
+        """Allocate `count` matrices like this one, with `columns` of its rows, padded."""
         pair = 2 if self._w.dtype == BITS else 1
         shape = count, columns // COLUMNS, -(-self._w.shape[1] // pair) * pair * COLUMNS
         return aligned(shape, self._w.dtype.name)
@@ -71,9 +71,9 @@ FLOATS: Forms = {np.ndarray: Form}
 def packed_weights(
     config: ModelConfig, params: Mapping[str, Array], angles: Angles | None, forms: Forms = FLOATS
 ) -> Weights:
-    """Pack parameters; `forms` say how each type of matrix is packed.
+    """Pack parameters; `forms` specifies how to pack each type of matrix.
 
-    Each is asked for as it is packed, the largest first, so that those of a file need never be there at once.
+    Each parameter is read when it is packed, the largest first, so that they are not all in memory.
     """
     c, vocab, gated = config.n_embd, config.vocab_size, config.gated
     block = [f"blocks.{i}" for i in range(config.n_layer)]
@@ -83,7 +83,7 @@ def packed_weights(
         return packed([params[name]], 1, [rows])[0][0]
 
     def layers(name: str, *rows: int) -> list[Layer]:
-        """Return the layers that a matrix of each block holds, one below the other."""
+        """Pack a matrix of each block, split by rows into layers."""
         ws = packed((params[f"{each}.{name}.w"] for each in block), len(block), rows)
         bias = np.zeros((len(block), sum(rows)), np.float32)
         for to, each in zip(bias, block, strict=True):
@@ -132,9 +132,9 @@ def _up(columns: int) -> int:
 
 
 def _packed(forms: Forms, ws: Iterable[Any], count: int, parts: Sequence[int]) -> list[Array]:
-    """Cut `count` matrices (columns, k) of one shape into parts of so many rows: a packed array for each.
+    """Split `count` matrices (columns, k) of the same shape by rows; return a packed array for each part.
 
-    Transposed, in panels of COLUMNS columns, k after k.
+    They are transposed, in panels of COLUMNS columns, k by k.
     """
     found: list[Array] = []
     for i, w in enumerate(forms[type(w)](w) for w in ws):
@@ -165,16 +165,16 @@ def _head_gains(config: ModelConfig, params: Mapping[str, Array], block: list[st
     return gains
 
 
-PIECE = 1 << 16  # words of 8 bytes with checksums of their own
+PIECE = 1 << 16  # 8-byte words that share a row of checksums
 LANES = 32  # checksums of a piece: independent chains, which vectorize
-FACTOR = np.uint64(0x9E3779B97F4A7C15)  # odd: no two numbers have the same product
+FACTOR = np.uint64(0x9E3779B97F4A7C15)  # odd, so multiplication is invertible
 HALF = np.uint64(32)
 
 
 def checksums_of(x: Array, pool: Pool) -> Array:
     """Compute checksums of a flat array of whole words.
 
-    A change of one word always shows, a change of more but for a chance of 2^-64.
+    A change of one word is always detected. A change of more words is missed with probability 2^-64.
     """
     words = x.view(np.uint64)
     checksums = np.zeros((-(-len(words) // PIECE), LANES), np.uint64)

@@ -1,4 +1,4 @@
-"""GGUF, the files of llama.cpp: the container, its types, the names in it, tokenizers, import and export.
+"""GGUF, the format of llama.cpp: container, types, names, tokenizers, import and export.
 
-Not here: what our models are in transformers (families.py), whose lists of tensors this renames.
+The lists of tensors come from families.py and are renamed here.
 """

@@ -1,10 +1,10 @@
-"""GGUF files: metadata by name, then tensors. Read strictly, tensor by tensor; written durably.
+"""GGUF files: metadata by name, then tensors. Checked and read tensor by tensor, written durably.
 
     "GGUF", version, counts · key, kind, value … · name, shape, type, place … · the data, each tensor aligned
 
-Nothing that a file claims is allocated before it is held against the file's size. Elements come in blocks: a
-row of a structured array; `restore` makes (blocks, elements) of float32 from it, in the order of operations
-of llama.cpp, so that both have the same bits.
+Sizes in a file are checked against the file's size before memory is allocated. A block of elements is an
+element of a structured array. `restore` converts blocks to float32 (blocks, elements) with llama.cpp's order
+of operations, so that results are bitwise identical.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from distgpt.core.base.errors import DataError
 from distgpt.core.base.files import Direct, atomic_file, open_regular, storage_errors
 from distgpt.core.ops.low_precision import from_bfloat16
 
-Array = Any  # of NumPy, also structured
+Array = Any  # a NumPy array, possibly structured
 
 
 @dataclass(frozen=True, slots=True)
 class Type:
-    """A type by its name there: how many elements a block has, and what lies in it."""
+    """A GGUF type, with its elements per block and the layout of a block."""
 
     name: str
     size: int
@@ -37,7 +37,7 @@ class Type:
 
 
 def _half(block: Array, field: str = "d") -> Array:
-    """Return the scale of each block, in a column."""
+    """Return the scale of each block, as a column."""
     return block[field].astype(np.float32)[:, None]
 
 
@@ -48,18 +48,18 @@ def _nibbles(packed: Array, width: int) -> Array:
 
 
 def _pairs_of_bits(packed: Array) -> Array:
-    """Return the lowest two bits of each 32 bytes, then the next: (blocks, groups, 32)."""
+    """Return the lowest two bits of each 32 bytes, then the next two, and so on: (blocks, groups, 32)."""
     parts = packed.reshape(len(packed), -1, 1, 32) >> np.array([0, 2, 4, 6], np.uint8)[:, None]
     return (parts & 3).reshape(len(packed), -1, 32)
 
 
 def _bits(packed: Array) -> Array:
-    """Return the lowest bit of 32 bytes, then the next: (blocks, 8, 32)."""
+    """Return the lowest bit of 32 bytes, then the next, and so on: (blocks, 8, 32)."""
     return packed[:, None, :] >> np.arange(8, dtype=np.uint8)[:, None] & 1
 
 
 def _of_32(block: Array) -> Array:
-    """Q4_0, Q4_1, Q5_0, Q5_1: four bits, perhaps a fifth; about a middle, or from a minimum on."""
+    """Restore Q4_0, Q4_1, Q5_0 or Q5_1: 4 or 5 bits, centered or from a minimum."""
     q = _nibbles(block["q"], 16).reshape(-1, 32)
     names = block.dtype.names or ()
     if "high" in names:
@@ -84,7 +84,7 @@ def _q3_k(block: Array) -> Array:
 
 
 def _q45_k(block: Array) -> Array:
-    """Q4_K and Q5_K: eight groups of 32, with scales and minima of six bits."""
+    """Restore Q4_K or Q5_K: eight groups of 32, with scales and minima of six bits."""
     q, packed = _nibbles(block["q"], 32), block["scales"]
     if "high" in (block.dtype.names or ()):
         q = q | _bits(block["high"]) << 4
@@ -126,19 +126,19 @@ NUMBERS = {each.name: number for number, each in TYPES.items()}
 
 
 def restored(kind: Type, blocks: Array) -> Array:
-    """Return the float32 elements of some blocks, in one dimension."""
-    with np.errstate(all="ignore"):  # whoever reads looks for what is not finite
+    """Return the float32 elements of blocks, flattened."""
+    with np.errstate(all="ignore"):  # the reader checks for non-finite values
         return kind.restore(blocks).reshape(-1)
 
 
 def quantised(kind: Type, elements: Array) -> Array:
-    """Return blocks of Q8_0 or Q4_0 that are nearest to these elements, rounded as llama.cpp does."""
+    """Return the nearest blocks of Q8_0 or Q4_0, rounded as in llama.cpp."""
     x = np.ascontiguousarray(elements, np.float32).reshape(-1, kind.size)
     blocks = np.empty(len(x), kind.block)
     size = np.abs(x)
     if kind.name == "Q8_0":
         scale = size.max(axis=1, keepdims=True) / np.float32(127)
-    else:  # the element furthest from 0 becomes -8
+    else:  # the element farthest from 0 becomes -8
         scale = np.take_along_axis(x, size.argmax(axis=1)[:, None], axis=1) / np.float32(-8)
     scaled = x * np.divide(np.float32(1), scale, where=scale != 0, out=np.zeros_like(scale))
     with np.errstate(over="ignore"):
@@ -153,9 +153,9 @@ def quantised(kind: Type, elements: Array) -> Array:
 
 MAGIC = b"GGUF"
 _VERSIONS, _ALIGNMENT = (2, 3), 32
-_MOST_HEADER = 1 << 28  # bytes: vocabularies of a million entries need a tenth
-_PIECE = 1 << 20  # elements in flight at a time
-# Kinds of values in metadata: their formats for `struct`, and for texts and lists their numbers alone.
+_MOST_HEADER = 1 << 28  # bytes; a vocabulary of a million entries needs 1/10 of it
+_PIECE = 1 << 20  # elements read at a time
+# `struct` formats by kind of metadata value. Text and lists have no format.
 _FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _NUMBER_OF = {form: number for number, form in _FORMATS.items()}
 _TEXT, _LIST = 8, 9
@@ -163,7 +163,7 @@ _TEXT, _LIST = 8, 9
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One tensor: its shape as NumPy has it, and where it begins in the file."""
+    """A tensor's type, its shape in NumPy's order, and its offset in the file."""
 
     kind: Type
     shape: tuple[int, ...]
@@ -171,27 +171,27 @@ class Entry:
 
     @property
     def size(self) -> int:
-        """Return the bytes that it takes."""
+        """The tensor's size in bytes."""
         return prod(self.shape) // self.kind.size * self.kind.block.itemsize
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Numbers:
-    """A list of numbers in metadata: equal to nothing, so that it may stand where another value belongs."""
+    """A list of numbers in metadata. It equals no other value, so it is safe to compare with any type."""
 
     array: Array
 
 
 @dataclass(frozen=True, slots=True)
 class Container:
-    """The front of a file. The values of its metadata are of any kind."""
+    """The header of a file. Metadata values may be of any kind."""
 
     path: Path
     metadata: dict[str, Any]
     tensors: dict[str, Entry]
 
     def rows(self, name: str) -> Iterator[tuple[int, Array]]:
-        """Read a tensor in float32, some rows at a time, each time with the number of the first."""
+        """Yield (number of the first row, rows in float32), some rows at a time."""
         entry = self.tensors[name]
         width = entry.shape[-1]
         rows, step = prod(entry.shape) // width, max(1, _PIECE // width)
@@ -206,7 +206,7 @@ class Container:
 
 
 def is_gguf(path: Path) -> bool:
-    """Return if the file begins as GGUF does."""
+    """Return whether the file starts like GGUF."""
     with storage_errors("read", path):
         if not path.is_file():
             return False
@@ -215,7 +215,7 @@ def is_gguf(path: Path) -> bool:
 
 
 def read_container(path: Path) -> Container:
-    """Return everything in front of the data, checked, or a DataError that says what is wrong with it."""
+    """Return the checked header, or raise a DataError."""
     with storage_errors("read", path), open_regular(path) as file:
         try:
             return Container(path, *_parse(_Front(file)))
@@ -224,7 +224,7 @@ def read_container(path: Path) -> Container:
 
 
 class _Front:
-    """The bytes in front of the data. A ValueError says that there are fewer than were asked for."""
+    """A reader of the header. Raises a ValueError if the file is too short."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.file, self.size = file, os.fstat(file.fileno()).st_size
@@ -243,7 +243,7 @@ class _Front:
 
     def number(self, form: str) -> Any:
         found = struct.unpack(f"<{form}", self.take(struct.calcsize(form)))[0]
-        # A float32 comes as the shortest decimal that it is nearest to: 1e-05 and not 9.99…e-06.
+        # A float32 becomes the shortest decimal that rounds to it, such as 1e-05 instead of 9.99…e-06.
         return float(str(np.float32(found))) if form == "f" else found
 
     def text(self) -> str:
@@ -302,7 +302,7 @@ def _parse(front: _Front) -> tuple[dict[str, Any], dict[str, Entry]]:
 
 
 def _entry(front: _Front, name: str, alignment: int) -> Entry:
-    """Return what is said of a tensor, with its place counted from the beginning of the data."""
+    """Return a tensor's entry; its offset is relative to the data."""
     which, count = f"tensor {name!r:.80}", front.number("I")
     if not 1 <= count <= 4:
         raise ValueError(f"{which} has {count} dimensions")
@@ -337,7 +337,7 @@ def write_container(
     kinds: Mapping[str, tuple[str, tuple[int, ...]]],
     pieces: Callable[[str], Iterator[Array]],
 ) -> None:
-    """Write a file of tensors of these types and shapes, whose data `pieces` gives, a strip at a time."""
+    """Write tensors of these types and shapes; `pieces` yields each tensor's data in parts."""
     front = [MAGIC, struct.pack("<IQQ", 3, len(kinds), len(metadata))]
     front += [_text(key) + _value(value) for key, value in metadata.items()]
     end = 0
@@ -365,7 +365,7 @@ def _text(text: str) -> bytes:
 
 
 def _value(value: Any) -> bytes:
-    """Return kind and value: whole numbers as uint32, others as float32, lists of one kind."""
+    """Return kind and value. Integers become uint32, floats float32; lists have one kind."""
     if isinstance(value, str):
         return struct.pack("<I", _TEXT) + _text(value)
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""Tokenizers and chat templates in GGUF: byte-level BPE ("gpt2") and SentencePiece's BPE ("llama")."""
+"""Tokenizers and chat templates in GGUF: byte-level BPE ("gpt2") and SentencePiece BPE ("llama")."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from distgpt.corpora.tokenizers.tokenizer_json import BLANK, BYTE_TOKENS, Librar
 from distgpt.models.formats.gguf.container import Container, Numbers
 
 KEY, TEMPLATE = "tokenizer.ggml.", "tokenizer.chat_template"
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # kinds of tokens
-_LONGEST = 256  # characters of a piece of SentencePiece, which has 16
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # token types
+_LONGEST = 256  # characters of a SentencePiece piece; SentencePiece's default limit is 16
 _ENDS = ("eos", "eot", "eom")
 _NAMED = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
 
@@ -31,7 +31,7 @@ def _words(pattern: str) -> dict[str, Any]:
 
 _BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
 _GPT2 = {**_BYTES, "use_regex": True}
-# How text is cut before it is merged, by the names that GGUF has for it.
+# Pre-tokenizers by their GGUF names.
 PRE: dict[str, list[dict[str, Any]]] = {
     "gpt-2": [_GPT2],
     "smollm": [{"type": "Digits", "individual_digits": True}, _GPT2],
@@ -39,15 +39,15 @@ PRE: dict[str, list[dict[str, Any]]] = {
     "llama-bpe": [_words(LLAMA3_WORDS), _BYTES],
 }
 _SAME = {"llama3": "llama-bpe", "llama-v3": "llama-bpe", "deepseek-r1-qwen": "qwen2"}
-_WHOLE = "llama-bpe"  # takes a word that is an entry as it is, whatever the merges
+_WHOLE = "llama-bpe"  # uses a word that is in the vocabulary as one token, without merges
 _COMPOSED = "qwen2"  # its tokenizer.json normalizes text to NFC
 
 
-# -- out
+# -- export
 
 
 def metadata_of(tokenizer: Tokenizer, size: int, source: object) -> dict[str, Any]:
-    """Return the metadata of a tokenizer beside a model of `size` tokens, or refuse it with a UsageError."""
+    """Return the metadata of a tokenizer for a model of `size` tokens. Raises a UsageError if unsupported."""
     if len(tokenizer.first) > 1:
         raise _refused(source, "begins texts with several tokens; in GGUF it is one")
     if isinstance(tokenizer, LibraryTokenizer):
@@ -71,7 +71,7 @@ def metadata_of(tokenizer: Tokenizer, size: int, source: object) -> dict[str, An
 
 
 def _own(tokenizer: Tokenizer, source: object) -> tuple[dict[str, Any], dict[int, str]]:
-    """Return one of our kinds: what GGUF says of it, and its tokens. Bytes are BPE without merges."""
+    """Return metadata and tokens of one of our tokenizers; byte becomes BPE without merges."""
     special = tokenizer.specials
     merges: Sequence[tuple[str, str]] = ()
     vocabulary: Sequence[str] = symbols()
@@ -91,7 +91,7 @@ def _refused(source: object, why: str) -> UsageError:
 def _roles(tokenizer: Tokenizer, never: int) -> dict[str, Any]:
     """Return ids by role.
 
-    llama.cpp assigns default ids to absent special tokens. So these get a byte that never occurs in text.
+    llama.cpp assigns default ids to absent special tokens. They get a byte that never occurs in text.
     """
     chat, special = tokenizer.chat, tokenizer.specials
     named = {role: special.get(chat.tokens.get(name, "")) if chat else None for role, name in _NAMED.items()}
@@ -118,7 +118,7 @@ def _kinds(document: Mapping[str, Any]) -> dict[int, int]:
 def _byte_level(document: Mapping[str, Any], source: object) -> dict[str, Any]:
     model, before = document["model"], document.get("pre_tokenizer") or {}
     defaults = {"ByteLevel": {"add_prefix_space": True, "use_regex": True}}
-    ours = {"ByteLevel": {"trim_offsets": True}}  # which no id depends on
+    ours = {"ByteLevel": {"trim_offsets": True}}  # does not affect ids
     parts = before.get("pretokenizers", [before] if before else [])
     steps = [defaults.get(part["type"], {}) | part | ours.get(part["type"], {}) for part in parts]
     pre = next((name for name, known in PRE.items() if steps == known), None)
@@ -132,7 +132,7 @@ def _byte_level(document: Mapping[str, Any], source: object) -> dict[str, Any]:
 
 
 def _merges_all(model: Mapping[str, Any], source: object) -> bool:
-    """Return if every entry comes out of its own merges, so that taking it whole changes nothing."""
+    """Return whether merges produce every entry, so that `ignore_merges` changes nothing."""
     from tokenizers import models
 
     pairs = [tuple(pair.split(" ") if isinstance(pair, str) else pair) for pair in model["merges"]]
@@ -142,7 +142,7 @@ def _merges_all(model: Mapping[str, Any], source: object) -> bool:
 
 
 def _sentencepiece(document: Mapping[str, Any], source: object) -> dict[str, Any]:
-    """Pieces with scores: the lower a merge stands, the lower is the score of what it makes."""
+    """Return pieces with scores: a later merge has a lower score."""
     model = document["model"]
     if model.get("type", "BPE") != "BPE":
         raise _refused(source, f"is {model['type']} with single bytes, which GGUF has not for these models")
@@ -165,17 +165,17 @@ def _sentencepiece(document: Mapping[str, Any], source: object) -> dict[str, Any
 
 
 def _splits(piece: str, vocab: Mapping[str, int]) -> list[tuple[str, str]]:
-    """Return the pairs of entries that a piece is made of, in the order of their ids."""
+    """Return the pairs of entries that form a piece, in the order of their ids."""
     cuts = [(piece[:at], piece[at:]) for at in range(1, len(piece))]
     known = [(a, b) for a, b in cuts if a in vocab and b in vocab]
     return sorted(known, key=lambda pair: (vocab[pair[0]], vocab[pair[1]]))
 
 
-# -- in
+# -- import
 
 
 def tokenizer_of(container: Container) -> Tokenizer | None:
-    """Return the tokenizer in a file with its chat template, None if there is none."""
+    """Return the tokenizer in a file with its chat template, or None if absent."""
     found = {k.removeprefix(KEY): v for k, v in container.metadata.items() if k.startswith(KEY)}
     source, model = str(container.path), found.get("model", "none")
     if model in ("none", "no_vocab"):
@@ -184,7 +184,8 @@ def tokenizer_of(container: Container) -> Tokenizer | None:
         raise DataError(f"{source}: its tokenizer is {model!r:.40}; known are gpt2 and llama")
     tokens, kinds = _tokens(found, source)
     special = {i: tokens[i] for i in range(len(tokens)) if kinds[i] in (UNKNOWN, CONTROL, USER_DEFINED)}
-    # Special tokens among others are entries too, since the library would give their ids away.
+    # Special tokens before the last ordinary token are also entries. Otherwise the library would reuse their
+    # ids.
     last = max((i for i, kind in enumerate(kinds) if kind in (NORMAL, BYTE)), default=-1)
     vocab = {text: i for i, text in enumerate(tokens[: last + 1])}
     pieces = [text for i, text in enumerate(tokens) if kinds[i] == NORMAL]
@@ -227,7 +228,7 @@ def _is_texts(value: Any) -> bool:
 def _document(
     found: Mapping[str, Any], vocab: dict[str, int], pieces: list[str], source: str
 ) -> dict[str, Any]:
-    """Return what tokenizer.json would say, but for its added tokens."""
+    """Return the equivalent tokenizer.json, without added tokens."""
     if found["model"] == "llama":
         prefix = found.get("add_space_prefix", True) is not False
         return _of_blanks(vocab, _merges_by_score(found.get("scores"), pieces, vocab, source), prefix)
@@ -269,7 +270,7 @@ def _of_blanks(vocab: dict[str, int], merges: list[list[str]], prefix: bool) -> 
 
 
 def _begin(text: str, token_id: int) -> dict[str, Any]:
-    """Return a post-processor that puts one token in front."""
+    """Return a post-processor that prepends one token."""
     token = {"SpecialToken": {"id": text, "type_id": 0}}
     single = [token, {"Sequence": {"id": "A", "type_id": 0}}]
     known = {text: {"id": text, "ids": [token_id], "tokens": [text]}}

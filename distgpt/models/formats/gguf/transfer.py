@@ -1,4 +1,4 @@
-"""Models in GGUF: its names for settings and tensors; import and export, tensor by tensor."""
+"""Import and export of GGUF models, tensor by tensor, and GGUF's names of settings and tensors."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ from distgpt.models.formats.huggingface import (
     refuse_place,
 )
 
-# Those that GGUF knows by the name that transformers has for them too. A Mistral is a llama there.
+# Families whose GGUF name equals their name in transformers. A Mistral is a llama in GGUF.
 ARCHITECTURES = {family.model_type: family for family in FAMILIES if family.model_type != "mistral"}
 EMBEDDING, OUTPUT, FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
-# Our settings by their keys, behind the architecture's name.
+# Our settings and their keys, without the architecture's prefix.
 _SHAPE = {
     "seq_len": "context_length",
     "n_embd": "embedding_length",
@@ -55,7 +55,7 @@ _EPS = {"norm_eps": "attention.layer_norm_epsilon"}
 _RMS_EPS = {"norm_eps": "attention.layer_norm_rms_epsilon"}
 _MOST_FACTORS = 1 << 12
 _OLD_CONTEXT = "rope.scaling.original_context_length"
-# Of ours, where GGUF has no key: biases that are zeros, and what Llama 3's factors were made with.
+# distgpt's keys for settings that GGUF lacks: zero biases, and the parameters of Llama 3's factors.
 _BIAS, _SLOW, _FAST = "distgpt.bias", "distgpt.rope_slow", "distgpt.rope_fast"
 _RENAMED = """
     wte=token_embd wpe=position_embd ln_f=output_norm embed_tokens=token_embd norm=output_norm lm_head=output
@@ -68,7 +68,7 @@ _TENSORS = dict(pair.split("=") for pair in _RENAMED.split())
 
 
 def named(mapping: TensorMapping) -> str:
-    """Return the name in GGUF of a tensor of transformers."""
+    """Return the GGUF name of a tensor."""
     stem, _, kind = mapping.theirs.rpartition(".")
     if layer := re.fullmatch(r"(?:h|layers)\.(\d+)\.(.+)", stem):
         return f"blk.{layer[1]}.{_TENSORS[layer[2]]}.{kind}"
@@ -76,9 +76,9 @@ def named(mapping: TensorMapping) -> str:
 
 
 def order_of(mapping: TensorMapping, family: Family, config: ModelConfig) -> Array | None:
-    """Return, for each row of the GGUF tensor, the index of our row; None if the order is the same.
+    """Return, for each row of the GGUF tensor, the index of our row. None: the same order.
 
-    In GGUF a llama's RoPE rotates neighbouring elements, here the halves of a head.
+    In GGUF, a llama's RoPE rotates adjacent elements; ours rotates the halves of a head.
     """
     if family.model_type != "llama" or not re.search(r"self_attn\.[qk]_proj", mapping.theirs):
         return None
@@ -87,7 +87,7 @@ def order_of(mapping: TensorMapping, family: Family, config: ModelConfig) -> Arr
 
 
 def family_in_gguf(config: ModelConfig, source: object) -> Family:
-    """Return the family as which our model can be written. Raises a UsageError that names the obstacle."""
+    """Return the family for exporting our model. Raises a UsageError that names the obstacle."""
     family = family_for(config, source, "GGUF")
     if config.mlp == "relu":
         raise UsageError(f"{source} cannot be exported: GPT-2 has no ReLU in GGUF")
@@ -99,7 +99,7 @@ def family_in_gguf(config: ModelConfig, source: object) -> Family:
 
 
 def metadata_for(family: Family, config: ModelConfig) -> dict[str, Any]:
-    """Return the metadata of a model, but for its tokenizer."""
+    """Return the metadata of a model, without its tokenizer."""
     keys = _SHAPE | (_EPS if family.is_gpt2 else _RMS_EPS)
     found: dict[str, Any] = {key: getattr(config, ours) for ours, key in keys.items()}
     found |= {"feed_forward_length": config.hidden, "vocab_size": config.vocab_size}
@@ -120,7 +120,7 @@ def metadata_for(family: Family, config: ModelConfig) -> dict[str, Any]:
 
 
 def factors_for(config: ModelConfig) -> Array | None:
-    """Return the divisors of RoPE's frequencies in Llama 3, a tensor in GGUF; None: there are none."""
+    """Return Llama 3's divisors of RoPE frequencies, a tensor in GGUF, or None."""
     if config.positions != "rope" or config.rope_scaling != "llama3":
         return None
     plain = rope_frequencies(replace(config, rope_scaling="none"))
@@ -128,7 +128,7 @@ def factors_for(config: ModelConfig) -> Array | None:
 
 
 def model_in(container: Container, tied: bool) -> tuple[Family, ModelConfig]:
-    """Return the family and our configuration of the model in a file; a DataError says why not."""
+    """Return the family and our configuration of the model in a file. Raises a DataError if unsupported."""
     metadata, path = container.metadata, container.path
     if metadata.get("split.count", 1) not in (0, 1):
         raise DataError(f"{path} is a part of a model: merge its files first (llama-gguf-split --merge)")
@@ -149,7 +149,7 @@ def model_in(container: Container, tied: bool) -> tuple[Family, ModelConfig]:
 
 
 def _settings(container: Container, family: Family, tied: bool) -> dict[str, Any]:
-    """Return the file's metadata as a config.json of transformers would say them."""
+    """Return the metadata as settings of a config.json."""
     metadata, arch = container.metadata, family.model_type
     keys = _SHAPE | (_EPS if family.is_gpt2 else _RMS_EPS)
     found: dict[str, Any] = {ours: metadata.get(f"{arch}.{key}") for ours, key in keys.items()}
@@ -181,7 +181,7 @@ def _settings(container: Container, family: Family, tied: bool) -> dict[str, Any
 
 
 def _scaling(container: Container, arch: str) -> Mapping[str, Any]:
-    """Return the scaling of RoPE's angles, in the words of transformers."""
+    """Return the RoPE scaling in the terms of transformers."""
     metadata, factors = container.metadata, container.tensors.get(FACTORS)
     unnamed = "linear" if f"{arch}.rope.scaling.factor" in metadata else "none"
     kind = metadata.get(f"{arch}.rope.scaling.type", unnamed)
@@ -202,7 +202,7 @@ def _scaling(container: Container, arch: str) -> Mapping[str, Any]:
     }
 
 
-# Types by our names, with the number that stands for a file of them (general.file_type).
+# Types by our names, with their number in general.file_type.
 DTYPES = {
     "float32": ("F32", 0),
     "float16": ("F16", 1),
@@ -214,12 +214,12 @@ _POSITIONS = "position_embd.weight"
 
 
 class GgufModel:
-    """A model in GGUF, read by the names that transformers has for its tensors."""
+    """A GGUF model that is read by the tensor names of transformers."""
 
     dtype = "<f4"
 
     def __init__(self, path: Path) -> None:
-        """Check everything but the tensors' data; a DataError says what is wrong."""
+        """Check everything except the tensors' data."""
         self.path = path
         self.container = read_container(path)
         tensors = self.container.tensors
@@ -236,7 +236,7 @@ class GgufModel:
                 raise DataError(f"{path}: {name} is {found!r:.80}, not {expected[name]}")
 
     def verify(self) -> None:
-        """GGUF has no checksums."""
+        """Do nothing, because GGUF has no checksums."""
 
     def read(self, mapping: TensorMapping, out: NDArray[Any]) -> None:
         """Fill our rows that correspond to this tensor."""
@@ -251,7 +251,7 @@ class GgufModel:
 
 
 def export_gguf(path: Path, out: Path, dtype: str, note: Note = lambda text: None) -> str:
-    """Write a file of GGUF. Holds little more than one tensor. Return what was written, for people."""
+    """Write a GGUF file and return a summary. Uses little more memory than the largest tensor."""
     path, description = exportable(path)
     config = description.run.model
     family = family_in_gguf(config, path)
@@ -311,7 +311,7 @@ def _encoded(array: NDArray[Any], kind: str, name: str, path: Path) -> Iterator[
 
 
 def describe(path: Path) -> dict[str, Any]:
-    """Return the facts of `weights info` about a file of GGUF, besides the model."""
+    """Return the facts for `weights info`, except the model."""
     container = read_container(path)
     types = sorted({entry.kind.name for entry in container.tensors.values()})
     name = container.metadata.get("general.architecture")
@@ -320,6 +320,6 @@ def describe(path: Path) -> dict[str, Any]:
 
 
 def import_gguf(path: Path, out: Path, tokenizer: str | None, note: Note = lambda text: None) -> str:
-    """Write `out`, a weights file, from a model in GGUF. Holds little more than one tensor."""
+    """Write the weights file `out` from a GGUF model. Uses little more memory than the largest tensor."""
     refuse_place(out)
     return import_from(GgufModel(path), path.name, out, tokenizer, note)
