@@ -36,9 +36,9 @@ Facts = dict[str, Any]
 
 NO_LIMIT = 1 << 62  # bytes
 CUTS = (1, 3)  # layers: the difference is the cost of two layers, the rest that of embedding and head
-ENOUGH = 1 << 10  # tokens with which a CPU's matmuls reach full speed
+ENOUGH = 1 << 10  # tokens for full speed of a CPU's matmuls
 LEAST, SECONDS = 3, 4.0  # time at least 3 steps of each cut, and for 4 seconds;
-PATIENCE = 30.0  # but after 30 seconds, one step of each is enough
+PATIENCE = 30.0  # after 30 seconds, one step of each is enough
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class Site:
 def estimate(question: Question, say: Say, ready: Stage | None = None) -> Facts:
     """Return all facts, ready for JSON. `say` is called before slow work.
 
-    `ready`: this rank's stage, if it is already open. With multiple ranks it cannot be opened again.
+    If this rank's stage is already open, pass it as `ready`: with multiple ranks it cannot be opened again.
     """
     _refuse_nonsense(question)
     t = question.run.train
@@ -253,7 +253,7 @@ def cuts(run: RunConfig, sequences: int) -> list[RunConfig]:
 
 
 def enough_sequences(run: RunConfig, kernels: Kernels, most: int) -> int:
-    """Return the number of sequences per pass that is as fast as `most`. A GPU needs all of them."""
+    """Return the number of sequences per pass that is as fast as `most`. A GPU needs `most`."""
     if kernels.capabilities.is_async:
         return most
     each = max(kernels.threads, -(-ENOUGH // run.model.seq_len))
@@ -263,12 +263,12 @@ def enough_sequences(run: RunConfig, kernels: Kernels, most: int) -> int:
 def measure(run: RunConfig, kernels: Kernels, sequences: int) -> Facts:
     """Return the seconds of all layers for the forward and backward pass of one token, and for an update.
 
-    Times real steps on random tokens. The cuts alternate, so that a disturbance affects all of them.
+    Times real steps on random tokens. The cuts alternate, so that a disturbance affects all cuts.
     """
     trials = [Trial(each, kernels) for each in cuts(run, sequences)]
     for trial in trials:
         trial.step()  # compiles, records, tunes
-    times: list[list[tuple[float, float]]] = []  # by round and cut: seconds of a step, and of its update
+    times: list[list[tuple[float, float]]] = []  # seconds of a step and of its update, by round and cut
     begun = perf_counter()
     while not times or perf_counter() < begun + (SECONDS if len(times) >= LEAST else PATIENCE):
         times.append([(_seconds(trial.step), _seconds(trial.update)) for trial in trials])

@@ -33,7 +33,7 @@ def unsteered(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 
 def start(words: Sequence[object], launcher: Launcher | None = None, ranks: int = 1) -> Ended:
-    """Run a distgpt command until it ends: as `ranks` processes under a launcher, or as one process without
+    """Run a distgpt command until it ends, as `ranks` processes under a launcher, or as one process without
     it.
     """
     command = distgpt_command(*words)
@@ -63,7 +63,7 @@ def answer(ended: Ended, what: str) -> dict[str, Any]:
 
 
 def raise_failure(ended: Ended, what: str) -> NoReturn:
-    """Raise a child's own error with its exit code if it is a distgpt error; otherwise report how it ended."""
+    """Raise a child's error: its own with its exit code if it is a distgpt error, otherwise how it ended."""
     kind = error_for(ended.code)
     said = ended.complaint()
     if kind is not DistgptError and any(line.startswith(OUR_LINE) for line in ended.errors.splitlines()):

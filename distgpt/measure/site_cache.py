@@ -31,7 +31,7 @@ from distgpt.inference.evaluation.evaluate import evaluate
 from distgpt.models.quantized.packed import calibrated
 from distgpt.models.quantized.rounded import quantize
 
-PRESETS = ("tiny", "tiny-adamw", "sprint", "gpt2", "qwen3-0.6b", "microgpt")  # others have the same parts
+PRESETS = ("tiny", "tiny-adamw", "sprint", "gpt2", "qwen3-0.6b", "microgpt")  # the rest adds no kernels
 # The matmul implementations, and storing or recomputing activations. `auto` picks one by processor.
 WAYS: dict[str, tuple[dict[str, Any], ...]] = {
     "float32": ({"matmul": "own"}, {"matmul": "blas", "recompute": "block"}),
@@ -116,7 +116,7 @@ def _generate(folder: Path, dtype: str) -> None:
 
 
 def require_writable() -> None:
-    """Create the directory, readable for all. Raise an error if this user may not write to it."""
+    """Create the directory, readable for all. Raise an error if this user may not write there."""
     folder, package = disk_cache.SITE, disk_cache.PACKAGE
     try:
         if os.geteuid() not in {0, package.stat().st_uid}:  # other users would not trust its files

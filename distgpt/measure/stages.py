@@ -341,10 +341,10 @@ def compare(options: CompareOptions, out: Path, as_json: bool) -> None:
 
 @dataclass(slots=True)
 class Comparison:
-    """Results of a comparison so far."""
+    """Results of a comparison, complete or not."""
 
     options: CompareOptions
-    missing: dict[str, list[Facts]]  # by stage that cannot run here
+    missing: dict[str, list[Facts]]  # missing requirements, by stage
     prompt: str
     environment: dict[str, Any]
     measured: list[Measured] = field(default_factory=list)

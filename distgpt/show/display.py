@@ -1,4 +1,4 @@
-"""Progress as a line updated in place on a terminal, otherwise as occasional lines; and TensorBoard events."""
+"""Progress, as a line updated in place on a terminal or as occasional lines, and TensorBoard events."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ class ItemProgress(_Lines):
 
 
 class ByteProgress(_Lines):
-    """Shows how many bytes of a text have been read, with tokens/s and remaining time."""
+    """Shows how many bytes of input have been read, with tokens/s and remaining time."""
 
     def began(self, total_bytes: int, of: str, label: str = "") -> None:
         self._total, self._begun = max(1, total_bytes), (0.0, 0, 0)

@@ -30,7 +30,7 @@ SERIES = ("#1a4ea5", "#b9470a", "#04866c", "#e64ca8", "#aa8a1c", "#3496d2", "#4f
 LARGEST = 1e100  # largest plotted value; axis limits need some margin
 FORMATS = (".png", ".svg", ".pdf")
 WIDTH, DPI = 9.0, 200  # inches: 900 pixels in a browser, sharp on a high-density screen
-HEIGHT, LINE = 5.6, 0.19  # inches: of the panels, and of each line of the legend below them
+HEIGHT, LINE = 5.6, 0.19  # inches, of the panels and of each line of the legend
 LETTERS = 120  # per line of the legend
 SMOOTHED = 1 / 40  # fraction of a curve averaged into each smoothed value
 DASHES = ("-", "--", ":")  # the second applies from the ninth run on
@@ -133,7 +133,7 @@ def draw(
 ) -> Any:
     """Return a matplotlib figure, made with the object interface: no global state, no window.
 
-    `smooth` counts lines of metrics. None: it depends on the curve's length.
+    `smooth` counts lines of metrics. None depends on the curve's length.
     """
     figure: Any = Figure(figsize=(WIDTH, HEIGHT), dpi=DPI, layout="constrained")
     grid = figure.add_gridspec(2, 3, height_ratios=(1.75, 1))

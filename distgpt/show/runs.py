@@ -21,8 +21,8 @@ from distgpt.core.saved.rundir import RunDirectory, parse_metrics, whole_lines
 from distgpt.show.page import Column, tabulated, terminal_table
 
 DEEPEST = 3  # levels below the listed directory
-TAIL = 50  # lines of metrics from which a run's speed is measured
-WIDE = 100  # terminal columns from which the table includes the columns of SPARE
+TAIL = 50  # lines of metrics used to measure a run's speed
+WIDE = 100  # terminal columns; narrower tables omit the columns of SPARE
 SPARE = ("train_bits_per_byte", "bits_per_byte", "tokens_per_s", "when")
 STOPS = ("finished", "ended early", "interrupted", "not finite", "outlier", "failed")
 
@@ -33,7 +33,7 @@ class Listed:
 
     A run with a time limit has no `steps`. `total_s` is its limit; for other runs it is an estimate while
     they run. `train_bits_per_byte` is `loss`, and `bits_per_byte` `val_loss`, in a unit that tokenizers
-    share. `held_out_tokens` is set if `val_loss` covers a part of them.
+    share. `held_out_tokens` is set if `val_loss` covers only a part.
     """
 
     name: str

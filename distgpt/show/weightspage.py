@@ -111,7 +111,7 @@ def _foreign(path: Path) -> dict[str, Any]:
 
 
 def _importable(opened: Callable[[], Any], command: str) -> dict[str, Any]:
-    """Return facts about a third-party model, and the command that imports it or why it cannot be imported."""
+    """Return facts about a third-party model, and the command that imports it or why none can."""
     try:
         model = opened()
     except DataError as error:

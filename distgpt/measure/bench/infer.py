@@ -25,7 +25,7 @@ from distgpt.measure.jobs import BenchOptions, Row, say
 from distgpt.show.page import Block, Column, tabulated
 
 OURS, BYTES = "distgpt", 256  # bytes: the vocabulary of presets that set none
-REPEATS = 4  # of a measurement; the shortest counts
+REPEATS = 4  # measurements; the shortest counts
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""`distgpt bench train`: measure a real training run: its speed, memory and share of the machine's peak."""
+"""`distgpt bench train`: measure the speed, memory and share of the machine's peak of a real training run."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ Folder = tuple[Path, str, str, list[Path]]  # path, content, the word that empti
 
 
 def report_caches(empty: str, as_json: bool) -> None:
-    """Print all caches. First empty those that `empty` names: "compiled", "all", or "". Only on one rank."""
+    """Empty the caches that `empty` selects ("compiled", "all" or ""), then print all. Only on one rank."""
     if launched_rank():
         return
     if empty:
@@ -61,7 +61,7 @@ def report_caches(empty: str, as_json: bool) -> None:
 
 
 def _folders() -> Iterator[Folder]:
-    """Yield all cache directories, including those of other versions."""
+    """Yield all cache directories, also of other versions."""
     yield disk_cache.SITE, "compiled loops of the site", "", _below(disk_cache.SITE)
     in_use = caches.places(disk_cache.beside())
     for place in dict.fromkeys((*in_use, disk_cache.beside(), caches.usual_folder())):

@@ -1,4 +1,4 @@
-"""Facts about this machine and its software: for one rank, and to record with a measurement."""
+"""Facts about this machine and its software, for one rank and for the record of a measurement."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def of_rank(comm: Comm) -> Facts:
 
 
 def gpu_facts(comm: Comm) -> Facts:
-    """Return the GPUs and libraries, what the GPU stages lack, and the GPU that this rank would use."""
+    """Return the GPUs, libraries, missing requirements of the GPU stages, and the GPU of this rank."""
     from distgpt.gpu import probe
     from distgpt.gpu.stage import device_of
 
@@ -110,7 +110,7 @@ def compute() -> Facts:
 
 
 def auto_dtype() -> str:
-    """Return what --dtype auto means for a small model here, and why; "" if nothing can compute."""
+    """Return the dtype that --dtype auto selects for a small model here, and why; "" on errors."""
     try:
         found = expected_dtype("serial", RunConfig())
     except UsageError as error:  # invalid environment variables
@@ -145,7 +145,7 @@ def environment() -> dict[str, Any]:
 
 
 def anonymised(text: str) -> str:
-    """Return a text fit to publish: paths are shortened to their last name, hosts and homes removed."""
+    """Make a string fit to publish: shorten paths to their last name, remove hosts and homes."""
     text = _HOST.sub(r"\1…", text)
     for home in {str(Path.home()), os.environ.get("HOME", "")} - {"", "/"}:
         text = re.sub(rf"{re.escape(home)}(?![\w-])", "~", text)

@@ -1,6 +1,6 @@
 """`distgpt doctor --hostfile FILE [--ssh]`: check the hosts of a hostfile before a launch.
 
-The answers of hosts over ssh are not trusted: only `HostFacts` is read from them.
+The answers of hosts over ssh are not trusted. Only `HostFacts` are parsed.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from distgpt.measure.doctor.report import AS_ROOT, MOST_HOSTS, foreign_mpirun, i
 from distgpt.show.page import terminal_table
 
 SECONDS = 40.0  # timeout of an answer; Python may load from a slow network disk
-MOST_PROBLEMS = 12  # on the page
+MOST_PROBLEMS = 12  # shown on the page
 ROUNDING = "compiled code may round in its own way there, and a run whose ranks drift apart ends by itself"
 _ASK = "from distgpt.measure.doctor.hosts import tell; tell"
 
@@ -60,7 +60,7 @@ class HostFacts:
     mpi: str
     versions: dict[str, str]
     cores: Count
-    calls: list[str] = field(default_factory=list)  # addresses by which it reaches the launching host
+    calls: list[str] = field(default_factory=list)  # addresses at which it reaches the launching host
 
 
 @dataclass(slots=True)
@@ -75,7 +75,7 @@ class Host:
 
 
 def report(path: Path, ssh: bool, as_json: bool) -> None:
-    """Print the report. Raise a UsageError if a job on these hosts would not start with this machine's MPI."""
+    """Print the report. Raise a UsageError if a job on these hosts would not start with this MPI."""
     if launched_as() > 1:
         raise UsageError("--hostfile is looked at before a launch: leave out mpirun or srun")
     found = examine(path, ssh)
@@ -137,7 +137,7 @@ def _hosts(lines: list[HostLine], own: HostFacts) -> list[Host]:
     return [Host(name, n, here[name], own if here[name] else None) for name, n in ranks.items()]
 
 
-# What hosts answer over ssh.
+# Answers over ssh
 
 
 def own_facts(mpi: Facts) -> HostFacts:
@@ -149,7 +149,7 @@ def own_facts(mpi: Facts) -> HostFacts:
 
 
 def tell(name: str, port: int, token: str) -> None:
-    """Print the facts of this machine over ssh, and the addresses by which it reaches the launching host.
+    """Print the facts of this machine over ssh, and the addresses at which it reaches the launching host.
 
     A launcher passes its own `name` to other hosts. The other candidate is the client's address in ssh.
     """
@@ -186,7 +186,7 @@ def _listening() -> Iterator[tuple[str, int, str]]:
 
 
 def _way_back(hosts: list[Host]) -> tuple[str, list[str]]:
-    """Return the address by which all hosts reach this machine, "" if its name works; and problems."""
+    """Return the address at which all hosts reach this machine ("": its name works), and problems."""
     asked = [(host.name, host.facts) for host in hosts if host.facts and not host.is_here]
     name, calls = platform.node(), {host: set(facts.calls) for host, facts in asked}
     lost = [host for host, reached in calls.items() if name not in reached]
@@ -202,7 +202,7 @@ def _ask(back: tuple[str, int, str], host: Host) -> None:
     words = [*SSH, "-o", "ConnectTimeout=8", "--", host.name, shlex.join(python("-c", f"{_ASK}{back}"))]
     try:
         done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, timeout=SECONDS)
-        # The facts are the last line. Login scripts may print other lines before it.
+        # The facts are the last line. Login scripts may print other lines first.
         host.facts = checked(HostFacts, parse_json((done.stdout.splitlines() or [b""])[-1]))
     except subprocess.TimeoutExpired:
         host.problem = f"gave no answer within {SECONDS:g} s: try ssh -v {host.name}"

@@ -1,4 +1,4 @@
-"""The report of `distgpt doctor`: facts about all ranks, and what this launch can run.
+"""The report of `distgpt doctor`: facts about all ranks, and the stages that this launch can run.
 
 It is printed once for all ranks, as a page of 100 columns or as JSON.
 """
@@ -28,7 +28,7 @@ from distgpt.core.config import ON_GPU, STAGES, WITH_MPI
 from distgpt.core.cpu.stages import NOT_KEPT, open_stage
 from distgpt.measure.doctor.facts import Facts, of_rank
 
-WIDTH, MARGIN = 100, 13  # columns: of a page, and of its first column
+WIDTH, MARGIN = 100, 13  # columns of a page, and of its first column
 MOST_HOSTS = 64
 FEW = 0.5  # fraction of a host's CPUs; with SMT, a rank per core may have one of its two CPUs
 AS_ROOT = "--allow-run-as-root"
@@ -117,7 +117,7 @@ def advice(node: Facts) -> str:
 
 
 def verdicts(launched: Facts, mpi: Facts, ranks: list[Facts]) -> Facts:
-    """Return for each stage whether it runs in this launch, what is missing, and what would improve it."""
+    """Return for each stage whether it runs in this launch, missing requirements, and improvements."""
     processes = max(launched["processes"], len(ranks))
     several = f"launched as {processes} processes, which would all do the same work"
     remedy = "use a stage with MPI, or run without mpirun"
@@ -176,7 +176,7 @@ def is_refused_as_root(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def launch_lines(launched: Facts, mpi: Facts) -> list[str]:
-    """Return a command line that starts two ranks with this MPI, if the local mpirun belongs to it."""
+    """Return a command line that starts two ranks with this MPI, if the local mpirun belongs to this MPI."""
     if launched["launcher"] or mpi.get("vendor") not in MPIS:
         return []
     if not is_of_family(launched["mpirun"]["vendor"], mpi["vendor"]):
@@ -263,7 +263,7 @@ def _settings(ranks: list[Facts]) -> Iterable[str]:
 
 
 def rows(pairs: Rows) -> Iterator[str]:
-    """Format pairs of name and text as lines of a page. Texts are escaped, and wrapped without truncation."""
+    """Format pairs of name and text as lines of a page. Text is escaped, and wrapped without truncation."""
     width = min(WIDTH, get_terminal_size((WIDTH, 24)).columns)
     for name, text in pairs:
         yield fill(

@@ -1,6 +1,6 @@
 """The operations of a step: the row of each in a profile, and its FLOPs.
 
-Only FLOPs of matmuls count, as in `core/model/counts.py`, without padding and recomputation in the backward
+Only FLOPs of matmuls count, like in `core/model/counts.py`, without padding and recomputation in the backward
 pass. They are computed from the arguments of a call, by the names in `core/ops/kernels.py`.
 """
 
@@ -92,7 +92,7 @@ FLOPS: dict[str, Callable[[Any], float]] = {
 
 
 def row_of(name: str, apart: bool) -> str:
-    """Return an operation's row. `apart`: its matmuls were measured separately."""
+    """Return an operation's row. `apart` means that its matmuls were measured separately."""
     return WITHOUT_MATMULS[name] if apart and name in WITHOUT_MATMULS else ROW_OF[name]
 
 

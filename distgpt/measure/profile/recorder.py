@@ -37,7 +37,7 @@ class Clock:
     """The processor's clock, for backends whose calls return when their work is done."""
 
     now: Callable[[], Any] = time.perf_counter  # makes a time stamp
-    since: Callable[[Any, Any], float] = operator.sub  # seconds to a stamp from an earlier one; waits
+    since: Callable[[Any, Any], float] = operator.sub  # seconds between stamps, later one first; waits
     settle: Callable[[], None] = lambda: None  # waits until all queued work is done
 
     @classmethod
@@ -71,7 +71,7 @@ class Event:
 
 @dataclass(slots=True)
 class Taken:
-    """A recorded step. It ends with its launch or where the next step starts."""
+    """A recorded step. It ends with its launch or at the start of the next step."""
 
     begin: Any
     end: Any = None

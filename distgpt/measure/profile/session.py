@@ -39,7 +39,7 @@ if TYPE_CHECKING:  # a profile of a CPU stage must not import gpu/
     from distgpt.gpu.device import CupyDevice
 
 WARM_UP = 2  # steps that compile, record and choose algorithms
-SIDES = (512, 1024, 2048, 4096, 8192)  # of square matmuls, as many as fit in the time
+SIDES = (512, 1024, 2048, 4096, 8192)  # sides of square matmuls, as many as fit in the time
 SHORTEST = 0.01  # seconds of a measurement: enough calls to fill a queue
 REPEATS = 4
 SECONDS = 1.6  # seconds to measure the peak
@@ -90,9 +90,9 @@ class Profiler:
         self.seconds: list[float] = []  # of each measured step
 
     def steps(self, batches: Batches, measured: int, warm_up: int = WARM_UP) -> Iterator[float]:
-        """Run steps as training does, measure those after the warm-up, and yield the seconds of each.
+        """Run steps as training does, yield the seconds of each, and measure the ones after the warm-up.
 
-        A GPU gets the next step before the last one is read, so a step ends where the next one starts.
+        A GPU gets the next step before the last one is read, so a step ends when the next one starts.
         """
         step, begun = self._step, time.perf_counter()
         for number in range(warm_up):
@@ -139,7 +139,7 @@ def measure(stage: Stage, run: RunConfig, measured: int, warm_up: int, folder: P
     for done, seconds in enumerate(profiler.steps(batches, measured, warm_up), 1):
         warming = " (to warm up)" if done <= warm_up else ""
         say(f"step {done} of {warm_up + measured}: {1000 * seconds:,.1f} ms{warming}")
-    # Measure at the end, on all ranks simultaneously: they share memory bandwidth and more in a step as well.
+    # Measure at the end, and on all ranks simultaneously, since they share memory bandwidth in a step.
     ranks = gather(comm, of_rank(profiler, comm.rank, peak_gflops(kernels, meet=comm.barrier)))
     about: dict[str, Any] = {
         "environment": environment() if comm.rank == 0 else {},

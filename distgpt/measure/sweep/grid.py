@@ -71,7 +71,7 @@ class Grid:
 
     fixed: Values
     points: dict[str, Values]
-    seeds: list[int]  # empty: all runs use the seed of `fixed`
+    seeds: list[int]  # if empty, all runs use the seed of `fixed`
     metric: str = "val_loss"
     rungs: int = 1
     eta: float = 3.0
@@ -197,7 +197,7 @@ def shortly(value: Any) -> str:
 
 
 def _named(values: Values) -> str:
-    """Return a valid directory name for these values, with a hash if it cannot contain all of them exactly."""
+    """Return a valid directory name for these values, with a hash if it cannot contain them exactly."""
     whole = ",".join(f"{name}={shortly(value)}" for name, value in values.items())
     name = re.sub(r"[^\w=.,+-]", "_", whole)
     is_exact = all(type(value) is not float or float(f"{value:g}") == value for value in values.values())

@@ -1,4 +1,4 @@
-"""The report of a sweep: its ranked points as a table, the best settings as TOML, everything as JSON."""
+"""The report of a sweep: a table of its ranked points, the best settings as TOML, everything as JSON."""
 
 from __future__ import annotations
 

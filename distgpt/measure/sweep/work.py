@@ -60,7 +60,7 @@ def open_stages(name: str, threads: int | None, gpu: GpuConfig) -> tuple[Comm, S
     if launched_as() == 1:
         stage = open_stage(name, threads, gpu)
         return stage.comm, stage
-    # Use the host: these GPUs exchange nothing, and other transports take GPU memory.
+    # These GPUs exchange nothing, and other transports would take GPU memory.
     job = open_stage(SEVERAL[name], threads, replace(gpu, allreduce="host") if name in ON_GPU else gpu)
     alone = SerialComm(job.comm)
     if not job.on_gpu:
@@ -92,7 +92,7 @@ def begin_sweep(
 
 
 def _with_dtype(grid: Grid, ready: Stage, out: Path | None = None) -> Grid:
-    """Return the grid with a dtype, chosen for the first run if the grid has none: all runs must share it.
+    """Return the grid with one dtype for all runs, chosen for the first run if the grid has none.
 
     A sweep that has started keeps its dtype. A sweep from an earlier version has none and uses float32.
     """
@@ -130,7 +130,7 @@ def asked_of(run: Run) -> Asked:
 
 
 def checked_runs(grid: Grid) -> dict[str, RunConfig]:
-    """Return every run's configuration by name. Reject settings that are invalid or would fail in all runs."""
+    """Return every run's configuration by name. Reject invalid settings and missing files."""
     runs = {run.name: configured(run) for run in grid.runs()}
     first = next(iter(runs.values())).train
     for name, run in runs.items():
@@ -162,7 +162,7 @@ def tokenize(runs: dict[str, RunConfig], out: Path, say: Say) -> None:
 
 
 def rungs_of(grid: Grid, runs: dict[str, RunConfig]) -> list[str]:
-    """Return a line about each rung, if there is more than one. Steps are those of the first run."""
+    """Return a line about each rung, if there is more than one. Steps are the first run's."""
     points, t, lines = len(grid.points), next(iter(runs.values())).train, []
     for rung in range(grid.rungs if grid.rungs > 1 else 0):
         each = count(points, "point") + (f" of {count(len(grid.seeds), 'seed')}" if grid.seeds else "")
@@ -204,7 +204,7 @@ class Listener(seams.Listener):
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """A process that works on a sweep. `end`: its deadline by time.monotonic()."""
+    """A process that works on a sweep, until `end` by time.monotonic() if set."""
 
     ledger: Ledger
     stage: Stage

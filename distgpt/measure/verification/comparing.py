@@ -101,7 +101,7 @@ def _explain(found: Parting, records: tuple[Record, Record], step: int) -> None:
 
 
 def page(found: Parting) -> str:
-    """Return a table of the comparison and, below it, the differences at the step where the runs diverge."""
+    """Return a table of the comparison and, below it, the differences at the first divergent step."""
     lines = [f"A: {found.one}", f"B: {found.other}", tabulated(found.kinds)]
     lines += [f"{name}: {a!r:.60} in A, {b!r:.60} in B" for name, (a, b) in found.settings.items()]
     lines += [f"data: {found.data[0]} in A, {found.data[1]} in B"] if found.data else []

@@ -23,7 +23,7 @@ from distgpt.core.train.run import Run
 
 KEY = "bits"  # key of the event in history.jsonl
 PACKAGE = Path(__file__).parents[2]
-# These directories and files change no bit of a step: they show, serve, measure, install or start runs.
+# These directories and files change no bit of a step. They show, serve, measure, install or start runs.
 ELSEWHERE = {
     PACKAGE / name
     for name in (
@@ -109,7 +109,7 @@ def sources() -> str:
 
 
 def _processor() -> str:
-    """Return what loops are compiled for: the processor, a checksum of its features, and AMX if it is used."""
+    """Return the processor that loops are compiled for, a checksum of its features, and AMX if used."""
     from distgpt.core.cpu.compiling.processor import processor, shape
 
     name, features = processor()

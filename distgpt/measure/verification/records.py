@@ -107,7 +107,7 @@ class Record:
 
     @cached_property
     def skipped(self) -> dict[int, int]:
-        """The number of batches skipped before the steps after a step, at each step where it changed."""
+        """The number of skipped batches after a step, at each step at which it changed."""
         found: dict[int, int] = {}
         for step, event in self._events:
             if "changes" in event or "back_to" in event:  # a start without a checkpoint skips none
@@ -205,12 +205,12 @@ class Side:
 
 
 def why_rounding(one: Side, other: Side) -> list[str]:
-    """Return why the same steps may differ bitwise. Empty: they must not differ."""
+    """Return why the same steps may differ bitwise. If empty, they must not differ."""
     a, b = one.facts, other.facts
     if a is None or b is None:
         unknown = [side.words for side in (one, other) if side.facts is None]
         return [f"it is not kept what bits depend on {' and '.join(unknown)}"]
-    # With --reproducible, parts of the batch are added in a fixed tree, so ranks and threads do not matter.
+    # If reproducible_parts is set, parts of the batch are summed in a fixed tree, so ranks and threads do not matter.
     # The exception is Muon: a shard may start within a piece of the norm.
     is_sharded = other.t.optimizer == "muon" and "sharded" in (one.t.grad_sync, other.t.grad_sync)
     parts = one.t.reproducible_parts if one.t.reproducible_parts == other.t.reproducible_parts else 0

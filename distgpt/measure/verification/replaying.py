@@ -71,10 +71,10 @@ class Found:
     steps: tuple[int, int]  # the requested steps
     begun: int  # step of the checkpoint, 0 for the initial weights
     ranks: int = 1
-    why: list[str] = field(default_factory=list)  # why results may differ bitwise; empty: they must not
+    why: list[str] = field(default_factory=list)  # why results may differ bitwise; if empty, they must not
     judged: int = 0  # steps in which differences are judged as rounding or more
     kinds: dict[str, Kind] = field(default_factory=lambda: {name: Kind() for name in COMPARED})
-    weights: dict[int, Kind] = field(default_factory=dict)  # by the step of a checkpoint
+    weights: dict[int, Kind] = field(default_factory=dict)  # comparisons, by the step of a checkpoint
 
     @property
     def verdict(self) -> str:
@@ -197,14 +197,14 @@ class Again(Listener):
         return {
             "plan": _plan(config, RunDirectory(folder), checkpoint, state, self.last),
             "data": facts.data if facts else state.corpus or "",  # fingerprint of the text, "" if unknown
-            "elapsed": [*_elapsed(record, config, steps).items()],  # parts of the time, for learning rates
+            "elapsed": [*_elapsed(record, config, steps).items()],  # fractions of time, for learning rates
             "skipped": [*record.skipped.items()],  # number of skipped batches, from a step on
             # of each rank; 0: the stage's default
             "threads": _threads(facts, t.reproducible_parts, size) if self.keeps_threads else 0,
         }
 
     def _settings(self, config: RunConfig, facts: Facts | None) -> RunConfig:
-        """Return the run's settings, including those chosen to fit memory, without evaluation and sampling."""
+        """Return the run's settings, with the memory settings it chose, without evaluation and sampling."""
         values: dict[str, bool | int | float | str] = {"val": "", "hellaswag": "", "save": "sync"}
         values |= {"eval_every": 0, "sample_every": 0, "verify_every": 0}
         if facts and facts.ranks == self.stage.comm.size and bool(facts.gpu) == self.stage.on_gpu:
@@ -247,7 +247,7 @@ class Again(Listener):
             self.say(text)
 
     def stepped(self, here: dict[str, float]) -> None:
-        """Compare the numbers of a step. Rounding grows, so later steps are judged only if they are far off."""
+        """Compare the numbers of a step. Rounding grows, so later steps must be far off to count."""
         step = int(here["step"])
         known, is_late = self.record.steps.get(step, {}), step - self.found.begun > self.found.judged
         # A norm is a sum over gradients, which rounding changes more than the loss.
