@@ -37,7 +37,7 @@ DTYPE_HELP = "Compute in this number format; in float32 if left out, in which lo
 
 
 def refuse_launched(name: str) -> None:
-    """Reject a launch with multiple processes: each would measure, and start its own processes."""
+    """Reject a launch with multiple processes. Each would measure, and start its own processes."""
     if launched_as() > 1:
         raise UsageError(
             f"distgpt bench {name} is for one process, and was launched as {launched_as()}: "
@@ -79,7 +79,7 @@ train_options = together(
 
 @bench.command("train", example="distgpt bench train --preset gpt-mini --ranks 2 --stage mpi")
 @train_options
-@click.option("--measure-peak", is_flag=True, hidden=True)  # for the processes that this command starts
+@click.option("--measure-peak", is_flag=True, hidden=True)  # set for the processes that this command starts
 def train(measure_peak: bool, **given: Any) -> None:
     """Train for a few steps: tokens per second, share of the machine's peak, memory.
 
@@ -138,7 +138,7 @@ def infer(**given: Any) -> None:
 @click.option("--repeats", type=POSITIVE, default=30, help="Most repetitions of a size.")
 @click.option("--seconds", type=FiniteRange(1), default=60.0, help="About how long, in all.")
 @result_options(name="stage and ranks")
-@click.option("--measure-only", is_flag=True, hidden=True)  # for the ranks that this command starts
+@click.option("--measure-only", is_flag=True, hidden=True)  # set for the ranks that this command starts
 def allreduce(**given: Any) -> None:
     """Time the sum over ranks that every training step makes, by size and by algorithm.
 

@@ -21,7 +21,7 @@ from distgpt.core.comm.job import described, exit_code, this_job
 from distgpt.core.components import install
 from distgpt.core.cpu.stages import connected
 
-# In the order of use.
+# Commands in the order of use.
 COMMANDS = (
     *("train", "infer", "chat", "tune", "serve", "eval", "data", "tokenizer", "weights", "estimate"),
     *("submit", "supervise", "runs", "plot", "compare", "replay", "sweep"),

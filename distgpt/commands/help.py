@@ -45,7 +45,7 @@ def setting_text(name: str) -> str:
     choices = [*filter(None, [about.undecided]), *about.choices]
     facts = [
         " or ".join(choices) or " ".join([about.kind.__name__, ", ".join(bounds)]).strip(),
-        f"default {json.dumps(about.undecided or default)}",  # in TOML syntax
+        f"default {json.dumps(about.undecided or default)}",  # TOML syntax
         *(["may change on resume"] if about.changeable else []),
         f"`{spelled(name, about)}`" if name in OPTIONS else f"`--set {name}=…`",
     ]
@@ -189,7 +189,7 @@ ELSEWHERE_LINK = re.compile(r"!?\[([^]]+)\]\([^)]+\)")
 
 
 def topics(*folders: str) -> dict[str, Path]:
-    """Return the pages in these directories (default: all) by file name."""
+    """Return the pages in these directories, or in all, by file name."""
     paths = (path for folder in folders or FOLDERS for path in sorted(bundled("docs", folder).glob("*.md")))
     return {path.stem: path for path in paths if path.stem not in MADE}
 

@@ -28,7 +28,7 @@ from distgpt.core.config.asked import asked_for
 
 SECONDS_TO_ANSWER = 60  # timeout for a batch system's answer
 STALL_ABORT = "30m"  # after this time without progress, the run saves and the job restarts
-CPUS_PER_GPU = 4  # for a rank with a GPU: its main thread, a reader, a checkpoint writer, NCCL's proxy
+CPUS_PER_GPU = 4  # a rank's main thread, a reader, a checkpoint writer, NCCL's proxy
 MOST_CHECKED = 100  # array elements whose command is checked in advance
 TRAINS = {"train": train, "tune": tune}
 

@@ -205,7 +205,7 @@ preset_options = together(
     option("--config", type=PATH, help="Read settings from this TOML file."),
 )
 
-# Options from which the settings of a new run are derived.
+# Options that determine the settings of a new run.
 dial_options = together(
     option(
         "--depth",
@@ -263,7 +263,7 @@ def _gpu_options(command: F) -> F:
     return together(*(added(name, about) for name, about in known.items()))(cast(F, with_gpu))
 
 
-# Where to compute. The options of GPU stages are passed as the argument `gpu`.
+# Backend and threads. The options of GPU stages are passed as the argument `gpu`.
 stage_options = together(
     click.option(
         "--stage",

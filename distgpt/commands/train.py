@@ -50,7 +50,7 @@ SHOWN = ("progress", "log_lines", "log_format", "tensorboard", "metrics_textfile
 
 def _replace_components(context: click.Context, param: click.Parameter, name: str | None) -> None:
     if name and not context.resilient_parsing:
-        os.environ[COMPONENTS] = name  # for child processes
+        os.environ[COMPONENTS] = name  # child processes read this
         install(load_components(name))
 
 
@@ -229,7 +229,7 @@ def _listeners(comm: Comm, display: Mapping[str, Any]) -> Listeners:
 
 
 def resuming(asked: Mapping[str, Any], out: Path) -> list[str]:
-    """Return the options with which a job resumes at any start, including its first."""
+    """Return the options that make a job resume at any start, including its first."""
     if asked["resume"]:
         return []
     named = {**asked, **asked["assigned"]}
@@ -258,7 +258,7 @@ def _report(run: Any, asked: Asked, as_json: bool) -> None:
     has_risen = best is not None and best.step not in (None, run.progress.step)
     if has_risen:
         run.optimizer_state.load_weights(SerialComm(), partial(read_into, directory.best))
-    length = 60 if run.settings.lora_rank else 240  # with adapters, each token recomputes all matrices
+    length = 60 if run.settings.lora_rank else 240  # adapters recompute all matrices for each token
     text = "" if talks else sample(run.model, run.tokenizer, 0, length).strip()
     if as_json and text:  # one object, not one per line
         from distgpt.callbacks.structured import JsonLines

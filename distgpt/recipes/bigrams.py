@@ -1,5 +1,4 @@
-"""Initial weights that predict each token from the previous one, learned from counts of token pairs in a
-text.
+"""Initial weights that predict each token from the previous one, learned from pair counts.
 
 While a model's layers add nothing, it computes softmax(head · norm(wte[a])) for the token after a. So the
 embedding and output layer can be learned without the layers, and from counts instead of tokens. A pass over

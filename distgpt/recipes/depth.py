@@ -29,14 +29,15 @@ from distgpt.recipes.scaling import (
 
 DIALLED = "fast"  # preset to which the laws were fitted
 BYTES_PER_WORD = 6
-# Runs with a time limit: the number of evaluations of trained weights, and the number of tokens to train
-# on per evaluated token. Training takes twice as long per token.
+# Runs with a time limit: the number of evaluations of trained weights, and the number of tokens to train on
+# per evaluated token. Training takes twice as long per token.
 EVALUATIONS, VAL_SHARE = 6, 5
 LEAST_VAL_TOKENS = 1 << 12
 UNPACKED = 3  # compression ratio, approximately
 SAMPLES, SAMPLE = 16, 1 << 16  # number and bytes; zlib's window is half a sample
 PACKED_REFERENCE = 2.73  # bits per byte of zlib for the text of the laws, less 2%: see below
-# Models differ less between data sets than zlib. Both constants fit five data sets (docs/explanation/learning.md).
+# Models differ less between data sets than zlib. Both constants fit five of them
+# (docs/explanation/learning.md).
 EXPONENT = 0.75
 EASIEST, HARDEST = 0.5, 1.7  # slightly beyond the range of real data; a few bytes may compress to anything
 # Settings of the user that determine others.

@@ -37,7 +37,7 @@ WARMUP, LONGEST_WARMUP = 25, 100  # one step in 25, at most 100
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Properties of the training text that the laws need: the approximate number of tokens, and the vocabulary size."""
+    """Properties of the training text: the approximate number of tokens, and the vocabulary size."""
 
     tokens: float
     vocab_size: int
@@ -167,8 +167,8 @@ LAW = Law(E=0.66, A=17.3338, a=0.3, B=249.1379, b=0.4)  # longer runs; see docs/
 LAWS_VOCABULARY = 8192
 # Typical relative error of the laws (docs/explanation/learning.md).
 EXPECTED_WITHIN = 0.1
-# Repeated passes teach less. From the second pass on, the gain falls to 1/e after 15 passes. All
-# repeated passes together are worth 15 passes over new text (arXiv 2305.16264).
+# Repeated passes teach less. From the second pass on, the gain falls to 1/e after 15 passes. All repeated
+# passes together are worth 15 passes over new text (arXiv 2305.16264).
 REPEATED = 15.0
 PAIRS_UP_TO = 2e6  # tokens of a run up to which initial weights from pairs are better
 PAIR_PASSES, PAIR_ROWS = 15, 1 << 13  # initial weights from pairs: passes over all pairs, maximum tokens

@@ -52,8 +52,8 @@ MOST_FOR_NEEDED = 0.3  # larger than MOST_MEASURING, as a GPU's first depth sele
 def with_clock(asked: Asked, stage: Stage, say: Say) -> Asked:
     """Replace --within by a time limit and, in a new run, by a depth or a number of steps.
 
-    A given preset, model or depth stays. The run's time starts after its loops are compiled: that happens
-    once per machine, and would take 1/3 of a one-minute run. Collective.
+    A given preset, model or depth stays. The run's time starts after its loops are compiled, which happens
+    once per machine and would take 1/3 of a one-minute run. Collective.
     """
     seconds = parse_duration(str(asked.within))
     given = {**asked.given, "train_minutes": seconds / 60, "within_minutes": seconds / 60}

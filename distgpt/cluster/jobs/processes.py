@@ -75,7 +75,7 @@ def distgpt_command(*words: object) -> list[str]:
 
 
 def own_program() -> list[str]:
-    """Return the words that run distgpt by its full path, since PATH may differ in a job or on another host."""
+    """Return the words that run distgpt by its full path. In a job or on another host, PATH may differ."""
     own = Path(sys.executable).with_name("distgpt")
     return [str(own)] if own.is_file() else python(PACKAGE)
 

@@ -61,8 +61,9 @@ class Job:
         return max(1, min(SECONDS_TO_SAVE, int(self.seconds / 4)))
 
 
-# Launchers by the value of --mpi: vendors whose MPI an mpiexec starts, its options, and additional options for bound
-# and for free ranks. By default Open MPI binds each rank to one core, which all its threads would share.
+# By the value of --mpi, the vendors whose MPI an mpiexec starts, its options, and additional options for
+# bound and for free ranks. By default Open MPI binds each rank to one core, which all its threads would
+# share.
 LAUNCHERS = {
     "mpich": (("MPICH", "MVAPICH", "MVAPICH2"), "-n {ranks} -ppn {each}", " -bind-to core:{cpus}", ""),
     "openmpi": (

@@ -41,7 +41,7 @@ from distgpt.core.config import SEVERAL, WITH_MPI
 # applies to all ranks, or decides which calls are collective.
 MAY_DIFFER = ("threads", "progress", "log_lines")
 SECONDS_TO_JOIN = 60  # timeout for other ranks to join; they may not have started distgpt at all
-# Ctrl-C reaches all ranks in a terminal. Another rank reports it if rank 0 has not ended the job after this time.
+# Ctrl-C reaches all ranks in a terminal. Another rank reports it if rank 0 has not after this time.
 SECONDS_FOR_RANK_0 = 1.0
 SECONDS_TO_START = 5.0  # maximum delay of rank 0's start
 GRACE = 10.0  # seconds after sys.exit before a rank counts as the only one to leave

@@ -1,7 +1,7 @@
 """The operations of a step: the row of each in a profile, and its FLOPs.
 
-Only FLOPs of matmuls count, like in `core/model/counts.py`, without padding and recomputation in the backward
-pass. They are computed from the arguments of a call, by the names in `core/ops/kernels.py`.
+Only FLOPs of matmuls count, like in `core/model/counts.py`, without padding and recomputation in the
+backward pass. They are computed from the arguments of a call, by the names in `core/ops/kernels.py`.
 """
 
 from __future__ import annotations

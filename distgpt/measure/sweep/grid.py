@@ -83,7 +83,7 @@ class Grid:
                 yield Run(_named(values | own), point, {"keep": 1, **self.fixed, **values, **own})
 
     def until(self, rung: int, steps: int) -> int:
-        """Return the step at which runs are compared on this rung, counted from 0."""
+        """Return the step at which runs are compared on a rung (the first is 0)."""
         return max(1, round(steps / self.eta ** (self.rungs - 1 - rung)))
 
     def promoted(self, points: int) -> int:

@@ -36,9 +36,7 @@ LIBRARIES = ("numpy", "numba", "llvmlite")
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Facts that determine a process's results bitwise. Lists have one entry per rank or host, in rank
-    order.
-    """
+    """Facts that determine a process's results bitwise. Lists are in rank order."""
 
     sources: str  # a checksum of the files that compute
     versions: dict[str, str]

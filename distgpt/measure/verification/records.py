@@ -210,8 +210,8 @@ def why_rounding(one: Side, other: Side) -> list[str]:
     if a is None or b is None:
         unknown = [side.words for side in (one, other) if side.facts is None]
         return [f"it is not kept what bits depend on {' and '.join(unknown)}"]
-    # If reproducible_parts is set, parts of the batch are summed in a fixed tree, so ranks and threads do not matter.
-    # The exception is Muon: a shard may start within a piece of the norm.
+    # Reproducible parts of the batch are summed in a fixed tree, so ranks and threads do not matter. The
+    # exception is Muon: a shard may start within a piece of the norm.
     is_sharded = other.t.optimizer == "muon" and "sharded" in (one.t.grad_sync, other.t.grad_sync)
     parts = one.t.reproducible_parts if one.t.reproducible_parts == other.t.reproducible_parts else 0
     skipped = {"versions", "data", "init", *(OF_SUMS if parts and not is_sharded else ())}

@@ -235,7 +235,7 @@ class Again(Listener):
             self.tolerance, found.judged = tolerance_of(t, run.settings)
             promised = f"rounding is expected: {'; '.join(found.why)}" if found.why else ""
             self.say(f"{self.opening}\n{promised or 'the same bits are promised'}")
-            # It has the checkpoint at `first` - 1 only if the replay could not start there.
+            # There is no valid checkpoint between the start and `first`: the replay would start there.
             return self._checkpoints_from(self.first - 1)
 
         self.with_weights = on_root(run.comm, promise)
