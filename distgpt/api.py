@@ -229,9 +229,7 @@ class GPT:
         return self._description.tokenizer
 
     def parameters(self) -> dict[str, NDArray[Any]]:
-        """Return all parameters by name. On CPUs (except in bfloat16) they are views: writing changes the
-        model.
-        """
+        """Return all parameters by name. On CPUs (except in bfloat16) they are views of the model."""
         self._refuse_a_part()
         return on_host(self._model, self._model.weights)
 

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 
 def callbacks_of(run: Run, limits: Limits) -> Sequence[Guard]:
-    """Return a run's callbacks, by its settings and limits."""
     pace, found = Pace(run.progress, run.placement.rounds), list[Guard]()
     if run.comm.size > 1:
         found.append(Stragglers())

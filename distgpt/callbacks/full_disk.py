@@ -216,9 +216,7 @@ class Retention:
         self._t = t
 
     def __call__(self, saved: Sequence[Path]) -> list[Path]:
-        """Mark the newest one if it is to be kept for good. Return the deletable ones. `saved`: newest
-        first.
-        """
+        """Mark the newest one if it stays for good. Return the deletable ones. `saved`: newest first."""
         if saved and self._is_due(saved[0], next(filter(is_kept, saved[1:]), None)):
             with suppress(OSError):  # no space: the next one will be due as well
                 (saved[0] / MARK).touch()

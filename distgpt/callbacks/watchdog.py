@@ -72,9 +72,7 @@ class Reports:
         return {"port": port, "hosts": hosts, "secret": secrets.token_hex(16), "boot": boot_id()}
 
     def to_root(self, message: dict[str, Any]) -> None:
-        """Send to rank 0 at the address of its last answer; before an answer, at all its
-        possible addresses.
-        """
+        """Send to rank 0's last address; before its first answer, to all its possible addresses."""
         for address in self._to_root:
             self.send(message, address)
 
@@ -115,7 +113,7 @@ def _own_addresses() -> Iterator[str]:
 
 
 class Watchdog:
-    """A context manager that runs the thread."""
+    """Watches progress and signals in a thread, while its context is open."""
 
     def __init__(
         self,
@@ -217,7 +215,6 @@ class Watchdog:
                 os._exit(ended.exit_code)
 
     def _report(self, reports: Reports, now: float) -> None:
-        """Do the work of a rank other than 0."""
         if any(message.get("stuck") for message, _ in reports.received()):
             self._show_stack()
         if now - self._reported_at >= SECONDS_BETWEEN:
@@ -227,7 +224,6 @@ class Watchdog:
             reports.to_root({**where, **who})
 
     def _listen(self, reports: Reports, now: float) -> None:
-        """Do the work of rank 0."""
         for message, address in reports.received():
             if "failed" in message:
                 self._end_job(DistgptError(message["failed"]))
@@ -254,7 +250,6 @@ class Watchdog:
             self._end_job(Interrupted(signal.SIGUSR1, why=f"no progress for {long_duration(idle)}"))
 
     def _account(self, now: float, idle: float) -> str:
-        """Describe the activity of every rank."""
         own = self._activity
         doing = f"{own.doing} for {long_duration(now - own.since)}"
         rows = {0: f"{platform.node()} (process {os.getpid()}): {doing}"}

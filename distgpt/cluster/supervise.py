@@ -82,7 +82,6 @@ class LaunchLine:
 
 
 def parse(words: Sequence[str]) -> LaunchLine:
-    """Parse the launch line of distgpt train."""
     found = (i for i in range(1, len(words)) if words[i] in TRAINS and Path(words[i - 1]).name == "distgpt")
     if (train := next(found, None)) is None:
         raise UsageError("give the whole line after --, as in -- mpirun -n 8 -f hosts distgpt train …")
@@ -151,7 +150,6 @@ def hosts_of(rooms: Sequence[HostLine]) -> list[str]:
 
 
 def listed(hosts: Sequence[str]) -> str:
-    """List the first hosts, and the number of others."""
     more = f" and {len(hosts) - MOST_NAMED} more" if len(hosts) > MOST_NAMED else ""
     return ", ".join(hosts[:MOST_NAMED]) + more
 
@@ -197,7 +195,6 @@ class Supervisor:
         self._furthest, self._deaths, self._starts = -1, 0, 0
 
     def run(self) -> int:
-        """Return the exit code of the command."""
         with deferred_signals(self._signals):
             try:
                 while (attempt := self._place()) is not None:
@@ -334,7 +331,7 @@ class Supervisor:
             time.sleep(SECONDS_BETWEEN_LOOKS)
 
     def _progress(self) -> tuple[int, int]:
-        """Return a value that changes with each step in the metrics."""
+        """Return the time and size of the metrics, which change with each step."""
         with suppress(OSError):
             found = self._run.metrics.stat()
             return found.st_mtime_ns, found.st_size
@@ -373,7 +370,6 @@ class Supervisor:
         return None
 
     def _step(self) -> int:
-        """Return the last step in the metrics."""
         with suppress(DistgptError, IndexError):
             lines = whole_lines(self._run.metrics)
             return parse_metrics(lines[-1], len(lines), self._run.metrics).step

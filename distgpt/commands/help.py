@@ -195,7 +195,6 @@ def topics(*folders: str) -> dict[str, Path]:
 
 
 def contents(folder: str) -> str:
-    """Return the names and titles of a directory's pages."""
     titles = {name: path.read_text("utf-8").partition("\n")[0] for name, path in topics(folder).items()}
     lines = (f"  {name:<20}{title.lstrip('# ')}" for name, title in titles.items())
     return "\n".join([f"{FOLDERS[folder]}:", *lines, ""])

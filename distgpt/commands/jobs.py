@@ -182,9 +182,7 @@ def _found_system() -> System:
 
 
 def _program(prefix: str | None) -> list[str]:
-    """Return the words that run distgpt: a prefix, then this installation unless the prefix ends with
-    distgpt.
-    """
+    """Return the words that run distgpt: a prefix, and this installation unless the prefix has one."""
     try:
         before = shlex.split(prefix or "")
     except ValueError as error:

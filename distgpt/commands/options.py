@@ -102,9 +102,7 @@ class Parsed(click.types.StringParamType):
 
 
 def steps_or_time(steps: str, minutes: str, word: str) -> Parsed:
-    """Return a type that parses an option into two settings: steps or minutes between checkpoints, 0 for
-    `word`.
-    """
+    """Return a type for an option that sets steps or minutes between checkpoints (0 for `word`)."""
 
     def parse(text: str) -> Values:
         if text == word:

@@ -308,7 +308,6 @@ UNUSED = {
 
 
 def as_train(weights: Path | None, data: str | None, **options: Any) -> dict[str, Any]:
-    """Return the equivalent options of `distgpt train`."""
     if options["resume"] is None and (weights is None or data is None):
         raise UsageError("--weights says which model to tune, and --data on what")
     own = {"chats": True, "init": None if weights is None else str(weights), "data": data}

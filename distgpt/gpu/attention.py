@@ -34,12 +34,10 @@ class Plan:
 
 
 def mma_defines(head: int, group: int) -> tuple[str, ...]:
-    """Return the macros for attention_mma.cu."""
     return f"HEAD={head}", f"GROUP={group}", f"ROWS={ROWS}"
 
 
 def delta_defines(head: int) -> tuple[str, ...]:
-    """Return the macros for attention_delta.cu."""
     return f"HEAD={head}", f"DELTA_LANES={DELTA_LANES}"
 
 
@@ -134,7 +132,6 @@ class OwnAttention:
 
 
 def _seen(positions: Array | None, window: int) -> tuple[str, ...]:
-    """Return the macros of seen.cuh."""
     packed = () if positions is None else ("PACKED=1",)
     return (*packed, f"WINDOW={window}") if window else packed
 
@@ -158,9 +155,7 @@ class Tile:
     lanes: int
 
     def shared(self, head: int, real_bytes: int, backward: bool) -> int:
-        """Return the bytes of shared memory, with rows of an odd number of 16-byte chunks, for factors and
-        weights.
-        """
+        """Return the bytes of factors and weights. Rows have an odd number of 16-byte chunks."""
         row_bytes = (-(-head * real_bytes // 16) | 1) * 16
         weight_bytes = (self.columns * real_bytes // 16 | 1) * 16
         if backward:

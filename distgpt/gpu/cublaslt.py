@@ -116,8 +116,6 @@ _ARGUMENTS = {
 
 
 class LtError(DistgptError):
-    """An error from cuBLASLt."""
-
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
         self.status = status
@@ -177,7 +175,6 @@ class CublasLt:
         return [Algorithm.from_buffer_copy(result.algo) for result in good]
 
     def check(self, function: str, status: int) -> None:
-        """Raise an LtError unless the status is SUCCESS."""
         if status != Status.SUCCESS:
             name = self._library.cublasLtGetStatusName(status).decode()
             raise LtError(f"cuBLASLt {self.version}: {function} gave {name}", status)

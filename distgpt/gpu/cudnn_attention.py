@@ -45,13 +45,11 @@ class Shape(NamedTuple):
 
     @property
     def parts(self) -> list[list[int]]:
-        """Sizes of q, k and v."""
         kv = [self.n_seq, self.n_kv_head, self.seq_len, self.head]
         return [self.sizes, kv, kv]
 
     @property
     def stats(self) -> dict[str, list[int]]:
-        """Sizes and strides of the softmax statistics."""
         sizes = [self.n_seq, self.n_head, self.seq_len, 1]
         return {"dim": sizes, "stride": [self.n_head * self.seq_len, self.seq_len, 1, 1]}
 
@@ -213,7 +211,6 @@ def _graph(name: str, handle: Any) -> Any:
 
 
 def _packed(graph: Any, shape: Shape) -> dict[str, Any]:
-    """Add q, k and v to a graph."""
     strides, stored = shape.packed, frontend().data_type.BFLOAT16
     return {
         name: graph.tensor(dim=sizes, stride=strides, data_type=stored, name=name, uid=uid)
@@ -222,7 +219,6 @@ def _packed(graph: Any, shape: Shape) -> dict[str, Any]:
 
 
 def _causal(shape: Shape) -> dict[str, Any]:
-    """Return the options for causal attention."""
     return {
         "attn_scale": 1 / math.sqrt(shape.head),
         "diagonal_alignment": frontend().diagonal_alignment.TOP_LEFT,

@@ -243,9 +243,7 @@ class CupyDevice:
         self._recordings += 1
 
     def capture(self, work: Work) -> Work:
-        """Record `work` without running it. Return a function that replays its graphs and the calls between
-        them.
-        """
+        """Record `work` without running it. Return a function that replays it."""
         self._cut = []
         self.stream.begin_capture()
         self.recording = True
@@ -269,9 +267,7 @@ class CupyDevice:
 
     @contextmanager
     def on(self, stream: Any) -> Iterator[None]:
-        """Queue kernels and communication on another stream. Arrays must not be created or downloaded
-        inside.
-        """
+        """Queue kernels and communication on another stream. Do not create or download arrays inside."""
         usual, self.stream = self.stream, stream
         try:
             yield
@@ -374,7 +370,6 @@ class Mirror:
         self._started()
 
     def ready(self) -> Any:
-        """Wait for the copy and return `host`."""
         self._done.synchronize()
         return self.host
 
@@ -418,7 +413,6 @@ def floats(host: Any) -> Any:
 
 
 def address(array: Array) -> int:
-    """Return the address of a CuPy or NumPy array."""
     data = array.data
     return int(data.ptr if hasattr(data, "ptr") else array.ctypes.data)
 
@@ -454,9 +448,7 @@ class Launcher:
         self.start(source, variant, -(-count // (BLOCK * w)), BLOCK, *args)
 
     def variant(self, kernel: str, width: int, *args: Any) -> tuple[str, int]:
-        """Return the kernel for rows of this width, and its elements per thread (16 bytes, or
-        one element).
-        """
+        """Return the kernel for rows of this width, and its elements per thread: 16 bytes, or one."""
         arrays = (arg for arg in args if hasattr(arg, "dtype"))
         if width % self._pack == 0 and all(address(array) % MOVED == 0 for array in arrays):
             return f"{kernel}_packed", self._pack

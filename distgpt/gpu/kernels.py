@@ -382,9 +382,7 @@ class CudaKernels(MuonKernels):
         self.add_up(total, pieces)
 
     def squares(self, pieces: Array, g: Array) -> None:
-        """Sum in pieces that are the same on every GPU, so that ranks with different GPUs clip
-        identically.
-        """
+        """Sum in pieces that are the same on every GPU, so that different GPUs clip identically."""
         kernel = "squares" if g.dtype == self.wide else "squares_of_stored"
         if g.size:
             self._launcher.start("reduce", kernel, pieces.size, BLOCK, pieces, g, np.int64(g.size))

@@ -177,9 +177,7 @@ class LinearKernels(Kernels):
 
 
 def _sizes(y: Array, act: str) -> tuple[int, ...]:
-    """Return the size arguments of an activation kernel. A gated one also needs the width, since its rows
-    are wider.
-    """
+    """Return the size arguments of an activation kernel. A gated one also needs the width."""
     return (y.size, y.shape[1]) if ACTIVATIONS[act].gated else (y.size,)
 
 

@@ -91,7 +91,6 @@ def _alignment(at: int) -> int:
 
 
 def _row_bytes(kind: Matmul) -> tuple[int, int, int]:
-    """Return the bytes per stored row of a, b and out."""
     size, out_size = STORAGE[kind.in_type].itemsize, STORAGE[kind.out_type].itemsize
     a = kind.stride or (kind.m if kind.transpose_a else kind.k)
     b = kind.k if kind.transpose_b else kind.n
@@ -136,9 +135,7 @@ class LtMatmul:
         self.about = (lt.version, tf32)  # must match to adopt another process's algorithms
 
     def can(self, kind: Matmul) -> bool:
-        """Return whether cuBLASLt supports it for arrays aligned like their rows. Not allowed while
-        recording.
-        """
+        """Return whether cuBLASLt supports it for aligned arrays. Not allowed while recording."""
         return bool(self._plan(kind, min(map(_alignment, _row_bytes(kind)))).candidates)
 
     def run(

@@ -37,9 +37,7 @@ class MuonKernels(LinearKernels):
         self._start_muon("muon_momentum", grid, BLOCK, *pairs[0], table, self._step(norm, scalars))
 
     def orthogonalise(self, updates: Sequence[Array]) -> None:
-        """See `Kernels.orthogonalise`. Matrices with more rows than columns are transposed in scratch
-        memory.
-        """
+        """See `Kernels.orthogonalise`. Tall matrices are transposed in scratch memory."""
         room = self._room_for([u.shape for u in updates])
         memory = self._launcher.scratch("orthogonalise", (room,), self.dtype)
         for batch in self._batches(updates):

@@ -1,6 +1,4 @@
-"""Finds GPU drivers, packages and libraries, and missing requirements of a GPU stage, without importing
-CuPy.
-"""
+"""Finds GPU drivers, packages, libraries and missing requirements of a GPU stage, without importing CuPy."""
 
 from __future__ import annotations
 
@@ -137,7 +135,6 @@ def _release() -> str:
 
 
 def packages() -> dict[str, str]:
-    """Return the version of each relevant installed package."""
     found = {}
     for name in PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
@@ -193,7 +190,6 @@ def located(names: Sequence[str]) -> str | None:
 
 
 def probe() -> Found:
-    """Find everything that the GPU stages use."""
     installed, known = packages(), driver()
     built = [CUPY[name] for name in installed if CUPY.get(name)]
     cudas = built or ([known.cuda[0]] if known else [NEWEST_CUDA, OLDEST_CUDA])

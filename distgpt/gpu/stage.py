@@ -120,7 +120,6 @@ def gpu_count() -> int:
 
 
 def open_device(index: int, options: GpuConfig) -> CupyDevice:
-    """Open the GPU with this index and make it current."""
     known = probe.driver()
     uuid = known.gpus[index].uuid if known and index < len(known.gpus) else ""
     with _one_line(index):

@@ -187,9 +187,7 @@ def _site(question: Question, ready: Stage | None) -> Site:
 
 
 def _settled(run: RunConfig, site: Site, strategy: Strategy, assessed: bool) -> tuple[TrainConfig, str]:
-    """Resolve "auto" settings. If nothing fits, return the settings that need the least memory, and the
-    reason.
-    """
+    """Resolve "auto" settings. If nothing fits, return the smallest settings and the reason."""
     free = NO_LIMIT if site.free is None else site.free
     try:
         return fitting(run, site.kernels, strategy, free, site.where, assessed)[0], ""
@@ -326,7 +324,6 @@ MEMORY = ("weights", "gradients", "moments", "activations", "validation", "excha
 
 
 def render_terminal(name: str, facts: Facts) -> str:
-    """Format the facts for a terminal."""
     threads = f" of {count(facts['threads'], 'thread')}" if facts["threads"] else ""
     title = f"{name} on stage {facts['stage']}: {count(facts['ranks'], 'rank')}{threads}, {facts['dtype']}"
     rows = (row for part in (_model, _batch, _memory_rows, _disk, _time_rows) for row in part(facts))

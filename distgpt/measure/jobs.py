@@ -33,9 +33,7 @@ def unsteered(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 
 def start(words: Sequence[object], launcher: Launcher | None = None, ranks: int = 1) -> Ended:
-    """Run a distgpt command until it ends, as `ranks` processes under a launcher, or as one process without
-    it.
-    """
+    """Run a distgpt command to its end, as `ranks` processes under a launcher or as one process."""
     command = distgpt_command(*words)
     if launcher is not None:
         command = launcher.command(ranks, command)
@@ -87,7 +85,6 @@ def train(
 
 
 def read_summary(out: Path) -> dict[str, Any]:
-    """Return the summary of a finished run."""
     path = RunDirectory(out).summary
     try:
         return parse_object(read_small(path), path)
@@ -149,7 +146,6 @@ def prepare(folder: Path) -> None:
 
 
 def say(line: str) -> None:
-    """Print progress to stderr."""
     print_lines(line, err=True)
 
 

@@ -356,7 +356,6 @@ class Comparison:
 
     @property
     def problems(self) -> list[str]:
-        """Reasons why this comparison failed."""
         died = [f"stage {stage.stage} {stage.failed}" for stage in self.measured if stage.failed]
         return [difference.sentence() for difference in self.differences if not difference.agrees] + died
 
@@ -391,9 +390,7 @@ class Comparison:
         return f"{self.options.name}: {t.steps} steps of {t.batch_size} × {tokens} tokens"
 
     def as_json(self) -> dict[str, Any]:
-        """Return everything, for compare.json and --json, without directories and host names of this
-        machine.
-        """
+        """Return everything, for compare.json and --json, without directories and host names."""
         run = self.options.run
         return {
             "format": FORMAT,

@@ -42,7 +42,6 @@ class LocalSteps(Exchange):
     waits_after_update = True
 
     def __init__(self, comm: Comm, state: LocalState, changes: Reduction) -> None:
-        """`changes` sums the gradients' memory over ranks."""
         self.name, self.comm, self.changes = changes.name, comm, changes
         self.state, self.optimizer = state, state.optimizer
 

@@ -34,7 +34,6 @@ class PairWeights:
     tokens = MOST_TOKENS
 
     def learn(self, tokens: Array, weights: Mapping[str, Array], config: ModelConfig, threads: int) -> None:
-        """Learn the embedding and output layer in place."""
         vocab = config.vocab_size
         learn_bigrams(tokens, weights["wte"][:vocab], weights["head.w"][:vocab], config.centred, threads)
 

@@ -29,8 +29,7 @@ FAST_RATES = {"lr": 0.03, "embedding_lr": 0.3, "value_lr": 0.3, "head_lr": 0.008
 VECTOR_LR = 0.01  # for both, at any size
 HIGHEST_LR = 0.05  # the rate of the preset `tiny`
 LR_FALLS = 20  # ratio of the peak to the last learning rate
-# The weight decay of `fast`, whose 1,000 steps read 4 million tokens. The total decay of a longer run is the
-# same.
+# The weight decay of `fast`, whose 1,000 steps read 4 million tokens. Longer runs decay as much in total.
 WEIGHT_DECAY, WEIGHT_DECAY_TOKENS = 0.28, 4e6
 WARMUP, LONGEST_WARMUP = 25, 100  # one step in 25, at most 100
 
@@ -137,7 +136,6 @@ def recipe(
 
 
 def power_of_two(value: float) -> int:
-    """Return the nearest power of two, by ratio."""
     return 1 << max(0, round(math.log2(max(1.0, value))))
 
 
@@ -188,7 +186,6 @@ class Choice(NamedTuple):
 
 
 def bits_range(bits: float) -> str:
-    """Format the range of the expected bits per byte."""
     low, high = (bits * (1 + off) for off in (-EXPECTED_WITHIN, EXPECTED_WITHIN))
     return f"{low:.2f} to {high:.2f}"
 

@@ -1,6 +1,4 @@
-"""--within: measure this job's speed, and choose the depth with the lowest expected loss in the
-given time.
-"""
+"""--within: measure this job's speed, and choose the depth with the lowest expected loss in time."""
 
 from __future__ import annotations
 
@@ -88,8 +86,7 @@ def with_clock(asked: Asked, stage: Stage, say: Say) -> Asked:
             say(f"--within: the run ends after about {clock(rest)}: the text is too short for more")
         if not held_out:
             say("--within: no text is held out to check this estimate; --val-fraction 0.1 holds out a tenth")
-    # If the run needs little of its time, end it by steps: a time limit would include the work before its
-    # first step.
+    # If the run needs little of its time, end it by steps, since a clock would include the setup.
     given["train_minutes"] = 0.0 if rest < seconds and found.seconds < seconds / 2 else rest / 60
     uncounted, bits = compiled.begun - stage.begun, found.bits_per_byte
     asked = replace(asked, given=given, expected_bits=bits, uncounted=uncounted)
@@ -97,9 +94,7 @@ def with_clock(asked: Asked, stage: Stage, say: Say) -> Asked:
 
 
 def _text(given: Mapping[str, Any]) -> tuple[Text, bool]:
-    """Return the properties of the text before it is read, and whether part of it is held out. Only on rank
-    0.
-    """
+    """Return what is known of the text in advance, and whether part is held out. Only on rank 0."""
     hard = difficulty(resolve_data(str(given.get("data", "corpus"))))
     return replace(text_of(given), difficulty=hard), holds_out(given)
 
@@ -215,7 +210,7 @@ def measured_speed(
     step = make_steps(run, replace(stage, notes=Notes()), lambda text: None)
 
     def seconds(first: int, steps: int) -> float:
-        """Return the mean seconds per step on the slowest rank."""
+        """Return the seconds per step on the slowest rank."""
         begun = time.perf_counter()
         for number in range(first, first + steps):
             result = step.launch(number, batches)

@@ -23,8 +23,7 @@ from distgpt.core.ops.api import Array
 from distgpt.core.saved.rundir import IN_BITS, RunDirectory, read_metrics
 from distgpt.show.runs import best_evaluation, run_directories
 
-# Series colors are distinct for color-blind people: at least 0.08 apart in Oklab, for each kind of color
-# blindness.
+# Series colors differ by at least 0.08 in Oklab, also for each kind of color blindness.
 COLOURS = {"ink": "#1b2026", "muted": "#59626d", "rule": "#ccd3da", "grid": "#e4e8ec"}
 SERIES = ("#1a4ea5", "#b9470a", "#04866c", "#e64ca8", "#aa8a1c", "#3496d2", "#4f4f56", "#7d2417")
 LARGEST = 1e100  # largest plotted value; axis limits need some margin
@@ -211,7 +210,6 @@ def draw(
 
 
 def _logarithmic(axes: Any) -> None:
-    """Use a logarithmic y axis if any value is positive."""
     if any((drawn.get_ydata() > 0).any() for drawn in axes.lines):
         axes.set_yscale("log", nonpositive="mask")
 
@@ -284,7 +282,6 @@ def series_colour(i: int) -> str:
 
 @contextmanager
 def style(**more: Any) -> Iterator[None]:
-    """Apply the style inside the `with` block."""
     with rc_context(STYLE | more), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing from", UserWarning)  # viewers have more fonts
         yield

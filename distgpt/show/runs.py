@@ -185,7 +185,6 @@ def best_evaluation(lines: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
 
 
 def _read_metrics(found: Listed, path: Path) -> None:
-    """Fill in results of the steps."""
     numbered = list(enumerate(whole_lines(path), 1))
     evaluations = [parse_metrics(line, number, path) for number, line in numbered if b'"val_loss"' in line]
     if best := best_evaluation([{"step": line.step, **line.numbers} for line in evaluations]):

@@ -174,7 +174,6 @@ def _data(files: list[Path], headers: list[Header], verify: bool = True) -> dict
 
 
 def page(found: dict[str, Any]) -> str:
-    """Format the facts, one per line."""
     data = f"{', '.join(found['types'])}, {found['bytes']:,} bytes"
     shown = {**found, "data": data, "": found.get("parts")}
     if "parameters" in found:

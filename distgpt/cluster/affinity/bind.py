@@ -164,7 +164,6 @@ def wanted() -> str:
 
 
 def claim_of(core: int) -> str:
-    """Return the name of the socket that claims a core."""
     return f"\0distgpt-core-{core}"
 
 

@@ -115,8 +115,7 @@ def _cpus(system: Path, devices: Path) -> Iterator[Cpu]:
         levels = (folders[cpu] / f"cache/index{index}" for index in range(8))
         third = next((each for each in levels if _text(each / "level") == "3"), None)
         users = third and _list(third / "shared_cpu_list")
-        # Intel's sub-NUMA clustering divides a cache between regions, so ranks of different regions do not
-        # share it.
+        # Intel's sub-NUMA clustering divides a cache between regions, which then do not share it.
         return frozenset(each for each in users or online if region_of.get(each) == region_of[cpu])
 
     core_of, cache_of = _heads(online, core), _heads(online, cache)

@@ -103,8 +103,7 @@ def place_of(machine: Machine, here: Sequence[Rank], me: int) -> Place | None:
     if not (cut := blocks(machine, len(alike))):
         return None
     block = cut[alike.index(me)]
-    # If there are fewer threads than cores (--threads, a quota), do not bind them: other jobs would use the
-    # same CPUs.
+    # With fewer threads than cores (--threads, a quota), do not bind: other jobs would use the same CPUs.
     filled = mine.threads == len(block.seats)
     free = len(here) == 1 and is_flat(machine.usable)  # such as on a laptop: Linux schedules best
     return Place(block, len(alike) > 1, block.seats if filled and not free else ())

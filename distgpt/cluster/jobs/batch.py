@@ -132,7 +132,6 @@ exit $code
 
 
 def script(system: System, job: Job) -> str:
-    """Return the whole script."""
     quote = _quoting(system.element) if job.array else shlex.quote
     launch = system.launch(job)
     number = system.numbers[bool(job.array)]
@@ -180,9 +179,7 @@ def _directives(system: System, job: Job) -> list[str]:
 
 
 def _key(option: str) -> str:
-    """Return the option that a directive sets: "--time=4h" → "--time", "-l h_rt=60" → "-lh_rt", "-N 2" →
-    "-N".
-    """
+    """Return the option in a directive: "--time=4h" → "--time", "-l h_rt=60" → "-lh_rt", "-N 2" → "-N"."""
     found = re.match(r'-[lR]\s*"?\w+|--?\w[\w-]*', option)
     name = re.sub(r'[\s"]', "", found.group()) if found else option
     return "--gpus-per-node" if option.startswith("--gres=gpu") else name  # Slurm

@@ -59,7 +59,6 @@ class Ended:
 
 
 def ending(code: int) -> str:
-    """Describe an exit code."""
     if code == TIMED_OUT:
         return "did not end in time"
     known = {number.value: number.name for number in signal.Signals}
@@ -70,7 +69,6 @@ def ending(code: int) -> str:
 
 
 def distgpt_command(*words: object) -> list[str]:
-    """Return a distgpt command for this Python."""
     return python(PACKAGE, *words)
 
 

@@ -1,6 +1,4 @@
-"""Hosts by name: which one is this machine, which ones answer over ssh, and how to kill leftover
-processes.
-"""
+"""Hosts by name: recognize this machine, check hosts over ssh, and kill leftover processes."""
 
 from __future__ import annotations
 
@@ -17,8 +15,7 @@ from functools import cache
 SSH = ("ssh", "-xT", "-o", "BatchMode=yes")
 AT_ONCE = 32  # hosts
 SECONDS_TO_ANSWER = 5
-# Use a separate connection: a shared one would not test the host. At log level ERROR, ssh prints the reason
-# of a failure.
+# Use a separate connection, since a shared one would not test the host. Log level ERROR prints failures.
 ALONE = (
     *("-o", "ControlMaster=no", "-o", "ControlPath=none", "-o", "LogLevel=ERROR"),
     *("-o", f"ConnectTimeout={SECONDS_TO_ANSWER}"),

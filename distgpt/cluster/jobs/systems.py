@@ -61,9 +61,8 @@ class Job:
         return max(1, min(SECONDS_TO_SAVE, int(self.seconds / 4)))
 
 
-# By the value of --mpi, the vendors whose MPI an mpiexec starts, its options, and additional options for
-# bound and for free ranks. By default Open MPI binds each rank to one core, which all its threads would
-# share.
+# By the value of --mpi: vendors whose MPI an mpiexec starts, its options, and options for bound and for free
+# ranks. By default Open MPI binds each rank to one core, which all its threads would share.
 LAUNCHERS = {
     "mpich": (("MPICH", "MVAPICH", "MVAPICH2"), "-n {ranks} -ppn {each}", " -bind-to core:{cpus}", ""),
     "openmpi": (
@@ -432,8 +431,7 @@ class Flux(System):
     advice = """\
 Submit it with flux batch. Of an array
 # each element is submitted alone: flux batch --env=ELEMENT=1 SCRIPT."""
-    # Flux reports the remaining time, since the job started before its script. `--signal` would end brokers
-    # (above).
+    # Flux reports the remaining time. `--signal` would end brokers (above).
     begin = """\
 # In seconds since 1970: the limit above, less what it takes to submit a successor.
 export DISTGPT_JOB_END=$(($(date +%s) + $(flux job timeleft) - {submitting}))

@@ -72,14 +72,12 @@ class BatchGrants(Grants):
 
     def cores(self, ranks: int) -> Iterator[tuple[float, str]]:
         environ = self._environ
-        # In a batch script of Slurm the variable is also set, but the script is not a task: its affinity is
-        # the limit.
+        # Slurm also sets it in a batch script, which is not a task: its affinity is the limit.
         if STEP in environ:
             yield from self._limit("SLURM_CPUS_PER_TASK", 1)
-        # Without its hook for control groups, PBS does not bind processes. NCPUS is either the job's
-        # ompthreads, for each process, or all ncpus of its first chunk. The number of processes of that chunk
-        # is unknown, so assume that all ranks share it: too few threads are better than multiple threads per
-        # core.
+        # Without its hook for control groups, PBS does not bind processes. NCPUS is either the ompthreads of
+        # each process or all ncpus of the first chunk. The processes of that chunk are unknown, so assume
+        # that all ranks share it: too few threads are better than multiple threads per core.
         if environ.get("PBS_JOBID"):
             is_of_each = environ.get("OMP_NUM_THREADS") == environ.get("NCPUS")
             yield from self._limit("NCPUS", 1 if is_of_each else ranks)

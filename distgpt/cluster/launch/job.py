@@ -290,7 +290,6 @@ def _raised_by(error: BaseException) -> str:
 
 
 def has_failed(rank: int, library: str, what: str) -> str:
-    """Describe a failure to reach the other ranks."""
     why = "; with NCCL_DEBUG=INFO in the environment it says why" * (library == "NCCL")
     return f"{rank_name(rank)}: {library} has failed, as it does when another rank or host dies: {what}{why}"
 

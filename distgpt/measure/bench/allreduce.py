@@ -93,7 +93,6 @@ def bench(options: AllreduceOptions) -> None:
 
 
 def start(options: AllreduceOptions) -> Row:
-    """Start the ranks and return their measurements."""
     words = ["bench", "allreduce", "--measure-only"]
     for key in ("stage", "max_bytes", "repeats", "seconds", "sizes", "algorithms"):
         value = getattr(options, key)

@@ -50,7 +50,6 @@ class TrainOptions(BenchOptions):
         return str(self.settings.get("matmul", "auto"))
 
     def stage_words(self) -> list[object]:
-        """Return the options of the stage for a child process."""
         gpu = self.gpu
         words: list[object] = ["--stage", self.stage, "--dtype", self.dtype]
         words += ["--threads", self.threads] if self.threads is not None else []
@@ -70,7 +69,6 @@ def measure_peak(options: TrainOptions) -> None:
 
 
 def bench(options: TrainOptions) -> None:
-    """Train, then measure the peak."""
     asked = replace(asked_for(options.settings, options.preset), fetches=False)
     run = foreseen(options.stage, asked, options.gpu.tf32)
     options = replace(options, settings={**options.settings, DTYPE: run.train.dtype})

@@ -89,9 +89,7 @@ def versions() -> dict[str, str]:
 
 
 def compute() -> Facts:
-    """Return NumPy's BLAS for the CPU kernels, where compiled loops are kept, and why they do not load, if
-    so.
-    """
+    """Return NumPy's BLAS, where compiled loops are kept, and why they do not load, if so."""
     try:
         import numpy as np
 

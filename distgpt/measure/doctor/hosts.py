@@ -89,7 +89,6 @@ def report(path: Path, ssh: bool, as_json: bool) -> None:
 
 
 def examine(path: Path, ssh: bool) -> Facts:
-    """Return everything, ready for JSON."""
     here, mpi = mpirun(), distant_mpi()
     vendor = "Open MPI" if here["vendor"] == "Open MPI" else "MPICH"
     lines = parse_hostfile(read_small(path, LARGEST_HOSTFILE), vendor)

@@ -81,7 +81,6 @@ def waits(step: Step) -> list[tuple[object, str]]:
 
 class Profiler:
     def __init__(self, step: Step, device: CupyDevice | None = None) -> None:
-        """`device`: the GPU, if any."""
         self._step = step
         self.clock = Clock() if device is None else Clock.of(device)
         self.on_gpu = device is not None

@@ -65,9 +65,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """The content of a grid file, including drawn points. `points` maps names to varying settings and
-    values.
-    """
+    """The content of a grid file, including drawn points. `points` maps names to varying settings."""
 
     fixed: Values
     points: dict[str, Values]
@@ -341,7 +339,6 @@ def begin(path: Path, grid: Grid) -> None:
 
 
 def read_back(path: Path) -> Grid:
-    """Return the grid from the directory of a sweep."""
     file = path / "grid.json"
     if not file.exists():
         raise UsageError(f"{path} cannot be seen here: --out must lie in a file system that all hosts share")

@@ -90,7 +90,6 @@ def finish(ledger: Ledger) -> str:
 
 
 def table(grid: Grid, rows: Sequence[Row]) -> str:
-    """Format the points as a table, with errors below it."""
     shown = [
         [
             *map(shortly, row.values.values()),

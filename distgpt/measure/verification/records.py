@@ -80,9 +80,7 @@ class Record:
 
     @cached_property
     def starts(self) -> list[Start]:
-        """Starts whose steps count, in order. A start from an earlier step replaces the starts after that
-        step.
-        """
+        """Starts whose steps count, in order. A start replaces all starts after its step."""
         found: list[Start] = []
         event: Any
         for step, event in self._events:
@@ -143,9 +141,7 @@ class Record:
 
 
 def tolerance_of(one: TrainConfig, other: TrainConfig) -> tuple[float, int]:
-    """Return the relative difference in loss that rounding may cause in the coarser dtype, and within how
-    many steps.
-    """
+    """Return the relative difference in loss that rounding may cause, and within how many steps."""
     apart = max(TOLERANCES[t.dtype] for t in (one, other))
     return apart, min(judged_steps(t.optimizer, t.dtype) for t in (one, other))
 
@@ -157,7 +153,6 @@ def distance(one: float | None, other: float | None) -> float:
 
 
 def numbers_apart(one: float | None, other: float | None, words: tuple[str, str]) -> str:
-    """Format two numbers and their relative difference."""
     shown = ["not finite" if value is None else repr(value) for value in (one, other)]
     apart = distance(one, other)
     by = f", a relative difference of {apart:.1e}" if math.isfinite(apart) else ""

@@ -272,9 +272,7 @@ class Again(Listener):
             run.checkpoints.on_root(partial(self._compare_weights, run, step, Path(path)))
 
     def _compare_weights(self, run: Run, step: int, path: Path) -> None:
-        """Compare all tensors of a checkpoint, weights first, in the order of a forward pass. Only on rank
-        0.
-        """
+        """Compare all tensors of a checkpoint, weights first, in forward order. Only on rank 0."""
         verify(path)
         found = Kind()
         for stem, tensors in run.checkpoints.groups().items():
