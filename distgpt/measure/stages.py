@@ -211,12 +211,14 @@ UNFINISHED = "Interrupted: only what was measured until then is here."
 # wide, on 24 × 64 tokens (1 to 4 ranks), with 1 and 2 threads. The difference was 1.4e-15 in float64 and
 # 5.9e-7 in float32 (Muon: 3.2e-14, and 1.6e-6 over 8 steps). The tolerances are at least 100 times larger,
 # for other libraries and models. bfloat16 has 8 bits of precision; its tolerance is the one that the tests of
-# the GPU kernels use for whole models. Training is chaotic: rounding differences grow like any other small
-# change. `tiny` at its learning rate of 2e-3 differed by 3e-7 after 100 steps, 2e-3 after 150 and 4e-2 after
-# 2,000. So only as many steps are judged as were measured. For later steps, the largest difference is
-# reported; it is judged only if the user sets a tolerance. Muon scales all directions of an update equally,
-# including directions in which a gradient is only rounding error. In float32 `tiny` differed by 2e-6 after 8
-# steps and 4e-4 after 16 (1, 2 and 4 ranks), so 8 steps are judged. In float64 it differed by 3e-14 after 50.
+# the GPU kernels use for whole models.
+#
+# Training is chaotic: rounding differences grow like any other small change. `tiny` at its learning rate of
+# 2e-3 differed by 3e-7 after 100 steps, 2e-3 after 150 and 4e-2 after 2,000. So only as many steps are judged
+# as were measured. For later steps, the largest difference is reported; it is judged only if the user sets a
+# tolerance. Muon scales all directions of an update equally, including directions in which a gradient is only
+# rounding error. In float32 `tiny` differed by 2e-6 after 8 steps and 4e-4 after 16 (1, 2 and 4 ranks), so 8
+# steps are judged. In float64 it differed by 3e-14 after 50.
 JUDGED, JUDGED_OF_MUON = 50, 8  # steps; the second for Muon in float32
 TOLERANCES = {"float64": 1e-12, "float32": 6e-5, "bfloat16": 3e-2}
 
