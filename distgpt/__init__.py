@@ -17,7 +17,7 @@ from distgpt.core.components import install
 
 if sys.platform == "win32":
     _REFUSED = "distgpt runs on Linux and macOS; on Windows, start it inside WSL (wsl --install)"
-    if sys.argv[0].removesuffix(".exe").endswith(("distgpt", "-m")):  # the command: no traceback
+    if sys.argv[0].removesuffix(".exe").endswith(("distgpt", "-m")):  # the command prints no traceback
         sys.exit(_REFUSED)
     raise ImportError(_REFUSED)
 
@@ -32,7 +32,7 @@ __all__ = ["ModelConfig", "__version__", "bundled", "init", "load", "train"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import the library when it is first used, so that `distgpt --help` stays fast."""
+    """Import the library on first use, so that `distgpt --help` stays fast."""
     if name == "ModelConfig":
         from distgpt.core.config import ModelConfig
 
@@ -49,5 +49,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """Return the names that a notebook's completion offers."""
+    """Return the names for completion in notebooks."""
     return __all__

@@ -1,9 +1,9 @@
-"""`python -m distgpt`, or `python -P` and this folder: that finds the package wherever it is started."""
+"""`python -m distgpt`, or `python -P` with this directory, which works in any working directory."""
 
 import sys
 from pathlib import Path
 
-if not __package__:  # then this folder is on the path: not all that is in it are modules of their own
+if not __package__:  # this directory is on the path, but its modules are not top-level
     parent = str(Path(__file__).parents[1])
     sys.path[:1] = [] if parent in sys.path else [parent]
 

@@ -1,4 +1,4 @@
-"""The Python interface, for notebooks and tests: load, make or train a model, look inside, run it."""
+"""The Python API for notebooks and tests: load, create or train a model, inspect it, generate text."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ if TYPE_CHECKING:
 
 @contextmanager
 def _ending_together() -> Iterator[None]:
-    """Let an error that this rank alone has end the whole job, as in commands: the others would wait for it.
+    """End the whole job on an error of only this rank, as commands do. Otherwise the other ranks would wait.
 
-    One that all ranks raise is the caller's.
+    If all ranks raise the error, the caller handles it.
     """
     try:
         yield
@@ -59,14 +59,14 @@ def _ending_together() -> Iterator[None]:
 
 
 def _end_job(error: BaseException) -> None:
-    """Report the error and end the job, unless all ranks raise it. Then this does not return."""
+    """Report the error and end the job, unless all ranks raise it. Does not return if it ends the job."""
     comm = connected[-1] if connected else None
     if comm is not None and comm.size > 1 and not getattr(error, "shared", False):
         this_job().leave(error, comm)
 
 
 def _open(stage: str, threads: int | None = None) -> Stage:
-    """Open a stage. From then on an error that nobody catches, or sys.exit, ends the whole job, too."""
+    """Open a stage. Afterwards an uncaught error, or sys.exit, also ends the whole job."""
     opened, former = open_stage(stage, threads), sys.excepthook
 
     def uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -89,8 +89,8 @@ def load(
 ) -> GPT:
     """Load a model from a weights file. `context` changes its context length (not with learned positions).
 
-    `dtype` auto is float32, in which parameters, logits and gradients are exact, or int8 or int4 for such a
-    file; models in these cannot be trained. An `adapter` is merged into the weights.
+    `dtype` "auto" is float32, which gives exact parameters, logits and gradients, or int8 or int4 for a file
+    in these formats. int8 and int4 models cannot be trained. An `adapter` is merged into the weights.
     """
     opened = _open(stage)
     merged = Path(adapter) if adapter else None
@@ -106,10 +106,10 @@ def init(
     dtype: str = "float32",
     tokenizer: str | None = None,
 ) -> GPT:
-    """Create a model with random weights; `config` is a ModelConfig or a preset's name.
+    """Create a model with random weights. `config` is a ModelConfig or a preset's name.
 
-    `dtype` auto is float32, as for `load`. `tokenizer` is one that needs no text to learn from: byte, gpt2 or
-    the path of its file. It gives the size of the vocabulary, unless `config` does.
+    `dtype` "auto" is float32. `tokenizer` is byte, gpt2 or the path of a tokenizer file. Its vocabulary size
+    applies unless `config` sets one.
     """
     dtype = "float32" if dtype == AUTO_DTYPE else dtype
     if isinstance(config, str):
@@ -129,7 +129,7 @@ def init(
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """A finished run: the model, the lines of its metrics.jsonl since this call, and where all of it lies."""
+    """A finished run: the model, the lines of its metrics.jsonl since this call, and its directory."""
 
     model: GPT
     metrics: list[dict[str, Any]] = field(repr=False)
@@ -151,14 +151,14 @@ def train(
     components: Components | None = None,
     **settings: Any,
 ) -> Trained:
-    """Train a model as `distgpt train` does; `settings` are its options, as in `n_layer=6, data="my.txt"`
-    or `depth=6` or `within="30m"`.
+    """Train a model like `distgpt train`. `settings` are its options, such as `n_layer=6, data="my.txt"`,
+    `depth=6` or `within="30m"`.
 
-    The functions are called on rank 0 while training: with the metrics of each step and each evaluation, and
-    with what there is to note. An exception in one ends the run, under MPI the whole job.
+    The functions are called on rank 0 during training, with the metrics of each step and each evaluation,
+    and with notes. An exception in one of them ends the run and, under MPI, the whole job.
     """
     if components is not None:
-        install(components)  # for good: what is trained may need them to be read
+        install(components)  # permanently: later calls may need them to read the run
     ready, told = _open(stage, threads), _Told(on_step, on_evaluation, on_note)
     toml, directory = (None if path is None else Path(path) for path in (config, out))
     asked = followed(asked_for(settings, preset, toml, directory, resume), ready, told.noted)
@@ -177,7 +177,7 @@ def train(
     try:
         run = open_run(plan, ready, told)
         train_run(run)
-    finally:  # also of what failed before it began
+    finally:  # also if it failed before training
         if ready.comm.rank == 0:
             plan.directory.lock.release()
     trained = GPT(run.model, run.checkpoints.description, ready.comm)
@@ -188,7 +188,7 @@ def _ignore(about: object) -> None: ...
 
 
 class _Told(Listener):
-    """A listener that keeps the metrics, and passes everything on to functions of the user."""
+    """A listener that stores the metrics, and passes everything to the user's functions."""
 
     def __init__(self, *functions: Callable[[Any], object] | None) -> None:
         self.metrics: list[dict[str, Any]] = []
@@ -229,12 +229,12 @@ class GPT:
         return self._description.tokenizer
 
     def parameters(self) -> dict[str, NDArray[Any]]:
-        """All parameters by name. On CPUs they are live, but in bfloat16: writing changes the model."""
+        """Return all parameters by name. On CPUs (except in bfloat16) they are views of the model."""
         self._refuse_a_part()
         return on_host(self._model, self._model.weights)
 
     def logits(self, tokens: ArrayLike) -> NDArray[Any]:
-        """The logits (B, T, V) of the next token, after each token."""
+        """Return the logits (B, T, V) of the next token after each token."""
         ids, shape = self._checked(tokens)
         with self._lock:
             work, k = self._pass(ids, training=False), self._model.kernels
@@ -243,7 +243,7 @@ class GPT:
             return np.array(k.to_host(out)[:, : self.config.vocab_size]).reshape(*shape, -1)
 
     def trace(self, tokens: ArrayLike) -> Trace:
-        """Hidden states, attention weights of every layer, and logits."""
+        """Return hidden states, attention weights of every layer, and logits."""
         from distgpt.inference.evaluation.evaluate import trace
 
         ids, shape = self._checked(tokens)
@@ -252,7 +252,7 @@ class GPT:
         return found if len(shape) == 2 else found.of_one()
 
     def loss(self, tokens: ArrayLike, targets: ArrayLike) -> float:
-        """The mean cross-entropy over all tokens."""
+        """Return the mean cross-entropy over all tokens."""
         ids, wanted = self._pair(tokens, targets)
         k = self._model.kernels
         with self._lock:
@@ -262,7 +262,7 @@ class GPT:
             return float(k.to_host(total)[0])
 
     def gradients(self, tokens: ArrayLike, targets: ArrayLike) -> dict[str, NDArray[Any]]:
-        """The gradients of the mean loss, by the names of the parameters."""
+        """Return the gradients of the mean loss by parameter name."""
         ids, wanted = self._pair(tokens, targets)
         with self._lock:
             work = self._pass(ids, training=True)
@@ -273,9 +273,9 @@ class GPT:
     def batches(
         self, data: str | PathLike[str], batch_size: int, seed: int = 0
     ) -> Iterator[tuple[NDArray[np.int32], NDArray[np.int32]]]:
-        """Yield tokens and targets of one step after the other, without end: this rank's part of each batch.
+        """Yield this rank's tokens and targets of each step, without end.
 
-        The order is that of `train` with this seed, and the same on any number of ranks.
+        `train` has the same order with this seed, for any number of ranks.
         """
         run = RunConfig(self.config, TrainConfig(data=str(data), batch_size=batch_size, seed=seed))
         request = DataRequest(str(data), seq_len=self.config.seq_len, existing=self.tokenizer)
@@ -293,7 +293,7 @@ class GPT:
             gradient /= self._comm.size
 
     def optimizer(self, name: str = "adamw", **settings: Any) -> Optimizer:
-        """Return AdamW or Muon for this model; `settings` are those of `train`, such as lr or clip."""
+        """Return AdamW or Muon for this model. `settings` are settings of `train`, such as lr or clip."""
         return Optimizer(self, TrainConfig(optimizer=name, **settings))
 
     @_ending_together()
@@ -309,13 +309,13 @@ class GPT:
         stream: bool = False,
         **settings: Any,
     ) -> Any:
-        """Continue the prompt: with text after text, with a list of tokens after tokens.
+        """Continue a prompt: return text for text, and tokens for a list of tokens.
 
-        After a list of prompts a list of results, computed side by side. `settings` are the others of a
-        request: min_p, repetition_penalty, stop (one text or several), overflow, lookup; with n=3 there is a
-        list of samples for each prompt, and with logprobs=5 each sample is a Completion, which also has the
-        log-probabilities, with prompt_logprobs=True those of the prompt's own tokens too. With `stream` an
-        iterator of a single prompt's pieces of text, or tokens.
+        For a list of prompts, return a list of results, which are computed concurrently. `settings` are the
+        other settings of a request: min_p, repetition_penalty, stop (one or multiple strings), overflow,
+        lookup. With n=3 the result is a list of samples per prompt. With logprobs=5 each sample is a
+        Completion with log-probabilities, including the prompt's own with prompt_logprobs=True. With
+        `stream`, return an iterator over pieces of text, or tokens, for a single prompt.
         """
         settings |= {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k}
         settings |= {"top_p": top_p, "seed": seed}
@@ -339,7 +339,7 @@ class GPT:
             )
 
     def _pass(self, ids: NDArray[Any], training: bool) -> Pass:
-        """The buffers for batches of this shape, kept for the next call."""
+        """Return the buffers for batches of this shape, cached for the next call."""
         n_seq, seq_len = ids.shape
         key = (n_seq, seq_len, training)
         if key not in self._passes:
@@ -356,7 +356,7 @@ class GPT:
         return ids, wanted
 
     def _checked(self, tokens: ArrayLike) -> tuple[NDArray[Any], tuple[int, ...]]:
-        """The tokens as (B, T), and the shape they were given in."""
+        """Return the tokens as (B, T), and their original shape."""
         ids = tokens_in(tokens, self.config.vocab_size)
         if ids.shape[-1] > self.config.seq_len:
             raise DataError(f"{ids.shape[-1]} tokens do not fit the context of {self.config.seq_len}")
@@ -364,7 +364,7 @@ class GPT:
 
 
 class Optimizer:
-    """Updates a model by gradients, for a training loop of your own: `GPT.optimizer` makes it."""
+    """Updates a model from gradients in a custom training loop. Created by `GPT.optimizer`."""
 
     def __init__(self, model: GPT, config: TrainConfig) -> None:
         self._gpt, self._config, self._steps = model, config, 0
@@ -378,7 +378,7 @@ class Optimizer:
     def step(self, gradients: Mapping[str, ArrayLike], lr: float | None = None) -> float:
         """Update the model, unless a gradient is not finite. Return the norm of all gradients.
 
-        They are the same on all ranks. `lr`: the learning rate of this step, if not the one of the schedule.
+        Gradients must be the same on all ranks. `lr`: learning rate of this step (default: the schedule's).
         """
         optimizer, model = self._state.optimizer, self._gpt._model
         if gradients.keys() != model.grads.keys():

@@ -1,7 +1,7 @@
-"""The installed program: which code runs for which settings, in one place.
+"""The installed program: the code that runs for each setting, in one place.
 
 Each method overrides one of `core/components.py`. Imports are inside the methods, so that a run loads only
-what it uses. An extension derives its own class from `AllComponents`.
+the code that it uses. An extension derives its class from `AllComponents`.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ if TYPE_CHECKING:
     from distgpt.core.train.sharing import Exchange, OptimizerState, Strategy
 
 DOCUMENT_ENDINGS = (".jsonl", ".parquet", ".gz")
-COMPONENTS = "DISTGPT_COMPONENTS"  # the environment variable that names a class for every command
+COMPONENTS = "DISTGPT_COMPONENTS"  # environment variable that names a class for every command
 SEAMS = [name for name in vars(Components) if not name.startswith("_")]
 
 
 class AllComponents(Components):
-    """Everything that is installed."""
+    """All installed components."""
 
-    # Of the process.
+    # Process
 
     def job(self) -> Job:
         from distgpt.cluster.launch.job import LAUNCHED
@@ -87,8 +87,8 @@ class AllComponents(Components):
             from distgpt.inference.decoding.batched import BATCHED
 
             return BATCHED
-        # A token takes one compiled call, but in float64, which no tile computes, and while a model is
-        # trained, as packing its weights anew takes longer than a few tokens.
+        # A token takes one compiled call, except in float64, which no tile supports, and while a model is
+        # trained: packing its weights again takes longer than a few tokens.
         is_fast = isinstance(kernels, CpuKernels) and kernels.dtype.name != "float64"
         if is_fast and not model.is_trained and model.config.mlp not in self.activations:
             from distgpt.inference.decoding.compiled import COMPILED
@@ -96,7 +96,7 @@ class AllComponents(Components):
             return COMPILED
         return super().slots(model)
 
-    # Text and files.
+    # Text and files
 
     def text_kind(self, path: Path) -> str:
         if path.is_dir():
@@ -164,7 +164,7 @@ class AllComponents(Components):
             return FILES
         return super().part(format)
 
-    # Of a run.
+    # Run
 
     def refuse_unsuited(self, t: TrainConfig, ranks: int, on_gpu: bool) -> None:
         if t.chats:
@@ -249,7 +249,7 @@ class AllComponents(Components):
         from distgpt.callbacks.attach import callbacks_of
         from distgpt.measure.verification.kept import note
 
-        note(run)  # first: what the run's bits depend on
+        note(run)  # first: record the facts that results depend on
         return callbacks_of(run, limits)
 
     def environment(self) -> dict[str, object] | None:
@@ -259,7 +259,7 @@ class AllComponents(Components):
 
 
 def load_components(name: str) -> AllComponents:
-    """Import MODULE:CLASS, a class derived from AllComponents, and check how it overrides methods."""
+    """Import MODULE:CLASS, a class derived from AllComponents, and check the methods it overrides."""
     module, _, attribute = name.partition(":")
     what = f"--components {name}"
     try:

@@ -1,4 +1,4 @@
-"""Attach guards to a run, by its settings, and the smallest of them: late ranks, limits of time."""
+"""Chooses a run's callbacks by its settings. Contains the smallest ones: late ranks, time limits."""
 
 from __future__ import annotations
 
@@ -24,19 +24,18 @@ if TYPE_CHECKING:
 
 
 def callbacks_of(run: Run, limits: Limits) -> Sequence[Guard]:
-    """Return what watches a run, by its settings and its limits."""
     pace, found = Pace(run.progress, run.placement.rounds), list[Guard]()
     if run.comm.size > 1:
         found.append(Stragglers())
     end_job = partial(save_and_exit, run)
     found.append(Watchdog(run.comm, run.activity, limits, pace.usual, run.report.note, end_job))
-    if limits.end is not None and run.comm.rank == 0:  # the others hear of it by a step's votes
+    if limits.end is not None and run.comm.rank == 0:  # other ranks are notified through a step's flags
         found.append(Deadline(run, limits.end, pace))
     return found
 
 
 class Stragglers(AbstractContextManager["Stragglers"]):
-    """Adds to each step's metrics which rank was the last to reach the exchange, and how late."""
+    """Adds to each step's metrics the rank that reached the exchange last, and its delay."""
 
     def __exit__(self, *ended: object) -> None: ...
 
@@ -49,17 +48,17 @@ class Stragglers(AbstractContextManager["Stragglers"]):
         return {"slowest_rank": slowest, "late_s": last - fmean(seconds)}
 
 
-STEPS, SAVES = 2.0, 1.5  # how much slower than the slowest recent one the last step and the last save may be
-LEAVING = 2.0  # seconds: writing the summary, ending MPI
-BYTES_PER_SECOND = 1e8  # of the disk, assumed until a checkpoint was written
+STEPS, SAVES = 2.0, 1.5  # maximum ratio of the last step and save to the slowest recent ones
+LEAVING = 2.0  # seconds to write the summary and end MPI
+BYTES_PER_SECOND = 1e8  # disk speed, assumed before the first checkpoint
 
 
 def latest_step(
     end: float, step_seconds: Sequence[float], save_seconds: float | None, save_bytes: float, saves: int = 1
 ) -> float:
-    """Return the moment after which no step should begin, so that a run has ended by the moment `end`.
+    """Return the latest time at which a step may start, so that the run ends by `end`.
 
-    After the step `saves` checkpoints must still be written; `save_seconds` is None before the first one.
+    After the step, `saves` checkpoints must still be written. `save_seconds` is None before the first one.
     """
     save = save_bytes / BYTES_PER_SECOND if save_seconds is None else save_seconds
     return end - LEAVING - saves * SAVES * save - STEPS * max(step_seconds, default=0.0)
@@ -67,14 +66,14 @@ def latest_step(
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """A guard of rank 0: the run notes SIGUSR1 by itself when no further step fits before the limit."""
+    """A callback on rank 0. The run treats the limit as a SIGUSR1 once no further step fits."""
 
     run: Run
-    end: float  # a moment of time.monotonic()
+    end: float  # a time of time.monotonic()
     pace: Pace
 
     def look_ahead(self) -> None:
-        """Decide until when another step may begin."""
+        """Update the latest start of another step."""
         run = self.run
         size = 4 * run.placement.saved_buffers(is_common=False) * run.model.layout.size
         saves = 2 if run.settings.save == "async" else 1
@@ -93,14 +92,14 @@ class Deadline:
             ended.why = "the time is up"
 
 
-EVALUATION = 0.5  # of the time that a token takes in a step
+EVALUATION = 0.5  # ratio of a token's time in evaluation to its time in a step
 
 
 class TimedClock(Clock):
-    """Says which step is the last one, and what fraction of the run's time has elapsed.
+    """Determines the last step, and the elapsed fraction of the run's time.
 
-    Rank 0 sends with each step how much will be over at the end of the next one. So all ranks know, and take
-    the same learning rate.
+    With each step, rank 0 sends the fraction that will have elapsed at the end of the next step. So all
+    ranks have the same value and use the same learning rate.
     """
 
     def __init__(
@@ -113,33 +112,33 @@ class TimedClock(Clock):
         closing: float = 0.0,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`begun`: the moment from which this process counts; `spent`: the seconds of those before it.
+        """`begun`: when this process's time starts. `spent`: seconds of earlier processes.
 
-        `queued`: a step may be under way when the next one is launched. `closing`: the time after the last
-        step that counts too, in steps.
+        `queued`: a step may be in flight when the next one is launched. `closing`: time after the last step
+        that counts as well, in steps.
         """
         self._whole, self._pace, self._now = 60 * t.train_minutes, pace, now
         self._total = KEPT * self._whole
         self._begun, self._closing = begun - spent, closing
-        self._ahead = 1 + 3 * queued  # steps that end until the one that goes by what `elapsed_ahead` says
+        self._ahead = 1 + 3 * queued  # steps that end before the step that uses the value of `elapsed_ahead`
         self._round = pace.rounds.length
         elapsed = min(1.0, spent / self._total)
         super().__init__(pace.progress.step if elapsed == 1 else None, elapsed)
 
     def seconds(self) -> float:
-        """Return the run's seconds so far, all that it has after its last step."""
+        """Return the run's seconds, or all of its time after the last step."""
         is_over = self._pace.progress.step == self.last
         return self._whole if is_over else min(self._whole, self._now() - self._begun)
 
     def elapsed_ahead(self) -> float:
-        """Return the fraction of the time that is over with the next step: 1 if none fits after it."""
+        """Return the fraction of the time elapsed after the next step, or 1 if no further step fits."""
         usual = self._pace.usual()
         end = self._now() - self._begun + self._ahead * usual
         total = max(self._total / 2, self._total - self._closing * usual)
         return 1.0 if end + usual > total else end / total
 
     def hear_elapsed(self, elapsed: float, launched: int) -> None:
-        """Go by what rank 0 has sent. The next step is the last one once the time is over."""
+        """Use the value sent by rank 0. Once the time is over, the next step is the last."""
         self.elapsed = min(1.0, elapsed)
         if self.elapsed == 1 and (self.last is None or self.last > launched + self._round):
             self.last = (launched // self._round + 1) * self._round
@@ -148,7 +147,7 @@ class TimedClock(Clock):
 def timed_clock(
     t: TrainConfig, last: int, times: Times, pace: Pace, model: Model, validation: Validation | None
 ) -> TimedClock:
-    """Return the clock of a run, which leaves time for the evaluation after the last step."""
+    """Return the budget of a run, which reserves time for the evaluation after the last step."""
     per_step = t.batch_size * model.config.seq_len
     closing = EVALUATION * (validation.count if validation else 0) / per_step
     return TimedClock(t, pace, times.begun, times.spent, model.kernels.capabilities.is_async, closing)

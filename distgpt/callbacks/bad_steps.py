@@ -1,7 +1,7 @@
-"""Guard against steps that must not change the weights: their loss or gradient is not finite, or an outlier.
+"""Policy for steps that must not change the weights: loss or gradient are not finite, or an outlier.
 
-Loss and gradient norm are sums over all ranks, so all ranks judge alike. With --on-bad-step rollback the run
-goes back to the newest checkpoint, and past the bad data.
+Loss and gradient norm are sums over all ranks, so all ranks decide identically. With --on-bad-step rollback
+the run returns to the newest checkpoint and skips the bad data.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from distgpt.core.train.setup import begin_anew, restore
 
 
 class RollBack(BadStep):
-    """A bad step after which the run goes back to the newest checkpoint, or to the first weights."""
+    """A bad step that makes the run return to the newest checkpoint, or to the initial weights."""
 
     def recover(self, run: Run) -> None:
-        """Restore the checkpoint. Batches up to the bad one are not seen again. Collective."""
+        """Restore the checkpoint. Batches up to the bad one are skipped. Collective."""
         used = self.step + run.batches.skipped
         run.checkpoints.wait()
         path, document = on_root(run.comm, lambda: _newest(run))
@@ -54,28 +54,29 @@ def _newest(run: Run) -> tuple[str | None, Mapping[str, object]]:
 
 def _forget_later_steps(run: Run, was_saved: bool) -> None:
     run.directory.drop_metrics_after(run.progress.step, run.progress.evaluation_pending)
-    if was_saved:  # else the run would come to the same step again if it ended now
+    if was_saved:  # otherwise an interrupted run would repeat the bad step
         run.checkpoints.write_now(run.state())
 
 
 ENOUGH = 20  # steps of history before outliers are detected
-LEAST_SPREAD = 1e-3  # of the mean, so that a loss that hardly moves has no outliers
+LEAST_SPREAD = 1e-3  # fraction of the mean; avoids outliers if the loss is nearly constant
 
 
 class BadSteps(Judge):
     """Compares each step with the last good ones, counts bad ones, and skips or undoes them.
 
-    The judge (`core/train/seams.py`) of a run with spike_zscore or another --on-bad-step than stop.
+    The step policy (`core/train/seams.py`) of a run with spike_zscore, or with another --on-bad-step than
+    stop.
     """
 
     def __init__(self, config: TrainConfig, progress: Progress) -> None:
         super().__init__(config, progress)
-        self.waits = bool(config.spike_zscore)  # kernels themselves leave out only what is not finite
+        self.waits = bool(config.spike_zscore)  # kernels skip only steps that are not finite
 
     def judge_step(self, done: Finished) -> str:
         """Return why a finished step has not changed the weights, "" if it has.
 
-        Raises the error that ends the run, or BadStep.
+        Raise the error that ends the run, or BadStep.
         """
         reason = self.objection(done.loss, done.norm) if done.rejected is None else done.rejected
         if not reason:

@@ -1,7 +1,7 @@
-"""Metrics of a training run for Prometheus: in a file for node_exporter, or at a port.
+"""Metrics of a training run for Prometheus, in a file for node_exporter or at a port.
 
-The label `run` is the absolute path of the run's directory: node_exporter rejects all metrics of a host
-if two files have the same labels.
+The label `run` is the absolute path of the run's directory, because node_exporter rejects all metrics of a
+host if two files have the same labels.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ except ImportError:
     ) from None
 
 
-SECONDS_BETWEEN = 15.0  # versions of the file: as often as Prometheus is often set to ask
+SECONDS_BETWEEN = 15.0  # between versions of the file; a common scrape interval of Prometheus
 ENDING = ".prom"  # node_exporter reads no other files
 
-# By their names in metrics.jsonl: name, help. Others are gauges with their own names. Don't change the help:
-# node_exporter leaves out metrics that files of two versions describe differently.
+# Name and help by the names in metrics.jsonl. Others are gauges with their own names. Don't change the help:
+# node_exporter drops metrics whose help differs between files of two versions.
 FAMILIES = {
     "loss": ("loss", "Training loss of the last step, in nats per token."),
     "val_loss": ("validation_loss", "Loss of the last evaluation, in nats per token."),
@@ -58,7 +58,7 @@ FAMILIES = {
 
 
 class Exporter(CollectorRegistry, Listener):
-    """Holds the newest facts of a run: written in the main thread, collected in any. On rank 0 only."""
+    """The latest facts of a run, written in the main thread and collected in any thread. Only on rank 0."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class Exporter(CollectorRegistry, Listener):
         job = (this_job().batch or {}).get("id", "")
         about = {"stage": facts["stage"], "ranks": facts["ranks"], "version": __version__, "job": job}
         self._about = {name: str(value) for name, value in about.items()}
-        run = str(directory).encode(errors="replace").decode()  # names of files may not be UTF-8
+        run = str(directory).encode(errors="replace").decode()  # file names may not be UTF-8
         self._run = {"run": run, "host": platform.node(), "rank": "0"}
 
     def stepped(self, metrics: Metrics) -> None:
@@ -87,7 +87,7 @@ class Exporter(CollectorRegistry, Listener):
         self._evaluation = metrics
 
     def close(self) -> None:
-        """Note the run's exit code. Called while the error that ends it is being handled, if one does."""
+        """Store the run's exit code. Called while the error that ends the run, if any, is being handled."""
         if self._run and self._exit_code is None:
             self._exit_code = 0
             if (error := sys.exception()) is not None:
@@ -114,11 +114,11 @@ class Exporter(CollectorRegistry, Listener):
         if self._last_step is not None:
             yield family("last_step", "The step after which the run ends.", self._last_step)
         yield family("skipped_steps_total", "Steps of this start that were left out.", self._skipped)
-        for key, value in (self._evaluation | self._step).items():  # both have a step: that of steps counts
+        for key, value in (self._evaluation | self._step).items():  # both have a step: training's wins
             if key != "skipped":
                 default = key, f"{key} of the last line with it in metrics.jsonl."
                 yield family(*FAMILIES.get(key, default), value)
-        # The moment and not the age: an age in a file would stand still as soon as its run does.
+        # Export a time, not an age: an age in a file would not grow after the run ends.
         with suppress(OSError, StorageError):
             for path in saved_checkpoints(self._checkpoints)[:1]:
                 saved = (path / MANIFEST).stat().st_mtime
@@ -126,9 +126,9 @@ class Exporter(CollectorRegistry, Listener):
 
 
 class Textfile(Exporter):
-    """Writes the metrics into a file for node_exporter's textfile collector, every 15 seconds.
+    """Writes the metrics to a file for node_exporter's textfile collector, every 15 seconds.
 
-    The file stays after the run and has its exit code: Prometheus may not have asked since.
+    The file stays after the run with its exit code, since Prometheus may not have read it yet.
     """
 
     def __init__(self, path: Path) -> None:
@@ -161,7 +161,7 @@ class Textfile(Exporter):
             self._write()
 
     def _write(self) -> None:
-        """Replace the file; one that cannot be written is no reason to end a run."""
+        """Replace the file. A write error does not end the run."""
         self._written = time.monotonic()
         try:
             write_to_textfile(str(self._path), self)
@@ -177,7 +177,7 @@ LOCAL = "127.0.0.1"
 
 
 def parsed_address(text: str) -> tuple[str, int]:
-    """Return host and port of "9200", "node:9200" or "[::]:9200"; a UsageError for anything else."""
+    """Parse host and port from "9200", "node:9200" or "[::]:9200". Raise a UsageError for anything else."""
     host, _, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]") or LOCAL
     if not (port.isascii() and port.isdecimal() and int(port) < 1 << 16):
@@ -186,21 +186,21 @@ def parsed_address(text: str) -> tuple[str, int]:
 
 
 class Port(Exporter):
-    """Answers at /metrics, in threads, as long as the process lives."""
+    """Serves /metrics in threads, until the process ends."""
 
     def __init__(self, where: str) -> None:
         super().__init__()
         host, port = parsed_address(where)
         try:
             self.server, _ = start_http_server(port, host, self)
-        except (OSError, UnicodeError) as error:  # a name with an empty or too long part is the latter
+        except (OSError, UnicodeError) as error:  # UnicodeError: a name with an empty or overlong part
             why = getattr(error, "strerror", None) or error
             # A job that has waited in a queue, perhaps to resume, is worth more than its metrics.
             if getattr(error, "errno", None) == errno.EADDRINUSE and this_job().batch:
                 print_lines(f"--metrics-port {where:.80}: {why}; the run goes on without it", err=True)
                 return
             raise UsageError(f"--metrics-port {where:.80}: {why}") from None
-        # A client that leaves too early is nothing to write about.
+        # Ignore clients that disconnect early.
         self.server.handle_error = lambda *about: None  # type: ignore[method-assign]
         shown = f"[{host}]" if self.server.address_family == socket.AF_INET6 else host
         print_lines(f"metrics for Prometheus: http://{shown}:{self.server.server_port}/metrics")

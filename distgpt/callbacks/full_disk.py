@@ -1,7 +1,7 @@
-"""Guard against a full disk: room for the final weights from the start, and old checkpoints given up for new.
+"""Handles a full disk: reserves space for the final weights, and deletes old checkpoints to write new ones.
 
-`Checkpoints` passes every write of weights through `Room`. Quotas count as a full disk. `Retention` says what
-stays for good.
+`Checkpoints` passes every write of weights through `Room`. An exhausted quota counts as a full disk.
+`Retention` selects the checkpoints to keep for good.
 """
 
 from __future__ import annotations
@@ -39,27 +39,27 @@ from distgpt.core.saved.modelfile import Description
 from distgpt.core.saved.rundir import RunDirectory
 from distgpt.core.train.seams import Disk
 
-FULL = (errno.ENOSPC, errno.EDQUOT)  # a quota that is used up counts as a full disk
-SLACK = 1 / 32  # of what is written, which shall stay free for lines of metrics
-MORE = 64 << 10  # bytes that are reserved beside the weights, for the summary and the last metrics
-ENTRY = 256  # bytes of a tensor's entry in a header, at most
+FULL = (errno.ENOSPC, errno.EDQUOT)  # an exhausted quota counts as a full disk
+SLACK = 1 / 32  # fraction of each write to leave free, for lines of metrics
+MORE = 64 << 10  # bytes reserved in addition to the weights, for the summary and the last metrics
+ENTRY = 256  # maximum bytes of a tensor's entry in a header
 
 
 class Room(Disk):
-    """The room that a run has on its disk. For rank 0, where not collective."""
+    """The disk space of a run. Methods that are not collective are for rank 0."""
 
     def __init__(self, directory: RunDirectory, t: TrainConfig, weights: int, say: Say) -> None:
-        """`weights`: bytes of the file of final weights, at most."""
+        """`weights`: maximum bytes of the final weights file."""
         self._directory, self._keep, self._weights, self._say = directory, t.keep, weights, say
         self._gives_up = t.on_disk_error != "stop"
         self._reserve: Path | None = None
-        self._given_up: list[str] = []  # names of checkpoints, not yet reported
-        self._reason = 0  # the step for which they were
-        self._fewest = t.keep  # checkpoints that were left whenever it was said
+        self._given_up: list[str] = []  # names of deleted checkpoints, not yet reported
+        self._reason = 0  # step that needed their space
+        self._fewest = t.keep  # remaining checkpoints at the last report
 
     @contextmanager
     def reserved(self, comm: Comm, step: int) -> Iterator[None]:
-        """Hold room for the final weights meanwhile. Collective."""
+        """Reserve space for the final weights inside the `with` block. Collective."""
         try:
             on_root(comm, partial(self.write, step, self._weights, self._take))
         finally:
@@ -67,12 +67,12 @@ class Room(Disk):
         try:
             yield
         finally:
-            with suppress(StorageError):  # what ended the run counts more; the next start removes the file
+            with suppress(StorageError):  # keep the run's own error; the next start removes the file
                 self._release()
             self.report()
 
     def _take(self) -> None:
-        path = unfinished(self._directory.weights)  # a name that `RunDirectory.create` cleans up after a kill
+        path = unfinished(self._directory.weights)  # `RunDirectory.create` removes it after a kill
         with storage_errors(f"reserve {size(self._weights)} for the final weights in", self._directory.path):
             try:
                 with path.open("xb") as file:
@@ -89,12 +89,12 @@ class Room(Disk):
                 path.unlink(missing_ok=True)
 
     def write(self, step: int, n_bytes: int, write: Callable[[], object]) -> None:
-        """Call write(), and give up old checkpoints while that finds no room, if all of them would be enough.
+        """Call write(). If space is short and old checkpoints would free enough, delete them one by one.
 
-        One that could not fit is not begun: it would fill the disk, and lines of metrics would find no room.
+        A write that cannot fit is not started, since it would leave no space for metrics.
         """
         needed, failed = n_bytes * (1 + SLACK), None
-        outdated: list[Path] | None = None  # looked for when the first of them has to go
+        outdated: list[Path] | None = None  # listed when the first one must be deleted
         while True:
             if outdated == [] or _free(self._directory.path) >= needed:
                 try:
@@ -108,7 +108,7 @@ class Room(Disk):
             if outdated is None:
                 outdated = list(self._outdated(step))
                 if _free(self._directory.path) + sum(map(_size, outdated)) < needed:
-                    outdated = []  # a disk that others fill takes no more
+                    outdated = []  # other files fill the disk, so deletion cannot help
             if outdated:
                 path, self._reason = outdated.pop(0), step
                 drop(path)
@@ -121,10 +121,10 @@ class Room(Disk):
         self.write(step, n_bytes, write)
 
     def report(self) -> None:
-        """Report what was given up: every time in history.jsonl, but said only as it gets worse."""
+        """Report deleted checkpoints: always in history.jsonl, but printed only if fewer remain."""
         if not self._given_up:
             return
-        with suppress(StorageError):  # where this line has no room either, the next one says it, too
+        with suppress(StorageError):  # if there is no space for this line either, the next report includes it
             left, names = len(saved_checkpoints(self._directory.checkpoints)), ", ".join(self._given_up)
             if left < self._fewest or DAMAGED in names:
                 self._fewest = left
@@ -132,21 +132,22 @@ class Room(Disk):
                     f"the disk is full: gave up {names} for step {self._reason};"
                     f" {left} of {self._keep} checkpoints are left in {escape(str(self._directory.path))}"
                 )
-            if left < self._keep or DAMAGED in names:  # else they would be gone by now in any case
+            if left < self._keep or DAMAGED in names:  # otherwise retention would have deleted them anyway
                 self._directory.remember({"step": self._reason, "given_up": self._given_up})
             self._given_up = []
 
     def _outdated(self, step: int) -> Iterator[Path]:
-        """Yield what a run at this step can do without: damaged checkpoints, then others from the oldest.
+        """Yield the checkpoints that a run does not need at this step: corrupt ones, then others from the
+        oldest.
 
-        Neither the newest intact one, nor those of later steps, nor one that another run begins with, nor
-        one that is to stay for good.
+        Excluded are the newest valid one, checkpoints of later steps, starting points of other runs, and
+        checkpoints to keep for good.
         """
         checkpoints = self._directory.checkpoints
         try:
             newest = newest_intact(checkpoints, step) if self._gives_up else None
             saved = saved_checkpoints(checkpoints, step)
-        except DistgptError:  # none is intact, or none can be read: this is no moment to remove any
+        except DistgptError:  # no checkpoint is valid or readable, so delete none
             return
         if newest is None:
             return
@@ -160,7 +161,7 @@ class Room(Disk):
 def room_for(
     directory: RunDirectory, t: TrainConfig, model: Model, description: Description, say: Say
 ) -> Room:
-    """Return the room of a run, which holds the most bytes that the file of its weights can have."""
+    """Return the disk space of a run, with the maximum size of its weights file."""
     layout, wide = model.weights.layout, np.dtype(model.kernels.wide)
     header = len(json.dumps(description.to_metadata(), ensure_ascii=False).encode())
     weights = int(layout.elements * wide.itemsize) + header + ENTRY * len(layout.specs) + MORE
@@ -168,7 +169,7 @@ def room_for(
 
 
 def _begun_with(run: Path) -> set[Path]:
-    """Return the checkpoints with which the other runs in this run's folder began."""
+    """Return the checkpoints that other runs in the same directory started from."""
     found = set()
     with suppress(OSError):
         for other in run.absolute().parent.iterdir():
@@ -182,12 +183,12 @@ def _begun_with(run: Path) -> set[Path]:
 
 
 def _free(path: Path) -> float:
-    """Return the bytes that this disk has for a user, infinite if it does not say. A quota may allow less."""
+    """Return the free bytes for this user, infinity if unknown. A quota may allow less."""
     try:
         found = os.statvfs(path)
     except OSError:
         return float("inf")
-    blocks = found.f_bavail if os.geteuid() else found.f_bfree  # root may use what is kept back for it
+    blocks = found.f_bavail if os.geteuid() else found.f_bfree  # root may use reserved blocks
     return blocks * found.f_frsize if found.f_blocks else float("inf")
 
 
@@ -198,31 +199,31 @@ def _size(folder: Path) -> int:
 
 
 def allocate(file: BinaryIO, n_bytes: int) -> None:
-    """Reserve this many bytes of the disk for a new file, where the system can."""
+    """Reserve `n_bytes` on disk for a new file, if the system supports it."""
     if hasattr(os, "posix_fallocate"):  # not on macOS
         os.posix_fallocate(file.fileno(), 0, n_bytes)
-    os.fsync(file.fileno())  # a network's disk counts what it gets
+    os.fsync(file.fileno())  # network file systems check the space when data arrives
 
 
 class Retention:
-    """Says which checkpoints may go: an `Outdated` (core/saved/checkpoint.py).
+    """Selects the checkpoints to delete, an `Outdated` (core/saved/checkpoint.py).
 
-    Whether one stays for good is decided once, when it is the newest, and not by its time, which a copy on
-    another disk may not have: it is marked.
+    When a checkpoint is the newest, it is decided once whether to keep it for good. It is then marked,
+    because a copy on another disk may lose its time.
     """
 
     def __init__(self, t: TrainConfig) -> None:
         self._t = t
 
     def __call__(self, saved: Sequence[Path]) -> list[Path]:
-        """Mark the newest one if it is to stay for good. Return those that may go. `saved`: newest first."""
+        """Mark the newest one if it stays for good. Return the deletable ones. `saved`: newest first."""
         if saved and self._is_due(saved[0], next(filter(is_kept, saved[1:]), None)):
-            with suppress(OSError):  # no room: the next one is due, too
+            with suppress(OSError):  # no space: the next one will be due as well
                 (saved[0] / MARK).touch()
         return [path for path in saved[self._t.keep :] if not is_kept(path)]
 
     def _is_due(self, newest: Path, last: Path | None) -> bool:
-        """Return whether the newest is to stay, where `last` is the one before it that does."""
+        """Return whether to keep the newest for good. `last`: the previous one kept for good."""
         every, minutes = self._t.keep_every, self._t.keep_every_minutes
         if every:
             return step_of(newest) // every > (step_of(last) // every if last else 0)
@@ -230,7 +231,7 @@ class Retention:
 
 
 def _saved_at(checkpoint: Path) -> float:
-    """Return when a checkpoint was finished; long ago where that is not known."""
+    """Return when a checkpoint was finished; -inf if unknown."""
     with suppress(OSError):
         return (checkpoint / MANIFEST).stat().st_mtime
     return -math.inf

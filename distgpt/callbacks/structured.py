@@ -1,6 +1,6 @@
-"""A log of JSON: each line that a command writes becomes one object, of an event or of its text.
+"""JSON logs. Each output line of a command becomes an object, of an event or of the line's text.
 
-Only what is written past Python stays as it is: by MPI, by a process that has to leave at once.
+Output that bypasses Python (from MPI, or from a process that must exit immediately) is unchanged.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from distgpt.core.base.interrupts import as_interrupt
 from distgpt.core.comm.job import exit_code, this_job
 from distgpt.core.train.lines import Facts, Lines, Metrics, Output, Remaining, summary
 
-ERROR_PREFIXES = ("distgpt: ", "Error: ")  # of lines by which a command ends, its own and click's
+ERROR_PREFIXES = ("distgpt: ", "Error: ")  # prefixes of distgpt's and click's last lines after an error
 
 
 class Log:
-    """Makes the lines of this process; all of them have its host, its rank and its last step.
+    """Creates the log lines of this process. Each has its host, its rank and the last step.
 
-    `before_end` is the event of lines that begin as that of an end does, while the command goes on.
+    `before_end`: event of lines that look like a command's last line but come before its end.
     """
 
     def __init__(self, before_end: str = "end") -> None:
@@ -33,18 +33,18 @@ class Log:
         self._common = {"host": platform.node(), "rank": job.rank} | ({"job": batch["id"]} if batch else {})
         self.before_end = before_end
         self.step: int | None = None
-        self.exit_code: int | None = None  # once it is known
-        self.ending = "error"  # the level of the end; where a signal asked for it, it is none
+        self.exit_code: int | None = None  # set once it is known
+        self.ending = "error"  # level of the last line; "warning" after a signal
 
     def line(self, event: str, level: str = "info", **facts: Any) -> str:
-        """Return an object in one line. Numbers that are not finite are null, as in metrics.jsonl."""
+        """Return an object as one line. Non-finite numbers become null, as in metrics.jsonl."""
         now = datetime.now().astimezone().isoformat(timespec="milliseconds")
         known = {"time": now, "level": level, **self._common, "step": self.step, "event": event, **facts}
         known = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in known.items()}
         return json.dumps(known, default=str) + "\n"
 
     def told(self, text: str, is_error: bool) -> str:
-        """Return the object of a line of text. `is_error`: it was written to standard error."""
+        """Return the object for a line of text, written to stderr if `is_error`."""
         prefix = next((known for known in ERROR_PREFIXES if is_error and text.startswith(known)), "")
         if not prefix:
             return self.line("message", "warning" if is_error else "info", message=text)
@@ -54,13 +54,13 @@ class Log:
 
 
 class JsonStream:
-    """Standard output or standard error, each line of which becomes an object."""
+    """A replacement for stdout or stderr that turns each line into an object."""
 
-    encoding = "utf-8"  # of what is written here; what goes on is ASCII
+    encoding = "utf-8"  # encoding of text written here; the output is ASCII
 
     def __init__(self, log: Log, plain: TextIO, is_error: bool) -> None:
         self.log, self.plain, self._is_error = log, plain, is_error
-        self._begun = ""  # of a line without its end
+        self._begun = ""  # an unfinished line
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.plain, name)
@@ -69,12 +69,12 @@ class JsonStream:
         *lines, self._begun = (self._begun + text).split("\n")
         for line in lines:
             if line.strip():
-                self.plain.write(self.log.told(line, self._is_error))  # whole: other ranks write, too
+                self.plain.write(self.log.told(line, self._is_error))  # in one call: other ranks write
         return len(text)
 
 
 class JsonLines(Lines):
-    """Shows a run in objects, as often as `Lines` does."""
+    """Shows a run as objects, as often as `Lines` does."""
 
     def __init__(self, seconds: float | None = None) -> None:
         super().__init__(seconds)
@@ -102,16 +102,16 @@ class JsonLines(Lines):
         self._emit("sample", facts={"message": text.strip()})
 
     def _emit(self, event: str, level: str = "info", *, facts: Mapping[str, Any]) -> None:
-        known = {k: v for k, v in facts.items() if k != "time"}  # each object has its own
+        known = {k: v for k, v in facts.items() if k != "time"}  # each object has its own time
         self.stream.write(self._log.line(event, level, **known))
         self.stream.flush()
 
 
 @contextmanager
 def as_json(before_end: str = "end") -> Iterator[None]:
-    """Turn what this process writes into JSON from now on; at the end of a command say how that has ended.
+    """Turn all further output of this process into JSON. At the end of a command, log how it ended.
 
-    The streams stay as they are then: what reports an error comes later.
+    The streams stay replaced, because errors are reported later.
     """
     log = Log(before_end)
     sys.stdout = JsonStream(log, sys.stdout, is_error=False)
@@ -121,7 +121,7 @@ def as_json(before_end: str = "end") -> Iterator[None]:
     finally:
         error = sys.exception()
         log.exit_code = 0
-        if error is not None:  # its line follows
+        if error is not None:  # the error's line follows
             error = as_interrupt(error)
             log.ending = "warning" if isinstance(error, KeyboardInterrupt) else "error"
             own = getattr(error, "exit_code", None)

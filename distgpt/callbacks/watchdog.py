@@ -1,8 +1,9 @@
-"""Guard against ranks that are stuck: a thread beside each rank's main thread.
+"""Detects stuck ranks, with a thread next to each rank's main thread.
 
-It reports to rank 0 what its rank is doing; rank 0's thread tells the user who is stuck, and each rank prints
-where in the code it is. It also sees signals while the main thread waits in MPI, where Python cannot handle
-them. And it asks NCCL for errors, which NCCL reports to nobody, so that the main thread would wait for ever.
+The thread reports the rank's activity to rank 0. Rank 0's thread prints which ranks are stuck, and each rank
+prints its position in the code. The thread also receives signals while the main thread waits in MPI, where
+Python cannot handle signals. It polls NCCL for errors, which otherwise would leave the main thread waiting
+forever.
 """
 
 from __future__ import annotations
@@ -37,13 +38,13 @@ from distgpt.core.train.run import Limits, Run
 from distgpt.core.train.summary import how_to_resume, write_stopped
 
 SECONDS_BETWEEN = 1.0  # between reports
-QUIET = 3  # reports that are missing, after which a rank counts as silent
-LEAST_STALL = 120.0  # seconds without progress, after which it is reported
-STEPS_OF_STALL = 10  # but at least so many usual steps
-SECONDS_FOR_SIGNAL = 10.0  # for a signal to wait for a step that does not end, and this many usual steps
+QUIET = 3  # missing reports before a rank counts as silent
+LEAST_STALL = 120.0  # seconds without progress before a report
+STEPS_OF_STALL = 10  # minimum stall, in typical steps
+SECONDS_FOR_SIGNAL = 10.0  # a signal waits this long, plus STEPS_FOR_SIGNAL typical steps, for a step to end
 STEPS_FOR_SIGNAL = 3
-SECONDS_TO_LEAVE = 3.0  # for the main thread to leave after a second signal
-SECONDS_TO_HEAR = 3.0  # for rank 0 to end the job after another rank reports a failure
+SECONDS_TO_LEAVE = 3.0  # timeout of the main thread after a second signal
+SECONDS_TO_HEAR = 3.0  # timeout of rank 0 to end the job after another rank's failure
 FRAMES, LONGEST_STACK = 8, 5000
 LARGEST = 8192  # bytes of a message
 SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
@@ -51,9 +52,9 @@ Address = tuple[str, int]
 
 
 class Reports:
-    """A rank's socket for datagrams to rank 0, which may be lost. They carry a secret; others are dropped.
+    """A rank's socket for datagrams to rank 0, which may be lost. Datagrams without the secret are dropped.
 
-    Creating it is collective; afterwards any thread may use it.
+    Creation is collective. Afterwards any thread may use it.
     """
 
     def __init__(self, comm: Comm) -> None:
@@ -71,7 +72,7 @@ class Reports:
         return {"port": port, "hosts": hosts, "secret": secrets.token_hex(16), "boot": boot_id()}
 
     def to_root(self, message: dict[str, Any]) -> None:
-        """Send to the address that rank 0 answered from, or else to all that may lead there."""
+        """Send to rank 0's last address; before its first answer, to all its possible addresses."""
         for address in self._to_root:
             self.send(message, address)
 
@@ -81,7 +82,7 @@ class Reports:
             self.socket.sendto(text[:LARGEST], address)
 
     def received(self) -> Iterator[tuple[dict[str, Any], Address]]:
-        """Yield the messages that have come, each with its sender."""
+        """Yield the received messages, each with its sender."""
         for _ in range(1000):  # a flood must not block the caller
             try:
                 text, address = self.socket.recvfrom(LARGEST)
@@ -102,7 +103,7 @@ class Reports:
 
 
 def _own_addresses() -> Iterator[str]:
-    """Yield this host's addresses without the loopback; other hosts find out which they reach."""
+    """Yield this host's addresses without loopback. Other hosts try which ones they reach."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             with suppress(OSError):  # an interface without an address
@@ -112,7 +113,7 @@ def _own_addresses() -> Iterator[str]:
 
 
 class Watchdog:
-    """A context, while which the thread runs."""
+    """Watches progress and signals in a thread, while its context is open."""
 
     def __init__(
         self,
@@ -123,13 +124,13 @@ class Watchdog:
         say: Callable[[str], None],
         end_job: Callable[[Interrupted | DistgptError], None],
     ) -> None:
-        """`usual`: seconds of a step. `say` prints, on rank 0. `end_job` ends the job from this thread."""
+        """`usual`: seconds of a step. `say` prints on rank 0. `end_job` ends the job from this thread."""
         self._rank, self._size, self._activity, self._limits = comm.rank, comm.size, activity, limits
         self._nccl = comm.queued
         self._usual, self._say, self._end_job = usual, say, end_job
         self._reports = Reports(comm) if comm.size > 1 else None
         self._seen: dict[int, tuple[float, Address, dict[str, Any]]] = {}  # each rank's last report
-        self._came: dict[int, list[float]] = {}  # signals
+        self._came: dict[int, list[float]] = {}  # times of each signal
         self._count, self._moved_at = -1, time.monotonic()
         self._reported_at, self._failed_at = self._moved_at, 0.0
         self._is_reported = self._stopped = False
@@ -159,7 +160,7 @@ class Watchdog:
             end.close()
 
     def after_step(self, done: Finished) -> dict[str, float]:
-        """Add nothing to a step's metrics: the activity says how far the run is."""
+        """Add nothing to a step's metrics, since `Activity` tracks progress."""
         return {}
 
     def _run(self) -> None:
@@ -187,7 +188,7 @@ class Watchdog:
             self._report(self._reports, now)
         elif self._reports:
             self._listen(self._reports, now)
-        if not moved:  # whoever has just moved is not stuck
+        if not moved:  # a rank that has just progressed is not stuck
             if self._rank == 0:
                 self._check_progress(now)
             self._exit_on_second_signal(now)
@@ -197,7 +198,7 @@ class Watchdog:
             self._give_up(now, has_failed(self._rank, "NCCL", trouble))
 
     def _give_up(self, now: float, why: str) -> None:
-        """Leave it to rank 0 to end the job, unless it does not: all ranks may see the same failure."""
+        """Report the failure to rank 0, which ends the job. If it does not, end the job here."""
         self._failed_at = self._failed_at or now
         if self._rank and self._reports and now - self._failed_at < SECONDS_TO_HEAR:
             self._reports.to_root({"failed": why})
@@ -205,7 +206,7 @@ class Watchdog:
             self._end_job(DistgptError(why))
 
     def _exit_on_second_signal(self, now: float) -> None:
-        """End the process where the main thread cannot leave after a signal has come twice."""
+        """End the process if a signal was sent twice and the main thread cannot exit."""
         for number, times in self._came.items():
             twice = times[-1] - times[0] > MEANT
             if twice and now - times[-1] > SECONDS_TO_LEAVE and self._moved_at < times[-1]:
@@ -214,7 +215,6 @@ class Watchdog:
                 os._exit(ended.exit_code)
 
     def _report(self, reports: Reports, now: float) -> None:
-        """Do the part of another rank than 0."""
         if any(message.get("stuck") for message, _ in reports.received()):
             self._show_stack()
         if now - self._reported_at >= SECONDS_BETWEEN:
@@ -224,7 +224,6 @@ class Watchdog:
             reports.to_root({**where, **who})
 
     def _listen(self, reports: Reports, now: float) -> None:
-        """Do the part of rank 0."""
         for message, address in reports.received():
             if "failed" in message:
                 self._end_job(DistgptError(message["failed"]))
@@ -234,7 +233,7 @@ class Watchdog:
 
     def _check_progress(self, now: float) -> None:
         idle, usual, limits = now - self._moved_at, self._usual(), self._limits
-        heard = (QUIET + 1) * SECONDS_BETWEEN * (self._size > 1)  # by then a stopped rank counts as silent
+        heard = (QUIET + 1) * SECONDS_BETWEEN * (self._size > 1)  # after this, stopped ranks are silent
         timeout = limits.stall_timeout
         timeout = max(LEAST_STALL, STEPS_OF_STALL * usual) if timeout is None else timeout
         if not self._is_reported and idle > max(heard, timeout):
@@ -251,7 +250,6 @@ class Watchdog:
             self._end_job(Interrupted(signal.SIGUSR1, why=f"no progress for {long_duration(idle)}"))
 
     def _account(self, now: float, idle: float) -> str:
-        """Return what every rank is doing."""
         own = self._activity
         doing = f"{own.doing} for {long_duration(now - own.since)}"
         rows = {0: f"{platform.node()} (process {os.getpid()}): {doing}"}
@@ -265,7 +263,7 @@ class Watchdog:
         return "\n".join([f"no progress for {long_duration(idle)}, at step {own.step + 1}:", *ranks])
 
     def _show_stack(self) -> None:
-        """Print where in the code the main thread of this rank is, on its own standard error."""
+        """Print the main thread's stack on this rank's stderr."""
         frame = sys._current_frames().get(self._main)
         stack = traceback.format_stack(frame)[-FRAMES:] if frame else ["  it has ended"]
         print_lines(f"{rank_name(self._rank)} is at\n{''.join(stack).rstrip()[-LONGEST_STACK:]}", err=True)
@@ -274,7 +272,7 @@ class Watchdog:
 def save_and_exit(run: Run, ended: Interrupted | DistgptError) -> None:
     """Save the last finished step from the watchdog's thread, and end the job.
 
-    In an exchange the weights are those of the last finished step. From here on nobody changes them.
+    During an exchange, the weights are from the last finished step. No thread changes them afterwards.
     """
     try:
         is_locked = not run.model.kernels.capabilities.is_async and run.step.weights_lock.acquire(timeout=1)
@@ -289,4 +287,4 @@ def save_and_exit(run: Run, ended: Interrupted | DistgptError) -> None:
         ended.add_note(f"nothing more was saved: {error}")
     say(ending(ended))
     run.comm.abort(ended.exit_code)
-    os._exit(ended.exit_code)  # where MPI is not what ends it
+    os._exit(ended.exit_code)  # if MPI does not end the process

@@ -1,4 +1,4 @@
-"""Where a run runs: launchers, cores and NUMA nodes, batch systems, restarts.
+"""The environment of a run: launchers, cores and NUMA nodes, batch systems, restarts.
 
-Not here: how ranks share a step (parallel), and what is sent between them (core/comm).
+Not here: how ranks share a step (parallel), and communication between ranks (core/comm).
 """

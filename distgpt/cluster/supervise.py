@@ -1,7 +1,7 @@
-"""A run that starts again after a lost rank or host, supervised from outside of mpirun: `distgpt supervise`.
+"""`distgpt supervise`: restart a run after a lost rank or host, from outside of mpirun.
 
-It starts a launch as a user types it, `mpirun -n 8 -f hosts distgpt train …`, watches its hosts, and starts
-it again from its last checkpoint on hosts that still answer. Batch systems restart jobs by their scripts.
+It starts a launch line such as `mpirun -n 8 -f hosts distgpt train …`, monitors its hosts, and restarts it
+from its last checkpoint on hosts that still answer. In batch systems, the job script does this.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from distgpt.core.saved.checkpoint import newest_step
 from distgpt.core.saved.rundir import RunDirectory, parse_metrics, whole_lines
 
 TRAINS = ("train", "tune")
-# Options as MPICH, Intel MPI and Open MPI have them, with one dash or two, and what they give.
+# Options of MPICH, Intel MPI and Open MPI, with one dash or two, and their meaning.
 OPTIONS = {
     **dict.fromkeys(("n", "np", "c"), "ranks"),
     **dict.fromkeys(("f", "hostfile", "machinefile", "default-hostfile"), "hostfile"),
@@ -44,35 +44,35 @@ OPTIONS = {
 }
 LAUNCHERS = ("mpirun", "mpiexec", "orterun", "prterun")
 MOST_NAMED = 6  # hosts in a message
-# Ends that would come again, of distgpt, sysexits.h and shells; also after a host that computes wrongly. A
-# lost rank is 70 if MPI tells the others, so all of 70 is tried again.
+# Exit codes that would repeat (distgpt, sysexits.h, shells), including a host that computes wrongly. A lost
+# rank is 70 if MPI notifies the others, so 70 is always retried.
 FINAL = (2, 64, 65, MismatchError.exit_code, NonFiniteError.exit_code, 126, 127)
-KILLED = (signal.SIGKILL, 128 + signal.SIGKILL, -signal.SIGKILL)  # codes of mpirun, a shell, Python
-MOST_DEATHS = 3  # without a step more than before
+KILLED = (signal.SIGKILL, 128 + signal.SIGKILL, -signal.SIGKILL)  # codes from mpirun, a shell, Python
+MOST_DEATHS = 3  # failures in a row without progress
 SECONDS_BETWEEN_LOOKS = 0.2
-SECONDS_BETWEEN_QUESTIONS = 5.0  # to a host that answers and rejects ssh, or for which a job waits
-PAUSE = 5.0  # before a third attempt at a step: a disk that was away may be back
-VARIABLE = "DISTGPT_SUPERVISED"  # in the environment of all processes that a supervisor starts
+SECONDS_BETWEEN_QUESTIONS = 5.0  # between checks of a host that rejects ssh, or that a job waits for
+PAUSE = 5.0  # before the third attempt, since a missing disk may be back
+VARIABLE = "DISTGPT_SUPERVISED"  # set in all processes that a supervisor starts
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchLine:
-    """A launch in its parts. `launcher` has no words if a single process starts without one."""
+    """The parts of a launch line. `launcher` is empty if a single process starts without one."""
 
     launcher: tuple[str, ...]
     program: tuple[str, ...]  # distgpt
     command: tuple[str, ...]  # train, and its options
     mpirun: str | None  # the program that starts the ranks, if it is an mpirun
-    at: Mapping[str, int]  # places in `launcher` of the values of its options, by OPTIONS
+    at: Mapping[str, int]  # indexes in `launcher` of option values, by OPTIONS
     ranks: int
 
     def value(self, option: str) -> str | None:
         return self.launcher[self.at[option]] if option in self.at else None
 
     def words(self, variable: str, ranks: int, hosts: Path | None) -> list[str]:
-        """Return the launch of `ranks` on the hosts of another file, all with `variable` in the environment.
+        """Return the launch line for `ranks` on another hostfile, with `variable` in every environment.
 
-        By way of env: Open MPI passes no variable on to another host unasked.
+        It uses env, because Open MPI does not pass variables to other hosts by default.
         """
         words = list(self.launcher)
         for option, value in (("ranks", ranks), ("hostfile", hosts)):
@@ -82,7 +82,6 @@ class LaunchLine:
 
 
 def parse(words: Sequence[str]) -> LaunchLine:
-    """Read the words of a launch of distgpt train."""
     found = (i for i in range(1, len(words)) if words[i] in TRAINS and Path(words[i - 1]).name == "distgpt")
     if (train := next(found, None)) is None:
         raise UsageError("give the whole line after --, as in -- mpirun -n 8 -f hosts distgpt train …")
@@ -109,12 +108,12 @@ def parse(words: Sequence[str]) -> LaunchLine:
 
 
 def _option(word: str) -> str:
-    """Return what an option of mpirun gives; "" of another word."""
+    """Return the meaning of an mpirun option; "" for any other word."""
     return OPTIONS.get(word.lstrip("-"), "") if word.startswith("-") else ""
 
 
 def read_rooms(line: LaunchLine) -> list[HostLine]:
-    """Return the lines of a launch's hostfile, each with its ranks; reject one without room for all ranks."""
+    """Return the lines of a launch's hostfile with their slots. Reject one with fewer slots than ranks."""
     if (given := line.value("hostfile")) is None:
         return []
     path = Path(given)
@@ -137,7 +136,7 @@ def read_rooms(line: LaunchLine) -> list[HostLine]:
 
 
 def chosen(rooms: Sequence[HostLine], there: Collection[str], ranks: int) -> list[HostLine]:
-    """Return the first rooms on hosts that answer, as many as the ranks need or as there are."""
+    """Return the first lines on hosts that answer, as many as the ranks need or as there are."""
     found: list[HostLine] = []
     for room in rooms:
         if room.host in there and sum(each.slots for each in found) < ranks:
@@ -151,7 +150,6 @@ def hosts_of(rooms: Sequence[HostLine]) -> list[str]:
 
 
 def listed(hosts: Sequence[str]) -> str:
-    """Return the first hosts in words, and how many more there are."""
     more = f" and {len(hosts) - MOST_NAMED} more" if len(hosts) > MOST_NAMED else ""
     return ", ".join(hosts[:MOST_NAMED]) + more
 
@@ -163,11 +161,10 @@ class Attempt:
     rooms: list[HostLine]
     ranks: int
     code: int = 0
-    gone: list[str] = field(default_factory=list)  # hosts that stopped to answer while it ran
-    stalled: float = 0.0  # seconds without a step, after which it was ended; 0: it was not
+    gone: list[str] = field(default_factory=list)  # hosts that stopped answering
+    stalled: float = 0.0  # seconds without a step before it was ended; 0: no stall
 
     def why(self) -> str:
-        """Describe what ended it."""
         if self.gone:
             return f"{listed(self.gone)} did not answer any more"
         if self.stalled:
@@ -176,9 +173,10 @@ class Attempt:
 
 
 class Supervisor:
-    """Keeps a run going that a launch trains in the directory `out`.
+    """Restarts a run in the directory `out`.
 
-    `least`: the fewest ranks. `restarts`, `stall`: the most restarts, and seconds without a step; None: any.
+    `least`: minimum number of ranks. `restarts`: maximum number of restarts. `stall`: maximum seconds
+    without a step. None: no limit.
     """
 
     def __init__(
@@ -191,13 +189,12 @@ class Supervisor:
         self._rooms = read_rooms(line)
         self._variable = f"{VARIABLE}={platform.node()}-{os.getpid()}-{time.time_ns()}"
         self._signals = PendingSignals()
-        self._names: dict[str, str] = {}  # the names by which hosts that have answered know themselves
-        self._answers: dict[str, Answer] = {}  # of this restart
-        self._lost: set[str] = set()  # hosts that were, at any time
+        self._names: dict[str, str] = {}  # hosts' own names, once they have answered
+        self._answers: dict[str, Answer] = {}  # answers at this restart
+        self._lost: set[str] = set()  # hosts lost at any time
         self._furthest, self._deaths, self._starts = -1, 0, 0
 
     def run(self) -> int:
-        """Return the exit code of the command."""
         with deferred_signals(self._signals):
             try:
                 while (attempt := self._place()) is not None:
@@ -211,17 +208,17 @@ class Supervisor:
                 clean_here(self._variable)
         return self._signals.exit_code
 
-    # Where it runs
+    # Hosts
 
     def _clean(self, known_gone: Sequence[str] = ()) -> None:
-        """Kill what an attempt has left, on all hosts that answer; note which do."""
+        """Kill leftover processes on all hosts that answer, and store the answers."""
         clean_here(self._variable)
-        asked = [host for host in hosts_of(self._rooms) if host not in known_gone]  # that would cost 5 s
+        asked = [host for host in hosts_of(self._rooms) if host not in known_gone]  # a lost host takes 5 s
         self._answers = dict.fromkeys(known_gone, Answer(problem="no answer")) | clean(asked, self._variable)
         self._names |= {host: answer.name for host, answer in self._answers.items() if answer.name}
 
     def _place(self) -> Attempt | None:
-        """Choose hosts, as soon as enough of them answer; None if a signal came before."""
+        """Choose hosts as soon as enough of them answer. Return None if a signal arrives first."""
         wanted, has_waited = self._line.ranks, False
         if self._rooms and not self._answers:
             self._clean()
@@ -235,7 +232,7 @@ class Supervisor:
                 rooms = chosen(self._rooms, there, ranks)
             silent = [host for host in hosts_of(self._rooms) if host not in there]
             if ranks >= least:
-                # At first a host that only lets no ssh in may have another's job, in good health.
+                # At the first start, a host that is up but rejects ssh may be running a healthy job.
                 lost = [host for host in silent if self._starts or not self._answers[host].is_there]
                 self._take_over(lost)
                 begin = f"start {self._starts + 1}, from {self._saved()}" if self._starts else ""
@@ -256,7 +253,7 @@ class Supervisor:
         return None
 
     def _dividing(self, most: int) -> int:
-        """Return the largest number of ranks, of so many at most, that the run's settings allow."""
+        """Return the largest number of ranks, up to `most`, that the run's settings allow."""
         from distgpt.core.train.plan import refuse_unsuited
 
         saved = self._run.saved()
@@ -269,7 +266,7 @@ class Supervisor:
         return 1
 
     def _take_over(self, lost: Sequence[str]) -> None:
-        """Free the directory from a process on a lost host, whose lock a network disk may still keep."""
+        """Remove the lock of a process on a lost host, which a network disk may still have."""
         names = {self._names.get(host, host.rpartition("@")[2].partition(".")[0]) for host in lost}
         holder = self._run.lock.holder()
         if holder and holder.host in names and self._run.lock.is_held():
@@ -289,9 +286,9 @@ class Supervisor:
             try:
                 child = subprocess.Popen(
                     words,
-                    stdin=subprocess.DEVNULL,  # a terminal is not read from
+                    stdin=subprocess.DEVNULL,  # does not read from a terminal
                     env={**os.environ, name: value},
-                    start_new_session=True,  # a Ctrl-C is passed on once
+                    start_new_session=True,  # otherwise Ctrl-C would be delivered twice
                 )
             except OSError as error:
                 raise UsageError(f"cannot start {words[0]}: {error.strerror or error}") from error
@@ -305,7 +302,7 @@ class Supervisor:
                 if child.poll() is None:
                     with suppress(ProcessLookupError, PermissionError):
                         os.killpg(child.pid, signal.SIGKILL)
-                clean_here(self._variable)  # also the launcher's ssh, and what has left its group
+                clean_here(self._variable)  # also ends the launcher's ssh, and processes outside its group
                 attempt.code = child.wait()
 
     def _wait(
@@ -316,11 +313,11 @@ class Supervisor:
         while child.poll() is None:
             for number in [each for each in self._signals.came if each not in passed]:
                 passed.add(number)
-                # mpirun kills its ranks on a SIGHUP.
+                # mpirun kills its ranks on SIGHUP.
                 child.send_signal(signal.SIGTERM if number == signal.SIGHUP else number)
             broken = [host for host, line in lines.items() if line.poll() is not None]
             if broken and time.monotonic() > asked_at + SECONDS_BETWEEN_QUESTIONS:
-                answers = clean(broken, f"{VARIABLE}=none")  # which nothing has: a question only
+                answers = clean(broken, f"{VARIABLE}=none")  # matches nothing: only a check
                 attempt.gone = [host for host in broken if not answers[host].is_there]
                 lines |= {host: connect(host) for host in broken if answers[host].name}
                 asked_at = time.monotonic()
@@ -334,16 +331,16 @@ class Supervisor:
             time.sleep(SECONDS_BETWEEN_LOOKS)
 
     def _progress(self) -> tuple[int, int]:
-        """Return what changes as soon as a step is in the metrics."""
+        """Return the time and size of the metrics, which change with each step."""
         with suppress(OSError):
             found = self._run.metrics.stat()
             return found.st_mtime_ns, found.st_size
         return 0, 0
 
-    # What comes after it
+    # After an attempt
 
     def _judge(self, attempt: Attempt) -> int | None:
-        """Return the exit code if the run is over; None if it is to start again."""
+        """Return the exit code if the run is over, or None to restart it."""
         step = self._step()
         if attempt.code == 0 and not attempt.gone:
             return 0
@@ -361,7 +358,7 @@ class Supervisor:
         elif not newly_lost:
             self._deaths += 1
         say(f"the job has ended after step {step:,}: {attempt.why()}")
-        own_code = attempt.code if attempt.code > 0 else 128 - attempt.code  # a launcher's may be a signal's
+        own_code = attempt.code if attempt.code > 0 else 128 - attempt.code  # a launcher's may be a signal
         if self._deaths >= MOST_DEATHS:
             say(f"not started again: it ended {MOST_DEATHS} times without a step beyond {self._furthest:,}")
             return own_code
@@ -373,7 +370,6 @@ class Supervisor:
         return None
 
     def _step(self) -> int:
-        """Return the last step in the metrics."""
         with suppress(DistgptError, IndexError):
             lines = whole_lines(self._run.metrics)
             return parse_metrics(lines[-1], len(lines), self._run.metrics).step

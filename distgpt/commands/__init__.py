@@ -1,4 +1,4 @@
-"""The commands of the command line, by families: parse, build, call; and the options they share.
+"""The commands, grouped in modules (parse options, build objects, call), and their shared options.
 
-Not here: what a command does (the room that it calls), and the settings (core/config/).
+Not here: the work of a command (the package that it calls), and the settings (core/config/).
 """

@@ -37,7 +37,7 @@ DTYPE_HELP = "Compute in this number format; in float32 if left out, in which lo
 
 
 def refuse_launched(name: str) -> None:
-    """Refuse several processes: these would all measure, and start their own to measure."""
+    """Reject a launch with multiple processes. Each would measure, and start its own processes."""
     if launched_as() > 1:
         raise UsageError(
             f"distgpt bench {name} is for one process, and was launched as {launched_as()}: "
@@ -51,7 +51,7 @@ def bench() -> None:
 
 
 def result_options(name: str) -> Callable[[F], F]:
-    """Add the options of where results go; `name` says what they are called without --name."""
+    """Add the options for the results. `name` describes the default of --name."""
     return together(
         click.option("--name", help=f"Name of the results; {name} if left out."),
         click.option("--out", type=PATH, default=Path("bench"), help="Folder for results."),
@@ -60,7 +60,7 @@ def result_options(name: str) -> Callable[[F], F]:
 
 
 def to_options(kind: type[T], given: dict[str, Any]) -> T:
-    """Return a command's options as its dataclass; settings of a run that were given go into `settings`."""
+    """Return a command's options as its dataclass. Settings of a run that the user set are in `settings`."""
     own = {field.name for field in fields(kind)}  # type: ignore[arg-type]
     settings = set_by_user({key: value for key, value in given.items() if key not in own})
     more = {"settings": settings} if "settings" in own else {}
@@ -71,7 +71,7 @@ def preset_option(default: str) -> Callable[[F], F]:
     return click.option("--preset", default=default, shell_complete=presets, help="A named configuration.")
 
 
-# The programs in benchmarks/ that measure other software next to ours have these options as well.
+# The programs in benchmarks/ that measure other software share these options.
 train_options = together(
     stage_options, launch_options, preset_option("tiny"), settings, result_options("preset and stage")
 )
@@ -79,7 +79,7 @@ train_options = together(
 
 @bench.command("train", example="distgpt bench train --preset gpt-mini --ranks 2 --stage mpi")
 @train_options
-@click.option("--measure-peak", is_flag=True, hidden=True)  # for the processes that this starts
+@click.option("--measure-peak", is_flag=True, hidden=True)  # set for the processes that this command starts
 def train(measure_peak: bool, **given: Any) -> None:
     """Train for a few steps: tokens per second, share of the machine's peak, memory.
 
@@ -138,7 +138,7 @@ def infer(**given: Any) -> None:
 @click.option("--repeats", type=POSITIVE, default=30, help="Most repetitions of a size.")
 @click.option("--seconds", type=FiniteRange(1), default=60.0, help="About how long, in all.")
 @result_options(name="stage and ranks")
-@click.option("--measure-only", is_flag=True, hidden=True)  # for the ranks that this command starts
+@click.option("--measure-only", is_flag=True, hidden=True)  # set for the ranks that this command starts
 def allreduce(**given: Any) -> None:
     """Time the sum over ranks that every training step makes, by size and by algorithm.
 

@@ -1,4 +1,4 @@
-"""The entry point: the list of commands, and one exit for all of them."""
+"""The entry point: the list of commands, and the exit of every command."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from distgpt.core.comm.job import described, exit_code, this_job
 from distgpt.core.components import install
 from distgpt.core.cpu.stages import connected
 
-# In the order of use.
+# Commands in the order of use.
 COMMANDS = (
     *("train", "infer", "chat", "tune", "serve", "eval", "data", "tokenizer", "weights", "estimate"),
     *("submit", "supervise", "runs", "plot", "compare", "replay", "sweep"),
     *("profile", "bench", "doctor", "compile", "help"),
 )
-# The files of those that have none of their own name.
+# Modules of the commands that have no module with their name.
 FILES = {
     "tune": "train",
     **dict.fromkeys(("infer", "chat", "serve", "eval"), "generate"),
@@ -36,17 +36,17 @@ FILES = {
     **dict.fromkeys(("plot", "compare", "replay"), "runs"),
     **dict.fromkeys(("estimate", "profile", "sweep", "doctor", "compile"), "measure"),
 }
-# Those that a launcher may start as several processes.
+# Commands that a launcher may start as multiple processes.
 TOGETHER = ("train", "tune", "infer", "eval", "sweep", "profile", "bench", "doctor", "replay")
 
-# A slim installation (packaging/slim.txt) may lack these; those that every run needs are not among them.
+# Libraries that a slim installation (packaging/slim.txt) may lack; no run needs them.
 LIBRARIES = ("jinja2", "matplotlib", "rich", "tokenizers")
 
-COMPLETE = "_DISTGPT_COMPLETE"  # set by the shell's completion
+COMPLETE = "_DISTGPT_COMPLETE"  # set by shell completion
 
 
 class Commands(Group):
-    """Imports a command only when it is asked for, so that most starts are fast."""
+    """Imports a command only when it is used, so that most starts are fast."""
 
     def list_commands(self, context: click.Context) -> list[str]:
         return [*COMMANDS]
@@ -74,7 +74,7 @@ def cli(context: click.Context) -> None:
 
 
 def _show(error: click.ClickException) -> None:
-    """Print what click would, but escape what the user typed."""
+    """Print the same as click, but escape user input."""
     if isinstance(error, NoCommand):
         print(error.format_message(), file=sys.stderr, flush=True)
         return
@@ -88,8 +88,8 @@ def main() -> None:
     """Run a command and exit, with one exit code for the whole job."""
     try:
         interrupts.install_handlers()
-        atexit.register(gc.freeze)  # leaving without looking for garbage takes 0.04 s instead of 0.34
-        # Python sets it to None where the descriptor is closed.
+        atexit.register(gc.freeze)  # exiting without garbage collection takes 0.04 s instead of 0.34
+        # Python sets a stream to None if its descriptor is closed.
         sys.stdout = sys.stdout or Path(os.devnull).open("w")  # noqa: SIM115
         sys.stdin = sys.stdin or Path(os.devnull).open()  # noqa: SIM115
         for stream in (sys.stdout, sys.stderr):
@@ -99,26 +99,26 @@ def main() -> None:
             raise click.exceptions.Exit(shell_complete(cli, {}, "distgpt", COMPLETE, instruction))
         if name := os.environ.get(COMPONENTS):
             install(load_components(name))
-        # Not cli.main(), which handles interrupts and closed pipes itself.
+        # cli.main() would handle interrupts and closed pipes itself.
         with cli.make_context("distgpt", sys.argv[1:]) as context:
             cli.invoke(context)
         print(end="", flush=True)
         code = 0
         if connected and connected[-1].rank:
-            interrupts.ignore_further()  # rank 0 alone has more to do, and ends all if it is interrupted
+            interrupts.ignore_further()  # only rank 0 has more to do, and an interrupt there ends all ranks
     except click.exceptions.Exit as done:  # --help, --version, completion
         code = done.exit_code
     except BaseException as error:
         try:
             code = _leave(interrupts.as_interrupt(error))
-        except KeyboardInterrupt as signaled:  # a launcher ends the other ranks of one that has failed
+        except KeyboardInterrupt as signaled:  # after a rank fails, a launcher ends the others
             interrupts.ignore_further()
             code = exit_code(signaled)
     sys.exit(code)
 
 
 def _leave(error: BaseException) -> int:
-    """Report the error, to the other ranks too where this one has not joined them. Return the exit code."""
+    """Report the error, also to ranks that wait for this one to join. Return the exit code."""
     comm = connected[-1] if connected else None
     job = this_job()
     library = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
@@ -130,7 +130,7 @@ def _leave(error: BaseException) -> int:
             _show(error)
     else:
         code, text = job.leave(error, comm), described(error)
-    # Of another command nobody is to be met: a shell that srun started may type it alone.
+    # Other commands have no ranks to join: a shell started by srun may run one on its own.
     is_met = sys.argv[1:2] != [] and sys.argv[1] in TOGETHER
     if comm is None and is_met and not isinstance(error, KeyboardInterrupt):
         return job.complain(text, code)

@@ -164,7 +164,7 @@ def tokenizer_info(name_or_path: str, text: str | None) -> None:
         if text is None:
             return
         raise
-    if isinstance(tokenizer, BytesDecoder):  # bytes that are no whole character as \xNN
+    if isinstance(tokenizer, BytesDecoder):  # show partial characters as \xNN
         pieces = [tokenizer.pieces[i].decode("utf-8", "backslashreplace") for i in ids]
     else:
         pieces = [tokenizer.decode([i]) for i in ids]
@@ -176,7 +176,7 @@ def tokenizer_info(name_or_path: str, text: str | None) -> None:
 
 
 _STORED = ("float32", "bfloat16", "float16")
-_BLOCKS = ("q8_0", "q4_0")  # of GGUF
+_BLOCKS = ("q8_0", "q4_0")  # GGUF block formats
 _note = partial(print_lines, err=True)
 
 

@@ -37,14 +37,14 @@ from distgpt.inference.serving.limits import LIMITS, Limits, ListenOn
 
 
 def dtype_option(auto: str) -> Callable[[F], F]:
-    """Add --dtype, for a model that is not trained; `auto` says what that is for weights that are floats."""
+    """Add --dtype for a model in inference. `auto` describes its default for unquantized weights."""
     of = f"Compute in this number format. auto: what the weights are rounded to; of others {auto}."
     return click.option("--dtype", type=click.Choice(INFERENCE_DTYPES), default=AUTO_DTYPE, help=of)
 
 
 adapter_option = click.option("--adapter", type=PATH, help="Merge this adapter, or that of a run.")
 
-# The fields of a ModelSpec.
+# The fields of ModelSpec.
 model_options = together(
     click.option("--weights", type=PATH, help="Weights file, run, or hub:ORG/NAME. [default: a sample]"),
     dtype_option("bfloat16 where that is faster, else float32"),
@@ -55,7 +55,7 @@ model_options = together(
 
 
 def request_options(unused: Collection[str] = (), **defaults: object) -> Callable[[F], F]:
-    """Add an option for each setting of a request, with `defaults` where they are other ones."""
+    """Add an option for each setting of a request. `defaults` override the usual defaults."""
 
     def added(name: str, about: Setting) -> Callable[[F], F]:
         how: dict[str, Any] = {"default": defaults.get(name, getattr(Request(), name))}
@@ -66,7 +66,7 @@ def request_options(unused: Collection[str] = (), **defaults: object) -> Callabl
 
 
 def announce_sample(weights: Path | None, rank: int) -> None:
-    """Print on rank 0 that the bundled sample writes, if it does."""
+    """Print on rank 0 that the bundled sample is used, if it is."""
     if weights is None and rank == 0:
         print_lines("no --weights: this is the bundled sample", err=True)
 
@@ -195,7 +195,7 @@ def serve(
     Server(loaded, side_by_side, shown, listen_on, listener).serve_model()
 
 
-# The benchmarks of inference/evaluation/questions.py, and what each option takes.
+# The benchmarks of inference/evaluation/questions.py, and the file for each option.
 BENCHMARKS = {
     "hellaswag": "HellaSwag, as hellaswag_val.jsonl.",
     "arc_easy": "ARC's easy questions, as ARC-Easy-Test.jsonl.",

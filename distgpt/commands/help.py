@@ -1,4 +1,4 @@
-"""How help is printed: options in groups, with defaults; suggestions for wrong words; pages of the docs."""
+"""Help output: options in groups, with defaults; suggestions for mistyped words; pages of the docs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from distgpt.core.base.files import bundled
 from distgpt.core.config import BATCH_IN_TOKENS, BATCH_TOKENS, GROUPS, SETTINGS, RunConfig, Setting
 from distgpt.core.config.presets import preset
 
-# The settings that have an option, in the order of --help. The others are set by --set, TOML and presets.
+# Settings with an option, in the order of --help. --set, TOML files and presets set the others.
 OPTIONS = (
     *("data", "tokenizer", "init", "lora_rank"),
     *("steps", "batch_size", BATCH_TOKENS, "seq_len", "grad_accum", "pack"),
@@ -28,16 +28,16 @@ OPTIONS = (
     *("sample_every", "eval_every", "val", "val_fraction", "val_tokens", "hellaswag"),
 )
 KNOWN = {**SETTINGS, BATCH_TOKENS: BATCH_IN_TOKENS}
-GRAPHS = "cuda_graph"  # what --set calls the field `graphs` of GpuConfig
+GRAPHS = "cuda_graph"  # the name of GpuConfig's field `graphs` in --set
 
 
 def spelled(name: str, about: Setting) -> str:
-    """Return the option's flag, as --seq-len; for a switch both, as --bias/--no-bias."""
+    """Return the option's flag, such as --seq-len; for a switch both flags, such as --bias/--no-bias."""
     return about.flag or "--" + name.replace("_", "-")
 
 
 def setting_text(name: str) -> str:
-    """Return a setting's help, its values, its default, and how it is set, for the reference."""
+    """Return a setting's help, values, default and option for the reference."""
     about, run = SETTINGS[name], RunConfig()
     default = getattr(run.model if hasattr(run.model, name) else run.train, name)
     signs = (("≥", about.low), (">", about.above), ("≤", about.most), ("<", about.below))
@@ -45,7 +45,7 @@ def setting_text(name: str) -> str:
     choices = [*filter(None, [about.undecided]), *about.choices]
     facts = [
         " or ".join(choices) or " ".join([about.kind.__name__, ", ".join(bounds)]).strip(),
-        f"default {json.dumps(about.undecided or default)}",  # as TOML writes it
+        f"default {json.dumps(about.undecided or default)}",  # TOML syntax
         *(["may change on resume"] if about.changeable else []),
         f"`{spelled(name, about)}`" if name in OPTIONS else f"`--set {name}=…`",
     ]
@@ -53,9 +53,9 @@ def setting_text(name: str) -> str:
 
 
 class Option(click.Option):
-    """An option and the section of --help-all that lists it. Without one, --help lists it too.
+    """An option and its section in --help-all. Options without a section are also in --help.
 
-    `undecided` is what it is by default whatever the preset: a word for what a run decides.
+    `undecided`: the default for any preset, a word for a value that the run decides.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ def _default(name: str, run: RunConfig) -> Any:
 
 
 def _preset_of(context: click.Context) -> str:
-    """Return the preset whose values are the defaults of a command's settings, "" if it begins with none."""
+    """Return the preset whose values are the defaults of a command's settings, "" if it uses none."""
     named = (p for p in context.command.params if isinstance(p, Option) and p.name == "preset")
     return next((context.params.get("preset") or param.undecided for param in named), "")
 
@@ -96,7 +96,7 @@ HELP_ALL = click.Option(["--help-all"], help="Show all options, by groups, and e
 
 
 class Command(click.Command):
-    """A command that lists the options needed first; --help-all lists the others, in groups."""
+    """A command whose --help lists the most important options, and --help-all the others, in groups."""
 
     def __init__(self, *args: Any, example: str = "", **how: Any) -> None:
         super().__init__(*args, **how)
@@ -115,7 +115,7 @@ class Command(click.Command):
             formatter.write(f"\nDefaults are those of the preset {name}. Of another: --preset gpt2 --help\n")
 
     def sections(self, context: click.Context, everything: bool) -> dict[str, list[tuple[str, str]]]:
-        """Return what --help lists, or --help-all, by the name of the section."""
+        """Return the entries of --help or --help-all by section."""
         context.show_default = True
         options = [param for param in self.get_params(context) if not isinstance(param, click.Argument)]
         if name := _preset_of(context):
@@ -139,32 +139,32 @@ command = partial(click.command, cls=Command)
 
 
 def _hides(param: click.Parameter) -> bool:
-    """Return whether --help leaves an option to --help-all."""
+    """Return whether only --help-all lists an option."""
     return isinstance(param, Option) and bool(param.group) and not param.first and not param.hidden
 
 
 class NoCommand(click.UsageError):
-    """A group was named without a command: its help is the answer."""
+    """A group was named without a command. Its message is the group's help."""
 
 
 class Group(click.Group):
-    """A list of commands whose summaries are wrapped, not cut, where the terminal is narrow."""
+    """A list of commands whose summaries are wrapped, not truncated, in a narrow terminal."""
 
     command_class = Command
 
     def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
-        """Refuse a missing command the same way in every version of click."""
+        """Reject a missing command in the same way with every version of click."""
         if not args and not context.resilient_parsing:
             raise NoCommand(context.get_help(), context)
         return super().parse_args(context, args)
 
     def list_commands(self, context: click.Context) -> list[str]:
-        """Return the commands as they are declared, not by the alphabet."""
+        """Return the commands in declaration order, not alphabetically."""
         return [*self.commands]
 
     def get_command(self, context: click.Context, name: str) -> click.Command | None:
         found = super().get_command(context, name)
-        if found is None and not context.resilient_parsing:  # else the shell asks how to complete this
+        if found is None and not context.resilient_parsing:  # resilient parsing: shell completion
             context.fail(f"no such command {name!r}{nearest(name, self.list_commands(context))}")
         return found
 
@@ -174,14 +174,14 @@ class Group(click.Group):
             formatter.write_dl([(name, found.get_short_help_str(500)) for name, found in named if found])
 
 
-# Pages of the documentation, by `distgpt help TOPIC`
+# Pages of the documentation, for `distgpt help TOPIC`
 
 FOLDERS = {"how-to": "How-to pages", "tutorials": "Tutorials", "reference": "Reference pages"}
 FOLDERS |= {"explanation": "Explanations"}
-MADE = ("commands", "python-api")  # by `make docs` alone; --help lists what they would
+MADE = ("commands", "python-api")  # made by `make docs`; --help has their content
 GENERATED = "<!-- generated: settings -->"
 NOT_SHOWN = re.compile(r"<!-- .*? -->\n?", re.DOTALL)
-# A link to a page that is printed; to one that is not, it is a link to elsewhere.
+# A link to a page that `distgpt help` can print; ELSEWHERE_LINK is any other link.
 TO_PAGE = re.compile(
     rf"\[([^]]+)\]\((?:\.\./(?:{'|'.join(FOLDERS)})/)?(?!(?:{'|'.join(MADE)})\.)([\w-]+)\.md[^)]*\)"
 )
@@ -189,20 +189,19 @@ ELSEWHERE_LINK = re.compile(r"!?\[([^]]+)\]\([^)]+\)")
 
 
 def topics(*folders: str) -> dict[str, Path]:
-    """Return the pages in these folders, or in all, by the names of their files."""
+    """Return the pages in these directories, or in all, by file name."""
     paths = (path for folder in folders or FOLDERS for path in sorted(bundled("docs", folder).glob("*.md")))
     return {path.stem: path for path in paths if path.stem not in MADE}
 
 
 def contents(folder: str) -> str:
-    """Return the names and titles of a folder's pages."""
     titles = {name: path.read_text("utf-8").partition("\n")[0] for name, path in topics(folder).items()}
     lines = (f"  {name:<20}{title.lstrip('# ')}" for name, title in titles.items())
     return "\n".join([f"{FOLDERS[folder]}:", *lines, ""])
 
 
 def page(path: Path) -> str:
-    """Return a page for a terminal: a link to another topic names it, other links are their words."""
+    """Format a page for a terminal: a link to another topic names it; other links become plain text."""
     text = path.read_text("utf-8")
     text = text.replace(GENERATED, "\n".join(f"- `{name}`: {setting_text(name)}" for name in SETTINGS))
     text = NOT_SHOWN.sub("", text)

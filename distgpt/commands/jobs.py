@@ -26,10 +26,10 @@ from distgpt.core.base.formatting import count, typed_duration
 from distgpt.core.config import ON_GPU, WITH_MPI, RunConfig
 from distgpt.core.config.asked import asked_for
 
-SECONDS_TO_ANSWER = 60  # of a batch system
-STALL_ABORT = "30m"  # without progress, then the run saves and the job begins again
-CPUS_PER_GPU = 4  # of a rank with a GPU: its own thread, a reader, a writer of checkpoints, NCCL's proxy
-MOST_CHECKED = 100  # elements of an array whose command is checked before
+SECONDS_TO_ANSWER = 60  # timeout for a batch system's answer
+STALL_ABORT = "30m"  # after this time without progress, the run saves and the job restarts
+CPUS_PER_GPU = 4  # a rank's main thread, a reader, a checkpoint writer, NCCL's proxy
+MOST_CHECKED = 100  # array elements whose command is checked in advance
 TRAINS = {"train": train, "tune": tune}
 
 
@@ -171,7 +171,7 @@ def submit(
 
 
 def _found_system() -> System:
-    """Return the first system whose commands are all here, and print which."""
+    """Return the first system whose commands are all available, and print its name."""
     found = next((row for row in SYSTEMS.values() if all(map(shutil.which, row.programs))), None)
     if not found:
         raise UsageError(
@@ -182,7 +182,7 @@ def _found_system() -> System:
 
 
 def _program(prefix: str | None) -> list[str]:
-    """Return the words that run distgpt: a prefix, and this installation's unless it ends with another."""
+    """Return the words that run distgpt: a prefix, and this installation unless the prefix has one."""
     try:
         before = shlex.split(prefix or "")
     except ValueError as error:
@@ -191,7 +191,7 @@ def _program(prefix: str | None) -> list[str]:
 
 
 def _parsed(words: Sequence[str]) -> tuple[dict[str, Any], bool]:
-    """Return the options of train, which rejects what it cannot read, and whether --stage is among them."""
+    """Parse the options of train, and return them with whether --stage was set."""
     command = TRAINS[words[0]]
     with command.make_context(f"distgpt {words[0]}", list(words[1:])) as context:
         source = context.get_parameter_source("stage")
@@ -200,14 +200,14 @@ def _parsed(words: Sequence[str]) -> tuple[dict[str, Any], bool]:
 
 
 def _name_of(out: Path, system: System) -> str:
-    """Return a job's name by the run's directory. Grid Engine takes no digit first, and three words never."""
+    """Name a job after the run's directory. Grid Engine rejects a leading digit and three reserved words."""
     parts = (re.sub(r"[^A-Za-z0-9_.]+", "-", part.replace(system.element, "")) for part in out.parts[::-1])
     name = next(filter(None, (part.strip("-.") for part in parts)), "distgpt")
     return f"run-{name}" if name[0].isdigit() or name.lower() in ("none", "all", "template") else name
 
 
 def _refuse_unready(runs: Iterable[RunConfig]) -> None:
-    """Reject files that do not exist; fetch the tokenizers, as nodes may have no network."""
+    """Reject missing files, and download tokenizers, since nodes may have no network."""
     from distgpt.core.data.loading import refuse_missing
     from distgpt.core.data.textfile import resolve_data
     from distgpt.core.data.tokenizers import load_tokenizer
@@ -219,7 +219,7 @@ def _refuse_unready(runs: Iterable[RunConfig]) -> None:
         refuse_missing([t.data, *[t.val] * bool(t.val)], t.tokenizer)
         if t.hellaswag and not Path(t.hellaswag).is_file():
             raise DataError(f"--hellaswag {t.hellaswag}: there is no such file")
-        # GPT-2's is not needed for texts that are tokenized already, or by the model's own tokenizer.
+        # GPT-2's tokenizer is not needed for shards, or if the model has its own.
         is_gpt2 = t.tokenizer == "gpt2" and not (t.init or is_shards(resolve_data(t.data)))
         if is_gpt2 or t.tokenizer.startswith(PREFIX):
             fetched.add(t.tokenizer)
@@ -230,7 +230,7 @@ def _refuse_unready(runs: Iterable[RunConfig]) -> None:
 def _run_of(asked: dict[str, Any], ranks: int) -> tuple[Path, RunConfig]:
     """Return the run's directory, the same in every attempt, and its configuration.
 
-    Refuses settings that would fail when the job starts.
+    Reject settings that would fail when the job starts.
     """
     from distgpt.core.data.batches import refuse_uneven
     from distgpt.core.data.tokenizers import AUTO
@@ -245,7 +245,7 @@ def _run_of(asked: dict[str, Any], ranks: int) -> tuple[Path, RunConfig]:
     flags = set_by_user({key: asked[key] for key in settings if key in asked})
     if out and (saved := RunDirectory(out).saved()):
         moved: dict[str, Any] = {key: flags[key] for key in ("data", "val", "hellaswag") if key in flags}
-        return out, saved.with_values({**moved, "tokenizer": AUTO})  # a run with settings of its own
+        return out, saved.with_values({**moved, "tokenizer": AUTO})  # an existing run keeps its settings
     given = asked_for(flags, asked["preset"], asked["config"], out, asked["resume"])
     given.refuse_mistyped()
     wanted = derived(replace(given, out=None, resume=None, fetches=False), ranks)
@@ -255,7 +255,7 @@ def _run_of(asked: dict[str, Any], ranks: int) -> tuple[Path, RunConfig]:
 
 
 def _mpi_of(stage: str, system: System) -> str:
-    """Return the value of --mpi that suits the MPI which mpi4py belongs to."""
+    """Return the value of --mpi for the MPI library of mpi4py."""
     if stage not in WITH_MPI:
         return "none"
     try:

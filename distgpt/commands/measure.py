@@ -74,7 +74,7 @@ def estimate(
     say = partial(print_lines, err=True)
     gpu, asked = asked_by(stage, gpu, flags)
     asked = replace(asked, fetches=False)
-    here = None  # the stage, where it is open
+    here = None  # the stage, if it is open
     if asked.within is not None and not asked.preset:
         others = {"no-measure": measured is False, "rate": rate, "ranks 2 or more": ranks > 1}
         refuse_beside("--within", others, "it chooses by the speed of one rank here; --depth names a model")
@@ -95,7 +95,7 @@ def estimate(
         print_lines(render_terminal(plain.name, facts))
 
 
-# Settings of training that mean something else here, or concern what happens between steps.
+# Training settings that differ here, or that apply between steps.
 UNUSED = (
     *("--steps", "--save-every", "--sample-every", "--eval-every"),
     *("--val-tokens", "--hellaswag", "--save", "--on-bad-step"),
@@ -126,7 +126,7 @@ def profile(
     """
     gpu, asked = asked_by(stage, gpu, flags)
     asked = replace(asked, given={**asked.given, "steps": warmup_steps + steps})
-    # The kernels of a recorded graph cannot be timed one by one.
+    # The kernels of a CUDA graph cannot be timed individually.
     ready = open_stage(stage, threads, replace(gpu, graphs=False) if stage in ON_GPU else gpu)
 
     from distgpt.measure.profile.session import measure
@@ -252,7 +252,7 @@ def compile() -> None:
     from distgpt.measure import site_cache
 
     site_cache.require_writable()
-    if disk_cache.folder() is None:  # where they are made before they are shared
+    if disk_cache.folder() is None:  # loops are cached there before they are shared
         raise StorageError("compiled loops cannot be kept: set DISTGPT_CACHE to a folder of your own")
     begun, known = time.monotonic(), len(disk_cache.used)
     with tempfile.TemporaryDirectory(prefix="distgpt-compile-") as folder:
@@ -264,7 +264,7 @@ def compile() -> None:
         for name, act in parts:
             started = time.monotonic()
             with redirect_stderr(io.StringIO()):
-                act()  # what training a model notes is of no interest here
+                act()  # notes of training are irrelevant here
             new, known = len(disk_cache.used) - known, len(disk_cache.used)
             print_lines(f"{clock(time.monotonic() - started):>5}  {count(new, 'kernel'):>11}  {name}")
     path = site_cache.share()

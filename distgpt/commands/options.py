@@ -1,4 +1,4 @@
-"""Options that several commands share: the settings of a run, its stage, and how jobs are started.
+"""Options that commands share: the settings of a run, its stage, and how jobs are started.
 
 Not here: the options of commands that use a model (generate.py).
 """
@@ -31,7 +31,7 @@ POSITIVE = click.IntRange(1)
 json_option = click.option("--json", "as_json", is_flag=True, help="One JSON object instead of a page.")
 
 
-# Completion in shells: names, or names and files.
+# Shell completion: names, or names and files.
 
 Complete = Callable[[click.Context, click.Parameter, str], list[CompletionItem]]
 
@@ -41,7 +41,7 @@ def names(*known: str) -> Complete:
 
 
 def names_or_files(*known: str) -> Complete:
-    """Complete these names, or files and folders if none fits."""
+    """Complete these names, or files and directories if none matches."""
     fitting = names(*known)
     return lambda context, param, begun: (
         fitting(context, param, begun) or [CompletionItem(begun, type="file")]
@@ -50,7 +50,7 @@ def names_or_files(*known: str) -> Complete:
 
 files, presets, texts = names_or_files(), names(*PRESETS), names_or_files(*BUNDLED_TEXTS)
 tokenizers = names_or_files("auto", "byte", "char", "word", "gpt2", "bpe:", "hub:")
-# Settings that are texts, but stand for files.
+# Settings of type str that name files.
 COMPLETED = {"data": texts, "val": texts, "tokenizer": tokenizers, "init": files, "hellaswag": files}
 
 _HELP = {
@@ -60,7 +60,7 @@ _HELP = {
 
 
 def together(*options: Callable[[F], F]) -> Callable[[F], F]:
-    """Return what adds these options to a command, in this order."""
+    """Return a decorator that adds these options to a command, in order."""
 
     def decorate(command: F) -> F:
         for add in reversed(options):
@@ -71,7 +71,7 @@ def together(*options: Callable[[F], F]) -> Callable[[F], F]:
 
 
 class FiniteRange(click.FloatRange):
-    """Numbers in a range, without inf and nan."""
+    """A float range without inf and nan."""
 
     def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> float:
         number = float(super().convert(value, param, context))
@@ -81,7 +81,7 @@ class FiniteRange(click.FloatRange):
 
 
 class Threads(click.types.IntParamType):
-    """A number, or "auto", which is the same as leaving the option out."""
+    """An integer, or "auto", the same as no option."""
 
     name = "integer|auto"
 
@@ -92,7 +92,7 @@ class Threads(click.types.IntParamType):
 
 
 class Parsed(click.types.StringParamType):
-    """What a function makes of a text, such as a number that is written with a unit."""
+    """The result of a function of a string, such as a number with a unit."""
 
     def __init__(self, name: str, parse: Callable[[str], object]) -> None:
         self.name, self._parse = name, parse
@@ -102,7 +102,7 @@ class Parsed(click.types.StringParamType):
 
 
 def steps_or_time(steps: str, minutes: str, word: str) -> Parsed:
-    """Return what parses an option into two settings: steps between checkpoints, or minutes; 0 for a word."""
+    """Return a type for an option that sets steps or minutes between checkpoints (0 for `word`)."""
 
     def parse(text: str) -> Values:
         if text == word:
@@ -118,7 +118,7 @@ def steps_or_time(steps: str, minutes: str, word: str) -> Parsed:
     return Parsed(f"steps|time|{word}", parse)
 
 
-# A time as 30m, in seconds; a size as 64MB, in bytes.
+# A time such as 30m in seconds; a size such as 64MB in bytes.
 TIME, SIZE = Parsed("time", parse_duration), Parsed("size", parse_size)
 _KINDS: dict[str, Any] = {
     "save_every": steps_or_time("save_every", "save_minutes", "end"),
@@ -127,7 +127,7 @@ _KINDS: dict[str, Any] = {
 
 
 def parsed_settings(context: click.Context, param: click.Parameter, pairs: Sequence[str]) -> Values:
-    """Return the settings that `--set NAME=VALUE` gives, each of its own type."""
+    """Return the settings of `--set NAME=VALUE`, each with its type."""
     known = {**KNOWN, GRAPHS: settings_of(GpuConfig)["graphs"], **extra_settings()}
     found: Values = {}
     for pair in pairs:
@@ -141,7 +141,7 @@ def parsed_settings(context: click.Context, param: click.Parameter, pairs: Seque
 
 
 def setting_option(name: str, about: Setting, **more: Any) -> Callable[[F], F]:
-    """Add the option of a setting; `more` are arguments of click.option, which override those from it."""
+    """Add the option of a setting. `more`: arguments of click.option that override the setting's."""
     from_setting = {
         "type": _kind(name, about),
         "help": _HELP.get(name, about.help),
@@ -170,16 +170,16 @@ set_option = option(
 
 
 def settings_but(*unused: str) -> Callable[[F], F]:
-    """Add --set, and an option for each name in OPTIONS, without these flags.
+    """Add --set, and an option for each name in OPTIONS except these flags.
 
-    None has a default: an option that is not given leaves the value of the preset.
+    Defaults are None: an option that is not set keeps the preset's value.
     """
     wanted = [name for name in OPTIONS if spelled(name, KNOWN[name]) not in unused]
     return together(set_option, *(setting_option(name, KNOWN[name], default=None) for name in wanted))
 
 
 def set_by_user(flags: Mapping[str, Value | Values | None]) -> Values:
-    """Return the settings among `flags` that the user gave. An option may stand for several of them."""
+    """Return the settings among `flags` that the user set. One option may set multiple settings."""
     found: Values = {}
     for name, value in flags.items():
         given = value if isinstance(value, dict) else {} if value is None else {name: value}
@@ -191,7 +191,7 @@ def set_by_user(flags: Mapping[str, Value | Values | None]) -> Values:
 
 settings = settings_but()
 
-# From these the settings start.
+# The base of a run's settings.
 preset_options = together(
     option(
         "--preset",
@@ -203,7 +203,7 @@ preset_options = together(
     option("--config", type=PATH, help="Read settings from this TOML file."),
 )
 
-# From these the settings of a new run follow.
+# Options that determine the settings of a new run.
 dial_options = together(
     option(
         "--depth",
@@ -222,7 +222,7 @@ dial_options = together(
     ),
 )
 
-# Of commands that start jobs of several ranks.
+# Options of commands that start jobs of multiple ranks.
 launch_options = together(
     click.option("--ranks", type=POSITIVE, default=2, help="Start this many processes."),
     click.option("--hostfile", type=PATH, help="Start them on the hosts of this file."),
@@ -231,7 +231,7 @@ launch_options = together(
 
 
 def asked_by(stage: str, gpu: GpuConfig, flags: dict[str, Any]) -> tuple[GpuConfig, Asked]:
-    """Return what the options of a run ask for. --deterministic of a CPU stage is a recipe of the run."""
+    """Return the request made by the options of a run. On CPUs, --deterministic is a recipe of the run."""
     named = [flags.pop(name, None) for name in ("preset", "config", "out", "resume")]
     asked = asked_for(set_by_user(flags), *named)
     if stage in ON_GPU or not gpu.deterministic:
@@ -240,7 +240,7 @@ def asked_by(stage: str, gpu: GpuConfig, flags: dict[str, Any]) -> tuple[GpuConf
 
 
 def _gpu_options(command: F) -> F:
-    """Add an option for each field of GpuConfig. They arrive as one argument, `gpu`."""
+    """Add an option for each field of GpuConfig. They are passed as one argument, `gpu`."""
     known = settings_of(GpuConfig)
     plain = GpuConfig()
 
@@ -254,14 +254,14 @@ def _gpu_options(command: F) -> F:
         return command(*args, gpu=gpu, **options)
 
     def added(name: str, about: Setting) -> Callable[[F], F]:
-        hidden = name == "graphs"  # rare; commands without --set have no other way
+        hidden = name == "graphs"  # rarely needed, and commands without --set have no other option for it
         is_flag = about.kind is bool
         return setting_option(name, about, default=getattr(plain, name), is_flag=is_flag, hidden=hidden)
 
     return together(*(added(name, about) for name, about in known.items()))(cast(F, with_gpu))
 
 
-# Where to compute; the options of GPU stages arrive as the argument `gpu`.
+# Backend and threads. The options of GPU stages are passed as the argument `gpu`.
 stage_options = together(
     click.option(
         "--stage",

@@ -50,14 +50,14 @@ SHOWN = ("progress", "log_lines", "log_format", "tensorboard", "metrics_textfile
 
 def _replace_components(context: click.Context, param: click.Parameter, name: str | None) -> None:
     if name and not context.resilient_parsing:
-        os.environ[COMPONENTS] = name  # for the processes that this one starts
+        os.environ[COMPONENTS] = name  # child processes read this
         install(load_components(name))
 
 
 def _begin_log(context: click.Context, param: click.Parameter, value: str) -> str:
-    """Turn to JSON before other options are looked at, whose errors shall be objects, too.
+    """Switch to JSON before other options are parsed, so that their errors are objects as well.
 
-    Not where another command only reads this one's options, as `distgpt submit` does: without a parent.
+    Without a parent context, another command (`distgpt submit`) only parses these options.
     """
     if value == "json" and context.parent and not context.resilient_parsing:
         write_json(context)
@@ -65,7 +65,7 @@ def _begin_log(context: click.Context, param: click.Parameter, value: str) -> st
 
 
 def write_json(context: click.Context, *how: str) -> None:
-    """Let all that this command writes from now on be JSON; `how`: see callbacks/structured.py."""
+    """Write all further output of this command as JSON. `how`: see callbacks/structured.py."""
     from distgpt.callbacks.structured import as_json
 
     context.find_root().with_resource(as_json(*how))
@@ -182,24 +182,24 @@ def train(
     finally:
         interrupts.before_leaving.remove(remove_unbegun)
         shown.close()
-        if plan and ready.comm.rank == 0:  # before it trains: MPI's abort skips all other cleanup
+        if plan and ready.comm.rank == 0:  # before training: MPI's abort skips all other cleanup
             plan.directory.lock.release()
     if ready.comm.rank == 0:
         _report(run, asked, as_json)
 
 
 def _listeners(comm: Comm, display: Mapping[str, Any]) -> Listeners:
-    """Return the listeners of a run on rank 0: its display, and those that record it. Collective."""
+    """Return the listeners of a run on rank 0: its display and its recorders. Collective."""
     from distgpt.core.comm.agree import on_every_rank
     from distgpt.core.train.lines import Lines, Listeners
 
-    progress, log_lines = display["progress"], display["log_lines"]  # the latter: seconds between lines
+    progress, log_lines = display["progress"], display["log_lines"]  # log_lines: seconds between lines
 
     def chosen() -> list[Listener]:
         if comm.rank:
             return []
         found: list[Listener] = []
-        # Some launchers give their ranks a terminal that nobody looks at.
+        # Some launchers give their ranks a terminal that no user watches.
         is_live = progress == "live" or (progress == "auto" and comm.size == 1 and sys.stdout.isatty())
         if display["log_format"] == "json":
             from distgpt.callbacks.structured import JsonLines
@@ -229,7 +229,7 @@ def _listeners(comm: Comm, display: Mapping[str, Any]) -> Listeners:
 
 
 def resuming(asked: Mapping[str, Any], out: Path) -> list[str]:
-    """Return the options that let a job resume whenever it is started, also where it has yet to begin."""
+    """Return the options that make a job resume at any start, including its first."""
     if asked["resume"]:
         return []
     named = {**asked, **asked["assigned"]}
@@ -241,12 +241,12 @@ def _refuse_early(asked: Asked) -> None:
     """Reject mistyped settings before NumPy and Numba are imported, which takes a second."""
     asked.refuse_mistyped()
     derived = (asked.resume, asked.decay_from, asked.within, asked.depth, asked.settings().get("init"))
-    if not any(derived):  # whose models are not known yet
+    if not any(derived):  # otherwise the model is not known yet
         resolve(asked)
 
 
 def _report(run: Any, asked: Asked, as_json: bool) -> None:
-    """Print a sample of the best weights, where the results are, and what to do next. For rank 0."""
+    """Print a sample of the best weights, the paths of the results, and the next command. Only on rank 0."""
     from distgpt.core.comm.api import SerialComm
     from distgpt.core.generate.engine import sample
     from distgpt.core.saved.tensors import read_into
@@ -258,9 +258,9 @@ def _report(run: Any, asked: Asked, as_json: bool) -> None:
     has_risen = best is not None and best.step not in (None, run.progress.step)
     if has_risen:
         run.optimizer_state.load_weights(SerialComm(), partial(read_into, directory.best))
-    length = 60 if run.settings.lora_rank else 240  # with adapters a token makes all matrices
+    length = 60 if run.settings.lora_rank else 240  # adapters recompute all matrices for each token
     text = "" if talks else sample(run.model, run.tokenizer, 0, length).strip()
-    if as_json and text:  # one object, and not one for each of its lines
+    if as_json and text:  # one object, not one per line
         from distgpt.callbacks.structured import JsonLines
 
         JsonLines().sampled(best.step if has_risen else run.progress.step, text)
@@ -299,7 +299,7 @@ def _report(run: Any, asked: Asked, as_json: bool) -> None:
     click.echo(f"next      {escape(command_line('chat' if talks else 'infer', '--weights', weights))}")
 
 
-# Options of train that have no meaning here: the weights decide the model, chats have a way of their own.
+# Options of train that do not apply: the weights determine the model, and chats have their own format.
 UNUSED = {
     *(settings_of(ModelConfig).keys() - {"seq_len"}),
     *("data", "tokenizer", "pack", "init"),
@@ -308,7 +308,6 @@ UNUSED = {
 
 
 def as_train(weights: Path | None, data: str | None, **options: Any) -> dict[str, Any]:
-    """Return the options of `distgpt train` that mean the same."""
     if options["resume"] is None and (weights is None or data is None):
         raise UsageError("--weights says which model to tune, and --data on what")
     own = {"chats": True, "init": None if weights is None else str(weights), "data": data}
@@ -333,4 +332,4 @@ def tune(**options: Any) -> None:
 tune.params += [copy(option) for option in train.params if option.name not in UNUSED]
 for _option in tune.params:
     if isinstance(_option, Option) and _option.name == "lora_rank":
-        _option.first = True  # adapters are for the first page of help
+        _option.first = True  # list adapters on the first page of help

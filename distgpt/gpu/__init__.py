@@ -1,5 +1,5 @@
-"""Everything CUDA: the device, our kernels and their launchers, vendor libraries, sums between GPUs.
+"""All CUDA code: the device, CUDA kernels and their launchers, vendor libraries, sums between GPUs.
 
-The only folder that loads CuPy; its CUDA sources lie in cu/.
-Not here: the model, which calls these kernels by the vocabulary of core/ops/kernels.py.
+This is the only package that imports CuPy. Its CUDA sources are in cu/. Not here: the model, which calls
+these kernels through the interface of core/ops/kernels.py.
 """

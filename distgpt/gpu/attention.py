@@ -1,4 +1,4 @@
-"""Attention by our own kernels: for all types and head sizes in training, and for decoding from a cache."""
+"""Attention kernels of distgpt, for all dtypes and head sizes in training, and for decoding from a cache."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ import numpy as np
 from distgpt.core.ops.api import Array, AttentionMask
 from distgpt.gpu.device import TYPE_OF, WARP, WIDE, Launcher
 
-# What attention_mma.cu needs: this compute capability, heads of a multiple of SIDE elements.
+# attention_mma.cu requires this compute capability, and head sizes that are multiples of SIDE.
 TENSOR_CORES = (8, 0)
 SIDE, LARGEST_HEAD = 16, 128
-ROWS = 64  # of a block, a warp for each SIDE of them
+ROWS = 64  # per block, with one warp per SIDE rows
 
-SHARED_LIMIT = 48 * 1024  # what a block may have without asking
+SHARED_LIMIT = 48 * 1024  # shared memory of a block without opt-in
 CACHED_BLOCK = 256
-DELTA_BLOCK, DELTA_LANES = 256, 8  # threads of a block, and those that share a head of a row
-MOST_PARTS = 4  # of the sums for a bias, for each multiprocessor: of more a pass over the rows is made
-KEYS_PER_PART = 256  # of the cache, at the least: fewer are not worth a block
+DELTA_BLOCK, DELTA_LANES = 256, 8  # threads per block, and threads per head of a row
+MOST_PARTS = 4  # partial sums for a bias per multiprocessor; with more, the rows are read again
+KEYS_PER_PART = 256  # minimum keys of the cache per block; fewer are not worth one
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A source for attention or its gradient, and how its kernels are started."""
+    """The source of attention or its gradient, and the launch parameters of its kernels."""
 
     source: str
     defines: tuple[str, ...]
@@ -34,19 +34,17 @@ class Plan:
 
 
 def mma_defines(head: int, group: int) -> tuple[str, ...]:
-    """The macros to compile attention_mma.cu with."""
     return f"HEAD={head}", f"GROUP={group}", f"ROWS={ROWS}"
 
 
 def delta_defines(head: int) -> tuple[str, ...]:
-    """The macros to compile attention_delta.cu with."""
     return f"HEAD={head}", f"DELTA_LANES={DELTA_LANES}"
 
 
 class OwnAttention:
-    """Causal attention on packed qkv, as `Kernels.attention` has it, and to a cache beside it.
+    """Causal attention on packed qkv, with the interface of `Kernels.attention`, and on a cache.
 
-    lse has B·H·T elements, (B, H, T), and a column for each head.
+    lse has B·H·T elements in the order (B, H, T), and its array has a column per head.
     """
 
     def __init__(self, launcher: Launcher) -> None:
@@ -61,7 +59,7 @@ class OwnAttention:
     def backward(
         self, dqkv: Array, dy: Array, y: Array, lse: Array, qkv: Array, mask: AttentionMask, sums: bool
     ) -> Array | None:
-        """Compute dqkv. With `sums`, return its sums over parts of the rows, if cheap."""
+        """Compute dqkv. With `sums`, return its sums over parts of the rows if they are cheap."""
         n_head = lse.shape[1]
         plan = self._plan(y, qkv, n_head, mask, backward=True)
         sizes = mask.seq_len, n_head
@@ -134,13 +132,12 @@ class OwnAttention:
 
 
 def _seen(positions: Array | None, window: int) -> tuple[str, ...]:
-    """Return the macros of seen.cuh."""
     packed = () if positions is None else ("PACKED=1",)
     return (*packed, f"WINDOW={window}") if window else packed
 
 
 def _group(y: Array, qkv: Array) -> int:
-    """Return how many heads of q share a head of k and v."""
+    """Return the number of query heads per key/value head."""
     width = int(y.shape[1])
     return 2 * width // (int(qkv.shape[1]) - width)
 
@@ -150,7 +147,7 @@ def _group(y: Array, qkv: Array) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """A block's rows, the columns it looks at together, and its threads as height · lanes."""
+    """The rows of a block, the columns it processes together, and its threads as height · lanes."""
 
     rows: int
     columns: int
@@ -158,7 +155,7 @@ class Tile:
     lanes: int
 
     def shared(self, head: int, real_bytes: int, backward: bool) -> int:
-        """Bytes: rows of an odd number of 16-byte chunks, for the factors and for the weights of a sum."""
+        """Return the bytes of factors and weights. Rows have an odd number of 16-byte chunks."""
         row_bytes = (-(-head * real_bytes // 16) | 1) * 16
         weight_bytes = (self.columns * real_bytes // 16 | 1) * 16
         if backward:
@@ -166,7 +163,7 @@ class Tile:
         return (self.rows + 2 * self.columns) * row_bytes + self.rows * weight_bytes
 
 
-# From the most elements per thread, which wait least for shared memory, to the least memory.
+# Sorted from most elements per thread (fewest waits for shared memory) to least memory.
 TILES = (
     Tile(64, 32, 16, 8),
     Tile(32, 32, 16, 8),
@@ -189,7 +186,7 @@ class AttentionShape:
 
 
 def attention_shape(head: int, real_bytes: int, group: int) -> AttentionShape:
-    """The first tiles that fit, for heads of 1 to 256 elements, computed in 4 or 8 bytes each."""
+    """Return the first tiles that fit, for head sizes 1 to 256, computed in 4 or 8 bytes per element."""
     forward, backward = (_first_that_fits(head, real_bytes, backward) for backward in (False, True))
     macros = (*_macros("FORWARD", *forward), *_macros("BACKWARD", *backward))
     sizes = f"HEAD={head}", f"GROUP={group}"
@@ -197,7 +194,7 @@ def attention_shape(head: int, real_bytes: int, group: int) -> AttentionShape:
 
 
 def cached_parts(rows_and_heads: int, t_max: int, multiprocessors: int) -> int:
-    """Return the parts into which decoding cuts the keys, so that few rows still fill the device."""
+    """Return the number of parts of the keys in decoding, so that few rows still fill the device."""
     return max(1, min(-(-t_max // KEYS_PER_PART), 2 * multiprocessors // rows_and_heads))
 
 

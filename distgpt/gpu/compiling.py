@@ -1,4 +1,4 @@
-"""CUDA sources to machine code through NVRTC, kept on disk; neither a driver nor a GPU is needed."""
+"""Compiles CUDA sources with NVRTC and caches the machine code on disk. Needs neither a driver nor a GPU."""
 
 from __future__ import annotations
 
@@ -21,31 +21,30 @@ FOLDER = Path(__file__).resolve().parent / "cu"
 
 _INCLUDE = re.compile(r'\s*#\s*include\s+"([^"]+)"\s*')
 _LIBRARIES = ("libnvrtc.so.13", "libnvrtc.so.12")
-Kind = tuple[str, tuple[str, ...]]  # a source, and the macros it is compiled with
-TUNE_ANEW = "DISTGPT_TUNE_ANEW"  # 1: time everything again, and keep that
+Kind = tuple[str, tuple[str, ...]]  # a source and its macros
+TUNE_ANEW = "DISTGPT_TUNE_ANEW"  # 1: ignore stored timings, and store new ones
 
 
 class CompileError(RuntimeError):
-    """NVRTC refused one of the sources, or failed itself; the message holds its log."""
+    """An NVRTC failure. The message contains its log."""
 
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
     cubin: bytes
-    report: str  # the compiler's warnings, and ptxas's account of what each kernel uses
+    report: str  # the compiler's warnings, and the resource usage of each kernel from ptxas
 
 
 # -- the sources
 
 
 def source_names() -> list[str]:
-    """Return the names of all sources, without their suffix."""
     return sorted(path.stem for path in FOLDER.glob("*.cu"))
 
 
 @cache
 def source_text(source: str) -> str:
-    """Return gpu/cu/`source`.cu with its includes in place, so that it needs no include path."""
+    """Return gpu/cu/`source`.cu with its includes inlined, so that it needs no include path."""
     return "".join(_lines(f"{source}.cu", set()))
 
 
@@ -55,7 +54,7 @@ def storage_define(type: str) -> str:
 
 
 def options(defines: Iterable[str]) -> list[str]:
-    """Return NVRTC's options. Divisions and roots stay exact: no kernel is bound by them."""
+    """Return NVRTC's options. Division and square root stay exact, since they limit no kernel's speed."""
     return ["-std=c++17", *(f"-D{define}" for define in defines)]
 
 
@@ -87,12 +86,12 @@ def nvrtc_version() -> str:
 
 
 def compile_source(source: str, defines: Iterable[str], arch: str) -> Compiled:
-    """Compile gpu/cu/`source`.cu for one architecture, "sm_90" for example."""
+    """Compile gpu/cu/`source`.cu for one architecture, such as "sm_90"."""
     return compile_text(source_text(source), f"{source}.cu", defines, arch)
 
 
 def compile_text(text: str, name: str, defines: Iterable[str], arch: str) -> Compiled:
-    """Compile any text; `name` is for messages."""
+    """Compile source text. `name` is used in messages."""
     nvrtc = _nvrtc()
     if nvrtc is None:
         raise UsageError("CUDA kernels need NVRTC: pip install nvidia-cuda-nvrtc, or a CUDA toolkit")
@@ -112,7 +111,7 @@ def compile_text(text: str, name: str, defines: Iterable[str], arch: str) -> Com
 
 @cache
 def _nvrtc() -> ctypes.CDLL | None:
-    """Load NVRTC, and its built-in headers, which some of its wheels do not find by themselves."""
+    """Load NVRTC, after its built-in headers, which some of its wheels do not find."""
     if (file := library_path(_LIBRARIES)) is not None:
         for headers in file.parent.glob("libnvrtc-builtins.so.*"):
             with suppress(OSError):
@@ -137,9 +136,9 @@ def _check(status: int, what: str) -> None:
 
 
 def cubin(source: str, defines: tuple[str, ...], arch: str) -> bytes:
-    """Return the machine code of gpu/cu/`source`.cu for "sm_90" or the like, from the cache if there.
+    """Return the machine code of gpu/cu/`source`.cu for an architecture such as "sm_90", cached on disk.
 
-    Of all ranks of a node one compiles it.
+    Only one rank per node compiles it.
     """
     folder = cache_folder("kernels")
     path = folder and folder / f"{source}-{arch}-{_digest(source, defines, arch)}.cubin"
@@ -147,16 +146,16 @@ def cubin(source: str, defines: tuple[str, ...], arch: str) -> bytes:
 
 
 def _digest(source: str, defines: tuple[str, ...], arch: str) -> str:
-    """Hash everything that decides the result, the compiler's version included."""
+    """Hash everything that affects the result, including the compiler's version."""
     parts = (source_text(source), *options(defines), arch, nvrtc_version())
     return sha256("\0".join(parts).encode()).hexdigest()[:24]
 
 
 class Kept:
-    """Choices, each in a file, that hold for equal GPUs with equal libraries and this code.
+    """Stored choices, one file each, valid for identical GPUs with the same libraries and distgpt code.
 
-    Of the ranks of a node one makes a choice, and the others take it. `facts`: what a choice depends on;
-    None: nothing is kept.
+    One rank per node makes a choice, and the others use it. `facts`: everything that choices depend on. If
+    None, nothing is stored.
     """
 
     def __init__(self, facts: Sequence[object] | None) -> None:
@@ -164,7 +163,7 @@ class Kept:
         self._facts = [*(facts or ()), _code()]
 
     def choice(self, what: str, accepts: Callable[[bytes], bool], make: Callable[[], bytes]) -> bytes:
-        """Return the choice for `what`: a kept one that `accepts` takes, else a new one."""
+        """Return the choice for `what`: the stored one if `accepts` allows it, otherwise a new one."""
         if self._folder is None:
             return make()
         key = sha256(repr([what, *self._facts]).encode()).hexdigest()[:24]
@@ -174,6 +173,6 @@ class Kept:
 
 @cache
 def _code() -> str:
-    """Return a checksum of the code that choices are between."""
+    """Return a checksum of the code to which choices apply."""
     content = (file.read_bytes() for file in sorted((*FOLDER.parent.glob("*.py"), *FOLDER.glob("*"))))
     return sha256(b"\0".join(content)).hexdigest()

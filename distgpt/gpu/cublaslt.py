@@ -1,4 +1,4 @@
-"""The functions of cuBLASLt for matmuls, through ctypes, with names for its constants."""
+"""The matmul functions of cuBLASLt through ctypes, and names for its constants."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ class Epilogue(IntEnum):
 
 
 class Reduction(IntEnum):
-    """Ways to add up the parts of a matmul split along k: bits of a mask."""
+    """Methods to reduce the parts of a matmul split along k: bits of a mask."""
 
     COMPUTE_TYPE = 2
     MASK = 7
 
 
 class Desc(IntEnum):
-    """Attributes of a kind of matmul."""
+    """Attributes of a matmul descriptor."""
 
     TRANSA = 3
     TRANSB = 4
@@ -63,11 +63,11 @@ class Shape(IntEnum):
     """Attributes of a matrix layout."""
 
     BATCH_COUNT = 5
-    STRIDED_BATCH_OFFSET = 6  # in elements
+    STRIDED_BATCH_OFFSET = 6  # elements
 
 
 class Pref(IntEnum):
-    """Attributes of a search for algorithms."""
+    """Preferences of a search for algorithms."""
 
     MAX_WORKSPACE_BYTES = 1
     REDUCTION_SCHEME_MASK = 3
@@ -77,7 +77,7 @@ class Pref(IntEnum):
     MIN_ALIGNMENT_D_BYTES = 8
 
 
-# The C types of attributes that are no 32-bit integers.
+# The C types of attributes that are not 32-bit integers.
 _TYPES: Mapping[tuple[str, int], Any] = {
     ("MatmulDesc", Desc.BIAS_POINTER): c_void_p,
     ("MatmulDesc", Desc.EPILOGUE_AUX_POINTER): c_void_p,
@@ -116,15 +116,13 @@ _ARGUMENTS = {
 
 
 class LtError(DistgptError):
-    """cuBLASLt refused a call or failed."""
-
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
         self.status = status
 
 
 class CublasLt:
-    """cuBLASLt on the current device. Its objects are addresses, and live as long as the process."""
+    """cuBLASLt on the current device. Its objects are addresses and are never freed."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
@@ -133,14 +131,14 @@ class CublasLt:
         library.cublasLtGetVersion.restype = c_size_t
         library.cublasLtGetStatusName.restype = ctypes.c_char_p
         self.version: int = library.cublasLtGetVersion()
-        self.matmul = library.cublasLtMatmul  # as it is, since it is called often: returns a status
+        self.matmul = library.cublasLtMatmul  # called directly because it is called often; returns a status
         try:
             self.handle = self._create("cublasLtCreate")
         except LtError as error:
             raise LtError(f"{error}: is there a GPU, with a driver for this version?", error.status) from None
 
     def descriptor(self, compute: Compute, scale: DataType, attributes: Mapping[Desc, int]) -> int:
-        """Make a descriptor; `scale` is the type of alpha and beta, which are read from the host."""
+        """Create a descriptor. `scale` is the type of alpha and beta, which are read from the host."""
         made = self._create("cublasLtMatmulDescCreate", compute, scale)
         for attribute, value in attributes.items():
             self.set_descriptor(made, attribute, value)
@@ -150,9 +148,9 @@ class CublasLt:
         self._set("MatmulDesc", descriptor, attribute, value)
 
     def layout(self, data_type: DataType, rows: int, columns: int, stride: int = 0, batch: int = 1) -> int:
-        """Make the layout of a column-major matrix: without gaps, or columns `stride` elements apart.
+        """Create the layout of a column-major matrix, or of a batch of consecutive matrices.
 
-        Or of a batch of them, each behind the last.
+        Columns are contiguous, or `stride` elements apart.
         """
         made = self._create("cublasLtMatrixLayoutCreate", data_type, rows, columns, stride or rows)
         if batch > 1:
@@ -163,7 +161,7 @@ class CublasLt:
     def algorithms(
         self, descriptor: int, a: int, b: int, d: int, preferences: Mapping[Pref, int], count: int
     ) -> list[Algorithm]:
-        """Return at most `count` algorithms for D ← A B (+ D), the one expected to be fastest first."""
+        """Return at most `count` algorithms for D ← A B (+ D), the fastest estimate first."""
         preference = self._create("cublasLtMatmulPreferenceCreate")
         results, found = (HeuristicResult * count)(), c_int()
         try:
@@ -177,7 +175,6 @@ class CublasLt:
         return [Algorithm.from_buffer_copy(result.algo) for result in good]
 
     def check(self, function: str, status: int) -> None:
-        """Raise unless the status is that of success."""
         if status != Status.SUCCESS:
             name = self._library.cublasLtGetStatusName(status).decode()
             raise LtError(f"cuBLASLt {self.version}: {function} gave {name}", status)
@@ -197,6 +194,6 @@ class CublasLt:
 
 
 def load() -> CublasLt | None:
-    """Open cuBLASLt on the current device, or return None where it is not installed."""
+    """Open cuBLASLt on the current device, or return None if it is not installed."""
     library = probe.load_library(NAMES)
     return None if library is None else CublasLt(library)

@@ -17,16 +17,16 @@ from distgpt.gpu.attention import OwnAttention
 from distgpt.gpu.device import Launcher, address
 
 LIBRARY = "libcudnn.so.9"
-FRONTEND = "nvidia-cudnn-frontend>=1.28,<1.33"  # as in pyproject.toml
+FRONTEND = "nvidia-cudnn-frontend>=1.28,<1.33"  # the same as in pyproject.toml
 HOPPER = (9, 0)
-# Training on sequences of up to this many tokens is as fast without cuDNN on an H100, and nothing is planned.
+# cuDNN is not faster on an H100 for training on sequences up to this length, so no plan is made.
 SHORT = 256
 SLOWER = "attention runs on our own kernels, which should be slower than cuDNN's"
 
-# Identifiers of a graph's tensors.
+# IDs of a graph's tensors.
 Q, K, V, Y, STATS, DY, DQ, DK, DV = range(1, 10)
 
-# Kernels that the frontend itself brings and compiles when they are planned. cuDNN's own need no compiler.
+# Kernels that the frontend contains and compiles in planning. cuDNN's own kernels need no compiler.
 _NOT_CUDNN = ["sdpa_fwd_", "sdpa_bwd_"]
 
 
@@ -45,18 +45,16 @@ class Shape(NamedTuple):
 
     @property
     def parts(self) -> list[list[int]]:
-        """Return the sizes of q, k and v."""
         kv = [self.n_seq, self.n_kv_head, self.seq_len, self.head]
         return [self.sizes, kv, kv]
 
     @property
     def stats(self) -> dict[str, list[int]]:
-        """Sizes and strides of the softmax's statistics."""
         sizes = [self.n_seq, self.n_head, self.seq_len, 1]
         return {"dim": sizes, "stride": [self.n_head * self.seq_len, self.seq_len, 1, 1]}
 
     def strides(self, heads: int) -> list[int]:
-        """Return the strides of (B, H, T, D) in a matrix whose rows have so many heads."""
+        """Return the strides of (B, H, T, D) in a matrix whose rows have `heads` heads."""
         row = heads * self.head
         return [self.seq_len * row, self.head, row, 1]
 
@@ -69,7 +67,7 @@ class Shape(NamedTuple):
         return self.strides(self.n_head + 2 * self.n_kv_head)
 
     def addresses(self, uids: tuple[int, int, int], packed: Array) -> dict[int, int]:
-        """Return the addresses of the three parts of a packed array, side by side in its first row."""
+        """Return the addresses of the three parts of a packed array, which are adjacent in its first row."""
         columns = 0, self.n_head * self.head, (self.n_head + self.n_kv_head) * self.head
         return {uid: address(packed) + 2 * column for uid, column in zip(uids, columns, strict=True)}
 
@@ -77,20 +75,20 @@ class Shape(NamedTuple):
 def why_not(head: int, capability: tuple[int, int], cuda: int) -> str | None:
     """Return why cuDNN attention is unavailable and how to enable it, or None.
 
-    `capability`: the GPU's compute capability; `cuda`: the CUDA version (12 or 13) in use.
+    `capability`: the GPU's compute capability. `cuda`: the CUDA version (12 or 13) in use.
     """
     widest = 256 if capability >= HOPPER else 128
     if head % 8 or not 0 < head <= widest:
         return f"cuDNN's attention needs head sizes in multiples of 8 up to {widest}, not {head}"
     try:
         frontend().backend_version()
-    except (ImportError, RuntimeError) as error:  # no such package, or no cuDNN
+    except (ImportError, RuntimeError) as error:  # the package or cuDNN is missing
         return f"{first_line(error)}: pip install nvidia-cudnn-cu{cuda} '{FRONTEND}'"
     return None
 
 
 def frontend() -> Any:
-    """Import NVIDIA's package; it finds a cuDNN in LD_LIBRARY_PATH, in its environment, or loaded already."""
+    """Import NVIDIA's package. It finds cuDNN in LD_LIBRARY_PATH, in the environment, or if it is loaded."""
     named = os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)
     if not any(folder and Path(folder, LIBRARY).exists() for folder in named):
         probe.load_library([LIBRARY])
@@ -98,7 +96,7 @@ def frontend() -> Any:
 
 
 def forward_graph(shape: Shape, handle: Any) -> Any:
-    """y, stats ← attention of q, k, v; stats are the logarithms of the softmax's denominators."""
+    """Graph of y, stats ← attention(q, k, v). stats are the logarithms of the softmax denominators."""
     graph = _graph("attention", handle)
     inputs = _packed(graph, shape)
     y, stats = graph.sdpa(**inputs, generate_stats=True, name="attention", **_causal(shape))
@@ -109,7 +107,7 @@ def forward_graph(shape: Shape, handle: Any) -> Any:
 
 
 def backward_graph(shape: Shape, handle: Any, deterministic: bool) -> Any:
-    """dq, dk, dv ← gradients of attention, from dy and what the forward pass gave."""
+    """Graph of dq, dk, dv, from dy and the results of the forward pass."""
     types = frontend().data_type
     graph = _graph("attention_backward", handle)
     inputs = _packed(graph, shape)
@@ -132,11 +130,11 @@ class _Plan(NamedTuple):
 
 
 class CudnnAttention(OwnAttention):
-    """Masks must have neither positions nor a window.
+    """Attention through cuDNN. Masks must have neither positions nor a window.
 
-    A shape's plans are made when it first comes, and only then memory is allocated: run the work once before
-    recording it. Short sequences use our own kernels, and so do passes that cuDNN has no plan for, which
-    `say` reports: both compute the same statistics.
+    A shape's plans are made, and memory is allocated, when it first occurs: run the work once before
+    recording it. Short sequences, and passes that cuDNN cannot plan (reported through `say`), use the
+    kernels of distgpt. Both compute the same statistics.
     """
 
     def __init__(self, launcher: Launcher, say: Say) -> None:
@@ -156,7 +154,7 @@ class CudnnAttention(OwnAttention):
     def backward(
         self, dqkv: Array, dy: Array, y: Array, lse: Array, qkv: Array, mask: AttentionMask, sums: bool
     ) -> Array | None:
-        """Compute dqkv; cuDNN has no sums."""
+        """Compute dqkv, without sums."""
         shape = _shape(y, lse, qkv, mask)
         if (plan := self._cudnn_plan(shape, True)) is None:
             return super().backward(dqkv, dy, y, lse, qkv, mask, sums)
@@ -168,7 +166,7 @@ class CudnnAttention(OwnAttention):
         memory = None if plan.workspace is None else address(plan.workspace)
         try:
             plan.graph.execute(tensors, memory, handle=self._handle)
-        except Exception as error:  # of any type: NVIDIA's code
+        except Exception as error:  # NVIDIA's code may raise any type
             raise DistgptError(f"cuDNN's attention fails: {first_line(error)}") from error
 
     def _cudnn_plan(self, shape: Shape, backward: bool) -> _Plan | None:
@@ -176,7 +174,7 @@ class CudnnAttention(OwnAttention):
         if key not in self._cudnn_plans:
             try:
                 self._cudnn_plans[key] = None if shape.seq_len <= SHORT else self._planned(shape, backward)
-            except Exception as error:  # of any type: planning is NVIDIA's code, and there is another way
+            except Exception as error:  # NVIDIA's code may raise any type, and there is a fallback
                 self._cudnn_plans[key] = None
                 self._say(f"{SLOWER}, for sequences of {shape.seq_len}: {first_line(error)}")
         return self._cudnn_plans[key]
@@ -213,7 +211,6 @@ def _graph(name: str, handle: Any) -> Any:
 
 
 def _packed(graph: Any, shape: Shape) -> dict[str, Any]:
-    """Make q, k and v."""
     strides, stored = shape.packed, frontend().data_type.BFLOAT16
     return {
         name: graph.tensor(dim=sizes, stride=strides, data_type=stored, name=name, uid=uid)
@@ -222,7 +219,6 @@ def _packed(graph: Any, shape: Shape) -> dict[str, Any]:
 
 
 def _causal(shape: Shape) -> dict[str, Any]:
-    """Options for causal attention."""
     return {
         "attn_scale": 1 / math.sqrt(shape.head),
         "diagonal_alignment": frontend().diagonal_alignment.TOP_LEFT,

@@ -1,7 +1,7 @@
-"""One CUDA device through CuPy: its memory, its streams, our kernels and their launches, graphs, timing.
+"""A CUDA device through CuPy, with its memory, streams, kernel launches, graphs and timing.
 
-Three storage types exist. Arrays of bfloat16 hold its bits in the dtype uint16: neither NumPy nor CuPy
-needs to know the type, and whoever needs the values converts them.
+There are three storage types. Arrays of bfloat16 store its bits with dtype uint16, because neither NumPy nor
+CuPy supports the type. Code that needs the values converts them.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from distgpt.gpu.compiling import Kept, Kind, cubin, storage_define
 
 WARP, BLOCK, LARGEST_BLOCK = 32, 256, 1024  # threads
 TIMED_CALLS, TURNS = 5, 5
-HOPELESS = 1.3  # times the shortest time
-MOST_COPIES = 8  # that may be under way
-MOST_BYTES = 8 << 20  # of one upload: CuPy's pool of page-locked memory never gives any back
-MOST_BYTES_DOWN = 32 << 20  # of a piece of a download, two of which are under way
-MOVED = 16  # bytes that a thread moves at once where it can
-LARGEST = 2**31 - 1  # what kernels count to
+HOPELESS = 1.3  # ratio to the shortest time
+MOST_COPIES = 8  # concurrent copies
+MOST_BYTES = 8 << 20  # bytes per upload, limited because CuPy's pool of page-locked memory never shrinks
+MOST_BYTES_DOWN = 32 << 20  # bytes per piece of a download; two pieces are in flight
+MOVED = 16  # bytes per access of a thread, if possible
+LARGEST = 2**31 - 1  # limit of indexes in kernels
 
-DeviceArray = Any  # CuPy's, of which no types are known
+DeviceArray = Any  # CuPy arrays, which have no type hints
 
 STORAGE: dict[str, np.dtype[Any]] = {
     "bfloat16": np.dtype(np.uint16),
@@ -43,11 +43,11 @@ TYPE_OF = {dtype: name for name, dtype in STORAGE.items()}
 
 
 class CupyDevice:
-    """Memory, kernels and time on one device.
+    """Memory, kernels and timing on one device.
 
-    All work but what is done `on` another stream goes to one, in the order of the calls; it is also CuPy's
-    current one. `deterministic`: the same bits in every run, at the price of speed. `choices`:
-    which candidate `fastest` chose, by key.
+    All work goes to one stream in call order, which is also CuPy's current stream, except inside `on`.
+    `deterministic`: bitwise identical results in every run, at the cost of speed. `choices`: the candidate
+    that `fastest` chose, by key.
     """
 
     def __init__(
@@ -68,24 +68,24 @@ class CupyDevice:
         self.name = facts["name"].decode() if isinstance(facts["name"], bytes) else facts["name"]
         self.capability = (int(facts["major"]), int(facts["minor"]))
         self.multiprocessors = int(facts["multiProcessorCount"])
-        # The same GPU has the same place in all processes, whatever index they know it by. The parts of a
-        # divided one (MIG) share an address on the bus, and each has a `uuid`.
+        # A GPU has the same place in all processes, with any index. The parts of a divided GPU (MIG) share a
+        # bus address, but each has a `uuid`.
         self.place = f"{boot_id() or platform.node()} {uuid or self._cuda.runtime.deviceGetPCIBusId(index)}"
         self.recording = False
         self._graphs = graphs
-        self._cut: list[tuple[Any, Work]] = []  # of what is being recorded: what came before a call between
-        self._under_way: deque[tuple[Any, Any]] = deque()  # events, and page-locked memory until then
+        self._cut: list[tuple[Any, Work]] = []  # of the current recording: graphs, and the calls after them
+        self._under_way: deque[tuple[Any, Any]] = deque()  # events, and memory needed until then
         self._modules: dict[Kind, Any] = {}
         self._functions: dict[tuple[str, str, tuple[str, ...]], Any] = {}
         self.choices: dict[Hashable, int] = {}
         self.kept = Kept(None)
-        self.sharing = 1  # ranks on this GPU, each of which takes a share of its memory
-        self._recordings = 1  # by this number; what was recorded under another one is outdated
+        self.sharing = 1  # ranks on this GPU, which divide its memory
+        self._recordings = 1  # generation; recordings of an earlier generation are outdated
 
     def keep_choices(self, *versions: object) -> None:
-        """Keep choices for later starts on equal GPUs with these versions of libraries.
+        """Store choices for later starts on identical GPUs with these library versions.
 
-        Not where ranks share the GPU: the others' work is in what is timed.
+        Choices are not stored if ranks share the GPU, since other ranks' work affects the timing.
         """
         if self.sharing == 1:
             about = (self.name, self.capability, self.multiprocessors, self.memory()[1])
@@ -94,14 +94,14 @@ class CupyDevice:
     # -- memory
 
     def zeros(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        """Allocate an array. Not while recording."""
+        """Allocate an array. Not allowed while recording."""
         self._refuse_while_recording("memory was requested")
-        with self.stream:  # CuPy's current one may be another device's by now
+        with self.stream:  # CuPy's current stream may belong to another device
             made: Array = self.xp.zeros(shape, dtype)
             return made
 
     def upload(self, array: DeviceArray, host: Any) -> None:
-        """array ← a host array of the same type and size, which may be changed on return."""
+        """Copy a host array of the same type and size to the device. It may be changed on return."""
         _require_contiguous(array)
         host = np.ascontiguousarray(host)
         if host.dtype != array.dtype or host.size != array.size:
@@ -113,9 +113,9 @@ class CupyDevice:
             mirror.send()
 
     def download(self, array: Array) -> Any:
-        """Return the array as a new NumPy array. Waits for all work so far.
+        """Return the array as a new NumPy array. Waits for all previous work.
 
-        In pieces: while one is copied out of page-locked memory, the next is on its way.
+        Pieces are pipelined: while one is copied out of page-locked memory, the next is transferred.
         """
         _require_contiguous(array)
         host, flat = np.empty(array.shape, array.dtype), array.reshape(-1)
@@ -131,28 +131,28 @@ class CupyDevice:
         return host
 
     def later(self, array: Array) -> Callable[[], Any]:
-        """Start a download of the array at this point of the stream; calling the result waits for it."""
+        """Queue a download of the array. Return a function that waits for the download and returns it."""
         mirror = self.mirror(array)
         mirror.fetch()
         return mirror.ready
 
     def mirror(self, array: Array) -> Mirror:
-        """Make a host copy for an array that is transferred again and again."""
+        """Create a host copy for an array that is transferred repeatedly."""
         self._refuse_while_recording("a copy was started")
         _require_contiguous(array)
         self._release()
         return Mirror(self, array)
 
     def hold(self, done: Any, memory: Any) -> None:
-        """Keep page-locked memory until the event `done`, when the copy from or to it is over.
+        """Keep page-locked memory until the event `done`, the end of its copy.
 
-        CuPy's pool reuses memory as soon as it is dropped, whether or not a copy is under way.
+        CuPy's pool reuses memory as soon as it is dropped, even during a copy.
         """
         self._under_way.append((done, memory))
         self._release()
 
     def _release(self) -> None:
-        """Give memory of copies that are done back to the pool; wait where there are too many."""
+        """Return the memory of finished copies to the pool. If there are too many copies, wait."""
         while self._under_way:
             oldest, _ = self._under_way[0]
             if not oldest.done:
@@ -162,11 +162,11 @@ class CupyDevice:
             self._under_way.popleft()
 
     def zero(self, array: DeviceArray) -> None:
-        """array ← 0, contiguous, of any type"""
+        """Set a contiguous array of any type to 0."""
         array.data.memset_async(0, array.nbytes, self.stream)
 
     def copy(self, array: DeviceArray, source: DeviceArray) -> None:
-        """array ← source, both contiguous and of one type and size"""
+        """Copy between contiguous arrays of the same type and size."""
         array.data.copy_from_device_async(source.data, array.nbytes, self.stream)
 
     def memory(self) -> tuple[int, int]:
@@ -175,7 +175,7 @@ class CupyDevice:
         return free + self.xp.get_default_memory_pool().free_bytes(), total
 
     def taken(self) -> int:
-        """Return the peak of bytes in arrays: the pool keeps what is freed."""
+        """Return the peak of bytes in arrays, since the pool keeps freed memory."""
         return int(self.xp.get_default_memory_pool().total_bytes())
 
     # -- work
@@ -192,7 +192,7 @@ class CupyDevice:
     ) -> None:
         """Start `kernel` of gpu/cu/`source`.cu, compiled with -D for each of `defines`.
 
-        Arrays become pointers and None the null pointer; an int becomes a C int, NumPy's int64 a long long, a
+        Arrays become pointers, and None a null pointer. An int becomes a C int, a NumPy int64 a long long, a
         float a double. `shared`: bytes of dynamic shared memory.
         """
         key = (source, kernel, defines)
@@ -211,7 +211,7 @@ class CupyDevice:
     def record(self, work: Work) -> Work:
         """Return a function that repeats the launches of `work` on the same arrays without its Python code.
 
-        The first call runs `work` itself, so that everything it needs is compiled and chosen.
+        The first call runs `work` itself, so that everything is compiled and chosen.
         """
         if not self._graphs:
             return work
@@ -230,7 +230,7 @@ class CupyDevice:
         return repeat
 
     def between(self, act: Work) -> None:
-        """Call act() now; or, while work is recorded, at this point of every replay."""
+        """Call act() now or, while recording, at this point of every replay."""
         if self.recording:
             self._cut.append((self.stream.end_capture(), act))
             self.stream.begin_capture()
@@ -238,12 +238,12 @@ class CupyDevice:
             act()
 
     def record_anew(self) -> None:
-        """Let everything that was recorded begin again, with a call that runs it. Waits for all work."""
-        self.synchronize()  # a graph that is dropped must not be running
+        """Invalidate all recordings. The next call of each runs its work again. Waits for all work."""
+        self.synchronize()  # a graph must not be dropped while it runs
         self._recordings += 1
 
     def capture(self, work: Work) -> Work:
-        """Return what repeats all that `work` starts, without running it: graphs, and the calls between."""
+        """Record `work` without running it. Return a function that replays it."""
         self._cut = []
         self.stream.begin_capture()
         self.recording = True
@@ -251,7 +251,7 @@ class CupyDevice:
             work()
         except BaseException:
             self.recording = False
-            with suppress(Exception):  # it ends, and raises again what broke it
+            with suppress(Exception):  # ends the capture, and raises the same error again
                 self.stream.end_capture()
             raise
         self.recording = False
@@ -267,7 +267,7 @@ class CupyDevice:
 
     @contextmanager
     def on(self, stream: Any) -> Iterator[None]:
-        """Send kernels and exchanges to another stream; arrays are not made there, nor copied to the host."""
+        """Queue kernels and communication on another stream. Do not create or download arrays inside."""
         usual, self.stream = self.stream, stream
         try:
             yield
@@ -275,16 +275,16 @@ class CupyDevice:
             self.stream = usual
 
     def after(self, stream: Any, other: Any) -> None:
-        """Let later work of `stream` wait for the work of `other` so far."""
+        """Make later work of `stream` wait for the current work of `other`."""
         passed = self._cuda.Event(disable_timing=True)
         passed.record(other)
         stream.wait_event(passed)
 
     def fastest(self, key: Hashable, candidates: Sequence[Work]) -> None:
-        """Run one of these candidates, which all do the same and are repeatable.
+        """Run one of these equivalent, repeatable candidates.
 
-        The first where `deterministic`, else the fastest, timed when a key is new and no earlier start has
-        left it. While recording nothing can be timed: the first unless the key is known.
+        If `deterministic`, run the first. Otherwise run the fastest, which is timed for a new key unless an
+        earlier start stored it. Timing is impossible while recording, so the first runs if the key is new.
         """
 
         def timed() -> bytes:
@@ -297,9 +297,9 @@ class CupyDevice:
         candidates[self.choices.get(key, 0)]()
 
     def times(self, works: Sequence[Work]) -> list[float]:
-        """Return the time of one call of each, measured in turns: clocks rise and fall.
+        """Return the time of one call of each, measured alternately because clock rates vary.
 
-        Those far from the fastest in the first turn, which also warms the GPU up, take no other.
+        The first turn also warms up the GPU. Candidates far from its fastest are not timed again.
         """
         first = [self.seconds(work) for work in works]
         close = [i for i, seconds in enumerate(first) if seconds <= HOPELESS * min(first)]
@@ -310,7 +310,7 @@ class CupyDevice:
         return first
 
     def seconds(self, work: Work) -> float:
-        """Return the time of one call of `work` when it is repeated."""
+        """Return the time per call of `work` when it is repeated."""
         start, end = self._cuda.Event(), self._cuda.Event()
         work()
         start.record(self.stream)
@@ -321,12 +321,12 @@ class CupyDevice:
         return float(self._cuda.get_elapsed_time(start, end)) / 1000 / TIMED_CALLS
 
     def mark(self) -> Mark:
-        """Mark this point of the stream, to measure times. Not while recording."""
+        """Mark this point of the stream to measure times. Not allowed while recording."""
         self._refuse_while_recording("a time was requested")
         return Mark(self._cuda, self.stream)
 
     def keep(self, array: Array, work: Work) -> None:
-        """Run `work`, then restore the array's old contents."""
+        """Run `work`, then restore the array's contents."""
         with self.stream:
             old = array.copy()
         work()
@@ -334,7 +334,6 @@ class CupyDevice:
         self.synchronize()
 
     def synchronize(self) -> None:
-        """Wait until all work is done."""
         self.stream.synchronize()
 
     def _refuse_while_recording(self, what: str) -> None:
@@ -350,13 +349,13 @@ class Mark:
         self._event.record(stream)
 
     def seconds_since(self, earlier: Mark) -> float:
-        """Return the device's time between another mark and this one. Waits for it."""
+        """Return the device's seconds between another mark and this one. Waits for this one."""
         self._event.synchronize()
         return float(self._cuda.get_elapsed_time(earlier._event, self._event)) / 1000
 
 
 class Mirror:
-    """A device array's copy in page-locked memory: `host` is a NumPy array of the same type and shape."""
+    """A copy of a device array in page-locked memory. `host` is a NumPy array of the same type and shape."""
 
     def __init__(self, device: CupyDevice, array: DeviceArray) -> None:
         self._device, self._stream, self._array = device, device.stream, array
@@ -365,24 +364,23 @@ class Mirror:
         self.host = np.frombuffer(self._memory, array.dtype, array.size).reshape(array.shape)
 
     def fetch(self, start: int = 0, stop: int | None = None) -> None:
-        """Start copying to the host, all or some of the elements; `ready` waits for it."""
+        """Start a copy of all or some elements to the host; `ready` waits for the copy."""
         there, here, size = self._stretch(start, stop)
         there.copy_to_host_async(here, size, self._stream)
         self._started()
 
     def ready(self) -> Any:
-        """Wait for the copy; return `host`."""
         self._done.synchronize()
         return self.host
 
     def send(self, start: int = 0, stop: int | None = None) -> None:
-        """Start copying to the device; `ready` waits until `host` may be changed again."""
+        """Start a copy to the device; `ready` waits until `host` may be changed."""
         there, here, size = self._stretch(start, stop)
         there.copy_from_host_async(here, size, self._stream)
         self._started()
 
     def _stretch(self, start: int, stop: int | None) -> tuple[Any, int, int]:
-        """Return the addresses of elements on the device and on the host, and their bytes."""
+        """Return the device and host addresses of elements, and their bytes."""
         first = start * self._array.itemsize
         size = (self._array.size if stop is None else stop) * self._array.itemsize - first
         return self._array.data + first, self._memory.ptr + first, size
@@ -398,7 +396,7 @@ def _require_contiguous(array: Array) -> None:
 
 
 def _argument(value: Any) -> Any:
-    """Convert to exactly the C type that the kernel declares."""
+    """Convert a value to exactly the C type that the kernel declares."""
     if value is None:
         return np.uint64(0)
     if isinstance(value, int):
@@ -410,12 +408,11 @@ def _argument(value: Any) -> Any:
 
 
 def floats(host: Any) -> Any:
-    """Return a host copy as numbers: bfloat16 in float32."""
+    """Return a host copy as numbers; bfloat16 becomes float32."""
     return from_bfloat16(host) if host.dtype == STORAGE["bfloat16"] else host
 
 
 def address(array: Array) -> int:
-    """Return the address of an array of CuPy or NumPy."""
     data = array.data
     return int(data.ptr if hasattr(data, "ptr") else array.ctypes.data)
 
@@ -443,7 +440,7 @@ class Launcher:
         self.device.launch(source, kernel, self._defines + defines, blocks, (block,), args, shared)
 
     def each(self, source: str, kernel: str, width: int, count: int, *args: Any) -> None:
-        """Start a kernel with a thread for every piece of `count` elements that lie in rows of `width`."""
+        """Start a kernel with one thread per pack of `count` elements, which are in rows of `width`."""
         if count > LARGEST:
             many = f"an activation of {count:,} elements is more than a GPU's kernels count to"
             raise UsageError(f"{many} ({source}.{kernel}): smaller micro-batches make it fit")
@@ -451,14 +448,14 @@ class Launcher:
         self.start(source, variant, -(-count // (BLOCK * w)), BLOCK, *args)
 
     def variant(self, kernel: str, width: int, *args: Any) -> tuple[str, int]:
-        """Return the kernel for rows of this width, and its elements at a time: 16 bytes, or one."""
+        """Return the kernel for rows of this width, and its elements per thread: 16 bytes, or one."""
         arrays = (arg for arg in args if hasattr(arg, "dtype"))
         if width % self._pack == 0 and all(address(array) % MOVED == 0 for array in arrays):
             return f"{kernel}_packed", self._pack
         return f"{kernel}_single", 1
 
     def scratch(self, name: str, shape: tuple[int, ...], dtype: Any) -> Array:
-        """Return memory for one operation at a time, made when it is first needed: never while recording."""
+        """Return memory for one operation at a time. It is allocated at first use, never while recording."""
         key = (name, shape)
         if key not in self._scratch:
             self._scratch[key] = self.device.zeros(shape, dtype)

@@ -1,4 +1,4 @@
-"""The vocabulary on a GPU: our own kernels, and a library's matmuls and attention."""
+"""`Kernels` on a GPU: CUDA kernels of distgpt, and library matmuls and attention."""
 
 from __future__ import annotations
 
@@ -46,20 +46,20 @@ from distgpt.gpu.linear import sum_parts
 from distgpt.gpu.matmul import LtMatmul, share_autotuning
 from distgpt.gpu.muon import MuonKernels
 
-BLOCKS_EACH = 3  # of the backward norm, on each multiprocessor: what its registers leave room for
-CHUNK = 32  # sorted rows that a block of embed_backward adds up, as in embedding.cu
-SORT_TILE = 256  # rows that a block sorts, and values of what it sorts by, as there
-COMMON = 7  # values that all threads of adamw read, before two for each group, as in optimizer.cu
-MOVED = 32  # positions that a thread of move_cached copies from another slot
-ROWS_APART = 64  # the most sums of rows that are added up side by side
-HELD_BYTES = 96  # of a row that a thread of the norms holds at most: with 128 the backward norm spills
+BLOCKS_EACH = 3  # blocks of the backward norm per multiprocessor, limited by registers
+CHUNK = 32  # sorted rows per block of embed_backward, as in embedding.cu
+SORT_TILE = 256  # rows per block of the sort, and values of its digit, as in embedding.cu
+COMMON = 7  # values shared by all threads of adamw, before two per group, as in optimizer.cu
+MOVED = 32  # positions per thread of move_cached when it copies from another slot
+ROWS_APART = 64  # maximum number of partial sums of rows
+HELD_BYTES = 96  # maximum bytes of a row per thread of the norms; with 128 the backward norm spills
 
-WIRE_PIECE = 1 << 24  # elements: what a start costs is little beside them, and so is their memory
-BEYOND = 1 << 31  # from which on a number of 32 bits is a negative C int
+WIRE_PIECE = 1 << 24  # elements, enough to make the cost of a start small, with little memory
+BEYOND = 1 << 31  # from this value on, a 32-bit number is a negative C int
 
 
 class CudaKernels(MuonKernels):
-    """Kernels of one device. `attention_for` chooses the attention for heads of a size, given our own."""
+    """Kernels of one device. `attention_for` chooses the attention for a head size, given the default one."""
 
     def __init__(
         self,
@@ -183,9 +183,9 @@ class CudaKernels(MuonKernels):
         self._launcher.each("embedding", "add_embedding", gcd(c, width), n * c, *of)
 
     def _sorted_rows(self, tokens: Array, words: int, name: str) -> Array | None:
-        """Sort the rows by their tokens: a stable radix sort, one byte of the token a pass.
+        """Sort rows by token, with a stable radix sort of one byte per pass.
 
-        `name`: of the result's memory.
+        `name`: name of the result's scratch memory.
         """
         n, passes = len(tokens), max(1, -(-(words - 1).bit_length() // 8))
         tiles, launcher, int32 = -(-n // SORT_TILE), self._launcher, np.dtype(np.int32)
@@ -239,7 +239,7 @@ class CudaKernels(MuonKernels):
         assert sums is not None
         c = s.shape[1]
         if dwb.b is not None and address(dwb.b) == address(dwb.w) + dwb.w.nbytes:
-            sum_parts(self._launcher, dwb.w, sums, slice(0, 2 * c), accumulate)  # both at once
+            sum_parts(self._launcher, dwb.w, sums, slice(0, 2 * c), accumulate)  # weight and bias together
             return
         sum_parts(self._launcher, dwb.w, sums, slice(0, c), accumulate)
         if dwb.b is not None:
@@ -280,7 +280,7 @@ class CudaKernels(MuonKernels):
         self._launcher.start("elementwise", "qk_norm_gain_backward", -(-warps * WARP // BLOCK), BLOCK, *args)
 
     def sum_rows(self, total: Array, x: Array, accumulate: bool) -> None:
-        """Add up every so many rows first, so that there is work for many blocks."""
+        """First compute up to ROWS_APART partial sums, so that there is work for many blocks."""
         if x.dtype != self.wide:
             self._bias(BiasGradient(total, accumulate), x)
             return
@@ -305,7 +305,7 @@ class CudaKernels(MuonKernels):
 
     def _attention_for(self, y: Array, lse: Array, mask: AttentionMask) -> OwnAttention:
         if mask.positions is not None or mask.window:
-            return self._own_attention  # libraries have neither
+            return self._own_attention  # libraries support neither
         head = y.shape[1] // lse.shape[1]
         if head not in self._attention:
             self._attention[head] = self._choose_attention(head, self._own_attention)
@@ -382,7 +382,7 @@ class CudaKernels(MuonKernels):
         self.add_up(total, pieces)
 
     def squares(self, pieces: Array, g: Array) -> None:
-        """Sum in pieces that are the same on every GPU, so that ranks on different ones clip alike."""
+        """Sum in pieces that are the same on every GPU, so that different GPUs clip identically."""
         kernel = "squares" if g.dtype == self.wide else "squares_of_stored"
         if g.size:
             self._launcher.start("reduce", kernel, pieces.size, BLOCK, pieces, g, np.int64(g.size))
@@ -391,7 +391,7 @@ class CudaKernels(MuonKernels):
         self._launcher.start("reduce", "add_up", 1, LARGEST_BLOCK, total, pieces, pieces.size)
 
     def adamw(self, state: AdamState, norm: Array, scalars: Array, constants: AdamConstants) -> None:
-        if not state.p.size:  # a rank whose part is empty
+        if not state.p.size:  # a rank with an empty part
             return
         groups = (scalars.size - len(StepScalars._fields)) // 2
         common = self._launcher.scratch("common", (COMMON + 2 * groups,), self.wide)
@@ -407,13 +407,13 @@ class CudaKernels(MuonKernels):
         self._launcher.start("optimizer", "nesterov", self._fours(state.p), BLOCK, *args)
 
     def _fours(self, x: Array) -> int:
-        """Count the blocks of optimizer.cu, whose threads have four elements each."""
+        """Return the number of blocks for optimizer.cu, whose threads process four elements each."""
         size: int = x.size
         return -(-size // (4 * BLOCK))
 
 
 class DeviceWire:
-    """Implements `kernels.api.Wire`: the same elements as on the host, to the bit."""
+    """Implements `kernels.api.Wire`, bitwise identical to the host's implementation."""
 
     piece = WIRE_PIECE
 
@@ -424,7 +424,7 @@ class DeviceWire:
         return self._launcher.device.zeros(shape, dtype)
 
     def dither(self, out: Array, x: Array, index: int, key: int) -> None:
-        # Of both the lower 32 bits count.
+        # Only the lower 32 bits of both count.
         lower = ((number + BEYOND) % (2 * BEYOND) - BEYOND for number in (index, key))
         self._start("dither", out.size, out, x, *lower)
 
@@ -443,7 +443,7 @@ class DeviceWire:
 
 
 def norm_shape(c: int, real_bytes: int) -> tuple[int, int, tuple[str, ...]]:
-    """Return rows and threads of a block of the norms, and the macros of norm.cu."""
+    """Return rows and threads per block of the norms, and the macros of norm.cu."""
     held = WARP * HELD_BYTES // real_bytes
     warps = next((warps for warps in (1, 4, 8) if c <= warps * held), 16)
     threads = max(128, warps * WARP)
@@ -452,11 +452,11 @@ def norm_shape(c: int, real_bytes: int) -> tuple[int, int, tuple[str, ...]]:
 
 
 def _head_sizes(qkv: Array, rstd: Array, gain: Array) -> tuple[int, ...]:
-    """Return the heads of q and k, those of q, the elements of a head, and those of a row of qkv."""
+    """Return the number of heads of q and k, of heads of q, and of elements per head and per row of qkv."""
     heads, head, row = rstd.shape[1], len(gain) // 2, qkv.shape[1]
     return heads, 2 * heads - row // head, head, row
 
 
 def _starts(start: Array | None) -> tuple[Array | None, int]:
-    """Return the kernels' arguments: where sequences begin, and how many numbers these are."""
+    """Return the kernels' arguments: the start positions, and how many there are."""
     return start, 1 if start is None else int(start.size)

@@ -1,6 +1,6 @@
-"""Linear layers on a GPU: matmuls of a library, fused with what the library can do along with them.
+"""Linear layers on a GPU: library matmuls, with fused operations if the library supports them.
 
-Where there are two ways, one that the library fuses and one in several steps, `device.fastest` finds out.
+If there is a fused and an unfused implementation, `device.fastest` selects one.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from distgpt.core.ops.kernels import Kernels
 from distgpt.gpu.device import LARGEST_BLOCK, TYPE_OF, WARP, CupyDevice, Launcher
 from distgpt.gpu.matmul import LtMatmul, Matmul
 
-FEW = 4  # rows up to which a linear layer is bound by reading w
-SLICE = 64  # rows, at the least, that a block of a column sum reads
-DOWN = 8  # rows that it reads at a time, as in common.cuh
+FEW = 4  # maximum rows for which a linear layer is bound by reading w
+SLICE = 64  # minimum rows per block of a column sum
+DOWN = 8  # rows that a block reads together, as in common.cuh
 
 
 class LinearKernels(Kernels):
-    """Linear layers of arrays of the storage type; gradients of parameters are wide."""
+    """Linear layers for arrays of the storage type. Gradients of parameters use the wide type."""
 
     _launcher: Launcher
     _device: CupyDevice
     _type: str
-    _possible: dict[Matmul, bool]  # kinds that the library can do
+    _possible: dict[Matmul, bool]  # kinds of matmul that the library supports
     matmuls: LtMatmul
 
     def linear(self, y: Array, x: Array, wb: Affine, onto: Array | None = None) -> None:
-        self._linear(y, x, wb, onto)  # a profile tells these calls from those of other operations
+        self._linear(y, x, wb, onto)  # a profile separates these calls from other operations' calls
 
     def _linear(self, y: Array, x: Array, wb: Affine, onto: Array | None = None) -> None:
         (n, c), (w, b) = x.shape, wb
@@ -51,7 +51,7 @@ class LinearKernels(Kernels):
         self._weights(dwb, dy, x, accumulate, sums)
 
     def _weights(self, dwb: Affine, dy: Array, x: Array, accumulate: bool, sums: Array | None = None) -> None:
-        """dw ← dyᵀ x; db ← Σ dy, from partial sums that norm_backward may have left."""
+        """Compute dw ← dyᵀ x and db ← Σ dy, from partial sums if norm_backward left some."""
         dw, db = dwb
         plain = replace(self._kind(dw, dy, x, transpose_a=True), accumulate=accumulate)
         if db is None or sums is not None:
@@ -78,14 +78,14 @@ class LinearKernels(Kernels):
             self._launcher.each("elementwise", act, y.shape[1], y.size, y, pre, *_sizes(y, act))
 
         fused = replace(self._kind(y, x, w, transpose_b=True), epilogue="gelu", has_bias=b is not None)
-        # cuBLASLt's gelu has constants of ten digits.
+        # cuBLASLt's gelu uses constants with ten digits.
         allowed = act == "gelu" and self._type != "float64" and len(x) > FEW
         self._fastest(fused, allowed, lambda: self.matmuls.run(fused, y, x, w, bias=b, aux=pre), apart)
 
     def linear_backward_act(
         self, dpre: Array, y: Array, dy: Array, w: Array, pre: Array, act: str, again: bool, db: Bias = None
     ) -> None:
-        """Compute dpre. Our own kernel for the activation also sums the columns that it writes."""
+        """Compute dpre. The unfused activation kernel also sums the columns that it writes."""
         parts = None if db is None else self._parts(dpre)
 
         def apart() -> None:
@@ -112,21 +112,21 @@ class LinearKernels(Kernels):
             self._bias(db, dpre, parts)
 
     def _bias(self, to: BiasGradient, dy: Array, parts: Array | None = None) -> None:
-        """Sum the rows of dy, from sums over parts of them, (parts, c), where there are any already."""
+        """Sum the rows of dy, from sums over parts of its rows (parts, c) if they are given."""
         if parts is None:
             parts = self._parts(dy)
             self._slices("reduce", "sum_slices", parts, dy)
         sum_parts(self._launcher, to.db, parts, slice(0, dy.shape[1]), to.accumulate)
 
     def _parts(self, dy: Array) -> Array:
-        """Return memory for the sums of slices of its rows."""
+        """Return memory for the sums over slices of its rows."""
         n, c = dy.shape
         _, w = self._launcher.variant("sum_slices", c, dy)
         most = 4 * self._device.multiprocessors // -(-c // (WARP * w))
         return self._launcher.scratch("columns", (max(1, min(-(-n // SLICE), most)), c), self.wide)
 
     def _slices(self, source: str, kernel: str, parts: Array, x: Array, *others: Array | int) -> None:
-        """Start a kernel that sums up slices of the rows of x, WARP threads side by side."""
+        """Start a kernel that sums slices of the rows of x, WARP columns in parallel."""
         n, c = x.shape
         variant, w = self._launcher.variant(kernel, c, x, *others)
         grid = (-(-c // (WARP * w)), len(parts))
@@ -151,7 +151,7 @@ class LinearKernels(Kernels):
         bias: Array | None = None,
         onto: Array | None = None,
     ) -> None:
-        """out ← onto + a b + bias"""
+        """Compute out ← onto + a b + bias."""
         plain = replace(self._kind(out, a, b, transpose_b=transpose_b), onto=onto is not None)
         fused = replace(plain, epilogue="bias")
         if bias is not None and self._can(fused):
@@ -164,7 +164,7 @@ class LinearKernels(Kernels):
             )
 
     def _fastest(self, fused: Matmul, allowed: bool, together: Work, apart: Work) -> None:
-        """Run the faster way: with the library's fused matmul, or in several steps."""
+        """Run the faster implementation: the library's fused matmul, or multiple steps."""
         if allowed and self._can(fused):
             self._device.fastest(fused, (together, apart))
         else:
@@ -177,14 +177,14 @@ class LinearKernels(Kernels):
 
 
 def _sizes(y: Array, act: str) -> tuple[int, ...]:
-    """Return the arguments of an activation kernel; a gated one needs the width: its rows are wider."""
+    """Return the size arguments of an activation kernel. A gated one also needs the width."""
     return (y.size, y.shape[1]) if ACTIVATIONS[act].gated else (y.size,)
 
 
 def sum_parts(launcher: Launcher, out: Array, partial: Array, columns: slice, accumulate: bool) -> None:
-    """out[c] ← Σ over parts of partial[:, columns][:, c].
+    """Compute out[c] ← Σ over parts of partial[:, columns][:, c].
 
-    If `columns` is longer than `out`, the extra sums go into the memory after it.
+    If `columns` is longer than `out`, the extra sums are written to the memory after `out`.
     """
     (parts, stride), width = partial.shape, columns.stop - columns.start
     args = (out, partial.reshape(-1)[columns.start :], parts, stride, width, int(accumulate))

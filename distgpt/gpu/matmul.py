@@ -1,4 +1,4 @@
-"""Matmuls through cuBLASLt, each kind planned once: described, searched for algorithms, timed."""
+"""Matmuls through cuBLASLt. Each kind is planned once: described, searched for algorithms, timed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from distgpt.gpu.cublaslt import (
 from distgpt.gpu.device import STORAGE, CupyDevice, address
 
 CANDIDATES = 32
-WIDEST = 256  # bytes of alignment; no algorithm asks for more
+WIDEST = 256  # bytes of alignment; no algorithm requires more
 
 _TYPES = {
     "bfloat16": DataType.R_16BF,
@@ -40,7 +40,7 @@ _EPILOGUES = {
     ("gelu", False): Epilogue.GELU_AUX,
     ("gelu", True): Epilogue.GELU_AUX_BIAS,
     ("dgelu", False): Epilogue.DGELU,
-    ("column_sums", False): Epilogue.BGRADB,  # sums of the library's B, which is our a
+    ("column_sums", False): Epilogue.BGRADB,  # sums of the library's B, our a
 }
 _WITH_BIAS = (Epilogue.BIAS, Epilogue.GELU_AUX_BIAS, Epilogue.BGRADB)
 _WITH_AUX = (Epilogue.GELU_AUX, Epilogue.GELU_AUX_BIAS, Epilogue.DGELU)
@@ -51,11 +51,11 @@ _POINTERS = (Desc.BIAS_POINTER, Desc.EPILOGUE_AUX_POINTER)
 
 @dataclass(frozen=True, slots=True)
 class Matmul:
-    """A kind of matmul, out (m, n) ← a (m, k) · b (k, n), everything row-major, without gaps but
+    """A kind of matmul, out (m, n) ← a (m, k) · b (k, n). All matrices are row-major and contiguous except
     for `stride`.
 
     With `transpose_a`, a is stored as (k, m); with `transpose_b`, b as (n, k). Types are "bfloat16",
-    "float32" or "float64"; sums are taken in one of the latter. `epilogue`, with `extra` beside the factors:
+    "float32" or "float64". Sums are computed in float32 or float64. `epilogue` and its additional argument:
 
     | epilogue    | meaning                                                       | extra    |
     |-------------|---------------------------------------------------------------|----------|
@@ -64,9 +64,9 @@ class Matmul:
     | the same, `onto` | out ← onto + …, onto (m, n) of the type of out           | onto     |
     | "gelu"      | aux ← a b (+ bias, if one is given); out ← gelu(aux), tanh    | aux      |
     | "dgelu"     | out ← (a b) · gelu'(aux)                                      | aux      |
-    | "column_sums" | out ← aᵀ-product as "none", bias ← Σ over k of a (m,), the type of out | bias |
+    | "column_sums" | out as for "none", bias ← Σ over k of a (m,), the type of out | bias   |
 
-    `batch`: as many matmuls at once; the matrices of each operand follow each other without gaps.
+    `batch`: number of matmuls; the matrices of each operand are contiguous.
     """
 
     m: int
@@ -78,20 +78,19 @@ class Matmul:
     out_type: str
     epilogue: str = "none"
     accumulate: bool = False
-    has_bias: bool = False  # for "gelu"
+    has_bias: bool = False  # "gelu" only
     onto: bool = False
-    stride: int = 0  # elements between rows of a, where it is columns of a wider array
+    stride: int = 0  # elements between rows of a, if a is columns of a wider array
     batch: int = 1
 
 
 def _alignment(at: int) -> int:
-    """Return the largest power of two up to `WIDEST` that divides it."""
+    """Return the largest power of two up to `WIDEST` that divides the address."""
     bits = at | WIDEST
     return bits & -bits
 
 
 def _row_bytes(kind: Matmul) -> tuple[int, int, int]:
-    """Return the bytes of a row of a, b and out as they are stored."""
     size, out_size = STORAGE[kind.in_type].itemsize, STORAGE[kind.out_type].itemsize
     a = kind.stride or (kind.m if kind.transpose_a else kind.k)
     b = kind.k if kind.transpose_b else kind.n
@@ -102,24 +101,24 @@ def _bits(algorithm: int) -> str:
     return ctypes.string_at(algorithm, ctypes.sizeof(Algorithm)).hex()
 
 
-# Of out, a, b, what is added; and, on the host, the numbers that multiply a b and what is added.
+# Addresses of out, a, b and the addend, and host addresses of the factors of a b and the addend.
 Addresses = tuple[int, int, int, int, int, int]
 
 
 @dataclass(slots=True)
 class _Plan:
-    """One kind of matmul for pointers of one alignment. The integers are addresses on the host."""
+    """One kind of matmul for pointers of one alignment. Integers are host addresses."""
 
     name: str  # the same in every process
     descriptor: int
     a: int
     b: int
     out: int
-    wants: tuple[bool, ...]  # those of _POINTERS that it takes
+    wants: tuple[bool, ...]  # whether it uses each of _POINTERS
     candidates: list[Algorithm] = field(default_factory=list)
     refusal: str = ""  # why there is no candidate
-    algorithm: int = 0  # not chosen yet
-    extras: tuple[int, ...] | None = None  # the last addresses of those on the device
+    algorithm: int = 0  # 0: not chosen yet
+    extras: tuple[int, ...] | None = None  # last device addresses of bias and aux
 
 
 class LtMatmul:
@@ -128,15 +127,15 @@ class LtMatmul:
     def __init__(self, lt: CublasLt, device: CupyDevice, tf32: bool = False) -> None:
         self._lt, self._device, self._tf32 = lt, device, tf32
         self._deterministic = device.deterministic
-        workspace = (64 if device.capability[0] == 9 else 32) << 20  # bytes; Hopper's kernels take more
+        workspace = (64 if device.capability[0] == 9 else 32) << 20  # bytes; Hopper's kernels need more
         self._workspace = device.zeros((workspace,), np.dtype(np.uint8))
         self._plans: dict[tuple[Matmul, int], _Plan] = {}
         self._adopted: Mapping[str, str] = {}
-        self._factors: dict[tuple[type, float], Any] = {}  # which live on, since the library reads them
-        self.about = (lt.version, tf32)  # what an algorithm of another process must have been made for
+        self._factors: dict[tuple[type, float], Any] = {}  # never freed, since the library reads them
+        self.about = (lt.version, tf32)  # must match to adopt another process's algorithms
 
     def can(self, kind: Matmul) -> bool:
-        """Return whether cuBLASLt supports it, for arrays aligned as their rows are. Not while recording."""
+        """Return whether cuBLASLt supports it for aligned arrays. Not allowed while recording."""
         return bool(self._plan(kind, min(map(_alignment, _row_bytes(kind)))).candidates)
 
     def run(
@@ -150,9 +149,9 @@ class LtMatmul:
         onto: Array | None = None,
         factors: tuple[float, float] | None = None,
     ) -> None:
-        """Start it. The first call for pointers of an alignment plans it, and keeps out's contents intact.
+        """Start a matmul. The first call for an alignment plans it without changing out's contents.
 
-        `factors`: of a b, and of `onto`, 0 where there is none.
+        `factors` multiply a b and `onto` (0 if there is none).
         """
         at = (address(out), address(a), address(b), address(out if onto is None else onto))
         extras = tuple(0 if each is None else address(each) for each in (bias, aux))
@@ -167,13 +166,13 @@ class LtMatmul:
             self._lt.check(f"cublasLtMatmul of {kind}", status)
 
     def chosen(self) -> dict[str, str]:
-        """Return the algorithm of every plan that has one, as the library's bytes, valid for its version."""
+        """Return the chosen algorithm of every plan, as the library's bytes, valid for its version."""
         return {plan.name: _bits(plan.algorithm) for plan in self._plans.values() if plan.algorithm}
 
     def adopt(self, chosen: Mapping[str, str]) -> bool:
-        """Take these algorithms, now or when a plan first runs, where they are candidates here too.
+        """Use these algorithms, now or when a plan first runs, if they are candidates here as well.
 
-        Returns whether that changed what was chosen before.
+        Return whether that changed an earlier choice.
         """
         self._adopted, changed = chosen, False
         for plan in self._plans.values():
@@ -183,12 +182,12 @@ class LtMatmul:
         return changed
 
     def _adopted_for(self, plan: _Plan) -> int:
-        """Return the adopted algorithm's address, 0 for none."""
+        """Return the adopted algorithm's address, or 0."""
         bits, candidates = self._adopted.get(plan.name), map(ctypes.addressof, plan.candidates)
         return next((each for each in candidates if _bits(each) == bits), 0)
 
     def _start(self, plan: _Plan, algorithm: int, at: Addresses) -> int:
-        """Start a matmul. The library counts by columns and sees every matrix transposed: outᵀ ← bᵀ aᵀ."""
+        """Start a matmul. The library is column-major, so it sees transposed matrices: outᵀ ← bᵀ aᵀ."""
         out, a, b, onto, alpha, beta = at
         factors = (alpha, b, plan.b, a, plan.a, beta)
         result = (onto, plan.out, out, plan.out)
@@ -214,7 +213,7 @@ class LtMatmul:
         plan.extras = extras
 
     def _choose(self, plan: _Plan, kind: Matmul, out: Array, at: Addresses) -> None:
-        """Choose an algorithm: the first, or the fastest where timing is allowed."""
+        """Choose an algorithm: the first or, if timing is allowed, the fastest."""
         if not plan.candidates:
             raise LtError(f"no way to compute {kind}: {plan.refusal}", Status.NOT_SUPPORTED)
         if adopted := self._adopted_for(plan):
@@ -228,7 +227,7 @@ class LtMatmul:
             self._choose_fastest(plan, at)
 
     def _choose_fastest(self, plan: _Plan, at: Addresses) -> None:
-        """Choose what an earlier process has found the fastest, or what is now."""
+        """Choose the fastest algorithm, from an earlier process or by timing."""
 
         def starts(each: Algorithm) -> bool:
             return self._start(plan, ctypes.addressof(each), at) == Status.SUCCESS
@@ -268,7 +267,7 @@ class LtMatmul:
             Desc.TRANSB: int(kind.transpose_a),
             Desc.EPILOGUE: epilogue,
         }
-        # The search looks at how well these pointers are aligned, and not at what they point to.
+        # The search uses the alignment of these pointers, not their contents.
         if wants[0]:
             attributes[Desc.BIAS_POINTER] = alignment
         if wants[1]:
@@ -290,11 +289,11 @@ class LtMatmul:
         """Return the candidates, or why there are none."""
         epilogue = _EPILOGUES[kind.epilogue, kind.has_bias]
         adds = (not kind.accumulate or epilogue in _ACCUMULATING) and (not kind.onto or epilogue in _ADDING)
-        if not adds or (epilogue in _WITH_AUX and kind.n % 8):  # rows of aux
+        if not adds or (epilogue in _WITH_AUX and kind.n % 8):  # aux requires rows of a multiple of 8
             return [], "cuBLASLt has no such epilogue"
         a_bytes, b_bytes, out_bytes = (min(alignment, _alignment(row)) for row in _row_bytes(kind))
-        # Parts of a split matmul that were rounded to bfloat16 would not be a sum in float32, and parts
-        # added up in place come in the order in which they are done.
+        # Parts of a split matmul that are rounded to bfloat16 do not give a float32 sum. Parts that are added
+        # in place arrive in any order.
         parts_apart = self._deterministic or kind.out_type == "bfloat16"
         preferences = {
             Pref.MAX_WORKSPACE_BYTES: self._workspace.nbytes,
@@ -317,12 +316,13 @@ Gather = Callable[[bytes], list[bytes]]  # collective: every rank's bytes, in or
 
 
 def share_autotuning(gather: Gather, device: CupyDevice, matmuls: LtMatmul) -> None:
-    """Share auto-tuning results among identical GPUs, so that one unlucky timing does not slow the job.
+    """Share autotuning results among identical GPUs, so that one unlucky timing does not slow the job.
 
-    Adopts those of the first rank with an equal GPU, as far as both timed the same, since ranks may have
-    another number of rows. Work that was recorded with another choice is recorded again. Collective.
+    Each rank adopts the results of the first rank with an identical GPU, for the matmuls that both have
+    timed; ranks may have different numbers of rows. Work recorded with another choice is recorded again.
+    Collective.
     """
-    # Results are valid for GPUs that are this in JSON.
+    # Results are valid for GPUs with this description in JSON.
     kind = [device.name, *device.capability, device.multiprocessors, device.memory()[1], *matmuls.about]
     ways = {str(key): chosen for key, chosen in device.choices.items()}
     own = {"gpu": kind, "algorithms": matmuls.chosen(), "ways": ways}

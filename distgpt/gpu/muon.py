@@ -1,4 +1,4 @@
-"""Muon on a GPU: strided batches of a library's matmuls, and kernels for many matrices at once."""
+"""Muon on a GPU: strided batched matmuls of a library, and kernels for many matrices per launch."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from distgpt.gpu.linear import LinearKernels
 from distgpt.gpu.matmul import Matmul
 
 STEP = 4  # values of a step that all threads read, as in muon.cu
-PIECE = 4096  # elements that a block has, as there
-MOST_BYTES = 256 << 20  # of scratch memory, unless one matrix needs more: all of GPT-2 in bfloat16
-APART = 128  # elements: every part of the scratch memory begins at a multiple, for the widest loads
+PIECE = 4096  # elements per block, as in muon.cu
+MOST_BYTES = 256 << 20  # scratch memory, enough for GPT-2 in bfloat16; one large matrix may need more
+APART = 128  # elements; alignment of all parts of the scratch memory, for the widest loads
 
 
 class MuonKernels(LinearKernels):
-    """Momentum, orthogonalised updates, and steps along them: launches do not grow with the layers.
+    """Momentum, orthogonalized updates, and steps along them. The number of launches is independent of
+    layers.
 
-    Matrices lie anywhere: a table on the device has their places. Only the matmuls need a constant stride,
-    and their operands are scratch memory, into which `normalise` gathers.
+    Matrices can be anywhere: a table on the device has their addresses. Only the matmuls need a constant
+    stride. Their operands are scratch memory, which `normalise` fills.
     """
 
     _tables: dict[tuple[tuple[int, ...], ...], Array]
@@ -36,14 +37,14 @@ class MuonKernels(LinearKernels):
         self._start_muon("muon_momentum", grid, BLOCK, *pairs[0], table, self._step(norm, scalars))
 
     def orthogonalise(self, updates: Sequence[Array]) -> None:
-        """See `Kernels.orthogonalise`. Matrices with more rows than columns are transposed on the way."""
+        """See `Kernels.orthogonalise`. Tall matrices are transposed in scratch memory."""
         room = self._room_for([u.shape for u in updates])
         memory = self._launcher.scratch("orthogonalise", (room,), self.dtype)
         for batch in self._batches(updates):
             self._orthogonalise(batch, memory)
 
     def _room_for(self, shapes: Sequence[tuple[int, ...]]) -> int:
-        """Return the elements of scratch memory: more matrices never need less."""
+        """Return the elements of scratch memory. More matrices never need less."""
         sides = [_sides(shape) for shape in shapes]
         return max((min(sides.count(each), self._most(each)) * _room(each) for each in sides), default=0)
 
@@ -51,7 +52,7 @@ class MuonKernels(LinearKernels):
         return self._room_for(shapes) * int(self.dtype.itemsize)
 
     def muon(self, matrices: Sequence[MuonMatrix], norm: Array, scalars: Array, beta2: float) -> None:
-        if not matrices:  # a rank whose part has none
+        if not matrices:  # a rank without matrices
             return
         first, scratch = matrices[0], self._launcher.scratch
         longest = max(each.v.size for each in matrices)
@@ -69,7 +70,7 @@ class MuonKernels(LinearKernels):
         self._start_muon("muon_step", grid, BLOCK, first.p, first.low, first.v, first.u, table, factors, step)
 
     def _batches(self, updates: Sequence[Array]) -> Iterator[list[Array]]:
-        """Cut matrices of equal sides, lying or standing, into batches that have room."""
+        """Divide matrices with equal sides, transposed or not, into batches that fit in memory."""
         alike: dict[tuple[int, int], list[Array]] = {}
         for u in updates:
             alike.setdefault(_sides(u.shape), []).append(u)
@@ -81,7 +82,7 @@ class MuonKernels(LinearKernels):
         return max(1, MOST_BYTES // (_room(sides) * self.dtype.itemsize))
 
     def _orthogonalise(self, batch: list[Array], memory: Array) -> None:
-        """x ← a x + (b s + c s s) x, where s = x xᵀ: by three matmuls, which add as they store."""
+        """Compute x ← a x + (b s + c s s) x, where s = x xᵀ, by three matmuls with fused addition."""
         (low, high), many = _sides(batch[0].shape), len(batch)
         size = low * high
         ends = [0, *(many * each for each in (_apart(size), 2 * _apart(size), _room((low, high))))]
@@ -98,7 +99,7 @@ class MuonKernels(LinearKernels):
         square = Matmul(low, low, low, False, False, *types, onto=True, batch=many)
         along = Matmul(low, high, low, False, False, *types, onto=True, batch=many)
         for a, b, c in POLAR:
-            s = y  # which has been read, and is written only when s has been
+            s = y  # y has been read, and is not written before s is read
             self.matmuls.run(gram, s, x, x)
             self.matmuls.run(square, polynomial, s, s, onto=s, factors=(c, b))
             self.matmuls.run(along, y, polynomial, x, onto=x, factors=(1.0, a))
@@ -111,7 +112,7 @@ class MuonKernels(LinearKernels):
         return step
 
     def _table(self, rows: Sequence[tuple[int, ...]]) -> Array:
-        """Return these numbers on the device, made when they are first needed: never while recording."""
+        """Return these numbers on the device. They are uploaded at first use, never while recording."""
         key = tuple(rows)
         if key not in self._tables:
             self._tables[key] = self.integers(np.array(rows, np.int64), "int64")
@@ -122,7 +123,7 @@ class MuonKernels(LinearKernels):
 
 
 def _places(arrays: Sequence[Array | None], first: Sequence[Array | None]) -> list[int]:
-    """Count the elements from each of the first arrays to one of the same type."""
+    """Return the offset in elements of each array from the first array of the same type."""
     return [
         0 if x is None or start is None else (address(x) - address(start)) // x.itemsize
         for x, start in zip(arrays, first, strict=True)
@@ -142,6 +143,6 @@ def _apart(elements: int) -> int:
 
 
 def _room(sides: tuple[int, int]) -> int:
-    """Return a matrix's elements of scratch memory: x and y, and one square. The other lies in y."""
+    """Return a matrix's elements of scratch memory: x, y and one square matrix. The other square is in y."""
     low, high = sides
     return 2 * _apart(low * high) + _apart(low * low)

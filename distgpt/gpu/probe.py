@@ -1,4 +1,4 @@
-"""Find drivers, packages and libraries for GPUs, and say what a GPU stage lacks; without loading CuPy."""
+"""Finds GPU drivers, packages, libraries and missing requirements of a GPU stage, without importing CuPy."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from distgpt.core.base.errors import UsageError
 Version = tuple[int, int]
 
 OLDEST_CUDA, NEWEST_CUDA = 12, 13
-# Compute capabilities: the oldest that each CUDA compiles for, those with bfloat16.
+# Minimum compute capabilities for each CUDA version and for bfloat16.
 OLDEST_GPU: dict[int, Version] = {12: (7, 0), 13: (7, 5)}
 OLDEST_BFLOAT16: Version = (8, 0)
 
@@ -46,7 +46,7 @@ _MODULE = Path("/proc/driver/nvidia/version")
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A device visible to this process; `uuid` identifies it whatever its index."""
+    """A device visible to this process. `uuid` identifies it independently of its index."""
 
     name: str
     uuid: str
@@ -56,7 +56,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Driver:
-    """`cuda`: the newest CUDA it runs; `problem`: its error where it does not start."""
+    """`cuda`: the newest CUDA it supports. `problem`: the error if it does not start."""
 
     cuda: Version
     release: str
@@ -66,7 +66,7 @@ class Driver:
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """Something missing or wrong, and the remedy."""
+    """A missing or wrong component, and the fix."""
 
     what: str
     remedy: str
@@ -77,7 +77,7 @@ class Missing:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Versions of packages, paths of libraries; `visible`: CUDA_VISIBLE_DEVICES."""
+    """Versions of packages, and paths of libraries. `visible`: CUDA_VISIBLE_DEVICES."""
 
     driver: Driver | None
     packages: dict[str, str]
@@ -86,7 +86,7 @@ class Found:
 
     @property
     def cupy(self) -> list[str]:
-        """The CuPy packages installed: there should be one."""
+        """The installed CuPy packages. There should be one."""
         return [name for name in CUPY if name in self.packages]
 
 
@@ -108,7 +108,7 @@ def driver() -> Driver | None:
 def _gpu(cuda: Any, ordinal: int) -> Gpu:
     device, major, minor = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
     name, uuid, memory = ctypes.create_string_buffer(256), ctypes.create_string_buffer(16), ctypes.c_size_t()
-    # The first tells the parts of a divided GPU apart.
+    # The _v2 function distinguishes the parts of a divided GPU.
     identify = getattr(cuda, "cuDeviceGetUuid_v2", None) or cuda.cuDeviceGetUuid
     cuda.cuDeviceGet(ctypes.byref(device), ordinal)
     cuda.cuDeviceGetName(name, len(name), device)
@@ -126,7 +126,7 @@ def _explained(cuda: Any, error: int) -> str:
 
 
 def _release() -> str:
-    """The driver's version as `nvidia-smi` prints it; empty where the system hides it."""
+    """Return the driver's version, the same as in `nvidia-smi`, or "" if the system hides it."""
     try:
         found = re.search(r"\d+\.\d+(\.\d+)?", _MODULE.read_text())
     except OSError:
@@ -135,7 +135,6 @@ def _release() -> str:
 
 
 def packages() -> dict[str, str]:
-    """Return the version of each package of interest that is installed."""
     found = {}
     for name in PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
@@ -146,8 +145,8 @@ def packages() -> dict[str, str]:
 def load_library(names: Sequence[str]) -> ctypes.CDLL | None:
     """Load the first of these libraries (the best name first) that can be loaded, or return None.
 
-    One that this process has loaded already comes before all others: two copies of one library, perhaps of
-    different versions, must never meet in one process.
+    A library that is already loaded comes first: a process must never load two copies of one library,
+    perhaps with different versions.
     """
     for name in names:
         if (loaded := _load(name, os.RTLD_NOW | os.RTLD_NOLOAD)) is not None:
@@ -160,7 +159,7 @@ def load_library(names: Sequence[str]) -> ctypes.CDLL | None:
 
 
 def library_path(names: Sequence[str]) -> Path | None:
-    """Return the first file of these names in PyPI's wheels or a CUDA toolkit, whether or not it loads."""
+    """Return the first file of these names in PyPI's wheels or a CUDA toolkit, loadable or not."""
     return next((file for name in names for file in _library_files(name)), None)
 
 
@@ -183,7 +182,7 @@ def _library_files(name: str) -> Iterator[Path]:
 
 
 def located(names: Sequence[str]) -> str | None:
-    """Locate one of these libraries; load it only where no file of it was found."""
+    """Locate one of these libraries. Load it only if no file was found."""
     if (file := library_path(names)) is not None:
         return str(file)
     loaded = load_library(names)
@@ -191,7 +190,6 @@ def located(names: Sequence[str]) -> str | None:
 
 
 def probe() -> Found:
-    """Find everything that the GPU stages use."""
     installed, known = packages(), driver()
     built = [CUPY[name] for name in installed if CUPY.get(name)]
     cudas = built or ([known.cuda[0]] if known else [NEWEST_CUDA, OLDEST_CUDA])
@@ -204,7 +202,7 @@ def probe() -> Found:
 
 
 def missing_for_gpu(found: Found, dtype: str = "float32") -> list[Missing]:
-    """List everything that keeps a GPU stage from running, most fundamental first."""
+    """List everything that prevents a GPU stage from running, most fundamental first."""
     missing: list[Missing] = []
     driver, cuda, newest = found.driver, _cuda(found), _best_cuda(found)
 
@@ -249,20 +247,20 @@ def missing_for_gpu(found: Found, dtype: str = "float32") -> list[Missing]:
 
 
 def _install(found: Found, cuda: int) -> str:
-    """Return the command that installs distgpt's packages for this CUDA, instead of another CuPy."""
+    """Return the command that installs distgpt's packages for this CUDA, replacing any other CuPy."""
     others = f"pip uninstall -y {' '.join(found.cupy)} && " if found.cupy else ""
     return f"{others}pip install 'distgpt[cuda{cuda}x]'"
 
 
 def require_gpu(stage: str, dtype: str = "float32") -> None:
-    """Refuse a GPU stage that cannot run here, in one line that names all that is missing."""
+    """Raise an error with all missing requirements if a GPU stage cannot run here."""
     missing = missing_for_gpu(probe(), dtype)
     if missing:
         raise UsageError(f"stage {stage!r} cannot run here: {'; '.join(map(str, missing))}")
 
 
 def _best_cuda(found: Found) -> int:
-    """The CUDA version whose packages suit the driver and all GPUs."""
+    """Return the CUDA version whose packages support the driver and all GPUs."""
     if found.driver is None:
         return NEWEST_CUDA
     newest = max(OLDEST_CUDA, min(found.driver.cuda[0], NEWEST_CUDA))
@@ -270,7 +268,7 @@ def _best_cuda(found: Found) -> int:
 
 
 def _cuda(found: Found) -> int:
-    """The CUDA version of this installation: CuPy's, where it can work."""
+    """Return the CUDA version of this installation: CuPy's, if it is supported."""
     built = CUPY[found.cupy[0]] if len(found.cupy) == 1 else None
     return built if built in OLDEST_GPU else _best_cuda(found)
 

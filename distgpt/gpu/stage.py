@@ -31,13 +31,13 @@ from distgpt.gpu.matmul import LtMatmul
 from distgpt.gpu.probe import OLDEST_BFLOAT16, Version, dotted
 from distgpt.gpu.transport import DeviceComm, choose_transport, sharing
 
-# An imaginary GPU is an H200: the size of partial sums depends on its multiprocessors.
+# The GPU of an estimate is an H200, since its multiprocessors determine the size of partial sums.
 IMAGINED_GPU, ESTIMATED_BYTES, ESTIMATED_MULTIPROCESSORS = (9, 0), 141 << 30, 132
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuStage(Stage):
-    """A stage whose kernels compute on this rank's GPU."""
+    """A stage whose kernels run on this rank's GPU."""
 
     device: CupyDevice
     gpu: GpuConfig = field(default_factory=GpuConfig)
@@ -46,7 +46,7 @@ class GpuStage(Stage):
 
     def kernels(self, dtype: str, matmul: str = "auto") -> Kernels:
         refuse_anywhere(self.comm, self._trouble_with(dtype))
-        # A GPU may be full: then no rank goes on.
+        # If one rank's GPU is full, no rank continues.
         return on_every_rank(self.comm, lambda: kernels_on(self.device, dtype, self.gpu, self.notes.add))
 
     def _trouble_with(self, dtype: str) -> str:
@@ -66,14 +66,14 @@ class GpuStage(Stage):
         return int(self.device.taken())
 
     def dtype_choice(self) -> Choose:
-        """Return what chooses --dtype auto by the oldest GPU of all ranks. Collective."""
+        """Return a function that chooses --dtype auto by the oldest GPU of all ranks. Collective."""
         major, minor = self.device.capability
         oldest = divmod(-self.comm.allreduce_max(-(10 * major + minor)), 10)
         return partial(_chosen, oldest, self.gpu.tf32)
 
 
 def device_of(local_rank: int, count: int) -> int:
-    """Return the GPU that a rank with this local number binds to; ranks share where there are too few."""
+    """Return the GPU index for a local rank. Ranks share GPUs if there are too few."""
     return local_rank % count
 
 
@@ -87,7 +87,7 @@ def _chosen(oldest: Version, tf32: bool, matmul: str, weights: int) -> Dtype:
 
 
 def _chosen_here(tf32: bool) -> Choose:
-    """Return what chooses by the GPUs of this machine, which need not be open."""
+    """Return a function that chooses by the GPUs of this machine, which need not be open."""
     found = probe.driver()
     oldest = min((gpu.capability for gpu in found.gpus), default=IMAGINED_GPU) if found else IMAGINED_GPU
     return partial(_chosen, oldest, tf32)
@@ -116,12 +116,10 @@ def bound(name: str, comm: Comm, gpu: GpuConfig) -> GpuStage:
 
 
 def gpu_count() -> int:
-    """Count the GPUs visible to this process."""
     return int(import_module("cupy").cuda.runtime.getDeviceCount())
 
 
 def open_device(index: int, options: GpuConfig) -> CupyDevice:
-    """Open the GPU of this number and make it current."""
     known = probe.driver()
     uuid = known.gpus[index].uuid if known and index < len(known.gpus) else ""
     with _one_line(index):
@@ -130,10 +128,10 @@ def open_device(index: int, options: GpuConfig) -> CupyDevice:
 
 @contextmanager
 def _one_line(index: int) -> Iterator[None]:
-    """Turn what CUDA says of a GPU that cannot be used into one line."""
+    """Convert CUDA's error about an unusable GPU into one line."""
     try:
         yield
-    except Exception as error:  # of CuPy's types, which need CuPy to be named
+    except Exception as error:  # naming CuPy's types requires CuPy
         if not type(error).__module__.startswith("cupy"):
             raise
         raise UsageError(
@@ -143,7 +141,7 @@ def _one_line(index: int) -> Iterator[None]:
 
 
 def kernels_on(device: CupyDevice, dtype: str, options: GpuConfig, say: Say) -> CudaKernels:
-    """Make the kernels on this device; `say` reports what is slower than it could be."""
+    """Create the kernels on this device. `say` reports avoidable slowness."""
     attention = partial(_attention_for, device, say) if dtype == "bfloat16" else None
     with _one_line(device.index):
         if (lt := cublaslt.load()) is None:
@@ -155,7 +153,7 @@ def kernels_on(device: CupyDevice, dtype: str, options: GpuConfig, say: Say) -> 
 
 
 def kernels_for_estimate(dtype: str, memory: int | None) -> CudaKernels:
-    """Make kernels of an imaginary GPU with this much memory, for estimates only: they cannot compute."""
+    """Create kernels of an imaginary GPU with this much memory, for estimates. They cannot compute."""
     total = memory or ESTIMATED_BYTES
     device = SimpleNamespace(
         multiprocessors=ESTIMATED_MULTIPROCESSORS, capability=IMAGINED_GPU, memory=lambda: (total, total)
@@ -164,7 +162,7 @@ def kernels_for_estimate(dtype: str, memory: int | None) -> CudaKernels:
 
 
 def _attention_for(device: CupyDevice, say: Say, head: int, own: OwnAttention) -> OwnAttention:
-    """Choose cuDNN attention for a head size, or our own with a note that gives the reason."""
+    """Choose cuDNN attention for a head size, or the default one with a note about the reason."""
     cuda = device.xp.cuda.runtime.runtimeGetVersion() // 1000
     reason = cudnn_attention.why_not(head, device.capability, cuda)
     if reason is None:

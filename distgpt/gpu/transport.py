@@ -1,4 +1,4 @@
-"""Ways for arrays between GPUs: to sum, broadcast and gather them, to send parts; and the choice of one."""
+"""Transports of arrays between GPUs (sum, broadcast, gather, all-to-all), and the choice of one."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from distgpt.core.ops.api import Work
 from distgpt.gpu import probe
 from distgpt.gpu.device import CupyDevice, Mirror, address
 
-PIECE_BYTES = 32 << 20  # of an array that is broadcast: the host needs no copy of all of it
+PIECE_BYTES = 32 << 20  # per piece of a broadcast, so that the host needs no copy of the whole array
 
-SHARED_GPU = "DISTGPT_NCCL_SHARED"  # 1: NCCL also where ranks share a GPU, which is slow: for tests
-MULTI_RANK_NCCL = 23000  # the first version that lets ranks share a GPU when it is requested
+SHARED_GPU = "DISTGPT_NCCL_SHARED"  # 1: use NCCL even if ranks share a GPU (slow, for tests)
+MULTI_RANK_NCCL = 23000  # first version that allows ranks to share a GPU on request
 
 
 class DeviceComm:
@@ -33,7 +33,7 @@ class DeviceComm:
         self.local_rank, self.local_size, self.cores = host.local_rank, host.local_size, host.cores
         self.allreduce_max, self.broadcast_bytes = host.allreduce_max, host.broadcast_bytes
         self.barrier, self.abort = host.barrier, host.abort
-        # On the host only:
+        # Only on the host:
         self.send, self.is_threadsafe, self.dup_sleeping = host.send, host.is_threadsafe, host.dup_sleeping
         self.split_by_node = host.split_by_node
 
@@ -54,7 +54,7 @@ class DeviceComm:
 
 
 class HostStaged:
-    """Go through page-locked memory and MPI: works everywhere, also where ranks share a GPU."""
+    """Transport through page-locked memory and MPI. Works everywhere, even if ranks share a GPU."""
 
     name = "host"
 
@@ -103,7 +103,7 @@ class HostStaged:
 
 
 class Nccl:
-    """The ranks of a job, each with a GPU of its own."""
+    """Transport through NCCL, with a separate GPU per rank."""
 
     name = "nccl"
 
@@ -137,7 +137,7 @@ class Nccl:
         self._ranks.broadcast(at, at, array.nbytes, self._nccl.NCCL_UINT8, 0, self._stream)
 
     def reduce(self, array: Array, bounds: Sequence[int]) -> None:
-        """Reduce in one call for the elements that all parts have, and one for the rest of each part."""
+        """Use one call for the elements that all parts have, and one for the rest of each part."""
         each, kind, total = _common(bounds), self._types[array.dtype.name], self._nccl.NCCL_SUM
         begin, own = (address(array[place:]) for place in (bounds[0], bounds[self._rank]))
         with self._together():
@@ -169,13 +169,12 @@ class Nccl:
             self._ranks.check_async_error()
         except self._nccl.NcclError as error:
             return str(error)
-        except Exception as error:  # as of a CuPy that does not know the number of what has failed
+        except Exception as error:  # such as a KeyError of a CuPy version without this error code
             return f"{type(error).__name__}: {error}"
         return ""
 
     @property
     def _stream(self) -> int:
-        """The current stream."""
         return int(self._device.stream.ptr)
 
     @contextmanager
@@ -192,14 +191,14 @@ Transport = HostStaged | Nccl  # collective, and in the order of the device's st
 
 
 def _common(bounds: Sequence[int]) -> int:
-    """Return the length of all parts, of which the last may be longer; 0 if others differ."""
+    """Return the length of all parts, with a possibly longer last one; 0 if other lengths differ."""
     *lengths, last = (stop - start for start, stop in pairwise(bounds))
     each = min(lengths, default=last)
     return each if all(length == each for length in lengths) and last >= each else 0
 
 
 def _rest(array: Array, bounds: Sequence[int], each: int) -> Iterator[tuple[int, int, int]]:
-    """Yield the rank, the address and the length of what each part has beyond its first elements."""
+    """Yield rank, address and length of each part's elements after its first `each`."""
     for rank, (start, stop) in enumerate(pairwise(bounds)):
         if start + each < stop:
             yield rank, address(array[start + each :]), stop - start - each
@@ -209,13 +208,13 @@ def _rest(array: Array, bounds: Sequence[int], each: int) -> Iterator[tuple[int,
 
 
 def sharing(comm: Comm, device: CupyDevice) -> int:
-    """Count the ranks that use this rank's GPU, itself included. Collective."""
+    """Count the ranks that use this rank's GPU, including this one. Collective."""
     place = device.place.encode()
     return gather_bytes(comm, place).count(place)
 
 
 def choose_transport(how: str, comm: Comm, device: CupyDevice) -> Transport:
-    """Choose the way that all ranks can take. `how`: auto, nccl or host. Collective."""
+    """Choose a transport that all ranks support. `how`: auto, nccl or host. Collective."""
     crowded = _anywhere(comm, device.sharing > 1 and os.environ.get(SHARED_GPU) != "1")
     nccl = nccl_module()
     without = _anywhere(comm, nccl is None)
@@ -231,10 +230,10 @@ def choose_transport(how: str, comm: Comm, device: CupyDevice) -> Transport:
 
 
 def _let_ranks_share(nccl: Any, rank: int) -> None:
-    """Set what lets ranks share a GPU. NCCL reads each variable once, at its first use: call this before.
+    """Allow ranks to share a GPU. NCCL reads each variable once, at its first use, so call this before.
 
-    Older versions refuse two ranks with one host and one GPU. So each rank names a host of its own, and they
-    meet by sockets on this machine.
+    Older versions reject two ranks with the same host and GPU. Each rank then sets a different host, and
+    they connect through sockets on this machine.
     """
     found = {"NCCL_MAX_CTAS": "4", "NCCL_NVLS_ENABLE": "0", "NCCL_RAS_ENABLE": "0"}
     if nccl.get_version() >= MULTI_RANK_NCCL:
@@ -248,7 +247,7 @@ def _let_ranks_share(nccl: Any, rank: int) -> None:
 
 
 def nccl_module() -> Any:
-    """CuPy's module of NCCL, or None where the library cannot be loaded."""
+    """Return CuPy's module of NCCL, or None if the library cannot be loaded."""
     if probe.load_library(["libnccl.so.2"]) is None:
         return None
     from cupy.cuda import nccl
@@ -257,5 +256,4 @@ def nccl_module() -> Any:
 
 
 def _anywhere(comm: Comm, here: bool) -> bool:
-    """Return whether it is true on any rank."""
     return comm.allreduce_max(int(here)) == 1

@@ -1,6 +1,6 @@
-"""Measurements: estimates, profiles, comparisons of stages, benchmarks of this machine, and what compiles.
+"""Measurements: estimates, profiles, comparisons of stages, benchmarks of this machine, and precompilation.
 
-They start what users start, or watch it; a run that trains imports only doctor/facts.py and
-verification/kept.py from here.
-Not here: how results are drawn (show/), and comparisons with other programs (benchmarks/ in the repository).
+This code starts the same commands as users, or observes them. A training run imports only doctor/facts.py
+and verification/kept.py from here. Not here: plots and pages (show/), comparisons with other programs
+(benchmarks/ in the repository).
 """

@@ -1,4 +1,4 @@
-"""Estimates of runs: parameters, FLOPs, memory and disk are counted, time is measured."""
+"""Estimates of runs: parameters, FLOPs, memory and disk are computed, time is measured."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ from distgpt.corpora.shards import Manifest, is_shards, read_manifest
 Facts = dict[str, Any]
 
 NO_LIMIT = 1 << 62  # bytes
-CUTS = (1, 3)  # layers: their difference is the cost of two layers, the rest that of both ends
-ENOUGH = 1 << 10  # tokens at which a CPU's matmuls reach full speed
-LEAST, SECONDS = 3, 4.0  # time at least so many steps of each cut, and for so long;
-PATIENCE = 30.0  # but one step of each is enough after so many seconds
+CUTS = (1, 3)  # layers: the difference is the cost of two layers, the rest that of embedding and head
+ENOUGH = 1 << 10  # tokens for full speed of a CPU's matmuls
+LEAST, SECONDS = 3, 4.0  # time at least 3 steps of each cut, and for 4 seconds;
+PATIENCE = 30.0  # after 30 seconds, one step of each is enough
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A run to estimate. `rate` is one rank's, in tokens/s, and replaces measuring."""
+    """A run to estimate. `rate` is one rank's speed in tokens/s and replaces the measurement."""
 
     run: RunConfig
     stage: str
@@ -58,24 +58,24 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """The place of the run: kernels that can at least count, and a stage, or why it is missing."""
+    """Resources for the run: kernels that can at least compute sizes, and a stage or why it is missing."""
 
     kernels: Kernels
     stage: Stage | None
     missing: str
-    free: int | None  # bytes that a rank can have
+    free: int | None  # bytes that a rank can use
     where: str
 
 
 def estimate(question: Question, say: Say, ready: Stage | None = None) -> Facts:
-    """Return all facts, ready for JSON. `say` gets a line before what takes time.
+    """Return all facts, ready for JSON. `say` is called before slow work.
 
-    `ready`: the stage of this one rank, where it is open: among several ranks it cannot be opened again.
+    If this rank's stage is already open, pass it as `ready`: with multiple ranks it cannot be opened again.
     """
     _refuse_nonsense(question)
     t = question.run.train
     shards = read_manifest(Path(t.data)) if t.data not in BUNDLED_TEXTS and is_shards(Path(t.data)) else None
-    # Whether the run will evaluate itself, which takes memory.
+    # Evaluation needs memory.
     assessed = bool(t.eval_every or t.val or t.val_fraction or t.hellaswag or (shards and shards.of("val")))
     site = _site(question, ready)
     run, ranks = _with_vocabulary(question.run, shards), question.ranks
@@ -110,7 +110,7 @@ def estimate(question: Question, say: Say, ready: Stage | None = None) -> Facts:
         },
         "steps": steps,
         "tokens": steps * per_step,
-        "minutes": minutes or None,  # by which the run ends, instead of after its steps
+        "minutes": minutes or None,  # time limit that replaces steps
         "memory": {
             "recompute": settled.recompute,
             "weights": need.weights,
@@ -135,7 +135,7 @@ def estimate(question: Question, say: Say, ready: Stage | None = None) -> Facts:
 
 
 def foreseen(stage: str, asked: Asked, tf32: bool) -> RunConfig:
-    """Return the configuration of a new run that a stage of this name would begin on this machine."""
+    """Return the configuration of a new run in this stage on this machine."""
     config = new_run(asked)
     return config.with_values({DTYPE: expected_dtype(stage, config, tf32).name}) if is_open(asked) else config
 
@@ -151,7 +151,7 @@ def _refuse_nonsense(question: Question) -> None:
 
 
 def _with_vocabulary(run: RunConfig, shards: Manifest | None) -> RunConfig:
-    """Return the run with the tokenizer's vocabulary, if it has no size of its own."""
+    """Return the run with the tokenizer's vocabulary size, if it sets none."""
     if run.model.vocab_size:
         return run
     size = shards.vocab_size if shards else vocabulary_size(run.train.tokenizer, resolve_data(run.train.data))
@@ -162,7 +162,7 @@ def _site(question: Question, ready: Stage | None) -> Site:
     """Return one rank's site. The ranks of a CPU stage are assumed to fill machines like this one."""
     t, name = question.run.train, question.stage
     if name not in ON_GPU:
-        # Without what a batch system grants: a job may give each of the ranks as much as this process.
+        # Ignore the limits of a batch system: a job may give each rank as much as this process has.
         share = partial(layout().share, grants=Grants())
         cpus = float(len(usable_cores()))
         cores, asked = share(cpus, 1), question.threads
@@ -187,7 +187,7 @@ def _site(question: Question, ready: Stage | None) -> Site:
 
 
 def _settled(run: RunConfig, site: Site, strategy: Strategy, assessed: bool) -> tuple[TrainConfig, str]:
-    """Resolve "automatic" settings; if nothing fits, return those that take least, and the reason."""
+    """Resolve "auto" settings. If nothing fits, return the smallest settings and the reason."""
     free = NO_LIMIT if site.free is None else site.free
     try:
         return fitting(run, site.kernels, strategy, free, site.where, assessed)[0], ""
@@ -199,7 +199,7 @@ def _settled(run: RunConfig, site: Site, strategy: Strategy, assessed: bool) -> 
 
 
 def _time(question: Question, run: RunConfig, site: Site, each: int, flops: int, say: Say) -> Facts:
-    """Return the time of a step by a rate that is given or measured, or why there is none."""
+    """Return the time of a step from a given or measured rate, or why it is unknown."""
     t, ranks = run.train, question.ranks
     tokens = t.batch_size // ranks * run.model.seq_len
     if question.rate is not None:
@@ -228,7 +228,7 @@ def _time(question: Question, run: RunConfig, site: Site, each: int, flops: int,
 
 
 def _unmeasurable(run: RunConfig, site: Site, sequences: int) -> str:
-    """Return why the models to measure do not fit into memory, or ""."""
+    """Return why the models to measure do not fit in memory, or ""."""
     needs = sum(needed(model, site.kernels, Strategy(model.train, 1)).total for model in cuts(run, sequences))
     if site.stage and needs < SPARE * site.stage.free_memory()[0]:
         return ""
@@ -251,7 +251,7 @@ def cuts(run: RunConfig, sequences: int) -> list[RunConfig]:
 
 
 def enough_sequences(run: RunConfig, kernels: Kernels, most: int) -> int:
-    """Return how many sequences at once are as fast as `most`: a GPU needs all of them."""
+    """Return the number of sequences per pass that is as fast as `most`. A GPU needs `most`."""
     if kernels.capabilities.is_async:
         return most
     each = max(kernels.threads, -(-ENOUGH // run.model.seq_len))
@@ -259,14 +259,14 @@ def enough_sequences(run: RunConfig, kernels: Kernels, most: int) -> int:
 
 
 def measure(run: RunConfig, kernels: Kernels, sequences: int) -> Facts:
-    """Return seconds for all layers: forward and backward of one token, and an update.
+    """Return the seconds of all layers for the forward and backward pass of one token, and for an update.
 
-    Times real steps on random tokens, the cuts in turn, so that a disturbance hits all of them.
+    Times real steps on random tokens. The cuts alternate, so that a disturbance affects all cuts.
     """
     trials = [Trial(each, kernels) for each in cuts(run, sequences)]
     for trial in trials:
         trial.step()  # compiles, records, tunes
-    times: list[list[tuple[float, float]]] = []  # by round and cut: of a step, and of its update
+    times: list[list[tuple[float, float]]] = []  # seconds of a step and of its update, by round and cut
     begun = perf_counter()
     while not times or perf_counter() < begun + (SECONDS if len(times) >= LEAST else PATIENCE):
         times.append([(_seconds(trial.step), _seconds(trial.update)) for trial in trials])
@@ -281,7 +281,7 @@ def measure(run: RunConfig, kernels: Kernels, sequences: int) -> Facts:
 
 
 class Trial:
-    """A small model and what it takes to train it."""
+    """A small model with everything to train it."""
 
     def __init__(self, run: RunConfig, kernels: Kernels) -> None:
         model, t = components().model(run.train).build(run, kernels), run.train
@@ -309,7 +309,7 @@ def _seconds(work: Callable[[], None]) -> float:
 
 
 def _extrapolated(layers: tuple[int, ...], times: list[float], n_layer: int) -> float:
-    """Return the time by a line through both measurements; a single one is of all layers."""
+    """Extrapolate the time linearly from both measurements; a single one covers all layers."""
     each = max(0.0, (times[-1] - times[0]) / max(1, layers[-1] - layers[0]))
     return times[-1] + (n_layer - layers[-1]) * each
 
@@ -324,7 +324,6 @@ MEMORY = ("weights", "gradients", "moments", "activations", "validation", "excha
 
 
 def render_terminal(name: str, facts: Facts) -> str:
-    """Format the facts for people."""
     threads = f" of {count(facts['threads'], 'thread')}" if facts["threads"] else ""
     title = f"{name} on stage {facts['stage']}: {count(facts['ranks'], 'rank')}{threads}, {facts['dtype']}"
     rows = (row for part in (_model, _batch, _memory_rows, _disk, _time_rows) for row in part(facts))

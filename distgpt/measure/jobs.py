@@ -1,4 +1,4 @@
-"""Start runs of distgpt as processes of their own, read what they leave, and write results."""
+"""Start distgpt runs as processes, read their output files, and write results."""
 
 from __future__ import annotations
 
@@ -22,17 +22,18 @@ from distgpt.core.saved.rundir import RunDirectory, read_metrics
 from distgpt.measure.doctor.facts import environment
 from distgpt.show.page import Block, terminal
 
-# Prefixes of variables that would steer one side's BLAS and not the other's: both run without them.
+# Both sides of a comparison run without variables that start with these prefixes, since some would affect
+# only one side's BLAS.
 _STEERING = ("OPENBLAS_", "MKL_", "OMP_", "ATEN_", "ONEDNN_", "NUMBA_NUM_THREADS", "NUMBA_THREADING_LAYER")
 
 
 def unsteered(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the environment for either side of a comparison."""
+    """Return the environment for both sides of a comparison."""
     return {key: value for key, value in unlaunched(environ).items() if not key.startswith(_STEERING)}
 
 
 def start(words: Sequence[object], launcher: Launcher | None = None, ranks: int = 1) -> Ended:
-    """Run a distgpt command to its end: as `ranks` processes of a launcher, or as one process without it."""
+    """Run a distgpt command to its end, as `ranks` processes under a launcher or as one process."""
     command = distgpt_command(*words)
     if launcher is not None:
         command = launcher.command(ranks, command)
@@ -42,25 +43,25 @@ def start(words: Sequence[object], launcher: Launcher | None = None, ranks: int 
 def ask(
     what: str, words: Sequence[object], launcher: Launcher | None = None, ranks: int = 1
 ) -> dict[str, Any]:
-    """Run a distgpt command and return the JSON object it prints; `what` names it where it fails."""
+    """Run a distgpt command and return the JSON object it prints. Errors start with `what`."""
     return answer(start(words, launcher, ranks), what)
 
 
 def answer(ended: Ended, what: str) -> dict[str, Any]:
-    """Return the last JSON object of a child's output, or raise the error of a child that failed."""
+    """Return the last JSON object of a child's output, or raise its error if it failed."""
     if ended.code:
         raise_failure(ended, what)
     for line in reversed(ended.output.splitlines()):
         if line.startswith("{"):
             with suppress(ValueError):
                 found = parse_json(line)
-                assert isinstance(found, dict)  # since it begins with a brace
+                assert isinstance(found, dict)  # the line starts with a brace
                 return found
     raise DataError(f"{what} printed no result: {ended.complaint()}")
 
 
 def raise_failure(ended: Ended, what: str) -> NoReturn:
-    """Raise a child's own error with its exit code if it is one of ours, else one that says how it ended."""
+    """Raise a child's error: its own with its exit code if it is a distgpt error, otherwise how it ended."""
     kind = error_for(ended.code)
     said = ended.complaint()
     if kind is not DistgptError and any(line.startswith(OUR_LINE) for line in ended.errors.splitlines()):
@@ -72,7 +73,7 @@ def raise_failure(ended: Ended, what: str) -> NoReturn:
 def train(
     what: str, config: RunConfig, out: Path, words: Sequence[object], launcher: Launcher | None, ranks: int
 ) -> dict[str, Any]:
-    """Train into `out`, which must not exist yet, in the stage that `words` name; return the summary."""
+    """Train into `out`, which must not exist yet, in the stage that `words` name. Return the summary."""
     toml = out.with_suffix(".toml")
     with atomic_file(toml) as file:
         file.write(config.to_toml().encode())
@@ -84,7 +85,6 @@ def train(
 
 
 def read_summary(out: Path) -> dict[str, Any]:
-    """Return the summary of a run that is done."""
     path = RunDirectory(out).summary
     try:
         return parse_object(read_small(path), path)
@@ -93,7 +93,7 @@ def read_summary(out: Path) -> dict[str, Any]:
 
 
 def read_losses(out: Path) -> list[float | None]:
-    """Return the loss of each step, up to the first damaged line; None where it was not finite."""
+    """Return the loss of each step, up to the first corrupt line. None: not finite."""
     losses: list[float | None] = []
     with suppress(StorageError, DataError):
         for line in read_metrics(RunDirectory(out).metrics):
@@ -102,7 +102,7 @@ def read_losses(out: Path) -> list[float | None]:
 
 
 def check_gpu(stage: str, dtype: str, launcher: str | None, hostfile: Path | None) -> None:
-    """Refuse a stage that this machine's GPUs cannot run, where its processes will be on this machine."""
+    """Raise an error if the stage would run on this machine and its GPUs do not support it."""
     if stage in ON_GPU and launcher is None and hostfile is None:
         from distgpt.gpu.probe import require_gpu
 
@@ -116,7 +116,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchOptions:
-    """The options of every command: how it starts ranks, and where its results go."""
+    """Options that all benchmarks share: how to start ranks, and where to write results."""
 
     ranks: int = 2
     hostfile: Path | None = None
@@ -129,7 +129,7 @@ class BenchOptions:
         prepare(self.out)
 
     def finish(self, kind: str, name: str, found: Row, blocks: Sequence[Block]) -> None:
-        """Print what was found, and save it under the user's name for it, or this one."""
+        """Print the results, and save them under the user's name for them or `name`."""
         if self.as_json:
             print(json.dumps(found), flush=True)
         else:
@@ -138,7 +138,7 @@ class BenchOptions:
 
 
 def prepare(folder: Path) -> None:
-    """Make a folder for results, and check that it can be written to, before anything is measured."""
+    """Create a directory for results and check that it is writable, before anything is measured."""
     with storage_errors("write to", folder):
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -146,12 +146,11 @@ def prepare(folder: Path) -> None:
 
 
 def say(line: str) -> None:
-    """Report progress."""
     print_lines(line, err=True)
 
 
 def save(folder: Path, kind: str, name: str, found: Row) -> Path:
-    """Write {kind}-{name}.json, with the machine that it was found on, replacing an earlier one."""
+    """Write {kind}-{name}.json with a description of this machine, replacing an earlier file."""
     words = re.sub(r"[^\w.]+", "-", name).strip("-")
     path = folder / f"{kind}-{words or 'unnamed'}.json"
     write_json(path, {"kind": kind, "name": name, "environment": environment(), **found})

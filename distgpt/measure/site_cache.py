@@ -1,6 +1,6 @@
-"""Do in small all that compiles kernels, so that an installation has them before its users do.
+"""Runs everything that compiles kernels on small models, to fill an installation's cache for all its users.
 
-Whoever may change the package fills the cache of all users of the installation, by `distgpt compile`.
+`distgpt compile` does this. It requires write access to the package.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from distgpt.inference.evaluation.evaluate import evaluate
 from distgpt.models.quantized.packed import calibrated
 from distgpt.models.quantized.rounded import quantize
 
-PRESETS = ("tiny", "tiny-adamw", "sprint", "gpt2", "qwen3-0.6b", "microgpt")  # others have the same parts
-# The ways to multiply, and to store or recompute: `auto` is one of the two by the processor.
+PRESETS = ("tiny", "tiny-adamw", "sprint", "gpt2", "qwen3-0.6b", "microgpt")  # the rest adds no kernels
+# The matmul implementations, and storing or recomputing activations. `auto` picks one by processor.
 WAYS: dict[str, tuple[dict[str, Any], ...]] = {
     "float32": ({"matmul": "own"}, {"matmul": "blas", "recompute": "block"}),
     "bfloat16": ({}, {"recompute": "block"}),
 }
-LONG = 1 << 20  # characters, from which on a tokenizer is compiled
+LONG = 1 << 20  # characters; from this length on, the tokenizer is compiled
 SMALL: dict[str, Any] = {
     "n_layer": 2,
     "n_head": 2,
@@ -57,7 +57,7 @@ Part = tuple[str, Callable[[], object]]
 
 
 def parts(folder: Path) -> Iterator[Part]:
-    """Yield what there is to compile and what compiles it; runs are written into the folder."""
+    """Yield names of parts to compile and functions that compile them; runs are written to the directory."""
     text, chats = folder / "text.txt", folder / "chats.jsonl"
     content = read_text(resolve_data("corpus"))
     text.write_text(content * (LONG // len(content) + 1))
@@ -80,7 +80,7 @@ def _train(folder: Path, preset: str, dtype: str) -> None:
 
 
 def _exchange(dtype: str) -> None:
-    """Compile what ranks call to share a step in any way, as a run does before its first step."""
+    """Compile what ranks call to share a step with each strategy, as a run does before its first step."""
     config = ModelConfig(vocab_size=64, seq_len=8, n_layer=1, n_head=1, n_embd=32)
     kernels = Bfloat16Kernels(1) if dtype == "bfloat16" else CpuKernels("float32", 1)
     model = Model(Architecture(config), kernels)
@@ -101,7 +101,7 @@ def _tuning(folder: Path, weights: Path, chats: Path, dtype: str) -> Iterator[Pa
 
 
 def _generate(folder: Path, dtype: str) -> None:
-    """Generate, evaluate, with an adapter too, and make a file of this type."""
+    """Generate and evaluate, also with an adapter, and write a file of this type."""
     weights, stage = folder / "tiny-float32", open_stage("serial")
     rehearse(open_model(stage, weights, dtype, part=folder / "adapter-float32")[0])
     evaluate(stage, weights, val="corpus", val_tokens=64, dtype=dtype)
@@ -116,10 +116,10 @@ def _generate(folder: Path, dtype: str) -> None:
 
 
 def require_writable() -> None:
-    """Make the folder, for all to read. Refuse one that this user may not write to."""
+    """Create the directory, readable for all. Raise an error if this user may not write there."""
     folder, package = disk_cache.SITE, disk_cache.PACKAGE
     try:
-        if os.geteuid() not in {0, package.stat().st_uid}:  # others would not trust its files
+        if os.geteuid() not in {0, package.stat().st_uid}:  # other users would not trust its files
             raise StorageError(f"cannot write {folder}: {package} belongs to another user")
         with storage_errors("write", folder):
             folder.mkdir(exist_ok=True)
@@ -129,7 +129,7 @@ def require_writable() -> None:
 
 
 def share() -> Path:
-    """Move all that this process has used to the site's cache, too. Return the file that holds it now."""
+    """Move all loops that this process used to the site's cache. Return the path of its file."""
     disk_cache.site.cache_clear()  # another process may have written it
     used = sorted(disk_cache.used)
     files = {name: content for name in used if (content := disk_cache.read(name)) is not None}
@@ -141,7 +141,7 @@ def share() -> Path:
         os.fchmod(file.fileno(), 0o644)
         file.write(disk_cache.site_digest(path, content) + content)
     kind = re.escape(path.name.rpartition("-")[0])
-    for other in disk_cache.SITE.glob("*.loops"):  # of other versions, for this kind of processor
+    for other in disk_cache.SITE.glob("*.loops"):  # other versions' files for this kind of processor
         if other != path and re.fullmatch(rf"{kind}-[0-9a-f]{{16}}\.loops", other.name):
             other.unlink(missing_ok=True)
     disk_cache.site.cache_clear()

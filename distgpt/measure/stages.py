@@ -1,6 +1,6 @@
-"""`distgpt bench stages`: the same job through every stage that can run here, judged by its losses.
+"""`distgpt bench stages`: run one job in every stage that this machine supports, and compare the losses.
 
-Each stage trains one job and generates from what it has learned, in fresh processes.
+Each stage trains and then generates text, in fresh processes.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from distgpt.show.page import Block, Column, Table, tabulated, terminal
 
 FORMAT = "distgpt-comparison"
 
-# What is taken of a run's summary, and of what `distgpt infer` prints.
+# Fields taken from a run's summary, and from the output of `distgpt infer`.
 TRAINED = (
     *("train_s", "tokens_per_s", "step_s_median", "first_step_s", "peak_memory", "peak_gpu_memory"),
     *("allreduce", "parameters", "train_bits_per_byte"),
@@ -51,14 +51,14 @@ WRITTEN = ("text", "tokens", "seconds", "tokens_per_s", "peak_memory")
 
 # -- the job
 
-PRESET, SHORT = "gpt-mini", 21  # the course project's model, and how many of its 50 steps are taken
+PRESET, SHORT = "gpt-mini", 21  # the course project's model; 21 of its 50 steps
 PROMPT_TOKENS, NEW_TOKENS = 256, 30
 
 
 def find_workload(
     preset: str | None, toml: Path | None, flags: Mapping[str, Any], full: bool, deterministic: bool = False
 ) -> tuple[str, RunConfig]:
-    """Return the name and settings of the job. The course project's is shortened unless `full`."""
+    """Return the job's name and settings. Without `full`, the course project's job is shortened."""
     preset = preset or (PRESET if toml is None else None)
     is_projects = (
         preset == PRESET and toml is None and not flags.keys() & {"steps", "epochs", "train_minutes"}
@@ -68,19 +68,19 @@ def find_workload(
     asked = asked_for({**flags, "deterministic": deterministic}, preset, toml)
     config = new_run(derived(asked, 1))
     if is_projects and not full:
-        # Its first steps, at the learning rates that a linear schedule has there.
+        # Take its first steps, with the learning rates that a linear schedule has there.
         config = config.with_values({"steps": SHORT, "min_lr": learning_rate(config.train, SHORT)})
     return asked.name, config
 
 
 def find_prompt(config: RunConfig) -> str:
-    """Return the beginning of the training text, which the models continue."""
+    """Return the start of the training text, as the prompt."""
     t = config.train
     existing = read_description(Path(t.init)).tokenizer if t.init else None
     request = DataRequest(t.data, t.tokenizer, config.model.seq_len, t.val_fraction, False, existing=existing)
     corpus = load_corpus(SerialComm(), request)
     text = corpus.tokenizer.decode(corpus.train.read(0, min(PROMPT_TOKENS, len(corpus.train))))
-    return text.rstrip("\ufffd") or text  # without a character that the tokens hold in part only
+    return text.rstrip("\ufffd") or text  # drop a character that the last token cuts
 
 
 # -- which stages can run
@@ -88,7 +88,7 @@ def find_prompt(config: RunConfig) -> str:
 
 @dataclass(frozen=True, slots=True)
 class CompareOptions:
-    """The command line. `tolerance` replaces our own."""
+    """Options of the command. If set, `tolerance` replaces the default tolerances."""
 
     name: str
     run: RunConfig
@@ -107,9 +107,9 @@ class CompareOptions:
 def find_runnable(
     options: CompareOptions,
 ) -> tuple[list[str], dict[str, list[Facts]], Launcher | None]:
-    """Return the stages that can run here, what each of the others lacks, and the launcher.
+    """Return the stages that can run here, the missing requirements of the others, and the launcher.
 
-    A stage that was named must be able to run.
+    Raise a UsageError if a stage in `--stages` cannot run.
     """
     names = STAGES if options.stages is None else [word.strip() for word in options.stages.split(",")]
     for name in names:
@@ -144,7 +144,7 @@ def find_runnable(
 
 
 def refuse_foreign(folder: Path) -> None:
-    """Reject a folder that is neither empty nor one of an earlier comparison."""
+    """Reject a directory that is neither empty nor from an earlier comparison."""
     with storage_errors("use", folder):
         if not folder.exists() or not any(folder.iterdir()):
             return
@@ -162,7 +162,7 @@ def refuse_foreign(folder: Path) -> None:
 
 @dataclass(slots=True)
 class Measured:
-    """The time, memory and results of one stage. A loss that is not finite is None."""
+    """Time, memory and results of one stage. A loss is None if it is not finite."""
 
     stage: str
     ranks: int
@@ -174,7 +174,7 @@ class Measured:
     failed: str = ""
 
     def measure(self, options: CompareOptions, launcher: Launcher | None, folder: Path) -> None:
-        """Fill in results as they are found, so that an interruption keeps what there is by then."""
+        """Store each result as soon as it is measured, to keep it if the command is interrupted."""
         out, phase = RunDirectory(folder / self.stage), "training"
         words: list[object] = ["--stage", self.stage, "--dtype", self.dtype]
         if options.threads is not None and self.stage not in ON_GPU:
@@ -186,7 +186,7 @@ class Measured:
             found = train(self.stage, options.run, out.path, words, with_mpi, self.ranks)
             self.training = {key: found[key] for key in TRAINED}
             self.threads = found["threads"] or None
-            shutil.rmtree(out.checkpoints, ignore_errors=True)  # no one resumes from here
+            shutil.rmtree(out.checkpoints, ignore_errors=True)  # no run resumes from here
             phase = "inference"
             infer = ["infer", *words, "--weights", out.weights, "--prompt-file", folder / "prompt.txt"]
             infer += ["--max-new-tokens", NEW_TOKENS, "--temperature", 0, "--json"]
@@ -196,7 +196,7 @@ class Measured:
             self.failed = anonymised(f"died in {phase}: {error}")
             say(f"{self.stage:<9} {self.failed}")
         finally:
-            self.losses = read_losses(out.path)  # of the steps that it took
+            self.losses = read_losses(out.path)  # losses of the steps taken
 
 
 VERSION = 1
@@ -206,46 +206,45 @@ UNFINISHED = "Interrupted: only what was measured until then is here."
 
 # How far losses may differ
 
-# How far rounding alone takes CPU stages apart was measured: the largest relative difference of any step's
-# loss from that of `serial`, over 50 steps of `gpt-mini` (1, 2 and 4 ranks) and of a model of 3 layers, 96
-# wide, on 24 × 64 tokens (1 to 4 ranks), with 1 and 2 threads. It was 1.4e-15 in float64 and 5.9e-7 in
-# float32 (Muon: 3.2e-14, and 1.6e-6 over 8 steps). The tolerance is that times a hundred or more, for other
-# machines' libraries and other models. Of bfloat16, which keeps 8 bits, it is what the tests of the GPU's
-# kernels allow whole models in that format.
+# The tolerances come from measurements: the largest relative difference between any step's loss and that of
+# `serial` that rounding caused. The models were `gpt-mini` for 50 steps (1, 2 and 4 ranks), and 3 layers, 96
+# wide, on 24 × 64 tokens (1 to 4 ranks), with 1 and 2 threads. The difference was 1.4e-15 in float64 and
+# 5.9e-7 in float32 (Muon: 3.2e-14, and 1.6e-6 over 8 steps). The tolerances are at least 100 times larger,
+# for other libraries and models. bfloat16 has 8 bits of precision; its tolerance is the one that the tests of
+# the GPU kernels use for whole models.
 #
-# Training is chaotic: in a longer run a rounding grows as any other small change does. A `tiny` model at its
-# learning rate of 2e-3 was 3e-7 apart after 100 steps, 2e-3 after 150 and 4e-2 after 2,000. So as many steps
-# are judged as were measured; of later ones the largest difference is reported, and judged if the user sets a
-# tolerance. Muon makes all directions of an update alike, also those in which a gradient is rounding alone:
-# in float32 `tiny` was 2e-6 apart after 8 steps, 4e-4 after 16 (1, 2 and 4 ranks), so 8 steps are judged. In
-# float64 it was 3e-14 apart after 50.
-JUDGED, JUDGED_OF_MUON = 50, 8  # steps; the second in float32
+# Training is chaotic: rounding differences grow like any other small change. `tiny` at its learning rate of
+# 2e-3 differed by 3e-7 after 100 steps, 2e-3 after 150 and 4e-2 after 2,000. So only as many steps are judged
+# as were measured. For later steps, the largest difference is reported; it is judged only if the user sets a
+# tolerance. Muon scales all directions of an update equally, including directions in which a gradient is only
+# rounding error. In float32 `tiny` differed by 2e-6 after 8 steps and 4e-4 after 16 (1, 2 and 4 ranks), so 8
+# steps are judged. In float64 it differed by 3e-14 after 50.
+JUDGED, JUDGED_OF_MUON = 50, 8  # steps; the second for Muon in float32
 TOLERANCES = {"float64": 1e-12, "float32": 6e-5, "bfloat16": 3e-2}
 
 
 def judged_steps(optimizer: str, dtype: str) -> int:
-    """Return in how many steps a difference is told from grown rounding."""
+    """Return the number of steps within which a difference cannot be grown rounding."""
     return JUDGED_OF_MUON if (optimizer, dtype) == ("muon", "float32") else JUDGED
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The difference of one stage from the reference. Steps count from 1; None is an infinite difference."""
+    """Difference between one stage and the reference. Steps count from 1. None: an infinite difference."""
 
     stage: str
     reference: str
     tolerance: float
-    steps: int  # that both have done
-    judged: int  # of these, from the first
-    largest: float | None  # of those that are judged
-    step: int  # of the largest
-    largest_later: float | None  # of those after the judged ones
-    first: int | None  # step whose difference is above the tolerance
+    steps: int  # steps that both stages took
+    judged: int  # the number of these that are judged
+    largest: float | None  # largest difference of the judged steps
+    step: int  # step of the largest difference
+    largest_later: float | None  # largest difference after the judged steps
+    first: int | None  # first step whose difference exceeds the tolerance
     at_first: float | None
     agrees: bool
 
     def sentence(self) -> str:
-        """Describe the first loss that is wrong."""
         if self.at_first is None:
             return f"stage {self.stage}: the loss of step {self.first} is not finite"
         return (
@@ -257,7 +256,7 @@ class Difference:
 def differences(
     stages: Sequence[Measured], allowed: float | None, optimizer: str = "adamw"
 ) -> list[Difference]:
-    """Compare all stages that have a loss with the first of those with most steps.
+    """Compare the losses of all stages with the first stage that has the most steps.
 
     `allowed` replaces the tolerances.
     """
@@ -292,7 +291,7 @@ def _difference(stage: Measured, reference: Measured, allowed: float | None, opt
 
 
 def relative(loss: float | None, reference: float | None) -> float:
-    """Return the relative difference; infinite if a loss is not finite: beyond any tolerance."""
+    """Return the relative difference, or infinity if a loss is not finite."""
     if loss is None or reference is None or not (math.isfinite(loss) and math.isfinite(reference)):
         return math.inf
     return abs(loss - reference) / abs(reference) if reference else (math.inf if loss else 0.0)
@@ -344,10 +343,10 @@ def compare(options: CompareOptions, out: Path, as_json: bool) -> None:
 
 @dataclass(slots=True)
 class Comparison:
-    """The results of a comparison so far."""
+    """Results of a comparison, complete or not."""
 
     options: CompareOptions
-    missing: dict[str, list[Facts]]  # of stages that cannot run here
+    missing: dict[str, list[Facts]]  # missing requirements, by stage
     prompt: str
     environment: dict[str, Any]
     measured: list[Measured] = field(default_factory=list)
@@ -359,19 +358,17 @@ class Comparison:
 
     @property
     def problems(self) -> list[str]:
-        """The reasons why this comparison failed."""
         died = [f"stage {stage.stage} {stage.failed}" for stage in self.measured if stage.failed]
         return [difference.sentence() for difference in self.differences if not difference.agrees] + died
 
     @property
     def passed(self) -> bool | None:
-        """Return whether all agree; None if there was nothing to compare."""
+        """Whether all stages agree, or None if only one ran."""
         if self.problems or self.state != DONE:
             return False
         return True if self.differences else None
 
     def verdict(self) -> str:
-        """Describe the result in one or two sentences."""
         unfinished = UNFINISHED if self.state == INTERRUPTED else ""
         if self.problems or unfinished:
             return ". ".join(filter(None, ["; ".join(self.problems), unfinished]))
@@ -395,7 +392,7 @@ class Comparison:
         return f"{self.options.name}: {t.steps} steps of {t.batch_size} × {tokens} tokens"
 
     def as_json(self) -> dict[str, Any]:
-        """Return everything, for compare.json and --json. Names no directories and hosts of this machine."""
+        """Return everything, for compare.json and --json, without directories and host names."""
         run = self.options.run
         return {
             "format": FORMAT,
@@ -441,7 +438,6 @@ NOTE = (
 
 
 def _table(comparison: Comparison) -> Table:
-    """Tabulate all stages: times, the last loss, and the largest difference of a loss that is judged."""
     found = {each.stage: each for each in comparison.differences}
     serial = [each.training["train_s"] for each in comparison.measured[:1] if each.training]
     rows: list[dict[str, Any]] = []

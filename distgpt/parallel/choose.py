@@ -1,4 +1,4 @@
-"""From the settings to how ranks share a step. Only the code that a setting needs is imported."""
+"""Selects how ranks share a step. Only the code that the settings need is imported."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WITHOUT_NCCL = (
 
 
 def placement(t: TrainConfig, ranks: int) -> Placement:
-    """Return who holds which weights and moments."""
+    """Return the assignment of weights and moments to ranks."""
     if ranks > 1 and t.outer_every:
         from distgpt.parallel.local_steps import LocalPlacement
 
@@ -34,7 +34,7 @@ def placement(t: TrainConfig, ranks: int) -> Placement:
 
 
 def exchange(comm: Comm, state: OptimizerState, t: TrainConfig, say: Say) -> Exchange:
-    """Return what sums the gradients of several ranks. Collective."""
+    """Return the exchange that sums the gradients over ranks. Collective."""
     if t.outer_every:
         from distgpt.parallel import local_steps
 
@@ -53,7 +53,7 @@ def exchange(comm: Comm, state: OptimizerState, t: TrainConfig, say: Say) -> Exc
 
 
 class Chosen(Strategy):
-    """The strategy that the settings ask for."""
+    """The strategy that the settings select."""
 
     def __init__(self, config: TrainConfig, ranks: int) -> None:
         super().__init__(config, ranks)
@@ -68,7 +68,7 @@ class Chosen(Strategy):
             from distgpt.parallel.reproducible import ReproducibleParts
 
             return ReproducibleParts(t, self.ranks, model)
-        if t.balance == "auto" and self.ranks > 1 and start:  # memory is counted with even ones
+        if t.balance == "auto" and self.ranks > 1 and start:  # memory is computed with even shares
             from distgpt.parallel.balance import balanced
 
             return balanced(t, self.ranks, rank, model, start)
@@ -91,7 +91,7 @@ class Chosen(Strategy):
         refuse_anywhere(comm, without if lacks else "")
 
     def reserve(self, comm: Comm, model: Model, t: TrainConfig) -> None:
-        wire = model.kernels.wire  # with NCCL, shards of float32 are summed without this memory
+        wire = model.kernels.wire  # NCCL sums float32 shards without this memory
         if wire and self.ranks > 1 and (t.gradient_dtype != "float32" or t.grad_sync == "sharded"):
             from distgpt.parallel.reductions import ReduceScatterGather
 
@@ -115,7 +115,7 @@ class Chosen(Strategy):
 
 
 def check(t: TrainConfig, ranks: int, on_gpu: bool) -> None:
-    """Raise a UsageError about ways to share a step that do not go together."""
+    """Raise a UsageError if the settings to share a step cannot be combined."""
     if t.reproducible_parts:
         from distgpt.parallel import reproducible
 

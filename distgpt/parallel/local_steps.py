@@ -1,7 +1,7 @@
-"""Local steps: each rank trains on its own part of the batch, and after a round of steps all meet (DiLoCo).
+"""Local steps (DiLoCo). Each rank trains on its part of the batch, and all synchronize after each round.
 
-A round begins with the same weights on all ranks. At its end all take one step of Nesterov momentum along the
-mean of how far they have come. In between only a few numbers cross the network in every step.
+A round starts with the same weights on all ranks. At its end all ranks take one step of Nesterov momentum
+along their mean change of weights. In between, each step sends only a few numbers over the network.
 """
 
 from __future__ import annotations
@@ -37,36 +37,35 @@ from distgpt.parallel.reductions import reduction_for
 
 
 class LocalSteps(Exchange):
-    """Gradients stay with their rank. The changes of the weights are summed in the gradients' memory."""
+    """Gradients stay on their rank. The changes of the weights are summed in the gradients' memory."""
 
     waits_after_update = True
 
     def __init__(self, comm: Comm, state: LocalState, changes: Reduction) -> None:
-        """`changes` sums the gradients' memory over the ranks."""
         self.name, self.comm, self.changes = changes.name, comm, changes
         self.state, self.optimizer = state, state.optimizer
 
     def sum_gradients(self, step: int) -> None:
-        """Sum the squared norms alone: all ranks clip alike, and skip a step that one of them cannot use."""
+        """Sum only the squared norms, so that all ranks clip identically and skip the same bad steps."""
         self.optimizer.compute_norm()
         self.sum_votes()
 
     def sum_votes(self) -> None:
-        """Sum the loss, the votes and the squared norm: in one message where they lie on the host."""
+        """Sum the loss, the step flags and the squared norm, in one message if they are on the host."""
         extra, norm = self.optimizer.model.grads.flags, self.optimizer.norm
         if not isinstance(norm, np.ndarray):
             self.comm.sum(extra)
             self.comm.sum(norm)
             return
-        both = np.concatenate([extra, norm])  # float64, as the norm is
+        both = np.concatenate([extra, norm])  # float64, as the norm
         self.comm.sum(both)
         extra[:], norm[:] = both[: len(extra)], both[len(extra) :]
 
     def compute_norm(self, optimizer: AdamW) -> None:
-        """Do nothing: `sum_gradients` has done it, since nobody may wait here while weights are locked."""
+        """Do nothing. `sum_gradients` has done it, since no rank may wait here while weights are locked."""
 
     def scales(self, counted: float) -> Scales:
-        """Return the scales of a step: gradients are this rank's own, norm² is the mean over the ranks."""
+        """Return the scales of a step. Gradients are this rank's; norm² is the mean over ranks."""
         ranks = self.comm.size
         return Scales(1.0 / ranks / counted, 1.0 / counted, math.sqrt(1.0 / ranks) / counted)
 
@@ -91,7 +90,7 @@ MEAN = "mean/"
 
 
 class LocalPlacement(Placement):
-    """Each rank trains a model of its own for a round of steps."""
+    """Each rank trains a separate model for a round of steps."""
 
     may_copy = False
 
@@ -101,11 +100,11 @@ class LocalPlacement(Placement):
         self.rounds = Rounds(config.outer_every, config.steps)
 
     def state(self, model: Model, rank: int) -> LocalState:
-        # Ranks have gradients of their own: they share no work of the optimizer.
+        # Ranks have different gradients, so they cannot share the optimizer's work.
         return LocalState(self.optimizer(model), self.config, self.rounds)
 
     def saved_buffers(self, is_common: bool) -> int:
-        """Return how many buffers a checkpoint holds: also those of each rank, and the velocity."""
+        """Return the number of buffers in a checkpoint, including each rank's and the velocity."""
         return 2 + 2 * self.ranks if is_common else 3 + 3 * self.ranks
 
     def rehearse(self, model: Model) -> None:
@@ -118,7 +117,7 @@ class LocalPlacement(Placement):
 class LocalState(OptimizerState):
     """This rank's moments, and the outer optimizer, which is the same on all ranks.
 
-    It takes a step by Nesterov momentum along the mean change of weights that began a round alike.
+    The outer optimizer takes a step of Nesterov momentum along the mean change of weights in a round.
     """
 
     def __init__(self, optimizer: AdamW, config: TrainConfig, rounds: Rounds) -> None:
@@ -127,26 +126,26 @@ class LocalState(OptimizerState):
         model.make_gradients()
         wide = model.kernels.wide_zeros
         self.round_start, self.velocity = (FlatBuffer(model.layout, wide) for _ in range(2))
-        self.in_sync = True  # no rank has changed its weights since
+        self.in_sync = True  # no rank has changed its weights since the last synchronization
 
     def begin(self) -> None:
         super().begin()
         self._begin_rounds()
 
     def _begin_rounds(self) -> None:
-        """Begin a first round with the weights as they are."""
+        """Start a first round with the current weights."""
         model = self.optimizer.model
         model.kernels.zero(self.velocity.flat)
         model.kernels.put(self.round_start.flat, model.kernels.to_host(model.weights.flat))
         self.in_sync = True
 
     def store_change_as_gradient(self) -> None:
-        """Gradients ← this rank's weights - those at the round's start."""
+        """Store this rank's weights minus the weights at the start of the round as gradients."""
         model = self.optimizer.model
         model.kernels.subtract(model.grads.flat, model.weights.flat, self.round_start.flat)
 
     def end_round(self, ranks: int) -> None:
-        """Take the outer step once these changes are summed; the next round begins."""
+        """Take the outer step after the changes are summed, and start the next round."""
         model, c = self.optimizer.model, self._config
         low = None if model.params is model.weights else model.params.flat
         buffers = (self.round_start.flat, self.velocity.flat, model.grads.flat)
@@ -155,10 +154,10 @@ class LocalState(OptimizerState):
         self.in_sync = True
 
     def restore(self, comm: Comm, checkpoint: Path) -> None:
-        """Once all ranks have the checkpoint's weights, and rank 0's moments. Collective.
+        """Restore, after all ranks have the checkpoint's weights, and rank 0's moments. Collective.
 
-        On another number of ranks each takes the moments of one of those before, and within a round their
-        mean weights. A checkpoint of steps that were not local begins a round.
+        On a different number of ranks, each takes the moments of an earlier rank and, within a round, the
+        mean weights. A checkpoint without local steps starts a round.
         """
         super().restore(comm, checkpoint)
         self._begin_rounds()
@@ -198,11 +197,11 @@ def make(comm: Comm, state: OptimizerState, t: TrainConfig) -> Exchange:
 
 
 class Replicas(TensorByTensor):
-    """Local steps: each rank has its own moments, and within a round its own weights.
+    """Checkpoints of local steps. Each rank has its own moments and, within a round, its own weights.
 
-    Rank 0's moments are where they always are, and `weights` are the mean of those of the ranks, so that such
-    a checkpoint is one like others. Beside them lie `outer`, with the velocity and, within a round, the
-    weights with which it began; and `replica-N` with what rank N alone has.
+    Rank 0's moments are in the usual file, and `weights` has the mean over ranks, so that the checkpoint is
+    also a usual one. The file `outer` has the velocity and, within a round, the weights at its start.
+    `replica-N` has the values that only rank N has.
     """
 
     def __init__(self, comm: Comm, state: LocalState) -> None:
@@ -220,7 +219,7 @@ class Replicas(TensorByTensor):
         super().__init__(comm, {prefix + spec.name: (wide, spec.shape) for prefix, spec in specs})
 
     def groups(self, weights_alone: bool) -> Groups:
-        if weights_alone:  # of this rank
+        if weights_alone:  # requested for this rank only
             return {}
         is_common, model = self._state.in_sync, self._model
         velocity = on_host(model, self._state.velocity, "velocity/")
@@ -237,7 +236,7 @@ class Replicas(TensorByTensor):
         return groups
 
     def gathered(self, name: str) -> Array:
-        """On all ranks; a tensor that one of them has crosses the network once."""
+        """Runs on all ranks. A tensor of one rank is sent once."""
         prefix, tensor = self._places[name]
         comm, to_host = self._comm, self._model.kernels.to_host
         if prefix == MEAN:
@@ -254,7 +253,7 @@ class Replicas(TensorByTensor):
 
 
 def _buffers(optimizer: AdamW) -> dict[str, FlatBuffer]:
-    """Return the buffers in which ranks differ, by the prefix of their tensors' names."""
+    """Return the buffers that differ between ranks, by the prefix of their tensor names."""
     m, v = optimizer.m, optimizer.v
     assert isinstance(m, FlatBuffer) and isinstance(v, FlatBuffer)
     return {"w/": optimizer.model.weights, "m/": m, "v/": v}

@@ -1,8 +1,8 @@
-"""Sums over the ranks of one node, in memory that they share: a matrix with a row for each of them.
+"""Sums over the ranks of one node, in shared memory: a matrix with a row per rank.
 
-It is a file without a name (memfd_create), which the ranks of a node open through /proc: nothing is left of
-it once the last rank has ended, however it ends. MPI's windows lie in /dev/shm, for which containers have
-64 MB: where that does not suffice, MPICH 5.0 ends with a bus error at the first write.
+The memory is an anonymous file (memfd_create), which the ranks of a node open through /proc. It disappears
+when the last rank ends in any way. MPI's windows use /dev/shm, which has 64 MB in containers. If that is too
+small, MPICH 5.0 ends with a bus error at the first write.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from distgpt.core.ops.api import Array
 from distgpt.core.ops.kernels import Kernels
 from distgpt.core.train.sharing import Reduction
 
-LINE = 16  # elements of a cache line: ranks' parts begin at multiples of it
-GRAIN = 4096  # elements that a worker takes at least
+LINE = 16  # elements of a cache line; ranks' parts start at multiples
+GRAIN = 4096  # minimum elements per worker
 
-Each = Callable[[Callable[[int], None], int], None]  # as `Kernels.each`
+Each = Callable[[Callable[[int], None], int], None]  # like `Kernels.each`
 T = TypeVar("T")
 
 
@@ -39,9 +39,9 @@ class SharedGradients(FlatBuffer):
 
 
 def gradients_in_node(comm: Comm, kernels: Kernels, say: Say, layout: Layout, flags: int) -> FlatBuffer:
-    """Return a rank's gradients, in memory that its node shares if several of its ranks can. Collective."""
+    """Return a rank's gradients, in shared memory if multiple ranks of its node can share it. Collective."""
     node: Comm | None = comm
-    if comm.size != comm.local_size:  # None where the ranks of a node do not sum before others
+    if comm.size != comm.local_size:  # None if there is no sum within nodes first
         levels = comm.split_by_node()
         node = levels and levels[0]
     lack = ""
@@ -59,7 +59,7 @@ def gradients_in_node(comm: Comm, kernels: Kernels, say: Say, layout: Layout, fl
 
 
 class _File(NamedTuple):
-    """Where other processes find the first rank's file, and what tells it from all other files."""
+    """The path at which other processes find the first rank's file, and its identity."""
 
     path: str
     device: int
@@ -67,17 +67,17 @@ class _File(NamedTuple):
 
 
 def shared_rows(node: Comm, columns: int, dtype: np.dtype) -> Array:
-    """Return zeros (ranks of the node, at least `columns`) that these ranks share. Collective.
+    """Return zeros (ranks of the node, at least `columns`) shared by these ranks. Collective.
 
-    Rows begin at pages, each of which lies near the rank that touches it first. Raises a UsageError on all
-    ranks if one of them cannot share memory.
+    Rows start at pages. Each page is near the rank that touches it first. If a rank cannot share memory,
+    raise a UsageError on all ranks.
     """
     pages = -(-columns * dtype.itemsize // PAGESIZE)
     shape = node.size, pages * PAGESIZE // dtype.itemsize
     made: list[int] = []  # the first rank's descriptor
 
     def create() -> _File:
-        if not hasattr(os, "memfd_create"):  # Linux has it
+        if not hasattr(os, "memfd_create"):  # only on Linux
             raise UsageError("this system has no memfd_create")
         made.append(os.memfd_create("gradients"))
         os.ftruncate(made[0], node.size * pages * PAGESIZE)
@@ -86,12 +86,12 @@ def shared_rows(node: Comm, columns: int, dtype: np.dtype) -> Array:
 
     def open_and_map(file: _File) -> Array:
         if resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
-            # Each rank maps the rows of all, which no estimate of a rank's own memory counts.
+            # Each rank maps all rows, which no estimate of a rank's memory includes.
             raise UsageError("ulimit -v limits what they may map")
         opened = os.open(file.path, os.O_RDWR | os.O_CLOEXEC)
         try:
             about = os.fstat(opened)
-            if (about.st_dev, about.st_ino) != file[1:]:  # containers number their processes alike
+            if (about.st_dev, about.st_ino) != file[1:]:  # containers may have the same process IDs
                 raise UsageError("their containers see processes of their own alone")
             return np.frombuffer(mmap(opened, 0), dtype).reshape(shape)
         finally:
@@ -101,12 +101,12 @@ def shared_rows(node: Comm, columns: int, dtype: np.dtype) -> Array:
         file = on_root(node, lambda: _explained(create))
         return on_every_rank(node, lambda: _explained(lambda: open_and_map(file)))
     finally:
-        for descriptor in made:  # all have opened it, or none will
+        for descriptor in made:  # all ranks have opened it, or none will
             os.close(descriptor)
 
 
 def _explained(act: Callable[[], T]) -> T:
-    """Call act(), and turn what the system refuses into an error that ranks share."""
+    """Call act(). Turn system errors into an error that ranks share."""
     try:
         return act()
     except OSError as error:
@@ -117,16 +117,16 @@ def _explained(act: Callable[[], T]) -> T:
 
 
 def bounds_of(start: int, stop: int, parts: int, line: int = LINE) -> list[int]:
-    """Return where each part of a stretch begins, and where the last one ends.
+    """Return the start of each part of a range, and the end of the last one.
 
-    All have the same length, as NCCL wants it; the last one also has the remainder.
+    All parts have the same length, as NCCL requires, except that the last one also has the remainder.
     """
     each = (stop - start) // line // parts * line
     return [*(start + each * part for part in range(parts)), stop]
 
 
 def spread(count: int, each: Each, workers: int, loop: Callable[..., object], *args: object) -> None:
-    """Call a loop on even stretches of its elements, one for each worker."""
+    """Call a loop on equal ranges of elements, one per worker."""
     parts = min(workers, -(-count // GRAIN))
     bounds = bounds_of(0, count, parts or 1)
 
@@ -137,13 +137,13 @@ def spread(count: int, each: Each, workers: int, loop: Callable[..., object], *a
 
 
 def one_by_one(work: Callable[[int], object], count: int) -> None:
-    """Do the same as `Kernels.each`, in the calling thread."""
+    """Like `Kernels.each`, but in the calling thread."""
     for part in range(count):
         work(part)
 
 
 class InParts(Reduction, Protocol):
-    """Sums in two halves, between which other ranks may add theirs."""
+    """Sums in two halves, between which other nodes may add their sums."""
 
     def reduce(self, bounds: Sequence[int], step: int) -> None:
         """Replace this rank's part, between two of the bounds, by its sum over ranks. Collective."""
@@ -153,23 +153,23 @@ class InParts(Reduction, Protocol):
 
 
 class SharedSum(InParts):
-    """Sums stretches of gradients in memory that the ranks of a node share, without sending them.
+    """Sums ranges of gradients in memory shared by the ranks of a node, without messages.
 
-    Each rank sums a part of all rows, piece by piece, and writes the sums into all rows: of an element every
-    rank has the same bits, ((g₀ + g₁) + g₂) + …, or by twos (g₀ + g₁) + (g₂ + g₃) + …. An Allreduce of MPI
-    moves several times as many bytes, and adds in an order of its own.
+    Each rank sums a part of all rows, piece by piece, and writes the sums to all rows. So all ranks have
+    bitwise identical sums, ((g₀ + g₁) + g₂) + … or, by twos, (g₀ + g₁) + (g₂ + g₃) + …. MPI's Allreduce
+    moves several times as many bytes, and chooses the order of additions.
     """
 
     name = "shared memory"
 
     def __init__(self, node: Comm, rows: Array, each: Each, workers: int, by_twos: bool = False) -> None:
-        """`rows`: the flat buffers of the node's ranks. `each` runs loops, on this many workers."""
+        """`rows`: the flat buffers of the node's ranks. `each` runs loops on `workers` workers."""
         self._node, self._rows, self._by_twos = node, rows, by_twos
         self._each, self._workers = each, workers
 
     def sum(self, start: int, stop: int, step: int) -> None:
         self._add(bounds_of(start, stop, self._node.size), 1, self._node.size)
-        self._node.barrier()  # all sums are there, and none is read where the next pass writes
+        self._node.barrier()  # all sums are written, and none is read while the next pass writes
 
     def reduce(self, bounds: Sequence[int], step: int) -> None:
         rank = self._node.rank
@@ -185,7 +185,7 @@ class SharedSum(InParts):
         """Sum this rank's part into row 0, and copy the sums to rows low … high - 1."""
         from distgpt.parallel.loops import sums
 
-        self._node.barrier()  # all gradients are there
+        self._node.barrier()  # all gradients are written
         self._over(bounds, sums.add_rows, self._rows, self._by_twos, low, high)
 
     def _over(self, bounds: Sequence[int], loop: Callable[..., object], *args: object) -> None:

@@ -1,7 +1,7 @@
-"""Sum gradients in buckets while the backward pass is still running, by a thread or by NCCL.
+"""Sum gradients in buckets during the backward pass, in a thread or through NCCL.
 
-Parameters lie in the order in which their gradients are finished, so a bucket is a stretch of the flat
-buffer: `ready(n)` says that the first n gradients are final. All ranks cut the same buckets.
+Parameters are in the order in which their gradients are finished, so a bucket is a range of the flat buffer:
+`ready(n)` means that the first n gradients are final. All ranks use the same buckets.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from distgpt.core.train.sharing import AfterBackward, Allreduce, Exchange, Reduc
 from distgpt.parallel.node_memory import one_by_one
 from distgpt.parallel.reductions import HostWire, ReduceScatterGather, hierarchical, in_parts, votes_sum
 
-BUCKET = 1 << 17  # elements that leave together, at least: fewer would pay for their latency alone
-CACHED_BYTES = 4 << 20  # what MPI sums at a time within a node: it stays in cache meanwhile
-LARGE_BUCKET = 1 << 22  # the same by NCCL, which needs 16 MB to come near the speed of the links
+BUCKET = 1 << 17  # minimum elements of a bucket; latency dominates smaller ones
+CACHED_BYTES = 4 << 20  # bytes that MPI sums at a time within a node, so that they stay in cache
+LARGE_BUCKET = 1 << 22  # minimum elements with NCCL, which needs 16 MB for nearly the full bandwidth
 
 
 class Overlapped(AfterBackward):
-    """Buckets leave as soon as they are final: a thread sums them through a communicator of its own.
+    """Buckets are sent as soon as they are final. A thread sums them through a separate communicator.
 
-    `between` is `Kernels.between`: a pass that is recorded calls `ready` before it has computed, and not when
-    it is repeated.
+    `between` is `Kernels.between`: a pass that is recorded calls `ready` before it has computed, and does
+    not call it in replays.
     """
 
     least = BUCKET
@@ -44,8 +44,8 @@ class Overlapped(AfterBackward):
         super().__init__("overlapped", reduction, size, sum_votes, mean)
         self._between = between
         self._thread = ThreadPoolExecutor(1, "summing")
-        self._cut = self._sent = 0  # elements before the last cut, and those that have been sent
-        self._sums: list[Future[None]] = []  # of the buckets of this step
+        self._cut = self._sent = 0  # elements before the last cut, and elements sent
+        self._sums: list[Future[None]] = []  # of this step's buckets
         self._step = 0
         self.ready = self._ready
 
@@ -54,7 +54,7 @@ class Overlapped(AfterBackward):
         self._step = step
 
     def _ready(self, final: int) -> None:
-        if final <= self._cut:  # the pass is recorded once more
+        if final <= self._cut:  # the pass is recorded again
             self._cut = 0
         if final - self._cut >= self.least and final < self._size:
             self._cut = final
@@ -79,7 +79,7 @@ class Overlapped(AfterBackward):
 
 
 class OverlappedNccl(Overlapped):
-    """NCCL sums the buckets on a stream of its own. The recorded pass is cut where it is called."""
+    """NCCL sums the buckets on a separate stream. Recorded passes are split at each call."""
 
     least = LARGE_BUCKET
 
@@ -101,7 +101,7 @@ def make(comm: Comm, model: Model, t: TrainConfig) -> Exchange:
     reduction: Reduction
 
     def between(act: Work) -> None:
-        model.kernels.between(act)  # looked up at each call: a recording stands in its place
+        model.kernels.between(act)  # looked up at each call, since a recording may replace it
 
     if model.kernels.capabilities.is_async:
         assert comm.queued
@@ -110,7 +110,7 @@ def make(comm: Comm, model: Model, t: TrainConfig) -> Exchange:
     own = comm.dup_sleeping()
 
     def parts(comm: Comm, wire: str) -> ReduceScatterGather:
-        """Return what a thread beside the workers calls, without them."""
+        """Return a reduction for the thread, which must not use the workers."""
         return ReduceScatterGather(comm, flat, wire, t.seed, HostWire(one_by_one, 1))
 
     if by_node := hierarchical(own, flat, wire, parts):
@@ -118,7 +118,7 @@ def make(comm: Comm, model: Model, t: TrainConfig) -> Exchange:
     elif wire != "float32":
         reduction = parts(own, wire)
     else:
-        # Within a node it is faster to sum pieces that stay in a cache than all at once.
+        # Within a node, summing pieces that fit in a cache is faster than one large sum.
         in_cache = CACHED_BYTES // flat.itemsize if own.size == own.local_size else 0
         reduction = Allreduce(own, flat, in_cache)
     return Overlapped(size, reduction, between, sum_votes, mean)

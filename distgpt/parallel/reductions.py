@@ -1,4 +1,4 @@
-"""Sums of a stretch of the gradients by messages, in parts or within nodes first; and the choice of a sum."""
+"""Sums of a range of the gradients by messages, in parts or within nodes first; and the choice of a sum."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from distgpt.parallel.node_memory import (
     spread,
 )
 
-PIECE = 1 << 20  # elements that are exchanged at once, so that they are still in a cache when they are summed
+PIECE = 1 << 20  # elements per exchange, so that they are still cached when they are summed
 
 
 class HostWire:
-    """Compiled loops on the host's memory. `each` runs them, on this many workers."""
+    """Compiled loops on host memory. `each` runs them on `workers` workers."""
 
     def __init__(self, each: Each, workers: int) -> None:
         self._each, self._workers = each, workers
@@ -59,10 +59,10 @@ class HostWire:
 
 
 class ReduceScatterGather(InParts):
-    """Every rank sums one part of the stretch, in the order of the ranks or by twos, and sends it to all.
+    """Every rank sums one part of the range, in rank order or by twos, and sends the sum to all.
 
     `kind` is the type in which elements are sent: the buffer's own, or bfloat16. Rounding to bfloat16 is
-    random, so that it cancels out over the steps: no rank has to remember what it rounded away.
+    stochastic, so that errors cancel over steps and no rank has to store them.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class ReduceScatterGather(InParts):
         self._by_twos = by_twos
         self._comm, self._flat, self._seed, self._wire = comm, flat, seed, wire
         self._is_narrow = kind == "bfloat16" and flat.dtype != np.float64
-        self._most = max(LINE, wire.piece // comm.size // LINE * LINE)  # elements of a part in one piece
+        self._most = max(LINE, wire.piece // comm.size // LINE * LINE)  # elements per part and piece
         dtype = np.dtype(np.uint16) if self._is_narrow else flat.dtype
         self._received = wire.zeros((comm.size, self._most), dtype)
         self._travelling = wire.zeros((comm.size * self._most if self._is_narrow else 0,), dtype)
@@ -118,7 +118,7 @@ class ReduceScatterGather(InParts):
         self._wire.add_parts(self._flat[start:stop], self._received, self._by_twos)
 
     def _send(self, pieces: list[tuple[int, int]], step: int) -> None:
-        """Send each rank's piece to all, rounded, also on the rank that it comes from."""
+        """Send each rank's piece to all, rounded on every rank, including its own."""
         ends = np.cumsum([0, *(stop - start for start, stop in pieces)]).tolist()
         rank, flying = self._comm.rank, self._travelling
         self._narrow(flying[ends[rank] : ends[rank + 1]], pieces[rank][0], step, 1)
@@ -132,7 +132,7 @@ class ReduceScatterGather(InParts):
 
 
 class Hierarchical(Reduction):
-    """Sums each part within the node, then across nodes, and sends it back: less crosses the network."""
+    """Sums each part within the node, then across nodes, and distributes it, for less network traffic."""
 
     name = "hierarchical"
 
@@ -147,22 +147,22 @@ class Hierarchical(Reduction):
         self._node.gather(bounds)
 
 
-# From the settings to reductions
+# Choice of a reduction by the settings
 
 
 def make(comm: Comm, model: Model, t: TrainConfig) -> Exchange:
     """Return the exchange of --grad-sync allreduce. Collective."""
     mean = mean_factor(comm, t)
     reduction = reduction_for(comm, model, t)
-    if isinstance(reduction, SharedSum | Allreduce):  # loss and votes are summed with the gradients
+    if isinstance(reduction, SharedSum | Allreduce):  # loss and step flags are summed with the gradients
         return AfterBackward(reduction.name, reduction, len(model.grads.with_flags), lambda: None, mean)
     return AfterBackward(reduction.name, reduction, model.layout.size, votes_sum(comm, model, t), mean)
 
 
 def reduction_for(comm: Comm, model: Model, t: TrainConfig) -> Reduction:
-    """Return what sums the gradients after the backward pass. Collective."""
+    """Return the reduction of the gradients after the backward pass. Collective."""
     wire, grads, k = t.gradient_dtype, model.grads, model.kernels
-    in_memory = None  # what makes a sum over the ranks of a node
+    in_memory = None  # factory of a sum over the ranks of a node
     if isinstance(grads, SharedGradients):
         by_twos = bool(t.reproducible_parts)
         in_memory = partial(SharedSum, rows=grads.rows, each=k.each, workers=k.threads, by_twos=by_twos)
@@ -184,7 +184,7 @@ def hierarchical(
     parts: Callable[[Comm, str], InParts],
     in_memory: Callable[[Comm], SharedSum] | None = None,
 ) -> Hierarchical | None:
-    """Return a sum within nodes first; None where `Comm.split_by_node` has no use. Collective."""
+    """Return a sum within nodes first, or None if `Comm.split_by_node` is of no use. Collective."""
     levels = comm.split_by_node()
     if levels is None:
         return None
@@ -194,7 +194,7 @@ def hierarchical(
 
 
 def in_parts(model: Model, t: TrainConfig, comm: Comm, wire: str) -> ReduceScatterGather:
-    """Return a reduction in parts, by the loops of the device that holds the gradients."""
+    """Return a reduction in parts, with the loops of the device that has the gradients."""
     k = model.kernels
     loops = k.wire or HostWire(k.each, k.threads)
     return ReduceScatterGather(
@@ -203,7 +203,7 @@ def in_parts(model: Model, t: TrainConfig, comm: Comm, wire: str) -> ReduceScatt
 
 
 def votes_sum(comm: Comm, model: Model, t: TrainConfig) -> Callable[[], None]:
-    """Return what sums the numbers appended to the gradients in a call of their own."""
+    """Return a function that sums the numbers appended to the gradients in a separate call."""
     extra = model.grads.flags
 
     def sum_votes() -> None:
@@ -218,14 +218,14 @@ def tree_sum(comm: Comm, value: Array) -> None:
     """Replace value (1,) by its sum over ranks, in the same tree. Collective."""
     every = np.zeros(comm.size, value.dtype)
     every[comm.rank] = value[0]
-    comm.sum(every)  # of one number and zeros
+    comm.sum(every)  # exact: a sum of one number and zeros
     while len(every) > 1:
         every = every[::2] + every[1::2]
     value[0] = every[0]
 
 
 def mean_factor(comm: Comm, t: TrainConfig) -> float:
-    """Return the factor that makes a mean of the ranks' sum: reproducible parts have their weight already."""
+    """Return the factor from the ranks' sum to the mean. Reproducible parts are already weighted."""
     return 1.0 if t.reproducible_parts else 1.0 / comm.size
 
 

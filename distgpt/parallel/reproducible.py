@@ -1,7 +1,8 @@
-"""The same bits on any number of ranks: gradients of fixed parts of the batch, added up in a fixed tree.
+"""Bitwise identical results on any number of ranks: gradients of fixed parts of the batch, added in a fixed
+tree.
 
-Unit u is made of rows u·B/U … of the global batch, whoever computes it. Two neighbours are added, then pairs
-of neighbours, and so on: first those of one rank, which has a whole branch of the tree, then across ranks.
+Part u has rows u·B/U … of the global batch, on any rank. Two neighbors are added, then pairs of neighbors,
+and so on: first within each rank, which has a whole branch of the tree, then across ranks.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ from distgpt.parallel.node_memory import LINE, spread
 
 
 class Tree:
-    """Adds up the parts of one rank. Their gradients come one after the other in the same memory."""
+    """Adds up the parts of one rank. Their gradients arrive one by one in the same memory."""
 
     def __init__(self, grads: FlatBuffer, kernels: Kernels, parts: int) -> None:
-        self._sums = grads.with_flags[: grads.layout.size + 1]  # with the loss
+        self._sums = grads.with_flags[: grads.layout.size + 1]  # gradients, and the loss
         self._kernels, self._parts = kernels, parts
         self._branches = kernels.wide_zeros(parts.bit_length() - 1, len(self._sums))
 
     def add(self, part: int) -> None:
-        """Add the gradients of a part, counted from 0. After the last one the buffer holds the sum of all."""
+        """Add the gradients of a part, counted from 0. After the last part the buffer has the total."""
         from distgpt.parallel.loops import sums
 
         level = ((part + 1) & -(part + 1)).bit_length() - 1  # branches that end with this part
@@ -43,12 +44,12 @@ class ReproducibleParts(MicroBatches):
     def __init__(self, config: TrainConfig, ranks: int, model: Model) -> None:
         super().__init__(config, ranks)
         self._parts = config.reproducible_parts
-        self.weight = 1 / self._parts  # from the start the mean over all ranks: a sum is all they need
-        is_single = self._parts <= ranks  # part of a rank, which has nothing to add
+        self.weight = 1 / self._parts  # already the mean over all ranks, so the sum needs no factor
+        is_single = self._parts <= ranks  # a rank has one part, and nothing to add
         self._tree = None if is_single else Tree(model.grads, model.kernels, self.count)
 
     def sequences_of(self, rank: int, i: int) -> slice:
-        # A rank has neighbouring parts, which are a whole branch of the tree.
+        # A rank has neighboring parts, a whole branch of the tree.
         return rank_sequences(self._batch_size, rank * self.count + i, self._parts, 0, 1)
 
     def collect(self, i: int) -> None:
@@ -67,7 +68,7 @@ def usual_parts(batch_size: int) -> int:
 
 
 def check(t: TrainConfig, ranks: int, on_gpu: bool) -> None:
-    """Raise a UsageError where settings or ranks do not allow the same bits."""
+    """Raise a UsageError if the settings or ranks do not allow bitwise identical results."""
     parts, what = t.reproducible_parts, f"--deterministic, with {count(t.reproducible_parts, 'part')},"
     if on_gpu:
         raise UsageError(

@@ -1,4 +1,4 @@
-"""Each rank sums, clips and updates a part of the weights, and holds the moments of that part (ZeRO 1)."""
+"""Sharding (ZeRO 1). Each rank sums, clips and updates a part of the weights, and has its moments."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from distgpt.core.train.sharing import (
 from distgpt.parallel.node_memory import bounds_of
 from distgpt.parallel.reductions import in_parts, mean_factor, votes_sum
 
-MASTER = "w/"  # of weights in full precision, which have no prefix in their file
+MASTER = "w/"  # prefix of full-precision weights, which have none in their file
 PREFIXES = ("m/", "v/")
 
 
 class Sharded(Exchange):
-    """After the update, ranks give each other the weights that the passes read.
+    """After the update, ranks exchange the weights that the passes read.
 
-    Where these are rounded to bfloat16, the weights in full precision stay with their owner, as moments do.
+    If these are rounded to bfloat16, the full-precision weights stay on their rank, as moments do.
     """
 
     name = "sharded"
@@ -52,7 +52,7 @@ class Sharded(Exchange):
         sum_votes: Callable[[], None],
         mean: float,
     ) -> None:
-        """`bounds`: of the ranks' parts. `reduce(bounds, step)` gives this rank the sum of its part."""
+        """`bounds` delimit the ranks' parts. `reduce(bounds, step)` gives this rank the sum of its part."""
         self.mean_factor = mean
         self.comm, self.model, self._reduce, self._sum_votes = comm, model, reduce, sum_votes
         self._bounds = bounds
@@ -63,9 +63,9 @@ class Sharded(Exchange):
         self._sum_votes()
 
     def compute_norm(self, optimizer: AdamW) -> None:
-        """Add up the same pieces as a rank that has all gradients, so that the norm is the same number.
+        """Add the same pieces as a rank with all gradients, so that the norm is bitwise identical.
 
-        With Muon a part may begin within a piece, and the norm differs by rounding.
+        With Muon a part may start within a piece, so the norm differs by rounding.
         """
         k, own = self.model.kernels, optimizer.own
         k.zero(self._pieces)
@@ -92,10 +92,10 @@ def make(comm: Comm, model: Model, t: TrainConfig) -> Exchange:
 
 
 def shards(t: TrainConfig, layout: Layout, ranks: int) -> list[int]:
-    """Return where each rank's part of the flat buffers begins, and where the last one ends.
+    """Return the start of each rank's part of the flat buffers, and the end of the last one.
 
-    Parts begin at multiples of the pieces whose squares make the norm, which is then the same for any parts;
-    with Muon they have whole matrices.
+    Parts start at multiples of the pieces of the norm, so that the norm does not depend on the parts. With
+    Muon, parts have whole matrices.
     """
     if t.optimizer == "muon":
         return borders(layout, ranks, lambda spec: spec.size)
@@ -103,7 +103,7 @@ def shards(t: TrainConfig, layout: Layout, ranks: int) -> list[int]:
 
 
 class ShardedPlacement(Placement):
-    """Each rank has the moments of its own part, and keeps only this part up to date in full precision."""
+    """Each rank has the moments of its part, and updates only this part in full precision."""
 
     option = "--grad-sync sharded"
     may_copy = False
@@ -113,18 +113,18 @@ class ShardedPlacement(Placement):
         return slice(bounds[rank], bounds[rank + 1])
 
     def state(self, model: Model, rank: int) -> OptimizerState:
-        # Nothing is left to divide among ranks, as Muon does where all have all moments.
+        # Unlike with complete moments on each rank, Muon has no work left to divide.
         return ShardedState(self.optimizer(model, self.own(model.layout, rank)))
 
     def rehearse(self, model: Model) -> None:
         k = model.kernels
         total = k.scalars(1)
-        k.zero(total)  # as `Sharded.compute_norm` does
-        k.sum_squares(total, model.params.flat)  # as `is_finite` does: no rank has all in full precision
+        k.zero(total)  # used by `Sharded.compute_norm`
+        k.sum_squares(total, model.params.flat)  # for `is_finite`: masters are divided
 
 
 class ShardedState(OptimizerState):
-    """The moments of one rank's part, and where weights are rounded, this part in full precision."""
+    """The moments of one rank's part and, if weights are rounded, its full-precision weights."""
 
     def load_weights(self, comm: Comm, read: Callable[[Tensors], None]) -> None:
         model = self.optimizer.model
@@ -151,7 +151,7 @@ class ShardedState(OptimizerState):
 
 
 class Part(NamedTuple):
-    """A rank's elements `own` of a flat buffer, and where each rank's elements of it begin."""
+    """A rank's elements `own` of a flat buffer, and the start of each rank's elements."""
 
     layout: Layout
     own: slice
@@ -160,7 +160,7 @@ class Part(NamedTuple):
 
 
 class Shards(TensorByTensor):
-    """Moments and weights of which every rank keeps a part up to date."""
+    """Moments and weights, each updated in parts by all ranks."""
 
     def __init__(self, comm: Comm, optimizer: AdamW) -> None:
         model, layout, second = optimizer.model, optimizer.model.layout, optimizer.v.layout
@@ -188,7 +188,6 @@ class Shards(TensorByTensor):
         return weights if weights_alone else {OPTIMIZER: self.some(moments), **weights}
 
     def gathered(self, name: str) -> Array:
-        """On all ranks."""
         prefix, spec = self._specs[name]
         layout, own, flat, bounds = self._parts[prefix]
         start = layout.offsets[spec.name]

@@ -1,8 +1,8 @@
-"""First weights that predict each token from the one before, learned from the counts of all pairs in a text.
+"""Initial weights that predict each token from the previous one, learned from pair counts.
 
-A model whose layers add nothing yet computes softmax(head · norm(wte[a])) for the token after a. So embedding
-and output layer can be learned without the layers, and from counts instead of tokens: a pass over all pairs
-costs V² products of width C, however long the text is.
+While a model's layers add nothing, it computes softmax(head · norm(wte[a])) for the token after a. So the
+embedding and output layer can be learned without the layers, and from counts instead of tokens. A pass over
+all pairs costs V² products of width C, for any length of text.
 """
 
 from __future__ import annotations
@@ -18,23 +18,22 @@ from distgpt.core.config import ModelConfig
 from distgpt.core.ops.api import Array
 from distgpt.recipes.scaling import PAIR_ROWS
 
-MOST_TOKENS = 1 << 24  # of a text, which are counted
-MOST_ROWS = PAIR_ROWS  # tokens that are learned, the most frequent ones: the others keep their random weights
-ROWS = 256  # of a piece of work
-# Which part of the rows takes how many steps. The output layer learns from frequent tokens first.
+MOST_TOKENS = 1 << 24  # tokens to count
+MOST_ROWS = PAIR_ROWS  # the most frequent tokens are learned; the others keep random weights
+ROWS = 256  # per task
+# Fraction of the rows, and number of steps. The output layer learns from frequent tokens first.
 PHASES = ((0.25, 12), (0.5, 6), (1.0, 9))
 EMBEDDING_LR, BETA1, BETA2, EPS = 0.3, 0.7, 0.9, 1e-12
-HEAD_LR = 5.0  # divided by the width, over which a score sums
+HEAD_LR = 5.0  # divided by the width, since a logit is a sum over it
 
 
 class PairWeights:
-    """First weights learned from counts of pairs (core/train/setup.py)."""
+    """Initial weights learned from pair counts (core/train/setup.py)."""
 
     note = "initial weights: computed from counts of adjacent token pairs in the text"
     tokens = MOST_TOKENS
 
     def learn(self, tokens: Array, weights: Mapping[str, Array], config: ModelConfig, threads: int) -> None:
-        """Learn embedding and output layer in place."""
         vocab = config.vocab_size
         learn_bigrams(tokens, weights["wte"][:vocab], weights["head.w"][:vocab], config.centred, threads)
 
@@ -44,11 +43,11 @@ PAIRS = PairWeights()
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """Counts of pairs (token, next token), by tokens in the order of their frequency."""
+    """Counts of pairs (token, next token), by token in order of frequency."""
 
     order: Array  # (V,), the most frequent token first
-    frequency: Array  # (V,), how often a token is followed by any, in that order
-    starts: Array  # (V + 1,), where a token's pairs begin
+    frequency: Array  # (V,), count of pairs that start with each token, in that order
+    starts: Array  # (V + 1,), index of a token's first pair
     first: Array
     second: Array
     count: Array
@@ -68,13 +67,13 @@ class Pairs:
 
 
 def learn_bigrams(tokens: Array, embedding: Array, head: Array, centred: bool, threads: int) -> None:
-    """Replace embedding and head (V, C) by trained ones, in place. They begin as they are.
+    """Train embedding and head (V, C) in place, starting from their values.
 
     `centred`: the norm between them subtracts the mean. Results do not depend on the number of threads.
     """
-    from distgpt.core.cpu.matmul.blas import single_threaded_blas  # which takes a while to import
+    from distgpt.core.cpu.matmul.blas import single_threaded_blas  # a slow import
 
-    single_threaded_blas()  # as stages on GPUs have not done; the threads are ours
+    single_threaded_blas()  # stages on GPUs have not done so; the pool has the threads
     pairs = Pairs.of(tokens, len(embedding))
     learned = min(MOST_ROWS, int(np.count_nonzero(pairs.frequency)))
     if not learned:
@@ -86,13 +85,13 @@ def learn_bigrams(tokens: Array, embedding: Array, head: Array, centred: bool, t
         for step, rows in enumerate(steps):
             de = np.zeros((rows, e.shape[1]), np.float32)
             dh = np.zeros_like(h)
-            work: deque[Future[Array]] = deque()  # a result is as large as the head: few wait to be added
+            work: deque[Future[Array]] = deque()  # results are as large as the head, so few are pending
             for start in range(0, rows, ROWS):
                 if len(work) > threads:
                     dh += work.popleft().result()
                 part = slice(start, min(start + ROWS, rows))
                 work.append(pool.submit(_gradients, pairs, part, e, h, de, centred))
-            while work:  # in this order: sums round alike on any number of threads
+            while work:  # in order, so that rounding does not depend on the number of threads
                 dh += work.popleft().result()
             falling = min(1.0, 2 * (1 - step / len(steps)))
             embeddings.step(de, falling)
@@ -101,7 +100,7 @@ def learn_bigrams(tokens: Array, embedding: Array, head: Array, centred: bool, t
 
 
 def _gradients(pairs: Pairs, rows: slice, e: Array, h: Array, de: Array, centred: bool) -> Array:
-    """de[rows] ← the gradient of the mean loss; return the part of the head's (V, C) from these rows."""
+    """Set de[rows] to the gradient of the mean loss. Return the head's (V, C) gradient from these rows."""
     x = e[rows] - e[rows].mean(1, keepdims=True) if centred else e[rows]
     scale = 1 / np.sqrt(np.mean(x * x, 1, keepdims=True) + 1e-5)
     x = x * scale
@@ -121,7 +120,7 @@ def _gradients(pairs: Pairs, rows: slice, e: Array, h: Array, de: Array, centred
 
 
 class Adam:
-    """Updates the first rows of a matrix, as many as there are gradients."""
+    """Updates the first rows of a matrix, as many as the gradient has."""
 
     def __init__(self, weights: Array, lr: float) -> None:
         self._weights, self._lr = weights, lr

@@ -1,4 +1,4 @@
-"""--depth: the settings of a new run that follow from a depth and from the text. For rank 0."""
+"""--depth: derive the settings of a new run from a depth and the text. Only on rank 0."""
 
 from __future__ import annotations
 
@@ -27,35 +27,36 @@ from distgpt.recipes.scaling import (
     tokens_to_read,
 )
 
-DIALLED = "fast"  # the preset that the laws are for
+DIALLED = "fast"  # preset to which the laws were fitted
 BYTES_PER_WORD = 6
-# Of runs by the clock: evaluations of trained weights; for each token that all of them score, this many are
-# learned from, which takes twice as long a token.
+# Runs with a time limit: the number of evaluations of trained weights, and the number of tokens to train on
+# per evaluated token. Training takes twice as long per token.
 EVALUATIONS, VAL_SHARE = 6, 5
 LEAST_VAL_TOKENS = 1 << 12
-UNPACKED = 3  # times its size is a compressed text, about
-SAMPLES, SAMPLE = 16, 1 << 16  # number and bytes; zlib looks back no further than half of one
-PACKED_REFERENCE = 2.73  # bits per byte that zlib needs for the text of the laws, less 2 %: see below
-# Models differ less between texts than zlib: both constants fit five texts (docs/explanation/learning.md).
+UNPACKED = 3  # compression ratio, approximately
+SAMPLES, SAMPLE = 16, 1 << 16  # number and bytes; zlib's window is half a sample
+PACKED_REFERENCE = 2.73  # bits per byte of zlib for the text of the laws, less 2%: see below
+# Models differ less between data sets than zlib. Both constants fit five of them
+# (docs/explanation/learning.md).
 EXPONENT = 0.75
-EASIEST, HARDEST = 0.5, 1.7  # what was seen of real texts, and a little more; a few bytes pack to anything
-# Settings of the user from which others follow:
+EASIEST, HARDEST = 0.5, 1.7  # slightly beyond the range of real data; a few bytes may compress to anything
+# Settings of the user that determine others.
 FOLLOWED = {"data", "tokenizer", "vocab_size", "seq_len", "batch_size", BATCH_TOKENS, "steps"}
 
 
 def titled(asked: Asked) -> Asked:
-    """Return what is asked for with the name of the preset that a depth belongs to, unless it has another."""
-    if asked.given.get("chats"):  # tuning names its runs
+    """Return the request, titled with the preset of --depth unless it has another name."""
+    if asked.given.get("chats"):  # tune sets the title
         return asked
     return replace(asked, title=asked.name if asked.preset or asked.toml else DIALLED)
 
 
 def with_depth(asked: Asked, ranks: int) -> Asked:
-    """Return what is asked for with the settings that follow from its depth. For rank 0."""
+    """Return the request with the settings derived from its depth. Only on rank 0."""
     layers = {"n-layer": asked.settings().get("n_layer")}
     refuse_beside("--within" if asked.tokens else "--depth", layers, "each says how many layers there are")
     depth, asked = asked.depth or 0, replace(titled(asked), depth=None)
-    if not begins_anew(asked):  # a resumed run has its settings: the same depth is no other model
+    if not begins_anew(asked):  # a resumed run keeps its settings, so the same depth is the same model
         return replace(asked, given={"n_layer": depth, **asked.given})
     if asked.preset not in (None, DIALLED):
         raise UsageError(f"--depth is for the preset {DIALLED}: leave out --preset {asked.preset}")
@@ -63,9 +64,9 @@ def with_depth(asked: Asked, ranks: int) -> Asked:
 
 
 def settings_of(depth: int, given: Mapping[str, Any], tokens: float = 0.0, ranks: int = 1) -> dict[str, Any]:
-    """Return the settings that follow from a depth, as changes to the preset; `given`: those of the user.
+    """Return the settings derived from a depth, as changes to the preset. `given`: the user's settings.
 
-    `tokens` to read: 0 for as many as the depth asks for.
+    `tokens` to read; 0: as many as the depth needs.
     """
     if type(depth) is not int or not 1 <= depth <= DEEPEST:
         raise UsageError(f"--depth is {depth!r:.80}: it must be at least 1 and at most {DEEPEST}")
@@ -80,7 +81,7 @@ def settings_of(depth: int, given: Mapping[str, Any], tokens: float = 0.0, ranks
 
 
 def described(run: RunConfig) -> str:
-    """Return a table of what has followed from a run's depth."""
+    """Return a table of the settings derived from a run's depth."""
     model, t = run.model, run.train
     given = {"data": t.data, "tokenizer": t.tokenizer, "val_fraction": t.val_fraction}
     text = text_of({**given, "vocab_size": model.vocab_size})
@@ -99,21 +100,21 @@ def described(run: RunConfig) -> str:
 
 
 def _evaluations(tokens: float, steps: int, held_out: float) -> dict[str, Any]:
-    """Return settings that evaluate a run by the clock a few times, at a small share of its time.
+    """Return settings that evaluate a run with a time limit a few times, in a small share of its time.
 
-    So its curve shows when it begins to learn the text by heart, and the best weights are kept. Each
-    evaluation scores all tokens, so that runs can be compared, unless not even one at the end fits.
+    The curve then shows when the run starts to overfit, and the best weights are kept. Each evaluation
+    scores all tokens, so that runs can be compared, unless not even one at the end fits.
     """
     fitting = int(tokens / VAL_SHARE / max(1.0, held_out))
     if not fitting:
         most = max(LEAST_VAL_TOKENS, int(tokens / VAL_SHARE / (EVALUATIONS + 1)))
         return {"eval_every": max(1, steps // EVALUATIONS), "val_tokens": most}
     times = min(EVALUATIONS, fitting - 1)
-    return {"eval_every": -(-steps // times) if times else 0, "val_tokens": 0}  # 0: at the end
+    return {"eval_every": -(-steps // times) if times else 0, "val_tokens": 0}  # if 0, only at the end
 
 
 def held_out_tokens(given: Mapping[str, Any], text: Text) -> float:
-    """Return about how many tokens these settings keep for validation."""
+    """Return about how many tokens these settings hold out for validation."""
     if fraction := float(given.get("val_fraction", 0.0)):
         return text.tokens * fraction / max(1e-6, 1 - fraction)
     path = resolve_data(given.get("val") or given.get("data", "corpus"))
@@ -124,7 +125,7 @@ def held_out_tokens(given: Mapping[str, Any], text: Text) -> float:
 
 
 def holds_out(given: Mapping[str, Any]) -> bool:
-    """Return whether these settings keep a text for validation."""
+    """Return whether these settings hold out validation data."""
     if given.get("val") or given.get("val_fraction"):
         return True
     path = resolve_data(given.get("data", "corpus"))
@@ -132,7 +133,7 @@ def holds_out(given: Mapping[str, Any]) -> bool:
 
 
 def text_of(given: Mapping[str, Any]) -> Text:
-    """Return the size of the text that these settings name, by the bytes of its files."""
+    """Return the size of the text in these settings, estimated from the bytes of its files."""
     path, tokenizer = resolve_data(given.get("data", "corpus")), given.get("tokenizer", AUTO)
     if is_shards(path):
         manifest = read_manifest(path)
@@ -154,7 +155,7 @@ def _about(number: float) -> str:
 
 
 def difficulty(path: Path) -> float:
-    """Return by what factor a model needs more bits per byte here than on the laws' own text."""
+    """Return the ratio of bits per byte that a model needs here to the laws' own text."""
     samples = list(_of_shards(path) if is_shards(path) else _of_files(find_inputs((path,))))
     size = sum(map(len, samples))
     if not size:
@@ -164,7 +165,7 @@ def difficulty(path: Path) -> float:
 
 
 def _of_files(inputs: list[Input]) -> Iterator[bytes]:
-    """Yield samples from places all over the files."""
+    """Yield samples spread over the files."""
     chosen = inputs[:: -(-len(inputs) // SAMPLES)]
     each = -(-SAMPLES // len(chosen))
     for source in chosen:

@@ -1,4 +1,4 @@
-"""Recipes of a few lines, from a request to settings: --decay-from, tuning on chats, --deterministic."""
+"""Short recipes, from a request to settings: --decay-from, tuning on chats, --deterministic."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from distgpt.core.saved.weights import weights_of
 from distgpt.core.train.plan import begins_anew, new_run
 from distgpt.core.train.resume import find_run, saved_run
 
-TUNING_TOKENS = 4096  # tokens of a step that learns chats, about
+TUNING_TOKENS = 4096  # tokens per step when training on chats, approximately
 
 
 def derived(asked: Asked, ranks: int, say: Say = lambda text: None) -> Asked:
-    """Return what is asked for with the settings of these recipes, and show those of a depth. For rank 0."""
+    """Return the request with the settings of these recipes, and print a depth's settings. Only on rank 0."""
     has_depth = asked.depth is not None
     if has_depth:
         from distgpt.recipes.depth import described, with_depth
@@ -33,7 +33,7 @@ def derived(asked: Asked, ranks: int, say: Say = lambda text: None) -> Asked:
         asked = with_depth(asked, ranks)
     elif asked.given.get("chats"):
         asked = _tuned(asked, ranks)
-    if asked.deterministic:  # last: its parts divide the batch
+    if asked.deterministic:  # last, since its parts divide the batch
         asked = _with_parts(asked)
     if has_depth and begins_anew(asked):
         say(described(new_run(asked)))
@@ -46,7 +46,7 @@ def configured(comm: Comm, asked: Asked) -> RunConfig:
 
 
 def _tuned(asked: Asked, ranks: int) -> Asked:
-    """Return what is asked for with the settings of a new run that learns chats."""
+    """Return the request with the settings of a new run that trains on chats."""
     asked = asked if asked.toml else replace(asked, title="tune")
     if not begins_anew(asked):
         return asked
@@ -67,7 +67,7 @@ def _tuned(asked: Asked, ranks: int) -> Asked:
 
 
 def _with_parts(asked: Asked) -> Asked:
-    """Return what is asked for with as many reproducible parts as suit its batch, if no source names them."""
+    """Return the request with the number of reproducible parts for its batch, unless it is already set."""
     from distgpt.parallel.reproducible import usual_parts
 
     before = saved_run(asked)
@@ -77,7 +77,7 @@ def _with_parts(asked: Asked) -> Asked:
 
 
 def with_decay(asked: Asked) -> Asked:
-    """Return the branch that --decay-from begins: a new run from a checkpoint, whose learning rate falls."""
+    """Return the run that --decay-from starts: a new run from a checkpoint, with a decaying learning rate."""
     path, steps, out = Path(str(asked.decay_from)), asked.given.get("steps"), asked.out
     others = {f"set {name}": asked.given.get(name) for name in ("train_minutes", "decay_fraction")}
     others |= {name: asked.given.get(name) for name in ("schedule", "init")}
@@ -101,7 +101,7 @@ def with_decay(asked: Asked) -> Asked:
 
 
 def _refuse_fallen(t: TrainConfig, step: int, checkpoint: Path) -> None:
-    """Refuse a checkpoint from before or after the part of a run in which the learning rate is constant."""
+    """Reject a checkpoint from a part of a run in which the learning rate is not constant."""
     by_clock = bool(t.train_minutes) and t.schedule != "constant"
     if by_clock or step < t.warmup or learning_rate(t, step) != t.lr:
         raise UsageError(

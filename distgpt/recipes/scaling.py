@@ -1,4 +1,4 @@
-"""One dial: what follows from a depth and a text, by fitted laws (docs/explanation/learning.md)."""
+"""Settings derived from a depth and the training text by fitted laws (docs/explanation/learning.md)."""
 
 from __future__ import annotations
 
@@ -9,39 +9,39 @@ from typing import Any, NamedTuple
 
 from distgpt.core.config import DEEPEST, PARAMETERS_PER_TOKEN
 
-HEAD = 64  # elements of an attention head; each layer makes the model this much wider
-TOKENS_PER_PARAMETER = 12  # of the layers' matrices and the output layer
-EPOCHS = 8  # read a text no more often
-BYTES_AT_LEAST = 200_000  # of a text that has enough for a vocabulary of its own
+HEAD = 64  # elements of an attention head; the model's width per layer
+TOKENS_PER_PARAMETER = 12  # parameters of the layers' matrices and the output layer
+EPOCHS = 8  # maximum passes over the training text
+BYTES_AT_LEAST = 200_000  # enough to learn a vocabulary
 SMALLEST_BPE, LARGEST_BPE = 512, 1 << 15
-ENTRIES_PER_ROOT = 1.6  # a vocabulary has about this many entries times √bytes; chosen, not fitted
-# English has about 1.9 bytes in a token of the smallest BPE, and 0.37 more each time its entries double.
+ENTRIES_PER_ROOT = 1.6  # vocabulary size per √bytes, approximately; chosen, not fitted
+# English has about 1.9 bytes per token with the smallest BPE, and 0.37 more each time the vocabulary doubles.
 SMALLEST_BPE_BYTES, BYTES_PER_DOUBLING = 1.9, 0.37
 SMALLEST_BATCH, LARGEST_BATCH = 1 << 9, 1 << 19
-REFERENCE_BATCH = 1 << 12  # tokens of a step of the presets `fast` and `sprint`
-REFERENCE_TOKENS = 12e6  # a run that reads so many takes the reference batch
+REFERENCE_BATCH = 1 << 12  # tokens per step of the presets `fast` and `sprint`
+REFERENCE_TOKENS = 12e6  # tokens of a run that uses the reference batch
 BATCH_GROWTH = 0.383  # batch ∝ tokens^0.383 (arXiv 2505.13738)
-REFERENCE_WIDTH = 256  # of `fast` and `sprint`
-# Their learning rates, found by trying at that batch and width. How they scale was not swept: lr with the
-# root of the batch, and the others with that of 1/width (docs/explanation/learning.md).
+REFERENCE_WIDTH = 256  # width of `fast` and `sprint`
+# Learning rates tuned at that batch and width. Their scaling was not swept: lr scales with √batch, and the
+# other rates with √(1/width) (docs/explanation/learning.md).
 SPRINT_RATES = {"lr": 0.04, "embedding_lr": 0.02, "value_lr": 0.1, "head_lr": 0.0007}
 FAST_RATES = {"lr": 0.03, "embedding_lr": 0.3, "value_lr": 0.3, "head_lr": 0.008}
-VECTOR_LR = 0.01  # of both, at any size
-HIGHEST_LR = 0.05  # that of the preset `tiny`
-LR_FALLS = 20  # times, until the end of a run
-# That of `fast`, whose 1,000 steps read 4 million tokens. A longer run decays by as much in all.
+VECTOR_LR = 0.01  # for both, at any size
+HIGHEST_LR = 0.05  # the rate of the preset `tiny`
+LR_FALLS = 20  # ratio of the peak to the last learning rate
+# The weight decay of `fast`, whose 1,000 steps read 4 million tokens. Longer runs decay as much in total.
 WEIGHT_DECAY, WEIGHT_DECAY_TOKENS = 0.28, 4e6
-WARMUP, LONGEST_WARMUP = 25, 100  # one step in 25, but no more than 100
+WARMUP, LONGEST_WARMUP = 25, 100  # one step in 25, at most 100
 
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A text, as far as the laws need it: about how many tokens it has, and of how many kinds."""
+    """Properties of the training text: the approximate number of tokens, and the vocabulary size."""
 
     tokens: float
     vocab_size: int
-    tokenizer: str = ""  # to learn, as --tokenizer takes it; "": the text has one
-    difficulty: float = 1.0  # times as many bits per byte as in the text that the laws were fitted to
+    tokenizer: str = ""  # value of --tokenizer to learn one; "": the text has one
+    difficulty: float = 1.0  # ratio of bits per byte to the text of the laws
 
 
 def width(depth: int) -> int:
@@ -49,31 +49,30 @@ def width(depth: int) -> int:
 
 
 def matrices(depth: int) -> int:
-    """Count the parameters of the layers' matrices."""
     return 12 * depth * width(depth) ** 2
 
 
 def parameters(depth: int, vocab_size: int) -> int:
-    """Count the parameters of the tokens-per-parameter ratio: the layers' matrices and the output layer."""
+    """Count the parameters for the tokens-per-parameter ratio: the layers' matrices and the output layer."""
     return matrices(depth) + vocab_size * width(depth)
 
 
 def vocabulary(size: float) -> int:
-    """Return the entries of a BPE for a text of this many bytes: a power of two, about 1.6 √size."""
+    """Return the BPE vocabulary size for `size` bytes of text: a power of two, about 1.6 √size."""
     if size < BYTES_AT_LEAST:
         return 256
     return min(LARGEST_BPE, max(SMALLEST_BPE, power_of_two(ENTRIES_PER_ROOT * math.sqrt(size))))
 
 
 def bytes_per_token(vocab_size: int) -> float:
-    """Return about how many bytes of English a token has."""
+    """Return the approximate number of bytes per token of English."""
     if vocab_size <= 256:
         return 1.0
     return SMALLEST_BPE_BYTES + BYTES_PER_DOUBLING * math.log2(vocab_size / SMALLEST_BPE)
 
 
 def text_to_learn_from(size: float, entries: int = 0) -> Text:
-    """Return the tokens of a text of this many bytes, with its own vocabulary or this many `entries`."""
+    """Return the tokens in `size` bytes of text, with `entries` in its vocabulary or the default size."""
     entries = entries or vocabulary(size)
     if entries <= 256:
         return Text(size, entries, "byte")
@@ -81,7 +80,7 @@ def text_to_learn_from(size: float, entries: int = 0) -> Text:
 
 
 def context(depth: int, tokens: float) -> int:
-    """Return the tokens of a sequence. A shorter text makes it smaller."""
+    """Return the tokens per sequence. It is smaller for a short text."""
     usual = 256 if depth <= 3 else 512 if depth <= 6 else 1024
     fits = 1 << max(3, int(tokens / 2).bit_length() - 1)
     return min(usual, fits)
@@ -92,7 +91,7 @@ def tokens_to_read(depth: int, text: Text) -> float:
 
 
 def batch(tokens: float) -> int:
-    """Return the tokens of a step in a run over this many (arXiv 2505.13738)."""
+    """Return the tokens per step of a run over `tokens` tokens (arXiv 2505.13738)."""
     best = REFERENCE_BATCH * (tokens / REFERENCE_TOKENS) ** BATCH_GROWTH
     return min(LARGEST_BATCH, max(SMALLEST_BATCH, power_of_two(best)))
 
@@ -100,9 +99,9 @@ def batch(tokens: float) -> int:
 def recipe(
     depth: int, tokens: float, text: Text, ranks: int = 1, given: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return the settings of a run over this many tokens, as changes to the preset `fast`.
+    """Return the settings of a run over `tokens` tokens, as changes to the preset `fast`.
 
-    Settings in `given` override the derived ones, and the rest is derived from them.
+    Settings in `given` override derived ones, and are the basis of the rest.
     """
     given = given or {}
     seq_len = given.get("seq_len", context(depth, text.tokens))
@@ -137,19 +136,18 @@ def recipe(
 
 
 def power_of_two(value: float) -> int:
-    """Return the nearest one, by ratio."""
     return 1 << max(0, round(math.log2(max(1.0, value))))
 
 
-# By the clock: which depth learns most in a given time
+# --within: find the depth with the lowest loss after a given time
 
 
 @dataclass(frozen=True, slots=True)
 class Law:
-    """Bits per byte = E + A / parameters^a + B / tokens^b, of the layers' matrices alone.
+    """Bits per byte = E + A / parameters^a + B / tokens^b, with only the parameters of the layers' matrices.
 
-    Both were fitted to one text with `LAWS_VOCABULARY` entries. Tokens of a smaller vocabulary say less each:
-    they count by their bytes.
+    Both laws were fitted to one text with `LAWS_VOCABULARY` entries. Tokens of a smaller vocabulary have
+    fewer bytes and count in proportion.
     """
 
     E: float
@@ -162,24 +160,24 @@ class Law:
         return self.E + self.A / math.pow(parameters, self.a) + self.B / math.pow(tokens, self.b)
 
 
-PAIRS_LAW = Law(E=0.0457, A=4.9509, a=0.3, B=4.212, b=0.065)  # of runs that begin with pairs
-LAW = Law(E=0.66, A=17.3338, a=0.3, B=249.1379, b=0.4)  # of longer ones; both of docs/explanation/learning.md
+PAIRS_LAW = Law(E=0.0457, A=4.9509, a=0.3, B=4.212, b=0.065)  # runs with initial weights from pairs
+LAW = Law(E=0.66, A=17.3338, a=0.3, B=249.1379, b=0.4)  # longer runs; see docs/explanation/learning.md
 LAWS_VOCABULARY = 8192
-# What the laws say is off by about as much, as a share: see docs/explanation/learning.md.
+# Typical relative error of the laws (docs/explanation/learning.md).
 EXPECTED_WITHIN = 0.1
-# Reading a text again teaches less: from the second time on 1/e as much after this many times, and all times
-# together as much as so many new texts (arXiv 2305.16264).
+# Repeated passes teach less. From the second pass on, the gain falls to 1/e after 15 passes. All repeated
+# passes together are worth 15 passes over new text (arXiv 2305.16264).
 REPEATED = 15.0
-PAIRS_UP_TO = 2e6  # tokens of a run, in which first weights from pairs of tokens win
-PAIR_PASSES, PAIR_ROWS = 15, 1 << 13  # of first weights from pairs: passes over all, tokens at most
-SLOWER_PAIRS = 3.0  # how many times the time of training a FLOP there takes
-# Read a text no more often however much time there is: held-out loss was lowest after 4 to 6 times
-# (docs/explanation/learning.md), and nothing here holds a model back from learning it by heart.
+PAIRS_UP_TO = 2e6  # tokens of a run up to which initial weights from pairs are better
+PAIR_PASSES, PAIR_ROWS = 15, 1 << 13  # initial weights from pairs: passes over all pairs, maximum tokens
+SLOWER_PAIRS = 3.0  # time per FLOP, compared with training
+# Maximum passes over the training text, for any time limit. Held-out loss was lowest after 4 to 6 passes
+# (docs/explanation/learning.md), and no regularization prevents overfitting.
 EPOCHS_BY_CLOCK = 5
 
 
 class Choice(NamedTuple):
-    """A depth, the tokens it reads, the seconds it may take, and the bits per byte to expect then."""
+    """A depth, with the tokens it reads, the time it takes in seconds, and the bits per byte to expect."""
 
     depth: int
     tokens: float
@@ -188,13 +186,12 @@ class Choice(NamedTuple):
 
 
 def bits_range(bits: float) -> str:
-    """Return between which two figures the bits per byte are expected."""
     low, high = (bits * (1 + off) for off in (-EXPECTED_WITHIN, EXPECTED_WITHIN))
     return f"{low:.2f} to {high:.2f}"
 
 
 def expected_bits(depth: int, tokens: float, text: Text) -> float:
-    """Return about how many bits per byte a model has after this many tokens, some of them read again."""
+    """Return the expected bits per byte of a model after `tokens` tokens, including repeated ones."""
     repeated = max(0.0, tokens / text.tokens - 1)
     new = min(tokens, text.tokens) + text.tokens * REPEATED * (1 - math.exp(-repeated / REPEATED))
     law = PAIRS_LAW if tokens <= PAIRS_UP_TO else LAW
@@ -203,17 +200,17 @@ def expected_bits(depth: int, tokens: float, text: Text) -> float:
 
 
 def flops(depth: int, text: Text) -> float:
-    """Return those of a token in training: of the matrices and of attention."""
+    """Return the training FLOPs per token, of the matrices and of attention."""
     return 6.0 * (parameters(depth, text.vocab_size) + depth * width(depth) * context(depth, text.tokens))
 
 
 def pair_flops(depth: int, text: Text) -> float:
-    """Return those of learning first weights from the counts of pairs (recipes/bigrams.py)."""
+    """Return the FLOPs of learning initial weights from pair counts (recipes/bigrams.py)."""
     return 6.0 * PAIR_PASSES * min(PAIR_ROWS, text.vocab_size) * text.vocab_size * width(depth)
 
 
 def speed(depth: int, measured: Mapping[int, float], text: Text) -> float:
-    """Return the tokens/s of a depth: on a line through the nearest measured ones, in log-log over FLOPs."""
+    """Return a depth's tokens/s: log-log interpolation over FLOPs from the nearest measured depths."""
     near = sorted(sorted(measured, key=lambda known: abs(known - depth))[:2])
     at, *places = (math.log(flops(each, text)) for each in (depth, *near))
     rates = [math.log(measured[each]) for each in near]
@@ -225,7 +222,7 @@ def speed(depth: int, measured: Mapping[int, float], text: Text) -> float:
 
 
 def choose(seconds: float, measured: Mapping[int, float], text: Text, only: int = 0) -> Choice:
-    """Return the depth with the lowest expected loss after this time, by the tokens/s of some depths."""
+    """Return the depth with the lowest expected loss after `seconds`, given the tokens/s of some depths."""
     fitting = [
         depth
         for depth in range(1, DEEPEST + 1)
@@ -244,7 +241,7 @@ def choose(seconds: float, measured: Mapping[int, float], text: Text, only: int 
         tokens = max(1.0, min(most, seconds * rate))
         if tokens <= PAIRS_UP_TO:
             return reading(max(1.0, min(tokens, max(seconds - pairs, seconds / 20) * rate)))
-        # A run that could read a little more than begins with pairs may learn more with them.
+        # A run slightly longer than PAIRS_UP_TO may end with a lower loss if it stops there and uses pairs.
         return min(reading(tokens), reading(PAIRS_UP_TO), key=lambda each: each.bits_per_byte)
 
     return min(map(choice, [only] if only else fitting), key=lambda each: each.bits_per_byte)

@@ -1,4 +1,4 @@
-"""--within: measure this job's speed, and choose the depth that learns most in the time there is."""
+"""--within: measure this job's speed, and choose the depth with the lowest expected loss in time."""
 
 from __future__ import annotations
 
@@ -31,37 +31,39 @@ from distgpt.recipes.depth import difficulty, holds_out, text_of, titled
 from distgpt.recipes.derived import configured
 from distgpt.recipes.scaling import EXPECTED_WITHIN, Choice, Text, bits_range, choose
 
-STEP_SECONDS = 1.5  # time steps of a depth for this long
-MOST_MEASURING = 0.04  # of the time
-FEWER = 0.8  # of the planned steps: others use the machine. Evaluations and writing take some of the time.
-SHORTER = 0.9  # a run that needs more of its time than this takes all of it
+STEP_SECONDS = 1.5  # timing of one depth
+MOST_MEASURING = 0.04  # fraction of the time
+# If a run takes a smaller fraction of its planned steps, other programs probably use the machine. Evaluations
+# and writing need some of the time.
+FEWER = 0.8
+SHORTER = 0.9  # a run that needs a larger fraction takes all its time
 
 
-# Depths to measure first, on GPUs or not; then comes the one that seems best, until that is measured. Smaller
-# models leave most of a GPU idle: their tokens/s say nothing of those of larger ones.
+# Depths to measure first, on GPUs or not. Then the expected best depth is measured, repeatedly. Small models
+# leave most of a GPU idle, so their tokens/s do not predict the speed of larger models.
 FIRST = {True: (4, 12), False: (2, 4)}
-FIRST_TOKENS = {True: 2e8, False: 2e6}  # tokens of the run that decides their batch
-NEEDED = {True: 2, False: 1}  # depths that a choice needs
-MOST_FOR_NEEDED = 0.3  # of the time; more than MOST_MEASURING, as a GPU's first one chooses kernels
+FIRST_TOKENS = {True: 2e8, False: 2e6}  # tokens of the run that sets their batch
+NEEDED = {True: 2, False: 1}  # depths measured before a choice
+MOST_FOR_NEEDED = 0.3  # larger than MOST_MEASURING, as a GPU's first depth selects kernels
 
 
 def with_clock(asked: Asked, stage: Stage, say: Say) -> Asked:
-    """Return what --within stands for: the clock, for a new run a depth or its number of steps too.
+    """Replace --within by a time limit and, in a new run, by a depth or a number of steps.
 
-    A preset or a model that is given stays, and so does a depth. The run's time begins when its loops are
-    compiled: that happens once on a machine, and would take a third of a minute's run. Collective.
+    A given preset, model or depth stays. The run's time starts after its loops are compiled, which happens
+    once per machine and would take 1/3 of a one-minute run. Collective.
     """
     seconds = parse_duration(str(asked.within))
     given = {**asked.given, "train_minutes": seconds / 60, "within_minutes": seconds / 60}
     asked = replace(titled(asked), within=None, given=given)
 
     def chooses() -> bool:
-        """Return whether a new run has a model to be chosen."""
+        """Return whether a new run needs a choice of model."""
         preset, file, given = asked.layers()
         return not preset and "init" not in {**file, **given} and begins_anew(asked)
 
     def as_before() -> Asked:
-        """Let a run that needs less time keep its own, by the same command again, as of a requeued job."""
+        """If the same command resumes a run (such as a requeued job) that needed less time, keep its time."""
         before = saved_run(asked)
         if before and before.train.within_minutes == given["within_minutes"]:
             del given["train_minutes"]
@@ -84,7 +86,7 @@ def with_clock(asked: Asked, stage: Stage, say: Say) -> Asked:
             say(f"--within: the run ends after about {clock(rest)}: the text is too short for more")
         if not held_out:
             say("--within: no text is held out to check this estimate; --val-fraction 0.1 holds out a tenth")
-    # If it needs little of the time, its steps end it: a clock would count what it does before the first one.
+    # If the run needs little of its time, end it by steps, since a clock would include the setup.
     given["train_minutes"] = 0.0 if rest < seconds and found.seconds < seconds / 2 else rest / 60
     uncounted, bits = compiled.begun - stage.begun, found.bits_per_byte
     asked = replace(asked, given=given, expected_bits=bits, uncounted=uncounted)
@@ -92,13 +94,13 @@ def with_clock(asked: Asked, stage: Stage, say: Say) -> Asked:
 
 
 def _text(given: Mapping[str, Any]) -> tuple[Text, bool]:
-    """Return what is known of the text before it is read, and whether some of it is held out. For rank 0."""
+    """Return what is known of the text in advance, and whether part is held out. Only on rank 0."""
     hard = difficulty(resolve_data(str(given.get("data", "corpus"))))
     return replace(text_of(given), difficulty=hard), holds_out(given)
 
 
 def outcome(expected: float, run: Run) -> str:
-    """Compare a new run with what was expected of it, and say why it differs; "" if nothing was expected."""
+    """Compare a new run with its estimate and explain a difference; "" if there was no estimate."""
     t, made, best = run.settings, run.progress.step, run.checkpoints.best
     why = []
     if t.train_minutes and made < FEWER * t.steps:
@@ -116,9 +118,9 @@ def outcome(expected: float, run: Run) -> str:
 
 
 def _with_steps(asked: Asked, stage: Stage, seconds: float, say: Say) -> Asked:
-    """Return what is asked for with the steps that a new run of this model may take. Collective.
+    """Return the request with the number of steps that a new run of this model may take. Collective.
 
-    Its warm-up is a part of them.
+    Warm-up depends on the number of steps.
     """
     if asked.given.get("chats") or not on_root(stage.comm, lambda: begins_anew(asked)):
         return asked
@@ -143,17 +145,17 @@ def _with_steps(asked: Asked, stage: Stage, seconds: float, say: Say) -> Asked:
 
 
 def _compiled(stage: Stage, configured: Callable[[], RunConfig], learns_bpe: bool, say: Say) -> Stage:
-    """Compile what training and a sample need, and begin the stage's time after that. Collective."""
+    """Compile the code for training and a sample, and start the stage's time afterwards. Collective."""
     stage.notes.report_to(say)
     report_compiling(stage.comm, say)
     begun = time.monotonic()
     run = configured()
     kernels = stage.kernels(run.train.dtype, run.train.matmul_backend)
     compile_once_per_node(stage, kernels, run, components().strategy(run.train, stage.comm.size))
-    if learns_bpe and stage.comm.rank == 0:  # which encodes the text
+    if learns_bpe and stage.comm.rank == 0:  # encodes the text
         load_tokenizer("bpe:257", text := "ab " * (LARGE // 3 + 1)).encode(text)
     stage.comm.barrier()
-    # On any rank: the others wait for it.
+    # On any rank: the other ranks wait.
     has_compiled = stage.comm.allreduce_max(int(first_use.has_compiled()))
     return replace(stage, begun=stage.begun + has_compiled * (time.monotonic() - begun))
 
@@ -168,7 +170,7 @@ def measured_choice(asked: Asked, stage: Stage, seconds: float, text: Text, say:
     speeds: dict[int, float] = {}
 
     def best(only: int) -> tuple[Choice, bool]:
-        """Return the best choice by the speeds so far, and whether there is time to measure more."""
+        """Return the best choice given the measured speeds, and whether there is time to measure more."""
 
         def decide() -> tuple[Choice, bool]:
             now = time.monotonic()
@@ -183,7 +185,7 @@ def measured_choice(asked: Asked, stage: Stage, seconds: float, text: Text, say:
         depth = depths.pop(0)
         tokens = FIRST_TOKENS[on_gpu] if len(speeds) < NEEDED[on_gpu] else best(depth)[0].tokens
         speeds[depth], cold = measured_speed(stage, _run(asked, stage, depth, tokens, text))
-        warm = warm or cold * on_gpu  # the first one compiles and chooses kernels, which does not count
+        warm = warm or cold * on_gpu  # the first depth compiles and selects kernels, which does not count
         if comm.rank == 0:
             say(f"--within: this machine trains depth {depth} with {speeds[depth]:,.0f} tokens/s")
         gc.collect()  # frees the model
@@ -200,7 +202,7 @@ def measured_choice(asked: Asked, stage: Stage, seconds: float, text: Text, say:
 def measured_speed(
     stage: Stage, run: RunConfig, warm_up: int = 2, most: float = STEP_SECONDS
 ) -> tuple[float, float]:
-    """Return the tokens/s of a run's steps on random tokens, and the seconds before. Collective."""
+    """Return the tokens/s of a run's steps on random tokens, and the seconds of setup. Collective."""
     opened = time.monotonic()
     per_step = run.train.batch_size * run.model.seq_len
     ids = np.random.default_rng(0).integers(0, run.model.vocab_size, per_step + 1, np.uint32)
@@ -208,12 +210,12 @@ def measured_speed(
     step = make_steps(run, replace(stage, notes=Notes()), lambda text: None)
 
     def seconds(first: int, steps: int) -> float:
-        """Return the mean seconds of these steps, on the slowest rank."""
+        """Return the seconds per step on the slowest rank."""
         begun = time.perf_counter()
         for number in range(first, first + steps):
             result = step.launch(number, batches)
         result.wait()
-        step.model.kernels.to_host(step.model.weights.flat[:1])  # the last update, too
+        step.model.kernels.to_host(step.model.weights.flat[:1])  # waits for the last update
         return stage.comm.allreduce_max(int(1e6 * (time.perf_counter() - begun))) / 1e6 / steps
 
     seconds(0, warm_up)  # compiles, tunes
@@ -224,7 +226,7 @@ def measured_speed(
 
 
 def _run(asked: Asked, stage: Stage, depth: int | None, tokens: float, text: Text) -> RunConfig:
-    """Return the run of a depth and these tokens, with what can be measured without a text. Collective."""
+    """Return a run of this depth and number of tokens that can be measured without text. Collective."""
     asked = replace(asked, depth=depth, tokens=tokens)
     run = configured(stage.comm, asked)
     if on_root(stage.comm, lambda: is_open(asked)):

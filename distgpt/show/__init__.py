@@ -1,4 +1,4 @@
-"""Output for people: the listeners of a run, pictures, pages and tables.
+"""Output for people: listeners of a run, plots, pages and tables.
 
-Not here: anything that measures or computes. Only plot.py loads matplotlib.
+Not here: anything that measures or computes. Only plot.py imports matplotlib.
 """

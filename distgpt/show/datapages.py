@@ -1,4 +1,4 @@
-"""The output of `distgpt data`: its progress, its result, and the contents of a folder of shards."""
+"""The output of `distgpt data`: progress, results, and the contents of a directory of shards."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MOST_SOURCES = 12  # rows
 
 
 def prepare_and_report(request: Request, progress: str) -> None:
-    """`progress` is live, plain, or auto: live on a terminal."""
+    """Prepare shards and print a summary. `progress` is live, plain, or auto: live on a terminal."""
     is_live = progress == "live" or (progress == "auto" and sys.stderr.isatty())
     with closing(ByteProgress(is_live)) as watching:
         manifest = prepare(request, watching, find_inputs(request.inputs, watching.noted))
@@ -39,7 +39,6 @@ def prepare_and_report(request: Request, progress: str) -> None:
 
 
 def summary(folder: Path, manifest: Manifest, tokenizer: str) -> list[str]:
-    """Describe the shards in a few lines."""
     total = sum(shard.bytes for shard in manifest.shards)
     lines = [f"{folder}: {count(len(manifest.shards), 'shard')}, {size(total)}, {tokenizer}"]
     for split in SPLITS:
@@ -57,7 +56,7 @@ def summary(folder: Path, manifest: Manifest, tokenizer: str) -> list[str]:
 
 
 def _source_table(manifest: Manifest) -> list[str]:
-    """Tabulate documents, tokens and share of the largest sources."""
+    """List documents, tokens and share of the largest sources."""
     if len(manifest.sources) < 2:
         return []
     in_all = max(1, sum(tokens for _, tokens in manifest.sources))
@@ -71,7 +70,7 @@ def _source_table(manifest: Manifest) -> list[str]:
 
 
 def report(folder: Path, as_json: bool, verify: bool) -> None:
-    """Print what a folder of shards holds, or raise what is wrong with it."""
+    """Print the contents of a directory of shards, or raise an error about it."""
     if not is_shards(folder):
         refuse_unfinished(folder)
         raise DataError(f"{folder} is not a folder of shards: it has no {MANIFEST}")
@@ -108,7 +107,7 @@ def report(folder: Path, as_json: bool, verify: bool) -> None:
 
 
 def _verify(folder: Path, manifest: Manifest) -> None:
-    """Check every shard, and report everything that is wrong."""
+    """Check every shard. Raise one error with all problems."""
     known = {shard.name for shard in manifest.shards}
     with storage_errors("read", folder):
         unlisted = sorted(path.name for path in folder.glob("*.npy") if path.name not in known)

@@ -1,4 +1,4 @@
-"""Progress: a line that changes in place on a terminal, else one now and then; and TensorBoard of a run."""
+"""Progress, as a line updated in place on a terminal or as occasional lines, and TensorBoard events."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from distgpt.core.base.formatting import clock, size
 from distgpt.core.train.lines import Facts, Lines, Metrics
 from distgpt.core.train.seams import Listener
 
-FLUSH_SECONDS = 10  # what a killed run may lose
+FLUSH_SECONDS = 10  # seconds of events that a killed run may lose
 SECONDS_BETWEEN_LINES, SECONDS_IN_PLACE = 3.0, 0.1
 
-# TensorBoard's names of what metrics.jsonl holds.
+# TensorBoard's names of the keys in metrics.jsonl.
 TAGS = {
     "loss": "loss/train",
     "train_bits_per_byte": "loss/train_bits_per_byte",
@@ -34,7 +34,7 @@ TAGS = {
 
 
 class LineInPlace:
-    """The last line of a terminal, which changes."""
+    """The last line of a terminal, updated in place."""
 
     def __init__(self, stream: Any) -> None:
         self._stream, self._shown = stream, False
@@ -45,14 +45,14 @@ class LineInPlace:
         self._stream.flush()
 
     def end(self, is_kept: bool = True) -> None:
-        """Go to the next line, or clear this one."""
+        """Move to the next line, or clear this one."""
         if self._shown:
             self._stream.write("\n" if is_kept else "\r\x1b[K")
         self._shown = False
 
 
 class Live(Lines):
-    """A training run: a line with loss, speed and time left that changes in place."""
+    """Shows a training run as one line with loss, speed and remaining time, updated in place."""
 
     def __init__(self, seconds: float | None = None) -> None:
         super().__init__(seconds)
@@ -107,7 +107,7 @@ class _Lines:
             self._line.end()
 
     def _pace(self, done: int, tokens: int) -> str:
-        """Return the tokens a second and the time left, since the first report: a resumed one is not at 0."""
+        """Return tokens/s and remaining time since the first report; resumed work does not start at 0."""
         now = time.monotonic()
         begun, done_then, tokens_then = self._begun = self._begun if self._begun[0] else (now, done, tokens)
         if done <= done_then or now == begun:
@@ -117,7 +117,7 @@ class _Lines:
 
 
 class ItemProgress(_Lines):
-    """Shows how many prompts or other items are done of all, with tokens a second and the time left."""
+    """Shows how many items, such as prompts, are done, with tokens/s and remaining time."""
 
     def __init__(self, what: str = "prompts") -> None:
         super().__init__(sys.stderr.isatty())
@@ -127,13 +127,13 @@ class ItemProgress(_Lines):
         self._total, self._begun = total, (time.monotonic(), done, 0)
 
     def advanced(self, done: int, tokens: int) -> None:
-        """`tokens`: how many more there are."""
+        """`tokens`: new tokens since the last call."""
         self._tokens += tokens
         self.update(f"{done:,} of {self._total:,} {self._what}{self._pace(done, self._tokens)}", done)
 
 
 class ByteProgress(_Lines):
-    """Shows how many bytes of a text are read, with tokens a second and the time left."""
+    """Shows how many bytes of input have been read, with tokens/s and remaining time."""
 
     def began(self, total_bytes: int, of: str, label: str = "") -> None:
         self._total, self._begun = max(1, total_bytes), (0.0, 0, 0)
@@ -145,7 +145,7 @@ class ByteProgress(_Lines):
 
 
 class TensorBoard(Listener):
-    """Write events for TensorBoard into RUN/tensorboard."""
+    """Writes TensorBoard events to RUN/tensorboard."""
 
     def __init__(self) -> None:
         try:
@@ -155,7 +155,7 @@ class TensorBoard(Listener):
         self._writer: Any = None
 
     def started(self, facts: Facts) -> None:
-        """Open a file for this start; a resumed run hides what was written after its first step."""
+        """Open a file for this start. A resumed run hides events after its first step."""
         directory = Path(facts["directory"]) / "tensorboard"
         first_step = facts["first_step"]
         with storage_errors("write", directory):
@@ -163,7 +163,7 @@ class TensorBoard(Listener):
                 str(directory),
                 purge_step=first_step + 1 if first_step else None,
                 flush_secs=FLUSH_SECONDS,
-                # Readers take files in the order of their names, which have the second.
+                # Readers sort files by name, which has a resolution of one second.
                 filename_suffix=f".{len(list(directory.glob('events.*'))):05d}",
             )
 
@@ -174,7 +174,7 @@ class TensorBoard(Listener):
     evaluated = stepped
 
     def sampled(self, step: int, text: str) -> None:
-        """Write a block of code, since TensorBoard takes texts for Markdown, which forgets line breaks."""
+        """Write the text as a code block: TensorBoard renders Markdown, which drops line breaks."""
         self._writer.add_text("sample", indent(text, " " * 4, lambda line: True), step)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Results as tables and paragraphs, rendered for a terminal."""
+"""Tables and paragraphs of results, rendered for a terminal."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from rich.text import Text
 from distgpt.core.base.errors import escape
 
 WIDEST = 100  # characters
-PROSE = 30  # characters from which a cell of a table is text to read, not a number to compare
+PROSE = 30  # characters; a longer cell of a table is prose, not a number
 RULE_BELOW_HEAD = Box("    \n    \n ─  \n    \n    \n    \n    \n    \n")
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table of texts: the first column and sentences to the left, the others to the right."""
+    """A table of strings. The first column and prose are left-aligned, other columns right-aligned."""
 
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -31,7 +31,7 @@ class Table:
     note: str = ""
 
 
-# A heading, the key of a row's value ("": the row itself), and the text of it.
+# Heading, key of a row's value ("": the row itself), and format.
 Column = tuple[str, str, Callable[[Any], str]]
 
 
@@ -42,7 +42,7 @@ def tabulated(
     note: str = "",
     unknown: str = "",
 ) -> Table:
-    """Return rows as a table, without the columns that no row has a value for."""
+    """Return rows as a table, without columns in which no row has a value."""
 
     def cell(row: Any, key: str, text: Callable[[Any], str]) -> str:
         value = row.get(key) if key else row
@@ -53,16 +53,16 @@ def tabulated(
     return Table([columns[i][0] for i in kept], [[line[i] for i in kept] for line in cells], caption, note)
 
 
-Block = Table | str  # a text is a paragraph
+Block = Table | str  # a string is a paragraph
 
 
 def terminal(blocks: Iterable[Block]) -> str:
-    """Render blocks for a terminal, one below the other, without empty tables."""
+    """Render blocks for a terminal, without empty tables."""
     found: list[str] = []
     for block in blocks:
         if isinstance(block, str):
             found.append(textwrap.fill(block, _width()))
-        elif isinstance(block, Table) and block.rows:  # programs in benchmarks/ have charts too
+        elif isinstance(block, Table) and block.rows:  # programs in benchmarks/ also have charts
             table = terminal_table(block.columns, block.rows)
             found += [f"{block.caption}\n{table}".lstrip("\n"), textwrap.fill(block.note, _width())]
     return "\n\n".join(filter(None, found))
@@ -73,14 +73,14 @@ def _width() -> int:
 
 
 def prose_columns(rows: Sequence[Sequence[str]]) -> set[int]:
-    """Return the columns after the first that hold sentences: they are set to the left."""
+    """Return the columns after the first that contain prose."""
     return {i for row in rows for i, cell in enumerate(row) if i > 0 and len(cell) > PROSE}
 
 
 def terminal_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Format a table: first column and sentences to the left, the rest to the right; nothing is cut.
+    """Format a table: first column and prose left-aligned, the rest right-aligned, nothing truncated.
 
-    Sentences are wrapped. Where words do not fit into 100 columns, it is as wide as the terminal.
+    Prose is wrapped. If the words do not fit in 100 columns, the table is as wide as the terminal.
     """
     left = {0} | prose_columns(rows)
     table = RichTable(box=RULE_BELOW_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))

@@ -1,4 +1,4 @@
-"""Pictures of runs: loss, learning rate, gradient norm and speed, of one run or of several."""
+"""Plots of one or more runs: loss, learning rate, gradient norm and speed."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from distgpt.core.ops.api import Array
 from distgpt.core.saved.rundir import IN_BITS, RunDirectory, read_metrics
 from distgpt.show.runs import best_evaluation, run_directories
 
-# Series colours stay apart for the colour-blind: at least 0.08 in Oklab, also as each kind sees them.
+# Series colors differ by at least 0.08 in Oklab, also for each kind of color blindness.
 COLOURS = {"ink": "#1b2026", "muted": "#59626d", "rule": "#ccd3da", "grid": "#e4e8ec"}
 SERIES = ("#1a4ea5", "#b9470a", "#04866c", "#e64ca8", "#aa8a1c", "#3496d2", "#4f4f56", "#7d2417")
-LARGEST = 1e100  # what is drawn: limits need some room beyond
+LARGEST = 1e100  # largest plotted value; axis limits need some margin
 FORMATS = (".png", ".svg", ".pdf")
-WIDTH, DPI = 9.0, 200  # inches: 900 pixels in a browser, sharp on a screen with twice as many
-HEIGHT, LINE = 5.6, 0.19  # inches: of the panels, and of each line of the legend below them
-LETTERS = 120  # of a legend's line
-SMOOTHED = 1 / 40  # of a curve is what goes into each of its smoothed values
-DASHES = ("-", "--", ":")  # from the ninth run on
+WIDTH, DPI = 9.0, 200  # inches: 900 pixels in a browser, sharp on a high-density screen
+HEIGHT, LINE = 5.6, 0.19  # inches, of the panels and of each line of the legend
+LETTERS = 120  # per line of the legend
+SMOOTHED = 1 / 40  # fraction of a curve averaged into each smoothed value
+DASHES = ("-", "--", ":")  # the second applies from the ninth run on
 MARKS: dict[str, Any] = {"marker": "o", "markersize": 4}
 FONTS = {"font.size": 9, "axes.titlesize": 9.5, "xtick.labelsize": 8, "ytick.labelsize": 8}
 
@@ -54,20 +54,20 @@ STYLE: dict[Any, Any] = {
 
 
 class Curve(NamedTuple):
-    """A value at some of the steps; NaN where it is not known."""
+    """A value at some steps; NaN if unknown."""
 
     steps: Array
     values: Array
 
     def finite(self) -> Curve:
-        """Return the points whose values are known."""
+        """Return the points with known values."""
         known = np.isfinite(self.values)
         return Curve(self.steps[known], self.values[known])
 
     def smoothed(self, count: int, average: Callable[[Array], Any] = np.mean) -> Array:
-        """Return the average of `count` neighbours of each value.
+        """Return the average of `count` neighbors of each value.
 
-        At the steep beginning it is of fewer, as many on either side, and at the end of those there are.
+        At the steep start the window is smaller but symmetric. At the end it is cut off.
         """
         places = np.arange(len(self.steps))
         reach = np.minimum(places, count // 2)
@@ -78,11 +78,11 @@ class Curve(NamedTuple):
 
 @dataclass(frozen=True)
 class Run:
-    """The curves of one run by the names that metrics.jsonl has for them; those it lacks are empty."""
+    """The curves of one run, by their names in metrics.jsonl. A missing curve is empty."""
 
     name: str
     lines: Sequence[dict[str, Any]]
-    tokenizer: str = ""  # its file's content, "" if there is none
+    tokenizer: str = ""  # content of the tokenizer file, "" if there is none
 
     def __getitem__(self, key: str) -> Curve:
         points = [(line["step"], line[key]) for line in self.lines if key in line]
@@ -90,25 +90,25 @@ class Run:
         return Curve(np.array(steps, np.int64), np.array(values, np.float64))
 
     def lowest(self, evaluated: Curve) -> float:
-        """Return the best evaluation's loss on this curve; infinite if it has none."""
+        """Return the loss of the best evaluation on this curve, or infinity if it has none."""
         best = best_evaluation(self.lines)
         found: Any = evaluated.values[evaluated.steps == best["step"]] if best else ()
         return float(found[0]) if len(found) else math.inf
 
     def places(self, axis: str, steps: Array) -> Array:
-        """Return the places of steps on the axis of "steps", "tokens", or "time" (minutes of training)."""
+        """Map steps to positions on the axis "steps", "tokens", or "time" (minutes of training)."""
         if axis == "steps":
             return steps
         known = self["tokens" if axis == "tokens" else "step_s"].finite()
         values = known.values
-        if axis == "time":  # a step that was not recorded took as long as the next one that was
+        if axis == "time":  # an unrecorded step counts as long as the next recorded one
             values = np.cumsum(values * np.diff(known.steps, prepend=0)) / 60
         places: Array = np.interp(steps, [0, *known.steps], [0.0, *values])
         return places
 
 
 def plot(paths: Sequence[Path], out: Path | None, **look: Any) -> Path:
-    """Draw these runs into one file; return its path. `look` is of `draw`."""
+    """Plot runs into one file and return its path. `look`: options of `draw`."""
     paths = [run for path in paths for run in _runs_at(path)]
     out = out or (paths[0] / "curves.png" if len(paths) == 1 else Path("curves.png"))
     if out.suffix.lower() not in FORMATS:
@@ -130,9 +130,9 @@ def draw(
     title: str | None = None,
     log_loss: bool = False,
 ) -> Any:
-    """Return the figure, in matplotlib's object interface: no state outside, no window.
+    """Return a matplotlib figure, made with the object interface: no global state, no window.
 
-    `smooth` counts lines of metrics; None leaves it to the curve's length.
+    `smooth` counts lines of metrics. None depends on the curve's length.
     """
     figure: Any = Figure(figsize=(WIDTH, HEIGHT), dpi=DPI, layout="constrained")
     grid = figure.add_gridspec(2, 3, height_ratios=(1.75, 1))
@@ -148,13 +148,13 @@ def draw(
         return axes
 
     def lines(axes: Any, curves: Sequence[Curve], **how: Any) -> None:
-        """Draw a curve of each run; one of a single point is a dot."""
+        """Draw a curve of each run. A curve with a single point is a dot."""
         for run, curve, look in zip(runs, curves, looks, strict=True):
             dot = MARKS if len(curve.finite().steps) == 1 else {}
             axes.plot(run.places(axis, curve.steps), curve.values, **look | dot | how)
 
     def traces(axes: Any, curves: Sequence[Curve], average: Callable[[Array], Any]) -> None:
-        """Draw records, thin and pale, below their smoothed form."""
+        """Draw raw values, thin and pale, below their smoothed form."""
         counts = [smooth or max(1, round(len(curve.steps) * SMOOTHED)) for curve in curves]
         smoothed = [
             Curve(curve.steps, curve.smoothed(count, average))
@@ -163,7 +163,7 @@ def draw(
         lines(axes, curves, linestyle="-", linewidth=0.5, alpha=0.3)
         lines(axes, smoothed, linewidth=1.4)
 
-    # Losses of different tokenizers can only be compared in bits per byte.
+    # Losses with different tokenizers are comparable only in bits per byte.
     keys, unit = ("loss", "val_loss"), "nats per token"
     if len({run.tokenizer for run in runs if run.tokenizer}) > 1:
         keys, unit = (IN_BITS["loss"], IN_BITS["val_loss"]), "bits per byte"
@@ -174,7 +174,7 @@ def draw(
     lines(loss, evaluated, **of_validation)
     if log_loss:
         _logarithmic(loss)
-    # A legend with the lowest validation loss first, below the panels, where it hides no curve.
+    # The legend lists the lowest validation loss first. It is below the panels, to hide no curve.
     lowest = [run.lowest(curve) for run, curve in zip(runs, evaluated, strict=True)]
     entries = []
     for number in sorted(range(len(lowest)), key=lowest.__getitem__):  # stable, unknown ones last
@@ -192,7 +192,7 @@ def draw(
     norm = panel(grid[1, 1], "Gradient norm")
     traces(norm, [run["grad_norm"] for run in runs], np.median)
     _logarithmic(norm)
-    # Speed from 0, so that the slow first step takes no room, and up to the usual speed.
+    # Speed starts at 0, so that the slow first step needs no space, and ends at the usual speed.
     speed = panel(grid[1, 2], "Speed (tokens/s)")
     traces(speed, [run["tokens_per_s"] for run in runs], np.median)
     rates = [run["tokens_per_s"].finite().values for run in runs]
@@ -201,7 +201,7 @@ def draw(
     for axes in figure.axes:
         set_ticks(axes.xaxis)
         set_ticks(axes.yaxis)
-    # For all panels: in the middle, and above the legend.
+    # For all panels, in the middle and above the legend.
     names = {"steps": "step", "tokens": "tokens seen", "time": "training time (min)"}
     norm.set_xlabel(names[axis], fontsize="large")
     if shown := escape(title or "") or (runs[0].name if len(runs) == 1 else ""):
@@ -210,16 +210,15 @@ def draw(
 
 
 def _logarithmic(axes: Any) -> None:
-    """Make the y axis logarithmic, if anything is positive."""
     if any((drawn.get_ydata() > 0).any() for drawn in axes.lines):
         axes.set_yscale("log", nonpositive="mask")
 
 
-# What runs have recorded
+# Records of runs
 
 
 def read_runs(paths: Iterable[Path]) -> list[Run]:
-    """Return each run once, named by the shortest ends of their paths that tell them apart."""
+    """Return each run once, named by the shortest unique end of its path."""
     different = {path.resolve(): path for path in paths}
     names = short_names(list(different))
     return [
@@ -229,14 +228,14 @@ def read_runs(paths: Iterable[Path]) -> list[Run]:
 
 
 def _tokenizer(path: Path) -> str:
-    """Return a run's tokenizer as it is written, "" if it has none."""
+    """Return the content of a run's tokenizer file, "" if there is none."""
     with suppress(DataError, StorageError):
         return read_small(RunDirectory(path).tokenizer).decode(errors="replace")
     return ""
 
 
 def _runs_at(path: Path) -> list[Path]:
-    """Return a run's directory, or all runs that have begun in a directory of such."""
+    """Return a run's directory, or all runs with metrics in a directory of runs."""
     if path.is_dir() and not RunDirectory(path).config.is_file():
         with storage_errors("read", path):
             return [run for run in run_directories(path) if RunDirectory(run).metrics.is_file()] or [path]
@@ -252,7 +251,7 @@ def short_names(paths: Sequence[Path]) -> list[str]:
 
 
 def _history(path: Path) -> list[dict[str, Any]]:
-    """Return a record per step, in order. A resumed run has lost records beyond its first step."""
+    """Return a record per step, in order. Resuming a run removes later records of the earlier start."""
     if not path.exists():
         raise UsageError(f"there is no run directory {path}{nearest_path(path)}")
     directory = RunDirectory(path)
@@ -283,14 +282,13 @@ def series_colour(i: int) -> str:
 
 @contextmanager
 def style(**more: Any) -> Iterator[None]:
-    """Apply the style to what is drawn and saved inside."""
     with rc_context(STYLE | more), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing from", UserWarning)  # viewers have more fonts
         yield
 
 
 def drawable(value: float | None) -> float:
-    """Return NaN for what has no place: unknown, infinite, beyond all measure."""
+    """Return NaN if the value cannot be drawn: unknown, infinite or too large."""
     try:
         number = math.nan if value is None else float(value)
     except OverflowError:
@@ -299,7 +297,7 @@ def drawable(value: float | None) -> float:
 
 
 def set_ticks(axis: Any) -> None:
-    """Write numbers at ticks as 1,000; have some on a short log axis too."""
+    """Format tick labels as 1,000, and add some on a short log axis."""
     if axis.get_scale() == "log":
         low, high = axis.get_view_interval()
         axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 1000 * low else (1,)))

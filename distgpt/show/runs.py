@@ -1,4 +1,4 @@
-"""The table of runs: how far each is, how good, how fast, and when it last wrote something."""
+"""The table of runs: progress, loss, speed, and time of the last output of each."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from distgpt.core.base.formatting import clock, count
 from distgpt.core.saved.rundir import RunDirectory, parse_metrics, whole_lines
 from distgpt.show.page import Column, tabulated, terminal_table
 
-DEEPEST = 3  # levels of directories below the one that is listed
-TAIL = 50  # lines of metrics that say how fast a run is
-WIDE = 100  # columns of a terminal from which a table has these as well
+DEEPEST = 3  # levels below the listed directory
+TAIL = 50  # lines of metrics used to measure a run's speed
+WIDE = 100  # terminal columns; narrower tables omit the columns of SPARE
 SPARE = ("train_bits_per_byte", "bits_per_byte", "tokens_per_s", "when")
 STOPS = ("finished", "ended early", "interrupted", "not finite", "outlier", "failed")
 
 
 @dataclass(slots=True)
 class Listed:
-    """One run. `val_loss` is the lowest so far; None is what is not known.
+    """A run and its state. `val_loss` is the lowest one; None: unknown.
 
-    A run that ends by the clock has no `steps`. `total_s` is known for such a run, and estimated for another
-    one while it is running. `train_bits_per_byte` is `loss` in a unit that tokenizers share, and
-    `bits_per_byte` is `val_loss`. `held_out_tokens` is set if `val_loss` is over a part of them.
+    A run with a time limit has no `steps`. `total_s` is its limit; for other runs it is an estimate while
+    they run. `train_bits_per_byte` is `loss`, and `bits_per_byte` `val_loss`, in a unit that tokenizers
+    share. `held_out_tokens` is set if `val_loss` covers only a part.
     """
 
     name: str
@@ -52,17 +52,17 @@ class Listed:
     held_out_tokens: int | None = None
     tokens_per_s: float | None = None
     when: float | None = None  # seconds since 1970
-    sweep: str | None = None  # the name of the sweep that it belongs to
+    sweep: str | None = None  # name of its sweep
     error: str | None = None
 
 
-# What the table can be sorted by, where that is another attribute.
+# Sort keys of the table that are not attribute names.
 KEYS = {"steps": "step", "validation": "val_loss", "bits-per-byte": "bits_per_byte", "speed": "tokens_per_s"}
 LARGEST_FIRST = ("speed", "when")
 
 
 def list_runs(top: Path, key: str, reverse: bool) -> list[Listed]:
-    """Return all runs in a directory, or the one that it is, sorted; those without the value come last."""
+    """Return the runs in a directory (or the run at this path), sorted. Runs without the value come last."""
     if not top.is_dir():
         start = f"; {command_line('train')} starts a run there" if top == Path("runs") else ""
         raise UsageError(f"there is no directory {top}{nearest_path(top) or start}")
@@ -76,7 +76,7 @@ def list_runs(top: Path, key: str, reverse: bool) -> list[Listed]:
 
 
 def render_terminal(runs: list[Listed]) -> str:
-    """Format runs as a table, one row for each sweep, and below it what is wrong with a run."""
+    """Format runs as a table with one row per sweep, and errors below it."""
     room = get_terminal_size((WIDE, 24)).columns
     shown = [asdict(run) | {"steps": _steps(run), "time": _time(run)} for run in _with_sweeps(runs)]
     table = tabulated([column for column in COLUMNS if room >= WIDE or column[1] not in SPARE], shown)
@@ -85,7 +85,7 @@ def render_terminal(runs: list[Listed]) -> str:
 
 
 def _with_sweeps(runs: list[Listed]) -> Iterator[Listed]:
-    """Yield one entry for each sweep, its best run with the time of all, and the other runs as they are."""
+    """Yield one entry per sweep (its best run, with the time of all), and other runs unchanged."""
     groups: dict[str, list[Listed]] = {}
     for run in runs:
         groups.setdefault(run.sweep or run.name, []).append(run)
@@ -105,20 +105,20 @@ def _steps(run: Listed) -> str:
 
 
 def _time(run: Listed) -> str:
-    """Return the time that a run has taken, and how long it takes in all if that is known."""
+    """Return the time that a run has taken and, if known, its total time."""
     taken = "" if run.elapsed_s is None else clock(run.elapsed_s)
     return taken if run.total_s is None else f"{taken or '?'}/{clock(run.total_s)}"
 
 
 def _moment(seconds: float) -> str:
-    """Format a time; "" for one in no year that a calendar has: a file can carry any number."""
+    """Format a time; "" if it is outside the calendar, since a file can have any number."""
     try:
         return time.strftime("%Y-%m-%dT%H:%M", time.localtime(seconds))
     except (ValueError, OverflowError, OSError):
         return ""
 
 
-# Those in which no run has a value are left out: head, field, format. "bits" are those per byte.
+# Columns as heading, key, format. Columns in which no run has a value are omitted. "bits" are per byte.
 COLUMNS: tuple[Column, ...] = (
     ("run", "name", str),
     ("steps", "steps", str),
@@ -134,7 +134,7 @@ COLUMNS: tuple[Column, ...] = (
 
 
 def run_directories(top: Path) -> Iterator[Path]:
-    """Yield the runs in a directory, or the one that it is."""
+    """Yield the runs in a directory, or the path itself if it is a run."""
     for name, inside, files in os.walk(top):
         path = Path(name)
         if {"config.toml", "tokenizer.json"} <= set(files):
@@ -178,14 +178,13 @@ def _fill(found: Listed, run: RunDirectory) -> None:
 
 
 def best_evaluation(lines: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """Return the line with the lowest validation loss after a step, over as many tokens as the last one."""
+    """Return the line with the lowest validation loss after step 0, over as many tokens as the last one."""
     scored = [line for line in lines if line["step"] and _is_finite(line.get("val_loss"))]
     alike = [line for line in scored if line.get("val_tokens") == scored[-1].get("val_tokens")]
     return min(alike, key=lambda line: line["val_loss"], default=None)
 
 
 def _read_metrics(found: Listed, path: Path) -> None:
-    """Fill in what the steps so far have come to."""
     numbered = list(enumerate(whole_lines(path), 1))
     evaluations = [parse_metrics(line, number, path) for number, line in numbered if b'"val_loss"' in line]
     if best := best_evaluation([{"step": line.step, **line.numbers} for line in evaluations]):
@@ -204,13 +203,13 @@ def _read_metrics(found: Listed, path: Path) -> None:
     rates = [rate for numbers in trained if _is_finite(rate := numbers.get("tokens_per_s"))]
     found.tokens_per_s = median(rates) if rates else None
     pace = [seconds for numbers in trained if _is_finite(seconds := numbers.get("step_s"))]
-    if pace and found.elapsed_s is None:  # about: steps that compiled took longer
+    if pace and found.elapsed_s is None:  # an estimate: steps that compiled took longer
         found.elapsed_s = found.step * median(pace)
         found.total_s = found.steps * median(pace) if found.steps else None
 
 
 def _read_summary(found: Listed, path: Path) -> None:
-    """Take the reason of the stop from the summary, unless it is of an earlier start."""
+    """Take the reason of the stop from the summary, unless it belongs to an earlier start."""
     with storage_errors("read", path):
         ended = path.stat().st_mtime
     summary = parse_object(read_small(path), path)
@@ -222,7 +221,7 @@ def _read_summary(found: Listed, path: Path) -> None:
     if _is_finite(speed):
         found.tokens_per_s = speed
     if not found.step and type(step) is int:
-        found.step = step  # of a branch that had nothing left to do
+        found.step = step  # a branch that had no steps left
     if found.val_loss is None and _is_finite(loss := summary.get("best_val_loss")):
         found.val_loss, bits = loss, summary.get("best_bits_per_byte")
         found.bits_per_byte = bits if _is_finite(bits) else None

@@ -1,4 +1,4 @@
-"""Facts about a file or directory of weights: a model of ours or of transformers, a checkpoint, a run."""
+"""Facts about a file or directory of weights: a model of distgpt or transformers, a checkpoint, a run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from distgpt.models.formats.gguf.container import is_gguf
 from distgpt.models.formats.gguf.transfer import GgufModel, describe
 from distgpt.models.formats.huggingface import CONFIG, PICKLES, Foreign, open_files
 
-_WIDTH = 13  # of the first column
+_WIDTH = 13  # width of the first column
 _SHOWN = (
     *("file", "what", "model", "", "parameters", "tokenizer", "origin", "trained", "best", "data"),
     *("checksum", "imports"),
@@ -30,7 +30,7 @@ _SHOWN = (
 
 
 def inspect(path: Path) -> dict[str, Any]:
-    """Return the facts by name, in the order of the page. A DataError if anything is damaged."""
+    """Return the facts by name, in page order. Raise a DataError if anything is corrupt."""
     with storage_errors("read", path):
         path.stat()
         is_directory = path.is_dir()
@@ -43,7 +43,7 @@ def inspect(path: Path) -> dict[str, Any]:
         chosen = find_weights(path)
         return {"file": str(chosen), **inspect(chosen)}
     if is_directory or path.suffix in (*PICKLES, ".json"):
-        return _foreign(path)  # says what is missing, or how to convert a pickle
+        return _foreign(path)  # reports missing files, or how to convert a pickle
     if not path.is_file():
         raise DataError(f"{path} is neither a file nor a directory")
     if is_gguf(path):
@@ -111,7 +111,7 @@ def _foreign(path: Path) -> dict[str, Any]:
 
 
 def _importable(opened: Callable[[], Any], command: str) -> dict[str, Any]:
-    """Return facts about another program's model, and the command that imports it or why it cannot be."""
+    """Return facts about a third-party model, and the command that imports it or why none can."""
     try:
         model = opened()
     except DataError as error:
@@ -174,10 +174,9 @@ def _data(files: list[Path], headers: list[Header], verify: bool = True) -> dict
 
 
 def page(found: dict[str, Any]) -> str:
-    """Return the facts for people, a line each."""
     data = f"{', '.join(found['types'])}, {found['bytes']:,} bytes"
     shown = {**found, "data": data, "": found.get("parts")}
     if "parameters" in found:
         shown["parameters"] = f"{found['parameters']:,}"
     lines = [f"{title:{_WIDTH}}{shown[title]}" for title in _SHOWN if shown.get(title) is not None]
-    return "\n".join(map(one_line, lines))  # a line break from the file stays in its line
+    return "\n".join(map(one_line, lines))  # escapes line breaks from the file

@@ -392,10 +392,14 @@ _FAULTS = {
         ("a stretch's own part stays rounded", "self._send(pieces, step)", "pass"),
     ],
     ("parallel/node_memory.py", _IN_MEMORY): [
-        ("a node sums before all gradients are there", "self._node.barrier()  # all gradients are there", ""),
+        (
+            "a node sums before all gradients are there",
+            "self._node.barrier()  # all gradients are written",
+            "",
+        ),
         (
             "the next step overwrites what other ranks still sum",
-            "self._node.barrier()  # all sums are there, and none is read where the next pass writes",
+            "self._node.barrier()  # all sums are written, and none is read while the next pass writes",
             "",
         ),
         ("sums of nodes stay where they are", "self._over(bounds, sums.copy_rows, self._rows", "bool(sums"),

@@ -1,6 +1,6 @@
-"""The ranks of a host bind themselves to cores of their own, and their threads to a core each.
+"""Binds the ranks of a host to separate cores, and their threads to a core each.
 
-A launch that has bound its ranks is obeyed. Whatever is in doubt is left to Linux.
+If the launcher has bound the ranks, its binding stays. In case of doubt, nothing is bound.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ TAKEN = "another job of distgpt on this host runs on the same cores: threads are
 
 
 class Placed(Layout):
-    """The layout of a node whose cores are known, on a system that can bind."""
+    """Layout of a node whose cores are known, on a system that can bind."""
 
     def __init__(self, root: Path = SYS) -> None:
         self._root = root
-        self._block: tuple[int, ...] = ()  # to which `bind` is to bind
-        self._bound: tuple[int, ...] = ()  # to which it has bound
-        self._given: frozenset[int] = frozenset()  # where this process could run before
-        self._ranks = 1  # of the job that was placed last
+        self._block: tuple[int, ...] = ()  # CPUs that `bind` will bind to
+        self._bound: tuple[int, ...] = ()  # CPUs that it has bound to
+        self._given: frozenset[int] = frozenset()  # CPUs of this process before binding
+        self._ranks = 1  # size of the last placed job
         self._seats: tuple[int, ...] = ()
         self._claim = ExitStack()
 
     def share(self, cores: float, ranks: int, grants: Grants | None = None) -> int:
-        """Return one for each core of a rank's share, as far as they are granted."""
+        """Return one thread per core of a rank's share, limited to the granted cores."""
         granted = super().share(cores, ranks, grants)
         if os.environ.get(VARIABLE) == "off" or not hasattr(os, "sched_setaffinity"):
             return granted
@@ -55,17 +55,17 @@ class Placed(Layout):
 
     def place(self, comm: Comm, threads: int, threads_given: bool) -> list[str]:
         bind = on_every_rank(comm, wanted)
-        if comm.size == 1 < self._ranks:  # a stage of its own beside a job's keeps what the job has
+        if comm.size == 1 < self._ranks:  # a single-rank stage within a job keeps the job's binding
             return []
         self.forget()
         self._ranks = comm.size
         if comm.size == threads == 1:
-            return []  # wherever it runs it takes nobody's core, and shares its memory with no other thread
+            return []  # one thread takes no other rank's core, and shares its memory with none
         machine = self._machine(comm.size)
         if comm.size == 1 and is_flat(machine.usable) and not machine.doubts:
-            return []  # all cores are as near to one another: Linux schedules best
+            return []  # all cores are equally near, so Linux schedules best
         cpus = sorted(machine.allowed) if hasattr(os, "sched_setaffinity") else []
-        # Hosts of one kernel, as containers are, share its CPUs.
+        # Hosts with the same kernel, such as containers, share its CPUs.
         own = Rank(boot_id() or platform.node(), tuple(cpus), threads, bind)
         ranks = gather(comm, own)
         here = [rank for rank in ranks if rank.host == own.host]
@@ -85,10 +85,11 @@ class Placed(Layout):
         return [] if comm.rank else list(dict.fromkeys(line for host in described for line in host))
 
     def _claimed(self, machine: Machine, place: Place | None) -> str:
-        """Claim the cores of a place, each by an abstract socket that one process of the host can have.
+        """Claim the cores of a place. Return the reason if that fails, otherwise "".
 
-        This needs no folder that all users may write to, ends with the process however that ends, and is seen
-        in all containers that share the host's network. Return why it cannot be done, "" if it is.
+        Each claim is an abstract socket that only one process of a host can bind. Such a socket needs no
+        directory that all users can write to, ends with the process in any case, and is visible in all
+        containers that share the host's network.
         """
         if not (place and (place.binds or place.seats)):
             return ""
@@ -104,11 +105,11 @@ class Placed(Layout):
 
     def bind(self) -> None:
         block, self._block = self._block, ()
-        if not block or block == self._bound:  # helpers of a pool would lose their seats
+        if not block or block == self._bound:  # otherwise helpers of a pool would lose their cores
             return
         self._given = self._given or frozenset(usable_cores())
-        for thread in Path("/proc/self/task").iterdir():  # MPI has begun some
-            with suppress(OSError):  # one that has ended meanwhile
+        for thread in Path("/proc/self/task").iterdir():  # MPI has started threads
+            with suppress(OSError):  # the thread has ended
                 os.sched_setaffinity(int(thread.name), block)
         self._bound = block
 
@@ -118,7 +119,7 @@ class Placed(Layout):
             yield
             return
         before = usable_cores()
-        with suppress(OSError):  # the launch's CPUs have gone since
+        with suppress(OSError):  # CPUs may have been taken offline
             os.sched_setaffinity(0, self._given)
         try:
             yield
@@ -126,36 +127,36 @@ class Placed(Layout):
             os.sched_setaffinity(0, before)
 
     def seat(self, thread: int, threads: int) -> None:
-        """Bind a helper to its seat. The caller, worker 0, goes to its own and may leave it.
+        """Bind a helper thread to its core. The caller, worker 0, is moved to its core but not bound.
 
-        Threads and processes that the caller starts later would be bound with it otherwise.
+        Otherwise threads and processes that it starts later would inherit the binding.
         """
         if threads != len(self._seats):
             return
-        with suppress(OSError):  # a CPU that has gone since
+        with suppress(OSError):  # the CPU may be offline
             before = os.sched_getaffinity(0)
             os.sched_setaffinity(0, {self._seats[thread]})
             if thread == 0:
                 os.sched_setaffinity(0, before)
 
     def _machine(self, ranks: int) -> Machine:
-        """Return the CPUs that the launch gave, also where this process has bound itself to a part."""
+        """Return the CPUs given by the launch, even after this process has bound itself to some."""
         given = self._given if ranks > 1 else frozenset[int]()
         return read_machine(self._root, given or usable_cores())
 
     def forget(self) -> None:
-        """Give up what was claimed, and seat no thread that begins later."""
+        """Release all claims, and bind no more threads."""
         self._block = self._seats = ()
         self._claim.close()
 
     def inherit(self) -> None:
-        """Begin anew in a child: its parent has bound it, and keeps the seats."""
+        """Reset in a forked child, which inherited the parent's binding. The parent keeps the cores."""
         self.forget()
         self._bound, self._given, self._ranks = (), frozenset(), 1
 
 
 def wanted() -> str:
-    """Return what the variable says, which is the user's."""
+    """Return the user's value of DISTGPT_BIND."""
     chosen = os.environ.get(VARIABLE) or CHOICES[0]
     if chosen not in CHOICES:
         raise UsageError(f"{VARIABLE} is {chosen!r:.80}: it must be {' or '.join(CHOICES)}")
@@ -163,7 +164,6 @@ def wanted() -> str:
 
 
 def claim_of(core: int) -> str:
-    """Return the name of the socket that claims a core."""
     return f"\0distgpt-core-{core}"
 
 

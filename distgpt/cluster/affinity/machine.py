@@ -1,6 +1,6 @@
-"""A node as Linux describes it in /sys: its CPUs, and their cores, third-level caches, NUMA regions, sockets.
+"""The CPUs of a node according to /sys, with their cores, L3 caches, NUMA regions and sockets.
 
-A CPU is what Linux numbers and schedules on: a hardware thread of a core, of which SMT gives a core several.
+A CPU is a hardware thread, the unit that Linux numbers and schedules on. With SMT a core has multiple CPUs.
 """
 
 from __future__ import annotations
@@ -16,31 +16,31 @@ from typing import TypeAlias
 from distgpt.core.base.formatting import in_runs
 
 SYS = Path("/sys")
-MOST_CPUS = 1 << 14  # more than Linux can be built for
-SLOW = 0.7  # of the fastest cores' capacity; preferred cores of one kind differ by less
+MOST_CPUS = 1 << 14  # the maximum of Linux builds
+SLOW = 0.7  # fraction of the fastest cores' capacity; preferred cores of the same kind differ by less
 
 
 @dataclass(frozen=True, slots=True)
 class Cpu:
-    """A CPU, and what it shares with others. `core` and `cache` are the lowest CPU among them."""
+    """A CPU and the resources it shares. `core` and `cache` are the lowest CPU number in their group."""
 
     number: int
     core: int
-    cache: int  # of the third level, within a NUMA region
-    region: int  # the number of the NUMA region
+    cache: int  # L3, within a NUMA region
+    region: int  # number of the NUMA region
     socket: int
-    fast: bool = True  # not an efficient core next to faster ones
+    fast: bool = True  # not an efficiency core next to faster ones
 
 
-Core: TypeAlias = tuple[Cpu, ...]  # its CPUs that may be used
+Core: TypeAlias = tuple[Cpu, ...]  # its usable CPUs
 
 
 @dataclass(frozen=True)
 class Machine:
-    """The CPUs that are online, by number, and the numbers of those that this process may run on.
+    """The online CPUs by number, and the numbers of the CPUs that this process may run on.
 
-    If /sys cannot be read, `doubts` says why, and `cpus` are the allowed ones, each a core of its own in one
-    cache, region and socket.
+    If /sys cannot be read, `doubts` has the reason. `cpus` are then the allowed CPUs, each as a core, all in
+    one cache, region and socket.
     """
 
     cpus: tuple[Cpu, ...]
@@ -49,12 +49,12 @@ class Machine:
 
     @cached_property
     def usable(self) -> tuple[Cpu, ...]:
-        """The CPUs that this process may run on."""
+        """CPUs that this process may run on."""
         return tuple(cpu for cpu in self.cpus if cpu.number in self.allowed)
 
     @cached_property
     def cores(self) -> list[Core]:
-        """Each core as its usable CPUs, neighbours side by side; no slow cores next to fast ones."""
+        """Each core as its usable CPUs, in order of proximity. Slow cores next to fast ones are omitted."""
         found: dict[int, list[Cpu]] = {}
         for cpu in self.usable:
             found.setdefault(cpu.core, []).append(cpu)
@@ -64,14 +64,14 @@ class Machine:
 
 
 def is_flat(cpus: Sequence[Cpu]) -> bool:
-    """Return whether all cores are as near to one another and to memory."""
+    """Return whether all cores are equally near to each other and to memory."""
     caches = {cpu.core: cpu.cache for cpu in cpus}
     shared = [cache for cache, users in Counter(caches.values()).items() if users > 1]
-    return len({cpu.region for cpu in cpus}) < 2 and len(shared) < 2  # virtual machines show one a core
+    return len({cpu.region for cpu in cpus}) < 2 and len(shared) < 2  # VMs show one cache per core
 
 
 def read_machine(root: Path = SYS, allowed: Iterable[int] = ()) -> Machine:
-    """Read a node below `root`. `allowed`: the affinity of this process; empty: all."""
+    """Read a node below `root`. `allowed`: the affinity of this process; if empty, all CPUs."""
     mask = frozenset(allowed)
     try:
         cpus = tuple(_cpus(root / "devices/system", root / "devices"))
@@ -85,7 +85,7 @@ def read_machine(root: Path = SYS, allowed: Iterable[int] = ()) -> Machine:
 
 
 def cpu_list(text: str) -> frozenset[int]:
-    """Read a list as /sys writes it: "0-3,7" → {0, 1, 2, 3, 7}. Raises ValueError."""
+    """Parse a CPU list of /sys, such as "0-3,7" → {0, 1, 2, 3, 7}. Raise ValueError if it is invalid."""
     found: set[int] = set()
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")
@@ -99,14 +99,14 @@ def _cpus(system: Path, devices: Path) -> Iterator[Cpu]:
     if not (online := cpu_list((system / "cpu/online").read_text())):
         raise ValueError("no CPU is online")
     folders = {cpu: system / f"cpu/cpu{cpu}" for cpu in online}
-    # A kernel without NUMA has no regions: all CPUs are in one.
+    # Without NUMA support in the kernel there are no regions, so all CPUs are in one.
     region_of = dict.fromkeys(online, 0)
     for path in system.glob("node/node[0-9]*/cpulist"):
         region_of |= dict.fromkeys(cpu_list(path.read_text()) & online, int(path.parent.name[4:]))
 
     def core(cpu: int) -> frozenset[int]:
         topology = folders[cpu] / "topology"
-        found = _list(topology / "core_cpus_list") or _list(topology / "thread_siblings_list")  # before 5.3
+        found = _list(topology / "core_cpus_list") or _list(topology / "thread_siblings_list")  # < 5.3
         if not found:
             raise ValueError(f"{topology} does not list the CPUs of a core")
         return found
@@ -115,7 +115,7 @@ def _cpus(system: Path, devices: Path) -> Iterator[Cpu]:
         levels = (folders[cpu] / f"cache/index{index}" for index in range(8))
         third = next((each for each in levels if _text(each / "level") == "3"), None)
         users = third and _list(third / "shared_cpu_list")
-        # Intel's sub-NUMA clusters cut a region out of a cache: ranks of different regions do not share it.
+        # Intel's sub-NUMA clustering divides a cache between regions, which then do not share it.
         return frozenset(each for each in users or online if region_of.get(each) == region_of[cpu])
 
     core_of, cache_of = _heads(online, core), _heads(online, cache)
@@ -128,7 +128,7 @@ def _cpus(system: Path, devices: Path) -> Iterator[Cpu]:
 
 
 def _heads(cpus: frozenset[int], group_of: Callable[[int], frozenset[int]]) -> dict[int, int]:
-    """Return the lowest CPU of each CPU's group. A group is read once for all of its CPUs."""
+    """Map each CPU to the lowest CPU of its group. Each group is read once."""
     found: dict[int, int] = {}
     for cpu in sorted(cpus):
         if cpu not in found:
@@ -137,10 +137,10 @@ def _heads(cpus: frozenset[int], group_of: Callable[[int], frozenset[int]]) -> d
 
 
 def _slow(devices: Path, folders: dict[int, Path], heads: frozenset[int]) -> frozenset[int]:
-    """Return the first CPUs of efficient cores, if the machine also has faster ones."""
+    """Return the first CPUs of efficiency cores, if the machine also has faster ones."""
     if atoms := _list(devices / "cpu_atom/cpus") & heads:  # Intel's hybrid processors
         return atoms if _list(devices / "cpu_core/cpus") & heads else frozenset()
-    for file in ("cpu_capacity", "cpufreq/cpuinfo_max_freq"):  # ARM's; AMD's cores of two sizes
+    for file in ("cpu_capacity", "cpufreq/cpuinfo_max_freq"):  # ARM; AMD with cores of two sizes
         speeds = {cpu: _number(folders[cpu] / file) for cpu in heads}
         if min(speeds.values(), default=0) > 0:
             return frozenset(cpu for cpu, speed in speeds.items() if speed < SLOW * max(speeds.values()))

@@ -1,6 +1,6 @@
-"""Where each rank of a node and each of its threads runs, and how many of both suit a node.
+"""Placement of the ranks and threads of a node, and the recommended number of both.
 
-Pure functions of a `Machine`: every rank computes the same plan alone.
+Pure functions of a `Machine`, so every rank computes the same plan without communication.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from math import ceil
 
 from distgpt.cluster.affinity.machine import Core, Machine, is_flat
 
-CROSSING = 0.75  # leave up to a quarter of the cores idle rather than put a rank's threads into two regions
+CROSSING = 0.75  # up to 25% of the cores may be idle to keep a rank's threads in one region
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """The CPUs of one rank: all of its cores', and one for each thread."""
+    """The CPUs of one rank (of all its cores), and one CPU per thread."""
 
     cpus: tuple[int, ...]
-    seats: tuple[int, ...]  # a CPU of each core
+    seats: tuple[int, ...]  # one CPU per core
 
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """How many ranks of a node, of how many threads each, and why in a few words."""
+    """Recommended number of ranks per node and threads per rank, and the reason."""
 
     ranks: int
     threads: int
@@ -34,32 +34,32 @@ class Advice:
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """A rank as the others see it. Ranks that may run on the same CPUs have the same host."""
+    """A rank's data for the other ranks. Ranks that may run on the same CPUs have the same host."""
 
     host: str
-    cpus: tuple[int, ...]  # that its launch lets it run on
+    cpus: tuple[int, ...]  # CPUs allowed by the launch
     threads: int
     bind: str
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a rank runs: within a block, to which it binds itself or was bound; its threads on the seats."""
+    """The block that a rank binds itself to or was bound to, and the CPUs of its threads."""
 
     block: Block
-    binds: bool  # itself: the launch has left it unbound
-    seats: tuple[int, ...] = ()  # none: its threads run anywhere in the block
+    binds: bool  # true if the launch has not bound the rank
+    seats: tuple[int, ...] = ()  # if empty, threads run anywhere in the block
 
 
 def region(core: Core) -> int:
-    """Return the NUMA region of a core. Sockets do not count: firmware and hypervisors make them up."""
+    """Return the NUMA region of a core. Sockets are ignored: firmware and hypervisors invent them."""
     return core[0].region
 
 
 def blocks(machine: Machine, ranks: int) -> list[Block]:
-    """Cut the cores among ranks, equally; none where there are fewer cores than ranks.
+    """Divide the cores equally among ranks. Return nothing if there are fewer cores than ranks.
 
-    Each block is within one region if that costs none more than a quarter of its cores.
+    Keep each block within one region if that costs no rank more than 25% of its cores.
     """
     free = machine.cores
     most = len(free) // ranks
@@ -81,7 +81,7 @@ def blocks(machine: Machine, ranks: int) -> list[Block]:
 
 
 def recommended(machine: Machine, granted: float = 0.0) -> Advice:
-    """Return how many ranks and threads to start. `granted`: cores' worth of time, if a quota grants less."""
+    """Return how many ranks and threads to start. `granted`: the CPU quota in cores, if it is lower."""
     free = machine.cores
     ranks = regions = len({region(core) for core in free}) or 1
     most = max(1, int(min(granted or len(free), len(free))))
@@ -93,23 +93,23 @@ def recommended(machine: Machine, granted: float = 0.0) -> Advice:
 
 
 def place_of(machine: Machine, here: Sequence[Rank], me: int) -> Place | None:
-    """Return the place of one of the ranks of a host, or None if it stays where its launch put it."""
+    """Return the place of rank `me` of a host, or None if it keeps the launch's placement."""
     mine = here[me]
     others = [cores_of(machine, rank) for rank in here if rank.cpus != mine.cpus]
-    # Ranks of one socket may share its cores, for example. Ranks whose cores overlap otherwise were misbound.
+    # Ranks may share a set of cores, such as a socket. Any other overlap is a wrong binding.
     alike = [i for i, rank in enumerate(here) if rank.cpus == mine.cpus]
     if machine.doubts or any(used & cores_of(machine, mine) for used in others):
         return None
     if not (cut := blocks(machine, len(alike))):
         return None
     block = cut[alike.index(me)]
-    # Threads fewer than cores, by --threads or a quota, may run on any: other jobs would take the same seats.
+    # With fewer threads than cores (--threads, a quota), do not bind: other jobs would use the same CPUs.
     filled = mine.threads == len(block.seats)
-    free = len(here) == 1 and is_flat(machine.usable)  # as on a laptop, where Linux schedules best
+    free = len(here) == 1 and is_flat(machine.usable)  # such as on a laptop: Linux schedules best
     return Place(block, len(alike) > 1, block.seats if filled and not free else ())
 
 
 def cores_of(machine: Machine, rank: Rank) -> set[int]:
-    """Return the cores that a rank may run on: CPUs of one core share what computes."""
+    """Return the cores that a rank may run on. CPUs of one core share its execution units."""
     cpus = set(rank.cpus)
     return {cpu.core for cpu in machine.cpus if cpu.number in cpus}

@@ -1,4 +1,4 @@
 """Jobs: child processes, launchers and their hostfiles, batch scripts.
 
-Not here: what a process knows of its own launch (launch/).
+Not here: information about the launch of this process (launch/).
 """

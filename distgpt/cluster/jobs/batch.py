@@ -1,8 +1,8 @@
-"""The script of a batch job: `distgpt train` on its nodes, begun again until it is done.
+"""The batch script of a job: run `distgpt train` on its nodes, and restart it until it is done.
 
-It is the same for all batch systems except for the parts in their rows (systems.py). A shell runs its traps
-only while it waits for a process in the background, which has a process group of its own: what a system sends
-to the script's group must not end the launcher before the ranks have saved.
+The script is the same for all batch systems except for the parts in systems.py. A shell runs its traps only
+while it waits for a background process. That process has its own process group, because a signal of the
+system to the script's group must not end the launcher before the ranks have saved.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from distgpt.cluster.affinity.machine import read_machine
 from distgpt.cluster.jobs.systems import SECONDS_TO_SUBMIT, Job, System
 from distgpt.core.base.errors import UsageError
 
-ANY = "ELEMENT"  # may stand in a command in place of the system's own variable
+ANY = "ELEMENT"  # may replace the system's own variable in a command
 MOST_ELEMENTS = 100_000
-WIDTH = 100  # of a line of the command
+WIDTH = 100  # columns of the command
 
 
 def shape(text: str) -> tuple[int, int]:
-    """Read NUMA regions of a node and the cores of each from "8x16", or "here", which is this machine."""
+    """Parse NUMA regions per node and cores per region from "8x16", or "here" for this machine."""
     if text == "here":
         machine = read_machine()
         if machine.doubts:
@@ -36,11 +36,11 @@ def shape(text: str) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
-# Arrays: one script for many runs, in which a variable of the shell is the number of each
+# Arrays: a script for many runs, with each run's number in a shell variable
 
 
 def elements(text: str) -> list[int]:
-    """Return the numbers of an array's elements, as in "1-4", "0-8:2%3" or "0,3,7"; [] for ""."""
+    """Return the numbers of an array's elements, such as "1-4", "0-8:2%3" or "0,3,7"; [] for ""."""
     rows, percent, most = text.partition("%")
     if percent and not re.fullmatch(r"[1-9]\d{0,8}", most):
         raise UsageError(f"--array={text}: after % give how many may run at once, as in --array=1-40%8")
@@ -49,23 +49,23 @@ def elements(text: str) -> list[int]:
         if (found := re.fullmatch(r"(\d{1,9})(?:-(\d{1,9})(?::([1-9]\d{0,8}))?)?", part)) is None:
             raise UsageError(f"--array={text}: give numbers, as in --array=1-4 or --array=0,3,7")
         several = range(int(found[1]), int(found[2] or found[1]) + 1, int(found[3] or 1))[:MOST_ELEMENTS]
-        if not several:  # a job without elements would take one directory for all that the system makes of it
+        if not several:  # without elements, all runs of the array would share one directory
             raise UsageError(f"--array={text}: {part} ends before it begins")
         numbers += several
-    return list(dict.fromkeys(numbers))  # Flux would start one that is named twice in one directory, twice
+    return list(dict.fromkeys(numbers))  # Flux would start a duplicate twice in the same directory
 
 
 def renamed(words: Iterable[str], system: System) -> list[str]:
-    """Return the words with the system's variable of an element in place of its other names."""
+    """Replace other names of the array variable by the system's own."""
     names = "|".join((*system.elements, ANY))
     pattern = re.compile(rf"\$(?:{{(?:{names})}}|(?:{names})(?!\w))")
     return [pattern.sub(lambda _: system.element, word) for word in words]
 
 
 def with_own_directories(words: Sequence[str], element: str) -> tuple[list[str], str]:
-    """Return the words with an --out in which every element has a directory of its own, and that directory.
+    """Return the words with a separate --out for every element, and that directory.
 
-    It is "" if there is no --out.
+    The directory is "" without --out.
     """
     out, changed = "", list(words)
     for place, word in enumerate(words):
@@ -76,7 +76,7 @@ def with_own_directories(words: Sequence[str], element: str) -> tuple[list[str],
     return changed, out
 
 
-# mkdir makes a folder once, also if two ends of one job race, or the system has started the job again.
+# mkdir succeeds only once, even if two ends of one job race or the system has restarted the job.
 _SUCCESSOR = """\
   marker={marker}"{number}"
   if mkdir "$marker" 2>/dev/null; then
@@ -132,7 +132,6 @@ exit $code
 
 
 def script(system: System, job: Job) -> str:
-    """Return the whole script."""
     quote = _quoting(system.element) if job.array else shlex.quote
     launch = system.launch(job)
     number = system.numbers[bool(job.array)]
@@ -153,7 +152,7 @@ def script(system: System, job: Job) -> str:
         system=system,
         job=job,
         options="\n".join(f"{system.sentinel} {option}" for option in _directives(system, job)),
-        # Before the lines of the site, which take time from the limit.
+        # Must precede the site's lines, which take some of the time limit.
         first=system.first.format(**values),
         setup="".join(f"{line}\n" for line in job.setup),
         begin=begin.format(**values),
@@ -168,7 +167,7 @@ def script(system: System, job: Job) -> str:
 
 
 def _directives(system: System, job: Job) -> list[str]:
-    """Return the script's options, the user's in place of ours that set the same."""
+    """Return the script's directives. The user's replace default ones that set the same option."""
     for line in job.lines:
         if re.match(system.reserved, line):
             raise UsageError(
@@ -180,17 +179,17 @@ def _directives(system: System, job: Job) -> list[str]:
 
 
 def _key(option: str) -> str:
-    """Return what an option sets: "--time=4h" → "--time", "-l h_rt=60" → "-lh_rt", "-N 2" → "-N"."""
+    """Return the option in a directive: "--time=4h" → "--time", "-l h_rt=60" → "-lh_rt", "-N 2" → "-N"."""
     found = re.match(r'-[lR]\s*"?\w+|--?\w[\w-]*', option)
     name = re.sub(r'[\s"]', "", found.group()) if found else option
-    return "--gpus-per-node" if option.startswith("--gres=gpu") else name  # of Slurm
+    return "--gpus-per-node" if option.startswith("--gres=gpu") else name  # Slurm
 
 
 def _successor(system: System, job: Job) -> str:
     """Return the command that submits this script as another job.
 
-    A successor waits for no job as this one did: systems refuse or delete what waits for one that they have
-    forgotten.
+    The successor does not inherit this job's dependencies: systems reject or delete jobs that depend on
+    forgotten jobs.
     """
     command, left_out = system.successor, list[str]()
     if job.array:
@@ -204,7 +203,7 @@ def _successor(system: System, job: Job) -> str:
 
 
 def _quoting(element: str) -> Callable[[str], str]:
-    """Return a function that quotes a word for a shell that puts in an element's number."""
+    """Return a function that quotes a word for a shell, except for the variable of an element's number."""
 
     def quoted(word: str) -> str:
         parts = [shlex.quote(part) if part else "" for part in word.split(element)]
@@ -214,7 +213,7 @@ def _quoting(element: str) -> Callable[[str], str]:
 
 
 def _wrapped(words: Sequence[str], quote: Callable[[str], str]) -> list[str]:
-    """Quote the words and break them into lines; an option stays with its value."""
+    """Quote the words and break them into lines. An option stays with its value."""
     lines, previous = [""], ""
     for word in words:
         quoted = quote(word)

@@ -1,4 +1,4 @@
-"""MPI and what starts jobs of several ranks: what there is here, and the command for a job."""
+"""MPI and launchers: find the installed ones, and make the command that starts a job of multiple ranks."""
 
 from __future__ import annotations
 
@@ -22,23 +22,22 @@ from distgpt.core.cpu.stages import open_stage
 Facts = dict[str, Any]
 
 SECONDS_FOR_MPI = 20
-HOSTS_OPTION = {vendor: MPIS[vendor].hosts for vendor in ("MPICH", "Open MPI")}  # others have MPICH's
+HOSTS_OPTION = {vendor: MPIS[vendor].hosts for vendor in ("MPICH", "Open MPI")}  # all others use MPICH's
 _ASK_MPI = "from distgpt.cluster.jobs.launchers import report_mpi; report_mpi()"
 
 
 @dataclass(frozen=True, slots=True)
 class Launcher:
-    """Words before a command that start it on several ranks, without their number."""
+    """The words before a command that start it on multiple ranks, without the number of ranks."""
 
     words: tuple[str, ...]
 
     def command(self, ranks: int, words: Sequence[object]) -> list[str]:
-        """Return the command as `ranks` processes."""
         return [self.words[0], "-n", str(ranks), *self.words[1:], *map(str, words)]
 
 
 def find_launcher(chosen: str | None, hostfile: Path | None) -> Launcher:
-    """Find the launcher `chosen`, as in "srun --mpi=pmix", or this environment's mpirun."""
+    """Find the launcher `chosen`, such as "srun --mpi=pmix", or this environment's mpirun."""
     try:
         words = [own_mpirun() or "mpirun"] if chosen is None else shlex.split(chosen)
     except ValueError as error:
@@ -51,7 +50,7 @@ def find_launcher(chosen: str | None, hostfile: Path | None) -> Launcher:
 
 
 def _hosts(program: str, hostfile: Path | None) -> tuple[str, ...]:
-    """Return the option for a file of hosts, which differs between launchers."""
+    """Return the hostfile option, which differs between launchers."""
     if hostfile is None:
         return ()
     if Path(program).name == "srun":
@@ -76,7 +75,7 @@ def running_mpi() -> Facts:
 
 
 def library_file() -> str:
-    """Return the file, without links, of the MPI library in this process; "" if unknown."""
+    """Return the resolved path of the MPI library in this process; "" if unknown."""
     with suppress(OSError):
         mapped = [line.split(maxsplit=5)[-1] for line in Path("/proc/self/maps").read_text().splitlines()]
         return next((path for path in mapped if Path(path).name.startswith("libmpi")), "")
@@ -84,7 +83,7 @@ def library_file() -> str:
 
 
 def report_mpi() -> None:
-    """Start MPI in this process and print what it is, as JSON."""
+    """Start MPI in this process and print a description as JSON."""
     try:
         open_stage("mpi")
         found = running_mpi()
@@ -94,12 +93,12 @@ def report_mpi() -> None:
 
 
 def distant_mpi() -> Facts:
-    """Describe the MPI library from a process of its own: an MPI that cannot start may end its process."""
+    """Describe the MPI library from a child process: an MPI that cannot start may end its process."""
     try:
         child = subprocess.run(python_code(_ASK_MPI), capture_output=True, text=True, timeout=SECONDS_FOR_MPI)
     except subprocess.TimeoutExpired:
         return {"problem": f"MPI did not start within {SECONDS_FOR_MPI} s"}
-    lines = [line for line in child.stdout.splitlines() if line.startswith("{")]  # libraries print, too
+    lines = [line for line in child.stdout.splitlines() if line.startswith("{")]  # libraries also print
     if child.returncode or not lines:
         said = " ".join(child.stderr.split())[:200]
         return {"problem": f"MPI ended the process that started it ({said or 'without a message'})"}
@@ -108,7 +107,7 @@ def distant_mpi() -> Facts:
 
 
 def mpirun(where: str | None = None) -> Facts:
-    """Find the mpirun that a user would call, or the one at `where`, and the MPI it belongs to."""
+    """Find the mpirun that a user would call, or the one at `where`, and its MPI."""
     where = where or shutil.which("mpirun") or own_mpirun()
     if where is None:
         return {"path": None, "vendor": ""}
@@ -121,21 +120,21 @@ def mpirun(where: str | None = None) -> Facts:
 
 
 def is_of_family(launcher: str, vendor: str) -> bool:
-    """Return whether an mpirun of one vendor starts ranks of another's library: Hydra, but not Open MPI."""
+    """Return whether one vendor's mpirun can start another's ranks: true for Hydra, not for Open MPI."""
     return bool(launcher) and (launcher == "Open MPI") == (vendor == "Open MPI")
 
 
 def own_mpirun() -> str | None:
-    """Return the mpirun installed beside this Python, if there is one."""
+    """Return the mpirun installed next to this Python, if any."""
     return shutil.which("mpirun", path=str(Path(sys.executable).parent))
 
 
-# Hostfiles. The rules are what MPICH 5.0 and Open MPI 5.0 did when they were tried; test_hostfile.py tries
-# MPICH again. Lines that one of them would read as something else are rejected.
+# Hostfiles. The rules follow tests with MPICH 5.0 and Open MPI 5.0; test_hostfile.py repeats the tests with
+# MPICH. Lines that one of them would misread are rejected.
 
 LARGEST_HOSTFILE = 1 << 20  # bytes
-MOST_RANKS = 10_000  # on a line: both mpiruns hang with many more
-_NAME = r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,252}"  # never with a - in front, which ssh takes for an option
+MOST_RANKS = 10_000  # per line; with many more, both mpiruns hang
+_NAME = r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,252}"  # no leading -, which ssh would parse as an option
 _HOST = rf"(?P<host>(?:{_NAME}@)?{_NAME})"
 _OF_OPEN_MPI = r"slots[ \t]*=[ \t]*(?P<slots>[0-9]{1,5})|max[_-]slots=[0-9]+"
 _LINES = {
@@ -150,13 +149,13 @@ class HostLine:
     """A line of a hostfile that is neither empty nor a comment."""
 
     text: str
-    host: str = ""  # with its user, as ssh takes it
-    slots: int = 0  # 0: it gives no number
+    host: str = ""  # optionally USER@, in ssh's syntax
+    slots: int = 0  # 0: not specified
     problem: str = ""
 
 
 def parse_hostfile(content: bytes, vendor: str) -> list[HostLine]:
-    """Return the lines that name a host, or try to, as the mpirun of this vendor reads them."""
+    """Return the lines of a hostfile, valid or not, parsed in the same way as this vendor's mpirun."""
     rows = enumerate(content.decode("utf-8", "replace").split("\n"), 1)
     known = vendor if vendor in _LINES else "MPICH"
     return [_line(number, text, known) for number, text in rows if text.strip() and text.strip()[0] != "#"]
@@ -172,7 +171,7 @@ def _line(number: int, text: str, vendor: str) -> HostLine:
 
 
 def hostfile_problems(vendor: str, lines: Sequence[HostLine]) -> list[str]:
-    """Return why the mpirun of this vendor would refuse a hostfile, or start something else."""
+    """Return why this vendor's mpirun would reject or misread a hostfile."""
     if not lines:
         return ["it names no host" + ", so that all ranks run on this machine" * (vendor != "Open MPI")]
     return [line.problem for line in lines if line.problem]

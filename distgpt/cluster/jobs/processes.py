@@ -18,13 +18,13 @@ from distgpt.core.base.errors import StorageError
 from distgpt.core.base.interrupts import signals_deferred, undisturbed
 from distgpt.core.base.system import PACKAGE, python
 
-SECONDS_TO_END = 5.0  # from the request to end until it is enforced
+SECONDS_TO_END = 5.0  # between SIGTERM and SIGKILL
 TIMED_OUT = 124
-OUR_LINE = "distgpt: "  # begins the error line of a failed command of ours
-MPICH_RANK = "EXIT STRING: "  # MPICH's mpirun prints how a rank was killed after this
-_LAUNCHERS_NOISE = ("=", "This typically refers to", "Please see the FAQ")  # MPICH's, after a rank has died
+OUR_LINE = "distgpt: "  # prefix of distgpt's error lines
+MPICH_RANK = "EXIT STRING: "  # prefix of the line in which MPICH's mpirun reports how a rank was killed
+_LAUNCHERS_NOISE = ("=", "This typically refers to", "Please see the FAQ")  # by MPICH, if a rank died
 
-# Variables that launchers set for a rank; OMPI_MCA_*, PMIX_MCA_* and the like are the user's own settings.
+# Variables that launchers set for a rank. OMPI_MCA_*, PMIX_MCA_* and similar are the user's settings.
 _OF_A_RANK = (
     *("OMPI_COMM_WORLD_", "OMPI_UNIVERSE_", "PMI_RANK", "PMI_SIZE", "PMI_ID", "PMI_FD", "PMI_PORT"),
     *("PMI_HOSTNAME", "PMIX_RANK", "PMIX_SIZE", "PMIX_NAMESPACE", "PMIX_SERVER_", "SLURM_STEP"),
@@ -34,7 +34,7 @@ _OF_A_RANK = (
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A child that has ended. Without its peak memory, which the system counts from its parent's on."""
+    """A child that has ended. Its peak memory is omitted, since the system includes the parent's."""
 
     code: int
     output: str
@@ -42,12 +42,13 @@ class Ended:
     seconds: float
 
     def complaint(self) -> str:
-        """Why it failed: our error line, the launcher's words on a killed rank, or the last line.
+        """Return why it failed: a distgpt error line, the launcher's report of a killed rank, or the last
+        line.
 
-        That is the last one which is no launcher's noise, of the errors if there are any.
+        The last line is from stderr if it has any, without a launcher's boilerplate.
         """
         ours = [line for line in self.errors.splitlines() if line.startswith(OUR_LINE)]
-        if ours and not ours[-1].endswith("internal error"):  # after that comes a traceback
+        if ours and not ours[-1].endswith("internal error"):  # a traceback follows an internal error
             return ours[-1].removeprefix(OUR_LINE)
         said = f"{self.output}\n{self.errors}"
         _, _, rank = said.partition(MPICH_RANK)
@@ -58,7 +59,6 @@ class Ended:
 
 
 def ending(code: int) -> str:
-    """An exit code, in words."""
     if code == TIMED_OUT:
         return "did not end in time"
     known = {number.value: number.name for number in signal.Signals}
@@ -69,12 +69,11 @@ def ending(code: int) -> str:
 
 
 def distgpt_command(*words: object) -> list[str]:
-    """A distgpt command, for this Python."""
     return python(PACKAGE, *words)
 
 
 def own_program() -> list[str]:
-    """Return the words for distgpt by its whole path: a job, or another host, may have another PATH."""
+    """Return the words that run distgpt by its full path. In a job or on another host, PATH may differ."""
     own = Path(sys.executable).with_name("distgpt")
     return [str(own)] if own.is_file() else python(PACKAGE)
 
@@ -86,16 +85,16 @@ def run(
     timeout: float | None = None,
     output: IO[str] | None = None,
 ) -> Ended:
-    """Run a command to its end. `output`: a file for what it prints, to be read also after an interrupt.
+    """Run a command to its end. `output`: a file for its stdout, which stays readable after an interrupt.
 
-    It gets a process group of its own, so that Ctrl-C reaches this process alone, which then ends the group.
-    It writes to files: a pipe would have to be read along, and a grandchild may keep its other end.
+    The child has its own process group, so that Ctrl-C reaches only this process, which then ends the group.
+    Output goes to files: a pipe must be read continuously, and a grandchild may keep it open.
     """
     begun, child = time.perf_counter(), None
     with _temporary() as own, _temporary() as errors:
         printed = output or own
         try:
-            with signals_deferred():  # until this has the child
+            with signals_deferred():  # until `child` is set
                 child = _started(command, env, printed, errors)
             try:
                 code = child.wait(timeout)
@@ -134,7 +133,7 @@ def _started(
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
-    """Ask the group to end, and kill it if it does not."""
+    """Send SIGTERM to the group, then SIGKILL if it does not end."""
     _signal(child, signal.SIGTERM)
     deadline = time.monotonic() + SECONDS_TO_END
     while child.poll() is None and time.monotonic() < deadline:

@@ -1,4 +1,4 @@
-"""Hosts by their names: which one is this machine, which answer over ssh, and what is left running there."""
+"""Hosts by name: recognize this machine, check hosts over ssh, and kill leftover processes."""
 
 from __future__ import annotations
 
@@ -15,20 +15,19 @@ from functools import cache
 SSH = ("ssh", "-xT", "-o", "BatchMode=yes")
 AT_ONCE = 32  # hosts
 SECONDS_TO_ANSWER = 5
-# A connection of its own: one that ssh shares with others would say nothing about the host. Why it fails is
-# printed from the level ERROR on.
+# Use a separate connection, since a shared one would not test the host. Log level ERROR prints failures.
 ALONE = (
     *("-o", "ControlMaster=no", "-o", "ControlPath=none", "-o", "LogLevel=ERROR"),
     *("-o", f"ConnectTimeout={SECONDS_TO_ANSWER}"),
 )
 # Ends a connection after 6 s without an answer from the host.
 KEPT_ALIVE = ("-o", "ServerAliveInterval=2", "-o", "ServerAliveCountMax=2")
-# Words of ssh for a host that is there, and does not let it in.
+# Messages of ssh if a host is up but rejects the connection.
 REFUSED = ("refused", "denied", "closed by", "reset by")
 _SIGN = "distgpt-host"
-# Kills what has this variable in its environment, and answers with the host's name. A killed process may
-# need a moment, and may have started another one meanwhile. In one line: csh, which may be the login shell,
-# quotes no others.
+# Kills processes with this variable in their environment, and prints the host's name. A killed process may
+# take a moment to end, and may have started another one. The script is one line: the login shell may be csh,
+# which cannot quote multiple lines.
 _CLEAN = """
 for turn in 1 2 3 4 5 6 7 8 9 10; do
   left=;
@@ -45,20 +44,20 @@ echo {sign} "$(uname -n)"
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """An answer of a host: its own name if a job can start there."""
+    """A host's answer, with its own name if a job can start there."""
 
     name: str = ""
     problem: str = ""
 
     @property
     def is_there(self) -> bool:
-        """Return whether anything answers at the host's address."""
+        """Whether anything answers at the host's address."""
         return bool(self.name) or any(word in self.problem for word in REFUSED)
 
 
 @cache
 def addresses(name: str) -> list[str]:
-    """Return the addresses of a host, which may have a user before it."""
+    """Return the addresses of a host, given as HOST or USER@HOST."""
     try:
         found = socket.getaddrinfo(name.rpartition("@")[2], None)
     except (OSError, UnicodeError):
@@ -67,7 +66,7 @@ def addresses(name: str) -> list[str]:
 
 
 def has_address(address: str) -> bool:
-    """Return whether this machine has the address: only its own can be bound."""
+    """Return whether this machine has the address, since only local addresses can be bound."""
     try:
         family, kind, protocol, _, place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as trial:
@@ -84,13 +83,13 @@ def is_here(host: str) -> bool:
 
 
 def clean(hosts: Iterable[str], variable: str) -> dict[str, Answer]:
-    """Kill on each host what has this `NAME=value` in its environment, and return what each host answers."""
+    """Kill processes with this `NAME=value` in their environment on each host. Return the answers by host."""
     with ThreadPoolExecutor(AT_ONCE) as pool:
         return dict(pool.map(lambda host: (host, _clean(host, variable)), dict.fromkeys(hosts)))
 
 
 def clean_here(variable: str) -> Answer:
-    """Kill what has this `NAME=value` in its environment on this machine."""
+    """Kill processes with this `NAME=value` in their environment on this machine."""
     return _answer(["sh", "-c", _script(variable)])
 
 
@@ -99,7 +98,7 @@ def _clean(host: str, variable: str) -> Answer:
         return clean_here(variable)
     if shutil.which("ssh") is None:
         return Answer(problem="there is no ssh here: install an OpenSSH client")
-    # By way of sh, as the login shell there may be another one.
+    # Use sh, because the login shell may be a different one.
     return _answer([*SSH, *ALONE, *KEPT_ALIVE, "--", host, shlex.join(["sh", "-c", _script(variable)])])
 
 
@@ -109,7 +108,7 @@ def _script(variable: str) -> str:
 
 
 def _answer(words: list[str]) -> Answer:
-    """Take the name from the last line: login scripts may print others before."""
+    """Take the name from the last line. Login scripts may print other lines first."""
     try:
         done = subprocess.run(
             words, stdin=subprocess.DEVNULL, capture_output=True, timeout=3 * SECONDS_TO_ANSWER
@@ -124,8 +123,8 @@ def _answer(words: list[str]) -> Answer:
 
 
 def connect(host: str) -> subprocess.Popen[bytes]:
-    """Open a connection to a host, which ends soon after the host no longer answers."""
-    words = [*SSH, *ALONE, *KEPT_ALIVE, "--", host, "cat"]  # which ends when this process does
+    """Open a connection that ends soon after the host stops answering."""
+    words = [*SSH, *ALONE, *KEPT_ALIVE, "--", host, "cat"]  # cat ends with this process
     nothing = subprocess.DEVNULL
     return subprocess.Popen(
         words, stdin=subprocess.PIPE, stdout=nothing, stderr=nothing, start_new_session=True

@@ -1,4 +1,4 @@
-"""The batch systems: their options for what a job asks for, and their own lines of a script (batch.py)."""
+"""The batch systems: directives for a job, and system-specific lines of the script (batch.py)."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from distgpt.cluster.jobs.launchers import mpirun, own_mpirun
 from distgpt.cluster.launch.environment import MPIS
 from distgpt.core.base.errors import UsageError, escape
 
-SECONDS_TO_SAVE = 120  # by which the signal to save comes before the time limit
-SECONDS_TO_SUBMIT = 20  # Flux: from when the run has left until its successor has been submitted
+SECONDS_TO_SAVE = 120  # between the save signal and the time limit
+SECONDS_TO_SUBMIT = 20  # Flux: between the end of the run and the submission of its successor
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """Parameters of a script. `command` trains, `made_by` is the command that made the script."""
+    """Parameters of a script. `command` trains, `made_by` is the command that created the script."""
 
     name: str
     nodes: int
@@ -28,17 +28,17 @@ class Job:
     cpus_per_task: int
     gpus_per_node: int | None
     seconds: float
-    mpi: str  # how ranks are started and meet; "none": there is one
-    lines: Sequence[str]  # further options of the system
+    mpi: str  # how ranks start and connect; "none": a single rank
+    lines: Sequence[str]  # additional directives
     out: Path
     command: Sequence[str]
     made_by: str
-    setup: Sequence[str]  # lines of the shell, before the command
-    memory: str  # of each node, as in 64G
-    counts_cores: bool  # CPUs are cores in order, and none is the second hardware thread of one
-    array: str  # numbers of its elements, as in 1-4%2
+    setup: Sequence[str]  # shell lines before the command
+    memory: str  # per node, such as 64G
+    counts_cores: bool  # CPUs are consecutive cores, not second hardware threads
+    array: str  # numbers of its elements, such as 1-4%2
     exclusive: bool  # no other job runs on its nodes
-    successor: bool  # it submits a successor even where the system would queue it again
+    successor: bool  # submit a successor even if the system can requeue the job
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
@@ -57,12 +57,12 @@ class Job:
 
     @property
     def seconds_to_save(self) -> int:
-        """Return how long before the time limit the run is asked to save: a quarter of a short limit."""
+        """The time between the save signal and the time limit: at most 1/4 of the limit."""
         return max(1, min(SECONDS_TO_SAVE, int(self.seconds / 4)))
 
 
-# By the value of --mpi: the vendors whose MPI an mpiexec starts, its options, and more for bound and for free
-# ranks. Open MPI by itself binds each rank to a core, which all of its threads would share.
+# By the value of --mpi: vendors whose MPI an mpiexec starts, its options, and options for bound and for free
+# ranks. By default Open MPI binds each rank to one core, which all its threads would share.
 LAUNCHERS = {
     "mpich": (("MPICH", "MVAPICH", "MVAPICH2"), "-n {ranks} -ppn {each}", " -bind-to core:{cpus}", ""),
     "openmpi": (
@@ -77,28 +77,28 @@ LAUNCHERS = {
 
 
 def mpiexec(job: Job) -> str:
-    """Return an MPI's own launcher with its options; "" for a job of one rank, which needs none."""
+    """Return an MPI's own launcher with its options; "" for a single rank, which needs none."""
     if job.mpi == "none":
         return ""
     if job.mpi not in LAUNCHERS:
         raise UsageError(f"--mpi {job.mpi}: ranks are started here by one of {', '.join(LAUNCHERS)}")
     vendors, options, bound, free = LAUNCHERS[job.mpi]
     own = own_mpirun()
-    # One that belongs to another MPI than the one asked for would refuse these options.
+    # An mpiexec of a different MPI would reject these options.
     program = shlex.quote(own) if own and mpirun(own)["vendor"] in vendors else "mpiexec"
-    options += bound if job.counts_cores and job.exclusive else free  # other jobs would get the same cores
+    options += bound if job.counts_cores and job.exclusive else free  # else other jobs get the same cores
     return f"{program} " + options.format(ranks=job.ranks, each=job.ranks_per_node, cpus=job.cpus_per_task)
 
 
 def clock(seconds: float) -> str:
-    """14400 → "04:00:00", 90000 → "25:00:00"."""
+    """Format a duration: 14400 → "04:00:00", 90000 → "25:00:00"."""
     minutes, second = divmod(math.ceil(seconds), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours:02}:{minute:02}:{second:02}"
 
 
 def _one_range(text: str, system: str) -> tuple[str, str]:
-    """Return an array's range and how many of its elements may run at once; reject lists of numbers."""
+    """Return an array's range and its maximum of concurrent elements. Reject lists of numbers."""
     numbers, _, most = text.partition("%")
     if "," in numbers:
         raise UsageError(f"--array {text}: {system} takes one range, as in 1-4 or 0-8:2")
@@ -106,70 +106,70 @@ def _one_range(text: str, system: str) -> tuple[str, str]:
 
 
 class System:
-    """A batch system, in the words of the plain shell: one instance of each subclass (SYSTEMS).
+    """A batch system, with defaults for a plain shell. Each subclass has one instance (SYSTEMS).
 
-    `{number}` and `{name}` in the lines of the script are those of the job, `{seconds}` its time limit and
-    `{submitting}` what a successor takes of that.
+    In script lines, `{number}` and `{name}` are the job's, `{seconds}` is its time limit and `{submitting}`
+    the time reserved to submit a successor.
     """
 
     name: str
-    sentinel: str  # what a line with a directive begins with
-    submits: tuple[str, ...]  # the command that reads a script from its standard input
-    programs: tuple[str, ...]  # commands that are installed with it
-    # The value of --mpi that suits the MPI of a vendor.
+    sentinel: str  # prefix of a directive
+    submits: tuple[str, ...]  # command that reads a script from its standard input
+    programs: tuple[str, ...]  # commands installed with it
+    # The value of --mpi for each vendor's MPI.
     mpi: Mapping[str, str] = {vendor: name for name, row in LAUNCHERS.items() for vendor in row[0]}
-    # Its options, as regular expressions: set by options of distgpt; to wait for other jobs.
+    # Regular expressions: directives that options of distgpt set, and directives that wait for other jobs.
     reserved: str
     waits: str = ""
     # Arrays
-    element: str  # the number of an element, as in "$SGE_TASK_ID"
-    elements: tuple[str, ...] = ()  # variables with it that commands may have; none: it has no arrays
-    left_out_of_element: str = ""  # begins a directive that the successor of an element must not have
-    numbers: tuple[str, str]  # of a job and of an array's element, for the shell
+    element: str  # number of an element, such as "$SGE_TASK_ID"
+    elements: tuple[str, ...] = ()  # variables with it that commands may use; if empty, no arrays
+    left_out_of_element: str = ""  # prefix of a directive that an element's successor must omit
+    numbers: tuple[str, str]  # shell variables of a job's number and of an element's
     # The script
-    advice: str  # how it is submitted, the header's sentences
-    # Goes to where the script was submitted, and sets the limit for the run, if the system does not.
+    advice: str  # how to submit it, for the header
+    # Changes to the directory of submission, and sets the run's time limit if the system does not.
     first: str = ""
-    begin: str = ""  # lines that set what follows
-    begin_element: str = ""  # the same, before them, in an array
+    begin: str = ""  # lines that set variables
+    begin_element: str = ""  # lines before `begin` in an array
     attempt: str = (
         'attempt=0\nwhile [ -e "{name}-{number}.$attempt.log" ]; do attempt=$((attempt + 1)); done\n'
     )
     before: str = ""  # lines before the launch
     before_openmpi: str = ""
-    signals: str  # the comment at the traps
-    passed_on: str = "kill -USR1 $ranks"  # the command that asks the ranks to save
-    announces: str = "USR1"  # signals before a limit, after which the job begins again
-    ends: str = "TERM"  # signals of a job's end to which the script only saves
-    rule: str = '75 is "saved, start me again".'  # the comment before the decision
-    begins_again: str = "[ $code = 75 ]"  # the condition for another attempt, if a step was finished
-    requeue: str = ""  # queues this job again; "" if the system has no way
-    successor: str  # the command that submits the script as another job
+    signals: str  # comment above the traps
+    passed_on: str = "kill -USR1 $ranks"  # command that makes the ranks save
+    announces: str = "USR1"  # signals before a limit; the job then restarts
+    ends: str = "TERM"  # signals of a job's end; the script only saves
+    rule: str = '75 is "saved, start me again".'  # comment above the decision
+    begins_again: str = "[ $code = 75 ]"  # condition for another attempt, if a step was finished
+    requeue: str = ""  # requeues this job; "" if not possible
+    successor: str  # command that submits the script as another job
     successor_element: str  # its option for one element of an array
-    reads: str = '"$0"'  # how it takes the script
+    reads: str = '"$0"'  # how it reads the script
 
     def options(self, job: Job) -> list[str]:
-        """Return the directives for what a job asks for; "" among them is left out."""
+        """Return the directives of a job; empty ones are omitted."""
         raise NotImplementedError
 
     def launch(self, job: Job) -> str:
-        """Return the words before the command that start it as the job's ranks."""
+        """Return the words before the command that start the job's ranks."""
         return mpiexec(job)
 
 
 class Slurm(System):
-    """Slurm. Which signals reach whom, as tried with Slurm 22.05 and read in its sources up to 25.11:
+    """Slurm. Recipients of its signals, tested with Slurm 22.05 and checked in its sources up to 25.11:
 
     | | ranks | the script's shell |
     |---|---|---|
     | `--signal=USR1@…`, `scancel --signal=USR1` | USR1 | |
     | the same with `--signal=B:…`, `--batch` | | USR1 |
     | `scancel`, `scontrol requeue`, preemption, the time limit | TERM, KILL after KillWait | the same |
-    | preemption in a partition with GraceTime | TERM; then the job may end by itself | |
+    | preemption in a partition with GraceTime | TERM; then the job may end on its own | |
 
-    On TERM srun kills all ranks, and `scancel --full` sends that to the shell's whole process group: srun has
-    one of its own. A rank that leaves with 75 must not make srun kill the others, which are still on their
-    way out; one that was killed ends all after 60 s.
+    On TERM srun kills all ranks. `scancel --full` sends TERM to the shell's whole process group, so srun has
+    its own group. A rank that exits with 75 must not make srun kill the others, which are still saving. If a
+    rank is killed, all end after 60 s.
     """
 
     name = "Slurm"
@@ -179,7 +179,7 @@ class Slurm(System):
     reserved = r"--array\b|-a"
     element = "$SLURM_ARRAY_TASK_ID"
     elements = ("SLURM_ARRAY_TASK_ID",)
-    # SLURM_JOB_ID of an array's element may stand for the whole array.
+    # SLURM_JOB_ID of an array's element can be the ID of the whole array.
     numbers = ("$SLURM_JOB_ID", "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID")
     advice = """\
 Submit it with sbatch, whose options
@@ -230,11 +230,11 @@ Submit it with sbatch, whose options
 
 
 class Pbs(System):
-    """PBS Pro and OpenPBS. As tried with OpenPBS 23.06.06: nothing comes before the limit.
+    """PBS Pro and OpenPBS. Tested with OpenPBS 23.06.06, which sends no signal before the limit.
 
-    At it, at qdel, qrerun and a preemption TERM goes to all processes of the job's session, the script's and
-    mpiexec among them, and KILL after kill_delay (10 s). A user may not queue a running job again (qrerun is
-    the operators'): a job submits its successor.
+    At the limit, qdel, qrerun and a preemption, all processes of the job's session (including the script and
+    mpiexec) get TERM, and KILL after kill_delay (10 s). Users cannot requeue a running job (qrerun is for
+    operators), so a job submits its successor.
     """
 
     name = "PBS"
@@ -283,15 +283,14 @@ export DISTGPT_JOB_END=$(($(date +%s) + {seconds}))  # the limit above, in secon
         ]
 
     def launch(self, job: Job) -> str:
-        # Open MPI without PBS's own library in it, as Debian's, finds the nodes in this file alone.
+        # An Open MPI built without PBS support, such as Debian's, finds the nodes only in this file.
         return mpiexec(job) + ' --hostfile "$PBS_NODEFILE"' * (job.mpi == "openmpi")
 
 
 class GridEngine(System):
-    """Grid Engine. As tried with Son of Grid Engine 8.1.9: at s_rt the shell's process group gets USR1.
+    """Grid Engine. Tested with Son of Grid Engine 8.1.9: at s_rt the shell's process group gets USR1.
 
-    `-notify` sends USR2 before `qdel` kills; a script that leaves with 99 is queued again, with the same
-    number.
+    `-notify` sends USR2 before `qdel` kills. A script that exits with 99 is requeued with the same number.
     """
 
     name = "Grid Engine"
@@ -341,27 +340,26 @@ Submit it with qsub, whose options
 
 
 class Lsf(System):
-    """LSF, written from IBM's reference of LSF 10.1, tried with volclava 2.2, an open clone.
+    """LSF, written from IBM's reference of LSF 10.1 and tested with volclava 2.2, an open clone.
 
-    That lacks -wa, -wt, -Q and -gpu. A signal comes to every process group of the job, that of mpiexec and
-    those of the ranks among them; at the limit (-W) all get USR2 and have ten minutes; `bkill` sends INT,
-    TERM and KILL; a script that leaves with 99 is queued again, with the same number.
+    volclava lacks -wa, -wt, -Q and -gpu. Signals reach every process group of the job, including mpiexec's
+    and the ranks'. At the limit (-W) all get USR2 and have ten minutes. `bkill` sends INT, TERM and KILL. A
+    script that exits with 99 is requeued with the same number.
     """
 
     name = "LSF"
     sentinel = "#BSUB"
     submits = programs = ("bsub",)
-    reserved = "-J(?!d)"  # the name's: one without numbers would take the array's place
-    waits = "-w( |[^at])"  # not -wa and -wt, which are others
+    reserved = "-J(?!d)"  # the name's option; without numbers it would replace the array's
+    waits = "-w( |[^at])"  # not -wa and -wt, which are different options
     element = "$LSB_JOBINDEX"
     elements = ("LSB_JOBINDEX",)
     numbers = ("$LSB_JOBID", "$LSB_JOBID.$LSB_JOBINDEX")
     advice = """\
 Submit it with bsub < SCRIPT, whose options
 # override the lines below."""
-    # A signal of LSF comes to mpiexec and to all that it has started, too. By itself every program ignores
-    # URG. USR2 ends MPICH's mpiexec, and an ssh to another node; of an INT, Open MPI's mpiexec kills the
-    # ranks.
+    # LSF's signals also reach mpiexec and its children. By default every program ignores URG. USR2 ends
+    # MPICH's mpiexec, and an ssh to another node. On INT, Open MPI's mpiexec kills the ranks.
     before = """\
 asked=
 trap '' USR2  # which comes to mpiexec, too, and might end it
@@ -387,13 +385,13 @@ export OMPI_MCA_odls_base_sigkill_timeout=10 PRTE_MCA_odls_base_sigkill_timeout=
         numbers, percent, most = job.array.partition("%")
         return [
             f'-J "{job.name}{f"[{numbers}]{percent}{most}" * bool(numbers)}"',
-            # Slots are cores: the affinity of tasks is not configured at every site.
+            # Slots are cores, since not every site configures task affinity.
             f"-n {job.nodes * job.cpus_per_node}",
             f'-R "span[ptile={job.cpus_per_node}]"',
             f'-R "rusage[mem={job.memory}/host]"' * bool(job.memory),
             f'-gpu "num={job.gpus_per_node}/host:j_exclusive=yes"' * bool(job.gpus_per_node),
             "-x" * job.exclusive,
-            f"-W {clock(60 * math.ceil(job.seconds / 60))[:-3]}",  # in minutes, rounded up
+            f"-W {clock(60 * math.ceil(job.seconds / 60))[:-3]}",  # minutes, rounded up
             "-wa URG",
             f"-wt {clock(max(60, job.seconds_to_save))[:-3]}",
             '-Q "99"',
@@ -402,24 +400,24 @@ export OMPI_MCA_odls_base_sigkill_timeout=10 PRTE_MCA_odls_base_sigkill_timeout=
         ]
 
     def launch(self, job: Job) -> str:
-        # MPICH reads LSB_MCPU_HOSTS; Open MPI knows the nodes by this file, unless it has LSF's own library.
+        # MPICH reads LSB_MCPU_HOSTS. Open MPI without LSF support finds the nodes only in this file.
         named = ' ${LSB_DJOB_HOSTFILE:+--hostfile "$LSB_DJOB_HOSTFILE"}'
         return mpiexec(job) + named * (job.mpi == "openmpi" and job.nodes > 1)
 
 
 class Flux(System):
-    """Flux. A batch job is a Flux instance of its own, whose brokers get the job's signals.
+    """Flux. A batch job is a separate Flux instance, whose brokers get the job's signals.
 
-    As tried with flux-core 0.88:
+    Tested with flux-core 0.88:
 
     | | ranks | the script's shell |
     |---|---|---|
     | `flux job kill -s USR1 JOB` on one node | USR1 | USR1 |
-    | the same on several nodes, or `flux batch --signal` | USR1, but all brokers but the first end | |
+    | the same on multiple nodes, or `flux batch --signal` | USR1, but all brokers but the first end | |
     | `flux cancel` | nothing until the shell has ended, then TERM | TERM and HUP; KILL 5 s later |
-    | the time limit itself | ALRM, of which they die | ALRM and HUP; KILL 5 s later |
+    | the time limit itself | ALRM, which kills them | ALRM and HUP; KILL 5 s later |
 
-    There are no arrays of batch jobs: the script is submitted once for each element.
+    There are no arrays of batch jobs. The script is submitted once per element.
     """
 
     name = "Flux"
@@ -433,7 +431,7 @@ class Flux(System):
     advice = """\
 Submit it with flux batch. Of an array
 # each element is submitted alone: flux batch --env=ELEMENT=1 SCRIPT."""
-    # The limit as Flux knows it: the job began before its script. `--signal` would end brokers (above).
+    # Flux reports the remaining time. `--signal` would end brokers (above).
     begin = """\
 # In seconds since 1970: the limit above, less what it takes to submit a successor.
 export DISTGPT_JOB_END=$(($(date +%s) + $(flux job timeleft) - {submitting}))
@@ -442,7 +440,7 @@ number=$(flux job id --to=f58plain "$(flux getattr jobid)")
     signals = """\
 # Every rank saves and leaves on USR1. The run knows the time limit by DISTGPT_JOB_END. TERM and HUP come
 # 5 seconds before `flux cancel` kills: the job saves and ends."""
-    passed_on = "flux job kill -s USR1 $(flux job last)"  # flux run itself would be killed by it
+    passed_on = "flux job kill -s USR1 $(flux job last)"  # a signal would kill flux run itself
     ends = "TERM HUP"
     successor = "flux --parent batch"
     successor_element = "--env=ELEMENT=$ELEMENT"
@@ -457,17 +455,17 @@ number=$(flux job id --to=f58plain "$(flux getattr jobid)")
         return [
             f"--job-name={job.name}",
             f"--nodes={job.nodes}",
-            f"--nslots={job.nodes}",  # a node's part each: ranks may be more than GPUs, which are given whole
+            f"--nslots={job.nodes}",  # one slot per node, since more ranks than GPUs may run
             f"--cores-per-slot={job.cpus_per_node}",
             f"--gpus-per-slot={job.gpus_per_node}" * bool(job.gpus_per_node),
             "--exclusive" * job.exclusive,
             f"--time-limit={int(job.seconds)}s",
-            f"--output={job.name}-{{{{id.f58plain}}}}.log",  # letters and digits: without its sign, ƒ
+            f"--output={job.name}-{{{{id.f58plain}}}}.log",  # only letters and digits, without the prefix ƒ
         ]
 
     def launch(self, job: Job) -> str:
-        gpus = " --exclusive" * bool(job.gpus_per_node)  # all that the job has: ranks choose among them
-        # Also by the words for other systems. A site may have another default, which MPICH could not speak.
+        gpus = " --exclusive" * bool(job.gpus_per_node)  # all GPUs of the job; ranks choose one
+        # Accept the words for other systems as well. A site's default may be one that MPICH does not support.
         others = {"mpich": "simple", "intel": "simple", "openmpi": MPIS["Open MPI"].flux, "pals": "cray-pals"}
         pmi = f" -o pmi={others.get(job.mpi, job.mpi)}" * (job.mpi != "none")
         return (
@@ -476,5 +474,5 @@ number=$(flux job id --to=f58plain "$(flux getattr jobid)")
         )
 
 
-# By the value of --system.
+# Systems by the value of --system.
 SYSTEMS = {"slurm": Slurm(), "pbs": Pbs(), "sge": GridEngine(), "lsf": Lsf(), "flux": Flux()}

@@ -1,5 +1,5 @@
-"""The launch of a process, as far as it knows: launchers, batch systems, ranks that leave alone.
+"""The launch of this process: launchers, batch systems, and ranks that exit before the others.
 
-`Launched` (job.py) is the job of core/comm/job.py where this is installed.
-Not here: starting jobs (jobs/).
+`Launched` (job.py) is the job of core/comm/job.py if this package is installed. Not here: starting jobs
+(jobs/).
 """

@@ -1,4 +1,4 @@
-"""The job of this process, as its launcher and its batch system describe it: how ranks join and leave it."""
+"""The job of this process according to its launcher and batch system: how ranks join and leave it."""
 
 from __future__ import annotations
 
@@ -37,25 +37,25 @@ from distgpt.core.comm.job import Job, is_closed_pipe, rank_name, require_mpi, s
 from distgpt.core.comm.resources import granted_cores
 from distgpt.core.config import SEVERAL, WITH_MPI
 
-# Options that each rank has for itself, and those of the display, which is rank 0's. All others are rank 0's
-# for all ranks, or decide what is collective.
+# Options that may differ between ranks, including rank 0's display. Rank 0's value of any other option
+# applies to all ranks, or decides which calls are collective.
 MAY_DIFFER = ("threads", "progress", "log_lines")
-SECONDS_TO_JOIN = 60  # for the others to come; then nobody else may have started distgpt
-# Ctrl-C reaches all ranks of a terminal's job. Another rank reports it if rank 0 has not ended it by then.
+SECONDS_TO_JOIN = 60  # timeout for other ranks to join; they may not have started distgpt at all
+# Ctrl-C reaches all ranks in a terminal. Another rank reports it if rank 0 has not after this time.
 SECONDS_FOR_RANK_0 = 1.0
-SECONDS_TO_START = 5.0  # that rank 0 may start later than others
-GRACE = 10.0  # seconds after which a rank that has called sys.exit is taken to leave alone
-CAUGHT = 2.0  # seconds after which a program that still runs has caught that exit
+SECONDS_TO_START = 5.0  # maximum delay of rank 0's start
+GRACE = 10.0  # seconds after sys.exit before a rank counts as the only one to leave
+CAUGHT = 2.0  # if a program still runs after these seconds, it has caught the exit
 PAUSE = 0.01
 
-Introduction = dict[str, Any]  # what a rank is to do, or its complaint and exit code
+Introduction = dict[str, Any]  # a rank's options, or its error message and exit code
 
 
 class Launched(Job):
-    """A job whose launcher and batch system are known, and whose ranks compare their commands."""
+    """A job with a known launcher and batch system, whose ranks compare their commands."""
 
     def __init__(self) -> None:
-        self._watches_exit = False  # once a process
+        self._watches_exit = False  # set once per process
 
     @property
     def size(self) -> int:
@@ -100,7 +100,7 @@ class Launched(Job):
         return comm
 
     def meet(self, comm: Comm) -> None:
-        """Also meet the ranks that `complain`. Raise on all ranks that their commands differ."""
+        """Also meet ranks that call `complain`. If their commands differ, raise an error on all ranks."""
         if comm.size == 1:
             return
         ranks = _gather(comm, "", 0)
@@ -110,15 +110,15 @@ class Launched(Job):
             raise shared(UsageError(problem))
 
     def complain(self, complaint: str, code: int) -> int:
-        """Rank 0 has printed its own complaint before: MPI may end a process that starts it."""
+        """Rank 0 has printed its own message already, since starting MPI may end its process."""
         if launched_as() == 1:
             return code
         comm, why, complaint = None, "", complaint or "internal error"
-        former = signal.signal(signal.SIGALRM, signal.SIG_DFL)  # which ends MPI's code, too
+        former = signal.signal(signal.SIGALRM, signal.SIG_DFL)  # it also ends MPI's code
         signal.alarm(SECONDS_TO_JOIN)
         try:
             comm = start_mpi()
-        except Exception as error:  # also of MPI itself: the complaint is what counts
+        except Exception as error:  # including MPI's own errors, since only the message matters
             why = str(error)
         finally:
             signal.alarm(0)
@@ -130,11 +130,11 @@ class Launched(Job):
                 say("; ".join(others))
             return _exit_code(ranks)
         if launched_rank():
-            # Open MPI's mpirun ends all ranks as soon as one has failed: let rank 0 print the reason first.
+            # Open MPI's mpirun ends all ranks as soon as one fails. Let rank 0 print the reason first.
             if OPEN_MPI.size in os.environ:
                 time.sleep(SECONDS_TO_START)
             is_first_of_host = any(os.environ.get(launcher.local_rank) == "0" for launcher in LAUNCHERS)
-            if why == complaint and is_first_of_host:  # each host may lack an MPI of its own
+            if why == complaint and is_first_of_host:  # each host may lack MPI separately
                 say(f"rank {launched_rank()} on {platform.node()}: {complaint}")
         return code
 
@@ -148,9 +148,10 @@ class Launched(Job):
         return [] if comm.rank else of_all
 
     def watch_exit(self, comm: Comm) -> None:
-        """Note calls of sys.exit with an error, and check at exit whether all ranks leave.
+        """Record calls of sys.exit with an error, and check at exit whether all ranks leave.
 
-        MPI_Finalize would wait for the other ranks, and they for this one. `raise SystemExit` is not noticed.
+        Otherwise MPI_Finalize would wait for the other ranks, and they for this one. `raise SystemExit` is
+        not recorded.
         """
         if self._watches_exit:
             return
@@ -165,7 +166,7 @@ class Launched(Job):
             former(code)
 
         def wait_for_all() -> None:
-            """Without an error this is what MPI_Finalize does: others may be at work for hours."""
+            """Wait for all ranks like MPI_Finalize, for hours if necessary. After an error, leave."""
             if MPI.Is_finalized():
                 return
             arrived, begun = world.Ibarrier(), time.monotonic()
@@ -181,7 +182,7 @@ class Launched(Job):
     def leave(self, error: BaseException, comm: Comm | None) -> int:
         code = super().leave(error, comm)
         if isinstance(error, KeyboardInterrupt) and comm is None and launched_as() > 1:
-            # Die of the signal, so that a launcher ends the other ranks, which wait before MPI has started.
+            # End with the signal, so that a launcher ends the other ranks, which wait before MPI has started.
             number = getattr(error, "number", signal.SIGINT)
             sys.stdout.flush()
             signal.signal(number, signal.SIG_DFL)
@@ -193,7 +194,7 @@ class Launched(Job):
             if rank:
                 time.sleep(SECONDS_FOR_RANK_0)
         elif comm is not None and not is_closed_pipe(error) and (library := _raised_by(error)):
-            if library == "NCCL" and comm.rank:  # it fails on all ranks
+            if library == "NCCL" and comm.rank:  # fails on all ranks
                 time.sleep(SECONDS_FOR_RANK_0)
             say(has_failed(comm.rank, library, str(error)))
             return
@@ -201,8 +202,8 @@ class Launched(Job):
 
 
 def start_mpi() -> Comm:
-    """Start MPI, which waits for all ranks. Reject an MPI that is not installed, or not the launcher's."""
-    with warnings.catch_warnings():  # mpi4py's about the launcher: one line of ours replaces them
+    """Start MPI, which waits for all ranks. Reject a missing MPI, and one that is not the launcher's."""
+    with warnings.catch_warnings():  # one line of distgpt replaces mpi4py's warning about the launcher
         warnings.simplefilter("ignore", RuntimeWarning)
         require_mpi()
         from distgpt.core.comm.mpi import MpiComm
@@ -213,42 +214,42 @@ def start_mpi() -> Comm:
 
 
 def foreign_launcher() -> str:
-    """Return what is wrong if the launcher belongs to another MPI; "" if nothing is.
+    """Return the problem if the launcher belongs to another MPI, otherwise "".
 
-    Called before MPI starts. A launcher that this cannot recognise, such as the srun of another MPI, is
-    detected later: the world then has one rank.
+    Called before MPI starts. If this function does not recognize a launcher, such as the srun of another
+    MPI, the world has only one rank, which is detected later.
     """
     from distgpt.core.comm import mpi
 
     found, vendor = launchers(), mpi.vendor()
-    if not found or (found[0] != OPEN_MPI and launched_as() < 2):  # nothing for another one to get wrong
+    if not found or (found[0] != OPEN_MPI and launched_as() < 2):  # any launcher can start one process
         return ""
     launcher = found[0]
     if (launcher == OPEN_MPI and vendor != "Open MPI") or (launcher == MPICH and vendor == "Open MPI"):
         return f"launched by {launcher.name}, but mpi4py belongs to {vendor}; use the mpirun of {vendor}"
     if vendor != "MPICH":
         return ""
-    # srun and flux run let ranks meet by PMI or by PMIx, and not every MPI can do both. PMIX_MCA_… are the
+    # srun and flux run connect ranks through PMI or PMIx, and not every MPI supports both. PMIX_MCA_… are the
     # user's settings.
     pmi = [name for name in os.environ if name.startswith("PMI") and not name.startswith("PMIX_MCA_")]
     only_pmix = bool(pmi) and all(name.startswith("PMIX") for name in pmi)
     has_pmix = "pmix" in mpi.configuration()
     if launcher == SRUN and only_pmix and not has_pmix:
         return "launched by srun --mpi=pmix, which this MPICH is built without; use srun --mpi=pmi2"
-    # Of both, MPICH does not know which to take. A module's PMIX_ROOT is no sign of either.
+    # If both exist, MPICH cannot decide which to use. PMIX_ROOT of a module implies neither.
     if launcher == FLUX_RUN and "PMIX_NAMESPACE" in os.environ and ("PMI_SIZE" in os.environ or not has_pmix):
         return "launched by flux run with PMIx, by which MPICH does not start; use flux run -o pmi=simple"
     return ""
 
 
 def _gather(comm: Comm, complaint: str, code: int) -> list[Introduction]:
-    """Return what each rank is to do. The first exchange of a job. Collective."""
-    context = click.get_current_context(silent=True)  # none in a program that uses distgpt as a library
+    """Return each rank's options. The first communication of a job. Collective."""
+    context = click.get_current_context(silent=True)  # None in a program that uses distgpt as a library
     does = {"the version of distgpt": __version__}
     if context is not None and not complaint:
         default = (click.core.ParameterSource.DEFAULT, click.core.ParameterSource.DEFAULT_MAP)
         does["the command"] = context.command_path
-        does |= {  # set by the user, by their first spelling
+        does |= {  # options set by the user, by their first spelling
             param.opts[0]: str(context.params[name])
             for param in context.command.params
             if (name := param.name or "") in context.params and name not in MAY_DIFFER
@@ -259,7 +260,7 @@ def _gather(comm: Comm, complaint: str, code: int) -> list[Introduction]:
 
 
 def _complaints(ranks: list[Introduction]) -> dict[str, str]:
-    """Return the complaints of ranks, each text with the ranks named in front of it."""
+    """Return the ranks' error messages, each prefixed with its ranks."""
     owners = ranks_by_text(each["complaint"] for each in ranks)
     return {text: f"{named_ranks(those)}: {text}" for text, those in owners.items()}
 
@@ -269,7 +270,7 @@ def _exit_code(ranks: list[Introduction]) -> int:
 
 
 def _difference(ranks: list[Introduction]) -> str:
-    """Describe how the first rank that differs from rank 0 does; "" if none does."""
+    """Describe how the first rank that differs from rank 0 does so; "" if none does."""
     for rank, each in enumerate(ranks):
         for name in {**ranks[0]["does"], **each["does"]}:
             here, there = (one["does"].get(name, "not given") for one in (each, ranks[0]))
@@ -282,20 +283,19 @@ def _difference(ranks: list[Introduction]) -> str:
 
 
 def _raised_by(error: BaseException) -> str:
-    """Return the library between ranks that has raised an error, "" for other errors."""
+    """Return the communication library that raised an error, "" for other errors."""
     if type(error).__module__.startswith("mpi4py"):
         return "MPI"
-    return "NCCL" if type(error).__name__ == "NcclError" else ""  # CuPy's, which need not be installed
+    return "NCCL" if type(error).__name__ == "NcclError" else ""  # class of CuPy, which may not be installed
 
 
 def has_failed(rank: int, library: str, what: str) -> str:
-    """Describe a failure to reach the other ranks."""
     why = "; with NCCL_DEBUG=INFO in the environment it says why" * (library == "NCCL")
     return f"{rank_name(rank)}: {library} has failed, as it does when another rank or host dies: {what}{why}"
 
 
 def _about_cores(comm: Comm, threads: int, threads_given: bool) -> str:
-    """Return how this rank's threads and cores do not suit each other; "" if they do."""
+    """Return how this rank's threads do not match its cores; "" if they do."""
     granted, ranks = granted_cores(comm.cores, comm.local_size), comm.local_size
     by = f" ({granted.limit})" * bool(granted.limit)
     if threads_given and threads > granted.whole:

@@ -1,29 +1,29 @@
-// Causal attention, forward and backward, that never holds a T x T matrix.
-// A block owns the rows of one tile (queries, or keys for their gradients) of one head of one sequence and
-// goes through tiles of columns (keys, or queries). Scores live in registers, the factors of matmuls in shared
-// memory. No atomics: every element has one owner and sums have one order, so results repeat bit by bit.
-// `attention_shape` in attention.py gives the tiles, their shared memory, HEAD and GROUP, the heads of q that
-// share a head of k and v, as macros. Grids:
+// Causal attention, forward and backward, without a T x T matrix in memory.
+// A block owns the rows of one tile (queries, or keys for their gradients) of one head of one sequence. It
+// iterates over tiles of columns (keys, or queries). Scores are in registers, the factors of matmuls in shared
+// memory. There are no atomics: every element has one owner and sums have a fixed order, so results are bitwise
+// reproducible. `attention_shape` in attention.py sets these macros: the tiles, their shared memory, HEAD, and
+// GROUP, the number of query heads per key/value head. Grids:
 //   attention_forward, attention_backward_queries   (sequences · heads, tiles)
 //   attention_backward_keys                         (sequences · heads / GROUP, tiles)
 // qkv is (rows, (heads + 2 heads / GROUP) · HEAD); lse, delta are (sequences, heads, T) of real.
 #include "common.cuh"
 #include "seen.cuh"
 
-constexpr int W = HEAD % PACK == 0 ? PACK : 1;    // elements moved at once from and to memory
-constexpr int CHUNK = 16 / sizeof(real);          // reals moved at once from and to shared memory
+constexpr int W = HEAD % PACK == 0 ? PACK : 1;    // elements per access to memory
+constexpr int CHUNK = 16 / sizeof(real);          // reals per access to shared memory
 constexpr int CHUNKS = (HEAD + CHUNK - 1) / CHUNK;
-constexpr int STRIDE = (CHUNKS | 1) * CHUNK;      // an odd number of chunks: a column meets no bank twice
+constexpr int STRIDE = (CHUNKS | 1) * CHUNK;      // an odd number of chunks, so that a column has no bank conflicts
 constexpr real LOWEST = real(-1e30);              // below every score; exp of a difference to it is 0 or 1
 
-// `HEIGHT` x `LANES` threads. Thread (i, j) has rows i, i + HEIGHT, … and columns j, j + LANES, …; of sums over
-// columns it has chunks j, j + LANES, … of the head. What a warp has beyond them repeats their work.
+// `HEIGHT` x `LANES` threads. Thread (i, j) has rows i, i + HEIGHT, … and columns j, j + LANES, …. For sums
+// over columns it has chunks j, j + LANES, … of the head. The remaining threads of a warp repeat this work.
 template <int ROWS_, int COLUMNS_, int HEIGHT_, int LANES_>
 struct Tile {
     static constexpr int ROWS = ROWS_, COLUMNS = COLUMNS_, HEIGHT = HEIGHT_, LANES = LANES_;
     static constexpr int THREADS = HEIGHT * LANES < WARP ? WARP : HEIGHT * LANES;
     static constexpr int R = ROWS / HEIGHT, C = COLUMNS / LANES, N = (CHUNKS + LANES - 1) / LANES;
-    static constexpr int WEIGHTS = (COLUMNS / CHUNK | 1) * CHUNK;  // from one row of weights to the next
+    static constexpr int WEIGHTS = (COLUMNS / CHUNK | 1) * CHUNK;  // stride of rows of weights
     static constexpr int FACTOR_ROWS = ROWS + COLUMNS, WEIGHT_REALS = WEIGHTS * ROWS;
     static_assert(ROWS % HEIGHT == 0 && COLUMNS % LANES == 0 && COLUMNS % CHUNK == 0, "whole threads");
 
@@ -41,7 +41,7 @@ static_assert(sizeof(real) * BACKWARD_REALS == BACKWARD_SHARED, "attention_shape
 
 extern __shared__ __align__(16) unsigned char dynamic_shared[];
 
-// ---- between memory and shared memory: `count` rows of HEAD elements, `step` elements apart
+// ---- copies between memory and shared memory: `count` rows of HEAD elements, `step` elements apart
 
 template <int ROWS, int THREADS>
 __device__ __forceinline__ void load_rows(real* tile, const stored* from, long long step, int count) {
@@ -129,7 +129,8 @@ __device__ __forceinline__ void add_weighted(Sums<T>& sums, const real* weights,
     }
 }
 
-// to ← sums over `count` rows of a tile, if wanted. Nobody writes to the tile before the next barrier.
+// to ← sums over `count` rows of a tile, if `to` is set. No thread writes to the tile before the next
+// barrier.
 template <typename T>
 __device__ __forceinline__ void sum_rows(real* to, const real* tile, int count) {
 #pragma unroll 1
@@ -141,7 +142,7 @@ __device__ __forceinline__ void sum_rows(real* to, const real* tile, int count) 
     }
 }
 
-// Through `tile`, which may still be read by others until the first barrier here.
+// Uses `tile`, which other threads may still read until the first barrier here.
 template <typename T>
 __device__ __forceinline__ void store_sums(stored* to, long long step, int count, real* tile,
                                            const Sums<T>& sums) {
@@ -156,12 +157,12 @@ __device__ __forceinline__ void store_sums(stored* to, long long step, int count
     store_rows<T::ROWS, T::THREADS>(to, tile, step, count);
 }
 
-// Where a head of q of one sequence lies, and the head of k and v that it shares with others of its GROUP.
+// The position of a query head of one sequence, and of the key/value head that its GROUP shares.
 struct Place {
     int sequence;
     long long head, head_of_all, first_row, qkv_step, y_step;
 
-    // `unit`: of all heads of q
+    // `unit`: among all query heads
     __device__ Place(unsigned unit, int seq_len, int n_head)
         : sequence(unit / n_head), head(unit % n_head), head_of_all(unit),
           first_row(sequence * (long long)seq_len), qkv_step((n_head + 2LL * (n_head / GROUP)) * HEAD),
@@ -173,7 +174,7 @@ struct Place {
     }
     __device__ long long in_qkv(int part, int t) const { return (first_row + t) * qkv_step + column(part); }
     __device__ long long in_y(int t) const { return (first_row + t) * y_step + head * HEAD; }
-    // Of dqkv's sums over the rows of each tile, (sequences · tiles, columns of qkv)
+    // The position in dqkv's sums over the rows of each tile, (sequences · tiles, columns of qkv)
     __device__ real* in_sums(real* sums, int part) const {
         const long long row = (long long)sequence * gridDim.y + blockIdx.y;
         return sums ? sums + row * qkv_step + column(part) : nullptr;

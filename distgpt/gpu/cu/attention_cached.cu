@@ -1,17 +1,17 @@
 // Causal attention of a few new rows to a cache of keys and values, for decoding.
 //
-// Grid (sequences · heads, new rows, parts), block WARPS · 32 threads. The keys a row sees are cut into as
-// many parts as the grid has; with more than one, attention_cached_join (sequences · heads, new rows) of one
-// warp puts them together. Where the new rows stand in the cache is read on the device, so that a recorded
-// launch can be repeated at every position. HEAD, GROUP, the heads of q that share a head of k and v, and WINDOW
-// are macros; no more than t_max positions may be filled.
+// Grid (sequences · heads, new rows, parts), block WARPS · 32 threads. The keys that a row sees are divided
+// into the parts of the grid. With more than one part, attention_cached_join (sequences · heads, new rows;
+// one warp) combines them. The positions of new rows in the cache are read on the device, so that a recorded
+// launch can be repeated at any position. Macros: HEAD, GROUP (query heads per key/value head), WINDOW. At
+// most t_max positions may be filled.
 #include "common.cuh"
 #include "seen.cuh"
 
 constexpr int W = HEAD % PACK == 0 ? PACK : 1;
-constexpr int PIECES = HEAD / W;  // of at most 256 elements: a thread for each
+constexpr int PIECES = HEAD / W;  // of at most 256 elements; one thread each
 constexpr int WARPS = 8;
-constexpr int TOGETHER = GROUP + 2;  // heads of q, k and v that meet
+constexpr int TOGETHER = GROUP + 2;  // heads of q, k and v that are used together
 constexpr real LOWEST = real(-1e30);  // below every score; exp of a difference to it is 0 or 1
 
 __device__ constexpr int lanes_for(int pieces) {
@@ -20,11 +20,11 @@ __device__ constexpr int lanes_for(int pieces) {
     return lanes;
 }
 
-constexpr int LANES = lanes_for(PIECES);  // that share one key
+constexpr int LANES = lanes_for(PIECES);  // lanes per key
 constexpr int EACH = (PIECES + LANES - 1) / LANES;
-constexpr int KEYS = WARPS * WARP / LANES;  // at once in a block
+constexpr int KEYS = WARPS * WARP / LANES;  // keys per block iteration
 
-// The state after some of the keys: the highest score, Σ exp(score - top), Σ exp(score - top) · value.
+// The state after some keys: the highest score, Σ exp(score - top), Σ exp(score - top) · value.
 struct Partial {
     real top = LOWEST, total = 0;
     Elements<W> sum[EACH] = {};
@@ -51,11 +51,11 @@ __device__ __forceinline__ void load_pieces(Elements<W> (&x)[EACH], const stored
 }
 
 // y ← softmax(q kᵀ / √HEAD, causal) v for new rows at start, start + 1, …; cache ← their keys and values.
-// start (starts,), of all sequences or each; lanes (sequences,): where in the cache each is, or null; -1: it
-// sees nothing, y is 0, and nothing is stored.
+// start (starts,): of all sequences or each. lanes (sequences,): each sequence's slot in the cache, or null;
+// -1: it sees nothing, y is 0, and nothing is stored.
 // y (sequences · rows, heads · HEAD), cache (2, n_lanes, heads / GROUP, t_max, HEAD),
 // qkv (sequences · rows, (heads + 2 heads / GROUP) · HEAD).
-// With several parts y stays as it is, and parts (sequences · heads, rows, parts, HEAD + 2) is filled.
+// With multiple parts, y is unchanged and parts (sequences · heads, rows, parts, HEAD + 2) is filled.
 extern "C" __global__ void __launch_bounds__(WARPS * WARP)
 attention_cached(stored* y, stored* cache, real* parts, const stored* qkv, const int* start, int starts,
                  const int* lanes, int n_lanes, int n_head, int t_max) {
@@ -64,7 +64,7 @@ attention_cached(stored* y, stored* cache, real* parts, const stored* qkv, const
     const int begin = start[seq % starts], last = begin + row;
     const long long channels = (long long)n_head * HEAD, kv_channels = channels / GROUP;
     const stored* new_q = qkv + (long long)seq * new_rows * TOGETHER * kv_channels + head * HEAD;
-    const long long aside = channels + (head / GROUP - head) * HEAD;  // of k, from q
+    const long long aside = channels + (head / GROUP - head) * HEAD;  // offset from q to k
     const int kv_heads = n_head / GROUP, from_lane = lane < 0 ? 0 : lane;
     stored* keys = cache + ((long long)from_lane * kv_heads + head / GROUP) * t_max * HEAD;
     stored* values = keys + (long long)n_lanes * kv_heads * t_max * HEAD;
@@ -104,7 +104,7 @@ attention_cached(stored* y, stored* cache, real* parts, const stored* qkv, const
         }
     }
 
-    // the groups of lanes of a warp, then the warps of the block, always in the same order
+    // lane groups of a warp, then warps of the block, in a fixed order
 #pragma unroll
     for (int step = LANES; step < WARP; step *= 2) {
         const real other = __shfl_xor_sync(ALL, mine.top, step);
@@ -165,6 +165,6 @@ attention_cached_join(stored* y, const real* parts, int n_head, int n_parts) {
         real sum = 0;
         for (int p = 0; p < n_parts; p++)
             sum += in[p * (HEAD + 2) + d] * exp(in[p * (HEAD + 2) + HEAD] - highest);
-        out[d] = to_stored(total == 0 ? 0 : sum / total);  // 0: of no sequence
+        out[d] = to_stored(total == 0 ? 0 : sum / total);  // 0: not a sequence
     }
 }

@@ -1,8 +1,8 @@
-// What the gradient of attention begins with. It is apart from attention.cu, which takes long to compile, since
-// attention_mma.cu needs it too. Macros give HEAD and DELTA_LANES, the threads for each row and head.
+// The first step of the attention gradient. It is separate from attention.cu, which compiles slowly, because
+// attention_mma.cu also needs it. Macros: HEAD, and DELTA_LANES, the threads per row and head.
 #include "common.cuh"
 
-constexpr int W = HEAD % PACK == 0 ? PACK : 1;  // elements moved at once
+constexpr int W = HEAD % PACK == 0 ? PACK : 1;  // elements per access
 
 // delta ← Σ dy · y over a head, which is Σ p · (dy vᵀ) over its keys; `count` is rows · heads
 // delta (sequences, heads, T) of real, dy and y (rows, heads · HEAD)

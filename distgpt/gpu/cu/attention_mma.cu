@@ -1,34 +1,34 @@
-// Causal attention like attention.cu's, forward and backward, on tensor cores: for bfloat16, heads of
-// multiples of 16 elements up to 128, and compute capability 8.0 or later.
+// Causal attention like attention.cu, forward and backward, on tensor cores: for bfloat16, head sizes that are
+// multiples of 16 up to 128, and compute capability 8.0 or later.
 //
-// Each warp owns 16 rows of a block's ROWS (queries, or keys for their gradients). Its left factors (its rows,
-// weights) and its sums stay in registers; the tiles of columns that all warps go through (keys, or queries)
-// come to shared memory, the next ones while the last ones are used. Weights are rounded
-// to bfloat16, sums are float. No atomics: results repeat bit by bit.
+// Each warp owns 16 rows of a block's ROWS (queries, or keys for their gradients). Its left factors (rows,
+// weights) and its sums stay in registers. All warps iterate over the same tiles of columns (keys, or queries) in
+// shared memory. The next tiles are loaded while the current ones are used. Weights are rounded to bfloat16, sums
+// are float. There are no atomics, so results are bitwise reproducible.
 //
-// Blocks: sequences · heads (of k and v for their gradients) · tiles, the tiles of a head side by side, so that
-// they find its rows in the cache, and of them those with the longest work first. The arrays are those of
-// attention.cu, whose delta serves too.
+// Blocks: sequences · heads (key/value heads for their gradients) · tiles. Tiles of a head are adjacent, so that
+// its rows are cached, and start with the longest work. The arrays are the same as in attention.cu. Uses the
+// delta of attention_delta.cu.
 #include "common.cuh"
 #include "seen.cuh"
 
-// ---- tensor cores and what feeds them, for compute capability 8.0 and later: a warp's product of bfloat16
-// matrices with sums in float, matrices out of shared memory, copies into it that do not wait.
+// ---- tensor cores and their inputs, for compute capability 8.0 and later: a warp's product of bfloat16
+// matrices with float sums, loads of matrices from shared memory, asynchronous copies to shared memory.
 //
-// All 32 lanes call these together. How elements lie in them is the PTX ISA's, "Matrix Fragments for
-// mma.m16n8k16 with floating point type"; with g = lane / 4 and t = lane % 4, two elements per register, the
-// one of the lower column (of b: row) in its low half:
+// All 32 lanes call these together. The PTX ISA defines the layout of elements in "Matrix Fragments for
+// mma.m16n8k16 with floating point type". With g = lane / 4 and t = lane % 4, there are two elements per
+// register, with the lower column (of b: row) in its low half:
 //
 //   a, 16 x 16   a[0] row g,     columns 2t, 2t + 1      a[2] row g,     columns 2t + 8, 2t + 9
 //                a[1] row g + 8, columns 2t, 2t + 1      a[3] row g + 8, columns 2t + 8, 2t + 9
 //   b, 16 x 8    b0   column g,  rows 2t, 2t + 1         b1   column g,  rows 2t + 8, 2t + 9
 //   c, 16 x 8    c[0], c[1] row g, columns 2t, 2t + 1    c[2], c[3] row g + 8, the same columns
 //
-// Without a GPU, tests provide the same functions.
+// Without a GPU, tests emulate these functions.
 
 #if defined(__CUDA_ARCH__)
 
-typedef unsigned SharedAddress;  // counts bytes
+typedef unsigned SharedAddress;  // in bytes
 
 __device__ __forceinline__ SharedAddress shared_address(const void* p) {
     return SharedAddress(__cvta_generic_to_shared(p));
@@ -43,8 +43,8 @@ __device__ __forceinline__ void multiply_add(float (&c)[4], const unsigned (&a)[
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// Four matrices of 8 rows of 16 bytes: lane 8 i + j says where row j of matrix i lies. to[i] gets columns 2t
-// and 2t + 1 of row g of matrix i ("ldmatrix" in the PTX ISA).
+// Load four matrices of 8 rows of 16 bytes. Lane 8 i + j has the address of row j of matrix i. to[i] gets
+// columns 2t and 2t + 1 of row g of matrix i ("ldmatrix" in the PTX ISA).
 __device__ __forceinline__ void load_matrices(unsigned (&to)[4], SharedAddress row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
@@ -52,7 +52,7 @@ __device__ __forceinline__ void load_matrices(unsigned (&to)[4], SharedAddress r
                  : "memory");
 }
 
-// Loads the transposed matrices: rows 2t and 2t + 1 of column g.
+// Load the transposed matrices: rows 2t and 2t + 1 of column g.
 __device__ __forceinline__ void load_matrices_transposed(unsigned (&to)[4], SharedAddress row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
@@ -60,7 +60,7 @@ __device__ __forceinline__ void load_matrices_transposed(unsigned (&to)[4], Shar
                  : "memory");
 }
 
-// BYTES, 4 or 16, from memory to shared memory, or zeros where `there` is false; then `from` is not read.
+// Copy BYTES (4 or 16) from memory to shared memory; zeros if `there` is false, without reading `from`.
 template <int BYTES>
 __device__ __forceinline__ void start_copy(SharedAddress to, const void* from, bool there) {
     if constexpr (BYTES == 16) {
@@ -77,10 +77,10 @@ __device__ __forceinline__ void start_copy(SharedAddress to, const void* from, b
     }
 }
 
-// Until the thread's own copies have arrived; those of other threads need a barrier after it.
+// Wait for the thread's own copies. Other threads' copies need a barrier afterwards.
 __device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
-// Two elements in one register, each rounded to the nearest
+// Two elements in one register, each rounded to nearest
 __device__ __forceinline__ unsigned pair_of(float low, float high) {
     unsigned pair;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
@@ -94,14 +94,14 @@ __device__ __forceinline__ unsigned pair_of(float low, float high) {
 constexpr int SIDE = 16;                         // of the matrices that tensor cores multiply
 constexpr int THREADS = ROWS / SIDE * WARP;
 constexpr int STEPS = HEAD / SIDE;               // of a product over the head
-constexpr int STRIDE = HEAD + PACK;              // an odd number of 16 bytes: eight rows meet no bank twice
+constexpr int STRIDE = HEAD + PACK;              // odd number of 16 bytes, for no bank conflicts in 8 rows
 [[maybe_unused]] constexpr int ROW_BYTES = STRIDE * sizeof(stored);
-[[maybe_unused]] constexpr float LOWEST = -1e30f;                 // below every score; exp2 of a difference to it is 0 or 1
+[[maybe_unused]] constexpr float LOWEST = -1e30f;  // below every score; exp2 of a difference is 0 or 1
 [[maybe_unused]] constexpr float LOG2_E = 1.4426950408889634f;
 static_assert(sizeof(stored) == 2 && HEAD % SIDE == 0 && HEAD <= 128 && ROWS % SIDE == 0, "as said above");
 
-// Columns of a tile, as many as leave room for two pairs of tiles, and how many of them are used together for
-// gradients, which registers decide.
+// Columns of a tile, so that two pairs of tiles fit; and how many of them are used together for gradients,
+// limited by registers.
 [[maybe_unused]] constexpr int KEYS = HEAD <= 80 ? 64 : 32, KEY_PART = 32;
 [[maybe_unused]] constexpr int QUERIES = 32, QUERY_PART = 16;
 
@@ -109,7 +109,7 @@ __device__ __forceinline__ int lane() { return threadIdx.x % WARP; }
 __device__ __forceinline__ int group() { return lane() / 4; }
 __device__ __forceinline__ int pair() { return lane() % 4 * 2; }
 
-// A left factor, 16 x 16 · COUNT, and sums, 16 x 8 · COUNT, as they lie in a warp: see above.
+// A left factor, 16 x 16 · COUNT, and sums, 16 x 8 · COUNT, in the layout described above.
 template <int COUNT>
 struct Factor {
     unsigned at[COUNT][4];
@@ -120,13 +120,13 @@ struct Sums {
     float at[COUNT][4];
 };
 
-// Element i of sums' part n lies in this row and, by so much, to the right of the diagonal of the warp's first
-// row and column: ahead() is of a thread's first element, and what further() adds is known to the compiler.
+// The row of element i of sums' part n, and its offset to the right of the diagonal of the warp's first row
+// and column. ahead() is the offset of a thread's first element. further() adds a compile-time constant.
 __device__ __forceinline__ int row_of(int i) { return group() + i / 2 * 8; }
 __device__ __forceinline__ int ahead() { return pair() - group(); }
 __device__ constexpr int further(int n, int i) { return n * 8 + i % 2 - i / 2 * 8; }
 
-// Scores between rows and columns that do not see each other; `hidden` comes from further().
+// Mask the scores between rows and columns that do not see each other. `hidden` comes from further().
 template <int COUNT, typename Hidden>
 __device__ __forceinline__ void hide(Sums<COUNT>& s, Hidden hidden) {
 #pragma unroll
@@ -136,9 +136,9 @@ __device__ __forceinline__ void hide(Sums<COUNT>& s, Hidden hidden) {
             if (hidden(further(n, i))) s.at[n][i] = LOWEST;
 }
 
-// ---- between memory, shared memory and registers
+// ---- copies between memory, shared memory and registers
 
-// 16 rows of HEAD elements, `step` apart, of which there are `count`; the others are zeros.
+// The first `count` of 16 rows of HEAD elements, `step` apart. The other rows are zeros.
 __device__ __forceinline__ void load_rows(Factor<STEPS>& rows, const stored* from, int step, int count) {
 #pragma unroll
     for (int s = 0; s < STEPS; s++)
@@ -149,7 +149,7 @@ __device__ __forceinline__ void load_rows(Factor<STEPS>& rows, const stored* fro
         }
 }
 
-// All threads of the block send COUNT such rows to a tile. They arrive when they are waited for.
+// All threads of the block copy COUNT such rows to a tile asynchronously.
 template <int COUNT>
 __device__ __forceinline__ void fetch(stored* tile, const stored* rows, int step, int count) {
     constexpr int PIECES = HEAD / PACK, AT_ONCE = THREADS / PIECES;
@@ -163,7 +163,7 @@ __device__ __forceinline__ void fetch(stored* tile, const stored* rows, int step
             start_copy<16>(shared_address(tile + row * STRIDE), rows + row * step, row < count - first);
 }
 
-// Rounded sums, each row times its factor, to `count` rows in memory through 16 rows of a tile.
+// Store rounded sums, each row times its factor, to `count` rows in memory, through 16 rows of a tile.
 __device__ __forceinline__ void store_rows(stored* to, int step, int count, stored* tile,
                                            const Sums<2 * STEPS>& sums, float upper, float lower) {
     __syncwarp();
@@ -184,7 +184,7 @@ __device__ __forceinline__ void store_rows(stored* to, int step, int count, stor
     }
 }
 
-// to ← sums over the block's rows as they were stored, `count` of them, through its tile. All threads call.
+// to ← sums over `count` rows of the block as they were stored, through its tile. All threads must call.
 __device__ __forceinline__ void sum_rows(float* to, const stored* tile, int count) {
     static_assert(HEAD <= THREADS, "a thread for each column");
     __syncthreads();
@@ -236,13 +236,13 @@ __device__ __forceinline__ void add_weighted(Sums<2 * STEPS>& sums, const Sums<C
     }
 }
 
-// ---- where a block and a warp work
+// ---- positions of a block and a warp
 
 struct Place {
     int tile, tiles, seq_len, head_of_all, head, qkv_step, y_step, kv_step;
     long long first_row;
 
-    // Of a head of q; if blocks are of k and v, of one that meets theirs.
+    // A query head. If blocks are of key/value heads, one of the query heads of its group.
     __device__ Place(int length, int n_head, bool of_keys = false, int member = 0)
         : tiles((length + ROWS - 1) / ROWS), seq_len(length), qkv_step((n_head + 2 * (n_head / GROUP)) * HEAD),
           y_step(n_head * HEAD), kv_step(n_head / GROUP * HEAD) {
@@ -259,7 +259,7 @@ struct Place {
     __device__ long long in_qkv(int part, int t) const { return (first_row + t) * qkv_step + column(part); }
     __device__ long long in_y(int t) const { return (first_row + t) * y_step + head * HEAD; }
     __device__ long long in_lse(int t) const { return (long long)head_of_all * seq_len + t; }
-    // Of dqkv's sums over the rows of each tile, (sequences · tiles, columns of qkv)
+    // The position in dqkv's sums over the rows of each tile, (sequences · tiles, columns of qkv)
     __device__ float* in_sums(float* sums, int part) const {
         const int sequence = head_of_all / (y_step / HEAD);
         return sums + ((long long)sequence * tiles + tile) * qkv_step + column(part);
@@ -267,7 +267,7 @@ struct Place {
     __device__ int rows_from(int t) const { return seq_len - t; }
 };
 
-// Those of a thread's two rows of queries, from row t on
+// The first visible keys of a thread's two query rows, from row t on
 struct Begins {
     int at[2] = {0, 0};
 
@@ -278,7 +278,7 @@ struct Begins {
                 at[half] = first_key(positions, place, t + row_of(2 * half));
     }
 
-    // Scores of keys, from `start` on, before those that their query sees
+    // Mask the scores of keys, from `start` on, that come before the first visible key of their query.
     template <int COUNT>
     __device__ __forceinline__ void hide(Sums<COUNT>& s, int start) const {
 #pragma unroll
@@ -289,10 +289,10 @@ struct Begins {
     }
 };
 
-// The first row of a warp, of those of its block
+// The first row of a warp within its block
 __device__ __forceinline__ int warp_row() { return threadIdx.x / WARP * SIDE; }
 
-// The tiles of k and v from key `start` on
+// Load the tiles of k and v from key `start` on.
 __device__ __forceinline__ void fetch_keys(stored (&tiles)[2][KEYS * STRIDE], const stored* qkv,
                                            const Place& place, int start) {
     const stored *k = qkv + place.in_qkv(1, start), *v = k + place.kv_step;
@@ -300,14 +300,14 @@ __device__ __forceinline__ void fetch_keys(stored (&tiles)[2][KEYS * STRIDE], co
     fetch<KEYS>(tiles[1], v, place.qkv_step, place.rows_from(start));
 }
 
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800  // never started on older GPUs
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800  // never launched on older GPUs
 
 // ---- forward
 
 struct Softmax {
     float top[2] = {LOWEST, LOWEST}, total[2] = {0, 0};
 
-    // Scores to weights; what was summed so far fades. `scale` turns scores into powers of 2.
+    // Convert scores to weights, and rescale earlier sums. `scale` converts scores to powers of 2.
     template <int COUNT>
     __device__ __forceinline__ void weigh(Sums<COUNT>& s, Sums<2 * STEPS>& sums, float scale) {
 #pragma unroll
@@ -319,7 +319,7 @@ struct Softmax {
             highest = fmaxf(highest, __shfl_xor_sync(ALL, highest, 1));
             highest = fmaxf(highest, __shfl_xor_sync(ALL, highest, 2));
             const float fade = exp2_fast((top[half] - highest) * scale);
-            const float offset = BOUNDED && highest == LOWEST ? 0 : -highest * scale;  // all are hidden
+            const float offset = BOUNDED && highest == LOWEST ? 0 : -highest * scale;  // all are masked
             top[half] = highest;
             total[half] *= fade;
 #pragma unroll
@@ -347,7 +347,7 @@ struct Softmax {
 // y ← softmax(q kᵀ / √HEAD, causal) v; lse ← log of the softmax's denominator
 extern "C" __global__ void __launch_bounds__(THREADS, HEAD <= 64 ? 4 : 3)
 attention_forward(stored* y, real* lse, const stored* qkv, const int* positions, int seq_len, int n_head) {
-    __shared__ __align__(16) stored tiles[2][2][KEYS * STRIDE];  // k and v, now and next
+    __shared__ __align__(16) stored tiles[2][2][KEYS * STRIDE];  // k and v, current and next
     const Place place(seq_len, n_head);
     const int first = (place.tiles - 1 - place.tile) * ROWS, end = min(first + ROWS, seq_len);
     const int own = first + warp_row(), last = own < end ? own + SIDE - 1 : -1;  // the warp's last column
@@ -362,7 +362,7 @@ attention_forward(stored* y, real* lse, const stored* qkv, const int* positions,
     Softmax softmax;
     for (int stage = 0; start < end; start += KEYS, stage ^= 1) {
         wait_for_copies();
-        __syncthreads();  // the tiles are here, and nobody reads those before them any more
+        __syncthreads();  // the tiles have arrived, and no thread reads the previous ones
         if (start + KEYS < end) fetch_keys(tiles[stage ^ 1], qkv, place, start + KEYS);
         if (start > last) continue;
         Sums<KEYS / 8> s;
@@ -391,7 +391,7 @@ attention_forward(stored* y, real* lse, const stored* qkv, const int* positions,
 extern "C" __global__ void __launch_bounds__(THREADS, HEAD <= 64 ? 3 : 2)
 attention_backward_queries(stored* dqkv, real* sums, const stored* dy, const real* lse, const real* delta,
                            const stored* qkv, const int* positions, int seq_len, int n_head) {
-    __shared__ __align__(16) stored tiles[2][2][KEYS * STRIDE];  // k and v, now and next
+    __shared__ __align__(16) stored tiles[2][2][KEYS * STRIDE];  // k and v, current and next
     const Place place(seq_len, n_head);
     const int first = (place.tiles - 1 - place.tile) * ROWS, end = min(first + ROWS, seq_len);
     const int own = first + warp_row(), last = own < end ? own + SIDE - 1 : -1;
@@ -447,7 +447,7 @@ attention_backward_keys(stored* dqkv, real* sums, const stored* dy, const real* 
                         const stored* qkv, const int* positions, int seq_len, int n_head) {
     static_assert(2 * QUERIES <= THREADS, "a thread for each statistic");
     static_assert(4 * QUERIES >= ROWS, "room for results");
-    __shared__ __align__(16) stored tiles[2][2][QUERIES * STRIDE];  // q and dy, now and next
+    __shared__ __align__(16) stored tiles[2][2][QUERIES * STRIDE];  // q and dy, current and next
     __shared__ __align__(16) float statistics[2][2][QUERIES];       // lse and delta
     const Place place(seq_len, n_head, true);
     const int first = place.tile * ROWS, own = first + warp_row();
@@ -473,7 +473,7 @@ attention_backward_keys(stored* dqkv, real* sums, const stored* dy, const real* 
     for (int member = 0; member < GROUP; member++) {
         const Place of(seq_len, n_head, true, member);
         if (member > 0) {
-            __syncthreads();  // nobody reads the tiles of the last one any more
+            __syncthreads();  // no thread reads the last tiles
             fetch_queries(of, 0, first);
         }
         for (int start = first, stage = 0; start < stop; start += QUERIES, stage ^= 1) {

@@ -1,9 +1,9 @@
-// Types and small helpers of all kernels. A source is compiled once per storage type; it includes nothing
+// Types and small helpers of all kernels. A source is compiled once per storage type. It includes nothing
 // else, so that neither CUDA's headers nor a C library need to be installed.
 //
 //   stored   the type of activations and parameters in memory: bfloat16 (its bits), float or double
 //   real     the type of arithmetic, statistics and gradients of parameters
-//   PACK     the number of stored elements moved at once: 16 bytes
+//   PACK     the number of stored elements per access: 16 bytes
 #pragma once
 
 #if defined(STORAGE_BFLOAT16)
@@ -43,7 +43,7 @@ __device__ __forceinline__ stored to_stored(real x) {  // to the nearest, ties t
 #endif
 }
 
-// The bits of one of the two bfloat16 around x, the nearer one more likely: by index and key alone.
+// The bits of one of the two bfloat16 around x. The nearer one is more likely. Depends only on index and key.
 __device__ __forceinline__ unsigned short dithered(float x, unsigned index, unsigned key) {
     unsigned noise = index * 0x9E3779B1u + key;
     noise = (noise ^ noise >> 16) * 0x85EBCA6Bu;  // Murmur3's finalizer, as in kernels/fused/flat.py
@@ -54,7 +54,7 @@ __device__ __forceinline__ unsigned short dithered(float x, unsigned index, unsi
     return (unsigned short)(bits >> 16);
 }
 
-// W elements that lie side by side: one, or as many as 16 bytes hold.
+// W adjacent elements: one, or 16 bytes.
 template <int W>
 struct Elements {
     real at[W];
@@ -72,14 +72,14 @@ __device__ __forceinline__ void operator*=(Elements<W>& x, const Elements<W>& y)
     for (int i = 0; i < W; i++) x.at[i] *= y.at[i];
 }
 
-// 16 bytes, which are moved at once, as numbers of a type.
+// 16 bytes, moved in one access, as numbers of a type.
 template <typename T>
 union Moved {
     uint4 bits;
     T at[16 / sizeof(T)];
 };
 
-// 16 bytes as they lie in memory: held like this, bfloat16 takes half the registers.
+// 16 bytes as stored in memory. In this form, bfloat16 needs half the registers.
 template <int W>
 struct Piece {
     uint4 bits;
@@ -122,7 +122,7 @@ __device__ __forceinline__ void store(stored* p, const Elements<W>& x) {
         Moved<stored> moved;
 #pragma unroll
         for (int i = 0; i < W; i++) moved.at[i] = to_stored(x.at[i]);
-        __stwb(reinterpret_cast<uint4*>(p), moved.bits);  // the compiler takes an ordinary store apart at times
+        __stwb(reinterpret_cast<uint4*>(p), moved.bits);  // the compiler sometimes splits an ordinary store
     }
 }
 
@@ -146,7 +146,7 @@ __device__ __forceinline__ Elements<W> load_real(const real* p) {
     return x;
 }
 
-// `once`: nobody reads it soon, so that it need not take the place of others in the cache.
+// `once`: not read again soon, so that it need not replace other data in the cache.
 template <int W>
 __device__ __forceinline__ void store_real(real* p, const Elements<W>& x, bool once = false) {
     if constexpr (W * sizeof(real) % 16 == 0) {
@@ -165,7 +165,7 @@ __device__ __forceinline__ void store_real(real* p, const Elements<W>& x, bool o
     }
 }
 
-// 2 to the power of x, to about 2 units of the last place; 0 where that is below the normal range.
+// 2 to the power of x, with an error of about 2 ulp; 0 if the result is below the normal range.
 __device__ __forceinline__ float exp2_fast(float x) {
 #if defined(__CUDA_ARCH__)
     float y;
@@ -176,12 +176,13 @@ __device__ __forceinline__ float exp2_fast(float x) {
 #endif
 }
 
-// The position of the first token of a row's sequence: one for all, one each, or 0.
+// The position of the first token of a row's sequence. `start` has one value for all, one each, or is null
+// (0).
 __device__ __forceinline__ int first_of(int row, const int* start, int starts, int seq_len) {
     return start ? start[row / seq_len % starts] : 0;
 }
 
-// The sum over the lanes of a warp: every lane gets it.
+// The sum over the lanes of a warp, returned to every lane.
 template <typename T>
 __device__ __forceinline__ T warp_sum(T x) {
 #pragma unroll
@@ -189,26 +190,26 @@ __device__ __forceinline__ T warp_sum(T x) {
     return x;
 }
 
-// The sum over a block of whole warps, in a fixed order: every thread gets it. All threads must call.
+// The sum over a block of whole warps, in a fixed order, returned to every thread. All threads must call.
 template <typename T>
 __device__ __forceinline__ T block_sum(T x) {
     __shared__ T of_warp[WARP];
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, warps = blockDim.x / WARP;
     x = warp_sum(x);
-    __syncthreads();  // whoever still reads the last sum
+    __syncthreads();  // threads may still read the last sum
     if (lane == 0) of_warp[warp] = x;
     __syncthreads();
     return warp_sum(lane < warps ? of_warp[lane] : T(0));
 }
 
-// ---- sums over rows, by columns: a block has WARP pieces of W columns in a slice of the rows, as many as the
-// grid is high, and reads DOWN rows at a time.
+// ---- column sums: a block has WARP pieces of W columns in a slice of the rows, and reads DOWN rows at a
+// time. The grid's height is the number of slices.
 
 constexpr int DOWN = 8;
 
 template <int W>
 struct Slice {
-    int column, first, last;  // the thread's first column and row; behind the last row of the slice
+    int column, first, last;  // the thread's first column and row; the end of the slice
 
     __device__ __forceinline__ explicit Slice(int n) {
         const int rows = (n + gridDim.y - 1) / gridDim.y, begin = blockIdx.y * rows;
@@ -218,7 +219,7 @@ struct Slice {
     }
 };
 
-// partial (slices, c) ← the sums of a slice, of which each thread has its own. All threads must call.
+// partial (slices, c) ← the sum of a slice, from the sums of its threads. All threads must call.
 template <int W>
 __device__ __forceinline__ void hand_over_columns(real* partial, const Elements<W>& sum, int c) {
     __shared__ real sums[DOWN][WARP * W];
@@ -236,10 +237,10 @@ __device__ __forceinline__ void hand_over_columns(real* partial, const Elements<
     }
 }
 
-// Instantiates `name` for W = PACK and W = 1, as the kernels name_packed and name_single: the second for rows
-// that are not whole pieces of 16 bytes. Written as KERNEL(name, (parameters), (arguments)). BOUNDED_KERNEL
-// also says how many threads a block has at the most (a launch with too many registers for them would fail)
-// and how many blocks of the first a multiprocessor has room for.
+// Instantiates `name` for W = PACK and W = 1, as the kernels name_packed and name_single. The second is for
+// rows that are not a multiple of 16 bytes. Written as KERNEL(name, (parameters), (arguments)).
+// BOUNDED_KERNEL also sets the maximum number of threads per block (a launch with too many registers would
+// fail), and the minimum number of blocks of the first kernel per multiprocessor.
 #define KERNEL(name, parameters, arguments) BOUNDED_KERNEL(name, 1024, 1, parameters, arguments)
 #define BOUNDED_KERNEL(name, threads, blocks, parameters, arguments)         \
     extern "C" __global__ void __launch_bounds__(threads, blocks)            \
@@ -247,7 +248,7 @@ __device__ __forceinline__ void hand_over_columns(real* partial, const Elements<
     extern "C" __global__ void __launch_bounds__(threads)                    \
     name##_single parameters { name<1> arguments; }
 
-// What gradients are multiplied with: scalars begin with grad_scale and clip. NaN where the norm is not finite.
+// The factor of gradients. The first scalars are grad_scale and clip. NaN if the norm is not finite.
 __device__ __forceinline__ double clipped_scale(const double* norm, const double* scalars) {
     const double length = scalars[0] * sqrt(norm[0]), clip = scalars[1];
     if (!(length - length == 0)) return length - length;

@@ -1,11 +1,11 @@
-// What decoding does beside the passes: positions of a cache move; tokens are found that are likeliest, or drawn.
+// Decoding outside of the passes: move positions of a cache, find the most likely tokens, sample a token.
 #include "common.cuh"
 
-// Of lane `target` positions 0 … kept ← those from `count` on of lane `source`, keys turned back by `count`
-// positions where there are angles, (> count, half). caches (planes / 2, 2, n_lanes, kv_heads, t_max, head).
+// Positions 0 … kept of slot `target` ← positions from `count` on of slot `source`. If there are angles,
+// (> count, half), keys are rotated back by `count` positions. caches (planes / 2, 2, n_lanes, kv_heads, t_max, head).
 //
-// A thread owns elements j and j + half of a head of a plane, for the positions of its block's part (of `part`
-// positions), which it takes upwards: so a lane may move within itself, if there is one part.
+// A thread owns elements j and j + half of a head of a plane, for its block's part of the positions (`part` of
+// them) in ascending order. So with a single part, a slot may move within itself.
 extern "C" __global__ void
 move_cached(stored* caches, const real* cos, const real* sin, int planes, int n_lanes, int kv_heads, int t_max,
             int head, int target, int source, int count, int kept, int part) {
@@ -31,7 +31,7 @@ struct Scored {
     int token;
 };
 
-// The order of tokens: by score, equal ones by number.
+// The order of tokens: by score, then by number.
 __device__ __forceinline__ bool ahead(Scored a, Scored b) {
     return a.score > b.score || (a.score == b.score && a.token < b.token);
 }
@@ -39,7 +39,7 @@ __device__ __forceinline__ bool ahead(Scored a, Scored b) {
 constexpr real HIGHEST = real(sizeof(real) == 4 ? 3.4028234663852886e38 : 1.7976931348623157e308);
 constexpr int NOBODY = 0x7fffffff;
 
-// A thread's own first token behind `before`.
+// A thread's first token after `before`.
 __device__ __forceinline__ Scored next_of(const stored* row, int vocab, Scored before) {
     Scored best = {-HIGHEST, NOBODY};
     for (int j = threadIdx.x; j < vocab; j += blockDim.x) {
@@ -58,7 +58,7 @@ __device__ __forceinline__ Scored first_of_warp(Scored x) {
     return x;
 }
 
-// The first token of a block: every thread gets it. All threads must call.
+// The first token of a block, returned to every thread. All threads must call.
 __device__ __forceinline__ Scored first_of_block(Scored x) {
     __shared__ Scored of_warp[WARP];
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, warps = blockDim.x / WARP;
@@ -66,13 +66,13 @@ __device__ __forceinline__ Scored first_of_block(Scored x) {
     if (lane == 0) of_warp[warp] = x;
     __syncthreads();
     x = first_of_warp(lane < warps ? of_warp[lane] : Scored{-HIGHEST, NOBODY});
-    __syncthreads();  // all have read before the next is written
+    __syncthreads();  // all threads have read it before the next write
     return x;
 }
 
-// tokens (rows, k) ← the k likeliest by scores (rows, width), of which `vocab` count, in order; found
-// (rows, k + 1) ← their scores, and log Σ exp of all, NaN where one is not finite. A block for each row: after
-// each token only the thread that had it looks at its scores again.
+// tokens (rows, k) ← the k most likely tokens by scores (rows, width), of which the first `vocab` count, in
+// order; found (rows, k + 1) ← their scores, and log Σ exp of all, NaN if one is not finite. One block per
+// row. After each token, only the thread that had it reads its scores again.
 extern "C" __global__ void __launch_bounds__(1024)
 likeliest(int* tokens, real* found, const stored* scores, int vocab, int width, int k) {
     const stored* row = scores + size_t(blockIdx.x) * width;
@@ -91,17 +91,17 @@ likeliest(int* tokens, real* found, const stored* scores, int vocab, int width, 
     for (int j = threadIdx.x; j < vocab; j += blockDim.x) {
         const real x = to_real(row[j]);
         total += exp(x - top);
-        broken += x - x;  // 0, but for what is not finite
+        broken += x - x;  // 0 unless x is not finite
     }
     total = block_sum(total);
     broken = block_sum(broken);
     if (threadIdx.x == 0) found[size_t(blockIdx.x) * (k + 1) + k] = top + log(total) + broken;
 }
 
-// tokens (rows) ← by scores (rows, width), of which `vocab` count, the token where the running sum of
-// p = exp((score - highest) / temperature) passes uniform · Σ p, in the order of tokens; found (rows, 2) ← its
-// score, and Σ p. how (rows, 2): temperature and uniform number. A block for each row, in which a warp has
-// tokens that lie side by side. Sums are in float64 and in a fixed order, as a small p would be lost in them.
+// tokens (rows) ← by the first `vocab` scores (rows, width), the token at which the running sum of p =
+// exp((score - highest) / temperature) exceeds uniform · Σ p, in token order; found (rows, 2) ← its score,
+// and Σ p. how (rows, 2): temperature and uniform number. One block per row, with adjacent tokens in each
+// warp. Sums are in float64 and in a fixed order; float32 would lose a small p.
 extern "C" __global__ void __launch_bounds__(1024)
 drawn(int* tokens, double* found, const stored* scores, const double* how, int vocab, int width) {
     __shared__ double of_warp[WARP];
@@ -119,7 +119,7 @@ drawn(int* tokens, double* found, const stored* scores, const double* how, int v
     double total = 0, before = 0, reached = 0;
     for (int i = 0; i < warps; i++) total += of_warp[i];
     const double wanted = how[size_t(blockIdx.x) * 2 + 1] * total;
-    int chosen = 0;  // the last warp that has something, and nothing beyond `wanted` before it
+    int chosen = 0;  // the last nonempty warp whose previous sum does not exceed `wanted`
     for (int i = 0; i < warps; i++) {
         if (of_warp[i] > 0 && reached <= wanted) {
             chosen = i;
@@ -128,7 +128,7 @@ drawn(int* tokens, double* found, const stored* scores, const double* how, int v
         reached += of_warp[i];
     }
     if (warp != chosen) return;
-    int token = first;  // the last of the warp of which the same holds
+    int token = first;  // the last token of the warp with the same property
     for (int start = first; start < stop && before <= wanted; start += WARP) {
         const int j = start + lane;
         const double p = j < stop ? double(exp((to_real(row[j]) - top) / temperature)) : 0;
@@ -138,7 +138,7 @@ drawn(int* tokens, double* found, const stored* scores, const double* how, int v
             const double lower = __shfl_up_sync(ALL, running, step);
             if (lane >= step) running += lower;
         }
-        const double lower = __shfl_up_sync(ALL, running, 1);  // running - p would lose what is small beside p
+        const double lower = __shfl_up_sync(ALL, running, 1);  // running - p would lose small values
         if (p > 0 && before + (lane > 0 ? lower : 0) <= wanted) token = j;
         before += warp_sum(p);
     }

@@ -5,7 +5,8 @@
 constexpr double LINEAR = 1.5957691216057308;  // 2 √(2/π)
 constexpr double CUBIC = 0.07135481627260025;  // LINEAR · 0.044715
 
-// In float two instructions of the unit for such functions: exact ones would take longer than memory does.
+// In float, two instructions of the special function unit. Exact functions would take longer than memory
+// access.
 __device__ __forceinline__ float sigmoid(float x) {
     const float below = 1 + exp2_fast(x * -1.4426950408889634f);
 #if defined(__CUDA_ARCH__)
@@ -28,7 +29,7 @@ struct Gelu {
     }
 };
 
-struct Relu {  // written so that NaN stays NaN
+struct Relu {  // preserves NaN
     static __device__ __forceinline__ real value(real x) { return x < 0 ? real(0) : x; }
     static __device__ __forceinline__ real gradient(real x) { return x > 0 ? real(1) : real(0); }
 };
@@ -38,7 +39,7 @@ struct Relu2 {
     static __device__ __forceinline__ real gradient(real x) { return 2 * Relu::value(x); }
 };
 
-// Counts are ints, so that this fits: 32 bits, which divide far faster than 64.
+// Counts are ints, so 32 bits suffice. They divide far faster than 64.
 __device__ __forceinline__ unsigned own_place(unsigned width) {
     return (blockIdx.x * blockDim.x + threadIdx.x) * width;
 }
@@ -54,7 +55,7 @@ __device__ void forward(stored* y, const stored* pre, int count) {
     store<W>(y + i, x);
 }
 
-// dpre ← y · act'(pre), where y is the gradient of the activation; then y ← act(pre), if wanted again.
+// dpre ← y · act'(pre), where y is the gradient of the activation; then y ← act(pre), if requested.
 template <typename Act, int W>
 __device__ void backward(stored* dpre, stored* y, const stored* pre, int count, int again) {
     const unsigned i = own_place(W);
@@ -73,7 +74,7 @@ __device__ void backward(stored* dpre, stored* y, const stored* pre, int count, 
 // As above for (n, c), and partial (slices, c) ← sums over the rows of each slice of dpre
 template <typename Act, int W>
 __device__ void backward_sums(real* partial, stored* dpre, stored* y, const stored* pre, int again, int n, int c) {
-    constexpr int AT_ONCE = 2;  // rows whose loads are under way before a store
+    constexpr int AT_ONCE = 2;  // rows loaded before a store
     const Slice<W> slice(n);
     Elements<W> sum = {};
     for (int row = slice.first; slice.column < c && row < slice.last; row += AT_ONCE * DOWN) {
@@ -102,7 +103,7 @@ __device__ void backward_sums(real* partial, stored* dpre, stored* y, const stor
     hand_over_columns(partial, sum, c);
 }
 
-// SwiGLU: the left half of a row goes through silu and scales the right half; h elements a row come out.
+// SwiGLU: silu of the left half of a row scales the right half, which gives h elements per row.
 template <int W>
 __device__ void swiglu(stored* y, const stored* pre, int count, int h) {
     const unsigned i = own_place(W);
@@ -188,9 +189,9 @@ KERNEL(swiglu_backward, (stored * dpre, stored* y, const stored* pre, int count,
 KERNEL(add, (stored * y, const stored* a, const stored* b, int count), (y, a, b, count))
 KERNEL(add_bias, (stored * y, const stored* b, int count, int c), (y, b, count, c))
 
-// ---- rotary positions, in place on the q and k parts of qkv: element i of a head is paired with i + head/2
+// ---- RoPE, in place on the q and k parts of qkv: element i of a head is paired with i + head/2
 
-// A thread turns W pairs of q and k, `heads` heads of 2 half elements at the start of each row of qkv
+// A thread rotates W pairs of q and k, in `heads` heads of 2 half elements at the start of each row of qkv
 // (n, row_size). cos and sin (≥ start + seq_len, half)
 template <int W>
 __device__ void rope(stored* qkv, const real* cos, const real* sin, const int* start, int starts, int n,
@@ -222,7 +223,8 @@ KERNEL(rope,
         int heads, int row_size, int half, int inverse),
        (qkv, cos, sin, start, starts, n, seq_len, heads, row_size, half, inverse))
 
-// ---- norms of the heads of q and k, in place; a warp for each of `count` heads, `heads` of them in a row of qkv
+// ---- norms of the heads of q and k, in place; a warp per head, `count` heads in total and `heads` per row
+// of qkv
 
 constexpr double QK_SCALE = 1.2;  // as in core/ops/api.py
 
@@ -253,7 +255,7 @@ qk_norm_backward(stored* dqkv, const stored* qkv, const real* rstd, int count, i
     for (int j = lane; j < size; j += WARP) dx[j] = to_stored(factor * (to_real(dx[j]) - to_real(x[j]) * along));
 }
 
-// The same with gains, `gain` (2 size), of the first `queries` heads and of the others. xhat (rows, heads · size)
+// The same with gains (2 size): of the first `queries` heads, and of the others. xhat (rows, heads · size)
 
 extern "C" __global__ void
 qk_norm_gain(stored* qkv, stored* xhat, real* rstd, const stored* gain, double eps, int count, int heads,
@@ -274,7 +276,8 @@ qk_norm_gain(stored* qkv, stored* xhat, real* rstd, const stored* gain, double e
     if (lane == 0) rstd[unit] = inverse;
 }
 
-// A warp for q of a row, and one for k, `count` of them; each lane has elements of its own. dgain (rows, 2 size)
+// A warp for q of a row, and one for k, `count` in total. Each lane has its own elements. dgain (rows, 2
+// size)
 extern "C" __global__ void
 qk_norm_gain_backward(stored* dqkv, real* dgain, const stored* xhat, const real* rstd, const stored* gain,
                       int count, int heads, int queries, int size, int row_size) {
@@ -302,7 +305,7 @@ qk_norm_gain_backward(stored* dqkv, real* dgain, const stored* xhat, const real*
     }
 }
 
-// y ← w + scale · b a, or w where there is no b; y, w (count,) in rows of `inputs`, b (outputs, rank)
+// y ← w + scale · b a, or w if there is no b; y, w (count,) in rows of `inputs`, b (outputs, rank)
 extern "C" __global__ void
 add_low_rank(stored* y, const stored* w, const stored* b, const stored* a, double scale, int count, int inputs,
              int rank) {

@@ -1,4 +1,4 @@
-// Token and position embedding, and their gradients, which are summed in an order that tokens alone decide.
+// Token and position embedding, and their gradients, summed in an order that depends only on the tokens.
 #include "common.cuh"
 
 // x[row] ← wte[tokens[row]] + wpe[start + row mod seq_len], or wpe[positions[row]]. start (starts,): of all
@@ -18,7 +18,7 @@ __device__ void embed(stored* x, const int* tokens, const stored* wte, const sto
     store<W>(x + size_t(row) * c + j, sum);
 }
 
-// The last c columns of x[row], of `width` columns, += w[tokens[row]]
+// The last c of `width` columns of x[row] += w[tokens[row]]
 template <int W>
 __device__ void add_embedding(stored* x, const int* tokens, const stored* w, int n, int width, int c) {
     const unsigned pieces = c / W, index = blockIdx.x * blockDim.x + threadIdx.x;
@@ -45,18 +45,20 @@ __device__ void position_gradient(real* dwpe, const stored* dx, int n, int seq_l
     store_real<W>(dwpe + size_t(t) * c + j, sum);
 }
 
-// The rows by token, equal tokens by row: a radix sort of one byte a pass, in three kernels each. A block
-// has a tile of as many rows as a byte has values, and finds by comparing all with all how often each value is
-// there and how often before a row: integers, so that nothing depends on timing.
+// Sort rows by token, equal tokens by row: a radix sort of one byte per pass, with three kernels each. A
+// block has a tile of 256 rows, one per value of a byte. By comparing all rows with each other, it counts
+// each value, and its occurrences before each row. These are integers, so the result does not depend on
+// timing.
 constexpr int TILE = 256;
 
-// The byte that the tile's rows are sorted by, -1 behind the last row. `from` is their order so far, or null.
+// The byte by which the tile's rows are sorted, -1 after the last row. `from`: current order of the rows, or
+// null.
 __device__ __forceinline__ int byte_of(const int* from, const int* tokens, int n, int round) {
     const int i = blockIdx.x * TILE + threadIdx.x;
     return i < n ? tokens[from ? from[i] : i] >> 8 * round & (TILE - 1) : -1;
 }
 
-// counts (TILE, tiles) ← each tile's rows with each value; before (n,) ← those before a row that have its own
+// counts (TILE, tiles) ← rows of each tile per value; before (n,) ← rows before each row with the same value
 extern "C" __global__ void __launch_bounds__(TILE)
 count_values(int* counts, int* before, const int* from, const int* tokens, int n, int round) {
     __shared__ int4 values[TILE / 4];
@@ -89,7 +91,7 @@ __device__ __forceinline__ Scanned scan(int x) {
         const int lower = __shfl_up_sync(ALL, sum, step);
         if (lane >= step) sum += lower;
     }
-    __syncthreads();  // whoever still reads the last sums
+    __syncthreads();  // threads may still read the last sums
     if (lane == WARP - 1) of_warp[warp] = sum;
     __syncthreads();
     Scanned result = {sum - x, 0};
@@ -101,7 +103,7 @@ __device__ __forceinline__ Scanned scan(int x) {
     return result;
 }
 
-// A block for each value: counts ← how many rows of tiles before have it; totals (TILE,) ← of all
+// One block per value: counts ← rows of earlier tiles with the value; totals (TILE,) ← rows of all tiles
 extern "C" __global__ void __launch_bounds__(TILE) add_up_tiles(int* counts, int* totals, int tiles) {
     int* own = counts + blockIdx.x * tiles;
     int sum = 0;
@@ -125,14 +127,15 @@ place_rows(int* to, const int* counts, const int* totals, const int* before, con
     if (i < n) to[starts[value] + counts[value * gridDim.x + blockIdx.x] + before[i]] = from ? from[i] : i;
 }
 
-constexpr int CHUNK = 32;  // sorted rows that a block adds up
+constexpr int CHUNK = 32;  // sorted rows per block
 
 __device__ __forceinline__ int token_at(const int* tokens, const int* order, int n, int i) {
     return i < 0 || i >= n ? -1 : tokens[order[i]];
 }
 
-// dwte[token] += Σ dx over its rows, as far as they lie in one chunk; of dx, of `width` columns, the last c. What a token has at the start of a chunk
-// that began earlier goes to partial[chunk][0], what continues behind its end to partial[chunk][1].
+// dwte[token] += Σ dx over its rows within one chunk, for the last c of `width` columns of dx. A token that
+// continues from the previous chunk is summed in partial[chunk][0], and one that continues in the next chunk
+// in partial[chunk][1].
 template <int W>
 __device__ void token_gradient(real* dwte, real* partial, const int* order, const int* tokens,
                                const stored* dx, int n, int width, int c) {
@@ -162,7 +165,7 @@ __device__ void token_gradient(real* dwte, real* partial, const int* order, cons
     }
 }
 
-// The rest: a token that continues behind the end of the chunk it begins in is added up by that chunk's block.
+// The rest: if a token continues after its first chunk, this chunk's block adds it up.
 template <int W>
 __device__ void token_gradient_across(real* dwte, const real* partial, const int* order, const int* tokens,
                                       int n, int c) {

@@ -1,9 +1,9 @@
-// Softmax cross-entropy of rows of scores, forward and backward in place. A block works on one row.
+// Softmax cross-entropy of rows of logits, forward and backward in place. One block per row.
 #include "common.cuh"
 
 constexpr real LOWEST = real(sizeof(real) == 4 ? -3.4028234663852886e38 : -1.7976931348623157e308);
 
-// e^(x - top). In float it is one instruction and as exact as needed: the time is to go into memory alone.
+// e^(x - top). In float, one instruction with sufficient precision, so that memory access is the only limit.
 __device__ __forceinline__ float share_of(float x, float top) {
     return exp2_fast((x - top) * 1.4426950408889634f);
 }
@@ -35,7 +35,7 @@ __device__ __forceinline__ Sum over_block(Sum x) {
     return over_warp(lane < warps ? of_warp[lane] : Sum{LOWEST, 0});
 }
 
-// Scores from element j on; behind the last token they are such that nothing is left of them.
+// Logits from element j on. After the last token, they are values whose exp is 0.
 template <int W>
 __device__ __forceinline__ Elements<W> load_scores(const stored* row, int j, int vocab) {
     Elements<W> x = load<W>(row + j);
@@ -48,14 +48,14 @@ __device__ __forceinline__ Elements<W> load_scores(const stored* row, int j, int
 }
 
 // losses[row] ← log Σ e^logits - logits[target], 0 for a target below 0; with `gradient`, logits ← scale ·
-// (softmax - onehot), 0 from `vocab` on. The second reading goes backwards, since what was read last is still
-// in the cache.
+// (softmax - onehot), 0 from `vocab` on. The second pass runs backward, since the last data read is still
+// cached.
 template <int W>
 __device__ void cross_entropy(real* losses, stored* logits, const int* targets, int vocab, int width,
                               double scale, int gradient) {
     stored* row = logits + size_t(blockIdx.x) * width;
     const int target = targets[blockIdx.x], step = blockDim.x * W;
-    if (target < 0) {  // not learned
+    if (target < 0) {  // ignored target
         if (threadIdx.x == 0) losses[blockIdx.x] = 0;
         for (int at = threadIdx.x * W; gradient && at < width; at += step) store<W>(row + at, Elements<W>{});
         return;
@@ -73,12 +73,12 @@ __device__ void cross_entropy(real* losses, stored* logits, const int* targets, 
         for (int i = 0; i < W; i++) total += share_of(x.at[i], top);
         sum = {top, total};
     }
-    const real hit = to_real(row[target]);  // before anyone writes
+    const real hit = to_real(row[target]);  // before any thread writes
     sum = over_block(sum);
     if (threadIdx.x == 0) losses[blockIdx.x] = sum.top + log(sum.total) - hit;
     if (!gradient) return;
     const real factor = real(scale) / sum.total;
-    for (; j < width; j += step) {  // padding behind the last tokens
+    for (; j < width; j += step) {  // padding after the last tokens
         Elements<W> none;
 #pragma unroll
         for (int i = 0; i < W; i++) none.at[i] = 0;

@@ -1,10 +1,10 @@
-// Matmuls of our own: linear layers of few rows for decoding, and two from textbooks for comparison.
+// Matmul kernels: linear layers with few rows for decoding, and two textbook versions for comparison.
 #include "common.cuh"
 
-// ---- a few rows, where reading the weights takes the time
+// ---- few rows, bound by reading the weights
 
-// y[row, j] ← onto[row, j] + x[row] · w[j] + b[j], a warp for each j; x (rows, c), w (outputs, c),
-// y and onto (rows, outputs)
+// y[row, j] ← onto[row, j] + x[row] · w[j] + b[j], one warp per j; x (rows, c), w (outputs, c), y and onto
+// (rows, outputs)
 template <int W>
 __device__ void linear_few_rows(stored* y, const stored* onto, const stored* x, const stored* w,
                                 const stored* b, int rows, int outputs, int c) {
@@ -30,11 +30,11 @@ KERNEL(linear_few_rows,
         int outputs, int c),
        (y, onto, x, w, b, rows, outputs, c))
 
-// ---- textbooks
+// ---- textbook versions
 
 constexpr int TILE = 16;
 
-// out ← a · b for each of gridDim.z pairs: a (m, k), b (k, n). One thread an element, straight from memory.
+// out ← a · b for each of gridDim.z pairs: a (m, k), b (k, n). One thread per element, directly from memory.
 extern "C" __global__ void matmul_naive(stored* out, const stored* a, const stored* b, int m, int n, int k) {
     const int row = blockIdx.y * TILE + threadIdx.y, column = blockIdx.x * TILE + threadIdx.x;
     if (row >= m || column >= n) return;
@@ -45,7 +45,8 @@ extern "C" __global__ void matmul_naive(stored* out, const stored* a, const stor
     out[(pair * m + row) * n + column] = to_stored(sum);
 }
 
-// out ← a · b with tiles in shared memory: each element is read from memory once per tile, not once per element.
+// out ← a · b with tiles in shared memory. Each element is read from memory once per tile, not once per
+// product.
 extern "C" __global__ void matmul_tiled(stored* out, const stored* a, const stored* b, int m, int n, int k) {
     __shared__ real left[TILE][TILE], right[TILE][TILE + 1];
     const int row = blockIdx.y * TILE + threadIdx.y, column = blockIdx.x * TILE + threadIdx.x;

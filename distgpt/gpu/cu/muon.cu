@@ -1,15 +1,15 @@
-// Muon: momentum, what surrounds the matmuls that orthogonalise, and the step along the updates.
+// Muon: momentum, the steps around the matmuls of the orthogonalization, and the update.
 //
-// A kernel works on many matrices at once, wherever they lie: blockIdx.y is the matrix, whose places and sizes
-// stand in a row of a table. Places are counted in elements from the first matrix's.
+// A kernel processes many matrices at any addresses. blockIdx.y is the matrix; a row of a table has its offsets
+// and sizes. Offsets are in elements from the first matrix.
 #include "common.cuh"
 
 constexpr double TINY = 1e-12;  // as in core/ops/api.py
-constexpr int PIECE = 4096;     // elements that a block of 256 threads has, as in muon.py
+constexpr int PIECE = 4096;     // elements per block of 256 threads, as in muon.py
 
 // Constants of a step, computed once for all elements.
 struct Step {
-    real scale, momentum, rate, decay;  // scale is NaN if nothing is to be done
+    real scale, momentum, rate, decay;  // scale is NaN if there is nothing to do
 };
 
 // scalars: MuonScalars of core/ops/api.py
@@ -82,8 +82,8 @@ __device__ __forceinline__ void write(T* x, real value) {
     else *x = to_stored(value);
 }
 
-// to ← factor · from (rows, columns), or its transpose, by tiles of WARP x WARP: blockIdx.x is the tile, and
-// warps read and write rows of it.
+// to ← factor · from (rows, columns), or its transpose, in tiles of WARP x WARP. blockIdx.x is the tile;
+// warps read and write its rows.
 template <typename From, typename To>
 __device__ __forceinline__ void lay(To* to, const From* from, int rows, int columns, bool turned, real factor) {
     __shared__ real tile[WARP][WARP + 1];
@@ -104,7 +104,7 @@ __device__ __forceinline__ void lay(To* to, const From* from, int rows, int colu
             write(to + size_t(left + i) * rows + top + lane, tile[lane][i]);
 }
 
-// x (matrices, low, high) ← factor · u, lying down: a matrix with more rows than columns is transposed
+// x (matrices, low, high) ← factor · u. Matrices with more rows than columns are transposed.
 extern "C" __global__ void
 normalise(stored* x, const real* u, const long long* table, const real* factor, int low, int high) {
     const Update own = row_of<Update>(table);
@@ -112,15 +112,16 @@ normalise(stored* x, const real* u, const long long* table, const real* factor, 
     lay(to, u + own.u, own.stands ? high : low, own.stands ? low : high, own.stands, factor[blockIdx.y]);
 }
 
-// u ← x, standing up again
+// u ← x, transposed back
 extern "C" __global__ void
 widen_update(real* u, const stored* x, const long long* table, int low, int high) {
     const Update own = row_of<Update>(table);
     lay(u + own.u, x + size_t(blockIdx.y) * low * high, low, high, own.stands, real(1));
 }
 
-// q ← the mean squares of the rows of u, or of its columns where these are more; v ← β v + (1 - β) q.
-// A block has WARP of them: a warp reads each row; or all warps read WARP columns, and each adds up one.
+// q ← the mean squares of the rows of u, or of its columns if there are more of them; v ← β v + (1 - β) q. A
+// block has WARP rows or columns. Each row is read by one warp. Columns are read by all warps together, and
+// each warp adds up one.
 extern "C" __global__ void __launch_bounds__(WARP * WARP)
 mean_squares(real* v, real* q, const real* u, const long long* table, const real* step, double beta) {
     __shared__ real sums[WARP][WARP + 1];
@@ -157,8 +158,8 @@ struct Factors {
     real length, rate;
 };
 
-// factors (matrices, 2): length ← by how much rows (or columns) divided by √v are too short, all together;
-// rate ← √max(1, rows / columns). A block for each matrix, which is blockIdx.y.
+// factors (matrices, 2): length ← the common factor by which rows (or columns) divided by √v are too short;
+// rate ← √max(1, rows / columns). One block per matrix (blockIdx.y).
 extern "C" __global__ void __launch_bounds__(1024)
 length_factor(real* factors, const real* v, const real* q, const long long* table) {
     const Matrix own = row_of<Matrix>(table);
@@ -193,7 +194,7 @@ extern "C" __global__ void muon_step(real* p, stored* low, const real* v, const 
     v += own.v;
     if (low) low += own.low + first;
     for (int i = threadIdx.x; i < most; i += blockDim.x) {
-        const int at = within + i;  // counted from the start of a row: 32 bits do
+        const int at = within + i;  // counted from the start of a row, so 32 bits suffice
         const real second = v[by_rows ? row + at / columns : at % columns];
         const real move = u[i] * (by.length / (sqrt(second) + real(TINY)));
         const real kept = move * p[i] >= 0 ? p[i] : real(0);

@@ -1,17 +1,17 @@
 // Layer norm and RMS norm, with the residual sum before them. Compiled for rows of CHANNELS elements.
 //
-// A row belongs to ROW_THREADS threads, which hold it in registers from the first read to the last write: one
-// warp where that is enough, with several rows to a block of THREADS; else the whole block.
+// A row belongs to ROW_THREADS threads, which keep it in registers from the first read to the last write.
+// This is one warp if it suffices, with multiple rows per block of THREADS, or the whole block.
 #include "common.cuh"
 
 constexpr int C = CHANNELS;
-constexpr int ROWS = THREADS / ROW_THREADS;  // that a block works on at a time
+constexpr int ROWS = THREADS / ROW_THREADS;  // rows per block iteration
 
-// Blocks of the backward norm that a multiprocessor has room for: they decide how many registers one takes.
+// Blocks of the backward norm per multiprocessor. They limit the registers per thread.
 constexpr int ROOM = (sizeof(stored) == 2 ? 3 : 2) * 128 / THREADS;
 constexpr int RESIDENT = ROOM < 1 ? 1 : ROOM;
 
-// The pieces of a row that one thread holds: elements, or what lies in memory.
+// The pieces of a row in one thread, as elements or as stored in memory.
 template <int W>
 constexpr int PIECES = (C + W * ROW_THREADS - 1) / (W * ROW_THREADS);
 
@@ -30,8 +30,8 @@ __device__ __forceinline__ int place(int piece) {
     return (piece * ROW_THREADS + int(threadIdx.x) % ROW_THREADS) * W;
 }
 
-// All loads of a row are under way before the first store, which they could not pass: it might be to the same
-// memory, as far as the compiler knows.
+// Start all loads of a row before the first store. Loads cannot be moved before a store, since for all the
+// compiler can tell it may write to the same memory.
 template <int W>
 __device__ __forceinline__ void load_row(StoredRow<W>& row, const stored* p) {
 #pragma unroll
@@ -50,7 +50,7 @@ template <int W>
 __device__ void add_norm(stored* y, stored* s, real* mean, real* rstd, const stored* x, const stored* r,
                          const stored* w, const stored* b, double eps, int n) {
     const int row = blockIdx.x * ROWS + threadIdx.x / ROW_THREADS;
-    if (row >= n) return;  // all threads of the row
+    if (row >= n) return;  // true for all threads of the row
     const size_t at = size_t(row) * C;
     StoredRow<W> terms, added;
     load_row(terms, x + at);
@@ -102,7 +102,7 @@ __device__ void add_norm(stored* y, stored* s, real* mean, real* rstd, const sto
     }
 }
 
-// Adds what the rows of a block have summed up, one row after the other, and writes it to the block's place.
+// Add up the sums of the rows of a block in order, and write the total to the block's place.
 template <int W>
 __device__ void hand_over(real* partial, const Row<W>& sums) {
     if constexpr (ROWS == 1) {
@@ -129,8 +129,8 @@ __device__ void hand_over(real* partial, const Row<W>& sums) {
     }
 }
 
-// dx ← dres + rstd · (g - mean(g) - x̂ · mean(g · x̂)) with g = dy · w; y ← x̂ · w + b, if wanted; and in
-// sums (blocks, 3C) each block's Σ dy · x̂, Σ dy and Σ dx, if wanted.
+// dx ← dres + rstd · (g - mean(g) - x̂ · mean(g · x̂)) with g = dy · w; y ← x̂ · w + b, if requested; and
+// each block's Σ dy · x̂, Σ dy and Σ dx in sums (blocks, 3C), if requested.
 template <int W>
 __device__ void norm_backward(stored* dx, stored* y, real* sums, const stored* dy, const stored* dres,
                               const stored* s, const real* mean, const real* rstd, const stored* w,
@@ -142,7 +142,7 @@ __device__ void norm_backward(stored* dx, stored* y, real* sums, const stored* d
         for (int i = 0; i < W; i++) dgain.piece[k].at[i] = dshift.piece[k].at[i] = dinput.piece[k].at[i] = 0;
     for (int first = blockIdx.x * ROWS; first < n; first += gridDim.x * ROWS) {
         const int row = first + threadIdx.x / ROW_THREADS;
-        if (row >= n) break;  // all threads of the row
+        if (row >= n) break;  // true for all threads of the row
         const size_t at = size_t(row) * C;
         StoredRow<W> gradient, value, added;
         load_row(gradient, dy + at);

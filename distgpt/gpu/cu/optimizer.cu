@@ -1,14 +1,14 @@
-// AdamW and the outer step on the flat buffers, and rounding from them.
+// AdamW and the outer step on the flat buffers, and rounding.
 #include "common.cuh"
 
-constexpr int W = 4;  // elements a thread works on
+constexpr int W = 4;  // elements per thread
 
 __device__ __forceinline__ long long own_place() {
     return ((long long)(blockIdx.x) * blockDim.x + threadIdx.x) * W;
 }
 
-// Elements i … i + W of each array, as far as they exist; the others are 0. One branch for all of them, so that
-// all loads are under way at a time.
+// Elements i … i + W of each array, 0 after the end. There is one branch for all arrays, so that all loads
+// are in flight together.
 template <int N>
 __device__ __forceinline__ void load_all(Elements<W> (&x)[N], const real* const (&from)[N], long long i,
                                          long long n) {
@@ -23,7 +23,7 @@ __device__ __forceinline__ void load_all(Elements<W> (&x)[N], const real* const 
     }
 }
 
-// The first KEPT arrays stay in the cache if they fit; the others are not read before the next step.
+// The first KEPT arrays stay in the cache if they fit. The others are not read before the next step.
 template <int KEPT, int N>
 __device__ __forceinline__ void store_all(real* const (&to)[N], const Elements<W> (&x)[N], long long i,
                                           long long n) {
@@ -39,7 +39,7 @@ __device__ __forceinline__ void store_all(real* const (&to)[N], const Elements<W
     }
 }
 
-// The run of (start, stop, group, start in v) that holds element i: runs follow each other without gaps.
+// The run of (start, stop, group, start in v) with element i. Runs are contiguous.
 __device__ __forceinline__ int run_of(const long long* runs, int count, long long i) {
     int low = 0, high = count - 1;
     while (low < high) {
@@ -50,7 +50,7 @@ __device__ __forceinline__ int run_of(const long long* runs, int count, long lon
     return low;
 }
 
-// Rounded elements i … i + W, as far as they exist, in one piece where they do.
+// Store rounded elements i … i + W up to the end, in one access if possible.
 __device__ __forceinline__ void round_to(stored* low, const Elements<W>& x, long long i, long long n) {
     struct alignas(W * sizeof(stored)) Four {
         stored at[W];
@@ -66,9 +66,9 @@ __device__ __forceinline__ void round_to(stored* low, const Elements<W>& x, long
     }
 }
 
-// Constants of a step, computed once for all elements: consumers' GPUs are slow in double.
+// Constants of a step, computed once for all elements, since consumer GPUs are slow in double.
 struct Common {
-    real scale, correction, beta1, beta2, rest1, rest2, eps;  // scale is NaN if nothing is to be done
+    real scale, correction, beta1, beta2, rest1, rest2, eps;  // scale is NaN if there is nothing to do
 };
 
 constexpr int COMMON = sizeof(Common) / sizeof(real);
@@ -89,8 +89,8 @@ extern "C" __global__ void adamw(real* p, stored* low, real* m, real* v, const r
                                  const long long* runs, int run_count, const real* common, long long n) {
     const long long i = own_place(), first = (long long)(blockIdx.x) * blockDim.x * W;
     if (i >= n) return;
-    int run = run_of(runs, run_count, first);  // the block's: all its threads read the same
-    while (run + 1 < run_count && i >= runs[4 * run + 1]) run++;  // the thread's, since runs are of W elements
+    int run = run_of(runs, run_count, first);  // the block's run; all its threads read the same
+    while (run + 1 < run_count && i >= runs[4 * run + 1]) run++;  // the thread's: runs have multiples of W
     const long long group = runs[4 * run + 2];
     if (group < 0) return;
     v += runs[4 * run + 3] - runs[4 * run];
@@ -105,7 +105,7 @@ extern "C" __global__ void adamw(real* p, stored* low, real* m, real* v, const r
         const real vk = x[2].at[k] = c.beta2 * x[2].at[k] + c.rest2 * gradient * gradient;
         x[0].at[k] = factor * x[0].at[k] - step_size * mk / (sqrt(vk) * c.correction + c.eps);
     }
-    if (!(c.scale - c.scale == 0)) return;  // last, since the loads would have to wait for it
+    if (!(c.scale - c.scale == 0)) return;  // last, because an earlier check would delay the loads
     store_all<1>({p, m, v}, {x[0], x[1], x[2]}, i, n);
     if (low) round_to(low, x[0], i, n);
 }

@@ -1,4 +1,4 @@
-// Sums over rows and over everything, in two steps of fixed order, so that they do not depend on timing.
+// Sums over rows and over whole arrays, in two steps of fixed order, so that they do not depend on timing.
 #include "common.cuh"
 
 // partial (slices, c) ← sums over the rows of each slice of x (n, c)
@@ -18,7 +18,7 @@ __device__ void sum_slices(real* partial, const stored* x, int n, int c) {
 
 KERNEL(sum_slices, (real* partial, const stored* x, int n, int c), (partial, x, n, c))
 
-// out (width,) ← or += the sum of the rows of partial (parts, stride). A block: WARP columns by WARP rows.
+// out (width,) ← or += the sum of the rows of partial (parts, stride). A block has WARP columns by WARP rows.
 extern "C" __global__ void __launch_bounds__(WARP * WARP)
 sum_parts(real* out, const real* partial, int parts, int stride, int width, int accumulate) {
     __shared__ real sums[WARP][WARP + 1];
@@ -51,7 +51,7 @@ __device__ __forceinline__ Elements<W> load_any(const T* p) {
 
 constexpr int PIECE = 4096;  // elements, as in core/ops/api.py
 
-// pieces (blocks,) ← Σ x² of each block's piece: the same for any GPU, and for any rank that has the piece
+// pieces (blocks,) ← Σ x² of each block's piece: the same for any GPU, and for any rank with the piece
 template <typename T>
 __device__ __forceinline__ void add_squares(double* pieces, const T* x, long long n) {
     constexpr int W = 16 / sizeof(T);

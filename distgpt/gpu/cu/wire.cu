@@ -1,9 +1,9 @@
-// Arithmetic of gradients between GPUs: rounding to bfloat16 at random, and sums over ranks.
+// Arithmetic of gradients between GPUs: stochastic rounding to bfloat16, and sums over ranks.
 #include "common.cuh"
 
 __device__ __forceinline__ int own_place() { return blockIdx.x * blockDim.x + threadIdx.x; }
 
-// out ← one of the two bfloat16 around x, the nearer one more likely. See `Wire.dither`.
+// out ← one of the two bfloat16 around x. The nearer one is more likely. See `Wire.dither`.
 extern "C" __global__ void dither(unsigned short* out, const real* x, int index, int key, int n) {
     const int i = own_place();
     if (i < n) out[i] = dithered(float(x[i]), unsigned(index) + unsigned(i), unsigned(key));
@@ -13,7 +13,7 @@ __device__ __forceinline__ real widened(real x) { return x; }
 
 __device__ __forceinline__ real widened(unsigned short bits) { return __uint_as_float(unsigned(bits) << 16); }
 
-// total (n,) ← the sum over the rows of parts (ranks, stride), in their order
+// total (n,) ← the sum over the rows of parts (ranks, stride), in order
 template <typename T>
 __device__ __forceinline__ void add_rows(real* total, const T* parts, int ranks, int stride, int n) {
     const int i = own_place();

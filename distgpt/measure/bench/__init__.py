@@ -1,4 +1,4 @@
 """`distgpt bench`: measurements that users repeat on their own machines, and their result files.
 
-Not here: how processes are started (measure/jobs.py), studies and peers (benchmarks/ in the repository).
+Not here: starting processes (measure/jobs.py), studies and other programs (benchmarks/ in the repository).
 """

@@ -1,4 +1,4 @@
-"""`distgpt bench allreduce`: the sums over ranks that training makes, timed by size and algorithm."""
+"""`distgpt bench allreduce`: time the sums over ranks that training uses, by size and algorithm."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ from distgpt.parallel.reductions import Hierarchical
 from distgpt.show.page import Block, Column, tabulated
 
 SIZES = [8 * 4**i for i in range(20)]  # bytes
-ONE_CALL, SHARED, BY_NODE = "allreduce", "shared memory", "hierarchical"  # as summary.json calls them
+ONE_CALL, SHARED, BY_NODE = "allreduce", "shared memory", "hierarchical"  # names in summary.json
 ON_GPU = ("nccl", "host")
 FEWEST = 3  # repetitions of a size
-COPIES = 3  # of an array: its own, what MPI keeps beside it, and what is staged
-PERIOD = 251  # of the values in an array: a prime, so that shifted pieces are noticed
-FLOAT = np.dtype(np.float32)  # the type that gradients are summed in
+COPIES = 3  # copies of an array: the array, MPI's buffer, the staging copy
+PERIOD = 251  # period of an array's values; a prime, to detect shifted pieces
+FLOAT = np.dtype(np.float32)  # the dtype in which gradients are summed
 ALONE = "bench allreduce needs at least 2 ranks: one rank has nothing to exchange"
 
 
 @dataclass(frozen=True, slots=True)
 class AllreduceOptions(BenchOptions):
-    """The command line. `measure_only`: print the result as JSON and save nothing."""
+    """Options of the command. `measure_only`: print the result as JSON and save nothing."""
 
     stage: str = "mpi"
     sizes: str | None = None
@@ -51,7 +51,7 @@ class AllreduceOptions(BenchOptions):
     measure_only: bool = False
 
     def array_sizes(self) -> list[int]:
-        """Return the sizes to measure, in this order."""
+        """Return the sizes to measure, in order."""
         if self.sizes:
             return list(dict.fromkeys(array_size("--sizes", word) for word in self.sizes.split(",")))
         largest = array_size("--max-bytes", self.max_bytes)
@@ -59,7 +59,7 @@ class AllreduceOptions(BenchOptions):
 
 
 def array_size(flag: str, text: str) -> int:
-    """ "64K" → 65536. Gradients have elements of 4 bytes."""
+    """Parse a size, such as "64K", in bytes. Gradients have elements of 4 bytes."""
     try:
         found = parse_size(text)
     except UsageError as error:
@@ -70,10 +70,10 @@ def array_size(flag: str, text: str) -> int:
 
 
 def bench(options: AllreduceOptions) -> None:
-    """Measure with the ranks that this was launched as, or start some."""
-    options.array_sizes()  # refuses what is none
+    """Measure with the ranks of this launch, or start ranks."""
+    options.array_sizes()  # rejects invalid sizes
     if launched_as() > 1:
-        # Through the host: it works everywhere, and the others are opened one by one.
+        # Use the host, which always works; `algorithms` opens the other transports later.
         on_gpu = GpuConfig(allreduce="host") if options.stage == "mpi-cuda" else None
         stage = open_stage(options.stage, None, on_gpu)
         if not options.measure_only:
@@ -93,7 +93,6 @@ def bench(options: AllreduceOptions) -> None:
 
 
 def start(options: AllreduceOptions) -> Row:
-    """Start the ranks and return what they measure."""
     words = ["bench", "allreduce", "--measure-only"]
     for key in ("stage", "max_bytes", "repeats", "seconds", "sizes", "algorithms"):
         value = getattr(options, key)
@@ -106,7 +105,7 @@ def start(options: AllreduceOptions) -> Row:
 # -- measuring
 
 
-# Arrays of this process, by what the device of a GPU calls them.
+# Arrays of this process, with the interface of a GPU device.
 HOST = SimpleNamespace(zeros=np.zeros, upload=np.copyto, download=np.asarray, synchronize=lambda: None)
 
 Sum = Callable[[Array], object]
@@ -130,7 +129,7 @@ def algorithms(stage: Stage, names: str | None) -> tuple[dict[str, Sum], dict[st
         if name in wanted:
             try:
                 found[name] = _algorithm(stage, name)
-            except UsageError as error:  # on all ranks at once
+            except UsageError as error:  # raised on all ranks
                 reasons[name] = str(error)
     return found, reasons
 
@@ -146,10 +145,10 @@ def _algorithm(stage: Stage, name: str) -> Sum:
 
 
 class InNodeMemory:
-    """Sums arrays that lie in memory of a node, and then the sums of nodes."""
+    """Sums arrays in shared memory of each node, then over nodes."""
 
     def __init__(self, comm: Comm) -> None:
-        """Raises a UsageError where ranks of a node share no memory. Collective."""
+        """Raise a UsageError if the ranks of a node share no memory. Collective."""
         self._comm, self._node = comm, comm
         self._peers: Comm | None = None
         if levels := comm.split_by_node():
@@ -159,7 +158,7 @@ class InNodeMemory:
     def zeros(self, shape: tuple[int], dtype: np.dtype) -> Array:
         """Return an array, the only one that can be summed from now on. Collective.
 
-        Raises a UsageError on all ranks where one node cannot share so much.
+        Raises a UsageError on all ranks if a node has too little shared memory.
         """
         rows = on_every_rank(self._comm, lambda: shared_rows(self._node, shape[0], dtype))
         array = rows[self._node.rank, : shape[0]]
@@ -198,12 +197,12 @@ def measure_all(stage: Stage, options: AllreduceOptions) -> Row:
 
 
 def measure(stage: Stage, table: Mapping[str, Sum], options: AllreduceOptions) -> Iterator[Row]:
-    """Yield a row for each size and algorithm; the first is always measured. Collective.
+    """Yield a row for each size and algorithm. The first one is always measured. Collective.
 
-    A size that memory or time do not suffice for has `left_out` in its row instead of seconds.
+    If memory or time are too short for a size, its row has `left_out` instead of seconds.
     """
-    for add_up in table.values():  # compiles loops, which would take the time of larger sizes
-        with suppress(UsageError):  # on all ranks at once
+    for add_up in table.values():  # compiles loops, which would use the time of larger sizes
+        with suppress(UsageError):  # raised on all ranks
             _row(stage, add_up, options.array_sizes()[0], 1, 0.0)
     comm, begun = stage.comm, time.monotonic()
     most = -comm.allreduce_max(-min(stage.free_memory()[0] // COPIES, 1 << 62))
@@ -215,13 +214,13 @@ def measure(stage: Stage, table: Mapping[str, Sum], options: AllreduceOptions) -
         if size <= most and (remaining or not done):
             try:
                 row = _row(stage, table[name], size, options.repeats, remaining / (len(to_do) - done))
-            except UsageError:  # on all ranks at once: a node cannot share so much
+            except UsageError:  # raised on all ranks if a node has too little shared memory
                 row["left_out"] = "memory"
         yield {"algorithm": name, **row}
 
 
 def _row(stage: Stage, add_up: Sum, size: int, repeats: int, seconds: float) -> Row:
-    """Time one size about `seconds` long: each sum from when all ranks begin to when the slowest is done."""
+    """Time one size for about `seconds`. A sum lasts from when all ranks start until the slowest is done."""
     comm = stage.comm
     device: Any = stage.device if stage.on_gpu else HOST  # type: ignore[attr-defined]  # of a GpuStage
     count = size // FLOAT.itemsize
@@ -257,7 +256,7 @@ def _row(stage: Stage, add_up: Sum, size: int, repeats: int, seconds: float) -> 
 
 
 def _check(comm: Comm, found: Any) -> None:
-    """Check the sums, which are of small whole numbers and so exact in any order."""
+    """Check the sums. They are of small integers, so they are exact in any order."""
     ranks, whole = comm.size, len(found) // PERIOD * PERIOD
     expected = np.arange(PERIOD, dtype=FLOAT) * ranks + ranks * (ranks - 1) // 2
     right = (found[:whole].reshape(-1, PERIOD) == expected).all()
@@ -286,7 +285,7 @@ def blocks(found: Row) -> list[Block]:
 
 
 def left_out(found: Row) -> list[str]:
-    """Name algorithms that are not available here, and sizes that were not measured, each with the reason."""
+    """List the unavailable algorithms and the sizes that were not measured, with the reasons."""
     sizes: dict[tuple[str, str], list[str]] = {}
     for row in found["not_measured"]:
         sizes.setdefault((row["algorithm"], row["left_out"]), []).append(in_bytes(row["bytes"]))

@@ -1,4 +1,4 @@
-"""`distgpt bench infer`: requests generated side by side, by every dtype."""
+"""`distgpt bench infer`: time concurrent generation in each dtype."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from distgpt.core.saved.modelfile import random_model
 from distgpt.measure.jobs import BenchOptions, Row, say
 from distgpt.show.page import Block, Column, tabulated
 
-OURS, BYTES = "distgpt", 256  # the vocabulary of a preset that has none: bytes
-REPEATS = 4  # of a measurement; the shortest counts
+OURS, BYTES = "distgpt", 256  # bytes: the vocabulary of presets that set none
+REPEATS = 4  # measurements; the shortest counts
 
 
 @dataclass(frozen=True, slots=True)
 class InferOptions(BenchOptions):
-    """The command line. `rounds`: times that everything is measured, in turn."""
+    """Options of the command. `rounds`: how often everything is measured."""
 
     preset: str = "gpt2"
     threads: int | None = None
@@ -50,7 +50,7 @@ def bench(options: InferOptions) -> None:
 
 
 def job_of(options: InferOptions) -> Row:
-    """Return what every process is asked for; refuse what does not fit."""
+    """Return the job of every process. Raise an error if it does not fit the context."""
     config = config_of(options.preset)
     if options.prompt + options.new > config.seq_len:
         raise UsageError(
@@ -67,7 +67,7 @@ def measure(
     job: Row,
     seconds: Callable[[str, Row], dict[str, Any]],
 ) -> dict[str, Any]:
-    """Measure sides, each a name and a dtype, in turn; `seconds` asks one of them."""
+    """Measure all sides (name, dtype) alternately. `seconds` measures one."""
     runs: list[Row] = []
     for turn in range(options.rounds):
         for requests in options.requests:
@@ -85,7 +85,7 @@ def config_of(name: str) -> ModelConfig:
 
 
 def _rows(options: InferOptions, runs: Sequence[Row]) -> list[Row]:
-    """Return the medians of all rounds, and rates from them."""
+    """Return the medians over all rounds, and the resulting rates."""
     found: dict[tuple[Any, ...], list[Row]] = {}
     for each in runs:
         found.setdefault((each["requests"], each["who"], each["dtype"]), []).append(each)
@@ -100,7 +100,7 @@ def _rows(options: InferOptions, runs: Sequence[Row]) -> list[Row]:
 
 
 def own_seconds(job: Row) -> dict[str, Any]:
-    """Return the seconds to the first new tokens of all requests, and to their last."""
+    """Return the seconds until all requests have their first new token, and their last."""
     dtype, requests = job["dtype"], job["requests"]
     stage = open_stage("serial", job["threads"])
     model = random_model(config_of(job["preset"]), dtype, stage.kernels, 1)

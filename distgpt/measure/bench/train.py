@@ -1,4 +1,4 @@
-"""`distgpt bench train`: a real training run, its speed, memory and share of the machine's peak."""
+"""`distgpt bench train`: measure the speed, memory and share of the machine's peak of a real training run."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from distgpt.measure.jobs import BenchOptions, Row, say
 from distgpt.measure.profile.session import peak_gflops
 from distgpt.show.page import Block, Column, tabulated
 
-STEPS = 20  # without --steps
+STEPS = 20  # default of --steps
 
 
 @dataclass(frozen=True, slots=True)
 class TrainOptions(BenchOptions):
-    """The command line. `settings` are those of `distgpt train`."""
+    """Options of the command. `settings` are settings of `distgpt train`."""
 
     stage: str = "serial"
     threads: int | None = None
@@ -50,7 +50,6 @@ class TrainOptions(BenchOptions):
         return str(self.settings.get("matmul", "auto"))
 
     def stage_words(self) -> list[object]:
-        """Return the stage and its settings, as options for a child."""
         gpu = self.gpu
         words: list[object] = ["--stage", self.stage, "--dtype", self.dtype]
         words += ["--threads", self.threads] if self.threads is not None else []
@@ -60,7 +59,7 @@ class TrainOptions(BenchOptions):
 
 
 def measure_peak(options: TrainOptions) -> None:
-    """Print, as these ranks, what matmuls reach on all of them at once."""
+    """Print the matmul speed of all ranks together, measured on these ranks at the same time."""
     stage = open_stage(options.stage, options.threads, options.gpu)
     kernels = stage.kernels(options.dtype, options.matmul)
     stage.comm.barrier()
@@ -70,7 +69,6 @@ def measure_peak(options: TrainOptions) -> None:
 
 
 def bench(options: TrainOptions) -> None:
-    """Train, and measure the peak."""
     asked = replace(asked_for(options.settings, options.preset), fetches=False)
     run = foreseen(options.stage, asked, options.gpu.tf32)
     options = replace(options, settings={**options.settings, DTYPE: run.train.dtype})
@@ -83,7 +81,7 @@ def bench(options: TrainOptions) -> None:
 
 
 def prepared(options: TrainOptions) -> tuple[Launcher | None, RunConfig]:
-    """Return the launcher and the run; refuse what cannot be measured here, before anything is."""
+    """Return the launcher and the run. Raise an error if the options cannot be measured here."""
     launcher = find_launcher(options.launcher, options.hostfile) if options.stage in WITH_MPI else None
     jobs.check_gpu(options.stage, options.dtype, options.launcher, options.hostfile)
     run = new_run(asked_for({"steps": STEPS, **options.settings}, options.preset))
@@ -93,7 +91,7 @@ def prepared(options: TrainOptions) -> tuple[Launcher | None, RunConfig]:
 
 @contextmanager
 def scratch_folder(options: TrainOptions) -> Iterator[Path]:
-    """Make a folder for runs, which all hosts see where they see that of the results."""
+    """Create a temporary directory for runs next to the results, so that all hosts can access it."""
     with tempfile.TemporaryDirectory(prefix=".runs-", dir=options.out.resolve()) as scratch:
         yield Path(scratch)
 
@@ -101,7 +99,7 @@ def scratch_folder(options: TrainOptions) -> Iterator[Path]:
 def train(
     options: TrainOptions, run: RunConfig, launcher: Launcher | None, out: Path
 ) -> tuple[Row, RunConfig]:
-    """Train into `out`; return the table's row, and the run with the vocabulary's size."""
+    """Train into `out`. Return the table's row, and the run with the vocabulary size."""
     summary = jobs.train("distgpt train", run, out, options.stage_words(), launcher, options.ranks)
     if "tokens_per_s" not in summary:
         raise UsageError("the run took no step: give --steps")
@@ -112,7 +110,7 @@ def train(
 
 
 def measured_peak(options: TrainOptions, launcher: Launcher | None) -> float:
-    """Return GFLOP/s in matmuls of all ranks together."""
+    """Return the matmul GFLOP/s of all ranks together."""
     say("the machine's peak")
     words: list[object] = ["bench", "train", "--measure-peak", "--preset", options.preset]
     words += ["--set", f"matmul={options.matmul}", *options.stage_words()]
@@ -120,7 +118,7 @@ def measured_peak(options: TrainOptions, launcher: Launcher | None) -> float:
 
 
 def with_peak(rows: Sequence[Row], run: RunConfig, peak: float) -> dict[str, Any]:
-    """Add to each row its FLOP/s and their share of the peak; return both of the run."""
+    """Add to each row its GFLOP/s and share of the peak. Return FLOPs per token and the peak."""
     counted = operations(Architecture(run.model))
     each = counted.forward + counted.backward
     for row in rows:

@@ -1,4 +1,4 @@
-"""The doctor: facts about this machine, its hosts and their speed, and what they mean for each stage.
+"""`distgpt doctor`: facts about this machine and its hosts, and the stages they can run.
 
 Not here: opening a stage (core/cpu/stages.py), starting processes (jobs/).
 """

@@ -1,6 +1,6 @@
-"""The caches: what is where, how large it is, and how they are emptied.
+"""The caches: their paths, contents and sizes, and how to empty them.
 
-Other processes may run meanwhile: what they have read they keep, what they miss they make again.
+Other processes may run at the same time. They keep the files they have read, and recreate missing ones.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ from distgpt.core.base.formatting import count, size, size_in_column
 from distgpt.core.cpu.compiling import disk_cache
 from distgpt.measure.doctor.facts import Facts
 
-IN_USE = 3600.0  # seconds: a lock, or a file that is being written, is not older
-# What models/formats/huggingface.py keeps in `models`, a name that a user may have in DISTGPT_CACHE, too.
+IN_USE = 3600.0  # seconds; locks and unfinished files are never older
+# Files that models/formats/huggingface.py keeps in `models`. The pattern protects a user's own directory of
+# that name in DISTGPT_CACHE.
 MODEL = re.compile(r"\.?[\w.-]+--[\w.-]+\.safetensors(\.[0-9a-f]{12}\.tmp)?")
-TOKENIZED = Path("runs/tokenized")  # where `train` keeps them by default
+TOKENIZED = Path("runs/tokenized")  # default directory of `train`
 
-Folder = tuple[Path, str, str, list[Path]]  # path, what it has, the word that empties it or "", files
+Folder = tuple[Path, str, str, list[Path]]  # path, content, the word that empties it or "", files
 
 
 def report_caches(empty: str, as_json: bool) -> None:
-    """Print what there is. Remove first what `empty` names: "compiled", "all", or nothing. One rank does."""
+    """Empty the caches that `empty` selects ("compiled", "all" or ""), then print all. Only on one rank."""
     if launched_rank():
         return
     if empty:
@@ -38,7 +39,7 @@ def report_caches(empty: str, as_json: bool) -> None:
     for path, what, emptied, files in _folders():
         stats = []
         for file in files:
-            with suppress(OSError):  # of another process that removes it
+            with suppress(OSError):  # another process may remove the file
                 stats.append(file.lstat())
         if stats:
             used = max(max(each.st_atime, each.st_mtime) for each in stats)
@@ -60,13 +61,13 @@ def report_caches(empty: str, as_json: bool) -> None:
 
 
 def _folders() -> Iterator[Folder]:
-    """Yield all folders, those of other versions too."""
+    """Yield all cache directories, also of other versions."""
     yield disk_cache.SITE, "compiled loops of the site", "", _below(disk_cache.SITE)
     in_use = caches.places(disk_cache.beside())
     for place in dict.fromkeys((*in_use, disk_cache.beside(), caches.usual_folder())):
         for path in sorted(place.iterdir()) if place.is_dir() else ():
             with suppress(OSError):
-                # Elsewhere other processes, whose DISTGPT_CACHE is another, may keep theirs.
+                # Other places may be in use by processes with a different DISTGPT_CACHE.
                 is_ours = place in in_use and not path.is_symlink() and path.stat().st_uid == os.geteuid()
                 if caches.is_compiled(path):
                     version = "this" if path.name == disk_cache.folder_name() else "another"

@@ -1,4 +1,4 @@
-"""This machine and its software: the facts of one rank, and what belongs beside a measurement."""
+"""Facts about this machine and its software, for one rank and for the record of a measurement."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from distgpt.core.train.report import processor_name
 
 Facts = dict[str, Any]
 
-REPORTED = ("OPENBLAS_CORETYPE", "CUDA_VISIBLE_DEVICES")  # variables
-# The name of a host behind the words that announce it, anybody's home, and a path on this machine.
+REPORTED = ("OPENBLAS_CORETYPE", "CUDA_VISIBLE_DEVICES")  # environment variables
+# A host name after the words that introduce it, a user's home directory, and a path on this machine.
 _HOST = re.compile(r"((?<![\w-])(?:--?(?:hosts?|nodelist)|-[wH])(?:=|\s+)|\bon (?:node|host) )[^\s'\"]+")
 _HOME = re.compile(r"(?<![\w./~-])/(?:home|Users)/[^/\s'\":,;]+")
 _PATH = re.compile(r"(?<![\w./~-])(?:~[\w.-]*|\.\.)?/(?!/)[^\s'\"`,;:()<>|]*")
 
 
 def of_rank(comm: Comm) -> Facts:
-    """Everything about this rank, ready for JSON."""
+    """Return everything about this rank, ready for JSON."""
     return {
         "rank": comm.rank,
         "local_rank": comm.local_rank,
@@ -55,7 +55,7 @@ def of_rank(comm: Comm) -> Facts:
 
 
 def gpu_facts(comm: Comm) -> Facts:
-    """Collect the GPUs and libraries, what the GPU stages lack, and the GPU that this rank would take."""
+    """Return the GPUs, libraries, missing requirements of the GPU stages, and the GPU of this rank."""
     from distgpt.gpu import probe
     from distgpt.gpu.stage import device_of
 
@@ -74,7 +74,7 @@ def system() -> str:
 
 
 def memory() -> Facts:
-    """Bytes of memory that this process can have, how many of them are free now, and by which limit."""
+    """Return the bytes of memory this process can use, how many are free, and which limit applies."""
     granted = granted_memory()
     total = granted.total or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {"total": total, "available": min(granted.free, total), "limit": granted.limit}
@@ -89,7 +89,7 @@ def versions() -> dict[str, str]:
 
 
 def compute() -> Facts:
-    """NumPy's BLAS as the CPU kernels use it, where their loops are kept, and why they do not load, if so."""
+    """Return NumPy's BLAS, where compiled loops are kept, and why they do not load, if so."""
     try:
         import numpy as np
 
@@ -108,18 +108,18 @@ def compute() -> Facts:
 
 
 def auto_dtype() -> str:
-    """Return what --dtype auto is for a small model on this processor, and why; "" where nothing computes."""
+    """Return the dtype that --dtype auto selects for a small model here, and why; "" on errors."""
     try:
         found = expected_dtype("serial", RunConfig())
-    except UsageError as error:  # of the environment
+    except UsageError as error:  # invalid environment variables
         return str(error)
-    except Exception:  # compute() says why
+    except Exception:  # compute() reports the reason
         return ""
     return f"{found.name}: {found.why}" if found.why else found.name
 
 
 def environment() -> dict[str, Any]:
-    """Date, command, machine and software, without names of the host, its user or their folders."""
+    """Return date, command, machine and software, without names of the host, the user or directories."""
     from distgpt.gpu.probe import driver
 
     gpus, computes, mpi = driver(), compute(), {}
@@ -143,7 +143,7 @@ def environment() -> dict[str, Any]:
 
 
 def anonymised(text: str) -> str:
-    """A text fit to publish: paths shortened to their last name, hosts and homes removed."""
+    """Make a string fit to publish: shorten paths to their last name, remove hosts and homes."""
     text = _HOST.sub(r"\1…", text)
     for home in {str(Path.home()), os.environ.get("HOME", "")} - {"", "/"}:
         text = re.sub(rf"{re.escape(home)}(?![\w-])", "~", text)
@@ -156,10 +156,10 @@ def anonymised(text: str) -> str:
 
 
 def commit() -> str | None:
-    """Return the commit of the sources, with "+" if they were changed; None outside a git checkout."""
+    """Return the commit of the sources, with "+" if they have changes; None outside a git checkout."""
     try:
         prefix, _, name = _git("rev-parse", "--show-prefix", "HEAD").partition("\n")
-        if prefix != "distgpt/":  # an installed package may lie in another project's checkout
+        if prefix != "distgpt/":  # an installed package may be inside another project's checkout
             return None
         return name + "+" * bool(_git("status", "--porcelain", "--untracked-files=no"))
     except (OSError, subprocess.SubprocessError):

@@ -1,6 +1,6 @@
-"""The hosts of a hostfile before a launch: `distgpt doctor --hostfile FILE [--ssh]`, a page or JSON.
+"""`distgpt doctor --hostfile FILE [--ssh]`: check the hosts of a hostfile before a launch.
 
-What a host answers over ssh is not trusted: only `HostFacts` is read from it.
+The answers of hosts over ssh are not trusted. Only `HostFacts` are parsed.
 """
 
 from __future__ import annotations
@@ -46,26 +46,26 @@ from distgpt.measure.doctor.facts import Facts, versions
 from distgpt.measure.doctor.report import AS_ROOT, MOST_HOSTS, foreign_mpirun, is_refused_as_root, rows
 from distgpt.show.page import terminal_table
 
-SECONDS = 40.0  # for their answers: Python may load from a slow network disk
-MOST_PROBLEMS = 12  # on the page
+SECONDS = 40.0  # timeout of an answer; Python may load from a slow network disk
+MOST_PROBLEMS = 12  # shown on the page
 ROUNDING = "compiled code may round in its own way there, and a run whose ranks drift apart ends by itself"
 _ASK = "from distgpt.measure.doctor.hosts import tell; tell"
 
 
 @dataclass(frozen=True, slots=True)
 class HostFacts:
-    """One host: what should be alike on all hosts of a job, and the ranks it can take."""
+    """Facts about one host: properties that must match on all hosts of a job, and the ranks it can take."""
 
     processor: str
     mpi: str
     versions: dict[str, str]
     cores: Count
-    calls: list[str] = field(default_factory=list)  # the addresses by which it reaches the launching host
+    calls: list[str] = field(default_factory=list)  # addresses at which it reaches the launching host
 
 
 @dataclass(slots=True)
 class Host:
-    """A host of the file, by the name that ssh is given, and what is known of it."""
+    """A host of the file, under the name passed to ssh, and the facts about it."""
 
     name: str
     ranks: int
@@ -75,7 +75,7 @@ class Host:
 
 
 def report(path: Path, ssh: bool, as_json: bool) -> None:
-    """Print what is found; a UsageError if a job on these hosts would not start with the MPI that is here."""
+    """Print the report. Raise a UsageError if a job on these hosts would not start with this MPI."""
     if launched_as() > 1:
         raise UsageError("--hostfile is looked at before a launch: leave out mpirun or srun")
     found = examine(path, ssh)
@@ -89,7 +89,6 @@ def report(path: Path, ssh: bool, as_json: bool) -> None:
 
 
 def examine(path: Path, ssh: bool) -> Facts:
-    """Return everything, ready for JSON."""
     here, mpi = mpirun(), distant_mpi()
     vendor = "Open MPI" if here["vendor"] == "Open MPI" else "MPICH"
     lines = parse_hostfile(read_small(path, LARGEST_HOSTFILE), vendor)
@@ -110,7 +109,7 @@ def examine(path: Path, ssh: bool) -> Facts:
     localhost, unreached = _way_back(hosts) if vendor == "MPICH" else ("", [])
     problems += unreached
     ranks = sum(host.ranks for host in hosts)
-    # Open MPI looks for a program in the PATH that ssh gives there, MPICH in the one that is here.
+    # Open MPI searches the PATH of the remote ssh session for a program, MPICH the local PATH.
     program = own_program() if vendor == "Open MPI" else ["distgpt"]
     as_root = [AS_ROOT] * (vendor == "Open MPI" and is_refused_as_root())
     named = ["-localhost", localhost] if localhost else []
@@ -126,18 +125,18 @@ def examine(path: Path, ssh: bool) -> Facts:
 
 
 def _hosts(lines: list[HostLine], own: HostFacts) -> list[Host]:
-    """Return each host once, with all its ranks; those that are this machine have its facts."""
+    """Return each host once, with all its ranks. Hosts that are this machine get its facts."""
     ranks: dict[str, int] = {}
     for line in lines:
         if not line.problem:
             ranks[line.host] = ranks.get(line.host, 0) + (line.slots or 1)
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        list(pool.map(addresses, ranks))  # which keeps them
+        list(pool.map(addresses, ranks))  # fills a cache
         here = dict(zip(ranks, pool.map(is_here, ranks), strict=True))
     return [Host(name, n, here[name], own if here[name] else None) for name, n in ranks.items()]
 
 
-# What they answer over ssh.
+# Answers over ssh
 
 
 def own_facts(mpi: Facts) -> HostFacts:
@@ -149,9 +148,9 @@ def own_facts(mpi: Facts) -> HostFacts:
 
 
 def tell(name: str, port: int, token: str) -> None:
-    """Print the facts of this machine for a doctor that asks over ssh, and how it can be reached from here.
+    """Print the facts of this machine over ssh, and the addresses at which it reaches the launching host.
 
-    A launcher tells other hosts its own `name`; ssh knows from which address it has come.
+    A launcher passes its own `name` to other hosts. The other candidate is the client's address in ssh.
     """
     found = dict.fromkeys([name, os.environ.get("SSH_CONNECTION", "").partition(" ")[0]])
     calls = [address for address in found if address and _answers(address, port, token)]
@@ -171,7 +170,7 @@ def _listening() -> Iterator[tuple[str, int, str]]:
     token = secrets.token_hex(8)
 
     def answer() -> None:
-        with suppress(OSError):  # it is closed
+        with suppress(OSError):  # the server is closed
             while True:
                 client, _ = server.accept()
                 with client:
@@ -186,13 +185,13 @@ def _listening() -> Iterator[tuple[str, int, str]]:
 
 
 def _way_back(hosts: list[Host]) -> tuple[str, list[str]]:
-    """Return the address by which all hosts reach this machine, "" if its name is one; and problems."""
+    """Return the address at which all hosts reach this machine ("": its name works), and problems."""
     asked = [(host.name, host.facts) for host in hosts if host.facts and not host.is_here]
     name, calls = platform.node(), {host: set(facts.calls) for host, facts in asked}
     lost = [host for host, reached in calls.items() if name not in reached]
     if not lost:
         return "", []
-    # Answers of hosts are not trusted, and this becomes a part of a command.
+    # The hosts' answers are not trusted, and this becomes part of a command.
     if common := [each for each in set.intersection(*calls.values()) if re.fullmatch(r"[\da-f.:]+", each)]:
         return min(common), []
     return "", [f"{', '.join(lost)}: cannot connect to {name}, this machine: correct DNS or the firewall"]
@@ -202,7 +201,7 @@ def _ask(back: tuple[str, int, str], host: Host) -> None:
     words = [*SSH, "-o", "ConnectTimeout=8", "--", host.name, shlex.join(python("-c", f"{_ASK}{back}"))]
     try:
         done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, timeout=SECONDS)
-        # The facts are the last line: login scripts may print others before.
+        # The facts are the last line. Login scripts may print other lines first.
         host.facts = checked(HostFacts, parse_json((done.stdout.splitlines() or [b""])[-1]))
     except subprocess.TimeoutExpired:
         host.problem = f"gave no answer within {SECONDS:g} s: try ssh -v {host.name}"
@@ -212,11 +211,11 @@ def _ask(back: tuple[str, int, str], host: Host) -> None:
         host.problem = f"{said[-1][:200]}; {remedy}"
 
 
-# What stops a job, and what is only worth a look.
+# Problems that stop a job, and warnings.
 
 
 def _judged(host: Host, own: HostFacts) -> tuple[list[str], list[str]]:
-    """Return what stops a job on a host, and what is only worth a look."""
+    """Return the problems that stop a job on a host, and the warnings."""
     facts = host.facts
     if facts is None and not addresses(host.name):
         return ["nobody knows this name: correct it, or add it to DNS or /etc/hosts"], []

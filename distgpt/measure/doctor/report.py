@@ -1,6 +1,6 @@
-"""The doctor's report: the facts of all ranks, and what this launch can run by them.
+"""The report of `distgpt doctor`: facts about all ranks, and the stages that this launch can run.
 
-`distgpt doctor` prints them once for all ranks, as a page of 100 columns or as JSON.
+It is printed once for all ranks, as a page of 100 columns or as JSON.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from distgpt.core.config import ON_GPU, STAGES, WITH_MPI
 from distgpt.core.cpu.stages import NOT_KEPT, open_stage
 from distgpt.measure.doctor.facts import Facts, of_rank
 
-WIDTH, MARGIN = 100, 13  # of a page, and of its first column
+WIDTH, MARGIN = 100, 13  # columns of a page, and of its first column
 MOST_HOSTS = 64
-FEW = 0.5  # of a host's CPUs: with SMT, a rank on each core may have one of its two
+FEW = 0.5  # fraction of a host's CPUs; with SMT, a rank per core may have one of its two CPUs
 AS_ROOT = "--allow-run-as-root"
-# By each of these pairs Open MPI may be asked to start as root; the latter since 5.0.
+# Either of these pairs lets Open MPI start as root; the second since 5.0.
 ROOT = tuple((f"{name}_ALLOW_RUN_AS_ROOT", f"{name}_ALLOW_RUN_AS_ROOT_CONFIRM") for name in ("OMPI", "PRTE"))
 
 Rows = Iterable[tuple[str, str]]
 
 
 def report(stage: str | None, as_json: bool) -> None:
-    """Print the facts once for all ranks; a `stage` that cannot run in this launch is an error."""
+    """Print the facts once for all ranks. Raise an error if `stage` cannot run in this launch."""
     found, comm = examine()
     if (comm.rank if comm.size > 1 else launched_rank()) == 0:
         if as_json:
@@ -104,11 +104,11 @@ def summary(node: Facts) -> str:
 
 
 def advice(node: Facts) -> str:
-    """Describe how many ranks and threads suit a node, and how they are started."""
+    """Describe how many ranks and threads suit a node, and how to start them."""
     ranks, threads, why = node["suits"].values()
     if ranks == 1:
         return f"a process of {count(threads, 'thread')} ({why}): distgpt train"
-    # Open MPI binds each rank to one core by itself, and a launch that binds is obeyed.
+    # By default Open MPI binds each rank to one core, and distgpt keeps a launcher's binding.
     how = f"mpirun -n {ranks} distgpt train --stage mpi (Open MPI: mpirun --bind-to none -n {ranks} …)"
     return f"{ranks} ranks of {count(threads, 'thread')} ({why}): {how}"
 
@@ -117,7 +117,7 @@ def advice(node: Facts) -> str:
 
 
 def verdicts(launched: Facts, mpi: Facts, ranks: list[Facts]) -> Facts:
-    """For each stage: whether it runs in this launch, what is missing if not, and what would improve it."""
+    """Return for each stage whether it runs in this launch, missing requirements, and improvements."""
     processes = max(launched["processes"], len(ranks))
     several = f"launched as {processes} processes, which would all do the same work"
     remedy = "use a stage with MPI, or run without mpirun"
@@ -137,7 +137,7 @@ def verdicts(launched: Facts, mpi: Facts, ranks: list[Facts]) -> Facts:
 
 
 def _over_ranks(ranks: list[Facts], troubles: list[list[Facts]]) -> list[Facts]:
-    """Report a trouble of several ranks once; leave `ranks` out where it is all of them."""
+    """Report a problem that multiple ranks share once; omit `ranks` if all have it."""
     owners = grouped(
         ((each["what"], each["remedy"]), rank["rank"])
         for rank, of_rank in zip(ranks, troubles, strict=False)
@@ -150,7 +150,7 @@ def _over_ranks(ranks: list[Facts], troubles: list[list[Facts]]) -> list[Facts]:
 
 
 def grouped(pairs: Iterable[tuple[Any, Any]]) -> dict[Any, list[Any]]:
-    """All values of each key, in the order of their arrival."""
+    """Group values by key, in order of arrival."""
     groups: dict[Any, list[Any]] = {}
     for key, value in pairs:
         groups.setdefault(key, []).append(value)
@@ -158,13 +158,12 @@ def grouped(pairs: Iterable[tuple[Any, Any]]) -> dict[Any, list[Any]]:
 
 
 def sentence(trouble: Facts) -> str:
-    """A trouble on one line, with its ranks and its remedy."""
+    """Format a problem as one line, with its ranks and its fix."""
     ranks = f"{named_ranks(trouble['ranks'])}: " if "ranks" in trouble else ""
     return f"{ranks}{trouble['what']}" + (f": {trouble['remedy']}" if trouble["remedy"] else "")
 
 
 def hosts(ranks: list[Facts]) -> list[list[Facts]]:
-    """Group the ranks by host."""
     return list(grouped((rank["host"], rank) for rank in ranks).values())
 
 
@@ -177,7 +176,7 @@ def is_refused_as_root(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def launch_lines(launched: Facts, mpi: Facts) -> list[str]:
-    """Return a line that starts several ranks with this MPI, if the mpirun here is its own."""
+    """Return a command line that starts two ranks with this MPI, if the local mpirun belongs to this MPI."""
     if launched["launcher"] or mpi.get("vendor") not in MPIS:
         return []
     if not is_of_family(launched["mpirun"]["vendor"], mpi["vendor"]):
@@ -187,7 +186,7 @@ def launch_lines(launched: Facts, mpi: Facts) -> list[str]:
 
 
 def foreign_mpirun(command: Facts, mpi: Facts) -> list[str]:
-    """Report an mpirun of another MPI than mpi4py's."""
+    """Report an mpirun of a different MPI than mpi4py's."""
     if not command["vendor"] or "vendor" not in mpi or is_of_family(command["vendor"], mpi["vendor"]):
         return []
     vendors = f"belongs to {command['vendor']}, but mpi4py to {mpi['vendor']}"
@@ -208,7 +207,7 @@ def _launch(launched: Facts, mpi: Facts) -> Iterable[str]:
 
 
 def warnings(launched: Facts, mpi: Facts, ranks: list[Facts]) -> list[str]:
-    """List what would slow a run down or spoil it without an error."""
+    """List problems that would slow a run down or harm it without an error."""
     parts = [_launch(launched, mpi), _differences(ranks), _cores(launched, ranks), _gpus(ranks)]
     return [text for part in (*parts, _loops(ranks), _settings(ranks)) for text in part]
 
@@ -264,7 +263,7 @@ def _settings(ranks: list[Facts]) -> Iterable[str]:
 
 
 def rows(pairs: Rows) -> Iterator[str]:
-    """Format names and texts as lines of a page. A text is escaped, and wrapped without a cut."""
+    """Format pairs of name and text as lines of a page. Text is escaped, and wrapped without truncation."""
     width = min(WIDTH, get_terminal_size((WIDTH, 24)).columns)
     for name, text in pairs:
         yield fill(

@@ -1,4 +1,4 @@
-"""Shows where a training step's time goes: every operation is measured and compared with the machine's peak.
+"""Profiles a training step: measures every operation and compares it with the machine's peak.
 
 Not here: the step itself (core/train/step.py).
 """

@@ -1,7 +1,7 @@
-"""The operations of a step: the row of each in a profile, and the FLOPs it computes.
+"""The operations of a step: the row of each in a profile, and its FLOPs.
 
-FLOPs are of matmuls, as `core/model/counts.py` counts them: padding, and what a backward pass computes
-again, are left out. They are counted from the arguments of a call, by the names in `core/ops/kernels.py`.
+Only FLOPs of matmuls count, like in `core/model/counts.py`, without padding and recomputation in the
+backward pass. They are computed from the arguments of a call, by the names in `core/ops/kernels.py`.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ CROSS_ENTROPY, DATA, WORKERS = "Cross-entropy", "Data", "Waiting for other worke
 WAIT, TRANSFER = "Allreduce: waiting for ranks", "Allreduce: transfer"
 BETWEEN, GPU_WAITS = "Between operations (Python)", "GPU waiting for Python"
 
-# Operations whose matmuls were measured on their own: the rest of them.
+# Rows for the rest of an operation if its matmuls were measured separately.
 WITHOUT_MATMULS = {
     "linear_act": "Activation forward",
     "linear_backward_act": "Activation backward",
     "linear_cross_entropy": CROSS_ENTROPY,
 }
 
-# The rows of a profile, in the order of its table, and their operations.
+# The rows of a profile, in table order, and their operations.
 ROWS: dict[str, tuple[str, ...]] = {
     "Matmul forward": ("linear", "add_low_rank"),
     "Matmul backward into input": ("linear_backward",),
@@ -50,7 +50,7 @@ ROWS: dict[str, tuple[str, ...]] = {
         *("cast_down", "sum_squares", "squares", "add_up", "adamw", "subtract", "nesterov"),
     ),
     "Muon": ("muon_momentum", "orthogonalise", "muon"),
-    # Measured like operations without being any: fill, transfer and wait.
+    # Measured like operations: fill, transfer and wait.
     WAIT: ("wait",),
     TRANSFER: ("transfer",),
     DATA: ("put", "move_cached", "likeliest", "drawn", "fill"),
@@ -72,7 +72,7 @@ def _head(a: Any) -> float:
 
 
 def _orthogonalise(a: Any) -> float:
-    """Count the matmuls, of squares one half, as the backend does that needs the fewest."""
+    """Count the matmuls of the backend that needs the fewest; a square counts half."""
     sides = (sorted(u.shape) for u in a.updates)
     return float(sum(low * low * min(15 * long + 5 * low, 3 * long + 17 * low) for low, long in sides))
 
@@ -92,12 +92,12 @@ FLOPS: dict[str, Callable[[Any], float]] = {
 
 
 def row_of(name: str, apart: bool) -> str:
-    """Return an operation's row. `apart`: its own matmuls were measured too."""
+    """Return an operation's row. `apart` means that its matmuls were measured separately."""
     return WITHOUT_MATMULS[name] if apart and name in WITHOUT_MATMULS else ROW_OF[name]
 
 
 def flops_of(name: str, apart: bool, args: Sequence[Any], named: dict[str, Any]) -> float:
-    """Return the FLOPs in matmuls of a call with these arguments."""
+    """Return the matmul FLOPs of a call with these arguments."""
     if name not in FLOPS or (apart and name in WITHOUT_MATMULS):
         return 0.0
     return FLOPS[name](SimpleNamespace(**dict(zip(PARAMETERS[name], args, strict=False)), **named))

@@ -1,12 +1,12 @@
-"""Records every operation of a step, and adds up its time by kind: each second of each worker counts once.
+"""Records every operation of a step, and adds up its time by kind. Each second of each worker counts once.
 
-While steps are measured, measuring calls stand in front of the operations of one backend, one communicator
-and one source of batches; without a profile there are none, and nothing that could be slow.
+While steps are measured, wrappers replace the operations of one backend, one communicator and one source of
+batches. Without a profile there are no wrappers, so nothing is slower.
 
-An operation that the leading worker calls while the others have none of their own occupies all workers.
-During a call that starts the workers side by side (`each`, `run_together`), each has its own operations; it
-waits after its last one, and a worker that had to be woken also before its first one. The time of an
-operation that another calls counts for the inner one alone. The rest of a step lies between the operations.
+An operation that the leading worker calls outside a parallel region occupies all workers. In a call that
+starts the workers in parallel (`each`, `run_together`), each has its own operations. It waits after its last
+one and, if it had to be woken, before its first one. If operations are nested, time counts only for the
+inner one. The rest of a step is between the operations.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from distgpt.core.ops.api import Array
 from distgpt.core.ops.kernels import Kernels
 from distgpt.measure.profile.operations import OPERATIONS, ORDER, WORKERS, flops_of, row_of
 
-if TYPE_CHECKING:  # a profile of a CPU stage needs nothing of gpu/
+if TYPE_CHECKING:  # a profile of a CPU stage must not import gpu/
     from distgpt.gpu.device import CupyDevice
 
 
@@ -36,19 +36,19 @@ if TYPE_CHECKING:  # a profile of a CPU stage needs nothing of gpu/
 class Clock:
     """The processor's clock, for backends whose calls return when their work is done."""
 
-    now: Callable[[], Any] = time.perf_counter  # makes a stamp
-    since: Callable[[Any, Any], float] = operator.sub  # seconds to a stamp from an earlier one; waits
-    settle: Callable[[], None] = lambda: None  # waits until all work so far is done
+    now: Callable[[], Any] = time.perf_counter  # makes a time stamp
+    since: Callable[[Any, Any], float] = operator.sub  # seconds between stamps, later one first; waits
+    settle: Callable[[], None] = lambda: None  # waits until all queued work is done
 
     @classmethod
     def of(cls, device: CupyDevice) -> Clock:
-        """Return a clock of events in the stream of a GPU, for work that calls only queue."""
+        """Return a clock of events in a GPU's stream, for work that calls only queue."""
         return cls(device.mark, lambda stamp, origin: float(stamp.seconds_since(origin)), device.synchronize)
 
 
 @dataclass(slots=True, eq=False)
 class Region:
-    """A call during which workers have operations of their own, or (`is_shared`) parts of the same ones."""
+    """A call in which workers have their own operations or (`is_shared`) parts of the same ones."""
 
     is_shared: bool
     begin: Any
@@ -57,7 +57,7 @@ class Region:
 
 @dataclass(slots=True, eq=False)
 class Event:
-    """A call of an operation; `parent`: the operation that called it."""
+    """A call of an operation, and the operation that called it."""
 
     name: str
     worker: int
@@ -71,7 +71,7 @@ class Event:
 
 @dataclass(slots=True)
 class Taken:
-    """A step as it was recorded. `end`: that of its launch, or where the next step begins."""
+    """A recorded step. It ends with its launch or at the start of the next step."""
 
     begin: Any
     end: Any = None
@@ -80,15 +80,13 @@ class Taken:
 
 
 class _Place(threading.local):
-    """The calling thread's number, and the operation that it is in."""
-
     def __init__(self, numbers: Iterator[int]) -> None:
         self.worker = next(numbers)
         self.event: Event | None = None
 
 
 class Recorder:
-    """`with recorder.attached(): …` measures the operations of the calling thread and of the workers."""
+    """Measures the operations of the calling thread and the workers in `with recorder.attached(): …`."""
 
     def __init__(
         self,
@@ -98,7 +96,7 @@ class Recorder:
         batches: Batches,
         exchanges: Sequence[tuple[Any, str]],
     ) -> None:
-        """`exchanges`: methods that wait for other ranks, by object and name."""
+        """`exchanges`: methods that wait for other ranks, as object and name."""
         self._clock, self._comm = clock, comm
         self._taken = Taken(clock.now())
         self._place = _Place(count())
@@ -113,7 +111,7 @@ class Recorder:
 
     @contextmanager
     def attached(self) -> Iterator[None]:
-        """Put the measuring calls in front of the operations for a while."""
+        """Replace the operations with measuring wrappers inside the `with` block."""
         before = [vars(part).get(name) for part, name, _ in self._calls]
         try:
             for part, name, call in self._calls:
@@ -128,7 +126,7 @@ class Recorder:
 
     @contextmanager
     def step(self) -> Iterator[Taken]:
-        """Record a step; what is recorded is complete at the end."""
+        """Record a step. The record is complete at the end."""
         self._taken = taken = Taken(self._clock.now())
         yield taken
         taken.end = self._clock.now()
@@ -165,7 +163,7 @@ class Recorder:
         return measured
 
     def _exchange(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Measure the waiting for all ranks, and then what of the exchange was not hidden before."""
+        """Measure the wait for all ranks, then the part of the exchange that no computation hides."""
 
         def meet() -> None:
             self._clock.settle()
@@ -181,19 +179,19 @@ class Recorder:
 
 
 def no_times() -> Array:
-    """Make zeros for worker-seconds, calls and FLOPs of matmuls, each per row of ORDER."""
+    """Return zeros for worker-seconds, calls and matmul FLOPs, each per row of ORDER."""
     return np.zeros((3, len(ORDER)))
 
 
 def account(clock: Clock, workers: int, taken: Taken) -> tuple[float, Array]:
-    """Return a step's seconds, and its times as `no_times` has them. Waits for it."""
+    """Return a step's seconds, and its times in the format of `no_times`. Waits for the step."""
 
     def seconds(stamp: Any) -> float:
         return clock.since(stamp, taken.begin)
 
     times = no_times()
     ends = [(seconds(event.begin), seconds(event.end)) for event in taken.events]
-    inner: dict[Event | None, float] = {}  # seconds in operations that this one has called
+    inner: dict[Event | None, float] = {}  # seconds in operations that this one called
     for event, (begin, end) in zip(taken.events, ends, strict=True):
         inner[event.parent] = inner.get(event.parent, 0.0) + end - begin
     busy: dict[tuple[Region | None, int], list[float]] = {}

@@ -1,4 +1,4 @@
-"""A profile from its first to its last step: the steps of a run, the peak, and the file of all ranks."""
+"""A profile from first to last step: the steps of a run, the peak, and the file for all ranks."""
 
 from __future__ import annotations
 
@@ -35,24 +35,24 @@ from distgpt.parallel.local_steps import LocalSteps
 from distgpt.parallel.sharded import Sharded
 from distgpt.show.page import Column, tabulated, terminal
 
-if TYPE_CHECKING:  # a profile of a CPU stage needs nothing of gpu/
+if TYPE_CHECKING:  # a profile of a CPU stage must not import gpu/
     from distgpt.gpu.device import CupyDevice
 
 WARM_UP = 2  # steps that compile, record and choose algorithms
-SIDES = (512, 1024, 2048, 4096, 8192)  # of square matmuls, as far as the time suffices
+SIDES = (512, 1024, 2048, 4096, 8192)  # sides of square matmuls, as many as fit in the time
 SHORTEST = 0.01  # seconds of a measurement: enough calls to fill a queue
 REPEATS = 4
-SECONDS = 1.6  # of measuring the peak
+SECONDS = 1.6  # seconds to measure the peak
 
 Row = dict[str, Any]
 
-# Of one rank, as JSON: rank, workers, steps, step_s and its median, peak_gflops, and times by ORDER: seconds
-# of each worker, calls and FLOPs of a step.
+# One rank as JSON: rank, workers, steps, mean and median step_s, peak_gflops, and times by ORDER: seconds per
+# worker, calls and FLOPs of a step.
 RankProfile = dict[str, Any]
 
 
 def open_steps(asked: RunConfig, stage: Stage, say: Say) -> tuple[Step, Batches]:
-    """Return the steps of a run alone, without its directory and evaluation. Collective."""
+    """Return a run's steps and batches, without its directory and evaluation. Collective."""
     comm, t = stage.comm, asked.train
     on_root(comm, lambda: refuse_unsuited(t, comm.size, on_gpu=stage.on_gpu))
     if t.balance == "auto" and comm.size > 1:
@@ -80,10 +80,7 @@ def waits(step: Step) -> list[tuple[object, str]]:
 
 
 class Profiler:
-    """Runs one rank's steps and measures them."""
-
     def __init__(self, step: Step, device: CupyDevice | None = None) -> None:
-        """`device`: the GPU, if any."""
         self._step = step
         self.clock = Clock() if device is None else Clock.of(device)
         self.on_gpu = device is not None
@@ -92,9 +89,9 @@ class Profiler:
         self.seconds: list[float] = []  # of each measured step
 
     def steps(self, batches: Batches, measured: int, warm_up: int = WARM_UP) -> Iterator[float]:
-        """Run steps as training does, and measure those after the warm-up; yield the seconds of each.
+        """Run steps as training does, yield the seconds of each, and measure the ones after the warm-up.
 
-        A GPU gets the next step before the last one is read, so a step ends where the next one begins.
+        A GPU gets the next step before the last one is read, so a step ends when the next one starts.
         """
         step, begun = self._step, time.perf_counter()
         for number in range(warm_up):
@@ -122,7 +119,7 @@ class Profiler:
 
 
 def of_rank(profiler: Profiler, rank: int, peak: float) -> RankProfile:
-    """Return the means of the measured steps."""
+    """Return the means over the measured steps."""
     times, steps = profiler.times / len(profiler.seconds), profiler.seconds
     times[0] /= profiler.workers
     found: RankProfile = {"rank": rank, "workers": profiler.workers, "steps": len(steps)}
@@ -131,7 +128,7 @@ def of_rank(profiler: Profiler, rank: int, peak: float) -> RankProfile:
 
 
 def measure(stage: Stage, run: RunConfig, measured: int, warm_up: int, folder: Path, say: Say) -> str:
-    """Measure steps, and write profile.json on rank 0; return the table. Collective."""
+    """Measure steps, write profile.json on rank 0, and return the table. Collective."""
     step, batches = open_steps(run, stage, say)
     comm, kernels, model = stage.comm, step.model.kernels, step.model
     on_root(comm, lambda: prepare(folder))
@@ -141,7 +138,7 @@ def measure(stage: Stage, run: RunConfig, measured: int, warm_up: int, folder: P
     for done, seconds in enumerate(profiler.steps(batches, measured, warm_up), 1):
         warming = " (to warm up)" if done <= warm_up else ""
         say(f"step {done} of {warm_up + measured}: {1000 * seconds:,.1f} ms{warming}")
-    # At the end, and on all ranks at once, as they share memory and more in a step too.
+    # Measure at the end, and on all ranks simultaneously, since they share memory bandwidth in a step.
     ranks = gather(comm, of_rank(profiler, comm.rank, peak_gflops(kernels, meet=comm.barrier)))
     about: dict[str, Any] = {
         "environment": environment() if comm.rank == 0 else {},
@@ -163,7 +160,7 @@ def measure(stage: Stage, run: RunConfig, measured: int, warm_up: int, folder: P
 
 
 def seconds_of(k: Kernels, work: Callable[[], None]) -> float:
-    """Seconds of one call, timed over as many as take at least SHORTEST."""
+    """Return the seconds of one call, averaged over enough calls to take SHORTEST."""
     calls, done = 1, k.scalars(1)
     while True:
         k.to_host(done)
@@ -178,9 +175,9 @@ def seconds_of(k: Kernels, work: Callable[[], None]) -> float:
 
 
 def peak_gflops(k: Kernels, seconds: float | None = None, meet: Callable[[], None] = lambda: None) -> float:
-    """Return GFLOP/s in a matmul of the best size, of all workers of one rank together.
+    """Return the matmul GFLOP/s of one rank (all its workers) at the best matrix size.
 
-    Measures for about `seconds` (SECONDS if None) after everything is compiled. `meet` returns once all ranks
+    Measure for about `seconds` (None: SECONDS) after everything is compiled. `meet` returns once all ranks
     have called it, so that all measure at the same time.
     """
     meet()
@@ -190,7 +187,7 @@ def peak_gflops(k: Kernels, seconds: float | None = None, meet: Callable[[], Non
         if best and time.perf_counter() + flops / best > end:
             break
         x, y = (k.zeros(side, side) for _ in range(2))
-        # Values with which matmuls neither overflow nor underflow.
+        # With these values matmuls neither overflow nor underflow.
         some = np.random.default_rng(0).standard_normal(1 << 16, np.float32) / side
         k.put(x, np.resize(some, x.shape))
         work = partial(k.linear, y, x, Affine(x, None))
@@ -208,9 +205,9 @@ def peak_gflops(k: Kernels, seconds: float | None = None, meet: Callable[[], Non
 
 
 def _about(profile: RankProfile, on_gpu: bool) -> dict[str, Any]:
-    """Return the part of profile.json that each rank has, and all ranks together: means of a step.
+    """Return the part of profile.json that each rank and the mean of all ranks have: means of a step.
 
-    The rows are of the kinds of operations that occurred, and one is of the rest of the step.
+    There is one row per kind of operation that occurred, and one for the rest of the step.
     """
     found = [_row(profile, *each) for each in zip(ORDER, *profile["times"], strict=True) if each[1]]
     between = profile["step_s"] - sum(row["ms"] for row in found) / 1000
@@ -219,7 +216,7 @@ def _about(profile: RankProfile, on_gpu: bool) -> dict[str, Any]:
 
 
 def _row(profile: RankProfile, name: str, seconds: float, calls: float = 0, flops: float = 0) -> Row:
-    """`seconds` of each worker; the speed is what all would reach together if they did nothing else."""
+    """Make a row. `seconds` is per worker; the speed is the rank's if all workers did only this."""
     row: Row = {"row": name, "share": seconds / profile["step_s"], "calls": calls, "ms": 1000 * seconds}
     gflops = flops / seconds / 1e9 if flops else None
     of_peak = gflops and gflops / profile["peak_gflops"]
@@ -255,7 +252,7 @@ COLUMNS: tuple[Column, ...] = (
 
 
 def as_text(found: dict[str, Any]) -> str:
-    """Format a profile for a terminal: what was measured, the table, and the peak."""
+    """Format a profile for a terminal: a headline, the table, and the peak."""
     threads = f" of {count(found['threads'], 'thread')}" if found["threads"] else ""
     headline = (
         f"{count(found['steps'], 'step')} of {1000 * found['step_s']:,.1f} ms"

@@ -1,4 +1,4 @@
-"""`distgpt sweep`: many short runs of one kind, which settings are best, and which end early.
+"""`distgpt sweep`: train many short runs with different settings, stop poor ones early, and report the best.
 
-Not here: how a run is opened and trained (core/train/), the settings themselves (core/config/).
+Not here: opening and training a run (core/train/), the settings themselves (core/config/).
 """

@@ -1,7 +1,7 @@
-"""A grid of settings and the points in it; and the folder of a sweep, with its runs and a result of each.
+"""The grid of a sweep with its points, and the sweep's directory with runs and results.
 
-Any number of processes work in it. A process takes a run by a lock, which ends with the process, so that a
-run whose process died is free again. Which runs are due follows from the results alone.
+Any number of processes can work on a sweep. A process locks its run. The lock ends with the process, so
+another one can take the run of a process that died. The runs that are due depend only on the results.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ PRESET, SEED = "preset", "seed"
 BITS = "bits_per_byte"
 METRICS = ("val_loss", BITS, "loss")
 MOST_RUNS = 10_000
-DIGITS = 3  # of a number that is drawn
+DIGITS = 3  # significant digits of a drawn number
 DIVERGED = ("not finite", "outlier")
 RULES_KEPT = ("metric", "rungs", "eta")
 MOST_SHOWN = 5  # names in a message
-LONGEST_NAME = 100  # characters of a run's name, which is also a folder's
+LONGEST_NAME = 100  # characters of a run's name, which is also a directory name
 
-# Settings that may vary, and what [sweep] says besides.
+# Settings that may vary, and the other keys of [sweep].
 VARYING = {**SETTINGS, BATCH_TOKENS: BATCH_IN_TOKENS, PRESET: Setting(str, "A named configuration.")}
 RULES = {
     "draws": Setting(int, "Draw this many points, instead of taking all.", low=1, most=MOST_RUNS),
@@ -56,32 +56,32 @@ Name = Annotated[str, Must("be the name of a file", lambda name: 0 < len(name) <
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A run of the sweep: all of its settings, `preset` among them."""
+    """A run of the sweep with all its settings, including `preset`."""
 
     name: Name
-    point: str  # the name of its point, which runs of several seeds share
+    point: str  # name of its point, shared by runs with different seeds
     values: Values
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """A grid file, with all that is drawn. `points`: by name, the settings that vary and their values."""
+    """The content of a grid file, including drawn points. `points` maps names to varying settings."""
 
     fixed: Values
     points: dict[str, Values]
-    seeds: list[int]  # none: all runs have the seed of `fixed`
+    seeds: list[int]  # if empty, all runs use the seed of `fixed`
     metric: str = "val_loss"
     rungs: int = 1
     eta: float = 3.0
 
     def runs(self) -> Iterator[Run]:
-        """Yield the runs, seeds of a point side by side."""
+        """Yield the runs. Seeds of a point are adjacent."""
         for point, values in self.points.items():
             for own in [{SEED: seed} for seed in self.seeds] or [{}]:
                 yield Run(_named(values | own), point, {"keep": 1, **self.fixed, **values, **own})
 
     def until(self, rung: int, steps: int) -> int:
-        """Return the step of a run at which it is compared on this rung, from 0 on."""
+        """Return the step at which runs are compared on a rung (the first is 0)."""
         return max(1, round(steps / self.eta ** (self.rungs - 1 - rung)))
 
     def promoted(self, points: int) -> int:
@@ -91,7 +91,7 @@ class Grid:
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Values from `low` to `high`, evenly likely, or by their logarithm."""
+    """Values from `low` to `high`, with a uniform distribution of the value or of its logarithm."""
 
     low: float
     high: float
@@ -99,7 +99,7 @@ class Range:
     kind: type
 
     def draw(self, random: np.random.Generator) -> Any:
-        """Return a value of few digits, within the range."""
+        """Return a value with few digits, within the range."""
         ends = (math.log(self.low), math.log(self.high)) if self.is_log else (self.low, self.high)
         drawn = random.uniform(*ends)
         drawn = math.exp(drawn) if self.is_log else drawn
@@ -112,7 +112,7 @@ Choices = dict[str, list[Any] | Range]
 
 
 def read_grid(path: Path, assigned: Values | None = None) -> Grid:
-    """Return the grid in a TOML file, its fixed settings changed by what --set has assigned."""
+    """Return the grid in a TOML file. Values in `assigned` (--set) replace fixed settings."""
     document = load_toml(read_text(path, "GRID"), str(path))
     table = document.pop("sweep", None)
     if not isinstance(table, dict) or not table:
@@ -141,7 +141,7 @@ def read_grid(path: Path, assigned: Values | None = None) -> Grid:
 
 
 def _choices(where: str, name: str, given: Any) -> list[Any] | Range:
-    """Return a setting's values, each of its type and within its bounds."""
+    """Return a setting's values. Each has the setting's type and is within its bounds."""
     about = VARYING[name]
     if isinstance(given, dict):
         return _range(where, about, given)
@@ -168,7 +168,6 @@ def _range(where: str, about: Setting, given: Mapping[str, Any]) -> Range:
 
 
 def _all(path: Path, choices: Choices) -> Iterator[Values]:
-    """Yield every combination."""
     lists = []
     for name, values in choices.items():
         if isinstance(values, Range):
@@ -178,7 +177,7 @@ def _all(path: Path, choices: Choices) -> Iterator[Values]:
 
 
 def _drawn(choices: Choices, draws: int, seed: int) -> Iterator[Values]:
-    """Yield this many different points, or all there are. The first ones are the same for more draws."""
+    """Yield up to `draws` different points. With more draws, the first points stay the same."""
     known: set[str] = set()
     for number in range(20 * draws):
         random = np.random.default_rng((seed, number))
@@ -196,7 +195,7 @@ def shortly(value: Any) -> str:
 
 
 def _named(values: Values) -> str:
-    """Return a name for these values that is fit for a folder; it has all of them, or a hash of them."""
+    """Return a valid directory name for these values, with a hash if it cannot contain them exactly."""
     whole = ",".join(f"{name}={shortly(value)}" for name, value in values.items())
     name = re.sub(r"[^\w=.,+-]", "_", whole)
     is_exact = all(type(value) is not float or float(f"{value:g}") == value for value in values.values())
@@ -206,23 +205,23 @@ def _named(values: Values) -> str:
     return f"{name[:LONGEST_NAME]}-{hashlib.sha256(exact.encode()).hexdigest()[:8]}"
 
 
-# The folder of a sweep
+# The directory of a sweep
 
 
 @dataclass(slots=True)
 class Rung:
-    """A run at the step at which it is compared. What was not measured is None."""
+    """Results of a run at the step of a comparison. None: not measured."""
 
     step: int
-    loss: float | None = None  # of the last steps before it, on average
+    loss: float | None = None  # mean of the last steps before it
     val_loss: float | None = None
-    bits_per_byte: float | None = None  # of validation
+    bits_per_byte: float | None = None  # validation
     train_bits_per_byte: float | None = None
 
 
 @dataclass(slots=True)
 class Result:
-    """A run so far. `stop`: what has ended it for good, "" if nothing has."""
+    """Results of a run. `stop` is the reason why it stopped for good, or ""."""
 
     rungs: list[Rung] = field(default_factory=list)
     stop: str = ""
@@ -241,7 +240,7 @@ class Ledger:
         return RunDirectory(self.path / run.name)
 
     def result(self, run: Run) -> Result:
-        """Return a run's result so far, empty before it has begun."""
+        """Return a run's result, empty if it has not started."""
         path = self._result(run)
         if not path.exists():
             return Result()
@@ -252,7 +251,7 @@ class Ledger:
         write_json(self._result(run), asdict(result))
 
     def forget_failures(self) -> None:
-        """Let runs be tried again that failed for another reason than their settings."""
+        """Allow retries of runs that failed for reasons other than their settings."""
         for run in self.runs:
             result = self.result(run)
             if result.stop and result.stop not in DIVERGED:
@@ -260,7 +259,7 @@ class Ledger:
 
     @contextmanager
     def taken(self, run: Run) -> Iterator[bool]:
-        """Hold a run meanwhile; yield False, and hold nothing, if another process does."""
+        """Lock a run inside the `with` block. Yield False, without a lock, if another process holds it."""
         directory = self._result(run).parent
         with storage_errors("write", directory):
             directory.mkdir(parents=True, exist_ok=True)
@@ -277,9 +276,9 @@ class Ledger:
                 lock.release()
 
     def due(self) -> tuple[int, list[Run], int] | None:
-        """Return the first rung that is not complete, the runs that it lacks, and how many it has in all.
+        """Return the first incomplete rung, its missing runs, and its total number of runs.
 
-        None at the end.
+        None: the sweep is done.
         """
         results = self.results()
         for rung in range(self.grid.rungs):
@@ -298,12 +297,12 @@ class Ledger:
 
 
 def is_past(result: Result, rung: int) -> bool:
-    """Return whether a run has nothing more to do on a rung."""
+    """Return whether a run is done with a rung."""
     return bool(result.stop) or len(result.rungs) > rung
 
 
 def on_rung(grid: Grid, results: dict[str, Result], rung: int) -> list[str]:
-    """Return the points that come to a rung: the best ones of the rung before, which must be complete."""
+    """Return the points on a rung: the best of the previous rung, which must be complete."""
     members: dict[str, list[Result]] = {point: [] for point in grid.points}
     for run in grid.runs():
         members[run.point].append(results[run.name])
@@ -316,19 +315,19 @@ def on_rung(grid: Grid, results: dict[str, Result], rung: int) -> list[str]:
 
 
 def mean(grid: Grid, results: Iterable[Result], rung: int) -> float:
-    """Return the mean over the runs of a point on a rung; infinite if one of them has failed."""
+    """Return the mean over a point's runs on a rung, or infinity if one failed."""
     found = [measured(grid, result, rung) for result in results]
     return fmean(value for value in found if value is not None) if None not in found else math.inf
 
 
 def measured(grid: Grid, result: Result, rung: int) -> float | None:
-    """Return what is compared of a run on a rung; None if it did not come there."""
+    """Return a run's metric on a rung, or None if it did not get there."""
     found = getattr(result.rungs[rung], grid.metric) if len(result.rungs) > rung else None
     return None if found is None else float(found)
 
 
 def begin(path: Path, grid: Grid) -> None:
-    """Make the folder, or check that it is of this grid, to which runs may have been added."""
+    """Create the directory, or check that it has this grid, apart from added runs."""
     file = path / "grid.json"
     with storage_errors("use the folder", path):
         if file.exists():
@@ -340,7 +339,6 @@ def begin(path: Path, grid: Grid) -> None:
 
 
 def read_back(path: Path) -> Grid:
-    """Return the grid of a folder in which a sweep has begun."""
     file = path / "grid.json"
     if not file.exists():
         raise UsageError(f"{path} cannot be seen here: --out must lie in a file system that all hosts share")
@@ -349,7 +347,7 @@ def read_back(path: Path) -> Grid:
 
 
 def _refuse_changed(path: Path, before: Grid, now: Grid) -> None:
-    """Reject a grid in which more has changed than runs that were added."""
+    """Raise an error if the grid has changes other than added runs."""
     old, new = (grid.fixed | {name: getattr(grid, name) for name in RULES_KEPT} for grid in (before, now))
     changed = sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
     known = {run.name for run in now.runs()}

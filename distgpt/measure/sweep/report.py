@@ -1,4 +1,4 @@
-"""The end of a sweep: its points in order as a table, the best settings as TOML, all as JSON."""
+"""The report of a sweep: a table of its ranked points, the best settings as TOML, everything as JSON."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from distgpt.show.page import terminal_table
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """The mean of a point's seeds at a step, and their standard deviation if they are two or more."""
+    """Mean over a point's seeds at a step, and the standard deviation if there is more than one seed."""
 
     step: int
     mean: float
@@ -27,18 +27,18 @@ class Compared:
 
 @dataclass(slots=True)
 class Row:
-    """A point: what it was compared by on each rung to which all of its runs came."""
+    """A point and its metric on each rung that all its runs reached."""
 
     point: str
     values: Values
-    state: str  # best, finished, ended early, or what has stopped it
+    state: str  # best, finished, ended early, or the reason of a stop
     rungs: list[Compared]
     tokens_per_s: float | None
     error: str = ""
 
 
 def rows_of(ledger: Ledger) -> list[Row]:
-    """Return all points: those that came furthest first, the lowest loss first among them."""
+    """Return all points: first the ones with the most rungs, then the lowest loss."""
     results = ledger.results()
     last = on_rung(ledger.grid, results, ledger.grid.rungs - 1)
     rows = []
@@ -65,7 +65,7 @@ def _row(grid: Grid, point: str, values: Values, results: Sequence[Result], stat
 
 
 def finish(ledger: Ledger) -> str:
-    """Write all results; return the table, and where the files are. Raises if no run has finished."""
+    """Write all results. Return the table and the paths of the files. Raise an error if no run finished."""
     grid, rows = ledger.grid, rows_of(ledger)
     if all(row.error for row in rows):
         kind = NonFiniteError if all(row.state in DIVERGED for row in rows) else DistgptError
@@ -90,7 +90,6 @@ def finish(ledger: Ledger) -> str:
 
 
 def table(grid: Grid, rows: Sequence[Row]) -> str:
-    """Format the points as a table; below it what has stopped some."""
     shown = [
         [
             *map(shortly, row.values.values()),

@@ -1,4 +1,4 @@
-"""A sweep at work: checks its grid, opens a stage on each rank, and trains the runs that are due."""
+"""The workers of a sweep: check the grid, open a stage on each rank, and train the runs that are due."""
 
 from __future__ import annotations
 
@@ -48,34 +48,34 @@ from distgpt.measure.sweep.grid import (
 from distgpt.recipes.depth import holds_out
 from distgpt.recipes.derived import derived
 
-PAUSE = 0.5  # seconds before a process without work looks again
-SECONDS_BETWEEN_LINES = 10.0  # about a run that trains
-LAST = 20  # steps whose training losses are averaged
+PAUSE = 0.5  # seconds before an idle process checks again
+SECONDS_BETWEEN_LINES = 10.0  # about a run in training
+LAST = 20  # steps over which the training loss is averaged
 
 
 def open_stages(name: str, threads: int | None, gpu: GpuConfig) -> tuple[Comm, Stage]:
-    """Return the ranks of this job, and a stage for this rank alone, which trains alone. Collective."""
+    """Return the communicator of this job, and a stage in which this rank trains on its own. Collective."""
     if name in WITH_MPI:
         raise UsageError(f"here every rank has a stage of its own: --stage serial or cuda, not {name}")
     if launched_as() == 1:
         stage = open_stage(name, threads, gpu)
         return stage.comm, stage
-    # GPUs need no way between them that takes memory.
+    # These GPUs exchange nothing, and other transports would take GPU memory.
     job = open_stage(SEVERAL[name], threads, replace(gpu, allreduce="host") if name in ON_GPU else gpu)
     alone = SerialComm(job.comm)
     if not job.on_gpu:
         return job.comm, replace(job, name=name, comm=alone)
     of_gpu: Any = {"gpu": gpu, "transport": ""}
-    # New notes: the job's tell how gradients are summed.
+    # New notes: the job's notes describe how gradients are summed.
     return job.comm, replace(job, name=name, comm=alone, notes=Notes(), **of_gpu)
 
 
 def begin_sweep(
     comm: Comm, ready: Stage, path: Path, out: Path, say: Say, assigned: Values | None = None
 ) -> Ledger:
-    """Return the sweep of a grid file, which begins or resumes in `out`. Collective.
+    """Start or resume the sweep of a grid file in `out`. Collective.
 
-    `ready` is a stage of this rank alone; `assigned` changes what the file fixes.
+    `ready` is a stage of only this rank. `assigned` replaces fixed settings of the file.
     """
 
     def prepare() -> None:
@@ -92,9 +92,9 @@ def begin_sweep(
 
 
 def _with_dtype(grid: Grid, ready: Stage, out: Path | None = None) -> Grid:
-    """Return a grid that names no dtype with one for all runs, by its first run: they are compared.
+    """Return the grid with one dtype for all runs, chosen for the first run if the grid has none.
 
-    A sweep that has begun keeps its own; one of an earlier version has none, which is float32.
+    A sweep that has started keeps its dtype. A sweep from an earlier version has none and uses float32.
     """
     first = next(grid.runs())
     if not is_open(asked_of(first)):
@@ -108,7 +108,7 @@ def _with_dtype(grid: Grid, ready: Stage, out: Path | None = None) -> Grid:
 
 
 def preview(path: Path, ready: Stage, assigned: Values | None = None) -> str:
-    """Return the runs of a grid file and its rungs; write nothing."""
+    """Return the runs of a grid file and its rungs, without writing anything."""
     grid = _with_dtype(read_grid(path, assigned), ready)
     runs = checked_runs(grid)
     lines = [f"{name}  {count(run.train.steps, 'step')}" for name, run in runs.items()]
@@ -116,7 +116,7 @@ def preview(path: Path, ready: Stage, assigned: Values | None = None) -> str:
 
 
 def configured(run: Run) -> RunConfig:
-    """Return a run's whole configuration; reject values that are not compatible."""
+    """Return a run's complete configuration. Raise an error if its values are incompatible."""
     try:
         return new_run(derived(asked_of(run), 1))
     except DistgptError as error:
@@ -124,13 +124,13 @@ def configured(run: Run) -> RunConfig:
 
 
 def asked_of(run: Run) -> Asked:
-    """Return the settings of a run as a user gives them."""
+    """Return a run's settings as if a user had set them."""
     settings = {name: value for name, value in run.values.items() if name != PRESET}
     return asked_for(settings, run.values.get(PRESET))
 
 
 def checked_runs(grid: Grid) -> dict[str, RunConfig]:
-    """Return every run's configuration by name; reject what would fail for all, or makes no sense."""
+    """Return every run's configuration by name. Reject invalid settings and missing files."""
     runs = {run.name: configured(run) for run in grid.runs()}
     first = next(iter(runs.values())).train
     for name, run in runs.items():
@@ -153,7 +153,7 @@ def checked_runs(grid: Grid) -> dict[str, RunConfig]:
 
 
 def tokenize(runs: dict[str, RunConfig], out: Path, say: Say) -> None:
-    """Tokenize the runs' folders and tables of texts, which several processes cannot at the same time."""
+    """Tokenize directories and tables of text in advance, since processes cannot do so at the same time."""
     texts = {(t.data, t.val, t.tokenizer, t.val_fraction) for t in (run.train for run in runs.values())}
     for data, val, tokenizer, val_fraction in sorted(texts):
         if not {kind_of(text) for text in (data, val) if text} <= {"plain", "shards"}:
@@ -162,7 +162,7 @@ def tokenize(runs: dict[str, RunConfig], out: Path, say: Say) -> None:
 
 
 def rungs_of(grid: Grid, runs: dict[str, RunConfig]) -> list[str]:
-    """Return a line about each rung, if there are several; the steps are the first run's."""
+    """Return a line about each rung, if there is more than one. Steps are the first run's."""
     points, t, lines = len(grid.points), next(iter(runs.values())).train, []
     for rung in range(grid.rungs if grid.rungs > 1 else 0):
         each = count(points, "point") + (f" of {count(len(grid.seeds), 'seed')}" if grid.seeds else "")
@@ -174,7 +174,7 @@ def rungs_of(grid: Grid, runs: dict[str, RunConfig]) -> list[str]:
 
 
 class Listener(seams.Listener):
-    """Prints a line about a run now and then, and each note once."""
+    """Prints a line about a run every 10 seconds, and each note once."""
 
     def __init__(self, say: Say) -> None:
         self._say, self._name, self._known = say, "", set[str]()
@@ -204,7 +204,7 @@ class Listener(seams.Listener):
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """A process that takes part in a sweep, and must end by `end`, a time of time.monotonic()."""
+    """A process that works on a sweep, until `end` by time.monotonic() if set."""
 
     ledger: Ledger
     stage: Stage
@@ -212,7 +212,7 @@ class Worker:
     end: float | None = None
 
     def work(self) -> None:
-        """Train what is due until nothing is left; wait while other processes train the rest of a rung."""
+        """Train due runs until none is left. Wait while other processes train the rest of a rung."""
         try:
             while (due := self.ledger.due()) is not None:
                 rung, runs, of = due
@@ -220,7 +220,7 @@ class Worker:
                     time.sleep(PAUSE)
                     if self.end is not None and time.monotonic() > self.end - LEAVING:
                         raise Interrupted(signal.SIGUSR1, why="the time is up")
-        except Interrupted as interrupt:  # the other ranks have had it too, or finish what this one has left
+        except Interrupted as interrupt:  # other ranks get the signal as well, or finish the remaining runs
             interrupt.shared = True
             interrupt.add_note("the same command resumes the sweep")
             raise
@@ -243,14 +243,14 @@ class Worker:
         return True
 
     def _train(self, rung: int, run: Run, result: Result) -> None:
-        """Train a run to its rung and note its results, or why it failed. What ends the sweep is raised."""
-        gc.collect()  # the memory of the run before
+        """Train a run to its rung, and store its results or error. Errors that end the sweep are raised."""
+        gc.collect()  # free the memory of the previous run
         try:
             step = self._to_rung(rung, run)
             result.rungs.append(_rung(self.ledger.directory(run), step, result))
             if measured(self.ledger.grid, result, rung) is None:
                 result.stop, result.error = "failed", f"it has no {self.ledger.grid.metric}"
-        except StorageError as error:  # a full disk is no fault of these settings
+        except StorageError as error:  # a full disk is not caused by these settings
             raise StorageError(f"{run.name}: {error}") from None
         except Exception as error:
             result.stop = getattr(error, "stop", "failed")
@@ -259,26 +259,26 @@ class Worker:
                 traceback.print_exception(error)
 
     def _to_rung(self, rung: int, run: Run) -> int:
-        """Train a run, from its last checkpoint if it has one, to the step of a rung; return that step."""
+        """Train a run, from its last checkpoint if any, to the step of a rung. Return that step."""
         ledger, stage = self.ledger, replace(self.stage, begun=time.monotonic())
         asked = replace(asked_of(run), out=ledger.directory(run).path, resume="auto")
         plan = make_plan(stage, derived(asked, 1), lambda text: None)
         by_clock = bool(plan.config.train.train_minutes)
         until = None if by_clock else ledger.grid.until(rung, plan.config.train.steps)
         if until is not None and plan.state.step >= until and not plan.state.evaluation_pending:
-            return plan.state.step  # it was killed before that was noted
+            return plan.state.step  # killed after this step, before the result was stored
         try:
             opened = open_run(replace(plan, until=until), stage, self.listener, Limits(self.end))
             train(opened)
         finally:
             plan.directory.lock.release()
         if rung == ledger.grid.rungs - 1:
-            shutil.rmtree(plan.directory.checkpoints, ignore_errors=True)  # nothing follows
+            shutil.rmtree(plan.directory.checkpoints, ignore_errors=True)  # no rung follows
         return opened.progress.step
 
 
 def _rung(directory: RunDirectory, step: int, result: Result) -> Rung:
-    """Return what the run's metrics have of this step; note its speed."""
+    """Return the run's metrics at this step, and store its speed."""
     lines = [line for line in read_metrics(directory.metrics) if line.step <= step]
     found: dict[str, float | None] = {}
     for line in lines:

@@ -1,5 +1,5 @@
-"""Proofs: recompute steps of a run from its files, and find where two runs part.
+"""Verification: recompute a run's steps from its files, and find where two runs diverge.
 
-Training loads `kept.py` alone: what a run keeps for that. Not here: stages that train now, side by side
+Training imports only `kept.py`, which records what this needs. Not here: comparisons of stages on a new job
 (`measure/stages.py`).
 """

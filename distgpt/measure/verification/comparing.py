@@ -1,4 +1,4 @@
-"""`distgpt compare`: at which step two runs part, and what of them differs there. Reads their files alone."""
+"""`distgpt compare`: find the step at which two runs diverge, and the differences there. Only reads files."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from distgpt.measure.verification.records import (
     why_rounding,
 )
 
-KINDS = {"loss": "loss", "gradient norm": "grad_norm"}  # of numbers, by their names in metrics.jsonl
+KINDS = {"loss": "loss", "gradient norm": "grad_norm"}  # labels of numbers, and their names in metrics.jsonl
 FILES = {"weights": WEIGHTS, "optimizer": OPTIMIZER}
 
 
 @dataclass(slots=True)
 class Parting:
-    """Where two runs part, and why."""
+    """The step at which two runs diverge, and the reasons."""
 
     one: str
     other: str
     kinds: dict[str, Kind] = field(default_factory=lambda: {name: Kind() for name in (*KINDS, *FILES)})
     settings: dict[str, tuple[object, object]] = field(default_factory=dict)  # that differ at that step
-    data: tuple[str, str] | None = None  # the texts' fingerprints, if they differ
-    why: list[str] = field(default_factory=list)  # why the bits of the same steps may differ
+    data: tuple[str, str] | None = None  # fingerprints of the training text, if they differ
+    why: list[str] = field(default_factory=list)  # why the same steps may differ bitwise
     starts: list[str] = field(default_factory=list)
 
     @property
     def at(self) -> int | None:
-        """The first step with another loss or norm; otherwise the first checkpoint that differs."""
+        """The first step with a different loss or norm; otherwise the first checkpoint that differs."""
         firsts = {name: kind.first for name, kind in self.kinds.items() if kind.first is not None}
         numbers = [step for name, step in firsts.items() if name in KINDS]
         return min(numbers or firsts.values(), default=None)
@@ -49,7 +49,6 @@ class Parting:
 
 
 def compare(one: Path, other: Path) -> Parting:
-    """Compare two runs."""
     records = Record(one), Record(other)
     first, second = (record.steps for record in records)
     common = sorted(first.keys() & second.keys())
@@ -67,7 +66,7 @@ def compare(one: Path, other: Path) -> Parting:
 
 
 def _compare_files(found: Parting, one: dict[int, Path], other: dict[int, Path]) -> None:
-    """Compare the checksums of weights and optimizers; of the last checkpoint also the files with them."""
+    """Compare the checksums of weights and optimizers. Verify the files of the last common checkpoint."""
     common = sorted(one.keys() & other.keys())
     for path in (one[common[-1]], other[common[-1]]) if common else ():
         verify(path)
@@ -80,7 +79,7 @@ def _compare_files(found: Parting, one: dict[int, Path], other: dict[int, Path])
 
 
 def _explain(found: Parting, records: tuple[Record, Record], step: int) -> None:
-    """Find what differs between the processes that have taken a step, and in what came before."""
+    """Find differences between the processes that took a step, and in their history."""
     configs = [record.settings_of(step) for record in records]
     found.settings = {name: pair for name, pair in differences(*configs).items() if name not in NEUTRAL}
     starts = [next(iter(record.starts_of(step, step)), None) for record in records]
@@ -88,7 +87,7 @@ def _explain(found: Parting, records: tuple[Record, Record], step: int) -> None:
     if a and b and a.data != b.data:
         found.data = a.data, b.data
     sides = Side(a, configs[0].train, "in A"), Side(b, configs[1].train, "in B")
-    # Not again a setting that is listed anyway.
+    # Skip settings that are already listed.
     found.why = [why for why in why_rounding(*sides) if why.partition(":")[0] not in found.settings]
     for name, record in zip("AB", records, strict=True):
         found.starts += [
@@ -102,7 +101,7 @@ def _explain(found: Parting, records: tuple[Record, Record], step: int) -> None:
 
 
 def page(found: Parting) -> str:
-    """Tabulate what was compared; below it what differs at the step where the runs part."""
+    """Return a table of the comparison and, below it, the differences at the first divergent step."""
     lines = [f"A: {found.one}", f"B: {found.other}", tabulated(found.kinds)]
     lines += [f"{name}: {a!r:.60} in A, {b!r:.60} in B" for name, (a, b) in found.settings.items()]
     lines += [f"data: {found.data[0]} in A, {found.data[1]} in B"] if found.data else []
@@ -111,7 +110,7 @@ def page(found: Parting) -> str:
 
 
 def verdict(found: Parting) -> str:
-    """Say in a sentence whether two runs part, and by what."""
+    """Describe in one sentence whether and why two runs diverge."""
     if found.at is None:
         same = "the same to the bit"
         return same if found.kinds["weights"].compared else f"{same} in all losses: no checkpoint is in both"

@@ -1,6 +1,7 @@
-"""Notes in a run's history, at each start, what its bits depend on beside its settings.
+"""Records in a run's history, at each start, the facts besides settings that its results depend on bitwise.
 
-`note` is a part of a run (`components.py`), called once the run is open, before its guards are made.
+`note` is a component of a run (`components.py`). It is called once the run is open, before its callbacks are
+made.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from distgpt.core.comm.agree import gather
 from distgpt.core.saved.tensors import fingerprint
 from distgpt.core.train.run import Run
 
-KEY = "bits"  # of the event in history.jsonl
+KEY = "bits"  # key of the event in history.jsonl
 PACKAGE = Path(__file__).parents[2]
-# Folders and files that change no bit of a step: those that show, serve, measure, install or start runs.
+# These directories and files change no bit of a step. They show, serve, measure, install or start runs.
 ELSEWHERE = {
     PACKAGE / name
     for name in (
@@ -35,22 +36,22 @@ LIBRARIES = ("numpy", "numba", "llvmlite")
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """All that the bits of a process's steps depend on. Lists have an entry for each rank, in their order."""
+    """Facts that determine a process's results bitwise. Lists are in rank order."""
 
     sources: str  # a checksum of the files that compute
     versions: dict[str, str]
-    processors: list[str]  # each kind once; of a GPU stage its GPUs
-    threads: list[Count]  # 0: of a GPU
+    processors: list[str]  # each kind once; GPUs in a GPU stage
+    threads: list[Count]  # 0: GPU
     nodes: list[Count]  # ranks on each host
-    matmul: str  # what multiplies matrices, and the BLAS
-    exchange: str  # how gradients are summed, as far as that is known at the start
+    matmul: str  # the matmul implementation, and the BLAS
+    exchange: str  # how gradients are summed, as far as the start determines it
     transport: str
     mpi: str
     micro_batches: Count
     recompute: str
     data: str  # the fingerprint of the training text
-    init: str = ""  # the checksum of the file that a new run begins with
-    gpu: dict[str, str] = field(default_factory=dict)  # the options by which a GPU computes
+    init: str = ""  # the checksum of the --init file of a new run
+    gpu: dict[str, str] = field(default_factory=dict)  # GPU options that affect results
 
     @property
     def ranks(self) -> int:
@@ -58,17 +59,17 @@ class Facts:
 
     @staticmethod
     def from_json(document: dict[str, Any]) -> Facts:
-        """Read a document, or raise a ValueError; keys of later versions are ignored."""
+        """Read a document, or raise a ValueError. Keys of later versions are ignored."""
         return checked(Facts, {name: document[name] for name in Facts.__slots__ if name in document})
 
 
 def note(run: Run) -> None:
-    """Write the facts into the run's history. Collective."""
+    """Write the facts to the run's history. Collective."""
     run.report.remember({"step": run.progress.step, KEY: asdict(facts_of(run))})
 
 
 def facts_of(run: Run) -> Facts:
-    """Return the facts of a run that is open. Collective."""
+    """Return the facts of an open run. Collective."""
     t, comm = run.settings, run.comm
     stage: Any = run.stage
     kernels: Any = run.model.kernels
@@ -78,7 +79,7 @@ def facts_of(run: Run) -> Facts:
     loaded = {name: str(sys.modules[name].__version__) for name in LIBRARIES if name in sys.modules}
     init = t.init if t.init and run.start is None and comm.rank == 0 else ""
     return Facts(
-        sources=sources() if comm.rank == 0 else "",  # only rank 0 keeps facts
+        sources=sources() if comm.rank == 0 else "",  # only rank 0 writes facts
         versions={"distgpt": __version__, **(_gpu_libraries() if on_gpu else loaded)},
         processors=list(dict.fromkeys(processor for processor, _ in ranks)),
         threads=[threads for _, threads in ranks],
@@ -97,7 +98,7 @@ def facts_of(run: Run) -> Facts:
 
 @cache
 def sources() -> str:
-    """Return a checksum of the files of this package that compute: 250 files, 20 ms."""
+    """Return a checksum of the package files that compute (250 files, 20 ms)."""
     found = sha256()
     for path in sorted(PACKAGE.rglob("*")):
         if path.suffix in (".py", ".cu") and ELSEWHERE.isdisjoint((path, *path.parents)):
@@ -106,7 +107,7 @@ def sources() -> str:
 
 
 def _processor() -> str:
-    """Return what loops are compiled for: the processor, a checksum of its features, AMX if it is used."""
+    """Return the processor that loops are compiled for, a checksum of its features, and AMX if used."""
     from distgpt.core.cpu.compiling.processor import processor, shape
 
     name, features = processor()
@@ -121,7 +122,7 @@ def _gpu_libraries() -> dict[str, str]:
 
 
 def _matmul(kernels: Any) -> str:
-    """Name what multiplies matrices, and the BLAS: Muon uses it whatever the layers use."""
+    """Name the matmul implementation, and the BLAS, which Muon uses in any case."""
     from distgpt.core.cpu.matmul.blas import blas_core_name
 
     return f"{kernels.matmuls.words}; BLAS for {blas_core_name() or 'any processor'}"

@@ -1,4 +1,4 @@
-"""Reads what became of a run's steps from its files, and says why the bits of two runs may differ."""
+"""Reads the history of a run's steps from its files, and explains why two runs may differ bitwise."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from distgpt.measure.stages import TOLERANCES, judged_steps, relative
 from distgpt.measure.verification.kept import KEY, Facts
 from distgpt.show.page import terminal_table
 
-# Settings of which no bit of a step depends: what is shown, saved, measured and checked beside the steps.
-# A text is compared by its fingerprint, not by its name.
+# These settings change no bit of a step. They control what is shown, saved, measured and checked. The
+# training text is compared by its fingerprint, not by its name.
 NEUTRAL = frozenset(
     {
         *("data", "val", "val_tokens", "hellaswag", "eval_every", "sample_every", "save_every"),
@@ -29,26 +29,24 @@ NEUTRAL = frozenset(
         *("on_disk_error", "verify_every", "verify_data", "bad_steps_allowed"),
     }
 )
-# Facts that decide in which order gradients are added.
+# Facts that determine the order in which gradients are added.
 OF_SUMS = ("threads", "nodes", "exchange", "transport", "mpi", "micro_batches")
 
-Numbers = Mapping[str, float | None]  # of a step, by name; None: not finite
-Changes = Mapping[str, tuple[Any, Any]]  # what a setting was, and what it is now
+Numbers = Mapping[str, float | None]  # numbers of a step by name; None: not finite
+Changes = Mapping[str, tuple[Any, Any]]  # a setting's old and new value
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """A process that has taken steps of a run: those after `step`."""
+    """A process that took steps of a run, after `step`."""
 
     step: int
     ranks: int | None
     changes: Changes
-    facts: Facts | None  # None: of a version that did not keep them
+    facts: Facts | None  # None: from a version that did not record them
 
 
 class Record:
-    """The files of one run."""
-
     def __init__(self, path: Path) -> None:
         self.path, self.directory = path, RunDirectory(path)
         if not path.is_dir():
@@ -56,11 +54,11 @@ class Record:
         config = self.directory.saved()
         if config is None:
             raise UsageError(f"{path} holds no run: there is no config.toml")
-        self.config: RunConfig = config  # of the last start
+        self.config: RunConfig = config  # config of the last start
 
     @cached_property
     def steps(self) -> dict[int, Numbers]:
-        """The numbers of each training step, as far as they were written."""
+        """Numbers of each training step, as far as they were written."""
         if not self.directory.metrics.exists():
             return {}
         lines = read_metrics(self.directory.metrics)
@@ -68,7 +66,7 @@ class Record:
 
     @cached_property
     def _events(self) -> list[tuple[int, JsonObject]]:
-        """The lines of history.jsonl, each with its step."""
+        """Lines of history.jsonl, each with its step."""
         path, found = self.directory.history, list[tuple[int, JsonObject]]()
         if not path.exists():
             return found
@@ -82,7 +80,7 @@ class Record:
 
     @cached_property
     def starts(self) -> list[Start]:
-        """The starts whose steps count, in order: one that began earlier has replaced those after it."""
+        """Starts whose steps count, in order. A start replaces all starts after its step."""
         found: list[Start] = []
         event: Any
         for step, event in self._events:
@@ -107,10 +105,10 @@ class Record:
 
     @cached_property
     def skipped(self) -> dict[int, int]:
-        """The batches that were left out before the steps after a step, where their number changed."""
+        """The number of skipped batches after a step, at each step at which it changed."""
         found: dict[int, int] = {}
         for step, event in self._events:
-            if "changes" in event or "back_to" in event:  # a start without a checkpoint leaves none out
+            if "changes" in event or "back_to" in event:  # a start without a checkpoint skips none
                 from_weights = "changes" in event and not event.get("from")
                 found = {} if from_weights else {at: n for at, n in found.items() if at <= step}
             if "back_to" in event and isinstance(count := event.get("skipped"), int):
@@ -118,13 +116,13 @@ class Record:
         return found
 
     def starts_of(self, first: int, last: int) -> list[Start]:
-        """Return the starts that have taken steps `first` to `last`."""
+        """Return the starts that took steps `first` to `last`."""
         later = [start for start in self.starts if first <= start.step < last]
         before = [start for start in self.starts if start.step < first]
         return before[-1:] + later
 
     def settings_of(self, step: int) -> RunConfig:
-        """Return the settings of a step: the last start's, without what later starts have changed."""
+        """Return the settings at a step: the last start's, without the changes of later starts."""
         config = self.config
         for start in reversed(self.starts):
             if start.step < step:
@@ -133,7 +131,7 @@ class Record:
         return config
 
     def checkpoints(self) -> Iterator[tuple[int, Path]]:
-        """Yield the steps of the existing checkpoints, and their paths, the earliest first."""
+        """Yield the step and path of each existing checkpoint, earliest first."""
         for path in reversed(saved_checkpoints(self.directory.checkpoints)):
             if not path.suffix:
                 yield int(path.name.removeprefix("step-")), path
@@ -143,19 +141,18 @@ class Record:
 
 
 def tolerance_of(one: TrainConfig, other: TrainConfig) -> tuple[float, int]:
-    """Return how far rounding may take losses apart in the coarser number format, and in how many steps."""
+    """Return the relative difference in loss that rounding may cause, and within how many steps."""
     apart = max(TOLERANCES[t.dtype] for t in (one, other))
     return apart, min(judged_steps(t.optimizer, t.dtype) for t in (one, other))
 
 
 def distance(one: float | None, other: float | None) -> float:
-    """Return the relative difference: 0 if the bits are equal or both are not finite."""
+    """Return the relative difference: 0 if both are bitwise equal or not finite."""
     numbers = {value if value is not None and math.isfinite(value) else None for value in (one, other)}
     return relative(one, other) if len(numbers) > 1 else 0.0
 
 
 def numbers_apart(one: float | None, other: float | None, words: tuple[str, str]) -> str:
-    """Return two numbers and their relative difference in words."""
     shown = ["not finite" if value is None else repr(value) for value in (one, other)]
     apart = distance(one, other)
     by = f", a relative difference of {apart:.1e}" if math.isfinite(apart) else ""
@@ -164,14 +161,14 @@ def numbers_apart(one: float | None, other: float | None, words: tuple[str, str]
 
 @dataclass(slots=True)
 class Kind:
-    """Numbers of one kind, or a checkpoint's tensors: how many are the same, and the first difference."""
+    """Comparison of one kind of number or of a checkpoint's tensors: counts, and the first difference."""
 
     compared: int = 0
     same: int = 0
-    first: int | None = None  # the first step that differs
-    words: str = ""  # about it
-    largest: float = 0.0  # relative difference that was judged
-    beyond: int | None = None  # the first step whose difference is more than rounding
+    first: int | None = None  # first step that differs
+    words: str = ""  # description of the first difference
+    largest: float = 0.0  # largest relative difference that was judged
+    beyond: int | None = None  # first step whose difference is more than rounding
 
     def add(self, step: int, difference: str, is_counted: bool = True) -> None:
         self.compared += is_counted
@@ -181,7 +178,6 @@ class Kind:
 
 
 def tabulated(kinds: Mapping[str, Kind]) -> str:
-    """Return a table of what was compared."""
     columns = ("what", "compared", "same bits", "first difference")
     rows = [
         (name, f"{kind.compared:,}", f"{kind.same:,}", kind.words and f"step {kind.first}: {kind.words}")
@@ -196,7 +192,7 @@ def tabulated(kinds: Mapping[str, Kind]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One of two ways to take the same steps; `words` name the place in a sentence."""
+    """One of two ways to take the same steps; `words` name it in a sentence."""
 
     facts: Facts | None
     t: TrainConfig
@@ -204,13 +200,13 @@ class Side:
 
 
 def why_rounding(one: Side, other: Side) -> list[str]:
-    """Return why the bits of the same steps may differ; none: they must not."""
+    """Return why the same steps may differ bitwise. If empty, they must not differ."""
     a, b = one.facts, other.facts
     if a is None or b is None:
         unknown = [side.words for side in (one, other) if side.facts is None]
         return [f"it is not kept what bits depend on {' and '.join(unknown)}"]
-    # Parts of the batch that are added in a fixed tree make the same bits of any ranks and threads. With Muon
-    # a shard may begin within a piece of the norm.
+    # Reproducible parts of the batch are summed in a fixed tree, so ranks and threads do not matter. The
+    # exception is Muon: a shard may start within a piece of the norm.
     is_sharded = other.t.optimizer == "muon" and "sharded" in (one.t.grad_sync, other.t.grad_sync)
     parts = one.t.reproducible_parts if one.t.reproducible_parts == other.t.reproducible_parts else 0
     skipped = {"versions", "data", "init", *(OF_SUMS if parts and not is_sharded else ())}
@@ -237,7 +233,7 @@ def why_rounding(one: Side, other: Side) -> list[str]:
 
 
 def _shown(value: object) -> str:
-    """Format a value; of a list how often it has each: [1, 1, 2] → "2 × 1 and 1 × 2"."""
+    """Format a value, and a list as counts: [1, 1, 2] → "2 × 1 and 1 × 2"."""
     if isinstance(value, list):
         return " and ".join(f"{n} × {each}" for each, n in Counter(value).items())
     return str(value or "none")

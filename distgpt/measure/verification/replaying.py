@@ -1,7 +1,7 @@
 """`distgpt replay`: recompute steps of a run, and compare losses, norms and weights with its files.
 
-The steps are taken from a checkpoint of the run or from its first weights, on any number of ranks. Nothing is
-written to the run, which may still be training: a temporary directory takes what a run writes.
+The replay starts from a checkpoint of the run or from its initial weights, on any number of ranks. It writes
+to a temporary directory, not to the run, which may still be training.
 """
 
 from __future__ import annotations
@@ -58,23 +58,23 @@ from distgpt.measure.verification.records import (
 
 SAME, ROUNDING, DIFFERENT, UNJUDGED = "same", "rounding", "different", "unjudged"
 IN_RUN, HERE = "in the run", "here"
-# What is compared of a step, by its name in metrics.jsonl.
+# Numbers of a step to compare, by their names in metrics.jsonl.
 COMPARED = {"loss": "loss", "grad_norm": "gradient norm", "lr": "learning rate"}
-WHOLE_NATS = 0.5  # rounding takes no loss further apart, in whatever step
+WHOLE_NATS = 0.5  # rounding never changes a loss by more, at any step
 
 
 @dataclass(slots=True)
 class Found:
-    """Findings of a replay. Lists are in the order of steps."""
+    """Findings of a replay. Lists are in step order."""
 
     run: str
-    steps: tuple[int, int]  # that were requested
-    begun: int  # the step of the checkpoint, 0 for the first weights
+    steps: tuple[int, int]  # the requested steps
+    begun: int  # step of the checkpoint, 0 for the initial weights
     ranks: int = 1
-    why: list[str] = field(default_factory=list)  # why bits may differ; none: they must not
-    judged: int = 0  # steps in which differences are held to be rounding or more
+    why: list[str] = field(default_factory=list)  # why results may differ bitwise; if empty, they must not
+    judged: int = 0  # steps in which differences are judged as rounding or more
     kinds: dict[str, Kind] = field(default_factory=lambda: {name: Kind() for name in COMPARED})
-    weights: dict[int, Kind] = field(default_factory=dict)  # by the step of a checkpoint
+    weights: dict[int, Kind] = field(default_factory=dict)  # comparisons, by the step of a checkpoint
 
     @property
     def verdict(self) -> str:
@@ -86,7 +86,7 @@ class Found:
 
     @property
     def unjudged(self) -> str:
-        """Return the requested steps in which rounding may have grown too far to be told from more."""
+        """The requested steps in which rounding may have grown too far to judge."""
         first, last = self.steps
         first = max(first, self.begun + self.judged + 1)
         return _steps(first, last) if self.why and first <= last else ""
@@ -96,14 +96,14 @@ class Found:
 
 
 class Replayed(Components):
-    """The plain parts of a run, except for the policy that rejects bad steps."""
+    """Default components, except for the policy that rejects bad steps."""
 
     def step_policy(self, t: TrainConfig, progress: Progress) -> Judge:
         return components().step_policy(t, progress)
 
 
 def replay(again: Again) -> Found | None:
-    """Return what was found, on rank 0; None on the others. Collective."""
+    """Return the findings on rank 0, None on other ranks. Collective."""
     stage, comm = again.stage, again.stage.comm
     with storage_errors("create a folder in", Path(os.environ.get("TMPDIR", "/tmp"))):
         folder = Path(tempfile.mkdtemp(prefix="distgpt-replay-")) if comm.rank == 0 else Path()
@@ -146,19 +146,19 @@ class Again(Listener):
     path: Path
     first: int
     last: int
-    values: Mapping[str, bool | int | float | str]  # dtype, data, init, in the place of the run's
-    keeps_threads: bool  # takes as many threads as the run had
+    values: Mapping[str, bool | int | float | str]  # dtype, data, init that replace the run's
+    keeps_threads: bool  # uses the run's number of threads
     stage: Stage
     say: Say
     record: Record = field(init=False)
-    starts: list[Start] = field(init=False)  # that have taken the steps
+    starts: list[Start] = field(init=False)  # starts that took the steps
     found: Found = field(init=False)
     opening: str = ""
     tolerance: float = 0.0
-    with_weights: dict[int, str] = field(default_factory=dict)  # the checkpoints to compare, by their steps
+    with_weights: dict[int, str] = field(default_factory=dict)  # checkpoints to compare, by step
 
     def task(self, folder: Path) -> dict[str, Any]:
-        """Return the steps to take, up to `plan.until`, for all ranks. For rank 0."""
+        """Return the steps to take, up to `plan.until`, for all ranks. Only on rank 0."""
         size = self.stage.comm.size
         self.record = record = Record(self.path)
         last = max((*record.steps, *(step for step, _ in record.checkpoints())), default=0)
@@ -196,15 +196,15 @@ class Again(Listener):
         )
         return {
             "plan": _plan(config, RunDirectory(folder), checkpoint, state, self.last),
-            "data": facts.data if facts else state.corpus or "",  # the text's fingerprint, "" if not known
-            "elapsed": [*_elapsed(record, config, steps).items()],  # parts of the time, for learning rates
-            "skipped": [*record.skipped.items()],  # batches that were left out, from such a step on
-            # of each rank; 0: as the stage has them
+            "data": facts.data if facts else state.corpus or "",  # fingerprint of the text, "" if unknown
+            "elapsed": [*_elapsed(record, config, steps).items()],  # fractions of time, for learning rates
+            "skipped": [*record.skipped.items()],  # number of skipped batches, from a step on
+            # of each rank; 0: the stage's default
             "threads": _threads(facts, t.reproducible_parts, size) if self.keeps_threads else 0,
         }
 
     def _settings(self, config: RunConfig, facts: Facts | None) -> RunConfig:
-        """Return the run's settings, those that memory chose, and none of what is beside the steps."""
+        """Return the run's settings, with the memory settings it chose, without evaluation and sampling."""
         values: dict[str, bool | int | float | str] = {"val": "", "hellaswag": "", "save": "sync"}
         values |= {"eval_every": 0, "sample_every": 0, "verify_every": 0}
         if facts and facts.ranks == self.stage.comm.size and bool(facts.gpu) == self.stage.on_gpu:
@@ -214,14 +214,14 @@ class Again(Listener):
         return config.with_values({**values, **self.values})
 
     def _checkpoints_from(self, first: int) -> dict[int, str]:
-        """Return the checkpoints after a step, up to the last one that is replayed."""
+        """Return the checkpoints after a step, up to the last replayed one."""
         last = self.last
         return {step: str(path) for step, path in self.record.checkpoints() if first < step <= last}
 
     # Called by all ranks while steps are taken.
 
     def begun(self, run: Run) -> None:
-        """Say what is promised. Collective."""
+        """Report whether the results must be bitwise identical. Collective."""
         facts = facts_of(run)
 
         def promise() -> dict[int, str]:
@@ -235,22 +235,22 @@ class Again(Listener):
             self.tolerance, found.judged = tolerance_of(t, run.settings)
             promised = f"rounding is expected: {'; '.join(found.why)}" if found.why else ""
             self.say(f"{self.opening}\n{promised or 'the same bits are promised'}")
-            # None between the first checkpoint and the first step is intact, or it had begun there.
+            # There is no valid checkpoint between the start and `first`: the replay would start there.
             return self._checkpoints_from(self.first - 1)
 
         self.with_weights = on_root(run.comm, promise)
 
-    # What a listener is called with, on rank 0.
+    # Listener methods, called on rank 0.
 
     def noted(self, text: str) -> None:
-        if text.startswith(COMPILING):  # which may take a minute
+        if text.startswith(COMPILING):  # compiling may take a minute
             self.say(text)
 
     def stepped(self, here: dict[str, float]) -> None:
-        """Compare the numbers of a step. Rounding grows: later ones are judged only if they are far off."""
+        """Compare the numbers of a step. Rounding grows, so later steps must be far off to count."""
         step = int(here["step"])
         known, is_late = self.record.steps.get(step, {}), step - self.found.begun > self.found.judged
-        # A norm is a sum over gradients that rounding moves further than their loss.
+        # A norm is a sum over gradients, which rounding changes more than the loss.
         allowed = {"loss": self.tolerance, "grad_norm": 100 * self.tolerance, "lr": 1e-12}
         for name, kind in self.found.kinds.items():
             if name not in known:
@@ -266,13 +266,13 @@ class Again(Listener):
                 kind.beyond = step
 
     def compare_weights(self, run: Run) -> None:
-        """Compare the weights of this step, if a checkpoint has them. Collective."""
+        """Compare the weights after this step, if a checkpoint has them. Collective."""
         step = run.progress.step
         if path := self.with_weights.get(step):
             run.checkpoints.on_root(partial(self._compare_weights, run, step, Path(path)))
 
     def _compare_weights(self, run: Run, step: int, path: Path) -> None:
-        """Compare all tensors of a checkpoint, in the order of a forward pass, weights first. For rank 0."""
+        """Compare all tensors of a checkpoint, weights first, in forward order. Only on rank 0."""
         verify(path)
         found = Kind()
         for stem, tensors in run.checkpoints.groups().items():
@@ -280,7 +280,7 @@ class Again(Listener):
             header = read_header(file) if file.exists() else None
             for name in reversed(list(tensors)):
                 if header is None or name not in header.tensors:
-                    continue  # of ranks that are not here
+                    continue  # belongs to a rank that this job does not have
                 here = tensors[name]
                 before = np.empty(header.tensors[name].shape, here.dtype)
                 read_rows(file, header, name, before)
@@ -293,9 +293,9 @@ class Again(Listener):
 
 
 def _before(record: Record, first: int) -> tuple[Path | None, list[str]]:
-    """Return the newest intact checkpoint before a step, and lines about newer ones that are damaged.
+    """Return the newest valid checkpoint before a step, and lines about newer corrupt ones.
 
-    None: the run's first weights come before it.
+    None: start from the run's initial weights.
     """
     damaged = []
     try:
@@ -314,7 +314,7 @@ def _before(record: Record, first: int) -> tuple[Path | None, list[str]]:
 
 
 def _starts(record: Record, begun: int, first: int, last: int) -> list[Start]:
-    """Return the starts that have taken the steps; reject those that have changed what the steps compute."""
+    """Return the starts that took the steps. Raise an error if they changed settings that affect steps."""
     starts = record.starts_of(begun + 1, last)
     for before, start in pairwise(starts):
         changed = [name for name in start.changes if name not in NEUTRAL]
@@ -329,12 +329,12 @@ def _starts(record: Record, begun: int, first: int, last: int) -> list[Start]:
 
 
 def _threads(facts: Facts | None, reproducible_parts: int, size: int) -> int:
-    """Return the run's threads if this many ranks need them for the same bits; 0: as the stage has them."""
+    """Return the run's thread count if results depend on it bitwise; 0: the stage's default."""
     return facts.threads[0] if facts and not reproducible_parts and facts.ranks == size else 0
 
 
 def _refuse_other_ranks(outer_every: int, starts: list[Start], size: int) -> None:
-    """Reject another number of ranks if each takes steps of its own."""
+    """Reject a different number of ranks if each rank takes local steps."""
     others = {start.ranks for start in starts if start.ranks is not None} - {size}
     if outer_every and others:
         raise UsageError(
@@ -350,13 +350,13 @@ def _plan(
     if weights := checkpoint / "weights.safetensors" if checkpoint else t.init:
         origin = read_description(Path(weights))
         components().model(t).refuse_origin(origin, Path(weights), t, resumed=checkpoint is not None)
-    # The text is compared once it is read (`replay`), with a message that suits.
+    # `replay` compares the text once it is read, with a better message.
     changes: dict[str, tuple[object, object]] = {"data": (t.data, t.data)}
     return Plan(config, directory, checkpoint, replace(state, best=None), origin, changes, until=last)
 
 
 def _elapsed(record: Record, config: RunConfig, steps: range) -> dict[int, float]:
-    """Return the part of the run's time at each step, where the learning rate follows the clock."""
+    """Return the elapsed fraction of the run's time at each step, if the learning rate follows the clock."""
     found = dict[int, float]()
     for number in steps if config.train.train_minutes else ():
         rate = record.steps.get(number + 1, {}).get("lr")
@@ -370,11 +370,11 @@ def _elapsed(record: Record, config: RunConfig, steps: range) -> dict[int, float
 
 
 def elapsed_at(t: TrainConfig, step: int, rate: float) -> float:
-    """Return a fraction of the run's time at which a step, from 0, has exactly this learning rate.
+    """Return a fraction of the run's time at which a step, counted from 0, has exactly this learning rate.
 
-    Rates fall as time goes on, so bisection finds one.
+    Rates fall over time, so bisection finds it.
     """
-    parts = 1 << 60  # of the time
+    parts = 1 << 60  # resolution of the fraction
     at = bisect_left(range(parts), -rate, key=lambda part: -learning_rate(t, step, part / parts)) / parts
     if learning_rate(t, step, at) != rate:
         raise UsageError(f"step {step + 1} has a learning rate, {rate!r}, that its schedule has at no time")
@@ -386,7 +386,7 @@ def _steps(first: int, last: int) -> str:
 
 
 def page(found: Found) -> str:
-    """Tabulate what was compared, with the verdict below it unless that is an error."""
+    """Return a table of the comparison, and the verdict below it unless that is an error."""
     kinds = {COMPARED[name]: kind for name, kind in found.kinds.items()}
     kinds |= {f"weights, step {step}": kind for step, kind in found.weights.items()}
     lines = [tabulated(kinds)]
@@ -400,7 +400,7 @@ def page(found: Found) -> str:
 
 
 def difference(found: Found) -> str:
-    """Return the first step or checkpoint that is not as it must be; losses before weights."""
+    """Return the first step or checkpoint that differs more than allowed; losses come before weights."""
     places = [
         (step, f"the {name} of step {step}" + f", {kind.words.partition(': ')[0]}" * (name == "weights"))
         for name, kind in [
@@ -413,7 +413,7 @@ def difference(found: Found) -> str:
 
 
 def undecided(found: Found) -> str:
-    """Return why no step was judged, and what to do; "" if that is not the verdict."""
+    """Return why no step was judged, and what to do; "" for any other verdict."""
     if found.verdict != UNJUDGED:
         return ""
     return (

@@ -1,4 +1,5 @@
-"""Loops for what ranks send each other.
+"""Loops for data that ranks exchange.
 
-Not here: loops of a step on one rank (core/cpu/fused), and who sends what to whom (parallel/reductions.py).
+Not here: loops of a step on one rank (core/cpu/fused), and the messages between ranks
+(parallel/reductions.py).
 """

@@ -1,4 +1,4 @@
-"""Add up the results of ranks, or of parts of a batch, in a fixed order; round what ranks send."""
+"""Add results of ranks, or of parts of a batch, in a fixed order. Round data to send."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def copy_to(out, x):
 
 @inline
 def add_neighbours(rows, start, stop):
-    """Columns start … stop of row 0 ← Σ over rows, neighbours first. Overwrites the other rows."""
+    """Columns start … stop of row 0 ← Σ over rows, neighbors first. Overwrites the other rows."""
     stride = 1
     while stride < rows.shape[0]:
         for rank in range(0, rows.shape[0] - stride, 2 * stride):
@@ -26,7 +26,7 @@ def add_neighbours(rows, start, stop):
 
 @jit
 def dither(first, last, out, x, index, key):
-    """Elements first … last of out, bfloat16 ← x, which begins at this index of a larger array."""
+    """Elements first … last of out, bfloat16 ← x, which starts at `index` of a larger array."""
     oi, xi = out[first:last], x[first:last]
     for i in range(oi.shape[0]):
         oi[i] = dithered(xi[i], index + first + i, key)
@@ -42,7 +42,7 @@ def widen(first, last, out, x):
 
 @jit
 def join(first, last, out, x, branches):
-    """Elements first … last of out ← x + Σ over rows of branches, in their order; out may be x."""
+    """Elements first … last of out ← x + Σ over rows of branches, in order; out may be x."""
     for start in range(first, last, PIECE):
         stop = min(start + PIECE, last)
         oi = out[start:stop]
@@ -53,7 +53,7 @@ def join(first, last, out, x, branches):
 
 @jit
 def add_tree(first, last, total, parts):
-    """Elements first … last of total ← Σ over rows of parts, neighbours first. Overwrites parts."""
+    """Elements first … last of total ← Σ over rows of parts, neighbors first. Overwrites parts."""
     for start in range(first, last, PIECE):
         stop = min(start + PIECE, last)
         add_neighbours(parts, start, stop)
@@ -62,7 +62,7 @@ def add_tree(first, last, total, parts):
 
 @jit
 def add_parts(first, last, total, parts):
-    """Elements first … last of total ← Σ over rows of parts, in their order."""
+    """Elements first … last of total ← Σ over rows of parts, in order."""
     for start in range(first, last, PIECE):
         stop = min(start + PIECE, last)
         ti = total[start:stop]
@@ -75,9 +75,10 @@ def add_parts(first, last, total, parts):
 
 @jit
 def add_rows(first, last, rows, by_twos, low, high):
-    """Columns first … last of row 0 ← Σ over rows, in their order or neighbours first; rows low … ← row 0.
+    """Columns first … last of row 0 ← Σ over rows, in order or neighbors first; rows low … ← row 0.
 
-    A piece of all rows is still in a cache when it is written. Neighbours' sums overwrite rows.
+    Works in pieces, so that a piece of all rows is still cached when it is written. Neighbors' sums
+    overwrite rows.
     """
     for start in range(first, last, PIECE):
         stop = min(start + PIECE, last)
@@ -92,7 +93,7 @@ def add_rows(first, last, rows, by_twos, low, high):
 
 @jit
 def copy_rows(first, last, rows, own):
-    """Columns first … last of all rows ← those of the row `own`."""
+    """Columns first … last of all rows ← columns of the row `own`."""
     for start in range(first, last, PIECE):
         stop = min(start + PIECE, last)
         for rank in range(rows.shape[0]):
