@@ -19,35 +19,34 @@ ON_GPU := PYTHONPATH=. DISTGPT_TEST_GPU=1
 # Two workers; what starts ranks or measures time is in one group and runs one after the other. The order of
 # groups is that of tests/conftest.py.
 PYTEST := python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
+# What needs other packages, a scheduler or minutes; tests/helpers/tiers.py has the tiers.
+APART := peer or cluster or rehearsal
 
-.PHONY: train test test-all check prepare-check tests-without-peers tests-peers tests-openmpi test-cluster rehearse mutations fuzz torture test-amx test-arm64 lint format bench test-gpu bench-gpu sample examples docs test-docs clean
+.PHONY: train test test-all check prepare-check tests-ci tests-peers tests-openmpi test-cluster rehearse mutations fuzz torture test-amx test-arm64 lint format bench test-gpu bench-gpu sample examples docs test-docs clean
 
 train: .venv/train ## train a small model on two processes and let it write
 	$(BIN)/mpirun -n $(RANKS) $(BIN)/distgpt train --stage mpi --progress $(PROGRESS) $(ARGS)
 
-test: .venv/test ## run the tests, without the slow ones that rarely tell anything new
-	$(BIN)/$(PYTEST) -m "not slow and not cluster and not rehearsal" $(ARGS)
+test: .venv/test ## run the quick tests, which start no processes, and one smoke test per feature
+	$(BIN)/$(PYTEST) -m "not slow and not ($(APART)) and (smoke or not ci)" $(ARGS)
 
-test-all: tests-without-peers ## run all tests, some with Open MPI, and those against PyTorch and tiktoken in an environment of their own
+test-all: .venv/all ## run all tests, also the slow ones, those with Open MPI and those against PyTorch and tiktoken
+	$(BIN)/$(PYTEST) -m "not ($(APART))" $(ARGS)
 	$(MAKE) tests-peers
 	$(MAKE) tests-openmpi
 
-# With --jobs 2 the last three share the cores, of which none uses both all the time; what each prints comes in
-# one piece.
-check: tests-without-peers prepare-check ## run all tests, then lint
-	$(MAKE) --output-sync tests-peers tests-openmpi lint
+# With --jobs 2, mypy fills its cache while the first tests run.
+check: tests-ci prepare-check ## run the tests that a change can break, check their tiers, then lint
+	$(MAKE) lint
 
-# What the last three need is installed beside the first tests, which often wait, but not at their cost: some
-# measure time. mypy keeps what it finds for lint.
 prepare-check: .venv/all
-	nice -n 19 $(MAKE) .venv-peer/test .openmpi/done
 	-nice -n 19 $(BIN)/mypy >.venv/types
+
+tests-ci: .venv/all
+	DISTGPT_TEST_TIERS=check $(BIN)/$(PYTEST) -m "not slow and not ($(APART))" $(ARGS)
 
 tests-peers: .venv-peer/test
 	.venv-peer/bin/$(PYTEST) -m peer $(ARGS)
-
-tests-without-peers: .venv/all
-	$(BIN)/$(PYTEST) -m "not peer and not cluster and not rehearsal" $(ARGS)
 
 # Open MPI lies beside the environment, whose mpirun is MPICH's: mpi4py takes what MPI4PY_LIBMPI names.
 tests-openmpi: .openmpi/done ## run the chosen tests of ranks with Open MPI in place of MPICH
@@ -61,8 +60,10 @@ test-cluster: .venv/test ## stop, requeue, preempt and move jobs of a Slurm, Gri
 rehearse: .venv/all ## every command of a session on a GPU, in minutes, on the stand-in: before a device is used
 	$(BIN)/python -m pytest -m rehearsal tests/gpu $(ARGS)
 
-mutations: .venv/test ## break the code in many places, and see the tests notice each
-	$(BIN)/python tests/mutations/run.py $(ARGS)
+mutations: .venv/test ## change the code in many places, and check that the tests notice each
+	$(BIN)/python tests/mutations/run.py listed
+	$(BIN)/python tests/mutations/run.py record
+	$(BIN)/python tests/mutations/run.py sample $(ARGS)
 
 fuzz: .venv/test ## try damaged files of all kinds on the loaders, for an hour: ARGS="--seconds 600 --seed 5"
 	$(BIN)/python tests/fuzz/run.py --cases 1000000 --seconds 3600 $(ARGS)

@@ -5,10 +5,8 @@ import contextlib
 import functools
 import gc
 import importlib.util
-import inspect
 import io
 import json
-import linecache
 import os
 import re
 import shlex
@@ -18,11 +16,11 @@ import subprocess
 import sys
 import tempfile
 import time
-import types
 from pathlib import Path
 
 import forkserver
 import pytest
+import tiers
 
 from distgpt.assembly import AllComponents
 from distgpt.cluster.affinity.bind import VARIABLE as BIND
@@ -31,6 +29,14 @@ from distgpt.core import components as core_components
 from distgpt.core.base.interrupts import ENDING
 from distgpt.core.cpu.first_use import COMPILING
 from distgpt.core.cpu.stages import VARIABLE as AUTO_DTYPE
+
+if tiers.CHECKED or tiers.LOG:
+    from tiers import (  # noqa: F401
+        pytest_fixture_setup,
+        pytest_runtest_call,
+        pytest_runtest_makereport,
+        pytest_runtest_setup,
+    )
 
 # Processes in the background of a script ignore SIGINT, those of nohup SIGHUP; children inherit that.
 # A handler ends at exec, so children get the default, while this process and its workers survive SIGHUP.
@@ -95,7 +101,8 @@ def clean_environment(**more):
 @functools.cache
 def _server():
     """The server that forks commands, started when the first is asked for."""
-    server = forkserver.Server(clean_environment())
+    with tiers.uncounted():
+        server = forkserver.Server(clean_environment())
     atexit.register(server.close)
     return server
 
@@ -296,8 +303,8 @@ def pytest_collection_modifyitems(items):
     longest and begins first, since a long one at the end would leave the other worker without work.
     """
     for item in items:
-        marked = any(item.get_closest_marker(name) for name in ("xdist_group", "timing"))
-        group = "ranks" if marked or _starts_ranks(item) else item.module.__name__
+        alone = any(item.get_closest_marker(name) for name in ("xdist_group", "timing", "ranks"))
+        group = "ranks" if alone else item.module.__name__
         if item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(group))
     items.sort(key=lambda item: _turn(item.get_closest_marker("xdist_group").args[0]))
@@ -309,27 +316,6 @@ def pytest_collection_finish():
 
 def _turn(group):
     return ["ranks", *LONG].index(group) if group in ("ranks", *LONG) else 1 + len(LONG)
-
-
-def _starts_ranks(item):
-    """Whether a test or one of its fixtures is for machines with an mpirun, or is written to start one."""
-    if any("mpirun" in mark.kwargs.get("reason", "") for mark in item.iter_markers("skipif")):
-        return True
-    fixtures = [found[-1].func for found in item._fixtureinfo.name2fixturedefs.values()]
-    sources = [_source(code) for code in (item.function, *fixtures)]
-    return any(word in source for source in sources for word in ("ranks=", "in_one_job("))
-
-
-@functools.cache
-def _source(function):
-    """Give a function's text as far as it has code; inspect.getsource reads it token by token."""
-    code = inspect.unwrap(function).__code__
-    return "".join(linecache.getlines(code.co_filename)[code.co_firstlineno - 1 : _last_line(code)])
-
-
-def _last_line(code):
-    inner = [_last_line(each) for each in code.co_consts if isinstance(each, types.CodeType)]
-    return max([line for *_, line in code.co_lines() if line] + inner)
 
 
 @pytest.fixture

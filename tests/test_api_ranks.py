@@ -6,6 +6,8 @@ import textwrap
 import pytest
 from conftest import distgpt, needs_mpi
 
+pytestmark = pytest.mark.ranks
+
 BEGIN = """
     import sys
     import distgpt, distgpt.api, distgpt.core.generate.python_api as python_api

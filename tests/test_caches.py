@@ -69,6 +69,7 @@ def test_without_any_place_nothing_is_kept_and_all_is_made(home, tmp_path, monke
     assert caches.places() == [] and cache_folder("kernels") is None
 
 
+@pytest.mark.ci
 def test_importing_survives_a_working_directory_that_is_gone(tmp_path):
     """An error of one rank before it has joined the others would leave them waiting."""
     code = f"import os; os.chdir({str(tmp_path)!r}); os.rmdir({str(tmp_path)!r}); import distgpt.commands.cli"
@@ -179,17 +180,20 @@ def start_eight(path):
     assert codes([process(act) for _ in range(8)]) == [0] * 8
 
 
+@pytest.mark.ci
 def test_of_many_that_start_at_once_one_makes_it(path, tmp_path):
     start_eight(path)
     assert made_in(tmp_path) == 1 and [*path.parent.iterdir()] == [path]
 
 
+@pytest.mark.ci
 def test_where_no_disk_has_locks_all_make_it(path, tmp_path, monkeypatch):
     monkeypatch.setattr(caches, "lock", lambda descriptor, kind: None)
     start_eight(path)
     assert made_in(tmp_path) >= 1 and read_checked(path) == b"content"
 
 
+@pytest.mark.ci
 def test_one_that_was_killed_is_followed_by_the_next_and_leaves_nothing_that_blocks(path, tmp_path):
     ready, told = os.pipe()
 
@@ -206,6 +210,7 @@ def test_one_that_was_killed_is_followed_by_the_next_and_leaves_nothing_that_blo
     assert made_in(tmp_path) == 1 and [*path.parent.iterdir()] == [path]
 
 
+@pytest.mark.ci
 def test_one_that_is_stuck_is_waited_for_with_a_bound(path, monkeypatch):
     monkeypatch.setattr(caches, "PATIENCE", 0.02)
     with alone(path):
@@ -220,6 +225,7 @@ def until_there_are_four(folder):
     return b"content" if len([*folder.iterdir()]) == 4 else b"too late"
 
 
+@pytest.mark.ci
 def test_what_can_not_be_kept_is_made_by_all_at_once(path, tmp_path, monkeypatch):
     """One after the other they would wait for as many times as there are processes."""
     inside, waiting, real = tmp_path / "inside", tmp_path / "waiting", caches.lock

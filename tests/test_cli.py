@@ -48,6 +48,8 @@ def infer(here, file):
 # Every exit code, in a process of its own
 
 
+@pytest.mark.ci
+@pytest.mark.smoke
 def test_exit_codes(tmp_path):
     small = ["train", *SMALL, "--out", tmp_path / "run"]
     assert distgpt("--version").returncode == 0
@@ -133,6 +135,7 @@ def on_terminal(*args, of="stdout", **how):
     return shown.decode().replace("\r\n", "\n")
 
 
+@pytest.mark.ci
 def test_a_terminal_gets_no_control_characters(here, infer, tmp_path):
     train_bytes = ["train", *SMALL, "--tokenizer", "byte", "--steps", "2", "--sample-every", "1"]
     shown = on_terminal(*train_bytes, "--progress", "plain", "--out", "run", cwd=tmp_path)
@@ -152,6 +155,8 @@ def test_a_terminal_gets_no_control_characters(here, infer, tmp_path):
 # Output that goes nowhere
 
 
+@pytest.mark.ci
+@pytest.mark.smoke
 def test_a_reader_that_leaves_early(file):
     reading, writing = os.pipe()
     words = ["infer", "--weights", file, "--prompt", PROMPT, "--max-new-tokens", "3000", "--threads", "1"]
@@ -163,6 +168,7 @@ def test_a_reader_that_leaves_early(file):
     assert "Traceback" not in errors and "Exception ignored" not in errors
 
 
+@pytest.mark.ci
 def test_a_reader_that_leaves_a_run_loses_no_step(tmp_path):
     """As in `distgpt train | head`."""
     words = ["train", *SMALL, "--steps", "1000000", "--save-every", "1000000", "--out", tmp_path / "run"]
@@ -177,6 +183,7 @@ def test_a_reader_that_leaves_a_run_loses_no_step(tmp_path):
     assert len(errors.splitlines()) == 1
 
 
+@pytest.mark.ci
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_a_run_goes_on_where_its_output_cannot_be_written(tmp_path):
     with Path("/dev/full").open("w") as full:
@@ -195,6 +202,7 @@ def test_a_group_without_a_command_prints_its_help(here):
         assert "\n\nCommands:\n" in shown.stderr and "Error" not in shown.stderr
 
 
+@pytest.mark.ci
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_output_that_cannot_be_written_or_was_closed(file):
     args = ["infer", "--weights", file, "--prompt", PROMPT, "--max-new-tokens", "3"]
@@ -316,6 +324,7 @@ def test_settings_that_make_no_sense(here, tmp_path):
 # Places
 
 
+@pytest.mark.ci
 def test_memory_that_is_refused_names_its_page():
     """By a limit of 4 GiB, where 16 lanes of a million positions take 30."""
     words = command("infer", "--n", "16", "--context", str(1 << 20), "--cache-memory", "900G")
@@ -335,6 +344,7 @@ def test_an_out_that_is_taken(here, tmp_path):
     assert taken.read_bytes() == b"mine" and list(tmp_path.iterdir()) == [taken]
 
 
+@pytest.mark.ci
 def test_a_disk_that_is_read_only_or_full_or_fills_up(here, tmp_path):
     place = tmp_path / "disk"
     place.mkdir()

@@ -6,9 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from conftest import LONG, _turn
 
 
+@pytest.mark.ci
 def test_lines_of_dots_are_short_and_end_in_how_many_are_done():
     words = [sys.executable, "-m", "pytest", "-n", "0", "-p", "no:cacheprovider", "tests/test_formatting.py"]
     root = Path(__file__).parents[1]
@@ -30,6 +32,7 @@ def test_no_two_files_of_tests_have_one_name():
     assert sorted(set(names)) == sorted(names)
 
 
+@pytest.mark.ci
 def test_nohup_leaves_children_the_default_sighup(tmp_path):
     (tmp_path / "test_it.py").write_text(
         "import signal, subprocess, sys\n"

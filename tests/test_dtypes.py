@@ -105,6 +105,7 @@ def test_the_variable_names_it_and_must_name_one(monkeypatch):
         chosen()
 
 
+@pytest.mark.ci
 def test_a_run_says_what_it_takes_and_why_and_writes_it(tmp_path):
     """On this processor, whatever it is."""
     result = distgpt("train", *SMALL, *STEPS, "--out", tmp_path / "run", env=FREE)
@@ -121,6 +122,7 @@ def toml_lines(path):
     return RunDirectory(path).config.read_text().splitlines()
 
 
+@pytest.mark.ci
 def test_a_resumed_run_keeps_its_own(tmp_path):
     for first, second, more in ((BF16, F32, ()), (F32, BF16, ("--dtype", "auto"))):
         out = train(tmp_path / first[stages.VARIABLE], *STEPS, env=first)
@@ -131,6 +133,7 @@ def test_a_resumed_run_keeps_its_own(tmp_path):
         assert saved(branch) == first[stages.VARIABLE]
 
 
+@pytest.mark.ci
 def test_a_type_that_is_named_stays_and_auto_may_be_named(tmp_path):
     (tmp_path / "double.toml").write_text('dtype = "float64"\n')
     (tmp_path / "open.toml").write_text('[train]\ndtype = "auto"\n')
@@ -163,12 +166,15 @@ def test_every_kind_of_run_takes_it(words, tmp_path, trained):
     assert saved(tmp_path / "run") == "bfloat16"
 
 
+@pytest.mark.ci
+@pytest.mark.ranks
 @needs_mpi
 def test_ranks_agree(tmp_path):
     for number, words in enumerate(("--grad-sync sharded", "--outer-every 2")):
         assert saved(train(tmp_path / str(number), *STEPS, *words.split(), ranks=2, env=BF16)) == "bfloat16"
 
 
+@pytest.mark.ci
 def test_within_measures_in_it(tmp_path):
     words = ("--within", "4s", "--data", "story", "--threads", "1", "--out", tmp_path / "run")
     result = distgpt("train", *words, env=BF16)
@@ -176,6 +182,7 @@ def test_within_measures_in_it(tmp_path):
     assert saved(tmp_path / "run") == "bfloat16" and "--within: depth" in result.stdout
 
 
+@pytest.mark.ci
 def test_tuning_generation_and_python(tmp_path, trained, monkeypatch):
     monkeypatch.setenv(stages.VARIABLE, "bfloat16")
     (tmp_path / "chats.jsonl").write_text('{"text": "abc"}\n' * 4)

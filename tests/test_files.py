@@ -53,6 +53,7 @@ def path(tmp_path):
     return tmp_path / "weights.safetensors"
 
 
+@pytest.mark.ci
 def test_failed_and_interrupted_writes(tmp_path, path, monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(os, "fsync", raising(KeyboardInterrupt))

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 PACKAGE = Path(__file__).parents[1] / "distgpt"
 # The folders of the core from the ground up.
 TREE = ("base", "ops", "config", "comm", "cpu", "data", "model", "saved", "generate", "train")
@@ -90,6 +92,7 @@ def within(path):
     yield from (name.removeprefix("distgpt.") for name in imports(path) if name.startswith("distgpt."))
 
 
+@pytest.mark.ci
 def test_imports_run_down_only():
     """`core.components` names every seam: it imports types, and plain versions when called."""
     for module, path in MODULES.items():
@@ -148,6 +151,7 @@ def taken(path):
                 yield from ((module, name.split()[0]) for name in names.split(","))
 
 
+@pytest.mark.ci
 def test_what_tests_benchmarks_and_pages_import_is_there():
     """mypy sees the package alone, and some of these files run only with what is not installed here."""
     known = {name: {*names_of(path)} for name, path in MODULES.items()}
@@ -207,6 +211,7 @@ def loaded_after(code):
     return set(result.stdout.split())
 
 
+@pytest.mark.ci
 def test_the_command_line_loads_nothing_heavy():
     assert not loaded_after("import distgpt.commands.cli") & {
         "numpy",
@@ -219,6 +224,7 @@ def test_the_command_line_loads_nothing_heavy():
     }
 
 
+@pytest.mark.ci
 def test_what_train_refuses_at_once_it_refuses_before_anything_heavy_is_loaded():
     for words in (
         "--preset nope",
@@ -235,10 +241,12 @@ except SystemExit as done:
         assert not loaded_after(script) & {"numpy", "numba", "rich"}, words
 
 
+@pytest.mark.ci
 def test_files_in_int8_are_read_without_compiled_loops():
     assert "numba" not in loaded_after("import distgpt.core.saved.modelfile")
 
 
+@pytest.mark.ci
 def test_the_serial_stage_needs_neither_mpi_nor_a_gpu():
     loaded = loaded_after("import distgpt; distgpt.init('microgpt').loss([[1, 2]], [[2, 3]])")
     assert "numba" in loaded and not loaded & {"mpi4py", "cupy"}

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from conftest import SMALL, _server, command, distgpt, popen, wait_for
 
+pytestmark = pytest.mark.ci
+
 
 def told(result):
     return result.returncode, result.stdout, result.stderr

@@ -11,6 +11,7 @@ from conftest import needs_mpi
 RUN = Path(__file__).parent / "fuzz" / "run.py"
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.xdist_group("ranks")
 @needs_mpi

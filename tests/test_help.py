@@ -195,6 +195,7 @@ for words in "tr" "train --depth 6 --sta" "train --stage m" "train --preset gpt2
 done"""
 
 
+@pytest.mark.ci
 def test_bash_completes_commands_options_and_values(tmp_path):
     found = asked("bash", BASH, tmp_path)
     options, presets = ["--stage", "--stall-timeout", "--stall-abort"], ["gpt2-medium", "gpt2-modern"]

@@ -251,6 +251,8 @@ def test_more_threads_than_cores_are_noted_before_the_first_step(tmp_path):
         )
 
 
+@pytest.mark.ci
+@pytest.mark.ranks
 @needs_mpi
 def test_ranks_with_more_threads_than_cores_are_noted_once(tmp_path):
     many = len(usable_cores()) + 1

@@ -51,6 +51,7 @@ def test_what_a_system_does_not_report_has_a_fallback(no_proc, monkeypatch):
         assert resources.available_memory() == 1 << 62 and boot_id() == ""
 
 
+@pytest.mark.ci
 def test_windows_is_refused_and_wsl_named():
     """In a process of its own, whose Python says that it is one of Windows."""
     for name, code in (("distgpt.exe", 1), ("-m", 1), ("notebook", 3)):

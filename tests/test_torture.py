@@ -46,6 +46,7 @@ WRITING = """if True:
 """
 
 
+@pytest.mark.ci
 @needs_compiler
 def test_the_library_fails_calls_tears_and_kills(tmp_path):
     """The program calls open, write, close, open, write, close and rename in the folder that is watched."""
@@ -185,6 +186,7 @@ def test_lost_steps_and_older_checkpoints_are_noticed(run):
     assert names_of(after_attempt(SERIAL, KILLED, before, seen)) == {"lost"}
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.xdist_group("ranks")
 @needs_compiler

@@ -57,6 +57,8 @@ def measured(tmp_path_factory):
     return json.loads((out / "train-found.json").read_text()), done.stdout, requests
 
 
+@pytest.mark.ci
+@pytest.mark.ranks
 def test_a_peer_is_told_our_model_and_gets_the_ratio_of_pairs(measured):
     found, printed, requests = measured
     assert [row["who"] for row in found["rows"]] == ["distgpt", "PyTorch", "PyTorch"]
@@ -77,6 +79,8 @@ def test_a_peer_is_told_our_model_and_gets_the_ratio_of_pairs(measured):
     assert "× PyTorch (eager)" in printed and "compile+keep-freed, the fastest of 3 modes" in printed
 
 
+@pytest.mark.ci
+@pytest.mark.ranks
 def test_the_fastest_mode_is_found_once_and_rounds_take_turns(measured):
     _, _, requests = measured
     tried, trained = requests[:3], requests[3:]
@@ -85,6 +89,7 @@ def test_the_fastest_mode_is_found_once_and_rounds_take_turns(measured):
     assert [(each["compile"], each["keep_freed"]) for each in trained] == [(False, False), (True, True)] * 2
 
 
+@pytest.mark.ci
 def test_what_makes_no_sense_is_refused(tmp_path):
     for words, said in (
         (("--peer-python", tmp_path / "nowhere"), "cannot import torch"),

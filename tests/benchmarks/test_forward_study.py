@@ -98,6 +98,7 @@ def test_plain_python_agrees_and_refuses_what_would_take_too_long():
         measure_plain(Job("MXL5", "python", 5000, patience=1))
 
 
+@pytest.mark.ci
 def test_what_makes_no_sense_is_refused(tmp_path):
     for words, said in (
         (("--method", "serial", "--dtype", "bfloat16"), "--method serial computes"),

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "python_cost.py"
 
 
@@ -25,6 +27,7 @@ def measured(path, *words):
     return json.loads(path.read_text())
 
 
+@pytest.mark.ci
 def test_what_is_left_of_a_step_without_its_kernels_is_python(tmp_path):
     recorded, by_python = measured(tmp_path / "a"), measured(tmp_path / "b", "--floor-only", "--by-python")
     (row,) = recorded["rows"]

@@ -85,6 +85,7 @@ def test_a_name_becomes_a_files(tmp_path):
     }
 
 
+@pytest.mark.ci
 def test_the_results_in_the_repository_are_still_read():
     """Those of earlier versions too."""
     folder = Path(__file__).parents[2] / "benchmarks" / "results"

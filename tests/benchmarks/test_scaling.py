@@ -18,6 +18,7 @@ SMALL = (
 )
 
 
+@pytest.mark.ranks
 @needs_mpi
 @pytest.mark.slow
 def test_speeds_are_compared_with_one_rank(tmp_path):

@@ -44,6 +44,8 @@ def placed(root, ranks=0, threads=0, stage="", bind="auto", launch=()):
     return sorted(map(json.loads, result.stdout.splitlines()), key=lambda told: told["rank"])
 
 
+@pytest.mark.ci
+@pytest.mark.ranks
 @needs_mpi
 @needs_two_cores
 def test_unbound_ranks_bind_themselves_to_cores_of_their_own(node):
@@ -58,6 +60,7 @@ def test_unbound_ranks_bind_themselves_to_cores_of_their_own(node):
     assert first["after"] == OWN[:1]
 
 
+@pytest.mark.ci
 @needs_two_cores
 def test_threads_of_one_process_sit_on_a_core_each_and_children_inherit_none(node):
     (told,) = placed(node)
@@ -65,6 +68,7 @@ def test_threads_of_one_process_sit_on_a_core_each_and_children_inherit_none(nod
     assert told["child"] == told["later"] == OWN and told["forked"] == {"0": OWN, "1": OWN}
 
 
+@pytest.mark.ci
 @needs_two_cores
 def test_where_all_cores_are_alike_one_process_is_left_to_linux():
     for threads in (0, 1):
@@ -72,6 +76,8 @@ def test_where_all_cores_are_alike_one_process_is_left_to_linux():
         assert all(mask == OWN for mask in told["workers"].values()) and not told["lines"]
 
 
+@pytest.mark.ci
+@pytest.mark.ranks
 @needs_mpi
 @needs_two_cores
 def test_a_bound_launch_is_obeyed(node):
@@ -89,6 +95,8 @@ def test_a_bound_launch_is_obeyed(node):
     assert not found[0]["lines"]
 
 
+@pytest.mark.ci
+@pytest.mark.ranks
 @needs_mpi
 @needs_two_cores
 def test_more_ranks_than_cores_and_more_threads_than_a_block_are_not_seated(node):
@@ -98,6 +106,8 @@ def test_more_ranks_than_cores_and_more_threads_than_a_block_are_not_seated(node
         assert told["workers"] == {"0": [OWN[told["rank"]]], "1": [OWN[told["rank"]]]}
 
 
+@pytest.mark.ci
+@pytest.mark.ranks
 @needs_mpi
 @needs_two_cores
 def test_a_second_job_on_the_same_cores_stays_unbound_and_says_so(node):
@@ -110,6 +120,8 @@ def test_a_second_job_on_the_same_cores_stays_unbound_and_says_so(node):
     assert placed(node, ranks=2)[0]["workers"] == {"0": OWN[:1]}
 
 
+@pytest.mark.ci
+@pytest.mark.ranks
 @needs_mpi
 @needs_two_cores
 def test_the_variable_switches_it_off_and_another_value_is_refused(node, tmp_path):
@@ -120,6 +132,8 @@ def test_the_variable_switches_it_off_and_another_value_is_refused(node, tmp_pat
     refused(result, 2, f"{VARIABLE} is 'no': it must be auto or off")
 
 
+@pytest.mark.ci
+@pytest.mark.ranks
 @needs_mpi
 @needs_two_cores
 def test_a_run_that_binds_itself_has_the_same_bits(tmp_path):

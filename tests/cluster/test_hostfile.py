@@ -70,6 +70,7 @@ def test_a_file_without_problems_means_what_the_launcher_started():
                 )
 
 
+@pytest.mark.ranks
 @needs_mpi
 @pytest.mark.slow
 @pytest.mark.skipif(MPIRUN is None or mpirun(MPIRUN)["vendor"] != "MPICH", reason="needs MPICH's mpirun")
@@ -136,6 +137,7 @@ def test_a_launch_that_would_work_leaves_with_0_and_says_how(here, tmp_path):
     refused(doctor(tmp_path, b"localhost:1\n"), 2, "MPICH", "Open MPI")
 
 
+@pytest.mark.ci
 def test_what_is_wrong_leaves_with_2_and_the_first_of_it(here, tmp_path):
     for content, words in (
         (b"localhost slots=2\n", ["line 1", "as in node1:4"]),
@@ -163,6 +165,7 @@ def test_a_hostile_file_makes_a_page_without_control_characters(here, tmp_path):
     assert len(result.stdout) < 20_000 and len(result.stderr) < 2_000
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("name", "client", "expected"),
     [
@@ -187,6 +190,7 @@ def test_doctor_finds_the_way_back_to_the_launcher(here, tmp_path, monkeypatch, 
     assert expected in " ".join([found["command"], *found["problems"]])
 
 
+@pytest.mark.ci
 def test_hosts_are_asked_over_ssh_and_not_trusted(here, tmp_path, monkeypatch):
     """`ssh` is a program that runs what it is given here, or answers something else."""
     (tmp_path / "ssh").write_text(

@@ -14,6 +14,8 @@ NODE = "pack:2 numa:4 core:16 pu:2"  # in hwloc's words: eight regions of 16 cor
 BOUND = re.compile(r"^process (\d+) binding: ([01]+)$", re.MULTILINE)
 
 
+@pytest.mark.ci
+@pytest.mark.ranks
 @needs_mpi
 @pytest.mark.parametrize("ranks", [8, 16])
 def test_the_page_s_command_gives_each_rank_cores_of_one_region(ranks):

@@ -26,6 +26,7 @@ def script(text):
     return [PYTHON, "-u", "-c", textwrap.dedent(text)]
 
 
+@pytest.mark.ci
 def test_what_a_child_said_and_how_it_ended():
     child = """
         import sys
@@ -38,6 +39,7 @@ def test_what_a_child_said_and_how_it_ended():
     assert ended.seconds > 0
 
 
+@pytest.mark.ci
 def test_children_that_say_much_or_take_too_long_or_are_killed_or_are_not_there():
     child = "import sys\nfor f in (sys.stderr, sys.stdout): f.write('x' * (1 << 20))"
     ended = run(script(child), timeout=30)
@@ -58,6 +60,7 @@ def strange_folder(tmp_path, monkeypatch):
     monkeypatch.delenv("PYTHONPATH", raising=False)
 
 
+@pytest.mark.ci
 @pytest.mark.usefixtures("strange_folder")
 def test_children_import_nothing_from_the_working_directory(monkeypatch):
     monkeypatch.setattr(sys, "path", ["", *sys.path])  # as of python -c
@@ -67,6 +70,7 @@ def test_children_import_nothing_from_the_working_directory(monkeypatch):
     assert "working directory" not in distant_mpi().get("problem", "")
 
 
+@pytest.mark.ci
 @pytest.mark.usefixtures("strange_folder")
 def test_children_use_the_package_that_started_them(tmp_path):
     (tmp_path / "checkout").mkdir()
@@ -82,6 +86,7 @@ def test_children_use_the_package_that_started_them(tmp_path):
     assert (ended.code, ended.output.split(",")[0]) == (0, "distgpt"), ended
 
 
+@pytest.mark.ci
 def test_python_is_started_by_one_function():
     """The others would look for modules in the working directory."""
     found = [
@@ -98,6 +103,7 @@ def gone(pid):
     return not stat.exists() or stat.read_text().split()[2] == "Z"
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("numbers, nohup", [
     ([signal.SIGTERM], False),
     ([signal.SIGINT, signal.SIGINT], False),
@@ -138,6 +144,7 @@ def test_whatever_ends_us_ends_the_grandchildren_too(tmp_path, numbers, nohup):
     wait_for(lambda: gone(pid))
 
 
+@pytest.mark.ci
 def test_a_child_is_ended_also_if_the_request_comes_while_it_starts(monkeypatch):
     started = []
 
@@ -157,6 +164,7 @@ def test_a_child_is_ended_also_if_the_request_comes_while_it_starts(monkeypatch)
         signal.signal(signal.SIGINT, former)
 
 
+@pytest.mark.ci
 def test_what_a_child_printed_is_kept_although_it_did_not_end_by_itself():
     child = "import sys, time\nprint('one')\nprint('two', file=sys.stderr)\ntime.sleep(60)"
     with TemporaryFile("w+") as output:
@@ -169,6 +177,8 @@ def test_what_a_child_printed_is_kept_although_it_did_not_end_by_itself():
     assert time.monotonic() - begun < 15
 
 
+@pytest.mark.ci
+@pytest.mark.ranks
 @needs_mpi
 def test_a_killed_rank_is_reported_and_not_where_to_read_about_it():
     """Of MPICH, which says in its last line where; others say their own."""
@@ -208,6 +218,8 @@ def programs(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.mark.ci
+@pytest.mark.ranks
 def test_each_launcher_has_its_words(programs):
     for chosen, hosts, words in (
         ("mpirun", False, ["mpirun", "-n", "3"]),

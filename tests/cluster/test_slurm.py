@@ -19,6 +19,8 @@ from conftest import distgpt, inside, metrics, needs_mpi
 from slurmcluster import BINDING, lacking, slurm_cluster
 from standstill import standing_still
 
+pytestmark = pytest.mark.ranks
+
 SLURM = ("submit", "--system", "slurm")
 TWO_NODES = [*SLURM, "--nodes", "2", "--mpi", "pmi2", "--time", "1h"]
 

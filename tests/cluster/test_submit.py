@@ -60,6 +60,8 @@ ASKED = {
 }
 
 
+@pytest.mark.ci
+@pytest.mark.ranks
 @pytest.mark.parametrize("system", ASKED)
 def test_an_array_is_asked_for_and_its_elements_have_directories(system, tmp_path):
     memory = [] if system == "sge" else ["--memory", "64G"]
@@ -71,6 +73,7 @@ def test_an_array_is_asked_for_and_its_elements_have_directories(system, tmp_pat
     assert command[command.index("train") :][:3] == ["train", "--stage", "mpi-cuda"]
 
 
+@pytest.mark.ci
 def test_a_prefix_may_end_with_another_distgpt(tmp_path):
     words = ["--prefix", "/opt/apptainer exec 'my image.sif' distgpt"]
     command = started(written("sge", *words, cwd=tmp_path))
@@ -80,6 +83,8 @@ def test_a_prefix_may_end_with_another_distgpt(tmp_path):
     refused(submit("sge", "--prefix", "a 'b", cwd=tmp_path), 2, "--prefix a 'b")
 
 
+@pytest.mark.ci
+@pytest.mark.smoke
 def test_the_first_start_of_a_script_begins_the_run(tmp_path):
     small = ["--n-layer", "1", "--n-embd", "16", "--n-head", "1", "--seq-len", "16", "--batch-size", "2"]
     for out, words in (("mine", ["train", *small]), ("other", ["train", "--preset", "tiny-adamw", *small])):
@@ -100,6 +105,8 @@ STARTED = {
 }
 
 
+@pytest.mark.ci
+@pytest.mark.ranks
 def test_ranks_are_bound_to_a_region_of_nodes_of_their_own_and_free_otherwise(tmp_path):
     assert {*STARTED} == {*LAUNCHERS}
     for mpi, options in STARTED.items():
@@ -115,6 +122,8 @@ def test_ranks_are_bound_to_a_region_of_nodes_of_their_own_and_free_otherwise(tm
     refused(submit("lsf", *TWO_NODES), 2, "--mpi pmi2", "openmpi, intel, pals")
 
 
+@pytest.mark.ci
+@pytest.mark.ranks
 def test_an_environments_own_mpirun_starts_ranks_of_its_own_mpi_alone(tmp_path, monkeypatch):
     own = tmp_path / "own bin" / "mpirun"
     own.parent.mkdir()
@@ -131,6 +140,7 @@ def test_an_environments_own_mpirun_starts_ranks_of_its_own_mpi_alone(tmp_path, 
         assert started(text)[0] == program, mpi
 
 
+@pytest.mark.ci
 def test_a_run_without_progress_is_begun_again_unless_the_user_says_when(tmp_path):
     for words, expected in (
         ([], "30m"),
@@ -186,6 +196,7 @@ def test_what_would_fail_in_the_job_is_refused_before(system, words, said, tmp_p
     assert result.stdout == ""
 
 
+@pytest.mark.ci
 def test_a_directory_gives_a_name_that_the_system_takes(tmp_path):
     for system, out, name in (
         ("sge", "2024-11-28", "-N run-2024-11-28"),
@@ -217,6 +228,7 @@ def test_the_system_is_found_by_its_commands(tmp_path):
     refused(found("qsub"), 2, "no batch system was found", "--system pbs")
 
 
+@pytest.mark.ci
 def test_a_log_of_json_is_the_jobs_and_not_the_scripts(tmp_path):
     text = written("pbs", command=[*TRAIN, "--log-format", "json"], cwd=tmp_path)
     assert text.startswith("#!/bin/bash\n") and text.endswith("exit $code\n")
@@ -232,6 +244,7 @@ def test_a_run_knows_the_end_that_a_script_has_set():
     assert batch_job({"FLUX_JOB_ID": "f1", "FLUX_ENCLOSING_ID": "f2"}) == {"system": "Flux", "id": "f2"}
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("words", "ranks", "cpus"),
     [
@@ -258,6 +271,7 @@ def test_this_machine_describes_a_node_where_that_is_asked_for(tmp_path, monkeyp
     refused(submit("slurm", "--node", "here", cwd=tmp_path), 2, "--node here", str(tmp_path), "--node 8x16")
 
 
+@pytest.mark.ci
 def test_an_element_of_an_array_has_a_directory_and_a_number_of_its_own(tmp_path):
     """Not the job's: that of the array's last element stands for all of them."""
     for given, out in (
@@ -292,6 +306,7 @@ def test_an_element_of_an_array_has_a_directory_and_a_number_of_its_own(tmp_path
         shutil.rmtree(tmp_path / Path(out).parts[0])
 
 
+@pytest.mark.ci
 def test_every_element_s_command_is_checked(tmp_path):
     for number in (1, 2):
         (tmp_path / f"{number}.toml").write_text(f"steps = {number}\n")
@@ -337,6 +352,7 @@ def test_files_that_the_job_would_miss_are_missed_at_once(tmp_path):
         assert submit("slurm", *TWO_NODES, command=["train", *words], cwd=tmp_path).returncode == 0
 
 
+@pytest.mark.ci
 def test_settings_without_an_option_reach_the_job(tmp_path):
     named = [*TRAIN, "--set", "rope_base=500", "--set", "data=story"]
     assert "--set rope_base=500" in written("slurm", command=named, cwd=tmp_path)
@@ -388,6 +404,8 @@ class PlayedJob:
         return path.read_text().splitlines() if path.exists() else []
 
 
+@pytest.mark.ci
+@pytest.mark.ranks
 def test_a_job_submits_its_successor_once_however_often_it_ends(tmp_path):
     job = PlayedJob(tmp_path)
     job.program("mpiexec", "exit 75")  # no step was finished
@@ -407,6 +425,8 @@ def test_a_job_submits_its_successor_once_however_often_it_ends(tmp_path):
     assert [*tmp_path.glob("mine-7.*.log")] and (tmp_path / "mine-7.4.log").exists()
 
 
+@pytest.mark.ci
+@pytest.mark.ranks
 def test_the_lines_before_run_where_the_job_was_submitted_and_a_marker_may_fail(tmp_path):
     (tmp_path / "env").write_text("touch seen\n")
     job = PlayedJob(tmp_path, "--setup", ". ./env")
@@ -416,6 +436,8 @@ def test_the_lines_before_run_where_the_job_was_submitted_and_a_marker_may_fail(
     assert "followed-7 cannot be made" in said and "already" not in said
 
 
+@pytest.mark.ci
+@pytest.mark.ranks
 def test_of_two_ends_that_race_one_submits(tmp_path):
     job = PlayedJob(tmp_path)
     with ThreadPoolExecutor(4) as pool:
@@ -423,6 +445,8 @@ def test_of_two_ends_that_race_one_submits(tmp_path):
     assert sorted(ends) == [0, 75, 75, 75] and len(job.submitted) == 1
 
 
+@pytest.mark.ci
+@pytest.mark.ranks
 def test_a_job_that_is_deleted_saves_and_submits_nothing(tmp_path):
     job = PlayedJob(tmp_path)
     job.program("mpiexec", f"trap '{job.trains()}' USR1; touch here; while :; do sleep 0.05; done")
@@ -451,6 +475,8 @@ def test_a_script_that_gets_two_signals_at_once_waits_for_its_ranks(tmp_path):
     assert not job.submitted
 
 
+@pytest.mark.ci
+@pytest.mark.ranks
 def test_a_script_whose_ranks_are_suspended_waits_for_them(tmp_path):
     """TSTP is what LSF sends to a job of several slots: bash would leave the loop in which it waits."""
     job = PlayedJob(tmp_path)
@@ -467,6 +493,8 @@ def test_a_script_whose_ranks_are_suspended_waits_for_them(tmp_path):
     assert process.returncode == 0 and "left with 75" in said, said
 
 
+@pytest.mark.ci
+@pytest.mark.ranks
 def test_an_elements_successor_is_a_job_of_its_own_with_the_same_number(tmp_path):
     job = PlayedJob(tmp_path, "--array", "1-3")
     job.program("qsub", 'echo "$*" >>submitted.txt; cat >scripts.txt')
@@ -479,6 +507,8 @@ def test_an_elements_successor_is_a_job_of_its_own_with_the_same_number(tmp_path
     assert job.ended("8.server", ELEMENT="3")[0] == 0 and len(job.submitted) == 2
 
 
+@pytest.mark.ci
+@pytest.mark.ranks
 def test_a_successor_waits_for_no_job_that_the_first_one_has_waited_for(tmp_path):
     job = PlayedJob(tmp_path, "--directive", "-Wdepend=afterok:5", "--directive", "-W group_list=a")
     job.program("qsub", 'echo "qsub $*" >>submitted.txt; cat >scripts.txt')
@@ -487,6 +517,7 @@ def test_a_successor_waits_for_no_job_that_the_first_one_has_waited_for(tmp_path
     assert (tmp_path / "scripts.txt").read_text() == first.replace("#PBS -Wdepend=afterok:5\n", "")
 
 
+@pytest.mark.ci
 def test_a_successor_of_lsf_waits_for_no_forgotten_job_either(tmp_path):
     text = written("lsf", "--successor", "--directive", "-w done(5)", "--directive", "-q x", cwd=tmp_path)
     left_out = re.search(r"grep -Ev ('.*') \"\$0\" \| bsub && exit 0", text)
@@ -495,6 +526,7 @@ def test_a_successor_of_lsf_waits_for_no_forgotten_job_either(tmp_path):
     assert kept.stdout.decode() == text.replace("#BSUB -w done(5)\n", "") != text
 
 
+@pytest.mark.ci
 def test_each_element_of_an_array_is_submitted_alone_where_flux_has_no_arrays(tmp_path):
     (tmp_path / "flux").write_text('#!/bin/sh\necho "$*" >>calls.txt; cat >/dev/null\n')
     (tmp_path / "flux").chmod(0o755)

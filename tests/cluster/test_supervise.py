@@ -138,6 +138,7 @@ def job(folder, plan):
     return [str(program), "train", "--out", str(out)]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", ENDS)
 def test_a_job_starts_again_unless_it_would_end_so_again(name, tmp_path, monkeypatch, capsys):
     plan, limits, code, words = ENDS[name]
@@ -149,6 +150,7 @@ def test_a_job_starts_again_unless_it_would_end_so_again(name, tmp_path, monkeyp
     assert (tmp_path / "run" / "starts").read_text().count("start") == len(plan)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("number, passed, code", [
     (signal.SIGTERM, "TERM", 143),
     (signal.SIGHUP, "TERM", 129),
@@ -166,6 +168,8 @@ def test_a_signal_is_passed_on_and_ends_the_supervision(number, passed, code, tm
     assert (tmp_path / "run" / "starts").read_text() == "start\n"
 
 
+@pytest.mark.ci
+@pytest.mark.smoke
 def test_beside_a_log_of_json_what_the_supervisor_says_is_json_too(tmp_path, monkeypatch):
     monkeypatch.setattr(supervise, "PAUSE", 0.0)
     words = [*job(tmp_path, [(5, 9), (9, 70), (9, 2)]), "--log-format", "json"]
@@ -256,6 +260,7 @@ lock.release()
 """
 
 
+@pytest.mark.ci
 def test_a_directory_is_taken_over_from_a_lost_host_and_from_no_other(three_hosts, tmp_path, capsys):
     make, answers = three_hosts
     begun(tmp_path, batch_size=24)
@@ -283,6 +288,7 @@ def test_a_directory_is_taken_over_from_a_lost_host_and_from_no_other(three_host
             mine.release()
 
 
+@pytest.mark.ci
 def test_what_is_left_of_a_job_is_found_by_its_environment_and_killed():
     mark = f"DISTGPT_TEST={os.getpid()}"
     sleep = ["sh", "-c", "sleep 60 & echo on; wait"]
@@ -295,6 +301,7 @@ def test_what_is_left_of_a_job_is_found_by_its_environment_and_killed():
         assert ours.wait(5) == -signal.SIGKILL
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("shell", ["sh", "csh"])
 def test_a_host_answers_in_any_login_shell(shell, tmp_path, monkeypatch):
     if shutil.which(shell) is None:
@@ -305,6 +312,7 @@ def test_a_host_answers_in_any_login_shell(shell, tmp_path, monkeypatch):
     assert reach.clean(["192.0.2.1"], "DISTGPT_TEST=none") == {"192.0.2.1": Answer(platform.node())}
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 @needs_mpi
 def test_a_killed_rank_costs_no_bit(tmp_path):

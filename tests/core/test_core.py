@@ -16,6 +16,8 @@ def bytes_of(run):
     return (run / "weights.safetensors").read_bytes()
 
 
+@pytest.mark.ci
+@pytest.mark.ranks
 @needs_mpi
 @pytest.mark.timeout(900)  # where no loop is compiled yet
 @pytest.mark.parametrize("ranks", [1, 2])

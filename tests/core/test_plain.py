@@ -2,6 +2,7 @@
 
 import sys
 
+import pytest
 from conftest import SMALL, distgpt
 from test_floors import MODULES, PACKAGE
 
@@ -44,6 +45,7 @@ UNUSED = {  # who calls what is in there
 SAID = [*SMALL, "--tokenizer", "byte", "--steps", "1", "--threads", "1", "--progress", "plain"]
 
 
+@pytest.mark.ci
 def test_the_plainest_run_loads_and_calls_nothing_that_nobody_asked_for(tmp_path):
     assert MODULES.keys() >= LATER.keys() and all((PACKAGE / name).is_file() for name in UNUSED)  # renamed?
     script = tmp_path / "run.py"

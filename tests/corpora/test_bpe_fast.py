@@ -67,6 +67,7 @@ TOKENIZERS = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.ci
 @TOKENIZERS
 def test_mixed_text_and_random_strings_over_a_nasty_alphabet(tokenizer):
     text = mixed_text(300_000)

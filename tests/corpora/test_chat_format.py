@@ -112,6 +112,7 @@ def test_what_a_template_leaves_out_of_an_answer_cannot_be_learned(tmp_path):
 # Templates of others
 
 
+@pytest.mark.ci
 def test_templates_are_programs_that_are_held_in_bounds():
     """Neither time, nor memory, nor what lies around a value is theirs; the next one is not affected."""
     bounded = Renderer(seconds=1.5)
@@ -156,6 +157,7 @@ def test_messages_of_others_are_checked():
             checked_messages(value)
 
 
+@pytest.mark.ci
 @pytest.mark.timing
 def test_a_message_full_of_special_tokens_takes_time_in_proportion_to_its_length():
     """Not to the square of it: a message of a megabyte kept a server busy for seconds."""

@@ -77,6 +77,7 @@ def test_the_number_of_workers_changes_nothing(text, prepared, tmp_path):
     assert "1 document" in result.stdout
 
 
+@pytest.mark.ci
 def test_killed_and_interrupted_the_same_command_resumes(text, prepared, tmp_path):
     out = tmp_path / "out"
     for shards, ending, code in ((3, signal.SIGKILL, -9), (12, signal.SIGINT, 130)):
@@ -92,6 +93,7 @@ def test_killed_and_interrupted_the_same_command_resumes(text, prepared, tmp_pat
     assert contents(out) == contents(prepared)
 
 
+@pytest.mark.ci
 def test_what_is_being_prepared_or_finished_or_senseless_is_refused(text, prepared, tmp_path):
     out = tmp_path / "out"
     with preparing(text, out) as process:

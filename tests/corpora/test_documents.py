@@ -287,6 +287,7 @@ BOMBS = {
 }
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("kind", BOMBS)
 def test_a_table_whose_texts_are_repetitions_is_read_in_bounded_memory(kind, tmp_path):
     """A dictionary, or what a text shares with the one before, takes a few bytes for each repetition."""

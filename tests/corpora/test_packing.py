@@ -111,6 +111,7 @@ def test_the_seed_and_the_step_decide_whatever_was_asked_before_and_by_how_many_
     assert np.array_equal(filled(made[1], 3, slice(0, 8), 9), whole[7])
 
 
+@pytest.mark.ci
 def test_many_documents_are_packed_at_once():
     """A million of them: one by one, each compared with the others, they would take minutes."""
     lengths = np.random.default_rng(0).integers(1, 2000, 1_000_000)

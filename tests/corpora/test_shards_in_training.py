@@ -44,6 +44,7 @@ def whole(tokens):
     return tokens.read(0, len(tokens))
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 @needs_mpi
 def test_ranks_log_on_shards_what_one_process_does_and_leave_together_after_damage(shards, copy, tmp_path):

@@ -219,6 +219,7 @@ def trained(folder, out, *more):
     return result.stdout
 
 
+@pytest.mark.ci
 def test_a_packed_run_evaluates_by_exact_bytes_and_resumes_to_the_bit(documents):
     how = ("--pack", "--eval-every", "4", "--save-every", "2", "--steps", "4")
     shown = trained(documents, "whole", *how)

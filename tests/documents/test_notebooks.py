@@ -35,6 +35,7 @@ def scratch(tmp_path, monkeypatch):
     plt.switch_backend(before)
 
 
+@pytest.mark.ci
 def test_the_first_model_learns_and_goes_on(scratch, capsys):
     found = run(ROOT / "docs" / "notebooks" / "first-model.ipynb")
     assert re.findall(r"^step (\d+): loss \d", capsys.readouterr().out, re.M) == [

@@ -113,6 +113,7 @@ def every_command(group):
         yield from every_command(found) if isinstance(found, click.Group) else [found]
 
 
+@pytest.mark.ci
 def test_blocks_are_found_and_failures_are_noticed(tmp_path):
     for document in DOCUMENTS:
         assert any(not block.skipped for block in blocks(document.read_text())), document
@@ -148,6 +149,7 @@ def test_every_file_and_name_of_code_that_a_page_explains_is_there():
             assert set(name.split(".")) <= words | NOT_OURS, f"{page.name}: {name}"
 
 
+@pytest.mark.ci
 def test_errors_that_pages_show_are_those_of_the_package():
     """Of each, two fifths at least are in texts of the sources; the rest is names and numbers."""
     trees = (ast.walk(ast.parse(path.read_text())) for path in (ROOT / "distgpt").rglob("*.py"))
@@ -242,6 +244,7 @@ def test_outputs_may_differ_in_numbers_and_paths_but_not_in_words(shown, wrong):
     assert not_printed(shown, PRINTED) == wrong
 
 
+@pytest.mark.ci
 def test_an_output_in_a_document_is_compared(tmp_path):
     page = tmp_path / "page.md"
     for word in ("hello", "bye"):
@@ -273,6 +276,7 @@ def test_the_site_is_built_without_a_warning(tmp_path):
     assert "generated:" not in page
 
 
+@pytest.mark.ci
 def test_drawings_show_the_code_as_it_is():
     for name, draw in drawings.DRAWINGS.items():
         there = (drawings.IMAGES / f"{name}.svg").read_text()

@@ -100,6 +100,8 @@ def command(tmp_path, out, *more, ranks=1, wheel=None):
     )
 
 
+@pytest.mark.ci
+@pytest.mark.ranks
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=needs_mpi)])
 @pytest.mark.parametrize("name", [name for name in FILES if name not in ("orthogonal.py", "loop.py")])
 def test_each_trains_by_the_command(tmp_path, extensions, wheel, name, ranks):
@@ -111,6 +113,8 @@ def test_each_trains_by_the_command(tmp_path, extensions, wheel, name, ranks):
     assert len(losses(tmp_path / "run")) == SIZE["steps"]
 
 
+@pytest.mark.ci
+@pytest.mark.ranks
 @needs_mpi
 def test_an_exchange_saves_what_is_left(tmp_path, extensions):
     own = ("--components", "topk:MyComponents", "--schedule", "constant", "--save-every", "3")
@@ -173,6 +177,8 @@ def test_a_guard_saves_what_it_counts(tmp_path):
     assert lines == [*range(1, 10)]
 
 
+@pytest.mark.ci
+@pytest.mark.ranks
 @needs_mpi
 @pytest.mark.parametrize("sync", ["allreduce", "sharded"])
 def test_an_optimizer_updates_whole_weights_and_parts_alike(tmp_path, extensions, sync):
@@ -253,6 +259,8 @@ def test_weights_load_whatever_their_training_was(tmp_path, monkeypatch):
         package.train(out=tmp_path / "saved", resume="auto", steps=9)
 
 
+@pytest.mark.ci
+@pytest.mark.ranks
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=needs_mpi)])
 def test_a_loop_of_ones_own_learns(tmp_path, extensions, ranks):
     result = distgpt(ranks=ranks, cwd=tmp_path, program=[sys.executable, "loop.py"])
@@ -262,6 +270,7 @@ def test_a_loop_of_ones_own_learns(tmp_path, extensions, ranks):
     assert package.load(tmp_path / "own.safetensors").generate("The", 5)
 
 
+@pytest.mark.ci
 def test_a_kind_of_adapter_is_trained_beside_a_model_and_read_as_lora(tmp_path, extensions):
     base = package.train(**SIZE, out=tmp_path / "base")
     init = str(base.directory / "weights.safetensors")

@@ -149,17 +149,20 @@ def test_attention_in_bfloat16_without_tensor_cores_is_the_reference_s() -> None
         Case(*sizes).check(kernels("bfloat16", older()), "bfloat16")
 
 
+@pytest.mark.ci
 def test_attention_on_tensor_cores_is_the_reference_s() -> None:
     for sizes in TENSOR_CORES:
         Case(*sizes).check(kernels("bfloat16"), "bfloat16")
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("storage", "head"), [("float64", 5), ("bfloat16", 64), ("bfloat16", 80)])
 def test_documents_side_by_side_do_not_see_each_other(storage: str, head: int) -> None:
     for lengths in [(1, 70, 3, 66, 20), (65, 1)]:
         Case(2, sum(lengths), 4, head, 2, documents=lengths).check(kernels(storage), storage)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("storage", "head"), [("float64", 5), ("bfloat16", 64)])
 def test_a_token_sees_its_window_alone(storage: str, head: int) -> None:
     for seq_len, window, documents in [(70, 5, ()), (130, 64, ()), (66, 5, ()), (90, 40, (66, 24))]:

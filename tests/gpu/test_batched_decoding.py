@@ -50,6 +50,7 @@ def test_launches_of_a_token_do_not_grow_with_the_sequences(kind, cuda_kernels, 
     assert found[5] == found[9] <= found[1]
 
 
+@pytest.mark.ci
 def test_prompts_of_many_lengths_share_their_plans(cuda_kernels):
     config = replace(VARIANTS["gpt2"], seq_len=96)
     model, _ = alike(config, cuda_kernels.__wrapped__("float32"))
@@ -60,6 +61,7 @@ def test_prompts_of_many_lengths_share_their_plans(cuda_kernels):
     assert counts[0] > 0 and len(set(counts)) == 1
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("kind, dtype", [("modern", "float64"), ("gpt2", "float32")])
 def test_requests_are_answered_as_by_the_reference(kind, dtype, cuda_kernels):
     model, twin = alike(VARIANTS[kind], cuda_kernels(dtype))
@@ -107,6 +109,7 @@ def test_few_bytes_travel_where_the_likeliest_are_enough(cuda_kernels, monkeypat
     assert sum(sizes) == 4 * 4 * (64 + 65)
 
 
+@pytest.mark.ci
 @needs_counts
 @pytest.mark.parametrize("how", [{"temperature": 0.8}, {"temperature": 0.01, "top_p": 0.9}], ids=str)
 def test_few_bytes_travel_where_tokens_are_drawn_from_all(how, cuda_kernels, monkeypatch):
@@ -124,6 +127,7 @@ def test_few_bytes_travel_where_tokens_are_drawn_from_all(how, cuda_kernels, mon
     assert sum(sizes) == 8 * (4 * found + 4 * (found + 1) + 4 + 16)
 
 
+@pytest.mark.ci
 def test_tokens_are_drawn_as_on_the_host(cuda_kernels):
     """Of the scores of one pass the host draws the same tokens, but for a number next to a border."""
     kernels = cuda_kernels("float32")

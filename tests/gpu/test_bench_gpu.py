@@ -68,6 +68,7 @@ def test_every_measurement_finds_what_it_is_for(tmp_path):
         assert text in printed, text
 
 
+@pytest.mark.ci
 def test_what_fails_stops_nothing_else(tmp_path):
     """Without --host there is no GPU here."""
     found, printed = finish(*start(tmp_path, "--only", "ablation", "kernels", host=False))
@@ -75,6 +76,7 @@ def test_what_fails_stops_nothing_else(tmp_path):
     assert "! ablation" in printed and "! kernels" in printed
 
 
+@pytest.mark.ci
 @needs_the_processor
 def test_what_was_found_is_written_when_the_benchmark_is_stopped(tmp_path):
     process, out = start(tmp_path, "--only", "kernels", "ablation", stderr=subprocess.PIPE)

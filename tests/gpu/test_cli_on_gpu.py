@@ -26,6 +26,7 @@ def serial(tmp_path_factory):
     return train(tmp_path_factory.mktemp("serial") / "run", *STEPS)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("dtype,tolerance", [("float32", 1e-4), ("bfloat16", 2e-2)])
 def test_training_gives_the_losses_of_the_serial_stage(dtype, tolerance, gpu, serial, tmp_path):
     result = gpu_train(gpu, tmp_path / "run", *STEPS, "--dtype", dtype)
@@ -36,6 +37,7 @@ def test_training_gives_the_losses_of_the_serial_stage(dtype, tolerance, gpu, se
     assert one["grad_norm"] == pytest.approx(metrics(serial)[4]["grad_norm"], rel=0.1)
 
 
+@pytest.mark.ci
 def test_tuning_on_texts_side_by_side_gives_the_losses_of_the_serial_stage(gpu, tmp_path):
     rows = [{"text": text} for text in ("abc", "lighthouse", "rows", "in", "harbour")]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -50,6 +52,7 @@ def test_tuning_on_texts_side_by_side_gives_the_losses_of_the_serial_stage(gpu, 
     np.testing.assert_allclose(losses(tmp_path / "gpu"), losses(tmp_path / "cpu"), rtol=1e-5)
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "how",
@@ -66,6 +69,7 @@ def test_no_option_changes_what_is_learned(how, gpu, serial, tmp_path):
     np.testing.assert_allclose(losses(tmp_path / "run"), losses(serial), rtol=tolerance)
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 @needs_mpi
 def test_ranks_on_one_gpu_give_the_losses_of_one(gpu, tmp_path):
@@ -78,6 +82,7 @@ def test_ranks_on_one_gpu_give_the_losses_of_one(gpu, tmp_path):
             assert "2 ranks share this GPU" in result.stdout and "by way of host" in result.stdout
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 @needs_mpi
 def test_local_steps_are_those_of_the_cpu_and_move_there(gpu, tmp_path):
@@ -88,6 +93,7 @@ def test_local_steps_are_those_of_the_cpu_and_move_there(gpu, tmp_path):
     np.testing.assert_allclose(losses(moved), losses(cpu), rtol=1e-12)
 
 
+@pytest.mark.ci
 def test_a_run_moves_from_the_cpu_to_the_gpu_and_back(gpu, serial, tmp_path):
     """Two steps there, two here; then a bfloat16 run is finished on the CPU."""
     out = tmp_path / "moving"
@@ -100,6 +106,7 @@ def test_a_run_moves_from_the_cpu_to_the_gpu_and_back(gpu, serial, tmp_path):
     assert losses(tmp_path / "low")[-1] < losses(tmp_path / "low")[0]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_inference_writes_what_the_serial_stage_writes(dtype, gpu, serial):
     weights = serial / "weights.safetensors"
@@ -113,6 +120,7 @@ def test_inference_writes_what_the_serial_stage_writes(dtype, gpu, serial):
         assert tokens[0] == tokens[1]
 
 
+@pytest.mark.ci
 def test_a_gpu_takes_bfloat16_unless_float32_is_named(gpu, tmp_path, monkeypatch):
     monkeypatch.delenv(stages.VARIABLE)
     found = gpu_train(gpu, tmp_path / "auto", "--steps", "1")
@@ -155,6 +163,7 @@ def test_within_judges_a_gpu_by_two_probes_once_it_is_warm(monkeypatch):
     assert len(chosen_within(monkeypatch, 5, 1)[0]) == 1
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 def test_within_trains_what_it_chose_on_a_gpu(gpu, tmp_path, monkeypatch):
     """By probes that a stand-in has time for."""
@@ -182,6 +191,8 @@ def test_a_run_that_does_not_fit_is_refused_before_it_starts(gpu, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.ci
+@pytest.mark.ranks
 @needs_mpi
 def test_each_exchange_is_timed_or_named_with_the_reason(gpu, tmp_path):
     words = ["--stage", "mpi-cuda", "--sizes", "8,70000", "--repeats", "3", "--seconds", "5"]
@@ -202,12 +213,15 @@ def test_each_exchange_is_timed_or_named_with_the_reason(gpu, tmp_path):
         assert "a GPU for every rank" in found["left_out"]["nccl"]
 
 
+@pytest.mark.ci
+@pytest.mark.ranks
 @needs_mpi
 def test_an_exchange_that_nobody_has_is_refused(gpu):
     result = gpu("bench", "allreduce", "--stage", "mpi-cuda", "--algorithms", "allreduce", ranks=2)
     assert result.returncode == 2 and "nccl, host" in result.stderr
 
 
+@pytest.mark.ranks
 @pytest.mark.skipif(ON_GPU, reason="the weights are ruined from within this process")
 @pytest.mark.parametrize(
     "how", ["", "--set spike_zscore=9", pytest.param("--save sync", marks=pytest.mark.slow)]

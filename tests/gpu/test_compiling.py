@@ -238,6 +238,7 @@ def test_the_cache_is_filled_for_all_presets_and_depths(cache):
     assert count == len(requests) == len(list(folder.iterdir())) > 100
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_it_holds_what_models_of_all_presets_request(dtype, monkeypatch):
     """One layer of each takes a step, packed or not, an update, and generates; nothing is computed."""

@@ -25,6 +25,7 @@ def few_shapes(monkeypatch):
         monkeypatch.setattr(operations, "SHAPES", operations.SHAPES[1:3])
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("dtype, channels", [("float64", 1032), ("float32", 1101), ("bfloat16", 8200)])
 def test_norms_of_rows_that_a_whole_block_holds(dtype, channels, cuda_kernels):
     both = Kernels("float64"), cuda_kernels(dtype)

@@ -139,6 +139,7 @@ SMALL = replace(VARIANTS["modern"], seq_len=8)
 TRAIN = TrainConfig(steps=8, batch_size=4, grad_accum=2, lr=1e-2, warmup=2, clip=0.5)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "dtype, tolerance, accum", [("float64", 1e-10, 2), ("float32", 1e-4, 1), ("bfloat16", 1e-2, 2)]
 )

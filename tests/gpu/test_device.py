@@ -395,6 +395,7 @@ def test_a_copy_to_save_takes_no_more_memory_than_is_counted(monkeypatch):
     np.testing.assert_array_equal(np.sort(found), np.arange(model.layout.size))
 
 
+@pytest.mark.ci
 def test_saving_while_training_waits_takes_the_memory_of_a_tensor(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "MOST_BYTES_DOWN", 1 << 12)
     on = HostDevice()

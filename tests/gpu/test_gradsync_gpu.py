@@ -20,6 +20,7 @@ def same(one, other):
     return all((a[0] == b[0]).all() and a[1] == b[1] for a, b in zip(one, other, strict=True))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("way, dtype", [("nccl", "bfloat16"), ("host", "float32")])
 def test_sharded_gives_the_bits_of_packed_on_two_ranks(way, dtype):
     found = on_gpus(2, lambda comm, device: trained(comm, device, replace(SHARDED, dtype=dtype)), way)
@@ -40,6 +41,7 @@ def test_sharded_is_packed_up_to_rounding_over_five_steps_on_four_ranks():
             np.testing.assert_allclose(read, known, rtol=near)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("hasty, graphs", [(False, True), (True, False)])
 def test_overlapped_gives_the_bits_of_packed(hasty, graphs, monkeypatch):
     """Whether NCCL's stream does its work as early as it may, or as late."""

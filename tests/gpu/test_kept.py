@@ -144,6 +144,7 @@ def test_so_is_the_faster_of_two_ways(folder):
     assert ways(opened([1])) == ["fused", "apart", "apart"]
 
 
+@pytest.mark.ci
 @needs_the_processor
 def test_a_run_times_nothing_the_second_time_and_learns_the_same(folder, gpu, tmp_path, monkeypatch):
     timed, times = [], CupyDevice.times

@@ -110,6 +110,7 @@ def test_plain_attention_reads_and_writes_rows_in_pieces_of_16_bytes(arch, type)
         assert statistics <= few[name], where
 
 
+@pytest.mark.ci
 def test_mistakes_are_seen():
     text = """
     extern "C" __global__ void local(float* p, int i) {

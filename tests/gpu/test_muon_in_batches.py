@@ -53,6 +53,7 @@ def launches(layers, **how):
     return len(own) + lt.started - before
 
 
+@pytest.mark.ci
 @needs_the_processor
 @pytest.mark.parametrize("how", [{}, {"norm_gain": True}], ids=["gpt2-fast", "gains between the matrices"])
 def test_launches_are_few_and_do_not_grow_with_the_layers(how):

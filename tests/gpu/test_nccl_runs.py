@@ -8,7 +8,7 @@ import pytest
 from conftest import distgpt, losses, needs_mpi
 from devices import SAME, needs_the_processor
 
-pytestmark = needs_the_processor
+pytestmark = [needs_the_processor, pytest.mark.ranks]
 
 DRIVER = """
 import runpy, sys
@@ -70,6 +70,7 @@ def test_whole_runs_by_nccl_evaluate_save_and_move_between_modes(tmp_path, monke
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
+@pytest.mark.ci
 @needs_mpi
 @pytest.mark.parametrize(("version", "ranks"), [("1", 2), ("23007", 2), ("1", 3)])
 def test_ranks_that_share_a_gpu_get_the_sums_that_are_known(version, ranks):
@@ -85,6 +86,7 @@ def test_ranks_that_share_a_gpu_get_the_sums_that_are_known(version, ranks):
 MODES = ("overlapped", "sharded", "muon-sharded", "narrow-overlapped", "accumulating", "local")
 
 
+@pytest.mark.ci
 @needs_mpi
 def test_each_way_to_exchange_gradients_has_the_bits_of_the_host_s(tmp_path):
     program = [sys.executable, str(Path(__file__).with_name("hostgpu.py"))]
@@ -99,6 +101,7 @@ def test_each_way_to_exchange_gradients_has_the_bits_of_the_host_s(tmp_path):
     assert "by way of nccl" in result.stdout
 
 
+@pytest.mark.ci
 @needs_mpi
 def test_what_is_refused_leaves_no_directory_behind(tmp_path):
     driver, folder = tmp_path / "driver.py", Path(__file__).parent

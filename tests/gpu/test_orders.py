@@ -13,6 +13,7 @@ from distgpt.gpu.matmul import LtMatmul
 pytestmark = needs_the_processor
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("config", ["gpt2", "modern"])
 def test_no_order_changes_a_bit_of_what_is_learned(config):
     found = []

@@ -231,12 +231,14 @@ def test_older_gpus_and_older_cuda_are_good_enough_where_they_fit():
         assert missing_for_gpu(replace(GOOD, **change), dtype) == [], change
 
 
+@pytest.mark.ci
 def test_probing_loads_nothing_heavy():
     script = "import sys; from distgpt.gpu.probe import *; missing_for_gpu(probe()); print(*sys.modules)"
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert not set(result.stdout.split()) & {"cupy", "numpy", "numba", "mpi4py"}
 
 
+@pytest.mark.ci
 @pytest.mark.skipif(COMPILER is None, reason="needs g++")
 def test_libraries_come_from_wheels_then_the_toolkit_and_never_twice(tmp_path):
     places = {"wheel": "site/nvidia/cu13/lib", "toolkit": "cuda/lib64", "elsewhere": "elsewhere"}

@@ -55,6 +55,7 @@ def test_a_devices_peak(monkeypatch):
     assert peak_gflops(kernels("bfloat16"), 0.02) > 0
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 @needs_mpi
 def test_ranks_with_gpus_wait_and_sum_apart(gpu, tmp_path):

@@ -68,6 +68,7 @@ def carry(*words):
     return subprocess.run([*map(str, command)], env=clean_environment(), capture_output=True, text=True)
 
 
+@pytest.mark.ranks
 @needs_the_processor
 @needs_mpi
 @pytest.mark.rehearsal
@@ -100,6 +101,7 @@ def test_every_command_of_a_block_runs(block, carried, tmp_path):
             assert heading in page, page
 
 
+@pytest.mark.ci
 @needs_the_processor
 def test_parts_are_chosen_by_name_and_unknown_ones_refused_before_anything_is_done(tmp_path):
     done, found = session(tmp_path, "A", 60, parts="facts")
@@ -115,6 +117,7 @@ def test_parts_are_chosen_by_name_and_unknown_ones_refused_before_anything_is_do
         assert (done.returncode, found) == (2, {}) and not (folder / "out").exists()
 
 
+@pytest.mark.ci
 @needs_the_processor
 def test_what_has_no_time_left_is_said_and_what_was_found_stays(tmp_path):
     done, found = session(tmp_path, "A", 14, parts="facts tests commands")
@@ -122,6 +125,7 @@ def test_what_has_no_time_left_is_said_and_what_was_found_stays(tmp_path):
     assert found["parts"]["commands"]["exit_code"] == 75 and (tmp_path / "out" / "facts.txt").exists()
 
 
+@pytest.mark.ci
 def test_a_part_that_lacks_its_program_is_skipped_and_not_right(tmp_path):
     done, found = session(tmp_path, "A", 60, parts="sanitize collect", tools={})
     for part in ("sanitize", "collect"):
@@ -140,6 +144,7 @@ esac
 """
 
 
+@pytest.mark.ci
 @needs_mpi
 def test_a_server_that_cannot_start_is_skipped_and_the_other_commands_are_done(tmp_path):
     python = program(tmp_path / "tools" / "python", CALLED)
@@ -150,6 +155,7 @@ def test_a_server_that_cannot_start_is_skipped_and_the_other_commands_are_done(t
     )
 
 
+@pytest.mark.ci
 def test_the_empty_cache_of_a_cold_start_is_that_part_s_alone(tmp_path):
     python = program(tmp_path / "tools" / "python", CALLED)
     session(tmp_path, "B", 60, parts="startup counters", PY=str(python), XDG_CACHE_HOME="/its/own")
@@ -163,6 +169,7 @@ def test_the_empty_cache_of_a_cold_start_is_that_part_s_alone(tmp_path):
     assert caches["startup"][2].endswith("/empty")
 
 
+@pytest.mark.ci
 def test_sanitizers_are_waited_for_though_no_part_collects_them(tmp_path):
     slow = f"#!/bin/sh\nsleep 1\necho ended >>{tmp_path}/ended\nexit 9\n"
     _, found = session(tmp_path, "A", 60, parts="sanitize", tools={"compute-sanitizer": slow})
@@ -170,6 +177,7 @@ def test_sanitizers_are_waited_for_though_no_part_collects_them(tmp_path):
     assert found["parts"]["collect"]["exit_code"] == 9  # what a sanitizer found
 
 
+@pytest.mark.ci
 def test_what_cannot_be_installed_and_a_python_that_does_not_start_are_reported(tmp_path):
     for number, (python, parts) in enumerate((("", "collect"), ("/no/such/python", "sanitize"))):
         folder = tmp_path / str(number)
@@ -202,6 +210,7 @@ def test_the_commit_is_the_tree_s_own_and_a_carry_from_another_tree_is_noticed(t
     assert gpu_carry.commit_of_this_tree(tmp_path)[0].split()[0].endswith("-dirty")
 
 
+@pytest.mark.ci
 def test_texts_are_asked_for_before_anything_is_made(tmp_path):
     text = tmp_path / "text.jsonl"
     text.write_text(json.dumps({"text": "a text"}))
@@ -217,6 +226,7 @@ def test_texts_are_asked_for_before_anything_is_made(tmp_path):
         assert done.returncode == 2 and "error: " in done.stderr and not (tmp_path / "carry").exists(), words
 
 
+@pytest.mark.ci
 def test_only_what_is_made_anew_is_removed(tmp_path):
     text, folder = tmp_path / "text.jsonl", tmp_path / "C"
     text.write_text(json.dumps({"text": "a text"}))

@@ -253,6 +253,7 @@ def broken(tmp_path):
     return run
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 @needs_mpi
 @pytest.mark.parametrize("rank", [0, 1])

@@ -14,7 +14,7 @@ from distgpt.core.ops.kernels import Kernels
 from distgpt.gpu.kernels import CudaKernels
 from distgpt.gpu.matmul import LtMatmul
 
-pytestmark = needs_the_processor
+pytestmark = [needs_the_processor, pytest.mark.ci]
 
 CONFIG = VARIANTS["value embeddings"]  # in the lowest and the highest of three layers
 

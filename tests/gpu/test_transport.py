@@ -213,6 +213,8 @@ def expected(how, crowded, lacking):
     return "nccl" if how == "nccl" or (how, crowded, lacking) == ("auto", "nobody", "nobody") else "host"
 
 
+@pytest.mark.ci
+@pytest.mark.ranks
 @needs_mpi
 def test_ranks_sum_share_and_choose_together(tmp_path):
     driver = tmp_path / "driver.py"

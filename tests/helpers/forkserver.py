@@ -102,6 +102,7 @@ class Forked(subprocess.Popen):
 
     def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *others):
         assert executable is None and preexec_fn is None and not pass_fds
+        sys.audit("subprocess.Popen", executable, args, cwd, env)  # as the original does
         pipes, (session, group) = others[3:9], others[-2:]
         given = (pipes[0], pipes[3], pipes[5])  # -1 where the child has the stream of the tests
         streams = [number if stream == -1 else stream for number, stream in enumerate(given)]

@@ -157,6 +157,7 @@ def read_until(terminal, wanted, seconds=30):
     return shown
 
 
+@pytest.mark.ci
 def test_in_a_terminal_an_interrupt_ends_an_answer_and_not_the_chat(tmp_path):
     """With an error beside it, which ends a message alone."""
     random_model(tmp_path / "w.safetensors", shape(256, 60000, 1, 1, 16, **MODERN))
@@ -186,6 +187,7 @@ def test_in_a_terminal_an_interrupt_ends_an_answer_and_not_the_chat(tmp_path):
             os.close(ours)
 
 
+@pytest.mark.ci
 def test_a_pipe_that_is_interrupted_ends():
     words = ("chat", "--context", "60000", "--max-new-tokens", "50000", "--threads", "1")
     how = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}

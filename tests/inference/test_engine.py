@@ -85,6 +85,7 @@ def varied_requests(count):
     return requests
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "made, kind", [(PlainSlots, "modern"), (CompiledSlots, "grouped queries"), (CompiledSlots, "gpt2")]
 )

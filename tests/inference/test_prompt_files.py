@@ -213,6 +213,7 @@ def test_averaged_lanes_follow_rank_0_through_copies_and_errors():
     assert on_all_ranks(2, failing) == [True, True]
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 @needs_mpi
 def test_ranks_write_one_file_in_the_order_of_the_prompts(infer, trained, tmp_path):

@@ -88,6 +88,7 @@ def test_an_answer_without_tokens_waits_for_no_lane():
         connection.close()
 
 
+@pytest.mark.ci
 def test_all_open_requests_together_have_a_limit():
     """Also of log-probabilities, which take memory until they are sent, and of prompts."""
     with server(seconds=0.005, limits={"everything": 1000}) as found:
@@ -245,6 +246,7 @@ def test_bodies_wait_for_the_parser_up_to_a_limit():
         assert found.complete("a", max_tokens=1)
 
 
+@pytest.mark.ci
 def test_the_arrival_of_a_body_is_timed_and_not_how_long_it_takes_to_parse(monkeypatch):
     monkeypatch.setattr(app, "ARRIVING", 0.1)
     # Six million turns: several tenths of a second on any machine, and the time allowed below is one.
@@ -379,6 +381,8 @@ def ask(port, stream, **settings):
     return connection.getresponse()
 
 
+@pytest.mark.ci
+@pytest.mark.smoke
 def test_sigterm_lets_what_runs_finish_and_refuses_what_comes(tmp_path):
     process, port = started(tmp_path, "--max-tokens", "100000")
     running = ask(port, True, max_tokens=3000, overflow="shift")
@@ -393,6 +397,7 @@ def test_sigterm_lets_what_runs_finish_and_refuses_what_comes(tmp_path):
     assert b"Traceback" not in (tmp_path / "log").read_bytes()
 
 
+@pytest.mark.ci
 def test_a_second_signal_ends_it_at_once(tmp_path):
     process, port = started(tmp_path, "--max-tokens", "10000000")
     running = ask(port, True, max_tokens=1_000_000, overflow="slide")
@@ -405,6 +410,7 @@ def test_a_second_signal_ends_it_at_once(tmp_path):
     assert [line for line in lines if line.startswith("distgpt: ")] == ["distgpt: interrupted"]
 
 
+@pytest.mark.ci
 def test_the_command_refuses_what_it_cannot_do(tmp_path):
     refused(inside("serve", "--weights", tmp_path / "none"), 74, "none")
     refused(inside("serve", "--api-key", "a b"), 2, "API key")

@@ -64,17 +64,20 @@ def tiles(machine):
     assert alive
 
 
+@pytest.mark.ci
 @emulated
 @pytest.mark.parametrize("out", OUT)
 def test_sums_of_small_integers_are_exact(tiles, out):
     check_sums(tiles[out], AMX, BFLOAT16, out, (0, 1, 2, 31, 32, 33, 63, 64, 65, 97))
 
 
+@pytest.mark.ci
 @emulated
 def test_nan_and_infinity_stay_in_their_row(tiles):
     check_not_finite(tiles["float32"], AMX, 20)
 
 
+@pytest.mark.ci
 @emulated
 def test_a_tile_of_packed_rows_is_that_of_pairs(tiles, machine):
     engine = loaded(amx.packed_by_rows(), machine)

@@ -4,6 +4,7 @@ import platform
 
 import llvmlite.binding as llvm
 import numpy as np
+import pytest
 
 from distgpt.core.cpu.compiling import processor
 from distgpt.core.cpu.compiling.processor import ARM64
@@ -27,6 +28,7 @@ def assembly(text):
     return target.create_target_machine(cpu="generic", features="+neon", opt=3).emit_assembly(parsed)
 
 
+@pytest.mark.ci
 def test_every_kernel_assembles_for_any_processor():
     plain = int8.dot_of(ARM64, {"neon", "dotprod", "i8mm"})
     assert plain.kind == "plain"

@@ -107,6 +107,7 @@ def compiled_in(tree):
             yield node
 
 
+@pytest.mark.ci
 def test_whatever_a_loop_uses_lies_in_what_is_hashed_for_it():
     """That is all of `sources`; of a file that is not there, the file itself, whose digest is in the name.
 
@@ -179,6 +180,7 @@ def test_without_a_place_or_room_loops_still_run(tmp_path, monkeypatch):
     assert not [path for path in tmp_path.iterdir() if path.stat().st_size]
 
 
+@pytest.mark.ci
 def test_of_processes_that_start_at_once_one_compiles_a_loop(tmp_path, monkeypatch):
     children = []
     for _ in range(3):

@@ -2,6 +2,7 @@
 
 import sys
 
+import pytest
 from conftest import distgpt
 
 # A process of its own, as one that has compiled a loop does not note it.
@@ -34,6 +35,7 @@ print(len(compile_workers.missing_loops(stage, run.train.dtype, run.train.matmul
 """
 
 
+@pytest.mark.ci
 def test_what_a_run_needs_is_found_without_compiling_and_compiled_by_a_helper(tmp_path):
     """A run with these loops has the bits of one with those that the session has compiled.
 

@@ -151,6 +151,7 @@ def test_packed_arguments_and_arrays_are_passed_on():
     assert reading.run() == [] and other.tolist() == [30, 33]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("is_lent", [False, True])
 def test_a_child_of_a_fork_has_helpers_of_its_own(is_lent):
     pool = Pool(2)
@@ -215,6 +216,7 @@ for _ in range(400):
 """
 
 
+@pytest.mark.ci
 def test_an_interrupt_may_come_anywhere():
     script = INTERRUPTED.format(path=[str(Path(__file__).parent), *sys.path])
     done = subprocess.run([sys.executable, "-c", script], stderr=subprocess.PIPE, text=True, timeout=120)
@@ -232,6 +234,7 @@ print("counted", flush=True)
 """
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("threads", [2, 16])
 def test_a_process_ends_while_its_helpers_wait(threads):
     script = ENDING.format(path=[str(Path(__file__).parent), *sys.path], threads=threads)

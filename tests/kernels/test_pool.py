@@ -88,6 +88,7 @@ def test_what_a_worker_raises_is_raised_and_the_pool_lives_on(failing):
     assert sorted(done) == [0, 1]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("busy", [False, True])
 def test_pools_from_before_a_fork_begin_anew_in_the_child(busy):
     """`multiprocessing` forks by default up to Python 3.13; another thread may have a job under way."""
@@ -116,6 +117,7 @@ def test_pools_from_before_a_fork_begin_anew_in_the_child(busy):
     assert job() == [0, 1, 2, 4]
 
 
+@pytest.mark.ci
 def test_a_model_from_before_a_fork_computes_in_the_child():
     model = Model(
         Architecture(ModelConfig(vocab_size=5, seq_len=8, n_layer=1, n_head=2, n_embd=16)),

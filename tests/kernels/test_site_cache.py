@@ -230,6 +230,8 @@ finally:
 """
 
 
+@pytest.mark.ci
+@pytest.mark.ranks
 @needs_mpi
 @pytest.mark.parametrize("way", ["allreduce", "sharded"])
 def test_ranks_need_no_loop_that_was_not_compiled(tmp_path, way):

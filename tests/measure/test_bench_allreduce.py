@@ -40,6 +40,7 @@ def check_rows(found, algorithms, ranks):
         assert row["bus_bytes_per_s"] == pytest.approx(row["bytes_per_s"] * 2 * (ranks - 1) / ranks)
 
 
+@pytest.mark.ci
 @needs_mpi
 def test_it_starts_ranks_and_leaves_a_file(tmp_path):
     result = distgpt("bench", "allreduce", *QUICK, "--out", tmp_path)
@@ -51,6 +52,8 @@ def test_it_starts_ranks_and_leaves_a_file(tmp_path):
     assert found["nodes"] == 1 and found["cores_per_rank"] == min(2, found["environment"]["cores"] / 2)
 
 
+@pytest.mark.ci
+@pytest.mark.ranks
 @needs_mpi
 def test_launched_it_measures_as_these_ranks(tmp_path):
     words = [*QUICK, "--algorithms", "allreduce", "--json", "--name", "three", "--out", tmp_path]
@@ -67,6 +70,8 @@ def bench(*words):
     return CliRunner().invoke(command_line, list(map(str, words)))
 
 
+@pytest.mark.ci
+@pytest.mark.ranks
 @needs_mpi
 def test_what_makes_no_sense_is_refused_before_anything_is_measured(tmp_path):
     (tmp_path / "file").touch()

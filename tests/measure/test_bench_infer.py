@@ -9,6 +9,7 @@ from distgpt.measure.bench import infer
 from distgpt.measure.bench.infer import InferOptions
 
 
+@pytest.mark.ci
 def test_every_dtype_and_number_of_requests_gets_a_row(tmp_path, capsys):
     how = {"preset": "tiny", "threads": 1, "dtypes": ("int8",), "requests": (1, 2)}
     options = InferOptions(**how, prompt=5, new=4, out=tmp_path)

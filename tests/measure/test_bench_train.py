@@ -25,6 +25,8 @@ def bench(*words):
     return CliRunner().invoke(command_line, list(map(str, words)))
 
 
+@pytest.mark.ci
+@pytest.mark.ranks
 def test_a_run_reports_speed_memory_and_share_of_the_peak(tmp_path, monkeypatch):
     monkeypatch.setattr(train, "peak_gflops", partial(train.peak_gflops, seconds=0.05))
     monkeypatch.setattr(jobs, "ask", peak_here)

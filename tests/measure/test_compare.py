@@ -15,7 +15,7 @@ from distgpt.commands.bench import compare_stages
 from distgpt.core.base.errors import DisagreementError, DistgptError
 from distgpt.measure import jobs
 
-pytestmark = needs_mpi
+pytestmark = [needs_mpi, pytest.mark.ranks]
 
 _MODEL = "--preset tiny-adamw --n-layer 2 --n-head 2 --n-embd 16 --seq-len 16"
 MODEL = f"{_MODEL} --batch-size 8 --threads 1".split()
@@ -26,6 +26,7 @@ def result_in(folder):
     return json.loads((folder / "compare.json").read_text())
 
 
+@pytest.mark.ci
 def test_both_stages_are_measured_and_agree_and_what_it_leaves_can_be_shared(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     result, folder = compare(*SHORT, "--out", "both"), tmp_path / "both"
@@ -139,6 +140,7 @@ def test_killed_and_interrupted_it_keeps_what_was_measured_and_leaves_nobody_beh
     wait_for(lambda: not processes_of(out), seconds=10)
 
 
+@pytest.mark.ci
 def test_what_cannot_be_compared_is_refused_before_any_work(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # no GPU is found, whatever this machine has
     (tmp_path / "file").write_text("")
@@ -157,6 +159,7 @@ def test_what_cannot_be_compared_is_refused_before_any_work(tmp_path, monkeypatc
     )
 
 
+@pytest.mark.ci
 def test_one_stage_alone_has_nothing_to_compare_with(tmp_path):
     result = compare(*MODEL, "--steps", "2", "--stages", "serial", "--out", tmp_path / "out")
     assert result.exit_code == 0 and "nothing to compare it with" in result.stdout

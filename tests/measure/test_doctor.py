@@ -46,6 +46,8 @@ def page(monkeypatch):
     return lambda *words, **more: inside("doctor", *words, env={**CLEAN, **more})
 
 
+@pytest.mark.ci
+@pytest.mark.ranks
 def test_alone_it_tells_about_every_stage(page):
     report = json.loads(page("--json").stdout)
     assert list(report["stages"]) == list(STAGES)
@@ -57,6 +59,8 @@ def test_alone_it_tells_about_every_stage(page):
     assert warnings_about("OPENBLAS", report) == []
 
 
+@pytest.mark.ci
+@pytest.mark.ranks
 def test_the_page_fits_and_has_no_colours_in_a_pipe(page):
     result = page("--stage", "serial", OPENBLAS_CORETYPE="Zen")
     assert result.returncode == 0 and result.stderr == ""
@@ -66,6 +70,8 @@ def test_the_page_fits_and_has_no_colours_in_a_pipe(page):
     assert [line.split()[0] for line in lines if line.strip().startswith(STAGES)] == list(STAGES)
 
 
+@pytest.mark.ci
+@pytest.mark.ranks
 @without_gpu
 def test_a_stage_without_its_gpu_is_an_error_that_names_the_driver(page):
     for stage in ("cuda", "mpi-cuda"):
@@ -74,11 +80,14 @@ def test_a_stage_without_its_gpu_is_an_error_that_names_the_driver(page):
         assert "cannot run: no NVIDIA driver" in result.stdout
 
 
+@pytest.mark.ci
+@pytest.mark.ranks
 def test_a_numba_that_does_not_load_is_reported_with_what_to_install(page, monkeypatch):
     monkeypatch.setitem(sys.modules, "distgpt.core.cpu.matmul.blas", None)
     refused(page("--stage", "serial"), 2, "NumPy or Numba does not work", "pip install")
 
 
+@pytest.mark.ci
 def test_an_mpi_that_does_not_load_or_ends_its_process_does_not_end_the_doctor(tmp_path, monkeypatch):
     (tmp_path / "mpi4py").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
@@ -95,6 +104,7 @@ def test_an_mpi_that_does_not_load_or_ends_its_process_does_not_end_the_doctor(t
 # Under a launcher
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 @needs_mpi
 def test_several_ranks_make_one_report_about_all():
@@ -111,6 +121,8 @@ def test_several_ranks_make_one_report_about_all():
     assert all(warning.startswith(f"ranks 0–{n_ranks - 1} on") for warning in crowded)
 
 
+@pytest.mark.ci
+@pytest.mark.ranks
 @needs_mpi
 def test_two_ranks_leave_together_with_one_line():
     result = distgpt("doctor", "--stage", "serial", ranks=2)
@@ -118,6 +130,7 @@ def test_two_ranks_leave_together_with_one_line():
     assert result.stdout.count("distgpt 0") == 1
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 @needs_mpi
 def test_a_launcher_of_another_mpi_is_reported_by_one_process():

@@ -217,6 +217,7 @@ def test_the_page_has_every_part(monkeypatch):
     assert said == ["measuring steps with 8 × 16 tokens"]
 
 
+@pytest.mark.ci
 def test_a_depth_and_a_time_are_estimated_as_train_takes_them(monkeypatch, tmp_path):
     """By the settings that a run has: its own file says which."""
     words = ["--data", "story", "--threads", "1", "--depth", "1", "--steps", "2"]

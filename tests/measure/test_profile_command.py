@@ -4,6 +4,7 @@ import json
 import sys
 from pathlib import Path
 
+import pytest
 from conftest import SMALL, distgpt, inside, needs_mpi, refused
 
 from distgpt.measure.profile import operations as rows
@@ -27,6 +28,7 @@ def read_profile(folder, ranks, steps):
     return found
 
 
+@pytest.mark.ci
 def test_profile_tells_and_saves(tmp_path):
     words = [*SMALL, "--threads", "2", "--steps", "3", "--out", "found"]
     done = distgpt("profile", *words, cwd=tmp_path, **PROGRAM)
@@ -39,6 +41,8 @@ def test_profile_tells_and_saves(tmp_path):
     assert "step 5 of 5" in done.stderr and "Allreduce" not in done.stdout
 
 
+@pytest.mark.ci
+@pytest.mark.ranks
 @needs_mpi
 def test_profile_of_two_ranks(tmp_path):
     done = distgpt(

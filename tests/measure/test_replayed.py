@@ -59,6 +59,8 @@ def test_the_same_bits_from_a_checkpoint_and_from_the_first_weights(run):
     assert files(run) == before, "a replay must leave the run as it is"
 
 
+@pytest.mark.ci
+@pytest.mark.ranks
 @needs_mpi
 def test_the_same_bits_on_two_ranks(run):
     found, result = replayed(run, "11:12", "--stage", "mpi", start=distgpt, ranks=2)
@@ -190,6 +192,7 @@ def test_ranks_and_threads_are_the_runs_where_steps_depend_on_them():
     assert [_threads(one, 0, 1), _threads(one, 0, 4), _threads(one, 8, 1)] == [64, 0, 0]
 
 
+@pytest.mark.ci
 def test_steps_before_and_after_changed_settings(copied):
     """A resumed run with another learning rate: steps before it have the old one, and none lie across it."""
     words = ["--resume", "auto", "--out", copied, "--steps", "16", "--lr", "5e-3"]

@@ -149,6 +149,7 @@ def test_a_sweep_that_is_interrupted_resumes_and_ends_as_if_not(swept, tmp_path,
     assert len(steps) == len(set(enumerate(steps))) == 6 * 4 + 4 * 5 + 2 * 1  # no step was taken twice
 
 
+@pytest.mark.ci
 def test_a_sweep_ends_before_its_time_limit(tmp_path):
     folder = written(tmp_path, SMALL.replace("steps = 9", "steps = 1000000") + "[sweep]\nlr = [1e-3]")
     stopped = sweep(folder, "--time-limit", "4s")
@@ -197,6 +198,7 @@ HOLD = (
 )
 
 
+@pytest.mark.ci
 def test_a_run_of_another_process_is_left_to_it(swept):
     ledger = Ledger(swept[0] / "out", read_back(swept[0] / "out"))
     run = ledger.runs[0]
@@ -238,6 +240,7 @@ def test_what_would_fail_for_all_is_refused_before_anything_is_written(tmp_path)
     refused(sweep(written(tmp_path, HALVING), "--stage", "mpi"), 2, "a stage of its own")
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 @needs_mpi
 def test_ranks_share_the_runs_and_find_the_same(swept, tmp_path):

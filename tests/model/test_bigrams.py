@@ -170,6 +170,7 @@ def test_a_model_begins_with_what_the_pairs_predict():
     assert total[0] == pytest.approx(mean_loss(window, e, h), rel=1e-4)
 
 
+@pytest.mark.ci
 def test_a_run_begins_with_them(tmp_path):
     words = ("--untied", "--positions", "rope", "--set", "init_weights=bigrams", "--steps", "1")
     assert losses(train(tmp_path / "run", *words))[0] < 3.5  # ln 256 is 5.5

@@ -23,6 +23,7 @@ def loss(work, tokens, targets):
     return float(total[0])
 
 
+@pytest.mark.ci
 def test_gradients_against_central_differences():
     """Along one random direction per tensor, so that every element of it takes part."""
     step, (tokens, targets) = 1e-5, batch(BASE, 3, 7)
@@ -43,6 +44,7 @@ def test_gradients_against_central_differences():
             assert not model.grads["wte"][config.vocab_size :].any(), kind
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("dtype, threads", [("float64", 1), ("float64", 3), ("float64", 2), ("float32", 2)])
 def test_fused_model_equals_reference(dtype, threads):
     """Every architecture in float64; two in float32, whose operations test_kernels.py compares."""

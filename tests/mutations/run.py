@@ -1,56 +1,320 @@
-"""Apply each mutation to a copy of the repository and see that its tests fail; exit code 1 if some do not.
+"""Break the code in many places and see that the tests notice each; rates and survivors go to rates.json.
 
-python tests/mutations/run.py [WORDS]: only those mutations whose description has one of the words.
+    python tests/mutations/run.py record           # which tests call which functions; once, 15 minutes
+    python tests/mutations/run.py sample           # random mutants; exit code 1 if a room's rate has fallen
+    python tests/mutations/run.py sample gpu show  # of these rooms
+    python tests/mutations/run.py listed [WORDS]   # those of mutations.py; exit code 1 if one survives
+
+A mutant is killed if a test fails that passes without it, or runs for too long. Mutants that change nothing a
+test could see stand under "equivalent" in rates.json with the reason, written by hand; they don't count.
 """
 
+import ast
+import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import SimpleQueue
 
 from mutations import MUTATIONS
+from sampling import changed, sample
 
 ROOT = Path(__file__).resolve().parents[2]
-COPIED = ("distgpt", "tests", "data", "weights", "benchmarks", "pyproject.toml")
+RATES = Path(__file__).with_name("rates.json")
+RECORD = ROOT / "build" / "coverage.json"
+COPIED = ("distgpt", "tests", "data", "weights", "benchmarks", "docs", "pyproject.toml", "README.md")
+CHOSEN = "not slow and not cluster and not rehearsal and not peer"
+FIRST, MORE = (60, 20.0), (400, 150.0)  # tests, and seconds as recorded: first the likeliest killers
+PLUGIN = """
+import pytest
+def pytest_runtest_logreport(report):
+    if report.failed:
+        print("KILLER", report.nodeid, flush=True)
+"""
+TIMED = """
+def pytest_runtest_logreport(report):
+    if report.when == "call" or report.outcome != "passed":
+        with open({!r}, "a") as out:
+            out.write(f"{{report.nodeid}}\\t{{report.outcome}}\\t{{report.duration}}\\n")
+"""
+RESET = """
+import sitecustomize
+def pytest_runtest_logstart(nodeid, location):
+    sitecustomize.begin_test()
+"""
 
 
-def passes(tests, mutation=None):
-    """Whether these tests pass in a copy, where a mutation may change the package."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        for part in COPIED:  # compiled loops too, with the times of their sources
+class Copy:
+    """A copy of the repository in which mutants run one after the other."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        folder.mkdir()
+        for part in COPIED:
             copy = shutil.copytree if (ROOT / part).is_dir() else shutil.copy2
             copy(ROOT / part, folder / part)
-        if mutation:
-            file = folder / "distgpt" / mutation.file
-            text = file.read_text()
-            assert text.count(mutation.old) == 1, f"{mutation.file}: {mutation.old!r} is not there once"
-            file.write_text(text.replace(mutation.old, mutation.new))
-        words = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", *tests.split(maxsplit=2)]
-        environment = {**os.environ, "PYTHONPATH": str(folder)}
-        done = subprocess.run(words, cwd=folder / "tests", env=environment, capture_output=True, text=True)
-    assert done.returncode <= 1, f"{tests} cannot run:\n{done.stdout[-3000:]}"
-    return done.returncode == 0
+        (folder / "plugins").mkdir()
+        (folder / "plugins" / "killer.py").write_text(PLUGIN)
+        self.clean: dict[tuple[str, ...], bool] = {}
+
+    def fails(self, tests, seconds, file=None, text=None):
+        """Run tests, of which the first that fails ends the run; return its name, or "" if all pass."""
+        path = self.folder / "distgpt" / file if file else None
+        before, times = (path.read_bytes(), path.stat()) if path else (b"", None)
+        if path:
+            path.write_text(text)
+        options = ["-x", "-p", "no:cacheprovider", "-p", "killer", "-p", "no:xdist"]
+        words = [sys.executable, "-B", "-m", "pytest", *options, *tests]
+        python_path = f"{self.folder}:{self.folder / 'plugins'}"
+        environment = {**os.environ, "PYTHONPATH": python_path, "DISTGPT_TEST_NOHUP": "1"}
+        process = subprocess.Popen(
+            words,
+            cwd=self.folder / "tests",
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+        try:
+            told, _ = process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+            return "TIMEOUT"
+        finally:
+            if path:
+                path.write_bytes(before)
+                os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+        killers = [line.removeprefix("KILLER ") for line in told.splitlines() if line.startswith("KILLER ")]
+        if process.returncode in (0, 5):
+            return ""
+        return killers[0] if killers else "IMPORT"
+
+    def kills(self, tests, seconds, file, text):
+        """Return the test that fails with this text alone, or ""."""
+        tests = list(tests)
+        while tests:
+            killer = self.fails(tests, seconds, file, text)
+            blamed = (short(killer),) if killer not in ("TIMEOUT", "IMPORT") else tuple(tests)
+            if not killer:
+                return ""
+            if blamed not in self.clean:
+                self.clean[blamed] = not self.fails(blamed, seconds)
+            if self.clean[blamed]:
+                return killer
+            tests = [test for test in tests if test not in blamed]
+        return ""
 
 
-def main():
-    words = sys.argv[1:]
+def record():
+    """Run the tests once and keep which functions each calls, and how long it takes."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "calls").mkdir()
+        (folder / "times.py").write_text(TIMED.format(f"{name}/times.txt"))
+        (folder / "reset.py").write_text(RESET)
+        environment = {
+            **os.environ,
+            "PYTHONPATH": f"{Path(__file__).parent / 'tracing'}:{name}",
+            "DISTGPT_TRACE": f"{name}/calls",
+            "DISTGPT_TRACED": str(ROOT / "distgpt"),
+        }
+        plugins = ["-p", "times", "-p", "reset", "-p", "no:cacheprovider"]
+        words = [
+            "-n",
+            "2",
+            "--dist",
+            "loadgroup",
+            "--no-loadscope-reorder",
+            "-m",
+            CHOSEN,
+            *plugins,
+            *sys.argv[2:],
+        ]
+        subprocess.run([sys.executable, "-m", "pytest", *words], cwd=ROOT, env=environment)
+        calls = {line for path in (folder / "calls").iterdir() for line in path.read_text().splitlines()}
+        times = [line.split("\t") for line in (folder / "times.txt").read_text().splitlines()]
+    seconds = {short(test): float(took) for test, outcome, took in times if outcome == "passed"}
+    functions = defaultdict(list)
+    for line in sorted(calls):
+        test, _, function = line.partition("\t")
+        if short(test) in seconds:
+            functions[function].append(short(test))
+    RECORD.parent.mkdir(exist_ok=True)
+    RECORD.write_text(json.dumps({"seconds": seconds, "functions": functions}))
+    print(f"{len(seconds)} tests, {len(functions)} functions: {RECORD}")
+
+
+def short(test):
+    """The name of a test without pytest-xdist's group, from the folder of the tests."""
+    return test.partition("@")[0].removeprefix("tests/")
+
+
+class Choice:
+    """Which tests to run for a mutant: those that call its function, the quickest and most special first."""
+
+    def __init__(self):
+        recorded = json.loads(RECORD.read_text())
+        self.seconds, self.tests = recorded["seconds"], defaultdict(set)
+        self.of_file = defaultdict(set)
+        for function, tests in recorded["functions"].items():
+            file, _, name = function.partition(":")
+            self.tests[file, name.partition(".<locals>")[0]].update(tests)
+            self.of_file[file].update(tests)
+        self.breadth = defaultdict(int)
+        for tests in self.tests.values():
+            for test in tests:
+                self.breadth[test] += 1
+        self.names = defaultdict(
+            set
+        )  # functions by the names in them: who calls a compiled loop is not recorded
+        self.imported = defaultdict(set)
+        for path in (ROOT / "distgpt").rglob("*.py"):
+            self._read(path, path.relative_to(ROOT / "distgpt").as_posix())
+
+    def _read(self, path, file):
+        def visit(node, function):
+            for child in ast.iter_child_nodes(node):
+                inner = function
+                if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                    inner = f"{function}.{child.name}" if function else child.name
+                elif isinstance(child, ast.Name):
+                    self.names[child.id].add((file, function))
+                elif isinstance(child, ast.Attribute):
+                    self.names[child.attr].add((file, function))
+                elif isinstance(child, ast.ImportFrom) and child.module:
+                    self.imported[child.module.removeprefix("distgpt.").replace(".", "/") + ".py"].add(file)
+                visit(child, inner)
+
+        visit(ast.parse(path.read_text()), "")
+
+    def of(self, file, function):
+        tests, reached, around = set(), {(file, function)}, [(file, function)]
+        while around and not tests and function:
+            for place in around:
+                tests |= self.tests.get(place, set())
+            names = {name.rpartition(".")[2] for _, name in around if name}
+            around = [place for name in names for place in self.names[name] if place not in reached]
+            reached.update(around)
+        if not tests:
+            tests = set(self.of_file[file])
+            for other in self.imported[file]:
+                tests |= self.of_file[other]
+        return sorted(tests, key=lambda test: (0.05 + self.seconds[test]) * self.breadth[test])
+
+    def cut(self, tests, most, begin=0):
+        count, limit = most
+        chosen, total = [], 0.0
+        for test in tests[begin:]:
+            if len(chosen) >= count or (chosen and total + self.seconds[test] > limit):
+                break
+            chosen.append(test)
+            total += self.seconds[test]
+        return chosen, total
+
+
+def judge(mutant, copy, choice):
+    """Return the test that kills a mutant, or ""."""
+    text = changed(mutant, (ROOT / "distgpt" / mutant.file).read_bytes())
+    tests, begin = choice.of(mutant.file, mutant.function), 0
+    for most in FIRST, MORE:
+        chosen, seconds = choice.cut(tests, most, begin)
+        begin += len(chosen)
+        if chosen and (killer := copy.kills(chosen, 90 + 6 * seconds, mutant.file, text)):
+            return killer
+    return ""
+
+
+def in_parallel(function, items):
+    """Call function(item, copy) for all items, with a copy of the repository per core; yield in order."""
+    workers = len(os.sched_getaffinity(0))
+    with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(workers) as pool:
+        copies = SimpleQueue()
+        for i in range(workers):
+            copies.put(Copy(Path(name, str(i))))
+
+        def work(item):
+            copy = copies.get()
+            begun = time.monotonic()
+            try:
+                return function(item, copy), time.monotonic() - begun
+            finally:
+                copies.put(copy)
+
+        yield from zip(items, pool.map(work, items), strict=True)
+
+
+def sampled(rooms):
+    """Run the sample; write rates.json; return whether a room's rate fell."""
+    choice = Choice()
+    known = json.loads(RATES.read_text()) if RATES.exists() else {}
+    equivalent = {name: why for of in known.values() for name, why in of["equivalent"].items()}
+    mutants = [m for m in sample(ROOT / "distgpt") if not rooms or m.room in rooms]
+    results = defaultdict(lambda: {"killed": 0, "of": 0, "survived": [], "equivalent": {}})
+    todo = []
+    for mutant in mutants:
+        full = f"{mutant.name} -> {mutant.new}"
+        if full in equivalent:
+            results[mutant.room]["equivalent"][full] = equivalent[full]
+        else:
+            todo.append(mutant)
+    for mutant, (killer, took) in in_parallel(lambda m, copy: judge(m, copy, choice), todo):
+        room = results[mutant.room]
+        room["of"] += 1
+        room["killed"] += bool(killer)
+        if not killer:
+            room["survived"].append(f"{mutant.name} -> {mutant.new}")
+        verdict = f"killed by {killer}" if killer else "SURVIVED"
+        print(f"{verdict:60}  {mutant.name} -> {mutant.new[:60]}  ({took:.0f} s)", flush=True)
+    fallen = [
+        room
+        for room, now in results.items()
+        if room in known
+        and known[room]["of"]
+        and now["killed"] / max(1, now["of"]) < known[room]["killed"] / known[room]["of"]
+    ]
+    RATES.write_text(json.dumps({**known, **results}, indent=1, sort_keys=True, ensure_ascii=False) + "\n")
+    killed, total = (sum(of[key] for of in results.values()) for key in ("killed", "of"))
+    print(f"{killed} of {total} killed, {100 * killed / max(1, total):.0f} %")
+    for room in fallen:
+        print(f"{room}: fewer are killed than before")
+    return bool(fallen)
+
+
+def listed(words):
+    """Run the mutants of mutations.py; return whether one survives."""
     chosen = [m for m in MUTATIONS if not words or any(word in m.fault for word in words)]
-    for tests in dict.fromkeys(mutation.tests for mutation in chosen):
-        if not passes(tests):
-            sys.exit(f"{tests} fails already, without any mutation")
+
+    def work(mutation, copy):
+        text = (ROOT / "distgpt" / mutation.file).read_text()
+        assert text.count(mutation.old) == 1, f"{mutation.file}: {mutation.old!r} is not there once"
+        changed_text = text.replace(mutation.old, mutation.new)
+        return copy.kills(mutation.tests.split(maxsplit=2), 600, mutation.file, changed_text)
+
     survivors = 0
-    for mutation in chosen:
-        begun = time.monotonic()
-        survived = passes(mutation.tests, mutation)
-        survivors += survived
-        verdict = "SURVIVED" if survived else "killed"
-        print(f"{verdict:8}  {mutation.fault}  ({time.monotonic() - begun:.0f} s)", flush=True)
+    for mutation, (killer, took) in in_parallel(work, chosen):
+        survivors += not killer
+        print(f"{'killed' if killer else 'SURVIVED':8}  {mutation.fault}  ({took:.0f} s)", flush=True)
     print(f"{len(chosen) - survivors} of {len(chosen)} killed")
-    sys.exit(bool(survivors))
+    return survivors > 0
 
 
-main()
+if __name__ == "__main__":
+    match sys.argv[1:]:
+        case ["record", *_]:
+            record()
+        case ["sample", *rooms]:
+            sys.exit(sampled(rooms))
+        case ["listed", *words]:
+            sys.exit(listed(words))
+        case _:
+            sys.exit(__doc__)

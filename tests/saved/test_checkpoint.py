@@ -156,6 +156,7 @@ def two(directory):
     return save(directory, 2)
 
 
+@pytest.mark.ci
 def test_any_damage_is_detected_and_named(two):
     for file in FILES:
         intact = (two / file).read_bytes()

@@ -124,6 +124,7 @@ THEIR_OWN = (
 THEIR_OWN += ("commands/train.py", "commands/options.py")
 
 
+@pytest.mark.ci
 def test_everything_printed_passes_one_function():
     """Or is JSON, whose control characters are escapes."""
     import ast

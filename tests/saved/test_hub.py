@@ -90,6 +90,7 @@ def imported(hub, out, name="hub:some/model"):
     return distgpt("weights", "import", name, "--out", out, env=hub.env)
 
 
+@pytest.mark.ci
 def test_a_model_comes_whole_though_the_connection_breaks_and_is_asked_for_once(hub, tmp_path):
     part = max(hub.folder.iterdir(), key=lambda path: path.stat().st_size).name
     hub.cut[part] = 11 << 20  # the hub's package keeps whole pieces of 10 MB
@@ -104,6 +105,7 @@ def test_a_model_comes_whole_though_the_connection_breaks_and_is_asked_for_once(
     assert hub.asked == []
 
 
+@pytest.mark.ci
 def test_a_file_that_came_damaged_is_refused_and_fetched_anew(hub, tmp_path):
     part = next(hub.folder.glob("model-00002*")).name
     hub.damaged.add(part)
@@ -115,6 +117,7 @@ def test_a_file_that_came_damaged_is_refused_and_fetched_anew(hub, tmp_path):
     assert [name for name, _ in hub.asked].count(part) == 2
 
 
+@pytest.mark.ci
 def test_a_model_that_is_not_there_is_one_line(hub, tmp_path):
     refused(
         imported(hub, tmp_path / "back.safetensors", "hub:some/other"), 65, "some/other cannot be fetched"
@@ -122,6 +125,7 @@ def test_a_model_that_is_not_there_is_one_line(hub, tmp_path):
     assert list(Path(tmp_path).glob("back*")) == []
 
 
+@pytest.mark.ci
 def test_a_batch_script_s_tokenizer_is_fetched_before_the_job_waits(hub, tmp_path):
     """So that a node without a network has it in $HF_HOME; what cannot be fetched is refused as by train."""
     (tmp_path / "texts").mkdir()

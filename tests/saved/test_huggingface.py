@@ -163,6 +163,7 @@ def test_all_ways_to_store_a_model_are_read(exported):
 # Tokenizers
 
 
+@pytest.mark.ci
 @needs_gpt2
 def test_the_tokenizer_of_gpt2_survives(tmp_path):
     theirs = tmp_path / "theirs"
@@ -266,6 +267,7 @@ def test_where_an_import_cannot_be_written_is_found_out_before_anything_is_read(
             import_model(nothing, out, None)
 
 
+@pytest.mark.ci
 def test_a_killed_export_leaves_no_directory(tmp_path):
     ours, theirs = tmp_path / "ours.safetensors", tmp_path / "theirs"
     random_model(ours, {**SMALL, "vocab_size": 60_000, "n_embd": 90})

@@ -62,6 +62,7 @@ def test_a_file_that_another_host_removed_is_taken_and_a_disk_that_fails_is_not(
         monkeypatch.undo()
 
 
+@pytest.mark.ci
 def test_a_second_run_of_the_process_and_a_forked_child_are_refused(tmp_path, monkeypatch):
     first, second = (RunDirectory(tmp_path).lock for _ in range(2))
     for has_locks in (True, False):
@@ -88,6 +89,7 @@ def test_a_second_run_of_the_process_and_a_forked_child_are_refused(tmp_path, mo
             assert first.is_held()
 
 
+@pytest.mark.ci
 def test_a_second_process_is_refused_until_the_first_has_ended(tmp_path):
     run = RunDirectory(tmp_path)
     words = [sys.executable, "-c", HOLD, str(tmp_path)]
@@ -152,6 +154,7 @@ def unlocked(tmp_path_factory):
     return without_locks(tmp_path_factory.mktemp("unlocked"))
 
 
+@pytest.mark.ci
 def test_without_locks_a_second_run_of_this_host_is_refused_and_the_first_says_so_once(tmp_path, unlocked):
     out, note = tmp_path / "run", f"the disk of {tmp_path / 'run'} has no locks"
     words = ["train", *SMALL, "--steps", str(10**7), "--out", out]
@@ -174,6 +177,7 @@ def test_without_locks_a_second_run_of_this_host_is_refused_and_the_first_says_s
     assert list(metrics(out)) == list(range(1, steps + 6)) and not (out / "running.json").exists()
 
 
+@pytest.mark.ci
 def test_without_locks_a_dead_process_and_one_elsewhere_are_no_obstacle(tmp_path, unlocked):
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
@@ -186,6 +190,7 @@ def test_without_locks_a_dead_process_and_one_elsewhere_are_no_obstacle(tmp_path
         assert claimed.stdout == "held\n", (host, pid, claimed.stderr)
 
 
+@pytest.mark.ci
 def test_without_locks_shards_and_answers_say_so(tmp_path, unlocked):
     (tmp_path / "text.txt").write_text("Once upon a time. " * 20)
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n')
@@ -197,6 +202,7 @@ def test_without_locks_shards_and_answers_say_so(tmp_path, unlocked):
         assert result.returncode == 0 and said.count(f"the disk of {words[-1]} has no locks") == 1, said
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("locks", [True, False])
 def test_of_two_that_begin_at_once_one_is_refused(locks, tmp_path, request):
     words = ["train", *SMALL, "--steps", "100000", "--time-limit", "20s", "--out", tmp_path / "run"]
@@ -229,6 +235,7 @@ def listed(top):
     return run["state"]
 
 
+@pytest.mark.ci
 def test_a_run_is_running_until_its_process_ends_however_it_does(tmp_path):
     out = tmp_path / "run"
     words = ["train", *SMALL, "--out", out, "--steps", 10**7, "--progress", "plain"]

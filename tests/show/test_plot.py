@@ -70,6 +70,7 @@ ODD = {
 LOOKS = [{}, {"log_loss": True}, {"axis": "time"}, {"axis": "tokens", "smooth": 2}]
 
 
+@pytest.mark.ci
 @pytest.mark.filterwarnings("error")
 def test_odd_runs_are_drawn_too(tmp_path, monkeypatch):
     monkeypatch.setattr("distgpt.show.plot.DPI", 40)
@@ -179,6 +180,7 @@ def test_a_legend_has_the_last_loss_and_the_lowest_validation_that_runs_lists(tm
     assert (found.loss, found.train_bits_per_byte) == (2.0, 4.0)
 
 
+@pytest.mark.ci
 def test_a_directory_of_runs_stands_for_all_that_have_begun(tmp_path, monkeypatch):
     for name in ("a", "deeper/b", "c"):
         run(tmp_path / "runs" / name, line(1), line(2))

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 
+import pytest
 from rich.cells import cell_len
 
 from distgpt.show.page import Table, terminal, terminal_table
@@ -52,6 +53,7 @@ def test_blocks_on_a_terminal():
     assert "none" not in shown
 
 
+@pytest.mark.ci
 def test_nothing_is_loaded_that_draws_before_something_is_drawn():
     script = """
 import sys

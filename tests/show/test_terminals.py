@@ -28,6 +28,7 @@ def test_summaries_of_commands_are_whole():
     assert all(command in wide for command in ("infer", "allreduce")) and len(COMMANDS) > 8
 
 
+@pytest.mark.ci
 def test_a_terminal_without_a_character_gets_a_question_mark():
     result = distgpt("doctor", env=ASCII, cold=True)
     assert result.returncode == 0 and result.stdout.isascii(), result.stdout

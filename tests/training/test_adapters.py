@@ -81,6 +81,7 @@ def test_a_model_in_int8_gets_adapters_too(base, run, tmp_path):
     done("weights", "merge", "--weights", base, "--adapter", tmp_path / "run", "--out", tmp_path / "whole")
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 @needs_mpi
 @pytest.mark.parametrize("how", ["overlapped", "sharded --dtype bfloat16", "allreduce --outer-every 2"])

@@ -219,6 +219,7 @@ class Called(AllComponents):
 """
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_class_with_a_mistake_is_a_line_before_anything_is_written(name, tmp_path):
     (tmp_path / "mistakes.py").write_text(FILE_OF_MISTAKES)

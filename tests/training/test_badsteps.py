@@ -85,6 +85,7 @@ def test_what_a_bad_step_ends(ruined, tmp_path):
     assert found.value.exit_code == 76
 
 
+@pytest.mark.ci
 def test_a_bad_step_is_left_out(ruined, tmp_path):
     """The weights are those before it, and the run resumes as if it had not been interrupted."""
     out, other = tmp_path / "run", tmp_path / "other"

@@ -87,6 +87,7 @@ def test_what_needs_equal_parts_is_refused():
         refuse_unsuited(config, 1, on_gpu=False)
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 @needs_mpi
 def test_a_run_measures_says_and_keeps_its_shares(tmp_path):

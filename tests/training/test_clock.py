@@ -112,6 +112,7 @@ def seconds_of(out, step):
     return json.loads((out / "checkpoints" / f"step-{step:08}" / "state.json").read_text())["seconds"]
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 @needs_mpi
 def test_ranks_end_together_and_a_stopped_run_resumes_its_time(tmp_path):
@@ -165,6 +166,7 @@ def test_the_lines_of_the_dial_say_what_is_read_and_when_it_ends(tmp_path):
         assert words in described(preset("fast", {**settings_of(1, given, tokens), **given}))
 
 
+@pytest.mark.ci
 def test_a_bpe_that_is_learned_is_kept_in_the_run(tmp_path):
     out = train(tmp_path / "run", "--tokenizer", "bpe:300", "--steps", "1")
     assert library.load(out / "weights.safetensors").tokenizer.kind == "bpe"
@@ -213,6 +215,7 @@ def within(path, seconds, out, **settings):
     return "\n".join(notes), RunDirectory(found.directory).saved().train, found.metrics
 
 
+@pytest.mark.ci
 def test_within_chooses_a_depth_and_ends_with_its_time(tmp_path):
     lines = resolve_data("corpus").read_text().splitlines(keepends=True)
     (tmp_path / "long.txt").write_text("".join(lines * 8))
@@ -223,6 +226,7 @@ def test_within_chooses_a_depth_and_ends_with_its_time(tmp_path):
     assert "the run ends after" not in notes
 
 
+@pytest.mark.ci
 def test_within_reads_no_short_text_until_it_is_learned_by_heart(tmp_path):
     notes, t, metrics = within(resolve_data("story"), 600, tmp_path / "run", val_fraction=0.1)
     assert "the run ends after about 0:" in notes and not t.train_minutes
@@ -270,6 +274,7 @@ def test_evaluations_by_the_clock_score_all_that_is_held_out_while_that_takes_li
     assert lines(folder)[-1]["held_out_tokens"] == 9999
 
 
+@pytest.mark.ci
 def test_the_warm_up_of_a_given_model_is_a_part_of_what_the_time_allows(tmp_path):
     notes, t, metrics = within(
         resolve_data("story"), 4, tmp_path / "run", preset="tiny", batch_size=512, tokenizer="byte"
@@ -283,6 +288,7 @@ def test_the_warm_up_of_a_given_model_is_a_part_of_what_the_time_allows(tmp_path
 FEW = {"zero", "embed", "add_norm", "attention", "norm_backward", "step", "_checksum"}
 
 
+@pytest.mark.ranks
 @needs_mpi
 @pytest.mark.slow
 @pytest.mark.timeout(1500)

@@ -45,6 +45,8 @@ def fill(path):
             file.write(bytes(4096))
 
 
+@pytest.mark.ci
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     "ranks, words",
     [(0, ["--save", "sync"]), (0, ["--save", "async"]), (2, ["--grad-sync", "sharded"])],
@@ -70,6 +72,7 @@ def test_a_full_disk_keeps_the_newest(tmp_path, disk, ranks, words):
         assert not [name for name in names(disk / "run") if name.startswith(".")]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("save", ["sync", "async"])
 def test_a_disk_that_somebody_else_fills(disk, monkeypatch, save):
     """For good, after three checkpoints: the run ends with the last one, and with its weights."""
@@ -93,6 +96,8 @@ def test_a_disk_that_somebody_else_fills(disk, monkeypatch, save):
         assert len(losses(disk / "run")) == 60
 
 
+@pytest.mark.ci
+@pytest.mark.smoke
 def test_where_a_second_checkpoint_does_not_fit_the_weights_do(disk):
     """The newest intact one is never given up: the run ends with 74, and its result is there."""
     with small_disk(disk, f"size={WEIGHTS + 3 * CHECKPOINT // 2}"):
@@ -103,6 +108,7 @@ def test_where_a_second_checkpoint_does_not_fit_the_weights_do(disk):
         assert "the run goes on, with step 5 saved" in ended.stdout
 
 
+@pytest.mark.ci
 def test_without_room_for_the_weights_no_run_begins(disk):
     with small_disk(disk, f"size={WEIGHTS // 2}"):
         ended = inside("train", *WORDS, "--out", disk / "run")
@@ -110,6 +116,7 @@ def test_without_room_for_the_weights_no_run_begins(disk):
         assert not any("tmp" in name for name in names(disk / "run"))
 
 
+@pytest.mark.ci
 def test_a_run_that_is_told_to_stop_gives_nothing_up(disk):
     with small_disk(disk, f"size={WEIGHTS + 5 * CHECKPOINT // 2}"):
         ended = inside(
@@ -231,6 +238,7 @@ def test_what_cannot_be_told_now_is_told_later(made, monkeypatch):
     assert given_up(directory.path) == ["step-00000001", "step-00000002"]
 
 
+@pytest.mark.ci
 def test_reserved_room_is_on_the_disk(tmp_path, disk):
     with (tmp_path / "file").open("wb") as file:
         allocate(file, (9 << 20) + 5)

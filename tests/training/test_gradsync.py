@@ -327,6 +327,7 @@ def test_what_this_job_s_mpi_cannot_do_is_refused_before_the_first_step():
 # -- whole runs
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 @needs_mpi
 def test_sharded_runs_save_resume_and_move_to_other_modes_and_numbers_of_ranks(tmp_path):
@@ -346,6 +347,7 @@ def test_sharded_runs_save_resume_and_move_to_other_modes_and_numbers_of_ranks(t
     assert losses(run)[:9] == whole and len(losses(run)) == 12
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 @needs_mpi
 def test_four_ranks_that_mpi_takes_for_two_nodes(tmp_path, monkeypatch):

@@ -285,6 +285,7 @@ def test_what_needs_the_same_weights_everywhere_is_refused():
     assert type(Chosen(CONFIG, 1).placement) is Placement
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 @needs_mpi
 def test_whole_runs_evaluate_save_and_resume_in_rounds(tmp_path):

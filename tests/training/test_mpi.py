@@ -76,6 +76,8 @@ def largest_difference(one, other):
     return max(abs(a - b) / abs(b) for a, b in zip(one, other, strict=True))
 
 
+@pytest.mark.ci
+@pytest.mark.ranks
 @pytest.mark.any_mpi
 def test_any_number_of_ranks_gives_the_losses_of_one_process(twenty):
     for way in WAYS:
@@ -84,12 +86,17 @@ def test_any_number_of_ranks_gives_the_losses_of_one_process(twenty):
     assert twenty[2, 2, "allreduce"] == twenty[2, 2, "overlapped"]
 
 
+@pytest.mark.ci
+@pytest.mark.smoke
+@pytest.mark.ranks
 def test_accumulation_and_the_number_of_threads_change_rounding_only(twenty, tmp_path):
     assert largest_difference(twenty[0, 2], twenty[0, 1]) <= 1e-9
     run = train(tmp_path / "run", "--steps", "20", "--dtype", "float64", "--threads", "2")
     assert largest_difference(losses(run), twenty[0, 1]) <= 1e-11
 
 
+@pytest.mark.ci
+@pytest.mark.ranks
 @pytest.mark.any_mpi
 def test_resuming_on_two_ranks_is_bit_for_bit(tmp_path):
     whole, run = tmp_path / "whole", tmp_path / "run"
@@ -103,6 +110,8 @@ def test_resuming_on_two_ranks_is_bit_for_bit(tmp_path):
         assert (run / name).read_bytes() == (whole / name).read_bytes()
 
 
+@pytest.mark.ci
+@pytest.mark.ranks
 @pytest.mark.any_mpi
 def test_only_rank_0_speaks(trained, tmp_path):
     """In training and inference, which writes what one process writes."""
@@ -185,6 +194,8 @@ FAILURES = [
 EXPLAINED = ("refused", "interrupt")  # by one line, the others by a traceback
 
 
+@pytest.mark.ci
+@pytest.mark.ranks
 @pytest.mark.parametrize("rank, how, code, words", FAILURES)
 def test_a_failure_on_one_rank_ends_the_job_and_says_why(broken, rank, how, code, words):
     result = broken(rank, how)
@@ -197,20 +208,28 @@ def test_a_failure_on_one_rank_ends_the_job_and_says_why(broken, rank, how, code
         assert f"rank {rank}" in result.stderr
 
 
+@pytest.mark.ci
+@pytest.mark.ranks
 @pytest.mark.any_mpi
 def test_a_killed_rank_ends_the_job(broken):
     assert broken(1, "kill").returncode in (9, 137, 255, -9)
 
 
+@pytest.mark.ci
+@pytest.mark.ranks
 def test_a_rank_that_fails_while_others_wait_in_a_thread_ends_the_job(broken):
     result = broken(1, "value", "--grad-sync", "overlapped", "--gradient-dtype", "bfloat16")
     assert result.returncode == 70, result.stderr
 
 
+@pytest.mark.ci
+@pytest.mark.ranks
 def test_weights_that_drift_apart_are_noticed(broken):
     refused_late(broken(1, "differ"), 71, "the ranks' weights differ after step 100")
 
 
+@pytest.mark.ci
+@pytest.mark.ranks
 def test_divergence_stops_all_ranks_together_and_keeps_the_checkpoints(broken, tmp_path):
     result = broken(1, "poison", "--save-every", "1")
     refused_late(result, 76, "not finite at step 4")
@@ -219,6 +238,8 @@ def test_divergence_stops_all_ranks_together_and_keeps_the_checkpoints(broken, t
     assert newest_intact(run / "checkpoints") == (run / "checkpoints" / "step-00000003", [])
 
 
+@pytest.mark.ci
+@pytest.mark.ranks
 def test_all_ranks_go_back_alike(broken, tmp_path):
     """Weights that are ruined on one rank are those of the checkpoint again, the same on all."""
     (tmp_path / "all.toml").write_text('verify_every = 1\non_bad_step = "rollback"')
@@ -250,6 +271,8 @@ def start(out, *args, **how):
     return job
 
 
+@pytest.mark.ci
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     "send, sent, code",
     [
@@ -267,6 +290,8 @@ def test_a_signal_saves_and_ends_all_ranks(tmp_path, send, sent, code):
     assert f"step {step} is saved" in errors and newest_step(tmp_path / "run" / "checkpoints") == step
 
 
+@pytest.mark.ci
+@pytest.mark.ranks
 @pytest.mark.any_mpi
 def test_a_signal_before_the_first_step_leaves_no_run(tmp_path):
     begins = """
@@ -299,6 +324,8 @@ MISTAKES = [
 ]
 
 
+@pytest.mark.ci
+@pytest.mark.ranks
 @pytest.mark.any_mpi
 def test_mistakes_are_reported_once_and_leave_nothing(tmp_path):
     (tmp_path / "noise").write_bytes(os.urandom(100))
@@ -310,6 +337,8 @@ def test_mistakes_are_reported_once_and_leave_nothing(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["noise"]
 
 
+@pytest.mark.ci
+@pytest.mark.ranks
 def test_a_mistake_ends_a_job_with_its_exit_code(tmp_path):
     for args, code, words in (
         (["train", *SMALL, "--out", "run"], 2, ["launched as 2 processes", "--stage mpi"]),
@@ -346,6 +375,8 @@ ONE_RANK_REFUSES = [
 ]
 
 
+@pytest.mark.ci
+@pytest.mark.ranks
 @pytest.mark.parametrize(("words", "code", "said"), ONE_RANK_REFUSES)
 def test_a_rank_that_cannot_go_along_ends_the_job_in_one_line(words, code, said, tmp_path):
     """Before MPI starts, too, where the others would wait for it for ever."""
@@ -360,12 +391,15 @@ def test_a_rank_that_cannot_go_along_ends_the_job_in_one_line(words, code, said,
             assert said[0].removeprefix("rank 1: ") in result.stderr and "rank 1" not in result.stderr
 
 
+@pytest.mark.ci
 def test_a_command_for_one_process_waits_for_no_other_rank(tmp_path):
     """A shell that srun has started on several nodes may type it, where nobody else starts distgpt."""
     env = {"MPI_LOCALNRANKS": "2", "PMI_SIZE": "2", "PMI_RANK": "0", "PMI_FD": "9"}
     refused(distgpt("runs", env=env, cwd=tmp_path, cold=True, timeout=30), 2, "runs is for one process")
 
 
+@pytest.mark.ci
+@pytest.mark.ranks
 def test_ranks_that_refuse_for_reasons_of_their_own_name_them_all(tmp_path):
     words = map(json.dumps, (["train", "--one"], ["train", "--two"], ["train", "--one"], ["train", "--two"]))
     result = distgpt(*words, ranks=4, cwd=tmp_path, **EACH)
@@ -374,12 +408,16 @@ def test_ranks_that_refuse_for_reasons_of_their_own_name_them_all(tmp_path):
     assert lines[-1].startswith("distgpt: ranks 1, 3: No such option") and "--one" not in lines[-1]
 
 
+@pytest.mark.ci
+@pytest.mark.ranks
 def test_ranks_may_have_different_numbers_of_threads(tmp_path):
     words = [[*TRAIN, "--steps", "1", "--threads", n] for n in ("1", "2")]
     result = distgpt(*map(json.dumps, words), ranks=2, cwd=tmp_path, **EACH)
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.ci
+@pytest.mark.ranks
 def test_a_signal_ends_a_job_while_mpi_waits_for_a_rank_that_never_comes(tmp_path):
     """As from a host without distgpt: Python's handlers cannot run within MPI_Init."""
     if mpi.vendor() == "Open MPI":
@@ -404,6 +442,8 @@ main()
             job.poll() is None and os.kill(rank_0, signal.SIGKILL)
 
 
+@pytest.mark.ci
+@pytest.mark.ranks
 def test_the_wrong_mpirun_is_named_before_mpi_starts(tmp_path):
     """Open MPI's, as its variables say, around an mpi4py of another MPI, which would abort the process.
 

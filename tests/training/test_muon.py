@@ -180,6 +180,7 @@ RECIPE = ["--optimizer", "muon", "--lr", "0.02", "--set", "embedding_lr=0.1", "-
 RECIPE += ["--save-every", "5", "--n-head", "4", "--n-kv-head", "2", "--positions", "rope"]
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 @needs_mpi
 def test_runs_stop_resume_and_move_between_ranks(tmp_path):

@@ -247,6 +247,8 @@ print(line, end="")  # in one write also where output is unbuffered, between tho
 """
 
 
+@pytest.mark.ci
+@pytest.mark.ranks
 @needs_mpi
 def test_ranks_are_split_by_node_once(monkeypatch):
     """Communicators are few (MPICH has 2048), and none of these is freed."""
@@ -257,6 +259,8 @@ def test_ranks_are_split_by_node_once(monkeypatch):
     assert run.stdout.splitlines() == ["2 2 True True"] * 4, run.stderr
 
 
+@pytest.mark.ci
+@pytest.mark.ranks
 @needs_mpi
 def test_runs_of_three_ranks_repeat_and_resume_to_the_bit(tmp_path):
     from test_mpi import trained_together

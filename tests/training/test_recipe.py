@@ -32,6 +32,7 @@ def evaluated(weights, *args, ranks=0):
     return json.loads(result.stdout)
 
 
+@pytest.mark.ci
 def test_of_the_text_of_training_only_what_was_held_out_is_scored(run, tmp_path):
     words = ["eval", "--weights", run, "--threads", "1", "--json", "--val"]
     found = inside(*words, bundled("data", "story.txt"))
@@ -53,6 +54,7 @@ def run(tmp_path_factory):
     return train(out, "--steps", "20", "--save-every", "10", *HELD_OUT)
 
 
+@pytest.mark.ci
 def test_the_best_weights_are_those_of_the_lowest_validation(tmp_path):
     too_fast = ["--steps", "60", "--lr", "0.3", "--clip", "0", *HELD_OUT]
     out = train(tmp_path / "run", *too_fast)
@@ -65,6 +67,7 @@ def test_the_best_weights_are_those_of_the_lowest_validation(tmp_path):
         assert (array == at_best[name]).all()
 
 
+@pytest.mark.ci
 def test_a_resumed_run_continues_its_curves_and_its_best(run, tmp_path):
     out = train(tmp_path / "run", "--steps", "20", "--save-every", "10", *HELD_OUT)
     for name in ("weights.safetensors", "best.safetensors"):
@@ -81,6 +84,7 @@ def test_a_resumed_run_continues_its_curves_and_its_best(run, tmp_path):
     assert (out / "best.safetensors").read_bytes() == (run / "best.safetensors").read_bytes()
 
 
+@pytest.mark.ci
 def test_the_best_of_another_set_or_another_directory_is_not_compared_with(run, tmp_path):
     def best_of(out, *more):
         args = ["--steps", "22", "--save-every", "10", *HELD_OUT, *more]
@@ -95,6 +99,7 @@ def test_the_best_of_another_set_or_another_directory_is_not_compared_with(run, 
     assert (there / "best.safetensors").exists()
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 @needs_mpi
 def test_any_number_of_ranks_validates_alike(run):
@@ -104,6 +109,7 @@ def test_any_number_of_ranks_validates_alike(run):
     assert all(evaluated(weights, "--val", "story", ranks=ranks) == alone for ranks in (2, 3))
 
 
+@pytest.mark.ci
 def test_eval_reads_as_much_as_is_asked_for_and_further_than_in_training_with_rope(run, tmp_path):
     weights = run / "weights.safetensors"
     words = (weights, "--val", "story")
@@ -121,6 +127,7 @@ def test_eval_reads_as_much_as_is_asked_for_and_further_than_in_training_with_ro
     assert "40 tokens" in written.stderr
 
 
+@pytest.mark.ci
 def test_hellaswag_is_scored_while_training_and_afterwards(tmp_path):
     file = tmp_path / "hellaswag.jsonl"
     endings = ["the lamp", "a lamp", "lamp the", "the"]
@@ -137,6 +144,7 @@ def test_hellaswag_is_scored_while_training_and_afterwards(tmp_path):
     assert not (tmp_path / "x").exists()
 
 
+@pytest.mark.ci
 def test_weights_are_trained_further_and_not_needed_to_resume(run, tmp_path):
     start = shutil.copy(run / "weights.safetensors", tmp_path / "start.safetensors")
     more = ["train", "--init", start, "--data", "story", "--batch-size", "8", "--threads", "1"]
@@ -155,6 +163,7 @@ def test_weights_are_trained_further_and_not_needed_to_resume(run, tmp_path):
     refused(inside(*more, *new), 74, "start.safetensors")
 
 
+@pytest.mark.ci
 def test_damaged_best_weights_are_not_taken_for_the_best(tmp_path):
     """Nor recommended: the next evaluation writes them anew."""
     out = train(tmp_path / "run", "--steps", "20", "--save-every", "10", *HELD_OUT)

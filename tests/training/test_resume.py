@@ -159,6 +159,7 @@ def test_what_may_change_is_changed_shown_and_remembered(half, tmp_path):
     assert "all 11 steps are done" in done.stdout
 
 
+@pytest.mark.ci
 def test_a_branch_leaves_the_run_as_it_is(finished, tmp_path):
     before = {path: path.read_bytes() for path in finished.rglob("*") if path.is_file()}
     start, branch = finished / "checkpoints" / "step-00000004", tmp_path / "branch"
@@ -220,6 +221,7 @@ def asked_for_more(run, *flags):
     return shlex.split(more.partition(": ")[2])
 
 
+@pytest.mark.ci
 def test_a_run_that_is_finished_stays_as_it_is_and_says_what_asks_for_more(half, tmp_path):
     run = half
     train("--resume", run)
@@ -238,6 +240,7 @@ def test_a_run_that_is_finished_stays_as_it_is_and_says_what_asks_for_more(half,
     assert json.loads((run / "summary.json").read_text())["step"] == 16
 
 
+@pytest.mark.ci
 def test_a_run_that_ended_by_the_clock_names_the_time_that_asks_for_more(tmp_path):
     run, by = tmp_path / "run", ["--schedule", "constant"]
     train(*SMALL, *by, "--within", "2s", "--preset", "tiny", "--out", run)

@@ -92,6 +92,7 @@ def trained(comm, dtype, threads, config):
     return read, model.weights.flat.tobytes()
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_ranks_threads_and_sharding_change_no_bit(dtype, monkeypatch):
     monkeypatch.setattr(ways, "PIECE", 3000)
@@ -163,6 +164,7 @@ def test_the_flag_of_a_cpu_stage_is_a_setting_of_the_run(tmp_path):
     assert result.returncode == 2 and "power of two" in result.stderr and not (tmp_path / "other").exists()
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 @needs_mpi
 def test_runs_on_any_number_of_ranks_leave_the_same_files(tmp_path):
@@ -177,6 +179,7 @@ def test_runs_on_any_number_of_ranks_leave_the_same_files(tmp_path):
     assert len({str(losses(run)) for run in tmp_path.iterdir()}) == 1 and len(losses(alone)) == 20
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 @needs_mpi
 def test_stages_are_compared_to_the_bit(tmp_path):

@@ -258,6 +258,7 @@ def test_the_last_checkpoint_must_be_written(tmp_path, monkeypatch):
     assert newest_step(tmp_path / "run" / "checkpoints") == 2 and max(metrics(tmp_path / "run")) == 8
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("save", ["sync", "async"])
 def test_a_disk_that_is_full_for_a_while(tmp_path, monkeypatch, save):
     """A real one: the run goes on, and in the end everything is there, as if it had never been full."""
@@ -293,6 +294,7 @@ def test_a_disk_that_is_full_for_a_while(tmp_path, monkeypatch, save):
         ).stat().st_size
 
 
+@pytest.mark.ci
 def test_a_line_is_whole_or_not_there(tmp_path, monkeypatch):
     """Where only a part of it fits, and where the disk fails."""
     place = tmp_path / "disk"

@@ -136,6 +136,7 @@ def test_the_last_evaluation_can_be_done_later(every, finished, tmp_path, monkey
         assert (out / "best.safetensors").exists()
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.timing
 def test_a_run_is_gone_before_its_time_is_up(tmp_path, monkeypatch):
@@ -219,6 +220,7 @@ def test_the_limit_of_cpu_time_is_told_every_second():
             assert found.exit_code == 75
 
 
+@pytest.mark.ci
 def test_a_terminal_that_is_closed(tmp_path):
     """The run saves, though it can no longer say so; one that ignores SIGHUP, as under nohup, goes on."""
     words = ["train", *SMALL, "--save-every", "1000000", "--out"]
@@ -239,6 +241,7 @@ def test_a_terminal_that_is_closed(tmp_path):
         assert stop == ("finished" if ignored else "interrupted")
 
 
+@pytest.mark.ci
 def test_what_takes_long_to_hold_a_signal_is_left_at_once():
     """As compiling a loop, where an exception would break LLVM."""
     program = """if True:

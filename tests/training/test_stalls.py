@@ -183,6 +183,7 @@ def gone(ranks):
     return not any(Path(f"/proc/{rank}").exists() for rank in ranks)
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 @needs_mpi
 def test_a_stopped_rank_is_named_and_nothing_is_lost(tmp_path):
@@ -205,6 +206,7 @@ def test_a_stopped_rank_is_named_and_nothing_is_lost(tmp_path):
     assert resumed.returncode == 0 and len(losses(out)) == step + 3
 
 
+@pytest.mark.ranks
 @needs_mpi
 @pytest.mark.slow
 def test_a_signal_ends_also_a_stuck_job(tmp_path):

@@ -62,6 +62,7 @@ def test_only_what_was_chosen_is_compiled_before_the_first_step():
         assert set(called) == wanted, how
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_sample_needs_no_loop_that_was_not_there_before_the_first_step(dtype):
     code = f"""

@@ -16,6 +16,8 @@ from distgpt.measure.doctor import facts
 from distgpt.measure.doctor.facts import anonymised, environment
 
 
+@pytest.mark.ci
+@pytest.mark.ranks
 @pytest.mark.parametrize("ranks", [0, pytest.param(2, marks=needs_mpi)])
 def test_a_run_reports_what_it_took(ranks, tmp_path):
     words = ("--steps", "12", "--save-every", "12")
@@ -37,6 +39,7 @@ def test_a_run_reports_what_it_took(ranks, tmp_path):
         assert json.loads((directory / "summary.json").read_text())["steps"] == 2
 
 
+@pytest.mark.ci
 def test_peak_memory_is_that_of_the_peak():
     """In a process of its own, which begins small."""
     hungry = """if True:

@@ -30,6 +30,7 @@ def test_a_run_directory_tells_everything_about_the_run(trained):
     assert described.run == run and described.tokenizer.size == run.model.vocab_size
 
 
+@pytest.mark.ci
 def test_what_a_run_saved_makes_it_again_and_another_can_use_its_tokenizer(trained, tmp_path):
     again = ["--config", trained / "config.toml", "--out", tmp_path / "again", "--threads", "1"]
     assert inside("train", *again).returncode == 0
@@ -61,6 +62,7 @@ def test_variants_and_samples_from_the_command_line(tmp_path):
     assert list(metrics(tmp_path / "run")) == [1, 2, 3, 4, 5]
 
 
+@pytest.mark.ci
 def test_a_live_display_survives_any_text(tmp_path):
     """Samples and paths are no markup, whatever they look like."""
     (tmp_path / "text").write_text("[/a][b]" * 200)
@@ -103,6 +105,7 @@ def resumed(out, *args):
     return inside("train", *SMALL, "--out", out, "--steps", "12", *CONSTANT, "--resume", "auto", *args)
 
 
+@pytest.mark.ci
 def test_a_resumed_run_is_the_same_bit_for_bit(whole, tmp_path):
     train(tmp_path / "shorter", "--steps", "7", *CONSTANT)
     shutil.copytree(whole, tmp_path / "finished")
@@ -116,6 +119,7 @@ def test_a_resumed_run_is_the_same_bit_for_bit(whole, tmp_path):
     assert weights(tmp_path / "chosen") == weights(whole)
 
 
+@pytest.mark.ci
 def test_a_killed_run_resumes_bit_for_bit(tmp_path):
     args = ["--steps", "400", "--save-every", "10", "--sample-every", "150"]
     uninterrupted, run = train(tmp_path / "whole", *args), tmp_path / "run"
@@ -129,6 +133,7 @@ def test_a_killed_run_resumes_bit_for_bit(tmp_path):
     assert losses(run) == losses(uninterrupted)
 
 
+@pytest.mark.ci
 def test_damaged_checkpoints_are_named_and_the_newest_intact_one_is_used(whole, half):
     damaged = half / "checkpoints" / "step-00000010" / "optimizer.safetensors"
     content = bytearray(damaged.read_bytes())
@@ -151,6 +156,7 @@ def tree(directory):
     return {path: path.stat().st_mtime_ns for path in directory.rglob("*")}
 
 
+@pytest.mark.ci
 def test_runs_do_not_mix(whole, half, tmp_path):
     same, auto, before = ["train", *SMALL, "--steps", "12", *CONSTANT], ["--resume", "auto"], tree(half)
     for change, code, words in (
@@ -169,6 +175,7 @@ def test_runs_do_not_mix(whole, half, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.ci
 def test_a_text_that_changed_under_its_name_is_noticed(tmp_path):
     """Other characters; the same words in another order."""
     for tokenizer, before, after, words in (

@@ -197,6 +197,7 @@ def test_a_tuned_run_knows_its_examples_is_evaluated_and_keeps_the_tokenizer(cha
     assert "byte" in info
 
 
+@pytest.mark.ci
 def test_a_run_that_is_stopped_resumes_with_the_same_bits(chats, tmp_path, monkeypatch):
     words = ("--epochs", "3", "--val-fraction", "0.3", "--eval-every", "3")
     tuned(chats, tmp_path / "whole", *words)
@@ -232,6 +233,8 @@ def chats_of(folder):
     return folder / "chats.jsonl"
 
 
+@pytest.mark.ci
+@pytest.mark.smoke
 def test_the_chat_template_and_the_special_tokens_stay_with_the_weights(chats, tmp_path):
     tokenizer = write_family(tmp_path / "model", "smollm2", **settings("smollm2"))
     config = replace(VARIANTS["modern"], vocab_size=tokenizer.size, seq_len=96)
@@ -263,6 +266,7 @@ def test_chat_says_what_was_never_taught_to_chat_and_serve_knows_it(chats, tmp_p
         assert _served(loaded, "it", loaded.slots(1, 0)).chats == is_taught, (weights, adapter)
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 @needs_mpi
 def test_two_ranks_have_the_losses_of_one_process(chats, tmp_path):

@@ -46,6 +46,8 @@ def test_a_run_of_one_process_says_where_it_ran(tmp_path):
     assert begun < times[0] and times == sorted(times) and times[-1] < time.time()
 
 
+@pytest.mark.ci
+@pytest.mark.ranks
 @needs_mpi
 def test_ranks_say_where_they_ran(tmp_path):
     run = train(tmp_path / "run", "--steps", "2", ranks=2)
@@ -55,6 +57,8 @@ def test_ranks_say_where_they_ran(tmp_path):
     assert files(run)[0]["environment"]["versions"]["mpi"] == found["mpi"]
 
 
+@pytest.mark.ci
+@pytest.mark.ranks
 @needs_mpi
 def test_several_hosts_are_named_as_it_begins(tmp_path):
     """Two names of this machine, since each rank gets one of its own."""

@@ -1,0 +1,119 @@
+"""Three tiers of tests, and a check that a test belongs to the one it is marked for.
+
+- `make test`: no mark. At most a second of CPU time and no process of its own, `smoke` apart: one test per
+  feature that runs the command as a user does.
+- `.ci/run`: `ci` as well. What starts processes or takes longer.
+- `make test-all`: `slow` as well. What a change seldom breaks, such as other processors.
+
+With DISTGPT_TEST_TIERS=check, a test fails if its tier is too low for its CPU time or its processes. CPU time
+does not depend on the load of the machine. Compiling is not counted: it happens in the first test that
+needs a loop.
+"""
+
+import contextlib
+import json
+import os
+import sys
+import time
+
+import pytest
+
+LIMITS = {"test": 1.0, "ci": 20.0}  # seconds of CPU time
+CHECKED = os.environ.get("DISTGPT_TEST_TIERS") == "check"
+LOG = os.environ.get("DISTGPT_TEST_TIERS_LOG")  # a file that gets a line of JSON per test
+STARTS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system"}
+_started: list[str] = []
+_uncounted = [0]
+_compiling = [0.0]
+
+
+def tier(item):
+    """Return the tier that the marks of a test say."""
+    if any(item.get_closest_marker(mark) for mark in ("slow", "peer", "cluster", "rehearsal")):
+        return "all"
+    return "ci" if item.get_closest_marker("ci") else "test"
+
+
+@contextlib.contextmanager
+def uncounted():
+    """What starts in here is no test's own."""
+    _uncounted[0] += 1
+    try:
+        yield
+    finally:
+        _uncounted[0] -= 1
+
+
+def _noted(event, arguments):
+    words = " ".join(map(str, arguments[1])) if event == "subprocess.Popen" else event
+    # A run looks into its directory's git history.
+    if event in STARTS and not _uncounted[0] and not words.startswith("git "):
+        _started.append(words)
+
+
+def _log(**entry):
+    if LOG:
+        entry |= {"processes": len(_started), "ranks": any("mpirun" in words for words in _started)}
+        with open(LOG, "a") as out:  # noqa: PTH123
+            out.write(json.dumps(entry) + "\n")
+
+
+if CHECKED or LOG:
+    from numba.core import event as numba_events
+
+    class _Compiled(numba_events.TimingListener):
+        def on_end(self, event):
+            super().on_end(event)
+            _compiling[0] += self.duration
+
+    sys.addaudithook(_noted)
+    numba_events.register("numba:compiler_lock", _Compiled())
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_fixture_setup(fixturedef):
+        """Of what tests share, no processes are counted: they would be the first test's."""
+        if fixturedef.scope == "function":
+            return (yield)
+        own = _started[:]
+        _started.clear()
+        try:
+            return (yield)
+        finally:
+            _log(fixture=fixturedef.argname, scope=fixturedef.scope, file=fixturedef.baseid)
+            _started[:] = own
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup():
+        _started.clear()
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(item):
+        begun, clock, compiled = time.process_time(), time.monotonic(), _compiling[0]
+        try:
+            return (yield)
+        finally:
+            item.cpu_seconds = time.process_time() - begun - (_compiling[0] - compiled)
+            _log(
+                test=item.nodeid,
+                tier=tier(item),
+                cpu=round(item.cpu_seconds, 3),
+                wall=round(time.monotonic() - clock, 3),
+                fixtures=item.fixturenames,
+            )
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(item, call):
+        report = yield
+        if CHECKED and call.when == "call" and report.passed and (wrong := _misplaced(item)):
+            report.outcome, report.longrepr = "failed", f"E {wrong}"
+        return report
+
+
+def _misplaced(item):
+    """What is wrong with the tier of a test that has run, or ""."""
+    own = tier(item)
+    if own == "test" and _started and not item.get_closest_marker("smoke"):
+        return f"starts {len(_started)} processes: mark it ci (or smoke: one test per feature)"
+    if item.cpu_seconds > LIMITS.get(own, item.cpu_seconds):
+        return f"takes {item.cpu_seconds:.1f} s in tier {own}, which allows {LIMITS[own]:g} s"
+    return ""

@@ -1,0 +1,42 @@
+"""Note which functions of the package each test calls, in its own process and in those it starts.
+
+`run.py record` puts this folder on PYTHONPATH, so every interpreter that a test starts imports this module. A
+line per test and function goes to a file of the process in the folder DISTGPT_TRACE.
+"""
+
+import os
+import sys
+import threading
+
+FOLDER = os.environ["DISTGPT_TRACE"]
+PACKAGE = os.environ["DISTGPT_TRACED"] + "/"
+_seen: set = set()
+_test = [None]
+
+
+def _forget():
+    _seen.clear()
+
+
+def _call(frame, event, argument):
+    if event != "call":
+        return
+    code = frame.f_code
+    if code in _seen:
+        return
+    _seen.add(code)
+    if code.co_filename.startswith(PACKAGE):
+        test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" (")[0]
+        if test:
+            line = f"{test}\t{code.co_filename[len(PACKAGE) :]}:{code.co_qualname}\n"
+            with open(f"{FOLDER}/{os.getpid()}", "a") as out:  # noqa: PTH123
+                out.write(line)
+
+
+def begin_test():
+    _seen.clear()
+
+
+os.register_at_fork(after_in_child=_forget)
+threading.setprofile(_call)
+sys.setprofile(_call)
