@@ -24,7 +24,7 @@ from pathlib import Path
 from queue import SimpleQueue
 
 from mutations import MUTATIONS
-from sampling import changed, sample
+from sampling import PER_ROOM, changed, sample
 
 ROOT = Path(__file__).resolve().parents[2]
 RATES = Path(__file__).with_name("rates.json")
@@ -129,17 +129,8 @@ def record():
             "DISTGPT_TRACED": str(ROOT / "distgpt"),
         }
         plugins = ["-p", "times", "-p", "reset", "-p", "no:cacheprovider"]
-        words = [
-            "-n",
-            "2",
-            "--dist",
-            "loadgroup",
-            "--no-loadscope-reorder",
-            "-m",
-            CHOSEN,
-            *plugins,
-            *sys.argv[2:],
-        ]
+        two = ["-n", "2", "--dist", "loadgroup", "--no-loadscope-reorder"]
+        words = [*two, "-m", CHOSEN, *plugins, *sys.argv[2:]]
         subprocess.run([sys.executable, "-m", "pytest", *words], cwd=ROOT, env=environment)
         calls = {line for path in (folder / "calls").iterdir() for line in path.read_text().splitlines()}
         times = [line.split("\t") for line in (folder / "times.txt").read_text().splitlines()]
@@ -253,6 +244,12 @@ def in_parallel(function, items):
         yield from zip(items, pool.map(work, items), strict=True)
 
 
+def keep(known, results):
+    """Write the rates of the rooms that are finished, and keep those of the others."""
+    finished = {room: of for room, of in results.items() if of["of"] + len(of["equivalent"]) == PER_ROOM}
+    RATES.write_text(json.dumps({**known, **finished}, indent=1, sort_keys=True, ensure_ascii=False) + "\n")
+
+
 def sampled(rooms):
     """Run the sample; write rates.json; return whether a room's rate fell."""
     choice = Choice()
@@ -275,6 +272,7 @@ def sampled(rooms):
             room["survived"].append(f"{mutant.name} -> {mutant.new}")
         verdict = f"killed by {killer}" if killer else "SURVIVED"
         print(f"{verdict:60}  {mutant.name} -> {mutant.new[:60]}  ({took:.0f} s)", flush=True)
+        keep(known, results)
     fallen = [
         room
         for room, now in results.items()
@@ -282,7 +280,6 @@ def sampled(rooms):
         and known[room]["of"]
         and now["killed"] / max(1, now["of"]) < known[room]["killed"] / known[room]["of"]
     ]
-    RATES.write_text(json.dumps({**known, **results}, indent=1, sort_keys=True, ensure_ascii=False) + "\n")
     killed, total = (sum(of[key] for of in results.values()) for key in ("killed", "of"))
     print(f"{killed} of {total} killed, {100 * killed / max(1, total):.0f} %")
     for room in fallen:
