@@ -36,7 +36,7 @@ PLUGIN = """
 import pytest
 def pytest_runtest_logreport(report):
     if report.failed:
-        print("KILLER", report.nodeid, flush=True)
+        print("\\nKILLER", report.nodeid, flush=True)
 """
 TIMED = """
 def pytest_runtest_logreport(report):
