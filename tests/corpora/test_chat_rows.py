@@ -32,6 +32,7 @@ def examples(path, chat):
     return list(read_examples(path, chat))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("family", FAMILIES)
 def test_all_shapes_of_a_chat_give_the_same_tokens(family, tmp_path):
     chat = ChatFormat(write_family(tmp_path / "model", family, **settings(family)))

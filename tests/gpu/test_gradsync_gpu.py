@@ -63,6 +63,7 @@ def test_overlapped_gives_the_bits_of_packed(hasty, graphs, monkeypatch):
     assert cut >= 5000 and last - cut >= 5000
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("hasty, graphs", [(False, True), pytest.param(True, False, marks=pytest.mark.slow)])
 def test_overlapped_in_bfloat16_gives_the_bits_of_the_same_buckets_behind_the_pass(
     hasty, graphs, monkeypatch

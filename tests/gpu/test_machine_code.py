@@ -48,6 +48,7 @@ def kernels(source, arch, type):
     ]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("arch", "type"), KINDS)
 @pytest.mark.parametrize("source", SOURCES)
 def test_kernels_stay_in_registers_and_out_of_float64_and_packed_ones_move_16_bytes(source, arch, type):

@@ -47,6 +47,7 @@ def resumed(comm, device, out, config, at=2, steps=4):
     return k.to_host(work.model.params.flat).copy(), read
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "dtype, way", [("bfloat16", "nccl"), pytest.param("float32", "host", marks=pytest.mark.slow)]
 )

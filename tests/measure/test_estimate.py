@@ -162,6 +162,7 @@ def test_batch_length_and_allreduce_follow_from_the_settings():
     assert found["time"]["rate_per_rank"] is None
 
 
+@pytest.mark.ci
 def test_the_checkpoint_is_as_large_as_estimated(trained):
     found = json.loads(inside("estimate", *SMALL, "--no-measure", "--json").stdout)
     arrays = [path for path in (trained / "checkpoints").glob("*30/*") if path.suffix == ".safetensors"]
