@@ -1,7 +1,7 @@
 """Three tiers of tests, and a check that a test belongs to the one it is marked for.
 
-- `make test`: no mark. At most 4 seconds of CPU time, mostly far less, and no process of its own, `smoke` apart: one test per
-  feature that runs the command as a user does.
+- `make test`: no mark. At most 4 seconds of CPU time, mostly far less, and no process. Only `smoke`, one test
+  per feature, runs the command as a user does.
 - `.ci/run`: `ci` as well. What starts processes or takes longer.
 - `make test-all`: `slow` as well. What a change seldom breaks, such as other processors.
 
