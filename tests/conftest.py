@@ -30,14 +30,6 @@ from distgpt.core.base.interrupts import ENDING
 from distgpt.core.cpu.first_use import COMPILING
 from distgpt.core.cpu.stages import VARIABLE as AUTO_DTYPE
 
-if tiers.CHECKED or tiers.LOG:
-    from tiers import (  # noqa: F401
-        pytest_fixture_setup,
-        pytest_runtest_call,
-        pytest_runtest_makereport,
-        pytest_runtest_setup,
-    )
-
 # Processes in the background of a script ignore SIGINT, those of nohup SIGHUP; children inherit that.
 # A handler ends at exec, so children get the default, while this process and its workers survive SIGHUP.
 with contextlib.suppress(ValueError):  # not in the main thread
@@ -242,7 +234,8 @@ def trained(tmp_path_factory):
 
 @pytest.hookimpl(trylast=True)  # once there is a reporter; workers of pytest-xdist have none
 def pytest_configure(config):
-    """Make lines of dots short: at the end of each stands how far the tests are."""
+    """Check the tiers. Make lines of dots short: at the end of each stands how far the tests are."""
+    config.pluginmanager.register(tiers)
     if config.pluginmanager.has_plugin("terminalreporter"):
         config.get_terminal_writer().fullwidth = 48
 
