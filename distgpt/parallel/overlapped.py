@@ -70,12 +70,17 @@ class Overlapped(AfterBackward):
         self._sum_votes()
 
     def _start(self, start: int, stop: int) -> None:
-        self._sums.append(self._thread.submit(self._reduction.sum, start, stop, self._step))
+        self._sums.append(self._thread.submit(self._sum, start, stop))
+
+    def _sum(self, start: int, stop: int) -> None:
+        """Sum a bucket, unless one before it failed: other ranks may not take part any more."""
+        if not any(each.done() and each.exception() for each in self._sums):
+            self._reduction.sum(start, stop, self._step)
 
     def _finish(self) -> None:
-        sums, self._sums = self._sums, []
-        for each in sums:
+        for each in self._sums:
             each.result()
+        self._sums.clear()  # kept after a failure, so that no later bucket is summed
 
 
 class OverlappedNccl(Overlapped):
