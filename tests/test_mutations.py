@@ -60,6 +60,6 @@ def test_mutants_change_one_expression_or_statement(tmp_path):
 def test_the_sample_does_not_depend_on_edits_elsewhere(tmp_path):
     (path := tmp_path / "room" / "file.py").parent.mkdir()
     path.write_text(SOURCE)
-    before = [(m.name, m.new) for m in sample(tmp_path, per_room=5)]
+    before = [m.name for m in sample(tmp_path, per_room=5)]
     path.write_text("# ä comment\n" + SOURCE + "\n# another\n")
-    assert [(m.name, m.new) for m in sample(tmp_path, per_room=5)] == before and len(before) == 5
+    assert [m.name for m in sample(tmp_path, per_room=5)] == before and len(before) == 5

@@ -17,7 +17,7 @@ from distgpt.core.cpu.kernels import CpuKernels
 from distgpt.core.data.batches import ArrayTokens, Batches
 from distgpt.core.data.textfile import read_text
 from distgpt.core.model.model import Architecture, Model
-from distgpt.core.model.optim import AdamW
+from distgpt.core.model.optim import AdamW, learning_rate
 from distgpt.core.ops.kernels import Kernels
 from distgpt.core.saved import checkpoint
 from distgpt.measure.profile.operations import ORDER
@@ -69,12 +69,14 @@ def test_adamw_against_numbers_written_down(make):
     model.grads.flat[:] = 0.0
     model.grads["blocks.0.mlp.fc.w"][0, 0], model.grads["blocks.0.norm1.w"][0] = 3.0, 4.0
     optimizer = AdamW(model, TrainConfig(schedule="constant", warmup=2, **settings))
+    assert learning_rate(optimizer.config, 0) == pytest.approx(0.05)
     optimizer.step(0, 1.0)
     assert math.sqrt(float(optimizer.norm[0])) == pytest.approx(5.0)
     matrix, gain = model.weights["blocks.0.mlp.fc.w"], model.weights["blocks.0.norm1.w"]
     np.testing.assert_allclose(matrix[0], [1.903846153846154, 1.95], rtol=1e-12)
     np.testing.assert_allclose(gain, [1.952941176470588, 2.0], rtol=1e-12)
     model.grads.flat[:] = 0.0
+    assert learning_rate(optimizer.config, 1) == pytest.approx(0.1)
     optimizer.step(1, 1.0)
     # 1.903846… · 0.95 - 0.1 · 0.4 / (1.2 · √(3/7) + 0.1), and the same of 1.6 without decay
     np.testing.assert_allclose(matrix[0], [1.7634859324226, 1.8525], rtol=1e-12)

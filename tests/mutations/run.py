@@ -94,14 +94,13 @@ class Copy:
             if path:
                 path.write_bytes(before)
                 os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
-        killers = [line.removeprefix("KILLER ") for line in told.splitlines() if line.startswith("KILLER ")]
         if process.returncode in (0, 5):
             return ""
-        return killers[0] if killers else "IMPORT"
+        lines = (line for line in told.splitlines() if line.startswith("KILLER "))
+        return next(lines, "IMPORT").removeprefix("KILLER ")
 
     def kills(self, tests, seconds, file, text):
         """Return the test that fails with this text alone, or ""."""
-        tests = list(tests)
         while tests:
             killer = self.fails(tests, seconds, file, text)
             blamed = (short(killer),) if killer not in ("TIMEOUT", "IMPORT") else tuple(tests)
@@ -111,11 +110,14 @@ class Copy:
                 self.clean[blamed] = not self.fails(blamed, seconds)
             if self.clean[blamed]:
                 return killer
-            tests = [test for test in tests if test not in blamed]
+            others = [test for test in tests if test not in blamed]
+            if others == tests:  # a whole file that was asked for
+                sys.exit(f"{blamed[0]} fails already, without a mutant")
+            tests = others
         return ""
 
 
-def record():
+def record(more):
     """Run the tests once and keep which functions each calls, and how long it takes."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -130,7 +132,7 @@ def record():
         }
         plugins = ["-p", "times", "-p", "reset", "-p", "no:cacheprovider"]
         two = ["-n", "2", "--dist", "loadgroup", "--no-loadscope-reorder"]
-        words = [*two, "-m", CHOSEN, *plugins, *sys.argv[2:]]
+        words = [*two, "-m", CHOSEN, *plugins, *more]
         subprocess.run([sys.executable, "-m", "pytest", *words], cwd=ROOT, env=environment)
         calls = {line for path in (folder / "calls").iterdir() for line in path.read_text().splitlines()}
         times = [line.split("\t") for line in (folder / "times.txt").read_text().splitlines()]
@@ -165,9 +167,8 @@ class Choice:
         for tests in self.tests.values():
             for test in tests:
                 self.breadth[test] += 1
-        self.names = defaultdict(
-            set
-        )  # functions by the names in them: who calls a compiled loop is not recorded
+        # Functions by the names in them, because the record does not show who calls a compiled loop.
+        self.names = defaultdict(set)
         self.imported = defaultdict(set)
         for path in (ROOT / "distgpt").rglob("*.py"):
             self._read(path, path.relative_to(ROOT / "distgpt").as_posix())
@@ -259,9 +260,8 @@ def sampled(rooms):
     results = defaultdict(lambda: {"killed": 0, "of": 0, "survived": [], "equivalent": {}})
     todo = []
     for mutant in mutants:
-        full = f"{mutant.name} -> {mutant.new}"
-        if full in equivalent:
-            results[mutant.room]["equivalent"][full] = equivalent[full]
+        if mutant.name in equivalent:
+            results[mutant.room]["equivalent"][mutant.name] = equivalent[mutant.name]
         else:
             todo.append(mutant)
     for mutant, (killer, took) in in_parallel(lambda m, copy: judge(m, copy, choice), todo):
@@ -269,9 +269,9 @@ def sampled(rooms):
         room["of"] += 1
         room["killed"] += bool(killer)
         if not killer:
-            room["survived"].append(f"{mutant.name} -> {mutant.new}")
+            room["survived"].append(mutant.name)
         verdict = f"killed by {killer}" if killer else "SURVIVED"
-        print(f"{verdict:60}  {mutant.name} -> {mutant.new[:60]}  ({took:.0f} s)", flush=True)
+        print(f"{verdict:60}  {mutant.name}  ({took:.0f} s)", flush=True)
         keep(known, results)
     fallen = [
         room
@@ -307,8 +307,8 @@ def listed(words):
 
 if __name__ == "__main__":
     match sys.argv[1:]:
-        case ["record", *_]:
-            record()
+        case ["record", *more]:
+            record(more)
         case ["sample", *rooms]:
             sys.exit(sampled(rooms))
         case ["listed", *words]:

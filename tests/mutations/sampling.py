@@ -42,7 +42,7 @@ class Mutant(NamedTuple):
         """A name that stays when the file is edited elsewhere."""
         old = " ".join(self.old.split())
         more = f" ({self.count})" if self.count else ""
-        return f"{self.file}:{self.function}: {self.kind}: {old[:90]}{more}"
+        return f"{self.file}:{self.function}: {self.kind}: {old[:90]}{more} -> {self.new}"
 
     @property
     def room(self):
@@ -67,8 +67,9 @@ def mutants_of(path, root):
             lines[node.end_lineno - 1] + node.end_col_offset,
         )
 
-    def add(function, kind, node, new):
-        start, end = place(node)
+    def add(function, kind, node, new, last=None):
+        """Add a mutant whose text replaces a node, or all from `node` to `last`."""
+        start, end = place(node)[0], place(last or node)[1]
         old = data[start:end].decode()
         if new == old:
             return
@@ -129,14 +130,8 @@ def mutants_of(path, root):
         if isinstance(node, ast.Call) and len(node.args) >= 2:
             first, second = node.args[:2]
             if not any(isinstance(each, ast.Starred) for each in (first, second)):
-                start, end = place(first)[0], place(second)[1]
                 between = data[place(first)[1] : place(second)[0]].decode()
-                old = data[start:end].decode()
-                new = source(second) + between + source(first)
-                if old != new:
-                    key = function, "arguments", old
-                    found.append(Mutant(file, function, "arguments", start, end, old, new, seen[key]))
-                    seen[key] += 1
+                add(function, "arguments", first, source(second) + between + source(first), second)
 
     visit(ast.parse(text), "")
     return found
@@ -163,8 +158,6 @@ def sample(root, per_room=PER_ROOM, seed=SEED):
             rooms[mutant.room].append(mutant)
     chosen = []
     for room in sorted(rooms):
-        by_hash = sorted(
-            rooms[room], key=lambda m: hashlib.sha256(f"{seed} {m.name} {m.new}".encode()).digest()
-        )
+        by_hash = sorted(rooms[room], key=lambda m: hashlib.sha256(f"{seed} {m.name}".encode()).digest())
         chosen += islice((m for m in by_hash if compiles(m, (Path(root) / m.file).read_bytes())), per_room)
     return chosen

@@ -11,11 +11,7 @@ import threading
 FOLDER = os.environ["DISTGPT_TRACE"]
 PACKAGE = os.environ["DISTGPT_TRACED"] + "/"
 _seen: set = set()
-_test = [None]
-
-
-def _forget():
-    _seen.clear()
+begin_test = _seen.clear
 
 
 def _call(frame, event, argument):
@@ -33,10 +29,6 @@ def _call(frame, event, argument):
                 out.write(line)
 
 
-def begin_test():
-    _seen.clear()
-
-
-os.register_at_fork(after_in_child=_forget)
+os.register_at_fork(after_in_child=begin_test)
 threading.setprofile(_call)
 sys.setprofile(_call)
