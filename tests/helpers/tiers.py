@@ -23,7 +23,8 @@ CHECKED = os.environ.get("DISTGPT_TEST_TIERS") == "check"
 LOG = os.environ.get("DISTGPT_TEST_TIERS_LOG")  # a file that gets a line of JSON per test
 STARTS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system"}
 # A run asks git for the commit. With empty caches, loops and the kernels of the stand-in are compiled.
-INCIDENTAL = ("git ", "compile_workers", "g++")
+# Chat templates are rendered in one process, which the first test that needs it starts for all.
+INCIDENTAL = ("git ", "compile_workers", "g++", "chats/worker.py")
 _started: list[str] = []
 _uncounted = [0]
 _compiling = [0.0]
@@ -114,7 +115,7 @@ def _misplaced(item):
     """What is wrong with the tier of a test that has run, or ""."""
     own = tier(item)
     if own == "test" and _started and not item.get_closest_marker("smoke"):
-        return f"starts {len(_started)} processes: mark it ci (or smoke: one test per feature)"
+        return f"starts {_started[0][:200]}: mark it ci (or smoke: one test per feature)"
     if item.cpu_seconds > LIMITS.get(own, item.cpu_seconds):
         return f"takes {item.cpu_seconds:.1f} s in tier {own}, which allows {LIMITS[own]:g} s"
     return ""
