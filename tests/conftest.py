@@ -21,7 +21,6 @@ from pathlib import Path
 import forkserver
 import pytest
 import tiers
-
 from distgpt.assembly import AllComponents
 from distgpt.cluster.affinity.bind import VARIABLE as BIND
 from distgpt.commands.cli import main
@@ -51,7 +50,9 @@ SCRIPT = [sys.executable, "-c", "from distgpt.commands.cli import main; main()"]
 # Another MPI's, with options, where MPI4PY_LIBMPI names its library: make tests-openmpi.
 OTHER_MPI = shlex.split(os.environ.get("DISTGPT_TEST_MPIRUN", ""))
 MPIRUN = OTHER_MPI[0] if OTHER_MPI else shutil.which("mpirun", path=str(BIN)) or shutil.which("mpirun")
-HELPERS = Path(__file__).parent / "helpers"
+ROOT = Path(__file__).parents[1]
+TESTS = ROOT / "tests"
+HELPERS = TESTS / "helpers"
 RANK = [sys.executable, "-I", "-S", str(HELPERS / "forkedrank.py")]
 # Programs whose ranks need no fresh interpreter.
 FORKED = [str(HELPERS / "ranks.py"), str(HELPERS.parent / "gpu" / "hostgpu.py")]
@@ -62,14 +63,7 @@ needs_mpi = pytest.mark.skipif(
 # Files of tests that take 10 seconds or more, or compile much where nothing is compiled yet.
 LONG = (
     *("test_kernels", "test_cuda_kernels", "test_attention", "test_cuda_model", "test_cli_on_gpu"),
-    *(
-        "test_model",
-        "test_core",
-        "test_sweep",
-        "test_serve_limits",
-        "test_clock",
-        "test_compiling",
-    ),
+    *("test_model", "test_core", "test_sweep", "test_serve_limits", "test_clock", "test_compiling"),
 )
 
 # A model that trains in about a millisecond a step, with everything that matters in it.

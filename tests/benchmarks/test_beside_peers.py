@@ -11,12 +11,11 @@ import pytest
 import train_beside_torch
 from benching import RANKS, SMALL, STAGE, peak_here
 from click.testing import CliRunner
-from infer_beside_peers import beside_peers
-
 from distgpt.core.base.errors import UsageError
 from distgpt.core.config.presets import preset
 from distgpt.measure import jobs
 from distgpt.measure.bench import train
+from infer_beside_peers import beside_peers
 
 PEER = {"step_s_median": 0.2, "first_loss": 5.1, "final_loss": 5.0, "threads": 1, "peak_rss_bytes": 9}
 PEER |= {"torch": "0"}
@@ -67,9 +66,7 @@ def test_a_peer_is_told_our_model_and_gets_the_ratio_of_pairs(measured):
     for peer, speed in ((eager, 50), (best, 100)):
         ratios = [run["ours"]["tokens_per_s"] / speed for run in found["runs"]]
         assert peer["ratios"] == pytest.approx(ratios) and peer["ratio"] == pytest.approx(sum(ratios) / 2)
-    assert best["memory_ratio"] == pytest.approx(
-        sum(sum(run["ours"]["peak_memory"]) / 9 for run in found["runs"]) / 2
-    )
+    assert best["memory_ratio"] == pytest.approx(sum(sum(run["ours"]["peak_memory"]) / 9 for run in found["runs"]) / 2)
     shape = {"n_embd": 16, "bias": False, "norm_gain": True, "positions": "rope", "vocab_size": 256}
     recipe = {"threads": RANKS, "batch_size": 4, "lr": preset("tiny-adamw").train.lr, "dtype": "float32"}
     for request in requests:

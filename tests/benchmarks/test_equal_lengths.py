@@ -3,12 +3,12 @@
 from itertools import product
 
 import pytest
-from mean_loss import MeanLoss
-from models import VARIANTS, build, one_by_one, sequences_for
-from threadranks import on_all_ranks
-
 from distgpt.core.cpu.kernels import CpuKernels
 from distgpt.core.ops.kernels import Kernels
+from mean_loss import MeanLoss
+from threadranks import on_all_ranks
+
+from models import VARIANTS, build, one_by_one, sequences_for
 
 
 def test_batches_give_the_loss_of_single_sequences():
@@ -27,9 +27,7 @@ def test_ranks_that_share_the_work_all_get_the_loss_of_one():
     for count in (40, 2):  # of 2 sequences some rank has none
         sequences = sequences_for(config, count)
         expected = one_by_one(build(config, Kernels("float64")), sequences)
-        found = on_all_ranks(
-            3, lambda comm, own=sequences: MeanLoss(build(config, Kernels("float64")), 20)(own, comm)
-        )
+        found = on_all_ranks(3, lambda comm, own=sequences: MeanLoss(build(config, Kernels("float64")), 20)(own, comm))
         assert found == [pytest.approx(expected, rel=1e-12)] * 3, count
 
 

@@ -8,15 +8,14 @@ import forward_study
 import pytest
 from benching import FEW, found_in, here
 from click.testing import CliRunner
-from forward_peers import measure_plain
-from forward_study import Study, StudyOptions, methods_and_launcher
-from forward_work import COLUMNS, Job, blocks, refuse_different_losses, row_of, sequences, with_speedups
-from report import assemble, load_all
-
 from distgpt.cluster.jobs.processes import run
 from distgpt.core.base.errors import DisagreementError, DistgptError, UsageError
 from distgpt.measure.jobs import unsteered
 from distgpt.show.page import tabulated
+from forward_peers import measure_plain
+from forward_study import Study, StudyOptions, methods_and_launcher
+from forward_work import COLUMNS, Job, blocks, refuse_different_losses, row_of, sequences, with_speedups
+from report import assemble, load_all
 
 
 @pytest.mark.slow
@@ -90,9 +89,7 @@ def test_plain_python_agrees_and_refuses_what_would_take_too_long():
     plain = replace(FEW, method="python", dtype="float64")
     batched = replace(FEW, dtype="float64")
     refuse_different_losses([row_of(plain, measure_plain(plain)), row_of(batched, here(batched))])
-    with pytest.raises(
-        UsageError, match=r"about [\d,]+ s for 5,000 names of S: --names \d+ fits into the 5 s"
-    ):
+    with pytest.raises(UsageError, match=r"about [\d,]+ s for 5,000 names of S: --names \d+ fits into the 5 s"):
         measure_plain(Job("S", "python", 5000, patience=5))
     with pytest.raises(UsageError, match="of MXL5: raise --patience"):
         measure_plain(Job("MXL5", "python", 5000, patience=1))

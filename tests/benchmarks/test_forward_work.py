@@ -7,6 +7,14 @@ from types import SimpleNamespace
 import pytest
 import timing
 from benching import FEW, found_in, here
+from distgpt.core.base.errors import DisagreementError
+from distgpt.core.comm.api import SerialComm
+from distgpt.core.config.presets import preset
+from distgpt.core.cpu.kernels import CpuKernels
+from distgpt.core.cpu.stages import Stage
+from distgpt.core.model.layers import activation_widths
+from distgpt.core.model.model import Architecture, Model
+from distgpt.gpu.stage import GpuStage
 from forward_work import (
     AGREE,
     NAMES,
@@ -18,15 +26,6 @@ from forward_work import (
     tokens_of,
     with_speedups,
 )
-
-from distgpt.core.base.errors import DisagreementError
-from distgpt.core.comm.api import SerialComm
-from distgpt.core.config.presets import preset
-from distgpt.core.cpu.kernels import CpuKernels
-from distgpt.core.cpu.stages import Stage
-from distgpt.core.model.layers import activation_widths
-from distgpt.core.model.model import Architecture, Model
-from distgpt.gpu.stage import GpuStage
 
 
 def test_names_are_the_same_in_every_run_and_start_again_when_they_run_out():

@@ -11,18 +11,7 @@ BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "python_cost.py"
 
 
 def measured(path, *words):
-    command = [
-        sys.executable,
-        BENCHMARK,
-        "--presets",
-        "tiny",
-        "--threads",
-        "1",
-        "--steps",
-        "2",
-        "--out",
-        path,
-    ]
+    command = [sys.executable, BENCHMARK, "--presets", "tiny", "--threads", "1", "--steps", "2", "--out", path]
     subprocess.run([*command, *words], check=True, timeout=200)
     return json.loads(path.read_text())
 

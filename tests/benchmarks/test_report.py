@@ -11,13 +11,12 @@ import pytest
 import report
 from charts import Bar, BarChart, LineChart, Series, svg
 from click.testing import CliRunner
-from pages import Section
-from pages import html as html_page
-from report import assemble, load_all, write
-
 from distgpt.core.base.errors import DataError, UsageError
 from distgpt.measure import jobs
 from distgpt.show.page import Table
+from pages import Section
+from pages import html as html_page
+from report import assemble, load_all, write
 
 HERE = {"date": "2026-01-02T10:00:00+00:00", "command": "distgpt bench x", "processor": "A", "cores": 2}
 
@@ -80,9 +79,7 @@ def test_a_name_becomes_a_files(tmp_path):
     names = {"日本 1": "日本-1", "a/b..c": "a-b..c", "../..": "..-..", "///": "unnamed"}
     for name, file in names.items():
         assert jobs.save(tmp_path, "train", name, trained()) == tmp_path / f"train-{file}.json", name
-    assert {each["file"] for each in load_all(tmp_path)[0]} == {
-        f"train-{file}.json" for file in names.values()
-    }
+    assert {each["file"] for each in load_all(tmp_path)[0]} == {f"train-{file}.json" for file in names.values()}
 
 
 @pytest.mark.ci
@@ -125,16 +122,9 @@ ODD = Series("s", [(1, 1), (2, math.nan), (3, 10**400), (4, 5e-324), (5, -math.i
 @pytest.mark.parametrize(
     "chart",
     [
-        LineChart(
-            "Lines", "As it says.", "x", "y", [ODD, Series("t", []), Series("u", [(2, 3), (1, 4)], True)]
-        ),
+        LineChart("Lines", "As it says.", "x", "y", [ODD, Series("t", []), Series("u", [(2, 3), (1, 4)], True)]),
         LineChart("Logarithms", "As it says.", "x", "y", [ODD], True, True),
-        BarChart(
-            "Bars",
-            "As it says.",
-            "s",
-            [Bar("a", 1.0, "1"), Bar("b", math.inf, "\x00"), Bar("c", math.nan, "")],
-        ),
+        BarChart("Bars", "As it says.", "s", [Bar("a", 1.0, "1"), Bar("b", math.inf, "\x00"), Bar("c", math.nan, "")]),
         BarChart("No bars", "Nothing.", "s", []),
     ],
 )

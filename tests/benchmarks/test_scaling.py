@@ -6,16 +6,14 @@ import sys
 import pytest
 import scaling
 from click.testing import CliRunner
-from conftest import needs_mpi
-from report import assemble, load_all
-
 from distgpt.cluster.jobs.processes import run
 from distgpt.core.base.errors import UsageError
 from distgpt.measure.jobs import unsteered
+from report import assemble, load_all
 
-SMALL = (
-    "--n-layer 1 --n-head 2 --n-embd 16 --seq-len 16 --batch-size 4 --data story --tokenizer word --steps 6"
-)
+from conftest import needs_mpi
+
+SMALL = "--n-layer 1 --n-head 2 --n-embd 16 --seq-len 16 --batch-size 4 --data story --tokenizer word --steps 6"
 
 
 @pytest.mark.ranks
@@ -44,8 +42,6 @@ def test_invalid_options_are_rejected_before_anything_runs(tmp_path):
         (["--init", "weights"], "--init"),
         (["--launcher", "no-such-launcher"], "no-such-launcher"),
     ):
-        error = (
-            CliRunner().invoke(scaling.main, [*SMALL.split(), *words, "--out", str(tmp_path / "o")]).exception
-        )
+        error = CliRunner().invoke(scaling.main, [*SMALL.split(), *words, "--out", str(tmp_path / "o")]).exception
         assert isinstance(error, UsageError) and said in str(error), words
     assert not list(tmp_path.iterdir())

@@ -12,14 +12,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 import pytest
-from conftest import SMALL, inside
-from prometheus_client import generate_latest
-from prometheus_client.parser import text_string_to_metric_families
-
 from distgpt.callbacks import exporter
 from distgpt.callbacks.exporter import Exporter, Port, Textfile, parsed_address
 from distgpt.core.base.errors import StorageError, UsageError
 from distgpt.core.base.interrupts import Interrupted
+from prometheus_client import generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from conftest import SMALL, inside
 
 
 def parsed(text):
@@ -67,9 +67,7 @@ def test_the_page_has_what_a_step_and_an_evaluation_reported(tmp_path, monkeypat
     assert value(page, "watts") == 3.25 and value(page, "top_k") == 1
     names = parsed(page)
     assert "distgpt_train_gradient_norm" not in names  # step 4 had none
-    assert (
-        "distgpt_train_exit_code" not in names and "distgpt_train_checkpoint_timestamp_seconds" not in names
-    )
+    assert "distgpt_train_exit_code" not in names and "distgpt_train_checkpoint_timestamp_seconds" not in names
     ((about, _),) = names["distgpt_train_info"].items()
     assert dict(about)["run"] == str(tmp_path / 'a "run"\\\nof mine')
     assert dict(about)["job"] == "77" and dict(about)["ranks"] == "4"

@@ -5,12 +5,12 @@ import json
 import sys
 
 import pytest
-from conftest import inside
-
 from distgpt.callbacks.structured import JsonLines, as_json
 from distgpt.core.base.errors import StorageError
 from distgpt.core.base.interrupts import Interrupted
 from distgpt.core.comm import job
+
+from conftest import inside
 
 
 @pytest.fixture

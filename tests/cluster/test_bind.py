@@ -7,15 +7,15 @@ import socket
 import sys
 
 import pytest
-from conftest import HELPERS, MPIRUN, SMALL, distgpt, needs_mpi, refused
-from trees import TREES, Core, Seen, Tree, sys_of
-
 from distgpt.cluster.affinity import bind
 from distgpt.cluster.affinity.bind import TAKEN, VARIABLE, Placed, claim_of, doubts
 from distgpt.cluster.affinity.machine import SYS, read_machine
 from distgpt.cluster.affinity.plan import Rank, place_of
 from distgpt.core.comm.api import SerialComm
 from distgpt.core.comm.layout import Layout
+from trees import TREES, Core, Seen, Tree, sys_of
+
+from conftest import HELPERS, MPIRUN, SMALL, distgpt, needs_mpi, refused
 
 OWN = sorted(os.sched_getaffinity(0))[:2] if hasattr(os, "sched_getaffinity") else []
 PLACED = [sys.executable, str(HELPERS / "placed.py")]
@@ -210,9 +210,7 @@ def test_a_launch_that_fights_itself_is_described():
     ("share", "ranks", "granted", "threads"),
     [(256.0, 1, 256, 128), (32.0, 8, 32, 16), (32.0, 8, 8, 8), (0.5, 512, 1, 1)],
 )
-def test_threads_are_as_many_as_cores_of_the_share_that_are_granted(
-    share, ranks, granted, threads, monkeypatch
-):
+def test_threads_are_as_many_as_cores_of_the_share_that_are_granted(share, ranks, granted, threads, monkeypatch):
     comm = SerialComm()
     comm.cores, comm.local_size = share, ranks
     monkeypatch.setattr(Layout, "share", lambda self, cores, ranks, grants: granted)

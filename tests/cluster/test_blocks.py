@@ -3,10 +3,9 @@
 import itertools
 
 import pytest
-from trees import TREES, sys_of
-
 from distgpt.cluster.affinity.machine import cpu_list, read_machine
 from distgpt.cluster.affinity.plan import Advice, blocks, recommended
+from trees import TREES, sys_of
 
 
 def machine_of(name, allowed=None):
@@ -23,9 +22,7 @@ def test_no_plan_shares_a_core_or_takes_one_that_was_not_given(name, ranks):
     core_of = {cpu.number: cpu.core for cpu in machine.cpus}
     assert len({*taken}) == len(taken) and {*taken} <= machine.allowed
     for block in cut:
-        assert {*block.seats} <= {*block.cpus} and len({core_of[cpu] for cpu in block.seats}) == len(
-            block.seats
-        )
+        assert {*block.seats} <= {*block.cpus} and len({core_of[cpu] for cpu in block.seats}) == len(block.seats)
         assert {core_of[cpu] for cpu in block.seats} == {core_of[cpu] for cpu in block.cpus}
     users = [core_of[cpu] for block in cut for cpu in block.seats]
     assert len({*users}) == len(users)

@@ -8,8 +8,9 @@ from functools import partial
 import batchjob
 import pytest
 from batchjob import STEPS, WORDS, marks, same, uninterrupted, variable
-from conftest import distgpt, metrics, needs_mpi
 from fluxinstance import flux_instance, lacking
+
+from conftest import distgpt, metrics, needs_mpi
 
 pytestmark = marks(lacking())
 held = partial(batchjob.held, sign="FLUX_TASK_RANK")

@@ -5,8 +5,9 @@ import time
 
 import pytest
 from batchjob import STEPS, WORDS, held, is_asked, marks, same, uninterrupted
-from conftest import distgpt, metrics, needs_mpi
 from gridengine import grid_engine, lacking
+
+from conftest import distgpt, metrics, needs_mpi
 
 pytestmark = marks(lacking())
 

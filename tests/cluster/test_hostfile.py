@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import MPIRUN, inside, needs_mpi, refused
-
 from distgpt.cluster.jobs.launchers import hostfile_problems, mpirun, parse_hostfile
 from distgpt.measure.doctor import hosts
+
+from conftest import MPIRUN, inside, needs_mpi, refused
 
 LAUNCHERS = ("MPICH", "Open MPI")
 # A file, and the ranks on each host as they were started by MPICH 5.0.2 (`mpirun -f FILE` without -n) and
@@ -65,9 +65,7 @@ def test_a_file_without_problems_means_what_the_launcher_started():
                 assert found, (launcher, content)
             elif not found:
                 counted = meant(content, launcher)
-                assert ranks == {host: "?" if n == "?" else counted[host] for host, n in ranks.items()}, (
-                    content
-                )
+                assert ranks == {host: "?" if n == "?" else counted[host] for host, n in ranks.items()}, content
 
 
 @pytest.mark.ranks
@@ -77,9 +75,7 @@ def test_a_file_without_problems_means_what_the_launcher_started():
 def test_mpich_still_reads_as_it_did(tmp_path):
     """With a program in place of ssh that starts what it is given here, under the name of the host."""
     ssh = tmp_path / "ssh"
-    ssh.write_text(
-        '#!/bin/sh\n[ "$1" = -x ] && shift\nASKED_AS=$1; shift\nexport ASKED_AS\nexec sh -c "$*"\n'
-    )
+    ssh.write_text('#!/bin/sh\n[ "$1" = -x ] && shift\nASKED_AS=$1; shift\nexport ASKED_AS\nexec sh -c "$*"\n')
     ssh.chmod(0o755)
     options = ["-launcher", "ssh", "-launcher-exec", ssh, "-iface", "lo", "-f", tmp_path / "hosts"]
     for content in (content for content in READ if content):

@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+
 from conftest import MPIRUN, needs_mpi
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "ranks.md"

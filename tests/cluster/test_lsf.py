@@ -9,8 +9,9 @@ import time
 
 import pytest
 from batchjob import OPEN_MPI, STEPS, WORDS, held, is_asked, marks, same, uninterrupted, variable
-from conftest import distgpt, losses, metrics, needs_mpi
 from lava import lacking, lava
+
+from conftest import distgpt, losses, metrics, needs_mpi
 
 pytestmark = marks(lacking())
 
@@ -49,9 +50,7 @@ def finish(cluster):
 
 @needs_mpi
 @pytest.mark.parametrize("name", ["URG", "USR2", "USR1"])
-def test_a_job_that_is_warned_is_saved_queued_again_and_ends_as_if_not_stopped(
-    cluster, finished, tmp_path, name
-):
+def test_a_job_that_is_warned_is_saved_queued_again_and_ends_as_if_not_stopped(cluster, finished, tmp_path, name):
     """URG comes by -wa before the limit, USR2 at the limit. All processes of the job get the signal."""
     number = submit(cluster, tmp_path, "--time", "10m")
     with held(cluster, tmp_path) as ranks:

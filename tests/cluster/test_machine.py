@@ -4,11 +4,10 @@ import os
 from dataclasses import replace
 
 import pytest
-from trees import TREES, Core, Seen, Tree, sys_of
-
 from distgpt.cluster.affinity.machine import MOST_CPUS, cpu_list, read_machine
 from distgpt.cluster.affinity.plan import blocks
 from distgpt.core.base.formatting import in_runs
+from trees import TREES, Core, Seen, Tree, sys_of
 
 
 @pytest.mark.parametrize("name", TREES)
@@ -33,9 +32,7 @@ def test_numbers_are_those_of_the_system():
 
 
 def test_efficient_cores_are_slow_and_favoured_ones_are_not_the_only_fast_ones():
-    slow = {
-        name: in_runs(cpu.number for cpu in read_machine(sys_of(name)).cpus if not cpu.fast) for name in TREES
-    }
+    slow = {name: in_runs(cpu.number for cpu in read_machine(sys_of(name)).cpus if not cpu.fast) for name in TREES}
     assert {name: cpus for name, cpus in slow.items() if cpus} == {"alder lake": "12-19", "big.LITTLE": "0-3"}
 
 
@@ -53,8 +50,7 @@ def test_this_machine_is_read():
 
 # 8 cores with two CPUs each, in two NUMA regions with a third-level cache each.
 SMALL = Tree(
-    [Core((i, i + 8), region=i // 4, l3=i // 4) for i in range(8)],
-    Seen(cpus=16, cores=8, sockets=1, regions=2, l3=2),
+    [Core((i, i + 8), region=i // 4, l3=i // 4) for i in range(8)], Seen(cpus=16, cores=8, sockets=1, regions=2, l3=2)
 )
 CORE = "devices/system/cpu/cpu1/topology/core_cpus_list"
 

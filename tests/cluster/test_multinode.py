@@ -9,18 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from hosts import (
-    BIN,
-    NET,
-    Unavailable,
-    call,
-    inhabitants,
-    joined_hosts,
-    lacking,
-    plain_link,
-    program,
-    wait_for,
-)
+from hosts import BIN, NET, Unavailable, call, inhabitants, joined_hosts, lacking, plain_link, program, wait_for
 
 pytestmark = pytest.mark.skipif(bool(lacking()), reason=lacking())
 
@@ -60,9 +49,7 @@ def test_two_hosts_train_as_one_does(hosts, tmp_path):
 
 def test_the_doctor_asks_the_other_host(hosts, tmp_path):
     launcher, spaces = hosts
-    options = (
-        f"-i {Path(launcher[0]).parent / 'user'} -o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null"
-    )
+    options = f"-i {Path(launcher[0]).parent / 'user'} -o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null"
     program(tmp_path / "ssh", f'exec {shutil.which("ssh")} {options} "$@"')
     start = ["ip", "netns", "exec", spaces[0], "unshare", "-u", "sh", "-c", 'hostname node1; exec "$0" "$@"']
     words = [sys.executable, "-m", "distgpt", "doctor", "--hostfile", launcher[-1], "--ssh", "--json"]

@@ -7,9 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from batchjob import OPEN_MPI, STEPS, WORDS, held, is_asked, marks, same, variable
-from conftest import losses, metrics, needs_mpi
 from hosts import MPIRUN
 from openpbs import lacking, open_pbs
+
+from conftest import losses, metrics, needs_mpi
 
 SPARE = 6  # seconds before the limit at which ranks that stood still have to save
 pytestmark = marks(lacking())
@@ -63,9 +64,7 @@ def said(cluster, folder, number):
 
 @needs_mpi
 @pytest.mark.parametrize("place", ["--ranks-per-node 2", "--nodes 2 --ranks-per-node 1"])
-def test_a_job_saves_before_its_limit_is_followed_once_and_ends_as_if_not_stopped(
-    cluster, finished, folder, place
-):
+def test_a_job_saves_before_its_limit_is_followed_once_and_ends_as_if_not_stopped(cluster, finished, folder, place):
     (folder / "first.sh").write_text("true\n")
     before = cluster.by_user("qsub", "first.sh", cwd=folder).strip()
     waits = ("--directive", f"-W depend=afterany:{before}")

@@ -11,13 +11,13 @@ from pathlib import Path
 from tempfile import TemporaryFile
 
 import pytest
-from conftest import MPIRUN, needs_mpi, wait_for
-from launching import RANKS, SIZES
-
 from distgpt.cluster.jobs.launchers import distant_mpi, find_launcher, own_mpirun
 from distgpt.cluster.jobs.processes import TIMED_OUT, Ended, distgpt_command, run, unlaunched
 from distgpt.core.base.errors import StorageError, UsageError
 from distgpt.core.base.system import PACKAGE, python, python_code
+from launching import RANKS, SIZES
+
+from conftest import MPIRUN, needs_mpi, wait_for
 
 PYTHON = sys.executable
 
@@ -76,12 +76,7 @@ def test_children_use_the_package_that_started_them(tmp_path):
     (tmp_path / "checkout").mkdir()
     (tmp_path / "checkout" / "distgpt").symlink_to(PACKAGE)
     site = os.pathsep.join(path for path in sys.path if Path(path).name == "site-packages")
-    start = [
-        sys.executable,
-        "-S",
-        *python()[1:],
-        tmp_path / "checkout" / "distgpt",
-    ]  # -S: without installed ones
+    start = [sys.executable, "-S", *python()[1:], tmp_path / "checkout" / "distgpt"]  # -S: without installed ones
     ended = run([*start, "--version"], env={**os.environ, "PYTHONPATH": site})
     assert (ended.code, ended.output.split(",")[0]) == (0, "distgpt"), ended
 
@@ -182,9 +177,7 @@ def test_what_a_child_printed_is_kept_although_it_did_not_end_by_itself():
 @needs_mpi
 def test_a_killed_rank_is_reported_and_not_where_to_read_about_it():
     """Of MPICH, which says in its last line where; others say their own."""
-    killed = (
-        "import os, time; os.environ.get('PMI_RANK', '1') == '1' and os.kill(os.getpid(), 9); time.sleep(9)"
-    )
+    killed = "import os, time; os.environ.get('PMI_RANK', '1') == '1' and os.kill(os.getpid(), 9); time.sleep(9)"
     ended = run([MPIRUN, "-n", "2", PYTHON, "-c", killed])
     assert ended.code != 0 and "FAQ" not in ended.complaint()
     if "EXIT STRING" in ended.output + ended.errors:

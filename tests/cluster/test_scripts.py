@@ -11,6 +11,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+
 from conftest import inside
 
 KEPT = Path(__file__).with_name("scripts.txt")
@@ -33,8 +34,7 @@ CASES = {
     "an array": "--array 1-4 --name seeds --ranks-per-node 2 --mpi {mpi} -- " + OUT + " --seed $ELEMENT",
     "an array of successors": "--array 1-3 --successor -- train --seed $ELEMENT",
     "another MPI": "--nodes 2 --mpi {other} --successor -- " + OUT,
-    "the user's own": "--gpus-per-node 2 --mpi {mpi} {own} --setup 'export A=\"b c\"' --prefix 'numactl -l'"
-    " -- " + OUT,
+    "the user's own": "--gpus-per-node 2 --mpi {mpi} {own} --setup 'export A=\"b c\"' --prefix 'numactl -l' -- " + OUT,
 }
 
 

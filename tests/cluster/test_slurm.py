@@ -15,9 +15,10 @@ from pathlib import Path
 
 import pytest
 from batchjob import STEPS, WORDS, same
-from conftest import distgpt, inside, metrics, needs_mpi
 from slurmcluster import BINDING, lacking, slurm_cluster
 from standstill import standing_still
+
+from conftest import distgpt, inside, metrics, needs_mpi
 
 pytestmark = pytest.mark.ranks
 
@@ -172,9 +173,7 @@ def test_ranks_of_a_described_node_are_bound_to_cores_of_their_own(tmp_path):
     words = ["--node", "1x2", "--ranks-per-node", "2", "--mpi", "none", "--time", "5m", "--name", "bound"]
     script = written(*SLURM, *words, "train", cwd=tmp_path)
     show = shlex.join([sys.executable, "-c", "import os; print(*os.sched_getaffinity(0))"])
-    script = re.sub(
-        r"(--wait=60 \\\n  ).*?( \\\n  >>)", lambda found: found[1] + show + found[2], script, flags=re.S
-    )
+    script = re.sub(r"(--wait=60 \\\n  ).*?( \\\n  >>)", lambda found: found[1] + show + found[2], script, flags=re.S)
     with slurm_cluster(BINDING) as own:
         own.call("sbatch", "--wait", input=script, cwd=tmp_path)
     (log,) = tmp_path.glob("bound-*.0.log")

@@ -12,13 +12,13 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from conftest import SMALL, inside, needs_mpi, refused
-from trees import sys_of
-
 from distgpt.cluster.affinity.machine import read_machine
 from distgpt.cluster.jobs import batch, systems
 from distgpt.cluster.jobs.systems import LAUNCHERS, SYSTEMS
 from distgpt.cluster.launch.environment import MPIS, batch_job, job_end
+from trees import sys_of
+
+from conftest import SMALL, inside, needs_mpi, refused
 
 TRAIN = ["train", "--batch-size", "32", "--out", "runs/mine"]
 
@@ -130,23 +130,14 @@ def test_an_environments_own_mpirun_starts_ranks_of_its_own_mpi_alone(tmp_path, 
     own.write_text("#!/bin/sh\necho HYDRA build details\n")
     own.chmod(0o755)
     monkeypatch.setattr(systems, "own_mpirun", lambda: str(own))
-    for mpi, program in (
-        ("mpich", str(own)),
-        ("openmpi", "mpiexec"),
-        ("intel", "mpiexec"),
-        ("pals", "mpiexec"),
-    ):
+    for mpi, program in (("mpich", str(own)), ("openmpi", "mpiexec"), ("intel", "mpiexec"), ("pals", "mpiexec")):
         text = written("sge", "--ranks-per-node", "2", "--mpi", mpi, cwd=tmp_path)
         assert started(text)[0] == program, mpi
 
 
 @pytest.mark.ci
 def test_a_run_without_progress_is_begun_again_unless_the_user_says_when(tmp_path):
-    for words, expected in (
-        ([], "30m"),
-        (["--stall-abort", "2h"], "2h"),
-        (["--stall-timeout", "1h"], None),
-    ):
+    for words, expected in (([], "30m"), (["--stall-abort", "2h"], "2h"), (["--stall-timeout", "1h"], None)):
         command = started(written("sge", command=[*TRAIN, *words], cwd=tmp_path))
         found = [after for word, after in pairwise(command) if word == "--stall-abort"]
         assert found == ([expected] if expected else [])
@@ -255,9 +246,7 @@ def test_a_run_knows_the_end_that_a_script_has_set():
     ],
 )
 def test_each_region_of_a_described_node_gets_a_rank(words, ranks, cpus, tmp_path):
-    text = written(
-        "slurm", *TWO_NODES, *words.split(), command=["train", "--batch-size", "192"], cwd=tmp_path
-    )
+    text = written("slurm", *TWO_NODES, *words.split(), command=["train", "--batch-size", "192"], cwd=tmp_path)
     assert {f"--ntasks-per-node={ranks}", f"--cpus-per-task={cpus}"} <= {*directives("slurm", text)}
     command = started(text)
     assert command[command.index("--threads") + 1] == str(cpus)

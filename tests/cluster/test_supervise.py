@@ -11,8 +11,6 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import BIN, MPIRUN, SMALL, inside, metrics, needs_mpi, popen, refused, wait_for
-
 from distgpt.cluster import supervise
 from distgpt.cluster.jobs import reach
 from distgpt.cluster.jobs.launchers import HostLine
@@ -21,6 +19,8 @@ from distgpt.cluster.supervise import Supervisor, chosen, parse, read_rooms
 from distgpt.core.base.errors import UsageError
 from distgpt.core.config import RunConfig
 from distgpt.core.saved.run_lock import RunLock
+
+from conftest import BIN, MPIRUN, SMALL, inside, metrics, needs_mpi, popen, refused, wait_for
 
 NO_LIMITS = {"least": 1, "restarts": None, "stall": None}
 # A launch, the parts that are read of it, and its words on 3 ranks of the hosts in "new".
@@ -37,15 +37,9 @@ LINES = {
         (2, "h", "1"),
         "nice mpirun --hostfile new --np 3 -N 1 -x Z env A=1 python3 -m distgpt tune --out x",
     ),
-    "mpirun -n 2 numactl -l distgpt train -n 5": (
-        (2, None, None),
-        "mpirun -n 3 numactl -l env A=1 distgpt train -n 5",
-    ),
+    "mpirun -n 2 numactl -l distgpt train -n 5": ((2, None, None), "mpirun -n 3 numactl -l env A=1 distgpt train -n 5"),
     "srun -n 8 -f distgpt train": ((1, None, None), "srun -n 8 -f env A=1 distgpt train"),
-    "mpirun -n 2 python3 -P /a/distgpt train": (
-        (2, None, None),
-        "mpirun -n 3 env A=1 python3 -P /a/distgpt train",
-    ),
+    "mpirun -n 2 python3 -P /a/distgpt train": ((2, None, None), "mpirun -n 3 env A=1 python3 -P /a/distgpt train"),
     "distgpt train --out x": ((1, None, None), "distgpt train --out x"),
 }
 WRONG = {
@@ -78,9 +72,7 @@ def test_the_lines_of_a_hostfile_are_rooms(tmp_path, monkeypatch):
 
     def of(vendor, words):
         monkeypatch.setattr(supervise, "mpirun", lambda program: {"vendor": vendor})
-        return read_rooms(
-            parse(["mpirun", *words.split(), "-f", str(tmp_path / "hosts"), "distgpt", "train"])
-        )
+        return read_rooms(parse(["mpirun", *words.split(), "-f", str(tmp_path / "hosts"), "distgpt", "train"]))
 
     found = of("MPICH", "-n 4")
     assert found == [HostLine("a:2", "a", 2), HostLine("b:2 user=me", "b", 2), HostLine("c", "c", 1)]
@@ -175,9 +167,7 @@ def test_beside_a_log_of_json_what_the_supervisor_says_is_json_too(tmp_path, mon
     words = [*job(tmp_path, [(5, 9), (9, 70), (9, 2)]), "--log-format", "json"]
     result = inside("supervise", "--", *words)
     said = [json.loads(line) for line in result.stderr.splitlines()]
-    assert result.returncode == 2 and {(each["event"], each["level"]) for each in said} == {
-        ("supervisor", "notice")
-    }
+    assert result.returncode == 2 and {(each["event"], each["level"]) for each in said} == {("supervisor", "notice")}
     assert said[0]["message"] == "the job has ended after step 5: a rank was killed"
     assert said[-1]["message"] == "not started again, as it would end so again: exit code 2"
 
@@ -329,8 +319,5 @@ def test_a_killed_rank_costs_no_bit(tmp_path):
     assert process.returncode == 0 and "start 2, from step" in said, said
     assert time.monotonic() - killed < 60
     assert list(metrics(out)) == list(range(1, 61))
-    same = [
-        path.read_bytes()
-        for path in (tmp_path / "whole" / "weights.safetensors", out / "weights.safetensors")
-    ]
+    same = [path.read_bytes() for path in (tmp_path / "whole" / "weights.safetensors", out / "weights.safetensors")]
     assert same[0] == same[1]

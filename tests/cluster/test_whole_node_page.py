@@ -4,10 +4,9 @@ import re
 from pathlib import Path
 
 import pytest
-from trees import TREES, sys_of
-
 from distgpt.cluster.affinity.machine import read_machine
 from distgpt.cluster.affinity.plan import recommended
+from trees import TREES, sys_of
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "explanation" / "whole-node.md"
 ROWS = {

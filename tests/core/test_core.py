@@ -3,11 +3,11 @@
 import sys
 from pathlib import Path
 
+import distgpt as package
 import pytest
+
 from conftest import distgpt, losses, needs_mpi
 from core.alone import SIZE
-
-import distgpt as package
 
 ALONE = [sys.executable, str(Path(__file__).with_name("alone.py"))]
 

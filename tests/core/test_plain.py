@@ -3,8 +3,9 @@
 import sys
 
 import pytest
-from conftest import SMALL, distgpt
 from test_floors import MODULES, PACKAGE
+
+from conftest import SMALL, distgpt
 
 # Up to its first update a run in a batch job, on a host with counters, or of several ranks has more to load.
 LOADED = """

@@ -8,12 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from tokenizing import GPT2, STORY, gpt2, needs_gpt2
-
 from distgpt.core.data.tokenizers import tokenizer_from_json
 from distgpt.corpora.tokenizers import bpe
 from distgpt.corpora.tokenizers import bpe_fast as fast_bpe
 from distgpt.corpora.tokenizers.bpe import learn_bpe
+from tokenizing import GPT2, STORY, gpt2, needs_gpt2
 
 NASTY = [
     *["'s", "'S", "'ll", "'l", "'re", "'ve", "'d", "'m", "'t", "'", "''", "’s", "<|endoftext|>"],
@@ -111,9 +110,7 @@ def test_pieces_that_differ_in_length_or_at_their_end_only_are_told_apart(monkey
 
 
 def test_threads_encode_side_by_side_with_one_tokenizer(monkeypatch):
-    monkeypatch.setattr(
-        fast_bpe, "_KINDS", np.zeros_like(fast_bpe._KINDS)
-    )  # which all begin to learn at once
+    monkeypatch.setattr(fast_bpe, "_KINDS", np.zeros_like(fast_bpe._KINDS))  # which all begin to learn at once
     texts = [mixed_text(40_000)[start:] for start in range(8)]
     encoder = fast(own())
     meeting = threading.Barrier(4)

@@ -3,13 +3,13 @@
 import json
 
 import pytest
-from conftest import inside, refused
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
-from tokenizing import STORY, TEXT, small
-
 from distgpt.core.base.errors import DataError
 from distgpt.core.data.tokenizers import fingerprint, load_tokenizer
 from distgpt.corpora.tokenizers.bpe import learn_bpe
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizing import STORY, TEXT, small
+
+from conftest import inside, refused
 
 
 def hugging_face(special="<|endoftext|>", tokenizer=None):

@@ -4,14 +4,13 @@ import time
 
 import pytest
 from chattemplates import BEGINS, ENDS, TEMPLATES, settings
+from distgpt.core.base.errors import DataError
+from distgpt.core.data.tokenizers import load_tokenizer
+from distgpt.corpora.chats.format import ChatFormat, Renderer, checked_messages, encode_parts
 from families import document, write_family
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 from tokenizing import small
-
-from distgpt.core.base.errors import DataError
-from distgpt.core.data.tokenizers import load_tokenizer
-from distgpt.corpora.chats.format import ChatFormat, Renderer, checked_messages, encode_parts
 
 CHAT = [
     {"role": "user", "content": "Where is the lamp? "},
@@ -141,9 +140,7 @@ def test_templates_are_programs_that_are_held_in_bounds():
 
 def test_messages_of_others_are_checked():
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    assert checked_messages([{"role": "user", "content": parts, "name": "x"}]) == [
-        {"role": "user", "content": "ab"}
-    ]
+    assert checked_messages([{"role": "user", "content": parts, "name": "x"}]) == [{"role": "user", "content": "ab"}]
     for value, message in (
         (None, "must be a list"),
         ([], "not empty"),

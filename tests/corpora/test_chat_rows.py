@@ -6,13 +6,12 @@ import json
 import numpy as np
 import pytest
 from chattemplates import settings
-from families import FAMILIES, write_family
-from tokenizing import small
-
 from distgpt.core.base.errors import DataError
 from distgpt.core.data.tokenizers import load_tokenizer
 from distgpt.corpora.chats.examples import read_examples
 from distgpt.corpora.chats.format import ChatFormat
+from families import FAMILIES, write_family
+from tokenizing import small
 
 QUESTION, ANSWER = "Where is the lamp?", "In the 12th harbour, naïve 中."
 TURN = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}]
@@ -105,11 +104,7 @@ def test_a_row_that_is_none_is_named_by_its_line(plain, tmp_path):
 
 
 def test_files_without_rows_and_binary_ones_are_refused(plain, tmp_path):
-    for content, message in (
-        (b"", "holds no rows"),
-        (b"\n \n", "holds no rows"),
-        (b"\x80\x81\n", "line 1: .*UTF-8"),
-    ):
+    for content, message in ((b"", "holds no rows"), (b"\n \n", "holds no rows"), (b"\x80\x81\n", "line 1: .*UTF-8")):
         (tmp_path / "f").write_bytes(content)
         with pytest.raises(DataError, match=message):
             examples(tmp_path / "f", plain)

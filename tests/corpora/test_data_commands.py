@@ -10,9 +10,10 @@ import subprocess
 import time
 
 import pytest
-from conftest import inside, popen, refused
 from disks import file_size_limit
 from preparing import contents
+
+from conftest import inside, popen, refused
 
 SHARDS = 60
 

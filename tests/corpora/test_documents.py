@@ -12,21 +12,18 @@ import tracemalloc
 from pathlib import Path
 
 import pytest
-from conftest import inside
 from disks import unprivileged
-from tokenizing import gpt2, needs_gpt2
-
 from distgpt.core.base.errors import DataError, StorageError, UsageError
 from distgpt.corpora.prepare import documents as cutting
 from distgpt.corpora.prepare import preparing
 from distgpt.corpora.prepare.documents import Offset, documents, find_inputs, parts, pieces
 from distgpt.corpora.prepare.preparing import AHEAD, in_order
 from distgpt.corpora.tokenizers.bpe import learn_bpe
+from tokenizing import gpt2, needs_gpt2
 
-ALPHABET = (
-    "ab'sZé’\"_-. ,!09½²Я中日カ한🙂👩‍👧\u0301\u200b"
-    + "  \n\n\t\r\x0b\x0c\x1c\x85\xa0\u2028\u3000\ufeff\ufffd"
-)
+from conftest import inside
+
+ALPHABET = "ab'sZé’\"_-. ,!09½²Я中日カ한🙂👩‍👧\u0301\u200b" + "  \n\n\t\r\x0b\x0c\x1c\x85\xa0\u2028\u3000\ufeff\ufffd"
 TEXTS = ["one", "two\nlines é", "3 🙂 中文", "", "last"]
 
 

@@ -10,11 +10,6 @@ from pathlib import Path
 import hostiletokenizers
 import numpy as np
 import pytest
-from conftest import inside, refused
-from families import FAMILIES, document
-from hostiletokenizers import FAILING, TEXT, byte_level, charsmap, failing, replace, sequence, slow, split
-from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers
-
 from distgpt.core.base.errors import DataError
 from distgpt.core.config import ModelConfig, RunConfig
 from distgpt.core.model.model import Architecture
@@ -23,6 +18,11 @@ from distgpt.core.saved.tensors import write_tensors
 from distgpt.corpora.tokenizers import library
 from distgpt.corpora.tokenizers.library import growth, may_be_slow, refuse_growth
 from distgpt.corpora.tokenizers.tokenizer_json import LibraryTokenizer
+from families import FAMILIES, document
+from hostiletokenizers import FAILING, TEXT, byte_level, charsmap, failing, replace, sequence, slow, split
+from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers
+
+from conftest import inside, refused
 
 METASPACE = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True}
 
@@ -61,10 +61,7 @@ def test_steps_of_known_families_are_taken():
 
 def test_the_bound_holds_for_every_step():
     """A step by Unicode's tables makes TABLES characters of one at most; what is said of others holds too."""
-    assert (
-        max(len(unicodedata.normalize("NFKD", chr(code).lower())) for code in range(0x110000))
-        == library.TABLES
-    )
+    assert max(len(unicodedata.normalize("NFKD", chr(code).lower())) for code in range(0x110000)) == library.TABLES
     texts = ("a b c ", "中中", "\ufdfa\ufdfa", "İ", "aaaa", " ", "🙂é", "''")
     steps = [
         normalizers.Replace("a", "bcd"), normalizers.Replace(Regex("a"), "bcd"), normalizers.Prepend("xyz"),
@@ -77,9 +74,7 @@ def test_the_bound_holds_for_every_step():
         most = growth(about)
         for text in texts:
             is_first = hasattr(step, "normalize_str")
-            made = (
-                step.normalize_str(text) if is_first else "".join(p for p, _ in step.pre_tokenize_str(text))
-            )
+            made = step.normalize_str(text) if is_first else "".join(p for p, _ in step.pre_tokenize_str(text))
             # Symbols for bytes count by what they come from: two for a character of two bytes.
             size = max(len(text), len(text.encode()) / 2) if about["type"] == "ByteLevel" else len(text)
             assert len(made) <= size * most * (library.TABLES if most == 1 else 1), (about, text, made)

@@ -3,13 +3,12 @@
 import json
 
 import pytest
-from families import FAMILIES, document, write_family
-from tokenizers import Tokenizer
-from tokenizing import STORY, TEXT
-
 from distgpt.core.base.errors import DataError
 from distgpt.core.data.tokenizers import ChatTemplate, fingerprint, load_tokenizer, tokenizer_from_json
 from distgpt.corpora.tokenizers.bpe import symbols
+from families import FAMILIES, document, write_family
+from tokenizers import Tokenizer
+from tokenizing import STORY, TEXT
 
 PLAIN = (STORY[:2000], "1234567 in 2026", " two  blanks ", "naïve e\u0301 中日 🙂\n\n\tx", "", " ")
 
@@ -45,14 +44,10 @@ def test_parts_have_the_ids_of_the_whole(both):
     ours, library = both
     spelled, token = list(ours.specials.items())[-1]
     ids, ends = ours.encode_parts(["lamp 12", token, token, "é the lamp", "s"])
-    assert (
-        ids.tolist() == library.encode(f"lamp 12{spelled}{spelled}é the lamps", add_special_tokens=False).ids
-    )
+    assert ids.tolist() == library.encode(f"lamp 12{spelled}{spelled}é the lamps", add_special_tokens=False).ids
     assert ends[-1] == len(f"lamp 12{spelled}{spelled}é the lamps") and (ends[1:] >= ends[:-1]).all()
     first = ids.tolist().index(token)
-    assert (
-        ends[first - 1] == 7 and ends[first] == 7 + len(spelled) and ends[first + 1] == 7 + 2 * len(spelled)
-    )
+    assert ends[first - 1] == 7 and ends[first] == 7 + len(spelled) and ends[first + 1] == 7 + 2 * len(spelled)
 
 
 def test_a_prompt_begins_as_the_post_processor_says(both):
@@ -133,9 +128,7 @@ def test_a_character_whose_bytes_the_vocabulary_lacks_is_named(tmp_path):
     """The library would leave it out."""
     lacking = json.loads(document("smollm2"))
     vocab = {text: i for text, i in lacking["model"]["vocab"].items() if text != symbols()[0xAD]}
-    (tmp_path / "tokenizer.json").write_text(
-        json.dumps(lacking | {"model": lacking["model"] | {"vocab": vocab}})
-    )
+    (tmp_path / "tokenizer.json").write_text(json.dumps(lacking | {"model": lacking["model"] | {"vocab": vocab}}))
     found = load_tokenizer(str(tmp_path))
     assert found.decode(found.encode("é")) == "é"
     with pytest.raises(DataError, match="'中' at position 2 cannot be encoded"):

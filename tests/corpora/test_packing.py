@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-
 from distgpt.core.base.errors import DataError
 from distgpt.core.data.batches import ArrayTokens
 from distgpt.corpora import packing
@@ -51,9 +50,7 @@ def test_rows_are_those_that_the_plain_way_finds():
             expected = [(int(starts[document]), length) for document, length in row]
             if missing:  # in the last row alone
                 assert number == len(rows) - 1
-                expected += [(0, tokens)] * (missing // tokens) + [(0, missing % tokens)] * (
-                    missing % tokens > 0
-                )
+                expected += [(0, tokens)] * (missing // tokens) + [(0, missing % tokens)] * (missing % tokens > 0)
             assert list(plan.row(number)) == expected, (lengths, room, number)
             assert sum(length for _, length in expected) == room
         assert plan.cut_off == tokens - sum(length for row, _ in rows for _, length in row)

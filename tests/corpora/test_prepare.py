@@ -6,14 +6,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from preparing import Quiet, contents, everything, inputs, interrupted, refuse, request, small_pieces  # noqa: F401
-from tokenizing import small
-
 from distgpt.core.base.errors import DataError, DistgptError, StorageError, UsageError
 from distgpt.core.data.tokenizers import load_tokenizer
 from distgpt.corpora.prepare import preparing
 from distgpt.corpora.prepare.preparing import Progress, prepare, reserved
 from distgpt.corpora.shards import read_manifest, shards_tokenizer, verify_shards
+from preparing import Quiet, contents, everything, inputs, interrupted, refuse, request, small_pieces  # noqa: F401
+from tokenizing import small
 
 
 def test_the_tokens_are_the_documents_with_separators_between(inputs, tmp_path, small_pieces):
@@ -43,11 +42,7 @@ def test_tokenizers_have_separators_of_their_own_and_may_come_from_the_inputs(in
 
 def test_shards_have_the_size_that_was_asked_for(inputs, tmp_path, small_pieces):
     total = len("\n".join(inputs[1]))
-    for settings, val in (
-        ({"val_shards": 2}, [3000, 3000]),
-        ({"val_shards": 0}, []),
-        ({"val_fraction": 0.9}, [3000]),
-    ):
+    for settings, val in (({"val_shards": 2}, [3000, 3000]), ({"val_shards": 0}, []), ({"val_fraction": 0.9}, [3000])):
         manifest = prepare(request(inputs, tmp_path / str(settings), **settings), Quiet())
         train = [shard.tokens for shard in manifest.of("train")]
         assert [shard.tokens for shard in manifest.of("val")] == val

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
 from distgpt.core.base.errors import DataError, StorageError
 from distgpt.core.data.batches import Batches, windows_of
 from distgpt.core.data.tokenizers import fingerprint, load_tokenizer

@@ -5,11 +5,11 @@ import shutil
 
 import numpy as np
 import pytest
-from conftest import SMALL, distgpt, inside, losses, needs_mpi, refused
-from threadranks import on_all_ranks
-
 from distgpt.core.base.errors import DataError
 from distgpt.core.data.loading import DataRequest, load_corpus
+from threadranks import on_all_ranks
+
+from conftest import SMALL, distgpt, inside, losses, needs_mpi, refused
 
 MODEL = [word for word in SMALL if word not in ("--data", "story", "--tokenizer", "word")] + ["--steps", "4"]
 
@@ -101,18 +101,7 @@ def test_an_impossible_id_ends_training_and_evaluation_of_trusted_shards(copy, t
         with (copy / f"train-{number:06d}.npy").open("r+b") as file:
             file.seek(128 + 2 * 50)
             file.write(np.full(900, 256, "<u2").tobytes())
-    args = [
-        "train",
-        "--set",
-        "verify_data=false",
-        "--data",
-        copy,
-        *MODEL,
-        "--steps",
-        "40",
-        "--out",
-        tmp_path / "run",
-    ]
+    args = ["train", "--set", "verify_data=false", "--data", copy, *MODEL, "--steps", "40", "--out", tmp_path / "run"]
     refused(inside(*args), 65, f"{copy / 'train-00000'}", "has the token 256", "at position")
     refused(inside("data", "info", "--no-verify", copy), 65, "train-000000.npy", "position 50")
 

@@ -9,14 +9,14 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from conftest import inside, refused
-from preparing import Quiet, contents, everything, interrupt
-
 from distgpt.core.base.errors import DataError
 from distgpt.corpora.prepare import documents as cutting
 from distgpt.corpora.prepare import preparing
 from distgpt.corpora.prepare.preparing import Request, prepare
 from distgpt.corpora.shards import ShardTokens, read_manifest, verify_shards
+from preparing import Quiet, contents, everything, interrupt
+
+from conftest import inside, refused
 
 
 def request(inputs, out, /, **more):
@@ -53,9 +53,7 @@ def mixed(tmp_path):
     return folder, texts
 
 
-def test_every_document_is_there_once_in_an_order_of_the_seed_and_some_of_each_kind_validate(
-    mixed, tmp_path, small
-):
+def test_every_document_is_there_once_in_an_order_of_the_seed_and_some_of_each_kind_validate(mixed, tmp_path, small):
     folder, texts = mixed
     orders = []
     for seed in (0, 0, 1):
@@ -74,9 +72,7 @@ def test_every_document_is_there_once_in_an_order_of_the_seed_and_some_of_each_k
         assert min(kinds["a"], kinds["b"]) >= 3, kinds
         orders.append(contents(tmp_path / "out"))
         assert manifest.documents == 200 and manifest.settings["seed"] == seed
-        assert manifest.sources == tuple(
-            (100, sum(len(text) for text in texts if text[0] == kind)) for kind in "ab"
-        )
+        assert manifest.sources == tuple((100, sum(len(text) for text in texts if text[0] == kind)) for kind in "ab")
     assert orders[0] == orders[1] != orders[2]
 
 

@@ -8,11 +8,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from conftest import SMALL, inside, losses, refused
-from preparing import Quiet, everything, inputs, request  # noqa: F401
-from threadranks import on_all_ranks
-from tokenizing import small
-
 from distgpt.core.base.errors import DataError
 from distgpt.core.comm.api import SerialComm
 from distgpt.core.data.loading import DataRequest, load_corpus
@@ -20,6 +15,11 @@ from distgpt.core.data.tokenizers import load_tokenizer
 from distgpt.corpora import shards
 from distgpt.corpora.prepare import tokenized
 from distgpt.corpora.prepare.preparing import prepare, reserved
+from preparing import Quiet, everything, inputs, request  # noqa: F401
+from threadranks import on_all_ranks
+from tokenizing import small
+
+from conftest import SMALL, inside, losses, refused
 
 MODEL = [word for word in SMALL if word not in ("--data", "story", "--tokenizer", "word")]
 
@@ -237,9 +237,7 @@ def test_a_packed_run_evaluates_by_exact_bytes_and_resumes_to_the_bit(documents)
     ended = json.loads((half / "summary.json").read_text())
     assert ended["best_step"] == 5  # losses on another text are not compared with those so far
     (documents / "d.jsonl").rename(documents / "moved.jsonl")
-    refused(
-        inside("train", "--resume", half, "--data", documents / "moved.jsonl"), 65, "d.jsonl", "--val says"
-    )
+    refused(inside("train", "--resume", half, "--data", documents / "moved.jsonl"), 65, "d.jsonl", "--val says")
     evaluated = [line for line in lines_of if "val_loss" in line]
     text_bytes = len("The naïve lamp.The sea.".encode())
     for line in evaluated:

@@ -8,22 +8,15 @@ import sys
 
 import numpy as np
 import pytest
-from tokenizing import STORY, TEXT, gpt2, needs_gpt2, small
-
 from distgpt.core.base.errors import DataError, UsageError
-from distgpt.core.data.tokenizers import (
-    fingerprint,
-    id_dtype,
-    load_tokenizer,
-    tokenizer_from_json,
-)
+from distgpt.core.data.tokenizers import fingerprint, id_dtype, load_tokenizer, tokenizer_from_json
 from distgpt.corpora.tokenizers import foreign
 from distgpt.corpora.tokenizers.bpe import GPT2_FINGERPRINT, learn_bpe, symbols
 from distgpt.corpora.tokenizers.collected import WORD
+from tokenizing import STORY, TEXT, gpt2, needs_gpt2, small
 
 ALPHABET = (
-    "aé’ñ'\"_-–/., ;:!?…()[]{}«»“”‘%$#\n\t"
-    " 09½²ßДя中日カ한ع🙂👩‍👧\u0301\u200b\u2028\ufeff\ufffd\x00\x1c\U0010ffff"
+    "aé’ñ'\"_-–/., ;:!?…()[]{}«»“”‘%$#\n\t 09½²ßДя中日カ한ع🙂👩‍👧\u0301\u200b\u2028\ufeff\ufffd\x00\x1c\U0010ffff"
 )
 PROSE = (
     "\"Is the keepers' lamp lit?\" said Nell. 'Not yet,' he said; it's a half-lit (old) lamp.\n"
@@ -167,10 +160,7 @@ def test_saved_and_loaded_they_are_the_same(tmp_path):
 
 
 def test_names_that_are_no_tokenizer_are_refused(tmp_path):
-    binary, near = (
-        tmp_path / "binary",
-        r"did you mean 'char'\?.*byte, char, word, bpe:N, gpt2, hub:ORG/NAME, PATH",
-    )
+    binary, near = (tmp_path / "binary", r"did you mean 'char'\?.*byte, char, word, bpe:N, gpt2, hub:ORG/NAME, PATH")
     binary.write_bytes(b"\xff\xfe\x00")
     for make, name, error, message in (
         (load_tokenizer, "char", UsageError, "takes its vocabulary from a text"),

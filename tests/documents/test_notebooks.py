@@ -38,9 +38,7 @@ def scratch(tmp_path, monkeypatch):
 @pytest.mark.ci
 def test_the_first_model_learns_and_goes_on(scratch, capsys):
     found = run(ROOT / "docs" / "notebooks" / "first-model.ipynb")
-    assert re.findall(r"^step (\d+): loss \d", capsys.readouterr().out, re.M) == [
-        *map(str, range(25, 201, 25))
-    ]
+    assert re.findall(r"^step (\d+): loss \d", capsys.readouterr().out, re.M) == [*map(str, range(25, 201, 25))]
     losses = [line["loss"] for line in found["training"]]
     assert losses[-1] < 3 < 5 < losses[0] and len(found["held_out"]) == 4
     assert found["more"].metrics[-1]["step"] == 200 and (scratch / "runs" / "notebook").is_dir()

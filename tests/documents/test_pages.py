@@ -13,12 +13,12 @@ import click
 import counts
 import drawings
 import pytest
-from conftest import for_shells
-from run import DOCUMENTS, ROOT, Failed, blocks, main, not_printed, run
-
 from distgpt.commands.cli import cli
 from distgpt.core.config import SETTINGS
 from distgpt.core.config.presets import PRESETS
+from run import DOCUMENTS, ROOT, Failed, blocks, main, not_printed, run
+
+from conftest import for_shells
 
 PAGES = sorted({*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")})
 FENCED = re.compile(r"^```.*?^```|`[^`\n]+`", re.DOTALL | re.MULTILINE)
@@ -84,9 +84,7 @@ def test_every_command_in_a_document_exists_and_has_its_options():
             while isinstance(found, click.Group) and rest:
                 path, found = f"{path} {rest[0]}", found.get_command(click.Context(found), rest.pop(0))
             assert isinstance(found, click.Command), f"{page.name}: {path}"
-            flags = {
-                flag for p in found.get_params(click.Context(found)) for flag in (*p.opts, *p.secondary_opts)
-            }
+            flags = {flag for p in found.get_params(click.Context(found)) for flag in (*p.opts, *p.secondary_opts)}
             own = rest[: rest.index("--")] if "--" in rest else rest
             wrong = {word.partition("=")[0] for word in own if word[:2] == "--"} - flags
             of_sbatch = {"--partition", "--account", "--array", "--mem"}
@@ -191,9 +189,7 @@ def test_what_is_read_in_an_hour_needs_little_else():
     assert len(more) == 4
     files = [*lines, *(f"distgpt/{file}" for file in more)]
     assembly = set(imported_elsewhere(["distgpt/assembly.py"]))  # has a name of each part
-    assert len(set(imported_elsewhere(files)) - assembly) <= 58, sorted(
-        set(imported_elsewhere(files)) - assembly
-    )
+    assert len(set(imported_elsewhere(files)) - assembly) <= 58, sorted(set(imported_elsewhere(files)) - assembly)
 
 
 def test_numbers_of_lines_are_about_those_of_the_code():
@@ -257,8 +253,7 @@ def test_an_output_in_a_document_is_compared(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    "document",
-    [pytest.param(path, id=path.stem, marks=pytest.mark.xdist_group(path.stem)) for path in DOCUMENTS],
+    "document", [pytest.param(path, id=path.stem, marks=pytest.mark.xdist_group(path.stem)) for path in DOCUMENTS]
 )
 def test_every_command_of_readme_and_tutorials_works(document):
     assert main([document], for_shells()) == 0

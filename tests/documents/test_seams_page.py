@@ -9,31 +9,23 @@ import shutil
 import sys
 import zipfile
 
+import distgpt as package
 import numpy as np
 import pytest
-from conftest import distgpt, losses, needs_mpi
-from run import ROOT
-
-import distgpt as package
 from distgpt.assembly import AllComponents
 from distgpt.core import components
 from distgpt.core.base.errors import DataError, UsageError
 from distgpt.core.config import RunConfig
 from distgpt.core.data.tokenizers import load_tokenizer
 from distgpt.core.saved.tensors import read_header
+from run import ROOT
+
+from conftest import distgpt, losses, needs_mpi
 
 PAGE = (ROOT / "docs" / "explanation" / "seams.md").read_text()
 BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
 FILES = {text.splitlines()[0].removeprefix("# "): text for text in BLOCKS}
-NAMES = [
-    "memory_guard.py",
-    "topk.py",
-    "orthogonal.py",
-    "restarts.py",
-    "digraphs.py",
-    "lion.py",
-    "quick_gelu.py",
-]
+NAMES = ["memory_guard.py", "topk.py", "orthogonal.py", "restarts.py", "digraphs.py", "lion.py", "quick_gelu.py"]
 NAMES += ["loop.py"]
 SIZE = {"preset": "tiny-adamw", "n_layer": 1, "n_head": 2, "n_embd": 16, "seq_len": 16, "batch_size": 4}
 SIZE |= {"data": "story", "steps": 6, "threads": 1}
@@ -120,9 +112,7 @@ def test_an_exchange_saves_what_is_left(tmp_path, extensions):
     own = ("--components", "topk:MyComponents", "--schedule", "constant", "--save-every", "3")
     how = {"ranks": 2}
     assert command(tmp_path, "whole", *own, "--set", "extra.fraction=0.05", **how).returncode == 0
-    assert (
-        command(tmp_path, "half", *own, "--set", "extra.fraction=0.05", "--steps", "3", **how).returncode == 0
-    )
+    assert command(tmp_path, "half", *own, "--set", "extra.fraction=0.05", "--steps", "3", **how).returncode == 0
     shutil.copytree(tmp_path / "half", tmp_path / "alone")
     assert command(tmp_path, "half", *own, "--resume", "auto", **how).returncode == 0
     assert losses(tmp_path / "half") == losses(tmp_path / "whole")
@@ -141,10 +131,7 @@ def test_an_exchange_saves_what_is_left(tmp_path, extensions):
     text = FILES["topk.py"]
     (tmp_path / "topk.py").write_text(text.replace("self.mean_factor = 1 /", "self.mean_factor = 2 /"))
     result = command(tmp_path, "no", *own, **how)
-    assert (
-        result.returncode == 2
-        and "the mean of a gradient over the ranks is 3; it must be 1.5" in result.stderr
-    )
+    assert result.returncode == 2 and "the mean of a gradient over the ranks is 3; it must be 1.5" in result.stderr
 
 
 def test_a_guard_saves_what_it_counts(tmp_path):
@@ -184,13 +171,9 @@ def test_a_guard_saves_what_it_counts(tmp_path):
 def test_an_optimizer_updates_whole_weights_and_parts_alike(tmp_path, extensions, sync):
     own = ("--components", "lion:MyComponents", "--dtype", "float32", "--lr", "1e-3")
     assert command(tmp_path, sync, *own, "--grad-sync", sync, ranks=2).returncode == 0
-    alone = package.train(
-        **SIZE, dtype="float32", lr=1e-3, out=tmp_path / "one", components=extensions("lion")
-    )
+    alone = package.train(**SIZE, dtype="float32", lr=1e-3, out=tmp_path / "one", components=extensions("lion"))
     np.testing.assert_allclose(losses(tmp_path / sync), losses(alone.directory), rtol=1e-4)
-    adamw = package.train(
-        **SIZE, dtype="float32", lr=1e-3, out=tmp_path / "adamw", components=AllComponents()
-    )
+    adamw = package.train(**SIZE, dtype="float32", lr=1e-3, out=tmp_path / "adamw", components=AllComponents())
     assert losses(adamw.directory)[-1] != losses(alone.directory)[-1]
 
 

@@ -22,9 +22,7 @@ sys.path[:0] = [str(TESTS), str(TESTS / "helpers")]
 
 SECONDS = 10.0  # from the failure to the end of all ranks
 WHEN = ("before", "in", "behind")
-MODEL = (
-    "--n-layer 1 --n-head 2 --n-embd 16 --seq-len 16 --batch-size 4 --data story --tokenizer byte --threads 1"
-)
+MODEL = "--n-layer 1 --n-head 2 --n-embd 16 --seq-len 16 --batch-size 4 --data story --tokenizer byte --threads 1"
 RUN = f"train --stage mpi {MODEL} --steps 6 --save-every 3 --eval-every 3 --val-fraction 0.1 --val-tokens 100"
 WAYS = {
     **{name: ("--grad-sync", name) for name in ("allreduce", "overlapped", "sharded")},

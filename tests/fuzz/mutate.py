@@ -134,23 +134,7 @@ def _gguf(content, random):
     except (IndexError, KeyError):
         return _bytes(content, random)
     old = int.from_bytes(content[at : at + width], "little")
-    values = (
-        0,
-        1,
-        2,
-        3,
-        old ^ 1,
-        old + 1,
-        old - 1,
-        old * 2,
-        old << 8,
-        32,
-        255,
-        1 << 30,
-        1 << 40,
-        1 << 63,
-        -1,
-    )
+    values = (0, 1, 2, 3, old ^ 1, old + 1, old - 1, old * 2, old << 8, 32, 255, 1 << 30, 1 << 40, 1 << 63, -1)
     value = random.choice((*values, random.getrandbits(8 * width))) % (1 << 8 * width)
     return content[:at] + value.to_bytes(width, "little") + content[at + width :]
 

@@ -26,8 +26,9 @@ TESTS = Path(__file__).parents[1]
 sys.path[:0] = [str(TESTS / "fuzz"), str(TESTS), str(TESTS / "helpers")]
 
 import mutate
-from conftest import inside
 from targets import TARGETS
+
+from conftest import inside
 
 SECONDS, MEMORY = 5, 1 << 30  # of the processor; and bytes
 WAITING = 40  # seconds: other work on the machine counts here
@@ -38,9 +39,7 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]"
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=int, default=100, help="of every target")
     parser.add_argument(
         "--seconds", type=float, default=float("inf"), help="stop after this time, from the first case on"

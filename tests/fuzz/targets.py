@@ -15,10 +15,10 @@ from pathlib import Path
 TESTS = Path(__file__).parents[1]
 sys.path[:0] = [str(TESTS), str(TESTS / "helpers")]
 
-from conftest import SMALL, inside
-
 from distgpt.core.base.files import bundled
 from distgpt.corpora.prepare.preparing import Progress
+
+from conftest import SMALL, inside
 
 CUT = "--tokenizer byte --shard-tokens 1000 --workers 1 --progress plain"
 EVALUATED = "--save-every 3 --eval-every 3 --val-fraction 0.05 --progress plain"
@@ -106,9 +106,7 @@ def tokenizers(folder):
     (folder / "text.txt").write_text("low lower lowest new newer newest wide wider widest\n" * 20)
     for kind in ("bpe", "char", "word"):
         size = ["--vocab-size", "270"] if kind == "bpe" else []
-        run(
-            "tokenizer", "train", folder / "text.txt", "--kind", kind, *size, "--out", folder / f"{kind}.json"
-        )
+        run("tokenizer", "train", folder / "text.txt", "--kind", kind, *size, "--out", folder / f"{kind}.json")
 
 
 def foreign_tokenizers(folder):
@@ -116,9 +114,7 @@ def foreign_tokenizers(folder):
     from tokenizers import ByteLevelBPETokenizer
 
     learned = ByteLevelBPETokenizer()
-    learned.train(
-        [str(folder / "text.txt")], vocab_size=280, show_progress=False, special_tokens=["<|endoftext|>"]
-    )
+    learned.train([str(folder / "text.txt")], vocab_size=280, show_progress=False, special_tokens=["<|endoftext|>"])
     (folder / "gpt2").mkdir()
     learned.save_model(str(folder / "gpt2"))
     (folder / "hf").mkdir()
@@ -163,12 +159,7 @@ def chats(folder):
     run("train", *SMALL, *shape, "--out", folder / "run", "--steps", 1, "--progress", "plain")
     turns = [{"role": role, "content": "Lamps."} for role in ("system", "user", "assistant")]
     shareds = [{"from": role, "value": "Lamps."} for role in ("human", "gpt")]
-    rows = [
-        {"messages": turns},
-        {"conversations": shareds},
-        {"prompt": "a", "completion": "b"},
-        {"text": "c"},
-    ]
+    rows = [{"messages": turns}, {"conversations": shareds}, {"prompt": "a", "completion": "b"}, {"text": "c"}]
     (folder / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in 3 * rows))
     (folder / "b.jsonl.gz").write_bytes(gzip.compress((folder / "a.jsonl").read_bytes(), mtime=0))
 
@@ -299,11 +290,7 @@ TARGETS = {
     ),
     "shards": Target(
         shards,
-        {
-            "shards/manifest.json": "json",
-            "shards/tokenizer.json": "json",
-            "shards/train-000000.npy": "bytes",
-        },
+        {"shards/manifest.json": "json", "shards/tokenizer.json": "json", "shards/train-000000.npy": "bytes"},
         [
             "data info {}/shards",
             "data info {}/shards --json --no-verify",
@@ -328,11 +315,7 @@ TARGETS = {
     ),
     "chatting model": Target(
         chatting_model,
-        {
-            "hf/tokenizer.json": "json",
-            "hf/tokenizer_config.json": "json",
-            "hf/generation_config.json": "json",
-        },
+        {"hf/tokenizer.json": "json", "hf/tokenizer_config.json": "json", "hf/generation_config.json": "json"},
         [
             "tokenizer info {}/hf --text it's-12-naïve",
             "weights import {}/hf --out {}/o.safetensors",
@@ -343,9 +326,7 @@ TARGETS = {
     "gguf in four bits": in_gguf("llama3", "q4_0"),
     "gguf with pieces": in_gguf("tinyllama", "q8_0"),
     "configuration": Target(
-        config,
-        {"c.toml": "toml"},
-        [f"estimate --config {{}}/c.toml --no-measure {more}" for more in ("", "--json")],
+        config, {"c.toml": "toml"}, [f"estimate --config {{}}/c.toml --no-measure {more}" for more in ("", "--json")]
     ),
     "sweep": Target(
         swept,
@@ -381,17 +362,9 @@ TARGETS = {
         {"a.jsonl": "jsonl", "b.jsonl.gz": "bytes"},
         [
             "tune --weights {}/run --data {}/a.jsonl --val {}/b.jsonl.gz --steps 1 --batch-size 2 "
-            "--threads 1 --out {}/o --progress plain",
+            "--threads 1 --out {}/o --progress plain"
         ],
     ),
-    "tables": Target(
-        tables,
-        {"t.parquet": "bytes"},
-        [f"data prepare {{}}/t.parquet {CUT} --out {{}}/o"],
-    ),
-    "prompts": Target(
-        asked_and_half_answered,
-        {"q.jsonl": "jsonl", "o.jsonl": "jsonl"},
-        [ANSWER],
-    ),
+    "tables": Target(tables, {"t.parquet": "bytes"}, [f"data prepare {{}}/t.parquet {CUT} --out {{}}/o"]),
+    "prompts": Target(asked_and_half_answered, {"q.jsonl": "jsonl", "o.jsonl": "jsonl"}, [ANSWER]),
 }

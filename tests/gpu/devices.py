@@ -6,15 +6,15 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import SMALL, distgpt, inside
-from hostbuild import COMPILER
-from hostgpu import HostDevice, host_lt, install
-
 from distgpt.core.config import GpuConfig
 from distgpt.gpu import stage
 from distgpt.gpu.device import CupyDevice
 from distgpt.gpu.kernels import CudaKernels
 from distgpt.gpu.matmul import LtMatmul
+from hostbuild import COMPILER
+from hostgpu import HostDevice, host_lt, install
+
+from conftest import SMALL, distgpt, inside
 
 ON_GPU = os.environ.get("DISTGPT_TEST_GPU") == "1"
 needs_device = pytest.mark.skipif(

@@ -98,19 +98,13 @@ class NcclCommunicator:
     def allReduce(self, sendbuf: int, recvbuf: int, count: int, datatype: int, op: int, stream: int) -> None:
         self._nccl.called(Call("allReduce", (count, datatype, op), sendbuf, recvbuf), stream)
 
-    def broadcast(
-        self, sendbuff: int, recvbuff: int, count: int, datatype: int, root: int, stream: int
-    ) -> None:
+    def broadcast(self, sendbuff: int, recvbuff: int, count: int, datatype: int, root: int, stream: int) -> None:
         self._nccl.called(Call("broadcast", (count, datatype, root), sendbuff, recvbuff), stream)
 
-    def reduce(
-        self, sendbuf: int, recvbuf: int, count: int, datatype: int, op: int, root: int, stream: int
-    ) -> None:
+    def reduce(self, sendbuf: int, recvbuf: int, count: int, datatype: int, op: int, root: int, stream: int) -> None:
         self._nccl.called(Call("reduce", (count, datatype, op, root), sendbuf, recvbuf), stream)
 
-    def reduceScatter(
-        self, sendbuf: int, recvbuf: int, recvcount: int, datatype: int, op: int, stream: int
-    ) -> None:
+    def reduceScatter(self, sendbuf: int, recvbuf: int, recvcount: int, datatype: int, op: int, stream: int) -> None:
         self._nccl.called(Call("reduceScatter", (recvcount, datatype, op), sendbuf, recvbuf), stream)
 
     def allGather(self, sendbuf: int, recvbuf: int, count: int, datatype: int, stream: int) -> None:
@@ -245,15 +239,10 @@ class Meeting:
     def _exchange(self) -> None:
         ranks = range(self._job.size)
         moves = [
-            (
-                self._memory(to, taken.target, *taken.about[1:]),
-                self._memory(own, sent.source, *sent.about[1:]),
-            )
+            (self._memory(to, taken.target, *taken.about[1:]), self._memory(own, sent.source, *sent.about[1:]))
             for own in ranks
             for to in ranks
-            for sent, taken in zip(
-                self._between("send", own, to), self._between("recv", to, own), strict=True
-            )
+            for sent, taken in zip(self._between("send", own, to), self._between("recv", to, own), strict=True)
         ]
         for target, source in [(target, source.copy()) for target, source in moves]:
             target[:] = source

@@ -8,11 +8,6 @@ from dataclasses import replace
 from functools import cache
 
 import numpy as np
-from fakenccl import FakeNccl, Job
-from hostgpu import HostDevice, host_lt
-from steps import build_step, state_for
-from threadranks import on_all_ranks
-
 from distgpt.core.config import ModelConfig, TrainConfig
 from distgpt.core.cpu.kernels import Bfloat16Kernels, CpuKernels
 from distgpt.core.data.batches import ArrayTokens, Batches
@@ -21,6 +16,10 @@ from distgpt.gpu.kernels import CudaKernels
 from distgpt.gpu.matmul import LtMatmul
 from distgpt.gpu.transport import DeviceComm, HostStaged, Nccl
 from distgpt.parallel.choose import Chosen
+from fakenccl import FakeNccl, Job
+from hostgpu import HostDevice, host_lt
+from steps import build_step, state_for
+from threadranks import on_all_ranks
 
 MODEL = ModelConfig(vocab_size=32, seq_len=4, n_layer=2, n_head=2, n_embd=32)
 CONFIG = TrainConfig(batch_size=24, grad_accum=2, seed=3, recompute="mlp", clip=0.5)

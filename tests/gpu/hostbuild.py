@@ -22,9 +22,7 @@ COMPILER = shutil.which("g++")
 # -Og: kernels are compiled oftener than they run. -O1 compiles a third longer, -O0 runs half as fast.
 # What a GPU would trap on, or quietly do otherwise than this machine, ends a kernel with the file and line.
 _CHECKS = "alignment,null,bounds,shift,integer-divide-by-zero,signed-integer-overflow"
-_FLAGS = (
-    f"-std=c++17 -Og -fPIC -ffp-contract=off -fno-exceptions -fno-rtti -fno-gnu-unique -fsanitize={_CHECKS}"
-)
+_FLAGS = f"-std=c++17 -Og -fPIC -ffp-contract=off -fno-exceptions -fno-rtti -fno-gnu-unique -fsanitize={_CHECKS}"
 _FLAGS += " -fvisibility=hidden -Wall -Wextra -Wno-unknown-pragmas -Wno-psabi"
 _KERNEL = re.compile(r'extern\s+"C"\s+__attribute__\(\(noinline, used\)\)\s+void\s+(\w+)')
 _ENTRY = """

@@ -23,17 +23,16 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy as np
-from fakecupy import ALIGNMENT, GUARD, POISON, WORLD, FakeCupy, first_byte, ndarray, owner
-from fakenccl import VERSION, FakeNccl, ProcessJob
-from hostbuild import Program, build
-from hostlt import HostLt
-
 from distgpt.core.generate import engine
 from distgpt.gpu import cublaslt, device, probe, transport
 from distgpt.gpu.compiling import cubin, source_text
 from distgpt.gpu.device import CupyDevice
 from distgpt.measure import jobs
 from distgpt.measure.profile import session as profiling
+from fakecupy import ALIGNMENT, GUARD, POISON, WORLD, FakeCupy, first_byte, ndarray, owner
+from fakenccl import VERSION, FakeNccl, ProcessJob
+from hostbuild import Program, build
+from hostlt import HostLt
 
 # An architecture: what runs here is also compiled for it, for a later session on a GPU of that kind.
 FILL_CACHE = os.environ.get("DISTGPT_FILL_CACHE", "")
@@ -66,9 +65,7 @@ class HostGpu(FakeCupy):
     results must not change. `texts` are sources beside those of the package, by name.
     """
 
-    def __init__(
-        self, order: int = ORDER, texts: dict[str, str] | None = None, gpus: int = 1, **about: Any
-    ) -> None:
+    def __init__(self, order: int = ORDER, texts: dict[str, str] | None = None, gpus: int = 1, **about: Any) -> None:
         super().__init__(gpus, free=4 << 30, total=8 << 30, **about)
         self.launches: list[Launch] = []
         self._orders, self._texts = _orders(order), texts or {}
@@ -99,10 +96,7 @@ class HostGpu(FakeCupy):
             raise HostGpuError(f"{name}: there is no such kernel") from None
         if len(types) != len(args):
             raise HostGpuError(f"{name}: takes {len(types)} arguments, was given {len(args)}")
-        values = [
-            self._value(f"{name}: argument {i}", *pair)
-            for i, pair in enumerate(zip(types, args, strict=True))
-        ]
+        values = [self._value(f"{name}: argument {i}", *pair) for i, pair in enumerate(zip(types, args, strict=True))]
         pointers = (ctypes.c_void_p * max(1, len(values)))(*map(ctypes.addressof, values))
         blocks = {id(owner(arg.memory)): owner(arg.memory) for arg in args if isinstance(arg, ndarray)}
         launch = Launch(source, function.name, grid, block, shared)
@@ -133,9 +127,7 @@ class HostGpu(FakeCupy):
         else:
             name_of = {"uint64": "*", "int32": "i", "int64": "q", "float64": "d"}
             given = name_of.get(type(arg).__name__, type(arg).__name__)
-        if wanted != given and not (
-            wanted[0] == "*" and (given == "*" or (wanted == "*?" and given[0] == "*"))
-        ):
+        if wanted != given and not (wanted[0] == "*" and (given == "*" or (wanted == "*?" and given[0] == "*"))):
             raise HostGpuError(f"{name} is {wanted}, was given {given}")
         if given[0] == "*":
             return ctypes.c_void_p(arg.data.ptr if isinstance(arg, ndarray) else None)
@@ -148,11 +140,7 @@ class HostDevice(CupyDevice):
     """distgpt's device on a GPU that is not there."""
 
     def __init__(
-        self,
-        deterministic: bool = True,
-        graphs: bool = True,
-        multiprocessors: int = MULTIPROCESSORS,
-        **about: Any,
+        self, deterministic: bool = True, graphs: bool = True, multiprocessors: int = MULTIPROCESSORS, **about: Any
     ) -> None:
         super().__init__(0, deterministic, graphs, HostGpu(multiprocessors=multiprocessors, **about))
 

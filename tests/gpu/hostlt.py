@@ -16,10 +16,9 @@ from ctypes import c_int, c_int64, c_size_t, c_uint64, c_void_p
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.lib.stride_tricks import as_strided
-
 from distgpt.core.ops.low_precision import from_bfloat16, to_bfloat16
 from distgpt.gpu.device import STORAGE
+from numpy.lib.stride_tricks import as_strided
 
 SUCCESS, NOT_INITIALIZED, INVALID, EXECUTION_FAILED, INTERNAL, NOT_SUPPORTED = 0, 1, 7, 13, 14, 15
 NAMES = {7: "INVALID_VALUE", 13: "EXECUTION_FAILED", 14: "INTERNAL_ERROR", 15: "NOT_SUPPORTED"}
@@ -31,14 +30,7 @@ TYPES = {("float", BF16, BF16), ("float", BF16, 0), ("float", 0, 0), ("tf32", 0,
 BIAS, GELU_AUX, GELU_AUX_BIAS, DGELU, BGRADB = 4, 160, 164, 192, 512  # epilogues
 # Attributes of a kind of matmul and of a search: size in bytes, and what holds until they are set.
 TRANSA, TRANSB, EPILOGUE, BIAS_AT, AUX_AT, AUX_LD = 3, 4, 7, 8, 11, 12
-OF_MATMUL = {
-    TRANSA: (4, 0),
-    TRANSB: (4, 0),
-    EPILOGUE: (4, 1),
-    BIAS_AT: (8, 0),
-    AUX_AT: (8, 0),
-    AUX_LD: (8, 0),
-}
+OF_MATMUL = {TRANSA: (4, 0), TRANSB: (4, 0), EPILOGUE: (4, 1), BIAS_AT: (8, 0), AUX_AT: (8, 0), AUX_LD: (8, 0)}
 BATCH, APART = 5, 6  # of a layout: how many matrices, and the elements from one to the next
 OF_LAYOUT = {BATCH: 4, APART: 8}
 WORKSPACE, REDUCTIONS, ALIGNMENTS = 1, 3, (5, 6, 7, 8)  # of A, B, C, D
@@ -166,9 +158,7 @@ class HostLt:
         for name, types in PROTOTYPES.items():
             kind = ctypes.CFUNCTYPE(c_int, *map(_c_type, types.split(", ")))
             setattr(self, f"cublasLt{name}", kind(self._checked(getattr(self, f"_{name}"))))
-        names = {
-            code: ctypes.create_string_buffer(f"CUBLAS_STATUS_{n}".encode()) for code, n in NAMES.items()
-        }
+        names = {code: ctypes.create_string_buffer(f"CUBLAS_STATUS_{n}".encode()) for code, n in NAMES.items()}
         name_of = ctypes.CFUNCTYPE(c_void_p, c_int)
         self.cublasLtGetStatusName = name_of(lambda status: ctypes.addressof(names[status]))
         self.cublasLtGetVersion = ctypes.CFUNCTYPE(c_size_t)(lambda: 131000)

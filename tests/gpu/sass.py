@@ -14,8 +14,7 @@ from typing import NamedTuple
 
 _SECTION = re.compile(r"^\s*\.section\s+\.text\.(\w+)", re.MULTILINE)
 _LINE = re.compile(
-    r"^(?P<label>[.$\w]+):|^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(?P<op>[A-Z][\w.]*)(?P<rest>[^;]*)",
-    re.MULTILINE,
+    r"^(?P<label>[.$\w]+):|^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(?P<op>[A-Z][\w.]*)(?P<rest>[^;]*)", re.MULTILINE
 )
 _TARGET = re.compile(r"`\(([.$\w]+)\)")
 _DOUBLE = re.compile(r"D(ADD|FMA|MUL|SETP|MNMX)\b|(F2F|I2F|F2I|FRND)\b.*\bF64\b|MUFU\.\w*64H")

@@ -6,14 +6,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from devices import needs_the_processor
-from fakecupy import FakeCupy
-from hostgpu import HostDevice, host_lt
-from models import VARIANTS
-from steps import build_step
-from test_cublaslt import ANY, IN_PARTS, PLAIN, WIDEST
-from test_cuda_model import SMALL, TRAIN, training
-from threadranks import on_all_ranks
-
 from distgpt.core.comm.agree import gather_bytes
 from distgpt.core.comm.api import SerialComm
 from distgpt.core.data.batches import ArrayTokens, Batches
@@ -23,6 +15,14 @@ from distgpt.core.ops.kernels import Kernels
 from distgpt.gpu.device import CupyDevice
 from distgpt.gpu.kernels import CudaKernels
 from distgpt.gpu.matmul import LtMatmul, share_autotuning
+from fakecupy import FakeCupy
+from hostgpu import HostDevice, host_lt
+from steps import build_step
+from test_cublaslt import ANY, IN_PARTS, PLAIN, WIDEST
+from test_cuda_model import SMALL, TRAIN, training
+from threadranks import on_all_ranks
+
+from models import VARIANTS
 
 KIND, OTHER = (replace(PLAIN, m=64, n=64, k=k) for k in (64, 32))
 
@@ -84,13 +84,7 @@ def test_equal_gpus_take_the_algorithm_of_the_first_and_record_it():
     gpus = [Gpu(IN_PARTS), Gpu(WIDEST, name="Older GPU"), Gpu(ANY), Gpu(ANY, name="Older GPU"), Gpu(IN_PARTS)]
     assert [gpu.ran() for gpu in gpus] == [(IN_PARTS, 1), (WIDEST, 1), (ANY, 1), (ANY, 1), (IN_PARTS, 1)]
     agree(gpus)
-    assert [gpu.ran() for gpu in gpus] == [
-        (IN_PARTS, 1),
-        (WIDEST, 1),
-        (IN_PARTS, 2),
-        (WIDEST, 2),
-        (IN_PARTS, 1),
-    ]
+    assert [gpu.ran() for gpu in gpus] == [(IN_PARTS, 1), (WIDEST, 1), (IN_PARTS, 2), (WIDEST, 2), (IN_PARTS, 1)]
     agree(gpus)
     assert [gpu.ran()[1] for gpu in gpus] == [1, 1, 2, 2, 1]
 

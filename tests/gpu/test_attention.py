@@ -9,14 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 from devices import ON_GPU, device, needs_device, needs_the_processor, poisoning
-from hostgpu import BACKWARDS, FORWARDS, HostDevice
-
 from distgpt.core.ops.api import AttentionMask, BiasGradient
 from distgpt.core.ops.kernels import Kernels
 from distgpt.core.ops.low_precision import to_bfloat16
 from distgpt.gpu import attention
 from distgpt.gpu.attention import SHARED_LIMIT, TILES, attention_shape, cached_parts
 from distgpt.gpu.kernels import CudaKernels
+from hostgpu import BACKWARDS, FORWARDS, HostDevice
 
 pytestmark = needs_device
 
@@ -204,10 +203,7 @@ def test_scores_far_from_zero_neither_overflow_nor_vanish() -> None:
 
 
 @needs_the_processor
-@pytest.mark.parametrize(
-    ("storage", "sizes"),
-    [("float32", (1, 65, 2, 16, 2)), ("bfloat16", (1, 65, 2, 64, 2))],
-)
+@pytest.mark.parametrize(("storage", "sizes"), [("float32", (1, 65, 2, 16, 2)), ("bfloat16", (1, 65, 2, 64, 2))])
 def test_the_order_of_blocks_and_threads_changes_no_bit(storage, sizes) -> None:
     ahead, *others = (Case(*sizes).computed(kernels(storage, HostDevice(order=order))) for order in ORDERS)
     for name, found in ahead.items():

@@ -6,9 +6,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from devices import ON_GPU, cuda_kernels, device  # noqa: F401
-from models import VARIANTS
-from test_cuda_model import alike
-
 from distgpt.core.generate.engine import Engine, complete
 from distgpt.core.generate.engine_setup import slots_for, slots_that_fit
 from distgpt.core.generate.plain_slots import PlainSlots
@@ -17,6 +14,9 @@ from distgpt.core.generate.sampling import choose
 from distgpt.core.generate.slots import Choice, Feed
 from distgpt.gpu.attention import cached_parts
 from distgpt.inference.decoding.batched import BatchedSlots
+from test_cuda_model import alike
+
+from models import VARIANTS
 
 needs_counts = pytest.mark.skipif(ON_GPU, reason="the stand-in counts launches")
 
@@ -37,9 +37,7 @@ def test_launches_of_a_token_do_not_grow_with_the_sequences(kind, cuda_kernels, 
     lanes, found = BatchedSlots(model, 16), {}
     matmuls = model.kernels.matmuls
     run, calls = type(matmuls).run, []
-    monkeypatch.setattr(
-        type(matmuls), "run", lambda *args, **named: (calls.append(1), run(*args, **named))[1]
-    )
+    monkeypatch.setattr(type(matmuls), "run", lambda *args, **named: (calls.append(1), run(*args, **named))[1])
     for count in (1, 2, 3, 5, 9):  # each the first of its size: 1, 2, 4, 8, 16
         work = [Feed(15 - i, 0, [i % 13], 1, choice=Choice(Sampling(), 0.0, 0)) for i in range(count)]
         calls.clear()
@@ -74,17 +72,13 @@ def test_requests_are_answered_as_by_the_reference(kind, dtype, cuda_kernels):
         {"lookup": 3},
     ]
     requests = [
-        Request(
-            prompt=[1 + i, 2, 3], max_new_tokens=12, n=2, seed=i, overflow=("slide", "shift")[i % 2], **each
-        )
+        Request(prompt=[1 + i, 2, 3], max_new_tokens=12, n=2, seed=i, overflow=("slide", "shift")[i % 2], **each)
         for i, each in enumerate(how)
     ]
     lanes = slots_for(model, 5)
     assert isinstance(lanes, BatchedSlots)
     found, expected = (complete(Engine(each, chunk=4), requests) for each in (lanes, PlainSlots(twin, 5)))
-    assert [[each.tokens for each in some] for some in found] == [
-        [each.tokens for each in some] for some in expected
-    ]
+    assert [[each.tokens for each in some] for some in found] == [[each.tokens for each in some] for some in expected]
 
 
 @needs_counts
@@ -94,9 +88,7 @@ def test_a_shared_prompt_never_leaves_the_device(cuda_kernels, monkeypatch):
     lanes.feed([Feed(0, 0, [1, 2, 3, 4], 0)])
     for name in ("to_host", "put", "integers"):
         monkeypatch.setattr(type(model.kernels), name, None)
-    assert launches(device(), lambda: (lanes.copy(0, 2, 4), lanes.drop(2, 1, 3))) == {
-        "decoding.move_cached": 2
-    }
+    assert launches(device(), lambda: (lanes.copy(0, 2, 4), lanes.drop(2, 1, 3))) == {"decoding.move_cached": 2}
 
 
 @needs_counts

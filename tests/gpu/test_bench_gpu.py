@@ -9,11 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import clean_environment
 from devices import needs_the_processor
+from distgpt.gpu.device import CupyDevice
 from fakecupy import FakeCupy
 
-from distgpt.gpu.device import CupyDevice
+from conftest import clean_environment
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
@@ -58,13 +58,7 @@ def test_every_measurement_finds_what_it_is_for(tmp_path):
     assert {"kernel adamw", "kernel cross_entropy_packed", "matmul 16x96x24 NT gelu + bias"} <= set(rows)
     ablation = found["ablation/own"]["measured"]
     assert len(ablation) == 3 * 2 * 3 and all(row["distance"] < 0.02 for row in ablation.values())
-    for text in (
-        "GPT-2 bfloat16: ",
-        "1.05: met)",
-        "forward S: ",
-        "kernel adamw",
-        "! GPT-2 bfloat16/PyTorch, comp",
-    ):
+    for text in ("GPT-2 bfloat16: ", "1.05: met)", "forward S: ", "kernel adamw", "! GPT-2 bfloat16/PyTorch, comp"):
         assert text in printed, text
 
 

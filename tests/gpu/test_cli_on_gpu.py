@@ -6,9 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from conftest import distgpt, losses, metrics, needs_mpi, refused, train
 from devices import ON_GPU, gpu, gpu_train  # noqa: F401
-
 from distgpt.core.comm.api import SerialComm
 from distgpt.core.config.asked import Asked
 from distgpt.core.cpu import stages
@@ -17,6 +15,8 @@ from distgpt.core.train.step import Step
 from distgpt.gpu.stage import GpuStage
 from distgpt.recipes import within
 from distgpt.recipes.scaling import flops, text_to_learn_from
+
+from conftest import distgpt, losses, metrics, needs_mpi, refused, train
 
 STEPS = ("--steps", "4", "--save-every", "2", "--n-layer", "1", "--seq-len", "8")
 
@@ -200,9 +200,7 @@ def test_each_exchange_is_timed_or_named_with_the_reason(gpu, tmp_path):
     assert result.returncode == 0, result.stderr
     found = json.loads(result.stdout)
     assert found == {
-        k: v
-        for k, v in json.loads((tmp_path / "allreduce-mpi-cuda-2.json").read_text()).items()
-        if k in found
+        k: v for k, v in json.loads((tmp_path / "allreduce-mpi-cuda-2.json").read_text()).items() if k in found
     }
     timed = {row["algorithm"] for row in found["rows"]}
     assert "host" in timed
@@ -223,9 +221,7 @@ def test_an_exchange_that_nobody_has_is_refused(gpu):
 
 @pytest.mark.ranks
 @pytest.mark.skipif(ON_GPU, reason="the weights are ruined from within this process")
-@pytest.mark.parametrize(
-    "how", ["", "--set spike_zscore=9", pytest.param("--save sync", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("how", ["", "--set spike_zscore=9", pytest.param("--save sync", marks=pytest.mark.slow)])
 def test_a_bad_step_is_undone(how, gpu, tmp_path, monkeypatch):
     """Found when its result is read, with the next step under way; with outliers looked for, before."""
     launch, ruined = Step.launch, []

@@ -9,9 +9,6 @@ from pathlib import Path
 import hostlt
 import numpy as np
 import pytest
-from fakecupy import FakeCupy
-from hostgpu import host_lt
-
 from distgpt.core.base.errors import UsageError
 from distgpt.core.config.presets import preset
 from distgpt.core.generate.plain_slots import PlainSlots
@@ -24,6 +21,8 @@ from distgpt.gpu.attention import LARGEST_HEAD, SIDE, mma_defines
 from distgpt.gpu.device import LARGEST_BLOCK, WIDE
 from distgpt.gpu.kernels import CudaKernels, norm_shape
 from distgpt.gpu.matmul import LtMatmul
+from fakecupy import FakeCupy
+from hostgpu import host_lt
 
 needs_nvrtc = pytest.mark.skipif(not compiling.available(), reason="needs NVRTC")
 
@@ -169,9 +168,7 @@ def test_includes_are_put_in_place_once_and_messages_name_the_file_and_line(fold
     (folder / "wrong.cuh").write_text("#pragma once\n\ninline int wrong = nonsense;\n")
     (folder / "good.cuh").write_text('#pragma once\n#include "deep.cuh"\n')
     (folder / "deep.cuh").write_text("#pragma once\n")
-    (folder / "main.cu").write_text(
-        '#include "good.cuh"\n#include "deep.cuh"\n#include "wrong.cuh"\n\nrubbish\n'
-    )
+    (folder / "main.cu").write_text('#include "good.cuh"\n#include "deep.cuh"\n#include "wrong.cuh"\n\nrubbish\n')
     assert compiling.source_names() == ["main"]
     assert compiling.source_text("main").count('#line 1 "deep.cuh"') == 1
     if compiling.available():

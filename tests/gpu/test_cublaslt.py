@@ -8,13 +8,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from hostlt import ALIGNMENTS, HostLt
-
 from distgpt.core.ops.low_precision import from_bfloat16, to_bfloat16
 from distgpt.gpu.compiling import Kept
 from distgpt.gpu.cublaslt import CublasLt, Epilogue, LtError
 from distgpt.gpu.device import STORAGE
 from distgpt.gpu.matmul import LtMatmul, Matmul
+from hostlt import ALIGNMENTS, HostLt
 
 TYPES = [("bfloat16", "bfloat16"), ("bfloat16", "float32"), ("float32", "float32"), ("float64", "float64")]
 PLAIN = Matmul(6, 16, 5, False, False, "float32", "float32")

@@ -6,10 +6,9 @@ import numpy as np
 import operations
 import pytest
 from devices import ON_GPU, cuda_kernels  # noqa: F401
+from distgpt.core.ops.kernels import Kernels
 from operations import *  # noqa: F403
 from operations import Case, Wide
-
-from distgpt.core.ops.kernels import Kernels
 
 
 # Whole models of every architecture are compared in float32: test_cuda_model.py.
@@ -69,8 +68,6 @@ def test_the_textbooks_matmuls(both):
             if on is both[0]:
                 np.matmul(a, b, out)
             else:
-                on._device.launch(
-                    "matmul", kernel, on._launcher._defines, grid, (16, 16), (out, a, b, *sizes)
-                )
+                on._device.launch("matmul", kernel, on._launcher._defines, grid, (16, 16), (out, a, b, *sizes))
 
         case.check(work, [(pairs, m, n)], case.random(pairs, m, k), case.random(pairs, k, n), strict=0.5)

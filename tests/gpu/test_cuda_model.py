@@ -8,10 +8,6 @@ import pytest
 from adapted import adapted, expected
 from adapted import gradients as adapters_gradients
 from devices import ON_GPU, cuda_kernels  # noqa: F401
-from mean_loss import MeanLoss
-from models import VARIANTS, batch, build, one_by_one, sequences_for
-from steps import build_step
-
 from distgpt.core.comm.api import SerialComm
 from distgpt.core.comm.resources import usable_cores
 from distgpt.core.config import TrainConfig
@@ -35,6 +31,10 @@ from distgpt.core.train.assessment import Scorer, Span
 from distgpt.corpora.tokenizers.collected import CharTokenizer
 from distgpt.inference.decoding.batched import BatchedSlots
 from distgpt.inference.evaluation.benchmark import likelihoods
+from mean_loss import MeanLoss
+from steps import build_step
+
+from models import VARIANTS, batch, build, one_by_one, sequences_for
 
 TOLERANCE = {"float64": 1e-11, "float32": 1e-4, "bfloat16": 3e-2}
 EACH_ONCE = [("gpt2", "float64"), ("microgpt", "float32"), ("modern", "bfloat16")]
@@ -60,10 +60,7 @@ def gradients(model, n_seq=3, seq_len=7, recompute="mlp", documents=()):
 
 def alike(config, kernels):
     """A model with exactly the values that these kernels store, and its twin on the reference."""
-    model, twin = (
-        Model(Architecture(config), kernels),
-        Model(Architecture(config), Kernels("float64")),
-    )
+    model, twin = (Model(Architecture(config), kernels), Model(Architecture(config), Kernels("float64")))
     for name, values in build(config, Kernels("float64")).params.items():
         kernels.put(model.params[name], values)
         twin.params[name][...] = kernels.to_host(model.params[name])
@@ -75,8 +72,7 @@ def alike(config, kernels):
     [
         *((kind, "float32") for kind in VARIANTS),
         *product(
-            ("gpt2", "modern", "microgpt", "grouped queries", "scaled queries", "windows"),
-            ("float64", "bfloat16"),
+            ("gpt2", "modern", "microgpt", "grouped queries", "scaled queries", "windows"), ("float64", "bfloat16")
         ),
     ],
 )
@@ -84,9 +80,7 @@ def test_gradients_are_those_of_the_reference(kind, dtype, cuda_kernels):
     compare_gradients(VARIANTS[kind], *alike(VARIANTS[kind], cuda_kernels(dtype)), dtype)
 
 
-@pytest.mark.parametrize(
-    ("kind", "dtype"), [("gpt2", "float32"), ("modern", "bfloat16"), ("windows", "float32")]
-)
+@pytest.mark.parametrize(("kind", "dtype"), [("gpt2", "float32"), ("modern", "bfloat16"), ("windows", "float32")])
 def test_so_are_those_of_documents_side_by_side(kind, dtype, cuda_kernels):
     compare_gradients(VARIANTS[kind], *alike(VARIANTS[kind], cuda_kernels(dtype)), dtype, (1, 4, 2))
 
@@ -159,9 +153,7 @@ def test_recorded_steps_train_like_the_cpu(dtype, tolerance, accum, cuda_kernels
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype, tolerance", [("float32", 1e-4), ("bfloat16", 2e-2)])
 def test_muon_trains_like_the_cpu(dtype, tolerance, cuda_kernels):
-    config = replace(
-        SMALL, n_kv_head=1, qk_norm=True, value_embeddings=True, mlp="relu2", init_weights="unit"
-    )
+    config = replace(SMALL, n_kv_head=1, qk_norm=True, value_embeddings=True, mlp="relu2", init_weights="unit")
     t = replace(TRAIN, optimizer="muon", lr=0.02, embedding_lr=0.1)
     losses = (training(k, config, t)[2][:, 0] for k in (cuda_kernels(dtype), CpuKernels("float64", 1)))
     got, expected = losses
@@ -247,9 +239,7 @@ def test_decoding_with_a_cache_gives_the_scores_of_the_reference(kind, dtype, ma
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
 def test_likelihoods_of_spans_are_the_reference_s(dtype, cuda_kernels):
     model, twin = alike(VARIANTS["modern"], cuda_kernels(dtype))
-    spans = [
-        Span(np.array(ids), 1 + i % (len(ids) - 1)) for i, ids in enumerate(sequences_for(model.config, 20))
-    ]
+    spans = [Span(np.array(ids), 1 + i % (len(ids) - 1)) for i, ids in enumerate(sequences_for(model.config, 20))]
     found, expected = (likelihoods(Scorer(each, SerialComm()), spans) for each in (model, twin))
     np.testing.assert_allclose(found[:, 0], expected[:, 0], rtol=3 * TOLERANCE[dtype])
     assert dtype == "bfloat16" or np.array_equal(found[:, 1], expected[:, 1])

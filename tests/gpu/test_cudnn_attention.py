@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-
 from distgpt.core.base.errors import DistgptError
 from distgpt.core.ops.api import AttentionMask
 from distgpt.gpu import cudnn_attention as module
@@ -233,9 +232,7 @@ def test_only_cudnn_s_own_kernels_are_considered(journal):
         (None, D, None),  # short sequences
     ],
 )
-def test_what_cudnn_does_not_do_is_our_own_s_before_anything_is_allocated(
-    error, head, says, journal, monkeypatch
-):
+def test_what_cudnn_does_not_do_is_our_own_s_before_anything_is_allocated(error, head, says, journal, monkeypatch):
     journal.refuses = error
     monkeypatch.setattr(module, "SHORT", T if says is None else 1)
     assert forward_and_backward(journal, arrays(head=head)) == "sums"

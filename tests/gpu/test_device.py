@@ -8,9 +8,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from devices import needs_the_processor
-from fakecupy import CudaError, FakeCupy
-from hostgpu import HostDevice, host_lt
-
 from distgpt.core.config import RunConfig, TrainConfig
 from distgpt.core.config.presets import preset
 from distgpt.core.model.model import Architecture, Model
@@ -24,6 +21,8 @@ from distgpt.gpu import device as module
 from distgpt.gpu.device import TIMED_CALLS, CupyDevice
 from distgpt.gpu.kernels import CudaKernels
 from distgpt.gpu.matmul import LtMatmul
+from fakecupy import CudaError, FakeCupy
+from hostgpu import HostDevice, host_lt
 
 pytestmark = needs_the_processor
 

@@ -5,13 +5,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from devices import needs_the_processor
-from gpuranks import CONFIG, MODEL, SHARDED, on_gpus, packed, trained
-from threadranks import on_all_ranks
-
 from distgpt.core.base.errors import UsageError
 from distgpt.core.model.model import Architecture
 from distgpt.parallel.choose import Chosen
 from distgpt.parallel.overlapped import OverlappedNccl
+from gpuranks import CONFIG, MODEL, SHARDED, on_gpus, packed, trained
+from threadranks import on_all_ranks
 
 pytestmark = needs_the_processor
 
@@ -65,9 +64,7 @@ def test_overlapped_gives_the_bits_of_packed(hasty, graphs, monkeypatch):
 
 @pytest.mark.ci
 @pytest.mark.parametrize("hasty, graphs", [(False, True), pytest.param(True, False, marks=pytest.mark.slow)])
-def test_overlapped_in_bfloat16_gives_the_bits_of_the_same_buckets_behind_the_pass(
-    hasty, graphs, monkeypatch
-):
+def test_overlapped_in_bfloat16_gives_the_bits_of_the_same_buckets_behind_the_pass(hasty, graphs, monkeypatch):
     """Nothing is rounded before it is final, and no bucket takes the memory of the one before."""
     monkeypatch.setattr(OverlappedNccl, "least", 5000)
     config = replace(CONFIG, grad_sync="overlapped", gradient_dtype="bfloat16")
@@ -83,14 +80,9 @@ def test_overlapped_in_bfloat16_gives_the_bits_of_the_same_buckets_behind_the_pa
 
 def test_overlapped_needs_nccl():
     overlapped = replace(CONFIG, grad_sync="overlapped")
-    found = on_gpus(
-        2, lambda comm, device: Chosen(overlapped, comm.size).refuse_unable(comm, on_gpu=True), way="host"
-    )
+    found = on_gpus(2, lambda comm, device: Chosen(overlapped, comm.size).refuse_unable(comm, on_gpu=True), way="host")
     assert all(isinstance(error, UsageError) and "needs NCCL" in str(error) for error in found)
-    assert (
-        on_gpus(2, lambda comm, device: Chosen(overlapped, comm.size).refuse_unable(comm, on_gpu=True))
-        == [None] * 2
-    )
+    assert on_gpus(2, lambda comm, device: Chosen(overlapped, comm.size).refuse_unable(comm, on_gpu=True)) == [None] * 2
 
 
 @pytest.mark.slow

@@ -5,13 +5,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from devices import gpu, gpu_train, needs_the_processor  # noqa: F401
-from fakecupy import FakeCupy
-from test_cublaslt import ANY, BREAKING, IN_PARTS, PLAIN, UNFIT, WIDEST, Bench, compute, operands
-
 from distgpt.core.base.caches import read_checked, write_checked
 from distgpt.gpu import compiling
 from distgpt.gpu.compiling import Kept
 from distgpt.gpu.device import CupyDevice
+from fakecupy import FakeCupy
+from test_cublaslt import ANY, BREAKING, IN_PARTS, PLAIN, UNFIT, WIDEST, Bench, compute, operands
 
 KIND = replace(PLAIN, m=64, n=64, k=64)
 SUMMED = replace(KIND, accumulate=True)

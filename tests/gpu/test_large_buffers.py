@@ -3,8 +3,6 @@
 import numpy as np
 import pytest
 from devices import needs_the_processor
-from hostgpu import HostDevice, host_lt
-
 from distgpt.core.base.errors import UsageError
 from distgpt.core.ops.api import AdamConstants, AdamState, NesterovState
 from distgpt.gpu import device
@@ -12,6 +10,7 @@ from distgpt.gpu.device import BLOCK
 from distgpt.gpu.kernels import CudaKernels
 from distgpt.gpu.matmul import LtMatmul
 from distgpt.parallel.loops.sums import dither
+from hostgpu import HostDevice, host_lt
 
 pytestmark = needs_the_processor
 

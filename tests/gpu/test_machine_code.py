@@ -3,10 +3,9 @@
 from functools import cache
 
 import pytest
+from distgpt.gpu import compiling
 from sass import count, disassembled, disassembler
 from test_compiling import MAY_SPILL, compiled, kernel_resources
-
-from distgpt.gpu import compiling
 
 pytestmark = [
     pytest.mark.skipif(
@@ -25,13 +24,7 @@ KINDS = [
 # Sums in one block, in float64 on purpose.
 IN_DOUBLE = {"sum_all", "add_up", "shrinking", "drawn"}
 # A thread that adds up its squares in float32 hands them over in float64; a single one finds the clip factor.
-ENDS_IN_DOUBLE = {
-    "squares",
-    "squares_of_stored",
-    "update_squares",
-    "adamw_common",
-    "muon_scalars",
-} | IN_DOUBLE
+ENDS_IN_DOUBLE = {"squares", "squares_of_stored", "update_squares", "adamw_common", "muon_scalars"} | IN_DOUBLE
 # Packed kernels whose results are single values: a sum for a row, or a column.
 SUMS_OF_TILES = {"attention_backward_queries": 1, "attention_backward_keys": 2}
 NARROW_RESULTS = {"linear_few_rows_packed", "sum_slices_packed"}
@@ -55,12 +48,8 @@ def test_kernels_stay_in_registers_and_out_of_float64_and_packed_ones_move_16_by
     for name, where, code in kernels(source, arch, type):
         if (name, type, arch) not in MAY_SPILL:
             assert not count(code, "LDL") and not count(code, "STL"), where
-        elif (
-            arch == "sm_90" and type == "bfloat16"
-        ):  # nothing goes out in a loop, and a value at most comes in
-            spilled = [
-                each.op.split(".")[0] for each in code if each.in_loop and each.op[:3] in ("LDL", "STL")
-            ]
+        elif arch == "sm_90" and type == "bfloat16":  # nothing goes out in a loop, and a value at most comes in
+            spilled = [each.op.split(".")[0] for each in code if each.in_loop and each.op[:3] in ("LDL", "STL")]
             assert spilled in ([], ["LDL"]), where
         doubles = [each for each in code if each.is_double]
         assert name in IN_DOUBLE or not any(each.in_loop for each in doubles), where

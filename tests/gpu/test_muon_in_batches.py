@@ -5,10 +5,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from devices import ON_GPU, cuda_kernels, needs_the_processor  # noqa: F401
-from hostgpu import BACKWARDS, FORWARDS, HostDevice, host_lt
-from models import batch
-from operations import Scalars, tolerance
-
 from distgpt.core.config import TrainConfig
 from distgpt.core.config.presets import preset
 from distgpt.core.model.model import Architecture, Model
@@ -19,6 +15,10 @@ from distgpt.core.ops.kernels import Kernels
 from distgpt.gpu import muon
 from distgpt.gpu.kernels import CudaKernels
 from distgpt.gpu.matmul import LtMatmul
+from hostgpu import BACKWARDS, FORWARDS, HostDevice, host_lt
+from operations import Scalars, tolerance
+
+from models import batch
 
 # Odd, of several tiles and pieces, equal sides both lying and standing, one alone.
 SHAPES = [(70, 40), (40, 70), (24, 24), (50, 33), (40, 70), (24, 24), (70, 130), (24, 24), (70, 40)]
@@ -31,9 +31,7 @@ def host_kernels(dtype="float32", **how):
 
 def launches(layers, **how):
     """What is started for Muon's part of a step of gpt2-fast, which does not depend on its width."""
-    config = replace(
-        preset("gpt2-fast").model, n_layer=layers, n_embd=24, n_head=3, vocab_size=13, seq_len=8, **how
-    )
+    config = replace(preset("gpt2-fast").model, n_layer=layers, n_embd=24, n_head=3, vocab_size=13, seq_len=8, **how)
     k = host_kernels("bfloat16", graphs=False)
     model = Model(Architecture(config), k)
     model.allocate_master_weights()
@@ -81,9 +79,7 @@ def updates_of(k, seed=0):
 
 @pytest.mark.parametrize("most", [muon.MOST_BYTES, 40_000])
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
-def test_many_matrices_at_once_are_those_of_the_reference_and_each_alone(
-    dtype, most, monkeypatch, cuda_kernels
-):
+def test_many_matrices_at_once_are_those_of_the_reference_and_each_alone(dtype, most, monkeypatch, cuda_kernels):
     monkeypatch.setattr(muon, "MOST_BYTES", most)
     k, plain = cuda_kernels(dtype), Kernels("float64")
     together, alone, expected = updates_of(k), updates_of(k), updates_of(plain)

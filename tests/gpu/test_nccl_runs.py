@@ -5,8 +5,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import distgpt, losses, needs_mpi
 from devices import SAME, needs_the_processor
+
+from conftest import distgpt, losses, needs_mpi
 
 pytestmark = [needs_the_processor, pytest.mark.ranks]
 
@@ -38,22 +39,10 @@ def test_whole_runs_by_nccl_evaluate_save_and_move_between_modes(tmp_path, monke
         "64",
     ]
     words += ["--eval-every", "2", "--dtype", "bfloat16", "--recompute", "mlp"]
-    parts = {
-        "whole": [("allreduce", "4")],
-        "moving": [("overlapped", "1"), ("sharded", "3"), ("overlapped", "4")],
-    }
+    parts = {"whole": [("allreduce", "4")], "moving": [("overlapped", "1"), ("sharded", "3"), ("overlapped", "4")]}
     commands = []
     for name, runs in parts.items():
-        stage = [
-            "train",
-            *SAME,
-            *words,
-            "--stage",
-            "mpi-cuda",
-            "--deterministic",
-            "--out",
-            str(tmp_path / name),
-        ]
+        stage = ["train", *SAME, *words, "--stage", "mpi-cuda", "--deterministic", "--out", str(tmp_path / name)]
         for number, (mode, steps) in enumerate(runs):
             resumed = ["--resume", "auto"] if number else []
             commands.append([*stage, "--steps", steps, "--grad-sync", mode, *resumed])
@@ -62,9 +51,7 @@ def test_whole_runs_by_nccl_evaluate_save_and_move_between_modes(tmp_path, monke
     assert "by way of nccl" in result.stdout
     whole, moving = (tmp_path / name for name in parts)
     assert losses(whole) == losses(moving)
-    assert (whole / "weights.safetensors").read_bytes()[-2000:] == (
-        moving / "weights.safetensors"
-    ).read_bytes()[-2000:]
+    assert (whole / "weights.safetensors").read_bytes()[-2000:] == (moving / "weights.safetensors").read_bytes()[-2000:]
 
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"

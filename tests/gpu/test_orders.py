@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 from devices import needs_the_processor
-from hostgpu import BACKWARDS, FORWARDS, HostDevice, host_lt
-from models import VARIANTS
-from test_cuda_model import TRAIN, training
-
 from distgpt.gpu.kernels import CudaKernels
 from distgpt.gpu.matmul import LtMatmul
+from hostgpu import BACKWARDS, FORWARDS, HostDevice, host_lt
+from test_cuda_model import TRAIN, training
+
+from models import VARIANTS
 
 pytestmark = needs_the_processor
 

@@ -5,13 +5,12 @@ from functools import partial
 import numpy as np
 import pytest
 from devices import needs_the_processor
-from fakenccl import NcclError
-from gpuranks import on_gpus
-from threadranks import on_all_ranks
-
 from distgpt.gpu.kernels import CudaKernels
 from distgpt.parallel.node_memory import one_by_one
 from distgpt.parallel.reductions import HostWire, ReduceScatterGather
+from fakenccl import NcclError
+from gpuranks import on_gpus
+from threadranks import on_all_ranks
 
 pytestmark = needs_the_processor
 

@@ -10,19 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hostbuild import COMPILER
-
 from distgpt.core.base.errors import UsageError
 from distgpt.gpu import probe as probing
-from distgpt.gpu.probe import (
-    Driver,
-    Found,
-    Gpu,
-    driver,
-    missing_for_gpu,
-    probe,
-    require_gpu,
-)
+from distgpt.gpu.probe import Driver, Found, Gpu, driver, missing_for_gpu, probe, require_gpu
+from hostbuild import COMPILER
 
 H200 = Gpu("NVIDIA H200", "01" * 16, (9, 0), 150_000_000_000)
 T4 = Gpu("Tesla T4", "02" * 16, (7, 5), 16_000_000_000)

@@ -4,15 +4,15 @@ import json
 
 import numpy as np
 import pytest
-from conftest import needs_mpi
 from devices import ON_GPU, SAME, any_device, gpu, gpu_train, kernels  # noqa: F401
-
 from distgpt.core.config.presets import preset
 from distgpt.core.model.counts import BACKWARD, operations
 from distgpt.measure.estimate import Trial
 from distgpt.measure.profile import operations as rows
 from distgpt.measure.profile.recorder import Clock
 from distgpt.measure.profile.session import Profiler, of_rank, peak_gflops, result
+
+from conftest import needs_mpi
 
 FLOAT = np.dtype(np.float32)
 

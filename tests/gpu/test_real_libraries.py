@@ -17,13 +17,12 @@ import fakecupy
 import fakenccl
 import numpy as np
 import pytest
-from fakenccl import FakeNccl
-from hostlt import PROTOTYPES
-from test_cublaslt import destroy
-
 from distgpt.gpu import cublaslt, probe
 from distgpt.gpu.cublaslt import CublasLt, Desc, LtError, Pref
 from distgpt.gpu.device import address
+from fakenccl import FakeNccl
+from hostlt import PROTOTYPES
+from test_cublaslt import destroy
 
 FLOAT = np.dtype(np.float32)
 
@@ -82,9 +81,7 @@ def real(path):
         warnings.simplefilter("ignore")
         found = importlib.import_module("cupy")
         for name in path.split("."):
-            found = (
-                importlib.import_module("cupy.cuda.nccl") if name == "nccl" else getattr(found, name, None)
-            )
+            found = importlib.import_module("cupy.cuda.nccl") if name == "nccl" else getattr(found, name, None)
             if name == "nccl" and not found.available:
                 pytest.skip("CuPy does not find NCCL")
             assert found is not None, f"{path}: CuPy has no {name}"

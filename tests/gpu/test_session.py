@@ -11,8 +11,9 @@ from pathlib import Path
 import gpu_carry
 import node_table
 import pytest
-from conftest import clean_environment, needs_mpi
 from devices import needs_the_processor
+
+from conftest import clean_environment, needs_mpi
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "benchmarks" / "gpu_session.sh"
@@ -52,9 +53,7 @@ def carried(tmp_path_factory):
     folder = tmp_path_factory.mktemp("carried")
     texts = [folder / f"{name}.jsonl" for name in ("train", "val")]
     for number, text in enumerate(texts):
-        lines = (
-            json.dumps({"text": f"{word} is number {i + number}. " * 9}) for i, word in enumerate("abcdefgh")
-        )
+        lines = (json.dumps({"text": f"{word} is number {i + number}. " * 9}) for i, word in enumerate("abcdefgh"))
         text.write_text("\n".join(lines))
     words = ["A", "N", "C", "--into", folder, "--only", "losses", "texts", "--quick"]
     words += ["--train", texts[0], "--val", texts[1]]
@@ -90,14 +89,7 @@ def test_every_command_of_a_block_runs(block, carried, tmp_path):
     assert not skipped or block in "BNC", done.stdout
     if block == "N":  # what becomes of it on the page
         page = "\n".join(node_table.page([tmp_path / "out"]))
-        for heading in (
-            "The node",
-            "tokens/s by cores",
-            "Small presets",
-            "Text",
-            "Sums over ranks",
-            "Served",
-        ):
+        for heading in ("The node", "tokens/s by cores", "Small presets", "Text", "Sums over ranks", "Served"):
             assert heading in page, page
 
 
@@ -150,9 +142,7 @@ def test_a_server_that_cannot_start_is_skipped_and_the_other_commands_are_done(t
     python = program(tmp_path / "tools" / "python", CALLED)
     done, found = session(tmp_path, "A", 60, parts="commands", PY=str(python))
     part = found["parts"]["commands"]
-    assert (
-        part["exit_code"] == 0 and part["skipped"] == "serve: no starlette" and part["skipped"] in done.stdout
-    )
+    assert part["exit_code"] == 0 and part["skipped"] == "serve: no starlette" and part["skipped"] in done.stdout
 
 
 @pytest.mark.ci
@@ -160,9 +150,7 @@ def test_the_empty_cache_of_a_cold_start_is_that_part_s_alone(tmp_path):
     python = program(tmp_path / "tools" / "python", CALLED)
     session(tmp_path, "B", 60, parts="startup counters", PY=str(python), XDG_CACHE_HOME="/its/own")
     caches = {
-        name: [
-            line for line in (tmp_path / "out" / f"{name}.txt").read_text().splitlines() if "caches" in line
-        ]
+        name: [line for line in (tmp_path / "out" / f"{name}.txt").read_text().splitlines() if "caches" in line]
         for name in ("startup", "counters")
     }
     assert caches["startup"][:2] == caches["counters"] * 2 == ["caches in /its/own"] * 2
@@ -249,12 +237,9 @@ def test_what_is_carried_is_installed_into_a_folder_of_its_own_unless_it_is_ther
     for name in ("nobody_has_this", "pytest"):
         with zipfile.ZipFile(tmp_path / f"{name}-1.0-py3-none-any.whl", "w", zipfile.ZIP_DEFLATED) as wheel:
             wheel.writestr(f"{name}.py", "FOUND = 5\n")
+            wheel.writestr(f"{name}-1.0.dist-info/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
             wheel.writestr(
-                f"{name}-1.0.dist-info/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n"
-            )
-            wheel.writestr(
-                f"{name}-1.0.dist-info/WHEEL",
-                "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+                f"{name}-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
             )
             wheel.writestr(f"{name}-1.0.dist-info/RECORD", "")
     gpu_carry.pack(sorted(tmp_path.glob("*.whl")), tmp_path / "wheels.tar.xz")

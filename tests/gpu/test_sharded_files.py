@@ -5,9 +5,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from devices import needs_the_processor
-from gpuranks import CONFIG, MODEL, SHARDED, batches, on_gpus, trained, work_of
-from threadranks import on_all_ranks
-
 from distgpt.core.config import RunConfig
 from distgpt.core.cpu.kernels import CpuKernels
 from distgpt.core.model.model import Architecture, Model
@@ -17,6 +14,8 @@ from distgpt.core.saved.rundir import RunDirectory
 from distgpt.core.saved.tensors import read_into
 from distgpt.core.train.checkpoints import Checkpoints
 from distgpt.core.train.setup import restore
+from gpuranks import CONFIG, MODEL, SHARDED, batches, on_gpus, trained, work_of
+from threadranks import on_all_ranks
 
 pytestmark = needs_the_processor
 
@@ -29,9 +28,7 @@ def saved_at(comm, device, out, config, at=2):
     directory = RunDirectory(out)
     out.mkdir(exist_ok=True)
     about, gathering = Description(RunConfig(model=MODEL), None), work.state.gathering(comm)
-    saver = Checkpoints(
-        work.model, work.optimizer, directory, about, config, print, comm, gathering=gathering
-    )
+    saver = Checkpoints(work.model, work.optimizer, directory, about, config, print, comm, gathering=gathering)
     saver.begin(State(at), best=Best(1.0, 1, at), checkpoint=False)
     saver.on_root(lambda: saver.write_now(State(at)))
     saver.on_root(lambda: saver.write_weights(at))
@@ -48,16 +45,12 @@ def resumed(comm, device, out, config, at=2, steps=4):
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize(
-    "dtype, way", [("bfloat16", "nccl"), pytest.param("float32", "host", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("dtype, way", [("bfloat16", "nccl"), pytest.param("float32", "host", marks=pytest.mark.slow)])
 def test_what_is_saved_is_what_packed_saves_and_resumes_exactly(dtype, way, tmp_path):
     """Weights in full precision too, of which no rank has all."""
     packed, sharded = (replace(config, dtype=dtype) for config in (CONFIG, SHARDED))
     for name, config in (("allreduce", packed), ("sharded", sharded)):
-        ended = on_gpus(
-            2, lambda comm, device, n=name, c=config: saved_at(comm, device, tmp_path / n, c), way
-        )
+        ended = on_gpus(2, lambda comm, device, n=name, c=config: saved_at(comm, device, tmp_path / n, c), way)
         assert ended == [None, None]
     files = ("best", "weights", "checkpoints/step-00000002/weights", "checkpoints/step-00000002/optimizer")
     for file in files:

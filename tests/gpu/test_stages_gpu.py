@@ -5,12 +5,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from conftest import distgpt, needs_mpi, refused
-from fakecupy import FakeCupy
-from hostbuild import COMPILER
-from launching import SIZES
-from threadranks import on_all_ranks
-
 from distgpt.cluster.launch.job import Launched
 from distgpt.core.base.errors import UsageError
 from distgpt.core.comm import agree
@@ -22,6 +16,12 @@ from distgpt.gpu import stage as opening
 from distgpt.gpu.device import CupyDevice
 from distgpt.gpu.stage import bound, device_of
 from distgpt.gpu.transport import DeviceComm, HostStaged, sharing
+from fakecupy import FakeCupy
+from hostbuild import COMPILER
+from launching import SIZES
+from threadranks import on_all_ranks
+
+from conftest import distgpt, needs_mpi, refused
 
 
 def test_ranks_of_a_node_take_its_gpus_in_turn():
@@ -97,10 +97,7 @@ def test_mpi_cuda_binds_every_rank_to_its_gpu(node, gpus, local_rank, local_size
     assert isinstance(stage.comm, DeviceComm) and stage.comm.local_rank == local_rank
     first, *others = notes(stage)
     assert first == f"GPU {index}: Fake GPU, 141 GiB"
-    assert others == [
-        *([f"{share} ranks share this GPU"] if share > 1 else []),
-        "gradients are summed by way of host",
-    ]
+    assert others == [*([f"{share} ranks share this GPU"] if share > 1 else []), "gradients are summed by way of host"]
 
 
 def test_ranks_share_the_memory_of_a_gpu(node):

@@ -5,14 +5,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from devices import needs_the_processor
-from hostgpu import HostDevice, host_lt
-from models import VARIANTS, batch
-
 from distgpt.core.model.model import Architecture, Model
 from distgpt.core.model.passes import Pass
 from distgpt.core.ops.kernels import Kernels
 from distgpt.gpu.kernels import CudaKernels
 from distgpt.gpu.matmul import LtMatmul
+from hostgpu import HostDevice, host_lt
+
+from models import VARIANTS, batch
 
 pytestmark = [needs_the_processor, pytest.mark.ci]
 

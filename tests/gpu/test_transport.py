@@ -8,16 +8,16 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from conftest import distgpt, needs_mpi
-from fakecupy import FakeCupy
-from fakenccl import FakeNccl, NcclError
-
 from distgpt.core.base.errors import UsageError
 from distgpt.core.comm.api import SerialComm
 from distgpt.core.comm.job import this_job
 from distgpt.gpu import transport
 from distgpt.gpu.device import CupyDevice
 from distgpt.gpu.transport import HostStaged, Nccl
+from fakecupy import FakeCupy
+from fakenccl import FakeNccl, NcclError
+
+from conftest import distgpt, needs_mpi
 
 FLOAT = np.dtype(np.float32)
 
@@ -100,17 +100,13 @@ def test_ranks_that_each_see_a_gpu_of_their_own_are_not_crowded(device, monkeypa
     comm = Twice()
     for places, name in ((("own", "other"), "nccl"), (("own", "own"), "host")):
         monkeypatch.setattr(
-            transport,
-            "gather_bytes",
-            lambda comm, data, places=places: [data if p == "own" else b"" for p in places],
+            transport, "gather_bytes", lambda comm, data, places=places: [data if p == "own" else b"" for p in places]
         )
         device.sharing = transport.sharing(comm, device)
         assert transport.choose_transport("auto", comm, device).name == name
 
 
-@pytest.mark.parametrize(
-    ("version", "variable"), [(22809, "NCCL_HOSTID"), (23007, "NCCL_MULTI_RANK_GPU_ENABLE")]
-)
+@pytest.mark.parametrize(("version", "variable"), [(22809, "NCCL_HOSTID"), (23007, "NCCL_MULTI_RANK_GPU_ENABLE")])
 def test_nccl_between_ranks_on_one_gpu_is_asked_for_and_told_so_before_its_first_call(
     version, variable, device, monkeypatch
 ):

@@ -1,7 +1,6 @@
 """Small models with adapters, and what their gradients are by those of the whole matrices."""
 
 import numpy as np
-
 from distgpt.core.config import RunConfig, TrainConfig
 from distgpt.core.model.model import Architecture, Model
 from distgpt.core.model.passes import Pass

@@ -7,8 +7,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
-from conftest import distgpt, losses
 from standstill import standing_still
+
+from conftest import distgpt, losses
 
 # Debian's Open MPI, where its launcher is the machine's. It is built without PBS's library.
 _IS_OPEN_MPIS = Path(shutil.which("mpiexec") or "none").resolve().name == "orterun"

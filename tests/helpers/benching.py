@@ -4,12 +4,12 @@ import importlib.util
 import json
 
 from click.testing import CliRunner
-from conftest import MPIRUN
-from forward_work import Job, measure
-
 from distgpt.commands.bench import train as train_command
 from distgpt.core.comm.api import SerialComm
 from distgpt.core.cpu.stages import Stage
+from forward_work import Job, measure
+
+from conftest import MPIRUN
 
 FEW = Job("microgpt", "batched", 90, repeats=1)
 SMALL = ("--n-layer", 1, "--n-embd", 16, "--n-head", 2, "--seq-len", 16, "--batch-size", 4, "--steps", 6)

@@ -48,13 +48,7 @@ MISTRAL = (
     "{% endfor %}"
 )
 TEMPLATES = {"llama3": LLAMA3, "qwen": QWEN, "smollm2": SMOLLM2, "tinyllama": TINYLLAMA, "mistral": MISTRAL}
-ENDS = {
-    "llama3": "<|eot_id|>",
-    "qwen": "<|im_end|>",
-    "smollm2": "<|im_end|>",
-    "tinyllama": "</s>",
-    "mistral": "</s>",
-}
+ENDS = {"llama3": "<|eot_id|>", "qwen": "<|im_end|>", "smollm2": "<|im_end|>", "tinyllama": "</s>", "mistral": "</s>"}
 BEGINS = {"llama3": "<|begin_of_text|>", "tinyllama": "<s>", "mistral": "<s>"}
 
 

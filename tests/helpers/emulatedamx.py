@@ -1,6 +1,6 @@
 """AMX on any x86 processor: a library that carries out its instructions, tests/amx/emulated.cpp.
 
-As a program it runs Python with AMX emulated: `python tests/helpers/emulatedamx.py -m pytest tests/kernels`.
+As a program it runs Python with AMX emulated: `python tests/helpers/emulatedamx.py -m pytest tests/core/cpu`.
 """
 
 import os

@@ -4,7 +4,6 @@ import json
 
 import numpy as np
 import pytest
-
 from distgpt.core.config import ModelConfig, RunConfig
 from distgpt.core.data.tokenizers import load_tokenizer
 from distgpt.core.model.model import Architecture
@@ -31,9 +30,7 @@ SHAPES = {
     "llama": shape(77, 13, 2, 3, 18, **MODERN),
     "llama, grouped": shape(77, 13, 2, 6, 36, n_kv_head=2, rope_base=500.0, **MODERN),
     "llama, one key": shape(77, 13, 1, 3, 18, n_kv_head=1, rope_base=2e6, **MODERN),
-    "llama 3": shape(
-        77, 13, 2, 3, 18, n_kv_head=1, rope_scaling="llama3", rope_context=6, rope_fast=3.0, **MODERN
-    ),
+    "llama 3": shape(77, 13, 2, 3, 18, n_kv_head=1, rope_scaling="llama3", rope_context=6, rope_fast=3.0, **MODERN),
     "llama, linear": shape(77, 13, 1, 3, 18, rope_scaling="linear", rope_factor=2.5, head_dim=10, **MODERN),
     "qwen 2": shape(77, 13, 2, 6, 36, n_kv_head=2, mlp_width=37, qkv_bias=True, **MODERN),
     "qwen 3": shape(77, 13, 2, 4, 20, n_kv_head=2, head_dim=8, mlp_width=37, **QWEN3),

@@ -60,9 +60,7 @@ class Server:
         code = _START.format(here, theirs.fileno(), ranks.fileno())
         quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}
         words = [sys.executable, "-c", code]
-        self.process = subprocess.Popen(
-            words, env=environ, pass_fds=[theirs.fileno(), ranks.fileno()], **quiet
-        )
+        self.process = subprocess.Popen(words, env=environ, pass_fds=[theirs.fileno(), ranks.fileno()], **quiet)
         theirs.close()
         ranks.close()
 
@@ -223,18 +221,15 @@ def _loops():
 
     modules = [module for name, module in sys.modules.items() if name.startswith("distgpt.")]
     found = {id(loop): loop for module in modules for loop in vars(module).values()}
-    loops = [
-        loop for loop in found.values() if isinstance(loop, Dispatcher) and hasattr(loop._cache, "_name")
-    ]
+    loops = [loop for loop in found.values() if isinstance(loop, Dispatcher) and hasattr(loop._cache, "_name")]
     return {f"{loop.py_func.__qualname__}-{loop.py_func.__code__.co_firstlineno}": loop for loop in loops}
 
 
 def _load_compiled(loaded=set()):  # noqa: B006
     """Load the loops that somebody has compiled since the last time: each child would take 10 ms for each."""
+    from distgpt.core.cpu.compiling.disk_cache import folder, read
     from numba.core.compiler import CompileResult
     from numba.core.registry import cpu_target
-
-    from distgpt.core.cpu.compiling.disk_cache import folder, read
 
     context, kept = cpu_target.target_context, folder()
     for name in os.listdir(kept) if kept else ():  # noqa: PTH208

@@ -5,15 +5,14 @@ import struct
 
 import numpy as np
 from chattemplates import TEMPLATES
-from families import document
-from foreignmodels import MODERN, shape, tensors_in
-
 from distgpt.core.config import ModelConfig, RunConfig
 from distgpt.core.data.tokenizers import checked_chat
 from distgpt.core.saved.modelfile import Description
 from distgpt.core.saved.tensors import write_tensors
 from distgpt.corpora.tokenizers.foreign import from_document
 from distgpt.models.formats.gguf.container import Numbers, read_container, write_container
+from families import document
+from foreignmodels import MODERN, shape, tensors_in
 
 LLAMA = shape(300, 32, 2, 4, 64, n_kv_head=2, mlp_width=96, **MODERN)
 
@@ -52,9 +51,7 @@ def with_tokenizer(path, tokenizer, **more):
 
     of = {**LLAMA, "vocab_size": tokenizer.size + 5, **more}
     random_model(path, of, None)
-    write_tensors(
-        path, tensors_in(path), Description(RunConfig(model=ModelConfig(**of)), tokenizer).to_metadata()
-    )
+    write_tensors(path, tensors_in(path), Description(RunConfig(model=ModelConfig(**of)), tokenizer).to_metadata())
     return path
 
 

@@ -4,9 +4,8 @@ import base64
 import json
 import struct
 
-from families import document
-
 from distgpt.corpora.tokenizers.tokenizer_json import LibraryTokenizer
+from families import document
 
 TEXT = "a" * 40 + "!"
 

@@ -3,15 +3,12 @@
 from dataclasses import replace
 
 import numpy as np
-
 from distgpt.core.config import MLPS, NORMS, POSITIONS, ModelConfig
 from distgpt.core.model.model import Architecture, Model
 from distgpt.core.model.passes import Pass
 from distgpt.core.ops.activations import ACTIVATIONS
 
-BASE = ModelConfig(
-    vocab_size=13, seq_len=9, n_layer=2, n_head=3, n_embd=24, tied=False, vocab_multiple=8, init_std=0.2
-)
+BASE = ModelConfig(vocab_size=13, seq_len=9, n_layer=2, n_head=3, n_embd=24, tied=False, vocab_multiple=8, init_std=0.2)
 
 
 VARIANTS = {
@@ -28,19 +25,11 @@ VARIANTS = {
     ),
     "modern": replace(BASE, norm="rmsnorm", mlp="swiglu", positions="rope", bias=False, tied=True),
     "normalised queries": replace(BASE, positions="rope", qk_norm=True, init_weights="unit"),
-    "grouped queries": replace(
-        BASE, n_head=6, n_kv_head=2, n_embd=36, positions="rope", rope_base=50.0, qk_norm=True
-    ),
+    "grouped queries": replace(BASE, n_head=6, n_kv_head=2, n_embd=36, positions="rope", rope_base=50.0, qk_norm=True),
     "linear scaling": replace(BASE, positions="rope", rope_scaling="linear", rope_factor=3.0),
     # Of four pairs, one turns often in the context, one seldom, two are in between.
     "llama3 scaling": replace(
-        BASE,
-        positions="rope",
-        rope_base=20.0,
-        rope_scaling="llama3",
-        rope_context=16,
-        rope_slow=0.5,
-        rope_fast=2,
+        BASE, positions="rope", rope_base=20.0, rope_scaling="llama3", rope_context=16, rope_slow=0.5, rope_fast=2
     ),
     "a head size of its own": replace(
         BASE, n_head=4, n_kv_head=2, head_dim=10, positions="rope", mlp="swiglu", mlp_width=37
@@ -58,9 +47,7 @@ VARIANTS = {
         qk_norm_gain=True,
     ),
     "one key for all": replace(BASE, n_kv_head=1, mlp="swiglu"),
-    "value embeddings": replace(
-        BASE, n_layer=3, value_embeddings=True, positions="rope", init_weights="unit"
-    ),
+    "value embeddings": replace(BASE, n_layer=3, value_embeddings=True, positions="rope", init_weights="unit"),
     "windows": replace(BASE, n_layer=3, window=4, full_every=2, positions="rope"),
     "windows everywhere": replace(BASE, n_head=6, n_kv_head=2, window=2, full_every=0),
     "one head, one layer": replace(BASE, n_layer=1, n_head=1),
@@ -145,10 +132,7 @@ def plain_logits(c, params, tokens):
     for i in range(c.n_layer):
         name = f"blocks.{i}"
         all_seen = c.window == 0 or (c.full_every and (c.n_layer - 1 - i) % c.full_every == 0)
-        x = x + linear(
-            f"{name}.attn.proj",
-            attention(name, norm(f"{name}.norm1", x), len(x) if all_seen else c.window),
-        )
+        x = x + linear(f"{name}.attn.proj", attention(name, norm(f"{name}.norm1", x), len(x) if all_seen else c.window))
         x = x + linear(f"{name}.mlp.proj", activated(linear(f"{name}.mlp.fc", norm(f"{name}.norm2", x))))
     x = norm("final_norm", x) if c.final_norm else x
     return x @ p["wte" if c.tied else "head.w"][: c.vocab_size].T

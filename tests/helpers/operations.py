@@ -7,7 +7,6 @@ shapes and variants, and a case that fails names its own.
 from itertools import product
 
 import numpy as np
-
 from distgpt.core.ops.activations import ACTIVATIONS
 from distgpt.core.ops.api import (
     IGNORED,
@@ -210,9 +209,7 @@ def check_norms(case, kind, residual):
         case.check("norm_backward", [rows, again, None], dy, r, s, stats, wb)
 
     def weights(k, dwb, of_linear, dy, r, s, x, stats, wb, accumulate):
-        sums = (
-            k.wide_zeros(k.capabilities.norm_sum_rows, 3 * case.c) if k.capabilities.norm_sum_rows else None
-        )
+        sums = k.wide_zeros(k.capabilities.norm_sum_rows, 3 * case.c) if k.capabilities.norm_sum_rows else None
         if sums is not None:
             k.put(sums, np.full(sums.shape, np.nan))
         dx = k.zeros(*rows)
@@ -279,10 +276,7 @@ def into(db, accumulate):
 def bias_gradients(case, width):
     """The ways to ask a backward pass for the gradient of a bias: an output, and whether to add to it."""
     start = Wide(case.random(width))
-    return [
-        (None, False),
-        *[(Wide((width,)), False), (start, True)] * case.kernels.capabilities.sums_bias_gradients,
-    ]
+    return [(None, False), *[(Wide((width,)), False), (start, True)] * case.kernels.capabilities.sums_bias_gradients]
 
 
 def grouped(both, *variants):

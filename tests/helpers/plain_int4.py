@@ -1,7 +1,6 @@
 """Rounding to int4 in plain NumPy: what compiled loops are compared with."""
 
 import numpy as np
-
 from distgpt.core.ops.low_precision import from_bfloat16, to_bfloat16
 from distgpt.inference.quantized.integers import BLOCKS, LEAST, MOST, TRIED, Quantised, inverse, nearest
 

@@ -6,7 +6,6 @@ import random
 
 import numpy as np
 import pytest
-
 from distgpt.core.base.files import bundled
 from distgpt.corpora.prepare import documents as cutting
 from distgpt.corpora.prepare.preparing import Request, prepare

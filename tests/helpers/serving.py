@@ -25,9 +25,7 @@ JSON = {"Content-Type": "application/json"}
 @functools.cache
 def sample():
     """The bundled model, and its tokenizer."""
-    model, about = load_model(
-        bundled("weights", "sample.safetensors"), CpuKernels("float32", 2), SerialComm()
-    )
+    model, about = load_model(bundled("weights", "sample.safetensors"), CpuKernels("float32", 2), SerialComm())
     return model, about.tokenizer
 
 

@@ -60,9 +60,7 @@ PartitionName=high Nodes=n1,n2 PriorityTier=2 PreemptMode=OFF
 def lacking():
     """Why there can be no cluster here; "" if there can."""
     if missing := [name for name in PROGRAMS if shutil.which(name, path=PATH) is None]:
-        return (
-            f"needs Slurm and munge ({', '.join(missing)}): apt install slurmctld slurmd slurm-client munge"
-        )
+        return f"needs Slurm and munge ({', '.join(missing)}): apt install slurmctld slurmd slurm-client munge"
     return "" if os.geteuid() == 0 else "a Slurm of our own needs root"
 
 

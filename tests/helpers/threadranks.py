@@ -3,7 +3,6 @@
 import threading
 
 import numpy as np
-
 from distgpt.core.base.errors import DistgptError
 from distgpt.core.comm.api import SerialComm
 
@@ -51,18 +50,12 @@ class ThreadComm(SerialComm):
     def split_by_node(self):
         if self.local_size in (1, self.size):
             return None
-        return self._some(lambda rank: rank // self.local_size), self._some(
-            lambda rank: rank % self.local_size
-        )
+        return self._some(lambda rank: rank // self.local_size), self._some(lambda rank: rank % self.local_size)
 
     def _some(self, group):
         """The ranks of this one's group."""
         ranks = [rank for rank in range(self.size) if group(rank) == group(self.rank)]
-        made = (
-            {group(self.rank): (threading.Barrier(len(ranks), timeout=20), {})}
-            if self.rank == ranks[0]
-            else {}
-        )
+        made = {group(self.rank): (threading.Barrier(len(ranks), timeout=20), {})} if self.rank == ranks[0] else {}
         groups = {key: each for found in self._all(made) for key, each in found.items()}
         return ThreadComm(ranks.index(self.rank), len(ranks), *groups[group(self.rank)])
 

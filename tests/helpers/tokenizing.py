@@ -4,11 +4,8 @@ import functools
 from pathlib import Path
 
 import pytest
-
 from distgpt.core.data.textfile import read_text, resolve_data
-from distgpt.core.data.tokenizers import (
-    load_tokenizer,
-)
+from distgpt.core.data.tokenizers import load_tokenizer
 from distgpt.corpora.tokenizers.bpe import learn_bpe
 
 GPT2 = Path(__file__).parents[3] / "shared" / "data" / "gpt2"

@@ -139,8 +139,7 @@ TREES = {
         kinds={"cpu_core": "0-11", "cpu_atom": "12-19"},
     ),
     "virtual": Tree(  # 2 CPUs, each in a socket of its own as QEMU makes them, of a kernel without NUMA
-        [Core((i,), socket=i, region=None, l3=i) for i in range(2)],
-        Seen(cpus=2, cores=2, sockets=2, regions=0, l3=2),
+        [Core((i,), socket=i, region=None, l3=i) for i in range(2)], Seen(cpus=2, cores=2, sockets=2, regions=0, l3=2)
     ),
     "container": _RYZEN,  # half a core, and the host's files
     "holes": replace(_RYZEN, allowed=frozenset({0, 1, 2, 3, 7, 9, 10, 11})),  # 9 to 11 are siblings of 1 to 3
@@ -150,10 +149,7 @@ TREES = {
         offline=frozenset({5, *range(16, 32)}),
     ),
     "big.LITTLE": Tree(  # RK3588
-        [
-            *(Core((i,), **_SLOW) for i in range(4)),
-            *(Core((4 + i,), khz=2400000, capacity=1024) for i in range(4)),
-        ],
+        [*(Core((i,), **_SLOW) for i in range(4)), *(Core((4 + i,), khz=2400000, capacity=1024) for i in range(4))],
         Seen(cpus=8, cores=8, sockets=1, regions=1, l3=1),
     ),
     "a64fx": Tree(  # Fugaku: CPUs 0 and 1 are the system's; no caches are shown; each group of 12 is a socket
@@ -166,10 +162,7 @@ TREES = {
         allowed=frozenset(range(12, 60)),
     ),
     "power9": Tree(  # AC922, 2 × 16 cores of four CPUs: NUMA nodes 0 and 8, those of GPUs are 252 to 255
-        [
-            Core(tuple(range(4 * i, 4 * i + 4)), 8 * (i // 16), 8 * (i // 16), i // 2, khz=3800000)
-            for i in range(32)
-        ],
+        [Core(tuple(range(4 * i, 4 * i + 4)), 8 * (i // 16), 8 * (i // 16), i // 2, khz=3800000) for i in range(32)],
         Seen(cpus=128, cores=32, sockets=2, regions=2, l3=16),
         regions=(252, 253, 254, 255),
     ),

@@ -4,8 +4,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from models import VARIANTS, build
-
 from distgpt.core.base.errors import NonFiniteError
 from distgpt.core.cpu.kernels import CpuKernels
 from distgpt.core.generate.engine import Engine, complete
@@ -14,6 +12,8 @@ from distgpt.core.generate.request import Request, Sampling
 from distgpt.core.generate.slots import Choice, Feed
 from distgpt.core.ops.kernels import Kernels
 from distgpt.inference.decoding.batched import BatchedSlots, Likeliest, _rounded
+
+from models import VARIANTS, build
 
 KERNELS = [lambda: Kernels(), lambda: CpuKernels("float64", 2)]
 
@@ -115,9 +115,7 @@ def test_requests_are_answered_as_by_a_pass_for_each(kind):
     for i, how in enumerate(HOW):
         prompt = random.integers(0, 13, 1 + i % 6).tolist()
         overflow = "shift" if i % 3 == 1 else "slide"
-        requests.append(
-            Request(prompt=prompt, max_new_tokens=14, n=1 + i % 3, seed=i, overflow=overflow, **how)
-        )
+        requests.append(Request(prompt=prompt, max_new_tokens=14, n=1 + i % 3, seed=i, overflow=overflow, **how))
     batched, plain = (complete(Engine(lanes, chunk=4), requests) for lanes in same(VARIANTS[kind]))
     for how, found, expected in zip(HOW, batched, plain, strict=True):
         for mine, other in zip(found, expected, strict=True):
@@ -155,9 +153,7 @@ def test_what_64_tokens_do_not_reach_is_chosen_by_all_scores(how, temperature, m
     batched, plain = same(config)
     fetched, whole = [], BatchedSlots._whole
     monkeypatch.setattr(BatchedSlots, "_whole", lambda self, i: (fetched.append(i), whole(self, i))[1])
-    for found, expected in zip(
-        complete(Engine(batched), requests), complete(Engine(plain), requests), strict=True
-    ):
+    for found, expected in zip(complete(Engine(batched), requests), complete(Engine(plain), requests), strict=True):
         assert found[0].tokens == expected[0].tokens
         for a, b in zip(found[0].likelihoods, expected[0].likelihoods, strict=True):
             assert a.logprob == pytest.approx(b.logprob, abs=1e-9)

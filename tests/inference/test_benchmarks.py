@@ -3,12 +3,9 @@
 import csv
 import json
 
+import distgpt
 import numpy as np
 import pytest
-from foreignmodels import exported_model, shape
-from threadranks import on_all_ranks
-
-import distgpt
 from distgpt.commands.cli import cli
 from distgpt.commands.generate import BENCHMARKS
 from distgpt.core.base.errors import DataError, DistgptError
@@ -20,6 +17,8 @@ from distgpt.core.model.model import Architecture, Model
 from distgpt.core.saved.modelfile import load_model
 from distgpt.core.train.assessment import Scorer, Span
 from distgpt.inference.evaluation.benchmark import LINES, Benchmark, Question, likelihoods, read_questions
+from foreignmodels import exported_model, shape
+from threadranks import on_all_ranks
 
 CONFIG = ModelConfig(vocab_size=256, seq_len=700, n_layer=2, n_head=2, n_embd=16)
 BYTES = load_tokenizer("byte", "")
@@ -190,9 +189,7 @@ def test_likelihoods_are_those_of_all_logits_on_any_number_of_ranks(monkeypatch)
     monkeypatch.setattr("distgpt.core.train.assessment.AT_A_TIME", 300)
     monkeypatch.setattr("distgpt.inference.evaluation.benchmark.AT_ONCE", 5)
     seen = []
-    found = likelihoods(
-        Scorer(model(), SerialComm()), spans, lambda done, tokens: seen.append((done, tokens))
-    )
+    found = likelihoods(Scorer(model(), SerialComm()), spans, lambda done, tokens: seen.append((done, tokens)))
     np.testing.assert_allclose(found, expected, rtol=1e-10)
     assert seen[-1][0] == len(spans) and sum(tokens for _, tokens in seen) == sum(s.count for s in spans)
     for other in on_all_ranks(3, lambda comm: likelihoods(Scorer(model(), comm), spans)):
@@ -255,9 +252,7 @@ def test_the_command_measures_each_of_them(tmp_path, capsys):
         assert f"{name} " in capsys.readouterr().out
     assert PUBLISHED.keys() == BENCHMARKS.keys() and set(found["mmlu_subjects"]) == {"high_school_art", "law"}
     with pytest.raises(DistgptError, match=r"none.jsonl cannot be read"):
-        cli.main(
-            ["eval", "--weights", str(weights), "--piqa", str(tmp_path / "none.jsonl")], standalone_mode=False
-        )
+        cli.main(["eval", "--weights", str(weights), "--piqa", str(tmp_path / "none.jsonl")], standalone_mode=False)
 
 
 MODEL = shape(256, 700, 2, 6, 36, n_kv_head=2, norm="rmsnorm", mlp="swiglu", positions="rope", bias=False)

@@ -11,10 +11,6 @@ import time
 
 import pytest
 from chattemplates import settings
-from conftest import inside, popen, refused
-from families import write_family
-from foreignmodels import MODERN, exported_model, random_model, shape
-
 from distgpt.core.base.errors import DataError, UsageError
 from distgpt.core.comm.api import SerialComm
 from distgpt.core.cpu.stages import open_stage
@@ -23,6 +19,10 @@ from distgpt.core.generate.engine_setup import ModelSpec
 from distgpt.core.generate.request import Request
 from distgpt.corpora.chats.format import ChatFormat
 from distgpt.inference.generation.chat import Conversation
+from families import write_family
+from foreignmodels import MODERN, exported_model, random_model, shape
+
+from conftest import inside, popen, refused
 
 QUICK = ("--max-new-tokens", "8", "--threads", "1")
 
@@ -235,6 +235,4 @@ def test_a_template_that_refuses_a_chat_is_one_line(monkeypatch, tmp_path):
         write_family(folder, "mistral", **{**settings("mistral"), "chat_template": template})
         ours.unlink(missing_ok=True)
         assert inside("weights", "import", folder, "--out", ours).returncode == 0
-        refused(
-            piped("hi\n", "--weights", ours, "--system", "Be brief.", monkeypatch=monkeypatch), 65, message
-        )
+        refused(piped("hi\n", "--weights", ours, "--system", "Be brief.", monkeypatch=monkeypatch), 65, message)

@@ -2,9 +2,6 @@
 
 import numpy as np
 import pytest
-from plain_int4 import quantise4
-from test_lanes import plain_scores
-
 from distgpt.core.config import MLPS, ModelConfig
 from distgpt.core.cpu.kernels import Bfloat16Kernels, CpuKernels
 from distgpt.core.generate.engine_setup import slot_bytes, slots_for
@@ -17,6 +14,8 @@ from distgpt.inference.quantized.integers import quantise, restored
 from distgpt.inference.quantized.kernels import Int8Kernels
 from distgpt.models.quantized.packed import int8_of
 from distgpt.models.quantized.rounded import bits_of
+from plain_int4 import quantise4
+from test_lanes import plain_scores
 
 VARIANTS = {
     "gpt2": {},
@@ -104,8 +103,7 @@ def test_scores_are_those_of_the_forward_pass(variant, kind):
 
 
 @pytest.mark.parametrize(
-    "variant, kind",
-    [("llama", "float32"), ("odd", "float32"), ("odd", "int8"), ("odd", "int4"), ("short", "float32")],
+    "variant, kind", [("llama", "float32"), ("odd", "float32"), ("odd", "int8"), ("odd", "int4"), ("short", "float32")]
 )
 def test_a_sequence_gets_the_same_bits_alone_or_not_in_pieces_or_not_on_any_number_of_threads(variant, kind):
     texts, found = sequences(variant), []
@@ -114,8 +112,7 @@ def test_a_sequence_gets_the_same_bits_alone_or_not_in_pieces_or_not_on_any_numb
         whole = lanes.feed([Feed(i, 0, text, len(text)) for i, text in enumerate(texts)])
         alone = [lanes.feed([Feed(0, 0, text, len(text))]) for text in texts]
         steps = [
-            np.concatenate([lanes.feed([Feed(1, at, [token], 1)]) for at, token in enumerate(text)])
-            for text in texts
+            np.concatenate([lanes.feed([Feed(1, at, [token], 1)]) for at, token in enumerate(text)]) for text in texts
         ]
         found += [whole, np.concatenate(alone), np.concatenate(steps)]
     assert len({scores.tobytes() for scores in found}) == 1
@@ -168,7 +165,5 @@ def test_a_lane_can_be_copied_and_used_again_even_after_nan(kind):
 def test_what_does_not_fit_is_refused(feed):
     lanes = lanes_of("gpt2", "float32", 2)
     assert lanes.feed([]).shape == (0, 97)
-    with pytest.raises(
-        ValueError, match=r"does not fit 2 slots of 50|must lie in \[0, 97\)|a slot occurs twice"
-    ):
+    with pytest.raises(ValueError, match=r"does not fit 2 slots of 50|must lie in \[0, 97\)|a slot occurs twice"):
         lanes.feed([Feed(1, 0, [3, 4], 1), feed])

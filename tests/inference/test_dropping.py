@@ -5,10 +5,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import test_compiled_lanes
-from models import VARIANTS, build
-from test_compiled_lanes import KINDS, all_threads, distance, lanes_of, sequences  # noqa: F401
-from test_engine import Watched
-
 from distgpt.core.cpu.kernels import CpuKernels
 from distgpt.core.cpu.matmul.packing import COLUMNS
 from distgpt.core.generate.engine import Engine, complete
@@ -19,6 +15,10 @@ from distgpt.core.model.model import Architecture, Model
 from distgpt.core.model.passes import Pass
 from distgpt.core.ops.kernels import Kernels
 from distgpt.inference.decoding.compiled import CompiledSlots
+from test_compiled_lanes import KINDS, all_threads, distance, lanes_of, sequences  # noqa: F401
+from test_engine import Watched
+
+from models import VARIANTS, build
 
 LENGTH = 9
 

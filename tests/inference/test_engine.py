@@ -5,9 +5,6 @@ from itertools import product
 
 import numpy as np
 import pytest
-from models import VARIANTS, build
-from test_lanes import plain_scores
-
 from distgpt.core.base.errors import NonFiniteError, UsageError
 from distgpt.core.cpu.kernels import CpuKernels
 from distgpt.core.data.tokenizers import ByteTokenizer
@@ -18,6 +15,9 @@ from distgpt.core.generate.sample import Transcript
 from distgpt.core.generate.sampling import choose, uniform
 from distgpt.corpora.tokenizers.collected import CharTokenizer
 from distgpt.inference.decoding.compiled import CompiledSlots
+from test_lanes import plain_scores
+
+from models import VARIANTS, build
 
 LETTERS = CharTokenizer("abcdefghijklm")
 HOT = {"temperature": 1.0}
@@ -46,8 +46,7 @@ def window(tokens, overflow, length, begun):
 
 
 @pytest.mark.parametrize(
-    "kind, overflow",
-    [*product(["gpt2"], ["slide", "shift", "stop"]), ("modern", "slide"), ("grouped queries", "stop")],
+    "kind, overflow", [*product(["gpt2"], ["slide", "shift", "stop"]), ("modern", "slide"), ("grouped queries", "stop")]
 )  # what `shift` is for the others: test_dropping.py
 def test_greedy_takes_the_likeliest_token_each_time_past_the_context(kind, overflow):
     one = model(kind)
@@ -284,9 +283,7 @@ def test_damaged_weights_are_noticed():
 def test_requests_that_make_no_sense_are_refused():
     with pytest.raises(UsageError, match="prompt_logprobs needs logprobs"):
         engine_of(model()).submit(Request([1], prompt_logprobs=True))
-    with pytest.raises(
-        UsageError, match=r"12 tokens, the context 9: shorten it, or leave out prompt_logprobs"
-    ):
+    with pytest.raises(UsageError, match=r"12 tokens, the context 9: shorten it, or leave out prompt_logprobs"):
         engine_of(model()).submit(Request([1] * 12, logprobs=0, prompt_logprobs=True))
     for name, value in {"n": 0, "lookup": 65, "overflow": "wrap", "stop": ("",)}.items():
         with pytest.raises(UsageError, match=name):

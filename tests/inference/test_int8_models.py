@@ -5,10 +5,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from plain_int4 import quantise4
-from test_compiled_lanes import VARIANTS, build, config_of, distance, round_alike, sequences
-from test_lanes import plain_scores
-
 from distgpt import api
 from distgpt.core.base.errors import DataError, UsageError
 from distgpt.core.base.files import bundled
@@ -25,6 +21,9 @@ from distgpt.inference.quantized.integers import LEVELS, quantise, restored
 from distgpt.inference.quantized.kernels import Int8Kernels
 from distgpt.models.quantized.packed import calibrated, int8_of, moved, round_for
 from distgpt.models.quantized.rounded import bits_of, quantize
+from plain_int4 import quantise4
+from test_compiled_lanes import VARIANTS, build, config_of, distance, round_alike, sequences
+from test_lanes import plain_scores
 
 COMM = SerialComm()
 
@@ -104,9 +103,7 @@ def test_a_file_in_int4_gives_the_same_model_as_rounding_and_nearly_the_same_in_
         found, _ = load_model(path, Int8Kernels(1, dtype), COMM)
         scores[path, dtype] = CompiledSlots(found, 1).feed([Feed(0, 0, text, len(text))])
     np.testing.assert_array_equal(scores[wide, "int4"], scores[in_int4, "int4"])
-    assert (
-        distance(scores[in_int4, "int8"], scores[in_int4, "int4"]) < 0.05
-    )  # rounded twice, and other blocks
+    assert distance(scores[in_int4, "int8"], scores[in_int4, "int4"]) < 0.05  # rounded twice, and other blocks
     assert distance(scores[narrow, "int4"], scores[in_int4, "int4"]) < 0.3  # rounded twice
     widened, about = load_model(in_int4, CpuKernels("float32", 1), COMM)
     assert about.rounded == "int4" == opened_in(in_int4, "auto")
@@ -114,9 +111,7 @@ def test_a_file_in_int4_gives_the_same_model_as_rounding_and_nearly_the_same_in_
         expected = round_alike(model.params[spec.name], spec, "int4")
         equal = np.isclose(widened.params[spec.name], expected, atol=1e-6)
         assert equal.mean() > 0.99  # where two scales are as good, sums in another order decide
-        errors = [
-            np.square(each - model.params[spec.name]).sum() for each in (widened.params[spec.name], expected)
-        ]
+        errors = [np.square(each - model.params[spec.name]).sum() for each in (widened.params[spec.name], expected)]
         assert errors[0] == pytest.approx(errors[1], rel=1e-3)
     assert "int4" in repr(api.load(in_int4)) and "int4" in repr(api.init(config_of("odd"), dtype="int4"))
 
@@ -225,9 +220,7 @@ def test_calibrated_rounding_moves_outputs_less_than_rounding_alone():
     """Inputs that depend on each other, as those of trained models do."""
     random = np.random.default_rng(3)
     mixing = random.standard_normal((24, 130)) * np.exp(random.standard_normal(130))
-    x = (random.standard_normal((600, 24)) @ mixing + 0.1 * random.standard_normal((600, 130))).astype(
-        np.float32
-    )
+    x = (random.standard_normal((600, 24)) @ mixing + 0.1 * random.standard_normal((600, 130))).astype(np.float32)
     w = random.standard_normal((70, 130)).astype(np.float32)
     moved = [np.square(x @ (restored(q) - w).T).sum() for q in (quantise4(w), round_for(w, x.T @ x))]
     assert moved[1] < 0.5 * moved[0]

@@ -4,9 +4,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from models import VARIANTS, build
-from threadranks import on_all_ranks
-
 from distgpt.core.comm.resources import Memory
 from distgpt.core.cpu.kernels import CpuKernels
 from distgpt.core.generate import engine_setup
@@ -15,6 +12,9 @@ from distgpt.core.generate.plain_slots import PlainSlots
 from distgpt.core.generate.slots import Feed
 from distgpt.core.model.passes import Pass
 from distgpt.core.ops.kernels import Kernels
+from threadranks import on_all_ranks
+
+from models import VARIANTS, build
 
 
 def plain_scores(model, tokens):

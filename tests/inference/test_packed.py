@@ -1,15 +1,14 @@
 """Packed weights are kept from call to call, and never answer for others."""
 
+import distgpt
 import numpy as np
 import pytest
-from test_compiled_lanes import KINDS, TYPES, build
-
-import distgpt
 from distgpt.core.config import ModelConfig
 from distgpt.core.cpu.pool import pool_of
 from distgpt.core.generate.slots import Feed
 from distgpt.inference.decoding.compiled import CompiledSlots, packing_of
 from distgpt.inference.decoding.loops.weights import PIECE, checksums_of
+from test_compiled_lanes import KINDS, TYPES, build
 
 CONFIG = ModelConfig(vocab_size=13, seq_len=9, n_layer=2, n_head=2, n_embd=16, init_std=0.3)
 

@@ -5,11 +5,6 @@ import json
 
 import numpy as np
 import pytest
-from conftest import distgpt, inside, needs_mpi, refused
-from test_engine import engine_of, model, varied_requests
-from test_lanes import plain_scores
-from threadranks import on_all_ranks
-
 from distgpt import api
 from distgpt.core.base.errors import NonFiniteError
 from distgpt.core.generate.engine import Engine, complete
@@ -17,6 +12,11 @@ from distgpt.core.generate.plain_slots import PlainSlots
 from distgpt.core.generate.request import Request
 from distgpt.core.generate.slots import on_ranks
 from distgpt.inference.generation.batch import Answers, distribute
+from test_engine import engine_of, model, varied_requests
+from test_lanes import plain_scores
+from threadranks import on_all_ranks
+
+from conftest import distgpt, inside, needs_mpi, refused
 
 LINES = [
     {"prompt": "the lamp", "max_new_tokens": 3},
@@ -159,9 +159,7 @@ def test_requests_and_files_that_do_not_fit_are_refused(infer, trained, tmp_path
     for words in (["--prompts", "p"], ["--out", "o"], ["--prompts", "p", "--out", "x", "--json"]):
         assert infer(*words).returncode == 2
     write(tmp_path / "long", [{"prompt": "the"}, {"prompt": "the lamp " * 30}])
-    refused(
-        infer("--prompts", "long", "--out", "x", "--overflow", "stop"), 65, "long, line 2", "the context 16"
-    )
+    refused(infer("--prompts", "long", "--out", "x", "--overflow", "stop"), 65, "long, line 2", "the context 16")
     assert not (tmp_path / "x").exists()
 
 

@@ -2,13 +2,12 @@
 
 import numpy as np
 import pytest
-from threadranks import on_all_ranks
-
 from distgpt.core.base.errors import DataError, NonFiniteError, UsageError
 from distgpt.core.config import ModelConfig
 from distgpt.core.cpu.kernels import CpuKernels
 from distgpt.core.generate.python_api import generate
 from distgpt.core.model.model import Architecture, Model
+from threadranks import on_all_ranks
 
 CONFIG = ModelConfig(vocab_size=13, seq_len=7, n_layer=1, n_head=2, n_embd=16, init_std=0.2)
 
@@ -33,9 +32,7 @@ def on_ranks(prompt, damaged=None, stream=False, **settings):
 
 def test_ranks_share_prompts_and_all_get_all_results():
     prompts = [[1, 2], [3], [4, 5, 6], [7], [8]]
-    (alone,) = on_all_ranks(
-        1, lambda comm: generate(made(), None, comm, prompts, False, {"max_new_tokens": 3})
-    )
+    (alone,) = on_all_ranks(1, lambda comm: generate(made(), None, comm, prompts, False, {"max_new_tokens": 3}))
     assert on_ranks(prompts) == [alone] * 3
 
 

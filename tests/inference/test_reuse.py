@@ -3,9 +3,6 @@
 from dataclasses import replace
 
 import pytest
-from models import VARIANTS
-from test_engine import LANES, LETTERS, Watched, both_lanes, model
-
 from distgpt.core.cpu.stages import open_stage
 from distgpt.core.generate.engine import Engine, complete
 from distgpt.core.generate.engine_setup import slots_for
@@ -13,6 +10,9 @@ from distgpt.core.generate.request import Request
 from distgpt.core.model.model import Architecture, Model
 from distgpt.inference.quantized.kernels import Int8Kernels
 from distgpt.models.quantized.packed import int8_of
+from test_engine import LANES, LETTERS, Watched, both_lanes, model
+
+from models import VARIANTS
 
 
 def engine_of(made, dtype, kind="modern", count=1, chunk=4, **changes):

@@ -3,12 +3,9 @@
 import json
 import math
 
+import distgpt
 import numpy as np
 import pytest
-from test_benchmarks import plain
-from threadranks import on_all_ranks
-
-import distgpt
 from distgpt.commands.cli import cli
 from distgpt.core.base.errors import UsageError
 from distgpt.core.base.files import bundled
@@ -24,6 +21,8 @@ from distgpt.core.saved.modelfile import read_description
 from distgpt.core.train import assessment
 from distgpt.core.train.assessment import Scorer, Span, Validation
 from distgpt.inference.evaluation.evaluate import evaluate
+from test_benchmarks import plain
+from threadranks import on_all_ranks
 
 CONFIG = ModelConfig(vocab_size=61, seq_len=48, n_layer=2, n_head=2, n_embd=16)
 RANDOM = np.random.default_rng(0)
@@ -83,9 +82,7 @@ def test_the_predicted_text_is_as_long_as_it_is_written():
     ids = np.array([60, 97, 98, 60, 99], np.uint16)
     tokenizer = load_tokenizer("byte", "")
     tokenizer.separator = 60  # which is no text
-    assert Validation(windows_of(ArrayTokens(ids), 2)).bits_per_byte(math.log(2), tokenizer) == pytest.approx(
-        4 / 3
-    )
+    assert Validation(windows_of(ArrayTokens(ids), 2)).bits_per_byte(math.log(2), tokenizer) == pytest.approx(4 / 3)
     assert Validation(windows_of(ArrayTokens(ids[[0, 3]]), 2)).bits_per_byte(1.0, tokenizer) is None
 
 

@@ -10,8 +10,6 @@ import pytest
 
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
-from serving import JSON, pieces, sample, server
-
 from distgpt.core.base.errors import UsageError
 from distgpt.core.data.tokenizers import ByteTokenizer
 from distgpt.core.generate.engine import Engine, complete
@@ -22,6 +20,7 @@ from distgpt.inference.serving.answers import Served
 from distgpt.inference.serving.completions import PARAMETERS, parse_body
 from distgpt.inference.serving.limits import Limits, Refusal
 from distgpt.inference.serving.server import checked_key
+from serving import JSON, pieces, sample, server
 
 HOT = {"temperature": 0.9, "top_k": 40, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.1, "seed": 7}
 
@@ -194,9 +193,7 @@ WRONG = [
 
 @pytest.mark.parametrize(("body", "status", "word"), WRONG)
 def test_what_makes_no_sense_is_refused_in_openais_shape(served, body, status, word):
-    found, _, said = served.ask(
-        "/v1/completions", body if isinstance(body, bytes) else {"prompt": "a", **body}
-    )
+    found, _, said = served.ask("/v1/completions", body if isinstance(body, bytes) else {"prompt": "a", **body})
     assert found == status and set(said) == {"error"}, said
     assert set(said["error"]) == {"message", "type", "param", "code"}
     assert said["error"]["type"] == "invalid_request_error" and word in said["error"]["message"]
@@ -262,9 +259,7 @@ def test_a_site_may_be_let_in():
     with server(origins=("https://example.org",)) as found:
         asking = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "content-type"}
         for origin, status in (("https://example.org", 200), ("https://example.com", 400)):
-            answer, headers, _ = found.ask(
-                "/v1/completions", method="OPTIONS", headers={"Origin": origin, **asking}
-            )
+            answer, headers, _ = found.ask("/v1/completions", method="OPTIONS", headers={"Origin": origin, **asking})
             assert answer == status
             assert headers.get("access-control-allow-origin") == (origin if status == 200 else None)
 
@@ -273,11 +268,7 @@ def test_a_key_is_asked_for(capsys):
     with server(key="s3cret") as found:
         for given in (None, "Bearer wrong", "Bearer ", "s3cre", "Bearer s3cret2", "Bearer \xe4"):
             headers = {} if given is None else {"Authorization": given}
-            for path, body in (
-                ("/v1/completions", {"prompt": "a"}),
-                ("/v1/models", None),
-                ("/metrics", None),
-            ):
+            for path, body in (("/v1/completions", {"prompt": "a"}), ("/v1/models", None), ("/metrics", None)):
                 status, answer, said = found.ask(path, body, headers=headers)
                 assert status == 401 and answer["www-authenticate"] == "Bearer", given
                 assert said["error"]["code"] == "invalid_api_key" and "s3cret" not in str(said)

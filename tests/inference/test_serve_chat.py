@@ -5,9 +5,6 @@ import pytest
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 from chattemplates import settings
-from families import write_family
-from serving import pieces, sample, server
-
 from distgpt.core.base.errors import DataError
 from distgpt.core.generate.engine import Engine, complete
 from distgpt.core.generate.engine_setup import slots_for
@@ -15,6 +12,8 @@ from distgpt.core.generate.request import Request
 from distgpt.corpora.chats.format import ChatFormat
 from distgpt.inference.serving.completions import Served, parse_chat
 from distgpt.inference.serving.limits import Limits, Refusal
+from families import write_family
+from serving import pieces, sample, server
 
 CHAT = "/v1/chat/completions"
 MESSAGES = [{"role": "system", "content": "Brief."}, {"role": "user", "content": "The harbour"}]
@@ -107,13 +106,7 @@ def test_what_makes_no_sense_is_refused(served):
         assert "messages" not in body or found["error"]["param"] == "messages"
     status, _, found = served.ask(CHAT, {"messages": MESSAGES, "model": "other"})
     assert status == 404 and found["error"]["code"] == "model_not_found"
-    same = {
-        "tools": [],
-        "tool_choice": "none",
-        "response_format": {"type": "text"},
-        "user": "me",
-        "store": True,
-    }
+    same = {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "user": "me", "store": True}
     assert asked(served, max_tokens=1, **same)["choices"]
 
 

@@ -15,10 +15,6 @@ import pytest
 
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
-from conftest import distgpt, inside, popen, refused
-from hostiletokenizers import FAILING, TEXT, failing
-from serving import JSON, pieces, sample, server, until
-
 from distgpt.core.base.errors import DistgptError
 from distgpt.core.base.files import bundled
 from distgpt.core.comm.api import SerialComm
@@ -28,6 +24,10 @@ from distgpt.corpora.tokenizers.bpe import BpeTokenizer, symbols
 from distgpt.inference.serving import app
 from distgpt.inference.serving import server as serving_module
 from distgpt.inference.serving.server import bound
+from hostiletokenizers import FAILING, TEXT, failing
+from serving import JSON, pieces, sample, server, until
+
+from conftest import distgpt, inside, popen, refused
 
 MB = 1 << 20
 
@@ -440,9 +440,7 @@ def crowd(found, clients, seconds):
                 ended.append("left")
             elif number % 2:
                 text = found.ask("/v1/completions", {"prompt": "The harbour", "stream": True, **how})[2]
-                ended.append(
-                    sum(bool(part["choices"][0]["finish_reason"]) for part in pieces(text)) == how["n"]
-                )
+                ended.append(sum(bool(part["choices"][0]["finish_reason"]) for part in pieces(text)) == how["n"])
             else:
                 usage = found.complete("The harbour", **how)["usage"]
                 ended.append(usage["completion_tokens"] == how["max_tokens"] * how["n"])
@@ -465,8 +463,6 @@ def test_64_clients_at_once_lose_nothing():
         until(lambda: not found.runner._tickets)
         assert sorted(found.runner._engine._free) == list(range(16))
         assert found.counted("engine_failures") == 0
-        (requests,) = (
-            each for each in found.runner.metrics.registry.collect() if each.name == "distgpt_requests"
-        )
+        (requests,) = (each for each in found.runner.metrics.registry.collect() if each.name == "distgpt_requests")
         assert {sample.labels["status"] for sample in requests.samples} <= {"200", "499"}
         until(lambda: not found.serving.server_state.connections)

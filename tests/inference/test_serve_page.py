@@ -48,12 +48,7 @@ def test_it_writes_and_shows_what_else_there_was_by_key_and_by_pointer(page):
         assert text_of(page, "text") == "The harbour" + whole["text"]
         assert "30 tokens in" in text_of(page, "speed") and "tokens/s" in text_of(page, "speed")
         page.value("document.getElementById('text').focus()")
-        for key, code, place in (
-            ("ArrowLeft", 37, 29),
-            ("Home", 36, 0),
-            ("ArrowRight", 39, 1),
-            ("End", 35, 29),
-        ):
+        for key, code, place in (("ArrowLeft", 37, 29), ("Home", 36, 0), ("ArrowRight", 39, 1), ("End", 35, 29)):
             page.key(key, code)
             assert text_of(page, "place") == f"Alternatives to token {place + 1} of 30"
             top = sorted(whole["logprobs"]["top_logprobs"][place].items(), key=lambda each: -each[1])

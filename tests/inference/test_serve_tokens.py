@@ -10,11 +10,10 @@ import pytest
 
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
-from serving import sample, server
-
 from distgpt.core.comm.api import SerialComm
 from distgpt.core.train.assessment import Scorer
 from distgpt.inference.evaluation.benchmark import Benchmark, likelihoods, read_questions
+from serving import sample, server
 
 LOOK = "from importlib.util import find_spec as f; raise SystemExit(not f('lm_eval'))"
 NAMED = "DISTGPT_LMEVAL_PYTHON"
@@ -54,9 +53,7 @@ def test_texts_become_tokens_and_texts_again():
         status, _, about = found.ask("/tokenizer_info")
         assert status == 200 and {"bos_token", "eos_token", "chat_template"} <= about.keys()
         _, _, said = found.ask("/tokenize", {"prompt": "The lamp", "add_special_tokens": False})
-        assert said["tokens"] == sample()[1].encode("The lamp").tolist() and said["count"] == len(
-            said["tokens"]
-        )
+        assert said["tokens"] == sample()[1].encode("The lamp").tolist() and said["count"] == len(said["tokens"])
         assert said["max_model_len"] == 128
         assert found.ask("/detokenize", {"tokens": said["tokens"]})[2] == {"prompt": "The lamp"}
         for text in ("The lamp. " * 1000, "a\0b", "", None):
@@ -80,9 +77,7 @@ def test_a_harness_finds_the_likelihoods_of_eval(tmp_path):
         body |= {"max_tokens": 1, "logprobs": 1, "echo": True}  # as lm-eval asks
         choices = found.ask("/v1/completions", body)[2]["choices"]
     for choice, span, (loss, greedy) in zip(choices, spans, likelihoods(scorer, spans), strict=True):
-        known = {
-            name: choice["logprobs"][name][span.first : -1] for name in ("token_logprobs", "top_logprobs")
-        }
+        known = {name: choice["logprobs"][name][span.first : -1] for name in ("token_logprobs", "top_logprobs")}
         assert sum(known["token_logprobs"]) == pytest.approx(-loss, abs=1e-4)
         best = [max(top.values()) for top in known["top_logprobs"]]
         assert greedy == (known["token_logprobs"] == best)
@@ -103,6 +98,4 @@ def test_lm_eval_runs_against_it_and_finds_what_eval_does(tmp_path):
         assert ran.returncode == 0, ran.stderr
     (written,) = tmp_path.glob("out*.json")
     said, ours = json.loads(written.read_text())["results"]["ours"], benchmark.measure(scorer)
-    assert said["acc,none"] == pytest.approx(ours["acc"]) and said["acc_norm,none"] == pytest.approx(
-        ours["acc_norm"]
-    )
+    assert said["acc,none"] == pytest.approx(ours["acc"]) and said["acc_norm,none"] == pytest.approx(ours["acc_norm"])

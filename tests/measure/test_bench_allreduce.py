@@ -7,26 +7,18 @@ from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
-from conftest import distgpt, needs_mpi
-from threadranks import on_all_ranks
-
 from distgpt.commands.bench import allreduce as command_line
 from distgpt.core.base.errors import DistgptError
-from distgpt.measure.bench.allreduce import (
-    AllreduceOptions,
-    algorithms,
-    array_size,
-    blocks,
-    measure,
-)
+from distgpt.measure.bench.allreduce import AllreduceOptions, algorithms, array_size, blocks, measure
+from threadranks import on_all_ranks
+
+from conftest import distgpt, needs_mpi
 
 QUICK = ["--sizes", "8,1K,300K", "--repeats", "4", "--seconds", "60"]
 
 
 def stage(comm, memory=1 << 40):
-    return SimpleNamespace(
-        name="mpi", comm=comm, device=None, on_gpu=False, free_memory=lambda: (memory, "here")
-    )
+    return SimpleNamespace(name="mpi", comm=comm, device=None, on_gpu=False, free_memory=lambda: (memory, "here"))
 
 
 def check_rows(found, algorithms, ranks):
@@ -82,11 +74,7 @@ def test_what_makes_no_sense_is_refused_before_anything_is_measured(tmp_path):
         (["--max-bytes", "2T"], 2, "'2T'"),
         (["--launcher", "no-such-launcher"], 2, "no-such-launcher"),
         (["--launcher", "false", "--out", tmp_path / "file"], 74, "file"),
-        (
-            ["--algorithms", "nccl", "--ranks", "2"],
-            2,
-            "'nccl': stage mpi has allreduce",
-        ),  # by the ranks, once
+        (["--algorithms", "nccl", "--ranks", "2"], 2, "'nccl': stage mpi has allreduce"),  # by the ranks, once
     ):
         error = bench("--out", tmp_path / "out", *words).exception
         assert isinstance(error, DistgptError) and error.exit_code == code and said in str(error), words
@@ -126,10 +114,7 @@ def test_what_does_not_fit_into_memory_or_time_is_left_out_and_named():
     plan = AllreduceOptions(sizes="64,1024,1048576", repeats=3, seconds=5)
     for rank_0_has, largest in ((1 << 40, 1 << 20), (3 << 10, 1024)):
         rows = on_all_ranks(
-            2,
-            lambda comm, has=rank_0_has: measure_without_mpi(
-                comm, "allreduce", plan, 1 << 40 if comm.rank else has
-            ),
+            2, lambda comm, has=rank_0_has: measure_without_mpi(comm, "allreduce", plan, 1 << 40 if comm.rank else has)
         )[1]
         assert max(row["bytes"] for row in rows if "left_out" not in row) == largest
         assert [row["left_out"] for row in rows if row["bytes"] > largest] == ["memory"] * (largest == 1024)

@@ -3,7 +3,6 @@
 import json
 
 import pytest
-
 from distgpt.core.base.errors import UsageError
 from distgpt.measure.bench import infer
 from distgpt.measure.bench.infer import InferOptions

@@ -7,7 +7,6 @@ import click
 import pytest
 from benching import RANKS, SMALL, STAGE, peak_here
 from click.testing import CliRunner
-
 from distgpt.cluster.jobs.processes import Ended
 from distgpt.commands.bench import train as command_line
 from distgpt.commands.options import set_by_user, settings, stage_options
@@ -40,9 +39,7 @@ def test_a_run_reports_speed_memory_and_share_of_the_peak(tmp_path, monkeypatch)
     changes = {"n_layer": 1, "n_embd": 16, "n_head": 2, "seq_len": 16, "bias": False, "vocab_size": 256}
     counted = operations(Architecture(preset("tiny", changes).model))
     assert found["operations_per_token"] == counted.forward + counted.backward
-    assert row["mfu"] * found["peak_gflops"] * 1e9 == pytest.approx(
-        row["tokens_per_s"] * found["operations_per_token"]
-    )
+    assert row["mfu"] * found["peak_gflops"] * 1e9 == pytest.approx(row["tokens_per_s"] * found["operations_per_token"])
     assert 0 < row["mfu"] < 1 and row["peak_memory"][0] > 1e6 and row["first_loss"] > 5
 
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from conftest import clean_environment, command, distgpt, needs_mpi, refused, wait_for
-
 from distgpt.commands.bench import compare_stages
 from distgpt.core.base.errors import DisagreementError, DistgptError
 from distgpt.measure import jobs
+
+from conftest import clean_environment, command, distgpt, needs_mpi, refused, wait_for
 
 pytestmark = [needs_mpi, pytest.mark.ranks]
 
@@ -68,9 +68,7 @@ def test_what_computes_something_else_and_what_dies_are_named_and_the_others_fin
     monkeypatch.setattr(
         jobs,
         "start",
-        lambda words, *how: plain(
-            [*words, *changes.get((words[words.index("--stage") + 1], words[0]), [])], *how
-        ),
+        lambda words, *how: plain([*words, *changes.get((words[words.index("--stage") + 1], words[0]), [])], *how),
     )
     result = compare(*SHORT, "--steps", "3", "--ranks", "1", "--out", tmp_path / "out", "--json")
     assert isinstance(result.exception, DisagreementError) and result.exception.exit_code == 1
@@ -154,9 +152,7 @@ def test_what_cannot_be_compared_is_refused_before_any_work(tmp_path, monkeypatc
         result = compare("--out", tmp_path / "out", "--tolerance", wrong)
         assert result.exit_code == 2 and "'--tolerance'" in result.output, wrong
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
-    refused(
-        distgpt("bench", "stages", cwd=tmp_path, env={"PMI_SIZE": "2", "PMI_RANK": "0"}), 2, "one process"
-    )
+    refused(distgpt("bench", "stages", cwd=tmp_path, env={"PMI_SIZE": "2", "PMI_RANK": "0"}), 2, "one process")
 
 
 @pytest.mark.ci

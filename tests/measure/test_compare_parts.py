@@ -3,7 +3,6 @@
 import json
 
 import pytest
-
 from distgpt.core.base.errors import UsageError
 from distgpt.core.config import RunConfig
 from distgpt.core.config.presets import preset
@@ -71,8 +70,7 @@ def test_a_loss_that_is_not_finite_agrees_with_nothing():
 
 
 @pytest.mark.parametrize(
-    "optimizer, dtype, judged",
-    [("adamw", "float32", OF_ADAMW), ("muon", "float32", OF_MUON), ("muon", "float64", 50)],
+    "optimizer, dtype, judged", [("adamw", "float32", OF_ADAMW), ("muon", "float32", OF_MUON), ("muon", "float64", 50)]
 )
 def test_steps_are_judged_over_which_rounding_was_measured(optimizer, dtype, judged):
     serial, apart = stage("serial", [1.0] * 60, dtype), stage("mpi", [1.0] * 60, dtype)

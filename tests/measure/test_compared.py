@@ -4,6 +4,7 @@ import json
 import shutil
 
 import pytest
+
 from conftest import SMALL, inside, refused
 
 SHORT = ["--steps", "6", "--save-every", "3"]

@@ -6,9 +6,6 @@ import sys
 
 import numpy as np
 import pytest
-from conftest import distgpt, inside, needs_mpi, refused
-from threadranks import on_all_ranks
-
 from distgpt.cluster.jobs import launchers
 from distgpt.cluster.launch.environment import launched_as, launcher_name
 from distgpt.core.comm.agree import gather_bytes
@@ -17,6 +14,9 @@ from distgpt.core.config import STAGES
 from distgpt.gpu import probe
 from distgpt.measure.doctor import facts
 from distgpt.measure.doctor import report as doctor
+from threadranks import on_all_ranks
+
+from conftest import distgpt, inside, needs_mpi, refused
 
 CLEAN = {"OPENBLAS_CORETYPE": ""}
 LAUNCHED = {"launcher": "srun", "processes": 8}
@@ -195,9 +195,7 @@ def test_traps_are_reported_with_their_ranks(ranks):
 
 def test_a_host_without_its_driver_stops_the_gpu_stage_with_its_ranks(ranks):
     lost = [{"what": "no driver", "remedy": "ask for one"}]
-    broken = changed(
-        ranks, {2, 6, 7}, gpu={**ranks[0]["gpu"], "missing": {"float32": lost, "bfloat16": lost}}
-    )
+    broken = changed(ranks, {2, 6, 7}, gpu={**ranks[0]["gpu"], "missing": {"float32": lost, "bfloat16": lost}})
     stages = doctor.verdicts(LAUNCHED, MPI, broken)
     assert stages["mpi-cuda"]["missing"] == [{**lost[0], "ranks": [2, 6, 7]}]
     assert doctor.sentence(stages["mpi-cuda"]["missing"][0]) == "ranks 2, 6–7: no driver: ask for one"

@@ -5,10 +5,10 @@ import os
 import time
 
 import pytest
-from conftest import inside, refused
-
 from distgpt.core.base import caches
 from distgpt.core.cpu.compiling import disk_cache
+
+from conftest import inside, refused
 
 
 @pytest.fixture

@@ -3,9 +3,6 @@
 import json
 
 import pytest
-from conftest import SMALL, inside, refused
-from foreignmodels import change_json
-
 from distgpt.core.base.errors import DataError, UsageError
 from distgpt.core.comm.layout import Layout
 from distgpt.core.config import RunConfig, parse_toml
@@ -19,13 +16,11 @@ from distgpt.core.train.sharing import Strategy
 from distgpt.gpu.probe import probe
 from distgpt.measure import estimate as estimating
 from distgpt.measure.estimate import Question, estimate, measure, render_terminal
+from foreignmodels import change_json
 
-PUBLISHED = {
-    "gpt2": 124_439_808,
-    "gpt2-medium": 354_823_168,
-    "gpt2-large": 774_030_080,
-    "gpt2-xl": 1_557_611_200,
-}
+from conftest import SMALL, inside, refused
+
+PUBLISHED = {"gpt2": 124_439_808, "gpt2-medium": 354_823_168, "gpt2-large": 774_030_080, "gpt2-xl": 1_557_611_200}
 MODERN = {"norm": "rmsnorm", "mlp": "swiglu", "positions": "rope", "bias": False, "tied": False}
 
 
@@ -123,19 +118,16 @@ def test_what_travels_between_gpus_in_parts_is_counted():
 
 def test_ranks_that_share_the_moments_share_the_weights_in_full_precision():
     for ranks in (2, 4):
-        found = estimated(
-            "gpt2", "mpi-cuda", dtype="bfloat16", grad_sync="sharded", ranks=ranks, grad_accum=8
-        )
+        found = estimated("gpt2", "mpi-cuda", dtype="bfloat16", grad_sync="sharded", ranks=ranks, grad_accum=8)
         size = found["parameters"]["total"] + found["parameters"]["padding"]
         assert 0 <= found["memory"]["weights"] - (2 + 4 / ranks) * size < 4 * 4096 * ranks, ranks
 
 
 def test_paper_has_the_sizes_of_a_device():
-    from fakecupy import FakeCupy
-
     from distgpt.gpu.device import CupyDevice
     from distgpt.gpu.kernels import CudaKernels
     from distgpt.gpu.stage import ESTIMATED_MULTIPROCESSORS, kernels_for_estimate
+    from fakecupy import FakeCupy
 
     device = CupyDevice(0, xp=FakeCupy(multiprocessors=ESTIMATED_MULTIPROCESSORS))
     run = preset("gpt-mini", {"vocab_size": 300, "grad_accum": 1, "recompute": "none"})
@@ -304,9 +296,7 @@ def test_a_huge_batch_is_estimated():
 
 def test_local_steps_exchange_seldom_and_save_moments_of_each_rank():
     run = preset("tiny").with_values({"outer_every": 16})
-    plain, local = (
-        estimate(Question(each, "mpi", ranks=4, rate=1e3), print) for each in (preset("tiny"), run)
-    )
+    plain, local = (estimate(Question(each, "mpi", ranks=4, rate=1e3), print) for each in (preset("tiny"), run))
     assert 3 * local["checkpoint_bytes"] == 10 * plain["checkpoint_bytes"]
     moments = [facts["memory"]["moments"] for facts in (plain, local)]
     assert 2 <= (moments[1] - moments[0]) / plain["weights_file_bytes"] < 2.2  # and a tensor to be saved

@@ -1,7 +1,6 @@
 """Grid files: which runs they stand for, what is refused, and which points are promoted."""
 
 import pytest
-
 from distgpt.core.base.errors import UsageError
 from distgpt.measure.sweep.grid import Grid, Result, Rung, begin, on_rung, read_back, read_grid
 
@@ -18,9 +17,7 @@ def grid_of(tmp_path):
 
 
 def test_lists_are_combined_and_every_point_has_all_seeds(grid_of):
-    grid = grid_of(
-        'preset = "fast"\nsteps = 9\n[sweep]\nlr = [1, 0.02, 0.02]\ntied = [true, false]\nseed = [3, 4]'
-    )
+    grid = grid_of('preset = "fast"\nsteps = 9\n[sweep]\nlr = [1, 0.02, 0.02]\ntied = [true, false]\nseed = [3, 4]')
     assert list(grid.points.values())[:2] == [{"lr": 1.0, "tied": True}, {"lr": 1.0, "tied": False}]
     runs = list(grid.runs())
     assert len(grid.points) == 4 and len({run.name for run in runs}) == len(runs) == 8
@@ -42,10 +39,7 @@ def test_more_draws_begin_with_the_same_points(grid_of):
     few, many = (list(grid_of(DRAWN.format(draws)).points.values()) for draws in (40, 200))
     assert many[:40] == few and len({str(point) for point in many}) == 200
     assert all(0.1234567 <= point["lr"] <= 40 for point in many)
-    assert {point["n_layer"] for point in many} == {1, 2, 3} and {point["mlp"] for point in many} == {
-        "gelu",
-        "relu",
-    }
+    assert {point["n_layer"] for point in many} == {1, 2, 3} and {point["mlp"] for point in many} == {"gelu", "relu"}
     assert 60 < sum(point["lr"] < 2.2 for point in many) < 140  # the middle by the logarithm
     other = grid_of(DRAWN.format("40\ndraw_seed = 1"))
     assert list(other.points.values()) != few
@@ -127,10 +121,6 @@ def test_runs_may_be_added_to_a_sweep_and_nothing_else_changed(tmp_path):
 def test_what_is_set_on_the_command_line_counts_for_all_runs_and_not_for_what_varies(tmp_path):
     path = tmp_path / "grid.toml"
     path.write_text("steps = 9\nn_layer = 2\n[sweep]\nlr = [0.1, 0.2]\n")
-    assert read_grid(path, {"steps": 5, "rope_base": 500.0}).fixed == {
-        "steps": 5,
-        "n_layer": 2,
-        "rope_base": 500.0,
-    }
+    assert read_grid(path, {"steps": 5, "rope_base": 500.0}).fixed == {"steps": 5, "n_layer": 2, "rope_base": 500.0}
     with pytest.raises(UsageError, match="lr is given twice"):
         read_grid(path, {"lr": 0.3})

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-
 from distgpt.cluster.jobs import launchers
 from distgpt.cluster.launch import job
 from distgpt.core.base.errors import UsageError

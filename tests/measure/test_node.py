@@ -3,11 +3,10 @@
 import json
 
 import pytest
-from trees import TREES, sys_of
-
 from distgpt.cluster.affinity.machine import read_machine
 from distgpt.core.comm.resources import Cores
 from distgpt.measure.doctor import report
+from trees import TREES, sys_of
 
 
 @pytest.fixture

@@ -2,12 +2,11 @@
 
 import numpy as np
 import pytest
-from profiling import job, profiled
-
 from distgpt.core.cpu.kernels import CpuKernels
 from distgpt.measure.profile import operations as ops
 from distgpt.measure.profile import session
 from distgpt.measure.profile.session import Profiler, as_text, of_rank, result
+from profiling import job, profiled
 
 
 @pytest.mark.timing

@@ -5,9 +5,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import SMALL, distgpt, inside, needs_mpi, refused
-
 from distgpt.measure.profile import operations as rows
+
+from conftest import SMALL, distgpt, inside, needs_mpi, refused
 
 # The peak is measured, but not for long.
 SHORT = """import distgpt.measure.profile.session as session
@@ -45,11 +45,7 @@ def test_profile_tells_and_saves(tmp_path):
 @pytest.mark.ranks
 @needs_mpi
 def test_profile_of_two_ranks(tmp_path):
-    done = distgpt(
-        *("profile", *SMALL, "--steps", "3", "--stage", "mpi", "--out", tmp_path),
-        ranks=2,
-        **PROGRAM,
-    )
+    done = distgpt(*("profile", *SMALL, "--steps", "3", "--stage", "mpi", "--out", tmp_path), ranks=2, **PROGRAM)
     assert done.returncode == 0, done.stderr
     found = read_profile(tmp_path, ranks=2, steps=3)
     for profile in (found, *found["per_rank"]):

@@ -6,15 +6,14 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from profiling import job, profiled, times
-from threadranks import on_all_ranks
-
 from distgpt.core.cpu.kernels import CpuKernels
 from distgpt.core.model.counts import BACKWARD, operations
 from distgpt.core.ops.api import Affine, AttentionMask, Head
 from distgpt.core.ops.kernels import Kernels
 from distgpt.measure.profile import operations as ops
 from distgpt.measure.profile.recorder import Clock, Event, Recorder, Region, Taken, account
+from profiling import job, profiled, times
+from threadranks import on_all_ranks
 
 WAYS = ("forward", "backward into input", "backward into weights")
 # Of the vocabulary, what makes arrays, reads them, or organises the work.
@@ -48,9 +47,7 @@ def test_every_operation_has_a_cost_and_a_row():
 
 def test_matmuls_are_counted_as_estimates_count_them():
     modern = {"positions": "rope", "norm": "rmsnorm", "mlp": "swiglu", "tied": True}
-    for changes, (threads, batch_size) in product(
-        ({}, modern), ((1, 8), (2, 8), (2, 3))
-    ):  # 3: without slices
+    for changes, (threads, batch_size) in product(({}, modern), ((1, 8), (2, 8), (2, 3))):  # 3: without slices
         step, batches = job(threads, batch_size=batch_size, **changes)
         profiler, _ = profiled(step, batches, steps=2)
         expected, tokens = operations(step.model), 2 * batch_size * step.model.config.seq_len
@@ -96,11 +93,7 @@ def event(name, worker, begin, end, *args, parent=None, region=None):
 
 def test_every_second_of_every_worker_is_accounted_for_once():
     zero = partial(event, "zero", 0)
-    act, apart, shared = (
-        event("linear_act", 0, 0.0, 5.0, *ACT),
-        Region(False, 0.5, 8.0),
-        Region(True, 0.0, 3.0),
-    )
+    act, apart, shared = (event("linear_act", 0, 0.0, 5.0, *ACT), Region(False, 0.5, 8.0), Region(True, 0.0, 3.0))
     lead = [zero(1.0, 2.0, SQUARE[0], region=apart), event("linear", 0, 2.0, 4.0, *LINEAR, region=apart)]
     lead.append(zero(8.0, 9.0, SQUARE[0]))
     for what, events, regions, workers, end, flops, expected in (

@@ -3,7 +3,6 @@
 from dataclasses import fields, replace
 
 import pytest
-
 from distgpt.core.config import SETTINGS, TrainConfig
 from distgpt.measure.verification.kept import ELSEWHERE, PACKAGE, Facts
 from distgpt.measure.verification.records import NEUTRAL, Side, why_rounding

@@ -7,8 +7,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from conftest import SMALL, distgpt, inside, needs_mpi, refused
-
 from distgpt.core.base.errors import UsageError
 from distgpt.core.config import TrainConfig
 from distgpt.core.data.textfile import resolve_data
@@ -18,6 +16,8 @@ from distgpt.measure import stages as comparing
 from distgpt.measure.verification.kept import KEY
 from distgpt.measure.verification.records import Record, Start
 from distgpt.measure.verification.replaying import _refuse_other_ranks, _threads, elapsed_at
+
+from conftest import SMALL, distgpt, inside, needs_mpi, refused
 
 
 @pytest.fixture(scope="module")
@@ -117,9 +117,7 @@ def test_a_loss_that_differs_is_found(copied):
 
 def forget_facts(run):
     history = run / "history.jsonl"
-    history.write_text(
-        "".join(f"{s}\n" for s in history.read_text().splitlines() if KEY not in json.loads(s))
-    )
+    history.write_text("".join(f"{s}\n" for s in history.read_text().splitlines() if KEY not in json.loads(s)))
 
 
 def test_without_what_the_bits_depended_on_rounding_is_told_from_more(copied):

@@ -8,10 +8,10 @@ import sys
 from subprocess import PIPE
 
 import pytest
-from conftest import distgpt, inside, needs_mpi, refused
-
 from distgpt.measure.sweep import work
 from distgpt.measure.sweep.grid import Ledger, read_back
+
+from conftest import distgpt, inside, needs_mpi, refused
 
 SMALL = """
 preset = "tiny-adamw"
@@ -51,9 +51,7 @@ def written(folder, text):
 
 
 def sweep(folder, *args, **how):
-    result = how.pop("run", inside)(
-        "sweep", "grid.toml", "--out", "out", "--threads", "1", *args, cwd=folder, **how
-    )
+    result = how.pop("run", inside)("sweep", "grid.toml", "--out", "out", "--threads", "1", *args, cwd=folder, **how)
     assert "Traceback" not in result.stderr, result.stderr
     return result
 
@@ -66,8 +64,7 @@ def results(folder):
 def losses(folder):
     """The validation losses of every run, by step."""
     return {
-        name: {rung["step"]: rung["val_loss"] for rung in found["rungs"]}
-        for name, found in results(folder).items()
+        name: {rung["step"]: rung["val_loss"] for rung in found["rungs"]} for name, found in results(folder).items()
     }
 
 
@@ -193,9 +190,7 @@ def test_a_preview_writes_nothing(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-HOLD = (
-    "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.flock(f, fcntl.LOCK_EX); print(flush=True); input()"
-)
+HOLD = "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.flock(f, fcntl.LOCK_EX); print(flush=True); input()"
 
 
 @pytest.mark.ci

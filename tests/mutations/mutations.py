@@ -14,12 +14,12 @@ class Mutation(NamedTuple):
     new: str
 
 
-_WIRED = "test_wiring.py"
+_WIRED = "assembly/test_wiring.py"
 _ON_RANKS = "corpora/test_shards_in_training.py -k what_one_process_does"
-_SYNCED = "test_files.py -k on_the_disk"
-_LOCAL, _SHARES = "training/test_local_steps.py", "training/test_balance.py"
-_SUMMED, _SAME_BITS = "training/test_gradsync.py", "training/test_same_bits.py"
-_IN_MEMORY = "training/test_node_memory.py"
+_SYNCED = "core/base/test_files.py -k on_the_disk"
+_LOCAL, _SHARES = "parallel/test_local_steps.py", "parallel/test_balance.py"
+_SUMMED, _SAME_BITS = "parallel/test_gradsync.py", "parallel/test_same_bits.py"
+_IN_MEMORY = "parallel/test_node_memory.py"
 _OVERLAPPED = "gpu/test_gradsync_gpu.py -k overlapped_gives"
 _LANES = "inference/test_compiled_lanes.py"
 _SERVED, _STRAINED = "inference/test_serve.py", "inference/test_serve_limits.py"
@@ -30,7 +30,7 @@ _FAULTS = {
         ("a deleted job is followed", 'if [ "$again" ] && [ -z "$ending" ]', 'if [ "$again" ]'),
     ],
     ("core/cpu/compiling/barrier.py", _LANES): [
-        ("threads do not meet", "        barrier(counter, arrivals + n_threads)", "        pass"),
+        ("threads do not meet", "        barrier(counter, arrivals + n_threads)", "        pass")
     ],
     ("inference/decoding/loops/cached_attention.py", _LANES): [
         ("what a lane held is read", "line[j] = zip_narrowed(of[j], zero)", "put(line, 2 * j, of[j])"),
@@ -41,14 +41,10 @@ _FAULTS = {
         ),
     ],
     ("inference/decoding/loops/cached_attention.py", "inference/test_dropping.py"): [
-        ("keys are turned on", "a * c + b * s", "a * c - b * s"),
+        ("keys are turned on", "a * c + b * s", "a * c - b * s")
     ],
     ("inference/decoding/compiled.py", "inference/test_packed.py"): [
-        (
-            "old weights answer",
-            "before is not None and np.array_equal(before, checksums)",
-            "before is not None",
-        ),
+        ("old weights answer", "before is not None and np.array_equal(before, checksums)", "before is not None")
     ],
     ("core/model/optim.py", _WIRED): [
         ("weights never decay", "1 - rate * config.weight_decay", "1.0"),
@@ -61,32 +57,26 @@ _FAULTS = {
         ("min_lr is ignored", "last + (peak - last) * (1", "(peak - last) * (1"),
     ],
     ("core/train/setup.py", _WIRED): [
-        (
-            "the best loss is forgotten",
-            "        trained.best,",
-            "        None,",
-        ),
+        ("the best loss is forgotten", "        trained.best,", "        None,"),
         ("micro-batches are those of other ranks", "state.ranks != ranks or ", ""),
         ("--seed does not reach the weights", "initial(t.seed)", "initial(0)"),
     ],
-    ("core/generate/request.py", _WIRED): [
-        ("settings are not checked", "about.check(name, value)", "pass"),
-    ],
+    ("core/generate/request.py", _WIRED): [("settings are not checked", "about.check(name, value)", "pass")],
     ("core/train/report.py", _ON_RANKS): [
         (
             "all ranks record an evaluation",
             "        if not self.rank:\n            self.listener.evaluated(self._record",
             "        if True:\n            self.listener.evaluated(self._record",
-        ),
+        )
     ],
-    ("core/train/checkpoints.py", "training/test_saving.py"): [
-        ("a copy is not taken", "groups = self._copy.update(live) if self._copy else", "groups ="),
+    ("core/train/checkpoints.py", "core/train/test_saving.py"): [
+        ("a copy is not taken", "groups = self._copy.update(live) if self._copy else", "groups =")
     ],
-    ("callbacks/attach.py", "training/test_clock.py"): [
+    ("callbacks/attach.py", "recipes/test_clock.py"): [
         ("the time before a stop is forgotten", "begun - spent", "begun"),
         ("the last step ends too late", "end + usual > total", "end > total + usual"),
     ],
-    ("core/train/loop.py", "training/test_signals.py"): [
+    ("core/train/loop.py", "core/train/test_signals.py"): [
         (
             "a signal does not save",
             "    run.checkpoints.on_root(lambda: run.checkpoints.write_now(run.state()))\n    raise stop",
@@ -94,58 +84,42 @@ _FAULTS = {
         ),
         ("an evaluation that was cut short is forgotten", "progress.evaluation_pending or (t", "False or (t"),
     ],
-    ("callbacks/full_disk.py", "training/test_full_disk.py"): [
+    ("callbacks/full_disk.py", "core/train/test_full_disk.py"): [
         ("the newest checkpoint is given up", ".index(newest[0]) + 1 :]", ".index(newest[0]) :]"),
         ("the newest of the old is given up first", "in reversed(saved", "in iter(saved"),
         ("the start of another run is given up", "if path.resolve() not in needed:", "if True:"),
-        (
-            "weights have no room",
-            "on_root(comm, partial(self.write, step, self._weights, self._take))",
-            "pass",
-        ),
+        ("weights have no room", "on_root(comm, partial(self.write, step, self._weights, self._take))", "pass"),
     ],
-    ("callbacks/bad_steps.py", "training/test_badsteps.py"): [
-        (
-            "a rollback sees the bad data again",
-            "used = self.step + run.batches.skipped",
-            "used = run.progress.step",
-        ),
+    ("callbacks/bad_steps.py", "callbacks/test_badsteps.py"): [
+        ("a rollback sees the bad data again", "used = self.step + run.batches.skipped", "used = run.progress.step")
     ],
-    ("core/train/loop.py", "training/test_mpi.py -k drift"): [
-        ("ranks differ unseen", "run.comm.allreduce_max(own) != -", "run.comm.allreduce_max(own) == -1 != -"),
+    ("core/train/loop.py", "core/train/test_mpi.py -k drift"): [
+        ("ranks differ unseen", "run.comm.allreduce_max(own) != -", "run.comm.allreduce_max(own) == -1 != -")
     ],
     ("core/data/batches.py", "inference/test_scoring.py"): [
-        ("one token too few is validated", "min(most + 1,", "min(most,"),
+        ("one token too few is validated", "min(most + 1,", "min(most,")
     ],
     ("core/train/step.py", _ON_RANKS): [
-        (
-            "the gradient's norm grows with the ranks",
-            "math.sqrt(squares) * self._scales.norm",
-            "math.sqrt(squares)",
-        ),
+        ("the gradient's norm grows with the ranks", "math.sqrt(squares) * self._scales.norm", "math.sqrt(squares)")
     ],
     ("core/train/sharing.py", _ON_RANKS): [
-        ("gradients are summed, not averaged", "mean = self.mean_factor / counted", "mean = 1.0 / counted"),
+        ("gradients are summed, not averaged", "mean = self.mean_factor / counted", "mean = 1.0 / counted")
     ],
-    ("core/data/batches.py", "corpora/test_batches.py"): [
-        ("all ranks see the same rows", "* size + rank)", "* size)"),
+    ("core/data/batches.py", "core/data/test_batches.py"): [
+        ("all ranks see the same rows", "* size + rank)", "* size)")
     ],
     ("corpora/packing.py", "corpora/test_packing.py"): [
-        (
-            "the longest is cut",
-            "size = sizes[at := max(0, at)]",
-            "size = sizes[at]",
-        ),
+        ("the longest is cut", "size = sizes[at := max(0, at)]", "size = sizes[at]"),
         ("equal rows share documents", "taken[size] += times * repeats", "taken[size] += times"),
     ],
     ("core/data/loading.py", "corpora/test_tokenized.py"): [
-        ("the held-out text is another tokenizer's", "existing=corpus.tokenizer, ", ""),
+        ("the held-out text is another tokenizer's", "existing=corpus.tokenizer, ", "")
     ],
     ("core/data/batches.py", _WIRED): [
         ("--seed does not reach the batches", "t.seed, t.shift_windows", "0, t.shift_windows"),
         ("targets are the inputs", "window[1:]", "window[:-1]"),
     ],
-    ("core/saved/checkpoint.py", "saved/test_checkpoint.py"): [
+    ("core/saved/checkpoint.py", "core/saved/test_checkpoint.py"): [
         (
             "a manifest's hash is not looked at",
             "destination, _listed(path, name, read_manifest(path)).header_sha256)",
@@ -154,20 +128,16 @@ _FAULTS = {
         ("a checkpoint too many is kept", "saved[keep:]", "saved[keep + 1 :]"),
     ],
     ("core/base/files.py", _SYNCED): [
-        (
-            "a file is not synced",
-            "file.flush()\n                os.fsync(file.fileno())",
-            "file.flush()",
-        ),
+        ("a file is not synced", "file.flush()\n                os.fsync(file.fileno())", "file.flush()"),
         ("a name is not synced", "sync_directory(path.parent)", "pass"),
     ],
-    ("core/cpu/fused/rowwise.py", "kernels/test_kernels.py"): [
-        ("a sign in LayerNorm's gradient", "(g - total - xhat * along)", "(g - total + xhat * along)"),
+    ("core/cpu/fused/rowwise.py", "core/cpu/test_kernels.py"): [
+        ("a sign in LayerNorm's gradient", "(g - total - xhat * along)", "(g - total + xhat * along)")
     ],
-    ("core/cpu/fused/muon.py", "kernels/test_kernels.py -k muon"): [
-        ("weights decay against the update", "if ui[j] * pi[j] >= 0", "if ui[j] * pi[j] < 0"),
+    ("core/cpu/fused/muon.py", "core/cpu/test_kernels.py -k muon"): [
+        ("weights decay against the update", "if ui[j] * pi[j] >= 0", "if ui[j] * pi[j] < 0")
     ],
-    ("core/cpu/teams.py", "kernels/test_teams.py -k fails or signal"): [
+    ("core/cpu/teams.py", "core/cpu/test_teams.py -k fails or signal"): [
         ("a thread that fails keeps its team waiting", "of_jobs[list(jobs), 0] = RELEASED", "pass"),
         (
             "a signal keeps a thread from its team",
@@ -175,7 +145,7 @@ _FAULTS = {
             "with nullcontext():",
         ),
     ],
-    ("core/cpu/graphs/capture.py", "kernels/test_recorded.py -k meet or made or makes or another"): [
+    ("core/cpu/graphs/capture.py", "core/cpu/test_recorded.py -k meet or made or makes or another"): [
         ("recorded threads do not meet", "calls.mark(MEET)", "pass"),
         (
             "arrays that work made for itself are recorded",
@@ -184,7 +154,7 @@ _FAULTS = {
         ),
         ("a thread computes into another one's recording", "get_ident() == own else", "True else"),
     ],
-    ("core/cpu/graphs/launch.py", "kernels/test_lending.py"): [
+    ("core/cpu/graphs/launch.py", "core/cpu/test_lending.py"): [
         ("a call that failed is not told", "        self._failed.append(thread)", "        pass"),
         ("an order keeps its first arguments", "self._words[:, first : first + len(words)] = words", "pass"),
         (
@@ -192,20 +162,16 @@ _FAULTS = {
             "        self.words[0, loops.CALLED_BACK] = 1",
             "        pass",
         ),
-        (
-            "a pool keeps the arrays of the last order",
-            "            slot.failed = _nothing",
-            "            pass",
-        ),
+        ("a pool keeps the arrays of the last order", "            slot.failed = _nothing", "            pass"),
     ],
-    ("core/cpu/pool.py", "kernels/test_lending.py -k fork"): [
+    ("core/cpu/pool.py", "core/cpu/test_lending.py -k fork"): [
         (
             "a child of a fork takes its parent's helpers for assigned",
             "        self.task: Any = None",
             "        self.task: Any = getattr(self, 'task', None)",
-        ),
+        )
     ],
-    ("core/cpu/graphs/capture.py", "kernels/test_recorded.py -k rows or profile"): [
+    ("core/cpu/graphs/capture.py", "core/cpu/test_recorded.py -k rows or profile"): [
         (
             "targets are looked at once",
             "counts_all = not any((targets == IGNORED).any() for targets in self._targets)",
@@ -213,29 +179,17 @@ _FAULTS = {
         ),
         ("a profile sees no operation of recorded work", "if self._is_watched() or", "if"),
     ],
-    ("core/model/muon.py", "training/test_muon.py"): [
-        (
-            "a matrix is cut between ranks",
-            "whole = round(inside) if _is_matrix(spec)",
-            "whole = inside if spec",
-        ),
+    ("core/model/muon.py", "core/model/test_muon.py"): [
+        ("a matrix is cut between ranks", "whole = round(inside) if _is_matrix(spec)", "whole = inside if spec"),
         ("ranks share no updates", "return self._bounds if len(self._bounds) > 2 else ()", "return ()"),
     ],
-    ("core/cpu/fused/activations.py", "kernels/test_kernels.py"): [
-        (
-            "a sign in GELU's gradient",
-            "value * (one - sigmoid) * (linear",
-            "value * (one + sigmoid) * (linear",
-        ),
+    ("core/cpu/fused/activations.py", "core/cpu/test_kernels.py"): [
+        ("a sign in GELU's gradient", "value * (one - sigmoid) * (linear", "value * (one + sigmoid) * (linear")
     ],
-    ("core/cpu/fused/attention.py", "kernels/test_kernels.py"): [
-        (
-            "a rotation turns the other way",
-            "number(qkv, -1) if inverse else number(qkv, 1)",
-            "number(qkv, 1)",
-        ),
+    ("core/cpu/fused/attention.py", "core/cpu/test_kernels.py"): [
+        ("a rotation turns the other way", "number(qkv, -1) if inverse else number(qkv, 1)", "number(qkv, 1)")
     ],
-    ("core/cpu/fused/attention.py", "kernels/test_cpu_attention.py"): [
+    ("core/cpu/fused/attention.py", "core/cpu/test_cpu_attention.py"): [
         (
             "a query sees the key behind it",
             "seen + i, stop, scale, s.sums",
@@ -246,62 +200,50 @@ _FAULTS = {
             "s.scores[i, seen + i : end] = UNSEEN",
             "s.scores[i, seen + i + 1 : end] = UNSEEN",
         ),
-        (
-            "a key forgets what earlier queries gave",
-            "again = onto or start < begin",
-            "again = onto",
-        ),
+        ("a key forgets what earlier queries gave", "again = onto or start < begin", "again = onto"),
         ("a key forgets the other heads of its group", "onto or start < begin", "start < begin"),
     ],
-    ("core/cpu/matmul/blocked.py", "kernels/test_matmul.py -k odd_shapes"): [
-        (
-            "a later stretch of k forgets the earlier ones",
-            "ACCUMULATE if begin else",
-            "0 if begin else",
-        ),
+    ("core/cpu/matmul/blocked.py", "core/cpu/test_matmul.py -k odd_shapes"): [
+        ("a later stretch of k forgets the earlier ones", "ACCUMULATE if begin else", "0 if begin else")
     ],
-    ("core/cpu/matmul/layers.py", "kernels/test_matmul.py -k cells_cover"): [
-        ("cells leave gaps", "divmod(first, self.columns)", "divmod(first, self.rows)"),
+    ("core/cpu/matmul/layers.py", "core/cpu/test_matmul.py -k cells_cover"): [
+        ("cells leave gaps", "divmod(first, self.columns)", "divmod(first, self.rows)")
     ],
-    ("core/cpu/matmul/layers.py", "kernels/test_matmul.py -k many_threads"): [
-        ("each thread packs all of dy", "Bands(min(threads // n, strips), n)", "Bands(1, n)"),
+    ("core/cpu/matmul/layers.py", "core/cpu/test_matmul.py -k many_threads"): [
+        ("each thread packs all of dy", "Bands(min(threads // n, strips), n)", "Bands(1, n)")
     ],
-    ("core/cpu/matmul/amx.py", "kernels/test_amx.py -m not slow"): [
+    ("core/cpu/matmul/amx.py", "core/cpu/test_amx.py -m not slow"): [
         ("tiles of few rows read A in place", "%fills = and i1 %lies, %full", "%fills = and i1 %lies, %lies"),
         ("the last k are read whole", "%direct = and i1 %whole, %fills", "%direct = and i1 %fills, %fills"),
-        (
-            "registers are never given a size",
-            "br i1 {some}, label %configure",
-            "br i1 false, label %configure",
-        ),
+        ("registers are never given a size", "br i1 {some}, label %configure", "br i1 false, label %configure"),
         ("packed rows are taken for pairs", "%lies = or i1 %plain, %packed", "%lies = or i1 %plain, %plain"),
         ("the second half of the rows is the first", "i64 {half * LINE}", "i64 0"),
     ],
-    ("core/cpu/matmul/widening.py", "kernels/test_tiles.py"): [
+    ("core/cpu/matmul/widening.py", "core/cpu/test_tiles.py"): [
         ("the buffer keeps one pair for all of a row", "(4, BUFFER_LINE) if", "(0, BUFFER_LINE) if"),
         ("the second halves are the first ones", '("%behind", True)', '("%behind", False)'),
         ("what lies behind A is read", "lanes_below(self._pairs)", "lanes_below(str(LANES))"),
     ],
-    ("core/cpu/matmul/blocked.py", "kernels/test_matmul.py -k add_to_what_is_there"): [
+    ("core/cpu/matmul/blocked.py", "core/cpu/test_matmul.py -k add_to_what_is_there"): [
         (
             "gradients of weights start anew at every stretch",
             "flags = ACCUMULATE if low else accumulate",
             "flags = accumulate",
-        ),
+        )
     ],
     ("core/generate/sample.py", "inference/test_engine.py -k past_the_context"): [
         (
             "the window slides one too far",
             "gone = len(self.tokens) - kept - self.begin",
             "gone = len(self.tokens) - kept - self.begin + 1",
-        ),
+        )
     ],
     ("core/generate/sample.py", "inference/test_engine.py -k lookup"): [
         (
             "a guess that was wrong stays in the lane",
             "self.ended or events[-1].token != guess",
             "self.ended or guess is None",
-        ),
+        )
     ],
     ("core/generate/sampling.py", _WIRED): [
         ("--top-k is ignored", "if 0 < sampling.top_k < len(logits)", "if 0 < sampling.top_k < 0"),
@@ -312,29 +254,25 @@ _FAULTS = {
             "a prompt that has moved is shared",
             "sample.cached)\n                self._prompts.pop(sample.slot, None)",
             "sample.cached)",
-        ),
+        )
     ],
     ("core/generate/engine.py", "inference/test_engine.py -k does_not_depend"): [
-        (
-            "another sample's prompt is taken for one's own",
-            "if held is shared), None)",
-            "if held is not None), None)",
-        ),
+        ("another sample's prompt is taken for one's own", "if held is shared), None)", "if held is not None), None)")
     ],
-    ("core/base/errors.py", "test_cli.py -k exit_codes"): [
-        ("a damaged file ends with another code", "exit_code = 65", "exit_code = 66"),
+    ("core/base/errors.py", "commands/test_cli.py -k exit_codes"): [
+        ("a damaged file ends with another code", "exit_code = 65", "exit_code = 66")
     ],
-    ("core/base/interrupts.py", "test_interrupts.py -k wherever"): [
-        ("an interrupt ends with another code", "signal.SIGINT: 130", "signal.SIGINT: 131"),
+    ("core/base/interrupts.py", "core/base/test_interrupts.py -k wherever"): [
+        ("an interrupt ends with another code", "signal.SIGINT: 130", "signal.SIGINT: 131")
     ],
-    ("core/base/interrupts.py", "training/test_signals.py -k second"): [
-        ("a signal once more is never raised", "> MEANT:", "> 1e9:"),
+    ("core/base/interrupts.py", "core/train/test_signals.py -k second"): [
+        ("a signal once more is never raised", "> MEANT:", "> 1e9:")
     ],
-    ("core/base/files.py", "saved/test_run_lock.py"): [
-        ("two processes train in one directory", "kind | fcntl.LOCK_NB", "fcntl.LOCK_SH"),
+    ("core/base/files.py", "core/saved/test_run_lock.py"): [
+        ("two processes train in one directory", "kind | fcntl.LOCK_NB", "fcntl.LOCK_SH")
     ],
-    ("core/saved/tensors.py", "saved/test_weightsfile.py"): [
-        ("a header's checksum is not compared", "if HEADER_SUM in metadata and", "if not metadata and"),
+    ("core/saved/tensors.py", "core/saved/test_weightsfile.py"): [
+        ("a header's checksum is not compared", "if HEADER_SUM in metadata and", "if not metadata and")
     ],
     ("parallel/sharded.py", _SUMMED): [
         ("shards are not shared", "self.comm.all_gather(self.model.params.flat, self._bounds)", "pass"),
@@ -342,35 +280,21 @@ _FAULTS = {
         ("moments of other ranks are lost", "self._comm.all_gather(whole, [", "list(["),
     ],
     ("parallel/overlapped.py", _SUMMED): [
-        (
-            "a bucket leaves before it is computed",
-            "self._between(partial(self._send, final))",
-            "self._send(final)",
-        ),
+        ("a bucket leaves before it is computed", "self._between(partial(self._send, final))", "self._send(final)")
     ],
-    ("parallel/overlapped.py", _OVERLAPPED): [
-        ("a bucket is summed twice", "self._sent = final", "self._sent = 0"),
-    ],
+    ("parallel/overlapped.py", _OVERLAPPED): [("a bucket is summed twice", "self._sent = final", "self._sent = 0")],
     ("gpu/device.py", _OVERLAPPED): [
         (
             "what comes between recorded parts is done once",
             "self._cut.append((self.stream.end_capture(), act))",
             "self._cut.append((self.stream.end_capture(), lambda: None))",
-        ),
+        )
     ],
-    ("core/model/layers.py", "model/test_model.py -k gradients"): [
-        (
-            "a layer writes over what the weights of the last one read",
-            "dout=self.din, din=self.dout",
-            "dout=self.din",
-        ),
+    ("core/model/layers.py", "core/model/test_model.py -k gradients"): [
+        ("a layer writes over what the weights of the last one read", "dout=self.din, din=self.dout", "dout=self.din")
     ],
     ("gpu/transport.py", _OVERLAPPED): [
-        (
-            "a bucket leaves a GPU before it is final",
-            "self._device.after(self._second, self._device.stream)",
-            "pass",
-        ),
+        ("a bucket leaves a GPU before it is final", "self._device.after(self._second, self._device.stream)", "pass"),
         (
             "a step on a GPU does not wait for its buckets",
             "self._device.after(self._device.stream, self._second)",
@@ -382,21 +306,17 @@ _FAULTS = {
             "what the last part has more is not summed",
             "self._ranks.reduce(at, at, count, kind, total, rank, self._stream)",
             "pass",
-        ),
+        )
     ],
-    ("callbacks/watchdog.py", "training/test_stalls.py -k nccl"): [
-        ("nobody asks NCCL what has failed", "if self._nccl and (trouble", "if not self._size and (trouble"),
+    ("callbacks/watchdog.py", "callbacks/test_stalls.py -k nccl"): [
+        ("nobody asks NCCL what has failed", "if self._nccl and (trouble", "if not self._size and (trouble")
     ],
     ("parallel/reductions.py", _SUMMED): [
         ("ranks round alike", "{step} {self._comm.rank} {time}", "{step} {time}"),
         ("a stretch's own part stays rounded", "self._send(pieces, step)", "pass"),
     ],
     ("parallel/node_memory.py", _IN_MEMORY): [
-        (
-            "a node sums before all gradients are there",
-            "self._node.barrier()  # all gradients are written",
-            "",
-        ),
+        ("a node sums before all gradients are there", "self._node.barrier()  # all gradients are written", ""),
         (
             "the next step overwrites what other ranks still sum",
             "self._node.barrier()  # all sums are written, and none is read while the next pass writes",
@@ -425,24 +345,20 @@ _FAULTS = {
             "a node's ranks are added from the last",
             "            for rank in range(1, rows.shape[0]):",
             "            for rank in range(rows.shape[0] - 1, 0, -1):",
-        ),
+        )
     ],
     ("parallel/choose.py", _IN_MEMORY): [
-        (
-            "ranks of several nodes share memory in vain",
-            "else not t.reproducible_parts",
-            "else True",
-        ),
+        ("ranks of several nodes share memory in vain", "else not t.reproducible_parts", "else True")
     ],
     ("parallel/reductions.py", _SAME_BITS): [
-        ("ranks add as they come", "sums.add_tree if by_twos else sums.add_parts", "sums.add_parts"),
+        ("ranks add as they come", "sums.add_tree if by_twos else sums.add_parts", "sums.add_parts")
     ],
     ("core/model/model.py", "gpu/test_sharded_files.py -k saved_is"): [
         (
             "a rank has other weights in full precision than it updates",
             "flat[start - begin : stop - begin]",
             "flat[: stop - start]",
-        ),
+        )
     ],
     ("parallel/reproducible.py", _SAME_BITS): [
         ("parts are added one by one", "level = ((part + 1) & -(part + 1))", "level = (1)"),
@@ -453,7 +369,7 @@ _FAULTS = {
             "a checkpoint has weights that only other ranks have kept",
             "{OPTIMIZER: self.some(moments), **weights}",
             "{OPTIMIZER: self.some(moments)}",
-        ),
+        )
     ],
     ("parallel/local_steps.py", _LOCAL): [
         ("every rank clips by its own norm in local steps", "both[len(extra) :]", "norm[:]"),
@@ -462,61 +378,55 @@ _FAULTS = {
         ("weights within a round are a sum", "total /= comm.size", "pass"),
     ],
     ("parallel/balance.py", _SHARES): [
-        ("shares follow seconds, not speed", "(share + 1) * each for", "(share + 1) / each for"),
+        ("shares follow seconds, not speed", "(share + 1) * each for", "(share + 1) / each for")
     ],
     ("core/train/progress.py", _LOCAL): [
         ("a last round has no end", " or done == self.last", ""),
         ("what is due within a round is lost", "step // every > before // every", "not step % every"),
     ],
-    ("core/cpu/fused/flat.py", _SUMMED): [
-        ("bfloat16 is rounded down", "builder.add(bits, up)", "bits"),
-    ],
-    ("core/cpu/fused/softmax.py", "kernels/test_cpu_attention.py"): [
-        ("keys that come later count", "icmp ult <{n} x i64> {places}", "icmp ule <{n} x i64> {places}"),
+    ("core/cpu/fused/flat.py", _SUMMED): [("bfloat16 is rounded down", "builder.add(bits, up)", "bits")],
+    ("core/cpu/fused/softmax.py", "core/cpu/test_cpu_attention.py"): [
+        ("keys that come later count", "icmp ult <{n} x i64> {places}", "icmp ule <{n} x i64> {places}")
     ],
     ("gpu/cu/elementwise.cu", "gpu/test_cuda_kernels.py -k linear_act"): [
-        ("a bias gradient leaves every second row out", "sum += out;", "if (!k) sum += out;"),
+        ("a bias gradient leaves every second row out", "sum += out;", "if (!k) sum += out;")
     ],
     ("gpu/cu/attention.cu", "gpu/test_cuda_kernels.py -k test_attention"): [
-        (
-            "a bias gradient is of one sequence",
-            "(long long)sequence * gridDim.y + blockIdx.y",
-            "(long long)blockIdx.y",
-        ),
+        ("a bias gradient is of one sequence", "(long long)sequence * gridDim.y + blockIdx.y", "(long long)blockIdx.y")
     ],
     ("gpu/cu/common.cuh", "gpu/test_cuda_kernels.py -k adamw"): [
-        ("a gradient that is not finite is used", "if (!(length - length == 0)) return", "if (false) return"),
+        ("a gradient that is not finite is used", "if (!(length - length == 0)) return", "if (false) return")
     ],
     ("inference/serving/app.py", _SERVED): [
-        ("any key will do", "if not compare_digest(given.encode(), key.encode()):", "if not given:"),
+        ("any key will do", "if not compare_digest(given.encode(), key.encode()):", "if not given:")
     ],
     ("inference/serving/app.py", f"{_STRAINED} -k killed"): [
-        ("a client that leaves is not noticed", "pass\n        self._runner.forget(self._call)", "pass"),
+        ("a client that leaves is not noticed", "pass\n        self._runner.forget(self._call)", "pass")
     ],
     ("inference/serving/runner.py", f"{_STRAINED} -k killed"): [
-        ("a lane is never freed", "self._engine.cancel(ticket)", "pass"),
+        ("a lane is never freed", "self._engine.cancel(ticket)", "pass")
     ],
     ("inference/serving/server.py", f"{_STRAINED} -k sigterm"): [
-        ("SIGTERM ends what runs", "        if self.should_exit:\n", "        if True:\n"),
+        ("SIGTERM ends what runs", "        if self.should_exit:\n", "        if True:\n")
     ],
     ("inference/serving/server.py", f"{_STRAINED} -k keep_nobody_out"): [
         (
             "connections that send nothing keep others out",
             "min(waited_for, key=lambda each: each._since).transport.abort()",
             "pass",
-        ),
+        )
     ],
     ("inference/serving/app.py", f"{_STRAINED} -k up_to_a_limit"): [
-        ("any number of bodies waits", "if self._waiting + len(body) >", "if 0 >"),
+        ("any number of bodies waits", "if self._waiting + len(body) >", "if 0 >")
     ],
     ("inference/serving/completions.py", f"{_STRAINED} -k echo"): [
-        ("an echo is not counted", "* served.weight + echoed", "* served.weight"),
+        ("an echo is not counted", "* served.weight + echoed", "* served.weight")
     ],
     ("corpora/tokenizers/library.py", "corpora/test_hostile_tokenizers.py -k lengthens"): [
-        ("a normalizer lengthens texts without bound", "if most > MOST:", "if False:"),
+        ("a normalizer lengthens texts without bound", "if most > MOST:", "if False:")
     ],
     ("corpora/tokenizers/library.py", "corpora/test_hostile_tokenizers.py -k never_ends"): [
-        ("a text is waited for without end", "wait([found], seconds)", "wait([found])"),
+        ("a text is waited for without end", "wait([found], seconds)", "wait([found])")
     ],
 }
 MUTATIONS = [Mutation(*where, *fault) for where, faults in _FAULTS.items() for fault in faults]

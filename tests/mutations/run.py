@@ -23,8 +23,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
 
-from mutations import MUTATIONS
 from sampling import PER_ROOM, changed, sample
+
+from mutations import MUTATIONS
 
 ROOT = Path(__file__).resolve().parents[2]
 RATES = Path(__file__).with_name("rates.json")

@@ -62,10 +62,7 @@ def mutants_of(path, root):
     file = path.relative_to(root).as_posix()
 
     def place(node):
-        return (
-            lines[node.lineno - 1] + node.col_offset,
-            lines[node.end_lineno - 1] + node.end_col_offset,
-        )
+        return (lines[node.lineno - 1] + node.col_offset, lines[node.end_lineno - 1] + node.end_col_offset)
 
     def add(function, kind, node, new, last=None):
         """Add a mutant whose text replaces a node, or all from `node` to `last`."""

@@ -29,9 +29,7 @@ def make(directory, shard, config):
 
 
 def logits(directory, tokens, out):
-    model, info = AutoModelForCausalLM.from_pretrained(
-        directory, dtype=torch.float32, output_loading_info=True
-    )
+    model, info = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, output_loading_info=True)
     assert not any(info.values()), info
     with torch.no_grad():
         np.save(out, model(torch.from_numpy(np.load(tokens))).logits.numpy())
@@ -95,8 +93,4 @@ def adapted(directory, adapter, tokens, out):
 answers = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)  # what the libraries print is no answer
 for line in sys.stdin:
-    print(
-        json.dumps([globals()[job](*arguments) for job, *arguments in json.loads(line)]),
-        file=answers,
-        flush=True,
-    )
+    print(json.dumps([globals()[job](*arguments) for job, *arguments in json.loads(line)]), file=answers, flush=True)

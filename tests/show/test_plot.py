@@ -7,11 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import inside, metrics
-
 from distgpt.core.base.errors import DataError, StorageError, UsageError
 from distgpt.show.plot import Curve, draw, plot, read_runs, short_names
 from distgpt.show.runs import list_runs
+
+from conftest import inside, metrics
 
 
 def line(step, **more):
@@ -134,11 +134,7 @@ def test_a_resumed_run_has_lost_what_came_after(tmp_path):
 def test_runs_are_ranked_by_validation_where_there_is_one(tmp_path):
     scored = {"a": [3.0, 2.5, 2.7], "b": [], "c": [2.0]}
     paths = [
-        run(
-            tmp_path / name,
-            line(1),
-            *({"step": step, "val_loss": loss} for step, loss in enumerate(losses, 2)),
-        )
+        run(tmp_path / name, line(1), *({"step": step, "val_loss": loss} for step, loss in enumerate(losses, 2)))
         for name, losses in scored.items()
     ]
     figure = draw(read_runs(paths))
@@ -210,11 +206,7 @@ def test_smoothing_keeps_lines_where_they_are_and_skips_what_is_no_number():
 
 
 def test_names_are_as_short_as_they_can_be_and_a_run_that_is_named_twice_is_drawn_once(tmp_path):
-    for paths, names in (
-        ("/a/b/c", "c"),
-        ("/a/b /a/c", "b c"),
-        ("/a/x/run /a/y/run /a/y/old", "x/run y/run y/old"),
-    ):
+    for paths, names in (("/a/b/c", "c"), ("/a/b /a/c", "b c"), ("/a/x/run /a/y/run /a/y/old", "x/run y/run y/old")):
         assert short_names(list(map(Path, paths.split()))) == names.split()
     folder = run(tmp_path / "run", line(1))
     assert len(read_runs([folder, folder / ".." / "run"])) == 1

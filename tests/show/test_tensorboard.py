@@ -4,7 +4,6 @@ import struct
 import sys
 
 import pytest
-
 from distgpt.core.base.errors import StorageError, UsageError
 from distgpt.show.display import TAGS, TensorBoard
 

@@ -5,9 +5,8 @@ import subprocess
 import sys
 
 import pytest
-from rich.cells import cell_len
-
 from distgpt.show.page import Table, terminal, terminal_table
+from rich.cells import cell_len
 
 
 def test_a_table_for_the_terminal_is_aligned():
@@ -25,11 +24,7 @@ def test_a_table_for_the_terminal_is_aligned():
 
 def test_nothing_of_a_table_is_cut_however_narrow_the_terminal(monkeypatch):
     head = ["stage", "memory", "why"]
-    row = [
-        "cuda",
-        "1,234",
-        "no NVIDIA driver was found: install one that knows the card, then CuPy for it",
-    ]
+    row = ["cuda", "1,234", "no NVIDIA driver was found: install one that knows the card, then CuPy for it"]
     for columns in (20, 40, 60, 100, 200):
         monkeypatch.setenv("COLUMNS", str(columns))
         lines = terminal_table(head, [row]).splitlines()

@@ -6,12 +6,12 @@ import sys
 import time
 
 import pytest
-from conftest import distgpt, inside
-
 from distgpt.commands.cli import COMMANDS
 from distgpt.core.generate.request import Event
 from distgpt.core.train.lines import Lines, Remaining
 from distgpt.show.display import Live
+
+from conftest import distgpt, inside
 
 ASCII = {"LC_ALL": "C", "LANG": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 
@@ -83,11 +83,7 @@ def test_a_clock_never_shows_less_than_nothing(monkeypatch):
     now[0] += 8000
     assert (end.elapsed(), end.left(1, 5.0), end.done(1)) == ("2:05:00 of 2:05:00", "left 0:00", 7500.0)
     by_steps = Remaining({"steps": 20})
-    assert (by_steps.left(0, 0.0), by_steps.left(5, 2.0), by_steps.elapsed()) == (
-        "left --:--",
-        "left 0:30",
-        "",
-    )
+    assert (by_steps.left(0, 0.0), by_steps.left(5, 2.0), by_steps.elapsed()) == ("left --:--", "left 0:30", "")
 
 
 def test_the_time_left_is_known_from_the_third_step_on(capsys):

@@ -1,0 +1,225 @@
+"""The Python interface: what goes in comes out, the numbers are the reference's, nonsense is refused."""
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import distgpt
+import numpy as np
+import pytest
+from distgpt.core.base.errors import DataError, StorageError, UsageError
+from distgpt.core.config import ModelConfig
+from distgpt.core.model.model import Architecture, Model
+from distgpt.core.model.passes import Pass
+from distgpt.core.ops.kernels import Kernels
+
+CONFIG = ModelConfig(vocab_size=13, seq_len=7, n_layer=2, n_head=3, n_embd=24, init_std=0.2)
+MODERN = replace(CONFIG, norm="rmsnorm", mlp="swiglu", positions="rope", bias=False, tied=False)
+
+
+@pytest.fixture(params=[CONFIG, MODERN], ids=["gpt2", "modern"])
+def model(request):
+    return distgpt.init(request.param, seed=3, dtype="float64")
+
+
+@pytest.fixture
+def batch():
+    return np.random.default_rng(0).integers(0, 13, (2, 3, 7))
+
+
+def reference(model, shape, training):
+    """A pass of the same weights in plain array code."""
+    plain = Model(Architecture(model.config), Kernels("float64"))
+    for name, values in model.parameters().items():
+        plain.params[name][...] = values
+    return Pass(plain, *shape, training=training)
+
+
+def test_a_saved_model_comes_back_in_another_precision_up_to_rounding(model, batch, tmp_path):
+    model.save(tmp_path / "weights")
+    back = distgpt.load(tmp_path / "weights", dtype="float64")
+    assert back.config == model.config and back.tokenizer is None
+    assert back.parameters().keys() == model.parameters().keys()
+    for name, values in back.parameters().items():
+        np.testing.assert_array_equal(values, model.parameters()[name])
+    np.testing.assert_array_equal(back.logits(batch[0]), model.logits(batch[0]))
+    narrow = distgpt.load(str(tmp_path / "weights"))
+    assert narrow.logits(batch[0]).dtype == np.float32
+    np.testing.assert_allclose(narrow.logits(batch[0]), model.logits(batch[0]), atol=1e-4)
+
+
+def test_the_package_names_what_a_first_model_needs():
+    assert distgpt.ModelConfig is ModelConfig
+    assert distgpt.bundled("data", "names.txt").read_text()
+    assert all(hasattr(distgpt, name) for name in distgpt.__all__)
+
+
+def test_logits_are_those_of_the_reference(model, batch):
+    for b, t in ((3, 7), (1, 1), (2, 4)):
+        tokens = batch[0][:b, :t]
+        logits, plain = model.logits(tokens), reference(model, (b, t), training=False)
+        assert logits.shape == (b, t, 13)
+        expected = np.empty((tokens.size, model.config.padded_vocab))
+        plain.logits(expected, plain.forward(np.ascontiguousarray(tokens.reshape(-1), np.int32)))
+        np.testing.assert_allclose(logits.reshape(-1, 13), expected[:, :13], rtol=0, atol=1e-12)
+
+
+def test_loss_and_gradients_are_those_of_the_reference_and_the_logits(model, batch):
+    tokens, targets = batch
+    work = reference(model, (3, 7), training=True)
+    work.loss_and_gradients(*(x.reshape(-1).astype(np.int32) for x in batch), 1.0, accumulate=False)
+    logits, plain = model.logits(tokens), work.model.grads
+    log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    cross_entropy = -np.take_along_axis(log_p, targets[..., None], -1).mean()
+    assert [model.loss(tokens, targets)] * 2 == pytest.approx([cross_entropy, plain.flags[0]], rel=1e-12)
+    gradients = model.gradients(tokens, targets)
+    assert gradients.keys() == model.parameters().keys()
+    for name, gradient in gradients.items():
+        assert gradient.shape == model.parameters()[name].shape
+        np.testing.assert_allclose(gradient, plain[name], rtol=0, atol=1e-12, err_msg=name)
+
+
+def test_answers_are_the_callers_to_keep_and_parameters_are_live(model, batch):
+    """Later calls write into memory of their own."""
+    first, gradients, before = model.logits(batch[0]), model.gradients(*batch), model.loss(*batch)
+    kept = first.copy(), {name: values.copy() for name, values in gradients.items()}
+    model.logits(batch[1])
+    model.gradients(*batch[::-1])
+    np.testing.assert_array_equal(first, kept[0])
+    for name, values in gradients.items():
+        np.testing.assert_array_equal(values, kept[1][name])
+        model.parameters()[name][...] -= 0.01 * values
+    assert model.loss(*batch) < before
+
+
+@pytest.mark.parametrize("name", ["logits", "loss", "gradients", "trace"])
+def test_calls_from_several_threads_do_not_share_buffers(model, batch, name, monkeypatch):
+    def call(ids):
+        found = getattr(model, name)(*[ids, ids][: 1 + (name in ("loss", "gradients"))])
+        return {"gradients": lambda: found["final_norm.w"], "trace": lambda: found.logits}.get(name, lambda: found)()
+
+    expected = [call(ids) for ids in batch] * 3
+    forward = Pass.forward
+
+    def slow(*arguments):
+        found = forward(*arguments)
+        time.sleep(0.01)  # another thread computes meanwhile
+        return found
+
+    monkeypatch.setattr(Pass, "forward", slow)
+    with ThreadPoolExecutor(2) as threads:
+        np.testing.assert_array_equal([*threads.map(call, [*batch] * 3)], expected)
+
+
+def test_text_in_text_out(trained):
+    model = distgpt.load(trained / "weights.safetensors")
+    ids = model.tokenizer.encode("the lamp").tolist()
+    text, new = model.generate("the lamp", max_new_tokens=5), model.generate(ids, max_new_tokens=5)
+    assert "the lamp" + text == model.tokenizer.decode(ids + new)  # with the blank that belongs between
+    assert model.generate("the lamp", 0) == "" and model.generate(ids, 0) == []
+    with pytest.raises(DataError, match="zeppelin"):
+        model.generate("the zeppelin")
+    with pytest.raises(UsageError, match="the prompt is 5: it must be a text, a list of tokens"):
+        model.generate(["the", 5])
+
+
+def test_prompts_side_by_side_samples_streams_and_log_probabilities(trained):
+    model = distgpt.load(trained / "weights.safetensors")
+    texts, ids = ["the lamp", "the", "the keeper of the"], [[1, 2, 3], [4]]
+    how = {"temperature": 0.9, "seed": 3, "overflow": "shift", "min_p": 0.01, "repetition_penalty": 1.1}
+    assert model.generate(texts, 30, **how) == [model.generate(text, 30, **how) for text in texts]
+    assert model.generate(ids, 9) == [model.generate(each, 9) for each in ids]
+    assert model.generate(np.array([[1, 2], [3, 4]]), 3) == model.generate([[1, 2], [3, 4]], 3)
+    several = model.generate("the", 12, n=3, **how)
+    assert len(set(several)) == 3 and model.generate(["the"], 12, n=1, **how) == [[several[0]]]
+    pieces = model.generate("the", 12, stream=True, **how)
+    assert next(pieces) and "".join(model.generate("the", 12, stream=True, **how)) == several[0]
+    assert list(model.generate([1, 2], 5, stream=True)) == model.generate([1, 2], 5)
+    found = model.generate([1, 2], 4, temperature=0, logprobs=2)
+    scores = model.logits([1, 2])[-1].astype(float)
+    expected = scores - np.log(np.exp(scores).sum())
+    assert found.tokens == model.generate([1, 2], 4, temperature=0) and found.reason == "length"
+    logprob, alternatives = found.likelihoods[0]
+    assert logprob == pytest.approx(expected.max(), abs=1e-5) == alternatives[0][1] and len(alternatives) == 2
+    scored = model.generate([1, 2, 3], 0, logprobs=1, prompt_logprobs=True).prompt_likelihoods
+    assert scored[0] is None and len(scored) == 3
+    assert np.exp(scored[1].logprob) == pytest.approx(
+        np.exp(model.logits([1])[-1])[2] / np.exp(model.logits([1])[-1]).sum()
+    )
+    word = model.generate("the", 12).split()[3]
+    stopped = model.generate("the", 12, stop=word, logprobs=0)
+    assert stopped.reason == "stop" and word not in stopped.text and stopped.likelihoods[0].alternatives == []
+    for more in ({"n": 2}, {"logprobs": 1}, {"prompt": texts}):
+        with pytest.raises(UsageError, match="stream"):
+            model.generate(**{"prompt": "the", "stream": True, **more})
+
+
+# Refusals
+
+
+def test_tokens_that_make_no_sense_are_refused():
+    model = distgpt.init(CONFIG)
+    for tokens, message in (
+        (3, "shape"),
+        ([[[1, 2]]], "shape"),
+        ([[]], "shape"),
+        ([[1.0, 2.0]], "float64"),
+        ([[True]], "bool"),
+        ([["a"]], "integers"),
+        ([[1], [1, 2]], "equally long"),
+        ([[13]], r"\[0, 13\)"),
+        ([[-1]], r"\[0, 13\)"),
+        ([[2**40]], r"\[0, 13\)"),
+        ([[1] * 8], "context of 7"),
+    ):
+        for call in (model.logits, model.loss, model.gradients):
+            with pytest.raises(DataError, match=message):
+                call(*[tokens] * (1 if call == model.logits else 2))
+    with pytest.raises(DataError, match="one shape"):
+        model.loss([[1, 2]], [[1], [2]])
+
+
+def test_impossible_generation_is_refused():
+    model, prompts = distgpt.init(CONFIG), "a text, a list of tokens, or a list of such"
+    for prompt, more, error, message in (
+        ([], {}, UsageError, "empty"),
+        ([99], {}, DataError, "13"),
+        ("text", {}, UsageError, "no tokenizer"),
+        *((prompt, {}, UsageError, prompts) for prompt in (5, None, {"a": 1}, np.array(3), [[1], 2])),
+        ([1, "a"], {}, DataError, "integers"),
+        ([1.5], {}, DataError, "integers"),
+        ([1], {"seed": -1}, UsageError, "seed"),
+        *(([1], {name: None}, UsageError, f"{name} is None: it must be") for name in ("top_k", "top_p")),
+        *(([1], {name: "a"}, UsageError, f"{name} is 'a': it must be") for name in ("n", "logprobs", "min_p")),
+        ([1], {"n": True}, UsageError, "n is True: it must be of type int"),
+        ([1], {"temperature": float("nan")}, UsageError, "temperature is nan"),
+        *(([1], {"stop": stop}, UsageError, "stop must be a text or a list of texts") for stop in (5, [5])),
+        ([1], {"overflow": ["stop"]}, UsageError, "overflow"),
+        ([1], {"repetition_penalti": 1}, UsageError, "did you mean 'repetition_penalty'"),
+    ):
+        with pytest.raises(error, match=message):
+            model.generate(prompt, **more)
+
+
+def test_a_model_of_which_the_rank_has_a_part_is_not_given_away_rounded(tmp_path):
+    model = distgpt.init(CONFIG, seed=3)
+    model._model.master_part = object()
+    for act in (model.parameters, lambda: model.save(tmp_path / "w.safetensors")):
+        with pytest.raises(UsageError, match="load the weights file of the run"):
+            act()
+
+
+def test_models_that_cannot_be_made_read_or_written(tmp_path):
+    for arguments, message in (
+        ({"config": "gpt-mini"}, "vocab_size"),
+        ({"config": "gtp2"}, "did you mean 'gpt2'"),
+        ({"stage": "seriel"}, "did you mean 'serial'"),
+        ({"dtype": "float16"}, "float16"),
+        ({"seed": -1}, "seed"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            distgpt.init(**{"config": CONFIG, **arguments})
+    with pytest.raises(StorageError, match="nowhere"):
+        distgpt.load(tmp_path / "nowhere")
+    with pytest.raises(StorageError, match="nowhere"):
+        distgpt.init(CONFIG).save(tmp_path / "nowhere" / "weights")

@@ -1,0 +1,176 @@
+"""Losses and gradients that are not finite, or outliers: the run ends, leaves the step out, or goes back."""
+
+import json
+import math
+import shutil
+
+import numpy as np
+import pytest
+from distgpt.callbacks.bad_steps import ENOUGH, BadSteps
+from distgpt.core.base.errors import NonFiniteError, OutlierError
+from distgpt.core.config import TrainConfig
+from distgpt.core.saved.checkpoint import State, load_state, newest_intact
+from distgpt.core.train.progress import Finished, Progress
+from distgpt.core.train.step import Step
+
+from conftest import SMALL, inside, losses, metrics, refused
+
+WORDS = [*SMALL, "--steps", "8", "--save-every", "3"]
+
+
+def run(*words):
+    return inside("train", *map(str, words))
+
+
+@pytest.fixture
+def ruined(monkeypatch):
+    """Multiply some gradients of some steps, counted from 1 in this process; by NaN the loss as well."""
+
+    def ruin(calls, factor):
+        count, original = [0], Step._forward_backward
+
+        def gradients(self, adds, sends):
+            original(self, adds, sends)
+            self.model.kernels.between(lambda: multiply(self.model.grads))  # also where the pass is recorded
+
+        def multiply(grads):
+            count[0] += 1
+            if count[0] in calls:
+                for some in (grads["blocks.0.attn.qkv.w"], grads.flags[: 1 if math.isnan(factor) else 0]):
+                    with np.errstate(invalid="ignore"):
+                        np.multiply(some, np.float32(factor), out=some)
+
+        monkeypatch.setattr(Step, "_forward_backward", gradients)
+
+    return ruin
+
+
+def history(out):
+    """Return what happened after the start, and after what it has kept for a replay."""
+    return [json.loads(line) for line in (out / "history.jsonl").read_text().splitlines()][2:]
+
+
+def weights(out):
+    return (out / "weights.safetensors").read_bytes()
+
+
+def finished(loss, norm, rejected=None):
+    return Finished(loss, norm, lr=0.1, rejected=rejected, votes=[], rank_seconds=[])
+
+
+def test_what_is_wrong_with_a_step():
+    bad = BadSteps(TrainConfig(spike_zscore=4.0), Progress())
+    assert bad.objection(math.nan, math.nan) == "the loss is not finite"
+    assert bad.objection(1.0, math.inf) == "the gradient is not finite"
+    for step in range(ENOUGH):
+        assert bad.objection(1000.0, 1000.0) == ""  # too few to compare with
+        assert bad.judge_step(finished(5 + step % 2, 1.0)) == ""
+    assert bad.objection(7.4, 1.0) == "" and bad.objection(0.0, 0.0) == ""
+    assert bad.objection(7.6, 1.0) == "the loss is an outlier, 7.6 after 5.5 ± 0.5 in the last 20 steps"
+    assert bad.objection(5.5, 1.003) == "" and bad.objection(5.5, 1.005).startswith("the gradient is an outlier")
+
+
+def test_what_a_bad_step_ends(ruined, tmp_path):
+    ruined({5}, math.inf)
+    ended = run(*WORDS, "--out", tmp_path / "run")
+    refused(ended, 76, "not finite at step 5", "--on-bad-step skip", late=True)
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["stop"] == "not finite"
+    for clip, advice in ((1.0, "a smaller --clip may"), (0.0, "--clip 1 may")):
+        with pytest.raises(NonFiniteError, match=advice):
+            BadSteps(TrainConfig(clip=clip), Progress()).judge_step(finished(math.nan, 1.0))
+    with pytest.raises(OutlierError) as found:
+        BadSteps(TrainConfig(spike_zscore=3.0), Progress()).judge_step(finished(1.0, 9.0, "why"))
+    assert found.value.exit_code == 76
+
+
+@pytest.mark.ci
+def test_a_bad_step_is_left_out(ruined, tmp_path):
+    """The weights are those before it, and the run resumes as if it had not been interrupted."""
+    out, other = tmp_path / "run", tmp_path / "other"
+    ruined({5}, math.nan)
+    ended = run(*WORDS, "--on-bad-step", "skip", "--out", out)
+    assert ended.returncode == 0 and "the loss is not finite at step 5: it is left out" in ended.stdout
+    assert [step for step, line in metrics(out).items() if line.get("skipped")] == [5]
+    assert losses(out)[4] is None and None not in losses(out)[5:]
+    (event,) = history(out)
+    assert (event["step"], event["bad"]) == (4, "the loss is not finite at step 5")
+    assert load_state(newest_intact(out / "checkpoints")[0]).bad_steps == 1
+    ruined({5}, math.nan)
+    assert run(*WORDS, "--on-bad-step", "skip", "--out", other).returncode == 0
+    (other / "checkpoints" / "step-00000008" / "manifest.json").write_text("damaged")
+    ruined(set(), 1)
+    assert run("--resume", other, "--threads", "1").returncode == 0
+    assert weights(out) == weights(other)
+
+
+def test_a_run_tolerates_that_many_bad_steps(ruined, tmp_path):
+    ruined({3, 5, 6}, math.nan)
+    words = [*WORDS, "--on-bad-step", "skip", "--set", "bad_steps_allowed=2"]
+    ended = run(*words, "--out", tmp_path / "run")
+    refused(ended, 76, "not finite at step 6", "more than the 2 bad steps", late=True)
+    ended = run("--resume", tmp_path / "run", "--threads", "1", "--set", "bad_steps_allowed=3")
+    assert ended.returncode == 0  # those before the checkpoint count: 1 of 3
+
+
+def test_a_run_goes_back_and_past_the_bad_data(ruined, tmp_path):
+    """To the last checkpoint. The data of its steps are those that come after the bad step's."""
+    out, whole = tmp_path / "run", tmp_path / "whole"
+    ruined({5}, math.nan)
+    ended = run(*WORDS, "--on-bad-step", "rollback", "--out", out)
+    assert ended.returncode == 0
+    assert "the loss is not finite at step 5: back to step 3, and past these data" in ended.stdout
+    assert list(metrics(out)) == list(range(1, 9)) and None not in losses(out)
+    event = history(out)[0]
+    assert (event["step"], event["back_to"], event["skipped"]) == (3, 3, 2)
+    state = load_state(newest_intact(out / "checkpoints")[0])
+    assert (state.step, state.skipped, state.bad_steps) == (8, 2, 1)
+    plain = tmp_path / "plain"
+    assert run(*WORDS, "--steps", "10", "--out", plain).returncode == 0
+    assert losses(out)[:3] == losses(plain)[:3] and losses(out)[3] != losses(plain)[3]
+    shutil.copytree(out, whole)
+    for number in (6, 8):  # and resumes exactly
+        (out / "checkpoints" / f"step-{number:08}" / "manifest.json").write_text("")
+    assert run("--resume", out, "--threads", "1").returncode == 0
+    assert losses(whole) == losses(out) and weights(whole) == weights(out)
+
+
+def test_without_a_checkpoint_a_run_goes_back_to_its_first_weights(ruined, tmp_path):
+    ruined({2}, math.nan)
+    out = tmp_path / "run"
+    assert run(*WORDS, "--on-bad-step", "rollback", "--eval-every", "4", "--val-fraction", "0.1", "--out", out)
+    assert list(metrics(out)) == list(range(1, 9)) and history(out)[0]["back_to"] == 0
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "val_loss" in line] == [0, 4, 8]
+
+
+def test_a_checkpoint_of_later_steps_is_nothing_to_go_back_to(ruined, tmp_path):
+    out = tmp_path / "run"
+    assert run(*WORDS, "--save-every", "4", "--out", out).returncode == 0
+    ruined({2}, math.nan)
+    first = out / "checkpoints" / "step-00000004"
+    assert run("--resume", first, "--threads", "1", "--on-bad-step", "rollback").returncode == 0
+    assert history(out)[-1]["back_to"] == 4 and list(metrics(out)) == list(range(1, 9))
+
+
+def test_a_spike_does_not_reach_the_weights(ruined, tmp_path):
+    ruined({30}, 1e4)
+    words = [*SMALL, "--steps", "40", "--clip", "0", "--on-bad-step", "skip"]
+    ended = run(*words, "--set", "spike_zscore=8", "--out", tmp_path / "run")
+    assert ended.returncode == 0 and "is an outlier" in ended.stdout and "at step 30" in ended.stdout
+    last = losses(tmp_path / "run")
+    assert last[31] < 1.1 * last[28]
+    ruined({30}, 1e4)
+    ended = run(*words, "--on-bad-step", "stop", "--set", "spike_zscore=8", "--out", tmp_path / "stopped")
+    refused(ended, 76, "is an outlier", "at step 30", late=True)
+    assert json.loads((tmp_path / "stopped" / "summary.json").read_text())["stop"] == "outlier"
+
+
+def test_spikes_are_found_alike_after_a_resume():
+    before, after = Progress(), Progress()
+    first, second = (BadSteps(TrainConfig(spike_zscore=3.0), progress) for progress in (before, after))
+    for step in range(120):
+        first.judge_step(finished(3.0 + step % 3, 1.0))
+    document = json.loads(json.dumps(State(recent=tuple(before.recent)).to_json()))
+    after.load(State.from_json(document))
+    assert after.recent == before.recent and len(after.recent) == 100
+    assert second.objection(9.0, 1.0) == first.objection(9.0, 1.0) != ""

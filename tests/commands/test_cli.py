@@ -1,0 +1,367 @@
+"""The command line: generated text, output that goes nowhere, and one clear line for whatever is wrong."""
+
+import contextlib
+import json
+import os
+import pty
+import re
+import subprocess
+import sys
+import unicodedata
+from functools import partial
+from pathlib import Path
+
+import distgpt as package
+import numpy as np
+import pytest
+from disks import small_disk
+from distgpt.core.saved import tensors as weightsfile
+from distgpt.core.saved.checkpoint import newest_step
+
+from conftest import SMALL, clean_environment, command, distgpt, inside, metrics, popen, refused
+
+PROMPT = "the lamp"
+
+
+@pytest.fixture(scope="module")
+def file(trained):
+    return trained / "weights.safetensors"
+
+
+@pytest.fixture
+def here(tmp_path):
+    """Run a command in this process, in tmp_path."""
+    return partial(inside, cwd=tmp_path)
+
+
+@pytest.fixture
+def infer(here, file):
+    """Generate text, by default with the weights of the small run; JSON output as a dict."""
+
+    def run(*args, weights=file):
+        result = here("infer", "--threads", "1", "--weights", weights, *args)
+        return json.loads(result.stdout) if "--json" in args and not result.returncode else result
+
+    return run
+
+
+# Every exit code, in a process of its own
+
+
+@pytest.mark.ci
+@pytest.mark.smoke
+def test_exit_codes(tmp_path):
+    small = ["train", *SMALL, "--out", tmp_path / "run"]
+    assert distgpt("--version").returncode == 0
+    refused(distgpt("train", "--steps", "0"), 2, "steps is 0")
+    refused(distgpt(*small, "--data", "stori"), 65, "did you mean 'story'")
+    refused(distgpt(*small, "--init", "nowhere"), 74, "nowhere")
+    diverging = distgpt(*small, "--lr", "1e30", "--clip", "0", "--steps", "40")
+    assert diverging.returncode == 76 and "Traceback" not in diverging.stderr
+    assert [line[:9] for line in diverging.stderr.splitlines()] == ["distgpt: "]
+
+
+# Generated text
+
+
+def test_the_stream_is_the_text_after_any_prompt(infer, tmp_path):
+    args = ["--prompt", PROMPT, "--max-new-tokens", "40", "--temperature", "1", "--seed", "5"]
+    found, streamed = infer("--json", *args), infer(*args)
+    assert streamed.stdout == found["prompt"] + found["text"] + "\n" and found["prompt"] == PROMPT
+    assert "40 tokens in" in streamed.stderr and "tokens/s" in streamed.stderr
+    (tmp_path / "prompt").write_bytes(b"\xef\xbb\xbfthe\r\nlamp")
+    assert infer("--json", "--prompt-file", "prompt")["prompt"] == "the\nlamp"
+    assert len(infer("--json", "--max-new-tokens", "3")["tokens"]) == 3
+    assert infer("--prompt", PROMPT, "--max-new-tokens", "0").stdout == f"{PROMPT}\n"
+
+
+def test_the_bundled_sample_says_so(here):
+    result = here("infer", "--max-new-tokens", "5", "--prompt", "The boat")
+    assert result.returncode == 0 and result.stdout.startswith("The boat")
+    assert result.stderr.splitlines()[0] == "no --weights: this is the bundled sample"
+
+
+def test_threads_may_be_auto_as_where_none_are_given(infer):
+    auto, left_out = (infer(*words, "--seed", "1", "--max-new-tokens", "8") for words in (["--threads", "auto"], []))
+    assert auto.returncode == 0 and auto.stdout == left_out.stdout
+    assert infer("--threads", "many").returncode == 2
+
+
+def test_samples_stop_strings_and_likelihoods_from_the_command_line(infer, file):
+    hot = ["--prompt", PROMPT, "--max-new-tokens", "12", "--temperature", "1", "--seed", "5"]
+    one, three = infer("--json", *hot), infer("--json", *hot, "--n", "3", "--logprobs", "2")
+    assert one["tokens"] == three["tokens"] == three["choices"][0]["tokens"] and "choices" not in one
+    texts = [choice["text"] for choice in three["choices"]]
+    assert len(set(texts)) == 3 and [len(each["logprobs"]) for each in three["choices"]] == [12] * 3
+    shown = infer(*hot, "--n", "3").stdout
+    assert shown == "".join(f"--- {i} of 3\n{PROMPT}{text}\n" for i, text in enumerate(texts, 1))
+    stop = one["text"].split()[3]
+    stopped = infer("--json", *hot, "--stop", "zeppelin", "--stop", stop)
+    assert stopped["reason"] == "stop" and stopped["text"] == one["text"][: one["text"].index(stop)]
+    scored = infer("--json", "--prompt", PROMPT, "--max-new-tokens", "0", "--logprobs", "0", "--prompt-logprobs")
+    own = scored["prompt_logprobs"]
+    assert own[0] is None and len(own) > 1 and max(own[1:]) < 0
+    cold = ["--prompt", PROMPT, "--temperature", "0"]
+    greedy = infer(*cold, "--max-new-tokens", "2", "--logprobs", "1").stdout.splitlines()
+    likely = np.exp((scores := package.load(file).logits(package.load(file).tokenizer.encode(PROMPT)))[-1])
+    word = package.load(file).tokenizer.decode([scores[-1].argmax()])
+    chance = f"'{word}' {likely.max() / likely.sum():.1%}"
+    assert len(greedy) == 3 and greedy[1] == f"{chance}   of {chance}"
+    full = infer("--json", *cold, "--overflow", "stop", "--max-new-tokens", "99")
+    assert full["reason"] == "context"
+    for words in ((), ("--lookup", "4"), ("--cache-memory", "1K")):
+        found = infer("--json", *cold, "--overflow", "shift", "--max-new-tokens", "60", *words)
+        assert found["reason"] == "length" and found["tokens"][: len(full["tokens"])] == full["tokens"]
+    refused(infer("--prompt", PROMPT, "--stop", ""), 2, "stop string is empty")
+    refused(infer("--cache-memory", "much"), 2, "'much' is no size")
+
+
+def on_terminal(*args, of="stdout", **how):
+    """Return what a command prints, where one of its streams is a terminal."""
+    reading, writing = pty.openpty()
+    streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, of: writing}
+    with popen(*args, **streams, **how) as process:
+        os.close(writing)
+        shown = b""
+        with contextlib.suppress(OSError):  # at the end
+            while part := os.read(reading, 1 << 16):
+                shown += part
+        os.close(reading)
+    assert process.returncode == 0
+    return shown.decode().replace("\r\n", "\n")
+
+
+@pytest.mark.ci
+def test_a_terminal_gets_no_control_characters(here, infer, tmp_path):
+    train_bytes = ["train", *SMALL, "--tokenizer", "byte", "--steps", "2", "--sample-every", "1"]
+    shown = on_terminal(*train_bytes, "--progress", "plain", "--out", "run", cwd=tmp_path)
+    assert "--- sample after step 2" in shown and "\ufffd" in shown
+    assert not [c for c in shown if not c.isprintable() and c not in "\n\t"]
+    weights = tmp_path / "run" / "weights.safetensors"
+    args = ["--prompt", "a\x1b[2J\u202e\u2069", "--max-new-tokens", "200", "--temperature", "2"]
+    found = infer("--json", *args, weights=weights)
+    exact = found["prompt"] + found["text"] + "\n"
+    assert {"\x1b", "\x00"} & set(found["text"])
+    assert infer(*args, weights=weights).stdout == exact
+    unassigned = {c for c in exact if unicodedata.category(c) == "Cn"}  # which no terminal acts upon
+    kept = [c if c in "\n\t" or c.isprintable() or c in unassigned else "\ufffd" for c in exact]
+    assert on_terminal("infer", "--weights", weights, *args) == "".join(kept)
+
+
+# Output that goes nowhere
+
+
+@pytest.mark.ci
+@pytest.mark.smoke
+def test_a_reader_that_leaves_early(file):
+    reading, writing = os.pipe()
+    words = ["infer", "--weights", file, "--prompt", PROMPT, "--max-new-tokens", "3000", "--threads", "1"]
+    job = popen(*words, stdout=writing, stderr=subprocess.PIPE, text=True)
+    os.close(writing)
+    os.close(reading)
+    _, errors = job.communicate(timeout=60)
+    assert job.returncode in (0, 74)
+    assert "Traceback" not in errors and "Exception ignored" not in errors
+
+
+@pytest.mark.ci
+def test_a_reader_that_leaves_a_run_loses_no_step(tmp_path):
+    """As in `distgpt train | head`."""
+    words = ["train", *SMALL, "--steps", "1000000", "--save-every", "1000000", "--out", tmp_path / "run"]
+    with popen(*words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as job:
+        while not job.stdout.readline().startswith("step"):
+            pass
+        job.stdout.close()
+        errors = job.stderr.read()
+    saved = newest_step(tmp_path / "run" / "checkpoints")
+    assert job.returncode == 74 and saved == max(metrics(tmp_path / "run")) > 1
+    assert errors.startswith(f"distgpt: nobody reads standard output any more; step {saved} is saved: ")
+    assert len(errors.splitlines()) == 1
+
+
+@pytest.mark.ci
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_run_goes_on_where_its_output_cannot_be_written(tmp_path):
+    with Path("/dev/full").open("w") as full:
+        words = ["train", *SMALL, "--steps", "3", "--out", tmp_path / "run"]
+        job = popen(*words, stdout=full, stderr=subprocess.PIPE, text=True)
+        _, errors = job.communicate(timeout=60)
+    assert job.returncode == 0 and len(metrics(tmp_path / "run")) == 3
+    assert "standard output cannot be written (No space left on device)" in errors
+
+
+def test_a_group_without_a_command_prints_its_help(here):
+    for words in ((), ("data",), ("weights",), ("tokenizer",), ("bench",)):
+        shown = here(*words)
+        usage = " ".join(["Usage: distgpt", *words, "[OPTIONS] COMMAND"])
+        assert shown.returncode == 2 and shown.stdout == "" and shown.stderr.startswith(usage)
+        assert "\n\nCommands:\n" in shown.stderr and "Error" not in shown.stderr
+
+
+@pytest.mark.ci
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_output_that_cannot_be_written_or_was_closed(file):
+    args = ["infer", "--weights", file, "--prompt", PROMPT, "--max-new-tokens", "3"]
+    with Path("/dev/full").open("w") as full:
+        job = popen(*args, stdout=full, stderr=subprocess.PIPE, text=True)
+        _, errors = job.communicate(timeout=60)
+    assert job.returncode == 74
+    assert "No space left" in errors and "Traceback" not in errors
+    shell = ["sh", "-c", 'exec "$@" >&-', "-", *command(*args)]
+    result = subprocess.run(shell, env=clean_environment(), capture_output=True, text=True)
+    assert result.returncode == 0 and "Traceback" not in result.stderr
+
+
+# Refusals: the arguments, the exit code, and words of the message; files lie in the working directory.
+
+REQUESTS = (
+    (["--prompt", "the zeppelin"], 65, ["'zeppelin'", "not in the vocabulary"]),
+    (["--prompt", b"the \xff lamp"], 65, ["not valid UTF-8"]),
+    (["--prompt", ""], 2, ["empty"]),
+    (["--prompt-file", "nowhere"], 65, ["nowhere", "No such file"]),
+    (["--prompt-file", "binary"], 65, ["binary", "not UTF-8"]),
+    (["--prompt-file", "blank"], 65, ["blank is empty"]),
+    (["--prompt-file", "."], 65, ["folder"]),
+    (["--temperature", "-1"], 2, ["temperature"]),
+    (["--threads", "0"], 2, ["--threads", "at least 1"]),
+    (["--threads", "9999999999"], 2, ["--threads", "at most"]),
+    (["--stage", "cuda"], 2, ["'cuda'", "GPU"]),
+)
+
+
+MISTYPED = (
+    ("infer --prompt a --prompt-file b", "exclude"),
+    ("infer --promt a", "--prompt"),
+    ("train --stage seriel", "serial"),
+    ("trian", "'train'"),
+)
+
+
+def test_requests_that_make_no_sense(infer, here, tmp_path):
+    (tmp_path / "binary").write_bytes(b"ab\x80")
+    (tmp_path / "blank").write_bytes(b"")
+    for args, code, words in REQUESTS:
+        result = infer(*args)
+        refused(result, code, *words)
+        assert result.stdout == "", args
+    assert here("train", *SMALL, "--tokenizer", "char", "--steps", "1", "--out", "run").returncode == 0
+    found = infer("--prompt", "é", weights=tmp_path / "run" / "weights.safetensors")
+    refused(found, 65, "character 'é'", "position 0")
+    for line, word in MISTYPED:
+        result = here(*line.split())
+        assert result.returncode == 2 and word in result.stderr and "Traceback" not in result.stderr, line
+
+
+# Damaged files: tests/core/saved/test_weightsfile.py. These are whole, and contradict themselves.
+WEIGHTS = (
+    ("missing tensor", ["missing: wpe"]),
+    ("not finite", ["not finite"]),
+    ("no tokenizer", ["no tokenizer"]),
+    ("n_layer = 1000000000", ["at most"]),
+    ("n_embd = 32", ["wrong shape"]),
+    ("vocab_size = 150", ["its tokenizer has", "vocabulary of 150"]),
+)
+
+
+def bad_weights(kind, source, path):
+    header = weightsfile.read_header(source)
+    tensors = {name: np.empty(entry.shape, np.float32) for name, entry in header.tensors.items()}
+    weightsfile.read_into(source, tensors)
+    changes = {
+        "missing tensor": {"wpe": None},
+        "not finite": {"wte": np.where(np.arange(16) == 3, np.nan, tensors["wte"])},
+        "no tokenizer": {"tokenizer": ""},
+    }
+    # A change, or a setting that the tensors contradict.
+    config = re.sub(f"^{kind.split()[0]} = .*", kind, header.metadata["config"], flags=re.MULTILINE)
+    change = changes.get(kind, {"config": config})
+    tensors = {k: change.get(k, v) for k, v in tensors.items() if change.get(k, v) is not None}
+    weightsfile.write_tensors(path, tensors, {k: change.get(k, v) for k, v in header.metadata.items()})
+
+
+def test_weights_that_cannot_be_used(infer, file, tmp_path):
+    for kind, words in WEIGHTS:
+        path = tmp_path / kind
+        bad_weights(kind, file, path)
+        result = infer("--prompt", PROMPT, weights=path)
+        refused(result, 65, path, *words)
+        assert result.stdout == "", kind
+
+
+def test_texts_that_cannot_be_used(here, tmp_path):
+    args = ["--data", "text", "--tokenizer", "char", "--out", "run"]
+    for content, word in {b"": "is empty", b"x": "1 token:", b"abc\x80def": "byte 3"}.items():
+        (tmp_path / "text").write_bytes(content)
+        refused(here("train", *SMALL, *args), 65, "text", word)
+        assert not (tmp_path / "run").exists()
+
+
+# What a configuration refuses: tests/core/config/test_config.py.
+REFUSED = (
+    (["--data", b"bad\xff"], 2, ["data", "not valid UTF-8"]),
+    (["--data", "."], 65, ["holds no file"]),
+    (["--tokenizer", "text"], 65, ["not a saved tokenizer"]),
+    (["--vocab-size", "20"], 2, ["vocab_size is 20", "tokens"]),
+    (["--config", "nowhere"], 2, ["nowhere"]),
+    (["--config", "text"], 2, ["not valid TOML"]),
+    (["--n-layer", "8", "--n-embd", str(2**17)], 2, ["GiB on this machine", "smaller model"]),
+    (["--optimizer", "muon", "--n-embd", str(2**17)], 2, ["GiB on this machine", "Muon's updates"]),
+)
+
+
+def test_settings_that_make_no_sense(here, tmp_path):
+    (tmp_path / "text").write_text("no tokenizer and no TOML")
+    for args, code, words in REFUSED:
+        refused(here("train", *SMALL, *args, "--out", "run"), code, *words)
+        assert not (tmp_path / "run").exists(), args
+    refused(here("train", *SMALL, "--stage", "cuda", "--out", "run"), 2, "GPU")
+
+
+# Places
+
+
+@pytest.mark.ci
+def test_memory_that_is_refused_names_its_page():
+    """By a limit of 4 GiB, where 16 lanes of a million positions take 30."""
+    words = command("infer", "--n", "16", "--context", str(1 << 20), "--cache-memory", "900G")
+    limited = ["sh", "-c", 'ulimit -v 4194304 && exec "$@"', "-", *words]
+    result = subprocess.run(limited, env=clean_environment(), capture_output=True, text=True)
+    said = result.stderr.splitlines()[-1]
+    assert result.returncode == 70 and said.startswith("distgpt: not enough memory: "), result.stderr
+    assert said.endswith("(distgpt help out-of-memory)")
+
+
+def test_an_out_that_is_taken(here, tmp_path):
+    taken = tmp_path / "file"
+    taken.write_bytes(b"mine")
+    refused(here("train", *SMALL, "--out", taken), 2, taken, "not a directory")
+    refused(here("train", *SMALL, "--out", taken / "run"), 74, taken)
+    refused(here("train", *SMALL, "--out", tmp_path), 2, "not empty")
+    assert taken.read_bytes() == b"mine" and list(tmp_path.iterdir()) == [taken]
+
+
+@pytest.mark.ci
+def test_a_disk_that_is_read_only_or_full_or_fills_up(here, tmp_path):
+    place = tmp_path / "disk"
+    place.mkdir()
+    with small_disk(place, "ro,size=1m"):
+        refused(here("train", *SMALL, "--out", place / "run"), 74, place, "Read-only")
+    with small_disk(place, "size=64k"):
+        (place / "filler").write_bytes(bytes(60 << 10))
+        with (place / "filler").open("ab") as filler, pytest.raises(OSError):
+            while True:
+                os.write(filler.fileno(), bytes(4096))
+        refused(here("train", *SMALL, "--out", place / "run"), 74, place, "No space left")
+        assert [path.name for path in place.iterdir()] == ["filler"]
+    with small_disk(place, "size=400k"):
+        result = here("train", *SMALL, "--steps", "100", "--save-every", "1", "--out", place / "run")
+        assert result.returncode == 74 and len(result.stderr.splitlines()) == 1
+        assert "No space left" in result.stderr
+        kept = sorted(path.name for path in (place / "run" / "checkpoints").iterdir())
+        assert kept and all(name.startswith("step-") for name in kept)
+
+
+def test_plot_without_matplotlib_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.delitem(sys.modules, "distgpt.show.plot", raising=False)
+    refused(inside("plot", "run", cwd=tmp_path), 2, "needs matplotlib, which is not installed here: pip install")

@@ -1,0 +1,133 @@
+"""Files are whole or not there at all: whatever fails while one is written, and when its name is given."""
+
+import errno
+import io
+import os
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from disks import file_size_limit, names, raising, small_disk, unprivileged
+from distgpt.core.base.errors import DataError, StorageError
+from distgpt.core.base.files import append, open_regular
+from distgpt.core.saved.tensors import read_header, read_into, write_tensors
+
+SOME = {"x": np.arange(9.0)}
+
+
+def test_missing_files_directories_and_rights(tmp_path):
+    for act, words in (
+        (lambda: read_header(tmp_path / "nowhere"), r"cannot read .*nowhere: No such file"),
+        (lambda: write_tensors(tmp_path / "nowhere" / "file", SOME, {}), "cannot write .*file: No such file"),
+    ):
+        with pytest.raises(StorageError, match=words):
+            act()
+    with pytest.raises(DataError, match="is a folder"):
+        read_into(tmp_path, {})
+    with tempfile.TemporaryDirectory() as name:  # where others may enter
+        place = Path(name)
+        (place / "secret").touch(0o000)
+        place.chmod(0o555)
+        with unprivileged():
+            with pytest.raises(StorageError, match=r"cannot write .*: Permission denied"):
+                write_tensors(place / "weights", SOME, {})
+            with pytest.raises(StorageError, match=r"cannot read .*secret: Permission denied"):
+                read_header(place / "secret")
+        assert names(place) == ["secret"]
+        place.chmod(0o755)
+
+
+def check_failed_write(path, reason):
+    """A write that fails says why, and leaves the older file as it was and nothing beside it."""
+    before = path.read_bytes()
+    with pytest.raises(StorageError, match=f"cannot write {path}: {reason}"):
+        write_tensors(path, {"big": np.zeros(1 << 20, np.float32)}, {})
+    assert path.read_bytes() == before
+    assert names(path.parent) == [path.name]
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "weights.safetensors"
+
+
+@pytest.mark.ci
+def test_failed_and_interrupted_writes(tmp_path, path, monkeypatch):
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(os, "fsync", raising(KeyboardInterrupt))
+        write_tensors(path, SOME, {})
+    assert names(path.parent) == []
+    write_tensors(path, SOME, {})
+    for call in ("fsync", "replace"):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, call, raising(OSError(errno.ENOSPC, "No space left on device")))
+            check_failed_write(path, "No space left on device")
+    with file_size_limit(1 << 16):
+        check_failed_write(path, "File too large")
+    with small_disk(tmp_path):
+        write_tensors(path, SOME, {})
+        check_failed_write(path, "No space left on device")
+
+
+def test_a_file_is_on_the_disk_before_it_has_its_name_and_its_name_before_anybody_is_told(path, monkeypatch):
+    """Also where a directory cannot be synced, as on some network file systems."""
+    calls, fsync, replace = [], os.fsync, os.replace
+
+    def synced(descriptor):
+        calls.append(Path(f"/proc/self/fd/{descriptor}").readlink())
+        if calls[-1].is_dir():
+            raise OSError(errno.EINVAL, "Invalid argument")
+        fsync(descriptor)
+
+    def renamed(source, target):
+        calls.append((Path(source), Path(target)))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", renamed)
+    write_tensors(path, SOME, {})
+    partial, (source, target), directory = calls
+    assert partial == source and directory == target.parent == path.parent, target
+    assert partial.name.startswith(f".{target.name}.") and target.exists()
+
+
+def test_lines_whose_file_fails_to_close_are_not_there_and_can_be_written_again(tmp_path, monkeypatch):
+    """A network's file system may say as late as that that its disk is full."""
+
+    class Full(io.FileIO):
+        def close(self):
+            was_open = not self.closed
+            super().close()
+            if was_open:
+                raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    path = tmp_path / "lines"
+    append(path, b"one\n")
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "fdopen", lambda descriptor, *args, **how: Full(descriptor, "ab+"))
+        with pytest.raises(OSError, match="quota"):
+            append(path, b"two\n")
+    append(path, b"two\n")
+    assert path.read_bytes() == b"one\ntwo\n"
+
+
+def test_lines_that_fail_take_nothing_from_a_file_that_came_in_their_file_s_place(tmp_path, monkeypatch):
+    path, other = tmp_path / "lines", tmp_path / "other"
+    append(path, b"one\n")
+    other.write_bytes(b"of another process, and longer\n")
+
+    class Replaced(io.FileIO):
+        def write(self, content):
+            other.rename(path)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fdopen", lambda descriptor, *args, **how: Replaced(descriptor, "ab+"))
+    with pytest.raises(OSError, match="space"):
+        append(path, b"two\n")
+    assert path.read_bytes() == b"of another process, and longer\n"
+
+
+def test_a_name_with_a_null_byte_is_refused_as_data():
+    with pytest.raises(DataError, match="NUL byte"):
+        open_regular(Path("a\0b"))

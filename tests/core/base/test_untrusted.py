@@ -1,0 +1,157 @@
+"""Files and texts that are not trusted: what is refused, and how it looks in a message."""
+
+import json
+import os
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import pytest
+from distgpt.core.base.checked import LARGEST_JSON, Count, Must, Positive, checked, parse_json, parse_object, read_as
+from distgpt.core.base.errors import SCREEN, DataError, StorageError, one_line
+from distgpt.core.base.files import append, atomic_file, open_regular, read_small
+
+from conftest import inside, refused
+
+
+def test_ordinary_json_is_what_it_says():
+    text = '{"a": [1, -2, 1.5e3, true, null, "ü \\u00e9 \\ud83d\\ude00"], "b": {"c": 18446744073709551615}}'
+    expected = {"a": [1, -2, 1500.0, True, None, "ü é 😀"], "b": {"c": 2**64 - 1}}
+    assert parse_json(text) == parse_json(text.encode()) == expected
+
+
+@pytest.mark.parametrize("text, reason", [
+    ("NaN", "number NaN"),
+    ("[-Infinity]", "number -Infinity"),
+    ("1e400", "number 1e400"),
+    ("9" * 5000, "number 99999"),
+    (str(2**64), "number 18446744073709551616"),
+    ('{"a": 1, "a": 2}', "twice"),
+    ('"\\ud800"', "UTF-8"),
+    ('{"\\udfff": 1}', "UTF-8"),
+    (b'"\xff"', "UTF-8"),
+    ("[" * 65 + "]" * 65, "deeply"),
+    ("[" * 100_000 + "]" * 100_000, "deeply"),
+    ('{"a":' * 65 + "1" + "}" * 65, "deeply"),
+    ("{", "Expecting"),
+    ("", "Expecting"),
+])  # fmt: skip
+def test_json_that_no_program_of_ours_writes_is_refused(text, reason, tmp_path):
+    with pytest.raises(ValueError, match=reason):
+        parse_json(text)
+    with pytest.raises(DataError, match=f"f is damaged: .*{reason}"):
+        parse_object(text if isinstance(text, bytes) else text.encode(), tmp_path / "f")
+
+
+def test_json_has_a_limit_that_the_largest_tokenizers_fit_into(tmp_path):
+    """It may take 28 times its size in memory."""
+    assert 35_000_000 < LARGEST_JSON < 64 << 20
+    with pytest.raises(ValueError, match="larger than 48 MiB"):
+        parse_json(b" " * (LARGEST_JSON + 1))
+    with pytest.raises(ValueError, match="larger than 9 B"):
+        parse_json("[" + " " * 9 + "]", 9)
+    assert parse_json("[" + " " * 7 + "]", 9) == []
+    with (tmp_path / "tokenizer.json").open("wb") as file:
+        file.truncate(LARGEST_JSON + 1)
+    refused(inside("tokenizer", "info", tmp_path), 65, "is larger than 48 MiB", "known have 35 MB")
+
+
+@dataclass
+class Part:
+    name: Annotated[str, Must("be short", lambda name: len(name) < 9)]
+    size: Positive
+    split: Literal["train", "val"] = "train"
+
+
+@dataclass
+class Whole:
+    parts: tuple[Part, ...]
+    pairs: list[tuple[int, float]]
+    known: dict[str, Count | None]
+    is_done: bool
+    more: object = None
+    other: Any = None
+
+
+GOOD = {
+    "parts": [{"name": "a", "size": 1}, {"name": "b", "size": 2, "split": "val"}],
+    "pairs": [[1, 2]],
+    "known": {"x": 3, "y": None},
+    "is_done": True,
+    "more": [{}],
+    "other": {"x": [1]},
+}
+
+
+def test_an_object_becomes_what_declares_it(tmp_path):
+    expected = Whole((Part("a", 1), Part("b", 2, "val")), [(1, 2.0)], {"x": 3, "y": None}, True, [{}], {"x": [1]})
+    assert read_as(Whole, json.dumps(GOOD).encode(), tmp_path / "f") == expected
+    assert type(checked(Whole, GOOD).pairs[0][1]) is float
+
+
+@pytest.mark.parametrize("changes, reason", [
+    ({"parts": {}}, r"parts is {}: it must be a list"),
+    ({"parts": [3]}, r"parts\[0\] is 3: it must be an object"),
+    ({"parts": [{"name": "a"}]}, r"parts\[0\] lacks, or should not have, size"),
+    ({"parts": [{"name": "a", "size": 1, "x\n": 1}]}, r"parts\[0\] lacks, or should not have, x\\n"),
+    ({"parts": [{"name": "a", "size": True}]}, r"parts\[0\]\.size is True: it must be a whole number"),
+    ({"parts": [{"name": "a", "size": 1.0}]}, r"size is 1\.0: it must be a whole number"),
+    ({"parts": [{"name": "a", "size": 0}]}, r"size is 0: it must be at least 1"),
+    ({"parts": [{"name": "a" * 999, "size": 1}]}, r"name is 'a+: it must be short"),
+    ({"parts": [{"name": "a", "size": 1, "split": ["train"]}]}, r"split is .*: it must be 'train' or 'val'"),
+    ({"pairs": [[1]]}, r"pairs\[0\] is \[1\]: it must have 2 entries"),
+    ({"pairs": [[1, "2"]]}, r"pairs\[0\]\[1\] is '2': it must be a number"),
+    ({"known": {"x\x1b": -1}}, r"known\.x\\x1b is -1: it must be a count"),
+    ({"known": []}, "it must be an object"),
+    ({"is_done": 1}, "is_done is 1: it must be true or false"),
+    ({"is_done": None}, "is_done is None"),
+])  # fmt: skip
+def test_what_is_declared_otherwise_is_refused_by_file_and_key(tmp_path, changes, reason):
+    with pytest.raises(DataError, match=f"f is damaged: .*{reason}") as refusal:
+        read_as(Whole, json.dumps(GOOD | changes).encode(), tmp_path / "f")
+    assert len(str(refusal.value)) < 200 + len(str(tmp_path))
+
+
+def test_only_regular_files_are_read_and_nobody_waits_for_a_pipe(tmp_path):
+    (tmp_path / "lines").write_bytes(b"x\nhalf a li")  # as a killed process leaves it
+    append(tmp_path / "lines", b"x\n")
+    assert (tmp_path / "lines").read_bytes() == b"x\nx\n"
+    os.mkfifo(tmp_path / "pipe")
+    for path, words in ((tmp_path / "pipe", "a pipe or a device"), ("/dev/zero", "device"), (tmp_path, "a folder")):
+        with pytest.raises(DataError, match=words):
+            open_regular(path)
+        with pytest.raises(DataError, match=words):
+            read_small(path)
+    with pytest.raises(StorageError, match="nowhere"):
+        read_small(tmp_path / "nowhere")
+    (tmp_path / "file").write_bytes(b"12345678")
+    assert read_small(tmp_path / "file", 8) == b"12345678"
+    with pytest.raises(DataError, match="larger than 7 B"):
+        read_small(tmp_path / "file", 7)
+
+
+def test_a_planted_link_is_not_written_through(tmp_path, monkeypatch):
+    """Whatever name a writer uses on the way: one that is taken is not opened."""
+    (tmp_path / "victim").write_text("precious")
+    names = iter("aab")
+    monkeypatch.setattr("secrets.token_hex", lambda n: next(names))
+    (tmp_path / ".out.a.tmp").symlink_to(tmp_path / "victim")
+    with pytest.raises(StorageError, match="File exists"), atomic_file(tmp_path / "out") as file:
+        file.write(b"evil")
+    assert (tmp_path / "victim").read_text() == "precious"
+    assert not (tmp_path / "out").exists()
+
+
+def test_new_files_have_the_rights_that_the_umask_leaves(tmp_path):
+    before = os.umask(0o027)
+    try:
+        with atomic_file(tmp_path / "out") as file:
+            file.write(b"x")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "out").stat().st_mode & 0o777 == 0o640
+
+
+def test_messages_are_one_line_without_control_and_no_longer_than_a_screen():
+    assert one_line("no \x1b[2J\x00 thing\nat all \u202e") == "no \\x1b[2J\\x00 thing\\nat all \\u202e"
+    long = one_line("cannot read " + "x" * 100_000 + ": the end")
+    assert len(long) <= SCREEN and long.startswith("cannot read xx") and long.endswith("xx: the end")

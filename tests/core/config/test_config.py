@@ -1,0 +1,308 @@
+"""Configuration: settings and their options, precedence, refusals, the TOML round trip, schedules."""
+
+import math
+import re
+from dataclasses import fields, replace
+
+import click
+import pytest
+from distgpt.commands.help import OPTIONS, spelled
+from distgpt.commands.options import set_by_user, settings, settings_but, stage_options
+from distgpt.core.base.errors import UsageError
+from distgpt.core.config import (
+    SETTINGS,
+    GpuConfig,
+    ModelConfig,
+    RunConfig,
+    TrainConfig,
+    former_choices,
+    parse_toml,
+    settings_of,
+)
+from distgpt.core.config.asked import PRETRAINED, asked_for, resolve
+from distgpt.core.config.presets import PRESETS, preset
+from distgpt.core.config.setting import LARGEST_INT, brief
+from distgpt.core.model.optim import SCHEDULES, learning_rate
+
+DEFAULTS = {f.name: f.default for f in (*fields(ModelConfig), *fields(TrainConfig), *fields(GpuConfig))}
+
+
+def other(name, about):
+    """A value that is allowed beside the other defaults, but is none."""
+    default = DEFAULTS[name]
+    if about.kind is bool:
+        return not default
+    if name == "lora_matrices":
+        return "q,v"
+    if about.kind is str:
+        return next((choice for choice in about.choices if choice != default), "x")
+    return 2 * default or 2 if about.kind is int else default / 2 or 0.001
+
+
+def words(name, about, value):
+    """The command line that gives a setting this value."""
+    if name in SETTINGS and name not in OPTIONS:
+        return ["--set", f"{name}={value}"]
+    flags = spelled(name, about).split("/")
+    if about.kind is bool:
+        return [flags[not value]]
+    return [flags[0], str(value)]
+
+
+# Settings and options
+
+
+def test_a_setting_is_of_its_defaults_type_and_explained():
+    for config in (ModelConfig, TrainConfig, GpuConfig):
+        for f in fields(config):
+            if f.name == "extra":  # the settings of an extension
+                continue
+            about = settings_of(config)[f.name]
+            assert about.kind.__name__ == f.type, f.name
+            assert about.help.endswith(".") and len(about.help) > 8, f.name
+            assert not about.choices or f.default in about.choices, f.name
+
+
+def test_every_setting_reaches_the_configuration_by_its_option_or_by_set():
+    command = click.command()(settings(lambda **flags: set_by_user(flags)))
+    for name in SETTINGS:
+        about, value = SETTINGS[name], other(name, SETTINGS[name])
+        flags = command.main(words(name, about, value), standalone_mode=False)
+        assert flags == {name: value}
+        run = resolve(asked_for(flags), preset("tiny-adamw").model if name == "init" else None)
+        implied = PRETRAINED if name == "init" else {}
+        base = preset("tiny-adamw" if name == "init" else "tiny")
+        assert run == base.with_values({name: value, **implied}), name
+        if about.kind is bool:
+            assert command.main(words(name, about, not value), standalone_mode=False) == {name: not value}
+        assert command.main(["--set", f"{name}={value}"], standalone_mode=False) == {name: value}
+    assert command.main(["--batch-tokens", "256"], standalone_mode=False) == {"batch_tokens": 256}
+    unused = click.command()(settings_but("--steps", "--bias/--no-bias")(lambda **_: None))
+    assert set(OPTIONS) - {option.name for option in unused.params} == {"steps", "bias"}
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ("rope_bas=3", "unknown setting 'rope_bas'; did you mean 'rope_base'"),
+        ("rope_base=far", "rope_base is 'far': it must be of type float"),
+        ("steps=1.5", "steps is '1.5': it must be of type int"),
+        ("tied=1", "tied is '1': it must be true or false"),
+        ("steps", "it must be NAME=VALUE"),
+        ("steps=3 --steps 4", "steps is set twice"),
+    ],
+)
+def test_set_names_what_is_wrong(words, message):
+    command = click.command()(settings(lambda **flags: set_by_user(flags)))
+    with pytest.raises(UsageError, match=message):
+        command.main(["--set", *words.split()], standalone_mode=False)
+
+
+def test_set_turns_graphs_off_and_the_later_one_counts():
+    command = click.command()(stage_options(settings(lambda stage, threads, gpu, **flags: (gpu, flags))))
+    gpu, flags = command.main(
+        ["--set", "cuda_graph=false", "--set", "lr=1", "--set", "lr=2"], "x", standalone_mode=False
+    )
+    assert not gpu.graphs and set_by_user(flags) == {"lr": 2.0}
+
+
+def test_every_option_of_gpus_reaches_its_configuration():
+    command = click.command()(stage_options(lambda stage, threads, gpu: gpu))
+    assert command.main([], standalone_mode=False) == GpuConfig()
+    for name, about in settings_of(GpuConfig).items():
+        found = command.main(words(name, about, value := other(name, about)), standalone_mode=False)
+        assert found == replace(GpuConfig(), **{name: value}), name
+
+
+# Where values come from
+
+
+def test_defaults_then_preset_then_file_then_flags(tmp_path):
+    toml = tmp_path / "mine.toml"
+    toml.write_text('preset = "gpt-mini"\nsteps = 7\n[train]\nlr = 0.5\n[model]\nn_layer = 3\n')
+    asked = asked_for({"steps": 9}, toml=toml)
+    run = resolve(asked)
+    assert asked.name == "mine"
+    assert (run.train.steps, run.train.lr, run.model.n_layer) == (9, 0.5, 3)
+    assert run.train.data == "story"  # from the preset
+    assert run.train.beta2 == TrainConfig().beta2  # from the defaults
+    asked = asked_for({}, "microgpt", toml)  # the flag's preset overrides the file's
+    assert (asked.name, resolve(asked).train.data) == ("microgpt", "names")
+    assert (asked_for({}).name, resolve(asked_for({}))) == ("tiny", preset("tiny"))
+
+
+def test_former_choices_of_settings_are_read_from_files():
+    for former in ("auto", "chunked", "hierarchical", "packed"):
+        text = f'[train]\ngrad_sync = "{former}"\ndata = "auto"\n'
+        assert parse_toml(text, "a file") == {"grad_sync": "allreduce", "data": "auto"}
+        assert former_choices(text, "a file") == [f"grad_sync = '{former}' is 'allreduce' now"]
+    assert former_choices('[train]\ngrad_sync = "sharded"\nunknown = 1\n', "a file") == []
+
+
+def test_a_batch_in_tokens_and_one_in_sequences_replace_each_other(tmp_path):
+    toml = tmp_path / "mine.toml"
+    toml.write_text("[train]\nbatch_tokens = 4096\n[model]\nseq_len = 256\n")
+    for changes, alone, on_file in (
+        ({}, 512, 16),
+        ({"seq_len": 256}, 2048, 16),  # the recipe's 2¹⁹ tokens
+        ({"seq_len": 128}, 4096, 32),
+        ({"batch_size": 5}, 5, 5),
+    ):
+        assert preset("gpt2", changes).train.batch_size == alone
+        assert resolve(asked_for(changes, "gpt2", toml)).train.batch_size == on_file
+
+
+def test_a_run_that_begins_with_weights_has_their_model():
+    held = ModelConfig(vocab_size=99, n_layer=2, seq_len=64, positions="learned")
+    run = resolve(asked_for({"init": "w", "steps": 5}, "gpt2"), held)
+    assert run.model == held
+    assert run.train.batch_size == (1 << 19) // 64 and run.train.steps == 5
+    for changes, message in (
+        ({"n_layer": 3}, "w holds a model whose n_layer is 2; 3 is asked for"),
+        ({"seq_len": 128}, "seq_len"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            resolve(asked_for({"init": "w", **changes}, "gpt2"), held)
+    rotary = replace(held, positions="rope")
+    assert resolve(asked_for({"init": "w", "seq_len": 128}, "tiny"), rotary).model.seq_len == 128
+
+
+def test_every_preset_survives_toml():
+    for name in PRESETS:
+        run = preset(name).with_values({"data": 'a "b"\\\n\tč'})
+        assert RunConfig().with_values(parse_toml(run.to_toml(), "x")) == run, name
+    everything = RunConfig().with_values({name: other(name, about) for name, about in SETTINGS.items()})
+    assert RunConfig().with_values(parse_toml(everything.to_toml(), "x")) == everything
+
+
+# Refusals
+
+
+def test_presets_are_listed_in_their_order_and_the_usual_one_first():
+    with pytest.raises(UsageError, match=r"unknown preset 'nope' \(allowed: tiny, .*, S, M, L, VL, XL, "):
+        preset("nope")
+
+
+def test_impossible_values_are_refused_with_a_hint():
+    for values, hint in (
+        ({"n_layers": 3}, "did you mean 'n_layer'"),
+        ({"batch_tokens": 3}, "unknown setting"),
+        ({"norm": "layer"}, r"did you mean 'layernorm'\? \(allowed: layernorm, rmsnorm\)"),
+        ({"dtype": "float16"}, "float32"),
+        ({"steps": 1.5}, "type int"),
+        ({"steps": True}, "type int"),
+        ({"bias": 1}, "type bool"),
+        ({"lr": "1"}, "type float"),
+        ({"data": 1}, "type str"),
+        ({"data": "\udc80"}, "not valid UTF-8"),
+        ({"data": "a\0b"}, "none of them 0"),
+        ({"data": "a" * 5000}, "at most 4096 bytes"),
+        ({"data": [[1] * 99] * 99}, "type str"),
+        ({"steps": 1 << 20_000}, "steps is a number of about 6,021 digits: it must be at most"),
+        ({"lr": float("nan")}, "finite"),
+        ({"lr": float("inf")}, "finite"),
+        ({"min_lr": 1.0}, "above lr"),
+        ({"n_head": 5}, "divided"),
+        ({"positions": "rope", "n_head": 128}, "odd"),
+        ({"n_kv_head": 3}, "n_head 4 is no multiple of n_kv_head 3"),
+        ({"n_kv_head": 8}, "no multiple"),
+        ({"rope_base": float("inf")}, "finite"),
+        ({"rope_slow": 2.0, "rope_fast": 2.0}, "rope_slow 2.0 must be below rope_fast 2.0"),
+        ({"head_dim": 5, "positions": "rope"}, "head_dim = 5 is odd"),
+        ({"qk_norm": False, "qk_norm_gain": True}, "needs qk_norm"),
+        ({"batch_size": 6, "grad_accum": 4}, "batch_size 6 cannot be split into grad_accum 4"),
+    ):
+        with pytest.raises(UsageError, match=hint) as caught:
+            RunConfig().with_values(values)
+        assert next(iter(values)) in str(caught.value)
+    for values, hint in (  # a batch in tokens must come out in sequences
+        ({"batch_tokens": 1000, "seq_len": 256}, "multiple of seq_len 256"),
+        ({"batch_tokens": 1024, "batch_size": 4}, "give one of them"),
+        ({"batch_tokens": 1.5}, "multiple"),
+        ({"batch_tokens": 0}, "multiple"),
+    ):
+        with pytest.raises(UsageError, match=hint):
+            preset("tiny", values)
+
+
+def test_values_are_allowed_up_to_their_limits():
+    for name, about in SETTINGS.items():
+        if about.kind not in (int, float):
+            continue
+
+        def beside(limit, side, kind=about.kind):
+            return limit + side if kind is int else math.nextafter(limit, side * math.inf)
+
+        assert (about.low is None) != (about.above is None), f"{name} needs one lower limit"
+        most = LARGEST_INT if about.kind is int and about.most is None else about.most
+        for limit, side, is_allowed, why in (
+            (about.low, -1, True, "at least"),
+            (about.above, 1, False, "above"),
+            (most, 1, True, "at most"),
+            (about.below, -1, False, "below"),
+        ):
+            if limit is not None:
+                allowed, beyond = (limit, beside(limit, side))[:: 1 if is_allowed else -1]
+                about.check(name, allowed)
+                with pytest.raises(UsageError, match=re.escape(f"{name} is {brief(beyond)}: it must be {why}")):
+                    about.check(name, beyond)
+    for beyond in (10**400, math.inf):
+        with pytest.raises(UsageError, match="a finite number"):
+            RunConfig().with_values({"weight_decay": beyond})
+
+
+def test_bad_files_and_unknown_presets_are_refused_by_name():
+    for text, hint in (
+        ("steps = ", "not valid TOML"),
+        ("[train]\nn_layer = 2", r"\[train\] has no setting 'n_layer'"),
+        ("[train]\nbtach_tokens = 2", "did you mean 'batch_tokens'"),
+        ("[modell]\nn_layer = 2", "modell"),
+        ("[model]\nn_layr = 2", "did you mean 'n_layer'"),
+        ("data = " + "[" * 3000 + "]" * 3000, "nested too deeply"),
+        ("steps = " + "9" * 5000, "not valid TOML"),
+        ("# " + "long" * 100_000, "longer than"),
+    ):
+        with pytest.raises(UsageError, match=f"mine.toml.*{hint}"):
+            parse_toml(text, "mine.toml")
+    with pytest.raises(UsageError, match="'gpt2-medium'"):
+        preset("gpt2-medum")
+
+
+# What follows from settings
+
+
+def test_sizes_that_follow_from_others():
+    config = ModelConfig(vocab_size=50257, n_embd=768, n_head=12)
+    assert (config.padded_vocab, config.hidden, config.head_size) == (50304, 3072, 64)
+    assert [replace(config, **c).hidden for c in ({"mlp": "swiglu"}, {"mlp_width": 100})] == [2048, 100]
+
+
+def test_schedules():
+    t = TrainConfig(steps=110, lr=1.0, min_lr=0.1, warmup=10)
+    for schedule, expected in (
+        ("linear", {0: 0.1, 9: 1.0, 10: 1.0, 60: 0.55, 110: 0.1}),
+        ("cosine", {0: 0.1, 60: 0.55, 35: 0.1 + 0.9 * (1 + math.sqrt(0.5)) / 2, 110: 0.1}),
+        ("constant", {0: 0.1, 100: 1.0}),
+    ):
+        found = {step: learning_rate(replace(t, schedule=schedule), step) for step in expected}
+        assert found == pytest.approx(expected), schedule
+
+
+def test_choices_of_schedules_have_functions():
+    assert SETTINGS["schedule"].choices == tuple(SCHEDULES)
+
+
+def test_a_warm_up_that_nobody_chose_fits_a_short_run(tmp_path):
+    def warmup(toml="", **flags):
+        (tmp_path / "c.toml").write_text(toml)
+        return resolve(asked_for(flags, "tiny-adamw", tmp_path / "c.toml")).train.warmup
+
+    assert (warmup(), warmup(steps=600), warmup(steps=40), warmup(steps=1)) == (120, 120, 8, 0)
+    assert warmup(steps=40, warmup=30) == warmup("warmup = 30", steps=40) == 30
+
+
+def test_removed_settings_matter_only_at_other_values():
+    assert parse_toml("[train]\nrecheck_every = 0\nsteps = 7\n", "a file") == {"steps": 7}
+    values = parse_toml("recheck_every = 3\n", "a file")
+    with pytest.raises(UsageError, match="no longer has the setting recheck_every"):
+        RunConfig().with_values(values)

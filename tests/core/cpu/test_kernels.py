@@ -1,0 +1,148 @@
+"""The CPU's fused kernels against the reference, in float32 and bfloat16, with one thread and with three.
+
+Float64 is compiled from the same loops: test_model.py compares whole models in it.
+"""
+
+import inspect
+from functools import partial
+
+import numpy as np
+import operations
+import pytest
+from distgpt.core.config import ModelConfig
+from distgpt.core.cpu.fused import muon
+from distgpt.core.cpu.kernels import Bfloat16Kernels, CpuKernels
+from distgpt.core.cpu.pool import WorkerMemory
+from distgpt.core.model.model import Architecture, Model
+from distgpt.core.model.passes import Pass
+from distgpt.core.ops.api import IGNORED, Affine, Head
+from distgpt.core.ops.kernels import Kernels
+from distgpt.gpu.kernels import CudaKernels
+from operations import *  # noqa: F403
+
+
+def public(cls):
+    return {n: f for n, f in inspect.getmembers(cls, inspect.isfunction) if not n.startswith("_")}
+
+
+ALLOCATE = {"zeros", "wide_zeros", "scalars"}
+HOST = {"integers", "to_host", "later", "put", "cast_down", "free_memory", "between", "agree"}
+PLAIN = {"sort_tokens", "subtract", "move_cached", "likeliest", "drawn", "add_up"}
+INHERITED = {CpuKernels: ALLOCATE | HOST | PLAIN, CudaKernels: ALLOCATE | {"each", "run_together"}}
+
+
+@pytest.mark.parametrize("backend", INHERITED)
+def test_a_backend_overrides_all_but_what_is_named(backend):
+    wanted, found = public(Kernels), public(backend)
+    assert {name for name in wanted if found[name] is wanted[name]} == INHERITED[backend]
+
+
+@pytest.mark.parametrize("backend", INHERITED)
+def test_signatures_are_identical(backend):
+    wanted, found = public(Kernels), public(backend)
+    assert wanted.keys() == found.keys()
+    for name, function in wanted.items():
+        # Names, order and defaults; mypy holds the types of arguments against the base class.
+        mine, theirs = (inspect.signature(each).parameters.values() for each in (function, found[name]))
+        assert [(p.name, p.kind, p.default) for p in mine] == [(p.name, p.kind, p.default) for p in theirs], name
+
+
+@pytest.mark.peer
+def test_the_loss_of_what_is_learned_and_its_gradients_are_those_of_pytorch():
+    torch = pytest.importorskip("torch")
+    random, k = np.random.default_rng(0), CpuKernels("float32", 2)
+    x, w = (random.standard_normal((rows, 24)).astype("float32") for rows in (70, 131))
+    targets = np.where(random.random(70) < 0.6, IGNORED, random.integers(0, 131, 70)).astype(np.int32)
+    losses, dx, dw, learned = k.zeros(70), k.zeros(70, 24), k.zeros(131, 24), (targets != IGNORED).sum()
+    k.linear_cross_entropy(losses, dx, dw, x, Head(w, k.zeros(32, 131), 131), targets, 1 / learned, False)
+    inputs = [torch.tensor(each, requires_grad=True) for each in (x, w)]
+    wanted = torch.from_numpy(np.where(targets == IGNORED, -100, targets).astype(np.int64))
+    loss = torch.nn.functional.cross_entropy(inputs[0] @ inputs[1].T, wanted, ignore_index=-100)
+    loss.backward()
+    np.testing.assert_allclose(losses.sum() / learned, loss.item(), rtol=1e-6)
+    for own, peers in zip((dx, dw), inputs, strict=True):
+        np.testing.assert_allclose(own, peers.grad.numpy(), rtol=0, atol=1e-6)
+
+
+@pytest.fixture(params=[1, 3], ids=["1 thread", "3 threads"])
+def threads(request):
+    return request.param
+
+
+@pytest.fixture(params=[partial(CpuKernels, "float32"), Bfloat16Kernels], ids=["float32", "bfloat16"])
+def both(request, threads):
+    return Kernels("float64"), request.param(threads)
+
+
+def test_the_memory_to_orthogonalise_is_that_of_every_thread_for_every_shape_it_gets(both):
+    k = both[1]
+    k._memory = WorkerMemory(k._pool)  # nothing of other tests
+    makers = (muon.scratch, muon.bfloat16_scratch)
+    operations.check_memory_to_orthogonalise(
+        k, lambda: [muon.bytes_of(kept) for key, kept in k._memory._made.items() if key[1] in makers]
+    )
+    assert CpuKernels().orthogonalise_bytes([(16, 33)]) == 4 * (2 * 16 * 33 + 2 * 16 * 16) + 8 * 33
+
+
+@pytest.mark.parametrize("smallest", [0.1, 1e-5])
+def test_products_of_squares_orthogonalise_a_long_matrix(both, threads, smallest):
+    """Also where rounding a square costs it small singular values, which must not grow without end."""
+    case = operations.Case(both)
+    for shape in ((128, 256), (640, 150)):
+        assert muon.by_squares(*sorted(shape))
+        left, _, right = np.linalg.svd(case.random(*shape), full_matrices=False)
+        values = np.geomspace(1, smallest, min(shape))
+        exact, found = (k.wide_zeros(*shape) for k in both)
+        for k, u in zip(both, (exact, found), strict=True):
+            k.put(u, left * values @ right)
+            k.orthogonalise([u])
+        largest = np.linalg.norm(found, 2)
+        assert largest < 1.2, (shape, largest)
+        if smallest == 0.1:  # the others' errors grow three hundred times, as in `operations.test_muon`
+            assert np.linalg.norm(found - exact) < 3 * operations.tolerance(both[1]) * np.linalg.norm(exact)
+
+
+def test_operations_run_together_compute_every_part_once(threads):
+    """Each worker does its own stretch of each operation, and together they do all of it."""
+    random, k = np.random.default_rng(0), CpuKernels("float32", threads)
+    dy, x = (random.standard_normal((66, width)).astype("float32") for width in (40, 24))
+    outs = [(np.full((40, 24), np.nan, "float32"), np.full(40, np.nan, "float32")) for _ in range(4)]
+    k.run_together(lambda: [k.linear_backward_weights(Affine(*dwb), dy, x, False) for dwb in outs] and None)
+    for dw, db in outs:
+        np.testing.assert_allclose(dw, dy.T @ x, atol=1e-4)
+        np.testing.assert_allclose(db, dy.sum(0), atol=1e-4)
+
+
+VARIANTS = {
+    "gpt2": {},
+    "modern": {"norm": "rmsnorm", "mlp": "swiglu", "positions": "rope", "bias": False, "tied": False},
+    "qwen": {"positions": "rope", "qk_norm": True, "qk_norm_gain": True, "head_dim": 24, "n_kv_head": 1},
+}
+
+
+def model_of(kernels, variant):
+    config = ModelConfig(vocab_size=37, seq_len=24, n_layer=2, n_head=2, n_embd=32, **VARIANTS[variant])
+    model = Model(Architecture(config), kernels)
+    model.allocate_master_weights()
+    model.initialise(3)
+    return model
+
+
+@pytest.mark.parametrize(
+    "variant, recompute", [("gpt2", "mlp"), ("gpt2", "none"), ("modern", "block"), ("qwen", "mlp")]
+)
+def test_bfloat16_gradients_of_a_whole_model_are_those_of_float64(variant, recompute):
+    """Per tensor, relative to its norm: rounding to 8 bits leaves 3e-2."""
+    tokens = np.random.default_rng(0).integers(0, 37, (2, 6 * 24)).astype(np.int32)
+    found = []
+    for kernels in (Kernels("float64"), Bfloat16Kernels(2)):
+        model = model_of(kernels, variant)
+        work = Pass(model, 6, 24, training=True, recompute=recompute)
+        for accumulate in (False, True):  # the sum of two equal halves
+            work.loss_and_gradients(*tokens, 0.5, accumulate)
+        found.append((model.grads, model.grads.flags[0]))
+    (exact, loss), (rounded, rounded_loss) = found
+    assert abs(rounded_loss - loss) < 3e-3 * loss
+    for name, gradient in exact.items():
+        distance = np.linalg.norm(rounded[name] - gradient) / np.linalg.norm(gradient)
+        assert distance < 3e-2, (name, distance)

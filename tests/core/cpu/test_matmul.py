@@ -1,0 +1,309 @@
+"""Matmul of our own against NumPy in float64: odd shapes, guarded outputs, NaN and infinity.
+
+All arrays are contiguous, as the model's are, so that other tests share what is compiled for them.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from distgpt.core.cpu.fused import rowwise
+from distgpt.core.cpu.kernels import CpuKernels
+from distgpt.core.cpu.matmul import assembled, blocked, layers, packing
+from distgpt.core.cpu.matmul.blocked import backward, forward, product_scratch, products, scratch
+from distgpt.core.cpu.matmul.layers import BlasMatmuls, OwnMatmuls, bands
+from distgpt.core.cpu.pool import pool_of
+from distgpt.core.ops.api import Affine
+from distgpt.core.ops.low_precision import from_bfloat16, to_bfloat16
+
+FLOAT, BITS = "float32", "uint16"
+GUARD = {FLOAT: np.float32(np.nan), BITS: np.uint16(0x7FC1)}
+TOLERANCE = {FLOAT: 2e-6, BITS: 2.0**-8}  # of the largest product of a row and a column of absolute values
+
+
+def wide(x):
+    """The values of an array, in float64."""
+    return np.asarray(from_bfloat16(x) if x.dtype == np.uint16 else x, np.float64)
+
+
+def stored(x, kind):
+    return x.astype(np.float32) if kind == FLOAT else to_bfloat16(x)
+
+
+def sides():
+    """1 to 70, and around multiples of the tile."""
+    tile = assembled.shape()
+    around = [n + d for n in (2 * tile.rows, 4 * tile.columns, 256) for d in (-1, 0, 1)]
+    return [*range(1, 71), *around]
+
+
+def guarded(rows, columns, kind):
+    """A C full of NaN, and the memory after it, that nobody may write to."""
+    whole = np.full((rows + 1) * columns + 40, GUARD[kind])
+    return whole[: rows * columns].reshape(rows, columns), whole[rows * columns :]
+
+
+def untouched(x):
+    return bool(np.isnan(x).all() if x.dtype == np.float32 else (x == GUARD[BITS]).all())
+
+
+def dirty(packed):
+    """Scratch memory as it is used again: full of NaN."""
+    for array in packed:
+        array[...] = GUARD[array.dtype.name]
+    return packed
+
+
+SIZES = {
+    "PANEL_BYTES": 16 << 10,
+    "GROUP_BYTES": 48 << 10,
+    "CUT_GROUP_BYTES": 32 << 10,
+    "ROWS_BYTES": 12 << 10,
+    "COPIED_GROUP_BYTES": 64 << 10,
+    "THIN": 32,
+}
+
+
+@pytest.fixture
+def small_caches(monkeypatch):
+    """Sizes at which a short k is cut into stretches, and a few rows into blocks, in half of the cases."""
+    usual = {name: getattr(blocked, name) for name in SIZES}
+
+    def set_for(case):
+        for name, size in usual.items():
+            monkeypatch.setattr(blocked, name, SIZES[name] if case % 2 else size)
+
+    return set_for
+
+
+def check(found, expected, reach, kind, what):
+    """Within rounding of sums in float32, relative to the sum of absolute values."""
+    error = np.abs(wide(found) - expected) / np.maximum(reach, 1e-30)
+    assert error.max() <= TOLERANCE[kind], (what, error.max())
+
+
+@pytest.mark.parametrize("kind", [FLOAT, BITS])
+def test_odd_shapes_with_bias_and_without(kind, small_caches):
+    random = np.random.default_rng(1)
+    for case in range(200):
+        m, n, k = (int(side) for side in random.choice(sides(), 3))
+        what = (m, n, k, case)
+        x, w = (stored(random.standard_normal((side, k)), kind) for side in (m, n))
+        small_caches(case // 2)
+        own = dirty(scratch(kind, m, k, bool(random.integers(2))))
+        bias = random.standard_normal(n).astype(np.float32) if case % 3 and case % 2 else None
+        c, behind = guarded(m, n, kind)
+        first, last = (0, m) if case % 4 else sorted(int(i) for i in random.integers(0, m + 1, 2))
+        cut = n // 2 // packing.COLUMNS * packing.COLUMNS
+        for begin, end in ((0, cut), (cut, n)):
+            if case % 2:
+                forward(first, last, begin, end, c, x, w, bias, own)
+            else:
+                backward(first, last, begin, end, c, x, np.ascontiguousarray(w.T), own)
+        added = 0 if bias is None else bias
+        if first < last:
+            reach = np.abs(wide(x)) @ np.abs(wide(w)).T + np.abs(added)
+            expected = wide(x) @ wide(w).T + added
+            check(c[first:last], expected[first:last], reach[first:last], kind, what)
+        assert untouched(behind) and untouched(np.delete(c, np.s_[first:last], axis=0)), what
+
+
+@pytest.mark.parametrize("kind", [FLOAT, BITS])
+def test_transposed_rows_from_tiles_add_to_what_is_there(kind, small_caches):
+    """dw ← [dw +] dyᵀ x"""
+    random = np.random.default_rng(2)
+    for case in range(100):
+        m, n, k = (int(side) for side in random.choice(sides(), 3))  # outputs, inputs, tokens
+        dy, x = (stored(random.standard_normal((k, side)), kind) for side in (m, n))
+        small_caches(case)
+        own = dirty(product_scratch(kind, k, n, bool(random.integers(2))))
+        dw, behind = guarded(m, n, FLOAT)
+        accumulate = case % 2
+        before = random.standard_normal((m, n)).astype(np.float32)
+        if accumulate:
+            dw[...] = before
+        if case % 4 < 2:
+            cut = case % 7 * m // 7 // packing.ROWS * packing.ROWS
+            for first, last in ((0, cut), (cut, m)):
+                products(first, last, 0, n, dw, dy, x, own, accumulate)
+        else:
+            cut = case % 3 * n // 3 // packing.COLUMNS * packing.COLUMNS
+            for begin, end in ((0, cut), (cut, n)):
+                products(0, m, begin, end, dw, dy, x, own, accumulate)
+        reach = np.abs(wide(dy)).T @ np.abs(wide(x)) + np.abs(before)
+        check(dw, wide(dy).T @ wide(x) + accumulate * before, reach, FLOAT, (m, n, k, case))
+        assert untouched(behind)
+
+
+@pytest.mark.parametrize("kind", [FLOAT, BITS])
+def test_threads_share_rows_and_panels_and_compute_the_same(kind):
+    """Thin sides are those of adapters; 5 rows of 300 outputs share the panels of 96 inputs."""
+    random = np.random.default_rng(5)
+    every = [OwnMatmuls(pool_of(threads), kind) for threads in (1, 2, 3, 16, 64)]
+    for tokens, outputs, inputs in (
+        (300, 70, 16),
+        (300, 16, 70),
+        (261, 33, 32),
+        (40, 8, 8),
+        (5, 300, 96),
+        (9, 4500, 64),
+    ):
+        dy, x, w = (
+            stored(random.standard_normal(shape), kind)
+            for shape in ((tokens, outputs), (tokens, inputs), (outputs, inputs))
+        )
+        found = []
+        for matmuls in every:
+            shapes = (*dy.shape, kind), (*x.shape, kind), (outputs, inputs, FLOAT)
+            (y, dx, again), behind = zip(*(guarded(*shape) for shape in shapes), strict=True)
+            dw = np.ones((outputs, inputs), FLOAT)
+            matmuls.forward(y, x, w, None)
+            matmuls.backward_weights(dw, dy, x, True)
+            matmuls.backward(dx, dy, w)
+            matmuls.backward_weights(again, dy, x, False)
+            found.append((dw, dx, again, y))
+            assert all(map(untouched, behind))
+        for more in found[1:]:
+            for ours, theirs in zip(found[0], more, strict=True):
+                assert np.array_equal(ours, theirs), (tokens, outputs, inputs)
+        dw, dx, again, y = found[0]
+        expected, reach = wide(dy).T @ wide(x), np.abs(wide(dy)).T @ np.abs(wide(x))
+        check(dw, 1 + expected, 1 + reach, FLOAT, (tokens, outputs, inputs))
+        check(again, expected, reach, FLOAT, (tokens, outputs, inputs))
+        check(dx, wide(dy) @ wide(w), np.abs(wide(dy)) @ np.abs(wide(w)), kind, (tokens, outputs, inputs))
+        check(y, wide(x) @ wide(w).T, np.abs(wide(x)) @ np.abs(wide(w)).T, kind, (tokens, outputs, inputs))
+
+
+@pytest.mark.parametrize("threads", [1, 2, 7, 16, 64, 96])
+@pytest.mark.parametrize("packs_rows", [False, True])
+def test_cells_cover_a_matrix_once_and_no_more_than_threads(threads, packs_rows):
+    rows_of, columns_of = packing.ROWS, packing.COLUMNS
+    for rows, columns in ((1, 1), (640, 768), (640, 50257), (3072, 768), (15, 33), (100, 16), (0, 70)):
+        cut = bands(rows, columns, threads, packs_rows)
+        assert 1 <= cut.cells <= threads
+        seen = np.zeros((rows, columns), np.int8)
+        for cell in range(cut.cells):
+            (top, bottom), (left, right) = cut.cell(cell, cell + 1, rows, columns)
+            seen[top:bottom, left:right] += 1
+            assert (bottom > top or not rows) and right > left
+            assert top % rows_of == 0 and left % columns_of == 0
+        assert (seen == 1).all()
+        assert cut.cell(0, cut.cells, rows, columns) == ((0, rows), (0, columns))
+
+
+def test_many_threads_do_not_each_pack_all_of_a_matrix():
+    """GPT-2's head has 24 panels on the way back, so that 64 threads would get ten rows each."""
+    panels = -(-768 // packing.COLUMNS)
+    for threads in (16, 64):
+        cut = bands(640, 768, threads)
+        assert -(-panels // cut.columns) <= panels // 8, cut
+        of_weights = bands(3072, 768, threads, packs_rows=True)
+        assert of_weights.columns > 1
+        rows, columns = 3072 // of_weights.rows, 768 // of_weights.columns
+        assert rows + columns < 3072 / threads + 768, "less is packed than by bands of rows alone"
+    assert bands(640, 50257, 64).rows == 1  # there every thread has panels of its own
+
+
+@pytest.mark.parametrize("kind", [FLOAT, BITS])
+def test_nan_and_infinity_stay_in_their_row(kind):
+    """The row that follows begins right behind the last of an odd number of k, which has no partner."""
+    for k in (1, 2, 7, 32, 33):
+        for value in (np.nan, np.inf, -np.inf):
+            for at in {0, k // 2, k - 1}:
+                x = np.ones((5, k))
+                x[2, at] = value
+                c, _ = guarded(5, 40, kind)
+                own = dirty(scratch(kind, 5, k, False))
+                forward(0, 5, 0, 40, c, stored(x, kind), stored(np.ones((40, k)), kind), None, own)
+                found = wide(c)
+                assert np.array_equal(np.delete(found, 2, 0), np.full((4, 40), float(k))), (k, value, at)
+                assert np.array_equal(found[2], np.full(40, value), equal_nan=True), (k, value, at)
+
+
+def test_bfloat16_is_rounded_to_the_nearest_and_ties_to_even():
+    random = np.random.default_rng(3)
+    patterns = random.integers(0, 1 << 32, 100_000, dtype=np.uint64).astype(np.uint32)
+    patterns[:4] = 0x3F808000, 0x3F818000, 0x7F800001, 0xFFC00000  # ties, NaN
+    x = patterns.view(np.float32)
+    found = np.empty(len(x), np.uint16)
+    rowwise.rounded(0, len(x), found, x)
+    assert ((found == to_bfloat16(x)) | (np.isnan(x) & np.isnan(wide(found)))).all()
+
+
+def test_words_are_transposed():
+    lanes = assembled.shape().lanes
+    random = np.random.default_rng(4)
+    for rows, k in ((1, 1), (lanes, lanes), (lanes + 1, 3 * lanes + 5), (70, 70), (2 * lanes, 2 * lanes)):
+        for kind, pair in ((FLOAT, 1), (BITS, 2)):
+            w = stored(random.standard_normal((rows, k)), kind)
+            b = packing.packed(k, rows, kind)
+            packing.pack_transposed(0, rows, b, w, 0, k)
+            steps = b.reshape(len(b), -1, packing.COLUMNS, pair).transpose(0, 2, 1, 3)
+            found = steps.reshape(len(b) * packing.COLUMNS, -1)
+            assert np.array_equal(found[:rows, :k], w) and not found[rows:].any() and not found[:, k:].any()
+
+
+# -- which matmul float32 uses: the one requested, or the faster one by a table of processors
+
+
+def results(kernels, rows, inputs, outputs):
+    random = np.random.default_rng(0)
+    x, w, b, dy = (
+        random.standard_normal(shape).astype(kernels.dtype)
+        for shape in ((rows, inputs), (outputs, inputs), outputs, (rows, outputs))
+    )
+    y, dx, dw, db = (np.full_like(array, np.nan) for array in (dy, x, w, b))
+    kernels.linear(y, x, Affine(w, b))
+    kernels.linear_backward(dx, dy, w)
+    kernels.linear_backward_weights(Affine(dw, db), dy, x, False)
+    kernels.linear_backward_weights(Affine(dw, db), dy, x, True)
+    expected = x @ w.T + b, dy @ w, 2 * dy.T @ x, 2 * dy.sum(0)
+    return (y, dx, dw, db), expected
+
+
+@pytest.mark.parametrize("matmul", ["auto", "own", "blas"])
+def test_each_computes_the_same(matmul):
+    for shape in ((5, 3, 70), (100, 64, 2048), (70, 2048, 65), (9, 512, 512)):
+        for found, expected in zip(*results(CpuKernels("float32", 2, matmul), *shape), strict=True):
+            assert np.abs(found - expected).max() <= 2e-6 * np.abs(expected).max(), shape
+
+
+def test_what_is_requested_is_used():
+    assert isinstance(CpuKernels("float32", 2, "own").matmuls, OwnMatmuls)
+    assert isinstance(CpuKernels("float32", 2, "blas").matmuls, BlasMatmuls)
+    for matmul in ("own", "auto"):
+        assert isinstance(CpuKernels("float64", 2, matmul).matmuls, BlasMatmuls)
+
+
+@pytest.mark.parametrize(
+    ("name", "chosen"),
+    [("znver4", OwnMatmuls), ("znver3", BlasMatmuls), ("znver5", BlasMatmuls), ("unheard-of", BlasMatmuls)],
+)
+def test_the_processor_decides_unless_it_is_requested(name, chosen, monkeypatch):
+    monkeypatch.setattr(layers, "processor", lambda: (name, ""))
+    assert isinstance(CpuKernels("float32", 1).matmuls, chosen)
+    assert isinstance(CpuKernels("float32", 1, "blas").matmuls, BlasMatmuls)
+
+
+# A choice: each loop is compiled anew for that processor, which takes long.
+CASES = "(odd_shapes and float32) or (length and bfloat16)"
+AVX2 = "+avx,+avx2,+fma,+sse3,+ssse3,+sse4.1,+sse4.2,+popcnt,+bmi,+bmi2,+f16c"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name, features, tests, those", [
+    ("haswell", AVX2, "test_matmul test_cpu_attention", CASES),
+    ("x86-64", "+sse,+sse2", "test_matmul", "odd_shapes and not uint16"),
+])  # fmt: skip
+def test_an_older_processor_computes_the_same(name, features, tests, those, tmp_path):
+    """Run these tests with LLVM told of a processor without AVX-512, or without AVX."""
+    environ = {**os.environ, "NUMBA_CPU_NAME": name, "NUMBA_CPU_FEATURES": features}
+    environ["NUMBA_CACHE_DIR"] = str(tmp_path)
+    files = [str(Path(__file__).with_name(f"{test}.py")) for test in tests.split()]
+    words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow", "-k", those, *files]
+    done = subprocess.run(words, env=environ, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:]

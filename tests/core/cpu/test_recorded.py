@@ -1,0 +1,360 @@
+"""Recorded work computes what Python's calls do, bit for bit, on whatever the arrays hold by then."""
+
+import os
+import signal
+import threading
+from functools import partial
+
+import numpy as np
+import pytest
+from distgpt.core.config import presets
+from distgpt.core.cpu.graphs import capture
+from distgpt.core.cpu.graphs.capture import OF_LOOPS, CapturedWork, GraphCapture, record
+from distgpt.core.cpu.graphs.launch import Segment
+from distgpt.core.cpu.kernels import Bfloat16Kernels, CpuKernels
+from distgpt.core.cpu.pool import pool_of
+from distgpt.core.cpu.stages import open_stage
+from distgpt.core.data.batches import Batches
+from distgpt.core.data.loading import ArrayTokens
+from distgpt.core.ops.api import IGNORED, Affine, Head
+from distgpt.core.ops.kernels import Kernels
+from distgpt.core.train.setup import make_steps
+from distgpt.core.train.step import Step
+from operations import *  # noqa: F403
+
+KERNELS = [partial(CpuKernels, "float32"), Bfloat16Kernels]
+NAMES = ["float32", "bfloat16"]
+
+
+def arrays_in(values):
+    for value in values:
+        if isinstance(value, np.ndarray):
+            yield value
+        elif isinstance(value, tuple | list):
+            yield from arrays_in(value)
+
+
+class Twice:
+    """Kernels whose operations are recorded while the arrays hold other numbers, and then made again."""
+
+    def __init__(self, kernels):
+        self._kernels = kernels
+        self.in_segments = set()
+
+    def __getattr__(self, name):
+        found = getattr(self._kernels, name)
+        if name not in OF_LOOPS | {"linear_cross_entropy"}:
+            return found
+
+        def twice(*args, **named):
+            given = list(arrays_in([*args, *named.values()]))
+            contents = [array.copy() for array in given]
+            work = CapturedWork(self._kernels, lambda: getattr(self._kernels, name)(*args, **named))
+            for array in given:
+                if array.dtype.kind != "i":
+                    array[...] = 0
+            work()
+            for array, content in zip(given, contents, strict=True):
+                array[...] = content
+            work()
+            if any(isinstance(entry, Segment) for entry in work.entries[True]):
+                self.in_segments.add(name)
+
+        return twice
+
+
+@pytest.fixture(params=KERNELS, ids=NAMES)
+def both(request):
+    kernels = Twice(request.param(3))
+    kernels._kernels.record = partial(record, kernels._kernels)
+    yield Kernels("float64"), kernels
+    called = request.node.name
+    for name in OF_LOOPS:
+        if called.startswith(f"test_{name}["):
+            assert name in kernels.in_segments, f"{name} was left to Python"
+
+
+# -- whole steps
+
+
+def stepped(run, threads, count):
+    ids = np.random.default_rng(0).integers(0, 61, 2000, np.uint32)
+    batches = Batches.of_run(ArrayTokens(ids), run)
+    step = make_steps(run, open_stage("serial", threads), lambda text: None)
+    return step, [step.launch(number, batches).wait()[:2] for number in range(count)]
+
+
+def steps_of(preset, threads, is_recorded, monkeypatch, count=3, **changes):
+    """Return losses, norms and weights after some steps, and how many segments one of them had."""
+    if not is_recorded:
+        monkeypatch.setattr(capture, "record", lambda kernels, work: work)
+    shape = {"n_layer": 2, "n_head": 2, "n_embd": 32, "seq_len": 24, "vocab_size": 61, "batch_size": 6}
+    step, read = stepped(presets.preset(preset, shape | {"steps": 8} | changes), threads, count)
+    monkeypatch.undo()
+    segments = [
+        entry
+        for work in step._recorded.values()
+        if isinstance(work, CapturedWork)
+        for entries in work.entries.values()
+        for entry in entries
+        if isinstance(entry, Segment)
+    ]
+    return read, step.model.weights.flat.copy(), len(segments)
+
+
+GPT2 = {"bias": True, "norm": "layernorm", "positions": "learned", "mlp": "gelu", "optimizer": "adamw"}
+RUNS = {
+    "tiny": ("tiny", {}),
+    "window": ("fast", {"window": 8}),
+    "swiglu": ("tiny-adamw", {}),
+    "gpt2": ("tiny-adamw", GPT2),
+    "micro-batches": ("tiny", {"grad_accum": 2}),
+    "every layer again": ("tiny", {"recompute": "block"}),
+    "grouped heads": ("tiny-adamw", {"n_head": 4, "n_kv_head": 2}),
+    "gains": ("tiny-adamw", {"qk_norm": True, "qk_norm_gain": True}),
+    "uneven": ("tiny", {"batch_size": 5}),
+}
+
+
+@pytest.mark.parametrize("dtype", NAMES)
+@pytest.mark.parametrize("name", RUNS)
+def test_steps_have_the_same_bits_as_without(name, dtype, monkeypatch):
+    preset, changes = RUNS[name]
+    for threads in (1, 3):
+        plain = steps_of(preset, threads, False, monkeypatch, dtype=dtype, **changes)
+        recorded = steps_of(preset, threads, True, monkeypatch, dtype=dtype, **changes)
+        assert plain[2] == 0 and recorded[2] > 0
+        assert plain[0] == recorded[0]
+        np.testing.assert_array_equal(plain[1], recorded[1])
+
+
+def segments_of(threads, work, kernels):
+    capture = GraphCapture(kernels, pool_of(threads))
+    with capture.attached():
+        work()
+    return capture.entries
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 16, 64])
+def test_threads_meet_where_a_loop_reads_what_others_write(threads):
+    kernels = CpuKernels("float32", threads, "own")
+    random = np.random.default_rng(0)
+    first, second = (random.standard_normal((192, 192)).astype("float32") for _ in range(2))
+    x, h, y, dw = (np.zeros((192, 192), "float32") for _ in range(4))
+
+    def work():
+        kernels.linear(h, x, Affine(first, None))  # by rows
+        kernels.linear_backward_weights(Affine(dw, None), h, x, False)  # reads all rows
+        kernels.linear(y, dw, Affine(second, None))
+
+    entries = segments_of(threads, work, kernels)
+    for _ in range(20):
+        x[...] = random.standard_normal(x.shape)
+        work()
+        wanted = y.copy()
+        y[...] = np.nan
+        for entry in entries:
+            entry()
+        np.testing.assert_array_equal(y, wanted)
+
+
+def test_what_an_operation_in_python_makes_is_read_by_loops_after_it():
+    kernels = CpuKernels("float32", 3)
+    x, y, total = np.ones(300, "float32"), np.zeros(300, "float32"), np.zeros(1, "float32")
+    seen = []
+
+    def work():
+        kernels.add(y, x, x)
+        kernels.sum(total, y, 1.0, False)
+        kernels.between(lambda: seen.append(float(total[0])))
+        kernels.zero(y)
+
+    again = record(kernels, work)
+    for value in (1.0, 2.0, 5.0):
+        x[...] = value
+        again()
+        assert seen[-1] == 600 * value and not y.any()
+    assert len(seen) == 3
+
+
+def test_an_operation_that_makes_arrays_among_threads_leaves_all_to_python():
+    kernels = CpuKernels("float32", 2)
+    x, totals = np.ones((4, 8), "float32"), np.zeros((4, 1), "float32")
+    work = record(kernels, lambda: kernels.each(lambda i: kernels.sum(totals[i], x[i], i, False), 4))
+    for _ in range(2):
+        work()
+        assert totals.ravel().tolist() == [0, 8, 16, 24]
+        totals[...] = 0
+
+
+def test_a_profile_in_front_of_the_operations_sees_them():
+    kernels = CpuKernels("float32", 2)
+    x = np.ones(8, "float32")
+    work = record(kernels, lambda: kernels.add(x, x, x))
+    work()
+    seen = []
+    kernels.add = lambda *args: seen.append(args)
+    work()
+    del kernels.add
+    assert len(seen) == 1 and x.tolist() == [2] * 8
+    work()
+    assert x.tolist() == [4] * 8
+
+
+def test_a_step_is_one_segment(monkeypatch):
+    for changes in ({}, {"bias": True, "norm": "layernorm", "optimizer": "adamw"}):
+        assert steps_of("tiny", 2, True, monkeypatch, **changes)[2] == 1
+
+
+def test_an_update_is_one_segment_before_ranks_exchange_it_and_one_after():
+    shape = {"n_layer": 2, "n_head": 2, "n_embd": 32, "seq_len": 24, "vocab_size": 61, "batch_size": 6}
+    optimizer = stepped(presets.preset("tiny", shape), 2, 1)[0].optimizer
+    for work in (optimizer._prepare, optimizer._update):
+        assert [type(entry) for entry in work.entries[True]] == [Segment]
+
+
+@pytest.mark.parametrize("make", KERNELS, ids=NAMES)
+def test_a_team_meets_anew_at_each_call(make):
+    u = np.random.default_rng(0).standard_normal((256, 1024)).astype("float32")
+    alone, found = u.copy(), u.copy()
+    make(1).orthogonalise([alone])
+    kernels = make(3)
+    work = CapturedWork(kernels, lambda: kernels.orthogonalise([found]))
+    for _ in range(5):
+        found[...] = u
+        work()
+        np.testing.assert_array_equal(found, alone)
+    (segment,) = work.entries[True]
+    assert [calls.counters != [] for calls in segment._calls] == [True, False, False]
+
+
+def test_rows_that_do_not_count_are_seen_at_each_call():
+    kernels = CpuKernels("float32", 2)
+    random = np.random.default_rng(0)
+    x, w = (random.standard_normal((rows, 24)).astype("float32") for rows in (70, 31))
+    targets = random.integers(0, 31, 70).astype(np.int32)
+    head = Head(w, kernels.zeros(32, 31), 31)
+    outs = [(kernels.zeros(70), kernels.zeros(70, 24), kernels.zeros(31, 24)) for _ in range(2)]
+    plain, recorded = (lambda out=out: kernels.linear_cross_entropy(*out, x, head, targets, 1.0, False) for out in outs)
+    again = CapturedWork(kernels, recorded)
+    for left_out in ([], [3, 69], [], range(70)):
+        targets[...] = random.integers(0, 31, 70)
+        targets[list(left_out)] = IGNORED
+        plain()
+        again()
+        for wanted, found in zip(*outs, strict=True):
+            np.testing.assert_array_equal(found, wanted)
+
+
+def test_another_thread_computes_while_one_is_written_down():
+    kernels, others = CpuKernels("float32", 2), CpuKernels("float32", 2)  # of one pool
+    x, y, z = np.ones(1000, "float32"), np.zeros(1000, "float32"), np.zeros(1000, "float32")
+
+    def work():
+        kernels.add(y, x, x)
+        other = threading.Thread(target=lambda: others.add(z, x, x))
+        other.start()
+        other.join()
+
+    entries = segments_of(2, work, kernels)
+    assert (z == 2).all() and not y.any()
+    for entry in entries:
+        entry()
+    assert (y == 2).all()
+
+
+def test_a_single_slice_is_split_among_all_threads():
+    kernels = CpuKernels("float32", 4, "own")
+    x, w, y = (np.ones((256, 64), "float32") for _ in range(3))
+    w = w[:64]
+    (segment,) = segments_of(4, lambda: kernels.each(lambda i: kernels.linear(y, x, Affine(w, None)), 1), kernels)
+    assert all((program[:, 0] > 2).any() for program in segment._programs)
+
+
+def test_inside_a_job_of_the_pool_python_makes_the_calls():
+    kernels = CpuKernels("float32", 2)
+    x, totals = np.ones((2, 256), "float32"), np.zeros((2, 256), "float32")
+
+    def work(i):
+        kernels.add(totals[i], x[i], x[i])
+        kernels.each(lambda part: kernels.add(totals[i], totals[i], x[i]), 2)
+
+    recorded = [CapturedWork(kernels, partial(work, i)) for i in range(2)]
+    finished = threading.Thread(target=lambda: kernels.each(lambda i: recorded[i](), 2), daemon=True)
+    finished.start()
+    finished.join(20)
+    assert not finished.is_alive() and (totals == 4).all()
+    assert not recorded[0].entries
+
+
+def test_an_operation_that_answers_leaves_all_to_python():
+    kernels = CpuKernels("float32", 2)
+    seen = []
+    work = CapturedWork(kernels, lambda: seen.append(kernels.zeros(3).sum()))
+    work()
+    work()
+    assert seen == [0, 0]
+
+
+def test_what_is_done_as_gradients_come_in_is_done_at_each_call(monkeypatch):
+    seen = []
+
+    def launched(step, number, batches, original=Step.launch):
+        if not seen:
+            step.exchange.ready = lambda final: step.model.kernels.between(lambda: seen.append((number, final)))
+        return original(step, number, batches)
+
+    monkeypatch.setattr(Step, "launch", launched)
+    assert steps_of("tiny", 2, True, monkeypatch, count=1)[2] > 1
+    assert len(seen) == 3  # of two layers and all
+
+
+def test_a_signal_comes_at_the_next_pause():
+    kernels = CpuKernels("float32", 2)
+    x, y = np.ones((64, 64), "float32"), np.zeros((64, 64), "float32")
+
+    def work():
+        kernels.each(lambda i: kernels.add(y[i], x[i], x[i]), 2)
+        kernels.each(lambda i: kernels.add(y[i], y[i], x[i]), 2)
+
+    (segment,) = segments_of(2, work, kernels)
+    segment._at_pauses[0] = lambda: os.kill(os.getpid(), signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        segment()
+    assert y[:2].max() <= 3 and (y[0] == 2).all()  # the second half of thread 0 was not done
+    segment._at_pauses[0] = lambda: None
+    segment()
+    assert (y[:2] == 3).all()
+
+
+def test_one_operation_alone_is_not_recorded():
+    kernels = CpuKernels("float32", 2)
+    work = partial(kernels.zero, np.ones(3, "float32"))
+    assert record(kernels, work) is work
+
+
+def test_arrays_that_the_work_makes_for_itself_leave_all_to_python():
+    kernels = CpuKernels("float32", 2)
+    x, y = np.ones(64, "float32"), np.zeros(64, "float32")
+    indices = np.arange(64)
+    rows, w, out = x.reshape(8, 8), np.eye(8, dtype="float32"), np.zeros((8, 8), "float32")
+    # Copies, which no second call would see: one of which only a view is passed on, and one as it is.
+    for made, found in (
+        (lambda: kernels.add(y, x[indices], x), lambda: y / 2),
+        (lambda: kernels.linear(out, rows[indices[:8]], Affine(w, None)), lambda: out.ravel()),
+    ):
+        work = CapturedWork(kernels, made)
+        for value in (1.0, 2.0, 3.0):
+            x[...] = value
+            work()
+            assert found().tolist() == [value] * 64
+        assert not isinstance(work.entries[True][0], Segment)
+    owned = np.zeros(64, "float32").reshape(8, 8)  # a view that alone holds its memory
+    for kept in (
+        lambda: kernels.add(y[:32], x[:32], x[32:]),
+        lambda: kernels.linear(owned, rows, Affine(w, None)),
+        lambda: kernels.linear(owned[:4], rows[:4], Affine(w, None)),
+    ):
+        work = CapturedWork(kernels, kept)
+        work()
+        assert isinstance(work.entries[True][0], Segment)

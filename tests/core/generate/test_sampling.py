@@ -1,0 +1,111 @@
+"""The choice of tokens: against a full sort by the definition, its frequencies, its random numbers."""
+
+import numpy as np
+import pytest
+from distgpt.core.base.errors import UsageError
+from distgpt.core.generate.request import Request, Sampling
+from distgpt.core.generate.sampling import candidates, choose, likeliest, likelihood, uniform
+
+
+def by_definition(scores, how):
+    """The probability of every token, by a full sort and one rule after the other."""
+    order = np.argsort(-scores, kind="stable")
+    if how.top_k:
+        order = order[: how.top_k]
+    p = np.exp((scores[order].astype(float) - scores.max()) / how.temperature)
+    p /= p.sum()
+    p = p[: int(np.searchsorted(np.cumsum(p), how.top_p)) + 1] if how.top_p < 1 else p
+    p = np.where(p >= how.min_p * p[0], p, 0)
+    out = np.zeros(len(scores))
+    out[order[: len(p)]] = p / p.sum()
+    return out
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("vocab", [1, 5, 4001])
+def test_what_may_come_next_is_what_the_definition_leaves(vocab, dtype):
+    random = np.random.default_rng(vocab)
+    for turn in range(60):
+        scores = (3 * random.standard_normal(vocab)).astype(dtype)
+        if turn % 2:
+            scores = np.round(scores)  # many that are equal
+        how = Sampling(
+            temperature=float(random.choice([0.3, 1, 2.7])),
+            top_k=int(random.choice([0, 1, 3, 700, 9000])),
+            top_p=float(random.choice([1, 0.999, 0.9, 0.5, 1e-9])),
+            min_p=float(random.choice([0, 0.01, 0.4, 1])),
+        )
+        tokens, p = candidates(scores, how)
+        found = np.zeros(vocab)
+        found[slice(None) if tokens is None else tokens] = p / p.sum()
+        np.testing.assert_allclose(found, by_definition(scores, how), atol=1e-6, err_msg=str(how))
+
+
+def test_frequencies_follow_the_softmax_whose_tail_is_cut():
+    chances = np.array([0.1, 0.6, 0.3])
+    for how, expected in (
+        ({}, chances),
+        ({"temperature": 0.5}, chances**2 / (chances**2).sum()),
+        ({"top_k": 2}, [0, 2 / 3, 1 / 3]),
+        ({"top_p": 0.7}, [0, 2 / 3, 1 / 3]),
+        ({"top_p": 0.5}, [0, 1, 0]),
+        ({"min_p": 0.4}, [0, 2 / 3, 1 / 3]),
+        ({"top_p": 0.95, "min_p": 0.9}, [0, 1, 0]),
+    ):
+        sampling = Sampling(**{"temperature": 1.0, **how})
+        drawn = [choose(np.log(chances), sampling, uniform(0, 0, i)) for i in range(4000)]
+        found = np.bincount(drawn, minlength=3) / 4000
+        np.testing.assert_allclose(found, expected, atol=0.03, err_msg=str(how))
+        assert not found[np.equal(expected, 0)].any(), how
+
+
+def test_the_likeliest_are_those_of_a_stable_sort():
+    random = np.random.default_rng(0)
+    for k, vocab in [(k, vocab) for k in (1, 2, 17, 499, 500, 900) for vocab in (500, 5003, 70000)]:
+        scores = random.integers(0, vocab // 25, vocab).astype(np.float32)
+        np.testing.assert_array_equal(likeliest(scores, k), np.argsort(-scores, kind="stable")[:k])
+
+
+def test_repeated_tokens_pay_whatever_the_sign_of_their_score():
+    scores, greedy = np.array([2.0, 1.5, -1.0, -1.2]), Sampling(repetition_penalty=1.5)
+    assert choose(scores, greedy, 0.0) == 0
+    assert choose(scores, greedy, 0.0, [0, 0, 3]) == 1  # 2 / 1.5 < 1.5
+    assert choose(scores[2:], greedy, 0.0, [0]) == 1  # -1 · 1.5 < -1.2
+    assert choose(scores, Sampling(repetition_penalty=0.5), 0.0, [1]) == 1
+    assert scores[0] == 2.0, "the caller's scores were changed"
+    large = np.array([1e30, -1e30, 1], np.float32)
+    for penalty in (0.01, 100):  # the least and the most
+        for how in (0.0, 1.0):
+            assert choose(large, Sampling(temperature=how, repetition_penalty=penalty), 0.5, [0, 1]) == 0
+
+
+def test_random_numbers_belong_to_seed_sample_and_place():
+    drawn = [uniform(seed, choice, place) for seed in range(12) for choice in range(12) for place in range(12)]
+    assert len(set(drawn)) == 12**3 and min(drawn) >= 0 and max(drawn) < 1
+    assert abs(np.mean(drawn) - 0.5) < 0.03 and abs(np.var(drawn) - 1 / 12) < 0.01
+    assert uniform(3, 2, 1) == uniform(3, 2, 1) and 0 <= uniform(2**64 - 1, 5, 10**6) < 1
+
+
+def test_log_probabilities_are_those_of_the_model_and_alternatives_come_in_order():
+    scores = np.array([0.5, 3.0, -2.0, 3.0, 1.0], np.float32)
+    expected = np.log(np.exp(scores.astype(float)) / np.exp(scores.astype(float)).sum())
+    found = likelihood(scores, 2, 3)
+    assert found.logprob == pytest.approx(expected[2], abs=1e-6)
+    assert [token for token, _ in found.alternatives] == [1, 3, 4]
+    np.testing.assert_allclose([p for _, p in found.alternatives], expected[[1, 3, 4]], atol=1e-6)
+    assert likelihood(scores, 0, 0).alternatives == []
+    assert len(likelihood(scores, 0, 99).alternatives) == 5
+
+
+def test_impossible_sampling_is_refused():
+    impossible = {
+        "temperature": (-1, float("nan"), float("inf")),
+        "top_k": (-1,),
+        "top_p": (0, 1.1, float("nan")),
+        "min_p": (-0.1, 1.1, float("nan")),
+        "repetition_penalty": (0, -1, 1e-40, 0.0099, 100.1, float("inf"), float("nan")),
+        "seed": (-1, 1 << 64),
+    }
+    for name, value in [(name, value) for name, values in impossible.items() for value in values]:
+        with pytest.raises(UsageError, match=name):
+            Request(**{name: value})

@@ -1,0 +1,243 @@
+"""The whole model: gradients of every variant against central differences; fused against reference."""
+
+import tracemalloc
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from distgpt.core.base.errors import UsageError
+from distgpt.core.config import ModelConfig
+from distgpt.core.config.presets import PRESETS, preset
+from distgpt.core.cpu.kernels import CpuKernels
+from distgpt.core.model.memory import Layout
+from distgpt.core.model.model import Architecture, Model
+from distgpt.core.model.passes import FEW_ROWS, LARGE_LAYER, Pass
+from distgpt.core.ops.kernels import Kernels
+
+from models import BASE, VARIANTS, batch, build, plain_logits
+
+
+def loss(work, tokens, targets):
+    total = work.k.wide_zeros(1)
+    work.loss(total, tokens, targets)
+    return float(total[0])
+
+
+@pytest.mark.ci
+def test_gradients_against_central_differences():
+    """Along one random direction per tensor, so that every element of it takes part."""
+    step, (tokens, targets) = 1e-5, batch(BASE, 3, 7)
+    for kind, config in VARIANTS.items():
+        model = build(config, Kernels("float64"))
+        work = Pass(model, 3, 7, training=True)
+        work.loss_and_gradients(tokens, targets, 1.0, accumulate=False)
+        for name, gradient in model.grads.items():
+            direction = np.random.default_rng(2).standard_normal(gradient.shape)
+            start, losses = model.params[name].copy(), []
+            for sign in (1, -1):
+                model.params[name][...] = start + sign * step * direction
+                losses.append(loss(work, tokens, targets))
+            model.params[name][...] = start
+            numeric, exact = (losses[0] - losses[1]) / (2 * step), (gradient * direction).sum()
+            assert exact == pytest.approx(numeric, rel=1e-6, abs=1e-9), (kind, name)
+        if config.padded_vocab > config.vocab_size:
+            assert not model.grads["wte"][config.vocab_size :].any(), kind
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("dtype, threads", [("float64", 1), ("float64", 3), ("float64", 2), ("float32", 2)])
+def test_fused_model_equals_reference(dtype, threads):
+    """Every architecture in float64; two in float32, whose operations test_kernels.py compares."""
+    tolerance = {"float64": 1e-12, "float32": 2e-4}[dtype]
+    fused = CpuKernels(dtype, threads)
+    for kind in VARIANTS if dtype == "float64" else ("gpt2", "modern"):
+        config, results = VARIANTS[kind], []
+        for kernels in (Kernels("float64"), fused):
+            model = build(config, kernels)
+            work = Pass(model, 3, 7, training=True)
+            tokens, targets = batch(config, 3, 7)
+            work.loss_and_gradients(tokens, targets, 0.7, accumulate=False)
+            work.loss_and_gradients(tokens[::-1].copy(), targets, 0.3, accumulate=True)
+            results.append((model.grads.flags[:1], model.grads.flat))
+        for expected, got in zip(*results, strict=True):
+            atol = tolerance * np.abs(expected).max()
+            np.testing.assert_allclose(got, expected, rtol=0, atol=atol, err_msg=kind)
+
+
+def test_workers_that_work_together_set_no_gradient_to_zero(monkeypatch):
+    """One of them would wipe out what another has added already."""
+    kernels = CpuKernels("float64", 2)
+    together, zeroed, run = [], [], kernels.run_together
+    monkeypatch.setattr(kernels, "zero", lambda x: zeroed.append(bool(together)))
+
+    def run_together(work):
+        together.append(work)
+        run(work)
+        together.clear()
+
+    monkeypatch.setattr(kernels, "run_together", run_together)
+    config = VARIANTS["value embeddings"]
+    work = Pass(build(config, kernels), 3, 7, training=True)
+    work.loss_and_gradients(*batch(config, 3, 7), 1.0, accumulate=False)
+    assert zeroed == [False] * 3  # two value embeddings and the embedding
+
+
+def test_the_model_computes_what_its_architecture_says():
+    for kind, config in VARIANTS.items():
+        model = build(config, Kernels("float64"))
+        for seq_len in (9, 4):
+            tokens, targets = batch(config, 3, seq_len)
+            sequences = tokens.reshape(3, seq_len)
+            logits = np.concatenate([plain_logits(config, model.params, row) for row in sequences])
+            losses = np.log(np.exp(logits).sum(1)) - logits[np.arange(len(targets)), targets]
+            work = Pass(model, 3, seq_len, training=False)
+            assert loss(work, tokens, targets) == pytest.approx(losses.mean(), rel=1e-12), kind
+
+
+def test_accumulated_small_batches_equal_the_large_batch():
+    config = VARIANTS["gpt2"]
+    model = build(config, CpuKernels("float64", 2))
+    tokens, targets = batch(config, 4, 7)
+    whole = Pass(model, 4, 7, training=True)
+    whole.loss_and_gradients(tokens, targets, 1.0, accumulate=False)
+    large = model.grads.with_flags.copy()
+    half = Pass(model, 2, 7, training=True)
+    for i, rows in enumerate((slice(0, 14), slice(14, 28))):
+        half.loss_and_gradients(tokens[rows], targets[rows], 0.5, accumulate=i > 0)
+    np.testing.assert_allclose(model.grads.with_flags, large, rtol=1e-6, atol=1e-14)
+    assert model.grads.flags[0] == pytest.approx(loss(whole, tokens, targets), rel=1e-12)
+
+
+@pytest.mark.parametrize("cut", [[range(1), range(1, 3)], [range(2), range(2, 3)]])
+@pytest.mark.parametrize("fuses", [False, True])
+def test_layers_that_are_taken_in_groups_give_the_same_bits_and_each_group_is_prepared_before(cut, fuses):
+    config, found = replace(VARIANTS["value embeddings"], n_layer=3), []
+    for groups in ([range(3)], cut):
+        kernels = Kernels("float64") if fuses else CpuKernels("float64", 2)
+        kernels.capabilities = replace(kernels.capabilities, fuses_residual=fuses)
+        model, prepared = build(config, kernels), []
+        model.groups, model.prepare = groups, prepared.append
+        work = Pass(model, 4, 7, training=True)
+        work.loss_and_gradients(*batch(config, 4, 7), 1.0, accumulate=False)
+        assert prepared == [*groups, *reversed(groups)]
+        found.append(model.grads.with_flags.copy())
+    np.testing.assert_array_equal(*found)
+
+
+def test_a_model_trains_the_tensors_of_its_layout_and_reads_the_others():
+    config, kernels = replace(VARIANTS["gpt2"], n_layer=3), Kernels("float64")
+    whole = build(config, kernels)
+    some = Layout(spec for spec in whole.layout.specs if spec.name.startswith(("blocks.2.mlp", "blocks.0.attn")))
+    given = {name: x * (name not in some.offsets) for name, x in whole.params.items()}
+    part = Model(Architecture(config), kernels, some, given)
+    for name, values in part.params.items():
+        values[...] = whole.params[name]
+    ends = []
+    for model in (whole, part):
+        work = Pass(model, 4, 7, training=True)
+        work.loss_and_gradients(*batch(config, 4, 7), 1.0, False, ends.append)
+    assert set(part.grads) == set(some.offsets)
+    for name, values in part.grads.items():
+        np.testing.assert_array_equal(values, whole.grads[name])
+    first = some.end_of(name for name in some.offsets if "2.mlp" in name)
+    assert ends[4:] == [first, 0, some.end_of(some.offsets), some.size]
+
+
+def test_what_is_computed_again_changes_nothing():
+    kernels = CpuKernels("float64", 2)
+    for kind in ("gpt2", "modern", "microgpt", "scaled queries"):
+        model, results = build(VARIANTS[kind], kernels), {}
+        for how in ("mlp", "none", "block"):
+            work = Pass(model, 4, 7, training=True, recompute=how)
+            for _ in range(2):
+                work.loss_and_gradients(*batch(model.config, 4, 7), 1.0, accumulate=False)
+            results[how] = model.grads.with_flags.copy()
+            np.testing.assert_allclose(results[how], results["mlp"], 1e-9, 1e-14, err_msg=f"{kind} {how}")
+
+
+def test_gradients_are_reported_ready_in_order_and_do_not_change_any_more():
+    model = build(VARIANTS["modern"], CpuKernels("float64", 1))
+    work = Pass(model, 2, 7, training=True)
+    seen = []
+    work.loss_and_gradients(
+        *batch(model.config, 2, 7), 1.0, False, lambda n: seen.append((n, model.grads.flat[:n].copy()))
+    )
+    ends = [n for n, _ in seen]
+    assert ends == sorted(ends) and ends[-1] == model.layout.size and len(ends) == 3
+    for n, then in seen:
+        np.testing.assert_array_equal(then, model.grads.flat[:n])
+
+
+def test_a_training_step_allocates_nothing_large():
+    model = build(replace(BASE, n_embd=48, seq_len=64), CpuKernels("float32", 1))
+    work = Pass(model, 4, 64, training=True)
+    tokens, targets = batch(model.config, 4, 64)
+    work.loss_and_gradients(tokens, targets, 1.0, accumulate=False)
+    tracemalloc.start()
+    work.loss_and_gradients(tokens, targets, 1.0, accumulate=False)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 4 * 64 * 48 * 4  # less than one activation
+
+
+def test_initial_values_depend_on_seed_and_name_alone():
+    one, deeper = (Model(Architecture(replace(BASE, n_layer=n)), Kernels()) for n in (2, 3))
+    for model in (one, deeper):
+        model.initialise(5)
+    np.testing.assert_array_equal(one.params["wte"], deeper.params["wte"])
+    assert one.params["blocks.0.attn.qkv.w"].std() == pytest.approx(0.2, rel=0.1)
+    assert one.params["blocks.0.attn.proj.w"].std() == pytest.approx(0.1, rel=0.1)
+    assert not one.params["wte"][13:].any() and one.params["wte"][:13].any()
+    one.initialise(6)
+    assert (one.params["wte"] != deeper.params["wte"]).any()
+
+
+def test_presets_are_valid_and_of_their_published_sizes():
+    for name in PRESETS:
+        config = preset(name).model
+        assert config.n_embd % config.n_head == 0, name
+    for name, count in (("gpt2", 124_475_904), ("microgpt", 4_192)):
+        assert Model(Architecture(preset(name).model), Kernels("float32")).layout.size == count
+    for name, count in (
+        ("smollm2-135m", 134_515_008),
+        ("smollm2-360m", 361_821_120),
+        ("qwen3-0.6b", 596_049_920),
+        ("llama3.2-1b", 1_235_814_400),
+    ):
+        assert Architecture(preset(name).model).layout.elements == count
+
+
+def test_a_model_without_vocabulary_is_refused():
+    with pytest.raises(UsageError, match="vocab"):
+        Model(Architecture(ModelConfig()), Kernels())
+
+
+def test_few_rows_of_wide_layers_share_the_reading_of_weights():
+    """Without gradients one slice, whose matmuls split columns; the same result as of slices."""
+    wide = replace(BASE, n_layer=1, n_head=4, n_embd=256)
+    assert 12 * wide.n_embd**2 * 8 > LARGE_LAYER
+    model = build(wide, CpuKernels("float64", 2))
+    many = 2 * FEW_ROWS.stop // 7 + 2
+    for n_seq, seq_len, training, slices in ((4, 7, False, 1), (4, 7, True, 2), (many, 7, False, 2), (4, 1, False, 2)):
+        work = Pass(model, n_seq, seq_len, training=training)
+        assert len(work.slices) == slices
+        tokens, targets = batch(wide, n_seq, seq_len)
+        alone = Pass(model, n_seq, seq_len, training=False, workers=1)
+        assert loss(work, tokens, targets) == pytest.approx(loss(alone, tokens, targets), rel=1e-13)
+    narrow = build(BASE, CpuKernels("float64", 2))
+    assert len(Pass(narrow, 4, 7, training=False).slices) == 2
+
+
+@pytest.mark.parametrize("n_seq, slices", [(4, 2), (6, 2), (5, 1), (1, 1), (12, 6), (20, 10), (34, 2)])
+def test_with_gradients_each_thread_gets_several_slices_and_the_bits_stay(n_seq, slices, monkeypatch):
+    """Slices of about two sequences where their number divides evenly."""
+    found = []
+    for rows in (1 << 30, 14):
+        monkeypatch.setattr(CpuKernels, "slice_rows", rows)
+        model = build(BASE, CpuKernels("float32", 2, "own"))
+        work = Pass(model, n_seq, 7, training=True)
+        work.loss_and_gradients(*batch(BASE, n_seq, 7), 1.0, False)
+        found.append([model.grads[name].copy() for name in model.grads])
+    assert len(work.slices) == slices
+    for one, several in zip(*found, strict=True):
+        assert np.array_equal(one, several)

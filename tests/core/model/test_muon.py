@@ -1,0 +1,202 @@
+"""Muon: what it updates and how, on any number of ranks, in whole runs that stop and resume."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from distgpt.core.comm.api import SerialComm
+from distgpt.core.config import ModelConfig, TrainConfig
+from distgpt.core.cpu.kernels import CpuKernels
+from distgpt.core.data.batches import ArrayTokens, Batches
+from distgpt.core.model.memory import ALIGNED, MATRIX
+from distgpt.core.model.model import Architecture, Model
+from distgpt.core.model.muon import Muon, borders, muon_scalars
+from distgpt.core.model.optim import learning_rate, step_scalars
+from distgpt.core.ops.kernels import Kernels
+from steps import build_step, state_for
+from threadranks import on_all_ranks
+
+from conftest import SMALL, in_one_job, losses, needs_mpi, train
+
+MODEL = ModelConfig(
+    vocab_size=64,
+    seq_len=8,
+    n_layer=3,
+    n_head=4,
+    n_kv_head=2,
+    n_embd=32,
+    mlp="swiglu",
+    tied=False,
+    value_embeddings=True,
+)
+CONFIG = TrainConfig(
+    batch_size=24, seed=3, recompute="mlp", matmul="own", optimizer="muon", lr=0.02, embedding_lr=0.1, clip=0.5
+)
+
+
+def trained(comm, kernels=None, **how):
+    """Weights, moments, and (loss, norm) of some steps."""
+    config = replace(CONFIG, **how)
+    model = Model(Architecture(MODEL), kernels or CpuKernels("float32"))
+    model.allocate_master_weights(comm.size)
+    model.initialise(1)
+    tokens = ArrayTokens(np.arange(700, dtype=np.uint16) * 7 % MODEL.vocab_size)
+    batches = Batches(tokens, MODEL.seq_len, config.batch_size, config.seed)
+    state = state_for(model, config, comm)
+    work, optimizer = build_step(state, comm, config), state.optimizer
+    read = [work.launch(step, batches).wait()[:2] for step in range(5)]
+    return model.weights, optimizer, np.array(read)
+
+
+def test_matrices_of_layers_are_muon_s_and_everything_else_is_adamw_s():
+    _, optimizer, _ = trained(SerialComm(), Kernels())
+    for spec in optimizer.model.layout.specs:
+        is_muons = spec.name.startswith("blocks.") and spec.name.endswith((".qkv.w", ".proj.w", ".fc.w"))
+        assert (spec.group == MATRIX) is is_muons, spec.name
+        second = (sum(max(shape) for shape in _parts(spec)),) if is_muons else spec.shape
+        assert (optimizer.m[spec.name].shape, optimizer.v[spec.name].shape) == (spec.shape, second), spec.name
+
+
+def _parts(spec):
+    """The shapes of the matrices: q, k and v are apart, so are swiglu's two."""
+    rows, columns = spec.shape
+    heights = {"qkv": (32, 16, 16), "fc": (rows // 2, rows // 2)}.get(spec.name.split(".")[-2], (rows,))
+    return [(height, columns) for height in heights]
+
+
+def test_each_head_is_made_orthogonal_by_itself():
+    """Heads that learn the same thing still move at full length."""
+    k = Kernels()
+    model = Model(Architecture(replace(MODEL, n_kv_head=4)), k)
+    model.allocate_master_weights()
+    model.initialise(1)
+    optimizer = Muon(model, replace(CONFIG, weight_decay=0.0, warmup=0, clip=0.0))
+    model.grads.flat[:] = np.random.default_rng(0).standard_normal(model.layout.size)
+    grads, weights = model.grads["blocks.0.attn.qkv.w"], model.weights["blocks.0.attn.qkv.w"]
+    for first in (0, 32, 64):  # q, k and v, of four heads of 8 rows
+        grads[first + 8 : first + 16] = grads[first : first + 8]
+    before = weights.copy()
+    optimizer.step(0, 1.0)
+    moved = (before - weights) / CONFIG.lr
+    lengths = [np.linalg.norm(moved[first : first + 32]) for first in (0, 32, 64)]
+    np.testing.assert_allclose(lengths, np.sqrt(32), rtol=0.1)
+
+
+def test_a_matrix_moves_by_the_learning_rate_in_every_direction():
+    """The singular values of the first update are about as large, whatever the gradient's are."""
+    k = Kernels()
+    model = Model(Architecture(MODEL), k)
+    model.allocate_master_weights()
+    model.initialise(1)
+    optimizer = Muon(model, replace(CONFIG, weight_decay=0.0, warmup=0, clip=0.0))
+    rng = np.random.default_rng(0)
+    model.grads.flat[:] = rng.standard_normal(model.layout.size)
+    before = {name: array.copy() for name, array in model.weights.items()}
+    optimizer.step(0, 1.0)
+    for spec in model.layout.specs:
+        moved = before[spec.name] - model.weights[spec.name]
+        if spec.group != MATRIX:
+            assert 0 < abs(moved).max() < 0.11, spec.name
+            continue
+        for rows, columns in _parts(spec):
+            part, moved = moved[:rows], moved[rows:]
+            rate = CONFIG.lr * max(1, rows / columns) ** 0.5
+            length = np.linalg.norm(part) / rate / min(rows, columns) ** 0.5
+            assert 0.85 < length < 1.15, spec.name
+
+
+def test_decay_acts_where_it_has_the_direction_of_the_update_and_falls_with_the_rate():
+    config = replace(CONFIG, steps=100, warmup=10, schedule="wsd", decay_fraction=0.5, weight_decay=0.2)
+    early, late = (muon_scalars(config, step, learning_rate(config, step), 1.0, 1.0) for step in (20, 99))
+    assert early.weight_decay == 0.2 and late.weight_decay == pytest.approx(0.2 * 0.02)
+    assert 0.85 < early.momentum < late.momentum < config.momentum
+
+
+def test_wsd_is_constant_and_then_linear():
+    config = replace(CONFIG, steps=100, warmup=10, schedule="wsd", decay_fraction=0.4, min_lr=0.002)
+    rates = [learning_rate(config, step) for step in range(101)]
+    assert rates[:10] == pytest.approx([0.002 * (step + 1) for step in range(10)])
+    assert rates[10:61] == pytest.approx([0.02] * 51) and rates[80] == pytest.approx(0.011)
+    assert rates[100] == pytest.approx(0.002)
+
+
+def test_groups_have_learning_rates_of_their_own():
+    config = replace(CONFIG, embedding_lr=0.3, head_lr=0.0, vector_lr=0.01, warmup=0, schedule="constant")
+    scale, clip, _, *groups = step_scalars(config, 0, config.lr, 0.5, 0.25)
+    assert (scale, clip) == (0.5, 2 * config.clip)
+    rates = np.reshape(groups, (-1, 2))[:, 0] * (1 - config.beta1)
+    assert rates == pytest.approx([0.02, 0.3, 0.3, 0.02, 0.01])  # value_lr is embedding_lr
+    own = step_scalars(replace(config, value_lr=0.1), 0, config.lr, 0.5, 0.25)
+    assert own[7] == pytest.approx(0.1 / (1 - config.beta1))
+    plain = step_scalars(replace(config, optimizer="adamw"), 0, config.lr, 0.5, 0.25)
+    assert plain[4::2] == pytest.approx([1 - rate * config.weight_decay for rate in rates[:4]] + [1.0])
+
+
+def test_borders_cut_no_matrix():
+    layout = Architecture(MODEL).layout
+    matrices = [
+        (layout.offsets[spec.name], layout.offsets[spec.name] + spec.size)
+        for spec in layout.specs
+        if spec.group == MATRIX
+    ]
+    for parts in range(1, 40):
+        bounds = borders(layout, parts, lambda spec: spec.size)
+        assert len(bounds) == parts + 1 and bounds == sorted(bounds)
+        assert bounds[0] == 0 and bounds[-1] == layout.size
+        for bound in bounds:
+            assert bound % ALIGNED == 0 and not any(start < bound < stop for start, stop in matrices)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_share_the_work_and_compute_the_same(ranks):
+    weights, optimizer, read = trained(SerialComm())
+    for how in ({}, {"grad_sync": "sharded"}, {"grad_sync": "overlapped"}):
+        found = on_all_ranks(ranks, lambda comm, how=how: trained(comm, **how))
+        for others, part, numbers in found:
+            np.testing.assert_allclose(others.flat, weights.flat, atol=2e-5, err_msg=str(how))
+            np.testing.assert_allclose(numbers, read, rtol=1e-4)
+            np.testing.assert_allclose(part.m.flat, optimizer.m.flat[part.own], atol=2e-6)
+            np.testing.assert_allclose(part.v.flat, optimizer.v.flat[part.v_own], atol=2e-6)
+        for others, *_ in found[1:]:
+            np.testing.assert_array_equal(others.flat, found[0][0].flat)
+
+
+def test_parts_of_the_batch_give_the_same_bits_on_any_number_of_ranks():
+    how = {"reproducible_parts": 4}
+    weights, *_ = trained(SerialComm(), **how, grad_accum=4)
+    for ranks in (2, 4):
+        found = on_all_ranks(ranks, lambda comm, ranks=ranks: trained(comm, **how, grad_accum=4 // ranks))
+        assert all(np.array_equal(others.flat, weights.flat) for others, *_ in found)
+
+
+RECIPE = ["--optimizer", "muon", "--lr", "0.02", "--set", "embedding_lr=0.1", "--schedule", "constant"]
+RECIPE += ["--save-every", "5", "--n-head", "4", "--n-kv-head", "2", "--positions", "rope"]
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@needs_mpi
+def test_runs_stop_resume_and_move_between_ranks(tmp_path):
+    whole = train(tmp_path / "whole", "--steps", "10", *RECIPE)
+    words = ["train", *SMALL, *RECIPE, "--stage", "mpi", "--out"]
+    resumed = ["train", "--stage", "mpi", "--threads", "1", "--steps", "10", "--resume", "auto", "--out"]
+    ways = {
+        name: ["--grad-sync", name] if name != "local" else ["--outer-every", "5"]
+        for name in ("allreduce", "sharded", "local")
+    }
+    jobs = []
+    for name, how in ways.items():
+        jobs.append([*words, tmp_path / name, "--steps", "5", *how])
+        jobs.append([*resumed, tmp_path / name])
+        jobs.append([*words, tmp_path / f"{name}-whole", "--steps", "10", *how])
+    jobs.append([*words, tmp_path / "moved", "--steps", "5", "--grad-sync", "sharded"])
+    found = in_one_job(jobs, ranks=2)
+    assert all(ended == ("", {0}) for ended in found), found
+    for name in ways:
+        assert losses(tmp_path / name) == losses(tmp_path / f"{name}-whole"), name
+    moved = train(tmp_path / "moved", "--steps", "10", "--resume", "auto", *RECIPE)
+    for name in ("allreduce", "sharded"):
+        np.testing.assert_allclose(losses(tmp_path / name), losses(whole), rtol=1e-5)
+    np.testing.assert_allclose(losses(moved), losses(whole), rtol=1e-5)
+    one = train(tmp_path / "one", "--steps", "5", *RECIPE)
+    assert losses(train(one, "--steps", "10", "--resume", "auto", *RECIPE)) == losses(whole)

@@ -1,0 +1,318 @@
+"""Checkpoints: round trips, and that no crash, full disk or damage ever leaves a run without one."""
+
+import errno
+import json
+import os
+import re
+import shutil
+import signal
+import sys
+from functools import partial
+
+import numpy as np
+import pytest
+from disks import file_size_limit, names
+from distgpt.core.base.errors import DataError, StorageError
+from distgpt.core.saved import checkpoint
+from distgpt.core.saved.checkpoint import (
+    State,
+    beyond,
+    load_document,
+    load_group,
+    load_state,
+    newest_intact,
+    save_checkpoint,
+    set_damaged_aside,
+    verify,
+)
+from distgpt.core.saved.tensors import read_header
+
+FILES = ("manifest.json", "optimizer.safetensors", "state.json", "weights.safetensors")
+
+
+def groups(value):
+    weights = {"wte": np.full((4, 3), value, np.float32), "bias": np.full(3, value, np.float64)}
+    moments = {f"{kind}/{name}": array * 2 for name, array in weights.items() for kind in "mv"}
+    return {"weights": (weights, {"config": "[model]"}), "optimizer": (moments, {})}
+
+
+def save(directory, step, value=None, keep=3, **state):
+    return save_checkpoint(
+        directory, groups(step if value is None else value), State(step, **state), partial(beyond, keep)
+    )
+
+
+def loaded(path):
+    """The one value that fills every tensor of a checkpoint."""
+    values = set()
+    for stem, (tensors, _) in groups(-1.0).items():
+        load_group(path, stem, tensors)
+        flat = np.concatenate([array.ravel() for array in tensors.values()])
+        values.update(flat / (2 if stem == "optimizer" else 1))
+    (value,) = values
+    return value
+
+
+@pytest.fixture
+def directory(tmp_path):
+    return tmp_path / "run" / "checkpoints"
+
+
+def test_what_a_state_leaves_open_is_not_in_it(directory):
+    path = save(directory, 100, bad_steps=3)
+    assert load_state(path) == State(100, bad_steps=3) and load_document(path)["bad_steps"] == 3
+    assert "shares" in json.loads((path / "state.json").read_text()) and "shares" not in load_document(path)
+    other = path.rename(path.with_name("step-00000101"))
+    with pytest.raises(DataError, match="is of step 100, not of its folder's"):
+        load_state(other)
+    assert load_state(other.rename(path.with_name("kept"))).step == 100
+
+
+def test_round_trip(directory):
+    state = {"seed": 1337, "corpus": "é", "shares": [3, 5], "recent": ((0.1 + 0.2, 1e300),)}
+    path = save(directory, 100, **state)
+    assert path == directory / "step-00000100" and names(path) == sorted(FILES)
+    assert sorted(json.loads((path / "manifest.json").read_text())) == sorted(set(FILES) - {"manifest.json"})
+    assert newest_intact(directory) == (path, [])
+    verify(path)
+    assert load_state(path) == State(100, **state) and loaded(path) == 100
+    assert read_header(path / "weights.safetensors").metadata["config"] == "[model]"
+
+
+def test_a_directory_without_checkpoints_has_no_newest(directory):
+    for name in ("notes", "step-1"):
+        (directory / name).mkdir(parents=True)
+    assert newest_intact(directory) is None
+
+
+def test_only_the_newest_are_kept_but_never_less_than_what_was_just_saved(directory):
+    for step in (1, 2, 10, 99_999_999, 100_000_000):
+        save(directory, step, keep=2)
+    assert names(directory) == ["step-100000000", "step-99999999"]
+    assert newest_intact(directory)[0].name == "step-100000000"
+    # Resumed from an earlier step, since the newer ones are damaged: they must not push out the new one.
+    for path in directory.iterdir():
+        (path / "state.json").unlink()
+    path = save(directory, 2, keep=1)
+    assert newest_intact(directory)[0] == path
+    assert names(directory) == ["step-00000002", "step-100000000", "step-99999999"]
+
+
+def test_damaged_ones_after_the_step_of_a_resumed_run_are_set_aside(directory):
+    for step in (1, 2, 3, 4):
+        save(directory, step, keep=4)
+    for step in (1, 3):
+        (directory / f"step-{step:08}" / "state.json").unlink()
+    for _ in range(2):  # the second time one of that name is there
+        set_damaged_aside(directory, 2)
+        assert names(directory) == ["damaged-step-00000003", *(f"step-{n:08}" for n in (1, 2, 4))]
+        shutil.copytree(directory / "damaged-step-00000003", directory / "step-00000003")
+    set_damaged_aside(directory, 2)
+    save(directory, 5, keep=2)
+    assert names(directory) == ["damaged-step-00000003", "step-00000004", "step-00000005"]
+
+
+def test_what_cannot_be_read_for_a_moment_is_not_set_aside(directory, monkeypatch):
+    for step in (1, 2):
+        save(directory, step)
+
+    def fails(*args):
+        raise OSError(errno.EIO, "broken")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(checkpoint, "open_regular", fails)
+        set_damaged_aside(directory, 1)
+    assert names(directory) == ["step-00000001", "step-00000002"]
+
+
+def test_saving_the_same_step_again_and_what_killed_runs_left(directory):
+    save(directory, 1, value=1)
+    path = save(directory, 1, value=2)
+    assert names(directory) == ["step-00000001"] and loaded(path) == 2
+    for step in (2, 3):
+        shutil.copytree(path, directory / f".tmp-step-{step:08}")
+    assert newest_intact(directory)[0] == path
+    save(directory, 3)
+    assert names(directory) == ["step-00000001", "step-00000003"]
+
+
+# Damage
+
+
+def check_found_damaged(path, file, what=""):
+    """It is named, and the older checkpoint is used instead."""
+    older, lines = newest_intact(path.parent)
+    assert older.name == "step-00000001"
+    assert len(lines) == 1 and str(path / file) in lines[0] and what in lines[0] and "\n" not in lines[0]
+    with pytest.raises(DataError, match=re.escape(str(path / file))):
+        verify(path)
+
+
+@pytest.fixture
+def two(directory):
+    """An older and a newer checkpoint; the newer one is about to suffer."""
+    save(directory, 1)
+    return save(directory, 2)
+
+
+@pytest.mark.ci
+def test_any_damage_is_detected_and_named(two):
+    for file in FILES:
+        intact = (two / file).read_bytes()
+        for place in range(0, 8 * len(intact), 3 if file.endswith("json") else 11):
+            flipped = bytearray(intact)
+            flipped[place // 8] ^= 1 << place % 8
+            (two / file).write_bytes(flipped)
+            with pytest.raises(DataError):
+                verify(two)
+                pytest.fail(f"bit {place} of {file} was flipped")
+        assert newest_intact(two.parent)[0].name == "step-00000001"
+        if file.endswith("safetensors"):
+            (two / file).write_bytes(intact[:-1] + b"\x01")
+            check_found_damaged(two, file, "checksum")
+            (two / file).write_bytes(intact[:-1])
+            check_found_damaged(two, file, f"{len(intact) - 1} bytes, {len(intact)} were written")
+        (two / file).write_bytes(intact)
+        for length in reversed(range(len(intact))):
+            os.truncate(two / file, length)
+            with pytest.raises(DataError):
+                verify(two)
+                pytest.fail(f"{length} bytes of {file} were left")
+        check_found_damaged(two, file)
+        (two / file).unlink()
+        check_found_damaged(two, file, "No such file")
+        (two / file).write_bytes(intact)
+        assert newest_intact(two.parent) == (two, [])
+
+
+def test_bad_manifest(two):
+    for content in (
+        *("", "{}", '{"state.json": 3}', '{"state.json": {}}'),
+        '{"../x": {"bytes": 0, "sha256": ""}}',
+        '{"a\\u0000": {"bytes": 0, "sha256": ""}}',
+    ):
+        (two / "manifest.json").write_text(content)
+        check_found_damaged(two, "manifest.json")
+    (two / "manifest.json").unlink()
+    (two.parent / "step-00000001" / "manifest.json").unlink()
+    with pytest.raises(DataError, match=r"no checkpoint in .* is intact: .*0002/man.*; .*0001/man"):
+        newest_intact(two.parent)
+
+
+def test_a_manifest_that_lists_too_little_is_passed_over(two):
+    """Each of its entries fits: a file that it leaves out could be anything."""
+    listed = json.loads((two / "manifest.json").read_text())
+    for left_out in set(FILES) - {"manifest.json"}:
+        fewer = {name: entry for name, entry in listed.items() if name != left_out}
+        (two / "manifest.json").write_text(json.dumps(fewer))
+        check_found_damaged(two, "manifest.json", f"lists no {left_out}")
+    (two / "manifest.json").write_text(json.dumps({**listed, "more.json": listed["state.json"]}))
+    check_found_damaged(two, "more.json", "No such file")
+    (two / "manifest.json").write_text(json.dumps(listed))
+    assert newest_intact(two.parent) == (two, [])
+
+
+def test_damaged_group_leaves_the_destination(two):
+    """Also where only the manifest's hash shows it: the metadata are not in the checksum of the data."""
+    weights = two / "weights.safetensors"
+    intact = weights.read_bytes()
+    for damaged in (intact[:-1] + b"\x01", intact.replace(b"[model]", b"[medal]")):
+        weights.write_bytes(damaged)
+        (tensors, _) = groups(-1.0)["weights"]
+        with pytest.raises(DataError, match="damaged"):
+            load_group(two, "weights", tensors)
+        assert all((array == -1).all() for array in tensors.values())
+    with pytest.raises(DataError, match=r"manifest\.json lists no ema\.safetensors"):
+        load_group(two, "ema", {})
+
+
+# Crashes
+
+
+def save_in_child(number, act, *args, **kwargs):
+    """Save in a process of its own that does `act` just before its `number`-th change of the file system."""
+    if child := os.fork():
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    changes = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate"}
+    count, code = 0, 70
+
+    def before(event, _):
+        nonlocal count
+        count += event in changes
+        if event in changes and count == number:
+            act()
+
+    try:
+        sys.addaudithook(before)
+        save(*args, **kwargs)
+        code = 0 if number <= count else DONE
+    except StorageError as error:
+        code = error.exit_code if "Input/output error" in str(error) else 70
+    finally:
+        os._exit(code)
+
+
+DONE = 100  # there were fewer changes than that
+
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fail(*_):
+    raise OSError(errno.EIO, "Input/output error")
+
+
+def after_each_change(directory, step, act):
+    """Let a save go wrong at each of its changes in turn: the exit code and what there is afterwards."""
+    for number in range(1, 200):
+        shutil.rmtree(directory, ignore_errors=True)
+        save(directory, 1, value=5)
+        code = save_in_child(number, act, directory, step, value=6, keep=1)
+        if code == DONE:
+            break
+        path, lines = newest_intact(directory)
+        assert lines == []
+        yield code, loaded(path)
+    assert 20 < number < 199
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", [2, 1], ids=["next step", "same step"])
+def test_killed_before_any_change_and_any_failing_change(directory, step):
+    """Whenever a save dies, the old or the new checkpoint is there, whole, and saving works again.
+
+    A failing operation is a StorageError or does no harm; nothing is lost, and nothing half-done stays.
+    """
+    for code, value in after_each_change(directory, step, die):
+        assert code == -signal.SIGKILL and value in (5, 6)
+        path = save(directory, step, value=7, keep=1)
+        assert names(directory) == [path.name] and loaded(path) == 7
+    codes = []
+    for code, value in after_each_change(directory, step, fail):
+        assert (code, value) in ((0, 6), (StorageError.exit_code, 5), (StorageError.exit_code, 6))
+        path = save(directory, step, value=7, keep=1)
+        assert names(directory) == [path.name] and loaded(path) == 7
+        codes.append(code)
+    assert codes.count(StorageError.exit_code) > 10
+
+
+# Storage
+
+
+def check_failed_save(directory, reason):
+    big = {"weights": ({"w": np.zeros(1 << 19, np.float32)}, {})}  # 2 MiB
+    with pytest.raises(StorageError, match=reason):
+        save_checkpoint(directory, big, State(2), partial(beyond, 1))
+    assert names(directory) == ["step-00000001"] and newest_intact(directory)[1] == []
+
+
+def test_a_full_disk_and_a_path_that_is_a_file(directory, tmp_path):
+    save(directory, 1)
+    with file_size_limit(1 << 16):
+        check_failed_save(directory, r"cannot write .*weights\.safetensors: File too large")
+    (tmp_path / "file").touch()
+    with pytest.raises(StorageError, match="cannot save checkpoint"):
+        save(tmp_path / "file", 1)
+    with pytest.raises(StorageError, match="cannot read"):
+        newest_intact(tmp_path / "file")

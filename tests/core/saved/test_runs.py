@@ -1,0 +1,328 @@
+"""The table of runs, and that a run's directory is as good as its weights file."""
+
+import json
+import math
+import os
+import shlex
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from distgpt.core.base.errors import UsageError, command_line
+from distgpt.core.base.system import PACKAGE, python
+from distgpt.core.comm.api import SerialComm
+from distgpt.core.data.textfile import read_text, resolve_data
+from distgpt.core.saved.modelfile import read_description
+from distgpt.core.saved.rundir import RunDirectory
+from distgpt.core.saved.tensors import write_tensors
+from distgpt.core.saved.weights import find_weights
+from distgpt.show.runs import Listed, render_terminal
+
+from conftest import SMALL, inside, refused
+
+HELD_OUT = ["--val-fraction", "0.2", "--eval-every", "2"]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """Two runs, one of them a level deeper, and what is none."""
+    top = tmp_path_factory.mktemp("place") / "runs"
+    for out, *words in ((top / "my first", "--steps", "6", *HELD_OUT), (top / "sweep" / "second", "--steps", "3")):
+        result = inside("train", *SMALL, "--out", out, *words)
+        assert result.returncode == 0, result.stderr
+    (top / "other").mkdir()
+    (top / "other" / "config.toml").write_text("[unknown]\na = 1\n")
+    return top
+
+
+@pytest.fixture
+def runs(place, tmp_path):
+    return shutil.copytree(place, tmp_path / "runs")
+
+
+def listed(top, *words):
+    result = inside("runs", top, "--json", *words)
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)["runs"]
+
+
+def summary(run):
+    return json.loads((run / "summary.json").read_text())
+
+
+def lines(run):
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+# Summaries
+
+
+def test_a_summary_has_losses_and_why_the_run_stopped(runs):
+    found, recorded = summary(runs / "my first"), lines(runs / "my first")
+    evaluated = {line["step"]: line["val_loss"] for line in recorded if "val_loss" in line}
+    best = min((step for step in evaluated if step), key=evaluated.get)
+    assert found["loss"] == [line["loss"] for line in recorded if "loss" in line][-1]
+    assert (found["val_loss"], found["step"], found["stop"]) == (evaluated[6], 6, "finished")
+    assert (found["best_val_loss"], found["best_step"]) == (evaluated[best], best)
+    without = summary(runs / "sweep" / "second")
+    assert without["val_loss"] is without["best_val_loss"] is without["best_step"] is None
+
+
+def test_the_best_step_survives_a_resume(runs):
+    out = runs / "my first"
+    before = summary(out)
+    (out / "summary.json").unlink()
+    assert inside("train", "--resume", out).returncode == 0
+    found = summary(out)
+    assert (found["best_step"], found["best_val_loss"]) == (before["best_step"], before["best_val_loss"])
+    assert found["steps"] == 0 and found["loss"] is None
+
+
+# The table
+
+
+def test_runs_are_listed_with_what_they_came_to(runs):
+    first, second = listed(runs)
+    assert [first["name"], second["name"]] == ["my first", "sweep/second"]
+    assert (first["step"], first["steps"], first["state"], first["error"]) == (6, 6, "finished", None)
+    assert first["loss"] == summary(runs / "my first")["loss"] and second["val_loss"] is None
+    assert first["val_loss"] == pytest.approx(summary(runs / "my first")["best_val_loss"])
+    page = inside("runs", runs).stdout
+    for words in ("my first", "6/6", "finished", f"{first['val_loss']:.4f}", "tokens/s", "second"):
+        assert words in page
+    (alone,) = listed(runs / "my first")
+    assert alone["name"] == "my first"
+    assert inside("runs", cwd=runs.parent).stdout == page
+
+
+def test_losses_are_also_in_bits_per_byte_which_tokenizers_share(runs):
+    words = [*SMALL, "--tokenizer", "byte", *HELD_OUT, "--steps", "2", "--out", runs / "bytes"]
+    result = inside("train", *words)
+    assert result.returncode == 0, result.stderr
+    by_byte, by_word, _ = listed(runs)
+    assert by_byte["train_bits_per_byte"] == pytest.approx(by_byte["loss"] / math.log(2))
+    assert by_byte["bits_per_byte"] == pytest.approx(by_byte["val_loss"] / math.log(2))
+    tokenizer = read_description(runs / "my first" / "weights.safetensors").tokenizer
+    ids = tokenizer.encode(read_text(resolve_data("story")))
+    train = ids[round(0.2 * len(ids)) :]
+    each = len(tokenizer.decode(train).encode()) / len(train)
+    assert by_word["train_bits_per_byte"] == pytest.approx(by_word["loss"] / math.log(2) / each)
+    found = summary(runs / "my first")
+    assert found["train_bits_per_byte"] == by_word["train_bits_per_byte"]
+    assert found["best_bits_per_byte"] == by_word["bits_per_byte"] < by_word["val_loss"]
+    for key, loss, bits in (("losses", "loss", "train_bits_per_byte"), ("best", "val_loss", "bits_per_byte")):
+        shown = f"{by_byte[loss]:.4f} ({by_byte[bits]:.2f} bits per byte)"
+        assert any(shown in line for line in result.stdout.splitlines() if line.startswith(key))
+    by_bits = [run["bits_per_byte"] for run in listed(runs, "--sort", "bits-per-byte")]
+    assert by_bits == [*sorted(by_bits[:2]), None]
+
+
+def test_a_run_that_ends_by_the_clock_shows_its_time(runs):
+    out = runs / "clock"
+    result = inside("train", *SMALL, "--set", "train_minutes=0.02", "--out", out)
+    assert result.returncode == 0, result.stderr
+    found = listed(out)[0]
+    assert (found["steps"], found["elapsed_s"], found["total_s"]) == (None, 1.2, 1.2)
+    elapsed = [line["elapsed_s"] for line in lines(out)]
+    assert elapsed == sorted(elapsed) and 0 < elapsed[0] < 1.2
+    text = (out / "config.toml").read_text().replace("train_minutes = 0.02", "train_minutes = 3.0")
+    (out / "config.toml").write_text(text)
+    (out / "metrics.jsonl").write_text(json.dumps(lines(out)[0] | {"elapsed_s": 77.0}) + "\n")
+    (out / "summary.json").unlink()
+    assert "1:17/3:00" in page_of(out) and "/7" not in page_of(out)
+
+
+def page_of(run):
+    return inside("runs", run).stdout
+
+
+def test_every_run_has_a_time_and_one_that_runs_an_expected_end(runs):
+    out = runs / "my first"
+    taken = [{"step": step, "loss": 1.0, "step_s": 60.0} for step in (1, 3)]
+    (out / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in taken))
+    found = listed(out)[0]
+    assert (found["elapsed_s"], found["total_s"]) == (180.0, None) and " 3:00 " in page_of(out)
+    with RunDirectory(out).lock.claimed(SerialComm()):
+        assert listed(out)[0]["total_s"] == 360.0 and " 3:00/6:00 " in page_of(out)
+
+
+@pytest.mark.parametrize("columns", [60, 80, 100, 200])
+def test_a_narrow_terminal_shows_fewer_columns(runs, columns):
+    long = "a-run-with-a-rather-long-name-of-mine"
+    (runs / "my first").rename(runs / long)
+    (runs / "sweep" / "grid.json").touch()
+    shutil.copytree(runs / "sweep" / "second", runs / "sweep" / "third")
+    head, *rows = inside("runs", runs, env={"COLUMNS": str(columns)}).stdout.splitlines()
+    assert max(map(len, (head, *rows))) <= columns
+    assert head.startswith("run ") and {"steps", "time", "state"} <= {*head.split()}
+    assert ("tokens/s" in head and " when" in head) == (columns > 80)
+    page = " ".join(rows)
+    assert "finished" in page and "6/6" in page and "3/3" in page and "(2 " in page
+    assert columns < 200 or (len(rows) == 3 and long in page)
+    assert [run["name"] for run in listed(runs / "sweep")] == ["second", "third"]
+    assert [run["sweep"] for run in listed(runs)] == [None, "sweep", "sweep"]
+
+
+def test_where_there_are_no_runs_the_next_command_is_named(runs, tmp_path):
+    (tmp_path / "empty" / "runs").mkdir(parents=True)
+    shown = inside("runs", cwd=tmp_path / "empty")
+    assert shown.returncode == 0 and "distgpt train" in shown.stdout
+    refused(inside("plot", cwd=tmp_path / "empty"), 2, "distgpt train")
+    refused(inside("runs", cwd=tmp_path / "empty" / "runs"), 2, "distgpt train")
+    for words in (["runs"], ["plot"], ["compare", "runs/sweep/second"], ["train", "--resume"]):
+        result = inside(*words, "runs/my frst", cwd=tmp_path)
+        assert result.returncode in (2, 65) and "did you mean 'runs/my first'?" in result.stderr
+    assert inside("plot", cwd=tmp_path).stdout == "runs/sweep/second/curves.png\n"
+
+
+def test_runs_are_sorted(runs):
+    def order(*words):
+        return [run["name"][:2] for run in listed(runs, *words)]
+
+    assert order("--sort", "steps") == ["sw", "my"] == order("--reverse")
+    assert order("--sort", "validation") == ["my", "sw"] == order("--sort", "validation", "--reverse")
+    for hours, name in enumerate(("my first", "sweep/second")):
+        for path in (runs / name).iterdir():
+            os.utime(path, (1e9 + 3600 * hours,) * 2)
+    assert order("--sort", "when") == ["sw", "my"]
+    assert order("--sort", "loss") == [run["name"][:2] for run in sorted(listed(runs), key=lambda run: run["loss"])]
+
+
+def test_states(runs):
+    out = runs / "my first"
+
+    def state():
+        return listed(out)[0]["state"]
+
+    with RunDirectory(out).lock.claimed(SerialComm()):
+        assert state() == "running"
+    (out / "running.json").touch()
+    assert state() == "stopped"  # whatever the summary of an earlier start says
+    (out / "running.json").unlink()
+    for text, found in (('{"stop": "interrupted"}', "interrupted"), ("{}", "finished")):
+        (out / "summary.json").write_text(text)
+        assert state() == found
+    os.utime(out / "summary.json", (1e8, 1e8))  # of an earlier start
+    assert state() == "stopped"
+    (out / "summary.json").unlink()
+    assert state() == "stopped"
+    (out / "metrics.jsonl").unlink()
+    assert state() == "begun"
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("metrics.jsonl", '{"step": 1, "val_loss": "low"}\n'),
+        ("metrics.jsonl", "[" * 100_000 + "\n"),
+        ("metrics.jsonl", '{"step": Infinity, "loss": 1}\n'),
+        ("summary.json", '{"stop": NaN}'),
+        ("config.toml", "a\x1b[31m = 1"),
+    ],
+)
+def test_one_damaged_run_leaves_the_others(runs, file, content):
+    (runs / "my first" / file).write_text(content)
+    first, second = listed(runs)
+    assert (first["state"], second["state"]) == ("damaged", "finished") and file in first["error"]
+    page = inside("runs", runs).stdout
+    assert "damaged" in page and file in page and "\x1b" not in page
+
+
+@pytest.mark.parametrize("seconds", [2.0**63, 2.0**60, 1e300, -1e300])
+def test_a_run_whose_file_is_of_no_time_is_listed_without_it(seconds):
+    """A disk in memory keeps any number of 64 bits as the time of a file."""
+    assert "begun" in render_terminal([Listed("a", "a", when=seconds)])
+
+
+# A run's directory in the place of a file
+
+
+def test_a_runs_directory_stands_for_its_best_weights(runs, monkeypatch):
+    out = runs / "my first"
+    run = RunDirectory(out)
+    assert find_weights(out) == run.best and find_weights(run.weights) == run.weights
+    run.best.unlink()
+    assert find_weights(out) == run.weights
+    run.weights.unlink()
+    newest = run.checkpoints / "step-00000006"
+    assert find_weights(out) == newest / "weights.safetensors" == find_weights(newest)
+    for words in (["infer", "--max-new-tokens", "2"], ["eval", "--val", "story", "--val-tokens", "40"]):
+        result = inside(*words, "--threads", "1", "--weights", out)
+        assert result.returncode == 0, result.stderr
+    further = ["--data", "story", "--steps", "1", "--batch-size", "2", "--out", runs / "more"]
+    assert inside("train", "--init", out, *further).returncode == 0
+    assert RunDirectory(runs / "more").saved().train.init == str(newest / "weights.safetensors")
+    shutil.rmtree(run.checkpoints)
+    refused(inside("infer", "--weights", out), 2, "without weights")
+    near = "runs/sweep/seconds"
+    refused(inside("infer", "--weights", near, cwd=runs.parent), 74, near, "'runs/sweep/second'")
+
+
+def test_a_run_that_took_no_step_leaves_its_place_to_the_next_one(runs, tmp_path):
+    out = tmp_path / "runs" / "tiny-adamw"
+    words = ["train", *SMALL, "--steps", "1"]
+
+    def begun():
+        shutil.copytree(runs / "sweep" / "second", out, dirs_exist_ok=True)
+        shutil.rmtree(out / "checkpoints")
+        for name in ("metrics.jsonl", "weights.safetensors", "summary.json"):
+            (out / name).unlink()
+
+    for place in ([], ["--out", out]):
+        begun()
+        assert inside(*words, *place, cwd=tmp_path).returncode == 0
+        assert RunDirectory(out).finished_at() == 1
+    assert inside(*words, cwd=tmp_path).returncode == 0  # that one has a step
+    assert RunDirectory(tmp_path / "runs" / "tiny-adamw-2").finished_at() == 1
+    refused(inside(*words, "--out", out), 2, "add --resume auto")
+    begun()
+    (out / "running.json").write_text("{}")  # it may be about to take its first step
+    assert inside(*words, cwd=tmp_path).returncode == 0
+    assert (out / "running.json").exists() and (tmp_path / "runs" / "tiny-adamw-3").exists()
+
+
+def test_a_mistyped_directory_is_not_resumed_into(runs):
+    near = ["--resume", "auto", "--out", "runs/my frst"]
+    for more in ([], ["--steps", "9"], ["--stage", "mpi"]):
+        result = inside("train", *near, *more, "--threads", "1", cwd=runs.parent)
+        refused(result, 2, "runs/my frst", "'runs/my first'", "--data")
+    assert not (runs / "my frst").exists()
+    assert inside("train", *SMALL, "--steps", "1", *near, cwd=runs.parent).returncode == 0
+
+
+def test_a_model_of_transformers_names_the_command_that_imports_it(runs, tmp_path):
+    there = tmp_path / "my model"
+    result = inside("weights", "export", runs / "my first", "--out", there)
+    if result.returncode:  # a word tokenizer cannot be exported
+        there.mkdir()
+        (there / "config.json").write_text("{}")
+    for words in (["infer", "--weights"], ["train", "--out", tmp_path / "x", "--init"]):
+        refused(inside(*words, there), 2, f"weights import '{there}' --out 'my model.safetensors'")
+    with pytest.raises(UsageError, match="weights import"):
+        find_weights(there)
+    foreign = {"w": np.zeros(2, np.float32)}
+    write_tensors(there / "model.safetensors", foreign, {})
+    refused(inside("infer", "--weights", there / "model.safetensors"), 65, f"weights import '{there}'")
+
+
+def test_commands_to_copy_are_quoted_and_can_be_found(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sys, "argv", ["-c"])
+    assert command_line("plot", "a b") == shlex.join(python(PACKAGE, "plot", "a b"))
+    monkeypatch.setattr(sys, "argv", [".venv/bin/distgpt"])
+    assert command_line("plot") == ".venv/bin/distgpt plot"
+    (tmp_path / "distgpt").touch(mode=0o755)
+    assert command_line("plot") == "distgpt plot"
+
+
+def test_a_run_ends_with_a_command_that_works(tmp_path):
+    out = tmp_path / "my run"
+    result = inside("train", *SMALL, "--steps", "4", *HELD_OUT, "--out", out)
+    (line,) = [line for line in result.stdout.splitlines() if line.startswith("next")]
+    words = shlex.split(line.partition("infer")[2])
+    assert words[:2] == ["--weights", str(out / "best.safetensors")] and "at step" in result.stdout
+    again = inside("infer", *words, "--max-new-tokens", "2")
+    assert again.returncode == 0, again.stderr
+    assert Path(words[1]).exists()

@@ -1,0 +1,259 @@
+"""A full disk: old checkpoints are given up for new ones, and the final weights have room from the start."""
+
+import errno
+import json
+import os
+import time
+from functools import partial
+
+import numpy as np
+import pytest
+from disks import names, raising, small_disk
+from distgpt.callbacks.full_disk import Room, allocate
+from distgpt.core.base.errors import StorageError
+from distgpt.core.base.files import storage_errors
+from distgpt.core.comm.api import SerialComm
+from distgpt.core.config import RunConfig, TrainConfig
+from distgpt.core.saved.checkpoint import MARK, State, beyond, save_checkpoint
+from distgpt.core.saved.rundir import RunDirectory
+from distgpt.core.train import checkpoints as saving
+from distgpt.core.train.step import Step
+
+from conftest import MPIRUN, SMALL, distgpt, inside, losses, refused
+
+WORDS = [*SMALL, "--steps", "60", "--save-every", "5"]
+CHECKPOINT, WEIGHTS = 140 << 10, 112 << 10  # bytes: more than one of this model takes, and than is reserved
+
+
+def history(run):
+    return [json.loads(line) for line in (run / "history.jsonl").read_text().splitlines()]
+
+
+def given_up(run):
+    return [name for event in history(run) for name in event.get("given_up", [])]
+
+
+@pytest.fixture
+def disk(tmp_path):
+    (tmp_path / "disk").mkdir()
+    return tmp_path / "disk"
+
+
+def fill(path):
+    with path.open("wb", buffering=0) as file, pytest.raises(OSError, match="space"):
+        while True:
+            file.write(bytes(4096))
+
+
+@pytest.mark.ci
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    "ranks, words",
+    [(0, ["--save", "sync"]), (0, ["--save", "async"]), (2, ["--grad-sync", "sharded"])],
+    ids=["sync", "async", "sharded"],
+)
+def test_a_full_disk_keeps_the_newest(tmp_path, disk, ranks, words):
+    """Of three to keep two fit: the run ends as it does elsewhere, and says so once."""
+    if ranks and not MPIRUN:
+        pytest.skip("needs an mpirun")
+    words = ["train", *WORDS, *words, *(["--stage", "mpi"] if ranks else [])]
+    plain = distgpt(*words, "--out", tmp_path / "plain", ranks=ranks)
+    assert plain.returncode == 0, plain.stderr
+    with small_disk(disk, f"size={WEIGHTS + 5 * CHECKPOINT // 2}"):
+        ended = distgpt(*words, "--out", disk / "run", ranks=ranks)
+        assert ended.returncode == 0, ended.stderr
+        assert names(disk / "run" / "checkpoints") == ["step-00000055", "step-00000060"]
+        assert given_up(disk / "run") == [f"step-{step:08d}" for step in range(5, 55, 5)]
+        assert ended.stdout.count("the disk is full: gave up step-00000005 for step 15; 2 of 3") == 1
+        assert ended.stdout.count("the disk is full") == 1 and "the run goes on" not in ended.stdout
+        assert losses(disk / "run") == losses(tmp_path / "plain")
+        result = disk / "run" / "weights.safetensors"
+        assert result.stat().st_size == (tmp_path / "plain" / "weights.safetensors").stat().st_size
+        assert not [name for name in names(disk / "run") if name.startswith(".")]
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("save", ["sync", "async"])
+def test_a_disk_that_somebody_else_fills(disk, monkeypatch, save):
+    """For good, after three checkpoints: the run ends with the last one, and with its weights."""
+    launch = Step.launch
+
+    def launched(self, step, *rest):
+        if step == 17:
+            third, end = disk / "run" / "checkpoints" / "step-00000015", time.monotonic() + 30
+            while not third.exists() and time.monotonic() < end:  # it may still be written meanwhile
+                time.sleep(0.01)
+            fill(disk / "filler")
+        return launch(self, step, *rest)
+
+    monkeypatch.setattr(Step, "launch", launched)
+    with small_disk(disk, "size=4m"):
+        ended = inside("train", *WORDS, "--save", save, "--out", disk / "run")
+        assert ended.returncode == 0, ended.stderr
+        assert len(names(disk / "run" / "checkpoints")) >= 2
+        assert names(disk / "run" / "checkpoints")[-1] == "step-00000060"
+        assert (disk / "run" / "weights.safetensors").exists()
+        assert len(losses(disk / "run")) == 60
+
+
+@pytest.mark.ci
+@pytest.mark.smoke
+def test_where_a_second_checkpoint_does_not_fit_the_weights_do(disk):
+    """The newest intact one is never given up: the run ends with 74, and its result is there."""
+    with small_disk(disk, f"size={WEIGHTS + 3 * CHECKPOINT // 2}"):
+        ended = inside("train", *WORDS, "--out", disk / "run")
+        refused(ended, 74, "step-00000060", "No space left", "weights.safetensors is written", late=True)
+        assert names(disk / "run" / "checkpoints") == ["step-00000005"]
+        assert "weights.safetensors" in names(disk / "run")
+        assert "the run goes on, with step 5 saved" in ended.stdout
+
+
+@pytest.mark.ci
+def test_without_room_for_the_weights_no_run_begins(disk):
+    with small_disk(disk, f"size={WEIGHTS // 2}"):
+        ended = inside("train", *WORDS, "--out", disk / "run")
+        refused(ended, 74, "cannot reserve", f"for the final weights in {disk / 'run'}", "No space left")
+        assert not any("tmp" in name for name in names(disk / "run"))
+
+
+@pytest.mark.ci
+def test_a_run_that_is_told_to_stop_gives_nothing_up(disk):
+    with small_disk(disk, f"size={WEIGHTS + 5 * CHECKPOINT // 2}"):
+        ended = inside("train", *WORDS, "--set", "on_disk_error=stop", "--save", "sync", "--out", disk / "run")
+        refused(ended, 74, "No space left", late=True)
+        assert names(disk / "run" / "checkpoints") == ["step-00000005", "step-00000010"]
+
+
+# What is given up, and what is not: one run's directory, without a run
+
+
+def save(directory, step):
+    weights = {"wte": np.full(1000, step, np.float32)}
+    groups = {"weights": (weights, {}), "optimizer": (weights, {})}
+    return save_checkpoint(directory.checkpoints, groups, State(step), partial(beyond, 9))
+
+
+@pytest.fixture
+def made(tmp_path):
+    """A run with checkpoints of steps 1 to 5, and what makes its room, which says into a list."""
+    directory, said = RunDirectory(tmp_path / "runs" / "one"), []
+    directory.path.mkdir(parents=True)
+    for step in range(1, 6):
+        save(directory, step)
+    return directory, said, lambda **t: Room(directory, TrainConfig(**t), 9000, said.append)
+
+
+class Writing:
+    """Fails with these errors, one after the other, and then does not."""
+
+    def __init__(self, *errors):
+        self.errors, self.done = list(errors), False
+
+    def __call__(self):
+        if self.errors:
+            with storage_errors("write", os.devnull):
+                raise OSError(self.errors.pop(0), "it is full")
+        self.done = True
+
+
+def test_the_oldest_go_first_and_a_quota_is_a_full_disk(made):
+    directory, said, room = made
+    disk, write = room(keep=5), Writing(errno.EDQUOT, errno.ENOSPC)
+    disk.write(6, 100, write)
+    assert write.done and names(directory.checkpoints) == ["step-00000003", "step-00000004", "step-00000005"]
+    assert said == []  # in a thread, perhaps
+    disk.report()
+    (line,), (event,) = said, history(directory.path)
+    assert line.startswith("the disk is full: gave up step-00000001, step-00000002 for step 6; 3 of 5 ")
+    assert event["given_up"] == ["step-00000001", "step-00000002"] and event["step"] == 6
+    disk.report()
+    disk.write(7, 100, Writing(errno.ENOSPC))
+    disk.report()
+    assert len(said) == 2 and "2 of 5" in said[1] and len(history(directory.path)) == 2
+
+
+def test_another_failure_gives_nothing_up(made):
+    directory, _, room = made
+    for error, t in ((errno.EIO, {}), (errno.ENOSPC, {"on_disk_error": "stop"})):
+        with pytest.raises(StorageError):
+            room(**t).write(6, 100, Writing(error))
+    assert len(names(directory.checkpoints)) == 5
+
+
+def test_the_newest_intact_one_stays_and_so_do_later_steps(made):
+    """Of step 4 on all are of an earlier attempt, and 3 is damaged: 2 is what the run would resume from."""
+    directory, _, room = made
+    (directory.checkpoints / "step-00000003" / "state.json").write_text("{")
+    (directory.checkpoints / "damaged-step-00000009").mkdir()
+    with pytest.raises(StorageError, match="it is full"):
+        room().write(3, 100, Writing(*[errno.ENOSPC] * 9))
+    assert names(directory.checkpoints) == [f"step-{step:08d}" for step in (2, 3, 4, 5)]
+
+
+def test_one_that_another_run_begins_with_stays(made):
+    directory, _, room = made
+    branch, tuned = (RunDirectory(directory.path.with_name(name)) for name in ("branch", "tuned"))
+    for other in (branch, tuned):
+        other.path.mkdir()
+    branch.remember({"step": 2, "from": str(directory.checkpoints / "step-00000002"), "branch": True})
+    init = str(directory.checkpoints / "step-00000003" / "weights.safetensors")
+    tuned.config.write_text(RunConfig(train=TrainConfig(init=init)).to_toml())
+    (directory.path.with_name("other")).write_text("no run")
+    with pytest.raises(StorageError):
+        room().write(6, 100, Writing(*[errno.ENOSPC] * 9))
+    assert names(directory.checkpoints) == [f"step-{step:08d}" for step in (2, 3, 5)]
+
+
+def test_one_that_is_kept_for_good_stays(made):
+    directory, _, room = made
+    (directory.checkpoints / "step-00000002" / MARK).touch()
+    with pytest.raises(StorageError):
+        room().write(6, 100, Writing(*[errno.ENOSPC] * 9))
+    assert names(directory.checkpoints) == ["step-00000002", "step-00000005"]
+
+
+def test_room_for_the_weights_of_a_resumed_run_is_made_and_told(made, monkeypatch):
+    directory, said, room = made
+    refused_once = Writing(errno.ENOSPC)
+    monkeypatch.setattr("distgpt.callbacks.full_disk.allocate", lambda *_: refused_once())
+    with room(keep=5).reserved(SerialComm(), 5):
+        assert names(directory.checkpoints)[0] == "step-00000002"
+    (line,) = said
+    assert line.startswith("the disk is full: gave up step-00000001 for step 5")
+    assert names(directory.path) == ["checkpoints", "history.jsonl"]
+
+
+def test_what_cannot_be_told_now_is_told_later(made, monkeypatch):
+    directory, said, room = made
+    disk = room(keep=5)
+    disk.write(6, 100, Writing(errno.ENOSPC))
+    with monkeypatch.context() as patch:
+        patch.setattr("distgpt.core.saved.rundir.append", raising(OSError(errno.ENOSPC, "it is full")))
+        disk.report()
+    assert len(said) == 1 and not directory.history.exists()
+    disk.write(7, 100, Writing(errno.ENOSPC))
+    disk.report()
+    assert given_up(directory.path) == ["step-00000001", "step-00000002"]
+
+
+@pytest.mark.ci
+def test_reserved_room_is_on_the_disk(tmp_path, disk):
+    with (tmp_path / "file").open("wb") as file:
+        allocate(file, (9 << 20) + 5)
+    found = (tmp_path / "file").stat()
+    assert found.st_size == (9 << 20) + 5 and 512 * found.st_blocks >= found.st_size
+    with small_disk(disk), (disk / "file").open("wb") as file, pytest.raises(OSError, match="space"):
+        allocate(file, 2 << 20)
+
+
+def test_a_killed_run_leaves_its_room_to_the_next_start(disk, monkeypatch):
+    """The file it was kept in is hidden, and goes as the run resumes."""
+    out = disk / "run"
+    with monkeypatch.context() as patch:
+        patch.setattr("pathlib.Path.unlink", lambda self, **how: None)  # as if killed before it
+        patch.setattr(saving.Checkpoints, "write_last", raising(StorageError("gone")))
+        assert inside("train", *WORDS, "--steps", "6", "--out", out).returncode == 74
+    left = [name for name in names(out) if name.startswith(".weights.safetensors.")]
+    assert len(left) == 1 and (out / left[0]).stat().st_size > 40 << 10
+    assert inside("train", *WORDS, "--steps", "6", "--out", out, "--resume", "auto").returncode == 0
+    assert not [name for name in names(out) if name.startswith(".")]

@@ -1,0 +1,119 @@
+"""One clear line each for launches and settings that do something else than they look like."""
+
+import json
+import re
+from types import SimpleNamespace
+
+import distgpt as library
+from distgpt.cluster.launch import job
+from distgpt.core.base.errors import escape_model_text
+from distgpt.core.comm.api import SerialComm
+from distgpt.core.config import TrainConfig
+from distgpt.core.cpu.compiling import processor
+from distgpt.core.cpu.compiling.processor import AVX2, AVX512, AVX512_BF16
+from distgpt.core.cpu.stages import open_stage
+from distgpt.core.generate.engine import sample
+from distgpt.core.saved.checkpoint import Best
+from distgpt.core.train.progress import Progress
+from distgpt.recipes.within import outcome
+
+from conftest import SMALL, inside
+
+
+def notices(out, *args):
+    result = inside("train", *SMALL, "--out", out, "--progress", "plain", *args)
+    assert result.returncode == 0, result.stderr
+    return result.stdout + result.stderr
+
+
+def test_a_text_shorter_than_a_window_and_a_long_warm_up_are_noted_once(tmp_path):
+    (tmp_path / "short.txt").write_text("short text")
+    (tmp_path / "long.txt").write_text("long text " * 500)
+    words = ["--data", tmp_path / "short.txt", "--tokenizer", "byte", "--steps", "3", "--warmup", "4"]
+    short = notices(tmp_path / "a", *words)
+    assert short.count("the training text has 10 tokens, fewer than seq_len + 1 =") == 1
+    assert short.count("--warmup 4 is longer than the run of 3 steps") == 1
+    fine = notices(tmp_path / "b", "--data", tmp_path / "long.txt", "--steps", "3", "--warmup", "3")
+    assert "fewer than seq_len" not in fine and "longer than the run" not in fine
+
+
+def test_lines_of_json_are_read_as_documents(tmp_path):
+    (tmp_path / "texts.jsonl").write_text('{"text": "the lamp was lit"}\n' * 40)
+    noted = notices(tmp_path / "run", "--data", tmp_path / "texts.jsonl", "--steps", "1")
+    assert "(40 documents)" in noted
+    assert "run of 1 step:" in noted  # shorter than the warm-up
+
+
+class Four(SerialComm):
+    """Rank 0 of four that share two cores."""
+
+    size = local_size = 4
+
+    def __init__(self):
+        self.cores = 0.5
+
+
+def test_ranks_that_share_a_core_are_noted_on_rank_0(monkeypatch):
+    alike = lambda comm, data: [data] * comm.size  # noqa: E731
+    monkeypatch.setattr(job, "gather", alike)
+
+    def said(comm, name="mpi"):
+        return job.LAUNCHED.notes(comm, name, 1, threads_given=True)
+
+    (line,) = said(Four())
+    assert line.startswith("4 ranks share 2 CPUs")
+    comm = Four()
+    comm.rank = 1
+    assert not said(comm)
+    (line,) = said(SerialComm())
+    assert line.startswith("--stage mpi runs as one process: mpirun -n 2")
+    assert not said(SerialComm(), "serial")
+
+
+def test_bfloat16_without_instructions_for_it_is_noted(monkeypatch):
+    for shape, noted in ((AVX2, 1), (AVX512, 1), (AVX512_BF16, 0)):
+        monkeypatch.setattr(processor, "shape", lambda shape=shape: shape)
+        for dtype in ("float32", "bfloat16"):
+            lines, stage = [], open_stage("serial", 1)
+            stage.kernels(dtype)
+            stage.notes.report_to(lines.append)
+            slow = [line for line in lines if "with float32 instructions" in line]
+            assert len(slow) == (noted if dtype == "bfloat16" else 0)
+
+
+def test_the_end_shows_the_best_weights_and_whether_validation_has_risen(tmp_path):
+    (tmp_path / "ab.txt").write_text("ab" * 2000)
+    (tmp_path / "z.txt").write_text("z" * 99)  # which training makes less likely, but at first
+    more = "--tokenizer byte --schedule constant --eval-every 4 --steps 40 --dtype float32 --threads 1"
+    words = [*more.split(), "--warmup", "0", "--data", tmp_path / "ab.txt", "--val", tmp_path / "z.txt"]
+    shape = "--n-layer 1 --n-embd 16 --n-head 2 --seq-len 16 --batch-size 8 --lr 1e-2"
+    ended = inside("train", *shape.split(), *words, "--out", tmp_path / "a")
+    assert ended.returncode == 0, ended.stderr
+    summary = json.loads((tmp_path / "a" / "summary.json").read_text())
+    assert 1 < summary["best_step"] < 40
+    assert f"validation has risen since step {summary['best_step']}" in ended.stdout
+    best = library.load(tmp_path / "a" / "best.safetensors")
+    text = sample(best._model, best.tokenizer, 0, 240).strip()
+    assert text in ended.stdout or escape_model_text(text) in ended.stdout
+    assert re.search(r"^took +0:\d\d for 40 steps, [\d,]+ tokens/s", ended.stdout, re.MULTILINE)
+    wrong = inside("train", *SMALL, *words, "--out", tmp_path / "b")
+    assert wrong.returncode == 0 and "nothing was learned" in wrong.stdout
+
+
+def test_what_a_run_has_reached_is_compared_with_what_was_expected():
+    def said(expected, made=100, reached=2.0, trained=2.0, minutes=1.0):
+        run = SimpleNamespace(
+            settings=TrainConfig(steps=100, train_minutes=minutes),
+            progress=Progress(step=made, loss=trained),
+            checkpoints=SimpleNamespace(best=reached and Best(reached, 9)),
+            bits_per_byte=lambda loss: loss,
+            report=SimpleNamespace(bits_per_byte=lambda loss: loss),
+        )
+        return outcome(expected, run)
+
+    assert said(0.0) == said(0.0, made=60, minutes=0.0) == said(2.0, reached=None) == ""
+    assert "other programs" in said(0.0, made=60) and "60 " in said(0.0, made=60)
+    assert said(2.0) == "1.80 to 2.20 bits per byte, reached 2.00"
+    assert "held out differs" in said(2.0, reached=3.0) and "held out differs" not in said(2.0, made=60)
+    assert "harder" in said(2.0, reached=3.0, trained=3.0)
+    assert "harder" not in said(2.0, made=60, reached=3.0, trained=3.0)

@@ -1,0 +1,109 @@
+"""From what is asked for to a plan: one object in one process, equal ones on several ranks; and recipes."""
+
+import pickle
+import shutil
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+from distgpt import api
+from distgpt.core.base.errors import UsageError
+from distgpt.core.comm.agree import on_root
+from distgpt.core.comm.api import SerialComm
+from distgpt.core.config.asked import Asked, asked_for
+from distgpt.core.config.presets import PRESETS, preset
+from distgpt.core.train.plan import make_plan, new_run
+from distgpt.recipes.derived import derived
+from threadranks import on_all_ranks
+
+
+def silent(text):
+    """Nobody listens."""
+
+
+def alone(comm=None):
+    """As much of a stage as a plan needs."""
+    return SimpleNamespace(comm=comm or SerialComm(), on_gpu=False)
+
+
+def sent(plan):
+    return pickle.loads(pickle.dumps(plan))
+
+
+def test_each_preset_s_plan_comes_over_the_wire_as_it_is(tmp_path):
+    for name in PRESETS:
+        plan = make_plan(alone(), asked_for({}, name, out=tmp_path / name), silent)
+        assert sent(plan) == plan and plan.config == new_run(Asked(name)), name
+        assert plan != replace(plan, until=3) and sent(replace(plan, until=3)).until == 3
+
+
+def test_so_does_the_plan_of_a_run_that_resumes(trained):
+    asked = asked_for({"lr": 1e-4, "steps": 40}, out=trained, resume="auto")
+    plan = make_plan(alone(), replace(asked, uncounted=1.5), silent)
+    plan = replace(plan, state=replace(plan.state, recent=((5.5, 0.25),), shares=[3, 5]))
+    assert plan.checkpoint and plan.changes["steps"] == (30, 40) and plan.uncounted
+    back = sent(plan)
+    own, same = plan.origin.tokenizer, back.origin.tokenizer
+    assert own.to_json() == same.to_json() and own is not same
+    assert back == replace(plan, origin=replace(plan.origin, tokenizer=same))
+
+
+def test_several_ranks_have_equal_plans(tmp_path):
+    asked = asked_for({"n_layer": 1}, out=tmp_path / "run")
+    plan = make_plan(alone(), asked, silent)
+    assert on_all_ranks(2, lambda comm: make_plan(alone(comm), asked, silent)) == [plan, plan]
+
+
+def test_what_a_recipe_makes_is_on_all_ranks(tmp_path):
+    toml = tmp_path / "c.toml"
+    toml.write_text("lr = 0.005\n")
+    asked = asked_for({"data": "story", "depth": 2}, toml=toml, out=tmp_path)
+    found = derived(asked, 2)
+    assert on_all_ranks(2, lambda comm: on_root(comm, lambda: derived(asked, 2))) == [found, found]
+    assert (found.depth, found.preset, found.name) == (None, "fast", "c")
+    run = new_run(found)
+    assert (run.model.n_layer, run.train.lr) == (2, 0.005) and run.train.steps != preset("fast").train.steps
+
+
+def test_parts_of_deterministic_runs_divide_the_batch_and_leave_those_that_are_named():
+    for settings, parts in (({"batch_size": 12}, 4), ({"batch_size": 12, "reproducible_parts": 2}, 2)):
+        asked = derived(asked_for({**settings, "deterministic": True}), 1)
+        assert new_run(asked).train.reproducible_parts == parts and not asked.deterministic
+
+
+def test_a_branch_has_the_parts_of_its_checkpoint_whatever_became_of_its_run(trained, tmp_path):
+    """The run's own settings may have changed since that checkpoint was written."""
+    moved = tmp_path / "moved"
+    shutil.copytree(trained, moved)
+    settings = (moved / "config.toml").read_text()
+    assert "reproducible_parts = 0" in settings and "batch_size = 8" in settings
+    (moved / "config.toml").write_text(settings.replace("reproducible_parts = 0", "reproducible_parts = 2"))
+    checkpoint = next(iter(sorted((moved / "checkpoints").iterdir())))
+    branch = Asked(resume=str(checkpoint), out=tmp_path / "branch", deterministic=True)
+    assert derived(branch, 1).given == {"reproducible_parts": 8}
+    assert derived(replace(branch, out=None), 1).given == {}  # the run itself has two
+    alone = tmp_path / "alone"
+    shutil.copytree(checkpoint, alone)
+    found = derived(replace(branch, resume=str(alone), given={"batch_size": 4}), 1)
+    assert found.given == {"batch_size": 4, "reproducible_parts": 4}
+
+
+def test_words_of_recipes_are_no_settings_and_others_are_refused():
+    asked = asked_for({"within": "3m", "depth": 2, "lr": 0.1, "decay_from": "run"})
+    assert (asked.within, asked.depth, asked.decay_from, asked.given) == ("3m", 2, "run", {"lr": 0.1})
+    with pytest.raises(UsageError, match="unknown setting 'lrr'"):
+        new_run(asked_for({"lrr": 0.1}))
+    with pytest.raises(UsageError, match="--steps and --epochs exclude each other"):
+        new_run(asked_for({"steps": 3, "epochs": 1.0}))
+
+
+def test_the_clock_of_a_run_leaves_out_what_a_recipe_says(tmp_path, monkeypatch):
+    """As what --within took to compile; here a recipe says that the time began an hour ago."""
+
+    def an_hour_ago(asked, stage, say):
+        return replace(asked, deterministic=False, uncounted=-3600.0)
+
+    monkeypatch.setattr(api, "followed", an_hour_ago)
+    shape = {"n_layer": 1, "n_embd": 8, "seq_len": 8, "batch_size": 1, "vocab_size": 256}
+    done = api.train(**shape, train_minutes=0.1, deterministic=True, threads=1, out=tmp_path / "run")
+    assert len([line for line in done.metrics if "loss" in line]) <= 2

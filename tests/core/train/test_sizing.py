@@ -1,0 +1,173 @@
+"""What a run is said to need is what it takes, and a run that does not fit is refused with a way out."""
+
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pytest
+from distgpt.core.base.errors import UsageError
+from distgpt.core.comm.api import SerialComm
+from distgpt.core.config import ModelConfig, RunConfig, TrainConfig
+from distgpt.core.cpu.fused.muon import bytes_of
+from distgpt.core.cpu.kernels import Bfloat16Kernels, CpuKernels
+from distgpt.core.model.model import Architecture, Model
+from distgpt.core.model.muon import Muon
+from distgpt.core.model.optim import AdamW
+from distgpt.core.train import memory
+from distgpt.core.train.assessment import Scorer, Span
+from distgpt.core.train.memory import FRACTION, LIBRARIES, PROGRAM, needed
+from distgpt.core.train.sharing import Exchange, Strategy
+from distgpt.core.train.step import Step
+
+RUN = RunConfig(
+    ModelConfig(vocab_size=61, seq_len=32, n_layer=6, n_head=2, n_embd=32),
+    TrainConfig(batch_size=16, grad_accum=2, recompute="mlp"),
+)
+RECOMPUTE = ("none", "mlp", "block")
+
+
+def with_train(run=RUN, **changes):
+    return replace(run, train=replace(run.train, **changes))
+
+
+def one(run):
+    """The strategy of a single rank."""
+    return Strategy(run.train, 1)
+
+
+def fitting(*about, **more):
+    return memory.fitting(*about, **more)[0]
+
+
+class Weighing(CpuKernels):
+    """Counts what is really allocated."""
+
+    taken = 0
+
+    def zeros(self, *shape):
+        return self._weighed(super().zeros(*shape))
+
+    def wide_zeros(self, *shape):
+        return self._weighed(super().wide_zeros(*shape))
+
+    def scalars(self, count):
+        return self._weighed(super().scalars(count))
+
+    def integers(self, host, dtype="int32"):
+        return self._weighed(super().integers(host, dtype))
+
+    def _weighed(self, array):
+        self.taken += array.nbytes
+        return array
+
+
+def test_the_need_is_what_is_allocated():
+    for dtype, recompute in product(("float32", "float64"), RECOMPUTE):
+        run = with_train(recompute=recompute, dtype=dtype)
+        kernels = Weighing(dtype)
+        model = Model(Architecture(run.model), kernels)
+        model.allocate_master_weights()
+        assert needed(run, CpuKernels(dtype), one(run)).weights == kernels.taken, (dtype, recompute)
+        Step(AdamW(model, run.train), SerialComm(), run.train, Exchange())
+        assert needed(run, CpuKernels(dtype), one(run)).total == kernels.taken, (dtype, recompute)
+
+
+def test_muon_s_updates_need_memory_too():
+    muon = with_train(optimizer="muon")
+    for dtype, threads in product(("float32", "bfloat16"), (1, 2)):
+        kernels = CpuKernels(dtype, threads) if dtype == "float32" else Bfloat16Kernels(threads)
+        need, model = needed(muon, kernels, one(muon)), Model(Architecture(RUN.model), kernels)
+        model.allocate_master_weights()
+        Muon(model, muon.train).step(0, 1.0)
+        kept = [made for key, made in kernels._memory._made.items() if key[1] is kernels.polar[1]]
+        assert need.update == sum(map(bytes_of, kept)) > 0
+        assert need.total - need.update == need.weights + need.optimizer + need.activations
+        assert needed(RUN, kernels, one(RUN)).update == 0
+    with pytest.raises(UsageError, match="Muon's updates"):
+        fitting(muon, kernels, one(muon), 100_000, "a")
+
+
+def test_a_run_that_does_not_fit_names_the_options_that_prevent_it():
+    kernels = CpuKernels("float32")
+    fits = needed(RUN, kernels, one(RUN)).total
+    assert fitting(RUN, kernels, one(RUN), int(fits / (1 - FRACTION)) + 1, "a").recompute == "mlp"
+    with pytest.raises(UsageError, match=r"needs .* on GPU 0, .*leave out --recompute and --grad-accum"):
+        fitting(RUN, kernels, one(RUN), int(fits * 0.9), "GPU 0")
+    with pytest.raises(UsageError, match="a smaller model"):
+        fitting(auto := with_train(recompute="auto", grad_accum=0), kernels, one(auto), 100_000, "GPU 0")
+
+
+@pytest.fixture
+def queued():
+    """As on a GPU, where keeping more is faster."""
+    kernels = CpuKernels("float32")
+    kernels.capabilities = replace(kernels.capabilities, is_async=True)
+    return kernels
+
+
+def test_memory_is_left_for_the_program_itself():
+    """As much as compiled loops and what compiles them take, also where a twentieth would be less."""
+    kernels = CpuKernels("float32")
+    large = replace(RUN, model=replace(RUN.model, n_embd=1024, n_layer=12))
+    total = needed(large, kernels, one(large)).total
+    assert FRACTION * total > PROGRAM > 0.06 * total
+    assert fitting(large, kernels, one(large), total + PROGRAM + 1, "a").grad_accum == 2
+    with pytest.raises(UsageError, match=r"are free \(256 MiB of them for the program itself\)"):
+        fitting(large, kernels, one(large), total + PROGRAM - 1, "a")
+
+
+def test_left_to_itself_a_run_keeps_what_fits(queued):
+    auto = with_train(recompute="auto")
+    for how in RECOMPUTE:
+        enough = (
+            int(needed(with_train(recompute=how), queued, one(with_train(recompute=how))).total / (1 - FRACTION)) + 1
+        )
+        assert fitting(auto, queued, one(auto), enough, "GPU 0").recompute == how
+    with pytest.raises(UsageError, match="GPU 0"):
+        fitting(auto, queued, one(auto), enough // 2, "GPU 0")
+
+
+def test_a_large_gpu_keeps_a_fixed_amount_for_its_libraries_and_a_small_share_still_runs(queued):
+    large = replace(RUN, model=replace(RUN.model, n_embd=1024, n_layer=48))
+    total = needed(large, queued, one(large)).total
+    assert total > 5 * LIBRARIES
+    assert fitting(large, queued, one(large), total + LIBRARIES + 1, "GPU 0").recompute == "mlp"
+    with pytest.raises(UsageError):
+        fitting(large, queued, one(large), total + LIBRARIES - 1, "GPU 0")
+    assert fitting(RUN, queued, one(RUN), LIBRARIES // 2, "GPU 0").recompute == "mlp"
+
+
+def test_micro_batches_are_as_few_as_fit_and_of_a_useful_size(monkeypatch):
+    kernels = CpuKernels("float32")
+    auto = with_train(recompute="auto", grad_accum=0, batch_size=48)
+    chosen = {n: with_train(auto, grad_accum=n, recompute="mlp") for n in (1, 3, 48)}
+    size = {n: needed(run, kernels, one(run)).total for n, run in chosen.items()}
+    assert size[1] > size[3] > size[48]
+
+    def found(free, run=auto, ranks=1):
+        t = fitting(run, kernels, Strategy(run.train, ranks), int(free / (1 - FRACTION)) + 1, "a")
+        return t.grad_accum, t.recompute
+
+    assert found(1 << 40) == (1, "mlp")
+    assert found(size[3]) == (3, "mlp")
+    assert found(size[48]) == (48, "mlp")  # rather than computing again: fewer sequences
+    assert found(1 << 40, chosen[3]) == (3, "mlp")  # asked for
+    with pytest.raises(UsageError, match="activations of 1 sequence of"):
+        found(size[48] // 2)
+    assert fitting(auto, kernels, one(auto), 1 << 40, "a", preferred=48).grad_accum == 48  # as it was before
+    monkeypatch.setattr("distgpt.core.train.memory.TOKENS", 32 * 16)
+    assert found(1 << 40) == (3, "mlp")
+    assert found(1 << 40, ranks=2) == (2, "mlp")
+    odd = with_train(auto, batch_size=67)
+    assert found(1 << 40, odd) == (1, "mlp")  # rather one too large than 67 of one sequence
+
+
+def test_what_is_held_out_takes_memory_too():
+    kernels = Weighing("float32")
+    model, span = Model(Architecture(RUN.model), kernels), Span(np.zeros(RUN.model.seq_len + 1, np.uint16))
+    Scorer(model, SerialComm()).sums([span])  # what the kernels keep for themselves
+    before = kernels.taken
+    Scorer(model, SerialComm()).sums([span] * 1000)
+    need = needed(RUN, CpuKernels("float32"), one(RUN), evaluated=True)
+    assert need.evaluation == kernels.taken - before
+    assert needed(RUN, CpuKernels("float32"), one(RUN)).total == need.total - need.evaluation

@@ -1,0 +1,176 @@
+"""Models from the Hugging Face Hub, by its own package from a server here: cut off, damaged, in parts."""
+
+import hashlib
+import json
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from foreignmodels import SHAPES, exported_model, in_parts, same, tensors_in
+
+from conftest import distgpt, refused
+
+pytest.importorskip("huggingface_hub")
+COMMIT = "0123456789abcdef" * 2 + "01234567"
+
+
+class Hub(BaseHTTPRequestHandler):
+    """Answers as the hub does for one repository, the files in `server.folder`."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_HEAD(self):
+        self.answer(with_body=False)
+
+    def do_GET(self):
+        self.answer(with_body=True)
+
+    def answer(self, with_body):
+        name, files = self.path.split("?")[0].rsplit("/", 1)[1], self.server.folder
+        if self.path.startswith("/api/models/some/model/tree/"):  # which newer versions ask for
+            paths = sorted(files.iterdir())
+            sizes = [{"path": path.name, "size": path.stat().st_size} for path in paths]
+            self.send(200, json.dumps([{**x, "type": "file", "oid": "0" * 40} for x in sizes]).encode(), with_body)
+        elif self.path.startswith("/api/models/some/model/"):
+            siblings = [{"rfilename": path.name} for path in sorted(files.iterdir())]
+            about = {"id": "some/model", "sha": COMMIT, "siblings": siblings}
+            self.send(200, json.dumps(about).encode(), with_body)
+        elif self.path.startswith("/some/model/resolve/") and (files / name).is_file():
+            self.send_file((files / name).read_bytes(), name, with_body)
+        else:
+            what = "Entry" if self.path.startswith("/some/model/") else "Repo"
+            self.send(404, b"", with_body, {"X-Error-Code": f"{what}NotFound"})
+
+    def send_file(self, data, name, with_body):
+        begin = int(self.headers.get("Range", "bytes=0-").removeprefix("bytes=").split("-")[0])
+        tag = hashlib.sha256(data).hexdigest()
+        headers = {"X-Repo-Commit": COMMIT, "ETag": f'"{tag}"', "Accept-Ranges": "bytes"}
+        headers |= {"Content-Range": f"bytes {begin}-{len(data) - 1}/{len(data)}"} if begin else {}
+        cut = None
+        if with_body:
+            self.server.asked.append((name, begin))
+            cut = self.server.cut.pop(name, None)
+        if name in self.server.damaged:
+            data = data[:-1] + bytes([data[-1] ^ 1])
+        self.send(206 if begin else 200, data[begin:], with_body, headers, cut)
+
+    def send(self, code, body, with_body, headers=None, cut=None):
+        self.send_response(code)
+        for key, value in {"Content-Length": len(body), **(headers or {})}.items():
+            self.send_header(key, str(value))
+        self.end_headers()
+        if with_body:
+            self.wfile.write(body[:cut])
+        self.close_connection = cut is not None
+
+    def log_message(self, *words):
+        pass
+
+
+@pytest.fixture
+def hub(tmp_path):
+    """A server whose repository some/model is a Qwen 3 in parts; its `env` leads the hub's package there."""
+    exported_model(tmp_path / "theirs", {**SHAPES["qwen 3"], "vocab_size": 150_000})
+    in_parts(tmp_path / "theirs")
+    (tmp_path / "theirs" / "pytorch_model.bin").write_bytes(b"a pickle")
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    server.folder, server.asked, server.damaged, server.cut = tmp_path / "theirs", [], set(), {}
+    server.env = {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HOME": str(tmp_path / "cache")}
+    server.env["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def imported(hub, out, name="hub:some/model"):
+    return distgpt("weights", "import", name, "--out", out, env=hub.env)
+
+
+@pytest.mark.ci
+def test_a_model_comes_whole_though_the_connection_breaks_and_is_asked_for_once(hub, tmp_path):
+    part = max(hub.folder.iterdir(), key=lambda path: path.stat().st_size).name
+    hub.cut[part] = 11 << 20  # the hub's package keeps whole pieces of 10 MB
+    result = imported(hub, tmp_path / "back.safetensors")
+    assert result.returncode == 0, result.stderr
+    assert same(tensors_in(tmp_path / "back.safetensors"), tensors_in(tmp_path / "ours.safetensors"))
+    begins = [begin for name, begin in hub.asked if name == part]
+    assert begins[0] == 0 and 0 < begins[1] <= 11 << 20 and len(begins) == 2
+    assert "pytorch_model.bin" not in [name for name, _ in hub.asked]
+    hub.asked.clear()
+    assert imported(hub, tmp_path / "again.safetensors").returncode == 0
+    assert hub.asked == []
+
+
+@pytest.mark.ci
+def test_a_file_that_came_damaged_is_refused_and_fetched_anew(hub, tmp_path):
+    part = next(hub.folder.glob("model-00002*")).name
+    hub.damaged.add(part)
+    result = imported(hub, tmp_path / "back.safetensors")
+    refused(result, 65, part, "not what the hub says", "again")
+    assert not (tmp_path / "back.safetensors").exists()
+    hub.damaged.clear()
+    assert imported(hub, tmp_path / "back.safetensors").returncode == 0
+    assert [name for name, _ in hub.asked].count(part) == 2
+
+
+@pytest.mark.ci
+def test_a_model_that_is_not_there_is_one_line(hub, tmp_path):
+    refused(imported(hub, tmp_path / "back.safetensors", "hub:some/other"), 65, "some/other cannot be fetched")
+    assert list(Path(tmp_path).glob("back*")) == []
+
+
+@pytest.mark.ci
+def test_a_batch_script_s_tokenizer_is_fetched_before_the_job_waits(hub, tmp_path):
+    """So that a node without a network has it in $HF_HOME; what cannot be fetched is refused as by train."""
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text("some text")
+    words = ["submit", "--system", "slurm", "--time", "1h", "--", "train", "--data", "texts", "--tokenizer"]
+    result = distgpt(*words, "hub:some/model", cwd=tmp_path, env=hub.env)
+    assert result.returncode == 0 and "#SBATCH" in result.stdout, result.stderr
+    away = {**hub.env, "HF_ENDPOINT": "http://127.0.0.1:1"}
+    hub.asked.clear()
+    for env in (hub.env, away):  # from the cache
+        there = distgpt("tokenizer", "info", "hub:some/model", cwd=tmp_path, env=env)
+        assert there.returncode == 0 and hub.asked == [], there.stderr
+    (hub.folder / "tokenizer.json").unlink()  # then vocab.json and merges.txt are
+    other = {**hub.env, "HF_HOME": str(tmp_path / "other")}
+    found = distgpt("tokenizer", "info", "hub:some/model", cwd=tmp_path, env=other)
+    assert found.returncode == 0 and [name for name, _ in hub.asked] == ["merges.txt", "vocab.json"]
+    gpt2 = distgpt(*words, "gpt2", cwd=tmp_path, env=away)
+    refused(gpt2, 65, "the tokenizer of openai-community/gpt2 cannot be fetched", "give --tokenizer a directory")
+    assert gpt2.stdout == ""
+
+
+FOUND = """
+from pathlib import Path
+from distgpt.core.saved.weights import weights_of
+print(weights_of(Path("hub:some/model")))
+"""
+
+
+@pytest.mark.slow
+def test_other_commands_take_a_name_of_the_hub_which_is_fetched_once(hub, tmp_path):
+    env = {**hub.env, "XDG_CACHE_HOME": str(tmp_path / "kept")}
+    for _ in range(2):
+        result = distgpt(program=[sys.executable, "-c", FOUND], env=env)
+        kept = tmp_path / "kept" / "distgpt" / "models" / "some--model.safetensors"
+        assert result.stdout.strip() == str(kept), result.stderr
+        assert bool(hub.asked) == ("is kept as" in result.stderr)
+        hub.asked.clear()
+    assert same(tensors_in(kept), tensors_in(tmp_path / "ours.safetensors"))
+    train = ["--init", "hub:some/model", "--data", "story"]
+    for words in (
+        ["estimate", *train, "--no-measure"],
+        ["submit", "--system", "slurm", "--nodes", "1", "--time", "1h", "--", "train", *train],
+    ):
+        here = distgpt(*words, env={**hub.env, "XDG_CACHE_HOME": str(tmp_path / "empty")})
+        refused(here, 2, "hub:some/model is not on this machine yet", "weights import")
+        assert hub.asked == []
+        there = distgpt(*words, env=env)
+        assert there.returncode == 0, there.stderr
+    for words in (["infer"], ["eval", "--val", "story"], ["tune", "--data", "x.jsonl"]):
+        missing = distgpt(*words, "--weights", "hub:some/other", env=env)
+        refused(missing, 65, "some/other cannot be fetched", "without a network")

@@ -1,0 +1,188 @@
+"""Adapters of PEFT in and out: the same scores and gradients there, and what is refused."""
+
+import shutil
+
+import distgpt
+import numpy as np
+import pytest
+from distgpt.core.comm.api import SerialComm
+from distgpt.core.config import RunConfig, TrainConfig
+from distgpt.core.cpu.kernels import CpuKernels
+from distgpt.core.model.passes import Pass
+from distgpt.core.saved.modelfile import Description, read_description
+from distgpt.core.saved.tensors import read_header, read_into, write_tensors
+from distgpt.models.adapters import ADAPTER, AdaptedModel, adapter_layout, adapters_by_matrix, base_of, read_adapter
+from distgpt.models.adapters import ADAPTERS as KIND
+from distgpt.models.formats.huggingface import Foreign, export_model, import_model
+from distgpt.models.formats.peft import PREFIX, export_adapter, import_adapter
+from foreignmodels import MODERN, SHAPES, change_json, random_model, shape
+from test_huggingface_peer import FAMILIES, LONG, PEER, V, some_tokens, transformers
+
+from conftest import inside, refused
+
+peer = pytest.mark.skipif(not PEER, reason="needs torch, transformers and peft")
+LAYERS = ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]
+OF_GPT2 = {"r": 4, "lora_alpha": 6, "target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True}
+EVERY = {"r": 4, "lora_alpha": 6, "target_modules": "all-linear"}
+ADAPTERS = {
+    "gpt2": OF_GPT2,
+    "llama 3": EVERY,
+    "qwen2": {**EVERY, "use_rslora": True},
+    "qwen3": {"r": 2, "target_modules": LAYERS, "rank_pattern": {"v_proj": 5}, "alpha_pattern": {"up_proj": 3}},
+}
+
+
+def ignored(text):
+    """Notes are for people."""
+
+
+def written(path, weights, matrices="all"):
+    """A random adapter of ours."""
+    model = read_description(weights).run.model
+    train = TrainConfig(init=str(weights), lora_rank=3, lora_alpha=5.0, lora_matrices=matrices)
+    run, draw = RunConfig(model, train), np.random.default_rng(4)
+    tensors = {s.name: draw.normal(0, 0.3, s.shape).astype(np.float32) for s in adapter_layout(run).specs}
+    write_tensors(path, tensors, Description(run, None, part=ADAPTER, base=base_of(weights)).to_metadata())
+    return path
+
+
+def close(ours, theirs):
+    assert np.abs(ours - theirs).max() < 1e-5 * max(1, np.abs(theirs).max())
+
+
+@peer
+@pytest.mark.peer
+def test_peft_computes_the_same_with_our_adapters(tmp_path):
+    jobs = []
+    for name, matrices in {"odd": "all", "relu": "k,down", "llama, grouped": "all", "qwen 3": "q,v,gate"}.items():
+        folder = tmp_path / name
+        random_model(weights := tmp_path / f"{name}.safetensors", SHAPES[name])
+        export_model(weights, folder, "float32")
+        export_adapter(
+            written(tmp_path / f"{name}.adapter", weights, matrices), tmp_path / f"{name}.peft", "float32", ignored
+        )
+        tokens = some_tokens(tmp_path / f"{name}.npy", SHAPES[name]["vocab_size"], SHAPES[name]["seq_len"])
+        jobs.append(["adapted", str(folder), f"{folder}.peft", tokens, f"{folder}.npz"])
+    transformers(*jobs)
+    for _, folder, _, tokens, out in jobs:
+        both = distgpt.load(f"{folder}.safetensors", adapter=f"{folder}.adapter")
+        close(both.logits(np.load(tokens)), np.load(out)["logits"])
+
+
+@peer
+@pytest.mark.peer
+def test_distgpt_computes_the_same_with_theirs_and_so_are_the_gradients(tmp_path):
+    jobs, tokens = [], some_tokens(tmp_path / "tokens.npy", V, LONG)
+    for name, settings in ADAPTERS.items():
+        folder, theirs = str(tmp_path / name), str(tmp_path / f"{name}.peft")
+        config, size = FAMILIES[name]
+        jobs += [["make", folder, size, config], ["adapt", folder, theirs, settings]]
+        jobs += [["adapted", folder, theirs, tokens, f"{folder}.npz"]]
+    transformers(*jobs)
+    for name in ADAPTERS:
+        folder, expected = tmp_path / name, np.load(tmp_path / f"{name}.npz")
+        weights, adapter = (tmp_path / f"{name}.{kind}" for kind in ("safetensors", "adapter"))
+        import_model(str(folder), weights, None)
+        import_adapter(f"{folder}.peft", weights, adapter, ignored)
+        close(distgpt.load(weights, adapter=adapter).logits(np.load(tokens)), expected["logits"])
+        if name in ("gpt2", "llama 3"):  # with one rank and one scale for all
+            _check_gradients(weights, adapter, Foreign(folder).family, np.load(tokens), expected)
+
+
+def _check_gradients(weights, adapter, family, tokens, expected):
+    about = read_description(adapter)
+    model = AdaptedModel(about.run, CpuKernels("float32", 2))
+    KIND.load_frozen(SerialComm(), model, TrainConfig(init=str(weights)))
+    for name, values in read_adapter(adapter, about).items():
+        model.params[name][...] = values
+    sides = [side.flatten().astype(np.int32) for side in (tokens[:, :-1], tokens[:, 1:])]
+    Pass(model, len(tokens), LONG - 1, training=True).loss_and_gradients(*sides, 1.0, False)
+    ours = adapters_by_matrix(about.run)
+    for mapping in family.mappings(model.config):
+        own = [a for a in ours.get(mapping.ours, ()) if 0 <= a.rows.start - mapping.first < mapping.rows]
+        if own:
+            module = PREFIX + family.full_name(mapping.theirs).removesuffix(".weight")
+            a, b = (expected[f"{module}.lora_{side}.default.weight"] for side in "AB")
+            # Where theirs is several of ours, each has an A of its own, which began as theirs.
+            found = sum(model.grads[f"{each.name}.lora_a"] for each in own)
+            np.testing.assert_allclose(found, a, atol=1e-4 * np.abs(a).max())
+            found = np.concatenate([model.grads[f"{each.name}.lora_b"] for each in own])
+            np.testing.assert_allclose(found, b, atol=1e-4 * np.abs(b).max())
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A model, and an adapter of ours as PEFT keeps it."""
+    random_model(weights := tmp_path / "w.safetensors", shape(77, 13, 2, 3, 18, **MODERN))
+    export_adapter(written(tmp_path / "a.safetensors", weights), tmp_path / "peft", "float32", ignored)
+    return weights, tmp_path / "peft"
+
+
+def test_an_adapter_comes_back_as_it_was(saved, tmp_path):
+    weights, folder = saved
+    result = inside("weights", "import", folder, "--weights", weights, "--out", tmp_path / "b.safetensors")
+    assert result.returncode == 0, result.stderr
+    left, right = ({}, {})
+    for path, found in ((tmp_path / "a.safetensors", left), (tmp_path / "b.safetensors", right)):
+        found |= {name: np.empty(e.shape, np.float32) for name, e in read_header(path).tensors.items()}
+        read_into(path, found)
+    assert left.keys() == right.keys() and all(np.array_equal(left[name], right[name]) for name in left)
+    train = read_description(tmp_path / "b.safetensors").run.train
+    assert (train.lora_rank, train.lora_scale, train.lora_matrices) == (3, pytest.approx(5 / 3), "all")
+    for dtype in ("float16", "bfloat16"):
+        out = tmp_path / dtype
+        assert inside("weights", "export", tmp_path / "a.safetensors", "--out", out, "--dtype", dtype).returncode == 0
+
+
+def test_what_cannot_be_held_is_refused(saved, tmp_path):
+    weights, folder = saved
+    ask = ["weights", "import", folder, "--out", tmp_path / "b.safetensors"]
+    refused(inside(*ask), 2, "--weights")
+    kept = shutil.copytree(folder, tmp_path / "kept")
+    for changes, *words in (
+        ({"use_dora": True}, "use_dora"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"bias": "all"}, "bias"),
+        ({"peft_type": "LOHA"}, "LOHA"),
+        ({"init_lora_weights": "pissa_niter_4"}, "pissa"),
+        ({"lora_alpha": "much"}, "lora_alpha"),
+        ({"lora_alpha": 0}, "lora_alpha"),
+        ({"alpha_pattern": [1]}, "alpha_pattern"),
+        ({"alpha_pattern": {"layers.[01].*": 2}}, "alpha_pattern"),
+    ):
+        shutil.copy(kept / "adapter_config.json", folder)
+        change_json(folder / "adapter_config.json", **changes)
+        refused(inside(*ask, "--weights", weights), 65, *words)
+    path = folder / "adapter_model.safetensors"
+    last = sorted(read_header(path).tensors)[-1].removeprefix(PREFIX).removesuffix(".lora_B.weight")
+    change_json(folder / "adapter_config.json", lora_alpha=1e-300, alpha_pattern={last: 1e6})
+    result = inside(*ask, "--weights", weights)
+    refused(result, 65, path, f"{last}.lora_B.weight, scaled by lora_alpha, holds values that are not finite")
+    shutil.copy(kept / "adapter_config.json", folder)
+    tensors = {name: np.empty(e.shape, np.float32) for name, e in read_header(path).tensors.items()}
+    read_into(path, tensors)
+    first = next(iter(tensors))
+    for name, change in (
+        (f"{PREFIX}lm_head.lora_A.weight", np.zeros((3, 18), np.float32)),
+        (f"{PREFIX}model.layers.7.mlp.up_proj.lora_A.weight", np.zeros((3, 18), np.float32)),
+        (first, np.zeros((3, 5), np.float32)),
+        (first, np.full_like(tensors[first], np.nan)),
+        (first, None),
+    ):
+        changed = {n: x for n, x in {**tensors, name: change}.items() if x is not None}
+        write_tensors(path, changed, {})
+        refused(inside(*ask, "--weights", weights), 65, path)
+    # Finite, but not what comes of them: then the model's file is not to be blamed.
+    write_tensors(path, {name: np.full_like(array, 3e38) for name, array in tensors.items()}, {})
+    huge = tmp_path / "huge.safetensors"
+    assert inside("weights", "import", folder, "--out", huge, "--weights", weights).returncode == 0
+    for words in (
+        ["infer", "--prompt", "a", "--weights", weights, "--adapter", huge],
+        ["infer", "--prompt", "a", "--weights", weights, "--adapter", huge, "--dtype", "int8"],
+        ["weights", "merge", "--weights", weights, "--adapter", huge, "--out", tmp_path / "b.safetensors"],
+    ):
+        refused(inside(*words), 65, f"{huge}: what blocks.", "is not finite")
+    random_model(other := tmp_path / "other.safetensors", shape(77, 13, 1, 3, 18, **MODERN))
+    write_tensors(path, tensors, {})
+    refused(inside(*ask, "--weights", other), 65, "layers.1")
+    assert not (tmp_path / "b.safetensors").exists()

@@ -1,0 +1,62 @@
+"""The list of mutations fits the code: whoever changes a line that is in it changes the list too."""
+
+from conftest import TESTS
+from mutations.mutations import MUTATIONS
+from mutations.sampling import changed, mutants_of, sample
+
+
+def misfit(mutation):
+    """What is wrong with an entry, or "" if it changes one place of the package and its tests are there."""
+    file = TESTS.parent / "distgpt" / mutation.file
+    if not file.exists() or not (TESTS / mutation.tests.split()[0]).exists():
+        return "no such file"
+    text = file.read_text()
+    if text.count(mutation.old) != 1:
+        return f"{mutation.old!r} stands there {text.count(mutation.old)} times"
+    changed = text.replace(mutation.old, mutation.new)
+    if file.suffix == ".py":
+        compile(changed, mutation.file, "exec")
+    return "nothing changes" if changed == text else ""
+
+
+def test_every_mutation_changes_one_place_of_the_package():
+    misfits = [f"{m.fault}: {m.file}: {wrong}" for m in MUTATIONS if (wrong := misfit(m))]
+    assert not misfits, "\n".join(misfits)
+    assert len({mutation.fault for mutation in MUTATIONS}) == len(MUTATIONS) >= 40
+
+
+SOURCE = """
+def clipped(x, low, high=3):
+    if x < low and x is not None:
+        return max(low, x)
+    print(x + 1)
+    return x * 2 if not high else "as it is"
+"""
+EXPECTED = {
+    ("comparison", "x < low", "(x <= low)"),
+    ("condition", "x < low and x is not None", "(x < low or x is not None)"),
+    ("condition", "x < low and x is not None", "True"),
+    ("arguments", "low, x", "x, low"),
+    ("statement", "print(x + 1)", "pass"),
+    ("arithmetic", "x + 1", "(x - 1)"),
+    ("constant", "3", "4"),
+    ("return", "return max(low, x)", "return None"),
+}
+
+
+def test_mutants_change_one_expression_or_statement(tmp_path):
+    (path := tmp_path / "room" / "file.py").parent.mkdir()
+    path.write_text(SOURCE)
+    found = mutants_of(path, tmp_path)
+    assert {(m.kind, m.old, m.new) for m in found} > EXPECTED
+    for mutant in found:
+        text = changed(mutant, path.read_bytes())
+        assert text != SOURCE and compile(text, "file.py", "exec")
+
+
+def test_the_sample_does_not_depend_on_edits_elsewhere(tmp_path):
+    (path := tmp_path / "room" / "file.py").parent.mkdir()
+    path.write_text(SOURCE)
+    before = [m.name for m in sample(tmp_path, per_room=5)]
+    path.write_text("# ä comment\n" + SOURCE + "\n# another\n")
+    assert [m.name for m in sample(tmp_path, per_room=5)] == before and len(before) == 5

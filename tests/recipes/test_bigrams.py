@@ -1,0 +1,181 @@
+"""First weights from the counts of pairs: their gradients, and what they predict."""
+
+import weakref
+from contextlib import contextmanager
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from distgpt.core.base.errors import UsageError
+from distgpt.core.comm.layout import Layout
+from distgpt.core.comm.resources import Cores
+from distgpt.core.config import ModelConfig
+from distgpt.core.cpu.kernels import CpuKernels
+from distgpt.core.model.model import Architecture, Model
+from distgpt.core.model.passes import Pass
+from distgpt.core.ops.kernels import Kernels
+from distgpt.core.train import setup
+from distgpt.recipes import bigrams
+from distgpt.recipes.bigrams import Pairs, learn_bigrams
+from distgpt.recipes.scaling import PAIR_PASSES
+
+from conftest import losses, train
+
+V, C = 37, 16
+
+
+def text(length=20_000, seed=1):
+    """A chain in which each token is mostly followed by one of three others. Token 5 is not in it."""
+    rng = np.random.default_rng(seed)
+    follows = np.delete(np.arange(V), 5)[rng.integers(0, V - 1, (V, 3))]
+    tokens = [0]
+    for choice in rng.integers(0, 3, length - 1):
+        tokens.append(int(follows[tokens[-1], choice]))
+    return np.array(tokens, np.uint16)
+
+
+def random_weights(dtype=np.float32):
+    rng = np.random.default_rng(2)
+    return [rng.standard_normal((V, C)).astype(dtype) * std for std in (0.8, 0.1)]
+
+
+def mean_loss(tokens, embedding, head, centred=False):
+    """Of each token after the one before, in nats."""
+    x = embedding - embedding.mean(1, keepdims=True) * centred
+    x = x / np.sqrt(np.mean(x * x, 1, keepdims=True) + 1e-5)
+    scores = x @ head.T
+    logs = scores - np.log(np.exp(scores).sum(1, keepdims=True))
+    return -logs[tokens[:-1], tokens[1:]].mean()
+
+
+def entropy(tokens):
+    """The lowest loss of anything that knows one token before."""
+    counts = np.zeros((V, V))
+    np.add.at(counts, (tokens[:-1], tokens[1:]), 1)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        logs = np.log(counts / counts.sum(1, keepdims=True))
+    return -(counts * np.where(counts > 0, logs, 0)).sum() / counts.sum()
+
+
+@pytest.mark.parametrize("centred", [False, True])
+def test_gradients_are_those_of_the_mean_loss(centred):
+    tokens = text(500)
+    pairs = Pairs.of(tokens, V)
+    e, h = (weights[pairs.order] for weights in random_weights(np.float64))
+    places = np.argsort(pairs.order)[tokens]
+    de = np.zeros_like(e)
+    dh = bigrams._gradients(pairs, slice(0, V), e, h, de, centred)
+    rng = np.random.default_rng(3)
+    for weights, gradient in ((e, de), (h, dh)):
+        for _ in range(8):
+            at = rng.integers(0, V - 2), rng.integers(0, C)
+            before, found = weights[at], []
+            for moved in (1e-5, -1e-5):
+                weights[at] = before + moved
+                found.append(mean_loss(places, e, h, centred))
+            weights[at] = before
+            assert gradient[at] == pytest.approx((found[0] - found[1]) / 2e-5, rel=1e-3, abs=1e-6)
+
+
+def test_they_predict_nearly_as_well_as_counts_do():
+    tokens = text()
+    e, h = random_weights()
+    unseen = e[5].copy()
+    before = mean_loss(tokens, e, h)
+    learn_bigrams(tokens, e, h, centred=False, threads=1)
+    assert mean_loss(tokens, e, h) < entropy(tokens) + 0.1 * (before - entropy(tokens))
+    assert np.array_equal(e[5], unseen)
+
+
+def test_results_do_not_depend_on_the_number_of_threads(monkeypatch):
+    monkeypatch.setattr(bigrams, "ROWS", 5)
+    found = []
+    for threads in (1, 3):
+        e, h = random_weights()
+        learn_bigrams(text(3000), e, h, centred=True, threads=threads)
+        found.append((e, h))
+    assert all(map(np.array_equal, *found))
+
+
+def test_few_results_wait_to_be_added(monkeypatch):
+    """Each is as large as the output layer, which has many more rows than a piece of work."""
+    gradients, made, alive = bigrams._gradients, [], []
+
+    def watched(*args):
+        found = gradients(*args)
+        made.append(weakref.ref(found))
+        alive.append(sum(each() is not None for each in made))
+        return found
+
+    monkeypatch.setattr(bigrams, "ROWS", 1)
+    monkeypatch.setattr(bigrams, "_gradients", watched)
+    learn_bigrams(text(500), *random_weights(), centred=False, threads=2)
+    assert len(made) > 100 and max(alive) <= 5
+
+
+def test_a_stage_beside_others_takes_its_own_threads_alone(monkeypatch):
+    """As runs of a sweep do; the ranks of one run leave theirs to the first."""
+    monkeypatch.setattr(setup, "granted_cores", lambda: Cores(16.0))
+    one = SimpleNamespace(kernels=CpuKernels(threads=3))
+    for comm, threads in (
+        (SimpleNamespace(size=1, local_size=4, cores=4.0), 3),
+        (SimpleNamespace(size=8, local_size=4, cores=4.0), 12),
+    ):
+        assert setup._threads_of_waiting(comm, one) == threads
+
+
+def test_they_are_learned_on_all_cores_that_the_process_was_given(monkeypatch):
+    class Bound(Layout):
+        @contextmanager
+        def unbound(self):
+            monkeypatch.setattr(setup, "granted_cores", lambda: Cores(16.0))
+            yield
+            monkeypatch.setattr(setup, "granted_cores", lambda: Cores(2.0))
+
+    taken = []
+    learned = SimpleNamespace(tokens=8, learn=lambda tokens, host, config, threads: taken.append(threads))
+    model = SimpleNamespace(kernels=CpuKernels(threads=2), config=None, initial=lambda seed: ())
+    monkeypatch.setattr(setup, "layout", Bound)
+    monkeypatch.setattr(setup, "learned_first", lambda config, t: learned)
+    monkeypatch.setattr(setup, "granted_cores", lambda: Cores(2.0))
+    comm = SimpleNamespace(size=8, local_size=8, cores=2.0)
+    batches = SimpleNamespace(sample=lambda tokens: None)
+    setup._draw(comm, model, SimpleNamespace(seed=1), batches, {})
+    assert taken == [16]
+
+
+def test_the_dial_knows_what_they_cost():
+    assert sum(part * steps for part, steps in bigrams.PHASES) == PAIR_PASSES
+
+
+@pytest.mark.parametrize("length", [1, 2])
+def test_a_text_of_one_or_two_tokens_is_no_trouble(length):
+    e, h = random_weights()
+    learn_bigrams(np.arange(length, dtype=np.uint16), e, h, centred=False, threads=1)
+    assert np.isfinite(e).all() and np.isfinite(h).all()
+
+
+def test_a_model_begins_with_what_the_pairs_predict():
+    tokens = text(2000)
+    shape = ModelConfig(V, seq_len=8, n_layer=2, n_head=2, n_embd=C, positions="rope", norm="rmsnorm")
+    config = replace(shape, bias=False, tied=False, init_weights="bigrams")
+    model = Model(Architecture(config), Kernels())
+    model.initialise(1)
+    e, h = (model.weights[name][:V] for name in ("wte", "head.w"))
+    learn_bigrams(tokens, e, h, centred=False, threads=1)
+    model.refresh()
+    window, total = tokens[:9].astype(np.int32), model.kernels.scalars(1)
+    Pass(model, 1, 8, training=True).loss(total, window[:-1], window[1:])
+    assert total[0] == pytest.approx(mean_loss(window, e, h), rel=1e-4)
+
+
+@pytest.mark.ci
+def test_a_run_begins_with_them(tmp_path):
+    words = ("--untied", "--positions", "rope", "--set", "init_weights=bigrams", "--steps", "1")
+    assert losses(train(tmp_path / "run", *words))[0] < 3.5  # ln 256 is 5.5
+
+
+def test_a_tied_output_layer_is_refused():
+    with pytest.raises(UsageError, match="init_weights unit"):
+        ModelConfig(init_weights="bigrams")

@@ -1,0 +1,314 @@
+"""Runs that end by the clock: train_minutes, --within and the depth that it chooses."""
+
+import json
+from dataclasses import replace
+
+import distgpt as library
+import pytest
+from distgpt.callbacks.attach import TimedClock
+from distgpt.core.base.errors import UsageError
+from distgpt.core.config import TrainConfig
+from distgpt.core.config.presets import preset
+from distgpt.core.cpu import first_use
+from distgpt.core.cpu.compiling import disk_cache
+from distgpt.core.data.textfile import resolve_data
+from distgpt.core.model.optim import learning_rate
+from distgpt.core.saved.rundir import RunDirectory
+from distgpt.core.train.progress import Pace, Progress
+from distgpt.core.train.seams import Clock, is_over
+from distgpt.parallel.choose import Chosen
+from distgpt.recipes.depth import described, settings_of, text_of
+
+from conftest import copy_compiled, distgpt, inside, needs_mpi, refused, train
+
+SMALL = ["--n-layer", "1", "--n-embd", "16", "--seq-len", "16"]
+T = TrainConfig(train_minutes=1.0, warmup=0, steps=7)
+
+
+def run_of(t, ranks=1, spent=0.0, seconds=4.0, queued=False, closing=0.0):
+    """Take steps of this many seconds by a clock that they alone move. Return (share, step) of each."""
+    now, progress = [100.0], Progress()
+    pace = Pace(progress, Chosen(t, ranks).placement.rounds)
+    clock = TimedClock(t, pace, 100.0, spent, queued, closing, now=lambda: now[0])
+    return stepped(clock, progress, now, queued, seconds), now[0] - 100.0 + spent, clock
+
+
+def stepped(clock, progress, now, queued, seconds):
+    found, sent = [], []
+    while progress.step + len(sent) != clock.last and len(found) < 1000:
+        found.append(clock.elapsed)
+        now[0] += 0 if queued and not sent else seconds
+        sent.append(clock.elapsed_ahead())
+        while len(sent) > queued:
+            progress.count_step(1.0, seconds, True)
+            clock.hear_elapsed(sent.pop(0), launched=progress.step + len(sent))
+    return found
+
+
+def test_the_last_step_ends_with_the_time_and_sees_all_of_it_as_over():
+    shares, seconds, clock = run_of(T)
+    assert shares[0] == 0 and shares == sorted(shares) and shares[-1] == 1
+    assert shares[-2] < 1 and 52 <= seconds <= 60
+    assert shares[5] == pytest.approx(6 * 4 / 59.1)  # at the end of the sixth step
+    assert clock.seconds() == 60
+
+
+@pytest.mark.parametrize(
+    "how, first, shortest, longest",
+    [
+        ({"spent": 30.0}, 30 / 59.1, 52, 60),
+        ({"queued": True}, 0, 48, 64),
+        ({"closing": 3.0}, 0, 40, 48),  # there is time left for what follows the last step
+    ],
+    ids=str,
+)
+def test_a_run_ends_with_its_time(how, first, shortest, longest):
+    shares, seconds, _ = run_of(T, **how)
+    assert shares[0] == pytest.approx(first) and shares[-1] == 1 and shortest <= seconds <= longest
+    assert run_of(T, spent=60.0)[0] == []
+
+
+def test_local_steps_end_with_a_round():
+    shares, *_ = run_of(replace(T, outer_every=4), ranks=2)
+    assert len(shares) % 4 == 0 and 52 <= 4 * len(shares) <= 76
+
+
+def test_without_a_time_the_steps_count():
+    clock = Clock(7)
+    assert stepped(clock, Progress(), [100.0], False, 4.0) == [None] * 7 and clock.seconds() == 0
+
+
+def test_a_run_that_went_back_still_ends_with_its_time():
+    progress, now = Progress(), [60.0]
+    clock = TimedClock(T, Pace(progress), 0.0, now=lambda: now[0])
+    progress.step = 9
+    clock.hear_elapsed(clock.elapsed_ahead(), launched=9)
+    assert (clock.elapsed, clock.last) == (1, 10)
+    progress.step = 4
+    clock.hear_elapsed(clock.elapsed_ahead(), launched=5)
+    assert clock.last == 6
+
+
+def test_schedules_by_the_clock():
+    t = TrainConfig(lr=1.0, min_lr=0.1, warmup=10, decay_fraction=0.5)
+    for schedule, expected in (
+        ("linear", {0.0: 1.0, 0.5: 0.55, 1.0: 0.1}),
+        ("cosine", {0.0: 1.0, 0.5: 0.55, 1.0: 0.1}),
+        ("wsd", {0.0: 1.0, 0.5: 1.0, 0.75: 0.55, 1.0: 0.1}),
+        ("constant", {0.0: 1.0, 1.0: 1.0}),
+    ):
+        chosen = replace(t, schedule=schedule)
+        found = {share: learning_rate(chosen, 10, share) for share in expected}
+        assert found == pytest.approx(expected), schedule
+        assert learning_rate(chosen, 4, 0.9) == 0.5  # warm-up goes by steps
+    assert learning_rate(replace(t, schedule="wsd", decay_fraction=0.0), 10, 1.0) == 1.0
+
+
+def lines(directory):
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def seconds_of(out, step):
+    return json.loads((out / "checkpoints" / f"step-{step:08}" / "state.json").read_text())["seconds"]
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@needs_mpi
+def test_ranks_end_together_and_a_stopped_run_resumes_its_time(tmp_path):
+    out = tmp_path / "run"
+    words = ["train", *SMALL, "--set", "train_minutes=0.15", "--warmup", "0", "--out", out]
+    mpi = ["--stage", "mpi", "--threads", "1"]
+    stopped = distgpt(*words, *mpi, "--time-limit", "6s", ranks=2)
+    first = lines(out)[-1]["step"]
+    assert stopped.returncode == 75, stopped.stderr
+    spent = seconds_of(out, first)
+    assert 0 < spent < 6
+    ended = distgpt(*words, *mpi, "--resume", "auto", ranks=2)
+    assert ended.returncode == 0, ended.stderr
+    steps = lines(out)
+    assert steps[first]["lr"] < 1.02 * steps[first - 1]["lr"] and steps[-1]["lr"] == 0  # not a new run's rate
+    assert seconds_of(out, steps[-1]["step"]) == pytest.approx(9)
+    again = inside(*words, "--threads", "1", "--resume", "auto")
+    assert again.returncode == 0 and "its 9s are over" in again.stdout
+    assert lines(out) == steps
+
+
+# The dial
+
+
+def test_the_dial_sets_what_nothing_else_says_and_a_resumed_run_keeps_it(tmp_path):
+    text = tmp_path / "my.txt"
+    text.write_text("The keeper lit the lamp. The lamp was old.\n" * 9)
+    toml = tmp_path / "c.toml"
+    toml.write_text("lr = 0.005\nmin_lr = 0.001\n")
+    words = ["train", "--data", text, "--config", toml, "--threads", "1", "--out", tmp_path / "r", "--depth"]
+    result = inside(*words, "1", "--steps", "2", "--batch-size", "2")
+    assert result.returncode == 0, result.stderr
+    assert "depth 1" in result.stdout and "lr 0.005" in result.stdout
+    run = RunDirectory(tmp_path / "r").saved()
+    assert (run.model.n_embd, run.model.mlp, run.train.optimizer) == (64, "relu2", "muon")
+    assert (run.train.lr, run.train.steps, run.train.batch_size, run.train.tokenizer) == (0.005, 2, 2, "byte")
+    longer = inside(*words, "1", "--resume", "auto", "--steps", "3")
+    assert longer.returncode == 0, longer.stderr
+    assert "depth 1" not in longer.stdout and lines(tmp_path / "r")[-1]["step"] == 3
+    refused(inside(*words, "2", "--resume", "auto"), 2, "n_layer was 1 and is now 2")
+
+
+def test_the_lines_of_the_dial_say_what_is_read_and_when_it_ends(tmp_path):
+    (text := tmp_path / "my.txt").write_text("The keeper lit the lamp. " * 40)
+    for tokens, flags, words in (
+        (0.0, {}, "reads 8.19 k tokens, the text 8.19 times; 0.125 for each of 65.5 k parameters"),
+        (0.0, {}, "16 steps of 512 tokens; lr 0.01"),
+        (300.0, {"train_minutes": 2.955}, ", until 2:57 is over"),
+    ):
+        given = {"data": str(text), **flags}
+        assert words in described(preset("fast", {**settings_of(1, given, tokens), **given}))
+
+
+@pytest.mark.ci
+def test_a_bpe_that_is_learned_is_kept_in_the_run(tmp_path):
+    out = train(tmp_path / "run", "--tokenizer", "bpe:300", "--steps", "1")
+    assert library.load(out / "weights.safetensors").tokenizer.kind == "bpe"
+    longer = inside("train", "--out", out, "--resume", "auto", "--steps", "2")
+    assert longer.returncode == 0, longer.stderr
+
+
+def test_the_size_of_a_text_is_known_before_it_is_read(tmp_path):
+    (tmp_path / "a.txt").write_text("ab" * 5000)
+    given = {"data": str(tmp_path / "a.txt")}
+    assert text_of(given).tokens == 10_000 and text_of(given).tokenizer == "byte"
+    assert text_of(given | {"tokenizer": "char"}).vocab_size == 2
+    assert text_of(given | {"tokenizer": "gpt2"}).vocab_size == 50257
+    assert text_of(given | {"vocab_size": 512}).tokenizer == "bpe:512"
+    assert text_of({"data": str(tmp_path)}).tokens == 10_000
+
+
+def test_a_former_run_whose_minutes_were_less_than_asked_for_is_over():
+    t = replace(T, train_minutes=10.0)
+    assert is_over(0.985 * 600, t) and is_over(600.0, t) and not is_over(580.0, t)
+    assert run_of(t, spent=0.985 * 600)[0] == []
+
+
+def test_what_the_dial_refuses(tmp_path):
+    for words, hint in (
+        (["--depth", "2", "--preset", "gpt2"], "fast"),
+        (["--within", "soon"], "no time"),
+        (["--within", "1m", "--set", "train_minutes=1"], "train_minutes"),
+        (["--within", "1m", "--steps", "5"], "--within and --steps"),
+        (["--set", "train_minutes=1", "--steps", "5"], "train_minutes and --steps"),
+        (["--depth", "2", "--n-layer", "3"], "--depth and --n-layer"),
+        (["--depth", "2", "--within", "1m", "--n-layer", "3"], "--n-layer"),
+        (["--depth", "2", "--seq-len", "0"], "seq_len"),
+    ):
+        refused(inside("train", *words, "--out", tmp_path / "none"), 2, hint)
+    with pytest.raises(UsageError, match="depth"):
+        library.train(depth=0, out=tmp_path / "none")
+
+
+def within(path, seconds, out, **settings):
+    """Train by the clock on a text; its notes, its settings, and what it has left."""
+    notes = []
+    found = library.train(within=f"{seconds}s", data=str(path), threads=1, out=out, on_note=notes.append, **settings)
+    return "\n".join(notes), RunDirectory(found.directory).saved().train, found.metrics
+
+
+@pytest.mark.ci
+def test_within_chooses_a_depth_and_ends_with_its_time(tmp_path):
+    lines = resolve_data("corpus").read_text().splitlines(keepends=True)
+    (tmp_path / "long.txt").write_text("".join(lines * 8))
+    notes, t, metrics = within(tmp_path / "long.txt", 8, tmp_path / "run", tokenizer="byte")
+    assert t.train_minutes == pytest.approx(8 / 60) and t.optimizer == "muon"
+    assert metrics[-1]["lr"] == pytest.approx(t.min_lr) and not t.eval_every
+    assert "bits per byte on text that it has not seen" in notes and "--val-fraction 0.1" in notes
+    assert "the run ends after" not in notes
+
+
+@pytest.mark.ci
+def test_within_reads_no_short_text_until_it_is_learned_by_heart(tmp_path):
+    notes, t, metrics = within(resolve_data("story"), 600, tmp_path / "run", val_fraction=0.1)
+    assert "the run ends after about 0:" in notes and not t.train_minutes
+    assert metrics[-1]["step"] == t.steps  # its passes end it, not the clock
+    assert "--val-fraction" not in notes
+    read = t.batch_size * RunDirectory(tmp_path / "run").saved().model.seq_len * metrics[-1]["step"]
+    assert read < 30 * resolve_data("story").stat().st_size  # a busy machine measures what it gets
+    # How many steps it came to depends on what else the machine did; which of them are evaluated does not.
+    evaluated = [line["step"] for line in metrics if "val_loss" in line]
+    last = metrics[-1]["step"]
+    assert 0 < t.eval_every <= max(1, t.steps // 3)
+    assert evaluated == sorted({*range(0, last + 1, t.eval_every), last})
+    # The same command again, as of a job that is queued again, finds it finished.
+    before = {path: path.read_bytes() for path in (tmp_path / "run").iterdir() if path.is_file()}
+    words = ["--data", resolve_data("story"), "--val-fraction", "0.1", "--threads", "1"]
+    again = inside("train", *words, "--out", tmp_path / "run", "--within", "10m", "--resume", "auto")
+    assert again.returncode == 0 and "is finished, and nothing was changed" in again.stdout, again.stderr
+    assert before == {path: path.read_bytes() for path in (tmp_path / "run").iterdir() if path.is_file()}
+
+
+def test_evaluations_by_the_clock_score_all_that_is_held_out_while_that_takes_little_time(tmp_path):
+    text = tmp_path / "my.txt"
+    text.write_bytes(b"The keeper lit the lamp. " * 4000)  # 100,000 tokens
+    (tmp_path / "val.txt").write_bytes(b"a" * 30_000)
+
+    def settings(tokens, **given):
+        found = settings_of(1, {"data": str(text), "tokenizer": "byte", **given}, tokens)
+        return found.get("val_tokens"), found.get("eval_every"), found["steps"]
+
+    for tokens, given, times in (
+        (450e3, {"val_fraction": 0.1}, 6),
+        (150e3, {"val_fraction": 0.1}, 2),  # of the first weights and at the end, and once between
+        (60e3, {"val_fraction": 0.1}, 0),
+        (300e3, {"val": str(tmp_path / "val.txt")}, 1),
+    ):
+        scored, every, steps = settings(tokens, **given)
+        assert scored == 0 and (-(-steps // every) if every else 0) == times, tokens
+    scored, every, _ = settings(40e3, val_fraction=0.1)
+    assert 0 < scored < 10_000 and every
+    assert settings(40e3) == (None, None, settings(40e3)[2])
+    folder = tmp_path / "run"
+    words = ["--data", text, "--tokenizer", "byte", "--val-fraction", "0.1", "--val-tokens", "99"]
+    ended = inside("train", *SMALL, *words, "--steps", "1", "--threads", "1", "--out", folder).stdout
+    assert "over 99 of 9,999 held-out tokens" in ended
+    assert lines(folder)[-1]["held_out_tokens"] == 9999
+
+
+@pytest.mark.ci
+def test_the_warm_up_of_a_given_model_is_a_part_of_what_the_time_allows(tmp_path):
+    notes, t, metrics = within(
+        resolve_data("story"), 4, tmp_path / "run", preset="tiny", batch_size=512, tokenizer="byte"
+    )
+    assert "this machine takes about" in notes and t.warmup <= t.steps // 5 < 600 // 5
+    rates = [line["lr"] for line in metrics]
+    assert rates[-1] < max(rates), "the learning rate never fell"
+
+
+# Loops that two ranks compile in some seconds, too many to go without a helper, and one of generating.
+FEW = {"zero", "embed", "add_norm", "attention", "norm_backward", "step", "_checksum"}
+
+
+@pytest.mark.ranks
+@needs_mpi
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+@pytest.mark.skipif(disk_cache.SITE.exists(), reason="distgpt compile was run here")
+def test_what_is_compiled_is_named_once_and_no_more_when_it_was_kept(tmp_path):
+    """Of two ranks, before --within measures; the sample at the end compiles nothing else."""
+    env, weights = {"NUMBA_CACHE_DIR": str(tmp_path / "cache")}, tmp_path / "run"
+    given = copy_compiled(tmp_path / "cache", but=FEW)
+
+    def reported(*words, ranks=0):
+        result = distgpt(*words, ranks=ranks, env=env, cold=True, timeout=700)
+        assert result.returncode == 0, result.stderr
+        said = result.stdout.splitlines() + result.stderr.splitlines()
+        return [line.partition(" (")[0] for line in said if line.startswith(("--within", first_use.COMPILING))]
+
+    wanted = ["--data", "corpus", "--depth", "1", "--within", "1s", "--out", weights]
+    first, *others = reported("train", "--stage", "mpi", *wanted, ranks=2)
+    assert first == first_use.COMPILING
+    assert others and not any(line.startswith(first_use.COMPILING) for line in others)
+    compiled = [path for path in (tmp_path / "cache").glob("*/*.loop") if path.name not in given]
+    done = max(path.stat().st_mtime for path in compiled)
+    assert {path.name.split("-")[0] for path in compiled} >= FEW - {"_checksum"}
+    assert (first := lines(weights)[0])["time"] - first["elapsed_s"] > done - 0.5  # compiling is not counted
+    for expected in ([first_use.COMPILING], []):
+        assert reported("infer", "--weights", weights, "--prompt", "a", "--max-new-tokens", "2") == expected

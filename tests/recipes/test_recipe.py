@@ -1,0 +1,175 @@
+"""Validation, best weights, HellaSwag, further training: what a run does beside its steps."""
+
+import json
+import shutil
+
+import distgpt as library
+import pytest
+from distgpt.core.base.files import bundled
+
+from conftest import distgpt, inside, needs_mpi, refused, train
+
+HELD_OUT = ["--val-fraction", "0.2", "--eval-every", "5"]
+ROPE = ["--positions", "rope", "--norm", "rmsnorm", "--mlp", "swiglu", "--no-bias"]
+
+
+def lines(directory):
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def validations(directory):
+    return {line["step"]: line["val_loss"] for line in lines(directory) if "val_loss" in line}
+
+
+def weights_of(path):
+    return library.load(path).parameters()
+
+
+def evaluated(weights, *args, ranks=0):
+    words = ["eval", "--weights", weights, "--threads", "1", "--json", *args]
+    result = distgpt(*words, "--stage", "mpi", ranks=ranks) if ranks else inside(*words)
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+@pytest.mark.ci
+def test_of_the_text_of_training_only_what_was_held_out_is_scored(run, tmp_path):
+    words = ["eval", "--weights", run, "--threads", "1", "--json", "--val"]
+    found = inside(*words, bundled("data", "story.txt"))
+    assert json.loads(found.stdout)["val_loss"] == pytest.approx(validations(run)[20], rel=1e-6)
+    assert "only the 20.00% held out of it is scored" in found.stderr
+    other = tmp_path / "other.txt"
+    other.write_text(bundled("data", "story.txt").read_text())
+    scored = inside(*words, other)
+    assert json.loads(scored.stdout)["val_tokens"] > 4 * json.loads(found.stdout)["val_tokens"]
+    assert "trained on" not in scored.stderr
+    whole = train(tmp_path / "whole", "--steps", "1")
+    assert "story: its text was seen" in inside("eval", "--weights", whole, "--val", "story").stderr
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """20 steps with evaluations."""
+    out = tmp_path_factory.mktemp("recipe") / "run"
+    return train(out, "--steps", "20", "--save-every", "10", *HELD_OUT)
+
+
+@pytest.mark.ci
+def test_the_best_weights_are_those_of_the_lowest_validation(tmp_path):
+    too_fast = ["--steps", "60", "--lr", "0.3", "--clip", "0", *HELD_OUT]
+    out = train(tmp_path / "run", *too_fast)
+    found = validations(out)
+    best = min((step for step in found if step), key=found.get)
+    assert best < 60, "the learning rate was meant to be too high"
+    again = train(tmp_path / "again", *too_fast, "--save-every", str(best))
+    at_best = weights_of(again / "checkpoints" / f"step-{best:08d}" / "weights.safetensors")
+    for name, array in weights_of(out / "best.safetensors").items():
+        assert (array == at_best[name]).all()
+
+
+@pytest.mark.ci
+def test_a_resumed_run_continues_its_curves_and_its_best(run, tmp_path):
+    out = train(tmp_path / "run", "--steps", "20", "--save-every", "10", *HELD_OUT)
+    for name in ("weights.safetensors", "best.safetensors"):
+        (out / name).unlink()
+    shutil.rmtree(out / "checkpoints" / "step-00000020")
+    with (out / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 21, "lo')
+    train(out, "--steps", "20", "--save-every", "10", *HELD_OUT, "--resume", "auto")
+    untimed = [
+        [{k: v for k, v in line.items() if k[-2:] != "_s" and k != "time"} for line in lines(d)] for d in (out, run)
+    ]
+    assert untimed[0] == untimed[1]
+    assert (out / "best.safetensors").read_bytes() == (run / "best.safetensors").read_bytes()
+
+
+@pytest.mark.ci
+def test_the_best_of_another_set_or_another_directory_is_not_compared_with(run, tmp_path):
+    def best_of(out, *more):
+        args = ["--steps", "22", "--save-every", "10", *HELD_OUT, *more]
+        train(out, *args)
+        return json.loads((sorted((out / "checkpoints").iterdir())[-1] / "state.json").read_text())["best"]
+
+    assert best_of(shutil.copytree(run, tmp_path / "same"), "--resume", "auto")["tokens"] > 16
+    changed = best_of(shutil.copytree(run, tmp_path / "set"), "--resume", "auto", "--val-tokens", "16")
+    assert changed["tokens"] == 16
+    there = tmp_path / "elsewhere"
+    best_of(there, "--resume", run / "checkpoints" / "step-00000020")
+    assert (there / "best.safetensors").exists()
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@needs_mpi
+def test_any_number_of_ranks_validates_alike(run):
+    weights = run / "weights.safetensors"
+    alone = evaluated(weights, "--val", "story")
+    assert alone["perplexity"] > 1 and 0 < alone["bits_per_byte"] < 8
+    assert all(evaluated(weights, "--val", "story", ranks=ranks) == alone for ranks in (2, 3))
+
+
+@pytest.mark.ci
+def test_eval_reads_as_much_as_is_asked_for_and_further_than_in_training_with_rope(run, tmp_path):
+    weights = run / "weights.safetensors"
+    words = (weights, "--val", "story")
+    full, some = evaluated(*words), evaluated(*words, "--val-tokens", "40")
+    assert some["val_tokens"] == 40 < full["val_tokens"]
+    page = inside("eval", "--weights", weights, "--val", "story").stdout
+    assert f"{full['perplexity']:.2f}" in page and "bits per byte" in page
+    refused(inside("eval", "--weights", weights), 2, "--val", "--hellaswag")
+    refused(inside("infer", "--weights", weights, "--context", "32"), 2, "learned positions", "16")
+    rotary = train(tmp_path / "run", "--steps", "5", *ROPE) / "weights.safetensors"
+    at_once = evaluated(rotary, "--val", "story", "--context", "64")
+    assert at_once["context"] == 64
+    assert at_once["val_loss"] != evaluated(rotary, "--val", "story")["val_loss"]
+    written = inside("infer", "--weights", rotary, "--context", "64", "--max-new-tokens", "40")
+    assert "40 tokens" in written.stderr
+
+
+@pytest.mark.ci
+def test_hellaswag_is_scored_while_training_and_afterwards(tmp_path):
+    file = tmp_path / "hellaswag.jsonl"
+    endings = ["the lamp", "a lamp", "lamp the", "the"]
+    examples = [{"ctx": "lit the lamp", "endings": endings, "label": label} for label in (0, 1, 2, 3)]
+    file.write_text("\n".join(map(json.dumps, examples)))
+    out = train(tmp_path / "run", "--steps", "10", "--eval-every", "5", "--hellaswag", file)
+    logged = [line for line in lines(out) if "hellaswag" in line]
+    assert [line["step"] for line in logged] == [0, 5, 10]
+    assert {line["hellaswag"] for line in logged} == {0.25}  # each of the four has another right ending
+    assert evaluated(out / "weights.safetensors", "--hellaswag", file)["hellaswag_acc"] == 0.25
+    file.write_text("{}")
+    damaged = inside("train", "--data", "story", "--hellaswag", file, "--out", tmp_path / "x")
+    refused(damaged, 65, "line 1", "endings")
+    assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.ci
+def test_weights_are_trained_further_and_not_needed_to_resume(run, tmp_path):
+    start = shutil.copy(run / "weights.safetensors", tmp_path / "start.safetensors")
+    more = ["train", "--init", start, "--data", "story", "--batch-size", "8", "--threads", "1"]
+    more += ["--lr", "1e-5", "--eval-every", "1", "--val-fraction", "0.2"]
+    first = inside(*more, "--steps", "2", "--out", tmp_path / "more")
+    assert first.returncode == 0, first.stderr
+    assert validations(tmp_path / "more")[0] == pytest.approx(validations(run)[20], rel=1e-6)
+    model = (tmp_path / "more" / "config.toml").read_text()
+    assert "n_embd = 16" in model and str(start) in model
+    new = ["--out", tmp_path / "new"]
+    refused(inside(*more, "--n-layer", "3", *new), 2, "n_layer is 2", "3 is asked")
+    refused(inside(*more, "--tokenizer", "char", *new), 65, "word", "--tokenizer auto")
+    (tmp_path / "start.safetensors").unlink()
+    again = inside(*more, "--steps", "3", "--out", tmp_path / "more", "--resume", "auto")
+    assert again.returncode == 0, again.stderr
+    refused(inside(*more, *new), 74, "start.safetensors")
+
+
+@pytest.mark.ci
+def test_damaged_best_weights_are_not_taken_for_the_best(tmp_path):
+    """Nor recommended: the next evaluation writes them anew."""
+    out = train(tmp_path / "run", "--steps", "20", "--save-every", "10", *HELD_OUT)
+    content = bytearray((out / "best.safetensors").read_bytes())
+    content[-5] ^= 1
+    (out / "best.safetensors").write_bytes(content)
+    result = inside("train", "--resume", out, "--steps", "22", "--threads", "1")
+    assert result.returncode == 0 and "the next evaluation writes it anew" in result.stdout
+    words = ["--weights", out / "best.safetensors", "--max-new-tokens", "1"]
+    assert inside("infer", *words).returncode == 0

@@ -1,0 +1,296 @@
+"""Tuning on chats: rows of whole examples, a loss of their answers alone, and runs like any other."""
+
+import io
+import json
+import re
+import shutil
+import signal
+import sys
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from chattemplates import settings
+from distgpt.core.base.files import bundled
+from distgpt.core.comm.api import SerialComm
+from distgpt.core.config import RunConfig, TrainConfig
+from distgpt.core.cpu.kernels import CpuKernels
+from distgpt.core.cpu.stages import open_stage
+from distgpt.core.data.loading import DataRequest
+from distgpt.core.data.tokenizers import load_tokenizer
+from distgpt.core.generate.engine_setup import ModelSpec
+from distgpt.core.model.model import Architecture, Model
+from distgpt.core.model.optim import AdamW
+from distgpt.core.model.passes import Pass
+from distgpt.core.ops.api import IGNORED
+from distgpt.core.ops.kernels import Kernels
+from distgpt.core.saved.modelfile import Description, read_description, save_model
+from distgpt.core.train.step import Step
+from distgpt.corpora.chats.examples import CHATS as LOADING
+from distgpt.corpora.chats.examples import ExampleBatches, Examples
+from distgpt.inference.serving.server import _served
+from families import write_family
+from steps import build_step
+from stopping import at_call
+from threadranks import on_all_ranks
+
+from conftest import in_one_job, inside, losses, metrics, needs_mpi, popen, refused
+from models import VARIANTS
+
+SAMPLE = bundled("weights", "sample.safetensors")
+CHATS = {
+    "Who keeps the light?": "Old Marta keeps it.",
+    "Where is the harbour?": "North of the hill.",
+    "What colour is the boat?": "The boat is red.",
+    "When does the ferry leave?": "At six in the morning.",
+    "Who rows?": "Nobody.",
+}
+ROWS = [{"prompt": question, "completion": answer} for question, answer in CHATS.items()]
+SHAPE = ["--batch-size", "2", "--threads", "1", "--progress", "plain", "--dtype", "float32"]
+
+
+def written(path, *rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory):
+    return written(tmp_path_factory.mktemp("data") / "chats.jsonl", *ROWS)
+
+
+def tune(chats, out, *words):
+    return inside("tune", "--weights", SAMPLE, "--data", chats, "--out", out, *SHAPE, *words)
+
+
+def tuned(chats, out, *words):
+    result = tune(chats, out, *words)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def random_examples(vocab, lengths, seed=0):
+    random = np.random.default_rng(seed)
+    starts = np.cumsum([0, *lengths], dtype=np.int64)
+    inputs, targets = (random.integers(0, vocab, starts[-1]) for _ in range(2))
+    targets[random.random(len(targets)) < 0.5] = IGNORED
+    targets[starts[1:] - 1] = 1
+    return Examples(inputs.astype(np.uint16), targets.astype(np.int32), starts)
+
+
+# -- rows
+
+
+def test_every_example_is_whole_in_one_row_and_every_answer_comes_once_in_an_epoch():
+    lengths = np.random.default_rng(1).integers(1, 33, 200)
+    examples = random_examples(90, lengths)
+    batches = ExampleBatches(examples, 32, 4, seed=5)
+    rows = batches.windows_per_epoch
+    assert rows < 1.1 * lengths.sum() / 32
+    counted, seen = 0, []
+    for step in range(rows // 4):
+        x, y, positions = np.zeros((3, 4, 32), np.int32)
+        batches.fill(step, slice(None), x, y, positions)
+        assert batches.counted_fraction(step) == (y != IGNORED).mean()
+        counted += (y != IGNORED).sum()
+        for row in range(4):
+            begins = [*np.flatnonzero(positions[row] == 0), 32]
+            for first, last in pairwise(begins):
+                assert (positions[row, first:last] == np.arange(last - first)).all()
+                if (y[row, first:last] != IGNORED).any():
+                    seen.append((x[row, first:last].tobytes(), y[row, first:last].tobytes()))
+    ends = pairwise(examples.starts)
+    known = {(examples.read(a, b).astype(np.int32).tobytes(), examples.targets[a:b].tobytes()) for a, b in ends}
+    assert set(seen) <= known and len(seen) == len(set(seen)) >= 0.97 * len(known)
+    assert counted >= 0.97 * (examples.targets != IGNORED).sum()
+
+
+def test_long_examples_lose_their_end_and_some_their_place(chats, tmp_path):
+    rows = [*ROWS, {"prompt": "A long question, " * 9, "completion": "lost"}, {"text": "All of it. " * 20}]
+    path, said = written(tmp_path / "chats.jsonl", *rows), []
+    tokenizer = load_tokenizer("byte", "")
+    request = DataRequest(str(path), seq_len=80, existing=tokenizer)
+    found = LOADING.load(SerialComm(), request, said.append).train
+    assert said == [
+        "2 of 7 examples are cut after 81 tokens (--seq-len), and 1 without an answer before that are left out"
+    ]
+    assert len(found.starts) == len(ROWS) + 2 and max(np.diff(found.starts)) == 80
+    parts = LOADING.load(SerialComm(), replace(request, val_fraction=0.4), said.append)
+    assert (len(parts.train.starts), len(parts.val.starts)) == (5, 3)
+    assert parts.train.fingerprint != found.fingerprint
+
+
+# -- gradients
+
+
+def one_by_one(config, examples, rows, batches):
+    """The mean loss of the answers in these rows and its gradient, each example a sequence of its own."""
+    model = Model(Architecture(config), Kernels("float64"))
+    for name, values in model.initial(3):
+        model.weights[name][...] = values
+    model.allocate_master_weights()
+    total, gradient, counted = 0.0, 0.0, 0
+    for row in rows:
+        for start, length in batches.plan.row(int(row)):
+            here = slice(start, start + length)
+            targets = examples.targets[here]
+            work = Pass(model, 1, length, training=True)
+            work.loss_and_gradients(examples.read(start, start + length).astype(int), targets, length, False)
+            total += float(model.grads.flags[0])
+            gradient += model.grads.flat.copy()
+            counted += (targets != IGNORED).sum()
+    return total / counted, gradient / counted
+
+
+@pytest.mark.parametrize("name", ["gpt2", "grouped queries", "modern"])
+@pytest.mark.parametrize(("ranks", "micro_batches"), [(1, 1), (2, 1), (1, 2)])
+def test_a_step_is_that_of_the_mean_over_all_answers_of_the_batch(name, ranks, micro_batches):
+    config = replace(VARIANTS[name], seq_len=16)
+    examples = random_examples(config.vocab_size, [16, 3, 1, 9, 12, 5, 2, 7, 16, 4])
+    t = TrainConfig(batch_size=4, chats=True, grad_accum=micro_batches, recompute="mlp", dtype="float32")
+    batches = ExampleBatches(examples, 16, 4, seed=1)
+    loss, gradient = one_by_one(config, examples, batches._order(0, slice(None))[0], batches)
+
+    def work(comm):
+        model = Model(Architecture(config), CpuKernels("float32", 1))
+        for name, values in model.initial(3):
+            model.weights[name][...] = values
+        model.allocate_master_weights(comm.size)
+        step = build_step(AdamW(model, t), comm, t)
+        result = step.launch(0, ExampleBatches(examples, 16, 4, seed=1))
+        return *result.wait()[:2], model.grads.flat / (comm.size * batches.counted_fraction(0))
+
+    for found, norm, summed in on_all_ranks(ranks, work):
+        np.testing.assert_allclose(found, loss, rtol=1e-6)
+        np.testing.assert_allclose(norm, np.linalg.norm(gradient), rtol=1e-5)
+        np.testing.assert_allclose(summed, gradient, rtol=0, atol=1e-6)
+
+
+# -- runs
+
+
+def test_a_tuned_run_knows_its_examples_is_evaluated_and_keeps_the_tokenizer(chats, tmp_path):
+    out = tmp_path / "run"
+    said = tuned(chats, out, "--epochs", "2", "--val", str(chats), "--eval-every", "2")
+    found = re.search(r"5 examples of .* in (\d) sequences, .* full: .* epochs are (\d) steps of 2 seq", said)
+    assert found and int(found[2]) == int(found[1]) and len(losses(out)) == int(found[2])
+    assert f"chat --weights {out / 'best.safetensors'}" in said and "is the training text" in said
+    lines = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
+    found = [line["val_loss"] for line in lines if "val_loss" in line]
+    answers = sum(map(len, CHATS.values())) + len(CHATS) * len("\n\nUser:\n")
+    measured = inside("eval", "--weights", out / "weights.safetensors", "--val", chats, "--chats", "--json")
+    assert json.loads(measured.stdout)["val_tokens"] == answers
+    assert json.loads(measured.stdout)["val_loss"] == pytest.approx(found[-1], rel=1e-6)
+    info = inside("weights", "info", out / "weights.safetensors").stdout
+    assert "byte" in info
+
+
+@pytest.mark.ci
+def test_a_run_that_is_stopped_resumes_with_the_same_bits(chats, tmp_path, monkeypatch):
+    words = ("--epochs", "3", "--val-fraction", "0.3", "--eval-every", "3")
+    tuned(chats, tmp_path / "whole", *words)
+    with monkeypatch.context() as patched:
+        at_call(patched, Step, "launch", 3, signal.SIGTERM)
+        assert tune(chats, tmp_path / "halves", *words).returncode == 143
+    assert len(losses(tmp_path / "halves")) == 3
+    again = inside("tune", "--out", tmp_path / "halves", "--resume", "auto", "--threads", "1")
+    assert again.returncode == 0 and "changed from" not in again.stdout, again.stderr
+    for run in ("whole", "halves"):
+        assert losses(tmp_path / run) == losses(tmp_path / "whole")
+    one, other = (tmp_path / run / "weights.safetensors" for run in ("whole", "halves"))
+    assert one.read_bytes() == other.read_bytes()
+    refused(tune(chats, tmp_path / "halves", *words), 2, "holds this run already; add --resume auto")
+    longer = inside("tune", "--out", tmp_path / "halves", "--resume", "auto", "--steps", "9", "--threads", "1")
+    assert longer.returncode == 0 and "epochs 3.0 → 0.0" in longer.stdout
+    assert len(losses(tmp_path / "halves")) == 9
+    other_chats = written(tmp_path / "more.jsonl", *ROWS, ROWS[0])
+    shutil.copy(other_chats, chats_of(tmp_path))
+    resumed = ["tune", "--out", tmp_path / "halves", "--resume", "auto", "--steps", "12"]
+    moved = inside(*resumed, "--data", chats_of(tmp_path))
+    assert "is another text than so far" in moved.stdout
+    before = len(losses(tmp_path / "whole"))
+    done = inside("tune", "--out", tmp_path / "whole", "--resume", "auto")
+    assert "all 3 epochs are done" in done.stdout and "--resume auto --epochs 6" in done.stdout
+    more = inside("tune", "--out", tmp_path / "whole", "--resume", "auto", "--epochs", "4", "--threads", "1")
+    assert more.returncode == 0 and len(losses(tmp_path / "whole")) > before
+
+
+def chats_of(folder):
+    return folder / "chats.jsonl"
+
+
+@pytest.mark.ci
+@pytest.mark.smoke
+def test_the_chat_template_and_the_special_tokens_stay_with_the_weights(chats, tmp_path):
+    tokenizer = write_family(tmp_path / "model", "smollm2", **settings("smollm2"))
+    config = replace(VARIANTS["modern"], vocab_size=tokenizer.size, seq_len=96)
+    model = Model(Architecture(config), CpuKernels("float32", 1))
+    for name, values in model.initial(3):
+        model.weights[name][...] = values
+    base = tmp_path / "base.safetensors"
+    save_model(base, model, Description(RunConfig(config), tokenizer))
+    words = ("--weights", base, "--data", chats, "--epochs", "1", "--threads", "1", "--out", tmp_path / "run")
+    result = inside("tune", *words)
+    assert result.returncode == 0, result.stderr
+    kept = read_description(tmp_path / "run" / "weights.safetensors").tokenizer
+    assert kept.to_json() == tokenizer.to_json() and kept.chat.source
+    answered = inside("infer", "--weights", tmp_path / "run", "--prompt", "a", "--max-new-tokens", "2")
+    assert answered.returncode == 0, answered.stderr
+
+
+def test_chat_says_what_was_never_taught_to_chat_and_serve_knows_it(chats, tmp_path, monkeypatch):
+    run, lora = tmp_path / "run", tmp_path / "lora"
+    tuned(chats, run, "--epochs", "1")
+    tuned(chats, lora, "--epochs", "1", "--lora-rank", "2")
+    asked = ("chat", "--threads", "1", "--max-new-tokens", "1", "--weights")
+    for weights, adapter in ((SAMPLE, None), (run, None), (lora, None), (SAMPLE, lora)):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"hi\n")))
+        found = inside(*asked, weights, *(["--adapter", adapter] if adapter else []))
+        is_taught = (weights, adapter) != (SAMPLE, None)
+        assert ("distgpt tune teaches it" in found.stderr) != is_taught, (weights, adapter)
+        loaded = ModelSpec(weights, "auto", part=adapter).load(open_stage("serial", 1))
+        assert _served(loaded, "it", loaded.slots(1, 0)).chats == is_taught, (weights, adapter)
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@needs_mpi
+def test_two_ranks_have_the_losses_of_one_process(chats, tmp_path):
+    words = ["--epochs", "4", "--val", str(chats), "--dtype", "float64"]
+    tuned(chats, tmp_path / "serial", *words)
+    common = ["tune", "--weights", SAMPLE, "--data", chats, *SHAPE, *words, "--stage", "mpi", "--out"]
+    runs = [[*common, tmp_path / "mpi"], [*common, tmp_path / "sharded", "--grad-sync", "sharded"]]
+    assert all(ended == ("", {0}) for ended in in_one_job([list(map(str, run)) for run in runs], 2))
+    for run in ("mpi", "sharded"):
+        np.testing.assert_allclose(losses(tmp_path / run), losses(tmp_path / "serial"), rtol=1e-12)
+        own, other = ([line["grad_norm"] for line in metrics(tmp_path / each).values()] for each in (run, "serial"))
+        np.testing.assert_allclose(own, other, rtol=1e-9)
+
+
+def test_what_cannot_be_tuned_on_is_refused_before_anything_is_written(chats, tmp_path):
+    out = tmp_path / "run"
+    long = {"prompt": "x" * 200, "completion": "y"}
+    for rows, message in (
+        ([], "holds no rows"),
+        ([{"messages": [{"role": "user", "content": "Hello?"}]}], "line 1: the chat has no answer"),
+        ([ROWS[0], {"messages": [{"role": "oracle", "content": "Yes."}]}], "line 2: message 1: the role"),
+        ([long], "no example has an answer within its first 129 tokens"),
+        ([{"title": "none of these"}], "line 1: it has 'title', and not"),
+    ):
+        refused(tune(written(tmp_path / "bad.jsonl", *rows), out), 65, message)
+    refused(tune(tmp_path / "gone.jsonl", out), 65, "gone.jsonl")
+    refused(tune(chats, out, "--val-fraction", "0.01"), 65, "of 5 examples is none")
+    refused(tune(chats, out, "--steps", "3", "--epochs", "1"), 2, "--steps and --epochs exclude each other")
+    refused(inside("tune", "--data", chats, "--out", out), 2, "--weights says which model")
+    refused(inside("tune", "--out", out, "--data", chats, "--resume", "auto"), 2, "--weights says")
+    assert not out.exists()
+
+
+@pytest.mark.slow
+def test_a_model_answers_by_heart_what_it_was_taught(chats, tmp_path):
+    tuned(chats, tmp_path / "run", "--epochs", "60", "--lr", "1e-3", "--dtype", "float32")
+    asked = ("chat", "--weights", tmp_path / "run", "--temperature", "0")
+    with popen(*asked, stdin=-1, stdout=-1, stderr=-1, encoding="utf-8") as process:
+        said, _ = process.communicate("".join(f"/reset\n{question}\n" for question in CHATS), timeout=60)
+    assert said.split("\n")[: len(CHATS)] == list(CHATS.values())
