@@ -19,6 +19,7 @@ import time
 from pathlib import Path
 
 import forkserver
+import hypothesis
 import pytest
 import tiers
 from distgpt.assembly import AllComponents
@@ -65,6 +66,10 @@ LONG = (
     *("test_kernels", "test_cuda_kernels", "test_attention", "test_cuda_model", "test_cli_on_gpu"),
     *("test_model", "test_core", "test_sweep", "test_serve_limits", "test_clock", "test_compiling"),
 )
+
+# The same examples in every run, and none kept: a failure is printed as an @example to add.
+hypothesis.settings.register_profile("distgpt", derandomize=True, deadline=None, database=None, max_examples=50)
+hypothesis.settings.load_profile("distgpt")
 
 # A model that trains in about a millisecond a step, with everything that matters in it.
 _MODEL = "--preset tiny-adamw --n-layer 2 --n-head 2 --n-embd 16 --seq-len 16 --data story"
