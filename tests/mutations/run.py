@@ -1,6 +1,7 @@
 """Break the code in many places and see that the tests notice each; rates and survivors go to rates.json.
 
     python tests/mutations/run.py record           # which tests call which functions; once, 15 minutes
+    python tests/mutations/run.py record FILES     # the same for new or changed files of tests
     python tests/mutations/run.py sample           # random mutants; exit code 1 if a room's rate has fallen
     python tests/mutations/run.py sample gpu show  # of these rooms
     python tests/mutations/run.py listed [WORDS]   # those of mutations.py; exit code 1 if one survives
@@ -44,6 +45,11 @@ def pytest_runtest_logreport(report):
     if report.when == "call" or report.outcome != "passed":
         with open({!r}, "a") as out:
             out.write(f"{{report.nodeid}}\\t{{report.outcome}}\\t{{report.duration}}\\n")
+"""
+COLLECTED = """
+def pytest_collection_finish(session):
+    with open({!r}, "w") as out:
+        out.write("\\n".join(item.nodeid for item in session.items))
 """
 RESET = """
 import sitecustomize
@@ -118,8 +124,9 @@ class Copy:
         return ""
 
 
-def record(more):
-    """Run the tests once and keep which functions each calls, and how long it takes."""
+def record(files):
+    """Run the tests once, or those of some files, and keep which functions each calls, and how long it takes."""
+    known = json.loads(RECORD.read_text()) if files else {"seconds": {}, "functions": {}}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "calls").mkdir()
@@ -133,18 +140,22 @@ def record(more):
         }
         plugins = ["-p", "times", "-p", "reset", "-p", "no:cacheprovider"]
         two = ["-n", "2", "--dist", "loadgroup", "--no-loadscope-reorder"]
-        words = [*two, "-m", CHOSEN, *plugins, *more]
+        words = [*two, "-m", CHOSEN, *plugins, *files]
         subprocess.run([sys.executable, "-m", "pytest", *words], cwd=ROOT, env=environment)
         calls = {line for path in (folder / "calls").iterdir() for line in path.read_text().splitlines()}
         times = [line.split("\t") for line in (folder / "times.txt").read_text().splitlines()]
     seconds = {short(test): float(took) for test, outcome, took in times if outcome == "passed"}
+    again = {short(os.path.relpath(Path(file).resolve(), ROOT)) for file in files}
+    kept = {test: s for test, s in known["seconds"].items() if not again & {test.partition("::")[0]}}
     functions = defaultdict(list)
+    for function, tests in known["functions"].items():
+        functions[function] = [test for test in tests if test in kept]
     for line in sorted(calls):
         test, _, function = line.partition("\t")
         if short(test) in seconds:
             functions[function].append(short(test))
     RECORD.parent.mkdir(exist_ok=True)
-    RECORD.write_text(json.dumps({"seconds": seconds, "functions": functions}))
+    RECORD.write_text(json.dumps({"seconds": kept | seconds, "functions": functions}))
     print(f"{len(seconds)} tests, {len(functions)} functions: {RECORD}")
 
 
@@ -153,15 +164,26 @@ def short(test):
     return test.partition("@")[0].removeprefix("tests/")
 
 
+def collected():
+    """The names of the tests that there are now."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "names.py").write_text(COLLECTED.format(f"{folder}/names.txt"))
+        environment = {**os.environ, "PYTHONPATH": folder}
+        words = [sys.executable, "-m", "pytest", "--collect-only", "-p", "names", "-p", "no:cacheprovider"]
+        subprocess.run(words, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, check=True)
+        return {short(name) for name in Path(folder, "names.txt").read_text().splitlines()}
+
+
 class Choice:
     """Which tests to run for a mutant: those that call its function, the quickest and most special first."""
 
     def __init__(self):
-        recorded = json.loads(RECORD.read_text())
+        recorded, there = json.loads(RECORD.read_text()), collected()
         self.seconds, self.tests = recorded["seconds"], defaultdict(set)
         self.of_file = defaultdict(set)
         for function, tests in recorded["functions"].items():
             file, _, name = function.partition(":")
+            tests = there.intersection(tests)
             self.tests[file, name.partition(".<locals>")[0]].update(tests)
             self.of_file[file].update(tests)
         self.breadth = defaultdict(int)
@@ -308,8 +330,8 @@ def listed(words):
 
 if __name__ == "__main__":
     match sys.argv[1:]:
-        case ["record", *more]:
-            record(more)
+        case ["record", *files]:
+            record(files)
         case ["sample", *rooms]:
             sys.exit(sampled(rooms))
         case ["listed", *words]:
