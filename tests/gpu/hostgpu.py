@@ -27,6 +27,8 @@ from distgpt.core.generate import engine
 from distgpt.gpu import cublaslt, device, probe, transport
 from distgpt.gpu.compiling import cubin, source_text
 from distgpt.gpu.device import CupyDevice
+from distgpt.gpu.kernels import CudaKernels
+from distgpt.gpu.matmul import LtMatmul
 from distgpt.measure import jobs
 from distgpt.measure.profile import session as profiling
 from fakecupy import ALIGNMENT, GUARD, POISON, WORLD, FakeCupy, first_byte, ndarray, owner
@@ -166,6 +168,12 @@ def host_lt(xp: FakeCupy) -> cublaslt.CublasLt:
             stream.run(stream.begun)
 
     return cublaslt.CublasLt(HostLt(queue))
+
+
+def host_kernels(dtype: str, **about: Any) -> CudaKernels:
+    """The kernels of a device of their own, in a type."""
+    on = HostDevice(**about)
+    return CudaKernels(on, LtMatmul(host_lt(on.xp), on), dtype)
 
 
 def install(gpus: int = 1) -> ExitStack:

@@ -35,7 +35,7 @@ def test_a_profile_of_steps_on_a_device(mlp):
     run = preset("gpt-mini", {**size, "grad_accum": 1, "mlp": mlp, "recompute": "none"})
     trial = Trial(run, k)
     step, batches = trial.trained, trial.batches
-    profiler = Profiler(step, k._device)
+    profiler = Profiler(step, k.device)
     assert len(list(profiler.steps(batches, 3))) == 5
     assert len(profiler.seconds) == 3 and all(seconds > 0 for seconds in profiler.seconds)
     assert "linear" not in vars(k)
