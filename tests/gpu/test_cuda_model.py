@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from adapted import adapted, expected
 from adapted import gradients as adapters_gradients
-from devices import ON_GPU, cuda_kernels  # noqa: F401
+from devices import ON_GPU, cuda_kernels, needs_the_processor  # noqa: F401
 from distgpt.core.comm.api import SerialComm
 from distgpt.core.comm.resources import usable_cores
 from distgpt.core.config import TrainConfig
@@ -31,6 +31,7 @@ from distgpt.core.train.assessment import Scorer, Span
 from distgpt.corpora.tokenizers.collected import CharTokenizer
 from distgpt.inference.decoding.batched import BatchedSlots
 from distgpt.inference.evaluation.benchmark import likelihoods
+from hostgpu import BACKWARDS, FORWARDS, host_kernels
 from mean_loss import MeanLoss
 from steps import build_step
 
@@ -38,6 +39,7 @@ from models import VARIANTS, batch, build, one_by_one, sequences_for
 
 TOLERANCE = {"float64": 1e-11, "float32": 1e-4, "bfloat16": 3e-2}
 EACH_ONCE = [("gpt2", "float64"), ("microgpt", "float32"), ("modern", "bfloat16")]
+BOTH_KINDS = pytest.mark.parametrize("kind", ["gpt2", "modern"])
 
 
 def gradients(model, n_seq=3, seq_len=7, recompute="mlp", documents=()):
@@ -67,25 +69,21 @@ def alike(config, kernels):
     return model, twin
 
 
+TWICE = ("gpt2", "modern", "microgpt", "grouped queries", "scaled queries", "windows")
+PACKED = [("gpt2", "float32"), ("modern", "bfloat16"), ("windows", "float32")]
+
+
 @pytest.mark.parametrize(
-    "kind, dtype",
+    "kind, dtype, documents",
     [
-        *((kind, "float32") for kind in VARIANTS),
-        *product(
-            ("gpt2", "modern", "microgpt", "grouped queries", "scaled queries", "windows"), ("float64", "bfloat16")
-        ),
+        *((kind, "float32", ()) for kind in VARIANTS),
+        *product(TWICE, ("float64", "bfloat16"), [()]),
+        *((*each, (1, 4, 2)) for each in PACKED),
     ],
 )
-def test_gradients_are_those_of_the_reference(kind, dtype, cuda_kernels):
-    compare_gradients(VARIANTS[kind], *alike(VARIANTS[kind], cuda_kernels(dtype)), dtype)
-
-
-@pytest.mark.parametrize(("kind", "dtype"), [("gpt2", "float32"), ("modern", "bfloat16"), ("windows", "float32")])
-def test_so_are_those_of_documents_side_by_side(kind, dtype, cuda_kernels):
-    compare_gradients(VARIANTS[kind], *alike(VARIANTS[kind], cuda_kernels(dtype)), dtype, (1, 4, 2))
-
-
-def compare_gradients(config, model, twin, dtype, documents=()):
+def test_gradients_are_those_of_the_reference(kind, dtype, documents, cuda_kernels):
+    config = VARIANTS[kind]
+    model, twin = alike(config, cuda_kernels(dtype))
     got, expected = gradients(model, documents=documents), gradients(twin, documents=documents)
     slack = 4 if config.mlp == "relu" else 1  # rounding across the kink makes a gradient jump
     slack = 2 if config.qk_norm_gain else slack  # whose gradient is what many heads leave of each other's
@@ -98,7 +96,7 @@ def compare_gradients(config, model, twin, dtype, documents=()):
 
 
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
-@pytest.mark.parametrize("kind", ["gpt2", "modern"])
+@BOTH_KINDS
 def test_gradients_of_adapters_are_those_of_the_reference(kind, dtype, cuda_kernels):
     model, (tokens, targets) = adapted(VARIANTS[kind], cuda_kernels(dtype)), batch(VARIANTS[kind], 3, 7)
     wanted, _ = expected(model, Kernels("float64"), tokens, targets)
@@ -110,7 +108,7 @@ def test_gradients_of_adapters_are_those_of_the_reference(kind, dtype, cuda_kern
 
 
 @pytest.mark.parametrize("recompute", ["none", "block"])
-@pytest.mark.parametrize("kind", ["gpt2", "modern"])
+@BOTH_KINDS
 def test_what_is_computed_again_changes_nothing(kind, recompute, cuda_kernels):
     model, twin = alike(VARIANTS[kind], cuda_kernels("float64"))
     np.testing.assert_allclose(gradients(model, recompute=recompute), gradients(twin), rtol=0, atol=1e-11)
@@ -172,13 +170,23 @@ def test_a_preset_of_its_full_size_trains_like_the_cpu(dtype, tolerance, cuda_ke
 
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_neither_another_run_nor_graphs_change_a_bit(dtype, cuda_kernels):
+    all_alike(cuda_kernels(dtype, graphs=graphs, deterministic=True) for graphs in (True, True, False))
+
+
+@needs_the_processor
+def test_no_order_of_blocks_warps_and_lanes_changes_a_bit():
+    all_alike((host_kernels("bfloat16", order=order) for order in (FORWARDS, BACKWARDS, 2)), count=2)
+
+
+def all_alike(many_kernels, count=3):
+    """Train with each of these kernels; all must have the same bits."""
     found = []
-    for graphs in (True, True, False):
-        k = cuda_kernels(dtype, graphs=graphs, deterministic=True)
-        model, _, outcomes = training(k, SMALL, TRAIN, count=4)
-        found.append(np.append(outcomes, k.to_host(model.weights.flat)))
-    np.testing.assert_array_equal(found[0], found[1])
-    np.testing.assert_array_equal(found[0], found[2])
+    for k in many_kernels:
+        model, optimizer, outcomes = training(k, SMALL, TRAIN, count)
+        parts = (model.weights, model.params, optimizer.m, optimizer.v)
+        found.append(np.concatenate([outcomes.reshape(-1), *(k.to_host(part.flat) for part in parts)]))
+    for other in found[1:]:
+        np.testing.assert_array_equal(other, found[0])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -266,3 +274,62 @@ def test_spans_cost_what_the_reference_says(kind, dtype, cuda_kernels, monkeypat
     expected = Scorer(twin, SerialComm()).sums(spans)
     found = Scorer(model, SerialComm()).sums(spans)
     np.testing.assert_allclose(found, expected, rtol=TOLERANCE[dtype])
+
+
+# -- tokens are sorted once a micro-batch, for all gradients by token, also where work is repeated
+
+SHAPE = 5, 7  # sequences and tokens: more rows than a block adds up
+
+
+def gradients_by(k, layers):
+    """A function from a seed to the gradients of two micro-batches of it, with value embeddings in the outer layers."""
+    config = VARIANTS["value embeddings"]
+    sort = k.sort_tokens
+
+    def sort_tokens(*args):
+        k.sorted = sort(*args)  # whose memory is the same when it is repeated
+        return k.sorted
+
+    k.sort_tokens = sort_tokens
+    model = Model(Architecture(replace(config, n_layer=layers)), k)
+    model.allocate_master_weights()
+    model.initialise(3)
+    work = Pass(model, *SHAPE, training=True, recompute="none")
+    tokens, targets = map(k.integers, batch(config, *SHAPE))
+    parts = [
+        k.record(lambda accumulate=each: work.loss_and_gradients(tokens, targets, 0.5, accumulate))
+        for each in (False, True)
+    ]
+
+    def of(seed):
+        for i, part in enumerate(parts):
+            for array, host in zip((tokens, targets), batch(config, *SHAPE, seed=2 * seed + i), strict=True):
+                k.put(array, host)
+            part()
+        return k.to_host(model.grads.with_flags).copy()
+
+    return of
+
+
+@needs_the_processor
+@pytest.mark.parametrize("layers", [2, 3])
+def test_layers_with_value_embeddings_sort_no_tokens_again(layers):
+    k = host_kernels("float32", graphs=False)
+    gradients_by(k, layers)(0)
+    names = [launch.kernel for launch in k.device.xp.launches]
+    assert [names.count(each) for each in ("count_values", "add_up_tiles", "place_rows")] == [2, 2, 2]
+    added = [each for each in names if each.startswith("token_gradient") and "across" not in each]
+    assert len(added) == 2 * (1 + (layers + 1) // 2)
+
+
+@needs_the_processor
+def test_what_is_repeated_sorts_the_tokens_of_its_own_micro_batch():
+    k = host_kernels("float32")
+    right, repeated = gradients_by(Kernels("float64"), 3), gradients_by(k, 3)
+    for seed in range(3):  # run, recorded, repeated
+        values, found = right(seed), repeated(seed)
+        # The stand-in's blocks take turns: sums would be right in a wrong order, too.
+        tokens, order = k.sorted
+        np.testing.assert_array_equal(k.to_host(order), np.argsort(k.to_host(tokens), kind="stable"))
+        np.testing.assert_allclose(found, values, rtol=0, atol=1e-5 * np.abs(values).max())
+    k.device.xp.check()
