@@ -62,11 +62,6 @@ def poisoning(kernels):
 
 
 @pytest.fixture
-def any_device():
-    return device()
-
-
-@pytest.fixture
 def cuda_kernels():
     """A function from the name of a type, and how to work, to kernels."""
     return kernels

@@ -270,7 +270,7 @@ class HostLt:
             if one.workspace:
                 ctypes.memset(workspace, 0xFF, one.workspace)
             for i in range(layouts[3].batch):
-                _multiply(now, *factors, *(_in_batch(at, layout, i) for at, layout in operands))
+                multiply(now, *factors, *(_in_batch(at, layout, i) for at, layout in operands))
 
         self._queue(stream, work)
 
@@ -301,7 +301,7 @@ def _as_tf32(values: Any) -> Any:
     return np.ldexp(np.rint(np.ldexp(fraction, 11)), exponent - 11)
 
 
-def _multiply(op: Descriptor, alpha: float, beta: float, *operands: tuple[int, Layout]) -> None:
+def multiply(op: Descriptor, alpha: float, beta: float, *operands: tuple[int, Layout]) -> None:
     a, b, c, (to, layout) = operands
     left, right = _numbers(*a), _numbers(*b)
     left, right = left.T if op[TRANSA] else left, right.T if op[TRANSB] else right

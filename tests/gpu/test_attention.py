@@ -1,10 +1,7 @@
 """Our own attention kernels against the reference in float64, and the instructions of tensor cores."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pytest
@@ -24,7 +21,7 @@ ORDERS = (FORWARDS, BACKWARDS, 2)
 REFERENCE = Kernels("float64")
 
 
-def kernels(storage: str, on: Any = None):
+def kernels(storage, on=None):
     """With our own attention, and NaN in scratch memory before each operation."""
     return poisoning(CudaKernels(on or device(), None, storage))
 
@@ -34,23 +31,24 @@ def older():
     return HostDevice(capability=(7, 5))
 
 
-def stored(k: CudaKernels, values: Any, wide: bool = False):
+def stored(k, numbers, wide=False):
     """Rounded to the storage type, or to the type of statistics; NaN stays NaN."""
-    array = (k.wide_zeros if wide else k.zeros)(*values.shape)
-    k.put(array, values)
+    array = (k.wide_zeros if wide else k.zeros)(*numbers.shape)
+    k.put(array, numbers)
     return array
 
 
-def random(k: CudaKernels, *shape: int, seed: int, scale: float = 1.0):
-    return stored(k, np.random.default_rng(seed).standard_normal(shape) * scale)
+def random(k, *shape, seed, scale=1.0):
+    """Numbers that are exact in the storage type."""
+    return values(k, stored(k, np.random.default_rng(seed).standard_normal(shape) * scale))
 
 
-def poisoned(k: CudaKernels, *shape: int, wide: bool = False):
+def poisoned(k, *shape, wide=False):
     return stored(k, np.full(shape, np.nan), wide)
 
 
-def values(k: CudaKernels, array: Any):
-    return k.to_host(array).astype(np.float64)
+def values(k, array):
+    return np.array(k.to_host(array), np.float64)
 
 
 @dataclass(frozen=True)
@@ -66,57 +64,45 @@ class Case:
     documents: tuple[int, ...] = ()  # their lengths, side by side in each sequence
     window: int = 0
 
-    def mask(self, k: Kernels):
-        of_each = np.concatenate([np.arange(n) for n in self.documents or [0]])
-        positions = k.integers(np.tile(of_each, self.n_seq)) if self.documents else None
-        return AttentionMask(self.seq_len, positions, self.window)
-
-    def inputs(self, k: CudaKernels):
+    def inputs(self, k):
         n, c = self.n_seq * self.seq_len, self.n_head * self.head
         qkv = random(k, n, c + 2 * c // self.group, seed=self.seq_len, scale=self.steep)
         return qkv, random(k, n, c, seed=2)
 
-    def wanted(self, k: CudaKernels):
-        qkv, dy = (values(k, array) for array in self.inputs(k))
-        y, lse, dqkv = np.empty_like(dy), np.empty((len(dy), self.n_head)), np.empty_like(qkv)
-        mask = self.mask(REFERENCE)
-        REFERENCE.attention(y, lse, qkv, mask)
-        db = np.arange(qkv.shape[1], dtype=float)
-        bias = BiasGradient(db, True)
-        REFERENCE.attention_backward(dqkv, dy, y, lse, qkv, mask, bias)
-        return self._named(y, lse.reshape(self.n_seq, self.seq_len, self.n_head).swapaxes(1, 2), dqkv, db)
+    def wanted(self, k):
+        return self.computed(REFERENCE, inputs=self.inputs(k))
 
-    def computed(self, k: CudaKernels, back: CudaKernels | None = None):
-        """By the kernels; the gradient by those of another device, if that is given."""
-        qkv, dy = self.inputs(k)
-        y, dqkv = poisoned(k, *dy.shape), poisoned(k, *qkv.shape)
-        lse = poisoned(k, len(dy), self.n_head, wide=True)
-        k.attention(y, lse, qkv, self.mask(k))
-        ahead = values(k, y), values(k, lse).reshape(self.n_seq, self.n_head, self.seq_len)
-        arrays = [dqkv, dy, y, lse, qkv]
+    def computed(self, k, back=None, inputs=None):
+        """By these kernels; the gradient by those of another device, if that is given."""
+        qkv, dy = (stored(k, each) for each in inputs or self.inputs(k))
+        (n, wide), c = qkv.shape, self.n_head * self.head
+        y, dqkv, lse = poisoned(k, n, c), poisoned(k, n, wide), poisoned(k, n, self.n_head, wide=True)
+        of_each = np.concatenate([np.arange(n) for n in self.documents or [0]])
+        positions = k.integers(np.tile(of_each, self.n_seq)) if self.documents else None
+        mask, db = AttentionMask(self.seq_len, positions, self.window), np.arange(wide, dtype=float)
+        k.attention(y, lse, qkv, mask)
+        if k is REFERENCE:  # which has them in another order
+            found = values(k, lse).reshape(self.n_seq, self.seq_len, self.n_head).swapaxes(1, 2)
+        else:
+            found = values(k, lse).reshape(self.n_seq, self.n_head, self.seq_len)
+        parts, arrays = [values(k, y), found], [dqkv, dy, y, lse, qkv]
         if back is not None:
-            arrays = [stored(back, k.to_host(array), array is lse) for array in arrays]
-        k = back or k
-        db = stored(k, np.arange(qkv.shape[1]), wide=True)
-        bias = BiasGradient(db, True)
-        k.attention_backward(*arrays, self.mask(k), bias)
-        return self._named(*ahead, values(k, arrays[0]), values(k, db))
+            arrays, k = [stored(back, k.to_host(array), array is lse) for array in arrays], back
+        sums = stored(k, db, wide=True)
+        k.attention_backward(*arrays, mask, BiasGradient(sums, True))
+        parts += [*np.split(values(k, arrays[0]), [c, c + c // self.group], axis=1), values(k, sums) - db]
+        return dict(zip(("y", "lse", "dq", "dk", "dv", "db"), parts, strict=True))
 
-    def check(self, k: CudaKernels, storage: str, back: CudaKernels | None = None):
+    def check(self, k, storage, back=None):
         self.compare(self.computed(k, back), self.wanted(k), storage)
 
-    def compare(self, got: dict[str, Any], wanted: dict[str, Any], storage: str):
+    def compare(self, got, wanted, storage):
         for name, found in got.items():
             tolerance = 1e-5 if name == "lse" and storage == "bfloat16" else TOLERANCE[storage]
             assert distance(found, wanted[name]) < tolerance, (self, storage, name)
 
-    def _named(self, y: Any, lse: Any, dqkv: Any, db: Any):
-        c = self.n_head * self.head
-        parts = (y, lse, *np.split(dqkv, [c, c + c // self.group], axis=1), db - np.arange(len(db)))
-        return dict(zip(("y", "lse", "dq", "dk", "dv", "db"), parts, strict=True))
 
-
-def distance(got: Any, wanted: Any):
+def distance(got, wanted):
     """The norm of the difference, relative; infinite if anything is not finite."""
     if not np.isfinite(got).all():
         return math.inf
@@ -173,7 +159,7 @@ def test_one_position_attends_to_itself_and_gives_no_gradient_to_scores(storage,
     case, k = Case(3, 1, 3, head), kernels(storage)
     got = case.computed(k)
     assert np.abs(got["dq"]).max() < most and np.abs(got["dk"]).max() < most
-    qkv, dy = (values(k, array) for array in case.inputs(k))
+    qkv, dy = case.inputs(k)
     assert np.array_equal(got["y"], qkv[:, 2 * 3 * head :])
     assert np.array_equal(got["dv"], dy)
 
@@ -252,8 +238,8 @@ def test_attention_with_a_cache_is_the_reference_s(storage, prompt, sizes, n_par
     for new in (prompt, *[1] * steps):
         qkv, y = random(k, n_seq * new, c + 2 * kv_heads * head, seed=position), poisoned(k, n_seq * new, c)
         y64, start = np.empty(y.shape), np.array([position], np.int32)
-        k.attention_cached(y, cache, qkv, k.integers(start), window)
-        REFERENCE.attention_cached(y64, cache64, values(k, qkv), start, window)
+        k.attention_cached(y, cache, stored(k, qkv), k.integers(start), window)
+        REFERENCE.attention_cached(y64, cache64, qkv, start, window)
         assert distance(values(k, y), y64) < TOLERANCE[storage], position
         position += new
     found = values(k, cache)
@@ -300,7 +286,7 @@ extern "C" __global__ void copies(unsigned* early, unsigned* late, const unsigne
 """
 
 
-def _run(kernel: str, *args: Any):
+def _run(kernel, *args):
     on = HostDevice(texts={"instructions": INSTRUCTIONS})
     k = CudaKernels(on, None, "float32")
     given = [k.integers(arg, arg.dtype) if isinstance(arg, np.ndarray) else arg for arg in args]
@@ -330,7 +316,7 @@ def test_a_product_of_fragments_is_the_product_of_the_matrices_they_are_of():
     columns = np.stack([b[:8].T, b[8:].T])
     right = to_bfloat16(columns).reshape(2, 32, 2).swapaxes(0, 1).copy().view(np.uint32)
 
-    def sums(matrix: Any):
+    def sums(matrix):
         return np.stack([matrix[:8], matrix[8:]]).reshape(2, 32, 2).swapaxes(0, 1).astype(np.float32).copy()
 
     got, *_ = _run("product", sums(c).reshape(-1), left.reshape(-1), right.reshape(-1))

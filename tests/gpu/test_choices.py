@@ -1,6 +1,5 @@
 """What was found fastest is kept for later starts, and shared by equal GPUs of a job, but with no others."""
 
-import json
 from dataclasses import replace
 
 import numpy as np
@@ -12,15 +11,12 @@ from distgpt.core.ops.kernels import Kernels
 from distgpt.gpu import compiling
 from distgpt.gpu.compiling import Kept
 from distgpt.gpu.device import CupyDevice
-from distgpt.gpu.kernels import CudaKernels
 from distgpt.gpu.matmul import LtMatmul, share_autotuning
 from fakecupy import FakeCupy
-from hostgpu import host_kernels, host_lt
+from hostgpu import host_lt
 from test_cublaslt import ANY, BREAKING, IN_PARTS, LARGE, TOO_MUCH_WORKSPACE, UNFIT, WIDEST, Bench, compute, operands
 from test_cuda_model import SMALL, TRAIN, training
 from threadranks import on_all_ranks
-
-from models import VARIANTS
 
 SUMMED, OTHER = replace(LARGE, accumulate=True), replace(LARGE, k=32)
 
@@ -231,35 +227,3 @@ def test_a_run_shares_once_after_its_first_step(monkeypatch):
         asked.clear()
         training(Kernels("float64"), SMALL, TRAIN, count=steps)
         assert asked == [[b"own"]] * (steps > 1)
-
-
-@pytest.mark.slow
-@needs_the_processor
-def test_a_run_goes_on_with_the_choices_of_another_and_learns_the_same():
-    def run(favourite, others):
-        """Losses and norms of a run, what it chose, and what it told others."""
-        k = host_kernels("float32", deterministic=False)
-        on, told = k.device, []
-
-        def times(works):
-            for work in works:
-                work()
-            return [float(i != favourite % len(works)) for i in range(len(works))]
-
-        def agree(gather):
-            CudaKernels.agree(k, lambda own: told.append(own) or [*others, own])
-
-        on.times, k.agree = times, agree
-        outcomes = training(k, replace(VARIANTS["gpt2"], seq_len=8), TRAIN)[2]
-        return outcomes, (k.matmuls.chosen(), on.choices), told
-
-    expected, first, told = run(-1, [])
-    alone, own, _ = run(0, [])
-    got, chosen, _ = run(0, told)
-    assert own[0] != first[0] and own[1] != first[1]
-    (told,) = map(json.loads, told)
-    for name, algorithm in told["algorithms"].items():
-        assert chosen[0].get(name, algorithm) == algorithm
-    assert len(told["algorithms"].items() & chosen[0].items()) > 5 and chosen[1] == first[1]
-    for outcomes in (alone, got):
-        np.testing.assert_allclose(outcomes, expected, rtol=1e-4)

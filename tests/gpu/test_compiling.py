@@ -16,13 +16,11 @@ from distgpt.core.generate.slots import Feed
 from distgpt.core.model.model import Architecture, Model
 from distgpt.core.model.muon import OPTIMIZERS
 from distgpt.core.model.passes import Pass
-from distgpt.gpu import compiling, device, probe
+from distgpt.gpu import compiling, probe
 from distgpt.gpu.attention import LARGEST_HEAD, SIDE, mma_defines
 from distgpt.gpu.device import LARGEST_BLOCK, WIDE
-from distgpt.gpu.kernels import CudaKernels, norm_shape
-from distgpt.gpu.matmul import LtMatmul
-from fakecupy import FakeCupy
-from hostgpu import host_lt
+from distgpt.gpu.kernels import norm_shape
+from hostgpu import HostGpu, host_kernels
 
 needs_nvrtc = pytest.mark.skipif(not compiling.available(), reason="needs NVRTC")
 
@@ -71,19 +69,6 @@ def test_a_source_compiles_without_warnings_and_its_kernels_stay_in_registers(so
         check(source, defines, type, arch)
 
 
-def check(source, defines, type, arch):
-    result = compiled(source, defines, arch)
-    assert result.cubin[:4] == b"\x7fELF"
-    assert "warning" not in result.report, result.report
-    used = kernel_resources.resources(result.report)
-    assert used.keys() == {name.decode() for name in re.findall(rb"\.text\.(\w+)", result.cubin)}
-    for kernel, takes in used.items():
-        most = MAY_SPILL.get((kernel, type, arch), 0)
-        assert takes.stack <= most, (kernel, defines, takes)
-        assert takes.spill_stores + takes.spill_loads <= 4 * most, (kernel, defines, takes)
-        assert 0 < takes.registers <= 255 and takes.shared <= 48 << 10, (kernel, defines, takes)
-
-
 @needs_nvrtc
 @pytest.mark.slow
 @pytest.mark.parametrize(
@@ -98,16 +83,26 @@ def test_so_do_all_variants_that_presets_and_depths_use(source, type):
         check(source, defines, type, "sm_90")
 
 
+def check(source, defines, type, arch):
+    result = compiled(source, defines, arch)
+    assert result.cubin[:4] == b"\x7fELF" and "warning" not in result.report, result.report
+    used = kernel_resources.resources(result.report)
+    assert used.keys() == {name.decode() for name in re.findall(rb"\.text\.(\w+)", result.cubin)}
+    for kernel, takes in used.items():
+        most = MAY_SPILL.get((kernel, type, arch), 0)
+        assert takes.stack <= most and takes.spill_stores + takes.spill_loads <= 4 * most, (kernel, defines, takes)
+        assert 0 < takes.registers <= 255 and takes.shared <= 48 << 10, (kernel, defines, takes)
+
+
 @needs_nvrtc
 @pytest.mark.slow
-def test_a_norm_of_any_width_can_be_started():
-    for type in TYPES["sm_90"]:
-        for channels in (64, 4104, 12_288):
-            _, threads, defines = norm_shape(channels, WIDE[type].itemsize)
-            for kernel, takes in resources("norm", (compiling.storage_define(type), *defines)).items():
-                given = -(-takes.registers // 8) * 8  # registers are handed out in eights
-                assert given * threads <= REGISTERS, (type, channels, kernel, takes)
-                assert takes.shared <= 48 << 10, (type, channels, kernel, takes)
+@pytest.mark.parametrize("channels", [64, 4104, 12_288])
+@pytest.mark.parametrize("type", TYPES["sm_90"])
+def test_a_norm_of_any_width_can_be_started(type, channels):
+    _, threads, defines = norm_shape(channels, WIDE[type].itemsize)
+    for kernel, takes in resources("norm", (compiling.storage_define(type), *defines)).items():
+        given = -(-takes.registers // 8) * 8  # registers are handed out in eights
+        assert given * threads <= REGISTERS and takes.shared <= 48 << 10, (kernel, takes)
 
 
 @needs_nvrtc
@@ -116,21 +111,27 @@ def test_two_rows_of_scores_fit_a_multiprocessor():
     assert 2 * LARGEST_BLOCK * registers <= REGISTERS
 
 
+HEADS = [*range(SIDE, LARGEST_HEAD + 1, SIDE)]
+
+
 @needs_nvrtc
 @pytest.mark.slow
-def test_attention_on_tensor_cores_never_spills_and_enough_blocks_share_a_multiprocessor():
-    heads = range(SIDE, LARGEST_HEAD + 1, SIDE)
-    whole = ("sm_80", 64), ("sm_80", 128), *(("sm_90", head) for head in heads)
-    cases = [*((*each, ()) for each in whole), *(("sm_90", head, ("WINDOW=128",)) for head in (64, 128))]
-    for arch, head, window in cases:
-        used = resources("attention_mma", ("STORAGE_BFLOAT16", *mma_defines(head, 1), *window), arch)
-        assert set(used) == {"attention_forward", "attention_backward_queries", "attention_backward_keys"}
-        for kernel, takes in used.items():
-            where = (arch, head, window, kernel, takes)
-            most = MAY_SPILL.get((kernel, "bfloat16", arch), 0) if head in (64, 128) else 0
-            assert takes.stack <= most and takes.spill_stores + takes.spill_loads <= 2 * most, where
-            least = {"attention_forward": 4 if head <= 64 else 3}.get(kernel, 3 if head <= 64 else 2)
-            assert takes.registers * 128 * least <= REGISTERS and takes.shared * least <= 164 << 10, where
+@pytest.mark.parametrize(
+    ("arch", "head", "window"),
+    [
+        *(("sm_80", head, ()) for head in (64, 128)),
+        *(("sm_90", head, ()) for head in HEADS),
+        *(("sm_90", head, ("WINDOW=128",)) for head in (64, 128)),
+    ],
+)
+def test_attention_on_tensor_cores_never_spills_and_enough_blocks_share_a_multiprocessor(arch, head, window):
+    used = resources("attention_mma", ("STORAGE_BFLOAT16", *mma_defines(head, 1), *window), arch)
+    assert set(used) == {"attention_forward", "attention_backward_queries", "attention_backward_keys"}
+    for kernel, takes in used.items():
+        most = MAY_SPILL.get((kernel, "bfloat16", arch), 0) if head in (64, 128) else 0
+        assert takes.stack <= most and takes.spill_stores + takes.spill_loads <= 2 * most, (kernel, takes)
+        least = {"attention_forward": 4 if head <= 64 else 3}.get(kernel, 3 if head <= 64 else 2)
+        assert takes.registers * 128 * least <= REGISTERS and takes.shared * least <= 164 << 10, (kernel, takes)
 
 
 @needs_nvrtc
@@ -178,21 +179,16 @@ def test_includes_are_put_in_place_once_and_messages_name_the_file_and_line(fold
 
 def test_without_nvrtc_the_error_says_how_to_get_it(monkeypatch):
     monkeypatch.setattr(probe, "load_library", lambda names: None)
-    compiling._nvrtc.cache_clear()
-    try:
-        assert not compiling.available()
-        with pytest.raises(UsageError, match="pip install nvidia-cuda-nvrtc"):
-            compiling.compile_text("", "empty.cu", (), "sm_90")
-    finally:
-        monkeypatch.undo()
-        compiling._nvrtc.cache_clear()
+    monkeypatch.setattr(compiling, "load_nvrtc", compiling.load_nvrtc.__wrapped__)  # which keeps what it has found
+    assert not compiling.available()
+    with pytest.raises(UsageError, match="pip install nvidia-cuda-nvrtc"):
+        compiling.compile_text("", "empty.cu", (), "sm_90")
 
 
-def test_a_sources_text_stands_alone():
-    for source in compiling.source_names():
-        text = compiling.source_text(source)
-        assert not re.search(r'^\s*#\s*include\s*"', text, re.MULTILINE), source
-        assert text.startswith(f'#line 1 "{source}.cu"\n'), source
+@pytest.mark.parametrize("source", compiling.source_names())
+def test_a_sources_text_stands_alone(source):
+    text = compiling.source_text(source)
+    assert not re.search(r'^\s*#\s*include\s*"', text, re.MULTILINE) and text.startswith(f'#line 1 "{source}.cu"\n')
 
 
 # -- the cache
@@ -240,12 +236,12 @@ def test_the_cache_is_filled_for_all_presets_and_depths(cache):
 def test_it_holds_what_models_of_all_presets_request(dtype, monkeypatch):
     """One layer of each takes a step, packed or not, an update, and generates; nothing is computed."""
     requests = set()
-    monkeypatch.setattr(hostlt, "_multiply", lambda *about: None)
-    monkeypatch.setattr(device, "cubin", lambda source, defines, arch: requests.add((source, defines)) or b"")
+    monkeypatch.setattr(hostlt, "multiply", lambda *about: None)
+    monkeypatch.setattr(HostGpu, "started", lambda *about: lambda: None)
+    monkeypatch.setattr(HostGpu, "cubin", lambda xp, source, defines, arch: requests.add((source, defines)) or b"")
     for name in ("tiny", "fast", "gpt-mini", "gpt2", "gpt2-fast", "smollm2-135m", "qwen3-0.6b", "S"):
         run = preset(name, {"n_layer": 1, "vocab_size": 40, "seq_len": 512})
-        on = device.CupyDevice(0, xp=FakeCupy())
-        k = CudaKernels(on, LtMatmul(host_lt(on.xp), on, False), dtype)
+        k = host_kernels(dtype, multiprocessors=132)
         model = Model(Architecture(run.model), k)
         model.allocate_master_weights()
         ids = k.integers(np.zeros(8, np.int64))

@@ -34,29 +34,11 @@ SEVERAL = f'import runpy\nrunpy.run_path({str(HELPERS / "ranks.py")!r}, run_name
 
 @pytest.mark.slow
 def test_whole_runs_by_nccl_evaluate_save_and_move_between_modes(run, tmp_path):
-    words = [
-        *TINY,
-        *[
-            "--schedule",
-            "constant",
-            "--val-fraction",
-            "0.2",
-            "--val-tokens",
-            "64",
-            "--eval-every",
-            "2",
-            "--dtype",
-            "bfloat16",
-        ],
-    ]
-    words += ["--recompute", "mlp", "--deterministic", "--out"]
+    words = [*TINY, "--schedule", "constant", "--val-fraction", "0.2", "--val-tokens", "64", "--eval-every", "2"]
+    words += ["--dtype", "bfloat16", "--recompute", "mlp", "--deterministic", "--out"]
     whole, moving = (tmp_path / name for name in ("whole", "moving"))
-    parts = [
-        (whole, "allreduce", "4"),
-        (moving, "overlapped", "1"),
-        (moving, "sharded", "3"),
-        (moving, "overlapped", "4"),
-    ]
+    parts = [(whole, "allreduce", "4"), *((moving, *each) for each in (("overlapped", "1"), ("sharded", "3")))]
+    parts.append((moving, "overlapped", "4"))
     commands = [[*words, str(out), "--steps", steps, "--grad-sync", mode] for out, mode, steps in parts]
     for later in commands[2:]:
         later += ["--resume", "auto"]
