@@ -105,19 +105,15 @@ def test_a_shared_prompt_never_leaves_the_device(cuda_kernels, monkeypatch):
     assert launches(lambda: (lanes.copy(0, 2, 4), lanes.drop(2, 1, 3))) == {"decoding.move_cached": 2}
 
 
-@needs_counts
-def test_few_bytes_travel_where_the_likeliest_are_enough(cuda_kernels, calls):
-    model, _ = alike(replace(VARIANTS["gpt2"], vocab_size=5000), cuda_kernels("float32"))
-    lanes, sizes = BatchedSlots(model, 4), calls(CudaKernels, "to_host", lambda self, x: x.nbytes)
-    lanes.feed([Feed(i, 0, [i], 1, choice=Choice(Sampling(), 0.0, 50)) for i in range(4)])
-    assert sum(sizes) == 4 * 4 * (64 + 65)
-
-
 @pytest.mark.ci
 @needs_counts
-@pytest.mark.parametrize("how", [{"temperature": 0.8}, {"temperature": 0.01, "top_p": 0.9}], ids=str)
-def test_few_bytes_travel_where_tokens_are_drawn_from_all(how, cuda_kernels, calls):
-    """A step of 8 sequences; with top-p 64 tokens are enough, as it is cold."""
+@pytest.mark.parametrize(
+    ("how", "found"),
+    [({"logprobs": 50}, 64), ({"temperature": 0.8}, 1), ({"temperature": 0.01, "top_p": 0.9}, 64)],
+    ids=str,
+)
+def test_few_bytes_travel(how, found, cuda_kernels, calls):
+    """A step of 8 sequences. Where tokens are drawn, it is from all; with top-p 64 are enough, as it is cold."""
     model, _ = alike(replace(VARIANTS["gpt2"], vocab_size=5000), cuda_kernels("float32"))
     engine = Engine(BatchedSlots(model, 8))
     engine.submit(Request(prompt=[1, 2], max_new_tokens=5, n=8, **how))
@@ -125,9 +121,8 @@ def test_few_bytes_travel_where_tokens_are_drawn_from_all(how, cuda_kernels, cal
         engine.step()
     sizes = calls(CudaKernels, "to_host", lambda self, x: x.nbytes)
     assert len(engine.step()) == 8
-    found = 64 if "top_p" in how else 1
     # Tokens, their scores, a sum; of what was drawn a token in int32, a score and a sum in float64.
-    assert sum(sizes) == 8 * (4 * found + 4 * (found + 1) + 4 + 16)
+    assert sum(sizes) == 8 * (4 * found + 4 * (found + 1) + (20 if "temperature" in how else 0))
 
 
 @pytest.mark.ci

@@ -192,17 +192,13 @@ def after_agreement(*gpus):
     return [gpu.ran() for gpu in gpus]
 
 
-def test_equal_gpus_take_the_algorithm_of_the_first_and_record_it():
+def test_gpus_with_equal_library_and_arithmetic_take_the_algorithm_of_the_first_and_record_it():
     gpus = [Gpu(IN_PARTS), Gpu(WIDEST, name="Older GPU"), Gpu(ANY), Gpu(ANY, name="Older GPU"), Gpu(IN_PARTS)]
-    wanted = [(IN_PARTS, 1), (WIDEST, 1), (IN_PARTS, 2), (WIDEST, 2), (IN_PARTS, 1)]
+    gpus += [Gpu(ANY, tf32=True), Gpu(WIDEST)]
+    gpus[-1].matmuls.about = (1, False)
+    wanted = [(IN_PARTS, 1), (WIDEST, 1), (IN_PARTS, 2), (WIDEST, 2), (IN_PARTS, 1), (ANY, 1), (WIDEST, 1)]
     assert after_agreement(*gpus) == wanted
     assert after_agreement(*gpus) == wanted
-
-
-def test_gpus_with_another_library_or_other_arithmetic_choose_for_themselves():
-    other = Gpu(IN_PARTS)
-    other.matmuls.about = (1, False)
-    assert after_agreement(Gpu(WIDEST), Gpu(ANY, tf32=True), other) == [(WIDEST, 1), (ANY, 1), (IN_PARTS, 1)]
 
 
 def test_what_the_first_has_not_timed_is_chosen_by_each():

@@ -28,29 +28,29 @@ def journal(monkeypatch):
         calls=[], executed=[], streams=[], barred=[], allocated=[], said=[], own=[], refuses=None, fails=None
     )
 
+    def noted(name):
+        return lambda self, *args: journal.calls.append(name)
+
     class Graph(cudnn.pygraph):
         def __init__(self, **options):
             self.title = options["name"]
             super().__init__(**options)
 
-        def build_operation_graph(self):
-            assert self._is_validated
-            journal.calls.append("operations")
+        def validate(self):
+            journal.calls.append("validate")
+            super().validate()
+
+        build_operation_graph, create_execution_plans, build_plans = map(noted, ("operations", "plans", "build"))
 
         def deselect_engines(self, names):
             journal.barred += names
             return self
 
-        def create_execution_plans(self, modes):
-            journal.calls.append("plans")
-
         def check_support(self):
+            assert journal.calls[-2:] == ["operations", "plans"]
             journal.calls.append("support")
             if journal.refuses:
                 raise journal.refuses
-
-        def build_plans(self):
-            journal.calls.append("build")
 
         def get_workspace_size(self):
             return WORKSPACE[self.title]
@@ -60,16 +60,9 @@ def journal(monkeypatch):
                 raise journal.fails
             journal.executed.append((self.title, tensors, workspace, handle))
 
-    fake = SimpleNamespace(
-        pygraph=Graph,
-        data_type=cudnn.data_type,
-        heur_mode=cudnn.heur_mode,
-        diagonal_alignment=cudnn.diagonal_alignment,
-        cudnnGraphNotSupportedError=cudnn.cudnnGraphNotSupportedError,
-        create_handle=lambda: cudnn.Handle(99, 0, 0),
-        set_stream=lambda handle, stream: journal.streams.append((handle, stream)),
-        backend_version=lambda: 92800,
-    )
+    own = {"pygraph": Graph, "create_handle": lambda: cudnn.Handle(99, 0, 0), "backend_version": lambda: 92800}
+    own["set_stream"] = lambda handle, stream: journal.streams.append((handle, stream))
+    fake = SimpleNamespace(**{**vars(cudnn), **own})
     monkeypatch.setattr(module, "frontend", lambda: fake)
     monkeypatch.setattr(module, "SHORT", 1)
     monkeypatch.setattr(OwnAttention, "forward", lambda *args: journal.own.append("forward"))
@@ -179,7 +172,7 @@ def test_execution_is_given_the_address_of_each_part(journal, group):
 
 
 def test_a_shape_is_planned_once_and_only_planning_allocates(journal):
-    a, library, planned = arrays(), attention(journal), ["operations", "plans", "support", "build"]
+    a, library, planned = arrays(), attention(journal), ["validate", "operations", "plans", "support", "build"]
     for _ in range(3):
         forward(library, a)
     assert (journal.calls, journal.allocated) == (planned, [256])  # evaluation pays for no gradient
