@@ -154,13 +154,6 @@ class ndarray:
         self.flags = SimpleNamespace(c_contiguous=memory.flags.c_contiguous)
         self.data = MemoryPointer(xp, memory.ctypes.data, owner(memory))
 
-    @property
-    def __cuda_array_interface__(self) -> dict[str, Any]:
-        """For an MPI that reads the device's memory."""
-        assert self.flags.c_contiguous
-        where = {"data": (self.data.ptr, False), "shape": self.shape, "typestr": self.dtype.str}
-        return {**where, "strides": None, "version": 3}
-
     def reshape(self, *shape: Any) -> ndarray:
         return ndarray(self._xp, self.memory.reshape(*shape))
 

@@ -146,6 +146,13 @@ class HostDevice(CupyDevice):
     ) -> None:
         super().__init__(0, deterministic, graphs, HostGpu(multiprocessors=multiprocessors, **about))
 
+    def array(self, host: Any) -> Any:
+        """These numbers on the device."""
+        host = np.asarray(host)
+        made = self.zeros(host.shape, host.dtype)
+        self.upload(made, host)
+        return made
+
     def _function(self, key: tuple[str, str, tuple[str, ...]]) -> Any:
         with WORLD, mock.patch.object(device, "cubin", self.xp.cubin):
             return super()._function(key)

@@ -154,7 +154,7 @@ class HostLt:
         self.live: dict[int, Any] = {}  # what was made and not destroyed, by address
         self._addresses = itertools.count(0x10000, 16)
         self.invalid = self.started = self.searches = 0
-        self.algorithm = self.stream = -1  # the last ones
+        self.algorithm = -1  # the last one
         self.preference: Any = None  # of the last search
         self.refused = -1  # an epilogue that is not supported
         for name, types in PROTOTYPES.items():
@@ -261,7 +261,7 @@ class HostLt:
         _require(not one.breaks, EXECUTION_FAILED)
         _require(all(n % one.alignment == 0 for n in (a, b, c, d, *(x.row_bytes for x in layouts))))
         _require(op.aligned(one.extras) and size >= one.workspace and (workspace or not size))
-        self.started, self.algorithm, self.stream = self.started + 1, int(chosen[7]), stream
+        self.started, self.algorithm = self.started + 1, int(chosen[7])
         # What descriptors and factors hold counts when a matmul is started, not when it is done.
         factors = [float(_numbers(at, Layout(op.types[1], 1, 1, 1))[0, 0]) for at in (alpha, beta)]
         now, operands = op.now(), zip((a, b, c, d), layouts, strict=True)

@@ -35,21 +35,6 @@ def test_training_gives_the_losses_of_the_serial_stage(dtype, tolerance, gpu, se
     assert metrics(tmp_path / "run")[4]["grad_norm"] == pytest.approx(metrics(serial)[4]["grad_norm"], rel=0.1)
 
 
-@pytest.mark.ci
-def test_tuning_on_texts_side_by_side_gives_the_losses_of_the_serial_stage(gpu, tmp_path):
-    rows = [{"text": text} for text in ("abc", "lighthouse", "rows", "in", "harbour")]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    base = train(tmp_path / "base", *STEPS, "--tokenizer", "byte")
-    words = ["tune", "--weights", base, "--data", tmp_path / "rows.jsonl", "--epochs", "3"]
-    words += ["--batch-size", "2"]
-    common = ("--dtype", "float32", "--lr", "1e-2", "--progress", "plain")
-    for out, more in (("cpu", ("--threads", "1")), ("gpu", ("--stage", "cuda"))):
-        result = gpu(*words, *common, *more, "--out", tmp_path / out)
-        assert result.returncode == 0, result.stderr
-    assert len(losses(tmp_path / "cpu")) > 3
-    np.testing.assert_allclose(losses(tmp_path / "gpu"), losses(tmp_path / "cpu"), rtol=1e-5)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["--set cuda_graph=false --grad-accum 2 --recompute block", "--deterministic --tf32"])
 def test_no_option_changes_what_is_learned(how, gpu, serial, tmp_path):

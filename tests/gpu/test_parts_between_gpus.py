@@ -22,10 +22,7 @@ def exchanged(comm, device=None, *, bounds):
     reduce = (lambda array: queued.reduce(array, bounds)) if queued else comm.sum
 
     def after(host, exchange):
-        array = host.copy()
-        if device:
-            array = device.zeros(host.shape, host.dtype)
-            device.upload(array, host)
+        array = device.array(host) if device else host.copy()
         exchange(array)
         found.append(device.download(array) if device else array)
 
@@ -36,9 +33,7 @@ def exchanged(comm, device=None, *, bounds):
         after(values, reduce)
         found[-1] = found[-1][bounds[comm.rank] : bounds[comm.rank + 1]]
     sent, counts = np.arange(80, dtype=np.uint16) + 100 * comm.rank, [5, 0, 9, 7][:size]
-    going = device.zeros((80,), sent.dtype) if device else sent
-    if device:
-        device.upload(going, sent)
+    going = device.array(sent) if device else sent
     exchange = partial(comm.all_to_all, sent=going, starts=[10 * other for other in range(size)], counts=counts)
     after(np.zeros((size, 9), np.uint16), exchange)
     return found
@@ -82,8 +77,7 @@ def test_bfloat16_is_rounded_and_summed_as_on_the_processor():
         drawn[[100, 2000, 4000]] = np.nan, np.inf, -np.inf
         flat, wire = drawn, HostWire(one_by_one, 1)
         if device:
-            flat, wire = device.zeros(drawn.shape, drawn.dtype), CudaKernels(device, None, "bfloat16").wire
-            device.upload(flat, drawn)
+            flat, wire = device.array(drawn), CudaKernels(device, None, "bfloat16").wire
         ReduceScatterGather(comm, flat, "bfloat16", 3, wire).sum(16, 5000, step=9)
         if device:
             device.xp.check()
