@@ -41,18 +41,6 @@ def test_sharded_gives_the_bits_of_packed_on_two_ranks(way, dtype):
     assert same(found, packed(dtype, way)) and (found[0][0] == found[1][0]).all()
 
 
-@pytest.mark.slow
-def test_sharded_is_packed_up_to_rounding_over_five_steps_on_four_ranks():
-    """With clipping and two micro-batches, and on the processor what it is on a GPU."""
-    whole, sharded = (trained_on(4, config, steps=5) for config in (CONFIG, SHARDED))
-    cpu = on_all_ranks(4, lambda comm: trained(comm, None, SHARDED, 5))
-    for others, near in ((whole, 1e-6), (cpu, 1e-4)):
-        for (weights, read), (wanted, known) in zip(sharded, others, strict=True):
-            assert (weights == sharded[0][0]).all()
-            assert abs(weights - wanted).max() <= near * abs(wanted).max()
-            np.testing.assert_allclose(read, known, rtol=near)
-
-
 @pytest.mark.ci
 @pytest.mark.parametrize("hasty, graphs", [(False, True), (True, False)])
 def test_overlapped_gives_the_bits_of_packed(hasty, graphs, monkeypatch):

@@ -19,7 +19,6 @@ import numpy as np
 import pytest
 from distgpt.gpu import cublaslt, probe
 from distgpt.gpu.cublaslt import CublasLt, Desc, LtError, Pref
-from distgpt.gpu.device import address
 from fakenccl import FakeNccl
 from hostlt import PROTOTYPES
 
@@ -142,16 +141,6 @@ def test_a_view_of_page_locked_memory_keeps_it():
     del view
     gc.collect()
     assert alive() is None
-
-
-def test_arrays_know_their_address_and_their_gaps():
-    numbers = np.zeros((4, 4), FLOAT)
-    memory = real("cuda.UnownedMemory")(numbers.ctypes.data, numbers.nbytes, numbers, 0)
-    array = real("ndarray")((4, 4), FLOAT, memptr=real("cuda.MemoryPointer")(memory, 0))
-    assert address(array) == (array.data + 0).ptr == numbers.ctypes.data
-    assert address(array[1:]) == (array.data + 16).ptr == numbers.ctypes.data + 16
-    assert (array.nbytes, array.itemsize, array.dtype.name) == (64, 4, "float32")
-    assert array[1:].flags.c_contiguous and not array[:, 1:].flags.c_contiguous
 
 
 # cuBLASLt: the binding, and the stand-in, against NVIDIA's header and the library itself

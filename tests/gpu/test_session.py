@@ -95,7 +95,7 @@ def test_every_command_of_a_block_runs(block, carried, tmp_path):
 
 @pytest.mark.ci
 @needs_the_processor
-def test_unknown_parts_are_refused_before_anything_is_done_and_what_has_no_time_left_is_said(tmp_path):
+def test_unknown_parts_are_refused_first_and_those_without_time_named(tmp_path):
     for block, parts in (("A", "facts threads"), ("Z", "facts")):
         done, found = session(tmp_path, block, parts=parts)
         assert (done.returncode, found) == (2, {}) and not (tmp_path / "out").exists()
