@@ -74,12 +74,12 @@ def _lines(file: str, included: set[str]) -> Iterable[str]:
 
 
 def available() -> bool:
-    return _nvrtc() is not None
+    return load_nvrtc() is not None
 
 
 @cache
 def nvrtc_version() -> str:
-    nvrtc, parts = _nvrtc(), (ctypes.c_int(), ctypes.c_int())
+    nvrtc, parts = load_nvrtc(), (ctypes.c_int(), ctypes.c_int())
     if nvrtc is not None:
         nvrtc.nvrtcVersion(*map(ctypes.byref, parts))
     return ".".join(str(part.value) for part in parts)
@@ -92,7 +92,7 @@ def compile_source(source: str, defines: Iterable[str], arch: str) -> Compiled:
 
 def compile_text(text: str, name: str, defines: Iterable[str], arch: str) -> Compiled:
     """Compile source text. `name` is used in messages."""
-    nvrtc = _nvrtc()
+    nvrtc = load_nvrtc()
     if nvrtc is None:
         raise UsageError("CUDA kernels need NVRTC: pip install nvidia-cuda-nvrtc, or a CUDA toolkit")
     flags = [*options(defines), f"--gpu-architecture={arch}", "--ptxas-options=-v"]
@@ -110,7 +110,7 @@ def compile_text(text: str, name: str, defines: Iterable[str], arch: str) -> Com
 
 
 @cache
-def _nvrtc() -> ctypes.CDLL | None:
+def load_nvrtc() -> ctypes.CDLL | None:
     """Load NVRTC, after its built-in headers, which some of its wheels do not find."""
     if (file := library_path(_LIBRARIES)) is not None:
         for headers in file.parent.glob("libnvrtc-builtins.so.*"):
@@ -120,7 +120,7 @@ def _nvrtc() -> ctypes.CDLL | None:
 
 
 def _fetch(program: ctypes.c_void_p, what: str) -> bytes:
-    nvrtc, size = _nvrtc(), ctypes.c_size_t()
+    nvrtc, size = load_nvrtc(), ctypes.c_size_t()
     _check(getattr(nvrtc, f"nvrtcGet{what}Size")(program, ctypes.byref(size)), what)
     buffer = ctypes.create_string_buffer(size.value)
     _check(getattr(nvrtc, f"nvrtcGet{what}")(program, buffer), what)

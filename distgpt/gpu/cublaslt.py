@@ -125,7 +125,7 @@ class CublasLt:
     """cuBLASLt on the current device. Its objects are addresses and are never freed."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        self._library = library
+        self.library = library
         for name, arguments in _ARGUMENTS.items():
             getattr(library, name).argtypes = arguments
         library.cublasLtGetVersion.restype = c_size_t
@@ -176,7 +176,7 @@ class CublasLt:
 
     def check(self, function: str, status: int) -> None:
         if status != Status.SUCCESS:
-            name = self._library.cublasLtGetStatusName(status).decode()
+            name = self.library.cublasLtGetStatusName(status).decode()
             raise LtError(f"cuBLASLt {self.version}: {function} gave {name}", status)
 
     def _set(self, kind: str, made: int, attribute: IntEnum, value: int) -> None:
@@ -190,7 +190,7 @@ class CublasLt:
         return made.value
 
     def _call(self, function: str, *arguments: Any) -> None:
-        self.check(function, getattr(self._library, function)(*arguments))
+        self.check(function, getattr(self.library, function)(*arguments))
 
 
 def load() -> CublasLt | None:

@@ -422,7 +422,7 @@ class Launcher:
 
     def __init__(self, device: CupyDevice, storage: str, itemsize: int) -> None:
         self.device = device
-        self._defines = (storage_define(storage),)
+        self.defines = (storage_define(storage),)
         self._pack = MOVED // itemsize
         self._scratch: dict[Any, Array] = {}
 
@@ -437,7 +437,7 @@ class Launcher:
         defines: tuple[str, ...] = (),
     ) -> None:
         blocks = (grid,) if isinstance(grid, int) else grid
-        self.device.launch(source, kernel, self._defines + defines, blocks, (block,), args, shared)
+        self.device.launch(source, kernel, self.defines + defines, blocks, (block,), args, shared)
 
     def each(self, source: str, kernel: str, width: int, count: int, *args: Any) -> None:
         """Start a kernel with one thread per pack of `count` elements, which are in rows of `width`."""

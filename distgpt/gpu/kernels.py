@@ -68,7 +68,7 @@ class CudaKernels(MuonKernels):
         dtype: str,
         attention_for: Callable[[int, OwnAttention], OwnAttention] | None = None,
     ) -> None:
-        self._device = device
+        self.device = device
         self.dtype, self.wide = STORAGE[dtype], WIDE[dtype]
         self.capabilities = Capabilities(
             is_async=True,
@@ -76,57 +76,57 @@ class CudaKernels(MuonKernels):
             sums_bias_gradients=True,
             norm_sum_rows=BLOCKS_EACH * device.multiprocessors,
         )
-        self._launcher = Launcher(device, dtype, self.dtype.itemsize)
+        self.launcher = Launcher(device, dtype, self.dtype.itemsize)
         self.logits_bytes = min(4 << 30, max(512 << 20, device.memory()[1] // 32))
-        self._own_attention = OwnAttention(self._launcher)
+        self._own_attention = OwnAttention(self.launcher)
         self._choose_attention = attention_for or (lambda head, own: own)
         self._attention: dict[int, OwnAttention] = {}
-        self.wire: Wire | None = DeviceWire(self._launcher)
+        self.wire: Wire | None = DeviceWire(self.launcher)
         self.matmuls, self._type, self._possible, self._tables = matmuls, dtype, {}, {}
 
     # -- arrays and workers
 
     def _new(self, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
-        return self._device.zeros(shape, np.dtype(dtype))
+        return self.device.zeros(shape, np.dtype(dtype))
 
     def integers(self, host: Any, dtype: str = "int32") -> Array:
         values = np.array(host, dtype)
-        array = self._device.zeros(values.shape, values.dtype)
-        self._device.upload(array, values)
+        array = self.device.zeros(values.shape, values.dtype)
+        self.device.upload(array, values)
         return array
 
     def to_host(self, array: Array) -> Any:
-        return floats(self._device.download(array))
+        return floats(self.device.download(array))
 
     def later(self, array: Array) -> Callable[[], Any]:
-        taken = self._device.later(array)
+        taken = self.device.later(array)
         return lambda: floats(taken())
 
     def put(self, array: Array, host: Any) -> None:
         is_bits = array.dtype == STORAGE["bfloat16"]
-        self._device.upload(array, to_bfloat16(host) if is_bits else np.asarray(host, array.dtype))
+        self.device.upload(array, to_bfloat16(host) if is_bits else np.asarray(host, array.dtype))
 
     def cast_down(self, low: Array, wide: Array) -> None:
         args = (low, wide, np.int64(wide.size))
-        self._launcher.start("optimizer", "round_to_stored", self._fours(wide), BLOCK, *args)
+        self.launcher.start("optimizer", "round_to_stored", self._fours(wide), BLOCK, *args)
 
     def free_memory(self) -> int | None:
-        return self._device.memory()[0] // self._device.sharing
+        return self.device.memory()[0] // self.device.sharing
 
     def record(self, work: Work) -> Work:
-        return self._device.record(work)
+        return self.device.record(work)
 
     def between(self, act: Work) -> None:
-        self._device.between(act)
+        self.device.between(act)
 
     def agree(self, gather: Callable[[bytes], list[bytes]]) -> None:
-        share_autotuning(gather, self._device, self.matmuls)
+        share_autotuning(gather, self.device, self.matmuls)
 
     def zero(self, x: Array) -> None:
-        self._device.zero(x)
+        self.device.zero(x)
 
     def add(self, y: Array, a: Array, b: Array) -> None:
-        self._launcher.each("elementwise", "add", y.size, y.size, y, a, b, y.size)
+        self.launcher.each("elementwise", "add", y.size, y.size, y, a, b, y.size)
 
     # -- embedding
 
@@ -142,7 +142,7 @@ class CudaKernels(MuonKernels):
     ) -> None:
         n, c = x.shape
         of = x, tokens, wte, wpe, *_starts(start), positions, n, seq_len, c
-        self._launcher.each("embedding", "embed", c, n * c, *of)
+        self.launcher.each("embedding", "embed", c, n * c, *of)
 
     def sort_tokens(self, tokens: Array, vocab: int) -> SortedTokens:
         return SortedTokens(tokens, self._sorted_rows(tokens, vocab, "order of tokens"))
@@ -162,25 +162,25 @@ class CudaKernels(MuonKernels):
             self._add_to_rows(dwpe, dx, positions, order)
         elif dwpe is not None:
             count = seq_len * c
-            self._launcher.each("embedding", "position_gradient", c, count, dwpe, dx, n, seq_len, c)
+            self.launcher.each("embedding", "position_gradient", c, count, dwpe, dx, n, seq_len, c)
         self._add_to_rows(dwte, dx, *tokens)
 
     def _add_to_rows(self, dwte: Array, dx: Array, tokens: Array, order: Array | None) -> None:
         (n, width), c = dx.shape, dwte.shape[1]
         chunks = -(-n // CHUNK)
-        partial = self._launcher.scratch("tokens", (chunks, 2, c), self.wide)
-        within, w = self._launcher.variant("token_gradient", gcd(c, width), dwte, partial, dx)
-        across, _ = self._launcher.variant("token_gradient_across", gcd(c, width), dwte, partial, dx)
+        partial = self.launcher.scratch("tokens", (chunks, 2, c), self.wide)
+        within, w = self.launcher.variant("token_gradient", gcd(c, width), dwte, partial, dx)
+        across, _ = self.launcher.variant("token_gradient_across", gcd(c, width), dwte, partial, dx)
         block = min(256, -(-c // (w * WARP)) * WARP)
-        self._launcher.start(
+        self.launcher.start(
             "embedding", within, chunks, block, dwte, partial, order, tokens, dx, n, width, c
         )
-        self._launcher.start("embedding", across, chunks, block, dwte, partial, order, tokens, n, c)
+        self.launcher.start("embedding", across, chunks, block, dwte, partial, order, tokens, n, c)
 
     def add_embedding(self, x: Array, tokens: Array, w: Array) -> None:
         (n, width), c = x.shape, w.shape[1]
         of = x, tokens, w, n, width, c
-        self._launcher.each("embedding", "add_embedding", gcd(c, width), n * c, *of)
+        self.launcher.each("embedding", "add_embedding", gcd(c, width), n * c, *of)
 
     def _sorted_rows(self, tokens: Array, words: int, name: str) -> Array | None:
         """Sort rows by token, with a stable radix sort of one byte per pass.
@@ -188,7 +188,7 @@ class CudaKernels(MuonKernels):
         `name`: name of the result's scratch memory.
         """
         n, passes = len(tokens), max(1, -(-(words - 1).bit_length() // 8))
-        tiles, launcher, int32 = -(-n // SORT_TILE), self._launcher, np.dtype(np.int32)
+        tiles, launcher, int32 = -(-n // SORT_TILE), self.launcher, np.dtype(np.int32)
         orders, before = launcher.scratch(name, (2, n), int32), launcher.scratch("before", (n,), int32)
         counts = launcher.scratch("counts", (SORT_TILE * tiles,), int32)
         totals = launcher.scratch("totals", (SORT_TILE,), int32)
@@ -208,9 +208,9 @@ class CudaKernels(MuonKernels):
     ) -> None:
         n, c = y.shape
         rows, block, defines = norm_shape(c, self.wide.itemsize)
-        kernel, _ = self._launcher.variant("add_norm", c, y, s, x, r, *wb)
+        kernel, _ = self.launcher.variant("add_norm", c, y, s, x, r, *wb)
         args = (y, s, *stats, x, r, *wb, eps, n)
-        self._launcher.start("norm", kernel, -(-n // rows), block, *args, defines=defines)
+        self.launcher.start("norm", kernel, -(-n // rows), block, *args, defines=defines)
 
     def norm_backward(
         self,
@@ -225,12 +225,12 @@ class CudaKernels(MuonKernels):
     ) -> None:
         n, c = dx.shape
         rows, block, defines = norm_shape(c, self.wide.itemsize)
-        kernel, _ = self._launcher.variant("norm_backward", c, dx, y, sums, dy, dres, s, *wb)
+        kernel, _ = self.launcher.variant("norm_backward", c, dx, y, sums, dy, dres, s, *wb)
         args = (dx, y, sums, dy, dres, s, *stats, *wb, n)
         blocks = self.capabilities.norm_sum_rows
         if sums is None:
             blocks = min(blocks, -(-n // rows))
-        self._launcher.start("norm", kernel, blocks, block, *args, defines=defines)
+        self.launcher.start("norm", kernel, blocks, block, *args, defines=defines)
 
     def norm_backward_weights(
         self, dwb: Affine, sums: Array | None, dy: Array, s: Array, stats: Stats, accumulate: bool
@@ -239,18 +239,18 @@ class CudaKernels(MuonKernels):
         assert sums is not None
         c = s.shape[1]
         if dwb.b is not None and address(dwb.b) == address(dwb.w) + dwb.w.nbytes:
-            sum_parts(self._launcher, dwb.w, sums, slice(0, 2 * c), accumulate)  # weight and bias together
+            sum_parts(self.launcher, dwb.w, sums, slice(0, 2 * c), accumulate)  # weight and bias together
             return
-        sum_parts(self._launcher, dwb.w, sums, slice(0, c), accumulate)
+        sum_parts(self.launcher, dwb.w, sums, slice(0, c), accumulate)
         if dwb.b is not None:
-            sum_parts(self._launcher, dwb.b, sums, slice(c, 2 * c), accumulate)
+            sum_parts(self.launcher, dwb.b, sums, slice(c, 2 * c), accumulate)
 
     # -- linear layers
 
     def add_low_rank(self, y: Array, w: Array, b: Array | None, a: Array | None, scale: float) -> None:
         rank = 0 if a is None else len(a)
         args = (y, w, b, a, float(scale), y.size, y.shape[1], rank)
-        self._launcher.start("elementwise", "add_low_rank", -(-y.size // BLOCK), BLOCK, *args)
+        self.launcher.start("elementwise", "add_low_rank", -(-y.size // BLOCK), BLOCK, *args)
 
     # -- attention
 
@@ -259,25 +259,25 @@ class CudaKernels(MuonKernels):
     ) -> None:
         (n, row), half = qkv.shape, angles.cos.shape[1]
         args = (qkv, *angles, *_starts(start), n, seq_len, heads, row, half, int(inverse))
-        self._launcher.each("elementwise", "rope", half, n * heads * half, *args)
+        self.launcher.each("elementwise", "rope", half, n * heads * half, *args)
 
     def qk_norm(self, qkv: Array, rstd: Array, head: int, eps: float) -> None:
         args = (qkv, rstd, float(eps), rstd.size, rstd.shape[1], head, qkv.shape[1])
-        self._launcher.start("elementwise", "qk_norm", -(-rstd.size * WARP // BLOCK), BLOCK, *args)
+        self.launcher.start("elementwise", "qk_norm", -(-rstd.size * WARP // BLOCK), BLOCK, *args)
 
     def qk_norm_backward(self, dqkv: Array, qkv: Array, rstd: Array, head: int) -> None:
         args = (dqkv, qkv, rstd, rstd.size, rstd.shape[1], head, qkv.shape[1])
-        self._launcher.start("elementwise", "qk_norm_backward", -(-rstd.size * WARP // BLOCK), BLOCK, *args)
+        self.launcher.start("elementwise", "qk_norm_backward", -(-rstd.size * WARP // BLOCK), BLOCK, *args)
 
     def qk_norm_gain(self, qkv: Array, xhat: Array, rstd: Array, gain: Array, eps: float) -> None:
         sizes = _head_sizes(qkv, rstd, gain)
         args = (qkv, xhat, rstd, gain, float(eps), rstd.size, *sizes)
-        self._launcher.start("elementwise", "qk_norm_gain", -(-rstd.size * WARP // BLOCK), BLOCK, *args)
+        self.launcher.start("elementwise", "qk_norm_gain", -(-rstd.size * WARP // BLOCK), BLOCK, *args)
 
     def qk_norm_gain_backward(self, dqkv: Array, dgain: Array, xhat: Array, rstd: Array, gain: Array) -> None:
         warps = 2 * len(dqkv)
         args = (dqkv, dgain, xhat, rstd, gain, warps, *_head_sizes(dqkv, rstd, gain))
-        self._launcher.start("elementwise", "qk_norm_gain_backward", -(-warps * WARP // BLOCK), BLOCK, *args)
+        self.launcher.start("elementwise", "qk_norm_gain_backward", -(-warps * WARP // BLOCK), BLOCK, *args)
 
     def sum_rows(self, total: Array, x: Array, accumulate: bool) -> None:
         """First compute up to ROWS_APART partial sums, so that there is work for many blocks."""
@@ -287,10 +287,10 @@ class CudaKernels(MuonKernels):
         n, c = x.shape
         apart = gcd(n, ROWS_APART)
         if apart > 1:
-            some = self._launcher.scratch("sums of rows", (apart, c), x.dtype)
-            sum_parts(self._launcher, some, x.reshape(-1, apart * c), slice(0, apart * c), False)
+            some = self.launcher.scratch("sums of rows", (apart, c), x.dtype)
+            sum_parts(self.launcher, some, x.reshape(-1, apart * c), slice(0, apart * c), False)
             x = some
-        sum_parts(self._launcher, total, x, slice(0, c), accumulate)
+        sum_parts(self.launcher, total, x, slice(0, c), accumulate)
 
     def attention(self, y: Array, lse: Array, qkv: Array, mask: AttentionMask) -> None:
         self._attention_for(y, lse, mask).forward(y, lse, qkv, mask)
@@ -327,16 +327,16 @@ class CudaKernels(MuonKernels):
         cos, sin = angles or (None, None)
         sizes = layers * both, n_slots, kv_heads, t_max, head, target, source, count, kept, part
         grid = -(-units // BLOCK), max(1, -(-kept // part))
-        self._launcher.start("decoding", "move_cached", grid, BLOCK, caches, cos, sin, *sizes)
+        self.launcher.start("decoding", "move_cached", grid, BLOCK, caches, cos, sin, *sizes)
 
     def likeliest(self, tokens: Array, found: Array, logits: Array, vocab: int) -> None:
         (n, k), width = tokens.shape, logits.shape[1]
         block = min(LARGEST_BLOCK, -(-vocab // WARP) * WARP)
-        self._launcher.start("decoding", "likeliest", n, block, tokens, found, logits, vocab, width, k)
+        self.launcher.start("decoding", "likeliest", n, block, tokens, found, logits, vocab, width, k)
 
     def drawn(self, tokens: Array, found: Array, logits: Array, vocab: int, draws: Array) -> None:
         block, width = min(LARGEST_BLOCK, -(-vocab // WARP) * WARP), logits.shape[1]
-        self._launcher.start(
+        self.launcher.start(
             "decoding", "drawn", len(tokens), block, tokens, found, logits, draws, vocab, width
         )
 
@@ -359,10 +359,10 @@ class CudaKernels(MuonKernels):
             rows = slice(start, min(len(x), start + len(logits)))
             chunk = logits[: rows.stop - start]
             self._matmul(chunk, x[rows], w, transpose_b=True)
-            kernel, pack = self._launcher.variant("cross_entropy", width, chunk)
+            kernel, pack = self.launcher.variant("cross_entropy", width, chunk)
             block = min(LARGEST_BLOCK, -(-width // (pack * WARP)) * WARP)
             sizes = (vocab, width, float(scale), int(dx is not None))
-            self._launcher.start(
+            self.launcher.start(
                 "loss", kernel, len(chunk), block, losses[rows], chunk, targets[rows], *sizes
             )
             if dx is not None:
@@ -372,12 +372,12 @@ class CudaKernels(MuonKernels):
 
     def sum(self, total: Array, x: Array, scale: float, accumulate: bool) -> None:
         args = (total, x, x.size, float(scale), int(accumulate))
-        self._launcher.start("reduce", "sum_all", 1, LARGEST_BLOCK, *args)
+        self.launcher.start("reduce", "sum_all", 1, LARGEST_BLOCK, *args)
 
     # -- optimizer: flat buffers may have more than 2³¹ elements, so their size is no C int
 
     def sum_squares(self, total: Array, g: Array) -> None:
-        pieces = self._launcher.scratch("squares", (-(-g.size // PIECE),), np.dtype(np.float64))
+        pieces = self.launcher.scratch("squares", (-(-g.size // PIECE),), np.dtype(np.float64))
         self.squares(pieces, g)
         self.add_up(total, pieces)
 
@@ -385,26 +385,26 @@ class CudaKernels(MuonKernels):
         """Sum in pieces that are the same on every GPU, so that different GPUs clip identically."""
         kernel = "squares" if g.dtype == self.wide else "squares_of_stored"
         if g.size:
-            self._launcher.start("reduce", kernel, pieces.size, BLOCK, pieces, g, np.int64(g.size))
+            self.launcher.start("reduce", kernel, pieces.size, BLOCK, pieces, g, np.int64(g.size))
 
     def add_up(self, total: Array, pieces: Array) -> None:
-        self._launcher.start("reduce", "add_up", 1, LARGEST_BLOCK, total, pieces, pieces.size)
+        self.launcher.start("reduce", "add_up", 1, LARGEST_BLOCK, total, pieces, pieces.size)
 
     def adamw(self, state: AdamState, norm: Array, scalars: Array, constants: AdamConstants) -> None:
         if not state.p.size:  # a rank with an empty part
             return
         groups = (scalars.size - len(StepScalars._fields)) // 2
-        common = self._launcher.scratch("common", (COMMON + 2 * groups,), self.wide)
-        self._launcher.start("optimizer", "adamw_common", 1, WARP, common, norm, scalars, groups, *constants)
+        common = self.launcher.scratch("common", (COMMON + 2 * groups,), self.wide)
+        self.launcher.start("optimizer", "adamw_common", 1, WARP, common, norm, scalars, groups, *constants)
         args = (*state, len(state.ranges), common, np.int64(state.p.size))
-        self._launcher.start("optimizer", "adamw", self._fours(state.p), BLOCK, *args)
+        self.launcher.start("optimizer", "adamw", self._fours(state.p), BLOCK, *args)
 
     def subtract(self, y: Array, a: Array, b: Array) -> None:
-        self._launcher.start("optimizer", "subtract", self._fours(y), BLOCK, y, a, b, np.int64(y.size))
+        self.launcher.start("optimizer", "subtract", self._fours(y), BLOCK, y, a, b, np.int64(y.size))
 
     def nesterov(self, state: NesterovState, scale: float, lr: float, momentum: float) -> None:
         args = (*state, float(scale), float(lr), float(momentum), np.int64(state.p.size))
-        self._launcher.start("optimizer", "nesterov", self._fours(state.p), BLOCK, *args)
+        self.launcher.start("optimizer", "nesterov", self._fours(state.p), BLOCK, *args)
 
     def _fours(self, x: Array) -> int:
         """Return the number of blocks for optimizer.cu, whose threads process four elements each."""
@@ -418,10 +418,10 @@ class DeviceWire:
     piece = WIRE_PIECE
 
     def __init__(self, launcher: Launcher) -> None:
-        self._launcher = launcher
+        self.launcher = launcher
 
     def zeros(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        return self._launcher.device.zeros(shape, dtype)
+        return self.launcher.device.zeros(shape, dtype)
 
     def dither(self, out: Array, x: Array, index: int, key: int) -> None:
         # Only the lower 32 bits of both count.
@@ -439,7 +439,7 @@ class DeviceWire:
 
     def _start(self, kernel: str, count: int, *args: Any) -> None:
         if count:
-            self._launcher.start("wire", kernel, -(-count // BLOCK), BLOCK, *args, count)
+            self.launcher.start("wire", kernel, -(-count // BLOCK), BLOCK, *args, count)
 
 
 def norm_shape(c: int, real_bytes: int) -> tuple[int, int, tuple[str, ...]]:

@@ -23,8 +23,8 @@ DOWN = 8  # rows that a block reads together, as in common.cuh
 class LinearKernels(Kernels):
     """Linear layers for arrays of the storage type. Gradients of parameters use the wide type."""
 
-    _launcher: Launcher
-    _device: CupyDevice
+    launcher: Launcher
+    device: CupyDevice
     _type: str
     _possible: dict[Matmul, bool]  # kinds of matmul that the library supports
     matmuls: LtMatmul
@@ -37,10 +37,10 @@ class LinearKernels(Kernels):
         if n > FEW:
             self._matmul(y, x, w, transpose_b=True, bias=b, onto=onto)
         else:
-            kernel, _ = self._launcher.variant("linear_few_rows", c, x, w)
+            kernel, _ = self.launcher.variant("linear_few_rows", c, x, w)
             warps = 8
             args = (y, onto, x, w, b, n, len(w), c)
-            self._launcher.start("matmul", kernel, -(-len(w) // warps), warps * WARP, *args)
+            self.launcher.start("matmul", kernel, -(-len(w) // warps), warps * WARP, *args)
 
     def linear_backward(self, dx: Array, dy: Array, w: Array) -> None:
         self._matmul(dx, dy, w)
@@ -59,7 +59,7 @@ class LinearKernels(Kernels):
             if db is not None:
                 assert sums is not None
                 c = dy.shape[1]
-                sum_parts(self._launcher, db, sums, slice(2 * c, 3 * c), accumulate)
+                sum_parts(self.launcher, db, sums, slice(2 * c, 3 * c), accumulate)
             return
 
         fused = replace(plain, epilogue="column_sums")
@@ -75,7 +75,7 @@ class LinearKernels(Kernels):
 
         def apart() -> None:
             self._linear(pre, x, wb)
-            self._launcher.each("elementwise", act, y.shape[1], y.size, y, pre, *_sizes(y, act))
+            self.launcher.each("elementwise", act, y.shape[1], y.size, y, pre, *_sizes(y, act))
 
         fused = replace(self._kind(y, x, w, transpose_b=True), epilogue="gelu", has_bias=b is not None)
         # cuBLASLt's gelu uses constants with ten digits.
@@ -94,7 +94,7 @@ class LinearKernels(Kernels):
                 self._slices("elementwise", f"{act}_backward_sums", parts, dpre, y, pre, int(again))
                 return
             args = (dpre, y, pre, *_sizes(y, act), int(again))
-            self._launcher.each("elementwise", f"{act}_backward", y.shape[1], y.size, *args)
+            self.launcher.each("elementwise", f"{act}_backward", y.shape[1], y.size, *args)
             sums()
 
         def sums() -> None:
@@ -116,21 +116,21 @@ class LinearKernels(Kernels):
         if parts is None:
             parts = self._parts(dy)
             self._slices("reduce", "sum_slices", parts, dy)
-        sum_parts(self._launcher, to.db, parts, slice(0, dy.shape[1]), to.accumulate)
+        sum_parts(self.launcher, to.db, parts, slice(0, dy.shape[1]), to.accumulate)
 
     def _parts(self, dy: Array) -> Array:
         """Return memory for the sums over slices of its rows."""
         n, c = dy.shape
-        _, w = self._launcher.variant("sum_slices", c, dy)
-        most = 4 * self._device.multiprocessors // -(-c // (WARP * w))
-        return self._launcher.scratch("columns", (max(1, min(-(-n // SLICE), most)), c), self.wide)
+        _, w = self.launcher.variant("sum_slices", c, dy)
+        most = 4 * self.device.multiprocessors // -(-c // (WARP * w))
+        return self.launcher.scratch("columns", (max(1, min(-(-n // SLICE), most)), c), self.wide)
 
     def _slices(self, source: str, kernel: str, parts: Array, x: Array, *others: Array | int) -> None:
         """Start a kernel that sums slices of the rows of x, WARP columns in parallel."""
         n, c = x.shape
-        variant, w = self._launcher.variant(kernel, c, x, *others)
+        variant, w = self.launcher.variant(kernel, c, x, *others)
         grid = (-(-c // (WARP * w)), len(parts))
-        self._launcher.start(source, variant, grid, DOWN * WARP, parts, x, *others, n, c)
+        self.launcher.start(source, variant, grid, DOWN * WARP, parts, x, *others, n, c)
 
     def _kind(
         self, out: Array, a: Array, b: Array, transpose_a: bool = False, transpose_b: bool = False
@@ -159,14 +159,14 @@ class LinearKernels(Kernels):
             return
         self.matmuls.run(plain, out, a, b, onto=onto)
         if bias is not None:
-            self._launcher.each(
+            self.launcher.each(
                 "elementwise", "add_bias", out.shape[1], out.size, out, bias, out.size, out.shape[1]
             )
 
     def _fastest(self, fused: Matmul, allowed: bool, together: Work, apart: Work) -> None:
         """Run the faster implementation: the library's fused matmul, or multiple steps."""
         if allowed and self._can(fused):
-            self._device.fastest(fused, (together, apart))
+            self.device.fastest(fused, (together, apart))
         else:
             apart()
 

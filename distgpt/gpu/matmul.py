@@ -125,7 +125,7 @@ class LtMatmul:
     """cuBLASLt's matmuls on one device, which also times them."""
 
     def __init__(self, lt: CublasLt, device: CupyDevice, tf32: bool = False) -> None:
-        self._lt, self._device, self._tf32 = lt, device, tf32
+        self.lt, self._device, self._tf32 = lt, device, tf32
         self._deterministic = device.deterministic
         workspace = (64 if device.capability[0] == 9 else 32) << 20  # bytes; Hopper's kernels need more
         self._workspace = device.zeros((workspace,), np.dtype(np.uint8))
@@ -163,7 +163,7 @@ class LtMatmul:
         if not plan.algorithm:
             self._choose(plan, kind, out, (*at, *of))
         if status := self._start(plan, plan.algorithm, (*at, *of)):
-            self._lt.check(f"cublasLtMatmul of {kind}", status)
+            self.lt.check(f"cublasLtMatmul of {kind}", status)
 
     def chosen(self) -> dict[str, str]:
         """Return the chosen algorithm of every plan, as the library's bytes, valid for its version."""
@@ -192,7 +192,7 @@ class LtMatmul:
         factors = (alpha, b, plan.b, a, plan.a, beta)
         result = (onto, plan.out, out, plan.out)
         memory = address(self._workspace), self._workspace.nbytes, self._device.stream.ptr
-        status: int = self._lt.matmul(self._lt.handle, plan.descriptor, *factors, *result, algorithm, *memory)
+        status: int = self.lt.matmul(self.lt.handle, plan.descriptor, *factors, *result, algorithm, *memory)
         return status
 
     def _boxed(self, kind: Matmul, factors: tuple[float, float]) -> tuple[int, int]:
@@ -209,7 +209,7 @@ class LtMatmul:
             raise ValueError(f"bias or aux do not fit {kind}")
         for attribute, extra in zip(_POINTERS, extras, strict=True):
             if extra:
-                self._lt.set_descriptor(plan.descriptor, attribute, extra)
+                self.lt.set_descriptor(plan.descriptor, attribute, extra)
         plan.extras = extras
 
     def _choose(self, plan: _Plan, kind: Matmul, out: Array, at: Addresses) -> None:
@@ -246,7 +246,7 @@ class LtMatmul:
         plan.algorithm = ctypes.addressof(chosen)
 
     def _repeat(self, plan: _Plan, algorithm: int, at: Addresses) -> None:
-        self._lt.check("cublasLtMatmul", self._start(plan, algorithm, at))
+        self.lt.check("cublasLtMatmul", self._start(plan, algorithm, at))
 
     def _plan(self, kind: Matmul, alignment: int) -> _Plan:
         """Return the plan for pointers of this alignment, made at the first call."""
@@ -259,9 +259,9 @@ class LtMatmul:
         wants = (epilogue in _WITH_BIAS, epilogue in _WITH_AUX)
         in_type, out_type = _TYPES[kind.in_type], _TYPES[kind.out_type]
         m, n, k = kind.m, kind.n, kind.k
-        a = self._lt.layout(in_type, *((m, k) if kind.transpose_a else (k, m)), kind.stride, kind.batch)
-        b = self._lt.layout(in_type, *((k, n) if kind.transpose_b else (n, k)), batch=kind.batch)
-        out = self._lt.layout(out_type, n, m, batch=kind.batch)
+        a = self.lt.layout(in_type, *((m, k) if kind.transpose_a else (k, m)), kind.stride, kind.batch)
+        b = self.lt.layout(in_type, *((k, n) if kind.transpose_b else (n, k)), batch=kind.batch)
+        out = self.lt.layout(out_type, n, m, batch=kind.batch)
         attributes: dict[Desc, int] = {
             Desc.TRANSA: int(kind.transpose_b),
             Desc.TRANSB: int(kind.transpose_a),
@@ -273,7 +273,7 @@ class LtMatmul:
         if wants[1]:
             attributes |= {Desc.EPILOGUE_AUX_POINTER: alignment, Desc.EPILOGUE_AUX_LD: n}
         compute, scale = self._arithmetic(in_type)
-        descriptor = self._lt.descriptor(compute, scale, attributes)
+        descriptor = self.lt.descriptor(compute, scale, attributes)
         plan = _Plan(f"{kind} at multiples of {alignment}", descriptor, a, b, out, wants)
         plan.candidates, plan.refusal = self._search(kind, plan, alignment)
         return plan
@@ -304,7 +304,7 @@ class LtMatmul:
             Pref.MIN_ALIGNMENT_D_BYTES: out_bytes,
         }
         try:
-            found = self._lt.algorithms(plan.descriptor, plan.b, plan.a, plan.out, preferences, CANDIDATES)
+            found = self.lt.algorithms(plan.descriptor, plan.b, plan.a, plan.out, preferences, CANDIDATES)
         except LtError as error:
             if error.status not in (Status.NOT_SUPPORTED, Status.INVALID_VALUE):
                 raise

@@ -39,7 +39,7 @@ class MuonKernels(LinearKernels):
     def orthogonalise(self, updates: Sequence[Array]) -> None:
         """See `Kernels.orthogonalise`. Tall matrices are transposed in scratch memory."""
         room = self._room_for([u.shape for u in updates])
-        memory = self._launcher.scratch("orthogonalise", (room,), self.dtype)
+        memory = self.launcher.scratch("orthogonalise", (room,), self.dtype)
         for batch in self._batches(updates):
             self._orthogonalise(batch, memory)
 
@@ -54,7 +54,7 @@ class MuonKernels(LinearKernels):
     def muon(self, matrices: Sequence[MuonMatrix], norm: Array, scalars: Array, beta2: float) -> None:
         if not matrices:  # a rank without matrices
             return
-        first, scratch = matrices[0], self._launcher.scratch
+        first, scratch = matrices[0], self.launcher.scratch
         longest = max(each.v.size for each in matrices)
         table = self._table(
             [(*_places(each, first), i * longest, *each.p.shape) for i, each in enumerate(matrices)]
@@ -88,8 +88,8 @@ class MuonKernels(LinearKernels):
         ends = [0, *(many * each for each in (_apart(size), 2 * _apart(size), _room((low, high))))]
         x, y, polynomial = (memory[a:b] for a, b in pairwise(ends))
         table = self._table([(*_places([u], batch[:1]), int(u.shape[0] > low)) for u in batch])
-        factor = self._launcher.scratch("shrinking", (many,), self.wide)
-        pieces = self._launcher.scratch("squares of updates", (many, _pieces(size)), np.dtype(np.float64))
+        factor = self.launcher.scratch("shrinking", (many,), self.wide)
+        pieces = self.launcher.scratch("squares of updates", (many, _pieces(size)), np.dtype(np.float64))
         self._start_muon("update_squares", (_pieces(size), many), BLOCK, pieces, batch[0], table, size)
         self._start_muon("shrinking", many, BLOCK, factor, pieces, _pieces(size))
         tiles = -(-low // WARP) * -(-high // WARP), many
@@ -107,7 +107,7 @@ class MuonKernels(LinearKernels):
         self._start_muon("widen_update", tiles, BLOCK, batch[0], x, table, low, high)
 
     def _step(self, norm: Array, scalars: Array) -> Array:
-        step = self._launcher.scratch("muon step", (STEP,), self.wide)
+        step = self.launcher.scratch("muon step", (STEP,), self.wide)
         self._start_muon("muon_scalars", 1, WARP, step, norm, scalars)
         return step
 
@@ -119,7 +119,7 @@ class MuonKernels(LinearKernels):
         return self._tables[key]
 
     def _start_muon(self, kernel: str, grid: int | tuple[int, ...], block: int, *args: object) -> None:
-        self._launcher.start("muon", kernel, grid, block, *args)
+        self.launcher.start("muon", kernel, grid, block, *args)
 
 
 def _places(arrays: Sequence[Array | None], first: Sequence[Array | None]) -> list[int]:

@@ -41,15 +41,15 @@ def _device(graphs, deterministic):
 def kernels(dtype, graphs=True, deterministic=False):
     """The vocabulary on that device, in a type."""
     on = device(graphs, deterministic)
-    options = GpuConfig(graphs=graphs, deterministic=deterministic or not ON_GPU)
     if ON_GPU:
+        options = GpuConfig(graphs=graphs, deterministic=deterministic)
         return poisoning(stage.kernels_on(on, dtype, options, print))
-    return poisoning(CudaKernels(on, LtMatmul(host_lt(on.xp), on, options.tf32), dtype))
+    return poisoning(CudaKernels(on, LtMatmul(host_lt(on.xp), on), dtype))
 
 
 def poisoning(kernels):
     """The kernels, with NaN in scratch memory before each operation."""
-    launcher = kernels._launcher
+    launcher = kernels.launcher
     scratch, device = launcher.scratch, launcher.device
 
     def poisoned(*args):
@@ -59,11 +59,6 @@ def poisoning(kernels):
 
     launcher.scratch = poisoned
     return kernels
-
-
-@pytest.fixture
-def any_device():
-    return device()
 
 
 @pytest.fixture

@@ -45,7 +45,7 @@ class FakeCupy:
         self.current: Any = None
         self.device = 0  # in use
         self.hasty = False
-        self.pool_bytes = 0
+        self.pool_bytes = self.pinned = 0  # bytes in the pool, and page-locked pieces of memory
         self.cuda = SimpleNamespace(
             Device=partial(Device, self),
             Stream=partial(Stream, self),
@@ -67,7 +67,7 @@ class FakeCupy:
         )
 
     def zeros(self, shape: tuple[int, ...], dtype: Any) -> ndarray:
-        array = ndarray(self, self._empty(shape, dtype))
+        array = ndarray(self, self.empty(shape, dtype))
         array.data.memset_async(0, array.nbytes)  # on the current stream, as CuPy does it
         return array
 
@@ -77,7 +77,7 @@ class FakeCupy:
     def capturing(self) -> bool:
         return any(stream.captured is not None for stream in self.streams)
 
-    def _empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
         if self.capturing():
             raise CudaError("memory was allocated during a capture")
         size = math.prod(shape) * np.dtype(dtype).itemsize
@@ -94,7 +94,8 @@ class FakeCupy:
             raise CudaError("page-locked memory was allocated during a capture")
         rounded = -(-size // 512) * 512
         free = self.free_pinned[rounded]
-        block = free.pop() if free else self._empty((rounded,), np.uint8)
+        self.pinned += not free
+        block = free.pop() if free else self.empty((rounded,), np.uint8)
         pointer = block.view(PinnedMemoryPointer)
         pointer.lent, pointer.ptr = (free, block), block.ctypes.data
         return pointer
@@ -153,13 +154,6 @@ class ndarray:
         self.flags = SimpleNamespace(c_contiguous=memory.flags.c_contiguous)
         self.data = MemoryPointer(xp, memory.ctypes.data, owner(memory))
 
-    @property
-    def __cuda_array_interface__(self) -> dict[str, Any]:
-        """For an MPI that reads the device's memory."""
-        assert self.flags.c_contiguous
-        where = {"data": (self.data.ptr, False), "shape": self.shape, "typestr": self.dtype.str}
-        return {**where, "strides": None, "version": 3}
-
     def reshape(self, *shape: Any) -> ndarray:
         return ndarray(self._xp, self.memory.reshape(*shape))
 
@@ -171,7 +165,7 @@ class ndarray:
 
     def copy(self) -> ndarray:
         assert self.flags.c_contiguous
-        array = ndarray(self._xp, self._xp._empty(self.shape, self.dtype))
+        array = ndarray(self._xp, self._xp.empty(self.shape, self.dtype))
         array.data.copy_from_device_async(self.data, self.nbytes)
         return array
 

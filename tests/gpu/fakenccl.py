@@ -48,9 +48,9 @@ class FakeNccl:
         version: int = VERSION,
     ) -> None:
         self.identity, self.job, self.xp, self.version = identity, job, xp, version
-        self.trouble = ""  # what check_async_error raises
+        self.trouble: Exception | None = None  # what check_async_error raises
         self.NcclCommunicator = partial(NcclCommunicator, self)
-        self._communicator: NcclCommunicator | None = None
+        self.communicator: NcclCommunicator | None = None
         self._together: list[tuple[Call, int]] | None = None
 
     def get_version(self) -> int:
@@ -78,11 +78,11 @@ class FakeNccl:
     def _begin(self, calls: list[tuple[Call, int]]) -> None:
         if self.job is None:
             return
-        assert self._communicator and self.xp
+        assert self.communicator and self.xp
         (ptr,) = {stream for _, stream in calls}
         stream = next(stream for stream in self.xp.streams if stream.ptr == ptr)
         assert stream.captured is None, "NCCL's calls are not captured"
-        self.job.begin(self._communicator.rank, self.xp, stream, [call for call, _ in calls])
+        self.job.begin(self.communicator.rank, self.xp, stream, [call for call, _ in calls])
 
 
 class NcclCommunicator:
@@ -91,7 +91,7 @@ class NcclCommunicator:
             raise TypeError("Argument 'commId' has incorrect type (expected bytes)")
         assert commId == nccl.identity
         self._nccl, self.rank = nccl, rank
-        nccl._communicator = self
+        nccl.communicator = self
         if isinstance(nccl.job, ProcessJob):
             nccl.job.meet(nccl)
 
@@ -118,7 +118,7 @@ class NcclCommunicator:
 
     def check_async_error(self) -> None:
         if self._nccl.trouble:
-            raise NcclError(self._nccl.trouble)
+            raise self._nccl.trouble
 
 
 class Job:

@@ -50,7 +50,7 @@ def on_gpus(size, act, way="nccl", hasty=False, graphs=True):
 def work_of(comm, device, config, say=print):
     """A step of the small model on such a rank, on the host's processor without a device."""
     if device:
-        kernels = CudaKernels(device, LtMatmul(host_lt(device.xp), device, tf32=False), config.dtype)
+        kernels = CudaKernels(device, LtMatmul(host_lt(device.xp), device), config.dtype)
     else:
         kernels = Bfloat16Kernels() if config.dtype == "bfloat16" else CpuKernels(config.dtype)
     model = Model(Architecture(MODEL), kernels)
@@ -73,9 +73,13 @@ def packed(dtype="float32", way="nccl", steps=3):
 
 def trained(comm, device, config=CONFIG, steps=3):
     """What all ranks have after some steps, and loss and norm of each step."""
-    work = work_of(comm, device, config)
-    read = [work.launch(step, batches()).wait()[:2] for step in range(steps)]
-    params = work.model.kernels.to_host(work.model.params.flat)
-    if device:
-        device.xp.check()
+    return steps_of(work_of(comm, device, config), range(steps))
+
+
+def steps_of(work, steps):
+    model = work.model
+    read = [work.launch(step, batches()).wait()[:2] for step in steps]
+    params = model.kernels.to_host(model.params.flat)
+    if hasattr(model.kernels, "device"):
+        model.kernels.device.xp.check()
     return params.copy(), read

@@ -50,13 +50,13 @@ class BuildError(Exception):
 class Program:
     """A compiled source: its kernels, each with the types of its parameters ("*f" a pointer to float, …)."""
 
-    _stacks: int | None = None  # of the threads: one set for all sources, since each stack costs two maps
+    stacks: int | None = None  # of the threads: one set for all sources, since each stack costs two maps
 
     def __init__(self, library: Path) -> None:
         self._library = ctypes.CDLL(str(library))
         share = self._library.share_stacks
         share.argtypes, share.restype = [ctypes.c_void_p], ctypes.c_void_p
-        Program._stacks = share(Program._stacks)
+        Program.stacks = share(Program.stacks)
         self._entries: dict[str, tuple[list[str], ctypes._CFuncPtr]] = {}
 
     def entry(self, kernel: str) -> tuple[list[str], ctypes._CFuncPtr]:

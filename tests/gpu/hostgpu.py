@@ -27,6 +27,8 @@ from distgpt.core.generate import engine
 from distgpt.gpu import cublaslt, device, probe, transport
 from distgpt.gpu.compiling import cubin, source_text
 from distgpt.gpu.device import CupyDevice
+from distgpt.gpu.kernels import CudaKernels
+from distgpt.gpu.matmul import LtMatmul
 from distgpt.measure import jobs
 from distgpt.measure.profile import session as profiling
 from fakecupy import ALIGNMENT, GUARD, POISON, WORLD, FakeCupy, first_byte, ndarray, owner
@@ -144,6 +146,13 @@ class HostDevice(CupyDevice):
     ) -> None:
         super().__init__(0, deterministic, graphs, HostGpu(multiprocessors=multiprocessors, **about))
 
+    def array(self, host: Any) -> Any:
+        """These numbers on the device."""
+        host = np.asarray(host)
+        made = self.zeros(host.shape, host.dtype)
+        self.upload(made, host)
+        return made
+
     def _function(self, key: tuple[str, str, tuple[str, ...]]) -> Any:
         with WORLD, mock.patch.object(device, "cubin", self.xp.cubin):
             return super()._function(key)
@@ -166,6 +175,12 @@ def host_lt(xp: FakeCupy) -> cublaslt.CublasLt:
             stream.run(stream.begun)
 
     return cublaslt.CublasLt(HostLt(queue))
+
+
+def host_kernels(dtype: str, **about: Any) -> CudaKernels:
+    """The kernels of a device of their own, in a type."""
+    on = HostDevice(**about)
+    return CudaKernels(on, LtMatmul(host_lt(on.xp), on), dtype)
 
 
 def install(gpus: int = 1) -> ExitStack:

@@ -13,6 +13,7 @@ import math
 import traceback
 from collections.abc import Callable
 from ctypes import c_int, c_int64, c_size_t, c_uint64, c_void_p
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -108,7 +109,8 @@ def _require(true: object, status: int = INVALID) -> None:
         raise Refused(status)
 
 
-class Layout(NamedTuple):
+@dataclass
+class Layout:
     type: int
     rows: int
     columns: int
@@ -152,7 +154,7 @@ class HostLt:
         self.live: dict[int, Any] = {}  # what was made and not destroyed, by address
         self._addresses = itertools.count(0x10000, 16)
         self.invalid = self.started = self.searches = 0
-        self.algorithm = self.stream = -1  # the last ones
+        self.algorithm = -1  # the last one
         self.preference: Any = None  # of the last search
         self.refused = -1  # an epilogue that is not supported
         for name, types in PROTOTYPES.items():
@@ -213,8 +215,7 @@ class HostLt:
     def _MatrixLayoutSetAttribute(self, address: int, attribute: int, buffer: int, size: int) -> None:
         _require(size == OF_LAYOUT.get(attribute))
         value = int.from_bytes(ctypes.string_at(buffer, size), "little")
-        name = {BATCH: "batch", APART: "apart"}[attribute]
-        self.live[address] = self.live[address]._replace(**{name: value})
+        setattr(self.live[address], {BATCH: "batch", APART: "apart"}[attribute], value)
 
     def _MatmulAlgoGetHeuristic(self, handle: int, desc: int, *others: int) -> None:
         *layouts, preference, wanted, results, found = others
@@ -239,7 +240,7 @@ class HostLt:
         _require(all(each.ld >= each.rows for each in (a, b, c, d)))
         m, k = (a.columns, a.rows) if op[TRANSA] else (a.rows, a.columns)
         k_of_b, n = (b.columns, b.rows) if op[TRANSB] else (b.rows, b.columns)
-        _require(k == k_of_b and c[:3] == d[:3] and d[1:3] == (m, n))
+        _require(k == k_of_b and (c.type, c.rows, c.columns) == (d.type, m, n) == (d.type, d.rows, d.columns))
         _require(a.batch == b.batch == c.batch == d.batch > 0)
         _require(d.batch == 1 or d.apart >= d.ld * d.columns)  # results may not lie in each other
         _require(d.batch == 1 or op[EPILOGUE] == 1, NOT_SUPPORTED)
@@ -260,7 +261,7 @@ class HostLt:
         _require(not one.breaks, EXECUTION_FAILED)
         _require(all(n % one.alignment == 0 for n in (a, b, c, d, *(x.row_bytes for x in layouts))))
         _require(op.aligned(one.extras) and size >= one.workspace and (workspace or not size))
-        self.started, self.algorithm, self.stream = self.started + 1, int(chosen[7]), stream
+        self.started, self.algorithm = self.started + 1, int(chosen[7])
         # What descriptors and factors hold counts when a matmul is started, not when it is done.
         factors = [float(_numbers(at, Layout(op.types[1], 1, 1, 1))[0, 0]) for at in (alpha, beta)]
         now, operands = op.now(), zip((a, b, c, d), layouts, strict=True)
@@ -269,7 +270,7 @@ class HostLt:
             if one.workspace:
                 ctypes.memset(workspace, 0xFF, one.workspace)
             for i in range(layouts[3].batch):
-                _multiply(now, *factors, *(_in_batch(at, layout, i) for at, layout in operands))
+                multiply(now, *factors, *(_in_batch(at, layout, i) for at, layout in operands))
 
         self._queue(stream, work)
 
@@ -300,13 +301,13 @@ def _as_tf32(values: Any) -> Any:
     return np.ldexp(np.rint(np.ldexp(fraction, 11)), exponent - 11)
 
 
-def _multiply(op: Descriptor, alpha: float, beta: float, *operands: tuple[int, Layout]) -> None:
+def multiply(op: Descriptor, alpha: float, beta: float, *operands: tuple[int, Layout]) -> None:
     a, b, c, (to, layout) = operands
     left, right = _numbers(*a), _numbers(*b)
     left, right = left.T if op[TRANSA] else left, right.T if op[TRANSB] else right
     if SUMS[op.types] == "tf32":
         left, right = _as_tf32(left), _as_tf32(right)
-    aux = op[AUX_AT], layout._replace(ld=op[AUX_LD])
+    aux = op[AUX_AT], replace(layout, ld=op[AUX_LD])
     y = alpha * (left @ right) + (beta * _numbers(*c) if beta else 0)
     if op[EPILOGUE] in (BIAS, GELU_AUX_BIAS):
         y += _numbers(op[BIAS_AT], Layout(layout.type, layout.rows, 1, layout.rows))

@@ -1,10 +1,7 @@
 """Our own attention kernels against the reference in float64, and the instructions of tensor cores."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pytest
@@ -24,33 +21,34 @@ ORDERS = (FORWARDS, BACKWARDS, 2)
 REFERENCE = Kernels("float64")
 
 
-def kernels(storage: str, on: Any = None) -> CudaKernels:
+def kernels(storage, on=None):
     """With our own attention, and NaN in scratch memory before each operation."""
     return poisoning(CudaKernels(on or device(), None, storage))
 
 
-def older() -> HostDevice:
+def older():
     """A device without tensor cores that know bfloat16, which runs the other source."""
     return HostDevice(capability=(7, 5))
 
 
-def stored(k: CudaKernels, values: Any, wide: bool = False) -> Any:
+def stored(k, numbers, wide=False):
     """Rounded to the storage type, or to the type of statistics; NaN stays NaN."""
-    array = (k.wide_zeros if wide else k.zeros)(*values.shape)
-    k.put(array, values)
+    array = (k.wide_zeros if wide else k.zeros)(*numbers.shape)
+    k.put(array, numbers)
     return array
 
 
-def random(k: CudaKernels, *shape: int, seed: int, scale: float = 1.0) -> Any:
-    return stored(k, np.random.default_rng(seed).standard_normal(shape) * scale)
+def random(k, *shape, seed, scale=1.0):
+    """Numbers that are exact in the storage type."""
+    return values(k, stored(k, np.random.default_rng(seed).standard_normal(shape) * scale))
 
 
-def poisoned(k: CudaKernels, *shape: int, wide: bool = False) -> Any:
+def poisoned(k, *shape, wide=False):
     return stored(k, np.full(shape, np.nan), wide)
 
 
-def values(k: CudaKernels, array: Any) -> Any:
-    return k.to_host(array).astype(np.float64)
+def values(k, array):
+    return np.array(k.to_host(array), np.float64)
 
 
 @dataclass(frozen=True)
@@ -66,57 +64,45 @@ class Case:
     documents: tuple[int, ...] = ()  # their lengths, side by side in each sequence
     window: int = 0
 
-    def mask(self, k: Kernels) -> AttentionMask:
-        of_each = np.concatenate([np.arange(n) for n in self.documents or [0]])
-        positions = k.integers(np.tile(of_each, self.n_seq)) if self.documents else None
-        return AttentionMask(self.seq_len, positions, self.window)
-
-    def inputs(self, k: CudaKernels) -> tuple[Any, Any]:
+    def inputs(self, k):
         n, c = self.n_seq * self.seq_len, self.n_head * self.head
         qkv = random(k, n, c + 2 * c // self.group, seed=self.seq_len, scale=self.steep)
         return qkv, random(k, n, c, seed=2)
 
-    def wanted(self, k: CudaKernels) -> dict[str, Any]:
-        qkv, dy = (values(k, array) for array in self.inputs(k))
-        y, lse, dqkv = np.empty_like(dy), np.empty((len(dy), self.n_head)), np.empty_like(qkv)
-        mask = self.mask(REFERENCE)
-        REFERENCE.attention(y, lse, qkv, mask)
-        db = np.arange(qkv.shape[1], dtype=float)
-        bias = BiasGradient(db, True)
-        REFERENCE.attention_backward(dqkv, dy, y, lse, qkv, mask, bias)
-        return self._named(y, lse.reshape(self.n_seq, self.seq_len, self.n_head).swapaxes(1, 2), dqkv, db)
+    def wanted(self, k):
+        return self.computed(REFERENCE, inputs=self.inputs(k))
 
-    def computed(self, k: CudaKernels, back: CudaKernels | None = None) -> dict[str, Any]:
-        """By the kernels; the gradient by those of another device, if that is given."""
-        qkv, dy = self.inputs(k)
-        y, dqkv = poisoned(k, *dy.shape), poisoned(k, *qkv.shape)
-        lse = poisoned(k, len(dy), self.n_head, wide=True)
-        k.attention(y, lse, qkv, self.mask(k))
-        ahead = values(k, y), values(k, lse).reshape(self.n_seq, self.n_head, self.seq_len)
-        arrays = [dqkv, dy, y, lse, qkv]
+    def computed(self, k, back=None, inputs=None):
+        """By these kernels; the gradient by those of another device, if that is given."""
+        qkv, dy = (stored(k, each) for each in inputs or self.inputs(k))
+        (n, wide), c = qkv.shape, self.n_head * self.head
+        y, dqkv, lse = poisoned(k, n, c), poisoned(k, n, wide), poisoned(k, n, self.n_head, wide=True)
+        of_each = np.concatenate([np.arange(n) for n in self.documents or [0]])
+        positions = k.integers(np.tile(of_each, self.n_seq)) if self.documents else None
+        mask, db = AttentionMask(self.seq_len, positions, self.window), np.arange(wide, dtype=float)
+        k.attention(y, lse, qkv, mask)
+        if k is REFERENCE:  # which has them in another order
+            found = values(k, lse).reshape(self.n_seq, self.seq_len, self.n_head).swapaxes(1, 2)
+        else:
+            found = values(k, lse).reshape(self.n_seq, self.n_head, self.seq_len)
+        parts, arrays = [values(k, y), found], [dqkv, dy, y, lse, qkv]
         if back is not None:
-            arrays = [stored(back, k.to_host(array), array is lse) for array in arrays]
-        k = back or k
-        db = stored(k, np.arange(qkv.shape[1]), wide=True)
-        bias = BiasGradient(db, True)
-        k.attention_backward(*arrays, self.mask(k), bias)
-        return self._named(*ahead, values(k, arrays[0]), values(k, db))
+            arrays, k = [stored(back, k.to_host(array), array is lse) for array in arrays], back
+        sums = stored(k, db, wide=True)
+        k.attention_backward(*arrays, mask, BiasGradient(sums, True))
+        parts += [*np.split(values(k, arrays[0]), [c, c + c // self.group], axis=1), values(k, sums) - db]
+        return dict(zip(("y", "lse", "dq", "dk", "dv", "db"), parts, strict=True))
 
-    def check(self, k: CudaKernels, storage: str, back: CudaKernels | None = None) -> None:
+    def check(self, k, storage, back=None):
         self.compare(self.computed(k, back), self.wanted(k), storage)
 
-    def compare(self, got: dict[str, Any], wanted: dict[str, Any], storage: str) -> None:
+    def compare(self, got, wanted, storage):
         for name, found in got.items():
             tolerance = 1e-5 if name == "lse" and storage == "bfloat16" else TOLERANCE[storage]
             assert distance(found, wanted[name]) < tolerance, (self, storage, name)
 
-    def _named(self, y: Any, lse: Any, dqkv: Any, db: Any) -> dict[str, Any]:
-        c = self.n_head * self.head
-        parts = (y, lse, *np.split(dqkv, [c, c + c // self.group], axis=1), db - np.arange(len(db)))
-        return dict(zip(("y", "lse", "dq", "dk", "dv", "db"), parts, strict=True))
 
-
-def distance(got: Any, wanted: Any) -> float:
+def distance(got, wanted):
     """The norm of the difference, relative; infinite if anything is not finite."""
     if not np.isfinite(got).all():
         return math.inf
@@ -124,68 +110,61 @@ def distance(got: Any, wanted: Any) -> float:
 
 
 # n_seq, seq_len, n_head, head, heads of q for one of k and v
-CASES = {
-    "float64": [(3, 7, 5, 5), (1, 5, 1, 256), (2, 37, 6, 5, 3)],
-    "float32": [(3, 65, 3, 1), (1, 130, 1, 80), (2, 65, 3, 12, 3)],
-}
-BFLOAT16 = [(3, 33, 1, 5), (2, 33, 4, 5, 2)]
 TENSOR_CORES = [
     *((2, 7, 3, 16), (1, 64, 1, 16), (2, 65, 2, 64), (1, 130, 1, 64), (1, 65, 1, 80), (1, 130, 1, 128)),
     *((2, 7, 6, 16, 3), (2, 130, 2, 64, 2), (1, 65, 4, 80, 2)),
     *([(1, 200, 2, head) for head in range(16, 129, 16)] * ON_GPU),
 ]
+CASES = [
+    *(("float64", Case(*sizes)) for sizes in [(3, 7, 5, 5), (1, 5, 1, 256), (2, 37, 6, 5, 3)]),
+    *(("float32", Case(*sizes)) for sizes in [(3, 65, 3, 1), (1, 130, 1, 80), (2, 65, 3, 12, 3)]),
+    *(
+        (storage, Case(2, sum(lengths), 4, head, 2, documents=lengths))
+        for lengths in [(1, 70, 3, 66, 20), (65, 1)]
+        for storage, head in [("float64", 5), ("bfloat16", 64), ("bfloat16", 80)]
+    ),
+    *(
+        (storage, Case(2, seq_len, 4, head, 2, documents=documents, window=window))
+        for seq_len, window, documents in [(70, 5, ()), (130, 64, ()), (66, 5, ()), (90, 40, (66, 24))]
+        for storage, head in [("float64", 5), ("bfloat16", 64)]
+    ),
+]
 
 
-@pytest.mark.parametrize("storage", CASES)
-def test_attention_and_its_gradient_are_the_reference_s(storage: str) -> None:
-    for sizes in CASES[storage]:
-        Case(*sizes).check(kernels(storage), storage)
+@pytest.mark.parametrize(("storage", "case"), CASES, ids=str)
+def test_attention_and_its_gradient_are_the_reference_s(storage, case):
+    case.check(kernels(storage), storage)
 
 
 @needs_the_processor
-def test_attention_in_bfloat16_without_tensor_cores_is_the_reference_s() -> None:
-    for sizes in BFLOAT16:
+def test_attention_in_bfloat16_without_tensor_cores_is_the_reference_s():
+    for sizes in [(3, 33, 1, 5), (2, 33, 4, 5, 2)]:
         Case(*sizes).check(kernels("bfloat16", older()), "bfloat16")
 
 
-@pytest.mark.ci
-def test_attention_on_tensor_cores_is_the_reference_s() -> None:
-    for sizes in TENSOR_CORES:
-        Case(*sizes).check(kernels("bfloat16"), "bfloat16")
-
-
-@pytest.mark.ci
-@pytest.mark.parametrize(("storage", "head"), [("float64", 5), ("bfloat16", 64), ("bfloat16", 80)])
-def test_documents_side_by_side_do_not_see_each_other(storage: str, head: int) -> None:
-    for lengths in [(1, 70, 3, 66, 20), (65, 1)]:
-        Case(2, sum(lengths), 4, head, 2, documents=lengths).check(kernels(storage), storage)
-
-
-@pytest.mark.ci
-@pytest.mark.parametrize(("storage", "head"), [("float64", 5), ("bfloat16", 64)])
-def test_a_token_sees_its_window_alone(storage: str, head: int) -> None:
-    for seq_len, window, documents in [(70, 5, ()), (130, 64, ()), (66, 5, ()), (90, 40, (66, 24))]:
-        Case(2, seq_len, 4, head, 2, documents=documents, window=window).check(kernels(storage), storage)
+@pytest.mark.parametrize("sizes", TENSOR_CORES, ids=str)
+def test_attention_on_tensor_cores_is_the_reference_s(sizes):
+    Case(*sizes).check(kernels("bfloat16"), "bfloat16")
 
 
 @needs_the_processor
-def test_each_source_s_gradient_goes_with_the_other_s_forward_pass() -> None:
+def test_each_source_s_gradient_goes_with_the_other_s_forward_pass():
     able, lesser = kernels("bfloat16", HostDevice()), kernels("bfloat16", older())
     Case(1, 65, 2, 64).check(able, "bfloat16", lesser)
     Case(1, 65, 2, 64).check(lesser, "bfloat16", able)
 
 
 @pytest.mark.parametrize(("storage", "head", "most"), [("float64", 16, 1e-14), ("bfloat16", 64, 1e-2)])
-def test_one_position_attends_to_itself_and_gives_no_gradient_to_scores(storage, head, most) -> None:
+def test_one_position_attends_to_itself_and_gives_no_gradient_to_scores(storage, head, most):
     case, k = Case(3, 1, 3, head), kernels(storage)
     got = case.computed(k)
     assert np.abs(got["dq"]).max() < most and np.abs(got["dk"]).max() < most
-    qkv, dy = (values(k, array) for array in case.inputs(k))
+    qkv, dy = case.inputs(k)
     assert np.array_equal(got["y"], qkv[:, 2 * 3 * head :])
     assert np.array_equal(got["dv"], dy)
 
 
-def test_scores_far_from_zero_neither_overflow_nor_vanish() -> None:
+def test_scores_far_from_zero_neither_overflow_nor_vanish():
     case, k = Case(1, 65, 1, 16, steep=30.0), kernels("float32")
     got, wanted = case.computed(k), case.wanted(k)
     for name, found in got.items():
@@ -204,32 +183,30 @@ def test_scores_far_from_zero_neither_overflow_nor_vanish() -> None:
 
 @needs_the_processor
 @pytest.mark.parametrize(("storage", "sizes"), [("float32", (1, 65, 2, 16, 2)), ("bfloat16", (1, 65, 2, 64, 2))])
-def test_the_order_of_blocks_and_threads_changes_no_bit(storage, sizes) -> None:
+def test_the_order_of_blocks_and_threads_changes_no_bit(storage, sizes):
     ahead, *others = (Case(*sizes).computed(kernels(storage, HostDevice(order=order))) for order in ORDERS)
     for name, found in ahead.items():
         assert all(np.array_equal(found, other[name]) for other in others), name
 
 
 @needs_the_processor
-def test_tensor_cores_are_for_bfloat16_on_able_devices_and_heads_that_they_can() -> None:
-    for kind, storage, head, source in (
+@pytest.mark.parametrize(
+    ("kind", "storage", "head", "source"),
+    [
         (HostDevice, "bfloat16", 64, "attention_mma"),
-        (HostDevice, "float32", 64, "attention"),
+        *((HostDevice, *other, "attention") for other in [("float32", 64), ("bfloat16", 5), ("bfloat16", 144)]),
         (older, "bfloat16", 64, "attention"),
-        *((HostDevice, "bfloat16", head, "attention") for head in (5, 144)),
-    ):
-        on = kind()
-        Case(1, 2, 1, head).computed(kernels(storage, on))
-        on.synchronize()
-        found = {
-            launch.source
-            for launch in on.xp.launches
-            if launch.source != "reduce" and launch.kernel != "attention_delta"
-        }
-        assert found == {source}, (kind, storage, head)
+    ],
+)
+def test_tensor_cores_are_for_bfloat16_on_able_devices_and_heads_that_they_can(kind, storage, head, source):
+    on = kind()
+    Case(1, 2, 1, head).computed(kernels(storage, on))
+    on.synchronize()
+    used = {each.source for each in on.xp.launches if each.kernel != "attention_delta"}
+    assert used - {"reduce"} == {source}
 
 
-def test_every_head_size_has_tiles_that_fit_the_shared_memory() -> None:
+def test_every_head_size_has_tiles_that_fit_the_shared_memory():
     for real_bytes in (4, 8):
         for head in range(1, 257):
             shape = attention_shape(head, real_bytes, 1)
@@ -241,28 +218,19 @@ def test_every_head_size_has_tiles_that_fit_the_shared_memory() -> None:
 
 
 @pytest.mark.parametrize(
-    ("storage", "prompt", "n_seq", "n_head", "kv_heads", "head", "n_parts", "window"),
+    ("storage", "prompt", "sizes", "n_parts", "window"),
     [
-        ("float64", 7, 3, 1, 1, 5, 1, 0),
-        ("float64", 7, 3, 6, 2, 5, 1, 3),
-        ("float32", 33, 1, 3, 3, 80, 5, 0),
-        ("float32", 33, 2, 3, 1, 12, 2, 34),
-        ("bfloat16", 33, 1, 2, 1, 64, 3, 9),
+        ("float64", 7, (3, 1, 1, 5), 1, 0),
+        ("float64", 7, (3, 6, 2, 5), 1, 3),
+        ("float32", 33, (1, 3, 3, 80), 5, 0),
+        ("float32", 33, (2, 3, 1, 12), 2, 34),
+        ("bfloat16", 33, (1, 2, 1, 64), 3, 9),
     ],
 )
-def test_attention_with_a_cache_is_the_reference_s(
-    storage: str,
-    prompt: int,
-    n_seq: int,
-    n_head: int,
-    kv_heads: int,
-    head: int,
-    n_parts: int,
-    window: int,
-    monkeypatch: Any,
-) -> None:
+def test_attention_with_a_cache_is_the_reference_s(storage, prompt, sizes, n_parts, window, monkeypatch):
     """A prompt and three steps; then the cache."""
     monkeypatch.setattr(attention, "cached_parts", lambda *_: n_parts)
+    n_seq, n_head, kv_heads, head = sizes
     k, steps, c = kernels(storage), 3, n_head * head
     shape = (2, n_seq, kv_heads, prompt + steps + 2, head)
     cache, cache64 = poisoned(k, *shape), np.full(shape, np.nan)
@@ -270,8 +238,8 @@ def test_attention_with_a_cache_is_the_reference_s(
     for new in (prompt, *[1] * steps):
         qkv, y = random(k, n_seq * new, c + 2 * kv_heads * head, seed=position), poisoned(k, n_seq * new, c)
         y64, start = np.empty(y.shape), np.array([position], np.int32)
-        k.attention_cached(y, cache, qkv, k.integers(start), window)
-        REFERENCE.attention_cached(y64, cache64, values(k, qkv), start, window)
+        k.attention_cached(y, cache, stored(k, qkv), k.integers(start), window)
+        REFERENCE.attention_cached(y64, cache64, qkv, start, window)
         assert distance(values(k, y), y64) < TOLERANCE[storage], position
         position += new
     found = values(k, cache)
@@ -279,7 +247,7 @@ def test_attention_with_a_cache_is_the_reference_s(
     assert np.isnan(found[:, :, :, position:]).all()
 
 
-def test_decoding_is_cut_into_parts_only_where_the_device_would_be_idle() -> None:
+def test_decoding_is_cut_into_parts_only_where_the_device_would_be_idle():
     assert cached_parts(12, 1024, 132) == 4  # 256 keys each
     assert cached_parts(12, 100_000, 132) == 22  # two blocks for each multiprocessor
     assert cached_parts(12 * 500, 1024, 132) == 1  # a prompt
@@ -318,7 +286,7 @@ extern "C" __global__ void copies(unsigned* early, unsigned* late, const unsigne
 """
 
 
-def _run(kernel: str, *args: Any) -> list[Any]:
+def _run(kernel, *args):
     on = HostDevice(texts={"instructions": INSTRUCTIONS})
     k = CudaKernels(on, None, "float32")
     given = [k.integers(arg, arg.dtype) if isinstance(arg, np.ndarray) else arg for arg in args]
@@ -328,7 +296,7 @@ def _run(kernel: str, *args: Any) -> list[Any]:
 
 @needs_the_processor
 @pytest.mark.parametrize("transposed", [0, 1])
-def test_matrices_out_of_shared_memory_are_dealt_as_documented(transposed) -> None:
+def test_matrices_out_of_shared_memory_are_dealt_as_documented(transposed):
     matrices = np.arange(4 * 8 * 8, dtype=np.uint16).reshape(4, 8, 8)
     out, _ = _run("load", np.zeros(128, np.uint32), matrices.reshape(-1).view(np.uint32), transposed)
     dealt = matrices.swapaxes(1, 2) if transposed else matrices
@@ -338,7 +306,7 @@ def test_matrices_out_of_shared_memory_are_dealt_as_documented(transposed) -> No
 
 
 @needs_the_processor
-def test_a_product_of_fragments_is_the_product_of_the_matrices_they_are_of() -> None:
+def test_a_product_of_fragments_is_the_product_of_the_matrices_they_are_of():
     rng = np.random.default_rng(0)
     a, b = rng.integers(-8, 9, (16, 16)), rng.integers(-8, 9, (16, 8))
     c = rng.integers(-8, 9, (16, 8))
@@ -348,7 +316,7 @@ def test_a_product_of_fragments_is_the_product_of_the_matrices_they_are_of() -> 
     columns = np.stack([b[:8].T, b[8:].T])
     right = to_bfloat16(columns).reshape(2, 32, 2).swapaxes(0, 1).copy().view(np.uint32)
 
-    def sums(matrix: Any) -> Any:
+    def sums(matrix):
         return np.stack([matrix[:8], matrix[8:]]).reshape(2, 32, 2).swapaxes(0, 1).astype(np.float32).copy()
 
     got, *_ = _run("product", sums(c).reshape(-1), left.reshape(-1), right.reshape(-1))
@@ -356,7 +324,7 @@ def test_a_product_of_fragments_is_the_product_of_the_matrices_they_are_of() -> 
 
 
 @needs_the_processor
-def test_copies_arrive_when_they_are_waited_for() -> None:
+def test_copies_arrive_when_they_are_waited_for():
     numbers = np.arange(128, dtype=np.uint32)
     early, late, _ = _run("copies", np.zeros_like(numbers), np.zeros_like(numbers), numbers)
     assert (early == 0xFFFFFFFF).all()

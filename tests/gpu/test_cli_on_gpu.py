@@ -16,7 +16,7 @@ from distgpt.gpu.stage import GpuStage
 from distgpt.recipes import within
 from distgpt.recipes.scaling import flops, text_to_learn_from
 
-from conftest import distgpt, losses, metrics, needs_mpi, refused, train
+from conftest import inside, losses, metrics, needs_mpi, refused, train
 
 STEPS = ("--steps", "4", "--save-every", "2", "--n-layer", "1", "--seq-len", "8")
 
@@ -31,38 +31,12 @@ def serial(tmp_path_factory):
 def test_training_gives_the_losses_of_the_serial_stage(dtype, tolerance, gpu, serial, tmp_path):
     result = gpu_train(gpu, tmp_path / "run", *STEPS, "--dtype", dtype)
     np.testing.assert_allclose(losses(tmp_path / "run"), losses(serial), rtol=tolerance)
-    assert "GPU 0" in result.stdout
-    assert ("attention" in result.stdout) <= (dtype == "bfloat16")
-    one = metrics(tmp_path / "run")[4]
-    assert one["grad_norm"] == pytest.approx(metrics(serial)[4]["grad_norm"], rel=0.1)
+    assert "GPU 0" in result.stdout and (ON_GPU or ("slower" in result.stdout) == (dtype == "bfloat16")), result.stdout
+    assert metrics(tmp_path / "run")[4]["grad_norm"] == pytest.approx(metrics(serial)[4]["grad_norm"], rel=0.1)
 
 
-@pytest.mark.ci
-def test_tuning_on_texts_side_by_side_gives_the_losses_of_the_serial_stage(gpu, tmp_path):
-    rows = [{"text": text} for text in ("abc", "lighthouse", "rows", "in", "harbour")]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    base = train(tmp_path / "base", *STEPS, "--tokenizer", "byte")
-    words = ["tune", "--weights", base, "--data", tmp_path / "rows.jsonl", "--epochs", "3"]
-    words += ["--batch-size", "2"]
-    common = ("--dtype", "float32", "--lr", "1e-2", "--progress", "plain")
-    for out, more in (("cpu", ("--threads", "1")), ("gpu", ("--stage", "cuda"))):
-        result = gpu(*words, *common, *more, "--out", tmp_path / out)
-        assert result.returncode == 0, result.stderr
-    assert len(losses(tmp_path / "cpu")) > 3
-    np.testing.assert_allclose(losses(tmp_path / "gpu"), losses(tmp_path / "cpu"), rtol=1e-5)
-
-
-@pytest.mark.ranks
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "how",
-    [
-        "--set cuda_graph=false --recompute none",
-        "--grad-accum 2 --recompute block",
-        "--deterministic --recompute mlp",
-        "--tf32",
-    ],
-)
+@pytest.mark.parametrize("how", ["--set cuda_graph=false --grad-accum 2 --recompute block", "--deterministic --tf32"])
 def test_no_option_changes_what_is_learned(how, gpu, serial, tmp_path):
     gpu_train(gpu, tmp_path / "run", *STEPS, *how.split())
     tolerance = 1e-2 if ON_GPU and "--tf32" in how else 1e-4
@@ -72,21 +46,17 @@ def test_no_option_changes_what_is_learned(how, gpu, serial, tmp_path):
 @pytest.mark.ranks
 @pytest.mark.slow
 @needs_mpi
-def test_ranks_on_one_gpu_give_the_losses_of_one(gpu, tmp_path):
-    alone = train(tmp_path / "serial", *STEPS, "--dtype", "float64", "--grad-accum", "2")
+def test_ranks_on_one_gpu_give_the_losses_of_one_and_of_the_cpu_in_local_steps(gpu, tmp_path):
+    words = ("--dtype", "float64", "--grad-accum", "2")
+    alone = train(tmp_path / "serial", *STEPS, *words)
+    words += ("--allreduce", "host")
     for sync, ranks in (("allreduce", 2), ("sharded", 2), ("allreduce", 1)):
-        out, words = tmp_path / f"{sync}-{ranks}", ("--dtype", "float64", "--grad-accum", "2")
-        result = gpu_train(gpu, out, *STEPS, *words, "--grad-sync", sync, "--allreduce", "host", ranks=ranks)
+        out = tmp_path / f"{sync}-{ranks}"
+        result = gpu_train(gpu, out, *STEPS, *words, "--grad-sync", sync, ranks=ranks)
         np.testing.assert_allclose(losses(out), losses(alone), rtol=1e-12, err_msg=f"{sync}, {ranks} ranks")
         if ranks > 1:
             assert "2 ranks share this GPU" in result.stdout and "by way of host" in result.stdout
-
-
-@pytest.mark.ranks
-@pytest.mark.slow
-@needs_mpi
-def test_local_steps_are_those_of_the_cpu_and_move_there(gpu, tmp_path):
-    words = ("--dtype", "float64", "--grad-accum", "2", "--outer-every", "2", "--schedule", "constant")
+    words = (*words[:-2], "--outer-every", "2", "--schedule", "constant")
     cpu = train(tmp_path / "cpu", *STEPS, *words, "--steps", "6", ranks=2)
     gpu_train(gpu, tmp_path / "gpu", *STEPS, *words, "--allreduce", "host", ranks=2)
     moved = train(tmp_path / "gpu", *STEPS, *words, "--steps", "6", "--resume", "auto", ranks=2)
@@ -107,29 +77,25 @@ def test_a_run_moves_from_the_cpu_to_the_gpu_and_back(gpu, serial, tmp_path):
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_inference_writes_what_the_serial_stage_writes(dtype, gpu, serial):
-    weights = serial / "weights.safetensors"
-    args = ("infer", "--weights", weights, "--max-new-tokens", "24", "--json")
-    here = distgpt(*args)
-    there = gpu(*args, "--stage", "cuda", "--dtype", dtype)
-    assert there.returncode == 0, there.stderr
-    tokens = [json.loads(result.stdout)["tokens"] for result in (here, there)]
-    assert len(tokens[1]) == 24
-    if dtype == "float32":
-        assert tokens[0] == tokens[1]
+def test_inference_writes_what_the_serial_stage_writes(gpu, serial):
+    args = ("infer", "--weights", serial / "weights.safetensors", "--max-new-tokens", "24", "--json", "--dtype")
+    here, *there = (
+        inside(*args, "float32"),
+        *(gpu(*args, dtype, "--stage", "cuda") for dtype in ("float32", "bfloat16")),
+    )
+    tokens = [json.loads(result.stdout)["tokens"] for result in (here, *there)]
+    assert tokens[0] == tokens[1] and len(tokens[2]) == 24
 
 
 @pytest.mark.ci
-def test_a_gpu_takes_bfloat16_unless_float32_is_named(gpu, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("words", "dtype"), [("", "bfloat16"), ("--dtype float32", "float32"), ("--tf32", "float32")], ids=str
+)
+def test_a_gpu_takes_bfloat16_unless_float32_is_named(words, dtype, gpu, tmp_path, monkeypatch):
     monkeypatch.delenv(stages.VARIABLE)
-    found = gpu_train(gpu, tmp_path / "auto", "--steps", "1")
-    assert RunDirectory(tmp_path / "auto").saved().train.dtype == "bfloat16"
-    assert "bfloat16: this GPU has tensor cores" in found.stdout
-    for more in ("--dtype float32", "--tf32"):
-        out = tmp_path / more.strip("-")
-        gpu_train(gpu, out, "--steps", "1", *more.split())
-        assert RunDirectory(out).saved().train.dtype == "float32"
+    found = gpu_train(gpu, tmp_path, *STEPS, "--steps", "1", *words.split())
+    assert RunDirectory(tmp_path).saved().train.dtype == dtype
+    assert ("bfloat16: this GPU has tensor cores" in found.stdout) == (not words)
 
 
 def chosen_within(monkeypatch, seconds, cold):
@@ -163,63 +129,34 @@ def test_within_judges_a_gpu_by_two_probes_once_it_is_warm(monkeypatch):
     assert len(chosen_within(monkeypatch, 5, 1)[0]) == 1
 
 
-@pytest.mark.ranks
-@pytest.mark.slow
-def test_within_trains_what_it_chose_on_a_gpu(gpu, tmp_path, monkeypatch):
-    """By probes that a stand-in has time for."""
-    monkeypatch.delenv(stages.VARIABLE)
-    monkeypatch.setitem(within.FIRST, True, (1, 2))
-    monkeypatch.setitem(within.FIRST_TOKENS, True, 2e4)
-    monkeypatch.setattr(within, "MOST_FOR_NEEDED", 0.75)  # six seconds of eight
-    words = ("--within", "8s", "--data", "story", "--seq-len", "16", "--out", tmp_path / "run")
-    result = gpu("train", "--stage", "cuda", *words, "--batch-size", "4")
-    assert result.returncode == 0, result.stderr
-    said = result.stdout
-    assert said.index("this machine trains depth 1") < said.index("this machine trains depth 2")
-    assert RunDirectory(tmp_path / "run").saved().train.dtype == "bfloat16" and "step" in said
-
-
-def test_threads_are_not_for_gpus(gpu, tmp_path):
-    result = gpu("train", "--stage", "cuda", "--threads", "2", "--out", tmp_path / "run")
-    refused(result, 2, "--threads")
-
-
-def test_a_run_that_does_not_fit_is_refused_before_it_starts(gpu, tmp_path):
-    args = ("--n-layer", "20", "--n-embd", "4096", "--steps", "1", "--out", tmp_path / "run")
-    result = gpu("train", "--stage", "cuda", *args)
-    refused(result, 2, "GPU 0", "GiB")
+@pytest.mark.parametrize(
+    ("words", "named"), [("--threads 2", ("--threads",)), ("--n-layer 20 --n-embd 4096 --steps 1", ("GPU 0", "GiB"))]
+)
+def test_what_does_not_fit_a_gpu_is_refused_before_it_starts(words, named, gpu, tmp_path):
+    refused(gpu("train", "--stage", "cuda", *words.split(), "--out", tmp_path / "run"), 2, *named)
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.ci
 @pytest.mark.ranks
 @needs_mpi
-def test_each_exchange_is_timed_or_named_with_the_reason(gpu, tmp_path):
-    words = ["--stage", "mpi-cuda", "--sizes", "8,70000", "--repeats", "3", "--seconds", "5"]
-    result = gpu("bench", "allreduce", *words, "--out", tmp_path, "--json", ranks=2)
+def test_each_exchange_is_timed_or_named_with_the_reason_and_others_refused(gpu, tmp_path):
+    words = ["bench", "allreduce", "--stage", "mpi-cuda"]
+    few = ["--sizes", "8,70000", "--repeats", "3", "--seconds", "5", "--out", tmp_path, "--json"]
+    result = gpu(*words, *few, ranks=2)
     assert result.returncode == 0, result.stderr
     found = json.loads(result.stdout)
-    assert found == {
-        k: v for k, v in json.loads((tmp_path / "allreduce-mpi-cuda-2.json").read_text()).items() if k in found
-    }
+    saved = json.loads((tmp_path / "allreduce-mpi-cuda-2.json").read_text())
+    assert found == {key: value for key, value in saved.items() if key in found}
     timed = {row["algorithm"] for row in found["rows"]}
-    assert "host" in timed
-    assert timed | found["left_out"].keys() == {"nccl", "host"}
+    assert "host" in timed and timed | found["left_out"].keys() == {"nccl", "host"}
     assert {row["bytes"] for row in found["rows"]} == {8, 70000}
     assert all(row["seconds"] > 0 for row in found["rows"])
-    if not ON_GPU:
-        assert "a GPU for every rank" in found["left_out"]["nccl"]
-
-
-@pytest.mark.ci
-@pytest.mark.ranks
-@needs_mpi
-def test_an_exchange_that_nobody_has_is_refused(gpu):
-    result = gpu("bench", "allreduce", "--stage", "mpi-cuda", "--algorithms", "allreduce", ranks=2)
+    assert ON_GPU or "a GPU for every rank" in found["left_out"]["nccl"]
+    result = gpu(*words, "--algorithms", "allreduce", ranks=2)
     assert result.returncode == 2 and "nccl, host" in result.stderr
 
 
-@pytest.mark.ranks
 @pytest.mark.skipif(ON_GPU, reason="the weights are ruined from within this process")
 @pytest.mark.parametrize("how", ["", "--set spike_zscore=9", pytest.param("--save sync", marks=pytest.mark.slow)])
 def test_a_bad_step_is_undone(how, gpu, tmp_path, monkeypatch):

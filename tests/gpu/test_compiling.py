@@ -16,13 +16,12 @@ from distgpt.core.generate.slots import Feed
 from distgpt.core.model.model import Architecture, Model
 from distgpt.core.model.muon import OPTIMIZERS
 from distgpt.core.model.passes import Pass
-from distgpt.gpu import compiling, device, probe
+from distgpt.gpu import compiling, probe
 from distgpt.gpu.attention import LARGEST_HEAD, SIDE, mma_defines
 from distgpt.gpu.device import LARGEST_BLOCK, WIDE
-from distgpt.gpu.kernels import CudaKernels, norm_shape
-from distgpt.gpu.matmul import LtMatmul
-from fakecupy import FakeCupy
-from hostgpu import host_lt
+from distgpt.gpu.kernels import norm_shape
+from hostgpu import HostGpu, host_kernels
+from sass import count, disassembled, disassembler
 
 needs_nvrtc = pytest.mark.skipif(not compiling.available(), reason="needs NVRTC")
 
@@ -71,19 +70,6 @@ def test_a_source_compiles_without_warnings_and_its_kernels_stay_in_registers(so
         check(source, defines, type, arch)
 
 
-def check(source, defines, type, arch):
-    result = compiled(source, defines, arch)
-    assert result.cubin[:4] == b"\x7fELF"
-    assert "warning" not in result.report, result.report
-    used = kernel_resources.resources(result.report)
-    assert used.keys() == {name.decode() for name in re.findall(rb"\.text\.(\w+)", result.cubin)}
-    for kernel, takes in used.items():
-        most = MAY_SPILL.get((kernel, type, arch), 0)
-        assert takes.stack <= most, (kernel, defines, takes)
-        assert takes.spill_stores + takes.spill_loads <= 4 * most, (kernel, defines, takes)
-        assert 0 < takes.registers <= 255 and takes.shared <= 48 << 10, (kernel, defines, takes)
-
-
 @needs_nvrtc
 @pytest.mark.slow
 @pytest.mark.parametrize(
@@ -98,16 +84,26 @@ def test_so_do_all_variants_that_presets_and_depths_use(source, type):
         check(source, defines, type, "sm_90")
 
 
+def check(source, defines, type, arch):
+    result = compiled(source, defines, arch)
+    assert result.cubin[:4] == b"\x7fELF" and "warning" not in result.report, result.report
+    used = kernel_resources.resources(result.report)
+    assert used.keys() == {name.decode() for name in re.findall(rb"\.text\.(\w+)", result.cubin)}
+    for kernel, takes in used.items():
+        most = MAY_SPILL.get((kernel, type, arch), 0)
+        assert takes.stack <= most and takes.spill_stores + takes.spill_loads <= 4 * most, (kernel, defines, takes)
+        assert 0 < takes.registers <= 255 and takes.shared <= 48 << 10, (kernel, defines, takes)
+
+
 @needs_nvrtc
 @pytest.mark.slow
-def test_a_norm_of_any_width_can_be_started():
-    for type in TYPES["sm_90"]:
-        for channels in (64, 4104, 12_288):
-            _, threads, defines = norm_shape(channels, WIDE[type].itemsize)
-            for kernel, takes in resources("norm", (compiling.storage_define(type), *defines)).items():
-                given = -(-takes.registers // 8) * 8  # registers are handed out in eights
-                assert given * threads <= REGISTERS, (type, channels, kernel, takes)
-                assert takes.shared <= 48 << 10, (type, channels, kernel, takes)
+@pytest.mark.parametrize("channels", [64, 4104, 12_288])
+@pytest.mark.parametrize("type", TYPES["sm_90"])
+def test_a_norm_of_any_width_can_be_started(type, channels):
+    _, threads, defines = norm_shape(channels, WIDE[type].itemsize)
+    for kernel, takes in resources("norm", (compiling.storage_define(type), *defines)).items():
+        given = -(-takes.registers // 8) * 8  # registers are handed out in eights
+        assert given * threads <= REGISTERS and takes.shared <= 48 << 10, (kernel, takes)
 
 
 @needs_nvrtc
@@ -116,21 +112,27 @@ def test_two_rows_of_scores_fit_a_multiprocessor():
     assert 2 * LARGEST_BLOCK * registers <= REGISTERS
 
 
+HEADS = [*range(SIDE, LARGEST_HEAD + 1, SIDE)]
+
+
 @needs_nvrtc
 @pytest.mark.slow
-def test_attention_on_tensor_cores_never_spills_and_enough_blocks_share_a_multiprocessor():
-    heads = range(SIDE, LARGEST_HEAD + 1, SIDE)
-    whole = ("sm_80", 64), ("sm_80", 128), *(("sm_90", head) for head in heads)
-    cases = [*((*each, ()) for each in whole), *(("sm_90", head, ("WINDOW=128",)) for head in (64, 128))]
-    for arch, head, window in cases:
-        used = resources("attention_mma", ("STORAGE_BFLOAT16", *mma_defines(head, 1), *window), arch)
-        assert set(used) == {"attention_forward", "attention_backward_queries", "attention_backward_keys"}
-        for kernel, takes in used.items():
-            where = (arch, head, window, kernel, takes)
-            most = MAY_SPILL.get((kernel, "bfloat16", arch), 0) if head in (64, 128) else 0
-            assert takes.stack <= most and takes.spill_stores + takes.spill_loads <= 2 * most, where
-            least = {"attention_forward": 4 if head <= 64 else 3}.get(kernel, 3 if head <= 64 else 2)
-            assert takes.registers * 128 * least <= REGISTERS and takes.shared * least <= 164 << 10, where
+@pytest.mark.parametrize(
+    ("arch", "head", "window"),
+    [
+        *(("sm_80", head, ()) for head in (64, 128)),
+        *(("sm_90", head, ()) for head in HEADS),
+        *(("sm_90", head, ("WINDOW=128",)) for head in (64, 128)),
+    ],
+)
+def test_attention_on_tensor_cores_never_spills_and_enough_blocks_share_a_multiprocessor(arch, head, window):
+    used = resources("attention_mma", ("STORAGE_BFLOAT16", *mma_defines(head, 1), *window), arch)
+    assert set(used) == {"attention_forward", "attention_backward_queries", "attention_backward_keys"}
+    for kernel, takes in used.items():
+        most = MAY_SPILL.get((kernel, "bfloat16", arch), 0) if head in (64, 128) else 0
+        assert takes.stack <= most and takes.spill_stores + takes.spill_loads <= 2 * most, (kernel, takes)
+        least = {"attention_forward": 4 if head <= 64 else 3}.get(kernel, 3 if head <= 64 else 2)
+        assert takes.registers * 128 * least <= REGISTERS and takes.shared * least <= 164 << 10, (kernel, takes)
 
 
 @needs_nvrtc
@@ -178,21 +180,16 @@ def test_includes_are_put_in_place_once_and_messages_name_the_file_and_line(fold
 
 def test_without_nvrtc_the_error_says_how_to_get_it(monkeypatch):
     monkeypatch.setattr(probe, "load_library", lambda names: None)
-    compiling._nvrtc.cache_clear()
-    try:
-        assert not compiling.available()
-        with pytest.raises(UsageError, match="pip install nvidia-cuda-nvrtc"):
-            compiling.compile_text("", "empty.cu", (), "sm_90")
-    finally:
-        monkeypatch.undo()
-        compiling._nvrtc.cache_clear()
+    monkeypatch.setattr(compiling, "load_nvrtc", compiling.load_nvrtc.__wrapped__)  # which keeps what it has found
+    assert not compiling.available()
+    with pytest.raises(UsageError, match="pip install nvidia-cuda-nvrtc"):
+        compiling.compile_text("", "empty.cu", (), "sm_90")
 
 
-def test_a_sources_text_stands_alone():
-    for source in compiling.source_names():
-        text = compiling.source_text(source)
-        assert not re.search(r'^\s*#\s*include\s*"', text, re.MULTILINE), source
-        assert text.startswith(f'#line 1 "{source}.cu"\n'), source
+@pytest.mark.parametrize("source", compiling.source_names())
+def test_a_sources_text_stands_alone(source):
+    text = compiling.source_text(source)
+    assert not re.search(r'^\s*#\s*include\s*"', text, re.MULTILINE) and text.startswith(f'#line 1 "{source}.cu"\n')
 
 
 # -- the cache
@@ -240,12 +237,12 @@ def test_the_cache_is_filled_for_all_presets_and_depths(cache):
 def test_it_holds_what_models_of_all_presets_request(dtype, monkeypatch):
     """One layer of each takes a step, packed or not, an update, and generates; nothing is computed."""
     requests = set()
-    monkeypatch.setattr(hostlt, "_multiply", lambda *about: None)
-    monkeypatch.setattr(device, "cubin", lambda source, defines, arch: requests.add((source, defines)) or b"")
+    monkeypatch.setattr(hostlt, "multiply", lambda *about: None)
+    monkeypatch.setattr(HostGpu, "started", lambda *about: lambda: None)
+    monkeypatch.setattr(HostGpu, "cubin", lambda xp, source, defines, arch: requests.add((source, defines)) or b"")
     for name in ("tiny", "fast", "gpt-mini", "gpt2", "gpt2-fast", "smollm2-135m", "qwen3-0.6b", "S"):
         run = preset(name, {"n_layer": 1, "vocab_size": 40, "seq_len": 512})
-        on = device.CupyDevice(0, xp=FakeCupy())
-        k = CudaKernels(on, LtMatmul(host_lt(on.xp), on, False), dtype)
+        k = host_kernels(dtype, multiprocessors=132)
         model = Model(Architecture(run.model), k)
         model.allocate_master_weights()
         ids = k.integers(np.zeros(8, np.int64))
@@ -256,3 +253,123 @@ def test_it_holds_what_models_of_all_presets_request(dtype, monkeypatch):
         PlainSlots(model, 1).feed([Feed(0, 0, [1, 2, 3], 1)])
     assert {"muon", "norm", "attention_cached"} < {source for source, _ in requests}
     assert requests <= kernel_resources.of_users(), requests - kernel_resources.of_users()
+
+
+# -- what the compiler made of the kernels: wide loads and stores, tensor cores, no spills, no float64
+
+needs_nvdisasm = pytest.mark.skipif(
+    not compiling.available() or disassembler() is None, reason="pip install nvidia-cuda-nvrtc nvidia-cuda-nvdisasm"
+)
+FAST = ("sm_90", "bfloat16")
+KINDS = [
+    pytest.param(*kind, marks=[] if kind == FAST else pytest.mark.slow)
+    for kind in (FAST, ("sm_90", "float32"), ("sm_80", "bfloat16"))
+]
+# Sums in one block, in float64 on purpose.
+IN_DOUBLE = {"sum_all", "add_up", "shrinking", "drawn"}
+# A thread that adds up its squares in float32 hands them over in float64; a single one finds the clip factor.
+ENDS_IN_DOUBLE = {"squares", "squares_of_stored", "update_squares", "adamw_common", "muon_scalars"} | IN_DOUBLE
+# Packed kernels whose results are single values: a sum for a row, or a column.
+SUMS_OF_TILES = {"attention_backward_queries": 1, "attention_backward_keys": 2}
+NARROW_RESULTS = {"linear_few_rows_packed", "sum_slices_packed"}
+
+
+@functools.cache
+def kernels(source, arch, type):
+    """Every kernel of a source: name, macros, instructions. In the ordinary run of the smallest shape."""
+    variants = list(kernel_resources.variants(source, type))
+    return [
+        (name, f"{name} of {source} {defines} for {arch}", code)
+        for defines in (variants[:1] if (arch, type) == FAST else variants)
+        for name, code in disassembled(compiled(source, defines, arch).cubin).items()
+    ]
+
+
+@needs_nvdisasm
+@pytest.mark.ci
+@pytest.mark.parametrize(("arch", "type"), KINDS)
+@pytest.mark.parametrize("source", compiling.source_names())
+def test_kernels_stay_in_registers_and_out_of_float64_and_packed_ones_move_16_bytes(source, arch, type):
+    for name, where, code in kernels(source, arch, type):
+        if (name, type, arch) not in MAY_SPILL:
+            assert not count(code, "LDL") and not count(code, "STL"), where
+        elif arch == "sm_90" and type == "bfloat16":  # nothing goes out in a loop, and a value at most comes in
+            spilled = [each.op.split(".")[0] for each in code if each.in_loop and each.op[:3] in ("LDL", "STL")]
+            assert spilled in ([], ["LDL"]), where
+        doubles = [each for each in code if each.is_double]
+        assert name in IN_DOUBLE or not any(each.in_loop for each in doubles), where
+        if name not in ENDS_IN_DOUBLE:  # else arguments, which come as float64, are rounded once
+            assert {each.op for each in doubles} <= {"F2F.F32.F64"}, where
+        if name.endswith("_packed"):
+            assert count(code, "LDG 128"), where
+        if name.endswith("_packed") and name not in NARROW_RESULTS:
+            scores = {"cross_entropy_packed": 1}.get(name, 0)  # the target's
+            assert count(code, "STG 128") and not count(code, "STG U16"), where
+            assert count(code, "LDG U16") <= scores, where
+
+
+@needs_nvdisasm
+@pytest.mark.parametrize(("arch", "type"), KINDS)
+def test_the_optimizer_moves_16_bytes_and_starts_all_loads_before_a_store(arch, type):
+    loads = {"adamw": 4, "nesterov": 3, "subtract": 2, "round_to_stored": 1}
+    stores = {"adamw": 3, "nesterov": 3, "subtract": 1, "round_to_stored": 0}
+    found = {name: code for name, _, code in kernels("optimizer", arch, type)}
+    for name, wide in loads.items():
+        ops = [each.op for each in found[name]]
+        first_store = next(i for i, op in enumerate(ops) if op.startswith("STG"))
+        assert count(found[name], "LDG 128") == wide == count(found[name][:first_store], "LDG 128"), name
+        rounded = int(type == "float32" and name != "subtract")  # low is as wide as the rest
+        assert count(found[name], "STG 128") == stores[name] + rounded, name
+        assert count(found[name], "STG 128 EF") == {"adamw": 2, "nesterov": 2}.get(name, 0), name
+
+
+@needs_nvdisasm
+@pytest.mark.parametrize("arch", ["sm_90", pytest.param("sm_80", marks=pytest.mark.slow)])
+def test_attention_in_bfloat16_is_on_tensor_cores_and_copies_past_the_registers(arch):
+    products = {"attention_forward": 64, "attention_backward_queries": 48, "attention_backward_keys": 32}
+    for name, where, code in kernels("attention_mma", arch, "bfloat16"):
+        assert count(code, "HMMA") == count(code, "HMMA 16816 F32 BF16") >= products[name], where
+        assert count(code, "LDGSTS 128") >= 8 and count(code, "LDSM") >= 16, where
+        statistics = {"attention_forward": 2, **SUMS_OF_TILES}.get(name, 0)
+        assert count(code, "STG 128") and count(code, "STG") == count(code, "STG 128") + statistics, where
+        assert not any(each.in_loop for each in code if each.op.startswith("STG.") and "128" not in each.op)
+
+
+@needs_nvdisasm
+@pytest.mark.parametrize(("arch", "type"), KINDS)
+def test_plain_attention_reads_and_writes_rows_in_pieces_of_16_bytes(arch, type):
+    for _, where, code in kernels("attention_delta", arch, type):
+        assert count(code, "LDG 128"), where
+    for name, where, code in kernels("attention", arch, type):
+        assert count(code, "STG 128") >= 5 and count(code, "LDG 128") >= 9, where
+        statistics = count(code, "STG") - count(code, "STG 128")
+        # Sums of columns are a loop of single values, which compilers write out once or twice.
+        few = {"attention_forward": 4, "attention_backward_queries": 2, "attention_backward_keys": 4}
+        assert statistics <= few[name], where
+
+
+@pytest.mark.ci
+@needs_nvdisasm
+def test_mistakes_are_seen():
+    text = """
+    extern "C" __global__ void local(float* p, int i) {
+        float x[64] = {};
+        for (int k = 0; k < i; k++) x[int(p[k])] += p[k * 32 + threadIdx.x];
+        p[threadIdx.x] = x[i];
+    }
+    extern "C" __global__ void doubles(double* p, int n) {
+        double sum = 0;
+        for (int i = threadIdx.x; i < n; i += blockDim.x) sum += p[i] * p[i];
+        p[threadIdx.x] = sum;
+    }
+    extern "C" __global__ void once(float* p, const double* q) { p[threadIdx.x] = float(q[0] * q[1]); }
+    extern "C" __global__ void narrow(unsigned short* p, const uint4* q) {
+        p[threadIdx.x] = (unsigned short)(q[threadIdx.x].x + q[threadIdx.x].w);
+    }"""
+    code = disassembled(compiling.compile_text(text, "wrong.cu", (), "sm_90").cubin)
+    assert count(code["local"], "STL") and count(code["local"], "LDL") and not count(code["once"], "STL")
+    assert any(each.is_double and each.in_loop for each in code["doubles"])
+    assert any(each.is_double for each in code["once"])
+    assert not any(each.is_double and each.in_loop for each in code["once"])
+    assert count(code["narrow"], "STG U16") == 1 and count(code["narrow"], "STG 128") == 0
+    assert not any(each.is_double for each in code["narrow"])

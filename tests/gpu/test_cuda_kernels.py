@@ -1,14 +1,28 @@
 """The GPU's kernels against the reference, in all types; without a GPU, on this machine's processor."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import operations
 import pytest
-from devices import ON_GPU, cuda_kernels  # noqa: F401
+from devices import ON_GPU, cuda_kernels, needs_the_processor  # noqa: F401
+from distgpt.core.base.errors import UsageError
+from distgpt.core.config import TrainConfig
+from distgpt.core.config.presets import preset
+from distgpt.core.model.model import Architecture, Model
+from distgpt.core.model.muon import Muon
+from distgpt.core.model.passes import Pass
+from distgpt.core.ops.api import AdamConstants, AdamState, MuonMatrix, NesterovState
 from distgpt.core.ops.kernels import Kernels
+from distgpt.gpu import muon
+from distgpt.gpu.device import BLOCK
+from distgpt.parallel.loops.sums import dither
+from hostgpu import BACKWARDS, FORWARDS, host_kernels
 from operations import *  # noqa: F403
 from operations import Case, Wide
+
+from models import batch
 
 
 # Whole models of every architecture are compared in float32: test_cuda_model.py.
@@ -36,9 +50,11 @@ def test_cross_entropy_over_more_tokens_than_a_block_reads_at_once(both):
 
 
 def test_the_memory_to_orthogonalise_is_that_of_every_shape(cuda_kernels):
-    k = cuda_kernels.__wrapped__("float32")  # new ones: those of other tests have kept some
+    k, kept = cuda_kernels.__wrapped__("float32"), {}  # new ones: those of other tests have kept some
+    scratch = k.launcher.scratch
+    k.launcher.scratch = lambda *args: kept.setdefault(args[:2], scratch(*args))
     operations.check_memory_to_orthogonalise(
-        k, lambda: [kept.nbytes for key, kept in k._launcher._scratch.items() if key[0] == "orthogonalise"]
+        k, lambda: [array.nbytes for (name, _), array in kept.items() if name == "orthogonalise"]
     )
 
 
@@ -68,6 +84,190 @@ def test_the_textbooks_matmuls(both):
             if on is both[0]:
                 np.matmul(a, b, out)
             else:
-                on._device.launch("matmul", kernel, on._launcher._defines, grid, (16, 16), (out, a, b, *sizes))
+                on.device.launch("matmul", kernel, on.launcher.defines, grid, (16, 16), (out, a, b, *sizes))
 
         case.check(work, [(pairs, m, n)], case.random(pairs, m, k), case.random(pairs, k, n), strict=0.5)
+
+
+# -- flat buffers of more than 2³¹ elements: what kernels are given, without the memory that it would take
+
+MANY = (3 << 30) + 5
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """Kernels, and what they start: name, blocks, threads, and arguments in the types of C. Nothing is computed."""
+    k, found = host_kernels("bfloat16"), []
+
+    def started(function, grid, block, args, shared):
+        found.append((function.name, grid, block, args))
+        return lambda: None
+
+    monkeypatch.setattr(k.device.xp, "started", started)
+    return k, found
+
+
+def large(k, dtype=np.float32):
+    """An array of one element in memory."""
+    one = k.wide_zeros(1)
+    one.memory = np.broadcast_to(np.zeros((), dtype), (MANY,))
+    one.dtype, one.shape, one.size = one.memory.dtype, (MANY,), MANY
+    return one
+
+
+@needs_the_processor
+def test_every_operation_on_flat_buffers_takes_more_elements_than_an_int_counts(started):
+    k, found = started
+    wide, low, one, runs = large(k), large(k, np.uint16), k.scalars(8), k.integers([[0, MANY, 0, 0]], "int64")
+    k.cast_down(low, wide)
+    k.subtract(wide, wide, wide)
+    k.nesterov(NesterovState(wide, low, wide, wide, wide), 0.5, 0.7, 0.9)
+    k.adamw(AdamState(wide, low, wide, wide, wide, runs), one, one, AdamConstants(0.9, 0.95, 1e-8))
+    fours = [each for each in found if each[0] != "adamw_common"]
+    assert [each[0] for each in fours] == ["round_to_stored", "subtract", "nesterov", "adamw"]
+    for kernel, grid, block, args in fours:
+        assert args[-1] == MANY and type(args[-1]) is np.int64, kernel
+        assert 4 * grid[0] * block[0] >= MANY > 4 * (grid[0] - 1) * block[0], kernel
+    found.clear()
+    k.sum_squares(one, wide)
+    k.sum_squares(one, low)
+    for kernel, grid, _, args in found:
+        if kernel != "add_up":
+            assert args[-1] == MANY and 4096 * grid[0] >= MANY > 4096 * (grid[0] - 1), kernel
+
+
+@needs_the_processor
+def test_muon_s_momentum_has_its_sizes_in_a_table(started):
+    k, found = started
+    k.muon_momentum([large(k)], [large(k)], k.scalars(1), k.scalars(5))
+    grid, args = next((grid, args) for kernel, grid, _, args in found if kernel == "muon_momentum")
+    assert 4096 * grid[0] >= MANY and grid[1] == 1
+    tables = [k.to_host(each).tolist() for each in args if getattr(each, "dtype", None) == np.int64]
+    assert [[0, 0, MANY]] in tables
+
+
+@needs_the_processor
+def test_rounding_at_random_behind_the_first_4_billion_elements_is_that_of_the_host():
+    k = host_kernels("bfloat16")
+    values = np.random.default_rng(1).standard_normal(3 * BLOCK).astype(np.float32)
+    x = k.wide_zeros(values.size)
+    k.put(x, values)
+    for index, key in ((5, 7), ((1 << 31) + 3, (1 << 31) + 1), ((1 << 32) + 9, (1 << 32) - 1), (3 << 33, 0)):
+        expected, found = np.zeros(values.size, np.uint16), k.zeros(values.size)
+        dither(0, values.size, expected, values, index, key)
+        k.wire.dither(found, x, index, key)
+        np.testing.assert_array_equal(k.device.download(found), expected, err_msg=f"{index} {key}")
+
+
+def test_activations_that_kernels_cannot_count_are_refused_with_what_helps(cuda_kernels):
+    with pytest.raises(UsageError, match=r"2,147,483,648 elements.*smaller micro-batches"):
+        cuda_kernels("bfloat16").launcher.each("elementwise", "add", 8, 1 << 31)
+
+
+# -- Muon works on all matrices of a shape at once: what it starts, and what comes out
+
+# Odd, of several tiles and pieces, equal sides both lying and standing, one alone.
+SIDES = [(70, 40), (40, 70), (24, 24), (50, 33), (40, 70), (24, 24), (70, 130), (24, 24), (70, 40)]
+
+
+def launches_of_muon(layers, **how):
+    """What is started for Muon's part of a step of gpt2-fast, which does not depend on its width."""
+    config = replace(preset("gpt2-fast").model, n_layer=layers, n_embd=24, n_head=3, vocab_size=13, seq_len=8, **how)
+    k = host_kernels("bfloat16", graphs=False)
+    model = Model(Architecture(config), k)
+    model.allocate_master_weights()
+    model.initialise(1)
+    optimizer = Muon(model, TrainConfig(optimizer="muon", lr=0.02))
+    tokens, targets = map(k.integers, batch(config, 2, 8))
+    Pass(model, 2, 8, training=True).loss_and_gradients(tokens, targets, 1.0, accumulate=False)
+    optimizer.compute_norm()
+    k.device.synchronize()
+    lt = k.matmuls.lt.library
+    k.device.xp.launches.clear()
+    before = lt.started
+    optimizer.prepare(0, 0.02, 1.0, 1.0)
+    optimizer.apply()
+    k.device.synchronize()
+    own = [each for each in k.device.xp.launches if each.source != "optimizer"]  # AdamW's
+    return len(own) + lt.started - before
+
+
+@pytest.mark.ci
+@needs_the_processor
+@pytest.mark.parametrize("how", [{}, {"norm_gain": True}], ids=["gpt2-fast", "gains between the matrices"])
+def test_muons_launches_are_few_and_do_not_grow_with_the_layers(how):
+    assert launches_of_muon(5, **how) == launches_of_muon(3, **how) <= 63
+
+
+def test_what_has_no_room_for_muon_is_done_in_further_batches_of_which_more_never_need_less(monkeypatch, cuda_kernels):
+    k = cuda_kernels("float32")
+    shapes = [(24, 40)] * 7
+    whole = k.orthogonalise_bytes(shapes)
+    monkeypatch.setattr(muon, "MOST_BYTES", whole // 2)
+    rooms = [k.orthogonalise_bytes(shapes[:n]) for n in range(1, 8)]
+    assert rooms == sorted(rooms) and rooms[-1] == rooms[2] <= whole // 2
+    monkeypatch.setattr(muon, "MOST_BYTES", 1)
+    assert k.orthogonalise_bytes(shapes) == rooms[0]
+
+
+def updates_of(k):
+    rng, made = np.random.default_rng(0), [k.wide_zeros(*shape) for shape in SIDES]
+    for u in made:
+        k.put(u, rng.standard_normal(u.shape))
+    return made
+
+
+def on_host(k, arrays):
+    return [np.array(k.to_host(x), np.float64) for x in arrays]
+
+
+@pytest.mark.parametrize("most", [muon.MOST_BYTES, 40_000])
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+def test_matrices_of_muon_at_once_are_those_of_the_reference_and_each_alone(dtype, most, monkeypatch, cuda_kernels):
+    monkeypatch.setattr(muon, "MOST_BYTES", most)
+    k, plain = cuda_kernels(dtype), Kernels("float64")
+    together, alone, expected = updates_of(k), updates_of(k), updates_of(plain)
+    plain.orthogonalise(expected)
+    k.orthogonalise(together)
+    for u in alone:
+        k.orthogonalise([u])
+    for some, one, right in zip(on_host(k, together), on_host(k, alone), expected, strict=True):
+        assert np.linalg.norm(some - right) < 3 * operations.tolerance(k) * np.linalg.norm(right), right.shape
+        if not ON_GPU:  # where the library may take another algorithm for another batch
+            np.testing.assert_array_equal(some, one)
+
+
+def stepped(k, low):
+    """p, its copy and v after a step along many updates, which lie in one buffer but v."""
+    rng, matrices = np.random.default_rng(0), []
+    for shape in SIDES:
+        p, u, v = k.wide_zeros(*shape), k.wide_zeros(*shape), k.wide_zeros(max(shape))
+        for array in (p, u):
+            k.put(array, rng.standard_normal(shape))
+        k.put(v, rng.standard_normal(max(shape)) ** 2)
+        matrices.append(MuonMatrix(p, k.zeros(*shape) if low else None, v, u))
+    norm, scalars = k.scalars(1), k.scalars(5)
+    k.put(norm, np.array([3.0]).view(operations.Scalars))
+    k.put(scalars, np.array([0.5, 0.7, 0.9, 1e-2, 0.3]).view(operations.Scalars))
+    k.muon(matrices, norm, scalars, 0.95)
+    return on_host(k, [x for each in matrices for x in (each.p, each.v, each.low) if x is not None])
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+def test_a_step_of_muon_is_that_of_the_reference(dtype, cuda_kernels):
+    k, low = cuda_kernels(dtype), dtype == "bfloat16"
+    for found, right in zip(stepped(k, low), stepped(Kernels("float64"), low), strict=True):
+        np.testing.assert_allclose(found, right, rtol=0, atol=operations.tolerance(k) * np.abs(right).max())
+
+
+@needs_the_processor
+def test_no_order_of_blocks_and_warps_changes_a_bit_of_muon():
+    found = []
+    for order in (FORWARDS, BACKWARDS, 2):
+        k = host_kernels("float32", order=order)
+        updates = updates_of(k)
+        k.orthogonalise(updates)
+        found.append([*on_host(k, updates), *stepped(k, False)])
+    for other in found[1:]:
+        for some, first in zip(other, found[0], strict=True):
+            np.testing.assert_array_equal(some, first)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from adapted import adapted, expected
 from adapted import gradients as adapters_gradients
-from devices import ON_GPU, cuda_kernels  # noqa: F401
+from devices import ON_GPU, cuda_kernels, needs_the_processor  # noqa: F401
 from distgpt.core.comm.api import SerialComm
 from distgpt.core.comm.resources import usable_cores
 from distgpt.core.config import TrainConfig
@@ -31,6 +31,7 @@ from distgpt.core.train.assessment import Scorer, Span
 from distgpt.corpora.tokenizers.collected import CharTokenizer
 from distgpt.inference.decoding.batched import BatchedSlots
 from distgpt.inference.evaluation.benchmark import likelihoods
+from hostgpu import BACKWARDS, FORWARDS, host_kernels
 from mean_loss import MeanLoss
 from steps import build_step
 
@@ -38,6 +39,7 @@ from models import VARIANTS, batch, build, one_by_one, sequences_for
 
 TOLERANCE = {"float64": 1e-11, "float32": 1e-4, "bfloat16": 3e-2}
 EACH_ONCE = [("gpt2", "float64"), ("microgpt", "float32"), ("modern", "bfloat16")]
+BOTH_KINDS = pytest.mark.parametrize("kind", ["gpt2", "modern"])
 
 
 def gradients(model, n_seq=3, seq_len=7, recompute="mlp", documents=()):
@@ -67,25 +69,21 @@ def alike(config, kernels):
     return model, twin
 
 
+TWICE = ("gpt2", "modern", "microgpt", "grouped queries", "scaled queries", "windows")
+PACKED = [("gpt2", "float32"), ("modern", "bfloat16"), ("windows", "float32")]
+
+
 @pytest.mark.parametrize(
-    "kind, dtype",
+    "kind, dtype, documents",
     [
-        *((kind, "float32") for kind in VARIANTS),
-        *product(
-            ("gpt2", "modern", "microgpt", "grouped queries", "scaled queries", "windows"), ("float64", "bfloat16")
-        ),
+        *((kind, "float32", ()) for kind in VARIANTS),
+        *product(TWICE, ("float64", "bfloat16"), [()]),
+        *((*each, (1, 4, 2)) for each in PACKED),
     ],
 )
-def test_gradients_are_those_of_the_reference(kind, dtype, cuda_kernels):
-    compare_gradients(VARIANTS[kind], *alike(VARIANTS[kind], cuda_kernels(dtype)), dtype)
-
-
-@pytest.mark.parametrize(("kind", "dtype"), [("gpt2", "float32"), ("modern", "bfloat16"), ("windows", "float32")])
-def test_so_are_those_of_documents_side_by_side(kind, dtype, cuda_kernels):
-    compare_gradients(VARIANTS[kind], *alike(VARIANTS[kind], cuda_kernels(dtype)), dtype, (1, 4, 2))
-
-
-def compare_gradients(config, model, twin, dtype, documents=()):
+def test_gradients_are_those_of_the_reference(kind, dtype, documents, cuda_kernels):
+    config = VARIANTS[kind]
+    model, twin = alike(config, cuda_kernels(dtype))
     got, expected = gradients(model, documents=documents), gradients(twin, documents=documents)
     slack = 4 if config.mlp == "relu" else 1  # rounding across the kink makes a gradient jump
     slack = 2 if config.qk_norm_gain else slack  # whose gradient is what many heads leave of each other's
@@ -98,7 +96,7 @@ def compare_gradients(config, model, twin, dtype, documents=()):
 
 
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
-@pytest.mark.parametrize("kind", ["gpt2", "modern"])
+@BOTH_KINDS
 def test_gradients_of_adapters_are_those_of_the_reference(kind, dtype, cuda_kernels):
     model, (tokens, targets) = adapted(VARIANTS[kind], cuda_kernels(dtype)), batch(VARIANTS[kind], 3, 7)
     wanted, _ = expected(model, Kernels("float64"), tokens, targets)
@@ -110,7 +108,7 @@ def test_gradients_of_adapters_are_those_of_the_reference(kind, dtype, cuda_kern
 
 
 @pytest.mark.parametrize("recompute", ["none", "block"])
-@pytest.mark.parametrize("kind", ["gpt2", "modern"])
+@BOTH_KINDS
 def test_what_is_computed_again_changes_nothing(kind, recompute, cuda_kernels):
     model, twin = alike(VARIANTS[kind], cuda_kernels("float64"))
     np.testing.assert_allclose(gradients(model, recompute=recompute), gradients(twin), rtol=0, atol=1e-11)
@@ -133,52 +131,61 @@ SMALL = replace(VARIANTS["modern"], seq_len=8)
 TRAIN = TrainConfig(steps=8, batch_size=4, grad_accum=2, lr=1e-2, warmup=2, clip=0.5)
 
 
+MUON = replace(SMALL, n_kv_head=1, qk_norm=True, value_embeddings=True, mlp="relu2", init_weights="unit")
+BY_MUON = replace(TRAIN, optimizer="muon", lr=0.02, embedding_lr=0.1)
+MINI = preset("gpt-mini", {"vocab_size": 300, "steps": 50, "grad_accum": 1})
+ON_A_GPU = pytest.mark.skipif(not ON_GPU, reason="large, for a real GPU")
+
+
 @pytest.mark.ci
 @pytest.mark.parametrize(
-    "dtype, tolerance, accum", [("float64", 1e-10, 2), ("float32", 1e-4, 1), ("bfloat16", 1e-2, 2)]
+    "dtype, tolerance, config, t",
+    [
+        *(("float64", 1e-10, SMALL, TRAIN), ("float32", 1e-4, SMALL, replace(TRAIN, grad_accum=1))),
+        ("bfloat16", 1e-2, SMALL, TRAIN),
+        *(
+            pytest.param(*each, MUON, BY_MUON, marks=pytest.mark.slow)
+            for each in [("float32", 1e-4), ("bfloat16", 2e-2)]
+        ),
+        *(
+            pytest.param(*each, MINI.model, MINI.train, marks=ON_A_GPU)
+            for each in [("float32", 1e-4), ("bfloat16", 1e-2)]
+        ),
+    ],
 )
-def test_recorded_steps_train_like_the_cpu(dtype, tolerance, accum, cuda_kernels):
+def test_recorded_steps_train_like_the_cpu(dtype, tolerance, config, t, cuda_kernels):
     """Steps that are run, recorded and repeated: rate and tokens change, the launches do not."""
-    t = replace(TRAIN, grad_accum=accum)
-    model, _, got = training(cuda_kernels(dtype), SMALL, t)
-    twin, _, expected = training(CpuKernels("float64", 1), SMALL, t)
+    crew = CpuKernels("float32", min(8, len(usable_cores()))) if t is MINI.train else CpuKernels("float64", 1)
+    model, _, got = training(cuda_kernels(dtype), config, t, t.steps)
+    twin, _, expected = training(crew, config, t, t.steps)
     assert expected[-1, 0] < 0.98 * expected[0, 0]
     np.testing.assert_allclose(got[:, 0], expected[:, 0], rtol=tolerance)
-    np.testing.assert_allclose(got[:, 1], expected[:, 1], rtol=3e-2 if dtype == "bfloat16" else 1e-3)
-    if dtype != "bfloat16":
-        weights = model.kernels.to_host(model.weights.flat)
-        np.testing.assert_allclose(weights, twin.weights.flat, rtol=0, atol=20 * tolerance)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype, tolerance", [("float32", 1e-4), ("bfloat16", 2e-2)])
-def test_muon_trains_like_the_cpu(dtype, tolerance, cuda_kernels):
-    config = replace(SMALL, n_kv_head=1, qk_norm=True, value_embeddings=True, mlp="relu2", init_weights="unit")
-    t = replace(TRAIN, optimizer="muon", lr=0.02, embedding_lr=0.1)
-    losses = (training(k, config, t)[2][:, 0] for k in (cuda_kernels(dtype), CpuKernels("float64", 1)))
-    got, expected = losses
-    assert expected[-1] < 0.9 * expected[0]
-    np.testing.assert_allclose(got, expected, rtol=tolerance)
-
-
-@pytest.mark.skipif(not ON_GPU, reason="large, for a real GPU")
-@pytest.mark.parametrize("dtype,tolerance", [("float32", 1e-4), ("bfloat16", 1e-2)])
-def test_a_preset_of_its_full_size_trains_like_the_cpu(dtype, tolerance, cuda_kernels):
-    run = preset("gpt-mini", {"vocab_size": 300, "steps": 50, "grad_accum": 1})
-    crew = CpuKernels("float32", min(8, len(usable_cores())))
-    losses = (training(k, run.model, run.train, 50)[2][:, 0] for k in (cuda_kernels(dtype), crew))
-    np.testing.assert_allclose(*losses, rtol=tolerance)
+    if config is SMALL:
+        np.testing.assert_allclose(got[:, 1], expected[:, 1], rtol=3e-2 if dtype == "bfloat16" else 1e-3)
+        if dtype != "bfloat16":
+            weights = model.kernels.to_host(model.weights.flat)
+            np.testing.assert_allclose(weights, twin.weights.flat, rtol=0, atol=20 * tolerance)
 
 
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_neither_another_run_nor_graphs_change_a_bit(dtype, cuda_kernels):
+    all_alike(cuda_kernels(dtype, graphs=graphs, deterministic=True) for graphs in (True, True, False))
+
+
+@needs_the_processor
+def test_no_order_of_blocks_warps_and_lanes_changes_a_bit():
+    all_alike((host_kernels("bfloat16", order=order) for order in (FORWARDS, BACKWARDS, 2)), count=2)
+
+
+def all_alike(many_kernels, count=3):
+    """Train with each of these kernels; all must have the same bits."""
     found = []
-    for graphs in (True, True, False):
-        k = cuda_kernels(dtype, graphs=graphs, deterministic=True)
-        model, _, outcomes = training(k, SMALL, TRAIN, count=4)
-        found.append(np.append(outcomes, k.to_host(model.weights.flat)))
-    np.testing.assert_array_equal(found[0], found[1])
-    np.testing.assert_array_equal(found[0], found[2])
+    for k in many_kernels:
+        model, optimizer, outcomes = training(k, SMALL, TRAIN, count)
+        parts = (model.weights, model.params, optimizer.m, optimizer.v)
+        found.append(np.concatenate([outcomes.reshape(-1), *(k.to_host(part.flat) for part in parts)]))
+    for other in found[1:]:
+        np.testing.assert_array_equal(other, found[0])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -236,33 +243,76 @@ def test_decoding_with_a_cache_gives_the_scores_of_the_reference(kind, dtype, ma
         np.testing.assert_allclose(got, expected, rtol=0, atol=3 * TOLERANCE[dtype] * np.abs(expected).max())
 
 
-@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
-def test_likelihoods_of_spans_are_the_reference_s(dtype, cuda_kernels):
-    model, twin = alike(VARIANTS["modern"], cuda_kernels(dtype))
-    spans = [Span(np.array(ids), 1 + i % (len(ids) - 1)) for i, ids in enumerate(sequences_for(model.config, 20))]
-    found, expected = (likelihoods(Scorer(each, SerialComm()), spans) for each in (model, twin))
-    np.testing.assert_allclose(found[:, 0], expected[:, 0], rtol=3 * TOLERANCE[dtype])
-    assert dtype == "bfloat16" or np.array_equal(found[:, 1], expected[:, 1])
-
-
-@pytest.mark.parametrize("kind, dtype", EACH_ONCE)
-def test_the_mean_loss_of_sequences_of_many_lengths_is_the_reference_s(kind, dtype, cuda_kernels):
-    model, twin = alike(VARIANTS[kind], cuda_kernels(dtype))
-    sequences = sequences_for(VARIANTS[kind], 20)
-    expected = one_by_one(twin, sequences)
-    assert MeanLoss(model, 40)(sequences) == pytest.approx(expected, rel=TOLERANCE[dtype])
-
-
 @pytest.mark.parametrize("kind, dtype", EACH_ONCE)
 def test_spans_cost_what_the_reference_says(kind, dtype, cuda_kernels, monkeypatch):
+    """Sums, likelihoods with what greedy decoding gives, and the mean loss of whole sequences."""
     for name in ("AT_A_TIME", "AT_A_TIME_QUEUED"):
         monkeypatch.setattr(assessment, name, 40)  # several batches, the last one not full
-    config = VARIANTS[kind]
-    model, twin = alike(config, cuda_kernels(dtype))
-    random = np.random.default_rng(1)
-    lengths = random.integers(2, config.seq_len + 2, 11)
-    ids = [random.integers(0, config.vocab_size, length).astype(np.uint16) for length in lengths]
-    spans = [Span(some, 1 + i % (len(some) - 1)) for i, some in enumerate(ids)]
-    expected = Scorer(twin, SerialComm()).sums(spans)
-    found = Scorer(model, SerialComm()).sums(spans)
-    np.testing.assert_allclose(found, expected, rtol=TOLERANCE[dtype])
+    pair, sequences = alike(VARIANTS[kind], cuda_kernels(dtype)), sequences_for(VARIANTS[kind], 20)
+    spans = [Span(np.array(ids, np.uint16), 1 + i % (len(ids) - 1)) for i, ids in enumerate(sequences)]
+    for score, exact in ((Scorer.sums, 0), (likelihoods, dtype != "bfloat16")):
+        found, expected = (np.array(score(Scorer(each, SerialComm()), spans)) for each in pair)
+        of = (slice(None), 0) if found.ndim == 2 else slice(None)
+        np.testing.assert_allclose(found[of], expected[of], rtol=3 * TOLERANCE[dtype])
+        assert not exact or np.array_equal(found[:, 1], expected[:, 1])
+    expected = one_by_one(pair[1], sequences)
+    assert MeanLoss(pair[0], 40)(sequences) == pytest.approx(expected, rel=TOLERANCE[dtype])
+
+
+# -- tokens are sorted once a micro-batch, for all gradients by token, also where work is repeated
+
+SHAPE = 5, 7  # sequences and tokens: more rows than a block adds up
+
+
+def gradients_by(k, layers):
+    """A function from a seed to the gradients of two micro-batches of it, with value embeddings in the outer layers."""
+    config = VARIANTS["value embeddings"]
+    sort = k.sort_tokens
+
+    def sort_tokens(*args):
+        k.sorted = sort(*args)  # whose memory is the same when it is repeated
+        return k.sorted
+
+    k.sort_tokens = sort_tokens
+    model = Model(Architecture(replace(config, n_layer=layers)), k)
+    model.allocate_master_weights()
+    model.initialise(3)
+    work = Pass(model, *SHAPE, training=True, recompute="none")
+    tokens, targets = map(k.integers, batch(config, *SHAPE))
+    parts = [
+        k.record(lambda accumulate=each: work.loss_and_gradients(tokens, targets, 0.5, accumulate))
+        for each in (False, True)
+    ]
+
+    def of(seed):
+        for i, part in enumerate(parts):
+            for array, host in zip((tokens, targets), batch(config, *SHAPE, seed=2 * seed + i), strict=True):
+                k.put(array, host)
+            part()
+        return k.to_host(model.grads.with_flags).copy()
+
+    return of
+
+
+@needs_the_processor
+@pytest.mark.parametrize("layers", [2, 3])
+def test_layers_with_value_embeddings_sort_no_tokens_again(layers):
+    k = host_kernels("float32", graphs=False)
+    gradients_by(k, layers)(0)
+    names = [launch.kernel for launch in k.device.xp.launches]
+    assert [names.count(each) for each in ("count_values", "add_up_tiles", "place_rows")] == [2, 2, 2]
+    added = [each for each in names if each.startswith("token_gradient") and "across" not in each]
+    assert len(added) == 2 * (1 + (layers + 1) // 2)
+
+
+@needs_the_processor
+def test_what_is_repeated_sorts_the_tokens_of_its_own_micro_batch():
+    k = host_kernels("float32")
+    right, repeated = gradients_by(Kernels("float64"), 3), gradients_by(k, 3)
+    for seed in range(3):  # run, recorded, repeated
+        values, found = right(seed), repeated(seed)
+        # The stand-in's blocks take turns: sums would be right in a wrong order, too.
+        tokens, order = k.sorted
+        np.testing.assert_array_equal(k.to_host(order), np.argsort(k.to_host(tokens), kind="stable"))
+        np.testing.assert_allclose(found, values, rtol=0, atol=1e-5 * np.abs(values).max())
+    k.device.xp.check()

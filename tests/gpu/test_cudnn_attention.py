@@ -9,22 +9,7 @@ from distgpt.core.base.errors import DistgptError
 from distgpt.core.ops.api import AttentionMask
 from distgpt.gpu import cudnn_attention as module
 from distgpt.gpu.attention import OwnAttention
-from distgpt.gpu.cudnn_attention import (
-    DK,
-    DQ,
-    DV,
-    DY,
-    STATS,
-    CudnnAttention,
-    K,
-    Q,
-    Shape,
-    V,
-    Y,
-    backward_graph,
-    forward_graph,
-    why_not,
-)
+from distgpt.gpu.cudnn_attention import DK, DQ, DV, DY, STATS, CudnnAttention, K, Q, Shape, V, Y, why_not
 
 cudnn = pytest.importorskip("cudnn", reason="needs nvidia-cudnn-frontend")
 
@@ -43,29 +28,29 @@ def journal(monkeypatch):
         calls=[], executed=[], streams=[], barred=[], allocated=[], said=[], own=[], refuses=None, fails=None
     )
 
+    def noted(name):
+        return lambda self, *args: journal.calls.append(name)
+
     class Graph(cudnn.pygraph):
         def __init__(self, **options):
             self.title = options["name"]
             super().__init__(**options)
 
-        def build_operation_graph(self):
-            assert self._is_validated
-            journal.calls.append("operations")
+        def validate(self):
+            journal.calls.append("validate")
+            super().validate()
+
+        build_operation_graph, create_execution_plans, build_plans = map(noted, ("operations", "plans", "build"))
 
         def deselect_engines(self, names):
             journal.barred += names
             return self
 
-        def create_execution_plans(self, modes):
-            journal.calls.append("plans")
-
         def check_support(self):
+            assert journal.calls[-2:] == ["operations", "plans"]
             journal.calls.append("support")
             if journal.refuses:
                 raise journal.refuses
-
-        def build_plans(self):
-            journal.calls.append("build")
 
         def get_workspace_size(self):
             return WORKSPACE[self.title]
@@ -75,16 +60,9 @@ def journal(monkeypatch):
                 raise journal.fails
             journal.executed.append((self.title, tensors, workspace, handle))
 
-    fake = SimpleNamespace(
-        pygraph=Graph,
-        data_type=cudnn.data_type,
-        heur_mode=cudnn.heur_mode,
-        diagonal_alignment=cudnn.diagonal_alignment,
-        cudnnGraphNotSupportedError=cudnn.cudnnGraphNotSupportedError,
-        create_handle=lambda: cudnn.Handle(99, 0, 0),
-        set_stream=lambda handle, stream: journal.streams.append((handle, stream)),
-        backend_version=lambda: 92800,
-    )
+    own = {"pygraph": Graph, "create_handle": lambda: cudnn.Handle(99, 0, 0), "backend_version": lambda: 92800}
+    own["set_stream"] = lambda handle, stream: journal.streams.append((handle, stream))
+    fake = SimpleNamespace(**{**vars(cudnn), **own})
     monkeypatch.setattr(module, "frontend", lambda: fake)
     monkeypatch.setattr(module, "SHORT", 1)
     monkeypatch.setattr(OwnAttention, "forward", lambda *args: journal.own.append("forward"))
@@ -102,20 +80,25 @@ def attention(journal):
     return CudnnAttention(SimpleNamespace(device=device), journal.said.append)
 
 
-def forward_and_backward(journal, a=None, seq_len=T):
-    a, library = a or arrays(), attention(journal)
-    for _ in range(2):
-        library.forward(a.y, a.lse, a.qkv, AttentionMask(seq_len))
-        sums = library.backward(a.dqkv, a.dy, a.y, a.lse, a.qkv, AttentionMask(seq_len), False)
-    return sums
-
-
 def arrays(n_seq=B, head=D, group=1):
     c = H * head
     packed = c + 2 * c // group
     widths = {"qkv": packed, "dqkv": packed, "y": c, "dy": c, "lse": H}
     found = {name: np.zeros((n_seq * T, width), np.uint16) for name, width in widths.items()}
     return SimpleNamespace(**{**found, "lse": found["lse"].astype(np.float32)})
+
+
+def forward(library, a):
+    library.forward(a.y, a.lse, a.qkv, AttentionMask(T))
+
+
+def backward(library, a):
+    return library.backward(a.dqkv, a.dy, a.y, a.lse, a.qkv, AttentionMask(T), False)
+
+
+def twice(journal, a=None):
+    a, library = a or arrays(), attention(journal)
+    return [forward(library, a) or backward(library, a) for _ in range(2)][-1]
 
 
 def tensors_of(graph):
@@ -143,9 +126,9 @@ def test_both_graphs_are_valid_and_have_the_tensors_given_to_them_each_head_wher
     }
     expected |= dict.fromkeys((Y, DY), (plain, heads)) | {STATS: (stats, stats.reshape(B, H, T, 1))}
     for graph, uids in (
-        (forward_graph(shape, None), {Q, K, V, Y, STATS}),
-        (backward_graph(shape, None, False), {Q, K, V, Y, DY, STATS, DQ, DK, DV}),
-        (backward_graph(shape, None, True), {Q, K, V, Y, DY, STATS, DQ, DK, DV}),
+        (module.forward_graph(shape, None), {Q, K, V, Y, STATS}),
+        (module.backward_graph(shape, None, False), {Q, K, V, Y, DY, STATS, DQ, DK, DV}),
+        (module.backward_graph(shape, None, True), {Q, K, V, Y, DY, STATS, DQ, DK, DV}),
     ):
         graph.validate()
         tensors = tensors_of(graph)
@@ -159,7 +142,7 @@ def test_both_graphs_are_valid_and_have_the_tensors_given_to_them_each_head_wher
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_attention_is_causal_scaled_and_deterministic_if_asked(deterministic):
     shape = Shape(B, T, H, H, D)
-    (ahead,), (back,) = forward_graph(shape, None).nodes, backward_graph(shape, None, deterministic).nodes
+    (ahead,), (back,) = module.forward_graph(shape, None).nodes, module.backward_graph(shape, None, deterministic).nodes
     for node in (ahead, back):
         assert node.params["attn_scale"] == pytest.approx(1 / math.sqrt(D))
         assert node.params["diagonal_alignment"] == cudnn.diagonal_alignment.TOP_LEFT
@@ -174,50 +157,45 @@ def test_attention_is_causal_scaled_and_deterministic_if_asked(deterministic):
 @pytest.mark.parametrize("group", GROUPS)
 def test_execution_is_given_the_address_of_each_part(journal, group):
     a, library = arrays(group=group), attention(journal)
-    library.forward(a.y, a.lse, a.qkv, AttentionMask(T))
-    library.backward(a.dqkv, a.dy, a.y, a.lse, a.qkv, AttentionMask(T), False)
+    forward(library, a)
+    backward(library, a)
     starts = (0, C, C + C // group)
-    parts = {uid: a.qkv[0, i:].ctypes.data for i, uid in zip(starts, (Q, K, V), strict=True)}
-    gradients = {uid: a.dqkv[0, i:].ctypes.data for i, uid in zip(starts, (DQ, DK, DV), strict=True)}
+    parts, gradients = (
+        {uid: array[0, i:].ctypes.data for i, uid in zip(starts, uids, strict=True)}
+        for array, uids in ((a.qkv, (Q, K, V)), (a.dqkv, (DQ, DK, DV)))
+    )
     common = {Y: a.y.ctypes.data, STATS: a.lse.ctypes.data, **parts}
     (_, ahead, _, handle), (_, back, _, again) = journal.executed
-    assert ahead == common
+    assert ahead == common and handle is again
     assert back == {**common, **gradients, DY: a.dy.ctypes.data}
-    assert handle is again
     assert journal.streams == [(handle, STREAM)]
 
 
 def test_a_shape_is_planned_once_and_only_planning_allocates(journal):
-    a, library = arrays(), attention(journal)
+    a, library, planned = arrays(), attention(journal), ["validate", "operations", "plans", "support", "build"]
     for _ in range(3):
-        library.forward(a.y, a.lse, a.qkv, AttentionMask(T))
-    assert journal.calls == ["operations", "plans", "support", "build"]
-    assert journal.allocated == [256]  # evaluation pays for no gradient
+        forward(library, a)
+    assert (journal.calls, journal.allocated) == (planned, [256])  # evaluation pays for no gradient
     for _ in range(3):
-        library.backward(a.dqkv, a.dy, a.y, a.lse, a.qkv, AttentionMask(T), False)
-        library.forward(a.y, a.lse, a.qkv, AttentionMask(T))
-    assert journal.calls == ["operations", "plans", "support", "build"] * 2
-    assert journal.allocated == [256, 4096]
+        backward(library, a)
+        forward(library, a)
+    assert (journal.calls, journal.allocated) == (planned * 2, [256, 4096])
     workspaces = {(title, workspace) for title, _, workspace, _ in journal.executed}
-    assert len(workspaces) == 2
-    assert None not in {workspace for _, workspace in workspaces}
-    other = arrays(n_seq=1)
-    library.forward(other.y, other.lse, other.qkv, AttentionMask(T))
+    assert len(workspaces) == 2 and all(workspace for _, workspace in workspaces)
+    forward(library, arrays(n_seq=1))
     assert journal.allocated == [256, 4096, 256]
 
 
 def test_a_plan_without_workspace_allocates_none(journal, monkeypatch):
     monkeypatch.setitem(WORKSPACE, "attention", 0)
-    a = arrays()
-    attention(journal).forward(a.y, a.lse, a.qkv, AttentionMask(T))
-    assert journal.allocated == []
-    assert journal.executed[0][2] is None
+    forward(attention(journal), arrays())
+    assert journal.allocated == [] and journal.executed[0][2] is None
 
 
 def test_only_cudnn_s_own_kernels_are_considered(journal):
     from cudnn.engines.manifest import MANIFEST
 
-    forward_and_backward(journal)
+    twice(journal)
     others = [name for family in MANIFEST if "sdpa" in family.name for name in family.slots]
     assert others
     assert all(any(part in name for part in journal.barred) for name in others)
@@ -235,7 +213,7 @@ def test_only_cudnn_s_own_kernels_are_considered(journal):
 def test_what_cudnn_does_not_do_is_our_own_s_before_anything_is_allocated(error, head, says, journal, monkeypatch):
     journal.refuses = error
     monkeypatch.setattr(module, "SHORT", T if says is None else 1)
-    assert forward_and_backward(journal, arrays(head=head)) == "sums"
+    assert twice(journal, arrays(head=head)) == "sums"
     assert journal.own == ["forward", "backward"] * 2 and not journal.executed + journal.allocated
     assert len(journal.said) == 2 * (says is not None)
     assert all(f"for sequences of {T}: " in note and says in note for note in journal.said)
@@ -246,38 +224,36 @@ def test_a_backward_pass_without_a_plan_follows_cudnn_s_forward_pass(journal, mo
         raise RuntimeError("no")
 
     monkeypatch.setattr(module, "backward_graph", fails)
-    assert forward_and_backward(journal) == "sums"
+    assert twice(journal) == "sums"
     assert journal.own == ["backward"] * 2 and len(journal.executed) == 2 and len(journal.said) == 1
 
 
 def test_a_plan_that_fails_when_it_runs_is_an_error(journal):
     journal.fails = RuntimeError("CUDNN_STATUS_EXECUTION_FAILED")
     with pytest.raises(DistgptError, match="EXECUTION_FAILED"):
-        forward_and_backward(journal)
+        twice(journal)
 
 
-def test_gpus_and_heads_that_cudnn_cannot_serve_are_named_and_nothing_speaks_against_others(journal):
-    for head, capability, cuda, reason in (
-        (64, HOPPER, 13, None),
-        (256, HOPPER, 13, None),
-        (128, (8, 0), 12, None),
-        (12, HOPPER, 13, "not 12"),
-        (264, HOPPER, 13, "up to 256"),
-        (136, (8, 9), 13, "up to 128"),
-    ):
-        found = why_not(head, capability, cuda)
-        assert found is None if reason is None else reason in found, (head, capability)
+@pytest.mark.parametrize(
+    ("head", "capability", "cuda", "reason"),
+    [
+        *((64, HOPPER, 13, None), (256, HOPPER, 13, None), (128, (8, 0), 12, None), (12, HOPPER, 13, "not 12")),
+        *((264, HOPPER, 13, "up to 256"), (136, (8, 9), 13, "up to 128")),
+    ],
+)
+def test_gpus_and_heads_that_cudnn_cannot_serve_are_named(head, capability, cuda, reason, journal):
+    found = why_not(head, capability, cuda)
+    assert found is None if reason is None else reason in found
 
 
 def test_a_frontend_or_cudnn_that_is_missing_or_broken_is_named_with_the_remedy(journal, monkeypatch):
-    def fails(error):
-        def fail(*args):
-            raise error
+    def fails():
+        raise error
 
-        return fail
-
-    monkeypatch.setattr(module.frontend(), "backend_version", fails(RuntimeError("no cudnnGetVersion")))
-    remedy = ": pip install nvidia-cudnn-cu12 'nvidia-cudnn-frontend>=1.28,<1.33'"
-    assert why_not(64, HOPPER, 12) == f"no cudnnGetVersion{remedy}"
-    monkeypatch.setattr(module, "frontend", fails(ImportError("undefined symbol")))
-    assert why_not(64, HOPPER, 12) == f"undefined symbol{remedy}"
+    fake = module.frontend()
+    for error in (RuntimeError("no cudnnGetVersion"), ImportError("undefined symbol")):
+        if isinstance(error, ImportError):
+            monkeypatch.setattr(module, "frontend", fails)
+        monkeypatch.setattr(fake, "backend_version", fails)
+        wanted = f"{error}: pip install nvidia-cudnn-cu12 'nvidia-cudnn-frontend>=1.28,<1.33'"
+        assert why_not(64, HOPPER, 12) == wanted

@@ -19,10 +19,8 @@ from distgpt.core.train import checkpoints as saving
 from distgpt.core.train.memory import copy_bytes
 from distgpt.gpu import device as module
 from distgpt.gpu.device import TIMED_CALLS, CupyDevice
-from distgpt.gpu.kernels import CudaKernels
-from distgpt.gpu.matmul import LtMatmul
 from fakecupy import CudaError, FakeCupy
-from hostgpu import HostDevice, host_lt
+from hostgpu import HostDevice, host_kernels
 
 pytestmark = needs_the_processor
 
@@ -50,23 +48,12 @@ def measured(device, milliseconds):
     return milliseconds
 
 
-def started_captures(device, monkeypatch):
-    """Count the captures that begin from here on."""
-    begun, begin = [], device.stream.begin_capture
-    monkeypatch.setattr(device.stream, "begin_capture", lambda: (begun.append(1), begin()))
-    return begun
-
-
-def test_a_device_knows_itself_and_the_same_gpu_has_the_same_place():
+def test_a_device_knows_itself_its_place_and_its_free_memory():
     device = CupyDevice(2, xp=FakeCupy(devices=3))
     assert device.stream.non_blocking
     assert (device.name, device.capability, device.multiprocessors) == ("Fake GPU", (9, 0), 132)
     first, same, other = (CupyDevice(index, xp=FakeCupy(2)).place for index in (0, 0, 1))
     assert first == same != other
-
-
-def test_free_memory_is_also_what_the_pool_keeps():
-    device = CupyDevice(0, xp=FakeCupy())
     device.xp.pool_bytes = 50
     assert device.memory() == (1050, 3000)
 
@@ -103,13 +90,19 @@ def test_only_one_upload_too_many_waits_for_the_oldest(device):
     assert device.stream.finished == 2  # the zeros, and the first upload
 
 
-def test_a_large_upload_goes_in_pieces(device, monkeypatch):
+@pytest.mark.parametrize("size", [0, 1, 15, 16, 17, 101, 3003])
+def test_large_copies_go_in_pieces_whose_memory_is_lent_out_again(device, size, monkeypatch):
     monkeypatch.setattr(module, "MOST_BYTES", 64)
-    host = np.arange(101, dtype=FLOAT)
-    array = device.zeros((101,), FLOAT)
+    monkeypatch.setattr(module, "MOST_BYTES_DOWN", 64)
+    array, host = device.zeros((size,), FLOAT), np.arange(size, dtype=FLOAT)
     device.upload(array, host)
-    assert device.stream.begun == 1 + 7
-    np.testing.assert_array_equal(device.download(array), host)
+    assert device.stream.begun == 1 + -(-size // 16)
+    for _ in range(3):
+        found = device.download(array)
+        np.testing.assert_array_equal(found, host)
+        assert found.base is None  # and so it holds no page-locked memory
+    assert device.xp.pinned <= module.MOST_COPIES + 4
+    assert {*device.xp.free_pinned} <= {512}, "larger pieces"
 
 
 def test_copies_refuse_what_does_not_fit_and_arrays_with_gaps(device):
@@ -118,15 +111,13 @@ def test_copies_refuse_what_does_not_fit_and_arrays_with_gaps(device):
     for wrong in (np.ones(5, FLOAT), np.ones(6)):
         with pytest.raises(ValueError, match="does not fit"):
             device.upload(array, wrong)
-    column = array[:, 0]
-    for copy in (device.download, device.later, lambda array: device.upload(array, np.ones(2, FLOAT))):
+    for copy in (device.download, device.later, lambda array: device.upload(array, ONES)):
         with pytest.raises(ValueError, match="not contiguous"):
-            copy(column)
+            copy(array[:, 0])
 
 
 def test_later_sees_an_array_at_its_point_of_the_stream(device):
-    array = device.zeros((2,), FLOAT)
-    taken = []
+    array, taken = device.zeros((2,), FLOAT), []
     for _ in range(3):
         increase(device, array)
         taken.append(device.later(array))
@@ -136,31 +127,18 @@ def test_later_sees_an_array_at_its_point_of_the_stream(device):
     assert device.download(array).tolist() == [0, 0]
 
 
-def test_a_download_is_a_copy_of_its_own(device):
-    array = device.zeros((2,), FLOAT)
-    first = device.download(array)
-    device.upload(array, ONES)
-    device.download(array)
-    assert first.tolist() == [0, 0]
-    assert first.base is None  # and so holds no page-locked memory
-
-
-def test_what_nobody_waits_for_does_not_write_into_memory_of_others(device):
+def test_memory_of_copies_is_lent_out_again_once_they_are_done_and_not_before(device):
     """The pool lends out what was dropped, of the same size, to whoever asks next."""
     array, other = device.zeros((2,), FLOAT), device.zeros((2,), FLOAT)
-    device.later(array)
+    device.later(array)  # for which nobody waits
     gc.collect()
     mirror = device.mirror(other)
     mirror.host[:] = 5
     device.synchronize()
     assert mirror.host.tolist() == [5, 5]
-
-
-def test_memory_of_copies_that_are_done_is_lent_out_again(device):
-    array = device.zeros((2,), FLOAT)
     for _ in range(50):
         device.later(array)()
-    assert len({id(block) for block in device.xp.free_pinned[512]}) + len(device._under_way) < 5
+    assert device.xp.pinned < 5
 
 
 def test_a_mirror_goes_back_and_forth(device):
@@ -191,41 +169,23 @@ def test_each_devices_memory_is_cleared_in_its_own_order():
 # Recorded work
 
 
-def test_recorded_work_runs_then_is_captured_then_repeated(device):
+def test_recorded_work_runs_once_without_failing_then_is_captured_then_repeated(device):
     array, modes = device.zeros((2,), FLOAT), []
 
     def work():
         modes.append(device.recording)
+        if len(modes) == 1:
+            raise MemoryError("planted")
         increase(device, array)
 
-    recorded = device.record(work)
-    for n in range(1, 6):
-        recorded()
-        assert device.download(array).tolist() == [n, n]
-    assert modes == [False, True]
-
-
-def test_without_graphs_work_is_done_each_time():
-    def work():
-        pass
-
     assert HostDevice(graphs=False).record(work) is work
-
-
-def test_work_that_failed_at_first_is_run_again_before_it_is_recorded(device, monkeypatch):
-    begun, results = started_captures(device, monkeypatch), iter([True, False, False])
-
-    def work():
-        if next(results):
-            raise MemoryError("planted")
-
     recorded = device.record(work)
     with pytest.raises(MemoryError):
         recorded()
-    recorded()
-    assert not begun
-    recorded()
-    assert len(begun) == 1
+    for n in range(1, 6):
+        recorded()
+        assert device.download(array).tolist() == [n, n]
+    assert modes == [False, False, True]
 
 
 @pytest.mark.parametrize(
@@ -302,6 +262,9 @@ def test_the_fastest_is_found_once_per_key(device):
     calls.clear()
     device.capture(lambda: [device.fastest(key, candidates) for key in ("a", "new")])
     assert calls == [1, 0]  # while recording, the known or the first
+    calls.clear()
+    HostDevice(deterministic=True).fastest("a", candidates)
+    assert calls == [0]
 
 
 def test_candidates_that_are_close_take_turns_and_their_median_counts(device):
@@ -322,16 +285,8 @@ def test_marks_are_events_that_are_waited_for(device):
     assert array.memory.tolist() == [1, 1]  # what lies before the mark is done
 
 
-def test_a_deterministic_device_times_nothing_and_takes_the_first():
-    device, calls = HostDevice(deterministic=True), []
-    measured(device, [])
-    device.fastest("a", [lambda: calls.append(0), lambda: calls.append(1)])
-    assert calls == [0]
-
-
 def test_keep_puts_the_old_contents_back(device):
-    array, seen = device.zeros((2,), FLOAT), []
-    device.upload(array, np.array([3, 4], FLOAT))
+    array, seen = device.array(np.array([3, 4], FLOAT)), []
 
     def work():
         increase(device, array)
@@ -343,8 +298,7 @@ def test_keep_puts_the_old_contents_back(device):
 
 
 def test_the_stand_in_notices_a_wait_that_was_forgotten(device):
-    array = device.zeros((2,), FLOAT)
-    device.upload(array, ONES)
+    array = device.array(ONES)
     mirror = device.mirror(array)
     mirror.fetch()
     assert mirror.host.tolist() != [1, 1]
@@ -352,64 +306,50 @@ def test_the_stand_in_notices_a_wait_that_was_forgotten(device):
         device.xp.cuda.get_elapsed_time(device.xp.cuda.Event(), device.xp.cuda.Event())
 
 
-# Large downloads
+# The host's memory for saving
 
 
-def test_a_download_takes_two_small_pieces_of_page_locked_memory(device, monkeypatch):
-    monkeypatch.setattr(module, "MOST_BYTES_DOWN", 1 << 10)
-    sizes, alloc = [], device.xp.cuda.alloc_pinned_memory
-    monkeypatch.setattr(device.xp.cuda, "alloc_pinned_memory", lambda size: sizes.append(size) or alloc(size))
-    array, host = device.zeros((3, 1001), FLOAT), np.arange(3003, dtype=FLOAT).reshape(3, 1001)
-    device.upload(array, host)
-    sizes.clear()
-    for _ in range(3):
-        np.testing.assert_array_equal(device.download(array), host)
-    assert max(sizes) == 1 << 10 and len(sizes) == 3 * 12
-    assert len({id(block) for block in device.xp.free_pinned[1 << 10]}) <= 4  # lent out again and again
-    assert device.download(device.zeros((0, 4), FLOAT)).shape == (0, 4)
-
-
-def test_a_copy_to_save_takes_no_more_memory_than_is_counted(monkeypatch):
-    """Of the host: what `copy_bytes` counts, and some pieces."""
-    monkeypatch.setattr(module, "MOST_BYTES_DOWN", 1 << 12)
-    monkeypatch.setattr(saving, "COPIED_AT_ONCE", 1 << 10)
-    run = RunConfig(preset("microgpt").model, TrainConfig(save="async"))
-    run = replace(run, model=replace(run.model, n_layer=8))
-    on = HostDevice()
-    k = CudaKernels(on, LtMatmul(host_lt(on.xp), on), "float32")
-    model = Model(Architecture(run.model), k)
-    model.allocate_master_weights()
-    optimizer = AdamW(model, run.train)
-    live = {"a": {"": model.weights}, "b": {"m/": optimizer.m, "v/": optimizer.v}}
-    k.put(model.weights.flat, np.arange(model.layout.size))
-    copy, counted = saving.Copy(model), copy_bytes(run, k)
-    assert counted > 40 * (1 << 12)
+def peak_of(work):
+    """What `work` gives, and the most bytes that were in use during it."""
     tracemalloc.start()
-    groups = copy.update(live)
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
+    try:
+        return work(), tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.fixture
+def model(request, monkeypatch):
+    monkeypatch.setattr(module, "MOST_BYTES_DOWN", 1 << 12)
+    size = replace(preset("microgpt").model, n_layer=8, n_embd=request.param)
+    model = Model(Architecture(size), host_kernels("float32"))
+    model.allocate_master_weights()
+    return model
+
+
+@pytest.mark.parametrize("model", [16], indirect=True)
+def test_a_copy_to_save_takes_no_more_memory_than_is_counted(model, monkeypatch):
+    """Of the host: what `copy_bytes` counts, and some pieces."""
+    monkeypatch.setattr(saving, "COPIED_AT_ONCE", 1 << 10)
+    settings = TrainConfig(save="async")
+    optimizer, k = AdamW(model, settings), model.kernels
+    k.put(model.weights.flat, np.arange(model.layout.size))
+    copy, counted = saving.Copy(model), copy_bytes(RunConfig(model.config, settings), k)
+    live = {"a": {"": model.weights}, "b": {"m/": optimizer.m, "v/": optimizer.v}}
+    groups, peak = peak_of(lambda: copy.update(live))
+    assert counted > 40 * (1 << 12)
     assert counted <= peak < counted + 16 * (1 << 12) + 40_000  # and Python's own objects
-    names = [spec.name for spec in model.layout.specs]
-    found = np.concatenate([groups["a"][name].reshape(-1) for name in names])
+    found = np.concatenate([groups["a"][spec.name].reshape(-1) for spec in model.layout.specs])
     np.testing.assert_array_equal(np.sort(found), np.arange(model.layout.size))
 
 
-@pytest.mark.ci
-def test_saving_while_training_waits_takes_the_memory_of_a_tensor(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "MOST_BYTES_DOWN", 1 << 12)
-    on = HostDevice()
-    kernels = CudaKernels(on, LtMatmul(host_lt(on.xp), on), "float32")
-    model = Model(Architecture(replace(preset("microgpt").model, n_layer=8, n_embd=128)), kernels)
-    model.allocate_master_weights()
-    model.initialise(1)
+@pytest.mark.parametrize("model", [64], indirect=True)
+def test_saving_while_training_waits_takes_the_memory_of_a_tensor(model, tmp_path):
     settings, directory = TrainConfig(save="sync"), RunDirectory(tmp_path / "run")
     directory.path.mkdir()
     about = Description(RunConfig(model=model.config), None)
     saver = saving.Checkpoints(model, AdamW(model, settings), directory, about, settings, print)
     saver.write_now(State(1))  # whatever else is made once
-    tracemalloc.start()
-    saver.write_now(State(2))
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
+    _, peak = peak_of(lambda: saver.write_now(State(2)))
     verify(directory.checkpoints / "step-00000002")
     assert peak < 2 * model.layout.size  # bytes, of 12 that weights and moments take

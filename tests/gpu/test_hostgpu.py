@@ -105,19 +105,12 @@ def start(device, kernel, *args, grid=(1,), block=(32,), shared=0, source="toget
     device.synchronize()
 
 
-def array(device, host):
-    host = np.asarray(host)
-    on_device = device.zeros(host.shape, host.dtype)
-    device.upload(on_device, host)
-    return on_device
-
-
 @pytest.mark.parametrize("defines", [(), ("FIBERS_UCONTEXT",)], ids=["own switch", "ucontext"])
 @pytest.mark.parametrize("threads", [96, 1024])
 def test_a_block_adds_up_through_shuffles_and_shared_memory(device, threads, defines):
     host = np.arange(3 * threads, dtype=np.int32).reshape(3, threads) % 7
     out, narrow = device.zeros(host.shape, np.float64), device.zeros(host.shape, np.float32)
-    args = out, narrow, array(device, host)
+    args = out, narrow, device.array(host)
     start(device, "sums", *args, grid=(3,), block=(threads,), defines=defines)
     sums = host.sum(1, keepdims=True) * np.ones_like(host)
     numbers = np.arange(host.size).reshape(host.shape).sum(1, keepdims=True)

@@ -1,5 +1,6 @@
 """What a GPU stage lacks, on machines that lack one thing each; and where libraries are found."""
 
+import ctypes
 import importlib.metadata
 import os
 import subprocess
@@ -7,7 +8,6 @@ import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 from distgpt.core.base.errors import UsageError
@@ -21,41 +21,26 @@ V100 = Gpu("Tesla V100", "03" * 16, (7, 0), 32_000_000_000)
 P100 = Gpu("Tesla P100", "04" * 16, (6, 0), 16_000_000_000)
 
 
+def put(where, value, kind=ctypes.c_int):
+    """Write through a pointer of ctypes."""
+    ctypes.cast(where, ctypes.POINTER(kind))[0] = value
+
+
 class FakeCuda:
     """libcuda as ctypes shows it: pointers in, error numbers out."""
 
     def __init__(self, gpus=(), version=13000, error=0):
-        self.gpus, self.version, self.error = gpus, version, error
-
-    def cuInit(self, flags):
-        return self.error
-
-    def cuDriverGetVersion(self, version):
-        version._obj.value = self.version
-
-    def cuDeviceGetCount(self, count):
-        count._obj.value = len(self.gpus)
-
-    def cuDeviceGet(self, device, ordinal):
-        device._obj.value = ordinal + 40  # a handle, which is not the number
-
-    def cuDeviceGetName(self, name, size, device):
-        name.value = self._of(device).name.encode()[: size - 1]
-
-    def cuDeviceGetUuid(self, uuid, device):
-        uuid.raw = bytes.fromhex(self._of(device).uuid)
-
-    def cuDeviceTotalMem_v2(self, memory, device):
-        memory._obj.value = self._of(device).memory
-
-    def cuDeviceGetAttribute(self, value, attribute, device):
-        value._obj.value = self._of(device).capability[{75: 0, 76: 1}[attribute]]
-
-    def cuGetErrorString(self, error, text):
-        text._obj.value = {802: b"system not yet initialized"}.get(error)
-
-    def _of(self, device):
-        return self.gpus[device.value - 40]
+        of = self._of = lambda device: gpus[device.value - 40]  # a handle, which is not the number
+        text = {802: b"system not yet initialized"}
+        self.cuInit = lambda flags: error
+        self.cuDriverGetVersion = lambda where: put(where, version)
+        self.cuDeviceGetCount = lambda where: put(where, len(gpus))
+        self.cuDeviceGet = lambda where, ordinal: put(where, ordinal + 40)
+        self.cuDeviceGetName = lambda name, size, device: setattr(name, "value", of(device).name.encode()[: size - 1])
+        self.cuDeviceGetUuid = lambda uuid, device: setattr(uuid, "raw", bytes.fromhex(of(device).uuid))
+        self.cuDeviceTotalMem_v2 = lambda where, device: put(where, of(device).memory, ctypes.c_size_t)
+        self.cuDeviceGetAttribute = lambda where, which, device: put(where, of(device).capability[which - 75])
+        self.cuGetErrorString = lambda number, where: put(where, text.get(number), ctypes.c_char_p)
 
 
 class NewerCuda(FakeCuda):
@@ -84,34 +69,42 @@ def has(monkeypatch):
     return set_up
 
 
-# The driver
+BOTH, REVERSED = (H200, T4), replace(H200, uuid="00" * 15 + "07")
+KNOWN = partial(Driver, (13, 0), "580.65.06")
 
 
-def test_the_driver_and_its_devices_are_described_as_it_tells_them(tmp_path, has):
+@pytest.mark.parametrize(
+    ("cuda", "expected"),
+    [
+        (FakeCuda(BOTH), KNOWN(BOTH)),
+        (FakeCuda(version=12090), Driver((12, 9), "580.65.06")),
+        (NewerCuda((REVERSED,)), KNOWN((replace(H200, uuid="07" + "00" * 15),))),
+        (FakeCuda(BOTH, error=100), KNOWN()),
+        (FakeCuda(error=802), KNOWN((), "system not yet initialized (CUDA error 802)")),
+        (FakeCuda(error=999), KNOWN((), "unknown error (CUDA error 999)")),
+        (None, None),
+    ],
+)
+def test_the_driver_and_its_devices_are_described_as_it_tells_them(cuda, expected, tmp_path, has):
     version = tmp_path / "version"
     version.write_text("NVRM version: NVIDIA UNIX Open Kernel Module  580.65.06  Release\nGCC 12")
-    has(None)
-    assert driver() is None
-    both, reverse = (H200, T4), replace(H200, uuid="00" * 15 + "07")
-    failed = partial(Driver, (13, 0), "580.65.06", ())
-    for cuda, expected in (
-        (FakeCuda(both), Driver((13, 0), "580.65.06", both)),
-        (FakeCuda(version=12090), Driver((12, 9), "580.65.06")),
-        (NewerCuda((reverse,)), Driver((13, 0), "580.65.06", (replace(H200, uuid="07" + "00" * 15),))),
-        (FakeCuda(both, error=100), Driver((13, 0), "580.65.06")),
-        (FakeCuda(error=802), failed("system not yet initialized (CUDA error 802)")),
-        (FakeCuda(error=999), failed("unknown error (CUDA error 999)")),
-    ):
-        has(cuda, release=version)
-        assert driver() == expected
-    has(FakeCuda())
-    assert driver().release == ""
+    has(cuda, release=version)
+    assert driver() == expected
+    has(cuda)
+    assert driver() == (expected and replace(expected, release=""))
 
 
-# Packages and libraries
-
-
-def test_libraries_are_looked_for_in_the_cuda_that_cupy_is_built_for(has, monkeypatch):
+@pytest.mark.parametrize(
+    ("installed", "cuda", "wanted"),
+    [
+        ({"cupy-cuda12x": "14.0"}, 13000, ["libnvrtc.so.12"]),
+        ({"cupy-cuda13x": "14.0"}, 13000, ["libnvrtc.so.13"]),
+        ({}, 12040, ["libnvrtc.so.12"]),
+        ({"cupy": "14.0"}, 13010, ["libnvrtc.so.13"]),
+        ({}, None, ["libnvrtc.so.13", "libnvrtc.so.12"]),
+    ],
+)
+def test_libraries_are_looked_for_in_the_cuda_that_cupy_is_built_for(installed, cuda, wanted, has, monkeypatch):
     asked = []
 
     def find(names):
@@ -120,18 +113,10 @@ def test_libraries_are_looked_for_in_the_cuda_that_cupy_is_built_for(has, monkey
 
     monkeypatch.setattr(probing, "located", find)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-    for installed, cuda, wanted in (
-        ({"cupy-cuda12x": "14.0"}, 13000, ["libnvrtc.so.12"]),
-        ({"cupy-cuda13x": "14.0"}, 13000, ["libnvrtc.so.13"]),
-        ({}, 12040, ["libnvrtc.so.12"]),
-        ({"cupy": "14.0"}, 13010, ["libnvrtc.so.13"]),
-        ({}, None, ["libnvrtc.so.13", "libnvrtc.so.12"]),
-    ):
-        asked.clear()
-        has(cuda and FakeCuda((H200,), cuda), installed)
-        found = probe()
-        assert wanted in asked and ["libcudnn.so.9"] in asked, (installed, cuda)
-        assert found.libraries == {"NCCL": "/a/file"} and found.visible == "1"
+    has(cuda and FakeCuda((H200,), cuda), installed)
+    found = probe()
+    assert wanted in asked and ["libcudnn.so.9"] in asked
+    assert found.libraries == {"NCCL": "/a/file"} and found.visible == "1"
 
 
 # What is missing
@@ -155,16 +140,12 @@ def without_library(name):
 CUDA12 = {"packages": {"cupy-cuda12x": "13.3.0"}}
 
 
-def test_nothing_is_missing_where_all_is_there(monkeypatch):
-    monkeypatch.setattr(probing, "probe", lambda: GOOD)
-    assert missing_for_gpu(GOOD) == missing_for_gpu(GOOD, "bfloat16") == []
-    require_gpu("cuda", "bfloat16")
-
-
 REMOVE = "pip uninstall -y"
 INSTALL_12, INSTALL_13 = "pip install 'distgpt[cuda12x]'", "pip install 'distgpt[cuda13x]'"
-NO_CUPY: dict[str, Any] = {"packages": {}}
+NO_CUPY = {"packages": {}}
 TWO_CUPYS = {"packages": {"cupy-cuda12x": "13.3.0", "cupy-cuda13x": "14.2.0"}}
+ONE_CUPY = "one CuPy for CUDA 12 is needed, not cupy-cuda13x"
+SWITCH = f"{REMOVE} cupy-cuda13x && {INSTALL_12}"
 TROUBLES = [
     ({"driver": None}, "no NVIDIA driver was found (libcuda.so.1)", "ask for a GPU node"),
     (with_driver(gpus=()), "shows no GPU", "--gpus-per-node"),
@@ -172,61 +153,52 @@ TROUBLES = [
     (with_driver(gpus=(), problem="system not ready"), "system not ready", "administrator"),
     (NO_CUPY, "CuPy is not installed", INSTALL_13),
     ({**NO_CUPY, **with_driver((12, 4))}, "CuPy is not installed", INSTALL_12),
-    (
-        with_driver((12, 4)),
-        "one CuPy for CUDA 12 is needed, not cupy-cuda13x",
-        f"{REMOVE} cupy-cuda13x && {INSTALL_12}",
-    ),
-    (
-        TWO_CUPYS,
-        "one CuPy for CUDA 13 is needed, not cupy-cuda12x, cupy-cuda13x",
-        f"{REMOVE} cupy-cuda12x cupy-cuda13x && {INSTALL_13}",
-    ),
+    (with_driver((12, 4)), ONE_CUPY, SWITCH),
+    (TWO_CUPYS, "needed, not cupy-cuda12x, cupy-cuda13x", f"{' '.join(TWO_CUPYS['packages'])} && {INSTALL_13}"),
     ({"packages": {"cupy-cuda11x": "12.0.0"}}, "not cupy-cuda11x", INSTALL_13),
     ({**with_driver((11, 4)), **CUDA12}, "runs CUDA 11.4 at most", "install a newer driver"),
     (without_library("NVRTC"), "NVRTC", "pip install nvidia-cuda-nvrtc"),
     (without_library("cuBLASLt"), "cuBLASLt", "pip install nvidia-cublas"),
     ({**without_library("cuBLASLt"), **CUDA12}, "cuBLASLt", "pip install nvidia-cublas-cu12"),
-    (
-        with_driver(gpus=(H200, V100)),  # which CUDA 13 no longer compiles for
-        "one CuPy for CUDA 12 is needed, not cupy-cuda13x",
-        f"{REMOVE} cupy-cuda13x && {INSTALL_12}",
-    ),
+    (with_driver(gpus=(H200, V100)), ONE_CUPY, SWITCH),  # which CUDA 13 no longer compiles for
     ({**with_driver(gpus=(P100,)), **CUDA12}, "GPU 0 (Tesla P100)", "7.0 is needed"),
 ]
+LOW = (with_driver(gpus=(T4,)), "capability 7.5", "bfloat16 needs 8.0; use --dtype float32")
 
 
-def test_each_thing_that_is_missing_has_its_remedy(monkeypatch):
-    low = (with_driver(gpus=(T4,)), "capability 7.5", "bfloat16 needs 8.0; use --dtype float32")
-    for dtype, cases in (("float32", TROUBLES), ("bfloat16", [low])):
-        for change, what, remedy in cases:
-            found = replace(GOOD, **change)
-            (missing,) = missing_for_gpu(found, dtype)
-            assert what in missing.what, (change, missing)
-            assert remedy in missing.remedy, (change, missing)
-            monkeypatch.setattr(probing, "probe", lambda found=found: found)
-            with pytest.raises(UsageError) as refused:
-                require_gpu("mpi-cuda", dtype)
-            said = f"stage 'mpi-cuda' cannot run here: {missing.what}: {missing.remedy}"
-            assert str(refused.value) == said
+@pytest.mark.parametrize(
+    ("change", "what", "remedy", "dtype"), [*((*each, "float32") for each in TROUBLES), (*LOW, "bfloat16")]
+)
+def test_each_thing_that_is_missing_has_its_remedy(change, what, remedy, dtype, monkeypatch):
+    found = replace(GOOD, **change)
+    (missing,) = missing_for_gpu(found, dtype)
+    assert what in missing.what and remedy in missing.remedy
+    monkeypatch.setattr(probing, "probe", lambda: found)
+    with pytest.raises(UsageError) as refused:
+        require_gpu("mpi-cuda", dtype)
+    assert str(refused.value) == f"stage 'mpi-cuda' cannot run here: {missing.what}: {missing.remedy}"
 
 
-def test_older_gpus_and_older_cuda_are_good_enough_where_they_fit():
-    for change, dtype in (
-        (with_driver(gpus=(T4,)), "float32"),
-        ({**with_driver(gpus=(V100,)), **CUDA12}, "float32"),
+@pytest.mark.parametrize(
+    ("change", "dtype"),
+    [
+        *(({}, "float32"), ({}, "bfloat16"), (CUDA12, "bfloat16"), ({"packages": {"cupy": "14.2.0"}}, "bfloat16")),
+        *((with_driver(gpus=(T4,)), "float32"), ({**with_driver(gpus=(V100,)), **CUDA12}, "float32")),
         ({**with_driver((12, 4)), **CUDA12}, "bfloat16"),
-        (CUDA12, "bfloat16"),
-        ({"packages": {"cupy": "14.2.0"}}, "bfloat16"),
-    ):
-        assert missing_for_gpu(replace(GOOD, **change), dtype) == [], change
+    ],
+)
+def test_older_gpus_and_older_cuda_are_good_enough_where_they_fit(change, dtype, monkeypatch):
+    found = replace(GOOD, **change)
+    assert missing_for_gpu(found, dtype) == []
+    monkeypatch.setattr(probing, "probe", lambda: found)
+    require_gpu("cuda", dtype)
 
 
 @pytest.mark.ci
 def test_probing_loads_nothing_heavy():
     script = "import sys; from distgpt.gpu.probe import *; missing_for_gpu(probe()); print(*sys.modules)"
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert not set(result.stdout.split()) & {"cupy", "numpy", "numba", "mpi4py"}
+    loaded = subprocess.check_output([sys.executable, "-c", script], text=True).split()
+    assert not set(loaded) & {"cupy", "numpy", "numba", "mpi4py"}
 
 
 @pytest.mark.ci
@@ -240,21 +212,13 @@ def test_libraries_come_from_wheels_then_the_toolkit_and_never_twice(tmp_path):
         flags = ["-shared", "-fPIC", "-Wl,-soname,libprobe.so.1", "-x", "c++", "-"]
         subprocess.run([COMPILER, *flags, "-o", place / "libprobe.so.1"], input=code, text=True, check=True)
 
-    def which(before="", **environment):
+    def which(before="", site="", **environment):
         code = f"import ctypes; {before}\nfrom distgpt.gpu.probe import load_library, library_path\n"
         code += "names = ('libprobe.so.2', 'libprobe.so.1')\nlibrary = load_library(names)\n"
         code += "print(library.which() if library else None, library_path(names))"
-        root = Path(__file__).parents[2]
-        paths = os.pathsep.join([environment.pop("site", ""), str(root)])
-        clean = {key: value for key, value in os.environ.items() if not key.startswith("CUDA_")}
-        done = subprocess.run(
-            [sys.executable, "-c", code],
-            env={**clean, "PYTHONPATH": paths, **environment},
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        return done.stdout.split()
+        own = {key: value for key, value in os.environ.items() if not key.startswith("CUDA_")}
+        own["PYTHONPATH"] = os.pathsep.join([site, str(Path(__file__).parents[2])])
+        return subprocess.check_output([sys.executable, "-c", code], env={**own, **environment}, text=True).split()
 
     wheel, toolkit, elsewhere = (str(tmp_path / folder / "libprobe.so.1") for folder in places.values())
     site, cuda = str(tmp_path / "site"), str(tmp_path / "cuda")
@@ -262,5 +226,4 @@ def test_libraries_come_from_wheels_then_the_toolkit_and_never_twice(tmp_path):
     assert which(CUDA_HOME=cuda) == ["1", toolkit]
     anywhere = str(Path(elsewhere).parent)
     assert which(LD_LIBRARY_PATH=anywhere, CUDA_HOME=cuda, site=site) == ["0", wheel]
-    loaded = f"ctypes.CDLL({elsewhere!r})"
-    assert which(loaded, CUDA_HOME=cuda, site=site) == ["2", wheel]
+    assert which(f"ctypes.CDLL({elsewhere!r})", CUDA_HOME=cuda, site=site) == ["2", wheel]

@@ -1,137 +1,99 @@
-"""The GPU stages: which rank gets which GPU, what is refused, and ranks that fail while they open theirs."""
+"""The GPU stages: which rank gets which GPU, what carries arrays between ranks, and what is refused on all ranks."""
 
+import os
 import sys
-from pathlib import Path
+import threading
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
-from distgpt.cluster.launch.job import Launched
+from devices import needs_the_processor
 from distgpt.core.base.errors import UsageError
-from distgpt.core.comm import agree
 from distgpt.core.comm.api import SerialComm
+from distgpt.core.comm.job import this_job
 from distgpt.core.config import GpuConfig
 from distgpt.core.cpu.stages import open_stage
-from distgpt.gpu import probe
-from distgpt.gpu import stage as opening
+from distgpt.gpu import probe, stage, transport
 from distgpt.gpu.device import CupyDevice
-from distgpt.gpu.stage import bound, device_of
-from distgpt.gpu.transport import DeviceComm, HostStaged, sharing
+from distgpt.gpu.stage import GPU, GpuStage, bound
+from distgpt.gpu.transport import DeviceComm, HostStaged, Nccl, choose_transport, sharing
 from fakecupy import FakeCupy
-from hostbuild import COMPILER
+from fakenccl import FakeNccl, NcclError
+from hostgpu import install
 from launching import SIZES
 from threadranks import on_all_ranks
 
-from conftest import distgpt, needs_mpi, refused
-
-
-def test_ranks_of_a_node_take_its_gpus_in_turn():
-    for count, gpus in (1, [0, 0, 0, 0]), (2, [0, 1, 0, 1]), (3, [0, 1, 2, 0]), (8, [0, 1, 2, 3]):
-        assert [device_of(rank, count) for rank in range(4)] == gpus, count
-
-
-# Opening a stage, with GPUs that are not there
-
-
-class Rank(SerialComm):
-    """One of several ranks on a node."""
-
-    def __init__(self, local_rank, local_size):
-        super().__init__()
-        self.rank = self.local_rank = local_rank
-        self.size = self.local_size = local_size
+FLOAT = np.dtype(np.float32)
+BY_HOST = GpuConfig(allreduce="host")
 
 
 @pytest.fixture
-def node(monkeypatch):
-    """A function that says how many GPUs there are and which rank this is; everything asked of it."""
+def device():
+    return CupyDevice(0, xp=FakeCupy())
+
+
+class Twice(SerialComm):
+    """One of two ranks: the other has the same numbers to sum."""
+
+    size = local_size = 2
+
+    def sum(self, array):
+        array *= 2
+
+
+# Opening a stage
+
+
+@needs_the_processor
+@pytest.mark.parametrize("gpus, indexes", [(4, [0]), (1, [0, 0]), (2, [0, 1, 0]), (3, [0, 1, 2, 0]), (8, [0, 1, 2, 3])])
+def test_ranks_of_a_node_take_its_gpus_in_turn_and_share_memory(gpus, indexes):
+    with install(gpus):
+        stages = on_all_ranks(len(indexes), lambda comm: bound("mpi-cuda", comm, BY_HOST))
+        for opened, index in zip(stages, indexes, strict=True):
+            share, alone, notes = indexes.count(index), len(indexes) == 1, []
+            opened.notes.report_to(notes.append)
+            said = [
+                f"GPU {index}: Fake GPU, 8 GiB",
+                f"{share} ranks share this GPU",
+                "gradients are summed by way of host",
+            ]
+            assert notes == [text for text, is_said in zip(said, (True, share > 1, not alone), strict=True) if is_said]
+            assert (opened.device.index, opened.device.sharing, opened.on_gpu) == (index, share, True)
+            assert opened.free_memory() == (opened.device.memory()[0] // share, f"GPU {index} (Fake GPU)")
+            assert type(opened.comm) is (SerialComm if alone else DeviceComm)
+            assert (opened.comm.size, opened.transport) == (len(indexes), "" if alone else "host")
+
+
+@needs_the_processor
+def test_parts_of_a_divided_gpu_are_not_shared(monkeypatch):
+    parts = tuple(probe.Gpu("H100 MIG 3g.40gb", uuid, (9, 0), 40 << 30) for uuid in ("aa", "bb"))
+
+    def shared_by(uses):
+        return on_all_ranks(2, lambda comm: sharing(comm, stage.open_device(uses[comm.rank], GpuConfig())))
+
+    with install(2):
+        sys.modules["cupy"].cuda.runtime.deviceGetPCIBusId = lambda device: "the same"
+        monkeypatch.setattr(probe, "driver", lambda: probe.Driver((13, 0), "580", parts))
+        assert shared_by([0, 1]) == [1, 1] and shared_by([1, 1]) == [2, 2]
+        monkeypatch.setattr(probe, "driver", lambda: None)
+        assert shared_by([0, 1]) == [2, 2]
+
+
+def test_stages_refuse_options_launches_and_types_that_are_not_theirs(device, monkeypatch):
     for launcher in SIZES:
         monkeypatch.delenv(launcher, raising=False)
-    asked = {"required": [], "transport": []}
-    monkeypatch.setattr(probe, "require_gpu", asked["required"].append)
-
-    def be(gpus, local_rank=0, local_size=1):
-        monkeypatch.setattr(opening, "gpu_count", lambda: gpus)
-        if local_size > 1:
-            monkeypatch.setattr(agree, "gather", lambda comm, value: [value] * comm.size)
-            monkeypatch.setattr(Launched, "connect", lambda job, stage: Rank(local_rank, local_size))
-            monkeypatch.setattr(Launched, "meet", lambda job, comm: None)  # nobody else is there
-        bound = [device_of(rank, gpus) for rank in range(local_size)]
-        monkeypatch.setattr(opening, "sharing", lambda comm, device: bound.count(device.index))
-        return asked
-
-    def open_device(index, options):
-        return CupyDevice(index, options.deterministic, options.graphs, xp=FakeCupy(8, total=141 << 30))
-
-    def choose(how, comm, device):
-        asked["transport"].append((how, comm.size, device.sharing))
-        return HostStaged(comm, device)
-
-    monkeypatch.setattr(opening, "open_device", open_device)
-    monkeypatch.setattr(opening, "choose_transport", choose)
-    return be
-
-
-def notes(stage):
-    heard = []
-    stage.notes.report_to(heard.append)
-    return heard
-
-
-def test_cuda_opens_the_first_gpu_alone(node):
-    asked = node(gpus=4)
-    stage = open_stage("cuda")
-    assert asked["required"] == ["cuda"] and asked["transport"] == []
-    assert (stage.device.index, stage.device.sharing, stage.comm.size) == (0, 1, 1)
-    assert notes(stage) == ["GPU 0: Fake GPU, 141 GiB"]
-
-
-@pytest.mark.parametrize(
-    "gpus, local_rank, local_size, index, share",
-    [(1, 1, 2, 0, 2), (2, 3, 4, 1, 2), (2, 1, 3, 1, 1), (4, 2, 4, 2, 1), (8, 5, 6, 5, 1)],
-)
-def test_mpi_cuda_binds_every_rank_to_its_gpu(node, gpus, local_rank, local_size, index, share):
-    asked = node(gpus, local_rank, local_size)
-    stage = open_stage("mpi-cuda", gpu=GpuConfig(allreduce="host"))
-    assert asked == {"required": ["mpi-cuda"], "transport": [("host", local_size, share)]}
-    assert stage.device.index == index
-    assert isinstance(stage.comm, DeviceComm) and stage.comm.local_rank == local_rank
-    first, *others = notes(stage)
-    assert first == f"GPU {index}: Fake GPU, 141 GiB"
-    assert others == [*([f"{share} ranks share this GPU"] if share > 1 else []), "gradients are summed by way of host"]
-
-
-def test_ranks_share_the_memory_of_a_gpu(node):
-    node(gpus=2, local_rank=0, local_size=3)
-    stage = open_stage("mpi-cuda")
-    assert stage.free_memory() == (stage.device.memory()[0] // 2, "GPU 0 (Fake GPU)")
-
-
-def test_stages_without_a_gpu_refuse_its_options():
-    for name in ("serial", "mpi"):
-        for option in ({"graphs": False}, {"allreduce": "nccl"}, {"tf32": True}):
-            with pytest.raises(UsageError, match="cuda and mpi-cuda"):
-                open_stage(name, gpu=GpuConfig(**option))
-
-
-def test_cuda_refuses_to_be_launched_several_times(node, monkeypatch):
-    node(gpus=1)
+    for name, option in (("serial", {"graphs": False}), ("mpi", {"allreduce": "nccl"}), ("serial", {"tf32": True})):
+        with pytest.raises(UsageError, match="cuda and mpi-cuda"):
+            open_stage(name, gpu=GpuConfig(**option))
     for launcher in SIZES:
         with monkeypatch.context() as launching:
             launching.setenv(launcher, "2")
             with pytest.raises(UsageError, match=r"launched as 2 processes.*--stage mpi-cuda"):
                 open_stage("cuda")
-
-
-def test_a_gpu_that_is_missing_is_refused_before_anything_is_opened(node, monkeypatch):
-    node(gpus=1)
-
-    def refuse(stage):
-        raise UsageError(f"stage {stage!r} cannot run here")
-
-    monkeypatch.setattr(probe, "require_gpu", refuse)
-    monkeypatch.setattr(opening, "open_device", None)
-    with pytest.raises(UsageError, match="'mpi-cuda' cannot run here"):
-        open_stage("mpi-cuda")
+    older = CupyDevice(0, xp=FakeCupy(capability=(7, 5)))
+    for on, dtype, says in ((device, "float3", "float32"), (device, "int8", "int8"), (older, "bfloat16", "8.0.* 7.5")):
+        with pytest.raises(UsageError, match=says):
+            GpuStage("cuda", SerialComm(), 0, device=on).kernels(dtype)
 
 
 class Taken(Exception):
@@ -139,123 +101,115 @@ class Taken(Exception):
 
 
 Taken.__module__ = "cupy_backends.cuda.api.runtime"
-SAYS = "cudaErrorDevicesUnavailable: all CUDA-capable devices are busy or unavailable"
 
 
-def on_two_gpus(monkeypatch, open_gpu, make=lambda device, options: None):
-    """What each of two ranks gets or raises that opens its GPU, and kernels on it."""
-    monkeypatch.setattr(opening, "gpu_count", lambda: 2)
-    monkeypatch.setattr(opening, "CupyDevice", open_gpu)
-    monkeypatch.setattr(opening.cublaslt, "load", lambda: SimpleNamespace(version=1))
-    monkeypatch.setattr(opening, "LtMatmul", lambda lt, device, tf32: make(device, tf32))
+@needs_the_processor
+@pytest.mark.parametrize("fails", ["CupyDevice", "LtMatmul"])
+def test_a_gpu_that_cannot_be_used_is_refused_in_one_line_on_all_ranks(fails, monkeypatch):
+    says, make = "cudaErrorDevicesUnavailable: all are busy", getattr(stage, fails)
+
+    def fail(*args, **how):
+        if args[0] == 1 or getattr(args[1], "index", 0) == 1:
+            raise Taken(says)
+        return make(*args, **how)
+
+    with install(2):
+        monkeypatch.setattr(stage, fails, fail)
+        found = on_all_ranks(2, lambda comm: bound("mpi-cuda", comm, BY_HOST).kernels("float32"))
+    assert all(isinstance(error, UsageError) and error.shared for error in found)
+    assert str(found[0]) == str(found[1]) and str(found[0]).startswith(f"rank 1: GPU 1 cannot be used: {says}; ")
+
+
+def test_other_errors_of_opening_stay_what_they_are(monkeypatch):
+    monkeypatch.setattr(stage, "CupyDevice", lambda *args, **how: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        stage.open_device(0, GpuConfig())
+
+
+def test_a_gpu_that_is_missing_is_refused_on_all_ranks_before_any_is_opened(monkeypatch):
+    monkeypatch.setattr(probe, "driver", lambda: None)
+    monkeypatch.setattr(stage, "open_device", None)
+    found = on_all_ranks(2, lambda comm: GPU.open("mpi-cuda", comm, None, GpuConfig()))
+    assert all(error.shared and "'mpi-cuda' cannot run here" in str(error) for error in found)
+
+
+# Transports
+
+
+def test_sums_take_the_same_memory_again_and_again(device):
+    array, way = device.zeros((25,), FLOAT), HostStaged(Twice(), device)
+    device.upload(array, np.ones(25, FLOAT))
+    for _ in range(20):
+        way.sum(array[3:20])
+    np.testing.assert_array_equal(device.download(array)[[0, 3, 19, 20]], [1, 2**20, 2**20, 1])
+    assert device.xp.pinned < 5
+
+
+def test_what_has_failed_in_nccl_is_known(device):
+    nccl = FakeNccl()
+    way = Nccl(Twice(), device, nccl)
+    for trouble, says in ((None, ""), (NcclError("system error"), "system error"), (KeyError(6), "KeyError: 6")):
+        nccl.trouble = trouble
+        assert way.trouble() == says
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_an_error_of_nccls_in_the_main_thread_is_one_line(size, capsys):
+    """As where it has noticed that another rank is gone before the next call."""
+    ended = []
+    comm = SimpleNamespace(rank=1, size=size, abort=ended.append)
+    assert this_job().leave(NcclError("remote process exited"), comm) == 70 and ended == [70] * (size > 1)
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith("distgpt: rank 1: NCCL has failed") and "remote process exited" in said
+
+
+# The choice of a transport
+
+
+@pytest.mark.parametrize("available", [None, False, True])
+def test_nccl_is_there_only_with_its_library_and_a_binding_that_finds_it(available, monkeypatch):
+    monkeypatch.setattr(probe, "load_library", lambda names: None if available is None else object())
+    nccl = FakeNccl()
+    nccl.available = bool(available)
+    for name in ("cupy", "cupy.cuda"):
+        monkeypatch.setitem(sys.modules, name, type(sys)(name))
+    sys.modules["cupy.cuda"].nccl = nccl
+    assert transport.nccl_module() is (nccl if available else None)
+
+
+@pytest.mark.parametrize("how", ["auto", "nccl", "host"])
+@pytest.mark.parametrize("crowded", [(), (0, 2), (0, 1, 2)], ids=str)
+@pytest.mark.parametrize("lacking", [(), (2,), (0, 1, 2)], ids=str)
+def test_ranks_choose_alike(how, crowded, lacking, monkeypatch):
+    """`crowded`: the ranks that share a GPU, `lacking`: those without NCCL. Each rank counts one GPU, its own."""
+    here = threading.local()
+    monkeypatch.setattr(transport, "nccl_module", lambda: here.nccl)
 
     def act(comm):
-        try:
-            return bound("mpi-cuda", comm, GpuConfig(allreduce="host")).kernels("float32")
-        except UsageError as error:
-            assert error.shared
-            return str(error)
+        here.nccl = None if comm.rank in lacking else FakeNccl()
+        device = CupyDevice(0, xp=FakeCupy())
+        device.place = f"GPU {0 if comm.rank in crowded else comm.rank}"
+        device.sharing = sharing(comm, device)
+        return choose_transport(how, comm, device)
 
-    return on_all_ranks(2, act)
-
-
-def device(index, *rest, **how):
-    return CupyDevice(index, *rest, xp=FakeCupy(2, total=8 << 30), **how)
-
-
-def test_a_gpu_that_another_process_has_is_refused_in_one_line_on_all_ranks(monkeypatch):
-    def open_gpu(index, *rest, **how):
-        if index == 1:
-            raise Taken(SAYS)
-        return device(index, *rest, **how)
-
-    first, second = on_two_gpus(monkeypatch, open_gpu)
-    assert first == second and first.startswith(f"rank 1: GPU 1 cannot be used: {SAYS}; nvidia-smi")
+    found = on_all_ranks(3, act)
+    if how == "nccl" and (crowded or lacking):
+        says = "a GPU for every rank" if crowded else "pip install nvidia-nccl-cu13"
+        assert all(error.shared and says in str(error) for error in found)
+    else:
+        by_nccl = how == "nccl" or (how == "auto" and not crowded and not lacking)
+        assert [each.name for each in found] == ["nccl" if by_nccl else "host"] * 3
 
 
-def test_so_is_one_whose_memory_is_full(monkeypatch):
-    def make(on, options):
-        if on.index == 0:
-            raise Taken("Out of memory allocating 67,108,864 bytes")
-
-    first, second = on_two_gpus(monkeypatch, device, make)
-    assert first == second and first.startswith("rank 0: GPU 0 cannot be used: Out of memory")
-
-
-def test_an_error_of_ours_while_a_gpu_is_opened_stays_what_it_is(monkeypatch):
-    def open_gpu(*args, **how):
-        raise ZeroDivisionError
-
-    monkeypatch.setattr(opening, "CupyDevice", open_gpu)
-    with pytest.raises(ZeroDivisionError):
-        opening.open_device(0, GpuConfig())
-
-
-def test_ranks_on_parts_of_a_divided_gpu_do_not_share_it(monkeypatch):
-    parts = tuple(probe.Gpu("H100 MIG 3g.40gb", uuid, (9, 0), 40 << 30) for uuid in ("aa", "bb"))
-    monkeypatch.setattr(probe, "driver", lambda: probe.Driver((13, 0), "580", parts))
-
-    def open_gpu(index, *rest, **how):  # whose address on the bus is the same
-        return CupyDevice(0, *rest, xp=FakeCupy(2, total=8 << 30), **how)
-
-    monkeypatch.setattr(opening, "CupyDevice", open_gpu)
-
-    def shared_by(uses):
-        return on_all_ranks(2, lambda comm: sharing(comm, opening.open_device(uses[comm.rank], GpuConfig())))
-
-    assert shared_by([0, 1]) == [1, 1] and shared_by([1, 1]) == [2, 2]
-    monkeypatch.setattr(probe, "driver", lambda: None)
-    assert shared_by([0, 1]) == [2, 2]
-
-
-# A rank that fails while its stage is opened
-
-BREAKING = """
-import os, sys
-sys.path.insert(0, {folder!r})
-import hostgpu
-from distgpt.gpu import stage as opening
-from distgpt.core.base.errors import UsageError
-from distgpt.gpu import probe
-
-hostgpu.install()
-how, rank = os.environ["BREAK"].split()
-
-def fails(*args, **more):
-    if os.environ["PMI_RANK"] == rank:
-        raise UsageError("planted") if how == "missing" else RuntimeError("planted")
-    return old(*args, **more)
-
-if how == "missing":
-    old, probe.require_gpu = probe.require_gpu, fails
-else:
-    old, opening.open_device = opening.open_device, fails
-from distgpt.commands.cli import main
-main()
-"""
-
-
-@pytest.fixture
-def broken(tmp_path):
-    if COMPILER is None:
-        pytest.skip("needs g++ for the stand-in of a GPU")
-    driver = tmp_path / "driver.py"
-
-    def run(how, rank):
-        driver.write_text(BREAKING.format(folder=str(Path(__file__).parent)))
-        args = ("train", "--stage", "mpi-cuda", "--out", tmp_path / "run")
-        env = {"BREAK": f"{how} {rank}"}
-        return distgpt(*args, ranks=2, program=[sys.executable, str(driver)], cold=False, env=env)
-
-    return run
-
-
-@pytest.mark.ranks
-@pytest.mark.slow
-@needs_mpi
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_lacks_its_gpu_or_fails_in_opening_it_ends_the_job(broken, rank):
-    refused(broken("missing", rank), 2, f"rank {rank}: planted")
-    result = broken("opening", rank)
-    assert result.returncode == 70
-    assert f"rank {rank}: internal error" in result.stderr and "planted" in result.stderr
+@pytest.mark.parametrize(("version", "variable"), [(22809, "NCCL_HOSTID"), (23007, "NCCL_MULTI_RANK_GPU_ENABLE")])
+def test_nccl_on_a_shared_gpu_is_told_so_before_its_first_call(version, variable, device, monkeypatch):
+    seen, nccl = {}, FakeNccl(version=version)
+    identity = nccl.identity
+    nccl.get_unique_id = lambda: seen.update(os.environ) or identity  # where NCCL reads the environment
+    monkeypatch.setattr(transport, "nccl_module", lambda: nccl)
+    monkeypatch.setattr(os, "environ", {**os.environ, "NCCL_MAX_CTAS": "2", transport.SHARED_GPU: "1"})
+    assert choose_transport("auto", Twice(), device).name == "nccl"
+    assert variable not in seen, "ranks with a GPU each need nothing"
+    device.sharing = 2
+    assert choose_transport("nccl", Twice(), device).name == "nccl"
+    assert seen[variable] and seen["NCCL_MAX_CTAS"] == "2", "what a user has set stays"

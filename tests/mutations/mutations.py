@@ -353,7 +353,7 @@ _FAULTS = {
     ("parallel/reductions.py", _SAME_BITS): [
         ("ranks add as they come", "sums.add_tree if by_twos else sums.add_parts", "sums.add_parts")
     ],
-    ("core/model/model.py", "gpu/test_sharded_files.py -k saved_is"): [
+    ("core/model/model.py", "gpu/test_gradsync_gpu.py -k saved_is"): [
         (
             "a rank has other weights in full precision than it updates",
             "flat[start - begin : stop - begin]",
@@ -364,7 +364,7 @@ _FAULTS = {
         ("parts are added one by one", "level = ((part + 1) & -(part + 1))", "level = (1)"),
         ("units are rows of any rank", "rank * self.count + i, self._parts", "i, self._parts"),
     ],
-    ("parallel/sharded.py", "gpu/test_sharded_files.py -k saved_is"): [
+    ("parallel/sharded.py", "gpu/test_gradsync_gpu.py -k saved_is"): [
         (
             "a checkpoint has weights that only other ranks have kept",
             "{OPTIMIZER: self.some(moments), **weights}",
