@@ -8,6 +8,7 @@ after a change that is meant; then read the diff.
 import difflib
 import re
 import shlex
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -25,23 +26,23 @@ OWN = {
     "lsf": "--directive '-q long' --directive '-w done(5)' --directive '-o mine.txt'",
     "flux": "--directive --queue=long --directive --exclusive",
 }
+SITE = "--setup 'export A=\"b c\"' --prefix 'numactl -l' -- "
 OUT = "train --batch-size 32 --out 'runs/my run'"
 CASES = {
     "two nodes": "--nodes 2 --ranks-per-node 4 --cpus-per-task 8 --mpi {mpi} -- " + OUT,
     "one rank": "--time 2m -- train --threads 3",
     "GPUs": "--nodes 2 --gpus-per-node 4 {memory} --mpi {mpi} -- " + OUT,
     "whole nodes": "--nodes 2 --node 2x4 --exclusive --mpi {mpi} -- " + OUT,
-    "an array": "--array 1-4 --name seeds --ranks-per-node 2 --mpi {mpi} -- " + OUT + " --seed $ELEMENT",
+    "an array": "--array 1-4{most} --name seeds --ranks-per-node 2 --mpi {mpi} -- " + OUT + " --seed $ELEMENT",
     "an array of successors": "--array 1-3 --successor -- train --seed $ELEMENT",
-    "another MPI": "--nodes 2 --mpi {other} --successor -- " + OUT,
-    "the user's own": "--gpus-per-node 2 --mpi {mpi} {own} --setup 'export A=\"b c\"' --prefix 'numactl -l' -- " + OUT,
+    "another MPI": "--nodes 2 --node 2x4 --exclusive --mpi {other} --successor -- " + OUT,
+    "the user's own": "--nodes 2 --gpus-per-node 2 --mpi {other} {own} " + SITE + OUT,
 }
 
 
 def script(system, case, folder):
-    words = CASES[case].format(
-        mpi=MPI[system], other=OTHER.get(system, "openmpi"), memory=MEMORY.get(system, ""), own=OWN[system]
-    )
+    chosen = {"mpi": MPI[system], "other": OTHER.get(system, "openmpi"), "most": "%2" * (system != "flux")}
+    words = CASES[case].format(**chosen, memory=MEMORY.get(system, ""), own=OWN[system])
     result = inside("submit", "--system", system, "--time", "26h", *shlex.split(words), cwd=folder)
     assert result.returncode == 0, result.stderr
     return re.sub(r"^# \S*distgpt submit .*\n", "", result.stdout, flags=re.M).splitlines()
@@ -56,12 +57,16 @@ def changes(base, changed):
             yield from (f"+ {line}".rstrip() for line in rest)
 
 
-def told(folder):
-    """Return the first script, and in what the others differ from it, as no installation changes them."""
+def all_scripts(folder):
+    """Return the lines of each, as no installation changes them."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("distgpt.cluster.jobs.systems.own_mpirun", lambda: None)
         patched.setattr("distgpt.commands.jobs.own_program", lambda: ["distgpt"])
-        scripts = {(system, case): script(system, case, folder) for system in MPI for case in CASES}
+        return {(system, case): script(system, case, folder) for system in MPI for case in CASES}
+
+
+def told(scripts):
+    """Return the first script, and in what the others differ from it."""
     for (system, case), text in scripts.items():
         # A system's first script is compared with Slurm's, its others with its first.
         base = scripts["slurm" if case == "two nodes" else system, "two nodes"]
@@ -70,11 +75,17 @@ def told(folder):
 
 
 def test_scripts_are_as_they_were(tmp_path):
-    assert [*told(tmp_path)] == KEPT.read_text().splitlines()
+    assert [*told(all_scripts(tmp_path))] == KEPT.read_text().splitlines()
+
+
+@pytest.mark.ci
+def test_bash_can_read_all_scripts(tmp_path):
+    lines = [line for text in all_scripts(tmp_path).values() for line in text]
+    subprocess.run(["bash", "-n"], input="\n".join(lines), text=True, check=True)
 
 
 if __name__ == "__main__":
     import tempfile
 
     with tempfile.TemporaryDirectory() as empty:
-        print("\n".join(told(empty)))
+        print("\n".join(told(all_scripts(empty))))
