@@ -27,14 +27,14 @@ OWN = {
     "flux": "--directive --queue=long --directive --exclusive",
 }
 SITE = "--setup 'export A=\"b c\"' --prefix 'numactl -l' -- "
+SEED = " --seed $ELEMENT"
 OUT = "train --batch-size 32 --out 'runs/my run'"
 CASES = {
     "two nodes": "--nodes 2 --ranks-per-node 4 --cpus-per-task 8 --mpi {mpi} -- " + OUT,
     "one rank": "--time 2m -- train --threads 3",
     "GPUs": "--nodes 2 --gpus-per-node 4 {memory} --mpi {mpi} -- " + OUT,
     "whole nodes": "--nodes 2 --node 2x4 --exclusive --mpi {mpi} -- " + OUT,
-    "an array": "--array 1-4{most} --name seeds --ranks-per-node 2 --mpi {mpi} -- " + OUT + " --seed $ELEMENT",
-    "an array of successors": "--array 1-3 --successor -- train --seed $ELEMENT",
+    "an array": "--array 1-4{most} --name seeds --ranks-per-node 2 --successor --mpi {mpi} -- " + OUT + SEED,
     "another MPI": "--nodes 2 --node 2x4 --exclusive --mpi {other} --successor -- " + OUT,
     "the user's own": "--nodes 2 --gpus-per-node 2 --mpi {other} {own} " + SITE + OUT,
 }
