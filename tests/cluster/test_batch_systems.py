@@ -247,7 +247,7 @@ def test_ended_job_has_saved_and_stays_so(cluster, submit, options, end, code):
 # An array's options, the element that is stopped, how, and whether a successor takes its place. Slurm gives the
 # number of a whole array to its last element, too.
 ARRAYS = {
-    ("slurm", ""): ([], "2", told("scancel", "--signal=USR1", "{}"), False),
+    ("slurm", ""): (["--nodes", "1", "--mpi", "none"], "2", told("scancel", "--signal=USR1", "{}"), False),
     ("sge", ""): (["--time", "60s"], "1", asked, False),
     ("lsf", ""): (["--successor"], "1", lambda job, _: job.cluster.warn(job), True),
     ("pbs", ""): (["--time", "45s"], "1", partial(before_its_end, seconds=6), True),
@@ -259,7 +259,7 @@ def test_stopped_element_of_an_array_goes_on_alone(cluster, submit, folder, opti
     [array] = submit("--array", "1-2%1", *options, words=[*WORDS, "--seed", "$ELEMENT"])
     first, second = (BatchJob(cluster, folder, array.number, element) for element in "12")
     job, other = (first, second) if stopped == "1" else (second, first)
-    with job.held() as ranks:
+    with job.held(*["SLURM_STEP_ID=0", 1] * (cluster.system == "slurm")) as ranks:
         stop(job, ranks)
     last = job
     if follows:

@@ -18,7 +18,7 @@ from distgpt.cluster.jobs.systems import LAUNCHERS, SYSTEMS
 from distgpt.cluster.launch.environment import MPIS, batch_job, job_end
 from trees import sys_of
 
-from conftest import SMALL, inside, needs_mpi, refused
+from conftest import SMALL, inside, needs_mpi, refused, wait_for
 
 TRAIN = ["train", "--batch-size", "32", "--out", "runs/mine"]
 
@@ -384,8 +384,7 @@ def test_a_job_that_is_deleted_saves_and_submits_nothing(tmp_path):
     job = PlayedJob(tmp_path)
     job.program("mpiexec", f"trap '{job.trains()}' USR1; touch here; while :; do sleep 0.05; done")
     with job.begun() as process:
-        while not (tmp_path / "here").exists():
-            time.sleep(0.01)
+        wait_for((tmp_path / "here").exists)
         process.send_signal(signal.SIGTERM)
         said, _ = process.communicate(timeout=30)
     assert process.returncode == 75 and "newest checkpoint: step-" in said and not job.submitted
@@ -398,8 +397,7 @@ def test_a_script_that_gets_two_signals_at_once_waits_for_its_ranks(tmp_path):
     job.program("mpiexec", f"trap '{saves}' USR1; touch here.$PPID; while :; do sleep 0.05; done")
     for number in range(12):  # bash may come back from wait too early: seldom, and never surely
         with job.begun(f"{number}.server") as process:
-            while not (tmp_path / f"here.{process.pid}").exists():
-                time.sleep(0.01)
+            wait_for((tmp_path / f"here.{process.pid}").exists)
             process.send_signal(signal.SIGUSR1)
             time.sleep(number % 4 * 1e-4)
             process.send_signal(signal.SIGTERM)
@@ -415,9 +413,7 @@ def test_a_script_whose_ranks_are_suspended_waits_for_them(tmp_path):
     job = PlayedJob(tmp_path)
     job.program("mpiexec", f"echo $$ >here; sleep 0.5; {job.trains()}")
     with job.begun() as process:
-        while not (tmp_path / "here").exists() or not (tmp_path / "here").read_text():
-            time.sleep(0.01)
-        launcher = int((tmp_path / "here").read_text())
+        launcher = int(wait_for(lambda: (tmp_path / "here").exists() and (tmp_path / "here").read_text()))
         os.kill(launcher, signal.SIGTSTP)
         time.sleep(0.6)
         assert process.poll() is None

@@ -114,11 +114,11 @@ class BatchJob:
         return BatchJob(self.cluster, self.folder, self.cluster.successor(self), run=run)
 
     @contextmanager
-    def held(self, sign=""):
+    def held(self, sign="", count=2):
         """Its ranks stand still after a checkpoint and before the last step; a signal to end wakes them."""
         self.cluster.wait_for(lambda: self._checkpoints() - self.begun_with)
         ranks = self.cluster.wait_for(lambda: self._ranks(sign or self.cluster.sign))
-        assert len(ranks) == 2
+        assert len(ranks) == count
         for rank in ranks:
             os.kill(int(rank.name), signal.SIGSTOP)
         while any(map(_runs, ranks)):  # or one would still take a signal that a test wants to see pending
