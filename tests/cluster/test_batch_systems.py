@@ -21,6 +21,7 @@ import lava
 import openpbs
 import pytest
 import slurmcluster
+from distgpt.cluster.jobs import systems
 from schedulers import OPEN_MPI, RUN, STEPS, WORDS, BatchJob, is_asked, variable
 
 from conftest import distgpt, inside, losses, metrics, needs_mpi
@@ -34,7 +35,6 @@ SYSTEMS = {
     "flux": (fluxinstance, fluxinstance.flux_instance, "--ranks-per-node 2"),
 }
 ON_TWO_NODES = ("--nodes", "2", "--ranks-per-node", "1")
-NAMES = {"slurm": "Slurm", "sge": "Grid Engine", "lsf": "LSF", "pbs": "PBS", "flux": "Flux"}
 ALONE = [pytest.mark.ranks, pytest.mark.xdist_group("ranks")]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(500), *ALONE, needs_mpi]
 
@@ -179,7 +179,7 @@ def goes_on(job, code, finished, follows=False):
     assert job.followed() == [f"followed-{job.number}"] * follows
     assert "2 ranks" in job.log() and same(job.run, finished)
     of = begun(job.run)["job"]
-    assert of["system"] == NAMES[job.cluster.system] and str(job.number).lstrip("f") in of["id"]
+    assert of["system"] == systems.SYSTEMS[job.cluster.system].name and str(job.number).lstrip("f") in of["id"]
 
 
 STOPPED = {

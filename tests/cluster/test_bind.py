@@ -120,17 +120,6 @@ def test_other_values_of_the_variable_are_refused(tmp_path):
     refused(inside("train", *SMALL, "--out", tmp_path / "run", env={VARIABLE: "no"}), 2, f"{VARIABLE} is 'no'")
 
 
-@pytest.mark.slow
-@of_two_ranks
-def test_a_run_that_binds_itself_has_the_same_bits(tmp_path):
-    words = ("train", "--stage", "mpi", *SMALL, "--steps", "3")
-    for choice in ("auto", "off"):
-        result = distgpt(*words, "--out", tmp_path / choice, ranks=2, env={VARIABLE: choice})
-        assert result.returncode == 0, result.stderr
-    auto, off = ((tmp_path / choice / "weights.safetensors").read_bytes() for choice in ("auto", "off"))
-    assert auto == off
-
-
 # Places on nodes that are not here
 
 

@@ -30,8 +30,7 @@ SITE = "--setup 'export A=\"b c\"' --prefix 'numactl -l' -- "
 OUT = "train --batch-size 32 --out 'runs/my run'"
 CASES = {
     "two nodes": "--nodes 2 --ranks-per-node 4 --cpus-per-task 8 --mpi {mpi} -- " + OUT,
-    "GPUs": "--nodes 2 --gpus-per-node 4 {memory} --mpi {mpi} -- " + OUT,
-    "whole nodes": "--nodes 2 --node 2x4 --exclusive --mpi {mpi} -- " + OUT,
+    "whole nodes with GPUs": "--nodes 2 --node 4x4 --exclusive --gpus-per-node 4 {memory} --mpi {mpi} -- " + OUT,
     "an array of single ranks": "--time 2m --array 1-4{most} --successor -- train --threads 3 --seed $ELEMENT",
     "another MPI": "--nodes 2 --node 2x4 --exclusive --mpi {other} --successor -- " + OUT,
     "the user's own": "--nodes 2 --gpus-per-node 2 --mpi {other} {own} " + SITE + OUT,

@@ -390,22 +390,6 @@ def test_a_job_that_is_deleted_saves_and_submits_nothing(tmp_path):
     assert process.returncode == 75 and "newest checkpoint: step-" in said and not job.submitted
 
 
-@pytest.mark.slow
-def test_a_script_that_gets_two_signals_at_once_waits_for_its_ranks(tmp_path):
-    job = PlayedJob(tmp_path)
-    saves = f"sleep 0.2; {job.trains()}"
-    job.program("mpiexec", f"trap '{saves}' USR1; touch here.$PPID; while :; do sleep 0.05; done")
-    for number in range(12):  # bash may come back from wait too early: seldom, and never surely
-        with job.begun(f"{number}.server") as process:
-            wait_for((tmp_path / f"here.{process.pid}").exists)
-            process.send_signal(signal.SIGUSR1)
-            time.sleep(number % 4 * 1e-4)
-            process.send_signal(signal.SIGTERM)
-            said, _ = process.communicate(timeout=30)
-        assert process.returncode == 75 and "left with 75" in said, said
-    assert not job.submitted
-
-
 @pytest.mark.ci
 @pytest.mark.ranks
 def test_a_script_whose_ranks_are_suspended_waits_for_them(tmp_path):
