@@ -33,7 +33,7 @@ CASES = {
     "whole nodes with GPUs": "--nodes 2 --node 4x4 --exclusive --gpus-per-node 4 {memory} --mpi {mpi} -- " + OUT,
     "an array of single ranks": "--time 2m --array 1-4{most} --successor -- train --threads 3 --seed $ELEMENT",
     "another MPI": "--nodes 2 --node 2x4 --exclusive --mpi {other} --successor -- " + OUT,
-    "the user's own": "--nodes 2 --gpus-per-node 2 --mpi {other} {own} " + SITE + OUT,
+    "the user's own": "--nodes 2 --node 2x4 --gpus-per-node 2 --mpi {other} {own} " + SITE + OUT,
 }
 
 

@@ -230,13 +230,17 @@ def test_ranks_go_where_there_is_room_and_divide_the_batch(three_hosts, capsys, 
     assert f"{ranks} ranks on {', '.join(hosts)}; not to be used: {', '.join(lost)}" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("lost", "room", "least", "hosts", "ranks"), [("ab", 3, 6, ["a", "c"], 6), ("a", 6, 7, ["a", "b"], 8)]
+)
 @pytest.mark.usefixtures("begun")
-def test_too_few_hosts_are_waited_for(three_hosts, capsys):
+def test_too_few_hosts_are_waited_for(three_hosts, capsys, lost, room, least, hosts, ranks):
     place, answers, later = three_hosts
-    answers["a"] = answers["b"] = Answer(problem="no answer")
+    answers.update(dict.fromkeys(lost, Answer(problem="no answer")))
     later += [{"a": Answer("own-a")}]
-    assert place(least=6) == (["a", "c"], 6)
-    assert "waiting for a, b: there is room for 3 ranks, and 6 are needed" in capsys.readouterr().err
+    assert place(least=least) == (hosts, ranks)
+    waits = f"waiting for {', '.join(lost)}: there is room for {room} ranks, and {least} are needed"
+    assert waits in capsys.readouterr().err
 
 
 HOLD = """
