@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from distgpt.cluster.jobs.launchers import hostfile_problems, mpirun, parse_hostfile
 from distgpt.measure.doctor import hosts
+from hosts import program
 
 from conftest import MPIRUN, inside, needs_mpi, refused
 
@@ -74,9 +75,8 @@ def test_a_file_without_problems_means_what_the_launcher_started():
 @pytest.mark.skipif(MPIRUN is None or mpirun(MPIRUN)["vendor"] != "MPICH", reason="needs MPICH's mpirun")
 def test_mpich_still_reads_as_it_did(tmp_path):
     """With a program in place of ssh that starts what it is given here, under the name of the host."""
-    ssh = tmp_path / "ssh"
-    ssh.write_text('#!/bin/sh\n[ "$1" = -x ] && shift\nASKED_AS=$1; shift\nexport ASKED_AS\nexec sh -c "$*"\n')
-    ssh.chmod(0o755)
+    script = '[ "$1" = -x ] && shift\nASKED_AS=$1; shift\nexport ASKED_AS\nexec sh -c "$*"'
+    ssh = program(tmp_path / "ssh", script)
     options = ["-launcher", "ssh", "-launcher-exec", ssh, "-iface", "lo", "-f", tmp_path / "hosts"]
     for content in (content for content in READ if content):
         (tmp_path / "hosts").write_bytes(content)
@@ -127,8 +127,7 @@ def ssh(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
 
     def make(script):
-        (tmp_path / "ssh").write_text(f'#!/bin/sh\nwhile [ "$1" != -- ]; do shift; done\n{script}\n')
-        (tmp_path / "ssh").chmod(0o755)
+        program(tmp_path / "ssh", f'while [ "$1" != -- ]; do shift; done\n{script}')
 
     return make
 

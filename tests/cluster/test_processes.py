@@ -16,6 +16,7 @@ from distgpt.cluster.jobs.launchers import distant_mpi, find_launcher, own_mpiru
 from distgpt.cluster.jobs.processes import TIMED_OUT, Ended, distgpt_command, run, unlaunched
 from distgpt.core.base.errors import StorageError, UsageError
 from distgpt.core.base.system import PACKAGE, python, python_code
+from hosts import program
 from launching import RANKS, SIZES
 
 from conftest import MPIRUN, ROOT, needs_mpi, wait_for
@@ -199,8 +200,7 @@ def programs(tmp_path, monkeypatch):
     """A PATH of made-up launchers, of which `mpirun` says that it is Open MPI's."""
     for name in ("mpirun", "srun", "mpiexec.hydra"):
         says = {"mpirun": "mpirun (Open MPI) 5.0.1", "mpiexec.hydra": "HYDRA build details:"}.get(name, "")
-        (tmp_path / name).write_text(f"#!/bin/sh\necho '{says}'\n")
-        (tmp_path / name).chmod(0o755)
+        program(tmp_path / name, f"echo '{says}'")
     (tmp_path / "hosts").write_text("a\nb\n")
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     return tmp_path

@@ -3,19 +3,18 @@
 import os
 import re
 import shlex
-import shutil
 import signal
 import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 from distgpt.cluster.affinity.machine import read_machine
 from distgpt.cluster.jobs import batch, systems
 from distgpt.cluster.jobs.systems import LAUNCHERS, SYSTEMS
 from distgpt.cluster.launch.environment import MPIS, batch_job, job_end
+from hosts import program
 from trees import sys_of
 
 from conftest import SMALL, inside, needs_mpi, refused, wait_for
@@ -76,12 +75,11 @@ def test_each_mpi_that_a_page_names_has_a_launcher():
 def test_an_environments_own_mpirun_starts_ranks_of_its_own_mpi_alone(tmp_path, monkeypatch):
     own = tmp_path / "own bin" / "mpirun"
     own.parent.mkdir()
-    own.write_text("#!/bin/sh\necho HYDRA build details\n")
-    own.chmod(0o755)
+    program(own, "echo HYDRA build details")
     monkeypatch.setattr(systems, "own_mpirun", lambda: str(own))
-    for mpi, program in (("mpich", str(own)), ("openmpi", "mpiexec"), ("intel", "mpiexec"), ("pals", "mpiexec")):
+    for mpi, starts in (("mpich", str(own)), ("openmpi", "mpiexec"), ("intel", "mpiexec"), ("pals", "mpiexec")):
         text = written("sge", "--ranks-per-node", "2", "--mpi", mpi, cwd=tmp_path)
-        assert started(text)[0] == program, mpi
+        assert started(text)[0] == starts, mpi
 
 
 def test_a_run_without_progress_is_begun_again_unless_the_user_says_when(tmp_path):
@@ -198,9 +196,8 @@ def test_the_system_is_found_by_its_commands(tmp_path):
     def found(*programs):
         folder = tmp_path / "-".join(("bin", *programs))
         folder.mkdir()
-        for program in programs:
-            (folder / program).write_text("#!/bin/sh\n")
-            (folder / program).chmod(0o755)
+        for name in programs:
+            program(folder / name, "")
         return inside("submit", "--time", "1h", *TRAIN, cwd=tmp_path, env={"PATH": str(folder)})
 
     for programs, name, sentinel in (
@@ -253,37 +250,34 @@ def test_this_machine_describes_a_node_where_that_is_asked_for(tmp_path, monkeyp
 
 
 @pytest.mark.ci
-def test_an_element_of_an_array_has_a_directory_and_a_number_of_its_own(tmp_path):
-    """Not the job's: that of the array's last element stands for all of them."""
-    for given, out in (
+@pytest.mark.parametrize(
+    ("given", "out"),
+    [
         (["--out=my runs"], "my runs/6"),
         (["--out", "lr-$SLURM_ARRAY_TASK_ID's"], "lr-6's"),
         (["--out", "lr-${SLURM_ARRAY_TASK_ID}"], "lr-6"),
         ([], "runs/tiny/6"),
-    ):
-        command = ["train", *given, "--seed", "$SLURM_ARRAY_TASK_ID"]
-        script = written("slurm", "--name", "seeds", "--array", "3-9:3%2", command=command, cwd=tmp_path)
-        assert directives("slurm", script)[-2:] == ["--output=seeds-%A_%a.log", "--array=3-9:3%2"]
-        assert "$SLURM_JOB_ID" not in script
-        # A shell as Slurm starts it, with an srun and a scontrol that show what they are given.
-        (tmp_path / "srun").write_text('#!/bin/sh\nprintf "%s\\0" "$@"; exit 75\n')
-        (tmp_path / "scontrol").write_text('#!/bin/sh\necho "$@" >>scontrol.txt\n')
-        for name in ("srun", "scontrol"):
-            (tmp_path / name).chmod(0o755)
-        numbers = {"SLURM_JOB_ID": "41", "SLURM_ARRAY_JOB_ID": "40", "SLURM_ARRAY_TASK_ID": "6"}
-        env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_CPUS_PER_TASK": "1", **numbers}
-        script = script.replace("before=$(newest)", "before=")
-        checkpoints = tmp_path / out / "checkpoints" / "step-00000001"
-        checkpoints.mkdir(parents=True)
-        ended = subprocess.run(["bash", "-c", script], cwd=tmp_path, env=env, capture_output=True, text=True)
-        assert ended.returncode == 0 and "newest checkpoint: step-00000001" in ended.stdout, ended
-        command = (tmp_path / "seeds-40_6.0.log").read_text().split("\0")
-        assert command[command.index("--seed") + 1] == "6"
-        assert [word.removeprefix("--out=") for word in command if word.endswith(out)]
-        assert (tmp_path / "scontrol.txt").read_text() == "requeue 40_6\n"
-        for path in ("scontrol.txt", "seeds-40_6.0.log"):
-            (tmp_path / path).unlink()
-        shutil.rmtree(tmp_path / Path(out).parts[0])
+    ],
+)
+def test_an_element_of_an_array_has_a_directory_and_a_number_of_its_own(given, out, tmp_path):
+    """Not the job's: that of the array's last element stands for all of them."""
+    command = ["train", *given, "--seed", "$SLURM_ARRAY_TASK_ID"]
+    script = written("slurm", "--name", "seeds", "--array", "3-9:3%2", command=command, cwd=tmp_path)
+    assert directives("slurm", script)[-2:] == ["--output=seeds-%A_%a.log", "--array=3-9:3%2"]
+    assert "$SLURM_JOB_ID" not in script
+    # A shell as Slurm starts it, with an srun and a scontrol that show what they are given.
+    program(tmp_path / "srun", 'printf "%s\\0" "$@"; exit 75')
+    program(tmp_path / "scontrol", 'echo "$@" >>scontrol.txt')
+    numbers = {"SLURM_JOB_ID": "41", "SLURM_ARRAY_JOB_ID": "40", "SLURM_ARRAY_TASK_ID": "6"}
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_CPUS_PER_TASK": "1", **numbers}
+    (tmp_path / out / "checkpoints" / "step-00000001").mkdir(parents=True)
+    words = ["bash", "-c", script.replace("before=$(newest)", "before=")]
+    ended = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert ended.returncode == 0 and "newest checkpoint: step-00000001" in ended.stdout, ended
+    command = (tmp_path / "seeds-40_6.0.log").read_text().split("\0")
+    assert command[command.index("--seed") + 1] == "6"
+    assert [word.removeprefix("--out=") for word in command if word.endswith(out)]
+    assert (tmp_path / "scontrol.txt").read_text() == "requeue 40_6\n"
 
 
 @needs_mpi
@@ -313,8 +307,7 @@ class PlayedJob:
         return f"mkdir -p {out}/checkpoints/step-$$; exit {code}"
 
     def program(self, name, text):
-        (self.folder / name).write_text(f"#!/bin/bash\n{text}\n")
-        (self.folder / name).chmod(0o755)
+        program(self.folder / name, text)
 
     def begun(self, number="7.server", **environ):
         environ |= {
@@ -441,8 +434,7 @@ def test_a_successor_of_lsf_waits_for_no_forgotten_job_either(tmp_path):
 
 @pytest.mark.ci
 def test_each_element_of_an_array_is_submitted_alone_where_flux_has_no_arrays(tmp_path):
-    (tmp_path / "flux").write_text('#!/bin/sh\necho "$*" >>calls.txt; cat >/dev/null\n')
-    (tmp_path / "flux").chmod(0o755)
+    program(tmp_path / "flux", 'echo "$*" >>calls.txt; cat >/dev/null')
     words = ["submit", "--system", "flux", "--time", "1h", "--array", "1-3:2,3", "--submit", *TRAIN]
     result = inside(*words, cwd=tmp_path, env={"PATH": f"{tmp_path}:{os.environ['PATH']}"})
     assert result.returncode == 0, result.stderr

@@ -19,6 +19,7 @@ from distgpt.cluster.supervise import Supervisor, chosen, parse, read_rooms
 from distgpt.core.base.errors import UsageError
 from distgpt.core.config import RunConfig
 from distgpt.core.saved.run_lock import RunLock
+from hosts import program
 
 from conftest import BIN, MPIRUN, SMALL, inside, metrics, needs_mpi, popen, refused, wait_for
 
@@ -98,7 +99,7 @@ def test_the_lines_of_a_hostfile_are_rooms(tmp_path, monkeypatch):
 
 
 # A job that ends as a file says: the step that its metrics then have, and the exit code; a line a start.
-JOB = """#!/bin/sh
+JOB = """
 shift
 while [ "$1" != --out ]; do shift; done
 out=$2
@@ -127,12 +128,9 @@ ENDS = {
 
 def job(folder, plan):
     """The words of a job that ends as planned."""
-    program, out = folder / "distgpt", folder / "run"
-    program.write_text(JOB)
-    program.chmod(0o755)
-    out.mkdir()
+    (out := folder / "run").mkdir()
     (out / "plan").write_text("".join(f"{step} {code}\n" for step, code in plan))
-    return [str(program), "train", "--out", str(out)]
+    return [str(program(folder / "distgpt", JOB)), "train", "--out", str(out)]
 
 
 @pytest.mark.ci
@@ -156,7 +154,7 @@ def test_a_job_starts_again_unless_it_would_end_so_again(name, tmp_path, monkeyp
 def test_a_signal_is_passed_on_and_ends_the_supervision(number, passed, code, tmp_path):
     words = job(tmp_path, [(5, 0)])
     trap = f'trap \'echo came > "$out/came"; exit 75\' {passed}\necho ready > "$out/ready"\nsleep 60 & wait\n'
-    Path(words[0]).write_text(JOB.replace('echo "{', f'{trap}\necho "{{'))
+    program(Path(words[0]), JOB.replace('echo "{', f'{trap}\necho "{{'))
     with popen("supervise", "--", *words, stderr=subprocess.PIPE, text=True) as process:
         wait_for((tmp_path / "run" / "ready").exists)
         os.kill(process.pid, number)
@@ -300,8 +298,7 @@ def test_what_is_left_of_a_job_is_found_by_its_environment_and_killed():
 def test_a_host_answers_in_any_login_shell(shell, tmp_path, monkeypatch):
     if shutil.which(shell) is None:
         pytest.skip(f"no {shell} here")
-    (tmp_path / "ssh").write_text(f'#!/bin/sh\nwhile [ "$1" != -- ]; do shift; done\nexec {shell} -c "$3"\n')
-    (tmp_path / "ssh").chmod(0o755)
+    program(tmp_path / "ssh", f'while [ "$1" != -- ]; do shift; done\nexec {shell} -c "$3"')
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     assert reach.clean(["192.0.2.1"], "DISTGPT_TEST=none") == {"192.0.2.1": Answer(platform.node())}
 

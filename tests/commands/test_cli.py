@@ -114,11 +114,10 @@ def test_samples_stop_strings_and_likelihoods_from_the_command_line(infer, file)
         assert found["reason"] == "length" and found["tokens"][: len(full["tokens"])] == full["tokens"]
 
 
-def on_terminal(*args, of="stdout", **how):
-    """Return what a command prints, where one of its streams is a terminal."""
+def on_terminal(*args, **how):
+    """Return what a command prints on a terminal."""
     reading, writing = pty.openpty()
-    streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, of: writing}
-    with popen(*args, **streams, **how) as process:
+    with popen(*args, stdout=writing, stderr=subprocess.DEVNULL, **how) as process:
         os.close(writing)
         shown = b""
         with contextlib.suppress(OSError):  # at the end
