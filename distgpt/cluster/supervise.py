@@ -197,7 +197,7 @@ class Supervisor:
     def run(self) -> int:
         with deferred_signals(self._signals):
             try:
-                while (attempt := self._place()) is not None:
+                while (attempt := self.place()) is not None:
                     self._run_once(attempt)
                     self._starts += 1
                     if attempt.code or attempt.gone:
@@ -217,7 +217,7 @@ class Supervisor:
         self._answers = dict.fromkeys(known_gone, Answer(problem="no answer")) | clean(asked, self._variable)
         self._names |= {host: answer.name for host, answer in self._answers.items() if answer.name}
 
-    def _place(self) -> Attempt | None:
+    def place(self) -> Attempt | None:
         """Choose hosts as soon as enough of them answer. Return None if a signal arrives first."""
         wanted, has_waited = self._line.ranks, False
         if self._rooms and not self._answers:

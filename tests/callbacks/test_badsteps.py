@@ -27,10 +27,10 @@ def ruined(monkeypatch):
     """Multiply some gradients of some steps, counted from 1 in this process; by NaN the loss as well."""
 
     def ruin(calls, factor):
-        count, original = [0], Step._forward_backward
+        count, forward_backward = [0], Step.forward_backward
 
         def gradients(self, adds, sends):
-            original(self, adds, sends)
+            forward_backward(self, adds, sends)
             self.model.kernels.between(lambda: multiply(self.model.grads))  # also where the pass is recorded
 
         def multiply(grads):
@@ -40,7 +40,7 @@ def ruined(monkeypatch):
                     with np.errstate(invalid="ignore"):
                         np.multiply(some, np.float32(factor), out=some)
 
-        monkeypatch.setattr(Step, "_forward_backward", gradients)
+        monkeypatch.setattr(Step, "forward_backward", gradients)
 
     return ruin
 

@@ -21,7 +21,7 @@ from distgpt.core.train.step import Step
 from stopping import of_job
 from threadranks import on_all_ranks
 
-from conftest import SMALL, clean_environment, command, inside, losses, metrics, needs_mpi
+from conftest import SMALL, clean_environment, command, inside, losses, metrics, needs_mpi, wait_for
 
 
 def test_the_slowest_rank_is_a_metric_of_each_step():
@@ -61,13 +61,6 @@ def quick(monkeypatch):
     monkeypatch.setattr(watchdog, "SECONDS_BETWEEN", 0.05)
 
 
-def until(condition):
-    end = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
 def test_every_rank_is_named_with_what_it_does(quick, capsys):
     """Two ranks that report, of three; the third, whose thread has ended, is silent."""
     said, left, done = [], [], threading.Event()
@@ -77,16 +70,16 @@ def test_every_rank_is_named_with_what_it_does(quick, capsys):
         place.step = 6
         place.enter(COMPUTING)
         limits = Limits(stall_timeout=0.8)
-        with Watchdog(comm, place, limits, float, said.append, left.append) as onlooker:
+        with Watchdog(comm, place, limits, float, said.append, left.append):
             if comm.rank == 2:
                 time.sleep(0.3)
-                onlooker._stopped = True
-            if comm.rank == 0:
-                until(lambda: said)
+            elif comm.rank == 1:
+                assert done.wait(20)
+            else:
+                wait_for(lambda: said)
                 place.enter(COMPUTING)
-                until(lambda: len(said) > 1)
+                wait_for(lambda: len(said) > 1)
                 done.set()
-            assert done.wait(20)
 
     assert on_all_ranks(3, act) == [None] * 3
     lines = said[0].splitlines()
@@ -144,7 +137,7 @@ def stuck(tmp_path, *words):
     args = ["train", *SMALL, "--stage", "mpi", "--steps", "100000", "--save-every", "10m", "--out", out, *words]
     how = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     job = subprocess.Popen(command(*args, "--out", out, ranks=2), env=clean_environment(), **how)
-    until(lambda: (out / "metrics.jsonl").exists() and len((out / "metrics.jsonl").read_bytes()) > 2000)
+    wait_for(lambda: (out / "metrics.jsonl").exists() and len((out / "metrics.jsonl").read_bytes()) > 2000)
     time.sleep(1.5)  # the ranks have reported
     ranks = of_job(out)
     os.kill(ranks[1], signal.SIGSTOP)
@@ -168,7 +161,7 @@ def test_a_stopped_rank_is_named_and_nothing_is_lost(tmp_path):
     step = newest_step(out / "checkpoints")
     assert job.returncode == 75 and "distgpt: no progress for " in errors
     assert f"step {step} is saved: resume with --out {out} --resume auto" in errors
-    until(lambda: gone(ranks))
+    wait_for(lambda: gone(ranks))
     logged = metrics(out)
     assert max(logged) == step and {line["slowest_rank"] for line in logged.values()} == {0, 1}
     assert json.loads((out / "summary.json").read_text())["stop"] == "interrupted"
@@ -187,5 +180,5 @@ def test_a_signal_ends_also_a_stuck_job(tmp_path):
     job.terminate()
     _, errors = job.communicate(timeout=60)
     assert job.returncode == 143 and "distgpt: ended by SIGTERM" in errors
-    until(lambda: gone(ranks))
+    wait_for(lambda: gone(ranks))
     assert newest_step(out / "checkpoints") == max(metrics(out))

@@ -15,13 +15,19 @@ from distgpt.core.comm.api import SerialComm
 from distgpt.core.comm.layout import Layout
 from trees import TREES, Core, Seen, Tree, sys_of
 
-from conftest import HELPERS, MPIRUN, SMALL, distgpt, needs_mpi, refused
+from conftest import HELPERS, MPIRUN, SMALL, distgpt, inside, needs_mpi, refused
 
 OWN = sorted(os.sched_getaffinity(0))[:2] if hasattr(os, "sched_getaffinity") else []
 PLACED = [sys.executable, str(HELPERS / "placed.py")]
 needs_two_cores = pytest.mark.skipif(
     len(OWN) != 2 or shutil.which("taskset") is None, reason="needs two CPUs to run on, and taskset"
 )
+
+
+def of_two_ranks(test):
+    for mark in (needs_two_cores, needs_mpi, pytest.mark.ranks, pytest.mark.ci):
+        test = mark(test)
+    return test
 
 
 @pytest.fixture
@@ -44,10 +50,7 @@ def placed(root, ranks=0, threads=0, stage="", bind="auto", launch=()):
     return sorted(map(json.loads, result.stdout.splitlines()), key=lambda told: told["rank"])
 
 
-@pytest.mark.ci
-@pytest.mark.ranks
-@needs_mpi
-@needs_two_cores
+@of_two_ranks
 def test_unbound_ranks_bind_themselves_to_cores_of_their_own(node):
     first, second = placed(node, ranks=2)
     for told, cpu in zip((first, second), OWN, strict=True):
@@ -71,20 +74,14 @@ def test_threads_of_one_process_sit_on_a_core_each_and_children_inherit_none(nod
 @pytest.mark.ci
 @needs_two_cores
 def test_where_all_cores_are_alike_one_process_is_left_to_linux():
-    for threads in (0, 1):
-        (told,) = placed(SYS, threads=threads)
-        assert all(mask == OWN for mask in told["workers"].values()) and not told["lines"]
+    (told,) = placed(SYS)
+    assert all(mask == OWN for mask in told["workers"].values()) and not told["lines"]
 
 
-@pytest.mark.ci
-@pytest.mark.ranks
-@needs_mpi
-@needs_two_cores
+@of_two_ranks
 def test_a_bound_launch_is_obeyed(node):
-    last = OWN[1:]
-    for ranks in (1, 2):
-        for told in placed(node, ranks=ranks, launch=["taskset", "-c", str(last[0])]):
-            assert told["workers"] == {"0": last} and told["threads"] == 1 and told["child"] == last
+    (told,) = placed(node, launch=["taskset", "-c", str(OWN[1])])
+    assert told["workers"] == {"0": OWN[1:]} and told["threads"] == 1 and told["child"] == OWN[1:]
     words = [*PLACED, "mpi", "0", str(node)]
     crossed = [MPIRUN]
     for cpu in reversed(OWN):
@@ -95,10 +92,7 @@ def test_a_bound_launch_is_obeyed(node):
     assert not found[0]["lines"]
 
 
-@pytest.mark.ci
-@pytest.mark.ranks
-@needs_mpi
-@needs_two_cores
+@of_two_ranks
 def test_more_ranks_than_cores_and_more_threads_than_a_block_are_not_seated(node):
     for told in placed(node, ranks=3):
         assert told["workers"] == {"0": OWN}
@@ -106,10 +100,7 @@ def test_more_ranks_than_cores_and_more_threads_than_a_block_are_not_seated(node
         assert told["workers"] == {"0": [OWN[told["rank"]]], "1": [OWN[told["rank"]]]}
 
 
-@pytest.mark.ci
-@pytest.mark.ranks
-@needs_mpi
-@needs_two_cores
+@of_two_ranks
 def test_a_second_job_on_the_same_cores_stays_unbound_and_says_so(node):
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other:
         other.bind(claim_of(OWN[1]))
@@ -117,50 +108,28 @@ def test_a_second_job_on_the_same_cores_stays_unbound_and_says_so(node):
         assert first["workers"] == second["workers"] == {"0": OWN}
         assert first["lines"] == [TAKEN] and not second["lines"]
         assert placed(node)[0]["workers"] == {"0": OWN, "1": OWN}
-    assert placed(node, ranks=2)[0]["workers"] == {"0": OWN[:1]}
 
 
-@pytest.mark.ci
-@pytest.mark.ranks
-@needs_mpi
-@needs_two_cores
-def test_the_variable_switches_it_off_and_another_value_is_refused(node, tmp_path):
+@of_two_ranks
+def test_the_variable_switches_it_off(node):
     for told in placed(node, ranks=2, bind="off"):
         assert told["workers"] == {"0": OWN} and not told["lines"]
-    words = ("train", "--stage", "mpi", *SMALL, "--steps", "1", "--out", tmp_path / "run")
-    result = distgpt(*words, ranks=2, env={VARIABLE: "no"})
-    refused(result, 2, f"{VARIABLE} is 'no': it must be auto or off")
 
 
-@pytest.mark.ci
-@pytest.mark.ranks
-@needs_mpi
-@needs_two_cores
-def test_a_run_that_binds_itself_has_the_same_bits(tmp_path):
-    words = ("train", "--stage", "mpi", *SMALL, "--steps", "3")
-    for choice in ("auto", "off"):
-        result = distgpt(*words, "--out", tmp_path / choice, ranks=2, env={VARIABLE: choice})
-        assert result.returncode == 0, result.stderr
-    auto, off = ((tmp_path / choice / "weights.safetensors").read_bytes() for choice in ("auto", "off"))
-    assert auto == off
+def test_other_values_of_the_variable_are_refused(tmp_path):
+    refused(inside("train", *SMALL, "--out", tmp_path / "run", env={VARIABLE: "no"}), 2, f"{VARIABLE} is 'no'")
 
 
 # Places on nodes that are not here
 
 
-def ranks_of(name, masks, threads):
+def ranks_of(masks, threads):
     return [Rank("host", tuple(sorted(cpus)), threads, "auto") for cpus in masks]
 
 
 def places(name, masks, threads):
-    here = ranks_of(name, masks, threads)
+    here = ranks_of(masks, threads)
     return [place_of(read_machine(sys_of(name), rank.cpus), here, i) for i, rank in enumerate(here)]
-
-
-def said(name, masks, threads):
-    here = ranks_of(name, masks, threads)
-    machine = read_machine(sys_of(name), here[0].cpus)
-    return doubts(machine, here)
 
 
 EVERY = TREES["archer2"].online
@@ -189,21 +158,28 @@ def test_what_is_in_doubt_is_left_alone(tmp_path):
     assert places("archer2", [range(16), range(8, 24)], 8) == [None, None]  # masks that overlap
     assert places("archer2", [range(16), range(128, 144)], 16) == [None, None]  # CPUs of the same cores
     assert places("alder lake", [range(20)], 6)[0].seats == ()  # a laptop
-    here = ranks_of("archer2", [range(2)] * 2, 1)
+    here = ranks_of([range(2)] * 2, 1)
     machine = read_machine(tmp_path, range(2))
     assert place_of(machine, here, 0) is None
     (line,) = doubts(machine, here)
     assert str(tmp_path) in line and line.endswith(": threads run where Linux puts them")
 
 
-def test_a_launch_that_fights_itself_is_described():
-    assert not said("archer2", [EVERY] * 8, 16) and not said("archer2", [EVERY], 128)
-    shared = said("archer2", [range(16), range(8, 24)], 8)
-    assert len(shared) == 1 and shared[0].startswith("2 ranks of a host share cores (8-15): bind each")
-    (siblings,) = said("archer2", [[0], [128]], 1)  # -bind-to hwthread
-    assert siblings.startswith("2 ranks of a host share cores (0): ")
-    (siblings,) = said("archer2", [range(16), range(128, 144)], 16)
-    assert siblings.startswith("2 ranks of a host share cores (0-15): ")
+@pytest.mark.parametrize(
+    ("masks", "threads", "shared"),
+    [
+        ([EVERY] * 8, 16, ""),
+        ([EVERY], 128, ""),
+        ([range(16), range(8, 24)], 8, "8-15"),
+        ([[0], [128]], 1, "0"),  # -bind-to hwthread
+        ([range(16), range(128, 144)], 16, "0-15"),
+    ],
+)
+def test_a_launch_that_fights_itself_is_described(masks, threads, shared):
+    here = ranks_of(masks, threads)
+    lines = doubts(read_machine(sys_of("archer2"), here[0].cpus), here)
+    assert len(lines) == bool(shared)
+    assert all(line.startswith(f"2 ranks of a host share cores ({shared}): bind each") for line in lines)
 
 
 @pytest.mark.parametrize(
@@ -220,15 +196,35 @@ def test_threads_are_as_many_as_cores_of_the_share_that_are_granted(share, ranks
         assert Placed(sys_of("archer2")).threads(comm) == expected
 
 
-def test_ranks_agree_where_one_system_cannot_bind_and_a_failed_claim_is_explained(monkeypatch):
+@pytest.fixture
+def archer2(monkeypatch):
+    """The layout of a node that this process has for itself."""
     monkeypatch.setenv(VARIABLE, "auto")
     monkeypatch.setattr(bind, "usable_cores", lambda: EVERY)
+    monkeypatch.setattr(bind, "claim_of", lambda core: f"\0distgpt-test-{os.getpid()}-{core}")
+    yield (found := Placed(sys_of("archer2")))
+    found.forget()
+
+
+def test_threads_are_seated_by_themselves(archer2, monkeypatch):
+    assert not archer2.place(SerialComm(), 128, threads_given=False)
+    calls = []
+    monkeypatch.setattr(os, "sched_getaffinity", lambda who: calls.append(who) or {7, 8})
+    monkeypatch.setattr(os, "sched_setaffinity", lambda who, cpus: calls.append((who, cpus)))
+    archer2.seat(5, 128)
+    archer2.seat(1, 3)  # another pool
+    assert calls == [0, (0, {5})]
+    archer2.seat(0, 128)  # the main thread is only moved
+    assert calls[2:] == [0, (0, {0}), (0, {7, 8})]
+
+
+def test_ranks_agree_where_one_system_cannot_bind_and_a_failed_claim_is_explained(archer2, monkeypatch):
     monkeypatch.setattr(bind, "claim_of", lambda core: "x" * 200)
     sent = []
     monkeypatch.setattr(bind, "gather", lambda comm, text: sent.append(text) or [text])
-    (line,) = Placed(sys_of("archer2")).place(SerialComm(), 128, threads_given=False)
+    (line,) = archer2.place(SerialComm(), 128, threads_given=False)
     assert "cores cannot be claimed (AF_UNIX path too long)" in line
     often = len(sent)
     monkeypatch.delattr(os, "sched_setaffinity")
-    assert not Placed(sys_of("archer2")).place(SerialComm(), 128, threads_given=False)
+    assert not archer2.place(SerialComm(), 128, threads_given=False)
     assert len(sent) == 2 * often > 0

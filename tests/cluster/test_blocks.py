@@ -1,11 +1,14 @@
 """Cores are cut among ranks by regions and caches, and threads have one each, on every kind of node."""
 
 import itertools
+import re
 
 import pytest
 from distgpt.cluster.affinity.machine import cpu_list, read_machine
 from distgpt.cluster.affinity.plan import Advice, blocks, recommended
 from trees import TREES, sys_of
+
+from conftest import ROOT
 
 
 def machine_of(name, allowed=None):
@@ -70,26 +73,52 @@ def test_efficient_cores_are_left_out_where_there_are_fast_ones():
     assert seats("alder lake", 2, {12, 13, 14}) == [(12,), (13,)]  # bound to them alone
 
 
+RECOMMENDED = {
+    "archer2": (8, 16),
+    "sapphire rapids": (8, 14),
+    "genoa": (2, 96),
+    "grace": (1, 72),
+    "cascade lake": (2, 24),
+    "alder lake": (1, 6),
+    "virtual": (1, 2),
+    "container": (1, 8),
+    "holes": (1, 5),
+    "offline": (2, 7),
+    "big.LITTLE": (1, 4),
+    "a64fx": (4, 12),
+    "power9": (2, 16),
+}
+
+
 def test_a_node_is_recommended_a_rank_for_each_region():
     found = {name: recommended(machine_of(name)) for name in TREES}
-    assert {name: (advice.ranks, advice.threads) for name, advice in found.items()} == {
-        "archer2": (8, 16),
-        "sapphire rapids": (8, 14),
-        "genoa": (2, 96),
-        "grace": (1, 72),
-        "cascade lake": (2, 24),
-        "alder lake": (1, 6),
-        "virtual": (1, 2),
-        "container": (1, 8),
-        "holes": (1, 5),
-        "offline": (2, 7),
-        "big.LITTLE": (1, 4),
-        "a64fx": (4, 12),
-        "power9": (2, 16),
-    }
+    assert {name: (advice.ranks, advice.threads) for name, advice in found.items()} == RECOMMENDED
 
 
 def test_a_quota_changes_that():
     archer2 = machine_of("archer2")
     assert recommended(archer2, granted=8.0) == Advice(1, 8, "8 of 128 cores are granted")
     assert recommended(archer2, granted=0.5).threads == 1
+
+
+PAGE = (ROOT / "docs" / "explanation" / "whole-node.md").read_text().split("| under Slurm |")[1].split("\n\n")[0]
+ROWS = {
+    "archer2": "two Zen 2 of 64 cores, four regions each (ARCHER2)",
+    "sapphire rapids": "two Sapphire Rapids of 56 cores, four regions each (SNC4), with AMX",
+    "genoa": "two Zen 4 of 96 cores, one region each (NPS1)",
+    "cascade lake": "two Cascade Lake of 24 cores, one region each",
+    "grace": "Grace, 72 cores in one region",
+    "a64fx": "A64FX, four regions of 12 cores",
+    "alder lake": "a laptop with 6 fast cores and 8 efficient ones",
+}
+
+
+def test_rows_of_the_page_are_what_the_plan_recommends():
+    assert PAGE.count("\n| ") == len(ROWS)
+    for name, described in ROWS.items():
+        (row,) = re.findall(rf"^\| {re.escape(described)} \|(.*)\|$", PAGE, re.M)
+        shape, command, under_slurm = (cell.strip() for cell in row.split("|"))
+        ranks, threads = RECOMMENDED[name]
+        assert shape == f"{ranks} × {threads}"
+        assert command == (f"`mpirun -n {ranks} distgpt train --stage mpi`" if ranks > 1 else "`distgpt train`")
+        assert under_slurm in ("", f"`distgpt submit --system slurm --node {ranks}x{threads}`")

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from distgpt.cluster.jobs.launchers import hostfile_problems, mpirun, parse_hostfile
 from distgpt.measure.doctor import hosts
+from hosts import program
 
 from conftest import MPIRUN, inside, needs_mpi, refused
 
@@ -74,9 +75,8 @@ def test_a_file_without_problems_means_what_the_launcher_started():
 @pytest.mark.skipif(MPIRUN is None or mpirun(MPIRUN)["vendor"] != "MPICH", reason="needs MPICH's mpirun")
 def test_mpich_still_reads_as_it_did(tmp_path):
     """With a program in place of ssh that starts what it is given here, under the name of the host."""
-    ssh = tmp_path / "ssh"
-    ssh.write_text('#!/bin/sh\n[ "$1" = -x ] && shift\nASKED_AS=$1; shift\nexport ASKED_AS\nexec sh -c "$*"\n')
-    ssh.chmod(0o755)
+    script = '[ "$1" = -x ] && shift\nASKED_AS=$1; shift\nexport ASKED_AS\nexec sh -c "$*"'
+    ssh = program(tmp_path / "ssh", script)
     options = ["-launcher", "ssh", "-launcher-exec", ssh, "-iface", "lo", "-f", tmp_path / "hosts"]
     for content in (content for content in READ if content):
         (tmp_path / "hosts").write_bytes(content)
@@ -87,28 +87,24 @@ def test_mpich_still_reads_as_it_did(tmp_path):
         assert (found if done.returncode == 0 else None) == written_down(READ[content][0]), (content, done)
 
 
-def test_a_line_that_an_mpirun_would_misread_is_named_with_the_right_form():
-    for launcher, content, words in (
-        ("MPICH", b"ha:1\nhb slots=2\n", "line 2: MPICH needs a host and its ranks, as in node1:4"),
-        ("MPICH", b"# nothing\n", "all ranks run on this machine"),
-        ("Open MPI", b"ha:2\n", "line 1: Open MPI needs a host and its ranks, as in node1 slots=4"),
-        ("Open MPI", b"ha slots=2\r\n", r"slots=2\r"),
-        ("Open MPI", b"", "names no host"),
-        *(("MPICH", text, "line 1: ") for text in (b"ha:x", b"ha:0", b"ha:10001", b"ha 2", b"ha :2")),
-        *(("Open MPI", text, "line 1: ") for text in (b"ha slots=x", b"ha slots=0", b"ha 2", b"ha cpus=3")),
-    ):
-        (found,) = hostfile_problems(launcher, parse_hostfile(content, launcher))
-        assert words in found, content
-
-
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-@pytest.mark.parametrize(
-    "name", [b"-oProxyCommand=touch", b"me@-oX", b"$(id)", "h\xe4".encode(), b"\x1b[31mha", b"h" * 2000]
+HOSTILE = (b"-oProxyCommand=touch", b"me@-oX", b"$(id)", "h\xe4".encode(), b"\x1b[31mha", b"h" * 2000)
+MISREAD = (
+    ("MPICH", b"ha:1\nhb slots=2\n", "line 2: MPICH needs a host and its ranks, as in node1:4"),
+    ("MPICH", b"# nothing\n", "all ranks run on this machine"),
+    ("Open MPI", b"ha:2\n", "line 1: Open MPI needs a host and its ranks, as in node1 slots=4"),
+    ("Open MPI", b"ha slots=2\r\n", r"slots=2\r"),
+    ("Open MPI", b"", "names no host"),
+    *(("MPICH", text, "line 1: ") for text in (b"ha:x", b"ha:0", b"ha:10001", b"ha 2", b"ha :2")),
+    *(("Open MPI", text, "line 1: ") for text in (b"ha slots=x", b"ha slots=0", b"ha 2", b"ha cpus=3")),
+    *((mpi, name + n, "line 1: ") for mpi in LAUNCHERS for name in HOSTILE for n in (b"", b":2", b" slots=2")),
 )
-def test_no_hostile_name_is_taken_for_a_host(name, launcher):
-    for ranks in (b"", b":2", b" slots=2"):
-        (line,) = parse_hostfile(name + ranks, launcher)
-        assert line.problem and not line.host
+
+
+@pytest.mark.parametrize(("launcher", "content", "words"), MISREAD)
+def test_a_line_that_an_mpirun_would_misread_is_named_with_the_right_form(launcher, content, words):
+    lines = parse_hostfile(content, launcher)
+    (found,) = hostfile_problems(launcher, lines)
+    assert words in found and not any(line.host for line in lines if line.problem)
 
 
 def doctor(tmp_path, content, *args):
@@ -125,6 +121,17 @@ def here(monkeypatch):
     return found
 
 
+@pytest.fixture
+def ssh(tmp_path, monkeypatch):
+    """Make an `ssh` that runs this for its host, $2, and the command there, $3."""
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+
+    def make(script):
+        program(tmp_path / "ssh", f'while [ "$1" != -- ]; do shift; done\n{script}')
+
+    return make
+
+
 def test_a_launch_that_would_work_leaves_with_0_and_says_how(here, tmp_path):
     result = doctor(tmp_path, b"localhost:1\n")
     assert result.returncode == 0 and not result.stderr
@@ -134,18 +141,27 @@ def test_a_launch_that_would_work_leaves_with_0_and_says_how(here, tmp_path):
 
 
 @pytest.mark.ci
-def test_what_is_wrong_leaves_with_2_and_the_first_of_it(here, tmp_path):
-    for content, words in (
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
         (b"localhost slots=2\n", ["line 1", "as in node1:4"]),
         (b"", ["all ranks run on this machine"]),
-        (b"no-such-host.invalid:1\n", ["no-such-host.invalid", "nobody knows this name", "/etc/hosts"]),
+        (b"no-such-host.invalid:1\n", ["no-such-host.invalid", "/etc/hosts"]),
         (b"-oProxyCommand=touch${IFS}owned:1\n", ["line 1"]),
-    ):
-        refused(doctor(tmp_path, content, "--ssh"), 2, *words)
+    ],
+)
+@pytest.mark.usefixtures("here")
+def test_what_is_wrong_leaves_with_2_and_the_first_of_it(tmp_path, content, named):
+    refused(doctor(tmp_path, content, "--ssh"), 2, *named)
     assert [*tmp_path.iterdir()] == [tmp_path / "hosts"]
-    refused(inside("doctor", "--ssh"), 2, "--ssh needs --hostfile")
-    refused(inside("doctor", "--hostfile", "x", "--stage", "mpi"), 2, "exclude each other")
-    refused(inside("doctor", "--hostfile", "/dev/zero"), 65, "no regular file")
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "named"),
+    [("--ssh", 2, "--hostfile"), ("--hostfile x --stage mpi", 2, "exclude"), ("--hostfile /dev/zero", 65, "/dev/zero")],
+)
+def test_wrong_options_of_the_doctor_are_refused(words, code, named):
+    refused(inside("doctor", *words.split()), code, named)
 
 
 def test_too_many_ranks_are_worth_a_look(here, tmp_path):
@@ -170,14 +186,9 @@ def test_a_hostile_file_makes_a_page_without_control_characters(here, tmp_path):
         ("nowhere.invalid", "", "cannot connect to nowhere.invalid"),
     ],
 )
-def test_doctor_finds_the_way_back_to_the_launcher(here, tmp_path, monkeypatch, name, client, expected):
-    script = f"""#!/bin/sh
-        while [ "$1" != -- ]; do shift; done
-        SSH_CONNECTION='{client} 1 2 3' exec sh -c "$3"
-        """
-    (tmp_path / "ssh").write_text(script)
-    (tmp_path / "ssh").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+@pytest.mark.usefixtures("here")
+def test_doctor_finds_the_way_back_to_the_launcher(ssh, tmp_path, monkeypatch, name, client, expected):
+    ssh(f"SSH_CONNECTION='{client} 1 2 3' exec sh -c \"$3\"")
     monkeypatch.setattr(hosts.platform, "node", lambda: name)
     # The host that answers is this machine, with the MPI that is installed here.
     monkeypatch.setattr(hosts, "_judged", lambda host, own: ([], []))
@@ -187,12 +198,10 @@ def test_doctor_finds_the_way_back_to_the_launcher(here, tmp_path, monkeypatch, 
 
 
 @pytest.mark.ci
-def test_hosts_are_asked_over_ssh_and_not_trusted(here, tmp_path, monkeypatch):
-    """`ssh` is a program that runs what it is given here, or answers something else."""
-    (tmp_path / "ssh").write_text(
-        """#!/bin/sh
-        while [ "$1" != -- ]; do shift; done
-        case $2 in
+@pytest.mark.usefixtures("here")
+def test_hosts_are_asked_over_ssh_and_not_trusted(ssh, tmp_path, monkeypatch):
+    ssh(
+        """case $2 in
             alike) echo Welcome; exec sh -c "$3";;
             liar) echo '{"identity": 3}';;
             closed) printf 'no\\033[2Jway\\n' >&2; exit 255;;
@@ -200,8 +209,6 @@ def test_hosts_are_asked_over_ssh_and_not_trusted(here, tmp_path, monkeypatch):
         esac
         """
     )
-    (tmp_path / "ssh").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.setattr(hosts, "SECONDS", 20.0)
     found = json.loads(doctor(tmp_path, b"alike:1\nliar:1\nclosed:1\n", "--ssh", "--json").stdout)
     alike, liar, closed = found["hosts"]

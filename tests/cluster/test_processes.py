@@ -1,7 +1,8 @@
 """Programs that distgpt starts: the words of each launcher, what they leave, and that none outlives it."""
 
-import ast
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -15,9 +16,10 @@ from distgpt.cluster.jobs.launchers import distant_mpi, find_launcher, own_mpiru
 from distgpt.cluster.jobs.processes import TIMED_OUT, Ended, distgpt_command, run, unlaunched
 from distgpt.core.base.errors import StorageError, UsageError
 from distgpt.core.base.system import PACKAGE, python, python_code
+from hosts import program
 from launching import RANKS, SIZES
 
-from conftest import MPIRUN, needs_mpi, wait_for
+from conftest import MPIRUN, ROOT, needs_mpi, wait_for
 
 PYTHON = sys.executable
 
@@ -81,16 +83,10 @@ def test_children_use_the_package_that_started_them(tmp_path):
     assert (ended.code, ended.output.split(",")[0]) == (0, "distgpt"), ended
 
 
-@pytest.mark.ci
 def test_python_is_started_by_one_function():
     """The others would look for modules in the working directory."""
-    found = [
-        str(path.relative_to(PACKAGE))
-        for path in PACKAGE.rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.List | ast.Tuple) and "sys.executable" in map(ast.unparse, node.elts)
-    ]
-    assert found == ["core/base/system.py"]
+    found = [path for path in PACKAGE.rglob("*.py") if re.search(r"[\[(*]\s*sys\.executable,", path.read_text())]
+    assert found == [PACKAGE / "core" / "base" / "system.py"]
 
 
 def gone(pid):
@@ -204,8 +200,7 @@ def programs(tmp_path, monkeypatch):
     """A PATH of made-up launchers, of which `mpirun` says that it is Open MPI's."""
     for name in ("mpirun", "srun", "mpiexec.hydra"):
         says = {"mpirun": "mpirun (Open MPI) 5.0.1", "mpiexec.hydra": "HYDRA build details:"}.get(name, "")
-        (tmp_path / name).write_text(f"#!/bin/sh\necho '{says}'\n")
-        (tmp_path / name).chmod(0o755)
+        program(tmp_path / name, f"echo '{says}'")
     (tmp_path / "hosts").write_text("a\nb\n")
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     return tmp_path
@@ -244,3 +239,23 @@ def test_the_mpirun_beside_this_python_comes_first(programs):
     expected = own_mpirun() or str(programs / "mpirun")
     assert find_launcher(None, None).words == (expected,)
     assert MPIRUN
+
+
+NODE = "pack:2 numa:4 core:16 pu:2"  # in hwloc's words: eight regions of 16 cores, each of two CPUs
+
+
+@pytest.mark.ci
+@pytest.mark.ranks
+@needs_mpi
+@pytest.mark.parametrize("ranks", [8, 16])
+def test_command_of_the_page_about_ranks_gives_each_rank_cores_of_one_region(ranks):
+    page = (ROOT / "docs" / "how-to" / "ranks.md").read_text()
+    (words,) = re.findall(rf"`(mpirun -n {ranks} -bind-to [^`]+)`", page)
+    if "HYDRA" not in run([MPIRUN, "--version"]).output:
+        pytest.skip("this mpirun is not MPICH's")
+    node = {"HWLOC_SYNTHETIC": NODE, "HWLOC_THISSYSTEM": "0", "HYDRA_TOPO_DEBUG": "1"}
+    done = run([MPIRUN, *shlex.split(words)[1:], "true"], env={**os.environ, **node}, timeout=60)
+    masks = re.findall(r"^process (\d+) binding: ([01]+)$", done.output, re.MULTILINE)
+    each = 256 // ranks
+    expected = {str(rank): "".join("01"[rank == cpu // each] for cpu in range(256)) for rank in range(ranks)}
+    assert dict(masks) == expected, done

@@ -1,6 +1,6 @@
 """The scripts that `distgpt submit` prints, line by line: scripts.txt has what each system's were.
 
-    python tests/cluster/test_scripts.py >tests/cluster/scripts.txt
+    PYTHONPATH=tests:tests/helpers python tests/cluster/test_scripts.py >tests/cluster/scripts.txt
 
 after a change that is meant; then read the diff.
 """
@@ -8,6 +8,7 @@ after a change that is meant; then read the diff.
 import difflib
 import re
 import shlex
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -25,53 +26,63 @@ OWN = {
     "lsf": "--directive '-q long' --directive '-w done(5)' --directive '-o mine.txt'",
     "flux": "--directive --queue=long --directive --exclusive",
 }
+SITE = "--setup 'export A=\"b c\"' --prefix 'numactl -l' -- "
 OUT = "train --batch-size 32 --out 'runs/my run'"
 CASES = {
     "two nodes": "--nodes 2 --ranks-per-node 4 --cpus-per-task 8 --mpi {mpi} -- " + OUT,
-    "one rank": "--time 2m -- train --threads 3",
-    "GPUs": "--nodes 2 --gpus-per-node 4 {memory} --mpi {mpi} -- " + OUT,
-    "whole nodes": "--nodes 2 --node 2x4 --exclusive --mpi {mpi} -- " + OUT,
-    "an array": "--array 1-4 --name seeds --ranks-per-node 2 --mpi {mpi} -- " + OUT + " --seed $ELEMENT",
-    "an array of successors": "--array 1-3 --successor -- train --seed $ELEMENT",
-    "another MPI": "--nodes 2 --mpi {other} --successor -- " + OUT,
-    "the user's own": "--gpus-per-node 2 --mpi {mpi} {own} --setup 'export A=\"b c\"' --prefix 'numactl -l' -- " + OUT,
+    "whole nodes with GPUs": "--nodes 2 --node 4x4 --exclusive --gpus-per-node 4 {memory} --mpi {mpi} -- " + OUT,
+    "an array of single ranks": "--time 2m --array 1-4{most} --successor -- train --threads 3 --seed $ELEMENT",
+    "another MPI": "--nodes 2 --node 2x4 --exclusive --mpi {other} --successor -- " + OUT,
+    "the user's own": "--nodes 2 --node 2x4 --gpus-per-node 2 --mpi {other} {own} " + SITE + OUT,
 }
 
 
 def script(system, case, folder):
-    words = CASES[case].format(
-        mpi=MPI[system], other=OTHER.get(system, "openmpi"), memory=MEMORY.get(system, ""), own=OWN[system]
-    )
+    chosen = {"mpi": MPI[system], "other": OTHER.get(system, "openmpi"), "most": "%2" * (system != "flux")}
+    words = CASES[case].format(**chosen, memory=MEMORY.get(system, ""), own=OWN[system])
     result = inside("submit", "--system", system, "--time", "26h", *shlex.split(words), cwd=folder)
     assert result.returncode == 0, result.stderr
     return re.sub(r"^# \S*distgpt submit .*\n", "", result.stdout, flags=re.M).splitlines()
 
 
-def told(system, folder):
-    """Return the first script, and in what the others differ from it, as no installation changes them."""
+def changes(base, changed):
+    """Return the lines that replace some of `base`, the first of each place with the numbers of the former ones."""
+    for _, begin, end, first, last in difflib.SequenceMatcher(None, base, changed, autojunk=False).get_opcodes():
+        if base[begin:end] != changed[first:last]:
+            head, *rest = changed[first:last] or [""]
+            yield f"{begin}:{end} {head}".rstrip()
+            yield from (f"+ {line}".rstrip() for line in rest)
+
+
+def all_scripts(folder):
+    """Return the lines of each, as no installation changes them."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("distgpt.cluster.jobs.systems.own_mpirun", lambda: None)
         patched.setattr("distgpt.commands.jobs.own_program", lambda: ["distgpt"])
-        scripts = {case: script(system, case, folder) for case in CASES}
-    base = scripts.pop("two nodes")
-    lines = [f"=== {system}: two nodes", *base]
-    for case, changed in scripts.items():
-        changes = list(difflib.unified_diff(base, changed, n=0, lineterm=""))[2:]
-        lines += [f"=== {system}: {case}", *(line for line in changes if not line.startswith("@@"))]
-    return lines
+        return {(system, case): script(system, case, folder) for system in MPI for case in CASES}
 
 
-@pytest.mark.parametrize("system", MPI)
-def test_scripts_are_as_they_were(system, tmp_path):
-    lines = KEPT.read_text().splitlines()
-    ours = [i for i, line in enumerate(lines) if line.startswith(f"=== {system}: ")]
-    others = [i for i, line in enumerate(lines) if line.startswith("=== ") and i > ours[-1]]
-    assert told(system, tmp_path) == lines[ours[0] : others[0] if others else None]
+def told(scripts):
+    """Return the first script, and in what the others differ from it."""
+    for (system, case), text in scripts.items():
+        # A system's first script is compared with Slurm's, its others with its first.
+        base = scripts["slurm" if case == "two nodes" else system, "two nodes"]
+        yield f"=== {system}: {case}"
+        yield from text if text is base else changes(base, text)
+
+
+def test_scripts_are_as_they_were(tmp_path):
+    assert [*told(all_scripts(tmp_path))] == KEPT.read_text().splitlines()
+
+
+@pytest.mark.ci
+def test_bash_can_read_all_scripts(tmp_path):
+    lines = [line for text in all_scripts(tmp_path).values() for line in text]
+    subprocess.run(["bash", "-n"], input="\n".join(lines), text=True, check=True)
 
 
 if __name__ == "__main__":
     import tempfile
 
     with tempfile.TemporaryDirectory() as empty:
-        for each in MPI:
-            print("\n".join(told(each, empty)))
+        print("\n".join(told(all_scripts(empty))))

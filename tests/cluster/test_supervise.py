@@ -19,6 +19,7 @@ from distgpt.cluster.supervise import Supervisor, chosen, parse, read_rooms
 from distgpt.core.base.errors import UsageError
 from distgpt.core.config import RunConfig
 from distgpt.core.saved.run_lock import RunLock
+from hosts import program
 
 from conftest import BIN, MPIRUN, SMALL, inside, metrics, needs_mpi, popen, refused, wait_for
 
@@ -42,14 +43,20 @@ LINES = {
     "mpirun -n 2 python3 -P /a/distgpt train": ((2, None, None), "mpirun -n 3 env A=1 python3 -P /a/distgpt train"),
     "distgpt train --out x": ((1, None, None), "distgpt train --out x"),
 }
+# What cannot be supervised with at least two ranks.
 WRONG = {
     "mpirun -n 2 distgpt infer": "give the whole line",
     "train --out x": "give the whole line",
-    "mpirun -n 1 distgpt train : -n 1 distgpt train": "leave out what follows the :",
-    "mpirun -n 2 -hosts a,b distgpt train": "write the hosts of -hosts into a file",
-    "mpirun --host=a,b distgpt train": "write the hosts of --host into a file",
-    "mpirun -f h distgpt train": "say how many ranks",
-    "mpirun -n x distgpt train": "say how many ranks",
+    "mpirun -n 1 distgpt train : -n 1 distgpt train": "the :",
+    "mpirun -n 2 -hosts a,b distgpt train": "-hosts",
+    "mpirun --host=a,b distgpt train": "--host",
+    "mpirun -f h distgpt train": "how many ranks",
+    "mpirun -n x distgpt train": "how many ranks",
+    "distgpt train": "--out",
+    "distgpt train --log-format json": "--out",
+    "distgpt train --out x --resume y": "leave out --resume",
+    "distgpt train --out x": "--min-ranks 2",
+    "mpirun -n 2 -f nowhere distgpt train --out x": "nowhere",
 }
 
 
@@ -62,9 +69,8 @@ def test_a_launch_line_is_read_and_moved_to_other_hosts(text):
 
 
 @pytest.mark.parametrize("text", WRONG)
-def test_a_launch_that_cannot_be_moved_is_refused(text):
-    with pytest.raises(UsageError, match=WRONG[text]):
-        _ = parse(text.split()).ranks
+def test_a_launch_that_cannot_be_supervised_is_refused(text):
+    refused(inside("supervise", "--min-ranks", "2", "--", *text.split()), 2, WRONG[text])
 
 
 def test_the_lines_of_a_hostfile_are_rooms(tmp_path, monkeypatch):
@@ -93,7 +99,7 @@ def test_the_lines_of_a_hostfile_are_rooms(tmp_path, monkeypatch):
 
 
 # A job that ends as a file says: the step that its metrics then have, and the exit code; a line a start.
-JOB = """#!/bin/sh
+JOB = """
 shift
 while [ "$1" != --out ]; do shift; done
 out=$2
@@ -122,12 +128,9 @@ ENDS = {
 
 def job(folder, plan):
     """The words of a job that ends as planned."""
-    program, out = folder / "distgpt", folder / "run"
-    program.write_text(JOB)
-    program.chmod(0o755)
-    out.mkdir()
+    (out := folder / "run").mkdir()
     (out / "plan").write_text("".join(f"{step} {code}\n" for step, code in plan))
-    return [str(program), "train", "--out", str(out)]
+    return [str(program(folder / "distgpt", JOB)), "train", "--out", str(out)]
 
 
 @pytest.mark.ci
@@ -151,7 +154,7 @@ def test_a_job_starts_again_unless_it_would_end_so_again(name, tmp_path, monkeyp
 def test_a_signal_is_passed_on_and_ends_the_supervision(number, passed, code, tmp_path):
     words = job(tmp_path, [(5, 0)])
     trap = f'trap \'echo came > "$out/came"; exit 75\' {passed}\necho ready > "$out/ready"\nsleep 60 & wait\n'
-    Path(words[0]).write_text(JOB.replace('echo "{', f'{trap}\necho "{{'))
+    program(Path(words[0]), JOB.replace('echo "{', f'{trap}\necho "{{'))
     with popen("supervise", "--", *words, stderr=subprocess.PIPE, text=True) as process:
         wait_for((tmp_path / "run" / "ready").exists)
         os.kill(process.pid, number)
@@ -172,65 +175,70 @@ def test_beside_a_log_of_json_what_the_supervisor_says_is_json_too(tmp_path, mon
     assert said[-1]["message"] == "not started again, as it would end so again: exit code 2"
 
 
-def test_what_cannot_be_supervised_is_refused():
-    for words, why in (
-        (["distgpt", "train"], "name the run's directory"),
-        (["distgpt", "train", "--out", "x", "--resume", "y"], "leave out --resume"),
-        (["distgpt", "train", "--out", "x"], "--min-ranks 2: the launch line has only 1"),
-        (["mpirun", "-n", "2", "-f", "nowhere", "distgpt", "train", "--out", "x"], "no such hostfile"),
-    ):
-        refused(inside("supervise", "--min-ranks", "2", "--", *words), 2, why)
-
-
 @pytest.fixture
 def three_hosts(tmp_path, monkeypatch):
     """A supervisor of 8 ranks on three hosts, and what these answer, which nobody really asks."""
     answers = {host: Answer(f"own-{host}") for host in ("a", "b", "c")}
-    monkeypatch.setattr(supervise, "clean", lambda hosts, mark: {host: answers[host] for host in hosts})
+    later = []  # what changes once they have been asked
+
+    def clean(hosts, mark):
+        found = {host: answers[host] for host in hosts}
+        answers.update(later.pop(0) if later else {})
+        return found
+
+    monkeypatch.setattr(supervise, "clean", clean)
     monkeypatch.setattr(supervise, "clean_here", lambda mark: Answer("here"))
     monkeypatch.setattr(supervise, "mpirun", lambda program: {"vendor": "MPICH"})
     monkeypatch.setattr(supervise, "SECONDS_BETWEEN_QUESTIONS", 0.0)
     (tmp_path / "hosts").write_text("a:4\nb:4\nc:3\n")
     words = ["mpirun", "-n", "8", "-f", str(tmp_path / "hosts"), "distgpt", "train"]
-    return lambda **limits: Supervisor(parse(words), tmp_path / "run", False, **NO_LIMITS | limits), answers
+
+    def place(**limits):
+        found = Supervisor(parse(words), tmp_path / "run", False, **NO_LIMITS | limits).place()
+        return [room.host for room in found.rooms], found.ranks
+
+    return place, answers, later
 
 
-def begun(folder, **settings):
-    """A directory with a run of these settings."""
-    (folder / "run").mkdir()
-    (folder / "run" / "config.toml").write_text(RunConfig().with_values(settings).to_toml())
+@pytest.fixture
+def begun(tmp_path):
+    """A directory with a run whose batch 7 ranks cannot divide."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.toml").write_text(RunConfig().with_values({"batch_size": 24}).to_toml())
+    return tmp_path / "run"
 
 
-def test_ranks_go_where_there_is_room_and_divide_the_batch(three_hosts, tmp_path, capsys):
-    make, answers = three_hosts
-    placed = make()._place()
-    assert ([room.host for room in placed.rooms], placed.ranks) == (["a", "b"], 8)
+def test_a_new_run_needs_all_of_its_hosts(three_hosts, capsys):
+    place, answers, _ = three_hosts
+    assert place() == (["a", "b"], 8)
     assert "8 ranks on a, b" in capsys.readouterr().err
     answers["a"] = Answer(problem="connect to host a: No route to host")
-    with pytest.raises(UsageError, match=r"a cannot be used .*No route.* a new run needs room for all 8"):
-        make()._place()
-    begun(tmp_path, batch_size=24)
-    placed = make()._place()  # 7 do not divide 24
-    assert ([room.host for room in placed.rooms], placed.ranks) == (["b", "c"], 6)
-    assert "6 ranks on b, c; not to be used: a" in capsys.readouterr().err
-    answers["c"] = answers["a"]
-    placed = make(least=3)._place()
-    assert ([room.host for room in placed.rooms], placed.ranks) == (["b"], 4)
+    with pytest.raises(UsageError, match=r"a cannot be used .*No route.* all 8"):
+        place()
 
 
-def test_too_few_hosts_are_waited_for(three_hosts, tmp_path, capsys, monkeypatch):
-    make, answers = three_hosts
-    begun(tmp_path, batch_size=24)
-    answers["a"] = answers["b"] = Answer(problem="no answer")
-    waiting = make(least=6)
+@pytest.mark.parametrize(
+    ("lost", "least", "hosts", "ranks"), [("a", 1, ["b", "c"], 6), ("ac", 3, ["b"], 4), ("bc", 4, ["a"], 4)]
+)
+@pytest.mark.usefixtures("begun")
+def test_ranks_go_where_there_is_room_and_divide_the_batch(three_hosts, capsys, lost, least, hosts, ranks):
+    place, answers, _ = three_hosts
+    answers.update(dict.fromkeys(lost, Answer(problem="no answer")))
+    assert place(least=least) == (hosts, ranks)
+    assert f"{ranks} ranks on {', '.join(hosts)}; not to be used: {', '.join(lost)}" in capsys.readouterr().err
 
-    def back(seconds):
-        answers["a"] = Answer("own-a")
 
-    monkeypatch.setattr(waiting, "_sleep", back)
-    placed = waiting._place()
-    assert ([room.host for room in placed.rooms], placed.ranks) == (["a", "c"], 6)
-    assert "waiting for a, b: there is room for 3 ranks, and 6 are needed" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("lost", "room", "least", "hosts", "ranks"), [("ab", 3, 6, ["a", "c"], 6), ("a", 6, 7, ["a", "b"], 8)]
+)
+@pytest.mark.usefixtures("begun")
+def test_too_few_hosts_are_waited_for(three_hosts, capsys, lost, room, least, hosts, ranks):
+    place, answers, later = three_hosts
+    answers.update(dict.fromkeys(lost, Answer(problem="no answer")))
+    later += [{"a": Answer("own-a")}]
+    assert place(least=least) == (hosts, ranks)
+    waits = f"waiting for {', '.join(lost)}: there is room for {room} ranks, and {least} are needed"
+    assert waits in capsys.readouterr().err
 
 
 HOLD = """
@@ -251,28 +259,22 @@ lock.release()
 
 
 @pytest.mark.ci
-def test_a_directory_is_taken_over_from_a_lost_host_and_from_no_other(three_hosts, tmp_path, capsys):
-    make, answers = three_hosts
-    begun(tmp_path, batch_size=24)
-    run, keeper = tmp_path / "run", make()
-    words = [sys.executable, "-c", HOLD, str(run)]
+def test_a_directory_is_taken_over_from_a_lost_host_and_from_no_other(three_hosts, begun, capsys):
+    place, answers, later = three_hosts
+    words = [sys.executable, "-c", HOLD, str(begun)]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout.readline() == "held\n"
-        keeper._place()
-        assert RunLock(run).is_held()
-        answers["b"] = Answer(problem="ssh: connect to host b port 22: Connection refused")
-        keeper._answers = answers
-        keeper._place()
-        assert RunLock(run).is_held()
-        answers["b"] = Answer(problem="no answer")
-        keeper._place()
-        assert f"taking {run} over from process {other.pid} on own-b" in capsys.readouterr().err
-        mine = RunLock(run)
+        for problem in ("ssh: connect to host b port 22: Connection refused", "no answer"):
+            answers.update(a=Answer(), b=Answer("own-b"), c=Answer())
+            later.append({"a": Answer("own-a"), "b": Answer(problem=problem), "c": Answer("own-c")})
+            assert RunLock(begun).is_held()
+            assert place(least=5) == (["a", "c"], 6)
+        assert f"taking {begun} over from process {other.pid} on own-b" in capsys.readouterr().err
+        mine = RunLock(begun)
         mine.claim()
         try:
             said, _ = other.communicate("\n")  # the lost one finds that it is no longer the owner
             assert f"in use: process {os.getpid()} on {platform.node()} trains there" in said
-            assert mine.path.exists()
             mine.refuse_taken()
         finally:
             mine.release()
@@ -296,8 +298,7 @@ def test_what_is_left_of_a_job_is_found_by_its_environment_and_killed():
 def test_a_host_answers_in_any_login_shell(shell, tmp_path, monkeypatch):
     if shutil.which(shell) is None:
         pytest.skip(f"no {shell} here")
-    (tmp_path / "ssh").write_text(f'#!/bin/sh\nwhile [ "$1" != -- ]; do shift; done\nexec {shell} -c "$3"\n')
-    (tmp_path / "ssh").chmod(0o755)
+    program(tmp_path / "ssh", f'while [ "$1" != -- ]; do shift; done\nexec {shell} -c "$3"')
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     assert reach.clean(["192.0.2.1"], "DISTGPT_TEST=none") == {"192.0.2.1": Answer(platform.node())}
 

@@ -29,6 +29,7 @@ def lacking():
 class Instance(Scheduler):
     """Flux's commands."""
 
+    system, submitted, sign = "flux", r"^(f\w+)$", "FLUX_TASK_RANK"
     shows = ("jobs", "-a")
 
     def __init__(self, folder, uri):
@@ -41,6 +42,13 @@ class Instance(Scheduler):
     def queued(self):
         """The numbers of its jobs that have not ended."""
         return self.call("jobs", "-n", "-o", "{id.f58plain}").split()
+
+    def distgpt(self, folder, *words):
+        return super().distgpt(folder, *words).replace("ƒ", "f")
+
+    def successor(self, job):
+        """As the script has printed it."""
+        return job.said().split()[-1].replace("ƒ", "f")
 
 
 @contextmanager

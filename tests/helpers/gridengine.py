@@ -60,6 +60,7 @@ def lacking():
 class Cell(Scheduler):
     """Grid Engine's commands."""
 
+    system, submitted = "sge", r"Your job(?:-array)? (\d+)"
     shows = ("qstat", "-f")
 
     def __init__(self, folder):

@@ -1,4 +1,4 @@
-"""Hosts on one machine: network namespaces with an sshd each, and a cable or a switch between them.
+"""Hosts on one machine: network namespaces with an sshd each, and a cable or a bridge between them.
 
 All names have this process's number in them, so that runs at the same time leave each other's hosts alone.
 """
@@ -14,13 +14,11 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 BIN = Path(sys.executable).parent
-HERE = Path(__file__).resolve().parent
 TOOLS = ("ip", "ssh", "ssh-keygen", "unshare")
 SSHD = shutil.which("sshd") or "/usr/sbin/sshd"
 MPIRUN = BIN / "mpiexec.hydra"
 NET = "10.77.21"  # no other host sees its addresses
 # All hosts are one machine, which MPICH's UCX notices: it would go through shared memory.
-ON_THE_WIRE = 24  # bytes of each frame that only Ethernet sees; link.cpp counts them too
 OVER_TCP = "UCX_TLS=tcp,self UCX_NET_DEVICES=eth0"
 # MPICH's ranks spin while they wait. Where there are more of them than cores, they sleep instead.
 SHARING_CORES = "MPIR_CVAR_POLLS_BEFORE_YIELD=16 MPIR_CVAR_ENABLE_HEAVY_YIELD=1"
@@ -161,7 +159,7 @@ def running(processes):
 
 
 @contextmanager
-def joined_hosts(folder, connect, count=2, mtu=1500, ranks=1, alone=False):
+def joined_hosts(folder, connect, count=2, ranks=1, alone=False):
     """An mpirun on the first of some hosts, a hostfile with so many ranks on each, and the hosts' namespaces.
 
     `connect(stack, spaces)` makes what joins new network devices, named as the namespaces. `alone`: each
@@ -180,7 +178,7 @@ def joined_hosts(folder, connect, count=2, mtu=1500, ranks=1, alone=False):
             call("ip", "link", "set", space, "netns", space, "name", "eth0")
             call("ip", "-n", space, "addr", "add", f"{NET}.{i}/24", "dev", "eth0")
             call("ip", "-n", space, "link", "set", "lo", "up")
-            call("ip", "-n", space, "link", "set", "eth0", "mtu", mtu, "up")
+            call("ip", "-n", space, "link", "set", "eth0", "up")
             daemons.append(start_sshd(folder, space, f"node{i}", alone))
         first = ["ip", "netns", "exec", spaces[0]]
         ssh = ssh_program(folder)
@@ -209,49 +207,3 @@ def bridge(stack, spaces):
     for space in spaces:
         stack.enter_context(device(space, "link", "add", space, "type", "veth", "peer", "name", f"{space}c"))
         call("ip", "link", "set", f"{space}c", "master", middle, "up")
-
-
-def shaped_link(folder, bits_per_s, microseconds, mtu=60000):
-    """An mpirun on the first of two hosts, and a hostfile, as two paths; there is no way but the cable."""
-    return switched_hosts(folder, [(bits_per_s, microseconds / 2)] * 2, mtu)
-
-
-@contextmanager
-def switched_hosts(folder, cables, mtu=1500, ranks=1):
-    """An mpirun on the first of some hosts, and a hostfile, as two paths; there is no way but the switch.
-
-    `cables`: of each host, bits per second in each direction, and microseconds to the switch.
-    """
-    compiler = shutil.which("g++")
-    if compiler is None:
-        raise Unavailable("needs g++ to make the switch")
-    if not Path("/dev/net/tun").exists():
-        raise Unavailable("this kernel has no TAP devices")
-
-    def connect(stack, spaces):
-        call(compiler, "-std=c++17", "-O2", HERE / "link.cpp", "-o", folder / "link")
-        words = [folder / "link"]
-        for space, (bits_per_s, microseconds) in zip(spaces, cables, strict=True):
-            stack.enter_context(device(space, "tuntap", "add", "dev", space, "mode", "tap"))
-            words += [space, f"{bits_per_s:.0f}", f"{microseconds:g}"]
-        relay = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        stack.enter_context(running([relay]))
-        assert relay.stdout.readline() == "ready\n"
-
-    with joined_hosts(folder, connect, len(cables), mtu, ranks) as (mpirun, hosts, spaces):
-        for space, (bits_per_s, _) in zip(spaces, cables, strict=True):
-            send_as_a_card_does(space, bits_per_s, mtu)
-        yield mpirun, hosts
-
-
-def send_as_a_card_does(space, bits_per_s, mtu):
-    """What the cable cannot take yet waits in the host's own queue, of which TCP keeps account.
-
-    A TAP device takes everything at once: acknowledgements would wait behind all that TCP may have under way,
-    and with data in both directions neither would be full. TCP is the default of Linux, not of this machine.
-    """
-    inside = ["ip", "netns", "exec", space]
-    burst = 2 * (mtu + 14 + ON_THE_WIRE) + int(bits_per_s / 8 / 1000)  # and of a millisecond
-    words = ["rate", f"{bits_per_s:.0f}bit", "burst", burst, "limit", 1 << 28, "overhead", ON_THE_WIRE]
-    made_by("queue", "tbf", *inside, "tc", "qdisc", "add", "dev", "eth0", "root", "tbf", *words)
-    call("ip", "-n", space, "route", "change", f"{NET}.0/24", "dev", "eth0", "congctl", "cubic")

@@ -107,6 +107,7 @@ def lacking():
 class Lava(Scheduler):
     """LSF's commands."""
 
+    system, submitted = "lsf", r"^Job <(\d+)> is submitted"
     shows = ("bjobs", "-al")
     logs_at = "log/*"
 
@@ -114,9 +115,9 @@ class Lava(Scheduler):
         path = os.pathsep.join([str(folder / "bin"), os.environ["PATH"]])
         super().__init__(folder, {"LSF_ENVDIR": str(folder), "PATH": path, "HOME": str(folder)})
 
-    def warn(self, job, element=0):
+    def warn(self, job):
         """Send URG to all processes of a job, as LSF does by -wa: its clone has no number for that signal."""
-        own = {"LSF_ENVDIR": self.folder, "LSB_JOBID": job, "LSB_JOBINDEX": element}
+        own = {"LSF_ENVDIR": self.folder, "LSB_JOBID": job.number, "LSB_JOBINDEX": job.element or 0}
         signal_all(signal.SIGURG, *(f"{name}={value}" for name, value in own.items()))
 
     def states(self):

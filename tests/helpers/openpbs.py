@@ -69,6 +69,8 @@ def lacking():
 class Cluster(Scheduler):
     """Its commands run on one of its nodes, as root or as the user whose jobs it runs."""
 
+    system, submitted = "pbs", r"^(\d+)(?:\[\])?\.node1$"
+    element = "{}[{}]"
     shows = ("qstat", "-xs")
     logs_at = "*/*_logs/*"
 
@@ -102,20 +104,27 @@ class Cluster(Scheduler):
         environ = ["env", f"HOME={self.home}", f"USER={USER}", f"LOGNAME={USER}"]
         return self.call(*who, *environ, *words, **how)
 
-    def place(self, name):
-        """A new folder of the user."""
-        path = self.home / name
+    def place(self, folder):
+        """A new folder of the user, with a space in its name."""
+        path = self.home / f"{folder.name} 1"
         path.mkdir()
         os.chown(path, UID, UID)
         return path
 
-    def remote_start(self):
-        """The line of a job's script by which MPICH starts ranks on other nodes through PBS, without ssh.
+    def output(self, job):
+        """PBS delivers it when the job has ended."""
+        return "my-run-s.o" + ".".join(filter(None, (job.number, job.element)))
+
+    def distgpt(self, folder, *words):
+        return self.by_user(sys.executable, "-m", "distgpt", *words, cwd=folder)
+
+    def submit(self, folder, *options, **how):
+        """Add the line of a job's script by which MPICH starts ranks on other nodes through PBS, without ssh.
 
         A login shell's PATH has a Grid Engine's qsub before that of PBS, where both are installed.
         """
         starts = f"HYDRA_LAUNCHER=rsh HYDRA_LAUNCHER_EXEC={self.folder / 'remote-start'}"
-        return f"export PATH={self.prefix}/bin:$PATH {starts}"
+        return super().submit(folder, "--setup", f"export PATH={self.prefix}/bin:$PATH {starts}", *options, **how)
 
     def queued(self):
         """Its jobs that have not ended."""

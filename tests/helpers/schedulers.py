@@ -1,17 +1,35 @@
-"""What the batch systems of tests have in common: how they are called, waited for, and ended."""
+"""What the batch systems of tests have in common: how they are called, waited for and ended, and their jobs."""
 
 import os
+import re
+import shutil
 import signal
 import socket
 import subprocess
 import time
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+
+from conftest import distgpt
+
+# Debian's Open MPI, if its launcher is the machine's. It is built without PBS's library.
+_IS_OPEN_MPIS = Path(shutil.which("mpiexec") or "none").resolve().name == "orterun"
+OPEN_MPI = next(Path("/usr/lib").glob("*/libmpi.so.40"), None) if _IS_OPEN_MPIS else None
+RUN = "my run's"
+STEPS = 80
+_USR1 = 1 << signal.SIGUSR1 - 1  # in a mask of signals
+_MODEL = "--n-layer 2 --n-head 2 --n-embd 64 --seq-len 64 --data story --tokenizer word --batch-size 16"
+WORDS = ["train", *_MODEL.split(), *f"--dtype float64 --lr 1e-3 --steps {STEPS} --val-fraction 0.1".split()]
+WORDS += ["--save-every", "20"]
 
 
 class Scheduler:
     """A batch system in a folder of its own. `environ` is what commands need to talk to it."""
 
+    system = ""  # as --system
+    submitted = ""  # the line of its answer that has a job's number
+    sign = "PMI_RANK"  # a variable that each rank has
+    element = "{}.{}"  # a job and its element in names of files
     shows = ()  # the command that lists its jobs
     logs_at = "*.log"  # of its daemons
 
@@ -19,7 +37,7 @@ class Scheduler:
         self.folder, self.environ = folder, environ
 
     def call(self, *words, check=True, **how):
-        """Run a command of it; returns what it wrote."""
+        """Run a command of it; return what it wrote."""
         how = {"env": {**os.environ, **self.environ}, "capture_output": True, "text": True, **how}
         done = subprocess.run([*map(str, words)], **{"timeout": 60, **how})
         assert not check or done.returncode == 0, (words, done.stdout, done.stderr, self.logs())
@@ -32,9 +50,116 @@ class Scheduler:
             time.sleep(0.1)
         return found
 
+    def finish(self):
+        self.wait_for(lambda: not self.queued())
+
     def logs(self):
         """The last lines that its daemons have written, for a test that fails."""
         return {log.name: log.read_text().splitlines()[-8:] for log in self.folder.glob(self.logs_at)}
+
+    def distgpt(self, folder, *words):
+        done = distgpt(*words, cwd=folder, env=self.environ)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    def submit(self, folder, *options, words=WORDS):
+        """Submit a job by `distgpt submit`; return all that were submitted."""
+        head = ["submit", "--system", self.system, "--submit", *options]
+        said = self.distgpt(folder, *head, "--", *words, "--out", RUN)
+        return [BatchJob(self, folder, number) for number in re.findall(self.submitted, said, re.MULTILINE)]
+
+    def place(self, folder):
+        """A folder that jobs can run in."""
+        return folder
+
+    def output(self, job):
+        """The name of the file with what a script prints."""
+        return f"my-run-s-{job.called}.log"
+
+    def successor(self, job):
+        return str(int(job.number) + 1)
+
+
+class BatchJob:
+    """A job, or an element of one, and the run that it trains on two ranks."""
+
+    def __init__(self, cluster, folder, number, element="", run=""):
+        self.cluster, self.folder, self.number, self.element = cluster, folder, number, element
+        self.called = cluster.element.format(number, element) if element else number
+        self.run = folder / RUN / (run or element)
+        self.begun_with = self._checkpoints()
+
+    def _checkpoints(self):
+        return {path.name for path in (self.run / "checkpoints").glob("step-*")}
+
+    def newest(self):
+        return int(max(self._checkpoints())[5:])
+
+    def said(self):
+        """What the script has printed."""
+        path = self.folder / self.cluster.output(self)
+        self.cluster.wait_for(path.exists)
+        return path.read_text()
+
+    def log(self, attempt=0):
+        path = self.folder / f"my-run-s-{self.called}.{attempt}.log"
+        self.cluster.wait_for(path.exists)
+        return path.read_text()
+
+    def followed(self):
+        return [path.name for path in self.run.glob("followed-*")]
+
+    def successor(self):
+        run = self.run.name if self.run.name != RUN else ""
+        return BatchJob(self.cluster, self.folder, self.cluster.successor(self), run=run)
+
+    @contextmanager
+    def held(self, sign="", count=2):
+        """Its ranks stand still after a checkpoint and before the last step; a signal to end wakes them."""
+        self.cluster.wait_for(lambda: self._checkpoints() - self.begun_with)
+        ranks = self.cluster.wait_for(lambda: self._ranks(sign or self.cluster.sign))
+        assert len(ranks) == count
+        for rank in ranks:
+            os.kill(int(rank.name), signal.SIGSTOP)
+        while any(map(_runs, ranks)):  # or one would still take a signal that a test wants to see pending
+            time.sleep(0.001)
+        try:
+            yield ranks
+        finally:
+            for rank in ranks:
+                with suppress(ProcessLookupError):
+                    os.kill(int(rank.name), signal.SIGCONT)
+
+    def _ranks(self, sign):
+        """The processes that train in its folder, by a variable that their launcher sets for each."""
+        found = []
+        for process in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                is_train = b"train" in (process / "cmdline").read_bytes().split(b"\0")
+                is_rank = sign.encode() in (process / "environ").read_bytes()
+                if is_train and is_rank and (process / "cwd").readlink() == self.folder:
+                    found.append(process)
+        return found
+
+
+def _runs(rank):
+    """Whether it neither stands still nor has ended."""
+    with suppress(OSError):
+        return (rank / "stat").read_text().rpartition(")")[2].split()[0] not in "TtZX"
+    return False
+
+
+def variable(process, name):
+    rows = (process / "environ").read_bytes().split(b"\0")
+    return next(row.partition(b"=")[2].decode() for row in rows if row.startswith(f"{name}=".encode()))
+
+
+def is_asked(rank):
+    """Whether one that stands still has been asked to save, or was woken and has left."""
+    with suppress(OSError):
+        masks = re.findall(r"^(?:Sig|Shd)Pnd:\s+(\w+)", (rank / "status").read_text(), re.MULTILINE)
+        return any(int(mask, 16) & _USR1 for mask in masks)
+    return True
 
 
 def signal_all(number, *mine):

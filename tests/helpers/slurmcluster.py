@@ -67,10 +67,15 @@ def lacking():
 class Cluster(Scheduler):
     """Slurm's commands, and the jobs that it knows."""
 
+    system, submitted, element = "slurm", r"^Submitted batch job (\d+)", "{}_{}"
     shows = ("squeue", "-l")
 
     def __init__(self, folder):
         super().__init__(folder, {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": PATH})
+
+    def queued(self):
+        """Its jobs that have not ended."""
+        return self.call("squeue", "-h").split()
 
     def job(self, number):
         """What Slurm knows of a job, by name."""

@@ -9,6 +9,7 @@ files that distgpt reads are written.
 import atexit
 import shutil
 import tempfile
+from collections import namedtuple
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -28,15 +29,8 @@ class Core:
     capacity: int = 0
 
 
-@dataclass(frozen=True)
-class Seen:
-    """The node as a person counts it: of what is online, with regions that have CPUs."""
-
-    cpus: int
-    cores: int
-    sockets: int
-    regions: int
-    l3: int
+# The node as a person counts it: of what is online, with regions that have CPUs.
+Seen = namedtuple("Seen", "cpus cores sockets regions l3")
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 import json
 import shutil
 import struct
+from itertools import cycle
 from pathlib import Path
 
 import numpy as np
@@ -74,9 +75,9 @@ LOOKS = [{}, {"log_loss": True}, {"axis": "time"}, {"axis": "tokens", "smooth": 
 @pytest.mark.filterwarnings("error")
 def test_odd_runs_are_drawn_too(tmp_path, monkeypatch):
     monkeypatch.setattr("distgpt.show.plot.DPI", 40)
-    for number, (what, lines) in enumerate(ODD.items()):
+    for (what, lines), look in zip(ODD.items(), cycle(LOOKS), strict=False):
         folder = run(tmp_path / what, *lines, tail='{"step": 2, "lo')
-        assert size(plot([folder], None, **LOOKS[number % len(LOOKS)]))[0] == 360, what
+        assert size(plot([folder], None, **look))[0] == 360, what
 
 
 def test_time_and_tokens_reach_steps_that_were_not_recorded_or_are_not_known(tmp_path):
@@ -99,28 +100,26 @@ def test_a_slow_first_step_and_a_fast_one_leave_room_for_the_rest(tmp_path):
     assert set(speed.lines[-1].get_ydata()[2:]) == {1000.0}
 
 
-def test_what_is_no_run_is_refused(tmp_path):
+@pytest.mark.parametrize(
+    ("name", "out", "error", "named"),
+    [
+        ("missing", None, UsageError, "no run directory"),
+        ("other", None, UsageError, "not a run directory"),
+        ("empty", None, UsageError, "no steps yet"),
+        ("half", None, UsageError, "no steps yet"),
+        ("run", "a.jpg", UsageError, "a.jpg"),
+        ("run", "no/a.png", StorageError, "no/a.png"),
+    ],
+)
+def test_what_cannot_be_drawn_or_written_is_named_and_leaves_nothing(name, out, error, named, tmp_path):
     (tmp_path / "other").mkdir()
     run(tmp_path / "empty")
     run(tmp_path / "half", tail='{"step": 1')
-    for name, words in (
-        ("missing", "there is no run directory"),
-        ("other", "is not a run directory"),
-        ("empty", "no steps yet"),
-        ("half", "no steps yet"),
-    ):
-        with pytest.raises(UsageError, match=words) as refusal:
-            plot([tmp_path / name], None)
-        assert str(tmp_path / name) in str(refusal.value)
-    assert not list(tmp_path.rglob("*.png"))
-
-
-def test_files_that_cannot_be_written_are_named_and_leave_nothing(tmp_path):
-    folder = run(tmp_path / "run", line(1))
-    for name, kind in (("a.jpg", UsageError), ("no/a.png", StorageError)):
-        with pytest.raises(kind, match=name):
-            plot([folder], tmp_path / name)
-    assert [path.name for path in tmp_path.rglob("*")] == ["run", "metrics.jsonl"]
+    run(tmp_path / "run", line(1))
+    before = {*tmp_path.rglob("*")}
+    with pytest.raises(error, match=named) as refusal:
+        plot([tmp_path / name], out and tmp_path / out)
+    assert str(tmp_path / (out or name)) in str(refusal.value) and {*tmp_path.rglob("*")} == before
 
 
 def test_a_resumed_run_has_lost_what_came_after(tmp_path):
@@ -176,21 +175,18 @@ def test_a_legend_has_the_last_loss_and_the_lowest_validation_that_runs_lists(tm
     assert (found.loss, found.train_bits_per_byte) == (2.0, 4.0)
 
 
-@pytest.mark.ci
 def test_a_directory_of_runs_stands_for_all_that_have_begun(tmp_path, monkeypatch):
+    monkeypatch.setattr("distgpt.show.plot.DPI", 40)
+    monkeypatch.chdir(tmp_path)
     for name in ("a", "deeper/b", "c"):
         run(tmp_path / "runs" / name, line(1), line(2))
         for file in ("config.toml", "tokenizer.json"):
             (tmp_path / "runs" / name / file).touch()
     (tmp_path / "runs" / "c" / "metrics.jsonl").unlink()
     drawn = []
-    monkeypatch.setattr("distgpt.show.plot.draw", drawn.extend)
-    with pytest.raises(AttributeError):
-        plot([tmp_path / "runs"], None)
-    assert [of.name for of in drawn] == ["a", "b"]
-    monkeypatch.undo()
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("distgpt.show.plot.draw", lambda runs, **look: drawn.extend(runs) or draw(runs, **look))
     assert plot([tmp_path / "runs"], None) == Path("curves.png")
+    assert [of.name for of in drawn] == ["a", "b"]
     assert plot([tmp_path / "runs" / "a"], None) == tmp_path / "runs" / "a" / "curves.png"
 
 

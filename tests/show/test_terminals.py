@@ -1,15 +1,21 @@
 """Narrow terminals, pipes and encodings: nothing is cut that matters, and nobody sees a character too few."""
 
 import io
+import os
 import re
+import subprocess
 import sys
 import time
 
 import pytest
 from distgpt.commands.cli import COMMANDS
 from distgpt.core.generate.request import Event
+from distgpt.core.generate.single import stream
 from distgpt.core.train.lines import Lines, Remaining
+from distgpt.show import display
 from distgpt.show.display import Live
+from distgpt.show.page import Table, terminal, terminal_table
+from rich.cells import cell_len
 
 from conftest import distgpt, inside
 
@@ -103,8 +109,6 @@ def events(text, choice=0):
 
 
 def test_samples_are_printed_one_after_another(capsys):
-    from distgpt.core.generate.single import stream
-
     one, two, three = (list(events(text, i)) for i, text in enumerate(("ab", "cd", "ef")))
     stream("x", [three[0], one[0], two[0], three[1], one[1], two[1]], 3)
     assert capsys.readouterr().out == "--- 1 of 3\nxab\n--- 2 of 3\nxcd\n--- 3 of 3\nxef\n"
@@ -112,8 +116,6 @@ def test_samples_are_printed_one_after_another(capsys):
 
 @pytest.mark.parametrize("terminal", [False, True])
 def test_answered_prompts_are_a_line_in_place_on_a_terminal_else_lines(monkeypatch, terminal):
-    from distgpt.show import display
-
     monkeypatch.setattr(sys, "stderr", out := io.StringIO())
     monkeypatch.setattr(out, "isatty", lambda: terminal)
     monkeypatch.setattr(display, "SECONDS_BETWEEN_LINES", 0.0)
@@ -129,21 +131,16 @@ def test_answered_prompts_are_a_line_in_place_on_a_terminal_else_lines(monkeypat
 
 
 def test_a_models_text_is_harmless_on_a_terminal_and_raw_in_a_pipe(monkeypatch):
-    from distgpt.core.generate.single import stream
-
     text = "\x1b[2J\x07\u202eb"
-    for terminal, expected in ((True, "a\ufffd[2J\ufffd\ufffdb\n"), (False, "a\x1b[2J\x07\u202eb\n")):
+    for is_terminal, expected in ((True, "a\ufffd[2J\ufffd\ufffdb\n"), (False, "a\x1b[2J\x07\u202eb\n")):
         out = io.StringIO()
-        monkeypatch.setattr(out, "isatty", lambda terminal=terminal: terminal, raising=False)
+        monkeypatch.setattr(out, "isatty", lambda answer=is_terminal: answer, raising=False)
         monkeypatch.setattr(sys, "stdout", out)
         stream("a", events(text), 1)
         assert out.getvalue() == expected
 
 
 def test_behind_a_launcher_a_pipe_ends_in_a_terminal(monkeypatch, capsys):
-    from distgpt.core.generate.single import stream
-    from distgpt.core.train.lines import Lines
-
     monkeypatch.setenv("PMI_SIZE", "2")
     stream("a", events("\x1b[2J"), 1)
     assert capsys.readouterr().out == "a\ufffd[2J\n"
@@ -152,8 +149,6 @@ def test_behind_a_launcher_a_pipe_ends_in_a_terminal(monkeypatch, capsys):
 
 
 def test_what_ends_a_text_early_is_said_on_a_line_of_its_own(monkeypatch):
-    from distgpt.core.generate.single import stream
-
     def interrupted():
         yield Event(0, 0, 1, None, "b", None)
         raise KeyboardInterrupt
@@ -162,3 +157,56 @@ def test_what_ends_a_text_early_is_said_on_a_line_of_its_own(monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         stream("a", interrupted(), 1)
     assert out.getvalue() == "ab\n"
+
+
+# Tables
+
+
+def test_a_table_for_the_terminal_is_aligned():
+    rows = [["serial", "41.2 s"], ["mpi, 2 ranks", "9.3 s"], ["名前", "\x1b[31m"], ["[b]short"]]
+    assert terminal_table(["stage", "time"], rows).splitlines() == [
+        "stage             time",
+        "───────────── ────────",
+        "serial          41.2 s",
+        "mpi, 2 ranks     9.3 s",
+        "名前          \\x1b[31m",
+        "[b]short",
+    ]
+    assert terminal_table([], []) == ""
+
+
+def test_nothing_of_a_table_is_cut_however_narrow_the_terminal(monkeypatch):
+    head = ["stage", "memory", "why"]
+    row = ["cuda", "1,234", "no NVIDIA driver was found: install one that knows the card, then CuPy for it"]
+    for columns in (20, 40, 60, 100, 200):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        lines = terminal_table(head, [row]).splitlines()
+        assert max(map(cell_len, lines)) <= min(columns, 100), (columns, lines)
+        letters = "".join("".join(lines).split()).replace("─", "")
+        assert sorted(letters) == sorted("".join([*head, *row]).replace(" ", "")), columns
+
+
+def test_what_is_no_terminal_gets_tables_of_any_width(monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    monkeypatch.setattr("distgpt.show.page.get_terminal_size", os.terminal_size)  # as of a pipe
+    row = [f"{number:,}" for number in range(10**6, 10**6 + 20)]
+    (line,) = terminal_table(["c"] * 20, [row]).splitlines()[2:]
+    assert line.split() == row
+
+
+def test_blocks_on_a_terminal():
+    table = Table(["a", "b <x>"], [["1 & 2", "</td>"]], 'the "caption"', "the note")
+    shown = terminal([table, Table(["none"], []), "equal"])
+    assert shown.startswith('the "caption"\na') and shown.endswith("\n\nthe note\n\nequal")
+    assert "none" not in shown
+
+
+@pytest.mark.ci
+def test_nothing_is_loaded_that_draws_before_something_is_drawn():
+    script = """
+import sys
+import distgpt.show.page, distgpt.show.display, distgpt.commands.train, distgpt.commands.runs
+import distgpt.core.generate.single, distgpt.inference.generation.batch
+assert not {"matplotlib", "jinja2"} & sys.modules.keys()
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)

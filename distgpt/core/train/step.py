@@ -115,7 +115,7 @@ class Step:
         # Recorded forward and backward passes. A recording fixes whether it adds to existing gradients and
         # whether it sends them, which differs between the first and the last micro-batch.
         self._recorded = {
-            (adds, sends): k.record(partial(self._forward_backward, adds, sends))
+            (adds, sends): k.record(partial(self.forward_backward, adds, sends))
             for adds in (False, True)
             for sends in (False, True)
         }
@@ -180,7 +180,7 @@ class Step:
         adds = micro_batch > 0 and self.micro_batches.accumulates
         self._recorded[adds, sends]()
 
-    def _forward_backward(self, adds: bool, sends: bool) -> None:
+    def forward_backward(self, adds: bool, sends: bool) -> None:
         """Compute the loss and gradients of the sequences in `_inputs`."""
         tokens, targets = self._inputs[:2]
         ready = self.exchange.ready if sends else None
