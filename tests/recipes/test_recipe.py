@@ -67,37 +67,6 @@ def test_the_best_weights_are_those_of_the_lowest_validation(tmp_path):
         assert (array == at_best[name]).all()
 
 
-@pytest.mark.ci
-def test_a_resumed_run_continues_its_curves_and_its_best(run, tmp_path):
-    out = train(tmp_path / "run", "--steps", "20", "--save-every", "10", *HELD_OUT)
-    for name in ("weights.safetensors", "best.safetensors"):
-        (out / name).unlink()
-    shutil.rmtree(out / "checkpoints" / "step-00000020")
-    with (out / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 21, "lo')
-    train(out, "--steps", "20", "--save-every", "10", *HELD_OUT, "--resume", "auto")
-    untimed = [
-        [{k: v for k, v in line.items() if k[-2:] != "_s" and k != "time"} for line in lines(d)] for d in (out, run)
-    ]
-    assert untimed[0] == untimed[1]
-    assert (out / "best.safetensors").read_bytes() == (run / "best.safetensors").read_bytes()
-
-
-@pytest.mark.ci
-def test_the_best_of_another_set_or_another_directory_is_not_compared_with(run, tmp_path):
-    def best_of(out, *more):
-        args = ["--steps", "22", "--save-every", "10", *HELD_OUT, *more]
-        train(out, *args)
-        return json.loads((sorted((out / "checkpoints").iterdir())[-1] / "state.json").read_text())["best"]
-
-    assert best_of(shutil.copytree(run, tmp_path / "same"), "--resume", "auto")["tokens"] > 16
-    changed = best_of(shutil.copytree(run, tmp_path / "set"), "--resume", "auto", "--val-tokens", "16")
-    assert changed["tokens"] == 16
-    there = tmp_path / "elsewhere"
-    best_of(there, "--resume", run / "checkpoints" / "step-00000020")
-    assert (there / "best.safetensors").exists()
-
-
 @pytest.mark.ranks
 @pytest.mark.slow
 @needs_mpi
@@ -160,16 +129,3 @@ def test_weights_are_trained_further_and_not_needed_to_resume(run, tmp_path):
     again = inside(*more, "--steps", "3", "--out", tmp_path / "more", "--resume", "auto")
     assert again.returncode == 0, again.stderr
     refused(inside(*more, *new), 74, "start.safetensors")
-
-
-@pytest.mark.ci
-def test_damaged_best_weights_are_not_taken_for_the_best(tmp_path):
-    """Nor recommended: the next evaluation writes them anew."""
-    out = train(tmp_path / "run", "--steps", "20", "--save-every", "10", *HELD_OUT)
-    content = bytearray((out / "best.safetensors").read_bytes())
-    content[-5] ^= 1
-    (out / "best.safetensors").write_bytes(content)
-    result = inside("train", "--resume", out, "--steps", "22", "--threads", "1")
-    assert result.returncode == 0 and "the next evaluation writes it anew" in result.stdout
-    words = ["--weights", out / "best.safetensors", "--max-new-tokens", "1"]
-    assert inside("infer", *words).returncode == 0

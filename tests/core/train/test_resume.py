@@ -128,6 +128,18 @@ def test_a_run_resumes_bit_for_bit_with_its_own_settings(how, half, finished, tm
     assert how != "branch" or contents(half) == before
 
 
+@pytest.mark.parametrize("how", ["of a later step", "damaged", "of fewer tokens"])
+def test_best_weights_that_are_not_the_checkpoint_s_are_written_again(how, half, finished):
+    best, whole = half / "best.safetensors", weights(finished, "best")
+    best.write_bytes(whole[:-5] + b"12345" if how == "damaged" else whole)
+    fewer = ["--val-tokens", "16"] if how == "of fewer tokens" else []
+    result = train("--resume", half, "--threads", "1", *fewer)
+    assert bool(fewer) != ("the next evaluation writes it anew" in " ".join(result.stdout.split()))
+    state = json.loads((half / "checkpoints" / "step-00000008" / "state.json").read_text())
+    assert (state["best"]["tokens"] == 16) == bool(fewer) and (best.read_bytes() == whole) != bool(fewer)
+    assert f"after step {state['best']['step']}, with validation loss" in inside("weights", "info", best).stdout
+
+
 def test_a_run_without_an_intact_checkpoint_is_refused(half):
     for state in half.glob("checkpoints/*/state.json"):
         os.truncate(state, 3)
