@@ -49,7 +49,7 @@ def test_a_run_in_a_batch_job_says_where_it_ran_and_when(tmp_path, words, shown)
     assert sum("  step " in line for line in lines) == shown
 
 
-@pytest.mark.ci
+@pytest.mark.smoke
 @pytest.mark.ranks
 @needs_mpi
 def test_ranks_say_where_they_ran(tmp_path):
@@ -60,6 +60,7 @@ def test_ranks_say_where_they_ran(tmp_path):
     words = ["train", "--stage", "mpi", *SMALL, "--steps", "2", "--out", tmp_path / "run"]
     ended = distgpt(*words, ranks=2, program=[*own_name, *SCRIPT] if is_root else SCRIPT)
     assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("step 1/2") == ended.stdout.count("weights   ") == 1 and ended.stderr == ""
     assert f"2 ranks{' on node0, node1' * is_root}, 1 thread each" in ended.stdout
     for found in files(tmp_path / "run"):
         assert found["hosts"] == hosts and "job" not in found
