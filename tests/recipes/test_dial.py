@@ -1,11 +1,17 @@
-"""One dial: what follows from a depth and a text, and which depth is chosen for a time."""
+"""One dial: what follows from a depth and a text, how hard it is, and which depth is chosen for a time."""
 
+import gzip
+import json
 import math
+import random
+import string
 
 import pytest
 from distgpt.core.config.presets import PRESETS, preset
+from distgpt.core.data.loading import resolve_data
 from distgpt.core.data.tokenizers import load_tokenizer
 from distgpt.corpora.tokenizers.bpe import learned_size
+from distgpt.recipes.depth import EASIEST, HARDEST, difficulty
 from distgpt.recipes.scaling import (
     FAST_RATES,
     REFERENCE_WIDTH,
@@ -26,6 +32,8 @@ from distgpt.recipes.scaling import (
     tokens_to_read,
     vocabulary,
 )
+
+from conftest import inside
 
 DOCS = Text(9.7e6, 8192)
 
@@ -120,3 +128,50 @@ def test_a_bpe_of_any_size_is_learned_from_the_text():
     assert [learned_size(name) for name in ("bpe:300", "bpe:", "bpe:-1", "bpe", "300")] == [300, 0, 0, 0, 0]
     tokenizer = load_tokenizer("bpe:300", "the keeper lit the lamp " * 20)
     assert tokenizer.size <= 300 and len(tokenizer.encode("the keeper")) < 8
+
+
+# How hard a text is before anything is trained
+
+WORDS = ["lamp", "keeper", "harbour", "stone", "evening", "ship", "window", "letter", "the", "and", "was"]
+
+
+def prose(count, seed=0):
+    draw = random.Random(seed)
+    return " ".join(draw.choice(WORDS) + draw.choice("abcdefgh") for _ in range(count))
+
+
+def test_a_text_that_packs_better_is_easier(tmp_path):
+    noise = "".join(random.Random(1).choices(string.printable, k=200_000))
+    found = []
+    for text in ("all work and no play " * 9000, prose(30_000), noise):
+        path = tmp_path / "text.txt"
+        path.write_text(text)
+        found.append(difficulty(path))
+    assert found == sorted(found) and found[0] == EASIEST and found[2] == HARDEST
+    assert EASIEST < found[1] < HARDEST
+    path.write_text("")
+    assert difficulty(path) == 1.0
+
+
+def test_the_bundled_texts_are_about_as_hard_as_english():
+    assert 1 < difficulty(resolve_data("corpus")) < 1.2
+    assert difficulty(resolve_data("corpus")) < difficulty(resolve_data("names"))
+
+
+def test_it_is_the_same_in_every_kind_of_file(tmp_path):
+    text = prose(20_000)
+    (tmp_path / "a.txt").write_text(text)
+    (tmp_path / "b.txt.gz").write_bytes(gzip.compress(text.encode()))
+    documents = [text[start : start + 5000] for start in range(0, len(text), 5000)]
+    (tmp_path / "c.jsonl").write_text("".join(json.dumps({"text": each}) + "\n" for each in documents))
+    shards = ["--tokenizer", "byte", "--shard-tokens", "16384", "--val-shards", "1"]
+    prepared = inside("data", "prepare", tmp_path / "a.txt", *shards, "--out", tmp_path / "shards")
+    assert prepared.returncode == 0, prepared.stderr
+    expected = difficulty(tmp_path / "a.txt")
+    for name in ("b.txt.gz", "c.jsonl", "shards"):
+        assert difficulty(tmp_path / name) == pytest.approx(expected, rel=0.05), name
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    for number, each in enumerate(documents):
+        (folder / f"{number}.txt").write_text(each)
+    assert difficulty(folder) == pytest.approx(expected, rel=0.2)  # each file packs alone

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 from distgpt.callbacks import attach
@@ -193,12 +194,13 @@ def test_all_ranks_find_the_signal_that_counts_most():
     assert list(EXIT_CODES.values()) == sorted(EXIT_CODES.values(), reverse=True)
 
 
-def test_the_limit_of_cpu_time_is_told_every_second():
+def test_the_limit_of_cpu_time_is_told_every_second(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(interrupts, "time", SimpleNamespace(monotonic=lambda: now[0]))
     with same_signals():
         interrupts.install_handlers()
         with deferred_signals(PendingSignals()) as found:
-            for at in (0, -10, -20):
-                found._came[signal.SIGUSR1] = interrupts._noted_at[signal.SIGUSR1] = time.monotonic() + at
+            for now[0] in (100.0, 110.0, 120.0):
                 signal.raise_signal(signal.SIGXCPU)
             assert found.exit_code == 75
 
