@@ -6,6 +6,7 @@ from dataclasses import replace
 import distgpt as library
 import pytest
 from distgpt.callbacks.attach import TimedClock
+from distgpt.core.base.errors import UsageError
 from distgpt.core.config import TrainConfig
 from distgpt.core.config.presets import preset
 from distgpt.core.data.textfile import resolve_data
@@ -189,7 +190,6 @@ def test_the_size_of_a_text_is_known_before_it_is_read(tmp_path):
     ("words", "named"),
     [
         ("--depth 2 --preset gpt2", "fast"),
-        ("--depth 0", "depth"),
         ("--within soon", "no time"),
         ("--within 1m --set train_minutes=1", "train_minutes"),
         ("--within 1m --steps 5", "--within and --steps"),
@@ -201,6 +201,8 @@ def test_the_size_of_a_text_is_known_before_it_is_read(tmp_path):
 )
 def test_an_impossible_dial_is_refused(words, named, tmp_path):
     refused(inside("train", *words.split(), "--out", tmp_path / "none"), 2, named)
+    with pytest.raises(UsageError, match="depth"):
+        settings_of(0, {})
 
 
 def within(path, seconds, out, **settings):

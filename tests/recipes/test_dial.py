@@ -38,29 +38,18 @@ from conftest import inside
 DOCS = Text(9.7e6, 8192)
 
 
-def test_the_width_and_the_parameters_follow_from_the_depth():
+def test_the_laws_of_sizes():
+    """Tokens go with the parameters, but not past a few epochs; batches are powers of two."""
     assert (matrices(4), parameters(4, 8192)) == (12 * 4 * 256**2, 12 * 4 * 256**2 + 8192 * 256)
-
-
-def test_the_vocabulary_suits_the_text():
     sizes = [vocabulary(size) for size in (70e3, 199e3, 201e3, 1e6, 30e6, 1e12)]
     assert sizes == [256, 256, 512, 2048, 8192, 32768]
     assert text_to_learn_from(70e3) == Text(70e3, 256, "byte")
     assert text_to_learn_from(30e6).tokenizer == "bpe:8192"
     assert text_to_learn_from(30e6, 4096).vocab_size == 4096
-
-
-def test_tokens_go_with_the_parameters_but_not_past_a_few_epochs():
     assert tokens_to_read(3, DOCS) == 12 * parameters(3, 8192)
     assert tokens_to_read(6, DOCS) == 8 * DOCS.tokens
-
-
-def test_batches_are_powers_of_two_that_grow_with_the_tokens():
     found = [batch(tokens) for tokens in (1e3, 2e5, 12e6, 200e6, 1e15)]
     assert found == [512, 1024, 4096, 16384, 1 << 19]
-
-
-def test_a_short_text_has_a_short_context():
     assert [context(depth, 1e7) for depth in (1, 3, 4, 6, 7)] == [256, 256, 512, 512, 1024]
     assert context(7, 100) == 32 and context(7, 3) == 8
 
@@ -79,13 +68,10 @@ def test_the_recipe_is_a_run_and_follows_what_is_given():
     assert recipe(4, 12e6, DOCS, given={"seq_len": 256})["batch_size"] == 16
     assert recipe(4, 12e6, DOCS, given={"steps": 50})["warmup"] == 2
     assert recipe(4, 12e6, DOCS, ranks=3)["batch_size"] == 9  # 8 cannot be shared
-
-
-def test_the_rates_are_those_of_the_presets_they_were_found_for():
-    for name, rates in (("fast", FAST_RATES), ("sprint", SPRINT_RATES)):
-        found = PRESETS[name]
-        assert all(found[rate] == value for rate, value in rates.items() if rate in found)
-        assert found["n_embd"] == REFERENCE_WIDTH and found["weight_decay"] == WEIGHT_DECAY
+    for name, rates in (("fast", FAST_RATES), ("sprint", SPRINT_RATES)):  # for which they were found
+        own = PRESETS[name]
+        assert all(own[rate] == value for rate, value in rates.items() if rate in own)
+        assert own["n_embd"] == REFERENCE_WIDTH and own["weight_decay"] == WEIGHT_DECAY
 
 
 def test_speeds_lie_on_a_line_between_those_that_were_measured():

@@ -34,7 +34,7 @@ from steps import build_step
 from stopping import at_call
 from threadranks import on_all_ranks
 
-from conftest import in_one_job, inside, losses, metrics, needs_mpi, popen, refused
+from conftest import inside, losses, popen, refused
 from models import VARIANTS
 
 SAMPLE = bundled("weights", "sample.safetensors")
@@ -241,32 +241,23 @@ def test_chat_says_what_was_never_taught_to_chat_and_serve_knows_it(chats, tmp_p
         assert served_model(loaded, "it", loaded.slots(1, 0)).chats == is_taught, (weights, adapter)
 
 
-@pytest.mark.ranks
-@pytest.mark.slow
-@needs_mpi
-def test_two_ranks_have_the_losses_of_one_process(chats, tmp_path):
-    words = ["--epochs", "4", "--val", str(chats), "--dtype", "float64"]
-    tuned(chats, tmp_path / "serial", *words)
-    common = ["tune", "--weights", SAMPLE, "--data", chats, *SHAPE, *words, "--stage", "mpi", "--out"]
-    runs = [[*common, tmp_path / "mpi"], [*common, tmp_path / "sharded", "--grad-sync", "sharded"]]
-    assert all(ended == ("", {0}) for ended in in_one_job([list(map(str, run)) for run in runs], 2))
-    for run in ("mpi", "sharded"):
-        np.testing.assert_allclose(losses(tmp_path / run), losses(tmp_path / "serial"), rtol=1e-12)
-        own, other = ([line["grad_norm"] for line in metrics(tmp_path / each).values()] for each in (run, "serial"))
-        np.testing.assert_allclose(own, other, rtol=1e-9)
-
-
-def test_what_cannot_be_tuned_on_is_refused_before_anything_is_written(chats, tmp_path):
-    out = tmp_path / "run"
-    long = {"prompt": "x" * 200, "completion": "y"}
-    for rows, message in (
+@pytest.mark.parametrize(
+    ("rows", "named"),
+    [
         ([], "holds no rows"),
         ([{"messages": [{"role": "user", "content": "Hello?"}]}], "line 1: the chat has no answer"),
         ([ROWS[0], {"messages": [{"role": "oracle", "content": "Yes."}]}], "line 2: message 1: the role"),
-        ([long], "no example has an answer within its first 129 tokens"),
+        ([{"prompt": "x" * 200, "completion": "y"}], "no example has an answer within its first 129 tokens"),
         ([{"title": "none of these"}], "line 1: it has 'title', and not"),
-    ):
-        refused(tune(written(tmp_path / "bad.jsonl", *rows), out), 65, message)
+    ],
+)
+def test_chats_that_cannot_be_tuned_on_are_refused(rows, named, tmp_path):
+    refused(tune(written(tmp_path / "bad.jsonl", *rows), tmp_path / "run"), 65, named)
+    assert not (tmp_path / "run").exists()
+
+
+def test_impossible_options_are_refused_before_anything_is_written(chats, tmp_path):
+    out = tmp_path / "run"
     refused(tune(tmp_path / "gone.jsonl", out), 65, "gone.jsonl")
     refused(tune(chats, out, "--val-fraction", "0.01"), 65, "of 5 examples is none")
     refused(tune(chats, out, "--steps", "3", "--epochs", "1"), 2, "--steps and --epochs exclude each other")

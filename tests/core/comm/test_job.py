@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from distgpt.cluster.launch import job as launching
 from distgpt.cluster.launch.job import Launched
-from distgpt.core.base.errors import DataError, StorageError
+from distgpt.core.base.errors import DataError, StorageError, UsageError
 from distgpt.core.base.interrupts import Interrupted
 from distgpt.core.comm import job as jobs
 from distgpt.core.comm.agree import shared
@@ -60,6 +60,30 @@ def test_an_interrupt_before_mpi_has_started_ends_the_process_once_its_output_is
     print("a line")
     assert Launched().leave(Interrupted(15), None) == 143
     assert killed == [(15, b"a line\n")]
+
+
+def test_under_open_mpi_rank_0_has_time_to_say_why_no_rank_starts(capsys, monkeypatch):
+    """Its mpirun ends all ranks as soon as one fails. The first rank of another host says it, too."""
+    said = []
+
+    def start_mpi():
+        raise UsageError("no MPI")
+
+    monkeypatch.setattr(launching, "start_mpi", start_mpi)
+    monkeypatch.setattr(launching.time, "sleep", said.append)
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "4")
+    for own, local, why, waits, is_told in (
+        (0, 0, "no MPI", 0, 0),
+        (1, 1, "no MPI", 1, 0),
+        (2, 0, "no MPI", 1, 1),
+        (2, 0, "another reason", 1, 0),
+    ):
+        monkeypatch.setenv("OMPI_COMM_WORLD_RANK", str(own))
+        monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_RANK", str(local))
+        assert Launched().complain(why, 2) == 2
+        assert said == [launching.SECONDS_TO_START] * waits
+        assert capsys.readouterr().err.count(f"rank {own} on {platform.node()}: no MPI") == is_told
+        said.clear()
 
 
 class World:

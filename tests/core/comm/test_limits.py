@@ -1,11 +1,9 @@
 """Memory and cores as the system limits them: control groups of both versions, ulimit, what Slurm says."""
 
-import os
 import re
 import resource
 import subprocess
 import sys
-from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -25,7 +23,6 @@ from conftest import SMALL, clean_environment, inside, refused
 
 MIB, GIB = 1 << 20, 1 << 30
 LARGE = [*SMALL, "--n-embd", "1024", "--n-layer", "12"]  # about 600 MiB
-CONTROLLERS = Path("/sys/fs/cgroup")
 NOWHERE = Groups(Path("/nowhere"), Path("/nowhere"))
 
 
@@ -156,56 +153,22 @@ def test_slurm_s_memory_is_a_limit_for_all_ranks_of_a_node():
         assert granted_memory(1, NOWHERE, BatchGrants(nothing)).limit == ""
 
 
-# Runs under real limits: each says before its first step that it does not fit
-
-
-@contextmanager
-def group(controller, **values):
-    """A new control group of version 1 with these values: its folder."""
-    parent = CONTROLLERS / controller
-    if os.geteuid() or not (parent / "cgroup.procs").is_file():
-        pytest.skip("needs root and control groups of version 1")
-    place = parent / f"distgpt-test-{os.getpid()}"
-    try:
-        place.mkdir()
-    except OSError as error:
-        pytest.skip(f"no group can be made here: {error}")
-    try:
-        for name, value in values.items():
-            (place / f"{controller}.{name}").write_text(str(value))
-        yield place
-    finally:
-        place.rmdir()
-
-
-def limited(words, place=None, **ulimits):
-    """Run distgpt in this group, under these limits."""
-
-    def enter():
-        if place:
-            (place / "cgroup.procs").write_text(str(os.getpid()))
-        for name, value in ulimits.items():
-            resource.setrlimit(getattr(resource, name), (value, value))
-
-    program = [sys.executable, "-m", "distgpt", *map(str, words)]
-    how = {"capture_output": True, "text": True, "timeout": 100, "env": clean_environment()}
-    return subprocess.run(program, preexec_fn=enter, **how)
+# Runs that do not fit
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("limit", ["memory", "RLIMIT_AS", "RLIMIT_DATA"])
-def test_a_run_that_does_not_fit_under_a_limit_names_it(limit, tmp_path):
-    with group(limit, limit_in_bytes=500 * MIB) if limit == "memory" else nullcontext() as place:
-        how = {limit: 1100 * MIB} if place is None else {"place": place}
-        named = f"by ulimit -{'v' if limit == 'RLIMIT_AS' else 'd'}"
-        if place:
-            named = f"limited to 500 MiB by memory.limit_in_bytes of the control group /{place.name}"
-            assert named in limited(["estimate", *LARGE, "--no-measure"], **how).stdout
-        result = limited(["train", *LARGE, "--out", tmp_path / "run"], **how)
-        refused(result, 2, "this run needs", named, "help out-of-memory")
-        fits = limited(["train", *SMALL, "--steps", "2", "--out", tmp_path / "small"], **how)
-        assert fits.returncode == 0, fits.stderr
-    assert not (tmp_path / "run").exists()
+@pytest.mark.parametrize(("limit", "flag"), [("RLIMIT_AS", "v"), ("RLIMIT_DATA", "d")])
+def test_a_run_that_does_not_fit_under_ulimit_names_it(limit, flag, tmp_path):
+    def limited(*words):
+        program = [sys.executable, "-m", "distgpt", *map(str, words)]
+        how = {"capture_output": True, "text": True, "timeout": 100, "env": clean_environment()}
+        bytes_ = (1100 * MIB, 1100 * MIB)
+        return subprocess.run(program, preexec_fn=lambda: resource.setrlimit(getattr(resource, limit), bytes_), **how)
+
+    result = limited("train", *LARGE, "--out", tmp_path / "run")
+    refused(result, 2, "this run needs", f"by ulimit -{flag}", "help out-of-memory")
+    fits = limited("train", *SMALL, "--steps", "2", "--out", tmp_path / "small")
+    assert fits.returncode == 0 and not (tmp_path / "run").exists(), fits.stderr
 
 
 def test_a_run_that_slurm_has_no_memory_for_is_refused(trained, tmp_path):

