@@ -93,7 +93,7 @@ _FAULTS = {
     ("callbacks/bad_steps.py", "callbacks/test_badsteps.py"): [
         ("a rollback sees the bad data again", "used = self.step + run.batches.skipped", "used = run.progress.step")
     ],
-    ("core/train/loop.py", "core/train/test_mpi.py -k drift"): [
+    ("core/train/loop.py", "core/train/test_mpi.py -k differ"): [
         ("ranks differ unseen", "run.comm.allreduce_max(own) != -", "run.comm.allreduce_max(own) == -1 != -")
     ],
     ("core/data/batches.py", "inference/test_scoring.py"): [

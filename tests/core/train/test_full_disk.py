@@ -123,31 +123,25 @@ def test_a_line_is_whole_or_not_there(tmp_path, disk, monkeypatch):
 
 
 @pytest.mark.ci
-@pytest.mark.smoke
-def test_where_a_second_checkpoint_does_not_fit_the_weights_do(disk):
-    """The newest intact one is never given up: the run ends with 74, and its result is there."""
-    with small_disk(disk, f"size={WEIGHTS + 3 * CHECKPOINT // 2}"):
-        ended = inside("train", *WORDS, "--out", disk / "run")
-        refused(ended, 74, "step-00000060", "No space left", "weights.safetensors is written", late=True)
-        assert names(disk / "run" / "checkpoints") == ["step-00000005"]
-        assert "weights.safetensors" in names(disk / "run")
-        assert "the run goes on, with step 5 saved" in ended.stdout
-
-
-@pytest.mark.ci
-def test_without_room_for_the_weights_no_run_begins(disk):
-    with small_disk(disk, f"size={WEIGHTS // 2}"):
-        ended = inside("train", *WORDS, "--out", disk / "run")
-        refused(ended, 74, "cannot reserve", f"for the final weights in {disk / 'run'}", "No space left")
-        assert not any("tmp" in name for name in names(disk / "run"))
-
-
-@pytest.mark.ci
-def test_a_run_that_is_told_to_stop_gives_nothing_up(disk):
-    with small_disk(disk, f"size={WEIGHTS + 5 * CHECKPOINT // 2}"):
-        ended = inside("train", *WORDS, "--set", "on_disk_error=stop", "--save", "sync", "--out", disk / "run")
-        refused(ended, 74, "No space left", late=True)
-        assert names(disk / "run" / "checkpoints") == ["step-00000005", "step-00000010"]
+@pytest.mark.parametrize(
+    ("size", "words", "named", "left"),
+    [
+        (WEIGHTS + 3 * CHECKPOINT // 2, [], "step-00000060|weights.safetensors is written", [5]),  # only one fits
+        (WEIGHTS + 5 * CHECKPOINT // 2, ["--set", "on_disk_error=stop", "--save", "sync"], "step-00000015", [5, 10]),
+        (WEIGHTS // 2, [], "cannot reserve|for the final weights in", []),  # no run begins
+    ],
+    ids=["small", "stop", "tiny"],
+)
+def test_a_disk_that_is_too_small_ends_the_run(size, words, named, left, disk):
+    """The newest intact checkpoint is never given up, and the weights have room."""
+    with small_disk(disk, f"size={size}"):
+        ended = inside("train", *WORDS, *words, "--out", disk / "run")
+        refused(ended, 74, "No space left", *named.split("|"), late=bool(left))
+        assert given_up(disk / "run") == [] and not any("tmp" in name for name in names(disk / "run"))
+        saved = names(disk / "run" / "checkpoints") if left else []
+        assert saved == [f"step-{step:08}" for step in left]
+        assert ("weights.safetensors" in names(disk / "run")) == ("is written" in named)
+        assert ("the run goes on, with step 5 saved" in ended.stdout) == ("is written" in named)
 
 
 # What is given up, and what is not: one run's directory, without a run

@@ -20,28 +20,16 @@ from distgpt.recipes.within import outcome
 from conftest import SMALL, inside
 
 
-def notices(out, *args):
-    result = inside("train", *SMALL, "--out", out, "--progress", "plain", *args)
-    assert result.returncode == 0, result.stderr
-    return result.stdout + result.stderr
-
-
-def test_a_text_shorter_than_a_window_and_a_long_warm_up_are_noted_once(tmp_path):
+def test_short_texts_and_long_warm_ups_are_noted_once(tmp_path):
     (tmp_path / "short.txt").write_text("short text")
-    (tmp_path / "long.txt").write_text("long text " * 500)
-    words = ["--data", tmp_path / "short.txt", "--tokenizer", "byte", "--steps", "3", "--warmup", "4"]
-    short = notices(tmp_path / "a", *words)
-    assert short.count("the training text has 10 tokens, fewer than seq_len + 1 =") == 1
-    assert short.count("--warmup 4 is longer than the run of 3 steps") == 1
-    fine = notices(tmp_path / "b", "--data", tmp_path / "long.txt", "--steps", "3", "--warmup", "3")
-    assert "fewer than seq_len" not in fine and "longer than the run" not in fine
-
-
-def test_lines_of_json_are_read_as_documents(tmp_path):
-    (tmp_path / "texts.jsonl").write_text('{"text": "the lamp was lit"}\n' * 40)
-    noted = notices(tmp_path / "run", "--data", tmp_path / "texts.jsonl", "--steps", "1")
-    assert "(40 documents)" in noted
-    assert "run of 1 step:" in noted  # shorter than the warm-up
+    (tmp_path / "long.jsonl").write_text('{"text": "the lamp was lit"}\n' * 40)  # a document each
+    for name, text, few, long, documents in (("a", "short.txt", 1, 1, 0), ("b", "long.jsonl", 0, 0, 1)):
+        words = ["--data", tmp_path / text, "--tokenizer", "byte", "--warmup", "4", "--steps", "3" if few else "4"]
+        result = inside("train", *SMALL, "--out", tmp_path / name, *words)
+        assert result.returncode == 0, result.stderr
+        assert result.stdout.count("the training text has 10 tokens, fewer than seq_len + 1 =") == few
+        assert result.stdout.count("--warmup 4 is longer than the run of 3 steps") == long
+        assert result.stdout.count("(40 documents)") == documents
 
 
 class Four(SerialComm):

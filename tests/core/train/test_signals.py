@@ -156,36 +156,11 @@ def test_a_second_signal_leaves_at_once(tmp_path, monkeypatch):
     assert newest_step(tmp_path / "run" / "checkpoints") == 4 and max(metrics(tmp_path / "run")) == 5
 
 
-def test_the_same_signal_by_way_of_a_launcher_is_one(monkeypatch):
-    before = signal.signal(signal.SIGUSR1, lambda number, frame: 1 / 0)
-    try:
-        with deferred_signals(PendingSignals()) as found:
-            for _ in range(3):
-                signal.raise_signal(signal.SIGUSR1)
-            assert list(found.came) == [signal.SIGUSR1] and found.exit_code == 75
-            monkeypatch.setattr(interrupts, "MEANT", -1.0)
-            with pytest.raises(ZeroDivisionError):
-                signal.raise_signal(signal.SIGUSR1)
-    finally:
-        signal.signal(signal.SIGUSR1, before)
-
-
 def test_a_signal_that_comes_when_the_time_is_up_is_the_first_of_its_kind():
     found = PendingSignals()
     found.deadline = 0.0
     assert list(found.came) == [signal.SIGUSR1] and found.late and found.exit_code == 75
     assert found.note(signal.SIGUSR1) and not found.late and not found.note(signal.SIGUSR1)
-
-
-def test_what_a_launcher_sends_after_the_run_has_saved_is_ignored():
-    with same_signals():
-        interrupts.install_handlers()
-        with deferred_signals(PendingSignals()):
-            signal.raise_signal(signal.SIGTERM)
-        signal.raise_signal(signal.SIGTERM)
-        interrupts.install_handlers()  # another command
-        with pytest.raises(Interrupted):
-            signal.raise_signal(signal.SIGTERM)
 
 
 def test_all_ranks_find_the_signal_that_counts_most():
@@ -194,7 +169,8 @@ def test_all_ranks_find_the_signal_that_counts_most():
     assert list(EXIT_CODES.values()) == sorted(EXIT_CODES.values(), reverse=True)
 
 
-def test_the_limit_of_cpu_time_is_told_every_second(monkeypatch):
+def test_a_signal_that_a_launcher_repeats_is_one(monkeypatch):
+    """At once, also after the run has saved. The limit of CPU time is told every second."""
     now = [100.0]
     monkeypatch.setattr(interrupts, "time", SimpleNamespace(monotonic=lambda: now[0]))
     with same_signals():
@@ -202,7 +178,16 @@ def test_the_limit_of_cpu_time_is_told_every_second(monkeypatch):
         with deferred_signals(PendingSignals()) as found:
             for now[0] in (100.0, 110.0, 120.0):
                 signal.raise_signal(signal.SIGXCPU)
-            assert found.exit_code == 75
+            for _ in range(3):
+                signal.raise_signal(signal.SIGTERM)
+            assert list(found.came) == [signal.SIGUSR1, signal.SIGTERM] and found.exit_code == 143
+        signal.raise_signal(signal.SIGTERM)
+        with deferred_signals(found), pytest.raises(Interrupted):
+            now[0] += 1.5
+            signal.raise_signal(signal.SIGTERM)
+        interrupts.install_handlers()  # another command
+        with pytest.raises(Interrupted):
+            signal.raise_signal(signal.SIGTERM)
 
 
 @pytest.mark.ci
