@@ -264,11 +264,6 @@ def test_evaluations_by_the_clock_score_all_that_is_held_out_while_that_takes_li
     scored, every, _ = settings(40e3, val_fraction=0.1)
     assert 0 < scored < 10_000 and every
     assert settings(40e3) == (None, None, settings(40e3)[2])
-    folder = tmp_path / "run"
-    words = ["--data", text, "--tokenizer", "byte", "--val-fraction", "0.1", "--val-tokens", "99"]
-    ended = inside("train", *SMALL, *words, "--steps", "1", "--threads", "1", "--out", folder).stdout
-    assert "over 99 of 9,999 held-out tokens" in ended
-    assert lines(folder)[-1]["held_out_tokens"] == 9999
 
 
 @pytest.mark.ci

@@ -7,10 +7,16 @@ import distgpt as library
 import pytest
 from distgpt.core.base.files import bundled
 
-from conftest import distgpt, inside, needs_mpi, refused, train
+from conftest import SMALL, distgpt, inside, needs_mpi, refused
 
 HELD_OUT = ["--val-fraction", "0.2", "--eval-every", "5"]
 ROPE = ["--positions", "rope", "--norm", "rmsnorm", "--mlp", "swiglu", "--no-bias"]
+
+
+def train(out, *words):
+    result = inside("train", *SMALL, "--out", out, *words)
+    assert result.returncode == 0, result.stderr
+    return out
 
 
 def lines(directory):
@@ -21,10 +27,6 @@ def validations(directory):
     return {line["step"]: line["val_loss"] for line in lines(directory) if "val_loss" in line}
 
 
-def weights_of(path):
-    return library.load(path).parameters()
-
-
 def evaluated(weights, *args, ranks=0):
     words = ["eval", "--weights", weights, "--threads", "1", "--json", *args]
     result = distgpt(*words, "--stage", "mpi", ranks=ranks) if ranks else inside(*words)
@@ -32,7 +34,6 @@ def evaluated(weights, *args, ranks=0):
     return json.loads(result.stdout)
 
 
-@pytest.mark.ci
 def test_of_the_text_of_training_only_what_was_held_out_is_scored(run, tmp_path):
     words = ["eval", "--weights", run, "--threads", "1", "--json", "--val"]
     found = inside(*words, bundled("data", "story.txt"))
@@ -54,7 +55,6 @@ def run(tmp_path_factory):
     return train(out, "--steps", "20", "--save-every", "10", *HELD_OUT)
 
 
-@pytest.mark.ci
 def test_the_best_weights_are_those_of_the_lowest_validation(tmp_path):
     too_fast = ["--steps", "60", "--lr", "0.3", "--clip", "0", *HELD_OUT]
     out = train(tmp_path / "run", *too_fast)
@@ -62,8 +62,8 @@ def test_the_best_weights_are_those_of_the_lowest_validation(tmp_path):
     best = min((step for step in found if step), key=found.get)
     assert best < 60, "the learning rate was meant to be too high"
     again = train(tmp_path / "again", *too_fast, "--save-every", str(best))
-    at_best = weights_of(again / "checkpoints" / f"step-{best:08d}" / "weights.safetensors")
-    for name, array in weights_of(out / "best.safetensors").items():
+    at_best = library.load(again / "checkpoints" / f"step-{best:08d}" / "weights.safetensors").parameters()
+    for name, array in library.load(out / "best.safetensors").parameters().items():
         assert (array == at_best[name]).all()
 
 
@@ -77,7 +77,6 @@ def test_any_number_of_ranks_validates_alike(run):
     assert all(evaluated(weights, "--val", "story", ranks=ranks) == alone for ranks in (2, 3))
 
 
-@pytest.mark.ci
 def test_eval_reads_as_much_as_is_asked_for_and_further_than_in_training_with_rope(run, tmp_path):
     weights = run / "weights.safetensors"
     words = (weights, "--val", "story")
@@ -95,7 +94,6 @@ def test_eval_reads_as_much_as_is_asked_for_and_further_than_in_training_with_ro
     assert "40 tokens" in written.stderr
 
 
-@pytest.mark.ci
 def test_hellaswag_is_scored_while_training_and_afterwards(tmp_path):
     file = tmp_path / "hellaswag.jsonl"
     endings = ["the lamp", "a lamp", "lamp the", "the"]
@@ -112,7 +110,6 @@ def test_hellaswag_is_scored_while_training_and_afterwards(tmp_path):
     assert not (tmp_path / "x").exists()
 
 
-@pytest.mark.ci
 def test_weights_are_trained_further_and_not_needed_to_resume(run, tmp_path):
     start = shutil.copy(run / "weights.safetensors", tmp_path / "start.safetensors")
     more = ["train", "--init", start, "--data", "story", "--batch-size", "8", "--threads", "1"]

@@ -4,16 +4,17 @@ import json
 import re
 from types import SimpleNamespace
 
-import distgpt as library
 from distgpt.cluster.launch import job
 from distgpt.core.base.errors import escape_model_text
 from distgpt.core.comm.api import SerialComm
 from distgpt.core.config import TrainConfig
 from distgpt.core.cpu.compiling import processor
 from distgpt.core.cpu.compiling.processor import AVX2, AVX512, AVX512_BF16
+from distgpt.core.cpu.kernels import CpuKernels
 from distgpt.core.cpu.stages import open_stage
 from distgpt.core.generate.engine import sample
 from distgpt.core.saved.checkpoint import Best
+from distgpt.core.saved.modelfile import load_model
 from distgpt.core.train.progress import Progress
 from distgpt.recipes.within import outcome
 
@@ -80,8 +81,8 @@ def test_the_end_shows_the_best_weights_and_whether_validation_has_risen(tmp_pat
     summary = json.loads((tmp_path / "a" / "summary.json").read_text())
     assert 1 < summary["best_step"] < 40
     assert f"validation has risen since step {summary['best_step']}" in ended.stdout
-    best = library.load(tmp_path / "a" / "best.safetensors")
-    text = sample(best._model, best.tokenizer, 0, 240).strip()
+    best, described = load_model(tmp_path / "a" / "best.safetensors", CpuKernels("float32"), SerialComm())
+    text = sample(best, described.tokenizer, 0, 240).strip()
     assert text in ended.stdout or escape_model_text(text) in ended.stdout
     assert re.search(r"^took +0:\d\d for 40 steps, [\d,]+ tokens/s", ended.stdout, re.MULTILINE)
     wrong = inside("train", *SMALL, *words, "--out", tmp_path / "b")

@@ -134,6 +134,7 @@ def test_best_weights_that_are_not_the_checkpoint_s_are_written_again(how, half,
     fewer = ["--val-tokens", "16"] if how == "of fewer tokens" else []
     result = train("--resume", half, "--threads", "1", *fewer)
     assert bool(fewer) != ("the next evaluation writes it anew" in " ".join(result.stdout.split()))
+    assert not fewer or "over 16 of 127 held-out tokens" in result.stdout
     state = json.loads((half / "checkpoints" / "step-00000008" / "state.json").read_text())
     assert (state["best"]["tokens"] == 16) == bool(fewer) and (best.read_bytes() == whole) != bool(fewer)
     assert f"after step {state['best']['step']}, with validation loss" in inside("weights", "info", best).stdout
