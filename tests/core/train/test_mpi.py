@@ -30,6 +30,7 @@ from conftest import (
     metrics,
     needs_mpi,
     refused,
+    wait_for,
 )
 
 mpi = pytest.importorskip("distgpt.core.comm.mpi")
@@ -40,6 +41,7 @@ WAYS = [
     *((2, 1, "allreduce"), (2, 1, "sharded"), (2, 2, "allreduce"), (2, 2, "overlapped")),
     *([(4, 2, "sharded")] * (not OTHER_MPI)),  # Open MPI's ranks never sleep: with few cores four take minutes
 ]
+TRAIN = ["train", *SMALL, "--stage", "mpi", "--out", "run"]
 TWENTY = [*SMALL, "--steps", "20", "--dtype", "float64"]
 
 
@@ -164,9 +166,8 @@ def broken(tmp_path):
     (driver := tmp_path / "driver.py").write_text(DRIVER)
 
     def run(rank, how, *args):
-        words = ("train", *SMALL, "--steps", "5000", "--stage", "mpi", "--out", tmp_path / "run", *args)
         how = {"program": [sys.executable, str(driver)], "env": {"BREAK": json.dumps([rank, how])}}
-        result = distgpt(*words, ranks=2, cold=False, **how)
+        result = distgpt(*TRAIN, "--steps", "5000", *args, ranks=2, cwd=tmp_path, cold=False, **how)
         assert ("weights   " in result.stdout) == (result.returncode == 0)
         return result
 
@@ -218,22 +219,6 @@ def test_all_ranks_go_back_alike(broken, tmp_path):
     assert list(metrics(tmp_path / "run")) == list(range(1, 9))
 
 
-def start(out, *args, **how):
-    """A job on two ranks that is in the middle of its work, with a checkpoint written."""
-    job = subprocess.Popen(
-        command("train", *SMALL, "--stage", "mpi", "--steps", "100000", "--out", out, *args, ranks=2),
-        env=clean_environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        **how,
-    )
-    while not (out / "checkpoints" / "step-00000010").exists():
-        time.sleep(0.01)
-        assert job.poll() is None, job.communicate()
-    return job
-
-
 @pytest.mark.ci
 @pytest.mark.ranks
 @pytest.mark.parametrize(
@@ -245,12 +230,15 @@ def start(out, *args, **how):
     ],
 )
 def test_a_signal_saves_and_ends_all_ranks(tmp_path, send, sent, code):
-    job = start(tmp_path / "run", "--save-every", "10", process_group=0)
-    (send or os.kill)(job.pid if send else of_job(tmp_path / "run")[-1], sent)
-    _, errors = job.communicate(timeout=60)
+    run, how = tmp_path / "run", {"env": clean_environment(), "text": True, "process_group": 0}
+    words = command(*TRAIN, "--steps", "100000", "--save-every", "10", "--out", run, ranks=2)
+    with subprocess.Popen(words, cwd=tmp_path, stdout=-1, stderr=-1, **how) as job:
+        wait_for((run / "checkpoints" / "step-00000010").exists, 60)
+        (send or os.kill)(job.pid if send else of_job(run)[-1], sent)
+        _, errors = job.communicate(timeout=60)
     assert job.returncode == code and errors.count("distgpt: ") == 1, errors
-    step = max(metrics(tmp_path / "run"))
-    assert f"step {step} is saved" in errors and newest_step(tmp_path / "run" / "checkpoints") == step
+    step = max(metrics(run))
+    assert f"step {step} is saved" in errors and newest_step(run / "checkpoints") == step
 
 
 @pytest.mark.ci
@@ -275,7 +263,6 @@ main()
 
 # Launch mistakes
 
-TRAIN = ["train", *SMALL, "--stage", "mpi", "--out", "run"]
 MISTAKES = [
     ([*TRAIN, "--batch-size", "5"], 2, ["batch_size 5", "4 or 6"]),
     ([*TRAIN, "--batch-size", "6", "--grad-accum", "2"], 2, ["4 or 8"]),

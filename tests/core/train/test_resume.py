@@ -83,23 +83,27 @@ main()
 """
 
 
-@pytest.mark.parametrize(
-    "how",
-    [
-        *("auto", "run", "checkpoint", "the same command", "branch", "not there", "shorter", "damaged"),
-        pytest.param("killed", marks=pytest.mark.ci),
-    ],
-)
+AGAIN = shlex.join(LONG)  # the same command
+WAYS = {
+    "auto": "--out HALF --resume auto",
+    "run": "--resume HALF",
+    "checkpoint": f"--resume HALF/{NEWEST}",
+    "branch": f"--resume HALF/{NEWEST} --out branch",
+    **dict.fromkeys(("command", "not there", "shorter", "damaged", "killed"), f"{AGAIN} --out HALF --resume auto"),
+}
+
+
+def words_of(command, **places):
+    """The words of a command, with paths in place of their names."""
+    words = command.split()
+    for name, place in places.items():
+        words = [word.replace(name, str(place)) for word in words]
+    return words
+
+
+@pytest.mark.parametrize("how", [*list(WAYS)[:-1], pytest.param("killed", marks=pytest.mark.ci)])
 def test_a_run_resumes_bit_for_bit_with_its_own_settings(how, half, finished, tmp_path):
-    out, newest = half, half / NEWEST
-    words = {"run": ["--resume", half], "checkpoint": ["--resume", newest]}.get(
-        how, ["--out", half, "--resume", "auto"]
-    )
-    if how not in ("auto", *words):
-        words = [*LONG, "--out", half, "--resume", "auto"]
-    if how == "branch":
-        out = tmp_path / "branch"
-        words = ["--resume", newest, "--out", out]
+    out, newest = tmp_path / "branch" if how == "branch" else half, half / NEWEST
     if how in ("not there", "shorter", "killed"):
         shutil.rmtree(half)
     if how == "shorter":
@@ -114,8 +118,10 @@ def test_a_run_resumes_bit_for_bit_with_its_own_settings(how, half, finished, tm
         with (half / "metrics.jsonl").open("a") as file:
             file.write('{"step": 9, "lo')  # as a killed run leaves it
     before = contents(half) if how == "branch" else None
-    result = train(*words, "--threads", "1")
-    assert ("changed from" in result.stdout) == (how == "shorter") and f"writing to {out}" in result.stdout
+    result = train(*words_of(WAYS[how], HALF=half), "--threads", "1", cwd=tmp_path)
+    assert ("changed from" in result.stdout) == (
+        how == "shorter"
+    ) and f"writing to {out if how != 'branch' else 'branch'}" in result.stdout
     whole = untimed(finished)
     assert untimed(out) == ([line for line in whole if line["step"] > 4] if how == "branch" else whole)
     assert weights(out) == weights(finished) and weights(out, "best") == weights(finished, "best")
@@ -173,7 +179,6 @@ def falling(tmp_path_factory):
     return out
 
 
-AGAIN = shlex.join(LONG)  # the same command
 DECAY = "--steps 3 --decay-from"
 REFUSED = [
     (f"{AGAIN} --out HALF", 2, "--resume auto"),
@@ -216,10 +221,7 @@ def test_an_impossible_continuation_changes_nothing(command, code, named, half, 
     for name, damaged in (("list", "[1]"), ("gone", '{"branch": true, "from": "/gone"}')):
         shutil.copytree(half, tmp_path / name, ignore=shutil.ignore_patterns("step-*"), dirs_exist_ok=True)
         (tmp_path / name / "history.jsonl").write_text(damaged)
-    places, before = {"HALF": half, "FINISHED": finished, "FALLING": falling}, contents(tmp_path)
-    words = command.split()
-    for name, place in places.items():
-        words = [word.replace(name, str(place)) for word in words]
+    words, before = words_of(command, HALF=half, FINISHED=finished, FALLING=falling), contents(tmp_path)
     refused(inside("train", *words, cwd=tmp_path), code, *named.split("|"))
     assert contents(tmp_path) == before
 
