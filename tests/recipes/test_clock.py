@@ -216,8 +216,8 @@ def within(path, seconds, out, **settings):
 def test_within_chooses_a_depth_and_ends_with_its_time(tmp_path):
     lines = resolve_data("corpus").read_text().splitlines(keepends=True)
     (tmp_path / "long.txt").write_text("".join(lines * 8))
-    notes, t, metrics = within(tmp_path / "long.txt", 4, tmp_path / "run", tokenizer="byte")
-    assert t.train_minutes == pytest.approx(4 / 60) and t.optimizer == "muon"
+    notes, t, metrics = within(tmp_path / "long.txt", 8, tmp_path / "run", tokenizer="byte")
+    assert t.train_minutes == pytest.approx(8 / 60) and t.optimizer == "muon"
     assert metrics[-1]["lr"] == pytest.approx(t.min_lr) and not t.eval_every
     assert "bits per byte on text that it has not seen" in notes and "--val-fraction 0.1" in notes
     assert "the run ends after" not in notes
