@@ -76,7 +76,7 @@ _FAULTS = {
         ("the time before a stop is forgotten", "begun - spent", "begun"),
         ("the last step ends too late", "end + usual > total", "end > total + usual"),
     ],
-    ("core/train/loop.py", "core/train/test_signals.py"): [
+    ("core/train/loop.py", "core/train/test_signals.py -k signal_ends or later"): [
         (
             "a signal does not save",
             "    run.checkpoints.on_root(lambda: run.checkpoints.write_now(run.state()))\n    raise stop",
