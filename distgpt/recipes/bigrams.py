@@ -90,7 +90,7 @@ def learn_bigrams(tokens: Array, embedding: Array, head: Array, centred: bool, t
                 if len(work) > threads:
                     dh += work.popleft().result()
                 part = slice(start, min(start + ROWS, rows))
-                work.append(pool.submit(_gradients, pairs, part, e, h, de, centred))
+                work.append(pool.submit(gradients, pairs, part, e, h, de, centred))
             while work:  # in order, so that rounding does not depend on the number of threads
                 dh += work.popleft().result()
             falling = min(1.0, 2 * (1 - step / len(steps)))
@@ -99,7 +99,7 @@ def learn_bigrams(tokens: Array, embedding: Array, head: Array, centred: bool, t
     embedding[pairs.order], head[pairs.order] = e, h
 
 
-def _gradients(pairs: Pairs, rows: slice, e: Array, h: Array, de: Array, centred: bool) -> Array:
+def gradients(pairs: Pairs, rows: slice, e: Array, h: Array, de: Array, centred: bool) -> Array:
     """Set de[rows] to the gradient of the mean loss. Return the head's (V, C) gradient from these rows."""
     x = e[rows] - e[rows].mean(1, keepdims=True) if centred else e[rows]
     scale = 1 / np.sqrt(np.mean(x * x, 1, keepdims=True) + 1e-5)

@@ -76,7 +76,7 @@ _FAULTS = {
         ("the time before a stop is forgotten", "begun - spent", "begun"),
         ("the last step ends too late", "end + usual > total", "end > total + usual"),
     ],
-    ("core/train/loop.py", "core/train/test_signals.py"): [
+    ("core/train/loop.py", "core/train/test_signals.py -k signal_ends or later"): [
         (
             "a signal does not save",
             "    run.checkpoints.on_root(lambda: run.checkpoints.write_now(run.state()))\n    raise stop",
@@ -93,7 +93,7 @@ _FAULTS = {
     ("callbacks/bad_steps.py", "callbacks/test_badsteps.py"): [
         ("a rollback sees the bad data again", "used = self.step + run.batches.skipped", "used = run.progress.step")
     ],
-    ("core/train/loop.py", "core/train/test_mpi.py -k drift"): [
+    ("core/train/loop.py", "core/train/test_mpi.py -k differ"): [
         ("ranks differ unseen", "run.comm.allreduce_max(own) != -", "run.comm.allreduce_max(own) == -1 != -")
     ],
     ("core/data/batches.py", "inference/test_scoring.py"): [

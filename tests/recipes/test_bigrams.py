@@ -10,7 +10,7 @@ import pytest
 from distgpt.core.base.errors import UsageError
 from distgpt.core.comm.layout import Layout
 from distgpt.core.comm.resources import Cores
-from distgpt.core.config import ModelConfig
+from distgpt.core.config import ModelConfig, TrainConfig
 from distgpt.core.cpu.kernels import CpuKernels
 from distgpt.core.model.model import Architecture, Model
 from distgpt.core.model.passes import Pass
@@ -20,7 +20,7 @@ from distgpt.recipes import bigrams
 from distgpt.recipes.bigrams import Pairs, learn_bigrams
 from distgpt.recipes.scaling import PAIR_PASSES
 
-from conftest import losses, train
+from conftest import SMALL, inside, losses
 
 V, C = 37, 16
 
@@ -65,7 +65,7 @@ def test_gradients_are_those_of_the_mean_loss(centred):
     e, h = (weights[pairs.order] for weights in random_weights(np.float64))
     places = np.argsort(pairs.order)[tokens]
     de = np.zeros_like(e)
-    dh = bigrams._gradients(pairs, slice(0, V), e, h, de, centred)
+    dh = bigrams.gradients(pairs, slice(0, V), e, h, de, centred)
     rng = np.random.default_rng(3)
     for weights, gradient in ((e, de), (h, dh)):
         for _ in range(8):
@@ -78,6 +78,13 @@ def test_gradients_are_those_of_the_mean_loss(centred):
             assert gradient[at] == pytest.approx((found[0] - found[1]) / 2e-5, rel=1e-3, abs=1e-6)
 
 
+@pytest.mark.parametrize("length", [1, 2])
+def test_short_texts(length):
+    e, h = random_weights()
+    learn_bigrams(np.arange(length, dtype=np.uint16), e, h, centred=False, threads=1)
+    assert np.isfinite(e).all() and np.isfinite(h).all()
+
+
 def test_they_predict_nearly_as_well_as_counts_do():
     tokens = text()
     e, h = random_weights()
@@ -88,72 +95,57 @@ def test_they_predict_nearly_as_well_as_counts_do():
     assert np.array_equal(e[5], unseen)
 
 
-def test_results_do_not_depend_on_the_number_of_threads(monkeypatch):
-    monkeypatch.setattr(bigrams, "ROWS", 5)
-    found = []
+def test_threads_change_no_bit_and_few_results_wait_to_be_added(monkeypatch):
+    """Each result is as large as the output layer, which has many more rows than a piece of work."""
+    gradients, made, alive, found = bigrams.gradients, [], [], []
+
+    def watched(*args):
+        result = gradients(*args)
+        made.append(weakref.ref(result))
+        alive.append(sum(each() is not None for each in made))
+        return result
+
+    monkeypatch.setattr(bigrams, "ROWS", 2)
+    monkeypatch.setattr(bigrams, "gradients", watched)
     for threads in (1, 3):
-        e, h = random_weights()
-        learn_bigrams(text(3000), e, h, centred=True, threads=threads)
-        found.append((e, h))
+        found.append(random_weights())
+        learn_bigrams(text(1000), *found[-1], centred=True, threads=threads)
+        assert len(made) > 100 and max(alive) <= 2 * threads + 1
     assert all(map(np.array_equal, *found))
 
 
-def test_few_results_wait_to_be_added(monkeypatch):
-    """Each is as large as the output layer, which has many more rows than a piece of work."""
-    gradients, made, alive = bigrams._gradients, [], []
+@pytest.mark.parametrize(
+    ("size", "cores", "is_async", "threads"),
+    [(1, 16, False, 3), (8, 16, False, 12), (8, 16, True, 16), (8, 8, False, 8)],
+    ids=["serial", "of waiting ranks", "beside a GPU", "as granted"],
+)
+def test_pairs_are_learned_with_the_threads_of_waiting_ranks(size, cores, is_async, threads, monkeypatch):
+    """On all cores that the process was given, not only those that this rank is bound to."""
 
-    def watched(*args):
-        found = gradients(*args)
-        made.append(weakref.ref(found))
-        alive.append(sum(each() is not None for each in made))
-        return found
-
-    monkeypatch.setattr(bigrams, "ROWS", 1)
-    monkeypatch.setattr(bigrams, "_gradients", watched)
-    learn_bigrams(text(500), *random_weights(), centred=False, threads=2)
-    assert len(made) > 100 and max(alive) <= 5
-
-
-def test_a_stage_beside_others_takes_its_own_threads_alone(monkeypatch):
-    """As runs of a sweep do; the ranks of one run leave theirs to the first."""
-    monkeypatch.setattr(setup, "granted_cores", lambda: Cores(16.0))
-    one = SimpleNamespace(kernels=CpuKernels(threads=3))
-    for comm, threads in (
-        (SimpleNamespace(size=1, local_size=4, cores=4.0), 3),
-        (SimpleNamespace(size=8, local_size=4, cores=4.0), 12),
-    ):
-        assert setup._threads_of_waiting(comm, one) == threads
-
-
-def test_they_are_learned_on_all_cores_that_the_process_was_given(monkeypatch):
     class Bound(Layout):
         @contextmanager
         def unbound(self):
-            monkeypatch.setattr(setup, "granted_cores", lambda: Cores(16.0))
-            yield
-            monkeypatch.setattr(setup, "granted_cores", lambda: Cores(2.0))
+            with monkeypatch.context() as patched:
+                patched.setattr(setup, "granted_cores", lambda: Cores(float(cores)))
+                yield
 
     taken = []
     learned = SimpleNamespace(tokens=8, learn=lambda tokens, host, config, threads: taken.append(threads))
-    model = SimpleNamespace(kernels=CpuKernels(threads=2), config=None, initial=lambda seed: ())
+    kernels = CpuKernels(threads=3)
+    kernels.capabilities = replace(kernels.capabilities, is_async=is_async)
+    model = SimpleNamespace(kernels=kernels, config=ModelConfig(), initial=lambda seed: ())
     monkeypatch.setattr(setup, "layout", Bound)
     monkeypatch.setattr(setup, "learned_first", lambda config, t: learned)
     monkeypatch.setattr(setup, "granted_cores", lambda: Cores(2.0))
-    comm = SimpleNamespace(size=8, local_size=8, cores=2.0)
-    batches = SimpleNamespace(sample=lambda tokens: None)
-    setup._draw(comm, model, SimpleNamespace(seed=1), batches, {})
-    assert taken == [16]
+    state = SimpleNamespace(optimizer=SimpleNamespace(model=model), begin=lambda: None)
+    state.load_weights = lambda comm, load: load({})
+    comm = SimpleNamespace(size=size, local_size=4, cores=4.0)
+    setup.begin_anew(comm, state, TrainConfig(), SimpleNamespace(sample=lambda tokens: None))
+    assert taken == [threads]
 
 
 def test_the_dial_knows_what_they_cost():
     assert sum(part * steps for part, steps in bigrams.PHASES) == PAIR_PASSES
-
-
-@pytest.mark.parametrize("length", [1, 2])
-def test_a_text_of_one_or_two_tokens_is_no_trouble(length):
-    e, h = random_weights()
-    learn_bigrams(np.arange(length, dtype=np.uint16), e, h, centred=False, threads=1)
-    assert np.isfinite(e).all() and np.isfinite(h).all()
 
 
 def test_a_model_begins_with_what_the_pairs_predict():
@@ -170,10 +162,10 @@ def test_a_model_begins_with_what_the_pairs_predict():
     assert total[0] == pytest.approx(mean_loss(window, e, h), rel=1e-4)
 
 
-@pytest.mark.ci
 def test_a_run_begins_with_them(tmp_path):
     words = ("--untied", "--positions", "rope", "--set", "init_weights=bigrams", "--steps", "1")
-    assert losses(train(tmp_path / "run", *words))[0] < 3.5  # ln 256 is 5.5
+    assert inside("train", *SMALL, *words, "--out", tmp_path / "run").returncode == 0
+    assert losses(tmp_path / "run")[0] < 3.5  # ln 256 is 5.5
 
 
 def test_a_tied_output_layer_is_refused():

@@ -1,11 +1,17 @@
-"""One dial: what follows from a depth and a text, and which depth is chosen for a time."""
+"""One dial: what follows from a depth and a text, how hard it is, and which depth is chosen for a time."""
 
+import gzip
+import json
 import math
+import random
+import string
 
 import pytest
 from distgpt.core.config.presets import PRESETS, preset
+from distgpt.core.data.loading import resolve_data
 from distgpt.core.data.tokenizers import load_tokenizer
 from distgpt.corpora.tokenizers.bpe import learned_size
+from distgpt.recipes.depth import EASIEST, HARDEST, difficulty
 from distgpt.recipes.scaling import (
     FAST_RATES,
     REFERENCE_WIDTH,
@@ -27,32 +33,23 @@ from distgpt.recipes.scaling import (
     vocabulary,
 )
 
+from conftest import inside
+
 DOCS = Text(9.7e6, 8192)
 
 
-def test_the_width_and_the_parameters_follow_from_the_depth():
+def test_the_laws_of_sizes():
+    """Tokens go with the parameters, but not past a few epochs; batches are powers of two."""
     assert (matrices(4), parameters(4, 8192)) == (12 * 4 * 256**2, 12 * 4 * 256**2 + 8192 * 256)
-
-
-def test_the_vocabulary_suits_the_text():
     sizes = [vocabulary(size) for size in (70e3, 199e3, 201e3, 1e6, 30e6, 1e12)]
     assert sizes == [256, 256, 512, 2048, 8192, 32768]
     assert text_to_learn_from(70e3) == Text(70e3, 256, "byte")
     assert text_to_learn_from(30e6).tokenizer == "bpe:8192"
     assert text_to_learn_from(30e6, 4096).vocab_size == 4096
-
-
-def test_tokens_go_with_the_parameters_but_not_past_a_few_epochs():
     assert tokens_to_read(3, DOCS) == 12 * parameters(3, 8192)
     assert tokens_to_read(6, DOCS) == 8 * DOCS.tokens
-
-
-def test_batches_are_powers_of_two_that_grow_with_the_tokens():
     found = [batch(tokens) for tokens in (1e3, 2e5, 12e6, 200e6, 1e15)]
     assert found == [512, 1024, 4096, 16384, 1 << 19]
-
-
-def test_a_short_text_has_a_short_context():
     assert [context(depth, 1e7) for depth in (1, 3, 4, 6, 7)] == [256, 256, 512, 512, 1024]
     assert context(7, 100) == 32 and context(7, 3) == 8
 
@@ -71,13 +68,10 @@ def test_the_recipe_is_a_run_and_follows_what_is_given():
     assert recipe(4, 12e6, DOCS, given={"seq_len": 256})["batch_size"] == 16
     assert recipe(4, 12e6, DOCS, given={"steps": 50})["warmup"] == 2
     assert recipe(4, 12e6, DOCS, ranks=3)["batch_size"] == 9  # 8 cannot be shared
-
-
-def test_the_rates_are_those_of_the_presets_they_were_found_for():
-    for name, rates in (("fast", FAST_RATES), ("sprint", SPRINT_RATES)):
-        found = PRESETS[name]
-        assert all(found[rate] == value for rate, value in rates.items() if rate in found)
-        assert found["n_embd"] == REFERENCE_WIDTH and found["weight_decay"] == WEIGHT_DECAY
+    for name, rates in (("fast", FAST_RATES), ("sprint", SPRINT_RATES)):  # for which they were found
+        own = PRESETS[name]
+        assert all(own[rate] == value for rate, value in rates.items() if rate in own)
+        assert own["n_embd"] == REFERENCE_WIDTH and own["weight_decay"] == WEIGHT_DECAY
 
 
 def test_speeds_lie_on_a_line_between_those_that_were_measured():
@@ -120,3 +114,50 @@ def test_a_bpe_of_any_size_is_learned_from_the_text():
     assert [learned_size(name) for name in ("bpe:300", "bpe:", "bpe:-1", "bpe", "300")] == [300, 0, 0, 0, 0]
     tokenizer = load_tokenizer("bpe:300", "the keeper lit the lamp " * 20)
     assert tokenizer.size <= 300 and len(tokenizer.encode("the keeper")) < 8
+
+
+# How hard a text is before anything is trained
+
+WORDS = ["lamp", "keeper", "harbour", "stone", "evening", "ship", "window", "letter", "the", "and", "was"]
+
+
+def prose(count, seed=0):
+    draw = random.Random(seed)
+    return " ".join(draw.choice(WORDS) + draw.choice("abcdefgh") for _ in range(count))
+
+
+def test_a_text_that_packs_better_is_easier(tmp_path):
+    noise = "".join(random.Random(1).choices(string.printable, k=200_000))
+    found = []
+    for text in ("all work and no play " * 9000, prose(30_000), noise):
+        path = tmp_path / "text.txt"
+        path.write_text(text)
+        found.append(difficulty(path))
+    assert found == sorted(found) and found[0] == EASIEST and found[2] == HARDEST
+    assert EASIEST < found[1] < HARDEST
+    path.write_text("")
+    assert difficulty(path) == 1.0
+
+
+def test_the_bundled_texts_are_about_as_hard_as_english():
+    assert 1 < difficulty(resolve_data("corpus")) < 1.2
+    assert difficulty(resolve_data("corpus")) < difficulty(resolve_data("names"))
+
+
+def test_it_is_the_same_in_every_kind_of_file(tmp_path):
+    text = prose(20_000)
+    (tmp_path / "a.txt").write_text(text)
+    (tmp_path / "b.txt.gz").write_bytes(gzip.compress(text.encode()))
+    documents = [text[start : start + 5000] for start in range(0, len(text), 5000)]
+    (tmp_path / "c.jsonl").write_text("".join(json.dumps({"text": each}) + "\n" for each in documents))
+    shards = ["--tokenizer", "byte", "--shard-tokens", "16384", "--val-shards", "1"]
+    prepared = inside("data", "prepare", tmp_path / "a.txt", *shards, "--out", tmp_path / "shards")
+    assert prepared.returncode == 0, prepared.stderr
+    expected = difficulty(tmp_path / "a.txt")
+    for name in ("b.txt.gz", "c.jsonl", "shards"):
+        assert difficulty(tmp_path / name) == pytest.approx(expected, rel=0.05), name
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    for number, each in enumerate(documents):
+        (folder / f"{number}.txt").write_text(each)
+    assert difficulty(folder) == pytest.approx(expected, rel=0.2)  # each file packs alone

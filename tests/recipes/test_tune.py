@@ -3,7 +3,6 @@
 import io
 import json
 import re
-import shutil
 import signal
 import sys
 from dataclasses import replace
@@ -29,13 +28,13 @@ from distgpt.core.saved.modelfile import Description, read_description, save_mod
 from distgpt.core.train.step import Step
 from distgpt.corpora.chats.examples import CHATS as LOADING
 from distgpt.corpora.chats.examples import ExampleBatches, Examples
-from distgpt.inference.serving.server import _served
+from distgpt.inference.serving.server import served_model
 from families import write_family
 from steps import build_step
 from stopping import at_call
 from threadranks import on_all_ranks
 
-from conftest import in_one_job, inside, losses, metrics, needs_mpi, popen, refused
+from conftest import inside, losses, popen, refused
 from models import VARIANTS
 
 SAMPLE = bundled("weights", "sample.safetensors")
@@ -51,6 +50,7 @@ SHAPE = ["--batch-size", "2", "--threads", "1", "--progress", "plain", "--dtype"
 
 
 def written(path, *rows):
+    path.parent.mkdir(exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
@@ -82,28 +82,32 @@ def random_examples(vocab, lengths, seed=0):
 # -- rows
 
 
-def test_every_example_is_whole_in_one_row_and_every_answer_comes_once_in_an_epoch():
+def sequences(batches, step, seq_len, rows=4):
+    """Inputs and targets of every example of a batch, each whole in one row, and the fraction that counts."""
+    x, y, positions = np.zeros((3, rows, seq_len), np.int32)
+    batches.fill(step, slice(None), x, y, positions)
+    assert batches.counted_fraction(step) == (y != IGNORED).mean()
+    found = []
+    for row in range(rows):
+        for first, last in pairwise([*np.flatnonzero(positions[row] == 0), seq_len]):
+            assert (positions[row, first:last] == np.arange(last - first)).all()
+            if (y[row, first:last] != IGNORED).any():
+                found.append((x[row, first:last], y[row, first:last]))
+    return found
+
+
+def test_every_example_is_whole_in_one_row_and_comes_once_in_an_epoch():
     lengths = np.random.default_rng(1).integers(1, 33, 200)
     examples = random_examples(90, lengths)
     batches = ExampleBatches(examples, 32, 4, seed=5)
     rows = batches.windows_per_epoch
     assert rows < 1.1 * lengths.sum() / 32
-    counted, seen = 0, []
-    for step in range(rows // 4):
-        x, y, positions = np.zeros((3, 4, 32), np.int32)
-        batches.fill(step, slice(None), x, y, positions)
-        assert batches.counted_fraction(step) == (y != IGNORED).mean()
-        counted += (y != IGNORED).sum()
-        for row in range(4):
-            begins = [*np.flatnonzero(positions[row] == 0), 32]
-            for first, last in pairwise(begins):
-                assert (positions[row, first:last] == np.arange(last - first)).all()
-                if (y[row, first:last] != IGNORED).any():
-                    seen.append((x[row, first:last].tobytes(), y[row, first:last].tobytes()))
+    found = [pair for step in range(rows // 4) for pair in sequences(batches, step, 32)]
+    seen = [(x.tobytes(), y.tobytes()) for x, y in found]
     ends = pairwise(examples.starts)
     known = {(examples.read(a, b).astype(np.int32).tobytes(), examples.targets[a:b].tobytes()) for a, b in ends}
     assert set(seen) <= known and len(seen) == len(set(seen)) >= 0.97 * len(known)
-    assert counted >= 0.97 * (examples.targets != IGNORED).sum()
+    assert sum((y != IGNORED).sum() for _, y in found) >= 0.97 * (examples.targets != IGNORED).sum()
 
 
 def test_long_examples_lose_their_end_and_some_their_place(chats, tmp_path):
@@ -124,22 +128,24 @@ def test_long_examples_lose_their_end_and_some_their_place(chats, tmp_path):
 # -- gradients
 
 
-def one_by_one(config, examples, rows, batches):
-    """The mean loss of the answers in these rows and its gradient, each example a sequence of its own."""
-    model = Model(Architecture(config), Kernels("float64"))
+def with_weights(config, kernels, ranks=1):
+    model = Model(Architecture(config), kernels)
     for name, values in model.initial(3):
         model.weights[name][...] = values
-    model.allocate_master_weights()
+    model.allocate_master_weights(ranks)
+    return model
+
+
+def one_by_one(config, pairs):
+    """The mean loss of the answers and its gradient, each example a sequence of its own."""
+    model = with_weights(config, Kernels("float64"))
     total, gradient, counted = 0.0, 0.0, 0
-    for row in rows:
-        for start, length in batches.plan.row(int(row)):
-            here = slice(start, start + length)
-            targets = examples.targets[here]
-            work = Pass(model, 1, length, training=True)
-            work.loss_and_gradients(examples.read(start, start + length).astype(int), targets, length, False)
-            total += float(model.grads.flags[0])
-            gradient += model.grads.flat.copy()
-            counted += (targets != IGNORED).sum()
+    for inputs, targets in pairs:
+        work = Pass(model, 1, len(inputs), training=True)
+        work.loss_and_gradients(inputs, targets, len(inputs), False)
+        total += float(model.grads.flags[0])
+        gradient += model.grads.flat.copy()
+        counted += (targets != IGNORED).sum()
     return total / counted, gradient / counted
 
 
@@ -150,15 +156,11 @@ def test_a_step_is_that_of_the_mean_over_all_answers_of_the_batch(name, ranks, m
     examples = random_examples(config.vocab_size, [16, 3, 1, 9, 12, 5, 2, 7, 16, 4])
     t = TrainConfig(batch_size=4, chats=True, grad_accum=micro_batches, recompute="mlp", dtype="float32")
     batches = ExampleBatches(examples, 16, 4, seed=1)
-    loss, gradient = one_by_one(config, examples, batches._order(0, slice(None))[0], batches)
+    loss, gradient = one_by_one(config, sequences(batches, 0, 16))
 
     def work(comm):
-        model = Model(Architecture(config), CpuKernels("float32", 1))
-        for name, values in model.initial(3):
-            model.weights[name][...] = values
-        model.allocate_master_weights(comm.size)
-        step = build_step(AdamW(model, t), comm, t)
-        result = step.launch(0, ExampleBatches(examples, 16, 4, seed=1))
+        model = with_weights(config, CpuKernels("float32", 1), comm.size)
+        result = build_step(AdamW(model, t), comm, t).launch(0, ExampleBatches(examples, 16, 4, seed=1))
         return *result.wait()[:2], model.grads.flat / (comm.size * batches.counted_fraction(0))
 
     for found, norm, summed in on_all_ranks(ranks, work):
@@ -186,48 +188,34 @@ def test_a_tuned_run_knows_its_examples_is_evaluated_and_keeps_the_tokenizer(cha
     assert "byte" in info
 
 
-@pytest.mark.ci
-def test_a_run_that_is_stopped_resumes_with_the_same_bits(chats, tmp_path, monkeypatch):
+def test_a_tuned_run_resumes_with_the_same_bits(chats, tmp_path, monkeypatch):
+    whole, halves = tmp_path / "whole", tmp_path / "halves"
     words = ("--epochs", "3", "--val-fraction", "0.3", "--eval-every", "3")
-    tuned(chats, tmp_path / "whole", *words)
+    tuned(chats, whole, *words)
     with monkeypatch.context() as patched:
         at_call(patched, Step, "launch", 3, signal.SIGTERM)
-        assert tune(chats, tmp_path / "halves", *words).returncode == 143
-    assert len(losses(tmp_path / "halves")) == 3
-    again = inside("tune", "--out", tmp_path / "halves", "--resume", "auto", "--threads", "1")
-    assert again.returncode == 0 and "changed from" not in again.stdout, again.stderr
-    for run in ("whole", "halves"):
-        assert losses(tmp_path / run) == losses(tmp_path / "whole")
-    one, other = (tmp_path / run / "weights.safetensors" for run in ("whole", "halves"))
-    assert one.read_bytes() == other.read_bytes()
-    refused(tune(chats, tmp_path / "halves", *words), 2, "holds this run already; add --resume auto")
-    longer = inside("tune", "--out", tmp_path / "halves", "--resume", "auto", "--steps", "9", "--threads", "1")
-    assert longer.returncode == 0 and "epochs 3.0 → 0.0" in longer.stdout
-    assert len(losses(tmp_path / "halves")) == 9
-    other_chats = written(tmp_path / "more.jsonl", *ROWS, ROWS[0])
-    shutil.copy(other_chats, chats_of(tmp_path))
-    resumed = ["tune", "--out", tmp_path / "halves", "--resume", "auto", "--steps", "12"]
-    moved = inside(*resumed, "--data", chats_of(tmp_path))
-    assert "is another text than so far" in moved.stdout
-    before = len(losses(tmp_path / "whole"))
-    done = inside("tune", "--out", tmp_path / "whole", "--resume", "auto")
-    assert "all 3 epochs are done" in done.stdout and "--resume auto --epochs 6" in done.stdout
-    more = inside("tune", "--out", tmp_path / "whole", "--resume", "auto", "--epochs", "4", "--threads", "1")
-    assert more.returncode == 0 and len(losses(tmp_path / "whole")) > before
+        assert tune(chats, halves, *words).returncode == 143
+    assert len(losses(halves)) == 3
+    refused(tune(chats, halves, *words), 2, "holds this run already; add --resume auto")
+
+    def resumed(out, *more):
+        again = inside("tune", "--out", out, "--resume", "auto", "--threads", "1", *more)
+        assert again.returncode == 0, again.stderr
+        return again.stdout
+
+    assert "changed from" not in resumed(halves) and losses(halves) == losses(whole)
+    assert (halves / "weights.safetensors").read_bytes() == (whole / "weights.safetensors").read_bytes()
+    assert "epochs 3.0 → 0.0" in resumed(halves, "--steps", "9") and len(losses(halves)) == 9
+    moved = written(tmp_path / "moved" / "chats.jsonl", *ROWS, ROWS[0])
+    assert "is another text than so far" in resumed(halves, "--steps", "12", "--data", moved)
+    done = resumed(whole)
+    assert "all 3 epochs are done" in done and "--resume auto --epochs 6" in done
 
 
-def chats_of(folder):
-    return folder / "chats.jsonl"
-
-
-@pytest.mark.ci
-@pytest.mark.smoke
 def test_the_chat_template_and_the_special_tokens_stay_with_the_weights(chats, tmp_path):
     tokenizer = write_family(tmp_path / "model", "smollm2", **settings("smollm2"))
     config = replace(VARIANTS["modern"], vocab_size=tokenizer.size, seq_len=96)
-    model = Model(Architecture(config), CpuKernels("float32", 1))
-    for name, values in model.initial(3):
-        model.weights[name][...] = values
+    model = with_weights(config, CpuKernels("float32", 1))
     base = tmp_path / "base.safetensors"
     save_model(base, model, Description(RunConfig(config), tokenizer))
     words = ("--weights", base, "--data", chats, "--epochs", "1", "--threads", "1", "--out", tmp_path / "run")
@@ -250,35 +238,26 @@ def test_chat_says_what_was_never_taught_to_chat_and_serve_knows_it(chats, tmp_p
         is_taught = (weights, adapter) != (SAMPLE, None)
         assert ("distgpt tune teaches it" in found.stderr) != is_taught, (weights, adapter)
         loaded = ModelSpec(weights, "auto", part=adapter).load(open_stage("serial", 1))
-        assert _served(loaded, "it", loaded.slots(1, 0)).chats == is_taught, (weights, adapter)
+        assert served_model(loaded, "it", loaded.slots(1, 0)).chats == is_taught, (weights, adapter)
 
 
-@pytest.mark.ranks
-@pytest.mark.slow
-@needs_mpi
-def test_two_ranks_have_the_losses_of_one_process(chats, tmp_path):
-    words = ["--epochs", "4", "--val", str(chats), "--dtype", "float64"]
-    tuned(chats, tmp_path / "serial", *words)
-    common = ["tune", "--weights", SAMPLE, "--data", chats, *SHAPE, *words, "--stage", "mpi", "--out"]
-    runs = [[*common, tmp_path / "mpi"], [*common, tmp_path / "sharded", "--grad-sync", "sharded"]]
-    assert all(ended == ("", {0}) for ended in in_one_job([list(map(str, run)) for run in runs], 2))
-    for run in ("mpi", "sharded"):
-        np.testing.assert_allclose(losses(tmp_path / run), losses(tmp_path / "serial"), rtol=1e-12)
-        own, other = ([line["grad_norm"] for line in metrics(tmp_path / each).values()] for each in (run, "serial"))
-        np.testing.assert_allclose(own, other, rtol=1e-9)
-
-
-def test_what_cannot_be_tuned_on_is_refused_before_anything_is_written(chats, tmp_path):
-    out = tmp_path / "run"
-    long = {"prompt": "x" * 200, "completion": "y"}
-    for rows, message in (
+@pytest.mark.parametrize(
+    ("rows", "named"),
+    [
         ([], "holds no rows"),
         ([{"messages": [{"role": "user", "content": "Hello?"}]}], "line 1: the chat has no answer"),
         ([ROWS[0], {"messages": [{"role": "oracle", "content": "Yes."}]}], "line 2: message 1: the role"),
-        ([long], "no example has an answer within its first 129 tokens"),
+        ([{"prompt": "x" * 200, "completion": "y"}], "no example has an answer within its first 129 tokens"),
         ([{"title": "none of these"}], "line 1: it has 'title', and not"),
-    ):
-        refused(tune(written(tmp_path / "bad.jsonl", *rows), out), 65, message)
+    ],
+)
+def test_chats_that_cannot_be_tuned_on_are_refused(rows, named, tmp_path):
+    refused(tune(written(tmp_path / "bad.jsonl", *rows), tmp_path / "run"), 65, named)
+    assert not (tmp_path / "run").exists()
+
+
+def test_impossible_options_are_refused_before_anything_is_written(chats, tmp_path):
+    out = tmp_path / "run"
     refused(tune(tmp_path / "gone.jsonl", out), 65, "gone.jsonl")
     refused(tune(chats, out, "--val-fraction", "0.01"), 65, "of 5 examples is none")
     refused(tune(chats, out, "--steps", "3", "--epochs", "1"), 2, "--steps and --epochs exclude each other")

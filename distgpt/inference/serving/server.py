@@ -106,7 +106,7 @@ class Server(uvicorn.Server):
         self._about = f"{name} ({count(slots.count, 'lane')} of {loaded.model.config.seq_len} tokens)"
         self.failure: DistgptError | Interrupted | None = None
         self.runner = Runner(lambda: loaded.engine(slots), slots.count, where.limits, self.fail)
-        self._app = App(_served(loaded, name, slots), self.runner, where)
+        self._app = App(served_model(loaded, name, slots), self.runner, where)
         logging.getLogger("uvicorn.error").addHandler(logging.NullHandler())
         logging.getLogger("uvicorn.error").propagate = False
         logging.getLogger("asyncio").setLevel(logging.ERROR)  # no warnings about closed connections
@@ -175,7 +175,7 @@ def checked_proxies(addresses: Iterable[str]) -> tuple[str, ...]:
     return tuple(addresses)
 
 
-def _served(loaded: LoadedModel, name: str, slots: Slots) -> Served:
+def served_model(loaded: LoadedModel, name: str, slots: Slots) -> Served:
     config, tokenizer = loaded.model.config, loaded.tokenizer
     chat: ChatFormat | DataError
     try:

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import time
 from functools import partial
 
@@ -11,7 +12,7 @@ import pytest
 from disks import names, raising, small_disk
 from distgpt.callbacks.full_disk import Room, allocate
 from distgpt.core.base.errors import StorageError
-from distgpt.core.base.files import storage_errors
+from distgpt.core.base.files import append, storage_errors
 from distgpt.core.comm.api import SerialComm
 from distgpt.core.config import RunConfig, TrainConfig
 from distgpt.core.saved.checkpoint import MARK, State, beyond, save_checkpoint
@@ -19,7 +20,7 @@ from distgpt.core.saved.rundir import RunDirectory
 from distgpt.core.train import checkpoints as saving
 from distgpt.core.train.step import Step
 
-from conftest import MPIRUN, SMALL, distgpt, inside, losses, refused
+from conftest import SMALL, distgpt, inside, losses, needs_mpi, refused
 
 WORDS = [*SMALL, "--steps", "60", "--save-every", "5"]
 CHECKPOINT, WEIGHTS = 140 << 10, 112 << 10  # bytes: more than one of this model takes, and than is reserved
@@ -46,21 +47,23 @@ def fill(path):
 
 
 @pytest.mark.ci
-@pytest.mark.ranks
 @pytest.mark.parametrize(
-    "ranks, words",
-    [(0, ["--save", "sync"]), (0, ["--save", "async"]), (2, ["--grad-sync", "sharded"])],
+    "words",
+    [
+        ["--save", "sync"],
+        ["--save", "async"],
+        pytest.param(["--grad-sync", "sharded", "--stage", "mpi"], marks=[pytest.mark.ranks, needs_mpi]),
+    ],
     ids=["sync", "async", "sharded"],
 )
-def test_a_full_disk_keeps_the_newest(tmp_path, disk, ranks, words):
+def test_a_full_disk_keeps_the_newest(tmp_path, disk, words):
     """Of three to keep two fit: the run ends as it does elsewhere, and says so once."""
-    if ranks and not MPIRUN:
-        pytest.skip("needs an mpirun")
-    words = ["train", *WORDS, *words, *(["--stage", "mpi"] if ranks else [])]
-    plain = distgpt(*words, "--out", tmp_path / "plain", ranks=ranks)
+    run = partial(distgpt, ranks=2) if "mpi" in words else inside
+    words = ["train", *WORDS, *words]
+    plain = run(*words, "--out", tmp_path / "plain")
     assert plain.returncode == 0, plain.stderr
     with small_disk(disk, f"size={WEIGHTS + 5 * CHECKPOINT // 2}"):
-        ended = distgpt(*words, "--out", disk / "run", ranks=ranks)
+        ended = run(*words, "--out", disk / "run")
         assert ended.returncode == 0, ended.stderr
         assert names(disk / "run" / "checkpoints") == ["step-00000055", "step-00000060"]
         assert given_up(disk / "run") == [f"step-{step:08d}" for step in range(5, 55, 5)]
@@ -73,55 +76,72 @@ def test_a_full_disk_keeps_the_newest(tmp_path, disk, ranks, words):
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("save", ["sync", "async"])
-def test_a_disk_that_somebody_else_fills(disk, monkeypatch, save):
-    """For good, after three checkpoints: the run ends with the last one, and with its weights."""
-    launch = Step.launch
+@pytest.mark.parametrize(("save", "until"), [("sync", 40), ("async", 40), ("async", None)])
+def test_a_disk_that_somebody_else_fills(tmp_path, disk, monkeypatch, save, until):
+    """A run goes on and ends with everything: if there is room again, or old checkpoints can be given up."""
+    launch, filler, run = Step.launch, disk / "filler", disk / "run"
+    monkeypatch.setattr(saving, "SECONDS_BETWEEN_ATTEMPTS", 0.001)
+    (tmp_path / "keep.toml").write_text(f"keep = {1 if until else 3}\n")  # one: none that could be given up
 
     def launched(self, step, *rest):
         if step == 17:
-            third, end = disk / "run" / "checkpoints" / "step-00000015", time.monotonic() + 30
-            while not third.exists() and time.monotonic() < end:  # it may still be written meanwhile
+            third, end = run / "checkpoints" / "step-00000015", time.monotonic() + 30
+            while not third.exists() and time.monotonic() < end:  # it may still be written
                 time.sleep(0.01)
-            fill(disk / "filler")
+            fill(filler)
+        if step == until:
+            filler.unlink()
         return launch(self, step, *rest)
 
-    monkeypatch.setattr(Step, "launch", launched)
-    with small_disk(disk, "size=4m"):
-        ended = inside("train", *WORDS, "--save", save, "--out", disk / "run")
+    with small_disk(disk, "size=2m"):
+        monkeypatch.setattr(Step, "launch", launched)
+        ended = inside("train", *WORDS, "--save", save, "--config", tmp_path / "keep.toml", "--out", run)
         assert ended.returncode == 0, ended.stderr
-        assert len(names(disk / "run" / "checkpoints")) >= 2
-        assert names(disk / "run" / "checkpoints")[-1] == "step-00000060"
-        assert (disk / "run" / "weights.safetensors").exists()
-        assert len(losses(disk / "run")) == 60
+        goes_on = len(re.findall("the run goes on, with step [0-9]+ saved, and tries again", ended.stdout))
+        assert not until or goes_on == ended.stdout.count("the disk can be written again") == 1
+        kept = names(run / "checkpoints")
+        assert kept[-1] == "step-00000060" and (len(kept) == 1 if until else len(kept) >= 2)
+        assert (run / "weights.safetensors").exists() and len(losses(run)) == 60
 
 
 @pytest.mark.ci
-@pytest.mark.smoke
-def test_where_a_second_checkpoint_does_not_fit_the_weights_do(disk):
-    """The newest intact one is never given up: the run ends with 74, and its result is there."""
-    with small_disk(disk, f"size={WEIGHTS + 3 * CHECKPOINT // 2}"):
-        ended = inside("train", *WORDS, "--out", disk / "run")
-        refused(ended, 74, "step-00000060", "No space left", "weights.safetensors is written", late=True)
-        assert names(disk / "run" / "checkpoints") == ["step-00000005"]
-        assert "weights.safetensors" in names(disk / "run")
-        assert "the run goes on, with step 5 saved" in ended.stdout
+def test_a_line_is_whole_or_not_there(tmp_path, disk, monkeypatch):
+    """Lines of metrics that fail are written with the next."""
+    with small_disk(disk, "size=8k"):
+        append(disk / "lines", b"a" * 4000 + b"\n")
+        with pytest.raises(OSError, match="space"):
+            append(disk / "lines", b"b" * 9000 + b"\n")
+        assert (disk / "lines").read_bytes() == b"a" * 4000 + b"\n"
+    directory = RunDirectory(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr("distgpt.core.saved.rundir.append", raising(OSError(errno.EIO, "broken")))
+        for step in (1, 2):
+            with pytest.raises(StorageError, match="broken"):
+                directory.record({"step": step})
+    directory.record({"step": 3})
+    assert (tmp_path / "metrics.jsonl").read_bytes() == b'{"step": 1}\n{"step": 2}\n{"step": 3}\n'
 
 
 @pytest.mark.ci
-def test_without_room_for_the_weights_no_run_begins(disk):
-    with small_disk(disk, f"size={WEIGHTS // 2}"):
-        ended = inside("train", *WORDS, "--out", disk / "run")
-        refused(ended, 74, "cannot reserve", f"for the final weights in {disk / 'run'}", "No space left")
-        assert not any("tmp" in name for name in names(disk / "run"))
-
-
-@pytest.mark.ci
-def test_a_run_that_is_told_to_stop_gives_nothing_up(disk):
-    with small_disk(disk, f"size={WEIGHTS + 5 * CHECKPOINT // 2}"):
-        ended = inside("train", *WORDS, "--set", "on_disk_error=stop", "--save", "sync", "--out", disk / "run")
-        refused(ended, 74, "No space left", late=True)
-        assert names(disk / "run" / "checkpoints") == ["step-00000005", "step-00000010"]
+@pytest.mark.parametrize(
+    ("size", "words", "named", "left"),
+    [
+        (WEIGHTS + 3 * CHECKPOINT // 2, [], "step-00000060|weights.safetensors is written", [5]),  # only one fits
+        (WEIGHTS + 5 * CHECKPOINT // 2, ["--set", "on_disk_error=stop", "--save", "sync"], "step-00000015", [5, 10]),
+        (WEIGHTS // 2, [], "cannot reserve|for the final weights in", []),  # no run begins
+    ],
+    ids=["small", "stop", "tiny"],
+)
+def test_a_disk_that_is_too_small_ends_the_run(size, words, named, left, disk):
+    """The newest intact checkpoint is never given up, and the weights have room."""
+    with small_disk(disk, f"size={size}"):
+        ended = inside("train", *WORDS, *words, "--out", disk / "run")
+        refused(ended, 74, "No space left", *named.split("|"), late=bool(left))
+        assert given_up(disk / "run") == [] and not any("tmp" in name for name in names(disk / "run"))
+        saved = names(disk / "run" / "checkpoints") if left else []
+        assert saved == [f"step-{step:08}" for step in left]
+        assert ("weights.safetensors" in names(disk / "run")) == ("is written" in named)
+        assert ("the run goes on, with step 5 saved" in ended.stdout) == ("is written" in named)
 
 
 # What is given up, and what is not: one run's directory, without a run
@@ -172,26 +192,14 @@ def test_the_oldest_go_first_and_a_quota_is_a_full_disk(made):
     assert len(said) == 2 and "2 of 5" in said[1] and len(history(directory.path)) == 2
 
 
-def test_another_failure_gives_nothing_up(made):
-    directory, _, room = made
-    for error, t in ((errno.EIO, {}), (errno.ENOSPC, {"on_disk_error": "stop"})):
-        with pytest.raises(StorageError):
-            room(**t).write(6, 100, Writing(error))
-    assert len(names(directory.checkpoints)) == 5
-
-
-def test_the_newest_intact_one_stays_and_so_do_later_steps(made):
-    """Of step 4 on all are of an earlier attempt, and 3 is damaged: 2 is what the run would resume from."""
-    directory, _, room = made
+def damaged(directory):
+    """From step 4 on, all are of an earlier attempt. The run would resume from step 2."""
     (directory.checkpoints / "step-00000003" / "state.json").write_text("{")
     (directory.checkpoints / "damaged-step-00000009").mkdir()
-    with pytest.raises(StorageError, match="it is full"):
-        room().write(3, 100, Writing(*[errno.ENOSPC] * 9))
-    assert names(directory.checkpoints) == [f"step-{step:08d}" for step in (2, 3, 4, 5)]
 
 
-def test_one_that_another_run_begins_with_stays(made):
-    directory, _, room = made
+def begun_with(directory):
+    """By two other runs."""
     branch, tuned = (RunDirectory(directory.path.with_name(name)) for name in ("branch", "tuned"))
     for other in (branch, tuned):
         other.path.mkdir()
@@ -199,17 +207,31 @@ def test_one_that_another_run_begins_with_stays(made):
     init = str(directory.checkpoints / "step-00000003" / "weights.safetensors")
     tuned.config.write_text(RunConfig(train=TrainConfig(init=init)).to_toml())
     (directory.path.with_name("other")).write_text("no run")
-    with pytest.raises(StorageError):
-        room().write(6, 100, Writing(*[errno.ENOSPC] * 9))
-    assert names(directory.checkpoints) == [f"step-{step:08d}" for step in (2, 3, 5)]
 
 
-def test_one_that_is_kept_for_good_stays(made):
-    directory, _, room = made
+def marked(directory):
+    """For good."""
     (directory.checkpoints / "step-00000002" / MARK).touch()
-    with pytest.raises(StorageError):
-        room().write(6, 100, Writing(*[errno.ENOSPC] * 9))
-    assert names(directory.checkpoints) == ["step-00000002", "step-00000005"]
+
+
+@pytest.mark.parametrize(
+    ("prepare", "error", "policy", "step", "left"),
+    [
+        (None, errno.EIO, "keep-going", 6, (1, 2, 3, 4, 5)),
+        (None, errno.ENOSPC, "stop", 6, (1, 2, 3, 4, 5)),
+        (None, errno.ENOSPC, "keep-going", 6, (5,)),
+        (damaged, errno.ENOSPC, "keep-going", 3, (2, 3, 4, 5)),
+        (begun_with, errno.ENOSPC, "keep-going", 6, (2, 3, 5)),
+        (marked, errno.ENOSPC, "keep-going", 6, (2, 5)),
+    ],
+)
+def test_checkpoints_that_stay_if_all_writes_fail(made, prepare, error, policy, step, left):
+    directory, _, room = made
+    if prepare:
+        prepare(directory)
+    with pytest.raises(StorageError, match="it is full"):
+        room(on_disk_error=policy).write(step, 100, Writing(*[error] * 9))
+    assert names(directory.checkpoints) == [f"step-{step:08d}" for step in left]
 
 
 def test_room_for_the_weights_of_a_resumed_run_is_made_and_told(made, monkeypatch):

@@ -4,44 +4,33 @@ import json
 import re
 from types import SimpleNamespace
 
-import distgpt as library
 from distgpt.cluster.launch import job
 from distgpt.core.base.errors import escape_model_text
 from distgpt.core.comm.api import SerialComm
 from distgpt.core.config import TrainConfig
 from distgpt.core.cpu.compiling import processor
 from distgpt.core.cpu.compiling.processor import AVX2, AVX512, AVX512_BF16
+from distgpt.core.cpu.kernels import CpuKernels
 from distgpt.core.cpu.stages import open_stage
 from distgpt.core.generate.engine import sample
 from distgpt.core.saved.checkpoint import Best
+from distgpt.core.saved.modelfile import load_model
 from distgpt.core.train.progress import Progress
 from distgpt.recipes.within import outcome
 
 from conftest import SMALL, inside
 
 
-def notices(out, *args):
-    result = inside("train", *SMALL, "--out", out, "--progress", "plain", *args)
-    assert result.returncode == 0, result.stderr
-    return result.stdout + result.stderr
-
-
-def test_a_text_shorter_than_a_window_and_a_long_warm_up_are_noted_once(tmp_path):
+def test_short_texts_and_long_warm_ups_are_noted_once(tmp_path):
     (tmp_path / "short.txt").write_text("short text")
-    (tmp_path / "long.txt").write_text("long text " * 500)
-    words = ["--data", tmp_path / "short.txt", "--tokenizer", "byte", "--steps", "3", "--warmup", "4"]
-    short = notices(tmp_path / "a", *words)
-    assert short.count("the training text has 10 tokens, fewer than seq_len + 1 =") == 1
-    assert short.count("--warmup 4 is longer than the run of 3 steps") == 1
-    fine = notices(tmp_path / "b", "--data", tmp_path / "long.txt", "--steps", "3", "--warmup", "3")
-    assert "fewer than seq_len" not in fine and "longer than the run" not in fine
-
-
-def test_lines_of_json_are_read_as_documents(tmp_path):
-    (tmp_path / "texts.jsonl").write_text('{"text": "the lamp was lit"}\n' * 40)
-    noted = notices(tmp_path / "run", "--data", tmp_path / "texts.jsonl", "--steps", "1")
-    assert "(40 documents)" in noted
-    assert "run of 1 step:" in noted  # shorter than the warm-up
+    (tmp_path / "long.jsonl").write_text('{"text": "the lamp was lit"}\n' * 40)  # a document each
+    for name, text, few, long, documents in (("a", "short.txt", 1, 1, 0), ("b", "long.jsonl", 0, 0, 1)):
+        words = ["--data", tmp_path / text, "--tokenizer", "byte", "--warmup", "4", "--steps", "3" if few else "4"]
+        result = inside("train", *SMALL, "--out", tmp_path / name, *words)
+        assert result.returncode == 0, result.stderr
+        assert result.stdout.count("the training text has 10 tokens, fewer than seq_len + 1 =") == few
+        assert result.stdout.count("--warmup 4 is longer than the run of 3 steps") == long
+        assert result.stdout.count("(40 documents)") == documents
 
 
 class Four(SerialComm):
@@ -92,8 +81,8 @@ def test_the_end_shows_the_best_weights_and_whether_validation_has_risen(tmp_pat
     summary = json.loads((tmp_path / "a" / "summary.json").read_text())
     assert 1 < summary["best_step"] < 40
     assert f"validation has risen since step {summary['best_step']}" in ended.stdout
-    best = library.load(tmp_path / "a" / "best.safetensors")
-    text = sample(best._model, best.tokenizer, 0, 240).strip()
+    best, described = load_model(tmp_path / "a" / "best.safetensors", CpuKernels("float32"), SerialComm())
+    text = sample(best, described.tokenizer, 0, 240).strip()
     assert text in ended.stdout or escape_model_text(text) in ended.stdout
     assert re.search(r"^took +0:\d\d for 40 steps, [\d,]+ tokens/s", ended.stdout, re.MULTILINE)
     wrong = inside("train", *SMALL, *words, "--out", tmp_path / "b")

@@ -26,32 +26,23 @@ def alone(comm=None):
     return SimpleNamespace(comm=comm or SerialComm(), on_gpu=False)
 
 
-def sent(plan):
-    return pickle.loads(pickle.dumps(plan))
+@pytest.mark.parametrize("name", PRESETS)
+def test_ranks_have_equal_plans(name, tmp_path):
+    asked = asked_for({}, name, out=tmp_path / "run")
+    plan = make_plan(alone(), asked, silent)
+    assert plan.config == new_run(Asked(name)) and plan != replace(plan, until=3)
+    assert on_all_ranks(2, lambda comm: make_plan(alone(comm), asked, silent)) == [plan, plan]
 
 
-def test_each_preset_s_plan_comes_over_the_wire_as_it_is(tmp_path):
-    for name in PRESETS:
-        plan = make_plan(alone(), asked_for({}, name, out=tmp_path / name), silent)
-        assert sent(plan) == plan and plan.config == new_run(Asked(name)), name
-        assert plan != replace(plan, until=3) and sent(replace(plan, until=3)).until == 3
-
-
-def test_so_does_the_plan_of_a_run_that_resumes(trained):
+def test_the_plan_of_a_run_that_resumes_comes_over_the_wire_as_it_is(trained):
     asked = asked_for({"lr": 1e-4, "steps": 40}, out=trained, resume="auto")
     plan = make_plan(alone(), replace(asked, uncounted=1.5), silent)
     plan = replace(plan, state=replace(plan.state, recent=((5.5, 0.25),), shares=[3, 5]))
     assert plan.checkpoint and plan.changes["steps"] == (30, 40) and plan.uncounted
-    back = sent(plan)
+    back = pickle.loads(pickle.dumps(plan))
     own, same = plan.origin.tokenizer, back.origin.tokenizer
     assert own.to_json() == same.to_json() and own is not same
     assert back == replace(plan, origin=replace(plan.origin, tokenizer=same))
-
-
-def test_several_ranks_have_equal_plans(tmp_path):
-    asked = asked_for({"n_layer": 1}, out=tmp_path / "run")
-    plan = make_plan(alone(), asked, silent)
-    assert on_all_ranks(2, lambda comm: make_plan(alone(comm), asked, silent)) == [plan, plan]
 
 
 def test_what_a_recipe_makes_is_on_all_ranks(tmp_path):

@@ -1,33 +1,42 @@
-"""The seams of a run: what is optional hangs on it, and a run without any of it has the same bits."""
+"""The setup of a run and its seams: a run without anything optional has the same bits."""
 
 import json
 import time
+from contextlib import contextmanager
 from dataclasses import replace
 
+import distgpt
 import numpy as np
 import pytest
 from distgpt.assembly import AllComponents
 from distgpt.callbacks.bad_steps import BadSteps
-from distgpt.core.base.errors import NonFiniteError, StorageError
+from distgpt.core.base.errors import DataError, NonFiniteError, StorageError, UsageError
 from distgpt.core.base.interrupts import PendingSignals
-from distgpt.core.components import Components
-from distgpt.core.config import ModelConfig, TrainConfig
+from distgpt.core.comm.api import SerialComm
+from distgpt.core.components import Components, components
+from distgpt.core.config import ModelConfig, RunConfig, TrainConfig
 from distgpt.core.config.asked import asked_for
+from distgpt.core.config.presets import preset
 from distgpt.core.cpu.kernels import CpuKernels
 from distgpt.core.cpu.stages import open_stage
 from distgpt.core.data.batches import ArrayTokens, Batches
 from distgpt.core.model.model import FLAG_COUNT, Architecture, Model
 from distgpt.core.model.optim import AdamW
+from distgpt.core.ops.kernels import Kernels
+from distgpt.core.saved.checkpoint import State
+from distgpt.core.saved.modelfile import Description, save_model
 from distgpt.core.train.loop import train
 from distgpt.core.train.plan import make_plan
 from distgpt.core.train.progress import Finished, Progress
 from distgpt.core.train.seams import Clock, Disk, Judge, Votes
-from distgpt.core.train.setup import open_run
+from distgpt.core.train.setup import micro_batches_so_far, open_run, set_up
 from distgpt.core.train.sharing import OptimizerState, allreduce
 from distgpt.core.train.step import Step
+from distgpt.measure.profile.session import open_steps
 from threadranks import on_all_ranks
 
 from conftest import losses
+from models import BASE
 
 SIZE = {"n_layer": 1, "n_embd": 16, "seq_len": 16, "batch_size": 4, "steps": 4, "eval_every": 2}
 
@@ -60,20 +69,26 @@ class Counting:
         return {"settled": len(self.calls)}
 
 
-def trained(out, parts, **settings):
-    """Train a small model with these components; its directory, the judge of its run, and its metrics."""
-    stage, listener = open_stage("serial", 1), Listener()
-    plan = make_plan(stage, asked_for(SIZE | settings, out=out), lambda text: None)
+@contextmanager
+def opened(out, parts=None, listener=None, **asked):
+    """A plan of a small model with these components, and its run."""
+    stage = open_stage("serial", 1)
+    plan = make_plan(stage, asked_for(asked, out=out), lambda text: None)
     try:
-        run = open_run(plan, stage, listener, parts=parts)
-        train(run)
+        yield plan, open_run(plan, stage, listener or Listener(), parts=parts)
     finally:
         plan.directory.lock.release()
+
+
+def trained(out, parts=None, **settings):
+    """Train a small model with these components: its run and its metrics."""
+    with opened(out, parts, listener := Listener(), **SIZE, **settings) as (_, run):
+        train(run)
     return run, listener.metrics
 
 
 def test_without_guards_and_in_any_order_of_them_a_run_has_the_same_bits(tmp_path):
-    """What one of them adds to the metrics is written."""
+    """What one of them adds to the metrics is written. Steps alone have these losses, too."""
     own = Counting()
 
     class Turned(AllComponents):
@@ -82,16 +97,16 @@ def test_without_guards_and_in_any_order_of_them_a_run_has_the_same_bits(tmp_pat
 
     found = []
     for name, parts in (("plain", Components()), ("whole", AllComponents()), ("turned", Turned())):
-        run, metrics = trained(tmp_path / name, parts)
-        out = tmp_path / name
+        run, metrics = trained(out := tmp_path / name, parts)
         files = {path.relative_to(out) for path in out.rglob("*") if path.is_file()}
         found.append((losses(out), (out / "weights.safetensors").read_bytes(), files))
         assert bool(run.guards) is (name != "plain")
     assert found[0] == found[1] == found[2]
-    steps = [line["loss"] for line in metrics]
-    assert own.calls == ["entered", *steps, "left"] and [line["settled"] for line in metrics] == [2, 3, 4, 5]
+    assert own.calls == ["entered", *losses(out), "left"] and [line["settled"] for line in metrics] == [2, 3, 4, 5]
     lines = [json.loads(line) for line in (tmp_path / "turned" / "metrics.jsonl").read_text().splitlines()]
     assert [line["settled"] for line in lines if "loss" in line] == [2, 3, 4, 5]
+    step, batches = open_steps(run.config, open_stage("serial", 1), lambda text: None)
+    assert [step.launch(number, batches).wait().loss for number in range(SIZE["steps"])] == losses(out)
 
 
 def test_a_run_has_only_what_its_settings_ask_for(tmp_path):
@@ -102,20 +117,25 @@ def test_a_run_has_only_what_its_settings_ask_for(tmp_path):
     assert isinstance(run.judge, BadSteps) and run.clock.elapsed is not None
 
 
-def test_a_vote_of_one_rank_counts_once_in_each_step():
-    """The sum of the last step lies in every rank's buffer. Kernels with a queue write no seconds over it."""
+def steps_of(comm, is_async=False):
+    """A step of a tiny model among these ranks, and its batches."""
     t = TrainConfig(batch_size=2, recompute="none")
-    config = ModelConfig(vocab_size=16, seq_len=8, n_layer=1, n_head=1, n_embd=16)
+    model = Model(
+        Architecture(ModelConfig(vocab_size=16, seq_len=8, n_layer=1, n_head=1, n_embd=16)), CpuKernels(threads=1)
+    )
+    model.kernels.capabilities = replace(model.kernels.capabilities, is_async=is_async)
+    model.allocate_master_weights(ranks=2)
+    model.initialise(1)
+    optimizer = AdamW(model, t)
+    step = Step(optimizer, comm, t, allreduce(comm, OptimizerState(optimizer), t, print))
+    return step, Batches(ArrayTokens(np.arange(200, dtype=np.uint16) % 16), 8, 2, 1)
+
+
+def test_a_vote_of_one_rank_counts_once_in_each_step():
+    """The sum of the last step is in every rank's buffer. Kernels with a queue write no seconds over it."""
 
     def heard(comm):
-        model = Model(Architecture(config), CpuKernels(threads=1))
-        model.kernels.capabilities = replace(model.kernels.capabilities, is_async=True)
-        model.allocate_master_weights(ranks=2)
-        model.initialise(1)
-        optimizer = AdamW(model, t)
-        exchange = allreduce(comm, OptimizerState(optimizer), t, print)
-        step = Step(optimizer, comm, t, exchange)
-        batches = Batches(ArrayTokens(np.arange(200, dtype=np.uint16) % 16), 8, 2, 1)
+        step, batches = steps_of(comm, is_async=True)
         mine = [0.0] * (FLAG_COUNT - 2) + [0.25 if comm.rank == 0 else 0.0]
         results = [step.launch(number, batches, lambda: mine) for number in range(4)]
         return results[-1].wait().votes[-1]
@@ -123,36 +143,27 @@ def test_a_vote_of_one_rank_counts_once_in_each_step():
     assert on_all_ranks(2, heard) == [0.25, 0.25]
 
 
-def test_what_a_rank_does_between_two_steps_is_not_its_time_in_the_next():
-    t = TrainConfig(batch_size=2, recompute="none")
-    config = ModelConfig(vocab_size=16, seq_len=8, n_layer=1, n_head=1, n_embd=16)
-
+def test_time_between_two_steps_counts_unless_the_clock_is_restarted():
     def seconds(comm):
-        model = Model(Architecture(config), CpuKernels(threads=1))
-        model.allocate_master_weights(ranks=2)
-        model.initialise(1)
-        optimizer = AdamW(model, t)
-        step = Step(optimizer, comm, t, allreduce(comm, OptimizerState(optimizer), t, print))
-        batches, found = Batches(ArrayTokens(np.arange(200, dtype=np.uint16) % 16), 8, 2, 1), []
+        (step, batches), found = steps_of(comm), []
         for number in range(3):
             found.append(step.launch(number, batches).wait().rank_seconds[0])
             if comm.rank == 0:
-                time.sleep(0.5)  # as if it wrote a sample
+                time.sleep(0.3)  # as if it wrote a sample
             if number == 1:
                 step.restart_clock()
         return found
 
     _, slept, restarted = on_all_ranks(2, seconds)[0]
-    assert slept > 0.5 > restarted
+    assert slept > 0.3 > restarted
 
 
 def test_by_default_a_step_that_is_not_finite_ends_the_run():
     judge = Judge(TrainConfig(), Progress(step=3))
-    done = Finished(2.0, 1.0, lr=0.1, rejected=None, votes=[], rank_seconds=[], seconds=1.0)
-    assert judge.judge_step(done) == judge.objection(2.0, 1.0) == ""
-    done = done._replace(norm=float("inf"))
+    done = [Finished(2.0, norm, 0.1, rejected=None, votes=[], rank_seconds=[]) for norm in (1.0, float("inf"))]
+    assert judge.judge_step(done[0]) == judge.objection(2.0, 1.0) == ""
     with pytest.raises(NonFiniteError, match=r"the gradient is not finite at step 4 .*--on-bad-step skip"):
-        judge.judge_step(done)
+        judge.judge_step(done[1])
 
 
 def test_the_number_of_votes_is_that_of_the_gradient_buffer():
@@ -162,3 +173,69 @@ def test_the_number_of_votes_is_that_of_the_gradient_buffer():
     mine = votes.own_votes()
     assert len(mine) == FLAG_COUNT - 1 and mine == [0] * 5 + [1, 0.0]
     assert Votes.read_votes([0, 2, 0, 0, 0, 0, 0.5], "allreduce").stop.name == "SIGINT"
+
+
+# Setup: what follows from a plan
+
+
+def test_a_configuration_keeps_the_request_and_the_settings_what_memory_decides(tmp_path):
+    words = {name: value for name, value in SIZE.items() if name != "steps"} | {"epochs": 0.01}
+    with opened(tmp_path / "run", **words) as (plan, run):
+        assert plan.config.model.vocab_size == 0 and run.config.model.vocab_size == 256
+        assert run.config.train.steps > 1 and plan.config.train.steps != run.config.train.steps
+        assert (run.config.train.grad_accum, run.config.train.recompute) == (0, "auto")
+        assert run.settings == replace(run.config.train, grad_accum=1, recompute="mlp", save="async")
+    asked = preset("tiny", SIZE, {"epochs": 0.01, "vocab_size": 256, "dtype": "float32"})
+    setup = set_up(asked, open_stage("serial", 1))
+    assert setup.settings == replace(asked.train, grad_accum=1, recompute="mlp", save="async")
+    assert setup.config is asked
+
+
+def test_a_run_that_cannot_begin_leaves_nothing(tmp_path):
+    """Weights are the last that can be wrong; the directory comes after them."""
+    weights = tmp_path / "w.safetensors"
+    distgpt.init(preset("tiny", SIZE, {"vocab_size": 256}).model).save(weights)
+    weights.write_bytes(weights.read_bytes()[:-8] + bytes([255] * 8))
+    with pytest.raises(DataError), opened(tmp_path / "run", **SIZE, init=str(weights)):
+        pass
+    assert not (tmp_path / "run").exists()
+
+
+def test_micro_batches_stay_unless_settings_or_ranks_decide_them_anew():
+    before = preset("tiny", SIZE)
+    state = State(3, ranks=2, micro_batches=4)
+    assert micro_batches_so_far(state, before, 2) == 4
+    assert micro_batches_so_far(state, before, 1) == 0  # other ranks
+    fixed = preset("tiny", SIZE, {"reproducible_parts": 4})  # which then are no longer
+    assert micro_batches_so_far(state, fixed, 2) == 0
+
+
+# Kinds of models
+
+KINDS = {"whole": TrainConfig(), "adapters": TrainConfig(lora_rank=2)}
+
+
+@pytest.mark.parametrize("t", KINDS.values(), ids=KINDS)
+def test_a_kind_knows_what_its_model_trains(t, tmp_path):
+    file, k, whole = tmp_path / "weights.safetensors", Kernels("float32"), components().model(TrainConfig())
+    given = whole.build(RunConfig(BASE), k)
+    given.initialise(1)
+    save_model(file, given, Description(RunConfig(BASE), None))
+    run = RunConfig(BASE).with_values({"lora_rank": t.lora_rank, "init": str(file)})
+    kind = components().model(run.train)
+    model = kind.build(run, k)
+    assert kind.trained(run).offsets == model.layout.offsets
+    kind.load_frozen(SerialComm(), model, run.train)
+    frozen = model.tensors.keys() - model.params.keys()
+    assert bool(frozen) == bool(t.lora_rank) == (not kind.begins_with(run.train))
+    for name, values in getattr(model, "frozen", {}).items():
+        np.testing.assert_array_equal(values, given.params[name])
+    described = kind.describe(SerialComm(), run, None)
+    assert described.layout.offsets == model.layout.offsets
+
+
+def test_only_adapters_stand_beside_a_model_that_is_rounded(tmp_path):
+    rounded = Description(RunConfig(BASE), None, rounded="int8")
+    components().model(KINDS["adapters"]).refuse_origin(rounded, tmp_path, KINDS["adapters"], resumed=False)
+    with pytest.raises(UsageError, match="cannot be trained further"):
+        components().model(KINDS["whole"]).refuse_origin(rounded, tmp_path, KINDS["whole"], resumed=False)

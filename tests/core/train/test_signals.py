@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 from distgpt.callbacks import attach
@@ -30,14 +31,10 @@ WORDS = [*SMALL, "--steps", "8", "--val-fraction", "0.1", "--eval-every", "2", "
 WORDS += ["--save-every", "3", "--save", "sync"]
 
 
-def train(*words):
-    return inside("train", *map(str, words))
-
-
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     out = tmp_path_factory.mktemp("finished") / "run"
-    assert train(*WORDS, "--out", out).returncode == 0
+    assert inside("train", *WORDS, "--out", out).returncode == 0
     return out
 
 
@@ -72,37 +69,40 @@ def test_what_a_signal_ends_resumes_as_if_it_had_not_come(moment, number, finish
     out = tmp_path / "run"
     with monkeypatch.context() as patch:
         at_call(patch, owner, name, count, number)
-        ended = train(*WORDS, "--out", out)
+        ended = inside("train", *WORDS, "--out", out)
     number = interrupts.meaning(number)
     word = "interrupted" if number == signal.SIGINT else f"ended by {number.name}"
     way = f"step {step} is saved: resume with --out {out} --resume auto"
     assert (ended.returncode, ended.stderr) == (EXIT_CODES[number], f"distgpt: {word}; {way}\n")
     assert max(metrics(out)) == newest_step(out / "checkpoints") == step
     assert json.loads((out / "summary.json").read_text())["stop"] == "interrupted"
-    assert train("--resume", out, "--threads", 1).returncode == 0
+    assert inside("train", "--resume", out, "--threads", "1").returncode == 0
     assert losses(out) == losses(finished) and evaluations(out) == evaluations(finished)
     for name in ("weights", "best"):
         same = [(run / f"{name}.safetensors").read_bytes() for run in (out, finished)]
         assert same[0] == same[1]
 
 
-def test_before_the_first_step_nothing_is_left(tmp_path, monkeypatch):
-    """In the first evaluation, and while the loops are compiled."""
-    for owner, name in ((Scorer, "_losses"), (Pass, "loss_and_gradients")):
-        with monkeypatch.context() as patch:
-            at_call(patch, owner, name, 1, signal.SIGTERM)
-            ended = train(*WORDS, "--out", tmp_path / name)
-        assert ended.returncode == 143 and ended.stderr.startswith("distgpt: ended by SIGTERM")
-        assert not (tmp_path / name).exists()
-
-
-def test_a_run_that_is_done_has_not_been_ended(tmp_path, monkeypatch):
-    last = ((Step, "launch", 8), (checkpoints, "save_checkpoint", 1), (checkpoints.Checkpoints, "write_weights", 1))
-    for owner, name, count in last:
-        with monkeypatch.context() as patch:
-            at_call(patch, owner, name, count, signal.SIGTERM)
-            assert train(*SMALL, "--steps", "8", "--out", tmp_path / name).returncode == 0
-        assert json.loads((tmp_path / name / "summary.json").read_text())["stop"] == "finished"
+@pytest.mark.parametrize(
+    ("owner", "name", "count", "is_done"),
+    [
+        (Scorer, "_losses", 1, False),  # in the first evaluation
+        (Pass, "loss_and_gradients", 1, False),  # while the loops are compiled
+        (Step, "launch", 8, True),
+        (checkpoints, "save_checkpoint", 1, True),
+        (checkpoints.Checkpoints, "write_weights", 1, True),
+    ],
+)
+def test_a_signal_before_the_first_step_leaves_nothing_and_one_after_the_last_ends_nothing(
+    owner, name, count, is_done, tmp_path, monkeypatch
+):
+    at_call(monkeypatch, owner, name, count, signal.SIGTERM)
+    ended = inside("train", *(SMALL if is_done else WORDS), "--steps", "8", "--out", tmp_path / "run")
+    assert ended.returncode == (0 if is_done else 143)
+    if is_done:
+        assert json.loads((tmp_path / "run" / "summary.json").read_text())["stop"] == "finished"
+    else:
+        assert ended.stderr.startswith("distgpt: ended by SIGTERM") and not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("every", [2, 0])
@@ -111,10 +111,10 @@ def test_the_last_evaluation_can_be_done_later(every, finished, tmp_path, monkey
     out, expected = tmp_path / "run", evaluations(finished)
     with monkeypatch.context() as patch:
         at_call(patch, Step, "launch", 8, signal.SIGUSR1)
-        ended = train(*WORDS, "--eval-every", every, "--out", out)
+        ended = inside("train", *WORDS, "--eval-every", str(every), "--out", out)
     assert ended.returncode == 75 and "step 8 is saved" in ended.stderr
     for _ in range(2):
-        assert train("--resume", out, "--threads", 1).returncode == 0
+        assert inside("train", "--resume", out, "--threads", "1").returncode == 0
         assert evaluations(out) == (expected if every else {8: expected[8]})
         assert (out / "best.safetensors").exists()
 
@@ -126,7 +126,7 @@ def test_a_run_is_gone_before_its_time_is_up(tmp_path, monkeypatch):
     monkeypatch.setattr(attach, "LEAVING", 0.3)
     for limit, words in (("4s", "is saved: resume with"), ("0.1s", "nothing was saved yet")):
         begun, out = time.monotonic(), tmp_path / limit
-        ended = train(*WORDS, "--steps", "10000000", "--time-limit", limit, "--out", out)
+        ended = inside("train", *WORDS, "--steps", "10000000", "--time-limit", limit, "--out", out)
         assert time.monotonic() - begun < float(limit[:-1]) + 2  # and what a busy machine adds
         assert ended.returncode == 75 and ended.stderr.startswith("distgpt: the time is up; ")
         assert words in ended.stderr
@@ -150,23 +150,9 @@ def test_slurm_says_when_a_job_ends_and_the_last_step_and_checkpoint_fit_into_th
 def test_a_second_signal_leaves_at_once(tmp_path, monkeypatch):
     monkeypatch.setattr(interrupts, "MEANT", -1.0)
     at_call(monkeypatch, Step, "launch", 6, signal.SIGTERM, times=2)
-    ended = train(*WORDS, "--save-every", "4", "--out", tmp_path / "run")
+    ended = inside("train", *WORDS, "--save-every", "4", "--out", tmp_path / "run")
     assert ended.returncode == 143 and "step 4 is saved" in ended.stderr
     assert newest_step(tmp_path / "run" / "checkpoints") == 4 and max(metrics(tmp_path / "run")) == 5
-
-
-def test_the_same_signal_by_way_of_a_launcher_is_one(monkeypatch):
-    before = signal.signal(signal.SIGUSR1, lambda number, frame: 1 / 0)
-    try:
-        with deferred_signals(PendingSignals()) as found:
-            for _ in range(3):
-                signal.raise_signal(signal.SIGUSR1)
-            assert list(found.came) == [signal.SIGUSR1] and found.exit_code == 75
-            monkeypatch.setattr(interrupts, "MEANT", -1.0)
-            with pytest.raises(ZeroDivisionError):
-                signal.raise_signal(signal.SIGUSR1)
-    finally:
-        signal.signal(signal.SIGUSR1, before)
 
 
 def test_a_signal_that_comes_when_the_time_is_up_is_the_first_of_its_kind():
@@ -176,31 +162,31 @@ def test_a_signal_that_comes_when_the_time_is_up_is_the_first_of_its_kind():
     assert found.note(signal.SIGUSR1) and not found.late and not found.note(signal.SIGUSR1)
 
 
-def test_what_a_launcher_sends_after_the_run_has_saved_is_ignored():
-    with same_signals():
-        interrupts.install_handlers()
-        with deferred_signals(PendingSignals()):
-            signal.raise_signal(signal.SIGTERM)
-        signal.raise_signal(signal.SIGTERM)
-        interrupts.install_handlers()  # another command
-        with pytest.raises(Interrupted):
-            signal.raise_signal(signal.SIGTERM)
-
-
 def test_all_ranks_find_the_signal_that_counts_most():
     assert first_of([0, 0, 0, 0, 0]) is None
     assert first_of([0, 2, 0, 0, 1]) == signal.SIGINT and first_of([1, 2, 3, 0, 0]) == signal.SIGTERM
     assert list(EXIT_CODES.values()) == sorted(EXIT_CODES.values(), reverse=True)
 
 
-def test_the_limit_of_cpu_time_is_told_every_second():
+def test_a_signal_that_a_launcher_repeats_is_one(monkeypatch):
+    """At once, also after the run has saved. The limit of CPU time is told every second."""
+    now = [100.0]
+    monkeypatch.setattr(interrupts, "time", SimpleNamespace(monotonic=lambda: now[0]))
     with same_signals():
         interrupts.install_handlers()
         with deferred_signals(PendingSignals()) as found:
-            for at in (0, -10, -20):
-                found._came[signal.SIGUSR1] = interrupts._noted_at[signal.SIGUSR1] = time.monotonic() + at
+            for now[0] in (100.0, 110.0, 120.0):
                 signal.raise_signal(signal.SIGXCPU)
-            assert found.exit_code == 75
+            for _ in range(3):
+                signal.raise_signal(signal.SIGTERM)
+            assert list(found.came) == [signal.SIGUSR1, signal.SIGTERM] and found.exit_code == 143
+        signal.raise_signal(signal.SIGTERM)
+        with deferred_signals(found), pytest.raises(Interrupted):
+            now[0] += 1.5
+            signal.raise_signal(signal.SIGTERM)
+        interrupts.install_handlers()  # another command
+        with pytest.raises(Interrupted):
+            signal.raise_signal(signal.SIGTERM)
 
 
 @pytest.mark.ci

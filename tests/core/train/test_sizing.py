@@ -30,13 +30,13 @@ def with_train(run=RUN, **changes):
     return replace(run, train=replace(run.train, **changes))
 
 
-def one(run):
-    """The strategy of a single rank."""
-    return Strategy(run.train, 1)
+def sized(run, kernels, **more):
+    """The bytes of a run on a single rank, part by part."""
+    return needed(run, kernels, Strategy(run.train, 1), **more)
 
 
-def fitting(*about, **more):
-    return memory.fitting(*about, **more)[0]
+def fitting(run, kernels, free, where="GPU 0", ranks=1, **more):
+    return memory.fitting(run, kernels, Strategy(run.train, ranks), free, where, **more)[0]
 
 
 class Weighing(CpuKernels):
@@ -44,21 +44,16 @@ class Weighing(CpuKernels):
 
     taken = 0
 
-    def zeros(self, *shape):
-        return self._weighed(super().zeros(*shape))
+    def __getattribute__(self, name):
+        found = super().__getattribute__(name)
+        if name not in ("zeros", "wide_zeros", "scalars", "integers"):
+            return found
 
-    def wide_zeros(self, *shape):
-        return self._weighed(super().wide_zeros(*shape))
+        def weighed(*about, **more):
+            self.taken += (array := found(*about, **more)).nbytes
+            return array
 
-    def scalars(self, count):
-        return self._weighed(super().scalars(count))
-
-    def integers(self, host, dtype="int32"):
-        return self._weighed(super().integers(host, dtype))
-
-    def _weighed(self, array):
-        self.taken += array.nbytes
-        return array
+        return weighed
 
 
 def test_the_need_is_what_is_allocated():
@@ -67,34 +62,37 @@ def test_the_need_is_what_is_allocated():
         kernels = Weighing(dtype)
         model = Model(Architecture(run.model), kernels)
         model.allocate_master_weights()
-        assert needed(run, CpuKernels(dtype), one(run)).weights == kernels.taken, (dtype, recompute)
+        assert sized(run, CpuKernels(dtype)).weights == kernels.taken, (dtype, recompute)
         Step(AdamW(model, run.train), SerialComm(), run.train, Exchange())
-        assert needed(run, CpuKernels(dtype), one(run)).total == kernels.taken, (dtype, recompute)
+        assert sized(run, CpuKernels(dtype)).total == kernels.taken, (dtype, recompute)
 
 
 def test_muon_s_updates_need_memory_too():
     muon = with_train(optimizer="muon")
     for dtype, threads in product(("float32", "bfloat16"), (1, 2)):
         kernels = CpuKernels(dtype, threads) if dtype == "float32" else Bfloat16Kernels(threads)
-        need, model = needed(muon, kernels, one(muon)), Model(Architecture(RUN.model), kernels)
+        need, model = sized(muon, kernels), Model(Architecture(RUN.model), kernels)
+        (loop, make), kept = kernels.polar, []
+        noted = lambda *sizes, make=make, kept=kept: kept.append(make(*sizes)) or kept[-1]  # noqa: E731
+        kernels.polar = loop, noted
         model.allocate_master_weights()
         Muon(model, muon.train).step(0, 1.0)
-        kept = [made for key, made in kernels._memory._made.items() if key[1] is kernels.polar[1]]
+        kernels.polar = loop, make
         assert need.update == sum(map(bytes_of, kept)) > 0
         assert need.total - need.update == need.weights + need.optimizer + need.activations
-        assert needed(RUN, kernels, one(RUN)).update == 0
+        assert sized(RUN, kernels).update == 0
     with pytest.raises(UsageError, match="Muon's updates"):
-        fitting(muon, kernels, one(muon), 100_000, "a")
+        fitting(muon, kernels, 100_000)
 
 
 def test_a_run_that_does_not_fit_names_the_options_that_prevent_it():
     kernels = CpuKernels("float32")
-    fits = needed(RUN, kernels, one(RUN)).total
-    assert fitting(RUN, kernels, one(RUN), int(fits / (1 - FRACTION)) + 1, "a").recompute == "mlp"
+    fits = sized(RUN, kernels).total
+    assert fitting(RUN, kernels, int(fits / (1 - FRACTION)) + 1).recompute == "mlp"
     with pytest.raises(UsageError, match=r"needs .* on GPU 0, .*leave out --recompute and --grad-accum"):
-        fitting(RUN, kernels, one(RUN), int(fits * 0.9), "GPU 0")
+        fitting(RUN, kernels, int(fits * 0.9))
     with pytest.raises(UsageError, match="a smaller model"):
-        fitting(auto := with_train(recompute="auto", grad_accum=0), kernels, one(auto), 100_000, "GPU 0")
+        fitting(with_train(recompute="auto", grad_accum=0), kernels, 100_000)
 
 
 @pytest.fixture
@@ -105,47 +103,37 @@ def queued():
     return kernels
 
 
-def test_memory_is_left_for_the_program_itself():
-    """As much as compiled loops and what compiles them take, also where a twentieth would be less."""
-    kernels = CpuKernels("float32")
-    large = replace(RUN, model=replace(RUN.model, n_embd=1024, n_layer=12))
-    total = needed(large, kernels, one(large)).total
-    assert FRACTION * total > PROGRAM > 0.06 * total
-    assert fitting(large, kernels, one(large), total + PROGRAM + 1, "a").grad_accum == 2
-    with pytest.raises(UsageError, match=r"are free \(256 MiB of them for the program itself\)"):
-        fitting(large, kernels, one(large), total + PROGRAM - 1, "a")
+@pytest.mark.parametrize("is_async", [False, True], ids=["program", "libraries"])
+def test_a_fixed_amount_of_memory_is_left(is_async, queued):
+    """To the program, also where a twentieth would be less; of a large GPU to its libraries, and no more."""
+    kernels, layers, left = (queued, 48, LIBRARIES) if is_async else (CpuKernels("float32"), 12, PROGRAM)
+    large = replace(RUN, model=replace(RUN.model, n_embd=1024, n_layer=layers))
+    total = sized(large, kernels).total
+    assert total > 5 * LIBRARIES if is_async else FRACTION * total > PROGRAM > 0.06 * total
+    assert fitting(large, kernels, total + left + 1).recompute == "mlp"
+    with pytest.raises(UsageError, match="are free" if is_async else r"256 MiB of them for the program itself"):
+        fitting(large, kernels, total + left - 1)
+    assert not is_async or fitting(RUN, queued, LIBRARIES // 2).recompute == "mlp"  # a small share still runs
 
 
 def test_left_to_itself_a_run_keeps_what_fits(queued):
     auto = with_train(recompute="auto")
     for how in RECOMPUTE:
-        enough = (
-            int(needed(with_train(recompute=how), queued, one(with_train(recompute=how))).total / (1 - FRACTION)) + 1
-        )
-        assert fitting(auto, queued, one(auto), enough, "GPU 0").recompute == how
+        enough = int(sized(with_train(recompute=how), queued).total / (1 - FRACTION)) + 1
+        assert fitting(auto, queued, enough).recompute == how
     with pytest.raises(UsageError, match="GPU 0"):
-        fitting(auto, queued, one(auto), enough // 2, "GPU 0")
-
-
-def test_a_large_gpu_keeps_a_fixed_amount_for_its_libraries_and_a_small_share_still_runs(queued):
-    large = replace(RUN, model=replace(RUN.model, n_embd=1024, n_layer=48))
-    total = needed(large, queued, one(large)).total
-    assert total > 5 * LIBRARIES
-    assert fitting(large, queued, one(large), total + LIBRARIES + 1, "GPU 0").recompute == "mlp"
-    with pytest.raises(UsageError):
-        fitting(large, queued, one(large), total + LIBRARIES - 1, "GPU 0")
-    assert fitting(RUN, queued, one(RUN), LIBRARIES // 2, "GPU 0").recompute == "mlp"
+        fitting(auto, queued, enough // 2)
 
 
 def test_micro_batches_are_as_few_as_fit_and_of_a_useful_size(monkeypatch):
     kernels = CpuKernels("float32")
     auto = with_train(recompute="auto", grad_accum=0, batch_size=48)
     chosen = {n: with_train(auto, grad_accum=n, recompute="mlp") for n in (1, 3, 48)}
-    size = {n: needed(run, kernels, one(run)).total for n, run in chosen.items()}
+    size = {n: sized(run, kernels).total for n, run in chosen.items()}
     assert size[1] > size[3] > size[48]
 
     def found(free, run=auto, ranks=1):
-        t = fitting(run, kernels, Strategy(run.train, ranks), int(free / (1 - FRACTION)) + 1, "a")
+        t = fitting(run, kernels, int(free / (1 - FRACTION)) + 1, ranks=ranks)
         return t.grad_accum, t.recompute
 
     assert found(1 << 40) == (1, "mlp")
@@ -154,7 +142,7 @@ def test_micro_batches_are_as_few_as_fit_and_of_a_useful_size(monkeypatch):
     assert found(1 << 40, chosen[3]) == (3, "mlp")  # asked for
     with pytest.raises(UsageError, match="activations of 1 sequence of"):
         found(size[48] // 2)
-    assert fitting(auto, kernels, one(auto), 1 << 40, "a", preferred=48).grad_accum == 48  # as it was before
+    assert fitting(auto, kernels, 1 << 40, preferred=48).grad_accum == 48  # as it was before
     monkeypatch.setattr("distgpt.core.train.memory.TOKENS", 32 * 16)
     assert found(1 << 40) == (3, "mlp")
     assert found(1 << 40, ranks=2) == (2, "mlp")
@@ -168,6 +156,6 @@ def test_what_is_held_out_takes_memory_too():
     Scorer(model, SerialComm()).sums([span])  # what the kernels keep for themselves
     before = kernels.taken
     Scorer(model, SerialComm()).sums([span] * 1000)
-    need = needed(RUN, CpuKernels("float32"), one(RUN), evaluated=True)
+    need = sized(RUN, CpuKernels("float32"), evaluated=True)
     assert need.evaluation == kernels.taken - before
-    assert needed(RUN, CpuKernels("float32"), one(RUN)).total == need.total - need.evaluation
+    assert sized(RUN, CpuKernels("float32")).total == need.total - need.evaluation

@@ -1,23 +1,22 @@
-"""Training in one process: what a run leaves behind, and how one resumes."""
+"""Training in one process: what a run leaves behind, its speed and memory, and what results say of the machine."""
 
+import errno
+import json
 import math
 import os
-import shutil
-import signal
+import platform
 import subprocess
+import sys
+from pathlib import Path
 
 import pytest
-from disks import names
+from disks import names, raising
 from distgpt.core.config import RunConfig, parse_toml
 from distgpt.core.saved.modelfile import read_description
+from distgpt.measure.doctor import facts
+from distgpt.measure.doctor.facts import anonymised, environment
 
-from conftest import SMALL, distgpt, inside, losses, metrics, popen, refused, train, wait_for
-
-CONSTANT = ["--schedule", "constant", "--save-every", "5"]
-
-
-def weights(directory):
-    return (directory / "weights.safetensors").read_bytes()
+from conftest import SMALL, distgpt, inside, losses, metrics
 
 
 def test_a_run_directory_tells_everything_about_the_run(trained):
@@ -30,16 +29,17 @@ def test_a_run_directory_tells_everything_about_the_run(trained):
     assert described.run == run and described.tokenizer.size == run.model.vocab_size
 
 
-@pytest.mark.ci
 def test_what_a_run_saved_makes_it_again_and_another_can_use_its_tokenizer(trained, tmp_path):
     again = ["--config", trained / "config.toml", "--out", tmp_path / "again", "--threads", "1"]
     assert inside("train", *again).returncode == 0
-    assert weights(tmp_path / "again") == weights(trained)
+    one, other = ((run / "weights.safetensors").read_bytes() for run in (trained, tmp_path / "again"))
+    assert one == other
     assert losses(tmp_path / "again") == losses(trained)
     (text := tmp_path / "text.txt").write_text("the fox and the lamp by the sea. " * 9)
     saved = trained / "tokenizer.json"
-    other = train(tmp_path / "run", "--data", text, "--tokenizer", saved, "--steps", "1")
-    assert (other / "tokenizer.json").read_bytes() == saved.read_bytes()
+    other = ["--data", text, "--tokenizer", saved, "--steps", "1", "--out", tmp_path / "other"]
+    assert inside("train", *SMALL, *other).returncode == 0
+    assert (tmp_path / "other" / "tokenizer.json").read_bytes() == saved.read_bytes()
 
 
 def test_every_step_is_in_the_metrics(trained):
@@ -82,119 +82,6 @@ def test_without_out_every_run_gets_a_directory_and_resume_finds_the_last(tmp_pa
     assert list(metrics(tmp_path / "runs" / "tiny-adamw-2")) == [1, 2, 3, 4]
 
 
-# Resuming
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """What nothing interrupted."""
-    return train(tmp_path_factory.mktemp("whole") / "run", "--steps", "12", *CONSTANT)
-
-
-@pytest.fixture
-def half(whole, tmp_path):
-    """The same run as it was after the checkpoint of step 10."""
-    shutil.copytree(whole, tmp_path / "half")
-    shutil.rmtree(tmp_path / "half" / "checkpoints" / "step-00000012")
-    (tmp_path / "half" / "weights.safetensors").unlink()
-    return tmp_path / "half"
-
-
-def resumed(out, *args):
-    """Up to step 12; the finished command."""
-    return inside("train", *SMALL, "--out", out, "--steps", "12", *CONSTANT, "--resume", "auto", *args)
-
-
-@pytest.mark.ci
-def test_a_resumed_run_is_the_same_bit_for_bit(whole, tmp_path):
-    train(tmp_path / "shorter", "--steps", "7", *CONSTANT)
-    shutil.copytree(whole, tmp_path / "finished")
-    for name in ("shorter", "finished", "not there"):
-        assert resumed(tmp_path / name).returncode == 0
-        assert weights(tmp_path / name) == weights(whole), name
-        assert losses(tmp_path / name) == losses(whole), name
-    chosen = whole / "checkpoints" / "step-00000005"
-    assert resumed(tmp_path / "chosen", "--resume", chosen).returncode == 0
-    assert list(metrics(tmp_path / "chosen")) == list(range(6, 13))
-    assert weights(tmp_path / "chosen") == weights(whole)
-
-
-@pytest.mark.ci
-def test_a_killed_run_resumes_bit_for_bit(tmp_path):
-    args = ["--steps", "400", "--save-every", "10", "--sample-every", "150"]
-    uninterrupted, run = train(tmp_path / "whole", *args), tmp_path / "run"
-    job = popen("train", *SMALL, "--out", run, *args, stdout=subprocess.DEVNULL)
-    wait_for((run / "checkpoints" / "step-00000030").exists)
-    job.kill()
-    assert job.wait() == -signal.SIGKILL
-    assert not (run / "weights.safetensors").exists()
-    train(run, *args, "--resume", "auto")
-    assert weights(run) == weights(uninterrupted)
-    assert losses(run) == losses(uninterrupted)
-
-
-@pytest.mark.ci
-def test_damaged_checkpoints_are_named_and_the_newest_intact_one_is_used(whole, half):
-    damaged = half / "checkpoints" / "step-00000010" / "optimizer.safetensors"
-    content = bytearray(damaged.read_bytes())
-    content[-5] ^= 1
-    damaged.write_bytes(content)
-    with (half / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 13, "lo')  # as a killed run leaves it
-    result = resumed(half)
-    assert result.returncode == 0, result.stderr
-    assert str(damaged) in result.stdout and "resuming from" in result.stdout
-    assert "step-00000005" in result.stdout
-    assert weights(half) == weights(whole)
-    assert (half / "metrics.jsonl").read_text().splitlines()[-1].startswith('{"step": 12,')
-    for state in half.glob("checkpoints/*/state.json"):
-        os.truncate(state, 3)
-    refused(resumed(half), 65, "no checkpoint in", "is intact")
-
-
-def tree(directory):
-    return {path: path.stat().st_mtime_ns for path in directory.rglob("*")}
-
-
-@pytest.mark.ci
-def test_runs_do_not_mix(whole, half, tmp_path):
-    same, auto, before = ["train", *SMALL, "--steps", "12", *CONSTANT], ["--resume", "auto"], tree(half)
-    for change, code, words in (
-        (["--seed", "5", *auto], 2, ["seed was 1337 and is now 5", "leave out the flag"]),
-        (["--n-embd", "32", *auto], 2, ["n_embd was 16 and is now 32", "another --out and no --resume"]),
-        (["--lr", "0.5"], 2, ["another configuration", "add --resume auto", "choose another --out"]),
-        (["--n-layer", "1"], 2, ["another configuration", "add --resume auto", "another --out"]),
-        ([], 2, ["--resume auto"]),
-        (["--steps", "4", *auto], 2, ["is at step 10, past the 4 steps"]),
-        (["--resume", "nowhere"], 65, ["nowhere", "no such checkpoint"]),
-    ):
-        refused(inside(*same, "--out", half, *change), code, *words)
-        assert tree(half) == before, change
-    chosen = ["--out", tmp_path / "run", "--resume", whole / "checkpoints" / "step-00000005"]
-    refused(inside(*same, *chosen, "--tokenizer", "byte"), 2, "tokenizer was 'word' and is now 'byte'")
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.ci
-def test_a_text_that_changed_under_its_name_is_noticed(tmp_path):
-    """Other characters; the same words in another order."""
-    for tokenizer, before, after, words in (
-        ("char", "abcdefg" * 50, "hijklmn" * 50, "vocabulary"),
-        (
-            "word",
-            "one two three four five\n" * 9,
-            "five four three two one\n" * 9,
-            "the text or its tokenizer has changed",
-        ),
-    ):
-        text = tmp_path / f"{tokenizer}.txt"
-        text.write_text(before)
-        args = ["--data", text, "--tokenizer", tokenizer, "--steps", "6"]
-        run = train(tmp_path / tokenizer, *args, "--steps", "4")
-        text.write_text(after)
-        refused(inside("train", *SMALL, "--out", run, *args, "--resume", "auto"), 65, words)
-
-
 def test_a_run_that_diverges_stops_and_saves_nothing(tmp_path):
     for steps, lr, words in (("5", "1e30", "not finite at step 2"), ("1", "1e38", "weights")):
         args = ["--steps", steps, "--lr", lr, "--warmup", "0", "--clip", "0", "--out", tmp_path / steps]
@@ -203,3 +90,73 @@ def test_a_run_that_diverges_stops_and_saves_nothing(tmp_path):
         assert words in result.stderr and "Traceback" not in result.stderr
         assert not (tmp_path / steps / "weights.safetensors").exists(), words
         assert not (tmp_path / steps / "checkpoints").exists(), words
+
+
+def test_a_run_reports_what_it_took(tmp_path):
+    words = ["train", *SMALL, "--out", tmp_path / "run", "--steps"]
+    assert inside(*words, "12", "--save-every", "12").returncode == 0
+    found = json.loads((tmp_path / "run" / "summary.json").read_text())
+    lines = list(metrics(tmp_path / "run").values())
+    assert (found["ranks"], found["threads"], found["steps"], found["stage"]) == (1, 1, 12, "serial")
+    assert found["allreduce"] is None and found["peak_gpu_memory"] is None
+    assert found["train_s"] == pytest.approx(sum(line["step_s"] for line in lines))
+    assert found["tokens"] == lines[-1]["tokens"]
+    seconds = sorted(line["step_s"] for line in lines[2:])
+    assert found["step_s_median"] == pytest.approx((seconds[4] + seconds[5]) / 2)
+    assert found["tokens_per_s"] == pytest.approx(8 * 16 / found["step_s_median"])
+    assert len(found["peak_memory"]) == 1 and min(found["peak_memory"]) > 20 << 20
+    assert inside(*words, "14", "--resume", "auto").returncode == 0  # reports its own steps
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 2
+
+
+@pytest.mark.ci
+def test_peak_memory_is_that_of_the_peak():
+    """In a process of its own, which begins small."""
+    hungry = """if True:
+        from distgpt.core.comm.resources import peak_memory
+        before = peak_memory()
+        block = b"x" * 200_000_000
+        del block
+        print(before, peak_memory())
+    """
+    result = subprocess.run([sys.executable, "-c", hungry], capture_output=True, text=True, check=True)
+    before, most = map(int, result.stdout.split())
+    assert 200e6 < most < before + 210e6
+
+
+def test_results_say_where_they_are_from_and_no_more(monkeypatch):
+    words = ["train", "--data", "/home/me/my.txt", "--launcher", "/home/me/bin/mpirun --host n1,n2"]
+    monkeypatch.setattr("sys.argv", ["/somewhere/bin/distgpt", *words])
+    found = environment()
+    assert found["command"] == "distgpt train --data my.txt --launcher 'mpirun --host …'"
+    assert found["cores"] == len(os.sched_getaffinity(0))
+    assert {"distgpt", "python", "numpy", "numba"} <= found["versions"].keys()
+    text = json.dumps(found)
+    for private in (platform.node(), str(Path.home()), "/home/me"):
+        assert len(private) < 3 or private not in text
+
+
+def test_an_installed_package_names_no_commit(monkeypatch):
+    """One that lies outside a checkout, as from a wheel, cannot know it."""
+    monkeypatch.setattr(facts, "_git", raising(OSError(errno.ENOENT, "no git")))
+    found = environment()
+    assert "commit" not in found and found["versions"]["distgpt"] and None not in found.values()
+
+
+SHOWN = {
+    "a/b.txt": "a/b.txt",
+    "--out=/x/y": "--out=y",
+    "/home/alice/mpich/bin/mpirun --map-by=core": "mpirun --map-by=core",
+    "srun -w n[1-3] -H n4 --nodelist=n5 --hostfile hosts": "srun -w … -H … --nodelist=… --hostfile hosts",
+    "../../home/alice/t.txt": "t.txt",
+    "~/x": "x",
+    "cannot read '/data/a/b': gone; 3 tokens/s": "cannot read 'b': gone; 3 tokens/s",
+    "process 1 on node n7 exited": "process 1 on node … exited",
+    "https://a.org/b/c": "https://a.org/b/c",
+    "mine: gone, not mined": "…: gone, not mined",
+}
+
+
+def test_texts_are_shown_without_paths_and_hosts(monkeypatch):
+    monkeypatch.setattr(platform, "node", lambda: "mine.cluster.org")
+    assert {text: anonymised(text) for text in SHOWN} == SHOWN
