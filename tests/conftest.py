@@ -193,6 +193,13 @@ def in_one_job(commands, ranks, cwd=None):
     return [(said, code) for (said, _), code in zip(ended, codes, strict=True)]
 
 
+def trained_together(ranks, runs):
+    """Train the small model with each of the arguments, by directory, in one job."""
+    commands = [["train", *SMALL, "--stage", "mpi", "--out", out, *args] for out, args in runs]
+    found = in_one_job(commands, ranks)
+    assert all(ended == ("", {0}) for ended in found), found
+
+
 def wait_for(what, seconds=20):
     """What `what()` gives, as soon as that is true."""
     deadline = time.monotonic() + seconds

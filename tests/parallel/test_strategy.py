@@ -6,32 +6,87 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
+from distgpt.core.base.errors import UsageError
 from distgpt.core.components import components
-from distgpt.core.config import ModelConfig, TrainConfig
-from distgpt.core.config.settings import GRAD_SYNCS
+from distgpt.core.config.settings import GRAD_SYNCS, TrainConfig
 from distgpt.core.cpu.kernels import CpuKernels
 from distgpt.core.model.model import Architecture, Model
+from distgpt.core.train.plan import refuse_unsuited
 from distgpt.core.train.sharing import MicroBatches, Placement, Strategy
 from distgpt.parallel.choose import Chosen
 from distgpt.parallel.local_steps import LocalPlacement
 from distgpt.parallel.reproducible import ReproducibleParts
 from distgpt.parallel.sharded import ShardedPlacement
+from steps import CONFIG, MODEL, model_of
+from threadranks import on_all_ranks
 
-PLAIN = TrainConfig(batch_size=8, grad_accum=2)
-SMALL = ModelConfig(vocab_size=64, seq_len=8, n_layer=1, n_head=2, n_embd=32)
+PARTS = {"reproducible_parts": 8, "batch_size": 16, "grad_accum": 0, "matmul": "auto"}
+LOCAL = {"outer_every": 4, "grad_accum": 0}
+AUTO = {"balance": "auto", "grad_accum": 0}
 
 
 def test_placement_micro_batches_and_exchange_are_chosen_apart():
-    model = Model(Architecture(SMALL), CpuKernels("float32"))
-    model.allocate_master_weights()
+    model = model_of()
     model.make_gradients()
     for sync, outer, parts in product(GRAD_SYNCS, (0, 4), (0, 8)):
-        t = replace(PLAIN, grad_sync=sync, outer_every=outer, reproducible_parts=parts)
+        t = replace(CONFIG, batch_size=8, grad_sync=sync, outer_every=outer, reproducible_parts=parts)
         placement = LocalPlacement if outer else ShardedPlacement if sync == "sharded" else Placement
         assert type(Chosen(t, 2).placement) is placement and type(Chosen(t, 1).placement) is Placement
         micro_batches = ReproducibleParts if parts else MicroBatches
         assert type(Chosen(t, 2).micro_batches(t, 0, model)) is micro_batches
-    assert type(components().strategy(PLAIN, 1)) is Strategy and type(components().strategy(PLAIN, 2)) is Chosen
+    assert type(components().strategy(CONFIG, 1)) is Strategy and type(components().strategy(CONFIG, 2)) is Chosen
+
+
+@pytest.mark.parametrize(
+    "ranks, on_gpu, words, how",
+    [
+        (2, False, ["--gradient-dtype bfloat16", "float64"], {"gradient_dtype": "bfloat16", "dtype": "float64"}),
+        (1, True, ["--reproducible-parts", "CPU stages"], PARTS),
+        (1, False, ["--reproducible-parts 6"], {**PARTS, "reproducible_parts": 6, "batch_size": 12}),
+        (1, False, ["--reproducible-parts 8", "--batch-size 12"], {**PARTS, "batch_size": 12}),
+        (3, False, ["--reproducible-parts 8", "3 ranks"], PARTS),
+        (16, False, ["--reproducible-parts 8", "16 ranks"], PARTS),
+        (2, False, ["--deterministic", "--grad-sync allreduce"], {**PARTS, "grad_sync": "overlapped"}),
+        (2, False, ["--deterministic", "--gradient-dtype float32"], {**PARTS, "gradient_dtype": "bfloat16"}),
+        (1, False, ["--deterministic", "--dtype float32"], {**PARTS, "dtype": "float64"}),
+        (1, False, ["--deterministic", "matmul"], {**PARTS, "matmul": "blas"}),
+        (2, False, ["--outer-every 4", "--grad-sync", "sharded"], {**LOCAL, "grad_sync": "sharded"}),
+        (2, False, ["--outer-every 4", "--grad-sync", "overlapped"], {**LOCAL, "grad_sync": "overlapped"}),
+        (2, False, ["--outer-every 4", "--deterministic"], {**LOCAL, "reproducible_parts": 8}),
+        (2, False, ["--balance auto", "--deterministic"], {**AUTO, "reproducible_parts": 8}),
+        (2, False, ["--balance auto", "--outer-every"], {**AUTO, "outer_every": 4}),
+    ],
+)
+def test_combinations_that_cannot_work_are_refused(ranks, on_gpu, words, how):
+    with pytest.raises(UsageError) as refused:
+        refuse_unsuited(replace(CONFIG, **how), ranks, on_gpu)
+    assert all(word in str(refused.value) for word in words)
+    if "reproducible_parts" not in how or how.keys() & {"outer_every", "balance"}:  # one rank shares nothing
+        refuse_unsuited(replace(CONFIG, **how), 1, on_gpu)
+
+
+def test_combinations_that_work_are_accepted():
+    for sync, wire in product(GRAD_SYNCS, ("float32", "bfloat16")):
+        refuse_unsuited(TrainConfig(grad_sync=sync, gradient_dtype=wire), 2, on_gpu=True)
+    for ranks, on_gpu, how in ((2, False, PARTS), (2, True, {"outer_every": 4}), (2, False, AUTO)):
+        refuse_unsuited(replace(CONFIG, **how), ranks, on_gpu)
+
+
+@pytest.mark.parametrize(
+    "able, ranks, mode, refused",
+    [
+        ((0,), 2, "overlapped", True),
+        ((0, 1), 2, "overlapped", False),
+        ((), 2, "allreduce", False),
+        ((), 1, "overlapped", False),
+    ],
+)
+def test_overlapped_needs_threads_of_mpi_on_every_rank(able, ranks, mode, refused):
+    def act(comm):
+        comm.is_threadsafe = comm.rank in able
+        Chosen(replace(CONFIG, grad_sync=mode), comm.size).refuse_unable(comm, on_gpu=False)
+
+    assert ["MPI_THREAD_MULTIPLE" in str(found) for found in on_all_ranks(ranks, act)] == [refused] * ranks
 
 
 def test_only_what_was_chosen_is_compiled_before_the_first_step():
@@ -46,7 +101,7 @@ def test_only_what_was_chosen_is_compiled_before_the_first_step():
             called.append("a tree")
             super().each(*args)
 
-    model = Model(Architecture(SMALL), Watched(threads=1))
+    model = Model(Architecture(MODEL), Watched(threads=1))
     model.allocate_master_weights()
     for how, ranks, wanted in (
         ({}, 2, set()),
@@ -55,7 +110,7 @@ def test_only_what_was_chosen_is_compiled_before_the_first_step():
         ({"reproducible_parts": 4}, 1, {"a tree"}),
     ):
         called.clear()
-        Chosen(replace(PLAIN, **how), ranks).rehearse(model)
+        Chosen(replace(CONFIG, **how), ranks).rehearse(model)
         assert set(called) == wanted, how
 
 

@@ -29,6 +29,7 @@ from conftest import (
     popen,
     refused,
     train,
+    trained_together,
 )
 
 mpi = pytest.importorskip("distgpt.core.comm.mpi")
@@ -42,13 +43,6 @@ WAYS = [
 ]
 if OTHER_MPI:  # Open MPI's ranks never sleep: more of them than cores take minutes
     WAYS = [way for way in WAYS if way[0] == 2]
-
-
-def trained_together(ranks, runs):
-    """Train the small model with each of the arguments, by directory, in one job."""
-    commands = [["train", *SMALL, "--stage", "mpi", "--out", out, *args] for out, args in runs]
-    found = in_one_job(commands, ranks)
-    assert all(ended == ("", {0}) for ended in found), found
 
 
 @pytest.fixture(scope="module")
