@@ -48,12 +48,6 @@ def test_a_saved_model_comes_back_in_another_precision_up_to_rounding(model, bat
     np.testing.assert_allclose(narrow.logits(batch[0]), model.logits(batch[0]), atol=1e-4)
 
 
-def test_the_package_names_what_a_first_model_needs():
-    assert distgpt.ModelConfig is ModelConfig
-    assert distgpt.bundled("data", "names.txt").read_text()
-    assert all(hasattr(distgpt, name) for name in distgpt.__all__)
-
-
 def test_logits_are_those_of_the_reference(model, batch):
     for b, t in ((3, 7), (1, 1), (2, 4)):
         tokens = batch[0][:b, :t]
@@ -157,7 +151,7 @@ def test_prompts_side_by_side_samples_streams_and_log_probabilities(trained):
 # Refusals
 
 
-def test_tokens_that_make_no_sense_are_refused():
+def test_invalid_tokens_are_refused():
     model = distgpt.init(CONFIG)
     for tokens, message in (
         (3, "shape"),
@@ -210,6 +204,7 @@ def test_a_model_of_which_the_rank_has_a_part_is_not_given_away_rounded(tmp_path
 
 
 def test_models_that_cannot_be_made_read_or_written(tmp_path):
+    assert all(hasattr(distgpt, name) for name in distgpt.__all__)
     for arguments, message in (
         ({"config": "gpt-mini"}, "vocab_size"),
         ({"config": "gtp2"}, "did you mean 'gpt2'"),

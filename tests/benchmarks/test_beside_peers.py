@@ -36,30 +36,21 @@ def bench(*words):
     return CliRunner().invoke(train_beside_torch.main, list(map(str, words)))
 
 
-@pytest.fixture(scope="module")
-def measured(tmp_path_factory):
-    """What the program left, what it printed, and what the peer was told."""
-    out = tmp_path_factory.mktemp("bench")
-    python, heard = out / "python", out / "heard"
+@pytest.mark.ci
+@pytest.mark.ranks
+def test_a_peer_gets_our_model_and_the_ratio_of_pairs(tmp_path, monkeypatch):
+    python, heard = tmp_path / "python", tmp_path / "heard"
     python.write_text(FAKE.format(python=sys.executable, heard=str(heard), peer=PEER))
     python.chmod(0o755)
     modes = ("--peer-mode", "eager", "--peer-mode", "best")
     peer = ("--peer-python", python, "--rounds", 2, *modes)
     size = ("--preset", "tiny-adamw", *SMALL, "--threads", 1, "--stage", STAGE)
-    words = (*size, "--name", "found", "--out", out, *peer)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train, "peak_gflops", partial(train.peak_gflops, seconds=0.05))
-        patch.setattr(jobs, "ask", peak_here)
-        done = bench(*words)
+    monkeypatch.setattr(train, "peak_gflops", partial(train.peak_gflops, seconds=0.05))
+    monkeypatch.setattr(jobs, "ask", peak_here)
+    done = bench(*size, "--name", "found", "--out", tmp_path, *peer)
     assert done.exit_code == 0, done.output
     requests = [json.loads(line) for line in heard.read_text().splitlines()]
-    return json.loads((out / "train-found.json").read_text()), done.stdout, requests
-
-
-@pytest.mark.ci
-@pytest.mark.ranks
-def test_a_peer_is_told_our_model_and_gets_the_ratio_of_pairs(measured):
-    found, printed, requests = measured
+    found = json.loads((tmp_path / "train-found.json").read_text())
     assert [row["who"] for row in found["rows"]] == ["distgpt", "PyTorch", "PyTorch"]
     eager, best = found["peers"]
     assert (eager["mode"], best["mode"], len(found["runs"])) == ("eager", "compile+keep-freed", 2)
@@ -72,14 +63,9 @@ def test_a_peer_is_told_our_model_and_gets_the_ratio_of_pairs(measured):
     for request in requests:
         assert request["shape"].items() >= shape.items()
         assert request.items() >= recipe.items() and request["steps"] == 4
-    printed = " ".join(printed.split()).replace("- ", "-")  # words are broken there
-    assert "× PyTorch (eager)" in printed and "compile+keep-freed, the fastest of 3 modes" in printed
-
-
-@pytest.mark.ci
-@pytest.mark.ranks
-def test_the_fastest_mode_is_found_once_and_rounds_take_turns(measured):
-    _, _, requests = measured
+    printed = " ".join(done.stdout.split()).replace("- ", "-")  # words are broken there
+    assert "× PyTorch (eager)" in printed and "compile+keep-freed" in printed
+    # The fastest mode is found once, and rounds take turns.
     tried, trained = requests[:3], requests[3:]
     told = [{name for name in peer_process.SWITCHES if request[name]} for request in tried]
     assert told == [{"keep_freed"}, {"compile", "keep_freed"}, {"autotune", "keep_freed"}]

@@ -10,7 +10,6 @@ import subprocess
 import sys
 
 import click
-import counts
 import drawings
 import pytest
 from distgpt.commands.cli import cli
@@ -137,25 +136,6 @@ def test_errors_that_pages_show_are_those_of_the_package():
         found = {at for part in parts for i in [error.find(part)] if i >= 0 for at in range(i, i + len(part))}
         assert 5 * len(found) > 2 * len(error), f"{page.name}: {error}"
     assert len(shown) >= 4
-
-
-def test_lengths_of_files_to_read_are_about_right():
-    text = (ROOT / "docs" / "explanation" / "read-in-an-hour.md").read_text()
-    known = re.findall(r"^\d+\. \*\*`(.*?)`\*\* \((\d+) lines\)", text, re.MULTILINE)
-    known.append((None, re.search(r"about ([\d,]+) lines", text)[1].replace(",", "")))
-    lengths = {file: counts.lines(file) for file, _ in known[:-1]}
-    for file, count in known:
-        length = lengths[file] if file else sum(lengths.values())
-        assert abs(length - int(count)) < 0.1 * length, f"{file}: {length}"
-
-
-def test_numbers_of_lines_are_about_those_of_the_code():
-    found = {path: said for page in PAGES for said, path in counts.COUNTED.findall(page.read_text())}
-    assert {"distgpt", "distgpt/core/cpu/matmul"} <= set(found)
-    for path, said in found.items():
-        lines = counts.lines(path)
-        assert abs(int(said.replace(",", "")) - lines) < 0.1 * lines, f"{path}: {lines}"
-        assert counts.filled(f"{said}<!-- lines: {path} -->") == counts.rounded(lines)
 
 
 def test_the_page_about_training_names_every_preset():

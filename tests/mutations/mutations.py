@@ -17,16 +17,14 @@ class Mutation(NamedTuple):
 _WIRED = "assembly/test_wiring.py"
 _ON_RANKS = "corpora/test_shards_in_training.py -k what_one_process_does"
 _SYNCED = "core/base/test_files.py -k on_the_disk"
-_LOCAL, _SHARES = "parallel/test_local_steps.py", "parallel/test_balance.py"
+_LOCAL = "parallel/test_local_steps.py"
 _SUMMED, _SAME_BITS = "parallel/test_gradsync.py", "parallel/test_same_bits.py"
 _IN_MEMORY = "parallel/test_node_memory.py"
 _OVERLAPPED = "gpu/test_gradsync_gpu.py -k overlapped_gives"
 _LANES = "inference/test_compiled_lanes.py"
-_SERVED, _STRAINED = "inference/test_serve.py", "inference/test_serve_limits.py"
 _FAULTS = {
     ("cluster/jobs/batch.py", "cluster/test_submit.py"): [
         ("a job has two successors", '  if mkdir "$marker"', '  if mkdir -p "$marker"'),
-        ("an attempt without a step is followed", '&& [ "$(newest)" = "$before" ]; then', "&& false; then"),
         ("a deleted job is followed", 'if [ "$again" ] && [ -z "$ending" ]', 'if [ "$again" ]'),
     ],
     ("core/cpu/compiling/barrier.py", _LANES): [
@@ -40,25 +38,15 @@ _FAULTS = {
             "softmax(own.scores[i], own.probs[i], stop, stop,",
         ),
     ],
-    ("inference/decoding/loops/cached_attention.py", "inference/test_dropping.py"): [
-        ("keys are turned on", "a * c + b * s", "a * c - b * s")
-    ],
     ("inference/decoding/compiled.py", "inference/test_packed.py"): [
         ("old weights answer", "before is not None and np.array_equal(before, checksums)", "before is not None")
     ],
     ("core/model/optim.py", _WIRED): [
         ("weights never decay", "1 - rate * config.weight_decay", "1.0"),
-        ("decay at the peak rate", "1 - rate * config", "1 - config.lr * config"),
         ("clip is ignored", "config.clip * (", "0.0 * ("),
-        ("eps is ignored", "c.eps)", "1e-8)"),
-        ("betas are exchanged", "c.beta1,", "c.beta2,"),
-        ("the warm-up is a step late", "(step + 1) / config.warmup", "step / config.warmup"),
-        ("bias correction of the next step", "config.beta2 ** (step + 1)", "config.beta2 ** (step + 2)"),
-        ("min_lr is ignored", "last + (peak - last) * (1", "(peak - last) * (1"),
     ],
     ("core/train/setup.py", _WIRED): [
         ("the best loss is forgotten", "        trained.best,", "        None,"),
-        ("micro-batches are those of other ranks", "state.ranks != ranks or ", ""),
         ("--seed does not reach the weights", "initial(t.seed)", "initial(0)"),
     ],
     ("core/train/checkpoints.py", "core/train/test_saving.py"): [
@@ -73,7 +61,6 @@ _FAULTS = {
     ],
     ("callbacks/full_disk.py", "core/train/test_full_disk.py"): [
         ("the newest checkpoint is given up", ".index(newest[0]) + 1 :]", ".index(newest[0]) :]"),
-        ("the newest of the old is given up first", "in reversed(saved", "in iter(saved"),
         ("the start of another run is given up", "if path.resolve() not in needed:", "if True:"),
     ],
     ("callbacks/bad_steps.py", "callbacks/test_badsteps.py"): [
@@ -81,9 +68,6 @@ _FAULTS = {
     ],
     ("core/train/loop.py", "core/train/test_mpi.py -k drift"): [
         ("ranks differ unseen", "run.comm.allreduce_max(own) != -", "run.comm.allreduce_max(own) == -1 != -")
-    ],
-    ("core/data/batches.py", "inference/test_scoring.py"): [
-        ("one token too few is validated", "min(most + 1,", "min(most,")
     ],
     ("core/train/step.py", _ON_RANKS): [
         ("the gradient's norm grows with the ranks", "math.sqrt(squares) * self._scales.norm", "math.sqrt(squares)")
@@ -95,15 +79,13 @@ _FAULTS = {
         ("all ranks see the same rows", "* size + rank)", "* size)")
     ],
     ("corpora/packing.py", "corpora/test_packing.py"): [
-        ("the longest is cut", "size = sizes[at := max(0, at)]", "size = sizes[at]"),
-        ("equal rows share documents", "taken[size] += times * repeats", "taken[size] += times"),
+        ("equal rows share documents", "taken[size] += times * repeats", "taken[size] += times")
     ],
     ("core/data/loading.py", "corpora/test_tokenized.py"): [
         ("the held-out text is another tokenizer's", "existing=corpus.tokenizer, ", "")
     ],
     ("core/data/batches.py", _WIRED): [
-        ("--seed does not reach the batches", "t.seed, t.shift_windows", "0, t.shift_windows"),
-        ("targets are the inputs", "window[1:]", "window[:-1]"),
+        ("--seed does not reach the batches", "t.seed, t.shift_windows", "0, t.shift_windows")
     ],
     ("core/saved/checkpoint.py", "core/saved/test_checkpoint.py"): [
         (
@@ -116,19 +98,6 @@ _FAULTS = {
         ("a file is not synced", "file.flush()\n                os.fsync(file.fileno())", "file.flush()"),
         ("a name is not synced", "sync_directory(path.parent)", "pass"),
     ],
-    ("core/cpu/fused/rowwise.py", "core/cpu/test_kernels.py"): [
-        ("a sign in LayerNorm's gradient", "(g - total - xhat * along)", "(g - total + xhat * along)")
-    ],
-    ("core/cpu/fused/muon.py", "core/cpu/test_kernels.py -k muon"): [
-        ("weights decay against the update", "if ui[j] * pi[j] >= 0", "if ui[j] * pi[j] < 0")
-    ],
-    ("core/cpu/teams.py", "core/cpu/test_teams.py -k fails or signal"): [
-        (
-            "a signal keeps a thread from its team",
-            "with signals_deferred() if is_shared else nullcontext():",
-            "with nullcontext():",
-        )
-    ],
     ("core/cpu/graphs/capture.py", "core/cpu/test_recorded.py -k meet or made or makes or another"): [
         ("recorded threads do not meet", "calls.mark(MEET)", "pass"),
         (
@@ -136,18 +105,10 @@ _FAULTS = {
             "if captures[0].addresses != captures[1].addresses:",
             "if False:",
         ),
-        ("a thread computes into another one's recording", "get_ident() == own else", "True else"),
     ],
     ("core/cpu/graphs/launch.py", "core/cpu/test_lending.py"): [
         ("a call that failed is not told", "        self._failed.append(thread)", "        pass"),
         ("an order keeps its first arguments", "self._words[:, first : first + len(words)] = words", "pass"),
-    ],
-    ("core/cpu/pool.py", "core/cpu/test_lending.py -k fork"): [
-        (
-            "a child of a fork takes its parent's helpers for assigned",
-            "        self.task: Any = None",
-            "        self.task: Any = getattr(self, 'task', None)",
-        )
     ],
     ("core/cpu/graphs/capture.py", "core/cpu/test_recorded.py -k rows or profile"): [
         (
@@ -159,12 +120,6 @@ _FAULTS = {
     ("core/model/muon.py", "core/model/test_muon.py"): [
         ("a matrix is cut between ranks", "whole = round(inside) if _is_matrix(spec)", "whole = inside if spec"),
         ("ranks share no updates", "return self._bounds if len(self._bounds) > 2 else ()", "return ()"),
-    ],
-    ("core/cpu/fused/activations.py", "core/cpu/test_kernels.py"): [
-        ("a sign in GELU's gradient", "value * (one - sigmoid) * (linear", "value * (one + sigmoid) * (linear")
-    ],
-    ("core/cpu/fused/attention.py", "core/cpu/test_kernels.py"): [
-        ("a rotation turns the other way", "number(qkv, -1) if inverse else number(qkv, 1)", "number(qkv, 1)")
     ],
     ("core/cpu/fused/attention.py", "core/cpu/test_cpu_attention.py"): [
         (
@@ -178,19 +133,10 @@ _FAULTS = {
             "s.scores[i, seen + i + 1 : end] = UNSEEN",
         ),
         ("a key forgets what earlier queries gave", "again = onto or start < begin", "again = onto"),
-        ("a key forgets the other heads of its group", "onto or start < begin", "start < begin"),
-    ],
-    ("core/cpu/matmul/blocked.py", "core/cpu/test_matmul.py -k odd_shapes"): [
-        ("a later stretch of k forgets the earlier ones", "ACCUMULATE if begin else", "0 if begin else")
-    ],
-    ("core/cpu/matmul/layers.py", "core/cpu/test_matmul.py -k cells_cover"): [
-        ("cells leave gaps", "divmod(first, self.columns)", "divmod(first, self.rows)")
     ],
     ("core/cpu/matmul/amx.py", "core/cpu/test_amx.py -m not slow"): [
         ("tiles of few rows read A in place", "%fills = and i1 %lies, %full", "%fills = and i1 %lies, %lies"),
         ("the last k are read whole", "%direct = and i1 %whole, %fills", "%direct = and i1 %fills, %fills"),
-        ("registers are never given a size", "br i1 {some}, label %configure", "br i1 false, label %configure"),
-        ("packed rows are taken for pairs", "%lies = or i1 %plain, %packed", "%lies = or i1 %plain, %plain"),
         ("the second half of the rows is the first", "i64 {half * LINE}", "i64 0"),
     ],
     ("core/cpu/matmul/widening.py", "core/cpu/test_tiles.py"): [
@@ -336,11 +282,8 @@ _FAULTS = {
     ("gpu/cu/common.cuh", "gpu/test_cuda_kernels.py -k adamw"): [
         ("a gradient that is not finite is used", "if (!(length - length == 0)) return", "if (false) return")
     ],
-    ("inference/serving/app.py", _SERVED): [
+    ("inference/serving/app.py", "inference/test_serve.py"): [
         ("any key will do", "if not compare_digest(given.encode(), key.encode()):", "if not given:")
-    ],
-    ("corpora/tokenizers/library.py", "corpora/test_hostile_tokenizers.py -k never_ends"): [
-        ("a text is waited for without end", "wait([found], seconds)", "wait([found])")
     ],
 }
 MUTATIONS = [Mutation(*where, *fault) for where, faults in _FAULTS.items() for fault in faults]

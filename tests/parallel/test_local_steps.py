@@ -1,6 +1,5 @@
 """Local steps: ranks train alone for a round, and then take one step together."""
 
-import json
 import os
 from dataclasses import replace
 
@@ -21,8 +20,6 @@ from distgpt.core.train.setup import restore
 from distgpt.parallel.choose import Chosen
 from steps import CONFIG, MODEL, batches_of, model_of, steps_of, trained
 from threadranks import on_all_ranks
-
-from conftest import losses, needs_mpi, train, trained_together
 
 LOCAL = replace(CONFIG, outer_every=4)
 
@@ -224,19 +221,3 @@ def test_what_is_due_within_a_round_waits_for_its_end():
     }
     alone = rounds_of(t, 1)
     assert due_after(t, 3, alone, True, False) == Due(save=True) and not due_after(t, 4, alone, True, False)
-
-
-@pytest.mark.ranks
-@pytest.mark.slow
-@needs_mpi
-def test_whole_runs_evaluate_save_and_resume_in_rounds(tmp_path):
-    words = ["--schedule", "constant", "--outer-every", "4", "--val-fraction", "0.2", "--eval-every", "3"]
-    whole, halves = tmp_path / "whole", tmp_path / "halves"
-    resumed = ["--steps", "12", "--resume", "auto", *words]
-    runs = [(whole, ["--steps", "12", *words]), (halves, ["--steps", "8", *words]), (halves, resumed)]
-    trained_together(2, runs)
-    assert losses(halves) == losses(whole)
-    lines = map(json.loads, (whole / "metrics.jsonl").read_text().splitlines())
-    assert [line["step"] for line in lines if "val_loss" in line] == [0, 4, 8, 12]
-    alone = train(whole, "--steps", "14", "--resume", "auto", *words)
-    assert len(losses(alone)) == 14

@@ -8,7 +8,6 @@ import pytest
 from distgpt.core.config import RunConfig, TrainConfig
 from distgpt.core.cpu.kernels import CpuKernels
 from distgpt.core.model.memory import FlatBuffer, Layout, Spec
-from distgpt.core.saved.tensors import DATA_SUM, read_header
 from distgpt.core.train.memory import fitting
 from distgpt.parallel import reductions as ways
 from distgpt.parallel.choose import Chosen
@@ -20,7 +19,7 @@ from steps import CONFIG, MODEL, trained
 from test_gradsync import by_twos
 from threadranks import on_all_ranks
 
-from conftest import SMALL, inside, losses, needs_mpi, train, trained_together
+from conftest import SMALL, inside, needs_mpi
 
 PARTS = replace(CONFIG, batch_size=16, reproducible_parts=8, grad_accum=0, matmul="auto")
 
@@ -116,19 +115,6 @@ def test_the_flag_of_a_cpu_stage_is_a_setting_of_the_run(tmp_path):
     assert result.returncode == 0 and "micro-batches" not in result.stdout
     result = inside("train", *SMALL, "--reproducible-parts", "3", "--out", tmp_path / "other")
     assert result.returncode == 2 and "--reproducible-parts 3" in result.stderr and not (tmp_path / "other").exists()
-
-
-@pytest.mark.ranks
-@pytest.mark.slow
-@needs_mpi
-def test_runs_on_any_number_of_ranks_leave_the_same_files(tmp_path):
-    words = ["--steps", "20", "--reproducible-parts", "4", "--val-fraction", "0.2"]
-    for ranks, rounds in ((2, 2), (4, 1)):
-        trained_together(ranks, [(tmp_path / str(ranks), [*words, "--grad-accum", str(rounds)])])
-    alone = train(tmp_path / "alone", *words, "--threads", "2")
-    sums = {read_header(run / "weights.safetensors").metadata[DATA_SUM] for run in tmp_path.iterdir()}
-    assert len(list(tmp_path.iterdir())) == 3 and len(sums) == 1
-    assert len({str(losses(run)) for run in tmp_path.iterdir()}) == 1 and len(losses(alone)) == 20
 
 
 @pytest.mark.ranks

@@ -1,16 +1,19 @@
 """How ranks share a step: what the settings choose."""
 
+import json
 import subprocess
 import sys
 from dataclasses import replace
 from itertools import product
 
+import numpy as np
 import pytest
 from distgpt.core.base.errors import UsageError
 from distgpt.core.components import components
 from distgpt.core.config.settings import GRAD_SYNCS, TrainConfig
 from distgpt.core.cpu.kernels import CpuKernels
 from distgpt.core.model.model import Architecture, Model
+from distgpt.core.saved.tensors import DATA_SUM, read_header
 from distgpt.core.train.plan import refuse_unsuited
 from distgpt.core.train.sharing import MicroBatches, Placement, Strategy
 from distgpt.parallel.choose import Chosen
@@ -19,6 +22,8 @@ from distgpt.parallel.reproducible import ReproducibleParts
 from distgpt.parallel.sharded import ShardedPlacement
 from steps import CONFIG, MODEL, model_of
 from threadranks import on_all_ranks
+
+from conftest import losses, needs_mpi, train, trained_together
 
 PARTS = {"reproducible_parts": 8, "batch_size": 16, "grad_accum": 0, "matmul": "auto"}
 LOCAL = {"outer_every": 4, "grad_accum": 0}
@@ -138,3 +143,46 @@ print(len(before) > 20, disk_cache.used - before)
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.split("\n")[0] == "True set()", result.stdout
+
+
+# Whole runs
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@needs_mpi
+def test_whole_runs_of_several_ranks(tmp_path, monkeypatch):
+    """They save, resume, and move to other modes and numbers of ranks; the same bits on any number of ranks."""
+    words = ["--n-embd", "64", "--schedule", "constant", "--save-every", "3"]
+    local = ["--schedule", "constant", "--outer-every", "4", "--val-fraction", "0.2", "--eval-every", "3"]
+    bits = ["--steps", "20", "--reproducible-parts", "4", "--val-fraction", "0.2"]
+    runs = [("whole", ["--steps", "9", *words]), ("local", ["--steps", "12", *local])]
+    runs += [("halves", ["--steps", "8", *local]), ("halves", ["--steps", "12", "--resume", "auto", *local])]
+    for first, then in (("sharded", "sharded"), ("allreduce", "sharded"), ("sharded", "overlapped")):
+        name = f"{first}-{then}"
+        runs.append((name, ["--steps", "5", "--grad-sync", first, *words]))
+        runs.append((name, ["--steps", "9", "--resume", "auto", "--grad-sync", then, *words]))
+    runs.append(("two", [*bits, "--grad-accum", "2"]))
+    trained_together(2, [(tmp_path / name, args) for name, args in runs])
+    whole = losses(tmp_path / "whole")
+    assert all(losses(out) == whole for out in tmp_path.glob("*-*"))
+    assert losses(tmp_path / "halves") == losses(tmp_path / "local")
+    lines = map(json.loads, (tmp_path / "local" / "metrics.jsonl").read_text().splitlines())
+    assert [line["step"] for line in lines if "val_loss" in line] == [0, 4, 8, 12]
+    for name, steps, args in (("sharded-sharded", 12, words), ("local", 14, local)):
+        run = train(tmp_path / name, "--steps", str(steps), "--resume", "auto", *args)
+        assert len(losses(run)) == steps and (name == "local" or losses(run)[:9] == whole)
+
+    monkeypatch.setenv("MPIR_CVAR_NUM_CLIQUES", "2")  # MPICH's: four ranks on two nodes
+    ways = {"alone": ["--grad-sync", "sharded"], "levels": [], "narrow": ["--gradient-dtype", "bfloat16"]}
+    runs = [(tmp_path / name, ["--steps", "16", *args]) for name, args in ways.items()]
+    trained_together(4, [*runs, (tmp_path / "four", [*bits, "--grad-accum", "1"])])
+    alone, levels, narrow = (np.array(losses(tmp_path / name)) for name in ways)
+    assert abs(levels / alone - 1).max() < 1e-5 and 0 < abs(narrow / alone - 1).max() < 1e-2
+    names = [json.loads((tmp_path / name / "summary.json").read_text())["allreduce"] for name in ways]
+    assert names == ["sharded", "hierarchical", "hierarchical, bfloat16"]
+
+    train(tmp_path / "one", *bits, "--threads", "2")
+    same = [tmp_path / name for name in ("one", "two", "four")]
+    assert len({read_header(run / "weights.safetensors").metadata[DATA_SUM] for run in same}) == 1
+    assert len({str(losses(run)) for run in same}) == 1 and len(losses(same[0])) == 20
