@@ -183,7 +183,7 @@ def train(out, *args, ranks=0, **how):
 def in_one_job(commands, ranks, cwd=None):
     """Run commands one by one in one mpirun; of each, what was written to standard error, and exit codes."""
     words = json.dumps([[os.fsdecode(word) for word in words] for words in commands])
-    result = distgpt(words, ranks=ranks, cwd=cwd, program=[sys.executable, FORKED[0]])
+    result = distgpt(words, ranks=ranks, cwd=cwd, program=[sys.executable, FORKED[0]], timeout=300)
     assert result.returncode == 0, result.stderr
     others = [json.loads(codes) for codes in re.findall(r"^exit codes (.*)\n", result.stderr, re.MULTILINE)]
     errors = re.sub(r"^exit codes .*\n", "", result.stderr, flags=re.MULTILINE)

@@ -195,9 +195,9 @@ def test_impossible_generation_is_refused():
             model.generate(prompt, **more)
 
 
-def test_a_model_of_which_the_rank_has_a_part_is_not_given_away_rounded(tmp_path):
+def test_a_model_of_which_the_rank_has_a_part_is_not_given_away_rounded(tmp_path, monkeypatch):
     model = distgpt.init(CONFIG, seed=3)
-    model._model.master_part = object()
+    monkeypatch.setattr(Model, "master_part", object())
     for act in (model.parameters, lambda: model.save(tmp_path / "w.safetensors")):
         with pytest.raises(UsageError, match="load the weights file of the run"):
             act()
