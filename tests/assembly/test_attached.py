@@ -151,12 +151,17 @@ class Guard(contextlib.nullcontext):
         return self.answer(self.run)
 
 
+def end(run):
+    run.signals.note(signal.SIGTERM, why="a file STOP is there")
+    return {}
+
+
 @pytest.mark.parametrize(
     "answer, error, words",
     [
         (lambda run: {}[7], DistgptError, r"Guard .*: KeyError: 7 \(.*test_attached.py:\d"),
         (lambda run: {"loss": 7.0}, DistgptError, "Guard .*: .*the run itself records loss"),
-        (lambda run: run.signals.note(signal.SIGTERM, why="a file STOP is there") and {}, Interrupted, "a file STOP"),
+        (end, Interrupted, "a file STOP is there"),
     ],
 )
 def test_a_guard_that_fails_is_named_and_one_may_end_the_run(extended, tmp_path, answer, error, words):

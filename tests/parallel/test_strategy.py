@@ -100,7 +100,13 @@ def test_overlapped_needs_threads_of_mpi_on_every_rank(able, ranks, mode, refuse
 
 @pytest.mark.parametrize(
     "how, ranks, wanted",
-    [({}, 2, []), ({"outer_every": 2}, 1, []), ({"outer_every": 2}, 2, ["nesterov"]), (PARTS, 1, ["each"])],
+    [
+        ({}, 2, []),
+        ({"grad_sync": "sharded"}, 2, []),
+        ({"outer_every": 2}, 1, []),
+        ({"outer_every": 2}, 2, ["nesterov"]),
+        (PARTS, 1, ["each"]),
+    ],
 )
 def test_only_what_was_chosen_is_compiled_before_the_first_step(how, ranks, wanted, monkeypatch):
     model, called = model_of(), []
