@@ -81,6 +81,15 @@ def test_rounds_are_those_of_the_formula(ranks):
             assert same == (rank == 0 or rounds_of(LOCAL, ranks).ends(step + 1)), step
 
 
+def test_a_round_that_has_ended_ends_once():
+    def act(comm):
+        work, seen, _ = trained(comm, LOCAL, 4)
+        work.exchange.end_round(4)
+        return (work.model.weights.flat == seen[-1]).all()
+
+    assert on_all_ranks(2, act) == [True] * 2
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_all_modes_and_types_exchange_the_same_changes(dtype):
     local = replace(LOCAL, dtype=dtype)
