@@ -183,7 +183,7 @@ def train(out, *args, ranks=0, **how):
 def in_one_job(commands, ranks, cwd=None):
     """Run commands one by one in one mpirun; of each, what was written to standard error, and exit codes."""
     words = json.dumps([[os.fsdecode(word) for word in words] for words in commands])
-    result = distgpt(words, ranks=ranks, cwd=cwd, program=[sys.executable, FORKED[0]])
+    result = distgpt(words, ranks=ranks, cwd=cwd, program=[sys.executable, FORKED[0]], timeout=300)
     assert result.returncode == 0, result.stderr
     others = [json.loads(codes) for codes in re.findall(r"^exit codes (.*)\n", result.stderr, re.MULTILINE)]
     errors = re.sub(r"^exit codes .*\n", "", result.stderr, flags=re.MULTILINE)
@@ -191,6 +191,13 @@ def in_one_job(commands, ranks, cwd=None):
     assert len(ended) == len(commands) and len(others) == ranks - 1, result.stderr
     codes = ({int(code), *(of_rank[i] for of_rank in others)} for i, (_, code) in enumerate(ended))
     return [(said, code) for (said, _), code in zip(ended, codes, strict=True)]
+
+
+def trained_together(ranks, runs):
+    """Train the small model with each of the arguments, by directory, in one job."""
+    commands = [["train", *SMALL, "--stage", "mpi", "--out", out, *args] for out, args in runs]
+    found = in_one_job(commands, ranks)
+    assert all(ended == ("", {0}) for ended in found), found
 
 
 def wait_for(what, seconds=20):

@@ -269,7 +269,7 @@ def measure(run: RunConfig, kernels: Kernels, sequences: int) -> Facts:
     times: list[list[tuple[float, float]]] = []  # seconds of a step and of its update, by round and cut
     begun = perf_counter()
     while not times or perf_counter() < begun + (SECONDS if len(times) >= LEAST else PATIENCE):
-        times.append([(_seconds(trial.step), _seconds(trial.update)) for trial in trials])
+        times.append([(seconds_of(trial.step), seconds_of(trial.update)) for trial in trials])
     steps, updates = np.moveaxis(np.array(times), 2, 0)
     layers = tuple(trial.layers for trial in trials)
     per_pass, per_update = (
@@ -288,8 +288,8 @@ class Trial:
         self.layers = run.model.n_layer
         model.allocate_master_weights()
         model.initialise(t.seed)
-        self._optimizer = components().optimizer(t)(model, t)
-        self.trained = Step(self._optimizer, SerialComm(), t, Exchange())
+        self.optimizer = components().optimizer(t)(model, t)
+        self.trained = Step(self.optimizer, SerialComm(), t, Exchange())
         n_tokens = t.batch_size * run.model.seq_len + 1
         ids = np.random.default_rng(t.seed).integers(0, run.model.vocab_size, n_tokens, np.uint32)
         self.batches = Batches(ArrayTokens(ids), run.model.seq_len, t.batch_size, t.seed)
@@ -298,11 +298,11 @@ class Trial:
         self.trained.launch(0, self.batches).wait()
 
     def update(self) -> None:
-        self._optimizer.step(0, 1.0)
-        self._optimizer.model.kernels.to_host(self._optimizer.norm)  # waits
+        self.optimizer.step(0, 1.0)
+        self.optimizer.model.kernels.to_host(self.optimizer.norm)  # waits
 
 
-def _seconds(work: Callable[[], None]) -> float:
+def seconds_of(work: Callable[[], None]) -> float:
     begun = perf_counter()
     work()
     return perf_counter() - begun

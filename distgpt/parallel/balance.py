@@ -59,7 +59,7 @@ def shares_so_far(state: State, settings: TrainConfig, ranks: int, hosts: int) -
 def measured_shares(model: Model, t: TrainConfig, comm: Comm) -> list[int]:
     """Return shares by each rank's time for an even share, measured on all ranks together. Collective."""
     even = MicroBatches(t, comm.size).n_sequences
-    micros = gather(comm, max(1, round(1e6 * _seconds(model, even, t, comm))))
+    micros = gather(comm, max(1, round(1e6 * seconds_of(model, even, t, comm))))
     return shares_by(micros, even * comm.size)
 
 
@@ -80,7 +80,7 @@ def shares_by(seconds: Sequence[float], total: int) -> list[int]:
     return shares
 
 
-def _seconds(model: Model, rows: int, t: TrainConfig, comm: Comm) -> float:
+def seconds_of(model: Model, rows: int, t: TrainConfig, comm: Comm) -> float:
     """Return the seconds of a forward and backward pass over `rows` sequences."""
     k, seq_len = model.kernels, model.config.seq_len
     work = Pass(model, rows, seq_len, training=True, recompute=t.recompute)

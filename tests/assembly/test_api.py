@@ -1,5 +1,7 @@
 """The Python interface: what goes in comes out, the numbers are the reference's, nonsense is refused."""
 
+import json
+import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -12,6 +14,9 @@ from distgpt.core.config import ModelConfig
 from distgpt.core.model.model import Architecture, Model
 from distgpt.core.model.passes import Pass
 from distgpt.core.ops.kernels import Kernels
+from distgpt.corpora import shards
+
+from conftest import inside
 
 CONFIG = ModelConfig(vocab_size=13, seq_len=7, n_layer=2, n_head=3, n_embd=24, init_std=0.2)
 MODERN = replace(CONFIG, norm="rmsnorm", mlp="swiglu", positions="rope", bias=False, tied=False)
@@ -46,12 +51,6 @@ def test_a_saved_model_comes_back_in_another_precision_up_to_rounding(model, bat
     narrow = distgpt.load(str(tmp_path / "weights"))
     assert narrow.logits(batch[0]).dtype == np.float32
     np.testing.assert_allclose(narrow.logits(batch[0]), model.logits(batch[0]), atol=1e-4)
-
-
-def test_the_package_names_what_a_first_model_needs():
-    assert distgpt.ModelConfig is ModelConfig
-    assert distgpt.bundled("data", "names.txt").read_text()
-    assert all(hasattr(distgpt, name) for name in distgpt.__all__)
 
 
 def test_logits_are_those_of_the_reference(model, batch):
@@ -157,7 +156,7 @@ def test_prompts_side_by_side_samples_streams_and_log_probabilities(trained):
 # Refusals
 
 
-def test_tokens_that_make_no_sense_are_refused():
+def test_invalid_tokens_are_refused():
     model = distgpt.init(CONFIG)
     for tokens, message in (
         (3, "shape"),
@@ -201,15 +200,16 @@ def test_impossible_generation_is_refused():
             model.generate(prompt, **more)
 
 
-def test_a_model_of_which_the_rank_has_a_part_is_not_given_away_rounded(tmp_path):
+def test_a_model_of_which_the_rank_has_a_part_is_not_given_away_rounded(tmp_path, monkeypatch):
     model = distgpt.init(CONFIG, seed=3)
-    model._model.master_part = object()
+    monkeypatch.setattr(Model, "master_part", object())
     for act in (model.parameters, lambda: model.save(tmp_path / "w.safetensors")):
         with pytest.raises(UsageError, match="load the weights file of the run"):
             act()
 
 
 def test_models_that_cannot_be_made_read_or_written(tmp_path):
+    assert all(hasattr(distgpt, name) for name in distgpt.__all__)
     for arguments, message in (
         ({"config": "gpt-mini"}, "vocab_size"),
         ({"config": "gtp2"}, "did you mean 'gpt2'"),
@@ -223,3 +223,98 @@ def test_models_that_cannot_be_made_read_or_written(tmp_path):
         distgpt.load(tmp_path / "nowhere")
     with pytest.raises(StorageError, match="nowhere"):
         distgpt.init(CONFIG).save(tmp_path / "nowhere" / "weights")
+
+
+# Training
+
+SMALL = {
+    "data": "story", "tokenizer": "word", "n_layer": 1, "n_head": 2, "n_embd": 16, "seq_len": 16,
+    "batch_size": 4, "steps": 6, "eval_every": 3, "val_fraction": 0.1, "sample_every": 3, "threads": 1,
+}  # fmt: skip
+
+
+def lines(directory):
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_calls_back_and_gives_its_model(tmp_path):
+    steps, evaluations, notes = [], [], []
+    done = distgpt.train(
+        **SMALL, out=tmp_path / "run", on_step=steps.append, on_evaluation=evaluations.append, on_note=notes.append
+    )
+    assert done.directory == tmp_path / "run"
+    assert [step["step"] for step in steps] == [1, 2, 3, 4, 5, 6]
+    assert [found["step"] for found in evaluations] == [0, 3, 6]
+    assert done.metrics == lines(done.directory)
+    loaded = distgpt.load(done.directory / "weights.safetensors")
+    tokens = loaded.tokenizer.encode("the lamp")
+    np.testing.assert_array_equal(done.model.logits(tokens), loaded.logits(tokens))
+    assert done.model.generate("the lamp", 3) == loaded.generate("the lamp", 3)
+    assert done.model.trace(tokens).attention[0].shape == (2, len(tokens), len(tokens))
+
+
+def test_it_is_the_run_of_the_command(tmp_path, trained):
+    """The run of the fixture, from its own configuration."""
+    again = distgpt.train(config=trained / "config.toml", out=str(tmp_path / "run"), threads=1)
+    for name in ("weights.safetensors", "config.toml", "tokenizer.json"):
+        assert (again.directory / name).read_bytes() == (trained / name).read_bytes(), name
+    resumed = distgpt.train(config=trained / "config.toml", out=again.directory, resume="auto", steps=31, threads=1)
+    assert [line["step"] for line in resumed.metrics if "loss" in line] == [31]
+    assert str(again.directory) in repr(resumed) and "loss" not in repr(resumed)
+    done = distgpt.train(out=again.directory, resume="auto", threads=1)
+    assert not done.metrics and done.directory == again.directory
+
+
+def test_of_two_threads_that_train_in_one_directory_one_is_refused(tmp_path):
+    def run(number):
+        try:
+            return distgpt.train(**SMALL, out=tmp_path / "run", on_step=lambda metrics: time.sleep(0.02))
+        except UsageError as error:
+            return error
+
+    with ThreadPoolExecutor(2) as threads:
+        refused, done = sorted(threads.map(run, range(2)), key=lambda found: hasattr(found, "model"))
+    assert "run" in str(refused)
+    assert [line["step"] for line in lines(done.directory) if "loss" in line] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("data", ["text.txt", "shards"])
+def test_a_run_stays_in_its_directory_when_the_working_directory_changes(tmp_path, monkeypatch, data):
+    elsewhere, text = tmp_path / "elsewhere", tmp_path / "text.txt"
+    elsewhere.mkdir()
+    text.write_text("a lamp and a tree and a sea\n" * 99)
+    monkeypatch.setattr(shards, "MOST_OPEN", 1)
+    monkeypatch.chdir(tmp_path)
+    words = ["--tokenizer", "byte", "--out", "shards", "--shard-tokens", "99"]
+    assert inside("data", "prepare", text.name, *words).returncode == 0
+    relative = {**SMALL, "data": data, "tokenizer": "byte", "save_every": 2}
+    done = distgpt.train(**relative, on_step=lambda metrics: os.chdir(elsewhere))
+    assert done.directory.parent == tmp_path / "runs" and len(done.metrics) == len(lines(done.directory))
+    assert not [*elsewhere.iterdir()]
+    monkeypatch.chdir(tmp_path)
+    relative |= {"steps": 8, "out": done.directory.relative_to(tmp_path), "resume": "auto"}
+    resumed = distgpt.train(**relative, on_step=lambda metrics: os.chdir(elsewhere))
+    assert [line["step"] for line in resumed.metrics if "loss" in line] == [7, 8]
+    assert not [*elsewhere.iterdir()]
+
+
+def test_an_exception_of_a_function_ends_the_run(tmp_path):
+    def refuse(metrics):
+        raise ValueError(f"enough at {metrics['step']}")
+
+    with pytest.raises(ValueError, match="enough at 1"):
+        distgpt.train(**SMALL, out=tmp_path / "run", on_step=refuse)
+    assert not (tmp_path / "run" / "weights.safetensors").exists()
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["stop"] == "failed"
+
+
+def test_what_makes_no_sense_is_refused_before_anything_is_written(tmp_path):
+    for wrong, words in (
+        ({"n_layers": 3}, "unknown setting 'n_layers'; did you mean 'n_layer'"),
+        ({"steps": "6"}, "steps is '6'"),
+        ({"stage": "gpu"}, "unknown stage"),
+        ({"preset": "tiney"}, "did you mean 'tiny'"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            distgpt.train(**{**SMALL, **wrong}, out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()

@@ -22,10 +22,10 @@ BEGIN = """
     settings = dict(stage="mpi", data="story", tokenizer="word", n_layer=1, n_head=2, n_embd=16)
     settings |= dict(seq_len=16, batch_size=4, steps=400, threads=1, out=sys.argv[1])
 """
-# What raises on one rank, which; what the other rank waits in.
+# The rank that raises or leaves, what all do, the exit code, and words of the rank's line.
 CASES = {
-    "a function of the caller, in training": (0, "distgpt.train(**settings, on_step=refuse)"),
-    "generating, and the caller catches it": (
+    "a function of the caller in training raises": (0, "distgpt.train(**settings, on_step=refuse)", 70),
+    "generating raises, and the caller catches it": (
         1,
         """
         former, python_api.complete = python_api.complete, refuse
@@ -34,8 +34,9 @@ CASES = {
         except ValueError:
             pass
         """,
+        70,
     ),
-    "the caller's own code": (
+    "the caller's own code raises": (
         1,
         """
         try:
@@ -47,42 +48,22 @@ CASES = {
         refuse(model.generate([1], 2))
         model.generate([[1], [2]], 2)
         """,
+        70,
     ),
+    "a function of the caller in training leaves": (0, "distgpt.train(**settings, on_step=lambda _: sys.exit(3))", 3),
 }
-
-# What leaves on one rank, which; exit code 3.
-LEAVING = {
-    "a function of the caller, in training": (0, "distgpt.train(**settings, on_step=lambda _: sys.exit(3))"),
-    "the caller's own code": (
-        1,
-        """
-        model = distgpt.init("microgpt", stage="mpi")
-        launched_rank() == RANK and sys.exit(3)
-        model.generate([[1], [2]], 2)
-        """,
-    ),
-}
-
-
-@pytest.mark.slow
-@needs_mpi
-@pytest.mark.parametrize("case", LEAVING)
-def test_a_rank_that_leaves_ends_the_job(case, tmp_path):
-    rank, act = LEAVING[case]
-    script = textwrap.dedent(BEGIN) + textwrap.dedent(act.replace("RANK", str(rank)))
-    ended = distgpt(tmp_path / "out", ranks=2, program=[sys.executable, "-c", script], timeout=40)
-    assert ended.returncode == 3, ended.stderr
-    assert f"rank {rank}: left with exit code 3" in ended.stderr
 
 
 @pytest.mark.slow
 @needs_mpi
 @pytest.mark.parametrize("case", CASES)
-def test_an_error_of_one_rank_ends_the_job(case, tmp_path):
-    rank, act = CASES[case]
-    script = textwrap.dedent(BEGIN.replace("RANK", str(rank))) + textwrap.dedent(act)
+def test_one_rank_that_raises_or_leaves_ends_the_job(case, tmp_path):
+    rank, act, code = CASES[case]
+    script = (textwrap.dedent(BEGIN) + textwrap.dedent(act)).replace("RANK", str(rank))
     ended = distgpt(tmp_path / "out", ranks=2, program=[sys.executable, "-c", script], timeout=40)
-    assert ended.returncode == 70, ended.stderr
-    assert f"rank {rank}: internal error" in ended.stderr and "no more of this" in ended.stderr
-    if case == "the caller's own code":
-        assert ended.stdout.count("caller's") == 2
+    assert ended.returncode == code, ended.stderr
+    words = (
+        (f"rank {rank}: left with exit code 3",) if code == 3 else (f"rank {rank}: internal error", "no more of this")
+    )
+    assert all(word in ended.stderr for word in words)
+    assert ended.stdout.count("caller's") == 2 * (case == "the caller's own code raises")

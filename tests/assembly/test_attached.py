@@ -1,8 +1,9 @@
 """Mistakes in a class that extends distgpt are reported in a line."""
 
+import contextlib
 import math
 import signal
-from contextlib import AbstractContextManager
+import sys
 from dataclasses import replace
 
 import distgpt
@@ -24,8 +25,7 @@ from distgpt.corpora.chats.format import encode_parts
 from distgpt.models.adapters import merge
 from distgpt.show.weightspage import inspect
 
-from conftest import distgpt as command
-from conftest import losses
+from conftest import inside, losses
 
 SIZE = {"preset": "tiny-adamw", "n_layer": 1, "n_head": 2, "n_embd": 16, "seq_len": 16, "batch_size": 4}
 SIZE |= {"data": "story", "steps": 3, "threads": 1}
@@ -80,31 +80,23 @@ def train_biases(self, t):
     return BIASES
 
 
-def check(self, t, ranks, on_gpu):
+def refuse(self, t, ranks, on_gpu):
     raise UsageError("checked")
 
 
-def test_settings_are_checked_before_a_run_is_written(extended, tmp_path):
-    extended(refuse_unsuited=check)
-    with pytest.raises(UsageError, match="checked"):
-        distgpt.train(**SIZE, out=tmp_path / "run")
-    assert not (tmp_path / "run").exists()
-
-
-def test_a_kind_that_trains_nothing_of_a_model_is_refused(extended, tmp_path):
-    extended(model=train_biases)
-    with pytest.raises(UsageError, match="nothing that a kind of model 'Biases' trains"):
-        distgpt.train(**SIZE, bias=False, out=tmp_path / "run")
-    assert not (tmp_path / "run").exists()
-
-
 @pytest.mark.parametrize(
-    "kind, said", [(BIASES, "format 'biases' is not known here"), (UNNAMED, "without a part does not hold the tensors")]
+    "words, members, settings",
+    [
+        ("checked", {"refuse_unsuited": refuse}, {}),
+        ("kind of model 'Biases'", {"model": train_biases}, {"bias": False}),  # which trains nothing
+        ("format 'biases'", {"model": train_biases}, {"bias": True}),  # whose files nothing reads
+        ("without a part", {"model": lambda self, t: UNNAMED}, {"bias": True}),
+    ],
 )
-def test_a_kind_whose_files_nothing_reads_is_refused_before_it_trains(extended, tmp_path, kind, said):
-    extended(model=lambda self, t: kind)
-    with pytest.raises(UsageError, match=said):
-        distgpt.train(**SIZE, bias=True, norm="layernorm", out=tmp_path / "run")
+def test_mistakes_are_refused_before_a_run_is_written(extended, tmp_path, words, members, settings):
+    extended(**members)
+    with pytest.raises(UsageError, match=words):
+        distgpt.train(**SIZE, norm="layernorm", **settings, out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
@@ -148,47 +140,41 @@ def test_vectors_are_trained_beside_matrices_that_are_not(norm):
         np.testing.assert_array_equal(gradient, whole.grads[name], name)
 
 
-class Ending(AbstractContextManager):
-    """A guard that ends the run after its first step."""
+class Guard(contextlib.nullcontext):
+    """Ends the run after its first step, or makes a mistake."""
 
-    def __init__(self, run):
-        self.signals = run.signals
-
-    def __exit__(self, *ended):
-        """Leave nothing behind."""
+    def __init__(self, run, answer):
+        super().__init__()
+        self.run, self.answer = run, answer
 
     def after_step(self, done):
-        self.signals.note(signal.SIGTERM, why="a file STOP is there")
-        return {}
+        return self.answer(self.run)
 
 
-class Failing(Ending):
-    def after_step(self, done):
-        return {}[7]
+def end(run):
+    run.signals.note(signal.SIGTERM, why="a file STOP is there")
+    return {}
 
 
-class Replacing(Ending):
-    def after_step(self, done):
-        return {"loss": 7.0}
-
-
-def test_a_guard_that_fails_is_named_in_a_line(extended, tmp_path):
-    extended(callbacks=lambda self, run, limits: [Failing(run)])
-    with pytest.raises(DistgptError, match=r"the guard Failing has failed: KeyError: 7 \(.*test_attached.py:\d"):
+@pytest.mark.parametrize(
+    "answer, error, words",
+    [
+        (lambda run: {}[7], DistgptError, r"Guard .*: KeyError: 7 \(.*test_attached.py:\d"),
+        (lambda run: {"loss": 7.0}, DistgptError, "Guard .*: .*the run itself records loss"),
+        (end, Interrupted, "a file STOP is there"),
+    ],
+)
+def test_a_guard_that_fails_is_named_and_one_may_end_the_run(extended, tmp_path, answer, error, words):
+    extended(callbacks=lambda self, run, limits: [Guard(run, answer)])
+    with pytest.raises(error, match=words) as ended:
         distgpt.train(**SIZE, out=tmp_path / "run")
+    assert error is DistgptError or ended.value.exit_code == 143
 
 
-def test_a_guard_cannot_replace_the_loss(extended, tmp_path):
-    extended(callbacks=lambda self, run, limits: [Replacing(run)])
-    with pytest.raises(DistgptError, match=r"Replacing has failed: .*the run itself records loss"):
+def test_a_learning_rate_that_is_no_number_names_its_class(extended, tmp_path):
+    extended(learning_rate=lambda self, t, step, elapsed=None: math.nan if step else t.lr)
+    with pytest.raises(UsageError, match=r"Extended\.learning_rate returned nan for step 2"):
         distgpt.train(**SIZE, out=tmp_path / "run")
-
-
-def test_a_guard_says_why_it_ends_a_run(extended, tmp_path):
-    extended(callbacks=lambda self, run, limits: [Ending(run)])
-    with pytest.raises(Interrupted, match="a file STOP is there") as ended:
-        distgpt.train(**SIZE, out=tmp_path / "run")
-    assert ended.value.exit_code == 143
 
 
 MISTAKES = {
@@ -211,17 +197,18 @@ class Called(AllComponents):
 """
 
 
-@pytest.mark.ci
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_class_with_a_mistake_is_a_line_before_anything_is_written(name, tmp_path):
+def test_a_class_with_a_mistake_is_a_line_before_anything_is_written(name, tmp_path, monkeypatch):
     (tmp_path / "mistakes.py").write_text(FILE_OF_MISTAKES)
     (tmp_path / "broken.py").write_text("import nothing_of_this_name")
-    words = ["--components", name, "--out", tmp_path / "run", "--steps", "1", "--data", "story"]
-    result = command("train", *words, env={"PYTHONPATH": str(tmp_path)}, cwd=tmp_path)
-    assert result.returncode == 2 and MISTAKES[name] in result.stderr, result.stderr
-    assert "Traceback" not in result.stderr and not (tmp_path / "run").exists()
-    named = command("infer", env={"PYTHONPATH": str(tmp_path), "DISTGPT_COMPONENTS": name}, cwd=tmp_path)
-    assert named.returncode == 2 and MISTAKES[name] in named.stderr
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("DISTGPT_COMPONENTS", "")  # which the option sets: undone at the end
+    train = ["train", "--components", name, "--out", tmp_path / "run", "--steps", "1", "--data", "story"]
+    for words, env in ((train, {}), (["infer"], {"DISTGPT_COMPONENTS": name})):
+        monkeypatch.delitem(sys.modules, "mistakes", raising=False)
+        result = inside(*words, env=env, cwd=tmp_path)
+        assert result.returncode == 2 and MISTAKES[name] in result.stderr, result.stderr
+        assert "Traceback" not in result.stderr and not (tmp_path / "run").exists()
 
 
 def test_votes_that_an_exchange_has_mixed_with_gradients_are_no_votes():
@@ -243,9 +230,3 @@ def test_ids_that_are_no_slices_of_a_text_have_no_ends_in_it():
     assert encode_parts(Pieces([b"word"]), ["word"])[1].tolist() == [4]
     with pytest.raises(DataError, match="'pieces' cannot encode chats"):
         encode_parts(Pieces([b"word"]), ["two words"])
-
-
-def test_a_learning_rate_that_is_no_number_names_its_class(extended, tmp_path):
-    extended(learning_rate=lambda self, t, step, elapsed=None: math.nan if step else t.lr)
-    with pytest.raises(UsageError, match=r"Extended\.learning_rate returned nan for step 2"):
-        distgpt.train(**SIZE, out=tmp_path / "run")

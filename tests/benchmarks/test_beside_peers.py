@@ -2,7 +2,6 @@
 
 import json
 import sys
-from dataclasses import replace
 from functools import partial
 
 import infer_beside_peers
@@ -15,7 +14,6 @@ from distgpt.core.base.errors import UsageError
 from distgpt.core.config.presets import preset
 from distgpt.measure import jobs
 from distgpt.measure.bench import train
-from infer_beside_peers import beside_peers
 
 PEER = {"step_s_median": 0.2, "first_loss": 5.1, "final_loss": 5.0, "threads": 1, "peak_rss_bytes": 9}
 PEER |= {"torch": "0"}
@@ -36,30 +34,21 @@ def bench(*words):
     return CliRunner().invoke(train_beside_torch.main, list(map(str, words)))
 
 
-@pytest.fixture(scope="module")
-def measured(tmp_path_factory):
-    """What the program left, what it printed, and what the peer was told."""
-    out = tmp_path_factory.mktemp("bench")
-    python, heard = out / "python", out / "heard"
+@pytest.mark.ci
+@pytest.mark.ranks
+def test_a_peer_gets_our_model_and_the_ratio_of_pairs(tmp_path, monkeypatch):
+    python, heard = tmp_path / "python", tmp_path / "heard"
     python.write_text(FAKE.format(python=sys.executable, heard=str(heard), peer=PEER))
     python.chmod(0o755)
     modes = ("--peer-mode", "eager", "--peer-mode", "best")
     peer = ("--peer-python", python, "--rounds", 2, *modes)
     size = ("--preset", "tiny-adamw", *SMALL, "--threads", 1, "--stage", STAGE)
-    words = (*size, "--name", "found", "--out", out, *peer)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train, "peak_gflops", partial(train.peak_gflops, seconds=0.05))
-        patch.setattr(jobs, "ask", peak_here)
-        done = bench(*words)
+    monkeypatch.setattr(train, "peak_gflops", partial(train.peak_gflops, seconds=0.05))
+    monkeypatch.setattr(jobs, "ask", peak_here)
+    done = bench(*size, "--name", "found", "--out", tmp_path, *peer)
     assert done.exit_code == 0, done.output
     requests = [json.loads(line) for line in heard.read_text().splitlines()]
-    return json.loads((out / "train-found.json").read_text()), done.stdout, requests
-
-
-@pytest.mark.ci
-@pytest.mark.ranks
-def test_a_peer_is_told_our_model_and_gets_the_ratio_of_pairs(measured):
-    found, printed, requests = measured
+    found = json.loads((tmp_path / "train-found.json").read_text())
     assert [row["who"] for row in found["rows"]] == ["distgpt", "PyTorch", "PyTorch"]
     eager, best = found["peers"]
     assert (eager["mode"], best["mode"], len(found["runs"])) == ("eager", "compile+keep-freed", 2)
@@ -72,14 +61,9 @@ def test_a_peer_is_told_our_model_and_gets_the_ratio_of_pairs(measured):
     for request in requests:
         assert request["shape"].items() >= shape.items()
         assert request.items() >= recipe.items() and request["steps"] == 4
-    printed = " ".join(printed.split()).replace("- ", "-")  # words are broken there
-    assert "× PyTorch (eager)" in printed and "compile+keep-freed, the fastest of 3 modes" in printed
-
-
-@pytest.mark.ci
-@pytest.mark.ranks
-def test_the_fastest_mode_is_found_once_and_rounds_take_turns(measured):
-    _, _, requests = measured
+    printed = " ".join(done.stdout.split()).replace("- ", "-")  # words are broken there
+    assert "× PyTorch (eager)" in printed and "compile+keep-freed" in printed
+    # The fastest mode is found once, and rounds take turns.
     tried, trained = requests[:3], requests[3:]
     told = [{name for name in peer_process.SWITCHES if request[name]} for request in tried]
     assert told == [{"keep_freed"}, {"compile", "keep_freed"}, {"autotune", "keep_freed"}]
@@ -87,22 +71,18 @@ def test_the_fastest_mode_is_found_once_and_rounds_take_turns(measured):
 
 
 @pytest.mark.ci
-def test_what_makes_no_sense_is_refused(tmp_path):
-    for words, said in (
-        (("--peer-python", tmp_path / "nowhere"), "cannot import torch"),
-        (("--stage", "cuda"), "on cores"),
-        (("--dtype", "float64"), "float32 or bfloat16"),
-        (("--peer-mode", "keep-fred"), "'keep_fred': modes are eager, best"),
-    ):
-        error = bench(*words).exception
-        assert isinstance(error, UsageError) and said in str(error)
-    own = infer_beside_peers.PeerOptions(prompt=9, new=9, out=tmp_path)
-    for options, said in (
-        (replace(own, preset="tiny", peers=("llama.cpp",)), "GPT-2's architecture"),
-        (replace(own, peers=("lama.cpp",)), "did you mean"),
-    ):
-        with pytest.raises(UsageError, match=said):
-            beside_peers(options)
+@pytest.mark.parametrize(
+    "words, named",
+    [
+        ("--peer-python /nowhere", "torch"),
+        ("--stage cuda", "cores"),
+        ("--dtype float64", "float32"),
+        ("--peer-mode keep-fred", "keep_fred"),
+    ],
+)
+def test_mistakes_are_refused(words, named):
+    error = bench(*words.split()).exception
+    assert isinstance(error, UsageError) and named in str(error)
 
 
 @pytest.mark.peer

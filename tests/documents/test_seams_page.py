@@ -17,7 +17,7 @@ from distgpt.core import components
 from distgpt.core.base.errors import DataError, UsageError
 from distgpt.core.config import RunConfig
 from distgpt.core.data.tokenizers import load_tokenizer
-from distgpt.core.saved.tensors import read_header
+from distgpt.core.saved.tensors import read_header, read_into
 from run import ROOT
 
 from conftest import distgpt, losses, needs_mpi
@@ -78,18 +78,8 @@ def command(tmp_path, out, *more, ranks=1, wheel=None):
     """Train by the command, as a user does who has only a file."""
     words = [f"--{name.replace('_', '-')}={value}" for name, value in SIZE.items()]
     stage = ("--stage", "mpi") if ranks > 1 else ()
-    return distgpt(
-        "train",
-        *words,
-        *stage,
-        "--out",
-        tmp_path / out,
-        *more,
-        ranks=ranks,
-        timeout=300,
-        env={"PYTHONPATH": os.pathsep.join(map(str, filter(None, (wheel, tmp_path))))},
-        cold=bool(wheel),
-    )
+    how = {"env": {"PYTHONPATH": os.pathsep.join(map(str, filter(None, (wheel, tmp_path))))}, "cold": bool(wheel)}
+    return distgpt("train", *words, *stage, "--out", tmp_path / out, *more, ranks=ranks, timeout=300, **how)
 
 
 @pytest.mark.ci
@@ -118,27 +108,23 @@ def test_an_exchange_saves_what_is_left(tmp_path, extensions):
     assert losses(tmp_path / "half") == losses(tmp_path / "whole")
     other = command(tmp_path, "alone", *own, "--resume", "auto")
     assert other.returncode == 0 and "holds no state of TopK for these ranks" in other.stdout + other.stderr
-    for words, complaint in (
-        (("extra.fraction=2",), "extra.fraction is 2.0: it must be at most 1"),
-        (("extra.fractoin=1",), "unknown setting 'extra.fractoin'; did you mean 'extra.fraction'?"),
-    ):
-        result = command(tmp_path, "no", *own, "--set", *words, **how)
-        assert result.returncode == 2 and complaint in result.stderr and not (tmp_path / "no").exists()
-    result = command(tmp_path, "no", *own, "--grad-sync", "sharded", **how)
-    assert result.returncode == 2 and "exchange does not go with --grad-sync sharded" in result.stderr
-    resumed = command(tmp_path, "half", "--resume", "auto", "--steps", "9", **how)
-    assert resumed.returncode == 2 and "unknown setting extra.fraction: --components" in resumed.stderr
     text = FILES["topk.py"]
-    (tmp_path / "topk.py").write_text(text.replace("self.mean_factor = 1 /", "self.mean_factor = 2 /"))
-    result = command(tmp_path, "no", *own, **how)
-    assert result.returncode == 2 and "the mean of a gradient over the ranks is 3; it must be 1.5" in result.stderr
+    (tmp_path / "double.py").write_text(text.replace("self.mean_factor = 1 /", "self.mean_factor = 2 /"))
+    for complaint, out, more in (
+        ("extra.fraction is 2.0: it must be at most 1", "no", [*own, "--set", "extra.fraction=2"]),
+        ("did you mean 'extra.fraction'", "no", [*own, "--set", "extra.fractoin=1"]),
+        ("extra.fraction: --components", "half", ["--resume", "auto", "--steps", "9"]),
+        ("--grad-sync sharded", "no", [*own, "--grad-sync", "sharded"]),
+        ("it must be 1.5", "no", ["--components", "double:MyComponents"]),  # the mean of a gradient over the ranks
+    ):
+        result = command(tmp_path, out, *more, **how)
+        assert result.returncode == 2 and complaint in result.stderr, result.stderr
+        assert "extra" not in complaint or not (tmp_path / "no").exists()
 
 
-def test_a_guard_saves_what_it_counts(tmp_path):
+def test_a_guard_saves_what_it_counts(tmp_path, extended):
     class Counting(contextlib.nullcontext):
-        def __init__(self):
-            super().__init__()
-            self.steps = 0
+        steps = 0
 
         def after_step(self, done):
             self.steps += 1
@@ -150,16 +136,9 @@ def test_a_guard_saves_what_it_counts(tmp_path):
         def load(self, state):
             self.steps = state["steps"]
 
-    class Guarded(AllComponents):
-        def callbacks(self, run, limits):
-            return [*super().callbacks(run, limits), Counting()]
-
-    former = components.components()
-    try:
-        first = package.train(**SIZE, out=tmp_path / "run", components=Guarded())
-        again = package.train(**SIZE | {"steps": 9}, out=tmp_path / "run", resume="auto")
-    finally:
-        components.install(former)
+    extended(callbacks=lambda self, run, limits: [*AllComponents.callbacks(self, run, limits), Counting()])
+    first = package.train(**SIZE, out=tmp_path / "run")
+    again = package.train(**SIZE | {"steps": 9}, out=tmp_path / "run", resume="auto")
     lines = [line["counted"] for line in (*first.metrics, *again.metrics) if "counted" in line]
     assert lines == [*range(1, 10)]
 
@@ -197,11 +176,8 @@ def test_lion_is_what_its_paper_says(tmp_path, extensions):
 
 def test_an_activation_has_the_gradient_of_its_loss(tmp_path, extensions):
     components.install(extensions("quick_gelu"))
-    model = package.init(
-        package.ModelConfig(n_layer=1, n_head=1, n_embd=8, seq_len=4, mlp="quick_gelu"),
-        tokenizer="byte",
-        dtype="float64",
-    )
+    config = package.ModelConfig(n_layer=1, n_head=1, n_embd=8, seq_len=4, mlp="quick_gelu")
+    model = package.init(config, tokenizer="byte", dtype="float64")
     tokens, targets = [[1, 2, 3, 4]], [[2, 3, 4, 5]]
     gradient = model.gradients(tokens, targets)["blocks.0.mlp.fc.w"]
     weight = model.parameters()["blocks.0.mlp.fc.w"]
@@ -262,21 +238,15 @@ def test_a_kind_of_adapter_is_trained_beside_a_model_and_read_as_lora(tmp_path, 
     own = package.train(**how, out=tmp_path / "own", components=extensions("orthogonal"))
     assert bytes_of(own) != bytes_of(lora) and losses(own.directory) != losses(lora.directory)
     assert min(losses(own.directory)[-3:]) < losses(own.directory)[0]
-    assert read_header(own.directory / "weights.safetensors").tensors.keys() == {
-        *read_header(lora.directory / "weights.safetensors").tensors
-    }
+    headers = [read_header(run.directory / "weights.safetensors") for run in (own, lora)]
+    assert headers[0].tensors.keys() == headers[1].tensors.keys()
     first = package.train(**{**how, "steps": 1, "lr": 1e-9}, out=tmp_path / "one")
-    a = tensor(first.directory / "weights.safetensors", "blocks.0.attn.q.lora_a")
-    np.testing.assert_allclose(a @ a.T, np.eye(4), atol=1e-4)
-    assert package.load(own.directory).generate("The", max_new_tokens=3, seed=1)
-
-
-def tensor(path, name):
-    from distgpt.core.saved.tensors import read_into
-
+    path = first.directory / "weights.safetensors"
     host = {key: np.empty(entry.shape, np.float32) for key, entry in read_header(path).tensors.items()}
     read_into(path, host)
-    return host[name]
+    a = host["blocks.0.attn.q.lora_a"]
+    np.testing.assert_allclose(a @ a.T, np.eye(4), atol=1e-4)
+    assert package.load(own.directory).generate("The", max_new_tokens=3, seed=1)
 
 
 def test_a_schedule_gives_the_rates_also_after_a_resume(tmp_path, extensions):

@@ -9,12 +9,11 @@ files that distgpt reads are written.
 import atexit
 import shutil
 import tempfile
-from collections import namedtuple
-from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import groupby
 from pathlib import Path
+from typing import NamedTuple
 
 
 @dataclass(frozen=True)
@@ -29,30 +28,36 @@ class Core:
     capacity: int = 0
 
 
-# The node as a person counts it: of what is online, with regions that have CPUs.
-Seen = namedtuple("Seen", "cpus cores sockets regions l3")
+class Seen(NamedTuple):
+    """The node as a person counts it: of what is online, with regions that have CPUs."""
+
+    cpus: int
+    cores: int
+    sockets: int
+    regions: int
+    l3: int
 
 
 @dataclass(frozen=True)
 class Tree:
     """A node. `regions` are those without CPUs."""
 
-    cores: Sequence[Core]
+    cores: list
     seen: Seen
-    regions: Sequence[int] = ()
-    kinds: Mapping[str, str] = field(default_factory=dict)  # "cpu_core" → its CPUs
-    offline: frozenset[int] = frozenset()
-    allowed: frozenset[int] | None = None  # to a process there; None: all that are online
+    regions: tuple = ()
+    kinds: dict = field(default_factory=dict)  # "cpu_core" → its CPUs
+    offline: frozenset = frozenset()
+    allowed: frozenset | None = None  # to a process there; None: all that are online
 
     @property
-    def online(self) -> frozenset[int]:
+    def online(self):
         return frozenset(cpu for core in self.cores for cpu in core.cpus) - self.offline
 
     @property
-    def affinity(self) -> frozenset[int]:
+    def affinity(self):
         return self.online if self.allowed is None else self.allowed
 
-    def write(self, root: Path) -> Path:
+    def write(self, root):
         """Write it as `root`/devices/system/…, which is returned: what stands for /sys."""
         for name, text in self._files():
             path = root / "devices" / name
@@ -60,37 +65,30 @@ class Tree:
             path.write_text(f"{text}\n")
         return root
 
-    def _files(self) -> Iterable[tuple[str, object]]:
+    def _files(self):
         yield "system/cpu/online", listed(self.online)
         for cpu in self.offline:  # has a folder, and nothing that describes it
             yield f"system/cpu/cpu{cpu}/online", 0
         for core in self.cores:
+            own = listed({*core.cpus} & self.online)
+            files = {"topology/physical_package_id": core.socket}
+            files |= {"topology/core_cpus_list": own, "topology/thread_siblings_list": own}
+            if core.l3 is not None:
+                files |= {"cache/index3/level": 3, "cache/index3/shared_cpu_list": self._shared_by("l3", core.l3)}
+            speeds = {"cpufreq/cpuinfo_max_freq": core.khz, "cpu_capacity": core.capacity}
+            files |= {name: value for name, value in speeds.items() if value}
             for cpu in {*core.cpus} & self.online:
-                for name, text in self._of_core(core):
-                    yield f"system/cpu/cpu{cpu}/{name}", text
+                yield from ((f"system/cpu/cpu{cpu}/{name}", text) for name, text in files.items())
         for region in {core.region for core in self.cores} - {None} | {*self.regions}:
             yield f"system/node/node{region}/cpulist", self._shared_by("region", region)
-        for kind, cpus in self.kinds.items():
-            yield f"{kind}/cpus", cpus
+        yield from ((f"{kind}/cpus", cpus) for kind, cpus in self.kinds.items())
 
-    def _of_core(self, core: Core) -> Iterable[tuple[str, object]]:
-        yield "topology/physical_package_id", core.socket
-        for name in ("core_cpus", "thread_siblings"):
-            yield f"topology/{name}_list", listed({*core.cpus} & self.online)
-        if core.l3 is not None:
-            yield "cache/index3/level", 3
-            yield "cache/index3/shared_cpu_list", self._shared_by("l3", core.l3)
-        if core.khz:
-            yield "cpufreq/cpuinfo_max_freq", core.khz
-        if core.capacity:
-            yield "cpu_capacity", core.capacity
-
-    def _shared_by(self, name: str, value: int) -> str:
+    def _shared_by(self, name, value):
         same = (core for core in self.cores if getattr(core, name) == value)
         return listed({cpu for core in same for cpu in core.cpus} & self.online)
 
 
-def listed(cpus: Iterable[int]) -> str:
+def listed(cpus):
     """{0, 1, 2, 7} → "0-2,7", as the kernel lists CPUs."""
     runs = groupby(enumerate(sorted(cpus)), lambda pair: pair[1] - pair[0])
     ends = ([cpu for _, cpu in run] for _, run in runs)
@@ -164,7 +162,7 @@ TREES = {
 
 
 @cache
-def sys_of(name: str) -> Path:
+def sys_of(name):
     """Write a tree once for all tests of a process, which only read it: what stands for /sys there."""
     folder = tempfile.mkdtemp()
     atexit.register(shutil.rmtree, folder, ignore_errors=True)

@@ -17,10 +17,6 @@ from conftest import distgpt, needs_mpi
 QUICK = ["--sizes", "8,1K,300K", "--repeats", "4", "--seconds", "60"]
 
 
-def stage(comm, memory=1 << 40):
-    return SimpleNamespace(name="mpi", comm=comm, device=None, on_gpu=False, free_memory=lambda: (memory, "here"))
-
-
 def check_rows(found, algorithms, ranks):
     sizes = [8, 1024, 300 * 1024]
     assert [(row["bytes"], row["algorithm"]) for row in found["rows"]] == [
@@ -58,29 +54,29 @@ def test_launched_it_measures_as_these_ranks(tmp_path):
     assert json.loads((tmp_path / "allreduce-three.json").read_text())["rows"] == found["rows"]
 
 
-def bench(*words):
-    return CliRunner().invoke(command_line, list(map(str, words)))
-
-
 @pytest.mark.ci
 @pytest.mark.ranks
 @needs_mpi
-def test_what_makes_no_sense_is_refused_before_anything_is_measured(tmp_path):
-    (tmp_path / "file").touch()
-    for words, code, said in (
+@pytest.mark.parametrize(
+    "words, code, named",
+    [
         (["--ranks", "1"], 2, "nothing to exchange"),
         (["--sizes", "8,x"], 2, "'x'"),
         (["--sizes", "6"], 2, "multiple of 4"),
         (["--max-bytes", "2T"], 2, "'2T'"),
         (["--launcher", "no-such-launcher"], 2, "no-such-launcher"),
-        (["--launcher", "false", "--out", tmp_path / "file"], 74, "file"),
+        (["--launcher", "false", "--out", "file"], 74, "file"),
         (["--algorithms", "nccl", "--ranks", "2"], 2, "'nccl': stage mpi has allreduce"),  # by the ranks, once
-    ):
-        error = bench("--out", tmp_path / "out", *words).exception
-        assert isinstance(error, DistgptError) and error.exit_code == code and said in str(error), words
-    for seconds in ("inf", "nan", "0"):
-        result = bench("--seconds", seconds)
-        assert result.exit_code == 2 and "--seconds" in result.stderr
+        *((["--seconds", seconds], 2, "--seconds") for seconds in ("inf", "nan", "0")),
+    ],
+)
+def test_mistakes_are_refused_before_anything_is_measured(words, code, named, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    result = CliRunner().invoke(command_line, ["--out", "out", *words])
+    error = result.exception
+    found = (error.exit_code, str(error)) if isinstance(error, DistgptError) else (result.exit_code, result.stderr)
+    assert found[0] == code and named in found[1]
     assert not list(tmp_path.rglob("*.json"))
 
 
@@ -93,19 +89,17 @@ def test_sizes():
 
 
 def test_a_sum_that_comes_out_wrong_is_an_error_on_every_rank():
-    def wrong(comm):
-        comm.sum = lambda array: None
-        return measure_without_mpi(comm, "allreduce", plan)
+    def act(comm, is_wrong):
+        comm.sum = (lambda array: None) if is_wrong else comm.sum
+        return measure_without_mpi(comm, "allreduce", AllreduceOptions(sizes="8,4096", repeats=3, seconds=5))
 
-    plan = AllreduceOptions(sizes="8,4096", repeats=3, seconds=5)
-    good = on_all_ranks(2, lambda comm: measure_without_mpi(comm, "allreduce", plan))
-    assert [len(rows) for rows in good] == [2, 2]
-    for error in on_all_ranks(2, wrong):
+    assert [len(rows) for rows in on_all_ranks(2, lambda comm: act(comm, False))] == [2, 2]
+    for error in on_all_ranks(2, lambda comm: act(comm, True)):
         assert isinstance(error, DistgptError) and "is wrong" in str(error)
 
 
 def measure_without_mpi(comm, names, plan, memory=1 << 40):
-    here = stage(comm, memory)
+    here = SimpleNamespace(name="mpi", comm=comm, device=None, on_gpu=False, free_memory=lambda: (memory, "here"))
     table, _ = algorithms(here, names)
     return list(measure(here, table, plan))
 
@@ -118,9 +112,7 @@ def test_what_does_not_fit_into_memory_or_time_is_left_out_and_named():
         )[1]
         assert max(row["bytes"] for row in rows if "left_out" not in row) == largest
         assert [row["left_out"] for row in rows if row["bytes"] > largest] == ["memory"] * (largest == 1024)
-    hurried = AllreduceOptions(
-        sizes="1048576,64,16777216", repeats=3, seconds=0.0
-    )  # the first has its time in any case
+    hurried = AllreduceOptions(sizes="1048576,64,16777216", repeats=3, seconds=0.0)  # the first has time in any case
     rows = on_all_ranks(2, lambda c: measure_without_mpi(c, "allreduce", hurried))[0]
     assert [row.get("left_out") for row in rows] == [None, "time", "time"]
     uneven = {"ranks": 3, "nodes": 2, "library": "M", "left_out": {"nccl": "none here"}, "rows": []}

@@ -1,4 +1,4 @@
-"""bench train: real runs as children, and what is made of what they leave."""
+"""bench train: real runs as children, and what is made of what they leave; bench infer."""
 
 import json
 from functools import partial
@@ -10,13 +10,14 @@ from click.testing import CliRunner
 from distgpt.cluster.jobs.processes import Ended
 from distgpt.commands.bench import train as command_line
 from distgpt.commands.options import set_by_user, settings, stage_options
-from distgpt.core.base.errors import DataError, DistgptError, NonFiniteError
+from distgpt.core.base.errors import DataError, DistgptError, NonFiniteError, UsageError
 from distgpt.core.config import GpuConfig
 from distgpt.core.config.presets import preset
 from distgpt.core.model.counts import operations
 from distgpt.core.model.model import Architecture
 from distgpt.measure import jobs
-from distgpt.measure.bench import train
+from distgpt.measure.bench import infer, train
+from distgpt.measure.bench.infer import InferOptions
 from distgpt.measure.bench.train import TrainOptions
 
 
@@ -73,33 +74,53 @@ def test_every_setting_reaches_the_run(tmp_path, monkeypatch):
     assert words == ["--stage", "serial", "--dtype", "float64", "--threads", 1]
 
 
-def test_a_failed_child_is_reported_in_its_own_words():
-    def failure(code, errors="", output=""):
-        with pytest.raises(DistgptError) as caught:
-            jobs.raise_failure(Ended(code, output, errors, 1.0), "the run")
-        return type(caught.value), str(caught.value)
-
-    assert failure(65, "distgpt: no file\n") == (DataError, "no file")
-    assert failure(76, "distgpt: the loss is nan\nAbort(76)\n") == (NonFiniteError, "the loss is nan")
-    assert failure(-9) == (DistgptError, "the run failed (killed by SIGKILL)")
-    told = "= EXIT CODE: 9\nYOUR APPLICATION TERMINATED WITH THE EXIT STRING: Killed (signal 9)\nThis is\n"
-    assert failure(9, output=told)[1] == "the run failed (exit code 9): a rank ended: Killed (signal 9)"
-    assert failure(2, "usage: x\n") == (DistgptError, "the run failed (exit code 2): usage: x")
-    crashed = "distgpt: internal error\nTraceback\nKeyError: 'x'\n"
-    assert failure(70, crashed) == (DistgptError, "the run failed (exit code 70): KeyError: 'x'")
+KILLED = "= EXIT CODE: 9\nYOUR APPLICATION TERMINATED WITH THE EXIT STRING: Killed (signal 9)\nThis is\n"
 
 
-def test_a_result_is_the_last_object_that_a_child_prints():
+@pytest.mark.parametrize(
+    "code, errors, output, kind, words",
+    [
+        (65, "distgpt: no file\n", "", DataError, "no file"),
+        (76, "distgpt: the loss is nan\nAbort(76)\n", "", NonFiniteError, "the loss is nan"),
+        (-9, "", "", DistgptError, "the run failed (killed by SIGKILL)"),
+        (9, "", KILLED, DistgptError, "the run failed (exit code 9): a rank ended: Killed (signal 9)"),
+        (2, "usage: x\n", "", DistgptError, "the run failed (exit code 2): usage: x"),
+        (
+            *(70, "distgpt: internal error\nTraceback\nKeyError: 'x'\n", "", DistgptError),
+            "the run failed (exit code 70): KeyError: 'x'",
+        ),
+    ],
+)
+def test_a_failed_child_is_reported_in_its_own_words(code, errors, output, kind, words):
+    with pytest.raises(DistgptError) as caught:
+        jobs.raise_failure(Ended(code, output, errors, 1.0), "the run")
+    assert (type(caught.value), str(caught.value)) == (kind, words)
+
+
+def test_results_of_a_child_are_read(tmp_path):
     printed = 'warming up\n{"a": 1}\n{"a": 2}\nbye\n'
     assert jobs.answer(Ended(0, printed, "", 1.0), "it") == {"a": 2}
     with pytest.raises(DataError, match="it printed no result: sorry"):
         jobs.answer(Ended(0, "none\n", "sorry\n", 1.0), "it")
-
-
-def test_losses_are_read_as_far_as_lines_are_whole(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(
         '{"step": 1, "loss": 2.0}\n{"step": 1, "val_loss": 1}\n{"step": 2, "loss": null}\n{"lo'
     )
     assert jobs.read_losses(tmp_path) == [2.0, None] and jobs.read_losses(tmp_path / "none") == []
     with pytest.raises(DataError, match=r"left no summary\.json"):
         jobs.read_summary(tmp_path)
+
+
+@pytest.mark.ci
+def test_every_dtype_and_number_of_requests_of_infer_is_a_row(tmp_path, capsys):
+    infer.bench(
+        InferOptions(preset="tiny", threads=1, dtypes=("int8",), requests=(1, 2), prompt=5, new=4, out=tmp_path)
+    )
+    rows = json.loads((tmp_path / "infer-tiny.json").read_text())["rows"]
+    assert [(row["requests"], row["dtype"]) for row in rows] == [(1, "int8"), (2, "int8")]
+    for row in rows:
+        assert 0 < row["first"] < row["whole_s"]
+        assert row["prefill"] == pytest.approx(row["requests"] * 5 / row["first"])
+        assert row["decode"] == pytest.approx(row["requests"] * 3 / (row["whole_s"] - row["first"]))
+    assert "decode, tokens/s" in capsys.readouterr().out
+    with pytest.raises(UsageError, match="the context of 128"):
+        infer.bench(InferOptions(preset="tiny", prompt=100, new=64, out=tmp_path))

@@ -32,7 +32,7 @@ def stage(name, losses, dtype="float32", tokens=None):
     return Measured(name, 1, dtype, losses=losses, inference=inference)
 
 
-def test_the_default_is_the_beginning_of_the_projects_run_at_its_rates():
+def test_the_default_is_the_beginning_of_the_projects_run_and_others_are_as_train_takes_them(tmp_path):
     (_, run), whole = find_workload(None, None, {"dtype": "float64"}, full=False), preset("gpt-mini")
     assert run.train.steps == 21
     for step in range(21):
@@ -40,9 +40,6 @@ def test_the_default_is_the_beginning_of_the_projects_run_at_its_rates():
         assert learning_rate(run.train, step) == pytest.approx(rate, rel=1e-12)
     assert find_workload(None, None, {}, full=True)[1] == whole
     assert find_workload("gpt-mini", None, {"steps": 50}, full=False)[1] == whole
-
-
-def test_another_workload_is_as_train_takes_it(tmp_path):
     (tmp_path / "mine.toml").write_text('preset = "microgpt"\nsteps = 7\n')
     _, run = find_workload(None, tmp_path / "mine.toml", {"seed": 5}, full=False)
     assert run == preset("microgpt", {"steps": 7, "seed": 5})
@@ -61,12 +58,12 @@ def test_a_loss_beyond_the_tolerance_is_found_with_its_step():
     assert differences([serial, outside], 2.0)[0].agrees
 
 
-def test_a_loss_that_is_not_finite_agrees_with_nothing():
-    for first, second in (([1.0, None], [1.0, 1.0]), ([1.0, 1.0], [1.0, None]), ([None], [None])):
-        (found,) = differences([stage("serial", first), stage("mpi", second)], None)
-        assert not found.agrees and found.largest is None and found.first == len(first), (first, second)
-        assert "not finite" in found.sentence()
-        json.dumps([found.largest, found.at_first], allow_nan=False)
+@pytest.mark.parametrize("first, second", [([1.0, None], [1.0, 1.0]), ([1.0, 1.0], [1.0, None]), ([None], [None])])
+def test_a_loss_that_is_not_finite_agrees_with_nothing(first, second):
+    (found,) = differences([stage("serial", first), stage("mpi", second)], None)
+    assert not found.agrees and found.largest is None and found.first == len(first)
+    assert "not finite" in found.sentence()
+    json.dumps([found.largest, found.at_first], allow_nan=False)
 
 
 @pytest.mark.parametrize(

@@ -3,18 +3,27 @@
 import json
 import os
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from distgpt.cluster.affinity.machine import read_machine
 from distgpt.cluster.jobs import launchers
+from distgpt.cluster.launch import job
 from distgpt.cluster.launch.environment import launched_as, launcher_name
+from distgpt.core.base.errors import UsageError
 from distgpt.core.comm.agree import gather_bytes
 from distgpt.core.comm.api import SerialComm
+from distgpt.core.comm.resources import Cores
 from distgpt.core.config import STAGES
 from distgpt.gpu import probe
 from distgpt.measure.doctor import facts
 from distgpt.measure.doctor import report as doctor
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from threadranks import on_all_ranks
+from trees import TREES, sys_of
 
 from conftest import distgpt, inside, needs_mpi, refused
 
@@ -23,13 +32,6 @@ LAUNCHED = {"launcher": "srun", "processes": 8}
 MPI = {"problem": "", "vendor": "MPICH"}
 has_driver = probe.driver() is not None
 without_gpu = pytest.mark.skipif(has_driver, reason="this machine has an NVIDIA driver")
-
-
-def ask(*args, ranks=0, **how):
-    """The doctor's answer as JSON; it must succeed."""
-    result = distgpt("doctor", "--json", *args, ranks=ranks, **how)
-    assert result.returncode == 0, result.stderr
-    return json.loads(result.stdout)
 
 
 def warnings_about(word, report):
@@ -48,7 +50,7 @@ def page(monkeypatch):
 
 @pytest.mark.ci
 @pytest.mark.ranks
-def test_alone_it_tells_about_every_stage(page):
+def test_alone_it_tells_about_every_stage_on_a_page_that_fits(page):
     report = json.loads(page("--json").stdout)
     assert list(report["stages"]) == list(STAGES)
     assert report["stages"]["serial"] == {"runs": True, "missing": [], "notes": []}
@@ -57,16 +59,11 @@ def test_alone_it_tells_about_every_stage(page):
     assert rank["core_share"] == rank["cores"] == len(os.sched_getaffinity(0))
     assert 0 < rank["memory"]["available"] <= rank["memory"]["total"]
     assert warnings_about("OPENBLAS", report) == []
-
-
-@pytest.mark.ci
-@pytest.mark.ranks
-def test_the_page_fits_and_has_no_colours_in_a_pipe(page):
     result = page("--stage", "serial", OPENBLAS_CORETYPE="Zen")
     assert result.returncode == 0 and result.stderr == ""
     lines = result.stdout.splitlines()
     assert max(map(len, lines)) <= 100 and "\x1b" not in result.stdout
-    assert "OPENBLAS_CORETYPE=Zen overrides" in result.stdout
+    assert "OPENBLAS_CORETYPE=Zen" in result.stdout
     assert [line.split()[0] for line in lines if line.strip().startswith(STAGES)] == list(STAGES)
 
 
@@ -110,7 +107,9 @@ def test_an_mpi_that_does_not_load_or_ends_its_process_does_not_end_the_doctor(t
 def test_several_ranks_make_one_report_about_all():
     n_cores = len(os.sched_getaffinity(0))
     n_ranks = n_cores + 1 if n_cores < 5 else 2
-    report = ask("--stage", "mpi", ranks=n_ranks, env=CLEAN)
+    result = distgpt("doctor", "--json", "--stage", "mpi", ranks=n_ranks, env=CLEAN)
+    assert result.returncode == 0, result.stderr
+    report = json.loads(result.stdout)
     for name in ("rank", "local_rank"):
         assert [rank[name] for rank in report["ranks"]] == list(range(n_ranks))
     assert 0 < sum(rank["core_share"] for rank in report["ranks"]) <= n_cores + 1e-6
@@ -218,6 +217,122 @@ def test_launchers_are_known_by_what_they_leave():
         assert (launcher_name(environment), launched_as(environment)) == (launcher, processes)
 
 
-def test_bytes_of_any_length_reach_every_rank():
-    for pieces in ([b"", b"\xff" * 70_000, b"c"], [b"", b"", b""], [b"\x00a", b"", b"\x00"]):
-        assert on_all_ranks(3, lambda comm, own=pieces: gather_bytes(comm, own[comm.rank])) == [pieces] * 3
+@given(st.lists(st.binary(max_size=300), min_size=3, max_size=3))
+@example([b"", b"\xff" * 70_000, b"c"])
+@settings(max_examples=10)
+def test_bytes_of_any_length_reach_every_rank(pieces):
+    assert on_all_ranks(3, lambda comm: gather_bytes(comm, pieces[comm.rank])) == [pieces] * 3
+
+
+# Recorded nodes
+
+
+@pytest.fixture
+def node_of(monkeypatch):
+    """Return the facts of a recorded node."""
+
+    def node(name, granted=0.0):
+        cpus = TREES[name].affinity
+        monkeypatch.setattr(doctor, "usable_cores", lambda: cpus)
+        monkeypatch.setattr(doctor, "granted_cores", lambda: Cores(granted or len(cpus)))
+        monkeypatch.setattr(doctor, "read_machine", lambda allowed: read_machine(sys_of(name), allowed))
+        return json.loads(json.dumps(doctor.node()))
+
+    return node
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_a_node_is_counted_as_a_person_counts_it(name, node_of, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    node, seen = node_of(name), TREES[name].seen
+    counted = node["cpus"], node["cores"], node["sockets"], node["regions"]
+    assert counted == (seen.cpus, seen.cores, seen.sockets, max(1, seen.regions))
+    page = "\n".join(doctor.rows([("node", doctor.summary(node)), ("best", doctor.advice(node))]))
+    lines = page.splitlines()
+    assert len(lines) <= 6 and max(map(len, lines)) <= 80
+
+
+def test_the_advice_fits_the_node(node_of):
+    archer2 = doctor.advice(node_of("archer2"))
+    assert "mpirun -n 8 " in archer2 and "16 threads" in archer2
+    assert "--bind-to none -n 8 …" in archer2  # what Open MPI needs
+    laptop = node_of("alder lake")
+    assert laptop["suits"]["threads"] == 6 and "are slow and stay idle" in doctor.summary(laptop)
+    assert node_of("container", granted=0.5)["suits"]["threads"] == 1
+    assert doctor.summary(node_of("cascade lake")) == "2 sockets, 2 NUMA regions, 48 cores, 96 CPUs"
+
+
+# Launch lines
+
+HYDRA, OPEN = ({"path": f"/none/{who}/mpirun", "vendor": who} for who in ("MPICH", "Open MPI"))
+NOWHERE = {"path": None, "vendor": ""}
+TRAIN = "-n 2 distgpt train --stage mpi"
+
+
+def around(mpirun, as_root=False):
+    """The facts of a process that nothing has launched."""
+    return {"launcher": "", "processes": 1, "mpirun": mpirun, "as_root": as_root}
+
+
+def of(vendor):
+    return {"problem": "", "vendor": vendor, "library": f"/none/{vendor}/libmpi.so"}
+
+
+@pytest.mark.parametrize(
+    ("facts", "vendor", "words", "line"),
+    [
+        (around(HYDRA), "MPICH", [], "/none/MPICH/mpirun"),
+        (around(HYDRA), "Intel MPI", [], "/none/MPICH/mpirun"),  # both speak the PMI of Hydra
+        (around(HYDRA), "Open MPI", ["mpirun belongs to MPICH", "the mpirun of Open MPI"], ""),
+        (around(OPEN), "MPICH", ["belongs to Open MPI", "the mpirun of MPICH"], ""),
+        (around(NOWHERE), "MPICH", ["no mpirun in PATH", job.HELP], ""),
+        (around(OPEN, True), "Open MPI", ["--allow-run-as-root"], "/none/Open MPI/mpirun --allow-run-as-root"),
+        (around(HYDRA, True), "MPICH", [], "/none/MPICH/mpirun"),
+        (around(HYDRA), "an unknown MPI", [], ""),
+    ],
+)
+def test_launch_lines_fit_the_mpi_and_traps_are_named(facts, vendor, words, line):
+    found = list(doctor.launch_problems(facts, of(vendor)))
+    assert len(found) == bool(words) and all(word in found[0] for word in words), found
+    assert doctor.launch_lines(facts, of(vendor)) == [f"{line} {TRAIN}"] * bool(line)
+
+
+def test_a_broken_mpi_or_a_launcher_at_work_has_no_launch_lines():
+    for launched, found in (
+        (around(OPEN), {"problem": "it does not start"}),
+        ({"launcher": "srun", "processes": 2}, of("Open MPI")),
+    ):
+        assert [*doctor.launch_problems(launched, found), *doctor.launch_lines(launched, found)] == []
+
+
+def test_the_file_of_the_library_is_the_one_in_use():
+    assert pytest.importorskip("distgpt.core.comm.mpi").MPI  # loads it
+    assert Path(launchers.library_file()).name.startswith("libmpi")
+
+
+def test_open_mpi_may_be_asked_to_start_for_root(monkeypatch):
+    monkeypatch.setattr(doctor.os, "geteuid", lambda: 0)
+    one, other = doctor.ROOT[0]
+    for environ, is_refused in (({}, True), ({one: "1"}, True), ({one: "1", other: "1"}, False)):
+        assert doctor.is_refused_as_root(environ) == is_refused
+    monkeypatch.setattr(doctor.os, "geteuid", lambda: 7)
+    assert not doctor.is_refused_as_root({})
+
+
+@pytest.mark.parametrize(
+    "size, vendor, line",
+    [
+        ("SLURM_STEP_NUM_TASKS", "MPICH", "srun --mpi=pmi2"),
+        ("SLURM_STEP_NUM_TASKS", "Open MPI", "srun --mpi=pmix"),
+        ("SLURM_STEP_NUM_TASKS", "Cray MPICH", "srun --mpi=cray_shasta"),
+        ("FLUX_JOB_SIZE", "MPICH", "flux run -o pmi=simple"),
+        ("FLUX_JOB_SIZE", "Open MPI", "flux run -o pmi=simple,pmix"),
+    ],
+)
+def test_ranks_that_find_themselves_alone_are_told_the_line_for_their_mpi(size, vendor, line, monkeypatch):
+    mpi = pytest.importorskip("distgpt.core.comm.mpi")
+    monkeypatch.setattr(job, "start_mpi", lambda: SimpleNamespace(size=1))
+    monkeypatch.setattr(mpi, "vendor", lambda: vendor)
+    monkeypatch.setenv(size, "4")
+    with pytest.raises(UsageError, match=f"4 processes.*mpirun of {vendor}, or {line} .distgpt help"):
+        job.Launched().connect("mpi")

@@ -55,13 +55,7 @@ def test_each_folder_is_shown_with_its_size_its_last_use_and_what_made_it(place)
     assert "200 B" in shown and "2 files" in shown
 
 
-def test_a_report_makes_no_folder_for_a_user_of_the_sites_loops(place, monkeypatch):
-    monkeypatch.setattr(disk_cache, "site", lambda: {"a": b""})
-    monkeypatch.setattr(disk_cache, "folder", lambda: pytest.fail("it makes one"))
-    assert "the site's" in inside("doctor", "--caches").stdout
-
-
-def test_what_is_compiled_is_removed_and_locks_of_running_processes_stay(place):
+def test_compiled_files_are_removed_and_locks_of_running_processes_stay(place):
     result = inside("doctor", "--caches", "--empty", "compiled")
     assert result.returncode == 0 and "removed 4 files, 400 B" in result.stderr
     assert files(place) == {".a.loop.lock", "org--d.safetensors", "g", "mine.cu", "mine.safetensors"}
@@ -69,7 +63,7 @@ def test_what_is_compiled_is_removed_and_locks_of_running_processes_stay(place):
     assert files(place.parent) >= {"f.loops"}
 
 
-def test_all_is_what_lies_in_our_folders(place, monkeypatch):
+def test_all_means_our_own_files(place, monkeypatch):
     assert inside("doctor", "--caches", "--empty", "all").returncode == 0
     assert files(place) == {".a.loop.lock", "g", "mine.cu", "mine.safetensors"}
     assert files(place.parent) - files(place) == {"f.loops", "h.cubin"}
@@ -88,6 +82,12 @@ def test_folders_of_other_users_and_links_are_left_alone(place, monkeypatch):
     assert {"c.cubin", "org--d.safetensors"} <= files(place.parent)
 
 
-def test_what_does_not_go_together_is_refused():
+def test_a_report_makes_no_folder_for_a_user_of_the_sites_loops(place, monkeypatch):
+    monkeypatch.setattr(disk_cache, "site", lambda: {"a": b""})
+    monkeypatch.setattr(disk_cache, "folder", lambda: pytest.fail("it makes one"))
+    assert "the site's" in inside("doctor", "--caches").stdout
+
+
+def test_options_of_the_report_and_of_caches_are_not_mixed():
     refused(inside("doctor", "--empty", "all"), 2, "--caches")
     refused(inside("doctor", "--caches", "--stage", "mpi"), 2, "--stage")

@@ -1,10 +1,10 @@
 """What a run is estimated to take: published sizes, the memory it takes, its checkpoint, its speed."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
-from distgpt.core.base.errors import DataError, UsageError
-from distgpt.core.comm.layout import Layout
+from distgpt.core.base.errors import DataError
 from distgpt.core.config import RunConfig, parse_toml
 from distgpt.core.config.presets import preset
 from distgpt.core.cpu.kernels import CpuKernels
@@ -34,31 +34,21 @@ def estimated(name, stage="serial", **more):
     return estimate(question(name, stage, **more), lambda text: None)
 
 
-def test_parameters_are_those_of_the_published_models():
-    for name, total in PUBLISHED.items():
-        model = Architecture(preset(name).model)
-        counted = parameters(model)
-        assert counted.total == total, name
-        assert counted.total + counted.padding == model.layout.size, name
+@pytest.mark.parametrize("name, total", PUBLISHED.items())
+def test_parameters_are_those_of_the_published_models(name, total):
+    model = Architecture(preset(name).model)
+    counted = parameters(model)
+    assert counted.total == total and counted.total + counted.padding == model.layout.size
 
 
 def test_ranks_have_a_thread_for_each_core_as_in_the_run(monkeypatch):
     """On a node of 128 cores, each of two CPUs, that eight ranks fill."""
-
-    class Node(Layout):
-        def share(self, cores, ranks, grants=None):
-            return int(cores / 2)
-
     opened = []
-
-    def open_stage(name, threads, gpu):
-        opened.append(threads)
-        raise UsageError("known")
-
-    monkeypatch.setattr(estimating, "layout", Node, raising=False)
-    monkeypatch.setattr(estimating, "usable_cores", lambda: range(256), raising=False)
-    monkeypatch.setattr(estimating, "open_stage", open_stage)
-    with pytest.raises(UsageError, match="known"):
+    layout = SimpleNamespace(share=lambda cores, ranks, grants=None: int(cores / 2))
+    monkeypatch.setattr(estimating, "layout", lambda: layout)
+    monkeypatch.setattr(estimating, "usable_cores", lambda: range(256))
+    monkeypatch.setattr(estimating, "open_stage", lambda name, threads, gpu: opened.append(threads) or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
         estimated("gpt2", "mpi", ranks=8)
     assert opened == [16]
 
@@ -81,18 +71,6 @@ def test_operations_are_those_of_the_matmuls():
         assert found.backward == 2 * found.forward, changes
 
 
-def test_the_memory_is_what_sizing_counts():
-    for name in ("gpt2", "gpt2-modern"):
-        asked = question(name, grad_accum=512, recompute="mlp")
-        memory = estimate(asked, lambda text: None)["memory"]
-        need = needed(asked.run, CpuKernels(threads=2), Strategy(asked.run.train, 1), True)
-        *kinds, total = estimating.MEMORY
-        assert sum(memory[kind] for kind in kinds) == memory[total] == need.total, name
-        assert (memory["update"], memory["weights"]) == (need.update, need.weights), name
-        assert memory["validation"] > 0, name
-        assert memory["gradients"] == 4 * (Architecture(asked.run.model).layout.size + FLAG_COUNT), name
-
-
 def test_a_gpu_stage_is_counted_without_a_gpu():
     for dtype, weights, others in (("bfloat16", 6, 4), ("float32", 4, 4), ("float64", 8, 8)):
         found = estimated("gpt2", "cuda", dtype=dtype, grad_accum=8, gpu_memory=1000.0)
@@ -105,7 +83,7 @@ def test_a_gpu_stage_is_counted_without_a_gpu():
         assert memory["recompute"] == "none" and found["batch"]["sequences_per_rank_and_round"] == 64
 
 
-def test_what_travels_between_gpus_in_parts_is_counted():
+def test_parts_that_travel_between_gpus_and_shares_of_weights_are_counted():
     def exchange(stage="mpi-cuda", **how):
         found = estimated("gpt2", stage, ranks=2, grad_accum=8, gpu_memory=1000.0, **how)
         assert found["memory"]["total"] > found["memory"]["exchange"]
@@ -114,10 +92,7 @@ def test_what_travels_between_gpus_in_parts_is_counted():
     assert exchange(gradient_dtype="bfloat16", dtype="bfloat16") == 64 << 20
     assert exchange(grad_sync="sharded") == 64 << 20 and exchange(grad_sync="allreduce") == 0
     assert exchange(gradient_dtype="bfloat16", outer_every=100) == 64 << 20
-
-
-def test_ranks_that_share_the_moments_share_the_weights_in_full_precision():
-    for ranks in (2, 4):
+    for ranks in (2, 4):  # ranks that share the moments share the weights in full precision
         found = estimated("gpt2", "mpi-cuda", dtype="bfloat16", grad_sync="sharded", ranks=ranks, grad_accum=8)
         size = found["parameters"]["total"] + found["parameters"]["padding"]
         assert 0 <= found["memory"]["weights"] - (2 + 4 / ranks) * size < 4 * 4096 * ranks, ranks
@@ -150,7 +125,10 @@ def test_batch_length_and_allreduce_follow_from_the_settings():
     batch = found["batch"]
     assert batch["tokens_per_step"] == 1 << 19 and batch["sequences_per_rank_and_round"] == 8
     assert found["steps"] == 19074 and found["tokens"] == 19074 << 19  # the last step is whole
-    assert found["allreduce_bytes"] == 4 * (PUBLISHED["gpt2"] + 36_096 + FLAG_COUNT + 4)
+    memory, (*kinds, total) = found["memory"], estimating.MEMORY
+    assert found["allreduce_bytes"] == memory["gradients"] == 4 * (PUBLISHED["gpt2"] + 36_096 + FLAG_COUNT + 4)
+    assert sum(memory[kind] for kind in kinds) == memory[total] and memory["validation"] > 0
+    assert memory["weights"] == 4 * (PUBLISHED["gpt2"] + 36_096) > memory["update"]
     assert found["time"]["rate_per_rank"] is None
 
 
@@ -181,12 +159,12 @@ def test_what_layers_take_is_the_difference_between_models(monkeypatch):
 
     def seconds(work):
         work()
-        layers = work.__self__._optimizer.model.config.n_layer
+        layers = work.__self__.optimizer.model.config.n_layer
         update = 0.5 + 0.25 * layers
         return update if work.__name__ == "update" else update + 2 + layers
 
-    monkeypatch.setattr("distgpt.measure.estimate._seconds", seconds)
-    monkeypatch.setattr("distgpt.measure.estimate.SECONDS", 0)
+    monkeypatch.setattr(estimating, "seconds_of", seconds)
+    monkeypatch.setattr(estimating, "SECONDS", 0)
     for n_layer, measured in ((2, (2,)), (3, (3,)), (20, (1, 3))):
         sizes = {"vocab_size": 9, "n_layer": n_layer, "n_embd": 8, "n_head": 1, "seq_len": 8}
         timing = measure(preset("tiny", sizes, {"recompute": "mlp"}), CpuKernels(), 4)
@@ -196,18 +174,24 @@ def test_what_layers_take_is_the_difference_between_models(monkeypatch):
 
 
 def test_the_page_has_every_part(monkeypatch):
+    monkeypatch.setattr(estimating, "SECONDS", 0)
+    notes = []
+    asked = question("tiny", n_embd=16, n_head=2, n_layer=4, seq_len=16, batch_size=8, steps=7, measured=True)
+    shown = render_terminal("tiny", estimate(asked, notes.append))
+    for word in (
+        "parameters",
+        "attention",
+        "7 steps, 896 tokens",
+        "gradients",
+        "checkpoint",
+        "tokens/s",
+        "measured here",
+    ):
+        assert word in shown, word
+    assert notes == ["measuring steps with 8 × 16 tokens"]
     result = inside("estimate", "--preset", "gpt2", "--stage", "mpi-cuda", "--ranks", "2", "--no-measure")
     assert result.returncode == 0 and result.stderr == ""
-    for words in ("124,439,808", "--gpu-memory", "--rate", "2 ranks", "of gradients in each step"):
-        assert words in result.stdout, words
-    monkeypatch.setattr("distgpt.measure.estimate.SECONDS", 0)
-    said = []
-    asked = question("tiny", n_embd=16, n_head=2, n_layer=4, seq_len=16, batch_size=8, steps=7, measured=True)
-    shown = render_terminal("tiny", estimate(asked, said.append))
-    for word in ("parameters", "attention", "7 steps, 896 tokens", "gradients", "checkpoint", "tokens/s"):
-        assert word in shown, word
-    assert "measured here" in shown
-    assert said == ["measuring steps with 8 × 16 tokens"]
+    assert all(word in result.stdout for word in ("124,439,808", "--gpu-memory", "--rate", "2 ranks"))
 
 
 @pytest.mark.ci
@@ -225,7 +209,7 @@ def test_a_depth_and_a_time_are_estimated_as_train_takes_them(monkeypatch, tmp_p
     lines = resolve_data("corpus").read_text().splitlines(keepends=True)
     (tmp_path / "long.txt").write_text("".join(lines * 20))  # enough for the time
     words = ["--data", tmp_path / "long.txt", "--tokenizer", "byte", "--threads", "1"]
-    monkeypatch.setattr("distgpt.measure.estimate.SECONDS", 0)
+    monkeypatch.setattr(estimating, "SECONDS", 0)
     found = inside("estimate", *words, "--within", "20s", "--json")
     assert "--within: this machine trains depth" in found.stderr and "\ndepth " in found.stderr
     facts = json.loads(found.stdout)
@@ -251,7 +235,7 @@ REFUSED = (
 )
 
 
-def test_what_makes_no_sense_is_refused():
+def test_mistakes_are_refused():
     for line, words in REFUSED:
         refused(inside("estimate", *line.split()), 2, *words)
     for option, value in (("--gpu-memory", "inf"), ("--rate", "nan")):
@@ -263,30 +247,30 @@ def test_what_makes_no_sense_is_refused():
 
 
 def test_the_vocabulary_is_the_tokenizers_and_a_text_is_read_only_for_its_words(tmp_path):
-    unreadable = tmp_path / "text"
-    unreadable.write_bytes(b"\xff")
-    for tokenizer, size in (("auto", 256), ("byte", 256), ("gpt2", 50257)):
-        counted = estimated("tiny", data=str(unreadable), tokenizer=tokenizer)["parameters"]["kinds"]
-        assert counted["embedding"] == size * 128, tokenizer
+    def embedding(tokenizer):
+        found = estimated("tiny", data=str(text), tokenizer=tokenizer)
+        return found["parameters"]["kinds"]["embedding"] // 128
+
+    text = tmp_path / "text"
+    text.write_bytes(b"\xff")
+    assert [embedding(tokenizer) for tokenizer in ("auto", "byte", "gpt2")] == [256, 256, 50257]
     with pytest.raises(DataError, match="not UTF-8"):
-        estimated("tiny", data=str(unreadable), tokenizer="char")
-    unreadable.write_text("abca")
-    counted = estimated("tiny", data=str(unreadable), tokenizer="char")["parameters"]["kinds"]
-    assert counted["embedding"] == 3 * 128
+        embedding("char")
+    text.write_text("abca")
+    assert embedding("char") == 3
 
 
-def test_shards_give_the_vocabulary_and_whether_there_is_something_to_validate_on(tmp_path):
+@pytest.mark.parametrize("fraction", ["0", "0.2"])
+def test_the_manifest_of_shards_gives_the_vocabulary_and_whether_there_is_something_to_validate_on(fraction, tmp_path):
     (tmp_path / "text.txt").write_text("one two three " * 200)
-    for fraction in ("0", "0.2"):
-        out = tmp_path / fraction
-        args = [tmp_path / "text.txt", "--tokenizer", "byte", "--out", out, "--val-fraction", fraction]
-        assert inside("data", "prepare", *args).returncode == 0
-        for shard in out.glob("*.npy"):
-            shard.unlink()  # the manifest is enough
-        change_json(out / "manifest.json", vocab_size=300)  # other than that of bytes
-        found = estimated("tiny", data=str(out))
-        assert found["parameters"]["kinds"]["embedding"] == 300 * 128
-        assert (found["memory"]["validation"] > 0) == (fraction != "0")
+    args = [tmp_path / "text.txt", "--tokenizer", "byte", "--out", tmp_path / "out", "--val-fraction", fraction]
+    assert inside("data", "prepare", *args).returncode == 0
+    for shard in (tmp_path / "out").glob("*.npy"):
+        shard.unlink()
+    change_json(tmp_path / "out" / "manifest.json", vocab_size=300)  # other than that of bytes
+    found = estimated("tiny", data=str(tmp_path / "out"))
+    assert found["parameters"]["kinds"]["embedding"] == 300 * 128
+    assert (found["memory"]["validation"] > 0) == (fraction != "0")
 
 
 def test_a_huge_batch_is_estimated():

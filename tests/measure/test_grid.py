@@ -24,6 +24,9 @@ def test_lists_are_combined_and_every_point_has_all_seeds(grid_of):
     assert runs[0].name == "lr=1,tied=True,seed=3" and runs[1].point == runs[0].point == "lr=1,tied=True"
     assert runs[1].values == {"keep": 1, "preset": "fast", "steps": 9, "lr": 1.0, "tied": True, "seed": 4}
     assert [run.name for run in grid_of("[sweep]\nseed = [1, 2]").runs()] == ["seed=1", "seed=2"]
+    paths = ["a/b", "a_b", "../" + "x" * 300]  # names are fit for folders and tell values apart
+    grid = grid_of(f"[sweep]\ndata = {paths}\nlr = [0.1234567, 0.1234568]")
+    assert len(grid.points) == 6 and all("/" not in name and len(name) < 120 for name in grid.points)
 
 
 DRAWN = """
@@ -44,13 +47,6 @@ def test_more_draws_begin_with_the_same_points(grid_of):
     other = grid_of(DRAWN.format("40\ndraw_seed = 1"))
     assert list(other.points.values()) != few
     assert len(grid_of("[sweep]\ndraws = 9\ntied = [true, false]").points) == 2  # all that there are
-
-
-def test_names_are_fit_for_folders_and_tell_values_apart(grid_of):
-    paths = ["a/b", "a_b", "../" + "x" * 300]
-    grid = grid_of(f"[sweep]\ndata = {paths}\nlr = [0.1234567, 0.1234568]")
-    assert len(grid.points) == 6
-    assert all("/" not in name and len(name) < 120 for name in grid.points)
 
 
 def test_what_makes_no_sense_is_refused(grid_of):
@@ -75,6 +71,14 @@ def test_what_makes_no_sense_is_refused(grid_of):
     ):
         with pytest.raises(UsageError, match=words):
             grid_of(text)
+
+
+def test_settings_of_the_command_line_count_for_all_runs_and_cannot_vary(tmp_path):
+    path = tmp_path / "grid.toml"
+    path.write_text("steps = 9\nn_layer = 2\n[sweep]\nlr = [0.1, 0.2]\n")
+    assert read_grid(path, {"steps": 5, "rope_base": 500.0}).fixed == {"steps": 5, "n_layer": 2, "rope_base": 500.0}
+    with pytest.raises(UsageError, match="lr is given twice"):
+        read_grid(path, {"lr": 0.3})
 
 
 def result(*values, stop=""):
@@ -116,11 +120,3 @@ def test_runs_may_be_added_to_a_sweep_and_nothing_else_changed(tmp_path):
             begin(tmp_path / "out", grid(**changed))
     with pytest.raises(UsageError, match="holds no sweep"):
         begin(tmp_path, grid())
-
-
-def test_what_is_set_on_the_command_line_counts_for_all_runs_and_not_for_what_varies(tmp_path):
-    path = tmp_path / "grid.toml"
-    path.write_text("steps = 9\nn_layer = 2\n[sweep]\nlr = [0.1, 0.2]\n")
-    assert read_grid(path, {"steps": 5, "rope_base": 500.0}).fixed == {"steps": 5, "n_layer": 2, "rope_base": 500.0}
-    with pytest.raises(UsageError, match="lr is given twice"):
-        read_grid(path, {"lr": 0.3})

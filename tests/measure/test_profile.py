@@ -1,4 +1,8 @@
-"""Steps under the profiler: nothing is missing, nothing changes, nothing stays behind."""
+"""Steps under the profiler: nothing is missing, nothing changes, nothing stays behind. The command."""
+
+import json
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,22 +12,7 @@ from distgpt.measure.profile import session
 from distgpt.measure.profile.session import Profiler, as_text, of_rank, result
 from profiling import job, profiled
 
-
-@pytest.mark.timing
-@pytest.mark.parametrize("threads", [1, 2])
-def test_the_rows_add_up_to_the_step(threads):
-    """Measured beside it: of each step nearly all is in rows, without the one for what is left."""
-    size = {"n_layer": 2, "n_head": 4, "n_embd": 256, "seq_len": 128, "batch_size": 16}
-    step, batches = job(threads, **size)
-    best = 0.0
-    for _ in range(8):  # others use this machine too, between our operations as well: not in every step
-        profiler, seconds = profiled(step, batches, steps=1, warm_up=1)
-        covered = profiler.times[0].sum() / (threads * sum(seconds))
-        assert covered <= 1.1
-        best = max(best, covered)
-        if best >= 0.97:
-            break
-    assert best >= 0.97
+from conftest import SMALL, distgpt, inside, needs_mpi, refused
 
 
 def test_profiling_changes_no_bit_and_leaves_nothing_behind():
@@ -38,12 +27,7 @@ def test_profiling_changes_no_bit_and_leaves_nothing_behind():
         assert not set(vars(step.model.kernels)) & {*ops.OPERATIONS, "each", "run_together"}
         weights.append(step.model.weights.flat.copy())
     np.testing.assert_array_equal(*weights)
-
-
-def test_a_broken_step_leaves_nothing_behind():
-    step, batches = job(2)
-    profiled(step, batches)
-    step.optimizer.apply = lambda: 1 / 0
+    step.optimizer.apply = lambda: 1 / 0  # a step that fails leaves nothing behind either
     with pytest.raises(ZeroDivisionError):
         profiled(step, batches, warm_up=0)
     assert "linear" not in vars(step.model.kernels) and "fill" not in vars(batches)
@@ -96,3 +80,58 @@ def test_the_peak_is_counted_right_and_slow_ones_stop_at_small_sizes(product, mo
     monkeypatch.setattr(session.time, "perf_counter", lambda: kernels.at)
     assert session.peak_gflops(kernels) == pytest.approx(2 * 512**3 / product / 1e9, rel=1e-3)
     assert tuple(dict.fromkeys(kernels.sizes)) == session.SIDES and kernels.at < 2 * session.SECONDS
+
+
+# The command
+
+# The peak is measured, but not for long.
+SHORT = """import distgpt.measure.profile.session as session
+session.SECONDS = 0.05
+from distgpt.commands.cli import main
+main()"""
+PROGRAM = {"program": [sys.executable, "-c", SHORT], "cold": False}
+
+
+def read_profile(folder, ranks, steps):
+    found = json.loads((folder / "profile.json").read_text())
+    assert (found["ranks"], found["steps"], len(found["per_rank"])) == (ranks, steps, ranks)
+    for profile in (found, *found["per_rank"]):
+        assert profile["rows"][-1]["row"] == ops.BETWEEN
+        assert profile["rows"][-1]["share"] >= -0.03  # the others claim no more than there was
+        assert profile["peak_gflops"] > 0
+    assert "versions" in found["environment"]
+    return found
+
+
+@pytest.mark.ci
+def test_profile_tells_and_saves(tmp_path):
+    words = [*SMALL, "--threads", "2", "--steps", "3", "--out", "found"]
+    done = distgpt("profile", *words, cwd=tmp_path, **PROGRAM)
+    assert done.returncode == 0, done.stderr
+    found = read_profile(tmp_path / "found", ranks=1, steps=3)
+    assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.*")] == ["found/profile.json"]
+    for row in found["rows"]:
+        assert row["row"] in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 100
+    assert "step 5 of 5" in done.stderr and "Allreduce" not in done.stdout
+
+
+@pytest.mark.ci
+@pytest.mark.ranks
+@needs_mpi
+def test_profile_of_two_ranks(tmp_path):
+    done = distgpt(*("profile", *SMALL, "--steps", "3", "--stage", "mpi", "--out", tmp_path), ranks=2, **PROGRAM)
+    assert done.returncode == 0, done.stderr
+    found = read_profile(tmp_path, ranks=2, steps=3)
+    for profile in (found, *found["per_rank"]):
+        named = {row["row"]: row for row in profile["rows"]}
+        assert named[ops.WAIT]["calls"] == named[ops.TRANSFER]["calls"] == 1
+    assert "Allreduce: transfer" in done.stdout
+
+
+def test_a_folder_that_takes_no_files_is_refused_beforehand(tmp_path):
+    (tmp_path / "file").write_text("")
+    for folder in (tmp_path / "file", Path("/proc")):
+        result = inside("profile", *SMALL, "--out", folder)
+        refused(result, 74, folder.name)
+        assert "step 1" not in result.stderr

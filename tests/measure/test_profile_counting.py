@@ -17,22 +17,8 @@ from threadranks import on_all_ranks
 
 WAYS = ("forward", "backward into input", "backward into weights")
 # Of the vocabulary, what makes arrays, reads them, or organises the work.
-NO_OPERATIONS = {
-    "zeros",
-    "wide_zeros",
-    "scalars",
-    "integers",
-    "to_host",
-    "later",
-    "free_memory",
-    "record",
-    "between",
-    "agree",
-    "orthogonalise_bytes",
-    "each",
-    "run_together",
-    "join",
-}
+NO_OPERATIONS = {"zeros", "wide_zeros", "scalars", "integers", "to_host", "later", "free_memory", "record", "between"}
+NO_OPERATIONS |= {"agree", "orthogonalise_bytes", "each", "run_together", "join"}
 
 
 # What is counted

@@ -15,7 +15,9 @@ from distgpt.core.saved.tensors import read_header, read_into, write_tensors
 from distgpt.measure import stages as comparing
 from distgpt.measure.verification.kept import KEY
 from distgpt.measure.verification.records import Record, Start
-from distgpt.measure.verification.replaying import _refuse_other_ranks, _threads, elapsed_at
+from distgpt.measure.verification.replaying import elapsed_at, refuse_other_ranks, threads_of
+from hypothesis import given
+from hypothesis import strategies as st
 
 from conftest import SMALL, distgpt, inside, needs_mpi, refused
 
@@ -34,6 +36,14 @@ def run(tmp_path_factory):
 @pytest.fixture
 def copied(run, tmp_path):
     return Path(shutil.copytree(run, tmp_path / "run"))
+
+
+@pytest.fixture
+def without_facts(copied):
+    """A run that has not kept what its bits depend on."""
+    history = copied / "history.jsonl"
+    history.write_text("".join(f"{s}\n" for s in history.read_text().splitlines() if KEY not in json.loads(s)))
+    return copied
 
 
 def files(run):
@@ -68,7 +78,7 @@ def test_the_same_bits_on_two_ranks(run):
     assert found["kinds"]["loss"]["same"] == 2 and result.returncode == 0
 
 
-def test_one_bit_of_a_weight_is_found(copied):
+def test_one_bit_of_a_weight_or_a_loss_is_found(copied):
     checkpoint = copied / "checkpoints" / "step-00000012"
     file, manifest = checkpoint / "weights.safetensors", checkpoint / "manifest.json"
     header = read_header(file)
@@ -83,16 +93,23 @@ def test_one_bit_of_a_weight_is_found(copied):
     result = inside("replay", copied, "--steps", "9:12")
     assert result.returncode == 1 and f"the weights of step 12, {name} first" in result.stderr
     assert f"{name}: 1 of {tensors[name].size:,} elements" in " ".join(result.stdout.split())
-    content = file.read_bytes()
-    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))  # a file that was not written so
+    change_loss(copied, 10, 1 + 2**-23)
+    result = inside("replay", copied, "--steps", "9:12")
+    assert result.returncode == 1 and "the loss of step 10 first" in result.stderr
+    assert "loss 4 3 step 10: " in " ".join(result.stdout.split())
+    flip_a_bit(file)
     damaged = inside("replay", copied, "--steps", "9:12")
     assert damaged.returncode == 65 and f"{file} is damaged" in damaged.stderr
 
 
-def test_a_damaged_checkpoint_on_the_way_is_named_and_passed_over(copied):
-    file = copied / "checkpoints" / "step-00000008" / "weights.safetensors"
+def flip_a_bit(file):
     content = file.read_bytes()
     file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+
+
+def test_a_damaged_checkpoint_on_the_way_is_named_and_passed_over(copied):
+    file = copied / "checkpoints" / "step-00000008" / "weights.safetensors"
+    flip_a_bit(file)
     result = inside("replay", copied, "--steps", "9:12")
     assert result.returncode == 0, result.stderr
     assert f"{file} is damaged" in result.stderr and "from its first weights" in result.stderr
@@ -108,44 +125,29 @@ def change_loss(run, step, factor):
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def test_a_loss_that_differs_is_found(copied):
-    change_loss(copied, 10, 1 + 2**-23)
-    result = inside("replay", copied, "--steps", "9:12")
-    assert result.returncode == 1 and "the loss of step 10 first" in result.stderr
-    assert "loss 4 3 step 10: " in " ".join(result.stdout.split())
-
-
-def forget_facts(run):
-    history = run / "history.jsonl"
-    history.write_text("".join(f"{s}\n" for s in history.read_text().splitlines() if KEY not in json.loads(s)))
-
-
-def test_without_what_the_bits_depended_on_rounding_is_told_from_more(copied):
-    forget_facts(copied)
-    found, result = replayed(copied, "9:12")
+def test_without_what_the_bits_depended_on_rounding_is_told_from_more(without_facts):
+    found, result = replayed(without_facts, "9:12")
     assert (found["verdict"], found["promised"], result.returncode) == ("same", False, 0)
-    assert "it is not kept what bits depend on in the run" in result.stderr
-    change_loss(copied, 11, 1 + 1e-6)
-    found, result = replayed(copied, "9:12")
+    change_loss(without_facts, 11, 1 + 1e-6)
+    found, result = replayed(without_facts, "9:12")
     assert (found["verdict"], result.returncode) == ("rounding", 0)
     assert 9e-7 < found["kinds"]["loss"]["largest"] < 2e-6
-    change_loss(copied, 11, 1 + 1e-3)
-    found, result = replayed(copied, "9:12")
+    change_loss(without_facts, 11, 1 + 1e-3)
+    found, result = replayed(without_facts, "9:12")
     assert (found["verdict"], found["kinds"]["loss"]["beyond"], result.returncode) == ("different", 11, 1)
 
 
-def test_steps_that_are_too_late_to_tell_rounding_from_more_are_not_called_the_same(copied, monkeypatch):
+def test_steps_too_late_to_tell_rounding_from_more_are_not_called_the_same(without_facts, monkeypatch):
     """A loss that is off by more than rounding can ever be is found in any step."""
     monkeypatch.setattr(comparing, "JUDGED", 2)
-    forget_facts(copied)
-    change_loss(copied, 11, 1 + 1e-3)
-    found, result = replayed(copied, "11:12")
+    change_loss(without_facts, 11, 1 + 1e-3)
+    found, result = replayed(without_facts, "11:12")
     assert (found["verdict"], result.returncode) == ("unjudged", 3)
     assert "steps 11 to 12 not judged" in result.stderr
-    result = inside("replay", copied, "--steps", "10:12")
+    result = inside("replay", without_facts, "--steps", "10:12")
     assert result.returncode == 0 and "steps 11 to 12 not judged" in result.stdout
-    change_loss(copied, 11, 2)
-    found, result = replayed(copied, "11:12")
+    change_loss(without_facts, 11, 2)
+    found, result = replayed(without_facts, "11:12")
     assert (found["verdict"], found["kinds"]["loss"]["beyond"], result.returncode) == ("different", 11, 1)
 
 
@@ -183,11 +185,11 @@ def test_adapters_and_the_file_that_they_stand_beside(run, tmp_path):
 
 def test_ranks_and_threads_are_the_runs_where_steps_depend_on_them():
     starts = [Start(0, 2, {}, None)]
-    _refuse_other_ranks(4, starts, 2)
+    refuse_other_ranks(4, starts, 2)
     with pytest.raises(UsageError, match="replay on 2 ranks"):
-        _refuse_other_ranks(4, starts, 1)
+        refuse_other_ranks(4, starts, 1)
     one = SimpleNamespace(ranks=1, threads=[64])  # four ranks must not have all of its threads each
-    assert [_threads(one, 0, 1), _threads(one, 0, 4), _threads(one, 8, 1)] == [64, 0, 0]
+    assert [threads_of(one, 0, 1), threads_of(one, 0, 4), threads_of(one, 8, 1)] == [64, 0, 0]
 
 
 @pytest.mark.ci
@@ -200,13 +202,11 @@ def test_steps_before_and_after_changed_settings(copied):
     refused(inside("replay", copied, "--steps", "11:14"), 2, "after step 12 with", "(steps, lr)")
 
 
-@pytest.mark.parametrize("schedule", ["linear", "cosine", "wsd", "constant"])
-def test_the_time_of_a_learning_rate(schedule):
+@given(st.sampled_from(["linear", "cosine", "wsd", "constant"]), st.floats(0, 1), st.integers(0, 99))
+def test_the_time_of_a_learning_rate(schedule, elapsed, step):
     t = TrainConfig(schedule=schedule, warmup=5, train_minutes=1.0, lr=3e-3, min_lr=1e-4)
-    for elapsed in (0.0, 0.1, 0.345678, 0.8123456789, 1.0):
-        for step in (2, 50):
-            rate = learning_rate(t, step, elapsed)
-            assert learning_rate(t, step, elapsed_at(t, step, rate)) == rate
+    rate = learning_rate(t, step, elapsed)
+    assert learning_rate(t, step, elapsed_at(t, step, rate)) == rate
     with pytest.raises(UsageError, match="at no time"):
         elapsed_at(t, 50, 1.0)
 

@@ -17,16 +17,14 @@ class Mutation(NamedTuple):
 _WIRED = "assembly/test_wiring.py"
 _ON_RANKS = "corpora/test_shards_in_training.py -k what_one_process_does"
 _SYNCED = "core/base/test_files.py -k on_the_disk"
-_LOCAL, _SHARES = "parallel/test_local_steps.py", "parallel/test_balance.py"
+_LOCAL = "parallel/test_local_steps.py"
 _SUMMED, _SAME_BITS = "parallel/test_gradsync.py", "parallel/test_same_bits.py"
 _IN_MEMORY = "parallel/test_node_memory.py"
 _OVERLAPPED = "gpu/test_gradsync_gpu.py -k overlapped_gives"
 _LANES = "inference/test_compiled_lanes.py"
-_SERVED, _STRAINED = "inference/test_serve.py", "inference/test_serve_limits.py"
 _FAULTS = {
     ("cluster/jobs/batch.py", "cluster/test_submit.py"): [
         ("a job has two successors", '  if mkdir "$marker"', '  if mkdir -p "$marker"'),
-        ("an attempt without a step is followed", '&& [ "$(newest)" = "$before" ]; then', "&& false; then"),
         ("a deleted job is followed", 'if [ "$again" ] && [ -z "$ending" ]', 'if [ "$again" ]'),
     ],
     ("core/cpu/compiling/barrier.py", _LANES): [
@@ -39,9 +37,6 @@ _FAULTS = {
             "softmax(own.scores[i], own.probs[i], seen + i, seen + i,",
             "softmax(own.scores[i], own.probs[i], stop, stop,",
         ),
-    ],
-    ("inference/decoding/loops/cached_attention.py", "inference/test_dropping.py"): [
-        ("keys are turned on", "a * c + b * s", "a * c - b * s")
     ],
     ("inference/decoding/compiled.py", "inference/test_packed.py"): [
         ("old weights answer", "before is not None and np.array_equal(before, checksums)", "before is not None")
@@ -58,16 +53,7 @@ _FAULTS = {
     ],
     ("core/train/setup.py", _WIRED): [
         ("the best loss is forgotten", "        trained.best,", "        None,"),
-        ("micro-batches are those of other ranks", "state.ranks != ranks or ", ""),
         ("--seed does not reach the weights", "initial(t.seed)", "initial(0)"),
-    ],
-    ("core/generate/request.py", _WIRED): [("settings are not checked", "about.check(name, value)", "pass")],
-    ("core/train/report.py", _ON_RANKS): [
-        (
-            "all ranks record an evaluation",
-            "        if not self.rank:\n            self.listener.evaluated(self._record",
-            "        if True:\n            self.listener.evaluated(self._record",
-        )
     ],
     ("core/train/checkpoints.py", "core/train/test_saving.py"): [
         ("a copy is not taken", "groups = self._copy.update(live) if self._copy else", "groups =")
@@ -81,23 +67,18 @@ _FAULTS = {
             "a signal does not save",
             "    run.checkpoints.on_root(lambda: run.checkpoints.write_now(run.state()))\n    raise stop",
             "    raise stop",
-        ),
-        ("an evaluation that was cut short is forgotten", "progress.evaluation_pending or (t", "False or (t"),
+        )
     ],
     ("callbacks/full_disk.py", "core/train/test_full_disk.py"): [
         ("the newest checkpoint is given up", ".index(newest[0]) + 1 :]", ".index(newest[0]) :]"),
         ("the newest of the old is given up first", "in reversed(saved", "in iter(saved"),
         ("the start of another run is given up", "if path.resolve() not in needed:", "if True:"),
-        ("weights have no room", "on_root(comm, partial(self.write, step, self._weights, self._take))", "pass"),
     ],
     ("callbacks/bad_steps.py", "callbacks/test_badsteps.py"): [
         ("a rollback sees the bad data again", "used = self.step + run.batches.skipped", "used = run.progress.step")
     ],
     ("core/train/loop.py", "core/train/test_mpi.py -k differ"): [
         ("ranks differ unseen", "run.comm.allreduce_max(own) != -", "run.comm.allreduce_max(own) == -1 != -")
-    ],
-    ("core/data/batches.py", "inference/test_scoring.py"): [
-        ("one token too few is validated", "min(most + 1,", "min(most,")
     ],
     ("core/train/step.py", _ON_RANKS): [
         ("the gradient's norm grows with the ranks", "math.sqrt(squares) * self._scales.norm", "math.sqrt(squares)")
@@ -109,8 +90,7 @@ _FAULTS = {
         ("all ranks see the same rows", "* size + rank)", "* size)")
     ],
     ("corpora/packing.py", "corpora/test_packing.py"): [
-        ("the longest is cut", "size = sizes[at := max(0, at)]", "size = sizes[at]"),
-        ("equal rows share documents", "taken[size] += times * repeats", "taken[size] += times"),
+        ("equal rows share documents", "taken[size] += times * repeats", "taken[size] += times")
     ],
     ("core/data/loading.py", "corpora/test_tokenized.py"): [
         ("the held-out text is another tokenizer's", "existing=corpus.tokenizer, ", "")
@@ -124,26 +104,11 @@ _FAULTS = {
             "a manifest's hash is not looked at",
             "destination, _listed(path, name, read_manifest(path)).header_sha256)",
             "destination)",
-        ),
-        ("a checkpoint too many is kept", "saved[keep:]", "saved[keep + 1 :]"),
+        )
     ],
     ("core/base/files.py", _SYNCED): [
         ("a file is not synced", "file.flush()\n                os.fsync(file.fileno())", "file.flush()"),
         ("a name is not synced", "sync_directory(path.parent)", "pass"),
-    ],
-    ("core/cpu/fused/rowwise.py", "core/cpu/test_kernels.py"): [
-        ("a sign in LayerNorm's gradient", "(g - total - xhat * along)", "(g - total + xhat * along)")
-    ],
-    ("core/cpu/fused/muon.py", "core/cpu/test_kernels.py -k muon"): [
-        ("weights decay against the update", "if ui[j] * pi[j] >= 0", "if ui[j] * pi[j] < 0")
-    ],
-    ("core/cpu/teams.py", "core/cpu/test_teams.py -k fails or signal"): [
-        ("a thread that fails keeps its team waiting", "of_jobs[list(jobs), 0] = RELEASED", "pass"),
-        (
-            "a signal keeps a thread from its team",
-            "with signals_deferred() if is_shared else nullcontext():",
-            "with nullcontext():",
-        ),
     ],
     ("core/cpu/graphs/capture.py", "core/cpu/test_recorded.py -k meet or made or makes or another"): [
         ("recorded threads do not meet", "calls.mark(MEET)", "pass"),
@@ -152,42 +117,21 @@ _FAULTS = {
             "if captures[0].addresses != captures[1].addresses:",
             "if False:",
         ),
-        ("a thread computes into another one's recording", "get_ident() == own else", "True else"),
     ],
     ("core/cpu/graphs/launch.py", "core/cpu/test_lending.py"): [
         ("a call that failed is not told", "        self._failed.append(thread)", "        pass"),
         ("an order keeps its first arguments", "self._words[:, first : first + len(words)] = words", "pass"),
-        (
-            "helpers stay assigned when they are called back",
-            "        self.words[0, loops.CALLED_BACK] = 1",
-            "        pass",
-        ),
-        ("a pool keeps the arrays of the last order", "            slot.failed = _nothing", "            pass"),
-    ],
-    ("core/cpu/pool.py", "core/cpu/test_lending.py -k fork"): [
-        (
-            "a child of a fork takes its parent's helpers for assigned",
-            "        self.task: Any = None",
-            "        self.task: Any = getattr(self, 'task', None)",
-        )
     ],
     ("core/cpu/graphs/capture.py", "core/cpu/test_recorded.py -k rows or profile"): [
         (
             "targets are looked at once",
             "counts_all = not any((targets == IGNORED).any() for targets in self._targets)",
             "counts_all = True",
-        ),
-        ("a profile sees no operation of recorded work", "if self._is_watched() or", "if"),
+        )
     ],
     ("core/model/muon.py", "core/model/test_muon.py"): [
         ("a matrix is cut between ranks", "whole = round(inside) if _is_matrix(spec)", "whole = inside if spec"),
         ("ranks share no updates", "return self._bounds if len(self._bounds) > 2 else ()", "return ()"),
-    ],
-    ("core/cpu/fused/activations.py", "core/cpu/test_kernels.py"): [
-        ("a sign in GELU's gradient", "value * (one - sigmoid) * (linear", "value * (one + sigmoid) * (linear")
-    ],
-    ("core/cpu/fused/attention.py", "core/cpu/test_kernels.py"): [
-        ("a rotation turns the other way", "number(qkv, -1) if inverse else number(qkv, 1)", "number(qkv, 1)")
     ],
     ("core/cpu/fused/attention.py", "core/cpu/test_cpu_attention.py"): [
         (
@@ -201,22 +145,10 @@ _FAULTS = {
             "s.scores[i, seen + i + 1 : end] = UNSEEN",
         ),
         ("a key forgets what earlier queries gave", "again = onto or start < begin", "again = onto"),
-        ("a key forgets the other heads of its group", "onto or start < begin", "start < begin"),
-    ],
-    ("core/cpu/matmul/blocked.py", "core/cpu/test_matmul.py -k odd_shapes"): [
-        ("a later stretch of k forgets the earlier ones", "ACCUMULATE if begin else", "0 if begin else")
-    ],
-    ("core/cpu/matmul/layers.py", "core/cpu/test_matmul.py -k cells_cover"): [
-        ("cells leave gaps", "divmod(first, self.columns)", "divmod(first, self.rows)")
-    ],
-    ("core/cpu/matmul/layers.py", "core/cpu/test_matmul.py -k many_threads"): [
-        ("each thread packs all of dy", "Bands(min(threads // n, strips), n)", "Bands(1, n)")
     ],
     ("core/cpu/matmul/amx.py", "core/cpu/test_amx.py -m not slow"): [
         ("tiles of few rows read A in place", "%fills = and i1 %lies, %full", "%fills = and i1 %lies, %lies"),
         ("the last k are read whole", "%direct = and i1 %whole, %fills", "%direct = and i1 %fills, %fills"),
-        ("registers are never given a size", "br i1 {some}, label %configure", "br i1 false, label %configure"),
-        ("packed rows are taken for pairs", "%lies = or i1 %plain, %packed", "%lies = or i1 %plain, %plain"),
         ("the second half of the rows is the first", "i64 {half * LINE}", "i64 0"),
     ],
     ("core/cpu/matmul/widening.py", "core/cpu/test_tiles.py"): [
@@ -231,24 +163,6 @@ _FAULTS = {
             "flags = accumulate",
         )
     ],
-    ("core/generate/sample.py", "inference/test_engine.py -k past_the_context"): [
-        (
-            "the window slides one too far",
-            "gone = len(self.tokens) - kept - self.begin",
-            "gone = len(self.tokens) - kept - self.begin + 1",
-        )
-    ],
-    ("core/generate/sample.py", "inference/test_engine.py -k lookup"): [
-        (
-            "a guess that was wrong stays in the lane",
-            "self.ended or events[-1].token != guess",
-            "self.ended or guess is None",
-        )
-    ],
-    ("core/generate/sampling.py", _WIRED): [
-        ("--top-k is ignored", "if 0 < sampling.top_k < len(logits)", "if 0 < sampling.top_k < 0"),
-        ("--top-p is ignored", "if sampling.top_p < 1:", "if sampling.top_p < 0:"),
-    ],
     ("core/generate/engine.py", "inference/test_dropping.py -k among_others"): [
         (
             "a prompt that has moved is shared",
@@ -258,15 +172,6 @@ _FAULTS = {
     ],
     ("core/generate/engine.py", "inference/test_engine.py -k does_not_depend"): [
         ("another sample's prompt is taken for one's own", "if held is shared), None)", "if held is not None), None)")
-    ],
-    ("core/base/errors.py", "commands/test_cli.py -k exit_codes"): [
-        ("a damaged file ends with another code", "exit_code = 65", "exit_code = 66")
-    ],
-    ("core/base/interrupts.py", "core/base/test_interrupts.py -k wherever"): [
-        ("an interrupt ends with another code", "signal.SIGINT: 130", "signal.SIGINT: 131")
-    ],
-    ("core/base/interrupts.py", "core/train/test_signals.py -k second"): [
-        ("a signal once more is never raised", "> MEANT:", "> 1e9:")
     ],
     ("core/base/files.py", "core/saved/test_run_lock.py"): [
         ("two processes train in one directory", "kind | fcntl.LOCK_NB", "fcntl.LOCK_SH")
@@ -308,14 +213,11 @@ _FAULTS = {
             "pass",
         )
     ],
-    ("callbacks/watchdog.py", "callbacks/test_stalls.py -k nccl"): [
-        ("nobody asks NCCL what has failed", "if self._nccl and (trouble", "if not self._size and (trouble")
-    ],
     ("parallel/reductions.py", _SUMMED): [
         ("ranks round alike", "{step} {self._comm.rank} {time}", "{step} {time}"),
         ("a stretch's own part stays rounded", "self._send(pieces, step)", "pass"),
     ],
-    ("parallel/node_memory.py", _IN_MEMORY): [
+    ("parallel/node_memory.py", f"{_SUMMED} -k way or overwrite"): [
         ("a node sums before all gradients are there", "self._node.barrier()  # all gradients are written", ""),
         (
             "the next step overwrites what other ranks still sum",
@@ -328,6 +230,8 @@ _FAULTS = {
             "sums.add_rows, self._rows, self._by_twos",
             "sums.add_rows, self._rows, False",
         ),
+    ],
+    ("parallel/node_memory.py", _IN_MEMORY): [
         (
             "another process's file is taken for the node's",
             "if (about.st_dev, about.st_ino) != file[1:]:",
@@ -338,19 +242,15 @@ _FAULTS = {
             "lacks = [text for text in gather(comm, lack) if text]",
             "lacks = [lack] if lack else []",
         ),
-        ("the first rank's file stays open", "os.close(descriptor)", "pass"),
     ],
-    ("parallel/loops/sums.py", _IN_MEMORY): [
+    ("parallel/loops/sums.py", f"{_SUMMED} -k way"): [
         (
             "a node's ranks are added from the last",
             "            for rank in range(1, rows.shape[0]):",
             "            for rank in range(rows.shape[0] - 1, 0, -1):",
         )
     ],
-    ("parallel/choose.py", _IN_MEMORY): [
-        ("ranks of several nodes share memory in vain", "else not t.reproducible_parts", "else True")
-    ],
-    ("parallel/reductions.py", _SAME_BITS): [
+    ("parallel/reductions.py", f"{_SUMMED} -k way"): [
         ("ranks add as they come", "sums.add_tree if by_twos else sums.add_parts", "sums.add_parts")
     ],
     ("core/model/model.py", "gpu/test_gradsync_gpu.py -k saved_is"): [
@@ -377,9 +277,6 @@ _FAULTS = {
         ("all ranks get one rank's moments", "if comm.rank == rank:", "if True:"),
         ("weights within a round are a sum", "total /= comm.size", "pass"),
     ],
-    ("parallel/balance.py", _SHARES): [
-        ("shares follow seconds, not speed", "(share + 1) * each for", "(share + 1) / each for")
-    ],
     ("core/train/progress.py", _LOCAL): [
         ("a last round has no end", " or done == self.last", ""),
         ("what is due within a round is lost", "step // every > before // every", "not step % every"),
@@ -397,36 +294,8 @@ _FAULTS = {
     ("gpu/cu/common.cuh", "gpu/test_cuda_kernels.py -k adamw"): [
         ("a gradient that is not finite is used", "if (!(length - length == 0)) return", "if (false) return")
     ],
-    ("inference/serving/app.py", _SERVED): [
+    ("inference/serving/app.py", "inference/test_serve.py"): [
         ("any key will do", "if not compare_digest(given.encode(), key.encode()):", "if not given:")
-    ],
-    ("inference/serving/app.py", f"{_STRAINED} -k killed"): [
-        ("a client that leaves is not noticed", "pass\n        self._runner.forget(self._call)", "pass")
-    ],
-    ("inference/serving/runner.py", f"{_STRAINED} -k killed"): [
-        ("a lane is never freed", "self._engine.cancel(ticket)", "pass")
-    ],
-    ("inference/serving/server.py", f"{_STRAINED} -k sigterm"): [
-        ("SIGTERM ends what runs", "        if self.should_exit:\n", "        if True:\n")
-    ],
-    ("inference/serving/server.py", f"{_STRAINED} -k keep_nobody_out"): [
-        (
-            "connections that send nothing keep others out",
-            "min(waited_for, key=lambda each: each._since).transport.abort()",
-            "pass",
-        )
-    ],
-    ("inference/serving/app.py", f"{_STRAINED} -k up_to_a_limit"): [
-        ("any number of bodies waits", "if self._waiting + len(body) >", "if 0 >")
-    ],
-    ("inference/serving/completions.py", f"{_STRAINED} -k echo"): [
-        ("an echo is not counted", "* served.weight + echoed", "* served.weight")
-    ],
-    ("corpora/tokenizers/library.py", "corpora/test_hostile_tokenizers.py -k lengthens"): [
-        ("a normalizer lengthens texts without bound", "if most > MOST:", "if False:")
-    ],
-    ("corpora/tokenizers/library.py", "corpora/test_hostile_tokenizers.py -k never_ends"): [
-        ("a text is waited for without end", "wait([found], seconds)", "wait([found])")
     ],
 }
 MUTATIONS = [Mutation(*where, *fault) for where, faults in _FAULTS.items() for fault in faults]

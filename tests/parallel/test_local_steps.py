@@ -1,17 +1,12 @@
 """Local steps: ranks train alone for a round, and then take one step together."""
 
-import json
 import os
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from distgpt.core.base.errors import UsageError
-from distgpt.core.config import ModelConfig, RunConfig, TrainConfig
-from distgpt.core.cpu.kernels import Bfloat16Kernels, CpuKernels
-from distgpt.core.data.batches import ArrayTokens, Batches, rank_sequences
-from distgpt.core.model.model import Architecture, Model
+from distgpt.core.config import RunConfig
+from distgpt.core.data.batches import rank_sequences
 from distgpt.core.model.optim import learning_rate
 from distgpt.core.model.passes import Pass
 from distgpt.core.saved.checkpoint import State
@@ -20,49 +15,17 @@ from distgpt.core.saved.rundir import RunDirectory
 from distgpt.core.saved.tensors import read_into
 from distgpt.core.train.checkpoints import Checkpoints
 from distgpt.core.train.gathering import stems
-from distgpt.core.train.plan import refuse_unsuited
 from distgpt.core.train.progress import Due, Pace, Progress, due_after
 from distgpt.core.train.setup import restore
-from distgpt.core.train.sharing import Placement
 from distgpt.parallel.choose import Chosen
-from steps import build_step, state_for
+from steps import CONFIG, MODEL, batches_of, model_of, steps_of, trained
 from threadranks import on_all_ranks
 
-from conftest import losses, needs_mpi, train
-
-MODEL = ModelConfig(vocab_size=64, seq_len=8, n_layer=2, n_head=2, n_embd=32)
-CONFIG = TrainConfig(
-    batch_size=24, grad_accum=2, steps=10, seed=3, recompute="mlp", matmul="own", clip=0.5, outer_every=4
-)
-
-
-def batches():
-    return Batches(ArrayTokens(np.arange(700, dtype=np.uint16) * 7 % 64), 8, CONFIG.batch_size, CONFIG.seed)
-
-
-def model_of(dtype="float32", ranks=1):
-    model = Model(Architecture(MODEL), Bfloat16Kernels() if dtype == "bfloat16" else CpuKernels(dtype))
-    model.allocate_master_weights(ranks)
-    model.initialise(1)
-    return model
-
-
-def steps_of(comm, config, dtype="float32", **more):
-    model = model_of(dtype, comm.size)
-    return build_step(state_for(model, config, comm), comm, config, **more)
+LOCAL = replace(CONFIG, outer_every=4)
 
 
 def rounds_of(t, ranks):
     return Chosen(t, ranks).placement.rounds
-
-
-def trained(comm, config=CONFIG, steps=9, dtype="float32"):
-    """The weights after each step, and loss and norm of each."""
-    work, seen, read = steps_of(comm, config, dtype), [], []
-    for step in range(steps):
-        read.append(work.launch(step, batches()).wait()[:2])
-        seen.append(work.model.weights.flat.copy())
-    return seen, read
 
 
 def gradients_of(model, rank, ranks, step):
@@ -70,14 +33,14 @@ def gradients_of(model, rank, ranks, step):
     each = CONFIG.batch_size // (2 * ranks)
     work, x, y = Pass(model, each, 8, training=True), *np.empty((2, each, 8), np.int32)
     for part in (0, 1):
-        batches().fill(step, rank_sequences(CONFIG.batch_size, rank, ranks, part, 2), x, y)
+        batches_of().fill(step, rank_sequences(CONFIG.batch_size, rank, ranks, part, 2), x, y)
         work.loss_and_gradients(x.reshape(-1), y.reshape(-1), 0.5, accumulate=part > 0)
     return float(model.grads.flags[0]), model.grads.flat.astype(np.float64)
 
 
 def by_hand(ranks, steps):
     """The same in float64 from the formulas, but for the gradients."""
-    c, model = CONFIG, model_of()
+    c, model = LOCAL, model_of()
     weights = [model.weights.flat.astype(np.float64) for _ in range(ranks)]
     m, v = np.zeros((2, ranks, len(weights[0])))
     common, velocity, seen, read = weights[0].copy(), np.zeros(len(weights[0])), [], []
@@ -109,30 +72,39 @@ def by_hand(ranks, steps):
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_rounds_are_those_of_the_formula(ranks):
     wanted, known = by_hand(ranks, 10)
-    found = on_all_ranks(ranks, lambda comm: trained(comm, steps=10))
-    for rank, (seen, read) in enumerate(found):
+    found = on_all_ranks(ranks, lambda comm: trained(comm, LOCAL, 10))
+    for rank, (_, seen, read) in enumerate(found):
         assert np.allclose(read, known, rtol=1e-4)
         for step, weights in enumerate(seen):
             assert abs(weights - wanted[step][rank]).max() < 2e-5, step
-            same = (weights == found[0][0][step]).all()
-            assert same == (rank == 0 or rounds_of(CONFIG, ranks).ends(step + 1)), step
+            same = (weights == found[0][1][step]).all()
+            assert same == (rank == 0 or rounds_of(LOCAL, ranks).ends(step + 1)), step
 
 
-def test_all_modes_and_types_exchange_the_same_changes():
-    for dtype in ("float32", "bfloat16"):
-        c = replace(CONFIG, dtype=dtype)
-        one_node, two_nodes = (
-            on_all_ranks(4, lambda comm, c=c: trained(comm, c, dtype=c.dtype), per_node) for per_node in (4, 2)
+def test_a_round_that_has_ended_ends_once():
+    def act(comm):
+        work, seen, _ = trained(comm, LOCAL, 4)
+        work.exchange.end_round(4)
+        return (work.model.weights.flat == seen[-1]).all()
+
+    assert on_all_ranks(2, act) == [True] * 2
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_all_modes_and_types_exchange_the_same_changes(dtype):
+    local = replace(LOCAL, dtype=dtype)
+    one_node, two_nodes = (on_all_ranks(4, lambda comm: trained(comm, local, 8), per_node) for per_node in (4, 2))
+    near = 1e-5 if dtype == "float32" else 2e-2
+    for (_, seen, _), (_, wanted, _) in zip(two_nodes, one_node, strict=True):
+        assert abs(seen[7] - wanted[7]).max() < near * abs(wanted[7]).max()
+        assert (seen[7] == two_nodes[0][1][7]).all()
+    if dtype == "float32":
+        narrow = replace(local, gradient_dtype="bfloat16")
+        (_, found, _), (_, packed, _) = (
+            on_all_ranks(2, lambda comm, c=c: trained(comm, c, 4))[0] for c in (narrow, local)
         )
-        near = 1e-5 if dtype == "float32" else 2e-2
-        for (seen, _), (wanted, _) in zip(two_nodes, one_node, strict=True):
-            assert abs(seen[7] - wanted[7]).max() < near * abs(wanted[7]).max(), dtype
-            assert (seen[7] == two_nodes[0][0][7]).all()
-    narrow = replace(CONFIG, gradient_dtype="bfloat16")
-    found = on_all_ranks(2, lambda comm: trained(comm, narrow))
-    packed = on_all_ranks(2, lambda comm: trained(comm))
-    moved = abs(packed[0][0][3] - model_of().weights.flat).max()
-    assert 0 < abs(found[0][0][3] - packed[0][0][3]).max() < 2**-6 * moved
+        moved = abs(packed[3] - model_of().weights.flat).max()
+        assert 0 < abs(found[3] - packed[3]).max() < 2**-6 * moved
 
 
 def test_one_rank_that_cannot_use_its_gradients_stops_the_step_of_all():
@@ -140,53 +112,45 @@ def test_one_rank_that_cannot_use_its_gradients_stops_the_step_of_all():
         return "" if np.isfinite(loss) and np.isfinite(norm) else "not finite"
 
     def with_fault(comm):
-        work = steps_of(comm, CONFIG, objection=objection)
+        work = steps_of(comm, LOCAL, objection=objection)
         before = work.model.weights.flat.copy()
         if comm.rank == 1:
             work.model.weights["wte"][0, 0] = np.inf
-        result = work.launch(0, batches())
+        result = work.launch(0, batches_of())
         return result.rejected, (work.model.weights.flat == before).all()
 
     assert on_all_ranks(2, with_fault) == [("not finite", True), ("not finite", False)]
 
 
-# -- checkpoints
+# Checkpoints
 
 
-def saver_of(work, comm, out):
-    description = Description(RunConfig(model=MODEL), None)
-    say = SimpleNamespace(noted=lambda text: None).noted
-    gathering = work.state.gathering(comm)
-    return Checkpoints(
-        work.model, work.optimizer, RunDirectory(out), description, CONFIG, say, comm, gathering=gathering
-    )
-
-
-def interrupted(comm, out, at, config=CONFIG, steps=10):
-    """Save after `at` steps and go on in another process, as it were; its weights after each further step."""
-    work = steps_of(comm, config)
-    for step in range(at):
-        work.launch(step, batches())
-    saver = saver_of(work, comm, out)
+def saved(comm, out, at, config=LOCAL):
+    """Take steps and save a checkpoint."""
+    work, *_ = trained(comm, config, at)
+    description, gathering = Description(RunConfig(model=MODEL), None), work.state.gathering(comm)
+    how = (work.model, work.optimizer, RunDirectory(out), description, config, lambda text: None, comm)
+    saver = Checkpoints(*how, gathering=gathering)
     saver.on_root(lambda: saver.write_now(State(at)))
-    return resumed(comm, out, at, config, steps)
 
 
-def resumed(comm, out, at, config=CONFIG, steps=10):
+def resumed(comm, out, at, config=LOCAL, steps=10):
+    """Go on as in another process; return the weights after each further step."""
     work = steps_of(comm, config)
     work.model.weights.flat[...] = 7
     restore(comm, work.state, out / "checkpoints" / f"step-{at:08d}")
     seen = []
     for step in range(at, steps):
-        work.launch(step, batches())
+        work.launch(step, batches_of())
         seen.append(work.model.weights.flat.copy())
     return seen
 
 
 @pytest.mark.parametrize("at", [3, 4])
 def test_a_run_resumes_exactly_also_within_a_round(at, tmp_path):
-    wanted = on_all_ranks(3, lambda comm: trained(comm, steps=10)[0])
-    found = on_all_ranks(3, lambda comm: interrupted(comm, tmp_path, at))
+    wanted = on_all_ranks(3, lambda comm: trained(comm, LOCAL, 10)[1])
+    on_all_ranks(3, lambda comm: saved(comm, tmp_path, at))
+    found = on_all_ranks(3, lambda comm: resumed(comm, tmp_path, at))
     for seen, whole in zip(found, wanted, strict=True):
         assert all((a == b).all() for a, b in zip(seen, whole[at:], strict=True))
     files = stems(tmp_path / "checkpoints" / f"step-{at:08d}")
@@ -195,20 +159,20 @@ def test_a_run_resumes_exactly_also_within_a_round(at, tmp_path):
 
 
 def test_weights_within_a_round_are_the_mean_and_other_ranks_begin_with_them(tmp_path):
-    on_all_ranks(3, lambda comm: interrupted(comm, tmp_path, 6, steps=6))
-    wanted = np.mean([seen[5] for seen, _ in on_all_ranks(3, trained)], axis=0)
+    on_all_ranks(3, lambda comm: saved(comm, tmp_path, 6))
+    wanted = np.mean([seen[5] for _, seen, _ in on_all_ranks(3, lambda comm: trained(comm, LOCAL, 6))], axis=0)
     model = model_of()
     path = tmp_path / "checkpoints" / "step-00000006"
     read_into(path / "weights.safetensors", dict(model.weights))
     assert abs(model.weights.flat - wanted).max() < 1e-6
     for ranks, outer_every in ((2, 4), (4, 4), (2, 0), (1, 4)):
-        config = replace(CONFIG, outer_every=outer_every)
+        config = replace(LOCAL, outer_every=outer_every)
 
         def act(comm, config=config):
             work = steps_of(comm, config)
             restore(comm, work.state, path)
             begun = work.model.weights.flat.copy()
-            return begun, work.optimizer.m.flat.copy(), work.launch(6, batches()).wait()[:2]
+            return begun, work.optimizer.m.flat.copy(), work.launch(6, batches_of()).wait()[:2]
 
         found = on_all_ranks(ranks, act)
         for rank, (begun, moment, read) in enumerate(found):
@@ -217,7 +181,7 @@ def test_weights_within_a_round_are_the_mean_and_other_ranks_begin_with_them(tmp
 
 
 def test_the_exchange_counts_in_what_a_step_usually_takes():
-    t = replace(CONFIG, outer_every=4)
+    t = LOCAL
 
     def pace(t, ranks, *seconds):
         return Pace(Progress(step=len(seconds), seconds=list(seconds)), rounds_of(t, ranks))
@@ -238,7 +202,7 @@ def test_the_exchange_counts_in_what_a_step_usually_takes():
 
 def test_changes_are_summed_in_memory_that_the_ranks_of_a_node_share(monkeypatch):
     def act(comm):
-        exchange = steps_of(comm, CONFIG).exchange
+        exchange = steps_of(comm, LOCAL).exchange
         return exchange.name, type(exchange.changes).__name__
 
     assert on_all_ranks(2, act) == [("shared memory", "SharedSum")] * 2
@@ -248,17 +212,16 @@ def test_changes_are_summed_in_memory_that_the_ranks_of_a_node_share(monkeypatch
 
 
 def test_runs_without_local_steps_begin_a_round_when_they_resume(tmp_path):
-    plain = replace(CONFIG, outer_every=0)
-    on_all_ranks(2, lambda comm: interrupted(comm, tmp_path, 5, plain, steps=5))
+    on_all_ranks(2, lambda comm: saved(comm, tmp_path, 5, CONFIG))
     found = on_all_ranks(2, lambda comm: resumed(comm, tmp_path, 5, steps=8))
     assert (found[0][0] != found[1][0]).any() and (found[0][2] == found[1][2]).all()
 
 
-# -- what follows a step, and what does not go together
+# What follows a step
 
 
 def test_what_is_due_within_a_round_waits_for_its_end():
-    t = replace(CONFIG, save_every=3, eval_every=5, sample_every=0, verify_every=8, steps=11)
+    t = replace(LOCAL, save_every=3, eval_every=5, sample_every=0, verify_every=8, steps=11)
     due = {step: due_after(t, step, rounds_of(t, 2), True, is_last=step == 11) for step in range(1, 12)}
     assert {step: what for step, what in due.items() if what} == {
         4: Due(save=True, compare=True),
@@ -267,30 +230,3 @@ def test_what_is_due_within_a_round_waits_for_its_end():
     }
     alone = rounds_of(t, 1)
     assert due_after(t, 3, alone, True, False) == Due(save=True) and not due_after(t, 4, alone, True, False)
-
-
-def test_what_needs_the_same_weights_everywhere_is_refused():
-    for how in ({"grad_sync": "sharded"}, {"grad_sync": "overlapped"}, {"reproducible_parts": 8}):
-        with pytest.raises(UsageError, match="--outer-every 4"):
-            refuse_unsuited(replace(CONFIG, grad_accum=0, **how), 2, on_gpu=False)
-        refuse_unsuited(replace(CONFIG, grad_accum=0, **how), 1, on_gpu=False)
-    refuse_unsuited(CONFIG, 2, on_gpu=True)
-    assert type(Chosen(CONFIG, 1).placement) is Placement
-
-
-@pytest.mark.ranks
-@pytest.mark.slow
-@needs_mpi
-def test_whole_runs_evaluate_save_and_resume_in_rounds(tmp_path):
-    from test_mpi import trained_together
-
-    words = ["--schedule", "constant", "--outer-every", "4", "--val-fraction", "0.2", "--eval-every", "3"]
-    whole, halves = tmp_path / "whole", tmp_path / "halves"
-    resumed = ["--steps", "12", "--resume", "auto", *words]
-    runs = [(whole, ["--steps", "12", *words]), (halves, ["--steps", "8", *words]), (halves, resumed)]
-    trained_together(2, runs)
-    assert losses(halves) == losses(whole)
-    lines = map(json.loads, (whole / "metrics.jsonl").read_text().splitlines())
-    assert [line["step"] for line in lines if "val_loss" in line] == [0, 4, 8, 12]
-    alone = train(whole, "--steps", "14", "--resume", "auto", *words)
-    assert len(losses(alone)) == 14

@@ -1,4 +1,4 @@
-"""Gradients of a node's ranks lie in memory that all of them share, and are summed there in a fixed order."""
+"""Gradients of a node's ranks are in memory that all of them share; test_gradsync.py sums there."""
 
 import gc
 import json
@@ -7,7 +7,6 @@ import resource
 import subprocess
 import sys
 import threading
-import time
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -15,87 +14,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 from distgpt.core.base.errors import UsageError
-from distgpt.core.cpu.kernels import CpuKernels
-from distgpt.core.model.memory import Layout, Spec
-from distgpt.core.model.model import Architecture, Model
 from distgpt.parallel.choose import Chosen
-from distgpt.parallel.node_memory import SharedGradients, SharedSum, gradients_in_node, shared_rows
-from distgpt.parallel.reductions import hierarchical
-from test_gradsync import CONFIG, MODEL, trained
-from test_same_bits import by_twos
+from distgpt.parallel.node_memory import SharedGradients, shared_rows
+from steps import CONFIG, model_of, trained
 from threadranks import on_all_ranks
 
-from conftest import MPIRUN, losses, needs_mpi
-
-BORDER = 3  # elements before and after what is summed, which are to stay as they are
+from conftest import MPIRUN, losses, needs_mpi, trained_together
 
 
-def gradients(rank, size):
-    """Numbers whose sum depends on the order in which they are added."""
-    return (np.random.default_rng(rank).standard_normal(size) * 10.0 ** (rank % 4)).astype(np.float32)
-
-
-def in_order(parts):
-    total = parts[0].copy()
-    for part in parts[1:]:
-        total += part
-    return total
-
-
-def summed(comm, size, threads=1, twos=False, steps=1):
-    """Every step's sums of a rank."""
-    k = CpuKernels(threads=threads)
-    grads = gradients_in_node(comm, k, print, Layout([Spec("w", (size + 2 * BORDER,))]), 0)
-    way, found = SharedSum(comm, grads.rows, k.each, k.threads, twos), []
-    for step in range(steps):
-        grads.flat[: size + 2 * BORDER] = gradients(comm.rank, size + 2 * BORDER)
-        time.sleep(np.random.default_rng([comm.rank, step]).random() * 0.002)  # ranks come in any order
-        way.sum(BORDER, BORDER + size, step)
-        found.append(grads.flat[: size + 2 * BORDER].copy())
-    return found
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8, 16])
-def test_every_rank_gets_the_sum_in_the_order_of_the_ranks_or_by_twos(ranks):
-    for size, threads in product((0, 1, 5, 40, 5003, 70001), (1, 3)):
-        rows = np.stack([gradients(rank, size + 2 * BORDER) for rank in range(ranks)])
-        ways = [(False, in_order)] + [(True, by_twos)] * (ranks & (ranks - 1) == 0)
-        for twos, reference in ways:
-            how = size, threads, twos
-            for rank, (flat,) in enumerate(on_all_ranks(ranks, lambda comm, how=how: summed(comm, *how))):
-                wanted = rows[rank].copy()
-                wanted[BORDER : BORDER + size] = reference(rows)[BORDER : BORDER + size]
-                assert (flat == wanted).all(), (how, rank)
-    if ranks > 2:
-        assert (in_order(rows) != rows.astype(np.float64).sum(0).astype(np.float32)).any(), "order matters"
-
-
-def test_a_step_does_not_overwrite_what_another_rank_still_sums():
-    wanted = in_order([gradients(rank, 40 + 2 * BORDER) for rank in range(3)])[BORDER:-BORDER]
-    for each in on_all_ranks(3, lambda comm: summed(comm, 40, steps=200)):
-        assert all((flat[BORDER:-BORDER] == wanted).all() for flat in each)
-
-
-@pytest.mark.parametrize("ranks, per_node", [(4, 2), (6, 3), (6, 2)])
-def test_nodes_sum_in_memory_first_and_then_the_sums_of_nodes(ranks, per_node):
-    def act(comm, size):
-        grads = gradients_in_node(comm, CpuKernels(), print, Layout([Spec("w", (size,))]), 0)
-        grads.flat[:size] = gradients(comm.rank, size)
-        k = CpuKernels()
-        way = hierarchical(
-            comm, grads.flat, "float32", None, lambda node: SharedSum(node, grads.rows, k.each, k.threads)
-        )
-        way.sum(0, size, 0)
-        return grads.flat[:size].copy()
-
-    for size in (1, 5, 100, 5003):
-        rows = [gradients(rank, size) for rank in range(ranks)]
-        nodes = [in_order(rows[first : first + per_node]) for first in range(0, ranks, per_node)]
-        for found in on_all_ranks(ranks, lambda comm, size=size: act(comm, size), per_node):
-            assert (found == in_order(nodes)).all()
-
-
-def test_rows_begin_at_pages_and_are_zero_and_of_the_kind_that_was_asked_for():
+def test_rows_begin_at_pages_and_are_zero_and_of_the_given_type():
     for columns, dtype in product((1, 1024, 5000), (np.float32, np.float64)):
         for rows in on_all_ranks(3, lambda comm, c=columns, d=dtype: shared_rows(comm, c, np.dtype(d))):
             assert rows.dtype == dtype and rows.shape[0] == 3 and rows.shape[1] >= columns
@@ -103,7 +30,14 @@ def test_rows_begin_at_pages_and_are_zero_and_of_the_kind_that_was_asked_for():
             assert rows.ctypes.data % os.sysconf("SC_PAGESIZE") == 0
 
 
-# -- which runs do so
+# Which runs do so
+
+
+def shares_memory(comm, **how):
+    """Whether this rank's gradients are in shared memory, and the messages."""
+    model, said = model_of(ranks=comm.size), []
+    Chosen(replace(CONFIG, **how), comm.size).make_gradients(comm, model, said.append)
+    return type(model.grads) is SharedGradients, said
 
 
 @pytest.mark.parametrize(
@@ -121,25 +55,11 @@ def test_rows_begin_at_pages_and_are_zero_and_of_the_kind_that_was_asked_for():
     ],
 )
 def test_ranks_of_a_node_share_memory_where_they_sum_by_themselves(ranks, per_node, how, shares):
-    def act(comm):
-        model = Model(Architecture(MODEL), CpuKernels())
-        model.allocate_master_weights(comm.size)
-        Chosen(replace(CONFIG, **how), comm.size).make_gradients(comm, model, print)
-        return type(model.grads) is SharedGradients
-
-    assert on_all_ranks(ranks, act, per_node) == [shares] * ranks
+    found = on_all_ranks(ranks, lambda comm: shares_memory(comm, **how), per_node)
+    assert found == [(shares, [])] * ranks
 
 
-def test_training_has_the_bits_of_a_sum_in_the_order_of_the_ranks(monkeypatch):
-    """`ThreadComm.sum` adds in that order, too."""
-    found = on_all_ranks(4, lambda comm: trained(comm))
-    monkeypatch.setattr(Chosen, "make_gradients", lambda self, comm, model, say: model.make_gradients())
-    plain = on_all_ranks(4, lambda comm: trained(comm))
-    assert [each[0].tobytes() for each in found] == [each[0].tobytes() for each in plain]
-    assert [each[2] for each in found] == [each[2] for each in plain]
-
-
-# -- where it cannot be
+# Where it cannot be
 
 
 def open_files():
@@ -153,49 +73,27 @@ def open_files():
         ("memfd_create", None, "this system has no memfd_create"),
         ("open", FileNotFoundError(2, "No such file or directory"), "No such file or directory"),
         ("ftruncate", OSError(27, "File too large"), "File too large"),
+        ("getrlimit", None, "ulimit -v"),  # each maps the rows of all
     ],
 )
 def test_ranks_that_cannot_share_memory_say_so_and_mpi_sums(monkeypatch, call, error, words):
-    wanted = on_all_ranks(2, lambda comm: trained(comm))
-
     def fail(*args):
         raise error
 
-    if error:
+    if call == "getrlimit":
+        monkeypatch.setattr(resource, call, lambda which: (1 << 40, resource.RLIM_INFINITY))
+    elif error:
         monkeypatch.setattr(os, call, fail)
     else:
         monkeypatch.delattr(os, call)
-    said = [[], []]
-
-    def act(comm):
-        model = Model(Architecture(MODEL), CpuKernels())
-        model.allocate_master_weights(comm.size)
-        Chosen(CONFIG, comm.size).make_gradients(comm, model, said[comm.rank].append)
-        return type(model.grads) is not SharedGradients
-
     gc.collect()  # earlier tests' memory, each piece of which has a descriptor
     descriptors = open_files()
-    assert on_all_ranks(2, act) == [True, True]
-    line = f"MPI sums gradients within a node: its ranks cannot share memory ({words})"
-    assert [len(each) for each in said] == [1, 1] and all(line in each[0].replace("rank 1: ", "") for each in said)
+    for shared, said in on_all_ranks(2, shares_memory):
+        assert not shared and len(said) == 1 and words in said[0]
     gc.collect()
     assert open_files() == descriptors
-    found = on_all_ranks(2, lambda comm: trained(comm))
-    assert [each[0].tobytes() for each in found] == [each[0].tobytes() for each in wanted]
-
-
-def test_ranks_of_limited_address_space_share_no_memory(monkeypatch):
-    """Each maps the rows of all: what it may map is counted for gradients of its own."""
-    monkeypatch.setattr(resource, "getrlimit", lambda which: (1 << 40, resource.RLIM_INFINITY))
-    said = [[], []]
-
-    def act(comm):
-        layout = Layout([Spec("w", (100,))])
-        grads = gradients_in_node(comm, CpuKernels(), said[comm.rank].append, layout, 0)
-        return type(grads) is SharedGradients
-
-    assert on_all_ranks(2, act) == [False, False]
-    assert "ulimit -v" in said[0][0] and said[0] == said[1]
+    for work, *_ in on_all_ranks(2, trained):
+        assert work.exchange.name == "allreduce"
 
 
 def test_no_node_shares_memory_where_another_one_cannot(monkeypatch):
@@ -208,10 +106,9 @@ def test_no_node_shares_memory_where_another_one_cannot(monkeypatch):
         return real(name)
 
     def act(comm):
-        here.rank, said = comm.rank, []
-        layout = Layout([Spec("w", (100,))])
-        grads = gradients_in_node(comm, CpuKernels(), said.append, layout, 0)
-        return type(grads) is SharedGradients, len(said)
+        here.rank = comm.rank
+        shared, said = shares_memory(comm)
+        return shared, len(said)
 
     monkeypatch.setattr(os, "memfd_create", fails_on_the_second_node)
     assert on_all_ranks(4, act, per_node=2) == [(False, 1)] * 4
@@ -228,11 +125,7 @@ def test_another_process_s_file_of_the_same_number_is_not_taken_for_it(monkeypat
         os.close(other)
 
 
-# -- real ranks
-
-
-def from_memory(run):
-    return json.loads((run / "summary.json").read_text())["allreduce"]
+# Real ranks
 
 
 SPLIT_TWICE = r"""
@@ -261,8 +154,6 @@ def test_ranks_are_split_by_node_once(monkeypatch):
 @pytest.mark.ranks
 @needs_mpi
 def test_runs_of_three_ranks_repeat_and_resume_to_the_bit(tmp_path):
-    from test_mpi import trained_together
-
     words = ["--steps", "9", "--batch-size", "9", "--schedule", "constant", "--save-every", "3"]
     runs = [(tmp_path / name, words) for name in ("one", "two")]
     runs += [(tmp_path / "cut", [*words, "--steps", "4"]), (tmp_path / "cut", [*words, "--resume", "auto"])]
@@ -271,4 +162,4 @@ def test_runs_of_three_ranks_repeat_and_resume_to_the_bit(tmp_path):
     for name in ("two", "cut"):
         assert losses(tmp_path / name) == losses(tmp_path / "one")
         assert (tmp_path / name / "weights.safetensors").read_bytes() == whole
-        assert from_memory(tmp_path / name) == "shared memory"
+        assert json.loads((tmp_path / name / "summary.json").read_text())["allreduce"] == "shared memory"

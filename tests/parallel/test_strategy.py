@@ -1,62 +1,120 @@
-"""How ranks share a step: what the settings choose."""
+"""How ranks share a step: what the settings choose, and shares by how fast ranks are."""
 
+import json
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from itertools import product
 
+import numpy as np
 import pytest
+from distgpt.core.base.errors import UsageError
 from distgpt.core.components import components
-from distgpt.core.config import ModelConfig, TrainConfig
-from distgpt.core.config.settings import GRAD_SYNCS
-from distgpt.core.cpu.kernels import CpuKernels
-from distgpt.core.model.model import Architecture, Model
+from distgpt.core.config.settings import GRAD_SYNCS, TrainConfig
+from distgpt.core.saved.checkpoint import State, load_state
+from distgpt.core.saved.tensors import DATA_SUM, read_header
+from distgpt.core.train.plan import refuse_unsuited
 from distgpt.core.train.sharing import MicroBatches, Placement, Strategy
+from distgpt.parallel import balance
+from distgpt.parallel.balance import Balanced, hosts_checksum, measured_shares, shares_by, shares_so_far
 from distgpt.parallel.choose import Chosen
 from distgpt.parallel.local_steps import LocalPlacement
 from distgpt.parallel.reproducible import ReproducibleParts
 from distgpt.parallel.sharded import ShardedPlacement
+from hypothesis import given
+from hypothesis import strategies as st
+from steps import CONFIG, model_of, steps_of, trained
+from threadranks import on_all_ranks
 
-PLAIN = TrainConfig(batch_size=8, grad_accum=2)
-SMALL = ModelConfig(vocab_size=64, seq_len=8, n_layer=1, n_head=2, n_embd=32)
+from conftest import SMALL, distgpt, losses, needs_mpi, train, trained_together
+
+PARTS = {"reproducible_parts": 8, "batch_size": 16, "grad_accum": 0, "matmul": "auto"}
+LOCAL = {"outer_every": 4, "grad_accum": 0}
+AUTO = {"balance": "auto", "grad_accum": 0}
 
 
 def test_placement_micro_batches_and_exchange_are_chosen_apart():
-    model = Model(Architecture(SMALL), CpuKernels("float32"))
-    model.allocate_master_weights()
+    model = model_of()
     model.make_gradients()
     for sync, outer, parts in product(GRAD_SYNCS, (0, 4), (0, 8)):
-        t = replace(PLAIN, grad_sync=sync, outer_every=outer, reproducible_parts=parts)
+        t = replace(CONFIG, batch_size=8, grad_sync=sync, outer_every=outer, reproducible_parts=parts)
         placement = LocalPlacement if outer else ShardedPlacement if sync == "sharded" else Placement
         assert type(Chosen(t, 2).placement) is placement and type(Chosen(t, 1).placement) is Placement
         micro_batches = ReproducibleParts if parts else MicroBatches
         assert type(Chosen(t, 2).micro_batches(t, 0, model)) is micro_batches
-    assert type(components().strategy(PLAIN, 1)) is Strategy and type(components().strategy(PLAIN, 2)) is Chosen
+    assert type(components().strategy(CONFIG, 1)) is Strategy and type(components().strategy(CONFIG, 2)) is Chosen
 
 
-def test_only_what_was_chosen_is_compiled_before_the_first_step():
-    called = []
+@pytest.mark.parametrize(
+    "ranks, on_gpu, words, how",
+    [
+        (2, False, ["--gradient-dtype bfloat16", "float64"], {"gradient_dtype": "bfloat16", "dtype": "float64"}),
+        (1, True, ["--reproducible-parts", "CPU stages"], PARTS),
+        (1, False, ["--reproducible-parts 6"], {**PARTS, "reproducible_parts": 6, "batch_size": 12}),
+        (1, False, ["--reproducible-parts 8", "--batch-size 12"], {**PARTS, "batch_size": 12}),
+        (3, False, ["--reproducible-parts 8", "3 ranks"], PARTS),
+        (16, False, ["--reproducible-parts 8", "16 ranks"], PARTS),
+        (2, False, ["--deterministic", "--grad-sync allreduce"], {**PARTS, "grad_sync": "overlapped"}),
+        (2, False, ["--deterministic", "--gradient-dtype float32"], {**PARTS, "gradient_dtype": "bfloat16"}),
+        (1, False, ["--deterministic", "--dtype float32"], {**PARTS, "dtype": "float64"}),
+        (1, False, ["--deterministic", "matmul"], {**PARTS, "matmul": "blas"}),
+        (2, False, ["--outer-every 4", "--grad-sync", "sharded"], {**LOCAL, "grad_sync": "sharded"}),
+        (2, False, ["--outer-every 4", "--grad-sync", "overlapped"], {**LOCAL, "grad_sync": "overlapped"}),
+        (2, False, ["--outer-every 4", "--deterministic"], {**LOCAL, "reproducible_parts": 8}),
+        (2, False, ["--balance auto", "--deterministic"], {**AUTO, "reproducible_parts": 8}),
+        (2, False, ["--balance auto", "--outer-every"], {**AUTO, "outer_every": 4}),
+    ],
+)
+def test_combinations_that_cannot_work_are_refused(ranks, on_gpu, words, how):
+    with pytest.raises(UsageError) as refused:
+        refuse_unsuited(replace(CONFIG, **how), ranks, on_gpu)
+    assert all(word in str(refused.value) for word in words)
+    if "reproducible_parts" not in how or how.keys() & {"outer_every", "balance"}:  # one rank shares nothing
+        refuse_unsuited(replace(CONFIG, **how), 1, on_gpu)
 
-    class Watched(CpuKernels):
-        def nesterov(self, *args):
-            called.append("the outer step")
-            super().nesterov(*args)
 
-        def each(self, *args):
-            called.append("a tree")
-            super().each(*args)
+def test_combinations_that_work_are_accepted():
+    for sync, wire in product(GRAD_SYNCS, ("float32", "bfloat16")):
+        refuse_unsuited(TrainConfig(grad_sync=sync, gradient_dtype=wire), 2, on_gpu=True)
+    for ranks, on_gpu, how in ((2, False, PARTS), (2, True, {"outer_every": 4}), (2, False, AUTO)):
+        refuse_unsuited(replace(CONFIG, **how), ranks, on_gpu)
 
-    model = Model(Architecture(SMALL), Watched(threads=1))
-    model.allocate_master_weights()
-    for how, ranks, wanted in (
-        ({}, 2, set()),
-        ({"outer_every": 2}, 1, set()),
-        ({"outer_every": 2}, 2, {"the outer step"}),
-        ({"reproducible_parts": 4}, 1, {"a tree"}),
-    ):
-        called.clear()
-        Chosen(replace(PLAIN, **how), ranks).rehearse(model)
-        assert set(called) == wanted, how
+
+@pytest.mark.parametrize(
+    "able, ranks, mode, refused",
+    [
+        ((0,), 2, "overlapped", True),
+        ((0, 1), 2, "overlapped", False),
+        ((), 2, "allreduce", False),
+        ((), 1, "overlapped", False),
+    ],
+)
+def test_overlapped_needs_threads_of_mpi_on_every_rank(able, ranks, mode, refused):
+    def act(comm):
+        comm.is_threadsafe = comm.rank in able
+        Chosen(replace(CONFIG, grad_sync=mode), comm.size).refuse_unable(comm, on_gpu=False)
+
+    assert ["MPI_THREAD_MULTIPLE" in str(found) for found in on_all_ranks(ranks, act)] == [refused] * ranks
+
+
+@pytest.mark.parametrize(
+    "how, ranks, wanted",
+    [
+        ({}, 2, []),
+        ({"grad_sync": "sharded"}, 2, []),
+        ({"outer_every": 2}, 1, []),
+        ({"outer_every": 2}, 2, ["nesterov"]),
+        (PARTS, 1, ["each"]),
+    ],
+)
+def test_only_what_was_chosen_is_compiled_before_the_first_step(how, ranks, wanted, monkeypatch):
+    model, called = model_of(), []
+    for name in ("nesterov", "each"):
+        plain = getattr(model.kernels, name)
+        monkeypatch.setattr(model.kernels, name, lambda *args, n=name, plain=plain: called.append(n) or plain(*args))
+    Chosen(replace(CONFIG, **how), ranks).rehearse(model)
+    assert sorted({*called}) == wanted
 
 
 @pytest.mark.ci
@@ -83,3 +141,118 @@ print(len(before) > 20, disk_cache.used - before)
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.split("\n")[0] == "True set()", result.stdout
+
+
+# Shares by speed
+
+
+def test_shares_follow_speed_and_no_split_is_faster():
+    assert shares_by([1, 1], 8) == [4, 4] and shares_by([1, 3], 8) == [6, 2]
+    assert shares_by([1, 1000], 8) == [7, 1] and shares_by([5, 4, 3], 3) == [1, 1, 1]
+    assert shares_by([100, 101], 8) == [4, 4] and shares_by([100, 120], 64) == [35, 29]
+
+
+@given(seconds=st.tuples(st.integers(1, 99), st.integers(1, 99)), total=st.integers(2, 80))
+def test_no_split_is_faster(seconds, total):
+    shares = shares_by(seconds, total)
+    took = max(a * b for a, b in zip(shares, seconds, strict=True))
+    assert sum(shares) == total and min(shares) >= 1
+    assert took == min(max(n * seconds[0], (total - n) * seconds[1]) for n in range(1, total))
+
+
+@pytest.mark.parametrize("shares", [[1, 11], [5, 2, 5]])
+@pytest.mark.parametrize("mode", ["allreduce", "sharded", "overlapped"])
+def test_unlike_shares_learn_the_same(shares, mode):
+    config = replace(CONFIG, grad_sync=mode)
+
+    def uneven(comm):
+        micro_batches = Balanced(config, comm.size, comm.rank, shares)
+        return trained(comm, config, 4, steps_of(comm, config, micro_batches=micro_batches))
+
+    (_, even, known), *_ = on_all_ranks(len(shares), lambda comm: trained(comm, config, 4))
+    found = on_all_ranks(len(shares), uneven)
+    for _, seen, read in found:
+        assert (seen[-1] == found[0][1][-1]).all() and abs(seen[-1] - even[-1]).max() < 1e-5
+        assert np.allclose(read, known, rtol=1e-5)
+
+
+def test_shares_are_measured_on_all_ranks_and_the_same_there(monkeypatch):
+    monkeypatch.setattr(balance, "seconds_of", lambda model, rows, t, comm: 0.1 * (1 + comm.rank))
+    assert on_all_ranks(2, lambda comm: measured_shares(model_of(), CONFIG, comm)) == [[8, 4], [8, 4]]
+    monkeypatch.undo()
+    (first, second) = on_all_ranks(2, lambda comm: balance.seconds_of(model_of(), 6, CONFIG, comm))
+    assert 0 < first < 10 and 0 < second < 10
+
+
+def test_known_shares_are_used_where_they_fit():
+    state = State(3, ranks=2, shares=[8, 4], hosts=7)
+    known = partial(shares_so_far, state)
+    assert known(CONFIG, 2, 7) == [8, 4] and known(CONFIG, 3, 7) is None
+    assert known(CONFIG, 2, 8) is None and known(replace(CONFIG, grad_accum=4), 2, 7) is None
+    assert shares_so_far(State(), CONFIG, 2, 7) is None
+    first, other = (on_all_ranks(2, lambda comm, n=n: hosts_checksum(comm, n + comm.rank)) for n in (1, 2))
+    assert first[0] == first[1] != other[0]
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@needs_mpi
+def test_a_run_measures_says_and_keeps_its_shares(tmp_path):
+    words = ["--schedule", "constant", "--balance", "auto", "--batch-size", "8"]
+    commands = [
+        ["train", *SMALL, "--stage", "mpi", "--out", tmp_path, "--steps", steps, *words, *more]
+        for steps, more in (("3", ()), ("5", ("--resume", "auto")))
+    ]
+    result = [distgpt(*command, ranks=2) for command in commands]
+    assert [each.returncode for each in result] == [0, 0], result
+    assert "measured now" in result[0].stdout and "as before" in result[1].stdout
+    states = [load_state(path) for path in sorted((tmp_path / "checkpoints").iterdir())]
+    assert [state.shares for state in states] == [states[0].shares] * 2
+    assert sum(states[0].shares) in (8, 4, 2) and len(losses(tmp_path)) == 5
+
+
+# Whole runs
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@needs_mpi
+def test_whole_runs_of_two_ranks_save_resume_and_move_to_other_modes_and_numbers_of_ranks(tmp_path):
+    words = ["--n-embd", "64", "--schedule", "constant", "--save-every", "3"]
+    local = ["--schedule", "constant", "--outer-every", "4", "--val-fraction", "0.2", "--eval-every", "3"]
+    runs = [("whole", ["--steps", "9", *words]), ("local", ["--steps", "12", *local])]
+    runs += [("halves", ["--steps", "8", *local]), ("halves", ["--steps", "12", "--resume", "auto", *local])]
+    for first, then in (("sharded", "sharded"), ("allreduce", "sharded"), ("sharded", "overlapped")):
+        name = f"{first}-{then}"
+        runs.append((name, ["--steps", "5", "--grad-sync", first, *words]))
+        runs.append((name, ["--steps", "9", "--resume", "auto", "--grad-sync", then, *words]))
+    trained_together(2, [(tmp_path / name, args) for name, args in runs])
+    whole = losses(tmp_path / "whole")
+    assert all(losses(out) == whole for out in tmp_path.glob("*-*"))
+    assert losses(tmp_path / "halves") == losses(tmp_path / "local")
+    lines = map(json.loads, (tmp_path / "local" / "metrics.jsonl").read_text().splitlines())
+    assert [line["step"] for line in lines if "val_loss" in line] == [0, 4, 8, 12]
+    for name, steps, args in (("sharded-sharded", 12, words), ("local", 14, local)):
+        run = train(tmp_path / name, "--steps", str(steps), "--resume", "auto", *args)
+        assert len(losses(run)) == steps and (name == "local" or losses(run)[:9] == whole)
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@needs_mpi
+def test_whole_runs_of_four_ranks_that_mpi_takes_for_two_nodes(tmp_path, monkeypatch):
+    """With reproducible parts they leave the same files as two ranks and one."""
+    monkeypatch.setenv("MPIR_CVAR_NUM_CLIQUES", "2")  # MPICH's
+    bits = ["--steps", "20", "--reproducible-parts", "4", "--val-fraction", "0.2"]
+    ways = {"alone": ["--grad-sync", "sharded"], "levels": [], "narrow": ["--gradient-dtype", "bfloat16"]}
+    runs = [(tmp_path / name, ["--steps", "16", *args]) for name, args in ways.items()]
+    trained_together(4, [*runs, (tmp_path / "four", [*bits, "--grad-accum", "1"])])
+    alone, levels, narrow = (np.array(losses(tmp_path / name)) for name in ways)
+    assert abs(levels / alone - 1).max() < 1e-5 and 0 < abs(narrow / alone - 1).max() < 1e-2
+    names = [json.loads((tmp_path / name / "summary.json").read_text())["allreduce"] for name in ways]
+    assert names == ["sharded", "hierarchical", "hierarchical, bfloat16"]
+    trained_together(2, [(tmp_path / "two", [*bits, "--grad-accum", "2"])])
+    train(tmp_path / "one", *bits, "--threads", "2")
+    same = [tmp_path / name for name in ("one", "two", "four")]
+    assert len({read_header(run / "weights.safetensors").metadata[DATA_SUM] for run in same}) == 1
+    assert len({str(losses(run)) for run in same}) == 1 and len(losses(same[0])) == 20

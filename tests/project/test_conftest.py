@@ -1,34 +1,18 @@
-"""How the tests themselves run: a line says every few seconds how far they are; long ones begin first."""
+"""How the tests themselves run."""
 
 import os
-import re
 import subprocess
 import sys
 
 import pytest
 
-from conftest import HELPERS, LONG, ROOT, TESTS, _turn
+from conftest import HELPERS, LONG, ROOT, TESTS
 
 
-@pytest.mark.ci
-def test_lines_of_dots_are_short_and_end_in_how_many_are_done():
-    words = [sys.executable, "-m", "pytest", "-n", "0", "-p", "no:cacheprovider", "tests/core/base/test_formatting.py"]
-    shown = subprocess.run([*words, "tests/recipes/test_dial.py"], cwd=ROOT, capture_output=True, text=True)
-    lines = re.findall(r"^(\.+) +\[ *(\d+)/(\d+)\]$", shown.stdout, re.MULTILINE)
-    assert shown.returncode == 0 and lines, shown.stdout
-    assert max(len(dots) for dots, _, _ in lines) < 45 and lines[-1][1] == lines[-1][2]
-
-
-def test_what_takes_long_begins_first():
-    assert _turn("ranks") < _turn(LONG[0]) < _turn(LONG[-1]) < _turn("test_conftest") == _turn("test_files")
-    found = {path.stem for path in TESTS.rglob("test_*.py")}
-    assert set(LONG) <= found
-
-
-def test_no_two_files_of_tests_have_one_name():
-    """Folders of tests are no packages, so that pytest would collect the first one alone."""
-    names = [path.name for path in TESTS.rglob("test_*.py")]
-    assert sorted(set(names)) == sorted(names)
+def test_files_of_tests_have_names_of_their_own_and_long_ones_exist():
+    """Folders of tests are no packages: of two files with one name pytest collects the first."""
+    names = [path.stem for path in TESTS.rglob("test_*.py")]
+    assert sorted(set(names)) == sorted(names) and set(LONG) <= set(names)
 
 
 @pytest.mark.ci

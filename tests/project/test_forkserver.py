@@ -12,10 +12,6 @@ from conftest import SMALL, _server, command, distgpt, popen, wait_for
 pytestmark = pytest.mark.ci
 
 
-def told(result):
-    return result.returncode, result.stdout, result.stderr
-
-
 def test_output_exit_code_directory_and_standard_input_are_those_of_a_cold_start(tmp_path):
     (tmp_path / "text.txt").write_text("one two three four " * 50)
     for args, code in (
@@ -23,8 +19,8 @@ def test_output_exit_code_directory_and_standard_input_are_those_of_a_cold_start
         (["infer", "--weights", "nothing.safetensors"], 74),
         (["train", *SMALL, "--data", "text.txt", "--steps", "1", "--progress", "plain", "--out", "."], 2),
     ):
-        forked, cold = (told(distgpt(*args, cwd=tmp_path, cold=cold)) for cold in (False, True))
-        assert forked == cold and forked[0] == code
+        forked, cold = (vars(distgpt(*args, cwd=tmp_path, cold=cold)) | {"args": None} for cold in (False, True))
+        assert forked == cold and forked["returncode"] == code
     how = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with popen("infer", "--prompt-file", "/dev/stdin", "--max-new-tokens", "1", **how) as process:
         assert process.communicate("The harbour")[0].startswith("The harbour")

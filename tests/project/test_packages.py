@@ -1,18 +1,21 @@
-"""What people get: a wheel with what it needs and nothing else; example scripts that the command prints."""
+"""The wheel, the example scripts, and the recipes of package managers."""
 
 import sys
+import tomllib
 import zipfile
 
 import pytest
+from distgpt.core.base import __version__
+from packaging.requirements import Requirement
 
 from conftest import ROOT
 
-sys.path.insert(0, str(ROOT / "examples"))
+PACKAGING = ROOT / "packaging"
+sys.path[:0] = [str(ROOT / "examples"), str(PACKAGING)]
+import recipes
 
-NEEDED = ("py.typed", "gpu/cu/attention.cu", "gpu/cu/common.cuh", "inference/serving/page.html")
-NEEDED += ("bundled/data/corpus.txt", "bundled/weights/sample.safetensors", "bundled/docs/how-to/chats.md")
-NEEDED += ("bundled/docs/reference/exit-codes.md", "bundled/docs/explanation/learning.md")
-NEEDED += ("bundled/docs/tutorials/your-texts.md",)
+NEEDED = ("py.typed", "gpu/cu/common.cuh", "inference/serving/page.html", "bundled/data/corpus.txt")
+NEEDED += ("bundled/weights/sample.safetensors", "bundled/docs/how-to/chats.md")
 
 
 @pytest.mark.slow
@@ -36,3 +39,38 @@ def test_example_scripts_are_what_the_command_prints():
         assert text == remade(script) and "python" not in text, script.name
         options = {line.partition(f"{sign} ")[2] for sign in systems for line in text.splitlines()}
         assert {*asked} & options, script.name
+
+
+# Recipes of package managers
+
+
+def test_recipes_are_made_from_pyproject():
+    made = recipes.made()
+    for path, text in made.items():
+        assert (PACKAGING / path).read_text() == text, f"{path} is old: python packaging/recipes.py"
+    made_of = {PACKAGING / path for path in made}
+    others = {path for path in PACKAGING.rglob("*") if path.is_file() and "__pycache__" not in path.parts}
+    kept = {PACKAGING / "recipes.py", PACKAGING / "README.md", *(PACKAGING / "templates").iterdir()}
+    assert others - kept == made_of, "a recipe of another version is still there"
+    assert f"version: {__version__}\n" in (ROOT / "CITATION.cff").read_text()
+
+
+def test_every_requirement_stands_in_every_recipe():
+    needed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    made = recipes.made()
+    for name in (Requirement(each).name for each in needed):
+        conda, spack = (recipes.CONDA.get(name, name), recipes.SPACK.get(name, name))
+        assert f"    - {conda} >=" in made["conda/recipe.yaml"], name
+        assert f'depends_on("py-{spack}@' in next(text for path, text in made.items() if "package.py" in path)
+        assert name in recipes.EASYBUILD, name
+        slim = made["slim.txt"]
+        assert (name in slim) == (name not in recipes.LEFT_OUT), name
+
+
+def test_a_release_is_named_by_its_hash_and_old_modules_are_refused(tmp_path):
+    (tmp_path / "distgpt.tar.gz").write_bytes(b"x")
+    made = recipes.made(tmp_path / "distgpt.tar.gz")
+    digest = "2d711642b726b04401627ca9fbac32f5c8530fb1903cc4db02258717921a4881"
+    assert sum(digest in text for text in made.values()) == 2
+    with pytest.raises(AssertionError, match=r"numba 0\.62\.0 is too old"):
+        recipes.easybuild({"numba": "0.63"})

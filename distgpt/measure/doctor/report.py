@@ -193,7 +193,7 @@ def foreign_mpirun(command: Facts, mpi: Facts) -> list[str]:
     return [f"{command['path']} {vendors}: jobs need the mpirun of {mpi['vendor']}"]
 
 
-def _launch(launched: Facts, mpi: Facts) -> Iterable[str]:
+def launch_problems(launched: Facts, mpi: Facts) -> Iterable[str]:
     if launched["launcher"] or "vendor" not in mpi:
         return
     yield from foreign_mpirun(launched["mpirun"], mpi)
@@ -208,7 +208,7 @@ def _launch(launched: Facts, mpi: Facts) -> Iterable[str]:
 
 def warnings(launched: Facts, mpi: Facts, ranks: list[Facts]) -> list[str]:
     """List problems that would slow a run down or harm it without an error."""
-    parts = [_launch(launched, mpi), _differences(ranks), _cores(launched, ranks), _gpus(ranks)]
+    parts = [launch_problems(launched, mpi), _differences(ranks), _cores(launched, ranks), _gpus(ranks)]
     return [text for part in (*parts, _loops(ranks), _settings(ranks)) for text in part]
 
 

@@ -170,7 +170,7 @@ class Again(Listener):
         facts = self.starts[0].facts if self.starts else None
         config = self._settings(record.settings_of(self.last), facts)
         t = config.train
-        _refuse_other_ranks(t.outer_every, self.starts, size)
+        refuse_other_ranks(t.outer_every, self.starts, size)
         refuse_unsuited(t, size, self.stage.on_gpu)
         components().model(t).refuse_moved(t)
         if not t.chats:
@@ -200,7 +200,7 @@ class Again(Listener):
             "elapsed": [*_elapsed(record, config, steps).items()],  # fractions of time, for learning rates
             "skipped": [*record.skipped.items()],  # number of skipped batches, from a step on
             # of each rank; 0: the stage's default
-            "threads": _threads(facts, t.reproducible_parts, size) if self.keeps_threads else 0,
+            "threads": threads_of(facts, t.reproducible_parts, size) if self.keeps_threads else 0,
         }
 
     def _settings(self, config: RunConfig, facts: Facts | None) -> RunConfig:
@@ -328,12 +328,12 @@ def _starts(record: Record, begun: int, first: int, last: int) -> list[Start]:
     return starts
 
 
-def _threads(facts: Facts | None, reproducible_parts: int, size: int) -> int:
+def threads_of(facts: Facts | None, reproducible_parts: int, size: int) -> int:
     """Return the run's thread count if results depend on it bitwise; 0: the stage's default."""
     return facts.threads[0] if facts and not reproducible_parts and facts.ranks == size else 0
 
 
-def _refuse_other_ranks(outer_every: int, starts: list[Start], size: int) -> None:
+def refuse_other_ranks(outer_every: int, starts: list[Start], size: int) -> None:
     """Reject a different number of ranks if each rank takes local steps."""
     others = {start.ranks for start in starts if start.ranks is not None} - {size}
     if outer_every and others:
