@@ -25,60 +25,14 @@ class Fetching(Kernels):
         return super().to_host(array)
 
 
-def same(config, kernels=None):
-    """Both kinds of slots of one model."""
-    model = build(config, kernels or Kernels())
-    return BatchedSlots(model, 5), PlainSlots(model, 5)
-
-
 def test_rows_have_few_sizes():
     assert {rounded_rows(n) for n in range(1, 201)} == {1, 2, 3, 4, 8, 16, 32, 64, 128, 192, 256}
     assert all(n <= rounded_rows(n) < max(2 * n, n + 64) for n in range(1, 999))
 
 
-def assert_alike(found, expected, how):
-    assert [each.tokens for each in found] == [each.tokens for each in expected], how
-    for mine, other in zip(found, expected, strict=True):
-        for a, b in zip(mine.likelihoods or (), other.likelihoods or (), strict=True):
-            assert a.logprob == pytest.approx(b.logprob, abs=1e-9), how
-            assert [i for i, _ in a.alternatives] == [i for i, _ in b.alternatives], how
-
-
-HOW = [
-    {},
-    {"logprobs": 3},
-    {"temperature": 0.9, "top_k": 5},
-    {"temperature": 1.3, "top_k": 8, "top_p": 0.7, "logprobs": 9},
-    {"temperature": 1.1, "top_k": 6, "min_p": 0.2},
-    {"temperature": 1.0},
-    {"temperature": 1.0, "logprobs": 3},
-    {"temperature": 0.8, "top_p": 0.9},
-    {"temperature": 1.2, "top_p": 0.6, "logprobs": 2},
-    {"temperature": 1.2, "min_p": 0.3, "logprobs": 0},
-    {"temperature": 1.2, "min_p": 0.1, "top_p": 0.8},
-    {"temperature": 1.2, "repetition_penalty": 1.3},
-    {"temperature": 0.8, "top_k": 4, "repetition_penalty": 1.5},
-    {"lookup": 4},
-    {"logprobs": 2, "prompt_logprobs": True},
-]
-
-
-@pytest.mark.parametrize("kind", ["modern", "gpt2"])
-def test_requests_are_answered_as_by_a_pass_for_each(kind):
-    """All kinds of choice in one batch, more samples than slots, windows that slide and shift."""
-    random = np.random.default_rng(7)
-    requests = []
-    for i, how in enumerate(HOW):
-        prompt = random.integers(0, 13, 1 + i % 6).tolist()
-        overflow = "shift" if i % 3 == 1 else "slide"
-        requests.append(Request(prompt=prompt, max_new_tokens=14, n=1 + i % 3, seed=i, overflow=overflow, **how))
-    batched, plain = (complete(Engine(lanes, chunk=4), requests) for lanes in same(VARIANTS[kind]))
-    for how, found, expected in zip(HOW, batched, plain, strict=True):
-        assert_alike(found, expected, how)
-
-
 def test_only_the_likeliest_leave_the_device_where_they_are_enough():
-    batched, plain = same(VARIANTS["modern"])
+    model = build(VARIANTS["modern"], Kernels())
+    batched, plain = BatchedSlots(model, 5), PlainSlots(model, 5)
     three, one = (Choice(Sampling(), 0.0, count) for count in (3, 1))
     work = [Feed(0, 0, [1], 1, choice=three), Feed(1, 0, [2], 1), Feed(2, 0, [3], 1, choice=one)]
     first, whole, last = batched.feed(work)
@@ -101,10 +55,13 @@ def test_tokens_beyond_the_64_likeliest_are_chosen_by_all_scores(how, temperatur
         Request(prompt=[1 + i, 2], max_new_tokens=20, temperature=temperature, seed=i, logprobs=i, **how)
         for i in range(4)
     ]
-    batched, plain = same(config, kernels)
-    found, expected = complete(Engine(batched), requests), complete(Engine(plain), requests)
-    for mine, other in zip(found, expected, strict=True):
-        assert_alike(mine, other, how)
+    model = build(config, kernels)
+    found, expected = (complete(Engine(slots(model, 5)), requests) for slots in (BatchedSlots, PlainSlots))
+    for (mine,), (other,) in zip(found, expected, strict=True):
+        assert mine.tokens == other.tokens
+        for a, b in zip(mine.likelihoods, other.likelihoods, strict=True):
+            assert a.logprob == pytest.approx(b.logprob, abs=1e-9)
+            assert [i for i, _ in a.alternatives] == [i for i, _ in b.alternatives]
     if not how or temperature == 0.05:
         assert not kernels.fetched
     elif temperature == 3.0:

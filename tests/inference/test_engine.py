@@ -15,6 +15,7 @@ from distgpt.core.generate.request import Request
 from distgpt.core.generate.sample import Transcript
 from distgpt.core.generate.sampling import choose, likelihood, uniform
 from distgpt.corpora.tokenizers.collected import CharTokenizer
+from distgpt.inference.decoding.batched import BatchedSlots
 from distgpt.inference.decoding.compiled import CompiledSlots
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
@@ -182,16 +183,20 @@ class Traffic(RuleBasedStateMachine):
         assert self.engine.running <= self.COUNT and self.slots.most <= self.CHUNK + 3 * self.COUNT
         assert self.engine.is_idle == (not self.open)
 
+    def run_all(self):
+        for _ in range(2000):
+            self.take(self.engine.step())
+            if self.engine.is_idle:
+                break
+        assert not self.open
+
     def teardown(self):
         """All that is left ends, and every slot can be used again."""
-        for _ in range(200):
-            self.take(self.engine.step())
-        assert not self.open
+        self.run_all()
         self.slots.fed.clear()
         self.submit(Request([1], 3, n=self.COUNT, **HOT))
-        for _ in range(3):
-            self.take(self.engine.step())
-        assert not self.open and {slot for slot, *_ in self.slots.fed} == set(range(self.COUNT))
+        self.run_all()
+        assert {slot for slot, *_ in self.slots.fed} == set(range(self.COUNT))
 
 
 @cache
@@ -204,6 +209,7 @@ def _models(kind, dtype):
     [
         *((kind, *SLOTS["plain"]) for kind in ("gpt2", "grouped queries", "none")),
         *((kind, *SLOTS["compiled"]) for kind in ("gpt2", "scaled queries")),
+        *((kind, BatchedSlots, "float64") for kind in ("gpt2", "modern")),
     ],
 )
 def test_requests_in_any_order_become_what_they_are_by_definition(kind, made, dtype):
