@@ -20,6 +20,8 @@ from distgpt.inference.serving.limits import Limits, ListenOn
 from distgpt.inference.serving.server import Server as Serving
 from distgpt.inference.serving.server import bound
 
+from conftest import wait_for
+
 JSON = {"Content-Type": "application/json"}
 POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 
@@ -67,7 +69,7 @@ class Server:
         self.host, self.port = self.serving.listener.getsockname()[:2]
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
-        until(lambda: self.serving.started, 20)
+        wait_for(lambda: self.serving.started, 20)
 
     def _run(self):
         try:
@@ -145,13 +147,6 @@ def pieces(text):
     found = text.split("\n\n")
     assert found[-2:] == ["data: [DONE]", ""], found[-3:]
     return [json.loads(piece.removeprefix("data: ")) for piece in found[:-2]]
-
-
-def until(condition, seconds=10.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it never came to that"
-        time.sleep(0.005)
 
 
 @contextmanager

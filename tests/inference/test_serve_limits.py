@@ -9,6 +9,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -23,9 +24,9 @@ from distgpt.inference.serving import app
 from distgpt.inference.serving import server as serving_module
 from distgpt.inference.serving.server import bound
 from hostiletokenizers import FAILING, TEXT, failing
-from serving import JSON, POST, pieces, sample, server, until
+from serving import JSON, POST, pieces, sample, server
 
-from conftest import distgpt, inside, popen, refused
+from conftest import distgpt, inside, popen, refused, wait_for
 
 MB = 1 << 20
 
@@ -63,7 +64,7 @@ def test_a_full_queue_is_said_with_when_to_try_again():
         waiting = [found.connect() for _ in range(2)]
         for connection in waiting:
             connection.request("POST", "/v1/completions", json.dumps({"prompt": "b", "max_tokens": 1}), JSON)
-        until(lambda: found.gauge("open_requests") == 3)
+        wait_for(lambda: found.gauge("open_requests") == 3)
         status, error, headers = found.refused(prompt="c")
         assert status == 429 and error["code"] == "queue_full" and headers["retry-after"] == "2"
         running.close()
@@ -94,7 +95,7 @@ def test_all_open_requests_together_have_a_limit():
             status, _, headers = found.refused(max_tokens=120)
             assert status == 429 and "retry-after" in headers
             connection.close()
-            until(lambda: found.is_free)
+            wait_for(lambda: found.is_free)
             found.complete("b", max_tokens=120)
         status, error, _ = found.refused(max_tokens=60, logprobs=20)
         assert status == 400 and "1,000" in error["message"]
@@ -104,11 +105,8 @@ def test_a_body_with_two_lengths_is_refused_and_the_connection_closed():
     """A proxy in front may believe the other one, and take the rest for a request of another client."""
     both = b"Content-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\nGET /v1/models HTTP/1.1\r\n"
     with server() as found, found.line(b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + both) as line:
-        came = b""
-        with suppress(ConnectionResetError):
-            while more := line.recv(1000):
-                came += more
-        assert came.startswith(b"HTTP/1.1 400") and came.count(b"HTTP/1.1") == 1 and b"not both" in came
+        came = all_of(line)
+        assert came.startswith("HTTP/1.1 400") and came.count("HTTP/1.1") == 1 and "not both" in came
 
 
 @pytest.mark.parametrize("streams", [True, False])
@@ -116,10 +114,10 @@ def test_a_client_that_is_killed_frees_its_lanes(streams):
     with server(lanes=2, seconds=0.005) as found:
         body = json.dumps({"prompt": "a", "max_tokens": 4000, "overflow": "shift", "n": 4, "stream": streams})
         line = found.line(POST, body.encode())
-        until(lambda: found.gauge("running_sequences") == 2)
+        wait_for(lambda: found.gauge("running_sequences") == 2)
         line.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # as a process that dies
         line.close()
-        until(lambda: found.is_free, 2)
+        wait_for(lambda: found.is_free, 2)
         assert found.counted("cancelled") == 1 and found.counted("engine_failures") == 0
         assert found.complete("a", max_tokens=3, n=2)["usage"]["completion_tokens"] == 6
 
@@ -136,12 +134,13 @@ def narrow(found, **settings):
     return line
 
 
-def read_slowly(line):
+def all_of(line, seconds=0.0):
     """All that comes, a little at a time."""
     came = b""
-    while more := line.recv(1 << 14):
-        came += more
-        time.sleep(0.004)
+    with suppress(ConnectionResetError):
+        while more := line.recv(1 << 14):
+            came += more
+            time.sleep(seconds)
     return came.decode()
 
 
@@ -150,10 +149,10 @@ def test_a_client_that_does_not_read_is_dropped_and_holds_up_nobody(monkeypatch,
     monkeypatch.setattr(app, "SAYING", 0.1)
     with server(lanes=2, seconds=0.001, limits={"max_tokens": 40_000}, log="requests") as found:
         with narrow(found, max_tokens=40_000):
-            until(lambda: found.gauge("running_sequences") == 1)
+            wait_for(lambda: found.gauge("running_sequences") == 1)
             assert found.complete("b", max_tokens=20)["usage"]["completion_tokens"] == 20
-            until(lambda: found.is_free)
-            until(lambda: not found.serving.server_state.connections)
+            wait_for(lambda: found.is_free)
+            wait_for(lambda: not found.serving.server_state.connections)
         assert found.counted("cancelled") == 1 and found.counted("generated_tokens") < 20_000
     assert re.search(r" 200 .* tokens, the client read nothing for 0.5 s\n", capsys.readouterr().err)
 
@@ -161,16 +160,16 @@ def test_a_client_that_does_not_read_is_dropped_and_holds_up_nobody(monkeypatch,
 def test_a_client_that_reads_slowly_gets_all_of_it_while_others_are_served():
     """What is too late for its time limit is said, after what it had to read."""
     with server(lanes=6) as found, ThreadPoolExecutor(1) as pool:
-        reading = pool.submit(read_slowly, narrow(found, max_tokens=200, n=4))
+        reading = pool.submit(all_of, narrow(found, max_tokens=200, n=4), 0.004)
         assert found.complete("b", max_tokens=20)["usage"]["completion_tokens"] == 20
         text = reading.result()
         assert text.count("finish_reason") == 800 and "data: [DONE]" in text
-        until(lambda: found.is_free)
+        wait_for(lambda: found.is_free)
         assert found.counted("cancelled") == 0
     with server(limits={"seconds": 0.8, "max_tokens": 40_000}) as found:
-        text = read_slowly(narrow(found, max_tokens=40_000))
+        text = all_of(narrow(found, max_tokens=40_000), 0.004)
         assert '"code": "timeout"' in text.rpartition("data: ")[2] and "[DONE]" not in text
-        until(lambda: found.is_free)
+        wait_for(lambda: found.is_free)
 
 
 def test_a_request_that_takes_too_long_ends():
@@ -181,7 +180,7 @@ def test_a_request_that_takes_too_long_ends():
         _, response = found.begin("a", max_tokens=110)
         text = response.read().decode()
         assert json.loads(text.split("data: ")[-1])["error"]["code"] == "timeout" and "[DONE]" not in text
-        until(lambda: found.is_free)
+        wait_for(lambda: found.is_free)
 
 
 def test_a_connection_that_never_asks_is_closed(monkeypatch):
@@ -192,9 +191,7 @@ def test_a_connection_that_never_asks_is_closed(monkeypatch):
                 assert not first or b" 200 " in line.recv(1000)
                 line.sendall(b"GET / HT")
                 begun = time.monotonic()
-                with suppress(ConnectionResetError):
-                    while line.recv(100):
-                        pass
+                all_of(line)
                 assert time.monotonic() - begun < 3
 
 
@@ -209,7 +206,7 @@ def test_connections_that_send_nothing_or_half_a_request_keep_nobody_out():
                 line.sendall(parts[number % 4])
         for _ in range(10):
             assert found.complete("b", max_tokens=1)
-        until(lambda: len(found.serving.server_state.connections) <= 8)
+        wait_for(lambda: len(found.serving.server_state.connections) <= 8)
         assert len(pieces(running.read().decode().lstrip())) > 50
         for line in lines:
             line.close()
@@ -229,7 +226,7 @@ def test_bodies_wait_for_the_parser_up_to_a_limit(monkeypatch):
     with server(limits={"body": 1 << 16}) as found, ThreadPoolExecutor(6) as pool:
         body = {"prompt": "a" * 60_000, "overflow": "shift", "max_tokens": 1}
         asked = [pool.submit(found.ask, "/v1/completions", body) for _ in range(6)]
-        until(lambda: sum(each.done() for each in asked) == 2)
+        wait_for(lambda: sum(each.done() for each in asked) == 2)
         may_end.set()
         assert sorted(each.result()[0] for each in asked) == [400] * 4 + [429] * 2  # 400: a long prompt
         assert found.complete("a", max_tokens=1)
@@ -281,7 +278,7 @@ def test_an_echo_counts_in_the_size_of_an_answer():
         for _ in range(2):  # each with 1,000 of a prompt, 1,000 for four echoes, 4
             connections.append(found.connect())
             connections[-1].request("POST", "/v1/completions", json.dumps({**echo, "n": 4}), JSON)
-        until(lambda: found.ask("/v1/completions", {**echo, "n": 4})[0] == 429)
+        wait_for(lambda: found.ask("/v1/completions", {**echo, "n": 4})[0] == 429)
         assert [each.getresponse().status for each in connections].count(200) >= 1
         long = [97] * 5000
         status, error, _ = found.refused("/detokenize", tokens=long)
@@ -322,7 +319,7 @@ def test_scores_that_are_not_finite_fail_what_runs_and_the_server_goes_on():
         assert status == 500 and error["type"] == "server_error" and "not finite" in error["message"]
         assert found.complete("a", max_tokens=5, n=4)["usage"]["completion_tokens"] == 20
         assert found.counted("engine_failures") == 2
-        until(lambda: found.is_free)
+        wait_for(lambda: found.is_free)
 
 
 def test_the_server_ends_where_there_can_be_no_engine_any_more():
@@ -334,19 +331,16 @@ def test_the_server_ends_where_there_can_be_no_engine_any_more():
         assert isinstance(found.ended, DistgptError) and "TypeError" in str(found.ended)
 
 
-def started(tmp_path, *more):
-    """A server as a process of its own, its standard error, and its port."""
-    log = (tmp_path / "log").open("w+b")
-    process = popen("serve", "--port", "0", "--threads", "1", *more, stderr=log, stdout=log)
-    text = [b""]
+def started(log, *more):
+    """A server as a process of its own that writes to this file, and its port."""
+    with log.open("wb") as out:
+        process = popen("serve", "--port", "0", "--threads", "1", *more, stderr=out, stdout=out)
 
-    def said():
-        text[0] = (tmp_path / "log").read_bytes()
-        assert process.poll() is None, text
-        return b"serving sample" in text[0]
+    def serving():
+        assert process.poll() is None, log.read_text()
+        return re.search(r"serving sample.*http://127.0.0.1:(\d+)", log.read_text())
 
-    until(said, 60)
-    return process, int(re.search(rb"http://127.0.0.1:(\d+)", text[0])[1])
+    return process, int(wait_for(serving, 60)[1])
 
 
 def ask(port, stream, **settings):
@@ -359,30 +353,29 @@ def ask(port, stream, **settings):
 @pytest.mark.ci
 @pytest.mark.smoke
 def test_sigterm_lets_what_runs_finish_and_refuses_what_comes(tmp_path):
-    process, port = started(tmp_path, "--max-tokens", "100000")
+    process, port = started(log := tmp_path / "log", "--max-tokens", "100000")
     running = ask(port, True, max_tokens=3000, overflow="shift")
     first = running.readline()
     process.send_signal(signal.SIGTERM)
-    until(lambda: b"finishing what runs" in (tmp_path / "log").read_bytes())
+    wait_for(lambda: "finishing what runs" in log.read_text())
     with pytest.raises(ConnectionRefusedError):
         ask(port, False)
     made = pieces((first + running.read()).decode())
     assert made[-1]["choices"][0]["finish_reason"] == "length"
     assert process.wait(20) == 0
-    assert b"Traceback" not in (tmp_path / "log").read_bytes()
+    assert "Traceback" not in log.read_text()
 
 
 @pytest.mark.ci
 def test_a_second_signal_ends_it_at_once(tmp_path):
-    process, port = started(tmp_path, "--max-tokens", "10000000")
+    process, port = started(log := tmp_path / "log", "--max-tokens", "10000000")
     running = ask(port, True, max_tokens=1_000_000, overflow="slide")
     assert running.readline()
     process.send_signal(signal.SIGINT)
-    until(lambda: b"finishing what runs" in (tmp_path / "log").read_bytes())
+    wait_for(lambda: "finishing what runs" in log.read_text())
     process.send_signal(signal.SIGINT)
     assert process.wait(20) == 130
-    lines = (tmp_path / "log").read_text().splitlines()
-    assert [line for line in lines if line.startswith("distgpt: ")] == ["distgpt: interrupted"]
+    assert re.findall("^distgpt: .*", log.read_text(), re.MULTILINE) == ["distgpt: interrupted"]
 
 
 def test_the_command_refuses_what_it_cannot_do(tmp_path):
@@ -410,20 +403,19 @@ def crowd(found, clients, seconds):
     until_when, ended = time.monotonic() + seconds, []
 
     def one(number):
-        turn = 0
-        while time.monotonic() < until_when:
-            turn += 1
+        for turn in count(1):
+            if time.monotonic() > until_when:
+                return
             how = {"max_tokens": 1 + (number * 7 + turn) % 40, "n": 1 + turn % 2, "seed": number}
             if (number + turn) % 5 == 0:
-                connection, _ = found.begin("The harbour", max_tokens=100)
-                connection.close()
+                found.begin("The harbour", max_tokens=100)[0].close()
                 ended.append("left")
             elif number % 2:
                 text = found.ask("/v1/completions", {"prompt": "The harbour", "stream": True, **how})[2]
                 ended.append(sum(bool(part["choices"][0]["finish_reason"]) for part in pieces(text)) == how["n"])
             else:
-                usage = found.complete("The harbour", **how)["usage"]
-                ended.append(usage["completion_tokens"] == how["max_tokens"] * how["n"])
+                used = found.complete("The harbour", **how)["usage"]["completion_tokens"]
+                ended.append(used == how["max_tokens"] * how["n"])
 
     with ThreadPoolExecutor(clients) as pool:
         list(pool.map(one, range(clients)))
@@ -433,10 +425,10 @@ def crowd(found, clients, seconds):
 def test_64_clients_at_once_lose_nothing():
     with server(lanes=16, limits={"queue": 1000}) as found:
         crowd(found, 64, 0.5)
-        until(lambda: found.is_free)
+        wait_for(lambda: found.is_free)
         before, threads = resident(), threading.active_count()
         ended = crowd(found, 64, 1.5)
-        until(lambda: found.is_free)
+        wait_for(lambda: found.is_free)
         assert len(ended) > 100 and set(ended) == {True, "left"}
         assert resident() - before < 16 * MB
         assert threading.active_count() <= threads
@@ -445,4 +437,4 @@ def test_64_clients_at_once_lose_nothing():
         assert found.counted("engine_failures") == 0
         (requests,) = (each for each in found.runner.metrics.registry.collect() if each.name == "distgpt_requests")
         assert {sample.labels["status"] for sample in requests.samples} <= {"200", "499"}
-        until(lambda: not found.serving.server_state.connections)
+        wait_for(lambda: not found.serving.server_state.connections)

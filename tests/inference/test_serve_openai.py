@@ -10,7 +10,9 @@ import pytest
 
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
-from serving import pieces, server, until
+from serving import pieces, server
+
+from conftest import wait_for
 
 ORACLE = Path(__file__).parents[1] / "oracles" / "openai_client.py"
 LOOK = "from importlib.util import find_spec as f; raise SystemExit(not f('openai'))"
@@ -61,7 +63,7 @@ def test_the_client_gets_what_plain_http_gives():
         command = [PEER, ORACLE, f"http://127.0.0.1:{served.port}", asked]
         ran = subprocess.run(command, capture_output=True, text=True, timeout=100)
         assert ran.returncode == 0, ran.stderr
-        until(lambda: served.is_free)
+        wait_for(lambda: served.is_free)
         assert served.counted("cancelled") == 1 and served.counted("generated_tokens") < 1000
         said = json.loads(ran.stdout)
         for (kind, body), found in zip(REQUESTS, said["found"], strict=False):
