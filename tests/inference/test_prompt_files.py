@@ -215,7 +215,7 @@ def test_ranks_write_one_file_in_the_order_of_the_prompts(infer, trained, tmp_pa
         "p",
     )
     two = distgpt(*words, "--out", "two", ranks=2, cwd=tmp_path)
-    assert two.returncode == 0 and two.stderr.count("15 prompts") == 1, two.stderr
+    assert two.returncode == 0 and two.stderr.count("15 prompts, ") == 1, two.stderr
     assert infer("--prompts", "p", "--out", "one").returncode == 0
     assert (tmp_path / "two").read_bytes() == (tmp_path / "one").read_bytes()
     (tmp_path / "p").write_text('{"prompt": 3}\n')

@@ -147,7 +147,6 @@ def test_it_fits_and_can_be_read(page, width, scheme):
         page.value("document.getElementById('text').focus()")
         page.key("End", 35)
         fits(page, width, scheme, 100)
-        assert page.shot().startswith(b"\x89PNG")
 
 
 # The chat

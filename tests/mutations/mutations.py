@@ -95,7 +95,7 @@ _FAULTS = {
     ("core/train/loop.py", "core/train/test_mpi.py -k drift"): [
         ("ranks differ unseen", "run.comm.allreduce_max(own) != -", "run.comm.allreduce_max(own) == -1 != -")
     ],
-    ("core/data/batches.py", "inference/test_scoring.py"): [
+    ("core/data/batches.py", "inference/test_evaluation.py"): [
         ("one token too few is validated", "min(most + 1,", "min(most,")
     ],
     ("core/train/step.py", _ON_RANKS): [

@@ -1,7 +1,8 @@
-"""Benchmarks in files as their authors publish them: what is asked, what is found, what is refused."""
+"""Benchmarks as their authors publish them, and losses of spans and validation, against all logits."""
 
 import csv
 import json
+import math
 from dataclasses import replace
 
 import distgpt
@@ -9,15 +10,21 @@ import numpy as np
 import pytest
 from distgpt.commands.cli import cli
 from distgpt.commands.generate import BENCHMARKS
-from distgpt.core.base.errors import DataError, DistgptError
+from distgpt.core.base.errors import DataError, DistgptError, UsageError
+from distgpt.core.base.files import bundled
 from distgpt.core.comm.api import SerialComm
 from distgpt.core.config import ModelConfig
 from distgpt.core.cpu.kernels import CpuKernels
+from distgpt.core.cpu.stages import open_stage
+from distgpt.core.data.batches import ArrayTokens, windows_of
+from distgpt.core.data.textfile import read_text, resolve_data
 from distgpt.core.data.tokenizers import load_tokenizer
 from distgpt.core.model.model import Architecture, Model
-from distgpt.core.saved.modelfile import load_model
-from distgpt.core.train.assessment import Scorer, Span
+from distgpt.core.saved.modelfile import load_model, read_description
+from distgpt.core.train import assessment
+from distgpt.core.train.assessment import Scorer, Span, Validation
 from distgpt.inference.evaluation.benchmark import LINES, Benchmark, Question, likelihoods, read_questions
+from distgpt.inference.evaluation.evaluate import evaluate
 from foreignmodels import exported_model, shape
 from threadranks import on_all_ranks
 
@@ -163,8 +170,8 @@ def test_answers_beyond_the_questions_and_folders_of_another_kind_are_refused(tm
 # What a model finds likeliest
 
 
-def model(config=CONFIG):
-    made = Model(Architecture(config), CpuKernels("float64", 1))
+def model(config=CONFIG, dtype="float64"):
+    made = Model(Architecture(config), CpuKernels(dtype, 1))
     made.initialise(1)
     return made
 
@@ -294,3 +301,76 @@ def test_every_answer_is_as_likely_as_transformers_says(tmp_path):
             expected = -likely.gather(1, ids[0, span.first :, None]).sum()
             assert abs(loss - float(expected)) < 1e-4, (name, loss, expected)
             assert greedy == bool((logits.argmax(-1) == ids[0, span.first :]).all())
+
+
+# Spans and validation
+
+
+SMALL = ModelConfig(vocab_size=61, seq_len=48, n_layer=2, n_head=2, n_embd=16)
+RANDOM = np.random.default_rng(0)
+IDS = RANDOM.integers(0, 61, 2000).astype(np.uint16)
+LENGTHS = [2, 49, 7, 33, 34, 12, 49, 3, 20, 48]
+SPANS = [Span(IDS[i * 50 :][:length], 1 + i % (length - 1)) for i, length in enumerate(LENGTHS)]
+
+
+def plain_sum(span):
+    return plain(distgpt.init(SMALL, seed=1, dtype="float64"), span)[0]
+
+
+def test_a_span_costs_what_its_predictions_cost_however_many_go_together(monkeypatch):
+    expected = [plain_sum(span) for span in SPANS]
+    for together in (assessment.AT_A_TIME, 1):
+        monkeypatch.setattr(assessment, "AT_A_TIME", together)
+        sums = Scorer(model(SMALL), SerialComm()).sums(SPANS)
+        np.testing.assert_allclose(sums, expected, rtol=1e-10, err_msg=f"{together} tokens at a time")
+
+
+def test_any_number_of_ranks_finds_the_same_bits(monkeypatch):
+    monkeypatch.setattr("distgpt.core.train.assessment.AT_A_TIME", 100)  # several batches
+    many = [Span(IDS[i : i + 2 + i % 47]) for i in range(0, 1900, 7)]
+    for dtype in ("float32", "float64"):
+        expected = Scorer(model(SMALL, dtype), SerialComm()).sums(many)
+        for sums in on_all_ranks(3, lambda comm, dtype=dtype: Scorer(model(SMALL, dtype), comm).sums(many)):
+            np.testing.assert_array_equal(sums, expected, dtype)
+
+
+def test_validation_predicts_every_token_once():
+    for most, count in ((0, 1999), (100, 100), (1, 1), (5000, 1999)):
+        validation = Validation(windows_of(ArrayTokens(IDS), 48, most))
+        predicted = np.concatenate([span.ids[1:] for span in validation.spans])
+        np.testing.assert_array_equal(predicted, IDS[1 : count + 1])
+        loss = validation.measure(Scorer(model(SMALL), SerialComm()))
+        assert validation.count == count and 3 < loss < 6
+        expected = sum(plain_sum(span) for span in validation.spans[:3])
+        assert Scorer(model(SMALL), SerialComm()).sums(validation.spans[:3]).sum() == pytest.approx(expected)
+
+
+def test_the_predicted_text_is_as_long_as_it_is_written():
+    wide = "a é€😀 b, é€😀 a."
+    for kind, text in (("byte", wide), ("char", wide), ("word", "a cat, a dog.")):
+        tokenizer = load_tokenizer(kind, text)
+        for window in (1, 2, 3, 7):
+            validation = Validation(windows_of(ArrayTokens(tokenizer.encode(text)), window))
+            size = validation.count / validation.bits_per_byte(math.log(2), tokenizer)
+            assert size == pytest.approx(len(text[1:].encode())), (kind, window)
+    ids = np.array([60, 97, 98, 60, 99], np.uint16)
+    tokenizer = load_tokenizer("byte", "")
+    tokenizer.separator = 60  # which is no text
+    assert Validation(windows_of(ArrayTokens(ids), 2)).bits_per_byte(math.log(2), tokenizer) == pytest.approx(4 / 3)
+    assert Validation(windows_of(ArrayTokens(ids[[0, 3]]), 2)).bits_per_byte(1.0, tokenizer) is None
+
+
+def test_an_evaluation_counts_bits_by_the_byte(capsys):
+    sample = bundled("weights", "sample.safetensors")
+    tokenizer = read_description(sample).tokenizer
+    ids = tokenizer.encode(read_text(resolve_data("story")))[:301]
+    length = len(tokenizer.decode(ids).encode()) - len(tokenizer.decode(ids[:1]).encode())
+    found = evaluate(open_stage("serial", 1), sample, "story", val_tokens=300)
+    assert found["val_tokens"] == 300 and 0.5 < found["val_loss"] < 5
+    assert found["perplexity"] == pytest.approx(2.718281828 ** found["val_loss"])
+    assert found["bits_per_byte"] == pytest.approx(found["val_loss"] / 0.693147181 * 300 / length)
+    words = f"eval --weights {sample} --val story --val-tokens 300 --threads 1 --json"
+    cli.main(words.split(), standalone_mode=False)
+    assert json.loads(capsys.readouterr().out) == found
+    with pytest.raises(UsageError, match="nothing to evaluate: give --val, or a benchmark"):
+        cli.main(["eval", "--weights", "any"], standalone_mode=False)
