@@ -358,7 +358,7 @@ def test_sigterm_lets_what_runs_finish_and_refuses_what_comes(tmp_path):
     first = running.readline()
     process.send_signal(signal.SIGTERM)
     wait_for(lambda: "finishing what runs" in log.read_text())
-    with pytest.raises(ConnectionRefusedError):
+    with pytest.raises(ConnectionError):  # refused, or reset while the listener closes
         ask(port, False)
     made = pieces((first + running.read()).decode())
     assert made[-1]["choices"][0]["finish_reason"] == "length"
