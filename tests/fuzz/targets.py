@@ -7,8 +7,6 @@ import gzip
 import json
 import shutil
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -25,14 +23,15 @@ EVALUATED = "--save-every 3 --eval-every 3 --val-fraction 0.05 --progress plain"
 RESUME = f"train {' '.join(SMALL)} --out {{}}/run --resume auto --steps 7 {EVALUATED}"
 
 
-@dataclass(frozen=True)
-class Target:
-    """`make` fills a folder; `damage` maps its files to what they are (mutate.KINDS); `{}` in a command is
-    the folder."""
+SUFFIXES = {".npy": "bytes", ".gz": "bytes", ".parquet": "bytes", ".txt": "text", ".lst": "text", ".csv": "text"}
 
-    make: Callable[[Path], None]
-    damage: dict[str, str]
-    commands: list[str]
+
+class Target:
+    """`make` fills a folder; `files` in it are damaged by kind (mutate.KINDS); `{}` in a command is the folder."""
+
+    def __init__(self, make, files, *commands):
+        self.make, self.commands = make, list(commands)
+        self.damage = {name: SUFFIXES.get(Path(name).suffix, Path(name).suffix[1:]) for name in files.split()}
 
 
 def run(*words):
@@ -44,10 +43,15 @@ def small_run(folder):
     run("train", *SMALL, "--out", folder / "run", "--steps", 6, *EVALUATED.split())
 
 
+def keep_weights(folder, name):
+    """Of a run only its weights."""
+    shutil.copy(folder / "run" / "weights.safetensors", folder / name)
+    shutil.rmtree(folder / "run")
+
+
 def weights(folder):
     small_run(folder)
-    shutil.copy(folder / "run" / "weights.safetensors", folder / "w.safetensors")
-    shutil.rmtree(folder / "run")
+    keep_weights(folder, "w.safetensors")
 
 
 def rounded_weights(folder, dtype):
@@ -61,8 +65,7 @@ def adapter(folder):
     weights(folder)
     words = "--data story --threads 1 --batch-size 8 --seq-len 16 --steps 3 --lora-rank 2 --progress plain"
     run("train", "--init", folder / "w.safetensors", *words.split(), "--out", folder / "run")
-    shutil.copy(folder / "run" / "weights.safetensors", folder / "a.safetensors")
-    shutil.rmtree(folder / "run")
+    keep_weights(folder, "a.safetensors")
 
 
 def published_adapter(folder):
@@ -142,8 +145,7 @@ def in_gguf(family, dtype):
         run("weights", "export", path, "--out", folder / "m.gguf", "--dtype", dtype)
         path.unlink()
 
-    commands = ["weights import {}/m.gguf --out {}/o.safetensors", "weights info {}/m.gguf --json"]
-    return Target(make, {"m.gguf": "gguf"}, commands)
+    return Target(make, "m.gguf", "weights import {}/m.gguf --out {}/o.safetensors", "weights info {}/m.gguf --json")
 
 
 def documents(folder):
@@ -224,147 +226,112 @@ def benchmarks(folder):
         (folder / part / f"law_{part}.csv").write_text('"the, harbour",a,the,lamp,and,B\n' * 3)
 
 
+TRAINED = "train --n-layer 1 --n-head 1 --n-embd 16 --seq-len 16 --batch-size 2 --steps 1 --threads 1 "
+ROUNDED = "infer --weights {}/q.safetensors --max-new-tokens 3 --threads 1"
+INFER = "infer --weights {}/w.safetensors --max-new-tokens 3 --threads 1"
+STEP = "run/checkpoints/step-00000006"
 TARGETS = {
     "weights": Target(
         weights,
-        {"w.safetensors": "safetensors"},
-        [
-            "weights info {}/w.safetensors",
-            "weights info {}/w.safetensors --json",
-            "eval --weights {}/w.safetensors --val story --val-tokens 64 --threads 1 --json",
-            "weights export {}/w.safetensors --out {}/hf",
-            "infer --weights {}/w.safetensors --max-new-tokens 3 --threads 1",
-            "infer --weights {}/w.safetensors --max-new-tokens 3 --threads 1 --temperature 1 --json",
-        ],
+        "w.safetensors",
+        "weights info {}/w.safetensors",
+        "weights info {}/w.safetensors --json",
+        "eval --weights {}/w.safetensors --val story --val-tokens 64 --threads 1 --json",
+        "weights export {}/w.safetensors --out {}/hf",
+        INFER,
+        f"{INFER} --temperature 1 --json",
     ),
     **{
         dtype: Target(
             partial(rounded_weights, dtype=dtype),
-            {"q.safetensors": "safetensors"},
-            [
-                "weights info {}/q.safetensors --json",
-                "infer --weights {}/q.safetensors --max-new-tokens 3 --threads 1",
-                "infer --weights {}/q.safetensors --max-new-tokens 3 --threads 1 --dtype float32",
-            ],
+            "q.safetensors",
+            "weights info {}/q.safetensors --json",
+            ROUNDED,
+            f"{ROUNDED} --dtype float32",
         )
         for dtype in ("int8", "int4")
     },
     "adapter": Target(
         adapter,
-        {"a.safetensors": "safetensors"},
-        [
-            "weights info {}/a.safetensors --json",
-            "infer --weights {}/w.safetensors --adapter {}/a.safetensors --max-new-tokens 3 --threads 1",
-            "weights merge --adapter {}/a.safetensors --weights {}/w.safetensors --out {}/m.safetensors",
-            "weights export {}/a.safetensors --out {}/peft",
-        ],
+        "a.safetensors",
+        "weights info {}/a.safetensors --json",
+        "infer --weights {}/w.safetensors --adapter {}/a.safetensors --max-new-tokens 3 --threads 1",
+        "weights merge --adapter {}/a.safetensors --weights {}/w.safetensors --out {}/m.safetensors",
+        "weights export {}/a.safetensors --out {}/peft",
     ),
     "adapter of PEFT": Target(
         published_adapter,
-        {"peft/adapter_config.json": "json", "peft/adapter_model.safetensors": "safetensors"},
-        ["weights import {}/peft --weights {}/w.safetensors --out {}/o.safetensors"],
+        "peft/adapter_config.json peft/adapter_model.safetensors",
+        "weights import {}/peft --weights {}/w.safetensors --out {}/o.safetensors",
     ),
     "published model": Target(
         published,
-        {"hf/config.json": "json", "hf/model.safetensors": "safetensors"},
-        ["weights import {}/hf --out {}/o.safetensors --tokenizer byte", "weights info {}/hf"],
+        "hf/config.json hf/model.safetensors",
+        "weights import {}/hf --out {}/o.safetensors --tokenizer byte",
+        "weights info {}/hf",
     ),
     "checkpoint": Target(
         small_run,
-        {
-            "run/checkpoints/step-00000006/state.json": "json",
-            "run/checkpoints/step-00000006/manifest.json": "json",
-            "run/checkpoints/step-00000006/optimizer.safetensors": "safetensors",
-            "run/config.toml": "toml",
-            "run/tokenizer.json": "json",
-            "run/metrics.jsonl": "jsonl",
-            "run/summary.json": "json",
-        },
-        [
-            RESUME,
-            "runs {}",
-            "runs {} --json --sort speed",
-            "plot {}/run --out {}/p.svg",
-            "infer --weights {}/run --max-new-tokens 2 --threads 1",
-        ],
+        f"{STEP}/state.json {STEP}/manifest.json {STEP}/optimizer.safetensors run/config.toml run/tokenizer.json "
+        "run/metrics.jsonl run/summary.json",
+        RESUME,
+        "runs {}",
+        "runs {} --json --sort speed",
+        "plot {}/run --out {}/p.svg",
+        "infer --weights {}/run --max-new-tokens 2 --threads 1",
     ),
     "shards": Target(
         shards,
-        {"shards/manifest.json": "json", "shards/tokenizer.json": "json", "shards/train-000000.npy": "bytes"},
-        [
-            "data info {}/shards",
-            "data info {}/shards --json --no-verify",
-            "train --n-layer 1 --n-head 1 --n-embd 16 --seq-len 16 --batch-size 2 --steps 1 --threads 1 "
-            "--data {}/shards --out {}/run --progress plain",
-        ],
+        "shards/manifest.json shards/tokenizer.json shards/train-000000.npy",
+        "data info {}/shards",
+        "data info {}/shards --json --no-verify",
+        TRAINED + "--data {}/shards --out {}/run --progress plain",
     ),
     "unfinished shards": Target(
         unfinished_shards,
-        {"shards/progress.json": "json", "shards/tokenizer.json": "json"},
-        [f"data prepare {{}}/text.txt {CUT} --out {{}}/shards"],
+        "shards/progress.json shards/tokenizer.json",
+        f"data prepare {{}}/text.txt {CUT} --out {{}}/shards",
     ),
     "tokenizers": Target(
         tokenizers,
-        {"bpe.json": "json", "char.json": "json", "word.json": "json"},
-        [f"tokenizer info {{}}/{kind}.json" for kind in ("bpe", "char", "word")],
+        "bpe.json char.json word.json",
+        *(f"tokenizer info {{}}/{kind}.json" for kind in ("bpe", "char", "word")),
     ),
     "foreign tokenizers": Target(
         foreign_tokenizers,
-        {"gpt2/vocab.json": "json", "gpt2/merges.txt": "text", "hf/tokenizer.json": "json"},
-        [f"tokenizer info {{}}/{name} --text it's-12-naïve" for name in ("gpt2", "hf/tokenizer.json")],
+        "gpt2/vocab.json gpt2/merges.txt hf/tokenizer.json",
+        *(f"tokenizer info {{}}/{name} --text it's-12-naïve" for name in ("gpt2", "hf/tokenizer.json")),
     ),
     "chatting model": Target(
         chatting_model,
-        {"hf/tokenizer.json": "json", "hf/tokenizer_config.json": "json", "hf/generation_config.json": "json"},
-        [
-            "tokenizer info {}/hf --text it's-12-naïve",
-            "weights import {}/hf --out {}/o.safetensors",
-            "weights info {}/hf --json",
-        ],
+        "hf/tokenizer.json hf/tokenizer_config.json hf/generation_config.json",
+        "tokenizer info {}/hf --text it's-12-naïve",
+        "weights import {}/hf --out {}/o.safetensors",
+        "weights info {}/hf --json",
     ),
     "gguf": in_gguf("qwen", "float32"),
     "gguf in four bits": in_gguf("llama3", "q4_0"),
     "gguf with pieces": in_gguf("tinyllama", "q8_0"),
     "configuration": Target(
-        config, {"c.toml": "toml"}, [f"estimate --config {{}}/c.toml --no-measure {more}" for more in ("", "--json")]
+        config, "c.toml", *(f"estimate --config {{}}/c.toml --no-measure {more}" for more in ("", "--json"))
     ),
-    "sweep": Target(
-        swept,
-        {"s/grid.json": "json", "s/results/lr=0.1/result.json": "json", "s/lr=0.1/metrics.jsonl": "jsonl"},
-        [SWEEP],
-    ),
+    "sweep": Target(swept, "s/grid.json s/results/lr=0.1/result.json s/lr=0.1/metrics.jsonl", SWEEP),
     "documents": Target(
         documents,
-        {"a.jsonl": "jsonl", "b.jsonl.gz": "bytes", "c.txt": "text"},
-        [
-            f"data prepare {{}}/a.jsonl {{}}/b.jsonl.gz {{}}/c.txt {CUT} --out {{}}/o",
-            "tokenizer train {}/a.jsonl {}/c.txt --kind char --out {}/t.json",
-            "train --n-layer 1 --n-head 1 --n-embd 16 --seq-len 16 --batch-size 2 --steps 1 --threads 1 "
-            "--data {}/a.jsonl --val {}/b.jsonl.gz --out {}/run --progress plain",
-        ],
+        "a.jsonl b.jsonl.gz c.txt",
+        f"data prepare {{}}/a.jsonl {{}}/b.jsonl.gz {{}}/c.txt {CUT} --out {{}}/o",
+        "tokenizer train {}/a.jsonl {}/c.txt --kind char --out {}/t.json",
+        TRAINED + "--data {}/a.jsonl --val {}/b.jsonl.gz --out {}/run --progress plain",
     ),
     "benchmarks": Target(
-        benchmarks,
-        {
-            "h.jsonl": "jsonl",
-            "arc.jsonl": "jsonl",
-            "p.jsonl": "jsonl",
-            "p-labels.lst": "text",
-            "w.jsonl": "jsonl",
-            "l.txt": "text",
-            "test/law_test.csv": "text",
-            "dev/law_dev.csv": "text",
-        },
-        [EVALUATE],
+        benchmarks, "h.jsonl arc.jsonl p.jsonl p-labels.lst w.jsonl l.txt test/law_test.csv dev/law_dev.csv", EVALUATE
     ),
     "chats": Target(
         chats,
-        {"a.jsonl": "jsonl", "b.jsonl.gz": "bytes"},
-        [
-            "tune --weights {}/run --data {}/a.jsonl --val {}/b.jsonl.gz --steps 1 --batch-size 2 "
-            "--threads 1 --out {}/o --progress plain"
-        ],
+        "a.jsonl b.jsonl.gz",
+        "tune --weights {}/run --data {}/a.jsonl --val {}/b.jsonl.gz --steps 1 --batch-size 2 "
+        "--threads 1 --out {}/o --progress plain",
     ),
-    "tables": Target(tables, {"t.parquet": "bytes"}, [f"data prepare {{}}/t.parquet {CUT} --out {{}}/o"]),
-    "prompts": Target(asked_and_half_answered, {"q.jsonl": "jsonl", "o.jsonl": "jsonl"}, [ANSWER]),
+    "tables": Target(tables, "t.parquet", f"data prepare {{}}/t.parquet {CUT} --out {{}}/o"),
+    "prompts": Target(asked_and_half_answered, "q.jsonl o.jsonl", ANSWER),
 }

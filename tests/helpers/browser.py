@@ -1,6 +1,5 @@
 """Headless Chromium, driven through a pipe: a page as a user has it, with keys, sizes and colours."""
 
-import base64
 import itertools
 import json
 import os
@@ -96,11 +95,6 @@ class Page:
         for kind in ("keyDown", "keyUp"):
             more = {"key": name, "windowsVirtualKeyCode": code, "modifiers": modifiers, **text}
             self.call("Input.dispatchKeyEvent", type=kind, **more)
-
-    def shot(self, whole=True):
-        """The page as PNG."""
-        data = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)["data"]
-        return base64.b64decode(data)
 
 
 @contextmanager

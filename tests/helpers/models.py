@@ -70,9 +70,13 @@ def build(config, kernels):
     return model
 
 
-def plain_logits(c, params, tokens):
-    """By the formulas, from scratch: of one sequence, one head at a time."""
+def plain_logits(c, params, tokens, begins=0):
+    """By the formulas, from scratch: of one sequence, one head at a time.
+
+    `begins`: the first token that each token sees, where a window has moved.
+    """
     p = {name: np.array(array, np.float64) for name, array in params.items()}
+    at = np.arange(len(tokens))
 
     def norm(name, x):
         centred = x - x.mean(-1, keepdims=True) if c.norm == "layernorm" else x
@@ -117,7 +121,7 @@ def plain_logits(c, params, tokens):
             q, k = (turned(q), turned(k)) if c.positions == "rope" else (q, k)
             if c.qk_norm and not c.qk_norm_gain:
                 q, k = (1.2 * x / np.sqrt((x**2).mean(1, keepdims=True) + c.norm_eps) for x in (q, k))
-            seen = [[max(0, t + 1 - window) <= s <= t for s in range(len(x))] for t in range(len(x))]
+            seen = (np.maximum(begins, at + 1 - window)[:, None] <= at) & (at <= at[:, None])
             scores = np.where(seen, q @ k.T / np.sqrt(c.head_size), -np.inf)
             weights = np.exp(scores - scores.max(1, keepdims=True))
             heads.append(weights / weights.sum(1, keepdims=True) @ v)

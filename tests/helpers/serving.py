@@ -3,6 +3,7 @@
 import functools
 import http.client
 import json
+import socket
 import threading
 import time
 from contextlib import contextmanager
@@ -19,7 +20,10 @@ from distgpt.inference.serving.limits import Limits, ListenOn
 from distgpt.inference.serving.server import Server as Serving
 from distgpt.inference.serving.server import bound
 
+from conftest import wait_for
+
 JSON = {"Content-Type": "application/json"}
+POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 
 
 @functools.cache
@@ -30,16 +34,17 @@ def sample():
 
 
 class Paced:
-    """Lanes that take their time for each step, and whose scores can be spoilt."""
+    """Lanes that take their time for each step, and whose scores can be spoilt; `most` ran at once."""
 
     def __init__(self, lanes, seconds=0.0):
-        self._lanes, self.seconds, self.spoil = lanes, seconds, 0
+        self._lanes, self.seconds, self.spoil, self.most = lanes, seconds, 0, 0
 
     def __getattr__(self, name):
         return getattr(self._lanes, name)
 
     def feed(self, work):
         time.sleep(self.seconds)
+        self.most = max(self.most, len(work))
         scores = self._lanes.feed(work)
         if self.spoil:
             self.spoil -= 1
@@ -50,12 +55,12 @@ class Paced:
 class Server:
     """A server that runs, and what it ended with."""
 
-    def __init__(self, lanes, seconds, limits, place, template, loaded):
-        if loaded is None:
-            model, tokenizer = sample()
-            if template:
-                tokenizer = tokenizer.with_chat(ChatTemplate(template, {}, ()))
-            loaded = LoadedModel(model, tokenizer, SerialComm(), ModelSpec(None, "auto"), None, "float32")
+    def __init__(self, lanes, seconds, limits, place, template, tokenizer):
+        model, own = sample()
+        tokenizer = tokenizer or own
+        if template:
+            tokenizer = tokenizer.with_chat(ChatTemplate(template, {}, ()))
+        loaded = LoadedModel(model, tokenizer, SerialComm(), ModelSpec(None, "auto"), None, "float32")
         self.lanes = Paced(slots_for(loaded.model, lanes), seconds)
         where = ListenOn(**{"port": 0, "log": "quiet", **place}, limits=Limits(**(limits or {})))
         listener = bound(where.host, where.port)
@@ -64,10 +69,7 @@ class Server:
         self.host, self.port = self.serving.listener.getsockname()[:2]
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
-        end = time.monotonic() + 20
-        while not self.serving.started:
-            assert time.monotonic() < end
-            time.sleep(0.005)
+        wait_for(lambda: self.serving.started, 20)
 
     def _run(self):
         try:
@@ -90,8 +92,20 @@ class Server:
         self._thread.join(20)
         assert not self._thread.is_alive(), "the server does not end"
 
-    def connect(self, timeout=20):
-        return http.client.HTTPConnection(self.host, self.port, timeout=timeout)
+    def connect(self):
+        return http.client.HTTPConnection(self.host, self.port, timeout=20)
+
+    def line(self, head=b"", body=b""):
+        """A bare connection on which these bytes are sent; with a body, `head` gets its length."""
+        line = socket.create_connection((self.host, self.port), 10)
+        line.sendall(b"%sContent-Length: %d\r\n\r\n%s" % (head, len(body), body) if body else head)
+        return line
+
+    def refused(self, path="/v1/completions", **body):
+        """The status and the error of a request that must fail, and the headers."""
+        status, headers, found = self.ask(path, body)
+        assert status >= 400, found
+        return status, found["error"], headers
 
     def ask(self, path, body=None, method=None, headers=None):
         """Status, headers, and body, parsed if that is JSON. `body`: bytes, or what becomes JSON."""
@@ -135,17 +149,10 @@ def pieces(text):
     return [json.loads(piece.removeprefix("data: ")) for piece in found[:-2]]
 
 
-def until(condition, seconds=10.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it never came to that"
-        time.sleep(0.005)
-
-
 @contextmanager
-def server(lanes=4, seconds=0.0, limits=None, template="", loaded=None, **place):
-    """Serve the bundled model, or one that is loaded."""
-    found = Server(lanes, seconds, limits, place, template, loaded)
+def server(lanes=4, seconds=0.0, limits=None, template="", tokenizer=None, **place):
+    """Serve the bundled model, with its tokenizer or another one."""
+    found = Server(lanes, seconds, limits, place, template, tokenizer)
     try:
         yield found
     finally:

@@ -12,7 +12,6 @@ import time
 import pytest
 from chattemplates import settings
 from distgpt.core.base.errors import DataError, UsageError
-from distgpt.core.comm.api import SerialComm
 from distgpt.core.cpu.stages import open_stage
 from distgpt.core.generate.engine import Engine, complete
 from distgpt.core.generate.engine_setup import ModelSpec
@@ -32,10 +31,9 @@ def loaded():
     return ModelSpec(None, "auto", context=256).load(open_stage("serial", 1))
 
 
-def conversation(loaded, system="", **how):
-    engine = loaded.engine(loaded.slots(1, 0))
-    request = Request(max_new_tokens=20, **how)
-    return Conversation(engine, ChatFormat(loaded.tokenizer), request, loaded.model.config.seq_len, system)
+def conversation(loaded, system="", chat=None, **how):
+    request, chat = Request(**{"max_new_tokens": 20, **how}), chat or ChatFormat(loaded.tokenizer)
+    return Conversation(loaded.engine(loaded.slots(1, 0)), chat, request, loaded.model.config.seq_len, system)
 
 
 def said(talk, text):
@@ -45,7 +43,6 @@ def said(talk, text):
 
 def test_an_answer_is_what_the_engine_makes_of_all_turns(loaded):
     talk = conversation(loaded, "Be brief.", temperature=0.7, seed=5)
-    assert loaded.comm.size == SerialComm().size
     _, first = said(talk, "The harbour")
     _, second = said(talk, "And then?")
     turns = [("system", "Be brief."), ("user", "The harbour"), ("assistant", first), ("user", "And then?")]
@@ -69,27 +66,20 @@ def test_the_oldest_turns_go_when_the_context_is_full(loaded):
     assert len(talk.turns) == 16 - sum(seen)
 
 
-def interrupted(messages):
-    raise KeyboardInterrupt
-
-
 def test_a_message_that_is_refused_or_given_up_leaves_nothing_behind(loaded, monkeypatch):
-    talk = conversation(loaded)
+    talk = conversation(loaded, chat=(chat := ChatFormat(loaded.tokenizer)))
     said(talk, "The lamp")
     before = list(talk.turns)
-    with pytest.raises(UsageError, match=r"prompt of \d+ tokens, the context has 256"):
-        talk.ask("x" * 300)
-    with pytest.raises(DataError, match="not valid UTF-8"):
-        talk.ask("\ud800")
-    assert talk.turns == before
+    for error, words, text in (
+        (UsageError, r"prompt of \d+ tokens, the context has 256", "x" * 300),
+        (DataError, "not valid UTF-8", "\ud800"),
+    ):
+        with pytest.raises(error, match=words):
+            talk.ask(text)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(talk._chat, "prompt", interrupted)
+        patch.setattr(chat, "prompt", lambda messages: signal.raise_signal(signal.SIGINT))
         talk.ask("The boats")
     assert talk.turns == before
-    talk.ask("The boats")
-    talk.pieces().close()  # never begun: nothing runs, and nobody reads it
-    talk._engine.cancel(talk._ticket)
-    talk.turns.pop()
     talk.ask("The boats")
     pieces = talk.pieces()
     while not next(pieces):
@@ -159,7 +149,7 @@ def read_until(terminal, wanted, seconds=30):
 
 @pytest.mark.ci
 def test_in_a_terminal_an_interrupt_ends_an_answer_and_not_the_chat(tmp_path):
-    """With an error beside it, which ends a message alone."""
+    """Nor does an error, which ends a message alone."""
     random_model(tmp_path / "w.safetensors", shape(256, 60000, 1, 1, 16, **MODERN))
     ours, theirs = pty.openpty()
     words = ("chat", "--weights", tmp_path / "w.safetensors", "--max-new-tokens", "50000", "--threads", "1")
@@ -176,10 +166,9 @@ def test_in_a_terminal_an_interrupt_ends_an_answer_and_not_the_chat(tmp_path):
             assert b"Traceback" not in shown
             if b"> " not in shown.partition(b"(stopped)")[2]:
                 read_until(ours, b"> ")
-            os.write(ours, b"/sytem\n")
-            assert b"did you mean '/system'" in read_until(ours, b"\n> ")
-            os.write(ours, b"/save /nowhere/chat\n")
-            assert b"cannot write /nowhere/chat" in read_until(ours, b"\n> ")
+            for text, answer in ((b"/sytem", b"did you mean '/system'"), (b"/save /nowhere/chat", b"/nowhere/chat")):
+                os.write(ours, text + b"\n")
+                assert answer in read_until(ours, b"\n> ")
             os.write(ours, b"\x04")
             assert process.wait(20) == 0
         finally:
@@ -216,9 +205,8 @@ def test_an_imported_model_chats_by_its_template_and_ends_at_its_end(monkeypatch
     (sample,) = complete(loaded.engine(loaded.slots(1, 0)), [Request(prompt, max_new_tokens=8)])[0]
     assert found.stdout == sample.text + "\n"
     end = sample.tokens[3]
-    request = Request(max_new_tokens=8, overflow="stop")
     chat.ends = (end,)
-    talk = Conversation(loaded.engine(loaded.slots(1, 0)), chat, request, 200, "")
+    talk = conversation(loaded, chat=chat, max_new_tokens=8)
     _, text = said(talk, "hi")
     assert text == loaded.tokenizer.decode(sample.tokens[: sample.tokens.index(end)])
     assert talk.reason == "stop"

@@ -5,25 +5,23 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from decoding import SHAPES, build, distance, marked, plain_scores, round_alike, sequences
 from distgpt import api
 from distgpt.core.base.errors import DataError, UsageError
 from distgpt.core.base.files import bundled
 from distgpt.core.comm.api import SerialComm
 from distgpt.core.config import RunConfig
 from distgpt.core.cpu.kernels import CpuKernels
-from distgpt.core.generate.engine_setup import rehearse, slots_for
 from distgpt.core.generate.plain_slots import PlainSlots
 from distgpt.core.generate.slots import Feed
 from distgpt.core.saved.modelfile import Description, load_model, open_model, save_model
 from distgpt.core.saved.tensors import read_header, read_rows, write_tensors
 from distgpt.inference.decoding.compiled import CompiledSlots
-from distgpt.inference.quantized.integers import LEVELS, quantise, restored
+from distgpt.inference.quantized.integers import LEVELS, restored
 from distgpt.inference.quantized.kernels import Int8Kernels
-from distgpt.models.quantized.packed import calibrated, int8_of, moved, round_for
-from distgpt.models.quantized.rounded import bits_of, quantize
+from distgpt.models.quantized.packed import calibrated, moved, round_for
+from distgpt.models.quantized.rounded import quantize
 from plain_int4 import quantise4
-from test_compiled_lanes import VARIANTS, build, config_of, distance, round_alike, sequences
-from test_lanes import plain_scores
 
 COMM = SerialComm()
 
@@ -41,107 +39,93 @@ def description(model):
     return Description(replace(RunConfig(), model=model.config), None)
 
 
-@pytest.fixture
-def files(tmp_path):
-    """A model, its file, and the same in int8."""
-    model = build("llama", CpuKernels("float32", 1))
-    wide, narrow = tmp_path / "wide.safetensors", tmp_path / "narrow.safetensors"
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """A model, its file, and the same in int8 and in int4."""
+    folder, model = tmp_path_factory.mktemp("files"), build("llama", CpuKernels("float32", 1))
+    wide, narrow, four = (folder / f"{name}.safetensors" for name in ("wide", "int8", "int4"))
     save_model(wide, model, description(model))
-    return model, wide, narrow, quantize(wide, narrow)
+    assert "int8, blocks of 64" in quantize(wide, narrow)
+    quantize(wide, four, "int4")
+    return model, wide, narrow, four
 
 
-@pytest.fixture
-def in_int4(files, tmp_path):
-    _, wide, _, _ = files
-    quantize(wide, tmp_path / "int4.safetensors", "int4")
-    return tmp_path / "int4.safetensors"
-
-
-@pytest.mark.parametrize("dtype", ["int8", "int4"])
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_passes_compute_what_rounded_weights_give_and_what_lanes_compute(variant, dtype):
+@pytest.mark.parametrize("shape", ["llama", "odd", "wide", "value embeddings", "heads of eleven"])
+@pytest.mark.parametrize("dtype", marked("int8", "int4"))
+def test_passes_compute_what_rounded_weights_give_and_what_lanes_compute(shape, dtype):
     """Activations are rounded too, to the 127th part of the largest in a block."""
-    rounded = build(variant, Int8Kernels(2, dtype))
-    near = build(variant, CpuKernels("float32", 2))
+    rounded, near = build(shape, Int8Kernels(2, dtype)), build(shape, CpuKernels("float32", 2))
     for spec in near.layout.specs:
         near.params[spec.name][:] = round_alike(near.params[spec.name], spec, dtype)
-    for text in sequences(variant):
+    for text in sequences(shape)[1::2]:
         exact, found = plain_scores(near, text), plain_scores(rounded, text)
         assert distance(found, exact) < 6e-2
         scores = CompiledSlots(rounded, 1).feed([Feed(0, 0, text, len(text))])
         assert distance(scores, found) < 6e-2  # their keys and values are bfloat16
-    lanes = PlainSlots(rounded, 1)
-    assert distance(lanes.feed([Feed(0, 0, text, 1)]), found[-1:]) < 1e-5
+    slots = PlainSlots(rounded, 1)
+    assert distance(slots.feed([Feed(0, 0, text, 1)]), found[-1:]) < 1e-5
 
 
-def test_a_file_gives_the_same_model_as_rounding_while_loading(files):
-    model, wide, narrow, said = files
-    assert "int8, blocks of 64" in said and narrow.stat().st_size < wide.stat().st_size / 2
-    header = read_header(narrow)
+@pytest.mark.parametrize("dtype", marked("int8", "int4"))
+def test_a_file_gives_the_same_model_as_rounding_while_loading(files, dtype):
+    model, wide, *others = files
+    path = others[dtype == "int4"]
+    assert path.stat().st_size < wide.stat().st_size / (3 if dtype == "int4" else 2)
+    header, text = read_header(path), sequences("llama")[3]
     kinds = {entry.dtype for entry in header.tensors.values()}
-    assert kinds == {"I8", "BF16", "F32"} and header.metadata["format_version"] == "3"
-    found = [load_model(path, Int8Kernels(1), COMM)[0] for path in (wide, narrow)]
-    text = sequences("llama")[3]
-    scores = [CompiledSlots(each, 1).feed([Feed(0, 0, text, len(text))]) for each in found]
-    np.testing.assert_array_equal(*scores)
-    widened, about = load_model(narrow, CpuKernels("float32", 1), COMM)
-    assert about.rounded
-    for spec in model.layout.specs:
-        expected = model.params[spec.name]
-        expected = restored(quantise(expected)) if bits_of(spec, "int8") else expected
-        np.testing.assert_array_equal(widened.params[spec.name], expected)
+    assert kinds == {"I8", "BF16", "F32"} | ({"U8"} if dtype == "int4" else set())
+    assert header.metadata["format_version"] == "3"
 
-
-def test_a_file_in_int4_gives_the_same_model_as_rounding_and_nearly_the_same_in_int8(files, in_int4):
-    model, wide, narrow, _ = files
-    assert in_int4.stat().st_size < narrow.stat().st_size
-    kinds = {entry.dtype for entry in read_header(in_int4).tensors.values()}
-    assert kinds == {"U8", "I8", "BF16", "F32"}
-    text = sequences("llama")[3]
-    scores = {}
-    for path, dtype in ((wide, "int4"), (in_int4, "int4"), (in_int4, "int8"), (narrow, "int4")):
+    def scores(path, dtype):
         found, _ = load_model(path, Int8Kernels(1, dtype), COMM)
-        scores[path, dtype] = CompiledSlots(found, 1).feed([Feed(0, 0, text, len(text))])
-    np.testing.assert_array_equal(scores[wide, "int4"], scores[in_int4, "int4"])
-    assert distance(scores[in_int4, "int8"], scores[in_int4, "int4"]) < 0.05  # rounded twice, and other blocks
-    assert distance(scores[narrow, "int4"], scores[in_int4, "int4"]) < 0.3  # rounded twice
-    widened, about = load_model(in_int4, CpuKernels("float32", 1), COMM)
-    assert about.rounded == "int4" == opened_in(in_int4, "auto")
+        return CompiledSlots(found, 1).feed([Feed(0, 0, text, len(text))])
+
+    own = scores(path, dtype)
+    np.testing.assert_array_equal(own, scores(wide, dtype))
+    if dtype == "int4":
+        assert distance(scores(path, "int8"), own) < 0.05  # rounded twice, and other blocks
+        assert distance(scores(others[0], "int4"), own) < 0.3  # rounded twice
+    widened, about = load_model(path, CpuKernels("float32", 1), COMM)
+    assert about.rounded == dtype == opened_in(path, "auto")
     for spec in model.layout.specs:
-        expected = round_alike(model.params[spec.name], spec, "int4")
-        equal = np.isclose(widened.params[spec.name], expected, atol=1e-6)
-        assert equal.mean() > 0.99  # where two scales are as good, sums in another order decide
-        errors = [np.square(each - model.params[spec.name]).sum() for each in (widened.params[spec.name], expected)]
-        assert errors[0] == pytest.approx(errors[1], rel=1e-3)
-    assert "int4" in repr(api.load(in_int4)) and "int4" in repr(api.init(config_of("odd"), dtype="int4"))
+        exact, found = model.params[spec.name], widened.params[spec.name]
+        expected = round_alike(exact, spec, dtype)
+        # Where two scales are as good, sums in another order decide.
+        assert np.isclose(found, expected, atol=1e-6).mean() > (0.99 if dtype == "int4" else 1 - 1e-9)
+        assert np.square(found - exact).sum() == pytest.approx(np.square(expected - exact).sum(), rel=1e-3)
+    assert dtype in repr(api.load(path)) and dtype in repr(api.init(SHAPES["odd"], dtype=dtype))
 
 
 def test_a_file_in_int8_is_computed_in_int8_unless_asked_otherwise(files):
     _, wide, narrow, _ = files
-    assert [opened_in(path, "auto") for path in (wide, narrow)] == ["float32", "int8"]
+    assert opened_in(wide, "auto") == "float32"
     assert opened_in(narrow, "auto", on_gpu=True) == "float32"
     assert opened_in(narrow, "float64") == "float64"
     model = api.load(narrow)
-    assert "int8" in repr(model) and "int8" not in repr(api.load(narrow, dtype="float32"))
+    assert "int8" not in repr(api.load(narrow, dtype="float32"))
     assert model.parameters()["wte"].dtype == np.float32
     assert np.isfinite(model.loss([[1, 2, 3]], [[2, 3, 4]]))
     assert len(model.generate([1, 2, 3], 5)) == 5
-    assert "int8" in repr(api.init(config_of("odd"), dtype="int8"))
 
 
-def test_training_and_rounding_twice_are_refused(files):
-    _, _, narrow, _ = files
-    with pytest.raises(UsageError, match="cannot be trained"):
-        api.load(narrow).gradients([[1]], [[2]])
-    with pytest.raises(UsageError, match="weights quantize"):
-        api.load(narrow).save(narrow.parent / "again.safetensors")
-    assert not (narrow.parent / "again.safetensors").exists()
-    with pytest.raises(UsageError, match="cannot be trained further"):
-        api.train("tiny", init=str(narrow), steps=1, out=narrow.parent / "run")
-    with pytest.raises(UsageError, match="dtype is 'int8'"):
-        api.train("tiny", dtype="int8", steps=1, out=narrow.parent / "run")
-    with pytest.raises(DataError, match="in int8 already"):
-        quantize(narrow, narrow.parent / "again.safetensors")
+@pytest.mark.parametrize(
+    "error, words, act",
+    [
+        (UsageError, "cannot be trained", lambda path, out: api.load(path).gradients([[1]], [[2]])),
+        (UsageError, "weights quantize", lambda path, out: api.load(path).save(out)),
+        (
+            UsageError,
+            "cannot be trained further",
+            lambda path, out: api.train("tiny", init=str(path), steps=1, out=out),
+        ),
+        (UsageError, "dtype is 'int8'", lambda path, out: api.train("tiny", dtype="int8", steps=1, out=out)),
+        (DataError, "in int8 already", lambda path, out: quantize(path, out)),
+    ],
+)
+def test_training_and_rounding_twice_are_refused(files, tmp_path, error, words, act):
+    with pytest.raises(error, match=words):
+        act(files[2], tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_files_that_are_not_as_they_say_are_refused(files, tmp_path):
@@ -164,9 +148,10 @@ def test_files_that_are_not_as_they_say_are_refused(files, tmp_path):
     for kernels in (Int8Kernels(1), CpuKernels("float32", 1)):
         with pytest.raises(DataError, match="which format version 2 cannot be"):
             load_model(damaged, kernels, COMM)
+    model = build("llama", CpuKernels("float32", 1))
     model.params["blocks.0.attn.qkv.w"][3, 3] = np.nan
     save_model(damaged, model, description(model))
-    for act in (lambda: load_model(damaged, Int8Kernels(1), COMM), lambda: quantize(damaged, narrow)):
+    for act in (lambda: load_model(damaged, Int8Kernels(1), COMM), lambda: quantize(damaged, tmp_path / "out")):
         with pytest.raises(DataError, match="not finite"):
             act()
 
@@ -183,9 +168,9 @@ def stored(path):
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
-def test_scales_that_stand_for_no_weights_are_refused(files, in_int4, tmp_path, dtype):
+def test_scales_that_stand_for_no_weights_are_refused(files, tmp_path, dtype):
     """Infinite, not a number, so large that 127 times as much is infinite, too few, or below zero in int8."""
-    tensors, metadata = stored(files[2] if dtype == "int8" else in_int4)
+    tensors, metadata = stored(files[2 if dtype == "int8" else 3])
     name, path = "blocks.0.attn.qkv.w", tmp_path / "w"
     scales = tensors[name + ".scales"]
     for bits in (0x7F80, 0x7FC0, 0xFF80, 0x7F7F, *[0xBF80] * (dtype == "int8")):
@@ -203,17 +188,6 @@ def test_scales_that_stand_for_no_weights_are_refused(files, in_int4, tmp_path, 
         write_tensors(path, tensors | wrong, metadata)
         with pytest.raises(DataError, match=problem):
             load_model(path, Int8Kernels(1, dtype), COMM)
-
-
-def test_lanes_are_compiled_where_they_can_be(files):
-    kinds = {kernels: type(slots_for(build("odd", kernels), 1)).__name__ for kernels in (
-        CpuKernels("float32", 1), Int8Kernels(1), CpuKernels("float64", 1))}  # fmt: skip
-    assert list(kinds.values()) == ["CompiledSlots", "CompiledSlots", "PlainSlots"]
-    trained = build("odd", CpuKernels("float32", 1))
-    trained.make_gradients()
-    assert isinstance(slots_for(trained, 1), PlainSlots)
-    rehearse(build("odd", Int8Kernels(1)))
-    rehearse(int8_of(build("bare", CpuKernels("float64", 1)), Int8Kernels(1)))
 
 
 def test_calibrated_rounding_moves_outputs_less_than_rounding_alone():

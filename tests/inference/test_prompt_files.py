@@ -5,6 +5,7 @@ import json
 
 import numpy as np
 import pytest
+from decoding import model, plain_scores, varied_requests
 from distgpt import api
 from distgpt.core.base.errors import NonFiniteError
 from distgpt.core.generate.engine import Engine, complete
@@ -12,8 +13,6 @@ from distgpt.core.generate.plain_slots import PlainSlots
 from distgpt.core.generate.request import Request
 from distgpt.core.generate.slots import on_ranks
 from distgpt.inference.generation.batch import Answers, distribute
-from test_engine import engine_of, model, varied_requests
-from test_lanes import plain_scores
 from threadranks import on_all_ranks
 
 from conftest import distgpt, inside, needs_mpi, refused
@@ -82,12 +81,6 @@ def test_a_run_that_ended_early_is_resumed_and_every_answer_kept(infer, tmp_path
         assert out.read_bytes() == b"".join(mine if mine in left else theirs for mine, theirs in pairs)
 
 
-def answering(trained):
-    """A command that answers the prompts in "p"; the file with the answers is to be added."""
-    weights = trained / "weights.safetensors"
-    return ("infer", "--threads", "1", "--weights", weights, "--prompts", "p", "--out")
-
-
 def test_a_run_that_is_ended_has_written_what_it_had_finished(infer, tmp_path, monkeypatch):
     write(tmp_path / "p", [{"prompt": "the", "max_new_tokens": 1 + 3 * i} for i in range(9)])
     add, kept = Answers.add, []
@@ -125,41 +118,35 @@ def test_a_wrong_line_is_refused_before_anything_is_computed(infer, tmp_path):
         assert not (tmp_path / "o").exists()
 
 
-def altered(trained, folder):
-    """The same model but for one weight."""
-    model = api.load(trained / "weights.safetensors")
-    model.parameters()["wte"][0, 0] += 0.25
-    model.save(folder / "altered")
-    return folder / "altered"
-
-
-def test_a_wrong_flag_is_blamed_and_not_a_line(infer, tmp_path):
-    write(tmp_path / "p", LINES)
-    refused(infer("--prompts", "p", "--out", "o", "--lookup", "65"), 2, "lookup is 65")
-
-
 def test_requests_and_files_that_do_not_fit_are_refused(infer, trained, tmp_path):
     write(tmp_path / "p", LINES)
     assert infer("--prompts", "p", "--out", "o").returncode == 0
     before = (tmp_path / "o").read_bytes()
-    other = ("--prompts", "p", "--out", "o", "--max-new-tokens", "7")
-    refused(infer(*other), 2, "o, line 2", "other settings")
-    for more in (("--dtype", "int8"), ("--weights", altered(trained, tmp_path))):
-        refused(infer("--prompts", "p", "--out", "o", *more), 2, "o, line 1", "another model")
+    model = api.load(trained / "weights.safetensors")
+    model.parameters()["wte"][0, 0] += 0.25
+    model.save(tmp_path / "altered")
     (tmp_path / "notes").write_text("my notes")
-    refused(infer("--prompts", "p", "--out", "notes"), 65, "notes, line 1", "no answer")
-    assert (tmp_path / "notes").read_text() == "my notes" and (tmp_path / "o").read_bytes() == before
-    (tmp_path / "o").write_bytes(before + before.splitlines(True)[0])
-    refused(infer("--prompts", "p", "--out", "o"), 65, "o, line 6", "again")
-    refused(infer("--prompts", "p", "--out", "no/o"), 74, "no/o")
-    refused(infer("--prompts", "p", "--out", "."), 74, "directory")
-    refused(infer("--prompts", "nothing", "--out", "x"), 74, "nothing")
+    (tmp_path / "twice").write_bytes(before + before.splitlines(True)[0])
     (tmp_path / "empty").write_text("\n\n")
-    refused(infer("--prompts", "empty", "--out", "x"), 65, "holds no prompts")
+    write(tmp_path / "long", [{"prompt": "the"}, {"prompt": "the lamp " * 30}])
+    for words, code, *said in (
+        ("p o --max-new-tokens 7", 2, "o, line 2", "other settings"),
+        ("p o --dtype int8", 2, "o, line 1", "another model"),
+        ("p o --weights altered", 2, "o, line 1", "another model"),
+        ("p notes", 65, "notes, line 1", "no answer"),
+        ("p twice", 65, "twice, line 6", "again"),
+        ("p no/o", 74, "no/o"),
+        ("p .", 74, "directory"),
+        ("nothing x", 74, "nothing"),
+        ("empty x", 65, "holds no prompts"),
+        ("long x --overflow stop", 65, "long, line 2", "the context 16"),
+        ("p x --lookup 65", 2, "lookup is 65"),
+    ):
+        prompts, out, *more = words.split()
+        refused(infer("--prompts", prompts, "--out", out, *more), code, *said)
     for words in (["--prompts", "p"], ["--out", "o"], ["--prompts", "p", "--out", "x", "--json"]):
         assert infer(*words).returncode == 2
-    write(tmp_path / "long", [{"prompt": "the"}, {"prompt": "the lamp " * 30}])
-    refused(infer("--prompts", "long", "--out", "x", "--overflow", "stop"), 65, "long, line 2", "the context 16")
+    assert (tmp_path / "notes").read_text() == "my notes" and (tmp_path / "o").read_bytes() == before
     assert not (tmp_path / "x").exists()
 
 
@@ -171,16 +158,16 @@ def test_two_processes_do_not_write_one_file(infer, tmp_path):
 
 
 def test_ranks_share_requests_and_each_gets_what_it_would_get_alone():
-    one, requests, found = model(seq_len=24), varied_requests(12), {}
-    expected = complete(engine_of(one), requests)
+    one, requests, found = model(seq_len=24), varied_requests(7), {}
+    expected = complete(Engine(PlainSlots(one, 4), chunk=4), requests)
 
     def work(comm):
-        engine = engine_of(model(seq_len=24), lanes=2)
+        engine = Engine(PlainSlots(model(seq_len=24), 2), chunk=4)
         for answers in distribute(comm, engine, requests if comm.rank == 0 else [], 4):
             found.update(answers)
 
     on_all_ranks(3, work)
-    assert [found[i] for i in range(12)] == expected
+    assert [found[i] for i in range(7)] == expected
 
 
 def test_averaged_lanes_follow_rank_0_through_copies_and_errors():
@@ -216,9 +203,20 @@ def test_averaged_lanes_follow_rank_0_through_copies_and_errors():
 @needs_mpi
 def test_ranks_write_one_file_in_the_order_of_the_prompts(infer, trained, tmp_path):
     write(tmp_path / "p", LINES * 3)
-    two = distgpt(*answering(trained), "two", "--stage", "mpi", ranks=2, cwd=tmp_path)
-    assert two.returncode == 0 and two.stderr.count("15 prompts") == 1, two.stderr
+    words = (
+        "infer",
+        "--threads",
+        "1",
+        "--weights",
+        trained / "weights.safetensors",
+        "--stage",
+        "mpi",
+        "--prompts",
+        "p",
+    )
+    two = distgpt(*words, "--out", "two", ranks=2, cwd=tmp_path)
+    assert two.returncode == 0 and two.stderr.count("15 prompts, ") == 1, two.stderr
     assert infer("--prompts", "p", "--out", "one").returncode == 0
     assert (tmp_path / "two").read_bytes() == (tmp_path / "one").read_bytes()
     (tmp_path / "p").write_text('{"prompt": 3}\n')
-    refused(distgpt(*answering(trained), "x", "--stage", "mpi", ranks=2, cwd=tmp_path), 65, "p, line 1")
+    refused(distgpt(*words, "--out", "x", ranks=2, cwd=tmp_path), 65, "p, line 1")

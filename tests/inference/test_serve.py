@@ -1,8 +1,8 @@
-"""`distgpt serve`: OpenAI's completions against the engine itself; errors; keys, hosts, origins; metrics."""
+"""`distgpt serve`: OpenAI's completions and chats against the engine itself; refusals; keys, hosts; metrics."""
 
 import json
 import re
-import time
+import socket
 from concurrent.futures import ThreadPoolExecutor
 from random import Random
 
@@ -10,19 +10,27 @@ import pytest
 
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
-from distgpt.core.base.errors import UsageError
+from chattemplates import settings
+from distgpt.core.base.errors import DataError, UsageError
 from distgpt.core.data.tokenizers import ByteTokenizer
 from distgpt.core.generate.engine import Engine, complete
 from distgpt.core.generate.engine_setup import slots_for
 from distgpt.core.generate.request import Request
 from distgpt.core.generate.sample import default_prompt
+from distgpt.corpora.chats.format import ChatFormat
 from distgpt.inference.serving.answers import Served
-from distgpt.inference.serving.completions import PARAMETERS, parse_body
+from distgpt.inference.serving.completions import PARAMETERS, parse_body, parse_chat
 from distgpt.inference.serving.limits import Limits, Refusal
 from distgpt.inference.serving.server import checked_key
-from serving import JSON, pieces, sample, server
+from families import write_family
+from serving import pieces, sample, server
 
 HOT = {"temperature": 0.9, "top_k": 40, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.1, "seed": 7}
+TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
+MESSAGES = [{"role": "system", "content": "Brief."}, {"role": "user", "content": "The harbour"}]
+ASKED = {TEXT: {"prompt": "The harbour"}, CHAT: {"messages": MESSAGES}}
+LIKELY = {TEXT: {"logprobs": 3}, CHAT: {"logprobs": True, "top_logprobs": 3}}
+both = pytest.mark.parametrize("path", ASKED)
 
 
 @pytest.fixture(scope="module")
@@ -31,75 +39,109 @@ def served():
         yield found
 
 
+def asked(served, path, **body):
+    """The body of an answer that must succeed."""
+    status, _, found = served.ask(path, {**ASKED[path], **body})
+    assert status == 200, found
+    return found
+
+
+def text_of(choice):
+    return choice["text"] if "text" in choice else choice["message"]["content"]
+
+
 def directly(prompt, **settings):
-    """What the engine itself makes of a prompt."""
+    """What the engine itself makes of a text, of tokens, or of the messages of a chat."""
     model, tokenizer = sample()
-    tokens = tokenizer.encode(prompt).tolist() if isinstance(prompt, str) else prompt
-    return complete(Engine(slots_for(model, 2), tokenizer), [Request(tokens, **settings)])[0]
+    if isinstance(prompt, str):
+        prompt = tokenizer.encode(prompt).tolist()
+    elif isinstance(prompt[0], dict):
+        chat = ChatFormat(tokenizer)
+        prompt, settings = chat.prompt(prompt), {"overflow": "stop", "stop": chat.stops, **settings}
+    return complete(Engine(slots_for(model, 2), tokenizer), [Request(prompt, **settings)])[0]
 
 
-def test_a_completion_is_what_the_engine_makes_of_it(served):
-    found = served.complete("The harbour", max_tokens=30, n=3, **HOT)
-    expected = directly("The harbour", max_new_tokens=30, n=3, **HOT, overflow="stop")
-    assert [choice["text"] for choice in found["choices"]] == [sample.text for sample in expected]
+@both
+def test_an_answer_is_what_the_engine_makes_of_it(served, path):
+    found = asked(served, path, max_tokens=30, n=3, **HOT)
+    (prompt,) = ASKED[path].values()
+    expected = directly(prompt, max_new_tokens=30, n=3, **HOT, overflow="stop")
+    assert [text_of(choice) for choice in found["choices"]] == [sample.text for sample in expected]
+    assert len({text_of(choice) for choice in found["choices"]}) == 3
     assert [choice["index"] for choice in found["choices"]] == [0, 1, 2]
     assert {choice["finish_reason"] for choice in found["choices"]} == {"length"}
     assert {choice["logprobs"] for choice in found["choices"]} == {None}
-    assert found["usage"] == {"prompt_tokens": 11, "completion_tokens": 90, "total_tokens": 101}
-    assert found["object"] == "text_completion" and found["model"] == "sample"
-    assert found["id"].startswith("cmpl-")
-    assert len({choice["text"] for choice in found["choices"]}) == 3
+    used = found["usage"]
+    assert used["completion_tokens"] == 90 and used["total_tokens"] == used["prompt_tokens"] + 90
+    assert found["model"] == "sample"
+    if path == TEXT:
+        assert used["prompt_tokens"] == 11
+        assert found["object"] == "text_completion" and found["id"].startswith("cmpl-")
+    else:
+        assert {choice["message"]["role"] for choice in found["choices"]} == {"assistant"}
+        assert found["object"] == "chat.completion" and found["id"].startswith("chatcmpl-")
 
 
-def test_a_stream_says_the_same_piece_by_piece(served):
-    settings = {"max_tokens": 25, "n": 2, "logprobs": 3, "echo": False, **HOT}
-    whole = served.complete(["The harbour", "A lamp"], **settings)
-    body = {"prompt": ["The harbour", "A lamp"], "stream": True, "stream_options": {"include_usage": True}}
-    status, headers, text = served.ask("/v1/completions", {**body, **settings})
+@pytest.mark.parametrize("path, more", [(TEXT, {"prompt": ["The harbour", "A lamp"]}), (CHAT, {})])
+def test_a_stream_says_the_same_piece_by_piece(served, path, more):
+    how = {**ASKED[path], **LIKELY[path], **more, "max_tokens": 12, "n": 2, **HOT}
+    whole = asked(served, path, **how)
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    status, headers, text = served.ask(path, {**how, **options})
     assert status == 200 and headers["content-type"] == "text/event-stream"
     *parts, last = pieces(text)
     assert last["choices"] == [] and last["usage"] == whole["usage"]
-    assert len(parts) == 100 and {part["usage"] for part in parts} == {None}
+    assert {part["usage"] for part in parts} == {None}
+    assert {part["object"] for part in parts} == {"text_completion" if path == TEXT else "chat.completion.chunk"}
     for choice in whole["choices"]:
         mine = [part["choices"][0] for part in parts if part["choices"][0]["index"] == choice["index"]]
-        assert "".join(part["text"] for part in mine) == choice["text"]
-        assert [part["finish_reason"] for part in mine] == [None] * 24 + ["length"]
+        said = [part.get("text") or part.get("delta", {}).get("content", "") for part in mine]
+        assert "".join(said) == text_of(choice)
+        assert [part["finish_reason"] for part in mine] == [None] * (len(mine) - 1) + ["length"]
         for name, values in choice["logprobs"].items():
-            assert [value for part in mine for value in part["logprobs"][name]] == values, name
+            parted = [each for part in mine for each in (part["logprobs"] or {}).get(name) or ()]
+            assert parted == (values or []), name
+        if path == TEXT:
+            assert len(mine) == 12
+        else:
+            assert [part["delta"].get("role") for part in mine] == ["assistant"] + [None] * (len(mine) - 1)
+            assert len(choice["logprobs"]["content"]) == 12
+            for each in choice["logprobs"]["content"]:
+                assert bytes(each["bytes"]).decode("utf-8", "ignore") in each["token"]
+                assert len(each["top_logprobs"]) == 3
+                assert each["logprob"] <= each["top_logprobs"][0]["logprob"]
 
 
 def test_logprobs_name_the_chosen_token_beside_the_likeliest(served):
-    how = {"max_tokens": 40, "logprobs": 1, "temperature": 3, "seed": 1}
-    said = served.complete("The harbour", **how)["choices"][0]["logprobs"]
+    said = asked(served, TEXT, max_tokens=40, logprobs=1, temperature=3, seed=1)["choices"][0]["logprobs"]
     assert {len(top) for top in said["top_logprobs"]} == {1, 2}
     assert all(token in top for token, top in zip(said["tokens"], said["top_logprobs"], strict=True))
 
 
-def test_echo_with_logprobs_scores_the_prompt_s_own_tokens(served):
+@pytest.mark.parametrize("new", [0, 1, 9])
+def test_echo_with_logprobs_scores_the_prompt_s_own_tokens(served, new):
     """As evaluation harnesses ask for it: with one token more or none, with the prompt as text or tokens."""
-    tokens = sample()[1].encode("The harbour").tolist()
-    wanted = {"echo": True, "logprobs": 2, "temperature": 0}
-    for new, prompt in ((0, "The harbour"), (1, tokens), (9, "The harbour")):
-        (expected,) = directly(prompt, max_new_tokens=new, logprobs=2, prompt_logprobs=True)
-        (found,) = served.complete(prompt, max_tokens=new, **wanted)["choices"]
-        assert found["text"] == "The harbour" + expected.text and found["finish_reason"] == "length"
-        said, scored = found["logprobs"], [*expected.prompt_likelihoods[1:], *(expected.likelihoods or ())]
-        assert said["token_logprobs"] == [None, *(each.logprob for each in scored)]
-        assert said["top_logprobs"][0] is None and len(said["top_logprobs"]) == 11 + new
-        for token, top, own in zip(said["tokens"][1:], said["top_logprobs"][1:], scored, strict=True):
-            assert top[token] == own.logprob
-            assert max(top.values()) == own.alternatives[0][1] and len(top) in (2, 3)
-        for token, offset in zip(said["tokens"], said["text_offset"], strict=True):
-            assert found["text"][offset : offset + len(token)] == token
-        body = {"prompt": prompt, "max_tokens": new, "stream": True, **wanted}
-        parts = [part["choices"][0] for part in pieces(served.ask("/v1/completions", body)[2])]
-        assert "".join(part["text"] for part in parts) == found["text"]
-        for name, values in said.items():
-            assert [value for part in parts for value in (part["logprobs"] or said)[name]] == values, name
-    several = served.complete(["A lamp", "The harbour"], max_tokens=0, n=2, **wanted)
+    prompt = "The harbour" if new != 1 else sample()[1].encode("The harbour").tolist()
+    wanted = {"echo": True, "logprobs": 2, "temperature": 0, "max_tokens": new}
+    (expected,) = directly(prompt, max_new_tokens=new, logprobs=2, prompt_logprobs=True)
+    (found,) = served.complete(prompt, **wanted)["choices"]
+    assert found["text"] == "The harbour" + expected.text and found["finish_reason"] == "length"
+    said, scored = found["logprobs"], [*expected.prompt_likelihoods[1:], *(expected.likelihoods or ())]
+    assert said["token_logprobs"] == [None, *(each.logprob for each in scored)]
+    assert said["top_logprobs"][0] is None and len(said["top_logprobs"]) == 11 + new
+    for token, top, own in zip(said["tokens"][1:], said["top_logprobs"][1:], scored, strict=True):
+        assert top[token] == own.logprob
+        assert max(top.values()) == own.alternatives[0][1] and len(top) in (2, 3)
+    for token, offset in zip(said["tokens"], said["text_offset"], strict=True):
+        assert found["text"][offset : offset + len(token)] == token
+    parts = [part["choices"][0] for part in pieces(served.ask(TEXT, {"prompt": prompt, "stream": True, **wanted})[2])]
+    assert "".join(part["text"] for part in parts) == found["text"]
+    for name, values in said.items():
+        assert [value for part in parts for value in (part["logprobs"] or said)[name]] == values, name
+    several = served.complete(["A lamp", "The harbour"], n=2, **{**wanted, "max_tokens": 0})
     assert [choice["text"] for choice in several["choices"]] == ["A lamp"] * 2 + ["The harbour"] * 2
-    assert several["choices"][2]["logprobs"] == several["choices"][3]["logprobs"]
-    assert several["choices"][3]["logprobs"]["token_logprobs"] == said["token_logprobs"][:11]
+    for choice in several["choices"][2:]:
+        assert choice["logprobs"]["token_logprobs"] == said["token_logprobs"][:11]
     assert several["usage"]["completion_tokens"] == 0
 
 
@@ -116,26 +158,30 @@ def test_prompts_are_texts_tokens_lists_of_both_or_nothing(served):
     assert served.complete("The harbour", echo=True, **same)["choices"][0]["text"] == "The harbour" + text
 
 
-def test_an_answer_does_not_wait_for_an_acknowledgement(served):
-    """Which clients delay by 40 ms, so that no more than 25 small requests a second would pass."""
-    connection, seconds = served.connect(), []
-    for _ in range(60):
-        begun = time.perf_counter()
-        connection.request("POST", "/v1/completions", b'{"prompt": "a", "max_tokens": 1}', JSON)
-        assert connection.getresponse().read()
-        seconds.append(time.perf_counter() - begun)
+def test_the_next_turn_gets_the_same_answer_from_what_was_kept(served):
+    (first,) = asked(served, CHAT, max_tokens=10, temperature=0)["choices"]
+    turns = [*MESSAGES, first["message"], {"role": "user", "content": "And?"}]
+    plain = [{"role": each["role"], "content": each["content"]} for each in turns]
+    (second,) = asked(served, CHAT, messages=turns, max_tokens=10, temperature=0)["choices"]
+    assert text_of(second) == directly(plain, max_new_tokens=10)[0].text
+
+
+def test_without_a_length_a_chat_s_answer_may_fill_the_context(served):
+    found = asked(served, CHAT, temperature=0, seed=1)
+    (choice,), text = found["choices"], text_of(found["choices"][0])
+    assert choice["finish_reason"] == "stop" or found["usage"]["total_tokens"] >= 128
+    (again,) = asked(served, CHAT, temperature=0, stop=[text[3:5]])["choices"]
+    assert text_of(again) == text[: text.index(text[3:5])] and again["finish_reason"] == "stop"
+
+
+def test_packets_are_sent_without_delay(served):
+    """Clients delay acknowledgements by 40 ms: no more than 25 small requests a second would pass."""
+    connection = served.connect()
+    connection.request("GET", "/health")
+    assert connection.getresponse().read()
+    for each in list(served.serving.server_state.connections):
+        assert each.transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
     connection.close()
-    assert sorted(seconds[30:])[5] < 0.03  # the first are acknowledged at once
-
-
-def test_the_separator_ends_a_completion_unless_it_is_to_be_ignored():
-    """As a model that has one ends a document by it."""
-    about = Served("it", ByteTokenizer(), 256, 64, 0)
-    about.tokenizer.separator = 65
-    (request,) = parse_body(b'{"prompt": "a", "stop": "b"}', about, Limits()).requests
-    assert request.stop == ("b",) and request.ends == (65,)
-    (request,) = parse_body(b'{"prompt": "a", "ignore_eos": true}', about, Limits()).requests
-    assert request.ends == ()
 
 
 def test_past_the_context_a_completion_ends_unless_it_may_go_on(served):
@@ -144,7 +190,7 @@ def test_past_the_context_a_completion_ends_unless_it_may_go_on(served):
     assert served.complete("x" * 100, max_tokens=100)["usage"]["completion_tokens"] == 29
     assert served.complete("x" * 100, max_tokens=60, overflow="shift")["usage"]["completion_tokens"] == 60
     long = {"prompt": "x" * 300, "max_tokens": 5}
-    status, _, said = served.ask("/v1/completions", long)
+    status, _, said = served.ask(TEXT, long)
     assert status == 400 and said["error"]["code"] == "context_length_exceeded"
     assert "128" in said["error"]["message"] and "300" in said["error"]["message"]
     assert served.complete(**long, overflow="shift", temperature=0)["usage"]["prompt_tokens"] == 300
@@ -165,38 +211,60 @@ def test_seeds_make_sampling_repeatable_whoever_shares_the_batch(served):
 
 
 WRONG = [
-    (b"", 400, "JSON"),
-    (b"[1]", 400, "object"),
-    (b"\xff{}", 400, "UTF-8"),
-    (b'{"prompt": "a", "prompt": "b"}', 400, "twice"),
-    (b'{"temperature": NaN}', 400, "NaN"),
-    (b'{"prompt": "\\ud800"}', 400, "UTF-8"),
-    (b"[" * 100_000, 400, "deep"),
-    ({"prompt": ""}, 400, "empty"),
-    ({"prompt": ["a", 1]}, 400, "mixes"),
-    ({"prompt": [256]}, 400, "256"),
-    ({"prompt": ["a"] * 65, "n": 2}, 400, "samples"),
-    ({"max_tokens": 4096, "n": 128, "logprobs": 2}, 400, "1,048,576"),
-    ({"max_tokens": -1}, 400, "max_tokens"),
-    ({"max_tokens": 5000}, 400, "at most 4096"),
-    ({"temperature": -1}, 400, "temperature"),
-    ({"prompt": "a" * 300, "logprobs": 1, "echo": True, "overflow": "shift"}, 400, "leave out logprobs"),
-    ({"prompt": ["a" * 100] * 128, "max_tokens": 400, "logprobs": 20, "echo": True}, 400, "1,347,200"),
-    ({"stop": "a" * 300}, 400, "stop"),
-    ({"stream": "yes"}, 400, "stream"),
-    ({"overflow": "wrap"}, 400, "overflow"),
-    ({"best_of": 3}, 400, "best_of"),
-    ({"max_token": 3}, 400, "did you mean 'max_tokens'"),
-    ({"model": "gpt-5"}, 404, "gpt-5"),
+    (TEXT, b"", 400, "JSON"),
+    (TEXT, b"[1]", 400, "object"),
+    (TEXT, b"\xff{}", 400, "UTF-8"),
+    (TEXT, b'{"prompt": "a", "prompt": "b"}', 400, "twice"),
+    (TEXT, b'{"temperature": NaN}', 400, "NaN"),
+    (TEXT, b'{"prompt": "\\ud800"}', 400, "UTF-8"),
+    (TEXT, b"[" * 100_000, 400, "deep"),
+    (TEXT, {"prompt": ""}, 400, "empty"),
+    (TEXT, {"prompt": ["a", 1]}, 400, "mixes"),
+    (TEXT, {"prompt": [256]}, 400, "256"),
+    (TEXT, {"prompt": ["a"] * 65, "n": 2}, 400, "samples"),
+    (TEXT, {"max_tokens": 4096, "n": 128, "logprobs": 2}, 400, "1,048,576"),
+    (TEXT, {"max_tokens": -1}, 400, "max_tokens"),
+    (TEXT, {"max_tokens": 5000}, 400, "at most 4096"),
+    (TEXT, {"temperature": -1}, 400, "temperature"),
+    (TEXT, {"prompt": "a" * 300, "logprobs": 1, "echo": True, "overflow": "shift"}, 400, "leave out logprobs"),
+    (TEXT, {"prompt": ["a" * 100] * 128, "max_tokens": 400, "logprobs": 20, "echo": True}, 400, "1,347,200"),
+    (TEXT, {"stop": "a" * 300}, 400, "stop"),
+    (TEXT, {"stream": "yes"}, 400, "stream"),
+    (TEXT, {"overflow": "wrap"}, 400, "overflow"),
+    (TEXT, {"best_of": 3}, 400, "best_of"),
+    (TEXT, {"max_token": 3}, 400, "did you mean 'max_tokens'"),
+    (TEXT, {"model": "gpt-5"}, 404, "gpt-5"),
+    (CHAT, {"messages": None}, 400, "messages must be a list"),
+    (CHAT, {"messages": [{"role": "robot", "content": "a"}]}, 400, "the role 'robot' is unknown"),
+    (CHAT, {"messages": [{"role": "user", "content": "x" * 500}]}, 400, "context is 128 tokens"),
+    (CHAT, {"prompt": "a"}, 400, "unrecognized request argument: 'prompt'"),
+    (CHAT, {"top_logprobs": 3}, 400, "needs logprobs"),
+    (CHAT, {"logprobs": 3}, 400, "logprobs is 3"),
+    (CHAT, {"tools": [{"type": "function"}]}, 400, "tools is not supported"),
+    (CHAT, {"response_format": {"type": "json_object"}}, 400, "response_format is not supported"),
+    (CHAT, {"max_tokens": 0}, 400, "max_tokens is 0"),
+    (CHAT, {"n": 1000}, 400, "n is 1000"),
+    (CHAT, {"model": "other"}, 404, "other"),
+    ("/tokenize", {"prompt": 3}, 400, "prompt"),
+    ("/tokenize", {"text": "a"}, 400, "text"),
+    ("/detokenize", {"tokens": "a"}, 400, "tokens"),
+    ("/detokenize", {"tokens": [1 << 20]}, 400, "256"),
 ]
 
 
-@pytest.mark.parametrize(("body", "status", "word"), WRONG)
-def test_what_makes_no_sense_is_refused_in_openais_shape(served, body, status, word):
-    found, _, said = served.ask("/v1/completions", body if isinstance(body, bytes) else {"prompt": "a", **body})
+@pytest.mark.parametrize(("path", "body", "status", "word"), WRONG, ids=lambda value: str(value)[:40])
+def test_bodies_that_make_no_sense_are_refused_in_openais_shape(served, path, body, status, word):
+    found, _, said = served.ask(path, body if isinstance(body, bytes) else {**ASKED.get(path, {}), **body})
     assert found == status and set(said) == {"error"}, said
     assert set(said["error"]) == {"message", "type", "param", "code"}
     assert said["error"]["type"] == "invalid_request_error" and word in said["error"]["message"]
+    assert "messages" not in str(body) or said["error"]["param"] == "messages"
+    assert status != 404 or said["error"]["code"] == "model_not_found"
+
+
+def test_parameters_that_change_nothing_are_accepted(served):
+    same = {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "user": "me", "store": True}
+    assert asked(served, CHAT, max_tokens=1, **same)["choices"]
 
 
 def test_whatever_comes_is_understood_or_refused():
@@ -219,6 +287,44 @@ def test_whatever_comes_is_understood_or_refused():
     assert 160 < refused < 970
 
 
+def test_the_separator_ends_a_completion_unless_it_is_to_be_ignored():
+    """As a model that has one ends a document by it."""
+    about = Served("it", ByteTokenizer(), 256, 64, 0)
+    about.tokenizer.separator = 65
+    (request,) = parse_body(b'{"prompt": "a", "stop": "b"}', about, Limits()).requests
+    assert request.stop == ("b",) and request.ends == (65,)
+    (request,) = parse_body(b'{"prompt": "a", "ignore_eos": true}', about, Limits()).requests
+    assert request.ends == ()
+
+
+def test_a_model_s_own_template_and_its_end_are_used(tmp_path):
+    chat = ChatFormat(write_family(tmp_path / "model", "llama3", **settings("llama3")))
+    about, messages = Served("it", chat.tokenizer, chat.tokenizer.size, 64, 0, chat), MESSAGES[1:]
+    request, ignoring = (
+        parse_chat(json.dumps({"messages": messages, **more}).encode(), about, Limits()).requests[0]
+        for more in ({}, {"ignore_eos": True})
+    )
+    assert request.prompt == chat.prompt(messages) and request.reuse
+    assert chat.tokenizer.specials["<|eot_id|>"] in request.ends and request.stop == ()
+    assert request.max_new_tokens == 64 - len(request.prompt)
+    assert ignoring.ends == ()
+    broken = Served("it", chat.tokenizer, 256, 64, 0, DataError("the model's chat template: no"))
+    with pytest.raises(Refusal) as refusal:
+        parse_chat(b'{"messages": []}', broken, Limits())
+    assert "does not chat: the model's chat template: no" in refusal.value.text
+
+
+def test_texts_become_tokens_and_texts_again(served):
+    status, _, about = served.ask("/tokenizer_info")
+    assert status == 200 and {"bos_token", "eos_token", "chat_template"} <= about.keys()
+    for text in ("The lamp", "The lamp. " * 1000, "a\0b", "", None):
+        said = served.ask("/tokenize", {"prompt": text, "add_special_tokens": False})[2]
+        assert said["tokens"] == sample()[1].encode(text or "").tolist() and said["count"] == len(said["tokens"])
+        assert said["max_model_len"] == 128
+        if len(said["tokens"]) < 100:
+            assert served.ask("/detokenize", {"tokens": said["tokens"]})[2] == {"prompt": text or ""}
+
+
 def test_the_models_are_listed(served):
     status, _, found = served.ask("/v1/models")
     assert status == 200 and [model["id"] for model in found["data"]] == ["sample"]
@@ -228,11 +334,11 @@ def test_the_models_are_listed(served):
     assert served.ask("/health")[2] == {"status": "ok"}
 
 
-def test_what_there_is_not(served):
-    for path, status in (("/nothing", 404), ("/v1/completions", 405)):
-        found, headers, said = served.ask(path, method="GET")
-        assert found == status and path in said["error"]["message"]
-    assert headers["allow"] == "POST"
+@pytest.mark.parametrize("path, status", [("/nothing", 404), (TEXT, 405)])
+def test_paths_and_methods_that_there_are_not(served, path, status):
+    found, headers, said = served.ask(path, method="GET")
+    assert found == status and path in said["error"]["message"]
+    assert headers.get("allow") == ("POST" if status == 405 else None)
 
 
 def test_the_page_may_run_what_is_in_it_and_nothing_else(served):

@@ -141,7 +141,7 @@ class BatchedSlots:
         self.model, self.count, self.length = model, count, model.config.seq_len
         self.can_drop = not model.config.has_position_vectors
         k, padded = model.kernels, model.config.padded_vocab
-        self._cache = k.zeros(*cache_shape(model.config, count))
+        self.cache = k.zeros(*cache_shape(model.config, count))
         # Recorded passes keep their memory. Prompts need separate memory, which is replaced for a longer
         # prompt.
         self._decoding = Pass(model, count, 1, training=False, workers=1)
@@ -175,11 +175,11 @@ class BatchedSlots:
         return np.stack(found) if found else np.zeros((0, vocab), np.float32)
 
     def copy(self, source: int, target: int, length: int) -> None:
-        self.model.kernels.move_cached(self._cache, target, source, 0, length, None)
+        self.model.kernels.move_cached(self.cache, target, source, 0, length, None)
 
     def drop(self, slot: int, count: int, kept: int) -> None:
         check_drop(self, slot, count, kept)
-        self.model.kernels.move_cached(self._cache, slot, slot, count, kept, self.model.positions.angles)
+        self.model.kernels.move_cached(self.cache, slot, slot, count, kept, self.model.positions.angles)
 
     # -- decoding
 
@@ -188,7 +188,7 @@ class BatchedSlots:
         rows = min(1 << (len(some) - 1).bit_length(), self.count)
         if rows not in self._batches:
             work = self._decoding.reshaped(rows, 1)
-            self._batches[rows] = _Batch(self.model, work, self._cache, self._decoded[:rows])
+            self._batches[rows] = _Batch(self.model, work, self.cache, self._decoded[:rows])
         batch = self._batches[rows]
         inputs = np.zeros((3, rows), np.int32)
         inputs[2] = -1  # padding rows have no slot
@@ -234,7 +234,7 @@ class BatchedSlots:
         scored = [self._scored_rows(each) for each in some]
         most = sum(each.wanted for each in some) + max(scored, default=0)
         if most > len(self._logits):
-            self._logits = k.zeros(_rounded(most), padded)
+            self._logits = k.zeros(rounded_rows(most), padded)
         end = 0
         for each, rows in zip(some, scored, strict=True):
             hidden, length = self._hidden(each), len(each.tokens)
@@ -255,15 +255,15 @@ class BatchedSlots:
         if rows > self._longest.n_rows:
             self._longest = Pass(self.model, 1, rows, training=False, workers=1)
         work = self._longest if rows == self._longest.n_rows else self._longest.reshaped(1, rows)
-        return work.forward(k.integers(tokens), self._cache, self._start, self._slot)
+        return work.forward(k.integers(tokens), self.cache, self._start, self._slot)
 
     def _rows_of(self, some: Feed) -> int:
         """Return the padded number of tokens, limited by the context."""
-        return min(_rounded(len(some.tokens)), self.length - some.start)
+        return min(rounded_rows(len(some.tokens)), self.length - some.start)
 
     def _scored_rows(self, some: Feed) -> int:
         room = self._rows_of(some) - len(some.tokens) + some.wanted
-        return min(_rounded(some.wanted), room) if some.wanted else 0
+        return min(rounded_rows(some.wanted), room) if some.wanted else 0
 
 
 class _Batch:
@@ -308,7 +308,7 @@ class _Batch:
         self._draw()
 
 
-def _rounded(rows: int) -> int:
+def rounded_rows(rows: int) -> int:
     """Round more than FEW rows up to a power of two or, from ALIKE on, to a multiple of it."""
     if rows <= FEW:
         return rows

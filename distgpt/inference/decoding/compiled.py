@@ -76,8 +76,8 @@ class CompiledSlots:
         self.count, self.length, self.can_drop = count, config.seq_len, not config.has_position_vectors
         self._kind = decode.kind_of(config)
         cached = _cache_dtype(kernels)
-        self._cache = cache_of(config, count, cached)
-        rows = _rows(packing, config, _most_rows(config, count))
+        self.cache = cache_of(config, count, cached)
+        rows = _rows(packing, config, most_rows(config, count))
         self._most = len(rows.s)
         layers = weights.qkv, weights.out, weights.gates, weights.fc, weights.proj
         elements = weights.head.size + sum(layer.w.size for layer in layers)
@@ -87,7 +87,7 @@ class CompiledSlots:
         most = self._most
         self._inputs = decode.Inputs(zeros(most), feeds=zeros((most, 5)), wanted=zeros(most))
         self._counter = counters(1, self._pool.threads)[0]
-        shared = self._kind, weights, rows, self._cache, self._inputs
+        shared = self._kind, weights, rows, self.cache, self._inputs
         members = range(self._pool.threads)
         self._fixed = [
             PackedArgs(decode.Fixed(*shared, thread_scratch(config, cached), self._counter)) for _ in members
@@ -111,12 +111,12 @@ class CompiledSlots:
         return logits
 
     def copy(self, source: int, target: int, length: int) -> None:
-        copy_slot(self._cache, source, target, length)
+        copy_slot(self.cache, source, target, length)
 
     def drop(self, slot: int, count: int, kept: int) -> None:
         check_drop(self, slot, count, kept)
-        layers, _, heads = self._cache.keys.shape[:3]
-        self._pool.split_range(layers * heads, 1, shift_cache, self._cache, slot, *self._angles, count, kept)
+        layers, _, heads = self.cache.keys.shape[:3]
+        self._pool.split_range(layers * heads, 1, shift_cache, self.cache, slot, *self._angles, count, kept)
 
     def _walk(self, part: Sequence[Feed], logits: Array) -> None:
         tokens: list[int] = []
@@ -140,7 +140,7 @@ class CompiledSlots:
             raise RuntimeError(f"{decode.decode} has failed")
 
 
-def _most_rows(config: ModelConfig, count: int) -> int:
+def most_rows(config: ModelConfig, count: int) -> int:
     """Return how many rows fit in ROOM, but at least one per slot, so that one call decodes all slots."""
     row = 4 * (config.n_embd + config.qkv_width + config.attention_width + 2 * config.hidden)
     return min(ROWS, max(count, min(ROOM // row, config.seq_len)))

@@ -5,6 +5,8 @@ import pytest
 from distgpt.core.base.errors import UsageError
 from distgpt.core.generate.request import Request, Sampling
 from distgpt.core.generate.sampling import candidates, choose, likeliest, likelihood, uniform
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 
 def by_definition(scores, how):
@@ -21,24 +23,24 @@ def by_definition(scores, how):
     return out
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("vocab", [1, 5, 4001])
-def test_what_may_come_next_is_what_the_definition_leaves(vocab, dtype):
-    random = np.random.default_rng(vocab)
-    for turn in range(60):
-        scores = (3 * random.standard_normal(vocab)).astype(dtype)
-        if turn % 2:
-            scores = np.round(scores)  # many that are equal
-        how = Sampling(
-            temperature=float(random.choice([0.3, 1, 2.7])),
-            top_k=int(random.choice([0, 1, 3, 700, 9000])),
-            top_p=float(random.choice([1, 0.999, 0.9, 0.5, 1e-9])),
-            min_p=float(random.choice([0, 0.01, 0.4, 1])),
-        )
-        tokens, p = candidates(scores, how)
-        found = np.zeros(vocab)
-        found[slice(None) if tokens is None else tokens] = p / p.sum()
-        np.testing.assert_allclose(found, by_definition(scores, how), atol=1e-6, err_msg=str(how))
+SAMPLINGS = st.builds(
+    Sampling,
+    temperature=st.sampled_from([0.3, 1.0, 2.7]),
+    top_k=st.sampled_from([0, 1, 3, 700, 9000]),
+    top_p=st.sampled_from([1.0, 0.999, 0.9, 0.5, 1e-9]),
+    min_p=st.sampled_from([0.0, 0.01, 0.4, 1.0]),
+)
+
+
+@given(st.integers(0, 99), st.sampled_from([1, 5, 4001]), st.sampled_from(["f4", "f8"]), st.booleans(), SAMPLINGS)
+@settings(max_examples=200)
+def test_candidates_are_what_the_definition_leaves(seed, vocab, dtype, equal, how):
+    scores = (3 * np.random.default_rng(seed).standard_normal(vocab)).astype(dtype)
+    scores = np.round(scores) if equal else scores
+    tokens, p = candidates(scores, how)
+    found = np.zeros(vocab)
+    found[slice(None) if tokens is None else tokens] = p / p.sum()
+    np.testing.assert_allclose(found, by_definition(scores, how), atol=1e-6)
 
 
 def test_frequencies_follow_the_softmax_whose_tail_is_cut():

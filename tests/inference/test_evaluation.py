@@ -1,22 +1,30 @@
-"""Benchmarks in files as their authors publish them: what is asked, what is found, what is refused."""
+"""Benchmarks as their authors publish them, and losses of spans and validation, against all logits."""
 
 import csv
 import json
+import math
+from dataclasses import replace
 
 import distgpt
 import numpy as np
 import pytest
 from distgpt.commands.cli import cli
 from distgpt.commands.generate import BENCHMARKS
-from distgpt.core.base.errors import DataError, DistgptError
+from distgpt.core.base.errors import DataError, DistgptError, UsageError
+from distgpt.core.base.files import bundled
 from distgpt.core.comm.api import SerialComm
 from distgpt.core.config import ModelConfig
 from distgpt.core.cpu.kernels import CpuKernels
+from distgpt.core.cpu.stages import open_stage
+from distgpt.core.data.batches import ArrayTokens, windows_of
+from distgpt.core.data.textfile import read_text, resolve_data
 from distgpt.core.data.tokenizers import load_tokenizer
 from distgpt.core.model.model import Architecture, Model
-from distgpt.core.saved.modelfile import load_model
-from distgpt.core.train.assessment import Scorer, Span
+from distgpt.core.saved.modelfile import load_model, read_description
+from distgpt.core.train import assessment
+from distgpt.core.train.assessment import Scorer, Span, Validation
 from distgpt.inference.evaluation.benchmark import LINES, Benchmark, Question, likelihoods, read_questions
+from distgpt.inference.evaluation.evaluate import evaluate
 from foreignmodels import exported_model, shape
 from threadranks import on_all_ranks
 
@@ -118,21 +126,29 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("name", LINES)
-def test_what_is_wrong_is_named_with_its_line(tmp_path, name):
-    example, message = WRONG[name]
+@pytest.mark.parametrize(
+    "name, example, message",
+    [
+        *((name, *wrong) for name, wrong in WRONG.items()),
+        *(("piqa", {"goal": text, "sol1": "b", "sol2": "c", "answer": 0}, "goal") for text in ("", " ", 5, None)),
+        *(("piqa", {"goal": "a", "sol1": "b", "sol2": "c", "answer": at}, "answer is") for at in (2, True, 0.0, "A")),
+    ],
+)
+def test_what_is_wrong_is_named_with_its_line(tmp_path, name, example, message):
     path = PUBLISHED[name](tmp_path)[0]
     with path.open("a") as file:
         file.write(f"\n{json.dumps(example)}\n")
     with pytest.raises(DataError, match=rf"{path}, line \d: .*{message}"):
         read_questions(name, path)
-    path.write_text('{"text": ')
-    with pytest.raises(DataError, match="line 1: this is no JSON"):
-        read_questions(name, path)
-    path.write_text("\n")
-    path.with_name(path.stem + "-labels.lst").unlink(missing_ok=True)
-    with pytest.raises(DataError, match="holds no questions"):
-        read_questions(name, path)
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_files_without_questions_are_refused(tmp_path, name):
+    path = tmp_path / "file"
+    for text, message in (('{"text": ', "line 1: this is no JSON"), ("\n", "holds no questions")):
+        path.write_text(text)
+        with pytest.raises(DataError, match=message):
+            read_questions(name, path)
 
 
 def test_answers_beyond_the_questions_and_folders_of_another_kind_are_refused(tmp_path):
@@ -154,8 +170,8 @@ def test_answers_beyond_the_questions_and_folders_of_another_kind_are_refused(tm
 # What a model finds likeliest
 
 
-def model(dtype="float64"):
-    made = Model(Architecture(CONFIG), CpuKernels(dtype, 1))
+def model(config=CONFIG, dtype="float64"):
+    made = Model(Architecture(config), CpuKernels(dtype, 1))
     made.initialise(1)
     return made
 
@@ -172,8 +188,8 @@ def random_spans(gpt):
     """Some share all but the last token; one in four is what the model would write."""
     draw = np.random.default_rng(3)
     spans = []
-    for i in range(60):
-        ids = draw.integers(0, 256, 2 + i % 37)
+    for i in range(24):
+        ids = draw.integers(0, 256, 2 + 3 * i % 37)
         if i % 4 == 0:
             ids[-1] = gpt.logits(ids[None, :-1])[0, -1].argmax()
         spans += [Span(np.append(ids[:-1], last), len(ids) - 1) for last in (ids[-1], i, 7)]
@@ -185,7 +201,7 @@ def test_likelihoods_are_those_of_all_logits_on_any_number_of_ranks(monkeypatch)
     gpt = distgpt.init(CONFIG, seed=1, dtype="float64")
     spans = random_spans(gpt)
     expected = np.array([plain(gpt, span) for span in spans], float)
-    assert 10 < expected[:, 1].sum() < len(spans)
+    assert 4 < expected[:, 1].sum() < len(spans)
     monkeypatch.setattr("distgpt.core.train.assessment.AT_A_TIME", 300)
     monkeypatch.setattr("distgpt.inference.evaluation.benchmark.AT_ONCE", 5)
     seen = []
@@ -215,12 +231,17 @@ def asked(texts, right):
 
 
 def test_a_word_counts_if_greedy_decoding_gives_it():
-    likeliest = chr(GPT.logits(np.array([list(b"the ")]))[0, -1].argmax() % 128)
-    questions = [Question([("the", f" {word}")], 0) for word in (likeliest, "zebra")]
-    benchmark = Benchmark(questions, BYTES, 700)
-    expected = [plain(GPT, span) for span in benchmark.spans]
-    found = benchmark.measure(Scorer(model(), SerialComm()))
-    assert found["acc"] == np.mean([greedy for _, greedy in expected])
+    """Of a tokenizer whose second word is what the model finds likeliest after the first."""
+    kinds = ["the", "zebra", *(f"word{i}" for i in range(14))]
+    tokenizer = load_tokenizer("word", " ".join(kinds))
+    gpt = distgpt.init(replace(CONFIG, vocab_size=tokenizer.size), seed=1, dtype="float64")
+    start = tokenizer.encode_prompt("the")
+    likeliest = tokenizer.decode([int(gpt.logits(np.array([start]))[0, -1].argmax())])
+    words = [likeliest.strip(), next(kind for kind in kinds if kind != likeliest.strip())]
+    benchmark = Benchmark([Question([("the", f" {word}")], 0) for word in words], tokenizer, 700)
+    expected = [plain(gpt, span) for span in benchmark.spans]
+    found = benchmark.measure(Scorer(model(config=gpt.config), SerialComm()))
+    assert found["acc"] == 0.5 == np.mean([greedy for _, greedy in expected])
     assert found["perplexity"] == pytest.approx(np.exp(np.mean([loss for loss, _ in expected])))
 
 
@@ -236,26 +257,30 @@ def test_only_the_answer_counts_and_a_long_beginning_loses_its_own():
         Benchmark([Question([("", " b")], 0)], BYTES, 5)
 
 
+MODEL = shape(256, 700, 2, 6, 36, n_kv_head=2, norm="rmsnorm", mlp="swiglu", positions="rope", bias=False)
+
+
 def test_the_command_measures_each_of_them(tmp_path, capsys):
     exported_model(tmp_path / "model", MODEL)
-    weights = tmp_path / "ours.safetensors"
+    words, counts = ["eval", "--weights", tmp_path / "ours.safetensors", "--threads", 1], {}
     for name, write in PUBLISHED.items():
         (tmp_path / name).mkdir()
         path, questions = write(tmp_path / name)
-        words = ["eval", "--weights", weights, f"--{name.replace('_', '-')}", path, "--threads", 1]
-        cli.main([*map(str, words), "--json"], standalone_mode=False)
-        found = json.loads(capsys.readouterr().out)
-        assert found[f"{name}_examples"] == len(questions) and 0 <= found[f"{name}_acc"] <= 1
+        words += [f"--{name.replace('_', '-')}", path]
+        counts[f"{name}_examples"] = len(questions)
+    cli.main([*map(str, words), "--json"], standalone_mode=False)
+    found = json.loads(capsys.readouterr().out)
+    assert {key: value for key, value in found.items() if key.endswith("_examples")} == counts
+    for name in PUBLISHED:
+        assert 0 <= found[f"{name}_acc"] <= 1
         assert (f"{name}_acc_norm" in found) == (name in ("hellaswag", "arc_easy", "arc_challenge", "piqa"))
         assert (f"{name}_perplexity" in found) == (name == "lambada")
-        cli.main(list(map(str, words)), standalone_mode=False)
-        assert f"{name} " in capsys.readouterr().out
     assert PUBLISHED.keys() == BENCHMARKS.keys() and set(found["mmlu_subjects"]) == {"high_school_art", "law"}
+    cli.main(list(map(str, words)), standalone_mode=False)
+    said = capsys.readouterr().out
+    assert all(f"{name} " in said for name in PUBLISHED)
     with pytest.raises(DistgptError, match=r"none.jsonl cannot be read"):
-        cli.main(["eval", "--weights", str(weights), "--piqa", str(tmp_path / "none.jsonl")], standalone_mode=False)
-
-
-MODEL = shape(256, 700, 2, 6, 36, n_kv_head=2, norm="rmsnorm", mlp="swiglu", positions="rope", bias=False)
+        cli.main(["eval", "--weights", str(words[2]), "--piqa", str(tmp_path / "none.jsonl")], standalone_mode=False)
 
 
 @pytest.mark.peer
@@ -276,3 +301,76 @@ def test_every_answer_is_as_likely_as_transformers_says(tmp_path):
             expected = -likely.gather(1, ids[0, span.first :, None]).sum()
             assert abs(loss - float(expected)) < 1e-4, (name, loss, expected)
             assert greedy == bool((logits.argmax(-1) == ids[0, span.first :]).all())
+
+
+# Spans and validation
+
+
+SMALL = ModelConfig(vocab_size=61, seq_len=48, n_layer=2, n_head=2, n_embd=16)
+RANDOM = np.random.default_rng(0)
+IDS = RANDOM.integers(0, 61, 2000).astype(np.uint16)
+LENGTHS = [2, 49, 7, 33, 34, 12, 49, 3, 20, 48]
+SPANS = [Span(IDS[i * 50 :][:length], 1 + i % (length - 1)) for i, length in enumerate(LENGTHS)]
+
+
+def plain_sum(span):
+    return plain(distgpt.init(SMALL, seed=1, dtype="float64"), span)[0]
+
+
+def test_a_span_costs_what_its_predictions_cost_however_many_go_together(monkeypatch):
+    expected = [plain_sum(span) for span in SPANS]
+    for together in (assessment.AT_A_TIME, 1):
+        monkeypatch.setattr(assessment, "AT_A_TIME", together)
+        sums = Scorer(model(SMALL), SerialComm()).sums(SPANS)
+        np.testing.assert_allclose(sums, expected, rtol=1e-10, err_msg=f"{together} tokens at a time")
+
+
+def test_any_number_of_ranks_finds_the_same_bits(monkeypatch):
+    monkeypatch.setattr("distgpt.core.train.assessment.AT_A_TIME", 100)  # several batches
+    many = [Span(IDS[i : i + 2 + i % 47]) for i in range(0, 1900, 7)]
+    for dtype in ("float32", "float64"):
+        expected = Scorer(model(SMALL, dtype), SerialComm()).sums(many)
+        for sums in on_all_ranks(3, lambda comm, dtype=dtype: Scorer(model(SMALL, dtype), comm).sums(many)):
+            np.testing.assert_array_equal(sums, expected, dtype)
+
+
+def test_validation_predicts_every_token_once():
+    for most, count in ((0, 1999), (100, 100), (1, 1), (5000, 1999)):
+        validation = Validation(windows_of(ArrayTokens(IDS), 48, most))
+        predicted = np.concatenate([span.ids[1:] for span in validation.spans])
+        np.testing.assert_array_equal(predicted, IDS[1 : count + 1])
+        loss = validation.measure(Scorer(model(SMALL), SerialComm()))
+        assert validation.count == count and 3 < loss < 6
+        expected = sum(plain_sum(span) for span in validation.spans[:3])
+        assert Scorer(model(SMALL), SerialComm()).sums(validation.spans[:3]).sum() == pytest.approx(expected)
+
+
+def test_the_predicted_text_is_as_long_as_it_is_written():
+    wide = "a é€😀 b, é€😀 a."
+    for kind, text in (("byte", wide), ("char", wide), ("word", "a cat, a dog.")):
+        tokenizer = load_tokenizer(kind, text)
+        for window in (1, 2, 3, 7):
+            validation = Validation(windows_of(ArrayTokens(tokenizer.encode(text)), window))
+            size = validation.count / validation.bits_per_byte(math.log(2), tokenizer)
+            assert size == pytest.approx(len(text[1:].encode())), (kind, window)
+    ids = np.array([60, 97, 98, 60, 99], np.uint16)
+    tokenizer = load_tokenizer("byte", "")
+    tokenizer.separator = 60  # which is no text
+    assert Validation(windows_of(ArrayTokens(ids), 2)).bits_per_byte(math.log(2), tokenizer) == pytest.approx(4 / 3)
+    assert Validation(windows_of(ArrayTokens(ids[[0, 3]]), 2)).bits_per_byte(1.0, tokenizer) is None
+
+
+def test_an_evaluation_counts_bits_by_the_byte(capsys):
+    sample = bundled("weights", "sample.safetensors")
+    tokenizer = read_description(sample).tokenizer
+    ids = tokenizer.encode(read_text(resolve_data("story")))[:301]
+    length = len(tokenizer.decode(ids).encode()) - len(tokenizer.decode(ids[:1]).encode())
+    found = evaluate(open_stage("serial", 1), sample, "story", val_tokens=300)
+    assert found["val_tokens"] == 300 and 0.5 < found["val_loss"] < 5
+    assert found["perplexity"] == pytest.approx(2.718281828 ** found["val_loss"])
+    assert found["bits_per_byte"] == pytest.approx(found["val_loss"] / 0.693147181 * 300 / length)
+    words = f"eval --weights {sample} --val story --val-tokens 300 --threads 1 --json"
+    cli.main(words.split(), standalone_mode=False)
+    assert json.loads(capsys.readouterr().out) == found
+    with pytest.raises(UsageError, match="nothing to evaluate: give --val, or a benchmark"):
+        cli.main(["eval", "--weights", "any"], standalone_mode=False)

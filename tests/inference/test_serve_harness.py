@@ -1,4 +1,4 @@
-"""The tokenizer over HTTP, and what evaluation harnesses ask: the same scores as `distgpt eval` has."""
+"""Requests of evaluation harnesses: the same scores as `distgpt eval` has."""
 
 import json
 import os
@@ -46,27 +46,6 @@ def questions(folder):
             file.write(json.dumps({"question": asked, "answerKey": str(draw.choice(list("ABCD")))}) + "\n")
     model, tokenizer = sample()
     return path, Benchmark(read_questions("arc_easy", path), tokenizer, 128), Scorer(model, SerialComm())
-
-
-def test_texts_become_tokens_and_texts_again():
-    with server() as found:
-        status, _, about = found.ask("/tokenizer_info")
-        assert status == 200 and {"bos_token", "eos_token", "chat_template"} <= about.keys()
-        _, _, said = found.ask("/tokenize", {"prompt": "The lamp", "add_special_tokens": False})
-        assert said["tokens"] == sample()[1].encode("The lamp").tolist() and said["count"] == len(said["tokens"])
-        assert said["max_model_len"] == 128
-        assert found.ask("/detokenize", {"tokens": said["tokens"]})[2] == {"prompt": "The lamp"}
-        for text in ("The lamp. " * 1000, "a\0b", "", None):
-            found_ids = found.ask("/tokenize", {"prompt": text, "add_special_tokens": False})[2]["tokens"]
-            assert found_ids == sample()[1].encode(text or "").tolist()
-        for path, body in (
-            ("/tokenize", {"prompt": 3}),
-            ("/tokenize", {"text": "a"}),
-            ("/detokenize", {"tokens": "a"}),
-            ("/detokenize", {"tokens": [1 << 20]}),
-        ):
-            status, _, said = found.ask(path, body)
-            assert status == 400 and said["error"]["message"], (path, body)
 
 
 def test_a_harness_finds_the_likelihoods_of_eval(tmp_path):
