@@ -3,6 +3,7 @@
 import functools
 from pathlib import Path
 
+import numpy as np
 import pytest
 from distgpt.core.data.textfile import read_text, resolve_data
 from distgpt.core.data.tokenizers import load_tokenizer
@@ -22,3 +23,14 @@ def gpt2():
 @functools.cache
 def small():
     return learn_bpe([STORY], size=400, min_frequency=2, separator="last")
+
+
+def filled(batches, step, rows):
+    """A batch's inputs and targets."""
+    both = np.full((2, rows.stop - rows.start, batches.seq_len), -1, np.int32)
+    batches.fill(step, rows, *both)
+    return both
+
+
+def whole(tokens):
+    return tokens.read(0, len(tokens))
