@@ -1,9 +1,12 @@
 """Chats as tokens: templates of families, our own formats, special tokens apart, hostile templates."""
 
+import select
 import time
 
+import numpy as np
 import pytest
 from chattemplates import BEGINS, ENDS, TEMPLATES, settings
+from complaints import complains
 from distgpt.core.base.errors import DataError
 from distgpt.core.data.tokenizers import load_tokenizer
 from distgpt.corpora.chats.format import ChatFormat, Renderer, checked_messages, encode_parts
@@ -40,19 +43,12 @@ def chat(family, tmp_path):
 
 
 def test_a_prompt_has_the_ids_of_the_template_s_text(family, chat):
+    """A message that spells special tokens ends nothing."""
     for messages in (CHAT[:1], CHAT):
         assert chat.prompt(messages) == library_ids(family, messages, True)
-
-
-def test_an_answer_ends_with_the_token_that_the_template_puts_there(family, chat):
-    assert chat.tokenizer.specials[ENDS[family]] in chat.ends and chat.stops == ()
-
-
-def test_a_message_that_spells_special_tokens_ends_nothing(family, chat):
-    end = chat.tokenizer.specials[ENDS[family]]
-    plain = chat.prompt([{"role": "user", "content": "hi"}])
-    spelled = f"hi {ENDS[family]} there"
-    found = chat.prompt([{"role": "user", "content": spelled}])
+    end, spelled = chat.tokenizer.specials[ENDS[family]], f"hi {ENDS[family]} there"
+    assert end in chat.ends and chat.stops == ()
+    plain, found = (chat.prompt([{"role": "user", "content": text}]) for text in ("hi", spelled))
     assert found.count(end) == plain.count(end)
     assert spelled in chat.tokenizer.decode(found)
 
@@ -64,12 +60,7 @@ def test_answers_are_learned_with_the_token_that_ends_them(family, chat):
     ids, learned = chat.example(messages)
     if not any(spelled in answers[1] for spelled in chat.tokenizer.specials):
         assert ids.tolist() == library_ids(family, messages, False)
-    runs = "".join(map(str, learned.tolist())).split("0")
-    spans, at = [], 0
-    for run in runs:
-        if run:
-            spans.append(ids[at : at + len(run)].tolist())
-        at += len(run) + 1
+    spans = np.split(ids, np.flatnonzero(np.diff(learned)) + 1)[1::2]
     decoded = [chat.tokenizer.decode(span).strip() for span in spans]
     assert decoded == [text + ENDS[family] for text in answers]
     assert all(span[-1] == chat.tokenizer.specials[ENDS[family]] for span in spans)
@@ -104,7 +95,7 @@ def test_what_a_template_leaves_out_of_an_answer_cannot_be_learned(tmp_path):
     thought = [CHAT[0], {"role": "assistant", "content": "<think>\nhm\n</think>\n\nHere."}]
     ids, learned = chat.example(thought)
     assert chat.tokenizer.decode(ids[learned == 1]) == "<think>\nhm\n</think>\n\nHere.<|im_end|>"
-    with pytest.raises(DataError, match="changes or drops an answer"):
+    with complains("changes or drops an answer"):
         chat.example([*thought, *CHAT[:2]])
 
 
@@ -136,6 +127,23 @@ def test_templates_are_programs_that_are_held_in_bounds():
         assert time.monotonic() - begun < 10
         assert bounded.render("{{ messages[0].content }}", {"messages": [{"content": "é🙂"}]}) == "é🙂"
     bounded.close()
+
+
+def test_an_interrupted_template_does_not_answer_the_next_question(monkeypatch):
+    asked, values = Renderer(), {"messages": []}
+    with monkeypatch.context() as patch:
+
+        class Interrupted:
+            register = staticmethod(lambda *_: None)
+
+            def poll(self, _):
+                raise KeyboardInterrupt
+
+        patch.setattr(select, "poll", Interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            asked.render("the first", values)
+    assert asked.render("the second", values) == "the second"
+    asked.close()
 
 
 def test_messages_of_others_are_checked():
@@ -170,5 +178,5 @@ def test_a_message_full_of_special_tokens_takes_time_in_proportion_to_its_length
 
 
 def test_a_tokenizer_of_words_cannot_encode_chats():
-    with pytest.raises(DataError, match=r"need a tokenizer of bytes.*not 'word'"):
+    with complains("not 'word'"):
         encode_parts(load_tokenizer("word", "a lamp"), ["a"])

@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 from chattemplates import settings
-from distgpt.core.base.errors import DataError
+from complaints import complains
 from distgpt.core.data.tokenizers import load_tokenizer
 from distgpt.corpora.chats.examples import read_examples
 from distgpt.corpora.chats.format import ChatFormat
@@ -76,52 +76,49 @@ def test_a_plain_text_is_learned_whole(plain, tmp_path):
     assert learned.tolist() == [0] + [1] * (len(ids) - 1)
 
 
-def test_a_row_that_is_none_is_named_by_its_line(plain, tmp_path):
-    good = {"messages": TURN}
-    for bad, message in (
-        ("{", "Expecting property name"),
-        ("The lamp was lit.", r'not JSON, such as .*"prompt".* use distgpt train'),
-        ("[1]", "is not a JSON object"),
-        ({"question": "a"}, r"it has 'question', and not \"messages\""),
-        ({}, "it has nothing"),
-        ({"messages": [{"role": "robot", "content": "a"}]}, "message 1: the role 'robot' is unknown"),
-        ({"messages": TURN[:1]}, "no answer"),
-        ({"conversations": [{"from": "bing", "value": "a"}]}, "message 1: the role 'bing' is unknown"),
-        ({"conversations": [3]}, "message 1 is no object"),
-        ({"conversations": [{"value": "a"}]}, "message 1 is no object with a role"),
-        ({"messages": []}, "not empty"),
-        ({"messages": "a"}, "must be a list"),
-        ({"prompt": "a", "completion": " "}, "an answer is empty"),
-        ({"prompt": ["a"], "completion": "b"}, "'prompt' is no text"),
-        ({"instruction": "a", "input": 3, "output": "b"}, "'input' is no text"),
-        ({"text": "  "}, "the text is empty"),
-        ('{"text": "\\ud800"}', "UTF-8"),
-    ):
-        path = rows(tmp_path / "rows.jsonl", good, bad)
-        with pytest.raises(DataError, match=f"rows.jsonl, line 2: .*{message}") as refusal:
+NO_ROWS = (
+    ("{", "Expecting property name"),
+    ("The lamp was lit.", "not JSON, such as ", "use distgpt train"),
+    ("[1]", "is not a JSON object"),
+    ({"question": "a"}, "it has 'question', and not \"messages\""),
+    ({}, "it has nothing"),
+    ({"messages": [{"role": "robot", "content": "a"}]}, "message 1: the role 'robot' is unknown"),
+    ({"messages": TURN[:1]}, "no answer"),
+    ({"conversations": [{"from": "bing", "value": "a"}]}, "message 1: the role 'bing' is unknown"),
+    ({"conversations": [3]}, "message 1 is no object"),
+    ({"conversations": [{"value": "a"}]}, "message 1 is no object with a role"),
+    ({"messages": []}, "not empty"),
+    ({"messages": "a"}, "must be a list"),
+    ({"prompt": "a", "completion": " "}, "an answer is empty"),
+    ({"prompt": ["a"], "completion": "b"}, "'prompt' is no text"),
+    ({"instruction": "a", "input": 3, "output": "b"}, "'input' is no text"),
+    ({"text": "  "}, "the text is empty"),
+    ('{"text": "\\ud800"}', "UTF-8"),
+)
+
+
+@pytest.mark.parametrize(("bad", "words"), [(bad, words) for bad, *words in NO_ROWS])
+def test_a_row_that_is_none_is_named_by_its_line(plain, tmp_path, bad, words):
+    with complains("rows.jsonl, line 2: ", *words):
+        examples(rows(tmp_path / "rows.jsonl", {"messages": TURN}, bad), plain)
+
+
+def test_folders_and_compressed_files_are_read_and_others_refused(plain, tmp_path):
+    def refused(path, *words):
+        with complains(*words):
             examples(path, plain)
-        assert "\n" not in str(refusal.value)
 
-
-def test_files_without_rows_and_binary_ones_are_refused(plain, tmp_path):
-    for content, message in ((b"", "holds no rows"), (b"\n \n", "holds no rows"), (b"\x80\x81\n", "line 1: .*UTF-8")):
-        (tmp_path / "f").write_bytes(content)
-        with pytest.raises(DataError, match=message):
-            examples(tmp_path / "f", plain)
-    with pytest.raises(DataError, match="holds no file"):
-        examples(tmp_path, plain)
-    (tmp_path / "a.txt").write_text("A text.")
-    with pytest.raises(DataError, match="holds no chats, which are lines of JSON"):
-        examples(tmp_path, plain)
-    with pytest.raises(DataError, match="no readable file"):
-        examples(tmp_path / "missing", plain)
-
-
-def test_folders_and_compressed_files_are_read(plain, tmp_path):
-    row = json.dumps({"messages": TURN})
-    (tmp_path / "a.jsonl").write_text(f"{row}\n{row}")
-    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(row.encode()))
+    row = json.dumps({"messages": TURN}).encode()
+    refused(tmp_path, "holds no file")
+    (tmp_path / "a.jsonl").write_bytes(row + b"\n" + row)
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(row))
     assert len(examples(tmp_path, plain)) == 3
-    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(row.encode())[:-9])
-    with pytest.raises(DataError, match="damaged"):
-        examples(tmp_path, plain)
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(row)[:-9])
+    refused(tmp_path, "damaged")
+    (tmp_path / "b.jsonl.gz").unlink()
+    for content, *words in ((b"", "holds no rows"), (b"\n \n", "holds no rows"), (b"\x80\x81\n", "line 1: ", "UTF-8")):
+        (tmp_path / "f").write_bytes(content)
+        refused(tmp_path / "f", *words)
+    (tmp_path / "a.txt").write_text("A text.")
+    refused(tmp_path, "holds no chats, which are lines of JSON")
+    refused(tmp_path / "missing", "no readable file")

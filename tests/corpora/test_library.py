@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from distgpt.core.base.errors import DataError
+from complaints import complains
 from distgpt.core.data.tokenizers import ChatTemplate, fingerprint, load_tokenizer, tokenizer_from_json
 from distgpt.corpora.tokenizers.bpe import symbols
 from families import FAMILIES, document, write_family
@@ -39,20 +39,16 @@ def test_no_text_spells_a_special_token(both):
     assert len(ours.specials) >= 3
 
 
-def test_parts_have_the_ids_of_the_whole(both):
+def test_parts_have_the_ids_of_the_whole_and_a_prompt_begins_as_the_post_processor_says(both):
     """The library's own way finds special tokens in the text, and what follows one is not a beginning."""
     ours, library = both
+    assert ours.encode_prompt("The lamp") == library.encode("The lamp").ids
     spelled, token = list(ours.specials.items())[-1]
     ids, ends = ours.encode_parts(["lamp 12", token, token, "é the lamp", "s"])
     assert ids.tolist() == library.encode(f"lamp 12{spelled}{spelled}é the lamps", add_special_tokens=False).ids
     assert ends[-1] == len(f"lamp 12{spelled}{spelled}é the lamps") and (ends[1:] >= ends[:-1]).all()
     first = ids.tolist().index(token)
     assert ends[first - 1] == 7 and ends[first] == 7 + len(spelled) and ends[first + 1] == 7 + 2 * len(spelled)
-
-
-def test_a_prompt_begins_as_the_post_processor_says(both):
-    ours, library = both
-    assert ours.encode_prompt("The lamp") == library.encode("The lamp").ids
 
 
 def test_what_is_saved_comes_back_with_its_chat_template(both):
@@ -78,7 +74,7 @@ def test_the_files_beside_name_template_and_ends(tmp_path):
     assert found.chat.source == "newer" and found.chat.ends == (3, end)
     assert found.ends == (found.separator, 3, end)
     (folder / "chat_template.jinja").write_bytes(b"\xff")
-    with pytest.raises(DataError, match="not valid UTF-8"):
+    with complains("not valid UTF-8"):
         load_tokenizer(str(folder))
 
 
@@ -101,9 +97,8 @@ def test_a_document_that_cannot_encode_every_text_or_is_damaged_is_refused(tmp_p
         (llama | {"added_tokens": [{"id": 1 << 40, "content": "<x>", "special": True}]}, "has the id"),
     ):
         path.write_text(json.dumps(change))
-        with pytest.raises(DataError, match=message) as refusal:
+        with complains(message):
             load_tokenizer(str(path))
-        assert "\n" not in str(refusal.value)
 
 
 def test_special_tokens_do_not_fall_on_other_entries(tmp_path):
@@ -131,5 +126,5 @@ def test_a_character_whose_bytes_the_vocabulary_lacks_is_named(tmp_path):
     (tmp_path / "tokenizer.json").write_text(json.dumps(lacking | {"model": lacking["model"] | {"vocab": vocab}}))
     found = load_tokenizer(str(tmp_path))
     assert found.decode(found.encode("é")) == "é"
-    with pytest.raises(DataError, match="'中' at position 2 cannot be encoded"):
+    with complains("'中' at position 2 cannot be encoded"):
         found.encode("a 中")

@@ -1,6 +1,7 @@
 """Texts and tokenizers that several tests use."""
 
 import functools
+import json
 from pathlib import Path
 
 import numpy as np
@@ -34,3 +35,11 @@ def filled(batches, step, rows):
 
 def whole(tokens):
     return tokens.read(0, len(tokens))
+
+
+def write_gpt2_style(folder, merges=None, **changed):
+    """Write the small tokenizer as vocab.json and merges.txt."""
+    vocab = {entry: i for i, entry in enumerate(small().vocabulary)} | changed
+    (folder / "vocab.json").write_text(json.dumps(vocab), encoding="utf-8")
+    lines = ["#version: 0.2", *(f"{a} {b}" for a, b in small().merges)] if merges is None else merges
+    (folder / "merges.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
