@@ -110,15 +110,15 @@ def test_folders_and_compressed_files_are_read_and_others_refused(plain, tmp_pat
 
     row = json.dumps({"messages": TURN}).encode()
     refused(tmp_path, "holds no file")
+    (tmp_path / "a.txt").write_text("A text.")
+    refused(tmp_path, "holds no chats, which are lines of JSON")
+    (tmp_path / "a.txt").unlink()
     (tmp_path / "a.jsonl").write_bytes(row + b"\n" + row)
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(row))
     assert len(examples(tmp_path, plain)) == 3
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(row)[:-9])
     refused(tmp_path, "damaged")
-    (tmp_path / "b.jsonl.gz").unlink()
     for content, *words in ((b"", "holds no rows"), (b"\n \n", "holds no rows"), (b"\x80\x81\n", "line 1: ", "UTF-8")):
         (tmp_path / "f").write_bytes(content)
         refused(tmp_path / "f", *words)
-    (tmp_path / "a.txt").write_text("A text.")
-    refused(tmp_path, "holds no chats, which are lines of JSON")
     refused(tmp_path / "missing", "no readable file")

@@ -10,7 +10,7 @@ from pathlib import Path
 import hostiletokenizers
 import numpy as np
 import pytest
-from distgpt.core.base.errors import DataError
+from complaints import complains
 from distgpt.core.config import ModelConfig, RunConfig
 from distgpt.core.model.model import Architecture
 from distgpt.core.saved.modelfile import Description
@@ -40,7 +40,7 @@ METASPACE = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "alway
     byte_level(normalizer=sequence(*[charsmap(b"x" * 18 + b"\0")] * 2)),
 ])  # fmt: skip
 def test_a_document_that_lengthens_texts_is_refused_before_it_is_used(change):
-    with pytest.raises(DataError, match=r"a file: its normalizer and pre-tokenizer .* times as long"):
+    with complains("a file: its normalizer and pre-tokenizer ", "times as long"):
         LibraryTokenizer(change, "a file")
 
 
@@ -94,11 +94,11 @@ def test_an_expression_that_never_ends_is_an_error(monkeypatch):
     monkeypatch.setattr(library, "SECONDS", 0.2)
     tokenizer = LibraryTokenizer(slow(), "a file")
     begun = time.monotonic()
-    with pytest.raises(DataError, match="1,101 characters take longer than 0 s by its rules"):
+    with complains("1,101 characters take longer than 0 s by its rules"):
         tokenizer.encode("a" * 1100 + "!")
     busy = [each for each in threading.enumerate() if each.name == "encoder"]
     assert time.monotonic() - begun < 5 and len(busy) == 1
-    with pytest.raises(DataError, match="still busy"):
+    with complains("still busy"):
         tokenizer.encode("a")
     busy[0].join(60)
     assert tokenizer.decode(tokenizer.encode("a")) == "a"
@@ -107,13 +107,10 @@ def test_an_expression_that_never_ends_is_an_error(monkeypatch):
 def test_other_threads_run_while_a_long_text_is_encoded():
     """As a server's event loop has to. The library's threads would be as many as there are processors."""
     tokenizer, turns, ended = LibraryTokenizer(byte_level(), "a file"), [], threading.Event()
-
-    def run():
-        while not ended.wait(0.001):
-            turns.append(time.monotonic())
-
     before = threading.active_count(), len(list(Path("/proc/self/task").iterdir()))
-    thread = threading.Thread(target=run)
+    thread = threading.Thread(
+        target=lambda: turns.extend(time.monotonic() for _ in iter(lambda: ended.wait(1e-3), True))
+    )
     thread.start()
     begun = time.monotonic()
     tokenizer.encode("The harbour lay still. " * 20_000)
