@@ -114,7 +114,7 @@ def _check_gradients(weights, adapter, family, tokens, expected):
 @pytest.fixture
 def saved(tmp_path):
     """A model, and an adapter of ours as PEFT keeps it."""
-    random_model(weights := tmp_path / "w.safetensors", shape(77, 13, 2, 3, 18, **MODERN))
+    random_model(weights := tmp_path / "w.safetensors", SHAPES["llama"])
     export_adapter(written(tmp_path / "a.safetensors", weights), tmp_path / "peft", "float32", ignored)
     return weights, tmp_path / "peft"
 
