@@ -2,7 +2,7 @@
 
 import json
 
-from complaints import complains
+from complaints import complains, done
 from distgpt.core.data.tokenizers import fingerprint, load_tokenizer
 from distgpt.corpora.tokenizers.bpe import learn_bpe
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
@@ -111,16 +111,13 @@ def test_damaged_vocab_and_merges_are_refused(tmp_path):
 # The command
 
 
-def learn(*args):
-    result = inside("tokenizer", "train", *args)
-    assert result.returncode == 0, result.stderr
-    return result.stdout
-
-
 def test_a_bpe_learned_from_a_file_is_saved_and_described(tmp_path):
     (tmp_path / "text.txt").write_bytes(b"\xef\xbb\xbf" + STORY.replace("\n", "\r\n").encode())
     out = tmp_path / "bpe.json"
-    assert learn(tmp_path / "text.txt", "--vocab-size", "500", "--out", out) == f"{out}: BPE, 500 entries\n"
+    assert (
+        done("tokenizer", "train", tmp_path / "text.txt", "--vocab-size", "500", "--out", out)
+        == f"{out}: BPE, 500 entries\n"
+    )
     learned = load_tokenizer(str(out))
     assert learned.to_json() == learn_bpe([STORY], 500, 2, "last").to_json()
     page = inside("tokenizer", "info", out, "--text", "the é\n").stdout
@@ -131,16 +128,16 @@ def test_a_bpe_learned_from_a_file_is_saved_and_described(tmp_path):
 def test_options_reach_the_learning(tmp_path):
     out = tmp_path / "out.json"
     options = ["--min-frequency", "30", "--separator", "first"]
-    printed = learn("story", "--vocab-size", "9000", "--out", out, *options)
+    printed = done("tokenizer", "train", "story", "--vocab-size", "9000", "--out", out, *options)
     assert printed.endswith("entries; no more pairs are frequent enough\n")
     assert out.read_text() == learn_bpe([STORY], 9000, 30, "first").to_json()
     for kind in ("char", "word"):
-        learn("story", "--kind", kind, "--out", tmp_path / kind)
+        done("tokenizer", "train", "story", "--kind", kind, "--out", tmp_path / kind)
         assert (tmp_path / kind).read_text() == load_tokenizer(kind, STORY).to_json()
         assert kind in inside("tokenizer", "info", tmp_path / kind).stdout
     (tmp_path / "a.jsonl").write_text('{"story": "ab ab", "no": 1}\n{"story": "ab ab c"}')
     options = ["--field", "story", "--vocab-size", "300", "--separator", "none"]
-    learn(tmp_path / "a.jsonl", *options, "--out", tmp_path / "out")
+    done("tokenizer", "train", tmp_path / "a.jsonl", *options, "--out", tmp_path / "out")
     assert load_tokenizer(str(tmp_path / "out")).merges == (("a", "b"), ("Ġ", "ab"))
 
 

@@ -10,7 +10,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from complaints import complains
+from complaints import complains, done
 from distgpt.core.base.errors import DataError, DistgptError, StorageError, UsageError
 from distgpt.core.data.tokenizers import load_tokenizer
 from distgpt.corpora.prepare import preparing
@@ -316,18 +316,17 @@ def test_the_command_shows_the_sources_and_info_does_too(mixed, tmp_path):
     folder = shutil.copytree(mixed[0], tmp_path / "mixed")
     (folder / "c.txt").write_text("c" * 500)
     words = ("--tokenizer", "byte", "--progress", "plain", "--out")
-    result = inside("data", "prepare", folder, *words, tmp_path / "out")
-    assert result.returncode == 0, result.stderr
+    shown = done("data", "prepare", folder, *words, tmp_path / "out")
     tokens = sum(len(text) for text in mixed[1] if text[0] == "a")
-    for shown in (result.stdout, inside("data", "info", tmp_path / "out").stdout):
-        rows = [line.split() for line in shown.splitlines()]
+    for page in (shown, done("data", "info", tmp_path / "out")):
+        rows = [line.split() for line in page.splitlines()]
         assert ["source", "documents", "tokens", "share"] in rows
         assert any(row[:3] == ["a.jsonl", "40", f"{tokens:,}"] for row in rows)
         assert any(row[:3] == ["c.txt", "1", "500"] and row[3].endswith("%") for row in rows)
-    facts = json.loads(inside("data", "info", tmp_path / "out", "--json").stdout)
+    facts = json.loads(done("data", "info", tmp_path / "out", "--json"))
     assert facts["sources"][2] == [1, 500]
-    kept = inside("data", "prepare", folder, "--no-shuffle", *words, tmp_path / "kept")
-    assert kept.returncode == 0 and text_of(tmp_path / "kept", "val").startswith("a0 ")
+    done("data", "prepare", folder, "--no-shuffle", *words, tmp_path / "kept")
+    assert text_of(tmp_path / "kept", "val").startswith("a0 ")
     assert everything(tmp_path / "kept").size == everything(tmp_path / "out").size
     clash = inside("data", "prepare", folder, "--no-shuffle", "--seed", "1", *words, tmp_path / "no")
     assert clash.returncode == 2 and "exclude each other" in clash.stderr

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from complaints import complains
+from complaints import complains, done
 from distgpt.core.base.errors import DataError, StorageError
 from distgpt.core.comm.api import SerialComm
 from distgpt.core.data.batches import Batches, windows_of
@@ -253,14 +253,8 @@ def test_what_is_no_manifest_or_makes_no_sense_is_refused(folder):
 MODEL = [word for word in SMALL if word not in ("--data", "story", "--tokenizer", "word")] + ["--steps", "4"]
 
 
-def run(*args):
-    result = inside(*args)
-    assert result.returncode == 0, result.stderr
-    return result.stdout
-
-
 def prepared(text, out, *args):
-    run("data", "prepare", "--tokenizer", "byte", "--workers", "1", text, "--out", out, *args)
+    done("data", "prepare", "--tokenizer", "byte", "--workers", "1", text, "--out", out, *args)
 
 
 @pytest.fixture(scope="module")
@@ -288,7 +282,7 @@ def cut(path):
 def test_ranks_log_on_shards_what_one_process_does_and_leave_together_after_damage(lines, copy, tmp_path):
     cut(copy / "train-000002.npy")
     args = ["train", *MODEL, "--eval-every", "2", "--val-tokens", "200", "--data"]
-    printed = run(*args, lines, "--out", tmp_path / "one")
+    printed = done(*args, lines, "--out", tmp_path / "one")
     mpi = ["--stage", "mpi", "--out"]
     two = distgpt(*args, lines, *mpi, tmp_path / "two", ranks=2)
     assert two.returncode == 0, two.stderr
@@ -351,7 +345,7 @@ def test_only_the_splits_that_are_asked_for_are_read(copy):
 
 def test_tokens_of_another_tokenizer_and_other_folders_are_refused(lines, tmp_path):
     (tmp_path / "abc.txt").write_text("abcabc" * 50)
-    run("train", "--data", tmp_path / "abc.txt", "--tokenizer", "char", *MODEL, "--out", tmp_path / "chars")
+    done("train", "--data", tmp_path / "abc.txt", "--tokenizer", "char", *MODEL, "--out", tmp_path / "chars")
     weights, out = tmp_path / "chars" / "weights.safetensors", ["--out", tmp_path / "run"]
     for asked in (["--init", weights], ["--tokenizer", "gpt2"], ["--tokenizer", "word"]):
         refused(inside("train", "--data", lines, *asked, *out), 65, "byte")
@@ -361,7 +355,7 @@ def test_tokens_of_another_tokenizer_and_other_folders_are_refused(lines, tmp_pa
 
 def test_another_corpus_does_not_continue_a_run(copy, tmp_path):
     args = ["train", *MODEL, "--out", tmp_path / "run", "--data", copy]
-    run(*args, "--save-every", "2")
+    done(*args, "--save-every", "2")
     before = losses(tmp_path / "run")
     shutil.rmtree(copy)
     (tmp_path / "other.txt").write_text("something else\n" * 300)

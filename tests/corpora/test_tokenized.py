@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from complaints import done
 from distgpt.core.base.errors import DataError
 from distgpt.core.comm.api import SerialComm
 from distgpt.core.data.loading import DataRequest, load_corpus
@@ -184,9 +185,7 @@ def documents(tmp_path):
 
 def trained(folder, out, *more):
     words = ["--data", folder / "d.jsonl", "--val", folder / "v.jsonl", "--tokenizer", folder / "bpe.json"]
-    result = inside("train", *MODEL, *words, "--out", folder / "runs" / out, *more)
-    assert result.returncode == 0, result.stderr
-    return result.stdout
+    return done("train", *MODEL, *words, "--out", folder / "runs" / out, *more)
 
 
 @pytest.mark.ci

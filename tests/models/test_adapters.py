@@ -5,6 +5,7 @@ import shutil
 import distgpt
 import numpy as np
 import pytest
+from complaints import done
 from distgpt.core.saved.tensors import read_header
 from safetensors.numpy import load_file, save_file
 
@@ -13,12 +14,6 @@ from conftest import distgpt as distgpt_command
 
 TEXT = ["--data", "story", "--threads", "1", "--seq-len", "16", "--batch-size", "8", "--lr", "2e-2"]
 LORA = [*TEXT, "--steps", "40", "--save-every", "20", "--lora-rank", "2", "--val-fraction", "0.1"]
-
-
-def done(*args, **how):
-    result = inside(*args, **how)
-    assert result.returncode == 0, result.stderr
-    return result.stdout
 
 
 @pytest.fixture(scope="module")

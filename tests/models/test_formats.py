@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from chattemplates import ENDS
-from complaints import complains
+from complaints import complains, done
 from distgpt.core.base.errors import StorageError, UsageError
 from distgpt.core.config.presets import preset
 from distgpt.core.data.tokenizers import fingerprint, load_tokenizer
@@ -44,7 +44,7 @@ from foreignmodels import (
 from gguffiles import LLAMA, of_sentencepiece, tokenizer_like, with_tokenizer
 from tokenizing import GPT2, STORY, TEXT, needs_gpt2, small
 
-from conftest import distgpt, inside, popen, refused
+from conftest import inside, popen, refused
 
 EXPORT = {"transformers": export_model, "gguf": export_gguf}
 HELD = [("transformers", name) for name in SHAPES]
@@ -258,11 +258,11 @@ def test_a_model_keeps_its_tokenizer_and_template_on_all_ways(family, tmp_path):
     exported_model(folder, CHATTY, tokenizer=None)
     known = write_family(folder, family, chat_template=TEMPLATE, eos_token=(end := ENDS[family]))
     change_json(folder / "generation_config.json", eos_token_id=[known.specials[end]])
-    assert inside("weights", "import", folder, "--out", ours).returncode == 0
+    done("weights", "import", folder, "--out", ours)
     kept = read_description(ours).tokenizer
     assert kept.chat.source == TEMPLATE and kept.chat.tokens == {"eos_token": end}
     assert kept.chat.ends == (known.specials[end],)
-    assert inside("weights", "export", ours, "--out", again).returncode == 0
+    done("weights", "export", ours, "--out", again)
     generation = json.loads((again / "generation_config.json").read_text())
     assert generation["bos_token_id"] == (known.first[0] if known.first else known.separator)
     quantize(ours, tmp_path / "int8.safetensors")
@@ -270,7 +270,7 @@ def test_a_model_keeps_its_tokenizer_and_template_on_all_ways(family, tmp_path):
         assert read_description(path).tokenizer.to_json() == kept.to_json()
     if family == "tinyllama":  # a prompt begins as its tokenizer says
         how = ("infer", "--weights", ours, "--max-new-tokens", "4", "--json", "--prompt", "The lamp")
-        found = json.loads(inside(*how, "--logprobs", "0", "--prompt-logprobs").stdout)
+        found = json.loads(done(*how, "--logprobs", "0", "--prompt-logprobs"))
         assert found["prompt"] == "The lamp" and kept.first == (1,)
         assert len(found["prompt_logprobs"]) == 1 + len(kept.encode("The lamp"))
 
@@ -366,14 +366,6 @@ def test_commands_name_the_import(tmp_path):
     assert "a llama in GGUF" in inside("weights", "info", path).stdout
     refused(inside(*export, tmp_path / "d", "--dtype", "q4_0"), 2, "--format gguf")
     refused(inside(*export, path), 2, "exists already")
-
-
-@pytest.mark.peer
-def test_the_hub_without_a_network_is_one_line(tmp_path):
-    pytest.importorskip("huggingface_hub")
-    where = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
-    result = distgpt("weights", "import", "hub:nobody/nothing", "--out", tmp_path / "w", env=where)
-    refused(result, 65, "nobody/nothing cannot be fetched", "give a directory")
 
 
 def test_an_export_needs_an_empty_place_and_an_intact_model(exported):

@@ -6,6 +6,7 @@ import shutil
 import distgpt
 import numpy as np
 import pytest
+from complaints import done
 from distgpt.core.comm.api import SerialComm
 from distgpt.core.config import RunConfig, TrainConfig
 from distgpt.core.cpu.kernels import CpuKernels
@@ -121,14 +122,12 @@ def saved(tmp_path):
 
 def test_an_adapter_comes_back_as_it_was(saved, tmp_path):
     weights, folder = saved
-    result = inside("weights", "import", folder, "--weights", weights, "--out", tmp_path / "b.safetensors")
-    assert result.returncode == 0, result.stderr
+    done("weights", "import", folder, "--weights", weights, "--out", tmp_path / "b.safetensors")
     assert same(*(tensors_in(tmp_path / f"{name}.safetensors") for name in "ab"))
     train = read_description(tmp_path / "b.safetensors").run.train
     assert (train.lora_rank, train.lora_scale, train.lora_matrices) == (3, pytest.approx(5 / 3), "all")
     for dtype in ("float16", "bfloat16"):
-        out = tmp_path / dtype
-        assert inside("weights", "export", tmp_path / "a.safetensors", "--out", out, "--dtype", dtype).returncode == 0
+        done("weights", "export", tmp_path / "a.safetensors", "--out", tmp_path / dtype, "--dtype", dtype)
 
 
 def test_alphas_are_those_of_the_ranks(tmp_path):
@@ -183,7 +182,7 @@ def test_what_cannot_be_held_is_refused(saved, tmp_path):
     # Finite, but not what comes of them: then the model's file is not to be blamed.
     write_tensors(path, {name: np.full_like(array, 3e38) for name, array in tensors.items()}, {})
     huge = tmp_path / "huge.safetensors"
-    assert inside("weights", "import", folder, "--out", huge, "--weights", weights).returncode == 0
+    done("weights", "import", folder, "--out", huge, "--weights", weights)
     for words in (
         ["infer", "--prompt", "a", "--weights", weights, "--adapter", huge],
         ["infer", "--prompt", "a", "--weights", weights, "--adapter", huge, "--dtype", "int8"],

@@ -6,6 +6,7 @@ import re
 import distgpt
 import numpy as np
 import pytest
+from complaints import done
 from distgpt.core.saved.tensors import read_header, write_tensors
 
 from conftest import SMALL, inside, refused
@@ -18,8 +19,7 @@ LABELLED = {"ctx": "the lamp", "endings": ["was lit", "was old", "the sea", "the
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory):
     out = tmp_path_factory.mktemp("hostile") / "run"
-    result = inside("train", *SMALL, "--tokenizer", "byte", "--steps", "1", "--out", out, "--progress", "plain")
-    assert result.returncode == 0, result.stderr
+    done("train", *SMALL, "--tokenizer", "byte", "--steps", "1", "--out", out, "--progress", "plain")
     return out / "weights.safetensors"
 
 

@@ -9,6 +9,7 @@ import sys
 
 import numpy as np
 import pytest
+from complaints import done
 from distgpt.core.base.errors import UsageError, command_line
 from distgpt.core.base.system import PACKAGE, python
 from distgpt.core.comm.api import SerialComm
@@ -58,12 +59,6 @@ def summary(run):
 
 def lines(run):
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
-def done(*words, **how):
-    result = inside(*words, **how)
-    assert result.returncode == 0, result.stderr
-    return result.stdout
 
 
 # Summaries
