@@ -31,7 +31,7 @@ from distgpt.core.saved.checkpoint import (
 from distgpt.core.saved.tensors import read_header
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 FILES = ("manifest.json", "optimizer.safetensors", "state.json", "weights.safetensors")
 
@@ -85,7 +85,8 @@ def test_round_trip(directory):
     assert read_header(path / "weights.safetensors").metadata["config"] == "[model]"
 
 
-STEPS = st.sampled_from([1, 2, 3, 10, 99_999_999, 100_000_000])
+STEPS = st.sampled_from([1, 2, 10, 99_999_999, 100_000_000])
+NTH = st.integers(0, 3)  # of those that were saved
 
 
 class Checkpoints(RuleBasedStateMachine):
@@ -108,19 +109,22 @@ class Checkpoints(RuleBasedStateMachine):
             del self.saved[old]
         self.half.clear()
 
-    @rule(step=STEPS)
-    def damage(self, step):
-        if self.saved.get(step) is not None:
-            (self.directory / f"step-{step:08}" / "state.json").unlink()
-            self.saved[step] = None
+    @precondition(lambda self: self.saved)
+    @rule(nth=NTH)
+    def damage(self, nth):
+        step = sorted(self.saved)[nth % len(self.saved)]
+        (self.directory / f"step-{step:08}" / "state.json").unlink(missing_ok=True)
+        self.saved[step] = None
 
     @rule(step=STEPS)
     def leave_half(self, step):
         (self.directory / f".tmp-step-{step:08}").mkdir(exist_ok=True)
         self.half.add(step)
 
-    @rule(step=STEPS)
-    def resume(self, step):
+    @precondition(lambda self: self.saved)
+    @rule(nth=NTH)
+    def resume(self, nth):
+        step = sorted(self.saved)[nth % len(self.saved)]
         set_damaged_aside(self.directory, step)
         gone = {other for other, value in self.saved.items() if value is None and other >= step}
         self.aside |= gone
