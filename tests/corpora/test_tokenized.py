@@ -105,7 +105,7 @@ def test_an_interruption_leaves_nothing_that_stands_in_the_way(asked, monkeypatc
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(tokenized._Watcher, "advanced", interrupt)
+        patch.setattr(tokenized.Watcher, "advanced", interrupt)
         load_corpus(SerialComm(), asked)
     ((corpus,), said) = loaded(asked)
     assert len(corpus.train) > 1000 and any("tokenizing" in line for line in said)

@@ -13,7 +13,7 @@ from distgpt.core.data.tokenizers import fingerprint, id_dtype, load_tokenizer, 
 from distgpt.corpora.tokenizers import foreign
 from distgpt.corpora.tokenizers.bpe import GPT2_FINGERPRINT, GPT2_SIZE, learn_bpe, symbols
 from distgpt.corpora.tokenizers.collected import WORD
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizing import STORY, TEXT, gpt2, needs_gpt2, small, write_gpt2_style
 
@@ -49,6 +49,7 @@ def saved(document):
 # What they encode to, and back
 
 
+@settings(max_examples=100)
 @given(TEXTS)
 @example(STORY)
 @example(PROSE)
@@ -67,6 +68,7 @@ def test_texts_come_back_and_ids_have_the_smaller_type(text):
     assert decoded == text or text not in (STORY, PROSE)
 
 
+@settings(max_examples=100)
 @given(st.lists(st.integers(0, 10**6), max_size=60), st.booleans())
 def test_any_sequence_of_word_ids_survives_decoding_and_encoding(numbers, are_risky):
     tokenizer = load_tokenizer("word", ALPHABET + PROSE + " a'b a’b a'b’c x y z")

@@ -66,7 +66,7 @@ def path(tmp_path):
 @pytest.fixture(params=[1 << 20, 7], ids=["whole", "pieces"])
 def piece(request, monkeypatch):
     """Run with tensors that fit in one piece, and with tensors that need several."""
-    monkeypatch.setattr(weightsfile, "_PIECE_ELEMENTS", request.param)
+    monkeypatch.setattr(weightsfile, "PIECE_ELEMENTS", request.param)
 
 
 # Round trips
