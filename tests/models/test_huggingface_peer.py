@@ -145,13 +145,6 @@ def test_every_family_has_the_same_scores_gradients_and_text(name, families):
     assert written == texts[name]
 
 
-def test_the_sample_model_writes_the_same_text_there(tmp_path):
-    sample, prompt = bundled("weights", "sample.safetensors"), "The harbour "
-    export_model(sample, tmp_path / "sample", "float32")
-    theirs = transformers(["generate", str(tmp_path / "sample"), prompt, 100])
-    assert theirs == [prompt + distgpt.load(sample).generate(prompt, 100, temperature=0)]
-
-
 @pytest.mark.xdist_group("greedy")  # beside the other worker's, since this file takes longest
 def test_greedy_tokens_are_theirs_alone_or_side_by_side_with_lookup_or_without(tmp_path):
     """Random models of odd sizes, and the trained one."""
