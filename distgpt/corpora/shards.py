@@ -42,7 +42,7 @@ from distgpt.core.data.tokenizers import (
 )
 
 HEADER_BYTES = 128  # of every one-dimensional .npy file
-_READ_BYTES = 1 << 22  # bytes read at a time during verification
+READ_BYTES = 1 << 22  # bytes read at a time during verification
 _MOST = 1 << 48  # maximum of any count of tokens or bytes
 _NAME = re.compile(r"(train|val)-\d{6,12}\.npy")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -211,7 +211,7 @@ def verify_shards(folder: Path, manifest: Manifest, shards: Iterable[Shard]) -> 
         check_front(path, shard, manifest.dtype)
         with storage_errors("read", path), open_regular(path) as file:
             digest = hashlib.sha256(file.read(HEADER_BYTES))
-            while piece := file.read(_READ_BYTES):
+            while piece := file.read(READ_BYTES):
                 digest.update(piece)
                 ids = np.frombuffer(piece, kind, len(piece) // kind.itemsize)
                 largest = max(largest, int(ids.max(initial=0)))

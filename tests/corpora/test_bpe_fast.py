@@ -25,12 +25,12 @@ NASTY = [
 
 
 def by_the_library(tokenizer, text):
-    return tokenizer._library.encode(text, add_special_tokens=False).ids
+    return tokenizer.library.encode(text, add_special_tokens=False).ids
 
 
 def fast(tokenizer):
     """A fresh encoder, with nothing in its memory."""
-    return type(tokenizer)(tokenizer.vocabulary, tokenizer.merges, tokenizer.separator)._fast
+    return type(tokenizer)(tokenizer.vocabulary, tokenizer.merges, tokenizer.separator).fast
 
 
 def differing(tokenizer, encoder, texts):
@@ -96,7 +96,7 @@ def test_memory_that_is_full_is_emptied_and_changes_nothing(monkeypatch, rows, i
     monkeypatch.setattr(fast_bpe, "IDS_AT_ONCE", at_once)
     encoder = fast(own())
     assert not differing(own(), encoder, [mixed_text(50_000), *nasty_texts(300, 60, seed=5)])
-    rows_used, ids_used = encoder._scratch.memory.used
+    rows_used, ids_used = encoder.scratch.memory.used
     assert rows_used <= rows and ids_used <= ids
 
 
@@ -110,7 +110,7 @@ def test_pieces_that_differ_in_length_or_at_their_end_only_are_told_apart(monkey
 
 
 def test_threads_encode_side_by_side_with_one_tokenizer(monkeypatch):
-    monkeypatch.setattr(fast_bpe, "_KINDS", np.zeros_like(fast_bpe._KINDS))  # which all begin to learn at once
+    monkeypatch.setattr(fast_bpe, "KINDS", np.zeros_like(fast_bpe.KINDS))  # which all begin to learn at once
     texts = [mixed_text(40_000)[start:] for start in range(8)]
     encoder = fast(own())
     meeting = threading.Barrier(4)
@@ -128,9 +128,9 @@ def test_texts_large_in_all_are_encoded_by_the_loops_and_small_ones_by_the_libra
     tokenizer = tokenizer_from_json(own().to_json(), "copy")
     texts = ["x" * 400, "it's " * 80, "y = 1\n" * 100, ""]
     ids = [tokenizer.encode(text) for text in texts[:2]]
-    assert "_fast" not in vars(tokenizer)
+    assert "fast" not in vars(tokenizer)
     ids += [tokenizer.encode(text) for text in texts[2:]]
-    assert "_fast" in vars(tokenizer)
+    assert "fast" in vars(tokenizer)
     assert [i.tolist() for i in ids] == [by_the_library(own(), text) for text in texts]
     assert {i.dtype for i in ids} == {np.dtype(np.uint16)}
 

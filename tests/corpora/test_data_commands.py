@@ -7,13 +7,12 @@ import re
 import shutil
 import signal
 import subprocess
-import time
 
 import pytest
 from disks import file_size_limit
 from preparing import contents
 
-from conftest import inside, popen, refused
+from conftest import inside, popen, refused, wait_for
 
 SHARDS = 60
 
@@ -32,16 +31,12 @@ def arguments(text, out, *more):
     return tuple(map(str, words))
 
 
-def prepare(*how):
-    result = inside(*arguments(*how))
-    assert result.returncode == 0, result.stderr
-    return result
-
-
 @pytest.fixture(scope="module")
 def prepared(text, tmp_path_factory):
     out = tmp_path_factory.mktemp("prepared") / "out"
-    prepare(text, out, "--workers", "1")
+    result = inside(*arguments(text, out, "--workers", "3"))
+    assert f"distgpt train --data {out}\n" in result.stdout and "1 document" in result.stdout
+    assert re.search(r"train +[\d,]+ tokens in \d+ shards", result.stdout)
     return out
 
 
@@ -51,31 +46,11 @@ def preparing(text, out, *more):
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with popen(*arguments(text, out, *more), start_new_session=True, **pipes) as process:
         try:
-            wait_for(lambda: (out / "progress.json").exists(), process)
+            wait_for(lambda: (out / "progress.json").exists() or process.poll() is not None, 60)
             yield process
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-
-
-def wait_for(condition, process):
-    until = time.monotonic() + 60
-    while not condition():
-        assert process.poll() is None and time.monotonic() < until, process.communicate()
-        time.sleep(0.002)
-
-
-def last_line(stderr):
-    assert "Traceback" not in stderr, stderr
-    return stderr.splitlines()[-1]
-
-
-def test_the_number_of_workers_changes_nothing(text, prepared, tmp_path):
-    result = prepare(text, tmp_path / "out", "--workers", "3")
-    assert contents(tmp_path / "out") == contents(prepared)
-    assert f"distgpt train --data {tmp_path / 'out'}\n" in result.stdout
-    assert re.search(r"train +[\d,]+ tokens in \d+ shards", result.stdout)
-    assert "1 document" in result.stdout
 
 
 @pytest.mark.ci
@@ -83,38 +58,49 @@ def test_killed_and_interrupted_the_same_command_resumes(text, prepared, tmp_pat
     out = tmp_path / "out"
     for shards, ending, code in ((3, signal.SIGKILL, -9), (12, signal.SIGINT, 130)):
         with preparing(text, out, "--workers", "2") as process:
-            wait_for(lambda n=shards: len(list(out.glob("*.npy"))) >= n, process)
+            wait_for(lambda n=shards: len(list(out.glob("*.npy"))) >= n, 60)
             os.killpg(process.pid, ending)  # as a terminal does: to all of them
             stderr = process.communicate(timeout=60)[1]
         assert process.returncode == code and "Traceback" not in stderr
         assert not (out / "manifest.json").exists()
     assert "the same command resumes" in stderr and not list(out.glob(".*.tmp"))
-    result = prepare(text, out, "--workers", "2")
+    result = inside(*arguments(text, out, "--workers", "1"))
     assert re.search(r"resuming after [\d,]+ tokens", result.stderr)
     assert contents(out) == contents(prepared)
 
 
 @pytest.mark.ci
-def test_what_is_being_prepared_or_finished_or_senseless_is_refused(text, prepared, tmp_path):
-    out = tmp_path / "out"
-    with preparing(text, out) as process:
+def test_folder_that_another_process_prepares_is_refused(text, tmp_path):
+    with preparing(text, out := tmp_path / "out") as process:
         os.kill(process.pid, signal.SIGSTOP)
         refused(inside(*arguments(text, out)), 2, "another process")
         os.kill(process.pid, signal.SIGCONT)
-    refused(inside(*arguments(text, prepared)), 2, "holds shards already")
-    for flags, words in (
-        (["--val-fraction", "0.1", "--val-shards", "1"], "exclude each other"),
-        (["--workers", "0"], "--workers"),
-        (["--val-fraction", "1"], "--val-fraction"),
-    ):
-        result = inside(*arguments(text, tmp_path / "x", *flags))
-        assert result.returncode == 2 and words in result.stderr
-    for source, tokenizer, out, code, words in (
-        ("none.txt", "byte", "x", 65, "none.txt"),
-        (text, "bite", "x", 2, "bite"),
-        (text, "byte", text, 74, "text.txt"),
-    ):
-        refused(inside("data", "prepare", source, "--tokenizer", tokenizer, "--out", out), code, words)
+
+
+REFUSED = (
+    ("data prepare TEXT --val-fraction 0.1 --val-shards 1 --tokenizer byte --out x", 2, "--val-shards"),
+    ("data prepare TEXT --workers 0 --tokenizer byte --out x", 2, "--workers"),
+    ("data prepare TEXT --val-fraction 1 --tokenizer byte --out x", 2, "--val-fraction"),
+    ("data prepare none.txt --tokenizer byte --out x", 65, "none.txt"),
+    ("data prepare TEXT --tokenizer bite --out x", 2, "bite"),
+    ("data prepare TEXT --tokenizer byte --out TEXT", 74, "text.txt"),
+    ("data prepare TEXT --tokenizer byte --out SHARDS", 2, "holds shards already"),
+    ("data info TEXT", 65, "is not a folder of shards"),
+    ("data info empty", 65, "is not a folder of shards"),
+    ("data info other", 65, "is not a folder of shards"),
+    ("data info unfinished", 65, "not finished"),
+)
+
+
+def test_requests_that_make_no_sense_are_refused(text, prepared, tmp_path):
+    for name, progress in {"empty": "", "other": "{}", "unfinished": '{"format": "distgpt-unfinished-shards"}'}.items():
+        (tmp_path / name).mkdir()
+        if progress:
+            (tmp_path / name / "progress.json").write_text(progress)
+    for line, code, words in REFUSED:
+        given = [{"TEXT": text, "SHARDS": prepared}.get(word, word) for word in line.split()]
+        result = inside(*given, cwd=tmp_path)
+        assert result.returncode == code and words in result.stderr, (line, result.stderr)
     assert not (tmp_path / "x").exists()
 
 
@@ -122,7 +108,7 @@ def test_a_full_disk_is_reported_in_one_line(text, tmp_path):
     with file_size_limit(text.stat().st_size // SHARDS):
         result = inside(*arguments(text, tmp_path / "out", "--workers", "1"))
     assert result.returncode == 74 and not (tmp_path / "out").exists()  # not one shard was finished
-    assert re.match(r"distgpt: cannot write .*\.ids: File too large", last_line(result.stderr))
+    assert re.match(r"distgpt: cannot write .*\.ids: File too large", result.stderr.splitlines()[-1])
 
 
 def test_paths_can_be_pasted_and_escapes_are_understood(tmp_path):
@@ -133,10 +119,7 @@ def test_paths_can_be_pasted_and_escapes_are_understood(tmp_path):
     assert json.loads((out / "manifest.json").read_bytes())["separator"] == list(b"\n\t\n")
 
 
-# What is shown of shards
-
-
-def test_the_page_about_shards_and_the_same_as_json(prepared):
+def test_info_shows_shards_as_page_and_json_or_all_their_damage(prepared, tmp_path):
     page = inside("data", "info", prepared)
     assert page.returncode == 0
     for words in ("byte, 256", "val-000000.npy", "train-000056.npy", "| line ", "matches the manifest"):
@@ -146,29 +129,13 @@ def test_the_page_about_shards_and_the_same_as_json(prepared):
     facts = json.loads(inside("data", "info", prepared, "--json").stdout)
     assert facts["verified"] is True and facts["documents"] == 1
     assert "line" in facts["beginning"] and len(facts["shards"]) == len(list(prepared.glob("*.npy")))
-
-
-def test_everything_that_is_wrong_is_reported_in_one_line(prepared, tmp_path):
     out = shutil.copytree(prepared, tmp_path / "out")
-    path = out / "train-000003.npy"
-    data = path.read_bytes()
+    data = (path := out / "train-000003.npy").read_bytes()
     path.write_bytes(data[:500] + b"x" + data[501:])
     (out / "train-000099.npy").write_bytes(data)
     for flags in ([], ["--json"]):
         result = inside("data", "info", out, *flags)
-        assert result.returncode == 65 and not result.stdout
-        printed = last_line(result.stderr)
+        assert result.returncode == 65 and not result.stdout and "Traceback" not in result.stderr
+        printed = result.stderr.splitlines()[-1]
         assert "train-000003.npy is damaged" in printed
         assert "train-000099.npy is not in the manifest" in printed
-
-
-def test_a_folder_without_shards_is_refused(text, tmp_path):
-    refused(inside("data", "info", text), 65, "is not a folder of shards")
-    for progress, words in (
-        (None, "is not a folder of shards"),
-        ("{}", "is not a folder of shards"),
-        ('{"format": "distgpt-unfinished-shards"}', "not finished"),
-    ):
-        if progress:
-            (tmp_path / "progress.json").write_text(progress)
-        refused(inside("data", "info", tmp_path), 65, words)

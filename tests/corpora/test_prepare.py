@@ -1,88 +1,194 @@
-"""distgpt data prepare: the right tokens in shards of the right sizes, or a refusal that leaves nothing."""
+"""distgpt data prepare: every document once, in shards of the right sizes; interruptions change nothing."""
 
+import io
 import json
 import os
+import shutil
+import sys
+import tempfile
+from collections import Counter
 from pathlib import Path
 
-import numpy as np
 import pytest
+from complaints import complains, done
 from distgpt.core.base.errors import DataError, DistgptError, StorageError, UsageError
 from distgpt.core.data.tokenizers import load_tokenizer
 from distgpt.corpora.prepare import preparing
 from distgpt.corpora.prepare.preparing import Progress, prepare, reserved
 from distgpt.corpora.shards import read_manifest, shards_tokenizer, verify_shards
-from preparing import Quiet, contents, everything, inputs, interrupted, refuse, request, small_pieces  # noqa: F401
-from tokenizing import small
+from hypothesis import Phase, example, given, settings
+from hypothesis import strategies as st
+from preparing import (
+    Quiet,
+    contents,
+    everything,
+    in_steps,
+    inputs,  # noqa: F401
+    interrupt,
+    json_lines,
+    refuse,
+    request,
+    small,  # noqa: F401
+    text_of,
+)
+from tokenizing import small as small_bpe
+
+from conftest import inside, refused
 
 
-def test_the_tokens_are_the_documents_with_separators_between(inputs, tmp_path, small_pieces):
-    for separator, between in (("auto", "\n"), ("none", ""), (" % ", " % ")):
-        out = tmp_path / separator.strip()
-        manifest = prepare(request(inputs, out, separator=separator), Quiet())
-        assert bytes(everything(out).astype(np.uint8)).decode() == between.join(inputs[1]), separator
-        assert (manifest.documents, manifest.replaced) == (40, 0)
-        assert manifest.text_bytes == sum(len(text) for text in inputs[1])
-        assert [name for name, _ in manifest.inputs] == ["a.txt", "b.jsonl.gz", "c.md"]
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory):
+    """Two kinds of lines, one file each, and their texts."""
+    folder, texts = tmp_path_factory.mktemp("mixed") / "mixed", []
+    folder.mkdir()
+    for kind in "ab":
+        own = [f"{kind}{number} " * (1 + number * 37 % 19) for number in range(40)]
+        (folder / f"{kind}.jsonl").write_text(json_lines(own))
+        texts += own
+    return folder, texts
+
+
+HELD_OUT = st.one_of(
+    st.builds(lambda fraction: {"val_fraction": fraction}, st.sampled_from([0.0, 0.1, 0.2, 0.9])),
+    st.builds(lambda shards: {"val_shards": shards}, st.integers(0, 1)),
+)
+
+
+@settings(max_examples=10, phases=[Phase.explicit, Phase.generate])
+@given(
+    seed=st.sampled_from([None, 0, 1]),
+    shard_tokens=st.integers(300, 1500),
+    held_out=HELD_OUT,
+    separator=st.sampled_from(["auto", "none", " % "]),
+    workers=st.integers(1, 3),
+    steps=st.tuples(st.integers(300, 900), st.integers(3, 50), st.integers(40, 2000), st.integers(300, 2000)),
+)
+@example(0, 1000, {"val_fraction": 0.1}, "auto", 1, (400, 7, 40, 900))
+def test_every_document_is_there_once(mixed, seed, shard_tokens, held_out, separator, workers, steps):
+    """In their order or that of a seed, whatever the sizes of pieces and the number of threads are."""
+    texts, between = mixed[1], {"auto": "\n", "none": ""}.get(separator, separator)
+    asked = {"seed": seed, "shard_tokens": shard_tokens, "separator": separator, **held_out}
+    with tempfile.TemporaryDirectory() as name:
+        prepare(request(mixed, Path(name, "whole"), **asked), Quiet())
+        with in_steps(*steps):
+            manifest = prepare(request(mixed, out := Path(name, "out"), workers=workers, **asked), Quiet())
+        assert contents(out) == contents(Path(name, "whole"))
         verify_shards(out, manifest, manifest.shards)
+        val, train = (text_of(out, split) for split in ("val", "train"))
+    total = len(between.join(texts))
+    expected = min(int(held_out.get("val_fraction", 0) * total), shard_tokens)
+    assert len(val) == held_out.get("val_shards", 0) * shard_tokens + expected
+    sizes = [shard.tokens for shard in manifest.of("train")]
+    assert set(sizes[:-1]) <= {shard_tokens} and sizes[-1] == (len(train) - 1) % shard_tokens + 1
+    assert (manifest.documents, manifest.replaced, manifest.settings["seed"]) == (80, 0, seed)
+    assert manifest.sources == tuple((40, sum(len(text) for text in texts if text[0] == kind)) for kind in "ab")
+    if seed is None:
+        assert val + train == between.join(texts)
+    elif separator != "none":  # a separator that stands at the border is dropped
+        assert total - len(val) - len(train) in (0, len(between))
+        *whole, cut = val.split(between)
+        rest, *others = train.split(between)
+        assert Counter([*whole, *others]) <= Counter(texts) and len(whole) + len(others) >= 78
+        assert sorted("".join([*whole, cut + rest, *others])) == sorted("".join(texts))
+        assert whole + others != texts[: len(whole + others)]
+        kinds = Counter(text[0] for text in whole)
+        assert abs(kinds["a"] - kinds["b"]) < 3 + 0.5 * len(whole), kinds  # some of each kind validate
 
 
-def test_tokenizers_have_separators_of_their_own_and_may_come_from_the_inputs(inputs, tmp_path, small_pieces):
+def test_the_order_is_that_of_the_seed(mixed, tmp_path):
+    orders = []
+    for number, seed in enumerate((0, 0, 1)):
+        prepare(request(mixed, tmp_path / str(number), seed=seed, val_fraction=0.1), Quiet())
+        orders.append(everything(tmp_path / str(number)).tolist())
+    assert orders[0] == orders[1] != orders[2]
+    assert Counter(text[0] for text in text_of(tmp_path / "0", "val").split("\n")).keys() == {"a", "b"}
+
+
+def test_tokenizers_have_separators_of_their_own_and_may_come_from_the_inputs(inputs, tmp_path, small):
     """A BPE's stands before each document; where it is a line break, if there is one, between them."""
-    (tmp_path / "bpe").write_text(small().to_json())
+    (tmp_path / "bpe").write_text(small_bpe().to_json())
     for kind in (str(tmp_path / "bpe"), "char", "word"):
         out = tmp_path / f"{Path(kind).name}-shards"
-        prepare(request(inputs, out, tokenizer=kind), Quiet())
+        manifest = prepare(request(inputs, out, tokenizer=kind), Quiet())
+        assert [name for name, _ in manifest.inputs] == ["a.txt", "b.jsonl.gz", "c.md"]
+        assert manifest.text_bytes == sum(len(text) for text in inputs[1])
         tokenizer = shards_tokenizer(out, read_manifest(out))
         breaks = tokenizer.encode("\n" if "\n" in tokenizer.vocabulary else "").tolist()
         joint = breaks if tokenizer.separator is None else [tokenizer.separator]
         expected = [i for text in inputs[1] for i in (*joint, *tokenizer.encode(text).tolist())]
         assert everything(out).tolist() == expected[0 if tokenizer.separator else len(joint) :], kind
-        assert tokenizer.kind != "bpe" or tokenizer.to_json() == small().to_json()
+        assert tokenizer.kind != "bpe" or tokenizer.to_json() == small_bpe().to_json()
 
 
-def test_shards_have_the_size_that_was_asked_for(inputs, tmp_path, small_pieces):
-    total = len("\n".join(inputs[1]))
-    for settings, val in (({"val_shards": 2}, [3000, 3000]), ({"val_shards": 0}, []), ({"val_fraction": 0.9}, [3000])):
-        manifest = prepare(request(inputs, tmp_path / str(settings), **settings), Quiet())
-        train = [shard.tokens for shard in manifest.of("train")]
-        assert [shard.tokens for shard in manifest.of("val")] == val
-        assert set(train[:-1]) == {3000} and train[-1] == (total - 1) % 3000 + 1
+def test_a_single_text_stays_in_order_and_long_texts_give_their_beginning_each(tmp_path, small):
+    texts = {kind: "".join(f"{kind}{i} " for i in range(1000)) for kind in "xyz"}
+    for kind, text in texts.items():
+        (tmp_path / f"{kind}.txt").write_text(text)
+    files = tuple(tmp_path / f"{kind}.txt" for kind in "xyz")
+    how = {"shard_tokens": 10**6, "val_fraction": 0.1, "seed": 0}
+    prepare(request(files, tmp_path / "one", **how), Quiet())
+    assert text_of(tmp_path / "one", "val") == texts["x"][: len(texts["x"]) // 10]
+    assert text_of(tmp_path / "one", "val") + text_of(tmp_path / "one", "train") == texts["x"]
+    prepare(request(files, tmp_path / "all", inputs=files, **how), Quiet())
+    val, train = (text_of(tmp_path / "all", split).split("\n") for split in ("val", "train"))
+    val = {part[0]: part for part in val}
+    train = {part.lstrip("0123456789 ")[0]: part for part in train}
+    for kind, text in texts.items():
+        assert val[kind] + train[kind] == text
+        assert len(val[kind]) == pytest.approx(len(text) / 10, abs=2)
+
+
+@pytest.mark.parametrize("how", [{"val_fraction": 0.2}, {"val_shards": 2, "shard_tokens": 1000}, {"separator": "none"}])
+def test_long_and_short_texts_together_are_counted_exactly(tmp_path, small, how):
+    lines = [f"short {number}" * 5 for number in range(300)]
+    (tmp_path / "a.jsonl").write_text(json_lines(lines))
+    (tmp_path / "b.txt").write_text("long text " * 300)
+    files, out = (tmp_path / "a.jsonl", tmp_path / "b.txt"), tmp_path / "out"
+    given = {"shard_tokens": 10**5, "val_fraction": 0.1, "seed": 0, **how}
+    manifest = prepare(request(files, out, inputs=files, **given), Quiet())
+    total = sum(map(len, lines)) + 3_000 + (300 if "separator" not in how else 0)
+    expected = {"val_fraction": int(0.2 * total), "val_shards": 2000, "separator": int(0.1 * total)}
+    assert manifest.tokens("val") == expected[next(iter(how))]
+    val = text_of(out, "val")
+    assert "long text" in val and "short" in val
+    assert manifest.tokens("train") + manifest.tokens("val") - total in (-1, 0, 1)  # separators at cuts
 
 
 # Refusals
 
 
-def test_an_input_that_changes_meanwhile_is_noticed(inputs, tmp_path):
+def test_an_input_that_changes_meanwhile_is_noticed(tmp_path):
+    (path := tmp_path / "a.txt").write_text("some text")
     watcher = Quiet()
-    watcher.advanced = lambda *facts: (inputs[0] / "a.txt").write_text("changed")
-    with pytest.raises(DataError, match="changed while they were read"):
-        prepare(request(inputs, tmp_path / "out"), watcher)
+    watcher.advanced = lambda *facts: path.write_text("changed")
+    with complains("changed while they were read"):
+        prepare(request([path], tmp_path / "out"), watcher)
     assert not (tmp_path / "out" / "manifest.json").exists()
 
 
 def test_impossible_inputs_and_settings_are_refused_and_nothing_is_left_behind(tmp_path):
     path, saved = tmp_path / "a.txt", tmp_path / "t.json"
     saved.write_text(load_tokenizer("char", "abc").to_json())
-    for text, changes, message in (
+    for text, changes, words in (
         ("", {}, "there is no text"),
         ("x", {}, "of 1 token, 0 are for validation"),
         ("x" * 5000, {"val_shards": 2}, "of 5,000 tokens, 5,000 are for validation"),
         ("x" * 3000, {"val_fraction": 0.9999}, "2,999 are for validation"),
-        ("abcd", {"tokenizer": str(saved)}, r"a\.txt: the character 'd'"),
+        ("abcd", {"tokenizer": str(saved)}, "a.txt: the character 'd'"),
     ):
         path.write_text(text)
-        refuse(DataError, message, request([path], tmp_path / "out", **changes))
-    for changes in ({"shard_tokens": 1}, {"val_fraction": 1.0}, {"val_fraction": -0.1}):
-        with pytest.raises(UsageError, match="must"):
-            request([path], tmp_path / "out", **changes)
+        refuse(DataError, words, request([path], tmp_path / "out", **changes))
+    for name, value in (("shard_tokens", 1), ("val_fraction", 1.0), ("val_fraction", -0.1)):
+        with complains(f"--{name.replace('_', '-')} is {value}", kind=UsageError):
+            request([path], tmp_path / "out", **{name: value})
 
 
 def test_a_folder_with_anything_else_is_left_alone(inputs, tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
-    refuse(UsageError, r"not empty \(it holds 'inputs'\)", request(inputs, tmp_path))
+    refuse(UsageError, "not empty (it holds 'notes.txt')", request(inputs, tmp_path))
     for text in ("{}", "[]", "", "no", "[" * 100_000, '{"format": "mine"}'):
         (tmp_path / "progress.json").write_text(text)
-        refuse(UsageError, r"is not of distgpt data prepare; give a new folder", request(inputs, tmp_path))
+        refuse(UsageError, "is not of distgpt data prepare; give a new folder", request(inputs, tmp_path))
 
 
 def test_the_loser_of_two_leaves_the_empty_folder_to_the_winner(tmp_path, monkeypatch):
@@ -103,6 +209,36 @@ def test_the_loser_of_two_leaves_the_empty_folder_to_the_winner(tmp_path, monkey
 # Interruptions
 
 
+def test_an_interruption_anywhere_changes_nothing(mixed, tmp_path, small):
+    watcher, out, resumed = Quiet(), tmp_path / "out", set()
+    how = {"tokenizer": "char", "shard_tokens": 700, "workers": 2, "seed": 0, "val_fraction": 0.1}
+    prepare(request(mixed, tmp_path / "whole", **how), watcher)
+    for after in range(0, len(watcher.heard) - 3, 3):
+        shutil.rmtree(out, ignore_errors=True)
+        again, quiet = interrupt(request(mixed, out, **how), after), Quiet()
+        prepare(again, quiet)
+        assert contents(out) == contents(tmp_path / "whole")
+        resumed |= {note for note in quiet.notes if note.startswith("resuming")}
+    assert len(resumed) > 2
+
+
+def test_a_spool_is_cut_to_what_was_noted_and_a_loss_is_noticed(mixed, tmp_path, small):
+    out = tmp_path / "out"
+    prepare(request(mixed, tmp_path / "whole", seed=0), Quiet())
+    again = interrupt(request(mixed, out, seed=0), 9)
+    kept = sorted(out.glob("spool.*"))
+    assert kept and "spooled" in (out / "progress.json").read_text()
+    for path in kept:
+        path.write_bytes(path.read_bytes() + b"unnoted")
+    prepare(again, Quiet())
+    assert contents(out) == contents(tmp_path / "whole")
+    shutil.rmtree(out)
+    interrupt(again, 9)
+    kept[0].write_bytes(kept[0].read_bytes()[:10])
+    with complains(kept[0].name, "has lost what was written"):
+        prepare(again, Quiet())
+
+
 def test_without_a_manifest_all_shards_are_made_again(inputs, tmp_path, monkeypatch):
     """Also if the process had not noted anything."""
     out, other, again = tmp_path / "out", tmp_path / "other", tmp_path / "again"
@@ -119,38 +255,48 @@ def test_without_a_manifest_all_shards_are_made_again(inputs, tmp_path, monkeypa
     assert contents(out) == contents(other) == contents(again)
 
 
-def test_unfinished_shards_of_other_settings_or_inputs_are_refused(interrupted, inputs):
+@pytest.fixture
+def interrupted(inputs, tmp_path, small):
+    """A request that was interrupted after some shards."""
+    shutil.copytree(inputs[0], tmp_path / "inputs")
+    asked = (tmp_path / "inputs",)
+    prepare(request(asked, tmp_path / "whole", shard_tokens=700), whole := Quiet())
+    return interrupt(request(asked, tmp_path / "out", shard_tokens=700), len(whole.heard) - 5)
+
+
+def test_unfinished_shards_of_other_settings_or_inputs_are_refused(interrupted):
+    (folder,), given = interrupted.inputs, {"shard_tokens": 700}
     for changes, names in (
         ({"tokenizer": "char"}, "tokenizer"),
         ({"shard_tokens": 701}, "shard_tokens"),
         ({"val_shards": 1}, "val_fraction, val_shards"),
         ({"separator": "none"}, "separator"),
         ({"field": "body"}, "field"),
-        ({"inputs": (inputs[0], inputs[0] / "a.txt")}, "inputs"),
+        ({"inputs": (folder, folder / "a.txt")}, "inputs"),
     ):
-        other = request(inputs, interrupted.out, **{"shard_tokens": 700, **changes})
-        refuse(UsageError, rf"of another command \({names} changed\)", other)
-    before = (inputs[0] / "c.md").stat()
-    (inputs[0] / "c.md").write_text("something else")
+        other = request([folder], interrupted.out, **given | changes)
+        refuse(UsageError, f"of another command ({names} changed)", other)
+    path = folder / "c.md"
+    before, text = path.stat(), path.read_text()
+    path.write_text("something else")
     refuse(UsageError, "inputs changed", interrupted)
-    (inputs[0] / "c.md").write_text(inputs[1][39])
-    os.utime(inputs[0] / "c.md", ns=(before.st_atime_ns, before.st_mtime_ns))
+    path.write_text(text)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
     prepare(interrupted, Quiet())
 
 
 def test_whatever_is_changed_in_the_progress_is_noticed(interrupted):
     path = interrupted.out / "progress.json"
     good = json.loads(path.read_bytes())
-    damaged = DataError, r"progress\.json cannot be resumed \(.*\); remove .*out and begin again"
     for name, value in (
         *(("inputs", None), ("settings", None), ("text_bytes", "x"), ("replaced", -1), ("sources", [])),
         *(("place", {"input": 2, "offset": 0, "line": 0}), ("more", 1), ("sha256", None), ("version", 1)),
     ):
         path.write_text(json.dumps({**good, name: value}))
-        refuse(*damaged, interrupted)
+        refuse(DataError, "progress.json cannot be resumed (", interrupted)
 
 
-def test_a_failure_says_whether_there_is_anything_to_resume(interrupted, inputs, tmp_path, monkeypatch):
+def test_a_failure_says_whether_there_is_anything_to_resume(interrupted, tmp_path, monkeypatch):
     def failing(*given, **more):
         raise DistgptError("something else")
 
@@ -159,5 +305,47 @@ def test_a_failure_says_whether_there_is_anything_to_resume(interrupted, inputs,
     at_once, later = Quiet(), Quiet()
     refuse(DistgptError, "something else", interrupted, later)
     assert "the same command resumes" in later.notes[-1]
-    refuse(DistgptError, "something else", request(inputs, tmp_path / "new"), at_once)
+    refuse(DistgptError, "something else", request(interrupted.inputs, tmp_path / "new"), at_once)
     assert not at_once.notes and not (tmp_path / "new").exists()
+
+
+# The command
+
+
+def test_the_command_shows_the_sources_and_info_does_too(mixed, tmp_path):
+    folder = shutil.copytree(mixed[0], tmp_path / "mixed")
+    (folder / "c.txt").write_text("c" * 500)
+    words = ("--tokenizer", "byte", "--progress", "plain", "--out")
+    shown = done("data", "prepare", folder, *words, tmp_path / "out")
+    tokens = sum(len(text) for text in mixed[1] if text[0] == "a")
+    for page in (shown, done("data", "info", tmp_path / "out")):
+        rows = [line.split() for line in page.splitlines()]
+        assert ["source", "documents", "tokens", "share"] in rows
+        assert any(row[:3] == ["a.jsonl", "40", f"{tokens:,}"] for row in rows)
+        assert any(row[:3] == ["c.txt", "1", "500"] and row[3].endswith("%") for row in rows)
+    facts = json.loads(done("data", "info", tmp_path / "out", "--json"))
+    assert facts["sources"][2] == [1, 500]
+    done("data", "prepare", folder, "--no-shuffle", *words, tmp_path / "kept")
+    assert text_of(tmp_path / "kept", "val").startswith("a0 ")
+    assert everything(tmp_path / "kept").size == everything(tmp_path / "out").size
+    clash = inside("data", "prepare", folder, "--no-shuffle", "--seed", "1", *words, tmp_path / "no")
+    assert clash.returncode == 2 and "exclude each other" in clash.stderr
+
+
+def test_standard_input_is_a_text_or_lines_of_json_or_refused(tmp_path, monkeypatch):
+    def piping(data, name, *more):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
+        return inside("data", "prepare", "-", "--tokenizer", "byte", "--out", tmp_path / name, *more)
+
+    lines = json_lines(f"line {number}" for number in range(50))
+    for name, data, documents in (("a", lines.encode(), 50), ("b", b"plain text " * 50, 1)):
+        result = piping(data, name)
+        assert result.returncode == 0, result.stderr
+        manifest = read_manifest(tmp_path / name)
+        assert manifest.documents == documents and manifest.inputs[0][0].startswith("stdin.")
+    refused(piping(b"a\0b", "c"), 65, "zero bytes")
+    result = piping(b'{"text": "' + b"x" * 5000, "c", "--max-document", "1KB")
+    assert result.returncode == 65 and "stdin.jsonl, line 1 is longer than 1 KiB" in result.stderr
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "none"))
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "none"))
+    refused(piping(b"text", "c"), 74, "cannot keep standard input in", "none", "No such file")

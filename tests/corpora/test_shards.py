@@ -1,16 +1,21 @@
-"""Token shards: what is written can be read, and whatever is damaged is refused."""
+"""Token shards: what is written can be read, also in training; whatever is damaged is refused."""
 
 import hashlib
 import io
 import itertools
 import json
+import shutil
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from complaints import complains, done
 from distgpt.core.base.errors import DataError, StorageError
+from distgpt.core.comm.api import SerialComm
 from distgpt.core.data.batches import Batches, windows_of
+from distgpt.core.data.loading import DataRequest, load_corpus
 from distgpt.core.data.tokenizers import fingerprint, load_tokenizer
 from distgpt.corpora import shards
 from distgpt.corpora.packing import PackedBatches
@@ -25,6 +30,11 @@ from distgpt.corpora.shards import (
     verify_shards,
     write_shard,
 )
+from hypothesis import given
+from hypothesis import strategies as st
+from threadranks import on_all_ranks
+
+from conftest import SMALL, distgpt, inside, losses, needs_mpi, refused
 
 SIZES = {"val-000000.npy": 5, "train-000000.npy": 7, "train-000001.npy": 7, "train-000002.npy": 2}
 IDS = np.arange(100, 100 + sum(SIZES.values()), dtype=np.uint16)
@@ -66,51 +76,44 @@ def with_shard(manifest, **changes):
     return replace(manifest, shards=(first, replace(second, **changes), *others))
 
 
-def test_a_shard_is_what_numpy_would_have_saved_once_it_is_finished(tmp_path):
-    path = tmp_path / "train-000003.npy"
-    for dtype, count in itertools.product(["<u2", "<u4"], [1, 1000, 100_000]):
-        ids = np.random.default_rng(1).integers(0, 50257, count).astype(dtype)
-        shard = write_shard(tmp_path, "train", 3, dtype, count, np.array_split(ids, 2))
-        whole = io.BytesIO()
-        np.save(whole, ids)
+@given(st.sampled_from(["<u2", "<u4"]), st.integers(1, 100_000))
+def test_a_shard_is_what_numpy_would_have_saved(dtype, count):
+    ids = np.random.default_rng(1).integers(0, 50257, count).astype(dtype)
+    with tempfile.TemporaryDirectory() as name:
+        shard = write_shard(Path(name), "train", 3, dtype, count, np.array_split(ids, 2))
+        (path,) = Path(name).iterdir()
         data = path.read_bytes()
-        assert data == whole.getvalue(), (dtype, count)
-        sha256 = hashlib.sha256(data).hexdigest()
-        assert shard == Shard(path.name, "train", count, len(data), sha256, int(ids.max()))
-        assert [path.name for path in tmp_path.iterdir()] == [path.name]
-    assert {len(header("<u4", tokens)) for tokens in (0, 1, 10**12)} == {128}
+    np.save(saved := io.BytesIO(), ids)
+    assert data == saved.getvalue() and len(header(dtype, 10**12)) == 128
+    sha256 = hashlib.sha256(data).hexdigest()
+    assert shard == Shard("train-000003.npy", "train", count, len(data), sha256, int(ids.max()))
 
 
 def test_reading_crosses_borders_with_few_files_open(folder, monkeypatch):
     monkeypatch.setattr(shards, "MOST_OPEN", 2)
     manifest = read_manifest(folder)
     tokens = ShardTokens(folder, manifest, "train")
-    expected = IDS[5:]
     assert len(tokens) == 16
     for start, stop in itertools.combinations_with_replacement(range(17), 2):
         found = tokens.read(start, stop)
-        assert found.dtype == np.uint16 and found.tolist() == expected[start:stop].tolist(), (start, stop)
+        assert found.dtype == np.uint16 and found.tolist() == IDS[5:][start:stop].tolist(), (start, stop)
     opened = [path.resolve() for path in Path("/proc/self/fd").iterdir()]
     assert sum(path.parent == folder.resolve() for path in opened) == 2
-    only_train = replace(manifest, shards=tuple(manifest.of("train")))
-    empty = ShardTokens(folder, only_train, "val")
+    empty = ShardTokens(folder, replace(manifest, shards=tuple(manifest.of("train"))), "val")
     assert len(empty) == 0 and empty.read(0, 0).tolist() == []
 
 
-def test_the_manifest_comes_back(folder):
+def test_the_manifest_comes_back_and_that_of_the_first_version(folder):
     manifest = read_manifest(folder)
     assert Manifest.from_json(manifest.to_json(), "x") == manifest
     assert (manifest.tokens("val"), manifest.tokens("train")) == (5, 16)
     assert [shard.name for shard in manifest.shards] == list(SIZES)
     assert is_shards(folder) and not is_shards(folder / "manifest.json")
     assert shards_tokenizer(folder, manifest).kind == "byte"
-
-
-def test_a_manifest_of_the_first_version_is_read(folder):
     document = json.loads((folder / "manifest.json").read_text())
     del document["sources"]
     old = Manifest.from_json(json.dumps({**document, "version": 1}), "x")
-    assert old == replace(read_manifest(folder), sources=())
+    assert old == replace(manifest, sources=())
     assert Manifest.from_json(old.to_json(), "x") == old
 
 
@@ -120,7 +123,7 @@ def test_a_shard_that_is_cut_short_while_it_is_read_is_named(folder):
     assert tokens.read(0, 3).tolist() == IDS[5:8].tolist()
     (path := folder / "train-000000.npy").write_bytes(path.read_bytes()[:134])
     assert tokens.read(0, 3).tolist() == IDS[5:8].tolist()
-    with pytest.raises(DataError, match=r"train-000000\.npy has been cut short"):
+    with complains("train-000000.npy has been cut short"):
         tokens.read(2, 9)
 
 
@@ -195,7 +198,7 @@ def test_a_damaged_or_missing_shard_is_refused_by_name(folder):
 
 
 def test_a_manifest_that_is_wrong_about_a_shard_is_refused_and_costs_nothing(folder, monkeypatch):
-    monkeypatch.setattr(shards, "_READ_BYTES", 4)  # the largest id is not in the last piece read
+    monkeypatch.setattr(shards, "READ_BYTES", 4)  # the largest id is not in the last piece read
     manifest = read_manifest(folder)
     for wrong, message, opening in (
         (with_shard(manifest, tokens=10**13, bytes=2 * 10**13 + 128), "142 bytes", True),  # terabytes
@@ -203,15 +206,11 @@ def test_a_manifest_that_is_wrong_about_a_shard_is_refused_and_costs_nothing(fol
         (replace(manifest, vocab_size=111), "the token 111, but the vocabulary ends at 110", False),
     ):
         refuse_second_shard(folder, wrong, message, opening)
-
-
-def test_another_tokenizer_beside_the_shards_is_refused(folder):
-    manifest = read_manifest(folder)
     (folder / "tokenizer.json").write_text(load_tokenizer("char", "ab").to_json())
-    with pytest.raises(DataError, match="not the tokenizer that the shards"):
+    with complains("not the tokenizer that the shards"):
         shards_tokenizer(folder, manifest)
     (folder / "tokenizer.json").unlink()
-    with pytest.raises(StorageError, match="No such file"):
+    with complains("No such file", kind=StorageError):
         shards_tokenizer(folder, manifest)
 
 
@@ -245,6 +244,121 @@ def test_what_is_no_manifest_or_makes_no_sense_is_refused(folder):
     wrong += [(json.dumps(good | {"shards": s}).encode(), "numbered") for s in (backwards, shorter)]
     for data, message in wrong:
         path.write_bytes(data)
-        with pytest.raises(DataError, match=message) as refusal:
+        with complains(path, message):
             read_manifest(folder)
-        assert str(refusal.value).startswith(str(path)) and "\n" not in str(refusal.value), message
+
+
+# In training
+
+MODEL = [word for word in SMALL if word not in ("--data", "story", "--tokenizer", "word")] + ["--steps", "4"]
+
+
+def prepared(text, out, *args):
+    done("data", "prepare", "--tokenizer", "byte", "--workers", "1", text, "--out", out, *args)
+
+
+@pytest.fixture(scope="module")
+def lines(tmp_path_factory):
+    """Eight shards for training, the last one short, and one for validation."""
+    folder = tmp_path_factory.mktemp("shards")
+    text, out = folder / "text.txt", folder / "shards"
+    text.write_text("".join(f"line {i} says {i * i}.\n" for i in range(400)))
+    prepared(text, out, "--shard-tokens", "1000", "--val-shards", "1")
+    return out
+
+
+@pytest.fixture
+def copy(lines, tmp_path):
+    return shutil.copytree(lines, tmp_path / "shards")
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-2])
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@needs_mpi
+def test_ranks_log_on_shards_what_one_process_does_and_leave_together_after_damage(lines, copy, tmp_path):
+    cut(copy / "train-000002.npy")
+    args = ["train", *MODEL, "--eval-every", "2", "--val-tokens", "200", "--data"]
+    printed = done(*args, lines, "--out", tmp_path / "one")
+    mpi = ["--stage", "mpi", "--out"]
+    two = distgpt(*args, lines, *mpi, tmp_path / "two", ranks=2)
+    assert two.returncode == 0, two.stderr
+    refused(distgpt(*args, copy, *mpi, tmp_path / "no", ranks=2), 65, "train-000002.npy")
+    assert not (tmp_path / "no").exists()
+    logged = {}
+    for name in ("one", "two"):
+        found = map(json.loads, (tmp_path / name / "metrics.jsonl").read_text().splitlines())
+        logged[name] = [
+            {k: value for k, value in line.items() if k[-2:] != "_s" and k not in ("slowest_rank", "time")}
+            for line in found
+        ]
+    assert len(logged["one"]) == len(logged["two"]) == 7
+    for one, two in zip(logged["one"], logged["two"], strict=True):
+        assert two == pytest.approx(one, rel=1e-4)
+    assert "9 shards" in printed and "for validation" in printed
+
+
+OTHER = '{"format": "distgpt-tokenizer", "version": 1, "kind": "char", "vocabulary": ["a", "b"]}'
+DAMAGES = {
+    "train-000002.npy": cut,
+    "train-000000.npy": lambda path: shutil.copy(path.with_name("train-000001.npy"), path),
+    "manifest.json": cut,
+    "train-000004.npy": lambda path: path.unlink(),
+    "tokenizer.json": lambda path: path.write_text(OTHER),
+}
+
+
+@pytest.mark.parametrize("named", DAMAGES)
+def test_damage_is_found_before_the_first_step(copy, tmp_path, named):
+    DAMAGES[named](copy / named)
+    refused(inside("train", "--data", copy, *MODEL, "--out", tmp_path / "run"), 65, copy / named)
+    assert not (tmp_path / "run").exists()
+    for error in on_all_ranks(2, lambda comm: load_corpus(comm, DataRequest(str(copy)))):
+        assert isinstance(error, DataError) and str(copy / named) in str(error)
+
+
+def test_an_impossible_id_ends_training_and_evaluation_of_trusted_shards(copy, tmp_path):
+    for number in (0, 1, 2, 3):
+        with (copy / f"train-{number:06d}.npy").open("r+b") as file:
+            file.seek(128 + 2 * 50)
+            file.write(np.full(900, 256, "<u2").tobytes())
+    args = ["train", "--set", "verify_data=false", "--data", copy, *MODEL, "--steps", "40", "--out", tmp_path / "run"]
+    refused(inside(*args), 65, f"{copy / 'train-00000'}", "has the token 256", "at position")
+    refused(inside("data", "info", "--no-verify", copy), 65, "train-000000.npy", "position 50")
+
+
+def test_only_the_splits_that_are_asked_for_are_read(copy):
+    def loaded(**more):
+        return load_corpus(SerialComm(), DataRequest(str(copy), splits=("val",), **more))
+
+    cut(copy / "train-000002.npy")
+    corpus = loaded()
+    assert len(corpus.val) == 1000 and corpus.train is corpus.val
+    shutil.copy(copy / "train-000000.npy", copy / "val-000000.npy")
+    with complains("val-000000.npy"):
+        loaded()
+    assert len(loaded(verify=False).val) == 1000  # as with verify_data = false
+
+
+def test_tokens_of_another_tokenizer_and_other_folders_are_refused(lines, tmp_path):
+    (tmp_path / "abc.txt").write_text("abcabc" * 50)
+    done("train", "--data", tmp_path / "abc.txt", "--tokenizer", "char", *MODEL, "--out", tmp_path / "chars")
+    weights, out = tmp_path / "chars" / "weights.safetensors", ["--out", tmp_path / "run"]
+    for asked in (["--init", weights], ["--tokenizer", "gpt2"], ["--tokenizer", "word"]):
+        refused(inside("train", "--data", lines, *asked, *out), 65, "byte")
+    refused(inside("eval", "--weights", weights, "--val", lines), 65, "byte")
+    refused(inside("train", "--data", weights.parent / "checkpoints", *out), 65, "holds no file that ends in")
+
+
+def test_another_corpus_does_not_continue_a_run(copy, tmp_path):
+    args = ["train", *MODEL, "--out", tmp_path / "run", "--data", copy]
+    done(*args, "--save-every", "2")
+    before = losses(tmp_path / "run")
+    shutil.rmtree(copy)
+    (tmp_path / "other.txt").write_text("something else\n" * 300)
+    prepared(tmp_path / "other.txt", copy, "--shard-tokens", "1000")
+    refused(inside(*args, "--steps", "9", "--resume", "auto"), 65, "changed")
+    assert losses(tmp_path / "run") == before

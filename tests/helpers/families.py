@@ -55,6 +55,8 @@ def smollm2():
 
 def _sentencepiece(library):
     """A BPE with tokens for single bytes, of which only three tokens are special."""
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    library.decoder = decoders.Sequence(parts)
     special = ["<unk>", "<s>", "</s>"]
     bytes_ = [f"<0x{byte:02X}>" for byte in range(256)]
     trainer = trainers.BpeTrainer(vocab_size=600, special_tokens=special + bytes_, show_progress=False)
@@ -69,19 +71,13 @@ def _sentencepiece(library):
 def tinyllama():
     library = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
     library.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    strip = decoders.Strip(" ", 1, 0)
-    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), strip]
-    library.decoder = decoders.Sequence(parts)
     return _sentencepiece(library)
 
 
 def mistral():
-    """A blank before the first word alone."""
+    """Only a blank before the first word."""
     library = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
     library.pre_tokenizer = pre_tokenizers.Metaspace("▁", prepend_scheme="first", split=False)
-    strip = decoders.Strip(" ", 1, 0)
-    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), strip]
-    library.decoder = decoders.Sequence(parts)
     return _sentencepiece(library)
 
 

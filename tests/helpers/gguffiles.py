@@ -4,7 +4,7 @@ import json
 import struct
 
 import numpy as np
-from chattemplates import TEMPLATES
+from chattemplates import ENDS, TEMPLATES, settings
 from distgpt.core.config import ModelConfig, RunConfig
 from distgpt.core.data.tokenizers import checked_chat
 from distgpt.core.saved.modelfile import Description
@@ -12,7 +12,7 @@ from distgpt.core.saved.tensors import write_tensors
 from distgpt.corpora.tokenizers.foreign import from_document
 from distgpt.models.formats.gguf.container import Numbers, read_container, write_container
 from families import document
-from foreignmodels import MODERN, shape, tensors_in
+from foreignmodels import MODERN, random_model, shape, tensors_in
 
 LLAMA = shape(300, 32, 2, 4, 64, n_kv_head=2, mlp_width=96, **MODERN)
 
@@ -38,17 +38,13 @@ def tokenizer_like(family):
     is_piecewise = family in ("tinyllama", "mistral")
     found = of_sentencepiece(family == "tinyllama") if is_piecewise else json.loads(document(family))
     tokenizer = from_document(found, family)
-    end = {"llama3": "<|eot_id|>", "tinyllama": "</s>", "mistral": "</s>"}.get(family, "<|im_end|>")
-    begin = {"llama3": "<|begin_of_text|>", "tinyllama": "<s>", "mistral": "<s>"}.get(family)
-    tokens = {"eos_token": end} | ({"bos_token": begin} if begin else {})
-    chat = {"source": TEMPLATES[family], "tokens": tokens, "ends": [tokenizer.specials[end]]}
+    tokens = {key: value for key, value in settings(family).items() if key != "chat_template"}
+    chat = {"source": TEMPLATES[family], "tokens": tokens, "ends": [tokenizer.specials[ENDS[family]]]}
     return tokenizer.with_chat(checked_chat(chat, tokenizer.size, family))
 
 
 def with_tokenizer(path, tokenizer, **more):
     """Write a small random Llama with this tokenizer."""
-    from foreignmodels import random_model
-
     of = {**LLAMA, "vocab_size": tokenizer.size + 5, **more}
     random_model(path, of, None)
     write_tensors(path, tensors_in(path), Description(RunConfig(model=ModelConfig(**of)), tokenizer).to_metadata())

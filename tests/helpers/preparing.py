@@ -1,17 +1,18 @@
 """Texts to prepare, and `distgpt data prepare` as its tests call, interrupt and look at it."""
 
+import contextlib
 import gzip
 import json
 import random
 
 import numpy as np
 import pytest
+from complaints import complains
 from distgpt.core.base.files import bundled
 from distgpt.corpora.prepare import documents as cutting
+from distgpt.corpora.prepare import preparing
 from distgpt.corpora.prepare.preparing import Request, prepare
 from distgpt.corpora.shards import ShardTokens, read_manifest
-
-SIZES = {"shard_tokens": 3000, "val_fraction": 0.05, "seed": None}
 
 
 class Quiet:
@@ -31,33 +32,39 @@ class Quiet:
         self._left -= 1
 
 
-@pytest.fixture
-def small_pieces(monkeypatch):
-    monkeypatch.setattr(cutting, "PIECE", 400)
-    monkeypatch.setattr(cutting, "LIMIT", 800)
+@contextlib.contextmanager
+def in_steps(piece=400, documents=7, ids=40, noted=900):
+    """With small pieces, little read at once, and the progress noted after each few."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cutting, "PIECE", piece)
+        patch.setattr(cutting, "LIMIT", 2 * piece)
+        for name, value in {"DOCUMENTS_AT_ONCE": documents, "AT_ONCE": ids, "EVERY": noted}.items():
+            patch.setattr(preparing, name, value)
+        yield
 
 
 @pytest.fixture
-def inputs(tmp_path):
+def small():
+    with in_steps():
+        yield
+
+
+def json_lines(texts, **more):
+    return "".join(json.dumps({**more, "text": text}) + "\n" for text in texts)
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
     """Three kinds of files with 40 documents in all."""
     source = random.Random(4)
     words = bundled("data", "story.txt").read_text().split()
     documents = [" ".join(source.choices(words, k=source.randrange(1, 200))) for _ in range(40)]
-    folder = tmp_path / "inputs"
+    folder = tmp_path_factory.mktemp("prepared") / "inputs"
     folder.mkdir()
     (folder / "a.txt").write_text(documents[0])
-    lines = "".join(json.dumps({"text": text}) + "\n" for text in documents[1:39])
-    (folder / "b.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    (folder / "b.jsonl.gz").write_bytes(gzip.compress(json_lines(documents[1:39]).encode()))
     (folder / "c.md").write_text(documents[39])
     return folder, documents
-
-
-@pytest.fixture
-def interrupted(inputs, tmp_path, small_pieces):
-    """A request that was interrupted after some shards."""
-    whole = Quiet()
-    prepare(request(inputs, tmp_path / "whole", shard_tokens=700), whole)
-    return interrupt(request(inputs, tmp_path / "out", shard_tokens=700), len(whole.heard) - 5)
 
 
 def interrupt(request, after):
@@ -67,21 +74,29 @@ def interrupt(request, after):
 
 
 def request(inputs, out, /, **more):
-    return Request(**{"inputs": (inputs[0],), "tokenizer": "byte", "out": out, **SIZES, **more})
+    given = {"inputs": (inputs[0],), "tokenizer": "byte", "out": out, "shard_tokens": 3000, "seed": None}
+    return Request(**given | more)
 
 
-def refuse(error, message, request, watcher=None):
+def refuse(error, words, request, watcher=None):
     """This is refused, with these words, and what the folder held before stays as it was."""
     before = request.out.exists() and contents(request.out)
-    with pytest.raises(error, match=message):
+    with complains(words, kind=error):
         prepare(request, watcher or Quiet())
-    assert (request.out.exists() and contents(request.out)) == before, message
+    assert (request.out.exists() and contents(request.out)) == before, words
+
+
+def tokens_of(folder, split):
+    tokens = ShardTokens(folder, read_manifest(folder), split)
+    return tokens.read(0, len(tokens))
 
 
 def everything(folder):
-    manifest = read_manifest(folder)
-    splits = [ShardTokens(folder, manifest, split) for split in ("val", "train")]
-    return np.concatenate([tokens.read(0, len(tokens)) for tokens in splits])
+    return np.concatenate([tokens_of(folder, split) for split in ("val", "train")])
+
+
+def text_of(folder, split):
+    return bytes(tokens_of(folder, split).astype(np.uint8)).decode()
 
 
 def contents(folder):

@@ -5,6 +5,7 @@ import shutil
 import distgpt
 import numpy as np
 import pytest
+from complaints import done
 from distgpt.core.saved.tensors import read_header
 from safetensors.numpy import load_file, save_file
 
@@ -13,12 +14,6 @@ from conftest import distgpt as distgpt_command
 
 TEXT = ["--data", "story", "--threads", "1", "--seq-len", "16", "--batch-size", "8", "--lr", "2e-2"]
 LORA = [*TEXT, "--steps", "40", "--save-every", "20", "--lora-rank", "2", "--val-fraction", "0.1"]
-
-
-def done(*args, **how):
-    result = inside(*args, **how)
-    assert result.returncode == 0, result.stderr
-    return result.stdout
 
 
 @pytest.fixture(scope="module")
@@ -96,14 +91,18 @@ def test_ranks_sum_the_gradients_of_adapters_alone(how, base, run, tmp_path):
 
 def test_what_adapters_do_not_go_with_is_refused(base, run, tmp_path):
     out = ["--out", tmp_path / "new"]
-    refused(inside("train", *LORA, *out), 2, "--init")
-    refused(inside("train", "--init", base, *LORA, "--optimizer", "muon", *out), 2, "muon")
-    refused(inside("train", "--init", base, *LORA, "--set", "lora_matrices=q,gate", *out), 2, "gate")
-    refused(inside("train", "--init", base, *LORA, "--set", "lora_matrices=q,x", *out), 2, "x")
-    refused(inside("train", "--init", run, *TEXT, *out), 2, "weights merge")
-    refused(inside("weights", "quantize", run, "--out", tmp_path / "q"), 2, "weights merge")
-    refused(inside("weights", "merge", "--adapter", base, "--out", tmp_path / "m"), 2, "no adapter")
-    refused(inside("infer", "--weights", run, "--adapter", run, "--prompt", "a"), 2, "adapter")
+    on_base = ["train", "--init", base, *LORA, *out]
+    for words, named in (
+        (["train", *LORA, *out], "--init"),
+        ([*on_base, "--optimizer", "muon"], "muon"),
+        ([*on_base, "--set", "lora_matrices=q,gate"], "gate"),
+        ([*on_base, "--set", "lora_matrices=q,x"], "x"),
+        (["train", "--init", run, *TEXT, *out], "weights merge"),
+        (["weights", "quantize", run, *out], "weights merge"),
+        (["weights", "merge", "--adapter", base, *out], "no adapter"),
+        (["infer", "--weights", run, "--adapter", run, "--prompt", "a"], "adapter"),
+    ):
+        refused(inside(*words), 2, named)
     assert not list(tmp_path.iterdir())
 
 

@@ -1,9 +1,7 @@
 """Our models in llama.cpp: the same blocks, scores, text, tokens and perplexity."""
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import distgpt
@@ -17,21 +15,13 @@ from distgpt.models.formats.gguf.container import NUMBERS, TYPES, quantised, res
 from distgpt.models.formats.gguf.transfer import export_gguf, import_gguf
 from foreignmodels import MODERN, SHAPES, random_model, shape
 from gguffiles import tokenizer_like, with_tokenizer
+from peers import peer_with
 from tokenizing import TEXT, small
 
 from conftest import TESTS
 
 ORACLE = TESTS / "oracles" / "llama_cpp_models.py"
-LOOK = "from importlib.util import find_spec as f; raise SystemExit(not (f('llama_cpp') and f('gguf')))"
-PYTHONS = [sys.executable, os.environ.get("DISTGPT_LLAMA_PYTHON")]
-PEER = next((p for p in PYTHONS if p and not subprocess.run([p, "-c", LOOK]).returncode), None)
-
-pytestmark = [
-    pytest.mark.peer,
-    pytest.mark.skipif(
-        not PEER, reason="needs llama_cpp and gguf, here or in the Python that DISTGPT_LLAMA_PYTHON names"
-    ),
-]
+PEER, pytestmark = peer_with("DISTGPT_LLAMA_PYTHON", "llama_cpp", "gguf")
 LACKING = ("relu", "one layer, heads of one")
 HELD = [name for name in SHAPES if name not in LACKING and "window" not in SHAPES[name]]
 SAMPLE = bundled("weights", "sample.safetensors")

@@ -5,7 +5,6 @@ import functools
 import json
 import os
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from select import select
@@ -20,21 +19,13 @@ from distgpt.core.model.passes import Pass
 from distgpt.core.saved.modelfile import load_model
 from distgpt.models.formats.huggingface import Foreign, export_model, import_model
 from foreignmodels import SHAPES, exported_model, random_model
+from peers import peer_with
 from tokenizing import GPT2, gpt2, needs_gpt2
 
 from conftest import TESTS
 
 ORACLE = TESTS / "oracles" / "transformers_models.py"
-LOOK = "from importlib.util import find_spec as f; raise SystemExit(not (f('torch') and f('transformers')))"
-PYTHONS = [sys.executable, os.environ.get("DISTGPT_PEER_PYTHON")]
-PEER = next((p for p in PYTHONS if p and not subprocess.run([p, "-c", LOOK]).returncode), None)
-
-pytestmark = [
-    pytest.mark.peer,
-    pytest.mark.skipif(
-        not PEER, reason="needs torch and transformers, here or in the Python that DISTGPT_PEER_PYTHON names"
-    ),
-]
+PEER, pytestmark = peer_with("DISTGPT_PEER_PYTHON", "torch", "transformers")
 
 ANSWERS_WITHIN = 250  # seconds: before pytest-timeout ends the test
 V, T = 99, 20
@@ -152,13 +143,6 @@ def test_every_family_has_the_same_scores_gradients_and_text(name, families):
         assert worst < 1e-4, mapping.theirs
     written = distgpt.load(ours).generate([[1, 2, 3], [5]], WRITTEN, temperature=0)
     assert written == texts[name]
-
-
-def test_the_sample_model_writes_the_same_text_there(tmp_path):
-    sample, prompt = bundled("weights", "sample.safetensors"), "The harbour "
-    export_model(sample, tmp_path / "sample", "float32")
-    theirs = transformers(["generate", str(tmp_path / "sample"), prompt, 100])
-    assert theirs == [prompt + distgpt.load(sample).generate(prompt, 100, temperature=0)]
 
 
 @pytest.mark.xdist_group("greedy")  # beside the other worker's, since this file takes longest

@@ -1,21 +1,23 @@
 """Adapters of PEFT in and out: the same scores and gradients there, and what is refused."""
 
+import json
 import shutil
 
 import distgpt
 import numpy as np
 import pytest
+from complaints import done
 from distgpt.core.comm.api import SerialComm
 from distgpt.core.config import RunConfig, TrainConfig
 from distgpt.core.cpu.kernels import CpuKernels
 from distgpt.core.model.passes import Pass
 from distgpt.core.saved.modelfile import Description, read_description
-from distgpt.core.saved.tensors import read_header, read_into, write_tensors
+from distgpt.core.saved.tensors import read_header, write_tensors
 from distgpt.models.adapters import ADAPTER, AdaptedModel, adapter_layout, adapters_by_matrix, base_of, read_adapter
 from distgpt.models.adapters import ADAPTERS as KIND
 from distgpt.models.formats.huggingface import Foreign, export_model, import_model
 from distgpt.models.formats.peft import PREFIX, export_adapter, import_adapter
-from foreignmodels import MODERN, SHAPES, change_json, random_model, shape
+from foreignmodels import MODERN, SHAPES, change_json, random_model, same, shape, tensors_in
 from test_huggingface_peer import FAMILIES, LONG, PEER, V, some_tokens, transformers
 
 from conftest import inside, refused
@@ -113,25 +115,31 @@ def _check_gradients(weights, adapter, family, tokens, expected):
 @pytest.fixture
 def saved(tmp_path):
     """A model, and an adapter of ours as PEFT keeps it."""
-    random_model(weights := tmp_path / "w.safetensors", shape(77, 13, 2, 3, 18, **MODERN))
+    random_model(weights := tmp_path / "w.safetensors", SHAPES["llama"])
     export_adapter(written(tmp_path / "a.safetensors", weights), tmp_path / "peft", "float32", ignored)
     return weights, tmp_path / "peft"
 
 
 def test_an_adapter_comes_back_as_it_was(saved, tmp_path):
     weights, folder = saved
-    result = inside("weights", "import", folder, "--weights", weights, "--out", tmp_path / "b.safetensors")
-    assert result.returncode == 0, result.stderr
-    left, right = ({}, {})
-    for path, found in ((tmp_path / "a.safetensors", left), (tmp_path / "b.safetensors", right)):
-        found |= {name: np.empty(e.shape, np.float32) for name, e in read_header(path).tensors.items()}
-        read_into(path, found)
-    assert left.keys() == right.keys() and all(np.array_equal(left[name], right[name]) for name in left)
+    done("weights", "import", folder, "--weights", weights, "--out", tmp_path / "b.safetensors")
+    assert same(*(tensors_in(tmp_path / f"{name}.safetensors") for name in "ab"))
     train = read_description(tmp_path / "b.safetensors").run.train
     assert (train.lora_rank, train.lora_scale, train.lora_matrices) == (3, pytest.approx(5 / 3), "all")
     for dtype in ("float16", "bfloat16"):
-        out = tmp_path / dtype
-        assert inside("weights", "export", tmp_path / "a.safetensors", "--out", out, "--dtype", dtype).returncode == 0
+        done("weights", "export", tmp_path / "a.safetensors", "--out", tmp_path / dtype, "--dtype", dtype)
+
+
+def test_alphas_are_those_of_the_ranks(tmp_path):
+    """Where one matrix there is several of ours, their ranks add up; the scale stays."""
+    random_model(weights := tmp_path / "w.safetensors", SHAPES["odd"])
+    export_adapter(written(tmp_path / "a.safetensors", weights), tmp_path / "peft", "float32", ignored)
+    found = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
+    assert found["rank_pattern"] and found["alpha_pattern"].keys() == found["rank_pattern"].keys()
+    assert {found["r"], *found["rank_pattern"].values()} == {3, 9}
+    for name, rank in found["rank_pattern"].items():
+        assert found["alpha_pattern"][name] == pytest.approx(rank * 5 / 3)
+    assert found["lora_alpha"] == pytest.approx(found["r"] * 5 / 3)
 
 
 def test_what_cannot_be_held_is_refused(saved, tmp_path):
@@ -159,8 +167,7 @@ def test_what_cannot_be_held_is_refused(saved, tmp_path):
     result = inside(*ask, "--weights", weights)
     refused(result, 65, path, f"{last}.lora_B.weight, scaled by lora_alpha, holds values that are not finite")
     shutil.copy(kept / "adapter_config.json", folder)
-    tensors = {name: np.empty(e.shape, np.float32) for name, e in read_header(path).tensors.items()}
-    read_into(path, tensors)
+    tensors = tensors_in(path)
     first = next(iter(tensors))
     for name, change in (
         (f"{PREFIX}lm_head.lora_A.weight", np.zeros((3, 18), np.float32)),
@@ -175,7 +182,7 @@ def test_what_cannot_be_held_is_refused(saved, tmp_path):
     # Finite, but not what comes of them: then the model's file is not to be blamed.
     write_tensors(path, {name: np.full_like(array, 3e38) for name, array in tensors.items()}, {})
     huge = tmp_path / "huge.safetensors"
-    assert inside("weights", "import", folder, "--out", huge, "--weights", weights).returncode == 0
+    done("weights", "import", folder, "--out", huge, "--weights", weights)
     for words in (
         ["infer", "--prompt", "a", "--weights", weights, "--adapter", huge],
         ["infer", "--prompt", "a", "--weights", weights, "--adapter", huge, "--dtype", "int8"],

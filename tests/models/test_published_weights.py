@@ -22,55 +22,47 @@ OURS = ModelConfig(vocab_size=V, seq_len=T, n_layer=L, n_head=H, n_embd=C, mlp_w
 MODERN = {"norm": "rmsnorm", "mlp": "swiglu", "positions": "rope", "bias": False, "tied": False}
 
 
-def drawn(random, *shape):
-    return random.normal(len(shape) == 1, 0.4, shape).astype(np.float32)
+LAYER = {  # our tensors, their shapes as they are stored there, and names
+    "gpt2": (
+        *((f"norm{i}", (C,), f"ln_{i}") for i in (1, 2)),
+        *(("attn.qkv", (C, 3 * C), "attn.c_attn"), ("attn.proj", (C, C), "attn.c_proj")),
+        *(("mlp.fc", (C, F), "mlp.c_fc"), ("mlp.proj", (F, C), "mlp.c_proj")),
+    ),
+    "llama": (
+        *(("norm1", (C,), "input_layernorm"), ("norm2", (C,), "post_attention_layernorm")),
+        ("attn.qkv", (C, C), *(f"self_attn.{which}_proj" for which in "qkv")),
+        *(("attn.proj", (C, C), "self_attn.o_proj"), ("mlp.fc", (F, C), "mlp.gate_proj", "mlp.up_proj")),
+        ("mlp.proj", (C, F), "mlp.down_proj"),
+    ),
+}
+AROUND = {
+    "gpt2": (("wte", (V, C), "wte"), ("wpe", (T, C), "wpe"), ("final_norm.", (C,), "ln_f")),
+    "llama": (("wte", (V, C), "embed_tokens"), ("final_norm.", (C,), "norm"), ("head.", (V, C), "lm_head")),
+}
 
 
-def gpt2(random):
-    """Their tensors and ours. Theirs of linear layers are (inputs, outputs)."""
-    theirs = {"wte.weight": drawn(random, V, C), "wpe.weight": drawn(random, T, C)}
-    ours = {name.removesuffix(".weight"): values for name, values in theirs.items()}
-    layers = [("ln_f", "final_norm", (C,))]
+def tensors(kind, random):
+    """Theirs and ours. GPT-2's of linear layers are (inputs, outputs); one of ours holds several of Llama's."""
+    prefix, blocks = {"gpt2": ("transformer.", "h"), "llama": ("model.", "layers")}[kind]
+    layers = [*AROUND[kind]]
     for i in range(L):
-        for name, own, shape in (
-            *(("ln_1", "norm1", (C,)), ("ln_2", "norm2", (C,))),
-            *(("attn.c_attn", "attn.qkv", (C, 3 * C)), ("attn.c_proj", "attn.proj", (C, C))),
-            *(("mlp.c_fc", "mlp.fc", (C, F)), ("mlp.c_proj", "mlp.proj", (F, C))),
-        ):
-            layers.append((f"h.{i}.{name}", f"blocks.{i}.{own}", shape))
-    for name, own, shape in layers:
-        w, b = drawn(random, *shape), drawn(random, shape[-1])
-        theirs |= {f"{name}.weight": w, f"{name}.bias": b}
-        ours |= {f"{own}.w": w.T, f"{own}.b": b}
-    return {f"transformer.{name}": values for name, values in theirs.items()}, ours
-
-
-def llama(random):
-    """Their tensors are (outputs, inputs); one of ours holds several of theirs, one after the other."""
-    layers = [("wte", (V, C), "model.embed_tokens"), ("final_norm.w", (C,), "model.norm")]
-    layers.append(("head.w", (V, C), "lm_head"))
-    for i in range(L):
-        for own, shape, *names in (
-            *(("norm1", (C,), "input_layernorm"), ("norm2", (C,), "post_attention_layernorm")),
-            ("attn.qkv", (C, C), *(f"self_attn.{which}_proj" for which in "qkv")),
-            ("attn.proj", (C, C), "self_attn.o_proj"),
-            ("mlp.fc", (F, C), "mlp.gate_proj", "mlp.up_proj"),
-            ("mlp.proj", (C, F), "mlp.down_proj"),
-        ):
-            layers.append((f"blocks.{i}.{own}.w", shape, *(f"model.layers.{i}.{name}" for name in names)))
+        layers += [(f"blocks.{i}.{own}.", shape, *(f"{blocks}.{i}.{name}" for name in names))
+                   for own, shape, *names in LAYER[kind]]  # fmt: skip
     theirs, ours = {}, {}
     for own, shape, *names in layers:
-        theirs |= (parts := {f"{name}.weight": drawn(random, *shape) for name in names})
-        ours[own] = np.concatenate([*parts.values()])
+        parts = [random.normal(len(shape) == 1, 0.4, shape).astype(np.float32) for _ in names]
+        theirs |= {prefix * (name != "lm_head") + f"{name}.weight": x for name, x in zip(names, parts, strict=True)}
+        is_layer = own.endswith(".")
+        ours[own + "w" * is_layer] = np.concatenate(parts).T if kind == "gpt2" and is_layer else np.concatenate(parts)
+        if kind == "gpt2" and is_layer:
+            ours[f"{own}b"] = theirs[f"{prefix}{names[0]}.bias"] = random.normal(1, 0.4, shape[-1]).astype(np.float32)
     return theirs, ours
 
 
-@pytest.mark.parametrize(
-    "settings, tensors, different", [(GPT2, gpt2, {}), (LLAMA, llama, MODERN)], ids=["gpt2", "llama"]
-)
-def test_scores_are_those_of_the_formula(settings, tensors, different, tmp_path):
+@pytest.mark.parametrize("settings, different", [(GPT2, {}), (LLAMA, MODERN)], ids=["gpt2", "llama"])
+def test_scores_are_those_of_the_formula(settings, different, tmp_path):
     random = np.random.default_rng(3)
-    theirs, ours = tensors(random)
+    theirs, ours = tensors(settings["model_type"], random)
     write_tensors(tmp_path / "model.safetensors", theirs, {"format": "pt"})
     (tmp_path / "config.json").write_text(json.dumps(settings))
     import_model(str(tmp_path), tmp_path / "ours.safetensors", None)

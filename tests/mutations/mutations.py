@@ -15,7 +15,7 @@ class Mutation(NamedTuple):
 
 
 _WIRED = "assembly/test_wiring.py"
-_ON_RANKS = "corpora/test_shards_in_training.py -k what_one_process_does"
+_ON_RANKS = "corpora/test_shards.py -k what_one_process_does"
 _SYNCED = "core/base/test_files.py -k on_the_disk"
 _LOCAL = "parallel/test_local_steps.py"
 _SUMMED, _SAME_BITS = "parallel/test_gradsync.py", "parallel/test_same_bits.py"

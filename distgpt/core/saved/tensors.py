@@ -32,7 +32,7 @@ _NAMES = {np.dtype(stored): name for name, stored in _STORED.items()}
 _OTHERS = {"BOOL": 1, "I16": 2, "I32": 4, "I64": 8}  # bytes per element; described, but never read
 _WIDTHS = {name: dtype.itemsize for dtype, name in _NAMES.items()} | _OTHERS
 DATA_SUM, HEADER_SUM = "data_sha256", "header_sha256"  # keys in the metadata
-_PIECE_ELEMENTS = 1 << 20  # elements per read or write, to avoid copies of whole tensors
+PIECE_ELEMENTS = 1 << 20  # elements per read or write, to avoid copies of whole tensors
 _HEADER_CAP = 100_000_000  # bytes, as in the official reader
 _Length = Annotated[int, Must("be of 63 bits", lambda number: 0 <= number < 1 << 63)]
 _Lengths = Annotated[tuple[_Length, ...], Must("be short", lambda lengths: len(lengths) <= 64)]
@@ -138,7 +138,7 @@ def _flat(array: HostArray) -> HostArray | np.flatiter[HostArray]:
 
 
 def _cuts(size: int) -> Iterator[slice]:
-    return (slice(start, min(start + _PIECE_ELEMENTS, size)) for start in range(0, size, _PIECE_ELEMENTS))
+    return (slice(start, min(start + PIECE_ELEMENTS, size)) for start in range(0, size, PIECE_ELEMENTS))
 
 
 def _pieces(tensors: Tensors, order: list[str]) -> Iterator[memoryview]:

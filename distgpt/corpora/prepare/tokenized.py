@@ -63,7 +63,7 @@ def tokenized(path: Path, tokenizer: str | Tokenizer, val_fraction: float, kept:
     is_waiting = False
     while not is_shards(wanted.out):
         try:
-            prepare(wanted, _Watcher(say), inputs)
+            prepare(wanted, Watcher(say), inputs)
         except BeingPrepared as error:  # another run started just before this one
             if not is_waiting:
                 say(f"{error}: waiting for it")
@@ -81,7 +81,7 @@ def tokenized(path: Path, tokenizer: str | Tokenizer, val_fraction: float, kept:
     return wanted.out
 
 
-class _Watcher:
+class Watcher:
     """Prints the progress as lines."""
 
     def __init__(self, say: Say) -> None:

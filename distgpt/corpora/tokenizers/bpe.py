@@ -77,7 +77,7 @@ class BpeTokenizer(BytesDecoder):
         utf8 = encoded(text, "utf-8")
         self._seen += len(utf8)
         if self._seen >= LARGE:
-            return self._fast.encode(utf8)
+            return self.fast.encode(utf8)
         return np.array(self._encoder.encode(text).ids, id_dtype(self.size))
 
     def describe(self) -> str:
@@ -93,21 +93,21 @@ class BpeTokenizer(BytesDecoder):
         return {entry: i for i, entry in enumerate(self.vocabulary)}
 
     @functools.cached_property
-    def _fast(self) -> FastEncoder:
+    def fast(self) -> FastEncoder:
         from distgpt.corpora.tokenizers.bpe_fast import FastEncoder
 
         return FastEncoder(self._id_of, symbols(), self.merges, self._encode_piece)
 
     def _encode_piece(self, piece: str) -> list[int]:
         with library_errors("the library tokenizers cannot encode this text"):
-            return [token.id for token in self._library.model.tokenize(spelled(piece))]
+            return [token.id for token in self.library.model.tokenize(spelled(piece))]
 
     @functools.cached_property
     def _encoder(self) -> Encoder:
-        return Encoder(self._library, "BPE", may_be_slow=False)
+        return Encoder(self.library, "BPE", may_be_slow=False)
 
     @functools.cached_property
-    def _library(self) -> tokenizers.Tokenizer:
+    def library(self) -> tokenizers.Tokenizer:
         from tokenizers import Tokenizer, models, pre_tokenizers
 
         with library_errors("the library tokenizers refuses this BPE"):

@@ -29,7 +29,7 @@ IDS_AT_ONCE = 1 << 18
 AHEAD = 1 << 16  # bytes in which to find more characters of unknown kind, after the first one
 
 _EMPTY = np.uint64(2**64 - 1)
-_KINDS = np.zeros(0x110000, np.uint8)  # kind of every code point, filled by `_learn_kinds`
+KINDS = np.zeros(0x110000, np.uint8)  # kind of every code point, filled by `_learn_kinds`
 
 
 class Merges(NamedTuple):
@@ -84,17 +84,17 @@ class FastEncoder:
         self._merges = Merges(keys, values, id_of_byte)
         self._dtype = id_dtype(len(id_of))
         self._encode_long = encode_long
-        self._scratch = _Scratch()
+        self.scratch = _Scratch()
         self.encode(b"")  # compile the loops
 
     def encode(self, text: bytes) -> Ids:
         """Return the ids of valid UTF-8."""
         data = np.frombuffer(text, np.uint8)
-        memory, out, ahead = self._scratch.memory, self._scratch.out, self._scratch.ahead
+        memory, out, ahead = self.scratch.memory, self.scratch.out, self.scratch.ahead
         parts: list[Ids] = []
         at, why = 0, OUT_FULL
         while why != DONE:
-            at, filled, why, what = fill_ids(data, at, _KINDS, self._merges, memory, out, ahead)
+            at, filled, why, what = fill_ids(data, at, KINDS, self._merges, memory, out, ahead)
             parts.append(out[:filled].astype(self._dtype))
             if why == UNKNOWN_KIND:
                 _learn_kinds(text[what : what + AHEAD])
@@ -117,7 +117,7 @@ def _learn_kinds(text: bytes) -> None:
 
     found = np.frombuffer(text.decode("utf-8", "ignore").encode("utf-32-le"), np.uint32)
     codes = np.unique(found)
-    codes = codes[_KINDS[codes] == 0]
+    codes = codes[KINDS[codes] == 0]
     split = pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str
 
     def begins_at(place: int, pattern: str) -> Array:
@@ -131,7 +131,7 @@ def _learn_kinds(text: bytes) -> None:
     learned[~begins_at(1, "ax\n")] = LETTER
     learned[~begins_at(1, "1x\n")] = NUMBER
     learned[~begins_at(2, "\nx!") & (codes != ord(" "))] = OTHER  # a space joins any following character
-    _KINDS[codes] = learned
+    KINDS[codes] = learned
 
 
 @inline

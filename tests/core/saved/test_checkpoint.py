@@ -7,10 +7,13 @@ import re
 import shutil
 import signal
 import sys
+import tempfile
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
+from complaints import complains
 from disks import file_size_limit, names
 from distgpt.core.base.errors import DataError, StorageError
 from distgpt.core.saved import checkpoint
@@ -26,6 +29,9 @@ from distgpt.core.saved.checkpoint import (
     verify,
 )
 from distgpt.core.saved.tensors import read_header
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 FILES = ("manifest.json", "optimizer.safetensors", "state.json", "weights.safetensors")
 
@@ -63,7 +69,7 @@ def test_what_a_state_leaves_open_is_not_in_it(directory):
     assert load_state(path) == State(100, bad_steps=3) and load_document(path)["bad_steps"] == 3
     assert "shares" in json.loads((path / "state.json").read_text()) and "shares" not in load_document(path)
     other = path.rename(path.with_name("step-00000101"))
-    with pytest.raises(DataError, match="is of step 100, not of its folder's"):
+    with complains("is of step 100, not of its folder's"):
         load_state(other)
     assert load_state(other.rename(path.with_name("kept"))).step == 100
 
@@ -79,37 +85,75 @@ def test_round_trip(directory):
     assert read_header(path / "weights.safetensors").metadata["config"] == "[model]"
 
 
-def test_a_directory_without_checkpoints_has_no_newest(directory):
-    for name in ("notes", "step-1"):
-        (directory / name).mkdir(parents=True)
-    assert newest_intact(directory) is None
+STEPS = st.sampled_from([1, 2, 10, 99_999_999, 100_000_000])
+NTH = st.integers(0, 3)  # of those that were saved
 
 
-def test_only_the_newest_are_kept_but_never_less_than_what_was_just_saved(directory):
-    for step in (1, 2, 10, 99_999_999, 100_000_000):
-        save(directory, step, keep=2)
-    assert names(directory) == ["step-100000000", "step-99999999"]
-    assert newest_intact(directory)[0].name == "step-100000000"
-    # Resumed from an earlier step, since the newer ones are damaged: they must not push out the new one.
-    for path in directory.iterdir():
-        (path / "state.json").unlink()
-    path = save(directory, 2, keep=1)
-    assert newest_intact(directory)[0] == path
-    assert names(directory) == ["step-00000002", "step-100000000", "step-99999999"]
+class Checkpoints(RuleBasedStateMachine):
+    """A directory through saves, damage, killed saves and resumes, next to a plain model of it."""
+
+    @initialize()
+    def begin(self):
+        self.folder = tempfile.TemporaryDirectory()
+        self.directory = Path(self.folder.name) / "checkpoints"
+        self.directory.mkdir()
+        (self.directory / "step-1").mkdir()  # no checkpoint of ours
+        self.saved, self.aside, self.half = {}, set(), set()  # the value of each step, None if it is damaged
+
+    @rule(step=STEPS, value=st.integers(0, 99), keep=st.integers(1, 3))
+    def save(self, step, value, keep):
+        """Later steps stay: a run may have resumed from an earlier one, since those are damaged."""
+        save(self.directory, step, value, keep)
+        self.saved[step] = value
+        for old in sorted((other for other in self.saved if other <= step), reverse=True)[keep:]:
+            del self.saved[old]
+        self.half.clear()
+
+    @precondition(lambda self: self.saved)
+    @rule(nth=NTH)
+    def damage(self, nth):
+        step = sorted(self.saved)[nth % len(self.saved)]
+        (self.directory / f"step-{step:08}" / "state.json").unlink(missing_ok=True)
+        self.saved[step] = None
+
+    @rule(step=STEPS)
+    def leave_half(self, step):
+        (self.directory / f".tmp-step-{step:08}").mkdir(exist_ok=True)
+        self.half.add(step)
+
+    @precondition(lambda self: self.saved)
+    @rule(nth=NTH)
+    def resume(self, nth):
+        step = sorted(self.saved)[nth % len(self.saved)]
+        set_damaged_aside(self.directory, step)
+        gone = {other for other, value in self.saved.items() if value is None and other >= step}
+        self.aside |= gone
+        self.saved = {other: value for other, value in self.saved.items() if other not in gone}
+
+    @rule(most=STEPS)
+    def look(self, most):
+        steps = sorted((step for step in self.saved if step <= most), reverse=True)
+        whole = [step for step in steps if self.saved[step] is not None]
+        if steps and not whole:
+            with complains("is intact"):
+                newest_intact(self.directory, most)
+        else:
+            found = newest_intact(self.directory, most)
+            assert (found is None) == (not steps)
+            assert not found or (loaded(found[0]), len(found[1])) == (self.saved[whole[0]], steps.index(whole[0]))
+
+    @invariant()
+    def holds_what_the_model_does(self):
+        expected = {"step-1", *(f"step-{step:08}" for step in self.saved)}
+        expected |= {f"damaged-step-{step:08}" for step in self.aside} | {f".tmp-step-{step:08}" for step in self.half}
+        assert {*names(self.directory)} == expected
+
+    def teardown(self):
+        self.folder.cleanup()
 
 
-def test_damaged_ones_after_the_step_of_a_resumed_run_are_set_aside(directory):
-    for step in (1, 2, 3, 4):
-        save(directory, step, keep=4)
-    for step in (1, 3):
-        (directory / f"step-{step:08}" / "state.json").unlink()
-    for _ in range(2):  # the second time one of that name is there
-        set_damaged_aside(directory, 2)
-        assert names(directory) == ["damaged-step-00000003", *(f"step-{n:08}" for n in (1, 2, 4))]
-        shutil.copytree(directory / "damaged-step-00000003", directory / "step-00000003")
-    set_damaged_aside(directory, 2)
-    save(directory, 5, keep=2)
-    assert names(directory) == ["damaged-step-00000003", "step-00000004", "step-00000005"]
+TestCheckpoints = Checkpoints.TestCase
+TestCheckpoints.settings = settings(max_examples=12, stateful_step_count=15)
 
 
 def test_what_cannot_be_read_for_a_moment_is_not_set_aside(directory, monkeypatch):
@@ -123,17 +167,6 @@ def test_what_cannot_be_read_for_a_moment_is_not_set_aside(directory, monkeypatc
         broken.setattr(checkpoint, "open_regular", fails)
         set_damaged_aside(directory, 1)
     assert names(directory) == ["step-00000001", "step-00000002"]
-
-
-def test_saving_the_same_step_again_and_what_killed_runs_left(directory):
-    save(directory, 1, value=1)
-    path = save(directory, 1, value=2)
-    assert names(directory) == ["step-00000001"] and loaded(path) == 2
-    for step in (2, 3):
-        shutil.copytree(path, directory / f".tmp-step-{step:08}")
-    assert newest_intact(directory)[0] == path
-    save(directory, 3)
-    assert names(directory) == ["step-00000001", "step-00000003"]
 
 
 # Damage
@@ -186,6 +219,8 @@ def test_any_damage_is_detected_and_named(two):
 
 
 def test_bad_manifest(two):
+    """One that lists too little, too: a file that it leaves out could be anything."""
+    listed = json.loads((two / "manifest.json").read_text())
     for content in (
         *("", "{}", '{"state.json": 3}', '{"state.json": {}}'),
         '{"../x": {"bytes": 0, "sha256": ""}}',
@@ -193,16 +228,7 @@ def test_bad_manifest(two):
     ):
         (two / "manifest.json").write_text(content)
         check_found_damaged(two, "manifest.json")
-    (two / "manifest.json").unlink()
-    (two.parent / "step-00000001" / "manifest.json").unlink()
-    with pytest.raises(DataError, match=r"no checkpoint in .* is intact: .*0002/man.*; .*0001/man"):
-        newest_intact(two.parent)
-
-
-def test_a_manifest_that_lists_too_little_is_passed_over(two):
-    """Each of its entries fits: a file that it leaves out could be anything."""
-    listed = json.loads((two / "manifest.json").read_text())
-    for left_out in set(FILES) - {"manifest.json"}:
+    for left_out in listed:
         fewer = {name: entry for name, entry in listed.items() if name != left_out}
         (two / "manifest.json").write_text(json.dumps(fewer))
         check_found_damaged(two, "manifest.json", f"lists no {left_out}")
@@ -210,6 +236,10 @@ def test_a_manifest_that_lists_too_little_is_passed_over(two):
     check_found_damaged(two, "more.json", "No such file")
     (two / "manifest.json").write_text(json.dumps(listed))
     assert newest_intact(two.parent) == (two, [])
+    for path in two.parent.iterdir():
+        (path / "manifest.json").unlink()
+    with complains("no checkpoint in", "0002/man", "0001/man"):
+        newest_intact(two.parent)
 
 
 def test_damaged_group_leaves_the_destination(two):
@@ -312,7 +342,7 @@ def test_a_full_disk_and_a_path_that_is_a_file(directory, tmp_path):
     with file_size_limit(1 << 16):
         check_failed_save(directory, r"cannot write .*weights\.safetensors: File too large")
     (tmp_path / "file").touch()
-    with pytest.raises(StorageError, match="cannot save checkpoint"):
+    with complains("cannot save checkpoint", kind=StorageError):
         save(tmp_path / "file", 1)
-    with pytest.raises(StorageError, match="cannot read"):
+    with complains("cannot read", kind=StorageError):
         newest_intact(tmp_path / "file")

@@ -2,11 +2,11 @@
 
 import json
 import re
-from pathlib import Path
 
 import distgpt
 import numpy as np
 import pytest
+from complaints import done
 from distgpt.core.saved.tensors import read_header, write_tensors
 
 from conftest import SMALL, inside, refused
@@ -16,15 +16,10 @@ CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 LABELLED = {"ctx": "the lamp", "endings": ["was lit", "was old", "the sea", "the boat"]}
 
 
-def run(*words, env=None):
-    return inside(*map(str, words), env=env)
-
-
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory):
     out = tmp_path_factory.mktemp("hostile") / "run"
-    result = run("train", *SMALL, "--tokenizer", "byte", "--steps", 1, "--out", out, "--progress", "plain")
-    assert result.returncode == 0, result.stderr
+    done("train", *SMALL, "--tokenizer", "byte", "--steps", "1", "--out", out, "--progress", "plain")
     return out / "weights.safetensors"
 
 
@@ -39,9 +34,6 @@ def changed(weights, path, change=None, **metadata):
     return path
 
 
-# Weights
-
-
 DOTTED = "a." * 100_000 + "a"
 
 
@@ -50,28 +42,25 @@ def test_settings_that_nobody_writes_end_in_one_line(weights, tmp_path):
     config, path = read_header(weights).metadata["config"], tmp_path / "w.safetensors"
     for value in ("[" * 3000 + "]" * 3000, "9" * 5000, "1e400", "1979-99-99"):
         changed(weights, path, config=re.sub(r"(?m)^n_embd = .*$", f"n_embd = {value}", config))
-        refused(result := run("weights", "info", path), 65, "w.safetensors")
+        refused(result := inside("weights", "info", path), 65, "w.safetensors")
         assert len(result.stderr) < 2000 and "Traceback" not in result.stderr
     (tmp_path / "x.toml").write_text(f"[model]\n{DOTTED} = 1\n")
-    refused(run("train", "--config", tmp_path / "x.toml", "--out", tmp_path / "no"), 2, "dots")
+    refused(inside("train", "--config", tmp_path / "x.toml", "--out", tmp_path / "no"), 2, "dots")
     changed(weights, path, config=f"n_embd.{DOTTED} = 1")
-    refused(run("infer", "--weights", path), 65, "w.safetensors", "dots")
+    refused(inside("infer", "--weights", path), 65, "w.safetensors", "dots")
 
 
 def test_weights_that_overflow_end_with_76_and_one_line(weights, tmp_path):
     path = changed(weights, tmp_path / "w.safetensors", lambda values: values.fill(1e15))
     (tmp_path / "h.jsonl").write_text(json.dumps({**LABELLED, "label": 1}))
     for words in (
-        ["infer", "--prompt", "x", "--max-new-tokens", 3, "--json"],
-        ["eval", "--val", "names", "--val-tokens", 64, "--json"],
+        ["infer", "--prompt", "x", "--max-new-tokens", "3", "--json"],
+        ["eval", "--val", "names", "--val-tokens", "64", "--json"],
         ["eval", "--hellaswag", tmp_path / "h.jsonl", "--json"],
     ):
-        result = run(*words, "--weights", path, "--threads", 1)
+        result = inside(*words, "--weights", path, "--threads", "1")
         assert result.returncode == 76 and "\0" not in result.stdout and "{" not in result.stdout
         assert [line for line in result.stderr.splitlines() if line.startswith("distgpt: ")], result.stderr
-
-
-# What is printed
 
 
 def test_no_page_and_no_message_holds_commands_for_the_terminal(weights, tmp_path):
@@ -89,7 +78,7 @@ def test_no_page_and_no_message_holds_commands_for_the_terminal(weights, tmp_pat
         ["weights", "export", own, "--out", evil / "hf"],
         ["weights", "import", evil / "hf", "--out", evil / "back"],
         ["weights", "info", evil / "hf"],
-        ["eval", "--weights", own, "--val", "story", "--val-tokens", 64],
+        ["eval", "--weights", own, "--val", "story", "--val-tokens", "64"],
         ["eval", "--weights", own, "--hellaswag", evil / "h.jsonl"],
         ["estimate", "--config", evil / "c.toml"],
         ["plot", curves, "--title", ESCAPE, "--out", evil / "p.svg"],
@@ -104,41 +93,8 @@ def test_no_page_and_no_message_holds_commands_for_the_terminal(weights, tmp_pat
         ["bench", ESCAPE],
         ["bench", "stages", "--stages", ESCAPE],
     ):
-        result = run(*words, env={"OPENBLAS_CORETYPE": ESCAPE})
+        result = inside(*words, env={"OPENBLAS_CORETYPE": ESCAPE})
         found = CONTROL.search(result.stdout + result.stderr)
         assert not found, (words, found, result.stdout + result.stderr)
         assert len(result.stderr) < 2500 and "Traceback" not in result.stderr, (words, result.stderr)
         assert not re.search("^forged", result.stdout, re.MULTILINE)
-
-
-PRINTERS = {"print", "echo", "secho"}
-# Where output is made that is no page: messages, a display, a model's text, a child's answer.
-THEIR_OWN = (
-    "core/base/errors.py",
-    "commands/cli.py",
-    "core/generate/single.py",
-    "inference/generation/chat.py",
-    "core/comm/job.py",
-    "core/train/lines.py",
-)
-THEIR_OWN += ("commands/train.py", "commands/options.py")
-
-
-@pytest.mark.ci
-def test_everything_printed_passes_one_function():
-    """Or is JSON, whose control characters are escapes."""
-    import ast
-
-    package = Path(distgpt.__file__).parent
-    for path in sorted(package.rglob("*.py")):
-        name = str(path.relative_to(package))
-        if name.startswith(THEIR_OWN):
-            continue
-        for node in ast.walk(ast.parse(path.read_text())):
-            called = getattr(getattr(node, "func", None), "attr", getattr(getattr(node, "func", None), "id", ""))
-            if not isinstance(node, ast.Call) or called not in PRINTERS:
-                continue
-            of_console = isinstance(node.func, ast.Attribute) and "console" in ast.unparse(node.func.value).lower()
-            what = ast.unparse(node.args[0]) if node.args else ""
-            escaped = what.startswith(("json.dumps(", "f'\\r\\x1b[2K{"))
-            assert of_console or escaped, (name, node.lineno, what)

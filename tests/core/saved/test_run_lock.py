@@ -9,16 +9,16 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from complaints import complains
 from disks import raising, without_locks
 from distgpt.core.base.errors import StorageError, UsageError
 from distgpt.core.comm.api import SerialComm
 from distgpt.core.saved.rundir import RunDirectory
 
-from conftest import SMALL, distgpt, inside, metrics, popen, refused, wait_for
+from conftest import SMALL, inside, metrics, popen, refused, wait_for
 
 HOLD = """
 import sys
@@ -28,6 +28,34 @@ RunDirectory(Path(sys.argv[1])).lock.claim()
 print("held", flush=True)
 input()
 """
+HOST = platform.node()
+NO_LOCKS = raising(OSError(errno.ENOLCK, "No locks available"))
+
+
+@pytest.fixture(params=[True, False], ids=["locks", "no locks"])
+def run(request, tmp_path, monkeypatch):
+    """A directory on a disk with locks and on one without."""
+    if not request.param:
+        monkeypatch.setattr(fcntl, "flock", NO_LOCKS)
+    return RunDirectory(tmp_path)
+
+
+def test_a_directory_is_held_only_as_long_as_it_is_claimed(run, tmp_path, monkeypatch):
+    assert not run.lock.is_held() and run.lock.refuse_second() == ""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ZeroDivisionError), RunDirectory(Path()).lock.claimed(SerialComm()):
+        monkeypatch.chdir("/")  # a place is known from everywhere
+        assert json.loads(run.lock.path.read_text()) == {"host": HOST, "pid": os.getpid()}
+        assert run.lock.is_held()
+        raise ZeroDivisionError
+    with run.lock.claimed(SerialComm()):
+        run.lock.claim()  # again, as in a notebook
+        assert run.lock.is_held() and run.lock.refuse_second() == ""
+    assert not run.lock.is_held() and not list(tmp_path.iterdir())
+    with run.lock.claimed(SerialComm()):
+        run.lock.path.unlink()
+        run.lock.path.write_text("another's")
+    assert run.lock.path.read_text() == "another's"
 
 
 def test_a_name_that_no_directory_can_have_is_refused(tmp_path):
@@ -35,17 +63,6 @@ def test_a_name_that_no_directory_can_have_is_refused(tmp_path):
         with pytest.raises(UsageError, match="choose another --out"):
             RunDirectory(tmp_path / name).refuse_undecodable()
     assert not RunDirectory(tmp_path / "none").is_there() and RunDirectory(tmp_path).is_there()
-
-
-def test_a_directory_is_held_only_as_long_as_it_is_claimed(tmp_path):
-    run = RunDirectory(tmp_path)
-    assert not run.lock.is_held() and run.lock.refuse_second() == ""
-    with pytest.raises(ZeroDivisionError), run.lock.claimed(SerialComm()):
-        assert json.loads(run.lock.path.read_text()) == {"host": platform.node(), "pid": os.getpid()}
-        run.lock.claim()  # again, as in a notebook
-        assert run.lock.is_held() and run.lock.refuse_second() == ""
-        raise ZeroDivisionError
-    assert not run.lock.is_held() and not list(tmp_path.iterdir())
 
 
 def test_a_file_that_another_host_removed_is_taken_and_a_disk_that_fails_is_not(tmp_path, monkeypatch):
@@ -63,30 +80,27 @@ def test_a_file_that_another_host_removed_is_taken_and_a_disk_that_fails_is_not(
 
 
 @pytest.mark.ci
-def test_a_second_run_of_the_process_and_a_forked_child_are_refused(tmp_path, monkeypatch):
-    first, second = (RunDirectory(tmp_path).lock for _ in range(2))
-    for has_locks in (True, False):
-        if not has_locks:
-            monkeypatch.setattr(fcntl, "flock", raising(OSError(errno.ENOLCK, "No locks available")))
-        with first.claimed(SerialComm()):
-            for refuse in (second.claim, second.refuse_second):
-                with pytest.raises(UsageError, match="is in use"):
+def test_a_second_run_of_the_process_and_a_forked_child_are_refused(run):
+    first, second = run.lock, RunDirectory(run.lock.path.parent).lock
+    with first.claimed(SerialComm()):
+        for refuse in (second.claim, second.refuse_second):
+            with pytest.raises(UsageError, match="is in use"):
+                refuse()
+        assert second.is_held()
+        second.release()
+        assert first.path.exists()
+        if (child := os.fork()) == 0:
+            refused = 0
+            for refuse in (first.claim, first.refuse_taken, second.claim):
+                try:
                     refuse()
-            assert second.is_held()
-            second.release()
-            assert first.path.exists()
-            if (child := os.fork()) == 0:
-                refused = 0
-                for refuse in (first.claim, first.refuse_taken, second.claim):
-                    try:
-                        refuse()
-                    except UsageError:
-                        refused += 1
-                os._exit(refused)
-            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
-            assert first.path.exists()
-        with second.claimed(SerialComm()):
-            assert first.is_held()
+                except UsageError:
+                    refused += 1
+            os._exit(refused)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+        assert first.path.exists()
+    with second.claimed(SerialComm()):
+        assert first.is_held()
 
 
 @pytest.mark.ci
@@ -95,9 +109,9 @@ def test_a_second_process_is_refused_until_the_first_has_ended(tmp_path):
     words = [sys.executable, "-c", HOLD, str(tmp_path)]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout.readline() == "held\n"
-        who = f"process {child.pid} on {platform.node()}"
+        who = f"process {child.pid} on {HOST}"
         for refuse in (run.lock.claim, run.lock.refuse_second):
-            with pytest.raises(UsageError, match=f"is in use: {who} trains there.*another --out"):
+            with complains(f"is in use: {who} trains there", "another --out", kind=UsageError):
                 refuse()
         assert run.lock.is_held()
         child.kill()
@@ -110,38 +124,19 @@ def test_a_second_process_is_refused_until_the_first_has_ended(tmp_path):
 @pytest.mark.parametrize("content, who", [
     *((content, "another process") for content in ("", "[]", "damaged", '{"host": 3, "pid": 7}')),
     ('{"host": "h", "space": "s", "pid": -1}', "process -1 on h"),  # as another version may write it
+    *((json.dumps({"host": host, "pid": pid}), None)
+      for host, pid in (("elsewhere", os.getpid()), (HOST, 2**22 + 1), (HOST, -1), (HOST, 2**80), (HOST, "1"))),
 ])  # fmt: skip
-def test_a_file_that_nobody_holds_is_no_obstacle(tmp_path, content, who):
-    run = RunDirectory(tmp_path)
+def test_a_file_that_nobody_holds_is_no_obstacle(run, content, who):
     run.lock.path.write_text(content)
-    assert not run.lock.is_held() and run.lock.refuse_second() == who
+    assert not run.lock.is_held() and who in (None, run.lock.refuse_second())
     with run.lock.claimed(SerialComm()):
         assert json.loads(run.lock.path.read_text())["pid"] == os.getpid()
 
 
-def test_what_another_process_put_there_stays(tmp_path):
-    run = RunDirectory(tmp_path)
-    with run.lock.claimed(SerialComm()):
-        run.lock.path.unlink()
-        run.lock.path.write_text("another's")
-    assert run.lock.path.read_text() == "another's"
-
-
-def test_a_place_is_known_from_everywhere(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with RunDirectory(Path()).lock.claimed(SerialComm()):
-        monkeypatch.chdir("/")
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_disk_without_locks_and_a_full_one(tmp_path, monkeypatch):
-    run = RunDirectory(tmp_path)
-    with monkeypatch.context() as patch:
-        patch.setattr(fcntl, "flock", raising(OSError(errno.ENOLCK, "No locks available")))
-        with run.lock.claimed(SerialComm()):
-            assert run.lock.path.exists()
+def test_a_full_disk_is_a_storage_error(run, tmp_path, monkeypatch):
     monkeypatch.setattr(os, "ftruncate", raising(OSError(errno.ENOSPC, "No space left on device")))
-    with pytest.raises(StorageError, match="No space left"):
+    with complains("No space left", kind=StorageError):
         run.lock.claim()
     assert not list(tmp_path.iterdir())
 
@@ -154,80 +149,33 @@ def unlocked(tmp_path_factory):
     return without_locks(tmp_path_factory.mktemp("unlocked"))
 
 
-@pytest.mark.ci
-def test_without_locks_a_second_run_of_this_host_is_refused_and_the_first_says_so_once(tmp_path, unlocked):
-    out, note = tmp_path / "run", f"the disk of {tmp_path / 'run'} has no locks"
-    words = ["train", *SMALL, "--steps", str(10**7), "--out", out]
-    how = {"env": unlocked, "cold": True, "stderr": subprocess.PIPE, "text": True}
-    with popen(*map(str, words), stdout=subprocess.PIPE, **how) as first:
-        try:
-            wait_for((out / "metrics.jsonl").exists, 60)
-            for more in (["--resume", "auto"], []):
-                second = distgpt(*words, *more, env=unlocked, cold=True)
-                refused(second, 2, f"{out} is in use: process {first.pid} on {platform.node()} trains there")
-            (run,) = json.loads(distgpt("runs", tmp_path, "--json", env=unlocked, cold=True).stdout)["runs"]
-            assert run["state"] == "running"
-        finally:
-            first.terminate()
-        assert first.communicate()[0].count(note) == 1
-    steps = len(metrics(out))
-    words = ["train", "--steps", str(steps + 5), "--resume", out]
-    resumed = distgpt(*words, env=unlocked, cold=True)
-    assert resumed.returncode == 0, resumed.stderr
-    assert list(metrics(out)) == list(range(1, steps + 6)) and not (out / "running.json").exists()
-
-
-@pytest.mark.ci
-def test_without_locks_a_dead_process_and_one_elsewhere_are_no_obstacle(tmp_path, unlocked):
-    gone = subprocess.Popen([sys.executable, "-c", ""])
-    gone.wait()
-    here = platform.node()
-    for host, pid in ((here, gone.pid), ("elsewhere", os.getpid()), (here, -1), (here, 2**80), (here, "1")):
-        (tmp_path / "running.json").write_text(json.dumps({"host": host, "pid": pid}))
-        words = [sys.executable, "-c", HOLD, str(tmp_path)]
-        how = {"env": {**os.environ, **unlocked}, "capture_output": True, "text": True}
-        claimed = subprocess.run(words, input="\n", **how)
-        assert claimed.stdout == "held\n", (host, pid, claimed.stderr)
-
-
-@pytest.mark.ci
-def test_without_locks_shards_and_answers_say_so(tmp_path, unlocked):
+def test_without_locks_runs_shards_and_answers_say_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(fcntl, "flock", NO_LOCKS)
     (tmp_path / "text.txt").write_text("Once upon a time. " * 20)
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n')
     prepare = ["data", "prepare", tmp_path / "text.txt", "--tokenizer", "byte", "--out", tmp_path / "shards"]
     infer = ["infer", "--prompts", tmp_path / "prompts.jsonl", "--max-new-tokens", "1"]
-    for words in (prepare, [*infer, "--out", tmp_path / "answers.jsonl"]):
-        result = distgpt(*words, env=unlocked, cold=True)
+    train = ["train", *SMALL, "--steps", "1", "--out", tmp_path / "run"]
+    for words in (prepare, [*infer, "--out", tmp_path / "answers.jsonl"], train):
+        result = inside(*words)
         said = result.stdout + result.stderr
         assert result.returncode == 0 and said.count(f"the disk of {words[-1]} has no locks") == 1, said
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("locks", [True, False])
+@pytest.mark.parametrize("locks", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_of_two_that_begin_at_once_one_is_refused(locks, tmp_path, request):
-    words = ["train", *SMALL, "--steps", "100000", "--time-limit", "20s", "--out", tmp_path / "run"]
+    words = ["train", *SMALL, "--steps", "100000", "--time-limit", "100s", "--out", tmp_path / "run"]
     how = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
     how |= {} if locks else {"cold": True, "env": request.getfixturevalue("unlocked")}
     both = [popen(*map(str, words), *resume, **how) for resume in ([], ["--resume", "auto"])]
-    until = time.monotonic() + 15
-    while all(process.poll() is None for process in both) and time.monotonic() < until:
-        time.sleep(0.05)
+    wait_for(lambda: any(process.poll() is not None for process in both), 60)
     (refused,) = [process for process in both if process.poll() is not None]
     assert refused.returncode == 2 and str(tmp_path / "run") in refused.communicate()[1]
     (other,) = [process for process in both if process is not refused]
-    while not (tmp_path / "run" / "metrics.jsonl").exists() and other.poll() is None:
-        time.sleep(0.05)
+    wait_for(lambda: (tmp_path / "run" / "metrics.jsonl").exists() or other.poll() is not None, 60)
     other.terminate()
     assert other.wait() == 143 and metrics(tmp_path / "run")
-
-
-def test_a_run_that_was_killed_is_taken_over_aloud(tmp_path):
-    words = ["train", *SMALL, "--steps", "4", "--out", tmp_path / "run"]
-    assert inside(*map(str, words)).returncode == 0
-    (tmp_path / "run" / "running.json").write_text('{"host": "nowhere", "pid": 7}')
-    again = inside("train", "--resume", tmp_path / "run")
-    assert again.returncode == 0 and "process 7 on nowhere has left this run" in again.stdout
-    assert not (tmp_path / "run" / "running.json").exists()
 
 
 def listed(top):
@@ -247,9 +195,7 @@ def test_a_run_is_running_until_its_process_ends_however_it_does(tmp_path):
         how = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
         with popen(*map(str, words), *resume, **how) as process:
             try:
-                until = time.monotonic() + 60
-                while not all((out / name).exists() for name in needed) and time.monotonic() < until:
-                    time.sleep(0.05)
+                wait_for(lambda: all((out / name).exists() for name in needed), 60)
                 for path in out.glob("*.*"):  # quiet for long
                     os.utime(path, (1e9, 1e9))
                 assert listed(tmp_path) == "running"
@@ -272,6 +218,9 @@ def test_what_killed_runs_have_left_is_no_obstacle_and_goes(tmp_path):
     for name in (*left, ".mine.0123456789ab.tmp"):
         (out / name).write_text("half")
     (out / "checkpoints" / ".tmp-step-00000001").mkdir()
-    assert inside("train", "--steps", "2", "--resume", out, "--threads", "1").returncode == 0
+    (out / "running.json").write_text('{"host": "nowhere", "pid": 7}')
+    again = inside("train", "--steps", "2", "--resume", out, "--threads", "1")
+    assert again.returncode == 0 and "process 7 on nowhere has left this run" in again.stdout
     assert [path.name for path in out.rglob(".*")] == [".mine.0123456789ab.tmp"]
+    assert not (out / "running.json").exists()
     refused(inside("train", *SMALL, "--out", tmp_path, "--resume", "auto"), 2, "not empty")

@@ -1,21 +1,29 @@
-"""The weights file: round trips, the official library, and everything that must be refused or survive."""
+"""The weights file: round trips, the official library, damage, and what `weights info` says of it."""
 
 import hashlib
 import json
 import os
 import pickle
+import shutil
 import tracemalloc
 import zipfile
+from pathlib import Path
 
 import numpy as np
 import pytest
-from distgpt.core.base.errors import DataError
+from complaints import complains
+from distgpt.core.base.errors import DataError, command_line
 from distgpt.core.base.files import bundled
 from distgpt.core.config import ModelConfig
 from distgpt.core.saved import tensors as weightsfile
 from distgpt.core.saved.modelfile import read_description
 from distgpt.core.saved.tensors import HEADER_SUM, read_header, read_into, write_tensors
-from foreignmodels import random_model
+from distgpt.models.formats.huggingface import import_model
+from distgpt.show.weightspage import inspect, page
+from foreignmodels import SHAPES, change_json, exported, in_parts, random_model, tensors_in  # noqa: F401
+
+from conftest import inside
+from conftest import refused as command_refused
 
 
 def some_tensors():
@@ -58,7 +66,7 @@ def path(tmp_path):
 @pytest.fixture(params=[1 << 20, 7], ids=["whole", "pieces"])
 def piece(request, monkeypatch):
     """Run with tensors that fit in one piece, and with tensors that need several."""
-    monkeypatch.setattr(weightsfile, "_PIECE_ELEMENTS", request.param)
+    monkeypatch.setattr(weightsfile, "PIECE_ELEMENTS", request.param)
 
 
 # Round trips
@@ -136,26 +144,6 @@ def test_the_official_library_reads_ours_and_ours_reads_its(path):
     assert same(loaded, {name: array.astype(np.float32) for name, array in tensors.items()})
 
 
-# What a file says of itself
-
-
-def test_a_file_that_does_not_describe_a_model_is_refused(path):
-    ours, whole = {"format": "distgpt-weights"}, {"config": "", "tokenizer": ""}
-    for metadata in ({}, {"format": "pt"}, ours, {**ours, "format_version": "9", **whole}):
-        write_tensors(path, some_tensors(), metadata)
-        words = "version '9'" if "config" in metadata else r"weights\.safetensors: not written by distgpt"
-        with pytest.raises(DataError, match=words):
-            read_description(path)
-
-
-def test_weights_outlive_settings_that_were_removed(path):
-    header = read_header(bundled("weights", "sample.safetensors"))
-    tensors = {name: np.zeros(tensor.shape, np.float32) for name, tensor in header.tensors.items()}
-    config = header.metadata["config"] + "recheck_every = 3\n"  # the last table is [train]
-    write_tensors(path, tensors, header.metadata | {"config": config})
-    assert read_description(path).run == read_description(bundled("weights", "sample.safetensors")).run
-
-
 # Damage
 
 
@@ -172,19 +160,10 @@ def refused(path, destination):
     return False
 
 
-def test_every_truncation_is_refused(path):
-    tensors = some_tensors()
-    write_tensors(path, tensors, {})
-    intact = path.read_bytes()
-    for content in (*(intact[:length] for length in range(0, len(intact), 3)), intact[:-1], intact + b"\0"):
-        path.write_bytes(content)
-        assert refused(path, blank(tensors)), len(content)
-
-
 SMALLEST = {"n_layer": 1, "n_head": 1, "n_embd": 2, "vocab_size": 3, "seq_len": 2}
 
 
-def test_a_flipped_bit_in_any_byte_of_a_model_is_refused(path):
+def test_a_flipped_bit_and_any_other_length_are_refused(path):
     """In its header too: its configuration, its tokenizer, the names of the checksums themselves."""
     arrays = random_model(path, SMALLEST)
     intact = path.read_bytes()
@@ -194,17 +173,30 @@ def test_a_flipped_bit_in_any_byte_of_a_model_is_refused(path):
         with pytest.raises(DataError):
             read_into(path, arrays)
             read_description(path)
+        os.truncate(path, place)
+        assert refused(path, arrays), place
+    for content in (intact[:-1], intact + b"\0"):
+        path.write_bytes(content)
+        assert refused(path, arrays)
 
 
-def test_files_of_the_first_version_may_lack_the_checksum_of_the_header(path):
+def test_a_header_without_checksum_is_read_only_in_the_first_version(path):
     random_model(path, SMALLEST)
     text = json.loads(path.read_bytes()[8 : (start := read_header(path).data_start)])
     del text["__metadata__"]["header_sha256"]
     data = path.read_bytes()[start:]
-    with pytest.raises(DataError, match="its checksum header_sha256 is missing"):
+    with complains("its checksum header_sha256 is missing"):
         read_description(raw_file(path, text, data))
     text["__metadata__"]["format_version"] = "1"
     assert read_description(raw_file(path, text, data)).run.model.n_embd == 2
+
+
+def test_a_file_that_does_not_describe_a_model_is_refused(path):
+    ours, whole = {"format": "distgpt-weights"}, {"config": "", "tokenizer": ""}
+    for metadata in ({}, {"format": "pt"}, ours, {**ours, "format_version": "9", **whole}):
+        write_tensors(path, some_tensors(), metadata)
+        with complains("version '9'" if "config" in metadata else f"{path}: not written by distgpt"):
+            read_description(path)
 
 
 BIG = 2**62
@@ -229,13 +221,12 @@ BAD_HEADERS = {
 }
 
 
-def test_bad_headers_are_refused(path):
-    for name, header in BAD_HEADERS.items():
-        raw_file(path, header, bytes(8))
-        with pytest.raises(DataError, match="not an intact safetensors file"):
-            read_header(path)
-            pytest.fail(f"{name} was read")
-        assert refused(path, {"x": np.ones(2, np.float32)}), name
+@pytest.mark.parametrize("name", BAD_HEADERS)
+def test_bad_headers_are_refused(path, name):
+    raw_file(path, BAD_HEADERS[name], bytes(8))
+    with complains("not an intact safetensors file"):
+        read_header(path)
+    assert refused(path, {"x": np.ones(2, np.float32)})
     raw_file(path, {"x": entry()}, bytes(8))
     assert not refused(path, {"x": np.ones(2, np.float32)})
 
@@ -244,11 +235,11 @@ def test_absurd_header_lengths_are_refused(path):
     for length in (100_000_001, 2**63, 2**64 - 1, 200):
         path.write_bytes(length.to_bytes(8, "little") + b"{")
         os.truncate(path, 300_000_000 if length == 100_000_001 else 100)  # sparse: takes no room
-        with pytest.raises(DataError, match=f"header of {length}"):
+        with complains(f"header of {length}"):
             read_header(path)
     # None, and data that look like a header which describes itself as one tensor.
     path.write_bytes(bytes(8) + json.dumps({"x": entry(shape=(25,), offsets=(0, 100))}).encode().ljust(100))
-    with pytest.raises(DataError, match="no header"):
+    with complains("no header"):
         read_header(path)
 
 
@@ -258,7 +249,7 @@ def test_pickles_get_their_own_hint_and_headers_that_look_like_one_are_read(path
     with zipfile.ZipFile(zipped, "w") as archive:
         archive.writestr("data.pkl", bare.read_bytes())
     for file in (bare, zipped):
-        with pytest.raises(DataError, match="pickled file; distgpt reads safetensors only"):
+        with complains("pickled file"):
             read_header(file)
     for length in (0x80, int.from_bytes(b"PK", "little")):
         raw_file(path, json.dumps({"x": entry()}).encode().ljust(length), bytes(8))
@@ -269,10 +260,95 @@ def test_pickles_get_their_own_hint_and_headers_that_look_like_one_are_read(path
 def test_misfits_are_listed_before_anything_is_read(path):
     write_tensors(path, {f"t{i}": np.zeros(2, np.float32) for i in range(6)}, {})
     destination = {"t0": np.ones((2, 1), np.float32), "other": np.ones(2, np.float32)}
-    with pytest.raises(DataError) as caught:
+    with complains(path, "missing: other", "unexpected: 't1', 't2', 't3' and 2 more", "t0 is (2,), not (2, 1)"):
         read_into(path, destination)
-    assert str(caught.value) == (
-        f"{path} holds other tensors than this model: missing: other; "
-        "unexpected: 't1', 't2', 't3' and 2 more; wrong shape: t0 is (2,), not (2, 1)"
-    )
     assert destination["t0"].all() and destination["other"].all()
+
+
+# distgpt weights info
+
+
+def test_a_trained_model_is_described(trained, tmp_path):
+    path = tmp_path / "without a suffix"
+    shutil.copy(trained / "weights.safetensors", path)
+    found = inspect(path)
+    assert found["kind"] == "weights" and found["checksum"] == "verified"
+    assert found["config"]["n_layer"] == 2 and found["types"] == ["F32"]
+    assert found["trained"].startswith("on story, 30 steps of 128 tokens, seed")
+    assert found["bytes"] == path.stat().st_size
+    assert "word, " in found["tokenizer"] and "2 layers, 2 heads, width 16" in page(found)
+    weights = trained / "weights.safetensors"
+    assert inspect(trained) == {"file": str(weights), **inspect(weights)}
+    assert str(weights) in page(inspect(trained))
+
+
+def test_an_imported_model_says_where_it_is_from_and_is_counted_without_padding(exported):
+    path = exported.parent / "w.safetensors"
+    import_model(str(exported), path, None)
+    found, arrays = inspect(path), tensors_in(path)
+    assert found["origin"] == "GPT-2 model imported from gpt2" and "trained" not in found
+    padding = (len(arrays["wte"]) - 77) * 15
+    assert found["parameters"] == sum(array.size for array in arrays.values()) - padding
+    for name, said in (("mistral", "windows of 4 tokens in 2 layers"), ("llama", "no biases, tied")):
+        random_model(path, SHAPES[name])
+        shown = page(inspect(path))
+        assert said in shown and ("windows" in said) == ("windows" in shown)
+
+
+def test_a_model_of_transformers_is_described_and_why_it_cannot_be_imported(exported):
+    for divided in (False, True):
+        if divided:
+            in_parts(exported)
+        found = inspect(exported)
+        assert found["what"] == "a GPT2LMHeadModel of transformers" + " in 3 files" * divided
+        assert found["imports"] == f"yes: {command_line('weights', 'import', exported, '--out', 'FILE')}"
+        assert found["config"]["seq_len"] == 13
+        alone = inspect(exported / ("model.safetensors.index.json" if divided else "model.safetensors"))
+        assert alone["config"] == found["config"]
+    change_json(exported / "config.json", activation_function="gelu")
+    found = inspect(exported)
+    assert found["imports"].startswith("no: ") and "gelu_new" in found["imports"] and "config" not in found
+    change_json(exported / "config.json", model_type="bert", architectures=["BertModel"])
+    assert "a BertModel of transformers" in page(inspect(exported))
+    change_json(exported / "config.json", architectures=["\x1b[2J\nGPT2"])  # no command to the terminal
+    assert page(inspect(exported)).startswith(r"what         a \x1b[2J\nGPT2 of transformers in 3 files" + "\n")
+    (exported / "config.json").unlink()
+    found = inspect(next(exported.glob("model-00001*")))
+    assert found["kind"] == "tensors" and "config.json" in found["imports"]
+
+
+def test_a_checkpoint_is_described_and_a_damaged_one_refused(trained, tmp_path):
+    whole = trained / "checkpoints" / "step-00000030"
+    found = inspect(whole)
+    assert found["kind"] == "checkpoint" and found["step"] == 30 and found["world_size"] == 1
+    assert "verified" in found["checksum"] and "after step 30" in page(found)
+    for name in ("weights.safetensors", "optimizer.safetensors", "state.json"):
+        path = shutil.copytree(whole, tmp_path / name / whole.name)
+        content = bytearray((path / name).read_bytes())
+        content[-3] ^= 1
+        (path / name).write_bytes(content)
+        with complains(f"{name} is damaged"):
+            inspect(path)
+
+
+def test_info_refuses_other_places_damage_and_claims(path, tmp_path):
+    for place, words in ((tmp_path, "has no config.json"), (Path("/dev/null"), "neither a file nor a directory")):
+        with complains(words):
+            inspect(place)
+    path.write_bytes(b"PK")
+    with complains("save_pretrained"):
+        inspect(path.rename(tmp_path / "model.bin"))
+    arrays = random_model(path, SHAPES["odd"])
+    intact, metadata = path.read_bytes(), read_header(path).metadata
+    path.write_bytes(intact[:-1])
+    command_refused(inside("weights", "info", path), 65, path)
+    config = metadata["config"].replace("n_layer = 2", "n_layer = 3")
+    write_tensors(path, arrays, metadata | {"config": config})
+    with complains("missing: blocks"):
+        inspect(path)
+    # Settings that later versions dropped do no harm.
+    header = read_header(bundled("weights", "sample.safetensors"))
+    tensors = {name: np.zeros(tensor.shape, np.float32) for name, tensor in header.tensors.items()}
+    config = header.metadata["config"] + "recheck_every = 3\n"  # the last table is [train]
+    write_tensors(path, tensors, header.metadata | {"config": config})
+    assert read_description(path).run == read_description(bundled("weights", "sample.safetensors")).run

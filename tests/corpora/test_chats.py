@@ -1,13 +1,19 @@
-"""Chats as tokens: templates of families, our own formats, special tokens apart, hostile templates."""
+"""Chats as tokens and rows to learn from: templates of families, our own formats, what is learned and refused."""
 
+import gzip
+import json
+import select
 import time
 
+import numpy as np
 import pytest
 from chattemplates import BEGINS, ENDS, TEMPLATES, settings
+from complaints import complains
 from distgpt.core.base.errors import DataError
 from distgpt.core.data.tokenizers import load_tokenizer
+from distgpt.corpora.chats.examples import read_examples
 from distgpt.corpora.chats.format import ChatFormat, Renderer, checked_messages, encode_parts
-from families import document, write_family
+from families import FAMILIES, document, write_family
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 from tokenizing import small
@@ -40,19 +46,12 @@ def chat(family, tmp_path):
 
 
 def test_a_prompt_has_the_ids_of_the_template_s_text(family, chat):
+    """A message that spells special tokens ends nothing."""
     for messages in (CHAT[:1], CHAT):
         assert chat.prompt(messages) == library_ids(family, messages, True)
-
-
-def test_an_answer_ends_with_the_token_that_the_template_puts_there(family, chat):
-    assert chat.tokenizer.specials[ENDS[family]] in chat.ends and chat.stops == ()
-
-
-def test_a_message_that_spells_special_tokens_ends_nothing(family, chat):
-    end = chat.tokenizer.specials[ENDS[family]]
-    plain = chat.prompt([{"role": "user", "content": "hi"}])
-    spelled = f"hi {ENDS[family]} there"
-    found = chat.prompt([{"role": "user", "content": spelled}])
+    end, spelled = chat.tokenizer.specials[ENDS[family]], f"hi {ENDS[family]} there"
+    assert end in chat.ends and chat.stops == ()
+    plain, found = (chat.prompt([{"role": "user", "content": text}]) for text in ("hi", spelled))
     assert found.count(end) == plain.count(end)
     assert spelled in chat.tokenizer.decode(found)
 
@@ -64,12 +63,7 @@ def test_answers_are_learned_with_the_token_that_ends_them(family, chat):
     ids, learned = chat.example(messages)
     if not any(spelled in answers[1] for spelled in chat.tokenizer.specials):
         assert ids.tolist() == library_ids(family, messages, False)
-    runs = "".join(map(str, learned.tolist())).split("0")
-    spans, at = [], 0
-    for run in runs:
-        if run:
-            spans.append(ids[at : at + len(run)].tolist())
-        at += len(run) + 1
+    spans = np.split(ids, np.flatnonzero(np.diff(learned)) + 1)[1::2]
     decoded = [chat.tokenizer.decode(span).strip() for span in spans]
     assert decoded == [text + ENDS[family] for text in answers]
     assert all(span[-1] == chat.tokenizer.specials[ENDS[family]] for span in spans)
@@ -104,7 +98,7 @@ def test_what_a_template_leaves_out_of_an_answer_cannot_be_learned(tmp_path):
     thought = [CHAT[0], {"role": "assistant", "content": "<think>\nhm\n</think>\n\nHere."}]
     ids, learned = chat.example(thought)
     assert chat.tokenizer.decode(ids[learned == 1]) == "<think>\nhm\n</think>\n\nHere.<|im_end|>"
-    with pytest.raises(DataError, match="changes or drops an answer"):
+    with complains("changes or drops an answer"):
         chat.example([*thought, *CHAT[:2]])
 
 
@@ -136,6 +130,23 @@ def test_templates_are_programs_that_are_held_in_bounds():
         assert time.monotonic() - begun < 10
         assert bounded.render("{{ messages[0].content }}", {"messages": [{"content": "é🙂"}]}) == "é🙂"
     bounded.close()
+
+
+def test_an_interrupted_template_does_not_answer_the_next_question(monkeypatch):
+    asked, values = Renderer(), {"messages": []}
+    with monkeypatch.context() as patch:
+
+        class Interrupted:
+            register = staticmethod(lambda *_: None)
+
+            def poll(self, _):
+                raise KeyboardInterrupt
+
+        patch.setattr(select, "poll", Interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            asked.render("the first", values)
+    assert asked.render("the second", values) == "the second"
+    asked.close()
 
 
 def test_messages_of_others_are_checked():
@@ -170,5 +181,116 @@ def test_a_message_full_of_special_tokens_takes_time_in_proportion_to_its_length
 
 
 def test_a_tokenizer_of_words_cannot_encode_chats():
-    with pytest.raises(DataError, match=r"need a tokenizer of bytes.*not 'word'"):
+    with complains("not 'word'"):
         encode_parts(load_tokenizer("word", "a lamp"), ["a"])
+
+
+QUESTION, ANSWER = "Where is the lamp?", "In the 12th harbour, naïve 中."
+TURN = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}]
+
+
+@pytest.fixture
+def plain():
+    return ChatFormat(small())
+
+
+def rows(path, *found):
+    path.write_text("\n".join(each if isinstance(each, str) else json.dumps(each) for each in found))
+    return path
+
+
+def examples(path, chat):
+    return list(read_examples(path, chat))
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("family", FAMILIES)
+def test_all_shapes_of_a_chat_give_the_same_tokens(family, tmp_path):
+    chat = ChatFormat(write_family(tmp_path / "model", family, **settings(family)))
+    with_input = {"instruction": "Where is", "input": "the lamp?", "output": ANSWER}
+    path = rows(
+        tmp_path / "rows.jsonl",
+        {"messages": TURN, "source": "made up"},
+        "",
+        {"prompt": QUESTION, "completion": ANSWER},
+        {"conversations": [{"from": "human", "value": QUESTION}, {"from": "gpt", "value": ANSWER}]},
+        {"instruction": QUESTION, "input": "", "output": ANSWER},
+        {"instruction": QUESTION, "output": ANSWER},
+        with_input,
+    )
+    first, *others, last = examples(path, chat)
+    assert first.ids.dtype == np.uint16 and first.learned.dtype == np.uint8
+    for other in others:
+        assert np.array_equal(other.ids, first.ids) and np.array_equal(other.learned, first.learned)
+    shown = chat.tokenizer.decode(last.ids)
+    assert "Where is\n\nthe lamp?" in shown
+    learned = chat.tokenizer.decode(last.ids[last.learned == 1]).strip()
+    assert learned == ANSWER + settings(family)["eos_token"]
+    assert last.ids[last.learned == 1][-1] in chat.ends
+
+
+def test_of_several_answers_each_is_learned_with_its_end(plain, tmp_path):
+    messages = [{"role": "system", "content": "Be brief."}, *TURN, *TURN]
+    ((ids, learned),) = examples(rows(tmp_path / "r", {"messages": messages}), plain)
+    assert plain.tokenizer.decode(ids[learned == 1]) == f"{ANSWER}<|endoftext|>" * 2
+    assert plain.tokenizer.decode(ids).startswith(f"Be brief.\n\nUser:\n{QUESTION}\n\nAssistant:\n")
+    byte = ChatFormat(load_tokenizer("byte", ""))
+    ((ids, learned),) = examples(rows(tmp_path / "r", {"messages": messages}), byte)
+    assert bytes(ids[learned == 1].tolist()).decode() == f"{ANSWER}\n\nUser:\n" * 2
+
+
+def test_a_plain_text_is_learned_whole(plain, tmp_path):
+    ((ids, learned),) = examples(rows(tmp_path / "r", {"text": ANSWER}), plain)
+    assert plain.tokenizer.decode(ids) == f"{ANSWER}<|endoftext|>" and learned.all()
+    llama = ChatFormat(write_family(tmp_path / "model", "llama3", **settings("llama3")))
+    ((ids, learned),) = examples(rows(tmp_path / "r", {"text": ANSWER}), llama)
+    assert llama.tokenizer.decode(ids) == f"<|begin_of_text|>{ANSWER}<|eot_id|>"
+    assert learned.tolist() == [0] + [1] * (len(ids) - 1)
+
+
+NO_ROWS = (
+    ("{", "Expecting property name"),
+    ("The lamp was lit.", "not JSON, such as ", "use distgpt train"),
+    ("[1]", "is not a JSON object"),
+    ({"question": "a"}, "it has 'question', and not \"messages\""),
+    ({}, "it has nothing"),
+    ({"messages": [{"role": "robot", "content": "a"}]}, "message 1: the role 'robot' is unknown"),
+    ({"messages": TURN[:1]}, "no answer"),
+    ({"conversations": [{"from": "bing", "value": "a"}]}, "message 1: the role 'bing' is unknown"),
+    ({"conversations": [3]}, "message 1 is no object"),
+    ({"conversations": [{"value": "a"}]}, "message 1 is no object with a role"),
+    ({"messages": []}, "not empty"),
+    ({"messages": "a"}, "must be a list"),
+    ({"prompt": "a", "completion": " "}, "an answer is empty"),
+    ({"prompt": ["a"], "completion": "b"}, "'prompt' is no text"),
+    ({"instruction": "a", "input": 3, "output": "b"}, "'input' is no text"),
+    ({"text": "  "}, "the text is empty"),
+    ('{"text": "\\ud800"}', "UTF-8"),
+)
+
+
+@pytest.mark.parametrize(("bad", "words"), [(bad, words) for bad, *words in NO_ROWS])
+def test_a_row_that_is_none_is_named_by_its_line(plain, tmp_path, bad, words):
+    with complains("rows.jsonl, line 2: ", *words):
+        examples(rows(tmp_path / "rows.jsonl", {"messages": TURN}, bad), plain)
+
+
+def test_folders_and_compressed_files_are_read_and_others_refused(plain, tmp_path):
+    def refused(path, *words):
+        with complains(*words):
+            examples(path, plain)
+
+    row = json.dumps({"messages": TURN}).encode()
+    refused(tmp_path, "holds no file")
+    (tmp_path / "a.txt").write_text("A text.")
+    refused(tmp_path, "holds no chats, which are lines of JSON")
+    (tmp_path / "a.txt").unlink()
+    (tmp_path / "a.jsonl").write_bytes(row + b"\n" + row)
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(row))
+    assert len(examples(tmp_path, plain)) == 3
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(row)[:-9])
+    refused(tmp_path, "damaged")
+    for content, *words in ((b"", "holds no rows"), (b"\n \n", "holds no rows"), (b"\x80\x81\n", "line 1: ", "UTF-8")):
+        (tmp_path / "f").write_bytes(content)
+        refused(tmp_path / "f", *words)
+    refused(tmp_path / "missing", "no readable file")

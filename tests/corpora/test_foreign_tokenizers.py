@@ -1,0 +1,285 @@
+"""Tokenizers from the files of others: tokenizer.json, vocab.json and merges.txt; and `distgpt tokenizer`."""
+
+import json
+
+import pytest
+from complaints import complains, done
+from distgpt.core.data.tokenizers import ChatTemplate, fingerprint, load_tokenizer, tokenizer_from_json
+from distgpt.corpora.tokenizers.bpe import learn_bpe, symbols
+from families import FAMILIES, document, write_family
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizing import STORY, TEXT, small, write_gpt2_style
+
+from conftest import inside, refused
+
+PLAIN = (STORY[:2000], "1234567 in 2026", " two  blanks ", "naïve e\u0301 中日 🙂\n\n\tx", "", " ")
+
+
+@pytest.fixture(params=FAMILIES)
+def both(request, tmp_path):
+    """Our tokenizer and the library's own."""
+    return write_family(tmp_path / "model", request.param), Tokenizer.from_str(document(request.param))
+
+
+def test_a_text_has_the_ids_and_the_text_that_the_library_gives_it(both):
+    ours, library = both
+    for text in PLAIN:
+        ids = ours.encode(text).tolist()
+        assert ids == library.encode(text, add_special_tokens=False).ids, text
+        assert ours.decode(ids) == library.decode(ids, skip_special_tokens=False), text
+        streamer = ours.streamer()
+        assert "".join(map(streamer.feed, ids)) + streamer.flush() == ours.decode(ids)
+
+
+def test_no_text_spells_a_special_token(both):
+    ours, library = both
+    for spelled, token in ours.specials.items():
+        assert token == library.token_to_id(spelled)
+        found = ours.encode(f"a {spelled} b").tolist()
+        assert token not in found and spelled in ours.decode(found)
+        assert token in library.encode(f"a {spelled} b").ids
+    assert len(ours.specials) >= 3
+
+
+def test_parts_have_the_ids_of_the_whole_and_a_prompt_begins_as_the_post_processor_says(both):
+    """The library's own way finds special tokens in the text, and what follows one is not a beginning."""
+    ours, library = both
+    assert ours.encode_prompt("The lamp") == library.encode("The lamp").ids
+    spelled, token = list(ours.specials.items())[-1]
+    ids, ends = ours.encode_parts(["lamp 12", token, token, "é the lamp", "s"])
+    assert ids.tolist() == library.encode(f"lamp 12{spelled}{spelled}é the lamps", add_special_tokens=False).ids
+    assert ends[-1] == len(f"lamp 12{spelled}{spelled}é the lamps") and (ends[1:] >= ends[:-1]).all()
+    first = ids.tolist().index(token)
+    assert ends[first - 1] == 7 and ends[first] == 7 + len(spelled) and ends[first + 1] == 7 + 2 * len(spelled)
+
+
+def test_what_is_saved_comes_back_with_its_chat_template(both):
+    ours, _ = both
+    chat = ChatTemplate("{{ bos_token }}", {"bos_token": "<s>"}, (1,))
+    back = tokenizer_from_json(ours.with_chat(chat).to_json(), "a file")
+    assert back.to_json() == ours.with_chat(chat).to_json() and back.chat == chat
+    assert back.encode(TEXT).tolist() == ours.encode(TEXT).tolist()
+    assert fingerprint(back) == fingerprint(ours)
+
+
+def test_the_files_beside_name_template_and_ends(tmp_path):
+    folder = tmp_path / "model"
+    named = [{"name": "tools", "template": "no"}, {"name": "default", "template": "yes"}]
+    special = {"content": "<|im_end|>", "special": True}
+    for template in (named, "yes"):
+        found = write_family(folder, "qwen", chat_template=template, eos_token=special)
+        end = found.specials["<|im_end|>"]
+        assert found.chat == ChatTemplate("yes", {"eos_token": "<|im_end|>"}, (end,))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, end]}))
+    (folder / "chat_template.jinja").write_text("newer")
+    found = load_tokenizer(str(folder))
+    assert found.chat.source == "newer" and found.chat.ends == (3, end)
+    assert found.ends == (found.separator, 3, end)
+    (folder / "chat_template.jinja").write_bytes(b"\xff")
+    with complains("not valid UTF-8"):
+        load_tokenizer(str(folder))
+
+
+def test_a_document_that_cannot_encode_every_text_or_is_damaged_is_refused(tmp_path):
+    llama = json.loads(document("llama3"))
+    sentences = json.loads(document("tinyllama"))
+    path = tmp_path / "tokenizer.json"
+    for change, message in (
+        (llama | {"decoder": None}, "its decoder is missing"),
+        (llama | {"decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True}}, "decoder is WordPiece"),
+        (sentences | {"model": sentences["model"] | {"byte_fallback": False}}, "no tokens for single bytes"),
+        (llama | {"model": llama["model"] | {"vocab": {}}}, "its model, 'BPE', has no vocabulary"),
+        (llama | {"model": llama["model"] | {"vocab": {"a": -1}}}, "'a' has the id -1"),
+        (llama | {"model": llama["model"] | {"merges": [["zz", "qq"]]}}, "the library tokenizers refuses it"),
+        (llama | {"pre_tokenizer": {"type": "Magic"}}, "the library tokenizers refuses it"),
+        (llama | {"added_tokens": [{"id": 3}]}, "has no content"),
+        (llama | {"added_tokens": llama["added_tokens"][:1] * 2}, "is there twice"),
+        # Over this prefix the library ends the process.
+        (llama | {"model": llama["model"] | {"continuing_subword_prefix": "é"}}, "continuing_subword_prefix"),
+        (llama | {"added_tokens": [{"id": 1 << 40, "content": "<x>", "special": True}]}, "has the id"),
+    ):
+        path.write_text(json.dumps(change))
+        with complains(message):
+            load_tokenizer(str(path))
+
+
+def test_special_tokens_do_not_fall_on_other_entries(tmp_path):
+    """The library would number tokens that it does not know by their count: here as the last entries."""
+    found = json.loads(document("smollm2"))
+    vocab = found["model"]["vocab"]
+    for token in found["added_tokens"]:
+        vocab.pop(token["content"], None)
+    last = max(vocab, key=vocab.get)
+    text = last.replace("Ġ", " ")
+    for token in found["added_tokens"]:
+        token["id"] += 1
+    vocab[last] = len(vocab)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(found))
+    tokenizer = load_tokenizer(str(tmp_path))
+    assert tokenizer.encode(text).tolist() == [vocab[last]]
+    specials = list(tokenizer.specials.values())
+    assert tokenizer.encode_parts([text, *specials])[0].tolist() == [vocab[last], *specials]
+
+
+def test_a_character_whose_bytes_the_vocabulary_lacks_is_named(tmp_path):
+    """The library would leave it out."""
+    lacking = json.loads(document("smollm2"))
+    vocab = {text: i for text, i in lacking["model"]["vocab"].items() if text != symbols()[0xAD]}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(lacking | {"model": lacking["model"] | {"vocab": vocab}}))
+    found = load_tokenizer(str(tmp_path))
+    assert found.decode(found.encode("é")) == "é"
+    with complains("'中' at position 2 cannot be encoded"):
+        found.encode("a 中")
+
+
+def hugging_face(special="<|endoftext|>", tokenizer=None):
+    """What `tokenizers` itself writes for a BPE, by default the small one, as a document."""
+    tokenizer = tokenizer or small()
+    entries = {entry: i for i, entry in enumerate(tokenizer.vocabulary[:-1])}
+    library = Tokenizer(models.BPE(entries, list(tokenizer.merges)))
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    if special:
+        library.add_special_tokens([AddedToken(special, special=True)])
+    return json.loads(library.to_str())
+
+
+def loaded(path, document):
+    path.write_text(json.dumps(document), encoding="utf-8")
+    return load_tokenizer(str(path))
+
+
+# Files
+
+
+def test_every_foreign_form_gives_the_same_tokenizer(tmp_path):
+    merges_as_strings = hugging_face()
+    merges_as_strings["model"]["merges"] = [" ".join(pair) for pair in merges_as_strings["model"]["merges"]]
+    write_gpt2_style(tmp_path)
+    found = {
+        "vocab.json and merges.txt": load_tokenizer(str(tmp_path)),
+        "vocab.json": load_tokenizer(str(tmp_path / "vocab.json")),
+        "merges as strings": loaded(tmp_path / "old.json", merges_as_strings),
+        "pairs": loaded(tmp_path / "tokenizer.json", hugging_face()),
+        "tokenizer.json, which comes first": load_tokenizer(str(tmp_path)),
+    }
+    for form, tokenizer in found.items():
+        assert tokenizer.to_json() == small().to_json(), form
+
+
+def test_one_special_token_is_the_separator_whatever_it_is_called(tmp_path):
+    for special in ("", "<end of text>", "ende\u0301"):
+        tokenizer = loaded(tmp_path / "tokenizer.json", hugging_face(special))
+        assert tokenizer.separator == (tokenizer.size - 1 if special else None)
+        assert not special or tokenizer.decode([tokenizer.separator]) == special
+        assert tokenizer.encode(TEXT).tolist() == small().encode(TEXT).tolist(), special
+
+
+def test_another_way_to_prepare_text_is_left_to_the_library(tmp_path):
+    byte_level = pre_tokenizers.ByteLevel
+    without_rule = byte_level(add_prefix_space=False, use_regex=False)
+    digits = pre_tokenizers.Split(Regex(r"\p{N}{1,3}"), "isolated")
+    for part, value in (
+        ("normalizer", normalizers.NFC()),
+        ("pre_tokenizer", byte_level(add_prefix_space=True)),
+        ("pre_tokenizer", pre_tokenizers.Sequence([digits, without_rule])),
+        ("pre_tokenizer", without_rule),
+    ):
+        library = Tokenizer.from_str(json.dumps(hugging_face()))
+        library.decoder = decoders.ByteLevel()
+        setattr(library, part, value)
+        found = loaded(tmp_path / "tokenizer.json", json.loads(library.to_str()))
+        assert found.kind == "library"
+        assert found.encode("it's 1234, é").tolist() == library.encode("it's 1234, é").ids, part
+
+
+def test_another_model_a_damaged_one_or_senseless_added_tokens_are_refused(tmp_path):
+    of_model = [
+        ({"type": "WordPiece"}, "its decoder is missing"),
+        ({"end_of_word_suffix": "</w>"}, "sets end_of_word_suffix"),
+        ({"vocab": None}, "no vocabulary or no merges"),
+        ({"merges": ["a b c"]}, "['a', 'b', 'c'] is not a pair"),
+        ({"vocab": {"a": 0, "b": 2}}, "'b' has the id 2"),
+        ({"vocab": {"a": "0"}}, "has the id '0'"),
+    ]
+    added = [
+        ({"id": 399, "content": "    ", "special": False}, "its decoder is missing"),
+        ({"id": 400, "content": "<|endoftext|>", "special": True}, "has the id 400"),
+        ({"id": 399}, "has no content"),
+    ]
+    good = hugging_face("")
+    for change, words in (
+        *(({"model": good["model"] | change}, words) for change, words in of_model),
+        *(({"added_tokens": [token]}, words) for token, words in added),
+    ):
+        with complains("tokenizer.json", words):
+            loaded(tmp_path / "tokenizer.json", good | change)
+
+
+def test_damaged_vocab_and_merges_are_refused(tmp_path):
+    vocab, merges = tmp_path / "vocab.json", tmp_path / "merges.txt"
+    for damage, path, *words in (
+        (lambda: write_gpt2_style(tmp_path, ["a b c"]), tmp_path, "merges.txt: line 1 is not two", "'a b c'"),
+        (lambda: write_gpt2_style(tmp_path, hole=1000), tmp_path, "'hole' has the id 1000"),
+        (lambda: merges.write_bytes(b"\xff"), tmp_path, "merges.txt' cannot be read"),
+        (merges.unlink, vocab, "vocabulary without its merges"),
+        (lambda: None, tmp_path, "holds no tokenizer"),
+    ):
+        damage()
+        with complains(*words):
+            load_tokenizer(str(path))
+
+
+# The command
+
+
+def test_a_bpe_learned_from_a_file_is_saved_and_described(tmp_path):
+    (tmp_path / "text.txt").write_bytes(b"\xef\xbb\xbf" + STORY.replace("\n", "\r\n").encode())
+    out = tmp_path / "bpe.json"
+    assert (
+        done("tokenizer", "train", tmp_path / "text.txt", "--vocab-size", "500", "--out", out)
+        == f"{out}: BPE, 500 entries\n"
+    )
+    learned = load_tokenizer(str(out))
+    assert learned.to_json() == learn_bpe([STORY], 500, 2, "last").to_json()
+    page = inside("tokenizer", "info", out, "--text", "the é\n").stdout
+    assert f"fingerprint  {fingerprint(learned)}" in page and "separator    499 <|endoftext|>" in page
+    assert r"he│ │\xc3│\xa9│\n" in page
+
+
+def test_options_reach_the_learning(tmp_path):
+    out = tmp_path / "out.json"
+    options = ["--min-frequency", "30", "--separator", "first"]
+    printed = done("tokenizer", "train", "story", "--vocab-size", "9000", "--out", out, *options)
+    assert printed.endswith("entries; no more pairs are frequent enough\n")
+    assert out.read_text() == learn_bpe([STORY], 9000, 30, "first").to_json()
+    for kind in ("char", "word"):
+        done("tokenizer", "train", "story", "--kind", kind, "--out", tmp_path / kind)
+        assert (tmp_path / kind).read_text() == load_tokenizer(kind, STORY).to_json()
+        assert kind in inside("tokenizer", "info", tmp_path / kind).stdout
+    (tmp_path / "a.jsonl").write_text('{"story": "ab ab", "no": 1}\n{"story": "ab ab c"}')
+    options = ["--field", "story", "--vocab-size", "300", "--separator", "none"]
+    done("tokenizer", "train", tmp_path / "a.jsonl", *options, "--out", tmp_path / "out")
+    assert load_tokenizer(str(tmp_path / "out")).merges == (("a", "b"), ("Ġ", "ab"))
+
+
+REFUSED = (
+    ("train story --out OUT", 2, "--vocab-size"),
+    ("train story --out OUT --vocab-size 256", 2, "at least 257"),
+    ("train story --out OUT --kind word --vocab-size 9", 2, "--kind bpe"),
+    ("train story --out TAKEN --kind word", 2, "exists already"),
+    ("train story --out OUT/below --kind word", 2, "no directory"),
+    ("train nowhere --out OUT --kind word", 65, "'nowhere' is no readable file"),
+    ("train FOLDER --out OUT --kind word", 65, "FOLDER holds no file"),
+    ("train EMPTY --out OUT --vocab-size 300", 65, "no text to learn from"),
+)
+
+
+def test_what_makes_no_sense_is_refused_and_nothing_is_left_behind(tmp_path):
+    (tmp_path / "FOLDER").mkdir()
+    for name, content in (("EMPTY", b""), ("BINARY", b"\xff\xfe"), ("TAKEN", b'{"mine": "dear"}')):
+        (tmp_path / name).write_bytes(content)
+    before = sorted(tmp_path.rglob("*"))
+    for line, code, words in REFUSED:
+        refused(inside("tokenizer", *line.split(), cwd=tmp_path), code, words)
+        assert sorted(tmp_path.rglob("*")) == before, line
+    assert json.loads((tmp_path / "TAKEN").read_text()) == {"mine": "dear"}

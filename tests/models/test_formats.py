@@ -1,0 +1,421 @@
+"""Models as transformers and GGUF store them: what goes out comes back, and what a format cannot hold is named."""
+
+import json
+import signal
+import time
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from chattemplates import ENDS
+from complaints import complains, done
+from distgpt.core.base.errors import StorageError, UsageError
+from distgpt.core.config.presets import preset
+from distgpt.core.data.tokenizers import fingerprint, load_tokenizer
+from distgpt.core.saved.modelfile import read_description
+from distgpt.core.saved.tensors import read_header, write_tensors
+from distgpt.corpora.tokenizers.bpe import GPT2_FINGERPRINT
+from distgpt.corpora.tokenizers.foreign import from_document
+from distgpt.models.formats.families import EXPORTABLE, FAMILIES, Settings, family_for, recognised
+from distgpt.models.formats.gguf.container import read_container
+from distgpt.models.formats.gguf.transfer import export_gguf, family_in_gguf, import_gguf
+from distgpt.models.formats.huggingface import export_model, import_model
+from distgpt.models.quantized.rounded import quantize
+from families import FAMILIES as TOKENIZERS
+from families import write_family
+from foreignmodels import (
+    MODERN,
+    QWEN3,
+    SHAPES,
+    SMALL,
+    change_json,
+    exported,  # noqa: F401
+    exported_model,
+    in_parts,
+    llama,  # noqa: F401
+    random_model,
+    rewritten,
+    same,
+    shape,
+    tensors_in,
+)
+from gguffiles import LLAMA, of_sentencepiece, tokenizer_like, with_tokenizer
+from tokenizing import GPT2, STORY, TEXT, needs_gpt2, small
+
+from conftest import inside, popen, refused
+
+EXPORT = {"transformers": export_model, "gguf": export_gguf}
+HELD = [("transformers", name) for name in SHAPES]
+HELD += [("gguf", name) for name in SHAPES if name != "relu" and "window" not in SHAPES[name]]
+CHATTY = shape(1000, 64, 1, 2, 16, **MODERN)
+TEMPLATE = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
+
+
+def brought_in(source, *more):
+    out = Path(source).parent / "back.safetensors"
+    bring = import_gguf if Path(source).is_file() and Path(source).read_bytes()[:4] == b"GGUF" else import_model
+    bring(Path(source) if bring is import_gguf else str(source), out, *(more or [None]))
+    return out
+
+
+def there_and_back(ours, dtype="float32"):
+    export_gguf(ours, ours.with_suffix(".gguf"), dtype)
+    return brought_in(ours.with_suffix(".gguf"))
+
+
+def kinds_in(path):
+    return {name: entry.kind.name for name, entry in read_container(path).tensors.items()}
+
+
+# Round trips
+
+
+@pytest.mark.parametrize(("form", "name"), HELD)
+def test_round_trip(form, name, tmp_path):
+    ours, theirs, again = (tmp_path / name for name in ("ours.safetensors", "theirs", "again"))
+    arrays = random_model(ours, SHAPES[name])
+    EXPORT[form](ours, theirs, "float32")
+    back = brought_in(theirs)
+    assert same(tensors_in(back), arrays)
+    before, after = map(read_description, (ours, back))
+    assert after.run.model == before.run.model
+    first, second = (each.tokenizer and each.tokenizer.to_json() for each in (before, after))
+    assert first == second
+    EXPORT[form](back, again, "float32")
+    for file in theirs.iterdir() if theirs.is_dir() else ():
+        assert (again / file.name).read_bytes() == file.read_bytes(), file.name
+
+
+def test_half_precision_survives_a_round_trip(tmp_path):
+    random_model(tmp_path / "ours.safetensors", SMALL)
+    for dtype, stored in (("float16", "F16"), ("bfloat16", "BF16")):
+        first, again = (tmp_path / dtype / name for name in ("theirs", "again"))
+        export_model(tmp_path / "ours.safetensors", first, dtype)
+        export_model(brought_in(first), again, dtype)
+        file = first / "model.safetensors"
+        assert file.read_bytes() == (again / "model.safetensors").read_bytes()
+        assert {entry.dtype for entry in read_header(file).tensors.values()} == {stored}
+        assert json.loads((first / "config.json").read_text())["torch_dtype"] == dtype
+
+
+# Half a step of the largest element of a block, at most; in four bits a whole one where it is cut off.
+@pytest.mark.parametrize(
+    ("dtype", "error"), [("float16", 2**-11), ("bfloat16", 2**-8), ("q8_0", 0.57 / 127), ("q4_0", 1.01 / 8)]
+)
+def test_smaller_types_of_gguf_round_by_no_more_than_they_must(tmp_path, dtype, error):
+    """Rows that cannot be divided into blocks of 32 stay in float32."""
+    path = tmp_path / "ours.safetensors"
+    arrays = random_model(path, LLAMA)
+    found = tensors_in(there_and_back(path, dtype))
+    rounded = {name for name in arrays if not np.array_equal(found[name], arrays[name])}
+    assert rounded == {name for name in arrays if arrays[name].ndim == 2}
+    for name in rounded:
+        rows = arrays[name].reshape(-1, 32)
+        assert (np.abs(found[name].reshape(-1, 32) - rows) <= error * np.abs(rows).max(1, keepdims=True)).all()
+    kinds = kinds_in(path.with_suffix(".gguf"))
+    assert kinds["token_embd.weight"] == ("Q8_0" if dtype == "q4_0" else kinds["blk.0.attn_q.weight"])
+    if dtype == "q4_0":
+        random_model(path, {**LLAMA, "mlp_width": 90})
+        export_gguf(path, tmp_path / "m.gguf", dtype)
+        kinds = kinds_in(tmp_path / "m.gguf")
+        assert kinds["blk.1.ffn_down.weight"] == "F32" and kinds["blk.1.ffn_up.weight"] == "Q4_0"
+
+
+def test_numbers_are_rounded_to_the_nearest_even_and_too_large_ones_refused(tmp_path):
+    path = tmp_path / "ours.safetensors"
+    ours = random_model(path, SMALL)
+    metadata = {k: v for k, v in read_header(path).metadata.items() if not k.endswith("sha256")}
+    gains = {1.0: 1.0, 1 + 2**-8: 1.0, 1 + 3 * 2**-8: 1 + 2**-6, 1 + 2**-8 + 2**-20: 1 + 2**-7, -0.0: -0.0}
+    ours["final_norm.w"][: len(gains)] = list(gains)
+    write_tensors(path, ours, metadata)
+    export_model(path, tmp_path / "bfloat16", "bfloat16")
+    found = tensors_in(tmp_path / "bfloat16" / "model.safetensors")["transformer.ln_f.weight"]
+    assert found[: len(gains)].tobytes() == np.array(list(gains.values()), np.float32).tobytes()
+    for dtype, value in (("float16", 7e4), ("bfloat16", 3.4e38), ("float32", 1e39)):
+        large = in_float64(ours) if dtype == "float32" else dict(ours)
+        large["wpe"][3, 3] = value
+        write_tensors(path, large, metadata)
+        with warnings.catch_warnings(action="error"), complains("wpe holds values too large"):
+            export_model(path, tmp_path / "theirs", dtype)
+    ours = random_model(path, LLAMA)
+    ours["blocks.0.attn.proj.w"][0, 0] = 1e9
+    write_tensors(path, ours, {**metadata, "config": read_header(path).metadata["config"]})
+    with complains("too large for Q8_0"):
+        export_gguf(path, tmp_path / "theirs.gguf", "q8_0")
+    assert not list(tmp_path.glob("*theirs*"))
+
+
+def in_float64(tensors):
+    return {name: array.astype(np.float64) for name, array in tensors.items()}
+
+
+def test_float64_is_kept_on_the_way_in(exported):
+    rewritten(exported, in_float64)
+    assert {entry.dtype for entry in read_header(brought_in(exported)).tensors.values()} == {"F64"}
+
+
+# What transformers writes in several ways
+
+
+def test_settings_that_a_file_leaves_out_are_those_of_transformers(llama):
+    for kind, *expected in (
+        ("gpt2", 50257, 1024, 768, 12, 12, 3072, 1e-5),
+        ("llama", 32000, 2048, 4096, 32, 32, 11008, 1e-6),
+        ("mistral", 32000, 131072, 4096, 32, 32, 14336, 1e-6),
+        ("qwen2", 151936, 32768, 4096, 32, 32, 22016, 1e-6),
+        ("qwen3", 151936, 32768, 4096, 32, 32, 22016, 1e-6),
+    ):
+        found = recognised(Settings({"model_type": kind}, "there"))[1]
+        sizes = (found.vocab_size, found.seq_len, found.n_embd, found.n_layer, found.n_head, found.hidden)
+        assert [*sizes, found.norm_eps] == expected, kind
+    for absent in ("rope_theta", "rope_parameters", "head_dim", "num_key_value_heads"):
+        change_json(llama / "config.json", **{absent: None})
+        import_model(str(llama), llama.with_name(f"{absent}.safetensors"), None)
+
+
+def test_older_and_newer_llamas_say_their_scaling_differently(tmp_path):
+    exported_model(tmp_path / "theirs", SHAPES["llama 3"])
+    expected = read_description(brought_in(tmp_path / "theirs")).run.model
+    path, old = tmp_path / "theirs" / "config.json", "original_max_position_embeddings"
+    parameters = json.loads(path.read_text())["rope_parameters"]
+    scaling = {key: value for key, value in parameters.items() if key != "rope_theta"}
+    named = {"type" if key == "rope_type" else key: value for key, value in scaling.items()}
+    without = {key: value for key, value in scaling.items() if key != old}
+    for changes, context in (
+        ({"rope_parameters": None, "rope_scaling": scaling}, 6),
+        ({"rope_parameters": None, "rope_scaling": named}, 6),
+        ({"rope_parameters": parameters, "rope_scaling": None, "rope_theta": None}, 6),
+        ({"rope_parameters": None, "rope_scaling": without}, 13),  # the context is the one before
+    ):
+        change_json(path, **changes)
+        (tmp_path / "back.safetensors").unlink()
+        found = read_description(brought_in(tmp_path / "theirs")).run.model
+        assert found == replace(expected, rope_context=context)
+
+
+def with_buffers(tensors):
+    masks = {f"transformer.h.{i}.attn.bias": np.ones((1, 1, 13, 13), np.float32) for i in range(2)}
+    return tensors | masks | {"transformer.h.0.attn.masked_bias": np.array(-1e4, np.float32)}
+
+
+WAYS = {
+    "by the file": lambda directory: directory / "model.safetensors",
+    "without the prefix": lambda directory: rewritten(
+        directory, lambda t: {name.removeprefix("transformer."): array for name, array in t.items()}
+    ),
+    "with buffers": lambda directory: rewritten(directory, with_buffers),
+    "with a copy of the embedding": lambda directory: rewritten(
+        directory, lambda t: t | {"lm_head.weight": t["transformer.wte.weight"]}
+    ),
+    "in parts": lambda directory: in_parts(directory) and directory,
+    "by the index": lambda directory: in_parts(directory) and directory / "model.safetensors.index.json",
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_all_ways_to_store_a_model_are_read(exported, way):
+    ours = tensors_in(exported.parent / "ours.safetensors")
+    assert same(tensors_in(brought_in(WAYS[way](exported) or exported)), ours)
+
+
+# Tokenizers
+
+
+@pytest.mark.ci
+@needs_gpt2
+def test_the_tokenizer_of_gpt2_survives(tmp_path):
+    theirs = tmp_path / "theirs"
+    exported_model(theirs, {**SMALL, "vocab_size": 50257}, str(GPT2))
+    config = json.loads((theirs / "config.json").read_text())
+    assert config["eos_token_id"] == config["bos_token_id"] == 50256
+    assert fingerprint(read_description(brought_in(theirs)).tokenizer) == GPT2_FINGERPRINT
+    assert fingerprint(load_tokenizer(str(theirs / "vocab.json"))) == GPT2_FINGERPRINT
+
+
+def test_tokenizers_that_transformers_lacks_come_back_to_us(tmp_path):
+    """None at all can be replaced by one that is named."""
+    for kind, *named in (("char",), ("word",), (None, "byte")):
+        (theirs := tmp_path / str(kind) / "theirs").parent.mkdir()
+        exported_model(theirs, {**SMALL, "vocab_size": 256}, kind)
+        assert not (theirs / "tokenizer.json").exists()
+        assert read_description(brought_in(theirs, *named)).tokenizer.kind == (kind or "byte")
+
+
+def test_tokenizers_that_do_not_fit_or_are_foreign(exported):
+    with complains("vocabulary of 77, too small for its tokenizer of 256 entries"):
+        brought_in(exported, "byte")
+    (exported / "tokenizer.json").write_text('{"model": {"type": "Unigram", "vocab": []}}')
+    notes = []
+    assert read_description(brought_in(exported, None, notes.append)).tokenizer is None
+    assert "without a tokenizer" in notes[0] and "Unigram" in notes[0]
+
+
+@pytest.mark.parametrize("family", TOKENIZERS)
+def test_a_model_keeps_its_tokenizer_and_template_on_all_ways(family, tmp_path):
+    folder, ours, again = tmp_path / "theirs", tmp_path / "imported.safetensors", tmp_path / "exported"
+    exported_model(folder, CHATTY, tokenizer=None)
+    known = write_family(folder, family, chat_template=TEMPLATE, eos_token=(end := ENDS[family]))
+    change_json(folder / "generation_config.json", eos_token_id=[known.specials[end]])
+    done("weights", "import", folder, "--out", ours)
+    kept = read_description(ours).tokenizer
+    assert kept.chat.source == TEMPLATE and kept.chat.tokens == {"eos_token": end}
+    assert kept.chat.ends == (known.specials[end],)
+    done("weights", "export", ours, "--out", again)
+    generation = json.loads((again / "generation_config.json").read_text())
+    assert generation["bos_token_id"] == (known.first[0] if known.first else known.separator)
+    quantize(ours, tmp_path / "int8.safetensors")
+    for path in (brought_in(again), tmp_path / "int8.safetensors"):
+        assert read_description(path).tokenizer.to_json() == kept.to_json()
+    if family == "tinyllama":  # a prompt begins as its tokenizer says
+        how = ("infer", "--weights", ours, "--max-new-tokens", "4", "--json", "--prompt", "The lamp")
+        found = json.loads(done(*how, "--logprobs", "0", "--prompt-logprobs"))
+        assert found["prompt"] == "The lamp" and kept.first == (1,)
+        assert len(found["prompt_logprobs"]) == 1 + len(kept.encode("The lamp"))
+
+
+@pytest.mark.parametrize("family", TOKENIZERS)
+def test_tokenizers_come_back_from_gguf_with_their_chat_templates(tmp_path, family):
+    ours = tokenizer_like(family)
+    found = read_description(there_and_back(with_tokenizer(tmp_path / "ours.safetensors", ours))).tokenizer
+    spelled = "".join(ours.specials) + " <think> Ünïcode 1234567\n\n\t" + TEXT
+    for text in (TEXT, STORY, spelled, " a", "a", "", *ours.contents()["document"]["model"]["vocab"]):
+        ids = ours.encode(text)
+        assert np.array_equal(found.encode(text), ids)
+        assert found.decode(ids) == ours.decode(ids)
+    assert (found.chat, found.first, found.separator) == (ours.chat, ours.first, ours.separator)
+    assert found.specials == ours.specials and found.size == ours.size
+
+
+@pytest.mark.parametrize("kind", ["byte", "bpe"])
+def test_our_own_tokenizers_come_back_from_gguf(tmp_path, kind):
+    """A byte that no text has is the end of texts: llama.cpp takes token 11 where a file names none."""
+    ours = small() if kind == "bpe" else load_tokenizer("byte", "")
+    path = with_tokenizer(tmp_path / "ours.safetensors", ours)
+    assert read_description(there_and_back(path)).tokenizer.to_json() == ours.to_json()
+    metadata = read_container(path.with_suffix(".gguf")).metadata
+    ends = {metadata[f"tokenizer.ggml.{name}_token_id"] for name in ("eos", "bos")}
+    assert ends == {0xFF if kind == "byte" else ours.separator}
+
+
+# What a format cannot hold
+
+_MODERN = {**MODERN, "n_embd": 12}
+UNHELD = [
+    *(("transformers", SMALL | change, words) for change, *words in (
+        ({"mlp": "swiglu"}, "GPT-2", "mlp=swiglu"),
+        ({"positions": "none"}, "GPT-2", "positions=none"),
+        (_MODERN | {"bias": True}, "Llama", "bias=True"),
+        (_MODERN | {"mlp": "relu"}, "Llama", "mlp=relu"),
+        ({"norm_gain": False}, "GPT-2", "norm_gain=False"),
+        ({"embed_norm": True}, "GPT-2", "embed_norm"),
+        ({"n_kv_head": 1}, "GPT-2", "n_kv_head"),
+        (_MODERN | {"qk_norm": True}, "qk_norm"),
+        (QWEN3 | {"n_embd": 12, "qkv_bias": True}, "Qwen 3", "qkv_bias=True"),
+        ({"head_dim": 4}, "GPT-2", "head_dim"),
+        ({"bias": False, "qkv_bias": True}, "GPT-2", "qkv_bias=True"),
+        (_MODERN | {"value_embeddings": True}, "Llama", "value_embeddings"),
+        ({"window": 5}, "GPT-2", "window"),
+        (_MODERN | {"window": 5}, "Llama", "has no window"),
+        ({"final_norm": False}, "GPT-2", "final_norm=False"),
+    )),
+    *(("gguf", change if "n_embd" in change else LLAMA | change, words) for change, *words in (
+        ({"value_embeddings": True}, "value_embeddings"),
+        ({"mlp": "relu2"}, "mlp=relu2"),
+        ({"positions": "none"}, "positions=none"),
+        ({"final_norm": False}, "final_norm=False"),
+        ({"window": 3, "full_every": 0}, "(window)"),
+        (SHAPES["relu"], "no ReLU in GGUF"),
+        ({**SHAPES["qwen 3"], "rope_scaling": "llama3"}, "rope_scaling"),
+    )),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("form", "of", "words"), UNHELD)
+def test_settings_that_a_format_lacks_are_named(form, of, words, tmp_path):
+    random_model(tmp_path / "ours.safetensors", of)
+    with complains(*words, kind=UsageError):
+        EXPORT[form](tmp_path / "ours.safetensors", tmp_path / "theirs", "float32")
+    assert not (tmp_path / "theirs").exists()
+
+
+def test_tokenizers_that_gguf_cannot_hold_are_named(tmp_path):
+    """Of words, which cannot encode every text, and merges that scores cannot say."""
+    learned = of_sentencepiece()
+    learned["model"]["merges"].pop(7)
+    for tokenizer, words in (
+        *((load_tokenizer(kind, "a b c"), f"of kind {kind}") for kind in ("char", "word")),
+        (from_document(learned, "it"), "not SentencePiece's"),
+    ):
+        path = with_tokenizer(tmp_path / "ours.safetensors", tokenizer)
+        with complains(words, kind=UsageError):
+            export_gguf(path, tmp_path / "m.gguf", "float32")
+
+
+# Where they write: never over anything, never half, and found out before the work
+
+
+def test_commands_name_the_import(tmp_path):
+    ours, path = tmp_path / "ours.safetensors", tmp_path / "m.gguf"
+    random_model(ours, LLAMA)
+    export = ["weights", "export", ours, "--out"]
+    assert inside(*export, path, "--dtype", "q8_0").returncode == 0 and path.is_file()
+    for command in (["infer"], ["eval", "--val", "story"], ["serve"], ["chat"]):
+        refused(inside(*command, "--weights", path), 2, f"weights import {path}")
+    assert "a llama in GGUF" in inside("weights", "info", path).stdout
+    refused(inside(*export, tmp_path / "d", "--dtype", "q4_0"), 2, "--format gguf")
+    refused(inside(*export, path), 2, "exists already")
+
+
+def test_an_export_needs_an_empty_place_and_an_intact_model(exported):
+    ours, empty, new = (exported.parent / name for name in ("ours.safetensors", "empty", "new"))
+    before = {path: path.read_bytes() for path in exported.iterdir()}
+    with complains(exported, "not an empty directory", kind=UsageError):
+        export_model(ours, exported, "float32")
+    assert {path: path.read_bytes() for path in exported.iterdir()} == before
+    empty.mkdir()
+    export_model(ours, empty, "float32")
+    assert (empty / "config.json").exists()
+    with complains("not a name for a new directory", kind=UsageError):
+        export_model(ours, Path(), "float32")
+    content = ours.read_bytes()
+    ours.write_bytes(content[:-5] + bytes([content[-5] ^ 1]) + content[-4:])
+    with complains(f"{ours} is damaged"):
+        export_model(ours, new, "float32")
+    assert not new.exists()
+
+
+def test_where_an_import_cannot_be_written_is_found_out_before_anything_is_read(tmp_path):
+    (file := tmp_path / "file").touch()
+    for out, kind, words in (
+        (tmp_path / "w.safetensors", StorageError, "no model: No such file"),
+        (file, UsageError, "exists already"),
+        (tmp_path, UsageError, "exists already"),
+        (tmp_path / "no" / "w", StorageError, "no files can be made in"),
+        (file / "w", StorageError, "file/w"),
+    ):
+        with complains(words, kind=kind):
+            import_model(str(tmp_path / "no model"), out, None)
+
+
+@pytest.mark.ci
+def test_a_killed_export_leaves_no_directory(tmp_path):
+    ours, theirs = tmp_path / "ours.safetensors", tmp_path / "theirs"
+    random_model(ours, {**SMALL, "vocab_size": 60_000, "n_embd": 90})
+    process = popen("weights", "export", ours, "--out", theirs)
+    while not (found := list(tmp_path.glob(".theirs.*.tmp"))) and process.poll() is None:
+        time.sleep(0.001)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL and not theirs.exists()
+    assert found[0].exists() and not (found[0] / "config.json").exists()
+    export_model(ours, theirs, "float32")
+    assert not found[0].exists()
+
+
+def test_a_refused_export_names_presets_that_can_be_exported():
+    for name in EXPORTABLE:
+        assert family_in_gguf(preset(name).model, name) in FAMILIES
+    for family in (family_for, family_in_gguf):
+        with complains(f"--preset {' or '.join(EXPORTABLE)}", kind=UsageError):
+            family(preset("tiny").model, "tiny")
