@@ -71,7 +71,15 @@ def build(config, kernels):
 
 
 def plain_logits(c, params, tokens):
-    """By the formulas, from scratch: of one sequence, one head at a time."""
+    return plain_trace(c, params, tokens)[0]
+
+
+def plain_trace(c, params, tokens):
+    """By the formulas, from scratch: of one sequence, one head at a time.
+
+    Return its logits, and lists of what comes before and after each layer, and of the weights of each head.
+    """
+    hidden, attended = [], []
     p = {name: np.array(array, np.float64) for name, array in params.items()}
 
     def norm(name, x):
@@ -120,7 +128,8 @@ def plain_logits(c, params, tokens):
             seen = [[max(0, t + 1 - window) <= s <= t for s in range(len(x))] for t in range(len(x))]
             scores = np.where(seen, q @ k.T / np.sqrt(c.head_size), -np.inf)
             weights = np.exp(scores - scores.max(1, keepdims=True))
-            heads.append(weights / weights.sum(1, keepdims=True) @ v)
+            attended.append(weights / weights.sum(1, keepdims=True))
+            heads.append(attended[-1] @ v)
         return np.concatenate(heads, 1)
 
     def activated(x):
@@ -130,12 +139,14 @@ def plain_logits(c, params, tokens):
     x = p["wte"][tokens] + (p["wpe"][: len(tokens)] if c.positions == "learned" else 0)
     x = norm("embed_norm", x) if c.embed_norm else x
     for i in range(c.n_layer):
+        hidden.append(x)
         name = f"blocks.{i}"
         all_seen = c.window == 0 or (c.full_every and (c.n_layer - 1 - i) % c.full_every == 0)
         x = x + linear(f"{name}.attn.proj", attention(name, norm(f"{name}.norm1", x), len(x) if all_seen else c.window))
         x = x + linear(f"{name}.mlp.proj", activated(linear(f"{name}.mlp.fc", norm(f"{name}.norm2", x))))
     x = norm("final_norm", x) if c.final_norm else x
-    return x @ p["wte" if c.tied else "head.w"][: c.vocab_size].T
+    logits = x @ p["wte" if c.tied else "head.w"][: c.vocab_size].T
+    return logits, [*hidden, x], attended
 
 
 def sequences_for(config, count=40):
