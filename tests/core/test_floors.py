@@ -124,7 +124,7 @@ except SystemExit as done:
 @pytest.mark.ci
 @pytest.mark.parametrize("code, heavy", [
     ("import distgpt.commands.cli", "numpy numba mpi4py rich cupy starlette uvicorn"),
-    *((REFUSED.format(words), "numpy numba rich") for words in ("--preset nope", "--lr -1", "--n-embd 7", "--config no")),
+    *((REFUSED.format(words), "numpy numba rich") for words in ("--preset no", "--lr -1", "--n-embd 7", "--config no")),
     ("import distgpt.core.saved.modelfile", "numba"),
     ("import distgpt; distgpt.init('microgpt').loss([[1, 2]], [[2, 3]])", "mpi4py cupy"),
 ])  # fmt: skip

@@ -212,7 +212,7 @@ _FAULTS = {
     ("core/cpu/matmul/layers.py", "core/cpu/test_matmul.py -k many_threads"): [
         ("each thread packs all of dy", "Bands(min(threads // n, strips), n)", "Bands(1, n)")
     ],
-    ("core/cpu/matmul/amx.py", "core/cpu/test_amx.py -m not slow"): [
+    ("core/cpu/matmul/amx.py", "core/cpu/test_tiles.py -k AMX or amx"): [
         ("tiles of few rows read A in place", "%fills = and i1 %lies, %full", "%fills = and i1 %lies, %lies"),
         ("the last k are read whole", "%direct = and i1 %whole, %fills", "%direct = and i1 %fills, %fills"),
         ("registers are never given a size", "br i1 {some}, label %configure", "br i1 false, label %configure"),
