@@ -12,7 +12,6 @@ import operations
 import pytest
 from distgpt.core.cpu.fused import muon
 from distgpt.core.cpu.kernels import Bfloat16Kernels, CpuKernels
-from distgpt.core.cpu.pool import WorkerMemory
 from distgpt.core.model.model import Architecture, Model
 from distgpt.core.model.passes import Pass
 from distgpt.core.ops.api import IGNORED, Affine, Head
@@ -77,12 +76,16 @@ def both(request, threads):
 
 
 def test_the_memory_to_orthogonalise_is_that_of_every_thread_for_every_shape_it_gets(both):
-    k = both[1]
-    k._memory = WorkerMemory(k._pool)  # nothing of other tests
-    makers = (muon.scratch, muon.bfloat16_scratch)
-    operations.check_memory_to_orthogonalise(
-        k, lambda: [muon.bytes_of(kept) for key, kept in k._memory._made.items() if key[1] in makers]
-    )
+    k, kept = both[1], []
+    loop, scratch = k.polar
+
+    def noted(*sizes):
+        made = scratch(*sizes)
+        kept.append(muon.bytes_of(made))
+        return made
+
+    k.polar = loop, noted
+    operations.check_memory_to_orthogonalise(k, lambda: kept)
     assert CpuKernels().orthogonalise_bytes([(16, 33)]) == 4 * (2 * 16 * 33 + 2 * 16 * 16) + 8 * 33
 
 
