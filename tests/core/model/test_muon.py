@@ -112,14 +112,6 @@ def test_decay_acts_where_it_has_the_direction_of_the_update_and_falls_with_the_
     assert 0.85 < early.momentum < late.momentum < config.momentum
 
 
-def test_wsd_is_constant_and_then_linear():
-    config = replace(CONFIG, steps=100, warmup=10, schedule="wsd", decay_fraction=0.4, min_lr=0.002)
-    rates = [learning_rate(config, step) for step in range(101)]
-    assert rates[:10] == pytest.approx([0.002 * (step + 1) for step in range(10)])
-    assert rates[10:61] == pytest.approx([0.02] * 51) and rates[80] == pytest.approx(0.011)
-    assert rates[100] == pytest.approx(0.002)
-
-
 def test_groups_have_learning_rates_of_their_own():
     config = replace(CONFIG, embedding_lr=0.3, head_lr=0.0, vector_lr=0.01, warmup=0, schedule="constant")
     scale, clip, _, *groups = step_scalars(config, 0, config.lr, 0.5, 0.25)
