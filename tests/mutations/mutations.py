@@ -154,7 +154,7 @@ _FAULTS = {
         ),
         ("a thread computes into another one's recording", "get_ident() == own else", "True else"),
     ],
-    ("core/cpu/graphs/launch.py", "core/cpu/test_lending.py"): [
+    ("core/cpu/graphs/launch.py", "core/cpu/test_pool.py"): [
         ("a call that failed is not told", "        self._failed.append(thread)", "        pass"),
         ("an order keeps its first arguments", "self._words[:, first : first + len(words)] = words", "pass"),
         (
@@ -164,7 +164,7 @@ _FAULTS = {
         ),
         ("a pool keeps the arrays of the last order", "            slot.failed = _nothing", "            pass"),
     ],
-    ("core/cpu/pool.py", "core/cpu/test_lending.py -k fork"): [
+    ("core/cpu/pool.py", "core/cpu/test_pool.py -k fork"): [
         (
             "a child of a fork takes its parent's helpers for assigned",
             "        self.task: Any = None",
