@@ -70,6 +70,24 @@ def build(config, kernels):
     return model
 
 
+def check_by_differences(model, gradients, tokens, targets, kind=""):
+    """Compare gradients of three sequences with central differences.
+
+    Along one random direction per tensor, so that every element of it takes part.
+    """
+    step, work, total = 1e-5, Pass(model, 3, len(tokens) // 3, training=False), model.kernels.wide_zeros(1)
+    for name, gradient in gradients.items():
+        direction = np.random.default_rng(2).standard_normal(gradient.shape)
+        start, losses = model.params[name].copy(), []
+        for sign in (1, -1):
+            model.params[name][...] = start + sign * step * direction
+            work.loss(total, tokens, targets)
+            losses.append(float(total[0]))
+        model.params[name][...] = start
+        numeric, exact = (losses[0] - losses[1]) / (2 * step), float((gradient * direction).sum())
+        assert abs(exact - numeric) < 1e-6 * abs(numeric) + 1e-9, (kind, name)
+
+
 def plain_logits(c, params, tokens):
     return plain_trace(c, params, tokens)[0]
 

@@ -64,7 +64,7 @@ def updated(k, shapes):
 
 def test_a_matrix_is_cut_where_its_rows_may_be():
     """Or the test before would compare nothing."""
-    members = {kind: share_out(((256, 1024),), 3, make(3)._polar_cost)[0].members for kind, make in KERNELS.items()}
+    members = {kind: share_out(((256, 1024),), 3, make(3).polar_cost)[0].members for kind, make in KERNELS.items()}
     assert members == {"float32": 3 if rows_round_alike() else 1, "float64": 1, "bfloat16": 3}
     assert share_out(((1024, 3072),), 4, muon.step_cost)[0].members == 3
 
