@@ -145,7 +145,7 @@ _FAULTS = {
             "with nullcontext():",
         ),
     ],
-    ("core/cpu/graphs/capture.py", "core/cpu/test_recorded.py -k meet or made or makes or another"): [
+    ("core/cpu/graphs/capture.py", "core/cpu/test_recorded.py -k meet or made or second_call or another"): [
         ("recorded threads do not meet", "calls.mark(MEET)", "pass"),
         (
             "arrays that work made for itself are recorded",

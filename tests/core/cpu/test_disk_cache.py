@@ -1,7 +1,6 @@
 """The cache of compiled loops: the user's, and that of a site, which its owner writes and all others read."""
 
 import ast
-import contextlib
 import json
 import multiprocessing
 import os
@@ -345,18 +344,7 @@ def test_ranks_need_no_loop_that_was_not_compiled(tmp_path, way):
     assert len(runs) == 2 and [run - compiled for run in runs] == [set(), set()]
 
 
-@contextlib.contextmanager
-def open_to_all():
-    """A folder below which another user may read, and one in it that is his home."""
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder).chmod(0o755)
-        home = Path(folder, "home")
-        home.mkdir()
-        os.chown(home, SOMEBODY, SOMEBODY)
-        yield Path(folder), home
-
-
-# Runs a command as somebody else, or compiles a part as root, with the cache in the folder named first.
+# Runs a command as somebody else, or compiles as root, with the site's cache in the folder named first.
 AS_SOMEBODY = """
 import os, sys
 from pathlib import Path
@@ -373,42 +361,39 @@ else:
 from distgpt.commands.cli import main
 main()
 """
-
-
-def is_for_all(path):
-    return all(parent.stat().st_mode & stat.S_IXOTH for parent in Path(path).parents)
+LITTLE = "--steps 2 --sample-every 1 --eval-every 1 --val-fraction 0.1"
+USUAL = f"""train --preset tiny {LITTLE} --out tiny
+train --preset microgpt {LITTLE} --out microgpt
+train --preset gpt-mini --n-layer 1 --batch-size 2 --steps 1
+infer --prompt a --max-new-tokens 3 --dtype float32
+infer --prompt a --max-new-tokens 3 --dtype int8
+eval --weights tiny --val corpus
+weights quantize tiny --dtype int8 --out int8.safetensors
+tune --weights tiny --data chats.jsonl --steps 2 --out tuned"""
+FOR_ALL = all(parent.stat().st_mode & stat.S_IXOTH for parent in Path(os.__file__).parents)
 
 
 @as_root
-@pytest.mark.skipif(not is_for_all(os.__file__), reason="this Python is for root alone")
+@pytest.mark.skipif(not FOR_ALL, reason="this Python is for root alone")
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-def test_nothing_is_compiled_for_a_user_of_an_installation_that_was():
+def test_nothing_is_compiled_for_a_user_of_an_installation_that_was(monkeypatch):
     """What users usually do, as a user with an empty home, beside a cache that only root may write."""
-    with open_to_all() as (folder, home):
+    monkeypatch.undo()
+    with tempfile.TemporaryDirectory() as name:
+        (folder := Path(name)).chmod(0o755)
+        (home := folder / "home").mkdir()
+        os.chown(home, SOMEBODY, SOMEBODY)
         env = {**os.environ, "HOME": str(home), "NUMBA_CACHE_DIR": str(folder / "own"), "TMPDIR": str(home)}
         copy_compiled(folder / "own")  # what the command finds there it shares as what it compiles
-
-        def run(*words):
-            program = [sys.executable, "-c", AS_SOMEBODY, folder / "compiled", *words]
-            return subprocess.run(program, env=env, cwd=home, capture_output=True, text=True)
-
-        made = run("compile")
-        assert made.returncode == 0, made.stderr
-        (path,) = (folder / "compiled").iterdir()
-        assert str(path) in made.stdout and path.stat().st_uid == 0
-        chats = home / "chats.jsonl"
-        chats.write_text('{"prompt": "Is it?", "completion": "It is."}\n' * 4)
-        small = ("--steps", "2", "--sample-every", "1", "--eval-every", "1", "--val-fraction", "0.1")
-        for words in (
-            *(("train", "--preset", name, *small, "--out", name) for name in ("tiny", "microgpt")),
-            ("train", "--preset", "gpt-mini", "--n-layer", "1", "--batch-size", "2", "--steps", "1"),
-            *(("infer", "--prompt", "a", "--max-new-tokens", "3", "--dtype", d) for d in ("float32", "int8")),
-            ("eval", "--weights", "tiny", "--val", "corpus"),
-            ("weights", "quantize", "tiny", "--dtype", "int8", "--out", "int8.safetensors"),
-            ("tune", "--weights", "tiny", "--data", chats, "--steps", "2", "--out", "tuned"),
-        ):
-            result = run(*words)
+        (home / "chats.jsonl").write_text('{"prompt": "Is it?", "completion": "It is."}\n' * 4)
+        for words in ("compile", *USUAL.splitlines()):
+            program = [sys.executable, "-c", AS_SOMEBODY, folder / "compiled", *words.split()]
+            result = subprocess.run(program, env=env, cwd=home, capture_output=True, text=True)
             assert result.returncode == 0, (words, result.stderr)
-            assert COMPILING not in result.stdout + result.stderr, (words, result.stdout, result.stderr)
-        assert not (home / ".cache").exists() and not list(home.glob("distgpt-*"))
+            if words == "compile":
+                (path,) = (folder / "compiled").iterdir()
+                assert str(path) in result.stdout and path.stat().st_uid == 0
+            else:
+                assert COMPILING not in result.stdout + result.stderr, (words, result.stdout, result.stderr)
+        assert not (home / ".cache").exists() and not [*home.glob("distgpt-*")]

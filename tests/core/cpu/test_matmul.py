@@ -229,43 +229,31 @@ def test_words_are_transposed():
 # -- which matmul float32 uses: the one requested, or the faster one by a table of processors
 
 
-def results(kernels, rows, inputs, outputs):
-    random = np.random.default_rng(0)
-    x, w, b, dy = (
-        random.standard_normal(shape).astype(kernels.dtype)
-        for shape in ((rows, inputs), (outputs, inputs), outputs, (rows, outputs))
-    )
+@pytest.mark.parametrize("matmul", ["auto", "own", "blas"])
+@pytest.mark.parametrize("rows, inputs, outputs", [(5, 3, 70), (100, 64, 2048), (70, 2048, 65), (9, 512, 512)])
+def test_each_computes_the_same(matmul, rows, inputs, outputs):
+    random, kernels = np.random.default_rng(0), CpuKernels("float32", 2, matmul)
+    shapes = ((rows, inputs), (outputs, inputs), outputs, (rows, outputs))
+    x, w, b, dy = (random.standard_normal(shape).astype("float32") for shape in shapes)
     y, dx, dw, db = (np.full_like(array, np.nan) for array in (dy, x, w, b))
     kernels.linear(y, x, Affine(w, b))
     kernels.linear_backward(dx, dy, w)
-    kernels.linear_backward_weights(Affine(dw, db), dy, x, False)
-    kernels.linear_backward_weights(Affine(dw, db), dy, x, True)
-    expected = x @ w.T + b, dy @ w, 2 * dy.T @ x, 2 * dy.sum(0)
-    return (y, dx, dw, db), expected
+    for accumulate in (False, True):
+        kernels.linear_backward_weights(Affine(dw, db), dy, x, accumulate)
+    for found, expected in ((y, x @ w.T + b), (dx, dy @ w), (dw, 2 * dy.T @ x), (db, 2 * dy.sum(0))):
+        assert np.abs(found - expected).max() <= 2e-6 * np.abs(expected).max()
 
 
-@pytest.mark.parametrize("matmul", ["auto", "own", "blas"])
-def test_each_computes_the_same(matmul):
-    for shape in ((5, 3, 70), (100, 64, 2048), (70, 2048, 65), (9, 512, 512)):
-        for found, expected in zip(*results(CpuKernels("float32", 2, matmul), *shape), strict=True):
-            assert np.abs(found - expected).max() <= 2e-6 * np.abs(expected).max(), shape
-
-
-def test_what_is_requested_is_used():
-    assert isinstance(CpuKernels("float32", 2, "own").matmuls, OwnMatmuls)
-    assert isinstance(CpuKernels("float32", 2, "blas").matmuls, BlasMatmuls)
-    for matmul in ("own", "auto"):
-        assert isinstance(CpuKernels("float64", 2, matmul).matmuls, BlasMatmuls)
-
-
-@pytest.mark.parametrize(
-    ("name", "chosen"),
-    [("znver4", OwnMatmuls), ("znver3", BlasMatmuls), ("znver5", BlasMatmuls), ("unheard-of", BlasMatmuls)],
-)
-def test_the_processor_decides_unless_it_is_requested(name, chosen, monkeypatch):
+@pytest.mark.parametrize("name, dtype, matmul, chosen", [
+    *((name, "float32", "own", OwnMatmuls) for name in ("znver3", "znver4")),
+    *((name, "float32", "blas", BlasMatmuls) for name in ("znver3", "znver4")),
+    *(("znver4", "float64", matmul, BlasMatmuls) for matmul in ("own", "auto")),
+    ("znver4", "float32", "auto", OwnMatmuls),
+    *((name, "float32", "auto", BlasMatmuls) for name in ("znver3", "znver5", "unheard-of")),
+])  # fmt: skip
+def test_the_processor_decides_unless_it_is_requested(name, dtype, matmul, chosen, monkeypatch):
     monkeypatch.setattr(layers, "processor", lambda: (name, ""))
-    assert isinstance(CpuKernels("float32", 1).matmuls, chosen)
-    assert isinstance(CpuKernels("float32", 1, "blas").matmuls, BlasMatmuls)
+    assert isinstance(CpuKernels(dtype, 1, matmul).matmuls, chosen)
 
 
 # A choice: each loop is compiled anew for that processor, which takes long.
