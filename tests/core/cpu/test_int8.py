@@ -111,7 +111,7 @@ def elements(out, w):
             out[i, k] = element(w, i, k)
 
 
-@pytest.mark.parametrize("rounding", [quantise, quantise4])
+@pytest.mark.parametrize("rounding", [quantise, pytest.param(quantise4, marks=pytest.mark.ci)])  # compiled for each
 @pytest.mark.parametrize("n, k", [(1, 1), (70, 64), (33, 130), (128, 200)])
 def test_a_matrix_is_rounded_packed_and_multiplied(n, k, rounding):
     random = np.random.default_rng(n + k)
