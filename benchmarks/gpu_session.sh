@@ -334,8 +334,8 @@ compile_for() {
 }
 # On a new machine nothing is compiled. A process for each kind of loop, beside the tests, which are not timed.
 amx() {
-    local files=(tests/core/cpu/test_amx.py tests/core/cpu/test_matmul.py tests/core/cpu/test_cpu_attention.py) code way
-    if [ -n "${REHEARSAL:-}" ]; then files=(tests/core/cpu/test_amx.py); fi
+    local files=(tests/core/cpu/test_tiles.py tests/core/cpu/test_matmul.py tests/core/cpu/test_cpu_attention.py) code way
+    if [ -n "${REHEARSAL:-}" ]; then files=(tests/core/cpu/test_tiles.py); fi
     for way in "GPT-2 bfloat16" "fast bfloat16" "fast float32"; do
         signal=TERM compile_for "$way" &
     done

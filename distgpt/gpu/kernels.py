@@ -172,9 +172,7 @@ class CudaKernels(MuonKernels):
         within, w = self.launcher.variant("token_gradient", gcd(c, width), dwte, partial, dx)
         across, _ = self.launcher.variant("token_gradient_across", gcd(c, width), dwte, partial, dx)
         block = min(256, -(-c // (w * WARP)) * WARP)
-        self.launcher.start(
-            "embedding", within, chunks, block, dwte, partial, order, tokens, dx, n, width, c
-        )
+        self.launcher.start("embedding", within, chunks, block, dwte, partial, order, tokens, dx, n, width, c)
         self.launcher.start("embedding", across, chunks, block, dwte, partial, order, tokens, n, c)
 
     def add_embedding(self, x: Array, tokens: Array, w: Array) -> None:
@@ -362,9 +360,7 @@ class CudaKernels(MuonKernels):
             kernel, pack = self.launcher.variant("cross_entropy", width, chunk)
             block = min(LARGEST_BLOCK, -(-width // (pack * WARP)) * WARP)
             sizes = (vocab, width, float(scale), int(dx is not None))
-            self.launcher.start(
-                "loss", kernel, len(chunk), block, losses[rows], chunk, targets[rows], *sizes
-            )
+            self.launcher.start("loss", kernel, len(chunk), block, losses[rows], chunk, targets[rows], *sizes)
             if dx is not None:
                 self._matmul(dx[rows], chunk, w)
             if dw is not None:

@@ -42,4 +42,4 @@ inside "python3 -m distgpt train $small --set matmul=own --out /tmp/float32"
 inside "python3 -m distgpt train $small --dtype bfloat16 --out /tmp/bfloat16"
 inside "mpirun -n 2 python3 -m distgpt train $small --set matmul=own --stage mpi --out /tmp/mpi"
 inside "python3 -m pytest -p no:cacheprovider --timeout 0 -m 'not slow' -k '${TESTS:-not float64}' \
-  tests/core/cpu/test_matmul.py tests/core/cpu/test_int8.py tests/core/cpu/test_arm.py"
+  tests/core/cpu/test_matmul.py tests/core/cpu/test_int8.py tests/core/cpu/test_tiles.py"

@@ -1,7 +1,10 @@
-"""The plan of the house: a file imports only from floors below its own, and heavy packages only when due."""
+"""The floors of the package: a file imports only from floors below its own, and heavy packages only when due."""
 
 import ast
 import functools
+import graphlib
+import importlib
+import json
 import re
 import subprocess
 import sys
@@ -9,38 +12,25 @@ from pathlib import Path
 
 import pytest
 
-from conftest import ROOT
+from conftest import ROOT, SMALL, distgpt
 
 PACKAGE = ROOT / "distgpt"
-# The folders of the core from the ground up.
-TREE = ("base", "ops", "config", "comm", "cpu", "data", "model", "saved", "generate", "train")
-
-# Rooms and loose files from the ground up, those of the core first: each imports only from those before it.
+# Rooms, loose files, and the files inside some rooms, from the ground up.
 ORDER = (
-    "core.components",
-    *(f"core.{name}" for name in TREE),
+    *("core.components", *(f"core.{name}" for name in ("base", "ops", "config", "comm"))),
+    *("core.cpu.first_use", "core.cpu.pool", "core.cpu.compiling", "core.cpu.matmul", "core.cpu.teams"),
+    *("core.cpu.fused", "core.cpu.kernels", "core.cpu.graphs", "core.cpu.stages", "core.cpu.compile_workers"),
+    *(f"core.{name}" for name in ("cpu", "data", "model", "saved", "generate", "train")),
+    *(f"corpora.{name}" for name in ("unreadable", "tokenizers", "shards", "prepare", "packing", "chats")),
     *("corpora", "cluster", "gpu", "parallel", "inference", "models", "show", "callbacks", "recipes"),
-    *("api", "measure", "components", "assembly", "commands", "__main__", ""),
+    *("api", "measure", "components", "assembly", "commands", "__main__", "core", ""),
 )
-# Folders and files inside a folder from the ground up; "" are those that are not named.
-INSIDE = {
-    "core.cpu": (
-        *("first_use", "pool", "compiling", "matmul", "teams", "fused"),
-        *("kernels", "graphs", "stages", "compile_workers"),
-    ),
-    "corpora": ("unreadable", "tokenizers", "shards", "prepare", "packing", "chats"),
-}
-LONGEST = 50  # lines of a function
-LONGER = {
-    "commands.bench:add",
-    "commands.jobs:submit",
-    "commands.train:_report",
-    "commands.train:train",
-    "core.train.setup:_assemble",
-    "core.train.setup:_open_directory",
-    "corpora.tokenizers.bpe_fast:fill_ids",
-    "measure.estimate:estimate",
-    "show.plot:draw",
+# Who may import a package at all. That of the root leads to api.py, and whoever imports it depends on everything.
+ONLY = {
+    "cupy": ("gpu.",),
+    "starlette": ("inference.serving.",),
+    "uvicorn": ("inference.serving.",),
+    "distgpt": ("commands.cli.", "__main__."),
 }
 # What must not know each other, though the order would allow it.
 NEVER = {
@@ -54,90 +44,51 @@ def parsed(path):
     return ast.parse(path.read_text())
 
 
-def modules():
-    for path in sorted(PACKAGE.rglob("*.py")):
-        parts = path.relative_to(PACKAGE).with_suffix("").parts
-        yield ".".join(p for p in parts if p != "__init__"), path
-
-
-def room(module):
-    """Return the folder or loose file that a module belongs to; the core's folders are rooms of their own."""
-    parts = module.split(".")
-    return ".".join(parts[:2]) if parts[0] == "core" else parts[0]
-
-
-def inner(module):
-    """Return the file or folder of a module inside its room."""
-    return module.removeprefix(room(module)).removeprefix(".").split(".")[0]
-
-
-@functools.cache
-def imports(path):
-    """Find the modules that a file imports, wherever in it."""
-    found = []
-    for node in ast.walk(parsed(path)):
+def imported(nodes):
+    """Find the modules that these statements import."""
+    for node in nodes:
         if isinstance(node, ast.Import):
-            found += (alias.name for alias in node.names)
+            yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             for alias in node.names:
                 full = f"{node.module}.{alias.name}"
-                is_module = (PACKAGE.parent / Path(*full.split("."))).with_suffix(".py").exists()
-                found.append(full if is_module else node.module)
-    return found
+                is_module = (ROOT / Path(*full.split("."))).with_suffix(".py").exists()
+                yield full if is_module else node.module or ""
 
 
-MODULES = dict(modules())
+PATHS = {path.relative_to(ROOT).with_suffix("").parts: path for path in sorted(PACKAGE.rglob("*.py"))}
+MODULES = {".".join(part for part in parts[1:] if part != "__init__"): path for parts, path in PATHS.items()}
+IMPORTS = {module: {*imported(ast.walk(parsed(path)))} for module, path in MODULES.items()}
 
 
-def within(path):
-    """Find what a file imports of the package."""
-    yield from (name.removeprefix("distgpt.") for name in imports(path) if name.startswith("distgpt."))
+def floor(module):
+    parts = module.split(".")
+    return next(ORDER.index(name) for n in range(len(parts), -1, -1) if (name := ".".join(parts[:n])) in ORDER)
 
 
-@pytest.mark.ci
-def test_imports_run_down_only():
+@pytest.mark.parametrize("module", IMPORTS)
+def test_imports_run_down_only(module):
     """`core.components` names every seam: it imports types, and plain versions when called."""
-    for module, path in MODULES.items():
-        for target in within(path) if module not in ("core", "core.components") else ():
-            is_lower = ORDER.index(room(target)) <= ORDER.index(room(module))
-            assert is_lower or target == "core.components", f"{module} must not import {target}"
-
-
-def test_imports_run_down_inside_a_folder():
-    for module, path in MODULES.items():
-        order = INSIDE.get(room(module), ())
-        for target in within(path) if order and module != room(module) else ():
-            if room(target) == room(module):
-                mine, its = (order.index(inner(m) if inner(m) in order else "") for m in (module, target))
-                assert its <= mine, f"{module} must not import {target}"
-
-
-def test_only_the_entry_point_imports_the_package_root():
-    """Its lazy imports lead to api.py, so that whoever imports it would depend on everything."""
-    for module, path in MODULES.items():
-        assert module in ("commands.cli", "__main__") or "distgpt" not in imports(path), module
+    for name in IMPORTS[module] if module != "core.components" else ():
+        target = name.removeprefix("distgpt.")
+        if target != name:
+            assert floor(target) <= floor(module) or target == "core.components", target
+        users = ONLY.get(name.split(".")[0] if name != "distgpt" else name)
+        assert target != name or users is None or f"{module}.".startswith(users), name
+        assert not any(module.startswith(room) and name.startswith(other) for room, other in NEVER.items()), name
 
 
 def test_no_two_files_import_each_other():
     """Neither directly nor through others, and not for types alone."""
-    files = {f"distgpt.{name}": set(imports(path)) for name, path in MODULES.items() if name}
-    files = {name: names & files.keys() - {"distgpt.core.components"} for name, names in files.items()}
-    while leaves := [name for name, names in files.items() if not names]:
-        for name in leaves:
-            del files[name]
-        files = {name: names - set(leaves) for name, names in files.items()}
-    assert not files, f"among these is a circle: {sorted(files)}"
+    files = {f"distgpt.{module}": names - {"distgpt.core.components"} for module, names in IMPORTS.items() if module}
+    graphlib.TopologicalSorter(files).prepare()
 
 
-def names_of(path):
-    """What a file defines or imports at its top level, also within `if` and `try`."""
-    for node in ast.walk(parsed(path)):
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            yield node.id
-        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
-            yield node.name
-        elif isinstance(node, ast.Import | ast.ImportFrom):
-            yield from (alias.asname or alias.name for alias in node.names)
+def test_only_what_is_for_gpus_imports_gpu_at_its_top():
+    """A command on CPUs runs where that component is not installed."""
+    for module, path in MODULES.items():
+        tops = {f"{name}." for name in imported(parsed(path).body)}
+        assert module.startswith("gpu") or not any(top.startswith("distgpt.gpu.") for top in tops), module
 
 
 IMPORT = re.compile(r"^ *from (distgpt[\w.]*) import ([\w, ]+)$", re.MULTILINE)
@@ -154,96 +105,79 @@ def taken(path):
 
 
 @pytest.mark.ci
-def test_what_tests_benchmarks_and_pages_import_is_there():
+@pytest.mark.parametrize("folder", ["benchmarks", "docs", "examples", "tests"])
+def test_names_imported_outside_the_package_exist(folder):
     """mypy sees the package alone, and some of these files run only with what is not installed here."""
-    known = {name: {*names_of(path)} for name, path in MODULES.items()}
-    for folder in ("benchmarks", "docs", "examples", "tests"):
-        for path in sorted((PACKAGE.parent / folder).rglob("*.py")):
-            for source, name in taken(path):
-                module = source.removeprefix("distgpt").removeprefix(".")
-                there = f"{module}.{name}".removeprefix(".") in MODULES or name in known.get(module, ())
-                assert there, f"{path}: {source} has no {name}"
+    for source, name in {each for path in (ROOT / folder).rglob("*.py") for each in taken(path)}:
+        is_module = f"{source}.{name}".removeprefix("distgpt.") in MODULES
+        assert is_module or hasattr(importlib.import_module(source), name), (source, name)
 
 
-def test_what_must_not_know_each_other():
-    for module, path in MODULES.items():
-        forbidden = NEVER.get(room(module), ())
-        assert not any(name.startswith(forbidden) for name in imports(path)), module
-
-
-def test_only_gpu_loads_cupy():
-    for module, path in MODULES.items():
-        assert room(module) == "gpu" or "cupy" not in {name.split(".")[0] for name in imports(path)}, module
-
-
-def test_only_what_is_for_gpus_imports_gpu_at_its_top():
-    """A command on CPUs runs where that component is not installed."""
-    for module, path in MODULES.items():
-        tops = (node.module or "" for node in parsed(path).body if isinstance(node, ast.ImportFrom))
-        assert room(module) in ("gpu", "experimental") or not any(
-            f"{top}.".startswith("distgpt.gpu.") for top in tops
-        ), module
-
-
-def test_only_serving_loads_a_web_server():
-    for module, path in MODULES.items():
-        found = {name.split(".")[0] for name in imports(path)}
-        assert module.startswith("inference.serving") or not found & {"starlette", "uvicorn"}, module
-
-
-def test_every_file_says_what_it_is_for():
-    for module, path in MODULES.items():
-        assert ast.get_docstring(parsed(path)), f"{module} does not say what it is for"
-
-
-def test_a_function_fits_on_a_screen():
-    """These are exceptions: options of a command, code compiled as one, the opening of a run."""
-    found = {
-        f"{module}:{node.name}"
-        for module, path in MODULES.items()
-        for node in ast.walk(parsed(path))
-        if isinstance(node, ast.FunctionDef) and node.end_lineno - node.lineno >= LONGEST
-    }
-    assert found <= LONGER, found - LONGER
-
-
-def loaded_after(code):
-    script = f"import sys; {code}; print(*sys.modules)"
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    return set(result.stdout.split())
-
-
-@pytest.mark.ci
-def test_the_command_line_loads_nothing_heavy():
-    assert not loaded_after("import distgpt.commands.cli") & {
-        "numpy",
-        "numba",
-        "mpi4py",
-        "rich",
-        "cupy",
-        "starlette",
-        "uvicorn",
-    }
-
-
-@pytest.mark.ci
-def test_what_train_refuses_at_once_it_refuses_before_anything_heavy_is_loaded():
-    for words in ("--preset nope", "--lr -1", "--n-embd 7", "--config no"):
-        script = f"""import sys; sys.argv = {["distgpt", "train", *words.split()]}
+REFUSED = """sys.argv = ["distgpt", "train", *{!r}.split()]
 from distgpt.commands.cli import main
 try:
     main()
 except SystemExit as done:
     assert done.code in (2, 65)"""
-        assert not loaded_after(script) & {"numpy", "numba", "rich"}, words
 
 
 @pytest.mark.ci
-def test_files_in_int8_are_read_without_compiled_loops():
-    assert "numba" not in loaded_after("import distgpt.core.saved.modelfile")
+@pytest.mark.parametrize("code, heavy", [
+    ("import distgpt.commands.cli", "numpy numba mpi4py rich cupy starlette uvicorn"),
+    *((REFUSED.format(words), "numpy numba rich") for words in ("--preset no", "--lr -1", "--n-embd 7", "--config no")),
+    ("import distgpt.core.saved.modelfile", "numba"),
+    ("import distgpt; distgpt.init('microgpt').loss([[1, 2]], [[2, 3]])", "mpi4py cupy"),
+])  # fmt: skip
+def test_heavy_packages_are_loaded_when_they_are_needed(code, heavy):
+    script = f"import sys\n{code}\nprint(*sys.modules)"
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    loaded = set(result.stdout.split())
+    assert not loaded & set(heavy.split()) and ("numba" in loaded) == ("init" in code), loaded & set(heavy.split())
+
+
+# Notes what a run loads and calls up to the end of its first step.
+LOADED = """
+import inspect, json, sys
+from pathlib import Path
+from distgpt.commands.cli import main
+from distgpt.core.train.step import Step
+
+launch, ran = Step.launch, set()
+
+def note(frame, event, arg):
+    if event == "call" and frame.f_code.co_flags & inspect.CO_OPTIMIZED:  # no module, no class
+        ran.add(frame.f_code.co_filename)
+
+def seen(*args):
+    result = launch(*args)
+    sys.setprofile(None)
+    Path(__file__).with_suffix(".json").write_text(json.dumps([[*sys.modules], [*ran]]))
+    return result
+
+Step.launch = seen
+sys.setprofile(note)
+main()
+"""
+# Modules that the plainest run does not load, and files that it does not call, and who needs them.
+LATER = {
+    "core.generate.engine": "--sample-every, and the report of a run that is over",
+    "core.train.assessment": "--val, --val-fraction, metrics",
+    "parallel.choose": "several ranks",
+}
+UNUSED = {
+    "core.saved.checkpoint": "a directory that was there, and what is saved",
+    "core.train.resume": "--resume",
+    "core.train.summary": "the end of a run",
+}
 
 
 @pytest.mark.ci
-def test_the_serial_stage_needs_neither_mpi_nor_a_gpu():
-    loaded = loaded_after("import distgpt; distgpt.init('microgpt').loss([[1, 2]], [[2, 3]])")
-    assert "numba" in loaded and not loaded & {"mpi4py", "cupy"}
+def test_the_plainest_run_loads_and_calls_only_what_it_needs(tmp_path):
+    (script := tmp_path / "run.py").write_text(LOADED)
+    words = [*SMALL, "--tokenizer", "byte", "--steps", "1", "--progress", "plain", "--out", tmp_path / "run"]
+    result = distgpt("train", *words, program=[sys.executable, script])
+    assert result.returncode == 0, result.stderr
+    loaded, ran = map(set, json.loads(script.with_suffix(".json").read_text()))
+    assert MODULES.keys() >= LATER.keys() and "distgpt.core.train.step" in loaded
+    assert not loaded & {f"distgpt.{name}" for name in LATER}
+    assert str(MODULES["core.train.step"]) in ran and not ran & {str(MODULES[name]) for name in UNUSED}

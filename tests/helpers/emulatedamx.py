@@ -31,36 +31,22 @@ def features() -> str:
     return ",".join([*others, *(f"+{name}" for name in FEATURES)])
 
 
-def environment(made: Path | None, counts: Path) -> dict[str, str]:
-    """Return what makes a process, and its children, take this processor for one with AMX; None: it is one.
-
-    Each of them appends to the file `counts` how often it ran which instruction.
-    """
-    if made is None:
-        return {**os.environ, processor.AMX_VARIABLE: "1"}
-    return {
-        **os.environ,
-        "LD_PRELOAD": str(made),
-        "AMX_COUNTS": str(counts),
-        "NUMBA_CPU_NAME": processor.processor()[0],
-        "NUMBA_CPU_FEATURES": features(),
-        processor.AMX_VARIABLE: "1",
-    }
-
-
-def products(counts: Path) -> int:
-    """Return how many products of tile registers were counted."""
-    lines = counts.read_text().splitlines() if counts.exists() else []
-    return sum(int(line.split("tdpbf16ps ")[1]) for line in lines)
-
-
 def main() -> int:
+    """Each process appends to the file `counts` how often it ran which instruction."""
     with tempfile.TemporaryDirectory() as folder:
         counts = Path(folder) / "counts"
-        environ = environment(library(Path(folder)), counts)
-        done = subprocess.run([sys.executable, *sys.argv[1:]], env=environ, check=False)
-        print(f"products of tile registers: {products(counts):,}")
-        return done.returncode or (0 if products(counts) else 1)
+        environ = {
+            "LD_PRELOAD": str(library(Path(folder))),
+            "AMX_COUNTS": str(counts),
+            processor.AMX_VARIABLE: "1",
+            "NUMBA_CPU_NAME": processor.processor()[0],
+            "NUMBA_CPU_FEATURES": features(),
+        }
+        done = subprocess.run([sys.executable, *sys.argv[1:]], env=os.environ | environ, check=False)
+        lines = counts.read_text().splitlines() if counts.exists() else []
+        products = sum(int(line.split("tdpbf16ps ")[1]) for line in lines)
+        print(f"products of tile registers: {products:,}")
+        return done.returncode or not products
 
 
 if __name__ == "__main__":

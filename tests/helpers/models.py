@@ -70,11 +70,35 @@ def build(config, kernels):
     return model
 
 
-def plain_logits(c, params, tokens, begins=0):
-    """By the formulas, from scratch: of one sequence, one head at a time.
+def check_by_differences(model, gradients, tokens, targets, kind=""):
+    """Compare gradients of three sequences with central differences.
 
-    `begins`: the first token that each token sees, where a window has moved.
+    Along one random direction per tensor, so that every element of it takes part.
     """
+    step, work, total = 1e-5, Pass(model, 3, len(tokens) // 3, training=False), model.kernels.wide_zeros(1)
+    for name, gradient in gradients.items():
+        direction = np.random.default_rng(2).standard_normal(gradient.shape)
+        start, losses = model.params[name].copy(), []
+        for sign in (1, -1):
+            model.params[name][...] = start + sign * step * direction
+            work.loss(total, tokens, targets)
+            losses.append(float(total[0]))
+        model.params[name][...] = start
+        numeric, exact = (losses[0] - losses[1]) / (2 * step), float((gradient * direction).sum())
+        assert abs(exact - numeric) < 1e-6 * abs(numeric) + 1e-9, (kind, name)
+
+
+def plain_logits(c, params, tokens, begins=0):
+    return plain_trace(c, params, tokens, begins)[0]
+
+
+def plain_trace(c, params, tokens, begins=0):
+    """Compute one sequence by the formulas, one head at a time.
+
+    Return its logits, and lists of the hidden states before and after each layer, and of each head's weights.
+    `begins`: the first token that each token sees, if a window has moved.
+    """
+    hidden, attended = [], []
     p = {name: np.array(array, np.float64) for name, array in params.items()}
     at = np.arange(len(tokens))
 
@@ -124,7 +148,8 @@ def plain_logits(c, params, tokens, begins=0):
             seen = (np.maximum(begins, at + 1 - window)[:, None] <= at) & (at <= at[:, None])
             scores = np.where(seen, q @ k.T / np.sqrt(c.head_size), -np.inf)
             weights = np.exp(scores - scores.max(1, keepdims=True))
-            heads.append(weights / weights.sum(1, keepdims=True) @ v)
+            attended.append(weights / weights.sum(1, keepdims=True))
+            heads.append(attended[-1] @ v)
         return np.concatenate(heads, 1)
 
     def activated(x):
@@ -134,12 +159,14 @@ def plain_logits(c, params, tokens, begins=0):
     x = p["wte"][tokens] + (p["wpe"][: len(tokens)] if c.positions == "learned" else 0)
     x = norm("embed_norm", x) if c.embed_norm else x
     for i in range(c.n_layer):
+        hidden.append(x)
         name = f"blocks.{i}"
         all_seen = c.window == 0 or (c.full_every and (c.n_layer - 1 - i) % c.full_every == 0)
         x = x + linear(f"{name}.attn.proj", attention(name, norm(f"{name}.norm1", x), len(x) if all_seen else c.window))
         x = x + linear(f"{name}.mlp.proj", activated(linear(f"{name}.mlp.fc", norm(f"{name}.norm2", x))))
     x = norm("final_norm", x) if c.final_norm else x
-    return x @ p["wte" if c.tied else "head.w"][: c.vocab_size].T
+    logits = x @ p["wte" if c.tied else "head.w"][: c.vocab_size].T
+    return logits, [*hidden, x], attended
 
 
 def sequences_for(config, count=40):

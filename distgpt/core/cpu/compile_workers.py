@@ -51,10 +51,10 @@ def start(stage: Stage, dtype: str, matmul: str, work: Work) -> Callable[[], Non
         if count >= 1 and folder() is not None:  # Without a directory, helpers cannot share their loops.
             missing = missing_loops(stage, dtype, matmul, work)
             # Start with the last loop because this process starts with the first.
-            loops = list(filter(None, map(_name, reversed(missing))))
+            loops = list(filter(None, map(loop_name, reversed(missing))))
             if len(missing) >= WORTHWHILE:
                 shares = (loops[number::count] for number in range(count))
-                helpers.extend(map(_started, filter(None, shares)))
+                helpers.extend(map(started, filter(None, shares)))
     return partial(end, helpers)
 
 
@@ -90,7 +90,7 @@ def missing_loops(stage: Stage, dtype: str, matmul: str, work: Work) -> list[Mis
     return list(found)
 
 
-def _name(missing: Missing) -> Name | None:
+def loop_name(missing: Missing) -> Name | None:
     """Return a loop's name for another process, or None (for example, if a function defines the loop)."""
     loop, types = missing
     module, name = loop.__module__, loop.__qualname__
@@ -100,7 +100,7 @@ def _name(missing: Missing) -> Name | None:
     return None
 
 
-def _started(loops: list[Name]) -> subprocess.Popen[bytes]:
+def started(loops: list[Name]) -> subprocess.Popen[bytes]:
     helper = subprocess.Popen(
         python_code("from distgpt.core.cpu.compile_workers import main; main()"),
         stdin=subprocess.PIPE,

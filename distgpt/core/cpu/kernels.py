@@ -78,7 +78,7 @@ class CpuKernels(Kernels):
         self._memory = WorkerMemory(self._pool)
         blas.single_threaded_blas()  # two thread pools would compete for the same cores
         self.matmuls: Matmuls = matmuls_for(self._pool, self.wide, matmul)
-        self._polar_cost = muon.blas_cost if dtype == "float32" else muon.whole_cost
+        self.polar_cost = muon.blas_cost if dtype == "float32" else muon.whole_cost
         self._polar_steps = np.array(POLAR)
 
     # -- workers
@@ -353,7 +353,7 @@ class CpuKernels(Kernels):
     def orthogonalise(self, updates: Sequence[Array]) -> None:
         shapes = tuple(u.shape for u in updates)
         loop, make = self.polar
-        teams = share_out(shapes, self._pool.free_threads, self._polar_cost)
+        teams = share_out(shapes, self._pool.free_threads, self.polar_cost)
         # Made before the threads start because a team shares it. Its pages are placed at the first write.
         memory = [
             self._memory.scratch(make, *self._polar_sizes(shapes[i], team), after=team.first)
@@ -366,13 +366,13 @@ class CpuKernels(Kernels):
         run_in_teams(self._pool, teams, one)
 
     def orthogonalise_bytes(self, shapes: Sequence[tuple[int, ...]]) -> int:
-        teams = share_out(tuple(shapes), self.threads, self._polar_cost)
+        teams = share_out(tuple(shapes), self.threads, self.polar_cost)
         kept = {(team.first, self._polar_sizes(shapes[i], team)) for i, team in by_job(teams)}
         return sum(muon.bytes_of(self.polar[1](*sizes)) for _, sizes in kept)
 
     def _polar_sizes(self, shape: Shape, team: Team) -> tuple[int, int, str, int, int]:
         """Return the arguments for `polar`'s scratch memory."""
-        return min(shape), max(shape), self.wide.name, team.members, self._polar_cost(shape).most
+        return min(shape), max(shape), self.wide.name, team.members, self.polar_cost(shape).most
 
     def muon(self, matrices: Sequence[MuonMatrix], norm: Array, scalars: Array, beta2: float) -> None:
         shapes = tuple(matrix.p.shape for matrix in matrices)
@@ -453,7 +453,7 @@ class Bfloat16Kernels(CpuKernels):
         super().__init__("float32", threads, record=record)
         self.dtype = BITS
         self.matmuls = OwnMatmuls(self._pool, BITS)
-        self._polar_cost = muon.polar_cost  # our own matmuls, whose rows do not depend on the split
+        self.polar_cost = muon.polar_cost  # our own matmuls, whose rows do not depend on the split
 
     # -- arrays
 

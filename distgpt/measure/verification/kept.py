@@ -74,7 +74,7 @@ def facts_of(run: Run) -> Facts:
     stage: Any = run.stage
     kernels: Any = run.model.kernels
     on_gpu = stage.on_gpu
-    ranks = gather(comm, (str(stage.device.name) if on_gpu else _processor(), stage.threads))
+    ranks = gather(comm, (str(stage.device.name) if on_gpu else processor_kind(), stage.threads))
     hosts = gather(comm, platform.node())
     loaded = {name: str(sys.modules[name].__version__) for name in LIBRARIES if name in sys.modules}
     init = t.init if t.init and run.start is None and comm.rank == 0 else ""
@@ -106,7 +106,7 @@ def sources() -> str:
     return found.hexdigest()[:16]
 
 
-def _processor() -> str:
+def processor_kind() -> str:
     """Return the processor that loops are compiled for, a checksum of its features, and AMX if used."""
     from distgpt.core.cpu.compiling.processor import processor, shape
 

@@ -1,64 +1,104 @@
-"""Caches: where they lie, how large they become, and how many processes make the same."""
+"""Caches: where they lie, how large they become, and how many processes or threads make the same."""
 
-import errno
 import os
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from disks import raising
 from distgpt.core.base import caches
-from distgpt.core.base.caches import alone, cache_folder, keep, made_by_one, misplaced, read_checked
-from distgpt.core.base.errors import UsageError
-from distgpt.core.base.files import storage_errors
+from distgpt.core.base.caches import alone, cache_folder, keep, made_by_one, misplaced, own_folders, read_checked
+from distgpt.core.base.errors import StorageError, UsageError
+
+from conftest import wait_for
 
 
 @pytest.fixture
-def home(tmp_path, monkeypatch):
-    """A home, a temporary folder, and nothing requested."""
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+def places(tmp_path, monkeypatch):
+    """The places for a cache, in order: beside the sources, the user's cache, the temporary folder."""
     for name in (caches.CACHE, caches.LIMIT, "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
-    (tmp_path / "tmp").mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for name in ("tmp", "beside"):
+        (tmp_path / name).mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
-    return tmp_path / "home"
+    return tmp_path / "beside", tmp_path / "home/.cache/distgpt", tmp_path / "tmp" / f"distgpt-{os.geteuid()}"
 
 
-# Places
+def give_away(path):
+    try:
+        os.chown(path, 65534, 65534)
+    except PermissionError:
+        pytest.skip("only root can give a file away")
 
 
-def test_one_variable_moves_all_caches_and_may_hold_others(home, tmp_path, monkeypatch):
-    beside = tmp_path / "beside"
+SPOILED = {
+    "a file in the way": lambda folder: folder.write_text(""),
+    "writable by all": lambda folder: (folder.mkdir(), folder.chmod(0o777)),
+    "a link to elsewhere": lambda folder: folder.symlink_to(folder.parent, target_is_directory=True),
+    "of somebody else": lambda folder: (folder.mkdir(), give_away(folder)),
+}
+
+
+@pytest.mark.parametrize("spoil", SPOILED.values(), ids=SPOILED)
+def test_the_first_private_place_is_taken(places, spoil):
+    beside = places[0]
+    for expected in places:
+        folder = cache_folder("loops", beside)
+        assert folder == expected / "loops" and folder.stat().st_mode & 0o077 == 0
+        folder.rmdir()
+        spoil(folder)
+    assert cache_folder("loops", beside) is None
+
+
+def test_a_place_that_others_may_change_is_not_used(places):
+    beside, user, temporary = places
+    beside.chmod(0o777)
+    assert cache_folder("loops", beside) == user / "loops"
+    beside.chmod(0o1777)  # as /tmp: nobody may rename what is another's
     assert cache_folder("loops", beside) == beside / "loops"
-    assert cache_folder("kernels") == home / ".cache" / "distgpt" / "kernels"
+    SPOILED["of somebody else"](beside / "shared")  # who may put a folder of his own there, at any time
+    (beside / "shared").chmod(0o1777)
+    assert cache_folder("loops", beside / "shared") == user / "loops"
+    (beside / "shared" / "loops").mkdir(mode=0o700)
+    (temporary / "loops").mkdir(mode=0o700, parents=True)
+    temporary.chmod(0o700)
+    assert own_folders("loops", beside / "shared") == [user / "loops", temporary / "loops"]
+
+
+def test_variables_move_all_caches(places, tmp_path, monkeypatch):
+    beside, user, temporary = places
+    assert cache_folder("kernels") == user / "kernels"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert cache_folder("kernels") == tmp_path / "xdg" / "distgpt" / "kernels"
     monkeypatch.setenv("SCRATCH", str(tmp_path / "scratch"))
     monkeypatch.setenv(caches.CACHE, "$SCRATCH/caches")
-    asked = tmp_path / "scratch" / "caches"
     for found in (cache_folder("loops", beside), cache_folder("kernels")):
-        assert found.parent == asked and found.stat().st_mode & 0o077 == 0 and not misplaced(found)
+        assert found.parent == tmp_path / "scratch" / "caches" and found.stat().st_mode & 0o077 == 0
+        assert not misplaced(found)
     monkeypatch.setenv(caches.CACHE, "~/mine")
-    assert cache_folder("kernels") == home / "mine" / "kernels"
-
-
-def test_a_place_that_others_may_write_to_is_left_for_the_temporary_folder_and_not_for_the_home(
-    home, tmp_path, monkeypatch
-):
+    assert cache_folder("kernels") == tmp_path / "home" / "mine" / "kernels"
+    # What others may write to is left for the temporary folder, and not for the home.
     monkeypatch.setenv(caches.CACHE, str(tmp_path / "open"))
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o777)
     found = cache_folder("kernels")
-    assert found == caches.temporary_folder() / "kernels" and not home.exists()
-    assert str(tmp_path / "open") in misplaced(found) and str(found.parent) in misplaced(found)
+    assert found == temporary / "kernels" and str(tmp_path / "open") in misplaced(found)
+    assert str(found.parent) in misplaced(found)
     monkeypatch.setenv(caches.CACHE, str(tmp_path / "$NOT_SET_HERE" / "mine"))
     assert cache_folder("kernels") == found and "$NOT_SET_HERE" in misplaced(found)
     assert not (tmp_path / "$NOT_SET_HERE").exists()
 
 
-def test_without_any_place_nothing_is_kept_and_all_is_made(home, tmp_path, monkeypatch):
-    home.write_text("")
+def test_without_any_place_nothing_is_kept_and_all_is_made(places, tmp_path, monkeypatch):
+    (tmp_path / "home").write_text("")
+    SPOILED["writable by all"](places[2])
+    assert cache_folder("kernels") is None
     monkeypatch.setattr(tempfile, "gettempdir", raising(FileNotFoundError(2, "No usable temporary directory")))
     assert caches.temporary_folder() is None and cache_folder("kernels") is None
     assert made_by_one(tmp_path / "none" / "there", lambda: b"made") == b"made"
@@ -78,21 +118,17 @@ def test_a_file_of_another_user_is_not_read(tmp_path):
     path = tmp_path / "file"
     caches.write_checked(path, b"x")
     assert read_checked(path) == b"x"
-    try:
-        os.chown(path, 65534, -1)
-    except PermissionError:
-        pytest.skip("only root can give a file away")
+    give_away(path)
     assert read_checked(path) is None
 
 
 # Bounds
 
 
-def test_what_was_not_used_for_longest_goes_that_of_other_versions_first(tmp_path, monkeypatch):
+def test_the_least_recently_used_goes_and_that_of_other_versions_first(tmp_path, monkeypatch):
     monkeypatch.setenv(caches.LIMIT, "3K")
     new, old = (tmp_path / f"loops-{digit * 16}" for digit in "ab")
-    others = tmp_path / "loops-of-mine"
-    kernels = tmp_path / "kernels"
+    others, kernels = tmp_path / "loops-of-mine", tmp_path / "kernels"
     for folder in (old, others, kernels):
         folder.mkdir()
     for age, path in enumerate((old / "1", old / "2", kernels / "3.cubin", others / "4", kernels / "mine.cu")):
@@ -104,14 +140,11 @@ def test_what_was_not_used_for_longest_goes_that_of_other_versions_first(tmp_pat
     os.utime(new / "5", (1, 1))  # old, and of the version in use
     keep(new / "6", bytes(1968))
     assert sorted(path.name for path in tmp_path.glob("*/*")) == ["4", "5", "6", "mine.cu"]
-
-
-def test_the_number_of_files_is_bounded_too(tmp_path, monkeypatch):
     monkeypatch.setattr(caches, "MOST_FILES", 3)
-    for name in "12345":
-        keep(path := tmp_path / "kernels" / f"{name}.choice", b"")
-        os.utime(path, (int(name), int(name)))
-    assert sorted(path.stem for path in tmp_path.glob("*/*")) == ["3", "4", "5"]
+    for name in "789":
+        keep(path := kernels / f"{name}.choice", b"")
+        os.utime(path, (3e9 + int(name),) * 2)
+    assert {path.stem for path in kernels.glob("*.choice")} == {"7", "8", "9"} and not [*new.iterdir()]
 
 
 def test_a_limit_that_is_no_size_is_refused(monkeypatch):
@@ -129,130 +162,83 @@ def test_reading_notes_the_use_once_a_day(tmp_path):
         assert (path.stat().st_mtime > now - caches.DAY / 4) == is_noted
 
 
-# Turns
-
-
-def process(act):
-    """Run this in a process of its own. Return its number."""
-    if (child := os.fork()) == 0:
-        code = 9
-        try:
-            code = act() or 0
-        finally:
-            os._exit(code)
-    return child
-
-
-def codes(children):
-    return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-
-
-def made_in(folder):
-    return len(list(folder.glob("made-*")))
-
-
-def maker(path, seconds=0.05):
-    """Return what makes the content slowly, and leaves a trace of that."""
-
-    def make():
-        time.sleep(seconds)
-        (path.parent.parent / f"made-{os.getpid()}").touch()
-        return b"content"
-
-    return make
+# Turns: locks of files are those of whoever has opened them, threads or processes
 
 
 @pytest.fixture
-def path(home, tmp_path):
+def path(places, tmp_path):
     (tmp_path / "kernels").mkdir()
     return tmp_path / "kernels" / "file"
 
 
-def start_eight(path):
-    def act():
-        return int(made_by_one(path, maker(path)) != b"content")
+@pytest.mark.parametrize("has_locks", [True, False])
+def test_of_many_that_start_at_once_one_makes_it(path, monkeypatch, has_locks):
+    made = []
 
-    assert codes([process(act) for _ in range(8)]) == [0] * 8
+    def make():
+        time.sleep(0.05)
+        made.append(threading.get_ident())
+        return b"content"
 
-
-@pytest.mark.ci
-def test_of_many_that_start_at_once_one_makes_it(path, tmp_path):
-    start_eight(path)
-    assert made_in(tmp_path) == 1 and [*path.parent.iterdir()] == [path]
-
-
-@pytest.mark.ci
-def test_where_no_disk_has_locks_all_make_it(path, tmp_path, monkeypatch):
-    monkeypatch.setattr(caches, "lock", lambda descriptor, kind: None)
-    start_eight(path)
-    assert made_in(tmp_path) >= 1 and read_checked(path) == b"content"
+    if not has_locks:
+        monkeypatch.setattr(caches, "lock", lambda descriptor, kind: None)
+    with ThreadPoolExecutor(8) as pool:
+        assert {*pool.map(lambda _: made_by_one(path, make), range(8))} == {b"content"}
+    assert read_checked(path) == b"content" and made
+    assert not has_locks or (len(made) == 1 and [*path.parent.iterdir()] == [path])
 
 
 @pytest.mark.ci
-def test_one_that_was_killed_is_followed_by_the_next_and_leaves_nothing_that_blocks(path, tmp_path):
+def test_one_that_was_killed_is_followed_by_the_next_and_blocks_nobody(path):
     ready, told = os.pipe()
-
-    def stuck():
+    if not (holder := os.fork()):
         with alone(path):
             os.write(told, b"x")
             time.sleep(100)
-
-    holder = process(stuck)
     os.read(ready, 1)
-    waiting = process(lambda: int(made_by_one(path, maker(path)) != b"content"))
-    os.kill(holder, signal.SIGKILL)
-    assert codes([holder, waiting]) == [-signal.SIGKILL, 0]
-    assert made_in(tmp_path) == 1 and [*path.parent.iterdir()] == [path]
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(made_by_one, path, lambda: b"content")
+        time.sleep(0.05)
+        assert not waiting.done()
+        os.kill(holder, signal.SIGKILL)
+        os.waitpid(holder, 0)
+        assert waiting.result(20) == b"content"
+    assert [*path.parent.iterdir()] == [path]
 
 
-@pytest.mark.ci
 def test_one_that_is_stuck_is_waited_for_with_a_bound(path, monkeypatch):
     monkeypatch.setattr(caches, "PATIENCE", 0.02)
     with alone(path):
-        assert codes([process(lambda: int(made_by_one(path, maker(path)) != b"content"))]) == [0]
+        assert made_by_one(path, lambda: b"content") == b"content"
         assert read_checked(path) == b"content"
 
 
-def until_there_are_four(folder):
-    end = time.monotonic() + 30
-    while len([*folder.iterdir()]) < 4 and time.monotonic() < end:
-        time.sleep(0.005)
-    return b"content" if len([*folder.iterdir()]) == 4 else b"too late"
-
-
-@pytest.mark.ci
-def test_what_can_not_be_kept_is_made_by_all_at_once(path, tmp_path, monkeypatch):
+def test_what_cannot_be_kept_is_made_by_all_at_once(path, monkeypatch):
     """One after the other they would wait for as many times as there are processes."""
-    inside, waiting, real = tmp_path / "inside", tmp_path / "waiting", caches.lock
-    inside.mkdir()
-    waiting.mkdir()
-
-    def full(path, content):
-        with storage_errors("write", path):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    waiting, ready, together, real = set(), threading.Event(), threading.Barrier(4, timeout=20), caches.lock
 
     def noted(descriptor, kind):
         if (got := real(descriptor, kind)) is False:
-            (waiting / f"{os.getpid()}").touch()
+            waiting.add(threading.get_ident())
         return got
 
-    def make():
-        (inside / f"{os.getpid()}").touch()
-        return until_there_are_four(inside)
-
-    monkeypatch.setattr(caches, "write_checked", full)
-    monkeypatch.setattr(caches, "lock", noted)
-    ready, told = os.pipe()
-
     def first():
-        os.write(told, b"x")
-        return until_there_are_four(waiting)
+        ready.set()
+        wait_for(lambda: len(waiting) == 4)
+        return b"first"
 
-    begun = process(lambda: int(made_by_one(path, first) != b"content"))
-    os.read(ready, 1)
-    others = [process(lambda: int(made_by_one(path, make) != b"content")) for _ in range(4)]
-    assert codes([begun, *others]) == [0] * 5
-    assert len([*inside.iterdir()]) == 4 and not [*path.parent.iterdir()]
+    def other():
+        together.wait()
+        return b"other"
+
+    monkeypatch.setattr(caches, "write_checked", raising(StorageError("No space left on device")))
+    monkeypatch.setattr(caches, "lock", noted)
+    with ThreadPoolExecutor(5) as pool:
+        begun = pool.submit(made_by_one, path, first)
+        ready.wait(20)
+        others = [pool.submit(made_by_one, path, other) for _ in range(4)]
+        assert [each.result(30) for each in (begun, *others)] == [b"first", *[b"other"] * 4]
+    assert not [*path.parent.iterdir()]
 
 
 def test_a_folder_that_was_removed_meanwhile_is_made_again(path):

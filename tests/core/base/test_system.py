@@ -1,15 +1,16 @@
 """Cores, memory and names of a Mac, simulated: no /proc, no affinity, answers of sysctl."""
 
+import ctypes
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from distgpt.core.base.system import boot_id, sysctl, sysctl_number, sysctl_text
 from distgpt.core.comm import resources
 from distgpt.measure.doctor import facts
-from fake_macos import pretend_macos
 
 MAC = {
     "hw.memsize": 16 << 30,
@@ -30,6 +31,23 @@ def no_proc(monkeypatch):
         return read(path, *given, **more)
 
     monkeypatch.setattr(Path, "read_text", read_text)
+
+
+def pretend_macos(monkeypatch, known):
+    """Let this process believe that it runs on macOS, where `known` are the answers of sysctl."""
+
+    def sysctlbyname(name, value, size, new, new_size):
+        assert not new and not new_size.value
+        answer = known.get(name.decode())
+        if answer is None:
+            return -1
+        raw = answer.encode() + b"\0" if isinstance(answer, str) else answer.to_bytes(8, "little")
+        ctypes.memmove(value, raw, len(raw))
+        size._obj.value = len(raw)
+        return 0
+
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace(sysctlbyname=sysctlbyname))
 
 
 def test_a_mac_reports_its_fast_cores_and_memory(no_proc, monkeypatch):

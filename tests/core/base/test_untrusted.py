@@ -3,6 +3,7 @@
 import json
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pytest
@@ -116,7 +117,8 @@ def test_only_regular_files_are_read_and_nobody_waits_for_a_pipe(tmp_path):
     append(tmp_path / "lines", b"x\n")
     assert (tmp_path / "lines").read_bytes() == b"x\nx\n"
     os.mkfifo(tmp_path / "pipe")
-    for path, words in ((tmp_path / "pipe", "a pipe or a device"), ("/dev/zero", "device"), (tmp_path, "a folder")):
+    refusals = {tmp_path / "pipe": "a pipe or a device", "/dev/zero": "device", tmp_path: "a folder"}
+    for path, words in (refusals | {Path("a\0b"): "NUL byte"}).items():
         with pytest.raises(DataError, match=words):
             open_regular(path)
         with pytest.raises(DataError, match=words):

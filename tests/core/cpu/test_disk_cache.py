@@ -1,22 +1,33 @@
-"""The cache of compiled loops: kept where nobody else can write, or not at all."""
+"""The cache of compiled loops: the user's, and that of a site, which its owner writes and all others read."""
 
 import ast
+import json
+import multiprocessing
 import os
-import resource
+import stat
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
 import numpy as np
 import pytest
-from distgpt.core.base.caches import cache_folder, own_folders
+from disks import file_size_limit
 from distgpt.core.base.errors import StorageError
+from distgpt.core.config.presets import PRESETS, preset
 from distgpt.core.cpu import first_use
 from distgpt.core.cpu.compiling import disk_cache
 from distgpt.core.cpu.compiling.jit import inline, jit
+from distgpt.core.cpu.first_use import COMPILING
+from distgpt.measure import site_cache
 from numba import njit
+
+from conftest import copy_compiled, distgpt, inside, needs_mpi, refused
 
 PACKAGE = Path(disk_cache.__file__).parents[4]
 COMPILED = {"jit", "inline", "by_types", "also_for", "intrinsic"}  # what decorates a loop or a part of one
+SOMEBODY = 12345
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
 
 
 def doubled(x):
@@ -24,77 +35,136 @@ def doubled(x):
         x[i] *= 2
 
 
+@pytest.fixture(autouse=True)
+def own(tmp_path, monkeypatch):
+    """An empty cache of the user, in an installation without one."""
+    (tmp_path / "own").mkdir()
+    monkeypatch.setattr(disk_cache, "SITE", tmp_path / "compiled")
+    monkeypatch.setattr(disk_cache, "folder", lambda: tmp_path / "own")
+    monkeypatch.setattr(disk_cache, "used", set())
+    disk_cache.site.cache_clear()
+    yield tmp_path / "own"
+    disk_cache.site.cache_clear()
+
+
+def is_loaded(dtype=np.float64):
+    """Run a loop as a new start does: whether it was loaded."""
+    disk_cache.site.cache_clear()
+    loop, x = njit(doubled), np.ones(3, dtype)
+    disk_cache.keep_on_disk(loop)
+    loop(x)
+    assert x.tolist() == [2, 2, 2]
+    return sum(loop.stats.cache_hits.values()) == 1
+
+
+def shared_file():
+    site_cache.require_writable()
+    is_loaded()
+    return site_cache.share()
+
+
 @pytest.fixture
-def places(tmp_path, monkeypatch):
-    """The places for a cache, in order: beside the sources, the user's cache, the temporary folder."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    (tmp_path / "tmp").mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
-    (tmp_path / "beside").mkdir()
-    own = tmp_path / "tmp" / f"distgpt-{os.geteuid()}"
-    return tmp_path / "beside", tmp_path / "cache" / "distgpt", own
+def shared(own):
+    return shared_file()
 
 
-def file_in_the_way(folder):
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    folder.write_text("")
+def forget(own):
+    for path in own.iterdir():
+        path.unlink()
 
 
-def writable_by_all(folder):
-    folder.mkdir(parents=True)
-    folder.chmod(0o777)
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_damaged_loops_are_compiled_again(own, is_shared):
+    assert not is_loaded()
+    if is_shared:
+        path = shared_file()
+        assert not [*own.iterdir()]
+    else:
+        (path,) = own.iterdir()
+    whole = path.read_bytes()
+    assert is_loaded()
+    middle = len(whole) // 2
+    flipped = whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :]
+    for content in (b"", b"\x80no", whole[:20], whole[:-1], whole + b"x", bytes(len(whole)), flipped):
+        path.write_bytes(content)
+        assert not is_loaded(), content[:9]
+        assert is_loaded() and [*own.iterdir()]  # the user's own
+        if is_shared:
+            forget(own)
+    path.write_bytes(whole)
+    assert is_loaded()
 
 
-def link_to_elsewhere(folder):
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    folder.symlink_to(folder.parent, target_is_directory=True)
+def test_without_a_place_or_room_loops_still_run(own, monkeypatch):
+    with file_size_limit(0):
+        assert not is_loaded()
+    assert not [path for path in own.iterdir() if path.stat().st_size]
+    monkeypatch.setattr(disk_cache, "folder", lambda: None)
+    assert not is_loaded()
 
 
-def of_somebody_else(folder):
-    folder.mkdir(parents=True)
-    try:
-        os.chown(folder, 65534, 65534)
-    except PermissionError:
-        pytest.skip("only root can give a folder away")
+@pytest.mark.ci
+def test_of_processes_that_start_at_once_one_compiles_a_loop(own):
+    with multiprocessing.get_context("fork").Pool(3) as pool:
+        assert sorted(pool.starmap(is_loaded, [()] * 3, chunksize=1)) == [False, True, True]
+    assert len([*own.iterdir()]) == 1
 
 
-@pytest.mark.parametrize("spoil", [file_in_the_way, writable_by_all, link_to_elsewhere, of_somebody_else])
-def test_the_first_private_place_is_taken(places, spoil):
-    beside, user, temporary = places
-    for expected in (beside, user, temporary):
-        folder = cache_folder("loops", beside)
-        assert folder == expected / "loops"
-        assert folder.stat().st_mode & 0o077 == 0
-        folder.rmdir()
-        spoil(folder)
-    assert cache_folder("loops", beside) is None
+@pytest.fixture
+def said():
+    said = []
+    first_use.announce(said.append)
+    yield said
+    first_use.announce()
 
 
-def test_a_place_that_is_asked_for_is_not_open_to_everybody(places):
-    beside, user, _ = places
-    beside.chmod(0o777)
-    assert cache_folder("loops", beside) == user / "loops"
-    beside.chmod(0o1777)  # as /tmp: nobody may rename what is another's
-    assert cache_folder("loops", beside) == beside / "loops"
+def test_a_full_disk_is_reported_once_and_read_on(own, said, monkeypatch):
+    def full(path, content):
+        raise StorageError(f"cannot write {path}: No space left on device")
+
+    assert not is_loaded(np.int8)
+    kept, _ = [*own.iterdir()], said.clear()
+    monkeypatch.setattr(disk_cache, "keep", full)
+    for kind in (np.int16, np.int32):
+        assert not is_loaded(kind)
+    assert is_loaded(np.int8) and [*own.iterdir()] == kept
+    (line,) = said
+    assert str(own) in line and line.endswith("not kept")
 
 
-def test_a_place_whose_owner_is_another_user_is_not_used(places):
-    """He may put a folder of his own there, at any time."""
-    beside, user, temporary = places
-    of_somebody_else(beside / "shared")
-    (beside / "shared").chmod(0o1777)
-    assert cache_folder("loops", beside / "shared") == user / "loops"
-    (beside / "shared" / "loops").mkdir(mode=0o700)
-    (temporary / "loops").mkdir(mode=0o700, parents=True)
-    temporary.chmod(0o700)
-    assert own_folders("loops", beside / "shared") == [user / "loops", temporary / "loops"]
+def test_that_something_is_compiled_is_reported_once(tmp_path, said, monkeypatch):
+    for kind in (np.int8, np.int16):
+        is_loaded(kind)
+    assert said == [f"{COMPILING} (later starts load them)"]
+    said.clear()
+    first_use.announce(said.append)
+    assert is_loaded(np.int8) and said == []  # an earlier start has left it
+    monkeypatch.setattr(disk_cache, "folder", lambda: None)
+    is_loaded(np.int8)
+    assert said == [COMPILING]  # and this one leaves nothing
+    with (tmp_path / "closed").open("w") as closed:
+        pass
+    first_use.announce(lambda text: print(text, file=closed))
+    is_loaded(np.int8)  # nobody hears it
 
 
-def test_a_shared_temporary_folder_of_our_name_is_not_used(places):
-    _, user, temporary = places
-    file_in_the_way(user)
-    writable_by_all(temporary)
-    assert cache_folder("loops") is None
+def test_what_is_inlined_has_no_machine_code_of_its_own():
+    @inline
+    def tripled(x):
+        return 3 * x
+
+    @jit
+    def all_tripled(x):
+        for i in range(x.shape[0]):
+            x[i] = tripled(x[i])
+
+    x = np.ones(3)
+    all_tripled(x)
+    assert x.tolist() == [3, 3, 3]
+    inlined, loop = (next(iter(each.overloads.values())) for each in (tripled, all_tripled))
+    address, of_loop = loop.library.get_pointer_to_function, loop.fndesc
+    assert address(of_loop.llvm_func_name) and address(of_loop.llvm_cpython_wrapper_name)
+    assert not address(of_loop.llvm_cfunc_wrapper_name) and not address(inlined.fndesc.llvm_func_name)
 
 
 def compiled_in(tree):
@@ -107,7 +177,7 @@ def compiled_in(tree):
 
 
 @pytest.mark.ci
-def test_whatever_a_loop_uses_lies_in_what_is_hashed_for_it():
+def test_whatever_a_loop_uses_is_hashed_for_it():
     """That is all of `sources`; of a file that is not there, the file itself, whose digest is in the name.
 
     Numba freezes constants, too: what a loop finds under a global name, also where that was imported.
@@ -130,134 +200,200 @@ def test_whatever_a_loop_uses_lies_in_what_is_hashed_for_it():
     assert seen >= {"compiling", "matmul", "fused", "decoding", "quantized", "tokenizers"}
 
 
-def loop_in(folder, monkeypatch):
-    monkeypatch.setattr(disk_cache, "folder", lambda: folder)
-    loop = njit(doubled)
-    disk_cache.keep_on_disk(loop)
-    return loop
+# -- of a site
 
 
-def result_of(loop):
-    x = np.ones(3)
-    loop(x)
-    return x.tolist()
+def test_a_shared_file_is_for_all_to_read_and_only_trusted_if_others_cannot_write_it(shared, own):
+    place = shared.parent
+    assert [*place.iterdir()] == [shared] and is_loaded() and not [*own.iterdir()]
+    assert stat.S_IMODE(shared.stat().st_mode) == 0o644 and stat.S_IMODE(place.stat().st_mode) == 0o755
+    for path, mode in ((shared, 0o664), (shared, 0o646), (place, 0o775), (place, 0o777)):
+        before = stat.S_IMODE(path.stat().st_mode)
+        path.chmod(mode)
+        assert not is_loaded(), (path, oct(mode))
+        forget(own)
+        path.chmod(before)
+    assert is_loaded()
 
 
-def hits(loop):
-    return sum(loop.stats.cache_hits.values())
+@as_root
+def test_files_of_another_user_are_not_trusted_unless_he_owns_the_package(shared, own, monkeypatch):
+    for path in (shared, shared.parent):
+        os.chown(path, SOMEBODY, -1)
+        assert not is_loaded(), path
+        forget(own)
+        if path == shared:
+            os.chown(path, 0, -1)
+    os.chown(shared, SOMEBODY, -1)
+    package = own.parent / "package"
+    package.mkdir()
+    os.chown(package, SOMEBODY, -1)
+    files = disk_cache.sources()
+    monkeypatch.setattr(disk_cache, "sources", lambda: files)
+    monkeypatch.setattr(disk_cache, "PACKAGE", package)
+    assert is_loaded()
 
 
-def test_a_loop_is_loaded_by_the_next_start_and_made_again_if_its_files_are_damaged(tmp_path, monkeypatch):
-    first = loop_in(tmp_path, monkeypatch)
-    assert result_of(first) == [2, 2, 2] and hits(first) == 0
-    again = loop_in(tmp_path, monkeypatch)
-    assert result_of(again) == [2, 2, 2] and hits(again) == 1
-    (path,) = tmp_path.iterdir()
-    whole = path.read_bytes()
-    middle = len(whole) // 2
-    flipped = whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :]
-    for content in (b"", b"\x80no", whole[:-1], flipped):
-        path.write_bytes(content)
-        again = loop_in(tmp_path, monkeypatch)
-        assert result_of(again) == [2, 2, 2] and hits(again) == 0, content[:9]
-        repaired = loop_in(tmp_path, monkeypatch)
-        assert result_of(repaired) == [2, 2, 2] and hits(repaired) == 1, content[:9]
+def test_other_processors_and_versions_have_files_of_their_own(shared, monkeypatch):
+    place, known = shared.parent, disk_cache.processor()[0]
+    with monkeypatch.context() as other:
+        other.setattr(disk_cache, "processor", lambda: (f"{known}-other", "+avx512f"))
+        assert not is_loaded()
+        xeon = site_cache.share()
+        assert {*place.iterdir()} == {shared, xeon} and f"{known}-other" in xeon.name and is_loaded()
+        xeon.write_bytes(shared.read_bytes())  # the loops of the first under the name of the second
+        assert not is_loaded()
+    others = [xeon, place / "znver3-cpython-311-00000000-0123456789abcdef.loops", place / "notes.txt"]
+    for path in others:
+        path.touch()
+    monkeypatch.setattr(disk_cache, "MADE_BY", ("another Numba",))
+    monkeypatch.setattr(disk_cache, "used", set())
+    assert not is_loaded(np.int32)
+    updated = site_cache.share()  # in place of what the former version wrote for this processor
+    assert {*place.iterdir()} == {updated, *others} and updated != shared
 
 
-def test_without_a_place_or_room_loops_still_run(tmp_path, monkeypatch):
-    nowhere = loop_in(None, monkeypatch)
-    assert result_of(nowhere) == [2, 2, 2]
-    full = loop_in(tmp_path, monkeypatch)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+def test_what_is_shared_later_is_added(shared, monkeypatch):
+    monkeypatch.setattr(disk_cache, "used", set())
+    is_loaded(np.int16)
+    assert site_cache.share() == shared and len(disk_cache.site()) == 2 and is_loaded()
+
+
+def test_a_loop_that_cannot_be_kept_is_not_shared(monkeypatch):
+    monkeypatch.setattr(disk_cache, "folder", lambda: None)
+    site_cache.require_writable()
+    assert not is_loaded()
+    with pytest.raises(StorageError, match="cannot be kept"):
+        site_cache.share()
+
+
+def test_the_command_names_what_it_compiles_and_where_it_lies(monkeypatch):
+    monkeypatch.setattr(site_cache, "parts", lambda folder: [("doubling", lambda: is_loaded(np.int16))])
+    former = os.umask(0o077)
     try:
-        assert result_of(full) == [2, 2, 2]
+        result = inside("compile")
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert not [path for path in tmp_path.iterdir() if path.stat().st_size]
+        os.umask(former)
+    assert result.returncode == 0 and result.stderr == "", result.stderr
+    (path,) = disk_cache.SITE.iterdir()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o644
+    first, part, last = result.stdout.splitlines()
+    assert disk_cache.processor()[0] in first and part.split()[1:] == ["1", "kernel", "doubling"]
+    assert str(path) in last and "1 kernel " in last and "KiB" in last
+    again = inside("compile")
+    assert again.returncode == 0 and " 0 kernels  doubling" in again.stdout
+    assert [*disk_cache.SITE.iterdir()] == [path]
+
+
+def test_the_command_is_refused_at_once_if_the_package_cannot_be_written():
+    disk_cache.SITE.touch()
+    refused(inside("compile"), 74, disk_cache.SITE, disk_cache.PACKAGE)
+
+
+def test_every_part_of_the_presets_is_compiled():
+    fields = ("norm", "norm_gain", "embed_norm", "final_norm", "mlp", "positions", "qk_norm", "qk_norm_gain")
+    fields += ("value_embeddings", "bias", "tied", "init_weights", "optimizer")
+
+    def values(name):
+        run = preset(name)
+        return {(field, getattr(run.model, field, None) or getattr(run.train, field, None)) for field in fields}
+
+    compiled = set().union(*map(values, site_cache.PRESETS))
+    for name in PRESETS:
+        assert values(name) <= compiled, (name, values(name) - compiled)
+
+
+# Writes the names of all loops that parts of `distgpt compile`, or a command, have used.
+USED = """
+import json, sys, tempfile
+from pathlib import Path
+from distgpt.core.comm.job import this_job
+from distgpt.core.cpu.compiling import disk_cache
+out, *words = sys.argv[1:]
+try:
+    if words[0] == "parts":
+        from distgpt.measure import site_cache
+        with tempfile.TemporaryDirectory() as folder:
+            for name, act in site_cache.parts(Path(folder)):
+                if name in words:
+                    act()
+    else:
+        from distgpt.commands.cli import main
+        sys.argv[1:] = words
+        main()
+finally:
+    Path(f"{out}-{this_job().rank}.json").write_text(json.dumps(sorted(disk_cache.used)))
+"""
 
 
 @pytest.mark.ci
-def test_of_processes_that_start_at_once_one_compiles_a_loop(tmp_path, monkeypatch):
-    children = []
-    for _ in range(3):
-        if (child := os.fork()) == 0:
-            code = 9
-            try:
-                loop = loop_in(tmp_path, monkeypatch)
-                code = hits(loop) if result_of(loop) == [2, 2, 2] else 8
-            finally:
-                os._exit(code)
-        children.append(child)
-    loaded = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-    assert sorted(loaded) == [0, 1, 1]
-    assert len(list(tmp_path.iterdir())) == 1
+@pytest.mark.ranks
+@needs_mpi
+@pytest.mark.parametrize("way", ["allreduce", "sharded"])
+def test_ranks_need_no_loop_that_was_not_compiled(tmp_path, way):
+    """Not even those that sum in shared memory: each rank would compile them in its first step."""
+    program = [sys.executable, "-c", USED]
+    parts = ["training tiny in bfloat16", "exchange in bfloat16"]
+    done = distgpt(tmp_path / "compiled", "parts", *parts, program=program)
+    assert done.returncode == 0, done.stderr
+    words = ["--preset", "tiny", "--n-layer", "2", "--n-head", "2", "--n-embd", "128", "--seq-len", "32"]
+    words += ["--dtype", "bfloat16", "--grad-sync", way, "--stage", "mpi", "--steps", "2", "--data", "story"]
+    done = distgpt(tmp_path / "run", "train", *words, "--out", tmp_path / "r", ranks=2, program=program)
+    assert done.returncode == 0, done.stderr
+    compiled, *runs = ({*json.loads(path.read_text())} for path in sorted(tmp_path.glob("*.json")))
+    assert len(runs) == 2 and [run - compiled for run in runs] == [set(), set()]
 
 
-@pytest.fixture
-def own(tmp_path, monkeypatch):
-    """A cache of one's own, with nothing known of it."""
-    monkeypatch.setenv("DISTGPT_CACHE", str(tmp_path / "own"))
-    monkeypatch.setattr(disk_cache, "_full", [])
-    known = disk_cache.folder, disk_cache._own_folders
-    for each in known:
-        each.cache_clear()
-    yield disk_cache.folder()
-    for each in known:
-        each.cache_clear()
+# Runs a command as somebody else, or compiles as root, with the site's cache in the folder named first.
+AS_SOMEBODY = """
+import os, sys
+from pathlib import Path
+from distgpt.core.cpu.compiling import disk_cache
+disk_cache.SITE = Path(sys.argv.pop(1))  # before anything is loaded from it
+from distgpt.measure import site_cache
+if sys.argv[1] == "compile":
+    site_cache.ROUNDED_DTYPES = ("int8",)
+    del site_cache.WAYS["bfloat16"]
+else:
+    os.setgroups([])
+    os.setgid(12345)
+    os.setuid(12345)
+from distgpt.commands.cli import main
+main()
+"""
+LITTLE = "--steps 2 --sample-every 1 --eval-every 1 --val-fraction 0.1"
+USUAL = f"""train --preset tiny {LITTLE} --out tiny
+train --preset microgpt {LITTLE} --out microgpt
+train --preset gpt-mini --n-layer 1 --batch-size 2 --steps 1
+infer --prompt a --max-new-tokens 3 --dtype float32
+infer --prompt a --max-new-tokens 3 --dtype int8
+eval --weights tiny --val corpus
+weights quantize tiny --dtype int8 --out int8.safetensors
+tune --weights tiny --data chats.jsonl --steps 2 --out tuned"""
+FOR_ALL = all(parent.stat().st_mode & stat.S_IXOTH for parent in Path(os.__file__).parents)
 
 
-def test_a_full_disk_is_reported_in_one_line_and_read_on(own, monkeypatch):
-    said = []
-    first_use.announce(said.append)
-    disk_cache.read_or_make("before", lambda: b"1")
-
-    def full(path, content):
-        raise StorageError(f"cannot write {path}: No space left on device")
-
-    monkeypatch.setattr(disk_cache, "keep", full)
-    for name in ("during", "after"):
-        disk_cache._keep(name, b"2", lambda: None)
-    assert disk_cache.read("before") == b"1" and [path.name for path in own.iterdir()] == ["before"]
-    (line,) = said
-    assert str(own) in line and line.endswith("not kept")
-    first_use.announce()
-
-
-def test_that_something_is_compiled_is_reported_once(tmp_path, monkeypatch):
-    said = []
-    first_use.announce(said.append)
-    for kind in (np.int8, np.int16):
-        loop_in(tmp_path, monkeypatch)(np.ones(3, kind))
-    assert said == [f"{first_use.COMPILING} (later starts load them)"]
-    said.clear()
-    first_use.announce(said.append)
-    loop_in(tmp_path, monkeypatch)(np.ones(3, np.int8))
-    assert said == []  # an earlier start has left it
-    loop_in(None, monkeypatch)(np.ones(3, np.int8))
-    assert said == [first_use.COMPILING]  # and this one leaves nothing
-    with (tmp_path / "closed").open("w") as closed:
-        pass
-    first_use.announce(lambda text: print(text, file=closed))
-    loop_in(None, monkeypatch)(np.ones(3, np.int8))  # nobody hears it
-    first_use.announce()
-
-
-def test_what_is_inlined_has_no_machine_code_of_its_own(own):
-    @inline
-    def tripled(x):
-        return 3 * x
-
-    @jit
-    def all_tripled(x):
-        for i in range(x.shape[0]):
-            x[i] = tripled(x[i])
-
-    x = np.ones(3)
-    all_tripled(x)
-    assert x.tolist() == [3, 3, 3]
-    inlined, loop = (next(iter(each.overloads.values())) for each in (tripled, all_tripled))
-    symbols = loop.library.codegen._engine.is_symbol_defined
-    assert symbols(loop.fndesc.llvm_func_name) and symbols(loop.fndesc.llvm_cpython_wrapper_name)
-    assert not symbols(loop.fndesc.llvm_cfunc_wrapper_name)
-    assert not symbols(inlined.fndesc.llvm_func_name)
+@as_root
+@pytest.mark.skipif(not FOR_ALL, reason="this Python is for root alone")
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_nothing_is_compiled_for_a_user_of_an_installation_that_was(monkeypatch):
+    """What users usually do, as a user with an empty home, beside a cache that only root may write."""
+    monkeypatch.undo()
+    with tempfile.TemporaryDirectory() as name:
+        (folder := Path(name)).chmod(0o755)
+        (home := folder / "home").mkdir()
+        os.chown(home, SOMEBODY, SOMEBODY)
+        env = {**os.environ, "HOME": str(home), "NUMBA_CACHE_DIR": str(folder / "own"), "TMPDIR": str(home)}
+        copy_compiled(folder / "own")  # what the command finds there it shares as what it compiles
+        (home / "chats.jsonl").write_text('{"prompt": "Is it?", "completion": "It is."}\n' * 4)
+        for words in ("compile", *USUAL.splitlines()):
+            program = [sys.executable, "-c", AS_SOMEBODY, folder / "compiled", *words.split()]
+            result = subprocess.run(program, env=env, cwd=home, capture_output=True, text=True)
+            assert result.returncode == 0, (words, result.stderr)
+            if words == "compile":
+                (path,) = (folder / "compiled").iterdir()
+                assert str(path) in result.stdout and path.stat().st_uid == 0
+            else:
+                assert COMPILING not in result.stdout + result.stderr, (words, result.stdout, result.stderr)
+        assert not (home / ".cache").exists() and not [*home.glob("distgpt-*")]

@@ -1,6 +1,7 @@
 """--dtype auto: which number format it is, that a run keeps it, and that one that is named stays."""
 
 import json
+import re
 from types import SimpleNamespace
 
 import distgpt as library
@@ -20,7 +21,7 @@ from distgpt.gpu.stage import GpuStage
 from distgpt.inference.evaluation.evaluate import evaluate
 from distgpt.models.quantized.rounded import quantize
 
-from conftest import SMALL, distgpt, inside, needs_mpi, train
+from conftest import SMALL, inside, needs_mpi, train
 
 STEPS = ("--steps", "4", "--save-every", "2")
 BF16, F32, FREE = ({stages.VARIABLE: name} for name in ("bfloat16", "float32", ""))
@@ -48,14 +49,16 @@ def free(monkeypatch):
     monkeypatch.delenv(stages.VARIABLE)
 
 
-@pytest.fixture
-def machine(monkeypatch, free):
-    """Make this a machine with these registers."""
-    return lambda shape: monkeypatch.setattr(processor, "shape", lambda: shape)
-
-
 def saved(path):
     return RunDirectory(path).saved().train.dtype
+
+
+def ran(out, *words, env=BF16):
+    """Train as these words say, and return the type that the run has recorded."""
+    own = ("--data", "story", "--threads", "1") if {"--init", "--depth"} & {*words} else SMALL
+    result = inside("train", *own, *STEPS, *words, "--out", out, env=env)
+    assert result.returncode == 0, result.stderr
+    return saved(out)
 
 
 def chosen(stage="serial", **settings):
@@ -72,24 +75,20 @@ def test_gpus_take_bfloat16_from_capability_8_on_and_the_oldest_decides(free):
     assert on_gpus((9, 0)).auto_dtype(weights=1000).name == "bfloat16"
 
 
-@pytest.mark.parametrize(
-    "shape, name",
-    [(ARM64, "float32"), (AVX2, "float32"), (AVX512, "float32"), (AVX512_BF16, "bfloat16"), (AMX, "bfloat16")],
-)
-def test_processors_take_it_whose_instructions_multiply_it_fast(shape, name, machine):
-    machine(shape)
+@pytest.mark.parametrize("shape, name, small, large", [
+    (ARM64, "float32", "float32", "float32"),  # where it was never timed
+    (AVX2, "float32", "float32", "bfloat16"),  # long reads of weights decide for generation
+    (AVX512, "float32", "float32", "bfloat16"),
+    (AVX512_BF16, "bfloat16", "bfloat16", "bfloat16"),
+    (AMX, "bfloat16", "bfloat16", "bfloat16"),
+])  # fmt: skip
+def test_processors_take_it_whose_instructions_multiply_it_fast(shape, name, small, large, monkeypatch, free):
+    monkeypatch.setattr(processor, "shape", lambda: shape)
     assert chosen().name == name and chosen().why
     assert chosen(matmul="blas").name == "float32"
-
-
-def test_long_reads_of_weights_decide_for_generation_on_cpus(machine):
     stage = open_stage("serial", 1)
-    for shape, small, large in ((AVX2, "float32", "bfloat16"), (AVX512_BF16, "bfloat16", "bfloat16")):
-        machine(shape)
-        assert stage.auto_dtype(weights=1 << 20).name == small
-        assert stage.auto_dtype(weights=stages.READ_FROM_MEMORY // 4).name == large
-    machine(ARM64)  # where it was never timed
-    assert stage.auto_dtype(weights=stages.READ_FROM_MEMORY).name == "float32"
+    assert stage.auto_dtype(weights=1 << 20).name == small
+    assert stage.auto_dtype(weights=stages.READ_FROM_MEMORY // 4).name == large
 
 
 def test_the_variable_names_it_and_must_name_one(monkeypatch):
@@ -99,79 +98,50 @@ def test_the_variable_names_it_and_must_name_one(monkeypatch):
         chosen()
 
 
-@pytest.mark.ci
-def test_a_run_says_what_it_takes_and_why_and_writes_it(tmp_path):
+def test_a_run_reports_and_records_what_it_takes_and_keeps_it(tmp_path, free):
     """On this processor, whatever it is."""
-    result = distgpt("train", *SMALL, *STEPS, "--out", tmp_path / "run", env=FREE)
-    assert result.returncode == 0, result.stderr
-    dtype = saved(tmp_path / "run")
-    with pytest.MonkeyPatch.context() as patched:
-        patched.delenv(stages.VARIABLE)
-        expected = chosen()
-    assert dtype == expected.name and f"{dtype}: {expected.why}" in result.stdout
-    assert "auto" not in {line.partition("dtype = ")[2].strip('"') for line in toml_lines(tmp_path / "run")}
+    expected, out = chosen(), tmp_path / "run"
+    result = inside("train", *SMALL, *STEPS, "--out", out, env=FREE)
+    assert result.returncode == 0 and f"{expected.name}: {expected.why}" in result.stdout
+    assert saved(out) == expected.name
+    assert not re.search('dtype = "auto"', RunDirectory(out).config.read_text())
+    other = F32 if expected.name == "bfloat16" else BF16
+    assert ran(tmp_path / "branch", "--steps", "6", "--resume", out, env=other) == expected.name
+    assert ran(out, "--steps", "6", "--resume", "auto", "--dtype", "auto", env=other) == expected.name
 
 
-def toml_lines(path):
-    return RunDirectory(path).config.read_text().splitlines()
-
-
-@pytest.mark.ci
-def test_a_resumed_run_keeps_its_own(tmp_path):
-    for first, second, more in ((BF16, F32, ()), (F32, BF16, ("--dtype", "auto"))):
-        out = train(tmp_path / first[stages.VARIABLE], *STEPS, env=first)
-        assert saved(out) == first[stages.VARIABLE]
-        resumed = train(out, "--steps", "6", "--resume", "auto", *more, env=second)
-        assert saved(resumed) == first[stages.VARIABLE]
-        branch = train(tmp_path / f"{out.name}-branch", "--steps", "6", "--resume", out, *more, env=second)
-        assert saved(branch) == first[stages.VARIABLE]
-
-
-@pytest.mark.ci
-def test_a_type_that_is_named_stays_and_auto_may_be_named(tmp_path):
+@pytest.mark.parametrize("words, expected", [
+    ("--config {folder}/double.toml", "float64"),
+    ("--config {folder}/open.toml", "bfloat16"),
+    ("--config {folder}/double.toml --dtype auto", "bfloat16"),
+    ("--dtype float32", "float32"),
+    ("--reproducible-parts 2", "bfloat16"),
+    ("--deterministic", "bfloat16"),
+    ("--init {base}", "bfloat16"),
+    ("--init {base} --lora-rank 2", "bfloat16"),
+    ("--init {rounded} --lora-rank 2", "bfloat16"),
+    ("--depth 1 --seq-len 16 --batch-size 8", "bfloat16"),
+])  # fmt: skip
+def test_a_type_that_is_named_stays_and_every_other_run_takes_it(words, expected, tmp_path, trained):
     (tmp_path / "double.toml").write_text('dtype = "float64"\n')
     (tmp_path / "open.toml").write_text('[train]\ndtype = "auto"\n')
-    assert saved(train(tmp_path / "a", "--config", tmp_path / "double.toml", *STEPS, env=BF16)) == "float64"
-    assert saved(train(tmp_path / "b", "--config", tmp_path / "open.toml", *STEPS, env=BF16)) == "bfloat16"
-    words = ("--config", tmp_path / "double.toml", "--dtype", "auto")
-    assert saved(train(tmp_path / "c", *words, *STEPS, env=BF16)) == "bfloat16"
-    assert saved(train(tmp_path / "d", "--dtype", "float32", *STEPS, env=BF16)) == "float32"
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        "--reproducible-parts 2",
-        "--deterministic",
-        "--init {base}",
-        "--init {base} --lora-rank 2",
-        "--init {rounded} --lora-rank 2",
-        "--depth 1 --seq-len 16 --batch-size 8",
-    ],
-)
-def test_every_kind_of_run_takes_it(words, tmp_path, trained):
     rounded = tmp_path / "int8.safetensors"
     if "{rounded}" in words:
         quantize(trained / "weights.safetensors", rounded)
-    words = words.format(base=trained, rounded=rounded).split()
-    own = ["--data", "story", "--threads", "1"] if {"--init", "--depth"} & {*words} else SMALL
-    result = inside("train", *own, *words, *STEPS, "--out", tmp_path / "run", env=BF16)
-    assert result.returncode == 0, result.stderr
-    assert saved(tmp_path / "run") == "bfloat16"
+    assert ran(tmp_path / "run", *words.format(base=trained, rounded=rounded, folder=tmp_path).split()) == expected
 
 
 @pytest.mark.ci
 @pytest.mark.ranks
 @needs_mpi
 def test_ranks_agree(tmp_path):
-    for number, words in enumerate(("--grad-sync sharded", "--outer-every 2")):
-        assert saved(train(tmp_path / str(number), *STEPS, *words.split(), ranks=2, env=BF16)) == "bfloat16"
+    assert saved(train(tmp_path / "run", *STEPS, "--outer-every", "2", ranks=2, env=BF16)) == "bfloat16"
 
 
 @pytest.mark.ci
 def test_within_measures_in_it(tmp_path):
     words = ("--within", "4s", "--data", "story", "--threads", "1", "--out", tmp_path / "run")
-    result = distgpt("train", *words, env=BF16)
+    result = inside("train", *words, env=BF16)
     assert result.returncode == 0, result.stderr
     assert saved(tmp_path / "run") == "bfloat16" and "--within: depth" in result.stdout
 
@@ -180,9 +150,10 @@ def test_within_measures_in_it(tmp_path):
 def test_tuning_generation_and_python(tmp_path, trained, monkeypatch):
     monkeypatch.setenv(stages.VARIABLE, "bfloat16")
     (tmp_path / "chats.jsonl").write_text('{"text": "abc"}\n' * 4)
-    base = train(tmp_path / "base", "--tokenizer", "byte", *STEPS)
-    words = ("--weights", base, "--data", tmp_path / "chats.jsonl", "--out", tmp_path / "tuned")
-    tuned = inside("tune", *words)
+    ran(tmp_path / "base", "--tokenizer", "byte")
+    tuned = inside(
+        *("tune", "--weights", tmp_path / "base", "--data", tmp_path / "chats.jsonl", "--out", tmp_path / "tuned")
+    )
     assert tuned.returncode == 0, tuned.stderr
     assert saved(tmp_path / "tuned") == "bfloat16"
     stage, weights = open_stage("serial", 1), trained / "weights.safetensors"
@@ -198,42 +169,38 @@ def test_tuning_generation_and_python(tmp_path, trained, monkeypatch):
     assert saved(run.directory) == "bfloat16"
 
 
-def test_estimate_bench_and_compare_stages(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    words = ("--preset", "tiny", "--n-layer", "1", "--n-embd", "16", "--n-head", "1", "--batch-size", "2")
-    found = inside("estimate", *words, "--no-measure", "--json", env=BF16)
+@pytest.mark.parametrize("words, env", [
+    ("--preset tiny --n-layer 1 --n-embd 16 --n-head 1 --batch-size 2", BF16),
+    ("--preset gpt2 --stage cuda", FREE),  # of the GPU that is imagined
+])  # fmt: skip
+def test_an_estimate_takes_it(words, env, tmp_path):
+    found = inside("estimate", *words.split(), "--no-measure", "--json", env=env, cwd=tmp_path)
     assert json.loads(found.stdout)["dtype"] == "bfloat16", found.stderr
-    found = inside("estimate", "--preset", "gpt2", "--stage", "cuda", "--no-measure", "--json", env=FREE)
-    assert json.loads(found.stdout)["dtype"] == "bfloat16", found.stderr  # of the GPU that is imagined
+
+
+def test_options_offer_it():
     assert "--dtype [float32|" in inside("bench", "stages", "--help-all").stdout
     assert "default: auto" in " ".join(inside("train", "--help").stdout.split())
+    with pytest.raises(UsageError, match="dtype"):  # a configuration holds what it was resolved to
+        RunConfig().with_values({"dtype": "auto"})
+    result = inside("train", *SMALL, "--dtype", "float16")
+    assert result.returncode == 2 and "'auto'" in result.stderr
 
 
 def test_a_sweep_decides_once(tmp_path):
-    (tmp_path / "grid.toml").write_text(
-        'preset = "tiny-adamw"\nn_layer = 1\nn_embd = 16\nn_head = 1\nseq_len = 16\n'
-        "steps = 2\nbatch_size = 2\n"
-        '[sweep]\nmetric = "loss"\nlr = [0.01]\n'
-    )
-    words = ("sweep", tmp_path / "grid.toml", "--threads", "1", "--out", tmp_path / "sweep")
-    assert inside(*words, env=BF16).returncode == 0
-    grid = (tmp_path / "grid.toml").read_text()
-    (tmp_path / "grid.toml").write_text(grid.replace("[0.01]", "[0.01, 0.02]"))
-    result = inside(*words, env=F32)
-    assert result.returncode == 0, result.stderr
-    runs = sorted((tmp_path / "sweep").glob("lr=*"))
-    assert len(runs) == 2 and {saved(run) for run in runs} == {"bfloat16"}
+    out, grid = tmp_path / "sweep", 'preset = "tiny-adamw"\nn_layer = 1\nn_embd = 16\nn_head = 1\nseq_len = 16\n'
+    grid += 'steps = 2\nbatch_size = 2\n[sweep]\nmetric = "loss"\n'
+
+    def swept(rates, env):
+        (tmp_path / "grid.toml").write_text(f"{grid}lr = {rates}\n")
+        result = inside("sweep", tmp_path / "grid.toml", "--threads", "1", "--out", out, env=env)
+        assert result.returncode == 0, result.stderr
+        return [saved(run) for run in sorted(out.glob("lr=*"))]
+
+    swept([0.01], BF16)
+    assert swept([0.01, 0.02], F32) == ["bfloat16"] * 2
     # One of an earlier version, whose grid has no dtype, computed in float32.
-    before = json.loads((tmp_path / "sweep" / "grid.json").read_text())
+    before = json.loads((out / "grid.json").read_text())
     del before["fixed"]["dtype"]
-    (tmp_path / "sweep" / "grid.json").write_text(json.dumps(before))
-    (tmp_path / "grid.toml").write_text(grid.replace("[0.01]", "[0.01, 0.02, 0.03]"))
-    assert inside(*words, env=BF16).returncode == 0
-    assert saved(sorted((tmp_path / "sweep").glob("lr=*"))[-1]) == "float32"
-
-
-def test_no_configuration_holds_it(tmp_path):
-    with pytest.raises(UsageError, match="dtype"):
-        RunConfig().with_values({"dtype": "auto"})
-    result = inside("train", *SMALL, "--dtype", "float16", "--out", tmp_path / "none")
-    assert result.returncode == 2 and "'auto'" in result.stderr
+    (out / "grid.json").write_text(json.dumps(before))
+    assert swept([0.01, 0.02, 0.03], BF16)[-1] == "float32"

@@ -27,7 +27,7 @@ stage = open_stage("serial", 2)
 kernels = stage.kernels(run.train.dtype, run.train.matmul_backend)
 missing = compile_workers.missing_loops(stage, run.train.dtype, run.train.matmul_backend, work)
 print(len(missing), len(list(disk_cache.folder().glob("*.loop"))))
-helper = compile_workers._started([compile_workers._name(each) for each in missing])
+helper = compile_workers.started([compile_workers.loop_name(each) for each in missing])
 assert helper.wait(300) == 0
 before = len(list(disk_cache.folder().iterdir()))
 work(kernels)

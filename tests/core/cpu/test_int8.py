@@ -1,19 +1,16 @@
 """int8 and int4 matmul against NumPy, integers to the bit, in every way that a processor may have."""
 
-import ctypes
-
-import llvmlite.binding as llvm
 import numpy as np
 import pytest
 from distgpt.core.cpu.compiling.jit import jit
 from distgpt.core.cpu.compiling.processor import ARM64, AVX2, AVX512, features
-from distgpt.core.cpu.matmul import assembled
 from distgpt.core.cpu.matmul.packing import aligned
 from distgpt.core.ops.low_precision import from_bfloat16
 from distgpt.inference.decoding.loops.operands import element
 from distgpt.inference.quantized import int4, int8, operands
 from distgpt.inference.quantized.integers import BLOCKS, LEVELS, quantise, restored
 from distgpt.inference.quantized.operands import DOT, Integers, blocks_tile, quantise_row, record_of
+from microkernels import routine
 from plain_int4 import quantise4
 
 # Registers, what is said of the processor, and the way that follows; where it has these features too.
@@ -55,15 +52,6 @@ def panel_of(q, scales, columns, dot, of):
     return out
 
 
-def compiled(registers, dot, of):
-    """The microkernel as a Python function, and what keeps it alive."""
-    engine = llvm.create_mcjit_compiler(assembled._verified(of.module(registers, dot)), assembled._machine())
-    engine.finalize_object()
-    i, p = ctypes.c_int64, ctypes.c_void_p
-    kind = ctypes.CFUNCTYPE(None, i, i, p, i, p, p, i, i, p, i)
-    return kind(engine.get_function_address("tile")), engine
-
-
 @pytest.mark.parametrize("of", [int8, int4], ids=["int8", "int4"])
 @pytest.mark.parametrize("way", WAYS)
 def test_integers_are_exact_in_every_way(way, of):
@@ -74,7 +62,7 @@ def test_integers_are_exact_in_every_way(way, of):
     assert dot.kind == kind
     if not needed <= features():
         pytest.skip(f"needs {needed}")
-    tile, alive = compiled(registers, dot, of)
+    tile = routine(of.module(registers, dot), "tile", "nnpnppnnpn")
     random = np.random.default_rng(5)
     n = registers.columns
     for rows in range(1, dot.rows + 1):
@@ -91,11 +79,9 @@ def test_integers_are_exact_in_every_way(way, of):
             exact = (dots * row_scales[:, None] * scales).sum(2)
             c, bias = np.full((rows, n + 3), np.nan, np.float32), np.arange(n, dtype=np.float32)
             for flags, expected in ((0, exact), (2, exact + bias), (1, 2 * exact + bias)):
-                tile(rows, blocks, left.ctypes.data, left.strides[0], right.ctypes.data, c.ctypes.data,
-                     c.strides[0], columns, bias.ctypes.data, flags)  # fmt: skip
+                tile(rows, blocks, left, left.strides[0], right, c, c.strides[0], columns, bias, flags)
                 np.testing.assert_array_equal(c[:, :columns], expected[:, :columns])
                 assert np.isnan(c[:, columns:]).all()
-    assert alive
 
 
 def panels_of(w, columns):
@@ -125,7 +111,7 @@ def elements(out, w):
             out[i, k] = element(w, i, k)
 
 
-@pytest.mark.parametrize("rounding", [quantise, quantise4])
+@pytest.mark.parametrize("rounding", [quantise, pytest.param(quantise4, marks=pytest.mark.ci)])  # compiled for each
 @pytest.mark.parametrize("n, k", [(1, 1), (70, 64), (33, 130), (128, 200)])
 def test_a_matrix_is_rounded_packed_and_multiplied(n, k, rounding):
     random = np.random.default_rng(n + k)

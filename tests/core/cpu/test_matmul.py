@@ -3,6 +3,7 @@
 All arrays are contiguous, as the model's are, so that other tests share what is compiled for them.
 """
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -17,20 +18,12 @@ from distgpt.core.cpu.matmul.blocked import backward, forward, product_scratch, 
 from distgpt.core.cpu.matmul.layers import BlasMatmuls, OwnMatmuls, bands
 from distgpt.core.cpu.pool import pool_of
 from distgpt.core.ops.api import Affine
-from distgpt.core.ops.low_precision import from_bfloat16, to_bfloat16
+from distgpt.core.ops.low_precision import to_bfloat16
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from microkernels import BITS, FLOAT, GUARD, stored, wide
 
-FLOAT, BITS = "float32", "uint16"
-GUARD = {FLOAT: np.float32(np.nan), BITS: np.uint16(0x7FC1)}
 TOLERANCE = {FLOAT: 2e-6, BITS: 2.0**-8}  # of the largest product of a row and a column of absolute values
-
-
-def wide(x):
-    """The values of an array, in float64."""
-    return np.asarray(from_bfloat16(x) if x.dtype == np.uint16 else x, np.float64)
-
-
-def stored(x, kind):
-    return x.astype(np.float32) if kind == FLOAT else to_bfloat16(x)
 
 
 def sides():
@@ -57,7 +50,7 @@ def dirty(packed):
     return packed
 
 
-SIZES = {
+SMALL_CACHES = {
     "PANEL_BYTES": 16 << 10,
     "GROUP_BYTES": 48 << 10,
     "CUT_GROUP_BYTES": 32 << 10,
@@ -67,114 +60,101 @@ SIZES = {
 }
 
 
-@pytest.fixture
-def small_caches(monkeypatch):
-    """Sizes at which a short k is cut into stretches, and a few rows into blocks, in half of the cases."""
-    usual = {name: getattr(blocked, name) for name in SIZES}
-
-    def set_for(case):
-        for name, size in usual.items():
-            monkeypatch.setattr(blocked, name, SIZES[name] if case % 2 else size)
-
-    return set_for
+@contextlib.contextmanager
+def small_caches(are_small):
+    """Sizes at which a short k is cut into stretches, and a few rows into blocks."""
+    with pytest.MonkeyPatch.context() as patched:
+        for name, size in SMALL_CACHES.items() if are_small else ():
+            patched.setattr(blocked, name, size)
+        yield
 
 
-def check(found, expected, reach, kind, what):
+def check(found, expected, reach, kind):
     """Within rounding of sums in float32, relative to the sum of absolute values."""
     error = np.abs(wide(found) - expected) / np.maximum(reach, 1e-30)
-    assert error.max() <= TOLERANCE[kind], (what, error.max())
+    assert error.max() <= TOLERANCE[kind]
+
+
+SHAPES = st.tuples(*[st.sampled_from(sides())] * 3)
+BOTH = st.booleans()
 
 
 @pytest.mark.parametrize("kind", [FLOAT, BITS])
-def test_odd_shapes_with_bias_and_without(kind, small_caches):
-    random = np.random.default_rng(1)
-    for case in range(200):
-        m, n, k = (int(side) for side in random.choice(sides(), 3))
-        what = (m, n, k, case)
-        x, w = (stored(random.standard_normal((side, k)), kind) for side in (m, n))
-        small_caches(case // 2)
-        own = dirty(scratch(kind, m, k, bool(random.integers(2))))
-        bias = random.standard_normal(n).astype(np.float32) if case % 3 and case % 2 else None
-        c, behind = guarded(m, n, kind)
-        first, last = (0, m) if case % 4 else sorted(int(i) for i in random.integers(0, m + 1, 2))
-        cut = n // 2 // packing.COLUMNS * packing.COLUMNS
+@given(SHAPES, BOTH, BOTH, st.sampled_from(["forward", "forward with bias", "backward"]), st.floats(0, 1))
+@settings(max_examples=150)
+def test_odd_shapes_with_bias_and_without(kind, shape, small, transposed, way, part):
+    """Some of the rows, in two stretches of columns."""
+    (m, n, k), random = shape, np.random.default_rng(1)
+    x, w = (stored(random.standard_normal((side, k)), kind) for side in (m, n))
+    bias = random.standard_normal(n).astype(np.float32) if way == "forward with bias" else None
+    c, behind = guarded(m, n, kind)
+    first, last = sorted((int(part * m), m if part < 0.7 else m // 2))
+    cut = n // 2 // packing.COLUMNS * packing.COLUMNS
+    with small_caches(small):
+        own = dirty(scratch(kind, m, k, transposed))
         for begin, end in ((0, cut), (cut, n)):
-            if case % 2:
-                forward(first, last, begin, end, c, x, w, bias, own)
-            else:
+            if way == "backward":
                 backward(first, last, begin, end, c, x, np.ascontiguousarray(w.T), own)
-        added = 0 if bias is None else bias
-        if first < last:
-            reach = np.abs(wide(x)) @ np.abs(wide(w)).T + np.abs(added)
-            expected = wide(x) @ wide(w).T + added
-            check(c[first:last], expected[first:last], reach[first:last], kind, what)
-        assert untouched(behind) and untouched(np.delete(c, np.s_[first:last], axis=0)), what
+            else:
+                forward(first, last, begin, end, c, x, w, bias, own)
+    added = 0 if bias is None else bias
+    if first < last:
+        reach = np.abs(wide(x)) @ np.abs(wide(w)).T + np.abs(added)
+        check(c[first:last], (wide(x) @ wide(w).T + added)[first:last], reach[first:last], kind)
+    assert untouched(behind) and untouched(np.delete(c, np.s_[first:last], axis=0))
 
 
 @pytest.mark.parametrize("kind", [FLOAT, BITS])
-def test_transposed_rows_from_tiles_add_to_what_is_there(kind, small_caches):
-    """dw ← [dw +] dyᵀ x"""
-    random = np.random.default_rng(2)
-    for case in range(100):
-        m, n, k = (int(side) for side in random.choice(sides(), 3))  # outputs, inputs, tokens
-        dy, x = (stored(random.standard_normal((k, side)), kind) for side in (m, n))
-        small_caches(case)
-        own = dirty(product_scratch(kind, k, n, bool(random.integers(2))))
-        dw, behind = guarded(m, n, FLOAT)
-        accumulate = case % 2
-        before = random.standard_normal((m, n)).astype(np.float32)
-        if accumulate:
-            dw[...] = before
-        if case % 4 < 2:
-            cut = case % 7 * m // 7 // packing.ROWS * packing.ROWS
-            for first, last in ((0, cut), (cut, m)):
-                products(first, last, 0, n, dw, dy, x, own, accumulate)
-        else:
-            cut = case % 3 * n // 3 // packing.COLUMNS * packing.COLUMNS
-            for begin, end in ((0, cut), (cut, n)):
-                products(0, m, begin, end, dw, dy, x, own, accumulate)
-        reach = np.abs(wide(dy)).T @ np.abs(wide(x)) + np.abs(before)
-        check(dw, wide(dy).T @ wide(x) + accumulate * before, reach, FLOAT, (m, n, k, case))
-        assert untouched(behind)
+@given(SHAPES, BOTH, BOTH, BOTH, BOTH, st.floats(0, 1))
+@settings(max_examples=100)
+def test_transposed_rows_from_tiles_add_to_what_is_there(kind, shape, small, transposed, accumulate, by_rows, part):
+    """dw ← [dw +] dyᵀ x, in two stretches of rows or columns"""
+    (m, n, k), random = shape, np.random.default_rng(2)  # outputs, inputs, tokens
+    dy, x = (stored(random.standard_normal((k, side)), kind) for side in (m, n))
+    dw, behind = guarded(m, n, FLOAT)
+    before = random.standard_normal((m, n)).astype(np.float32)
+    if accumulate:
+        dw[...] = before
+    whole, unit = (m, packing.ROWS) if by_rows else (n, packing.COLUMNS)
+    cut = int(part * whole) // unit * unit
+    with small_caches(small):
+        own = dirty(product_scratch(kind, k, n, transposed))
+        for stretch in ((0, cut), (cut, whole)):
+            rows, columns = (stretch, (0, n)) if by_rows else ((0, m), stretch)
+            products(*rows, *columns, dw, dy, x, own, accumulate)
+    reach = np.abs(wide(dy)).T @ np.abs(wide(x)) + np.abs(before)
+    check(dw, wide(dy).T @ wide(x) + accumulate * before, reach, FLOAT)
+    assert untouched(behind)
 
 
 @pytest.mark.parametrize("kind", [FLOAT, BITS])
-def test_threads_share_rows_and_panels_and_compute_the_same(kind):
+@pytest.mark.parametrize("tokens, outputs, inputs", [
+    (300, 70, 16), (300, 16, 70), (261, 33, 32), (40, 8, 8), (5, 300, 96), (9, 4500, 64),
+])  # fmt: skip
+def test_threads_share_rows_and_panels_and_compute_the_same(kind, tokens, outputs, inputs):
     """Thin sides are those of adapters; 5 rows of 300 outputs share the panels of 96 inputs."""
-    random = np.random.default_rng(5)
-    every = [OwnMatmuls(pool_of(threads), kind) for threads in (1, 2, 3, 16, 64)]
-    for tokens, outputs, inputs in (
-        (300, 70, 16),
-        (300, 16, 70),
-        (261, 33, 32),
-        (40, 8, 8),
-        (5, 300, 96),
-        (9, 4500, 64),
-    ):
-        dy, x, w = (
-            stored(random.standard_normal(shape), kind)
-            for shape in ((tokens, outputs), (tokens, inputs), (outputs, inputs))
-        )
-        found = []
-        for matmuls in every:
-            shapes = (*dy.shape, kind), (*x.shape, kind), (outputs, inputs, FLOAT)
-            (y, dx, again), behind = zip(*(guarded(*shape) for shape in shapes), strict=True)
-            dw = np.ones((outputs, inputs), FLOAT)
-            matmuls.forward(y, x, w, None)
-            matmuls.backward_weights(dw, dy, x, True)
-            matmuls.backward(dx, dy, w)
-            matmuls.backward_weights(again, dy, x, False)
-            found.append((dw, dx, again, y))
-            assert all(map(untouched, behind))
-        for more in found[1:]:
-            for ours, theirs in zip(found[0], more, strict=True):
-                assert np.array_equal(ours, theirs), (tokens, outputs, inputs)
-        dw, dx, again, y = found[0]
-        expected, reach = wide(dy).T @ wide(x), np.abs(wide(dy)).T @ np.abs(wide(x))
-        check(dw, 1 + expected, 1 + reach, FLOAT, (tokens, outputs, inputs))
-        check(again, expected, reach, FLOAT, (tokens, outputs, inputs))
-        check(dx, wide(dy) @ wide(w), np.abs(wide(dy)) @ np.abs(wide(w)), kind, (tokens, outputs, inputs))
-        check(y, wide(x) @ wide(w).T, np.abs(wide(x)) @ np.abs(wide(w)).T, kind, (tokens, outputs, inputs))
+    random, found = np.random.default_rng(5), []
+    shapes = ((tokens, outputs), (tokens, inputs), (outputs, inputs))
+    dy, x, w = (stored(random.standard_normal(shape), kind) for shape in shapes)
+    for threads in (1, 2, 3, 16, 64):
+        matmuls = OwnMatmuls(pool_of(threads), kind)
+        of = (*dy.shape, kind), (*x.shape, kind), (outputs, inputs, FLOAT)
+        (y, dx, again), behind = zip(*(guarded(*shape) for shape in of), strict=True)
+        dw = np.ones((outputs, inputs), FLOAT)
+        matmuls.forward(y, x, w, None)
+        matmuls.backward_weights(dw, dy, x, True)
+        matmuls.backward(dx, dy, w)
+        matmuls.backward_weights(again, dy, x, False)
+        assert all(map(untouched, behind))
+        found.append((dw, dx, again, y))
+        for ours, theirs in zip(found[0], found[-1], strict=True):
+            assert np.array_equal(ours, theirs), threads
+    dw, dx, again, y = found[0]
+    expected, reach = wide(dy).T @ wide(x), np.abs(wide(dy)).T @ np.abs(wide(x))
+    check(dw, 1 + expected, 1 + reach, FLOAT)
+    check(again, expected, reach, FLOAT)
+    check(dx, wide(dy) @ wide(w), np.abs(wide(dy)) @ np.abs(wide(w)), kind)
+    check(y, wide(x) @ wide(w).T, np.abs(wide(x)) @ np.abs(wide(w)).T, kind)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 7, 16, 64, 96])
@@ -249,43 +229,31 @@ def test_words_are_transposed():
 # -- which matmul float32 uses: the one requested, or the faster one by a table of processors
 
 
-def results(kernels, rows, inputs, outputs):
-    random = np.random.default_rng(0)
-    x, w, b, dy = (
-        random.standard_normal(shape).astype(kernels.dtype)
-        for shape in ((rows, inputs), (outputs, inputs), outputs, (rows, outputs))
-    )
+@pytest.mark.parametrize("matmul", ["auto", "own", "blas"])
+@pytest.mark.parametrize("rows, inputs, outputs", [(5, 3, 70), (100, 64, 2048), (70, 2048, 65), (9, 512, 512)])
+def test_each_computes_the_same(matmul, rows, inputs, outputs):
+    random, kernels = np.random.default_rng(0), CpuKernels("float32", 2, matmul)
+    shapes = ((rows, inputs), (outputs, inputs), outputs, (rows, outputs))
+    x, w, b, dy = (random.standard_normal(shape).astype("float32") for shape in shapes)
     y, dx, dw, db = (np.full_like(array, np.nan) for array in (dy, x, w, b))
     kernels.linear(y, x, Affine(w, b))
     kernels.linear_backward(dx, dy, w)
-    kernels.linear_backward_weights(Affine(dw, db), dy, x, False)
-    kernels.linear_backward_weights(Affine(dw, db), dy, x, True)
-    expected = x @ w.T + b, dy @ w, 2 * dy.T @ x, 2 * dy.sum(0)
-    return (y, dx, dw, db), expected
+    for accumulate in (False, True):
+        kernels.linear_backward_weights(Affine(dw, db), dy, x, accumulate)
+    for found, expected in ((y, x @ w.T + b), (dx, dy @ w), (dw, 2 * dy.T @ x), (db, 2 * dy.sum(0))):
+        assert np.abs(found - expected).max() <= 2e-6 * np.abs(expected).max()
 
 
-@pytest.mark.parametrize("matmul", ["auto", "own", "blas"])
-def test_each_computes_the_same(matmul):
-    for shape in ((5, 3, 70), (100, 64, 2048), (70, 2048, 65), (9, 512, 512)):
-        for found, expected in zip(*results(CpuKernels("float32", 2, matmul), *shape), strict=True):
-            assert np.abs(found - expected).max() <= 2e-6 * np.abs(expected).max(), shape
-
-
-def test_what_is_requested_is_used():
-    assert isinstance(CpuKernels("float32", 2, "own").matmuls, OwnMatmuls)
-    assert isinstance(CpuKernels("float32", 2, "blas").matmuls, BlasMatmuls)
-    for matmul in ("own", "auto"):
-        assert isinstance(CpuKernels("float64", 2, matmul).matmuls, BlasMatmuls)
-
-
-@pytest.mark.parametrize(
-    ("name", "chosen"),
-    [("znver4", OwnMatmuls), ("znver3", BlasMatmuls), ("znver5", BlasMatmuls), ("unheard-of", BlasMatmuls)],
-)
-def test_the_processor_decides_unless_it_is_requested(name, chosen, monkeypatch):
+@pytest.mark.parametrize("name, dtype, matmul, chosen", [
+    *((name, "float32", "own", OwnMatmuls) for name in ("znver3", "znver4")),
+    *((name, "float32", "blas", BlasMatmuls) for name in ("znver3", "znver4")),
+    *(("znver4", "float64", matmul, BlasMatmuls) for matmul in ("own", "auto")),
+    ("znver4", "float32", "auto", OwnMatmuls),
+    *((name, "float32", "auto", BlasMatmuls) for name in ("znver3", "znver5", "unheard-of")),
+])  # fmt: skip
+def test_the_processor_decides_unless_it_is_requested(name, dtype, matmul, chosen, monkeypatch):
     monkeypatch.setattr(layers, "processor", lambda: (name, ""))
-    assert isinstance(CpuKernels("float32", 1).matmuls, chosen)
-    assert isinstance(CpuKernels("float32", 1, "blas").matmuls, BlasMatmuls)
+    assert isinstance(CpuKernels(dtype, 1, matmul).matmuls, chosen)
 
 
 # A choice: each loop is compiled anew for that processor, which takes long.

@@ -1,12 +1,26 @@
-"""The thread pool: shared by all models of a process, and by threads of the user one after the other."""
+"""The thread pool, shared by all models and threads of a process: jobs in Python, and calls of compiled loops.
 
+Helpers that wait in compiled code for orders still do whatever else their pool has to do.
+"""
+
+import gc
+import subprocess
+import sys
 import threading
 import time
+import weakref
+from pathlib import Path
 
+import numpy as np
 import pytest
 from distgpt.api import GPT
 from distgpt.core.comm.api import SerialComm
 from distgpt.core.config import ModelConfig, RunConfig
+from distgpt.core.cpu.compiling.barrier import counters, wait_for_all
+from distgpt.core.cpu.compiling.jit import jit
+from distgpt.core.cpu.graphs.calls import PackedArgs
+from distgpt.core.cpu.graphs.launch import CommandSlot, ParallelLaunch
+from distgpt.core.cpu.graphs.loops import unpack_args
 from distgpt.core.cpu.kernels import CpuKernels
 from distgpt.core.cpu.pool import Pool, pool_of
 from distgpt.core.model.model import Architecture, Model
@@ -14,36 +28,111 @@ from distgpt.core.saved.modelfile import Description
 from forks import forked
 
 
+@jit
+def count(seen, number, value, counter, n_threads):
+    """Write into one's own element, meet the others, then look whether all have."""
+    seen[0, number] += value
+    wait_for_all(counter, 0, n_threads)
+    for each in range(n_threads):
+        seen[1, number] += seen[0, each]
+
+
+@jit
+def fail(number, failing, counter, n_threads):
+    if number == failing:
+        raise RuntimeError
+    wait_for_all(counter, 0, n_threads)
+
+
+@jit
+def read_packed(seen, number, packed):
+    values, factor = unpack_args(packed)
+    seen[number] = values[0] * factor
+
+
+class Counting:
+    """Orders that count, and what they should have counted."""
+
+    def __init__(self, pool):
+        self.seen, self.counter = np.zeros((2, pool.threads), np.int64), counters(1, pool.threads)[0]
+        arguments = [(self.seen, i, 1, self.counter, pool.threads) for i in range(pool.threads)]
+        self.orders = ParallelLaunch(pool, count, arguments, [self.counter])
+
+    def own(self):
+        """Do what the first thread's call does."""
+        count(self.seen, 0, 1, self.counter, len(self.seen[0]))
+
+    def check(self, value=1):
+        self.seen[...] = 0
+        self.orders.put(2, value)
+        assert self.orders.run() == []
+        threads = len(self.seen[0])
+        assert self.seen.tolist() == [[value] * threads, [value * threads] * threads]
+
+
 def test_models_share_one_pool():
     before = threading.active_count()
-    pools = {CpuKernels("float32", 3)._pool for _ in range(4)}
-    assert len(pools) == 1
-    assert threading.active_count() <= before + 2
+    alive = [CpuKernels("float32", 3) for _ in range(4)]
+    assert alive and threading.active_count() <= before + 2
 
 
-@pytest.mark.parametrize("call", ["run_parts", "split_range", "run_together"])
+@pytest.mark.parametrize("threads", [2, 3, 16])
+def test_all_threads_make_their_calls(threads):
+    pool = Pool(threads)
+    counting = Counting(pool)
+    for value in range(1, 50):
+        counting.check(value)
+    assert isinstance(pool.task, CommandSlot)
+    time.sleep(0.05)
+    began = time.process_time()
+    time.sleep(0.3)
+    assert time.process_time() - began < 0.1  # helpers sleep
+    counting.check()  # and are woken
+
+
+def test_jobs_in_python_call_helpers_back():
+    pool = Pool(3)
+    countings = [Counting(pool) for _ in range(2)]
+    for turn in range(200):
+        countings[turn % 2].check()
+        if turn % 3:
+            done = []
+            pool.run_parts(done.append, 1 + turn % 5)  # also jobs of fewer parts than helpers
+            assert sorted(done) == list(range(1 + turn % 5))
+
+
+@pytest.mark.parametrize("call", ["run_parts", "split_range", "run_together", "orders"])
 def test_threads_of_the_user_take_turns(call):
     """Each gets the results of its own job, though all share one pool."""
     pool, wrong = Pool(2), []
 
-    def job(size):
-        for _ in range(100):
-            done = [0] * size
+    def work(size):
+        done = [0] * size
 
-            def count(first, last, done=done):
-                for i in range(first, last):
-                    done[i] += 1
+        def count(first, last):
+            for i in range(first, last):
+                done[i] += 1
 
-            if call == "run_parts":
-                pool.run_parts(lambda i, count=count: count(i, i + 1), size)
-            elif call == "split_range":
-                pool.split_range(size, 1, count)
-            else:
-                pool.run_together(lambda count=count, size=size: pool.split_range(size, 1, count))
-            if done != [1] * size:
-                wrong.append(done)
+        if call == "run_parts":
+            pool.run_parts(lambda i: count(i, i + 1), size)
+        elif call == "split_range":
+            pool.split_range(size, 1, count)
+        else:
+            pool.run_together(lambda: pool.split_range(size, 1, count))
+        assert done == [1] * size
 
-    users = [threading.Thread(target=job, args=(size,)) for size in (2, 3, 7)]
+    def use(size):
+        try:
+            counting = Counting(pool)
+            for turn in range(100):
+                if call == "orders":
+                    counting.check()
+                if call != "orders" or turn % 7 == size:
+                    work(size)
+        except BaseException as error:
+            wrong.append(error)
+
+    users = [threading.Thread(target=use, args=(size,)) for size in (2, 3, 7)]
     for user in users:
         user.start()
     for user in users:
@@ -87,11 +176,47 @@ def test_what_a_worker_raises_is_raised_and_the_pool_lives_on(failing):
     assert sorted(done) == [0, 1]
 
 
+@pytest.mark.parametrize("failing", range(3))
+def test_a_call_that_fails_is_told_and_the_pool_lives_on(failing):
+    pool = Pool(3)
+    counter = counters(1, 3)[0]
+    failing_orders = ParallelLaunch(pool, fail, [(i, failing, counter, 3) for i in range(3)], [counter])
+    for _ in range(5):
+        assert failing_orders.run() == [failing]
+        Counting(pool).check()
+
+
+def test_others_are_released_if_the_own_work_fails():
+    pool = Pool(3)
+    counting = Counting(pool)
+
+    def broken():
+        time.sleep(0.01)  # the others wait by now
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        counting.orders.run(broken)
+    for _ in range(3):
+        counting.check()
+
+
+def test_packed_arguments_and_arrays_are_passed_on():
+    pool = Pool(2)
+    seen = np.zeros(2, np.int64)
+    packed = [PackedArgs((np.array([10 + i]), 3)) for i in range(2)]
+    reading = ParallelLaunch(pool, read_packed, [(seen, i, packed[i]) for i in range(2)], [])
+    assert reading.run() == [] and seen.tolist() == [30, 33]
+    other = np.zeros(2, np.int64)
+    reading.put(0, other)
+    assert reading.run() == [] and other.tolist() == [30, 33]
+
+
 @pytest.mark.ci
-@pytest.mark.parametrize("busy", [False, True])
-def test_pools_from_before_a_fork_begin_anew_in_the_child(busy):
+@pytest.mark.parametrize("state", ["idle", "busy", "lent"])
+def test_pools_from_before_a_fork_begin_anew_in_the_child(state):
     """`multiprocessing` forks by default up to Python 3.13; another thread may have a job under way."""
     pool, ready, go = pool_of(2), threading.Event(), threading.Event()
+    counting = Counting(pool)
 
     def job():
         done = []
@@ -103,17 +228,24 @@ def test_pools_from_before_a_fork_begin_anew_in_the_child(busy):
         ready.set()
         go.wait()
 
+    def act():
+        counting.check()
+        return job()
+
     assert job() == [0, 1, 2, 4]
-    if busy:
-        (user := threading.Thread(target=pool.run_parts, args=(wait, 2))).start()
+    user = threading.Thread(target=pool.run_parts, args=(wait, 2))
+    if state == "busy":
+        user.start()
         ready.wait()
+    if state == "lent":
+        counting.check()
     try:
-        assert forked(job) == [0, 1, 2, 4]
+        assert forked(act) == [0, 1, 2, 4]
     finally:
         go.set()
-    if busy:
+    if state == "busy":
         user.join()
-    assert job() == [0, 1, 2, 4]
+    assert act() == [0, 1, 2, 4]
 
 
 @pytest.mark.ci
@@ -125,3 +257,73 @@ def test_a_model_from_before_a_fork_computes_in_the_child():
     gpt = GPT(model, Description(RunConfig(model=model.config), None), SerialComm())
     expected = gpt.logits([[1, 2, 3]] * 8).tolist(), gpt.generate([1, 2], 5)
     assert forked(lambda: [gpt.logits([[1, 2, 3]] * 8).tolist(), gpt.generate([1, 2], 5)]) == [*expected]
+
+
+def test_a_pool_keeps_no_array_of_an_order_that_has_run():
+    pool = Pool(2)
+    counting = Counting(pool)
+    counting.check()
+    with pytest.raises(ZeroDivisionError):
+        counting.orders.run(lambda: 1 / 0)
+    seen = weakref.ref(counting.seen)
+    gc.disable()  # nothing may wait for it
+    try:
+        del counting
+        assert seen() is None
+    finally:
+        gc.enable()
+
+
+# The clock's signal comes between any two steps of the interpreter: one that another thread sends comes
+# where this one has given the interpreter's lock away. Exceptions are kept with all their frames, as a
+# notebook keeps them.
+INTERRUPTED = """
+import random, signal, sys
+sys.path[:0] = {path}
+from test_pool import Counting
+from distgpt.core.base.interrupts import signals_deferred
+from distgpt.core.cpu.pool import Pool
+
+pool, moments, kept = Pool(3), random.Random(1), []
+counting = Counting(pool)
+counting.check()
+signal.signal(signal.SIGALRM, lambda *about: signal.raise_signal(signal.SIGINT))
+
+for _ in range(400):
+    try:
+        signal.setitimer(signal.ITIMER_REAL, moments.uniform(1e-6, 0.002))
+        while True:
+            counting.orders.run()
+            with signals_deferred():
+                counting.orders.run(counting.own)
+            pool.run_parts(lambda part: None, 3)
+    except KeyboardInterrupt as error:
+        kept.append(error)
+    counting.check()
+"""
+
+
+@pytest.mark.ci
+def test_an_interrupt_may_come_anywhere():
+    script = INTERRUPTED.format(path=[str(Path(__file__).parent), *sys.path])
+    done = subprocess.run([sys.executable, "-c", script], stderr=subprocess.PIPE, text=True, timeout=120)
+    assert not done.returncode and not done.stderr, done.stderr
+
+
+ENDING = """
+import sys
+sys.path[:0] = {path}
+from test_pool import Counting
+from distgpt.core.cpu.pool import Pool
+
+Counting(Pool({threads})).check()
+print("counted", flush=True)
+"""
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("threads", [2, 16])
+def test_a_process_ends_while_its_helpers_wait(threads):
+    script = ENDING.format(path=[str(Path(__file__).parent), *sys.path], threads=threads)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "counted\n", "")

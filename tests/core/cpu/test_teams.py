@@ -13,6 +13,8 @@ from distgpt.core.cpu.matmul.blas import rows_round_alike
 from distgpt.core.cpu.pool import Pool
 from distgpt.core.cpu.teams import LOSS, Cost, Team, run_in_teams, share_out
 from distgpt.core.ops.api import MuonMatrix
+from hypothesis import given
+from hypothesis import strategies as st
 
 KERNELS = {
     "float32": partial(CpuKernels, "float32"),
@@ -32,16 +34,16 @@ SHAPES = {
 HOW = np.array([1.0]), np.array([1.0, 0.0, 0.9, 0.1, 0.2]), 1.0
 
 
-@pytest.mark.parametrize("kind", KERNELS)
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", pytest.param("float64", marks=pytest.mark.ci)])
 @pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES)
 def test_an_update_has_the_same_bits_on_any_number_of_threads(kind, shapes):
-    alone, *others = (_updated(KERNELS[kind](threads), shapes) for threads in (1, 2, 3, 5, 16))
+    alone, *others = (updated(KERNELS[kind](threads), shapes) for threads in (1, 2, 5, 16))
     for found in others:
         for array, wanted in zip(found, alone, strict=True):
             np.testing.assert_array_equal(array, wanted)
 
 
-def _updated(k, shapes):
+def updated(k, shapes):
     """Momenta, directions and orthogonalised updates, weights and second moments after a step."""
     random = np.random.default_rng(0)
     norm, scalars = np.array([3.0]), np.array([0.5, 0.7, 0.9, 1e-2, 0.3])
@@ -62,7 +64,7 @@ def _updated(k, shapes):
 
 def test_a_matrix_is_cut_where_its_rows_may_be():
     """Or the test before would compare nothing."""
-    members = {kind: share_out(((256, 1024),), 3, make(3)._polar_cost)[0].members for kind, make in KERNELS.items()}
+    members = {kind: share_out(((256, 1024),), 3, make(3).polar_cost)[0].members for kind, make in KERNELS.items()}
     assert members == {"float32": 3 if rows_round_alike() else 1, "float64": 1, "bfloat16": 3}
     assert share_out(((1024, 3072),), 4, muon.step_cost)[0].members == 3
 
@@ -99,43 +101,42 @@ def test_parts_cover_a_matrix_once():
     assert max(areas) < 1.15 * min(areas)
 
 
-def cost(shape):
-    return Cost(shape[0], shape[1])
+@pytest.mark.parametrize("works, threads, most, members", [
+    ([1] * 48, 16, 100, [1] * 16),
+    ([1], 4, 100, [4]),
+    ([1], 4, 3, [3]),
+    ([1], 4, 1, [1]),
+    ([1] * 2, 8, 100, [4, 4]),
+    ([1] * 3, 2, 100, [2]),  # a thread each, and one would wait for a quarter of the time
+    ([4, 1, 1, 1, 1], 2, 100, [1, 1]),
+    ([1] * 17, 16, 1, [1] * 16),
+    ([1] * 3, 5, 1, [1] * 3),
+    ([100, 1], 3, 100, [3]),
+])  # fmt: skip
+def test_jobs_are_shared_only_if_threads_would_wait_long(works, threads, most, members):
+    assert [team.members for team in shared(works, threads, most)] == members
 
 
-def test_jobs_are_shared_only_where_threads_would_wait_long():
-    def members(works, threads, most=100):
-        teams = share_out(tuple((work, most) for work in works), threads, cost)
-        assert sorted(job for team in teams for job in team.jobs) == list(range(len(works)))
-        for team, after in pairwise(teams):
-            assert team.first + team.members <= after.first
-        assert teams[-1].first + teams[-1].members <= threads
-        return [team.members for team in teams]
-
-    assert members([1] * 48, 16) == [1] * 16
-    assert members([1], 4) == [4]
-    assert members([1], 4, most=3) == [3]
-    assert members([1], 4, most=1) == [1]
-    assert members([1] * 2, 8) == [4, 4]
-    assert members([1] * 3, 2) == [2]  # a thread each, and one would wait for a quarter of the time
-    assert members([4, 1, 1, 1, 1], 2) == [1, 1]
-    assert members([1] * 17, 16, most=1) == [1] * 16
-    assert members([1] * 3, 5, most=1) == [1] * 3
-    assert members([100, 1], 3) == [3]
+def shared(works, threads, most=100):
+    teams = share_out(tuple((work, most) for work in works), threads, lambda shape: Cost(shape[0], shape[1]))
+    assert sorted(job for team in teams for job in team.jobs) == list(range(len(works)))
+    assert all(team.first + team.members <= after.first for team, after in pairwise(teams))
+    assert teams[-1].first + teams[-1].members <= threads
+    return teams
 
 
-def test_the_largest_begin_and_no_team_is_left_alone_for_long():
-    random = np.random.default_rng(0)
-    for threads in (2, 5, 16):
-        works = tuple((int(work), 100) for work in random.integers(1, 100, 40))
-        teams = share_out(works, threads, cost)
-        ends = [sum(works[job][0] for job in team.jobs) / team.members for team in teams]
-        assert max(ends) <= 1.15 * sum(work for work, _ in works) / threads * (1 + LOSS * threads)
-        for team in teams:
-            assert [works[job][0] for job in team.jobs] == sorted(works[job][0] for job in team.jobs)[::-1]
+@given(st.lists(st.integers(1, 99), min_size=1, max_size=60), st.integers(1, 20))
+def test_the_largest_begin_and_no_team_is_left_alone_for_long(works, threads):
+    teams = shared(works, threads)
+    ends = [sum(works[job] for job in team.jobs) / team.members for team in teams]
+    whole = max(sum(works) / threads, max(works) / threads)
+    few = 1.34 if len(works) < 2 * threads else 1.15
+    assert max(ends) <= few * whole * (1 + LOSS * threads)
+    for team in teams:
+        assert [works[job] for job in team.jobs] == sorted((works[job] for job in team.jobs), reverse=True)
 
 
-def _within(seconds, work):
+def within(seconds, work):
     """The error of work(), which must be through by then."""
     found = []
 
@@ -152,31 +153,31 @@ def _within(seconds, work):
     return found
 
 
-def _matrices(count):
+def matrices(count):
     ones = np.ones((count, 512, 512), "float32")
     return [MuonMatrix(one, None, np.ones(512, "float32"), one.copy()) for one in ones]
 
 
 def test_a_member_that_fails_lets_the_others_pass():
-    pool, matrices, sums = Pool(3), _matrices(2), np.empty((2, 512))
+    pool, of, sums = Pool(3), matrices(2), np.empty((2, 512))
 
     def work(i, member):
         if member.number == 1:
             raise ZeroDivisionError
-        muon.step(*matrices[i], *HOW, 0.95, sums, member)
+        muon.step(*of[i], *HOW, 0.95, sums, member)
 
-    found = _within(20, lambda: run_in_teams(pool, (Team(0, 3, (0, 1)),), work))
+    found = within(20, lambda: run_in_teams(pool, (Team(0, 3, (0, 1)),), work))
     assert [type(error) for error in found] == [ZeroDivisionError]
 
 
 def test_a_signal_waits_until_a_team_is_through():
-    pool, matrices, sums = Pool(2), _matrices(1), np.empty((2, 512))
+    pool, of, sums = Pool(2), matrices(1), np.empty((2, 512))
     seen = []
 
     def work(i, member):
         if member.number == 0:
             signal.raise_signal(signal.SIGINT)
-        muon.step(*matrices[i], *HOW, 0.95, sums, member)
+        muon.step(*of[i], *HOW, 0.95, sums, member)
         seen.append(member.number)
 
     former = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -193,5 +194,5 @@ def test_inside_another_job_a_thread_has_no_team():
     start = np.random.default_rng(0).standard_normal((4, 256, 272)).astype("float32")
     alone, nested = start.copy(), start.copy()
     k.orthogonalise(list(alone))
-    assert not _within(20, lambda: k.each(lambda i: k.orthogonalise([nested[i]]), len(nested)))
+    assert not within(20, lambda: k.each(lambda i: k.orthogonalise([nested[i]]), len(nested)))
     np.testing.assert_array_equal(nested, alone)

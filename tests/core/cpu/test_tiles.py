@@ -1,105 +1,88 @@
-"""Microkernels of every kind of registers that this processor can run, beside NumPy.
+"""Microkernels of every kind of registers: what they compute, their machine code, and how it is kept.
 
-AMX is in test_amx.py, which emulates it.
+On processors without AMX its instructions are emulated, one by one (tests/amx/emulated.cpp).
 """
 
 import ctypes
-import mmap
+import platform
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
 
+import emulatedamx
 import llvmlite.binding as llvm
 import numpy as np
 import pytest
-from distgpt.core.cpu.compiling.processor import ARM64, AVX512, BFLOAT16, FLOAT32, features
-from distgpt.core.cpu.matmul import assembled
-from distgpt.core.cpu.matmul.microkernel import ACCUMULATE, BIAS
+from distgpt.core.cpu.compiling import processor
+from distgpt.core.cpu.compiling.processor import AMX, ARM64, AVX2, AVX512, AVX512_BF16, BFLOAT16, FLOAT32, features
+from distgpt.core.cpu.matmul import amx, assembled, packing, widening
+from distgpt.core.cpu.matmul.microkernel import Tile, declarations, module
 from distgpt.core.cpu.matmul.packing import aligned
+from distgpt.core.cpu.matmul.vectors import moves
 from distgpt.core.ops.low_precision import to_bfloat16
-from test_matmul import GUARD, wide
+from distgpt.inference.quantized import int4, int8
+from distgpt.inference.quantized.int4 import Int4Tile
+from distgpt.inference.quantized.int8 import Int8Tile, dot_of
+from microkernels import GUARD, multiply, routine, stored, wide
 
 OUT = {"float32": "float32", "bfloat16": "uint16"}
+TYPES = ((FLOAT32, FLOAT32), (BFLOAT16, FLOAT32), (BFLOAT16, BFLOAT16))
 # Nothing in the tiles for arm64 is of one kind of processor alone. AVX-512 widens bfloat16 in a buffer.
-WAYS = {
-    "arm64 in float32": (ARM64, FLOAT32, FLOAT32),
-    "arm64": (ARM64, BFLOAT16, FLOAT32),
-    "arm64, rounded": (ARM64, BFLOAT16, BFLOAT16),
-    "widening": (AVX512, BFLOAT16, FLOAT32),
-    "widening, rounded": (AVX512, BFLOAT16, BFLOAT16),
-}
+WAYS = [*((ARM64, *types) for types in TYPES), *((shape, *types) for shape in (AVX512, AMX) for types in TYPES[1:])]
+NAMES = {ARM64: "arm64", AVX512: "widening", AMX: "AMX"}
+IS_THERE = processor.has_amx()
+CAN_EMULATE = emulatedamx.COMPILER and platform.machine() == "x86_64" and sys.platform == "linux"
+needs_amx = pytest.mark.skipif(not (IS_THERE or CAN_EMULATE), reason="needs AMX, or Linux, x86 and g++ to emulate it")
 
 
-@pytest.fixture(scope="module", params=WAYS.values(), ids=WAYS)
+@pytest.fixture(scope="module")
+def emulation(tmp_path_factory):
+    """The library that carries out AMX's instructions; None where the processor does."""
+    return None if IS_THERE else emulatedamx.library(tmp_path_factory.mktemp("amx"))
+
+
+@pytest.fixture(scope="module")
+def amx_machine(emulation):
+    """What makes machine code for this processor and AMX, which this process can run from now on."""
+    if emulation is None:
+        assert processor.amx_granted()
+    else:
+        ctypes.CDLL(str(emulation))
+    name, target = processor.processor()[0], llvm.Target.from_default_triple()
+    return lambda: target.create_target_machine(cpu=name, features=emulatedamx.features(), opt=3)
+
+
+def tile_of(shape, operand, out, request):
+    arguments = "nnpnnppnnpn"
+    if shape != AMX:
+        return routine(assembled.tile_text(shape, operand, out), "tile", arguments)
+    # Rounded as this processor can: LLVM rounds to bfloat16 by itself only for those with the instruction.
+    text = amx.module(replace(AMX, dot="avx512bf16" in features()), operand, out)
+    return routine(text, "tile", arguments, request.getfixturevalue("amx_machine"))
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(way, id=f"{NAMES[way[0]]}-{way[1]}-{way[2]}", marks=[pytest.mark.ci, needs_amx][: 2 * way[0].amx])
+        for way in WAYS
+    ],
+)
 def tile(request):
     """`tile` of a kind, its registers and types."""
-    shape, _, out = request.param
-    if shape == AVX512 and "avx512f" not in features():
+    if request.param[0] == AVX512 and "avx512f" not in features():
         pytest.skip("needs AVX-512")
-    found, alive = compiled({out: assembled.tile_text(*request.param)})
-    yield found[out], *request.param
-    assert alive
+    return tile_of(*request.param, request), *request.param
 
 
-def compiled(texts, machine=assembled._machine):
-    """`tile` of each of some IR, and what keeps them alive."""
-    found, engines = {}, []
-    for name, text in texts.items():
-        engine = loaded(text, machine)
-        engines.append(engine)
-        types = [ctypes.c_int64 if kind == "n" else ctypes.c_void_p for kind in "nnpnnppnnpn"]
-        found[name] = ctypes.CFUNCTYPE(None, *types)(engine.get_function_address("tile"))
-    return found, engines
-
-
-def loaded(text, machine):
-    engine = llvm.create_mcjit_compiler(assembled._verified(text), machine())
-    engine.finalize_object()
-    return engine
-
-
-def before_a_guard(values):
-    """A copy that ends where the memory does."""
-    size = -(-values.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-    whole = np.frombuffer(mmap.mmap(-1, size + mmap.PAGESIZE), np.uint8)
-    behind = ctypes.c_void_p(whole.ctypes.data + size)
-    assert not ctypes.CDLL(None).mprotect(behind, ctypes.c_size_t(mmap.PAGESIZE), 0)  # PROT_NONE
-    kept = whole[size - values.nbytes : size].view(values.dtype)
-    kept[:] = values
-    return kept
-
-
-def computed(tile, width, a, b, c, bias=None, accumulate=False, by_pairs=False, kept=np.copy):
-    """c ← [c +] a b [+ bias] for a (rows, k), b (k, columns); NaN follows what must not be read.
-
-    `width`: columns of a panel. `kept` gives the memory for what may be read of a.
-    """
-    kind, two = a.dtype.name, 2 if a.dtype == np.uint16 else 1
-    (rows, k), columns, pairs = a.shape, b.shape[1], -(-a.shape[1] // two)
-    panel = aligned((pairs, width, two), kind)
-    panel[...] = GUARD[kind]
-    panel[:, :columns] = 0
-    for i in range(k):
-        panel[i // two, :columns, i % two] = b[i]
-    if by_pairs:
-        packed = np.full((pairs, rows + 3, two), GUARD[kind])  # an odd k is followed by something else
-        for i in range(k):
-            packed[i // two, :rows, i % two] = a[:, i]
-        row, step, needed = 4, 4 * (rows + 3), two * ((pairs - 1) * (rows + 3) + rows) - k % two
-    else:
-        packed = np.full((rows, k + 3), GUARD[kind])
-        packed[:, :k] = a
-        row, step, needed = a.itemsize * (k + 3), 4, (rows - 1) * (k + 3) + k
-    packed = kept(packed.reshape(-1)[: max(0, needed)])
-    flags = BIAS * (bias is not None) | ACCUMULATE * accumulate
-    added = panel if bias is None else bias
-    at_a, at_b, at_c, at_bias = (array.ctypes.data for array in (packed, panel, c, added))
-    tile(rows, k, at_a, row, step, at_b, at_c, c.strides[0], columns, at_bias, flags)
-
-
-def check_sums(tile, shape, operand, out, ks):
-    """Of small integers, which are exact: rows and k around what is computed at once; C narrow and wide."""
+def test_sums_of_small_integers_are_exact(tile):
+    """Rows and k around what is computed at once; C narrow and wide."""
+    multiplied, shape, operand, out = tile
     random = np.random.default_rng(1)
-    stored = to_bfloat16 if operand == BFLOAT16 else np.ascontiguousarray
     for rows in range(1, shape.rows + 1):
-        for case, k in enumerate(ks):
+        for case, k in enumerate((0, 1, 2, 31, 32, 33, 63, 64, 65, 95, 97, 130)):
             columns = int(random.choice([1, shape.lanes - 1, shape.lanes, shape.lanes + 1, shape.columns]))
             a, b = (random.integers(-1, 2, sides).astype(np.float32) for sides in ((rows, k), (k, columns)))
             bias = random.integers(-9, 10, columns).astype(np.float32) if k % 3 else None
@@ -109,30 +92,191 @@ def check_sums(tile, shape, operand, out, ks):
             if accumulate:
                 c[...] = 7
             how = bias, accumulate, (rows + case) % 2 == 1
-            computed(tile, shape.columns, stored(a), stored(b), c, *how, kept=before_a_guard)
+            multiply(multiplied, shape.columns, stored(a, operand), stored(b, operand), c, *how)
             expected = a @ b + 7 * accumulate + (0 if bias is None else bias)
             np.testing.assert_array_equal(wide(c), expected, str((rows, k, columns)))
             assert np.isnan(wide(np.concatenate([whole[rows], whole[:, columns:].ravel()]))).all()
 
 
-def check_not_finite(tile, shape, rows):
-    """Of float32 sums: they stay in their row."""
+def test_nan_and_infinity_stay_in_their_row(tile):
+    multiplied, shape, operand, out = tile
+    rows, columns = min(20, shape.rows), shape.lanes - 1
     for k in (1, 2, 31, 33, 64):
         for value, by_pairs in ((np.nan, False), (np.inf, True), (np.nan, True)):
             a = np.ones((rows, k), np.float32)
             a[5, k // 2] = value
-            c = np.empty((rows, shape.lanes - 1), np.float32)
-            b = to_bfloat16(np.ones((k, shape.lanes - 1)))
-            computed(tile, shape.columns, to_bfloat16(a), b, c, by_pairs=by_pairs)
-            assert np.array_equal(np.delete(c, 5, 0), np.full((rows - 1, shape.lanes - 1), float(k)))
-            assert np.array_equal(c[5], np.full(shape.lanes - 1, value), equal_nan=True), (k, value)
+            c, b = np.empty((rows, columns), OUT[out]), np.ones((k, columns))
+            multiply(multiplied, shape.columns, stored(a, operand), stored(b, operand), c, by_pairs=by_pairs)
+            expected = np.full(c.shape, float(k))
+            expected[5] = value
+            np.testing.assert_array_equal(wide(c), expected, str((k, value)))
 
 
-def test_sums_of_small_integers_are_exact(tile):
-    check_sums(*tile, (0, 1, 2, 31, 32, 33, 63, 64, 95, 130))
+@pytest.mark.ci
+@needs_amx
+def test_packed_rows_of_amx_give_what_pairs_give(request, amx_machine):
+    multiplied = tile_of(AMX, BFLOAT16, FLOAT32, request)
+    rearrange = routine(amx.packed_by_rows(), "rows", "pn", amx_machine)
+    random, columns = np.random.default_rng(3), AMX.columns
+    for rows, k in ((32, 64), (32, 70), (7, 33), (16, 32), (17, 1), (31, 95)):
+        pairs, whole = -(-k // 2), -(-k // amx.DEPTH)
+        panel, packed = aligned((pairs, columns, 2), "uint16"), aligned((whole * 16, AMX.rows, 2), "uint16")
+        panel[...] = to_bfloat16(random.standard_normal(panel.shape))
+        packed[...] = GUARD["uint16"]
+        packed[:pairs, :rows] = to_bfloat16(random.standard_normal((pairs, rows, 2)))
+        if k % 2:
+            panel[-1, :, 1] = packed[pairs - 1, :rows, 1] = 0
+        made = []
+        for row in (4, 64):
+            if row == 64:
+                rearrange(packed, whole)
+            made.append(np.full((rows, columns), np.nan, np.float32))
+            multiplied(rows, k, packed, row, 4 * AMX.rows, panel, made[-1], 4 * columns, columns, panel, 0)
+        assert np.array_equal(*made) and np.isfinite(made[0]).all(), (rows, k)
 
 
-def test_nan_and_infinity_stay_in_their_row(tile):
-    routine, shape, operand, out = tile
-    if (operand, out) == (BFLOAT16, FLOAT32):
-        check_not_finite(routine, shape, shape.rows)
+@needs_amx
+@pytest.mark.skipif(IS_THERE or not {"avx512bf16", "avx512bw"} <= features(), reason="AMX itself, or no AVX512_BF16")
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_loops_with_amx_pass_their_tests():
+    """Of matmul and attention; `make test-amx` runs more."""
+    files = [str(Path(__file__).with_name(f"test_{name}.py")) for name in ("matmul", "cpu_attention")]
+    chosen = "uint16 and odd or length and bfloat16"
+    words = ["-m", "pytest", "-p", "no:cacheprovider", "--timeout", "1400", "-m", "not slow", "-k", chosen, *files]
+    done = subprocess.run([sys.executable, emulatedamx.__file__, *words], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:]
+
+
+# -- machine code
+
+
+def assembly(text, triple, cpu, features=""):
+    """Machine code for a processor, as text."""
+    llvm.initialize_all_targets()
+    llvm.initialize_all_asmprinters()
+    parsed = assembled.verified(text)
+    parsed.triple = triple
+    target = llvm.Target.from_triple(triple)
+    return target.create_target_machine(cpu=cpu, features=features, opt=3).emit_assembly(parsed)
+
+
+@pytest.mark.ci
+def test_kernels_for_arm64_assemble_anywhere():
+    arm64 = "aarch64-linux-gnu", "generic", "+neon"
+    plain = dot_of(ARM64, {"neon", "dotprod", "i8mm"})
+    assert plain.kind == "plain"
+    for types in TYPES:
+        assert "\tfmla\t" in assembly(assembled.tile_text(ARM64, *types), *arm64)
+    for of in (int8, int4):
+        assert "\ntile:" in assembly(of.module(ARM64, plain), *arm64)
+    assert "\ntranspose:" in assembly(moves(ARM64.lanes), *arm64)
+
+
+@pytest.mark.parametrize("registers", [AVX2, AVX512, AVX512_BF16, AMX])
+def test_every_shape_of_registers_has_tiles(registers):
+    for operand, out in TYPES:
+        text = assembled.tile_text(registers, operand, out)
+        assert assembled.verified(text)
+        assert ("dpbf16ps" in text) == (registers.dot and operand == BFLOAT16)
+
+
+def products(loop):
+    return sum("vfmadd" in line or "vpmaddwd" in line for line in loop)
+
+
+PROCESSORS = {"haswell": (AVX2, {"avx2"}), "skylake-avx512": (AVX512, {"avx512bw"})}
+
+
+@pytest.mark.parametrize("name", PROCESSORS)
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "bfloat16 by pairs", "int8", "int4"])
+def test_sums_of_most_rows_stay_in_registers(name, kind):
+    """In the shortest loop with products, as the compiler writes it for a processor."""
+    shape, given = PROCESSORS[name]
+    if kind.startswith("int"):
+        dot = dot_of(shape, given)
+        rows = min(dot.rows, int4.MOST) if kind == "int4" else dot.rows
+        made = (Int8Tile if kind == "int8" else Int4Tile)(shape, dot, rows)
+        declared = [*declarations(shape, "float32", "float32"), dot.declaration(f"<{shape.lanes} x i32>")]
+        declared += [made.declaration()] if kind == "int4" else []
+    else:
+        operand, _, by_pairs = kind.partition(" ")
+        declared = declarations(shape, operand, "float32")
+        if operand == "bfloat16" and shape == AVX512:
+            declared.append(widening.DECLARATIONS)
+            made = widening.BufferedTile(shape, "float32", shape.rows, "tile", not by_pairs)
+        else:
+            made = Tile(shape, operand, "float32", shape.rows)
+    text = "\n".join([*declared, made.text().replace("define internal", "define")])
+    lines, begins, loops = assembly(text, "x86_64-linux-gnu", name).splitlines(), {}, []
+    for number, line in enumerate(lines):
+        if label := re.match(r"(\.L\w+):", line):
+            begins[label[1]] = number
+        jump = re.match(r"\s+j\w+\s+(\.L\w+)", line)
+        if jump and jump[1] in begins:
+            loops.append(lines[begins[jump[1]] : number])
+    loop = min(filter(products, loops), key=len)
+    a_row = shape.vectors * {"float32": 1, "int8": 2 * int8.UNROLLED, "int4": 2 * int8.UNROLLED}.get(kind, 2)
+    assert products(loop) == made.rows * a_row
+    on_the_stack = [line for line in loop if re.search(r"\(%r[sb]p\)", line) and re.search(r"%[yz]mm", line)]
+    assert len(on_the_stack) <= (10 if kind == "int4" else 4), on_the_stack  # of AVX2: table and masks
+
+
+def test_packed_rows_wider_than_a_vector_keep_what_the_next_vector_overlaps(monkeypatch):
+    """6 columns by vectors of 4, as on arm64: the second vector of a row reaches into the next row."""
+
+    def strip(x, row, to, step, rows):
+        for k in range(rows):
+            to[k * step // 4 : k * step // 4 + 4] = x[k, :4].view(np.uint32)
+
+    monkeypatch.setattr(packing, "strip", strip)
+    monkeypatch.setattr(packing, "LANES", 4)
+    w = np.arange(70, dtype=np.float32).reshape(7, 10)
+    to = np.zeros(7 * 6 + 4, np.float32)
+    packing.copy_columns.py_func(to, w, 0, 7, 1, 6, 6)
+    np.testing.assert_array_equal(to[:42].reshape(7, 6), w[:, 1:7])
+
+
+# -- kept between starts
+
+
+@pytest.fixture
+def code(tmp_path, monkeypatch):
+    """`machine_code` with an empty cache, and the names of what it has assembled."""
+    monkeypatch.setattr(assembled.disk_cache, "folder", lambda: tmp_path)
+
+    def code(name="tile"):
+        return assembled.machine_code(name, lambda: code.made.append(name) or module(AVX2, "float32", "float32"))
+
+    code.made = []
+    return code
+
+
+def test_machine_code_is_used_only_for_what_it_was_made_for(code, monkeypatch):
+    own, (name, given) = code(), assembled.processor()
+    assert code() == own and code.made == ["tile"]
+    others = [shape for shape in (AVX2, AVX512, AVX512_BF16, AMX) if shape != assembled.shape()]
+    for what, other in (
+        ("processor", ("sandybridge", "+avx,+sse2")),
+        ("processor", (name, f"{given},-avx512bf16")),
+        *(("shape", shape) for shape in others),
+    ):
+        with monkeypatch.context() as changed:
+            changed.setattr(assembled, what, lambda other=other: other)
+            before = len(code.made)
+            assert code() == code() and len(code.made) == before + 1, other
+            assert code() != own or what == "shape" or other[0] == name
+    monkeypatch.setattr(assembled.llvmlite, "__version__", "0.1")
+    before = len(code.made)
+    code()
+    code("moves")
+    assert len(code.made) == before + 2
+
+
+def test_damaged_machine_code_is_replaced(code, tmp_path):
+    expected = code()
+    (path,) = tmp_path.iterdir()
+    whole = path.read_bytes()
+    for torn in (b"", whole[:40], whole[:-1], whole + b"x", bytes(len(whole))):
+        path.write_bytes(torn)
+        assert code() == expected and path.read_bytes() == whole

@@ -8,7 +8,7 @@ from distgpt.core.cpu.kernels import Bfloat16Kernels, CpuKernels
 from distgpt.core.model.passes import Pass
 from distgpt.core.ops.kernels import Kernels
 
-from models import BASE, VARIANTS, batch, plain_logits
+from models import BASE, VARIANTS, batch, check_by_differences, plain_logits
 
 
 def close(found, wanted, tolerance):
@@ -19,18 +19,21 @@ def close(found, wanted, tolerance):
         assert distance < tolerance, (name, distance)
 
 
-def test_gradients_are_those_of_the_whole_matrices_by_the_chain_rule():
-    reference = Kernels("float64")
+@pytest.mark.parametrize(
+    "kernels",
+    [Kernels("float64"), pytest.param(CpuKernels("float64", 2), marks=pytest.mark.ci)],
+    ids=["plain", "fused"],
+)
+def test_gradients_are_those_of_the_whole_matrices_by_the_chain_rule(kernels):
     for kind, config in VARIANTS.items():
         tokens, targets = batch(config, 3, 7)
         for matrices in ("all", "q,v,up") if kind in ("gpt2", "modern", "grouped queries") else ("all",):
-            for kernels in (reference, CpuKernels("float64", 2)):
-                model = adapted(config, kernels, matrices)
-                wanted, loss = expected(model, reference, tokens, targets)
-                for recompute in ("none", "mlp", "block"):
-                    found, same = gradients(model, tokens, targets, recompute)
-                    close(found, wanted, 1e-11)
-                    assert same == pytest.approx(loss, rel=1e-12), kind
+            model = adapted(config, kernels, matrices)
+            wanted, loss = expected(model, Kernels("float64"), tokens, targets)
+            for recompute in ("none", "mlp", "block"):
+                found, same = gradients(model, tokens, targets, recompute)
+                close(found, wanted, 1e-11)
+                assert same == pytest.approx(loss, rel=1e-12), kind
 
 
 @pytest.mark.parametrize("kernels, limit", [(CpuKernels("float32", 2), 1e-4), (Bfloat16Kernels(2), 0.12)])
@@ -45,19 +48,8 @@ def test_gradients_in_the_types_of_training(kernels, limit):
 
 
 def test_gradients_against_central_differences():
-    model, step, (tokens, targets) = adapted(BASE, Kernels("float64")), 1e-5, batch(BASE, 3, 7)
-    found, _ = gradients(model, tokens, targets)
-    work, total = Pass(model, 3, 7, training=False), np.zeros(1)
-    for name, gradient in found.items():
-        direction, start, losses = np.random.default_rng(2).standard_normal(gradient.shape), None, []
-        start = model.params[name].copy()
-        for sign in (1, -1):
-            model.params[name][...] = start + sign * step * direction
-            work.loss(total, tokens, targets)
-            losses.append(float(total[0]))
-        model.params[name][...] = start
-        numeric = (losses[0] - losses[1]) / (2 * step)
-        assert (gradient * direction).sum() == pytest.approx(numeric, rel=1e-6, abs=1e-9), name
+    model, examples = adapted(BASE, Kernels("float64")), batch(BASE, 3, 7)
+    check_by_differences(model, gradients(model, *examples)[0], *examples)
 
 
 def test_at_first_the_model_is_what_it_was_and_nothing_else_of_it_is_kept_twice():

@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 from distgpt.core.base.errors import UsageError
 from distgpt.core.config import ModelConfig
-from distgpt.core.config.presets import PRESETS, preset
+from distgpt.core.config.presets import preset
 from distgpt.core.cpu.kernels import CpuKernels
 from distgpt.core.model.memory import Layout
 from distgpt.core.model.model import Architecture, Model
 from distgpt.core.model.passes import FEW_ROWS, LARGE_LAYER, Pass
 from distgpt.core.ops.kernels import Kernels
 
-from models import BASE, VARIANTS, batch, build, plain_logits
+from models import BASE, VARIANTS, batch, build, check_by_differences, plain_logits
 
 
 def loss(work, tokens, targets):
@@ -25,27 +25,17 @@ def loss(work, tokens, targets):
 
 @pytest.mark.ci
 def test_gradients_against_central_differences():
-    """Along one random direction per tensor, so that every element of it takes part."""
-    step, (tokens, targets) = 1e-5, batch(BASE, 3, 7)
+    examples = batch(BASE, 3, 7)
     for kind, config in VARIANTS.items():
         model = build(config, Kernels("float64"))
-        work = Pass(model, 3, 7, training=True)
-        work.loss_and_gradients(tokens, targets, 1.0, accumulate=False)
-        for name, gradient in model.grads.items():
-            direction = np.random.default_rng(2).standard_normal(gradient.shape)
-            start, losses = model.params[name].copy(), []
-            for sign in (1, -1):
-                model.params[name][...] = start + sign * step * direction
-                losses.append(loss(work, tokens, targets))
-            model.params[name][...] = start
-            numeric, exact = (losses[0] - losses[1]) / (2 * step), (gradient * direction).sum()
-            assert exact == pytest.approx(numeric, rel=1e-6, abs=1e-9), (kind, name)
+        Pass(model, 3, 7, training=True).loss_and_gradients(*examples, 1.0, accumulate=False)
+        check_by_differences(model, model.grads, *examples, kind)
         if config.padded_vocab > config.vocab_size:
             assert not model.grads["wte"][config.vocab_size :].any(), kind
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("dtype, threads", [("float64", 1), ("float64", 3), ("float64", 2), ("float32", 2)])
+@pytest.mark.parametrize("dtype, threads", [("float64", 1), ("float64", 3), ("float32", 2)])
 def test_fused_model_equals_reference(dtype, threads):
     """Every architecture in float64; two in float32, whose operations test_kernels.py compares."""
     tolerance = {"float64": 1e-12, "float32": 2e-4}[dtype]
@@ -66,7 +56,7 @@ def test_fused_model_equals_reference(dtype, threads):
 
 def test_workers_that_work_together_set_no_gradient_to_zero(monkeypatch):
     """One of them would wipe out what another has added already."""
-    kernels = CpuKernels("float64", 2)
+    kernels = CpuKernels("float32", 2)
     together, zeroed, run = [], [], kernels.run_together
     monkeypatch.setattr(kernels, "zero", lambda x: zeroed.append(bool(together)))
 
@@ -96,7 +86,7 @@ def test_the_model_computes_what_its_architecture_says():
 
 def test_accumulated_small_batches_equal_the_large_batch():
     config = VARIANTS["gpt2"]
-    model = build(config, CpuKernels("float64", 2))
+    model = build(config, Kernels("float64"))
     tokens, targets = batch(config, 4, 7)
     whole = Pass(model, 4, 7, training=True)
     whole.loss_and_gradients(tokens, targets, 1.0, accumulate=False)
@@ -110,10 +100,10 @@ def test_accumulated_small_batches_equal_the_large_batch():
 
 @pytest.mark.parametrize("cut", [[range(1), range(1, 3)], [range(2), range(2, 3)]])
 @pytest.mark.parametrize("fuses", [False, True])
-def test_layers_that_are_taken_in_groups_give_the_same_bits_and_each_group_is_prepared_before(cut, fuses):
+def test_layers_in_groups_give_the_same_bits_and_each_group_is_prepared_before(cut, fuses):
     config, found = replace(VARIANTS["value embeddings"], n_layer=3), []
     for groups in ([range(3)], cut):
-        kernels = Kernels("float64") if fuses else CpuKernels("float64", 2)
+        kernels = Kernels("float64") if fuses else CpuKernels("float32", 2)
         kernels.capabilities = replace(kernels.capabilities, fuses_residual=fuses)
         model, prepared = build(config, kernels), []
         model.groups, model.prepare = groups, prepared.append
@@ -144,7 +134,7 @@ def test_a_model_trains_the_tensors_of_its_layout_and_reads_the_others():
 
 
 def test_what_is_computed_again_changes_nothing():
-    kernels = CpuKernels("float64", 2)
+    kernels = CpuKernels("float32", 2)
     for kind in ("gpt2", "modern", "microgpt", "scaled queries"):
         model, results = build(VARIANTS[kind], kernels), {}
         for how in ("mlp", "none", "block"):
@@ -152,11 +142,11 @@ def test_what_is_computed_again_changes_nothing():
             for _ in range(2):
                 work.loss_and_gradients(*batch(model.config, 4, 7), 1.0, accumulate=False)
             results[how] = model.grads.with_flags.copy()
-            np.testing.assert_allclose(results[how], results["mlp"], 1e-9, 1e-14, err_msg=f"{kind} {how}")
+            np.testing.assert_allclose(results[how], results["mlp"], 1e-4, 1e-6, err_msg=f"{kind} {how}")
 
 
 def test_gradients_are_reported_ready_in_order_and_do_not_change_any_more():
-    model = build(VARIANTS["modern"], CpuKernels("float64", 1))
+    model = build(VARIANTS["modern"], CpuKernels("float32", 1))
     work = Pass(model, 2, 7, training=True)
     seen = []
     work.loss_and_gradients(
@@ -192,19 +182,12 @@ def test_initial_values_depend_on_seed_and_name_alone():
     assert (one.params["wte"] != deeper.params["wte"]).any()
 
 
-def test_presets_are_valid_and_of_their_published_sizes():
-    for name in PRESETS:
-        config = preset(name).model
-        assert config.n_embd % config.n_head == 0, name
-    for name, count in (("gpt2", 124_475_904), ("microgpt", 4_192)):
-        assert Model(Architecture(preset(name).model), Kernels("float32")).layout.size == count
-    for name, count in (
-        ("smollm2-135m", 134_515_008),
-        ("smollm2-360m", 361_821_120),
-        ("qwen3-0.6b", 596_049_920),
-        ("llama3.2-1b", 1_235_814_400),
-    ):
-        assert Architecture(preset(name).model).layout.elements == count
+@pytest.mark.parametrize("name, size", [
+    ("gpt2", 124_475_904), ("microgpt", 4_192), ("smollm2-135m", 134_515_008), ("smollm2-360m", 361_821_120),
+    ("qwen3-0.6b", 596_049_920), ("llama3.2-1b", 1_235_814_400),
+])  # fmt: skip
+def test_presets_are_of_their_published_sizes(name, size):
+    assert Architecture(preset(name).model).layout.elements == size
 
 
 def test_a_model_without_vocabulary_is_refused():
@@ -214,17 +197,17 @@ def test_a_model_without_vocabulary_is_refused():
 
 def test_few_rows_of_wide_layers_share_the_reading_of_weights():
     """Without gradients one slice, whose matmuls split columns; the same result as of slices."""
-    wide = replace(BASE, n_layer=1, n_head=4, n_embd=256)
-    assert 12 * wide.n_embd**2 * 8 > LARGE_LAYER
-    model = build(wide, CpuKernels("float64", 2))
+    wide = replace(BASE, n_layer=1, n_head=4, n_embd=384)
+    assert 12 * wide.n_embd**2 * 4 > LARGE_LAYER
+    model = build(wide, CpuKernels("float32", 2))
     many = 2 * FEW_ROWS.stop // 7 + 2
     for n_seq, seq_len, training, slices in ((4, 7, False, 1), (4, 7, True, 2), (many, 7, False, 2), (4, 1, False, 2)):
         work = Pass(model, n_seq, seq_len, training=training)
         assert len(work.slices) == slices
         tokens, targets = batch(wide, n_seq, seq_len)
         alone = Pass(model, n_seq, seq_len, training=False, workers=1)
-        assert loss(work, tokens, targets) == pytest.approx(loss(alone, tokens, targets), rel=1e-13)
-    narrow = build(BASE, CpuKernels("float64", 2))
+        assert loss(work, tokens, targets) == pytest.approx(loss(alone, tokens, targets), rel=1e-6)
+    narrow = build(BASE, CpuKernels("float32", 2))
     assert len(Pass(narrow, 4, 7, training=False).slices) == 2
 
 

@@ -144,13 +144,13 @@ class Segment:
     def __init__(self, pool: Pool, calls: Sequence[Calls], at_pauses: Sequence[Work]) -> None:
         """`at_pauses`: Python work of the first thread at its program's pauses."""
         self._pool = pool
-        self._at_pauses = at_pauses
-        self._calls = calls  # keeps the arrays alive
-        self._programs = [each.program() for each in calls]
+        self.at_pauses = at_pauses
+        self.calls = calls  # keeps the arrays alive
+        self.programs = [each.program() for each in calls]
         self._counter = counters(1, pool.threads)[0]
         meetings = [self._counter, *(counter for each in calls for counter in each.counters)]
         self._ended_at = np.zeros((pool.threads, 1), np.int64)  # final row of each thread's program
-        ended = zip(self._programs, self._ended_at, strict=True)
+        ended = zip(self.programs, self._ended_at, strict=True)
         arguments = [(program, self._counter, pool.threads, at) for program, at in ended]
         self._launch = ParallelLaunch(pool, loops.follow, arguments, meetings) if pool.threads > 1 else None
 
@@ -165,8 +165,8 @@ class Segment:
     def _lead(self, deliver: Work) -> None:
         """Run the first thread's program, with its pauses."""
         at, arrivals, n_threads = 0, 0, self._pool.threads
-        for work in (*self._at_pauses, None):
-            at, arrivals = loops.replay(self._programs[0], at, self._counter, arrivals, n_threads)
+        for work in (*self.at_pauses, None):
+            at, arrivals = loops.replay(self.programs[0], at, self._counter, arrivals, n_threads)
             if at <= loops.FAILED:
                 self._fail(0, at)
             if at < 0 or work is None:
@@ -175,7 +175,7 @@ class Segment:
             deliver()
 
     def _fail(self, thread: int, at: int) -> None:
-        raise RuntimeError(f"{dict(self._calls[thread].loops)[loops.FAILED - at]} has failed")
+        raise RuntimeError(f"{dict(self.calls[thread].loops)[loops.FAILED - at]} has failed")
 
 
 def rehearse(threads: int) -> None:

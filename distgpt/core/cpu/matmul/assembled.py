@@ -23,17 +23,17 @@ def machine_code(name: str, text: Callable[[], str]) -> bytes:
     """Return the object file of some IR, from the disk cache if possible."""
     key = repr((name, shape(), processor(), llvmlite.__version__)).encode()
     file = f"{name}-{sha256(key).hexdigest()[:16]}.o"
-    return disk_cache.read_or_make(file, lambda: bytes(_machine().emit_object(_verified(text()))))
+    return disk_cache.read_or_make(file, lambda: bytes(machine().emit_object(verified(text()))))
 
 
-def _machine() -> llvm.TargetMachine:
+def machine() -> llvm.TargetMachine:
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     name, features = processor()
     return llvm.Target.from_default_triple().create_target_machine(cpu=name, features=features, opt=3)
 
 
-def _verified(text: str) -> llvm.ModuleRef:
+def verified(text: str) -> llvm.ModuleRef:
     parsed = llvm.parse_assembly(text)
     parsed.verify()
     return parsed
@@ -43,7 +43,7 @@ def external(
     name: str, text: Callable[[], str], **functions: tuple[types.Type, ...]
 ) -> dict[str, types.ExternalFunction]:
     """Return the functions of some IR for compiled loops, given their argument types."""
-    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), _machine())
+    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine())
     engine.add_object_file(llvm.ObjectFileRef.from_data(machine_code(name, text)))
     engine.finalize_object()
     _engines.append(engine)

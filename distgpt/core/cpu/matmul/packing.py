@@ -97,7 +97,7 @@ def _pack_columns(first, last, out, w, width):
             to = out[(start - first) // width]
             if bottom == depth:
                 _no_partner(to, depth, width)
-            _columns(to[top * width :], w, top, bottom, start, min(width, last - start), width)
+            copy_columns(to[top * width :], w, top, bottom, start, min(width, last - start), width)
 
 
 @inline
@@ -108,7 +108,7 @@ def _no_partner(to, k, width):
 
 
 @inline
-def _columns(to, w, top, bottom, start, count, width):
+def copy_columns(to, w, top, bottom, start, count, width):
     """to ← `count` columns of w from `start` on, in rows of `width`; bfloat16 interleaves two rows.
 
     Move whole vectors if possible, starting with the last ones of all rows. Their excess is overwritten by
