@@ -210,6 +210,17 @@ def page(path: Path) -> str:
     return ELSEWHERE_LINK.sub(r"\1", TO_PAGE.sub(r"\1 (`distgpt help \2`)", text))
 
 
+def section(name: str) -> str:
+    """Return the section of a page whose heading is `name`, such as out-of-memory, or ""."""
+    for path in topics().values():
+        text = page(path)
+        for found in re.finditer(r"^(##+) (.+)$", text, re.MULTILINE):
+            if re.sub(r"\W+", "-", found[2].lower()) == name:
+                end = re.compile(rf"^##{{1,{len(found[1]) - 1}}} ", re.MULTILINE).search(text, found.end())
+                return text[found.start() : end.start() if end else None]
+    return ""
+
+
 def _topics(context: click.Context, param: click.Parameter, begun: str) -> list[str]:
     return [name for name in topics() if name.startswith(begun)]
 
@@ -218,7 +229,7 @@ def _topics(context: click.Context, param: click.Parameter, begun: str) -> list[
 @click.argument("topic", required=False, shell_complete=_topics)
 @click.pass_context
 def help(context: click.Context, topic: str | None) -> None:
-    """Print a page of the documentation, or list all pages. TOPIC may also be a command."""
+    """Print a page of the documentation, or list all pages. TOPIC may also be a section or a command."""
     known, parent = topics(), context.parent
     if topic is None:
         for folder in FOLDERS:
@@ -233,5 +244,7 @@ def help(context: click.Context, topic: str | None) -> None:
         for name in known:
             if name.startswith(topic.removesuffix("e")):  # tune: tuning
                 print_lines(f"\nHow-to page: distgpt help {name}")
+    elif text := section(topic):
+        print_lines(text)
     else:
         raise UsageError(f"there is no help on {topic!r:.40}{nearest(topic, known)}")

@@ -10,8 +10,8 @@ from conftest import ROOT
 sys.path.insert(0, str(ROOT / "examples"))
 
 NEEDED = ("py.typed", "gpu/cu/attention.cu", "gpu/cu/common.cuh", "inference/serving/page.html")
-NEEDED += ("bundled/data/corpus.txt", "bundled/weights/sample.safetensors", "bundled/docs/how-to/chats.md")
-NEEDED += ("bundled/docs/reference/exit-codes.md", "bundled/docs/explanation/learning.md")
+NEEDED += ("bundled/data/corpus.txt", "bundled/weights/sample.safetensors", "bundled/docs/how-to/tuning.md")
+NEEDED += ("bundled/docs/reference/files.md", "bundled/docs/explanation/learning.md")
 NEEDED += ("bundled/docs/tutorials/your-texts.md",)
 
 
