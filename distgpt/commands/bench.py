@@ -33,7 +33,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 
 
-DTYPE_HELP = "Compute in this number format; in float32 if left out, in which losses agree to 6e-5."
+DTYPE_HELP = "Number format for computing. [default: float32, in which losses agree to 6e-5]"
 
 
 def refuse_launched(name: str) -> None:
@@ -47,14 +47,14 @@ def refuse_launched(name: str) -> None:
 
 @click.group(cls=Group)
 def bench() -> None:
-    """Measure this machine: training, inference, sums over ranks; and compare its stages."""
+    """Measure training, inference and Allreduce on this machine, and compare stages."""
 
 
 def result_options(name: str) -> Callable[[F], F]:
     """Add the options for the results. `name` describes the default of --name."""
     return together(
-        click.option("--name", help=f"Name of the results; {name} if left out."),
-        click.option("--out", type=PATH, default=Path("bench"), help="Folder for results."),
+        click.option("--name", help=f"Name of the results. [default: {name}]"),
+        click.option("--out", type=PATH, default=Path("bench"), help="Directory for results."),
         json_option,
     )
 
@@ -68,7 +68,7 @@ def to_options(kind: type[T], given: dict[str, Any]) -> T:
 
 
 def preset_option(default: str) -> Callable[[F], F]:
-    return click.option("--preset", default=default, shell_complete=presets, help="A named configuration.")
+    return click.option("--preset", default=default, shell_complete=presets, help="Named configuration.")
 
 
 # The programs in benchmarks/ that measure other software share these options.
@@ -81,9 +81,9 @@ train_options = together(
 @train_options
 @click.option("--measure-peak", is_flag=True, hidden=True)  # set for the processes that this command starts
 def train(measure_peak: bool, **given: Any) -> None:
-    """Train for a few steps: tokens per second, share of the machine's peak, memory.
+    """Measure training: tokens per second, share of the machine's peak, memory.
 
-    Takes the settings of `distgpt train`; --steps is 20 if left out.
+    Accepts the settings of distgpt train; --steps defaults to 20.
     """
     from distgpt.measure.bench import train
 
@@ -100,16 +100,20 @@ DTYPES_INFERRED = ("float32", "bfloat16", *ROUNDED_DTYPES)
 
 infer_options = together(
     preset_option("gpt2"),
-    click.option("--threads", type=Threads(), help="All cores if left out."),
+    click.option("--threads", type=Threads(), help="CPU threads. [default: all cores]"),
     click.option(
         "--dtype", "dtypes", type=click.Choice(DTYPES_INFERRED), multiple=True, default=DTYPES_INFERRED
     ),
     click.option(
-        "--requests", type=POSITIVE, multiple=True, default=(1, 8, 32), help="How many at once. Repeatable."
+        "--requests",
+        type=POSITIVE,
+        multiple=True,
+        default=(1, 8, 32),
+        help="Concurrent requests; may be repeated.",
     ),
-    click.option("--prompt", type=POSITIVE, default=256, help="Tokens of a prompt."),
-    click.option("--new", type=click.IntRange(2), default=64, help="New tokens."),
-    click.option("--rounds", type=POSITIVE, default=1, help="Times that all is measured; the median counts."),
+    click.option("--prompt", type=POSITIVE, default=256, help="Prompt length in tokens."),
+    click.option("--new", type=click.IntRange(2), default=64, help="Tokens to generate."),
+    click.option("--rounds", type=POSITIVE, default=1, help="Measurements; the median is reported."),
     result_options("the preset's"),
 )
 
@@ -117,10 +121,7 @@ infer_options = together(
 @bench.command("infer", example="distgpt bench infer --preset gpt-mini")
 @infer_options
 def infer(**given: Any) -> None:
-    """Generate from prompts, one request and many at once: prefill, decode, all.
-
-    Weights are random.
-    """
+    """Measure generation with random weights: prefill and decoding, for one and many requests."""
     from distgpt.measure.bench import infer
 
     refuse_launched("infer")
@@ -130,19 +131,21 @@ def infer(**given: Any) -> None:
 @bench.command("allreduce", example="distgpt bench allreduce --ranks 2")
 @click.option("--stage", type=click.Choice(["mpi", "mpi-cuda"]), default="mpi")
 @launch_options
-@click.option("--sizes", metavar="BYTES,…", help="Sizes of the arrays, in this order, as in 8,64K,16M.")
-@click.option("--max-bytes", default="256M", help="Largest size, if --sizes is left out.")
+@click.option("--sizes", metavar="BYTES,…", help="Array sizes, such as 8,64K,16M.")
+@click.option("--max-bytes", default="256M", help="Largest array if --sizes is not set.")
 @click.option(
-    "--algorithms", metavar="NAME,…", help="allreduce, shared memory, hierarchical; of mpi-cuda: nccl, host."
+    "--algorithms",
+    metavar="NAME,…",
+    help="allreduce, shared memory, hierarchical; with mpi-cuda: nccl, host.",
 )
-@click.option("--repeats", type=POSITIVE, default=30, help="Most repetitions of a size.")
-@click.option("--seconds", type=FiniteRange(1), default=60.0, help="About how long, in all.")
+@click.option("--repeats", type=POSITIVE, default=30, help="Maximum repetitions per size.")
+@click.option("--seconds", type=FiniteRange(1), default=60.0, help="Approximate total time in seconds.")
 @result_options(name="stage and ranks")
 @click.option("--measure-only", is_flag=True, hidden=True)  # set for the ranks that this command starts
 def allreduce(**given: Any) -> None:
-    """Time the sum over ranks that every training step makes, by size and by algorithm.
+    """Measure Allreduce, as in every training step, by size and algorithm.
 
-    Starts the ranks itself, or measures with those of the launcher that it was started by.
+    Starts the ranks itself, or uses those of the launcher that started it.
     """
     from distgpt.measure.bench import allreduce
 
@@ -150,28 +153,26 @@ def allreduce(**given: Any) -> None:
 
 
 @bench.command("stages", example="distgpt bench stages --ranks 2")
-@click.option("--stages", metavar="STAGE,…", help="Only these; all that can run here if left out.")
+@click.option("--stages", metavar="STAGE,…", help="Stages to run. [default: all available]")
 @launch_options
-@click.option("--threads", type=Threads(), help="Threads per rank of the CPU stages.")
-@click.option("--full", is_flag=True, help="All 50 epochs of the course project, not the first 21.")
-@click.option(
-    "--preset", shell_complete=presets, help="Another workload: a named configuration (tiny, gpt2, …)."
-)
-@click.option("--config", type=PATH, help="TOML file with settings.")
+@click.option("--threads", type=Threads(), help="Threads per rank in CPU stages.")
+@click.option("--full", is_flag=True, help="Train 50 epochs of the course project instead of 21.")
+@click.option("--preset", shell_complete=presets, help="Train a named configuration instead (tiny, gpt2, …).")
+@click.option("--config", type=PATH, help="Read settings from this TOML file.")
 @settings_but("--dtype")
 @setting_option("dtype", replace(SETTINGS["dtype"], undecided="", help=DTYPE_HELP), default=None)
-@click.option("--gpu-dtype", type=click.Choice(DTYPES), help="Number format of the GPU stages; --dtype's.")
+@click.option("--gpu-dtype", type=click.Choice(DTYPES), help="GPU stages' number format. [default: --dtype]")
 @click.option(
     "--tolerance",
     type=FiniteRange(0),
-    help="Largest relative difference of a loss; by the number format if left out.",
+    help="Maximum relative difference between losses. [default: by number format]",
 )
 @click.option(
     "--deterministic",
     is_flag=True,
-    help="CPU stages only, with --reproducible-parts 8: their losses must be equal to the bit.",
+    help="Run only CPU stages, with --reproducible-parts 8, and require identical losses.",
 )
-@click.option("--out", type=PATH, default=Path("compare"), help="The folder.")
+@click.option("--out", type=PATH, default=Path("compare"), help="Directory for the results.")
 @json_option
 def compare_stages(
     stages: str | None,
@@ -185,11 +186,11 @@ def compare_stages(
     as_json: bool,
     **flags: Any,
 ) -> None:
-    """Run the same job through every stage, and prove that all compute the same.
+    """Run the same job on every stage and check that their results agree.
 
-    Trains and then lets the model write, each in a process of its own. The default workload is the course
-    project's. Leaves compare.json in --out. Exit code 1: losses differ by more than the tolerance, or a stage
-    died. (`compare` is for two existing runs.)
+    Trains and generates text, each in a separate process; the default workload is the course project. Writes
+    compare.json to --out. Exit code 1: losses differ by more than the tolerance, or a stage failed. To
+    compare two existing runs, use distgpt compare.
     """
     from distgpt.measure.stages import CompareOptions, compare, find_workload
 

@@ -18,16 +18,16 @@ from distgpt.core.base.formatting import count
 from distgpt.core.config import ROUNDED_DTYPES
 
 VAL_FRACTION = 0.05
-_FIELD = "Where a line of JSON, or a table, has the text."
+_FIELD = "Field of a JSON line, or column of a table, with the text."
 _max_document = click.option(
-    "--max-document", default="64MB", type=SIZE, help="Refuse a longer line of JSON, or text in a table."
+    "--max-document", default="64MB", type=SIZE, help="Maximum size of a JSON line or a text in a table."
 )
-_out_file = click.option("--out", type=PATH, required=True, help="The weights file to write.")
+_out_file = click.option("--out", type=PATH, required=True, help="Weights file to write.")
 
 
 @click.group(name="data", cls=Group)
 def data() -> None:
-    """Make token shards of texts, or inspect them."""
+    """Convert text to token shards, or inspect shards."""
 
 
 @data.command(example="distgpt data prepare texts/ --tokenizer gpt2 --out shards")
@@ -36,27 +36,27 @@ def data() -> None:
     "--tokenizer",
     required=True,
     shell_complete=tokenizers,
-    help="byte, gpt2, hub:ORG/NAME, or the path of one; char or word: with the vocabulary of the inputs.",
+    help="byte, char, word, gpt2, hub:ORG/NAME, or a path. char and word use the vocabulary of the inputs.",
 )
-@click.option("--out", required=True, type=PATH, help="The folder for the shards.")
-@click.option("--shard-tokens", type=int, default=100_000_000, help="Tokens in each shard.")
+@click.option("--out", required=True, type=PATH, help="Output directory.")
+@click.option("--shard-tokens", type=int, default=100_000_000, help="Tokens per shard.")
 @click.option(
     "--val-fraction",
     type=float,
     help=f"Share of the tokens kept for validation, at most one shard.  [default: {VAL_FRACTION}]",
 )
-@click.option("--val-shards", type=click.IntRange(0), help="Validation size as a number of whole shards.")
+@click.option("--val-shards", type=click.IntRange(0), help="Number of whole shards for validation.")
 @click.option(
     "--separator",
     default="auto",
     metavar="auto|none|TEXT",
-    help="Text between documents. auto: the tokenizer's end of text, or \\n, a line break; \\t is a tab.",
+    help="Token between documents. auto: the tokenizer's end of text, or a newline. Escapes: \\n, \\t.",
 )
 @click.option("--field", default="text", help=_FIELD)
 @click.option("--seed", type=click.IntRange(0, 2**63 - 1), help="Seed for shuffling documents.  [default: 0]")
-@click.option("--no-shuffle", is_flag=True, help="Keep documents in order; the first are for validation.")
+@click.option("--no-shuffle", is_flag=True, help="Keep documents in order; validation takes the first ones.")
 @_max_document
-@click.option("--workers", type=POSITIVE, help="Threads that tokenize. [default: as many as cores]")
+@click.option("--workers", type=POSITIVE, help="Tokenizer threads. [default: all cores]")
 @click.option("--progress", type=click.Choice(["auto", "live", "plain"]), default="auto")
 def prepare(
     inputs: tuple[str, ...],
@@ -68,12 +68,12 @@ def prepare(
     progress: str,
     **settings: Any,
 ) -> None:
-    """Tokenize texts into shards, which training reads without having them in memory.
+    """Tokenize documents into shards, so that training need not hold them in memory.
 
-    INPUT is a file, the name of a bundled text, - for a text or lines of JSON from standard input, or a
-    folder, of which all files are taken that end in .txt, .md, .jsonl, .txt.gz, .jsonl.gz or .parquet, except
-    hidden ones. The documents are shuffled, and those for validation are drawn from all of them. After an
-    interruption the same command resumes.
+    INPUT is a file, a directory, a bundled text, or - for text or JSON lines from standard input. From a
+    directory, it reads all .txt, .md, .jsonl, .txt.gz, .jsonl.gz and .parquet files except hidden ones. It
+    shuffles the documents and draws validation documents from all of them. To resume after an interruption,
+    repeat the command.
     """
     if val_fraction is not None and settings["val_shards"] is not None:
         raise click.UsageError("--val-fraction and --val-shards exclude each other")
@@ -100,9 +100,9 @@ def prepare(
 @data.command("info", example="distgpt data info shards")
 @click.argument("folder", type=PATH)
 @json_option
-@click.option("--no-verify", is_flag=True, help="Do not read all shards to find damage.")
+@click.option("--no-verify", is_flag=True, help="Skip the checksums.")
 def data_info(folder: Path, as_json: bool, no_verify: bool) -> None:
-    """Say what is in a folder of shards, and whether all of it is intact."""
+    """Describe a directory of shards and verify its checksums."""
     from distgpt.show.datapages import report
 
     report(folder, as_json, verify=not no_verify)
@@ -113,27 +113,27 @@ SAMPLE = "The harbour lay still; it's 1900, naïve café — done."
 
 @click.group(name="tokenizer", cls=Group)
 def tokenizer() -> None:
-    """Learn a tokenizer from texts, or inspect one."""
+    """Train a tokenizer, or inspect one."""
 
 
 @tokenizer.command("train", example="distgpt tokenizer train texts/ --vocab-size 8192 --out bpe.json")
 @click.argument("inputs", nargs=-1, required=True, metavar="INPUT...", shell_complete=texts)
-@click.option("--out", required=True, type=PATH, help="The file to write (.json).")
+@click.option("--out", required=True, type=PATH, help="Tokenizer file to write (.json).")
 @click.option("--kind", type=click.Choice(["bpe", "char", "word"]), default="bpe")
-@click.option("--vocab-size", type=int, help="Entries of a BPE, with its separator.")
-@click.option("--min-frequency", type=POSITIVE, help="Fewest times that a pair occurs (bpe).  [default: 2]")
+@click.option("--vocab-size", type=int, help="Vocabulary size of a BPE tokenizer, including the separator.")
+@click.option("--min-frequency", type=POSITIVE, help="Minimum count of a merged pair (bpe).  [default: 2]")
 @click.option(
     "--separator",
     type=click.Choice(["last", "first", "none"]),
-    help="Which id <|endoftext|> gets, the token between documents (bpe).  [default: last]",
+    help="Position of <|endoftext|>, the token between documents, in the vocabulary (bpe).  [default: last]",
 )
 @click.option("--field", default="text", help=_FIELD)
 @_max_document
 def tokenizer_train(inputs: tuple[str, ...], max_document: int, **options: Any) -> None:
-    """Learn a vocabulary from texts, and save it for the --tokenizer of other commands.
+    """Train a tokenizer on text and save it, for --tokenizer in other commands.
 
-    INPUT is a text (.txt, .md), lines of JSON (.jsonl), both also as .gz, a table (.parquet), a folder with
-    such files, or the name of a bundled text.
+    INPUT is a text file (.txt, .md), JSON lines (.jsonl), either also compressed (.gz), a table (.parquet), a
+    directory with such files, or a bundled text.
     """
     from distgpt.core.data.textfile import resolve_data
     from distgpt.corpora.prepare.tokenized import learn_file
@@ -143,11 +143,11 @@ def tokenizer_train(inputs: tuple[str, ...], max_document: int, **options: Any) 
 
 @tokenizer.command("info", example='distgpt tokenizer info gpt2 --text "The harbour"')
 @click.argument("name_or_path", shell_complete=tokenizers)
-@click.option("--text", help="The text to split. [default: a sample]")
+@click.option("--text", help="Text to tokenize. [default: a sample]")
 def tokenizer_info(name_or_path: str, text: str | None) -> None:
-    """Say what a tokenizer is, and show how it splits a text.
+    """Describe a tokenizer and show how it splits a text.
 
-    NAME_OR_PATH is byte, gpt2, hub:ORG/NAME, a tokenizer's file, or a directory with one.
+    NAME_OR_PATH is byte, gpt2, hub:ORG/NAME, a tokenizer file, or a directory with one.
     """
     from distgpt.core.data.tokenizers import BytesDecoder, fingerprint, load_tokenizer
 
@@ -182,20 +182,19 @@ _note = partial(print_lines, err=True)
 
 @click.group(name="weights", cls=Group)
 def weights() -> None:
-    """Import models from transformers and GGUF, export them, round them, or describe a file."""
+    """Import, export, quantize, merge or describe models."""
 
 
 @weights.command(name="import", example="distgpt weights import DIR --out model.safetensors")
 @click.argument("source", metavar="SOURCE", shell_complete=names_or_files("hub:"))
 @_out_file
-@click.option("--tokenizer", shell_complete=tokenizers, help="byte, gpt2, or a path. [default: its own]")
-@click.option("--weights", type=PATH, help="Of an adapter of PEFT: its model, imported before.")
+@click.option("--tokenizer", shell_complete=tokenizers, help="byte, gpt2, or a path. [default: the model's]")
+@click.option("--weights", type=PATH, help="For a PEFT adapter: its base model, already imported.")
 def import_(source: str, out: Path, tokenizer: str | None, weights: Path | None) -> None:
-    """Import a model of transformers or llama.cpp as a weights file: GPT-2, Llama, Mistral, Qwen 2 or 3.
+    """Import a GPT-2, Llama, Mistral, Qwen 2 or Qwen 3 model from transformers or llama.cpp.
 
-    SOURCE is the directory with config.json and model.safetensors (or its parts), the file itself, a file in
-    GGUF, or hub:ORG/NAME, a repository of the Hugging Face Hub. It may also be the directory of an adapter
-    saved by PEFT.
+    SOURCE is a directory with config.json and model.safetensors (possibly in parts), the .safetensors file, a
+    .gguf file, hub:ORG/NAME on the Hugging Face Hub, or a directory with a PEFT adapter.
     """
     from distgpt.models.formats.gguf.container import is_gguf
     from distgpt.models.formats.gguf.transfer import import_gguf
@@ -212,19 +211,19 @@ def import_(source: str, out: Path, tokenizer: str | None, weights: Path | None)
 
 @weights.command(example="distgpt weights export runs/mine --out for-transformers")
 @click.argument("weights", type=PATH)
-@click.option("--out", type=PATH, required=True, help="The directory to create; a file for GGUF.")
+@click.option("--out", type=PATH, required=True, help="Directory to create, or a .gguf file.")
 @click.option(
     "--format",
     "kind",
     type=click.Choice(("transformers", "gguf")),
-    help="Default: gguf if --out ends in .gguf, else transformers.",
+    help="Output format. [default: gguf if --out ends in .gguf, otherwise transformers]",
 )
 @click.option("--dtype", type=click.Choice((*_STORED, *_BLOCKS)), default="float32")
 def export(weights: Path, out: Path, kind: str | None, dtype: str) -> None:
-    """Export a weights file as GPT-2, Llama, Qwen 2 or 3: a directory that transformers loads, or a file in
-    GGUF for llama.cpp, Ollama and LM Studio. GGUF alone has q8_0 and q4_0.
+    """Export a model for transformers (a directory) or for llama.cpp, Ollama and LM Studio (a .gguf file).
 
-    An adapter, or a run with --lora-rank, becomes a directory that PEFT loads.
+    The architecture must be GPT-2, Llama, Qwen 2 or Qwen 3. Only GGUF supports q8_0 and q4_0. An adapter, or
+    a run trained with --lora-rank, becomes a PEFT directory.
     """
     if kind == "gguf" or (kind is None and out.suffix == ".gguf"):
         from distgpt.models.formats.gguf.transfer import export_gguf
@@ -248,9 +247,9 @@ def export(weights: Path, out: Path, kind: str | None, dtype: str) -> None:
 @click.argument("weights", type=PATH)
 @_out_file
 @click.option("--dtype", type=click.Choice(ROUNDED_DTYPES), default="int8")
-@click.option("--calibrate", type=PATH, help="Round for what such a text makes a model compute (int4).")
+@click.option("--calibrate", type=PATH, help="Text for calibrating the rounding (int4).")
 def quantize(weights: Path, out: Path, dtype: str, calibrate: Path | None) -> None:
-    """Round a weights file to int8, a quarter of its size, or to int4; infer and eval then compute in it."""
+    """Quantize a weights file to int8, a quarter of its size, or to int4."""
     from distgpt.models.quantized.packed import calibrated
     from distgpt.models.quantized.rounded import quantize
 
@@ -260,11 +259,11 @@ def quantize(weights: Path, out: Path, dtype: str, calibrate: Path | None) -> No
 
 
 @weights.command(example="distgpt weights merge --adapter runs/lora --out merged.safetensors")
-@click.option("--weights", type=PATH, help="The model's weights file. [default: named by the adapter]")
-@click.option("--adapter", type=PATH, required=True, help="The adapter, or a run with --lora-rank.")
+@click.option("--weights", type=PATH, help="Base model. [default: the one named in the adapter]")
+@click.option("--adapter", type=PATH, required=True, help="Adapter, or a run trained with --lora-rank.")
 @_out_file
 def merge(weights: Path | None, adapter: Path, out: Path) -> None:
-    """Merge an adapter into the weights that it was trained beside."""
+    """Merge an adapter into its base model."""
     from distgpt.core.comm.api import SerialComm
     from distgpt.models.adapters import merge
 
@@ -275,7 +274,7 @@ def merge(weights: Path | None, adapter: Path, out: Path) -> None:
 @click.argument("path", type=PATH)
 @json_option
 def info(path: Path, as_json: bool) -> None:
-    """Describe a file or directory: a model, a checkpoint, a model of transformers."""
+    """Describe a weights file, checkpoint, run, or transformers model."""
     from distgpt.show.weightspage import inspect, page
 
     found = inspect(path)

@@ -42,7 +42,7 @@ def dtype_option(auto: str) -> Callable[[F], F]:
     return click.option("--dtype", type=click.Choice(INFERENCE_DTYPES), default=AUTO_DTYPE, help=of)
 
 
-adapter_option = click.option("--adapter", type=PATH, help="Merge this adapter, or that of a run.")
+adapter_option = click.option("--adapter", type=PATH, help="Adapter to merge, or its run.")
 
 # The fields of ModelSpec.
 model_options = together(
@@ -73,14 +73,14 @@ def announce_sample(weights: Path | None, rank: int) -> None:
 
 @command(example='distgpt infer --weights runs/mine --prompt "The harbour" --n 3')
 @stage_options
-@click.option("--prompt", help="Text to continue.")
-@click.option("--prompt-file", type=PATH, help="File with the text to continue; -: standard input.")
+@click.option("--prompt", help="Prompt.")
+@click.option("--prompt-file", type=PATH, help="File with the prompt; -: standard input.")
 @click.option(
     "--prompts",
     type=PATH,
-    help='File with a prompt per line, as in {"prompt": "Once", "max_new_tokens": 9}: settings of its own.',
+    help='File with a prompt per line, such as {"prompt": "Once", "max_new_tokens": 9}.',
 )
-@click.option("--out", type=PATH, help="File for their samples, a line each. Resumes where it ends.")
+@click.option("--out", type=PATH, help="Output file of --prompts. An existing one is resumed.")
 @request_options(max_new_tokens=200, temperature=DEFAULT_TEMPERATURE)
 @model_options
 @json_option
@@ -114,21 +114,21 @@ def infer(
 
 UNUSED = ("n", "logprobs", "prompt_logprobs", "overflow")
 UNTAUGHT = (
-    "this model was never taught to chat, it continues texts like those it has read: distgpt tune teaches it"
-    " answers (distgpt help tuning)"
+    "this model was not trained to chat and continues text instead; to train it, use distgpt tune"
+    " (distgpt help tuning)"
 )
 
 
 @command(example='distgpt chat --weights model.safetensors --system "Be brief."')
 @stage_options
-@click.option("--system", default="", show_default=False, help="What the model is told before all turns.")
+@click.option("--system", default="", show_default=False, help="System prompt.")
 @request_options(UNUSED, max_new_tokens=512, temperature=DEFAULT_TEMPERATURE)
 @model_options
-@click.option("--speed", is_flag=True, help="After each answer say how long it took.")
+@click.option("--speed", is_flag=True, help="Print the speed of each answer.")
 def chat(stage: str, threads: int | None, gpu: GpuConfig, system: str, speed: bool, **options: Any) -> None:
-    """Chat with a model, in a terminal or through a pipe, a message in each line.
+    """Chat with a model in a terminal, or through a pipe with one message per line.
 
-    The model's own chat template makes a prompt of the turns, or a simple one where it has none.
+    Prompts use the model's chat template, or a simple one if it has none.
     """
     request = Request(**{name: options.pop(name) for name in REQUEST_SETTINGS if name not in UNUSED})
     ready = open_stage(stage, threads, gpu)
@@ -154,22 +154,32 @@ def _limit_option(name: str, about: Setting) -> Callable[[F], F]:
 
 @command(example="distgpt serve --weights runs/mine --port 8000")
 @stage_options
-@click.option("--name", help="The model's name for clients; that of the file if left out.")
-@click.option("--host", default="127.0.0.1", help="Address to listen on; 0.0.0.0: all.")
-@click.option("--port", type=click.IntRange(0, 65535), default=8000, help="Port; 0: pick a free one.")
-@click.option("--api-key", envvar="DISTGPT_API_KEY", show_envvar=True, help="Clients must send this.")
-@click.option("--allow-origin", "origins", multiple=True, metavar="ORIGIN", help="Let this site's pages ask.")
+@click.option("--name", help="Model name in the API. [default: the file name]")
+@click.option("--host", default="127.0.0.1", help="Address to listen on; 0.0.0.0: all interfaces.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8000, help="Port; 0: a free one.")
+@click.option("--api-key", envvar="DISTGPT_API_KEY", show_envvar=True, help="Key that clients must send.")
 @click.option(
-    "--proxy", "proxies", multiple=True, metavar="ADDRESS", help="Log addresses that this proxy forwards."
+    "--allow-origin",
+    "origins",
+    multiple=True,
+    metavar="ORIGIN",
+    help="Allow web pages of this origin.",
 )
-@click.option("--lanes", type=POSITIVE, default=32, help="Sequences generated at the same time.")
+@click.option(
+    "--proxy",
+    "proxies",
+    multiple=True,
+    metavar="ADDRESS",
+    help="Trust client addresses from this proxy.",
+)
+@click.option("--lanes", type=POSITIVE, default=32, help="Maximum number of concurrent sequences.")
 @together(*(_limit_option(*known) for known in LIMITS.items()))
 @model_options
 @click.option("--log", type=click.Choice(("quiet", "requests", "prompts")), default="requests")
 def serve(
     stage: str, threads: int | None, gpu: GpuConfig, weights: Path | None, name: str | None, **options: Any
 ) -> None:
-    """Answer requests over HTTP as OpenAI's /v1/completions and its chats do, with a page to try it."""
+    """Serve OpenAI-compatible completions and chats over HTTP, with a web page to try them."""
     try:
         from distgpt.inference.serving.server import Server, bound, checked_key, checked_proxies
     except ImportError as error:
@@ -209,20 +219,20 @@ BENCHMARKS = {
 
 @command(name="eval", example="distgpt eval --weights runs/mine --val held-out.txt")
 @stage_options
-@click.option("--weights", type=PATH, required=True, help="A weights file, a run, or hub:ORG/NAME.")
+@click.option("--weights", type=PATH, required=True, help="Weights file, run, or hub:ORG/NAME.")
 @adapter_option
-@click.option("--val", shell_complete=texts, help="A text, or the validation part of token shards.")
+@click.option("--val", shell_complete=texts, help="Text to evaluate on, or shards with a validation part.")
 @together(
     *(click.option(f"--{name.replace('_', '-')}", type=PATH, help=of) for name, of in BENCHMARKS.items())
 )
-@click.option("--chats", is_flag=True, help="Count only the answers of --val, which are chats as of tune.")
-@click.option("--val-tokens", type=click.IntRange(0), default=0, help="Tokens of --val to read; 0: all.")
+@click.option("--chats", is_flag=True, help="Read --val as chats, as in tune, and count only the answers.")
+@click.option("--val-tokens", type=click.IntRange(0), default=0, help="Tokens of --val to use; 0: all.")
 @click.option("--context", type=POSITIVE, help="Context length (not with learned positions).")
 @dtype_option("float32")
 @setting_option("matmul", SETTINGS["matmul"], default="auto")
 @json_option
 def eval(stage: str, threads: int | None, gpu: GpuConfig, as_json: bool, **options: Any) -> None:
-    """Measure a model on a text, on shards or on benchmarks, in files as their authors publish them."""
+    """Evaluate a model on text, shards, or benchmark files as published by their authors."""
     from distgpt.inference.evaluation.evaluate import evaluate, page
     from distgpt.show.display import ItemProgress
 

@@ -92,7 +92,7 @@ def _show_all(context: click.Context, param: click.Parameter, value: bool) -> No
 
 
 _SWITCH: dict[str, Any] = {"is_flag": True, "is_eager": True, "expose_value": False, "callback": _show_all}
-HELP_ALL = click.Option(["--help-all"], help="Show all options, by groups, and exit.", **_SWITCH)
+HELP_ALL = click.Option(["--help-all"], help="Show all options by group and exit.", **_SWITCH)
 
 
 class Command(click.Command):
@@ -112,7 +112,9 @@ class Command(click.Command):
                 with formatter.section(group.capitalize() or "Options"):
                     formatter.write_dl(records)
         if name := _preset_of(context):
-            formatter.write(f"\nDefaults are those of the preset {name}. Of another: --preset gpt2 --help\n")
+            formatter.write(
+                f"\nDefaults are from the preset {name}. For another preset: --preset gpt2 --help\n"
+            )
 
     def sections(self, context: click.Context, everything: bool) -> dict[str, list[tuple[str, str]]]:
         """Return the entries of --help or --help-all by section."""
@@ -208,6 +210,17 @@ def page(path: Path) -> str:
     return ELSEWHERE_LINK.sub(r"\1", TO_PAGE.sub(r"\1 (`distgpt help \2`)", text))
 
 
+def section(name: str) -> str:
+    """Return the section of a page whose heading is `name`, such as out-of-memory, or ""."""
+    for path in topics().values():
+        text = page(path)
+        for found in re.finditer(r"^(##+) (.+)$", text, re.MULTILINE):
+            if re.sub(r"\W+", "-", found[2].lower()) == name:
+                end = re.compile(rf"^##{{1,{len(found[1]) - 1}}} ", re.MULTILINE).search(text, found.end())
+                return text[found.start() : end.start() if end else None]
+    return ""
+
+
 def _topics(context: click.Context, param: click.Parameter, begun: str) -> list[str]:
     return [name for name in topics() if name.startswith(begun)]
 
@@ -216,13 +229,13 @@ def _topics(context: click.Context, param: click.Parameter, begun: str) -> list[
 @click.argument("topic", required=False, shell_complete=_topics)
 @click.pass_context
 def help(context: click.Context, topic: str | None) -> None:
-    """Print a page of the documentation, or list them all. TOPIC may also be a command."""
+    """Print a page of the documentation, or list all pages. TOPIC may also be a section or a command."""
     known, parent = topics(), context.parent
     if topic is None:
         for folder in FOLDERS:
             print_lines(contents(folder))
-        print_lines("distgpt help TOPIC prints a page, as distgpt help out-of-memory.")
-        print_lines("A batch script is what distgpt submit prints; a hostfile: distgpt help two-machines.")
+        print_lines("distgpt help TOPIC prints a page, such as distgpt help out-of-memory.")
+        print_lines("For a batch script, see distgpt submit; for a hostfile, distgpt help two-machines.")
     elif topic in known:
         print_lines(page(known[topic]))
     elif parent and isinstance(parent.command, click.Group) and topic in parent.command.list_commands(parent):
@@ -231,5 +244,7 @@ def help(context: click.Context, topic: str | None) -> None:
         for name in known:
             if name.startswith(topic.removesuffix("e")):  # tune: tuning
                 print_lines(f"\nHow-to page: distgpt help {name}")
+    elif text := section(topic):
+        print_lines(text)
     else:
         raise UsageError(f"there is no help on {topic!r:.40}{nearest(topic, known)}")

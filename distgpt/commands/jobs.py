@@ -42,45 +42,57 @@ _AS_TYPED = {"allow_interspersed_args": False}
     context_settings=_AS_TYPED,
     example="distgpt submit --nodes 2 --ranks-per-node 4 --time 4h -- train --preset gpt2 > job.sh",
 )
-@click.option("--system", "named", type=click.Choice([*SYSTEMS]), help="Batch system. [default: by commands]")
+@click.option(
+    "--system", "named", type=click.Choice([*SYSTEMS]), help="Batch system. [default: the installed one]"
+)
 @click.option("--nodes", type=POSITIVE, default=1, help="Number of nodes.")
 @click.option(
     "--node",
     "described",
     metavar="SHAPE",
-    help="NUMA regions and cores of each, as in 8x16; here: as this machine. Each region gets a rank.",
+    help="Shape of a node: NUMA domains x cores, such as 8x16; here: like this machine. One rank per domain.",
 )
-@click.option("--ranks-per-node", type=POSITIVE, help="[default: the node's GPUs, its NUMA regions, or 1]")
+@click.option("--ranks-per-node", type=POSITIVE, help="[default: one per GPU or NUMA domain, or 1]")
 @click.option(
     "--cpus-per-task",
     type=POSITIVE,
-    help="CPUs and threads of each rank. [default: its part of --node; 4 beside a GPU; or 1]",
+    help="CPUs and threads per rank. [default: its share of --node; with GPUs 4; otherwise 1]",
 )
-@click.option("--gpus-per-node", type=POSITIVE, help="GPUs of each node to train on.")
-@_its("--memory", metavar="SIZE", help="Memory of each node, as in 64G. [default: the site's]")
+@click.option("--gpus-per-node", type=POSITIVE, help="GPUs per node.")
+@_its("--memory", metavar="SIZE", help="Memory per node, such as 64G. [default: the site's]")
 @click.option(
     "--time",
     "seconds",
     required=True,
     type=TIME,
-    help="Limit of an attempt, as in 4h; the run saves before.",
+    help="Time limit of each job, such as 4h. The run saves before it ends.",
 )
 @click.option(
     "--mpi",
-    help="How ranks start: pmi2 or pmix under Slurm, simple or pmix under Flux, else mpich, openmpi,"
-    " intel or pals. [default: by mpi4py's MPI]",
+    help="Slurm: pmi2 or pmix; Flux: simple or pmix; otherwise mpich, openmpi, intel or pals."
+    " [default: that of mpi4py]",
 )
-@click.option("--name", help="Name of the job and its logs. [default: the run directory's]")
-@_its("--array", metavar="NUMBERS", help="Train an array of runs in own directories, as in 1-4 or 1-40%8.")
+@click.option("--name", help="Name of the job and its logs. [default: that of the run directory]")
+@_its(
+    "--array",
+    metavar="NUMBERS",
+    help="Submit a job array, such as 1-4 or 1-40%8; each run has its own directory.",
+)
 @click.option(
     "--prefix",
     metavar="WORDS",
-    help='Words before distgpt, as in "numactl -l", or with it: "apptainer exec image.sif distgpt".',
+    help='Command prefix, such as "numactl -l"; may include distgpt: "apptainer exec image.sif distgpt".',
 )
-@click.option("--setup", multiple=True, metavar="LINE", help='Line before the start: "module load gcc".')
-@click.option("--directive", "lines", multiple=True, metavar="OPTION", help='Its option: "--partition=gpu".')
-@click.option("--successor", is_flag=True, help="Submit the next attempt as a new job, not queue it again.")
-@click.option("--exclusive", is_flag=True, help="Share no nodes; with --node, also bind ranks to cores.")
+@click.option("--setup", multiple=True, metavar="LINE", help='Shell line to run first: "module load gcc".')
+@click.option(
+    "--directive",
+    "lines",
+    multiple=True,
+    metavar="OPTION",
+    help='Batch option: "--partition=gpu".',
+)
+@click.option("--successor", is_flag=True, help="Continue in a new job instead of requeueing this one.")
+@click.option("--exclusive", is_flag=True, help="Request whole nodes; with --node, also bind ranks to cores.")
 @click.option("--submit", "is_submitted", is_flag=True, help="Submit the script instead of printing it.")
 @_line(metavar="-- train [OPTIONS]")
 def submit(
@@ -96,13 +108,13 @@ def submit(
     words: tuple[str, ...],
     **options: Any,
 ) -> None:
-    """Print a batch script that trains, or submit it: for Slurm, PBS, Grid Engine, LSF or Flux.
+    """Print or submit a batch script that trains, for Slurm, PBS, Grid Engine, LSF or Flux.
 
-    Before its time limit the run is saved; then the job is queued again, or submits its successor, and
-    resumes, until all steps are done.
+    Before the time limit, the job saves the run and requeues itself, or submits a successor, until all steps
+    are done.
 
-    In a job array, as with --array 1-4, each element trains in a directory of its own, and '$ELEMENT' is its
-    number in any option of train.
+    In a job array (--array 1-4), each element has its own run directory, and '$ELEMENT' in options of train
+    is its number.
     """
     system = SYSTEMS[named] if named else _found_system()
     if words[0] not in TRAINS:
@@ -302,16 +314,16 @@ def _submit(text: bytes, system: System, job: Job, numbers: list[int]) -> None:
     context_settings=_AS_TYPED,
     example="distgpt supervise -- mpirun -n 8 -f hosts distgpt train --stage mpi --out runs/mine",
 )
-@click.option("--min-ranks", type=POSITIVE, default=1, help="Wait for hosts for so many ranks.")
-@click.option("--restarts", type=click.IntRange(0), help="Most restarts. [default: any number]")
-@click.option("--stall", type=TIME, help="Also start again after this long without a step. [default: never]")
+@click.option("--min-ranks", type=POSITIVE, default=1, help="Wait until hosts have this many slots.")
+@click.option("--restarts", type=click.IntRange(0), help="Maximum number of restarts. [default: no limit]")
+@click.option("--stall", type=TIME, help="Also restart after this long without a step. [default: never]")
 @_line(metavar="-- LAUNCH LINE")
 def supervise(min_ranks: int, restarts: int | None, stall: float | None, words: tuple[str, ...]) -> None:
-    """Train, and start again after a lost rank or host.
+    """Train, and restart after losing a rank or host.
 
-    The job resumes from its last checkpoint, on those hosts of the hostfile that still answer over ssh. Hosts
-    beyond the ranks of -n are spare. If there are too few, it runs on fewer ranks. After three ends without a
-    step more it stops, and says why.
+    Resumes from the last checkpoint on the hosts in the hostfile that answer over ssh. Hosts beyond the ranks
+    of -n are spares; with too few hosts, it uses fewer ranks. Stops with a message after three attempts that
+    complete no step.
     """
     from distgpt.cluster.supervise import Supervisor, parse
 

@@ -37,16 +37,16 @@ from distgpt.core.cpu.stages import open_stage
 @preset_options
 @settings
 @dial_options
-@click.option("--ranks", type=POSITIVE, default=1, help="Processes of the run.")
-@click.option("--tokens", help="Tokens to train on in total (300M, 10B), instead of --steps.")
-@click.option("--rate", type=FiniteRange(0, min_open=True), help="Tokens/s of one rank, measured elsewhere.")
+@click.option("--ranks", type=POSITIVE, default=1, help="Number of ranks.")
+@click.option("--tokens", help="Total training tokens (300M, 10B), instead of --steps.")
+@click.option("--rate", type=FiniteRange(0, min_open=True), help="Tokens/s of one rank, if known.")
 @click.option(
     "--measure/--no-measure",
     "measured",
     default=None,
-    help="Time a few steps here; the default where possible, unless --rate is given.",
+    help="Time a few steps on this machine. [default: if possible, unless --rate is set]",
 )
-@click.option("--gpu-memory", type=FiniteRange(0, min_open=True), help="GiB of each rank's GPU.")
+@click.option("--gpu-memory", type=FiniteRange(0, min_open=True), help="Memory of each rank's GPU in GiB.")
 @json_option
 def estimate(
     stage: str,
@@ -120,9 +120,9 @@ def profile(
 ) -> None:
     """Show where a training step's time goes.
 
-    Takes the settings of `distgpt train`, runs --steps training steps, whatever number --config sets, and
-    reports the time of each kind of operation, the speed of its matmuls, and what share of this machine's
-    measured peak that is: as a table and as profile.json. No weights are saved.
+    Accepts the settings of distgpt train and runs --steps steps. Reports the time of each kind of operation,
+    the speed of its matmuls, and their share of this machine's measured peak, as a table and in profile.json.
+    Saves no weights.
     """
     gpu, asked = asked_by(stage, gpu, flags)
     asked = replace(asked, given={**asked.given, "steps": warmup_steps + steps})
@@ -144,13 +144,13 @@ def profile(
 @click.argument("grid", type=PATH, metavar="GRID.toml")
 @stage_options
 @set_option
-@click.option("--out", type=PATH, help="Write the sweep into this directory. [default: runs/<name of GRID>]")
+@click.option("--out", type=PATH, help="Output directory. [default: runs/<name of GRID>]")
 @click.option(
     "--time-limit",
     type=TIME,
-    help="Save and exit with 75 before this time (as 3h50m) is over. [default: the batch job's, if known]",
+    help="Save and exit with 75 before this time, such as 3h50m. [default: the batch job's limit]",
 )
-@click.option("--dry-run", is_flag=True, help="List the runs; train nothing.")
+@click.option("--dry-run", is_flag=True, help="List the runs without training.")
 def sweep(
     grid: Path,
     stage: str,
@@ -161,9 +161,9 @@ def sweep(
     time_limit: float | None,
     dry_run: bool,
 ) -> None:
-    """Train many short runs, and find the best settings.
+    """Train many short runs to find the best settings.
 
-    GRID.toml has settings as --config of `distgpt train` takes them, and a table of those that vary:
+    GRID.toml has settings, as for --config of distgpt train, and a table of the settings that vary:
 
     \b
       preset = "fast"
@@ -178,7 +178,7 @@ def sweep(
       eta = 3                               # promote the best third to the end
       metric = "val_loss"                   # or bits_per_byte, loss
 
-    mpirun -n 4 distgpt sweep GRID.toml trains a run on each of 4 ranks. The same command again resumes.
+    mpirun -n 4 distgpt sweep GRID.toml trains one run per rank. To resume, repeat the command.
     """
     from distgpt.cluster.launch.environment import job_end
     from distgpt.core.comm.agree import on_root
@@ -205,17 +205,17 @@ def sweep(
 @click.option(
     "--hostfile", type=PATH, help="Check the hosts of a job before its launch; exit with 2 on errors."
 )
-@click.option("--ssh", is_flag=True, help="With --hostfile: ask each host over ssh what it has.")
-@click.option("--caches", is_flag=True, help="Show what distgpt keeps on disk between starts, and where.")
+@click.option("--ssh", is_flag=True, help="With --hostfile: query each host over ssh.")
+@click.option("--caches", is_flag=True, help="List distgpt's caches on disk.")
 @click.option(
     "--empty",
     type=click.Choice(("compiled", "all")),
-    help="With --caches: remove what is compiled, or downloads too, also while other processes run.",
+    help="With --caches: delete compiled kernels, or also downloads. Safe while other processes run.",
 )
 def doctor(
     stage: str | None, as_json: bool, hostfile: Path | None, ssh: bool, caches: bool, empty: str | None
 ) -> None:
-    """Report what this machine, a job under mpirun or the hosts of a hostfile can run, and what they lack."""
+    """Check what this machine, an mpirun job, or the hosts in a hostfile can run."""
     if empty and not caches:
         raise UsageError("--empty needs --caches")
     if ssh and not hostfile:
@@ -238,10 +238,10 @@ def doctor(
 
 @command(example="distgpt compile")
 def compile() -> None:
-    """Compile all kernels for this kind of processor, once for every user of this installation.
+    """Compile all kernels for this kind of processor, for all users of this installation.
 
-    They go into one file beside the package, which only its owner may write. Run it once on each kind of
-    node, and again after an update. Those of float64, which few use, are left to their users.
+    Writes one file next to the package, which only the package's owner may write. Run it once on each kind of
+    node, and again after an update. Does not include float64 kernels.
     """
     import io
     import tempfile

@@ -28,7 +28,7 @@ from distgpt.core.data.textfile import BUNDLED_TEXTS
 F = TypeVar("F", bound=Callable[..., object])
 PATH = click.Path(path_type=Path)
 POSITIVE = click.IntRange(1)
-json_option = click.option("--json", "as_json", is_flag=True, help="One JSON object instead of a page.")
+json_option = click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
 
 
 # Shell completion: names, or names and files.
@@ -54,8 +54,8 @@ tokenizers = names_or_files("auto", "byte", "char", "word", "gpt2", "bpe:", "hub
 COMPLETED = {"data": texts, "val": texts, "tokenizer": tokenizers, "init": files, "hellaswag": files}
 
 _HELP = {
-    "save_every": "Save a checkpoint every N steps (as 500), at times (as 10m), or only at the end (end).",
-    "keep_every": "Also keep a checkpoint for good every N steps (as 5000), at times (as 12h), or never.",
+    "save_every": "Save a checkpoint every N steps (500), by time (10m), or only at the end (end).",
+    "keep_every": "Also keep a checkpoint permanently every N steps (5000), by time (12h), or never.",
 }
 
 
@@ -165,7 +165,7 @@ set_option = option(
     multiple=True,
     metavar="NAME=VALUE",
     callback=parsed_settings,
-    help="Set any setting, also one without an option (distgpt help settings). May be repeated.",
+    help="Set any setting, including those without an option (distgpt help settings); may be repeated.",
 )
 
 
@@ -210,7 +210,7 @@ dial_options = together(
         group="model",
         first=True,
         type=click.IntRange(1, DEEPEST),
-        help="Train a model of this many layers; other settings follow from that and from the text.",
+        help="Number of layers; other settings follow from it and from the text.",
     ),
     option(
         "--within",
@@ -224,9 +224,9 @@ dial_options = together(
 
 # Options of commands that start jobs of multiple ranks.
 launch_options = together(
-    click.option("--ranks", type=POSITIVE, default=2, help="Start this many processes."),
-    click.option("--hostfile", type=PATH, help="Start them on the hosts of this file."),
-    click.option("--launcher", help='Start them with this: mpirun, or "srun --mpi=pmix".'),
+    click.option("--ranks", type=POSITIVE, default=2, help="Number of processes to start."),
+    click.option("--hostfile", type=PATH, help="Hosts to start them on."),
+    click.option("--launcher", help='Launcher, such as mpirun or "srun --mpi=pmix".'),
 )
 
 
@@ -267,7 +267,7 @@ stage_options = together(
         "--stage",
         type=click.Choice(STAGES),
         default="serial",
-        help="Where to compute: one process or several (mpi), on CPUs or on GPUs (cuda).",
+        help="Backend: CPU (serial), CPUs with MPI (mpi), GPU (cuda), or GPUs with MPI (mpi-cuda).",
     ),
     option("--threads", type=Threads(), group="computing", help="CPU threads per rank. [default: auto]"),
     _gpu_options,

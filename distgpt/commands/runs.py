@@ -22,15 +22,15 @@ _SORTED_BY = ("name", "steps", "state", "loss", "validation", "bits-per-byte", "
 
 @command(example="distgpt runs")
 @click.argument("directory", type=PATH, default=Path("runs"), metavar="[DIR]")
-@click.option("--sort", type=click.Choice(_SORTED_BY), default="name", help="Sort by this, the best first.")
+@click.option("--sort", type=click.Choice(_SORTED_BY), default="name", help="Column to sort by, best first.")
 @click.option("--reverse", is_flag=True, help="Reverse the order.")
 @json_option
 def runs(directory: Path, sort: str, reverse: bool, as_json: bool) -> None:
-    """List the runs in a directory, runs/ if left out.
+    """List the runs in a directory. [default: runs]
 
-    Validation is the lowest loss so far. Next to each loss are its bits per byte, which compare runs with
-    different tokenizers. A sweep is one row, with the results of its best run: name its directory to list
-    all. A narrow terminal shows fewer columns.
+    Validation is the lowest loss so far. Bits per byte compare runs with different tokenizers. A sweep is one
+    row with the results of its best run; pass its directory to list all runs. A narrow terminal shows fewer
+    columns.
     """
     from distgpt.show.runs import list_runs, render_terminal
 
@@ -44,15 +44,17 @@ def runs(directory: Path, sort: str, reverse: bool, as_json: bool) -> None:
 
 @command(example="distgpt plot runs/one runs/other")
 @click.argument("runs", nargs=-1, metavar="[RUN]...", type=PATH)
-@click.option("--out", type=PATH, help="PNG, SVG or PDF file. [default: curves.png, of a single run in it]")
+@click.option(
+    "--out", type=PATH, help="PNG, SVG or PDF file. [default: curves.png, for one run in its directory]"
+)
 @click.option("--x", "axis", type=click.Choice(["steps", "tokens", "time"]), default="steps")
-@click.option("--smooth", type=POSITIVE, help="Average over this many lines of metrics. [default: a 40th]")
-@click.option("--title", help="Title. [default: a single run's name]")
+@click.option("--smooth", type=POSITIVE, help="Average over N logged steps. [default: 1/40 of them]")
+@click.option("--title", help="Title. [default: name of the run, if there is only one]")
 @click.option("--log-loss", is_flag=True, help="Logarithmic loss axis.")
 def plot(runs: tuple[Path, ...], **how: Any) -> None:
-    """Draw the curves of runs: loss, learning rate, speed.
+    """Plot the loss, learning rate and speed of runs.
 
-    RUN is the directory of a run, or one with several runs in it; the newest run in runs/ if left out.
+    RUN is a run directory or a directory of runs. [default: the newest run in runs]
     """
     from distgpt.show.plot import plot
     from distgpt.show.runs import list_runs
@@ -68,11 +70,11 @@ def plot(runs: tuple[Path, ...], **how: Any) -> None:
 @click.argument("b", type=PATH)
 @json_option
 def compare(a: Path, b: Path, as_json: bool) -> None:
-    """Say at which step two runs part, and why.
+    """Report the step at which two runs diverge, and why.
 
-    Reads the files of both, and computes nothing: losses, gradient norms and weights to the bit, then
-    settings, text, versions, processors, ranks and threads at the step where they part. Exit code 1: they
-    do. (bench stages is for one job that it trains on several stages.)
+    Compares losses, gradient norms and weights bitwise, from the files of both runs; then settings, data,
+    versions, processors, ranks and threads at the step of divergence. Exit code 1: they diverge. To run one
+    job on multiple stages, use distgpt bench stages.
     """
     from distgpt.measure.verification.comparing import compare as compare_runs
     from distgpt.measure.verification.comparing import page, verdict
@@ -99,22 +101,22 @@ def _steps(context: click.Context, param: click.Parameter, value: str) -> tuple[
     required=True,
     metavar="FIRST:LAST",
     callback=_steps,
-    help="Recompute these steps, the last one included.",
+    help="Steps to recompute, including the last one.",
 )
 @stage_options
-@click.option("--data", shell_complete=texts, help="The run's text, if it is elsewhere now.")
-@click.option("--init", shell_complete=files, help="The weights that the run began with, if elsewhere now.")
-@click.option("--dtype", type=click.Choice(DTYPES), help="Compute in this format. [default: the run's]")
+@click.option("--data", shell_complete=texts, help="Training data, if it has moved.")
+@click.option("--init", shell_complete=files, help="Initial weights, if they have moved.")
+@click.option("--dtype", type=click.Choice(DTYPES), help="Number format for computing. [default: the run's]")
 @json_option
 def replay(
     run: Path, steps: tuple[int, int], stage: str, threads: int | None, gpu: GpuConfig, **options: Any
 ) -> None:
-    """Recompute steps of a run, and prove that they are what the run says.
+    """Recompute steps of a run and compare them with its records.
 
-    Begins with the newest checkpoint before the steps, or with the first weights, and compares losses,
-    gradient norms and the weights of checkpoints: to the bit where the same bits are promised, else within
-    rounding. Any number of ranks can do so, under mpirun with --stage mpi. Writes nothing into RUN. Exit code
-    1: they differ. 3: rounding is expected, and none of these steps could be judged.
+    Starts from the newest checkpoint before the steps, or from the initial weights. Compares losses, gradient
+    norms and checkpoint weights, bitwise if the run's settings guarantee that, otherwise within rounding.
+    Works on any number of ranks with mpirun and --stage mpi. Does not write to RUN. Exit code 1: they differ;
+    3: rounding errors prevent a verdict.
     """
     from distgpt.measure.verification.replaying import Again, difference, page, undecided
     from distgpt.measure.verification.replaying import replay as replay_run

@@ -75,13 +75,13 @@ def write_json(context: click.Context, *how: str) -> None:
 @stage_options
 @preset_options
 @settings
-@_saving("--out", first=True, type=PATH, help="Write the run into this directory. [default: runs/<preset>]")
+@_saving("--out", first=True, type=PATH, help="Run directory. [default: runs/<preset>]")
 @_saving(
     "--resume",
     first=True,
     metavar="auto|PATH",
     shell_complete=names_or_files("auto"),
-    help="Resume from the newest checkpoint in --out, or from PATH, a run or a checkpoint.",
+    help="Resume from the newest checkpoint in --out (auto), or from a run or checkpoint (PATH).",
 )
 @_schedule(
     "--decay-from",
@@ -91,25 +91,29 @@ def write_json(context: click.Context, *how: str) -> None:
     " linearly over --steps.",
 )
 @dial_options
-@_saving("--time-limit", type=TIME, help="Save and exit with 75 before this. [default: the batch job's]")
-@_trouble("--stall-timeout", type=TIME, help="Report a stall after this. [default: 10 steps, at least 2m]")
-@_trouble("--stall-abort", type=TIME, help="Save and exit with 75 after a stall of this. [default: never]")
+@_saving("--time-limit", type=TIME, help="Save and exit with 75 before this time. [default: the job's]")
+@_trouble(
+    "--stall-timeout",
+    type=TIME,
+    help="Report a stall after this time. [default: 10 steps, at least 2m]",
+)
+@_trouble("--stall-abort", type=TIME, help="Save and exit with 75 after this stall. [default: never]")
 @_display("--progress", type=click.Choice(["auto", "live", "plain"]), default="auto")
-@_display("--log-lines", type=TIME, help="Time between lines. [default: 2s, soon 10s; in a batch job 30s]")
+@_display("--log-lines", type=TIME, help="Time between lines. [default: 2s, then 10s; in a batch job 30s]")
 @_display(
     "--log-format",
     type=click.Choice(["plain", "json"]),
     default="plain",
     is_eager=True,
     callback=_begin_log,
-    help="Write lines for people, or (json) an object for each, with time, level, host, rank and event.",
+    help="Log format: plain text, or a JSON object per line with time, level, host, rank and event.",
 )
-@_display("--tensorboard", is_flag=True, help="Also write TensorBoard events into the run directory.")
-@_display("--metrics-textfile", type=PATH, help="Also write Prometheus metrics: a file (.prom) or folder.")
+@_display("--tensorboard", is_flag=True, help="Write TensorBoard events into the run directory.")
+@_display("--metrics-textfile", type=PATH, help="Write Prometheus metrics to this file (.prom) or directory.")
 @_display(
     "--metrics-port",
     metavar="[ADDRESS:]PORT",
-    help="Also answer Prometheus here, on rank 0. [address: 127.0.0.1]",
+    help="Serve Prometheus metrics here, on rank 0. [address: 127.0.0.1]",
 )
 @option(
     "--components",
@@ -131,8 +135,8 @@ def train(
 ) -> None:
     """Train a model.
 
-    Settings come from the defaults, then --preset, then --config, then the flags here. A run that resumes
-    has its own settings, changed by these.
+    Settings come from the defaults, then --preset, then --config, then options. A resumed run keeps its
+    settings, except those set by options.
     """
     display = {name: flags.pop(name) for name in SHOWN}
     gpu, asked = asked_by(stage, gpu, flags)
@@ -315,15 +319,15 @@ def as_train(weights: Path | None, data: str | None, **options: Any) -> dict[str
 
 
 @command(example="distgpt tune --weights model.safetensors --data chats.jsonl --out runs/tuned")
-@click.option("--weights", type=PATH, help="The model to tune: a weights file, a run, or hub:ORG/NAME.")
-@click.option("--data", shell_complete=files, help="Learn from these chats: .jsonl, .jsonl.gz, or a folder.")
+@click.option("--weights", type=PATH, help="Model to tune: weights file, run, or hub:ORG/NAME.")
+@click.option("--data", shell_complete=files, help="Chats to train on: .jsonl, .jsonl.gz, or a directory.")
 @setting_option("epochs", replace(SETTINGS["epochs"], first=True), default=None)
 def tune(**options: Any) -> None:
-    """Teach a model chats of your own: it learns their answers alone.
+    """Fine-tune a model on chats. Trains only on the answers.
 
     A line is {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]},
-    {"prompt": "...", "completion": "..."} or one of the other shapes in docs/how-to/tuning.md. The defaults
-    are 3 epochs and learning rates for trained weights.
+    {"prompt": "...", "completion": "..."} or another format listed in docs/how-to/tuning.md. Defaults: 3
+    epochs, with a learning rate for pretrained weights.
     """
     assert train.callback is not None
     train.callback(**as_train(**options))

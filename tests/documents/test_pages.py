@@ -40,7 +40,7 @@ ABOUT_CODE = [
     ROOT / "docs" / "explanation" / f"{name}.md"
     for name in (
         *("architecture", "read-in-an-hour", "life-of-a-token", "matmul", "seams"),
-        *("inference-measured", "performance", "scale", "torture"),
+        *("performance", "scale", "torture"),
     )
 ]
 

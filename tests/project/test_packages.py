@@ -15,7 +15,7 @@ sys.path[:0] = [str(ROOT / "examples"), str(PACKAGING)]
 import recipes
 
 NEEDED = ("py.typed", "gpu/cu/common.cuh", "inference/serving/page.html", "bundled/data/corpus.txt")
-NEEDED += ("bundled/weights/sample.safetensors", "bundled/docs/how-to/chats.md")
+NEEDED += ("bundled/weights/sample.safetensors", "bundled/docs/how-to/tuning.md")
 
 
 @pytest.mark.slow

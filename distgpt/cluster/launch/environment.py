@@ -168,7 +168,7 @@ class Mpi:
         return f"flux run -o pmi={self.flux}" if launcher == FLUX_RUN.name else f"srun --mpi={self.srun}"
 
 
-# Tested with the libraries in docs/how-to/launch-lines.md; MVAPICH and Cray MPICH follow their manuals.
+# Tested with the libraries in docs/how-to/ranks.md; MVAPICH and Cray MPICH follow their manuals.
 MPIS = {
     "MPICH": Mpi("-f", "pmi2"),
     "Intel MPI": Mpi("-f", "pmi2"),

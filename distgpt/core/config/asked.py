@@ -156,7 +156,7 @@ def resumed(base: RunConfig, asked: Asked) -> RunConfig:
 def _of_weights(weights: ModelConfig, said: Mapping[str, object]) -> dict[str, object]:
     """Return the settings implied by pretrained weights: their model, and lower learning rates."""
     found = asdict(weights) | PRETRAINED
-    if said.get("lora_rank"):  # adapters start at 0 (docs/how-to/lora.md)
+    if said.get("lora_rank"):  # adapters start at 0 (docs/how-to/tuning.md)
         found |= {"lr": float(f"{min(ADAPTED_LR, 1 / weights.n_embd):.2g}"), "weight_decay": 0.0}
     return found
 

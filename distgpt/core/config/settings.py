@@ -55,19 +55,17 @@ class ModelConfig:
     """
 
     vocab_size: int = of_model(
-        0, "Vocabulary size, at least the tokenizer's. 0: the tokenizer's.", low=0, most=1 << 24
+        0, "Vocabulary size, at least that of the tokenizer. 0: the tokenizer's.", low=0, most=1 << 24
     )
-    seq_len: int = of_model(128, "Tokens per sequence: the context length.", low=1, most=1 << 20)
+    seq_len: int = of_model(128, "Context length: tokens per sequence.", low=1, most=1 << 20)
     n_layer: int = of_model(4, "Transformer layers.", low=1, most=1000)
     n_head: int = of_model(4, "Attention heads per layer.", low=1)
-    n_kv_head: int = of_model(
-        0, "Heads of keys and values, each for n_head / n_kv_head heads of queries. 0: n_head.", low=0
-    )
-    n_embd: int = of_model(128, "Width of the embedding and of every layer.", low=1, most=1 << 17)
-    head_dim: int = of_model(0, "Elements of an attention head. 0: n_embd / n_head.", low=0, most=1 << 12)
-    norm: str = of_model("layernorm", "Kind of normalization.", choices=NORMS)
-    norm_gain: bool = of_model(True, "Scale normalized values by trained weights.")
-    norm_eps: float = of_model(1e-5, "Number added to the variance in a normalization.", above=0)
+    n_kv_head: int = of_model(0, "Key/value heads (grouped-query attention). 0: n_head.", low=0)
+    n_embd: int = of_model(128, "Width of the embedding and the residual stream.", low=1, most=1 << 17)
+    head_dim: int = of_model(0, "Size of an attention head. 0: n_embd / n_head.", low=0, most=1 << 12)
+    norm: str = of_model("layernorm", "Normalization layer.", choices=NORMS)
+    norm_gain: bool = of_model(True, "Give norms a trained scale.")
+    norm_eps: float = of_model(1e-5, "Epsilon added to the variance in norms.", above=0)
     embed_norm: bool = of_model(False, "Normalize the embeddings.")
     final_norm: bool = of_model(True, "Normalize before the output layer.")
     mlp: str = of_model("gelu", "Activation function of the MLP.", choices=ACTIVATIONS)
@@ -75,58 +73,61 @@ class ModelConfig:
     mlp_width: int = of_model(
         0, "Width inside the MLP. 0: 4 n_embd, or 8/3 n_embd for swiglu.", low=0, most=1 << 19
     )
-    positions: str = of_model("learned", "How the model learns where a token stands.", choices=POSITIONS)
-    rope_base: float = of_model(10_000.0, "Base of RoPE's angles: larger for longer contexts.", low=1)
+    positions: str = of_model("learned", "Position encoding.", choices=POSITIONS)
+    rope_base: float = of_model(10_000.0, "Base of the RoPE frequencies; larger for longer contexts.", low=1)
     rope_scaling: str = of_model(
         "none",
-        "Slow RoPE's rotations down by rope_factor, for longer contexts: all of them (linear), or slow ones"
-        " alone, as Llama 3.1 does.",
+        "Extend the context by dividing RoPE frequencies by rope_factor: all of them (linear) or only low"
+        " ones (llama3, as in Llama 3.1).",
         choices=("none", "linear", "llama3"),
     )
-    rope_factor: float = of_model(8.0, "With rope_scaling: divide RoPE's frequencies by this.", low=1)
+    rope_factor: float = of_model(8.0, "With rope_scaling: factor that divides the RoPE frequencies.", low=1)
     rope_context: int = of_model(
-        8192, "With llama3's rope_scaling: the context length of the training before.", low=1
+        8192, "With rope_scaling llama3: context length of the original training.", low=1
     )
     rope_slow: float = of_model(
-        1.0, "With llama3's rope_scaling: divide what turns less often than this in that context.", low=0
+        1.0,
+        "With rope_scaling llama3: scale frequencies with fewer rotations in rope_context.",
+        low=0,
     )
     rope_fast: float = of_model(
-        4.0, "With llama3's rope_scaling: leave what turns more often than this in that context.", above=0
+        4.0,
+        "With rope_scaling llama3: keep frequencies with more rotations in rope_context.",
+        above=0,
     )
-    qk_norm: bool = of_model(False, "Normalize queries and keys, head by head.")
+    qk_norm: bool = of_model(False, "Normalize the queries and keys of each head.")
     qk_norm_gain: bool = of_model(
-        False, "With qk_norm: scale them by trained weights, before RoPE turns them, as Qwen 3 does."
+        False, "With qk_norm: give these norms a trained scale, applied before RoPE (Qwen 3)."
     )
     value_embeddings: bool = of_model(
-        False, "Add a vector of each token, trained for it, to the values in every other layer."
+        False, "Add a learned per-token vector to the values of every other layer."
     )
     window: int = of_model(
         0,
-        "Let each token attend to this many tokens alone: itself and those before it. 0: no limit.",
+        "Let each token attend to the last N tokens, itself included. 0: no limit.",
         low=0,
         most=1 << 20,
     )
     full_every: int = of_model(
         4,
-        "With --window: one layer in this many, counted back from the last, has no limit. 0: none.",
+        "With --window: every Nth layer, counted from the last, has full attention. 0: none.",
         low=0,
         most=1000,
     )
-    bias: bool = of_model(True, "Give linear layers and layer norms biases.", flag="--bias/--no-bias")
-    qkv_bias: bool = of_model(False, "Give queries, keys and values biases, even with --no-bias.")
-    tied: bool = of_model(
-        True, "Share the embedding's weights with the output layer.", flag="--tied/--untied"
-    )
-    vocab_multiple: int = of_model(64, "Pad the embedding's rows to a multiple of this.", low=1, most=1 << 20)
+    bias: bool = of_model(True, "Use biases in linear layers and layer norms.", flag="--bias/--no-bias")
+    qkv_bias: bool = of_model(False, "Use biases for queries, keys and values even with --no-bias.")
+    tied: bool = of_model(True, "Tie the output layer to the embedding.", flag="--tied/--untied")
+    vocab_multiple: int = of_model(64, "Pad the vocabulary to a multiple of N.", low=1, most=1 << 20)
     init_weights: str = of_model(
         "gpt2",
-        "Draw initial weights as GPT-2's, or (unit) such that layers keep a size of 1 and add nothing."
-        " bigrams: as unit, with embedding and output layer learned from the counts of the text's pairs.",
+        "Weight initialization: gpt2 (normal, init_std), unit (keeps activations at scale 1; residual"
+        " projections start at zero), or bigrams (unit, with embedding and output layer fitted to the token"
+        " pairs of the training text).",
         choices=("gpt2", "unit", "bigrams"),
     )
-    init_std: float = of_model(0.02, "Standard deviation of GPT-2's initial weights.", above=0)
+    init_std: float = of_model(0.02, "With init_weights gpt2: standard deviation of the weights.", above=0)
     init_residual: bool = of_model(
-        True, "Scale the initial projections into the residual stream by 1/√(2 n_layer)."
+        True, "With init_weights gpt2: scale the projections into the residual stream by 1/√(2 n_layer)."
     )
 
     def __post_init__(self) -> None:
@@ -225,87 +226,83 @@ class TrainConfig:
 
     data: str = of_data(
         "corpus",
-        "Train on a bundled text (story, corpus, names), a text file, a folder of token shards, or documents:"
-        " a folder of texts, .jsonl, .parquet, .gz.",
+        "Training data: a bundled text (story, corpus, names), a text file, a directory of token shards,"
+        " or documents (a directory of text files, .jsonl, .parquet, .gz).",
         changeable=True,  # the content is compared on resume
         first=True,
     )
     tokenizer: str = of_data(
         "auto",
-        "Cut text into tokens by this: byte, char, word, bpe:N (N entries, learned from the text), gpt2,"
-        " hub:ORG/NAME, or a path. auto: the tokenizer of --init or of the shards, else byte.",
+        "Tokenizer: byte, char, word, bpe:N (N entries, learned from the data), gpt2, hub:ORG/NAME, or a"
+        " path. auto: that of --init or the shards; otherwise byte.",
         first=True,
     )
     verify_data: bool = of_data(
-        True, "Read all shards before the first step, to find damage.", changeable=True
+        True, "Verify the checksums of all shards before the first step.", changeable=True
     )
-    shift_windows: bool = of_data(
-        True, "Cut the text at other positions in every epoch, or always at the same ones."
-    )
+    shift_windows: bool = of_data(True, "Shift the windows over the text by a random offset in every epoch.")
     pack: bool = of_data(
         False,
-        "Begin each sequence with a document, and fill it by best fit. What does not fit is left out.",
+        "Start each sequence with a document and fill it by best-fit packing. Drops document ends that do"
+        " not fit.",
         flag="--pack/--no-pack",
     )
     chats: bool = of_data(
         False,
-        "Read --data and --val as chats, in lines of JSON, and learn their answers alone: distgpt tune.",
+        "Read --data and --val as chats (JSON lines) and train only on the answers: distgpt tune.",
         flag="--chats/--no-chats",
     )
-    init: str = of_model(
-        "", "Train the model of this weights file further, instead of random weights.", first=True
-    )
+    init: str = of_model("", "Start from this weights file instead of random weights.", first=True)
     lora_rank: int = of_model(
         0,
-        "Leave the weights of --init (tune: of --weights) as they are, and train adapters of this rank beside"
-        " the matrices of its layers (LoRA). 0: off.",
+        "Freeze the weights of --init (tune: --weights) and train LoRA adapters of this rank. 0: off.",
         low=0,
         most=1 << 12,
     )
     lora_alpha: float = of_model(
-        0.0, "Scale what adapters add by this number over their rank. 0: twice the rank.", low=0, most=1e6
+        0.0, "LoRA alpha: adapters are scaled by alpha / rank. 0: twice the rank.", low=0, most=1e6
     )
     lora_matrices: str = of_model(
         "all",
-        "Put adapters beside these matrices, separated by commas: q, k, v, o (of attention), gate, up, down"
-        " (of the MLP; gate with swiglu alone). all: beside each.",
+        "Matrices with LoRA adapters, separated by commas: q, k, v, o (attention), gate, up, down (MLP;"
+        " gate only with swiglu). all: every matrix.",
     )
-    steps: int = of_schedule(600, "Train for this many optimizer steps.", low=1, first=True)
+    steps: int = of_schedule(600, "Number of optimizer steps.", low=1, first=True)
     epochs: float = of_schedule(
-        0.0, "Train for this many passes over the examples, instead of for --steps. 0: off.", low=0, most=1e6
+        0.0, "Number of passes over the examples, instead of --steps. 0: off.", low=0, most=1e6
     )
     train_minutes: float = of_schedule(
         0.0,
-        "End the run after this many minutes, by which the learning rate falls too, instead of after --steps."
-        " What it took before it resumed counts. 0: off.",
+        "Stop after N minutes instead of after --steps; the learning rate follows the clock. Includes time"
+        " before a resume. 0: off.",
         low=0,
         most=1e7,
     )
     within_minutes: float = of_schedule(
         0.0,
-        "The minutes that --within asked for. Where a text is too short for them, train_minutes are fewer.",
+        "Time given by --within. train_minutes is shorter if the text is too short for it.",
         low=0,
         most=1e7,
     )
     batch_size: int = of_optimizer(
-        16, "Sequences per optimizer step, on all ranks together.", low=1, most=1 << 32, first=True
+        16, "Sequences per optimizer step, over all ranks.", low=1, most=1 << 32, first=True
     )
     grad_accum: int = of_computing(
-        0, "Micro-batches per optimizer step. 0: chosen by speed and by free memory.", low=0, changeable=True
+        0, "Micro-batches per optimizer step. 0: choose by speed and free memory.", low=0, changeable=True
     )
     optimizer: str = of_optimizer(
         "adamw",
-        "Update parameters by AdamW, or the layers' matrices by Muon and all others by AdamW.",
+        "Optimizer: AdamW, or Muon for the matrices of the layers and AdamW for all other parameters.",
         choices=("adamw", "muon"),
     )
     lr: float = of_optimizer(
         2e-3,
-        "Peak learning rate. With --init 5e-5, if not given; with --lora-rank 1/n_embd.",
+        "Peak learning rate. If not set: 5e-5 with --init, 1/n_embd with --lora-rank.",
         above=0,
         changeable=True,
         first=True,
     )
-    min_lr: float = of_schedule(0.0, "Learning rate at the end of the schedule.", low=0)
+    min_lr: float = of_schedule(0.0, "Final learning rate.", low=0)
     embedding_lr: float = of_optimizer(
         0.0, "Peak learning rate of the embedding. 0: --lr.", low=0, changeable=True
     )
@@ -313,32 +310,30 @@ class TrainConfig:
         0.0, "Peak learning rate of the value embeddings. 0: embedding_lr.", low=0, changeable=True
     )
     head_lr: float = of_optimizer(
-        0.0, "Peak learning rate of an output layer of its own. 0: --lr.", low=0, changeable=True
+        0.0, "Peak learning rate of the output layer, if not tied. 0: --lr.", low=0, changeable=True
     )
     vector_lr: float = of_optimizer(
         0.0, "Peak learning rate of norms, biases and gates. 0: --lr.", low=0, changeable=True
     )
     schedule: str = of_schedule(
         "cosine",
-        "How the learning rate falls after the warm-up. wsd: constant, then linear at the end.",
+        "Learning rate schedule after the warm-up. wsd: constant, then a linear decay.",
         choices=("linear", "cosine", "wsd", "constant"),
     )
     decay_fraction: float = of_schedule(
-        0.65, "With --schedule wsd: let it fall over this last part of the steps.", low=0, most=1
+        0.65, "With --schedule wsd: share of the steps in which the learning rate decays.", low=0, most=1
     )
-    warmup: int = of_schedule(20, "Raise the learning rate linearly over this many steps.", low=0)
-    weight_decay: float = of_optimizer(
-        0.1, "Weight decay, which acts on matrices only.", low=0, changeable=True
-    )
-    momentum: float = of_optimizer(0.95, "Momentum of Muon.", low=0, below=1)
-    clip: float = of_optimizer(1.0, "Clip the gradient to this norm. 0: never.", low=0, changeable=True)
-    beta1: float = of_optimizer(0.9, "Decay of AdamW's first moment.", low=0, below=1)
-    beta2: float = of_optimizer(0.95, "Decay of AdamW's second moment.", low=0, below=1)
-    eps: float = of_optimizer(1e-8, "Number added to the denominator of AdamW.", above=0)
-    seed: int = of_computing(1337, "Seed of the initial weights and of the batches.", low=0, most=2**63 - 1)
+    warmup: int = of_schedule(20, "Steps of linear learning rate warm-up.", low=0)
+    weight_decay: float = of_optimizer(0.1, "Weight decay; applies only to matrices.", low=0, changeable=True)
+    momentum: float = of_optimizer(0.95, "Muon's momentum.", low=0, below=1)
+    clip: float = of_optimizer(1.0, "Clip the gradient norm to this value. 0: off.", low=0, changeable=True)
+    beta1: float = of_optimizer(0.9, "AdamW's beta1, the decay of the first moment.", low=0, below=1)
+    beta2: float = of_optimizer(0.95, "AdamW's beta2, the decay of the second moment.", low=0, below=1)
+    eps: float = of_optimizer(1e-8, "AdamW's epsilon.", above=0)
+    seed: int = of_computing(1337, "Seed of the initial weights and the data order.", low=0, most=2**63 - 1)
     dtype: str = of_computing(
         "float32",
-        "Compute in this number format. auto: bfloat16 where it is faster by a third or more, else float32.",
+        "Number format for computing. auto: bfloat16 if it is at least a third faster; otherwise float32.",
         choices=DTYPES,
         changeable=True,
         first=True,
@@ -346,107 +341,102 @@ class TrainConfig:
     )
     matmul: str = of_computing(
         "auto",
-        "Multiply float32 matrices on CPUs by our own loops or by the BLAS. auto: by our own on processors"
-        " where they were measured to be faster.",
+        "Backend for float32 matmuls on CPUs: distgpt's own kernels or the BLAS. auto: the one measured to"
+        " be faster on this processor.",
         choices=("auto", "own", "blas"),
         changeable=True,
     )
     grad_sync: str = of_ranks(
         "allreduce",
-        "How ranks sum gradients. allreduce: after the backward pass (on CPUs within nodes first)."
-        " overlapped: during the backward pass. sharded: each rank sums and updates a part, and keeps only"
-        " the optimizer state of that part (mpi, mpi-cuda).",
+        "Gradient synchronization (mpi, mpi-cuda). allreduce: after the backward pass. overlapped: during"
+        " the backward pass. sharded: each rank updates only its part and keeps only the optimizer state of"
+        " that part.",
         choices=GRAD_SYNCS,
         former_choices=tuple((name, "allreduce") for name in ("auto", "chunked", "hierarchical", "packed")),
     )
     gradient_dtype: str = of_ranks(
-        "float32", "Send gradients in this number format (mpi, mpi-cuda).", choices=("float32", "bfloat16")
+        "float32",
+        "Number format for sending gradients (mpi, mpi-cuda).",
+        choices=("float32", "bfloat16"),
     )
     outer_every: int = of_ranks(
         0,
-        "Let each rank take this many steps of its own, then average how far the weights have come (DiLoCo,"
-        " for slow networks; mpi, mpi-cuda). 0: exchange gradients in every step.",
+        "DiLoCo, for slow networks: take N local steps, then average the weight changes (mpi, mpi-cuda)."
+        " 0: off.",
         low=0,
     )
-    outer_lr: float = of_ranks(
-        0.9, "With --outer-every: learning rate of the step that all ranks then take together.", above=0
-    )
+    outer_lr: float = of_ranks(0.9, "With --outer-every: learning rate of the averaged step.", above=0)
     outer_momentum: float = of_ranks(
-        0.7, "With --outer-every: Nesterov momentum of that step.", low=0, below=1
+        0.7, "With --outer-every: Nesterov momentum of the averaged step.", low=0, below=1
     )
     reproducible_parts: int = of_ranks(
         0,
-        "Make results bit-identical on any number of threads, and on any number of ranks that divides this"
-        " power of two (CPUs). 0: off.",
+        "Make results bitwise identical for any thread count and any rank count that divides N, a power of"
+        " two (CPUs). 0: off.",
         low=0,
         most=1 << 20,
     )
     balance: str = of_ranks(
         "even",
-        "Give each rank as many sequences as the others, or (auto) more to faster ones, measured at the start"
-        " (mpi, mpi-cuda).",
+        "even: equal shares. auto: more sequences for faster ranks, measured at startup (mpi, mpi-cuda).",
         choices=("even", "auto"),
     )
     recompute: str = of_computing(
         "auto",
-        "Compute these activations again in the backward pass, to save memory. auto: as few as possible.",
+        "Activations to recompute in the backward pass to save memory. auto: as few as possible.",
         choices=("auto", "none", "mlp", "block"),
         changeable=True,
     )
-    save_every: int = of_saving(0, "Save a checkpoint every N steps. 0: by time.", low=0)
+    save_every: int = of_saving(0, "Steps between checkpoints. 0: use save_minutes.", low=0)
     save_minutes: float = of_saving(
-        5.0, "Minutes between checkpoints, without --save-every. 0: only at the end.", low=0
+        5.0, "Minutes between checkpoints if save_every is 0. 0: save only at the end.", low=0
     )
     save: str = of_saving(
         "auto",
-        "Stop training while a checkpoint is written (sync), or write a copy meanwhile (async). auto: async"
-        " where memory allows.",
+        "Write checkpoints while training waits (sync) or in the background (async). auto: async if memory"
+        " allows.",
         choices=("auto", "sync", "async"),
     )
     on_disk_error: str = of_trouble(
         "keep-going",
-        "What to do when a write fails and an older checkpoint exists. keep-going also gives up the oldest"
-        " checkpoints where the disk is full.",
+        "If a write fails and an older checkpoint exists: stop, or keep going and, on a full disk, delete"
+        " the oldest.",
         choices=("keep-going", "stop"),
     )
     keep: int = of_saving(3, "Keep the newest N checkpoints.", low=1)
-    keep_every: int = of_saving(
-        0, "Keep one checkpoint for good in every N steps, beside the newest. 0: none.", low=0
-    )
+    keep_every: int = of_saving(0, "Also keep a checkpoint permanently every N steps. 0: none.", low=0)
     keep_every_minutes: float = of_saving(
-        0.0, "Keep one checkpoint for good in this many minutes, beside the newest. 0: none.", low=0
+        0.0, "Also keep a checkpoint permanently every N minutes. 0: none.", low=0
     )
-    sample_every: int = of_display(0, "Write a sample of text every N steps. 0: never.", low=0)
+    sample_every: int = of_display(0, "Print a generated sample every N steps. 0: off.", low=0)
     eval_every: int = of_data(0, "Evaluate every N steps. 0: only at the end.", low=0, changeable=True)
-    val: str = of_data("", "Validate on this text, of the kinds that --data takes.", changeable=True)
+    val: str = of_data("", "Validation data, in any format that --data accepts.", changeable=True)
     val_fraction: float = of_data(
         0.0,
-        "Hold out this fraction for validation: a text's first part, or documents. Shards have their own.",
+        "Fraction held out for validation: the start of a text, or random documents.",
         low=0,
         below=1,
         first=True,
     )
-    val_tokens: int = of_data(
-        0, "Use this many validation tokens per evaluation. 0: all.", low=0, changeable=True
-    )
-    hellaswag: str = of_data(
-        "", "Also score the model on this HellaSwag file at evaluations.", changeable=True
-    )
+    val_tokens: int = of_data(0, "Validation tokens per evaluation. 0: all.", low=0, changeable=True)
+    hellaswag: str = of_data("", "Also evaluate on this HellaSwag file.", changeable=True)
     on_bad_step: str = of_trouble(
         "stop",
-        "What to do when a loss or gradient is not finite: stop, skip the step, or go back to the last"
-        " checkpoint and leave these data out (rollback).",
+        "If a loss or gradient is not finite: stop, skip the step, or roll back to the last checkpoint and"
+        " skip the data.",
         choices=("stop", "skip", "rollback"),
     )
     spike_zscore: float = of_trouble(
         0.0,
-        "Also treat a step as bad if its loss or gradient norm exceeds the last 100 by this many standard"
-        " deviations. 0: never.",
+        "Also treat a step as bad if its loss or gradient norm is N standard deviations above the mean of"
+        " the last 100. 0: off.",
         low=0,
     )
-    bad_steps_allowed: int = of_trouble(10, "End a run after more bad steps than this.", low=0)
+    bad_steps_allowed: int = of_trouble(10, "Stop the run after more than N bad steps.", low=0)
     verify_every: int = of_trouble(
-        100, "Compare the ranks' weights every N steps, after the first one and at the end. 0: never.", low=0
+        100,
+        "Compare the ranks' weights every N steps, after the first and at the end. 0: off.",
+        low=0,
     )
 
     # An extension's settings are checked when a run is planned, so weights can be read without the extension.
@@ -509,18 +499,18 @@ class GpuConfig:
 
     graphs: bool = of_computing(
         True,
-        "Record each step once as a CUDA graph and replay it (cuda stages).",
+        "Capture each step as a CUDA graph and replay it (cuda stages).",
         flag="--cuda-graph/--no-cuda-graph",
     )
     # auto: nccl if each rank has its own GPU, otherwise host
     allreduce: str = of_ranks(
-        "auto", "How GPUs sum their gradients (mpi-cuda).", choices=("auto", "nccl", "host")
+        "auto", "Transport for gradient sums between GPUs (mpi-cuda).", choices=("auto", "nccl", "host")
     )
     deterministic: bool = of_computing(
-        False, "Compute the same bits in every run. On CPUs: see --reproducible-parts."
+        False, "Make results bitwise identical between runs. On CPUs: see --reproducible-parts."
     )
     tf32: bool = of_computing(
-        False, "Multiply float32 matrices in TF32: faster, with a 10-bit mantissa (cuda stages)."
+        False, "Use TF32 for float32 matmuls: faster, with a 10-bit mantissa (cuda stages)."
     )
 
     def __post_init__(self) -> None:

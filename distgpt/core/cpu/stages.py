@@ -44,7 +44,7 @@ SLOW_BFLOAT16 = (
 VARIABLE = "DISTGPT_AUTO_DTYPE"
 # Bytes of float32 weights that exceed any cache, so that CPU generation reads them from memory for every
 # token. With GPT-2 124M (496 MB), bfloat16 decoded 1.4x to 2.0x as fast on five x86 processors, three of them
-# without bfloat16 instructions (docs/explanation/inference-measured.md). arm64 was not measured.
+# without bfloat16 instructions (docs/explanation/performance.md). arm64 was not measured.
 READ_FROM_MEMORY = 1 << 28
 
 connected: list[Comm] = []  # communicators of this process's stages, for shutdown

@@ -20,23 +20,21 @@ COLDEST = 1e-6  # lower temperatures are greedy, because dividing logits by them
 class Sampling:
     """Settings for choosing the next token."""
 
-    temperature: float = setting(
-        0.0, "Sampling temperature; 0: greedy, the likeliest token each time.", low=0
-    )
-    top_k: int = setting(0, "Sample from the k likeliest tokens; 0: from all.", low=0)
+    temperature: float = setting(0.0, "Sampling temperature; 0: always the most likely token.", low=0)
+    top_k: int = setting(0, "Sample from the k most likely tokens; 0: all.", low=0)
     top_p: float = setting(
-        1.0, "Sample from the likeliest tokens whose probabilities add up to p.", above=0, most=1
+        1.0, "Sample from the most likely tokens whose probabilities add up to p.", above=0, most=1
     )
     min_p: float = setting(
-        0.0, "Sample from tokens at least p times as likely as the likeliest.", low=0, most=1
+        0.0, "Drop tokens less than p times as likely as the most likely one.", low=0, most=1
     )
     repetition_penalty: float = setting(
         1.0,
-        "Divide the logits of tokens that came before by this.",
+        "Divide the logits of earlier tokens by this.",
         low=0.01,  # logits multiplied or divided by these bounds stay finite
         most=100,
     )
-    seed: int = setting(0, "Seed of the sampling.", low=0, most=(1 << 64) - 1)
+    seed: int = setting(0, "Random seed.", low=0, most=(1 << 64) - 1)
 
     @property
     def is_greedy(self) -> bool:
@@ -48,31 +46,32 @@ class Request(Sampling):
     """A prompt to continue, and how. Without a prompt, a template for `override`."""
 
     prompt: Sequence[int] = ()
-    max_new_tokens: int = setting(100, "Tokens to generate.", low=0)
+    max_new_tokens: int = setting(100, "Maximum number of tokens to generate.", low=0)
     stop: tuple[str, ...] = field(
         default=(),
-        metadata={"setting": Setting(str, "End before this text, which is not printed; may be repeated.")},
+        metadata={"setting": Setting(str, "Stop before this text; may be repeated.")},
     )
-    n: int = setting(1, "Samples of each prompt.", low=1, most=1 << 16)
+    n: int = setting(1, "Samples per prompt.", low=1, most=1 << 16)
     logprobs: int | None = field(
         default=None,
         metadata={
             "setting": Setting(
-                int, "Also give each token's log-probability, and those of this many of the likeliest.", low=0
+                int,
+                "Also print log-probabilities of the output and the N most likely tokens.",
+                low=0,
             )
         },
     )
-    prompt_logprobs: bool = setting(False, "With --logprobs: also give those of the prompt's tokens.")
+    prompt_logprobs: bool = setting(False, "With --logprobs: include the prompt's tokens.")
     overflow: str = setting(
         "slide",
-        "When the context is full: slide (keep the newest tokens, recompute for every token), "
-        "shift (drop the older half), or stop.",
+        "If the context is full: slide (keep the newest tokens, recompute for every token), shift (drop"
+        " the older half), or stop.",
         choices=("slide", "shift", "stop"),
     )
     lookup: int = setting(
         0,
-        "Guess this many tokens from what followed the same ones before, and check them at once: the same "
-        "text, faster where it repeats.",
+        "Draft N tokens by prompt lookup and verify them in one pass: same text, faster if it repeats.",
         low=0,
         most=64,  # the logits of all drafted tokens are kept for every sample
     )

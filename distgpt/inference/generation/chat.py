@@ -35,12 +35,12 @@ LONGEST = 1 << 20  # maximum bytes of a line
 QUOTES = '"""'
 COMMANDS = ("/reset", "/system", "/save", "/help", "/exit")
 HELP = f"""\
-/reset         forget all turns
-/system TEXT   what the model is told before all turns; without TEXT: nothing
-/save FILE     write the chat as a line of JSON, {{"messages": [...]}}
-/help          these lines
-/exit          leave, as Ctrl-D does
-A line that ends with \\ goes on in the next one; so does a message that begins with {QUOTES}, up to {QUOTES}.
+/reset         clear the conversation
+/system TEXT   set the system prompt; without TEXT: remove it
+/save FILE     save the chat as a JSON line, {{"messages": [...]}}
+/help          show this list
+/exit          quit (or Ctrl-D)
+To continue a message on the next line, end the line with \\, or enclose the message in {QUOTES}.
 Ctrl-C stops an answer."""
 
 
@@ -198,16 +198,16 @@ class Chat:
                 self._answer(text)
             case "/reset", _:
                 talk.turns.clear()
-                _note("all turns are forgotten")
+                _note("conversation cleared")
             case "/system", rest:
                 talk.system = rest
-                _note("the system message is set" if rest else "there is no system message")
+                _note("system prompt set" if rest else "system prompt removed")
             case "/save", rest:
                 self._save(rest)
             case "/help", _:
                 print_lines(HELP, err=True)
             case name, _:
-                raise UsageError(f"{name} is no command{nearest(name, COMMANDS)}")
+                raise UsageError(f"{name} is not a command{nearest(name, COMMANDS)}")
 
     def _answer(self, text: str) -> None:
         """Print an answer as it is generated. Ctrl-C ends it after the current step."""

@@ -12,12 +12,12 @@ from distgpt.core.config.setting import Setting, setting
 class Limits:
     """Limits of one request. All requests share `queue`, `everything` and `connections`."""
 
-    queue: int = setting(256, "Samples that may wait for a lane.", low=0)
-    body: int = setting(1 << 20, "The longest request.", low=0, flag="--max-body")
-    prompt_tokens: int = setting(32768, "The longest prompt.", low=1, flag="--max-prompt-tokens")
-    max_tokens: int = setting(4096, "The most tokens to generate for a sample.", low=1)
-    samples: int = setting(128, "The most prompts times n of a request.", low=1, flag="--max-samples")
-    seconds: float = setting(300.0, "The most seconds for a request.", low=0.1, flag="--max-seconds")
+    queue: int = setting(256, "Maximum number of waiting samples.", low=0)
+    body: int = setting(1 << 20, "Maximum size of a request.", low=0, flag="--max-body")
+    prompt_tokens: int = setting(32768, "Maximum prompt length in tokens.", low=1, flag="--max-prompt-tokens")
+    max_tokens: int = setting(4096, "Maximum tokens to generate per sample.", low=1)
+    samples: int = setting(128, "Maximum samples per request: prompts times n.", low=1, flag="--max-samples")
+    seconds: float = setting(300.0, "Maximum seconds per request.", low=0.1, flag="--max-seconds")
     values: int = 1 << 20  # tokens and log-probabilities of an answer
     everything: int = 1 << 22  # the same, of all open requests and their prompts, about 110 bytes each
     connections: int = 512

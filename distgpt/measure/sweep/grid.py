@@ -41,8 +41,8 @@ LONGEST_NAME = 100  # characters of a run's name, which is also a directory name
 # Settings that may vary, and the other keys of [sweep].
 VARYING = {**SETTINGS, BATCH_TOKENS: BATCH_IN_TOKENS, PRESET: Setting(str, "A named configuration.")}
 RULES = {
-    "draws": Setting(int, "Draw this many points, instead of taking all.", low=1, most=MOST_RUNS),
-    "draw_seed": Setting(int, "Seed of what is drawn.", low=0),
+    "draws": Setting(int, "Draw N random points instead of running all.", low=1, most=MOST_RUNS),
+    "draw_seed": Setting(int, "Seed for drawing points.", low=0),
     "metric": Setting(str, "Compare runs by this.", choices=METRICS),
     "rungs": Setting(int, "Compare this many times, the last time at the end.", low=1, most=20),
     "eta": Setting(
