@@ -115,7 +115,7 @@ def init(
     if isinstance(config, str):
         config = preset(config).model
     if not 0 <= seed < 2**63:
-        raise UsageError(f"seed is {seed}: it must lie in [0, 2^63)")
+        raise UsageError(f"seed ({seed}) must be at least 0 and less than 2^63")
     opened = _open(stage)
     reader = on_root(opened.comm, lambda: load_tokenizer(tokenizer)) if tokenizer else None
     if reader:
@@ -217,7 +217,7 @@ class GPT:
     def __repr__(self) -> str:
         c, k = self.config, self._model.kernels
         dtype = k.capabilities.rounded or (k.dtype.name if k.dtype == k.wide else "bfloat16")
-        shape = f"{c.n_layer} layers, {c.n_head} heads, {c.n_embd} wide, context {c.seq_len}"
+        shape = f"{c.n_layer} layers, {c.n_head} heads, width {c.n_embd}, context {c.seq_len}"
         return f"<GPT of {self._model.architecture.layout.elements:,} parameters: {shape}; {dtype}>"
 
     @property
@@ -326,7 +326,7 @@ class GPT:
         """Write the model as a weights file, on rank 0."""
         if dtype := self._model.kernels.capabilities.rounded:
             raise UsageError(
-                f"a model in {dtype} is not saved: save it in float, then run distgpt weights quantize"
+                f"cannot save a model in {dtype}; save it in float, then run distgpt weights quantize"
             )
         self._refuse_a_part()
         on_root(self._comm, lambda: save_model(Path(path), self._model, self._description))
@@ -334,7 +334,7 @@ class GPT:
     def _refuse_a_part(self) -> None:
         if self._model.master_part is not None:
             raise UsageError(
-                "each rank has its part of the weights in full precision (grad_sync sharded, dtype bfloat16):"
+                "a rank has only a part of the full-precision weights (grad_sync sharded, dtype bfloat16);"
                 " load the weights file of the run"
             )
 
@@ -352,14 +352,14 @@ class GPT:
     def _pair(self, tokens: ArrayLike, targets: ArrayLike) -> tuple[NDArray[Any], NDArray[Any]]:
         (ids, shape), (wanted, other) = self._checked(tokens), self._checked(targets)
         if shape != other:
-            raise DataError(f"tokens {shape} and targets {other} must have one shape")
+            raise DataError(f"tokens {shape} and targets {other} must have the same shape")
         return ids, wanted
 
     def _checked(self, tokens: ArrayLike) -> tuple[NDArray[Any], tuple[int, ...]]:
         """Return the tokens as (B, T), and their original shape."""
         ids = tokens_in(tokens, self.config.vocab_size)
         if ids.shape[-1] > self.config.seq_len:
-            raise DataError(f"{ids.shape[-1]} tokens do not fit the context of {self.config.seq_len}")
+            raise DataError(f"{ids.shape[-1]} tokens exceed the context of {self.config.seq_len}")
         return ids.reshape(-1, ids.shape[-1]), ids.shape
 
 
@@ -371,7 +371,7 @@ class Optimizer:
         model._refuse_a_part()
         kernels = model._model.kernels
         if kernels.dtype != kernels.wide or kernels.capabilities.rounded:
-            raise UsageError("only a model in float32 or float64 can be updated: load it with such a dtype")
+            raise UsageError("only a model in float32 or float64 can be updated; load it with another dtype")
         self._state = OptimizerState(components().optimizer(config)(model._model, config))
         self._state.begin()
 

@@ -266,15 +266,15 @@ def load_components(name: str) -> AllComponents:
         found = getattr(import_module(module), attribute)
     except ModuleNotFoundError as error:
         if error.name == module:
-            hint = "; is its folder in PYTHONPATH?"
-            raise UsageError(f"{what}: Python finds no module {module!r}{hint}") from None
-        raise UsageError(f"{what} needs {error.name}, which is not installed") from None
+            hint = "; add its directory to PYTHONPATH"
+            raise UsageError(f"{what}: no module named {module!r}{hint}") from None
+        raise UsageError(f"{what} requires {error.name}, which is not installed") from None
     except AttributeError:
         raise UsageError(f"{what}: {module} has no class {attribute!r}") from None
     except (ImportError, SyntaxError) as error:
         raise UsageError(f"{what}: {first_line(error)}") from None
     if not (isinstance(found, type) and issubclass(found, AllComponents)):
-        raise UsageError(f"{what} must be a class derived from distgpt.assembly.AllComponents")
+        raise UsageError(f"{what} must be a subclass of distgpt.assembly.AllComponents")
     for method, own in vars(found).items():
         seam = getattr(AllComponents, method, None)
         if isinstance(own, FunctionType) and isinstance(seam, FunctionType) and not method.startswith("__"):

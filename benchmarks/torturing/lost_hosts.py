@@ -399,7 +399,7 @@ def has_saved(campaign: Campaign, run: Supervised, trial: Trial) -> None:
 def has_said_disk(campaign: Campaign, run: Supervised, trial: Trial) -> None:
     if trial.code == 0:  # there was room in the end
         is_right(campaign, run, trial)
-    elif trial.code != 74 or "No space left" not in run.said or "not started again" not in run.said:
+    elif trial.code != 74 or "No space left" not in run.said or "not restarted" not in run.said:
         trial.wrong.append(f"it left with {trial.code}: {run.said[-300:]}")
     (campaign.disk / "other").unlink(missing_ok=True)
 

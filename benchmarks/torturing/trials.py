@@ -157,7 +157,7 @@ class _Telling:
         return done
 
     def _judge_refusal(self, done: Attempt) -> None:
-        """A damaged run may be refused, if what it resumes from is damaged and the line names a file."""
+        """A damaged run may be refused, if what it resumes from is corrupt and the line names a file."""
         self.refused = (done.errors.strip().splitlines() or [""])[-1][:400]
         name = self.damaged.partition(":")[0]
         intact = any(not wrong for wrong in self.seen.saved.values())

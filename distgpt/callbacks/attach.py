@@ -89,7 +89,7 @@ class Deadline:
 
     def __exit__(self, kind: object, ended: BaseException | None, trace: object) -> None:
         if isinstance(ended, Interrupted) and ended.number == signal.SIGUSR1 and self.run.signals.late:
-            ended.why = "the time is up"
+            ended.why = "time limit reached"
 
 
 EVALUATION = 0.5  # ratio of a token's time in evaluation to its time in a step

@@ -43,7 +43,7 @@ class RollBack(BadStep):
         run.checkpoints.on_root(partial(_forget_later_steps, run, bool(path)))
         step, what = run.progress.step, f"{self.reason} at step {self.step}"
         run.report.remember({"step": step, "bad": what, "back_to": step, "skipped": run.batches.skipped})
-        run.report.note(f"{what}: back to step {step}, and past these data")
+        run.report.note(f"{what}: rolled back to step {step}, skipping this data")
 
 
 def _newest(run: Run) -> tuple[str | None, Mapping[str, object]]:
@@ -91,7 +91,7 @@ class BadSteps(Judge):
             raise shared(kind(ending(what, c)))
         if self._progress.bad_steps > c.bad_steps_allowed:
             allowed = count(c.bad_steps_allowed, "bad step")
-            raise shared(kind(f"{what}: more than the {allowed} that bad_steps_allowed permits"))
+            raise shared(kind(f"{what}: more than {allowed} (bad_steps_allowed)"))
         if c.on_bad_step == "rollback":
             raise RollBack(reason, step)
         return reason
@@ -106,7 +106,7 @@ class BadSteps(Judge):
                 mean, spread = fmean(others), pstdev(others)
                 if value - mean > self._config.spike_zscore * max(spread, LEAST_SPREAD * abs(mean)):
                     return (
-                        f"the {what} is an outlier, {value:.4g} after {mean:.4g} ± {spread:.2g}"
+                        f"the {what} is an outlier: {value:.4g}, but {mean:.4g} ± {spread:.2g}"
                         f" in the last {len(others)} steps"
                     )
         return ""

@@ -29,7 +29,7 @@ try:
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 except ImportError:
     raise UsageError(
-        "metrics for Prometheus need prometheus-client: pip install 'distgpt[prometheus]'"
+        "Prometheus metrics require prometheus-client: pip install 'distgpt[prometheus]'"
     ) from None
 
 
@@ -43,17 +43,17 @@ FAMILIES = {
     "val_loss": ("validation_loss", "Loss of the last evaluation, in nats per token."),
     "train_bits_per_byte": ("bpb", "Training loss of the last step, in bits per byte."),
     "bits_per_byte": ("validation_bpb", "Loss of the last evaluation, in bits per byte."),
-    "epoch": ("epoch", "How many times the text was read."),
+    "epoch": ("epoch", "Passes over the training data."),
     "lr": ("learning_rate", "Learning rate of the last step."),
     "grad_norm": ("gradient_norm", "Norm of the gradients of the last step."),
-    "step": ("step", "Steps that are finished."),
-    "tokens": ("tokens_total", "Tokens of all steps so far, of earlier starts too."),
-    "tokens_per_s": ("tokens_per_second", "Speed of the last step."),
+    "step": ("step", "Completed steps."),
+    "tokens": ("tokens_total", "Tokens of all completed steps, including earlier starts."),
+    "tokens_per_s": ("tokens_per_second", "Tokens per second of the last step."),
     "step_s": ("step_seconds", "Duration of the last step."),
-    "late_s": ("slowest_rank_late_seconds", "By how much the slowest rank was later than others."),
+    "late_s": ("slowest_rank_late_seconds", "How much later the slowest rank was than the others."),
     "val_s": ("validation_seconds", "Duration of the last evaluation."),
-    "elapsed_s": ("elapsed_seconds", "Elapsed of the time that the run has."),
-    "time": ("step_timestamp_seconds", "When the last step was finished."),
+    "elapsed_s": ("elapsed_seconds", "Elapsed time that counts toward the run's time limit."),
+    "time": ("step_timestamp_seconds", "Time of the end of the last step."),
 }
 
 
@@ -106,23 +106,23 @@ class Exporter(CollectorRegistry, Listener):
             metric.add_metric(list(labels.values()), value)
             return metric
 
-        yield family("info", "What runs here, in labels.", 1, **self._about)
-        yield family("running", "1 while the run goes on, 0 once it has ended.", self._exit_code is None)
+        yield family("info", "Labels that describe the run.", 1, **self._about)
+        yield family("running", "1 while the run is active, 0 after its end.", self._exit_code is None)
         if self._exit_code is not None:
-            yield family("exit_code", "How the run ended: 0 finished, 75 start again.", self._exit_code)
-        yield family("start_timestamp_seconds", "When this start began to train.", self._began)
+            yield family("exit_code", "Exit code of the run: 0 finished, 75 restart.", self._exit_code)
+        yield family("start_timestamp_seconds", "Time of the start of training.", self._began)
         if self._last_step is not None:
-            yield family("last_step", "The step after which the run ends.", self._last_step)
-        yield family("skipped_steps_total", "Steps of this start that were left out.", self._skipped)
+            yield family("last_step", "Last step of the run.", self._last_step)
+        yield family("skipped_steps_total", "Steps skipped since this start.", self._skipped)
         for key, value in (self._evaluation | self._step).items():  # both have a step: training's wins
             if key != "skipped":
-                default = key, f"{key} of the last line with it in metrics.jsonl."
+                default = key, f"Last value of {key} in metrics.jsonl."
                 yield family(*FAMILIES.get(key, default), value)
         # Export a time, not an age: an age in a file would not grow after the run ends.
         with suppress(OSError, StorageError):
             for path in saved_checkpoints(self._checkpoints)[:1]:
                 saved = (path / MANIFEST).stat().st_mtime
-                yield family("checkpoint_timestamp_seconds", "When the newest checkpoint was saved.", saved)
+                yield family("checkpoint_timestamp_seconds", "Time of the newest checkpoint.", saved)
 
 
 class Textfile(Exporter):
@@ -136,7 +136,7 @@ class Textfile(Exporter):
         is_folder = path.is_dir()
         if not is_folder and not (path.suffix == ENDING and path.parent.is_dir()):
             raise UsageError(
-                f"--metrics-textfile {path} must be a folder that exists, or a {ENDING} file in one"
+                f"--metrics-textfile {path} must be an existing directory, or a {ENDING} file in one"
             )
         self._path, self._is_folder = path.absolute(), is_folder
         self._written = 0.0
@@ -169,7 +169,7 @@ class Textfile(Exporter):
         except OSError as error:
             if not self._is_failing:
                 why = f"cannot write {escape(str(self._path))}: {error.strerror or error}"
-                print_lines(f"{why}; the run goes on without its metrics", err=True)
+                print_lines(f"{why}; continuing without Prometheus metrics", err=True)
             self._is_failing = True
 
 
@@ -181,7 +181,7 @@ def parsed_address(text: str) -> tuple[str, int]:
     host, _, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]") or LOCAL
     if not (port.isascii() and port.isdecimal() and int(port) < 1 << 16):
-        raise UsageError(f"--metrics-port {text!r:.80} is neither a port, as 9200, nor ADDRESS:PORT")
+        raise UsageError(f"--metrics-port {text!r:.80} must be a port, such as 9200, or ADDRESS:PORT")
     return host, int(port)
 
 
@@ -197,10 +197,10 @@ class Port(Exporter):
             why = getattr(error, "strerror", None) or error
             # A job that has waited in a queue, perhaps to resume, is worth more than its metrics.
             if getattr(error, "errno", None) == errno.EADDRINUSE and this_job().batch:
-                print_lines(f"--metrics-port {where:.80}: {why}; the run goes on without it", err=True)
+                print_lines(f"--metrics-port {where:.80}: {why}; continuing without it", err=True)
                 return
             raise UsageError(f"--metrics-port {where:.80}: {why}") from None
         # Ignore clients that disconnect early.
         self.server.handle_error = lambda *about: None  # type: ignore[method-assign]
         shown = f"[{host}]" if self.server.address_family == socket.AF_INET6 else host
-        print_lines(f"metrics for Prometheus: http://{shown}:{self.server.server_port}/metrics")
+        print_lines(f"Prometheus metrics: http://{shown}:{self.server.server_port}/metrics")

@@ -129,8 +129,8 @@ class Room(Disk):
             if left < self._fewest or DAMAGED in names:
                 self._fewest = left
                 self._say(
-                    f"the disk is full: gave up {names} for step {self._reason};"
-                    f" {left} of {self._keep} checkpoints are left in {escape(str(self._directory.path))}"
+                    f"the disk is full: deleted {names} for step {self._reason};"
+                    f" {left} of {self._keep} checkpoints remain in {escape(str(self._directory.path))}"
                 )
             if left < self._keep or DAMAGED in names:  # otherwise retention would have deleted them anyway
                 self._directory.remember({"step": self._reason, "given_up": self._given_up})

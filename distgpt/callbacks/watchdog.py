@@ -183,7 +183,7 @@ class Watchdog:
             self._count, moved_at, self._moved_at = self._activity.count, self._moved_at, now
             if self._is_reported:
                 self._is_reported = False
-                self._say(f"going on after {long_duration(now - moved_at)} without progress")
+                self._say(f"continuing after {long_duration(now - moved_at)} without progress")
         if self._reports and self._rank:
             self._report(self._reports, now)
         elif self._reports:
@@ -284,7 +284,7 @@ def save_and_exit(run: Run, ended: Interrupted | DistgptError) -> None:
         write_stopped(run, ended)
         run.directory.lock.release()
     except Exception as error:
-        ended.add_note(f"nothing more was saved: {error}")
+        ended.add_note(f"the last step was not saved: {error}")
     say(ending(ended))
     run.comm.abort(ended.exit_code)
     os._exit(ended.exit_code)  # if MPI does not end the process

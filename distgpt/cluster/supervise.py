@@ -84,9 +84,9 @@ class LaunchLine:
 def parse(words: Sequence[str]) -> LaunchLine:
     found = (i for i in range(1, len(words)) if words[i] in TRAINS and Path(words[i - 1]).name == "distgpt")
     if (train := next(found, None)) is None:
-        raise UsageError("give the whole line after --, as in -- mpirun -n 8 -f hosts distgpt train …")
+        raise UsageError("pass the launch line after --, such as -- mpirun -n 8 -f hosts distgpt train …")
     if ":" in words:
-        raise UsageError("one program is supervised: leave out what follows the :")
+        raise UsageError("only one program can be supervised; omit the : and the programs after it")
     begin = train - 3 if train > 2 and words[train - 2] in ("-m", "-P") else train - 1  # python -m distgpt
     launcher: list[str] = []
     for word in words[:begin]:
@@ -98,10 +98,10 @@ def parse(words: Sequence[str]) -> LaunchLine:
     at = {option: i + 1 for i in after if (option := _option(launcher[i]))}
     if "hosts" in at:
         named = launcher[at["hosts"] - 1]
-        raise UsageError(f"write the hosts of {named} into a file, and name that: mpirun -n 8 -f hosts …")
+        raise UsageError(f"{named} is not supported; list the hosts in a file: mpirun -n 8 -f hosts …")
     ranks = launcher[at["ranks"]] if "ranks" in at else "1" if mpirun is None else ""
     if not ranks.isdecimal() or not int(ranks):
-        raise UsageError("say how many ranks there are: mpirun -n 8 …")
+        raise UsageError("set the number of ranks, such as mpirun -n 8 …")
     program, command = tuple(words[begin:train]), tuple(words[train:])
     name = None if mpirun is None else launcher[mpirun]
     return LaunchLine(tuple(launcher), program, command, name, at, int(ranks))
@@ -118,7 +118,7 @@ def read_rooms(line: LaunchLine) -> list[HostLine]:
         return []
     path = Path(given)
     if not path.is_file():
-        raise UsageError(f"{path}: there is no such hostfile")
+        raise UsageError(f"hostfile {path} does not exist")
     vendor = mpirun(line.mpirun)["vendor"]
     lines = parse_hostfile(read_small(path, LARGEST_HOSTFILE), vendor)
     if problems := hostfile_problems(vendor, lines):
@@ -126,12 +126,10 @@ def read_rooms(line: LaunchLine) -> list[HostLine]:
     each = line.value("each") or ""
     usual = int(each) if each.isdecimal() else 0
     if vendor == "Open MPI" and not usual and not all(one.slots for one in lines):
-        raise UsageError(f"{path}: say on each line how many ranks its host takes, as in node1 slots=4")
+        raise UsageError(f"{path}: set the slots of each host, such as node1 slots=4")
     rooms = [replace(one, slots=one.slots or usual or 1) for one in lines]
     if (most := sum(room.slots for room in rooms)) < line.ranks:
-        raise UsageError(
-            f"{path} has room for {most} of {line.ranks} ranks: say on each line how many its host takes"
-        )
+        raise UsageError(f"{path} has only {most} slots for {line.ranks} ranks; set the slots of each host")
     return rooms
 
 
@@ -166,7 +164,7 @@ class Attempt:
 
     def why(self) -> str:
         if self.gone:
-            return f"{listed(self.gone)} did not answer any more"
+            return f"{listed(self.gone)} stopped answering"
         if self.stalled:
             return f"no step for {long_duration(self.stalled)}"
         return "a rank was killed" if self.code in KILLED else ending(self.code)
@@ -185,7 +183,7 @@ class Supervisor:
         self._line, self._run, self._on_gpu = line, RunDirectory(out), on_gpu
         self._least, self._restarts, self._stall = least, restarts, stall
         if least > line.ranks:
-            raise UsageError(f"--min-ranks {least}: the launch line has only {line.ranks}")
+            raise UsageError(f"--min-ranks {least} exceeds the {line.ranks} ranks of the launch line")
         self._rooms = read_rooms(line)
         self._variable = f"{VARIABLE}={platform.node()}-{os.getpid()}-{time.time_ns()}"
         self._signals = PendingSignals()
@@ -243,11 +241,11 @@ class Supervisor:
             if not self._starts and not self._run.config.exists():
                 raise UsageError(
                     f"{listed(silent)} cannot be used ({self._answers[silent[0]].problem}), and a new run"
-                    f" needs room for all {wanted} ranks: see distgpt doctor --hostfile FILE --ssh"
+                    f" requires all {wanted} ranks; run distgpt doctor --hostfile FILE --ssh"
                 )
             if not has_waited:
                 has_waited = True
-                say(f"waiting for {listed(silent)}: there is room for {ranks} ranks, and {least} are needed")
+                say(f"waiting for {listed(silent)}: {ranks} of at least {least} ranks available")
             self._sleep(SECONDS_BETWEEN_QUESTIONS)
             self._clean()
         return None
@@ -270,7 +268,7 @@ class Supervisor:
         names = {self._names.get(host, host.rpartition("@")[2].partition(".")[0]) for host in lost}
         holder = self._run.lock.holder()
         if holder and holder.host in names and self._run.lock.is_held():
-            say(f"taking {self._run.path} over from {holder}, whose host cannot be used")
+            say(f"taking over {self._run.path} from {holder}, whose host is not available")
             self._run.lock.path.unlink(missing_ok=True)
 
     # An attempt
@@ -347,7 +345,7 @@ class Supervisor:
         if self._signals.came:
             return self._signals.exit_code
         if attempt.code in FINAL:
-            say(f"not started again, as it would end so again: {attempt.why()}")
+            say(f"not restarted, because it would fail again: {attempt.why()}")
             return attempt.code
         if not attempt.gone:
             attempt.gone = [host for host in hosts_of(attempt.rooms) if not self._answers[host].name]
@@ -357,13 +355,13 @@ class Supervisor:
             self._furthest, self._deaths = step, 1
         elif not newly_lost:
             self._deaths += 1
-        say(f"the job has ended after step {step:,}: {attempt.why()}")
+        say(f"the job ended after step {step:,}: {attempt.why()}")
         own_code = attempt.code if attempt.code > 0 else 128 - attempt.code  # a launcher's may be a signal
         if self._deaths >= MOST_DEATHS:
-            say(f"not started again: it ended {MOST_DEATHS} times without a step beyond {self._furthest:,}")
+            say(f"not restarted: it ended {MOST_DEATHS} times without a step beyond {self._furthest:,}")
             return own_code
         if self._restarts is not None and self._starts > self._restarts:
-            say(f"not started again: that was --restarts {self._restarts}")
+            say(f"not restarted: reached --restarts {self._restarts}")
             return own_code
         if self._deaths == MOST_DEATHS - 1:
             self._sleep(PAUSE)

@@ -40,7 +40,7 @@ def refuse_launched(name: str) -> None:
     """Reject a launch with multiple processes. Each would measure, and start its own processes."""
     if launched_as() > 1:
         raise UsageError(
-            f"distgpt bench {name} is for one process, and was launched as {launched_as()}: "
+            f"distgpt bench {name} runs as one process, but was launched as {launched_as()}; "
             "run it without a launcher"
         )
 
@@ -198,7 +198,7 @@ def compare_stages(
     if deterministic:
         on_cpu = [stage for stage in STAGES if stage not in ON_GPU]
         if tolerance or not {*(stages or "serial").split(",")} <= {*on_cpu}:
-            raise UsageError(f"--deterministic is for {' and '.join(on_cpu)}, with a tolerance of 0")
+            raise UsageError(f"--deterministic requires stages {' and '.join(on_cpu)} and a tolerance of 0")
         tolerance, stages = 0.0, stages or ",".join(on_cpu)
     how = {key: flags.pop(key) for key in ("ranks", "hostfile", "launcher", "threads")}
     name, run = find_workload(preset, config, set_by_user(flags), full, deterministic)

@@ -70,7 +70,7 @@ def cli(context: click.Context) -> None:
     """
     name = context.invoked_subcommand
     if name not in TOGETHER and (size := this_job().size) > 1:
-        raise UsageError(f"distgpt {name} is for one process, and was launched as {size}")
+        raise UsageError(f"distgpt {name} runs as one process, but was launched as {size}")
 
 
 def _show(error: click.ClickException) -> None:
@@ -123,7 +123,7 @@ def _leave(error: BaseException) -> int:
     job = this_job()
     library = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
     if library in LIBRARIES:
-        error = UsageError(f"this needs {library}, which is not installed here: pip install {library}")
+        error = UsageError(f"this command requires {library}, which is not installed: pip install {library}")
     if isinstance(error, click.ClickException):
         code, text = UsageError.exit_code, error.format_message()
         if job.rank == 0:

@@ -76,9 +76,9 @@ def prepare(
     repeat the command.
     """
     if val_fraction is not None and settings["val_shards"] is not None:
-        raise click.UsageError("--val-fraction and --val-shards exclude each other")
+        raise click.UsageError("--val-fraction and --val-shards cannot be combined")
     if no_shuffle and seed is not None:
-        raise click.UsageError("--seed and --no-shuffle exclude each other")
+        raise click.UsageError("--seed and --no-shuffle cannot be combined")
     from distgpt.core.comm.resources import granted_cores
     from distgpt.core.data.textfile import resolve_data
     from distgpt.corpora.prepare.documents import piped
@@ -237,7 +237,7 @@ def export(weights: Path, out: Path, kind: str | None, dtype: str) -> None:
 
     if dtype in _BLOCKS:
         raise UsageError(
-            f"transformers has no --dtype {dtype}: add --format gguf, or take one of {', '.join(_STORED)}"
+            f"transformers has no --dtype {dtype}; add --format gguf, or choose one of {', '.join(_STORED)}"
         )
     own = export_adapter if read_description(find_weights(weights)).base else export_model
     print_lines(own(weights, out, dtype, _note))
@@ -254,7 +254,7 @@ def quantize(weights: Path, out: Path, dtype: str, calibrate: Path | None) -> No
     from distgpt.models.quantized.rounded import quantize
 
     if calibrate and dtype != "int4":
-        raise UsageError("--calibrate is for --dtype int4: int8 needs none")
+        raise UsageError("--calibrate requires --dtype int4")
     print_lines(quantize(weights, out, dtype, calibrated(weights, calibrate) if calibrate else {}))
 
 

@@ -68,7 +68,7 @@ def request_options(unused: Collection[str] = (), **defaults: object) -> Callabl
 def announce_sample(weights: Path | None, rank: int) -> None:
     """Print on rank 0 that the bundled sample is used, if it is."""
     if weights is None and rank == 0:
-        print_lines("no --weights: this is the bundled sample", err=True)
+        print_lines("no --weights: using the bundled sample", err=True)
 
 
 @command(example='distgpt infer --weights runs/mine --prompt "The harbour" --n 3')
@@ -90,11 +90,11 @@ def infer(
     """Generate text from a prompt, or from a file of prompts."""
     prompt, prompt_file, as_json = (options.pop(name) for name in ("prompt", "prompt_file", "as_json"))
     if (prompt, prompt_file, prompts).count(None) < 2:
-        raise click.UsageError("--prompt, --prompt-file and --prompts exclude each other")
+        raise click.UsageError("--prompt, --prompt-file and --prompts cannot be combined")
     if (prompts is None) != (out is None):
-        raise click.UsageError("--prompts and --out belong together")
+        raise click.UsageError("--prompts and --out must be set together")
     if prompts is not None and as_json:
-        raise click.UsageError("--prompts writes JSON to --out: --json has no meaning with it")
+        raise click.UsageError("--prompts and --json cannot be combined: --prompts writes JSON to --out")
     settings = {name: options.pop(name) for name in REQUEST_SETTINGS}
     ready = open_stage(stage, threads, gpu)
     announce_sample(options["weights"], ready.comm.rank)
@@ -184,7 +184,7 @@ def serve(
         from distgpt.inference.serving.server import Server, bound, checked_key, checked_proxies
     except ImportError as error:
         needs = f"Starlette, uvicorn and prometheus-client ({first_line(error)})"
-        raise UsageError(f"serve needs {needs}: pip install 'distgpt[serve]'") from None
+        raise UsageError(f"serve requires {needs}: pip install 'distgpt[serve]'") from None
     from distgpt.core.generate.engine_setup import SAMPLE, ModelSpec
 
     lanes, limits = options.pop("lanes"), Limits(**{name: options.pop(name) for name in LIMITS})
@@ -238,7 +238,7 @@ def eval(stage: str, threads: int | None, gpu: GpuConfig, as_json: bool, **optio
 
     benchmarks = {name: path for name in BENCHMARKS if (path := options.pop(name)) is not None}
     if options["val"] is None and not benchmarks:
-        raise UsageError("nothing to evaluate: give --val, or a benchmark such as --hellaswag")
+        raise UsageError("nothing to evaluate; pass --val, or a benchmark such as --hellaswag")
     ready = open_stage(stage, threads, gpu)
     found = evaluate(ready, benchmarks=benchmarks, **options, progress=ItemProgress("sequences"))
     if ready.comm.rank == 0 and as_json:

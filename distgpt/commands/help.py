@@ -247,4 +247,4 @@ def help(context: click.Context, topic: str | None) -> None:
     elif text := section(topic):
         print_lines(text)
     else:
-        raise UsageError(f"there is no help on {topic!r:.40}{nearest(topic, known)}")
+        raise UsageError(f"no help topic {topic!r:.40}{nearest(topic, known)}")

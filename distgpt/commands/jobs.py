@@ -118,14 +118,14 @@ def submit(
     """
     system = SYSTEMS[named] if named else _found_system()
     if words[0] not in TRAINS:
-        raise UsageError(f"distgpt submit is for distgpt train and tune, not for {words[0]}")
+        raise UsageError(f"distgpt submit supports train and tune, not {words[0]}")
     numbers, command, own_out = elements(array), renamed(words, system), ""
     if numbers:
         command, own_out = with_own_directories(command, system.element)
     commands = [command]
     if any(system.element in word for word in command):
         if not numbers:
-            raise UsageError(f"{system.element} is the number of an element of a job array: give --array 1-4")
+            raise UsageError(f"{system.element} requires a job array, such as --array 1-4")
         commands = [
             [word.replace(system.element, str(number)) for word in command]
             for number in numbers[:MOST_CHECKED]
@@ -133,23 +133,23 @@ def submit(
     parsed = [_parsed(each) for each in commands]
     asked, stage_given = parsed[0]
     if (limit := asked["time_limit"] or 0) > (whole := options["seconds"]):
-        job_time = f"--time {typed_duration(whole)}: leave it out, and the run saves before the job ends"
-        raise UsageError(f"--time-limit {typed_duration(limit)} is longer than the job, {job_time}")
+        job_time = f"--time {typed_duration(whole)}; omit it, and the run saves before the job ends"
+        raise UsageError(f"--time-limit {typed_duration(limit)} is longer than {job_time}")
     gpus = options["gpus_per_node"]
     regions, cores = shape(described) if described else (1, CPUS_PER_GPU if gpus else 1)
     here = ranks_per_node or gpus or regions
     usual = max(1, regions * cores // here) if described else cores
     cpus = cpus_per_task or asked["threads"] or usual
     if described and here * cpus > regions * cores:
-        need = f"{count(here, 'rank')} of {count(cpus, 'CPU')} do not fit on"
-        raise UsageError(f"{need} {count(regions * cores, 'core')} of a node: start fewer")
+        need = f"{count(here, 'rank')} with {count(cpus, 'CPU')} each do not fit on a node with"
+        raise UsageError(f"{need} {count(regions * cores, 'core')}; start fewer")
     ranks = options["nodes"] * here
     best = ("mpi-cuda" if gpus else "mpi") if ranks > 1 else ("cuda" if gpus else "serial")
     stage = asked["stage"] if stage_given else best
     if (stage in ON_GPU) != bool(gpus) or (ranks > 1 and stage not in WITH_MPI):
         raise UsageError(
-            f"--stage {stage} does not suit {count(ranks, 'rank')} and --gpus-per-node {gpus or 0}:"
-            f" use --stage {best}, or leave it out"
+            f"--stage {stage} is not possible with {count(ranks, 'rank')} and --gpus-per-node {gpus or 0};"
+            f" use --stage {best}, or omit it"
         )
     runs = [_run_of(each, ranks) for each, _ in parsed]
     out = Path(own_out) if own_out else runs[0][0] / (system.element if numbers else "")
@@ -186,9 +186,7 @@ def _found_system() -> System:
     """Return the first system whose commands are all available, and print its name."""
     found = next((row for row in SYSTEMS.values() if all(map(shutil.which, row.programs))), None)
     if not found:
-        raise UsageError(
-            "no batch system was found here (sbatch, qsub, bsub or flux): name it, as in --system pbs"
-        )
+        raise UsageError("no batch system found (sbatch, qsub, bsub or flux); set it, such as --system pbs")
     print_lines(f"batch system: {found.name}", err=True)
     return found
 
@@ -230,7 +228,7 @@ def _refuse_unready(runs: Iterable[RunConfig]) -> None:
     for t in (run.train for run in runs):
         refuse_missing([t.data, *[t.val] * bool(t.val)], t.tokenizer)
         if t.hellaswag and not Path(t.hellaswag).is_file():
-            raise DataError(f"--hellaswag {t.hellaswag}: there is no such file")
+            raise DataError(f"--hellaswag {t.hellaswag} does not exist")
         # GPT-2's tokenizer is not needed for shards, or if the model has its own.
         is_gpt2 = t.tokenizer == "gpt2" and not (t.init or is_shards(resolve_data(t.data)))
         if is_gpt2 or t.tokenizer.startswith(PREFIX):
@@ -251,7 +249,7 @@ def _run_of(asked: dict[str, Any], ranks: int) -> tuple[Path, RunConfig]:
     from distgpt.recipes.derived import derived
 
     if asked["resume"] not in (None, "auto"):
-        raise UsageError("--resume is auto in a job that is queued again: name the run with --out")
+        raise UsageError("a job that can be requeued requires --resume auto; name the run with --out")
     out: Path | None = asked["out"]
     settings = (*OPTIONS, "assigned", "depth", "within", "epochs", "chats")
     flags = set_by_user({key: asked[key] for key in settings if key in asked})
@@ -276,12 +274,12 @@ def _mpi_of(stage: str, system: System) -> str:
         found = vendor()
     except (ImportError, RuntimeError) as error:
         raise UsageError(
-            f"mpi4py does not say here which MPI it has ({error}): name its launcher with --mpi"
+            f"cannot find out which MPI mpi4py uses ({error}); set its launcher with --mpi"
         ) from None
     chosen = system.mpi.get(found)
     if chosen is None:
-        raise UsageError(f"{system.name}'s way to {found} is not known: choose one with --mpi")
-    print_lines(f"mpi4py belongs to {found}: --mpi {chosen}", err=True)
+        raise UsageError(f"no launcher of {system.name} is known for {found}; choose one with --mpi")
+    print_lines(f"mpi4py uses {found}: --mpi {chosen}", err=True)
     return chosen
 
 
@@ -294,20 +292,20 @@ def _submit(text: bytes, system: System, job: Job, numbers: list[int]) -> None:
         program = words[0]
         if shutil.which(program) is None:
             raise UsageError(
-                f"there is no {program} here: leave out --submit, and submit the script where"
-                f" {system.name} is"
+                f"{program} not found in PATH; omit --submit, and submit the script on a host with"
+                f" {system.name}"
             )
         try:
             answer = subprocess.run(words, input=text, capture_output=True, timeout=SECONDS_TO_ANSWER)
         except subprocess.TimeoutExpired:
             raise UsageError(
-                f"{program} did not answer within {SECONDS_TO_ANSWER} s: see which jobs are queued"
+                f"{program} did not answer within {SECONDS_TO_ANSWER} s; check the queue"
             ) from None
         said = " ".join((answer.stdout + answer.stderr).decode(errors="replace").split())
         if answer.returncode:
-            raise UsageError(f"{program} refused the job: {said}")
+            raise UsageError(f"{program} rejected the job: {said}")
         print_lines(said)
-    print_lines(f"the logs of its attempts are {job.name}-*.0.log and so on")
+    print_lines(f"logs of its attempts: {job.name}-*.0.log, {job.name}-*.1.log, …")
 
 
 @command(
@@ -331,11 +329,11 @@ def supervise(min_ranks: int, restarts: int | None, stall: float | None, words: 
     asked, _ = _parsed(line.command)
     out: Path | None = asked["out"]
     if out is None:
-        raise UsageError("name the run's directory, as in --out runs/mine: each start has to find it")
+        raise UsageError("set the run's directory, such as --out runs/mine; every restart resumes from it")
     if asked["resume"] not in (None, "auto") or asked.get("decay_from"):
         raise UsageError(
-            f"a run that is supervised resumes from {out} alone: leave out --resume and --decay-from, and"
-            " begin a branch without supervision"
+            f"a supervised run resumes only from {out}; omit --resume and --decay-from, or run without"
+            " distgpt supervise"
         )
     if asked["log_format"] == "json":
         write_json(click.get_current_context(), "supervisor")

@@ -62,7 +62,7 @@ def estimate(
 ) -> None:
     """Estimate what a run takes: memory, disk and time."""
     if tokens is not None and flags["steps"] is not None:
-        raise click.UsageError("--tokens and --steps exclude each other")
+        raise click.UsageError("--tokens and --steps cannot be combined")
     import json
 
     from distgpt.measure.estimate import Question, foreseen, render_terminal
@@ -77,7 +77,7 @@ def estimate(
     here = None  # the stage, if it is open
     if asked.within is not None and not asked.preset:
         others = {"no-measure": measured is False, "rate": rate, "ranks 2 or more": ranks > 1}
-        refuse_beside("--within", others, "it chooses by the speed of one rank here; --depth names a model")
+        refuse_beside("--within", others, "--within measures one rank on this machine; use --depth instead")
         here = open_stage("cuda" if stage in ON_GPU else "serial", threads, gpu)
         asked = with_clock(asked, here, say)
     elif asked.within is not None:
@@ -186,7 +186,7 @@ def sweep(
     from distgpt.measure.sweep.work import Listener, Worker, begin_sweep, open_stages, preview
 
     if gpu.deterministic and stage == "serial":
-        raise UsageError("--deterministic: on CPUs, say reproducible_parts = 8 in GRID.toml")
+        raise UsageError("--deterministic requires GPUs; on CPUs, set reproducible_parts = 8 in GRID.toml")
     end = job_end(time_limit)
     say = partial(print_lines, err=True)
     comm, ready = open_stages(stage, threads, gpu)
@@ -217,16 +217,16 @@ def doctor(
 ) -> None:
     """Check what this machine, an mpirun job, or the hosts in a hostfile can run."""
     if empty and not caches:
-        raise UsageError("--empty needs --caches")
+        raise UsageError("--empty requires --caches")
     if ssh and not hostfile:
-        raise UsageError("--ssh needs --hostfile FILE")
+        raise UsageError("--ssh requires --hostfile FILE")
     if caches:
-        refuse_beside("--caches", {"stage": stage, "hostfile": hostfile}, "it is a report of its own")
+        refuse_beside("--caches", {"stage": stage, "hostfile": hostfile}, "--caches prints a separate report")
         from distgpt.measure.doctor.caches import report_caches
 
         report_caches(empty or "", as_json)
     elif hostfile:
-        refuse_beside("--hostfile", {"stage": stage}, "one is about other hosts, one about this machine")
+        refuse_beside("--hostfile", {"stage": stage}, "--stage checks only this machine")
         from distgpt.measure.doctor import hosts
 
         hosts.report(hostfile, ssh, as_json)
@@ -253,13 +253,15 @@ def compile() -> None:
 
     site_cache.require_writable()
     if disk_cache.folder() is None:  # loops are cached there before they are shared
-        raise StorageError("compiled loops cannot be kept: set DISTGPT_CACHE to a folder of your own")
+        raise StorageError(
+            "cannot cache compiled loops; set DISTGPT_CACHE to a directory only you can write to"
+        )
     begun, known = time.monotonic(), len(disk_cache.used)
     with tempfile.TemporaryDirectory(prefix="distgpt-compile-") as folder:
         parts = list(site_cache.parts(Path(folder)))
         print_lines(
             f"compiling {count(len(parts), 'part')} for {processor()[0]}, which takes some minutes;"
-            " if it is interrupted, the next start begins with what is done"
+            " after an interruption, repeat the command to continue"
         )
         for name, act in parts:
             started = time.monotonic()
@@ -270,5 +272,5 @@ def compile() -> None:
     path = site_cache.share()
     print_lines(
         f"{count(len(disk_cache.used), 'kernel')} in {clock(time.monotonic() - begun)}: {path}, "
-        f"{size(path.stat().st_size)}, for all users on such processors"
+        f"{size(path.stat().st_size)}, for all users with this type of processor"
     )

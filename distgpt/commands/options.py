@@ -112,8 +112,8 @@ def steps_or_time(steps: str, minutes: str, word: str) -> Parsed:
         try:
             return {steps: 0, minutes: parse_duration(text) / 60}
         except UsageError:
-            what = f"neither a number of steps, nor a time as 10m, nor {word}"
-            raise UsageError(f"{spelled(steps, KNOWN[steps])} {text!r:.80} is {what}") from None
+            what = f"a number of steps, a time such as 10m, or {word}"
+            raise UsageError(f"{spelled(steps, KNOWN[steps])} {text!r:.80} must be {what}") from None
 
     return Parsed(f"steps|time|{word}", parse)
 
@@ -133,7 +133,7 @@ def parsed_settings(context: click.Context, param: click.Parameter, pairs: Seque
     for pair in pairs:
         name, equals, text = pair.partition("=")
         if not equals:
-            raise UsageError(f"--set {pair!r:.80}: it must be NAME=VALUE, such as rope_base=50000")
+            raise UsageError(f"--set {pair!r:.80} must be NAME=VALUE, such as rope_base=50000")
         if name not in known:
             raise UsageError(f"--set: unknown setting {name!r:.80}{nearest(name[:80], known)}")
         found[name] = known[name].parse(name, text)

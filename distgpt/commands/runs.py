@@ -38,7 +38,7 @@ def runs(directory: Path, sort: str, reverse: bool, as_json: bool) -> None:
     if as_json:
         print(json.dumps({"runs": [asdict(run) for run in found]}))
     else:
-        empty = f"no runs in {directory}; {command_line('train')} starts one in runs"
+        empty = f"no runs in {directory}; to start one in runs: {command_line('train')}"
         print_lines(render_terminal(found) if found else empty)
 
 
@@ -61,7 +61,7 @@ def plot(runs: tuple[Path, ...], **how: Any) -> None:
 
     newest = [] if runs else [Path(run.path) for run in list_runs(Path("runs"), "when", False) if run.step]
     if not runs and not newest:
-        raise UsageError(f"no run in runs has recorded a step; {command_line('train')} starts one")
+        raise UsageError(f"no run in runs has recorded a step; start one with {command_line('train')}")
     print_lines(plot(runs or newest[:1], **how))
 
 
@@ -90,7 +90,7 @@ def _steps(context: click.Context, param: click.Parameter, value: str) -> tuple[
     found = re.fullmatch(r"(\d{1,15})(?::(\d{1,15}))?", value)
     first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
     if not 1 <= first <= last:
-        raise UsageError(f"--steps {value!r}: give the first step and the last one, from 1, as in 5000:5010")
+        raise UsageError(f"--steps {value!r} must be a step or FIRST:LAST, counted from 1, such as 5000:5010")
     return first, last
 
 
@@ -133,6 +133,6 @@ def replay(
     if found:
         print_lines(json.dumps(found.to_json()) if as_json else page(found))
     if verdict := on_root(ready.comm, lambda: found and difference(found)):
-        raise shared(DisagreementError(f"{run} is not what these steps compute: {verdict}"))
+        raise shared(DisagreementError(f"{run} does not match its recomputed steps: {verdict}"))
     if doubt := on_root(ready.comm, lambda: found and undecided(found)):
         raise shared(UndecidedError(f"{run}: {doubt}"))

@@ -142,10 +142,10 @@ def train(
     gpu, asked = asked_by(stage, gpu, flags)
     if asked.given.get("train_minutes"):
         ends = {name: asked.given.get(name) for name in ("steps", "epochs")}
-        refuse_beside("--set train_minutes", ends, "each says when a run ends")
+        refuse_beside("--set train_minutes", ends, "both set the end of the run")
     if as_json := display["log_format"] == "json":
         is_live = display["progress"] == "live"
-        refuse_beside("--log-format json", {"progress live": is_live}, "a log has no display")
+        refuse_beside("--log-format json", {"progress live": is_live}, "a JSON log has no live display")
     job = this_job()
     if job.size == 1:
         _refuse_early(asked)
@@ -295,9 +295,12 @@ def _report(run: Any, asked: Asked, as_json: bool) -> None:
         show("best", f"{directory.best}: validation loss {loss}{at}{of}")
         first = run.progress.first_val_loss
         if first is not None and best.loss >= first:
-            show("note", "nothing was learned: the validation loss was as low before the first step")
+            show("note", "no improvement: the validation loss was as low before the first step")
         elif has_risen:
-            show("note", f"validation has risen since step {best.step}: the best weights are from there")
+            show(
+                "note",
+                f"validation loss has risen since step {best.step}, which has the best weights",
+            )
     show("metrics", str(directory.metrics))
     weights = directory.best if best else directory.weights
     click.echo(f"next      {escape(command_line('chat' if talks else 'infer', '--weights', weights))}")
@@ -313,7 +316,7 @@ UNUSED = {
 
 def as_train(weights: Path | None, data: str | None, **options: Any) -> dict[str, Any]:
     if options["resume"] is None and (weights is None or data is None):
-        raise UsageError("--weights says which model to tune, and --data on what")
+        raise UsageError("tune requires --weights, the model, and --data, the chats")
     own = {"chats": True, "init": None if weights is None else str(weights), "data": data}
     return {**dict.fromkeys(option.name or "" for option in train.params), **options, **own}
 

@@ -43,11 +43,11 @@ if TYPE_CHECKING:
     from distgpt.core.train.sharing import Exchange, OptimizerState, Strategy
 
 
-EXTENDED = "DISTGPT_COMPONENTS=MODULE:CLASS names an extension that may have it"
+EXTENDED = "DISTGPT_COMPONENTS=MODULE:CLASS loads an extension that has it"
 
 
 def unknown(what: str, name: str) -> UsageError:
-    return UsageError(f"{what} {name!r} is not known here")
+    return UsageError(f"unknown {what} {name!r}")
 
 
 class Components:
@@ -106,7 +106,7 @@ class Components:
         from distgpt.core.data.loading import PLAIN_TEXT
 
         if kind != "plain":
-            raise unknown("text of kind", kind)
+            raise unknown("kind of text", kind)
         return PLAIN_TEXT
 
     # Activations of an extension, keyed by the value of the setting `mlp` (--set mlp=NAME).
@@ -140,7 +140,7 @@ class Components:
 
     def part(self, format: str) -> PartKind:
         """Return how to read a weights file of this format."""
-        raise unknown("weights file of format", format)
+        raise unknown("format of a weights file", format)
 
     # Parts of a run
 

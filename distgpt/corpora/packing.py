@@ -27,8 +27,8 @@ from distgpt.core.ops.api import Array
 
 AT_ONCE = 1 << 22  # tokens searched at a time
 NO_DOCUMENTS = (
-    "--pack needs documents that a token of its own separates: give --data documents (a folder, .jsonl,"
-    " .parquet), not one text, and --tokenizer gpt2 or a BPE; shards are made with --separator auto"
+    "--pack requires documents and a separator token; pass documents (a directory, .jsonl, .parquet) as"
+    " --data and --tokenizer gpt2 or a BPE, or prepare shards with --separator auto"
 )
 
 Row = list[tuple[int, int]]  # for each piece: length of its part, and number of tokens taken
@@ -65,7 +65,7 @@ class PackedBatches(Batches):
     def notes(self, steps: int) -> Iterator[str]:
         yield from super().notes(steps)
         rows, cut_off = count(len(self.plan), "sequence"), self.plan.cut_off / self.n_tokens
-        yield f"--pack: {rows}; {cut_off:.1%} of the tokens, ends of documents that do not fit, are left out"
+        yield f"--pack: {rows}; {cut_off:.1%} of the tokens are dropped, at document ends that do not fit"
 
     def _starts(self, step: int, which: slice) -> Array:
         return self._order(step, which)[0].astype(np.int64)
@@ -107,7 +107,7 @@ def document_starts(tokens: Tokens, separator: int) -> Array:
         found.append(np.flatnonzero(ids == separator) + start)
     starts = np.concatenate(found)
     if len(starts) == 1:
-        raise DataError(f"--pack: the token {separator}, which separates documents, is not in the corpus")
+        raise DataError(f"--pack requires documents, but the corpus has no separator (token {separator})")
     return starts[1:] if starts[1] == 0 else starts
 
 

@@ -94,9 +94,9 @@ def check_front(path: Path, shard: Shard, dtype: str) -> None:
         except FileNotFoundError:
             raise DataError(f"{path} is missing") from None
     if size != shard.bytes:
-        raise DataError(f"{path} is damaged: it has {size:,} bytes, in the manifest {shard.bytes:,}")
+        raise DataError(f"{path} is corrupt: {size:,} bytes, but {shard.bytes:,} in the manifest")
     if front != header(dtype, shard.tokens):
-        raise DataError(f"{path} is damaged: its header is not that of {shard.tokens:,} ids of type {dtype}")
+        raise DataError(f"{path} is corrupt: wrong header for {shard.tokens:,} IDs of type {dtype}")
 
 
 def write_shard(
@@ -166,14 +166,14 @@ class Manifest:
         try:
             document = parse_json(text)
         except ValueError as error:
-            raise DataError(f"{source} is no manifest of shards: it is not JSON ({error})") from None
+            raise DataError(f"{source} is not a manifest of shards: not JSON ({error})") from None
         if not isinstance(document, dict) or document.get("format") != SHARDS_FORMAT:
-            raise DataError(f"{source} is no manifest of shards: its format is not {SHARDS_FORMAT!r}")
+            raise DataError(f"{source} is not a manifest of shards: the format is not {SHARDS_FORMAT!r}")
         version = document.get("version")
         if type(version) is not int or not WITHOUT_SOURCES <= version <= SHARDS_VERSION:
             raise DataError(
-                f"{source} has format version {version!r:.20}, this distgpt reads up to {SHARDS_VERSION}:"
-                " upgrade it"
+                f"{source} has format version {version!r:.20}; this distgpt reads up to {SHARDS_VERSION};"
+                " upgrade distgpt"
             )
         if version == WITHOUT_SOURCES:
             document["sources"] = []
@@ -181,7 +181,7 @@ class Manifest:
             manifest = checked(Manifest, {k: document[k] for k in document.keys() - {"format", "version"}})
             _refuse_contradictions(manifest)
         except ValueError as error:
-            raise DataError(f"{source} is damaged: {error}") from None
+            raise DataError(f"{source} is corrupt: {error}") from None
         return manifest
 
 
@@ -191,13 +191,13 @@ def _refuse_contradictions(manifest: Manifest) -> None:
     dtype = np.dtype(id_dtype(size)).newbyteorder("<").str
     numbered = [f"{split}-{i:06d}.npy" for split in SPLITS for i in range(len(manifest.of(split)))]
     for fits, complaint in (
-        (manifest.dtype == dtype, f"its dtype is not {dtype}, as its vocab_size needs"),
-        (all(token < size for token in manifest.separator), "its separator is no list of ids"),
-        (len(manifest.sources) in (0, len(manifest.inputs)), "its sources are not two counts for each input"),
+        (manifest.dtype == dtype, f"its dtype must be {dtype} for its vocab_size"),
+        (all(token < size for token in manifest.separator), "its separator is not a list of IDs"),
+        (len(manifest.sources) in (0, len(manifest.inputs)), "its sources must be two counts per input"),
         (shards, "it has no list of shards"),
-        ([shard.name for shard in shards] == numbered, "its shards are not numbered one by one"),
-        (all(x.bytes == file_bytes(dtype, x.tokens) for x in shards), "a shard cannot have so many bytes"),
-        (all(shard.largest < size for shard in shards), "a shard has an impossible id"),
+        ([shard.name for shard in shards] == numbered, "its shards are not numbered consecutively"),
+        (all(x.bytes == file_bytes(dtype, x.tokens) for x in shards), "a shard has a wrong number of bytes"),
+        (all(shard.largest < size for shard in shards), "a shard has an ID outside the vocabulary"),
     ):
         if not fits:
             raise ValueError(complaint)
@@ -216,11 +216,11 @@ def verify_shards(folder: Path, manifest: Manifest, shards: Iterable[Shard]) -> 
                 ids = np.frombuffer(piece, kind, len(piece) // kind.itemsize)
                 largest = max(largest, int(ids.max(initial=0)))
         if digest.hexdigest() != shard.sha256:
-            raise DataError(f"{path} is damaged: its SHA-256 is not the one in the manifest")
+            raise DataError(f"{path} is corrupt: its SHA-256 differs from the manifest")
         if largest >= vocab_size:
             raise DataError(_impossible(path, largest, vocab_size))
         if largest != shard.largest:
-            raise DataError(f"{path}: its largest token is {largest}, in the manifest it is {shard.largest}")
+            raise DataError(f"{path}: its largest token is {largest}, but {shard.largest} in the manifest")
 
 
 def _impossible(path: Path, token: int, vocab_size: int) -> str:
@@ -240,7 +240,7 @@ def shards_tokenizer(folder: Path, manifest: Manifest) -> Tokenizer:
     """Return the tokenizer that the shards were made with, from their directory."""
     tokenizer = read_tokenizer(folder)
     if fingerprint(tokenizer) != manifest.tokenizer or tokenizer.size != manifest.vocab_size:
-        raise DataError(f"{folder / TOKENIZER} is not the tokenizer that the shards beside it were made with")
+        raise DataError(f"{folder / TOKENIZER} is not the tokenizer of these shards")
     return tokenizer
 
 
@@ -291,7 +291,7 @@ class ShardTokens:
             if len(self._open) > MOST_OPEN:
                 self._open.pop(next(iter(self._open))).close()
             if not read_at(file.fileno(), out.view(np.uint8).data, HEADER_BYTES + start * out.itemsize):
-                raise DataError(f"{path} has been cut short since it was opened")
+                raise DataError(f"{path} was truncated while open")
         if (largest := int(out.max(initial=0))) >= self._vocab_size:
             where = f"(at position {start + int(out.argmax()):,})"
             raise DataError(f"{_impossible(path, largest, self._vocab_size)} {where}")
@@ -313,7 +313,7 @@ class _Shards:
 
     def load(self, comm: Comm, request: DataRequest, say: Say) -> Corpus:
         folder = on_root(comm, lambda: resolve_data(request.data))
-        note = "--val-fraction has no effect: shards have a part of their own for validation"
+        note = "--val-fraction has no effect: shards have their own validation part"
         return replace(load_shards(comm, folder, request, say), notes=(note,) * bool(request.val_fraction))
 
 
@@ -340,12 +340,12 @@ def load_shards(comm: Comm, folder: Path, request: DataRequest, say: Say) -> Cor
 
     def problem() -> str:
         if not folder.is_dir():
-            return f"{folder} is not there on this node: all nodes must share the disk it lies on"
+            return f"{folder} does not exist on this node; all nodes must share its file system"
         try:
             for split in dict.fromkeys(shard.split for shard in shards):
                 splits[split] = ShardTokens(folder.absolute(), manifest, split)  # read during training
                 if len(splits[split]) < 2:
-                    return f"{folder} has a single token of split {split!r}: at least 2 are needed"
+                    return f"{folder} has a single token of split {split!r}; at least 2 are required"
             if request.verify:
                 verify_shards(folder, manifest, shards[comm.local_rank :: comm.local_size])
         except DistgptError as error:
@@ -354,7 +354,7 @@ def load_shards(comm: Comm, folder: Path, request: DataRequest, say: Say) -> Cor
 
     refuse_anywhere(comm, problem(), DataError)
     if "train" in request.splits and "train" not in splits:
-        raise shared(DataError(f"{folder} holds no shards of split 'train'"))
+        raise shared(DataError(f"{folder} has no shards of split 'train'"))
     is_separated = manifest.separator == (tokenizer.separator,)
     val = splits.get("val")
     train = splits.get("train", val)  # the validation shards, if only these were requested
@@ -364,10 +364,8 @@ def load_shards(comm: Comm, folder: Path, request: DataRequest, say: Say) -> Cor
 
 def _refuse_other_tokenizer(tokenizer: Tokenizer, request: DataRequest, folder: Path) -> None:
     """Raise a DataError if the ids are not from the model's tokenizer, or from the requested one."""
-    made_with = f"{folder} holds tokens of {tokenizer.describe()}"
+    made_with = f"{folder} contains tokens of {tokenizer.describe()}"
     if request.existing is not None and fingerprint(request.existing) != fingerprint(tokenizer):
         raise DataError(f"{made_with}, but the model's tokenizer is {request.existing.describe()}")
     if not can_mean(request.tokenizer, tokenizer):
-        raise DataError(
-            f"{made_with}, not of {request.tokenizer!r}; --tokenizer {AUTO} takes the one they were made with"
-        )
+        raise DataError(f"{made_with}, not of {request.tokenizer!r}; use --tokenizer {AUTO}")

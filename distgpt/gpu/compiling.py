@@ -94,7 +94,7 @@ def compile_text(text: str, name: str, defines: Iterable[str], arch: str) -> Com
     """Compile source text. `name` is used in messages."""
     nvrtc = load_nvrtc()
     if nvrtc is None:
-        raise UsageError("CUDA kernels need NVRTC: pip install nvidia-cuda-nvrtc, or a CUDA toolkit")
+        raise UsageError("CUDA kernels require NVRTC: pip install nvidia-cuda-nvrtc, or a CUDA toolkit")
     flags = [*options(defines), f"--gpu-architecture={arch}", "--ptxas-options=-v"]
     program = ctypes.c_void_p()
     _check(nvrtc.nvrtcCreateProgram(ctypes.byref(program), text.encode(), name.encode(), 0, None, None), name)

@@ -135,7 +135,7 @@ class CublasLt:
         try:
             self.handle = self._create("cublasLtCreate")
         except LtError as error:
-            raise LtError(f"{error}: is there a GPU, with a driver for this version?", error.status) from None
+            raise LtError(f"{error}; check the GPU and its driver", error.status) from None
 
     def descriptor(self, compute: Compute, scale: DataType, attributes: Mapping[Desc, int]) -> int:
         """Create a descriptor. `scale` is the type of alpha and beta, which are read from the host."""
@@ -177,7 +177,7 @@ class CublasLt:
     def check(self, function: str, status: int) -> None:
         if status != Status.SUCCESS:
             name = self.library.cublasLtGetStatusName(status).decode()
-            raise LtError(f"cuBLASLt {self.version}: {function} gave {name}", status)
+            raise LtError(f"cuBLASLt {self.version}: {function} returned {name}", status)
 
     def _set(self, kind: str, made: int, attribute: IntEnum, value: int) -> None:
         box = _TYPES.get((kind, attribute), c_int32)(value)

@@ -21,7 +21,7 @@ FRONTEND = "nvidia-cudnn-frontend>=1.28,<1.33"  # the same as in pyproject.toml
 HOPPER = (9, 0)
 # cuDNN is not faster on an H100 for training on sequences up to this length, so no plan is made.
 SHORT = 256
-SLOWER = "attention runs on our own kernels, which should be slower than cuDNN's"
+SLOWER = "attention uses distgpt's own kernels, which are probably slower than cuDNN's"
 
 # IDs of a graph's tensors.
 Q, K, V, Y, STATS, DY, DQ, DK, DV = range(1, 10)
@@ -79,7 +79,7 @@ def why_not(head: int, capability: tuple[int, int], cuda: int) -> str | None:
     """
     widest = 256 if capability >= HOPPER else 128
     if head % 8 or not 0 < head <= widest:
-        return f"cuDNN's attention needs head sizes in multiples of 8 up to {widest}, not {head}"
+        return f"cuDNN's attention requires head sizes that are multiples of 8 up to {widest}, not {head}"
     try:
         frontend().backend_version()
     except (ImportError, RuntimeError) as error:  # the package or cuDNN is missing
@@ -167,7 +167,7 @@ class CudnnAttention(OwnAttention):
         try:
             plan.graph.execute(tensors, memory, handle=self._handle)
         except Exception as error:  # NVIDIA's code may raise any type
-            raise DistgptError(f"cuDNN's attention fails: {first_line(error)}") from error
+            raise DistgptError(f"cuDNN's attention failed: {first_line(error)}") from error
 
     def _cudnn_plan(self, shape: Shape, backward: bool) -> _Plan | None:
         key = (shape, backward)

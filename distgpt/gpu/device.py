@@ -442,8 +442,8 @@ class Launcher:
     def each(self, source: str, kernel: str, width: int, count: int, *args: Any) -> None:
         """Start a kernel with one thread per pack of `count` elements, which are in rows of `width`."""
         if count > LARGEST:
-            many = f"an activation of {count:,} elements is more than a GPU's kernels count to"
-            raise UsageError(f"{many} ({source}.{kernel}): smaller micro-batches make it fit")
+            many = f"an activation has {count:,} elements, more than GPU kernels support"
+            raise UsageError(f"{many} ({source}.{kernel}); use smaller micro-batches")
         variant, w = self.variant(kernel, width, *args)
         self.start(source, variant, -(-count // (BLOCK * w)), BLOCK, *args)
 

@@ -426,7 +426,7 @@ class DeviceWire:
 
     def add_parts(self, total: Array, parts: Array, by_twos: bool) -> None:
         if by_twos:
-            raise ValueError("sums by twos are for --reproducible-parts, which are for CPUs")
+            raise ValueError("pairwise sums are for --reproducible-parts, which requires a CPU stage")
         kernel = "add_narrow_parts" if parts.dtype == STORAGE["bfloat16"] else "add_parts"
         self._start(kernel, total.size, total, parts, *parts.shape)
 

@@ -210,39 +210,42 @@ def missing_for_gpu(found: Found, dtype: str = "float32") -> list[Missing]:
         missing.append(Missing(what, remedy))
 
     if driver is None:
-        lacks("no NVIDIA driver was found (libcuda.so.1)", "on a cluster, ask for a GPU node")
+        lacks("no NVIDIA driver found (libcuda.so.1)", "on a cluster, request a GPU node")
     elif driver.problem:
         lacks(
-            f"the NVIDIA driver does not start, {driver.problem}",
+            f"the NVIDIA driver does not start ({driver.problem})",
             "if nvidia-smi fails too, ask the machine's administrator",
         )
     elif not driver.gpus:
         hidden = "" if found.visible is None else f" with CUDA_VISIBLE_DEVICES={found.visible!r}"
         lacks(
             f"the NVIDIA driver shows no GPU{hidden}",
-            "nvidia-smi lists them; on a cluster, ask for GPUs too (Slurm: --gpus-per-node)",
+            "nvidia-smi lists them; on a cluster, request GPUs (Slurm: --gpus-per-node)",
         )
     if driver and driver.cuda < (OLDEST_CUDA, 0):
         lacks(
-            f"the NVIDIA driver runs CUDA {dotted(driver.cuda)} at most",
-            f"CUDA {OLDEST_CUDA} is needed: install a newer driver",
+            f"the NVIDIA driver supports only CUDA {dotted(driver.cuda)}",
+            f"install a driver for CUDA {OLDEST_CUDA} or newer",
         )
     built = CUPY[found.cupy[0]] if len(found.cupy) == 1 else 0
     if not found.cupy:
         lacks("CuPy is not installed", _install(found, newest))
     elif built is not None and not OLDEST_CUDA <= built <= newest:
-        lacks(f"one CuPy for CUDA {newest} is needed, not {', '.join(found.cupy)}", _install(found, newest))
+        lacks(
+            f"CuPy for CUDA {newest} is required, not {', '.join(found.cupy)}",
+            _install(found, newest),
+        )
     else:
         for library, package in (("NVRTC", "nvidia-cuda-nvrtc"), ("cuBLASLt", "nvidia-cublas")):
             if library not in found.libraries:
-                lacks(f"{library} was not found", f"pip install {package}{'-cu12' * (cuda == 12)}")
+                lacks(f"{library} not found", f"pip install {package}{'-cu12' * (cuda == 12)}")
     oldest = OLDEST_GPU[OLDEST_CUDA]
     for number, gpu in enumerate(driver.gpus if driver else ()):
         what = f"GPU {number} ({gpu.name}) has compute capability {dotted(gpu.capability)}"
         if gpu.capability < oldest:
-            lacks(what, f"{dotted(oldest)} is needed; CUDA_VISIBLE_DEVICES can choose other GPUs")
+            lacks(what, f"{dotted(oldest)} is required; CUDA_VISIBLE_DEVICES can select other GPUs")
         elif dtype == "bfloat16" and gpu.capability < OLDEST_BFLOAT16:
-            lacks(what, f"bfloat16 needs {dotted(OLDEST_BFLOAT16)}; use --dtype float32")
+            lacks(what, f"bfloat16 requires {dotted(OLDEST_BFLOAT16)}; use --dtype float32")
     return missing
 
 

@@ -53,10 +53,12 @@ class GpuStage(Stage):
         if dtype not in (known := (*DTYPES, *ROUNDED_DTYPES)):
             return f"unknown dtype {dtype!r}{nearest(dtype, known)}"
         if dtype in ROUNDED_DTYPES:
-            return f"stage {self.name!r} computes on a GPU: {dtype} is for the CPU stages"
+            return f"stage {self.name!r} uses a GPU; {dtype} requires a CPU stage"
         if dtype == "bfloat16" and self.device.capability < OLDEST_BFLOAT16:
             has = f"{self.device.name} has {dotted(self.device.capability)}"
-            return f"--dtype bfloat16 needs compute capability {dotted(OLDEST_BFLOAT16)}, {has}: use float32"
+            return (
+                f"--dtype bfloat16 requires compute capability {dotted(OLDEST_BFLOAT16)}; {has}; use float32"
+            )
         return ""
 
     def free_memory(self, ranks: int = 0) -> tuple[int, str]:
@@ -79,11 +81,11 @@ def device_of(local_rank: int, count: int) -> int:
 
 def _chosen(oldest: Version, tf32: bool, matmul: str, weights: int) -> Dtype:
     if tf32:
-        return Dtype("float32", "--tf32 chooses how to multiply float32")
+        return Dtype("float32", "--tf32 applies to float32")
     if oldest >= OLDEST_BFLOAT16:
-        return Dtype("bfloat16", "this GPU has tensor cores for it")
-    needs = f"tensor cores for bfloat16 come with compute capability {dotted(OLDEST_BFLOAT16)}"
-    return Dtype("float32", f"{needs}, this GPU has {dotted(oldest)}")
+        return Dtype("bfloat16", "this GPU has tensor cores for bfloat16")
+    needs = f"tensor cores for bfloat16 require compute capability {dotted(OLDEST_BFLOAT16)}"
+    return Dtype("float32", f"{needs}, but this GPU has {dotted(oldest)}")
 
 
 def _chosen_here(tf32: bool) -> Choose:
@@ -111,7 +113,7 @@ def bound(name: str, comm: Comm, gpu: GpuConfig) -> GpuStage:
     if comm.size == 1:
         return stage
     chosen = choose_transport(gpu.allreduce, comm, device)
-    stage.notes.add(f"gradients are summed by way of {chosen.name}")
+    stage.notes.add(f"gradients are summed with {chosen.name}")
     return replace(stage, comm=DeviceComm(comm, chosen), transport=chosen.name)
 
 
@@ -135,8 +137,8 @@ def _one_line(index: int) -> Iterator[None]:
         if not type(error).__module__.startswith("cupy"):
             raise
         raise UsageError(
-            f"GPU {index} cannot be used: {first_line(error)}; nvidia-smi shows whether another process has"
-            " it or its memory, and CUDA_VISIBLE_DEVICES chooses another GPU"
+            f"cannot use GPU {index}: {first_line(error)}; check with nvidia-smi whether another process uses"
+            " it, or select another GPU with CUDA_VISIBLE_DEVICES"
         ) from error
 
 
@@ -145,7 +147,7 @@ def kernels_on(device: CupyDevice, dtype: str, options: GpuConfig, say: Say) -> 
     attention = partial(_attention_for, device, say) if dtype == "bfloat16" else None
     with _one_line(device.index):
         if (lt := cublaslt.load()) is None:
-            missing = "cuBLASLt was not found: pip install nvidia-cublas (nvidia-cublas-cu12 for CUDA 12)"
+            missing = "cuBLASLt not found: pip install nvidia-cublas (nvidia-cublas-cu12 for CUDA 12)"
             raise UsageError(missing)
         device.keep_choices(lt.version, options.tf32)
         matmuls = LtMatmul(lt, device, options.tf32)

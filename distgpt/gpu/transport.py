@@ -219,9 +219,9 @@ def choose_transport(how: str, comm: Comm, device: CupyDevice) -> Transport:
     nccl = nccl_module()
     without = _anywhere(comm, nccl is None)
     if how == "nccl" and crowded:
-        raise shared(UsageError("--allreduce nccl needs a GPU for every rank: start fewer, or use host"))
+        raise shared(UsageError("--allreduce nccl requires a GPU per rank; start fewer ranks, or use host"))
     if how == "nccl" and without:
-        raise shared(UsageError("--allreduce nccl needs NCCL: pip install nvidia-nccl-cu13 (or -cu12)"))
+        raise shared(UsageError("--allreduce nccl requires NCCL: pip install nvidia-nccl-cu13 (or -cu12)"))
     if how == "nccl" or (how == "auto" and not crowded and not without):
         if _anywhere(comm, device.sharing > 1):
             _let_ranks_share(nccl, comm.rank)

@@ -142,11 +142,11 @@ def foreseen(stage: str, asked: Asked, tf32: bool) -> RunConfig:
 
 def _refuse_nonsense(question: Question) -> None:
     if question.stage in ("serial", "cuda") and question.ranks > 1:
-        raise UsageError(f"stage {question.stage!r} has one rank: --ranks is for mpi and mpi-cuda")
+        raise UsageError(f"stage {question.stage!r} has one rank; --ranks requires mpi or mpi-cuda")
     if question.rate is not None and question.measured:
-        raise UsageError("--rate and --measure exclude each other")
+        raise UsageError("--rate and --measure cannot be combined")
     if question.gpu_memory is not None and question.stage not in ON_GPU:
-        raise UsageError(f"stage {question.stage!r} uses no GPU: --gpu-memory is for {' and '.join(ON_GPU)}")
+        raise UsageError(f"--gpu-memory requires stage {' or '.join(ON_GPU)}, not {question.stage!r}")
     refuse_unsuited(question.run.train, question.ranks, on_gpu=question.stage in ON_GPU)
 
 
@@ -232,7 +232,7 @@ def _unmeasurable(run: RunConfig, site: Site, sequences: int) -> str:
     needs = sum(needed(model, site.kernels, Strategy(model.train, 1)).total for model in cuts(run, sequences))
     if site.stage and needs < SPARE * site.stage.free_memory()[0]:
         return ""
-    return f"measuring takes {size(needs)} of memory, which are not free here"
+    return f"measuring requires {size(needs)} of free memory"
 
 
 # Timing a step of a model, by steps of the same model with fewer layers
@@ -363,19 +363,19 @@ def _memory_rows(facts: Facts) -> Rows:
     if memory["free"] is not None:
         yield "", f"{'free':<12}{size_in_column(memory['free']):>11}  on {memory['where']}"
     if memory["trouble"]:
-        yield "", f"too little: {memory['trouble']}"
+        yield "", f"not enough: {memory['trouble']}"
     elif memory["free"] is None:
-        yield "", "chosen for unlimited memory: give the GPU's with --gpu-memory GIB"
+        yield "", "assumes unlimited memory; set the GPU's with --gpu-memory GIB"
     yield "", ""
 
 
 def _disk(facts: Facts) -> Rows:
     checkpoint, weights = (size(facts[key]) for key in ("checkpoint_bytes", "weights_file_bytes"))
-    kept = f"up to {facts['checkpoints_kept']} are kept"
-    yield "disk", f"a checkpoint {checkpoint}, {kept}; the weights alone {weights}"
+    kept = f"keeps up to {facts['checkpoints_kept']}"
+    yield "disk", f"checkpoint {checkpoint}, {kept}; weights {weights}"
     if facts["allreduce_bytes"]:
         every = facts["allreduce_every"]
-        what = "gradients in each step" if every == 1 else f"changes of weights in every {every} steps"
+        what = "gradients per step" if every == 1 else f"weight changes every {every} steps"
         yield "allreduce", f"{size(facts['allreduce_bytes'])} of {what}"
 
 
@@ -383,20 +383,23 @@ def _time_rows(facts: Facts) -> Rows:
     time, ranks = facts["time"], facts["ranks"]
     if time["rate_per_rank"] is None:
         yield "time", f"not measured{': ' if time['missing'] else ''}{time['missing']}"
-        yield "", "for a time, run this where you will train, or give one rank's tokens/s with --rate"
+        yield (
+            "",
+            "to estimate the time, run this on the training machine, or set --rate",
+        )
         return
     flops = f"{three_digits(time['flops_per_s_and_rank'] / 1e12)} TFLOP/s"
-    together = f", {time['rate']:,.0f} of {ranks} ranks" if ranks > 1 else ""
-    yield "speed", f"{time['rate_per_rank']:,.0f} tokens/s of one rank ({flops}){together}"
+    together = f", {time['rate']:,.0f} on {ranks} ranks" if ranks > 1 else ""
+    yield "speed", f"{time['rate_per_rank']:,.0f} tokens/s on one rank ({flops}){together}"
     if time["source"] == "measured":
         whole = f"{duration(time['token_s'])} per token, {duration(time['update_s'])} per update"
         yield "", f"measured here in {count(time['steps'], 'step')}: {whole}"
     else:
-        yield "", "as given with --rate"
+        yield "", "set with --rate"
     if ranks > 1:
-        yield "", "without the allreduce, and as if ranks on one machine did not slow each other down"
+        yield "", "excludes the allreduce and contention between ranks on one machine"
     step, total = duration(time["step_s"]), long_duration(time["total_s"])
-    yield "time", f"{step} per step, {total} in total, without evaluations and checkpoints"
+    yield "time", f"{step} per step, {total} in total, excluding evaluations and checkpoints"
 
 
 def _mega(operations: int) -> str:

@@ -89,7 +89,7 @@ def read_summary(out: Path) -> dict[str, Any]:
     try:
         return parse_object(read_small(path), path)
     except StorageError:
-        raise DataError(f"left no {path.name}: does the first host write to this folder?") from None
+        raise DataError(f"wrote no {path.name}; check that the first host can write here") from None
 
 
 def read_losses(out: Path) -> list[float | None]:

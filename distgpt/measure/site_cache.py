@@ -125,7 +125,7 @@ def require_writable() -> None:
             folder.mkdir(exist_ok=True)
             folder.chmod(0o755)
     except StorageError as error:
-        raise StorageError(f"{error}: whoever owns {package} fills the cache of its users") from None
+        raise StorageError(f"{error}; run this as the owner of {package}") from None
 
 
 def share() -> Path:
@@ -134,7 +134,7 @@ def share() -> Path:
     used = sorted(disk_cache.used)
     files = {name: content for name in used if (content := disk_cache.read(name)) is not None}
     if len(files) < len(used):
-        raise StorageError(f"compiled loops cannot be kept in {disk_cache.folder()}: is the disk full?")
+        raise StorageError(f"cannot cache compiled loops in {disk_cache.folder()}; check the free disk space")
     files = {**disk_cache.site(), **files}
     path, content = disk_cache.site_path(), pickle.dumps(files)
     with atomic_file(path) as file:
@@ -146,7 +146,7 @@ def share() -> Path:
             other.unlink(missing_ok=True)
     disk_cache.site.cache_clear()
     if disk_cache.site().keys() != files.keys():
-        raise StorageError(f"{path} was not read back whole, or others may write to its folder")
+        raise StorageError(f"{path} cannot be read back, or other users can write to its directory")
     if own := disk_cache.folder():
         for name in files:
             (own / name).unlink(missing_ok=True)

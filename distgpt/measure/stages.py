@@ -64,7 +64,7 @@ def find_workload(
         preset == PRESET and toml is None and not flags.keys() & {"steps", "epochs", "train_minutes"}
     )
     if full and not is_projects:
-        raise UsageError("--full is for the course project's workload; set the length of others with --steps")
+        raise UsageError("--full requires the course project's workload; for others, set --steps")
     asked = asked_for({**flags, "deterministic": deterministic}, preset, toml)
     config = new_run(derived(asked, 1))
     if is_projects and not full:
@@ -136,7 +136,7 @@ def find_runnable(
         for stage, troubles in missing.items():
             raise UsageError(f"--stages: {stage} cannot run here: {'; '.join(map(sentence, troubles))}")
     if not stages:
-        raise UsageError("no stage can run here: distgpt doctor says why")
+        raise UsageError("no stage can run here; run distgpt doctor for the reasons")
     return stages, missing, launcher
 
 
@@ -154,7 +154,7 @@ def refuse_foreign(folder: Path) -> None:
     except (DataError, StorageError):
         is_ours = False
     if not is_ours:
-        raise UsageError(f"--out {folder} is not empty and holds no comparison; choose another")
+        raise UsageError(f"--out {folder} is not empty and has no comparison; choose another --out")
 
 
 # -- running one
@@ -201,7 +201,7 @@ class Measured:
 
 VERSION = 1
 RUNNING, DONE, INTERRUPTED = "running", "done", "interrupted"
-UNFINISHED = "Interrupted: only what was measured until then is here."
+UNFINISHED = "Interrupted: this contains only the measurements until then."
 
 
 # How far losses may differ
@@ -329,7 +329,7 @@ def compare(options: CompareOptions, out: Path, as_json: bool) -> None:
     except BaseException as error:
         comparison.state = INTERRUPTED
         if isinstance(error, KeyboardInterrupt):
-            error.add_note(f"what was measured is in {out}")
+            error.add_note(f"the measurements are in {out}")
         raise
     finally:
         with undisturbed():

@@ -171,9 +171,7 @@ class AdaptedBlock(Block):
 def adapted_architecture(run: RunConfig) -> Architecture:
     """Return the architecture with adapters. Raises a UsageError if the model lacks an adapted matrix."""
     if not run.model.gated and run.train.lora_matrices != "all" and "gate" in run.train.adapted:
-        raise UsageError(
-            f"--lora-matrices {run.train.lora_matrices}: {run.model.mlp} has no gate: leave it out"
-        )
+        raise UsageError(f"--lora-matrices {run.train.lora_matrices}: {run.model.mlp} has no gate; omit it")
     return Architecture(run.model, partial(AdaptedBlock, run.train))
 
 
@@ -247,7 +245,7 @@ def base_of(path: Path) -> Base:
     metadata = read_header(path).metadata
     known = metadata.get(SOURCE_SUM) or metadata.get(DATA_SUM)
     if known is None:
-        raise DataError(f"{path} carries no checksum, as files of a former version: write it anew first")
+        raise DataError(f"{path} has no checksum, because an old version wrote it; write it again first")
     return Base(str(path.absolute()), known)
 
 
@@ -255,9 +253,7 @@ def refuse_other_base(adapter: Path, about: Description, weights: Path) -> None:
     """Raise a DataError if the adapter was trained for another model."""
     assert about.base
     if about.base.sha256 != base_of(weights).sha256:
-        raise DataError(
-            f"{adapter} is of another model than {weights}: it was trained beside {about.base.file}"
-        )
+        raise DataError(f"{adapter} was trained for another model than {weights}: {about.base.file}")
 
 
 def with_adapter(weights: Path, adapter: Path | None, comm: Comm) -> tuple[Path, Folding | None]:
@@ -272,16 +268,16 @@ def with_adapter(weights: Path, adapter: Path | None, comm: Comm) -> tuple[Path,
         if adapter is None and own is None:
             return found, None
         if own and adapter:
-            raise UsageError(f"{found} is an adapter: as --weights give the model that it stands beside")
+            raise UsageError(f"{found} is an adapter; pass its base model as --weights")
         whole, chosen = (Path(own.file), found) if own else (found, find_weights(adapter or found))
         about = read_description(chosen)
         if about.base is None:
-            raise UsageError(f"{chosen} is no adapter but a whole model: give it as --weights")
+            raise UsageError(f"{chosen} is a complete model, not an adapter; pass it as --weights")
         if about.part != ADAPTER:
-            raise UsageError(f"{chosen} holds a part of kind {about.part!r}: only adapters can be merged")
+            raise UsageError(f"{chosen} is a part of kind {about.part!r}; only adapters can be merged")
         if not whole.is_file():
             raise DataError(
-                f"{chosen} is an adapter, and {whole} is missing: give --weights MODEL --adapter {chosen}"
+                f"{chosen} is an adapter, but {whole} is missing; pass --weights MODEL --adapter {chosen}"
             )
         refuse_other_base(chosen, about, whole)
         return whole, chosen
@@ -300,7 +296,7 @@ def read_adapter(path: Path, about: Description) -> dict[str, Array]:
     read_into(path, tensors)
     for name, array in tensors.items():
         if not np.isfinite(array).all():
-            raise DataError(f"{path}: {name} holds values that are not finite")
+            raise DataError(f"{path}: {name} has values that are not finite")
     return tensors
 
 
@@ -321,7 +317,7 @@ class Folding:
             with np.errstate(all="ignore"):
                 change = np.float32(adapter.scale) * (b @ a)
             if not np.isfinite(change).all():  # Otherwise a later error would name the model's file.
-                raise DataError(f"{self._path}: what {adapter.name} adds to the model is not finite")
+                raise DataError(f"{self._path}: the weights that {adapter.name} adds are not finite")
             array[adapter.rows] += change
 
 
@@ -329,10 +325,10 @@ def merge(weights: Path | None, adapter: Path, out: Path, comm: Comm) -> str:
     """Write a weights file with the adapter merged into the model. Return a summary."""
     whole, folding = with_adapter(weights or adapter, adapter if weights else None, comm)
     if folding is None:
-        raise UsageError(f"{adapter} is no adapter but a whole model: there is nothing to merge")
+        raise UsageError(f"{adapter} is a complete model, not an adapter; nothing to merge")
     about, header = read_description(whole), verified(whole)
     if about.rounded:
-        raise UsageError(f"{whole} is in {about.rounded}: merge into the file that it is from, then quantize")
+        raise UsageError(f"{whole} is in {about.rounded}; merge into the original file, then quantize")
     specs = {spec.name: spec for spec in Architecture(about.run.model).layout.specs}
     kinds = {name: (np.dtype(np.float32), spec.shape) for name, spec in specs.items()}
 
@@ -345,7 +341,7 @@ def merge(weights: Path | None, adapter: Path, out: Path, comm: Comm) -> str:
     tokenizer = folding.tokenizer or about.tokenizer
     metadata = {**header.facts(), **Description(about.run, tokenizer).to_metadata()}
     write_tensors(out, LazyTensors(kinds, make), metadata)
-    return f"{out}: {whole} with {adapter} merged into it, {size(out.stat().st_size)}"
+    return f"{out}: {whole} merged with {adapter}, {size(out.stat().st_size)}"
 
 
 class AdapterFile:
@@ -356,14 +352,14 @@ class AdapterFile:
 
     def refuse_damaged(self, run: RunConfig, path: Path) -> None:
         if not run.train.lora_rank:
-            raise DataError(f"{path} is damaged: it is an adapter, and its configuration names no rank")
+            raise DataError(f"{path} is corrupt: an adapter without a rank in its configuration")
 
     def describe(self, run: RunConfig) -> str:
-        return f"an adapter of rank {run.train.lora_rank} beside {run.train.lora_matrices} of"
+        return f"an adapter of rank {run.train.lora_rank} for {run.train.lora_matrices} of"
 
     def refuse_alone(self, path: Path | str) -> None:
         merge = command_line("weights", "merge", "--adapter", path, "--out", "merged.safetensors")
-        raise UsageError(f"{path} is an adapter, without the model that it stands beside: first {merge}")
+        raise UsageError(f"{path} is an adapter without its base model; merge them first: {merge}")
 
     def whole(self, weights: Path, comm: Comm, part: Path | None = None) -> tuple[Path, Folding]:
         whole, folding = with_adapter(weights, part, comm)
@@ -422,7 +418,7 @@ class AdapterKind(ModelKind):
     def refuse_moved(self, t: TrainConfig) -> None:
         if not Path(t.init).is_file():
             raise DataError(
-                f"{t.init} is not there: --init says where the model of this run's adapters is now"
+                f"{t.init} does not exist; pass the new path of this run's base model with --init"
             )
 
 
@@ -432,6 +428,6 @@ ADAPTERS = AdapterKind()
 def check(t: TrainConfig, ranks: int, on_gpu: bool) -> None:
     """Raise a UsageError for settings that adapters do not support."""
     if not t.init:
-        raise UsageError("--lora-rank trains adapters beside a model's weights: name them with --init FILE")
+        raise UsageError("--lora-rank requires the base model's weights, --init FILE")
     if t.optimizer != "adamw":
-        raise UsageError(f"--lora-rank does not go with --optimizer {t.optimizer}: use adamw")
+        raise UsageError(f"--lora-rank requires --optimizer adamw, not {t.optimizer}")

@@ -43,9 +43,7 @@ def balanced(t: TrainConfig, ranks: int, rank: int, model: Model, start: Start) 
     shares, how = shares_so_far(start.state, t, ranks, hosts), "as before"
     if shares is None:
         shares, how = measured_shares(model, t, start.comm), "measured now"
-    start.say(
-        f"--balance auto: {min(shares)} to {max(shares)} sequences of a micro-batch on each rank, {how}"
-    )
+    start.say(f"--balance auto: {min(shares)} to {max(shares)} sequences per micro-batch and rank, {how}")
     return Balanced(t, ranks, rank, shares, hosts)
 
 

@@ -11,11 +11,9 @@ from distgpt.core.config import TrainConfig
 from distgpt.core.model.model import Model
 from distgpt.core.train.sharing import Exchange, MicroBatches, OptimizerState, Placement, Start, Strategy
 
-WITHOUT_THREADS = (
-    "--grad-sync overlapped needs an MPI with MPI_THREAD_MULTIPLE, which this one does not grant"
-)
+WITHOUT_THREADS = "--grad-sync overlapped requires MPI_THREAD_MULTIPLE, which this MPI does not support"
 WITHOUT_NCCL = (
-    "--grad-sync overlapped on GPUs needs NCCL (pip install nvidia-nccl-cu13, or -cu12), a GPU for every rank"
+    "--grad-sync overlapped on GPUs requires NCCL (pip install nvidia-nccl-cu13, or -cu12), a GPU per rank"
     " and --allreduce auto or nccl"
 )
 
@@ -127,8 +125,8 @@ def check(t: TrainConfig, ranks: int, on_gpu: bool) -> None:
         what = f"--outer-every {t.outer_every}"
         if t.grad_sync in ("overlapped", "sharded"):
             raise UsageError(
-                f"{what} goes with --grad-sync allreduce: {t.grad_sync} needs gradients of every step"
+                f"{what} requires --grad-sync allreduce; {t.grad_sync} needs gradients every step"
             )
-        refuse_beside(what, others, "ranks have weights of their own")
+        refuse_beside(what, others, "each rank has its own weights")
     if t.balance == "auto":
-        refuse_beside("--balance auto", {**others, "outer-every": t.outer_every}, "ranks get unlike parts")
+        refuse_beside("--balance auto", {**others, "outer-every": t.outer_every}, "shares differ")

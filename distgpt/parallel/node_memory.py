@@ -53,7 +53,7 @@ def gradients_in_node(comm: Comm, kernels: Kernels, say: Say, layout: Layout, fl
     lacks = [text for text in gather(comm, lack) if text]
     if node is None or lacks:
         if lacks:
-            say(f"MPI sums gradients within a node: its ranks cannot share memory ({lacks[0]})")
+            say(f"MPI sums gradients within a node, because its ranks cannot share memory ({lacks[0]})")
         return FlatBuffer(layout, kernels.wide_zeros, flags)
     return SharedGradients(layout, flags, rows, node.rank)
 
@@ -87,12 +87,12 @@ def shared_rows(node: Comm, columns: int, dtype: np.dtype) -> Array:
     def open_and_map(file: _File) -> Array:
         if resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
             # Each rank maps all rows, which no estimate of a rank's memory includes.
-            raise UsageError("ulimit -v limits what they may map")
+            raise UsageError("ulimit -v limits their mappings")
         opened = os.open(file.path, os.O_RDWR | os.O_CLOEXEC)
         try:
             about = os.fstat(opened)
             if (about.st_dev, about.st_ino) != file[1:]:  # containers may have the same process IDs
-                raise UsageError("their containers see processes of their own alone")
+                raise UsageError("their containers have separate process IDs")
             return np.frombuffer(mmap(opened, 0), dtype).reshape(shape)
         finally:
             os.close(opened)

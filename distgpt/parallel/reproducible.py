@@ -72,21 +72,21 @@ def check(t: TrainConfig, ranks: int, on_gpu: bool) -> None:
     parts, what = t.reproducible_parts, f"--deterministic, with {count(t.reproducible_parts, 'part')},"
     if on_gpu:
         raise UsageError(
-            "--reproducible-parts is for CPU stages; on GPUs --deterministic gives the same bits in every run"
+            "--reproducible-parts requires a CPU stage; on GPUs, --deterministic makes runs bitwise identical"
         )
     if parts & (parts - 1):
-        raise UsageError(f"--reproducible-parts {parts} is no power of two")
+        raise UsageError(f"--reproducible-parts ({parts}) must be a power of 2")
     if t.batch_size % parts:
-        raise UsageError(f"--reproducible-parts {parts} does not divide --batch-size {t.batch_size}")
+        raise UsageError(f"--reproducible-parts ({parts}) must divide --batch-size ({t.batch_size})")
     if parts % ranks:
-        raise UsageError(f"--reproducible-parts {parts} cannot be given to {ranks} ranks evenly")
+        raise UsageError(f"--reproducible-parts ({parts}) must be a multiple of the ranks ({ranks})")
     if ranks > 1 and (t.grad_sync == "overlapped" or t.gradient_dtype != "float32"):
         raise UsageError(
-            f"{what} goes with --grad-sync allreduce or sharded and --gradient-dtype float32: what the "
-            "others round depends on the number of ranks"
+            f"{what} requires --grad-sync allreduce or sharded and --gradient-dtype float32; rounding in the "
+            "others depends on the number of ranks"
         )
     if t.dtype == "float64" or t.matmul == "blas":
         raise UsageError(
-            f"{what} goes with --dtype float32 or bfloat16 and matmul of our own: how the BLAS adds, which "
-            "multiplies float64, depends on the number of threads"
+            f"{what} requires --dtype float32 or bfloat16 and --matmul own; sums in the BLAS, which "
+            "multiplies float64, depend on the number of threads"
         )

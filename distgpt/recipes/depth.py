@@ -54,12 +54,12 @@ def titled(asked: Asked) -> Asked:
 def with_depth(asked: Asked, ranks: int) -> Asked:
     """Return the request with the settings derived from its depth. Only on rank 0."""
     layers = {"n-layer": asked.settings().get("n_layer")}
-    refuse_beside("--within" if asked.tokens else "--depth", layers, "each says how many layers there are")
+    refuse_beside("--within" if asked.tokens else "--depth", layers, "both set the number of layers")
     depth, asked = asked.depth or 0, replace(titled(asked), depth=None)
     if not begins_anew(asked):  # a resumed run keeps its settings, so the same depth is the same model
         return replace(asked, given={"n_layer": depth, **asked.given})
     if asked.preset not in (None, DIALLED):
-        raise UsageError(f"--depth is for the preset {DIALLED}: leave out --preset {asked.preset}")
+        raise UsageError(f"--depth requires the preset {DIALLED}; omit --preset {asked.preset}")
     return replace(asked, preset=DIALLED, derived=settings_of(depth, asked.settings(), asked.tokens, ranks))
 
 
@@ -69,10 +69,10 @@ def settings_of(depth: int, given: Mapping[str, Any], tokens: float = 0.0, ranks
     `tokens` to read; 0: as many as the depth needs.
     """
     if type(depth) is not int or not 1 <= depth <= DEEPEST:
-        raise UsageError(f"--depth is {depth!r:.80}: it must be at least 1 and at most {DEEPEST}")
+        raise UsageError(f"--depth must be at least 1 and at most {DEEPEST}, not {depth!r:.80}")
     for name in FOLLOWED & given.keys():
         (BATCH_IN_TOKENS if name == BATCH_TOKENS else SETTINGS[name]).check(name, given[name])
-    refuse_beside("--depth", {"init": given.get("init")}, "its weights have a depth")
+    refuse_beside("--depth", {"init": given.get("init")}, "the weights set the depth")
     text = text_of(given)
     found = recipe(depth, tokens or tokens_to_read(depth, text), text, ranks, given)
     if tokens and holds_out(given):
@@ -88,9 +88,9 @@ def described(run: RunConfig) -> str:
     size, per_step = parameters(model.n_layer, text.vocab_size), t.batch_size * model.seq_len
     read = per_step * t.steps
     tokenizer = "the shards'" if is_shards(resolve_data(t.data)) else t.tokenizer
-    until = f", until {clock(60 * t.train_minutes)} is over" if t.train_minutes else ""
+    until = f", for {clock(60 * t.train_minutes)}" if t.train_minutes else ""
     rows = {
-        f"depth {model.n_layer}": f"{model.n_embd} wide, {model.n_head} heads, context {model.seq_len}",
+        f"depth {model.n_layer}": f"width {model.n_embd}, {model.n_head} heads, context {model.seq_len}",
         "text": f"about {_about(text.tokens)} tokens; tokenizer {tokenizer}, {text.vocab_size:,} entries",
         "training": f"reads {_about(read)} tokens, the text {three_digits(read / text.tokens)} times;"
         f" {three_digits(read / size)} for each of {_about(size)} parameters (layers and output layer)",

@@ -52,7 +52,7 @@ def _tuned(asked: Asked, ranks: int) -> Asked:
         return asked
     said = asked.settings()
     if not said.get("init"):
-        raise UsageError("which model is to be tuned? --weights says that (distgpt help tuning)")
+        raise UsageError("tuning requires --weights, the model to tune (distgpt help tuning)")
     model = read_description(weights_of(Path(str(said["init"])), asked.fetches)).run.model
     seq_len = said.get("seq_len", model.seq_len)
     SETTINGS["seq_len"].check("seq_len", seq_len)
@@ -82,16 +82,16 @@ def with_decay(asked: Asked) -> Asked:
     others = {f"set {name}": asked.given.get(name) for name in ("train_minutes", "decay_fraction")}
     others |= {name: asked.given.get(name) for name in ("schedule", "init")}
     others |= {"resume": asked.resume, "depth": asked.depth, "within": asked.within}
-    refuse_beside("--decay-from", others, "it says where a run begins and how it ends")
+    refuse_beside("--decay-from", others, "--decay-from sets how the run starts and ends")
     if not steps or not isinstance(steps, int):
-        raise UsageError("--decay-from lets the learning rate fall over the next --steps: say how many")
+        raise UsageError("--decay-from requires --steps, the number of steps of the decay")
     if not path.is_dir():
-        raise DataError(f"--decay-from {path}: there is no such checkpoint or run directory")
+        raise DataError(f"--decay-from {path}: no such checkpoint or run directory")
     run = path if RunDirectory(path).saved() else path.resolve().parent.parent
     out = out or place_for(run.parent, f"{run.resolve().name}-decayed", resuming=False)
     found = find_run(str(path), out, "", lambda text: None)
     if found.in_place or found.settings is None or found.checkpoint is None:
-        raise UsageError(f"--decay-from {path} begins a new run: give it another --out")
+        raise UsageError(f"--decay-from {path} starts a new run; choose another --out")
     step = load_state(found.checkpoint).step
     _refuse_fallen(found.settings.train, step, found.checkpoint)
     end = step + steps
@@ -105,6 +105,6 @@ def _refuse_fallen(t: TrainConfig, step: int, checkpoint: Path) -> None:
     by_clock = bool(t.train_minutes) and t.schedule != "constant"
     if by_clock or step < t.warmup or learning_rate(t, step) != t.lr:
         raise UsageError(
-            f"--decay-from {checkpoint}: the learning rate is not constant there (--schedule {t.schedule}):"
-            " take a checkpoint of a run with --schedule constant, or with wsd from before it falls"
+            f"--decay-from {checkpoint}: the learning rate is not constant there (--schedule {t.schedule});"
+            " use a checkpoint with --schedule constant, or with wsd before the decay"
         )

@@ -80,12 +80,12 @@ def with_clock(asked: Asked, stage: Stage, say: Say) -> Asked:
     found, rest = measured_choice(asked, compiled, seconds, text, say)
     if stage.comm.rank == 0:
         read, times = f"{found.tokens / 1e6:.2g} M tokens", f"{found.tokens / text.tokens:.2g} times the text"
-        expected = f"{bits_range(found.bits_per_byte)} bits per byte on text that it has not seen"
+        expected = f"{bits_range(found.bits_per_byte)} bits per byte on unseen text"
         say(f"--within: depth {found.depth} reads about {read}, {times}, and should reach {expected}")
         if rest < seconds:
-            say(f"--within: the run ends after about {clock(rest)}: the text is too short for more")
+            say(f"--within: the run ends after about {clock(rest)}, because the text is too short for more")
         if not held_out:
-            say("--within: no text is held out to check this estimate; --val-fraction 0.1 holds out a tenth")
+            say("--within: no validation data to check this estimate; set --val-fraction 0.1")
     # If the run needs little of its time, end it by steps, since a clock would include the setup.
     given["train_minutes"] = 0.0 if rest < seconds and found.seconds < seconds / 2 else rest / 60
     uncounted, bits = compiled.begun - stage.begun, found.bits_per_byte
@@ -104,16 +104,16 @@ def outcome(expected: float, run: Run) -> str:
     t, made, best = run.settings, run.progress.step, run.checkpoints.best
     why = []
     if t.train_minutes and made < FEWER * t.steps:
-        fewer = f"about {count(t.steps, 'step')}, of which {made:,} were taken in the time"
-        why.append(f"{fewer}: do other programs use this machine?")
+        fewer = f"{made:,} of about {count(t.steps, 'step')} were possible in the time"
+        why.append(f"{fewer}; other programs may be using this machine")
     reached = run.bits_per_byte(best.loss) if best else None
     if not expected or reached is None:
         return "".join(why)
     trained = run.report.bits_per_byte(run.progress.loss)
     if reached > (most := (1 + EXPECTED_WITHIN) * expected):
         if trained and trained <= most:
-            why.append(f"training reached {trained:.2f}, so the text that is held out differs from the rest")
-        why = why or ["this text is harder than those that the estimate was made for"]
+            why.append(f"training reached {trained:.2f}, so the held-out text differs from the rest")
+        why = why or ["this text is harder than the text the estimate is based on"]
     return "; ".join([f"{bits_range(expected)} bits per byte, reached {reached:.2f}", *why])
 
 
@@ -138,7 +138,7 @@ def _with_steps(asked: Asked, stage: Stage, seconds: float, say: Say) -> Asked:
     left = on_root(stage.comm, lambda: compiled.begun + KEPT * seconds - time.monotonic())
     steps = max(1, int(rate * left / (run.train.batch_size * run.model.seq_len)))
     if stage.comm.rank == 0:
-        say(f"--within: this machine takes about {count(steps, 'step')} with {rate:,.0f} tokens/s")
+        say(f"--within: this machine runs about {count(steps, 'step')} at {rate:,.0f} tokens/s")
     return replace(
         asked, derived={"steps": steps}, tokens=rate * left, uncounted=compiled.begun - stage.begun
     )
@@ -187,7 +187,7 @@ def measured_choice(asked: Asked, stage: Stage, seconds: float, text: Text, say:
         speeds[depth], cold = measured_speed(stage, _run(asked, stage, depth, tokens, text))
         warm = warm or cold * on_gpu  # the first depth compiles and selects kernels, which does not count
         if comm.rank == 0:
-            say(f"--within: this machine trains depth {depth} with {speeds[depth]:,.0f} tokens/s")
+            say(f"--within: this machine trains depth {depth} at {speeds[depth]:,.0f} tokens/s")
         gc.collect()  # frees the model
         choice, more = best(only)
         if not more:

@@ -51,7 +51,7 @@ def summary(folder: Path, manifest: Manifest, tokenizer: str) -> list[str]:
         f" {size(manifest.text_bytes)} of text: {manifest.text_bytes / ids:.2f} bytes per token"
     )
     if manifest.replaced:
-        lines.append(f"  {manifest.replaced:,} × U+FFFD put in for what was not UTF-8")
+        lines.append(f"  replaced invalid UTF-8 by U+FFFD {manifest.replaced:,} times")
     return [*lines, *_source_table(manifest)]
 
 
@@ -73,7 +73,7 @@ def report(folder: Path, as_json: bool, verify: bool) -> None:
     """Print the contents of a directory of shards, or raise an error about it."""
     if not is_shards(folder):
         refuse_unfinished(folder)
-        raise DataError(f"{folder} is not a folder of shards: it has no {MANIFEST}")
+        raise DataError(f"{folder} is not a directory of shards: no {MANIFEST}")
     manifest = read_manifest(folder)
     tokenizer = shards_tokenizer(folder, manifest)
     opened = {split: ShardTokens(folder, manifest, split) for split in SPLITS}
@@ -94,9 +94,9 @@ def report(folder: Path, as_json: bool, verify: bool) -> None:
         "\n".join(
             [
                 *summary(folder, manifest, tokenizer.describe()),
-                f"  documents are separated by {between!r}" if between else "  nothing separates documents",
+                f"  documents are separated by {between!r}" if between else "  documents are not separated",
                 f"\n{terminal_table(['shard', 'tokens', 'largest id', 'SHA-256'], rows)}\n",
-                "the beginning of the training text:",
+                "start of the training text:",
                 *(f"  | {escape(line)}" for line in sample.splitlines() or [""]),
                 "every shard matches the manifest"
                 if verify

@@ -151,7 +151,7 @@ class TensorBoard(Listener):
         try:
             self._library: Any = import_module("tensorboardX")
         except ImportError:
-            raise UsageError("--tensorboard needs tensorboardX: pip install 'distgpt[tensorboard]'") from None
+            raise UsageError("--tensorboard requires pip install 'distgpt[tensorboard]'") from None
         self._writer: Any = None
 
     def started(self, facts: Facts) -> None:

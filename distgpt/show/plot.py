@@ -112,7 +112,7 @@ def plot(paths: Sequence[Path], out: Path | None, **look: Any) -> Path:
     paths = [run for path in paths for run in _runs_at(path)]
     out = out or (paths[0] / "curves.png" if len(paths) == 1 else Path("curves.png"))
     if out.suffix.lower() not in FORMATS:
-        raise UsageError(f"--out {out}: the name must end in {', '.join(FORMATS[:-1])} or {FORMATS[-1]}")
+        raise UsageError(f"--out {out} must end in {', '.join(FORMATS[:-1])} or {FORMATS[-1]}")
     runs = read_runs(paths)
     picture = BytesIO()
     with style(**FONTS):
@@ -253,7 +253,7 @@ def short_names(paths: Sequence[Path]) -> list[str]:
 def _history(path: Path) -> list[dict[str, Any]]:
     """Return a record per step, in order. Resuming a run removes later records of the earlier start."""
     if not path.exists():
-        raise UsageError(f"there is no run directory {path}{nearest_path(path)}")
+        raise UsageError(f"no run directory {path}{nearest_path(path)}")
     directory = RunDirectory(path)
     has_metrics = directory.metrics.is_file()
     if not has_metrics and not directory.config.is_file():
@@ -269,7 +269,7 @@ def _history(path: Path) -> list[dict[str, Any]]:
         numbers = {name: drawable(number) for name, number in line.numbers.items()}
         history[step] = {**history.get(step, {}), "step": step, **numbers}
     if not history:
-        raise UsageError(f"{path} has recorded no steps yet")
+        raise UsageError(f"{path} has no recorded steps")
     return [history[step] for step in sorted(history)]
 
 

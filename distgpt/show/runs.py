@@ -64,8 +64,8 @@ LARGEST_FIRST = ("speed", "when")
 def list_runs(top: Path, key: str, reverse: bool) -> list[Listed]:
     """Return the runs in a directory (or the run at this path), sorted. Runs without the value come last."""
     if not top.is_dir():
-        start = f"; {command_line('train')} starts a run there" if top == Path("runs") else ""
-        raise UsageError(f"there is no directory {top}{nearest_path(top) or start}")
+        start = f"; to start a run there: {command_line('train')}" if top == Path("runs") else ""
+        raise UsageError(f"no directory {top}{nearest_path(top) or start}")
     with storage_errors("read", top):
         paths = list(run_directories(top))
     runs = [_look_at(path, top) for path in paths]

@@ -45,7 +45,7 @@ def inspect(path: Path) -> dict[str, Any]:
     if is_directory or path.suffix in (*PICKLES, ".json"):
         return _foreign(path)  # reports missing files, or how to convert a pickle
     if not path.is_file():
-        raise DataError(f"{path} is neither a file nor a directory")
+        raise DataError(f"{path} is not a file or a directory")
     if is_gguf(path):
         return describe(path) | _importable(lambda: GgufModel(path), import_command(path, path.stem))
     header = read_header(path)
@@ -54,7 +54,7 @@ def inspect(path: Path) -> dict[str, Any]:
     if (path.parent / CONFIG).is_file():
         return _foreign(path)
     found = {"kind": "tensors", "what": f"{len(header.tensors)} tensors in a safetensors file"}
-    return found | _data([path], [header]) | {"imports": f"no, as {CONFIG} does not lie beside it"}
+    return found | _data([path], [header]) | {"imports": f"no, because its directory has no {CONFIG}"}
 
 
 def _own(path: Path, header: Header) -> dict[str, Any]:
@@ -71,9 +71,9 @@ def _own(path: Path, header: Header) -> dict[str, Any]:
     try:
         best = checkpoint.Best.from_metadata(header.metadata)
     except ValueError as error:
-        raise DataError(f"{path} is damaged: {error}") from None
+        raise DataError(f"{path} is corrupt: {error}") from None
     if best:
-        found["best"] = f"of its run, after step {best.step}, with validation loss {best.loss:.4f}"
+        found["best"] = f"best of its run, after step {best.step}, with validation loss {best.loss:.4f}"
     return found | _data([path], [header])
 
 
@@ -89,7 +89,7 @@ def _checkpoint(path: Path) -> dict[str, Any]:
         **_model(description.run.model, description.tokenizer),
         "trained": _training(description.run),
         **_data(files, [read_header(file) for file in files], verify=False),
-        "checksum": "verified: every file is as the manifest says",
+        "checksum": "verified: every file matches the manifest",
     }
 
 
@@ -119,7 +119,7 @@ def _importable(opened: Callable[[], Any], command: str) -> dict[str, Any]:
     try:
         facts = _model(model.config, model.tokenizer())
     except DistgptError as error:
-        facts = _model(model.config, None) | {"tokenizer": f"none that can be used: {error}"}
+        facts = _model(model.config, None) | {"tokenizer": f"none that is usable: {error}"}
     return facts | {"imports": f"yes: {command}"}
 
 
@@ -130,8 +130,8 @@ def _model(config: ModelConfig, tokenizer: Tokenizer | None) -> dict[str, Any]:
         config.mlp,
         _positions(config),
         "biases" if config.bias else "biases of queries, keys and values" if config.qkv_bias else "no biases",
-        "tied output layer" if config.tied else "output layer of its own",
-        ("normalised " + "and scaled " * config.qk_norm_gain + "queries and keys") * config.qk_norm,
+        "tied output layer" if config.tied else "untied output layer",
+        ("normalized " + "and scaled " * config.qk_norm_gain + "queries and keys") * config.qk_norm,
         "value embeddings" * config.value_embeddings,
         f"windows of {config.window:,} tokens in {count(windows, 'layer')}" * bool(windows),
     ]
@@ -169,7 +169,7 @@ def _data(files: list[Path], headers: list[Header], verify: bool = True) -> dict
     found = {"types": types, "bytes": size}
     if verify:
         verified = [verify_data(*pair) for pair in zip(files, headers, strict=True)]
-        found["checksum"] = "verified" if all(verified) else "none to verify the data by"
+        found["checksum"] = "verified" if all(verified) else "none for the data"
     return found
 
 

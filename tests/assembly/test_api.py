@@ -118,7 +118,7 @@ def test_text_in_text_out(trained):
     assert model.generate("the lamp", 0) == "" and model.generate(ids, 0) == []
     with pytest.raises(DataError, match="zeppelin"):
         model.generate("the zeppelin")
-    with pytest.raises(UsageError, match="the prompt is 5: it must be a text, a list of tokens"):
+    with pytest.raises(UsageError, match="the prompt must be a string, a list of tokens"):
         model.generate(["the", 5])
 
 
@@ -165,21 +165,21 @@ def test_invalid_tokens_are_refused():
         ([[1.0, 2.0]], "float64"),
         ([[True]], "bool"),
         ([["a"]], "integers"),
-        ([[1], [1, 2]], "equally long"),
-        ([[13]], r"\[0, 13\)"),
-        ([[-1]], r"\[0, 13\)"),
-        ([[2**40]], r"\[0, 13\)"),
+        ([[1], [1, 2]], "the same length"),
+        ([[13]], r"tokens.*\b13$"),
+        ([[-1]], r"tokens.*\b13$"),
+        ([[2**40]], r"tokens.*\b13$"),
         ([[1] * 8], "context of 7"),
     ):
         for call in (model.logits, model.loss, model.gradients):
             with pytest.raises(DataError, match=message):
                 call(*[tokens] * (1 if call == model.logits else 2))
-    with pytest.raises(DataError, match="one shape"):
+    with pytest.raises(DataError, match="the same shape"):
         model.loss([[1, 2]], [[1], [2]])
 
 
 def test_impossible_generation_is_refused():
-    model, prompts = distgpt.init(CONFIG), "a text, a list of tokens, or a list of such"
+    model, prompts = distgpt.init(CONFIG), "a string, a list of tokens, or a list of these"
     for prompt, more, error, message in (
         ([], {}, UsageError, "empty"),
         ([99], {}, DataError, "13"),
@@ -188,11 +188,11 @@ def test_impossible_generation_is_refused():
         ([1, "a"], {}, DataError, "integers"),
         ([1.5], {}, DataError, "integers"),
         ([1], {"seed": -1}, UsageError, "seed"),
-        *(([1], {name: None}, UsageError, f"{name} is None: it must be") for name in ("top_k", "top_p")),
-        *(([1], {name: "a"}, UsageError, f"{name} is 'a': it must be") for name in ("n", "logprobs", "min_p")),
-        ([1], {"n": True}, UsageError, "n is True: it must be of type int"),
-        ([1], {"temperature": float("nan")}, UsageError, "temperature is nan"),
-        *(([1], {"stop": stop}, UsageError, "stop must be a text or a list of texts") for stop in (5, [5])),
+        *(([1], {name: None}, UsageError, f"{name} must be") for name in ("top_k", "top_p")),
+        *(([1], {name: "a"}, UsageError, f"{name} must be") for name in ("n", "logprobs", "min_p")),
+        ([1], {"n": True}, UsageError, "n must be of type int, not True"),
+        ([1], {"temperature": float("nan")}, UsageError, "temperature"),
+        *(([1], {"stop": stop}, UsageError, "stop must be a string or a list of strings") for stop in (5, [5])),
         ([1], {"overflow": ["stop"]}, UsageError, "overflow"),
         ([1], {"repetition_penalti": 1}, UsageError, "did you mean 'repetition_penalty'"),
     ):
@@ -311,7 +311,7 @@ def test_an_exception_of_a_function_ends_the_run(tmp_path):
 def test_what_makes_no_sense_is_refused_before_anything_is_written(tmp_path):
     for wrong, words in (
         ({"n_layers": 3}, "unknown setting 'n_layers'; did you mean 'n_layer'"),
-        ({"steps": "6"}, "steps is '6'"),
+        ({"steps": "6"}, "steps must"),
         ({"stage": "gpu"}, "unknown stage"),
         ({"preset": "tiney"}, "did you mean 'tiny'"),
     ):

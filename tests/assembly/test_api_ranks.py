@@ -62,8 +62,6 @@ def test_one_rank_that_raises_or_leaves_ends_the_job(case, tmp_path):
     script = (textwrap.dedent(BEGIN) + textwrap.dedent(act)).replace("RANK", str(rank))
     ended = distgpt(tmp_path / "out", ranks=2, program=[sys.executable, "-c", script], timeout=40)
     assert ended.returncode == code, ended.stderr
-    words = (
-        (f"rank {rank}: left with exit code 3",) if code == 3 else (f"rank {rank}: internal error", "no more of this")
-    )
+    words = (f"rank {rank}: exited with code 3",) if code == 3 else (f"rank {rank}: internal error", "no more of this")
     assert all(word in ended.stderr for word in words)
     assert ended.stdout.count("caller's") == 2 * (case == "the caller's own code raises")

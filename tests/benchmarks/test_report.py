@@ -49,7 +49,7 @@ def test_a_result_with_parts_missing_is_named_and_the_others_are_shown():
     whole = sums()
     page = assemble([whole, trained()], [])
     assert headings(page) == ["Training: gpt-mini", "Sums over ranks: mpi-2"]
-    told = "2 results|2026-01-02|cores of A|62%|123 GFLOP/s|2.00 × PyTorch|1.90, 2.00, 2.10|nccl left out"
+    told = "2 results|2026-01-02|cores of A|62%|123 GFLOP/s|2.00 × PyTorch|1.90, 2.00, 2.10|nccl skipped"
     assert all(words in page for words in told.split("|")) and page.count("<svg") == 2
     assert "MPICH &lt;5&gt;" in page and "<5>" not in page
     broken = {key: value for key, value in whole.items() if key != "rows"} | {"name": "broken"}

@@ -217,5 +217,5 @@ def test_a_run_writes_metrics_and_a_log_of_objects_alone(tmp_path):
     again = inside("train", *SMALL, *args, *watched, cwd=tmp_path)
     (end,) = map(json.loads, again.stderr.splitlines())
     assert (end["event"], end["level"], end["exit_code"], again.returncode) == ("end", "error", 2, 2)
-    assert "holds this run already" in end["message"]
+    assert "already contains this run" in end["message"]
     assert value(path.read_text(), "exit_code") == 0  # it never started

@@ -55,4 +55,4 @@ def test_a_run_keeps_what_its_options_ask_for_and_its_final_weights(tmp_path):
     assert left(tmp_path / "run" / "checkpoints") == [4, 6]
     assert (tmp_path / "run" / "weights.safetensors").exists()
     shown = CliRunner().invoke(train, ["--keep-every", "soon"])
-    assert "neither a number of steps, nor a time as 10m, nor never" in str(shown.exception)
+    assert "a number of steps, a time such as 10m, or never" in str(shown.exception)

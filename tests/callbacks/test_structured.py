@@ -96,4 +96,4 @@ def test_mistakes_of_the_command_line_are_objects_too():
     told = [json.loads(line) for line in done.stderr.splitlines()]
     assert done.returncode == 2 and told[-1]["exit_code"] == 2 and "'many'" in told[-1]["message"]
     done = inside("train", "--log-format", "json", "--progress", "live")
-    assert "exclude each other" in json.loads(done.stderr)["message"]
+    assert "cannot be combined" in json.loads(done.stderr)["message"]

@@ -174,7 +174,7 @@ def goes_on(job, code, finished, follows=False):
     job.cluster.finish()
     step = int(re.search(r"step (\d+) is saved", job.log())[1])
     assert f"resuming from {RUN}/checkpoints/step-{step:08}" in last.log(attempt)
-    assert code is None or f"attempt 0 left with {code}; newest checkpoint: step-" in job.said()
+    assert code is None or f"attempt 0 exited with {code}; newest checkpoint: step-" in job.said()
     assert f"attempt {attempt} left with 0" in last.said()
     assert job.followed() == [f"followed-{job.number}"] * follows
     assert "2 ranks" in job.log() and same(job.run, finished)
@@ -238,7 +238,7 @@ def test_ended_job_has_saved_and_stays_so(cluster, submit, options, end, code):
     with job.held() as ranks:
         end(job, ranks)
     cluster.finish()
-    cluster.wait_for(lambda: f"attempt 0 left with {code}; newest checkpoint: step-" in job.said())
+    cluster.wait_for(lambda: f"attempt 0 exited with {code}; newest checkpoint: step-" in job.said())
     assert job.newest() == max(metrics(job.run)) < STEPS
     time.sleep(3)
     assert not cluster.queued() and not job.followed() and "attempt 1" not in job.said()
@@ -266,8 +266,8 @@ def test_stopped_element_of_an_array_goes_on_alone(cluster, submit, folder, opti
         last = BatchJob(cluster, folder, cluster.successor(job), "1" * (cluster.system == "lsf"), "1")
     last.log(int(not follows))
     cluster.finish()
-    assert "attempt 0 left with 75" in job.said() and f"attempt {int(not follows)} left with 0" in last.said()
-    assert "attempt 0 left with 0" in other.said() and "attempt 1" not in other.said()
+    assert "attempt 0 exited with 75" in job.said() and f"attempt {int(not follows)} left with 0" in last.said()
+    assert "attempt 0 exited with 0" in other.said() and "attempt 1" not in other.said()
     assert len(losses(first.run)) == len(losses(second.run)) == STEPS
     assert losses(first.run) != losses(second.run)  # of another seed
     assert job.followed() == [f"followed-{job.called}"] * follows
@@ -337,7 +337,7 @@ def test_job_that_never_gets_on_is_not_queued_for_ever(cluster, folder):
     number = cluster.call("sbatch", "--parsable", input=edited, cwd=folder).strip()
     cluster.finish()
     said = BatchJob(cluster, folder, number).said()
-    assert "attempt 0 left with 75" in said and "attempt 1" not in said
+    assert "attempt 0 exited with 75" in said and "attempt 1" not in said
 
 
 @only("slurm")
@@ -349,11 +349,11 @@ def test_run_moves_to_one_node_and_back(cluster, submit, folder, finished):
         with job.held():
             cluster.call("scancel", job.number)
         cluster.finish()
-        cluster.wait_for(lambda job=job: "left with 143" in job.said())
+        cluster.wait_for(lambda job=job: "exited with 143" in job.said())
         number = cluster.call("sbatch", "--parsable", *options, folder / "job.sh", cwd=folder).strip()
         job = BatchJob(cluster, folder, number)
     cluster.finish()
-    assert "attempt 0 left with 0" in job.said() and same(job.run, finished)
+    assert "attempt 0 exited with 0" in job.said() and same(job.run, finished)
 
 
 # LSF
@@ -367,7 +367,7 @@ def test_suspended_job_goes_on(cluster, submit, finished):
         cluster.wait_for(lambda: (int(job.number), "USUSP") in cluster.states())
         cluster.call("bresume", job.number)
     cluster.finish()
-    assert "attempt 0 left with 0" in job.said() and same(job.run, finished)
+    assert "attempt 0 exited with 0" in job.said() and same(job.run, finished)
 
 
 @only("lsf")
@@ -381,7 +381,7 @@ def test_open_mpi_leaves_the_ranks_time_for_a_save(cluster, submit, finished, ho
         cluster.warn(job) if how == "warned" else cluster.call("bkill", job.number)
     cluster.finish()
     # What the ranks say while it ends them is lost.
-    assert f"left with {code}; newest checkpoint: step-{max(metrics(job.run)):08}" in job.said()
+    assert f"exited with {code}; newest checkpoint: step-{max(metrics(job.run)):08}" in job.said()
     assert how == "killed" or same(job.run, finished)
 
 
@@ -397,7 +397,7 @@ def test_successor_waits_for_no_job_that_pbs_has_forgotten(cluster, submit, fold
         before_its_end(job, ranks, seconds=6)
     cluster.call("qdel", "-x", before)
     goes_on(job, 75, finished, follows=True)
-    assert "the time is up" in job.log() and cluster.attribute(job.number, "Exit_status") == "0"
+    assert "time limit reached" in job.log() and cluster.attribute(job.number, "Exit_status") == "0"
 
 
 @only("pbs")
@@ -412,7 +412,7 @@ def test_job_whose_host_is_lost_begins_again_on_another(cluster, submit, finishe
     cluster.return_node("node2")
     assert "2 ranks on node2" in job.log() and "2 ranks on node1" in job.log(1)
     assert f"resuming from {RUN}/checkpoints/step-" in job.log(1)
-    assert "attempt 1 left with 0" in job.said() and same(job.run, finished)
+    assert "attempt 1 exited with 0" in job.said() and same(job.run, finished)
 
 
 @only("pbs")
@@ -436,7 +436,7 @@ def test_elements_of_flux_are_jobs_with_directories_and_seeds_of_their_own(clust
     cluster.finish()
     assert len(jobs) == 2
     for job in jobs:
-        assert "attempt 0 left with 0" in job.said()
+        assert "attempt 0 exited with 0" in job.said()
         assert cluster.call("jobs", "-n", "-o", "{name} {urgency}", job.number).split() == ["my-run-s", "20"]
     first, second = (folder / RUN / element for element in "12")
     assert losses(first) != losses(second)

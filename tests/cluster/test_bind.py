@@ -117,7 +117,7 @@ def test_the_variable_switches_it_off(node):
 
 
 def test_other_values_of_the_variable_are_refused(tmp_path):
-    refused(inside("train", *SMALL, "--out", tmp_path / "run", env={VARIABLE: "no"}), 2, f"{VARIABLE} is 'no'")
+    refused(inside("train", *SMALL, "--out", tmp_path / "run", env={VARIABLE: "no"}), 2, f"{VARIABLE} must be")
 
 
 # Places on nodes that are not here
@@ -162,7 +162,7 @@ def test_what_is_in_doubt_is_left_alone(tmp_path):
     machine = read_machine(tmp_path, range(2))
     assert place_of(machine, here, 0) is None
     (line,) = doubts(machine, here)
-    assert str(tmp_path) in line and line.endswith(": threads run where Linux puts them")
+    assert str(tmp_path) in line and line.endswith(": threads are not bound to cores")
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ def test_a_launch_that_fights_itself_is_described(masks, threads, shared):
     here = ranks_of(masks, threads)
     lines = doubts(read_machine(sys_of("archer2"), here[0].cpus), here)
     assert len(lines) == bool(shared)
-    assert all(line.startswith(f"2 ranks of a host share cores ({shared}): bind each") for line in lines)
+    assert all(line.startswith(f"2 ranks of a host share cores ({shared}); bind each") for line in lines)
 
 
 @pytest.mark.parametrize(
@@ -223,7 +223,7 @@ def test_ranks_agree_where_one_system_cannot_bind_and_a_failed_claim_is_explaine
     sent = []
     monkeypatch.setattr(bind, "gather", lambda comm, text: sent.append(text) or [text])
     (line,) = archer2.place(SerialComm(), 128, threads_given=False)
-    assert "cores cannot be claimed (AF_UNIX path too long)" in line
+    assert "cannot claim cores (AF_UNIX path too long)" in line
     often = len(sent)
     monkeypatch.delattr(os, "sched_setaffinity")
     assert not archer2.place(SerialComm(), 128, threads_given=False)

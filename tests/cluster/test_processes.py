@@ -224,10 +224,10 @@ def test_each_launcher_has_its_words(programs):
 
 def test_what_cannot_be_is_refused(programs):
     for chosen, hosts, words in (
-        ("nosuchrun", None, "no nosuchrun was found"),
-        ("mpirun", "nosuchfile", "there is no such file"),
+        ("nosuchrun", None, "nosuchrun not found in PATH"),
+        ("mpirun", "nosuchfile", "nosuchfile does not exist"),
         ("srun", "hosts", "srun takes its hosts from the allocation"),
-        ("", None, "--launcher names no program"),
+        ("", None, "--launcher is empty"),
         ('"srun', None, '--launcher "srun: no closing quotation'),
     ):
         with pytest.raises(UsageError, match=words):

@@ -45,16 +45,16 @@ LINES = {
 }
 # What cannot be supervised with at least two ranks.
 WRONG = {
-    "mpirun -n 2 distgpt infer": "give the whole line",
-    "train --out x": "give the whole line",
+    "mpirun -n 2 distgpt infer": "pass the launch line",
+    "train --out x": "pass the launch line",
     "mpirun -n 1 distgpt train : -n 1 distgpt train": "the :",
     "mpirun -n 2 -hosts a,b distgpt train": "-hosts",
     "mpirun --host=a,b distgpt train": "--host",
-    "mpirun -f h distgpt train": "how many ranks",
-    "mpirun -n x distgpt train": "how many ranks",
+    "mpirun -f h distgpt train": "-n 8",
+    "mpirun -n x distgpt train": "-n 8",
     "distgpt train": "--out",
     "distgpt train --log-format json": "--out",
-    "distgpt train --out x --resume y": "leave out --resume",
+    "distgpt train --out x --resume y": "omit --resume",
     "distgpt train --out x": "--min-ranks 2",
     "mpirun -n 2 -f nowhere distgpt train --out x": "nowhere",
 }
@@ -84,13 +84,13 @@ def test_the_lines_of_a_hostfile_are_rooms(tmp_path, monkeypatch):
     assert found == [HostLine("a:2", "a", 2), HostLine("b:2 user=me", "b", 2), HostLine("c", "c", 1)]
     assert of("MPICH", "-n 4 -ppn 3")[2].slots == 3
     for vendor, words, why in (
-        ("MPICH", "-n 6", "has room for 5 of 6 ranks"),
-        ("Open MPI", "-n 4", "as in node1 slots=4"),
+        ("MPICH", "-n 6", "only 5 slots for 6 ranks"),
+        ("Open MPI", "-n 4", "such as node1 slots=4"),
     ):
         with pytest.raises(UsageError, match=why):
             of(vendor, words)
     (tmp_path / "hosts").write_text("a slots=2\nb\n")
-    with pytest.raises(UsageError, match="say on each line how many"):
+    with pytest.raises(UsageError, match="set the slots of each host"):
         of("Open MPI", "-n 2")
     everywhere = [room.host for room in chosen(found, {"a", "b", "c"}, 4)]
     assert everywhere == ["a", "b"]  # c is spare
@@ -117,11 +117,11 @@ ENDS = {
     "saved": ([(5, 75), (8, 75), (9, 0)], {}, 0, "start 3, from the beginning"),
     "three times": ([(5, 70), (5, 1), (4, 1)], {}, 1, "3 times without a step beyond 5"),
     "in the end": ([(5, 9), (5, 9), (6, 9), (6, 9), (9, 0)], {}, 0, ""),
-    "usage": ([(5, 2)], {}, 2, "not started again, as it would end so again: exit code 2"),
-    "data": ([(5, 65)], {}, 65, "not started again"),
-    "not finite": ([(5, 76)], {}, 76, "not started again"),
-    "a host that errs": ([(5, 71)], {}, 71, "not started again"),
-    "often": ([(5, 9), (6, 137)], {"restarts": 1}, 137, "that was --restarts 1"),
+    "usage": ([(5, 2)], {}, 2, "not restarted, because it would fail again: exit code 2"),
+    "data": ([(5, 65)], {}, 65, "not restarted"),
+    "not finite": ([(5, 76)], {}, 76, "not restarted"),
+    "a host that errs": ([(5, 71)], {}, 71, "not restarted"),
+    "often": ([(5, 9), (6, 137)], {"restarts": 1}, 137, "reached --restarts 1"),
     "no step": ([(5, "hang"), (9, 0)], {"stall": 0.5}, 0, "after step 5: no step for"),
 }  # fmt: skip
 
@@ -171,8 +171,8 @@ def test_beside_a_log_of_json_what_the_supervisor_says_is_json_too(tmp_path, mon
     result = inside("supervise", "--", *words)
     said = [json.loads(line) for line in result.stderr.splitlines()]
     assert result.returncode == 2 and {(each["event"], each["level"]) for each in said} == {("supervisor", "notice")}
-    assert said[0]["message"] == "the job has ended after step 5: a rank was killed"
-    assert said[-1]["message"] == "not started again, as it would end so again: exit code 2"
+    assert said[0]["message"] == "the job ended after step 5: a rank was killed"
+    assert said[-1]["message"] == "not restarted, because it would fail again: exit code 2"
 
 
 @pytest.fixture
@@ -223,7 +223,7 @@ def test_a_new_run_needs_all_of_its_hosts(three_hosts, capsys):
 @pytest.mark.usefixtures("begun")
 def test_ranks_go_where_there_is_room_and_divide_the_batch(three_hosts, capsys, lost, least, hosts, ranks):
     place, answers, _ = three_hosts
-    answers.update(dict.fromkeys(lost, Answer(problem="no answer")))
+    answers.update(dict.fromkeys(lost, Answer(problem="not an answer")))
     assert place(least=least) == (hosts, ranks)
     assert f"{ranks} ranks on {', '.join(hosts)}; not to be used: {', '.join(lost)}" in capsys.readouterr().err
 
@@ -234,10 +234,10 @@ def test_ranks_go_where_there_is_room_and_divide_the_batch(three_hosts, capsys, 
 @pytest.mark.usefixtures("begun")
 def test_too_few_hosts_are_waited_for(three_hosts, capsys, lost, room, least, hosts, ranks):
     place, answers, later = three_hosts
-    answers.update(dict.fromkeys(lost, Answer(problem="no answer")))
+    answers.update(dict.fromkeys(lost, Answer(problem="not an answer")))
     later += [{"a": Answer("own-a")}]
     assert place(least=least) == (hosts, ranks)
-    waits = f"waiting for {', '.join(lost)}: there is room for {room} ranks, and {least} are needed"
+    waits = f"waiting for {', '.join(lost)}: {room} of at least {least} ranks available"
     assert waits in capsys.readouterr().err
 
 
@@ -264,17 +264,18 @@ def test_a_directory_is_taken_over_from_a_lost_host_and_from_no_other(three_host
     words = [sys.executable, "-c", HOLD, str(begun)]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout.readline() == "held\n"
-        for problem in ("ssh: connect to host b port 22: Connection refused", "no answer"):
+        for problem in ("ssh: connect to host b port 22: Connection refused", "not an answer"):
             answers.update(a=Answer(), b=Answer("own-b"), c=Answer())
             later.append({"a": Answer("own-a"), "b": Answer(problem=problem), "c": Answer("own-c")})
             assert RunLock(begun).is_held()
             assert place(least=5) == (["a", "c"], 6)
-        assert f"taking {begun} over from process {other.pid} on own-b" in capsys.readouterr().err
+        told = next(line for line in capsys.readouterr().err.splitlines() if str(begun) in line)
+        assert f"process {other.pid} on own-b" in told
         mine = RunLock(begun)
         mine.claim()
         try:
             said, _ = other.communicate("\n")  # the lost one finds that it is no longer the owner
-            assert f"in use: process {os.getpid()} on {platform.node()} trains there" in said
+            assert f"in use by process {os.getpid()} on {platform.node()}" in said
             mine.refuse_taken()
         finally:
             mine.release()

@@ -53,7 +53,7 @@ def infer(here, file):
 def test_exit_codes(tmp_path):
     small = ["train", *SMALL, "--out", tmp_path / "run"]
     assert distgpt("--version").returncode == 0
-    refused(distgpt("train", "--steps", "0"), 2, "steps is 0")
+    refused(distgpt("train", "--steps", "0"), 2, "steps must")
     refused(distgpt(*small, "--data", "stori"), 65, "did you mean 'story'")
     refused(distgpt(*small, "--init", "nowhere"), 74, "nowhere")
     diverging = distgpt(*small, "--lr", "1e30", "--clip", "0", "--steps", "40")
@@ -78,7 +78,7 @@ def test_the_stream_is_the_text_after_any_prompt(infer, tmp_path):
 def test_the_bundled_sample_says_so(here):
     result = here("infer", "--max-new-tokens", "5", "--prompt", "The boat")
     assert result.returncode == 0 and result.stdout.startswith("The boat")
-    assert result.stderr.splitlines()[0] == "no --weights: this is the bundled sample"
+    assert result.stderr.splitlines()[0] == "no --weights: using the bundled sample"
 
 
 def test_threads_may_be_auto_as_where_none_are_given(infer):
@@ -172,7 +172,7 @@ def test_a_reader_that_leaves_a_run_loses_no_step(tmp_path):
         errors = job.stderr.read()
     saved = newest_step(tmp_path / "run" / "checkpoints")
     assert job.returncode == 74 and saved == max(metrics(tmp_path / "run")) > 1
-    assert errors.startswith(f"distgpt: nobody reads standard output any more; step {saved} is saved: ")
+    assert errors.startswith(f"distgpt: standard output was closed; step {saved} is saved; ")
     assert len(errors.splitlines()) == 1
 
 
@@ -184,7 +184,7 @@ def test_a_run_goes_on_where_its_output_cannot_be_written(tmp_path):
         job = popen(*words, stdout=full, stderr=subprocess.PIPE, text=True)
         _, errors = job.communicate(timeout=60)
     assert job.returncode == 0 and len(metrics(tmp_path / "run")) == 3
-    assert "standard output cannot be written (No space left on device)" in errors
+    assert "cannot write to standard output (No space left on device)" in errors
 
 
 def test_a_group_without_a_command_prints_its_help(here):
@@ -219,20 +219,20 @@ REFUSED = (
     (["infer", "--prompt-file", "nowhere"], 65, ["nowhere", "No such file"]),
     (["infer", "--prompt-file", "cut"], 65, ["cut", "not UTF-8"]),
     (["infer", "--prompt-file", "blank"], 65, ["blank"]),
-    (["infer", "--prompt-file", "."], 65, ["folder"]),
+    (["infer", "--prompt-file", "."], 65, ["directory"]),
     (["infer", "--temperature", "-1"], 2, ["temperature"]),
-    (["infer", "--stop", ""], 2, ["stop string is empty"]),
+    (["infer", "--stop", ""], 2, ["stop strings must not be empty"]),
     (["infer", "--cache-memory", "much"], 2, ["'much'"]),
     (["infer", "--threads", "0"], 2, ["--threads", "at least 1"]),
     (["infer", "--threads", "9999999999"], 2, ["--threads", "at most"]),
     (["infer", "--stage", "cuda"], 2, ["'cuda'", "GPU"]),
     (["train", "--data", b"bad\xff"], 2, ["data", "not valid UTF-8"]),
-    (["train", "--data", "empty"], 65, ["holds no file"]),
+    (["train", "--data", "empty"], 65, ["has no files"]),
     (["train", "--data", "blank", "--tokenizer", "char"], 65, ["blank is empty"]),
-    (["train", "--data", "one", "--tokenizer", "char"], 65, ["1 token:"]),
+    (["train", "--data", "one", "--tokenizer", "char"], 65, ["1 token;"]),
     (["train", "--data", "middle", "--tokenizer", "char"], 65, ["middle", "byte 3"]),
     (["train", "--tokenizer", "text"], 65, ["not a saved tokenizer"]),
-    (["train", "--vocab-size", "20"], 2, ["vocab_size is 20", "tokens"]),
+    (["train", "--vocab-size", "20"], 2, ["vocab_size", "20", "tokenizer"]),
     (["train", "--config", "nowhere"], 2, ["nowhere"]),
     (["train", "--config", "text"], 2, ["not valid TOML"]),
     (["train", "--n-layer", "8", "--n-embd", str(2**17)], 2, ["GiB on this machine", "smaller model"]),
@@ -268,7 +268,7 @@ def test_refused_command_names_what_is_wrong_and_leaves_nothing(words, code, sai
 @pytest.mark.parametrize(
     ("line", "named"),
     [
-        ("infer --prompt a --prompt-file b", "exclude"),
+        ("infer --prompt a --prompt-file b", "cannot be combined"),
         ("infer --promt a", "--prompt"),
         ("train --stage seriel", "serial"),
         ("train --save-evry 3", "--save-every"),
@@ -297,7 +297,7 @@ WEIGHTS = (
     ("no tokenizer", ["no tokenizer"]),
     ("n_layer = 1000000000", ["at most"]),
     ("n_embd = 32", ["wrong shape"]),
-    ("vocab_size = 150", ["its tokenizer has", "vocabulary of 150"]),
+    ("vocab_size = 150", ["its tokenizer has", "more than the 150"]),
 )
 
 
@@ -359,4 +359,4 @@ def test_a_disk_that_is_read_only_or_full_or_fills_up(here, tmp_path):
 def test_plot_without_matplotlib_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     monkeypatch.delitem(sys.modules, "distgpt.show.plot", raising=False)
-    refused(inside("plot", "run", cwd=tmp_path), 2, "needs matplotlib, which is not installed here: pip install")
+    refused(inside("plot", "run", cwd=tmp_path), 2, "requires matplotlib, which is not installed: pip install")

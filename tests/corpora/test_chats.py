@@ -113,9 +113,9 @@ def test_templates_are_programs_that_are_held_in_bounds():
     doubled = "{% set ns = namespace(a='ab') %}"
     doubled += "{% for i in range(60) %}{% set ns.a = ns.a ~ ns.a %}{% endfor %}"
     for source, message in (
-        (loop, "longer than 1.5 s"),
+        (loop, "exceeded 1.5 s"),
         (doubled, "memory"),
-        ("{{ 'a' * 20000000 }}", "a text of 20,000,000 characters"),
+        ("{{ 'a' * 20000000 }}", "has 20,000,000 characters"),
         ("{{ messages.__class__.__mro__ }}", "unsafe"),
         ("{{ messages.append(1) }}", "is unsafe"),
         ("{{ raise_exception('Only user\nand assistant') }}", r"Only user\\nand assistant"),
@@ -153,13 +153,13 @@ def test_messages_of_others_are_checked():
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     assert checked_messages([{"role": "user", "content": parts, "name": "x"}]) == [{"role": "user", "content": "ab"}]
     for value, message in (
-        (None, "must be a list"),
-        ([], "not empty"),
-        ([3], "message 1 is no object"),
-        ([CHAT[0], {"content": "a"}], "message 2 is no object with a role"),
-        ([{"role": "asistant", "content": "a"}], "'asistant' is unknown; did you mean 'assistant'"),
-        ([{"role": "user", "content": None}], "message 1: its content is no text"),
-        ([{"role": "user", "content": [{"type": "image_url"}]}], "its content is no text"),
+        (None, "must be a non-empty list"),
+        ([], "non-empty"),
+        ([3], "message 1 must be an object"),
+        ([CHAT[0], {"content": "a"}], "message 2 must be an object with a role"),
+        ([{"role": "asistant", "content": "a"}], "unknown role 'asistant'; did you mean 'assistant'"),
+        ([{"role": "user", "content": None}], "message 1: content must be a string"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "content must be a string"),
     ):
         with pytest.raises(DataError, match=message):
             checked_messages(value)
@@ -251,19 +251,19 @@ def test_a_plain_text_is_learned_whole(plain, tmp_path):
 NO_ROWS = (
     ("{", "Expecting property name"),
     ("The lamp was lit.", "not JSON, such as ", "use distgpt train"),
-    ("[1]", "is not a JSON object"),
-    ({"question": "a"}, "it has 'question', and not \"messages\""),
+    ("[1]", "not a JSON object"),
+    ({"question": "a"}, "it has 'question' but requires \"messages\""),
     ({}, "it has nothing"),
-    ({"messages": [{"role": "robot", "content": "a"}]}, "message 1: the role 'robot' is unknown"),
+    ({"messages": [{"role": "robot", "content": "a"}]}, "message 1: unknown role 'robot'"),
     ({"messages": TURN[:1]}, "no answer"),
-    ({"conversations": [{"from": "bing", "value": "a"}]}, "message 1: the role 'bing' is unknown"),
-    ({"conversations": [3]}, "message 1 is no object"),
-    ({"conversations": [{"value": "a"}]}, "message 1 is no object with a role"),
-    ({"messages": []}, "not empty"),
-    ({"messages": "a"}, "must be a list"),
+    ({"conversations": [{"from": "bing", "value": "a"}]}, "message 1: unknown role 'bing'"),
+    ({"conversations": [3]}, "message 1 must be an object"),
+    ({"conversations": [{"value": "a"}]}, "message 1 must be an object with a role"),
+    ({"messages": []}, "non-empty"),
+    ({"messages": "a"}, "must be a non-empty list"),
     ({"prompt": "a", "completion": " "}, "an answer is empty"),
-    ({"prompt": ["a"], "completion": "b"}, "'prompt' is no text"),
-    ({"instruction": "a", "input": 3, "output": "b"}, "'input' is no text"),
+    ({"prompt": ["a"], "completion": "b"}, "'prompt' is not a string"),
+    ({"instruction": "a", "input": 3, "output": "b"}, "'input' is not a string"),
     ({"text": "  "}, "the text is empty"),
     ('{"text": "\\ud800"}', "UTF-8"),
 )
@@ -281,16 +281,16 @@ def test_folders_and_compressed_files_are_read_and_others_refused(plain, tmp_pat
             examples(path, plain)
 
     row = json.dumps({"messages": TURN}).encode()
-    refused(tmp_path, "holds no file")
+    refused(tmp_path, "has no files")
     (tmp_path / "a.txt").write_text("A text.")
-    refused(tmp_path, "holds no chats, which are lines of JSON")
+    refused(tmp_path, "has no chats; chats are JSON lines")
     (tmp_path / "a.txt").unlink()
     (tmp_path / "a.jsonl").write_bytes(row + b"\n" + row)
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(row))
     assert len(examples(tmp_path, plain)) == 3
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(row)[:-9])
-    refused(tmp_path, "damaged")
-    for content, *words in ((b"", "holds no rows"), (b"\n \n", "holds no rows"), (b"\x80\x81\n", "line 1: ", "UTF-8")):
+    refused(tmp_path, "corrupt")
+    for content, *words in ((b"", "has no rows"), (b"\n \n", "has no rows"), (b"\x80\x81\n", "line 1: ", "UTF-8")):
         (tmp_path / "f").write_bytes(content)
         refused(tmp_path / "f", *words)
-    refused(tmp_path / "missing", "no readable file")
+    refused(tmp_path / "missing", "not a file")

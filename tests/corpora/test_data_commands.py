@@ -56,14 +56,15 @@ def preparing(text, out, *more):
 @pytest.mark.ci
 def test_killed_and_interrupted_the_same_command_resumes(text, prepared, tmp_path):
     out = tmp_path / "out"
-    for shards, ending, code in ((3, signal.SIGKILL, -9), (12, signal.SIGINT, 130)):
+    for ending, code in ((signal.SIGKILL, -9), (signal.SIGINT, 130)):
+        left = len(list(out.glob("*.npy")))  # one that has not yet written has perhaps not yet started either
         with preparing(text, out, "--workers", "2") as process:
-            wait_for(lambda n=shards: len(list(out.glob("*.npy"))) >= n, 60)
+            wait_for(lambda least=left + 3: len(list(out.glob("*.npy"))) >= least, 60)
             os.killpg(process.pid, ending)  # as a terminal does: to all of them
             stderr = process.communicate(timeout=60)[1]
         assert process.returncode == code and "Traceback" not in stderr
         assert not (out / "manifest.json").exists()
-    assert "the same command resumes" in stderr and not list(out.glob(".*.tmp"))
+    assert "repeat the command" in stderr and not list(out.glob(".*.tmp"))
     result = inside(*arguments(text, out, "--workers", "1"))
     assert re.search(r"resuming after [\d,]+ tokens", result.stderr)
     assert contents(out) == contents(prepared)
@@ -84,11 +85,11 @@ REFUSED = (
     ("data prepare none.txt --tokenizer byte --out x", 65, "none.txt"),
     ("data prepare TEXT --tokenizer bite --out x", 2, "bite"),
     ("data prepare TEXT --tokenizer byte --out TEXT", 74, "text.txt"),
-    ("data prepare TEXT --tokenizer byte --out SHARDS", 2, "holds shards already"),
-    ("data info TEXT", 65, "is not a folder of shards"),
-    ("data info empty", 65, "is not a folder of shards"),
-    ("data info other", 65, "is not a folder of shards"),
-    ("data info unfinished", 65, "not finished"),
+    ("data prepare TEXT --tokenizer byte --out SHARDS", 2, "already contains shards"),
+    ("data info TEXT", 65, "is not a directory of shards"),
+    ("data info empty", 65, "is not a directory of shards"),
+    ("data info other", 65, "is not a directory of shards"),
+    ("data info unfinished", 65, "unfinished"),
 )
 
 
@@ -137,5 +138,5 @@ def test_info_shows_shards_as_page_and_json_or_all_their_damage(prepared, tmp_pa
         result = inside("data", "info", out, *flags)
         assert result.returncode == 65 and not result.stdout and "Traceback" not in result.stderr
         printed = result.stderr.splitlines()[-1]
-        assert "train-000003.npy is damaged" in printed
+        assert "train-000003.npy is corrupt" in printed
         assert "train-000099.npy is not in the manifest" in printed

@@ -89,14 +89,14 @@ def test_a_document_that_cannot_encode_every_text_or_is_damaged_is_refused(tmp_p
         (llama | {"decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True}}, "decoder is WordPiece"),
         (sentences | {"model": sentences["model"] | {"byte_fallback": False}}, "no tokens for single bytes"),
         (llama | {"model": llama["model"] | {"vocab": {}}}, "its model, 'BPE', has no vocabulary"),
-        (llama | {"model": llama["model"] | {"vocab": {"a": -1}}}, "'a' has the id -1"),
-        (llama | {"model": llama["model"] | {"merges": [["zz", "qq"]]}}, "the library tokenizers refuses it"),
-        (llama | {"pre_tokenizer": {"type": "Magic"}}, "the library tokenizers refuses it"),
+        (llama | {"model": llama["model"] | {"vocab": {"a": -1}}}, "'a' has the invalid ID -1"),
+        (llama | {"model": llama["model"] | {"merges": [["zz", "qq"]]}}, "rejected by the tokenizers library"),
+        (llama | {"pre_tokenizer": {"type": "Magic"}}, "rejected by the tokenizers library"),
         (llama | {"added_tokens": [{"id": 3}]}, "has no content"),
-        (llama | {"added_tokens": llama["added_tokens"][:1] * 2}, "is there twice"),
+        (llama | {"added_tokens": llama["added_tokens"][:1] * 2}, "is listed twice"),
         # Over this prefix the library ends the process.
         (llama | {"model": llama["model"] | {"continuing_subword_prefix": "é"}}, "continuing_subword_prefix"),
-        (llama | {"added_tokens": [{"id": 1 << 40, "content": "<x>", "special": True}]}, "has the id"),
+        (llama | {"added_tokens": [{"id": 1 << 40, "content": "<x>", "special": True}]}, "has the invalid ID"),
     ):
         path.write_text(json.dumps(change))
         with complains(message):
@@ -198,12 +198,12 @@ def test_another_model_a_damaged_one_or_senseless_added_tokens_are_refused(tmp_p
         ({"end_of_word_suffix": "</w>"}, "sets end_of_word_suffix"),
         ({"vocab": None}, "no vocabulary or no merges"),
         ({"merges": ["a b c"]}, "['a', 'b', 'c'] is not a pair"),
-        ({"vocab": {"a": 0, "b": 2}}, "'b' has the id 2"),
-        ({"vocab": {"a": "0"}}, "has the id '0'"),
+        ({"vocab": {"a": 0, "b": 2}}, "'b' has the ID 2"),
+        ({"vocab": {"a": "0"}}, "has the ID '0'"),
     ]
     added = [
         ({"id": 399, "content": "    ", "special": False}, "its decoder is missing"),
-        ({"id": 400, "content": "<|endoftext|>", "special": True}, "has the id 400"),
+        ({"id": 400, "content": "<|endoftext|>", "special": True}, "has the ID 400"),
         ({"id": 399}, "has no content"),
     ]
     good = hugging_face("")
@@ -218,11 +218,11 @@ def test_another_model_a_damaged_one_or_senseless_added_tokens_are_refused(tmp_p
 def test_damaged_vocab_and_merges_are_refused(tmp_path):
     vocab, merges = tmp_path / "vocab.json", tmp_path / "merges.txt"
     for damage, path, *words in (
-        (lambda: write_gpt2_style(tmp_path, ["a b c"]), tmp_path, "merges.txt: line 1 is not two", "'a b c'"),
-        (lambda: write_gpt2_style(tmp_path, hole=1000), tmp_path, "'hole' has the id 1000"),
-        (lambda: merges.write_bytes(b"\xff"), tmp_path, "merges.txt' cannot be read"),
+        (lambda: write_gpt2_style(tmp_path, ["a b c"]), tmp_path, "merges.txt", "line 1 ", "'a b c'"),
+        (lambda: write_gpt2_style(tmp_path, hole=1000), tmp_path, "'hole' has the ID 1000"),
+        (lambda: merges.write_bytes(b"\xff"), tmp_path, "cannot read", "merges.txt"),
         (merges.unlink, vocab, "vocabulary without its merges"),
-        (lambda: None, tmp_path, "holds no tokenizer"),
+        (lambda: None, tmp_path, "has no tokenizer"),
     ):
         damage()
         with complains(*words):
@@ -266,11 +266,11 @@ REFUSED = (
     ("train story --out OUT", 2, "--vocab-size"),
     ("train story --out OUT --vocab-size 256", 2, "at least 257"),
     ("train story --out OUT --kind word --vocab-size 9", 2, "--kind bpe"),
-    ("train story --out TAKEN --kind word", 2, "exists already"),
+    ("train story --out TAKEN --kind word", 2, "already exists"),
     ("train story --out OUT/below --kind word", 2, "no directory"),
-    ("train nowhere --out OUT --kind word", 65, "'nowhere' is no readable file"),
-    ("train FOLDER --out OUT --kind word", 65, "FOLDER holds no file"),
-    ("train EMPTY --out OUT --vocab-size 300", 65, "no text to learn from"),
+    ("train nowhere --out OUT --kind word", 65, "cannot read 'nowhere'"),
+    ("train FOLDER --out OUT --kind word", 65, "FOLDER has no files"),
+    ("train EMPTY --out OUT --vocab-size 300", 65, "no text to train on"),
 )
 
 

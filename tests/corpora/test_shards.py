@@ -123,7 +123,7 @@ def test_a_shard_that_is_cut_short_while_it_is_read_is_named(folder):
     assert tokens.read(0, 3).tolist() == IDS[5:8].tolist()
     (path := folder / "train-000000.npy").write_bytes(path.read_bytes()[:134])
     assert tokens.read(0, 3).tolist() == IDS[5:8].tolist()
-    with complains("train-000000.npy has been cut short"):
+    with complains("train-000000.npy", "truncated"):
         tokens.read(2, 9)
 
 
@@ -179,7 +179,7 @@ def test_a_damaged_or_missing_shard_is_refused_by_name(folder):
     path.write_bytes(before[:-3] + bytes([before[-3] ^ 1]) + before[-2:])
     refuse_second_shard(folder, manifest, "SHA-256", opening=False)
     for data, message in (
-        (before[:-1], "141 bytes, in the manifest 142"),
+        (before[:-1], "141 bytes, but 142 in the manifest"),
         (before + b"\0", "143 bytes"),
         (b"", "0 bytes"),
         (before.replace(b"<u2", b">u2"), "header"),
@@ -202,12 +202,12 @@ def test_a_manifest_that_is_wrong_about_a_shard_is_refused_and_costs_nothing(fol
     manifest = read_manifest(folder)
     for wrong, message, opening in (
         (with_shard(manifest, tokens=10**13, bytes=2 * 10**13 + 128), "142 bytes", True),  # terabytes
-        (with_shard(manifest, largest=12), "largest token is 111, in the manifest it is 12", False),
+        (with_shard(manifest, largest=12), "largest token is 111, but 12 in the manifest", False),
         (replace(manifest, vocab_size=111), "the token 111, but the vocabulary ends at 110", False),
     ):
         refuse_second_shard(folder, wrong, message, opening)
     (folder / "tokenizer.json").write_text(load_tokenizer("char", "ab").to_json())
-    with complains("not the tokenizer that the shards"):
+    with complains("not the tokenizer of these shards"):
         shards_tokenizer(folder, manifest)
     (folder / "tokenizer.json").unlink()
     with complains("No such file", kind=StorageError):
@@ -216,8 +216,8 @@ def test_a_manifest_that_is_wrong_about_a_shard_is_refused_and_costs_nothing(fol
 
 # What is changed in a manifest ("second" in its second shard), and words of the refusal.
 SENSELESS = (
-    ({"format": "x"}, "no manifest of shards: its format"),
-    ({"version": 3}, "version 3, this distgpt reads up to 2"),
+    ({"format": "x"}, "not a manifest of shards: the format"),
+    ({"version": 3}, "version 3"),
     ({"sources": [[1, 2], [3, 4]]}, "sources"),
     *(({"vocab_size": wrong}, "vocab_size") for wrong in (0, True)),
     *(({"dtype": "<u4"}, "dtype"), ({"vocab_size": 70000}, "dtype")),
@@ -225,9 +225,9 @@ SENSELESS = (
     ({"shards": []}, "list of shards"),
     *(({"second": {"name": wrong}}, "name of a shard") for wrong in ("../../etc/passwd", "train-1.npy")),
     ({"second": {"name": "train-000001.npy"}}, "numbered"),
-    ({"second": {"tokens": 8}}, "so many bytes"),
+    ({"second": {"tokens": 8}}, "wrong number of bytes"),
     ({"second": {"sha256": "0" * 63}}, "SHA-256"),
-    ({"second": {"largest": 256}}, "impossible id"),
+    ({"second": {"largest": 256}}, "ID outside the vocabulary"),
 )
 
 
@@ -235,7 +235,7 @@ def test_what_is_no_manifest_or_makes_no_sense_is_refused(folder):
     path = folder / "manifest.json"
     good = json.loads(path.read_text())
     first, second, *others = good["shards"]
-    wrong = [(text, "no manifest") for text in (b"", b"{", b"\xff", b"[" * 100_000, b"[]", b"null")]
+    wrong = [(text, "not a manifest") for text in (b"", b"{", b"\xff", b"[" * 100_000, b"[]", b"null")]
     for changes, message in SENSELESS:
         listed = [first, second | changes.get("second", {}), *others]
         rest = {name: value for name, value in changes.items() if name != "second"}
@@ -350,7 +350,7 @@ def test_tokens_of_another_tokenizer_and_other_folders_are_refused(lines, tmp_pa
     for asked in (["--init", weights], ["--tokenizer", "gpt2"], ["--tokenizer", "word"]):
         refused(inside("train", "--data", lines, *asked, *out), 65, "byte")
     refused(inside("eval", "--weights", weights, "--val", lines), 65, "byte")
-    refused(inside("train", "--data", weights.parent / "checkpoints", *out), 65, "holds no file that ends in")
+    refused(inside("train", "--data", weights.parent / "checkpoints", *out), 65, "has no files that end in")
 
 
 def test_another_corpus_does_not_continue_a_run(copy, tmp_path):

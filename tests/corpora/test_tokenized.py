@@ -138,7 +138,7 @@ def test_shards_that_another_node_does_not_see_are_named(asked, monkeypatch):
     monkeypatch.setattr(shards, "read_manifest", lambda path: manifest)
     monkeypatch.setattr(shards, "shards_tokenizer", lambda path, manifest: tokenizer)
     errors = on_all_ranks(2, lambda comm: shards.load_shards(comm, folder, asked, lambda text: None))
-    assert gone.is_dir() and all("all nodes must share the disk" in str(error) for error in errors)
+    assert gone.is_dir() and all("all nodes must share its file system" in str(error) for error in errors)
 
 
 # Held-out texts
@@ -202,11 +202,11 @@ def test_a_packed_run_evaluates_by_exact_bytes_and_resumes_to_the_bit(documents)
     assert losses(documents / "runs" / "other")[0] != losses(run)[0]
     lines_of = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     result = inside("train", "--resume", half, "--val", documents / "d.jsonl", "--steps", "5", "--lr", "1e-9")
-    assert result.returncode == 0 and "d.jsonl is the training text" in result.stdout
+    assert result.returncode == 0 and "d.jsonl is also the training text" in result.stdout
     ended = json.loads((half / "summary.json").read_text())
     assert ended["best_step"] == 5  # losses on another text are not compared with those so far
     (documents / "d.jsonl").rename(documents / "moved.jsonl")
-    refused(inside("train", "--resume", half, "--data", documents / "moved.jsonl"), 65, "d.jsonl", "--val says")
+    refused(inside("train", "--resume", half, "--data", documents / "moved.jsonl"), 65, "d.jsonl", "path with --val")
     evaluated = [line for line in lines_of if "val_loss" in line]
     text_bytes = len("The naïve lamp.The sea.".encode())
     for line in evaluated:
@@ -218,9 +218,9 @@ def test_what_does_not_go_together_is_refused(documents):
     out = ["--out", documents / "runs" / "no"]
     data = ["--data", documents / "d.jsonl"]
     both = [*data, "--val", documents / "v.jsonl", "--val-fraction", "0.1"]
-    refused(inside("train", *MODEL, *both, *out), 2, "--val and --val-fraction exclude each other")
+    refused(inside("train", *MODEL, *both, *out), 2, "--val and --val-fraction cannot be combined")
     for more in (["--data", "story"], data):
-        refused(inside("train", *MODEL, *more, "--pack", *out), 2, "--pack needs documents", "gpt2")
+        refused(inside("train", *MODEL, *more, "--pack", *out), 2, "--pack requires documents", "gpt2")
     gone = [*data, "--val", documents / "gone.txt"]
     refused(inside("train", *MODEL, *gone, *out), 65, "gone.txt")
     assert not (documents / "runs" / "no").exists()

@@ -55,7 +55,7 @@ def test_ranks_on_one_gpu_give_the_losses_of_one_and_of_the_cpu_in_local_steps(g
         result = gpu_train(gpu, out, *STEPS, *words, "--grad-sync", sync, ranks=ranks)
         np.testing.assert_allclose(losses(out), losses(alone), rtol=1e-12, err_msg=f"{sync}, {ranks} ranks")
         if ranks > 1:
-            assert "2 ranks share this GPU" in result.stdout and "by way of host" in result.stdout
+            assert "2 ranks share this GPU" in result.stdout and "with host" in result.stdout
     words = (*words[:-2], "--outer-every", "2", "--schedule", "constant")
     cpu = train(tmp_path / "cpu", *STEPS, *words, "--steps", "6", ranks=2)
     gpu_train(gpu, tmp_path / "gpu", *STEPS, *words, "--allreduce", "host", ranks=2)
@@ -152,7 +152,7 @@ def test_each_exchange_is_timed_or_named_with_the_reason_and_others_refused(gpu,
     assert "host" in timed and timed | found["left_out"].keys() == {"nccl", "host"}
     assert {row["bytes"] for row in found["rows"]} == {8, 70000}
     assert all(row["seconds"] > 0 for row in found["rows"])
-    assert ON_GPU or "a GPU for every rank" in found["left_out"]["nccl"]
+    assert ON_GPU or "a GPU per rank" in found["left_out"]["nccl"]
     result = gpu(*words, "--algorithms", "allreduce", ranks=2)
     assert result.returncode == 2 and "nccl, host" in result.stderr
 
@@ -174,5 +174,5 @@ def test_a_bad_step_is_undone(how, gpu, tmp_path, monkeypatch):
     monkeypatch.setattr(Step, "launch", launched)
     words = [*STEPS, "--steps", "6", "--on-bad-step", "rollback", *how.split()]
     result = gpu_train(gpu, tmp_path / "run", *words)
-    assert "is not finite at step 4: back to step 2, and past these data" in result.stdout
+    assert "is not finite at step 4: rolled back to step 2" in result.stdout
     assert list(metrics(tmp_path / "run")) == list(range(1, 7)) and None not in losses(tmp_path / "run")

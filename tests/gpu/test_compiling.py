@@ -23,7 +23,7 @@ from distgpt.gpu.kernels import norm_shape
 from hostgpu import HostGpu, host_kernels
 from sass import count, disassembled, disassembler
 
-needs_nvrtc = pytest.mark.skipif(not compiling.available(), reason="needs NVRTC")
+needs_nvrtc = pytest.mark.skipif(not compiling.available(), reason="require NVRTC")
 
 # The most important variant of the first is compiled in the ordinary test run, the others in the slow one.
 TYPES = {"sm_90": ("bfloat16", "float32", "float64"), "sm_80": ("bfloat16",), "sm_75": ("bfloat16",)}

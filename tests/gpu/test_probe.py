@@ -144,26 +144,26 @@ REMOVE = "pip uninstall -y"
 INSTALL_12, INSTALL_13 = "pip install 'distgpt[cuda12x]'", "pip install 'distgpt[cuda13x]'"
 NO_CUPY = {"packages": {}}
 TWO_CUPYS = {"packages": {"cupy-cuda12x": "13.3.0", "cupy-cuda13x": "14.2.0"}}
-ONE_CUPY = "one CuPy for CUDA 12 is needed, not cupy-cuda13x"
+ONE_CUPY = "CuPy for CUDA 12 is required, not cupy-cuda13x"
 SWITCH = f"{REMOVE} cupy-cuda13x && {INSTALL_12}"
 TROUBLES = [
-    ({"driver": None}, "no NVIDIA driver was found (libcuda.so.1)", "ask for a GPU node"),
+    ({"driver": None}, "no NVIDIA driver found (libcuda.so.1)", "request a GPU node"),
     (with_driver(gpus=()), "shows no GPU", "--gpus-per-node"),
     ({**with_driver(gpus=()), "visible": "7"}, "shows no GPU with CUDA_VISIBLE_DEVICES='7'", "nvidia-smi"),
     (with_driver(gpus=(), problem="system not ready"), "system not ready", "administrator"),
     (NO_CUPY, "CuPy is not installed", INSTALL_13),
     ({**NO_CUPY, **with_driver((12, 4))}, "CuPy is not installed", INSTALL_12),
     (with_driver((12, 4)), ONE_CUPY, SWITCH),
-    (TWO_CUPYS, "needed, not cupy-cuda12x, cupy-cuda13x", f"{' '.join(TWO_CUPYS['packages'])} && {INSTALL_13}"),
+    (TWO_CUPYS, "not cupy-cuda12x, cupy-cuda13x", f"{' '.join(TWO_CUPYS['packages'])} && {INSTALL_13}"),
     ({"packages": {"cupy-cuda11x": "12.0.0"}}, "not cupy-cuda11x", INSTALL_13),
-    ({**with_driver((11, 4)), **CUDA12}, "runs CUDA 11.4 at most", "install a newer driver"),
+    ({**with_driver((11, 4)), **CUDA12}, "supports only CUDA 11.4", "install a driver for CUDA"),
     (without_library("NVRTC"), "NVRTC", "pip install nvidia-cuda-nvrtc"),
     (without_library("cuBLASLt"), "cuBLASLt", "pip install nvidia-cublas"),
     ({**without_library("cuBLASLt"), **CUDA12}, "cuBLASLt", "pip install nvidia-cublas-cu12"),
     (with_driver(gpus=(H200, V100)), ONE_CUPY, SWITCH),  # which CUDA 13 no longer compiles for
-    ({**with_driver(gpus=(P100,)), **CUDA12}, "GPU 0 (Tesla P100)", "7.0 is needed"),
+    ({**with_driver(gpus=(P100,)), **CUDA12}, "GPU 0 (Tesla P100)", "7.0 is required"),
 ]
-LOW = (with_driver(gpus=(T4,)), "capability 7.5", "bfloat16 needs 8.0; use --dtype float32")
+LOW = (with_driver(gpus=(T4,)), "capability 7.5", "bfloat16 requires 8.0; use --dtype float32")
 
 
 @pytest.mark.parametrize(

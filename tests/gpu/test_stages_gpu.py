@@ -52,11 +52,7 @@ def test_ranks_of_a_node_take_its_gpus_in_turn_and_share_memory(gpus, indexes):
         for opened, index in zip(stages, indexes, strict=True):
             share, alone, notes = indexes.count(index), len(indexes) == 1, []
             opened.notes.report_to(notes.append)
-            said = [
-                f"GPU {index}: Fake GPU, 8 GiB",
-                f"{share} ranks share this GPU",
-                "gradients are summed by way of host",
-            ]
+            said = [f"GPU {index}: Fake GPU, 8 GiB", f"{share} ranks share this GPU", "gradients are summed with host"]
             assert notes == [text for text, is_said in zip(said, (True, share > 1, not alone), strict=True) if is_said]
             assert (opened.device.index, opened.device.sharing, opened.on_gpu) == (index, share, True)
             assert opened.free_memory() == (opened.device.memory()[0] // share, f"GPU {index} (Fake GPU)")
@@ -83,7 +79,7 @@ def test_stages_refuse_options_launches_and_types_that_are_not_theirs(device, mo
     for launcher in SIZES:
         monkeypatch.delenv(launcher, raising=False)
     for name, option in (("serial", {"graphs": False}), ("mpi", {"allreduce": "nccl"}), ("serial", {"tf32": True})):
-        with pytest.raises(UsageError, match="cuda and mpi-cuda"):
+        with pytest.raises(UsageError, match="cuda or mpi-cuda"):
             open_stage(name, gpu=GpuConfig(**option))
     for launcher in SIZES:
         with monkeypatch.context() as launching:
@@ -117,7 +113,8 @@ def test_a_gpu_that_cannot_be_used_is_refused_in_one_line_on_all_ranks(fails, mo
         monkeypatch.setattr(stage, fails, fail)
         found = on_all_ranks(2, lambda comm: bound("mpi-cuda", comm, BY_HOST).kernels("float32"))
     assert all(isinstance(error, UsageError) and error.shared for error in found)
-    assert str(found[0]) == str(found[1]) and str(found[0]).startswith(f"rank 1: GPU 1 cannot be used: {says}; ")
+    assert str(found[0]) == str(found[1])
+    assert str(found[0]).startswith("rank 1: ") and f"GPU 1: {says}; " in str(found[0])
 
 
 def test_other_errors_of_opening_stay_what_they_are(monkeypatch):
@@ -160,7 +157,7 @@ def test_an_error_of_nccls_in_the_main_thread_is_one_line(size, capsys):
     comm = SimpleNamespace(rank=1, size=size, abort=ended.append)
     assert this_job().leave(NcclError("remote process exited"), comm) == 70 and ended == [70] * (size > 1)
     (said,) = capsys.readouterr().err.splitlines()
-    assert said.startswith("distgpt: rank 1: NCCL has failed") and "remote process exited" in said
+    assert said.startswith("distgpt: rank 1: NCCL failed") and "remote process exited" in said
 
 
 # The choice of a transport
@@ -194,7 +191,7 @@ def test_ranks_choose_alike(how, crowded, lacking, monkeypatch):
 
     found = on_all_ranks(3, act)
     if how == "nccl" and (crowded or lacking):
-        says = "a GPU for every rank" if crowded else "pip install nvidia-nccl-cu13"
+        says = "a GPU per rank" if crowded else "pip install nvidia-nccl-cu13"
         assert all(error.shared and says in str(error) for error in found)
     else:
         by_nccl = how == "nccl" or (how == "auto" and not crowded and not lacking)

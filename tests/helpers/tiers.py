@@ -28,6 +28,7 @@ INCIDENTAL = ("git ", "compile_workers", "g++", "chats/worker.py")
 _started: list[str] = []
 _uncounted = [0]
 _compiling = [0.0]
+_begun: list[float] = []  # CPU time at the start of each compilation under way
 
 
 def tier(item):
@@ -63,10 +64,16 @@ def _log(**entry):
 if CHECKED or LOG:
     from numba.core import event as numba_events
 
-    class _Compiled(numba_events.TimingListener):
+    class _Compiled(numba_events.Listener):
+        """Add up the CPU time of the outermost compilations."""
+
+        def on_start(self, event):
+            _begun.append(time.process_time())
+
         def on_end(self, event):
-            super().on_end(event)
-            _compiling[0] += self.duration
+            begun = _begun.pop()
+            if not _begun:
+                _compiling[0] += time.process_time() - begun
 
     sys.addaudithook(_noted)
     numba_events.register("numba:compiler_lock", _Compiled())

@@ -71,7 +71,7 @@ def test_a_message_that_is_refused_or_given_up_leaves_nothing_behind(loaded, mon
     said(talk, "The lamp")
     before = list(talk.turns)
     for error, words, text in (
-        (UsageError, r"prompt of \d+ tokens, the context has 256", "x" * 300),
+        (UsageError, r"prompt of \d+ tokens, but the context has only 256", "x" * 300),
         (DataError, "not valid UTF-8", "\ud800"),
     ):
         with pytest.raises(error, match=words):
@@ -118,13 +118,13 @@ def test_what_cannot_be_answered_ends_a_pipe_in_one_line(monkeypatch, tmp_path):
     taken = tmp_path / "taken"
     taken.write_text("mine")
     for text, code, message in (
-        ("", 2, "standard input holds no message"),
-        ("\n \n", 2, "holds no message"),
+        ("", 2, "standard input has no message"),
+        ("\n \n", 2, "has no message"),
         (b"\xff\xfe\n", 65, "standard input, line 1 is not valid UTF-8"),
-        ("/frob\n", 2, "/frob is no command"),
-        ("/save\n", 2, "needs the name of a file"),
+        ("/frob\n", 2, "/frob"),
+        ("/save\n", 2, "requires a file name"),
         (f"/save {taken}\n", 2, "nothing to save yet"),
-        (f"hi\n/save {taken}\n", 2, "exists already"),
+        (f"hi\n/save {taken}\n", 2, "already exists"),
         (f"hi\n/save {tmp_path}/none/chat\n", 74, "No such file"),
         (f"hi\n/save {'x' * 300}\n", 74, "File name too long"),
         (f"hi\n/save ~nobody{'x' * 20}/chat\n", 74, "cannot write ~nobody"),

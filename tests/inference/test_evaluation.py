@@ -118,9 +118,9 @@ def test_lambada_also_comes_as_json_lines_with_line_breaks_inside(tmp_path):
 
 WRONG = {
     "hellaswag": ({"ctx": "a", "endings": ["b"], "label": 0}, "no list of endings"),
-    "arc_easy": ({"question": {"stem": "a", "choices": [{"text": "b", "label": "A"}]}}, "there is no answer"),
+    "arc_easy": ({"question": {"stem": "a", "choices": [{"text": "b", "label": "A"}]}}, "no answer"),
     "arc_challenge": ({"question": "a"}, "no question with choices"),
-    "piqa": ({"goal": "a", "sol1": "b", "sol2": "c"}, "there is no answer"),
+    "piqa": ({"goal": "a", "sol1": "b", "sol2": "c"}, "no answer"),
     "winogrande": ({"sentence": "a _", "option1": "b", "option2": "c"}, "must have a _"),
     "lambada": ({"text": "word"}, "two words"),
 }
@@ -131,7 +131,7 @@ WRONG = {
     [
         *((name, *wrong) for name, wrong in WRONG.items()),
         *(("piqa", {"goal": text, "sol1": "b", "sol2": "c", "answer": 0}, "goal") for text in ("", " ", 5, None)),
-        *(("piqa", {"goal": "a", "sol1": "b", "sol2": "c", "answer": at}, "answer is") for at in (2, True, 0.0, "A")),
+        *(("piqa", {"goal": "a", "sol1": "b", "sol2": "c", "answer": at}, "of 0, 1") for at in (2, True, 0.0, "A")),
     ],
 )
 def test_what_is_wrong_is_named_with_its_line(tmp_path, name, example, message):
@@ -145,7 +145,7 @@ def test_what_is_wrong_is_named_with_its_line(tmp_path, name, example, message):
 @pytest.mark.parametrize("name", LINES)
 def test_files_without_questions_are_refused(tmp_path, name):
     path = tmp_path / "file"
-    for text, message in (('{"text": ', "line 1: this is no JSON"), ("\n", "holds no questions")):
+    for text, message in (('{"text": ', "line 1: not a JSON"), ("\n", "has no questions")):
         path.write_text(text)
         with pytest.raises(DataError, match=message):
             read_questions(name, path)
@@ -163,7 +163,7 @@ def test_answers_beyond_the_questions_and_folders_of_another_kind_are_refused(tm
     with pytest.raises(DataError, match=r"law_test.csv, line 1: a row must be"):
         read_questions("mmlu", folder)
     (folder / "dev" / "law_dev.csv").unlink()
-    with pytest.raises(DataError, match=r"law_dev.csv cannot be read"):
+    with pytest.raises(DataError, match=r"cannot read .*law_dev.csv"):
         read_questions("mmlu", folder)
 
 
@@ -253,7 +253,7 @@ def test_only_the_answer_counts_and_a_long_beginning_loses_its_own():
     assert [span.first for span in short] == [2, 1]
     blank = Benchmark([Question([("a ", " b")], 0)], BYTES, 5).spans[0]
     assert bytes(blank.ids[blank.first :].astype(np.uint8)) == b"  b"
-    with pytest.raises(DataError, match=r"question 1: .*gives no tokens"):
+    with pytest.raises(DataError, match=r"question 1: .*has no tokens"):
         Benchmark([Question([("", " b")], 0)], BYTES, 5)
 
 
@@ -279,7 +279,7 @@ def test_the_command_measures_each_of_them(tmp_path, capsys):
     cli.main(list(map(str, words)), standalone_mode=False)
     said = capsys.readouterr().out
     assert all(f"{name} " in said for name in PUBLISHED)
-    with pytest.raises(DistgptError, match=r"none.jsonl cannot be read"):
+    with pytest.raises(DistgptError, match=r"cannot read .*none.jsonl"):
         cli.main(["eval", "--weights", str(words[2]), "--piqa", str(tmp_path / "none.jsonl")], standalone_mode=False)
 
 
@@ -372,5 +372,5 @@ def test_an_evaluation_counts_bits_by_the_byte(capsys):
     words = f"eval --weights {sample} --val story --val-tokens 300 --threads 1 --json"
     cli.main(words.split(), standalone_mode=False)
     assert json.loads(capsys.readouterr().out) == found
-    with pytest.raises(UsageError, match="nothing to evaluate: give --val, or a benchmark"):
+    with pytest.raises(UsageError, match="nothing to evaluate; pass --val, or a benchmark"):
         cli.main(["eval", "--weights", "any"], standalone_mode=False)

@@ -118,8 +118,8 @@ def test_a_file_in_int8_is_computed_in_int8_unless_asked_otherwise(files):
             "cannot be trained further",
             lambda path, out: api.train("tiny", init=str(path), steps=1, out=out),
         ),
-        (UsageError, "dtype is 'int8'", lambda path, out: api.train("tiny", dtype="int8", steps=1, out=out)),
-        (DataError, "in int8 already", lambda path, out: quantize(path, out)),
+        (UsageError, "dtype", lambda path, out: api.train("tiny", dtype="int8", steps=1, out=out)),
+        (DataError, "already in int8", lambda path, out: quantize(path, out)),
     ],
 )
 def test_training_and_rounding_twice_are_refused(files, tmp_path, error, words, act):
@@ -134,11 +134,11 @@ def test_files_that_are_not_as_they_say_are_refused(files, tmp_path):
     body = bytearray(narrow.read_bytes())
     body[-1] ^= 1
     damaged.write_bytes(body)
-    with pytest.raises(DataError, match="damaged"):
+    with pytest.raises(DataError, match="checksum"):
         load_model(damaged, Int8Kernels(1), COMM)
     known = description(model).to_metadata()
     for metadata, problem in (
-        (known | {"format_version": "3"}, "in a way that this distgpt does not read"),
+        (known | {"format_version": "3"}, "an unsupported quantization"),
         (known | {"format_version": "3", "quantised": "int8, blocks of 64"}, "missing: "),
     ):
         write_tensors(damaged, dict(model.params), metadata)
@@ -146,7 +146,7 @@ def test_files_that_are_not_as_they_say_are_refused(files, tmp_path):
             load_model(damaged, Int8Kernels(1), COMM)
     write_tensors(damaged, dict(model.params), known | {"quantised": "int8, blocks of 64"})
     for kernels in (Int8Kernels(1), CpuKernels("float32", 1)):
-        with pytest.raises(DataError, match="which format version 2 cannot be"):
+        with pytest.raises(DataError, match="which format version 2 does not support"):
             load_model(damaged, kernels, COMM)
     model = build("llama", CpuKernels("float32", 1))
     model.params["blocks.0.attn.qkv.w"][3, 3] = np.nan
@@ -178,12 +178,12 @@ def test_scales_that_stand_for_no_weights_are_refused(files, tmp_path, dtype):
         changed[1, 0] = bits
         write_tensors(path, tensors | {name + ".scales": changed}, metadata)
         for kernels in (Int8Kernels(1, dtype), CpuKernels("float32", 1)):
-            with pytest.raises(DataError, match=rf"{name}\.scales holds scales that"):
+            with pytest.raises(DataError, match=rf"{name}\.scales has scales that"):
                 load_model(path, kernels, COMM)
     for wrong, problem in (
         ({name + ".scales": scales[:, :-1]}, "wrong shape"),
         ({name: tensors[name][:, :-1]}, "wrong shape"),
-        ({name: tensors[name].view(np.uint8 if dtype == "int8" else np.int8)}, "is [UI]8, not [UI]8"),
+        ({name: tensors[name].view(np.uint8 if dtype == "int8" else np.int8)}, rf"{name} .*I8.*U8|{name} .*U8.*I8"),
     ):
         write_tensors(path, tensors | wrong, metadata)
         with pytest.raises(DataError, match=problem):
@@ -229,5 +229,5 @@ def test_a_text_calibrates_a_file(tmp_path):
     assert {name for name, kind in kinds.items() if kind == "U8"} <= differ
     assert not any(name.startswith(("wte", "head")) for name in differ)
     text.write_text("short")
-    with pytest.raises(DataError, match="calibrate with 128 or more"):
+    with pytest.raises(DataError, match="at least 128 are required"):
         calibrated(sample, text)

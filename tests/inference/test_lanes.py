@@ -114,7 +114,7 @@ def test_feeds_that_do_not_fit_are_refused(kind, feeds):
 
 @pytest.mark.parametrize("token", [-1, 97])
 def test_compiled_slots_refuse_tokens_beyond_the_vocabulary(token):
-    with pytest.raises(ValueError, match=r"must lie in \[0, 97\)"):
+    with pytest.raises(ValueError, match=r"tokens.*\b97$"):
         slots_of("llama", "float32", 1).feed([Feed(0, 0, [1, token], 1)])
 
 
@@ -122,9 +122,9 @@ def test_compiled_slots_refuse_tokens_beyond_the_vocabulary(token):
 def test_drops_that_do_not_fit_or_cannot_be_are_refused(kind):
     slots = slots_of("llama", kind, 2)
     for slot, count, kept in ((2, 1, 1), (-1, 1, 1), (0, -1, 1), (0, 1, -1), (0, 1, 0), (0, 25, 26)):
-        with pytest.raises(ValueError, match=f"slot {slot} cannot keep {kept}"):
+        with pytest.raises(ValueError, match=f"slot {slot} cannot drop .* and keep {kept}"):
             slots.drop(slot, count, kept)
     learned = slots_of("gpt2", kind, 1)
     assert not learned.can_drop
-    with pytest.raises(ValueError, match="cannot keep"):
+    with pytest.raises(ValueError, match="cannot drop"):
         learned.drop(0, 1, 1)

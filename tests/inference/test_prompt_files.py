@@ -98,16 +98,16 @@ def test_a_run_that_is_ended_has_written_what_it_had_finished(infer, tmp_path, m
 
 WRONG = {
     '{"prompt": "the", "temperatur": 1}': "did you mean 'temperature'",
-    '{"prompt": "the", "lookup": 1}': "'lookup' is unknown",
-    '{"prompt": "the", "prompt_logprobs": true}': "prompt_logprobs needs logprobs",
-    '{"prompt": "the", "temperature": -1}': "temperature is -1",
+    '{"prompt": "the", "lookup": 1}': "unknown setting 'lookup'",
+    '{"prompt": "the", "prompt_logprobs": true}': "prompt_logprobs requires logprobs",
+    '{"prompt": "the", "temperature": -1}': "temperature must",
     '{"prompt": "the", "stop": ["a", 3]}': "stop",
     '{"prompt": ""}': "the prompt is empty",
     '{"prompt": "zeppelin"}': "zeppelin",
-    '{"text": "the"}': 'no text "prompt"',
+    '{"text": "the"}': 'no string "prompt"',
     '["the"]': "not a JSON object",
     '{"prompt": "the"': "line 2",
-    '{"prompt": "the", "n": 1, "n": 2}': "twice",
+    '{"prompt": "the", "n": 1, "n": 2}': "duplicate",
 }
 
 
@@ -133,14 +133,14 @@ def test_requests_and_files_that_do_not_fit_are_refused(infer, trained, tmp_path
         ("p o --max-new-tokens 7", 2, "o, line 2", "other settings"),
         ("p o --dtype int8", 2, "o, line 1", "another model"),
         ("p o --weights altered", 2, "o, line 1", "another model"),
-        ("p notes", 65, "notes, line 1", "no answer"),
-        ("p twice", 65, "twice, line 6", "again"),
+        ("p notes", 65, "notes, line 1", "not an answer"),
+        ("p twice", 65, "twice, line 6", "line 1"),
         ("p no/o", 74, "no/o"),
         ("p .", 74, "directory"),
         ("nothing x", 74, "nothing"),
-        ("empty x", 65, "holds no prompts"),
-        ("long x --overflow stop", 65, "long, line 2", "the context 16"),
-        ("p x --lookup 65", 2, "lookup is 65"),
+        ("empty x", 65, "has no prompts"),
+        ("long x --overflow stop", 65, "long, line 2", "60 tokens", "context"),
+        ("p x --lookup 65", 2, "lookup must"),
     ):
         prompts, out, *more = words.split()
         refused(infer("--prompts", prompts, "--out", out, *more), code, *said)

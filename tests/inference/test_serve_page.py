@@ -74,7 +74,7 @@ def test_the_stop_button_frees_the_lane(page):
     with server(seconds=0.02) as found:
         opened(page, found)
         for stop in ("document.getElementById('stop').click()", None):
-            generate(page, max_tokens=2000)
+            generate(page, max_tokens=2000, prompt="The harbour")
             page.until("document.querySelectorAll('.token').length > 2")
             assert not found.is_free
             page.value(stop) if stop else page.key("Escape", 27)
@@ -220,7 +220,7 @@ def test_a_chat_is_stopped_loses_its_oldest_turns_and_says_what_went_wrong(page)
         said_to(page, "y" * 70, max_tokens=5)
         assert len(answered(page)) == 4 and "oldest turns" in text_of(page, "pace")
         said_to(page, "z" * 200)
-        page.until("document.getElementById('trouble').textContent.includes('context is 128 tokens')")
+        page.until("document.getElementById('trouble').textContent.includes('context of 128')")
         assert len(page.value(TURNS)) == 4
         assert page.value("document.getElementById('message').value") == "z" * 200
 

@@ -60,13 +60,13 @@ def test_launched_it_measures_as_these_ranks(tmp_path):
 @pytest.mark.parametrize(
     "words, code, named",
     [
-        (["--ranks", "1"], 2, "nothing to exchange"),
+        (["--ranks", "1"], 2, "at least 2 ranks"),
         (["--sizes", "8,x"], 2, "'x'"),
         (["--sizes", "6"], 2, "multiple of 4"),
         (["--max-bytes", "2T"], 2, "'2T'"),
         (["--launcher", "no-such-launcher"], 2, "no-such-launcher"),
         (["--launcher", "false", "--out", "file"], 74, "file"),
-        (["--algorithms", "nccl", "--ranks", "2"], 2, "'nccl': stage mpi has allreduce"),  # by the ranks, once
+        (["--algorithms", "nccl", "--ranks", "2"], 2, "'nccl' is not one of allreduce"),  # by the ranks, once
         *((["--seconds", seconds], 2, "--seconds") for seconds in ("inf", "nan", "0")),
     ],
 )
@@ -118,8 +118,8 @@ def test_what_does_not_fit_into_memory_or_time_is_left_out_and_named():
     uneven = {"ranks": 3, "nodes": 2, "library": "M", "left_out": {"nccl": "none here"}, "rows": []}
     table, *notes = blocks(uneven | {"not_measured": rows[1:]})
     assert table.caption == "3 ranks on 2 hosts, M" and notes == [
-        "nccl left out: none here",
-        "allreduce not measured for lack of time: 64 B, 16 MiB",
+        "nccl skipped: none here",
+        "allreduce not measured, because there is not enough time: 64 B, 16 MiB",
     ]
 
 

@@ -106,7 +106,7 @@ def test_results_of_a_child_are_read(tmp_path):
         '{"step": 1, "loss": 2.0}\n{"step": 1, "val_loss": 1}\n{"step": 2, "loss": null}\n{"lo'
     )
     assert jobs.read_losses(tmp_path) == [2.0, None] and jobs.read_losses(tmp_path / "none") == []
-    with pytest.raises(DataError, match=r"left no summary\.json"):
+    with pytest.raises(DataError, match=r"summary\.json"):
         jobs.read_summary(tmp_path)
 
 

@@ -37,7 +37,7 @@ def test_the_same(folder):
     }
     assert found["settings"] == {} and found["data"] is None
     page = inside("compare", folder / "one", folder / "same").stdout
-    assert page.endswith("\nthe same to the bit\n")
+    assert page.endswith("\nbitwise identical\n")
 
 
 def test_checkpoints_are_read_and_their_optimizers_compared(folder, tmp_path):
@@ -54,12 +54,12 @@ def test_checkpoints_are_read_and_their_optimizers_compared(folder, tmp_path):
     assert (found["kinds"]["optimizer"]["first"], found["kinds"]["weights"]["first"]) == (3, None)
     shutil.rmtree(tmp_path / "optimizer" / "checkpoints")
     result = inside("compare", folder / "one", tmp_path / "optimizer")
-    assert result.returncode == 0 and "no checkpoint" in result.stdout
+    assert result.returncode == 0 and "no common checkpoints" in result.stdout
 
 
 def test_another_seed(folder):
     found, result = compared(folder, "one", "other")
-    assert result.returncode == 1 and "they part at step 1, by seed" in result.stderr
+    assert result.returncode == 1 and "the runs diverge at step 1; different settings: seed" in result.stderr
     assert (found["step"], found["kinds"]["weights"]["first"]) == (1, 3)
     assert found["settings"] == {"seed": [1337, 2]} and found["why"] == []
 
@@ -69,7 +69,7 @@ def test_a_run_that_resumed_with_other_settings(folder):
     assert result.returncode == 1 and found["kinds"]["weights"]["first"] == 6
     assert found["step"] == 5, "the loss of step 4 is of weights before the change"
     assert found["settings"] == {"clip": [1.0, 0.1]}
-    assert found["starts"] == ["B resumed after step 3"] and "by clip" in result.stderr
+    assert found["starts"] == ["B resumed after step 3"] and "clip" in result.stderr
 
 
 def test_bits_that_differ_although_nothing_else_does(folder, tmp_path):
@@ -80,7 +80,7 @@ def test_bits_that_differ_although_nothing_else_does(folder, tmp_path):
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     result = inside("compare", folder / "one", tmp_path / "flipped")
     assert result.returncode == 1 and "loss 6 5 step 4: " in " ".join(result.stdout.split())
-    assert "they part at step 4, and nothing that is kept differs" in result.stderr
+    assert "the runs diverge at step 4, but no setting differs" in result.stderr
     assert "distgpt replay" in result.stderr
     history = tmp_path / "flipped" / "history.jsonl"
     history.write_text(history.read_text().replace('"threads": [1]', '"threads": [2]'))
@@ -89,10 +89,10 @@ def test_bits_that_differ_although_nothing_else_does(folder, tmp_path):
 
 
 def test_what_cannot_be_compared_is_refused(folder, tmp_path):
-    refused(inside("compare", folder / "one", tmp_path), 2, "holds no run")
+    refused(inside("compare", folder / "one", tmp_path), 2, "is not a run directory")
     shutil.copytree(folder / "one", tmp_path / "empty")
     (tmp_path / "empty" / "metrics.jsonl").unlink()
-    refused(inside("compare", folder / "one", tmp_path / "empty"), 2, "no training step is in")
+    refused(inside("compare", folder / "one", tmp_path / "empty"), 2, "no step in common")
     (tmp_path / "empty" / "history.jsonl").write_text('{"step": "x"}\n')
     shutil.copy(folder / "one" / "metrics.jsonl", tmp_path / "empty")
-    refused(inside("compare", folder / "one", tmp_path / "empty"), 65, "line 1 is of no step")
+    refused(inside("compare", folder / "one", tmp_path / "empty"), 65, "line 1 has an invalid step")

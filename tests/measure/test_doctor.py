@@ -73,7 +73,7 @@ def test_alone_it_tells_about_every_stage_on_a_page_that_fits(page):
 def test_a_stage_without_its_gpu_is_an_error_that_names_the_driver(page):
     for stage in ("cuda", "mpi-cuda"):
         result = page("--stage", stage)
-        refused(result, 2, f"'{stage}'", "no NVIDIA driver was found (libcuda.so.1)", "ask for a GPU node")
+        refused(result, 2, f"'{stage}'", "no NVIDIA driver found (libcuda.so.1)", "request a GPU node")
         assert "cannot run: no NVIDIA driver" in result.stdout
 
 
@@ -89,7 +89,7 @@ def test_an_mpi_that_does_not_load_or_ends_its_process_does_not_end_the_doctor(t
     (tmp_path / "mpi4py").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
     for how, words in (
-        ("os._exit(0)", "MPI ended the process that started it"),
+        ("os._exit(0)", "MPI failed to start"),
         ("os.abort()", "no PMI here"),
         ("raise ImportError('planted')", "(planted); install them with pip install 'distgpt[mpich]'"),
     ):
@@ -115,7 +115,7 @@ def test_several_ranks_make_one_report_about_all():
     assert 0 < sum(rank["core_share"] for rank in report["ranks"]) <= n_cores + 1e-6
     assert report["launch"]["processes"] == n_ranks and report["mpi"]["vendor"]
     assert report["stages"]["mpi"]["runs"] and not report["stages"]["serial"]["runs"]
-    crowded = warnings_about("more ranks than cores", report)
+    crowded = warnings_about("at most one rank per core", report)
     assert len(crowded) == (n_ranks > n_cores)
     assert all(warning.startswith(f"ranks 0–{n_ranks - 1} on") for warning in crowded)
 
@@ -134,7 +134,7 @@ def test_two_ranks_leave_together_with_one_line():
 @needs_mpi
 def test_a_launcher_of_another_mpi_is_reported_by_one_process():
     result = distgpt("doctor", "--stage", "mpi", env={"PMI_SIZE": "2", "PMI_RANK": "0"})
-    refused(result, 2, "stage 'mpi' cannot run here", "launched as 2 processes", "found itself alone")
+    refused(result, 2, "stage 'mpi' cannot run here", "launched as 2 processes", "found only one")
     assert "2 processes by" in result.stdout
     result = distgpt("doctor", "--stage", "mpi", env={"PMI_SIZE": "2", "PMI_RANK": "1"})
     assert (result.returncode, result.stdout, result.stderr) == (2, "", "")
@@ -173,7 +173,7 @@ def test_only_ranks_that_share_a_gpu_are_told(ranks):
         assert doctor.warnings(LAUNCHED, MPI, found) == []
     two = [{**ranks[number], "host": "node0"} for number in (0, 4)]
     warnings = doctor.warnings(LAUNCHED, MPI, two)
-    assert "ranks 0, 4 on node0 share one A and its memory: start one rank per GPU" in warnings
+    assert "ranks 0, 4 on node0 share one A and its memory; start one rank per GPU" in warnings
 
 
 def test_traps_are_reported_with_their_ranks(ranks):
@@ -184,8 +184,8 @@ def test_traps_are_reported_with_their_ranks(ranks):
         (range(4), {"core_share": 0.5}, ["ranks 0–3 on node0 share 2 cores"]),
         (range(4, 8), {"core_share": 1.0}, ["ranks 4–7 on node1 may use 4 of 16 cores", "--bind-to none"]),
         ({7}, {"environment": set_here}, ["OPENBLAS_CORETYPE=Haswell overrides"]),
-        (range(8), {"compute": nowhere}, ["compiled loops cannot be kept"]),
-        ({2, 3}, {"compute": nowhere}, ["ranks 2–3: compiled loops cannot be kept"]),
+        (range(8), {"compute": nowhere}, ["cannot cache compiled loops"]),
+        ({2, 3}, {"compute": nowhere}, ["ranks 2–3: cannot cache compiled loops"]),
     ):
         found = doctor.warnings(LAUNCHED, MPI, changed(ranks, numbers, **change))
         (found,) = [warning for warning in found if words[0] in warning]
@@ -208,7 +208,7 @@ def test_launchers_are_known_by_what_they_leave():
     mpich = {"PMI_SIZE": "4", "MPI_LOCALNRANKS": "2", "SLURM_STEP_NUM_TASKS": "2"}
     for environment, launcher, processes in (
         ({}, "", 1),
-        (mpich, "mpirun of MPICH or a relative", 4),
+        (mpich, "an mpirun of MPICH or a derivative", 4),
         ({"OMPI_COMM_WORLD_SIZE": "3"}, "Open MPI's mpirun", 3),
         ({"SLURM_STEP_NUM_TASKS": "8", "PMI_SIZE": "8"}, "srun", 8),
         ({"SLURM_NTASKS": "8"}, "", 1),
@@ -285,7 +285,7 @@ def of(vendor):
         (around(HYDRA), "Intel MPI", [], "/none/MPICH/mpirun"),  # both speak the PMI of Hydra
         (around(HYDRA), "Open MPI", ["mpirun belongs to MPICH", "the mpirun of Open MPI"], ""),
         (around(OPEN), "MPICH", ["belongs to Open MPI", "the mpirun of MPICH"], ""),
-        (around(NOWHERE), "MPICH", ["no mpirun in PATH", job.HELP], ""),
+        (around(NOWHERE), "MPICH", ["mpirun not found in PATH", job.HELP], ""),
         (around(OPEN, True), "Open MPI", ["--allow-run-as-root"], "/none/Open MPI/mpirun --allow-run-as-root"),
         (around(HYDRA, True), "MPICH", [], "/none/MPICH/mpirun"),
         (around(HYDRA), "an unknown MPI", [], ""),

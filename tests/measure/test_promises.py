@@ -49,7 +49,7 @@ def test_promised(one, other, how):
 @pytest.mark.parametrize(
     "one, other, says, how",
     [
-        (None, ONE, "not kept what bits depend on in the run", {}),
+        (None, ONE, "no record of the environment in the run", {}),
         (ONE, replace(ONE, sources="2"), "sources: 1 in the run, 2 here", {"t": PARTS}),
         (ONE, replace(ONE, versions={"distgpt": "1.0", "numpy": "3"}), "numpy: 2.0 in the run, 3 here", {}),
         (ONE, replace(ONE, processors=["znver5-2"]), "processors: 1 × znver4-1 in the run, 1 × znver5-2", {}),
@@ -67,7 +67,7 @@ def test_promised(one, other, how):
         (GPU, ONE, "gpu: ", {"t": PARTS}),
         (*[replace(GPU, gpu={"deterministic": "False"})] * 2, "without --deterministic", {}),
         (GPU, replace(GPU, recompute="all"), "recompute: mlp in the run, all here", {}),
-        (replace(ONE, processors=["a", "b"]), replace(ONE, processors=["a", "b"]), "several kinds", {}),
+        (replace(ONE, processors=["a", "b"]), replace(ONE, processors=["a", "b"]), "different kinds", {}),
     ],
 )
 def test_rounding_is_expected_and_why(one, other, says, how):

@@ -91,15 +91,15 @@ def test_one_bit_of_a_weight_or_a_loss_is_found(copied):
     manifest.write_text(json.dumps(listed))
 
     result = inside("replay", copied, "--steps", "9:12")
-    assert result.returncode == 1 and f"the weights of step 12, {name} first" in result.stderr
+    assert result.returncode == 1 and f"the weights of step 12, {name} differs first" in result.stderr
     assert f"{name}: 1 of {tensors[name].size:,} elements" in " ".join(result.stdout.split())
     change_loss(copied, 10, 1 + 2**-23)
     result = inside("replay", copied, "--steps", "9:12")
-    assert result.returncode == 1 and "the loss of step 10 first" in result.stderr
+    assert result.returncode == 1 and "the loss of step 10 differs first" in result.stderr
     assert "loss 4 3 step 10: " in " ".join(result.stdout.split())
     flip_a_bit(file)
     damaged = inside("replay", copied, "--steps", "9:12")
-    assert damaged.returncode == 65 and f"{file} is damaged" in damaged.stderr
+    assert damaged.returncode == 65 and f"{file} is corrupt" in damaged.stderr
 
 
 def flip_a_bit(file):
@@ -112,9 +112,9 @@ def test_a_damaged_checkpoint_on_the_way_is_named_and_passed_over(copied):
     flip_a_bit(file)
     result = inside("replay", copied, "--steps", "9:12")
     assert result.returncode == 0, result.stderr
-    assert f"{file} is damaged" in result.stderr and "from its first weights" in result.stderr
-    assert "no checkpoint before step 9" in result.stderr
-    assert "the same to the bit" in result.stdout and "step 8" not in result.stdout
+    assert f"{file} is corrupt" in result.stderr and "from its first weights" in result.stderr
+    assert "no usable checkpoint before step 9" in result.stderr
+    assert "bitwise identical" in result.stdout and "step 8" not in result.stdout
 
 
 def change_loss(run, step, factor):
@@ -161,10 +161,10 @@ def test_what_cannot_be_replayed_is_refused_in_a_line(run, tmp_path):
     text = resolve_data("story").read_text()
     (tmp_path / "story.txt").write_text(text.replace(" and ", " the ", 1))
     for code, words, *says in (
-        (2, [run, "--steps", "10:13"], "has 12 steps: there is no step 13"),
-        (2, [run, "--steps", "4:3"], "'4:3': give the first step and the last one"),
-        (2, [tmp_path, "--steps", "1"], "holds no run"),
-        (2, [tmp_path / "none", "--steps", "1"], "there is no directory"),
+        (2, [run, "--steps", "10:13"], "has only 12 steps, not 13"),
+        (2, [run, "--steps", "4:3"], "'4:3' must be a step or FIRST:LAST"),
+        (2, [tmp_path, "--steps", "1"], "is not a run directory"),
+        (2, [tmp_path / "none", "--steps", "1"], "no directory"),
         (65, [run, "--steps", "9", "--data", tmp_path / "story.txt"], "has changed since the run", "--data"),
         (65, [run, "--steps", "9", "--data", tmp_path / "gone.txt"], "gone.txt", "--data"),
     ):
@@ -207,7 +207,7 @@ def test_the_time_of_a_learning_rate(schedule, elapsed, step):
     t = TrainConfig(schedule=schedule, warmup=5, train_minutes=1.0, lr=3e-3, min_lr=1e-4)
     rate = learning_rate(t, step, elapsed)
     assert learning_rate(t, step, elapsed_at(t, step, rate)) == rate
-    with pytest.raises(UsageError, match="at no time"):
+    with pytest.raises(UsageError, match="not possible with its schedule"):
         elapsed_at(t, 50, 1.0)
 
 

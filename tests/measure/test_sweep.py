@@ -133,7 +133,7 @@ def test_a_sweep_that_is_interrupted_resumes_and_ends_as_if_not(swept, tmp_path,
     monkeypatch.setattr(work.Listener, "stepped", stepped)
     for _ in range(2):
         stopped = sweep(folder)
-        assert stopped.returncode == 130 and "the same command resumes the sweep" in stopped.stderr
+        assert stopped.returncode == 130 and "repeat the command" in stopped.stderr
     last = sweep(folder)
     assert last.returncode == 0, last.stderr
     assert losses(folder) == losses(swept[0])
@@ -145,7 +145,7 @@ def test_a_sweep_that_is_interrupted_resumes_and_ends_as_if_not(swept, tmp_path,
 def test_a_sweep_ends_before_its_time_limit(tmp_path):
     folder = written(tmp_path, SMALL.replace("steps = 9", "steps = 1000000") + "[sweep]\nlr = [1e-3]")
     stopped = sweep(folder, "--time-limit", "4s")
-    assert stopped.returncode == 75 and "the time is up; the same command resumes" in stopped.stderr
+    assert stopped.returncode == 75 and "time limit reached; to resume the sweep" in stopped.stderr
     assert list((folder / "out" / "lr=0.001" / "checkpoints").iterdir())
 
 
@@ -167,7 +167,7 @@ def test_what_fails_for_another_reason_is_tried_again(tmp_path):
     foreign.parent.mkdir()
     foreign.touch()
     failed = sweep(folder)
-    assert failed.returncode == 0 and "is not empty and holds no run" in failed.stdout
+    assert failed.returncode == 0 and "is not empty and not a run directory" in failed.stdout
     assert [line.split()[-1] for line in failed.stdout.splitlines()[2:4]] == ["best", "failed"]
     foreign.unlink()
     again = sweep(folder)
@@ -200,7 +200,7 @@ def test_a_run_that_another_process_has_locked_is_left_to_it(swept):
 
 def test_runs_with_different_tokenizers_are_compared_in_bits_per_byte(tmp_path):
     text = SMALL.replace('tokenizer = "word"', "") + '[sweep]\ntokenizer = ["word", "byte"]\n'
-    refused(sweep(written(tmp_path, text)), 2, "another tokenizer", 'metric = "bits_per_byte"')
+    refused(sweep(written(tmp_path, text)), 2, "the tokenizer", 'metric = "bits_per_byte"')
     assert not (tmp_path / "out").exists()
     done = sweep(written(tmp_path, text + 'metric = "bits_per_byte"'))
     assert done.returncode == 0, done.stderr
@@ -210,8 +210,8 @@ def test_runs_with_different_tokenizers_are_compared_in_bits_per_byte(tmp_path):
 
 def test_grids_of_which_no_run_can_finish(tmp_path):
     for text, code, words in (
-        (SMALL.replace("val_fraction = 0.1", "") + "[sweep]\nlr = [0.1]", 2, "nothing is held out"),
-        (SMALL + "[sweep]\nn_kv_head = [1, 3]", 2, "n_kv_head=3: n_head 2 is no multiple"),
+        (SMALL.replace("val_fraction = 0.1", "") + "[sweep]\nlr = [0.1]", 2, "no validation data"),
+        (SMALL + "[sweep]\nn_kv_head = [1, 3]", 2, "n_kv_head=3: n_head (2) must be a multiple"),
         (SMALL + "train_minutes = 1\n[sweep]\nlr = [0.1]\nrungs = 2", 2, "train_minutes"),
         (SMALL.replace('"story"', '"stoory"') + "[sweep]\nlr = [0.1]", 65, "stoory"),
     ):

@@ -36,7 +36,7 @@ def test_the_files_of_a_run_hold_adapters_alone_and_name_their_model(run, base):
         names = set(load_file(file))
         assert {name.split(".")[4] for name in names} == {"lora_a", "lora_b"}
         assert {name.split(".")[3] for name in names} == {"q", "k", "v", "o", "up", "down"}
-    assert f"adapter of rank 2 beside all of {base}" in done("weights", "info", run)
+    assert f"adapter of rank 2 for all of {base}" in done("weights", "info", run)
     assert np.mean(losses(run)[-9:]) < np.mean(losses(run)[:9]) - 0.05
 
 
@@ -99,7 +99,7 @@ def test_what_adapters_do_not_go_with_is_refused(base, run, tmp_path):
         ([*on_base, "--set", "lora_matrices=q,x"], "x"),
         (["train", "--init", run, *TEXT, *out], "weights merge"),
         (["weights", "quantize", run, *out], "weights merge"),
-        (["weights", "merge", "--adapter", base, *out], "no adapter"),
+        (["weights", "merge", "--adapter", base, *out], "not an adapter"),
         (["infer", "--weights", run, "--adapter", run, "--prompt", "a"], "adapter"),
     ):
         refused(inside(*words), 2, named)

@@ -165,7 +165,7 @@ def test_what_cannot_be_held_is_refused(saved, tmp_path):
     last = sorted(read_header(path).tensors)[-1].removeprefix(PREFIX).removesuffix(".lora_B.weight")
     change_json(folder / "adapter_config.json", lora_alpha=1e-300, alpha_pattern={last: 1e6})
     result = inside(*ask, "--weights", weights)
-    refused(result, 65, path, f"{last}.lora_B.weight, scaled by lora_alpha, holds values that are not finite")
+    refused(result, 65, path, f"{last}.lora_B.weight, scaled by lora_alpha, has values that are not finite")
     shutil.copy(kept / "adapter_config.json", folder)
     tensors = tensors_in(path)
     first = next(iter(tensors))
@@ -188,7 +188,7 @@ def test_what_cannot_be_held_is_refused(saved, tmp_path):
         ["infer", "--prompt", "a", "--weights", weights, "--adapter", huge, "--dtype", "int8"],
         ["weights", "merge", "--weights", weights, "--adapter", huge, "--out", tmp_path / "b.safetensors"],
     ):
-        refused(inside(*words), 65, f"{huge}: what blocks.", "is not finite")
+        refused(inside(*words), 65, f"{huge}: the weights that blocks.", "not finite")
     random_model(other := tmp_path / "other.safetensors", shape(77, 13, 1, 3, 18, **MODERN))
     write_tensors(path, tensors, {})
     refused(inside(*ask, "--weights", other), 65, "layers.1")

@@ -120,7 +120,7 @@ def test_another_process_s_file_of_the_same_number_is_not_taken_for_it(monkeypat
     monkeypatch.setattr(os, "open", lambda *args: real(f"/proc/self/fd/{other}", *args[1:]))
     try:
         for error in on_all_ranks(2, lambda comm: shared_rows(comm, 10, np.dtype(np.float32))):
-            assert isinstance(error, UsageError) and "processes of their own" in str(error)
+            assert isinstance(error, UsageError) and "separate process IDs" in str(error)
     finally:
         os.close(other)
 

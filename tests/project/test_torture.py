@@ -73,7 +73,7 @@ PLANTED = {
     "a line in two": (METRICS(lambda lines: [lines[0][:9], b"\n", *lines]), "torn"),
     "another loss": (METRICS(lambda lines: [line.replace(b"1", b"2") for line in lines]), "losses"),
     "torn weights": (changed("weights.safetensors", lambda lines: [b"".join(lines)[:-5], b"12345"]), "torn"),
-    "no checkpoint": (lambda run: shutil.rmtree(run / LAST), "checkpoints"),
+    "no common checkpoints": (lambda run: shutil.rmtree(run / LAST), "checkpoints"),
     "other weights": (WRITE("weights.safetensors"), "weights"),
     "a leaked file": (lambda run: (run / ".config.toml.0.tmp").touch(), "leaked"),
     "a holder": (lambda run: (run / "running.json").write_text("{}"), "leaked"),

@@ -169,5 +169,5 @@ def test_a_run_begins_with_them(tmp_path):
 
 
 def test_a_tied_output_layer_is_refused():
-    with pytest.raises(UsageError, match="init_weights unit"):
+    with pytest.raises(UsageError, match="init_weights to unit"):
         ModelConfig(init_weights="bigrams")

@@ -133,7 +133,7 @@ def test_ranks_end_together_and_a_stopped_run_resumes_its_time(tmp_path):
     assert steps[first]["lr"] < 1.02 * steps[first - 1]["lr"] and steps[-1]["lr"] == 0  # not a new run's rate
     assert seconds_of(out, steps[-1]["step"]) == pytest.approx(9)
     again = inside(*words, "--threads", "1", "--resume", "auto")
-    assert again.returncode == 0 and "its 9s are over" in again.stdout
+    assert again.returncode == 0 and "its 9s have elapsed" in again.stdout
     assert lines(out) == steps
 
 
@@ -163,7 +163,7 @@ def test_the_lines_of_the_dial_say_what_is_read_and_when_it_ends(tmp_path):
     for tokens, flags, words in (
         (0.0, {}, "reads 8.19 k tokens, the text 8.19 times; 0.125 for each of 65.5 k parameters"),
         (0.0, {}, "16 steps of 512 tokens; lr 0.01"),
-        (300.0, {"train_minutes": 2.955}, ", until 2:57 is over"),
+        (300.0, {"train_minutes": 2.955}, ", for 2:57"),
     ):
         given = {"data": str(text), **flags}
         assert words in described(preset("fast", {**settings_of(1, given, tokens), **given}))
@@ -190,7 +190,7 @@ def test_the_size_of_a_text_is_known_before_it_is_read(tmp_path):
     ("words", "named"),
     [
         ("--depth 2 --preset gpt2", "fast"),
-        ("--within soon", "no time"),
+        ("--within soon", "not a duration"),
         ("--within 1m --set train_minutes=1", "train_minutes"),
         ("--within 1m --steps 5", "--within and --steps"),
         ("--set train_minutes=1 --steps 5", "train_minutes and --steps"),
@@ -219,7 +219,7 @@ def test_within_chooses_a_depth_and_ends_with_its_time(tmp_path):
     notes, t, metrics = within(tmp_path / "long.txt", 8, tmp_path / "run", tokenizer="byte")
     assert t.train_minutes == pytest.approx(8 / 60) and t.optimizer == "muon"
     assert metrics[-1]["lr"] == pytest.approx(t.min_lr) and not t.eval_every
-    assert "bits per byte on text that it has not seen" in notes and "--val-fraction 0.1" in notes
+    assert "bits per byte on unseen text" in notes and "--val-fraction 0.1" in notes
     assert "the run ends after" not in notes
 
 
@@ -240,7 +240,7 @@ def test_within_reads_no_short_text_until_it_is_learned_by_heart(tmp_path):
     before = {path: path.read_bytes() for path in (tmp_path / "run").iterdir() if path.is_file()}
     words = ["--data", resolve_data("story"), "--val-fraction", "0.1", "--threads", "1"]
     again = inside("train", *words, "--out", tmp_path / "run", "--within", "10m", "--resume", "auto")
-    assert again.returncode == 0 and "is finished, and nothing was changed" in again.stdout, again.stderr
+    assert again.returncode == 0 and "is finished; nothing was changed" in again.stdout, again.stderr
     assert before == {path: path.read_bytes() for path in (tmp_path / "run").iterdir() if path.is_file()}
 
 
@@ -270,6 +270,6 @@ def test_evaluations_by_the_clock_score_all_that_is_held_out_while_that_takes_li
 def test_the_warm_up_of_a_given_model_is_a_part_of_what_the_time_allows(tmp_path):
     size = {"preset": "tiny", "n_layer": 1, "batch_size": 128, "tokenizer": "byte"}
     notes, t, metrics = within(resolve_data("story"), 1, tmp_path / "run", **size)
-    assert "this machine takes about" in notes and t.warmup <= t.steps // 5 < 600 // 5
+    assert "this machine runs about" in notes and t.warmup <= t.steps // 5 < 600 // 5
     rates = [line["lr"] for line in metrics]
     assert rates[-1] < max(rates), "the learning rate never fell"

@@ -38,14 +38,14 @@ def test_of_the_text_of_training_only_what_was_held_out_is_scored(run, tmp_path)
     words = ["eval", "--weights", run, "--threads", "1", "--json", "--val"]
     found = inside(*words, bundled("data", "story.txt"))
     assert json.loads(found.stdout)["val_loss"] == pytest.approx(validations(run)[20], rel=1e-6)
-    assert "only the 20.00% held out of it is scored" in found.stderr
+    assert "scoring only the held-out 20.00%" in found.stderr
     other = tmp_path / "other.txt"
     other.write_text(bundled("data", "story.txt").read_text())
     scored = inside(*words, other)
     assert json.loads(scored.stdout)["val_tokens"] > 4 * json.loads(found.stdout)["val_tokens"]
     assert "trained on" not in scored.stderr
     whole = train(tmp_path / "whole", "--steps", "1")
-    assert "story: its text was seen" in inside("eval", "--weights", whole, "--val", "story").stderr
+    assert "story: the loss is on training data" in inside("eval", "--weights", whole, "--val", "story").stderr
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +120,7 @@ def test_weights_are_trained_further_and_not_needed_to_resume(run, tmp_path):
     model = (tmp_path / "more" / "config.toml").read_text()
     assert "n_embd = 16" in model and str(start) in model
     new = ["--out", tmp_path / "new"]
-    refused(inside(*more, "--n-layer", "3", *new), 2, "n_layer is 2", "3 is asked")
+    refused(inside(*more, "--n-layer", "3", *new), 2, "n_layer 2, not 3")
     refused(inside(*more, "--tokenizer", "char", *new), 65, "word", "--tokenizer auto")
     (tmp_path / "start.safetensors").unlink()
     again = inside(*more, "--steps", "3", "--out", tmp_path / "more", "--resume", "auto")

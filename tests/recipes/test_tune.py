@@ -116,9 +116,7 @@ def test_long_examples_lose_their_end_and_some_their_place(chats, tmp_path):
     tokenizer = load_tokenizer("byte", "")
     request = DataRequest(str(path), seq_len=80, existing=tokenizer)
     found = LOADING.load(SerialComm(), request, said.append).train
-    assert said == [
-        "2 of 7 examples are cut after 81 tokens (--seq-len), and 1 without an answer before that are left out"
-    ]
+    assert len(said) == 1 and re.match(r"2 of 7 examples .*81 tokens \(--seq-len\).* 1 without an answer", said[0])
     assert len(found.starts) == len(ROWS) + 2 and max(np.diff(found.starts)) == 80
     parts = LOADING.load(SerialComm(), replace(request, val_fraction=0.4), said.append)
     assert (len(parts.train.starts), len(parts.val.starts)) == (5, 3)
@@ -177,7 +175,7 @@ def test_a_tuned_run_knows_its_examples_is_evaluated_and_keeps_the_tokenizer(cha
     said = tuned(chats, out, "--epochs", "2", "--val", str(chats), "--eval-every", "2")
     found = re.search(r"5 examples of .* in (\d) sequences, .* full: .* epochs are (\d) steps of 2 seq", said)
     assert found and int(found[2]) == int(found[1]) and len(losses(out)) == int(found[2])
-    assert f"chat --weights {out / 'best.safetensors'}" in said and "is the training text" in said
+    assert f"chat --weights {out / 'best.safetensors'}" in said and "is also the training text" in said
     lines = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
     found = [line["val_loss"] for line in lines if "val_loss" in line]
     answers = sum(map(len, CHATS.values())) + len(CHATS) * len("\n\nUser:\n")
@@ -196,7 +194,7 @@ def test_a_tuned_run_resumes_with_the_same_bits(chats, tmp_path, monkeypatch):
         at_call(patched, Step, "launch", 3, signal.SIGTERM)
         assert tune(chats, halves, *words).returncode == 143
     assert len(losses(halves)) == 3
-    refused(tune(chats, halves, *words), 2, "holds this run already; add --resume auto")
+    refused(tune(chats, halves, *words), 2, "already contains this run; add --resume auto")
 
     def resumed(out, *more):
         again = inside("tune", "--out", out, "--resume", "auto", "--threads", "1", *more)
@@ -207,7 +205,7 @@ def test_a_tuned_run_resumes_with_the_same_bits(chats, tmp_path, monkeypatch):
     assert (halves / "weights.safetensors").read_bytes() == (whole / "weights.safetensors").read_bytes()
     assert "epochs 3.0 → 0.0" in resumed(halves, "--steps", "9") and len(losses(halves)) == 9
     moved = written(tmp_path / "moved" / "chats.jsonl", *ROWS, ROWS[0])
-    assert "is another text than so far" in resumed(halves, "--steps", "12", "--data", moved)
+    assert "the training data has changed" in resumed(halves, "--steps", "12", "--data", moved)
     done = resumed(whole)
     assert "all 3 epochs are done" in done and "--resume auto --epochs 6" in done
 
@@ -236,7 +234,7 @@ def test_chat_says_what_was_never_taught_to_chat_and_serve_knows_it(chats, tmp_p
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"hi\n")))
         found = inside(*asked, weights, *(["--adapter", adapter] if adapter else []))
         is_taught = (weights, adapter) != (SAMPLE, None)
-        assert ("distgpt tune teaches it" in found.stderr) != is_taught, (weights, adapter)
+        assert ("not trained to chat" in found.stderr) != is_taught, (weights, adapter)
         loaded = ModelSpec(weights, "auto", part=adapter).load(open_stage("serial", 1))
         assert served_model(loaded, "it", loaded.slots(1, 0)).chats == is_taught, (weights, adapter)
 
@@ -244,11 +242,11 @@ def test_chat_says_what_was_never_taught_to_chat_and_serve_knows_it(chats, tmp_p
 @pytest.mark.parametrize(
     ("rows", "named"),
     [
-        ([], "holds no rows"),
+        ([], "has no rows"),
         ([{"messages": [{"role": "user", "content": "Hello?"}]}], "line 1: the chat has no answer"),
-        ([ROWS[0], {"messages": [{"role": "oracle", "content": "Yes."}]}], "line 2: message 1: the role"),
+        ([ROWS[0], {"messages": [{"role": "oracle", "content": "Yes."}]}], "line 2: message 1: unknown role"),
         ([{"prompt": "x" * 200, "completion": "y"}], "no example has an answer within its first 129 tokens"),
-        ([{"title": "none of these"}], "line 1: it has 'title', and not"),
+        ([{"title": "none of these"}], "line 1: it has 'title'"),
     ],
 )
 def test_chats_that_cannot_be_tuned_on_are_refused(rows, named, tmp_path):
@@ -259,10 +257,10 @@ def test_chats_that_cannot_be_tuned_on_are_refused(rows, named, tmp_path):
 def test_impossible_options_are_refused_before_anything_is_written(chats, tmp_path):
     out = tmp_path / "run"
     refused(tune(tmp_path / "gone.jsonl", out), 65, "gone.jsonl")
-    refused(tune(chats, out, "--val-fraction", "0.01"), 65, "of 5 examples is none")
-    refused(tune(chats, out, "--steps", "3", "--epochs", "1"), 2, "--steps and --epochs exclude each other")
-    refused(inside("tune", "--data", chats, "--out", out), 2, "--weights says which model")
-    refused(inside("tune", "--out", out, "--data", chats, "--resume", "auto"), 2, "--weights says")
+    refused(tune(chats, out, "--val-fraction", "0.01"), 65, "of 5 examples")
+    refused(tune(chats, out, "--steps", "3", "--epochs", "1"), 2, "--steps and --epochs cannot be combined")
+    refused(inside("tune", "--data", chats, "--out", out), 2, "requires --weights")
+    refused(inside("tune", "--out", out, "--data", chats, "--resume", "auto"), 2, "requires --weights")
     assert not out.exists()
 
 

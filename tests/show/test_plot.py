@@ -105,8 +105,8 @@ def test_a_slow_first_step_and_a_fast_one_leave_room_for_the_rest(tmp_path):
     [
         ("missing", None, UsageError, "no run directory"),
         ("other", None, UsageError, "not a run directory"),
-        ("empty", None, UsageError, "no steps yet"),
-        ("half", None, UsageError, "no steps yet"),
+        ("empty", None, UsageError, "no recorded steps"),
+        ("half", None, UsageError, "no recorded steps"),
         ("run", "a.jpg", UsageError, "a.jpg"),
         ("run", "no/a.png", StorageError, "no/a.png"),
     ],

@@ -26,7 +26,7 @@ from distgpt.core.comm.resources import Grants, usable_cores
 
 VARIABLE = "DISTGPT_BIND"
 CHOICES = ("auto", "off")
-TAKEN = "another job of distgpt on this host runs on the same cores: threads are bound to none of them"
+TAKEN = "another distgpt job on this host uses the same cores: threads are not bound to cores"
 
 
 class Placed(Layout):
@@ -100,7 +100,7 @@ class Placed(Layout):
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 return TAKEN
-            return f"cores cannot be claimed ({error.strerror or error}): threads are bound to none of them"
+            return f"cannot claim cores ({error.strerror or error}): threads are not bound to cores"
         return ""
 
     def bind(self) -> None:
@@ -159,7 +159,7 @@ def wanted() -> str:
     """Return the user's value of DISTGPT_BIND."""
     chosen = os.environ.get(VARIABLE) or CHOICES[0]
     if chosen not in CHOICES:
-        raise UsageError(f"{VARIABLE} is {chosen!r:.80}: it must be {' or '.join(CHOICES)}")
+        raise UsageError(f"{VARIABLE} must be {' or '.join(CHOICES)}, not {chosen!r:.80}")
     return chosen
 
 
@@ -171,14 +171,14 @@ def doubts(machine: Machine, here: Sequence[Rank]) -> list[str]:
     """Return why the ranks of a host are not bound, if they should be."""
     if machine.doubts:
         asked = len(here[0].cpus) > 1 and here[0].bind == "auto"
-        return [f"{machine.doubts[0]}: threads run where Linux puts them"] * asked
+        return [f"{machine.doubts[0]}: threads are not bound to cores"] * asked
     users = Counter(core for rank in here for core in cores_of(machine, rank))
     shared = {core for core, many in users.items() if many > 1}
     if not shared or len({rank.cpus for rank in here}) == 1:
         return []
     many = sum(bool(cores_of(machine, rank) & shared) for rank in here)
     return [
-        f"{many} ranks of a host share cores ({in_runs(shared)}): bind each to cores of its own"
+        f"{many} ranks of a host share cores ({in_runs(shared)}); bind each rank to its own cores"
         " (mpirun -bind-to core, srun --cpu-bind=cores)"
     ]
 

@@ -85,7 +85,7 @@ def recommended(machine: Machine, granted: float = 0.0) -> Advice:
     free = machine.cores
     ranks = regions = len({region(core) for core in free}) or 1
     most = max(1, int(min(granted or len(free), len(free))))
-    why = "a rank for each NUMA region" if regions > 1 else "all cores are in one NUMA region"
+    why = "one rank per NUMA region" if regions > 1 else "all cores are in one NUMA region"
     if most < len(free):
         ranks, why = max(1, regions * most // len(free)), f"{most} of {len(free)} cores are granted"
     cut = blocks(machine, ranks)

@@ -27,12 +27,12 @@ def shape(text: str) -> tuple[int, int]:
     if text == "here":
         machine = read_machine()
         if machine.doubts:
-            raise UsageError(f"--node here: {machine.doubts[0]}; describe the node, as in --node 8x16")
+            raise UsageError(f"--node here: {machine.doubts[0]}; describe the node, such as --node 8x16")
         sizes = Counter(core[0].region for core in machine.cores)
         return len(sizes), min(sizes.values())
     found = re.fullmatch(r"([1-9]\d{0,3})x([1-9]\d{0,3})", text)
     if not found:
-        raise UsageError(f"--node {text}: give NUMA regions and cores of each, as in 8x16, or here")
+        raise UsageError(f"--node {text} must be NUMA regions and cores per region, such as 8x16, or here")
     return int(found[1]), int(found[2])
 
 
@@ -43,14 +43,16 @@ def elements(text: str) -> list[int]:
     """Return the numbers of an array's elements, such as "1-4", "0-8:2%3" or "0,3,7"; [] for ""."""
     rows, percent, most = text.partition("%")
     if percent and not re.fullmatch(r"[1-9]\d{0,8}", most):
-        raise UsageError(f"--array={text}: after % give how many may run at once, as in --array=1-40%8")
+        raise UsageError(
+            f"--array={text}: % must precede a number of concurrent jobs, such as --array=1-40%8"
+        )
     numbers: list[int] = []
     for part in rows.split(",") if text else ():
         if (found := re.fullmatch(r"(\d{1,9})(?:-(\d{1,9})(?::([1-9]\d{0,8}))?)?", part)) is None:
-            raise UsageError(f"--array={text}: give numbers, as in --array=1-4 or --array=0,3,7")
+            raise UsageError(f"--array={text} must be numbers, such as --array=1-4 or --array=0,3,7")
         several = range(int(found[1]), int(found[2] or found[1]) + 1, int(found[3] or 1))[:MOST_ELEMENTS]
         if not several:  # without elements, all runs of the array would share one directory
-            raise UsageError(f"--array={text}: {part} ends before it begins")
+            raise UsageError(f"--array={text}: {part} ends before it starts")
         numbers += several
     return list(dict.fromkeys(numbers))  # Flux would start a duplicate twice in the same directory
 
@@ -81,27 +83,26 @@ _SUCCESSOR = """\
   marker={marker}"{number}"
   if mkdir "$marker" 2>/dev/null; then
     {submit} && exit 0
-    echo "the successor could not be submitted: submit the script again"
+    echo "cannot submit the successor: submit the script again"
   elif [ -d "$marker" ]; then
-    echo "$marker is there: this job has submitted its successor already"
+    echo "$marker exists: this job has already submitted its successor"
   else
-    echo "$marker cannot be made, so no successor follows: submit the script again"
+    echo "cannot create $marker, so no successor was submitted: submit the script again"
   fi"""
 
 _SCRIPT = """\
 #!/bin/bash
-# Train, and begin again where it stopped until all steps are done. {system.advice}
+# Train, and resume after each stop until all steps are done. {system.advice}
 # {job.made_by}
 {options}
 
-{first}# What this site needs before a program starts goes here: module load …, export …
+{first}# Add commands that this site requires before a program starts: module load …, export …
 {setup}
 {begin}log={job.name}-{number}.$attempt.log
 newest() {{ ls {checkpoints} 2>/dev/null | tail -n 1; }}
 {functions}before=$(newest)
 
-set -m  # {starts} in a process group of its own: on a TERM that is meant for this shell it would \
-kill the ranks
+set -m  # {starts} in its own process group: on a TERM meant for this shell it would kill the ranks
 {launch}{command} \\
   >>"$log" 2>&1 &
 ranks=$!
@@ -109,18 +110,18 @@ ranks=$!
 {system.signals}
 trap 'came=USR1; {system.passed_on}' {system.announces}
 trap 'came=TERM; ending=yes; {system.passed_on}' {system.ends}
-# wait comes back for a signal, after two at once perhaps twice, and always while the ranks are stopped: of a
-# TSTP the shell would leave the loop, too, were it not for the function.
+# wait returns after a signal, perhaps twice after two signals, and always while the ranks are stopped. The
+# function keeps the shell in the loop after a TSTP.
 ended() {{ wait $ranks; }}
 while came=; ended; code=$?; [ "$came" ] || kill -0 $ranks 2>/dev/null; do
   [ "$came" ] || sleep 0.2
 done
-echo "attempt $attempt left with $code; newest checkpoint: $(newest)"
+echo "attempt $attempt exited with $code; newest checkpoint: $(newest)"
 
 # {system.rule}
 again=
 if [ $code = 75 ] && [ "$(newest)" = "$before" ]; then
-  echo "no step was finished in this attempt: not queued again, as that might never end"
+  echo "no step finished in this attempt: not requeued, to avoid an endless loop"
 elif {system.begins_again}; then
   again=yes
 fi
@@ -170,10 +171,7 @@ def _directives(system: System, job: Job) -> list[str]:
     """Return the script's directives. The user's replace default ones that set the same option."""
     for line in job.lines:
         if re.match(system.reserved, line):
-            raise UsageError(
-                f"--directive {line}: give the limit by --time, the numbers of an array by --array, as in"
-                " --array 1-4, and a name by --name"
-            )
+            raise UsageError(f"--directive {line} is not allowed; use --time, --array or --name")
     theirs = set(map(_key, job.lines))
     return [*(line for line in system.options(job) if line and _key(line) not in theirs), *job.lines]
 

@@ -43,9 +43,9 @@ def find_launcher(chosen: str | None, hostfile: Path | None) -> Launcher:
     except ValueError as error:
         raise UsageError(f"--launcher {chosen}: {str(error).lower()}") from error
     if not words or not words[0]:
-        raise UsageError('--launcher names no program; give one, as in "srun --mpi=pmix", or leave it out')
+        raise UsageError('--launcher is empty; name a program, such as "srun --mpi=pmix", or omit the option')
     if (program := shutil.which(words[0])) is None:
-        raise UsageError(f"no {words[0]} was found: pip install 'distgpt[mpich]', or give --launcher")
+        raise UsageError(f"{words[0]} not found in PATH; pip install 'distgpt[mpich]', or pass --launcher")
     return Launcher((program, *words[1:], *_hosts(program, hostfile)))
 
 
@@ -54,9 +54,9 @@ def _hosts(program: str, hostfile: Path | None) -> tuple[str, ...]:
     if hostfile is None:
         return ()
     if Path(program).name == "srun":
-        raise UsageError("srun takes its hosts from the allocation: leave --hostfile out")
+        raise UsageError("srun takes its hosts from the allocation; omit --hostfile")
     if not hostfile.is_file():
-        raise UsageError(f"--hostfile {hostfile}: there is no such file")
+        raise UsageError(f"--hostfile {hostfile} does not exist")
     vendor = mpirun(program)["vendor"]
     return (HOSTS_OPTION.get(vendor, HOSTS_OPTION["MPICH"]), str(hostfile))
 
@@ -101,7 +101,7 @@ def distant_mpi() -> Facts:
     lines = [line for line in child.stdout.splitlines() if line.startswith("{")]  # libraries also print
     if child.returncode or not lines:
         said = " ".join(child.stderr.split())[:200]
-        return {"problem": f"MPI ended the process that started it ({said or 'without a message'})"}
+        return {"problem": f"MPI failed to start ({said or 'no message'})"}
     found: Facts = json.loads(lines[-1])
     return found
 
@@ -165,7 +165,7 @@ def _line(number: int, text: str, vendor: str) -> HostLine:
     found = _LINES[vendor].fullmatch(text.strip(" \t"))
     slots = found and found["slots"]
     if not found or (slots and not 1 <= int(slots) <= MOST_RANKS):
-        needed = f"{vendor} needs a host and its ranks, as in {_FORMS[vendor]}"
+        needed = f"{vendor} requires a host and its ranks, such as {_FORMS[vendor]}"
         return HostLine(text, problem=f"line {number}: {needed}, not {text!r:.60}")
     return HostLine(text, found["host"], int(slots or 0))
 
@@ -173,5 +173,5 @@ def _line(number: int, text: str, vendor: str) -> HostLine:
 def hostfile_problems(vendor: str, lines: Sequence[HostLine]) -> list[str]:
     """Return why this vendor's mpirun would reject or misread a hostfile."""
     if not lines:
-        return ["it names no host" + ", so that all ranks run on this machine" * (vendor != "Open MPI")]
+        return ["no host is listed" + ", so all ranks would run on this machine" * (vendor != "Open MPI")]
     return [line.problem for line in lines if line.problem]

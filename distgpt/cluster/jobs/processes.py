@@ -60,7 +60,7 @@ class Ended:
 
 def ending(code: int) -> str:
     if code == TIMED_OUT:
-        return "did not end in time"
+        return "timed out"
     known = {number.value: number.name for number in signal.Signals}
     if code < 0:
         return f"killed by {known.get(-code, f'signal {-code}')}"

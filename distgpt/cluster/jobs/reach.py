@@ -97,7 +97,7 @@ def _clean(host: str, variable: str) -> Answer:
     if is_here(host):
         return clean_here(variable)
     if shutil.which("ssh") is None:
-        return Answer(problem="there is no ssh here: install an OpenSSH client")
+        return Answer(problem="ssh not found; install an OpenSSH client")
     # Use sh, because the login shell may be a different one.
     return _answer([*SSH, *ALONE, *KEPT_ALIVE, "--", host, shlex.join(["sh", "-c", _script(variable)])])
 

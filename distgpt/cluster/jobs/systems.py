@@ -42,10 +42,10 @@ class Job:
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
-            raise UsageError(f"--name {self.name}: a job's name is of letters, digits, dots, - and _")
+            raise UsageError(f"--name {self.name} may contain only letters, digits, dots, - and _")
         for word in (*self.lines, *self.command, *self.setup, str(self.out), self.made_by):
             if escape(word) != word:
-                raise UsageError(f"{word} has characters that cannot stand in a script")
+                raise UsageError(f"{word} contains characters that are not allowed in a script")
 
     @property
     def ranks(self) -> int:
@@ -81,7 +81,7 @@ def mpiexec(job: Job) -> str:
     if job.mpi == "none":
         return ""
     if job.mpi not in LAUNCHERS:
-        raise UsageError(f"--mpi {job.mpi}: ranks are started here by one of {', '.join(LAUNCHERS)}")
+        raise UsageError(f"--mpi {job.mpi} is not supported here; choose one of {', '.join(LAUNCHERS)}")
     vendors, options, bound, free = LAUNCHERS[job.mpi]
     own = own_mpirun()
     # An mpiexec of a different MPI would reject these options.
@@ -101,7 +101,7 @@ def _one_range(text: str, system: str) -> tuple[str, str]:
     """Return an array's range and its maximum of concurrent elements. Reject lists of numbers."""
     numbers, _, most = text.partition("%")
     if "," in numbers:
-        raise UsageError(f"--array {text}: {system} takes one range, as in 1-4 or 0-8:2")
+        raise UsageError(f"--array {text}: {system} takes one range, such as 1-4 or 0-8:2")
     return numbers, most
 
 
@@ -141,7 +141,7 @@ class System:
     passed_on: str = "kill -USR1 $ranks"  # command that makes the ranks save
     announces: str = "USR1"  # signals before a limit; the job then restarts
     ends: str = "TERM"  # signals of a job's end; the script only saves
-    rule: str = '75 is "saved, start me again".'  # comment above the decision
+    rule: str = '75 means "saved, restart".'  # comment above the decision
     begins_again: str = "[ $code = 75 ]"  # condition for another attempt, if a step was finished
     requeue: str = ""  # requeues this job; "" if not possible
     successor: str  # command that submits the script as another job
@@ -187,11 +187,10 @@ Submit it with sbatch, whose options
     attempt = "attempt=${{SLURM_RESTART_COUNT:-0}}\n"
     before = "preempted() {{ scontrol show job \"{number}\" | grep -q 'PreemptTime=[0-9]'; }}\n"
     signals = """\
-# Every rank saves and leaves on USR1, which Slurm sends them before the time limit. What only this shell gets
-# is passed on; after a TERM Slurm ends or requeues the job itself."""
+# On USR1, which Slurm sends before the time limit, every rank saves and exits. This shell passes on signals
+# that only it receives. After a TERM, Slurm ends or requeues the job itself."""
     rule = (
-        '75 is "saved, start me again". A preempted job that ends within its grace time is not requeued by'
-        " Slurm."
+        '75 means "saved, restart". Slurm does not requeue a preempted job that ends within its grace time.'
     )
     begins_again = "[ $code = 75 ] || { [ $code != 0 ] && preempted; }"
     requeue = 'scontrol requeue "{number}" && exit 0'
@@ -248,8 +247,8 @@ class Pbs(System):
     left_out_of_element = "-J "
     numbers = ("$number", "$number")
     advice = """\
-Submit it with qsub. A successor has
-# the options of these lines, and none of qsub's own: change them here."""
+Submit it with qsub. A successor
+# has only the options of these lines, not those given to qsub: change them here."""
     first = """\
 cd "$PBS_O_WORKDIR" || exit
 export DISTGPT_JOB_END=$(($(date +%s) + {seconds}))  # the limit above, in seconds since 1970
@@ -257,8 +256,8 @@ export DISTGPT_JOB_END=$(($(date +%s) + {seconds}))  # the limit above, in secon
     begin = "number=${{PBS_JOBID%%.*}}\n"
     begin_element = "ELEMENT=${{ELEMENT:-$PBS_ARRAY_INDEX}}  # the number of this run\n"
     signals = """\
-# Every rank saves and leaves on USR1. PBS sends none before its limit: the run knows that by DISTGPT_JOB_END.
-# TERM comes before qdel kills: the job saves and ends, or PBS starts it again after a preemption."""
+# On USR1 every rank saves and exits. PBS sends no signal before its limit, which the run reads from
+# DISTGPT_JOB_END. TERM comes before qdel kills: the job saves and ends, or restarts after a preemption."""
     successor = "qsub"
     successor_element = "-v ELEMENT=$ELEMENT"
 
@@ -270,7 +269,7 @@ export DISTGPT_JOB_END=$(($(date +%s) + {seconds}))  # the limit above, in secon
         chunk += f":mem={job.memory.lower()}b" * bool(job.memory)
         numbers, most = _one_range(job.array, "PBS")
         if numbers and "-" not in numbers:
-            raise UsageError(f"--array {job.array}: an array of PBS is a range of at least two, as in 1-4")
+            raise UsageError(f"--array {job.array}: PBS requires a range of two or more numbers, such as 1-4")
         return [
             f"-N {job.name}",
             "-S /bin/bash",
@@ -305,10 +304,10 @@ class GridEngine(System):
 Submit it with qsub, whose options
 # override the lines below. `qconf -spl` lists the parallel environments that -pe may name."""
     signals = """\
-# Every rank saves and leaves on USR1, which this shell gets at s_rt, before the limit h_rt. USR2 comes before
+# On USR1, which this shell gets at s_rt, before the limit h_rt, every rank saves and exits. USR2 comes before
 # qdel kills (-notify): the job saves and ends."""
     ends = "USR2 TERM"
-    rule = '75 is "saved, start me again"; Grid Engine queues a job again that leaves with 99.'
+    rule = '75 means "saved, restart"; Grid Engine requeues a job that exits with 99.'
     requeue = "exit 99"
     successor = "qsub"
     successor_element = "-t $SGE_TASK_ID"
@@ -317,8 +316,8 @@ Submit it with qsub, whose options
         slots = job.nodes * job.cpus_per_node
         if job.memory:
             raise UsageError(
-                '--memory: sites of Grid Engine name it differently, as in --directive "-l h_vmem=4G" for a'
-                " slot"
+                "--memory: the resource's name depends on the site; use --directive, such as"
+                ' "-l h_vmem=4G" per slot'
             )
         numbers, most = _one_range(job.array, "Grid Engine")
         return [
@@ -362,20 +361,20 @@ Submit it with bsub < SCRIPT, whose options
     # MPICH's mpiexec, and an ssh to another node. On INT, Open MPI's mpiexec kills the ranks.
     before = """\
 asked=
-trap '' USR2  # which comes to mpiexec, too, and might end it
+trap '' USR2  # also sent to mpiexec, and might end it
 """
     before_openmpi = """\
-# Seconds that mpiexec leaves the ranks for a save after bkill: as Open MPI 4 calls them, and 5.
+# Seconds for the ranks to save after bkill, in the spelling of Open MPI 4 and of Open MPI 5.
 export OMPI_MCA_odls_base_sigkill_timeout=10 PRTE_MCA_odls_base_sigkill_timeout=10
 """
     signals = """\
-# Every rank saves and leaves on USR1. LSF sends URG before the limit (-wa, -wt), which only this shell heeds,
-# and USR2 at the limit. INT and TERM come before bkill kills: the job saves and ends. A second USR1 would end
-# the save."""
+# On USR1 every rank saves and exits. LSF sends URG before the limit (-wa, -wt), which only this shell
+# handles, and USR2 at the limit. INT and TERM come before bkill kills: the job saves and ends. A second USR1
+# would end the save."""
     passed_on = '[ "$asked" ] || kill -USR1 $ranks; asked=yes'
     announces = "URG USR1 USR2"
     ends = "INT TERM"
-    rule = '75 is "saved, start me again"; LSF queues a job again that leaves with 99 (-Q).'
+    rule = '75 means "saved, restart"; LSF requeues a job that exits with 99 (-Q).'
     requeue = "exit 99"
     successor = "bsub"
     successor_element = '-J "{name}[$LSB_JOBINDEX]"'
@@ -429,16 +428,16 @@ class Flux(System):
     element = "$ELEMENT"
     numbers = ("$number", "$number")
     advice = """\
-Submit it with flux batch. Of an array
-# each element is submitted alone: flux batch --env=ELEMENT=1 SCRIPT."""
+Submit it with flux batch. Submit
+# each element of an array separately: flux batch --env=ELEMENT=1 SCRIPT."""
     # Flux reports the remaining time. `--signal` would end brokers (above).
     begin = """\
-# In seconds since 1970: the limit above, less what it takes to submit a successor.
+# In seconds since 1970: the limit above, minus the time to submit a successor.
 export DISTGPT_JOB_END=$(($(date +%s) + $(flux job timeleft) - {submitting}))
 number=$(flux job id --to=f58plain "$(flux getattr jobid)")
 """
     signals = """\
-# Every rank saves and leaves on USR1. The run knows the time limit by DISTGPT_JOB_END. TERM and HUP come
+# On USR1 every rank saves and exits. The run reads the time limit from DISTGPT_JOB_END. TERM and HUP come
 # 5 seconds before `flux cancel` kills: the job saves and ends."""
     passed_on = "flux job kill -s USR1 $(flux job last)"  # a signal would kill flux run itself
     ends = "TERM HUP"
@@ -447,11 +446,9 @@ number=$(flux job id --to=f58plain "$(flux getattr jobid)")
 
     def options(self, job: Job) -> list[str]:
         if job.memory:
-            raise UsageError("--memory: Flux gives cores, and no part of a node's memory: leave it out")
+            raise UsageError("Flux allocates cores, not memory; omit --memory")
         if "%" in job.array:
-            raise UsageError(
-                f"--array {job.array}: Flux starts all that fit at once: leave out % and its number"
-            )
+            raise UsageError(f"--array {job.array}: Flux starts all elements that fit; omit % and its number")
         return [
             f"--job-name={job.name}",
             f"--nodes={job.nodes}",

@@ -116,12 +116,12 @@ class Launcher:
 OPEN_MPI = Launcher(
     "Open MPI's mpirun", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"
 )
-MPICH = Launcher("mpirun of MPICH or a relative", "MPI_LOCALNRANKS", local_rank="MPI_LOCALRANKID")
+MPICH = Launcher("an mpirun of MPICH or a derivative", "MPI_LOCALNRANKS", local_rank="MPI_LOCALRANKID")
 SRUN = Launcher("srun", STEP, "SLURM_PROCID", "SLURM_LOCALID")
 FLUX_RUN = Launcher("flux run", "FLUX_JOB_SIZE", "FLUX_TASK_RANK", "FLUX_TASK_LOCAL_ID")
 # The protocol of an unknown launcher, or of one of the above.
-PMI = Launcher("a launcher that speaks PMI", "PMI_SIZE", "PMI_RANK")
-PMIX = Launcher("a launcher that speaks PMIx", "PMIX_SIZE", "PMIX_RANK")
+PMI = Launcher("a PMI launcher", "PMI_SIZE", "PMI_RANK")
+PMIX = Launcher("a PMIx launcher", "PMIX_SIZE", "PMIX_RANK")
 
 # The most reliable first: an mpirun may use srun, and both may use a protocol.
 LAUNCHERS = (OPEN_MPI, MPICH, SRUN, FLUX_RUN, PMI, PMIX)

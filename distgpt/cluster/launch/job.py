@@ -92,7 +92,7 @@ class Launched(Job):
 
             known = MPIS.get(vendor())
             raise UsageError(
-                f"launched as {launched} processes, but mpi4py found itself alone: the launcher does not fit "
+                f"launched as {launched} processes, but mpi4py found only one: the launcher does not match "
                 f"mpi4py's {library()}; use the mpirun of {vendor()}"
                 + (f", or {known.line(launcher_name())}" if known else "")
                 + f" ({HELP})"
@@ -141,7 +141,7 @@ class Launched(Job):
     def notes(self, comm: Comm, stage: str, threads: int, threads_given: bool) -> list[str]:
         own = _about_cores(comm, threads, threads_given)
         if comm.size == 1:
-            alone = f"--stage {stage} runs as one process: mpirun -n 2 distgpt … starts two"
+            alone = f"--stage {stage} runs as one process; to start two: mpirun -n 2 distgpt …"
             return [note for note in (alone * (stage in WITH_MPI), own) if note]
         found = ranks_by_text(gather(comm, own)).items()
         of_all = [f"{named_ranks(ranks)}: " * (len(ranks) < comm.size) + text for text, ranks in found]
@@ -235,10 +235,10 @@ def foreign_launcher() -> str:
     only_pmix = bool(pmi) and all(name.startswith("PMIX") for name in pmi)
     has_pmix = "pmix" in mpi.configuration()
     if launcher == SRUN and only_pmix and not has_pmix:
-        return "launched by srun --mpi=pmix, which this MPICH is built without; use srun --mpi=pmi2"
+        return "launched by srun --mpi=pmix, which this MPICH does not support; use srun --mpi=pmi2"
     # If both exist, MPICH cannot decide which to use. PMIX_ROOT of a module implies neither.
     if launcher == FLUX_RUN and "PMIX_NAMESPACE" in os.environ and ("PMI_SIZE" in os.environ or not has_pmix):
-        return "launched by flux run with PMIx, by which MPICH does not start; use flux run -o pmi=simple"
+        return "launched by flux run with PMIx, which MPICH does not support; use flux run -o pmi=simple"
     return ""
 
 
@@ -290,8 +290,8 @@ def _raised_by(error: BaseException) -> str:
 
 
 def has_failed(rank: int, library: str, what: str) -> str:
-    why = "; with NCCL_DEBUG=INFO in the environment it says why" * (library == "NCCL")
-    return f"{rank_name(rank)}: {library} has failed, as it does when another rank or host dies: {what}{why}"
+    why = "; for details, set NCCL_DEBUG=INFO" * (library == "NCCL")
+    return f"{rank_name(rank)}: {library} failed, possibly because another rank or host died: {what}{why}"
 
 
 def _about_cores(comm: Comm, threads: int, threads_given: bool) -> str:
@@ -299,10 +299,10 @@ def _about_cores(comm: Comm, threads: int, threads_given: bool) -> str:
     granted, ranks = granted_cores(comm.cores, comm.local_size), comm.local_size
     by = f" ({granted.limit})" * bool(granted.limit)
     if threads_given and threads > granted.whole:
-        own = f"more than the CPUs of a rank, {granted.number:.3g}{by}"
-        return f"--threads {threads} is {own}: threads without a core only make others wait"
+        own = f"more than the {granted.number:.3g} CPUs of the rank{by}"
+        return f"--threads {threads} is {own}; threads without a core slow the others down"
     if ranks > 1 and granted.number < 1 - 1e-6:
-        return f"{ranks} ranks share {granted.number * ranks:.3g} CPUs{by}: fewer are as fast, or faster"
+        return f"{ranks} ranks share {granted.number * ranks:.3g} CPUs{by}; fewer ranks are as fast or faster"
     return ""
 
 

@@ -81,7 +81,7 @@ def misplaced(found: Path) -> str:
     asked = requested_folder()
     if asked is None or asked in found.parents:
         return ""
-    return f"{CACHE} is {asked}, which is not this user's alone: {found.parent} is used"
+    return f"{CACHE} is {asked}, which other users can change; using {found.parent}"
 
 
 def cache_limit() -> int:

@@ -7,7 +7,7 @@ A dataclass names the keys of an object. Its annotations are the types, with bou
         name: Annotated[str, Must("be shorter than 100 characters", lambda name: len(name) < 100)]
         tokens: Count
 
-    shard = read_as(Shard, content, path)  # DataError: PATH is damaged: tokens is -1: it must be a count
+    shard = read_as(Shard, content, path)  # DataError: PATH is corrupt: tokens is -1: it must be a count
 
 A rule that uses other names of its module must be an alias, because annotations are evaluated elsewhere. The
 supported types are int, float, bool, str, object or Any, Literal, `X | None`, list, dict (str keys), tuple
@@ -81,7 +81,7 @@ def read_as(kind: type[T], content: bytes, path: Path) -> T:
     try:
         return checked(kind, parse_object(content, path))
     except ValueError as error:
-        raise DataError(f"{path} is damaged: {error}") from None
+        raise DataError(f"{path} is corrupt: {error}") from None
 
 
 def checked(kind: type[T], value: object, keys: Keys = ()) -> T:
@@ -122,7 +122,7 @@ def _checked(kind: object, value: object, keys: Keys) -> object:
     if kind in (object, Any):
         return value
     if not isinstance(kind, type):
-        raise TypeError(f"{kind} is no type that JSON can be checked by")
+        raise TypeError(f"{kind} cannot be checked in JSON")
     if is_dataclass(kind):
         return _object(kind, value, keys)
     if kind is float and type(value) is int:
@@ -147,7 +147,7 @@ def _object(kind: type[DataclassInstance], value: object, keys: Keys) -> object:
     missing = {name for name, (_, is_needed) in kinds.items() if is_needed} - found.keys()
     if wrong := missing | (found.keys() - kinds.keys()):
         names = escape(", ".join(sorted(wrong)))
-        raise ValueError(f"{_name(keys)} lacks, or should not have, {names:.80}")
+        raise ValueError(f"{_name(keys)} has missing or unknown entries: {names:.80}")
     make: Callable[..., object] = kind
     return make(**{name: _checked(kinds[name][0], each, (*keys, name)) for name, each in found.items()})
 
@@ -163,7 +163,7 @@ def _kinds(kind: type[DataclassInstance]) -> dict[str, tuple[object, bool]]:
 
 
 def _wrong(keys: Keys, value: object, rule: str) -> ValueError:
-    return ValueError(f"{_name(keys)} is {value!r:.40}: it must {rule}")
+    return ValueError(f"{_name(keys)} must {rule}, not {value!r:.40}")
 
 
 def _name(keys: Keys) -> str:
@@ -177,9 +177,9 @@ def parse_object(content: bytes, path: Path) -> JsonObject:
     try:
         value = parse_json(content)
     except ValueError as error:
-        raise DataError(f"{path} is damaged: {error}") from None
+        raise DataError(f"{path} is corrupt: {error}") from None
     if not isinstance(value, dict):
-        raise DataError(f"{path} is damaged: it is not a JSON object")
+        raise DataError(f"{path} is corrupt: not a JSON object")
     return value
 
 
@@ -190,7 +190,7 @@ def parse_json(content: bytes | str, largest: int = LARGEST_JSON) -> Json:
     surrogates, and deep nesting.
     """
     if len(content) > largest:
-        raise ValueError(f"it is larger than {size(largest)}, the most that is read of JSON")
+        raise ValueError(f"larger than {size(largest)}, the limit for JSON")
     try:
         text = content if isinstance(content, str) else content.decode()
         value: Json = json.loads(
@@ -202,21 +202,21 @@ def parse_json(content: bytes | str, largest: int = LARGEST_JSON) -> Json:
         )
         _refuse_depth(value)
     except RecursionError:
-        raise ValueError("it is nested too deeply") from None
+        raise ValueError("nested too deeply") from None
     except UnicodeError:
-        raise ValueError("it is not valid UTF-8") from None
+        raise ValueError("not valid UTF-8") from None
     return value
 
 
 def _distinct(pairs: list[tuple[str, Json]]) -> JsonObject:
     found = dict(pairs)
     if len(found) < len(pairs):
-        raise ValueError("a name occurs twice in it")
+        raise ValueError("duplicate names")
     return found
 
 
 def _refuse_number(text: str) -> NoReturn:
-    raise ValueError(f"it holds the number {text:.20}{'…' if len(text) > 20 else ''}")
+    raise ValueError(f"invalid number {text:.20}{'…' if len(text) > 20 else ''}")
 
 
 def _finite(text: str) -> float:
@@ -243,4 +243,4 @@ def _refuse_depth(value: Json) -> None:
         if not inside:
             return
         level = inside
-    raise ValueError("it is nested too deeply")
+    raise ValueError("nested too deeply")

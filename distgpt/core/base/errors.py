@@ -78,7 +78,7 @@ def refuse_beside(what: str, others: Mapping[str, object], why: str) -> None:
     """Raise a UsageError if one of the `others`, options with their values, is set."""
     for option, value in others.items():
         if value:
-            raise UsageError(f"{what} and --{option} exclude each other: {why}")
+            raise UsageError(f"{what} and --{option} cannot be combined: {why}")
 
 
 def error_for(exit_code: int) -> type[DistgptError]:

@@ -51,7 +51,7 @@ def bundled(kind: str, name: str) -> Path:
     for folder in (package / "bundled", package.parent):  # installed; a source checkout
         if (path := folder / kind / name).exists():
             return path
-    raise DataError(f"the bundled {kind}/{name} is missing from this installation; install distgpt again")
+    raise DataError(f"the bundled {kind}/{name} is missing from this installation; reinstall distgpt")
 
 
 def sync_directory(path: Path) -> None:
@@ -85,7 +85,7 @@ def locked(descriptor: int, path: Path, say: Say) -> bool:
 
 
 def without_locks(path: Path) -> str:
-    return f"the disk of {path} has no locks: another process that writes there too may not be noticed"
+    return f"the file system of {path} has no locks; another process that writes there may go unnoticed"
 
 
 def unfinished(path: Path) -> Path:
@@ -178,7 +178,7 @@ class Direct:
 def open_regular(path: Path) -> BufferedReader:
     """Open a regular file for reading, without blocking. Reject pipes and devices, which may never end."""
     if "\0" in str(path):
-        raise DataError(f"{str(path)!r} cannot be read: no file's name has a NUL byte in it")
+        raise DataError(f"cannot read {str(path)!r}: the name contains a NUL byte")
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     return os.fdopen(_regular(descriptor, path), "rb")
 
@@ -214,8 +214,8 @@ def _regular(descriptor: int, path: Path) -> int:
     """Return the descriptor of a regular file; otherwise close it and raise a DataError."""
     if not stat.S_ISREG(mode := os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        kind = "a folder" if stat.S_ISDIR(mode) else "a pipe or a device"
-        raise DataError(f"{path} is {kind}, no regular file")
+        kind = "a directory" if stat.S_ISDIR(mode) else "a pipe or a device"
+        raise DataError(f"{path} is {kind}, not a regular file")
     return descriptor
 
 
@@ -227,6 +227,6 @@ def read_small(path: Path, limit: int = LARGEST_JSON) -> bytes:
         while len(content) <= limit and (piece := file.read(1 << 20)):
             content += piece
     if len(content) > limit:
-        known = "; the largest tokenizers known have 35 MB" if limit == LARGEST_JSON else ""
-        raise DataError(f"{path} is larger than {size(limit)}, too large for a file of its kind{known}")
+        known = "; the largest known tokenizers have 35 MB" if limit == LARGEST_JSON else ""
+        raise DataError(f"{path} is larger than {size(limit)}, the limit for such files{known}")
     return bytes(content)

@@ -54,7 +54,7 @@ def parse_count(text: str, name: str) -> int:
     except (ValueError, OverflowError):
         value = 0
     if value < 1:
-        raise UsageError(f"{name} is {text!r}: it must be a number like 300000, 300M or 10B")
+        raise UsageError(f"{name} must be a number such as 300000, 300M or 10B, not {text!r}")
     return value
 
 
@@ -79,7 +79,7 @@ def parse_size(text: str) -> int:
     """Return the bytes in "4k", "64MiB", "1.5G" or "4096". Units are powers of 1,024."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?)(?:i?B)?", text.strip(), re.IGNORECASE)
     if found is None:
-        raise UsageError(f"{text!r} is no size: write a number and K, M or G, as in 64M")
+        raise UsageError(f"{text!r} is not a size; write a number and K, M or G, such as 64M")
     return int(float(found[1]) * {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}[found[2].upper()])
 
 
@@ -89,7 +89,7 @@ def parse_duration(text: str) -> float:
     parts = zip(found.groups(), _FACTORS, strict=True) if found else ()
     seconds = sum(float(part) * factor for part, factor in parts if part)
     if not 0 < seconds < 1e10:
-        raise UsageError(f"{text!r} is no time: write numbers and d, h, m or s, as in 3h50m")
+        raise UsageError(f"{text!r} is not a duration; write numbers with d, h, m or s, such as 3h50m")
     return seconds
 
 

@@ -60,7 +60,7 @@ class Interrupted(KeyboardInterrupt):
     def __str__(self) -> str:
         if self.why:
             return self.why
-        known = {signal.SIGINT: "interrupted", signal.SIGPIPE: "nobody reads standard output any more"}
+        known = {signal.SIGINT: "interrupted", signal.SIGPIPE: "standard output was closed"}
         return known.get(self.number) or f"ended by {self.number.name}"
 
 
@@ -143,7 +143,7 @@ class PendingSignals:
         """
         number = meaning(number)
         if number not in EXIT_CODES:  # the ranks' shared flags do not include it
-            raise ValueError(f"{number.name} ends no run")
+            raise ValueError(f"{number.name} does not end a run")
         first = number not in self._came or (number == signal.SIGUSR1 and self.late)
         if first:
             self._came[number] = _noted_at[number] = time.monotonic()

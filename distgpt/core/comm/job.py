@@ -131,12 +131,12 @@ def require_mpi() -> None:
     except (ImportError, RuntimeError) as error:
         if (library := os.environ.get("MPI4PY_LIBMPI")) and isinstance(error, RuntimeError):
             raise UsageError(
-                f"mpi4py cannot load MPI4PY_LIBMPI={library}: load the module of this MPI first"
-                " (module load …), or unset the variable"
+                f"mpi4py cannot load MPI4PY_LIBMPI={library}: load its module first (module load …),"
+                " or unset the variable"
             ) from None
         raise UsageError(
-            f"several ranks need mpi4py and an MPI library ({first_line(error)}); install them with "
-            "pip install 'distgpt[mpich]', or with pip install mpi4py beside your cluster's own MPI "
+            f"multiple ranks require mpi4py and an MPI library ({first_line(error)}); install them with "
+            "pip install 'distgpt[mpich]', or for your cluster's own MPI with pip install mpi4py "
             "(distgpt help install)"
         ) from None
 
@@ -165,7 +165,7 @@ def exit_code(error: BaseException) -> int:
 def described(error: BaseException) -> str:
     """Return a one-line description of an error."""
     if isinstance(error, SystemExit):
-        return f"left with exit code {error.code} in the middle of a job"
+        return f"exited with code {error.code} during a job"
     if isinstance(error, MemoryError):
         return f"not enough memory: {error} (distgpt help out-of-memory)"
     if isinstance(error, OSError) and error.strerror:

@@ -79,9 +79,9 @@ class Asked:
         if self.within is not None:
             ends = {name: given.get(name) for name in ("steps", "epochs")}
             ends["set train_minutes"] = given.get("train_minutes")
-            refuse_beside("--within", ends, "each says when a run ends")
+            refuse_beside("--within", ends, "both set the end of the run")
         if "steps" in given:
-            refuse_beside("--steps", {"epochs": given.get("epochs")}, "each says when a run ends")
+            refuse_beside("--steps", {"epochs": given.get("epochs")}, "both set the end of the run")
             given["epochs"] = 0.0
         return chosen, file, given
 
@@ -90,8 +90,8 @@ class Asked:
         names = self.preset or self.toml or self.depth or {"data", "init"} & self.given.keys()
         if self.resume == "auto" and self.out and not self.out.exists() and not names:
             raise UsageError(
-                f"there is no run {self.out} to resume; to start one there, name its text with --data, or its"
-                f" settings with --preset or --config{nearest_path(self.out)}"
+                f"{self.out} has no run to resume; to start one there, pass --data, --preset or"
+                f" --config{nearest_path(self.out)}"
             )
 
     def settings(self) -> dict[str, object]:
@@ -135,9 +135,7 @@ def resolve(asked: Asked, weights: ModelConfig | None = None) -> RunConfig:
         # Another context length fits, unless it needs more position vectors than the weights have.
         fits = key == "seq_len" and (not run.model.has_position_vectors or wanted < value)
         if wanted != value and not fits:
-            raise UsageError(
-                f"{said['init']} holds a model whose {key} is {value!r}; {wanted!r} is asked for"
-            )
+            raise UsageError(f"{said['init']} contains a model with {key} {value!r}, not {wanted!r}")
     return _with_fitting_warmup(run, asked.derived, file, given)
 
 

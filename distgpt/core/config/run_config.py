@@ -39,7 +39,7 @@ class RunConfig:
         """Return a copy with some settings changed. Reject unknown names and invalid values."""
         for name in values:
             if name in REMOVED:
-                raise UsageError(f"distgpt no longer has the setting {name}: remove it from config.toml")
+                raise UsageError(f"distgpt no longer has the setting {name}; remove it from config.toml")
             if name not in SETTINGS and name != EXTRA:
                 raise UsageError(f"unknown setting {name!r:.80}{nearest(name[:80], SETTINGS)}")
         # The copies check the types of the values.
@@ -110,7 +110,7 @@ def layered(base: RunConfig, *layers: Mapping[str, object]) -> RunConfig:
             values = {name: value for name, value in values.items() if name not in BATCH_KEYS}
         values |= layer
     if values.keys() >= BATCH_KEYS:
-        raise UsageError("batch_size and batch_tokens say the same thing: give one of them")
+        raise UsageError("batch_size and batch_tokens cannot be combined: both set the batch")
     # A setting decided when the run opens keeps the base's value until then.
     undecided = {name: about.undecided for name, about in SETTINGS.items() if about.undecided}
     values = {name: each for name, each in values.items() if name not in undecided or each != undecided[name]}
@@ -124,7 +124,7 @@ def layered(base: RunConfig, *layers: Mapping[str, object]) -> RunConfig:
     seq_len = base.with_values(length).model.seq_len
     if type(tokens) is not int or tokens < 1 or tokens % seq_len:
         raise UsageError(
-            f"batch_tokens is {brief(tokens)}: it must be a multiple of seq_len {seq_len}, or use batch_size"
+            f"batch_tokens ({brief(tokens)}) must be a multiple of seq_len ({seq_len}); or set batch_size"
         )
     return base.with_values({**values, "batch_size": tokens // seq_len})
 
@@ -140,13 +140,13 @@ def parse_toml(text: str, source: str) -> dict[str, object]:
 def load_toml(text: str, source: str) -> dict[str, object]:
     """Parse a TOML document after checking its size."""
     if len(text) > LONGEST_TOML:
-        raise UsageError(f"{source} is no configuration: it is longer than {LONGEST_TOML:,} characters")
+        raise UsageError(f"{source} is not a configuration: longer than {LONGEST_TOML:,} characters")
     if text.count(".") > MOST_TOML_DOTS:
-        raise UsageError(f"{source} is no configuration: it has more than {MOST_TOML_DOTS:,} dots")
+        raise UsageError(f"{source} is not a configuration: more than {MOST_TOML_DOTS:,} dots")
     try:
         return tomllib.loads(text)
     except RecursionError:
-        raise UsageError(f"{source} is not valid TOML: it is nested too deeply") from None
+        raise UsageError(f"{source} is not valid TOML: nested too deeply") from None
     except ValueError as error:  # includes Python errors for invalid dates and long numbers
         why = "a number has too many digits" if "set_int_max_str_digits" in str(error) else error
         raise UsageError(f"{source} is not valid TOML: {why}") from None
@@ -168,7 +168,7 @@ def flat_settings(document: Mapping[str, object], source: str) -> dict[str, obje
                     )
             flat |= inside
         else:
-            raise UsageError(f"{source}: unknown table [{key:.80}]; [model] and [train] are known")
+            raise UsageError(f"{source}: unknown table [{key:.80}] (allowed: model, train)")
     return flat
 
 

@@ -47,26 +47,26 @@ class Setting:
             return {"true": True, "false": False}[text.lower()] if self.kind is bool else self.kind(text)
         except (KeyError, ValueError):
             what = "true or false" if self.kind is bool else f"of type {self.kind.__name__}"
-            raise UsageError(f"{name} is {brief(text)}: it must be {what}") from None
+            raise UsageError(f"{name} must be {what}, not {brief(text)}") from None
 
     def check(self, name: str, value: object) -> None:
         """Raise a UsageError if a value has the wrong type or is out of range."""
         accepted = (int, float) if self.kind is float else self.kind
         if not isinstance(value, accepted) or (isinstance(value, bool) and self.kind is not bool):
-            raise UsageError(f"{name} is {brief(value)}: it must be of type {self.kind.__name__}")
+            raise UsageError(f"{name} must be of type {self.kind.__name__}, not {brief(value)}")
         if isinstance(value, str):
             if any("\ud800" <= character <= "\udfff" for character in value):
                 raise UsageError(f"{name} is {value!r:.200}, which is not valid UTF-8")
             if "\0" in value or len(value.encode()) > LONGEST_TEXT:
                 raise UsageError(
-                    f"{name} is {brief(value)}: it must be of at most {LONGEST_TEXT} bytes, none of them 0"
+                    f"{name} must have at most {LONGEST_TEXT} bytes, without NUL: {brief(value)}"
                 )
             if self.undecided and value == self.undecided:
-                raise UsageError(f"{name} is {value!r}: here it has to be one of {', '.join(self.choices)}")
+                raise UsageError(f"{name} must be one of {', '.join(self.choices)} here, not {value!r}")
             if self.choices and value not in self.choices:
                 raise UsageError(f"{name} is {value!r}{nearest(value, self.choices)}")
         elif isinstance(value, int | float) and (wrong := self._out_of_range(value)):
-            raise UsageError(f"{name} is {brief(value)}: it must be {wrong}")
+            raise UsageError(f"{name} must be {wrong}, not {brief(value)}")
 
     def _out_of_range(self, value: float) -> str:
         """Return the violated bound of a number, or ""."""

@@ -133,21 +133,21 @@ class ModelConfig:
     def __post_init__(self) -> None:
         check(self)
         if not self.head_dim and self.n_embd % self.n_head:
-            raise UsageError(f"n_embd {self.n_embd} cannot be divided among n_head {self.n_head} heads")
+            raise UsageError(f"n_embd ({self.n_embd}) must be a multiple of n_head ({self.n_head})")
         if self.n_kv_head and self.n_head % self.n_kv_head:
-            raise UsageError(f"n_head {self.n_head} is no multiple of n_kv_head {self.n_kv_head}")
+            raise UsageError(f"n_head ({self.n_head}) must be a multiple of n_kv_head ({self.n_kv_head})")
         if self.init_weights == "bigrams" and (self.tied or not self.final_norm):
             raise UsageError(
-                "init_weights is bigrams, which needs an output layer of its own and a norm before it: tied"
-                " must be false and final_norm true, or init_weights unit"
+                "init_weights bigrams requires tied = false and final_norm = true; change them, or set"
+                " init_weights to unit"
             )
         if self.positions == "rope" and self.head_size % 2:
             size = "head_dim" if self.head_dim else "n_embd / n_head"
-            raise UsageError(f"positions is rope, which rotates pairs: {size} = {self.head_size} is odd")
+            raise UsageError(f"positions rope requires an even {size}, not {self.head_size}")
         if self.rope_slow >= self.rope_fast:
-            raise UsageError(f"rope_slow {self.rope_slow} must be below rope_fast {self.rope_fast}")
+            raise UsageError(f"rope_slow ({self.rope_slow}) must be less than rope_fast ({self.rope_fast})")
         if self.qk_norm_gain and not self.qk_norm:
-            raise UsageError("qk_norm_gain scales what qk_norm normalizes: it needs qk_norm")
+            raise UsageError("qk_norm_gain requires qk_norm")
 
     @property
     def head_size(self) -> int:
@@ -445,19 +445,19 @@ class TrainConfig:
     def __post_init__(self) -> None:
         check(self)
         if not isinstance(self.extra, dict) or not all(map(str.isidentifier, self.extra)):
-            raise UsageError(f"extra is {self.extra!r:.80}: it must be a table of settings")
+            raise UsageError(f"extra must be a table of settings, not {self.extra!r:.80}")
         for name, value in self.extra.items():
             Setting(type(value) if type(value) in (bool, int, float) else str, "").check(name, value)
         for name in self.adapted:
             if name not in LORA_MATRICES:
                 raise UsageError(
-                    f"lora_matrices is {self.lora_matrices!r:.80}: {name!r:.40}{nearest(name, LORA_MATRICES)}"
+                    f"lora_matrices {self.lora_matrices!r:.80} has {name!r:.40}{nearest(name, LORA_MATRICES)}"
                 )
         if self.min_lr > self.lr:
-            raise UsageError(f"min_lr {self.min_lr} is above lr {self.lr}")
+            raise UsageError(f"min_lr ({self.min_lr}) must not exceed lr ({self.lr})")
         if self.grad_accum and self.batch_size % self.grad_accum:
             raise UsageError(
-                f"batch_size {self.batch_size} cannot be split into grad_accum {self.grad_accum} parts"
+                f"batch_size ({self.batch_size}) must be a multiple of grad_accum ({self.grad_accum})"
             )
 
     @property

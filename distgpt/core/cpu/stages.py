@@ -32,12 +32,12 @@ if TYPE_CHECKING:  # commands import this file and must start without NumPy
 
 MOST_THREADS = 1024  # more than any node has, so that a typo does not start that many threads
 NOT_KEPT = (
-    "compiled loops cannot be kept, so every start compiles them anew, for about a minute: "
-    f"set {CACHE} to a folder that only you can write to"
+    "cannot cache compiled loops, so every start compiles them again, for about a minute; "
+    f"set {CACHE} to a directory only you can write to"
 )
 SLOW_BFLOAT16 = (
-    "this processor computes bfloat16 with float32 instructions: less memory and faster generation than with "
-    "--dtype float32, but no faster training"
+    "this processor computes bfloat16 with float32 instructions, which saves memory and speeds up"
+    " generation, but not training"
 )
 
 # Overrides --dtype auto, for tests and for sites with different processors.
@@ -77,14 +77,14 @@ def dtype_on_cpu(matmul: str, weights: int) -> Dtype:
 
     shape = processor.shape()
     if 4 * weights >= READ_FROM_MEMORY and shape != processor.ARM64:
-        return Dtype("bfloat16", "a token reads half the bytes of float32")
+        return Dtype("bfloat16", "each token reads half the bytes of float32")
     if matmul != "auto":
-        return Dtype("float32", f"--matmul {matmul} chooses how to multiply float32")
+        return Dtype("float32", f"--matmul {matmul} applies to float32")
     if not shape.dot:  # tiles widen pairs to float32 and multiply these: at best as fast as float32
         return Dtype("float32", processor.hint() or "this processor has no fast instructions for bfloat16")
     # A Zen 4 multiplies 768 by 3,072 columns at 439 GFLOP/s instead of 207, and the matrices of `tiny` 1.9x
     # as fast. With AMX, a Sapphire Rapids trained 3.8x as fast as with vdpbf16ps (performance.md).
-    return Dtype("bfloat16", "this processor multiplies it up to twice as fast as float32")
+    return Dtype("bfloat16", "this processor multiplies bfloat16 up to 2x as fast as float32")
 
 
 class Notes:
@@ -205,11 +205,11 @@ def open_stage(name: str, threads: int | None = None, gpu: GpuConfig | None = No
     if name not in STAGES:
         raise UsageError(f"unknown stage {name!r}{nearest(name, STAGES)}")
     if threads is not None and not 1 <= threads <= MOST_THREADS:
-        raise UsageError(f"--threads is {threads}: it must be at least 1 and at most {MOST_THREADS}")
+        raise UsageError(f"--threads must be at least 1 and at most {MOST_THREADS}, not {threads}")
     if name not in ON_GPU and gpu not in (None, GpuConfig()):
-        raise UsageError(f"stage {name!r} uses no GPU: its options are for {' and '.join(ON_GPU)}")
+        raise UsageError(f"stage {name!r} does not use a GPU; GPU options require {' or '.join(ON_GPU)}")
     if name in ON_GPU and threads is not None:
-        raise UsageError(f"stage {name!r} computes on a GPU: --threads is for the CPU stages")
+        raise UsageError(f"stage {name!r} uses a GPU; --threads requires a CPU stage")
     kind = components().stage(name)
     job = this_job()
     comm = job.connect(name)

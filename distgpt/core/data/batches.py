@@ -54,7 +54,7 @@ class Batches:
         """Yield warnings about these batches for a run of `steps` steps."""
         if self.n_tokens < (window := self.seq_len + 1):
             few = f"the training text has {self.n_tokens} tokens, fewer than seq_len + 1 = {window}"
-            yield f"{few}: sequences repeat it"
+            yield f"{few}, so sequences repeat it"
 
     def sample(self, most: int) -> Ids:
         """Return at most `most` (> 0) tokens of the text, in evenly spaced pieces."""
@@ -146,8 +146,8 @@ def refuse_uneven(batch_size: int, size: int, grad_accum: int) -> None:
         options = [n * parts for n in (each, each + 1) if n]
         micro_batches = f"{grad_accum} micro-batch{'' if grad_accum == 1 else 'es'}"
         raise UsageError(
-            f"batch_size {batch_size} cannot be split evenly into {count(size, 'rank')} × {micro_batches};"
-            f" the nearest that can: {' or '.join(map(str, options))}"
+            f"batch_size {batch_size} must be a multiple of {count(size, 'rank')} × {micro_batches};"
+            f" use {' or '.join(map(str, options))}"
         )
 
 

@@ -129,7 +129,7 @@ def requested_tokenizer(request: DataRequest) -> str | Tokenizer:
     if request.existing is not None and not can_mean(request.tokenizer, request.existing):
         raise DataError(
             f"the model's tokenizer is {request.existing.describe()}, not {request.tokenizer!r};"
-            f" --tokenizer {AUTO} takes it"
+            f" use --tokenizer {AUTO}"
         )
     return request.existing or (BYTE if request.tokenizer == AUTO else request.tokenizer)
 
@@ -156,13 +156,13 @@ class _PlainText:
                 raise DataError(f"{path}: {error}") from None
             if len(ids) and int(ids.max()) >= tokenizer.size:
                 size = f"{tokenizer.kind} has {tokenizer.size} entries"
-                raise DataError(f"{path}: the tokenizer {size} and gave the id {ids.max()}")
+                raise DataError(f"{path}: the tokenizer {size}, but returned ID {ids.max()}")
             held_out = round(len(ids) * request.val_fraction)
             if len(ids) - held_out < 2 or (request.val_fraction and held_out < 2):
                 aside = f", {held_out} of them for validation" if request.val_fraction else ""
                 raise DataError(
-                    f"{path} gives {count(len(ids), 'token')}{aside}: at least 2 are needed to learn"
-                    f" what follows what (fewer than seq_len + 1 = {request.seq_len + 1} are repeated)"
+                    f"{path} has only {count(len(ids), 'token')}{aside}; at least 2 are required for each use"
+                    f" (fewer than seq_len + 1 = {request.seq_len + 1} are repeated)"
                 )
             of_root.append((tokenizer, ids))
             return tokenizer.to_json(), ids.dtype.name, len(ids), held_out

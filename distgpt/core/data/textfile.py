@@ -20,9 +20,9 @@ ADVICE = {
     ),
     (".docx", ".odt", ".epub", ".rtf", ".doc", ".pdf"): "convert it to plain text first",
     (".npy", ".npz", ".safetensors", ".bin", ".pt", ".pth", ".gguf", ".png", ".jpg", ".jpeg"): (
-        "such a file holds no text to train on"
+        "it is not a text file"
     ),
-    (".json", ".json.gz"): "save one object per line, under a name that ends in .jsonl",
+    (".json", ".json.gz"): "save one object per line, in a .jsonl file",
 }
 
 
@@ -35,7 +35,7 @@ def resolve_data(name: str) -> Path:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise DataError(
-            f"{name!r} is no readable file ({reason}) and no bundled text{nearest(name, BUNDLED_TEXTS)}"
+            f"cannot read {name!r} ({reason}), and it is not a bundled text{nearest(name, BUNDLED_TEXTS)}"
         ) from None
     return Path(name)
 
@@ -49,13 +49,13 @@ def read_text(path: Path, stream: BinaryIO | None = None) -> str:
         with nullcontext(stream) if stream else open_regular(path) as file:
             text = file.read(LONGEST_PROMPT if stream else -1).decode("utf-8")
     except UnicodeDecodeError as error:
-        what = f"{path} is not UTF-8 text, byte {error.start} cannot be decoded"
-        raise DataError(f"{what}: {CONVERT}") from None
+        what = f"{path} is not UTF-8 text (byte {error.start})"
+        raise DataError(f"{what}; {CONVERT}") from None
     except (OSError, ValueError) as error:
-        raise DataError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+        raise DataError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
     text = text.removeprefix("\ufeff").replace("\r\n", "\n")
     if not text:
-        raise DataError(f"{path} is empty; give a file with some text in it")
+        raise DataError(f"{path} is empty; choose a file with text")
     return text
 
 
@@ -68,4 +68,4 @@ def advice(path: Path) -> str:
 def refuse_by_name(path: Path) -> None:
     """Raise a DataError if a file's extension shows that it is not text."""
     if why := advice(path):
-        raise DataError(f"{path} is not read, by the ending of its name: {why}")
+        raise DataError(f"cannot read {path} as text: {why}")

@@ -266,7 +266,7 @@ def load_tokenizer(name: str, text: str | None = None) -> Tokenizer:
         encoded(text, "utf-8")  # fail early: training takes long
         return kind.learn(argument, [text], False)
     if kind.from_name is None:
-        raise UsageError(f"a tokenizer of kind {name!r} takes its vocabulary from a text")
+        raise UsageError(f"a tokenizer of kind {name!r} requires training text for its vocabulary")
     return kind.from_name(argument)
 
 
@@ -291,22 +291,22 @@ def parsed(text: str, source: str) -> Json:
     try:
         return parse_json(text)
     except ValueError as error:
-        raise DataError(f"{source} is not a saved tokenizer: it is not JSON ({error})") from None
+        raise DataError(f"{source} is not a saved tokenizer: not JSON ({error})") from None
 
 
 def _from_document(document: Json, source: str) -> Tokenizer:
     if not isinstance(document, dict) or document.get("format") != TOKENIZER_FORMAT:
-        raise DataError(f"{source} is not a saved tokenizer: its format is not {TOKENIZER_FORMAT!r}")
+        raise DataError(f"{source} is not a saved tokenizer: the format is not {TOKENIZER_FORMAT!r}")
     if document.get("version") != TOKENIZER_VERSION:
         raise DataError(
-            f"{source} is a tokenizer of version {document.get('version')!r};"
+            f"{source} has tokenizer version {document.get('version')!r};"
             f" this distgpt reads version {TOKENIZER_VERSION}"
         )
     name = document.get("kind")
     kind = components().tokenizer(name) if isinstance(name, str) else None
     if kind is None or kind.from_json is None:
         known = ", ".join(each for each, row in tokenizer_kinds() if row.from_json)
-        raise DataError(f"{source} is a tokenizer of an unknown kind {name!r}; known: {known}; {EXTENDED}")
+        raise DataError(f"{source} has a tokenizer of unknown kind {name!r}; known: {known}; {EXTENDED}")
     tokenizer = kind.from_json(document, source)
     chat = document.get("chat")
     return tokenizer if chat is None else tokenizer.with_chat(checked_chat(chat, tokenizer.size, source))
@@ -321,7 +321,7 @@ def checked_chat(value: object, size: int, source: str) -> ChatTemplate:
     if len(chat.source) > LONGEST_TEMPLATE:
         raise DataError(f"{source}: the chat template is longer than {LONGEST_TEMPLATE:,} characters")
     if not all(0 <= token < size for token in chat.ends):
-        raise DataError(f"{source}: the chat's end {max(chat.ends)} is no id of the vocabulary")
+        raise DataError(f"{source}: the chat's end token {max(chat.ends)} is not in the vocabulary")
     return chat
 
 
@@ -334,7 +334,7 @@ def _from_path(name: str) -> Tokenizer:
         path.stat()
     except FileNotFoundError:
         names = (*(row.spelling for _, row in tokenizer_kinds() if row.spelling), "PATH")
-        raise UsageError(f"the tokenizer {name!r} is no kind and no file{nearest(name, names)}") from None
+        raise UsageError(f"the tokenizer {name!r} is not a kind or a file{nearest(name, names)}") from None
     except (OSError, ValueError) as error:
         raise unreadable(name, error) from None
     document = None if path.is_dir() else read_json(path)
@@ -345,7 +345,7 @@ def _from_path(name: str) -> Tokenizer:
         if found is not None:
             return found
     if path.is_dir():
-        raise DataError(f"{name} holds no {SAVED}")
+        raise DataError(f"{name} contains no {SAVED}")
     return _from_document(document, str(path))  # raises the error
 
 
@@ -360,4 +360,4 @@ def read_json(path: Path) -> Json:
 def unreadable(name: str, error: OSError | ValueError) -> DataError:
     """Return the error for an unreadable tokenizer file."""
     reason = getattr(error, "strerror", None) or error
-    return DataError(f"{name!r} cannot be read as a saved tokenizer: {reason}")
+    return DataError(f"cannot read {name!r} as a saved tokenizer: {reason}")

@@ -75,18 +75,18 @@ class Engine:
     def check(self, request: Request) -> None:
         """Raise a UsageError if this request is invalid."""
         if not len(request.prompt):
-            raise UsageError("the prompt is empty: give at least one token to start from")
+            raise UsageError("the prompt is empty; pass at least one token")
         if request.prompt_logprobs and request.logprobs is None:
-            raise UsageError("prompt_logprobs needs logprobs: how many alternatives, or 0")
+            raise UsageError("prompt_logprobs requires logprobs, the number of alternatives or 0")
         if request.stop and self._tokenizer is None:
-            raise UsageError("stop strings need a tokenizer")
+            raise UsageError("stop strings require a tokenizer")
         size, most = len(request.prompt), self._slots.length
         if size > most:
-            problem = f"the prompt has {size:,} tokens, the context {most:,}: shorten it"
+            problem = f"the prompt has {size:,} tokens, but the context only {most:,}; shorten it"
             if request.overflow == "stop":
                 raise UsageError(f"{problem}, or choose another overflow")
             if request.prompt_logprobs:
-                raise UsageError(f"{problem}, or leave out prompt_logprobs")
+                raise UsageError(f"{problem}, or omit prompt_logprobs")
 
     def cancel(self, ticket: int) -> None:
         """Stop a request. It gets no more events and frees its slots. No effect if it is completed."""
@@ -102,7 +102,7 @@ class Engine:
         if work:
             logits = self._slots.feed([feed for _, feed in work])
             if not are_finite(logits):
-                raise NonFiniteError("the model's logits are not finite: its weights are damaged or diverged")
+                raise NonFiniteError("the model's logits are not finite; its weights are corrupt or diverged")
             end = 0
             for sample, feed in work:
                 rows = logits[end : end + feed.wanted]

@@ -145,7 +145,7 @@ class ModelSpec:
             stage, path, self.dtype, self.context, usual=usual, part=self.part
         )
         if (tokenizer := about.tokenizer) is None:
-            raise shared(DataError(f"{path} has no tokenizer: use it from Python, with tokens"))
+            raise shared(DataError(f"{path} has no tokenizer; use it from Python, with tokens"))
         if comm.rank == 0:
             stage.notes.report_to(partial(print, file=sys.stderr))
         rehearse(model)

@@ -42,7 +42,7 @@ def generate(
 
     several, prompts, requests = on_every_rank(comm, understood)
     if stream and (several or n is not None or logprobs is not None or comm.size > 1):
-        raise shared(UsageError("stream is for one sample of one prompt, without logprobs, on one rank"))
+        raise shared(UsageError("stream requires one sample of one prompt, without logprobs, on one rank"))
     wanted = min(MOST_SLOTS, sum(request.n for request in requests))
     slots = agreed_slots(model, wanted, comm, lookup=max((each.lookup for each in requests), default=0))
     if stream:
@@ -60,7 +60,7 @@ def _tokens(prompt: Any, model: Model, tokenizer: Tokenizer | None) -> list[int]
         ids = tokens_in(prompt, model.config.vocab_size) if len(prompt) else np.empty(0, int)
         return list(ids.reshape(-1).tolist())
     if tokenizer is None:
-        raise UsageError("this model has no tokenizer: give the prompt as tokens")
+        raise UsageError("this model has no tokenizer; pass the prompt as tokens")
     return tokenizer.encode_prompt(prompt)
 
 
@@ -98,8 +98,8 @@ def _is_several(prompt: Any) -> bool:
 def _refuse_no_prompt(given: Any) -> None:
     is_one = given.ndim == 0 if isinstance(given, np.ndarray) else not isinstance(given, Sequence)
     if is_one:
-        wanted = "a text, a list of tokens, or a list of such"
-        raise UsageError(f"the prompt is {escape(repr(given)):.60}: it must be {wanted}")
+        wanted = "a string, a list of tokens, or a list of these"
+        raise UsageError(f"the prompt must be {wanted}, not {escape(repr(given)):.60}")
 
 
 def _shown(sample: Completion, is_text: bool, whole: bool) -> Completion | str | list[int]:
@@ -113,11 +113,11 @@ def tokens_in(given: Any, vocab: int) -> Any:
     try:
         ids = np.asarray(given)
     except ValueError:
-        raise DataError("tokens must be of shape (B, T): all sequences equally long") from None
+        raise DataError("tokens must have shape (B, T): sequences must have the same length") from None
     if ids.ndim not in (1, 2) or ids.size == 0 or ids.dtype.kind not in "iu":
         raise DataError(
             f"tokens must be integers of shape (T,) or (B, T), not {ids.dtype} of shape {ids.shape}"
         )
     if ids.min() < 0 or ids.max() >= vocab:
-        raise DataError(f"tokens must lie in [0, {vocab})")
+        raise DataError(f"tokens must be at least 0 and less than {vocab}")
     return ids

@@ -86,16 +86,16 @@ class Request(Sampling):
             if name != "stop" and (name != "logprobs" or value is not None):
                 about.check(name, value)
         if not isinstance(self.stop, tuple) or not all(isinstance(each, str) for each in self.stop):
-            raise UsageError("stop must be a text or a list of texts")
+            raise UsageError("stop must be a string or a list of strings")
         if not all(self.stop):
-            raise UsageError("a stop string is empty")
+            raise UsageError("stop strings must not be empty")
 
     def override(self, prompt: Sequence[int], settings: Mapping[str, Any], *fixed: str) -> Request:
         """Return a request for a prompt with some settings changed, except the `fixed` ones."""
         known = [name for name in REQUEST_SETTINGS if name not in fixed]
         for name in settings:
             if name not in known:
-                raise UsageError(f"the setting {escape(name)!r} is unknown{nearest(name, known)}")
+                raise UsageError(f"unknown setting {escape(name)!r}{nearest(name, known)}")
         stop = settings.get("stop", self.stop)
         if isinstance(stop, str):
             stop = (stop,)

@@ -109,7 +109,7 @@ def check_feeds(slots: Slots, work: Sequence[Feed]) -> None:
 def check_drop(slots: Slots, slot: int, count: int, kept: int) -> None:
     """Raise a ValueError for an invalid drop, because compiled loops do not check it."""
     if not (slots.can_drop and 0 <= slot < slots.count and 0 <= count < count + kept <= slots.length):
-        raise ValueError(f"slot {slot} cannot keep {kept} of {slots.length} positions behind {count}")
+        raise ValueError(f"slot {slot} cannot drop {count} and keep {kept} of {slots.length} positions")
 
 
 # One prompt on multiple ranks, which average their logits, as in the course project. Rank 0 runs the engine,

@@ -46,7 +46,7 @@ class Architecture:
         self, config: ModelConfig, block: Callable[[ModelConfig, int, Positions], Block] = Block
     ) -> None:
         if config.vocab_size < 1:
-            raise UsageError("vocab_size is not set: a model needs to know its vocabulary")
+            raise UsageError("vocab_size must be set to build a model")
         self.config = config
         norm = NORMS[config.norm]
         self.positions = POSITIONS[config.positions](config)
@@ -100,7 +100,7 @@ class Model:
         The model takes over the architecture and binds its parts to the arrays created here.
         """
         if kernels.capabilities.is_async and ACTIVATIONS[architecture.config.mlp].functions:
-            raise shared(UsageError(f"the activation {architecture.config.mlp} is for CPUs"))
+            raise shared(UsageError(f"the activation {architecture.config.mlp} requires a CPU stage"))
         self.architecture = architecture
         self.kernels = kernels
         self.config = architecture.config

@@ -128,7 +128,7 @@ class Elementwise(AdamW):
         self, model: Model, config: TrainConfig, own: slice | None = None, rank: int = 0, ranks: int = 1
     ) -> None:
         if model.kernels.capabilities.is_async:
-            raise shared(UsageError(f"the optimizer {type(self).__qualname__} is for CPUs"))
+            raise shared(UsageError(f"the optimizer {type(self).__qualname__} requires a CPU stage"))
         super().__init__(model, config, own, rank, ranks)
         self._pieces = []
         for first, last, group, in_v in self._ranges.tolist():

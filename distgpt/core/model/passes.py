@@ -279,7 +279,7 @@ class Pass:
 
     def _head_backward(self, tokens: Ints1d, targets: Ints1d, scale: float, accumulate: bool) -> None:
         """Compute the loss and its gradient for the last layer's output, in dout of the scratch memory."""
-        assert self._scratch is not None, "this pass was made for forward passes alone"
+        assert self._scratch is not None, "this pass supports only forward passes"
         model = self.model
         around = self.around.all
         tmp = self._scratch[0].all

@@ -224,7 +224,7 @@ def newest_intact(directory: Path, most: float = math.inf) -> tuple[Path, list[s
         else:
             return path, damaged
     if damaged:
-        raise DataError(f"no checkpoint in {directory} is intact: {'; '.join(damaged)}")
+        raise DataError(f"no checkpoint in {directory} is valid: {'; '.join(damaged)}")
     return None
 
 
@@ -258,9 +258,9 @@ def _parse_state(path: Path) -> JsonObject:
     try:
         step = State.from_json(document).step
     except ValueError as error:
-        raise DataError(f"{path / STATE} is damaged: {error}") from None
+        raise DataError(f"{path / STATE} is corrupt: {error}") from None
     if _NAME.fullmatch(path.name) and step != step_of(path):
-        raise DataError(f"{path / STATE} is of step {step}, not of its folder's")
+        raise DataError(f"{path / STATE} is from step {step}, unlike its directory")
     return document
 
 
@@ -322,18 +322,18 @@ def check_file(path: Path, name: str, manifest: Manifest) -> None:
         with open_regular(path / name) as file:
             length = os.fstat(file.fileno()).st_size
             if length != listed.bytes:
-                raise DataError(f"{path / name} has {length} bytes, {listed.bytes} were written")
+                raise DataError(f"{path / name} has {length} bytes, not {listed.bytes}")
             if listed.sha256 and hashlib.file_digest(file, "sha256").hexdigest() != listed.sha256:
-                raise DataError(f"{path / name} is damaged: its SHA-256 is not the one in manifest.json")
+                raise DataError(f"{path / name} is corrupt: its SHA-256 differs from manifest.json")
         if listed.header_sha256:
             verify_whole(path / name, listed.header_sha256)
     except (OSError, StorageError) as error:
-        raise DataError(f"{path / name} cannot be read: {getattr(error, 'strerror', error)}") from error
+        raise DataError(f"cannot read {path / name}: {getattr(error, 'strerror', error)}") from error
 
 
 def _listed(path: Path, name: str, manifest: Manifest) -> Listed:
     if name not in manifest:
-        raise DataError(f"{path / MANIFEST} lists no {name}")
+        raise DataError(f"{path / MANIFEST} does not list {name}")
     return manifest[name]
 
 
@@ -341,7 +341,7 @@ def read_manifest(path: Path) -> Manifest:
     """Return the manifest of a checkpoint, or raise a DataError."""
     found = {}
     for name, entry in _object(path / MANIFEST).items():
-        damaged = DataError(f"{path / MANIFEST} is damaged at {name!r:.80}")
+        damaged = DataError(f"{path / MANIFEST} is corrupt at {name!r:.80}")
         try:
             found[name] = listed = checked(Listed, entry)
         except ValueError:

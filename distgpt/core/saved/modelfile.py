@@ -91,7 +91,7 @@ class Description:
         """Raise a UsageError if a file with this description could not be read with the `trained` tensors."""
         if self.layout.specs != trained.specs:
             what = f"of format {self.part!r}" if self.part else "without a part"
-            raise UsageError(f"a weights file {what} does not hold the tensors that are trained here")
+            raise UsageError(f"a weights file {what} does not contain the tensors to train")
 
     def refuse_training(self, t: TrainConfig) -> None:
         """Reject training the weights of a quantized file."""
@@ -116,9 +116,9 @@ def _refuse_too_large(path: Path, config: ModelConfig, kernels: Kernels, comm: C
         return
     need = Architecture(config).layout.size * kernels.dtype.itemsize
     granted = granted_memory(comm.local_size)
-    free = f"{size(need)} on {granted.where}, where {size(granted.free)} are free"
+    free = f"{size(need)} on {granted.where}, which has {size(granted.free)} free"
     hint = f"try another --dtype: bfloat16, {' and '.join(ROUNDED_DTYPES)} take less"
-    refuse_anywhere(comm, f"{path} needs {free}; {hint}" if need > granted.free else "")
+    refuse_anywhere(comm, f"{path} requires {free}; {hint}" if need > granted.free else "")
 
 
 def load_model(
@@ -139,7 +139,7 @@ def load_model(
         if config.has_position_vectors:
             raise shared(
                 UsageError(
-                    f"{path} has learned positions: its context is {config.seq_len} and cannot be {context}"
+                    f"{path} has learned positions, so its context must be {config.seq_len}, not {context}"
                 )
             )
         try:
@@ -164,7 +164,7 @@ def load_model(
 
     fill(comm, model, {"": model.weights}, read)
     if not model.is_finite():
-        raise shared(DataError(f"{path} holds weights that are not finite"))
+        raise shared(DataError(f"{path} has weights that are not finite"))
     return model, description
 
 
@@ -221,10 +221,10 @@ def _checked_metadata(path: Path) -> dict[str, str]:
     if description.tokenizer and description.tokenizer.size > config.vocab_size:
         raise DataError(
             f"{path}: its tokenizer has {description.tokenizer.size} entries, "
-            f"more than the vocabulary of {config.vocab_size} in its configuration"
+            f"more than the {config.vocab_size} of its configuration"
         )
     if config.n_layer > len(header.tensors):
-        raise DataError(f"{path}: its configuration asks for {config.n_layer} layers, which it does not hold")
+        raise DataError(f"{path}: its configuration has {config.n_layer} layers, but the file has not")
     if description.rounded:
         components().quantized(description.rounded).refuse_others(header, config, path)
     else:
@@ -238,21 +238,19 @@ def _own_metadata(header: Header, path: Path) -> dict[str, str]:
     is_described = {"format", "format_version", "config", "tokenizer"} <= found.keys()
     if BASE in found and is_described and found["format"] not in components().parts:
         known = ", ".join(components().parts)
-        raise DataError(
-            f"{path} holds a part of kind {found['format']!r:.40}, not known here; known: {known}"
-        )
+        raise DataError(f"{path} has the unknown format {found['format']!r:.40}; known: {known}")
     if not is_described or (BASE not in found and found["format"] != FORMAT):
         foreign = path.with_name("config.json").is_file()
-        hint = f"; if it is a model of transformers: first {import_command(path.parent)}" if foreign else ""
-        raise DataError(f"{path}: not written by distgpt: its metadata lack the model's description{hint}")
+        hint = f"; to import a transformers model: {import_command(path.parent)}" if foreign else ""
+        raise DataError(f"{path} was not written by distgpt: it has no description of the model{hint}")
     if (version := found["format_version"]) not in READ:
         raise DataError(
-            f"{path} has format version {version!r:.20}, this distgpt reads {FORMAT_VERSION}: upgrade it"
+            f"{path} has format version {version!r:.20}; this distgpt reads {FORMAT_VERSION}; upgrade distgpt"
         )
     if lost := [name for name in READ[version] if name not in found]:
-        raise DataError(f"{path} is damaged: its checksum {lost[0]} is missing")
+        raise DataError(f"{path} is corrupt: its checksum {lost[0]} is missing")
     if QUANTISED in found and version != ROUNDED_VERSION:
-        raise DataError(f"{path} says that it is quantised, which format version {version} cannot be")
+        raise DataError(f"{path} is marked as quantized, which format version {version} does not support")
     return found
 
 
@@ -275,7 +273,7 @@ def _parse(metadata: dict[str, str], path: Path) -> Description:
         hint = f"; {EXTENDED}" if str(error).startswith("mlp is") else ""
         raise DataError(f"{path}: its configuration is invalid: {error}{hint}") from None
     except RecursionError:
-        raise DataError(f"{path}: its configuration is nested too deeply") from None
+        raise DataError(f"{path}: configuration nested too deeply") from None
     saved = metadata["tokenizer"]
     tokenizer = tokenizer_from_json(saved, str(path)) if saved else None
     rounded = ""
@@ -286,9 +284,9 @@ def _parse(metadata: dict[str, str], path: Path) -> Description:
     try:
         base = checked(Base, parse_json(metadata[BASE]))
     except ValueError as error:
-        raise DataError(f"{path} is damaged: what it says of its model is no such thing: {error}") from None
+        raise DataError(f"{path} is corrupt: invalid reference to its base model: {error}") from None
     if rounded:
-        raise DataError(f"{path} is damaged: the part of a model that it holds cannot be quantised")
+        raise DataError(f"{path} is corrupt: a part of a model cannot be quantized")
     part = metadata["format"]
     components().part(part).refuse_damaged(run, path)
     return Description(run, tokenizer, part=part, base=base)
@@ -313,7 +311,7 @@ def open_model(
         found = weights_of(part or weights)
         kind = read_description(found).part
         if part and not kind:
-            raise UsageError(f"{found} is a whole model: give it as --weights")
+            raise UsageError(f"{found} is a complete model; pass it as --weights")
         return found, kind
 
     whole, kind = on_root(stage.comm, find)

@@ -157,8 +157,8 @@ class RunLock:
 
     def _in_use(self) -> UsageError:
         return UsageError(
-            f"{self._directory} is in use: {self.holder() or 'another process'} trains there; "
-            "wait for its end, stop it, or choose another --out"
+            f"{self._directory} is in use by {self.holder() or 'another process'}; "
+            "wait until it ends, stop it, or choose another --out"
         )
 
     def _is_named(self) -> bool:

@@ -83,7 +83,9 @@ class RunDirectory:
             saved = self.saved()
             if saved is None and self.path.is_dir():
                 if set(self.path.iterdir()) - {self.lock.path, *self._left_behind()}:
-                    raise UsageError(f"{self.path} is not empty and holds no run; choose another --out")
+                    raise UsageError(
+                        f"{self.path} is not empty and not a run directory; choose another --out"
+                    )
             elif saved is None and self.path.exists():
                 raise UsageError(f"{self.path} is not a directory; choose another --out")
         if saved is None or (not resuming and self.has_no_step()):
@@ -91,9 +93,9 @@ class RunDirectory:
         different = differing(saved, run)
         if not different and resuming:
             return
-        holds = f"a run with another configuration ({different})" if different else "this run already"
+        holds = f"a run with other settings ({different})" if different else "this run"
         resume = "" if resuming else "add --resume auto, or "
-        raise UsageError(f"{self.path} holds {holds}; {resume}choose another --out")
+        raise UsageError(f"{self.path} already contains {holds}; {resume}choose another --out")
 
     def _left_behind(self) -> list[Path]:
         """List the unfinished files of a run that was killed while it started or wrote."""
@@ -116,9 +118,9 @@ class RunDirectory:
         """Raise a UsageError if the directory's name cannot be written to its files."""
         name = str(self.path.absolute())
         if "\0" in name:
-            raise UsageError(f"{name!r} has a NUL byte: choose another --out")
+            raise UsageError(f"{name!r} contains a NUL byte; choose another --out")
         if any("\ud800" <= character <= "\udfff" for character in name):
-            raise UsageError(f"{name!r} is not valid UTF-8: choose another --out")
+            raise UsageError(f"{name!r} is not valid UTF-8; choose another --out")
 
     def create(
         self, run: RunConfig, tokenizer_json: str, event: Mapping[str, Any], owes_evaluation: bool
@@ -295,7 +297,7 @@ def parse_metrics(line: bytes, number: int, path: Path) -> Metrics:
     numbers: dict[str, Any] = document if isinstance(document, dict) else {}
     step = numbers.pop("step", None)
     if type(step) is not int or {*map(type, numbers.values())} - {int, float, NoneType}:
-        raise DataError(f"{path}: line {number} holds no metrics")
+        raise DataError(f"{path}: line {number} is not a line of metrics")
     if not 0 <= step < MOST_STEPS:
-        raise DataError(f"{path}: line {number} is of an impossible step")
+        raise DataError(f"{path}: line {number} has an invalid step")
     return Metrics(step, numbers)

@@ -188,7 +188,7 @@ def fingerprint(path: Path) -> str:
 def _refuse_other(header: Header, header_sum: str, path: Path) -> None:
     known = header.metadata
     if header_sum and (known.get(HEADER_SUM) != header_sum or DATA_SUM not in known):
-        raise DataError(f"{path} is damaged: its checksum is not the one it was written with")
+        raise DataError(f"{path} is corrupt: wrong checksum of the header")
 
 
 def verify_data(path: Path, header: Header) -> bool:
@@ -215,7 +215,7 @@ def _verify(file: BufferedReader, header: Header, path: Path) -> None:
     file.seek(header.data_start)
     expected = header.metadata.get(DATA_SUM)
     if expected and _digest(file) != expected:
-        raise DataError(f"{path} is damaged: its checksum is not the one it was written with")
+        raise DataError(f"{path} is corrupt: wrong checksum of the data")
 
 
 def _digest(file: BufferedReader) -> str:
@@ -231,14 +231,14 @@ def _fill(array: HostArray, name: str, entry: Entry, file: BufferedReader, path:
     for cut in _cuts(array.size):
         piece = flat[cut] if direct else np.empty(cut.stop - cut.start, stored)
         if file.readinto(piece.data) != piece.nbytes:
-            raise DataError(f"{path} was cut short while it was read")
+            raise DataError(f"{path} was truncated while being read")
         if entry.dtype == "BF16" and not direct:  # the upper half of a float32
             flat[cut] = (piece.astype("<u4") << 16).view("<f4")
         elif not direct:
             with np.errstate(over="ignore"):
                 flat[cut] = piece
             if entry.dtype == "F64" and (np.isinf(flat[cut]) & np.isfinite(piece)).any():
-                raise DataError(f"{path}: {name} holds values too large for {array.dtype}")
+                raise DataError(f"{path}: {name} has values too large for {array.dtype}")
 
 
 def refuse_misfits(
@@ -266,14 +266,14 @@ def refuse_misfits(
         if names
     ]
     if lists:
-        raise DataError(f"{path} holds other tensors than this model: {'; '.join(lists)}")
+        raise DataError(f"{path} does not have the tensors of this model: {'; '.join(lists)}")
 
 
 def _checked_header(file: BufferedReader, path: Path) -> Header:
     try:
         return _parse(file, os.fstat(file.fileno()).st_size)
     except ValueError as error:
-        raise DataError(f"{path} is not an intact safetensors file: {error}") from error
+        raise DataError(f"{path} is not a valid safetensors file: {error}") from error
 
 
 def _parse(file: BufferedReader, size: int) -> Header:
@@ -282,18 +282,18 @@ def _parse(file: BufferedReader, size: int) -> Header:
     length = int.from_bytes(front[:8], "little")
     # Check for the brace also, because a valid header of 128 bytes starts with \x80.
     if front[8:] != b"{" and front.startswith(_PICKLES):
-        raise ValueError("it is a pickled file; distgpt reads safetensors only")
+        raise ValueError("a pickle file; distgpt reads only safetensors")
     if front.startswith(b"GGUF"):
-        raise ValueError("it is in GGUF, which `distgpt weights import` reads")
+        raise ValueError("a GGUF file; import it with distgpt weights import")
     if front[8:] != b"{" or length < 2:
-        raise ValueError("it has no header, so it is a file of another kind")
+        raise ValueError("no header")
     if length > min(_HEADER_CAP, size - 8):
-        raise ValueError(f"it claims a header of {length} bytes and has {size} in all")
+        raise ValueError(f"the header has {length} bytes, but the file only {size}")
     header = parse_json(b"{" + file.read(length - 1), _HEADER_CAP)
     assert isinstance(header, dict)  # since it starts with a brace
     metadata = checked(dict[str, str], header.pop("__metadata__", {}), ("__metadata__",))
     if HEADER_SUM in metadata and metadata[HEADER_SUM] != _header_sum(header, metadata):
-        raise ValueError("the checksum of its header is not the one it was written with")
+        raise ValueError("wrong checksum of the header")
     found = [(name, _entry(name, described)) for name, described in header.items()]
     entries = dict(sorted(found, key=lambda item: (item[1].start, item[1].stop)))
     end = 0
@@ -302,7 +302,7 @@ def _parse(file: BufferedReader, size: int) -> Header:
             raise ValueError(f"tensor {name!r:.80} starts at byte {entry.start} of the data, expected {end}")
         end = entry.stop
     if end != size - 8 - length:
-        raise ValueError(f"its header describes {end} bytes of data, but {size - 8 - length} are there")
+        raise ValueError(f"the header describes {end} bytes of data, but the file has {size - 8 - length}")
     return Header(entries, metadata, 8 + length)
 
 
@@ -321,7 +321,7 @@ def _entry(name: str, described: object) -> Entry:
     try:
         found = checked(_Described, described)
     except ValueError as error:
-        raise ValueError(f"{tensor} is not described by dtype, shape and data_offsets: {error}") from None
+        raise ValueError(f"{tensor} requires dtype, shape and data_offsets: {error}") from None
     dtype, shape, offsets = found.dtype, found.shape, found.data_offsets
     if dtype not in _WIDTHS:
         raise ValueError(f"{tensor} has dtype {dtype!r:.40}, not one of {', '.join(_WIDTHS)}")

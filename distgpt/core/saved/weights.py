@@ -41,7 +41,7 @@ def find_weights(path: Path) -> Path:
     """
     with storage_errors("read", path):
         if path.suffix == ".gguf" and path.is_file():
-            raise UsageError(f"{path} is in GGUF: first {import_command(path, path.stem)}")
+            raise UsageError(f"{path} is a GGUF file; import it first: {import_command(path, path.stem)}")
         if not path.is_dir():
             if not path.exists():
                 raise StorageError(f"cannot read {path}: No such file or directory{nearest_path(path)}")
@@ -51,10 +51,10 @@ def find_weights(path: Path) -> Path:
             if file.is_file():
                 return file
         if (path / "config.json").is_file():
-            raise UsageError(f"{path} holds a model of transformers: first {import_command(path)}")
+            raise UsageError(f"{path} is a transformers model; import it first: {import_command(path)}")
     if newest := newest_intact(run.checkpoints):
         return newest[0] / WEIGHTS
-    raise UsageError(f"{path} is a directory without weights")
+    raise UsageError(f"{path} contains no weights")
 
 
 def import_command(source: Path, name: str = "") -> str:
@@ -128,9 +128,7 @@ def rounded_dtype(metadata: Mapping[str, str], path: Path) -> str:
         if metadata.get(QUANTISED) == kind.stored:
             return dtype
         known.append(kind.stored)
-    raise DataError(
-        f"{path} is quantised in a way that this distgpt does not read: it reads {' and '.join(known)}"
-    )
+    raise DataError(f"{path} has an unsupported quantization; this distgpt reads {' and '.join(known)}")
 
 
 def verified(path: Path) -> Header:
@@ -147,4 +145,4 @@ def read_float(path: Path, header: Header, spec: Spec, array: Array) -> None:
     else:
         read_rows(path, header, spec.name, array)
     if not np.isfinite(array).all():
-        raise DataError(f"{path} holds weights that are not finite")
+        raise DataError(f"{path} has weights that are not finite")

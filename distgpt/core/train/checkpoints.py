@@ -148,7 +148,7 @@ class Checkpoints:
                 self.write_weights(state.step)
             except StorageError:
                 raise error from None
-            raise StorageError(f"{error}; {self._directory.weights} is written") from error
+            raise StorageError(f"{error}; the weights are saved in {self._directory.weights}") from error
 
     def write_weights(self, step: int) -> None:
         """Write the final weights and raise any failure. For rank 0, in `on_root`."""
@@ -201,13 +201,13 @@ class Checkpoints:
             raise error
         if not self._is_failing and time.monotonic() > self._reported_at + SECONDS_BETWEEN_REPORTS:
             self._is_failing, self._reported_at = True, time.monotonic()
-            self._say(f"{error}; the run goes on, with step {saved} saved, and tries again")
+            self._say(f"{error}; continuing, with step {saved} saved, and trying again")
 
     def report_recovery(self) -> None:
         """Report a successful write after a failed one."""
         if self._is_failing:
             self._is_failing = False
-            self._say("the disk can be written again")
+            self._say("the disk is writable again")
 
     def _start(self) -> None:
         self._begun = time.monotonic()

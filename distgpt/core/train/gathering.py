@@ -33,7 +33,7 @@ def load_some(checkpoint: Path, stem: str, destination: Tensors) -> None:
     header = read_header(file)
     for name, array in destination.items():
         if name not in header.tensors or header.tensors[name].shape != array.shape:
-            raise DataError(f"{file} holds no {name} of shape {array.shape}")
+            raise DataError(f"{file} has no {name} of shape {array.shape}")
         read_rows(file, header, name, array)
 
 
@@ -123,7 +123,7 @@ def restore_exchange(comm: Comm, exchange: Exchange, model: Model, checkpoint: P
                 model.kernels.put(array, host)
     if is_same or not checkpoint:
         return ""
-    return f"{checkpoint} holds no state of {type(exchange).__name__} for these ranks: it starts at zero"
+    return f"{checkpoint} has no state of {type(exchange).__name__} for these ranks; starting at zero"
 
 
 def _saved_names(checkpoint: Path | None) -> list[str]:

@@ -66,7 +66,7 @@ class Output:
         drop_output(self._stream.fileno())
         if error.errno not in (errno.EPIPE, errno.EIO):  # EIO: a closed terminal
             why = error.strerror or error
-            print_lines(f"standard output cannot be written ({why}): going on without it", err=True)
+            print_lines(f"cannot write to standard output ({why}); continuing without it", err=True)
 
 
 WARM_UP = 2  # steps that may compile

@@ -98,7 +98,7 @@ def settle(run: Run, in_flight: InFlight, leave: int) -> signal.Signals | None:
             try:
                 fields = guard.after_step(done)
                 if taken := RECORDED & fields.keys():
-                    raise ValueError(f"the run itself records {', '.join(sorted(taken))}")
+                    raise ValueError(f"the run already records {', '.join(sorted(taken))}")
                 metrics |= fields
             except (DistgptError, OSError):  # they have a message and an exit code
                 raise
@@ -184,7 +184,7 @@ def refuse_non_finite_weights(run: Run) -> None:
         raise shared(
             NonFiniteError(
                 f"the weights are not finite after step {run.progress.step}; "
-                "a lower --lr may help; earlier checkpoints are kept"
+                "try a lower --lr; earlier checkpoints are kept"
             )
         )
 
@@ -198,8 +198,8 @@ def refuse_different_weights(run: Run) -> None:
     if run.comm.allreduce_max(own) != -run.comm.allreduce_max(-own):  # true if the maximum is not the minimum
         raise shared(
             MismatchError(
-                f"the ranks' weights differ after step {run.progress.step}; are all nodes alike, and do"
-                f" --grad-sync {run.settings.grad_sync} and {type(run.optimizer).__qualname__} give all ranks"
-                " the same bits?"
+                f"ranks have different weights after step {run.progress.step}; check that nodes are identical"
+                f" and --grad-sync {run.settings.grad_sync} and {type(run.optimizer).__qualname__} return the"
+                " same values on every rank"
             )
         )

@@ -141,11 +141,11 @@ def fit_to_memory(
     if settings.grad_accum > 1 and not t.grad_accum:
         each = t.batch_size // (settings.grad_accum * comm.size)
         stage.notes.add(
-            f"a step takes {settings.grad_accum} micro-batches of {count(each, 'sequence')} on each rank"
+            f"each step runs {settings.grad_accum} micro-batches of {count(each, 'sequence')} per rank"
         )
     if t.grad_accum not in (0, settings.grad_accum):
         stage.notes.add(
-            f"{strategy.counted_by} decides the micro-batches: --grad-accum {t.grad_accum} has no effect"
+            f"{strategy.counted_by} sets the micro-batches; --grad-accum {t.grad_accum} has no effect"
         )
     if kernels.capabilities.is_async and t.recompute == "auto":
         stage.notes.add(f"memory allows --recompute {settings.recompute}")
@@ -166,18 +166,18 @@ def _way_to_save(config: RunConfig, kernels: Kernels, placement: Placement, room
         return t.save
     if not placement.may_copy:
         if t.save == "async":
-            raise UsageError(f"--save async does not go with {placement.option}: no rank has all moments")
+            raise UsageError(f"--save async requires all moments on one rank; omit {placement.option}")
         if t.save_every or t.save_minutes:
-            notes.add("training waits while a checkpoint is written: all ranks have a part of it")
+            notes.add("training pauses while saving, because every rank has a part of the checkpoint")
         return "sync"
     copy = copy_bytes(config, kernels)
     if copy <= room:
         return "async"
     if t.save == "async":
         raise UsageError(
-            f"--save async needs a copy of {size_of(copy)} on rank 0, and {size_of(room)} are left: use sync"
+            f"--save async requires {size_of(copy)} on rank 0, which has {size_of(room)} free; use sync"
         )
-    notes.add("training waits while a checkpoint is written: there is no memory for a copy")
+    notes.add("training pauses while saving, because there is not enough memory for a copy")
     return "sync"
 
 
@@ -206,13 +206,13 @@ def fitting(
     t = config.train
     fixed = {"recompute": t.recompute in ("none", "mlp"), "grad-accum": t.grad_accum and not strategy.count}
     ways = " and ".join(f"--{option}" for option, is_fixed in fixed.items() if is_fixed)
-    hint = f"leave out {ways} to let memory decide" if ways else "use more memory, or a smaller model"
+    hint = f"omit {ways} to let memory decide" if ways else "use more memory or a smaller model"
     held_out = f", validation {size_of(need.evaluation)}" if evaluated else ""
     updated = f", Muon's updates {size_of(need.update)}" if need.update else ""
     exchanged = f", exchange {size_of(need.exchange)}" if need.exchange else ""
-    left = f" ({size_of(free - budget)} of them for the program itself)" if need.total <= free else ""
+    left = f" ({size_of(free - budget)} reserved for the program)" if need.total <= free else ""
     raise UsageError(
-        f"this run needs {size_of(need.total)} on {where}, where {size_of(free)} are free{left}: "
+        f"this run requires {size_of(need.total)} on {where}, which has {size_of(free)} free{left}: "
         f"weights {size_of(need.weights)}, gradients and optimizer {size_of(need.optimizer)}, "
         f"activations of {micro_batch} {size_of(need.activations)}"
         f"{held_out}{exchanged}{updated}; {hint} (distgpt help out-of-memory)"

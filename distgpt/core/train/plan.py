@@ -84,7 +84,7 @@ def _decide(asked: Asked, ranks: int, on_gpu: bool, say: Say) -> Plan:
     directory.refuse_undecodable()
     is_there = directory.is_there()
     if is_there and (dead := directory.lock.refuse_second()):
-        say(f"{dead} has left this run without an end: taking over")
+        say(f"{dead} left this run unfinished; taking over")
     state = load_state(checkpoint) if checkpoint else State()
     # Check that this run can continue from the pretrained model, if there is one.
     origin = None
@@ -95,14 +95,14 @@ def _decide(asked: Asked, ranks: int, on_gpu: bool, say: Say) -> Plan:
     before = found.settings
     if checkpoint and origin:
         before = origin.run
-        refuse_impossible(f"{checkpoint} is of a run", before, config)
+        refuse_impossible(f"{checkpoint} is from a run", before, config)
     if found.settings and found.in_place:
-        refuse_impossible(f"{directory.path} holds a run", found.settings, config)
+        refuse_impossible(f"{directory.path} contains a run", found.settings, config)
     elif is_there:
         directory.refuse_conflict(config, asked.resume is not None)
     if state.step > t.steps and not t.train_minutes:
         steps = count(t.steps, "step")
-        raise UsageError(f"{checkpoint} is at step {state.step}, past the {steps} asked for")
+        raise UsageError(f"{checkpoint} is at step {state.step}, but the run has only {steps}")
     changes = differences(before, config) if before else {}
     is_done = checkpoint is not None and is_finished(directory, checkpoint, t, state, changes)
     if checkpoint and not is_done:
@@ -115,7 +115,7 @@ def with_extra(config: RunConfig) -> RunConfig:
     given, known = config.train.extra, extra_settings()
     for name in given:
         if f"extra.{name}" not in known:
-            hint = nearest(f"extra.{name}", known) if known else ": --components names the class that has it"
+            hint = nearest(f"extra.{name}", known) if known else "; pass its class with --components"
             raise UsageError(f"unknown setting extra.{name}{hint}")
     kind = components().extra
     if kind is None:
@@ -132,7 +132,7 @@ def _refuse_moved(t: TrainConfig) -> None:
         try:
             resolve_data(text)
         except DataError as error:
-            raise DataError(f"{error}: {option} says where the text of this run is now") from None
+            raise DataError(f"{error}; pass the text's new path with {option}") from None
     components().model(t).refuse_moved(t)
 
 
@@ -185,11 +185,11 @@ def begins_anew(asked: Asked) -> bool:
 def refuse_unsuited(t: TrainConfig, ranks: int, on_gpu: bool) -> None:
     """Raise a UsageError for settings that cannot be combined."""
     if t.val:
-        refuse_beside("--val", {"val-fraction": t.val_fraction}, "each says what is held out")
+        refuse_beside("--val", {"val-fraction": t.val_fraction}, "both set the validation data")
     if not t.reproducible_parts:  # the number of ranks does not split these batches
         refuse_uneven(t.batch_size, ranks, t.grad_accum or 1)
     components().refuse_unsuited(t, ranks, on_gpu)
     if ranks > 1 and t.gradient_dtype == "bfloat16" and t.dtype == "float64":
         raise UsageError(
-            "--gradient-dtype bfloat16 leaves nothing of --dtype float64: use float32 for one of them"
+            "--gradient-dtype bfloat16 loses the precision of --dtype float64; use float32 for one of them"
         )

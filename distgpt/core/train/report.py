@@ -34,20 +34,20 @@ def note_settings(plan: Plan, t: TrainConfig, corpus: Corpus, batches: Batches, 
     for line in batches.notes(t.steps):
         say(line)
     if corpus.val is not None and corpus.val.fingerprint == batches.fingerprint:
-        say(f"{escape(t.val)} is the training text: validation tells nothing about other texts")
+        say(f"{escape(t.val)} is also the training text, so validation does not measure generalization")
     if t.warmup > t.steps > 0:
-        say(f"--warmup {t.warmup} is longer than the run of {count(t.steps, 'step')}: --lr is never reached")
+        say(f"--warmup {t.warmup} is longer than the run ({count(t.steps, 'step')}); --lr is never reached")
     for line in corpus.notes:
         say(line)
     if t.eval_every and corpus.val is None and not t.metrics:
         *others, last = ("--val", "--val-fraction", *(f"--{name}" for name in METRICS))
-        say(f"nothing is held out, so nothing is evaluated: see {', '.join(others)} and {last}")
+        say(f"no validation data, so nothing is evaluated; see {', '.join(others)} and {last}")
     if not plan.checkpoint:
         return
     if is_over(state.seconds, t) if t.train_minutes else state.step == t.steps:
-        say(f"nothing is left to train: {'--within' if t.train_minutes else '--steps'} asks for more")
+        say(f"nothing is left to train; increase {'--within' if t.train_minutes else '--steps'}")
     if state.corpus != batches.fingerprint:
-        say(f"{escape(t.data)} is another text than so far, and is read from here on")
+        say(f"the training data has changed; reading {escape(t.data)} from now on")
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ class Report:
         if not self.rank:
             what = f"{reason} at step {step + 1}"
             self.remember({"step": step, "bad": what, "skipped": skipped})
-            self.listener.noted(f"{what}: it is left out")
+            self.listener.noted(f"{what}: skipped")
 
     def remember(self, event: dict[str, object]) -> None:
         """Append an event to history.jsonl."""

@@ -58,7 +58,7 @@ def find_run(resume: str, out: Path | None, name: str, say: Say) -> Resumption:
             own.lock.refuse_second()
         checkpoint = _newest(own, say)
         if out and checkpoint is None:
-            raise DataError(f"{resume} has no checkpoint yet to begin a new run from")
+            raise DataError(f"{resume} has no checkpoint to start a new run from")
     else:
         if not (path / MANIFEST).exists() and not (path / STATE).exists():
             raise DataError(f"{resume} is neither a checkpoint nor a run directory")
@@ -66,7 +66,7 @@ def find_run(resume: str, out: Path | None, name: str, say: Say) -> Resumption:
         own = RunDirectory(path.resolve().parent.parent)
     if out is None or _are_same(out, own.path):
         if own.saved() is None:
-            raise UsageError(f"--resume {resume} lies in no run directory: say with --out where to go on")
+            raise UsageError(f"--resume {resume} is not in a run directory; set --out")
         return Resumption(RunDirectory(out or own.path), own.saved(), checkpoint)
     assert checkpoint is not None
     held = read_description(checkpoint / "weights.safetensors")
@@ -96,8 +96,8 @@ def refuse_impossible(what: str, before: RunConfig, now: RunConfig) -> None:
     changeable = {*CHANGEABLE, *components().model(now.train).may_move, *extra}
     if different := differing(before, now, changeable):
         raise UsageError(
-            f"{what} with another configuration ({different}), which a resumed run cannot change: leave out"
-            " the flag, --preset or --config that says so, or start a new run: another --out and no --resume"
+            f"{what} with settings that cannot change on resume ({different}); drop the flag, --preset or"
+            " --config that sets them, or choose another --out without --resume"
         )
 
 
@@ -105,8 +105,8 @@ def refuse_changed_text(checkpoint: Path, state: State, changes: Container[str],
     """Raise a DataError if the text has changed under the same name."""
     if state.corpus != fingerprint and "data" not in changes:
         raise DataError(
-            f"the text or its tokenizer has changed since {checkpoint} was written: resume with the old one,"
-            " with --data and another name, or start a new run"
+            f"the text or its tokenizer has changed since {checkpoint}; restore it, pass the new text under"
+            " another name with --data, or start a new run"
         )
 
 
@@ -120,10 +120,10 @@ def best_on_disk(directory: RunDirectory, checkpoint: Path, state: State, tokens
         verify_data(directory.best, header)
         if Best.from_metadata(header.metadata) in (best, None):
             return True
-        problem = f"{directory.best} is not of step {best.step}, which was the best by step {state.step}"
+        problem = f"{directory.best} is not from step {best.step}, the best until step {state.step}"
     except (DataError, StorageError, ValueError) as error:
         problem = str(error)
-    say(f"{problem}; the next evaluation writes it anew")
+    say(f"{problem}; the next evaluation rewrites it")
     return False
 
 
@@ -150,7 +150,7 @@ def leave_finished(comm: Comm, directory: RunDirectory, t: TrainConfig, seconds:
             directory.lock.claim()
             directory.lock.release()
         done, more = _done_and_more(t, seconds)
-        say(f"{directory.path} is finished, and nothing was changed: {done}")
+        say(f"{directory.path} is finished; nothing was changed: {done}")
         say(f"to train longer: {shlex.join(['--out', str(directory.path), '--resume', 'auto', *more])}")
 
     on_root(comm, leave)
@@ -159,7 +159,7 @@ def leave_finished(comm: Comm, directory: RunDirectory, t: TrainConfig, seconds:
 def _done_and_more(t: TrainConfig, spent: float) -> tuple[str, list[str]]:
     """Describe a finished run, and return an option for twice as much."""
     if t.train_minutes:
-        return f"its {typed_duration(spent)} are over", ["--within", typed_duration(2 * spent)]
+        return f"its {typed_duration(spent)} have elapsed", ["--within", typed_duration(2 * spent)]
     if t.epochs:
         return f"all {t.epochs:g} epochs are done", ["--epochs", f"{2 * t.epochs:g}"]
     return f"all {count(t.steps, 'step')} are done", ["--steps", str(2 * t.steps)]
@@ -172,11 +172,11 @@ def _newest(run: RunDirectory, say: Say) -> Path | None:
         verify(branched_from)
         newest = branched_from, []
     if newest is None:
-        say(f"no checkpoint in {run.checkpoints} yet: starting from the beginning")
+        say(f"no checkpoint in {run.checkpoints}; starting from the beginning")
         return None
     path, damaged = newest
     for line in damaged:
-        say(f"skipping a damaged checkpoint: {line}")
+        say(f"skipping a corrupt checkpoint: {line}")
     return path
 
 

@@ -76,7 +76,7 @@ class ModelKind:
     def refuse_origin(self, origin: Description, weights: Path, t: TrainConfig, resumed: bool) -> None:
         """Reject weights that this kind of run cannot start with; if `resumed`, they are a checkpoint's."""
         if resumed and origin.untrainable:
-            raise UsageError(f"{weights} is of a run that cannot be resumed: {origin.untrainable}")
+            raise UsageError(f"{weights} is from a run that cannot be resumed: {origin.untrainable}")
         origin.refuse_training(t)
         if not resumed:
             origin.refuse_incomplete(weights)
@@ -133,7 +133,7 @@ def described(reason: str, step: int, loss: float, norm: float) -> str:
 def ending(bad: str, config: TrainConfig) -> str:
     """Return the error message of a run that ends at a bad step."""
     clip = "a smaller --clip" if config.clip else "--clip 1"
-    hint = f"; a lower --lr, a longer --warmup or {clip} may help, or --on-bad-step skip"
+    hint = f"; try a lower --lr, a longer --warmup, {clip} or --on-bad-step skip"
     return f"{bad}{hint}; earlier checkpoints are kept"
 
 
@@ -202,8 +202,8 @@ class Votes:
         *signals, disk, elapsed = sums
         if any(count < 0 or count % 1 for count in (*signals, disk)):
             raise DistgptError(
-                f"--grad-sync {grad_sync} has mixed the ranks' votes with other numbers: do all ranks sum the"
-                " same elements in each call?"
+                f"--grad-sync {grad_sync} returned invalid step flags; every rank must sum the same elements"
+                " in each call"
             )
         return Heard(first_of(signals), bool(disk), float(elapsed))
 
@@ -232,7 +232,7 @@ def guard_failed(guard: Guard, error: Exception) -> DistgptError:
     frames = traceback.extract_tb(error.__traceback__)[1:]  # without the call itself
     where = f" ({frames[0].filename}:{frames[0].lineno})" if frames else ""
     name, what = (type(each).__qualname__ for each in (guard, error))
-    return DistgptError(f"the guard {name} has failed: {what}: {error}{where}")
+    return DistgptError(f"the callback {name} failed: {what}: {error}{where}")
 
 
 class Listener:

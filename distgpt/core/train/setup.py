@@ -349,7 +349,7 @@ def read_texts(
     known = corpus.tokenizer.size
     size = asked.model.vocab_size or (origin.run.model.vocab_size if origin else 0) or known
     if size < known:
-        raise shared(UsageError(f"vocab_size is {size}, but the tokenizer has {known} tokens for this text"))
+        raise shared(UsageError(f"vocab_size ({size}) must be at least {known}, the size of the tokenizer"))
     config = replace(asked, model=replace(asked.model, vocab_size=size))
     batches = corpus.batches(comm, config)
     rows = math.ceil(t.epochs * batches.windows_per_epoch)
@@ -391,12 +391,12 @@ def set_up(config: RunConfig, stage: Stage, is_evaluated: bool = False, preferre
     t = config.train
     strategy = components().strategy(t, comm.size)
     if strategy.placement.option and (extension := own_exchange()):
-        raise shared(UsageError(f"{extension} does not go with {strategy.placement.option}"))
+        raise shared(UsageError(f"{extension} and {strategy.placement.option} cannot be combined"))
     strategy.refuse_unable(comm, on_gpu=stage.on_gpu)
     kind = components().model(t)
     if not kind.trained(config).specs:  # an extension's kind may train nothing in this model
         what = type(kind).__name__
-        raise shared(UsageError(f"this model has nothing that a kind of model {what!r} trains"))
+        raise shared(UsageError(f"this model has no tensors that {what!r} trains"))
     kernels = stage.kernels(t.dtype, t.matmul_backend)
     settings = fit_to_memory(config, stage, kernels, strategy, is_evaluated, preferred)
     return Setup(config, settings, stage, kernels, kind, strategy)
@@ -498,7 +498,7 @@ def begin_anew(comm: Comm, state: OptimizerState, t: TrainConfig, batches: Batch
     if init := components().model(t).begins_with(t):
         state.load_weights(comm, partial(read_shortened, Path(init)))
         if not model.is_finite():
-            raise shared(DataError(f"{init} holds weights that are not finite"))
+            raise shared(DataError(f"{init} has weights that are not finite"))
     else:
         state.load_weights(comm, partial(_draw, comm, model, t, batches))
     state.begin()  # last, because it may copy the weights

@@ -103,6 +103,6 @@ def how_to_resume(run: Run) -> str:
     """Describe to the user how to resume an interrupted run."""
     step = newest_step(run.directory.checkpoints)
     if step is None and run.directory.branched_from() is None:
-        return "nothing was saved yet (--save-every)"
+        return "nothing is saved yet (--save-every)"
     words = shlex.join(["--out", str(run.directory.path), "--resume", "auto"])
-    return f"step {step} is saved: resume with {words}" if step else f"resume with {words}"
+    return f"step {step} is saved; resume with {words}" if step else f"resume with {words}"

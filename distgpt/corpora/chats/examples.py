@@ -50,9 +50,7 @@ def read_examples(path: Path, chat: ChatFormat) -> Iterator[Example]:
     """
     found = [source for source in find_inputs((path,)) if source.kind == LINES or source.path == path]
     if not found:
-        raise DataError(
-            f"{path} holds no chats, which are lines of JSON in files that end in .jsonl or .jsonl.gz"
-        )
+        raise DataError(f"{path} has no chats; chats are JSON lines in .jsonl or .jsonl.gz files")
     for source in found:
         rows = 0
         source = replace(source, name=str(source.path), kind=LINES)
@@ -62,7 +60,7 @@ def read_examples(path: Path, chat: ChatFormat) -> Iterator[Example]:
                     yield _row_of(line, f"{piece.source}, line {number}", chat)
                     rows += 1
         if not rows:
-            raise DataError(f"{source.path} holds no rows")
+            raise DataError(f"{source.path} has no rows")
 
 
 def _row_of(line: bytes, where: str, chat: ChatFormat) -> Example:
@@ -70,14 +68,14 @@ def _row_of(line: bytes, where: str, chat: ChatFormat) -> Example:
         return example_of(parse_json(line), chat)
     except (DataError, ValueError) as error:
         is_text = isinstance(error, JSONDecodeError) and not line.lstrip().startswith((b"{", b"["))
-        plain = f"it is not JSON, such as {EXAMPLE}; to train on plain text, use distgpt train"
+        plain = f"not JSON, such as {EXAMPLE}; to train on plain text, use distgpt train"
         raise DataError(f"{where}: {plain if is_text else error}") from None
 
 
 def example_of(row: Any, chat: ChatFormat) -> Example:
     """Return the tokens of a row and the loss mask. Raises a DataError for an invalid row."""
     if not isinstance(row, dict):
-        raise DataError("it is not a JSON object")
+        raise DataError("not a JSON object")
     if "messages" in row:
         return _chat(checked_messages(row["messages"]), chat)
     if "conversations" in row:
@@ -91,13 +89,13 @@ def example_of(row: Any, chat: ChatFormat) -> Example:
     if "text" in row:
         return _plain(_text(row, "text"), chat)
     names = escape(", ".join(map(repr, row))) or "nothing"
-    raise DataError(f"it has {names:.200}, and not {SHAPES}")
+    raise DataError(f"it has {names:.200} but requires {SHAPES}")
 
 
 def _text(row: dict[str, Any], name: str) -> str:
     text = row[name]
     if not isinstance(text, str):
-        raise DataError(f"{name!r} is no text")
+        raise DataError(f"{name!r} is not a string")
     return text
 
 
@@ -117,7 +115,7 @@ def _turn(question: str, answer: str) -> list[Message]:
 def _chat(messages: list[Message], chat: ChatFormat) -> Example:
     answers = [message["content"] for message in messages if message["role"] == "assistant"]
     if not answers:
-        raise DataError("the chat has no answer: nothing of it can be learned")
+        raise DataError("the chat has no answer to train on")
     if not all(text.strip() for text in answers):
         raise DataError("an answer is empty")
     return chat.example(messages)
@@ -165,8 +163,8 @@ class ExampleBatches(Batches):
         full, learned = len(examples) / (rows * self.seq_len), self._learned.sum() / len(examples)
         batch_size = len(self._numbers)
         yield (
-            f"{count(len(examples.starts) - 1, 'example')} of {len(examples):,} tokens, of which"
-            f" {learned:.0%} are learned, in {count(rows, 'sequence')}, {full:.0%} full:"
+            f"{count(len(examples.starts) - 1, 'example')} of {len(examples):,} tokens,"
+            f" {learned:.0%} of them trained on, in {count(rows, 'sequence')}, {full:.0%} full:"
             f" {batch_size * steps / rows:.3g} epochs are {count(steps, 'step')}"
             f" of {count(batch_size, 'sequence')}"
         )
@@ -226,14 +224,14 @@ class _Chats:
         """Read the examples on rank 0. Validation examples are spread over the whole file."""
         tokenizer, path, val_fraction = request.existing, Path(request.data), request.val_fraction
         if tokenizer is None:
-            raise shared(DataError("chats are read by the tokenizer of the weights, and these have none"))
+            raise shared(DataError("training on chats requires weights with a tokenizer"))
 
         def read() -> list[Examples]:
             found = _fitting(path, ChatFormat(tokenizer), request.seq_len, say)
             held_out = np.diff(np.floor(np.arange(len(found) + 1) * val_fraction)) > 0
             if val_fraction and not held_out.any():
                 raise DataError(
-                    f"{path}: --val-fraction {val_fraction} of {count(len(found), 'example')} is none"
+                    f"--val-fraction {val_fraction} of {count(len(found), 'example')} in {path} is 0 examples"
                 )
             parts = (~held_out, held_out) if val_fraction else (~held_out,)
             return [_together([found[i] for i in np.flatnonzero(part)]) for part in parts]
@@ -259,7 +257,7 @@ def _fitting(path: Path, chat: ChatFormat, seq_len: int, say: Say) -> list[Examp
     if not found:
         raise DataError(f"{path}: no example has an answer within its first {limit}")
     if cut or lost:
-        without = f", and {lost:,} without an answer before that are left out" if lost else ""
+        without = f"; skipped {lost:,} without an answer before the cut" if lost else ""
         say(f"{cut:,} of {count(len(found) + lost, 'example')} are cut after {limit}{without}")
     return found
 
@@ -276,4 +274,4 @@ def _together(examples: list[Example]) -> Examples:
 def check(t: TrainConfig, ranks: int, on_gpu: bool) -> None:
     """Raise a UsageError unless the run starts from trained weights."""
     if not t.init:
-        raise UsageError("chats are for a model that has learned to read: distgpt tune --weights")
+        raise UsageError("training on chats requires a pretrained model; use distgpt tune --weights")

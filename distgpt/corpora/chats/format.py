@@ -103,7 +103,7 @@ class Renderer:
             found: dict[str, str] = json.loads(answer)
             return found
         self.close()
-        return {"error": f"it takes longer than {self._seconds:g} s, or too much memory"}
+        return {"error": f"exceeded {self._seconds:g} s or the memory limit"}
 
 
 @cache
@@ -179,7 +179,7 @@ class ChatFormat:
         wanted = sum(message["role"] == "assistant" for message in messages)
         if len(answers) < wanted or any(first < 0 for first, _ in answers):
             raise DataError(
-                "the model's chat template changes or drops an answer: what is learned is not known"
+                "the model's chat template changes or drops an answer, so it cannot be trained on"
             )
         ids, ends = encode_parts(self.tokenizer, parts)
         starts, learned = np.concatenate([[0], ends[:-1]]), np.zeros(len(ids), np.uint8)
@@ -270,14 +270,14 @@ def encode_parts(tokenizer: Tokenizer, parts: Sequence[str | int]) -> tuple[Ids,
     if isinstance(tokenizer, LibraryTokenizer):
         return tokenizer.encode_parts(parts)
     if not isinstance(tokenizer, BytesDecoder):
-        raise DataError(f"chats need a tokenizer of bytes, such as byte or a BPE, not {tokenizer.kind!r}")
+        raise DataError(f"chats require a byte-level tokenizer, such as byte or BPE, not {tokenizer.kind!r}")
     dtype = id_dtype(tokenizer.size)
     found = [tokenizer.encode(part) if isinstance(part, str) else np.array([part], dtype) for part in parts]
     ids = np.concatenate([np.empty(0, dtype), *found])
     pieces = [tokenizer.pieces[i] for i in ids.tolist()]
     shown = (part.encode() if isinstance(part, str) else tokenizer.pieces[part] for part in parts)
     if (whole := b"".join(pieces)) != b"".join(shown):
-        raise DataError(f"a tokenizer of kind {tokenizer.kind!r} cannot encode chats: it changes texts")
+        raise DataError(f"a tokenizer of kind {tokenizer.kind!r} cannot encode chats: it changes text")
     # Count characters that have started, because an id may be part of a character.
     begun = np.cumsum(np.frombuffer(whole, np.uint8) & 0xC0 != 0x80)
     return ids, begun[np.cumsum(list(map(len, pieces)), dtype=np.int64) - 1]
@@ -291,13 +291,13 @@ def was_tuned_on_chats(files: Collection[Path]) -> bool:
 def checked_messages(value: Any) -> list[Message]:
     """Return the messages of untrusted JSON. A DataError names the message and the problem."""
     if not isinstance(value, list) or not value:
-        raise DataError("messages must be a list, and not empty")
+        raise DataError("messages must be a non-empty list")
     found = []
     for number, message in enumerate(value, 1):
         if not isinstance(message, dict) or not isinstance(role := message.get("role"), str):
-            raise DataError(f"message {number} is no object with a role and a content")
+            raise DataError(f"message {number} must be an object with a role and a content")
         if role not in ROLES:
-            raise DataError(f"message {number}: the role {role!r:.40} is unknown{nearest(role[:40], ROLES)}")
+            raise DataError(f"message {number}: unknown role {role!r:.40}{nearest(role[:40], ROLES)}")
         content = message.get("content")
         if isinstance(content, list):  # OpenAI's clients send lists of parts
             texts = [
@@ -306,6 +306,6 @@ def checked_messages(value: Any) -> list[Message]:
             known = [text for text in texts if isinstance(text, str)]
             content = "".join(known) if len(known) == len(content) else None
         if not isinstance(content, str):
-            raise DataError(f"message {number}: its content is no text")
+            raise DataError(f"message {number}: content must be a string")
         found.append({"role": role, "content": content})
     return found

@@ -58,12 +58,12 @@ def _answer(line: bytes) -> dict[str, str]:
         asked = json.loads(line)
         text = render(asked["source"], asked["values"])
         if len(text) > LONGEST:
-            return {"error": f"it makes a text of {len(text):,} characters"}
+            return {"error": f"the result has {len(text):,} characters"}
         text.encode()
     except TemplateError as error:
         return {"error": str(error.message or type(error).__name__)[:300]}
     except MemoryError:
-        return {"error": "it takes too much memory"}
+        return {"error": "exceeded the memory limit"}
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"[:300]}
     return {"text": text}

@@ -64,12 +64,12 @@ def find_inputs(paths: Sequence[Path | Input], note: Say = lambda text: None) ->
         if isinstance(path, Input):
             found.append(path)
         elif not path.exists():
-            raise DataError(f"{path} is no readable file and no folder")
+            raise DataError(f"{path} is not a file or a directory")
         elif path.is_dir():
             files = _files(path)
             taken = [file for file in files if _kind(file.name)]
             if not taken:
-                raise DataError(f"{path} holds no file that ends in {', '.join(ENDINGS)}")
+                raise DataError(f"{path} has no files that end in {', '.join(ENDINGS)}")
             found += [_described(file, file.relative_to(path).as_posix()) for file in taken]
             others = sorted({file.suffix.lower() or file.name for file in {*files} - {*taken}})
             shown = escape(", ".join(others[:MOST_ENDINGS])) + ", …" * (len(others) > MOST_ENDINGS)
@@ -87,7 +87,7 @@ def find_inputs(paths: Sequence[Path | Input], note: Say = lambda text: None) ->
 
 
 def _no_text(name: Path | str) -> DataError:
-    return DataError(f"{name} is no text in UTF-8, there are zero bytes in it: {CONVERT}")
+    return DataError(f"{name} is not UTF-8 text, because it contains zero bytes; {CONVERT}")
 
 
 def _files(folder: Path) -> list[Path]:
@@ -118,7 +118,7 @@ def _described(path: Path, name: str) -> Input:
     with storage_errors("read", path):
         about = path.stat()
     if not stat.S_ISREG(about.st_mode):
-        raise DataError(f"{path} is no regular file; save what comes from a pipe first")
+        raise DataError(f"{path} is not a regular file; save the output of a pipe first")
     try:
         name.encode()
     except UnicodeEncodeError:
@@ -135,7 +135,7 @@ def opened(source: Input, offset: int = 0) -> Iterator[tuple[BinaryIO, BinaryIO]
             stream.seek(offset)
             yield cast(BinaryIO, stream), file
         except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-            raise DataError(f"{source.path} is damaged, or not gzip: {error}") from None
+            raise DataError(f"{source.path} is corrupt, or not gzip: {error}") from None
 
 
 @contextmanager
@@ -146,7 +146,7 @@ def piped(stream: BinaryIO) -> Iterator[Input]:
     another pipe resumes an interrupted run.
     """
     with ExitStack() as stack:
-        with storage_errors("keep standard input in", Path(os.environ.get("TMPDIR", "/tmp"))):
+        with storage_errors("store standard input in", Path(os.environ.get("TMPDIR", "/tmp"))):
             file = stack.enter_context(tempfile.TemporaryFile())
             shutil.copyfileobj(stream, file)
             size = file.tell()
@@ -283,7 +283,7 @@ def _lines(source: Input, field: str, place: Offset, most: int) -> Iterator[_Cut
 
 
 def _too_long(where: str, most: int) -> DataError:
-    hint = "" if most == LARGEST_JSON else ": --max-document allows more"  # chats have a fixed limit
+    hint = "" if most == LARGEST_JSON else "; raise --max-document"  # chats have a fixed limit
     return DataError(f"{where} is longer than {size_in_words(most)}{hint}")
 
 
@@ -314,7 +314,7 @@ def _texts(path: Path, field: str, skip: int, most: int) -> Iterator[tuple[Any, 
         import pyarrow as arrow
         import pyarrow.parquet as parquet
     except ImportError:
-        raise UsageError(f"reading {path} needs pyarrow: pip install 'distgpt[parquet]'") from None
+        raise UsageError(f"reading {path} requires pyarrow: pip install 'distgpt[parquet]'") from None
     try:
         with parquet.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20) as file:
             kind = _checked_type(file.schema_arrow, field, path, arrow.types)
@@ -335,21 +335,21 @@ def _texts(path: Path, field: str, skip: int, most: int) -> Iterator[tuple[Any, 
                     yield text.as_buffer() if text.is_valid else None, about.num_rows
                 skip = max(0, skip - len(batch))
     except (arrow.ArrowException, OSError, UnicodeError) as error:
-        raise DataError(f"{path} cannot be read as Parquet: {escape(first_line(error))}") from None
+        raise DataError(f"cannot read {path} as Parquet: {escape(first_line(error))}") from None
 
 
 def _checked_type(schema: Any, field: str, path: Path, types: Any) -> Any:
     """Return the type of the column. Raises a DataError if it is not a string."""
     if field not in schema.names:
         names = escape(", ".join(schema.names))
-        raise DataError(f"{path} has no column {field!r:.80}; --field chooses among {names:.200}")
+        raise DataError(f"{path} has no column {field!r:.80}; set --field to one of {names:.200}")
     if (times := schema.names.count(field)) > 1:
-        raise DataError(f"{path} has {times} columns that are called {field!r:.80}")
+        raise DataError(f"{path} has {times} columns named {field!r:.80}")
     found = schema.field(field).type
     kind = found.value_type if types.is_dictionary(found) else found
     if not (types.is_string(kind) or types.is_large_string(kind)):
         name = escape(str(kind))
-        raise DataError(f"{path}: its column {field!r:.80} is of type {name:.80}, not string")
+        raise DataError(f"{path}: column {field!r:.80} must have type string, not {name:.80}")
     return found
 
 
@@ -370,5 +370,5 @@ def _member(line: str, field: str, where: str) -> tuple[str, int]:
         raise DataError(f"{where}: not JSON: {line.strip()!r:.60}") from None
     if not isinstance(found, dict) or not isinstance(found.get(field), str):
         there = f"; it has {', '.join(map(repr, found))}" if isinstance(found, dict) else ""
-        raise DataError(f"{where}: not an object with a text under {field!r:.80}{there:.120}")
+        raise DataError(f"{where}: not an object with a string {field!r:.80}{there:.120}")
     return _SURROGATE.subn(_REPLACEMENT, found[field])

@@ -103,9 +103,9 @@ class Request:
 
     def __post_init__(self) -> None:
         if self.shard_tokens < LEAST:
-            raise UsageError(f"--shard-tokens is {self.shard_tokens}: it must be at least {LEAST}")
+            raise UsageError(f"--shard-tokens must be at least {LEAST}, not {self.shard_tokens}")
         if not 0 <= self.val_fraction < 1:
-            raise UsageError(f"--val-fraction is {self.val_fraction}: it must lie in [0, 1)")
+            raise UsageError(f"--val-fraction must be at least 0 and less than 1, not {self.val_fraction}")
 
     def known_tokenizer(self) -> Tokenizer | None:
         """Return the tokenizer, or None if it must be built from the inputs."""
@@ -198,33 +198,33 @@ def reserved(folder: Path, say: Say) -> Iterator[None]:
 def load_progress(folder: Path, fresh: Progress) -> Progress:
     """Return the progress of an earlier process, or `fresh`. Raises a UsageError if its settings differ."""
     if is_shards(folder):
-        raise UsageError(f"{folder} holds shards already; give another --out, or remove it")
+        raise UsageError(f"{folder} already contains shards; choose another --out, or remove it")
     path = folder / PROGRESS
     with storage_errors("read", folder):
         others = [other.name for other in folder.iterdir() if not _is_partial(other.name)]
     if not path.exists():  # accept only files that a killed process left incomplete
         if others:
-            raise UsageError(f"{folder} is not empty (it holds {min(others)!r}); give a new folder")
+            raise UsageError(f"{folder} is not empty (it contains {min(others)!r}); choose a new directory")
         return fresh
     if (found := _unfinished(folder)) is None:
-        raise UsageError(f"{path} is not of distgpt data prepare; give a new folder for the shards")
+        raise UsageError(f"{path} is not from distgpt data prepare; choose a new directory for the shards")
     try:  # check types also, because a hash can be forged
         if found.pop("version", None) != VERSION:
-            raise ValueError("another version of distgpt wrote it")
+            raise ValueError("written by another version of distgpt")
         if found.pop("sha256", None) != _sha256(found):
-            raise ValueError("its SHA-256 is another")
+            raise ValueError("wrong SHA-256")
         earlier: Progress = checked(Progress, found)
         if earlier.begun and len(earlier.sources) != len(earlier.inputs):
-            raise ValueError("its sources are not two counts for each input")
+            raise ValueError("its sources must be two counts per input")
     except ValueError as error:
-        raise DataError(f"{path} cannot be resumed ({error}); remove {folder} and begin again") from None
+        raise DataError(f"cannot resume {path} ({error}); remove {folder} and start again") from None
     if not earlier.begun:
         return fresh
     before, now = ({**each.settings, "inputs": each.inputs} for each in (earlier, fresh))
     if different := [name for name in now if now[name] != before.get(name)]:
         raise UsageError(
-            f"{folder} holds unfinished shards of another command ({', '.join(different)} changed);"
-            f" repeat that one, or remove {folder}"
+            f"{folder} contains unfinished shards of another command ({', '.join(different)} changed);"
+            f" repeat that command, or remove {folder}"
         )
     return earlier
 
@@ -242,7 +242,7 @@ def refuse_unfinished(folder: Path) -> None:
     with storage_errors("read", folder):
         unfinished = folder.is_dir() and _unfinished(folder) is not None
     if unfinished:
-        raise DataError(f"the shards in {folder} are not finished: the same distgpt data prepare resumes")
+        raise DataError(f"the shards in {folder} are unfinished; resume with the same distgpt data prepare")
 
 
 def _sha256(contents: dict[str, Any]) -> str:
@@ -375,9 +375,7 @@ class Preparation:
             flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
             file = os.fdopen(os.open(path, flags, 0o666), "ab")
             if os.fstat(file.fileno()).st_size < valid:
-                raise DataError(
-                    f"{path} has lost what was written to it; remove {path.parent} and begin again"
-                )
+                raise DataError(f"{path} has lost data; remove {path.parent} and start again")
             file.truncate(valid)
         try:
             yield file
@@ -395,7 +393,7 @@ class Preparation:
             for piece, ids, lengths, text_bytes, replaced in results:
                 if replaced and not progress.replaced:
                     name = escape(piece.source)
-                    self._watcher.noted(f"{name} is not all UTF-8: {CONVERT}")
+                    self._watcher.noted(f"{name} contains invalid UTF-8; {CONVERT}")
                 signed = np.array(lengths, "<i8")
                 if not piece.begins:  # the first document continues an earlier one
                     signed[:1] = ~signed[:1]
@@ -433,10 +431,10 @@ class Preparation:
         if not tokens:
             given = self._request.inputs
             names = (each.name if isinstance(each, Input) else str(each) for each in given)
-            return DataError(f"there is no text in {', '.join(names):.200}")
+            return DataError(f"no text in {', '.join(names):.200}")
         return DataError(
-            f"too little is left for training: of {count(tokens, 'token')}, {self._held_out:,} are for"
-            " validation; lower --val-shards or --val-fraction, or --shard-tokens"
+            f"too few tokens for training: {self._held_out:,} of {count(tokens, 'token')} are for"
+            " validation; lower --val-shards, --val-fraction or --shard-tokens"
         )
 
     # -- from the spool to shards
@@ -459,7 +457,7 @@ class Preparation:
         with storage_errors("read", path := self._paths[which]):
             descriptor = (self._ids, self._lengths)[which].fileno()
             if not read_at(descriptor, out.view(np.uint8).data, start * out.itemsize):
-                raise DataError(f"{path} has been cut short")
+                raise DataError(f"{path} was truncated")
 
     def _written(self, split: Split) -> Iterator[Shard]:
         """Write the shards of a split."""
@@ -554,7 +552,7 @@ class Preparation:
         """Write the manifest, then remove the temporary files."""
         request, progress, tokenizer = self._request, self._progress, self._tokenizer
         if list_inputs(find_inputs(request.inputs)) != progress.inputs:
-            raise DataError(f"the inputs changed while they were read; remove {request.out} and begin again")
+            raise DataError(f"the inputs changed while being read; remove {request.out} and start again")
         manifest = Manifest(
             tokenizer=fingerprint(tokenizer),
             description=tokenizer.describe(),
@@ -607,6 +605,6 @@ def prepare(request: Request, watcher: Any, inputs: list[Input] | None = None) -
             noted = _unfinished(out)
             resumable = noted is not None and noted.get("place") != asdict(Offset())
             if resumable:
-                watcher.noted(f"the same command resumes in {out}; remove it once an input has changed")
+                watcher.noted(f"to resume in {out}, repeat the command; if an input has changed, remove it")
             _clean(out, resumable)
             raise

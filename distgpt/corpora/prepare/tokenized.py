@@ -70,14 +70,14 @@ def tokenized(path: Path, tokenizer: str | Tokenizer, val_fraction: float, kept:
             is_waiting = True
             time.sleep(SECONDS_BETWEEN_TRIES)
         except DataError as error:
-            raise DataError(f"{error} (distgpt data prepare has options for such files)") from None
+            raise DataError(f"{error} (see also the options of distgpt data prepare)") from None
     manifest = read_manifest(wanted.out)
     if manifest.replaced:
-        notes.append(f"{manifest.replaced:,} × U+FFFD put in for what was not UTF-8")
+        notes.append(f"replaced invalid UTF-8 by U+FFFD {manifest.replaced:,} times")
     if notes:
         say(f"{escape(str(path))}: {'; '.join(notes)}")
     if val_fraction and not manifest.of("val"):
-        raise DataError(f"{path}: --val-fraction {val_fraction} of it is not even 2 tokens")
+        raise DataError(f"--val-fraction {val_fraction} of {path} is less than 2 tokens")
     return wanted.out
 
 
@@ -133,16 +133,16 @@ def learn_file(
     Only a BPE has a size, a minimum frequency (default: 2) and a separator (default: the last id).
     """
     if kind == "bpe" and vocab_size is None:
-        raise UsageError("--vocab-size says how many entries the BPE is to have; GPT-2's has 50257")
+        raise UsageError("a BPE requires --vocab-size; GPT-2's has 50257 entries")
     if kind != "bpe" and (vocab_size or min_frequency or separator):
         raise UsageError(
-            f"a vocabulary of kind {kind!r} holds everything in the texts:"
-            " --vocab-size, --min-frequency and --separator are for --kind bpe"
+            f"--vocab-size, --min-frequency and --separator require --kind bpe: the vocabulary of {kind!r}"
+            " includes everything in the text"
         )
     if out.exists():
-        raise UsageError(f"{out} exists already; give another name, or remove it first")
+        raise UsageError(f"{out} already exists; choose another name, or remove it")
     if not out.parent.is_dir():
-        raise UsageError(f"{out} cannot be written: there is no directory {out.parent}")
+        raise UsageError(f"cannot write {out}: no directory {out.parent}")
     texts = documents(inputs, field, max_document)
     learned: Tokenizer
     if vocab_size is not None:

@@ -99,7 +99,7 @@ class BpeTokenizer(BytesDecoder):
         return FastEncoder(self._id_of, symbols(), self.merges, self._encode_piece)
 
     def _encode_piece(self, piece: str) -> list[int]:
-        with library_errors("the library tokenizers cannot encode this text"):
+        with library_errors("the tokenizers library cannot encode this text"):
             return [token.id for token in self.library.model.tokenize(spelled(piece))]
 
     @functools.cached_property
@@ -110,7 +110,7 @@ class BpeTokenizer(BytesDecoder):
     def library(self) -> tokenizers.Tokenizer:
         from tokenizers import Tokenizer, models, pre_tokenizers
 
-        with library_errors("the library tokenizers refuses this BPE"):
+        with library_errors("the tokenizers library rejected this BPE"):
             library = Tokenizer(models.BPE(self._id_of, list(self.merges)))
         library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         return library
@@ -121,21 +121,21 @@ def checked_bpe(vocabulary: Any, merges: Any, separator: Any, source: str) -> Bp
     if not isinstance(vocabulary, list) or not all(isinstance(entry, str) for entry in vocabulary):
         raise DataError(f"{source}: the tokenizer's vocabulary must be a list of strings")
     if len(vocabulary) > LARGEST:
-        raise DataError(f"{source}: the vocabulary has {len(vocabulary):,} entries; {LARGEST:,} are possible")
+        raise DataError(f"{source}: the vocabulary has {len(vocabulary):,} entries; the limit is {LARGEST:,}")
     refuse_repeated(vocabulary, source)
     known, alphabet = set(vocabulary), set(symbols())
     if missing := alphabet - known:
         raise DataError(
             f"{source}: the vocabulary lacks {len(missing)} of the 256 symbols for bytes,"
-            f" {min(missing)!r} for one: it is not byte-level, or not whole"
+            f" such as {min(missing)!r}; it is not byte-level or is incomplete"
         )
     odd = next((entry for entry in vocabulary if not entry or not alphabet.issuperset(entry)), None)
     if odd is not None:
-        raise DataError(f"{source}: the vocabulary's entry {odd!r} is not spelled in the symbols for bytes")
+        raise DataError(f"{source}: the vocabulary's entry {odd!r} contains symbols that are not bytes")
     pairs = _checked_merges(merges, known, source)
     if separator is not None:
         if type(separator) is not int or not 0 <= separator < len(vocabulary):
-            raise DataError(f"{source}: the separator {separator!r} is no id of the vocabulary")
+            raise DataError(f"{source}: the separator {separator!r} is not in the vocabulary")
         entry = vocabulary[separator]
         if len(entry) == 1 or any(a + b == entry for a, b in pairs):
             raise DataError(f"{source}: the separator {entry!r} is also a part of ordinary text")
@@ -179,7 +179,7 @@ def learn_bpe(texts: Iterable[str], size: int, min_frequency: int, separator: st
     if not SMALLEST + has_separator <= size <= LARGEST:
         bytes_and = " and the separator" if has_separator else ""
         raise UsageError(
-            f"a BPE has at least {SMALLEST + has_separator} entries, the bytes{bytes_and},"
+            f"a BPE must have at least {SMALLEST + has_separator} entries, the bytes{bytes_and},"
             f" and at most {LARGEST:,}"
         )
     library = Tokenizer(models.BPE())
@@ -218,7 +218,7 @@ def not_empty(texts: Iterable[str]) -> Iterator[str]:
         empty = empty and not text
         yield text
     if empty:
-        raise DataError("there is no text to learn from")
+        raise DataError("no text to train on")
 
 
 def learned_size(name: str) -> int:

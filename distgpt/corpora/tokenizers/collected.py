@@ -42,7 +42,7 @@ class _VocabularyTokenizer(Tokenizer):
     def _refuse(self, thing: str, first: str, position: int, distinct: int) -> NoReturn:
         raise DataError(
             f"the {thing} {first!r} at position {position} is not in the vocabulary"
-            f" ({distinct} distinct missing in all); only what is in the training text can be encoded"
+            f" ({distinct} distinct missing in total); only text like the training text can be encoded"
         )
 
 
@@ -167,7 +167,7 @@ def collect(kind: str, texts: Iterable[str]) -> CharTokenizer | WordTokenizer:
 def checked_vocabulary(vocabulary: object, kind: str, source: str) -> list[str]:
     """Return the vocabulary of a saved character or word tokenizer. Raises a DataError if invalid."""
     if not isinstance(vocabulary, list) or not vocabulary:
-        raise DataError(f"{source}: the tokenizer's vocabulary must be a list of strings, and not empty")
+        raise DataError(f"{source}: the tokenizer's vocabulary must be a non-empty list of strings")
     for entry in vocabulary:
         fits = isinstance(entry, str) and (len(entry) == 1 if kind == "char" else WORD.fullmatch(entry))
         if not fits or any("\ud800" <= character <= "\udfff" for character in entry):

@@ -39,7 +39,7 @@ def download_model(repository: str, patterns: Sequence[str]) -> Path:
     def download(hub: Any) -> Path:
         return Path(hub.snapshot_download(repository, allow_patterns=list(patterns)))
 
-    directory = _fetched(repository, repository, "a directory that holds the model", download)
+    directory = _fetched(repository, repository, "a directory with the model", download)
     for path in directory.iterdir():
         _verify(path)
     return directory
@@ -59,7 +59,7 @@ def _verify(path: Path) -> None:
         path.unlink()
         stored.unlink()
         raise DataError(
-            f"{path.name} is not what the hub says: it was removed; run this again to fetch it anew"
+            f"{path.name} does not match the hub's checksum and was removed; run this again to download it"
         )
 
 
@@ -83,7 +83,7 @@ def download_tokenizer(repository: str) -> Path:
         raise missing
 
     what = f"the tokenizer of {repository}"
-    instead = "--tokenizer a directory with its vocab.json and merges.txt, or learn one: --tokenizer bpe:N"
+    instead = "--tokenizer a directory with its vocab.json and merges.txt, or train one: --tokenizer bpe:N"
     return _fetched(repository, what, instead, download)
 
 
@@ -97,16 +97,15 @@ def _fetched(repository: str, what: str, instead: str, download: Callable[[Any],
         import huggingface_hub
     except ImportError:
         raise UsageError(
-            f"fetching {repository} from the Hugging Face Hub needs huggingface_hub:"
-            f" pip install huggingface_hub, or give {instead}"
+            f"downloading {repository} from the Hugging Face Hub requires huggingface_hub:"
+            f" pip install huggingface_hub, or pass {instead}"
         ) from None
     try:
         return download(huggingface_hub)
     except Exception as error:  # The exception depends on the HTTP client of the installed version.
         reason = first_line(error).rstrip(".")
         raise DataError(
-            f"{what} cannot be fetched from the Hugging Face Hub ({reason});"
-            f" without a network, give {instead}"
+            f"cannot download {what} from the Hugging Face Hub ({reason}); without a network, pass {instead}"
         ) from None
 
 
@@ -125,7 +124,7 @@ def from_document(document: dict[str, Any], source: str) -> Tokenizer:
 def _from_vocab_and_merges(vocab: dict[str, Any], path: Path) -> BpeTokenizer:
     beside = path.with_name(TOKENIZER_FILES[2])
     if not beside.exists():
-        raise DataError(f"{path} is a vocabulary without its merges: {beside.name} must lie beside it")
+        raise DataError(f"{path} is a vocabulary without its merges; add {beside.name} to its directory")
     try:
         lines = read_small(beside).decode().replace("\r\n", "\n").split("\n")
     except UnicodeDecodeError as error:
@@ -135,7 +134,7 @@ def _from_vocab_and_merges(vocab: dict[str, Any], path: Path) -> BpeTokenizer:
         if not line or (number == 1 and line.startswith("#version")):
             continue
         if line.count(" ") != 1:
-            raise DataError(f"{beside}: line {number} is not two tokens with a space between: {line!r:.80}")
+            raise DataError(f"{beside}: line {number} must be two tokens separated by a space: {line!r:.80}")
         merges.append(line.split(" "))
     vocabulary = _in_order(vocab, str(path))
     made = {a + b for a, b in merges}
@@ -182,8 +181,8 @@ def _in_order(vocab: dict[str, Any], source: str) -> list[str]:
     for entry, token_id in vocab.items():
         if type(token_id) is not int or not 0 <= token_id < len(vocab) or vocabulary[token_id] is not None:
             raise DataError(
-                f"{source}: {entry!r} has the id {token_id!r}; the {len(vocab):,} entries must have"
-                f" the ids 0 to {len(vocab) - 1:,}, each once"
+                f"{source}: {entry!r} has the ID {token_id!r}; the {len(vocab):,} entries must have"
+                f" the IDs 0 to {len(vocab) - 1:,}, each once"
             )
         vocabulary[token_id] = entry
     return [entry for entry in vocabulary if entry is not None]
@@ -234,9 +233,7 @@ def _from_file(path: Path, document: Any) -> Tokenizer | None:
     if path.is_dir():
         _, vocab, merges = (path / name for name in TOKENIZER_FILES)
         if not vocab.is_file() or not merges.is_file():
-            raise DataError(
-                f"{path} holds no tokenizer: neither tokenizer.json nor vocab.json with merges.txt"
-            )
+            raise DataError(f"{path} has no tokenizer: neither tokenizer.json nor vocab.json with merges.txt")
         path, document = vocab, read_json(vocab)
     if not isinstance(document, dict):
         return None

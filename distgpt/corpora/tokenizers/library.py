@@ -53,12 +53,12 @@ def refuse_growth(library: tokenizers.Tokenizer, source: str) -> None:
     """
     steps = _steps_before_model(library)
     if (unknown := next((step["type"] for step in steps if not growth(step)), None)) is not None:
-        raise DataError(f"{source}: its step {unknown!r:.40} is unknown: it may make texts longer")
+        raise DataError(f"{source}: unknown step {unknown!r:.40}, which may make text longer")
     most = prod(map(growth, steps)) * max(1.0, prod(map(_longest_mapped, steps)) / TABLES)
     if most > MOST:
         raise DataError(
-            f"{source}: its normalizer and pre-tokenizer may make a text {most:.3g} times as long;"
-            f" more than {MOST} times is refused"
+            f"{source}: its normalizer and pre-tokenizer may make text {most:.3g} times as long;"
+            f" the limit is {MOST} times"
         )
 
 
@@ -146,7 +146,7 @@ class Encoder:
         # Otherwise the library starts one thread per processor, for a single text.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         self._library, self._may_be_slow = library, may_be_slow
-        self._fails = f"{source}: the library tokenizers cannot encode this text"
+        self._fails = f"{source}: the tokenizers library cannot encode this text"
         self._stuck: Future[tokenizers.Encoding] | None = None
 
     def encode(self, text: str) -> tokenizers.Encoding:
@@ -158,12 +158,10 @@ class Encoder:
             if not self._may_be_slow:
                 return work()
         if self._stuck is not None and not self._stuck.done():
-            raise DataError(f"{self._fails}: it is still busy with one before it that takes too long")
+            raise DataError(f"{self._fails}: it is still encoding an earlier text")
         found, seconds = in_thread(work), SECONDS + len(text) / CHARACTERS
         if not wait([found], seconds).done:
             self._stuck = found
-            raise DataError(
-                f"{self._fails}: {len(text):,} characters take longer than {seconds:.0f} s by its rules"
-            )
+            raise DataError(f"{self._fails}: {len(text):,} characters take longer than {seconds:.0f} s")
         with library_errors(self._fails):
             return found.result()

@@ -123,7 +123,7 @@ class LibraryTokenizer(BytesDecoder):
         if isinstance(model["vocab"], dict):
             known = {token["content"]: token.get("id") for token in renamed}
             own["model"] = {**model, "vocab": {**model["vocab"], **known}}
-        with library_errors(f"{self._source}: the library tokenizers refuses it"):
+        with library_errors(f"{self._source}: rejected by the tokenizers library"):
             return Tokenizer.from_str(json.dumps({**self._document, **own}))
 
     @functools.cached_property
@@ -155,7 +155,7 @@ def _entries(document: dict[str, Any], source: str) -> tuple[dict[str, int], dic
     vocab = document["model"].get("vocab")
     for name in ("continuing_subword_prefix", "end_of_word_suffix"):  # some values abort the process
         if document["model"].get(name):
-            raise DataError(f"{source}: its model sets {name}, which goes with no decoder that is known")
+            raise DataError(f"{source}: its model sets {name}, which no supported decoder handles")
     if isinstance(vocab, list):  # Unigram lists entries with scores
         vocab = {pair[0]: i for i, pair in enumerate(vocab) if isinstance(pair, list) and pair}
     if not isinstance(vocab, dict) or not vocab:
@@ -167,15 +167,13 @@ def _entries(document: dict[str, Any], source: str) -> tuple[dict[str, int], dic
         fields = token if isinstance(token, dict) else {}
         content, token_id, special = fields.get("content"), fields.get("id", -1), fields.get("special")
         if not isinstance(content, str) or not content or type(special) is not bool:
-            raise DataError(
-                f"{source}: the added token {token!r:.80} has no content, or not whether it is special"
-            )
+            raise DataError(f"{source}: the added token {token!r:.80} has no content or no special flag")
         if content in added:
-            raise DataError(f"{source}: the added token {content!r:.80} is there twice")
+            raise DataError(f"{source}: the added token {content!r:.80} is listed twice")
         added[content] = token_id, special
     for text, token_id in (*vocab.items(), *((text, i) for text, (i, _) in added.items())):
         if not isinstance(text, str) or type(token_id) is not int or not 0 <= token_id < LARGEST:
-            raise DataError(f"{source}: the entry {text!r:.80} has the id {token_id!r:.20}")
+            raise DataError(f"{source}: the entry {text!r:.80} has the invalid ID {token_id!r:.20}")
     return vocab, added
 
 
@@ -212,13 +210,13 @@ def _spelling(
     if "Metaspace" in steps or (replaced.get("pattern"), replaced.get("content")) == ({"String": BLANK}, " "):
         if not document["model"].get("byte_fallback") or not BYTE_TOKENS.keys() <= vocabulary.keys():
             raise DataError(
-                f"{source}: its vocabulary has no tokens for single bytes: it cannot encode every text"
+                f"{source}: its vocabulary has no tokens for single bytes, so it cannot encode every text"
             )
         space = steps.get("Metaspace", {"prepend_scheme": "never"})
         prepends = space.get("prepend_scheme") != "never" and bool(space.get("add_prefix_space", True))
         return _of_blanks, set(), prepends or steps.get("Strip", {}).get("content") == " "
     shown = ", ".join(steps) or "missing"
-    raise DataError(f"{source}: its decoder is {shown}; known are ByteLevel, and SentencePiece's with bytes")
+    raise DataError(f"{source}: its decoder is {shown}, not ByteLevel or SentencePiece's with bytes")
 
 
 def _of_symbols(entry: str) -> bytes:

@@ -51,7 +51,7 @@ class Likeliest(NamedTuple):
         """
         if draw_for(sampling, uniform) is None:
             return int(self.tokens[choose(self.logits, sampling, uniform)])
-        assert self.drawn is not None, "slots draw where the choice needs it"
+        assert self.drawn is not None, "slots must draw if the choice requires it"
         if _is_plain(sampling):
             return self.drawn.token
         if self.whole is not None and not self._reaches(sampling, self.drawn.total):

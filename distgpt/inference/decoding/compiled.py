@@ -127,7 +127,7 @@ class CompiledSlots:
             tokens.extend(each.tokens)
             wanted.extend(range(len(tokens) - each.wanted, len(tokens)))
         if min(tokens) < 0 or max(tokens) >= self._kind.vocab_size:
-            raise ValueError(f"tokens must lie in [0, {self._kind.vocab_size})")
+            raise ValueError(f"tokens must be at least 0 and less than {self._kind.vocab_size}")
         inputs = self._inputs
         inputs.tokens[: len(tokens)] = tokens
         inputs.feeds[: len(feeds)] = feeds

@@ -46,7 +46,7 @@ def _hellaswag(example: dict[str, Any]) -> Question:
     """hellaswag_val.jsonl: {"activity_label", "ctx_a", "ctx_b" or "ctx" instead, "endings", "label"}."""
     endings = example.get("endings")
     if not isinstance(endings, list) or len(endings) < 2:
-        raise DataError("there is no list of endings")
+        raise DataError("no list of endings")
     if "activity_label" in example:
         first, second = _text(example, "ctx_a"), str(example.get("ctx_b", "")).capitalize()
         context = f"{_text(example, 'activity_label')}: {first} {second}"
@@ -63,7 +63,7 @@ def _arc(example: dict[str, Any]) -> Question:
     asked = asked if isinstance(asked, dict) else {}
     choices = asked.get("choices")
     if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
-        raise DataError("there is no question with choices")
+        raise DataError("no question with choices")
     right = _index(example.get("answerKey"), [choice.get("label") for choice in choices])
     stem, texts = _text(asked, "stem"), [_text(choice, "text") for choice in choices]
     return _question(f"Question: {stem}\nAnswer:", texts, right)
@@ -83,7 +83,7 @@ def _winogrande(example: dict[str, Any]) -> Question:
     sentence, *options = (_text(example, key) for key in ("sentence", "option1", "option2"))
     begun, _, rest = sentence.partition("_")
     if not rest.strip():
-        raise DataError("the sentence must have a _ with some text behind it")
+        raise DataError("the sentence must have a _ followed by text")
     right = _index(example.get("answer"), range(1, 3))
     return Question([(begun + option, " " + rest.strip()) for option in options], right)
 
@@ -92,7 +92,7 @@ def _lambada(example: dict[str, Any]) -> Question:
     """lambada_test_plain_text.txt, or JSON lines with "text". The last word of each line is scored."""
     begun, _, word = _text(example, "text").rpartition(" ")
     if not begun.strip() or not word.strip():
-        raise DataError("a text must have two words, a space between them")
+        raise DataError("the text must have two words separated by a space")
     return _question(begun, [word], 0)
 
 
@@ -110,7 +110,7 @@ def read_questions(name: str, path: Path) -> list[Question]:
     """Return the questions of a benchmark. A DataError names the file, the line and the problem."""
     found = list(_mmlu(path) if name == "mmlu" else _in_lines(path, LINES[name], name == "lambada"))
     if not found:
-        raise DataError(f"{path} holds no questions")
+        raise DataError(f"{path} has no questions")
     return found
 
 
@@ -125,10 +125,10 @@ def _in_lines(path: Path, question: Callable[[dict[str, Any]], Question], plain:
             is_text = plain and not line.startswith("{")
             example = {"text": line} if is_text else parse_json(line)
             if not isinstance(example, dict):
-                raise DataError("this is no JSON object")
+                raise DataError("not a JSON object")
             yield question({"answer": next(labels, None), **example})
         except ValueError as error:
-            raise DataError(f"{path}, line {number}: this is no JSON object: {error}") from None
+            raise DataError(f"{path}, line {number}: not a JSON object: {error}") from None
         except DataError as error:
             raise DataError(f"{path}, line {number}: {error}") from None
     if next(labels, None) is not None:
@@ -175,7 +175,7 @@ def _question(context: str, texts: Sequence[str], right: int, topic: str = "") -
 def _text(example: dict[str, Any], key: str) -> str:
     text = example.get(key)
     if not isinstance(text, str) or not text.strip():
-        raise DataError(f"{key} must be a text, and not empty")
+        raise DataError(f"{key} must be a non-empty string")
     return text
 
 
@@ -183,9 +183,9 @@ def _index(answer: Any, known: Sequence[Any]) -> int:
     """Return the index of the right answer, which may be a number or a label."""
     names = list(map(str, known))
     if answer is None:
-        raise DataError(f"there is no answer, neither here nor in a file ...{LABELS} beside it")
+        raise DataError(f"no answer, neither here nor in ...{LABELS} in the same directory")
     if isinstance(answer, (bool, float)) or str(answer) not in names:
-        raise DataError(f"the answer is {escape(repr(answer)):.40}: it must be one of {', '.join(names)}")
+        raise DataError(f"the answer must be one of {', '.join(names)}, not {escape(repr(answer)):.40}")
     return names.index(str(answer))
 
 
@@ -272,7 +272,7 @@ def _spans(question: Question, tokenizer: Tokenizer, seq_len: int) -> list[Span]
         whole = np.array(tokenizer.encode_prompt(context + text))
         first = starts[start]
         if not 0 < first < len(whole):
-            raise DataError("a beginning or what follows it gives no tokens")
+            raise DataError("the context or the continuation has no tokens")
         gone = max(0, len(whole) - seq_len - 1)
         spans.append(Span(whole[gone:], max(1, first - gone)))
     return spans

@@ -51,7 +51,7 @@ def evaluate(
     model, description, _, chosen = open_model(stage, weights, dtype, context, matmul, part=adapter)
     tokenizer = description.tokenizer
     if tokenizer is None:
-        raise shared(DataError(f"{weights} has no tokenizer, so it cannot read text"))
+        raise shared(DataError(f"{weights} has no tokenizer to read text with"))
     if progress is not None and comm.rank == 0:
         stage.notes.report_to(progress.noted)
     scorer = Scorer(model, comm)
@@ -80,7 +80,7 @@ def _on_text(
     comm, length = stage.comm, scorer.model.config.seq_len
     held_out = on_root(comm, lambda: _held_out(val, trained))
     if held_out is not None:
-        what = f"only the {held_out:.2%} held out of it is scored" if held_out else "its text was seen"
+        what = f"scoring only the held-out {held_out:.2%}" if held_out else "the loss is on training data"
         stage.notes.add(f"the model was trained on {escape(val)}: {what}")
     wanted = DataRequest(val, existing=tokenizer, val_fraction=held_out or 0.0, splits=("val",))
     wanted = replace(wanted, kind="chats", seq_len=length) if chats else wanted
@@ -111,7 +111,7 @@ def _held_out(val: str, t: TrainConfig) -> float | None:
 def _refuse_nonfinite(loss: float) -> None:
     """Raise a NonFiniteError on all ranks, which have the same loss."""
     if not math.isfinite(loss):
-        raise shared(NonFiniteError("the model's logits are not finite: its weights are damaged or diverged"))
+        raise shared(NonFiniteError("the model's logits are not finite; its weights are corrupt or diverged"))
 
 
 def page(found: dict[str, Any]) -> str:
@@ -119,7 +119,7 @@ def page(found: dict[str, Any]) -> str:
     lines = [f"weights        {found['weights']}", f"dtype          {found['dtype']}"]
     if "val_loss" in found:
         lines += [
-            f"text           {found['val']}: {found['val_tokens']:,} tokens, {found['context']:,} at once",
+            f"text           {found['val']}: {found['val_tokens']:,} tokens, {found['context']:,} at a time",
             f"loss           {found['val_loss']:.4f} nats per token",
             f"perplexity     {_known(found['perplexity'], '.2f', 'beyond 1e304')}",
             f"bits per byte  {_known(found['bits_per_byte'], '.4f', 'unknown: the text has no bytes')}",

@@ -118,17 +118,17 @@ def read_prompts(path: Path, tokenizer: Tokenizer, defaults: Request, engine: En
                 raise DataError(f"{path}, line {number}: {error}") from None
             found.append(prompt)
     if not found:
-        raise DataError(f"{path} holds no prompts")
+        raise DataError(f"{path} has no prompts")
     return found
 
 
 def _prompt(number: int, line: bytes, tokenizer: Tokenizer, defaults: Request) -> Prompt:
     given = parse_json(line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line)
     if not isinstance(given, dict):
-        raise DataError("it is not a JSON object")
+        raise DataError("not a JSON object")
     text = given.pop("prompt", None)
     if not isinstance(text, str):
-        raise DataError('it has no text "prompt"')
+        raise DataError('no string "prompt"')
     tokens = tokenizer.encode_prompt(text)
     return Prompt(number, text, defaults.override(tokens, given, "overflow", "lookup"))
 
@@ -197,18 +197,18 @@ class Answers:
         of = found.get("line")
         prompt, other = self._prompts.get(of) if type(of) is int else None, ""
         if found.get("model") != self._model:
-            other = "was answered by another model, or in another dtype or context"
+            other = "is from another model, dtype or context"
         if prompt is None or found.get("request") != prompt.fingerprint:
-            other = other or "answers another prompt, or one with other settings"
+            other = other or "is the answer to another prompt or to other settings"
         if other or prompt is None:
             hint = "repeat that command, or choose another --out"
-            raise UsageError(f"{self.path}, line {number} {other}: {hint}")
+            raise UsageError(f"{self.path}, line {number} {other}; {hint}")
         if prompt.line in self._ranges:
-            raise DataError(f"{self.path}, line {number} answers line {prompt.line} of the prompts again")
+            raise DataError(f"{self.path}, line {number} repeats the answer to line {prompt.line}")
         return prompt.line
 
     def _foreign(self, number: int) -> DataError:
-        return DataError(f"{self.path}, line {number} is no answer to a prompt; choose another --out")
+        return DataError(f"{self.path}, line {number} is not an answer to a prompt; choose another --out")
 
 
 @contextmanager

@@ -116,8 +116,8 @@ class Conversation:
             prompt = self._chat.prompt(self.messages)
         if len(prompt) >= self._context:
             raise UsageError(
-                f"the message makes a prompt of {len(prompt):,} tokens, the context has {self._context:,}:"
-                " shorten it"
+                f"the message makes a prompt of {len(prompt):,} tokens, but the context has only"
+                f" {self._context:,}; shorten it"
             )
         return prompt
 
@@ -145,7 +145,7 @@ class Chat:
                     self._asked = True
                     self._take(text)
             except UnicodeDecodeError:  # raised by input()
-                _note("that is not valid UTF-8")
+                _note("not valid UTF-8")
             except DistgptError as error:
                 expected = isinstance(error, DataError | StorageError | UsageError)
                 if not (self._is_terminal and expected):
@@ -155,9 +155,9 @@ class Chat:
                 if not self._is_terminal or getattr(error, "number", signal.SIGINT) != signal.SIGINT:
                     raise
                 print(flush=True)
-                _note("Ctrl-D leaves")
+                _note("press Ctrl-D to exit")
         if not self._asked and not self._is_terminal:
-            raise UsageError("standard input holds no message")
+            raise UsageError("standard input has no message")
 
     def _read(self, prompt: str) -> str | None:
         """Return a line without its line end, or None at the end of the input. Prompts only in a terminal."""
@@ -213,7 +213,7 @@ class Chat:
         """Print an answer as it is generated. Ctrl-C ends it after the current step."""
         talk = self._conversation
         if forgotten := talk.ask(text):
-            _note(f"the context is full: the {count(forgotten, 'oldest message')} were forgotten")
+            _note(f"the context is full; dropped the {count(forgotten, 'oldest message')}")
         pending = PendingSignals()
         try:
             with deferred_signals(pending), closing(talk.pieces()) as pieces:
@@ -230,26 +230,26 @@ class Chat:
             _note("stopped")
         elif talk.reason != "stop":
             why = "the context is full" if talk.reason == "context" else "--max-new-tokens is reached"
-            _note(f"the answer ends here: {why}")
+            _note(f"the answer was cut off: {why}")
         if self._with_speed:
             rate = (talk.tokens - 1) / max(talk.seconds - talk.first, 1e-9) if talk.tokens > 1 else 0.0
             _note(
                 f"{talk.prompt} + {talk.tokens} tokens, {talk.first:.3f} s to the first,"
-                f" {rate:.1f} tokens/s from there on"
+                f" {rate:.1f} tokens/s afterwards"
             )
 
     def _save(self, rest: str) -> None:
         """Write the chat to a new file."""
         messages = self._conversation.messages
         if not rest or "\0" in rest:
-            raise UsageError("/save needs the name of a file")
+            raise UsageError("/save requires a file name")
         path = Path(os.path.expanduser(rest))  # noqa: PTH111  # Path.expanduser rejects unknown users
         if not self._conversation.turns:
-            raise UsageError("there is nothing to save yet")
+            raise UsageError("nothing to save yet")
         with storage_errors("write", path):
             is_there = path.exists()
         if is_there:
-            raise UsageError(f"{path} exists already; choose another name")
+            raise UsageError(f"{path} already exists; choose another name")
         with atomic_file(path) as file:
             file.write(json.dumps({"messages": messages}, ensure_ascii=False).encode() + b"\n")
         _note(f"saved {count(len(messages), 'message')} as {path}")

@@ -92,7 +92,7 @@ class App:
 
         if {b"content-length", b"transfer-encoding"} <= {name for name, _ in scope["headers"]}:
             # A proxy may have read it as two requests (request smuggling).
-            text = "a body has a Content-Length or a Transfer-Encoding, not both"
+            text = "a body must not have both Content-Length and Transfer-Encoding"
             app = await _refused(Request(scope), Refusal(400, text, headers={"Connection": "close"}))
         try:
             await app(scope, receive, sent)
@@ -110,12 +110,12 @@ class App:
         host = request.headers.get("host", "")
         name = host.rpartition(":")[0] if host.rpartition(":")[2].isdecimal() else host
         if hosts is not None and name.lower() not in hosts:
-            raise Refusal(403, f"this server is not addressed as {host!r:.100}", code="unknown_host")
+            raise Refusal(403, f"unknown host {host!r:.100}", code="unknown_host")
         if key is None or not with_key:
             return
         given = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
         if not compare_digest(given.encode(), key.encode()):
-            text = "incorrect API key" if given else "no API key: send it as Authorization: Bearer KEY"
+            text = "incorrect API key" if given else "no API key; send it as Authorization: Bearer KEY"
             raise Refusal(401, text, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 
     async def _page(self, request: Request) -> Response:
@@ -174,7 +174,7 @@ class App:
         except TimeoutError:
             raise Refusal(408, "the body did not arrive in time", headers={"Connection": "close"}) from None
         except ClientDisconnect:
-            raise Refusal(499, "the client has left") from None
+            raise Refusal(499, "the client disconnected") from None
         if self._waiting + len(body) > MOST_WAITING * max(PIECE, limits.body):
             raise overloaded()
         self._waiting += len(body)

@@ -98,7 +98,7 @@ def parse_object(body: bytes, served: Served, known: Sequence[str]) -> dict[str,
     try:
         found = parse_json(body)
     except ValueError as error:
-        raise invalid(f"the body is not valid JSON: {error}") from None
+        raise invalid(f"the body is not valid JSON ({error})") from None
     if not isinstance(found, dict):
         raise invalid("the body is not a JSON object")
     for name, value in found.items():
@@ -113,7 +113,7 @@ def parse_object(body: bytes, served: Served, known: Sequence[str]) -> dict[str,
 
 def refuse_other_model(found: dict[str, Any], served: Served) -> None:
     if (name := checked(found, "model", Setting(str, ""), served.name)) != served.name:
-        text = f"the model {name!r:.200} does not exist: here is {served.name!r:.200}"
+        text = f"the model {name!r:.200} does not exist; this server has {served.name!r:.200}"
         raise Refusal(404, text, param="model", code="model_not_found")
 
 
@@ -157,9 +157,9 @@ def checked(given: dict[str, Any], name: str, about: Setting, default: Any) -> A
 def _stops(value: Any) -> list[str]:
     texts = [value] if isinstance(value, str) else value or []
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-        raise invalid("stop must be a text, or a list of texts", "stop")
+        raise invalid("stop must be a string or a list of strings", "stop")
     if len(texts) > MOST_STOPS or any(len(text) > LONGEST_STOP for text in texts):
-        raise invalid(f"stop may have up to {MOST_STOPS} texts of up to {LONGEST_STOP} characters", "stop")
+        raise invalid(f"stop may have up to {MOST_STOPS} strings of up to {LONGEST_STOP} characters", "stop")
     return [text for text in texts if text]
 
 
@@ -170,11 +170,11 @@ def _prompts(value: Any, served: Served, limits: Limits, n: int) -> list[list[in
     several = isinstance(value, list) and bool(value) and type(value[0]) in (str, list)
     prompts = value if several else [value]
     if (samples := len(prompts) * n) > limits.samples:
-        raise invalid(f"{samples:,} samples are more than {limits.samples:,}", "n" if n > 1 else "prompt")
+        raise invalid(f"{samples:,} samples exceed the limit, {limits.samples:,}", "n" if n > 1 else "prompt")
     if not isinstance(prompts[0], str):
         return [tokens_of(prompt, served) for prompt in prompts]
     if not all(isinstance(prompt, str) for prompt in prompts):
-        raise invalid("prompt mixes texts with tokens", "prompt")
+        raise invalid("prompt must not mix strings and tokens", "prompt")
     try:
         return [served.tokenizer.encode_prompt(prompt) for prompt in prompts]
     except DataError as error:
@@ -184,10 +184,10 @@ def _prompts(value: Any, served: Served, limits: Limits, n: int) -> list[list[in
 def tokens_of(prompt: Any, served: Served, name: str = "prompt") -> list[int]:
     """Return the tokens if all are in the vocabulary."""
     if not isinstance(prompt, list) or not all(type(token) is int for token in prompt):
-        of_texts = "a text, a list of texts, tokens, or a list of such" if name == "prompt" else "tokens"
+        of_texts = "a string, a list of strings, tokens, or a list of lists" if name == "prompt" else "tokens"
         raise invalid(f"{name} must be {of_texts}", name)
     if not all(0 <= token < served.vocab for token in prompt):
-        raise invalid(f"{name}: tokens must lie in [0, {served.vocab:,})", name)
+        raise invalid(f"{name}: tokens must be at least 0 and less than {served.vocab:,}", name)
     return prompt
 
 
@@ -196,12 +196,14 @@ def refuse_long(
 ) -> None:
     longest = max(map(len, prompts))
     if not all(map(len, prompts)):
-        raise invalid("the prompt is empty: give at least one token to start from", param)
+        raise invalid("the prompt is empty; pass at least one token", param)
     problem = ""
     if longest > served.context and (settings.prompt_logprobs or settings.overflow == "stop"):
-        hint = ', or send "overflow": "shift", which drops its beginning'
-        hint = ", or leave out logprobs or echo" if settings.prompt_logprobs else hint
-        problem = f"this model's context is {served.context:,} tokens, the prompt has {longest:,}: shorten it"
+        hint = ', or send "overflow": "shift", which drops its start'
+        hint = ", or omit logprobs or echo" if settings.prompt_logprobs else hint
+        problem = (
+            f"the prompt has {longest:,} tokens, more than the context of {served.context:,}; shorten it"
+        )
         problem += hint
     elif longest > limits.prompt_tokens:
         problem = f"the prompt has {longest:,} tokens, more than {limits.prompt_tokens:,}"
@@ -214,7 +216,7 @@ def parse_chat(body: bytes, served: Served, limits: Limits) -> ParsedBody:
     found = parse_object(body, served, _CHAT_PARAMETERS)
     chat = served.chat
     if chat is None or isinstance(chat, DataError):
-        raise invalid(f"this model does not chat: {chat}")
+        raise invalid(f"this model does not support chat: {chat}")
     settings = parse_settings(found, limits, _CHAT_SETTINGS)
     try:
         prompt = chat.prompt(checked_messages(found.get("messages")))
@@ -241,7 +243,7 @@ def _logprobs(given: dict[str, Any]) -> int | None:
     if checked(given, "logprobs", SWITCH, False):
         return top or 0
     if top is not None:
-        raise invalid("top_logprobs needs logprobs to be true", "top_logprobs")
+        raise invalid("top_logprobs requires logprobs to be true", "top_logprobs")
     return None
 
 
@@ -262,7 +264,7 @@ def tokenize(body: bytes, served: Served, limits: Limits) -> dict[str, Any]:
     found = parse_object(body, served, ("model", "prompt", "add_special_tokens"))
     text = "" if found.get("prompt") is None else found["prompt"]
     if not isinstance(text, str):
-        raise invalid("prompt must be a text", "prompt")
+        raise invalid("prompt must be a string", "prompt")
     tokenizer = served.tokenizer
     first = tokenizer.first if checked(found, "add_special_tokens", SWITCH, True) else ()
     try:

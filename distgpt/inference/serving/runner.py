@@ -25,16 +25,14 @@ class Metrics:
         disable_created_metrics()  # type: ignore[no-untyped-call]  # avoids one extra series per metric
         self.registry = CollectorRegistry()
         counter = partial(Counter, namespace="distgpt", registry=self.registry)
-        self.answered = counter(
-            "requests", "Requests for completions, by the status of the answer.", ["status"]
-        )
+        self.answered = counter("requests", "Completion requests, by response status.", ["status"])
         self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts.")
         self.generated_tokens = counter("generated_tokens", "Tokens generated.")
-        self.cancelled = counter("cancelled", "Requests whose client left, or did not read.")
-        self.engine_failures = counter("engine_failures", "Times that the engine failed and was renewed.")
+        self.cancelled = counter("cancelled", "Requests whose client disconnected or did not read.")
+        self.engine_failures = counter("engine_failures", "Times that the engine failed and was restarted.")
         histogram = partial(Histogram, namespace="distgpt", registry=self.registry, buckets=BOUNDS)
-        self.first_token = histogram("first_token_seconds", "From a request's arrival to its first token.")
-        self.whole = histogram("request_seconds", "From a request's arrival to the end of its answer.")
+        self.first_token = histogram("first_token_seconds", "Time from a request to its first token.")
+        self.whole = histogram("request_seconds", "Time from a request to the end of its answer.")
 
 
 class Call:
@@ -89,11 +87,11 @@ class Runner:
         self._tickets: dict[int, tuple[Call, int]] = {}  # used only in the engine's thread
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         gauge = partial(Gauge, namespace="distgpt", registry=self.metrics.registry)
-        gauge("lanes", "The most samples side by side.").set(lanes)
+        gauge("lanes", "Maximum number of concurrent samples.").set(lanes)
         for name, help, count in (
             ("queue_length", "Samples that wait for a lane.", lambda: self._engine.waiting),
-            ("running_sequences", "Samples that are computed side by side.", lambda: self._engine.running),
-            ("open_requests", "Requests for completions without an answer yet.", lambda: len(self._calls)),
+            ("running_sequences", "Samples being generated.", lambda: self._engine.running),
+            ("open_requests", "Completion requests in progress.", lambda: len(self._calls)),
         ):
             gauge(name, help).set_function(count)
 
@@ -124,7 +122,7 @@ class Runner:
     def _refuse_beyond(self, what: str, most: int, call: Call, count: Callable[[Call], int]) -> None:
         """Reject a call that can never fit, or that does not fit now."""
         if count(call) > most:
-            raise invalid(f"{count(call):,} {what} are more than the {most:,} that there is room for")
+            raise invalid(f"{count(call):,} {what} exceed the capacity of {most:,}")
         if count(call) + sum(map(count, self._calls)) > most:
             raise overloaded()
 
@@ -133,7 +131,7 @@ class Runner:
         if call in self._calls:
             if not call.is_over:
                 self.metrics.cancelled.inc()
-                call.fail(Refusal(499, "the client has left"))
+                call.fail(Refusal(499, "the client disconnected"))
             self.metrics.whole.observe(time.monotonic() - call.begun)
             self._inbox.put(partial(self._end, call))
             self._calls.discard(call)
@@ -167,7 +165,7 @@ class Runner:
             while self._empty_inbox():
                 self._step()
         except Exception as error:
-            self._post(self._dead, DistgptError(f"the engine has failed for good: {_described(error)}"))
+            self._post(self._dead, DistgptError(f"the engine failed permanently: {_described(error)}"))
 
     def _step(self) -> None:
         """Run a step. If it fails, fail its calls and replace the engine."""

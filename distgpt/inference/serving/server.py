@@ -40,7 +40,7 @@ def bound(host: str, port: int) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(found)
     except OSError as error:
-        hint = "; --port 0 takes a free one" if port else ""
+        hint = "; --port 0 uses a free port" if port else ""
         raise UsageError(f"cannot listen on {host} port {port}: {error.strerror or error}{hint}") from None
     return listener
 
@@ -141,7 +141,9 @@ class Server(uvicorn.Server):
         address = f"[{host}]" if ":" in host else host
         print_lines(f"serving {self._about} on http://{address}:{port}", err=True)
         if not self._where.is_local and self._where.key is None:
-            print_lines("anybody who reaches this address may use it: --api-key asks for a key", err=True)
+            print_lines(
+                "anyone who can reach this address can use it; set --api-key to require a key", err=True
+            )
         await self.serve([self.listener])
         self.runner.close()
 
@@ -161,7 +163,7 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         if self.runner.is_busy:
-            print_lines("finishing what runs; once more to end at once", err=True)
+            print_lines("finishing active requests; signal again to stop immediately", err=True)
         await super().shutdown(sockets)
 
 
@@ -181,7 +183,7 @@ def served_model(loaded: LoadedModel, name: str, slots: Slots) -> Served:
     try:
         chat = ChatFormat(tokenizer)
     except DataError as error:  # The model can still complete text.
-        print_lines(f"no chats are answered: {error}", err=True)
+        print_lines(f"chat is not available: {error}", err=True)
         chat = error
     return Served(
         name,
@@ -199,5 +201,5 @@ def served_model(loaded: LoadedModel, name: str, slots: Slots) -> Served:
 def checked_key(key: str | None) -> str | None:
     """Return the key if an HTTP header can carry it."""
     if key is not None and (not key.isascii() or not key.isprintable() or not key.strip() or " " in key):
-        raise UsageError("the API key must be of printable ASCII characters without blanks")
+        raise UsageError("the API key must contain only printable ASCII characters without spaces")
     return key

@@ -35,7 +35,7 @@ FEWEST = 3  # repetitions of a size
 COPIES = 3  # copies of an array: the array, MPI's buffer, the staging copy
 PERIOD = 251  # period of an array's values; a prime, to detect shifted pieces
 FLOAT = np.dtype(np.float32)  # the dtype in which gradients are summed
-ALONE = "bench allreduce needs at least 2 ranks: one rank has nothing to exchange"
+ALONE = "bench allreduce requires at least 2 ranks"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ def array_size(flag: str, text: str) -> int:
     except UsageError as error:
         raise UsageError(f"{flag}: {error}") from None
     if found < 4 or found % 4 or found > 1 << 40:
-        raise UsageError(f"{flag} {text!r}: an array has a multiple of 4 bytes, and at most 1024G")
+        raise UsageError(f"{flag} {text!r} must be a multiple of 4 bytes, at most 1024G")
     return found
 
 
@@ -122,7 +122,7 @@ def algorithms(stage: Stage, names: str | None) -> tuple[dict[str, Sum], dict[st
     wanted = [word.strip() for word in names.split(",")] if names else known
     for name in wanted:
         if name not in known:
-            raise shared(UsageError(f"--algorithms {name!r}: stage {stage.name} has {', '.join(known)}"))
+            raise shared(UsageError(f"--algorithms {name!r} is not one of {', '.join(known)}"))
     found: dict[str, Sum] = {}
     reasons: dict[str, str] = {}
     for name in known:
@@ -182,7 +182,7 @@ def measure_all(stage: Stage, options: AllreduceOptions) -> Row:
     every = sorted(measure(stage, table, options), key=lambda row: int(row["bytes"]))
     rows = [row for row in every if "left_out" not in row]
     if not rows:
-        raise shared(UsageError("not even the smallest array fits into memory"))
+        raise shared(UsageError("the smallest array does not fit into memory"))
     return {
         "stage": stage.name,
         "ranks": comm.size,
@@ -289,7 +289,7 @@ def left_out(found: Row) -> list[str]:
     sizes: dict[tuple[str, str], list[str]] = {}
     for row in found["not_measured"]:
         sizes.setdefault((row["algorithm"], row["left_out"]), []).append(in_bytes(row["bytes"]))
-    return [f"{name} left out: {reason}" for name, reason in found["left_out"].items()] + [
-        f"{name} not measured for lack of {lack}: {', '.join(several)}"
+    return [f"{name} skipped: {reason}" for name, reason in found["left_out"].items()] + [
+        f"{name} not measured, because there is not enough {lack}: {', '.join(several)}"
         for (name, lack), several in sizes.items()
     ]

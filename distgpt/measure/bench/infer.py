@@ -54,8 +54,8 @@ def job_of(options: InferOptions) -> Row:
     config = config_of(options.preset)
     if options.prompt + options.new > config.seq_len:
         raise UsageError(
-            f"{options.prompt} + {options.new} tokens do not fit the context of {config.seq_len}: "
-            "choose --prompt and --new"
+            f"{options.prompt} + {options.new} tokens exceed the context of {config.seq_len}; "
+            "lower --prompt or --new"
         )
     threads = options.threads or layout().threads(SerialComm())
     return {"threads": threads, "prompt": options.prompt, "new": options.new, "repeats": REPEATS}
@@ -142,7 +142,7 @@ COLUMNS: tuple[Column, ...] = (
 def blocks(found: dict[str, Any]) -> list[Block]:
     asked = found["runs"][0]
     note = (
-        f"{found['preset']} with random weights, greedy, {asked['prompt']} + {asked['new']} tokens a request,"
+        f"{found['preset']} with random weights, greedy, {asked['prompt']} + {asked['new']} tokens each,"
         f" {found['threads']} threads; whole: new tokens over all of the time, prompts included."
     )
     return [tabulated(COLUMNS, found["rows"], "Inference", note)]

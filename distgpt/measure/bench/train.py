@@ -102,7 +102,7 @@ def train(
     """Train into `out`. Return the table's row, and the run with the vocabulary size."""
     summary = jobs.train("distgpt train", run, out, options.stage_words(), launcher, options.ranks)
     if "tokens_per_s" not in summary:
-        raise UsageError("the run took no step: give --steps")
+        raise UsageError("the run took no steps; set --steps")
     losses = jobs.read_losses(out)
     row = {key: value for key, value in summary.items() if key != "environment"}
     row |= {"preset": options.preset, "first_loss": losses[0], "final_loss": losses[-1]}
@@ -146,4 +146,4 @@ def blocks(found: dict[str, Any]) -> list[Block]:
 
 
 def peak_note(found: dict[str, Any]) -> str:
-    return f"The peak: {found['peak_gflops']:,.0f} GFLOP/s in matmuls, on all ranks at once."
+    return f"The peak: {found['peak_gflops']:,.0f} GFLOP/s in matmuls, measured on all ranks concurrently."

@@ -53,11 +53,11 @@ def report_caches(empty: str, as_json: bool) -> None:
         sizes = f"{size_in_column(each['size']):>8}  {count(each['files'], 'file'):>12}"
         print_lines(f"{each['path']}\n  {sizes}  used {day}  {each['what']}")
     if disk_cache.site():
-        print_lines(f"compiled loops are the site's, of {disk_cache.site_path().name}")
+        print_lines(f"using the site's compiled loops, {disk_cache.site_path().name}")
     elif own := disk_cache.folder():
-        print_lines(caches.misplaced(own) or f"compiled loops are kept in {own}")
+        print_lines(caches.misplaced(own) or f"compiled loops are cached in {own}")
     else:
-        print_lines("compiled loops cannot be kept")
+        print_lines("cannot cache compiled loops")
 
 
 def _folders() -> Iterator[Folder]:
@@ -77,7 +77,7 @@ def _folders() -> Iterator[Folder]:
                 elif path.name == "models":
                     models = [file for file in path.iterdir() if MODEL.fullmatch(file.name)]
                     yield path, "models named hub:…", "all" * is_ours, models
-    yield TOKENIZED, "tokenized texts, made by distgpt train", "", _below(TOKENIZED)
+    yield TOKENIZED, "tokenized text of distgpt train", "", _below(TOKENIZED)
 
 
 def _below(folder: Path) -> list[Path]:

@@ -48,7 +48,7 @@ from distgpt.show.page import terminal_table
 
 SECONDS = 40.0  # timeout of an answer; Python may load from a slow network disk
 MOST_PROBLEMS = 12  # shown on the page
-ROUNDING = "compiled code may round in its own way there, and a run whose ranks drift apart ends by itself"
+ROUNDING = "compiled code may round differently there, and a run stops if its ranks diverge"
 _ASK = "from distgpt.measure.doctor.hosts import tell; tell"
 
 
@@ -77,7 +77,7 @@ class Host:
 def report(path: Path, ssh: bool, as_json: bool) -> None:
     """Print the report. Raise a UsageError if a job on these hosts would not start with this MPI."""
     if launched_as() > 1:
-        raise UsageError("--hostfile is looked at before a launch: leave out mpirun or srun")
+        raise UsageError("--hostfile must be checked before a launch; omit mpirun or srun")
     found = examine(path, ssh)
     if as_json:
         print(json.dumps(found, indent=1))
@@ -85,7 +85,7 @@ def report(path: Path, ssh: bool, as_json: bool) -> None:
         print_lines("\n".join(_lines(found)))
     if found["problems"]:
         reasons = "; ".join(found["problems"][:3])
-        raise UsageError(f"a job on the hosts of {path} would not start as it should: {reasons}")
+        raise UsageError(f"a job on the hosts of {path} would not start correctly: {reasons}")
 
 
 def examine(path: Path, ssh: bool) -> Facts:
@@ -96,10 +96,10 @@ def examine(path: Path, ssh: bool) -> Facts:
     hosts = _hosts(lines, own)
     if ssh:
         if shutil.which("ssh") is None:
-            raise UsageError("--ssh: there is no ssh here; install an OpenSSH client, or leave --ssh out")
+            raise UsageError("--ssh: ssh not found; install an OpenSSH client, or omit --ssh")
         with ThreadPoolExecutor(AT_ONCE) as pool, _listening() as back:
             list(pool.map(partial(_ask, back), (host for host in hosts if not host.is_here)))
-    problems = [] if here["path"] else ["no mpirun was found: pip install 'distgpt[mpich]'"]
+    problems = [] if here["path"] else ["mpirun not found: pip install 'distgpt[mpich]'"]
     problems += [mpi["problem"]] if mpi["problem"] else []
     problems += [*foreign_mpirun(here, mpi), *hostfile_problems(vendor, lines)]
     warnings: list[str] = []
@@ -194,7 +194,7 @@ def _way_back(hosts: list[Host]) -> tuple[str, list[str]]:
     # The hosts' answers are not trusted, and this becomes part of a command.
     if common := [each for each in set.intersection(*calls.values()) if re.fullmatch(r"[\da-f.:]+", each)]:
         return min(common), []
-    return "", [f"{', '.join(lost)}: cannot connect to {name}, this machine: correct DNS or the firewall"]
+    return "", [f"{', '.join(lost)}: cannot connect to this machine ({name}); fix DNS or the firewall"]
 
 
 def _ask(back: tuple[str, int, str], host: Host) -> None:
@@ -204,9 +204,9 @@ def _ask(back: tuple[str, int, str], host: Host) -> None:
         # The facts are the last line. Login scripts may print other lines first.
         host.facts = checked(HostFacts, parse_json((done.stdout.splitlines() or [b""])[-1]))
     except subprocess.TimeoutExpired:
-        host.problem = f"gave no answer within {SECONDS:g} s: try ssh -v {host.name}"
+        host.problem = f"did not answer within {SECONDS:g} s; try ssh -v {host.name}"
     except ValueError:
-        said = done.stderr.decode(errors="replace").strip().splitlines() or ["it printed no facts"]
+        said = done.stderr.decode(errors="replace").strip().splitlines() or ["no facts printed"]
         remedy = f"it must run {sys.executable} with this distgpt over ssh, without a password"
         host.problem = f"{said[-1][:200]}; {remedy}"
 
@@ -218,24 +218,24 @@ def _judged(host: Host, own: HostFacts) -> tuple[list[str], list[str]]:
     """Return the problems that stop a job on a host, and the warnings."""
     facts = host.facts
     if facts is None and not addresses(host.name):
-        return ["nobody knows this name: correct it, or add it to DNS or /etc/hosts"], []
+        return ["unknown host name; fix it, or add it to DNS or /etc/hosts"], []
     if facts is None:
         return [host.problem] * bool(host.problem), []
     stops: list[str] = []
     differs: list[str] = []
     if facts.mpi != own.mpi:
-        stops.append(f"{facts.mpi}, and here {own.mpi}: install the same MPI on all hosts")
+        stops.append(f"{facts.mpi}, but {own.mpi} on this machine; install the same MPI on all hosts")
     for name in ("distgpt", "python", "numpy", "numba", "mpi4py"):
         its, ours = (each.versions.get(name, "missing") for each in (facts, own))
         if its != ours:
-            found = f"{name} {its}, and here {ours}: install the same version on all hosts"
+            found = f"{name} {its}, but {ours} on this machine; install the same version on all hosts"
             (stops if name == "distgpt" else differs).append(found)
     if facts.processor != own.processor:
         model = facts.processor.partition(",")[0]
-        differs.append(f"another processor or other features of it ({model}): {ROUNDING}")
+        differs.append(f"different processor or processor features ({model}): {ROUNDING}")
     if host.ranks > facts.cores:
         what = f"{count(host.ranks, 'rank')} for {count(facts.cores, 'core')}"
-        differs.append(f"{what}: give it no more ranks than cores")
+        differs.append(f"{what}; start at most one rank per core")
     return stops, differs
 
 
@@ -245,16 +245,16 @@ def _lines(found: Facts) -> Iterator[str]:
     yield f"{found['hostfile']}: {count(len(hosts), 'host')}, {ranks}"
     table = []
     for host in hosts[:MOST_HOSTS]:
-        facts = host["facts"] or {"versions": {}, "cores": "", "mpi": "not asked"}
+        facts = host["facts"] or {"versions": {}, "cores": "", "mpi": "not checked"}
         seen = [facts["versions"].get(name, "") for name in ("distgpt", "python")]
         table.append([host["name"], str(host["ranks"]), str(facts["cores"]), *seen, facts["mpi"]])
     if table:
         yield terminal_table(("host", "ranks", "cores", "distgpt", "Python", "MPI"), table)
-    for title, texts in (("a job cannot run", found["problems"]), ("worth a look", found["warnings"])):
+    for title, texts in (("problems", found["problems"]), ("warnings", found["warnings"])):
         if texts:
             yield title
             yield from rows(("•", text) for text in texts[:MOST_PROBLEMS])
         if len(texts) > MOST_PROBLEMS:
-            yield f"  and {len(texts) - MOST_PROBLEMS} more: --json lists all"
+            yield f"  and {len(texts) - MOST_PROBLEMS} more; --json lists all"
     if found["command"]:
         yield f"{found['launcher']} reads it → {found['command']}"

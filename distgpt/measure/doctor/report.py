@@ -97,7 +97,7 @@ def node() -> Facts | None:
 
 def summary(node: Facts) -> str:
     if node["doubts"]:
-        return f"its CPUs are not known: {'; '.join(node['doubts'])}"
+        return f"unknown CPUs: {'; '.join(node['doubts'])}"
     sizes = {"socket": "sockets", "NUMA region": "regions", "core": "cores", "CPU": "cpus"}
     parts = [count(node[key], what) for what, key in sizes.items()]
     return ", ".join(parts) + (f"; CPUs {node['slow']} are slow and stay idle" if node["slow"] else "")
@@ -107,10 +107,10 @@ def advice(node: Facts) -> str:
     """Describe how many ranks and threads suit a node, and how to start them."""
     ranks, threads, why = node["suits"].values()
     if ranks == 1:
-        return f"a process of {count(threads, 'thread')} ({why}): distgpt train"
+        return f"one process with {count(threads, 'thread')} ({why}): distgpt train"
     # By default Open MPI binds each rank to one core, and distgpt keeps a launcher's binding.
     how = f"mpirun -n {ranks} distgpt train --stage mpi (Open MPI: mpirun --bind-to none -n {ranks} …)"
-    return f"{ranks} ranks of {count(threads, 'thread')} ({why}): {how}"
+    return f"{ranks} ranks with {count(threads, 'thread')} each ({why}): {how}"
 
 
 # Verdicts on each stage, launch lines and warnings, from the facts of all ranks
@@ -190,7 +190,7 @@ def foreign_mpirun(command: Facts, mpi: Facts) -> list[str]:
     if not command["vendor"] or "vendor" not in mpi or is_of_family(command["vendor"], mpi["vendor"]):
         return []
     vendors = f"belongs to {command['vendor']}, but mpi4py to {mpi['vendor']}"
-    return [f"{command['path']} {vendors}: jobs need the mpirun of {mpi['vendor']}"]
+    return [f"{command['path']} {vendors}; jobs require the mpirun of {mpi['vendor']}"]
 
 
 def launch_problems(launched: Facts, mpi: Facts) -> Iterable[str]:
@@ -198,9 +198,9 @@ def launch_problems(launched: Facts, mpi: Facts) -> Iterable[str]:
         return
     yield from foreign_mpirun(launched["mpirun"], mpi)
     if launched["mpirun"]["path"] is None:
-        yield f"there is no mpirun in PATH ({HELP})"
+        yield f"mpirun not found in PATH ({HELP})"
     if launched["as_root"] and launched["mpirun"]["vendor"] == "Open MPI":
-        yield f"Open MPI's mpirun does not start for root: be another user, or add {AS_ROOT}"
+        yield f"Open MPI's mpirun does not start as root; use another user, or add {AS_ROOT}"
 
 
 # Warnings
@@ -225,11 +225,11 @@ def _cores(launched: Facts, ranks: list[Facts]) -> Iterable[str]:
         used, of_host = sum(rank["core_share"] for rank in users), users[0]["cores_of_host"]
         who = f"{named_ranks([rank['rank'] for rank in users])} on {users[0]['host']}"
         if any(rank["core_share"] < 1 - 1e-6 for rank in users):
-            yield f"{who} share {used:.3g} cores: more ranks than cores only slow each other down"
+            yield f"{who} share {used:.3g} cores; start at most one rank per core"
         elif launched["launcher"] and used < FEW * of_host:
             yield (
-                f"{who} may use {used:.3g} of {of_host} cores: to use more of them, ask "
-                "the launcher (Open MPI: --bind-to none, srun: --cpus-per-task)"
+                f"{who} may use {used:.3g} of {of_host} cores; to use more, change "
+                "the launch (Open MPI: --bind-to none, srun: --cpus-per-task)"
             )
 
 
@@ -241,7 +241,7 @@ def _gpus(ranks: list[Facts]) -> Iterable[str]:
     ]
     for (host, _, name), users in grouped(taken).items():
         if len(users) > 1:
-            yield f"{named_ranks(users)} on {host} share one {name} and its memory: start one rank per GPU"
+            yield f"{named_ranks(users)} on {host} share one {name} and its memory; start one rank per GPU"
 
 
 def _loops(ranks: list[Facts]) -> Iterable[str]:
@@ -254,8 +254,8 @@ def _settings(ranks: list[Facts]) -> Iterable[str]:
     cores = {rank["environment"].get("OPENBLAS_CORETYPE") for rank in ranks} - {None, ""}
     for core in sorted(cores):
         yield (
-            f"OPENBLAS_CORETYPE={core} overrides the BLAS kernels of this processor: unset it, unless "
-            "you measured that it helps"
+            f"OPENBLAS_CORETYPE={core} overrides the BLAS kernels of this processor; unset it, unless "
+            "it is faster"
         )
 
 
@@ -288,7 +288,7 @@ def _lines(found: Facts) -> Iterator[str]:
         words = "runs" if verdict["runs"] else "cannot run"
         yield from rows([(stage, f"{words}{': ' * bool(reasons)}{'; '.join(reasons)}")])
     if found["warnings"]:
-        yield "\nworth a look"
+        yield "\nwarnings"
         yield from rows(("•", text) for text in found["warnings"])
 
 
@@ -298,7 +298,7 @@ def _machines(ranks: list[Facts]) -> Rows:
         cores = f"{first['cores']} of {first['cores_of_host']} cores"
         if limit := first["granted_cores"]["limit"]:
             granted = sum(rank["granted_cores"]["number"] for rank in users)
-            cores += f", the time of {granted:.3g} by {limit}"
+            cores += f", limited to the time of {granted:.3g} by {limit}"
         by = f" by {memory['limit']}" if memory["limit"] else ""
         cores += f", {size(memory['total'])} of memory{by} ({size(memory['available'])} free)"
         yield "host", f"{first['host']}: {first['cpu']}, {cores}"
@@ -340,7 +340,7 @@ def _gpu_software(gpu: Facts) -> Rows:
 
     if driver := gpu["driver"]:
         name = f"NVIDIA {driver['release']}".rstrip()
-        yield "driver", f"{name}, runs CUDA up to {'.'.join(map(str, driver['cuda']))}"
+        yield "driver", f"{name}, supports CUDA up to {'.'.join(map(str, driver['cuda']))}"
     else:
         yield "driver", "no NVIDIA driver"
     packages = [f"{name} {version}" for name, version in gpu["packages"].items()]

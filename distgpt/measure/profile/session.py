@@ -56,7 +56,7 @@ def open_steps(asked: RunConfig, stage: Stage, say: Say) -> tuple[Step, Batches]
     comm, t = stage.comm, asked.train
     on_root(comm, lambda: refuse_unsuited(t, comm.size, on_gpu=stage.on_gpu))
     if t.balance == "auto" and comm.size > 1:
-        raise shared(UsageError("--balance auto is for training: ranks are measured with even shares"))
+        raise shared(UsageError("profiles require --balance even"))
     origin = load_description(Path(t.init), comm) if t.init else None
     if origin is not None:
         on_root(comm, lambda: components().model(t).refuse_origin(origin, Path(t.init), t, resumed=False))
@@ -133,7 +133,7 @@ def measure(stage: Stage, run: RunConfig, measured: int, warm_up: int, folder: P
     comm, kernels, model = stage.comm, step.model.kernels, step.model
     on_root(comm, lambda: prepare(folder))
     if stage.on_gpu:
-        stage.notes.add("each operation is timed, so steps are not recorded as CUDA graphs")
+        stage.notes.add("operations are timed separately, so CUDA graphs are off")
     profiler = Profiler(step, getattr(stage, "device", None))
     for done, seconds in enumerate(profiler.steps(batches, measured, warm_up), 1):
         warming = " (to warm up)" if done <= warm_up else ""
@@ -259,7 +259,7 @@ def as_text(found: dict[str, Any]) -> str:
         f" ({found['tokens_per_s']:,.0f} tokens/s); stage {found['stage']},"
         f" {count(found['ranks'], 'rank')}{threads}; {found['parameters']:,} parameters, {found['dtype']}"
     )
-    each = "each rank, all at once" if found["ranks"] > 1 else "measured here"
+    each = "each rank, concurrently" if found["ranks"] > 1 else "measured here"
     by = f", by {found['matmul']}" if found["matmul"] else ""
     peak = (
         f"Peak ({each}): {found['peak_gflops']:,.0f} GFLOP/s in matmuls{by}.\n"

@@ -116,27 +116,27 @@ def read_grid(path: Path, assigned: Values | None = None) -> Grid:
     document = load_toml(read_text(path, "GRID"), str(path))
     table = document.pop("sweep", None)
     if not isinstance(table, dict) or not table:
-        raise UsageError(f"{path} has no table [sweep] with settings that vary, such as: lr = [0.01, 0.02]")
+        raise UsageError(f"{path} requires a table [sweep] of varied settings, such as lr = [0.01, 0.02]")
     fixed, table = renamed(flat_settings(document, str(path)) | (assigned or {})), renamed(table)
     rules: Values = {name: table.pop(name) for name in RULES if name in table}
     for name, value in rules.items():
         RULES[name].check(f"{path}: [sweep] {name}", value)
     if not table:
-        raise UsageError(f"{path}: [sweep] has nothing that varies")
+        raise UsageError(f"{path}: [sweep] has no settings that vary")
     for names, known in ((fixed, {*VARYING}), (table, {*VARYING, *RULES})):
         for name in names.keys() - known:
             raise UsageError(f"{path}: unknown setting {name!r:.80}{nearest(name[:80], known)}")
     for name in sorted(fixed.keys() & table.keys()):
-        raise UsageError(f"{path}: {name} is given twice, for all runs and in [sweep]")
+        raise UsageError(f"{path}: {name} is set twice: for all runs and in [sweep]")
     choices = {name: _choices(f"{path}: [sweep] {name}", name, value) for name, value in table.items()}
     seeds = choices.pop(SEED, [])
     if isinstance(seeds, Range):
-        raise UsageError(f"{path}: [sweep] {SEED} is a range: give a list, of which every point has all")
+        raise UsageError(f"{path}: [sweep] {SEED} must be a list, not a range")
     draws, draw_seed = rules.pop("draws", 0), rules.pop("draw_seed", 0)
     points = _drawn(choices, draws, draw_seed) if draws else _all(path, choices)
     named = {_named(point): point for point in itertools.islice(points, MOST_RUNS + 1)}
     if len(named) * max(1, len(seeds)) > MOST_RUNS:
-        raise UsageError(f"{path}: these are more than {MOST_RUNS:,} runs; draws = N draws N points of them")
+        raise UsageError(f"{path}: more than {MOST_RUNS:,} runs; set draws = N to draw N points")
     return Grid(fixed, named, list(dict.fromkeys(seeds)), **rules)
 
 
@@ -147,7 +147,7 @@ def _choices(where: str, name: str, given: Any) -> list[Any] | Range:
         return _range(where, about, given)
     if not isinstance(given, list) or not given:
         raise UsageError(
-            f"{where} is {brief(given)}: give a list of values, or a range {{low = …, high = …}}"
+            f"{where} must be a list of values or a range {{low = …, high = …}}, not {brief(given)}"
         )
     for value in given:
         about.check(where, value)
@@ -158,12 +158,12 @@ def _range(where: str, about: Setting, given: Mapping[str, Any]) -> Range:
     low, high, scale = given.get("low"), given.get("high"), given.get("scale", "linear")
     is_whole = {"low", "high"} <= given.keys() <= {"low", "high", "scale"}
     if not is_whole or scale not in ("linear", "log") or about.kind not in (int, float):
-        raise UsageError(f'{where}: a range of numbers is {{low = …, high = …}}, and maybe scale = "log"')
+        raise UsageError(f'{where}: a range must be {{low = …, high = …}}, with an optional scale = "log"')
     for value in (low, high):
         about.check(where, value)
     assert isinstance(low, int | float) and isinstance(high, int | float)
     if low >= high or (scale == "log" and low <= 0):
-        raise UsageError(f"{where}: low is {low} and high is {high}: low must be less, and above 0 for log")
+        raise UsageError(f"{where}: low ({low}) must be less than high ({high}), and above 0 for log")
     return Range(low, high, scale == "log", about.kind)
 
 
@@ -171,7 +171,7 @@ def _all(path: Path, choices: Choices) -> Iterator[Values]:
     lists = []
     for name, values in choices.items():
         if isinstance(values, Range):
-            raise UsageError(f"{path}: [sweep] {name} is a range: set draws = N, how many points to draw")
+            raise UsageError(f"{path}: [sweep] {name} is a range, which requires draws = N")
         lists.append(values)
     return (dict(zip(choices, values, strict=True)) for values in itertools.product(*lists))
 
@@ -329,11 +329,11 @@ def measured(grid: Grid, result: Result, rung: int) -> float | None:
 def begin(path: Path, grid: Grid) -> None:
     """Create the directory, or check that it has this grid, apart from added runs."""
     file = path / "grid.json"
-    with storage_errors("use the folder", path):
+    with storage_errors("use the directory", path):
         if file.exists():
             _refuse_changed(path, read_back(path), grid)
         elif path.exists() and (not path.is_dir() or any(path.iterdir())):
-            raise UsageError(f"{path} holds no sweep and is not empty: choose another --out")
+            raise UsageError(f"{path} is not empty and has no sweep; choose another --out")
         path.mkdir(parents=True, exist_ok=True)
     write_json(file, asdict(grid))
 
@@ -341,7 +341,7 @@ def begin(path: Path, grid: Grid) -> None:
 def read_back(path: Path) -> Grid:
     file = path / "grid.json"
     if not file.exists():
-        raise UsageError(f"{path} cannot be seen here: --out must lie in a file system that all hosts share")
+        raise UsageError(f"{path} does not exist on this host; --out must be in a shared file system")
     grid: Grid = read_as(Grid, read_small(file), file)
     return grid
 
@@ -354,6 +354,6 @@ def _refuse_changed(path: Path, before: Grid, now: Grid) -> None:
     changed += [run.name for run in before.runs() if run.name not in known]
     if changed:
         raise UsageError(
-            f"{path} holds a sweep of another grid ({', '.join(changed[:MOST_SHOWN])} changed): you may only"
-            " add runs; or choose another --out"
+            f"{path} has a sweep of another grid ({', '.join(changed[:MOST_SHOWN])} changed); only add runs,"
+            " or choose another --out"
         )

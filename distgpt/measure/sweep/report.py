@@ -85,7 +85,7 @@ def finish(ledger: Ledger) -> str:
         "curves": command_line("plot", ledger.path),
     }
     if len(best.rungs) < grid.rungs:
-        lines["note"] = "all promoted points have failed: the best of the others was not trained to the end"
+        lines["note"] = "all promoted points failed; the best of the others was not trained to the end"
     return "\n".join([table(grid, rows), "", *(f"{name:<10}{escape(text)}" for name, text in lines.items())])
 
 

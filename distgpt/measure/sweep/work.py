@@ -56,7 +56,7 @@ LAST = 20  # steps over which the training loss is averaged
 def open_stages(name: str, threads: int | None, gpu: GpuConfig) -> tuple[Comm, Stage]:
     """Return the communicator of this job, and a stage in which this rank trains on its own. Collective."""
     if name in WITH_MPI:
-        raise UsageError(f"here every rank has a stage of its own: --stage serial or cuda, not {name}")
+        raise UsageError(f"each rank of a sweep trains separately; use --stage serial or cuda, not {name}")
     if launched_as() == 1:
         stage = open_stage(name, threads, gpu)
         return stage.comm, stage
@@ -139,16 +139,16 @@ def checked_runs(grid: Grid) -> dict[str, RunConfig]:
         refuse_missing(filter(None, (t.data, t.val)), t.tokenizer)
         if grid.metric != "loss" and not holds_out(asdict(t)):
             raise UsageError(
-                f"{name}: nothing is held out to compare by {grid.metric}: set val_fraction or val, or"
+                f"{name}: no validation data to compute {grid.metric}; set val_fraction or val, or"
                 ' metric = "loss" in [sweep]'
             )
         if grid.metric != BITS and t.tokenizer != first.tokenizer:
             raise UsageError(
-                f"{name} has another tokenizer than other runs ({t.tokenizer}, not {first.tokenizer}): losses"
-                f' per token cannot be compared; set metric = "{BITS}" in [sweep]'
+                f"{name} has the tokenizer {t.tokenizer}, not {first.tokenizer} as other runs, so losses per"
+                f' token are not comparable; set metric = "{BITS}" in [sweep]'
             )
         if t.train_minutes and grid.rungs > 1:
-            raise UsageError(f"{name}: rungs compare runs at steps, and train_minutes sets none")
+            raise UsageError(f"{name}: rungs require steps and cannot be combined with train_minutes")
     return runs
 
 
@@ -219,10 +219,10 @@ class Worker:
                 if not any(self._attempt(rung, run, of) for run in runs):
                     time.sleep(PAUSE)
                     if self.end is not None and time.monotonic() > self.end - LEAVING:
-                        raise Interrupted(signal.SIGUSR1, why="the time is up")
+                        raise Interrupted(signal.SIGUSR1, why="time limit reached")
         except Interrupted as interrupt:  # other ranks get the signal as well, or finish the remaining runs
             interrupt.shared = True
-            interrupt.add_note("the same command resumes the sweep")
+            interrupt.add_note("to resume the sweep, repeat the command")
             raise
 
     def _attempt(self, rung: int, run: Run, of: int) -> bool:

@@ -53,7 +53,7 @@ def compare(one: Path, other: Path) -> Parting:
     first, second = (record.steps for record in records)
     common = sorted(first.keys() & second.keys())
     if not common:
-        raise UsageError(f"no training step is in the metrics.jsonl of both {one} and {other}")
+        raise UsageError(f"{one} and {other} have no step in common in metrics.jsonl")
     found = Parting(str(one), str(other))
     for step in common:
         for name, key in KINDS.items():
@@ -75,7 +75,7 @@ def _compare_files(found: Parting, one: dict[int, Path], other: dict[int, Path])
             paths = [checkpoints[step] / file for checkpoints in (one, other)]
             sums = [read_header(path).metadata.get(DATA_SUM) if path.exists() else None for path in paths]
             if None not in sums:
-                found.kinds[name].add(step, "another checksum" if sums[0] != sums[1] else "")
+                found.kinds[name].add(step, "different checksum" if sums[0] != sums[1] else "")
 
 
 def _explain(found: Parting, records: tuple[Record, Record], step: int) -> None:
@@ -94,7 +94,7 @@ def _explain(found: Parting, records: tuple[Record, Record], step: int) -> None:
             f"{name} resumed after step {start.step}" for start in record.starts if 0 < start.step < step
         ]
         found.starts += [
-            f"{name} went back to step {at}, and has left out {count(left_out, 'batch')} since"
+            f"{name} went back to step {at}, and has skipped {count(left_out, 'batch')} since"
             for at, left_out in record.skipped.items()
             if at < step
         ]
@@ -112,14 +112,14 @@ def page(found: Parting) -> str:
 def verdict(found: Parting) -> str:
     """Describe in one sentence whether and why two runs diverge."""
     if found.at is None:
-        same = "the same to the bit"
-        return same if found.kinds["weights"].compared else f"{same} in all losses: no checkpoint is in both"
+        same = "bitwise identical"
+        return same if found.kinds["weights"].compared else f"{same} in all losses; no common checkpoints"
     named = [*found.settings, *["data"] * bool(found.data)]
     if named:
-        return f"they part at step {found.at}, by {', '.join(named)}"
+        return f"the runs diverge at step {found.at}; different settings: {', '.join(named)}"
     if found.why:
-        return f"they part at step {found.at}, by rounding: {found.why[0]}"
+        return f"the runs diverge at step {found.at} by rounding: {found.why[0]}"
     return (
-        f"they part at step {found.at}, and nothing that is kept differs: memory or a processor may have"
-        f" failed; distgpt replay A --steps {found.at}, and B, tells which is right"
+        f"the runs diverge at step {found.at}, but no setting differs; memory or a processor may have failed;"
+        f" to find out which run is right, run distgpt replay --steps {found.at} on each"
     )

@@ -50,10 +50,10 @@ class Record:
     def __init__(self, path: Path) -> None:
         self.path, self.directory = path, RunDirectory(path)
         if not path.is_dir():
-            raise UsageError(f"there is no directory {path}{nearest_path(path)}")
+            raise UsageError(f"no directory {path}{nearest_path(path)}")
         config = self.directory.saved()
         if config is None:
-            raise UsageError(f"{path} holds no run: there is no config.toml")
+            raise UsageError(f"{path} is not a run directory: no config.toml")
         self.config: RunConfig = config  # config of the last start
 
     @cached_property
@@ -74,7 +74,7 @@ class Record:
             event = parse_object(line, path)
             step = event.get("step")
             if type(step) is not int or not 0 <= step < MOST_STEPS:
-                raise DataError(f"{path}: line {number} is of no step")
+                raise DataError(f"{path}: line {number} has an invalid step")
             found.append((step, event))
         return found
 
@@ -101,7 +101,7 @@ class Record:
         try:
             yield
         except (ValueError, TypeError, AttributeError) as error:
-            raise DataError(f"{self.directory.history} is damaged at {key!r}: {error}") from None
+            raise DataError(f"{self.directory.history} is corrupt at {key!r}: {error}") from None
 
     @cached_property
     def skipped(self) -> dict[int, int]:
@@ -178,7 +178,7 @@ class Kind:
 
 
 def tabulated(kinds: Mapping[str, Kind]) -> str:
-    columns = ("what", "compared", "same bits", "first difference")
+    columns = ("what", "compared", "identical", "first difference")
     rows = [
         (name, f"{kind.compared:,}", f"{kind.same:,}", kind.words and f"step {kind.first}: {kind.words}")
         for name, kind in kinds.items()
@@ -204,7 +204,7 @@ def why_rounding(one: Side, other: Side) -> list[str]:
     a, b = one.facts, other.facts
     if a is None or b is None:
         unknown = [side.words for side in (one, other) if side.facts is None]
-        return [f"it is not kept what bits depend on {' and '.join(unknown)}"]
+        return [f"no record of the environment {' and '.join(unknown)}"]
     # Reproducible parts of the batch are summed in a fixed tree, so ranks and threads do not matter. The
     # exception is Muon: a shard may start within a piece of the norm.
     is_sharded = other.t.optimizer == "muon" and "sharded" in (one.t.grad_sync, other.t.grad_sync)
@@ -224,7 +224,7 @@ def why_rounding(one: Side, other: Side) -> list[str]:
         if before != now
     ]
     if max(len(a.processors), len(b.processors)) > 1:
-        found.append("processors of several kinds")
+        found.append("different kinds of processors")
     if a.gpu and "True" not in (a.gpu.get("deterministic"), b.gpu.get("deterministic")):
         found.append("GPUs without --deterministic")
     if not parts and b.ranks > 1 and other.t.balance == "auto":

@@ -105,7 +105,7 @@ class Replayed(Components):
 def replay(again: Again) -> Found | None:
     """Return the findings on rank 0, None on other ranks. Collective."""
     stage, comm = again.stage, again.stage.comm
-    with storage_errors("create a folder in", Path(os.environ.get("TMPDIR", "/tmp"))):
+    with storage_errors("create a directory in", Path(os.environ.get("TMPDIR", "/tmp"))):
         folder = Path(tempfile.mkdtemp(prefix="distgpt-replay-")) if comm.rank == 0 else Path()
     try:
         task = on_root(comm, lambda: again.task(folder / "run"))
@@ -118,7 +118,7 @@ def replay(again: Again) -> Found | None:
         run = open_run(plan, stage, again, parts=Replayed())
         if task["data"] and run.batches.fingerprint != task["data"]:
             changed = f"{plan.config.train.data} or its tokenizer has changed since the run"
-            raise shared(DataError(f"{changed}: name the old one with --data"))
+            raise shared(DataError(f"{changed}; pass the old one with --data"))
         again.begun(run)
         skipped, elapsed, in_flight = dict(task["skipped"]), dict(task["elapsed"]), InFlight()
         for number in range(run.progress.step, again.last):
@@ -127,7 +127,7 @@ def replay(again: Again) -> Found | None:
             try:
                 settle(run, in_flight, leave=0)
             except BadStep as bad:
-                what = f"step {bad.step} is bad here, and was not in the run: {bad.reason}"
+                what = f"step {bad.step} is bad here, but was not in the run: {bad.reason}"
                 raise shared(DisagreementError(what)) from None
             again.compare_weights(run)
             run.step.restart_clock()
@@ -163,7 +163,7 @@ class Again(Listener):
         self.record = record = Record(self.path)
         last = max((*record.steps, *(step for step, _ in record.checkpoints())), default=0)
         if self.last > last:
-            raise UsageError(f"{self.path} has {count(last, 'step')}: there is no step {self.last}")
+            raise UsageError(f"{self.path} has only {count(last, 'step')}, not {self.last}")
         checkpoint, damaged = _before(record, self.first)
         state = load_state(checkpoint) if checkpoint else State()
         self.starts = _starts(record, state.step, self.first, self.last)
@@ -177,13 +177,13 @@ class Again(Listener):
             try:
                 resolve_data(t.data)
             except DataError as error:
-                raise DataError(f"{error}; name the run's text with --data") from None
+                raise DataError(f"{error}; pass the run's text with --data") from None
         steps = range(state.step, self.last)
         known = any(step in record.steps for step in range(self.first, self.last + 1))
         if not known and not self._checkpoints_from(self.first - 1):
-            raise UsageError(f"{record.path} has kept no numbers and no checkpoint of these steps")
+            raise UsageError(f"{record.path} has no metrics and no checkpoints of these steps")
         if not checkpoint and facts and facts.init and fingerprint(Path(t.init)) != facts.init:
-            raise DataError(f"{t.init} has changed since the run: name the old file with --init")
+            raise DataError(f"{t.init} has changed since the run; pass the old file with --init")
         self.found = Found(str(self.path), (self.first, self.last), state.step)
         before = self.first - 1 - state.step
         self.opening = "\n".join(
@@ -234,7 +234,7 @@ class Again(Listener):
             found.why = list(dict.fromkeys(reasons))
             self.tolerance, found.judged = tolerance_of(t, run.settings)
             promised = f"rounding is expected: {'; '.join(found.why)}" if found.why else ""
-            self.say(f"{self.opening}\n{promised or 'the same bits are promised'}")
+            self.say(f"{self.opening}\n{promised or 'bitwise identity is expected'}")
             # There is no valid checkpoint between the start and `first`: the replay would start there.
             return self._checkpoints_from(self.first - 1)
 
@@ -302,13 +302,13 @@ def _before(record: Record, first: int) -> tuple[Path | None, list[str]]:
         if newest := newest_intact(record.directory.checkpoints, first - 1):
             return newest
     except DataError as error:
-        damaged.append(f"no checkpoint before step {first} can be used: {error}")
+        damaged.append(f"no usable checkpoint before step {first}: {error}")
     origin = record.directory.branched_from()
     if origin is None:
         return None, damaged
     begun = record.starts[0].step if record.starts else 0
     if first <= begun:
-        raise UsageError(f"{record.path} begins after step {begun}, of another run: {origin}")
+        raise UsageError(f"{record.path} starts after step {begun} of another run, {origin}")
     verify(origin)
     return origin, damaged
 
@@ -322,7 +322,7 @@ def _starts(record: Record, begun: int, first: int, last: int) -> list[Start]:
             changed.append("data")
         if changed:
             raise UsageError(
-                f"{record.path} resumed after step {start.step} with other settings ({', '.join(changed)}):"
+                f"{record.path} resumed after step {start.step} with other settings ({', '.join(changed)});"
                 f" replay the steps up to {start.step} and the later ones separately"
             )
     return starts
@@ -338,7 +338,7 @@ def refuse_other_ranks(outer_every: int, starts: list[Start], size: int) -> None
     others = {start.ranks for start in starts if start.ranks is not None} - {size}
     if outer_every and others:
         raise UsageError(
-            f"--outer-every {outer_every} lets each rank take its own steps: replay on"
+            f"--outer-every {outer_every} gives each rank its own steps; replay on"
             f" {count(min(others), 'rank')}"
         )
 
@@ -362,8 +362,8 @@ def _elapsed(record: Record, config: RunConfig, steps: range) -> dict[int, float
         rate = record.steps.get(number + 1, {}).get("lr")
         if rate is None:
             raise UsageError(
-                f"the learning rate of this run follows the clock, and {record.directory.metrics} has none"
-                f" of step {number + 1}"
+                f"the learning rate of this run follows the clock, but {record.directory.metrics} has none"
+                f" for step {number + 1}"
             )
         found[number] = elapsed_at(config.train, number, rate)
     return found
@@ -377,7 +377,7 @@ def elapsed_at(t: TrainConfig, step: int, rate: float) -> float:
     parts = 1 << 60  # resolution of the fraction
     at = bisect_left(range(parts), -rate, key=lambda part: -learning_rate(t, step, part / parts)) / parts
     if learning_rate(t, step, at) != rate:
-        raise UsageError(f"step {step + 1} has a learning rate, {rate!r}, that its schedule has at no time")
+        raise UsageError(f"the learning rate of step {step + 1}, {rate!r}, is not possible with its schedule")
     return at
 
 
@@ -391,11 +391,11 @@ def page(found: Found) -> str:
     kinds |= {f"weights, step {step}": kind for step, kind in found.weights.items()}
     lines = [tabulated(kinds)]
     if found.verdict == SAME:
-        lines.append("the same to the bit" + (", which was not promised" if found.why else ""))
+        lines.append("bitwise identical" + (", which was not guaranteed" if found.why else ""))
     if found.verdict == ROUNDING:
         later = f"; {found.unjudged} not judged" if found.unjudged else ""
-        loss = f"losses differ by at most {found.kinds['loss'].largest:.1g} of their value"
-        lines.append(f"the same within rounding: {loss}{later}")
+        loss = f"losses have a relative difference of at most {found.kinds['loss'].largest:.1g}"
+        lines.append(f"identical within rounding: {loss}{later}")
     return "\n".join(lines)
 
 
@@ -409,7 +409,7 @@ def difference(found: Found) -> str:
         ]
         if (step := kind.beyond if found.why else kind.first) is not None
     ]
-    return f"{min(places)[1]} first" if places else ""
+    return f"{min(places)[1]} differs first" if places else ""
 
 
 def undecided(found: Found) -> str:
@@ -417,6 +417,6 @@ def undecided(found: Found) -> str:
     if found.verdict != UNJUDGED:
         return ""
     return (
-        f"{found.unjudged} not judged: only the first {found.judged} steps after step {found.begun} are, as"
-        " rounding grows; replay where the same bits are promised"
+        f"{found.unjudged} not judged: as rounding grows, only {found.judged} steps are judged, after"
+        f" step {found.begun}; replay on ranks, threads and processors that make it bitwise identical"
     )

@@ -66,7 +66,7 @@ class Settings:
     def choice(self, key: str, default: str, known: Mapping[str, str]) -> str:
         value = self.values.get(key, default)
         if not isinstance(value, str) or value not in known:
-            raise DataError(f"{self.source}: {key} is {value!r:.40}: distgpt has {', '.join(known)}")
+            raise DataError(f"{self.source}: {key} must be one of {', '.join(known)}, not {value!r:.40}")
         return known[value]
 
     def demand(self, **wanted: Any) -> None:
@@ -74,7 +74,7 @@ class Settings:
         for key, value in wanted.items():
             found = self.values.get(key)
             if found is not None and (found != value or type(found) is not type(value)):
-                raise DataError(f"{self.source}: {key} is {found!r:.80}: distgpt has {value!r} alone")
+                raise DataError(f"{self.source}: {key} must be {value!r}, not {found!r:.80}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -283,7 +283,7 @@ def _llama_from(family: Family, values: dict[str, Any], settings: Settings) -> M
     config = ModelConfig(**values, tied=settings.get("tie_word_embeddings", False))
     for key in ("intermediate_size", "num_key_value_heads", "head_dim"):
         if (count := settings.get(key, 1)) < 1:
-            raise DataError(f"{settings.source}: {key} is {count}: it must be at least 1")
+            raise DataError(f"{settings.source}: {key} must be at least 1, not {count}")
     if family.windows != "none":
         config = replace(config, **_window(settings, config.n_layer, config.seq_len, family.windows))
     return config if hidden == config.hidden else replace(config, mlp_width=hidden)
@@ -296,7 +296,7 @@ def _window(settings: Settings, layers: int, seq_len: int, which: str) -> dict[s
         return {}
     window = settings.get("sliding_window", 4096)
     if window < 1:
-        raise DataError(f"{settings.source}: sliding_window is {window}: it must be at least 1")
+        raise DataError(f"{settings.source}: sliding_window must be at least 1, not {window}")
     full = [i for i, has in enumerate(reversed(has_window)) if not has]  # counted from the last layer
     every = [*full, layers][1] if full else 0
     if full == [i for i in range(layers) if every and i % every == 0]:
@@ -304,8 +304,8 @@ def _window(settings: Settings, layers: int, seq_len: int, which: str) -> dict[s
     if window >= seq_len:
         return {}
     raise DataError(
-        f"{settings.source}: the layers with a sliding_window of {window} must be all, or all but every so"
-        " many, counted back from the last"
+        f"{settings.source}: all layers must have the sliding_window of {window}, except every Nth, counted"
+        " from the last"
     )
 
 
@@ -314,7 +314,7 @@ def _layers_with_window(settings: Settings, layers: int) -> list[bool]:
     is_used = settings.get("use_sliding_window", False)
     is_there = is_used and settings.values.get("sliding_window", 4096) is not None
     if isinstance(kinds, list) and SLIDING in kinds and not is_there:
-        raise DataError(f"{settings.source}: layer_types has {SLIDING}, but no sliding_window is used")
+        raise DataError(f"{settings.source}: layer_types has {SLIDING}, but sliding_window is not used")
     if not is_used:
         return []
     if kinds is None:
@@ -322,8 +322,7 @@ def _layers_with_window(settings: Settings, layers: int) -> list[bool]:
     known = isinstance(kinds, list) and all(kind in (FULL, SLIDING) for kind in kinds)
     if not known or len(kinds) != layers:
         raise DataError(
-            f"{settings.source}: layer_types is {kinds!r:.80}: it must be {FULL!r} or {SLIDING!r} of each"
-            " layer"
+            f"{settings.source}: layer_types must list {FULL!r} or {SLIDING!r} per layer, not {kinds!r:.80}"
         )
     return [kind == SLIDING for kind in kinds]
 
@@ -347,7 +346,7 @@ def _rope(settings: Settings, older: float, context: int) -> dict[str, Any]:
         return ours
     factors = FACTORS[kind]
     if missing := [key for key in factors if found.get(key) is None]:
-        raise DataError(f"{within.source} lacks {missing[0]}, which {kind} needs")
+        raise DataError(f"{within.source} lacks {missing[0]}, which {kind} requires")
     ours |= {"rope_scaling": kind, **{own: within.get(key, 1.0) for key, own in factors.items()}}
     return ours | ({"rope_context": within.get(OLD_CONTEXT, context)} if kind == "llama3" else {})
 
@@ -429,9 +428,9 @@ def recognised(settings: Settings) -> tuple[Family, ModelConfig]:
     if family is None:
         *others, last = (repr(family.model_type) for family in FAMILIES)
         known = f"{', '.join(others)} and {last}"
-        raise DataError(f"{settings.source}: model_type is {name!r:.40}; {known} can be imported")
+        raise DataError(f"{settings.source}: model_type {name!r:.40} is not supported; {known} are")
     if settings.values.get("quantization_config") is not None:
-        raise DataError(f"{settings.source}: its weights are quantized, which cannot be imported")
+        raise DataError(f"{settings.source}: quantized weights cannot be imported")
     try:
         config = family.config_from(settings)
     except UsageError as error:
@@ -439,7 +438,7 @@ def recognised(settings: Settings) -> tuple[Family, ModelConfig]:
         text = re.sub(r"\w+", lambda word: words.get(word[0], word[0]), str(error))
         raise DataError(f"{settings.source}: {text}") from None
     if config.vocab_size < 1:
-        raise DataError(f"{settings.source}: vocab_size is {config.vocab_size}: it must be at least 1")
+        raise DataError(f"{settings.source}: vocab_size must be at least 1, not {config.vocab_size}")
     return family, config
 
 
@@ -448,8 +447,8 @@ def family_for(config: ModelConfig, source: object, where: str = "transformers")
     closest = min(FAMILIES, key=lambda family: len(family.lacks(config)))
     if lacking := closest.lacks(config):
         raise UsageError(
-            f"{source} cannot be exported: train a model that {where} has, by --preset"
-            f" {' or '.join(EXPORTABLE)}; {closest.title}, which comes closest to this one, has no"
+            f"cannot export {source}; train a model that {where} supports, with --preset"
+            f" {' or '.join(EXPORTABLE)}. The closest one, {closest.title}, has no"
             f" {', no '.join(lacking)}"
         )
     return closest

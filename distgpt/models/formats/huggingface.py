@@ -80,11 +80,11 @@ class Foreign:
                 if re.fullmatch(self.family.buffers, short) or (self.config.tied and short == HEAD):
                     continue  # transformers does not load these either
                 if short in self._tensors:
-                    raise DataError(f"{file} holds {short!r:.80} twice, or another file does too")
+                    raise DataError(f"{short!r:.80} of {file} is a duplicate")
                 self._tensors[short] = file, header, name
         # Check this first, so that a bogus number of layers cannot make the list of expected tensors huge.
         if (layers := self.config.n_layer) > len(self._tensors):
-            raise DataError(f"{path}: its configuration asks for {layers} layers, which it does not hold")
+            raise DataError(f"{path}: its configuration has {layers} layers, but the file has not")
         expected = {mapping.theirs: mapping.shape for mapping in self.family.all_mappings(self.config)}
         refuse_misfits(Header({name: self._entry(name) for name in self._tensors}, {}, 0), expected, path)
 
@@ -144,8 +144,8 @@ def _files(path: Path) -> tuple[Path, list[Path]]:
         directory = path if path.is_dir() else path.parent
         if not (directory / CONFIG).is_file():
             if (directory / "config.toml").is_file():
-                raise UsageError(f"{directory} is a run of distgpt: its weights need no import")
-            raise DataError(f"{directory} has no {CONFIG}, which says what model the tensors are of")
+                raise UsageError(f"{directory} is a distgpt run, which requires no import")
+            raise DataError(f"{directory} has no {CONFIG} to describe the model")
         whole, index = directory / WHOLE, directory / INDEX
         if path.is_file() and path.suffix != ".json":
             return directory, [path]
@@ -159,8 +159,8 @@ def _files(path: Path) -> tuple[Path, list[Path]]:
 
 def _pickled(path: Path) -> DataError:
     return DataError(
-        f"{path} is not read, as loading such a file may run any program in it: save the model"
-        " as safetensors first, which model.save_pretrained(DIR) does in transformers"
+        f"cannot read {path}, because a pickle file can run any code; save the model as safetensors"
+        " first, such as with model.save_pretrained(DIR) in transformers"
     )
 
 
@@ -168,11 +168,11 @@ def _shards(index: Path) -> list[Path]:
     """Return the files that an index lists."""
     mapped = read_object(index).get("weight_map")
     if not isinstance(mapped, dict) or not mapped:
-        raise DataError(f"{index} is damaged: it has no weight_map")
+        raise DataError(f"{index} is corrupt: no weight_map")
     found = set()
     for name, file in mapped.items():
         if not isinstance(file, str) or file in ("", ".", "..") or not set(file).isdisjoint("/\\\0"):
-            raise DataError(f"{index}: {name!r:.80} lies in {file!r:.80}, which is not a file beside it")
+            raise DataError(f"{index}: {name!r:.80} is in {file!r:.80}, not in the same directory")
         found.add(index.with_name(file))
     if missing := [path.name for path in sorted(found) if not path.is_file()]:
         raise DataError(f"{index} lists {missing[0]!r:.80}, which is missing")
@@ -205,19 +205,19 @@ def fetched_weights(repository: str, fetches: bool) -> Path:
     """
     name, folder = PREFIX + repository, cache_folder("models")
     if folder is None:
-        raise UsageError(f"{name} has no place: set {CACHE} to a folder that only you can write to")
+        raise UsageError(f"cannot store {name}; set {CACHE} to a directory only you can write to")
     found = folder / f"{repository.replace('/', '--')}.safetensors"
     if not found.exists():
         if not fetches:
             own = command_line("weights", "import", name, "--out", "model.safetensors")
-            raise UsageError(f"{name} is not on this machine yet: first {own}, then name that file")
+            raise UsageError(f"{name} is not on this machine; import it first: {own}")
         note = partial(print_lines, err=True)
         import_model(name, found, None, note)
         if not read_header(found).metadata["tokenizer"]:
             found.unlink()
             own = command_line("weights", "import", name, "--tokenizer", "…", "--out", "…")
-            raise UsageError(f"{name} has no tokenizer that can be used; import it with another: {own}")
-        note(f"{name} is kept as {found}; remove it to fetch it anew")
+            raise UsageError(f"{name} has no usable tokenizer; import it with another: {own}")
+        note(f"stored {name} as {found}; to download it again, remove this file")
     return found
 
 
@@ -243,7 +243,7 @@ def _refuse_biases(foreign: Any) -> None:
             foreign.read(mapping, array)
             if array.any():
                 raise DataError(
-                    f"{foreign.path}: {mapping.theirs} is not zero, but its configuration has no bias"
+                    f"{foreign.path}: {mapping.theirs} must be zero, because the configuration has no bias"
                 )
 
 
@@ -255,9 +255,9 @@ def refuse_place(out: Path) -> None:
     """Raise an error before hours of reading if the file cannot be written."""
     with storage_errors("write", out):
         if out.exists():
-            raise UsageError(f"{out} exists already; choose another --out, or remove it")
+            raise UsageError(f"{out} already exists; choose another --out, or remove it")
     if not os.access(out.parent, os.W_OK | os.X_OK):
-        raise StorageError(f"cannot write {out}: no files can be made in {out.parent}")
+        raise StorageError(f"cannot write {out}: {out.parent} is not writable")
 
 
 def refuse_directory(out: Path) -> None:
@@ -294,12 +294,12 @@ def _tokenizer(name: str | None, foreign: Any, note: Note) -> Tokenizer | None:
         try:
             tokenizer = foreign.tokenizer()
         except DistgptError as error:
-            note(f"without a tokenizer, as the model's cannot be used; --tokenizer names another ({error})")
+            note(f"without a tokenizer ({error}); to use another one, pass --tokenizer")
             return None
     if tokenizer and tokenizer.size > foreign.config.vocab_size:
         raise DataError(
             f"{foreign.path} has a vocabulary of {foreign.config.vocab_size:,}, too small for its tokenizer"
-            f" of {tokenizer.size:,} entries; --tokenizer names another"
+            f" of {tokenizer.size:,} entries; pass another --tokenizer"
         )
     return tokenizer
 
@@ -335,7 +335,7 @@ def export_model(path: Path, out: Path, dtype: str, note: Note = lambda text: No
     tokenizer = description.tokenizer
     described = tokenizer.describe() if tokenizer else "none"
     if tokenizer and tokenizer.kind in ("char", "word"):
-        described += ", which transformers does not have: kept for distgpt alone"
+        described += ", which only distgpt can read"
     use = f"{family.architecture}.from_pretrained({str(out)!r}) in transformers"
     return page("directory", out, described, use)
 
@@ -346,7 +346,7 @@ def exportable(path: Path) -> tuple[Path, Description]:
     description = read_description(path)
     description.refuse_incomplete(path)
     if description.rounded:
-        raise UsageError(f"{path} is in {description.rounded}: export the file that it is from")
+        raise UsageError(f"{path} is in {description.rounded}; export the original file")
     return path, description
 
 
@@ -366,7 +366,7 @@ def narrowed(array: NDArray[Any], dtype: str, name: str, path: Path) -> NDArray[
     with np.errstate(over="ignore"):
         narrow = array.astype("<f2") if dtype == "float16" else to_bfloat16(array)
     if not np.isfinite(narrow if dtype == "float16" else from_bfloat16(narrow)).all():
-        raise DataError(f"{path}: {name} holds values too large for {dtype}; use --dtype float32")
+        raise DataError(f"{path}: {name} has values too large for {dtype}; use --dtype float32")
     return narrow
 
 
@@ -395,7 +395,7 @@ def _texts(family: Family, config: ModelConfig, tokenizer: Tokenizer | None, dty
 
 def refuse_nonfinite(array: NDArray[Any], name: str, source: object) -> None:
     if not np.isfinite(array).all():
-        raise DataError(f"{source}: {name} holds values that are not finite")
+        raise DataError(f"{source}: {name} has values that are not finite")
 
 
 @contextmanager

@@ -71,7 +71,7 @@ def import_adapter(source: str, weights: Path | None, out: Path, note: Note) -> 
     settings = read_object(folder / SETTINGS)
     if weights is None:
         name = f"{settings.get('base_model_name_or_path') or 'its model'!s:.80}"
-        raise UsageError(f"{source} is an adapter of PEFT: give the weights file of {name} with --weights")
+        raise UsageError(f"{source} is a PEFT adapter; pass the weights file of {name} with --weights")
     weights = find_weights(weights)
     about = read_description(weights)
     about.refuse_incomplete(weights)
@@ -91,7 +91,7 @@ def import_adapter(source: str, weights: Path | None, out: Path, note: Note) -> 
                 refuse_nonfinite(scaled, f"{name}{SIDES['b']}, scaled by lora_alpha,", path)
     metadata = Description(run, about.tokenizer, part=ADAPTER, base=base_of(weights)).to_metadata()
     write_tensors(out, tensors, {**metadata, ORIGIN: f"adapter imported from {folder.resolve().name}"})
-    note(f"adapters of rank {run.train.lora_rank} beside {run.train.lora_matrices} of {weights}")
+    note(f"adapters of rank {run.train.lora_rank} for {run.train.lora_matrices} of {weights}")
     use = command_line("infer", "--weights", weights, "--adapter", out, "--prompt", "…")
     return f"adapter    {out}\nnext       {use}"
 
@@ -106,14 +106,14 @@ def _scales(settings: Mapping[str, Any], source: str) -> Any:
     """Return a function from (module name, rank) to scale. Raises a DataError for unsupported settings."""
     kind = settings.get("peft_type")
     if kind != "LORA":
-        raise DataError(f"{source}: peft_type is {kind!r:.40}; LORA can be imported")
+        raise DataError(f"{source}: peft_type must be LORA, not {kind!r:.40}")
     unknown = [name for name in UNKNOWN if settings.get(name)]
     if unknown := unknown + ["bias"] * (settings.get("bias", "none") != "none"):
-        raise DataError(f"{source}: {unknown[0]} is set, which distgpt's adapters do not have")
+        raise DataError(f"{source}: {unknown[0]} is not supported by distgpt's adapters")
     if str(settings.get("init_lora_weights", "")).startswith(CHANGING):
         raise DataError(
             f"{source}: init_lora_weights is {settings['init_lora_weights']!r:.40}, which changes the model"
-            " itself: convert it to plain LoRA in PEFT first"
+            " itself; convert it to plain LoRA in PEFT first"
         )
     try:
         alpha = checked(float, settings.get("lora_alpha"), ("lora_alpha",))
@@ -121,9 +121,9 @@ def _scales(settings: Mapping[str, Any], source: str) -> Any:
     except ValueError as error:
         raise DataError(f"{source}: {error}") from None
     if odd := [name for name in patterns if not re.fullmatch(r"[\w.]+", name)]:
-        raise DataError(f"{source}: alpha_pattern has {odd[0]!r:.40}, which is no plain name of a layer")
+        raise DataError(f"{source}: alpha_pattern has {odd[0]!r:.40}, which is not a plain layer name")
     if not all(0 < each <= 1e6 for each in (alpha, *patterns.values())):
-        raise DataError(f"{source}: lora_alpha must be above 0, and at most 1,000,000")
+        raise DataError(f"{source}: lora_alpha must be above 0 and at most 1,000,000")
 
     def scale(module: str, rank: int) -> float:
         own = (each for name, each in patterns.items() if f".{module}".endswith(f".{name}"))
@@ -141,7 +141,7 @@ def _read(path: Path, header: Header, layers: Mapping[str, TensorMapping], scale
         module = name.rsplit(".lora_", 1)[0]
         if module not in modules or module not in layers:
             where = "the output layer" if HEAD.startswith(module) else f"{module!r:.80}"
-            raise DataError(f"{path}: {where} is no matrix of the layers of this model, or of none of PEFT's")
+            raise DataError(f"{path}: {where} is not a matrix of this model's layers that PEFT supports")
     for module in sorted(modules):
         outputs, inputs = layers[module].shape[:: -1 if layers[module].transposed else 1]
         entries = [header.tensors.get(names.get(module + side, "")) for side in SIDES.values()]
@@ -155,7 +155,7 @@ def _read(path: Path, header: Header, layers: Mapping[str, TensorMapping], scale
             refuse_nonfinite(array, module + side, path)
         found[module] = Theirs(a, b, scale(module, rank))
     if not found:
-        raise DataError(f"{path} holds no adapters")
+        raise DataError(f"{path} has no adapters")
     return found
 
 
@@ -197,7 +197,7 @@ def export_adapter(path: Path, out: Path, dtype: str, note: Note) -> str:
                 tensors[PREFIX + module + side] = narrowed(array, dtype, module + side, path)
     is_transposed = any(mapping.transposed for mapping in layers)
     settings = _settings(ranks, about.run.train.lora_scale, Path(about.base.file).stem, is_transposed)
-    note(f"writing adapters of rank {about.run.train.lora_rank} beside {family.title}")
+    note(f"writing adapters of rank {about.run.train.lora_rank} for {family.title}")
     with new_directory(out) as directory:
         write_tensors(directory / TENSORS, tensors, {"format": "pt"})
         with atomic_file(directory / SETTINGS) as file:

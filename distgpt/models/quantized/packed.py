@@ -56,7 +56,7 @@ class Int8Model(Model):
     @property
     def grads(self) -> FlatBuffer:
         raise UsageError(
-            f"a model in {self.kernels.rounded} cannot be trained: train it in float32 or bfloat16"
+            f"a model in {self.kernels.rounded} cannot be trained; train it in float32 or bfloat16"
         )
 
     def alike(self, other: Model) -> Model:
@@ -111,12 +111,14 @@ def calibrated(path: Path, text: Path) -> dict[str, Quantised]:
     model, about = load_model(path, kernels, SerialComm())
     length = min(LENGTH, model.config.seq_len)
     if about.tokenizer is None:
-        raise DataError(f"{path} has no tokenizer, so it cannot read text")
+        raise DataError(f"{path} has no tokenizer to read text with")
     row = 4 * sum(activation_widths(model.config).values())
     most = min(TOKENS, max(length, ROOM // (2 * row)))
     tokens = about.tokenizer.encode(read_text(text))[:most]
     if len(tokens) < length:
-        raise DataError(f"{text} has {len(tokens)} tokens: calibrate with {length} or more, best {most:,}")
+        raise DataError(
+            f"{text} has only {len(tokens)} tokens; at least {length} are required, ideally {most:,}"
+        )
     rows = len(tokens) // length
     names = [spec.name for spec in model.layout.specs if bits_of(spec, "int4") == 4]
     kernels.matrices = {name: model.params[name] for name in names}

@@ -93,7 +93,7 @@ def read_parameter(
     sizes = np.abs(scales) if own == 4 else scales
     if not (sizes >= 0).all() or not (sizes <= np.finfo(np.float32).max / MOST).all():
         what = "not finite" if own == 4 else "negative or not finite"
-        raise DataError(f"{path}: {spec.name + SCALES} holds scales that are {what}")
+        raise DataError(f"{path}: {spec.name + SCALES} has scales that are {what}")
     if own == 4:
         halves = _read(path, header, spec.name, (len(scales), -(-spec.shape[1] // 2)), np.uint8)
         q = from_nibbles(halves, spec.shape[1])
@@ -141,7 +141,7 @@ def quantize(path: Path, out: Path, dtype: str = "int8", done: Mapping[str, Quan
     description, header = read_description(path), verified(path)
     description.refuse_incomplete(path)
     if description.rounded:
-        raise DataError(f"{path} is in {description.rounded} already")
+        raise DataError(f"{path} is already in {description.rounded}")
     config, ready = description.run.model, done or {}
     specs = {spec.name: spec for spec in Architecture(config).layout.specs}
     kinds = {
@@ -176,8 +176,8 @@ class Rounded:
 
     def refuse_training(self, t: TrainConfig) -> None:
         raise UsageError(
-            f"{t.init} is in {self.dtype}, which cannot be trained further: take the file it is from,"
-            " or train adapters beside it (--lora-rank)"
+            f"{t.init} is in {self.dtype}, which cannot be trained further; use the original file,"
+            " or train adapters for it (--lora-rank)"
         )
 
     def refuse_others(self, header: Header, config: ModelConfig, path: Path) -> None:
@@ -185,7 +185,7 @@ class Rounded:
         refuse_misfits(header, {name: shape for name, (_, shape) in known.items()}, path, integers=True)
         for name, (stored, _) in known.items():
             if (found := header.tensors[name].dtype) != stored:
-                raise DataError(f"{path}: {name} is {found}, not {stored}")
+                raise DataError(f"{path}: {name} must be {stored}, not {found}")
 
     def read(self, path: Path, header: Header, spec: Spec, array: Array) -> None:
         if bits_of(spec, self.dtype):

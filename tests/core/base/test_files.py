@@ -23,7 +23,7 @@ def test_missing_files_directories_and_rights(tmp_path):
     ):
         with pytest.raises(StorageError, match=words):
             act()
-    with pytest.raises(DataError, match="is a folder"):
+    with pytest.raises(DataError, match="is a directory"):
         read_into(tmp_path, {})
     with tempfile.TemporaryDirectory() as name:  # where others may enter
         place = Path(name)

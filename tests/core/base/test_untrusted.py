@@ -26,7 +26,7 @@ def test_ordinary_json_is_what_it_says():
     ("1e400", "number 1e400"),
     ("9" * 5000, "number 99999"),
     (str(2**64), "number 18446744073709551616"),
-    ('{"a": 1, "a": 2}', "twice"),
+    ('{"a": 1, "a": 2}', "duplicate"),
     ('"\\ud800"', "UTF-8"),
     ('{"\\udfff": 1}', "UTF-8"),
     (b'"\xff"', "UTF-8"),
@@ -39,7 +39,7 @@ def test_ordinary_json_is_what_it_says():
 def test_json_that_no_program_of_ours_writes_is_refused(text, reason, tmp_path):
     with pytest.raises(ValueError, match=reason):
         parse_json(text)
-    with pytest.raises(DataError, match=f"f is damaged: .*{reason}"):
+    with pytest.raises(DataError, match=f"f is corrupt: .*{reason}"):
         parse_object(text if isinstance(text, bytes) else text.encode(), tmp_path / "f")
 
 
@@ -53,7 +53,7 @@ def test_json_has_a_limit_that_the_largest_tokenizers_fit_into(tmp_path):
     assert parse_json("[" + " " * 7 + "]", 9) == []
     with (tmp_path / "tokenizer.json").open("wb") as file:
         file.truncate(LARGEST_JSON + 1)
-    refused(inside("tokenizer", "info", tmp_path), 65, "is larger than 48 MiB", "known have 35 MB")
+    refused(inside("tokenizer", "info", tmp_path), 65, "is larger than 48 MiB", "known tokenizers have 35 MB")
 
 
 @dataclass
@@ -90,24 +90,24 @@ def test_an_object_becomes_what_declares_it(tmp_path):
 
 
 @pytest.mark.parametrize("changes, reason", [
-    ({"parts": {}}, r"parts is {}: it must be a list"),
-    ({"parts": [3]}, r"parts\[0\] is 3: it must be an object"),
-    ({"parts": [{"name": "a"}]}, r"parts\[0\] lacks, or should not have, size"),
-    ({"parts": [{"name": "a", "size": 1, "x\n": 1}]}, r"parts\[0\] lacks, or should not have, x\\n"),
-    ({"parts": [{"name": "a", "size": True}]}, r"parts\[0\]\.size is True: it must be a whole number"),
-    ({"parts": [{"name": "a", "size": 1.0}]}, r"size is 1\.0: it must be a whole number"),
-    ({"parts": [{"name": "a", "size": 0}]}, r"size is 0: it must be at least 1"),
-    ({"parts": [{"name": "a" * 999, "size": 1}]}, r"name is 'a+: it must be short"),
-    ({"parts": [{"name": "a", "size": 1, "split": ["train"]}]}, r"split is .*: it must be 'train' or 'val'"),
-    ({"pairs": [[1]]}, r"pairs\[0\] is \[1\]: it must have 2 entries"),
-    ({"pairs": [[1, "2"]]}, r"pairs\[0\]\[1\] is '2': it must be a number"),
-    ({"known": {"x\x1b": -1}}, r"known\.x\\x1b is -1: it must be a count"),
-    ({"known": []}, "it must be an object"),
-    ({"is_done": 1}, "is_done is 1: it must be true or false"),
-    ({"is_done": None}, "is_done is None"),
+    ({"parts": {}}, r"parts must be a list, not {}"),
+    ({"parts": [3]}, r"parts\[0\] must be an object, not 3"),
+    ({"parts": [{"name": "a"}]}, r"parts\[0\] has missing or unknown entries: size"),
+    ({"parts": [{"name": "a", "size": 1, "x\n": 1}]}, r"parts\[0\] has missing or unknown entries: x\\n"),
+    ({"parts": [{"name": "a", "size": True}]}, r"parts\[0\]\.size must be a whole number, not True"),
+    ({"parts": [{"name": "a", "size": 1.0}]}, r"size must be a whole number, not 1\.0"),
+    ({"parts": [{"name": "a", "size": 0}]}, r"size must be at least 1, not 0"),
+    ({"parts": [{"name": "a" * 999, "size": 1}]}, r"name must be short, not 'a+"),
+    ({"parts": [{"name": "a", "size": 1, "split": ["train"]}]}, r"split must be 'train' or 'val'"),
+    ({"pairs": [[1]]}, r"pairs\[0\] must have 2 entries, not \[1\]"),
+    ({"pairs": [[1, "2"]]}, r"pairs\[0\]\[1\] must be a number, not '2'"),
+    ({"known": {"x\x1b": -1}}, r"known\.x\\x1b must be a count, not -1"),
+    ({"known": []}, "known must be an object"),
+    ({"is_done": 1}, "is_done must be true or false, not 1"),
+    ({"is_done": None}, "is_done must be true or false"),
 ])  # fmt: skip
 def test_what_is_declared_otherwise_is_refused_by_file_and_key(tmp_path, changes, reason):
-    with pytest.raises(DataError, match=f"f is damaged: .*{reason}") as refusal:
+    with pytest.raises(DataError, match=f"f is corrupt: .*{reason}") as refusal:
         read_as(Whole, json.dumps(GOOD | changes).encode(), tmp_path / "f")
     assert len(str(refusal.value)) < 200 + len(str(tmp_path))
 
@@ -117,7 +117,7 @@ def test_only_regular_files_are_read_and_nobody_waits_for_a_pipe(tmp_path):
     append(tmp_path / "lines", b"x\n")
     assert (tmp_path / "lines").read_bytes() == b"x\nx\n"
     os.mkfifo(tmp_path / "pipe")
-    refusals = {tmp_path / "pipe": "a pipe or a device", "/dev/zero": "device", tmp_path: "a folder"}
+    refusals = {tmp_path / "pipe": "a pipe or a device", "/dev/zero": "device", tmp_path: "a directory"}
     for path, words in (refusals | {Path("a\0b"): "NUL byte"}).items():
         with pytest.raises(DataError, match=words):
             open_regular(path)

@@ -27,12 +27,12 @@ def test_an_error_of_one_rank_ends_the_job_and_one_of_all_does_not(job, capsys, 
     ended = []
     rank_1, alone = rank(1, 2, ended.append), rank(0, 1, ended.append)
     for error, comm, code, is_aborted, said, is_traced in (
-        (DataError("it is damaged"), rank_1, 65, True, "rank 1: it is damaged", False),
-        (shared(DataError("it is damaged")), rank_1, 65, False, "", False),  # rank 0 says it
+        (DataError("it is corrupt"), rank_1, 65, True, "rank 1: it is corrupt", False),
+        (shared(DataError("it is corrupt")), rank_1, 65, False, "", False),  # rank 0 says it
         (Interrupted(2, shared=True), rank_1, 130, False, "", False),
         (StorageError("it is full"), alone, 74, False, "it is full", False),
         (OSError(28, "No space left", "f"), rank_1, 74, True, "rank 1: f: No space left", True),
-        (SystemExit(3), rank_1, 3, True, "rank 1: left with exit code 3", True),
+        (SystemExit(3), rank_1, 3, True, "rank 1: exited with code 3", True),
     ):
         assert job.leave(error, comm) == code
         assert ended == [code] * is_aborted
@@ -44,8 +44,8 @@ def test_an_error_of_one_rank_ends_the_job_and_one_of_all_does_not(job, capsys, 
 
 def test_in_a_batch_job_a_rank_has_its_host(capsys, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    Launched().leave(DataError("it is damaged"), rank(3, 4))
-    assert capsys.readouterr().err == f"distgpt: rank 3 on {platform.node()}: it is damaged\n"
+    Launched().leave(DataError("it is corrupt"), rank(3, 4))
+    assert capsys.readouterr().err == f"distgpt: rank 3 on {platform.node()}: it is corrupt\n"
 
 
 def test_an_interrupt_before_mpi_has_started_ends_the_process_once_its_output_is_written(monkeypatch):

@@ -22,7 +22,7 @@ from distgpt.core.config import (
 )
 from distgpt.core.config.asked import PRETRAINED, asked_for, resolve
 from distgpt.core.config.presets import PRESETS, preset
-from distgpt.core.config.setting import LARGEST_INT, brief
+from distgpt.core.config.setting import LARGEST_INT
 from distgpt.core.model.optim import SCHEDULES, learning_rate
 from hypothesis import given
 from hypothesis import strategies as st
@@ -75,10 +75,10 @@ def test_every_setting_reaches_the_configuration_by_its_option_or_by_set():
 
 @pytest.mark.parametrize("words, message", [
     ("rope_bas=3", "unknown setting 'rope_bas'; did you mean 'rope_base'"),
-    ("rope_base=far", "rope_base is 'far': it must be of type float"),
-    ("steps=1.5", "steps is '1.5': it must be of type int"),
-    ("tied=1", "tied is '1': it must be true or false"),
-    ("steps", "it must be NAME=VALUE"),
+    ("rope_base=far", "rope_base must be of type float, not 'far'"),
+    ("steps=1.5", "steps must be of type int, not '1.5'"),
+    ("tied=1", "tied must be true or false, not '1'"),
+    ("steps", "must be NAME=VALUE"),
     ("steps=3 --steps 4", "steps is set twice"),
 ])  # fmt: skip
 def test_set_names_what_is_wrong(words, message):
@@ -147,7 +147,7 @@ def test_a_run_that_begins_with_weights_has_their_model():
     assert run.model == held
     assert run.train.batch_size == (1 << 19) // 64 and run.train.steps == 5
     for changes, message in (
-        ({"n_layer": 3}, "w holds a model whose n_layer is 2; 3 is asked for"),
+        ({"n_layer": 3}, "w contains a model with n_layer 2, not 3"),
         ({"seq_len": 128}, "seq_len"),
     ):
         with pytest.raises(UsageError, match=message):
@@ -196,23 +196,23 @@ def test_every_setting_and_preset_survives_toml():
     ({"lr": "1"}, "type float"),
     ({"data": 1}, "type str"),
     ({"data": "\udc80"}, "not valid UTF-8"),
-    ({"data": "a\0b"}, "none of them 0"),
+    ({"data": "a\0b"}, "without NUL"),
     ({"data": "a" * 5000}, "at most 4096 bytes"),
     ({"data": [[1] * 99] * 99}, "type str"),
-    ({"steps": 1 << 20_000}, "about 6,021 digits: it must be at most"),
+    ({"steps": 1 << 20_000}, "at most .* about 6,021 digits"),
     ({"lr": float("nan")}, "finite"),
     ({"lr": float("inf")}, "finite"),
     ({"rope_base": float("inf")}, "finite"),
     ({"weight_decay": 10**400}, "finite"),
-    ({"min_lr": 1.0}, "above lr"),
-    ({"n_head": 5}, "divided"),
-    ({"positions": "rope", "n_head": 128}, "odd"),
-    ({"n_kv_head": 3}, "n_head 4 is no multiple of n_kv_head 3"),
-    ({"n_kv_head": 8}, "no multiple"),
-    ({"rope_slow": 2.0, "rope_fast": 2.0}, "rope_slow 2.0 must be below rope_fast 2.0"),
-    ({"head_dim": 5, "positions": "rope"}, "head_dim = 5 is odd"),
-    ({"qk_norm": False, "qk_norm_gain": True}, "needs qk_norm"),
-    ({"batch_size": 6, "grad_accum": 4}, "batch_size 6 cannot be split into grad_accum 4"),
+    ({"min_lr": 1.0}, "must not exceed lr"),
+    ({"n_head": 5}, "must be a multiple of n_head"),
+    ({"positions": "rope", "n_head": 128}, "even"),
+    ({"n_kv_head": 3}, "must be a multiple of n_kv_head"),
+    ({"n_kv_head": 8}, "must be a multiple"),
+    ({"rope_slow": 2.0, "rope_fast": 2.0}, "must be less than rope_fast"),
+    ({"head_dim": 5, "positions": "rope"}, "an even head_dim, not 5"),
+    ({"qk_norm": False, "qk_norm_gain": True}, "requires qk_norm"),
+    ({"batch_size": 6, "grad_accum": 4}, "must be a multiple of grad_accum"),
 ])  # fmt: skip
 def test_impossible_values_are_refused_with_a_hint(values, hint):
     with pytest.raises(UsageError, match=hint) as caught:
@@ -221,8 +221,8 @@ def test_impossible_values_are_refused_with_a_hint(values, hint):
 
 
 @pytest.mark.parametrize("name, values, hint", [
-    ("tiny", {"batch_tokens": 1000, "seq_len": 256}, "multiple of seq_len 256"),
-    ("tiny", {"batch_tokens": 1024, "batch_size": 4}, "give one of them"),
+    ("tiny", {"batch_tokens": 1000, "seq_len": 256}, "multiple of seq_len"),
+    ("tiny", {"batch_tokens": 1024, "batch_size": 4}, "cannot be combined"),
     ("tiny", {"batch_tokens": 1.5}, "multiple"),
     ("tiny", {"batch_tokens": 0}, "multiple"),
     ("gpt2-medum", {}, "'gpt2-medium'"),
@@ -252,7 +252,7 @@ def test_values_are_allowed_up_to_their_limits():
             if limit is not None:
                 allowed, beyond = (limit, beside(limit, side))[:: 1 if is_allowed else -1]
                 about.check(name, allowed)
-                with pytest.raises(UsageError, match=re.escape(f"{name} is {brief(beyond)}: it must be {why}")):
+                with pytest.raises(UsageError, match=re.escape(f"{name} must be {why}")):
                     about.check(name, beyond)
 
 

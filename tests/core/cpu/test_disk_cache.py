@@ -263,7 +263,7 @@ def test_a_loop_that_cannot_be_kept_is_not_shared(monkeypatch):
     monkeypatch.setattr(disk_cache, "folder", lambda: None)
     site_cache.require_writable()
     assert not is_loaded()
-    with pytest.raises(StorageError, match="cannot be kept"):
+    with pytest.raises(StorageError, match="cannot cache"):
         site_cache.share()
 
 

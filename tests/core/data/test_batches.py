@@ -124,7 +124,7 @@ def test_a_sample_is_the_text_or_pieces_of_it_at_even_distances():
 def test_an_uneven_batch_is_refused_with_the_nearest_that_work():
     for batch_size, size, grad_accum, *advice in (
         (16, 3, 1, "3 ranks × 1 micro-batch", "15 or 18"),
-        (5, 2, 4, "can: 8"),
+        (5, 2, 4, "use 8"),
         (20, 4, 2, "16 or 24"),
     ):
         with complains(*advice, kind=UsageError):
@@ -149,7 +149,7 @@ def test_text_is_read_without_mark_and_carriage_returns_or_refused(tmp_path):
         with complains(path, words):
             read_text(path)
     for unreadable in (tmp_path, tmp_path / "missing", path / "below", tmp_path / ("x" * 300), Path("nul\0")):
-        with pytest.raises(DataError, match=r"cannot be read|is a folder"):
+        with pytest.raises(DataError, match=r"cannot read|is a directory"):
             read_text(unreadable)
 
 
@@ -198,7 +198,7 @@ def test_what_rank_zero_finds_wrong_is_raised_on_all(tmp_path):
     path, known = tmp_path / "text.txt", tmp_path / "known.json"
     known.write_text(load_tokenizer("word", "some").to_json())
     for content, choice, kind, message in (
-        (None, "char", DataError, "no readable file"),
+        (None, "char", DataError, "cannot read"),
         ("x", "char", DataError, "1 token"),
         (" \t ", "word", DataError, "0 token"),
         ("", "byte", DataError, "is empty"),

@@ -28,29 +28,29 @@ FILES = {
     "bad.jsonl": b'{"text": "a"}\n{"text": "b"}\n{\n',
     "other.jsonl": b'{"content": "a"}\n',
     "cut.txt.gz": gzip.compress(os.urandom(4000))[:2000],
-    "t.parquet": b"no table",
+    "t.parquet": b"requires a table",
     "x.zip": b"PK",
     "none.jsonl": b"",
     "two.jsonl": b'{"text": "ab"}\n{"text": "cd"}\n',
 }
 REFUSED = {
-    "train --data my.txt": f"UTF-8 text, byte 19 cannot be decoded: convert it first ({CONVERT})",
+    "train --data my.txt": f"UTF-8 text (byte 19); convert it first ({CONVERT})",
     "infer --prompt-file my.txt": CONVERT,
     f"tune --weights {SAMPLE} --data u.jsonl --out run": CONVERT,
     "data prepare u.jsonl --tokenizer byte --out shards": CONVERT,
-    "train --data u.txt.gz": "u.txt.gz is no text in UTF-8, there are zero bytes in it",
+    "train --data u.txt.gz": "u.txt.gz is not UTF-8 text, because it contains zero bytes",
     "train --data my.pdf": PLAIN,
     "train --depth 1 --data my.pdf": PLAIN,
     "data prepare u.txt --tokenizer byte --out shards": CONVERT,
     "tokenizer train my.pdf --kind char --out t.json": PLAIN,
     "train --data bad.jsonl": "bad.jsonl, line 3: not JSON",
-    "train --data other.jsonl": "'content' (distgpt data prepare has options",
+    "train --data other.jsonl": "'content' (see",
     "train --data cut.txt.gz": "cut.txt.gz",
     "train --data t.parquet": "t.parquet",
     "train --data x.zip": "unpack it first",
-    "train --data empty": "empty holds no file that ends in",
-    "train --data none.jsonl": "there is no text in none.jsonl",
-    "train --data two.jsonl --val-fraction 0.1": "two.jsonl: --val-fraction 0.1 of it",
+    "train --data empty": "empty has no files that end in",
+    "train --data none.jsonl": "no text in none.jsonl",
+    "train --data two.jsonl --val-fraction 0.1": "--val-fraction 0.1 of two.jsonl",
     **dict.fromkeys(
         (
             "data prepare pipe.txt --tokenizer byte --out o",
@@ -76,7 +76,7 @@ def test_a_file_that_is_no_text_by_its_name_is_refused(tmp_path):
             (refuse_missing, [str(path)], "byte"),
             (find_inputs, [path]),
         ):
-            with complains(path, "ending of its name"):
+            with complains(path, "as text"):
                 refuse(*given)
 
 
@@ -104,7 +104,7 @@ def test_a_folder_with_other_encodings_says_how_to_convert_them(tmp_path):
     (tmp_path / "texts" / "a.txt").write_bytes(TEXT.encode("latin-1"))
     words = "train --data texts --n-layer 1 --steps 1 --threads 1 --out run"
     said = inside(*words.split(), cwd=tmp_path).stdout
-    counted = "texts: 1 file read; 200 × U+FFFD"
+    counted = "texts: 1 file read; replaced invalid UTF-8 by U+FFFD 200 times"
     assert CONVERT in said and counted in said
     assert counted in inside(*words.split()[:-1], "again", cwd=tmp_path).stdout  # not tokenized again
 

@@ -39,9 +39,9 @@ def test_ranks_share_prompts_and_all_get_all_results():
 @pytest.mark.parametrize(
     "prompt, how, error, words",
     [
-        ([[1], [2], [1] * 12], {"overflow": "stop"}, UsageError, "12 tokens, the context 7"),
+        ([[1], [2], [1] * 12], {"overflow": "stop"}, UsageError, "12 tokens.* 7"),
         ([[1], [2]], {"stop": "a"}, UsageError, "tokenizer"),
-        ([[1], [2], [99]], {}, DataError, r"\[0, 13\)"),
+        ([[1], [2], [99]], {}, DataError, "less than 13"),
         ([[1], [2], [3]], {"damaged": 1}, NonFiniteError, "rank 1: the model's logits"),
         ([[1], [2]], {"damaged": 0}, NonFiniteError, "rank 0: the model's logits"),
         ([1], {"temperature": -1.0}, UsageError, "temperature"),

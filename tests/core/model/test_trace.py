@@ -39,7 +39,7 @@ def test_one_sequence_needs_no_axis_of_sequences(model):
 
 def test_a_model_describes_itself():
     model = distgpt.init(VARIANTS["gpt2"], dtype="float64")
-    for part in ("2 layers, 3 heads, 24 wide, context 9", "float64"):
+    for part in ("2 layers, 3 heads, width 24, context 9", "float64"):
         assert part in repr(model)
     assert "(4, 3, 7, 7)" in repr(model.trace(TOKENS))
 

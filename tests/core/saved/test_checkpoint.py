@@ -69,7 +69,7 @@ def test_what_a_state_leaves_open_is_not_in_it(directory):
     assert load_state(path) == State(100, bad_steps=3) and load_document(path)["bad_steps"] == 3
     assert "shares" in json.loads((path / "state.json").read_text()) and "shares" not in load_document(path)
     other = path.rename(path.with_name("step-00000101"))
-    with complains("is of step 100, not of its folder's"):
+    with complains("is from step 100"):
         load_state(other)
     assert load_state(other.rename(path.with_name("kept"))).step == 100
 
@@ -135,7 +135,7 @@ class Checkpoints(RuleBasedStateMachine):
         steps = sorted((step for step in self.saved if step <= most), reverse=True)
         whole = [step for step in steps if self.saved[step] is not None]
         if steps and not whole:
-            with complains("is intact"):
+            with complains("is valid"):
                 newest_intact(self.directory, most)
         else:
             found = newest_intact(self.directory, most)
@@ -204,7 +204,7 @@ def test_any_damage_is_detected_and_named(two):
             (two / file).write_bytes(intact[:-1] + b"\x01")
             check_found_damaged(two, file, "checksum")
             (two / file).write_bytes(intact[:-1])
-            check_found_damaged(two, file, f"{len(intact) - 1} bytes, {len(intact)} were written")
+            check_found_damaged(two, file, f"{len(intact) - 1} bytes, not {len(intact)}")
         (two / file).write_bytes(intact)
         for length in reversed(range(len(intact))):
             os.truncate(two / file, length)
@@ -231,7 +231,7 @@ def test_bad_manifest(two):
     for left_out in listed:
         fewer = {name: entry for name, entry in listed.items() if name != left_out}
         (two / "manifest.json").write_text(json.dumps(fewer))
-        check_found_damaged(two, "manifest.json", f"lists no {left_out}")
+        check_found_damaged(two, "manifest.json", f"does not list {left_out}")
     (two / "manifest.json").write_text(json.dumps({**listed, "more.json": listed["state.json"]}))
     check_found_damaged(two, "more.json", "No such file")
     (two / "manifest.json").write_text(json.dumps(listed))
@@ -249,10 +249,10 @@ def test_damaged_group_leaves_the_destination(two):
     for damaged in (intact[:-1] + b"\x01", intact.replace(b"[model]", b"[medal]")):
         weights.write_bytes(damaged)
         (tensors, _) = groups(-1.0)["weights"]
-        with pytest.raises(DataError, match="damaged"):
+        with pytest.raises(DataError, match="checksum"):
             load_group(two, "weights", tensors)
         assert all((array == -1).all() for array in tensors.values())
-    with pytest.raises(DataError, match=r"manifest\.json lists no ema\.safetensors"):
+    with pytest.raises(DataError, match=r"manifest\.json does not list ema\.safetensors"):
         load_group(two, "ema", {})
 
 

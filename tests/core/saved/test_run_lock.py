@@ -111,7 +111,7 @@ def test_a_second_process_is_refused_until_the_first_has_ended(tmp_path):
         assert child.stdout.readline() == "held\n"
         who = f"process {child.pid} on {HOST}"
         for refuse in (run.lock.claim, run.lock.refuse_second):
-            with complains(f"is in use: {who} trains there", "another --out", kind=UsageError):
+            with complains(f"is in use by {who}", "another --out", kind=UsageError):
                 refuse()
         assert run.lock.is_held()
         child.kill()
@@ -126,7 +126,7 @@ def test_a_second_process_is_refused_until_the_first_has_ended(tmp_path):
     ('{"host": "h", "space": "s", "pid": -1}', "process -1 on h"),  # as another version may write it
     *((json.dumps({"host": host, "pid": pid}), None)
       for host, pid in (("elsewhere", os.getpid()), (HOST, 2**22 + 1), (HOST, -1), (HOST, 2**80), (HOST, "1"))),
-])  # fmt: skip
+], ids=range(10))  # fmt: skip
 def test_a_file_that_nobody_holds_is_no_obstacle(run, content, who):
     run.lock.path.write_text(content)
     assert not run.lock.is_held() and who in (None, run.lock.refuse_second())
@@ -159,7 +159,7 @@ def test_without_locks_runs_shards_and_answers_say_so(tmp_path, monkeypatch):
     for words in (prepare, [*infer, "--out", tmp_path / "answers.jsonl"], train):
         result = inside(*words)
         said = result.stdout + result.stderr
-        assert result.returncode == 0 and said.count(f"the disk of {words[-1]} has no locks") == 1, said
+        assert result.returncode == 0 and said.count(f"the file system of {words[-1]} has no locks") == 1, said
 
 
 @pytest.mark.ci
@@ -220,7 +220,7 @@ def test_what_killed_runs_have_left_is_no_obstacle_and_goes(tmp_path):
     (out / "checkpoints" / ".tmp-step-00000001").mkdir()
     (out / "running.json").write_text('{"host": "nowhere", "pid": 7}')
     again = inside("train", "--steps", "2", "--resume", out, "--threads", "1")
-    assert again.returncode == 0 and "process 7 on nowhere has left this run" in again.stdout
+    assert again.returncode == 0 and "process 7 on nowhere left this run" in again.stdout
     assert [path.name for path in out.rglob(".*")] == [".mine.0123456789ab.tmp"]
     assert not (out / "running.json").exists()
     refused(inside("train", *SMALL, "--out", tmp_path, "--resume", "auto"), 2, "not empty")

@@ -249,7 +249,7 @@ def test_a_runs_directory_stands_for_its_best_weights(runs, monkeypatch):
     done("train", "--init", out, *further)
     assert RunDirectory(runs / "more").saved().train.init == str(newest / "weights.safetensors")
     shutil.rmtree(run.checkpoints)
-    refused(inside("infer", "--weights", out), 2, "without weights")
+    refused(inside("infer", "--weights", out), 2, "contains no weights")
     near = "runs/sweep/seconds"
     refused(inside("infer", "--weights", near, cwd=runs.parent), 74, near, "'runs/sweep/second'")
 

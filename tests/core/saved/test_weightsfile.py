@@ -195,7 +195,7 @@ def test_a_file_that_does_not_describe_a_model_is_refused(path):
     ours, whole = {"format": "distgpt-weights"}, {"config": "", "tokenizer": ""}
     for metadata in ({}, {"format": "pt"}, ours, {**ours, "format_version": "9", **whole}):
         write_tensors(path, some_tensors(), metadata)
-        with complains("version '9'" if "config" in metadata else f"{path}: not written by distgpt"):
+        with complains("version '9'" if "config" in metadata else f"{path} was not written by distgpt"):
             read_description(path)
 
 
@@ -224,7 +224,7 @@ BAD_HEADERS = {
 @pytest.mark.parametrize("name", BAD_HEADERS)
 def test_bad_headers_are_refused(path, name):
     raw_file(path, BAD_HEADERS[name], bytes(8))
-    with complains("not an intact safetensors file"):
+    with complains("not a valid safetensors file"):
         read_header(path)
     assert refused(path, {"x": np.ones(2, np.float32)})
     raw_file(path, {"x": entry()}, bytes(8))
@@ -235,7 +235,7 @@ def test_absurd_header_lengths_are_refused(path):
     for length in (100_000_001, 2**63, 2**64 - 1, 200):
         path.write_bytes(length.to_bytes(8, "little") + b"{")
         os.truncate(path, 300_000_000 if length == 100_000_001 else 100)  # sparse: takes no room
-        with complains(f"header of {length}"):
+        with complains(f"header has {length}"):
             read_header(path)
     # None, and data that look like a header which describes itself as one tensor.
     path.write_bytes(bytes(8) + json.dumps({"x": entry(shape=(25,), offsets=(0, 100))}).encode().ljust(100))
@@ -249,7 +249,7 @@ def test_pickles_get_their_own_hint_and_headers_that_look_like_one_are_read(path
     with zipfile.ZipFile(zipped, "w") as archive:
         archive.writestr("data.pkl", bare.read_bytes())
     for file in (bare, zipped):
-        with complains("pickled file"):
+        with complains("pickle file"):
             read_header(file)
     for length in (0x80, int.from_bytes(b"PK", "little")):
         raw_file(path, json.dumps({"x": entry()}).encode().ljust(length), bytes(8))
@@ -327,12 +327,12 @@ def test_a_checkpoint_is_described_and_a_damaged_one_refused(trained, tmp_path):
         content = bytearray((path / name).read_bytes())
         content[-3] ^= 1
         (path / name).write_bytes(content)
-        with complains(f"{name} is damaged"):
+        with complains(f"{name} is corrupt"):
             inspect(path)
 
 
 def test_info_refuses_other_places_damage_and_claims(path, tmp_path):
-    for place, words in ((tmp_path, "has no config.json"), (Path("/dev/null"), "neither a file nor a directory")):
+    for place, words in ((tmp_path, "has no config.json"), (Path("/dev/null"), "not a file or a directory")):
         with complains(words):
             inspect(place)
     path.write_bytes(b"PK")

@@ -67,8 +67,8 @@ def test_a_full_disk_keeps_the_newest(tmp_path, disk, words):
         assert ended.returncode == 0, ended.stderr
         assert names(disk / "run" / "checkpoints") == ["step-00000055", "step-00000060"]
         assert given_up(disk / "run") == [f"step-{step:08d}" for step in range(5, 55, 5)]
-        assert ended.stdout.count("the disk is full: gave up step-00000005 for step 15; 2 of 3") == 1
-        assert ended.stdout.count("the disk is full") == 1 and "the run goes on" not in ended.stdout
+        assert ended.stdout.count("the disk is full: deleted step-00000005 for step 15; 2 of 3") == 1
+        assert ended.stdout.count("the disk is full") == 1 and "continuing" not in ended.stdout
         assert losses(disk / "run") == losses(tmp_path / "plain")
         result = disk / "run" / "weights.safetensors"
         assert result.stat().st_size == (tmp_path / "plain" / "weights.safetensors").stat().st_size
@@ -97,8 +97,8 @@ def test_a_disk_that_somebody_else_fills(tmp_path, disk, monkeypatch, save, unti
         monkeypatch.setattr(Step, "launch", launched)
         ended = inside("train", *WORDS, "--save", save, "--config", tmp_path / "keep.toml", "--out", run)
         assert ended.returncode == 0, ended.stderr
-        goes_on = len(re.findall("the run goes on, with step [0-9]+ saved, and tries again", ended.stdout))
-        assert not until or goes_on == ended.stdout.count("the disk can be written again") == 1
+        goes_on = len(re.findall("continuing, with step [0-9]+ saved, and trying again", ended.stdout))
+        assert not until or goes_on == ended.stdout.count("the disk is writable again") == 1
         kept = names(run / "checkpoints")
         assert kept[-1] == "step-00000060" and (len(kept) == 1 if until else len(kept) >= 2)
         assert (run / "weights.safetensors").exists() and len(losses(run)) == 60
@@ -126,7 +126,7 @@ def test_a_line_is_whole_or_not_there(tmp_path, disk, monkeypatch):
 @pytest.mark.parametrize(
     ("size", "words", "named", "left"),
     [
-        (WEIGHTS + 3 * CHECKPOINT // 2, [], "step-00000060|weights.safetensors is written", [5]),  # only one fits
+        (WEIGHTS + 3 * CHECKPOINT // 2, [], "step-00000060|/run/weights.safetensors", [5]),  # only one fits
         (WEIGHTS + 5 * CHECKPOINT // 2, ["--set", "on_disk_error=stop", "--save", "sync"], "step-00000015", [5, 10]),
         (WEIGHTS // 2, [], "cannot reserve|for the final weights in", []),  # no run begins
     ],
@@ -140,8 +140,8 @@ def test_a_disk_that_is_too_small_ends_the_run(size, words, named, left, disk):
         assert given_up(disk / "run") == [] and not any("tmp" in name for name in names(disk / "run"))
         saved = names(disk / "run" / "checkpoints") if left else []
         assert saved == [f"step-{step:08}" for step in left]
-        assert ("weights.safetensors" in names(disk / "run")) == ("is written" in named)
-        assert ("the run goes on, with step 5 saved" in ended.stdout) == ("is written" in named)
+        assert ("weights.safetensors" in names(disk / "run")) == ("weights.safetensors" in named)
+        assert ("continuing, with step 5 saved" in ended.stdout) == ("weights.safetensors" in named)
 
 
 # What is given up, and what is not: one run's directory, without a run
@@ -184,7 +184,7 @@ def test_the_oldest_go_first_and_a_quota_is_a_full_disk(made):
     assert said == []  # in a thread, perhaps
     disk.report()
     (line,), (event,) = said, history(directory.path)
-    assert line.startswith("the disk is full: gave up step-00000001, step-00000002 for step 6; 3 of 5 ")
+    assert line.startswith("the disk is full: deleted step-00000001, step-00000002 for step 6; 3 of 5 ")
     assert event["given_up"] == ["step-00000001", "step-00000002"] and event["step"] == 6
     disk.report()
     disk.write(7, 100, Writing(errno.ENOSPC))
@@ -241,7 +241,7 @@ def test_room_for_the_weights_of_a_resumed_run_is_made_and_told(made, monkeypatc
     with room(keep=5).reserved(SerialComm(), 5):
         assert names(directory.checkpoints)[0] == "step-00000002"
     (line,) = said
-    assert line.startswith("the disk is full: gave up step-00000001 for step 5")
+    assert line.startswith("the disk is full: deleted step-00000001 for step 5")
     assert names(directory.path) == ["checkpoints", "history.jsonl"]
 
 

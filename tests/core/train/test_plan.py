@@ -84,7 +84,7 @@ def test_words_of_recipes_are_no_settings_and_others_are_refused():
     assert (asked.within, asked.depth, asked.decay_from, asked.given) == ("3m", 2, "run", {"lr": 0.1})
     with pytest.raises(UsageError, match="unknown setting 'lrr'"):
         new_run(asked_for({"lrr": 0.1}))
-    with pytest.raises(UsageError, match="--steps and --epochs exclude each other"):
+    with pytest.raises(UsageError, match="--steps and --epochs cannot be combined"):
         new_run(asked_for({"steps": 3, "epochs": 1.0}))
 
 

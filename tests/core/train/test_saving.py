@@ -99,7 +99,7 @@ def test_a_failure_is_borne_where_an_older_checkpoint_is(made, monkeypatch):
     monkeypatch.setattr(saving, "SECONDS_BETWEEN_ATTEMPTS", 1e9)
     saver.begin(State(2), best=None, checkpoint=True)
     saver.wait()
-    assert said == [f"{FULL}; the run goes on, with step 1 saved, and tries again"]
+    assert said == [f"{FULL}; continuing, with step 1 saved, and trying again"]
     saver.check(has_lost_disk=False)
     assert gate.calls == 1  # not yet
     monkeypatch.setattr(saving, "SECONDS_BETWEEN_ATTEMPTS", -1)
@@ -107,7 +107,7 @@ def test_a_failure_is_borne_where_an_older_checkpoint_is(made, monkeypatch):
     for _ in range(2):
         saver.check(has_lost_disk=False)
         saver.wait()
-    assert gate.calls == 3 and said[1:] == ["the disk can be written again"]
+    assert gate.calls == 3 and said[1:] == ["the disk is writable again"]
     assert saved(checkpoints / "step-00000002", model)[0] == 1 and saver.disk.lost is None
     saver.check(has_lost_disk=False)
     assert gate.calls == 3
@@ -205,18 +205,15 @@ def test_the_first_and_the_last_checkpoint_must_be_written(tmp_path, monkeypatch
     refused(inside("train", *WORDS, "--out", tmp_path / "first"), 74, FULL, late=True)
     assert json.loads((tmp_path / "first" / "summary.json").read_text())["stop"] == "failed"
     ended = inside("train", *words, "--resume", "auto")
-    assert ended.returncode == 74 and f"{FULL}; the run goes on, with step 2 saved" in ended.stdout
+    assert ended.returncode == 74 and f"{FULL}; continuing, with step 2 saved" in ended.stdout
     assert newest_step(run / "checkpoints") == 2 and max(metrics(run)) == 8
 
 
 def test_a_copy_is_made_where_memory_allows(tmp_path, monkeypatch):
-    assert "no memory for a copy" not in inside("train", *WORDS, "--out", tmp_path / "much").stdout
+    assert "not enough memory" not in inside("train", *WORDS, "--out", tmp_path / "much").stdout
     monkeypatch.setattr(memory, "copy_bytes", lambda *about: 1 << 60)
-    assert "no memory for a copy" in inside("train", *WORDS, "--out", tmp_path / "little").stdout
+    assert "not enough memory" in inside("train", *WORDS, "--out", tmp_path / "little").stdout
     refused(
-        inside("train", *WORDS, "--save", "async", "--out", tmp_path / "none"),
-        2,
-        "--save async needs a copy",
-        "use sync",
+        inside("train", *WORDS, "--save", "async", "--out", tmp_path / "none"), 2, "--save async requires", "use sync"
     )
-    assert "no memory" not in inside("train", *WORDS, "--save", "sync", "--out", tmp_path / "sync").stdout
+    assert "not enough memory" not in inside("train", *WORDS, "--save", "sync", "--out", tmp_path / "sync").stdout

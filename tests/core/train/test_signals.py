@@ -72,7 +72,7 @@ def test_what_a_signal_ends_resumes_as_if_it_had_not_come(moment, number, finish
         ended = inside("train", *WORDS, "--out", out)
     number = interrupts.meaning(number)
     word = "interrupted" if number == signal.SIGINT else f"ended by {number.name}"
-    way = f"step {step} is saved: resume with --out {out} --resume auto"
+    way = f"step {step} is saved; resume with --out {out} --resume auto"
     assert (ended.returncode, ended.stderr) == (EXIT_CODES[number], f"distgpt: {word}; {way}\n")
     assert max(metrics(out)) == newest_step(out / "checkpoints") == step
     assert json.loads((out / "summary.json").read_text())["stop"] == "interrupted"
@@ -124,11 +124,11 @@ def test_the_last_evaluation_can_be_done_later(every, finished, tmp_path, monkey
 @pytest.mark.timing
 def test_a_run_is_gone_before_its_time_is_up(tmp_path, monkeypatch):
     monkeypatch.setattr(attach, "LEAVING", 0.3)
-    for limit, words in (("4s", "is saved: resume with"), ("0.1s", "nothing was saved yet")):
+    for limit, words in (("4s", "is saved; resume with"), ("0.1s", "nothing is saved yet")):
         begun, out = time.monotonic(), tmp_path / limit
         ended = inside("train", *WORDS, "--steps", "10000000", "--time-limit", limit, "--out", out)
         assert time.monotonic() - begun < float(limit[:-1]) + 2  # and what a busy machine adds
-        assert ended.returncode == 75 and ended.stderr.startswith("distgpt: the time is up; ")
+        assert ended.returncode == 75 and ended.stderr.startswith("distgpt: time limit reached; ")
         assert words in ended.stderr
     saved = newest_step(tmp_path / "4s" / "checkpoints")
     assert saved == max(metrics(tmp_path / "4s")) > 0

@@ -89,7 +89,7 @@ def test_a_run_that_does_not_fit_names_the_options_that_prevent_it():
     kernels = CpuKernels("float32")
     fits = sized(RUN, kernels).total
     assert fitting(RUN, kernels, int(fits / (1 - FRACTION)) + 1).recompute == "mlp"
-    with pytest.raises(UsageError, match=r"needs .* on GPU 0, .*leave out --recompute and --grad-accum"):
+    with pytest.raises(UsageError, match=r"requires .* on GPU 0, .*omit --recompute and --grad-accum"):
         fitting(RUN, kernels, int(fits * 0.9))
     with pytest.raises(UsageError, match="a smaller model"):
         fitting(with_train(recompute="auto", grad_accum=0), kernels, 100_000)
@@ -111,7 +111,7 @@ def test_a_fixed_amount_of_memory_is_left(is_async, queued):
     total = sized(large, kernels).total
     assert total > 5 * LIBRARIES if is_async else FRACTION * total > PROGRAM > 0.06 * total
     assert fitting(large, kernels, total + left + 1).recompute == "mlp"
-    with pytest.raises(UsageError, match="are free" if is_async else r"256 MiB of them for the program itself"):
+    with pytest.raises(UsageError, match=" free" if is_async else r"256 MiB"):
         fitting(large, kernels, total + left - 1)
     assert not is_async or fitting(RUN, queued, LIBRARIES // 2).recompute == "mlp"  # a small share still runs
 

@@ -57,7 +57,7 @@ ARM64 = Shape(lanes=4, vectors=4, rows=6)  # any model: uses only NEON instructi
 AMX = Shape(lanes=16, vectors=2, rows=32, dot=True, amx=True)
 AMX_VARIABLE = "DISTGPT_AMX"
 AMX_OFF = f"{AMX_VARIABLE} turns it off"
-AMX_REFUSED = "Linux does not grant it: that takes version 5.16, and a container that lets it be asked for"
+AMX_REFUSED = "Linux does not grant it: Linux 5.16 and a container that allows the request are required"
 _ARCH_PRCTL, _ASK, _TILE_DATA = 158, 0x1023, 18  # system call, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
 
 

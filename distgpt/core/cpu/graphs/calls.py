@@ -90,7 +90,7 @@ def machine_code(loop: Loop, kinds: tuple[types.Type, ...]) -> int:
     loop.compile(kinds)
     compiled = loop.overloads[kinds]
     if compiled.signature.return_type != types.none:
-        raise NotRecordable(f"{loop} returns a value, which nobody would read")
+        raise NotRecordable(f"{loop} returns a value, which would be ignored")
     address: int = compiled.library.get_pointer_to_function(compiled.fndesc.llvm_func_name)
     return address
 

@@ -100,7 +100,7 @@ class CapturedWork:
                 with capture.attached():
                     self._work()
             if captures[0].addresses != captures[1].addresses:
-                raise NotRecordable("an array that the work made for itself")
+                raise NotRecordable("an array that the work allocated")
             self.entries[counts_all], self._targets = captures[1].entries, captures[1].targets
         except NotRecordable:
             self.entries = {True: [self._work], False: [self._work]}

@@ -42,7 +42,7 @@ def _external(routine: str, real: types.Type, arguments: str) -> types.ExternalF
     }
     name = next((name for name in builds if hasattr(_library, name)), None)
     if name is None:
-        raise DistgptError(f"this NumPy carries no BLAS with {routine}; `pip install numpy` brings one")
+        raise DistgptError(f"this NumPy has no BLAS with {routine}; reinstall it with pip install numpy")
     symbol = f"distgpt_{routine}_{builds[name]}"
     llvm.add_symbol(symbol, ctypes.cast(getattr(_library, name), ctypes.c_void_p).value)
     count = types.int64 if builds[name] == 64 else types.int32

@@ -201,7 +201,7 @@ class Container:
                 count = min(step, rows - first)
                 blocks = np.empty(count * width // entry.kind.size, entry.kind.block)
                 if file.readinto(blocks.view(np.uint8).data) != blocks.nbytes:
-                    raise DataError(f"{self.path} was cut short while it was read")
+                    raise DataError(f"{self.path} was truncated while being read")
                 yield first, restored(entry.kind, blocks).reshape(count, width)
 
 
@@ -220,7 +220,7 @@ def read_container(path: Path) -> Container:
         try:
             return Container(path, *_parse(_Front(file)))
         except ValueError as error:
-            raise DataError(f"{path} is not a GGUF file that can be read: {error}") from None
+            raise DataError(f"{path} is not a valid GGUF file: {error}") from None
 
 
 class _Front:
@@ -233,12 +233,12 @@ class _Front:
     def take(self, count: int) -> bytes:
         if count > self.left:
             at = self.file.tell()
-            why = "its header is too long" if self.size > _MOST_HEADER else "it is cut short, or damaged"
-            raise ValueError(f"{why}: {count:,} bytes are to follow byte {at:,} of {self.size:,}")
+            why = "its header is too long" if self.size > _MOST_HEADER else "truncated or corrupt"
+            raise ValueError(f"{why}: {count:,} bytes should follow byte {at:,} of {self.size:,}")
         self.left -= count
         found = self.file.read(count)
         if len(found) != count:
-            raise ValueError("it was cut short while it was read")
+            raise ValueError("truncated while being read")
         return found
 
     def number(self, form: str) -> Any:
@@ -250,7 +250,7 @@ class _Front:
         try:
             return self.take(self.number("Q")).decode()
         except UnicodeDecodeError:
-            raise ValueError(f"a text before byte {self.file.tell():,} is not UTF-8") from None
+            raise ValueError(f"a string before byte {self.file.tell():,} is not UTF-8") from None
 
     def value(self, kind: int) -> Any:
         if kind == _TEXT:
@@ -258,7 +258,7 @@ class _Front:
         if kind == _LIST:
             return self._list(*struct.unpack("<IQ", self.take(12)))
         if kind not in _FORMATS:
-            raise ValueError(f"a value before byte {self.file.tell():,} is of the unknown kind {kind}")
+            raise ValueError(f"a value before byte {self.file.tell():,} has the unknown type {kind}")
         return self.number(_FORMATS[kind])
 
     def _list(self, kind: int, count: int) -> Any:
@@ -267,24 +267,24 @@ class _Front:
                 self.take(8 * count)
             return [self.text() for _ in range(count)]
         if kind not in _FORMATS:
-            raise ValueError(f"a list before byte {self.file.tell():,} is of the unknown kind {kind}")
+            raise ValueError(f"a list before byte {self.file.tell():,} has the unknown type {kind}")
         dtype = np.dtype(_FORMATS[kind]).newbyteorder("<")
         return Numbers(np.frombuffer(self.take(count * dtype.itemsize), dtype))
 
 
 def _parse(front: _Front) -> tuple[dict[str, Any], dict[str, Entry]]:
     if front.take(4) != MAGIC:
-        raise ValueError("it does not begin with GGUF")
+        raise ValueError("it does not start with GGUF")
     version = front.number("I")
     if version not in _VERSIONS:
         big = int.from_bytes(version.to_bytes(4, "little"), "big") in _VERSIONS
-        raise ValueError("it is of a big-endian machine" if big else f"its version is {version}, not 2 or 3")
+        raise ValueError("it is big-endian" if big else f"its version is {version}, not 2 or 3")
     tensors, values = front.number("Q"), front.number("Q")
     metadata: dict[str, Any] = {}
     for _ in range(values):
         key = front.text()
         if key in metadata:
-            raise ValueError(f"it has {key!r:.80} twice")
+            raise ValueError(f"duplicate key {key!r:.80}")
         metadata[key] = front.value(front.number("I"))
     alignment = metadata.get("general.alignment", _ALIGNMENT)
     if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
@@ -293,7 +293,7 @@ def _parse(front: _Front) -> tuple[dict[str, Any], dict[str, Entry]]:
     for _ in range(tensors):
         name = front.text()
         if name in found:
-            raise ValueError(f"it has the tensor {name!r:.80} twice")
+            raise ValueError(f"duplicate tensor {name!r:.80}")
         found[name] = _entry(front, name, alignment)
     start = front.file.tell() + -front.file.tell() % alignment
     entries = {name: Entry(e.kind, e.shape, start + e.start) for name, e in found.items()}
@@ -310,11 +310,11 @@ def _entry(front: _Front, name: str, alignment: int) -> Entry:
     number, start = front.number("I"), front.number("Q")
     if number not in TYPES:
         known = ", ".join(kind.name for kind in TYPES.values())
-        raise ValueError(f"{which} is of type {number}; known are {known}")
+        raise ValueError(f"{which} has the unknown type {number}; known: {known}")
     if 0 in shape or shape[-1] % TYPES[number].size:
-        raise ValueError(f"{which} has the shape {shape!r:.80}, which {TYPES[number].name} cannot have")
+        raise ValueError(f"{which} has the shape {shape!r:.80}, which {TYPES[number].name} does not support")
     if start % alignment:
-        raise ValueError(f"{which} begins at byte {start:,}, which is no multiple of {alignment}")
+        raise ValueError(f"{which} must start at a multiple of {alignment}, not at byte {start:,}")
     return Entry(TYPES[number], shape, start)
 
 
@@ -322,10 +322,10 @@ def _refuse_overlaps(tensors: Mapping[str, Entry], start: int, size: int) -> Non
     end = start
     for name, entry in sorted(tensors.items(), key=lambda item: item[1].start):
         if entry.start < end:
-            raise ValueError(f"tensor {name!r:.80} overlaps the one before it")
+            raise ValueError(f"tensor {name!r:.80} overlaps the preceding one")
         end = entry.start + entry.size
         if end > size:
-            raise ValueError(f"tensor {name!r:.80} ends at byte {end:,}, behind the file's end at {size:,}")
+            raise ValueError(f"tensor {name!r:.80} ends at byte {end:,}, after the file's end at {size:,}")
 
 
 # -- writing

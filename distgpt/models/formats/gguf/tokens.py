@@ -49,7 +49,7 @@ _COMPOSED = "qwen2"  # its tokenizer.json normalizes text to NFC
 def metadata_of(tokenizer: Tokenizer, size: int, source: object) -> dict[str, Any]:
     """Return the metadata of a tokenizer for a model of `size` tokens. Raises a UsageError if unsupported."""
     if len(tokenizer.first) > 1:
-        raise _refused(source, "begins texts with several tokens; in GGUF it is one")
+        raise _refused(source, "starts text with multiple tokens; GGUF supports one")
     if isinstance(tokenizer, LibraryTokenizer):
         document = tokenizer.contents()["document"]
         found = (_sentencepiece if tokenizer.spells_blanks else _byte_level)(document, source)
@@ -78,14 +78,14 @@ def _own(tokenizer: Tokenizer, source: object) -> tuple[dict[str, Any], dict[int
     if isinstance(tokenizer, BpeTokenizer):
         vocabulary, merges = tokenizer.vocabulary, tokenizer.merges
     elif tokenizer.kind != "byte":
-        raise _refused(source, f"is of kind {tokenizer.kind}, and GGUF's encode every text (byte, bpe:N)")
+        raise _refused(source, f"has kind {tokenizer.kind}, but GGUF requires byte or bpe:N")
     kinds = dict.fromkeys(special.values(), CONTROL)
     tokens = dict(enumerate(vocabulary)) | {i: text for text, i in special.items()}
     return {"model": "gpt2", "pre": "gpt-2", "merges": [" ".join(m) for m in merges], "kinds": kinds}, tokens
 
 
 def _refused(source: object, why: str) -> UsageError:
-    return UsageError(f"{source} cannot be exported: its tokenizer {why}")
+    return UsageError(f"cannot export {source}: its tokenizer {why}")
 
 
 def _roles(tokenizer: Tokenizer, never: int) -> dict[str, Any]:
@@ -124,9 +124,9 @@ def _byte_level(document: Mapping[str, Any], source: object) -> dict[str, Any]:
     pre = next((name for name, known in PRE.items() if steps == known), None)
     nothing = (None, {"type": "Sequence", "normalizers": []}, {"type": "NFC"} if pre == _COMPOSED else None)
     if model.get("type", "BPE") != "BPE" or pre is None or document.get("normalizer") not in nothing:
-        raise _refused(source, f"cuts texts in a way that is none of {', '.join(PRE)}")
+        raise _refused(source, f"does not split text like any of {', '.join(PRE)}")
     if (pre == _WHOLE) != bool(model.get("ignore_merges")) and not _merges_all(model, source):
-        raise _refused(source, f"takes entries whole, or does not, unlike {pre} in GGUF")
+        raise _refused(source, f"handles whole entries unlike {pre} in GGUF")
     merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
     return {"model": "gpt2", "pre": pre, "merges": merges, "kinds": _kinds(document)}
 
@@ -136,7 +136,7 @@ def _merges_all(model: Mapping[str, Any], source: object) -> bool:
     from tokenizers import models
 
     pairs = [tuple(pair.split(" ") if isinstance(pair, str) else pair) for pair in model["merges"]]
-    with library_errors(f"{source}: the library tokenizers refuses its merges"):
+    with library_errors(f"{source}: the tokenizers library rejected its merges"):
         merging = models.BPE(model["vocab"], pairs)
         return all(len(merging.tokenize(entry)) == 1 for entry in model["vocab"])
 
@@ -145,7 +145,7 @@ def _sentencepiece(document: Mapping[str, Any], source: object) -> dict[str, Any
     """Return pieces with scores: a later merge has a lower score."""
     model = document["model"]
     if model.get("type", "BPE") != "BPE":
-        raise _refused(source, f"is {model['type']} with single bytes, which GGUF has not for these models")
+        raise _refused(source, f"is {model['type']} with single bytes, which GGUF lacks for these models")
     vocab: dict[str, int] = model["vocab"]
     kinds = _kinds(document) | {vocab[entry]: BYTE for entry in BYTE_TOKENS}
     made = ["".join(pair.split(" ") if isinstance(pair, str) else pair) for pair in model["merges"]]
@@ -154,7 +154,7 @@ def _sentencepiece(document: Mapping[str, Any], source: object) -> dict[str, Any
     pieces = [piece for piece, i in vocab.items() if i not in kinds]
     expected = {piece: n for piece in pieces if (n := len(_splits(piece, vocab)))}
     if found != expected or len(list(itertools.groupby(made))) != len(scores):
-        raise _refused(source, "has merges that are not SentencePiece's, which GGUF makes of scores")
+        raise _refused(source, "has merges that differ from SentencePiece's, which GGUF derives from scores")
     steps = document.get("normalizer") or {}
     prefixed = any(step["type"] == "Prepend" for step in steps.get("normalizers", [steps] if steps else []))
     before = document.get("pre_tokenizer") or {}
@@ -181,7 +181,7 @@ def tokenizer_of(container: Container) -> Tokenizer | None:
     if model in ("none", "no_vocab"):
         return None
     if model not in ("gpt2", "llama"):
-        raise DataError(f"{source}: its tokenizer is {model!r:.40}; known are gpt2 and llama")
+        raise DataError(f"{source}: its tokenizer must be gpt2 or llama, not {model!r:.40}")
     tokens, kinds = _tokens(found, source)
     special = {i: tokens[i] for i in range(len(tokens)) if kinds[i] in (UNKNOWN, CONTROL, USER_DEFINED)}
     # Special tokens before the last ordinary token are also entries. Otherwise the library would reuse their
@@ -213,10 +213,10 @@ def _tokens(found: Mapping[str, Any], source: str) -> tuple[list[str], Sequence[
     tokens: Any = found.get("tokens")
     kinds: Any = found.get("token_type")
     if not _is_texts(tokens) or not 0 < len(tokens) < LARGEST:
-        raise DataError(f"{source}: {KEY}tokens is missing, or no list of at most {LARGEST:,} texts")
+        raise DataError(f"{source}: {KEY}tokens must be a list of at most {LARGEST:,} strings")
     kinds = Numbers(np.full(len(tokens), NORMAL)) if kinds is None else kinds
     if not isinstance(kinds, Numbers) or len(kinds.array) != len(tokens):
-        raise DataError(f"{source}: {KEY}token_type is no list of {len(tokens):,} numbers")
+        raise DataError(f"{source}: {KEY}token_type must be a list of {len(tokens):,} numbers")
     refuse_repeated(tokens, source)
     return tokens, kinds.array.tolist()
 
@@ -235,9 +235,9 @@ def _document(
     said = found.get("pre", "default")
     pre = _SAME.get(said, said) if isinstance(said, str) else "default"
     if pre not in PRE:
-        raise DataError(f"{source}: it cuts texts as {said!r:.40}; known are {', '.join(PRE)}")
+        raise DataError(f"{source}: unknown pre-tokenizer {said!r:.40}; known: {', '.join(PRE)}")
     if not _is_texts(merges := found.get("merges")):
-        raise DataError(f"{source}: {KEY}merges is missing, or no list of texts")
+        raise DataError(f"{source}: {KEY}merges must be a list of strings")
     model = {"type": "BPE", "vocab": vocab, "merges": merges, "ignore_merges": pre == _WHOLE}
     steps = PRE[pre]
     before = steps[0] if len(steps) == 1 else {"type": "Sequence", "pretokenizers": steps}
@@ -247,9 +247,9 @@ def _document(
 
 def _merges_by_score(scores: Any, pieces: list[str], vocab: dict[str, int], source: str) -> list[list[str]]:
     if not isinstance(scores, Numbers) or len(scores.array) < len(vocab):
-        raise DataError(f"{source}: {KEY}scores is no list of a number for each token")
+        raise DataError(f"{source}: {KEY}scores must be a list of one number per token")
     if any(len(piece) > _LONGEST for piece in pieces):
-        raise DataError(f"{source}: its vocabulary has a piece of more than {_LONGEST} characters")
+        raise DataError(f"{source}: its vocabulary has a piece longer than {_LONGEST} characters")
     score = np.nan_to_num(scores.array.astype(np.float64))
     order = sorted(pieces, key=lambda piece: -float(score[vocab[piece]]))
     return [list(pair) for piece in order for pair in _splits(piece, vocab)]

@@ -90,11 +90,11 @@ def family_in_gguf(config: ModelConfig, source: object) -> Family:
     """Return the family for exporting our model. Raises a UsageError that names the obstacle."""
     family = family_for(config, source, "GGUF")
     if config.mlp == "relu":
-        raise UsageError(f"{source} cannot be exported: GPT-2 has no ReLU in GGUF")
+        raise UsageError(f"cannot export {source}: GPT-2 has no ReLU in GGUF")
     if any(config.windows):
-        raise UsageError(f"{source} cannot be exported: llama.cpp leaves windows of attention out (window)")
+        raise UsageError(f"cannot export {source}: llama.cpp ignores attention windows (window)")
     if factors_for(config) is not None and family.model_type != "llama":
-        raise UsageError(f"{source} cannot be exported: in GGUF only a Llama has Llama 3's rope_scaling")
+        raise UsageError(f"cannot export {source}: in GGUF only Llama supports Llama 3's rope_scaling")
     return family
 
 
@@ -131,12 +131,12 @@ def model_in(container: Container, tied: bool) -> tuple[Family, ModelConfig]:
     """Return the family and our configuration of the model in a file. Raises a DataError if unsupported."""
     metadata, path = container.metadata, container.path
     if metadata.get("split.count", 1) not in (0, 1):
-        raise DataError(f"{path} is a part of a model: merge its files first (llama-gguf-split --merge)")
+        raise DataError(f"{path} is one part of a model; merge its files first (llama-gguf-split --merge)")
     arch = metadata.get("general.architecture")
     family = ARCHITECTURES.get(arch) if isinstance(arch, str) else None
     if family is None:
         known = ", ".join(ARCHITECTURES)
-        raise DataError(f"{path}: its architecture is {arch!r:.40}; known are {known}")
+        raise DataError(f"{path}: unknown architecture {arch!r:.40}; known: {known}")
     values = _settings(container, family, tied)
     scaling = _scaling(container, family.model_type)
     _, config = recognised(Settings({**values, "rope_scaling": scaling}, str(path)))
@@ -144,7 +144,7 @@ def model_in(container: Container, tied: bool) -> tuple[Family, ModelConfig]:
     if factors is not None:
         found = next(container.rows(FACTORS))[1].reshape(-1)
         if found.shape != factors.shape or not np.allclose(found, factors, rtol=1e-4):
-            raise DataError(f"{path}: {FACTORS} scales RoPE in a way that distgpt does not know")
+            raise DataError(f"{path}: {FACTORS} has an unsupported RoPE scaling")
     return family, config
 
 
@@ -169,11 +169,11 @@ def _settings(container: Container, family: Family, tied: bool) -> dict[str, Any
         found["rope_base"] = metadata.get(f"{arch}.rope.freq_base", 10_000.0)
     for key, value in found.items():
         if isinstance(value, Numbers):
-            raise DataError(f"{container.path}: {key} differs from layer to layer")
+            raise DataError(f"{container.path}: {key} must be the same for all layers")
     named = {family.keys[ours][0]: value for ours, value in found.items()}
     window = metadata.get(f"{arch}.attention.sliding_window")
     if window and f"{arch}.attention.sliding_window_pattern" in metadata:
-        raise DataError(f"{container.path}: distgpt does not read {arch}.attention.sliding_window_pattern")
+        raise DataError(f"{container.path}: distgpt does not support {arch}.attention.sliding_window_pattern")
     kind = "mistral" if arch == "llama" and window else arch
     more = {"sliding_window": window, "use_sliding_window": bool(window), "max_window_layers": 0}
     bias = {"bias": metadata.get(_BIAS, True)} if family.is_gpt2 else {}
@@ -189,9 +189,9 @@ def _scaling(container: Container, arch: str) -> Mapping[str, Any]:
         factor = metadata.get(f"{arch}.rope.scaling.factor", 1.0)
         return {} if kind == "none" else {"rope_type": kind, "factor": factor}
     if kind != "none":
-        raise DataError(f"{container.path}: {FACTORS} and {arch}.rope.scaling.type scale RoPE in two ways")
+        raise DataError(f"{container.path}: {FACTORS} and {arch}.rope.scaling.type cannot be combined")
     if len(factors.shape) != 1 or factors.shape[0] > _MOST_FACTORS:
-        raise DataError(f"{container.path}: {FACTORS} has the shape {factors.shape!r:.80}")
+        raise DataError(f"{container.path}: {FACTORS} has the invalid shape {factors.shape!r:.80}")
     most = max(float(rows.max()) for _, rows in container.rows(FACTORS))
     return {
         "rope_type": "llama3",
@@ -229,11 +229,11 @@ class GgufModel:
             expected[FACTORS] = factors.shape
         for name in expected | tensors:
             if name not in tensors:
-                raise DataError(f"{path} has no tensor {name}, which its model needs")
+                raise DataError(f"{path} has no tensor {name}, which its model requires")
             if name not in expected:
                 raise DataError(f"{path} has a tensor {name!r:.80}, which its model does not have in distgpt")
             if (found := tensors[name].shape) != expected[name]:
-                raise DataError(f"{path}: {name} is {found!r:.80}, not {expected[name]}")
+                raise DataError(f"{path}: {name} must have the shape {expected[name]}, not {found!r:.80}")
 
     def verify(self) -> None:
         """Do nothing, because GGUF has no checksums."""
@@ -281,7 +281,7 @@ def export_gguf(path: Path, out: Path, dtype: str, note: Note = lambda text: Non
     note(f"writing {family.title} with {count(config.n_layer, 'layer')} of width {config.n_embd}")
     write_container(out, metadata, kinds, pieces)
     described = tokenizer.describe() if tokenizer else "none"
-    use = f"llama-cli -m {out}, or a Modelfile for Ollama that says FROM ./{out.name}"
+    use = f"llama-cli -m {out}, or an Ollama Modelfile with FROM ./{out.name}"
     return page("file", out, described, use)
 
 
@@ -306,7 +306,7 @@ def _encoded(array: NDArray[Any], kind: str, name: str, path: Path) -> Iterator[
             continue
         blocks = quantised(TYPES[NUMBERS[kind]], rows)
         if not np.isfinite(blocks["d"]).all():
-            raise DataError(f"{path}: {name} holds values too large for {kind}; use --dtype bfloat16")
+            raise DataError(f"{path}: {name} has values too large for {kind}; use --dtype bfloat16")
         yield blocks
 
 
@@ -316,7 +316,7 @@ def describe(path: Path) -> dict[str, Any]:
     types = sorted({entry.kind.name for entry in container.tensors.values()})
     name = container.metadata.get("general.architecture")
     found = {"kind": "gguf", "what": f"a {name!s:.40} in GGUF", "types": types, "bytes": path.stat().st_size}
-    return {**found, "checksum": "none to verify the data by"}
+    return {**found, "checksum": "none for the data"}
 
 
 def import_gguf(path: Path, out: Path, tokenizer: str | None, note: Note = lambda text: None) -> str:
