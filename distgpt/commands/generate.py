@@ -159,18 +159,10 @@ def _limit_option(name: str, about: Setting) -> Callable[[F], F]:
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, help="Port; 0: a free one.")
 @click.option("--api-key", envvar="DISTGPT_API_KEY", show_envvar=True, help="Key that clients must send.")
 @click.option(
-    "--allow-origin",
-    "origins",
-    multiple=True,
-    metavar="ORIGIN",
-    help="Allow web pages of this origin.",
+    "--allow-origin", "origins", multiple=True, metavar="ORIGIN", help="Allow web pages of this origin."
 )
 @click.option(
-    "--proxy",
-    "proxies",
-    multiple=True,
-    metavar="ADDRESS",
-    help="Trust client addresses from this proxy.",
+    "--proxy", "proxies", multiple=True, metavar="ADDRESS", help="Trust client addresses from this proxy."
 )
 @click.option("--lanes", type=POSITIVE, default=32, help="Maximum number of concurrent sequences.")
 @together(*(_limit_option(*known) for known in LIMITS.items()))

@@ -85,11 +85,7 @@ _AS_TYPED = {"allow_interspersed_args": False}
 )
 @click.option("--setup", multiple=True, metavar="LINE", help='Shell line to run first: "module load gcc".')
 @click.option(
-    "--directive",
-    "lines",
-    multiple=True,
-    metavar="OPTION",
-    help='Batch option: "--partition=gpu".',
+    "--directive", "lines", multiple=True, metavar="OPTION", help='Batch option: "--partition=gpu".'
 )
 @click.option("--successor", is_flag=True, help="Continue in a new job instead of requeueing this one.")
 @click.option("--exclusive", is_flag=True, help="Request whole nodes; with --node, also bind ranks to cores.")

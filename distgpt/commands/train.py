@@ -93,9 +93,7 @@ def write_json(context: click.Context, *how: str) -> None:
 @dial_options
 @_saving("--time-limit", type=TIME, help="Save and exit with 75 before this time. [default: the job's]")
 @_trouble(
-    "--stall-timeout",
-    type=TIME,
-    help="Report a stall after this time. [default: 10 steps, at least 2m]",
+    "--stall-timeout", type=TIME, help="Report a stall after this time. [default: 10 steps, at least 2m]"
 )
 @_trouble("--stall-abort", type=TIME, help="Save and exit with 75 after this stall. [default: never]")
 @_display("--progress", type=click.Choice(["auto", "live", "plain"]), default="auto")

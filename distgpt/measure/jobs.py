@@ -89,7 +89,7 @@ def read_summary(out: Path) -> dict[str, Any]:
     try:
         return parse_object(read_small(path), path)
     except StorageError:
-        raise DataError(f"wrote no {path.name}; check that the first host can write here") from None
+        raise DataError(f"cannot read {path}; check that the first host can write there") from None
 
 
 def read_losses(out: Path) -> list[float | None]:
