@@ -114,7 +114,7 @@ def test_the_flag_of_a_cpu_stage_is_a_setting_of_the_run(tmp_path):
     result = inside("train", *again, "--reproducible-parts", "0")
     assert result.returncode == 0 and "micro-batches" not in result.stdout
     result = inside("train", *SMALL, "--reproducible-parts", "3", "--out", tmp_path / "other")
-    assert result.returncode == 2 and "--reproducible-parts 3" in result.stderr and not (tmp_path / "other").exists()
+    assert result.returncode == 2 and "--reproducible-parts" in result.stderr and not (tmp_path / "other").exists()
 
 
 @pytest.mark.ranks
