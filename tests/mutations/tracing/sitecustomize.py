@@ -11,7 +11,6 @@ import threading
 FOLDER = os.environ["DISTGPT_TRACE"]
 PACKAGE = os.environ["DISTGPT_TRACED"] + "/"
 _seen: set = set()
-begin_test = _seen.clear
 
 
 def _call(frame, event, argument):
@@ -29,6 +28,12 @@ def _call(frame, event, argument):
                 out.write(line)
 
 
+def begin_test():
+    """Forget the functions of the test before. Profile again: a test, or a library, may have ended that."""
+    _seen.clear()
+    threading.setprofile(_call)
+    sys.setprofile(_call)
+
+
 os.register_at_fork(after_in_child=begin_test)
-threading.setprofile(_call)
-sys.setprofile(_call)
+begin_test()
