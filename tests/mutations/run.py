@@ -1,6 +1,6 @@
 """Break the code in many places and see that the tests notice each; rates and survivors go to rates.json.
 
-    python tests/mutations/run.py record           # which tests call which functions; once, 10 minutes
+    python tests/mutations/run.py record           # which tests call which functions; once; slower than the suite
     python tests/mutations/run.py record FILES     # the same for new or changed files of tests
     python tests/mutations/run.py sample           # random mutants; exit code 1 if a room's rate has fallen
     python tests/mutations/run.py sample gpu show  # of these rooms
