@@ -103,8 +103,11 @@ from distgpt.core.train import loop
 train = loop.train
 def noted(run):
     ends = train(run)
-    parts = [run.model, run.model.kernels, run.optimizer, run.exchange, run.checkpoints.disk, run.clock]
-    parts += [run.judge, run.assessment, next(iter(run.step._recorded.values())), *run.guards]
+    def either(now, before):
+        return getattr(run, now if hasattr(run, now) else before)
+    parts = [run.model, run.model.kernels, run.optimizer, either("gradient_sync", "exchange")]
+    parts += [run.checkpoints.disk, either("budget", "clock"), either("step_policy", "judge"), run.assessment]
+    parts += [next(iter(run.step._recorded.values())), *either("callbacks", "guards")]
     names = [type(part).__name__ for part in parts]
     if run.comm.rank == 0:
         Path(run.directory.path, "assembled.json").write_text(json.dumps(names))
@@ -112,7 +115,15 @@ def noted(run):
 loop.train = noted
 runpy.run_module("distgpt", run_name="__main__")
 """
-RENAMED = {"FiniteJudge": "Judge", "Recorded": "CapturedWork"}
+RENAMED = {
+    "FiniteJudge": "StepPolicy",
+    "Judge": "StepPolicy",
+    "Recorded": "CapturedWork",
+    "AfterBackward": "SyncAfterBackward",
+    "Clock": "Budget",
+    "TimedClock": "TimedBudget",
+    "Room": "FullDiskHandler",
+}
 # Options of the base that are settings by --set now.
 FORMER = re.compile(r"--(matmul|spike-zscore|bad-steps-allowed) (\S+)")
 # Of the model of a run: what it writes and scores in each dtype.
@@ -136,6 +147,8 @@ def main() -> int:
         files = Files(Path(scratch), Path(sys.executable).parent)
         for name in filter(lambda name: args.only in name, (*RUNS, *MODELS)):
             before, now = base.bits(name), bits(name, files)
+            for key in filter(lambda key: key.endswith("/assembled"), before):
+                before[key] = ", ".join(RENAMED.get(part, part) for part in before[key].split(", "))
             keys = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
             print(f"{name}: {', '.join(keys) if keys else 'the same'}", flush=True)
             differing += bool(keys)
@@ -266,7 +279,7 @@ def _of(run: Path, name: str) -> dict[str, str]:
         elif path.name == "state.json":
             found["state"] = path.read_text()
     names = json.loads((run / "assembled.json").read_text())
-    found["assembled"] = ", ".join(RENAMED.get(name, name) for name in names)
+    found["assembled"] = ", ".join(names)
     return {f"{name}/{key}": value for key, value in found.items()}
 
 

@@ -19,7 +19,7 @@ from record import end_with_errors
 
 from distgpt.commands import bench
 from distgpt.core.base.errors import UsageError
-from distgpt.core.config import ModelConfig, nearest
+from distgpt.core.config import ModelConfig, did_you_mean
 from distgpt.measure.bench.infer import (
     OURS,
     InferOptions,
@@ -99,7 +99,7 @@ def refuse_missing(options: PeerOptions, job: Row) -> None:
     """Make the model for the peers, in every format whose packages are there; refuse if one is missing."""
     for name in options.peers:
         if name not in PEERS:
-            raise UsageError(f"unknown peer {name!r}{nearest(name, PEERS)}")
+            raise UsageError(f"unknown peer {name!r}{did_you_mean(name, PEERS)}")
     say("a model for the peers")
     there = ask_peer(options.peer_python, "models", job, "peer_inference")["peers"]
     if missing := [name for name in options.peers if name not in there]:

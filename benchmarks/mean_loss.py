@@ -75,7 +75,7 @@ class _Worker:
 
     def __init__(self, model: Model) -> None:
         self._model, self._k = model, model.kernels
-        self.total, self._mean = self._k.wide_zeros(1), self._k.wide_zeros(1)
+        self.total, self._mean = self._k.accum_zeros(1), self._k.accum_zeros(1)
         self._largest: Pass | None = None
         self._recorded: dict[tuple[int, int], tuple[Array, Array, Work]] = {}
 

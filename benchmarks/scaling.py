@@ -25,7 +25,7 @@ from distgpt.core.base.errors import UsageError
 from distgpt.core.base.formatting import count, duration
 from distgpt.core.comm.resources import usable_cores
 from distgpt.core.config import RunConfig
-from distgpt.core.config.asked import asked_for, resolve
+from distgpt.core.config.run_request import asked_for, resolve
 from distgpt.measure.jobs import BenchOptions, say, train
 from distgpt.show.page import Block, Column, tabulated
 
@@ -66,9 +66,9 @@ def main(**given: Any) -> None:
     options = to_options(ScalingOptions, given)
     if "init" in options.settings:
         raise UsageError("scaling.py trains new models: leave --init out")
-    asked = asked_for({"steps": STEPS, **options.settings}, options.preset)
-    found = {"preset": asked.name, **scaling(options, resolve(asked), say)}
-    options.finish("scaling", asked.name, found, blocks(found))
+    request = asked_for({"steps": STEPS, **options.settings}, options.preset)
+    found = {"preset": request.name, **scaling(options, resolve(request), say)}
+    options.finish("scaling", request.name, found, blocks(found))
 
 
 def scaling(options: ScalingOptions, run: RunConfig, say: Callable[[str], None]) -> dict[str, Any]:

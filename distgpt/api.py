@@ -22,8 +22,8 @@ from distgpt.core.comm.api import Comm
 from distgpt.core.comm.job import this_job
 from distgpt.core.components import Components, components, install
 from distgpt.core.config import AUTO_DTYPE, DEFAULT_TEMPERATURE, ModelConfig, RunConfig, TrainConfig
-from distgpt.core.config.asked import asked_for
 from distgpt.core.config.presets import preset
+from distgpt.core.config.run_request import asked_for
 from distgpt.core.cpu.stages import Stage, connected, open_stage
 from distgpt.core.data.batches import rank_sequences
 from distgpt.core.data.loading import DataRequest, load_corpus
@@ -33,12 +33,12 @@ from distgpt.core.model.model import Model
 from distgpt.core.model.passes import Pass
 from distgpt.core.saved.modelfile import Description, on_host, open_model, random_model, save_model
 from distgpt.core.saved.rundir import RunDirectory
+from distgpt.core.train.interfaces import Listener
 from distgpt.core.train.loop import train as train_run
+from distgpt.core.train.parallel_strategy import OptimizerState
 from distgpt.core.train.plan import make_plan
 from distgpt.core.train.resume import leave_finished
-from distgpt.core.train.seams import Listener
 from distgpt.core.train.setup import open_run
-from distgpt.core.train.sharing import OptimizerState
 from distgpt.recipes import followed
 
 if TYPE_CHECKING:
@@ -161,8 +161,8 @@ def train(
         install(components)  # permanently: later calls may need them to read the run
     ready, told = _open(stage, threads), _Told(on_step, on_evaluation, on_note)
     toml, directory = (None if path is None else Path(path) for path in (config, out))
-    asked = followed(asked_for(settings, preset, toml, directory, resume), ready, told.noted)
-    plan = make_plan(ready, asked, told.noted)
+    request = followed(asked_for(settings, preset, toml, directory, resume), ready, told.noted)
+    plan = make_plan(ready, request, told.noted)
     # A notebook, or one of the functions, may change the working directory.
     plan = replace(
         plan,
@@ -216,7 +216,7 @@ class GPT:
 
     def __repr__(self) -> str:
         c, k = self.config, self._model.kernels
-        dtype = k.capabilities.rounded or (k.dtype.name if k.dtype == k.wide else "bfloat16")
+        dtype = k.capabilities.rounded or (k.dtype.name if k.dtype == k.accum_dtype else "bfloat16")
         shape = f"{c.n_layer} layers, {c.n_head} heads, width {c.n_embd}, context {c.seq_len}"
         return f"<GPT of {self._model.architecture.layout.elements:,} parameters: {shape}; {dtype}>"
 
@@ -256,7 +256,7 @@ class GPT:
         ids, wanted = self._pair(tokens, targets)
         k = self._model.kernels
         with self._lock:
-            total = k.wide_zeros(1)
+            total = k.accum_zeros(1)
             work = self._pass(ids, training=False)
             work.loss(total, self._flat(ids), self._flat(wanted))
             return float(k.to_host(total)[0])
@@ -370,7 +370,7 @@ class Optimizer:
         self._gpt, self._config, self._steps = model, config, 0
         model._refuse_a_part()
         kernels = model._model.kernels
-        if kernels.dtype != kernels.wide or kernels.capabilities.rounded:
+        if kernels.dtype != kernels.accum_dtype or kernels.capabilities.rounded:
             raise UsageError("only a model in float32 or float64 can be updated; load it with another dtype")
         self._state = OptimizerState(components().optimizer(config)(model._model, config))
         self._state.begin()

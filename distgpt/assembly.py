@@ -11,7 +11,7 @@ from inspect import signature
 from types import FunctionType
 from typing import TYPE_CHECKING
 
-from distgpt.core.base.errors import UsageError, first_line, nearest
+from distgpt.core.base.errors import UsageError, did_you_mean, first_line
 from distgpt.core.components import Components
 
 if TYPE_CHECKING:
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from distgpt.core.base.errors import Say
+    from distgpt.core.comm.affinity import Affinity
     from distgpt.core.comm.api import Comm
     from distgpt.core.comm.job import Job
-    from distgpt.core.comm.layout import Layout
     from distgpt.core.comm.resources import Grants
     from distgpt.core.config import TrainConfig
     from distgpt.core.cpu.stages import MakeKernels, StageKind
@@ -29,20 +29,20 @@ if TYPE_CHECKING:
     from distgpt.core.data.tokenizers import TokenizerKind
     from distgpt.core.generate.slots import SlotKind
     from distgpt.core.model.model import Model
-    from distgpt.core.saved.checkpoint import Outdated
+    from distgpt.core.saved.checkpoint import RetentionPolicy
     from distgpt.core.saved.modelfile import Description
     from distgpt.core.saved.rundir import RunDirectory
-    from distgpt.core.saved.weights import PartKind, RoundedKind
+    from distgpt.core.saved.weights import PartKind, QuantizedFormat
     from distgpt.core.train.assessment import MetricKind, Validation
+    from distgpt.core.train.interfaces import Budget, Callback, Disk, ModelKind, StepPolicy, Times
+    from distgpt.core.train.parallel_strategy import GradientSync, OptimizerState, Strategy
     from distgpt.core.train.progress import Pace, Progress
     from distgpt.core.train.run import Limits, Run
-    from distgpt.core.train.seams import Clock, Disk, Guard, Judge, ModelKind, Times
     from distgpt.core.train.setup import FirstWeights
-    from distgpt.core.train.sharing import Exchange, OptimizerState, Strategy
 
 DOCUMENT_ENDINGS = (".jsonl", ".parquet", ".gz")
 COMPONENTS = "DISTGPT_COMPONENTS"  # environment variable that names a class for every command
-SEAMS = [name for name in vars(Components) if not name.startswith("_")]
+FACTORIES = [name for name in vars(Components) if not name.startswith("_")]
 
 
 class AllComponents(Components):
@@ -55,7 +55,7 @@ class AllComponents(Components):
 
         return LAUNCHED
 
-    def layout(self) -> Layout:
+    def affinity(self) -> Affinity:
         from distgpt.cluster.affinity.bind import PLACED
 
         return PLACED
@@ -134,7 +134,7 @@ class AllComponents(Components):
 
             return BPE
         if name in ("gpt2", "hub", "library"):
-            from distgpt.corpora.tokenizers.foreign import GPT2, HUB, LIBRARY
+            from distgpt.corpora.tokenizers.third_party import GPT2, HUB, LIBRARY
 
             return {"gpt2": GPT2, "hub": HUB, "library": LIBRARY}[name]
         return super().tokenizer(name)
@@ -148,7 +148,7 @@ class AllComponents(Components):
 
     quantized_dtypes = ("int8", "int4")
 
-    def quantized(self, dtype: str) -> RoundedKind:
+    def quantized(self, dtype: str) -> QuantizedFormat:
         if dtype in self.quantized_dtypes:
             from distgpt.models.quantized.rounded import INT4, INT8
 
@@ -166,7 +166,7 @@ class AllComponents(Components):
 
     # Run
 
-    def refuse_unsuited(self, t: TrainConfig, ranks: int, on_gpu: bool) -> None:
+    def reject_unsuited(self, t: TrainConfig, ranks: int, on_gpu: bool) -> None:
         if t.chats:
             from distgpt.corpora.chats.examples import check as check_chats
 
@@ -201,12 +201,12 @@ class AllComponents(Components):
             return Chosen(t, ranks)
         return super().strategy(t, ranks)
 
-    def exchange(self, comm: Comm, state: OptimizerState, t: TrainConfig, say: Say) -> Exchange:
+    def gradient_sync(self, comm: Comm, state: OptimizerState, t: TrainConfig, say: Say) -> GradientSync:
         if comm.size > 1:
-            from distgpt.parallel.choose import exchange
+            from distgpt.parallel.choose import gradient_sync
 
-            return exchange(comm, state, t, say)
-        return super().exchange(comm, state, t, say)
+            return gradient_sync(comm, state, t, say)
+        return super().gradient_sync(comm, state, t, say)
 
     def metric(self, name: str) -> MetricKind:
         if name == "hellaswag":
@@ -215,7 +215,7 @@ class AllComponents(Components):
             return HellaSwag
         return super().metric(name)
 
-    def step_policy(self, t: TrainConfig, progress: Progress) -> Judge:
+    def step_policy(self, t: TrainConfig, progress: Progress) -> StepPolicy:
         if t.on_bad_step != "stop" or t.spike_zscore:
             from distgpt.callbacks.bad_steps import BadSteps
 
@@ -224,28 +224,28 @@ class AllComponents(Components):
 
     def budget(
         self, t: TrainConfig, last: int, times: Times, pace: Pace, model: Model, validation: Validation | None
-    ) -> Clock:
+    ) -> Budget:
         if t.train_minutes:
-            from distgpt.callbacks.attach import timed_clock
+            from distgpt.callbacks.attach import timed_budget
 
-            return timed_clock(t, last, times, pace, model, validation)
+            return timed_budget(t, last, times, pace, model, validation)
         return super().budget(t, last, times, pace, model, validation)
 
     def disk(
         self, directory: RunDirectory, t: TrainConfig, model: Model, description: Description, say: Say
     ) -> Disk:
-        from distgpt.callbacks.full_disk import room_for
+        from distgpt.callbacks.full_disk import disk_handler
 
-        return room_for(directory, t, model, description, say)
+        return disk_handler(directory, t, model, description, say)
 
-    def retention(self, t: TrainConfig) -> Outdated:
+    def retention(self, t: TrainConfig) -> RetentionPolicy:
         if t.keep_every or t.keep_every_minutes:
             from distgpt.callbacks.full_disk import Retention
 
             return Retention(t)
         return super().retention(t)
 
-    def callbacks(self, run: Run, limits: Limits) -> Sequence[Guard]:
+    def callbacks(self, run: Run, limits: Limits) -> Sequence[Callback]:
         from distgpt.callbacks.attach import callbacks_of
         from distgpt.measure.verification.kept import note
 
@@ -286,5 +286,5 @@ def load_components(name: str) -> AllComponents:
                     f" ({', '.join(wanted)}), not ({', '.join(given)})"
                 )
         elif seam is None and isinstance(own, FunctionType) and not method.startswith("_"):
-            raise UsageError(f"{what}: {method} overrides no method{nearest(method, SEAMS)}")
+            raise UsageError(f"{what}: {method} overrides no method{did_you_mean(method, FACTORIES)}")
     return found()

@@ -15,16 +15,16 @@ from distgpt.callbacks.watchdog import Watchdog, save_and_exit
 from distgpt.core.base.interrupts import Interrupted
 from distgpt.core.config import TrainConfig
 from distgpt.core.model.model import Model
+from distgpt.core.train.interfaces import KEPT, Budget, Callback, Times
 from distgpt.core.train.progress import Finished, Pace
 from distgpt.core.train.run import Limits, Run
-from distgpt.core.train.seams import KEPT, Clock, Guard, Times
 
 if TYPE_CHECKING:
     from distgpt.core.train.assessment import Validation
 
 
-def callbacks_of(run: Run, limits: Limits) -> Sequence[Guard]:
-    pace, found = Pace(run.progress, run.placement.rounds), list[Guard]()
+def callbacks_of(run: Run, limits: Limits) -> Sequence[Callback]:
+    pace, found = Pace(run.progress, run.placement.rounds), list[Callback]()
     if run.comm.size > 1:
         found.append(Stragglers())
     end_job = partial(save_and_exit, run)
@@ -95,7 +95,7 @@ class Deadline:
 EVALUATION = 0.5  # ratio of a token's time in evaluation to its time in a step
 
 
-class TimedClock(Clock):
+class TimedBudget(Budget):
     """Determines the last step, and the elapsed fraction of the run's time.
 
     With each step, rank 0 sends the fraction that will have elapsed at the end of the next step. So all
@@ -137,17 +137,17 @@ class TimedClock(Clock):
         total = max(self._total / 2, self._total - self._closing * usual)
         return 1.0 if end + usual > total else end / total
 
-    def hear_elapsed(self, elapsed: float, launched: int) -> None:
+    def set_elapsed(self, elapsed: float, launched: int) -> None:
         """Use the value sent by rank 0. Once the time is over, the next step is the last."""
         self.elapsed = min(1.0, elapsed)
         if self.elapsed == 1 and (self.last is None or self.last > launched + self._round):
             self.last = (launched // self._round + 1) * self._round
 
 
-def timed_clock(
+def timed_budget(
     t: TrainConfig, last: int, times: Times, pace: Pace, model: Model, validation: Validation | None
-) -> TimedClock:
+) -> TimedBudget:
     """Return the budget of a run, which reserves time for the evaluation after the last step."""
     per_step = t.batch_size * model.config.seq_len
     closing = EVALUATION * (validation.count if validation else 0) / per_step
-    return TimedClock(t, pace, times.begun, times.spent, model.kernels.capabilities.is_async, closing)
+    return TimedBudget(t, pace, times.begun, times.spent, model.kernels.capabilities.is_async, closing)

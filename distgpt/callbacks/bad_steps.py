@@ -15,13 +15,13 @@ from statistics import fmean, pstdev
 
 from distgpt.core.base.errors import NonFiniteError, OutlierError
 from distgpt.core.base.formatting import count
-from distgpt.core.comm.agree import on_root, shared
+from distgpt.core.comm.agree import collective_error, on_root
 from distgpt.core.config import TrainConfig
-from distgpt.core.saved.checkpoint import State, load_document, newest_intact
-from distgpt.core.train.gathering import restore_exchange
+from distgpt.core.saved.checkpoint import State, latest_valid_checkpoint, load_document
+from distgpt.core.train.gathering import restore_gradient_sync
+from distgpt.core.train.interfaces import StepPolicy, described, ending, not_finite
 from distgpt.core.train.progress import Finished, Progress
 from distgpt.core.train.run import BadStep, Run
-from distgpt.core.train.seams import Judge, described, ending, not_finite
 from distgpt.core.train.setup import begin_anew, restore
 
 
@@ -38,7 +38,7 @@ class RollBack(BadStep):
             restore(run.comm, run.optimizer_state, Path(path))
         else:
             begin_anew(run.comm, run.optimizer_state, run.config.train, run.batches)
-        restore_exchange(run.comm, run.exchange, run.model, Path(path) if path else None)
+        restore_gradient_sync(run.comm, run.gradient_sync, run.model, Path(path) if path else None)
         run.load(replace(state, skipped=used - state.step))
         run.checkpoints.on_root(partial(_forget_later_steps, run, bool(path)))
         step, what = run.progress.step, f"{self.reason} at step {self.step}"
@@ -47,7 +47,7 @@ class RollBack(BadStep):
 
 
 def _newest(run: Run) -> tuple[str | None, Mapping[str, object]]:
-    newest = newest_intact(run.directory.checkpoints, run.progress.step)
+    newest = latest_valid_checkpoint(run.directory.checkpoints, run.progress.step)
     path = newest[0] if newest else run.start
     return (str(path), load_document(path)) if path else (None, {"step": 0})
 
@@ -62,23 +62,23 @@ ENOUGH = 20  # steps of history before outliers are detected
 LEAST_SPREAD = 1e-3  # fraction of the mean; avoids outliers if the loss is nearly constant
 
 
-class BadSteps(Judge):
+class BadSteps(StepPolicy):
     """Compares each step with the last good ones, counts bad ones, and skips or undoes them.
 
-    The step policy (`core/train/seams.py`) of a run with spike_zscore, or with another --on-bad-step than
-    stop.
+    The step policy (`core/train/interfaces.py`) of a run with spike_zscore, or with an --on-bad-step other
+    than stop.
     """
 
     def __init__(self, config: TrainConfig, progress: Progress) -> None:
         super().__init__(config, progress)
         self.waits = bool(config.spike_zscore)  # kernels skip only steps that are not finite
 
-    def judge_step(self, done: Finished) -> str:
+    def check_step(self, done: Finished) -> str:
         """Return why a finished step has not changed the weights, "" if it has.
 
         Raise the error that ends the run, or BadStep.
         """
-        reason = self.objection(done.loss, done.norm) if done.rejected is None else done.rejected
+        reason = self.rejection_reason(done.loss, done.norm) if done.rejected is None else done.rejected
         if not reason:
             if self._config.spike_zscore:
                 self._progress.recent.append((done.loss, done.norm))
@@ -88,15 +88,15 @@ class BadSteps(Judge):
         kind = OutlierError if math.isfinite(done.loss) and math.isfinite(done.norm) else NonFiniteError
         what = described(reason, step, done.loss, done.norm)
         if c.on_bad_step == "stop":
-            raise shared(kind(ending(what, c)))
+            raise collective_error(kind(ending(what, c)))
         if self._progress.bad_steps > c.bad_steps_allowed:
             allowed = count(c.bad_steps_allowed, "bad step")
-            raise shared(kind(f"{what}: more than {allowed} (bad_steps_allowed)"))
+            raise collective_error(kind(f"{what}: more than {allowed} (bad_steps_allowed)"))
         if c.on_bad_step == "rollback":
             raise RollBack(reason, step)
         return reason
 
-    def objection(self, loss: float, norm: float) -> str:
+    def rejection_reason(self, loss: float, norm: float) -> str:
         """Return why a step is bad, "" if it is good."""
         if reason := not_finite(loss, norm):
             return reason

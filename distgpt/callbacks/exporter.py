@@ -21,8 +21,8 @@ from distgpt.core.base import __version__
 from distgpt.core.base.errors import StorageError, UsageError, escape, print_lines
 from distgpt.core.comm.job import exit_code, this_job
 from distgpt.core.saved.checkpoint import MANIFEST, saved_checkpoints
+from distgpt.core.train.interfaces import Listener
 from distgpt.core.train.lines import Facts, Metrics
-from distgpt.core.train.seams import Listener
 
 try:
     from prometheus_client import CollectorRegistry, start_http_server, write_to_textfile

@@ -1,7 +1,7 @@
 """Handles a full disk: reserves space for the final weights, and deletes old checkpoints to write new ones.
 
-`Checkpoints` passes every write of weights through `Room`. An exhausted quota counts as a full disk.
-`Retention` selects the checkpoints to keep for good.
+`Checkpoints` passes every write of weights through `FullDiskHandler`. An exhausted quota counts as a full
+disk. `Retention` selects the checkpoints to keep for good.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from distgpt.core.saved.checkpoint import (
     MARK,
     drop,
     is_kept,
-    newest_intact,
+    latest_valid_checkpoint,
     saved_checkpoints,
     step_of,
 )
 from distgpt.core.saved.modelfile import Description
 from distgpt.core.saved.rundir import RunDirectory
-from distgpt.core.train.seams import Disk
+from distgpt.core.train.interfaces import Disk
 
 FULL = (errno.ENOSPC, errno.EDQUOT)  # an exhausted quota counts as a full disk
 SLACK = 1 / 32  # fraction of each write to leave free, for lines of metrics
@@ -45,7 +45,7 @@ MORE = 64 << 10  # bytes reserved in addition to the weights, for the summary an
 ENTRY = 256  # maximum bytes of a tensor's entry in a header
 
 
-class Room(Disk):
+class FullDiskHandler(Disk):
     """The disk space of a run. Methods that are not collective are for rank 0."""
 
     def __init__(self, directory: RunDirectory, t: TrainConfig, weights: int, say: Say) -> None:
@@ -145,7 +145,7 @@ class Room(Disk):
         """
         checkpoints = self._directory.checkpoints
         try:
-            newest = newest_intact(checkpoints, step) if self._gives_up else None
+            newest = latest_valid_checkpoint(checkpoints, step) if self._gives_up else None
             saved = saved_checkpoints(checkpoints, step)
         except DistgptError:  # no checkpoint is valid or readable, so delete none
             return
@@ -158,14 +158,14 @@ class Room(Disk):
                 yield path
 
 
-def room_for(
+def disk_handler(
     directory: RunDirectory, t: TrainConfig, model: Model, description: Description, say: Say
-) -> Room:
+) -> FullDiskHandler:
     """Return the disk space of a run, with the maximum size of its weights file."""
-    layout, wide = model.weights.layout, np.dtype(model.kernels.wide)
+    layout, wide = model.weights.layout, np.dtype(model.kernels.accum_dtype)
     header = len(json.dumps(description.to_metadata(), ensure_ascii=False).encode())
     weights = int(layout.elements * wide.itemsize) + header + ENTRY * len(layout.specs) + MORE
-    return Room(directory, t, weights, say)
+    return FullDiskHandler(directory, t, weights, say)
 
 
 def _begun_with(run: Path) -> set[Path]:
@@ -206,7 +206,7 @@ def allocate(file: BinaryIO, n_bytes: int) -> None:
 
 
 class Retention:
-    """Selects the checkpoints to delete, an `Outdated` (core/saved/checkpoint.py).
+    """Selects the checkpoints to delete, a `RetentionPolicy` (core/saved/checkpoint.py).
 
     When a checkpoint is the newest, it is decided once whether to keep it for good. It is then marked,
     because a copy on another disk may lose its time.

@@ -252,15 +252,15 @@ class Supervisor:
 
     def _dividing(self, most: int) -> int:
         """Return the largest number of ranks, up to `most`, that the run's settings allow."""
-        from distgpt.core.train.plan import refuse_unsuited
+        from distgpt.core.train.plan import reject_unsuited
 
         saved = self._run.saved()
         assert saved
         for ranks in range(most, 1, -1):
             with suppress(UsageError):
-                refuse_unsuited(saved.train, ranks, self._on_gpu)
+                reject_unsuited(saved.train, ranks, self._on_gpu)
                 return ranks
-        refuse_unsuited(saved.train, 1, self._on_gpu)
+        reject_unsuited(saved.train, 1, self._on_gpu)
         return 1
 
     def _take_over(self, lost: Sequence[str]) -> None:

@@ -27,7 +27,7 @@ from distgpt.commands.options import (
     together,
 )
 from distgpt.core.base.errors import UsageError
-from distgpt.core.config import DTYPES, ON_GPU, ROUNDED_DTYPES, SETTINGS, STAGES
+from distgpt.core.config import DTYPES, ON_GPU, QUANTIZED_DTYPES, SETTINGS, STAGES
 
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
@@ -95,7 +95,7 @@ def train(measure_peak: bool, **given: Any) -> None:
         train.bench(options)
 
 
-DTYPES_INFERRED = ("float32", "bfloat16", *ROUNDED_DTYPES)
+DTYPES_INFERRED = ("float32", "bfloat16", *QUANTIZED_DTYPES)
 
 
 infer_options = together(

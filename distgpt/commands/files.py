@@ -15,7 +15,7 @@ from distgpt.commands.help import Group
 from distgpt.commands.options import PATH, POSITIVE, SIZE, json_option, names_or_files, texts, tokenizers
 from distgpt.core.base.errors import DataError, UsageError, escape, print_lines
 from distgpt.core.base.formatting import count
-from distgpt.core.config import ROUNDED_DTYPES
+from distgpt.core.config import QUANTIZED_DTYPES
 
 VAL_FRACTION = 0.05
 _FIELD = "Field of a JSON line, or column of a table, with the text."
@@ -246,7 +246,7 @@ def export(weights: Path, out: Path, kind: str | None, dtype: str) -> None:
 @weights.command(example="distgpt weights quantize model.safetensors --out small.safetensors")
 @click.argument("weights", type=PATH)
 @_out_file
-@click.option("--dtype", type=click.Choice(ROUNDED_DTYPES), default="int8")
+@click.option("--dtype", type=click.Choice(QUANTIZED_DTYPES), default="int8")
 @click.option("--calibrate", type=PATH, help="Text for calibrating the rounding (int4).")
 def quantize(weights: Path, out: Path, dtype: str, calibrate: Path | None) -> None:
     """Quantize a weights file to int8, a quarter of its size, or to int4."""

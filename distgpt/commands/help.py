@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from distgpt.core.base.errors import UsageError, nearest, print_lines
+from distgpt.core.base.errors import UsageError, did_you_mean, print_lines
 from distgpt.core.base.files import bundled
 from distgpt.core.config import BATCH_IN_TOKENS, BATCH_TOKENS, GROUPS, SETTINGS, RunConfig, Setting
 from distgpt.core.config.presets import preset
@@ -167,7 +167,7 @@ class Group(click.Group):
     def get_command(self, context: click.Context, name: str) -> click.Command | None:
         found = super().get_command(context, name)
         if found is None and not context.resilient_parsing:  # resilient parsing: shell completion
-            context.fail(f"no such command {name!r}{nearest(name, self.list_commands(context))}")
+            context.fail(f"no such command {name!r}{did_you_mean(name, self.list_commands(context))}")
         return found
 
     def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
@@ -247,4 +247,4 @@ def help(context: click.Context, topic: str | None) -> None:
     elif text := section(topic):
         print_lines(text)
     else:
-        raise UsageError(f"no help topic {topic!r:.40}{nearest(topic, known)}")
+        raise UsageError(f"no help topic {topic!r:.40}{did_you_mean(topic, known)}")

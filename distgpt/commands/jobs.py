@@ -24,7 +24,7 @@ from distgpt.commands.train import as_train, resuming, train, tune, write_json
 from distgpt.core.base.errors import DataError, UsageError, command_line, print_lines
 from distgpt.core.base.formatting import count, typed_duration
 from distgpt.core.config import ON_GPU, WITH_MPI, RunConfig
-from distgpt.core.config.asked import asked_for
+from distgpt.core.config.run_request import asked_for
 
 SECONDS_TO_ANSWER = 60  # timeout for a batch system's answer
 STALL_ABORT = "30m"  # after this time without progress, the run saves and the job restarts
@@ -127,21 +127,21 @@ def submit(
             for number in numbers[:MOST_CHECKED]
         ]
     parsed = [_parsed(each) for each in commands]
-    asked, stage_given = parsed[0]
-    if (limit := asked["time_limit"] or 0) > (whole := options["seconds"]):
+    request, stage_given = parsed[0]
+    if (limit := request["time_limit"] or 0) > (whole := options["seconds"]):
         job_time = f"--time {typed_duration(whole)}; omit it, and the run saves before the job ends"
         raise UsageError(f"--time-limit {typed_duration(limit)} is longer than {job_time}")
     gpus = options["gpus_per_node"]
     regions, cores = shape(described) if described else (1, CPUS_PER_GPU if gpus else 1)
     here = ranks_per_node or gpus or regions
     usual = max(1, regions * cores // here) if described else cores
-    cpus = cpus_per_task or asked["threads"] or usual
+    cpus = cpus_per_task or request["threads"] or usual
     if described and here * cpus > regions * cores:
         need = f"{count(here, 'rank')} with {count(cpus, 'CPU')} each do not fit on a node with"
         raise UsageError(f"{need} {count(regions * cores, 'core')}; start fewer")
     ranks = options["nodes"] * here
     best = ("mpi-cuda" if gpus else "mpi") if ranks > 1 else ("cuda" if gpus else "serial")
-    stage = asked["stage"] if stage_given else best
+    stage = request["stage"] if stage_given else best
     if (stage in ON_GPU) != bool(gpus) or (ranks > 1 and stage not in WITH_MPI):
         raise UsageError(
             f"--stage {stage} is not possible with {count(ranks, 'rank')} and --gpus-per-node {gpus or 0};"
@@ -159,11 +159,11 @@ def submit(
             *_program(prefix),
             words[0],
             *([] if stage_given else ["--stage", stage]),
-            *([] if asked["threads"] or stage in ON_GPU else ["--threads", str(cpus)]),
-            *([] if asked["stall_abort"] or asked["stall_timeout"] else ["--stall-abort", STALL_ABORT]),
+            *([] if request["threads"] or stage in ON_GPU else ["--threads", str(cpus)]),
+            *([] if request["stall_abort"] or request["stall_timeout"] else ["--stall-abort", STALL_ABORT]),
             *command[1:],
-            *([] if asked["out"] else ["--out", str(out)]),
-            *resuming(asked, runs[0][0]),
+            *([] if request["out"] else ["--out", str(out)]),
+            *resuming(request, runs[0][0]),
         ],
         made_by=command_line(*sys.argv[1:]),
         counts_cores=described is not None,
@@ -201,8 +201,8 @@ def _parsed(words: Sequence[str]) -> tuple[dict[str, Any], bool]:
     command = TRAINS[words[0]]
     with command.make_context(f"distgpt {words[0]}", list(words[1:])) as context:
         source = context.get_parameter_source("stage")
-    asked = as_train(**context.params) if command is tune else context.params
-    return asked, source != click.core.ParameterSource.DEFAULT
+    request = as_train(**context.params) if command is tune else context.params
+    return request, source != click.core.ParameterSource.DEFAULT
 
 
 def _name_of(out: Path, system: System) -> str:
@@ -218,7 +218,7 @@ def _refuse_unready(runs: Iterable[RunConfig]) -> None:
     from distgpt.core.data.textfile import resolve_data
     from distgpt.core.data.tokenizers import load_tokenizer
     from distgpt.corpora.shards import is_shards
-    from distgpt.corpora.tokenizers.foreign import PREFIX
+    from distgpt.corpora.tokenizers.third_party import PREFIX
 
     fetched = set()
     for t in (run.train for run in runs):
@@ -233,7 +233,7 @@ def _refuse_unready(runs: Iterable[RunConfig]) -> None:
         load_tokenizer(name)
 
 
-def _run_of(asked: dict[str, Any], ranks: int) -> tuple[Path, RunConfig]:
+def _run_of(request: dict[str, Any], ranks: int) -> tuple[Path, RunConfig]:
     """Return the run's directory, the same in every attempt, and its configuration.
 
     Reject settings that would fail when the job starts.
@@ -244,15 +244,15 @@ def _run_of(asked: dict[str, Any], ranks: int) -> tuple[Path, RunConfig]:
     from distgpt.core.train.plan import new_run
     from distgpt.recipes.derived import derived
 
-    if asked["resume"] not in (None, "auto"):
+    if request["resume"] not in (None, "auto"):
         raise UsageError("a job that can be requeued requires --resume auto; name the run with --out")
-    out: Path | None = asked["out"]
+    out: Path | None = request["out"]
     settings = (*OPTIONS, "assigned", "depth", "within", "epochs", "chats")
-    flags = set_by_user({key: asked[key] for key in settings if key in asked})
+    flags = set_by_user({key: request[key] for key in settings if key in request})
     if out and (saved := RunDirectory(out).saved()):
         moved: dict[str, Any] = {key: flags[key] for key in ("data", "val", "hellaswag") if key in flags}
         return out, saved.with_values({**moved, "tokenizer": AUTO})  # an existing run keeps its settings
-    given = asked_for(flags, asked["preset"], asked["config"], out, asked["resume"])
+    given = asked_for(flags, request["preset"], request["config"], out, request["resume"])
     given.refuse_mistyped()
     wanted = derived(replace(given, out=None, resume=None, fetches=False), ranks)
     run = new_run(wanted)
@@ -322,17 +322,17 @@ def supervise(min_ranks: int, restarts: int | None, stall: float | None, words: 
     from distgpt.cluster.supervise import Supervisor, parse
 
     line = parse(words)
-    asked, _ = _parsed(line.command)
-    out: Path | None = asked["out"]
+    request, _ = _parsed(line.command)
+    out: Path | None = request["out"]
     if out is None:
         raise UsageError("set the run's directory, such as --out runs/mine; every restart resumes from it")
-    if asked["resume"] not in (None, "auto") or asked.get("decay_from"):
+    if request["resume"] not in (None, "auto") or request.get("decay_from"):
         raise UsageError(
             f"a supervised run resumes only from {out}; omit --resume and --decay-from, or run without"
             " distgpt supervise"
         )
-    if asked["log_format"] == "json":
+    if request["log_format"] == "json":
         write_json(click.get_current_context(), "supervisor")
-    line = replace(line, command=(*line.command, *resuming(asked, out)))
-    code = Supervisor(line, out, asked["stage"] in ON_GPU, min_ranks, restarts, stall).run()
+    line = replace(line, command=(*line.command, *resuming(request, out)))
+    code = Supervisor(line, out, request["stage"] in ON_GPU, min_ranks, restarts, stall).run()
     raise click.exceptions.Exit(code)

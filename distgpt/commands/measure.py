@@ -17,15 +17,15 @@ from distgpt.commands.options import (
     TIME,
     FiniteRange,
     asked_by,
-    dial_options,
     json_option,
     preset_options,
     set_option,
     settings,
     settings_but,
+    sizing_options,
     stage_options,
 )
-from distgpt.core.base.errors import Say, StorageError, UsageError, print_lines, refuse_beside
+from distgpt.core.base.errors import Say, StorageError, UsageError, print_lines, reject_combination
 from distgpt.core.base.formatting import clock, count, parse_count, parse_duration, size
 from distgpt.core.config import ON_GPU, STAGES, GpuConfig
 from distgpt.core.config.setting import Values
@@ -36,7 +36,7 @@ from distgpt.core.cpu.stages import open_stage
 @stage_options
 @preset_options
 @settings
-@dial_options
+@sizing_options
 @click.option("--ranks", type=POSITIVE, default=1, help="Number of ranks.")
 @click.option("--tokens", help="Total training tokens (300M, 10B), instead of --steps.")
 @click.option("--rate", type=FiniteRange(0, min_open=True), help="Tokens/s of one rank, if known.")
@@ -77,7 +77,9 @@ def estimate(
     here = None  # the stage, if it is open
     if asked.within is not None and not asked.preset:
         others = {"no-measure": measured is False, "rate": rate, "ranks 2 or more": ranks > 1}
-        refuse_beside("--within", others, "--within measures one rank on this machine; use --depth instead")
+        reject_combination(
+            "--within", others, "--within measures one rank on this machine; use --depth instead"
+        )
         here = open_stage("cuda" if stage in ON_GPU else "serial", threads, gpu)
         asked = with_clock(asked, here, say)
     elif asked.within is not None:
@@ -221,12 +223,14 @@ def doctor(
     if ssh and not hostfile:
         raise UsageError("--ssh requires --hostfile FILE")
     if caches:
-        refuse_beside("--caches", {"stage": stage, "hostfile": hostfile}, "--caches prints a separate report")
+        reject_combination(
+            "--caches", {"stage": stage, "hostfile": hostfile}, "--caches prints a separate report"
+        )
         from distgpt.measure.doctor.caches import report_caches
 
         report_caches(empty or "", as_json)
     elif hostfile:
-        refuse_beside("--hostfile", {"stage": stage}, "--stage checks only this machine")
+        reject_combination("--hostfile", {"stage": stage}, "--stage checks only this machine")
         from distgpt.measure.doctor import hosts
 
         hosts.report(hostfile, ssh, as_json)

@@ -16,12 +16,12 @@ import click
 from click.shell_completion import CompletionItem
 
 from distgpt.commands.help import GRAPHS, KNOWN, OPTIONS, option, spelled
-from distgpt.core.base.errors import UsageError, nearest
+from distgpt.core.base.errors import UsageError, did_you_mean
 from distgpt.core.base.formatting import parse_duration, parse_size
 from distgpt.core.components import extra_settings
 from distgpt.core.config import DEEPEST, ON_GPU, STAGES, GpuConfig, Setting, settings_of
-from distgpt.core.config.asked import Asked, asked_for
 from distgpt.core.config.presets import DEFAULT_PRESET, PRESETS
+from distgpt.core.config.run_request import RunRequest, asked_for
 from distgpt.core.config.setting import Value, Values
 from distgpt.core.data.textfile import BUNDLED_TEXTS
 
@@ -135,7 +135,7 @@ def parsed_settings(context: click.Context, param: click.Parameter, pairs: Seque
         if not equals:
             raise UsageError(f"--set {pair!r:.80} must be NAME=VALUE, such as rope_base=50000")
         if name not in known:
-            raise UsageError(f"--set: unknown setting {name!r:.80}{nearest(name[:80], known)}")
+            raise UsageError(f"--set: unknown setting {name!r:.80}{did_you_mean(name[:80], known)}")
         found[name] = known[name].parse(name, text)
     return found
 
@@ -204,7 +204,7 @@ preset_options = together(
 )
 
 # Options that determine the settings of a new run.
-dial_options = together(
+sizing_options = together(
     option(
         "--depth",
         group="model",
@@ -230,13 +230,13 @@ launch_options = together(
 )
 
 
-def asked_by(stage: str, gpu: GpuConfig, flags: dict[str, Any]) -> tuple[GpuConfig, Asked]:
+def asked_by(stage: str, gpu: GpuConfig, flags: dict[str, Any]) -> tuple[GpuConfig, RunRequest]:
     """Return the request made by the options of a run. On CPUs, --deterministic is a recipe of the run."""
     named = [flags.pop(name, None) for name in ("preset", "config", "out", "resume")]
-    asked = asked_for(set_by_user(flags), *named)
+    request = asked_for(set_by_user(flags), *named)
     if stage in ON_GPU or not gpu.deterministic:
-        return gpu, asked
-    return replace(gpu, deterministic=False), replace(asked, deterministic=True)
+        return gpu, request
+    return replace(gpu, deterministic=False), replace(request, deterministic=True)
 
 
 def _gpu_options(command: F) -> F:

@@ -13,7 +13,7 @@ import click
 from distgpt.commands.help import command
 from distgpt.commands.options import PATH, POSITIVE, files, json_option, stage_options, texts
 from distgpt.core.base.errors import DisagreementError, UndecidedError, UsageError, command_line, print_lines
-from distgpt.core.comm.agree import on_root, shared
+from distgpt.core.comm.agree import collective_error, on_root
 from distgpt.core.config import DTYPES, ON_GPU, GpuConfig
 from distgpt.core.cpu.stages import open_stage
 
@@ -133,6 +133,6 @@ def replay(
     if found:
         print_lines(json.dumps(found.to_json()) if as_json else page(found))
     if verdict := on_root(ready.comm, lambda: found and difference(found)):
-        raise shared(DisagreementError(f"{run} does not match its recomputed steps: {verdict}"))
+        raise collective_error(DisagreementError(f"{run} does not match its recomputed steps: {verdict}"))
     if doubt := on_root(ready.comm, lambda: found and undecided(found)):
-        raise shared(UndecidedError(f"{run}: {doubt}"))
+        raise collective_error(UndecidedError(f"{run}: {doubt}"))

@@ -20,27 +20,27 @@ from distgpt.commands.options import (
     PATH,
     TIME,
     asked_by,
-    dial_options,
     files,
     names_or_files,
     preset_options,
     setting_option,
     settings,
+    sizing_options,
     stage_options,
 )
 from distgpt.core.base import interrupts
-from distgpt.core.base.errors import UsageError, command_line, escape, escape_model_text, refuse_beside
+from distgpt.core.base.errors import UsageError, command_line, escape, escape_model_text, reject_combination
 from distgpt.core.base.formatting import clock, count, loss_and_bits
 from distgpt.core.comm.job import shown_on_terminal, this_job
 from distgpt.core.components import install
 from distgpt.core.config import SETTINGS, GpuConfig, ModelConfig, RunConfig, settings_of
-from distgpt.core.config.asked import Asked, resolve
+from distgpt.core.config.run_request import RunRequest, resolve
 from distgpt.core.cpu.stages import open_stage
 
 if TYPE_CHECKING:
     from distgpt.core.comm.api import Comm
+    from distgpt.core.train.interfaces import Listener
     from distgpt.core.train.lines import Listeners
-    from distgpt.core.train.seams import Listener
 
 _schedule, _saving = partial(option, group="schedule"), partial(option, group="saving")
 _trouble, _display = partial(option, group="trouble"), partial(option, group="display")
@@ -90,7 +90,7 @@ def write_json(context: click.Context, *how: str) -> None:
     help="Start a new run from a checkpoint (or a run's newest) with a constant learning rate; decay it"
     " linearly over --steps.",
 )
-@dial_options
+@sizing_options
 @_saving("--time-limit", type=TIME, help="Save and exit with 75 before this time. [default: the job's]")
 @_trouble(
     "--stall-timeout", type=TIME, help="Report a stall after this time. [default: 10 steps, at least 2m]"
@@ -137,16 +137,16 @@ def train(
     settings, except those set by options.
     """
     display = {name: flags.pop(name) for name in SHOWN}
-    gpu, asked = asked_by(stage, gpu, flags)
-    if asked.given.get("train_minutes"):
-        ends = {name: asked.given.get(name) for name in ("steps", "epochs")}
-        refuse_beside("--set train_minutes", ends, "both set the end of the run")
+    gpu, request = asked_by(stage, gpu, flags)
+    if request.given.get("train_minutes"):
+        ends = {name: request.given.get(name) for name in ("steps", "epochs")}
+        reject_combination("--set train_minutes", ends, "both set the end of the run")
     if as_json := display["log_format"] == "json":
         is_live = display["progress"] == "live"
-        refuse_beside("--log-format json", {"progress live": is_live}, "a JSON log has no live display")
+        reject_combination("--log-format json", {"progress live": is_live}, "a JSON log has no live display")
     job = this_job()
     if job.size == 1:
-        _refuse_early(asked)
+        _refuse_early(request)
     end = job.end(time_limit)
     ready = open_stage(stage, threads, gpu)
 
@@ -167,8 +167,8 @@ def train(
 
     interrupts.before_leaving.append(remove_unbegun)
     try:
-        asked = followed(asked, ready, shown.noted)
-        plan = make_plan(ready, asked, shown.noted)
+        request = followed(request, ready, shown.noted)
+        plan = make_plan(ready, request, shown.noted)
         if plan.is_finished:
             t, seconds = plan.config.train, plan.state.seconds
             leave_finished(ready.comm, plan.directory, t, seconds, shown.noted)
@@ -187,7 +187,7 @@ def train(
         if plan and ready.comm.rank == 0:  # before training: MPI's abort skips all other cleanup
             plan.directory.lock.release()
     if ready.comm.rank == 0:
-        _report(run, asked, as_json)
+        _report(run, request, as_json)
 
 
 def _listeners(comm: Comm, display: Mapping[str, Any]) -> Listeners:
@@ -230,24 +230,30 @@ def _listeners(comm: Comm, display: Mapping[str, Any]) -> Listeners:
     return Listeners(*on_every_rank(comm, chosen))
 
 
-def resuming(asked: Mapping[str, Any], out: Path) -> list[str]:
+def resuming(request: Mapping[str, Any], out: Path) -> list[str]:
     """Return the options that make a job resume at any start, including its first."""
-    if asked["resume"]:
+    if request["resume"]:
         return []
-    named = {**asked, **asked["assigned"]}
+    named = {**request, **request["assigned"]}
     is_named = out.exists() or any(map(named.get, ("data", "preset", "config", "depth", "init")))
     return [*([] if is_named else ["--data", RunConfig().train.data]), "--resume", "auto"]
 
 
-def _refuse_early(asked: Asked) -> None:
+def _refuse_early(request: RunRequest) -> None:
     """Reject mistyped settings before NumPy and Numba are imported, which takes a second."""
-    asked.refuse_mistyped()
-    derived = (asked.resume, asked.decay_from, asked.within, asked.depth, asked.settings().get("init"))
+    request.refuse_mistyped()
+    derived = (
+        request.resume,
+        request.decay_from,
+        request.within,
+        request.depth,
+        request.settings().get("init"),
+    )
     if not any(derived):  # otherwise the model is not known yet
-        resolve(asked)
+        resolve(request)
 
 
-def _report(run: Any, asked: Asked, as_json: bool) -> None:
+def _report(run: Any, request: RunRequest, as_json: bool) -> None:
     """Print a sample of the best weights, the paths of the results, and the next command. Only on rank 0."""
     from distgpt.core.comm.api import SerialComm
     from distgpt.core.generate.engine import sample
@@ -275,10 +281,10 @@ def _report(run: Any, asked: Asked, as_json: bool) -> None:
     known = [f"{name} {loss_and_bits(loss, bits(loss))}" for name, loss, bits in losses if loss is not None]
     if known:
         show("losses", ", ".join(known))
-    if asked.tokens:
+    if request.tokens:
         from distgpt.recipes.within import outcome
 
-        if told := outcome(asked.expected_bits, run):
+        if told := outcome(request.expected_bits, run):
             show("expected", told)
     if seconds := run.progress.seconds:
         rate = run.settings.batch_size * run.model.config.seq_len * len(seconds) / sum(seconds)

@@ -3,7 +3,7 @@
 `distgpt/assembly.py` overrides `Components` with the optional features, and an extension overrides both. Each
 method imports its part when it is called, so a run loads only what it uses.
 
-`core/train/seams.py` and `core/train/sharing.py` define the interfaces of a run's parts.
+`core/train/interfaces.py` and `core/train/parallel_strategy.py` define the interfaces of a run's parts.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
     from distgpt.core.base.errors import Say
+    from distgpt.core.comm.affinity import Affinity
     from distgpt.core.comm.api import Comm
     from distgpt.core.comm.job import Job
-    from distgpt.core.comm.layout import Layout
     from distgpt.core.comm.resources import Grants
     from distgpt.core.config import Setting, TrainConfig
     from distgpt.core.cpu.stages import MakeKernels, StageKind
@@ -31,16 +31,16 @@ if TYPE_CHECKING:
     from distgpt.core.model.model import Model
     from distgpt.core.model.optim import AdamW
     from distgpt.core.ops.activations import Activation
-    from distgpt.core.saved.checkpoint import Outdated
+    from distgpt.core.saved.checkpoint import RetentionPolicy
     from distgpt.core.saved.modelfile import Description
     from distgpt.core.saved.rundir import RunDirectory
-    from distgpt.core.saved.weights import PartKind, RoundedKind
+    from distgpt.core.saved.weights import PartKind, QuantizedFormat
     from distgpt.core.train.assessment import MetricKind, Validation
+    from distgpt.core.train.interfaces import Budget, Callback, Disk, ModelKind, StepPolicy, Times
+    from distgpt.core.train.parallel_strategy import GradientSync, OptimizerState, Strategy
     from distgpt.core.train.progress import Pace, Progress
     from distgpt.core.train.run import Limits, Run
-    from distgpt.core.train.seams import Clock, Disk, Guard, Judge, ModelKind, Times
     from distgpt.core.train.setup import FirstWeights
-    from distgpt.core.train.sharing import Exchange, OptimizerState, Strategy
 
 
 EXTENDED = "DISTGPT_COMPONENTS=MODULE:CLASS loads an extension that has it"
@@ -61,9 +61,9 @@ class Components:
 
         return PLAIN
 
-    def layout(self) -> Layout:
+    def affinity(self) -> Affinity:
         """Return the placement of a node's ranks and threads on cores."""
-        from distgpt.core.comm.layout import PLAIN
+        from distgpt.core.comm.affinity import PLAIN
 
         return PLAIN
 
@@ -131,7 +131,7 @@ class Components:
     # Dtypes of quantized weights files, as named in their metadata.
     quantized_dtypes: tuple[str, ...] = ()
 
-    def quantized(self, dtype: str) -> RoundedKind:
+    def quantized(self, dtype: str) -> QuantizedFormat:
         """Return how weights of this dtype are quantized, stored and loaded."""
         raise unknown("dtype", dtype)
 
@@ -144,12 +144,12 @@ class Components:
 
     # Parts of a run
 
-    def refuse_unsuited(self, t: TrainConfig, ranks: int, on_gpu: bool) -> None:
+    def reject_unsuited(self, t: TrainConfig, ranks: int, on_gpu: bool) -> None:
         """Raise a UsageError if the settings are incompatible with each other, the ranks or the stage."""
 
     def model(self, t: TrainConfig) -> ModelKind:
         """Return how to build, train and describe the model."""
-        from distgpt.core.train.seams import WHOLE
+        from distgpt.core.train.interfaces import WHOLE
 
         return WHOLE
 
@@ -159,13 +159,13 @@ class Components:
 
     def strategy(self, t: TrainConfig, ranks: int) -> Strategy:
         """Return the strategy that ranks use to share a step."""
-        from distgpt.core.train.sharing import Strategy
+        from distgpt.core.train.parallel_strategy import Strategy
 
         return Strategy(t, ranks)
 
-    def exchange(self, comm: Comm, state: OptimizerState, t: TrainConfig, say: Say) -> Exchange:
+    def gradient_sync(self, comm: Comm, state: OptimizerState, t: TrainConfig, say: Say) -> GradientSync:
         """Return the exchange that sums the gradients over ranks. Collective."""
-        from distgpt.core.train.sharing import allreduce
+        from distgpt.core.train.parallel_strategy import allreduce
 
         return allreduce(comm, state, t, say)
 
@@ -189,37 +189,37 @@ class Components:
         """Return the metric that evaluations also measure if the setting `name` gives a file."""
         raise unknown("metric", name)
 
-    def step_policy(self, t: TrainConfig, progress: Progress) -> Judge:
+    def step_policy(self, t: TrainConfig, progress: Progress) -> StepPolicy:
         """Return the policy for which steps may change the weights."""
-        from distgpt.core.train.seams import Judge
+        from distgpt.core.train.interfaces import StepPolicy
 
-        return Judge(t, progress)
+        return StepPolicy(t, progress)
 
     def budget(
         self, t: TrainConfig, last: int, times: Times, pace: Pace, model: Model, validation: Validation | None
-    ) -> Clock:
+    ) -> Budget:
         """Return the policy for which step is the last; `last` is that step if only steps count."""
-        from distgpt.core.train.seams import Clock
+        from distgpt.core.train.interfaces import Budget
 
-        return Clock(last)
+        return Budget(last)
 
     def disk(
         self, directory: RunDirectory, t: TrainConfig, model: Model, description: Description, say: Say
     ) -> Disk:
         """Return the writer of weights."""
-        from distgpt.core.train.seams import Disk
+        from distgpt.core.train.interfaces import Disk
 
         return Disk()
 
-    def retention(self, t: TrainConfig) -> Outdated:
+    def retention(self, t: TrainConfig) -> RetentionPolicy:
         """Return the policy for which checkpoints to delete."""
         from functools import partial
 
-        from distgpt.core.saved.checkpoint import beyond
+        from distgpt.core.saved.checkpoint import expired_checkpoints
 
-        return partial(beyond, t.keep)
+        return partial(expired_checkpoints, t.keep)
 
-    def callbacks(self, run: Run, limits: Limits) -> Sequence[Guard]:
+    def callbacks(self, run: Run, limits: Limits) -> Sequence[Callback]:
         """Return the callbacks of a run, active from its first to its last step. Collective."""
         return ()
 

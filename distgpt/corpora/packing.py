@@ -17,7 +17,7 @@ import numpy as np
 
 from distgpt.core.base.errors import DataError, Say, UsageError
 from distgpt.core.base.formatting import count
-from distgpt.core.comm.agree import on_every_rank, shared
+from distgpt.core.comm.agree import collective_error, on_every_rank
 from distgpt.core.comm.api import Comm
 from distgpt.core.components import components
 from distgpt.core.config import RunConfig
@@ -80,7 +80,7 @@ class PackedCorpus(Corpus):
     def batches(self, comm: Comm, run: RunConfig) -> Batches:
         separator, t = self.separator, run.train
         if separator is None:
-            raise shared(UsageError(NO_DOCUMENTS))
+            raise collective_error(UsageError(NO_DOCUMENTS))
         length = run.model.seq_len
         return on_every_rank(comm, lambda: PackedBatches(self.train, length, t.batch_size, t.seed, separator))
 

@@ -25,7 +25,7 @@ from distgpt.core.base.files import (
     storage_errors,
 )
 from distgpt.core.base.formatting import count
-from distgpt.core.comm.agree import on_root, refuse_anywhere, shared
+from distgpt.core.comm.agree import collective_error, on_root, raise_if_any
 from distgpt.core.comm.api import Comm
 from distgpt.core.data.batches import Tokens
 from distgpt.core.data.loading import Corpus, DataRequest
@@ -352,9 +352,9 @@ def load_shards(comm: Comm, folder: Path, request: DataRequest, say: Say) -> Cor
             return str(error)
         return ""
 
-    refuse_anywhere(comm, problem(), DataError)
+    raise_if_any(comm, problem(), DataError)
     if "train" in request.splits and "train" not in splits:
-        raise shared(DataError(f"{folder} has no shards of split 'train'"))
+        raise collective_error(DataError(f"{folder} has no shards of split 'train'"))
     is_separated = manifest.separator == (tokenizer.separator,)
     val = splits.get("val")
     train = splits.get("train", val)  # the validation shards, if only these were requested

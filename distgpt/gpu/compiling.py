@@ -12,7 +12,7 @@ from functools import cache
 from hashlib import sha256
 from pathlib import Path
 
-from distgpt.core.base.caches import cache_folder, made_by_one
+from distgpt.core.base.caches import cache_folder, compute_once
 from distgpt.core.base.errors import UsageError
 from distgpt.gpu import probe
 from distgpt.gpu.probe import library_path
@@ -142,7 +142,7 @@ def cubin(source: str, defines: tuple[str, ...], arch: str) -> bytes:
     """
     folder = cache_folder("kernels")
     path = folder and folder / f"{source}-{arch}-{_digest(source, defines, arch)}.cubin"
-    return made_by_one(path, lambda: compile_source(source, defines, arch).cubin)
+    return compute_once(path, lambda: compile_source(source, defines, arch).cubin)
 
 
 def _digest(source: str, defines: tuple[str, ...], arch: str) -> str:
@@ -151,7 +151,7 @@ def _digest(source: str, defines: tuple[str, ...], arch: str) -> str:
     return sha256("\0".join(parts).encode()).hexdigest()[:24]
 
 
-class Kept:
+class TuningCache:
     """Stored choices, one file each, valid for identical GPUs with the same libraries and distgpt code.
 
     One rank per node makes a choice, and the others use it. `facts`: everything that choices depend on. If
@@ -168,7 +168,7 @@ class Kept:
             return make()
         key = sha256(repr([what, *self._facts]).encode()).hexdigest()[:24]
         anew = os.environ.get(TUNE_ANEW) == "1"
-        return made_by_one(self._folder / f"{key}.choice", make, (lambda kept: False) if anew else accepts)
+        return compute_once(self._folder / f"{key}.choice", make, (lambda kept: False) if anew else accepts)
 
 
 @cache

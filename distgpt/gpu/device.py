@@ -20,7 +20,7 @@ from distgpt.core.base.errors import UsageError
 from distgpt.core.base.system import boot_id
 from distgpt.core.ops.api import Array, Work
 from distgpt.core.ops.low_precision import from_bfloat16
-from distgpt.gpu.compiling import Kept, Kind, cubin, storage_define
+from distgpt.gpu.compiling import Kind, TuningCache, cubin, storage_define
 
 WARP, BLOCK, LARGEST_BLOCK = 32, 256, 1024  # threads
 TIMED_CALLS, TURNS = 5, 5
@@ -78,7 +78,7 @@ class CupyDevice:
         self._modules: dict[Kind, Any] = {}
         self._functions: dict[tuple[str, str, tuple[str, ...]], Any] = {}
         self.choices: dict[Hashable, int] = {}
-        self.kept = Kept(None)
+        self.kept = TuningCache(None)
         self.sharing = 1  # ranks on this GPU, which divide its memory
         self._recordings = 1  # generation; recordings of an earlier generation are outdated
 
@@ -89,7 +89,7 @@ class CupyDevice:
         """
         if self.sharing == 1:
             about = (self.name, self.capability, self.multiprocessors, self.memory()[1])
-            self.kept = Kept([*versions, *about])
+            self.kept = TuningCache([*versions, *about])
 
     # -- memory
 
@@ -130,7 +130,7 @@ class CupyDevice:
                 out[first : first + step] = mirror.ready()
         return host
 
-    def later(self, array: Array) -> Callable[[], Any]:
+    def to_host_async(self, array: Array) -> Callable[[], Any]:
         """Queue a download of the array. Return a function that waits for the download and returns it."""
         mirror = self.mirror(array)
         mirror.fetch()

@@ -69,7 +69,7 @@ class CudaKernels(MuonKernels):
         attention_for: Callable[[int, OwnAttention], OwnAttention] | None = None,
     ) -> None:
         self.device = device
-        self.dtype, self.wide = STORAGE[dtype], WIDE[dtype]
+        self.dtype, self.accum_dtype = STORAGE[dtype], WIDE[dtype]
         self.capabilities = Capabilities(
             is_async=True,
             fuses_residual=True,
@@ -98,8 +98,8 @@ class CudaKernels(MuonKernels):
     def to_host(self, array: Array) -> Any:
         return floats(self.device.download(array))
 
-    def later(self, array: Array) -> Callable[[], Any]:
-        taken = self.device.later(array)
+    def to_host_async(self, array: Array) -> Callable[[], Any]:
+        taken = self.device.to_host_async(array)
         return lambda: floats(taken())
 
     def put(self, array: Array, host: Any) -> None:
@@ -168,7 +168,7 @@ class CudaKernels(MuonKernels):
     def _add_to_rows(self, dwte: Array, dx: Array, tokens: Array, order: Array | None) -> None:
         (n, width), c = dx.shape, dwte.shape[1]
         chunks = -(-n // CHUNK)
-        partial = self.launcher.scratch("tokens", (chunks, 2, c), self.wide)
+        partial = self.launcher.scratch("tokens", (chunks, 2, c), self.accum_dtype)
         within, w = self.launcher.variant("token_gradient", gcd(c, width), dwte, partial, dx)
         across, _ = self.launcher.variant("token_gradient_across", gcd(c, width), dwte, partial, dx)
         block = min(256, -(-c // (w * WARP)) * WARP)
@@ -205,7 +205,7 @@ class CudaKernels(MuonKernels):
         self, y: Array, s: Array, stats: Stats, x: Array, r: Array | None, wb: Gain, eps: float
     ) -> None:
         n, c = y.shape
-        rows, block, defines = norm_shape(c, self.wide.itemsize)
+        rows, block, defines = norm_shape(c, self.accum_dtype.itemsize)
         kernel, _ = self.launcher.variant("add_norm", c, y, s, x, r, *wb)
         args = (y, s, *stats, x, r, *wb, eps, n)
         self.launcher.start("norm", kernel, -(-n // rows), block, *args, defines=defines)
@@ -222,7 +222,7 @@ class CudaKernels(MuonKernels):
         wb: Gain,
     ) -> None:
         n, c = dx.shape
-        rows, block, defines = norm_shape(c, self.wide.itemsize)
+        rows, block, defines = norm_shape(c, self.accum_dtype.itemsize)
         kernel, _ = self.launcher.variant("norm_backward", c, dx, y, sums, dy, dres, s, *wb)
         args = (dx, y, sums, dy, dres, s, *stats, *wb, n)
         blocks = self.capabilities.norm_sum_rows
@@ -279,7 +279,7 @@ class CudaKernels(MuonKernels):
 
     def sum_rows(self, total: Array, x: Array, accumulate: bool) -> None:
         """First compute up to ROWS_APART partial sums, so that there is work for many blocks."""
-        if x.dtype != self.wide:
+        if x.dtype != self.accum_dtype:
             self._bias(BiasGradient(total, accumulate), x)
             return
         n, c = x.shape
@@ -327,10 +327,10 @@ class CudaKernels(MuonKernels):
         grid = -(-units // BLOCK), max(1, -(-kept // part))
         self.launcher.start("decoding", "move_cached", grid, BLOCK, caches, cos, sin, *sizes)
 
-    def likeliest(self, tokens: Array, found: Array, logits: Array, vocab: int) -> None:
+    def topk_logits(self, tokens: Array, found: Array, logits: Array, vocab: int) -> None:
         (n, k), width = tokens.shape, logits.shape[1]
         block = min(LARGEST_BLOCK, -(-vocab // WARP) * WARP)
-        self.launcher.start("decoding", "likeliest", n, block, tokens, found, logits, vocab, width, k)
+        self.launcher.start("decoding", "topk_logits", n, block, tokens, found, logits, vocab, width, k)
 
     def drawn(self, tokens: Array, found: Array, logits: Array, vocab: int, draws: Array) -> None:
         block, width = min(LARGEST_BLOCK, -(-vocab // WARP) * WARP), logits.shape[1]
@@ -379,7 +379,7 @@ class CudaKernels(MuonKernels):
 
     def squares(self, pieces: Array, g: Array) -> None:
         """Sum in pieces that are the same on every GPU, so that different GPUs clip identically."""
-        kernel = "squares" if g.dtype == self.wide else "squares_of_stored"
+        kernel = "squares" if g.dtype == self.accum_dtype else "squares_of_stored"
         if g.size:
             self.launcher.start("reduce", kernel, pieces.size, BLOCK, pieces, g, np.int64(g.size))
 
@@ -390,7 +390,7 @@ class CudaKernels(MuonKernels):
         if not state.p.size:  # a rank with an empty part
             return
         groups = (scalars.size - len(StepScalars._fields)) // 2
-        common = self.launcher.scratch("common", (COMMON + 2 * groups,), self.wide)
+        common = self.launcher.scratch("common", (COMMON + 2 * groups,), self.accum_dtype)
         self.launcher.start("optimizer", "adamw_common", 1, WARP, common, norm, scalars, groups, *constants)
         args = (*state, len(state.ranges), common, np.int64(state.p.size))
         self.launcher.start("optimizer", "adamw", self._fours(state.p), BLOCK, *args)

@@ -123,7 +123,7 @@ class LinearKernels(Kernels):
         n, c = dy.shape
         _, w = self.launcher.variant("sum_slices", c, dy)
         most = 4 * self.device.multiprocessors // -(-c // (WARP * w))
-        return self.launcher.scratch("columns", (max(1, min(-(-n // SLICE), most)), c), self.wide)
+        return self.launcher.scratch("columns", (max(1, min(-(-n // SLICE), most)), c), self.accum_dtype)
 
     def _slices(self, source: str, kernel: str, parts: Array, x: Array, *others: Array | int) -> None:
         """Start a kernel that sums slices of the rows of x, WARP columns in parallel."""

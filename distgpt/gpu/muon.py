@@ -59,8 +59,8 @@ class MuonKernels(LinearKernels):
         table = self._table(
             [(*_places(each, first), i * longest, *each.p.shape) for i, each in enumerate(matrices)]
         )
-        q = scratch("mean squares", (len(matrices) * longest,), self.wide)
-        factors = scratch("length factors", (len(matrices), 2), self.wide)
+        q = scratch("mean squares", (len(matrices) * longest,), self.accum_dtype)
+        factors = scratch("length factors", (len(matrices), 2), self.accum_dtype)
         step, many = self._step(norm, scalars), len(matrices)
         blocks = -(-longest // WARP)
         args = (first.v, q, first.u, table, step, beta2)
@@ -88,7 +88,7 @@ class MuonKernels(LinearKernels):
         ends = [0, *(many * each for each in (_apart(size), 2 * _apart(size), _room((low, high))))]
         x, y, polynomial = (memory[a:b] for a, b in pairwise(ends))
         table = self._table([(*_places([u], batch[:1]), int(u.shape[0] > low)) for u in batch])
-        factor = self.launcher.scratch("shrinking", (many,), self.wide)
+        factor = self.launcher.scratch("shrinking", (many,), self.accum_dtype)
         pieces = self.launcher.scratch("squares of updates", (many, _pieces(size)), np.dtype(np.float64))
         self._start_muon("update_squares", (_pieces(size), many), BLOCK, pieces, batch[0], table, size)
         self._start_muon("shrinking", many, BLOCK, factor, pieces, _pieces(size))
@@ -107,7 +107,7 @@ class MuonKernels(LinearKernels):
         self._start_muon("widen_update", tiles, BLOCK, batch[0], x, table, low, high)
 
     def _step(self, norm: Array, scalars: Array) -> Array:
-        step = self.launcher.scratch("muon step", (STEP,), self.wide)
+        step = self.launcher.scratch("muon step", (STEP,), self.accum_dtype)
         self._start_muon("muon_scalars", 1, WARP, step, norm, scalars)
         return step
 

@@ -17,9 +17,9 @@ from types import SimpleNamespace
 from typing import ClassVar, cast
 
 from distgpt.core.base.errors import Say, UsageError, first_line
-from distgpt.core.comm.agree import on_every_rank, refuse_anywhere
+from distgpt.core.comm.agree import on_every_rank, raise_if_any
 from distgpt.core.comm.api import Comm, SerialComm
-from distgpt.core.config import DTYPES, ROUNDED_DTYPES, GpuConfig, nearest
+from distgpt.core.config import DTYPES, QUANTIZED_DTYPES, GpuConfig, did_you_mean
 from distgpt.core.cpu.stages import Choose, Dtype, Stage, StageKind
 from distgpt.core.ops.kernels import Kernels
 from distgpt.gpu import cublaslt, cudnn_attention, probe
@@ -45,14 +45,14 @@ class GpuStage(Stage):
     on_gpu: ClassVar[bool] = True
 
     def kernels(self, dtype: str, matmul: str = "auto") -> Kernels:
-        refuse_anywhere(self.comm, self._trouble_with(dtype))
+        raise_if_any(self.comm, self._trouble_with(dtype))
         # If one rank's GPU is full, no rank continues.
         return on_every_rank(self.comm, lambda: kernels_on(self.device, dtype, self.gpu, self.notes.add))
 
     def _trouble_with(self, dtype: str) -> str:
-        if dtype not in (known := (*DTYPES, *ROUNDED_DTYPES)):
-            return f"unknown dtype {dtype!r}{nearest(dtype, known)}"
-        if dtype in ROUNDED_DTYPES:
+        if dtype not in (known := (*DTYPES, *QUANTIZED_DTYPES)):
+            return f"unknown dtype {dtype!r}{did_you_mean(dtype, known)}"
+        if dtype in QUANTIZED_DTYPES:
             return f"stage {self.name!r} uses a GPU; {dtype} requires a CPU stage"
         if dtype == "bfloat16" and self.device.capability < OLDEST_BFLOAT16:
             has = f"{self.device.name} has {dotted(self.device.capability)}"

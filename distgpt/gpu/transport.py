@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from distgpt.core.base.errors import UsageError
-from distgpt.core.comm.agree import gather_bytes, shared
+from distgpt.core.comm.agree import collective_error, gather_bytes
 from distgpt.core.comm.api import Array, Comm, QueuedComm
 from distgpt.core.ops.api import Work
 from distgpt.gpu import probe
@@ -219,9 +219,13 @@ def choose_transport(how: str, comm: Comm, device: CupyDevice) -> Transport:
     nccl = nccl_module()
     without = _anywhere(comm, nccl is None)
     if how == "nccl" and crowded:
-        raise shared(UsageError("--allreduce nccl requires a GPU per rank; start fewer ranks, or use host"))
+        raise collective_error(
+            UsageError("--allreduce nccl requires a GPU per rank; start fewer ranks, or use host")
+        )
     if how == "nccl" and without:
-        raise shared(UsageError("--allreduce nccl requires NCCL: pip install nvidia-nccl-cu13 (or -cu12)"))
+        raise collective_error(
+            UsageError("--allreduce nccl requires NCCL: pip install nvidia-nccl-cu13 (or -cu12)")
+        )
     if how == "nccl" or (how == "auto" and not crowded and not without):
         if _anywhere(comm, device.sharing > 1):
             _let_ranks_share(nccl, comm.rank)

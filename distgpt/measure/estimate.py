@@ -13,12 +13,12 @@ import numpy as np
 
 from distgpt.core.base.errors import Say, UsageError
 from distgpt.core.base.formatting import count, duration, long_duration, size, size_in_column, three_digits
+from distgpt.core.comm.affinity import affinity
 from distgpt.core.comm.api import SerialComm
-from distgpt.core.comm.layout import layout
 from distgpt.core.comm.resources import Grants, usable_cores
 from distgpt.core.components import components
 from distgpt.core.config import ON_GPU, GpuConfig, RunConfig, TrainConfig
-from distgpt.core.config.asked import Asked
+from distgpt.core.config.run_request import RunRequest
 from distgpt.core.cpu.stages import Stage, expected_dtype, open_stage
 from distgpt.core.data.batches import ArrayTokens, Batches
 from distgpt.core.data.textfile import BUNDLED_TEXTS, resolve_data
@@ -26,8 +26,8 @@ from distgpt.core.model.counts import operations, parameters
 from distgpt.core.model.model import Architecture, flag_count
 from distgpt.core.ops.kernels import Kernels
 from distgpt.core.train.memory import SPARE, fitting, needed
-from distgpt.core.train.plan import DTYPE, is_open, new_run, refuse_unsuited
-from distgpt.core.train.sharing import Exchange, Strategy
+from distgpt.core.train.parallel_strategy import GradientSync, Strategy
+from distgpt.core.train.plan import DTYPE, is_open, new_run, reject_unsuited
 from distgpt.core.train.step import Step
 from distgpt.corpora.prepare.tokenized import vocabulary_size
 from distgpt.corpora.shards import Manifest, is_shards, read_manifest
@@ -92,7 +92,7 @@ def estimate(question: Question, say: Say, ready: Stage | None = None) -> Facts:
         steps = max(1, int(60 * minutes / time["step_s"]))
     need = needed(train, site.kernels, strategy, assessed)
     counted, trained = parameters(model), components().model(run.train).trained(run)
-    wide = site.kernels.wide.itemsize
+    wide = site.kernels.accum_dtype.itemsize
     gradients = (trained.size + flag_count(ranks)) * wide
     return {
         "stage": question.stage,
@@ -134,10 +134,12 @@ def estimate(question: Question, say: Say, ready: Stage | None = None) -> Facts:
     }
 
 
-def foreseen(stage: str, asked: Asked, tf32: bool) -> RunConfig:
+def foreseen(stage: str, request: RunRequest, tf32: bool) -> RunConfig:
     """Return the configuration of a new run in this stage on this machine."""
-    config = new_run(asked)
-    return config.with_values({DTYPE: expected_dtype(stage, config, tf32).name}) if is_open(asked) else config
+    config = new_run(request)
+    return (
+        config.with_values({DTYPE: expected_dtype(stage, config, tf32).name}) if is_open(request) else config
+    )
 
 
 def _refuse_nonsense(question: Question) -> None:
@@ -147,7 +149,7 @@ def _refuse_nonsense(question: Question) -> None:
         raise UsageError("--rate and --measure cannot be combined")
     if question.gpu_memory is not None and question.stage not in ON_GPU:
         raise UsageError(f"--gpu-memory requires stage {' or '.join(ON_GPU)}, not {question.stage!r}")
-    refuse_unsuited(question.run.train, question.ranks, on_gpu=question.stage in ON_GPU)
+    reject_unsuited(question.run.train, question.ranks, on_gpu=question.stage in ON_GPU)
 
 
 def _with_vocabulary(run: RunConfig, shards: Manifest | None) -> RunConfig:
@@ -163,10 +165,10 @@ def _site(question: Question, ready: Stage | None) -> Site:
     t, name = question.run.train, question.stage
     if name not in ON_GPU:
         # Ignore the limits of a batch system: a job may give each rank as much as this process has.
-        share = partial(layout().share, grants=Grants())
+        share = partial(affinity().share, grants=Grants())
         cpus = float(len(usable_cores()))
-        cores, asked = share(cpus, 1), question.threads
-        threads = share(cpus / question.ranks, question.ranks) if asked is None else asked
+        cores, request = share(cpus, 1), question.threads
+        threads = share(cpus / question.ranks, question.ranks) if request is None else request
         stage = ready or open_stage("serial", threads, question.gpu)
         neighbours = max(1, min(question.ranks, cores // stage.threads))
         free, where = stage.free_memory(0 if ready else neighbours)
@@ -289,7 +291,7 @@ class Trial:
         model.allocate_master_weights()
         model.initialise(t.seed)
         self.optimizer = components().optimizer(t)(model, t)
-        self.trained = Step(self.optimizer, SerialComm(), t, Exchange())
+        self.trained = Step(self.optimizer, SerialComm(), t, GradientSync())
         n_tokens = t.batch_size * run.model.seq_len + 1
         ids = np.random.default_rng(t.seed).integers(0, run.model.vocab_size, n_tokens, np.uint32)
         self.batches = Batches(ArrayTokens(ids), run.model.seq_len, t.batch_size, t.seed)

@@ -19,12 +19,12 @@ from distgpt import api
 from distgpt.core.base.errors import StorageError
 from distgpt.core.base.files import atomic_file, storage_errors
 from distgpt.core.components import components
-from distgpt.core.config import GRAD_SYNCS, ROUNDED_DTYPES, ModelConfig, TrainConfig
+from distgpt.core.config import GRAD_SYNCS, QUANTIZED_DTYPES, ModelConfig, TrainConfig
 from distgpt.core.cpu.compiling import disk_cache
 from distgpt.core.cpu.kernels import Bfloat16Kernels, CpuKernels
 from distgpt.core.cpu.stages import open_stage
 from distgpt.core.data.textfile import read_text, resolve_data
-from distgpt.core.generate.engine_setup import rehearse
+from distgpt.core.generate.engine_setup import warmup_pass
 from distgpt.core.model.model import Architecture, Model
 from distgpt.core.saved.modelfile import open_model
 from distgpt.inference.evaluation.evaluate import evaluate
@@ -69,7 +69,7 @@ def parts(folder: Path) -> Iterator[Part]:
         yield f"exchange in {dtype}", partial(_exchange, dtype)
     how = {**SMALL, "data": str(text), "tokenizer": "bpe:300"}
     yield "tokenizing", partial(api.train, "tiny", out=folder / "bpe", **how)
-    for dtype in (*WAYS, *ROUNDED_DTYPES):
+    for dtype in (*WAYS, *QUANTIZED_DTYPES):
         yield f"generating text in {dtype}", partial(_generate, folder, dtype)
 
 
@@ -88,8 +88,8 @@ def _exchange(dtype: str) -> None:
     ways = [TrainConfig(grad_sync=name) for name in GRAD_SYNCS]
     ways += [TrainConfig(reproducible_parts=4), TrainConfig(outer_every=2)]
     for t in ways:
-        components().strategy(replace(t, gradient_dtype=dtype), 2).rehearse(model)
-        components().strategy(t, 2).rehearse(model)
+        components().strategy(replace(t, gradient_dtype=dtype), 2).warmup_pass(model)
+        components().strategy(t, 2).warmup_pass(model)
 
 
 def _tuning(folder: Path, weights: Path, chats: Path, dtype: str) -> Iterator[Part]:
@@ -103,13 +103,13 @@ def _tuning(folder: Path, weights: Path, chats: Path, dtype: str) -> Iterator[Pa
 def _generate(folder: Path, dtype: str) -> None:
     """Generate and evaluate, also with an adapter, and write a file of this type."""
     weights, stage = folder / "tiny-float32", open_stage("serial")
-    rehearse(open_model(stage, weights, dtype, part=folder / "adapter-float32")[0])
+    warmup_pass(open_model(stage, weights, dtype, part=folder / "adapter-float32")[0])
     evaluate(stage, weights, val="corpus", val_tokens=64, dtype=dtype)
-    if dtype in ROUNDED_DTYPES:
+    if dtype in QUANTIZED_DTYPES:
         done = calibrated(weights, folder / "text.txt") if dtype == "int4" else {}
         made = folder / f"{dtype}.safetensors"
         quantize(weights, made, dtype, done)
-        rehearse(open_model(stage, made, dtype)[0])
+        warmup_pass(open_model(stage, made, dtype)[0])
 
 
 # The site's file of loops, which disk_cache.py reads

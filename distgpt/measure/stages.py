@@ -26,8 +26,8 @@ from distgpt.core.base.errors import (
 from distgpt.core.base.files import atomic_file, read_small, storage_errors, write_json
 from distgpt.core.base.interrupts import undisturbed
 from distgpt.core.comm.api import SerialComm
-from distgpt.core.config import ON_GPU, STAGES, WITH_MPI, RunConfig, nearest
-from distgpt.core.config.asked import asked_for
+from distgpt.core.config import ON_GPU, STAGES, WITH_MPI, RunConfig, did_you_mean
+from distgpt.core.config.run_request import asked_for
 from distgpt.core.data.batches import refuse_uneven
 from distgpt.core.data.loading import DataRequest, load_corpus
 from distgpt.core.model.optim import learning_rate
@@ -65,12 +65,12 @@ def find_workload(
     )
     if full and not is_projects:
         raise UsageError("--full requires the course project's workload; for others, set --steps")
-    asked = asked_for({**flags, "deterministic": deterministic}, preset, toml)
-    config = new_run(derived(asked, 1))
+    request = asked_for({**flags, "deterministic": deterministic}, preset, toml)
+    config = new_run(derived(request, 1))
     if is_projects and not full:
         # Take its first steps, with the learning rates that a linear schedule has there.
         config = config.with_values({"steps": SHORT, "min_lr": learning_rate(config.train, SHORT)})
-    return asked.name, config
+    return request.name, config
 
 
 def find_prompt(config: RunConfig) -> str:
@@ -114,7 +114,7 @@ def find_runnable(
     names = STAGES if options.stages is None else [word.strip() for word in options.stages.split(",")]
     for name in names:
         if name not in STAGES:
-            raise UsageError(f"--stages: unknown stage {name!r}{nearest(name, STAGES)}")
+            raise UsageError(f"--stages: unknown stage {name!r}{did_you_mean(name, STAGES)}")
     report, _ = examine()
     missing: dict[str, list[Facts]] = {}
     for stage in (stage for stage in STAGES if stage in names):

@@ -43,7 +43,7 @@ from distgpt.core.saved.tensors import (
     write_tensors,
 )
 from distgpt.core.saved.weights import SOURCE_SUM, find_weights, read_float, verified, weights_of
-from distgpt.core.train.seams import ModelKind
+from distgpt.core.train.interfaces import ModelKind
 
 
 class Adapter(Part):
@@ -376,7 +376,7 @@ FILES = AdapterFile()
 class AdapterKind(ModelKind):
     """The model kind of `AdaptedModel`."""
 
-    may_move = frozenset({"init"})  # `refuse_origin` compares its content
+    may_move = frozenset({"init"})  # `reject_origin` compares its content
 
     def build(self, run: RunConfig, kernels: Kernels) -> Model:
         return AdaptedModel(run, kernels)
@@ -399,7 +399,7 @@ class AdapterKind(ModelKind):
         path = Path(t.init)
         header = on_root(comm, lambda: verified(path))
         for spec in model.frozen.layout.specs:
-            host = np.empty(spec.shape, np.promote_types(model.kernels.wide, np.float32))
+            host = np.empty(spec.shape, np.promote_types(model.kernels.accum_dtype, np.float32))
             on_root(comm, lambda: read_float(path, header, spec, host))  # noqa: B023
             if comm.rank == 0:
                 model.kernels.put(model.frozen[spec.name], host)
@@ -408,14 +408,14 @@ class AdapterKind(ModelKind):
     def use_of_init(self, t: TrainConfig) -> str:
         return f"gets adapters of rank {t.lora_rank}"
 
-    def refuse_origin(self, origin: Description, weights: Path, t: TrainConfig, resumed: bool) -> None:
+    def reject_origin(self, origin: Description, weights: Path, t: TrainConfig, resumed: bool) -> None:
         """Accept a quantized model, because its adapters can be trained."""
         if not resumed:
-            origin.refuse_incomplete(weights)
+            origin.reject_incomplete(weights)
         elif origin.base:
             refuse_other_base(weights, origin, Path(t.init))
 
-    def refuse_moved(self, t: TrainConfig) -> None:
+    def reject_moved(self, t: TrainConfig) -> None:
         if not Path(t.init).is_file():
             raise DataError(
                 f"{t.init} does not exist; pass the new path of this run's base model with --init"

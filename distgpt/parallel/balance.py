@@ -15,7 +15,7 @@ from distgpt.core.config import TrainConfig
 from distgpt.core.model.model import Model
 from distgpt.core.model.passes import Pass
 from distgpt.core.saved.checkpoint import State
-from distgpt.core.train.sharing import MicroBatches, Start
+from distgpt.core.train.parallel_strategy import MicroBatches, Start
 
 TRIES = 3  # timed passes of each rank, after a warm-up; the fastest counts
 

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from functools import partial
 
-from distgpt.core.base.errors import Say, UsageError, refuse_beside
-from distgpt.core.comm.agree import refuse_anywhere
+from distgpt.core.base.errors import Say, UsageError, reject_combination
+from distgpt.core.comm.agree import raise_if_any
 from distgpt.core.comm.api import Comm
 from distgpt.core.config import TrainConfig
 from distgpt.core.model.model import Model
-from distgpt.core.train.sharing import Exchange, MicroBatches, OptimizerState, Placement, Start, Strategy
+from distgpt.core.train.parallel_strategy import (
+    GradientSync,
+    MicroBatches,
+    OptimizerState,
+    Placement,
+    Start,
+    Strategy,
+)
 
 WITHOUT_THREADS = "--grad-sync overlapped requires MPI_THREAD_MULTIPLE, which this MPI does not support"
 WITHOUT_NCCL = (
@@ -31,7 +38,7 @@ def placement(t: TrainConfig, ranks: int) -> Placement:
     return Placement(t, ranks)
 
 
-def exchange(comm: Comm, state: OptimizerState, t: TrainConfig, say: Say) -> Exchange:
+def gradient_sync(comm: Comm, state: OptimizerState, t: TrainConfig, say: Say) -> GradientSync:
     """Return the exchange that sums the gradients over ranks. Collective."""
     if t.outer_every:
         from distgpt.parallel import local_steps
@@ -86,7 +93,7 @@ class Chosen(Strategy):
     def refuse_unable(self, comm: Comm, on_gpu: bool) -> None:
         able, without = (comm.queued, WITHOUT_NCCL) if on_gpu else (comm.is_threadsafe, WITHOUT_THREADS)
         lacks = comm.size > 1 and self.config.grad_sync == "overlapped" and not able
-        refuse_anywhere(comm, without if lacks else "")
+        raise_if_any(comm, without if lacks else "")
 
     def reserve(self, comm: Comm, model: Model, t: TrainConfig) -> None:
         wire = model.kernels.wire  # NCCL sums float32 shards without this memory
@@ -95,8 +102,8 @@ class Chosen(Strategy):
 
             ReduceScatterGather(comm, model.grads.flat, t.gradient_dtype, 0, wire)
 
-    def rehearse(self, model: Model) -> None:
-        super().rehearse(model)
+    def warmup_pass(self, model: Model) -> None:
+        super().warmup_pass(model)
         t = self.config
         if self.ranks > 1:
             from distgpt.parallel.node_memory import rehearse_shared_sum
@@ -127,6 +134,6 @@ def check(t: TrainConfig, ranks: int, on_gpu: bool) -> None:
             raise UsageError(
                 f"{what} requires --grad-sync allreduce; {t.grad_sync} needs gradients every step"
             )
-        refuse_beside(what, others, "each rank has its own weights")
+        reject_combination(what, others, "each rank has its own weights")
     if t.balance == "auto":
-        refuse_beside("--balance auto", {**others, "outer-every": t.outer_every}, "shares differ")
+        reject_combination("--balance auto", {**others, "outer-every": t.outer_every}, "shares differ")

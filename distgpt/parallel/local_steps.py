@@ -21,22 +21,22 @@ from distgpt.core.model.optim import AdamW
 from distgpt.core.ops.api import Array, NesterovState
 from distgpt.core.saved.modelfile import on_host
 from distgpt.core.train.gathering import TensorByTensor, read_flat, stems
-from distgpt.core.train.progress import Rounds
-from distgpt.core.train.sharing import (
+from distgpt.core.train.parallel_strategy import (
     OPTIMIZER,
     WEIGHTS,
-    Exchange,
-    Gathering,
+    GradientSync,
     Groups,
     OptimizerState,
     Placement,
     Reduction,
     Scales,
+    StateGatherer,
 )
+from distgpt.core.train.progress import Rounds
 from distgpt.parallel.reductions import reduction_for
 
 
-class LocalSteps(Exchange):
+class LocalSteps(GradientSync):
     """Gradients stay on their rank. The changes of the weights are summed in the gradients' memory."""
 
     waits_after_update = True
@@ -48,9 +48,9 @@ class LocalSteps(Exchange):
     def sum_gradients(self, step: int) -> None:
         """Sum only the squared norms, so that all ranks clip identically and skip the same bad steps."""
         self.optimizer.compute_norm()
-        self.sum_votes()
+        self.sum_flags()
 
-    def sum_votes(self) -> None:
+    def sum_flags(self) -> None:
         """Sum the loss, the step flags and the squared norm, in one message if they are on the host."""
         extra, norm = self.optimizer.model.grads.flags, self.optimizer.norm
         if not isinstance(norm, np.ndarray):
@@ -107,7 +107,7 @@ class LocalPlacement(Placement):
         """Return the number of buffers in a checkpoint, including each rank's and the velocity."""
         return 2 + 2 * self.ranks if is_common else 3 + 3 * self.ranks
 
-    def rehearse(self, model: Model) -> None:
+    def warmup_pass(self, model: Model) -> None:
         state = self.state(model, 0)
         state.begin()
         state.store_change_as_gradient()
@@ -124,7 +124,7 @@ class LocalState(OptimizerState):
         super().__init__(optimizer)
         self._config, self.rounds, model = config, rounds, optimizer.model
         model.make_gradients()
-        wide = model.kernels.wide_zeros
+        wide = model.kernels.accum_zeros
         self.round_start, self.velocity = (FlatBuffer(model.layout, wide) for _ in range(2))
         self.in_sync = True  # no rank has changed its weights since the last synchronization
 
@@ -186,11 +186,11 @@ class LocalState(OptimizerState):
         self.in_sync = is_common
         model.refresh()
 
-    def gathering(self, comm: Comm) -> Gathering:
+    def gathering(self, comm: Comm) -> StateGatherer:
         return Replicas(comm, self)
 
 
-def make(comm: Comm, state: OptimizerState, t: TrainConfig) -> Exchange:
+def make(comm: Comm, state: OptimizerState, t: TrainConfig) -> GradientSync:
     """Return the exchange of --outer-every. Collective."""
     assert isinstance(state, LocalState)
     return LocalSteps(comm, state, reduction_for(comm, state.optimizer.model, t))
@@ -207,7 +207,7 @@ class Replicas(TensorByTensor):
     def __init__(self, comm: Comm, state: LocalState) -> None:
         self._model, self._state = state.optimizer.model, state
         self._buffers = _buffers(state.optimizer)
-        layout, wide = self._model.layout, np.dtype(self._model.kernels.wide)
+        layout, wide = self._model.layout, np.dtype(self._model.kernels.accum_dtype)
         layouts = {MEAN: layout} | {
             f"{rank}/{prefix}": buffer.layout
             for rank in range(comm.size)

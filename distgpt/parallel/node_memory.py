@@ -21,7 +21,7 @@ from distgpt.core.comm.api import Comm, SerialComm
 from distgpt.core.model.memory import FlatBuffer, Layout
 from distgpt.core.ops.api import Array
 from distgpt.core.ops.kernels import Kernels
-from distgpt.core.train.sharing import Reduction
+from distgpt.core.train.parallel_strategy import Reduction
 
 LINE = 16  # elements of a cache line; ranks' parts start at multiples
 GRAIN = 4096  # minimum elements per worker
@@ -47,14 +47,14 @@ def gradients_in_node(comm: Comm, kernels: Kernels, say: Say, layout: Layout, fl
     lack = ""
     if node is not None:
         try:
-            rows = shared_rows(node, layout.size + flags, np.dtype(kernels.wide))
+            rows = shared_rows(node, layout.size + flags, np.dtype(kernels.accum_dtype))
         except UsageError as error:
             lack = str(error)
     lacks = [text for text in gather(comm, lack) if text]
     if node is None or lacks:
         if lacks:
             say(f"MPI sums gradients within a node, because its ranks cannot share memory ({lacks[0]})")
-        return FlatBuffer(layout, kernels.wide_zeros, flags)
+        return FlatBuffer(layout, kernels.accum_zeros, flags)
     return SharedGradients(layout, flags, rows, node.rank)
 
 
@@ -199,6 +199,6 @@ class SharedSum(InParts):
 
 def rehearse_shared_sum(kernels: Kernels) -> None:
     """Compile every loop that a sum in shared memory may call."""
-    in_memory = SharedSum(SerialComm(), kernels.wide_zeros(1, LINE), one_by_one, 1)
+    in_memory = SharedSum(SerialComm(), kernels.accum_zeros(1, LINE), one_by_one, 1)
     in_memory.sum(0, LINE, 0)
     in_memory.gather([0, LINE])

@@ -15,7 +15,7 @@ from distgpt.core.comm.api import Comm, QueuedComm
 from distgpt.core.config import TrainConfig
 from distgpt.core.model.model import Model
 from distgpt.core.ops.api import Work
-from distgpt.core.train.sharing import AfterBackward, Allreduce, Exchange, Reduction
+from distgpt.core.train.parallel_strategy import Allreduce, GradientSync, Reduction, SyncAfterBackward
 from distgpt.parallel.node_memory import one_by_one
 from distgpt.parallel.reductions import HostWire, ReduceScatterGather, hierarchical, in_parts, votes_sum
 
@@ -24,7 +24,7 @@ CACHED_BYTES = 4 << 20  # bytes that MPI sums at a time within a node, so that t
 LARGE_BUCKET = 1 << 22  # minimum elements with NCCL, which needs 16 MB for nearly the full bandwidth
 
 
-class Overlapped(AfterBackward):
+class Overlapped(SyncAfterBackward):
     """Buckets are sent as soon as they are final. A thread sums them through a separate communicator.
 
     `between` is `Kernels.between`: a pass that is recorded calls `ready` before it has computed, and does
@@ -38,10 +38,10 @@ class Overlapped(AfterBackward):
         size: int,
         reduction: Reduction,
         between: Callable[[Work], None],
-        sum_votes: Callable[[], None],
+        sum_flags: Callable[[], None],
         mean: float,
     ) -> None:
-        super().__init__("overlapped", reduction, size, sum_votes, mean)
+        super().__init__("overlapped", reduction, size, sum_flags, mean)
         self._between = between
         self._thread = ThreadPoolExecutor(1, "summing")
         self._cut = self._sent = 0  # elements before the last cut, and elements sent
@@ -99,10 +99,10 @@ class OverlappedNccl(Overlapped):
         self._queued.join()
 
 
-def make(comm: Comm, model: Model, t: TrainConfig) -> Exchange:
+def make(comm: Comm, model: Model, t: TrainConfig) -> GradientSync:
     """Return the exchange of --grad-sync overlapped. Collective."""
     mean, wire = 1.0 / comm.size, t.gradient_dtype
-    sum_votes, size, flat = votes_sum(comm, model, t), model.layout.size, model.grads.flat
+    sum_flags, size, flat = votes_sum(comm, model, t), model.layout.size, model.grads.flat
     reduction: Reduction
 
     def between(act: Work) -> None:
@@ -111,7 +111,7 @@ def make(comm: Comm, model: Model, t: TrainConfig) -> Exchange:
     if model.kernels.capabilities.is_async:
         assert comm.queued
         reduction = Allreduce(comm, flat) if wire == "float32" else in_parts(model, t, comm, wire)
-        return OverlappedNccl(comm.queued, size, reduction, between, sum_votes, mean)
+        return OverlappedNccl(comm.queued, size, reduction, between, sum_flags, mean)
     own = comm.dup_sleeping()
 
     def parts(comm: Comm, wire: str) -> ReduceScatterGather:
@@ -126,4 +126,4 @@ def make(comm: Comm, model: Model, t: TrainConfig) -> Exchange:
         # Within a node, summing pieces that fit in a cache is faster than one large sum.
         in_cache = CACHED_BYTES // flat.itemsize if own.size == own.local_size else 0
         reduction = Allreduce(own, flat, in_cache)
-    return Overlapped(size, reduction, between, sum_votes, mean)
+    return Overlapped(size, reduction, between, sum_flags, mean)

@@ -16,7 +16,7 @@ from distgpt.core.model.memory import FlatBuffer, Layout, Spec
 from distgpt.core.model.model import Model
 from distgpt.core.ops.api import Array, Wire
 from distgpt.core.ops.kernels import Kernels
-from distgpt.core.train.sharing import AfterBackward, Allreduce, Exchange, Reduction
+from distgpt.core.train.parallel_strategy import Allreduce, GradientSync, Reduction, SyncAfterBackward
 from distgpt.parallel.node_memory import (
     LINE,
     Each,
@@ -150,13 +150,13 @@ class Hierarchical(Reduction):
 # Choice of a reduction by the settings
 
 
-def make(comm: Comm, model: Model, t: TrainConfig) -> Exchange:
+def make(comm: Comm, model: Model, t: TrainConfig) -> GradientSync:
     """Return the exchange of --grad-sync allreduce. Collective."""
     mean = mean_factor(comm, t)
     reduction = reduction_for(comm, model, t)
     if isinstance(reduction, SharedSum | Allreduce):  # loss and step flags are summed with the gradients
-        return AfterBackward(reduction.name, reduction, len(model.grads.with_flags), lambda: None, mean)
-    return AfterBackward(reduction.name, reduction, model.layout.size, votes_sum(comm, model, t), mean)
+        return SyncAfterBackward(reduction.name, reduction, len(model.grads.with_flags), lambda: None, mean)
+    return SyncAfterBackward(reduction.name, reduction, model.layout.size, votes_sum(comm, model, t), mean)
 
 
 def reduction_for(comm: Comm, model: Model, t: TrainConfig) -> Reduction:
@@ -206,12 +206,12 @@ def votes_sum(comm: Comm, model: Model, t: TrainConfig) -> Callable[[], None]:
     """Return a function that sums the numbers appended to the gradients in a separate call."""
     extra = model.grads.flags
 
-    def sum_votes() -> None:
+    def sum_flags() -> None:
         if t.reproducible_parts:
             tree_sum(comm, extra[:1])
         comm.sum(extra[1:] if t.reproducible_parts else extra)
 
-    return sum_votes
+    return sum_flags
 
 
 def tree_sum(comm: Comm, value: Array) -> None:
@@ -231,7 +231,7 @@ def mean_factor(comm: Comm, t: TrainConfig) -> float:
 
 def rehearse_reductions(kernels: Kernels, wire: str) -> None:
     """Compile every loop that a reduction in parts may call."""
-    grads = FlatBuffer(Layout([Spec("w", (LINE,))]), kernels.wide_zeros, flags=1)
+    grads = FlatBuffer(Layout([Spec("w", (LINE,))]), kernels.accum_zeros, flags=1)
     for by_twos in (False, True):
         loops = HostWire(one_by_one, 1)
         ReduceScatterGather(SerialComm(), grads.flat, wire, 0, loops, by_twos).sum(0, LINE, 0)

@@ -14,7 +14,7 @@ from distgpt.core.data.batches import rank_sequences
 from distgpt.core.model.memory import FlatBuffer, Layout, Spec
 from distgpt.core.model.model import Model
 from distgpt.core.ops.kernels import Kernels
-from distgpt.core.train.sharing import MicroBatches
+from distgpt.core.train.parallel_strategy import MicroBatches
 from distgpt.parallel.node_memory import LINE, spread
 
 
@@ -24,7 +24,7 @@ class Tree:
     def __init__(self, grads: FlatBuffer, kernels: Kernels, parts: int) -> None:
         self._sums = grads.with_flags[: grads.layout.size + 1]  # gradients, and the loss
         self._kernels, self._parts = kernels, parts
-        self._branches = kernels.wide_zeros(parts.bit_length() - 1, len(self._sums))
+        self._branches = kernels.accum_zeros(parts.bit_length() - 1, len(self._sums))
 
     def add(self, part: int) -> None:
         """Add the gradients of a part, counted from 0. After the last part the buffer has the total."""
@@ -59,7 +59,7 @@ class ReproducibleParts(MicroBatches):
 
 def rehearse_tree(kernels: Kernels) -> None:
     """Compile the loop that adds up the parts."""
-    Tree(FlatBuffer(Layout([Spec("w", (LINE,))]), kernels.wide_zeros, flags=1), kernels, 1).add(0)
+    Tree(FlatBuffer(Layout([Spec("w", (LINE,))]), kernels.accum_zeros, flags=1), kernels, 1).add(0)
 
 
 def usual_parts(batch_size: int) -> int:

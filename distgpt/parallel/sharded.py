@@ -18,14 +18,14 @@ from distgpt.core.model.optim import AdamW
 from distgpt.core.ops.api import PIECE, Array
 from distgpt.core.saved.tensors import Tensors
 from distgpt.core.train.gathering import TensorByTensor, host_buffer, read_flat
-from distgpt.core.train.sharing import (
+from distgpt.core.train.parallel_strategy import (
     OPTIMIZER,
     WEIGHTS,
-    Exchange,
-    Gathering,
+    GradientSync,
     Groups,
     OptimizerState,
     Placement,
+    StateGatherer,
 )
 from distgpt.parallel.node_memory import bounds_of
 from distgpt.parallel.reductions import in_parts, mean_factor, votes_sum
@@ -34,7 +34,7 @@ MASTER = "w/"  # prefix of full-precision weights, which have none in their file
 PREFIXES = ("m/", "v/")
 
 
-class Sharded(Exchange):
+class Sharded(GradientSync):
     """After the update, ranks exchange the weights that the passes read.
 
     If these are rounded to bfloat16, the full-precision weights stay on their rank, as moments do.
@@ -49,12 +49,12 @@ class Sharded(Exchange):
         model: Model,
         bounds: Sequence[int],
         reduce: Callable[[Sequence[int], int], None],
-        sum_votes: Callable[[], None],
+        sum_flags: Callable[[], None],
         mean: float,
     ) -> None:
         """`bounds` delimit the ranks' parts. `reduce(bounds, step)` gives this rank the sum of its part."""
         self.mean_factor = mean
-        self.comm, self.model, self._reduce, self._sum_votes = comm, model, reduce, sum_votes
+        self.comm, self.model, self._reduce, self._sum_votes = comm, model, reduce, sum_flags
         self._bounds = bounds
         self._pieces = model.kernels.scalars(-(-model.layout.size // PIECE))
 
@@ -79,7 +79,7 @@ class Sharded(Exchange):
             self.comm.all_gather(self.model.params.flat, self._bounds)
 
 
-def make(comm: Comm, model: Model, t: TrainConfig) -> Exchange:
+def make(comm: Comm, model: Model, t: TrainConfig) -> GradientSync:
     """Return the exchange of --grad-sync sharded."""
     nccl = comm.queued if t.gradient_dtype == "float32" else None
     reduce = (
@@ -116,7 +116,7 @@ class ShardedPlacement(Placement):
         # Unlike with complete moments on each rank, Muon has no work left to divide.
         return ShardedState(self.optimizer(model, self.own(model.layout, rank)))
 
-    def rehearse(self, model: Model) -> None:
+    def warmup_pass(self, model: Model) -> None:
         k = model.kernels
         total = k.scalars(1)
         k.zero(total)  # used by `Sharded.compute_norm`
@@ -146,7 +146,7 @@ class ShardedState(OptimizerState):
             comm.broadcast(through)
             model.kernels.put(moment.flat, through[own])
 
-    def gathering(self, comm: Comm) -> Gathering:
+    def gathering(self, comm: Comm) -> StateGatherer:
         return Shards(comm, self.optimizer)
 
 

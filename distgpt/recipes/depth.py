@@ -8,10 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from distgpt.core.base.errors import UsageError, refuse_beside
+from distgpt.core.base.errors import UsageError, reject_combination
 from distgpt.core.base.formatting import PREFIXES, clock, count, scaled, three_digits
 from distgpt.core.config import BATCH_IN_TOKENS, BATCH_TOKENS, DEEPEST, SETTINGS, RunConfig
-from distgpt.core.config.asked import Asked
+from distgpt.core.config.run_request import RunRequest
 from distgpt.core.data.textfile import resolve_data
 from distgpt.core.data.tokenizers import AUTO
 from distgpt.core.train.plan import begins_anew
@@ -27,7 +27,7 @@ from distgpt.recipes.scaling import (
     tokens_to_read,
 )
 
-DIALLED = "fast"  # preset to which the laws were fitted
+DEPTH_PRESET = "fast"  # preset to which the laws were fitted
 BYTES_PER_WORD = 6
 # Runs with a time limit: the number of evaluations of trained weights, and the number of tokens to train on
 # per evaluated token. Training takes twice as long per token.
@@ -44,23 +44,25 @@ EASIEST, HARDEST = 0.5, 1.7  # slightly beyond the range of real data; a few byt
 FOLLOWED = {"data", "tokenizer", "vocab_size", "seq_len", "batch_size", BATCH_TOKENS, "steps"}
 
 
-def titled(asked: Asked) -> Asked:
+def titled(request: RunRequest) -> RunRequest:
     """Return the request, titled with the preset of --depth unless it has another name."""
-    if asked.given.get("chats"):  # tune sets the title
-        return asked
-    return replace(asked, title=asked.name if asked.preset or asked.toml else DIALLED)
+    if request.given.get("chats"):  # tune sets the title
+        return request
+    return replace(request, title=request.name if request.preset or request.toml else DEPTH_PRESET)
 
 
-def with_depth(asked: Asked, ranks: int) -> Asked:
+def with_depth(request: RunRequest, ranks: int) -> RunRequest:
     """Return the request with the settings derived from its depth. Only on rank 0."""
-    layers = {"n-layer": asked.settings().get("n_layer")}
-    refuse_beside("--within" if asked.tokens else "--depth", layers, "both set the number of layers")
-    depth, asked = asked.depth or 0, replace(titled(asked), depth=None)
-    if not begins_anew(asked):  # a resumed run keeps its settings, so the same depth is the same model
-        return replace(asked, given={"n_layer": depth, **asked.given})
-    if asked.preset not in (None, DIALLED):
-        raise UsageError(f"--depth requires the preset {DIALLED}; omit --preset {asked.preset}")
-    return replace(asked, preset=DIALLED, derived=settings_of(depth, asked.settings(), asked.tokens, ranks))
+    layers = {"n-layer": request.settings().get("n_layer")}
+    reject_combination("--within" if request.tokens else "--depth", layers, "both set the number of layers")
+    depth, request = request.depth or 0, replace(titled(request), depth=None)
+    if not begins_anew(request):  # a resumed run keeps its settings, so the same depth is the same model
+        return replace(request, given={"n_layer": depth, **request.given})
+    if request.preset not in (None, DEPTH_PRESET):
+        raise UsageError(f"--depth requires the preset {DEPTH_PRESET}; omit --preset {request.preset}")
+    return replace(
+        request, preset=DEPTH_PRESET, derived=settings_of(depth, request.settings(), request.tokens, ranks)
+    )
 
 
 def settings_of(depth: int, given: Mapping[str, Any], tokens: float = 0.0, ranks: int = 1) -> dict[str, Any]:
@@ -72,7 +74,7 @@ def settings_of(depth: int, given: Mapping[str, Any], tokens: float = 0.0, ranks
         raise UsageError(f"--depth must be at least 1 and at most {DEEPEST}, not {depth!r:.80}")
     for name in FOLLOWED & given.keys():
         (BATCH_IN_TOKENS if name == BATCH_TOKENS else SETTINGS[name]).check(name, given[name])
-    refuse_beside("--depth", {"init": given.get("init")}, "the weights set the depth")
+    reject_combination("--depth", {"init": given.get("init")}, "the weights set the depth")
     text = text_of(given)
     found = recipe(depth, tokens or tokens_to_read(depth, text), text, ranks, given)
     if tokens and holds_out(given):

@@ -6,12 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from distgpt.core.base.errors import DataError, Say, UsageError, refuse_beside
+from distgpt.core.base.errors import DataError, Say, UsageError, reject_combination
 from distgpt.core.comm.agree import on_root
 from distgpt.core.comm.api import Comm
 from distgpt.core.config import SETTINGS, RunConfig, TrainConfig
-from distgpt.core.config.asked import Asked, resumed
 from distgpt.core.config.run_config import BATCH_KEYS
+from distgpt.core.config.run_request import RunRequest, resumed
 from distgpt.core.config.setting import Values
 from distgpt.core.model.optim import learning_rate
 from distgpt.core.saved.checkpoint import load_state
@@ -24,36 +24,36 @@ from distgpt.core.train.resume import find_run, saved_run
 TUNING_TOKENS = 4096  # tokens per step when training on chats, approximately
 
 
-def derived(asked: Asked, ranks: int, say: Say = lambda text: None) -> Asked:
+def derived(request: RunRequest, ranks: int, say: Say = lambda text: None) -> RunRequest:
     """Return the request with the settings of these recipes, and print a depth's settings. Only on rank 0."""
-    has_depth = asked.depth is not None
+    has_depth = request.depth is not None
     if has_depth:
         from distgpt.recipes.depth import described, with_depth
 
-        asked = with_depth(asked, ranks)
-    elif asked.given.get("chats"):
-        asked = _tuned(asked, ranks)
-    if asked.deterministic:  # last, since its parts divide the batch
-        asked = _with_parts(asked)
-    if has_depth and begins_anew(asked):
-        say(described(new_run(asked)))
-    return asked
+        request = with_depth(request, ranks)
+    elif request.given.get("chats"):
+        request = _tuned(request, ranks)
+    if request.deterministic:  # last, since its parts divide the batch
+        request = _with_parts(request)
+    if has_depth and begins_anew(request):
+        say(described(new_run(request)))
+    return request
 
 
-def configured(comm: Comm, asked: Asked) -> RunConfig:
+def configured(comm: Comm, request: RunRequest) -> RunConfig:
     """Return the configuration of a new run, as rank 0 resolves it. Collective."""
-    return on_root(comm, lambda: new_run(derived(asked, comm.size)))
+    return on_root(comm, lambda: new_run(derived(request, comm.size)))
 
 
-def _tuned(asked: Asked, ranks: int) -> Asked:
+def _tuned(request: RunRequest, ranks: int) -> RunRequest:
     """Return the request with the settings of a new run that trains on chats."""
-    asked = asked if asked.toml else replace(asked, title="tune")
-    if not begins_anew(asked):
-        return asked
-    said = asked.settings()
+    request = request if request.toml else replace(request, title="tune")
+    if not begins_anew(request):
+        return request
+    said = request.settings()
     if not said.get("init"):
         raise UsageError("tuning requires --weights, the model to tune (distgpt help tuning)")
-    model = read_description(weights_of(Path(str(said["init"])), asked.fetches)).run.model
+    model = read_description(weights_of(Path(str(said["init"])), request.fetches)).run.model
     seq_len = said.get("seq_len", model.seq_len)
     SETTINGS["seq_len"].check("seq_len", seq_len)
     assert isinstance(seq_len, int)
@@ -63,26 +63,26 @@ def _tuned(asked: Asked, ranks: int) -> Asked:
         found["batch_size"] = -(-rows // ranks) * ranks
     if not {"steps", "train_minutes"} & said.keys():
         found["epochs"] = 3.0
-    return replace(asked, derived=found)
+    return replace(request, derived=found)
 
 
-def _with_parts(asked: Asked) -> Asked:
+def _with_parts(request: RunRequest) -> RunRequest:
     """Return the request with the number of reproducible parts for its batch, unless it is already set."""
     from distgpt.parallel.reproducible import usual_parts
 
-    before = saved_run(asked)
-    t = (resumed(before, asked) if before else new_run(asked)).train
+    before = saved_run(request)
+    t = (resumed(before, request) if before else new_run(request)).train
     parts = {} if t.reproducible_parts else {"reproducible_parts": usual_parts(t.batch_size)}
-    return replace(asked, deterministic=False, given={**asked.given, **parts})
+    return replace(request, deterministic=False, given={**request.given, **parts})
 
 
-def with_decay(asked: Asked) -> Asked:
+def with_decay(request: RunRequest) -> RunRequest:
     """Return the run that --decay-from starts: a new run from a checkpoint, with a decaying learning rate."""
-    path, steps, out = Path(str(asked.decay_from)), asked.given.get("steps"), asked.out
-    others = {f"set {name}": asked.given.get(name) for name in ("train_minutes", "decay_fraction")}
-    others |= {name: asked.given.get(name) for name in ("schedule", "init")}
-    others |= {"resume": asked.resume, "depth": asked.depth, "within": asked.within}
-    refuse_beside("--decay-from", others, "--decay-from sets how the run starts and ends")
+    path, steps, out = Path(str(request.decay_from)), request.given.get("steps"), request.out
+    others = {f"set {name}": request.given.get(name) for name in ("train_minutes", "decay_fraction")}
+    others |= {name: request.given.get(name) for name in ("schedule", "init")}
+    others |= {"resume": request.resume, "depth": request.depth, "within": request.within}
+    reject_combination("--decay-from", others, "--decay-from sets how the run starts and ends")
     if not steps or not isinstance(steps, int):
         raise UsageError("--decay-from requires --steps, the number of steps of the decay")
     if not path.is_dir():
@@ -96,8 +96,8 @@ def with_decay(asked: Asked) -> Asked:
     _refuse_fallen(found.settings.train, step, found.checkpoint)
     end = step + steps
     fall: Values = {"steps": end, "schedule": "wsd", "decay_fraction": steps / end, "train_minutes": 0.0}
-    given = {**asked.given, **fall}
-    return replace(asked, decay_from=None, given=given, out=out, resume=str(found.checkpoint))
+    given = {**request.given, **fall}
+    return replace(request, decay_from=None, given=given, out=out, resume=str(found.checkpoint))
 
 
 def _refuse_fallen(t: TrainConfig, step: int, checkpoint: Path) -> None:

@@ -15,16 +15,16 @@ from distgpt.core.base.formatting import clock, count, parse_duration
 from distgpt.core.comm.agree import on_root
 from distgpt.core.components import components
 from distgpt.core.config import RunConfig
-from distgpt.core.config.asked import Asked
+from distgpt.core.config.run_request import RunRequest
 from distgpt.core.cpu import first_use
 from distgpt.core.cpu.stages import Notes, Stage, report_compiling
 from distgpt.core.data.batches import ArrayTokens, Batches
 from distgpt.core.data.textfile import resolve_data
 from distgpt.core.data.tokenizers import AUTO, BYTE, load_tokenizer
+from distgpt.core.train.interfaces import KEPT
 from distgpt.core.train.plan import DTYPE, begins_anew, is_open
 from distgpt.core.train.resume import saved_run
 from distgpt.core.train.run import Run
-from distgpt.core.train.seams import KEPT
 from distgpt.core.train.setup import compile_once_per_node, make_steps
 from distgpt.corpora.tokenizers.bpe import LARGE, learned_size
 from distgpt.recipes.depth import difficulty, holds_out, text_of, titled
@@ -47,37 +47,37 @@ NEEDED = {True: 2, False: 1}  # depths measured before a choice
 MOST_FOR_NEEDED = 0.3  # larger than MOST_MEASURING, as a GPU's first depth selects kernels
 
 
-def with_clock(asked: Asked, stage: Stage, say: Say) -> Asked:
+def with_clock(request: RunRequest, stage: Stage, say: Say) -> RunRequest:
     """Replace --within by a time limit and, in a new run, by a depth or a number of steps.
 
     A given preset, model or depth stays. The run's time starts after its loops are compiled, which happens
     once per machine and would take 1/3 of a one-minute run. Collective.
     """
-    seconds = parse_duration(str(asked.within))
-    given = {**asked.given, "train_minutes": seconds / 60, "within_minutes": seconds / 60}
-    asked = replace(titled(asked), within=None, given=given)
+    seconds = parse_duration(str(request.within))
+    given = {**request.given, "train_minutes": seconds / 60, "within_minutes": seconds / 60}
+    request = replace(titled(request), within=None, given=given)
 
     def chooses() -> bool:
         """Return whether a new run needs a choice of model."""
-        preset, file, given = asked.layers()
-        return not preset and "init" not in {**file, **given} and begins_anew(asked)
+        preset, file, given = request.layers()
+        return not preset and "init" not in {**file, **given} and begins_anew(request)
 
-    def as_before() -> Asked:
+    def as_before() -> RunRequest:
         """If the same command resumes a run (such as a requeued job) that needed less time, keep its time."""
-        before = saved_run(asked)
+        before = saved_run(request)
         if before and before.train.within_minutes == given["within_minutes"]:
             del given["train_minutes"]
-        return replace(asked, given=given)
+        return replace(request, given=given)
 
     if not on_root(stage.comm, chooses):
         return _with_steps(on_root(stage.comm, as_before), stage, seconds, say)
-    text, held_out = on_root(stage.comm, lambda: _text(asked.settings()))
+    text, held_out = on_root(stage.comm, lambda: _text(request.settings()))
 
     def smallest() -> RunConfig:
-        return _run(asked, stage, asked.depth or 1, FIRST_TOKENS[stage.on_gpu], text)
+        return _run(request, stage, request.depth or 1, FIRST_TOKENS[stage.on_gpu], text)
 
     compiled = _compiled(stage, smallest, bool(learned_size(text.tokenizer)), say)
-    found, rest = measured_choice(asked, compiled, seconds, text, say)
+    found, rest = measured_choice(request, compiled, seconds, text, say)
     if stage.comm.rank == 0:
         read, times = f"{found.tokens / 1e6:.2g} M tokens", f"{found.tokens / text.tokens:.2g} times the text"
         expected = f"{bits_range(found.bits_per_byte)} bits per byte on unseen text"
@@ -89,8 +89,8 @@ def with_clock(asked: Asked, stage: Stage, say: Say) -> Asked:
     # If the run needs little of its time, end it by steps, since a clock would include the setup.
     given["train_minutes"] = 0.0 if rest < seconds and found.seconds < seconds / 2 else rest / 60
     uncounted, bits = compiled.begun - stage.begun, found.bits_per_byte
-    asked = replace(asked, given=given, expected_bits=bits, uncounted=uncounted)
-    return replace(asked, depth=found.depth, tokens=found.tokens)
+    request = replace(request, given=given, expected_bits=bits, uncounted=uncounted)
+    return replace(request, depth=found.depth, tokens=found.tokens)
 
 
 def _text(given: Mapping[str, Any]) -> tuple[Text, bool]:
@@ -117,21 +117,21 @@ def outcome(expected: float, run: Run) -> str:
     return "; ".join([f"{bits_range(expected)} bits per byte, reached {reached:.2f}", *why])
 
 
-def _with_steps(asked: Asked, stage: Stage, seconds: float, say: Say) -> Asked:
+def _with_steps(request: RunRequest, stage: Stage, seconds: float, say: Say) -> RunRequest:
     """Return the request with the number of steps that a new run of this model may take. Collective.
 
     Warm-up depends on the number of steps.
     """
-    if asked.given.get("chats") or not on_root(stage.comm, lambda: begins_anew(asked)):
-        return asked
+    if request.given.get("chats") or not on_root(stage.comm, lambda: begins_anew(request)):
+        return request
 
     def entries() -> int:
-        tokenizer = asked.named("tokenizer")
+        tokenizer = request.named("tokenizer")
         named = {"tokenizer": BYTE if tokenizer in (None, AUTO) else tokenizer}
-        return text_of({"data": asked.named("data") or "corpus", **named}).vocab_size
+        return text_of({"data": request.named("data") or "corpus", **named}).vocab_size
 
     text = Text(1.0, on_root(stage.comm, entries))
-    run = _run(asked, stage, asked.depth, 0.0, text)
+    run = _run(request, stage, request.depth, 0.0, text)
     compiled = _compiled(stage, lambda: run, bool(learned_size(run.train.tokenizer)), say)
     rate, _ = measured_speed(compiled, run, warm_up=1, most=MOST_MEASURING * seconds)
     gc.collect()  # frees the model
@@ -140,7 +140,7 @@ def _with_steps(asked: Asked, stage: Stage, seconds: float, say: Say) -> Asked:
     if stage.comm.rank == 0:
         say(f"--within: this machine runs about {count(steps, 'step')} at {rate:,.0f} tokens/s")
     return replace(
-        asked, derived={"steps": steps}, tokens=rate * left, uncounted=compiled.begun - stage.begun
+        request, derived={"steps": steps}, tokens=rate * left, uncounted=compiled.begun - stage.begun
     )
 
 
@@ -160,12 +160,14 @@ def _compiled(stage: Stage, configured: Callable[[], RunConfig], learns_bpe: boo
     return replace(stage, begun=stage.begun + has_compiled * (time.monotonic() - begun))
 
 
-def measured_choice(asked: Asked, stage: Stage, seconds: float, text: Text, say: Say) -> tuple[Choice, float]:
+def measured_choice(
+    request: RunRequest, stage: Stage, seconds: float, text: Text, say: Say
+) -> tuple[Choice, float]:
     """Measure some depths and choose one. Return it, and the seconds of the run, which may need fewer.
 
     Collective.
     """
-    comm, only, on_gpu = stage.comm, asked.depth or 0, stage.on_gpu
+    comm, only, on_gpu = stage.comm, request.depth or 0, stage.on_gpu
     end, warm = stage.begun + KEPT * seconds, 0.0
     speeds: dict[int, float] = {}
 
@@ -184,7 +186,7 @@ def measured_choice(asked: Asked, stage: Stage, seconds: float, text: Text, say:
     while depths:
         depth = depths.pop(0)
         tokens = FIRST_TOKENS[on_gpu] if len(speeds) < NEEDED[on_gpu] else best(depth)[0].tokens
-        speeds[depth], cold = measured_speed(stage, _run(asked, stage, depth, tokens, text))
+        speeds[depth], cold = measured_speed(stage, _run(request, stage, depth, tokens, text))
         warm = warm or cold * on_gpu  # the first depth compiles and selects kernels, which does not count
         if comm.rank == 0:
             say(f"--within: this machine trains depth {depth} at {speeds[depth]:,.0f} tokens/s")
@@ -225,11 +227,11 @@ def measured_speed(
     return per_step / min(once, seconds(warm_up + 1, more)), cold
 
 
-def _run(asked: Asked, stage: Stage, depth: int | None, tokens: float, text: Text) -> RunConfig:
+def _run(request: RunRequest, stage: Stage, depth: int | None, tokens: float, text: Text) -> RunConfig:
     """Return a run of this depth and number of tokens that can be measured without text. Collective."""
-    asked = replace(asked, depth=depth, tokens=tokens)
-    run = configured(stage.comm, asked)
-    if on_root(stage.comm, lambda: is_open(asked)):
+    request = replace(request, depth=depth, tokens=tokens)
+    run = configured(stage.comm, request)
+    if on_root(stage.comm, lambda: is_open(request)):
         run = run.with_values({DTYPE: stage.auto_dtype(lambda: run.train.matmul).name})
     t = replace(run.train, balance="even")
     return RunConfig(replace(run.model, vocab_size=run.model.vocab_size or text.vocab_size), t)

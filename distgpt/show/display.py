@@ -14,8 +14,8 @@ from typing import Any
 from distgpt.core.base.errors import UsageError, print_lines
 from distgpt.core.base.files import storage_errors
 from distgpt.core.base.formatting import clock, size
+from distgpt.core.train.interfaces import Listener
 from distgpt.core.train.lines import Facts, Lines, Metrics
-from distgpt.core.train.seams import Listener
 
 FLUSH_SECONDS = 10  # seconds of events that a killed run may lose
 SECONDS_BETWEEN_LINES, SECONDS_IN_PLACE = 3.0, 0.1

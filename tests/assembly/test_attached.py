@@ -20,7 +20,7 @@ from distgpt.core.model.memory import Layout
 from distgpt.core.model.model import Architecture, Model
 from distgpt.core.model.passes import Pass
 from distgpt.core.saved.modelfile import Base, Description, read_description
-from distgpt.core.train.seams import ModelKind, Votes
+from distgpt.core.train.interfaces import ModelKind, StepFlags
 from distgpt.corpora.chats.format import encode_parts
 from distgpt.models.adapters import merge
 from distgpt.show.weightspage import inspect
@@ -87,7 +87,7 @@ def refuse(self, t, ranks, on_gpu):
 @pytest.mark.parametrize(
     "words, members, settings",
     [
-        ("checked", {"refuse_unsuited": refuse}, {}),
+        ("checked", {"reject_unsuited": refuse}, {}),
         ("'Biases'", {"model": train_biases}, {"bias": False}),  # which trains nothing
         ("format .*'biases'", {"model": train_biases}, {"bias": True}),  # whose files nothing reads
         ("without a part", {"model": lambda self, t: UNNAMED}, {"bias": True}),
@@ -140,7 +140,7 @@ def test_vectors_are_trained_beside_matrices_that_are_not(norm):
         np.testing.assert_array_equal(gradient, whole.grads[name], name)
 
 
-class Guard(contextlib.nullcontext):
+class Callback(contextlib.nullcontext):
     """Ends the run after its first step, or makes a mistake."""
 
     def __init__(self, run, answer):
@@ -159,13 +159,13 @@ def end(run):
 @pytest.mark.parametrize(
     "answer, error, words",
     [
-        (lambda run: {}[7], DistgptError, r"Guard .*: KeyError: 7 \(.*test_attached.py:\d"),
-        (lambda run: {"loss": 7.0}, DistgptError, "Guard .*: .*records loss"),
+        (lambda run: {}[7], DistgptError, r"Callback .*: KeyError: 7 \(.*test_attached.py:\d"),
+        (lambda run: {"loss": 7.0}, DistgptError, "Callback .*: .*records loss"),
         (end, Interrupted, "a file STOP is there"),
     ],
 )
 def test_a_guard_that_fails_is_named_and_one_may_end_the_run(extended, tmp_path, answer, error, words):
-    extended(callbacks=lambda self, run, limits: [Guard(run, answer)])
+    extended(callbacks=lambda self, run, limits: [Callback(run, answer)])
     with pytest.raises(error, match=words) as ended:
         distgpt.train(**SIZE, out=tmp_path / "run")
     assert error is DistgptError or ended.value.exit_code == 143
@@ -212,10 +212,10 @@ def test_a_class_with_a_mistake_is_a_line_before_anything_is_written(name, tmp_p
 
 
 def test_votes_that_an_exchange_has_mixed_with_gradients_are_no_votes():
-    assert Votes.read_votes([0, 2, 0, 0, 0, 0, 0.5], "mine").elapsed == 0.5
+    assert StepFlags.parse_flags([0, 2, 0, 0, 0, 0, 0.5], "mine").elapsed == 0.5
     for wrong in (0.25, -1.0, math.nan):
         with pytest.raises(DistgptError, match="--grad-sync mine returned invalid step flags"):
-            Votes.read_votes([0, 0, 0, 0, 0, wrong, 0.5], "mine")
+            StepFlags.parse_flags([0, 0, 0, 0, 0, wrong, 0.5], "mine")
 
 
 class Pieces(BytesDecoder):

@@ -9,7 +9,7 @@ import pytest
 from distgpt.callbacks.bad_steps import ENOUGH, BadSteps
 from distgpt.core.base.errors import NonFiniteError, OutlierError
 from distgpt.core.config import TrainConfig
-from distgpt.core.saved.checkpoint import State, load_state, newest_intact
+from distgpt.core.saved.checkpoint import State, latest_valid_checkpoint, load_state
 from distgpt.core.train.progress import Finished, Progress
 from distgpt.core.train.step import Step
 
@@ -55,19 +55,21 @@ def weights(out):
 
 
 def finished(loss, norm, rejected=None):
-    return Finished(loss, norm, lr=0.1, rejected=rejected, votes=[], rank_seconds=[])
+    return Finished(loss, norm, lr=0.1, rejected=rejected, flags=[], rank_seconds=[])
 
 
 def test_what_is_wrong_with_a_step():
     bad = BadSteps(TrainConfig(spike_zscore=4.0), Progress())
-    assert bad.objection(math.nan, math.nan) == "the loss is not finite"
-    assert bad.objection(1.0, math.inf) == "the gradient is not finite"
+    assert bad.rejection_reason(math.nan, math.nan) == "the loss is not finite"
+    assert bad.rejection_reason(1.0, math.inf) == "the gradient is not finite"
     for step in range(ENOUGH):
-        assert bad.objection(1000.0, 1000.0) == ""  # too few to compare with
-        assert bad.judge_step(finished(5 + step % 2, 1.0)) == ""
-    assert bad.objection(7.4, 1.0) == "" and bad.objection(0.0, 0.0) == ""
-    assert bad.objection(7.6, 1.0) == "the loss is an outlier: 7.6, but 5.5 ± 0.5 in the last 20 steps"
-    assert bad.objection(5.5, 1.003) == "" and bad.objection(5.5, 1.005).startswith("the gradient is an outlier")
+        assert bad.rejection_reason(1000.0, 1000.0) == ""  # too few to compare with
+        assert bad.check_step(finished(5 + step % 2, 1.0)) == ""
+    assert bad.rejection_reason(7.4, 1.0) == "" and bad.rejection_reason(0.0, 0.0) == ""
+    assert bad.rejection_reason(7.6, 1.0) == "the loss is an outlier: 7.6, but 5.5 ± 0.5 in the last 20 steps"
+    assert bad.rejection_reason(5.5, 1.003) == "" and bad.rejection_reason(5.5, 1.005).startswith(
+        "the gradient is an outlier"
+    )
 
 
 def test_what_a_bad_step_ends(ruined, tmp_path):
@@ -77,9 +79,9 @@ def test_what_a_bad_step_ends(ruined, tmp_path):
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["stop"] == "not finite"
     for clip, advice in ((1.0, "a smaller --clip"), (0.0, "--clip 1")):
         with pytest.raises(NonFiniteError, match=advice):
-            BadSteps(TrainConfig(clip=clip), Progress()).judge_step(finished(math.nan, 1.0))
+            BadSteps(TrainConfig(clip=clip), Progress()).check_step(finished(math.nan, 1.0))
     with pytest.raises(OutlierError) as found:
-        BadSteps(TrainConfig(spike_zscore=3.0), Progress()).judge_step(finished(1.0, 9.0, "why"))
+        BadSteps(TrainConfig(spike_zscore=3.0), Progress()).check_step(finished(1.0, 9.0, "why"))
     assert found.value.exit_code == 76
 
 
@@ -94,7 +96,7 @@ def test_a_bad_step_is_left_out(ruined, tmp_path):
     assert losses(out)[4] is None and None not in losses(out)[5:]
     (event,) = history(out)
     assert (event["step"], event["bad"]) == (4, "the loss is not finite at step 5")
-    assert load_state(newest_intact(out / "checkpoints")[0]).bad_steps == 1
+    assert load_state(latest_valid_checkpoint(out / "checkpoints")[0]).bad_steps == 1
     ruined({5}, math.nan)
     assert run(*WORDS, "--on-bad-step", "skip", "--out", other).returncode == 0
     (other / "checkpoints" / "step-00000008" / "manifest.json").write_text("damaged")
@@ -122,7 +124,7 @@ def test_a_run_goes_back_and_past_the_bad_data(ruined, tmp_path):
     assert list(metrics(out)) == list(range(1, 9)) and None not in losses(out)
     event = history(out)[0]
     assert (event["step"], event["back_to"], event["skipped"]) == (3, 3, 2)
-    state = load_state(newest_intact(out / "checkpoints")[0])
+    state = load_state(latest_valid_checkpoint(out / "checkpoints")[0])
     assert (state.step, state.skipped, state.bad_steps) == (8, 2, 1)
     plain = tmp_path / "plain"
     assert run(*WORDS, "--steps", "10", "--out", plain).returncode == 0
@@ -169,8 +171,8 @@ def test_spikes_are_found_alike_after_a_resume():
     before, after = Progress(), Progress()
     first, second = (BadSteps(TrainConfig(spike_zscore=3.0), progress) for progress in (before, after))
     for step in range(120):
-        first.judge_step(finished(3.0 + step % 3, 1.0))
+        first.check_step(finished(3.0 + step % 3, 1.0))
     document = json.loads(json.dumps(State(recent=tuple(before.recent)).to_json()))
     after.load(State.from_json(document))
     assert after.recent == before.recent and len(after.recent) == 100
-    assert second.objection(9.0, 1.0) == first.objection(9.0, 1.0) != ""
+    assert second.rejection_reason(9.0, 1.0) == first.rejection_reason(9.0, 1.0) != ""

@@ -6,7 +6,7 @@ from click.testing import CliRunner
 from distgpt.callbacks.full_disk import Retention
 from distgpt.commands.train import train
 from distgpt.core.config import TrainConfig
-from distgpt.core.saved.checkpoint import MARK, beyond, drop, saved_checkpoints
+from distgpt.core.saved.checkpoint import MARK, drop, expired_checkpoints, saved_checkpoints
 
 from conftest import SMALL, inside
 
@@ -32,7 +32,9 @@ def test_one_in_every_so_many_steps_stays_for_good(tmp_path):
     # With other settings, too, what is marked stays, and what is not marked any more goes.
     (tmp_path / "step-00000120" / MARK).unlink()
     assert saving(tmp_path, TrainConfig(keep=1), [420]) == [210, 300, 420]
-    assert [int(path.name[5:]) for path in beyond(0, saved_checkpoints(tmp_path))] == [420]  # without a guard
+    assert [int(path.name[5:]) for path in expired_checkpoints(0, saved_checkpoints(tmp_path))] == [
+        420
+    ]  # without a guard
 
 
 def test_one_in_every_so_many_minutes_stays_for_good_also_in_a_copy(tmp_path):

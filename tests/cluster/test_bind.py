@@ -11,8 +11,8 @@ from distgpt.cluster.affinity import bind
 from distgpt.cluster.affinity.bind import TAKEN, VARIABLE, Placed, claim_of, doubts
 from distgpt.cluster.affinity.machine import SYS, read_machine
 from distgpt.cluster.affinity.plan import Rank, place_of
+from distgpt.core.comm.affinity import Affinity
 from distgpt.core.comm.api import SerialComm
-from distgpt.core.comm.layout import Layout
 from trees import TREES, Core, Seen, Tree, sys_of
 
 from conftest import HELPERS, MPIRUN, SMALL, distgpt, inside, needs_mpi, refused
@@ -189,7 +189,7 @@ def test_a_launch_that_fights_itself_is_described(masks, threads, shared):
 def test_threads_are_as_many_as_cores_of_the_share_that_are_granted(share, ranks, granted, threads, monkeypatch):
     comm = SerialComm()
     comm.cores, comm.local_size = share, ranks
-    monkeypatch.setattr(Layout, "share", lambda self, cores, ranks, grants: granted)
+    monkeypatch.setattr(Affinity, "share", lambda self, cores, ranks, grants: granted)
     monkeypatch.setattr(bind, "usable_cores", lambda: EVERY)
     for choice, expected in {"auto": threads, "off": granted}.items():
         monkeypatch.setenv(VARIABLE, choice)
@@ -211,10 +211,10 @@ def test_threads_are_seated_by_themselves(archer2, monkeypatch):
     calls = []
     monkeypatch.setattr(os, "sched_getaffinity", lambda who: calls.append(who) or {7, 8})
     monkeypatch.setattr(os, "sched_setaffinity", lambda who, cpus: calls.append((who, cpus)))
-    archer2.seat(5, 128)
-    archer2.seat(1, 3)  # another pool
+    archer2.pin_thread(5, 128)
+    archer2.pin_thread(1, 3)  # another pool
     assert calls == [0, (0, {5})]
-    archer2.seat(0, 128)  # the main thread is only moved
+    archer2.pin_thread(0, 128)  # the main thread is only moved
     assert calls[2:] == [0, (0, {0}), (0, {7, 8})]
 
 

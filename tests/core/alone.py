@@ -25,7 +25,7 @@ class Refusal:
 
 
 def main(stage: str, out: Path, steps: int) -> None:
-    from distgpt.core.config.asked import asked_for
+    from distgpt.core.config.run_request import asked_for
     from distgpt.core.cpu.stages import open_stage
     from distgpt.core.generate.engine import Engine, complete
     from distgpt.core.generate.engine_setup import slots_for

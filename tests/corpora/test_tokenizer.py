@@ -10,7 +10,7 @@ import pytest
 from complaints import complains
 from distgpt.core.base.errors import DataError, UsageError
 from distgpt.core.data.tokenizers import fingerprint, id_dtype, load_tokenizer, tokenizer_from_json
-from distgpt.corpora.tokenizers import foreign
+from distgpt.corpora.tokenizers import third_party
 from distgpt.corpora.tokenizers.bpe import GPT2_FINGERPRINT, GPT2_SIZE, learn_bpe, symbols
 from distgpt.corpora.tokenizers.collected import WORD
 from hypothesis import example, given, settings
@@ -258,10 +258,10 @@ def test_a_damaged_saved_tokenizer_is_refused(good, changes):
 def test_hub_finds_tokenizer_in_installation(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    folder = foreign.installed("some/model")
+    folder = third_party.installed("some/model")
     assert folder == tmp_path / "share/distgpt/tokenizers/some/model"
     folder.mkdir(parents=True)
     with complains("pip install huggingface_hub", kind=UsageError):
-        foreign.download_tokenizer("some/model")
+        third_party.download_tokenizer("some/model")
     write_gpt2_style(folder)
-    assert foreign.download_tokenizer("some/model") == folder / "vocab.json"
+    assert third_party.download_tokenizer("some/model") == folder / "vocab.json"

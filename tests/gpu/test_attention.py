@@ -33,7 +33,7 @@ def older():
 
 def stored(k, numbers, wide=False):
     """Rounded to the storage type, or to the type of statistics; NaN stays NaN."""
-    array = (k.wide_zeros if wide else k.zeros)(*numbers.shape)
+    array = (k.accum_zeros if wide else k.zeros)(*numbers.shape)
     k.put(array, numbers)
     return array
 

@@ -9,7 +9,7 @@ from distgpt.core.base.caches import read_checked, write_checked
 from distgpt.core.comm.agree import gather_bytes
 from distgpt.core.ops.kernels import Kernels
 from distgpt.gpu import compiling
-from distgpt.gpu.compiling import Kept
+from distgpt.gpu.compiling import TuningCache
 from distgpt.gpu.device import CupyDevice
 from distgpt.gpu.matmul import LtMatmul, share_autotuning
 from fakecupy import FakeCupy
@@ -30,7 +30,7 @@ def folder(tmp_path, monkeypatch):
 def start(facts=("H100",), **how):
     """What a new process has: nothing chosen yet."""
     bench = Bench(**how)
-    bench.kept = Kept(facts)
+    bench.kept = TuningCache(facts)
     return bench
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from devices import ON_GPU, gpu, gpu_train  # noqa: F401
 from distgpt.core.comm.api import SerialComm
-from distgpt.core.config.asked import Asked
+from distgpt.core.config.run_request import RunRequest
 from distgpt.core.cpu import stages
 from distgpt.core.saved.rundir import RunDirectory
 from distgpt.core.train.step import Step
@@ -116,7 +116,7 @@ def chosen_within(monkeypatch, seconds, cold):
     monkeypatch.setattr(within, "measured_speed", speed)
     monkeypatch.setattr(within, "time", SimpleNamespace(monotonic=lambda: now[0]))
     stage = GpuStage("cuda", SerialComm(), 0, device=SimpleNamespace(capability=(9, 0)), begun=1000.0)
-    choice, _ = within.measured_choice(Asked(), stage, seconds, text, lambda text: None)
+    choice, _ = within.measured_choice(RunRequest(), stage, seconds, text, lambda text: None)
     return measured, choice
 
 

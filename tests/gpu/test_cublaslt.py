@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from distgpt.core.ops.low_precision import from_bfloat16, to_bfloat16
-from distgpt.gpu.compiling import Kept
+from distgpt.gpu.compiling import TuningCache
 from distgpt.gpu.cublaslt import CublasLt, Epilogue, LtError
 from distgpt.gpu.device import STORAGE
 from distgpt.gpu.matmul import LtMatmul, Matmul
@@ -112,7 +112,7 @@ class Bench:
 
     def __init__(self, takes=None, deterministic=False, tf32=False):
         self.takes, self.deterministic = takes or {}, deterministic
-        self.timed, self.restored, self.kept = [], 0, Kept(None)
+        self.timed, self.restored, self.kept = [], 0, TuningCache(None)
         self.stand_in = HostLt()
         self.lt = CublasLt(self.stand_in)
         self.matmuls = LtMatmul(self.lt, self, tf32)

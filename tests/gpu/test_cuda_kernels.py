@@ -109,7 +109,7 @@ def started(monkeypatch):
 
 def large(k, dtype=np.float32):
     """An array of one element in memory."""
-    one = k.wide_zeros(1)
+    one = k.accum_zeros(1)
     one.memory = np.broadcast_to(np.zeros((), dtype), (MANY,))
     one.dtype, one.shape, one.size = one.memory.dtype, (MANY,), MANY
     return one
@@ -150,7 +150,7 @@ def test_muon_s_momentum_has_its_sizes_in_a_table(started):
 def test_rounding_at_random_behind_the_first_4_billion_elements_is_that_of_the_host():
     k = host_kernels("bfloat16")
     values = np.random.default_rng(1).standard_normal(3 * BLOCK).astype(np.float32)
-    x = k.wide_zeros(values.size)
+    x = k.accum_zeros(values.size)
     k.put(x, values)
     for index, key in ((5, 7), ((1 << 31) + 3, (1 << 31) + 1), ((1 << 32) + 9, (1 << 32) - 1), (3 << 33, 0)):
         expected, found = np.zeros(values.size, np.uint16), k.zeros(values.size)
@@ -211,7 +211,7 @@ def test_what_has_no_room_for_muon_is_done_in_further_batches_of_which_more_neve
 
 
 def updates_of(k):
-    rng, made = np.random.default_rng(0), [k.wide_zeros(*shape) for shape in SIDES]
+    rng, made = np.random.default_rng(0), [k.accum_zeros(*shape) for shape in SIDES]
     for u in made:
         k.put(u, rng.standard_normal(u.shape))
     return made
@@ -241,7 +241,7 @@ def stepped(k, low):
     """p, its copy and v after a step along many updates, which lie in one buffer but v."""
     rng, matrices = np.random.default_rng(0), []
     for shape in SIDES:
-        p, u, v = k.wide_zeros(*shape), k.wide_zeros(*shape), k.wide_zeros(max(shape))
+        p, u, v = k.accum_zeros(*shape), k.accum_zeros(*shape), k.accum_zeros(max(shape))
         for array in (p, u):
             k.put(array, rng.standard_normal(shape))
         k.put(v, rng.standard_normal(max(shape)) ** 2)

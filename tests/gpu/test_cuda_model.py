@@ -23,7 +23,7 @@ from distgpt.core.model.model import FLAG_COUNT, Architecture, Model
 from distgpt.core.model.muon import OPTIMIZERS
 from distgpt.core.model.optim import AdamW
 from distgpt.core.model.passes import Pass
-from distgpt.core.ops.api import IGNORED
+from distgpt.core.ops.api import IGNORE_INDEX
 from distgpt.core.ops.kernels import Kernels
 from distgpt.core.saved.modelfile import Description, fill, load_model, on_host, save_model
 from distgpt.core.train import assessment
@@ -50,7 +50,7 @@ def gradients(model, n_seq=3, seq_len=7, recompute="mlp", documents=()):
     k = model.kernels
     tokens, targets = batch(model.config, n_seq, seq_len)
     positions = np.tile(np.concatenate([np.arange(n) for n in documents or (seq_len,)]), n_seq)
-    targets = np.where((positions == 0) & bool(documents), IGNORED, targets)
+    targets = np.where((positions == 0) & bool(documents), IGNORE_INDEX, targets)
     placed = k.integers(positions) if documents else None
     work = Pass(model, n_seq, seq_len, training=True, recompute=recompute, positions=placed)
     tokens, targets = k.integers(tokens), k.integers(targets)

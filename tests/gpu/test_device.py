@@ -111,7 +111,7 @@ def test_copies_refuse_what_does_not_fit_and_arrays_with_gaps(device):
     for wrong in (np.ones(5, FLOAT), np.ones(6)):
         with pytest.raises(ValueError, match="does not fit"):
             device.upload(array, wrong)
-    for copy in (device.download, device.later, lambda array: device.upload(array, ONES)):
+    for copy in (device.download, device.to_host_async, lambda array: device.upload(array, ONES)):
         with pytest.raises(ValueError, match="not contiguous"):
             copy(array[:, 0])
 
@@ -120,7 +120,7 @@ def test_later_sees_an_array_at_its_point_of_the_stream(device):
     array, taken = device.zeros((2,), FLOAT), []
     for _ in range(3):
         increase(device, array)
-        taken.append(device.later(array))
+        taken.append(device.to_host_async(array))
     device.zero(array)
     assert device.stream.finished == 0
     assert [take().tolist() for take in reversed(taken)] == [[3, 3], [2, 2], [1, 1]]
@@ -130,14 +130,14 @@ def test_later_sees_an_array_at_its_point_of_the_stream(device):
 def test_memory_of_copies_is_lent_out_again_once_they_are_done_and_not_before(device):
     """The pool lends out what was dropped, of the same size, to whoever asks next."""
     array, other = device.zeros((2,), FLOAT), device.zeros((2,), FLOAT)
-    device.later(array)  # for which nobody waits
+    device.to_host_async(array)  # for which nobody waits
     gc.collect()
     mirror = device.mirror(other)
     mirror.host[:] = 5
     device.synchronize()
     assert mirror.host.tolist() == [5, 5]
     for _ in range(50):
-        device.later(array)()
+        device.to_host_async(array)()
     assert device.xp.pinned < 5
 
 
@@ -193,7 +193,7 @@ def test_recorded_work_runs_once_without_failing_then_is_captured_then_repeated(
     [
         (lambda device, array: device.zeros((3,), FLOAT), "while work is being recorded"),
         (lambda device, array: device.upload(array, ONES), "while work is being recorded"),
-        (lambda device, array: device.later(array), "while work is being recorded"),
+        (lambda device, array: device.to_host_async(array), "while work is being recorded"),
         (lambda device, array: device.mark(), "while work is being recorded"),
         (lambda device, array: device.synchronize(), "not permitted when stream is capturing"),
         (lambda device, array: device.keep(array, lambda: None), "during a capture"),

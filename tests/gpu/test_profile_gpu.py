@@ -7,7 +7,7 @@ from distgpt.core.config.presets import preset
 from distgpt.core.model.counts import BACKWARD, operations
 from distgpt.measure.estimate import Trial
 from distgpt.measure.profile import operations as rows
-from distgpt.measure.profile.recorder import Clock
+from distgpt.measure.profile.recorder import Timer
 from distgpt.measure.profile.session import Profiler, of_rank, peak_gflops, result
 
 FLOAT = np.dtype(np.float32)
@@ -15,7 +15,7 @@ FLOAT = np.dtype(np.float32)
 
 def test_a_marks_time_is_the_devices():
     on = device()
-    clock = Clock.of(on)
+    clock = Timer.of(on)
     array, begun = on.zeros((1 << 16,), FLOAT), clock.now()
     stamps = []
     for _ in range(5):

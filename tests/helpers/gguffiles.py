@@ -9,7 +9,7 @@ from distgpt.core.config import ModelConfig, RunConfig
 from distgpt.core.data.tokenizers import checked_chat
 from distgpt.core.saved.modelfile import Description
 from distgpt.core.saved.tensors import write_tensors
-from distgpt.corpora.tokenizers.foreign import from_document
+from distgpt.corpora.tokenizers.third_party import from_document
 from distgpt.models.formats.gguf.container import Numbers, read_container, write_container
 from families import document
 from foreignmodels import MODERN, random_model, shape, tensors_in

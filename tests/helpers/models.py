@@ -75,7 +75,7 @@ def check_by_differences(model, gradients, tokens, targets, kind=""):
 
     Along one random direction per tensor, so that every element of it takes part.
     """
-    step, work, total = 1e-5, Pass(model, 3, len(tokens) // 3, training=False), model.kernels.wide_zeros(1)
+    step, work, total = 1e-5, Pass(model, 3, len(tokens) // 3, training=False), model.kernels.accum_zeros(1)
     for name, gradient in gradients.items():
         direction = np.random.default_rng(2).standard_normal(gradient.shape)
         start, losses = model.params[name].copy(), []
@@ -179,7 +179,7 @@ def one_by_one(model, sequences):
     """Every sequence in a pass of its own, and the mean over all predictions."""
     total = 0.0
     for sequence in sequences:
-        work, loss = Pass(model, 1, len(sequence) - 1, training=False), model.kernels.wide_zeros(1)
+        work, loss = Pass(model, 1, len(sequence) - 1, training=False), model.kernels.accum_zeros(1)
         work.loss(loss, *(model.kernels.integers(side) for side in (sequence[:-1], sequence[1:])))
         total += float(loss[0]) * (len(sequence) - 1)
     return total / sum(len(sequence) - 1 for sequence in sequences)

@@ -9,7 +9,7 @@ from itertools import product
 import numpy as np
 from distgpt.core.ops.activations import ACTIVATIONS
 from distgpt.core.ops.api import (
-    IGNORED,
+    IGNORE_INDEX,
     PIECE,
     AdamConstants,
     AdamState,
@@ -36,7 +36,7 @@ BOTH = (True, False)
 
 def tolerance(kernels):
     """For results of the size of 1."""
-    if kernels.wide != kernels.dtype:
+    if kernels.accum_dtype != kernels.dtype:
         return 2e-2
     return {"float32": 2e-5, "float64": 1e-12}[kernels.dtype.name]
 
@@ -106,9 +106,9 @@ class Case:
             array = k.scalars(len(value))
             k.put(array, np.asarray(value))
             return array
-        rounded = self.kernels.wide_zeros(*value.shape) if wide else self.kernels.zeros(*value.shape)
+        rounded = self.kernels.accum_zeros(*value.shape) if wide else self.kernels.zeros(*value.shape)
         self.kernels.put(rounded, value)
-        array = k.wide_zeros(*value.shape) if wide else k.zeros(*value.shape)
+        array = k.accum_zeros(*value.shape) if wide else k.zeros(*value.shape)
         k.put(array, self.kernels.to_host(rounded))
         return array
 
@@ -206,7 +206,7 @@ def check_norms(case, kind, residual):
         case.check("norm_backward", [rows, again, None], dy, r, s, stats, wb)
 
     def weights(k, dwb, of_linear, dy, r, s, x, stats, wb, accumulate):
-        sums = k.wide_zeros(k.capabilities.norm_sum_rows, 3 * case.c) if k.capabilities.norm_sum_rows else None
+        sums = k.accum_zeros(k.capabilities.norm_sum_rows, 3 * case.c) if k.capabilities.norm_sum_rows else None
         if sums is not None:
             k.put(sums, np.full(sums.shape, np.nan))
         dx = k.zeros(*rows)
@@ -295,7 +295,7 @@ def test_rope(both):
 
 def test_attention(both):
     def work(k, y, dqkv, db, dy, qkv, case, accumulate, positions, window):
-        lse = k.wide_zeros(case.n, case.h)
+        lse = k.accum_zeros(case.n, case.h)
         mask = AttentionMask(case.t, positions, window)
         k.attention(y, lse, qkv, mask)
         k.attention_backward(dqkv, dy, y, lse, qkv, mask, into(db, accumulate))
@@ -380,8 +380,8 @@ def test_likeliest(both):
             def ask(kernels, tokens_and_found, scores, vocab=vocab, k=k):
                 """Tokens come first, as numbers that are exact in every type."""
                 tokens = kernels.integers(np.full((len(scores), k), -1))
-                found = kernels.wide_zeros(len(scores), k + 1)
-                kernels.likeliest(tokens, found, scores, vocab)
+                found = kernels.accum_zeros(len(scores), k + 1)
+                kernels.topk_logits(tokens, found, scores, vocab)
                 both = np.concatenate((kernels.to_host(tokens), kernels.to_host(found)), axis=1)
                 kernels.put(tokens_and_found, both)
 
@@ -414,11 +414,11 @@ def test_what_is_not_finite_is_known_of_each_row(both):
     case = Case(both)
     for bad in (np.nan, np.inf, -np.inf):
         for kernels in both:
-            scores, found = kernels.zeros(3, 40), kernels.wide_zeros(3, 3)
+            scores, found = kernels.zeros(3, 40), kernels.accum_zeros(3, 3)
             host = case.random(3, 40)
             host[1, 37] = bad
             kernels.put(scores, host)
-            kernels.likeliest(kernels.integers(np.zeros((3, 2))), found, scores, 38)
+            kernels.topk_logits(kernels.integers(np.zeros((3, 2))), found, scores, 38)
             np.testing.assert_array_equal(
                 np.isfinite(kernels.to_host(found)[:, 2]), [True, False, True], err_msg=str(bad)
             )
@@ -429,11 +429,11 @@ def check_cross_entropy(case, chunk, accumulate, ignored=0.0):
     dw = case.random(padded, case.c)
     dw[case.v :] = 0
     head = Head(case.random(padded, case.c), np.zeros((min(chunk, case.n), padded)), case.v)
-    targets = np.where(case.rng.random(case.n) < ignored, np.int32(IGNORED), case.ints(case.v, case.n))
+    targets = np.where(case.rng.random(case.n) < ignored, np.int32(IGNORE_INDEX), case.ints(case.v, case.n))
     inputs = [case.random(case.n, case.c), head, targets, 0.37, accumulate]
     outs = [Wide((case.n,)), (case.n, case.c), Wide(dw if accumulate else np.zeros_like(dw))]
     losses, dx, _ = case.check("linear_cross_entropy", outs, *inputs, strict=2.0)
-    assert not losses[targets == IGNORED].any() and not dx[targets == IGNORED].any()
+    assert not losses[targets == IGNORE_INDEX].any() and not dx[targets == IGNORE_INDEX].any()
     case.check("linear_cross_entropy", [Wide((case.n,)), None, None], *inputs, strict=2.0)
 
 
@@ -454,7 +454,7 @@ def test_adamw(both):
         stretches = np.array([(0, a, 1, 0), (a, b, -1, a), (b, b + 16, 0, a + 16), (b + 16, n, 1, a + 32)])
         p, m, g = case.random(n), case.random(n), Wide(case.random(n))
         v = case.random(n - b + a + 16) ** 2
-        low = (n,) if both[1].dtype != both[1].wide else None
+        low = (n,) if both[1].dtype != both[1].accum_dtype else None
         constants, norm = AdamConstants(0.9, 0.95, 1e-8), scalars((g.content**2).sum())
 
         def work(k, p, low, m, v, g, stretches, norm, step, constants=constants):
@@ -464,7 +464,7 @@ def test_adamw(both):
             step = scalars(0.5, clip, 1.7, 1e-2, 0.99, 2e-2, 1.0)
             outs = [Wide(p), low and np.zeros(n), Wide(m), Wide(v)]
             changed = case.check(work, outs, g, stretches, norm, step)
-            assert np.array_equal(changed[-2][a:b], m[a:b].astype(both[1].wide))
+            assert np.array_equal(changed[-2][a:b], m[a:b].astype(both[1].accum_dtype))
         for broken in (np.inf, np.nan):
             outs = [Wide(p), None, Wide(m), Wide(v)]
             kept = case.check(work, outs, g, stretches, scalars(broken), step)
@@ -487,9 +487,10 @@ def test_muon(both):
             k.muon_momentum([m[:cut], m[cut:]], [g[:cut], g[cut:]], norm, step)
 
         case.check(momentum, [m, g], norm, step)
-        if 1 not in shape or both[1].wide == both[1].dtype:  # rounding decides where near 1 a row's only value ends
+        # Rounding decides where near 1 a row's only value ends.
+        if 1 not in shape or both[1].accum_dtype == both[1].dtype:
             check_orthogonalised(both, case.random(*shape))
-        low = shape if both[1].dtype != both[1].wide else None
+        low = shape if both[1].dtype != both[1].accum_dtype else None
         outs = [Wide(case.random(*shape)), low, Wide(case.random(max(shape)) ** 2)]
 
         def work(k, p, low, v, u, norm, step):
@@ -507,7 +508,7 @@ def test_muon(both):
 
 def check_orthogonalised(both, matrix, times=3):
     """As a whole: small singular values grow three hundred times, and their errors with them. Return what is found."""
-    exact, found = (k.wide_zeros(*matrix.shape) for k in both)
+    exact, found = (k.accum_zeros(*matrix.shape) for k in both)
     for k, u in zip(both, (exact, found), strict=True):
         k.put(u, matrix)
         k.orthogonalise([u])
@@ -521,7 +522,7 @@ def check_memory_to_orthogonalise(k, kept):
     """`kept` returns the sizes of what these kernels have kept."""
     shapes = [*MATRICES, (24, 24), (33, 16), (8, 40)]
     assert not kept()
-    updates = [k.wide_zeros(*shape) for shape in shapes]
+    updates = [k.accum_zeros(*shape) for shape in shapes]
     k.orthogonalise(updates)
     k.to_host(updates[0])  # they have to live until it is done
     total = sum(kept())
@@ -531,7 +532,7 @@ def check_memory_to_orthogonalise(k, kept):
 def test_an_orthogonalised_matrix_has_singular_values_near_one(both):
     k = both[1]
     for shape in MATRICES:
-        u = k.wide_zeros(*shape)
+        u = k.accum_zeros(*shape)
         left, values, right = np.linalg.svd(Case(both).random(*shape), full_matrices=False)
         k.put(u, left * np.linspace(0.01, 1, len(values)) @ right)
         k.orthogonalise([u])
@@ -543,7 +544,7 @@ def test_nesterov(both):
     for n in (30_011, 7):
         case = Case(both)
         case.name = f"{n} parameters"
-        low = (n,) if both[1].dtype != both[1].wide else None
+        low = (n,) if both[1].dtype != both[1].accum_dtype else None
         common, velocity, change = (Wide(case.random(n)) for _ in range(3))
 
         def work(k, p, low, common, velocity, change):
@@ -571,9 +572,9 @@ def test_sums(both):
 
 def test_what_is_read_later_is_what_was_there(both):
     k = both[1]
-    array = k.wide_zeros(3)
+    array = k.accum_zeros(3)
     k.put(array, np.array([1.0, 2.0, 3.0]))
-    taken = k.later(array)
+    taken = k.to_host_async(array)
     k.zero(array)
     np.testing.assert_array_equal(taken(), [1, 2, 3])
     np.testing.assert_array_equal(k.to_host(array), [0, 0, 0])
@@ -581,7 +582,7 @@ def test_what_is_read_later_is_what_was_there(both):
 
 def test_recorded_work_is_repeated_on_what_the_arrays_hold_then(both):
     k = both[1]
-    total, x = k.wide_zeros(1), k.wide_zeros(5)
+    total, x = k.accum_zeros(1), k.accum_zeros(5)
     work = k.record(lambda: k.sum(total, x, 2.0, accumulate=False))
     for value in (1.0, 3.0, 5.0, 7.0):
         k.put(x, np.full(5, value))

@@ -11,8 +11,8 @@ import threading
 from pathlib import Path
 
 from distgpt.cluster.affinity import bind
+from distgpt.core.comm.affinity import affinity
 from distgpt.core.comm.api import SerialComm
-from distgpt.core.comm.layout import layout
 from distgpt.core.cpu.pool import pool_of
 from distgpt.core.cpu.stages import open_stage
 
@@ -55,7 +55,7 @@ if os.fork() == 0:
 os.wait()
 found["forked"] = json.loads(os.read(reader, 1 << 16))
 found["tasks"] = sorted({*map(tuple, (mask(int(task.name)) for task in Path("/proc/self/task").iterdir()))})
-with layout().unbound():
+with affinity().unbound():
     waiting = threading.Thread(target=lambda: found.update(unbound=mask()))
     waiting.start()
     waiting.join()
@@ -63,7 +63,7 @@ again = open_stage(stage_name, threads or None)
 again.kernels("float32")
 found["again"] = []
 again.notes.report_to(found["again"].append)
-found["beside"] = layout().place(SerialComm(stage.comm), stage.threads, threads_given=False)
+found["beside"] = affinity().place(SerialComm(stage.comm), stage.threads, threads_given=False)
 found["after"] = mask()
 stage.comm.barrier()  # a rank that ends gives up its claim
 print(json.dumps(found), flush=True)

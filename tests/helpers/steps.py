@@ -6,7 +6,7 @@ from distgpt.core.config import ModelConfig, TrainConfig
 from distgpt.core.cpu.kernels import Bfloat16Kernels, CpuKernels
 from distgpt.core.data.batches import ArrayTokens, Batches
 from distgpt.core.model.model import Architecture, Model
-from distgpt.core.train.sharing import OptimizerState
+from distgpt.core.train.parallel_strategy import OptimizerState
 from distgpt.core.train.step import Step
 from distgpt.parallel.choose import Chosen
 
@@ -31,7 +31,7 @@ def build_step(state, comm, config, say=print, micro_batches=None, **more):
     if micro_batches is None:
         strategy = Chosen(config, comm.size)
         micro_batches = strategy.micro_batches(config, comm.rank, state.optimizer.model)
-    exchange = components().exchange(comm, state, config, say)
+    exchange = components().gradient_sync(comm, state, config, say)
     work = Step(state.optimizer, comm, config, exchange, micro_batches=micro_batches, **more)
     work.state = state  # for tests that save and restore
     return work

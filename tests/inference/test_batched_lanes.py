@@ -10,7 +10,7 @@ from distgpt.core.generate.plain_slots import PlainSlots
 from distgpt.core.generate.request import Request, Sampling
 from distgpt.core.generate.slots import Choice, Feed
 from distgpt.core.ops.kernels import Kernels
-from distgpt.inference.decoding.batched import BatchedSlots, Likeliest, rounded_rows
+from distgpt.inference.decoding.batched import BatchedSlots, TopKLogits, rounded_rows
 
 from models import VARIANTS, build
 
@@ -39,7 +39,7 @@ def test_only_the_likeliest_leave_the_device_where_they_are_enough():
     expected = plain.feed(work)  # which ignore the choice
     np.testing.assert_allclose(whole, expected[1], atol=1e-11)
     for row, scores in ((first, expected[0]), (last, expected[2])):
-        assert isinstance(row, Likeliest) and len(row.tokens) == 8
+        assert isinstance(row, TopKLogits) and len(row.tokens) == 8
         assert row.tokens.tolist() == np.argsort(-scores, kind="stable")[:8].tolist()
         assert row.log_sum == pytest.approx(np.log(np.exp(scores).sum()), abs=1e-11)
 

@@ -236,8 +236,8 @@ def test_a_word_counts_if_greedy_decoding_gives_it():
     tokenizer = load_tokenizer("word", " ".join(kinds))
     gpt = distgpt.init(replace(CONFIG, vocab_size=tokenizer.size), seed=1, dtype="float64")
     start = tokenizer.encode_prompt("the")
-    likeliest = tokenizer.decode([int(gpt.logits(np.array([start]))[0, -1].argmax())])
-    words = [likeliest.strip(), next(kind for kind in kinds if kind != likeliest.strip())]
+    topk_logits = tokenizer.decode([int(gpt.logits(np.array([start]))[0, -1].argmax())])
+    words = [topk_logits.strip(), next(kind for kind in kinds if kind != topk_logits.strip())]
     benchmark = Benchmark([Question([("the", f" {word}")], 0) for word in words], tokenizer, 700)
     expected = [plain(gpt, span) for span in benchmark.spans]
     found = benchmark.measure(Scorer(model(config=gpt.config), SerialComm()))

@@ -12,7 +12,7 @@ from distgpt.core.data.textfile import resolve_data
 from distgpt.core.model.counts import operations, parameters
 from distgpt.core.model.model import FLAG_COUNT, Architecture
 from distgpt.core.train.memory import divisors, needed
-from distgpt.core.train.sharing import Strategy
+from distgpt.core.train.parallel_strategy import Strategy
 from distgpt.gpu.probe import probe
 from distgpt.measure import estimate as estimating
 from distgpt.measure.estimate import Question, estimate, measure, render_terminal

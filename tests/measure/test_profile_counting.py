@@ -11,13 +11,13 @@ from distgpt.core.model.counts import BACKWARD, operations
 from distgpt.core.ops.api import Affine, AttentionMask, Head
 from distgpt.core.ops.kernels import Kernels
 from distgpt.measure.profile import operations as ops
-from distgpt.measure.profile.recorder import Clock, Event, Recorder, Region, Taken, account
+from distgpt.measure.profile.recorder import Event, Recorder, Region, Taken, Timer, account
 from profiling import job, profiled, times
 from threadranks import on_all_ranks
 
 WAYS = ("forward", "backward into input", "backward into weights")
 # Of the vocabulary, what makes arrays, reads them, or organises the work.
-NO_OPERATIONS = {"zeros", "wide_zeros", "scalars", "integers", "to_host", "later", "free_memory", "record", "between"}
+NO_OPERATIONS = {"zeros", "accum_zeros", "scalars", "integers", "to_host", "later", "free_memory", "record", "between"}
 NO_OPERATIONS |= {"agree", "orthogonalise_bytes", "each", "run_together", "join"}
 
 
@@ -122,7 +122,7 @@ def test_every_second_of_every_worker_is_accounted_for_once():
             {"Matmul forward": 5.0, "Waiting for other workers": 1.0},
         ),
     ):
-        seconds, found = account(Clock(), workers, Taken(0.0, end, events, regions))
+        seconds, found = account(Timer(), workers, Taken(0.0, end, events, regions))
         assert seconds_of(found) == expected and seconds == end, what
         assert found[2].sum() == flops, what
     assert found[1].sum() == 1  # calls of what all share
@@ -135,7 +135,7 @@ def seconds_of(found):
 def test_the_recorder_tells_waiting_for_ranks_from_the_sum():
     def act(comm):
         at, kernels = [0.0], CpuKernels()
-        clock = Clock(lambda: at[0])
+        clock = Timer(lambda: at[0])
         batches = SimpleNamespace(fill=lambda *args: None)
         plain = comm.sum
 

@@ -17,7 +17,7 @@ from distgpt.core.data.tokenizers import fingerprint, load_tokenizer
 from distgpt.core.saved.modelfile import read_description
 from distgpt.core.saved.tensors import read_header, write_tensors
 from distgpt.corpora.tokenizers.bpe import GPT2_FINGERPRINT
-from distgpt.corpora.tokenizers.foreign import from_document
+from distgpt.corpora.tokenizers.third_party import from_document
 from distgpt.models.formats.families import EXPORTABLE, FAMILIES, Settings, family_for, recognised
 from distgpt.models.formats.gguf.container import read_container
 from distgpt.models.formats.gguf.transfer import export_gguf, family_in_gguf, import_gguf

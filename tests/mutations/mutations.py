@@ -89,7 +89,7 @@ _FAULTS = {
     ("core/train/step.py", _ON_RANKS): [
         ("the gradient's norm grows with the ranks", "math.sqrt(squares) * self._scales.norm", "math.sqrt(squares)")
     ],
-    ("core/train/sharing.py", _ON_RANKS): [
+    ("core/train/parallel_strategy.py", _ON_RANKS): [
         ("gradients are summed, not averaged", "mean = self.mean_factor / counted", "mean = 1.0 / counted")
     ],
     ("core/data/batches.py", "core/data/test_batches.py"): [
@@ -158,7 +158,7 @@ _FAULTS = {
     ("core/cpu/graphs/capture.py", "core/cpu/test_recorded.py -k rows or profile"): [
         (
             "targets are looked at once",
-            "counts_all = not any((targets == IGNORED).any() for targets in self._targets)",
+            "counts_all = not any((targets == IGNORE_INDEX).any() for targets in self._targets)",
             "counts_all = True",
         )
     ],

@@ -15,7 +15,7 @@ from distgpt.core.model.memory import ALIGNED, MATRIX, VECTOR, Layout, Spec
 from distgpt.core.model.model import Architecture
 from distgpt.core.model.optim import AdamW
 from distgpt.core.ops.low_precision import from_bfloat16
-from distgpt.core.train.sharing import Allreduce
+from distgpt.core.train.parallel_strategy import Allreduce
 from distgpt.parallel import overlapped
 from distgpt.parallel import reductions as ways
 from distgpt.parallel.choose import Chosen

@@ -108,11 +108,11 @@ def test_all_modes_and_types_exchange_the_same_changes(dtype):
 
 
 def test_one_rank_that_cannot_use_its_gradients_stops_the_step_of_all():
-    def objection(loss, norm):
+    def rejection_reason(loss, norm):
         return "" if np.isfinite(loss) and np.isfinite(norm) else "not finite"
 
     def with_fault(comm):
-        work = steps_of(comm, LOCAL, objection=objection)
+        work = steps_of(comm, LOCAL, rejection_reason=rejection_reason)
         before = work.model.weights.flat.copy()
         if comm.rank == 1:
             work.model.weights["wte"][0, 0] = np.inf

@@ -34,7 +34,7 @@ def test_a_tree_of_units_on_one_rank(count, threads):
     layout = Layout([Spec("a", (9001,))])
     units = units_of(count, layout.size + 1)
     kernels = CpuKernels(threads=threads)
-    grads = FlatBuffer(layout, kernels.wide_zeros, flags=3)
+    grads = FlatBuffer(layout, kernels.accum_zeros, flags=3)
     tree = Tree(grads, kernels, count)
     for _ in range(2):  # its memory is used again
         grads.flags[1:] = 7

@@ -14,8 +14,8 @@ from distgpt.core.components import components
 from distgpt.core.config.settings import GRAD_SYNCS, TrainConfig
 from distgpt.core.saved.checkpoint import State, load_state
 from distgpt.core.saved.tensors import DATA_SUM, read_header
-from distgpt.core.train.plan import refuse_unsuited
-from distgpt.core.train.sharing import MicroBatches, Placement, Strategy
+from distgpt.core.train.parallel_strategy import MicroBatches, Placement, Strategy
+from distgpt.core.train.plan import reject_unsuited
 from distgpt.parallel import balance
 from distgpt.parallel.balance import Balanced, hosts_checksum, measured_shares, shares_by, shares_so_far
 from distgpt.parallel.choose import Chosen
@@ -68,17 +68,17 @@ def test_placement_micro_batches_and_exchange_are_chosen_apart():
 )
 def test_combinations_that_cannot_work_are_refused(ranks, on_gpu, words, how):
     with pytest.raises(UsageError) as refused:
-        refuse_unsuited(replace(CONFIG, **how), ranks, on_gpu)
+        reject_unsuited(replace(CONFIG, **how), ranks, on_gpu)
     assert all(word in str(refused.value) for word in words)
     if "reproducible_parts" not in how or how.keys() & {"outer_every", "balance"}:  # one rank shares nothing
-        refuse_unsuited(replace(CONFIG, **how), 1, on_gpu)
+        reject_unsuited(replace(CONFIG, **how), 1, on_gpu)
 
 
 def test_combinations_that_work_are_accepted():
     for sync, wire in product(GRAD_SYNCS, ("float32", "bfloat16")):
-        refuse_unsuited(TrainConfig(grad_sync=sync, gradient_dtype=wire), 2, on_gpu=True)
+        reject_unsuited(TrainConfig(grad_sync=sync, gradient_dtype=wire), 2, on_gpu=True)
     for ranks, on_gpu, how in ((2, False, PARTS), (2, True, {"outer_every": 4}), (2, False, AUTO)):
-        refuse_unsuited(replace(CONFIG, **how), ranks, on_gpu)
+        reject_unsuited(replace(CONFIG, **how), ranks, on_gpu)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_only_what_was_chosen_is_compiled_before_the_first_step(how, ranks, want
     for name in ("nesterov", "each"):
         plain = getattr(model.kernels, name)
         monkeypatch.setattr(model.kernels, name, lambda *args, n=name, plain=plain: called.append(n) or plain(*args))
-    Chosen(replace(CONFIG, **how), ranks).rehearse(model)
+    Chosen(replace(CONFIG, **how), ranks).warmup_pass(model)
     assert sorted({*called}) == wanted
 
 
@@ -128,7 +128,7 @@ from distgpt.core.data.tokenizers import load_tokenizer
 from distgpt.core.generate.engine import sample
 from distgpt.core.components import components
 from distgpt.core.train.setup import rehearse
-from distgpt.core.train.sharing import Strategy
+from distgpt.core.train.parallel_strategy import Strategy
 run = RunConfig(ModelConfig(vocab_size=256, seq_len=8, n_layer=2, n_head=2, n_embd=32), TrainConfig())
 kernels = open_stage("serial").kernels("{dtype}")
 rehearse(kernels, run, Strategy(run.train, 1))

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from distgpt.core.base.errors import UsageError
-from distgpt.core.comm.layout import Layout
+from distgpt.core.comm.affinity import Affinity
 from distgpt.core.comm.resources import Cores
 from distgpt.core.config import ModelConfig, TrainConfig
 from distgpt.core.cpu.kernels import CpuKernels
@@ -122,7 +122,7 @@ def test_threads_change_no_bit_and_few_results_wait_to_be_added(monkeypatch):
 def test_pairs_are_learned_with_the_threads_of_waiting_ranks(size, cores, is_async, threads, monkeypatch):
     """On all cores that the process was given, not only those that this rank is bound to."""
 
-    class Bound(Layout):
+    class Bound(Affinity):
         @contextmanager
         def unbound(self):
             with monkeypatch.context() as patched:

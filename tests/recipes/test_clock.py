@@ -5,15 +5,15 @@ from dataclasses import replace
 
 import distgpt as library
 import pytest
-from distgpt.callbacks.attach import TimedClock
+from distgpt.callbacks.attach import TimedBudget
 from distgpt.core.base.errors import UsageError
 from distgpt.core.config import TrainConfig
 from distgpt.core.config.presets import preset
 from distgpt.core.data.textfile import resolve_data
 from distgpt.core.model.optim import learning_rate
 from distgpt.core.saved.rundir import RunDirectory
+from distgpt.core.train.interfaces import Budget, is_over
 from distgpt.core.train.progress import Pace, Progress
-from distgpt.core.train.seams import Clock, is_over
 from distgpt.parallel.choose import Chosen
 from distgpt.recipes.depth import described, settings_of, text_of
 
@@ -28,7 +28,7 @@ def run_of(t, ranks=1, spent=0.0, seconds=4.0, queued=False, closing=0.0):
     """Take steps of this many seconds by a clock that they alone move. Return (share, step) of each."""
     now, progress = [100.0], Progress()
     pace = Pace(progress, Chosen(t, ranks).placement.rounds)
-    clock = TimedClock(t, pace, 100.0, spent, queued, closing, now=lambda: now[0])
+    clock = TimedBudget(t, pace, 100.0, spent, queued, closing, now=lambda: now[0])
     return stepped(clock, progress, now, queued, seconds), now[0] - 100.0 + spent, clock
 
 
@@ -40,7 +40,7 @@ def stepped(clock, progress, now, queued, seconds):
         sent.append(clock.elapsed_ahead())
         while len(sent) > queued:
             progress.count_step(1.0, seconds, True)
-            clock.hear_elapsed(sent.pop(0), launched=progress.step + len(sent))
+            clock.set_elapsed(sent.pop(0), launched=progress.step + len(sent))
     return found
 
 
@@ -76,18 +76,18 @@ def test_a_former_run_whose_minutes_were_less_than_asked_for_is_over():
 
 
 def test_without_a_time_the_steps_count():
-    clock = Clock(7)
+    clock = Budget(7)
     assert stepped(clock, Progress(), [100.0], False, 4.0) == [None] * 7 and clock.seconds() == 0
 
 
 def test_a_run_that_went_back_still_ends_with_its_time():
     progress, now = Progress(), [60.0]
-    clock = TimedClock(T, Pace(progress), 0.0, now=lambda: now[0])
+    clock = TimedBudget(T, Pace(progress), 0.0, now=lambda: now[0])
     progress.step = 9
-    clock.hear_elapsed(clock.elapsed_ahead(), launched=9)
+    clock.set_elapsed(clock.elapsed_ahead(), launched=9)
     assert (clock.elapsed, clock.last) == (1, 10)
     progress.step = 4
-    clock.hear_elapsed(clock.elapsed_ahead(), launched=5)
+    clock.set_elapsed(clock.elapsed_ahead(), launched=5)
     assert clock.last == 6
 
 

@@ -22,7 +22,7 @@ from distgpt.core.generate.engine_setup import ModelSpec
 from distgpt.core.model.model import Architecture, Model
 from distgpt.core.model.optim import AdamW
 from distgpt.core.model.passes import Pass
-from distgpt.core.ops.api import IGNORED
+from distgpt.core.ops.api import IGNORE_INDEX
 from distgpt.core.ops.kernels import Kernels
 from distgpt.core.saved.modelfile import Description, read_description, save_model
 from distgpt.core.train.step import Step
@@ -74,7 +74,7 @@ def random_examples(vocab, lengths, seed=0):
     random = np.random.default_rng(seed)
     starts = np.cumsum([0, *lengths], dtype=np.int64)
     inputs, targets = (random.integers(0, vocab, starts[-1]) for _ in range(2))
-    targets[random.random(len(targets)) < 0.5] = IGNORED
+    targets[random.random(len(targets)) < 0.5] = IGNORE_INDEX
     targets[starts[1:] - 1] = 1
     return Examples(inputs.astype(np.uint16), targets.astype(np.int32), starts)
 
@@ -86,12 +86,12 @@ def sequences(batches, step, seq_len, rows=4):
     """Inputs and targets of every example of a batch, each whole in one row, and the fraction that counts."""
     x, y, positions = np.zeros((3, rows, seq_len), np.int32)
     batches.fill(step, slice(None), x, y, positions)
-    assert batches.counted_fraction(step) == (y != IGNORED).mean()
+    assert batches.counted_fraction(step) == (y != IGNORE_INDEX).mean()
     found = []
     for row in range(rows):
         for first, last in pairwise([*np.flatnonzero(positions[row] == 0), seq_len]):
             assert (positions[row, first:last] == np.arange(last - first)).all()
-            if (y[row, first:last] != IGNORED).any():
+            if (y[row, first:last] != IGNORE_INDEX).any():
                 found.append((x[row, first:last], y[row, first:last]))
     return found
 
@@ -107,7 +107,7 @@ def test_every_example_is_whole_in_one_row_and_comes_once_in_an_epoch():
     ends = pairwise(examples.starts)
     known = {(examples.read(a, b).astype(np.int32).tobytes(), examples.targets[a:b].tobytes()) for a, b in ends}
     assert set(seen) <= known and len(seen) == len(set(seen)) >= 0.97 * len(known)
-    assert sum((y != IGNORED).sum() for _, y in found) >= 0.97 * (examples.targets != IGNORED).sum()
+    assert sum((y != IGNORE_INDEX).sum() for _, y in found) >= 0.97 * (examples.targets != IGNORE_INDEX).sum()
 
 
 def test_long_examples_lose_their_end_and_some_their_place(chats, tmp_path):
@@ -143,7 +143,7 @@ def one_by_one(config, pairs):
         work.loss_and_gradients(inputs, targets, len(inputs), False)
         total += float(model.grads.flags[0])
         gradient += model.grads.flat.copy()
-        counted += (targets != IGNORED).sum()
+        counted += (targets != IGNORE_INDEX).sum()
     return total / counted, gradient / counted
 
 

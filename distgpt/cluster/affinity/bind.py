@@ -19,9 +19,9 @@ from distgpt.cluster.affinity.plan import Place, Rank, blocks, cores_of, place_o
 from distgpt.core.base.errors import UsageError
 from distgpt.core.base.formatting import in_runs
 from distgpt.core.base.system import boot_id
+from distgpt.core.comm.affinity import Affinity
 from distgpt.core.comm.agree import gather, on_every_rank
 from distgpt.core.comm.api import Comm
-from distgpt.core.comm.layout import Layout
 from distgpt.core.comm.resources import Grants, usable_cores
 
 VARIABLE = "DISTGPT_BIND"
@@ -29,8 +29,8 @@ CHOICES = ("auto", "off")
 TAKEN = "another distgpt job on this host uses the same cores: threads are not bound to cores"
 
 
-class Placed(Layout):
-    """Layout of a node whose cores are known, on a system that can bind."""
+class Placed(Affinity):
+    """Affinity of a node whose cores are known, on a system that can bind."""
 
     def __init__(self, root: Path = SYS) -> None:
         self._root = root
@@ -126,7 +126,7 @@ class Placed(Layout):
         finally:
             os.sched_setaffinity(0, before)
 
-    def seat(self, thread: int, threads: int) -> None:
+    def pin_thread(self, thread: int, threads: int) -> None:
         """Bind a helper thread to its core. The caller, worker 0, is moved to its core but not bound.
 
         Otherwise threads and processes that it starts later would inherit the binding.

@@ -31,7 +31,7 @@ from distgpt.cluster.launch.environment import (
 )
 from distgpt.core.base import __version__
 from distgpt.core.base.errors import UsageError, error_for
-from distgpt.core.comm.agree import gather, named_ranks, ranks_by_text, shared
+from distgpt.core.comm.agree import collective_error, gather, named_ranks, ranks_by_text
 from distgpt.core.comm.api import Comm, SerialComm
 from distgpt.core.comm.job import Job, is_closed_pipe, rank_name, require_mpi, say
 from distgpt.core.comm.resources import granted_cores
@@ -105,9 +105,9 @@ class Launched(Job):
             return
         ranks = _gather(comm, "", 0)
         if complaints := _complaints(ranks):
-            raise shared(error_for(_exit_code(ranks))("; ".join(complaints.values())))
+            raise collective_error(error_for(_exit_code(ranks))("; ".join(complaints.values())))
         if problem := _difference(ranks):
-            raise shared(UsageError(problem))
+            raise collective_error(UsageError(problem))
 
     def complain(self, complaint: str, code: int) -> int:
         """Rank 0 has printed its own message already, since starting MPI may end its process."""

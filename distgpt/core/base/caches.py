@@ -92,7 +92,7 @@ def cache_limit() -> int:
         raise UsageError(f"{LIMIT}: {error}") from None
 
 
-def made_by_one(
+def compute_once(
     path: Path | None, make: Callable[[], bytes], accepts: Callable[[bytes], bool] = lambda kept: True
 ) -> bytes:
     """Return the content of a cache file. If it is missing, corrupt or not accepted, make and keep it.

@@ -74,7 +74,7 @@ class OutlierError(DistgptError):
     stop = "outlier"
 
 
-def refuse_beside(what: str, others: Mapping[str, object], why: str) -> None:
+def reject_combination(what: str, others: Mapping[str, object], why: str) -> None:
     """Raise a UsageError if one of the `others`, options with their values, is set."""
     for option, value in others.items():
         if value:
@@ -129,7 +129,7 @@ def escape_model_text(text: str) -> str:
     return "".join("\ufffd" if c in bad else c for c in text)
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
+def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return a suggestion, "; did you mean …?", and a short list of the allowed words, in order."""
     options = sorted(known) if isinstance(known, set | frozenset) else list(known)
     close = get_close_matches(word, options, n=1, cutoff=0.5)

@@ -24,7 +24,7 @@ def on_root(comm: Comm, decide: Callable[[], T]) -> T:
     if comm.size > 1:
         answer, error, code = broadcast(comm, (answer, error, code))
     if code:
-        raise shared(error_for(code)(error))
+        raise collective_error(error_for(code)(error))
     return cast(T, answer)
 
 
@@ -37,17 +37,17 @@ def on_every_rank(comm: Comm, act: Callable[[], T]) -> T:
         result = act()
     except DistgptError as error:
         complaint, code = str(error), error.exit_code
-    refuse_anywhere(comm, complaint, error_for(comm.allreduce_max(code)))
+    raise_if_any(comm, complaint, error_for(comm.allreduce_max(code)))
     return cast(T, result)
 
 
-def refuse_anywhere(comm: Comm, complaint: str, kind: type[DistgptError] = UsageError) -> None:
+def raise_if_any(comm: Comm, complaint: str, kind: type[DistgptError] = UsageError) -> None:
     """Raise the error of any rank on all ranks; "" means success. Collective."""
     owners = ranks_by_text(gather(comm, complaint))
     if owners:
         several = len(owners) > 1 or len(next(iter(owners.values()))) < comm.size
         texts = (f"{named_ranks(ranks)}: " * several + text for text, ranks in owners.items())
-        raise shared(kind("; ".join(texts)))
+        raise collective_error(kind("; ".join(texts)))
 
 
 def ranks_by_text(texts: Iterable[str]) -> dict[str, list[int]]:
@@ -88,7 +88,7 @@ def named_ranks(ranks: list[int]) -> str:
     return numbered("rank", ranks)
 
 
-def shared(error: DistgptError) -> DistgptError:
+def collective_error(error: DistgptError) -> DistgptError:
     """Mark an error as raised on every rank, so that none aborts the job."""
     error.shared = True
     return error

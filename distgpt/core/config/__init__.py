@@ -5,7 +5,7 @@ Frozen dataclasses whose fields have help, choices and a range; presets; TOML fi
 Not here: command options (commands/options.py), and computation.
 """
 
-from distgpt.core.base.errors import nearest
+from distgpt.core.base.errors import did_you_mean
 from distgpt.core.config.run_config import (
     CHANGEABLE,
     SETTINGS,
@@ -32,7 +32,7 @@ from distgpt.core.config.settings import (
     ON_GPU,
     PARAMETERS_PER_TOKEN,
     POSITIONS,
-    ROUNDED_DTYPES,
+    QUANTIZED_DTYPES,
     SEVERAL,
     STAGES,
     WITH_MPI,

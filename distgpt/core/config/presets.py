@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from distgpt.core.base.errors import UsageError, nearest
+from distgpt.core.base.errors import UsageError, did_you_mean
 from distgpt.core.config.run_config import RunConfig, layered
 from distgpt.core.config.setting import Value, Values
 from distgpt.core.config.settings import BATCH_TOKENS
@@ -201,5 +201,5 @@ def preset(name: str, *changes: Mapping[str, object]) -> RunConfig:
 
 def base_preset(name: str) -> Values:
     if name not in PRESETS:
-        raise UsageError(f"unknown preset {name!r:.80}{nearest(name[:80], PRESETS)}")
+        raise UsageError(f"unknown preset {name!r:.80}{did_you_mean(name[:80], PRESETS)}")
     return PRESETS[name]

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from distgpt.core.base.errors import DistgptError, UsageError, nearest
+from distgpt.core.base.errors import DistgptError, UsageError, did_you_mean
 from distgpt.core.base.files import read_small
 from distgpt.core.config.setting import brief, settings_of
 from distgpt.core.config.settings import BATCH_TOKENS, ModelConfig, TrainConfig
@@ -41,7 +41,7 @@ class RunConfig:
             if name in REMOVED:
                 raise UsageError(f"distgpt no longer has the setting {name}; remove it from config.toml")
             if name not in SETTINGS and name != EXTRA:
-                raise UsageError(f"unknown setting {name!r:.80}{nearest(name[:80], SETTINGS)}")
+                raise UsageError(f"unknown setting {name!r:.80}{did_you_mean(name[:80], SETTINGS)}")
         # The copies check the types of the values.
         model: dict[str, Any] = {name: value for name, value in values.items() if name in MODEL}
         train: dict[str, Any] = {name: value for name, value in values.items() if name not in MODEL}
@@ -164,7 +164,7 @@ def flat_settings(document: Mapping[str, object], source: str) -> dict[str, obje
             for name in inside:
                 if name not in tables[key] and name not in REMOVED and name != EXTRA:
                     raise UsageError(
-                        f"{source}: [{key}] has no setting {name!r:.80}{nearest(name[:80], tables[key])}"
+                        f"{source}: [{key}] has no setting {name!r:.80}{did_you_mean(name[:80], tables[key])}"
                     )
             flat |= inside
         else:

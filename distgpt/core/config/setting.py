@@ -9,7 +9,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from distgpt.core.base.errors import UsageError, nearest
+from distgpt.core.base.errors import UsageError, did_you_mean
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -64,7 +64,7 @@ class Setting:
             if self.undecided and value == self.undecided:
                 raise UsageError(f"{name} must be one of {', '.join(self.choices)} here, not {value!r}")
             if self.choices and value not in self.choices:
-                raise UsageError(f"{name} is {value!r}{nearest(value, self.choices)}")
+                raise UsageError(f"{name} is {value!r}{did_you_mean(value, self.choices)}")
         elif isinstance(value, int | float) and (wrong := self._out_of_range(value)):
             raise UsageError(f"{name} must be {wrong}, not {brief(value)}")
 

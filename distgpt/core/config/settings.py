@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
-from distgpt.core.base.errors import UsageError, nearest
+from distgpt.core.base.errors import UsageError, did_you_mean
 from distgpt.core.config.setting import Setting, Value, check, setting
 from distgpt.core.ops.activations import ACTIVATIONS
 
@@ -19,9 +19,9 @@ POSITIONS = ("learned", "rope", "none")
 LORA_MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
 DTYPES = ("float32", "float64", "bfloat16")
 METRICS = ("hellaswag",)  # settings that name the data file of an evaluation metric
-ROUNDED_DTYPES = ("int8", "int4")
+QUANTIZED_DTYPES = ("int8", "int4")
 AUTO_DTYPE = "auto"  # see distgpt/core/cpu/stages.py
-INFERENCE_DTYPES = (AUTO_DTYPE, *DTYPES, *ROUNDED_DTYPES)
+INFERENCE_DTYPES = (AUTO_DTYPE, *DTYPES, *QUANTIZED_DTYPES)
 STAGES = ("serial", "mpi", "cuda", "mpi-cuda")
 ON_GPU = ("cuda", "mpi-cuda")
 WITH_MPI = ("mpi", "mpi-cuda")
@@ -451,7 +451,8 @@ class TrainConfig:
         for name in self.adapted:
             if name not in LORA_MATRICES:
                 raise UsageError(
-                    f"lora_matrices {self.lora_matrices!r:.80} has {name!r:.40}{nearest(name, LORA_MATRICES)}"
+                    f"lora_matrices {self.lora_matrices!r:.80} has {name!r:.40}"
+                    f"{did_you_mean(name, LORA_MATRICES)}"
                 )
         if self.min_lr > self.lr:
             raise UsageError(f"min_lr ({self.min_lr}) must not exceed lr ({self.lr})")

@@ -21,12 +21,12 @@ from typing import Any
 import numpy as np
 
 from distgpt.core.base.system import python_code
-from distgpt.core.comm.layout import layout
+from distgpt.core.comm.affinity import affinity
 from distgpt.core.comm.resources import MIB, granted_memory, usable_cores
 from distgpt.core.components import components
 from distgpt.core.cpu import first_use
 from distgpt.core.cpu.compiling.disk_cache import Missing, folder, noted
-from distgpt.core.cpu.graphs.launch import rehearse
+from distgpt.core.cpu.graphs.launch import warmup_pass
 from distgpt.core.cpu.stages import Stage
 from distgpt.core.ops.api import Array
 from distgpt.core.ops.kernels import Kernels
@@ -45,7 +45,7 @@ def start(stage: Stage, dtype: str, matmul: str, work: Work) -> Callable[[], Non
     """
     helpers: list[subprocess.Popen[bytes]] = []
     # Without helpers, each loop is compiled when it is first called.
-    with suppress(Exception), layout().unbound():
+    with suppress(Exception), affinity().unbound():
         cores = min(stage.comm.local_size * stage.threads, len(usable_cores()))
         count = min(cores - 1, MOST, granted_memory().free // BYTES - 1)
         if count >= 1 and folder() is not None:  # Without a directory, helpers cannot share their loops.
@@ -84,7 +84,7 @@ def missing_loops(stage: Stage, dtype: str, matmul: str, work: Work) -> list[Mis
     try:
         with np.errstate(all="ignore"):
             work(kernels)
-        rehearse(stage.threads)  # `record` above skips these loops
+        warmup_pass(stage.threads)  # `record` above skips these loops
     finally:
         noted.reset(before)
     return list(found)

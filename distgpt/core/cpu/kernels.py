@@ -18,7 +18,7 @@ from distgpt.core.cpu.matmul.layers import Matmuls, OwnMatmuls, matmuls_for
 from distgpt.core.cpu.pool import COLUMNS, ROWS, WorkerMemory, pool_of
 from distgpt.core.cpu.teams import Shape, Team, by_job, run_in_teams, share_out
 from distgpt.core.ops.api import (
-    IGNORED,
+    IGNORE_INDEX,
     PIECE,
     POLAR,
     AdamConstants,
@@ -71,13 +71,13 @@ class CpuKernels(Kernels):
         record: Recorder | None = None,
     ) -> None:
         # In this class, the type between layers is also the type of weights, statistics and sums.
-        self.dtype = self.wide = np.dtype(dtype)
+        self.dtype = self.accum_dtype = np.dtype(dtype)
         self.threads = threads
         self._record = record
         self._pool = pool_of(threads)
         self._memory = WorkerMemory(self._pool)
         blas.single_threaded_blas()  # two thread pools would compete for the same cores
-        self.matmuls: Matmuls = matmuls_for(self._pool, self.wide, matmul)
+        self.matmuls: Matmuls = matmuls_for(self._pool, self.accum_dtype, matmul)
         self.polar_cost = muon.blas_cost if dtype == "float32" else muon.whole_cost
         self._polar_steps = np.array(POLAR)
 
@@ -204,10 +204,10 @@ class CpuKernels(Kernels):
             self._pool.split_range(len(y), ROWS, flat.copy_rows, y, w)
             return
         columns = y.shape[1]
-        most = max(flat.LEAST_ROWS, flat.SUMS_BYTES // (columns * self.wide.itemsize))
+        most = max(flat.LEAST_ROWS, flat.SUMS_BYTES // (columns * self.accum_dtype.itemsize))
 
         def some(first: int, last: int) -> None:
-            memory = self._memory.scratch(np.empty, (most, columns), self.wide.name)
+            memory = self._memory.scratch(np.empty, (most, columns), self.accum_dtype.name)
             for top in range(first, last, most):
                 bottom = min(top + most, last)
                 sums = memory[: bottom - top]
@@ -296,7 +296,7 @@ class CpuKernels(Kernels):
         mask = mask._replace(window=mask.window or mask.seq_len)
 
         def some(i: int, j: int) -> None:
-            scratch = self._memory.scratch(make, mask.seq_len, size, self.dtype.name, self.wide.name)
+            scratch = self._memory.scratch(make, mask.seq_len, size, self.dtype.name, self.accum_dtype.name)
             self._pool.call(loop, i, j, *arrays, mask, scratch)
 
         self._pool.split_range(units, grain, some)
@@ -315,7 +315,7 @@ class CpuKernels(Kernels):
         accumulate: bool,
     ) -> None:
         """Skip rows without a target, which need no logits: the head is the largest matmul."""
-        learned = np.flatnonzero(targets != IGNORED)
+        learned = np.flatnonzero(targets != IGNORE_INDEX)
         n = len(learned)
         if n == len(x):
             every_cross_entropy(self, losses, dx, dw, x, head, targets, scale, accumulate)
@@ -372,7 +372,7 @@ class CpuKernels(Kernels):
 
     def _polar_sizes(self, shape: Shape, team: Team) -> tuple[int, int, str, int, int]:
         """Return the arguments for `polar`'s scratch memory."""
-        return min(shape), max(shape), self.wide.name, team.members, self.polar_cost(shape).most
+        return min(shape), max(shape), self.accum_dtype.name, team.members, self.polar_cost(shape).most
 
     def muon(self, matrices: Sequence[MuonMatrix], norm: Array, scalars: Array, beta2: float) -> None:
         shapes = tuple(matrix.p.shape for matrix in matrices)

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from weakref import WeakSet
 
 from distgpt.core.base.interrupts import signals_deferred
-from distgpt.core.comm.layout import layout
+from distgpt.core.comm.affinity import affinity
 
 Work = Callable[[int], object]
 Made = TypeVar("Made")
@@ -165,7 +165,7 @@ class Pool:
 
     def _started(self) -> list[SimpleQueue[Job]]:
         jobs: list[SimpleQueue[Job]] = [SimpleQueue() for _ in range(self.threads - 1)]
-        layout().seat(0, self.threads)  # the caller
+        affinity().pin_thread(0, self.threads)  # the caller
         for thread, own in enumerate(jobs, 1):
             threading.Thread(target=self._serve, args=(thread, own), daemon=True).start()
         return jobs
@@ -202,7 +202,7 @@ class Pool:
 
     def _serve(self, thread: int, jobs: SimpleQueue[Job]) -> None:
         self.state.index = thread
-        layout().seat(thread, self.threads)
+        affinity().pin_thread(thread, self.threads)
         while True:
             self._help(thread, jobs.get())
 

@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from distgpt.core.base.caches import CACHE, misplaced
 from distgpt.core.base.errors import Say, UsageError
+from distgpt.core.comm.affinity import affinity
 from distgpt.core.comm.agree import on_every_rank, on_root
 from distgpt.core.comm.api import Comm
 from distgpt.core.comm.job import this_job
-from distgpt.core.comm.layout import layout
 from distgpt.core.comm.resources import granted_memory
 from distgpt.core.components import components
-from distgpt.core.config import DTYPES, ON_GPU, STAGES, GpuConfig, RunConfig, nearest
+from distgpt.core.config import DTYPES, ON_GPU, STAGES, GpuConfig, RunConfig, did_you_mean
 from distgpt.core.cpu import first_use
 
 if TYPE_CHECKING:  # commands import this file and must start without NumPy
@@ -66,7 +66,7 @@ def chosen(choose: Choose, matmul: str, weights: int) -> Dtype:
     """Return the dtype in the variable, if set; otherwise, choose it."""
     if fixed := os.environ.get(VARIABLE):
         if fixed not in DTYPES:
-            raise UsageError(f"{VARIABLE} is {fixed!r:.80}{nearest(fixed, DTYPES)}")
+            raise UsageError(f"{VARIABLE} is {fixed!r:.80}{did_you_mean(fixed, DTYPES)}")
         return Dtype(fixed)
     return choose(matmul, weights)
 
@@ -128,7 +128,7 @@ class Stage:
         from distgpt.core.cpu.compiling import disk_cache
 
         make = on_every_rank(self.comm, lambda: components().kernels(dtype))
-        layout().bind()  # before kernels start threads and models allocate memory
+        affinity().bind()  # before kernels start threads and models allocate memory
         if not disk_cache.site():
             kept_in = disk_cache.folder()
             if trouble := misplaced(kept_in) if kept_in else NOT_KEPT:
@@ -168,9 +168,9 @@ class StageKind:
 
 def _open_on_cpu(name: str, comm: Comm, threads: int | None, gpu: GpuConfig) -> Stage:
     given = threads is not None
-    stage = Stage(name, comm, threads or layout().threads(comm))
+    stage = Stage(name, comm, threads or affinity().threads(comm))
     notes = this_job().notes(comm, name, stage.threads, threads_given=given)
-    for note in (*notes, *layout().place(comm, stage.threads, threads_given=given)):
+    for note in (*notes, *affinity().place(comm, stage.threads, threads_given=given)):
         stage.notes.add(note)
     return stage
 
@@ -203,7 +203,7 @@ def expected_dtype(stage: str, run: RunConfig, tf32: bool = False) -> Dtype:
 def open_stage(name: str, threads: int | None = None, gpu: GpuConfig | None = None) -> Stage:
     """Start the stage's backends. Reject launches that would not do what they appear to do. Collective."""
     if name not in STAGES:
-        raise UsageError(f"unknown stage {name!r}{nearest(name, STAGES)}")
+        raise UsageError(f"unknown stage {name!r}{did_you_mean(name, STAGES)}")
     if threads is not None and not 1 <= threads <= MOST_THREADS:
         raise UsageError(f"--threads must be at least 1 and at most {MOST_THREADS}, not {threads}")
     if name not in ON_GPU and gpu not in (None, GpuConfig()):

@@ -202,7 +202,7 @@ class Window(NamedTuple):
     """Tokens to score. Each except the first is predicted from its predecessors."""
 
     ids: Ids
-    counted: NDArray[np.bool_] | None = None  # whether each id except the first counts; None: every id does
+    loss_mask: NDArray[np.bool_] | None = None  # whether each id except the first counts; None: every id does
 
 
 def windows_of(tokens: Tokens, seq_len: int, most: int = 0) -> list[Window]:

@@ -6,7 +6,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import BinaryIO
 
-from distgpt.core.base.errors import DataError, nearest
+from distgpt.core.base.errors import DataError, did_you_mean
 from distgpt.core.base.files import bundled, open_regular
 
 BUNDLED_TEXTS = ("corpus", "names", "story")
@@ -35,7 +35,8 @@ def resolve_data(name: str) -> Path:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise DataError(
-            f"cannot read {name!r} ({reason}), and it is not a bundled text{nearest(name, BUNDLED_TEXTS)}"
+            f"cannot read {name!r} ({reason}), and it is not a bundled text"
+            f"{did_you_mean(name, BUNDLED_TEXTS)}"
         ) from None
     return Path(name)
 

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distgpt.core.base.checked import Json, JsonObject, checked, parse_json
-from distgpt.core.base.errors import DataError, UsageError, nearest
+from distgpt.core.base.errors import DataError, UsageError, did_you_mean
 from distgpt.core.base.files import read_small
 from distgpt.core.components import EXTENDED, components
 
@@ -334,7 +334,9 @@ def _from_path(name: str) -> Tokenizer:
         path.stat()
     except FileNotFoundError:
         names = (*(row.spelling for _, row in tokenizer_kinds() if row.spelling), "PATH")
-        raise UsageError(f"the tokenizer {name!r} is not a kind or a file{nearest(name, names)}") from None
+        raise UsageError(
+            f"the tokenizer {name!r} is not a kind or a file{did_you_mean(name, names)}"
+        ) from None
     except (OSError, ValueError) as error:
         raise unreadable(name, error) from None
     document = None if path.is_dir() else read_json(path)

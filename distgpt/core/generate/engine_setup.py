@@ -11,7 +11,7 @@ from pathlib import Path
 
 from distgpt.core.base.errors import DataError
 from distgpt.core.base.files import bundled
-from distgpt.core.comm.agree import on_root, shared
+from distgpt.core.comm.agree import collective_error, on_root
 from distgpt.core.comm.api import Comm
 from distgpt.core.comm.resources import granted_memory
 from distgpt.core.components import components
@@ -61,7 +61,7 @@ def slots_for(model: Model, count: int) -> Slots:
     return components().slots(model).make(model, count)
 
 
-def rehearse(model: Model) -> None:
+def warmup_pass(model: Model) -> None:
     """Compile, autotune and record everything that decoding needs, outside of measured time.
 
     On a CPU, a small model compiles the same loops. A GPU compiles kernels for the model's sizes.
@@ -145,8 +145,8 @@ class ModelSpec:
             stage, path, self.dtype, self.context, usual=usual, part=self.part
         )
         if (tokenizer := about.tokenizer) is None:
-            raise shared(DataError(f"{path} has no tokenizer; use it from Python, with tokens"))
+            raise collective_error(DataError(f"{path} has no tokenizer; use it from Python, with tokens"))
         if comm.rank == 0:
             stage.notes.report_to(partial(print, file=sys.stderr))
-        rehearse(model)
+        warmup_pass(model)
         return LoadedModel(model, tokenizer, comm, self, path, dtype)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from distgpt.core.base.errors import DataError, UsageError, escape
-from distgpt.core.comm.agree import broadcast, gather, on_every_rank, shared
+from distgpt.core.comm.agree import broadcast, collective_error, gather, on_every_rank
 from distgpt.core.comm.api import Comm
 from distgpt.core.data.tokenizers import Tokenizer
 from distgpt.core.generate.engine import Engine, complete
@@ -42,7 +42,9 @@ def generate(
 
     several, prompts, requests = on_every_rank(comm, understood)
     if stream and (several or n is not None or logprobs is not None or comm.size > 1):
-        raise shared(UsageError("stream requires one sample of one prompt, without logprobs, on one rank"))
+        raise collective_error(
+            UsageError("stream requires one sample of one prompt, without logprobs, on one rank")
+        )
     wanted = min(MOST_SLOTS, sum(request.n for request in requests))
     slots = agreed_slots(model, wanted, comm, lookup=max((each.lookup for each in requests), default=0))
     if stream:

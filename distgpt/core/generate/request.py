@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
-from distgpt.core.base.errors import UsageError, escape, nearest
+from distgpt.core.base.errors import UsageError, did_you_mean, escape
 from distgpt.core.config.setting import Setting, setting
 
 COLDEST = 1e-6  # lower temperatures are greedy, because dividing logits by them overflows
@@ -95,7 +95,7 @@ class Request(Sampling):
         known = [name for name in REQUEST_SETTINGS if name not in fixed]
         for name in settings:
             if name not in known:
-                raise UsageError(f"unknown setting {escape(name)!r}{nearest(name, known)}")
+                raise UsageError(f"unknown setting {escape(name)!r}{did_you_mean(name, known)}")
         stop = settings.get("stop", self.stop)
         if isinstance(stop, str):
             stop = (stop,)

@@ -62,7 +62,7 @@ def candidates(logits: Array, sampling: Sampling, total: float | None = None) ->
     highest = logits.max()
     tokens: Array | None = None
     if 0 < sampling.top_k < len(logits):
-        tokens = likeliest(logits, sampling.top_k)
+        tokens = topk_logits(logits, sampling.top_k)
         logits = logits[tokens]
     if sampling.min_p > 0 and sampling.top_p == 1:  # few remain, so skip the other exponentials
         often = np.flatnonzero(logits >= highest + sampling.temperature * math.log(sampling.min_p))
@@ -79,7 +79,7 @@ def candidates(logits: Array, sampling: Sampling, total: float | None = None) ->
     return tokens, p
 
 
-def likeliest(logits: Array, k: int) -> Array:
+def topk_logits(logits: Array, k: int) -> Array:
     """Return the k tokens with the highest logits, highest first, sorting only these."""
     if k >= len(logits):
         return np.argsort(-logits, kind="stable")
@@ -99,7 +99,7 @@ def _nucleus(p: Array, enough: float) -> Array:
     """Return the indices of the largest p, as few as reach `enough` together."""
     few = FIRST_FEW
     while True:
-        first = likeliest(p, few)
+        first = topk_logits(p, few)
         sums = np.cumsum(p[first], dtype=np.float64)
         if sums[-1] >= enough or few >= len(p):
             return first[: int(np.searchsorted(sums, enough)) + 1]
@@ -135,5 +135,5 @@ def likelihood(logits: Logits, token: int, alternatives: int) -> Likelihood:
         return logits.likelihood(token, alternatives)
     highest = logits.max()
     log_sum = float(highest) + math.log(np.exp(logits - highest).sum(dtype=np.float64))
-    found = likeliest(logits, alternatives).tolist() if alternatives else ()
+    found = topk_logits(logits, alternatives).tolist() if alternatives else ()
     return Likelihood(float(logits[token]) - log_sum, [(i, float(logits[i]) - log_sum) for i in found])

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import numpy as np
 
 from distgpt.core.base.errors import DistgptError
-from distgpt.core.comm.agree import broadcast, shared
+from distgpt.core.comm.agree import broadcast, collective_error
 from distgpt.core.comm.api import Comm
 from distgpt.core.generate.request import Likelihood, Sampling
 from distgpt.core.model.model import Model
@@ -129,7 +129,7 @@ def on_ranks(slots: Slots, comm: Comm, act: Callable[[Slots], Any]) -> Any:
         result = act(_Leading(slots, comm))
     except DistgptError as error:
         broadcast(comm, ("error", error))
-        raise shared(error) from None
+        raise collective_error(error) from None
     broadcast(comm, ("end",))
     return result
 
@@ -164,7 +164,7 @@ def _follow(slots: Slots, comm: Comm) -> None:
         if what == "feed":
             _mean(slots, how[0], comm)
         elif what == "error":
-            raise shared(how[0])
+            raise collective_error(how[0])
         elif what == "end":
             return
         else:

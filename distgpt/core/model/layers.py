@@ -89,7 +89,7 @@ class Block:
         sum_rows = kernels.capabilities.norm_sum_rows if config.norm_gain or config.bias else 0
 
         def sums() -> Wide2d | None:
-            return kernels.wide_zeros(sum_rows, 3 * c) if sum_rows else None
+            return kernels.accum_zeros(sum_rows, 3 * c) if sum_rows else None
 
         return Scratch(
             dh1=dh1,
@@ -101,7 +101,7 @@ class Block:
             dpre=None if kernels.capabilities.overwrites_pre else kernels.zeros(n, config.pre_width),
             datt=datt,
             dqkv=kernels.zeros(n, config.qkv_width),
-            dgain=kernels.wide_zeros(n, 2 * config.head_size) if config.qk_norm_gain else None,
+            dgain=kernels.accum_zeros(n, 2 * config.head_size) if config.qk_norm_gain else None,
             in_sums=sums(),
             mid_sums=sums(),
             out_sums=sums(),
@@ -427,12 +427,12 @@ class LayerNorm(Part):
         self.wb = Gain(self.w, self.b)
         dw = self.dw
         if dw is None and self.db is not None:  # kernels compute both in one pass; this dw is not used
-            dw = kernels.wide_zeros(*self.db.shape)
+            dw = kernels.accum_zeros(*self.db.shape)
         self.dwb = None if dw is None else Affine(dw, self.db)
 
     @classmethod
     def stats(cls, kernels: Kernels, n: int) -> Stats:
-        return Stats(kernels.wide_zeros(n) if cls.centred else None, kernels.wide_zeros(n))
+        return Stats(kernels.accum_zeros(n) if cls.centred else None, kernels.accum_zeros(n))
 
     def forward(self, y: Floats2d, s: Floats2d, stats: Stats, x: Floats2d, r: Floats2d | None) -> None:
         self.k.add_norm(y, s, stats, x, r, self.wb, self.eps)
@@ -508,7 +508,7 @@ class Rope(Positions):
     def bind(self, kernels: Kernels, params: Tensors, grads: Tensors) -> None:
         self.k = kernels
         angles = np.arange(self.context)[:, None] * self.frequencies  # (context, head/2)
-        self.angles = Angles(kernels.wide_zeros(*angles.shape), kernels.wide_zeros(*angles.shape))
+        self.angles = Angles(kernels.accum_zeros(*angles.shape), kernels.accum_zeros(*angles.shape))
         kernels.put(self.angles.cos, np.cos(angles))
         kernels.put(self.angles.sin, np.sin(angles))
 
@@ -558,8 +558,8 @@ def new_activations(config: ModelConfig, kernels: Kernels, n: int) -> LayerActiv
         added=None if fuses else kernels.zeros(n, config.n_embd),
         stats1=stats(kernels, n),
         stats2=stats(kernels, n),
-        lse=kernels.wide_zeros(n, config.n_head),
-        qk_rstd=kernels.wide_zeros(n, heads) if config.qk_norm else None,
+        lse=kernels.accum_zeros(n, config.n_head),
+        qk_rstd=kernels.accum_zeros(n, heads) if config.qk_norm else None,
     )
 
 
@@ -571,7 +571,7 @@ def more_activations(first: LayerActivations, kernels: Kernels, kept: Sequence[s
     other = copy(first)
     for name in kept:
         shared = getattr(first, name)
-        make = kernels.wide_zeros if name in STATISTICS else kernels.zeros
+        make = kernels.accum_zeros if name in STATISTICS else kernels.zeros
         if isinstance(shared, Stats):
             own = [None if each is None else make(*each.shape) for each in shared]
             setattr(other, name, Stats._make(own))

@@ -11,7 +11,7 @@ from zlib import crc32
 import numpy as np
 
 from distgpt.core.base.errors import UsageError
-from distgpt.core.comm.agree import shared
+from distgpt.core.comm.agree import collective_error
 from distgpt.core.config import ModelConfig
 from distgpt.core.model.layers import (
     NORMS,
@@ -28,7 +28,7 @@ from distgpt.core.ops.activations import ACTIVATIONS
 from distgpt.core.ops.api import Array
 from distgpt.core.ops.kernels import Kernels
 
-FLAG_COUNT = 8  # values appended to the gradient buffer: the loss and the seven flags (`Votes`) of a step
+FLAG_COUNT = 8  # values appended to the gradient buffer: the loss and the seven flags (`StepFlags`) of a step
 
 
 def flag_count(ranks: int) -> int:
@@ -100,7 +100,9 @@ class Model:
         The model takes over the architecture and binds its parts to the arrays created here.
         """
         if kernels.capabilities.is_async and ACTIVATIONS[architecture.config.mlp].functions:
-            raise shared(UsageError(f"the activation {architecture.config.mlp} requires a CPU stage"))
+            raise collective_error(
+                UsageError(f"the activation {architecture.config.mlp} requires a CPU stage")
+            )
         self.architecture = architecture
         self.kernels = kernels
         self.config = architecture.config
@@ -137,14 +139,14 @@ class Model:
         self._flags = flag_count(ranks)
         # Pages are placed near the thread that writes to them first, so threads write their own parts.
         self.kernels.zero(self.params.flat)
-        if self.kernels.wide == self.kernels.dtype:
+        if self.kernels.accum_dtype == self.kernels.dtype:
             return
         # Updates are smaller than bfloat16's resolution: its weights would not change (arXiv 1710.03740).
         if own is None:
-            self.weights = FlatBuffer(self.layout, self.kernels.wide_zeros)
+            self.weights = FlatBuffer(self.layout, self.kernels.accum_zeros)
             self.kernels.zero(self.weights.flat)
         else:
-            self.master_part = FlatPart(self.layout, own, self.kernels.wide_zeros)
+            self.master_part = FlatPart(self.layout, own, self.kernels.accum_zeros)
             self.kernels.zero(self.master_part.flat)
 
     @property
@@ -193,7 +195,7 @@ class Model:
             if make:
                 self._grads = make(self.layout, self._flags)
             else:
-                self._grads = FlatBuffer(self.layout, self.kernels.wide_zeros, flags=self._flags)
+                self._grads = FlatBuffer(self.layout, self.kernels.accum_zeros, flags=self._flags)
             self._bind()
 
     @property

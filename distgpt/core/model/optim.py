@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from distgpt.core.base.errors import UsageError
-from distgpt.core.comm.agree import shared
+from distgpt.core.comm.agree import collective_error
 from distgpt.core.config import TrainConfig
 from distgpt.core.model.memory import (
     EMBEDDING,
@@ -128,7 +128,9 @@ class Elementwise(AdamW):
         self, model: Model, config: TrainConfig, own: slice | None = None, rank: int = 0, ranks: int = 1
     ) -> None:
         if model.kernels.capabilities.is_async:
-            raise shared(UsageError(f"the optimizer {type(self).__qualname__} requires a CPU stage"))
+            raise collective_error(
+                UsageError(f"the optimizer {type(self).__qualname__} requires a CPU stage")
+            )
         super().__init__(model, config, own, rank, ranks)
         self._pieces = []
         for first, last, group, in_v in self._ranges.tolist():
@@ -235,5 +237,5 @@ def learning_rate(config: TrainConfig, step: int, elapsed: float | None = None) 
 
 def _moment(layout: Layout, own: slice | None, kernels: Kernels) -> FlatBuffer | FlatPart:
     if own is None:
-        return FlatBuffer(layout, kernels.wide_zeros)
-    return FlatPart(layout, own, kernels.wide_zeros)
+        return FlatBuffer(layout, kernels.accum_zeros)
+    return FlatPart(layout, own, kernels.accum_zeros)

@@ -75,7 +75,7 @@ class ModelActivations:
             s=kernels.zeros(n, config.n_embd),
             stats=stats(kernels, n),
             hidden=kernels.zeros(n, config.n_embd),
-            losses=kernels.wide_zeros(n),
+            losses=kernels.accum_zeros(n),
         )
 
 

@@ -32,7 +32,7 @@ Ints2d: TypeAlias = Array
 Work = Callable[[], None]
 
 QK_SCALE = 1.2  # length of an element of normalized queries and keys, to allow sharper attention
-IGNORED = -1  # target of a row that is not trained, with loss and gradients 0
+IGNORE_INDEX = -1  # target of a row that is not trained, with loss and gradients 0
 PIECE = 4096  # elements that stay in a cache, and whose squares are summed in their own type
 
 

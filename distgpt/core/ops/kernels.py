@@ -25,7 +25,7 @@ from numpy.typing import DTypeLike
 from distgpt.core.ops.activations import ACTIVATIONS
 from distgpt.core.ops.api import (
     ALL_ROWS,
-    IGNORED,
+    IGNORE_INDEX,
     PIECE,
     POLAR,
     QK_SCALE,
@@ -66,7 +66,7 @@ class Kernels:
     """
 
     dtype: np.dtype  # type of activations, and of parameters that a matmul reads
-    wide: np.dtype  # type of sums, master weights and moments: float32, or float64 if `dtype` is
+    accum_dtype: np.dtype  # type of sums, master weights and moments: float32, or float64 if `dtype` is
     threads = 1
     logits_bytes = 1 << 20  # maximum memory of the loss for logits, in bytes
     # minimum rows per slice if a worker has multiple slices, whose results stay in a cache
@@ -75,7 +75,7 @@ class Kernels:
     wire: Wire | None = None  # only if arrays are not in host memory
 
     def __init__(self, dtype: str = "float64") -> None:
-        self.dtype = self.wide = np.dtype(dtype)
+        self.dtype = self.accum_dtype = np.dtype(dtype)
 
     # -- arrays and workers
 
@@ -87,9 +87,9 @@ class Kernels:
         """Return a zeroed array of `dtype`. Only at construction time, like the next three methods."""
         return self._new(shape, self.dtype)
 
-    def wide_zeros(self, *shape: int) -> Array:
-        """Return a zeroed array of `wide`."""
-        return self._new(shape, self.wide)
+    def accum_zeros(self, *shape: int) -> Array:
+        """Return a zeroed array of `accum_dtype`."""
+        return self._new(shape, self.accum_dtype)
 
     def scalars(self, count: int) -> Array:
         """Return a zeroed array of float64."""
@@ -103,7 +103,7 @@ class Kernels:
         """Wait and return an array for NumPy, without a copy if it is in host memory."""
         return array
 
-    def later(self, array: Array) -> Callable[[], HostArray]:
+    def to_host_async(self, array: Array) -> Callable[[], HostArray]:
         """Start a copy of the array's current values to the host. Calling the result waits for the copy."""
         now = array.copy()
         return lambda: self.to_host(now)
@@ -480,7 +480,7 @@ class Kernels:
             found[:, 0] = np.concatenate((left * c + right * s, right * c - left * s), axis=-1)
         self.put(caches[:, :, target, :, :kept], found)
 
-    def likeliest(self, tokens: Ints2d, found: Wide2d, logits: Floats2d, vocab: int) -> None:
+    def topk_logits(self, tokens: Ints2d, found: Wide2d, logits: Floats2d, vocab: int) -> None:
         """tokens (N, k) ← the k highest of logits (N, padded V), in order; ties by token.
 
         found (N, k + 1) ← their logits, and log Σ exp(logits), which is NaN if a logit is not finite.
@@ -523,7 +523,7 @@ class Kernels:
     ) -> None:
         """losses[n] ← -log softmax(x wᵀ)[n, targets[n]]; dx, dw ← the gradients of scale · Σ losses.
 
-        losses[n] and dx[n] are 0 if the target is IGNORED.
+        losses[n] and dx[n] are 0 if the target is IGNORE_INDEX.
         With the softmax p: dlogits = scale · (p - onehot(targets)); dx = dlogits w; dw = dlogitsᵀ x.
         Rows of w from `vocab` on are padding, without predictions or gradients. The rows of x pass through
         head.logits in chunks. Without dx, only the loss is computed.
@@ -535,8 +535,8 @@ class Kernels:
             chunk = x[rows] @ w.T
             chunk[:, head.vocab :] = -np.inf
             log_sum = _log_sum_exp(chunk)
-            learned = targets[rows] != IGNORED
-            # IGNORED, -1, selects the last column of a row; `where` and `learned` discard its values.
+            learned = targets[rows] != IGNORE_INDEX
+            # IGNORE_INDEX, -1, selects the last column of a row; `where` and `learned` discard its values.
             losses[rows] = np.where(learned, log_sum[:, 0] - chunk[index, targets[rows]], 0)
             if dx is not None:
                 grad = np.exp(chunk - log_sum)

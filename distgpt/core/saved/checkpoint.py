@@ -143,19 +143,19 @@ class Listed:
 Manifest = dict[str, Listed]  # all files of a checkpoint except the manifest
 
 
-Outdated = Callable[[Sequence[Path]], Sequence[Path]]  # checkpoints, newest first → the expired ones
+RetentionPolicy = Callable[[Sequence[Path]], Sequence[Path]]  # checkpoints, newest first → the expired ones
 
 
 def is_kept(checkpoint: Path) -> bool:
     return (checkpoint / MARK).exists()
 
 
-def beyond(keep: int, saved: Sequence[Path]) -> list[Path]:
+def expired_checkpoints(keep: int, saved: Sequence[Path]) -> list[Path]:
     """Return the expired checkpoints, which excludes the newest `keep` and marked ones."""
     return [path for path in saved[keep:] if not is_kept(path)]
 
 
-def save_checkpoint(directory: Path, groups: Groups, state: State, outdated: Outdated) -> Path:
+def save_checkpoint(directory: Path, groups: Groups, state: State, outdated: RetentionPolicy) -> Path:
     """Write `step-<step>`, then delete expired checkpoints up to this step.
 
     Keep later steps. A run that resumed from an earlier checkpoint may have them, and they must not expire
@@ -185,7 +185,7 @@ def remove_unfinished(directory: Path) -> None:
         shutil.rmtree(stale, ignore_errors=True)
 
 
-def set_damaged_aside(directory: Path, step: int) -> None:
+def quarantine_corrupt(directory: Path, step: int) -> None:
     """Rename corrupt checkpoints from this step on, so that they do not count as saved."""
     for path in saved_checkpoints(directory):
         if step_of(path) < step:
@@ -210,7 +210,7 @@ def drop(path: Path) -> None:
         shutil.rmtree(aside, ignore_errors=True)
 
 
-def newest_intact(directory: Path, most: float = math.inf) -> tuple[Path, list[str]] | None:
+def latest_valid_checkpoint(directory: Path, most: float = math.inf) -> tuple[Path, list[str]] | None:
     """Return the latest valid checkpoint, and a line about each newer corrupt one.
 
     None if there are no checkpoints up to step `most`. Raises a DataError if all are corrupt.

@@ -15,11 +15,11 @@ import numpy as np
 from distgpt.core.base.checked import checked, parse_json
 from distgpt.core.base.errors import DataError, UsageError
 from distgpt.core.base.formatting import size
-from distgpt.core.comm.agree import on_root, refuse_anywhere, shared
+from distgpt.core.comm.agree import collective_error, on_root, raise_if_any
 from distgpt.core.comm.api import Comm
 from distgpt.core.comm.resources import granted_memory
 from distgpt.core.components import EXTENDED, components
-from distgpt.core.config import AUTO_DTYPE, ROUNDED_DTYPES, ModelConfig, RunConfig, TrainConfig, parse_toml
+from distgpt.core.config import AUTO_DTYPE, QUANTIZED_DTYPES, ModelConfig, RunConfig, TrainConfig, parse_toml
 from distgpt.core.config.run_config import MODEL, REMOVED
 from distgpt.core.cpu.stages import Stage
 from distgpt.core.data.tokenizers import Tokenizer, tokenizer_from_json
@@ -76,7 +76,7 @@ class Description:
     base: Base | None = None  # the base of a part
     untrainable: str = ""  # why the training settings are invalid; "" if they are valid
 
-    def refuse_incomplete(self, path: Path | str) -> None:
+    def reject_incomplete(self, path: Path | str) -> None:
         """Reject a file without a whole model."""
         if self.part:
             components().part(self.part).refuse_alone(path)
@@ -93,10 +93,10 @@ class Description:
             what = f"of format {self.part!r}" if self.part else "without a part"
             raise UsageError(f"a weights file {what} does not contain the tensors to train")
 
-    def refuse_training(self, t: TrainConfig) -> None:
+    def reject_training(self, t: TrainConfig) -> None:
         """Reject training the weights of a quantized file."""
         if self.rounded:
-            components().quantized(self.rounded).refuse_training(t)
+            components().quantized(self.rounded).reject_training(t)
 
     def to_metadata(self) -> dict[str, str]:
         tokenizer = self.tokenizer.to_json() if self.tokenizer else ""
@@ -117,8 +117,8 @@ def _refuse_too_large(path: Path, config: ModelConfig, kernels: Kernels, comm: C
     need = Architecture(config).layout.size * kernels.dtype.itemsize
     granted = granted_memory(comm.local_size)
     free = f"{size(need)} on {granted.where}, which has {size(granted.free)} free"
-    hint = f"try another --dtype: bfloat16, {' and '.join(ROUNDED_DTYPES)} take less"
-    refuse_anywhere(comm, f"{path} requires {free}; {hint}" if need > granted.free else "")
+    hint = f"try another --dtype: bfloat16, {' and '.join(QUANTIZED_DTYPES)} take less"
+    raise_if_any(comm, f"{path} requires {free}; {hint}" if need > granted.free else "")
 
 
 def load_model(
@@ -131,13 +131,13 @@ def load_model(
     """
     path = on_root(comm, lambda: find_weights(path))
     description = load_description(path, comm)
-    on_root(comm, lambda: description.refuse_incomplete(path))
+    on_root(comm, lambda: description.reject_incomplete(path))
     if merge:
         description = replace(description, tokenizer=merge.tokenizer or description.tokenizer)
     config = description.run.model
     if context is not None and context != config.seq_len:
         if config.has_position_vectors:
-            raise shared(
+            raise collective_error(
                 UsageError(
                     f"{path} has learned positions, so its context must be {config.seq_len}, not {context}"
                 )
@@ -145,7 +145,7 @@ def load_model(
         try:
             config = replace(config, seq_len=context)
         except UsageError as error:
-            raise shared(error) from None
+            raise collective_error(error) from None
     if dtype := kernels.capabilities.rounded:
         return components().quantized(dtype).load(path, config, kernels, comm, merge), description
     _refuse_too_large(path, config, kernels, comm)
@@ -164,7 +164,7 @@ def load_model(
 
     fill(comm, model, {"": model.weights}, read)
     if not model.is_finite():
-        raise shared(DataError(f"{path} has weights that are not finite"))
+        raise collective_error(DataError(f"{path} has weights that are not finite"))
     return model, description
 
 
@@ -329,7 +329,7 @@ def open_model(
 
 def random_model(config: ModelConfig, dtype: str, kernels_for: Callable[[str], Kernels], seed: int) -> Model:
     """Return a model with random weights in any compute dtype, including quantized ones."""
-    is_rounded = dtype in ROUNDED_DTYPES
+    is_rounded = dtype in QUANTIZED_DTYPES
     model = Model(Architecture(config), kernels_for("float32" if is_rounded else dtype))
     model.initialise(seed)
     return components().quantized(dtype).of(model) if is_rounded else model

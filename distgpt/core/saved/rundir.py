@@ -24,7 +24,7 @@ from distgpt.core.base.files import (
     unfinished_versions,
 )
 from distgpt.core.config import RunConfig, differences, former_choices, parse_toml
-from distgpt.core.saved.checkpoint import remove_unfinished, set_damaged_aside
+from distgpt.core.saved.checkpoint import quarantine_corrupt, remove_unfinished
 from distgpt.core.saved.run_lock import RunLock
 
 
@@ -141,7 +141,7 @@ class RunDirectory:
                 self.lock.claim()  # first: the code below deletes files of other processes
                 if not fresh:  # remove unfinished files of killed processes
                     remove_unfinished(self.checkpoints)
-                    set_damaged_aside(self.checkpoints, step)
+                    quarantine_corrupt(self.checkpoints, step)
                     for path in self._left_behind():
                         path.unlink(missing_ok=True)
                 self.remember(event)  # before the configuration, so that every configuration has its origin

@@ -22,7 +22,7 @@ from distgpt.core.model.memory import Layout, Spec
 from distgpt.core.model.model import Model
 from distgpt.core.ops.api import Array
 from distgpt.core.ops.kernels import Kernels
-from distgpt.core.saved.checkpoint import WEIGHTS, newest_intact
+from distgpt.core.saved.checkpoint import WEIGHTS, latest_valid_checkpoint
 from distgpt.core.saved.rundir import RunDirectory
 from distgpt.core.saved.tensors import Header, read_header, read_rows, verify_data
 
@@ -52,7 +52,7 @@ def find_weights(path: Path) -> Path:
                 return file
         if (path / "config.json").is_file():
             raise UsageError(f"{path} is a transformers model; import it first: {import_command(path)}")
-    if newest := newest_intact(run.checkpoints):
+    if newest := latest_valid_checkpoint(run.checkpoints):
         return newest[0] / WEIGHTS
     raise UsageError(f"{path} contains no weights")
 
@@ -75,12 +75,12 @@ class Merge(Protocol):
     def __call__(self, name: str, array: Array) -> None: ...
 
 
-class RoundedKind(Protocol):
+class QuantizedFormat(Protocol):
     """A quantized dtype for weights."""
 
     stored: str  # its value in the metadata
 
-    def refuse_training(self, t: TrainConfig) -> None:
+    def reject_training(self, t: TrainConfig) -> None:
         """Reject training the weights of `t.init`."""
 
     def refuse_others(self, header: Header, config: ModelConfig, path: Path) -> None:

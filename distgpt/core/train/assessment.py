@@ -32,21 +32,21 @@ SHORTEST = 32  # lengths are rounded up to powers of two from this minimum, for 
 class Span:
     """A token sequence. The model predicts each token from index `first` ≥ 1 on.
 
-    `counted` (bool) marks the predicted tokens that count; by default all do.
+    `loss_mask` (bool) marks the predicted tokens that count; by default all do.
     """
 
     ids: Array
     first: int = 1
-    counted: Array | None = None
+    loss_mask: Array | None = None
 
     @property
     def count(self) -> int:
-        return len(self.ids) - self.first if self.counted is None else int(self.counted.sum())
+        return len(self.ids) - self.first if self.loss_mask is None else int(self.loss_mask.sum())
 
     def total(self, losses: Array) -> float:
         """Return the sum of the losses that count. `losses` has one per input token, for the next token."""
         own = losses[self.first - 1 : len(self.ids) - 1]
-        return float((own if self.counted is None else own[self.counted]).sum(dtype=np.float64))
+        return float((own if self.loss_mask is None else own[self.loss_mask]).sum(dtype=np.float64))
 
 
 def _nobody(*about: object) -> None:
@@ -204,7 +204,7 @@ class Validation:
     """
 
     def __init__(self, windows: Sequence[Window], is_text: bool = True, held_out: int = 0) -> None:
-        self.spans = [Span(window.ids, counted=window.counted) for window in windows]
+        self.spans = [Span(window.ids, loss_mask=window.loss_mask) for window in windows]
         self.count = sum(span.count for span in self.spans)
         self.held_out = max(self.count, held_out)
         self._is_text = is_text

@@ -23,12 +23,19 @@ from distgpt.core.config import TrainConfig
 from distgpt.core.model.memory import FlatBuffer
 from distgpt.core.model.model import Model
 from distgpt.core.model.optim import AdamW
-from distgpt.core.saved.checkpoint import Best, Outdated, State, beyond, newest_step, save_checkpoint
+from distgpt.core.saved.checkpoint import (
+    Best,
+    RetentionPolicy,
+    State,
+    expired_checkpoints,
+    newest_step,
+    save_checkpoint,
+)
 from distgpt.core.saved.modelfile import Description
 from distgpt.core.saved.rundir import RunDirectory
 from distgpt.core.saved.tensors import LazyTensors, data_bytes, write_tensors
-from distgpt.core.train.seams import Disk
-from distgpt.core.train.sharing import OPTIMIZER, WEIGHTS, Gathering, Groups, whole_moments
+from distgpt.core.train.interfaces import Disk
+from distgpt.core.train.parallel_strategy import OPTIMIZER, WEIGHTS, Groups, StateGatherer, whole_moments
 
 SECONDS_BETWEEN_ATTEMPTS = 20.0
 SECONDS_BETWEEN_REPORTS = 600.0  # while a disk keeps failing
@@ -58,8 +65,8 @@ class Checkpoints:
         comm: Comm | None = None,
         best: Best | None = None,
         disk: Disk | None = None,
-        gathering: Gathering | None = None,
-        outdated: Outdated | None = None,
+        gathering: StateGatherer | None = None,
+        outdated: RetentionPolicy | None = None,
     ) -> None:
         """`gathering` sends the other ranks' weights and moments to rank 0. `best`: see below."""
         self.disk = disk or Disk()
@@ -69,7 +76,7 @@ class Checkpoints:
         self._say = say
         self._live: Live = {WEIGHTS: {"": model.weights}, OPTIMIZER: whole_moments(optimizer)}
         self._comm = comm or SerialComm()
-        self._gathering = gathering or Gathering(self._comm)
+        self._gathering = gathering or StateGatherer(self._comm)
         self._model = model
         self._copy = Copy(model) if config.save == "async" else None
         self._thread: threading.Thread | None = None
@@ -79,7 +86,7 @@ class Checkpoints:
         self._begun = self._failed_at = 0.0
         self._is_failing = False  # whether a failure was reported
         self._reported_at = -math.inf
-        self._outdated = outdated or partial(beyond, config.keep)
+        self._outdated = outdated or partial(expired_checkpoints, config.keep)
         self.best = best  # the loss of the best weights on the disk; only on rank 0
         self.seconds: float | None = None  # the duration of the last checkpoint
 

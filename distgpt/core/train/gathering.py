@@ -16,7 +16,7 @@ from distgpt.core.model.model import Model
 from distgpt.core.ops.api import Array
 from distgpt.core.saved.checkpoint import check_file, read_manifest
 from distgpt.core.saved.tensors import Kind, LazyTensors, Tensors, read_header, read_rows
-from distgpt.core.train.sharing import Exchange, Gathering, Groups
+from distgpt.core.train.parallel_strategy import GradientSync, Groups, StateGatherer
 
 EXCHANGE = "exchange"  # the file of each rank's exchange state
 
@@ -37,7 +37,7 @@ def load_some(checkpoint: Path, stem: str, destination: Tensors) -> None:
         read_rows(file, header, name, array)
 
 
-class TensorByTensor(Gathering):
+class TensorByTensor(StateGatherer):
     """Rank 0 requests tensors one by one from the others, so that no rank holds all at a time."""
 
     has_all = False
@@ -76,7 +76,7 @@ class TensorByTensor(Gathering):
 def host_buffer(model: Model, layout: Layout) -> FlatBuffer:
     """Return a host buffer of at most the weights' size. On CPUs, reuse the gradients' memory."""
     if model.kernels.capabilities.is_async:
-        return FlatBuffer(layout, partial(np.zeros, dtype=model.kernels.wide))
+        return FlatBuffer(layout, partial(np.zeros, dtype=model.kernels.accum_dtype))
     return model.grads if layout is model.layout else FlatBuffer(layout, lambda size: model.grads.flat[:size])
 
 
@@ -91,9 +91,9 @@ def read_flat(comm: Comm, model: Model, checkpoint: Path, stem: str, prefix: str
 class EachRank(TensorByTensor):
     """Each rank's exchange state. Rank 0 has everything else."""
 
-    def __init__(self, comm: Comm, exchange: Exchange, model: Model) -> None:
-        self._saved, self._to_host = exchange.saved, model.kernels.to_host
-        hosts = {name: self._to_host(array) for name, array in exchange.saved.items()}
+    def __init__(self, comm: Comm, gradient_sync: GradientSync, model: Model) -> None:
+        self._saved, self._to_host = gradient_sync.saved, model.kernels.to_host
+        hosts = {name: self._to_host(array) for name, array in gradient_sync.saved.items()}
         kinds = {name: (host.dtype, host.shape) for name, host in hosts.items()}
         super().__init__(comm, {f"{rank}/{name}": kinds[name] for rank in range(comm.size) for name in kinds})
 
@@ -109,12 +109,14 @@ class EachRank(TensorByTensor):
         return array
 
 
-def restore_exchange(comm: Comm, exchange: Exchange, model: Model, checkpoint: Path | None) -> str:
+def restore_gradient_sync(
+    comm: Comm, gradient_sync: GradientSync, model: Model, checkpoint: Path | None
+) -> str:
     """Restore an exchange's state, or zero it. Return a message if the checkpoint lacks it. Collective."""
-    saved = on_root(comm, lambda: _saved_names(checkpoint)) if exchange.saved else []
-    is_same = saved == [f"{rank}/{name}" for rank in range(comm.size) for name in exchange.saved]
+    saved = on_root(comm, lambda: _saved_names(checkpoint)) if gradient_sync.saved else []
+    is_same = saved == [f"{rank}/{name}" for rank in range(comm.size) for name in gradient_sync.saved]
     for rank in range(comm.size):
-        for name, array in exchange.saved.items():
+        for name, array in gradient_sync.saved.items():
             host = np.zeros_like(model.kernels.to_host(array))
             if checkpoint and is_same:
                 on_root(comm, partial(load_some, checkpoint, EXCHANGE, {f"{rank}/{name}": host}))
@@ -123,7 +125,7 @@ def restore_exchange(comm: Comm, exchange: Exchange, model: Model, checkpoint: P
                 model.kernels.put(array, host)
     if is_same or not checkpoint:
         return ""
-    return f"{checkpoint} has no state of {type(exchange).__name__} for these ranks; starting at zero"
+    return f"{checkpoint} has no state of {type(gradient_sync).__name__} for these ranks; starting at zero"
 
 
 def _saved_names(checkpoint: Path | None) -> list[str]:

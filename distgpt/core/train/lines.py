@@ -19,7 +19,7 @@ from distgpt.core.base.interrupts import note
 from distgpt.core.comm.job import drop_output, shown_on_terminal, this_job
 from distgpt.core.components import components
 from distgpt.core.config import METRICS
-from distgpt.core.train.seams import Listener
+from distgpt.core.train.interfaces import Listener
 
 Metrics = dict[str, float]  # a line of metrics.jsonl
 Facts = dict[str, Any]  # about a starting run (setup.py)

@@ -11,11 +11,11 @@ from zlib import crc32
 
 from distgpt.core.base.errors import DistgptError, MismatchError, NonFiniteError
 from distgpt.core.base.interrupts import Interrupted, deferred_signals
-from distgpt.core.comm.agree import on_root, shared
+from distgpt.core.comm.agree import collective_error, on_root
 from distgpt.core.saved.checkpoint import Best
+from distgpt.core.train.interfaces import StepFlags, callback_failed
 from distgpt.core.train.progress import SAMPLING, SAVING, Due, SaveTimer, due_after
 from distgpt.core.train.run import BadStep, Run
-from distgpt.core.train.seams import Votes, guard_failed
 from distgpt.core.train.step import InFlight
 from distgpt.core.train.summary import write_at_end
 
@@ -29,22 +29,22 @@ def train(run: Run) -> None:
         enter = stack.enter_context
         enter(run.directory.lock.claimed(run.comm))  # Lock first: a second process must not write here.
         stack.push(partial(write_at_end, run))  # outermost, so it covers everything that may end the run
-        enter(deferred_signals(run.signals))  # record one signal; `take_steps` then ends the run
-        for guard in run.guards:  # they watch the code below, which may run long
-            enter(guard)
+        enter(deferred_signals(run.signals))  # record one signal; `run_steps` then ends the run
+        for callback in run.callbacks:  # they watch the code below, which may run long
+            enter(callback)
         enter(run.checkpoints.disk.reserved(run.comm, run.progress.step))
         stack.push(run.checkpoints.wait_at_exit)  # exited first: waits for the current write
         while True:
             try:
-                take_steps(run)
+                run_steps(run)
                 break
             except BadStep as bad:  # raised on all ranks at the same step
                 bad.recover(run)  # progress.step is now an earlier one
-        run.exchange.end_round(run.progress.step)  # no effect unless ranks have different weights
+        run.gradient_sync.end_round(run.progress.step)  # no effect unless ranks have different weights
         run.checkpoints.on_root(lambda: _write_weights(run))
 
 
-def take_steps(run: Run) -> None:
+def run_steps(run: Run) -> None:
     """Run all remaining steps. Raises the error that ends the run, or BadStep."""
     t = run.settings
     progress = run.progress
@@ -53,23 +53,23 @@ def take_steps(run: Run) -> None:
     progress.evaluation_pending = False
     timer = SaveTimer(run.comm, 0 if t.save_every else t.save_minutes, progress.step)
     rounds = run.placement.rounds
-    votes = Votes(run.comm, run.signals, run.checkpoints.disk, run.clock)
+    flags = StepFlags(run.comm, run.signals, run.checkpoints.disk, run.budget)
     depth = 1 if run.model.kernels.capabilities.is_async else 0  # number of steps whose results may be late
     in_flight = InFlight()
     number = progress.step
-    while run.clock.last is None or number < run.clock.last:  # None: a time-limited run without a known end
-        is_last = number + 1 == run.clock.last
-        in_flight.add_launched(run.launch(number, run.batches, votes.own_votes, run.clock.elapsed))
+    while run.budget.last is None or number < run.budget.last:  # None: a time-limited run without a known end
+        is_last = number + 1 == run.budget.last
+        in_flight.add_launched(run.launch(number, run.batches, flags.local_flags, run.budget.elapsed))
         number += 1
         due = due_after(t, number, rounds, run.assessment is not None, is_last)
         # Collective, so all ranks call the timer even if a checkpoint is already due.
         if rounds.ends(number) and timer.is_due(number):
             due = replace(due, save=True)
         # The due work reads the weights, so the queue must be empty.
-        stop = settle(run, in_flight, leave=0 if due else depth)
+        stop = finish_steps(run, in_flight, leave=0 if due else depth)
         if stop:
             # Steps in flight count also, and may have received another signal.
-            stop = settle(run, in_flight, leave=0) or stop
+            stop = finish_steps(run, in_flight, leave=0) or stop
             if not is_last:  # after the last step, the run ends normally and writes everything
                 ending = Interrupted(stop, shared=True, why=run.signals.reasons.get(stop, ""))
                 save_and_stop(run, ending, evaluation_pending=due.evaluate)
@@ -82,35 +82,35 @@ def take_steps(run: Run) -> None:
             run.step.restart_clock()
 
 
-def settle(run: Run, in_flight: InFlight, leave: int) -> signal.Signals | None:
+def finish_steps(run: Run, in_flight: InFlight, leave: int) -> signal.Signals | None:
     """Wait until at most `leave` steps are in flight. Return the signal any rank received, or None."""
     stop = None
     while len(in_flight) > leave:
         done = in_flight.wait_for_oldest()
         # Check first: a bad step must not count, and one that ends the run must not be recorded.
-        rejected = run.judge.judge_step(done)
+        rejected = run.step_policy.check_step(done)
         if rejected:  # before the count, because the message names the previous step
             run.report.report_skipped(run.progress.step, rejected, run.batches.skipped)
         run.progress.count_step(done.loss, done.seconds, is_good=not rejected)
         run.activity.step = run.progress.step
         metrics: dict[str, float] = {}  # additional fields for the step's line and metrics.jsonl
-        for guard in run.guards:  # after the count, because callbacks read the last step's duration
+        for callback in run.callbacks:  # after the count, because callbacks read the last step's duration
             try:
-                fields = guard.after_step(done)
+                fields = callback.after_step(done)
                 if taken := RECORDED & fields.keys():
                     raise ValueError(f"the run already records {', '.join(sorted(taken))}")
                 metrics |= fields
             except (DistgptError, OSError):  # they have a message and an exit code
                 raise
             except Exception as error:
-                raise guard_failed(guard, error) from error
+                raise callback_failed(callback, error) from error
         if rejected:
             metrics["skipped"] = 1
         run.report.report_step(run.progress.step, done, metrics)
-        heard = Votes.read_votes(done.votes, run.settings.grad_sync)
-        run.clock.hear_elapsed(heard.elapsed, launched=run.progress.step + len(in_flight))
-        run.checkpoints.check(heard.has_lost_disk)  # last, so that the step is recorded if this raises
-        stop = heard.stop or stop
+        reduced = StepFlags.parse_flags(done.flags, run.settings.grad_sync)
+        run.budget.set_elapsed(reduced.elapsed, launched=run.progress.step + len(in_flight))
+        run.checkpoints.check(reduced.has_lost_disk)  # last, so that the step is recorded if this raises
+        stop = reduced.stop or stop
     return stop
 
 
@@ -158,7 +158,7 @@ def save(run: Run, best: Best | None, checkpoint: bool) -> None:
     """Write the best weights, a checkpoint, or both. After the last step, all ranks wait."""
     if best or checkpoint:
         run.activity.enter(SAVING)
-    if checkpoint and run.progress.step == run.clock.last:
+    if checkpoint and run.progress.step == run.budget.last:
         run.checkpoints.on_root(lambda: run.checkpoints.write_last(run.state(), best))
     elif best or checkpoint:
         run.checkpoints.begin(run.state(), best, checkpoint)
@@ -181,7 +181,7 @@ def _write_weights(run: Run) -> None:
 def refuse_non_finite_weights(run: Run) -> None:
     """Reject weights that are not finite before saving, because no loss has tested them yet. Collective."""
     if run.comm.allreduce_max(not run.model.is_finite()):
-        raise shared(
+        raise collective_error(
             NonFiniteError(
                 f"the weights are not finite after step {run.progress.step}; "
                 "try a lower --lr; earlier checkpoints are kept"
@@ -196,7 +196,7 @@ def refuse_different_weights(run: Run) -> None:
     common = run.model.params if run.optimizer.is_part else run.model.weights
     own = crc32(run.model.kernels.to_host(common.flat).data.cast("B"))
     if run.comm.allreduce_max(own) != -run.comm.allreduce_max(-own):  # true if the maximum is not the minimum
-        raise shared(
+        raise collective_error(
             MismatchError(
                 f"ranks have different weights after step {run.progress.step}; check that nodes are identical"
                 f" and --grad-sync {run.settings.grad_sync} and {type(run.optimizer).__qualname__} return the"

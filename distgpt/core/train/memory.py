@@ -24,7 +24,7 @@ from distgpt.core.cpu.stages import Notes, Stage
 from distgpt.core.model.memory import MATRIX
 from distgpt.core.ops.api import Array, HostArray, Work
 from distgpt.core.ops.kernels import Kernels
-from distgpt.core.train.sharing import Exchange, Placement, Strategy
+from distgpt.core.train.parallel_strategy import GradientSync, Placement, Strategy
 from distgpt.core.train.step import Step
 
 SPARE = 0.95  # the usable share of free memory; the system needs the rest
@@ -53,7 +53,7 @@ class DryKernels(Kernels):
     """Kernels of a dry run. They count requested memory but allocate and compute nothing."""
 
     def __init__(self, kernels: Kernels) -> None:
-        self.dtype, self.wide, self.threads = kernels.dtype, kernels.wide, kernels.threads
+        self.dtype, self.accum_dtype, self.threads = kernels.dtype, kernels.accum_dtype, kernels.threads
         self.logits_bytes, self.slice_rows = kernels.logits_bytes, kernels.slice_rows
         self.capabilities = kernels.capabilities
         self.wire = kernels.wire and SimpleNamespace(zeros=self._new, piece=kernels.wire.piece)
@@ -94,11 +94,11 @@ def needed(config: RunConfig, kernels: Kernels, strategy: Strategy, evaluated: b
     model.allocate_master_weights(ranks, placement.own(model.layout, last))
     weights = dry.more()
     if not placement.may_copy:  # one tensor gathered for saving
-        dry.wide_zeros(max(spec.size for spec in model.layout.specs))
+        dry.accum_zeros(max(spec.size for spec in model.layout.specs))
     optimizer = placement.state(model, last).optimizer
     states = dry.more()
     micro_batches = strategy.micro_batches(config.train, last, model)
-    Step(optimizer, comm, config.train, Exchange(), micro_batches=micro_batches)
+    Step(optimizer, comm, config.train, GradientSync(), micro_batches=micro_batches)
     activations = dry.more()
     if evaluated:
         from distgpt.core.train.assessment import Scorer
@@ -111,7 +111,7 @@ def needed(config: RunConfig, kernels: Kernels, strategy: Strategy, evaluated: b
     try:
         update = kernels.orthogonalise_bytes(shapes) if config.train.optimizer == "muon" else 0
     except MemoryError:  # If this cannot even be allocated for counting, estimate four of the largest matrix.
-        update = 4 * max(map(prod, shapes)) * kernels.wide.itemsize
+        update = 4 * max(map(prod, shapes)) * kernels.accum_dtype.itemsize
     return Need(weights, states, activations, evaluation, dry.more(), update)
 
 
@@ -156,7 +156,7 @@ def copy_bytes(config: RunConfig, kernels: Kernels) -> int:
     """Return the bytes that rank 0 copies to write a checkpoint during training."""
     layout = components().model(config.train).trained(config)
     optimizer = components().optimizer(config.train)
-    return (2 * layout.size + optimizer.second_moments(layout).size) * int(kernels.wide.itemsize)
+    return (2 * layout.size + optimizer.second_moments(layout).size) * int(kernels.accum_dtype.itemsize)
 
 
 def _way_to_save(config: RunConfig, kernels: Kernels, placement: Placement, room: int, notes: Notes) -> str:

@@ -11,12 +11,12 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from distgpt.core.base.errors import DataError, Say, UsageError, nearest, refuse_beside
+from distgpt.core.base.errors import DataError, Say, UsageError, did_you_mean, reject_combination
 from distgpt.core.base.formatting import count
 from distgpt.core.comm.agree import on_root
 from distgpt.core.components import components, extra_settings
 from distgpt.core.config import AUTO_DTYPE, RunConfig, TrainConfig, differences
-from distgpt.core.config.asked import Asked, resolve, resumed
+from distgpt.core.config.run_request import RunRequest, resolve, resumed
 from distgpt.core.cpu.stages import Stage
 from distgpt.core.data.batches import refuse_uneven
 from distgpt.core.data.textfile import resolve_data
@@ -51,29 +51,29 @@ class Plan:
     uncounted: float = 0.0  # seconds of this process that do not count as the run's time
 
 
-def make_plan(stage: Stage, asked: Asked, say: Say) -> Plan:
+def make_plan(stage: Stage, request: RunRequest, say: Say) -> Plan:
     """Resolve the settings, choose the directory, verify the checkpoint. Writes nothing. Collective.
 
     Without `out`, a new run gets a new directory runs/<name>, or the last one if it has no step.
     """
     ranks = stage.comm.size
     on_gpu = stage.on_gpu
-    return on_root(stage.comm, lambda: _decide(asked, ranks, on_gpu, say))
+    return on_root(stage.comm, lambda: _decide(request, ranks, on_gpu, say))
 
 
-def _decide(asked: Asked, ranks: int, on_gpu: bool, say: Say) -> Plan:
+def _decide(request: RunRequest, ranks: int, on_gpu: bool, say: Say) -> Plan:
     """Return the plan on rank 0."""
-    if asked.resume is None:
-        config = new_run(asked)
-        last, fresh = (place_for(Path("runs"), asked.name, resuming) for resuming in (True, False))
-        own = asked.out or (last if RunDirectory(last).has_no_step() else fresh)
+    if request.resume is None:
+        config = new_run(request)
+        last, fresh = (place_for(Path("runs"), request.name, resuming) for resuming in (True, False))
+        own = request.out or (last if RunDirectory(last).has_no_step() else fresh)
         found = Resumption(RunDirectory(own))
     else:
-        asked.refuse_mistyped()
-        found = find_run(asked.resume, asked.out, asked.name, say)
-        config = _resumed_run(found.settings, asked) if found.settings else new_run(asked)
+        request.refuse_mistyped()
+        found = find_run(request.resume, request.out, request.name, say)
+        config = _resumed_run(found.settings, request) if found.settings else new_run(request)
     config = with_extra(config)
-    refuse_unsuited(config.train, ranks, on_gpu)
+    reject_unsuited(config.train, ranks, on_gpu)
     directory = found.directory
     if found.settings and found.in_place:
         for line in directory.former_choices():
@@ -91,7 +91,7 @@ def _decide(asked: Asked, ranks: int, on_gpu: bool, say: Say) -> Plan:
     t = config.train
     if weights := checkpoint / "weights.safetensors" if checkpoint else t.init:
         origin = read_description(Path(weights))
-        components().model(t).refuse_origin(origin, Path(weights), t, resumed=checkpoint is not None)
+        components().model(t).reject_origin(origin, Path(weights), t, resumed=checkpoint is not None)
     before = found.settings
     if checkpoint and origin:
         before = origin.run
@@ -99,7 +99,7 @@ def _decide(asked: Asked, ranks: int, on_gpu: bool, say: Say) -> Plan:
     if found.settings and found.in_place:
         refuse_impossible(f"{directory.path} contains a run", found.settings, config)
     elif is_there:
-        directory.refuse_conflict(config, asked.resume is not None)
+        directory.refuse_conflict(config, request.resume is not None)
     if state.step > t.steps and not t.train_minutes:
         steps = count(t.steps, "step")
         raise UsageError(f"{checkpoint} is at step {state.step}, but the run has only {steps}")
@@ -107,7 +107,7 @@ def _decide(asked: Asked, ranks: int, on_gpu: bool, say: Say) -> Plan:
     is_done = checkpoint is not None and is_finished(directory, checkpoint, t, state, changes)
     if checkpoint and not is_done:
         say(f"resuming from {checkpoint}")
-    return Plan(config, directory, checkpoint, state, origin, changes, is_done, uncounted=asked.uncounted)
+    return Plan(config, directory, checkpoint, state, origin, changes, is_done, uncounted=request.uncounted)
 
 
 def with_extra(config: RunConfig) -> RunConfig:
@@ -115,7 +115,7 @@ def with_extra(config: RunConfig) -> RunConfig:
     given, known = config.train.extra, extra_settings()
     for name in given:
         if f"extra.{name}" not in known:
-            hint = nearest(f"extra.{name}", known) if known else "; pass its class with --components"
+            hint = did_you_mean(f"extra.{name}", known) if known else "; pass its class with --components"
             raise UsageError(f"unknown setting extra.{name}{hint}")
     kind = components().extra
     if kind is None:
@@ -133,62 +133,64 @@ def _refuse_moved(t: TrainConfig) -> None:
             resolve_data(text)
         except DataError as error:
             raise DataError(f"{error}; pass the text's new path with {option}") from None
-    components().model(t).refuse_moved(t)
+    components().model(t).reject_moved(t)
 
 
 # Configuration of a run from its request.
 
 
-def new_run(asked: Asked) -> RunConfig:
+def new_run(request: RunRequest) -> RunConfig:
     """Return the configuration of a new run, with `init` as the path of the weights. For rank 0."""
-    init = asked.settings().get("init")
+    init = request.settings().get("init")
     if not init or not isinstance(init, str):
-        return resolve(asked)
-    weights = weights_of(Path(init), asked.fetches)
-    config = resolve(asked, read_description(weights).run.model)
+        return resolve(request)
+    weights = weights_of(Path(init), request.fetches)
+    config = resolve(request, read_description(weights).run.model)
     return config.with_values({"init": str(weights)})
 
 
-def _resumed_run(settings: RunConfig, asked: Asked) -> RunConfig:
+def _resumed_run(settings: RunConfig, request: RunRequest) -> RunConfig:
     """Return a resumed run's configuration, with the settings given now."""
-    config = resumed(settings, asked)
+    config = resumed(settings, request)
     init = config.train.init
     if init == settings.train.init:  # the file may be gone, but a checkpoint has the weights
         return config
-    return config.with_values({"init": str(weights_of(Path(init), asked.fetches))})
+    return config.with_values({"init": str(weights_of(Path(init), request.fetches))})
 
 
-def with_dtype(asked: Asked, stage: Stage, say: Say) -> Asked:
+def with_dtype(request: RunRequest, stage: Stage, say: Say) -> RunRequest:
     """Return the request with a dtype if it is a new run without one. Collective."""
 
-    is_decided_here = on_root(stage.comm, lambda: is_open(asked) and begins_anew(asked))
-    if asked.given.get(DTYPE) == AUTO_DTYPE:  # a resumed run has its own
-        asked = replace(asked, given={name: value for name, value in asked.given.items() if name != DTYPE})
+    is_decided_here = on_root(stage.comm, lambda: is_open(request) and begins_anew(request))
+    if request.given.get(DTYPE) == AUTO_DTYPE:  # a resumed run has its own
+        request = replace(
+            request, given={name: value for name, value in request.given.items() if name != DTYPE}
+        )
     if not is_decided_here:
-        return asked
-    found = stage.auto_dtype(lambda: new_run(asked).train.matmul)
+        return request
+    found = stage.auto_dtype(lambda: new_run(request).train.matmul)
     if stage.comm.rank == 0 and found.why:
         say(f"{found.name}: {found.why} (--dtype)")
-    return replace(asked, given={**asked.given, DTYPE: found.name})
+    return replace(request, given={**request.given, DTYPE: found.name})
 
 
-def is_open(asked: Asked) -> bool:
+def is_open(request: RunRequest) -> bool:
     """Return whether no preset, file or flag sets a dtype."""
-    return asked.named(DTYPE) in (None, AUTO_DTYPE)
+    return request.named(DTYPE) in (None, AUTO_DTYPE)
 
 
-def begins_anew(asked: Asked) -> bool:
+def begins_anew(request: RunRequest) -> bool:
     """Return whether the request starts a new run."""
-    return asked.resume is None or (asked.resume == "auto" and saved_run(asked) is None)
+    return request.resume is None or (request.resume == "auto" and saved_run(request) is None)
 
 
-def refuse_unsuited(t: TrainConfig, ranks: int, on_gpu: bool) -> None:
+def reject_unsuited(t: TrainConfig, ranks: int, on_gpu: bool) -> None:
     """Raise a UsageError for settings that cannot be combined."""
     if t.val:
-        refuse_beside("--val", {"val-fraction": t.val_fraction}, "both set the validation data")
+        reject_combination("--val", {"val-fraction": t.val_fraction}, "both set the validation data")
     if not t.reproducible_parts:  # the number of ranks does not split these batches
         refuse_uneven(t.batch_size, ranks, t.grad_accum or 1)
-    components().refuse_unsuited(t, ranks, on_gpu)
+    components().reject_unsuited(t, ranks, on_gpu)
     if ranks > 1 and t.gradient_dtype == "bfloat16" and t.dtype == "float64":
         raise UsageError(
             "--gradient-dtype bfloat16 loses the precision of --dtype float64; use float32 for one of them"

@@ -42,7 +42,7 @@ class Finished(NamedTuple):
     norm: float  # gradient norm
     lr: float
     rejected: str | None  # why the weights were not updated, "" if they were, None if not checked
-    votes: list[float]  # flags, summed over all ranks (`Votes`)
+    flags: list[float]  # flags, summed over all ranks (`StepFlags`)
     rank_seconds: list[float]  # each rank's time between exchanges; 0 or empty if unknown
     seconds: float = 0.0  # since the previous step completed
 

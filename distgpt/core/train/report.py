@@ -20,9 +20,9 @@ from distgpt.core.data.batches import Batches
 from distgpt.core.data.loading import Corpus, bits_per_byte
 from distgpt.core.saved.rundir import RunDirectory
 from distgpt.core.train.checkpoints import Checkpoints
+from distgpt.core.train.interfaces import Budget, Listener, is_over
 from distgpt.core.train.plan import Plan
 from distgpt.core.train.progress import Finished
-from distgpt.core.train.seams import Clock, Listener, is_over
 
 
 def note_settings(plan: Plan, t: TrainConfig, corpus: Corpus, batches: Batches, say: Say) -> None:
@@ -61,7 +61,7 @@ class Report:
     checkpoints: Checkpoints
     batches: Batches
     bytes_per_token: float | None  # None if some data are not text
-    clock: Clock
+    budget: Budget
 
     def bits_per_byte(self, loss: float | None) -> float | None:
         """Convert a training loss to bits per byte; None if unknown."""
@@ -85,8 +85,8 @@ class Report:
         }
         if (bits := self.bits_per_byte(done.loss)) is not None:
             metrics["train_bits_per_byte"] = bits
-        if self.clock.elapsed is not None:  # a time-limited run
-            metrics["elapsed_s"] = round(self.clock.seconds(), 3)
+        if self.budget.elapsed is not None:  # a time-limited run
+            metrics["elapsed_s"] = round(self.budget.seconds(), 3)
         self.listener.stepped(self._record(metrics | more))
 
     def report_evaluation(self, metrics: dict[str, float]) -> None:
@@ -126,7 +126,7 @@ class Report:
 MOST_SHOWN = 4  # hosts
 
 
-def whereabouts(stage: Stage) -> dict[str, Any]:
+def run_environment(stage: Stage) -> dict[str, Any]:
     """Return the available facts about hosts, job and MPI, ready for JSON. Collective."""
     job, mpi = this_job(), ""
     if stage.name in WITH_MPI:

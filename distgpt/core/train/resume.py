@@ -13,19 +13,19 @@ from distgpt.core.comm.agree import on_root
 from distgpt.core.comm.api import Comm
 from distgpt.core.components import components, extra_settings
 from distgpt.core.config import CHANGEABLE, RunConfig, TrainConfig
-from distgpt.core.config.asked import Asked
+from distgpt.core.config.run_request import RunRequest
 from distgpt.core.saved.checkpoint import (
     MANIFEST,
     STATE,
     Best,
     State,
-    newest_intact,
+    latest_valid_checkpoint,
     verify,
 )
 from distgpt.core.saved.modelfile import read_description
 from distgpt.core.saved.rundir import RunDirectory, differing, place_for
 from distgpt.core.saved.tensors import read_header, verify_data
-from distgpt.core.train.seams import is_over
+from distgpt.core.train.interfaces import is_over
 
 Change = tuple[object, object]  # the old and the new value of a setting
 
@@ -73,21 +73,21 @@ def find_run(resume: str, out: Path | None, name: str, say: Say) -> Resumption:
     return Resumption(RunDirectory(out), held.run, checkpoint, in_place=False)
 
 
-def saved_run(asked: Asked) -> RunConfig | None:
+def saved_run(request: RunRequest) -> RunConfig | None:
     """Return the saved settings of the run that `resume` names; None if there is none.
 
     Equivalent to `find_run`, but checkpoints are read only for a branch, because that takes long.
     """
-    if asked.resume is None:
+    if request.resume is None:
         return None
-    if asked.resume == "auto":
-        return RunDirectory(asked.out or place_for(Path("runs"), asked.name, resuming=True)).saved()
-    path = Path(asked.resume)
+    if request.resume == "auto":
+        return RunDirectory(request.out or place_for(Path("runs"), request.name, resuming=True)).saved()
+    path = Path(request.resume)
     own = RunDirectory(path)
     own = own if own.saved() else RunDirectory(path.resolve().parent.parent)
-    if asked.out is None or _are_same(asked.out, own.path):
+    if request.out is None or _are_same(request.out, own.path):
         return own.saved()
-    return find_run(asked.resume, asked.out, asked.name, lambda text: None).settings
+    return find_run(request.resume, request.out, request.name, lambda text: None).settings
 
 
 def refuse_impossible(what: str, before: RunConfig, now: RunConfig) -> None:
@@ -167,7 +167,7 @@ def _done_and_more(t: TrainConfig, spent: float) -> tuple[str, list[str]]:
 
 def _newest(run: RunDirectory, say: Say) -> Path | None:
     """Return the latest valid checkpoint, or None to start at step 0."""
-    newest = newest_intact(run.checkpoints)
+    newest = latest_valid_checkpoint(run.checkpoints)
     if newest is None and (branched_from := run.branched_from()):
         verify(branched_from)
         newest = branched_from, []

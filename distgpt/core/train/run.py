@@ -20,10 +20,10 @@ from distgpt.core.model.optim import AdamW
 from distgpt.core.saved.checkpoint import State
 from distgpt.core.saved.rundir import RunDirectory
 from distgpt.core.train.checkpoints import Checkpoints
+from distgpt.core.train.interfaces import Budget, Callback, StatefulCallback, StepPolicy, callback_failed
+from distgpt.core.train.parallel_strategy import GradientSync, OptimizerState, Placement
 from distgpt.core.train.progress import Activity, Progress
 from distgpt.core.train.report import Report
-from distgpt.core.train.seams import Clock, Guard, Judge, StatefulGuard, guard_failed
-from distgpt.core.train.sharing import Exchange, OptimizerState, Placement
 from distgpt.core.train.step import Launch, Step
 
 if TYPE_CHECKING:
@@ -59,13 +59,13 @@ class Run:
     directory: RunDirectory
     start: Path | None  # the checkpoint that this process started from
     progress: Progress
-    clock: Clock
+    budget: Budget
     checkpoints: Checkpoints
     report: Report
     signals: PendingSignals
-    judge: Judge
+    step_policy: StepPolicy
     launch: Launch  # the step's own, or a wrapper that measures
-    guards: tuple[Guard, ...] = ()  # created from the run
+    callbacks: tuple[Callback, ...] = ()  # created from the run
 
     @property
     def comm(self) -> Comm:
@@ -84,8 +84,8 @@ class Run:
         return self.optimizer_state.optimizer
 
     @property
-    def exchange(self) -> Exchange:
-        return self.step.exchange
+    def gradient_sync(self) -> GradientSync:
+        return self.step.gradient_sync
 
     def bits_per_byte(self, loss: float | None) -> float | None:
         """Convert a validation loss to bits per byte; None if unknown."""
@@ -96,7 +96,7 @@ class Run:
         parts = [f"updates: {type(self.optimizer).__name__}{', recorded' * self.step.is_recorded}"]
         if self.comm.size > 1:
             nodes = count(len({host.partition(":")[0] for host in self.where["hosts"]}), "node")
-            parts.append(f"gradients: {self.exchange.name} ({self.comm.size} ranks on {nodes})")
+            parts.append(f"gradients: {self.gradient_sync.name} ({self.comm.size} ranks on {nodes})")
         kind = type(components())
         if not kind.__module__.startswith("distgpt."):
             parts.append(f"components: {kind.__module__}:{kind.__qualname__}")
@@ -104,12 +104,12 @@ class Run:
 
     def state(self) -> State:
         """Return the checkpoint state except weights and moments. `Checkpoints` adds the best loss."""
-        guards = {}
-        for name, guard in self._stateful_guards().items():
+        states = {}
+        for name, callback in self._stateful_callbacks().items():
             try:
-                guards[name] = json.loads(json.dumps(guard.state()))
+                states[name] = json.loads(json.dumps(callback.state()))
             except (TypeError, ValueError) as error:
-                raise guard_failed(guard, error) from error
+                raise callback_failed(callback, error) from error
         progress, micro_batches = self.progress, self.step.micro_batches
         return State(
             step=progress.step,
@@ -123,8 +123,8 @@ class Run:
             skipped=progress.skipped,
             bad_steps=progress.bad_steps,
             recent=tuple(progress.recent),
-            seconds=self.clock.seconds(),
-            guards=guards,
+            seconds=self.budget.seconds(),
+            guards=states,
         )
 
     def load(self, state: State) -> None:
@@ -135,12 +135,14 @@ class Run:
 
     def load_guards(self, state: State) -> None:
         """Restore the saved state of each callback."""
-        for name, guard in self._stateful_guards().items():
+        for name, callback in self._stateful_callbacks().items():
             if name in state.guards:
-                guard.load(state.guards[name])
+                callback.load(state.guards[name])
 
-    def _stateful_guards(self) -> dict[str, StatefulGuard]:
-        return {type(each).__qualname__: each for each in self.guards if isinstance(each, StatefulGuard)}
+    def _stateful_callbacks(self) -> dict[str, StatefulCallback]:
+        return {
+            type(each).__qualname__: each for each in self.callbacks if isinstance(each, StatefulCallback)
+        }
 
 
 @dataclass(frozen=True, slots=True)

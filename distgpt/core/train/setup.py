@@ -20,9 +20,9 @@ import numpy as np
 from distgpt.core.base.errors import DataError, Say, UsageError, escape
 from distgpt.core.base.files import without_locks
 from distgpt.core.base.interrupts import PendingSignals
-from distgpt.core.comm.agree import on_root, refuse_anywhere, shared
+from distgpt.core.comm.affinity import affinity
+from distgpt.core.comm.agree import collective_error, on_root, raise_if_any
 from distgpt.core.comm.api import Comm
-from distgpt.core.comm.layout import layout
 from distgpt.core.comm.resources import granted_cores
 from distgpt.core.components import Components, components
 from distgpt.core.config import ModelConfig, RunConfig, TrainConfig
@@ -39,15 +39,15 @@ from distgpt.core.saved.checkpoint import Best, State, load_group
 from distgpt.core.saved.modelfile import Description, read_shortened
 from distgpt.core.saved.tensors import Tensors
 from distgpt.core.train.checkpoints import Checkpoints
-from distgpt.core.train.gathering import EachRank, restore_exchange
+from distgpt.core.train.gathering import EachRank, restore_gradient_sync
+from distgpt.core.train.interfaces import Listener, ModelKind, Times
 from distgpt.core.train.memory import fit_to_memory
+from distgpt.core.train.parallel_strategy import WEIGHTS, GradientSync, OptimizerState, Start, Strategy
 from distgpt.core.train.plan import Plan
 from distgpt.core.train.progress import EVALUATING, Activity, Pace, Progress
-from distgpt.core.train.report import Report, note_settings, shown_hosts, whereabouts
+from distgpt.core.train.report import Report, note_settings, run_environment, shown_hosts
 from distgpt.core.train.resume import best_on_disk, refuse_changed_text
 from distgpt.core.train.run import Limits, Run
-from distgpt.core.train.seams import Listener, ModelKind, Times
-from distgpt.core.train.sharing import WEIGHTS, Exchange, OptimizerState, Start, Strategy
 from distgpt.core.train.step import Step
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def open_run(
     # Compile after the first output, because it may take a minute, and before any time is measured.
     compile_once_per_node(stage, setup.kernels, texts.config, setup.strategy)
     run = _assemble(plan, setup, texts, trained, times, where, listener, parts)
-    run = replace(run, guards=tuple(parts.callbacks(run, limits)))
+    run = replace(run, callbacks=tuple(parts.callbacks(run, limits)))
     run.load_guards(plan.state)
     if run.comm.rank == 0:
         say(run.assembled())
@@ -158,7 +158,7 @@ def _open_directory(
     directory = plan.directory
     progress = trained.progress
     say = listener.noted
-    where = whereabouts(stage)
+    where = run_environment(stage)
 
     def create() -> None:
         checkpoint = plan.checkpoint
@@ -225,19 +225,19 @@ def _assemble(
     placement = setup.strategy.placement
     start = Start(comm, stage.threads, plan.state, say)
     micro_batches = setup.strategy.micro_batches(settings, comm.rank, model, start)  # some measure the ranks
-    exchange = checked_exchange(comm, state, settings, say)
-    if lost := restore_exchange(comm, exchange, model, plan.checkpoint):
+    gradient_sync = checked_gradient_sync(comm, state, settings, say)
+    if lost := restore_gradient_sync(comm, gradient_sync, model, plan.checkpoint):
         say(lost)
     signals = PendingSignals()
     activity = Activity()
-    judge = parts.step_policy(settings, progress)
-    gathering = EachRank(comm, exchange, model) if exchange.saved else state.gathering(comm)
+    step_policy = parts.step_policy(settings, progress)
+    gathering = EachRank(comm, gradient_sync, model) if gradient_sync.saved else state.gathering(comm)
     checkpoints = Checkpoints(
         model,
         state.optimizer,
         plan.directory,
         trained.described,
-        replace(settings, save="sync") if exchange.saved else settings,
+        replace(settings, save="sync") if gradient_sync.saved else settings,
         say,
         comm,
         trained.best,
@@ -253,20 +253,20 @@ def _assemble(
         assessment = Assessment(scorer, texts.validation, texts.metrics, texts.corpus.tokenizer)
     last = settings.steps if plan.until is None else plan.until
     pace = Pace(progress, placement.rounds)
-    clock = parts.budget(settings, last, times, pace, model, texts.validation)
+    budget = parts.budget(settings, last, times, pace, model, texts.validation)
     token_bytes = on_root(comm, lambda: bytes_per_token(texts.corpus, batches))
     report = Report(
-        comm.rank, texts.config, plan.directory, listener, checkpoints, batches, token_bytes, clock
+        comm.rank, texts.config, plan.directory, listener, checkpoints, batches, token_bytes, budget
     )
-    # Asynchronous kernels skip updates that are not finite, without `objection`.
-    waits = judge.waits or not setup.kernels.capabilities.is_async
+    # Asynchronous kernels skip updates that are not finite, without `rejection_reason`.
+    waits = step_policy.waits or not setup.kernels.capabilities.is_async
     step = Step(
         state.optimizer,
         comm,
         settings,
-        exchange,
+        gradient_sync,
         micro_batches=micro_batches,
-        objection=judge.objection if waits else None,
+        rejection_reason=step_policy.rejection_reason if waits else None,
         activity=activity,
     )
     return Run(
@@ -283,11 +283,11 @@ def _assemble(
         directory=plan.directory,
         start=plan.checkpoint,
         progress=progress,
-        clock=clock,
+        budget=budget,
         checkpoints=checkpoints,
         report=report,
         signals=signals,
-        judge=judge,
+        step_policy=step_policy,
         launch=step.launch,
     )
 
@@ -302,8 +302,8 @@ def make_steps(config: RunConfig, stage: Stage, say: Say) -> Step:
     stage.notes.report_to(say)
     compile_once_per_node(stage, setup.kernels, config, setup.strategy)
     micro_batches = setup.strategy.micro_batches(setup.settings, comm.rank, model)
-    exchange = checked_exchange(comm, state, setup.settings, say)
-    return Step(state.optimizer, comm, setup.settings, exchange, micro_batches=micro_batches)
+    gradient_sync = checked_gradient_sync(comm, state, setup.settings, say)
+    return Step(state.optimizer, comm, setup.settings, gradient_sync, micro_batches=micro_batches)
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,7 +349,9 @@ def read_texts(
     known = corpus.tokenizer.size
     size = asked.model.vocab_size or (origin.run.model.vocab_size if origin else 0) or known
     if size < known:
-        raise shared(UsageError(f"vocab_size ({size}) must be at least {known}, the size of the tokenizer"))
+        raise collective_error(
+            UsageError(f"vocab_size ({size}) must be at least {known}, the size of the tokenizer")
+        )
     config = replace(asked, model=replace(asked.model, vocab_size=size))
     batches = corpus.batches(comm, config)
     rows = math.ceil(t.epochs * batches.windows_per_epoch)
@@ -390,40 +392,45 @@ def set_up(config: RunConfig, stage: Stage, is_evaluated: bool = False, preferre
     comm = stage.comm
     t = config.train
     strategy = components().strategy(t, comm.size)
-    if strategy.placement.option and (extension := own_exchange()):
-        raise shared(UsageError(f"{extension} and {strategy.placement.option} cannot be combined"))
+    if strategy.placement.option and (extension := custom_gradient_sync()):
+        raise collective_error(UsageError(f"{extension} and {strategy.placement.option} cannot be combined"))
     strategy.refuse_unable(comm, on_gpu=stage.on_gpu)
     kind = components().model(t)
     if not kind.trained(config).specs:  # an extension's kind may train nothing in this model
         what = type(kind).__name__
-        raise shared(UsageError(f"this model has no tensors that {what!r} trains"))
+        raise collective_error(UsageError(f"this model has no tensors that {what!r} trains"))
     kernels = stage.kernels(t.dtype, t.matmul_backend)
     settings = fit_to_memory(config, stage, kernels, strategy, is_evaluated, preferred)
     return Setup(config, settings, stage, kernels, kind, strategy)
 
 
-def own_exchange() -> str:
+def custom_gradient_sync() -> str:
     """Return the name of an extension's method that creates exchanges; "" if there is none."""
-    exchange = type(components()).exchange
-    return "" if exchange.__module__.startswith("distgpt.") else exchange.__qualname__
+    gradient_sync = type(components()).gradient_sync
+    return "" if gradient_sync.__module__.startswith("distgpt.") else gradient_sync.__qualname__
 
 
-def checked_exchange(comm: Comm, state: OptimizerState, t: TrainConfig, say: Say) -> Exchange:
+def checked_gradient_sync(comm: Comm, state: OptimizerState, t: TrainConfig, say: Say) -> GradientSync:
     """Return the exchange. If an extension creates it, test it with known gradients. Collective."""
-    exchange = components().exchange(comm, state, t, say)
-    if not own_exchange() or exchange.ready:  # cannot be tested without a backward pass
-        return exchange
+    gradient_sync = components().gradient_sync(comm, state, t, say)
+    if not custom_gradient_sync() or gradient_sync.ready:  # cannot be tested without a backward pass
+        return gradient_sync
     model = state.optimizer.model
     k, grads = model.kernels, model.grads
     k.zero(grads.with_flags)
-    k.put(grads.flat[:1], np.array([comm.rank + 1], k.wide))  # one element: some send only the largest
-    exchange.before_backward(0)
-    exchange.sum_gradients(0)
-    mean, right = float(k.to_host(grads.flat[:1])[0]) * exchange.scales(1.0).gradients, (comm.size + 1) / 2
-    wrong = f"{own_exchange()}: the mean of a gradient over the ranks is {mean:g}; it must be {right:g}"
-    refuse_anywhere(comm, "" if math.isclose(mean, right, rel_tol=0.01) else wrong)
+    k.put(grads.flat[:1], np.array([comm.rank + 1], k.accum_dtype))  # one element: some send only the largest
+    gradient_sync.before_backward(0)
+    gradient_sync.sum_gradients(0)
+    mean, right = (
+        float(k.to_host(grads.flat[:1])[0]) * gradient_sync.scales(1.0).gradients,
+        (comm.size + 1) / 2,
+    )
+    wrong = (
+        f"{custom_gradient_sync()}: the mean of a gradient over the ranks is {mean:g}; it must be {right:g}"
+    )
+    raise_if_any(comm, "" if math.isclose(mean, right, rel_tol=0.01) else wrong)
     k.zero(grads.with_flags)
-    return exchange
+    return gradient_sync
 
 
 def micro_batches_so_far(state: State, before: RunConfig, ranks: int) -> int:
@@ -439,7 +446,7 @@ def micro_batches_so_far(state: State, before: RunConfig, ranks: int) -> int:
 def compile_once_per_node(stage: Stage, kernels: Kernels, config: RunConfig, strategy: Strategy) -> None:
     """Compile loops on the first rank of each node, then load them on the others. Collective."""
     t = config.train
-    work = partial(rehearse, config=replace(config, model=miniature(config.model)), strategy=strategy)
+    work = partial(warmup_pass, config=replace(config, model=miniature(config.model)), strategy=strategy)
 
     def start() -> Callable[[], None]:
         from distgpt.core.cpu import compile_workers
@@ -453,7 +460,7 @@ def compile_once_per_node(stage: Stage, kernels: Kernels, config: RunConfig, str
         stage.comm.barrier(resting=True)  # leave the cores to the compiling rank
 
 
-def rehearse(kernels: Kernels, config: RunConfig, strategy: Strategy) -> None:
+def warmup_pass(kernels: Kernels, config: RunConfig, strategy: Strategy) -> None:
     """Run one training step of a small model, to compile every loop it needs."""
     model = components().model(config.train).build(config, kernels)
     model.allocate_master_weights()
@@ -462,7 +469,7 @@ def rehearse(kernels: Kernels, config: RunConfig, strategy: Strategy) -> None:
     work = Pass(model, 1, config.model.seq_len, training=True, positions=positions)
     work.loss_and_gradients(tokens, tokens, 1.0, accumulate=False)
     components().optimizer(config.train)(model, TrainConfig(extra=config.train.extra)).step(0, 1.0)
-    strategy.rehearse(model)
+    strategy.warmup_pass(model)
     # Generation feeds one token at a time with a cache, which uses other loops, and other GPU kernels.
     sample, cache = Pass(model, 1, 1, training=False), kernels.zeros(*cache_shape(config.model))
     hidden = sample.forward(tokens[:1], cache, kernels.integers([0]))
@@ -498,7 +505,7 @@ def begin_anew(comm: Comm, state: OptimizerState, t: TrainConfig, batches: Batch
     if init := components().model(t).begins_with(t):
         state.load_weights(comm, partial(read_shortened, Path(init)))
         if not model.is_finite():
-            raise shared(DataError(f"{init} has weights that are not finite"))
+            raise collective_error(DataError(f"{init} has weights that are not finite"))
     else:
         state.load_weights(comm, partial(_draw, comm, model, t, batches))
     state.begin()  # last, because it may copy the weights
@@ -516,7 +523,7 @@ def _draw(comm: Comm, model: Model, t: TrainConfig, batches: Batches | None, hos
     learned = learned_first(model.config, t)
     if learned is not None and batches is not None:
         tokens = batches.sample(learned.tokens)
-        with layout().unbound():  # also use the cores of waiting ranks
+        with affinity().unbound():  # also use the cores of waiting ranks
             learned.learn(tokens, host, model.config, _threads_of_waiting(comm, model))
 
 

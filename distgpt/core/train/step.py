@@ -1,8 +1,8 @@
 """One training step on one rank: passes, exchange and update; and steps in flight.
 
-With an `objection`, `_update` waits for loss and norm and checks them before the weights change. CPUs always
-do that. GPUs do it only if a policy requires it, such as spike_zscore. Otherwise nothing here waits for a
-result, so that the GPU's queue already has the next step.
+With a `rejection_reason`, `_update` waits for loss and norm and checks them before the weights change. CPUs
+always do that. GPUs do it only if a policy requires it, such as spike_zscore. Otherwise nothing here waits
+for a result, so that the GPU's queue already has the next step.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from functools import partial
 import numpy as np
 
 from distgpt.core.base.errors import UsageError
-from distgpt.core.comm.agree import gather_bytes, shared
+from distgpt.core.comm.agree import collective_error, gather_bytes
 from distgpt.core.comm.api import Comm
 from distgpt.core.components import components
 from distgpt.core.config import TrainConfig
@@ -26,14 +26,14 @@ from distgpt.core.model.model import FLAG_COUNT
 from distgpt.core.model.optim import AdamW
 from distgpt.core.model.passes import Pass
 from distgpt.core.ops.api import Array
+from distgpt.core.train.parallel_strategy import GradientSync, MicroBatches, Scales
 from distgpt.core.train.progress import COMPUTING, EXCHANGING, UPDATING, Activity, Finished
-from distgpt.core.train.sharing import Exchange, MicroBatches, Scales
 
-OwnVotes = Callable[[], Sequence[float]]  # this rank's flags (`Votes` in train.seams)
-Objection = Callable[[float, float], str]  # (loss, norm) → reason for rejection (`Judge`)
+LocalFlags = Callable[[], Sequence[float]]  # this rank's flags (`StepFlags` in interfaces.py)
+RejectionReason = Callable[[float, float], str]  # (loss, norm) → reason for rejection (`StepPolicy`)
 
 
-def no_votes() -> Sequence[float]:
+def no_flags() -> Sequence[float]:
     return (0.0,) * (FLAG_COUNT - 1)
 
 
@@ -62,11 +62,11 @@ class StepResult:
             self._found = float(square[0]), [float(value) for value in sums]
         squares, values = self._found
         norm = math.sqrt(squares) * self._scales.norm
-        votes, rank_seconds = values[1:FLAG_COUNT], values[FLAG_COUNT:]
-        return Finished(values[0] * self._scales.loss, norm, self.lr, self.rejected, votes, rank_seconds)
+        flags, rank_seconds = values[1:FLAG_COUNT], values[FLAG_COUNT:]
+        return Finished(values[0] * self._scales.loss, norm, self.lr, self.rejected, flags, rank_seconds)
 
 
-Launch = Callable[[int, Batches, OwnVotes, float | None], StepResult]
+Launch = Callable[[int, Batches, LocalFlags, float | None], StepResult]
 
 
 class Step:
@@ -81,13 +81,13 @@ class Step:
         optimizer: AdamW,
         comm: Comm,
         config: TrainConfig,
-        exchange: Exchange,
+        gradient_sync: GradientSync,
         *,
         micro_batches: MicroBatches | None = None,
-        objection: Objection | None = None,
+        rejection_reason: RejectionReason | None = None,
         activity: Activity | None = None,
     ) -> None:
-        """`objection(loss, norm)` is the policy's check, if it is needed before the update (setup.py).
+        """`rejection_reason(loss, norm)` is the policy's check, if it is needed before the update (setup.py).
 
         It returns why a step must not update the weights, "" if it may.
         """
@@ -95,8 +95,8 @@ class Step:
         self.model = optimizer.model
         self.comm = comm
         self.config = config
-        self.exchange = exchange
-        self._objection = objection
+        self.gradient_sync = gradient_sync
+        self._rejection_reason = rejection_reason
         self.activity = activity or Activity()
         self.weights_lock = threading.Lock()  # held while weights change, so other holders may read them
         k = self.model.kernels
@@ -125,11 +125,11 @@ class Step:
         self._exchanged_at: float | None = None
 
     def launch(
-        self, number: int, batches: Batches, votes: OwnVotes = no_votes, elapsed: float | None = None
+        self, number: int, batches: Batches, flags: LocalFlags = no_flags, elapsed: float | None = None
     ) -> StepResult:
         """Run or queue step `number`, counted from 0. Collective.
 
-        `votes` is called just before the exchange, which sums its flags over the ranks with the gradients.
+        `flags` is called just before the exchange, which sums its flags over the ranks with the gradients.
         `elapsed`: the elapsed fraction of the run's time, if the learning rate follows the clock.
         """
         # Share autotuning results now: the first step has tuned all kernels, and no collective is running.
@@ -141,13 +141,13 @@ class Step:
         for micro_batch in range(last + 1):
             sends = False
             if micro_batch == last:
-                self.exchange.before_backward(number)
-                sends = self.exchange.ready is not None
+                self.gradient_sync.before_backward(number)
+                sends = self.gradient_sync.ready is not None
             self._compute(number, batches, micro_batch, sends)
             self.micro_batches.collect(micro_batch)
-        self._append(votes())  # As late as possible, to include signals received during the step.
+        self._append(flags())  # As late as possible, to include signals received during the step.
         self.activity.enter(EXCHANGING)
-        self.exchange.sum_gradients(number)
+        self.gradient_sync.sum_gradients(number)
         self._exchanged_at = time.perf_counter()
         # Lock only now. If the exchange never ends, another thread may save the last step's weights.
         with self.weights_lock:
@@ -155,7 +155,9 @@ class Step:
             rate = components().learning_rate(self.config, number, elapsed)
             if not math.isfinite(rate):
                 name = type(components()).__qualname__
-                raise shared(UsageError(f"{name}.learning_rate returned {rate} for step {number + 1}"))
+                raise collective_error(
+                    UsageError(f"{name}.learning_rate returned {rate} for step {number + 1}")
+                )
             return self._update(number, rate, counted)
 
     def restart_clock(self) -> None:
@@ -183,7 +185,7 @@ class Step:
     def forward_backward(self, adds: bool, sends: bool) -> None:
         """Compute the loss and gradients of the sequences in `_inputs`."""
         tokens, targets = self._inputs[:2]
-        ready = self.exchange.ready if sends else None
+        ready = self.gradient_sync.ready if sends else None
         self._pass.loss_and_gradients(tokens, targets, self.micro_batches.weight, adds, ready)
 
     def _update(self, number: int, lr: float, counted: float) -> StepResult:
@@ -195,29 +197,29 @@ class Step:
         k = self.model.kernels
         grads = self.model.grads
         self.activity.enter(UPDATING)
-        scales = self.exchange.scales(counted)
-        self.exchange.compute_norm(self.optimizer)
-        sums = k.later(grads.flags)
-        squares = k.later(self.optimizer.norm)
+        scales = self.gradient_sync.scales(counted)
+        self.gradient_sync.compute_norm(self.optimizer)
+        sums = k.to_host_async(grads.flags)
+        squares = k.to_host_async(self.optimizer.norm)
         result = StepResult(lr, scales, sums, squares)
-        if self._objection:
+        if self._rejection_reason:
             done = result.wait()
-            result.rejected = self._objection(done.loss, done.norm)
+            result.rejected = self._rejection_reason(done.loss, done.norm)
         if not result.rejected:
             self.optimizer.prepare(number, lr, scales.gradients, scales.norm)
             if self.optimizer.update_bounds:
                 self.gather_updates()
             # Without a check, the kernel does nothing if the norm is not finite.
             self.optimizer.apply()
-        if self.exchange.waits_after_update:
+        if self.gradient_sync.waits_after_update:
             self.activity.enter(EXCHANGING)
-        self.exchange.after_update(number, not result.rejected)
+        self.gradient_sync.after_update(number, not result.rejected)
         return result
 
-    def _append(self, votes: Sequence[float]) -> None:
+    def _append(self, flags: Sequence[float]) -> None:
         """Write the flags, and this rank's seconds since the last exchange, after the gradients."""
         k = self.model.kernels
-        appended = list(votes)
+        appended = list(flags)
         if self.comm.size > 1 and not k.capabilities.is_async:  # a queue hides the duration of the work
             assert self._exchanged_at
             seconds = [0.0] * self.comm.size  # other ranks' elements are 0, so the sum has all seconds
@@ -225,7 +227,7 @@ class Step:
             appended += seconds
         # Multiple ranks find the last step's sums in the buffer. One rank finds its own flags, mostly zeros.
         if self.comm.size > 1 or any(appended) or self._has_appended:
-            k.put(self.model.grads.flags[1 : 1 + len(appended)], np.array(appended, k.wide))
+            k.put(self.model.grads.flags[1 : 1 + len(appended)], np.array(appended, k.accum_dtype))
             self._has_appended = any(appended)
 
 

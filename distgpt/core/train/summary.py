@@ -75,7 +75,7 @@ def _found(run: Run, stop: str) -> dict[str, object]:
         "grad_accum": t.grad_accum,
         "recompute": t.recompute,
         # How gradients were summed, for example "overlapped, bfloat16".
-        "allreduce": ", ".join(filter(None, [run.stage.transport, run.exchange.name, sent]))
+        "allreduce": ", ".join(filter(None, [run.stage.transport, run.gradient_sync.name, sent]))
         if run.comm.size > 1
         else None,
         **({"environment": environment} if (environment := components().environment()) else {}),

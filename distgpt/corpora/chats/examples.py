@@ -28,12 +28,12 @@ import numpy as np
 from distgpt.core.base.checked import LARGEST_JSON, parse_json
 from distgpt.core.base.errors import DataError, Say, UsageError, escape
 from distgpt.core.base.formatting import count
-from distgpt.core.comm.agree import on_root, shared
+from distgpt.core.comm.agree import collective_error, on_root
 from distgpt.core.comm.api import Comm
 from distgpt.core.config import RunConfig, TrainConfig
 from distgpt.core.data.batches import ArrayTokens, Batches, Window
 from distgpt.core.data.loading import Corpus, DataRequest
-from distgpt.core.ops.api import IGNORED, Array
+from distgpt.core.ops.api import IGNORE_INDEX, Array
 from distgpt.corpora.chats.format import ChatFormat, Example, Message, checked_messages
 from distgpt.corpora.packing import pack
 from distgpt.corpora.prepare.documents import LINES, Offset, find_inputs, pieces
@@ -134,7 +134,7 @@ def _plain(text: str, chat: ChatFormat) -> Example:
 
 
 class Examples(ArrayTokens):
-    """The concatenated inputs of all examples, and as many targets (int32), some IGNORED.
+    """The concatenated inputs of all examples, and as many targets (int32), some IGNORE_INDEX.
 
     Example i is [starts[i], starts[i + 1]).
     """
@@ -154,7 +154,7 @@ class ExampleBatches(Batches):
         self.examples = examples
         self.plan = pack(examples.starts[:-1], len(examples), seq_len, whole=True)
         self.windows_per_epoch = len(self.plan)
-        until = np.cumsum(np.append(0, examples.targets != IGNORED))
+        until = np.cumsum(np.append(0, examples.targets != IGNORE_INDEX))
         of_piece = until[self.plan.starts + self.plan.lengths] - until[self.plan.starts]
         self._learned = np.add.reduceat(of_piece, self.plan.ends[:-1])  # counted targets of each row
 
@@ -177,7 +177,7 @@ class ExampleBatches(Batches):
         self, step: int, which: slice, x_out: Array, y_out: Array, positions_out: Array | None = None
     ) -> None:
         assert positions_out is not None
-        x_out[:], y_out[:] = 0, IGNORED
+        x_out[:], y_out[:] = 0, IGNORE_INDEX
         for row, x, y, positions in zip(
             self._order(step, which)[0], x_out, y_out, positions_out, strict=True
         ):
@@ -207,7 +207,7 @@ class ChatCorpus(Corpus):
         for start, stop in pairwise(examples.starts.tolist()):
             targets = examples.targets[start:stop]
             ids = np.append(examples.read(start, stop), targets[-1:].clip(0).astype(np.uint32))
-            found.append(Window(ids, learned := targets != IGNORED))
+            found.append(Window(ids, learned := targets != IGNORE_INDEX))
             answers += int(learned.sum())
             if 0 < most <= answers:
                 break
@@ -224,7 +224,7 @@ class _Chats:
         """Read the examples on rank 0. Validation examples are spread over the whole file."""
         tokenizer, path, val_fraction = request.existing, Path(request.data), request.val_fraction
         if tokenizer is None:
-            raise shared(DataError("training on chats requires weights with a tokenizer"))
+            raise collective_error(DataError("training on chats requires weights with a tokenizer"))
 
         def read() -> list[Examples]:
             found = _fitting(path, ChatFormat(tokenizer), request.seq_len, say)
@@ -264,7 +264,7 @@ def _fitting(path: Path, chat: ChatFormat, seq_len: int, say: Say) -> list[Examp
 
 def _together(examples: list[Example]) -> Examples:
     inputs = np.concatenate([ids[:-1] for ids, _ in examples])
-    targets = [np.where(learned[1:], ids[1:].astype(np.int32), IGNORED) for ids, learned in examples]
+    targets = [np.where(learned[1:], ids[1:].astype(np.int32), IGNORE_INDEX) for ids, learned in examples]
     lengths = [len(ids) - 1 for ids, _ in examples]
     return Examples(
         inputs, np.concatenate(targets).astype(np.int32), np.cumsum([0, *lengths], dtype=np.int64)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from distgpt.core.base.errors import DataError, escape, nearest
+from distgpt.core.base.errors import DataError, did_you_mean, escape
 from distgpt.core.base.system import python
 from distgpt.core.data.tokenizers import BytesDecoder, Ids, Tokenizer, id_dtype
 from distgpt.core.saved.modelfile import read_description
@@ -297,7 +297,7 @@ def checked_messages(value: Any) -> list[Message]:
         if not isinstance(message, dict) or not isinstance(role := message.get("role"), str):
             raise DataError(f"message {number} must be an object with a role and a content")
         if role not in ROLES:
-            raise DataError(f"message {number}: unknown role {role!r:.40}{nearest(role[:40], ROLES)}")
+            raise DataError(f"message {number}: unknown role {role!r:.40}{did_you_mean(role[:40], ROLES)}")
         content = message.get("content")
         if isinstance(content, list):  # OpenAI's clients send lists of parts
             texts = [

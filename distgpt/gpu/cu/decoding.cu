@@ -74,7 +74,7 @@ __device__ __forceinline__ Scored first_of_block(Scored x) {
 // order; found (rows, k + 1) ← their scores, and log Σ exp of all, NaN if one is not finite. One block per
 // row. After each token, only the thread that had it reads its scores again.
 extern "C" __global__ void __launch_bounds__(1024)
-likeliest(int* tokens, real* found, const stored* scores, int vocab, int width, int k) {
+topk_logits(int* tokens, real* found, const stored* scores, int vocab, int width, int k) {
     const stored* row = scores + size_t(blockIdx.x) * width;
     Scored mine = next_of(row, vocab, {HIGHEST, -1});
     real top = 0;

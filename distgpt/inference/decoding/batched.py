@@ -23,7 +23,7 @@ MOST = 64  # maximum number of top tokens to find
 Draw = tuple[float, float]  # temperature, and a number in [0, 1), to sample from all tokens
 
 
-class Drawn(NamedTuple):
+class SampledToken(NamedTuple):
     """A sampled token, with the terms of its probability."""
 
     token: int
@@ -31,13 +31,13 @@ class Drawn(NamedTuple):
     total: float  # Σ exp((logit - highest) / temperature) over all tokens
 
 
-class Likeliest(NamedTuple):
+class TopKLogits(NamedTuple):
     """A `LogitsElsewhere` with the top tokens in descending order, ties by token, and probability terms."""
 
     tokens: Array  # (k,)
     logits: Array  # (k,)
     log_sum: float  # log Σ exp(logits) over all tokens; NaN if any logit is not finite
-    drawn: Drawn | None = None  # if the choice needs it
+    drawn: SampledToken | None = None  # if the choice needs it
     whole: Callable[[], Array] | None = None  # copies all logits (V,), valid until the next `feed`
 
     @property
@@ -71,8 +71,8 @@ class Likeliest(NamedTuple):
 
     def likelihood(self, token: int, alternatives: int) -> Likelihood:
         pairs = zip(self.tokens[:alternatives], self.logits[:alternatives], strict=True)
-        likeliest = [(int(i), float(x) - self.log_sum) for i, x in pairs]
-        return Likelihood(self._logit_of(token) - self.log_sum, likeliest)
+        topk_logits = [(int(i), float(x) - self.log_sum) for i, x in pairs]
+        return Likelihood(self._logit_of(token) - self.log_sum, topk_logits)
 
     def _logit_of(self, token: int) -> float:
         if self.drawn is not None and self.drawn.token == token:
@@ -118,7 +118,7 @@ class _Token(NamedTuple):
     """A token to decode, and the data that its choice needs."""
 
     feed: Feed
-    likeliest: int  # number of top tokens; 0: all logits
+    topk_logits: int  # number of top tokens; 0: all logits
     draw: Draw | None  # if the choice may need any token
 
 
@@ -152,10 +152,10 @@ class BatchedSlots:
         self._start, self._slot = k.integers([0]), k.integers([0])
 
     def feed(self, work: Sequence[Feed]) -> Rows:
-        """Compute logits (see `Slots`). Feeds whose choice needs only a few get a `Likeliest`."""
+        """Compute logits (see `Slots`). Feeds whose choice needs only a few get a `TopKLogits`."""
         check_feeds(self, work)
         tokens = [_token(each) for each in work if _decodes(each)]
-        decoding = sorted(tokens, key=lambda each: each.likeliest > 0)  # all logits first
+        decoding = sorted(tokens, key=lambda each: each.topk_logits > 0)  # all logits first
         others = [each for each in work if not _decodes(each)]
         batch = self._decode(decoding) if decoding else None
         rows = self._prefill(others)
@@ -163,14 +163,14 @@ class BatchedSlots:
         of_slot = dict(zip([each.feed.slot for each in decoding], chosen, strict=True))
         k, vocab, end = self.model.kernels, self.model.config.vocab_size, 0
         prompts = np.asarray(k.to_host(self._logits[:rows]))[:, :vocab] if rows else None
-        found: list[Any] = []  # elements: Array | Likeliest
+        found: list[Any] = []  # elements: Array | TopKLogits
         for each in work:
             if each.slot in of_slot:
                 found.append(of_slot[each.slot])
             elif prompts is not None:
                 found.extend(prompts[end : end + each.wanted])
                 end += each.wanted
-        if any(isinstance(row, Likeliest) for row in found):
+        if any(isinstance(row, TopKLogits) for row in found):
             return found
         return np.stack(found) if found else np.zeros((0, vocab), np.float32)
 
@@ -196,30 +196,30 @@ class BatchedSlots:
         inputs[:, : len(some)] = np.transpose(columns)
         self.model.kernels.put(batch.inputs, inputs)
         batch.run()
-        if most := max(each.likeliest for each in some):
+        if most := max(each.topk_logits for each in some):
             batch.choose(next(count for count in CHOICES if count >= most))
         if any(each.draw for each in some):
             batch.draw([each.draw for each in some])
         return batch
 
-    def _chosen(self, some: Sequence[_Token], batch: _Batch) -> list[Array | Likeliest]:
+    def _chosen(self, some: Sequence[_Token], batch: _Batch) -> list[Array | TopKLogits]:
         """Copy results to the host. The first tokens get all logits, the others their top tokens."""
         k, vocab = self.model.kernels, self.model.config.vocab_size
-        whole = sum(not each.likeliest for each in some)
-        found: list[Array | Likeliest] = []
+        whole = sum(not each.topk_logits for each in some)
+        found: list[Array | TopKLogits] = []
         if whole:
             found.extend(np.asarray(k.to_host(self._decoded[:whole]))[:, :vocab])
         if whole < len(some):
-            tokens, logits = map(k.to_host, batch.likeliest)
+            tokens, logits = map(k.to_host, batch.topk_logits)
             rows = slice(whole, len(some))
             # Copy: if these are host arrays, the next step overwrites them.
             pairs = zip(tokens[rows].copy(), logits[rows].copy(), strict=True)
-            found.extend(Likeliest(ids, row[:-1], float(row[-1])) for ids, row in pairs)
+            found.extend(TopKLogits(ids, row[:-1], float(row[-1])) for ids, row in pairs)
         if any(each.draw for each in some):
             tokens, results = map(k.to_host, batch.drawn)
             for i, row in enumerate(found):
-                if isinstance(row, Likeliest) and some[i].draw:
-                    drawn = Drawn(int(tokens[i]), *results[i].tolist())
+                if isinstance(row, TopKLogits) and some[i].draw:
+                    drawn = SampledToken(int(tokens[i]), *results[i].tolist())
                     found[i] = row._replace(drawn=drawn, whole=partial(self._whole, i))
         return found
 
@@ -272,7 +272,7 @@ class _Batch:
     def __init__(self, model: Model, work: Pass, cache: Array, logits: Array) -> None:
         self.rows, self._model, self._logits = work.n_rows, model, logits
         self.inputs = model.kernels.integers(np.zeros((3, self.rows)))  # tokens, starts, slots
-        self.likeliest: list[Array] = []  # tokens and logits that `choose` found
+        self.topk_logits: list[Array] = []  # tokens and logits that `choose` found
         self._choose: dict[int, tuple[Work, Array, Array]] = {}
         self._how = model.kernels.scalars(2 * self.rows).reshape(self.rows, 2)  # temperatures, random numbers
         found = model.kernels.scalars(2 * self.rows).reshape(self.rows, 2)
@@ -290,10 +290,10 @@ class _Batch:
         if count not in self._choose:
             most = min(count, vocab)
             tokens = k.integers(np.zeros((self.rows, most)))
-            found = k.wide_zeros(self.rows, most + 1)
-            work = k.record(partial(k.likeliest, tokens, found, self._logits, vocab))
+            found = k.accum_zeros(self.rows, most + 1)
+            work = k.record(partial(k.topk_logits, tokens, found, self._logits, vocab))
             self._choose[count] = work, tokens, found
-        run, *self.likeliest = self._choose[count]
+        run, *self.topk_logits = self._choose[count]
         run()
 
     def draw(self, draws: Sequence[Draw | None]) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 
 from distgpt.core.base.checked import parse_json
 from distgpt.core.base.errors import DataError, escape
-from distgpt.core.comm.agree import on_root, shared
+from distgpt.core.comm.agree import collective_error, on_root
 from distgpt.core.comm.api import Comm
 from distgpt.core.data.textfile import read_text
 from distgpt.core.data.tokenizers import Tokenizer
@@ -258,7 +258,7 @@ def load_benchmark(comm: Comm, name: str, path: Path, tokenizer: Tokenizer, seq_
     try:
         return Benchmark(questions, tokenizer, seq_len)
     except DataError as error:
-        raise shared(DataError(f"{path}, {error}")) from None
+        raise collective_error(DataError(f"{path}, {error}")) from None
 
 
 def _spans(question: Question, tokenizer: Tokenizer, seq_len: int) -> list[Span]:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distgpt.core.base.errors import DataError, DistgptError, NonFiniteError, escape, one_line
-from distgpt.core.comm.agree import on_every_rank, on_root, shared
+from distgpt.core.comm.agree import collective_error, on_every_rank, on_root
 from distgpt.core.config import TrainConfig
 from distgpt.core.cpu.stages import Stage, report_compiling
 from distgpt.core.data.loading import DataRequest, load_corpus
@@ -51,7 +51,7 @@ def evaluate(
     model, description, _, chosen = open_model(stage, weights, dtype, context, matmul, part=adapter)
     tokenizer = description.tokenizer
     if tokenizer is None:
-        raise shared(DataError(f"{weights} has no tokenizer to read text with"))
+        raise collective_error(DataError(f"{weights} has no tokenizer to read text with"))
     if progress is not None and comm.rank == 0:
         stage.notes.report_to(progress.noted)
     scorer = Scorer(model, comm)
@@ -111,7 +111,9 @@ def _held_out(val: str, t: TrainConfig) -> float | None:
 def _refuse_nonfinite(loss: float) -> None:
     """Raise a NonFiniteError on all ranks, which have the same loss."""
     if not math.isfinite(loss):
-        raise shared(NonFiniteError("the model's logits are not finite; its weights are corrupt or diverged"))
+        raise collective_error(
+            NonFiniteError("the model's logits are not finite; its weights are corrupt or diverged")
+        )
 
 
 def page(found: dict[str, Any]) -> str:

@@ -18,8 +18,8 @@ from distgpt.core.base.errors import (
     DistgptError,
     StorageError,
     UsageError,
+    did_you_mean,
     escape_model_text,
-    nearest,
     one_line,
     print_lines,
 )
@@ -207,7 +207,7 @@ class Chat:
             case "/help", _:
                 print_lines(HELP, err=True)
             case name, _:
-                raise UsageError(f"{name} is not a command{nearest(name, COMMANDS)}")
+                raise UsageError(f"{name} is not a command{did_you_mean(name, COMMANDS)}")
 
     def _answer(self, text: str) -> None:
         """Print an answer as it is generated. Ctrl-C ends it after the current step."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from distgpt.core.base.checked import parse_json
 from distgpt.core.base.errors import DataError, UsageError
-from distgpt.core.config import Setting, nearest
+from distgpt.core.config import Setting, did_you_mean
 from distgpt.core.data.tokenizers import Tokenizer
 from distgpt.core.generate.request import REQUEST_SETTINGS, Request
 from distgpt.core.generate.sample import default_prompt
@@ -103,7 +103,7 @@ def parse_object(body: bytes, served: Served, known: Sequence[str]) -> dict[str,
         raise invalid("the body is not a JSON object")
     for name, value in found.items():
         if name not in known and name not in _IGNORED and name not in _UNSUPPORTED:
-            hint = nearest(name[:50], known)
+            hint = did_you_mean(name[:50], known)
             raise invalid(f"unrecognized request argument: {name!r:.60}{hint}", name[:50])
         if value not in _UNSUPPORTED.get(name, (value,)):
             raise invalid(f"{name} is not supported", name)

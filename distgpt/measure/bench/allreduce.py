@@ -18,11 +18,11 @@ from distgpt.cluster.launch.environment import launched_as
 from distgpt.core.base.errors import DistgptError, UsageError
 from distgpt.core.base.formatting import count, duration, parse_size
 from distgpt.core.base.formatting import size as in_bytes
-from distgpt.core.comm.agree import gather, gather_bytes, on_every_rank, on_root, shared
+from distgpt.core.comm.agree import collective_error, gather, gather_bytes, on_every_rank, on_root
 from distgpt.core.comm.api import Array, Comm
 from distgpt.core.config import GpuConfig
 from distgpt.core.cpu.stages import Stage, open_stage
-from distgpt.core.train.sharing import Allreduce
+from distgpt.core.train.parallel_strategy import Allreduce
 from distgpt.measure.jobs import BenchOptions, Row, ask, say
 from distgpt.parallel.node_memory import SharedSum, one_by_one, shared_rows
 from distgpt.parallel.reductions import Hierarchical
@@ -115,14 +115,14 @@ def algorithms(stage: Stage, names: str | None) -> tuple[dict[str, Sum], dict[st
     """Return the stage's algorithms by name, and why others are not available. Collective."""
     comm = stage.comm
     if comm.size < 2:
-        raise shared(UsageError(ALONE))
+        raise collective_error(UsageError(ALONE))
     known: tuple[str, ...] = ON_GPU if stage.on_gpu else (ONE_CALL,)
     if not stage.on_gpu and (comm.size == comm.local_size or comm.split_by_node()):
         known += (SHARED,) if comm.size == comm.local_size else (BY_NODE,)
     wanted = [word.strip() for word in names.split(",")] if names else known
     for name in wanted:
         if name not in known:
-            raise shared(UsageError(f"--algorithms {name!r} is not one of {', '.join(known)}"))
+            raise collective_error(UsageError(f"--algorithms {name!r} is not one of {', '.join(known)}"))
     found: dict[str, Sum] = {}
     reasons: dict[str, str] = {}
     for name in known:
@@ -178,11 +178,11 @@ def measure_all(stage: Stage, options: AllreduceOptions) -> Row:
     comm = stage.comm
     table, reasons = algorithms(stage, options.algorithms)
     if not table:
-        raise shared(UsageError("; ".join(reasons.values())))
+        raise collective_error(UsageError("; ".join(reasons.values())))
     every = sorted(measure(stage, table, options), key=lambda row: int(row["bytes"]))
     rows = [row for row in every if "left_out" not in row]
     if not rows:
-        raise shared(UsageError("the smallest array does not fit into memory"))
+        raise collective_error(UsageError("the smallest array does not fit into memory"))
     return {
         "stage": stage.name,
         "ranks": comm.size,
@@ -262,7 +262,7 @@ def _check(comm: Comm, found: Any) -> None:
     right = (found[:whole].reshape(-1, PERIOD) == expected).all()
     right = right and (found[whole:] == expected[: len(found) - whole]).all()
     if comm.allreduce_max(int(not right)):
-        raise shared(DistgptError(f"a sum of {found.nbytes:,} bytes over {ranks} ranks is wrong"))
+        raise collective_error(DistgptError(f"a sum of {found.nbytes:,} bytes over {ranks} ranks is wrong"))
 
 
 # -- showing

@@ -12,13 +12,13 @@ import numpy as np
 
 from distgpt.core.base.errors import UsageError
 from distgpt.core.base.formatting import duration
+from distgpt.core.comm.affinity import affinity
 from distgpt.core.comm.api import SerialComm
-from distgpt.core.comm.layout import layout
-from distgpt.core.config import ROUNDED_DTYPES, ModelConfig
+from distgpt.core.config import QUANTIZED_DTYPES, ModelConfig
 from distgpt.core.config.presets import preset
 from distgpt.core.cpu.stages import open_stage
 from distgpt.core.generate.engine import Engine
-from distgpt.core.generate.engine_setup import rehearse, slots_for
+from distgpt.core.generate.engine_setup import slots_for, warmup_pass
 from distgpt.core.generate.request import Request
 from distgpt.core.saved.modelfile import random_model
 from distgpt.measure.jobs import BenchOptions, Row, say
@@ -34,7 +34,7 @@ class InferOptions(BenchOptions):
 
     preset: str = "gpt2"
     threads: int | None = None
-    dtypes: Sequence[str] = ("float32", "bfloat16", *ROUNDED_DTYPES)
+    dtypes: Sequence[str] = ("float32", "bfloat16", *QUANTIZED_DTYPES)
     requests: Sequence[int] = (1, 8, 32)
     prompt: int = 256
     new: int = 64
@@ -57,7 +57,7 @@ def job_of(options: InferOptions) -> Row:
             f"{options.prompt} + {options.new} tokens exceed the context of {config.seq_len}; "
             "lower --prompt or --new"
         )
-    threads = options.threads or layout().threads(SerialComm())
+    threads = options.threads or affinity().threads(SerialComm())
     return {"threads": threads, "prompt": options.prompt, "new": options.new, "repeats": REPEATS}
 
 
@@ -104,7 +104,7 @@ def own_seconds(job: Row) -> dict[str, Any]:
     dtype, requests = job["dtype"], job["requests"]
     stage = open_stage("serial", job["threads"])
     model = random_model(config_of(job["preset"]), dtype, stage.kernels, 1)
-    rehearse(model)
+    warmup_pass(model)
     slots = slots_for(model, requests)
     random = np.random.default_rng(1)
     shape = requests, job["prompt"]

@@ -16,7 +16,7 @@ from distgpt.core.base.formatting import duration
 from distgpt.core.base.formatting import size as in_bytes
 from distgpt.core.comm.agree import gather
 from distgpt.core.config import WITH_MPI, GpuConfig, RunConfig
-from distgpt.core.config.asked import asked_for
+from distgpt.core.config.run_request import asked_for
 from distgpt.core.cpu.stages import open_stage
 from distgpt.core.model.counts import operations
 from distgpt.core.model.model import Architecture
@@ -69,8 +69,8 @@ def measure_peak(options: TrainOptions) -> None:
 
 
 def bench(options: TrainOptions) -> None:
-    asked = replace(asked_for(options.settings, options.preset), fetches=False)
-    run = foreseen(options.stage, asked, options.gpu.tf32)
+    request = replace(asked_for(options.settings, options.preset), fetches=False)
+    run = foreseen(options.stage, request, options.gpu.tf32)
     options = replace(options, settings={**options.settings, DTYPE: run.train.dtype})
     launcher, run = prepared(options)
     with scratch_folder(options) as scratch:

@@ -21,7 +21,7 @@ from distgpt.cluster.jobs.launchers import distant_mpi, is_of_family, mpirun, ru
 from distgpt.cluster.launch.environment import HELP, MPIS, launched_as, launched_rank, launcher_name
 from distgpt.core.base.errors import UsageError, escape, print_lines
 from distgpt.core.base.formatting import count, in_runs, size
-from distgpt.core.comm.agree import gather, named_ranks, shared
+from distgpt.core.comm.agree import collective_error, gather, named_ranks
 from distgpt.core.comm.api import Comm, SerialComm
 from distgpt.core.comm.resources import granted_cores, usable_cores
 from distgpt.core.config import ON_GPU, STAGES, WITH_MPI
@@ -48,7 +48,7 @@ def report(stage: str | None, as_json: bool) -> None:
             print_lines("\n".join(_lines(found)))
     if stage and not found["stages"][stage]["runs"]:
         reasons = "; ".join(map(sentence, found["stages"][stage]["missing"]))
-        raise shared(UsageError(f"stage {stage!r} cannot run here: {reasons}"))
+        raise collective_error(UsageError(f"stage {stage!r} cannot run here: {reasons}"))
 
 
 def examine() -> tuple[Facts, Comm]:

@@ -53,7 +53,7 @@ ROWS: dict[str, tuple[str, ...]] = {
     # Measured like operations: fill, transfer and wait.
     WAIT: ("wait",),
     TRANSFER: ("transfer",),
-    DATA: ("put", "move_cached", "likeliest", "drawn", "fill"),
+    DATA: ("put", "move_cached", "topk_logits", "drawn", "fill"),
     WORKERS: (),
 }
 ORDER = tuple(ROWS)

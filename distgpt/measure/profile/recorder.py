@@ -33,7 +33,7 @@ if TYPE_CHECKING:  # a profile of a CPU stage must not import gpu/
 
 
 @dataclass(frozen=True, slots=True)
-class Clock:
+class Timer:
     """The processor's clock, for backends whose calls return when their work is done."""
 
     now: Callable[[], Any] = time.perf_counter  # makes a time stamp
@@ -41,7 +41,7 @@ class Clock:
     settle: Callable[[], None] = lambda: None  # waits until all queued work is done
 
     @classmethod
-    def of(cls, device: CupyDevice) -> Clock:
+    def of(cls, device: CupyDevice) -> Timer:
         """Return a clock of events in a GPU's stream, for work that calls only queue."""
         return cls(device.mark, lambda stamp, origin: float(stamp.seconds_since(origin)), device.synchronize)
 
@@ -90,7 +90,7 @@ class Recorder:
 
     def __init__(
         self,
-        clock: Clock,
+        clock: Timer,
         kernels: Kernels,
         comm: Comm,
         batches: Batches,
@@ -183,7 +183,7 @@ def no_times() -> Array:
     return np.zeros((3, len(ORDER)))
 
 
-def account(clock: Clock, workers: int, taken: Taken) -> tuple[float, Array]:
+def account(clock: Timer, workers: int, taken: Taken) -> tuple[float, Array]:
     """Return a step's seconds, and its times in the format of `no_times`. Waits for the step."""
 
     def seconds(stamp: Any) -> float:

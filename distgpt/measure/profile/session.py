@@ -15,7 +15,7 @@ import numpy as np
 from distgpt.core.base.errors import Say, UsageError
 from distgpt.core.base.files import write_json
 from distgpt.core.base.formatting import count
-from distgpt.core.comm.agree import gather, on_root, shared
+from distgpt.core.comm.agree import collective_error, gather, on_root
 from distgpt.core.components import components
 from distgpt.core.config import RunConfig
 from distgpt.core.cpu.kernels import CpuKernels
@@ -24,13 +24,13 @@ from distgpt.core.data.batches import Batches
 from distgpt.core.ops.api import Affine
 from distgpt.core.ops.kernels import Kernels
 from distgpt.core.saved.modelfile import load_description
-from distgpt.core.train.plan import refuse_unsuited
+from distgpt.core.train.plan import reject_unsuited
 from distgpt.core.train.setup import make_steps, read_texts
 from distgpt.core.train.step import Step, StepResult
 from distgpt.measure.doctor.facts import environment
 from distgpt.measure.jobs import prepare
 from distgpt.measure.profile.operations import BETWEEN, GPU_WAITS, ORDER
-from distgpt.measure.profile.recorder import Clock, Recorder, Taken, account, no_times
+from distgpt.measure.profile.recorder import Recorder, Taken, Timer, account, no_times
 from distgpt.parallel.local_steps import LocalSteps
 from distgpt.parallel.sharded import Sharded
 from distgpt.show.page import Column, tabulated, terminal
@@ -54,26 +54,26 @@ RankProfile = dict[str, Any]
 def open_steps(asked: RunConfig, stage: Stage, say: Say) -> tuple[Step, Batches]:
     """Return a run's steps and batches, without its directory and evaluation. Collective."""
     comm, t = stage.comm, asked.train
-    on_root(comm, lambda: refuse_unsuited(t, comm.size, on_gpu=stage.on_gpu))
+    on_root(comm, lambda: reject_unsuited(t, comm.size, on_gpu=stage.on_gpu))
     if t.balance == "auto" and comm.size > 1:
-        raise shared(UsageError("profiles require --balance even"))
+        raise collective_error(UsageError("profiles require --balance even"))
     origin = load_description(Path(t.init), comm) if t.init else None
     if origin is not None:
-        on_root(comm, lambda: components().model(t).refuse_origin(origin, Path(t.init), t, resumed=False))
+        on_root(comm, lambda: components().model(t).reject_origin(origin, Path(t.init), t, resumed=False))
     texts = read_texts(comm, asked, t.tokenizer, origin, Path("runs"), say)
     return make_steps(texts.config, stage, say), texts.batches
 
 
 def waits(step: Step) -> list[tuple[object, str]]:
     """Return the methods that wait for other ranks, each with its object."""
-    exchange = step.exchange
+    gradient_sync = step.gradient_sync
     found: list[tuple[object, str]]
-    if isinstance(exchange, LocalSteps):
-        found = [(exchange, "sum_votes"), (exchange.changes, "sum")]
+    if isinstance(gradient_sync, LocalSteps):
+        found = [(gradient_sync, "sum_flags"), (gradient_sync.changes, "sum")]
     else:
-        found = [(exchange, "sum_gradients")]
-    if isinstance(exchange, Sharded):
-        found.append((exchange, "after_update"))
+        found = [(gradient_sync, "sum_gradients")]
+    if isinstance(gradient_sync, Sharded):
+        found.append((gradient_sync, "after_update"))
     if step.optimizer.update_bounds:
         found.append((step, "gather_updates"))
     return found
@@ -82,7 +82,7 @@ def waits(step: Step) -> list[tuple[object, str]]:
 class Profiler:
     def __init__(self, step: Step, device: CupyDevice | None = None) -> None:
         self._step = step
-        self.clock = Clock() if device is None else Clock.of(device)
+        self.clock = Timer() if device is None else Timer.of(device)
         self.on_gpu = device is not None
         self.workers = step.model.kernels.threads
         self.times = no_times()

@@ -20,7 +20,7 @@ from typing import Annotated, Any
 import numpy as np
 
 from distgpt.core.base.checked import Must, read_as
-from distgpt.core.base.errors import UsageError, nearest
+from distgpt.core.base.errors import UsageError, did_you_mean
 from distgpt.core.base.files import read_small, storage_errors, write_json
 from distgpt.core.config import BATCH_IN_TOKENS, BATCH_TOKENS, SETTINGS
 from distgpt.core.config.run_config import flat_settings, load_toml, read_text, renamed
@@ -125,7 +125,7 @@ def read_grid(path: Path, assigned: Values | None = None) -> Grid:
         raise UsageError(f"{path}: [sweep] has no settings that vary")
     for names, known in ((fixed, {*VARYING}), (table, {*VARYING, *RULES})):
         for name in names.keys() - known:
-            raise UsageError(f"{path}: unknown setting {name!r:.80}{nearest(name[:80], known)}")
+            raise UsageError(f"{path}: unknown setting {name!r:.80}{did_you_mean(name[:80], known)}")
     for name in sorted(fixed.keys() & table.keys()):
         raise UsageError(f"{path}: {name} is set twice: for all runs and in [sweep]")
     choices = {name: _choices(f"{path}: [sweep] {name}", name, value) for name, value in table.items()}

@@ -20,14 +20,14 @@ from distgpt.core.base.interrupts import Interrupted
 from distgpt.core.comm.agree import on_every_rank, on_root
 from distgpt.core.comm.api import Comm, SerialComm
 from distgpt.core.config import ON_GPU, SEVERAL, WITH_MPI, GpuConfig, RunConfig
-from distgpt.core.config.asked import Asked, asked_for
+from distgpt.core.config.run_request import RunRequest, asked_for
 from distgpt.core.cpu.stages import Notes, Stage, open_stage
 from distgpt.core.data.loading import DataRequest, kind_of, load_corpus, refuse_missing
 from distgpt.core.model.optim import learning_rate
 from distgpt.core.saved.rundir import RunDirectory, read_metrics
-from distgpt.core.train import seams
+from distgpt.core.train import interfaces
 from distgpt.core.train.loop import train
-from distgpt.core.train.plan import DTYPE, is_open, make_plan, new_run, refuse_unsuited
+from distgpt.core.train.plan import DTYPE, is_open, make_plan, new_run, reject_unsuited
 from distgpt.core.train.run import Limits
 from distgpt.core.train.setup import open_run
 from distgpt.measure.sweep.grid import (
@@ -123,7 +123,7 @@ def configured(run: Run) -> RunConfig:
         raise type(error)(f"{run.name}: {error}") from None
 
 
-def asked_of(run: Run) -> Asked:
+def asked_of(run: Run) -> RunRequest:
     """Return a run's settings as if a user had set them."""
     settings = {name: value for name, value in run.values.items() if name != PRESET}
     return asked_for(settings, run.values.get(PRESET))
@@ -135,7 +135,7 @@ def checked_runs(grid: Grid) -> dict[str, RunConfig]:
     first = next(iter(runs.values())).train
     for name, run in runs.items():
         t = run.train
-        refuse_unsuited(t, 1, on_gpu=False)
+        reject_unsuited(t, 1, on_gpu=False)
         refuse_missing(filter(None, (t.data, t.val)), t.tokenizer)
         if grid.metric != "loss" and not holds_out(asdict(t)):
             raise UsageError(
@@ -173,7 +173,7 @@ def rungs_of(grid: Grid, runs: dict[str, RunConfig]) -> list[str]:
     return lines
 
 
-class Listener(seams.Listener):
+class Listener(interfaces.Listener):
     """Prints a line about a run every 10 seconds, and each note once."""
 
     def __init__(self, say: Say) -> None:
@@ -261,8 +261,8 @@ class Worker:
     def _to_rung(self, rung: int, run: Run) -> int:
         """Train a run, from its last checkpoint if any, to the step of a rung. Return that step."""
         ledger, stage = self.ledger, replace(self.stage, begun=time.monotonic())
-        asked = replace(asked_of(run), out=ledger.directory(run).path, resume="auto")
-        plan = make_plan(stage, derived(asked, 1), lambda text: None)
+        request = replace(asked_of(run), out=ledger.directory(run).path, resume="auto")
+        plan = make_plan(stage, derived(request, 1), lambda text: None)
         by_clock = bool(plan.config.train.train_minutes)
         until = None if by_clock else ledger.grid.until(rung, plan.config.train.steps)
         if until is not None and plan.state.step >= until and not plan.state.evaluation_pending:

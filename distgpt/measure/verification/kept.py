@@ -85,7 +85,7 @@ def facts_of(run: Run) -> Facts:
         threads=[threads for _, threads in ranks],
         nodes=[len(list(of_host)) for _, of_host in groupby(hosts)],
         matmul="" if on_gpu else _matmul(kernels),
-        exchange=run.exchange.name,
+        exchange=run.gradient_sync.name,
         transport=stage.transport,
         mpi=str(run.where.get("mpi", "")),
         micro_batches=t.grad_accum,

@@ -23,25 +23,25 @@ import numpy as np
 from distgpt.core.base.errors import DataError, DisagreementError, Say, UsageError
 from distgpt.core.base.files import storage_errors
 from distgpt.core.base.formatting import count
-from distgpt.core.comm.agree import on_root, shared
+from distgpt.core.comm.agree import collective_error, on_root
 from distgpt.core.components import Components, components
 from distgpt.core.config import RunConfig, TrainConfig
 from distgpt.core.cpu.first_use import COMPILING
 from distgpt.core.cpu.stages import Stage
 from distgpt.core.data.textfile import resolve_data
 from distgpt.core.model.optim import learning_rate
-from distgpt.core.saved.checkpoint import State, load_state, newest_intact, verify
+from distgpt.core.saved.checkpoint import State, latest_valid_checkpoint, load_state, verify
 from distgpt.core.saved.modelfile import read_description
 from distgpt.core.saved.rundir import RunDirectory
 from distgpt.core.saved.tensors import fingerprint, read_header, read_rows
-from distgpt.core.train.loop import settle
-from distgpt.core.train.plan import Plan, refuse_unsuited
+from distgpt.core.train.interfaces import Listener, StepPolicy
+from distgpt.core.train.loop import finish_steps
+from distgpt.core.train.parallel_strategy import WEIGHTS
+from distgpt.core.train.plan import Plan, reject_unsuited
 from distgpt.core.train.progress import Progress
 from distgpt.core.train.run import BadStep, Run
-from distgpt.core.train.seams import Judge, Listener
 from distgpt.core.train.setup import open_run
-from distgpt.core.train.sharing import WEIGHTS
-from distgpt.core.train.step import InFlight, no_votes
+from distgpt.core.train.step import InFlight, no_flags
 from distgpt.measure.verification.kept import Facts, facts_of
 from distgpt.measure.verification.records import (
     NEUTRAL,
@@ -98,7 +98,7 @@ class Found:
 class Replayed(Components):
     """Default components, except for the policy that rejects bad steps."""
 
-    def step_policy(self, t: TrainConfig, progress: Progress) -> Judge:
+    def step_policy(self, t: TrainConfig, progress: Progress) -> StepPolicy:
         return components().step_policy(t, progress)
 
 
@@ -118,17 +118,17 @@ def replay(again: Again) -> Found | None:
         run = open_run(plan, stage, again, parts=Replayed())
         if task["data"] and run.batches.fingerprint != task["data"]:
             changed = f"{plan.config.train.data} or its tokenizer has changed since the run"
-            raise shared(DataError(f"{changed}; pass the old one with --data"))
+            raise collective_error(DataError(f"{changed}; pass the old one with --data"))
         again.begun(run)
         skipped, elapsed, in_flight = dict(task["skipped"]), dict(task["elapsed"]), InFlight()
         for number in range(run.progress.step, again.last):
             run.batches.skipped = skipped.get(number, run.batches.skipped)
-            in_flight.add_launched(run.launch(number, run.batches, no_votes, elapsed.get(number)))
+            in_flight.add_launched(run.launch(number, run.batches, no_flags, elapsed.get(number)))
             try:
-                settle(run, in_flight, leave=0)
+                finish_steps(run, in_flight, leave=0)
             except BadStep as bad:
                 what = f"step {bad.step} is bad here, but was not in the run: {bad.reason}"
-                raise shared(DisagreementError(what)) from None
+                raise collective_error(DisagreementError(what)) from None
             again.compare_weights(run)
             run.step.restart_clock()
         if comm.rank == 0:
@@ -171,8 +171,8 @@ class Again(Listener):
         config = self._settings(record.settings_of(self.last), facts)
         t = config.train
         refuse_other_ranks(t.outer_every, self.starts, size)
-        refuse_unsuited(t, size, self.stage.on_gpu)
-        components().model(t).refuse_moved(t)
+        reject_unsuited(t, size, self.stage.on_gpu)
+        components().model(t).reject_moved(t)
         if not t.chats:
             try:
                 resolve_data(t.data)
@@ -299,7 +299,7 @@ def _before(record: Record, first: int) -> tuple[Path | None, list[str]]:
     """
     damaged = []
     try:
-        if newest := newest_intact(record.directory.checkpoints, first - 1):
+        if newest := latest_valid_checkpoint(record.directory.checkpoints, first - 1):
             return newest
     except DataError as error:
         damaged.append(f"no usable checkpoint before step {first}: {error}")
@@ -349,7 +349,7 @@ def _plan(
     t, origin = config.train, None
     if weights := checkpoint / "weights.safetensors" if checkpoint else t.init:
         origin = read_description(Path(weights))
-        components().model(t).refuse_origin(origin, Path(weights), t, resumed=checkpoint is not None)
+        components().model(t).reject_origin(origin, Path(weights), t, resumed=checkpoint is not None)
     # `replay` compares the text once it is read, with a better message.
     changes: dict[str, tuple[object, object]] = {"data": (t.data, t.data)}
     return Plan(config, directory, checkpoint, replace(state, best=None), origin, changes, until=last)

@@ -53,7 +53,7 @@ from distgpt.core.saved.tensors import (
 )
 from distgpt.core.saved.weights import find_weights, verified
 from distgpt.corpora.tokenizers.bpe import BpeTokenizer, symbols
-from distgpt.corpora.tokenizers.foreign import CHAT_FILES, PREFIX, TOKENIZER_FILES, download_model
+from distgpt.corpora.tokenizers.third_party import CHAT_FILES, PREFIX, TOKENIZER_FILES, download_model
 from distgpt.corpora.tokenizers.tokenizer_json import LibraryTokenizer, added_token
 from distgpt.models.formats.families import HEAD, Family, Settings, TensorMapping, family_for, recognised
 
@@ -344,7 +344,7 @@ def exportable(path: Path) -> tuple[Path, Description]:
     """Return the weights file of a path, and its description."""
     path = find_weights(path)
     description = read_description(path)
-    description.refuse_incomplete(path)
+    description.reject_incomplete(path)
     if description.rounded:
         raise UsageError(f"{path} is in {description.rounded}; export the original file")
     return path, description

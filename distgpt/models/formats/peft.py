@@ -74,7 +74,7 @@ def import_adapter(source: str, weights: Path | None, out: Path, note: Note) -> 
         raise UsageError(f"{source} is a PEFT adapter; pass the weights file of {name} with --weights")
     weights = find_weights(weights)
     about = read_description(weights)
-    about.refuse_incomplete(weights)
+    about.reject_incomplete(weights)
     family, path = family_for(about.run.model, weights), folder / TENSORS
     layers = {family.full_name(m.theirs).removesuffix(".weight"): m for m in _layers(family, about.run)}
     found = _read(path, read_header(path), layers, _scales(settings, str(folder / SETTINGS)))

@@ -139,7 +139,7 @@ def quantize(path: Path, out: Path, dtype: str = "int8", done: Mapping[str, Quan
     """Quantize a weights file to int8 or int4; `done` has already rounded matrices. Return a summary."""
     path = find_weights(path)
     description, header = read_description(path), verified(path)
-    description.refuse_incomplete(path)
+    description.reject_incomplete(path)
     if description.rounded:
         raise DataError(f"{path} is already in {description.rounded}")
     config, ready = description.run.model, done or {}
@@ -169,12 +169,12 @@ def quantize(path: Path, out: Path, dtype: str = "int8", done: Mapping[str, Quan
 
 
 class Rounded:
-    """The `RoundedKind` of int8 or int4."""
+    """The `QuantizedFormat` of int8 or int4."""
 
     def __init__(self, dtype: str) -> None:
         self.dtype, self.stored = dtype, WORDS[dtype]
 
-    def refuse_training(self, t: TrainConfig) -> None:
+    def reject_training(self, t: TrainConfig) -> None:
         raise UsageError(
             f"{t.init} is in {self.dtype}, which cannot be trained further; use the original file,"
             " or train adapters for it (--lora-rank)"

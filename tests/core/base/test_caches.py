@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from disks import raising
 from distgpt.core.base import caches
-from distgpt.core.base.caches import alone, cache_folder, keep, made_by_one, misplaced, own_folders, read_checked
+from distgpt.core.base.caches import alone, cache_folder, compute_once, keep, misplaced, own_folders, read_checked
 from distgpt.core.base.errors import StorageError, UsageError
 
 from conftest import wait_for
@@ -101,7 +101,7 @@ def test_without_any_place_nothing_is_kept_and_all_is_made(places, tmp_path, mon
     assert cache_folder("kernels") is None
     monkeypatch.setattr(tempfile, "gettempdir", raising(FileNotFoundError(2, "No usable temporary directory")))
     assert caches.temporary_folder() is None and cache_folder("kernels") is None
-    assert made_by_one(tmp_path / "none" / "there", lambda: b"made") == b"made"
+    assert compute_once(tmp_path / "none" / "there", lambda: b"made") == b"made"
     monkeypatch.setenv(caches.CACHE, "$NOT_SET_HERE")
     assert caches.places() == [] and cache_folder("kernels") is None
 
@@ -183,7 +183,7 @@ def test_of_many_that_start_at_once_one_makes_it(path, monkeypatch, has_locks):
     if not has_locks:
         monkeypatch.setattr(caches, "lock", lambda descriptor, kind: None)
     with ThreadPoolExecutor(8) as pool:
-        assert {*pool.map(lambda _: made_by_one(path, make), range(8))} == {b"content"}
+        assert {*pool.map(lambda _: compute_once(path, make), range(8))} == {b"content"}
     assert read_checked(path) == b"content" and made
     assert not has_locks or (len(made) == 1 and [*path.parent.iterdir()] == [path])
 
@@ -197,7 +197,7 @@ def test_one_that_was_killed_is_followed_by_the_next_and_blocks_nobody(path):
             time.sleep(100)
     os.read(ready, 1)
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(made_by_one, path, lambda: b"content")
+        waiting = pool.submit(compute_once, path, lambda: b"content")
         time.sleep(0.05)
         assert not waiting.done()
         os.kill(holder, signal.SIGKILL)
@@ -209,7 +209,7 @@ def test_one_that_was_killed_is_followed_by_the_next_and_blocks_nobody(path):
 def test_one_that_is_stuck_is_waited_for_with_a_bound(path, monkeypatch):
     monkeypatch.setattr(caches, "PATIENCE", 0.02)
     with alone(path):
-        assert made_by_one(path, lambda: b"content") == b"content"
+        assert compute_once(path, lambda: b"content") == b"content"
         assert read_checked(path) == b"content"
 
 
@@ -234,13 +234,13 @@ def test_what_cannot_be_kept_is_made_by_all_at_once(path, monkeypatch):
     monkeypatch.setattr(caches, "write_checked", raising(StorageError("No space left on device")))
     monkeypatch.setattr(caches, "lock", noted)
     with ThreadPoolExecutor(5) as pool:
-        begun = pool.submit(made_by_one, path, first)
+        begun = pool.submit(compute_once, path, first)
         ready.wait(20)
-        others = [pool.submit(made_by_one, path, other) for _ in range(4)]
+        others = [pool.submit(compute_once, path, other) for _ in range(4)]
         assert [each.result(30) for each in (begun, *others)] == [b"first", *[b"other"] * 4]
     assert not [*path.parent.iterdir()]
 
 
 def test_a_folder_that_was_removed_meanwhile_is_made_again(path):
     path.parent.rmdir()
-    assert made_by_one(path, lambda: b"new") == b"new" and read_checked(path) == b"new"
+    assert compute_once(path, lambda: b"new") == b"new" and read_checked(path) == b"new"

@@ -13,7 +13,7 @@ from distgpt.cluster.launch.job import Launched
 from distgpt.core.base.errors import DataError, StorageError, UsageError
 from distgpt.core.base.interrupts import Interrupted
 from distgpt.core.comm import job as jobs
-from distgpt.core.comm.agree import shared
+from distgpt.core.comm.agree import collective_error
 from distgpt.core.comm.job import Job, exit_code
 
 
@@ -28,7 +28,7 @@ def test_an_error_of_one_rank_ends_the_job_and_one_of_all_does_not(job, capsys, 
     rank_1, alone = rank(1, 2, ended.append), rank(0, 1, ended.append)
     for error, comm, code, is_aborted, said, is_traced in (
         (DataError("it is corrupt"), rank_1, 65, True, "rank 1: it is corrupt", False),
-        (shared(DataError("it is corrupt")), rank_1, 65, False, "", False),  # rank 0 says it
+        (collective_error(DataError("it is corrupt")), rank_1, 65, False, "", False),  # rank 0 says it
         (Interrupted(2, shared=True), rank_1, 130, False, "", False),
         (StorageError("it is full"), alone, 74, False, "it is full", False),
         (OSError(28, "No space left", "f"), rank_1, 74, True, "rank 1: f: No space left", True),

@@ -20,8 +20,8 @@ from distgpt.core.config import (
     parse_toml,
     settings_of,
 )
-from distgpt.core.config.asked import PRETRAINED, asked_for, resolve
 from distgpt.core.config.presets import PRESETS, preset
+from distgpt.core.config.run_request import PRETRAINED, asked_for, resolve
 from distgpt.core.config.setting import LARGEST_INT
 from distgpt.core.model.optim import SCHEDULES, learning_rate
 from hypothesis import given
@@ -109,14 +109,14 @@ def test_every_option_of_gpus_reaches_its_configuration():
 def test_defaults_then_preset_then_file_then_flags(tmp_path):
     toml = tmp_path / "mine.toml"
     toml.write_text('preset = "gpt-mini"\nsteps = 7\n[train]\nlr = 0.5\n[model]\nn_layer = 3\n')
-    asked = asked_for({"steps": 9}, toml=toml)
-    run = resolve(asked)
-    assert asked.name == "mine"
+    request = asked_for({"steps": 9}, toml=toml)
+    run = resolve(request)
+    assert request.name == "mine"
     assert (run.train.steps, run.train.lr, run.model.n_layer) == (9, 0.5, 3)
     assert run.train.data == "story"  # from the preset
     assert run.train.beta2 == TrainConfig().beta2  # from the defaults
-    asked = asked_for({}, "microgpt", toml)  # the flag's preset overrides the file's
-    assert (asked.name, resolve(asked).train.data) == ("microgpt", "names")
+    request = asked_for({}, "microgpt", toml)  # the flag's preset overrides the file's
+    assert (request.name, resolve(request).train.data) == ("microgpt", "names")
     assert (asked_for({}).name, resolve(asked_for({}))) == ("tiny", preset("tiny"))
 
 

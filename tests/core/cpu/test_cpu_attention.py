@@ -35,7 +35,7 @@ def poisoned(shape, dtype):
 def both_passes(k, qkv, dy, n_head, seq_len, positions=None, window=0):
     """y, lse, dqkv"""
     y, dqkv = (x.copy() for x in (dy, qkv))
-    lse = np.full((len(dy), n_head), np.nan, k.wide)
+    lse = np.full((len(dy), n_head), np.nan, k.accum_dtype)
     for out in (y, dqkv):
         k.put(out, np.full(out.shape, np.nan))
     mask = AttentionMask(seq_len, positions, window)
@@ -120,12 +120,12 @@ def test_a_unit_writes_what_belongs_to_its_head_and_no_more(dtype):
     k = kernels(dtype, 1)
     qkv, dy = inputs(dtype, 2, seq_len, n_head, size)
     whole = both_passes(k, qkv, dy, n_head, seq_len)
-    shared = k.dtype.name, k.wide.name
+    shared = k.dtype.name, k.accum_dtype.name
     forward = attention.forward_scratch(seq_len, size, *shared)
     backward = attention.backward_scratch(seq_len, size, *shared)
     for unit in range(2 * n_head):
         y, dqkv = poisoned(dy.shape, dtype), poisoned(qkv.shape, dtype)
-        lse = np.full((len(dy), n_head), np.nan, k.wide)
+        lse = np.full((len(dy), n_head), np.nan, k.accum_dtype)
         mask = AttentionMask(seq_len, None, seq_len)
         attention.attention(unit, unit + 1, y, lse, qkv, mask, forward)
         of = dqkv, dy, whole[0], whole[1], qkv, mask, backward

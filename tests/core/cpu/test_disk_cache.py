@@ -352,7 +352,7 @@ from distgpt.core.cpu.compiling import disk_cache
 disk_cache.SITE = Path(sys.argv.pop(1))  # before anything is loaded from it
 from distgpt.measure import site_cache
 if sys.argv[1] == "compile":
-    site_cache.ROUNDED_DTYPES = ("int8",)
+    site_cache.QUANTIZED_DTYPES = ("int8",)
     del site_cache.WAYS["bfloat16"]
 else:
     os.setgroups([])

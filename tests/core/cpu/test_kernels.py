@@ -14,7 +14,7 @@ from distgpt.core.cpu.fused import muon
 from distgpt.core.cpu.kernels import Bfloat16Kernels, CpuKernels
 from distgpt.core.model.model import Architecture, Model
 from distgpt.core.model.passes import Pass
-from distgpt.core.ops.api import IGNORED, Affine, Head
+from distgpt.core.ops.api import IGNORE_INDEX, Affine, Head
 from distgpt.core.ops.kernels import Kernels
 from distgpt.gpu.kernels import CudaKernels
 from operations import *  # noqa: F403
@@ -26,9 +26,9 @@ def public(cls):
     return {n: f for n, f in inspect.getmembers(cls, inspect.isfunction) if not n.startswith("_")}
 
 
-ALLOCATE = {"zeros", "wide_zeros", "scalars"}
+ALLOCATE = {"zeros", "accum_zeros", "scalars"}
 HOST = {"integers", "to_host", "later", "put", "cast_down", "free_memory", "between", "agree"}
-PLAIN = {"sort_tokens", "subtract", "move_cached", "likeliest", "drawn", "add_up"}
+PLAIN = {"sort_tokens", "subtract", "move_cached", "topk_logits", "drawn", "add_up"}
 INHERITED = {CpuKernels: ALLOCATE | HOST | PLAIN, CudaKernels: ALLOCATE | {"each", "run_together"}}
 
 
@@ -48,11 +48,11 @@ def test_the_loss_of_what_is_learned_and_its_gradients_are_those_of_pytorch():
     torch = pytest.importorskip("torch")
     random, k = np.random.default_rng(0), CpuKernels("float32", 2)
     x, w = (random.standard_normal((rows, 24)).astype("float32") for rows in (70, 131))
-    targets = np.where(random.random(70) < 0.6, IGNORED, random.integers(0, 131, 70)).astype(np.int32)
-    losses, dx, dw, learned = k.zeros(70), k.zeros(70, 24), k.zeros(131, 24), (targets != IGNORED).sum()
+    targets = np.where(random.random(70) < 0.6, IGNORE_INDEX, random.integers(0, 131, 70)).astype(np.int32)
+    losses, dx, dw, learned = k.zeros(70), k.zeros(70, 24), k.zeros(131, 24), (targets != IGNORE_INDEX).sum()
     k.linear_cross_entropy(losses, dx, dw, x, Head(w, k.zeros(32, 131), 131), targets, 1 / learned, False)
     inputs = [torch.tensor(each, requires_grad=True) for each in (x, w)]
-    wanted = torch.from_numpy(np.where(targets == IGNORED, -100, targets).astype(np.int64))
+    wanted = torch.from_numpy(np.where(targets == IGNORE_INDEX, -100, targets).astype(np.int64))
     loss = torch.nn.functional.cross_entropy(inputs[0] @ inputs[1].T, wanted, ignore_index=-100)
     loss.backward()
     np.testing.assert_allclose(losses.sum() / learned, loss.item(), rtol=1e-6)

@@ -17,7 +17,7 @@ from distgpt.core.cpu.pool import pool_of
 from distgpt.core.cpu.stages import open_stage
 from distgpt.core.data.batches import Batches
 from distgpt.core.data.loading import ArrayTokens
-from distgpt.core.ops.api import IGNORED, Affine, Head
+from distgpt.core.ops.api import IGNORE_INDEX, Affine, Head
 from distgpt.core.ops.kernels import Kernels
 from distgpt.core.train.setup import make_steps
 from distgpt.core.train.step import Step
@@ -216,7 +216,7 @@ def test_rows_that_do_not_count_are_seen_at_each_call():
     again = CapturedWork(kernels, recorded)
     for left_out in ([], [3, 69], [], range(70)):
         targets[...] = random.integers(0, 31, 70)
-        targets[list(left_out)] = IGNORED
+        targets[list(left_out)] = IGNORE_INDEX
         plain()
         again()
         for wanted, found in zip(*outs, strict=True):
@@ -269,7 +269,7 @@ def test_what_is_done_as_gradients_come_in_is_done_at_each_call(monkeypatch):
 
     def launched(step, number, batches, original=Step.launch):
         if not seen:
-            step.exchange.ready = lambda final: step.model.kernels.between(lambda: seen.append((number, final)))
+            step.gradient_sync.ready = lambda final: step.model.kernels.between(lambda: seen.append((number, final)))
         return original(step, number, batches)
 
     monkeypatch.setattr(Step, "launch", launched)

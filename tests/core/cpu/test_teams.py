@@ -49,7 +49,7 @@ def updated(k, shapes):
     norm, scalars = np.array([3.0]), np.array([0.5, 0.7, 0.9, 1e-2, 0.3])
 
     def drawn(*shape):
-        return random.standard_normal(shape).astype(k.wide)
+        return random.standard_normal(shape).astype(k.accum_dtype)
 
     us = [drawn(*shape) for shape in shapes]
     ms = [drawn(u.size) for u in us]

@@ -6,7 +6,7 @@ import pytest
 from distgpt.core.comm.resources import Memory
 from distgpt.core.cpu.kernels import CpuKernels
 from distgpt.core.generate import engine_setup
-from distgpt.core.generate.engine_setup import CACHE_BYTES, rehearse, slot_bytes, slots_for, slots_that_fit
+from distgpt.core.generate.engine_setup import CACHE_BYTES, slot_bytes, slots_for, slots_that_fit, warmup_pass
 from distgpt.inference.quantized.kernels import Int8Kernels
 from distgpt.models.quantized.packed import int8_of
 from threadranks import on_all_ranks
@@ -42,8 +42,8 @@ def test_ranks_of_one_host_share_its_memory(monkeypatch):
 @pytest.mark.parametrize("kind, seq_len", [("gpt2", 1), ("gpt2", 2), ("grouped queries", 9)])
 def test_a_rehearsal_fits_any_context(kind, seq_len):
     model = build(replace(VARIANTS[kind], seq_len=seq_len), CpuKernels("float32", 1))
-    rehearse(model)
-    rehearse(int8_of(model, Int8Kernels(1)))
+    warmup_pass(model)
+    warmup_pass(int8_of(model, Int8Kernels(1)))
 
 
 def test_slots_are_compiled_unless_the_model_is_trained_or_float64():

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from distgpt.core.base.errors import UsageError
 from distgpt.core.generate.request import Request, Sampling
-from distgpt.core.generate.sampling import candidates, choose, likeliest, likelihood, uniform
+from distgpt.core.generate.sampling import candidates, choose, likelihood, topk_logits, uniform
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -65,7 +65,7 @@ def test_the_likeliest_are_those_of_a_stable_sort():
     random = np.random.default_rng(0)
     for k, vocab in [(k, vocab) for k in (1, 2, 17, 499, 500, 900) for vocab in (500, 5003, 70000)]:
         scores = random.integers(0, vocab // 25, vocab).astype(np.float32)
-        np.testing.assert_array_equal(likeliest(scores, k), np.argsort(-scores, kind="stable")[:k])
+        np.testing.assert_array_equal(topk_logits(scores, k), np.argsort(-scores, kind="stable")[:k])
 
 
 def test_repeated_tokens_pay_whatever_the_sign_of_their_score():

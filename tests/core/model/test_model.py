@@ -18,7 +18,7 @@ from models import BASE, VARIANTS, batch, build, check_by_differences, plain_log
 
 
 def loss(work, tokens, targets):
-    total = work.k.wide_zeros(1)
+    total = work.k.accum_zeros(1)
     work.loss(total, tokens, targets)
     return float(total[0])
 

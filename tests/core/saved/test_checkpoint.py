@@ -19,13 +19,13 @@ from distgpt.core.base.errors import DataError, StorageError
 from distgpt.core.saved import checkpoint
 from distgpt.core.saved.checkpoint import (
     State,
-    beyond,
+    expired_checkpoints,
+    latest_valid_checkpoint,
     load_document,
     load_group,
     load_state,
-    newest_intact,
+    quarantine_corrupt,
     save_checkpoint,
-    set_damaged_aside,
     verify,
 )
 from distgpt.core.saved.tensors import read_header
@@ -44,7 +44,7 @@ def groups(value):
 
 def save(directory, step, value=None, keep=3, **state):
     return save_checkpoint(
-        directory, groups(step if value is None else value), State(step, **state), partial(beyond, keep)
+        directory, groups(step if value is None else value), State(step, **state), partial(expired_checkpoints, keep)
     )
 
 
@@ -79,7 +79,7 @@ def test_round_trip(directory):
     path = save(directory, 100, **state)
     assert path == directory / "step-00000100" and names(path) == sorted(FILES)
     assert sorted(json.loads((path / "manifest.json").read_text())) == sorted(set(FILES) - {"manifest.json"})
-    assert newest_intact(directory) == (path, [])
+    assert latest_valid_checkpoint(directory) == (path, [])
     verify(path)
     assert load_state(path) == State(100, **state) and loaded(path) == 100
     assert read_header(path / "weights.safetensors").metadata["config"] == "[model]"
@@ -125,7 +125,7 @@ class Checkpoints(RuleBasedStateMachine):
     @rule(nth=NTH)
     def resume(self, nth):
         step = sorted(self.saved)[nth % len(self.saved)]
-        set_damaged_aside(self.directory, step)
+        quarantine_corrupt(self.directory, step)
         gone = {other for other, value in self.saved.items() if value is None and other >= step}
         self.aside |= gone
         self.saved = {other: value for other, value in self.saved.items() if other not in gone}
@@ -136,9 +136,9 @@ class Checkpoints(RuleBasedStateMachine):
         whole = [step for step in steps if self.saved[step] is not None]
         if steps and not whole:
             with complains("is valid"):
-                newest_intact(self.directory, most)
+                latest_valid_checkpoint(self.directory, most)
         else:
-            found = newest_intact(self.directory, most)
+            found = latest_valid_checkpoint(self.directory, most)
             assert (found is None) == (not steps)
             assert not found or (loaded(found[0]), len(found[1])) == (self.saved[whole[0]], steps.index(whole[0]))
 
@@ -165,7 +165,7 @@ def test_what_cannot_be_read_for_a_moment_is_not_set_aside(directory, monkeypatc
 
     with monkeypatch.context() as broken:
         broken.setattr(checkpoint, "open_regular", fails)
-        set_damaged_aside(directory, 1)
+        quarantine_corrupt(directory, 1)
     assert names(directory) == ["step-00000001", "step-00000002"]
 
 
@@ -174,7 +174,7 @@ def test_what_cannot_be_read_for_a_moment_is_not_set_aside(directory, monkeypatc
 
 def check_found_damaged(path, file, what=""):
     """It is named, and the older checkpoint is used instead."""
-    older, lines = newest_intact(path.parent)
+    older, lines = latest_valid_checkpoint(path.parent)
     assert older.name == "step-00000001"
     assert len(lines) == 1 and str(path / file) in lines[0] and what in lines[0] and "\n" not in lines[0]
     with pytest.raises(DataError, match=re.escape(str(path / file))):
@@ -199,7 +199,7 @@ def test_any_damage_is_detected_and_named(two):
             with pytest.raises(DataError):
                 verify(two)
                 pytest.fail(f"bit {place} of {file} was flipped")
-        assert newest_intact(two.parent)[0].name == "step-00000001"
+        assert latest_valid_checkpoint(two.parent)[0].name == "step-00000001"
         if file.endswith("safetensors"):
             (two / file).write_bytes(intact[:-1] + b"\x01")
             check_found_damaged(two, file, "checksum")
@@ -215,7 +215,7 @@ def test_any_damage_is_detected_and_named(two):
         (two / file).unlink()
         check_found_damaged(two, file, "No such file")
         (two / file).write_bytes(intact)
-        assert newest_intact(two.parent) == (two, [])
+        assert latest_valid_checkpoint(two.parent) == (two, [])
 
 
 def test_bad_manifest(two):
@@ -235,11 +235,11 @@ def test_bad_manifest(two):
     (two / "manifest.json").write_text(json.dumps({**listed, "more.json": listed["state.json"]}))
     check_found_damaged(two, "more.json", "No such file")
     (two / "manifest.json").write_text(json.dumps(listed))
-    assert newest_intact(two.parent) == (two, [])
+    assert latest_valid_checkpoint(two.parent) == (two, [])
     for path in two.parent.iterdir():
         (path / "manifest.json").unlink()
     with complains("no checkpoint in", "0002/man", "0001/man"):
-        newest_intact(two.parent)
+        latest_valid_checkpoint(two.parent)
 
 
 def test_damaged_group_leaves_the_destination(two):
@@ -301,7 +301,7 @@ def after_each_change(directory, step, act):
         code = save_in_child(number, act, directory, step, value=6, keep=1)
         if code == DONE:
             break
-        path, lines = newest_intact(directory)
+        path, lines = latest_valid_checkpoint(directory)
         assert lines == []
         yield code, loaded(path)
     assert 20 < number < 199
@@ -333,8 +333,8 @@ def test_killed_before_any_change_and_any_failing_change(directory, step):
 def check_failed_save(directory, reason):
     big = {"weights": ({"w": np.zeros(1 << 19, np.float32)}, {})}  # 2 MiB
     with pytest.raises(StorageError, match=reason):
-        save_checkpoint(directory, big, State(2), partial(beyond, 1))
-    assert names(directory) == ["step-00000001"] and newest_intact(directory)[1] == []
+        save_checkpoint(directory, big, State(2), partial(expired_checkpoints, 1))
+    assert names(directory) == ["step-00000001"] and latest_valid_checkpoint(directory)[1] == []
 
 
 def test_a_full_disk_and_a_path_that_is_a_file(directory, tmp_path):
@@ -345,4 +345,4 @@ def test_a_full_disk_and_a_path_that_is_a_file(directory, tmp_path):
     with complains("cannot save checkpoint", kind=StorageError):
         save(tmp_path / "file", 1)
     with complains("cannot read", kind=StorageError):
-        newest_intact(tmp_path / "file")
+        latest_valid_checkpoint(tmp_path / "file")

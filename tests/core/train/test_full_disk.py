@@ -10,12 +10,12 @@ from functools import partial
 import numpy as np
 import pytest
 from disks import names, raising, small_disk
-from distgpt.callbacks.full_disk import Room, allocate
+from distgpt.callbacks.full_disk import FullDiskHandler, allocate
 from distgpt.core.base.errors import StorageError
 from distgpt.core.base.files import append, storage_errors
 from distgpt.core.comm.api import SerialComm
 from distgpt.core.config import RunConfig, TrainConfig
-from distgpt.core.saved.checkpoint import MARK, State, beyond, save_checkpoint
+from distgpt.core.saved.checkpoint import MARK, State, expired_checkpoints, save_checkpoint
 from distgpt.core.saved.rundir import RunDirectory
 from distgpt.core.train import checkpoints as saving
 from distgpt.core.train.step import Step
@@ -150,7 +150,7 @@ def test_a_disk_that_is_too_small_ends_the_run(size, words, named, left, disk):
 def save(directory, step):
     weights = {"wte": np.full(1000, step, np.float32)}
     groups = {"weights": (weights, {}), "optimizer": (weights, {})}
-    return save_checkpoint(directory.checkpoints, groups, State(step), partial(beyond, 9))
+    return save_checkpoint(directory.checkpoints, groups, State(step), partial(expired_checkpoints, 9))
 
 
 @pytest.fixture
@@ -160,7 +160,7 @@ def made(tmp_path):
     directory.path.mkdir(parents=True)
     for step in range(1, 6):
         save(directory, step)
-    return directory, said, lambda **t: Room(directory, TrainConfig(**t), 9000, said.append)
+    return directory, said, lambda **t: FullDiskHandler(directory, TrainConfig(**t), 9000, said.append)
 
 
 class Writing:

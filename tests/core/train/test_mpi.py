@@ -12,7 +12,7 @@ import pytest
 from distgpt.cluster.launch import job as jobs
 from distgpt.commands.cli import cli
 from distgpt.core.base.errors import UsageError
-from distgpt.core.saved.checkpoint import newest_intact, newest_step
+from distgpt.core.saved.checkpoint import latest_valid_checkpoint, newest_step
 from launching import SIZES
 from stopping import of_job
 from threadranks import on_all_ranks
@@ -198,7 +198,7 @@ def test_a_failure_on_one_rank_ends_the_job_and_says_why(broken, rank, how, args
     if how == "poison":
         assert not (tmp_path / "run" / "weights.safetensors").exists()
         newest = tmp_path / "run" / "checkpoints" / "step-00000003"
-        assert newest_intact(newest.parent) == (newest, [])
+        assert latest_valid_checkpoint(newest.parent) == (newest, [])
 
 
 @pytest.mark.ci

@@ -10,8 +10,8 @@ from distgpt import api
 from distgpt.core.base.errors import UsageError
 from distgpt.core.comm.agree import on_root
 from distgpt.core.comm.api import SerialComm
-from distgpt.core.config.asked import Asked, asked_for
 from distgpt.core.config.presets import PRESETS, preset
+from distgpt.core.config.run_request import RunRequest, asked_for
 from distgpt.core.train.plan import make_plan, new_run
 from distgpt.recipes.derived import derived
 from threadranks import on_all_ranks
@@ -28,15 +28,15 @@ def alone(comm=None):
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_ranks_have_equal_plans(name, tmp_path):
-    asked = asked_for({}, name, out=tmp_path / "run")
-    plan = make_plan(alone(), asked, silent)
-    assert plan.config == new_run(Asked(name)) and plan != replace(plan, until=3)
-    assert on_all_ranks(2, lambda comm: make_plan(alone(comm), asked, silent)) == [plan, plan]
+    request = asked_for({}, name, out=tmp_path / "run")
+    plan = make_plan(alone(), request, silent)
+    assert plan.config == new_run(RunRequest(name)) and plan != replace(plan, until=3)
+    assert on_all_ranks(2, lambda comm: make_plan(alone(comm), request, silent)) == [plan, plan]
 
 
 def test_the_plan_of_a_run_that_resumes_comes_over_the_wire_as_it_is(trained):
-    asked = asked_for({"lr": 1e-4, "steps": 40}, out=trained, resume="auto")
-    plan = make_plan(alone(), replace(asked, uncounted=1.5), silent)
+    request = asked_for({"lr": 1e-4, "steps": 40}, out=trained, resume="auto")
+    plan = make_plan(alone(), replace(request, uncounted=1.5), silent)
     plan = replace(plan, state=replace(plan.state, recent=((5.5, 0.25),), shares=[3, 5]))
     assert plan.checkpoint and plan.changes["steps"] == (30, 40) and plan.uncounted
     back = pickle.loads(pickle.dumps(plan))
@@ -48,9 +48,9 @@ def test_the_plan_of_a_run_that_resumes_comes_over_the_wire_as_it_is(trained):
 def test_what_a_recipe_makes_is_on_all_ranks(tmp_path):
     toml = tmp_path / "c.toml"
     toml.write_text("lr = 0.005\n")
-    asked = asked_for({"data": "story", "depth": 2}, toml=toml, out=tmp_path)
-    found = derived(asked, 2)
-    assert on_all_ranks(2, lambda comm: on_root(comm, lambda: derived(asked, 2))) == [found, found]
+    request = asked_for({"data": "story", "depth": 2}, toml=toml, out=tmp_path)
+    found = derived(request, 2)
+    assert on_all_ranks(2, lambda comm: on_root(comm, lambda: derived(request, 2))) == [found, found]
     assert (found.depth, found.preset, found.name) == (None, "fast", "c")
     run = new_run(found)
     assert (run.model.n_layer, run.train.lr) == (2, 0.005) and run.train.steps != preset("fast").train.steps
@@ -58,8 +58,8 @@ def test_what_a_recipe_makes_is_on_all_ranks(tmp_path):
 
 def test_parts_of_deterministic_runs_divide_the_batch_and_leave_those_that_are_named():
     for settings, parts in (({"batch_size": 12}, 4), ({"batch_size": 12, "reproducible_parts": 2}, 2)):
-        asked = derived(asked_for({**settings, "deterministic": True}), 1)
-        assert new_run(asked).train.reproducible_parts == parts and not asked.deterministic
+        request = derived(asked_for({**settings, "deterministic": True}), 1)
+        assert new_run(request).train.reproducible_parts == parts and not request.deterministic
 
 
 def test_a_branch_has_the_parts_of_its_checkpoint_whatever_became_of_its_run(trained, tmp_path):
@@ -70,7 +70,7 @@ def test_a_branch_has_the_parts_of_its_checkpoint_whatever_became_of_its_run(tra
     assert "reproducible_parts = 0" in settings and "batch_size = 8" in settings
     (moved / "config.toml").write_text(settings.replace("reproducible_parts = 0", "reproducible_parts = 2"))
     checkpoint = next(iter(sorted((moved / "checkpoints").iterdir())))
-    branch = Asked(resume=str(checkpoint), out=tmp_path / "branch", deterministic=True)
+    branch = RunRequest(resume=str(checkpoint), out=tmp_path / "branch", deterministic=True)
     assert derived(branch, 1).given == {"reproducible_parts": 8}
     assert derived(replace(branch, out=None), 1).given == {}  # the run itself has two
     alone = tmp_path / "alone"
@@ -80,8 +80,8 @@ def test_a_branch_has_the_parts_of_its_checkpoint_whatever_became_of_its_run(tra
 
 
 def test_words_of_recipes_are_no_settings_and_others_are_refused():
-    asked = asked_for({"within": "3m", "depth": 2, "lr": 0.1, "decay_from": "run"})
-    assert (asked.within, asked.depth, asked.decay_from, asked.given) == ("3m", 2, "run", {"lr": 0.1})
+    request = asked_for({"within": "3m", "depth": 2, "lr": 0.1, "decay_from": "run"})
+    assert (request.within, request.depth, request.decay_from, request.given) == ("3m", 2, "run", {"lr": 0.1})
     with pytest.raises(UsageError, match="unknown setting 'lrr'"):
         new_run(asked_for({"lrr": 0.1}))
     with pytest.raises(UsageError, match="--steps and --epochs cannot be combined"):
@@ -91,8 +91,8 @@ def test_words_of_recipes_are_no_settings_and_others_are_refused():
 def test_the_clock_of_a_run_leaves_out_what_a_recipe_says(tmp_path, monkeypatch):
     """As what --within took to compile; here a recipe says that the time began an hour ago."""
 
-    def an_hour_ago(asked, stage, say):
-        return replace(asked, deterministic=False, uncounted=-3600.0)
+    def an_hour_ago(request, stage, say):
+        return replace(request, deterministic=False, uncounted=-3600.0)
 
     monkeypatch.setattr(api, "followed", an_hour_ago)
     shape = {"n_layer": 1, "n_embd": 8, "seq_len": 8, "batch_size": 1, "vocab_size": 256}

@@ -15,8 +15,8 @@ from distgpt.core.base.interrupts import PendingSignals
 from distgpt.core.comm.api import SerialComm
 from distgpt.core.components import Components, components
 from distgpt.core.config import ModelConfig, RunConfig, TrainConfig
-from distgpt.core.config.asked import asked_for
 from distgpt.core.config.presets import preset
+from distgpt.core.config.run_request import asked_for
 from distgpt.core.cpu.kernels import CpuKernels
 from distgpt.core.cpu.stages import open_stage
 from distgpt.core.data.batches import ArrayTokens, Batches
@@ -25,12 +25,12 @@ from distgpt.core.model.optim import AdamW
 from distgpt.core.ops.kernels import Kernels
 from distgpt.core.saved.checkpoint import State
 from distgpt.core.saved.modelfile import Description, save_model
+from distgpt.core.train.interfaces import Budget, Disk, StepFlags, StepPolicy
 from distgpt.core.train.loop import train
+from distgpt.core.train.parallel_strategy import OptimizerState, allreduce
 from distgpt.core.train.plan import make_plan
 from distgpt.core.train.progress import Finished, Progress
-from distgpt.core.train.seams import Clock, Disk, Judge, Votes
 from distgpt.core.train.setup import micro_batches_so_far, open_run, set_up
-from distgpt.core.train.sharing import OptimizerState, allreduce
 from distgpt.core.train.step import Step
 from distgpt.measure.profile.session import open_steps
 from threadranks import on_all_ranks
@@ -70,10 +70,10 @@ class Counting:
 
 
 @contextmanager
-def opened(out, parts=None, listener=None, **asked):
+def opened(out, parts=None, listener=None, **request):
     """A plan of a small model with these components, and its run."""
     stage = open_stage("serial", 1)
-    plan = make_plan(stage, asked_for(asked, out=out), lambda text: None)
+    plan = make_plan(stage, asked_for(request, out=out), lambda text: None)
     try:
         yield plan, open_run(plan, stage, listener or Listener(), parts=parts)
     finally:
@@ -100,7 +100,7 @@ def test_without_guards_and_in_any_order_of_them_a_run_has_the_same_bits(tmp_pat
         run, metrics = trained(out := tmp_path / name, parts)
         files = {path.relative_to(out) for path in out.rglob("*") if path.is_file()}
         found.append((losses(out), (out / "weights.safetensors").read_bytes(), files))
-        assert bool(run.guards) is (name != "plain")
+        assert bool(run.callbacks) is (name != "plain")
     assert found[0] == found[1] == found[2]
     assert own.calls == ["entered", *losses(out), "left"] and [line["settled"] for line in metrics] == [2, 3, 4, 5]
     lines = [json.loads(line) for line in (tmp_path / "turned" / "metrics.jsonl").read_text().splitlines()]
@@ -111,10 +111,10 @@ def test_without_guards_and_in_any_order_of_them_a_run_has_the_same_bits(tmp_pat
 
 def test_a_run_has_only_what_its_settings_ask_for(tmp_path):
     run, _ = trained(tmp_path / "default", AllComponents())
-    assert isinstance(run.judge, Judge) and type(run.clock) is Clock
+    assert isinstance(run.step_policy, StepPolicy) and type(run.budget) is Budget
     more = {"on_bad_step": "skip", "train_minutes": 0.01}
     run, _ = trained(tmp_path / "more", AllComponents(), **more)
-    assert isinstance(run.judge, BadSteps) and run.clock.elapsed is not None
+    assert isinstance(run.step_policy, BadSteps) and run.budget.elapsed is not None
 
 
 def steps_of(comm, is_async=False):
@@ -138,7 +138,7 @@ def test_a_vote_of_one_rank_counts_once_in_each_step():
         step, batches = steps_of(comm, is_async=True)
         mine = [0.0] * (FLAG_COUNT - 2) + [0.25 if comm.rank == 0 else 0.0]
         results = [step.launch(number, batches, lambda: mine) for number in range(4)]
-        return results[-1].wait().votes[-1]
+        return results[-1].wait().flags[-1]
 
     assert on_all_ranks(2, heard) == [0.25, 0.25]
 
@@ -159,20 +159,20 @@ def test_time_between_two_steps_counts_unless_the_clock_is_restarted():
 
 
 def test_by_default_a_step_that_is_not_finite_ends_the_run():
-    judge = Judge(TrainConfig(), Progress(step=3))
-    done = [Finished(2.0, norm, 0.1, rejected=None, votes=[], rank_seconds=[]) for norm in (1.0, float("inf"))]
-    assert judge.judge_step(done[0]) == judge.objection(2.0, 1.0) == ""
+    step_policy = StepPolicy(TrainConfig(), Progress(step=3))
+    done = [Finished(2.0, norm, 0.1, rejected=None, flags=[], rank_seconds=[]) for norm in (1.0, float("inf"))]
+    assert step_policy.check_step(done[0]) == step_policy.rejection_reason(2.0, 1.0) == ""
     with pytest.raises(NonFiniteError, match=r"the gradient is not finite at step 4 .*--on-bad-step skip"):
-        judge.judge_step(done[1])
+        step_policy.check_step(done[1])
 
 
 def test_the_number_of_votes_is_that_of_the_gradient_buffer():
     disk = Disk()
     disk.lost = StorageError("full")
-    votes = Votes(type("Comm", (), {"rank": 0}), PendingSignals(), disk, Clock(1))
-    mine = votes.own_votes()
+    flags = StepFlags(type("Comm", (), {"rank": 0}), PendingSignals(), disk, Budget(1))
+    mine = flags.local_flags()
     assert len(mine) == FLAG_COUNT - 1 and mine == [0] * 5 + [1, 0.0]
-    assert Votes.read_votes([0, 2, 0, 0, 0, 0, 0.5], "allreduce").stop.name == "SIGINT"
+    assert StepFlags.parse_flags([0, 2, 0, 0, 0, 0, 0.5], "allreduce").stop.name == "SIGINT"
 
 
 # Setup: what follows from a plan
@@ -185,10 +185,10 @@ def test_a_configuration_keeps_the_request_and_the_settings_what_memory_decides(
         assert run.config.train.steps > 1 and plan.config.train.steps != run.config.train.steps
         assert (run.config.train.grad_accum, run.config.train.recompute) == (0, "auto")
         assert run.settings == replace(run.config.train, grad_accum=1, recompute="mlp", save="async")
-    asked = preset("tiny", SIZE, {"epochs": 0.01, "vocab_size": 256, "dtype": "float32"})
-    setup = set_up(asked, open_stage("serial", 1))
-    assert setup.settings == replace(asked.train, grad_accum=1, recompute="mlp", save="async")
-    assert setup.config is asked
+    request = preset("tiny", SIZE, {"epochs": 0.01, "vocab_size": 256, "dtype": "float32"})
+    setup = set_up(request, open_stage("serial", 1))
+    assert setup.settings == replace(request.train, grad_accum=1, recompute="mlp", save="async")
+    assert setup.config is request
 
 
 def test_a_run_that_cannot_begin_leaves_nothing(tmp_path):
@@ -236,6 +236,6 @@ def test_a_kind_knows_what_its_model_trains(t, tmp_path):
 
 def test_only_adapters_stand_beside_a_model_that_is_rounded(tmp_path):
     rounded = Description(RunConfig(BASE), None, rounded="int8")
-    components().model(KINDS["adapters"]).refuse_origin(rounded, tmp_path, KINDS["adapters"], resumed=False)
+    components().model(KINDS["adapters"]).reject_origin(rounded, tmp_path, KINDS["adapters"], resumed=False)
     with pytest.raises(UsageError, match="cannot be trained further"):
-        components().model(KINDS["whole"]).refuse_origin(rounded, tmp_path, KINDS["whole"], resumed=False)
+        components().model(KINDS["whole"]).reject_origin(rounded, tmp_path, KINDS["whole"], resumed=False)

@@ -16,7 +16,7 @@ from distgpt.core.model.optim import AdamW
 from distgpt.core.train import memory
 from distgpt.core.train.assessment import Scorer, Span
 from distgpt.core.train.memory import FRACTION, LIBRARIES, PROGRAM, needed
-from distgpt.core.train.sharing import Exchange, Strategy
+from distgpt.core.train.parallel_strategy import GradientSync, Strategy
 from distgpt.core.train.step import Step
 
 RUN = RunConfig(
@@ -46,7 +46,7 @@ class Weighing(CpuKernels):
 
     def __getattribute__(self, name):
         found = super().__getattribute__(name)
-        if name not in ("zeros", "wide_zeros", "scalars", "integers"):
+        if name not in ("zeros", "accum_zeros", "scalars", "integers"):
             return found
 
         def weighed(*about, **more):
@@ -63,7 +63,7 @@ def test_the_need_is_what_is_allocated():
         model = Model(Architecture(run.model), kernels)
         model.allocate_master_weights()
         assert sized(run, CpuKernels(dtype)).weights == kernels.taken, (dtype, recompute)
-        Step(AdamW(model, run.train), SerialComm(), run.train, Exchange())
+        Step(AdamW(model, run.train), SerialComm(), run.train, GradientSync())
         assert sized(run, CpuKernels(dtype)).total == kernels.taken, (dtype, recompute)
 
 

@@ -35,8 +35,8 @@ from distgpt.core.base.caches import (
     alone,
     cache_folder,
     cache_limit,
+    compute_once,
     keep,
-    made_by_one,
     own_folders,
     read_checked,
     read_trusted,
@@ -152,7 +152,7 @@ def read_or_make(name: str, make: Callable[[], bytes]) -> bytes:
     if (found := read(name)) is not None:
         return found
     own = folder()
-    return made_by_one(own / name if own else None, make)
+    return compute_once(own / name if own else None, make)
 
 
 def _keep(name: str, content: bytes, not_kept: Callable[[], None]) -> None:

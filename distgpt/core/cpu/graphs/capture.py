@@ -19,7 +19,7 @@ from distgpt.core.cpu.graphs.launch import Segment
 from distgpt.core.cpu.graphs.loops import MEET, PAUSE
 from distgpt.core.cpu.kernels import CpuKernels, every_cross_entropy
 from distgpt.core.cpu.pool import ALONE, IN_PARTS, Job, Pool, pool_of
-from distgpt.core.ops.api import IGNORED, Array, Work
+from distgpt.core.ops.api import IGNORE_INDEX, Array, Work
 from distgpt.core.ops.kernels import Kernels
 
 # Operations that only call loops on arrays at fixed addresses. Others may read or create arrays, so every
@@ -41,7 +41,7 @@ _one_at_a_time = Lock()  # otherwise, the first capture to end would restore the
 # Operations that return values, which do not exist yet during capture
 ANSWERS = frozenset(
     (
-        *("zeros", "wide_zeros", "scalars", "integers", "to_host", "later", "free_memory"),
+        *("zeros", "accum_zeros", "scalars", "integers", "to_host", "later", "free_memory"),
         *("orthogonalise_bytes", "agree"),
     )
 )
@@ -81,7 +81,7 @@ class CapturedWork:
         with self._turn:
             if not self.entries:
                 self._write_down(True)
-            counts_all = not any((targets == IGNORED).any() for targets in self._targets)
+            counts_all = not any((targets == IGNORE_INDEX).any() for targets in self._targets)
             if counts_all not in self.entries:
                 self._write_down(False)
             for entry in self.entries[counts_all]:

@@ -178,7 +178,7 @@ class Segment:
         raise RuntimeError(f"{dict(self.calls[thread].loops)[loops.FAILED - at]} has failed")
 
 
-def rehearse(threads: int) -> None:
+def warmup_pass(threads: int) -> None:
     """Call the loops that replay captured calls, so that missing ones are recorded."""
     program, counter = Calls().program(), counters(1, 1)[0]
     loops.replay(program, 0, counter, 0, 1)

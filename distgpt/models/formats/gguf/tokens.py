@@ -13,8 +13,8 @@ from distgpt.core.base.errors import DataError, UsageError
 from distgpt.core.data.tokenizers import ByteTokenizer, Tokenizer, checked_chat
 from distgpt.corpora.tokenizers.bpe import LARGEST, BpeTokenizer, symbols
 from distgpt.corpora.tokenizers.collected import refuse_repeated
-from distgpt.corpora.tokenizers.foreign import from_document
 from distgpt.corpora.tokenizers.library import LLAMA3_WORDS, QWEN_WORDS, library_errors
+from distgpt.corpora.tokenizers.third_party import from_document
 from distgpt.corpora.tokenizers.tokenizer_json import BLANK, BYTE_TOKENS, LibraryTokenizer, added_token
 from distgpt.models.formats.gguf.container import Container, Numbers
 

@@ -9,8 +9,11 @@ from distgpt.core.comm.resources import Grants, granted_cores
 from distgpt.core.components import components
 
 
-class Layout:
-    """The placement of this rank. A stage calls the methods in this order; each pool thread calls `seat`."""
+class Affinity:
+    """The placement of this rank. A stage calls the methods in this order.
+
+    Each pool thread calls `pin_thread`.
+    """
 
     def threads(self, comm: Comm) -> int:
         """Return the number of cores that this rank may use, which is the number of useful threads."""
@@ -31,12 +34,12 @@ class Layout:
         """Return a context in which this thread, and threads that it starts, run on all original cores."""
         return nullcontext()
 
-    def seat(self, thread: int, threads: int) -> None:
+    def pin_thread(self, thread: int, threads: int) -> None:
         """Bind the calling pool thread to its core."""
 
 
-def layout() -> Layout:
-    return components().layout()
+def affinity() -> Affinity:
+    return components().affinity()
 
 
-PLAIN = Layout()
+PLAIN = Affinity()

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from distgpt.core.base.errors import UsageError, nearest_path, refuse_beside
+from distgpt.core.base.errors import UsageError, nearest_path, reject_combination
 from distgpt.core.config.presets import DEFAULT_PRESET, base_preset
 from distgpt.core.config.run_config import RunConfig, layered, parse_toml, read_text, renamed
 from distgpt.core.config.settings import ModelConfig
@@ -31,7 +31,7 @@ Value = bool | int | float | str
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class RunRequest:
     """Everything requested for a run, from the options of a command or from Python.
 
     Recipes convert their own options to `given`, `derived` and other fields before the settings are resolved.
@@ -79,9 +79,9 @@ class Asked:
         if self.within is not None:
             ends = {name: given.get(name) for name in ("steps", "epochs")}
             ends["set train_minutes"] = given.get("train_minutes")
-            refuse_beside("--within", ends, "both set the end of the run")
+            reject_combination("--within", ends, "both set the end of the run")
         if "steps" in given:
-            refuse_beside("--steps", {"epochs": given.get("epochs")}, "both set the end of the run")
+            reject_combination("--steps", {"epochs": given.get("epochs")}, "both set the end of the run")
             given["epochs"] = 0.0
         return chosen, file, given
 
@@ -111,37 +111,37 @@ def asked_for(
     toml: Path | None = None,
     out: Path | None = None,
     resume: str | None = None,
-) -> Asked:
+) -> RunRequest:
     """Create the request from a user's settings, which may include options of recipes."""
     words = {name: settings[name] for name in RECIPES if name in settings}
     given = {name: value for name, value in settings.items() if name not in RECIPES}
-    return Asked(preset, toml, given, out, resume, **words)
+    return RunRequest(preset, toml, given, out, resume, **words)
 
 
-def resolve(asked: Asked, weights: ModelConfig | None = None) -> RunConfig:
+def resolve(request: RunRequest, weights: ModelConfig | None = None) -> RunConfig:
     """Return the configuration of a new run. `weights` is the model in the file that `init` names.
 
     In order of increasing priority: defaults, preset, that model, values derived by recipes, file, given
     settings.
     """
-    chosen, file, given = asked.layers()
+    chosen, file, given = request.layers()
     said = file | given
     if not chosen:
         chosen = PRETRAINED_PRESET if said.get("init") else DEFAULT_PRESET
     held = _of_weights(weights, said) if weights else {}
-    run = layered(RunConfig(), base_preset(chosen), held, asked.derived, file, given)
+    run = layered(RunConfig(), base_preset(chosen), held, request.derived, file, given)
     for key, value in asdict(weights).items() if weights else ():
         wanted = getattr(run.model, key)
         # Another context length fits, unless it needs more position vectors than the weights have.
         fits = key == "seq_len" and (not run.model.has_position_vectors or wanted < value)
         if wanted != value and not fits:
             raise UsageError(f"{said['init']} contains a model with {key} {value!r}, not {wanted!r}")
-    return _with_fitting_warmup(run, asked.derived, file, given)
+    return _with_fitting_warmup(run, request.derived, file, given)
 
 
-def resumed(base: RunConfig, asked: Asked) -> RunConfig:
+def resumed(base: RunConfig, request: RunRequest) -> RunConfig:
     """Return the configuration of a resumed run, which is the saved one with the settings given now."""
-    chosen, file, given = asked.layers()
+    chosen, file, given = request.layers()
     named = base_preset(chosen) if chosen else {}
     # The run's initial model overrides a preset.
     held = (

@@ -2,16 +2,16 @@
 
 interface   purpose                                     called by
 ModelKind   how to build, train and describe a model    setup.py, before there is a model
-Judge       which steps may update the weights          `Step._update`, `settle`
-Clock       which step is the last one                  `take_steps`, `settle`
-Votes       flags that ranks share with each step       `Step.launch`, `settle`
-Guard       watches completed steps; an observer        `settle`; none by default
+StepPolicy  which steps may update the weights          `Step._update`, `finish_steps`
+Budget      which step is the last one                  `run_steps`, `finish_steps`
+StepFlags   flags that ranks share with each step       `Step.launch`, `finish_steps`
+Callback    watches completed steps; an observer        `finish_steps`; none by default
 Listener    shows and records progress; an observer     report.py
 Disk        writes checkpoints and weights              checkpoints.py
-Outdated    which checkpoints are expired               save_checkpoint; default: `beyond`
+RetentionPolicy  which checkpoints are expired          save_checkpoint; default: `expired_checkpoints`
 
-An interface that is a class is its own default. sharing.py defines how ranks share a step. `Components` has a
-factory method for each.
+An interface that is a class is its own default. parallel_strategy.py defines how ranks share a step.
+`Components` has a factory method for each.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Any, Protocol, runtime_checkable
 from distgpt.core.base.checked import JsonObject
 from distgpt.core.base.errors import DistgptError, NonFiniteError, StorageError, UsageError
 from distgpt.core.base.interrupts import PendingSignals, first_of
-from distgpt.core.comm.agree import shared
+from distgpt.core.comm.agree import collective_error
 from distgpt.core.comm.api import Comm
 from distgpt.core.config import RunConfig, TrainConfig
 from distgpt.core.data.tokenizers import Tokenizer
@@ -73,15 +73,15 @@ class ModelKind:
         """Describe how a new run uses the model of --init; its name precedes this phrase."""
         return "is trained further"
 
-    def refuse_origin(self, origin: Description, weights: Path, t: TrainConfig, resumed: bool) -> None:
+    def reject_origin(self, origin: Description, weights: Path, t: TrainConfig, resumed: bool) -> None:
         """Reject weights that this kind of run cannot start with; if `resumed`, they are a checkpoint's."""
         if resumed and origin.untrainable:
             raise UsageError(f"{weights} is from a run that cannot be resumed: {origin.untrainable}")
-        origin.refuse_training(t)
+        origin.reject_training(t)
         if not resumed:
-            origin.refuse_incomplete(weights)
+            origin.reject_incomplete(weights)
 
-    def refuse_moved(self, t: TrainConfig) -> None:
+    def reject_moved(self, t: TrainConfig) -> None:
         """Raise an error if a file that a resumed run needs is missing."""
 
 
@@ -96,33 +96,33 @@ def not_finite(loss: float, norm: float) -> str:
     return ""
 
 
-class Judge:
+class StepPolicy:
     """Policy for which steps may update the weights; the same on all ranks.
 
     This default ends the run at the first step that is not finite.
     """
 
-    # Whether to check before an update even if steps are queued. If not, `Step` gets no `objection` on a GPU,
-    # whose kernels skip updates that are not finite.
+    # Whether to check before an update even if steps are queued. If not, `Step` gets no `rejection_reason` on
+    # a GPU, whose kernels skip updates that are not finite.
     waits = False
 
     def __init__(self, config: TrainConfig, progress: Progress) -> None:
         self._config, self._progress = config, progress
 
-    def objection(self, loss: float, norm: float) -> str:
+    def rejection_reason(self, loss: float, norm: float) -> str:
         """Return why a step must not update the weights, "" if it may."""
         return not_finite(loss, norm)
 
-    def judge_step(self, done: Finished) -> str:
+    def check_step(self, done: Finished) -> str:
         """Return why a completed step has not updated the weights, "" if it has.
 
         Raises the error that ends the run. A recoverable step raises BadStep (run.py).
         """
         # None: a queued step was not checked before its update.
-        reason = self.objection(done.loss, done.norm) if done.rejected is None else done.rejected
+        reason = self.rejection_reason(done.loss, done.norm) if done.rejected is None else done.rejected
         if reason:
             bad = described(reason, self._progress.step + 1, done.loss, done.norm)
-            raise shared(NonFiniteError(ending(bad, self._config)))
+            raise collective_error(NonFiniteError(ending(bad, self._config)))
         return ""
 
 
@@ -150,8 +150,8 @@ def is_over(seconds: float, t: TrainConfig) -> bool:
     return seconds >= KEPT * 60 * t.train_minutes
 
 
-class Clock:
-    """Budget that determines the last step. This default counts steps; `TimedClock` uses time."""
+class Budget:
+    """Budget that determines the last step. This default counts steps; `TimedBudget` uses time."""
 
     def __init__(self, last: int | None, elapsed: float | None = None) -> None:
         self.last = last  # None: not known yet
@@ -165,12 +165,12 @@ class Clock:
         """Return the elapsed fraction after the next step. Rank 0 sends it with each step."""
         return 0.0
 
-    def hear_elapsed(self, elapsed: float, launched: int) -> None:
+    def set_elapsed(self, elapsed: float, launched: int) -> None:
         """Set the elapsed fraction that rank 0 sent."""
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
+class ReducedFlags:
     """Flags of all ranks, summed with a step; the same on all ranks."""
 
     stop: signal.Signals | None  # the signal with the highest priority
@@ -179,7 +179,7 @@ class Heard:
 
 
 @dataclass(frozen=True, slots=True)
-class Votes:
+class StepFlags:
     """Collects this rank's flags and parses the sums.
 
     Their number is fixed (`FLAG_COUNT`). Another number would change how an Allreduce over three or more
@@ -189,15 +189,15 @@ class Votes:
     comm: Comm
     signals: PendingSignals
     disk: Disk
-    clock: Clock
+    budget: Budget
 
-    def own_votes(self) -> list[float]:
+    def local_flags(self) -> list[float]:
         """Return this rank's flags, which are its signals, a lost disk, and rank 0's elapsed fraction."""
-        elapsed = self.clock.elapsed_ahead() if self.comm.rank == 0 else 0.0
+        elapsed = self.budget.elapsed_ahead() if self.comm.rank == 0 else 0.0
         return [*self.signals.counts(), int(self.disk.lost is not None), elapsed]
 
     @staticmethod
-    def read_votes(sums: Sequence[float], grad_sync: str) -> Heard:
+    def parse_flags(sums: Sequence[float], grad_sync: str) -> ReducedFlags:
         """Parse the summed flags of a step. `grad_sync` names the exchange, for errors."""
         *signals, disk, elapsed = sums
         if any(count < 0 or count % 1 for count in (*signals, disk)):
@@ -205,10 +205,10 @@ class Votes:
                 f"--grad-sync {grad_sync} returned invalid step flags; every rank must sum the same elements"
                 " in each call"
             )
-        return Heard(first_of(signals), bool(disk), float(elapsed))
+        return ReducedFlags(first_of(signals), bool(disk), float(elapsed))
 
 
-class Guard(AbstractContextManager[object], Protocol):
+class Callback(AbstractContextManager[object], Protocol):
     """Callback of a run from its first to its last step. It must not communicate or change steps.
 
     It may request that the run ends, as a signal does.
@@ -219,7 +219,7 @@ class Guard(AbstractContextManager[object], Protocol):
 
 
 @runtime_checkable
-class StatefulGuard(Guard, Protocol):
+class StatefulCallback(Callback, Protocol):
     """A callback whose state on rank 0 is saved in checkpoints as JSON."""
 
     def state(self) -> JsonObject: ...
@@ -227,11 +227,11 @@ class StatefulGuard(Guard, Protocol):
         """Continue from a checkpoint. Called on every rank."""
 
 
-def guard_failed(guard: Guard, error: Exception) -> DistgptError:
+def callback_failed(callback: Callback, error: Exception) -> DistgptError:
     """Return an error that names the callback, and the file and line of its failure."""
     frames = traceback.extract_tb(error.__traceback__)[1:]  # without the call itself
     where = f" ({frames[0].filename}:{frames[0].lineno})" if frames else ""
-    name, what = (type(each).__qualname__ for each in (guard, error))
+    name, what = (type(each).__qualname__ for each in (callback, error))
     return DistgptError(f"the callback {name} failed: {what}: {error}{where}")
 
 

@@ -50,7 +50,7 @@ class MicroBatches:
         self.count = config.grad_accum or 1
         self.n_sequences = config.batch_size // (self.count * ranks)  # of this rank in a micro-batch
         # Weight of one micro-batch's mean, so that their sum is the mean over this rank's sequences.
-        # `Exchange.scales` then gives the mean over ranks.
+        # `GradientSync.scales` then gives the mean over ranks.
         self.weight = 1 / self.count
         self._batch_size = config.batch_size
         self._ranks = ranks
@@ -74,7 +74,7 @@ class Scales(NamedTuple):
     norm: float  # applies to the square root of `optimizer.norm`
 
 
-class Exchange:
+class GradientSync:
     """Gradient exchange of a single rank, which sums nothing. Base class for multiple ranks.
 
     All methods except `scales` and the callback `ready` are collective.
@@ -134,20 +134,20 @@ class Allreduce(Reduction):
             self._comm.sum(self._flat[begin : min(begin + self._piece, stop)])
 
 
-class AfterBackward(Exchange):
+class SyncAfterBackward(GradientSync):
     """One reduction of the whole flat buffer; then every rank updates all weights."""
 
     def __init__(
-        self, name: str, reduction: Reduction, size: int, sum_votes: Callable[[], None], mean_factor: float
+        self, name: str, reduction: Reduction, size: int, sum_flags: Callable[[], None], mean_factor: float
     ) -> None:
-        """`reduction` sums the first `size` elements of the flat buffer, `sum_votes` the rest.
+        """`reduction` sums the first `size` elements of the flat buffer, `sum_flags` the rest.
 
         The default reduction sums all elements. A reduction that rounds gradients must not round loss and
         flags.
         """
         self.name = name
         self._size = size
-        self._sum_votes = sum_votes
+        self._sum_votes = sum_flags
         self._reduction = reduction
         self.mean_factor = mean_factor
 
@@ -184,17 +184,17 @@ class Strategy:
     def reserve(self, comm: Comm, model: Model, t: TrainConfig) -> None:
         """Allocate an exchange's GPU memory, for the memory estimate."""
 
-    def rehearse(self, model: Model) -> None:
+    def warmup_pass(self, model: Model) -> None:
         """Compile every loop of placement, micro-batches and exchange, with a small model."""
-        self.placement.rehearse(model)
+        self.placement.warmup_pass(model)
 
 
-def allreduce(comm: Comm, state: OptimizerState, t: TrainConfig, say: Say) -> Exchange:
+def allreduce(comm: Comm, state: OptimizerState, t: TrainConfig, say: Say) -> GradientSync:
     """Return an exchange with one Allreduce of the whole buffer, including loss and flags."""
     if comm.size == 1:
-        return Exchange()
+        return GradientSync()
     whole = state.optimizer.model.grads.with_flags
-    return AfterBackward("allreduce", Allreduce(comm, whole), len(whole), lambda: None, 1.0 / comm.size)
+    return SyncAfterBackward("allreduce", Allreduce(comm, whole), len(whole), lambda: None, 1.0 / comm.size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +235,7 @@ class Placement:
         """
         return 3
 
-    def rehearse(self, model: Model) -> None:
+    def warmup_pass(self, model: Model) -> None:
         """Compile the loops that place weights, with a small model."""
 
 
@@ -260,9 +260,9 @@ class OptimizerState:
         moments = whole_moments(self.optimizer)
         fill(comm, self.optimizer.model, moments, partial(load_group, checkpoint, OPTIMIZER))
 
-    def gathering(self, comm: Comm) -> Gathering:
+    def gathering(self, comm: Comm) -> StateGatherer:
         """Return the gatherer that collects weights and moments on rank 0 for saving."""
-        return Gathering(comm)
+        return StateGatherer(comm)
 
 
 def whole_moments(optimizer: AdamW) -> dict[str, FlatBuffer]:
@@ -271,7 +271,7 @@ def whole_moments(optimizer: AdamW) -> dict[str, FlatBuffer]:
     return {prefix: moment for prefix, moment in moments.items() if isinstance(moment, FlatBuffer)}
 
 
-class Gathering:
+class StateGatherer:
     """Collects tensors to save on rank 0. In this default, rank 0 already has all."""
 
     has_all = True  # whether rank 0 can save without the other ranks
