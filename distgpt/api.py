@@ -248,8 +248,8 @@ class GPT:
 
         ids, shape = self._checked(tokens)
         with self._lock:
-            found = trace(self._model, self._flat(ids), *ids.shape)
-        return found if len(shape) == 2 else found.of_one()
+            result = trace(self._model, self._flat(ids), *ids.shape)
+        return result if len(shape) == 2 else result.of_one()
 
     def loss(self, tokens: ArrayLike, targets: ArrayLike) -> float:
         """Return the mean cross-entropy over all tokens."""
@@ -279,11 +279,11 @@ class GPT:
         """
         run = RunConfig(self.config, TrainConfig(data=str(data), batch_size=batch_size, seed=seed))
         request = DataRequest(str(data), seq_len=self.config.seq_len, existing=self.tokenizer)
-        found = load_corpus(self._comm, request).batches(self._comm, run)
+        result = load_corpus(self._comm, request).batches(self._comm, run)
         own = rank_sequences(batch_size, self._comm.rank, self._comm.size, 0, 1)
         for step in itertools.count():
             pair = np.zeros((2, own.stop - own.start, self.config.seq_len), np.int32)
-            found.fill(step, own, *pair)
+            result.fill(step, own, *pair)
             yield pair[0], pair[1]
 
     def average(self, gradients: Mapping[str, NDArray[Any]]) -> None:

@@ -263,7 +263,7 @@ def load_components(name: str) -> AllComponents:
     module, _, attribute = name.partition(":")
     what = f"--components {name}"
     try:
-        found = getattr(import_module(module), attribute)
+        result = getattr(import_module(module), attribute)
     except ModuleNotFoundError as error:
         if error.name == module:
             hint = "; add its directory to PYTHONPATH"
@@ -273,9 +273,9 @@ def load_components(name: str) -> AllComponents:
         raise UsageError(f"{what}: {module} has no class {attribute!r}") from None
     except (ImportError, SyntaxError) as error:
         raise UsageError(f"{what}: {first_line(error)}") from None
-    if not (isinstance(found, type) and issubclass(found, AllComponents)):
+    if not (isinstance(result, type) and issubclass(result, AllComponents)):
         raise UsageError(f"{what} must be a subclass of distgpt.assembly.AllComponents")
-    for method, own in vars(found).items():
+    for method, own in vars(result).items():
         seam = getattr(AllComponents, method, None)
         if isinstance(own, FunctionType) and isinstance(seam, FunctionType) and not method.startswith("__"):
             wanted, given = (list(signature(each).parameters) for each in (seam, own))
@@ -287,4 +287,4 @@ def load_components(name: str) -> AllComponents:
                 )
         elif seam is None and isinstance(own, FunctionType) and not method.startswith("_"):
             raise UsageError(f"{what}: {method} overrides no method{did_you_mean(method, FACTORIES)}")
-    return found()
+    return result()

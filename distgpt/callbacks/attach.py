@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 
 def callbacks_of(run: Run, limits: Limits) -> Sequence[Callback]:
-    pace, found = Pace(run.progress, run.placement.rounds), list[Callback]()
+    pace, result = Pace(run.progress, run.placement.rounds), list[Callback]()
     if run.comm.size > 1:
-        found.append(Stragglers())
+        result.append(Stragglers())
     end_job = partial(save_and_exit, run)
-    found.append(Watchdog(run.comm, run.activity, limits, pace.usual, run.report.note, end_job))
+    result.append(Watchdog(run.comm, run.activity, limits, pace.usual, run.report.note, end_job))
     if limits.end is not None and run.comm.rank == 0:  # other ranks are notified through a step's flags
-        found.append(Deadline(run, limits.end, pace))
-    return found
+        result.append(Deadline(run, limits.end, pace))
+    return result
 
 
 class Stragglers(AbstractContextManager["Stragglers"]):

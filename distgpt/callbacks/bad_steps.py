@@ -100,9 +100,9 @@ class BadSteps(StepPolicy):
         """Return why a step is bad, "" if it is good."""
         if reason := not_finite(loss, norm):
             return reason
-        found, recent = {"loss": loss, "gradient": norm}, self._progress.recent
+        result, recent = {"loss": loss, "gradient": norm}, self._progress.recent
         if self._config.spike_zscore and len(recent) >= ENOUGH:
-            for (what, value), others in zip(found.items(), zip(*recent, strict=True), strict=True):
+            for (what, value), others in zip(result.items(), zip(*recent, strict=True), strict=True):
                 mean, spread = fmean(others), pstdev(others)
                 if value - mean > self._config.spike_zscore * max(spread, LEAST_SPREAD * abs(mean)):
                     return (

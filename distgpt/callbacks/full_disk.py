@@ -101,8 +101,8 @@ class FullDiskHandler(Disk):
                     write()
                     return
                 except StorageError as error:
-                    found = system_error(error)
-                    if found is None or found.errno not in FULL:
+                    result = system_error(error)
+                    if result is None or result.errno not in FULL:
                         raise
                     failed = error
             if outdated is None:
@@ -170,26 +170,26 @@ def disk_handler(
 
 def _begun_with(run: Path) -> set[Path]:
     """Return the checkpoints that other runs in the same directory started from."""
-    found = set()
+    result = set()
     with suppress(OSError):
         for other in run.absolute().parent.iterdir():
             with suppress(DistgptError, OSError):
                 if origin := RunDirectory(other).branched_from():
-                    found.add(origin.resolve())
+                    result.add(origin.resolve())
             with suppress(DistgptError, OSError):
                 if (config := RunDirectory(other).saved()) and config.train.init:
-                    found.add(Path(config.train.init).resolve().parent)
-    return found
+                    result.add(Path(config.train.init).resolve().parent)
+    return result
 
 
 def _free(path: Path) -> float:
     """Return the free bytes for this user, infinity if unknown. A quota may allow less."""
     try:
-        found = os.statvfs(path)
+        result = os.statvfs(path)
     except OSError:
         return float("inf")
-    blocks = found.f_bavail if os.geteuid() else found.f_bfree  # root may use reserved blocks
-    return blocks * found.f_frsize if found.f_blocks else float("inf")
+    blocks = result.f_bavail if os.geteuid() else result.f_bfree  # root may use reserved blocks
+    return blocks * result.f_frsize if result.f_blocks else float("inf")
 
 
 def _size(folder: Path) -> int:

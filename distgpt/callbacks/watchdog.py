@@ -107,8 +107,8 @@ def _own_addresses() -> Iterator[str]:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             with suppress(OSError):  # an interface without an address
-                found = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-                if not (host := socket.inet_ntoa(found[20:24])).startswith("127."):
+                result = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                if not (host := socket.inet_ntoa(result[20:24])).startswith("127."):
                     yield host
 
 

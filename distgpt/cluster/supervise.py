@@ -82,8 +82,8 @@ class LaunchLine:
 
 
 def parse(words: Sequence[str]) -> LaunchLine:
-    found = (i for i in range(1, len(words)) if words[i] in TRAINS and Path(words[i - 1]).name == "distgpt")
-    if (train := next(found, None)) is None:
+    result = (i for i in range(1, len(words)) if words[i] in TRAINS and Path(words[i - 1]).name == "distgpt")
+    if (train := next(result, None)) is None:
         raise UsageError("pass the launch line after --, such as -- mpirun -n 8 -f hosts distgpt train …")
     if ":" in words:
         raise UsageError("only one program can be supervised; omit the : and the programs after it")
@@ -135,11 +135,11 @@ def read_rooms(line: LaunchLine) -> list[HostLine]:
 
 def chosen(rooms: Sequence[HostLine], there: Collection[str], ranks: int) -> list[HostLine]:
     """Return the first lines on hosts that answer, as many as the ranks need or as there are."""
-    found: list[HostLine] = []
+    result: list[HostLine] = []
     for room in rooms:
-        if room.host in there and sum(each.slots for each in found) < ranks:
-            found.append(room)
-    return found
+        if room.host in there and sum(each.slots for each in result) < ranks:
+            result.append(room)
+    return result
 
 
 def hosts_of(rooms: Sequence[HostLine]) -> list[str]:
@@ -320,8 +320,8 @@ class Supervisor:
                 lines |= {host: connect(host) for host in broken if answers[host].name}
                 asked_at = time.monotonic()
             now = time.monotonic()
-            if (found := self._progress()) != was:
-                moved_at, was = now, found
+            if (result := self._progress()) != was:
+                moved_at, was = now, result
             if self._stall is not None and now - moved_at > self._stall:
                 attempt.stalled = now - moved_at
             if attempt.gone or attempt.stalled:
@@ -331,8 +331,8 @@ class Supervisor:
     def _progress(self) -> tuple[int, int]:
         """Return the time and size of the metrics, which change with each step."""
         with suppress(OSError):
-            found = self._run.metrics.stat()
-            return found.st_mtime_ns, found.st_size
+            result = self._run.metrics.stat()
+            return result.st_mtime_ns, result.st_size
         return 0, 0
 
     # After an attempt

@@ -277,5 +277,5 @@ def info(path: Path, as_json: bool) -> None:
     """Describe a weights file, checkpoint, run, or transformers model."""
     from distgpt.show.weightspage import inspect, page
 
-    found = inspect(path)
-    print_lines(json.dumps({"path": str(path), **found}) if as_json else page(found))
+    result = inspect(path)
+    print_lines(json.dumps({"path": str(path), **result}) if as_json else page(result))

@@ -232,8 +232,8 @@ def eval(stage: str, threads: int | None, gpu: GpuConfig, as_json: bool, **optio
     if options["val"] is None and not benchmarks:
         raise UsageError("nothing to evaluate; pass --val, or a benchmark such as --hellaswag")
     ready = open_stage(stage, threads, gpu)
-    found = evaluate(ready, benchmarks=benchmarks, **options, progress=ItemProgress("sequences"))
+    result = evaluate(ready, benchmarks=benchmarks, **options, progress=ItemProgress("sequences"))
     if ready.comm.rank == 0 and as_json:
-        print(json.dumps(found, allow_nan=False))
+        print(json.dumps(result, allow_nan=False))
     elif ready.comm.rank == 0:
-        print_lines(page(found))
+        print_lines(page(result))

@@ -125,11 +125,11 @@ class Command(click.Command):
             own = [o for o in options if isinstance(o, Option) and (o.undecided or o.default is None)]
             values = {each.name: each.undecided or _default(each.name or "", run) for each in own}
             context.default_map = {key: value for key, value in values.items() if value != ""}
-        found: dict[str, list[tuple[str, str]]] = {"": [], **{group: [] for group in GROUPS}}
+        result: dict[str, list[tuple[str, str]]] = {"": [], **{group: [] for group in GROUPS}}
         for param in options:
             if (shown := param.get_help_record(context)) and (everything or not _hides(param)):
-                found[param.group if everything and isinstance(param, Option) else ""].append(shown)
-        return found
+                result[param.group if everything and isinstance(param, Option) else ""].append(shown)
+        return result
 
     def format_help_text(self, context: click.Context, formatter: click.HelpFormatter) -> None:
         super().format_help_text(context, formatter)
@@ -165,15 +165,15 @@ class Group(click.Group):
         return [*self.commands]
 
     def get_command(self, context: click.Context, name: str) -> click.Command | None:
-        found = super().get_command(context, name)
-        if found is None and not context.resilient_parsing:  # resilient parsing: shell completion
+        result = super().get_command(context, name)
+        if result is None and not context.resilient_parsing:  # resilient parsing: shell completion
             context.fail(f"no such command {name!r}{did_you_mean(name, self.list_commands(context))}")
-        return found
+        return result
 
     def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
         named = ((name, self.get_command(context, name)) for name in self.list_commands(context))
         with formatter.section("Commands"):
-            formatter.write_dl([(name, found.get_short_help_str(500)) for name, found in named if found])
+            formatter.write_dl([(name, result.get_short_help_str(500)) for name, result in named if result])
 
 
 # Pages of the documentation, for `distgpt help TOPIC`
@@ -214,10 +214,10 @@ def section(name: str) -> str:
     """Return the section of a page whose heading is `name`, such as out-of-memory, or ""."""
     for path in topics().values():
         text = page(path)
-        for found in re.finditer(r"^(##+) (.+)$", text, re.MULTILINE):
-            if re.sub(r"\W+", "-", found[2].lower()) == name:
-                end = re.compile(rf"^##{{1,{len(found[1]) - 1}}} ", re.MULTILINE).search(text, found.end())
-                return text[found.start() : end.start() if end else None]
+        for result in re.finditer(r"^(##+) (.+)$", text, re.MULTILINE):
+            if re.sub(r"\W+", "-", result[2].lower()) == name:
+                end = re.compile(rf"^##{{1,{len(result[1]) - 1}}} ", re.MULTILINE).search(text, result.end())
+                return text[result.start() : end.start() if end else None]
     return ""
 
 
@@ -239,8 +239,8 @@ def help(context: click.Context, topic: str | None) -> None:
     elif topic in known:
         print_lines(page(known[topic]))
     elif parent and isinstance(parent.command, click.Group) and topic in parent.command.list_commands(parent):
-        found = parent.command.get_command(parent, topic)
-        print_lines(found.get_help(click.Context(found, parent, topic)) if found else "")
+        result = parent.command.get_command(parent, topic)
+        print_lines(result.get_help(click.Context(result, parent, topic)) if result else "")
         for name in known:
             if name.startswith(topic.removesuffix("e")):  # tune: tuning
                 print_lines(f"\nHow-to page: distgpt help {name}")

@@ -180,11 +180,11 @@ def submit(
 
 def _found_system() -> System:
     """Return the first system whose commands are all available, and print its name."""
-    found = next((row for row in SYSTEMS.values() if all(map(shutil.which, row.programs))), None)
-    if not found:
+    result = next((row for row in SYSTEMS.values() if all(map(shutil.which, row.programs))), None)
+    if not result:
         raise UsageError("no batch system found (sbatch, qsub, bsub or flux); set it, such as --system pbs")
-    print_lines(f"batch system: {found.name}", err=True)
-    return found
+    print_lines(f"batch system: {result.name}", err=True)
+    return result
 
 
 def _program(prefix: str | None) -> list[str]:
@@ -267,15 +267,15 @@ def _mpi_of(stage: str, system: System) -> str:
     try:
         from distgpt.core.comm.mpi import vendor
 
-        found = vendor()
+        result = vendor()
     except (ImportError, RuntimeError) as error:
         raise UsageError(
             f"cannot find out which MPI mpi4py uses ({error}); set its launcher with --mpi"
         ) from None
-    chosen = system.mpi.get(found)
+    chosen = system.mpi.get(result)
     if chosen is None:
-        raise UsageError(f"no launcher of {system.name} is known for {found}; choose one with --mpi")
-    print_lines(f"mpi4py uses {found}: --mpi {chosen}", err=True)
+        raise UsageError(f"no launcher of {system.name} is known for {result}; choose one with --mpi")
+    print_lines(f"mpi4py uses {result}: --mpi {chosen}", err=True)
     return chosen
 
 

@@ -129,15 +129,15 @@ _KINDS: dict[str, Any] = {
 def parsed_settings(context: click.Context, param: click.Parameter, pairs: Sequence[str]) -> Values:
     """Return the settings of `--set NAME=VALUE`, each with its type."""
     known = {**KNOWN, GRAPHS: settings_of(GpuConfig)["graphs"], **extra_settings()}
-    found: Values = {}
+    result: Values = {}
     for pair in pairs:
         name, equals, text = pair.partition("=")
         if not equals:
             raise UsageError(f"--set {pair!r:.80} must be NAME=VALUE, such as rope_base=50000")
         if name not in known:
             raise UsageError(f"--set: unknown setting {name!r:.80}{did_you_mean(name[:80], known)}")
-        found[name] = known[name].parse(name, text)
-    return found
+        result[name] = known[name].parse(name, text)
+    return result
 
 
 def setting_option(name: str, about: Setting, **more: Any) -> Callable[[F], F]:
@@ -180,13 +180,13 @@ def settings_but(*unused: str) -> Callable[[F], F]:
 
 def set_by_user(flags: Mapping[str, Value | Values | None]) -> Values:
     """Return the settings among `flags` that the user set. One option may set multiple settings."""
-    found: Values = {}
+    result: Values = {}
     for name, value in flags.items():
         given = value if isinstance(value, dict) else {} if value is None else {name: value}
-        if twice := found.keys() & given.keys():
+        if twice := result.keys() & given.keys():
             raise UsageError(f"{min(twice)} is set twice: by --set and by an option")
-        found |= given
-    return found
+        result |= given
+    return result
 
 
 settings = settings_but()

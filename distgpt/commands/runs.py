@@ -34,12 +34,12 @@ def runs(directory: Path, sort: str, reverse: bool, as_json: bool) -> None:
     """
     from distgpt.show.runs import list_runs, render_terminal
 
-    found = list_runs(directory, sort, reverse)
+    result = list_runs(directory, sort, reverse)
     if as_json:
-        print(json.dumps({"runs": [asdict(run) for run in found]}))
+        print(json.dumps({"runs": [asdict(run) for run in result]}))
     else:
         empty = f"no runs in {directory}; to start one in runs: {command_line('train')}"
-        print_lines(render_terminal(found) if found else empty)
+        print_lines(render_terminal(result) if result else empty)
 
 
 @command(example="distgpt plot runs/one runs/other")
@@ -79,16 +79,16 @@ def compare(a: Path, b: Path, as_json: bool) -> None:
     from distgpt.measure.verification.comparing import compare as compare_runs
     from distgpt.measure.verification.comparing import page, verdict
 
-    found = compare_runs(a, b)
-    print_lines(json.dumps(found.to_json()) if as_json else page(found))
-    if found.at is not None:
-        raise DisagreementError(verdict(found))
+    result = compare_runs(a, b)
+    print_lines(json.dumps(result.to_json()) if as_json else page(result))
+    if result.at is not None:
+        raise DisagreementError(verdict(result))
 
 
 def _steps(context: click.Context, param: click.Parameter, value: str) -> tuple[int, int]:
     """Parse 5000:5010, or a single step."""
-    found = re.fullmatch(r"(\d{1,15})(?::(\d{1,15}))?", value)
-    first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+    result = re.fullmatch(r"(\d{1,15})(?::(\d{1,15}))?", value)
+    first, last = (int(result[1]), int(result[2] or result[1])) if result else (0, 0)
     if not 1 <= first <= last:
         raise UsageError(f"--steps {value!r} must be a step or FIRST:LAST, counted from 1, such as 5000:5010")
     return first, last
@@ -129,10 +129,10 @@ def replay(
         if ready.comm.rank == 0:
             print_lines(text, err=True)
 
-    found = replay_run(Again(run, *steps, given, threads is None and stage not in ON_GPU, ready, say))
-    if found:
-        print_lines(json.dumps(found.to_json()) if as_json else page(found))
-    if verdict := on_root(ready.comm, lambda: found and difference(found)):
+    result = replay_run(Again(run, *steps, given, threads is None and stage not in ON_GPU, ready, say))
+    if result:
+        print_lines(json.dumps(result.to_json()) if as_json else page(result))
+    if verdict := on_root(ready.comm, lambda: result and difference(result)):
         raise collective_error(DisagreementError(f"{run} does not match its recomputed steps: {verdict}"))
-    if doubt := on_root(ready.comm, lambda: found and undecided(found)):
+    if doubt := on_root(ready.comm, lambda: result and undecided(result)):
         raise collective_error(UndecidedError(f"{run}: {doubt}"))

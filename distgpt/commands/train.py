@@ -200,32 +200,32 @@ def _listeners(comm: Comm, display: Mapping[str, Any]) -> Listeners:
     def chosen() -> list[Listener]:
         if comm.rank:
             return []
-        found: list[Listener] = []
+        result: list[Listener] = []
         # Some launchers give their ranks a terminal that no user watches.
         is_live = progress == "live" or (progress == "auto" and comm.size == 1 and sys.stdout.isatty())
         if display["log_format"] == "json":
             from distgpt.callbacks.structured import JsonLines
 
-            found.append(JsonLines(log_lines))
+            result.append(JsonLines(log_lines))
         elif is_live:
             from distgpt.show.display import Live
 
-            found.append(Live(log_lines))
+            result.append(Live(log_lines))
         else:
-            found.append(Lines(log_lines))
+            result.append(Lines(log_lines))
         if (path := display["metrics_textfile"]) is not None:
             from distgpt.callbacks.exporter import Textfile
 
-            found.append(Textfile(path))
+            result.append(Textfile(path))
         if (port := display["metrics_port"]) is not None:
             from distgpt.callbacks.exporter import Port
 
-            found.append(Port(port))
+            result.append(Port(port))
         if display["tensorboard"]:
             from distgpt.show.display import TensorBoard
 
-            found.append(TensorBoard())
-        return found
+            result.append(TensorBoard())
+        return result
 
     return Listeners(*on_every_rank(comm, chosen))
 

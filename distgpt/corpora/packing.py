@@ -92,8 +92,8 @@ class _Packed:
         components().text(kind_of(request.data)).refuse_missing(request)
 
     def load(self, comm: Comm, request: DataRequest, say: Say) -> Corpus:
-        found = load_one(comm, replace(request, kind=""), say)
-        return PackedCorpus(found.tokenizer, found.train, found.val, found.separator, found.notes)
+        result = load_one(comm, replace(request, kind=""), say)
+        return PackedCorpus(result.tokenizer, result.train, result.val, result.separator, result.notes)
 
 
 PACKED = _Packed()
@@ -101,11 +101,11 @@ PACKED = _Packed()
 
 def document_starts(tokens: Tokens, separator: int) -> Array:
     """Return the starts of documents (int64): separators, and 0, since the corpus may start inside one."""
-    found = [np.zeros(1, np.int64)]
+    result = [np.zeros(1, np.int64)]
     for start in range(0, len(tokens), AT_ONCE):
         ids = tokens.read(start, min(start + AT_ONCE, len(tokens)))
-        found.append(np.flatnonzero(ids == separator) + start)
-    starts = np.concatenate(found)
+        result.append(np.flatnonzero(ids == separator) + start)
+    starts = np.concatenate(result)
     if len(starts) == 1:
         raise DataError(f"--pack requires documents, but the corpus has no separator (token {separator})")
     return starts[1:] if starts[1] == 0 else starts
@@ -177,10 +177,10 @@ def _documents(row: Row, repeats: int, taken: dict[int, int]) -> Array:
     """Return the indices in `order` of the parts of these rows, piece by piece, and advance `taken`."""
     used = Counter(size for size, _ in row)
     so_far: defaultdict[int, int] = defaultdict(int)
-    found = np.empty((repeats, len(row)), np.int64)
+    result = np.empty((repeats, len(row)), np.int64)
     for piece, (size, _) in enumerate(row):
-        found[:, piece] = taken[size] + so_far[size] + used[size] * np.arange(repeats)
+        result[:, piece] = taken[size] + so_far[size] + used[size] * np.arange(repeats)
         so_far[size] += 1
     for size, times in used.items():
         taken[size] += times * repeats
-    return found.reshape(-1)
+    return result.reshape(-1)

@@ -241,8 +241,8 @@ class LtMatmul:
             seconds = self._device.times(works)
             return bytes(plan.candidates[seconds.index(min(seconds))])
 
-        found = self._device.kept.choice(f"{plan.name} {self.about}", accepts, timed)
-        chosen = next(each for each in plan.candidates if bytes(each) == found)
+        result = self._device.kept.choice(f"{plan.name} {self.about}", accepts, timed)
+        chosen = next(each for each in plan.candidates if bytes(each) == result)
         plan.algorithm = ctypes.addressof(chosen)
 
     def _repeat(self, plan: _Plan, algorithm: int, at: Addresses) -> None:
@@ -304,12 +304,12 @@ class LtMatmul:
             Pref.MIN_ALIGNMENT_D_BYTES: out_bytes,
         }
         try:
-            found = self.lt.algorithms(plan.descriptor, plan.b, plan.a, plan.out, preferences, CANDIDATES)
+            result = self.lt.algorithms(plan.descriptor, plan.b, plan.a, plan.out, preferences, CANDIDATES)
         except LtError as error:
             if error.status not in (Status.NOT_SUPPORTED, Status.INVALID_VALUE):
                 raise
             return [], str(error)
-        return found, "cuBLASLt found no algorithm"
+        return result, "cuBLASLt found no algorithm"
 
 
 Gather = Callable[[bytes], list[bytes]]  # collective: every rank's bytes, in order

@@ -128,18 +128,18 @@ def _explained(cuda: Any, error: int) -> str:
 def _release() -> str:
     """Return the driver's version, the same as in `nvidia-smi`, or "" if the system hides it."""
     try:
-        found = re.search(r"\d+\.\d+(\.\d+)?", _MODULE.read_text())
+        result = re.search(r"\d+\.\d+(\.\d+)?", _MODULE.read_text())
     except OSError:
         return ""
-    return found[0] if found else ""
+    return result[0] if result else ""
 
 
 def packages() -> dict[str, str]:
-    found = {}
+    result = {}
     for name in PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
+            result[name] = importlib.metadata.version(name)
+    return result
 
 
 def load_library(names: Sequence[str]) -> ctypes.CDLL | None:
@@ -197,8 +197,8 @@ def probe() -> Found:
         name: located(list(dict.fromkeys(file.format(cuda) for cuda in cudas)))
         for name, file in LIBRARIES.items()
     }
-    found = {name: where for name, where in paths.items() if where is not None}
-    return Found(known, installed, found, os.environ.get("CUDA_VISIBLE_DEVICES"))
+    result = {name: where for name, where in paths.items() if where is not None}
+    return Found(known, installed, result, os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
 def missing_for_gpu(found: Found, dtype: str = "float32") -> list[Missing]:

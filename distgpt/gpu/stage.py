@@ -90,8 +90,8 @@ def _chosen(oldest: Version, tf32: bool, matmul: str, weights: int) -> Dtype:
 
 def _chosen_here(tf32: bool) -> Choose:
     """Return a function that chooses by the GPUs of this machine, which need not be open."""
-    found = probe.driver()
-    oldest = min((gpu.capability for gpu in found.gpus), default=IMAGINED_GPU) if found else IMAGINED_GPU
+    result = probe.driver()
+    oldest = min((gpu.capability for gpu in result.gpus), default=IMAGINED_GPU) if result else IMAGINED_GPU
     return partial(_chosen, oldest, tf32)
 
 

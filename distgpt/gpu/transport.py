@@ -239,14 +239,14 @@ def _let_ranks_share(nccl: Any, rank: int) -> None:
     Older versions reject two ranks with the same host and GPU. Each rank then sets a different host, and
     they connect through sockets on this machine.
     """
-    found = {"NCCL_MAX_CTAS": "4", "NCCL_NVLS_ENABLE": "0", "NCCL_RAS_ENABLE": "0"}
+    result = {"NCCL_MAX_CTAS": "4", "NCCL_NVLS_ENABLE": "0", "NCCL_RAS_ENABLE": "0"}
     if nccl.get_version() >= MULTI_RANK_NCCL:
-        found |= {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NET_GDR_LEVEL": "LOC"}
+        result |= {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NET_GDR_LEVEL": "LOC"}
     else:
-        found |= {"NCCL_HOSTID": f"rank {rank}", "NCCL_MNNVL_ENABLE": "0", "NCCL_IB_DISABLE": "1"}
-        found |= {"NCCL_NET": "Socket", "NCCL_NET_PLUGIN": "none"}
-        found |= {"NCCL_SOCKET_IFNAME": "lo", "NCCL_SOCKET_FAMILY": "AF_INET"}
-    for name, value in found.items():
+        result |= {"NCCL_HOSTID": f"rank {rank}", "NCCL_MNNVL_ENABLE": "0", "NCCL_IB_DISABLE": "1"}
+        result |= {"NCCL_NET": "Socket", "NCCL_NET_PLUGIN": "none"}
+        result |= {"NCCL_SOCKET_IFNAME": "lo", "NCCL_SOCKET_FAMILY": "AF_INET"}
+    for name, value in result.items():
         os.environ.setdefault(name, value)
 
 

@@ -278,8 +278,8 @@ def measure(run: RunConfig, kernels: Kernels, sequences: int) -> Facts:
         _extrapolated(layers, np.median(each, axis=0).tolist(), run.model.n_layer)
         for each in (steps - updates, updates)
     )
-    found = {"token_s": per_pass / (sequences * run.model.seq_len), "update_s": per_update}
-    return found | {"cuts": layers, "sequences": sequences, "steps": len(times)}
+    result = {"token_s": per_pass / (sequences * run.model.seq_len), "update_s": per_update}
+    return result | {"cuts": layers, "sequences": sequences, "steps": len(times)}
 
 
 class Trial:

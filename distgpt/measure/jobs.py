@@ -54,9 +54,9 @@ def answer(ended: Ended, what: str) -> dict[str, Any]:
     for line in reversed(ended.output.splitlines()):
         if line.startswith("{"):
             with suppress(ValueError):
-                found = parse_json(line)
-                assert isinstance(found, dict)  # the line starts with a brace
-                return found
+                result = parse_json(line)
+                assert isinstance(result, dict)  # the line starts with a brace
+                return result
     raise DataError(f"{what} printed no result: {ended.complaint()}")
 
 

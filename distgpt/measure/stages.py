@@ -183,15 +183,15 @@ class Measured:
         shutil.rmtree(out.path, ignore_errors=True)
         say(f"{self.stage:<9} {phase} …")
         try:
-            found = train(self.stage, options.run, out.path, words, with_mpi, self.ranks)
-            self.training = {key: found[key] for key in TRAINED}
-            self.threads = found["threads"] or None
+            result = train(self.stage, options.run, out.path, words, with_mpi, self.ranks)
+            self.training = {key: result[key] for key in TRAINED}
+            self.threads = result["threads"] or None
             shutil.rmtree(out.checkpoints, ignore_errors=True)  # no run resumes from here
             phase = "inference"
             infer = ["infer", *words, "--weights", out.weights, "--prompt-file", folder / "prompt.txt"]
             infer += ["--max-new-tokens", NEW_TOKENS, "--temperature", 0, "--json"]
-            found = ask(self.stage, infer, with_mpi, self.ranks)
-            self.inference = {key: found[key] for key in WRITTEN}
+            result = ask(self.stage, infer, with_mpi, self.ranks)
+            self.inference = {key: result[key] for key in WRITTEN}
         except DistgptError as error:
             self.failed = anonymised(f"died in {phase}: {error}")
             say(f"{self.stage:<9} {self.failed}")
@@ -270,22 +270,22 @@ def differences(
 
 def _difference(stage: Measured, reference: Measured, allowed: float | None, optimizer: str) -> Difference:
     limit = max(TOLERANCES[stage.dtype], TOLERANCES[reference.dtype]) if allowed is None else allowed
-    found = [relative(a, b) for a, b in zip(stage.losses, reference.losses, strict=False)]
-    judged = found[: judged_steps(optimizer, reference.dtype)] if allowed is None else found
+    result = [relative(a, b) for a, b in zip(stage.losses, reference.losses, strict=False)]
+    judged = result[: judged_steps(optimizer, reference.dtype)] if allowed is None else result
     largest = max(judged)
-    wrong = (i for i, value in enumerate(found) if value == math.inf or (i < len(judged) and value > limit))
+    wrong = (i for i, value in enumerate(result) if value == math.inf or (i < len(judged) and value > limit))
     first = next(wrong, None)
     return Difference(
         stage=stage.stage,
         reference=reference.stage,
         tolerance=limit,
-        steps=len(found),
+        steps=len(result),
         judged=len(judged),
         largest=_known(largest),
-        step=found.index(largest) + 1,
-        largest_later=_known(max(found[len(judged) :], default=math.inf)),
+        step=result.index(largest) + 1,
+        largest_later=_known(max(result[len(judged) :], default=math.inf)),
         first=None if first is None else first + 1,
-        at_first=None if first is None else _known(found[first]),
+        at_first=None if first is None else _known(result[first]),
         agrees=first is None,
     )
 
@@ -372,11 +372,11 @@ class Comparison:
         unfinished = UNFINISHED if self.state == INTERRUPTED else ""
         if self.problems or unfinished:
             return ". ".join(filter(None, ["; ".join(self.problems), unfinished]))
-        found = self.differences
-        if not found:
+        result = self.differences
+        if not result:
             only = self.measured[0].stage if self.measured else "no stage"
             return f"Only {only} ran, so there is nothing to compare it with."
-        farthest = max(found, key=lambda difference: difference.largest or 0.0)
+        farthest = max(result, key=lambda difference: difference.largest or 0.0)
         largest = farthest.largest or 0.0
         every = "Both" if len(self.measured) == 2 else f"All {len(self.measured)}"
         differs = f"by more than {largest:.1e} (tolerance {farthest.tolerance:.0e})"
@@ -384,7 +384,7 @@ class Comparison:
             f"{every} stages compute the same: no loss of the first {farthest.judged} steps differs from"
             f" {farthest.reference}'s {differs if largest else 'in a single bit'}."
         )
-        later = max(each.largest_later or 0.0 for each in found)
+        later = max(each.largest_later or 0.0 for each in result)
         return f"{same} Later ones differ by up to {later:.1e}." if later else same
 
     def workload(self) -> str:
@@ -438,7 +438,7 @@ NOTE = (
 
 
 def _table(comparison: Comparison) -> Table:
-    found = {each.stage: each for each in comparison.differences}
+    result = {each.stage: each for each in comparison.differences}
     serial = [each.training["train_s"] for each in comparison.measured[:1] if each.training]
     rows: list[dict[str, Any]] = []
     for stage in comparison.measured:
@@ -448,7 +448,7 @@ def _table(comparison: Comparison) -> Table:
         if stage.training and serial and comparison.measured[0].stage == "serial":
             row["training_up"] = serial[0] / stage.training["train_s"]
         row["loss"] = _number(stage.losses[-1], ".4f") if stage.losses else None
-        row["differs"] = _number(found[stage.stage].largest, ".2e") if stage.stage in found else None
+        row["differs"] = _number(result[stage.stage].largest, ".2e") if stage.stage in result else None
         rows.append(row)
     return tabulated(COLUMNS, rows, "Measured here", NOTE, "–")
 

@@ -96,7 +96,7 @@ def adapters_of(block: Block, t: TrainConfig) -> list[Adapter]:
     If some rows of a matrix have an adapter, the other rows get one of rank 0, which copies them.
     """
     up = ["gate", "up"][-len(block.fc.heights) :]
-    found = []
+    result = []
     for linear, names in (
         (block.proj, ["down"]),
         (block.fc, up),
@@ -107,9 +107,9 @@ def adapters_of(block: Block, t: TrainConfig) -> list[Adapter]:
         end = 0
         for name, height, rank in zip(names, linear.heights or linear.shape[:1], ranks, strict=True):
             if any(ranks):
-                found.append(Adapter(linear, name, slice(end, end + height), rank, t.lora_scale))
+                result.append(Adapter(linear, name, slice(end, end + height), rank, t.lora_scale))
             end += height
-    return found
+    return result
 
 
 @dataclass(slots=True)
@@ -182,11 +182,11 @@ def adapters_in(architecture: Architecture) -> list[Adapter]:
 
 def adapters_by_matrix(run: RunConfig) -> dict[str, list[Adapter]]:
     """Return the adapters that a run trains, by the name of their matrix."""
-    found: dict[str, list[Adapter]] = {}
+    result: dict[str, list[Adapter]] = {}
     for adapter in adapters_in(adapted_architecture(run)):
         if adapter.rank:
-            found.setdefault(f"{adapter.linear.name}.w", []).append(adapter)
-    return found
+            result.setdefault(f"{adapter.linear.name}.w", []).append(adapter)
+    return result
 
 
 def adapter_layout(run: RunConfig) -> Layout:
@@ -226,15 +226,15 @@ class AdaptedModel(Model):
 def _placed(adapters: Iterable[Adapter], frozen: FlatBuffer, kernels: Kernels) -> dict[str, Array]:
     """Return each adapted matrix by name; all layers share the memory of one layer."""
     made: dict[str, Array] = {}
-    found = {}
+    result = {}
     for adapter in adapters:
         name = f"{adapter.linear.name}.w"
         kind = name.split(".", 2)[2]
         if kind not in made:
             made[kind] = kernels.zeros(*adapter.linear.shape)
-        found[name] = made[kind]
+        result[name] = made[kind]
         adapter.place(made[kind], frozen[name])
-    return found
+    return result
 
 
 ADAPTER = "distgpt-adapter"  # the format of a file with only adapters
@@ -263,13 +263,13 @@ def with_adapter(weights: Path, adapter: Path | None, comm: Comm) -> tuple[Path,
     """
 
     def decide() -> tuple[Path, Path | None]:
-        found = weights_of(weights)
-        own = read_description(found).base
+        result = weights_of(weights)
+        own = read_description(result).base
         if adapter is None and own is None:
-            return found, None
+            return result, None
         if own and adapter:
-            raise UsageError(f"{found} is an adapter; pass its base model as --weights")
-        whole, chosen = (Path(own.file), found) if own else (found, find_weights(adapter or found))
+            raise UsageError(f"{result} is an adapter; pass its base model as --weights")
+        whole, chosen = (Path(own.file), result) if own else (result, find_weights(adapter or result))
         about = read_description(chosen)
         if about.base is None:
             raise UsageError(f"{chosen} is a complete model, not an adapter; pass it as --weights")
@@ -386,8 +386,8 @@ class AdapterKind(ModelKind):
 
     def describe(self, comm: Comm, run: RunConfig, tokenizer: Tokenizer) -> Description:
         """Include the base model in the description."""
-        found = on_root(comm, lambda: base_of(Path(run.train.init)))
-        return Description(run, tokenizer, part=ADAPTER, base=found)
+        result = on_root(comm, lambda: base_of(Path(run.train.init)))
+        return Description(run, tokenizer, part=ADAPTER, base=result)
 
     def begins_with(self, t: TrainConfig) -> str:
         """Return "", because --init names the base model and adapters start at random."""

@@ -83,11 +83,11 @@ def seconds_of(model: Model, rows: int, t: TrainConfig, comm: Comm) -> float:
     k, seq_len = model.kernels, model.config.seq_len
     work = Pass(model, rows, seq_len, training=True, recompute=t.recompute)
     tokens = k.integers(np.zeros(rows * seq_len))
-    found = []
+    result = []
     for _ in range(1 + TRIES):
         comm.barrier()
         begun = time.perf_counter()
         work.loss_and_gradients(tokens, tokens, 1.0, accumulate=False)
         k.to_host(model.grads.flags)  # waits
-        found.append(time.perf_counter() - begun)
-    return min(found[1:])
+        result.append(time.perf_counter() - begun)
+    return min(result[1:])

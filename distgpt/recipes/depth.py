@@ -76,10 +76,10 @@ def settings_of(depth: int, given: Mapping[str, Any], tokens: float = 0.0, ranks
         (BATCH_IN_TOKENS if name == BATCH_TOKENS else SETTINGS[name]).check(name, given[name])
     reject_combination("--depth", {"init": given.get("init")}, "the weights set the depth")
     text = text_of(given)
-    found = recipe(depth, tokens or tokens_to_read(depth, text), text, ranks, given)
+    result = recipe(depth, tokens or tokens_to_read(depth, text), text, ranks, given)
     if tokens and holds_out(given):
-        found |= _evaluations(tokens, found["steps"], held_out_tokens(given, text))
-    return found
+        result |= _evaluations(tokens, result["steps"], held_out_tokens(given, text))
+    return result
 
 
 def described(run: RunConfig) -> str:

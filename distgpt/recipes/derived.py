@@ -58,12 +58,12 @@ def _tuned(request: RunRequest, ranks: int) -> RunRequest:
     SETTINGS["seq_len"].check("seq_len", seq_len)
     assert isinstance(seq_len, int)
     rows = max(1, TUNING_TOKENS // seq_len)
-    found: dict[str, Any] = {"schedule": "linear", "warmup": 0, "weight_decay": 0.0}
+    result: dict[str, Any] = {"schedule": "linear", "warmup": 0, "weight_decay": 0.0}
     if not BATCH_KEYS & said.keys():
-        found["batch_size"] = -(-rows // ranks) * ranks
+        result["batch_size"] = -(-rows // ranks) * ranks
     if not {"steps", "train_minutes"} & said.keys():
-        found["epochs"] = 3.0
-    return replace(request, derived=found)
+        result["epochs"] = 3.0
+    return replace(request, derived=result)
 
 
 def _with_parts(request: RunRequest) -> RunRequest:
@@ -89,15 +89,15 @@ def with_decay(request: RunRequest) -> RunRequest:
         raise DataError(f"--decay-from {path}: no such checkpoint or run directory")
     run = path if RunDirectory(path).saved() else path.resolve().parent.parent
     out = out or place_for(run.parent, f"{run.resolve().name}-decayed", resuming=False)
-    found = find_run(str(path), out, "", lambda text: None)
-    if found.in_place or found.settings is None or found.checkpoint is None:
+    result = find_run(str(path), out, "", lambda text: None)
+    if result.in_place or result.settings is None or result.checkpoint is None:
         raise UsageError(f"--decay-from {path} starts a new run; choose another --out")
-    step = load_state(found.checkpoint).step
-    _refuse_fallen(found.settings.train, step, found.checkpoint)
+    step = load_state(result.checkpoint).step
+    _refuse_fallen(result.settings.train, step, result.checkpoint)
     end = step + steps
     fall: Values = {"steps": end, "schedule": "wsd", "decay_fraction": steps / end, "train_minutes": 0.0}
     given = {**request.given, **fall}
-    return replace(request, decay_from=None, given=given, out=out, resume=str(found.checkpoint))
+    return replace(request, decay_from=None, given=given, out=out, resume=str(result.checkpoint))
 
 
 def _refuse_fallen(t: TrainConfig, step: int, checkpoint: Path) -> None:

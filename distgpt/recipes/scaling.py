@@ -113,7 +113,7 @@ def recipe(
     from_pairs = tokens <= PAIRS_UP_TO
     rates = SPRINT_RATES if from_pairs else FAST_RATES
     lr = min(HIGHEST_LR, rates["lr"] * larger)
-    found = {
+    result = {
         "lr": lr,
         "min_lr": lr / LR_FALLS,
         **{name: rates[name] * narrower for name in ("embedding_lr", "value_lr", "head_lr")},
@@ -131,7 +131,7 @@ def recipe(
         "steps": steps,
         "warmup": min(LONGEST_WARMUP, math.ceil(steps / WARMUP)),
         "init_weights": "bigrams" if from_pairs else "unit",
-        **{name: float(f"{value:.3g}") for name, value in found.items()},
+        **{name: float(f"{value:.3g}") for name, value in result.items()},
     }
 
 

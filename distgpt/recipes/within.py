@@ -77,20 +77,21 @@ def with_clock(request: RunRequest, stage: Stage, say: Say) -> RunRequest:
         return _run(request, stage, request.depth or 1, FIRST_TOKENS[stage.on_gpu], text)
 
     compiled = _compiled(stage, smallest, bool(learned_size(text.tokenizer)), say)
-    found, rest = measured_choice(request, compiled, seconds, text, say)
+    result, rest = measured_choice(request, compiled, seconds, text, say)
     if stage.comm.rank == 0:
-        read, times = f"{found.tokens / 1e6:.2g} M tokens", f"{found.tokens / text.tokens:.2g} times the text"
-        expected = f"{bits_range(found.bits_per_byte)} bits per byte on unseen text"
-        say(f"--within: depth {found.depth} reads about {read}, {times}, and should reach {expected}")
+        read = f"{result.tokens / 1e6:.2g} M tokens"
+        times = f"{result.tokens / text.tokens:.2g} times the text"
+        expected = f"{bits_range(result.bits_per_byte)} bits per byte on unseen text"
+        say(f"--within: depth {result.depth} reads about {read}, {times}, and should reach {expected}")
         if rest < seconds:
             say(f"--within: the run ends after about {clock(rest)}, because the text is too short for more")
         if not held_out:
             say("--within: no validation data to check this estimate; set --val-fraction 0.1")
     # If the run needs little of its time, end it by steps, since a clock would include the setup.
-    given["train_minutes"] = 0.0 if rest < seconds and found.seconds < seconds / 2 else rest / 60
-    uncounted, bits = compiled.begun - stage.begun, found.bits_per_byte
+    given["train_minutes"] = 0.0 if rest < seconds and result.seconds < seconds / 2 else rest / 60
+    uncounted, bits = compiled.begun - stage.begun, result.bits_per_byte
     request = replace(request, given=given, expected_bits=bits, uncounted=uncounted)
-    return replace(request, depth=found.depth, tokens=found.tokens)
+    return replace(request, depth=result.depth, tokens=result.tokens)
 
 
 def _text(given: Mapping[str, Any]) -> tuple[Text, bool]:
@@ -176,9 +177,9 @@ def measured_choice(
 
         def decide() -> tuple[Choice, bool]:
             now = time.monotonic()
-            found = choose(max(1.0, end - now), speeds, text, only)
+            result = choose(max(1.0, end - now), speeds, text, only)
             most = MOST_FOR_NEEDED if len(speeds) < NEEDED[on_gpu] else MOST_MEASURING
-            return found, now - stage.begun - warm < most * seconds
+            return result, now - stage.begun - warm < most * seconds
 
         return on_root(comm, decide)
 

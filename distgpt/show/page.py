@@ -58,14 +58,14 @@ Block = Table | str  # a string is a paragraph
 
 def terminal(blocks: Iterable[Block]) -> str:
     """Render blocks for a terminal, without empty tables."""
-    found: list[str] = []
+    result: list[str] = []
     for block in blocks:
         if isinstance(block, str):
-            found.append(textwrap.fill(block, _width()))
+            result.append(textwrap.fill(block, _width()))
         elif isinstance(block, Table) and block.rows:  # programs in benchmarks/ also have charts
             table = terminal_table(block.columns, block.rows)
-            found += [f"{block.caption}\n{table}".lstrip("\n"), textwrap.fill(block.note, _width())]
-    return "\n\n".join(filter(None, found))
+            result += [f"{block.caption}\n{table}".lstrip("\n"), textwrap.fill(block.note, _width())]
+    return "\n\n".join(filter(None, result))
 
 
 def _width() -> int:

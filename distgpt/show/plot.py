@@ -92,8 +92,8 @@ class Run:
     def lowest(self, evaluated: Curve) -> float:
         """Return the loss of the best evaluation on this curve, or infinity if it has none."""
         best = best_evaluation(self.lines)
-        found: Any = evaluated.values[evaluated.steps == best["step"]] if best else ()
-        return float(found[0]) if len(found) else math.inf
+        result: Any = evaluated.values[evaluated.steps == best["step"]] if best else ()
+        return float(result[0]) if len(result) else math.inf
 
     def places(self, axis: str, steps: Array) -> Array:
         """Map steps to positions on the axis "steps", "tokens", or "time" (minutes of training)."""

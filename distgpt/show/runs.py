@@ -147,14 +147,14 @@ def run_directories(top: Path) -> Iterator[Path]:
 
 def _look_at(path: Path, top: Path) -> Listed:
     name = path.relative_to(top)
-    found = Listed(str(name) if name.parts else path.resolve().name, str(path))
+    result = Listed(str(name) if name.parts else path.resolve().name, str(path))
     if len(name.parts) > 1 and (path.parent / "grid.json").is_file():
-        found.sweep = str(name.parent)
+        result.sweep = str(name.parent)
     try:
-        _fill(found, RunDirectory(path))
+        _fill(result, RunDirectory(path))
     except DistgptError as error:
-        found.state, found.error = "damaged", str(error)
-    return found
+        result.state, result.error = "damaged", str(error)
+    return result
 
 
 def _fill(found: Listed, run: RunDirectory) -> None:

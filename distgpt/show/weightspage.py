@@ -53,28 +53,28 @@ def inspect(path: Path) -> dict[str, Any]:
         return _own(path, header)
     if (path.parent / CONFIG).is_file():
         return _foreign(path)
-    found = {"kind": "tensors", "what": f"{len(header.tensors)} tensors in a safetensors file"}
-    return found | _data([path], [header]) | {"imports": f"no, because its directory has no {CONFIG}"}
+    result = {"kind": "tensors", "what": f"{len(header.tensors)} tensors in a safetensors file"}
+    return result | _data([path], [header]) | {"imports": f"no, because its directory has no {CONFIG}"}
 
 
 def _own(path: Path, header: Header) -> dict[str, Any]:
     description = read_description(path)
-    found: dict[str, Any] = {"kind": "weights", "what": "a model of distgpt"}
+    result: dict[str, Any] = {"kind": "weights", "what": "a model of distgpt"}
     if description.base:
         what = components().part(description.part).describe(description.run)
-        found = {"kind": "adapter", "what": f"{what} {description.base.file}"}
-    found |= _model(description.run.model, description.tokenizer)
+        result = {"kind": "adapter", "what": f"{what} {description.base.file}"}
+    result |= _model(description.run.model, description.tokenizer)
     if ORIGIN in header.metadata:
-        found["origin"] = header.metadata[ORIGIN]
+        result["origin"] = header.metadata[ORIGIN]
     elif description.tokenizer:
-        found["trained"] = _training(description.run)
+        result["trained"] = _training(description.run)
     try:
         best = checkpoint.Best.from_metadata(header.metadata)
     except ValueError as error:
         raise DataError(f"{path} is corrupt: {error}") from None
     if best:
-        found["best"] = f"best of its run, after step {best.step}, with validation loss {best.loss:.4f}"
-    return found | _data([path], [header])
+        result["best"] = f"best of its run, after step {best.step}, with validation loss {best.loss:.4f}"
+    return result | _data([path], [header])
 
 
 def _checkpoint(path: Path) -> dict[str, Any]:
@@ -98,7 +98,7 @@ def _foreign(path: Path) -> dict[str, Any]:
     architectures = settings.values.get("architectures")
     title = architectures[0] if isinstance(architectures, list) and architectures else "model"
     files = f" in {len(headers)} files" if len(headers) > 1 else ""
-    found = {"kind": "transformers", "what": f"a {title!s:.80} of transformers{files}"}
+    result = {"kind": "transformers", "what": f"a {title!s:.80} of transformers{files}"}
     data = _data(list(headers), list(headers.values()))
 
     def opened() -> Foreign:
@@ -107,7 +107,7 @@ def _foreign(path: Path) -> dict[str, Any]:
         return foreign
 
     command = command_line("weights", "import", path, "--out", "FILE")
-    return found | data | _importable(opened, command)
+    return result | data | _importable(opened, command)
 
 
 def _importable(opened: Callable[[], Any], command: str) -> dict[str, Any]:
@@ -166,11 +166,11 @@ def _data(files: list[Path], headers: list[Header], verify: bool = True) -> dict
     with storage_errors("read", files[0]):
         size = sum(file.stat().st_size for file in files)
     types = sorted({entry.dtype for header in headers for entry in header.tensors.values()})
-    found = {"types": types, "bytes": size}
+    result = {"types": types, "bytes": size}
     if verify:
         verified = [verify_data(*pair) for pair in zip(files, headers, strict=True)]
-        found["checksum"] = "verified" if all(verified) else "none for the data"
-    return found
+        result["checksum"] = "verified" if all(verified) else "none for the data"
+    return result
 
 
 def page(found: dict[str, Any]) -> str:

@@ -55,11 +55,11 @@ class Machine:
     @cached_property
     def cores(self) -> list[Core]:
         """Each core as its usable CPUs, in order of proximity. Slow cores next to fast ones are omitted."""
-        found: dict[int, list[Cpu]] = {}
+        result: dict[int, list[Cpu]] = {}
         for cpu in self.usable:
-            found.setdefault(cpu.core, []).append(cpu)
-        fast = [tuple(core) for core in found.values() if core[0].fast]
-        each = fast or [tuple(core) for core in found.values()]
+            result.setdefault(cpu.core, []).append(cpu)
+        fast = [tuple(core) for core in result.values() if core[0].fast]
+        each = fast or [tuple(core) for core in result.values()]
         return sorted(each, key=lambda core: (core[0].socket, core[0].region, core[0].cache, core[0].number))
 
 
@@ -86,13 +86,13 @@ def read_machine(root: Path = SYS, allowed: Iterable[int] = ()) -> Machine:
 
 def cpu_list(text: str) -> frozenset[int]:
     """Parse a CPU list of /sys, such as "0-3,7" → {0, 1, 2, 3, 7}. Raise ValueError if it is invalid."""
-    found: set[int] = set()
+    result: set[int] = set()
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")
         if not 0 <= int(first) <= int(last or first) < MOST_CPUS:
             raise ValueError(part)
-        found.update(range(int(first), int(last or first) + 1))
-    return frozenset(found)
+        result.update(range(int(first), int(last or first) + 1))
+    return frozenset(result)
 
 
 def _cpus(system: Path, devices: Path) -> Iterator[Cpu]:
@@ -106,10 +106,10 @@ def _cpus(system: Path, devices: Path) -> Iterator[Cpu]:
 
     def core(cpu: int) -> frozenset[int]:
         topology = folders[cpu] / "topology"
-        found = _list(topology / "core_cpus_list") or _list(topology / "thread_siblings_list")  # < 5.3
-        if not found:
+        result = _list(topology / "core_cpus_list") or _list(topology / "thread_siblings_list")  # < 5.3
+        if not result:
             raise ValueError(f"{topology} does not list the CPUs of a core")
-        return found
+        return result
 
     def cache(cpu: int) -> frozenset[int]:
         levels = (folders[cpu] / f"cache/index{index}" for index in range(8))
@@ -129,11 +129,11 @@ def _cpus(system: Path, devices: Path) -> Iterator[Cpu]:
 
 def _heads(cpus: frozenset[int], group_of: Callable[[int], frozenset[int]]) -> dict[int, int]:
     """Map each CPU to the lowest CPU of its group. Each group is read once."""
-    found: dict[int, int] = {}
+    result: dict[int, int] = {}
     for cpu in sorted(cpus):
-        if cpu not in found:
-            found = {**dict.fromkeys((group_of(cpu) & cpus) | {cpu}, cpu), **found}
-    return found
+        if cpu not in result:
+            result = {**dict.fromkeys((group_of(cpu) & cpus) | {cpu}, cpu), **result}
+    return result
 
 
 def _slow(devices: Path, folders: dict[int, Path], heads: frozenset[int]) -> frozenset[int]:

@@ -30,10 +30,10 @@ def shape(text: str) -> tuple[int, int]:
             raise UsageError(f"--node here: {machine.doubts[0]}; describe the node, such as --node 8x16")
         sizes = Counter(core[0].region for core in machine.cores)
         return len(sizes), min(sizes.values())
-    found = re.fullmatch(r"([1-9]\d{0,3})x([1-9]\d{0,3})", text)
-    if not found:
+    result = re.fullmatch(r"([1-9]\d{0,3})x([1-9]\d{0,3})", text)
+    if not result:
         raise UsageError(f"--node {text} must be NUMA regions and cores per region, such as 8x16, or here")
-    return int(found[1]), int(found[2])
+    return int(result[1]), int(result[2])
 
 
 # Arrays: a script for many runs, with each run's number in a shell variable
@@ -48,9 +48,9 @@ def elements(text: str) -> list[int]:
         )
     numbers: list[int] = []
     for part in rows.split(",") if text else ():
-        if (found := re.fullmatch(r"(\d{1,9})(?:-(\d{1,9})(?::([1-9]\d{0,8}))?)?", part)) is None:
+        if (result := re.fullmatch(r"(\d{1,9})(?:-(\d{1,9})(?::([1-9]\d{0,8}))?)?", part)) is None:
             raise UsageError(f"--array={text} must be numbers, such as --array=1-4 or --array=0,3,7")
-        several = range(int(found[1]), int(found[2] or found[1]) + 1, int(found[3] or 1))[:MOST_ELEMENTS]
+        several = range(int(result[1]), int(result[2] or result[1]) + 1, int(result[3] or 1))[:MOST_ELEMENTS]
         if not several:  # without elements, all runs of the array would share one directory
             raise UsageError(f"--array={text}: {part} ends before it starts")
         numbers += several
@@ -178,8 +178,8 @@ def _directives(system: System, job: Job) -> list[str]:
 
 def _key(option: str) -> str:
     """Return the option in a directive: "--time=4h" → "--time", "-l h_rt=60" → "-lh_rt", "-N 2" → "-N"."""
-    found = re.match(r'-[lR]\s*"?\w+|--?\w[\w-]*', option)
-    name = re.sub(r'[\s"]', "", found.group()) if found else option
+    result = re.match(r'-[lR]\s*"?\w+|--?\w[\w-]*', option)
+    name = re.sub(r'[\s"]', "", result.group()) if result else option
     return "--gpus-per-node" if option.startswith("--gres=gpu") else name  # Slurm
 
 

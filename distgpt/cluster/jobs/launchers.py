@@ -86,10 +86,10 @@ def report_mpi() -> None:
     """Start MPI in this process and print a description as JSON."""
     try:
         open_stage("mpi")
-        found = running_mpi()
+        result = running_mpi()
     except UsageError as error:
-        found = {"problem": str(error)}
-    print(json.dumps(found), flush=True)
+        result = {"problem": str(error)}
+    print(json.dumps(result), flush=True)
 
 
 def distant_mpi() -> Facts:
@@ -102,8 +102,8 @@ def distant_mpi() -> Facts:
     if child.returncode or not lines:
         said = " ".join(child.stderr.split())[:200]
         return {"problem": f"MPI failed to start ({said or 'no message'})"}
-    found: Facts = json.loads(lines[-1])
-    return found
+    result: Facts = json.loads(lines[-1])
+    return result
 
 
 def mpirun(where: str | None = None) -> Facts:
@@ -162,12 +162,12 @@ def parse_hostfile(content: bytes, vendor: str) -> list[HostLine]:
 
 
 def _line(number: int, text: str, vendor: str) -> HostLine:
-    found = _LINES[vendor].fullmatch(text.strip(" \t"))
-    slots = found and found["slots"]
-    if not found or (slots and not 1 <= int(slots) <= MOST_RANKS):
+    result = _LINES[vendor].fullmatch(text.strip(" \t"))
+    slots = result and result["slots"]
+    if not result or (slots and not 1 <= int(slots) <= MOST_RANKS):
         needed = f"{vendor} requires a host and its ranks, such as {_FORMS[vendor]}"
         return HostLine(text, problem=f"line {number}: {needed}, not {text!r:.60}")
-    return HostLine(text, found["host"], int(slots or 0))
+    return HostLine(text, result["host"], int(slots or 0))
 
 
 def hostfile_problems(vendor: str, lines: Sequence[HostLine]) -> list[str]:

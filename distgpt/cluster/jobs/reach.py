@@ -59,10 +59,10 @@ class Answer:
 def addresses(name: str) -> list[str]:
     """Return the addresses of a host, given as HOST or USER@HOST."""
     try:
-        found = socket.getaddrinfo(name.rpartition("@")[2], None)
+        result = socket.getaddrinfo(name.rpartition("@")[2], None)
     except (OSError, UnicodeError):
         return []
-    return sorted({str(each[4][0]) for each in found})
+    return sorted({str(each[4][0]) for each in result})
 
 
 def has_address(address: str) -> bool:

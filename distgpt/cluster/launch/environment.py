@@ -37,8 +37,8 @@ def batch_job(environ: Environ = os.environ) -> dict[str, str] | None:
     """Return "system", "id" and, if it has one, "name" of the job; None outside a batch system."""
     for system, sign, number, job_name in SYSTEMS:
         if environ.get(sign) and environ.get(number):
-            found = {"system": system, "id": environ[number], "name": environ.get(job_name, "")}
-            return {key: text[:LONGEST_NAME] for key, text in found.items() if text}
+            result = {"system": system, "id": environ[number], "name": environ.get(job_name, "")}
+            return {key: text[:LONGEST_NAME] for key, text in result.items() if text}
     return None
 
 

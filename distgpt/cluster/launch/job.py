@@ -143,8 +143,8 @@ class Launched(Job):
         if comm.size == 1:
             alone = f"--stage {stage} runs as one process; to start two: mpirun -n 2 distgpt …"
             return [note for note in (alone * (stage in WITH_MPI), own) if note]
-        found = ranks_by_text(gather(comm, own)).items()
-        of_all = [f"{named_ranks(ranks)}: " * (len(ranks) < comm.size) + text for text, ranks in found]
+        result = ranks_by_text(gather(comm, own)).items()
+        of_all = [f"{named_ranks(ranks)}: " * (len(ranks) < comm.size) + text for text, ranks in result]
         return [] if comm.rank else of_all
 
     def watch_exit(self, comm: Comm) -> None:
@@ -221,10 +221,10 @@ def foreign_launcher() -> str:
     """
     from distgpt.core.comm import mpi
 
-    found, vendor = launchers(), mpi.vendor()
-    if not found or (found[0] != OPEN_MPI and launched_as() < 2):  # any launcher can start one process
+    result, vendor = launchers(), mpi.vendor()
+    if not result or (result[0] != OPEN_MPI and launched_as() < 2):  # any launcher can start one process
         return ""
-    launcher = found[0]
+    launcher = result[0]
     if (launcher == OPEN_MPI and vendor != "Open MPI") or (launcher == MPICH and vendor == "Open MPI"):
         return f"launched by {launcher.name}, but mpi4py belongs to {vendor}; use the mpirun of {vendor}"
     if vendor != "MPICH":

@@ -122,11 +122,11 @@ def alone(path: Path) -> Iterator[Callable[[], None]]:
     Waiting processes also enter as soon as the file appears. If the process inside is stuck or calls
     `not_kept`, all enter, because each has to make the content itself.
     """
-    found = _opened(path)
-    if found is None:
+    result = _opened(path)
+    if result is None:
         yield lambda: None
         return
-    descriptor, name, got = found
+    descriptor, name, got = result
     try:
         before, end, pause = _stamp(path), time.monotonic() + PATIENCE, POLL
         while not got and _stamp(path) == before and time.monotonic() < end:
@@ -172,8 +172,8 @@ def _opened(path: Path) -> tuple[int, Path, bool] | None:
 def _stamp(path: Path) -> tuple[int, int] | None:
     """Return values that change when the file is rewritten; None if it does not exist."""
     with suppress(OSError):
-        found = path.stat()
-        return found.st_ino, found.st_ctime_ns
+        result = path.stat()
+        return result.st_ino, result.st_ctime_ns
     return None
 
 
@@ -201,10 +201,10 @@ def _trim(current: Path, limit: int) -> None:
     with suppress(OSError):
         folders = [folder for folder in current.parent.iterdir() if is_compiled(folder)]
         paths = [path for folder in folders for path in compiled_files(folder)]
-        found = [(path.parent == current, (at := path.lstat()).st_mtime, at.st_size, path) for path in paths]
-        excess = sum(size for _, _, size, _ in found) - limit
-        for number, (_, _, size, path) in enumerate(sorted(found)):
-            if excess <= 0 and len(found) - number <= MOST_FILES:
+        result = [(path.parent == current, (at := path.lstat()).st_mtime, at.st_size, path) for path in paths]
+        excess = sum(size for _, _, size, _ in result) - limit
+        for number, (_, _, size, path) in enumerate(sorted(result)):
+            if excess <= 0 and len(result) - number <= MOST_FILES:
                 break
             path.unlink(missing_ok=True)
             excess -= size
@@ -235,8 +235,8 @@ def write_checked(path: Path, content: bytes) -> None:
 def read_trusted(path: Path, owners: Collection[int]) -> bytes | None:
     """Return a file's content if only these users can write to it and its directory; otherwise None."""
     with suppress(OSError, DataError), open_regular(path) as file:
-        for found in (path.parent.stat(), os.fstat(file.fileno())):
-            if found.st_uid not in owners or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        for result in (path.parent.stat(), os.fstat(file.fileno())):
+            if result.st_uid not in owners or result.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
                 return None
         return file.read()
     return None
@@ -254,16 +254,16 @@ def _is_private(folder: Path) -> bool:
 
 def _is_own(folder: Path) -> bool:
     with suppress(OSError):
-        found = folder.lstat()
-        alone = found.st_uid == os.geteuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-        return stat.S_ISDIR(found.st_mode) and alone
+        result = folder.lstat()
+        alone = result.st_uid == os.geteuid() and not result.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+        return stat.S_ISDIR(result.st_mode) and alone
     return False
 
 
 def _is_closed(folder: Path) -> bool:
     """Return whether only root and this user can rename the files in a directory."""
     with suppress(OSError):
-        found = folder.stat()
-        is_closed = not found.st_mode & stat.S_IWOTH or bool(found.st_mode & stat.S_ISVTX)
-        return is_closed and found.st_uid in (0, os.geteuid())  # the owner can rename the files in it
+        result = folder.stat()
+        is_closed = not result.st_mode & stat.S_IWOTH or bool(result.st_mode & stat.S_ISVTX)
+        return is_closed and result.st_uid in (0, os.geteuid())  # the owner can rename the files in it
     return False

@@ -104,8 +104,8 @@ def _checked(kind: object, value: object, keys: Keys) -> object:
     if origin in (Union, types.UnionType):  # X | None
         return None if value is None else _checked(parts[0], value, keys)
     if origin is dict:
-        found = _plain(dict, value, keys)
-        return {name: _checked(parts[1], each, (*keys, name)) for name, each in found.items()}
+        result = _plain(dict, value, keys)
+        return {name: _checked(parts[1], each, (*keys, name)) for name, each in result.items()}
     if origin is list:
         return _sequence(parts[0], _plain(list, value, keys), keys)
     if origin is tuple:
@@ -143,13 +143,13 @@ def _sequence(kind: object, values: list[object], keys: Keys) -> list[object]:
 
 def _object(kind: type[DataclassInstance], value: object, keys: Keys) -> object:
     """Create a dataclass from an object with all required keys and no unknown ones."""
-    found, kinds = _plain(dict, value, keys), _kinds(kind)
-    missing = {name for name, (_, is_needed) in kinds.items() if is_needed} - found.keys()
-    if wrong := missing | (found.keys() - kinds.keys()):
+    result, kinds = _plain(dict, value, keys), _kinds(kind)
+    missing = {name for name, (_, is_needed) in kinds.items() if is_needed} - result.keys()
+    if wrong := missing | (result.keys() - kinds.keys()):
         names = escape(", ".join(sorted(wrong)))
         raise ValueError(f"{_name(keys)} has missing or unknown entries: {names:.80}")
     make: Callable[..., object] = kind
-    return make(**{name: _checked(kinds[name][0], each, (*keys, name)) for name, each in found.items()})
+    return make(**{name: _checked(kinds[name][0], each, (*keys, name)) for name, each in result.items()})
 
 
 @functools.cache
@@ -209,10 +209,10 @@ def parse_json(content: bytes | str, largest: int = LARGEST_JSON) -> Json:
 
 
 def _distinct(pairs: list[tuple[str, Json]]) -> JsonObject:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    result = dict(pairs)
+    if len(result) < len(pairs):
         raise ValueError("duplicate names")
-    return found
+    return result
 
 
 def _refuse_number(text: str) -> NoReturn:

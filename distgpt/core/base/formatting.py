@@ -47,10 +47,10 @@ def scaled(value: float, units: Mapping[str, float]) -> tuple[float, str]:
 
 def parse_count(text: str, name: str) -> int:
     """Parse "300000", "1.5M" or "10B"; `name` is the option, for errors."""
-    found = re.fullmatch(r"(.+?)([KMBT]?)", text.strip(), re.IGNORECASE)
+    result = re.fullmatch(r"(.+?)([KMBT]?)", text.strip(), re.IGNORECASE)
     factors = {prefix.upper(): factor for prefix, factor in PREFIXES.items()}
     try:
-        value = round(float(found[1]) * factors[found[2].upper()]) if found else 0
+        value = round(float(result[1]) * factors[result[2].upper()]) if result else 0
     except (ValueError, OverflowError):
         value = 0
     if value < 1:
@@ -77,16 +77,16 @@ def size_in_column(n_bytes: float) -> str:
 
 def parse_size(text: str) -> int:
     """Return the bytes in "4k", "64MiB", "1.5G" or "4096". Units are powers of 1,024."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?)(?:i?B)?", text.strip(), re.IGNORECASE)
-    if found is None:
+    result = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?)(?:i?B)?", text.strip(), re.IGNORECASE)
+    if result is None:
         raise UsageError(f"{text!r} is not a size; write a number and K, M or G, such as 64M")
-    return int(float(found[1]) * {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}[found[2].upper()])
+    return int(float(result[1]) * {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}[result[2].upper()])
 
 
 def parse_duration(text: str) -> float:
     """Return the seconds in "3h50m", "90 s", "1.5 h" or "2d"."""
-    found = re.fullmatch(_PARTS, text.strip(), re.IGNORECASE)
-    parts = zip(found.groups(), _FACTORS, strict=True) if found else ()
+    result = re.fullmatch(_PARTS, text.strip(), re.IGNORECASE)
+    parts = zip(result.groups(), _FACTORS, strict=True) if result else ()
     seconds = sum(float(part) * factor for part, factor in parts if part)
     if not 0 < seconds < 1e10:
         raise UsageError(f"{text!r} is not a duration; write numbers with d, h, m or s, such as 3h50m")

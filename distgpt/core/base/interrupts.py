@@ -214,11 +214,11 @@ def signals_deferred() -> Iterator[Callable[[], None]]:
         came.append((number, timer))
 
     def deliver() -> None:
-        found = came.copy()
+        result = came.copy()
         came.clear()
-        for _, timer in found:
+        for _, timer in result:
             timer.cancel()
-        for number, _ in found:
+        for number, _ in result:
             former[number](number, None)
 
     try:

@@ -92,7 +92,7 @@ UNKNOWN = Grants()
 
 def granted_memory(ranks: int = 1, groups: Groups = Groups(), grants: Grants | None = None) -> Memory:
     """Return the memory available to each of `ranks` ranks on this machine, by the tightest limit."""
-    found = [Memory(available_memory() // ranks)]
+    result = [Memory(available_memory() // ranks)]
     for name, group in groups.chain("memory"):
         # memory.high counts because a process above it is throttled to a standstill.
         # memory.soft_limit_in_bytes does not count.
@@ -108,32 +108,32 @@ def granted_memory(ranks: int = 1, groups: Groups = Groups(), grants: Grants | N
                 caches = (rows.get(f"total_{kind}_file", rows.get(f"{kind}_file", 0)) for kind in CACHES)
                 free = int(total) - max(0, int(now) - sum(map(int, caches)))
                 limit_of_group = f"{limit} of the control group {name}"
-                found.append(Memory(max(0, free) // ranks, int(total), limit_of_group))
+                result.append(Memory(max(0, free) // ranks, int(total), limit_of_group))
     for granted, by in (grants or components().grants()).memory():
-        found.append(Memory(max(0, granted // ranks - status_bytes("VmRSS")), granted, by))
+        result.append(Memory(max(0, granted // ranks - status_bytes("VmRSS")), granted, by))
     for flag, (number, counted) in ULIMITS.items():  # each rank has its own ulimit
         most = resource.getrlimit(number)[0]
         if most != resource.RLIM_INFINITY:
             free = most - status_bytes(counted) - ADDRESSES
-            found.append(Memory(max(0, free), most, f"ulimit -{flag}"))
-    return replace(min(found, key=lambda memory: memory.free), ranks=ranks)
+            result.append(Memory(max(0, free), most, f"ulimit -{flag}"))
+    return replace(min(result, key=lambda memory: memory.free), ranks=ranks)
 
 
 def granted_cores(
     share: float = 0.0, ranks: int = 1, groups: Groups = Groups(), grants: Grants | None = None
 ) -> Cores:
     """Return the cores available to each of `ranks` ranks. `share`: cores of this rank, 0 for all usable."""
-    found = [Cores(share or len(usable_cores()))]
+    result = [Cores(share or len(usable_cores()))]
     for name, group in groups.chain("cpu"):
         old = f"{_read(group / 'cpu.cfs_quota_us')} {_read(group / 'cpu.cfs_period_us')}"
         for file, text in (("cpu.cfs_quota_us", old), ("cpu.max", _read(group / "cpu.max"))):
             time, _, period = text.partition(" ")
             if time.isdigit() and period.isdigit():  # neither -1 nor max
                 quota = int(time) / int(period)
-                found.append(Cores(quota / ranks, f"{file} of the control group {name}"))
+                result.append(Cores(quota / ranks, f"{file} of the control group {name}"))
     granted = (grants or components().grants()).cores(ranks)
-    found += [Cores(float(number), limit) for number, limit in granted]
-    return min(found, key=lambda cores: cores.number)
+    result += [Cores(float(number), limit) for number, limit in granted]
+    return min(result, key=lambda cores: cores.number)
 
 
 def _read(path: Path) -> str:

@@ -78,24 +78,24 @@ def renamed(values: Mapping[str, object]) -> dict[str, object]:
 
     Drop removed settings whose value had no effect.
     """
-    found: dict[str, object] = {}
+    result: dict[str, object] = {}
     for name, value in values.items():
         if name in REMOVED and value == REMOVED[name]:
             continue
         choices = dict(SETTINGS[name].former_choices) if name in SETTINGS else {}
-        found[name] = choices.get(value, value) if isinstance(value, str) else value
-    return found
+        result[name] = choices.get(value, value) if isinstance(value, str) else value
+    return result
 
 
 def former_choices(text: str, source: str) -> list[str]:
     """Return a line for each value in a TOML document that has a new name."""
-    found = []
+    result = []
     for half in load_toml(text, source).values():
         for name, value in half.items() if isinstance(half, dict) else ():
             for former, now in SETTINGS[name].former_choices if name in SETTINGS else ():
                 if value == former:
-                    found.append(f"{name} = {former!r} is {now!r} now")
-    return found
+                    result.append(f"{name} = {former!r} is {now!r} now")
+    return result
 
 
 def layered(base: RunConfig, *layers: Mapping[str, object]) -> RunConfig:

@@ -153,10 +153,10 @@ def resumed(base: RunConfig, request: RunRequest) -> RunConfig:
 
 def _of_weights(weights: ModelConfig, said: Mapping[str, object]) -> dict[str, object]:
     """Return the settings implied by pretrained weights: their model, and lower learning rates."""
-    found = asdict(weights) | PRETRAINED
+    result = asdict(weights) | PRETRAINED
     if said.get("lora_rank"):  # adapters start at 0 (docs/how-to/tuning.md)
-        found |= {"lr": float(f"{min(ADAPTED_LR, 1 / weights.n_embd):.2g}"), "weight_decay": 0.0}
-    return found
+        result |= {"lr": float(f"{min(ADAPTED_LR, 1 / weights.n_embd):.2g}"), "weight_decay": 0.0}
+    return result
 
 
 def _with_fitting_warmup(run: RunConfig, *chosen: Mapping[str, object]) -> RunConfig:

@@ -79,15 +79,15 @@ def missing_loops(stage: Stage, dtype: str, matmul: str, work: Work) -> list[Mis
         total[0] = 1.0
 
     kernels.sum_squares = one
-    found: dict[Missing, None] = {}
-    before = noted.set(found)
+    result: dict[Missing, None] = {}
+    before = noted.set(result)
     try:
         with np.errstate(all="ignore"):
             work(kernels)
         warmup_pass(stage.threads)  # `record` above skips these loops
     finally:
         noted.reset(before)
-    return list(found)
+    return list(result)
 
 
 def loop_name(missing: Missing) -> Name | None:

@@ -323,9 +323,9 @@ class CpuKernels(Kernels):
         every_cross_entropy(self, losses, dx, dw, x[learned], head, targets[learned], scale, accumulate)
         for out in (losses, dx):
             if out is not None:
-                found = out[:n].copy()  # learned rows are first; move them to their places
+                result = out[:n].copy()  # learned rows are first; move them to their places
                 out[...] = 0
-                out[learned] = found
+                out[learned] = result
 
     def sum(self, total: Array, x: Array, scale: float, accumulate: bool) -> None:
         total[0] = scale * x.sum(dtype=np.float64) + (total[0] if accumulate else 0.0)

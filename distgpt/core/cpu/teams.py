@@ -40,7 +40,7 @@ def share_out(shapes: tuple[Shape, ...], threads: int, cost: Callable[[Shape], C
     Each job, largest first, is given to the team that would finish it first.
     """
     costs = [cost(shape) for shape in shapes]
-    found: tuple[Team, ...] = ()
+    result: tuple[Team, ...] = ()
     least = 0.0
     for count in range(min(threads, len(shapes)), 0, -1):
         firsts = [threads * i // count for i in range(count)]
@@ -52,11 +52,11 @@ def share_out(shapes: tuple[Shape, ...], threads: int, cost: Callable[[Shape], C
             team = after.index(min(after))
             jobs[team].append(i)
             ends[team] = after[team]
-        if not found or max(ends) < WORTHWHILE * least:
+        if not result or max(ends) < WORTHWHILE * least:
             most = [max((costs[job].most for job in some), default=0) for some in jobs]
-            found = tuple(map(Team, firsts, map(min, sizes, most), map(tuple, jobs)))
+            result = tuple(map(Team, firsts, map(min, sizes, most), map(tuple, jobs)))
             least = max(ends)
-    return found
+    return result
 
 
 def _time(cost: Cost, members: int) -> float:

@@ -144,8 +144,8 @@ class BytesDecoder(Tokenizer):
 
     def decode(self, ids: Sequence[int] | Ids) -> str:
         pieces, size = self.pieces, len(self.pieces)
-        found = [pieces[i] if 0 <= i < size else self.FOREIGN for i in np.asarray(ids).tolist()]
-        return b"".join(found).decode("utf-8", "replace")
+        result = [pieces[i] if 0 <= i < size else self.FOREIGN for i in np.asarray(ids).tolist()]
+        return b"".join(result).decode("utf-8", "replace")
 
     def streamer(self) -> Streamer:
         return BytesStreamer(self.pieces)
@@ -343,9 +343,9 @@ def _from_path(name: str) -> Tokenizer:
     if isinstance(document, dict) and document.get("format") == TOKENIZER_FORMAT:
         return _from_document(document, str(path))
     for _, kind in tokenizer_kinds():
-        found = kind.from_file(path, document) if kind.from_file else None
-        if found is not None:
-            return found
+        result = kind.from_file(path, document) if kind.from_file else None
+        if result is not None:
+            return result
     if path.is_dir():
         raise DataError(f"{name} contains no {SAVED}")
     return _from_document(document, str(path))  # raises the error

@@ -70,10 +70,10 @@ class PlainSlots:
             self._shorter.clear()
         if count == self._longest.n_rows:
             return self._longest
-        found = self._shorter.get(count) or self._longest.reshaped(1, count)
+        result = self._shorter.get(count) or self._longest.reshaped(1, count)
         if count <= KEPT:
-            self._shorter[count] = found
-        return found
+            self._shorter[count] = result
+        return result
 
     def _cache(self, slot: int) -> Array:
         cache = self._caches[slot]

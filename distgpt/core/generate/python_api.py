@@ -49,11 +49,11 @@ def generate(
     slots = agreed_slots(model, wanted, comm, lookup=max((each.lookup for each in requests), default=0))
     if stream:
         return _streamed(Engine(slots, tokenizer), requests[0], isinstance(prompt, str))
-    found = []
+    result = []
     for each, samples in zip(prompts, _samples(slots, tokenizer, comm, requests), strict=True):
         shown = [_shown(sample, isinstance(each, str), logprobs is not None) for sample in samples]
-        found.append(shown[0] if n is None else shown)
-    return found if several else found[0]
+        result.append(shown[0] if n is None else shown)
+    return result if several else result[0]
 
 
 def _tokens(prompt: Any, model: Model, tokenizer: Tokenizer | None) -> list[int]:
@@ -81,12 +81,12 @@ def _samples(
     if len(requests) == 1:
         own = on_ranks(slots, comm, lambda slots: complete(Engine(slots, tokenizer), requests))
         return list(broadcast(comm, own))
-    found: list[list[Completion]] = [[] for _ in requests]
+    result: list[list[Completion]] = [[] for _ in requests]
     share = requests[comm.rank :: comm.size]
     own = on_every_rank(comm, lambda: complete(Engine(slots, tokenizer), share))
     for rank, samples in enumerate(gather(comm, own)):
-        found[rank :: comm.size] = samples
-    return found
+        result[rank :: comm.size] = samples
+    return result
 
 
 def _is_several(prompt: Any) -> bool:

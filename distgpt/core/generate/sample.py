@@ -147,10 +147,10 @@ class Sample:
         """Choose a token from logits (V,) and append it."""
         how, count = self.request, self.request.logprobs
         token = choose(logits, how, self._uniform, self.tokens)
-        found = None if count is None else likelihood(logits, token, count)
+        result = None if count is None else likelihood(logits, token, count)
         self.tokens.append(token)
         self.new += 1
-        return self._event(token, found)
+        return self._event(token, result)
 
     def _event(self, token: int, found: Likelihood | None) -> Event:
         out, request = self._transcript, self.request
@@ -235,8 +235,8 @@ class Transcript:
     def _found(self, text: str) -> tuple[int, int]:
         """Return start and end of the first stop string; (0, 0) if there is none."""
         places = [(text.find(stop), len(stop)) for stop in self._stop]
-        found = [(begin + size, begin) for begin, size in places if begin >= 0]
-        end, begin = min(found, default=(0, 0))
+        result = [(begin + size, begin) for begin, size in places if begin >= 0]
+        end, begin = min(result, default=(0, 0))
         return begin, end
 
     def _undecided(self, text: str) -> int:

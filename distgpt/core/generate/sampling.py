@@ -135,5 +135,5 @@ def likelihood(logits: Logits, token: int, alternatives: int) -> Likelihood:
         return logits.likelihood(token, alternatives)
     highest = logits.max()
     log_sum = float(highest) + math.log(np.exp(logits - highest).sum(dtype=np.float64))
-    found = topk_logits(logits, alternatives).tolist() if alternatives else ()
-    return Likelihood(float(logits[token]) - log_sum, [(i, float(logits[i]) - log_sum) for i in found])
+    result = topk_logits(logits, alternatives).tolist() if alternatives else ()
+    return Likelihood(float(logits[token]) - log_sum, [(i, float(logits[i]) - log_sum) for i in result])

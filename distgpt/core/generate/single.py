@@ -102,8 +102,8 @@ def _print_probabilities(
     tokenizer: Tokenizer, tokens: Sequence[int], likelihoods: Sequence[Likelihood | None] | None
 ) -> None:
     """Print each token's probability and the most likely tokens, one token per line."""
-    for token, found in zip(tokens, likelihoods, strict=True) if likelihoods else ():
-        if found is not None:
-            pairs = [(token, found.logprob), *found.alternatives]
+    for token, result in zip(tokens, likelihoods, strict=True) if likelihoods else ():
+        if result is not None:
+            pairs = [(token, result.logprob), *result.alternatives]
             words = [f"{escape(repr(tokenizer.decode([i])))} {math.exp(p):.1%}" for i, p in pairs]
             print_lines(words[0] + (f"   of {', '.join(words[1:])}" if words[1:] else ""))

@@ -114,13 +114,13 @@ class Layout:
         own = own or slice(0, self.size)
         begins = [(self.offsets[next(specs).name], value) for value, specs in groupby(self.specs, key=kind)]
         stops = [*(start for start, _ in begins[1:]), self.size]
-        found = []
+        result = []
         for (start, value), stop in zip(begins, stops, strict=True):
             first = max(start, own.start)
             last = min(stop, own.stop)
             if first < last:
-                found.append((first - own.start, last - own.start, value))
-        return found
+                result.append((first - own.start, last - own.start, value))
+        return result
 
 
 class FlatBuffer(Mapping[str, Array]):

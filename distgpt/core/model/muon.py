@@ -88,14 +88,14 @@ class Muon(AdamW):
     def _updates(self) -> list[Wide2d]:
         """Matrices, or pieces of them, that this rank orthogonalizes."""
         grads = self.model.grads.flat[self.own]
-        found: list[Wide2d] = []
+        result: list[Wide2d] = []
         for spec in filter(_is_matrix, self.model.layout.specs):
             start = self.model.layout.offsets[spec.name]
             if self._part.start <= start < self._part.stop and self.own.start <= start < self.own.stop:
                 ends = accumulate((rows for rows, _ in spec.orthogonal), initial=0)
                 u = grads[start - self.own.start :][: spec.size].reshape(spec.shape)
-                found += [u[first:last] for first, last in pairwise(ends)]
-        return found
+                result += [u[first:last] for first, last in pairwise(ends)]
+        return result
 
     @cached_property
     def _matrices(self) -> dict[str, list[MuonMatrix]]:
@@ -106,7 +106,7 @@ class Muon(AdamW):
         low = model.params.flat[own] if model.has_low_precision_copy else None
         p = model.masters(own)
         u = model.grads.flat[own]
-        found: dict[str, list[MuonMatrix]] = {}
+        result: dict[str, list[MuonMatrix]] = {}
         for spec in filter(_is_matrix, model.layout.specs):
             if not own.start <= offsets[spec.name] < own.stop:
                 continue
@@ -120,10 +120,10 @@ class Muon(AdamW):
                     self.v.flat[second : second + max(shape)],
                     u[here].reshape(shape),
                 )
-                found.setdefault(spec.name, []).append(matrix)
+                result.setdefault(spec.name, []).append(matrix)
                 start = here.stop
                 second += max(shape)  # one per row, or per column of a wide matrix
-        return found
+        return result
 
 
 OPTIMIZERS: dict[str, type[AdamW]] = {"adamw": AdamW, "muon": Muon}
@@ -150,7 +150,7 @@ def borders(layout: Layout, parts: int, weight: Callable[[Spec], float]) -> list
     """
     starts = [*layout.offsets.values(), layout.size]
     weights = [0.0, *accumulate(map(weight, layout.specs))]
-    found = [0]
+    result = [0]
     for part in range(1, parts):
         target = weights[-1] * part / parts
         i = min(bisect_right(weights, target) - 1, len(layout.specs) - 1)
@@ -160,8 +160,8 @@ def borders(layout: Layout, parts: int, weight: Callable[[Spec], float]) -> list
         position = starts[i] + int(whole * spec.size) // ALIGNED * ALIGNED
         if whole == 1:  # also skip the padding
             position = starts[i + 1]
-        found.append(max(position, found[-1]))
-    return [*found, layout.size]
+        result.append(max(position, result[-1]))
+    return [*result, layout.size]
 
 
 def _is_matrix(spec: Spec) -> bool:

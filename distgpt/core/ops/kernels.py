@@ -474,11 +474,11 @@ class Kernels:
         caches (layers, 2, L, K, T_max, head). With `angles`, keys are rotated back by `count` positions. The
         slots may be equal.
         """
-        found = np.array(self.to_host(caches[:, :, source, :, count : count + kept]))
+        result = np.array(self.to_host(caches[:, :, source, :, count : count + kept]))
         if angles is not None:
-            (left, right), (c, s) = np.split(found[:, 0], 2, axis=-1), (table[count] for table in angles)
-            found[:, 0] = np.concatenate((left * c + right * s, right * c - left * s), axis=-1)
-        self.put(caches[:, :, target, :, :kept], found)
+            (left, right), (c, s) = np.split(result[:, 0], 2, axis=-1), (table[count] for table in angles)
+            result[:, 0] = np.concatenate((left * c + right * s, right * c - left * s), axis=-1)
+        self.put(caches[:, :, target, :, :kept], result)
 
     def topk_logits(self, tokens: Ints2d, found: Wide2d, logits: Floats2d, vocab: int) -> None:
         """tokens (N, k) ← the k highest of logits (N, padded V), in order; ties by token.

@@ -106,13 +106,13 @@ class State:
     guards: dict[str, dict[str, Any]] = field(default_factory=dict)  # saved callback states, by class name
 
     def to_json(self) -> dict[str, object]:
-        found = {_KEYS.get(name, name): value for name, value in asdict(self).items()}
+        result = {_KEYS.get(name, name): value for name, value in asdict(self).items()}
         if self.best and self.best.step is None:
-            del found["best"]["step"]
+            del result["best"]["step"]
         if not self.guards:
-            del found["guards"]
-        step = found.pop("step")
-        return {**found, "step": step}
+            del result["guards"]
+        step = result.pop("step")
+        return {**result, "step": step}
 
     @staticmethod
     def from_json(document: Mapping[str, object]) -> State:
@@ -307,8 +307,8 @@ def saved_checkpoints(directory: Path, most: float = math.inf) -> list[Path]:
     """Return the checkpoints up to step `most`, newest first; a replaced one follows its replacement."""
     with storage_errors("read", directory):
         inside = directory.iterdir() if directory.exists() else ()
-        found = [path for path in inside if _NAME.fullmatch(path.name) and step_of(path) <= most]
-    return sorted(found, key=lambda path: (step_of(path), not path.suffix), reverse=True)
+        result = [path for path in inside if _NAME.fullmatch(path.name) and step_of(path) <= most]
+    return sorted(result, key=lambda path: (step_of(path), not path.suffix), reverse=True)
 
 
 def step_of(path: Path) -> int:
@@ -339,17 +339,17 @@ def _listed(path: Path, name: str, manifest: Manifest) -> Listed:
 
 def read_manifest(path: Path) -> Manifest:
     """Return the manifest of a checkpoint, or raise a DataError."""
-    found = {}
+    result = {}
     for name, entry in _object(path / MANIFEST).items():
         damaged = DataError(f"{path / MANIFEST} is corrupt at {name!r:.80}")
         try:
-            found[name] = listed = checked(Listed, entry)
+            result[name] = listed = checked(Listed, entry)
         except ValueError:
             raise damaged from None
         has_header = name.endswith(".safetensors")
         if (not listed.sha256, bool(listed.header_sha256)) != (has_header,) * 2 or not _FILE.fullmatch(name):
             raise damaged
-    return found
+    return result
 
 
 def _object(path: Path) -> JsonObject:

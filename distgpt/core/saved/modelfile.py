@@ -234,24 +234,24 @@ def _checked_metadata(path: Path) -> dict[str, str]:
 
 def _own_metadata(header: Header, path: Path) -> dict[str, str]:
     """Return the metadata of a distgpt file in a supported format version."""
-    found = header.metadata
-    is_described = {"format", "format_version", "config", "tokenizer"} <= found.keys()
-    if BASE in found and is_described and found["format"] not in components().parts:
+    result = header.metadata
+    is_described = {"format", "format_version", "config", "tokenizer"} <= result.keys()
+    if BASE in result and is_described and result["format"] not in components().parts:
         known = ", ".join(components().parts)
-        raise DataError(f"{path} has the unknown format {found['format']!r:.40}; known: {known}")
-    if not is_described or (BASE not in found and found["format"] != FORMAT):
+        raise DataError(f"{path} has the unknown format {result['format']!r:.40}; known: {known}")
+    if not is_described or (BASE not in result and result["format"] != FORMAT):
         foreign = path.with_name("config.json").is_file()
         hint = f"; to import a transformers model: {import_command(path.parent)}" if foreign else ""
         raise DataError(f"{path} was not written by distgpt: it has no description of the model{hint}")
-    if (version := found["format_version"]) not in READ:
+    if (version := result["format_version"]) not in READ:
         raise DataError(
             f"{path} has format version {version!r:.20}; this distgpt reads {FORMAT_VERSION}; upgrade distgpt"
         )
-    if lost := [name for name in READ[version] if name not in found]:
+    if lost := [name for name in READ[version] if name not in result]:
         raise DataError(f"{path} is corrupt: its checksum {lost[0]} is missing")
-    if QUANTISED in found and version != ROUNDED_VERSION:
+    if QUANTISED in result and version != ROUNDED_VERSION:
         raise DataError(f"{path} is marked as quantized, which format version {version} does not support")
-    return found
+    return result
 
 
 def _parse(metadata: dict[str, str], path: Path) -> Description:
@@ -308,11 +308,11 @@ def open_model(
     """
 
     def find() -> tuple[Path, str]:
-        found = weights_of(part or weights)
-        kind = read_description(found).part
+        result = weights_of(part or weights)
+        kind = read_description(result).part
         if part and not kind:
-            raise UsageError(f"{found} is a complete model; pass it as --weights")
-        return found, kind
+            raise UsageError(f"{result} is a complete model; pass it as --weights")
+        return result, kind
 
     whole, kind = on_root(stage.comm, find)
     merge = None

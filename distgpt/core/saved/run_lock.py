@@ -179,8 +179,8 @@ class RunLock:
     def holder(self) -> Holder | None:
         """Return the process that running.json names; None if the file is incomplete."""
         with suppress(DataError, StorageError, ValueError):
-            found = parse_object(read_small(self._absolute), self.path)
-            return checked(Holder, {name: found.get(name) for name in Holder.__slots__})
+            result = parse_object(read_small(self._absolute), self.path)
+            return checked(Holder, {name: result.get(name) for name in Holder.__slots__})
         return None
 
 

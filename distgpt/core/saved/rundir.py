@@ -100,14 +100,14 @@ class RunDirectory:
     def _left_behind(self) -> list[Path]:
         """List the unfinished files of a run that was killed while it started or wrote."""
         files = (self.config, self.tokenizer, self.metrics, self.weights, self.best, self.summary)
-        found = [path for file in files for path in unfinished_versions(file)]
+        result = [path for file in files for path in unfinished_versions(file)]
         # The history starts before the configuration. Do not take another program's file of this name.
         if not self.config.exists() and self.history.is_file():
             with suppress(DataError, StorageError):
                 first = self._first_event()
                 if not first or "time" in first:
-                    found.append(self.history)
-        return found
+                    result.append(self.history)
+        return result
 
     def _first_event(self) -> JsonObject:
         """Read the first line of the history; empty if a full disk prevented it."""

@@ -179,8 +179,8 @@ def verify_whole(path: Path, header_sum: str) -> None:
 
 def fingerprint(path: Path) -> str:
     """Return the header's checksum, which identifies the content; otherwise compute the file's."""
-    if found := read_header(path).metadata.get(HEADER_SUM):
-        return found
+    if result := read_header(path).metadata.get(HEADER_SUM):
+        return result
     with storage_errors("read", path), open_regular(path) as file:
         return _digest(file)
 
@@ -294,8 +294,8 @@ def _parse(file: BufferedReader, size: int) -> Header:
     metadata = checked(dict[str, str], header.pop("__metadata__", {}), ("__metadata__",))
     if HEADER_SUM in metadata and metadata[HEADER_SUM] != _header_sum(header, metadata):
         raise ValueError("wrong checksum of the header")
-    found = [(name, _entry(name, described)) for name, described in header.items()]
-    entries = dict(sorted(found, key=lambda item: (item[1].start, item[1].stop)))
+    result = [(name, _entry(name, described)) for name, described in header.items()]
+    entries = dict(sorted(result, key=lambda item: (item[1].start, item[1].stop)))
     end = 0
     for name, entry in entries.items():
         if entry.start != end:
@@ -319,10 +319,10 @@ def _entry(name: str, described: object) -> Entry:
     """Parse a tensor's entry. A ValueError names the tensor."""
     tensor = f"tensor {name!r:.80}"
     try:
-        found = checked(_Described, described)
+        result = checked(_Described, described)
     except ValueError as error:
         raise ValueError(f"{tensor} requires dtype, shape and data_offsets: {error}") from None
-    dtype, shape, offsets = found.dtype, found.shape, found.data_offsets
+    dtype, shape, offsets = result.dtype, result.shape, result.data_offsets
     if dtype not in _WIDTHS:
         raise ValueError(f"{tensor} has dtype {dtype!r:.40}, not one of {', '.join(_WIDTHS)}")
     if len(offsets) != 2 or offsets[1] - offsets[0] != prod(shape) * _WIDTHS[dtype]:

@@ -271,18 +271,18 @@ class Assessment:
 
     def measure(self) -> dict[str, float]:
         """Return fields for metrics.jsonl, complete only on rank 0. Collective."""
-        found: dict[str, float] = {}
+        result: dict[str, float] = {}
         if self.validation is not None:
             begun = time.perf_counter()
             loss, tokens = self.validation.measure(self.scorer), self.validation.count
-            found |= {"val_loss": loss, "val_tokens": tokens, "val_s": time.perf_counter() - begun}
+            result |= {"val_loss": loss, "val_tokens": tokens, "val_s": time.perf_counter() - begun}
             if tokens < self.validation.held_out:
-                found["held_out_tokens"] = self.validation.held_out
+                result["held_out_tokens"] = self.validation.held_out
             if (bits := self.bits_per_byte(loss)) is not None:
-                found["bits_per_byte"] = bits
+                result["bits_per_byte"] = bits
         for metric in self._metrics:
-            found |= metric.fields(self.scorer)
-        return found
+            result |= metric.fields(self.scorer)
+        return result
 
     def bits_per_byte(self, loss: float | None) -> float | None:
         """Convert a validation loss to bits per byte on rank 0; None on other ranks."""

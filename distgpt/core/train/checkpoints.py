@@ -265,13 +265,13 @@ class Checkpoints:
     def _read_twice(self, buffers: Mapping[str, FlatBuffer]) -> LazyTensors:
         """Return a file's tensors, copied from a GPU one by one, because all may not fit in memory."""
         to_host = self._model.kernels.to_host
-        found = {}
+        result = {}
         kinds = {}
         for prefix, buffer in buffers.items():
             dtype = to_host(buffer.flat[:1]).dtype
             for name, array in buffer.items():
-                found[prefix + name], kinds[prefix + name] = array, (dtype, array.shape)
-        return LazyTensors(kinds, lambda name: to_host(found[name]))
+                result[prefix + name], kinds[prefix + name] = array, (dtype, array.shape)
+        return LazyTensors(kinds, lambda name: to_host(result[name]))
 
     def _save(self, groups: Groups, state: State, best: Best | None) -> None:
         self._directory.lock.refuse_taken()

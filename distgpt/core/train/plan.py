@@ -67,18 +67,18 @@ def _decide(request: RunRequest, ranks: int, on_gpu: bool, say: Say) -> Plan:
         config = new_run(request)
         last, fresh = (place_for(Path("runs"), request.name, resuming) for resuming in (True, False))
         own = request.out or (last if RunDirectory(last).has_no_step() else fresh)
-        found = Resumption(RunDirectory(own))
+        result = Resumption(RunDirectory(own))
     else:
         request.refuse_mistyped()
-        found = find_run(request.resume, request.out, request.name, say)
-        config = _resumed_run(found.settings, request) if found.settings else new_run(request)
+        result = find_run(request.resume, request.out, request.name, say)
+        config = _resumed_run(result.settings, request) if result.settings else new_run(request)
     config = with_extra(config)
     reject_unsuited(config.train, ranks, on_gpu)
-    directory = found.directory
-    if found.settings and found.in_place:
+    directory = result.directory
+    if result.settings and result.in_place:
         for line in directory.former_choices():
             say(line)
-    checkpoint = found.checkpoint
+    checkpoint = result.checkpoint
     if checkpoint:
         _refuse_moved(config.train)
     directory.refuse_undecodable()
@@ -92,12 +92,12 @@ def _decide(request: RunRequest, ranks: int, on_gpu: bool, say: Say) -> Plan:
     if weights := checkpoint / "weights.safetensors" if checkpoint else t.init:
         origin = read_description(Path(weights))
         components().model(t).reject_origin(origin, Path(weights), t, resumed=checkpoint is not None)
-    before = found.settings
+    before = result.settings
     if checkpoint and origin:
         before = origin.run
         refuse_impossible(f"{checkpoint} is from a run", before, config)
-    if found.settings and found.in_place:
-        refuse_impossible(f"{directory.path} contains a run", found.settings, config)
+    if result.settings and result.in_place:
+        refuse_impossible(f"{directory.path} contains a run", result.settings, config)
     elif is_there:
         directory.refuse_conflict(config, request.resume is not None)
     if state.step > t.steps and not t.train_minutes:
@@ -168,10 +168,10 @@ def with_dtype(request: RunRequest, stage: Stage, say: Say) -> RunRequest:
         )
     if not is_decided_here:
         return request
-    found = stage.auto_dtype(lambda: new_run(request).train.matmul)
-    if stage.comm.rank == 0 and found.why:
-        say(f"{found.name}: {found.why} (--dtype)")
-    return replace(request, given={**request.given, DTYPE: found.name})
+    result = stage.auto_dtype(lambda: new_run(request).train.matmul)
+    if stage.comm.rank == 0 and result.why:
+        say(f"{result.name}: {result.why} (--dtype)")
+    return replace(request, given={**request.given, DTYPE: result.name})
 
 
 def is_open(request: RunRequest) -> bool:

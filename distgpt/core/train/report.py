@@ -133,14 +133,14 @@ def run_environment(stage: Stage) -> dict[str, Any]:
         from distgpt.core.comm.mpi import library  # loads MPI
 
         mpi = library()
-    found = {
+    result = {
         "hosts": compact(gather(stage.comm, platform.node())),
         "processors": list(dict.fromkeys(gather(stage.comm, processor_name()))),  # without duplicates
         "job": job.batch,
         "launcher": job.launcher,
         "mpi": mpi,
     }
-    return {name: fact for name, fact in found.items() if fact}
+    return {name: fact for name, fact in result.items() if fact}
 
 
 def compact(hosts: Sequence[str]) -> list[str]:

@@ -28,7 +28,7 @@ def write_at_end(
     host = gather(run.comm, peak_memory())
     gpu = gather(run.comm, run.stage.taken_memory())
     is_whole = run.settings.train_minutes or run.progress.step >= run.settings.steps
-    found = _found(run, "finished" if is_whole else "ended early") | {
+    result = _found(run, "finished" if is_whole else "ended early") | {
         "peak_memory": host,
         "peak_gpu_memory": gpu if any(gpu) else None,
     }
@@ -36,7 +36,7 @@ def write_at_end(
     def write() -> None:
         # A start without steps, for example to rewrite deleted weights, has no losses to report.
         if run.progress.seconds or run.directory.finished_at() != run.progress.step:
-            write_json(run.directory.summary, found)
+            write_json(run.directory.summary, result)
 
     on_root(run.comm, write)
 
@@ -63,7 +63,7 @@ def _found(run: Run, stop: str) -> dict[str, object]:
     )
     sent = t.gradient_dtype if t.gradient_dtype != "float32" else ""
     seconds, tokens = progress.seconds, t.batch_size * run.model.config.seq_len
-    found: dict[str, object] = {
+    result: dict[str, object] = {
         "stage": run.stage.name,
         "ranks": run.comm.size,
         "threads": run.stage.threads,
@@ -95,8 +95,8 @@ def _found(run: Run, stop: str) -> dict[str, object]:
     if seconds:
         left_out = WARM_UP if len(seconds) > 2 * WARM_UP else 0
         step = run.placement.rounds.typical(progress.step - len(seconds) + left_out, seconds[left_out:])
-        found |= {"step_s_median": step, "first_step_s": seconds[0], "tokens_per_s": tokens / step}
-    return found
+        result |= {"step_s_median": step, "first_step_s": seconds[0], "tokens_per_s": tokens / step}
+    return result
 
 
 def how_to_resume(run: Run) -> str:

@@ -48,10 +48,10 @@ def read_examples(path: Path, chat: ChatFormat) -> Iterator[Example]:
 
     A DataError names the file and the first invalid line.
     """
-    found = [source for source in find_inputs((path,)) if source.kind == LINES or source.path == path]
-    if not found:
+    result = [source for source in find_inputs((path,)) if source.kind == LINES or source.path == path]
+    if not result:
         raise DataError(f"{path} has no chats; chats are JSON lines in .jsonl or .jsonl.gz files")
-    for source in found:
+    for source in result:
         rows = 0
         source = replace(source, name=str(source.path), kind=LINES)
         for piece in pieces([source], "", Offset(), LARGEST_JSON):
@@ -202,16 +202,16 @@ class ChatCorpus(Corpus):
 
     def held_out_windows(self, seq_len: int, most: int) -> list[Window]:
         """Return the first examples, with at least `most` counted targets (0: all)."""
-        examples, found, answers = self.held_out, list[Window](), 0
+        examples, result, answers = self.held_out, list[Window](), 0
         assert isinstance(examples, Examples)
         for start, stop in pairwise(examples.starts.tolist()):
             targets = examples.targets[start:stop]
             ids = np.append(examples.read(start, stop), targets[-1:].clip(0).astype(np.uint32))
-            found.append(Window(ids, learned := targets != IGNORE_INDEX))
+            result.append(Window(ids, learned := targets != IGNORE_INDEX))
             answers += int(learned.sum())
             if 0 < most <= answers:
                 break
-        return found
+        return result
 
 
 class _Chats:
@@ -227,14 +227,15 @@ class _Chats:
             raise collective_error(DataError("training on chats requires weights with a tokenizer"))
 
         def read() -> list[Examples]:
-            found = _fitting(path, ChatFormat(tokenizer), request.seq_len, say)
-            held_out = np.diff(np.floor(np.arange(len(found) + 1) * val_fraction)) > 0
+            result = _fitting(path, ChatFormat(tokenizer), request.seq_len, say)
+            held_out = np.diff(np.floor(np.arange(len(result) + 1) * val_fraction)) > 0
             if val_fraction and not held_out.any():
                 raise DataError(
-                    f"--val-fraction {val_fraction} of {count(len(found), 'example')} in {path} is 0 examples"
+                    f"--val-fraction {val_fraction} of {count(len(result), 'example')} in {path} is"
+                    " 0 examples"
                 )
             parts = (~held_out, held_out) if val_fraction else (~held_out,)
-            return [_together([found[i] for i in np.flatnonzero(part)]) for part in parts]
+            return [_together([result[i] for i in np.flatnonzero(part)]) for part in parts]
 
         parts = on_root(comm, read)
         return ChatCorpus(tokenizer, parts[0], parts[1] if val_fraction else None)
@@ -245,21 +246,21 @@ CHATS = _Chats()
 
 def _fitting(path: Path, chat: ChatFormat, seq_len: int, say: Say) -> list[Example]:
     """Read the examples, cut to the context. Skip examples that have no answer left."""
-    found, cut, lost = [], 0, 0
+    result, cut, lost = [], 0, 0
     for example in read_examples(path, chat):
         ids, learned = (part[: seq_len + 1] for part in example)
         cut += len(ids) < len(example.ids)
         if learned[1:].any():
-            found.append(Example(ids, learned))
+            result.append(Example(ids, learned))
         else:
             lost += 1
     limit = f"{seq_len + 1} tokens (--seq-len)"
-    if not found:
+    if not result:
         raise DataError(f"{path}: no example has an answer within its first {limit}")
     if cut or lost:
         without = f"; skipped {lost:,} without an answer before the cut" if lost else ""
-        say(f"{cut:,} of {count(len(found) + lost, 'example')} are cut after {limit}{without}")
-    return found
+        say(f"{cut:,} of {count(len(result) + lost, 'example')} are cut after {limit}{without}")
+    return result
 
 
 def _together(examples: list[Example]) -> Examples:

@@ -68,10 +68,10 @@ class Renderer:
         """Return the text of a template. Raises a DataError if the template fails."""
         line = json.dumps({"source": source, "values": values}).encode() + b"\n"
         with self._lock:
-            found = self._asked(line)
-        if "error" in found:
-            raise DataError(f"the model's chat template: {escape(found['error'])}")
-        return found["text"]
+            result = self._asked(line)
+        if "error" in result:
+            raise DataError(f"the model's chat template: {escape(result['error'])}")
+        return result["text"]
 
     def close(self) -> None:
         process, self._process = self._process, None
@@ -100,8 +100,8 @@ class Renderer:
             self.close()
             raise
         if answer.endswith(b"\n"):
-            found: dict[str, str] = json.loads(answer)
-            return found
+            result: dict[str, str] = json.loads(answer)
+            return result
         self.close()
         return {"error": f"exceeded {self._seconds:g} s or the memory limit"}
 
@@ -272,8 +272,8 @@ def encode_parts(tokenizer: Tokenizer, parts: Sequence[str | int]) -> tuple[Ids,
     if not isinstance(tokenizer, BytesDecoder):
         raise DataError(f"chats require a byte-level tokenizer, such as byte or BPE, not {tokenizer.kind!r}")
     dtype = id_dtype(tokenizer.size)
-    found = [tokenizer.encode(part) if isinstance(part, str) else np.array([part], dtype) for part in parts]
-    ids = np.concatenate([np.empty(0, dtype), *found])
+    result = [tokenizer.encode(part) if isinstance(part, str) else np.array([part], dtype) for part in parts]
+    ids = np.concatenate([np.empty(0, dtype), *result])
     pieces = [tokenizer.pieces[i] for i in ids.tolist()]
     shown = (part.encode() if isinstance(part, str) else tokenizer.pieces[part] for part in parts)
     if (whole := b"".join(pieces)) != b"".join(shown):
@@ -292,7 +292,7 @@ def checked_messages(value: Any) -> list[Message]:
     """Return the messages of untrusted JSON. A DataError names the message and the problem."""
     if not isinstance(value, list) or not value:
         raise DataError("messages must be a non-empty list")
-    found = []
+    result = []
     for number, message in enumerate(value, 1):
         if not isinstance(message, dict) or not isinstance(role := message.get("role"), str):
             raise DataError(f"message {number} must be an object with a role and a content")
@@ -307,5 +307,5 @@ def checked_messages(value: Any) -> list[Message]:
             content = "".join(known) if len(known) == len(content) else None
         if not isinstance(content, str):
             raise DataError(f"message {number}: content must be a string")
-        found.append({"role": role, "content": content})
-    return found
+        result.append({"role": role, "content": content})
+    return result

@@ -59,10 +59,10 @@ def find_inputs(paths: Sequence[Path | Input], note: Say = lambda text: None) ->
 
     `note` gets the number of files read, and the number and suffixes of files skipped.
     """
-    found: list[Input] = []
+    result: list[Input] = []
     for path in paths:
         if isinstance(path, Input):
-            found.append(path)
+            result.append(path)
         elif not path.exists():
             raise DataError(f"{path} is not a file or a directory")
         elif path.is_dir():
@@ -70,20 +70,20 @@ def find_inputs(paths: Sequence[Path | Input], note: Say = lambda text: None) ->
             taken = [file for file in files if _kind(file.name)]
             if not taken:
                 raise DataError(f"{path} has no files that end in {', '.join(ENDINGS)}")
-            found += [_described(file, file.relative_to(path).as_posix()) for file in taken]
+            result += [_described(file, file.relative_to(path).as_posix()) for file in taken]
             others = sorted({file.suffix.lower() or file.name for file in {*files} - {*taken}})
             shown = escape(", ".join(others[:MOST_ENDINGS])) + ", …" * (len(others) > MOST_ENDINGS)
             skipped = f", {len(files) - len(taken):,} skipped ({shown})" if others else ""
             note(f"{count(len(taken), 'file')} read{skipped}")
         else:
             refuse_by_name(path)
-            found.append(_described(path, path.name))
-    for source in found:  # before any work is done
+            result.append(_described(path, path.name))
+    for source in result:  # before any work is done
         if source.kind != ROWS:
             with opened(source) as (stream, _):
                 if b"\0" in stream.read(_SMALL):
                     raise _no_text(source.path)
-    return found
+    return result
 
 
 def _no_text(name: Path | str) -> DataError:
@@ -96,7 +96,7 @@ def _files(folder: Path) -> list[Path]:
     def refuse(error: OSError) -> NoReturn:
         raise StorageError(f"cannot read {error.filename}: {error.strerror}") from error
 
-    found = []
+    result = []
     seen = set()
     for parent, folders, files in os.walk(folder, onerror=refuse, followlinks=True):
         with storage_errors("read", Path(parent)):
@@ -106,8 +106,8 @@ def _files(folder: Path) -> list[Path]:
             continue
         seen.add((about.st_dev, about.st_ino))
         folders[:] = sorted(name for name in folders if not name.startswith("."))
-        found += [Path(parent, name) for name in files if not name.startswith(".")]
-    return sorted(found, key=lambda path: path.parts)
+        result += [Path(parent, name) for name in files if not name.startswith(".")]
+    return sorted(result, key=lambda path: path.parts)
 
 
 def _kind(name: str) -> str | None:
@@ -205,8 +205,8 @@ _Cut = tuple[list[bytes], Offset, int]
 
 def documents(paths: Sequence[Path | Input], field: str, max_document: int = MAX_DOCUMENT) -> Iterator[str]:
     """Return the documents in these files and directories. Long ones are split."""
-    found = pieces(find_inputs(paths), field, Offset(), max_document)
-    return (text for piece in found for text, _ in parts(piece, field))
+    result = pieces(find_inputs(paths), field, Offset(), max_document)
+    return (text for piece in result for text, _ in parts(piece, field))
 
 
 def parts(piece: Piece, field: str) -> Iterator[tuple[str, int]]:
@@ -254,8 +254,8 @@ def _good_length(data: bytes) -> int:
     """Return the length of the next piece, at most `LIMIT` bytes."""
     if len(data) <= PIECE:
         return len(data)
-    for found in _BEFORE_BLANK.finditer(data, PIECE - 1):
-        cut = found.end() - 1
+    for result in _BEFORE_BLANK.finditer(data, PIECE - 1):
+        cut = result.end() - 1
         last = data[max(0, cut - 4) : cut].decode("utf-8", "replace")[-1]
         if not last.isspace():
             return cut
@@ -345,12 +345,12 @@ def _checked_type(schema: Any, field: str, path: Path, types: Any) -> Any:
         raise DataError(f"{path} has no column {field!r:.80}; set --field to one of {names:.200}")
     if (times := schema.names.count(field)) > 1:
         raise DataError(f"{path} has {times} columns named {field!r:.80}")
-    found = schema.field(field).type
-    kind = found.value_type if types.is_dictionary(found) else found
+    result = schema.field(field).type
+    kind = result.value_type if types.is_dictionary(result) else result
     if not (types.is_string(kind) or types.is_large_string(kind)):
         name = escape(str(kind))
         raise DataError(f"{path}: column {field!r:.80} must have type string, not {name:.80}")
-    return found
+    return result
 
 
 def _decoded(data: bytes) -> tuple[str, int]:
@@ -365,10 +365,10 @@ def _decoded(data: bytes) -> tuple[str, int]:
 def _member(line: str, field: str, where: str) -> tuple[str, int]:
     """Return the text of a JSON line and the number of lone surrogates, which are replaced."""
     try:
-        found = json.loads(line)
+        result = json.loads(line)
     except (ValueError, RecursionError):
         raise DataError(f"{where}: not JSON: {line.strip()!r:.60}") from None
-    if not isinstance(found, dict) or not isinstance(found.get(field), str):
-        there = f"; it has {', '.join(map(repr, found))}" if isinstance(found, dict) else ""
+    if not isinstance(result, dict) or not isinstance(result.get(field), str):
+        there = f"; it has {', '.join(map(repr, result))}" if isinstance(result, dict) else ""
         raise DataError(f"{where}: not an object with a string {field!r:.80}{there:.120}")
-    return _SURROGATE.subn(_REPLACEMENT, found[field])
+    return _SURROGATE.subn(_REPLACEMENT, result[field])

@@ -206,14 +206,14 @@ def load_progress(folder: Path, fresh: Progress) -> Progress:
         if others:
             raise UsageError(f"{folder} is not empty (it contains {min(others)!r}); choose a new directory")
         return fresh
-    if (found := _unfinished(folder)) is None:
+    if (result := _unfinished(folder)) is None:
         raise UsageError(f"{path} is not from distgpt data prepare; choose a new directory for the shards")
     try:  # check types also, because a hash can be forged
-        if found.pop("version", None) != VERSION:
+        if result.pop("version", None) != VERSION:
             raise ValueError("written by another version of distgpt")
-        if found.pop("sha256", None) != _sha256(found):
+        if result.pop("sha256", None) != _sha256(result):
             raise ValueError("wrong SHA-256")
-        earlier: Progress = checked(Progress, found)
+        earlier: Progress = checked(Progress, result)
         if earlier.begun and len(earlier.sources) != len(earlier.inputs):
             raise ValueError("its sources must be two counts per input")
     except ValueError as error:
@@ -232,10 +232,10 @@ def load_progress(folder: Path, fresh: Progress) -> Progress:
 def _unfinished(folder: Path) -> dict[str, Any] | None:
     """Return the progress in a directory, or None if it has no unfinished shards."""
     try:
-        found = parse_json(read_small(folder / PROGRESS)) if (folder / PROGRESS).exists() else None
+        result = parse_json(read_small(folder / PROGRESS)) if (folder / PROGRESS).exists() else None
     except (ValueError, DataError):
         return None
-    return found if isinstance(found, dict) and found.pop("format", None) == FORMAT else None
+    return result if isinstance(result, dict) and result.pop("format", None) == FORMAT else None
 
 
 def refuse_unfinished(folder: Path) -> None:
@@ -296,14 +296,14 @@ def encode(piece: Piece, tokenizer: Tokenizer, field: str) -> tuple[Piece, Ids, 
 
     Threads may share the tokenizer.
     """
-    found = list(parts(piece, field))
+    result = list(parts(piece, field))
     try:
-        ids = [tokenizer.encode(text) for text, _ in found]
+        ids = [tokenizer.encode(text) for text, _ in result]
     except DataError as error:
         raise DataError(f"{piece.source}: {error}") from None
     together = np.concatenate([np.empty(0, id_dtype(tokenizer.size)), *ids])
-    text_bytes = sum(len(text.encode()) for text, _ in found)
-    return piece, together, list(map(len, ids)), text_bytes, sum(broken for _, broken in found)
+    text_bytes = sum(len(text.encode()) for text, _ in result)
+    return piece, together, list(map(len, ids)), text_bytes, sum(broken for _, broken in result)
 
 
 def separator_ids(choice: str, tokenizer: Tokenizer) -> tuple[int, ...]:

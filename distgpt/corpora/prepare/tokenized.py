@@ -109,8 +109,8 @@ class _Documents:
     def load(self, comm: Comm, request: DataRequest, say: Say) -> Corpus:
         def made() -> Path:
             path, tokenizer = resolve_data(request.data), requested_tokenizer(request)
-            found = tokenized(path, tokenizer, request.val_fraction, request.kept, say)
-            return found.resolve()  # a replay links to it, only on rank 0's host
+            result = tokenized(path, tokenizer, request.val_fraction, request.kept, say)
+            return result.resolve()  # a replay links to it, only on rank 0's host
 
         return load_shards(comm, on_root(comm, made), request, say)
 

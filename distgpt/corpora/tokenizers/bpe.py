@@ -205,9 +205,9 @@ def _short_pieces(texts: Iterable[str]) -> Iterator[str]:
     """Yield `texts`, split to limit the length of a piece."""
     for text in texts:
         start = 0
-        for found in _LONG.finditer(text):
-            yield text[start : found.end()]
-            start = found.end()
+        for result in _LONG.finditer(text):
+            yield text[start : result.end()]
+            start = result.end()
         yield text[start:]
 
 

@@ -115,8 +115,8 @@ def _learn_kinds(text: bytes) -> None:
     """
     from tokenizers import pre_tokenizers
 
-    found = np.frombuffer(text.decode("utf-8", "ignore").encode("utf-32-le"), np.uint32)
-    codes = np.unique(found)
+    result = np.frombuffer(text.decode("utf-8", "ignore").encode("utf-32-le"), np.uint32)
+    codes = np.unique(result)
     codes = codes[KINDS[codes] == 0]
     split = pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str
 

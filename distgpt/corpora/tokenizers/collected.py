@@ -158,10 +158,10 @@ class _Typesetter:
 
 def collect(kind: str, texts: Iterable[str]) -> CharTokenizer | WordTokenizer:
     """Build the tokenizer of all characters ("char") or words ("word") in `texts`, sorted."""
-    found: set[str] = set()
+    result: set[str] = set()
     for text in texts:
-        found.update(text if kind == "char" else WORD.findall(text))
-    return CharTokenizer(sorted(found)) if kind == "char" else WordTokenizer(sorted(found))
+        result.update(text if kind == "char" else WORD.findall(text))
+    return CharTokenizer(sorted(result)) if kind == "char" else WordTokenizer(sorted(result))
 
 
 def checked_vocabulary(vocabulary: object, kind: str, source: str) -> list[str]:

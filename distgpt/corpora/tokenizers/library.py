@@ -123,16 +123,16 @@ def _steps_before_model(library: tokenizers.Tokenizer) -> list[Step]:
 
 def in_thread(work: Callable[[], T]) -> Future[T]:
     """Run `work` in a daemon thread, which does not delay an exit."""
-    found = Future[T]()
+    result = Future[T]()
 
     def run() -> None:
         try:
-            found.set_result(work())
+            result.set_result(work())
         except BaseException as error:
-            found.set_exception(error)
+            result.set_exception(error)
 
     threading.Thread(target=run, name="encoder", daemon=True).start()
-    return found
+    return result
 
 
 class Encoder:
@@ -159,9 +159,9 @@ class Encoder:
                 return work()
         if self._stuck is not None and not self._stuck.done():
             raise DataError(f"{self._fails}: it is still encoding an earlier text")
-        found, seconds = in_thread(work), SECONDS + len(text) / CHARACTERS
-        if not wait([found], seconds).done:
-            self._stuck = found
+        result, seconds = in_thread(work), SECONDS + len(text) / CHARACTERS
+        if not wait([result], seconds).done:
+            self._stuck = result
             raise DataError(f"{self._fails}: {len(text):,} characters take longer than {seconds:.0f} s")
         with library_errors(self._fails):
-            return found.result()
+            return result.result()

@@ -54,8 +54,8 @@ def _verify(path: Path) -> None:
     if not SHA256.fullmatch(stored.name):
         return
     with stored.open("rb") as file:
-        found = file_digest(file, "sha256").hexdigest()
-    if found != stored.name:
+        result = file_digest(file, "sha256").hexdigest()
+    if result != stored.name:
         path.unlink()
         stored.unlink()
         raise DataError(
@@ -66,8 +66,8 @@ def _verify(path: Path) -> None:
 def download_tokenizer(repository: str) -> Path:
     """Return the path of tokenizer.json or, if the repository has none, of vocab.json next to merges.txt."""
     here = installed(repository)
-    if found := next((here / name for name in TOKENIZER_FILES[:2] if (here / name).is_file()), None):
-        return found
+    if result := next((here / name for name in TOKENIZER_FILES[:2] if (here / name).is_file()), None):
+        return result
 
     def download(hub: Any) -> Path:
         for local in (True, False):
@@ -237,14 +237,14 @@ def _from_file(path: Path, document: Any) -> Tokenizer | None:
         path, document = vocab, read_json(vocab)
     if not isinstance(document, dict):
         return None
-    found: Tokenizer
+    result: Tokenizer
     if isinstance(document.get("model"), dict):
-        found = from_document(document, str(path))
+        result = from_document(document, str(path))
     elif document and all(type(token_id) is int for token_id in document.values()):
-        found = _from_vocab_and_merges(document, path)
+        result = _from_vocab_and_merges(document, path)
     else:
         return None
-    return found.with_chat(_chat_beside(path.parent, found))
+    return result.with_chat(_chat_beside(path.parent, result))
 
 
 def _from_hub(repository: str) -> Tokenizer:

@@ -186,7 +186,7 @@ def _steps(part: Any, name: str) -> dict[str, dict[str, Any]]:
 
 def _first(document: dict[str, Any], special: Mapping[str, int]) -> tuple[int, ...]:
     """Return the special tokens that the post-processor prepends."""
-    found: list[int] = []
+    result: list[int] = []
     template = _steps(document.get("post_processor"), "processors").get("TemplateProcessing", {})
     single = template.get("single")
     for piece in single if isinstance(single, list) else []:
@@ -194,8 +194,8 @@ def _first(document: dict[str, Any], special: Mapping[str, int]) -> tuple[int, .
         name = token.get("id") if isinstance(token, dict) else None
         if not isinstance(name, str) or name not in special:
             break
-        found.append(special[name])
-    return tuple(found)
+        result.append(special[name])
+    return tuple(result)
 
 
 def _spelling(

@@ -77,9 +77,9 @@ class TopKLogits(NamedTuple):
     def _logit_of(self, token: int) -> float:
         if self.drawn is not None and self.drawn.token == token:
             return self.drawn.logit
-        (found,) = np.nonzero(self.tokens == token)
-        if len(found) or self.whole is None:
-            return float(self.logits[found[0]])
+        (result,) = np.nonzero(self.tokens == token)
+        if len(result) or self.whole is None:
+            return float(self.logits[result[0]])
         return float(self.whole()[token])  # chosen from all logits
 
 
@@ -163,16 +163,16 @@ class BatchedSlots:
         of_slot = dict(zip([each.feed.slot for each in decoding], chosen, strict=True))
         k, vocab, end = self.model.kernels, self.model.config.vocab_size, 0
         prompts = np.asarray(k.to_host(self._logits[:rows]))[:, :vocab] if rows else None
-        found: list[Any] = []  # elements: Array | TopKLogits
+        result: list[Any] = []  # elements: Array | TopKLogits
         for each in work:
             if each.slot in of_slot:
-                found.append(of_slot[each.slot])
+                result.append(of_slot[each.slot])
             elif prompts is not None:
-                found.extend(prompts[end : end + each.wanted])
+                result.extend(prompts[end : end + each.wanted])
                 end += each.wanted
-        if any(isinstance(row, TopKLogits) for row in found):
-            return found
-        return np.stack(found) if found else np.zeros((0, vocab), np.float32)
+        if any(isinstance(row, TopKLogits) for row in result):
+            return result
+        return np.stack(result) if result else np.zeros((0, vocab), np.float32)
 
     def copy(self, source: int, target: int, length: int) -> None:
         self.model.kernels.move_cached(self.cache, target, source, 0, length, None)
@@ -206,22 +206,22 @@ class BatchedSlots:
         """Copy results to the host. The first tokens get all logits, the others their top tokens."""
         k, vocab = self.model.kernels, self.model.config.vocab_size
         whole = sum(not each.topk_logits for each in some)
-        found: list[Array | TopKLogits] = []
+        result: list[Array | TopKLogits] = []
         if whole:
-            found.extend(np.asarray(k.to_host(self._decoded[:whole]))[:, :vocab])
+            result.extend(np.asarray(k.to_host(self._decoded[:whole]))[:, :vocab])
         if whole < len(some):
             tokens, logits = map(k.to_host, batch.topk_logits)
             rows = slice(whole, len(some))
             # Copy: if these are host arrays, the next step overwrites them.
             pairs = zip(tokens[rows].copy(), logits[rows].copy(), strict=True)
-            found.extend(TopKLogits(ids, row[:-1], float(row[-1])) for ids, row in pairs)
+            result.extend(TopKLogits(ids, row[:-1], float(row[-1])) for ids, row in pairs)
         if any(each.draw for each in some):
             tokens, results = map(k.to_host, batch.drawn)
-            for i, row in enumerate(found):
+            for i, row in enumerate(result):
                 if isinstance(row, TopKLogits) and some[i].draw:
                     drawn = SampledToken(int(tokens[i]), *results[i].tolist())
-                    found[i] = row._replace(drawn=drawn, whole=partial(self._whole, i))
-        return found
+                    result[i] = row._replace(drawn=drawn, whole=partial(self._whole, i))
+        return result
 
     def _whole(self, i: int) -> Array:
         return np.asarray(self.model.kernels.to_host(self._decoded[i]))[: self.model.config.vocab_size]
@@ -275,8 +275,8 @@ class _Batch:
         self.topk_logits: list[Array] = []  # tokens and logits that `choose` found
         self._choose: dict[int, tuple[Work, Array, Array]] = {}
         self._how = model.kernels.scalars(2 * self.rows).reshape(self.rows, 2)  # temperatures, random numbers
-        found = model.kernels.scalars(2 * self.rows).reshape(self.rows, 2)
-        self.drawn = model.kernels.integers(np.zeros(self.rows)), found
+        result = model.kernels.scalars(2 * self.rows).reshape(self.rows, 2)
+        self.drawn = model.kernels.integers(np.zeros(self.rows)), result
         self._draw: Work | None = None
         self.run: Work = model.kernels.record(partial(self._run, work, cache))
 
@@ -290,9 +290,9 @@ class _Batch:
         if count not in self._choose:
             most = min(count, vocab)
             tokens = k.integers(np.zeros((self.rows, most)))
-            found = k.accum_zeros(self.rows, most + 1)
-            work = k.record(partial(k.topk_logits, tokens, found, self._logits, vocab))
-            self._choose[count] = work, tokens, found
+            result = k.accum_zeros(self.rows, most + 1)
+            work = k.record(partial(k.topk_logits, tokens, result, self._logits, vocab))
+            self._choose[count] = work, tokens, result
         run, *self.topk_logits = self._choose[count]
         run()
 

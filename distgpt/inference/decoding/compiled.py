@@ -58,8 +58,8 @@ def packing_of(model: Model) -> Packing:
         return known
     known = model.packing = None  # free the old packing before the new one is allocated
     weights = packed_weights(model.config, model.params, model.positions.angles)
-    model.packing = found = Packing(weights, checksums=checksums)
-    return found
+    model.packing = result = Packing(weights, checksums=checksums)
+    return result
 
 
 class CompiledSlots:

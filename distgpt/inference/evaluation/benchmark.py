@@ -108,10 +108,10 @@ LINES: dict[str, Callable[[dict[str, Any]], Question]] = {
 
 def read_questions(name: str, path: Path) -> list[Question]:
     """Return the questions of a benchmark. A DataError names the file, the line and the problem."""
-    found = list(_mmlu(path) if name == "mmlu" else _in_lines(path, LINES[name], name == "lambada"))
-    if not found:
+    result = list(_mmlu(path) if name == "mmlu" else _in_lines(path, LINES[name], name == "lambada"))
+    if not result:
         raise DataError(f"{path} has no questions")
-    return found
+    return result
 
 
 def _in_lines(path: Path, question: Callable[[dict[str, Any]], Question], plain: bool) -> Iterator[Question]:
@@ -152,7 +152,7 @@ def _mmlu(path: Path) -> Iterator[Question]:
 
 def _rows(path: Path) -> list[tuple[str, str]]:
     """Return the text of each question with its choices, and the letter of the right one."""
-    found = []
+    result = []
     reader = csv.reader(read_text(path).splitlines(keepends=True), strict=True)
     try:
         for row in reader:
@@ -162,10 +162,10 @@ def _rows(path: Path) -> list[tuple[str, str]]:
                 row[0].strip(),
                 *(f"{letter}. {text}" for letter, text in zip(LETTERS, row[1:], strict=False)),
             ]
-            found.append(("\n".join([*lines, "Answer:"]), row[-1]))
+            result.append(("\n".join([*lines, "Answer:"]), row[-1]))
     except (csv.Error, DataError) as error:
         raise DataError(f"{path}, line {reader.line_num}: {error}") from None
-    return found
+    return result
 
 
 def _question(context: str, texts: Sequence[str], right: int, topic: str = "") -> Question:
@@ -216,17 +216,17 @@ class Benchmark:
         decoding. `acc_norm` picks by loss per character. `perplexity` covers the predicted words. `subjects`
         has an `acc` for each topic. `loss` sums the losses of all choices.
         """
-        found = with_progress(partial(likelihoods, scorer), self.spans, scorer.comm, progress)
+        result = with_progress(partial(likelihoods, scorer), self.spans, scorer.comm, progress)
         end, right, topics = 0, [], dict[str, list[int]]()
         for place, (choices, answer, topic) in enumerate(self.questions):
-            losses, greedy = found[end : end + len(choices)].T
+            losses, greedy = result[end : end + len(choices)].T
             end += len(choices)
             lengths = [len(text) - 1 for _, text in choices]  # without the leading space
             acc = greedy[0] == 1 if len(choices) == 1 else losses.argmin() == answer
             right.append((acc, (losses / lengths).argmin() == answer))
             topics.setdefault(topic, []).append(place)
-        fractions, total = np.array(right, float), float(found[:, 0].sum())
-        (acc, acc_norm), mean = fractions.mean(0).tolist(), total / len(found)
+        fractions, total = np.array(right, float), float(result[:, 0].sum())
+        (acc, acc_norm), mean = fractions.mean(0).tolist(), total / len(result)
         return {
             "acc": acc,
             "examples": len(right),
@@ -285,7 +285,7 @@ def likelihoods(
 
     Only predicted tokens are scored. Spans that differ only in their last token share a sequence.
     """
-    found = np.zeros((len(spans), 2))
+    result = np.zeros((len(spans), 2))
     together: dict[bytes, list[int]] = {}
     for i, span in enumerate(spans):
         together.setdefault(np.asarray(span.ids[:-1], np.int32).tobytes(), []).append(i)
@@ -295,11 +295,11 @@ def likelihoods(
 
     def score(rows: list[list[int]]) -> None:
         scored = _of_sequences(scorer, [[spans[i] for i in row] for row in rows], inputs, outputs)
-        found[[i for row in rows for i in row]] = scored
+        result[[i for row in rows for i in row]] = scored
 
     scorer.in_batches(spans, list(together.values()), score, advanced)
-    scorer.comm.sum(found)  # Each element is nonzero on at most one rank.
-    return found
+    scorer.comm.sum(result)  # Each element is nonzero on at most one rank.
+    return result
 
 
 def _of_sequences(scorer: Scorer, rows: list[list[Span]], inputs: Array, outputs: Array) -> Array:

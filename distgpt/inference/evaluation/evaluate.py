@@ -92,8 +92,8 @@ def _on_text(
     _refuse_nonfinite(loss)
     bits = on_root(comm, lambda: validation.bits_per_byte(loss, tokenizer))
     perplexity = math.exp(loss) if loss < 700 else None  # exp overflows for larger losses
-    found = {"val": val, "val_tokens": validation.count, "val_loss": loss}
-    return found | {"perplexity": perplexity, "bits_per_byte": bits}
+    result = {"val": val, "val_tokens": validation.count, "val_loss": loss}
+    return result | {"perplexity": perplexity, "bits_per_byte": bits}
 
 
 def _held_out(val: str, t: TrainConfig) -> float | None:

@@ -64,9 +64,9 @@ def infer_file(
 
         on_root(comm, begin)
         todo = answers.todo
-        for found in distribute(comm, engine, [prompt.request for prompt in todo], ROOM):
-            answers.add([(todo[number], samples) for number, samples in found])
-            tokens = sum(len(sample.tokens) for _, samples in found for sample in samples)
+        for result in distribute(comm, engine, [prompt.request for prompt in todo], ROOM):
+            answers.add([(todo[number], samples) for number, samples in result])
+            tokens = sum(len(sample.tokens) for _, samples in result for sample in samples)
             made += tokens
             progress.advanced(answers.done, tokens)
         if comm.rank != 0:
@@ -102,7 +102,7 @@ class Prompt:
 
 def read_prompts(path: Path, tokenizer: Tokenizer, defaults: Request, engine: Engine) -> list[Prompt]:
     """Read all prompts; `defaults` fill in omitted settings. A DataError names the first bad line."""
-    found = []
+    result = []
     with storage_errors("read", path), open_regular(path) as file:
         number = 0
         while line := file.readline(LARGEST_JSON):
@@ -116,10 +116,10 @@ def read_prompts(path: Path, tokenizer: Tokenizer, defaults: Request, engine: En
                 engine.check(prompt.request)
             except (UsageError, DataError, ValueError) as error:
                 raise DataError(f"{path}, line {number}: {error}") from None
-            found.append(prompt)
-    if not found:
+            result.append(prompt)
+    if not result:
         raise DataError(f"{path} has no prompts")
-    return found
+    return result
 
 
 def _prompt(number: int, line: bytes, tokenizer: Tokenizer, defaults: Request) -> Prompt:
@@ -189,16 +189,16 @@ class Answers:
 
     def _line_of(self, line: bytes, number: int) -> int:
         """Return the line number of the prompt that this answer is for."""
-        found = None
+        result = None
         with suppress(ValueError):
-            found = parse_json(line)
-        if not isinstance(found, dict) or not isinstance(found.get("choices"), list):
+            result = parse_json(line)
+        if not isinstance(result, dict) or not isinstance(result.get("choices"), list):
             raise self._foreign(number)
-        of = found.get("line")
+        of = result.get("line")
         prompt, other = self._prompts.get(of) if type(of) is int else None, ""
-        if found.get("model") != self._model:
+        if result.get("model") != self._model:
             other = "is from another model, dtype or context"
-        if prompt is None or found.get("request") != prompt.fingerprint:
+        if prompt is None or result.get("request") != prompt.fingerprint:
             other = other or "is the answer to another prompt or to other settings"
         if other or prompt is None:
             hint = "repeat that command, or choose another --out"

@@ -192,8 +192,8 @@ class Chat:
 
     def _take(self, text: str) -> None:
         talk = self._conversation
-        found = re.fullmatch(r"\s*(/[a-z]+)(?:\s+(.*))?", text, re.DOTALL)
-        match (found[1], (found[2] or "").strip()) if found else ("", ""):
+        result = re.fullmatch(r"\s*(/[a-z]+)(?:\s+(.*))?", text, re.DOTALL)
+        match (result[1], (result[2] or "").strip()) if result else ("", ""):
             case "", _:
                 self._answer(text)
             case "/reset", _:

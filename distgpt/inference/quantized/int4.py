@@ -51,8 +51,8 @@ class Int4Tile(Int8Tile):
         """Return the integers whose table indices are in the lower halves of the bytes."""
         halves = self.new(f"and {self.ints} {word}, splat (i32 {HALF})")
         places = self.new(f"bitcast {self.ints} {halves} to {self.bytes}")
-        found = self._chosen(places, 0, LEVELS) if self.dot.kind == "plain" else self._shuffled(places)
-        return self.new(f"bitcast {self.bytes} {found} to {self.ints}")
+        result = self._chosen(places, 0, LEVELS) if self.dot.kind == "plain" else self._shuffled(places)
+        return self.new(f"bitcast {self.bytes} {result} to {self.ints}")
 
     def _shuffled(self, places: str) -> str:
         table = ", ".join(f"i8 {OFFSET + level}" for level in LEVELS * (self.shape.lanes // 4))

@@ -60,14 +60,14 @@ TRIED = tuple(sign * part for sign in (1, -1) for part in np.linspace(0.85, 1.3,
 def inverse(scale: Array) -> Array:
     """Return 1 / scale, or 0 for scales below LEAST."""
     there = np.abs(scale) >= LEAST
-    found: Array = np.where(there, np.float32(1) / np.where(there, scale, np.float32(1)), np.float32(0))
-    return found
+    result: Array = np.where(there, np.float32(1) / np.where(there, scale, np.float32(1)), np.float32(0))
+    return result
 
 
 def nearest(w: Array, scale: Array) -> Array:
     """Return the level nearest to each element."""
-    found: Array = NEAREST[np.clip(np.rint(w * inverse(scale)), -MOST, MOST).astype(np.int16) + MOST]
-    return found
+    result: Array = NEAREST[np.clip(np.rint(w * inverse(scale)), -MOST, MOST).astype(np.int16) + MOST]
+    return result
 
 
 PLACES = np.zeros(256, np.uint8)

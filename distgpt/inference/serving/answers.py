@@ -116,19 +116,19 @@ class Choice:
         self._texts.append(event.text)
         text, self._unsent = self._unsent + event.text, ""
         self._reason = "length" if event.reason == "context" else event.reason  # OpenAI has no other reason
-        found: dict[str, list[Any]] = {name: [] for name in self.likelihoods}
+        result: dict[str, list[Any]] = {name: [] for name in self.likelihoods}
         if self._request.logprobs is not None:
             if event.prompt_likelihoods is not None:
                 for token, likelihood in zip(self._request.prompt, event.prompt_likelihoods, strict=True):
-                    self._note(found, token, likelihood)
+                    self._note(result, token, likelihood)
             if event.token is not None:
-                self._note(found, event.token, event.likelihood)
-        for name, values in found.items():
+                self._note(result, event.token, event.likelihood)
+        for name, values in result.items():
             self._all[name] += values
-        is_scored = any(found.values())
+        is_scored = any(result.values())
         if not (text or is_scored or self._reason):
             return None
-        return self._shown(text, found if is_scored else None)
+        return self._shown(text, result if is_scored else None)
 
     def whole(self) -> dict[str, Any]:
         return self._shown("".join(self._texts), None if self._request.logprobs is None else self._all)
@@ -165,8 +165,8 @@ class ChatChoice(Choice):
 
     def _shown(self, text: str, likelihoods: dict[str, list[Any]] | None) -> dict[str, Any]:
         message = {"role": "assistant", "content": text, "refusal": None}
-        found = None if likelihoods is None else {**likelihoods, "refusal": None}
-        return {"message": message, "logprobs": found, "finish_reason": self._reason}
+        result = None if likelihoods is None else {**likelihoods, "refusal": None}
+        return {"message": message, "logprobs": result, "finish_reason": self._reason}
 
     def _note(self, found: dict[str, list[Any]], token: int, likelihood: Likelihood | None) -> None:
         if likelihood is None or token in self._request.ends:

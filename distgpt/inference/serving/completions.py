@@ -47,23 +47,23 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 
 def parse_body(body: bytes, served: Served, limits: Limits) -> ParsedBody:
     """Parse a request for completions, or raise a Refusal."""
-    found, tokenizer = parse_object(body, served, PARAMETERS), served.tokenizer
-    echo = checked(found, "echo", SWITCH, False)
-    settings = parse_settings(found, limits, SETTINGS)
+    result, tokenizer = parse_object(body, served, PARAMETERS), served.tokenizer
+    echo = checked(result, "echo", SWITCH, False)
+    settings = parse_settings(result, limits, SETTINGS)
     settings = replace(
         settings,
-        ends=() if checked(found, "ignore_eos", SWITCH, False) else tokenizer.ends,
+        ends=() if checked(result, "ignore_eos", SWITCH, False) else tokenizer.ends,
         prompt_logprobs=echo and settings.logprobs is not None,
         reuse=served.reuse,
     )
-    prompts = _prompts(found.get("prompt"), served, limits, settings.n)
+    prompts = _prompts(result.get("prompt"), served, limits, settings.n)
     length = sum(map(len, prompts))
     tokens = len(prompts) * settings.max_new_tokens + settings.prompt_logprobs * length
     echoed = settings.n * sum(map(tokenizer.text_size, prompts)) if echo else 0
     size = length + refuse_large(tokens, settings, served, limits, -(-echoed // ECHOED))
     refuse_long(prompts, served, limits, settings)
     requests = [replace(settings, prompt=prompt) for prompt in prompts]
-    return _parsed(found, served, requests, Choice, size, echo)
+    return _parsed(result, served, requests, Choice, size, echo)
 
 
 def _parsed(
@@ -96,19 +96,19 @@ def weight_of(tokenizer: Tokenizer) -> int:
 def parse_object(body: bytes, served: Served, known: Sequence[str]) -> dict[str, Any]:
     """Return the JSON object of a body. Rejects unknown parameters and other models."""
     try:
-        found = parse_json(body)
+        result = parse_json(body)
     except ValueError as error:
         raise invalid(f"the body is not valid JSON ({error})") from None
-    if not isinstance(found, dict):
+    if not isinstance(result, dict):
         raise invalid("the body is not a JSON object")
-    for name, value in found.items():
+    for name, value in result.items():
         if name not in known and name not in _IGNORED and name not in _UNSUPPORTED:
             hint = did_you_mean(name[:50], known)
             raise invalid(f"unrecognized request argument: {name!r:.60}{hint}", name[:50])
         if value not in _UNSUPPORTED.get(name, (value,)):
             raise invalid(f"{name} is not supported", name)
-    refuse_other_model(found, served)
-    return found
+    refuse_other_model(result, served)
+    return result
 
 
 def refuse_other_model(found: dict[str, Any], served: Served) -> None:
@@ -129,18 +129,18 @@ def refuse_large(tokens: int, settings: Request, served: Served, limits: Limits,
 def parse_settings(given: dict[str, Any], limits: Limits, names: Mapping[str, str]) -> Request:
     """Return a request without its prompt; `names` maps parameters to settings."""
     most = {"max_tokens": limits.max_tokens, "n": limits.samples, "logprobs": MOST_LOGPROBS}
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for name, setting in names.items():
         about = REQUEST_SETTINGS[setting]
         if name == "stop":
-            found[name] = _stops(given.get(name))
+            result[name] = _stops(given.get(name))
         elif name == "seed":
             value = checked(given, name, replace(about, low=-(1 << 63)), secrets.randbits(63))
-            found[name] = value % (1 << 64)
+            result[name] = value % (1 << 64)
         else:
             about = replace(about, most=most.get(name, about.most))
-            found[setting] = checked(given, name, about, getattr(DEFAULTS, setting))
-    return DEFAULTS.override((), found)
+            result[setting] = checked(given, name, about, getattr(DEFAULTS, setting))
+    return DEFAULTS.override((), result)
 
 
 def checked(given: dict[str, Any], name: str, about: Setting, default: Any) -> Any:
@@ -213,29 +213,29 @@ def refuse_long(
 
 def parse_chat(body: bytes, served: Served, limits: Limits) -> ParsedBody:
     """Parse a request for a chat's next answer, or raise a Refusal."""
-    found = parse_object(body, served, _CHAT_PARAMETERS)
+    result = parse_object(body, served, _CHAT_PARAMETERS)
     chat = served.chat
     if chat is None or isinstance(chat, DataError):
         raise invalid(f"this model does not support chat: {chat}")
-    settings = parse_settings(found, limits, _CHAT_SETTINGS)
+    settings = parse_settings(result, limits, _CHAT_SETTINGS)
     try:
-        prompt = chat.prompt(checked_messages(found.get("messages")))
+        prompt = chat.prompt(checked_messages(result.get("messages")))
     except DataError as error:
         raise invalid(str(error), "messages") from None
     refuse_long([prompt], served, limits, settings, "messages")
     about, room = Setting(int, "", low=1, most=limits.max_tokens), max(1, served.context - len(prompt))
-    lengths = [checked(found, name, about, None) for name in _LENGTHS]
+    lengths = [checked(result, name, about, None) for name in _LENGTHS]
     settings = replace(
         settings,
         prompt=prompt,
         max_new_tokens=next(filter(None, lengths), min(room, limits.max_tokens)),
-        logprobs=_logprobs(found),
-        ends=() if checked(found, "ignore_eos", SWITCH, False) else chat.ends,
+        logprobs=_logprobs(result),
+        ends=() if checked(result, "ignore_eos", SWITCH, False) else chat.ends,
         stop=settings.stop + chat.stops,
         reuse=True,
     )
     size = len(prompt) + refuse_large(settings.max_new_tokens, settings, served, limits)
-    return _parsed(found, served, [settings], ChatChoice, size)
+    return _parsed(result, served, [settings], ChatChoice, size)
 
 
 def _logprobs(given: dict[str, Any]) -> int | None:
@@ -261,12 +261,12 @@ def about_tokenizer(served: Served) -> dict[str, Any]:
 
 def tokenize(body: bytes, served: Served, limits: Limits) -> dict[str, Any]:
     """Return the token ids of a prompt. A prompt that is exactly a special token becomes that token."""
-    found = parse_object(body, served, ("model", "prompt", "add_special_tokens"))
-    text = "" if found.get("prompt") is None else found["prompt"]
+    result = parse_object(body, served, ("model", "prompt", "add_special_tokens"))
+    text = "" if result.get("prompt") is None else result["prompt"]
     if not isinstance(text, str):
         raise invalid("prompt must be a string", "prompt")
     tokenizer = served.tokenizer
-    first = tokenizer.first if checked(found, "add_special_tokens", SWITCH, True) else ()
+    first = tokenizer.first if checked(result, "add_special_tokens", SWITCH, True) else ()
     try:
         special = tokenizer.specials.get(text)
         ids = tokenizer.encode(text).tolist() if special is None else [special]
@@ -277,8 +277,8 @@ def tokenize(body: bytes, served: Served, limits: Limits) -> dict[str, Any]:
 
 
 def detokenize(body: bytes, served: Served, limits: Limits) -> dict[str, Any]:
-    found = parse_object(body, served, ("model", "tokens"))
-    tokens, most = tokens_of(found.get("tokens"), served, "tokens"), ECHOED * limits.values
+    result = parse_object(body, served, ("model", "tokens"))
+    tokens, most = tokens_of(result.get("tokens"), served, "tokens"), ECHOED * limits.values
     if served.tokenizer.text_size(tokens) > most:
         raise invalid(f"the text may have more than {most:,} characters", "tokens")
     return {"prompt": served.tokenizer.decode(tokens)}

@@ -64,10 +64,10 @@ class Call:
     async def events(self) -> AsyncGenerator[tuple[int, Event]]:
         """Yield (request number, event) until the last event, or raise the reason for a failure."""
         while self.left or not self._unread.empty():
-            found = await self._unread.get()
-            if isinstance(found, Refusal):
-                raise found
-            yield found
+            result = await self._unread.get()
+            if isinstance(result, Refusal):
+                raise result
+            yield result
 
 
 class Runner:

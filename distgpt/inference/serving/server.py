@@ -34,11 +34,11 @@ def bound(host: str, port: int) -> socket.socket:
     """Return a socket bound to this address, or raise a UsageError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        kind, found = socket.SOCK_STREAM, socket.getaddrinfo(host, port, family)[0][4]
+        kind, result = socket.SOCK_STREAM, socket.getaddrinfo(host, port, family)[0][4]
         # asyncio sets TCP_NODELAY only if the socket names its protocol.
         listener = socket.socket(family, kind, socket.IPPROTO_TCP)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(found)
+        listener.bind(result)
     except OSError as error:
         hint = "; --port 0 uses a free port" if port else ""
         raise UsageError(f"cannot listen on {host} port {port}: {error.strerror or error}{hint}") from None

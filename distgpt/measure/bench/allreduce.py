@@ -61,12 +61,12 @@ class AllreduceOptions(BenchOptions):
 def array_size(flag: str, text: str) -> int:
     """Parse a size, such as "64K", in bytes. Gradients have elements of 4 bytes."""
     try:
-        found = parse_size(text)
+        result = parse_size(text)
     except UsageError as error:
         raise UsageError(f"{flag}: {error}") from None
-    if found < 4 or found % 4 or found > 1 << 40:
+    if result < 4 or result % 4 or result > 1 << 40:
         raise UsageError(f"{flag} {text!r} must be a multiple of 4 bytes, at most 1024G")
-    return found
+    return result
 
 
 def bench(options: AllreduceOptions) -> None:
@@ -78,18 +78,18 @@ def bench(options: AllreduceOptions) -> None:
         stage = open_stage(options.stage, None, on_gpu)
         if not options.measure_only:
             on_root(stage.comm, options.prepare)
-        found = measure_all(stage, options)
+        result = measure_all(stage, options)
         if stage.comm.rank:
             return
     else:
         if options.ranks < 2:
             raise UsageError(ALONE)
         options.prepare()
-        found = start(options)
+        result = start(options)
     if options.measure_only:
-        print(json.dumps(found))
+        print(json.dumps(result))
     else:
-        options.finish("allreduce", f"{found['stage']}-{found['ranks']}", found, blocks(found))
+        options.finish("allreduce", f"{result['stage']}-{result['ranks']}", result, blocks(result))
 
 
 def start(options: AllreduceOptions) -> Row:
@@ -123,15 +123,15 @@ def algorithms(stage: Stage, names: str | None) -> tuple[dict[str, Sum], dict[st
     for name in wanted:
         if name not in known:
             raise collective_error(UsageError(f"--algorithms {name!r} is not one of {', '.join(known)}"))
-    found: dict[str, Sum] = {}
+    result: dict[str, Sum] = {}
     reasons: dict[str, str] = {}
     for name in known:
         if name in wanted:
             try:
-                found[name] = _algorithm(stage, name)
+                result[name] = _algorithm(stage, name)
             except UsageError as error:  # raised on all ranks
                 reasons[name] = str(error)
-    return found, reasons
+    return result, reasons
 
 
 def _algorithm(stage: Stage, name: str) -> Sum:

@@ -45,8 +45,8 @@ def bench(options: InferOptions) -> None:
     job = job_of(options)
     options.prepare()
     sides = [(OURS, dtype) for dtype in options.dtypes]
-    found = measure(options, sides, job, lambda who, job: own_seconds(job))
-    options.finish("infer", options.preset, found, blocks(found))
+    result = measure(options, sides, job, lambda who, job: own_seconds(job))
+    options.finish("infer", options.preset, result, blocks(result))
 
 
 def job_of(options: InferOptions) -> Row:
@@ -86,11 +86,11 @@ def config_of(name: str) -> ModelConfig:
 
 def _rows(options: InferOptions, runs: Sequence[Row]) -> list[Row]:
     """Return the medians over all rounds, and the resulting rates."""
-    found: dict[tuple[Any, ...], list[Row]] = {}
+    result: dict[tuple[Any, ...], list[Row]] = {}
     for each in runs:
-        found.setdefault((each["requests"], each["who"], each["dtype"]), []).append(each)
+        result.setdefault((each["requests"], each["who"], each["dtype"]), []).append(each)
     rows = []
-    for (requests, who, dtype), of in found.items():
+    for (requests, who, dtype), of in result.items():
         first, whole = (median(each[key] for each in of) for key in ("first", "whole"))
         row = {"who": who, "dtype": dtype, "requests": requests, "first": first, "whole_s": whole}
         row |= {"prefill": requests * options.prompt / first, "whole": requests * options.new / whole}

@@ -76,8 +76,8 @@ def bench(options: TrainOptions) -> None:
     with scratch_folder(options) as scratch:
         say(f"distgpt train, {options.stage}")
         row, trained = train(options, run, launcher, scratch / "run")
-    found = {"rows": [row], **with_peak([row], trained, measured_peak(options, launcher))}
-    options.finish("train", f"{options.preset}-{options.stage}", found, blocks(found))
+    result = {"rows": [row], **with_peak([row], trained, measured_peak(options, launcher))}
+    options.finish("train", f"{options.preset}-{options.stage}", result, blocks(result))
 
 
 def prepared(options: TrainOptions) -> tuple[Launcher | None, RunConfig]:

@@ -35,7 +35,7 @@ def report_caches(empty: str, as_json: bool) -> None:
         return
     if empty:
         _empty([folder for folder in _folders() if folder[2] and empty in (folder[2], "all")])
-    found = []
+    result = []
     for path, what, emptied, files in _folders():
         stats = []
         for file in files:
@@ -44,11 +44,11 @@ def report_caches(empty: str, as_json: bool) -> None:
         if stats:
             used = max(max(each.st_atime, each.st_mtime) for each in stats)
             about: Facts = {"path": str(path), "what": what, "emptied": emptied, "last_use": used}
-            found.append(about | {"size": sum(each.st_size for each in stats), "files": len(stats)})
+            result.append(about | {"size": sum(each.st_size for each in stats), "files": len(stats)})
     if as_json:
-        print(json.dumps(found, indent=1))
+        print(json.dumps(result, indent=1))
         return
-    for each in found:
+    for each in result:
         day = time.strftime("%Y-%m-%d", time.localtime(each["last_use"]))
         sizes = f"{size_in_column(each['size']):>8}  {count(each['files'], 'file'):>12}"
         print_lines(f"{each['path']}\n  {sizes}  used {day}  {each['what']}")
@@ -88,11 +88,11 @@ def _empty(folders: list[Folder]) -> None:
     removed, n_bytes, failure = 0, 0, ""
     for path in (path for *_, files in folders for path in files):
         try:
-            found = path.lstat()
-            if path.name.startswith(".") and time.time() - found.st_mtime < IN_USE:
+            result = path.lstat()
+            if path.name.startswith(".") and time.time() - result.st_mtime < IN_USE:
                 continue
             path.unlink()
-            removed, n_bytes = removed + 1, n_bytes + found.st_size
+            removed, n_bytes = removed + 1, n_bytes + result.st_size
         except FileNotFoundError:
             continue
         except OSError as error:

@@ -59,11 +59,11 @@ def gpu_facts(comm: Comm) -> Facts:
     from distgpt.gpu import probe
     from distgpt.gpu.stage import device_of
 
-    found = probe.probe()
-    gpus = found.driver.gpus if found.driver else ()
-    missing = {dtype: probe.missing_for_gpu(found, dtype) for dtype in ("float32", "bfloat16")}
+    result = probe.probe()
+    gpus = result.driver.gpus if result.driver else ()
+    missing = {dtype: probe.missing_for_gpu(result, dtype) for dtype in ("float32", "bfloat16")}
     return {
-        **asdict(found),
+        **asdict(result),
         "takes": device_of(comm.local_rank, len(gpus)) if gpus else None,
         "missing": {dtype: [asdict(each) for each in those] for dtype, those in missing.items()},
     }
@@ -110,12 +110,12 @@ def compute() -> Facts:
 def auto_dtype() -> str:
     """Return the dtype that --dtype auto selects for a small model here, and why; "" on errors."""
     try:
-        found = expected_dtype("serial", RunConfig())
+        result = expected_dtype("serial", RunConfig())
     except UsageError as error:  # invalid environment variables
         return str(error)
     except Exception:  # compute() reports the reason
         return ""
-    return f"{found.name}: {found.why}" if found.why else found.name
+    return f"{result.name}: {result.why}" if result.why else result.name
 
 
 def environment() -> dict[str, Any]:

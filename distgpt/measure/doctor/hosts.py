@@ -78,13 +78,13 @@ def report(path: Path, ssh: bool, as_json: bool) -> None:
     """Print the report. Raise a UsageError if a job on these hosts would not start with this MPI."""
     if launched_as() > 1:
         raise UsageError("--hostfile must be checked before a launch; omit mpirun or srun")
-    found = examine(path, ssh)
+    result = examine(path, ssh)
     if as_json:
-        print(json.dumps(found, indent=1))
+        print(json.dumps(result, indent=1))
     else:
-        print_lines("\n".join(_lines(found)))
-    if found["problems"]:
-        reasons = "; ".join(found["problems"][:3])
+        print_lines("\n".join(_lines(result)))
+    if result["problems"]:
+        reasons = "; ".join(result["problems"][:3])
         raise UsageError(f"a job on the hosts of {path} would not start correctly: {reasons}")
 
 
@@ -104,8 +104,8 @@ def examine(path: Path, ssh: bool) -> Facts:
     problems += [*foreign_mpirun(here, mpi), *hostfile_problems(vendor, lines)]
     warnings: list[str] = []
     for host in hosts:
-        for found, texts in zip((problems, warnings), _judged(host, own), strict=True):
-            found += [f"{host.name}: {text}" for text in texts]
+        for result, texts in zip((problems, warnings), _judged(host, own), strict=True):
+            result += [f"{host.name}: {text}" for text in texts]
     localhost, unreached = _way_back(hosts) if vendor == "MPICH" else ("", [])
     problems += unreached
     ranks = sum(host.ranks for host in hosts)
@@ -152,8 +152,8 @@ def tell(name: str, port: int, token: str) -> None:
 
     A launcher passes its own `name` to other hosts. The other candidate is the client's address in ssh.
     """
-    found = dict.fromkeys([name, os.environ.get("SSH_CONNECTION", "").partition(" ")[0]])
-    calls = [address for address in found if address and _answers(address, port, token)]
+    result = dict.fromkeys([name, os.environ.get("SSH_CONNECTION", "").partition(" ")[0]])
+    calls = [address for address in result if address and _answers(address, port, token)]
     print(json.dumps(asdict(replace(own_facts(distant_mpi()), calls=calls))), flush=True)
 
 
@@ -228,8 +228,8 @@ def _judged(host: Host, own: HostFacts) -> tuple[list[str], list[str]]:
     for name in ("distgpt", "python", "numpy", "numba", "mpi4py"):
         its, ours = (each.versions.get(name, "missing") for each in (facts, own))
         if its != ours:
-            found = f"{name} {its}, but {ours} on this machine; install the same version on all hosts"
-            (stops if name == "distgpt" else differs).append(found)
+            result = f"{name} {its}, but {ours} on this machine; install the same version on all hosts"
+            (stops if name == "distgpt" else differs).append(result)
     if facts.processor != own.processor:
         model = facts.processor.partition(",")[0]
         differs.append(f"different processor or processor features ({model}): {ROUNDING}")

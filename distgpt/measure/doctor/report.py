@@ -40,14 +40,14 @@ Rows = Iterable[tuple[str, str]]
 
 def report(stage: str | None, as_json: bool) -> None:
     """Print the facts once for all ranks. Raise an error if `stage` cannot run in this launch."""
-    found, comm = examine()
+    result, comm = examine()
     if (comm.rank if comm.size > 1 else launched_rank()) == 0:
         if as_json:
-            print(json.dumps(found, indent=1))
+            print(json.dumps(result, indent=1))
         else:
-            print_lines("\n".join(_lines(found)))
-    if stage and not found["stages"][stage]["runs"]:
-        reasons = "; ".join(map(sentence, found["stages"][stage]["missing"]))
+            print_lines("\n".join(_lines(result)))
+    if stage and not result["stages"][stage]["runs"]:
+        reasons = "; ".join(map(sentence, result["stages"][stage]["missing"]))
         raise collective_error(UsageError(f"stage {stage!r} cannot run here: {reasons}"))
 
 
@@ -65,7 +65,7 @@ def examine() -> tuple[Facts, Comm]:
         except UsageError as error:
             mpi = {"problem": str(error)}
     ranks = gather(comm, of_rank(comm))
-    found = {
+    result = {
         "launch": launched,
         "mpi": mpi,
         "node": node() if comm.size == 1 else None,
@@ -73,7 +73,7 @@ def examine() -> tuple[Facts, Comm]:
         "stages": verdicts(launched, mpi, ranks),
         "warnings": warnings(launched, mpi, ranks),
     }
-    return found, comm
+    return result, comm
 
 
 # This node: sockets, NUMA regions and cores, and which launch suits it
@@ -124,7 +124,7 @@ def verdicts(launched: Facts, mpi: Facts, ranks: list[Facts]) -> Facts:
     alone = [{"what": several, "remedy": remedy}] if processes > 1 else []
     what, _, remedy = mpi["problem"].partition("; ")
     connected = [{"what": what, "remedy": remedy}] if what else []
-    found = {}
+    result = {}
     for stage in STAGES:
         gpu = [rank["gpu"] for rank in ranks] if stage in ON_GPU else []
         lacking = [each["missing"]["float32"] for each in gpu] or [
@@ -132,8 +132,8 @@ def verdicts(launched: Facts, mpi: Facts, ranks: list[Facts]) -> Facts:
         ]
         missing = (connected if stage in WITH_MPI else alone) + _over_ranks(ranks, lacking)
         notes = [] if any(lacking) else _over_ranks(ranks, [each["missing"]["bfloat16"] for each in gpu])
-        found[stage] = {"runs": not missing, "missing": missing, "notes": notes}
-    return found
+        result[stage] = {"runs": not missing, "missing": missing, "notes": notes}
+    return result
 
 
 def _over_ranks(ranks: list[Facts], troubles: list[list[Facts]]) -> list[Facts]:

@@ -67,16 +67,16 @@ def open_steps(asked: RunConfig, stage: Stage, say: Say) -> tuple[Step, Batches]
 def waits(step: Step) -> list[tuple[object, str]]:
     """Return the methods that wait for other ranks, each with its object."""
     gradient_sync = step.gradient_sync
-    found: list[tuple[object, str]]
+    result: list[tuple[object, str]]
     if isinstance(gradient_sync, LocalSteps):
-        found = [(gradient_sync, "sum_flags"), (gradient_sync.changes, "sum")]
+        result = [(gradient_sync, "sum_flags"), (gradient_sync.changes, "sum")]
     else:
-        found = [(gradient_sync, "sum_gradients")]
+        result = [(gradient_sync, "sum_gradients")]
     if isinstance(gradient_sync, Sharded):
-        found.append((gradient_sync, "after_update"))
+        result.append((gradient_sync, "after_update"))
     if step.optimizer.update_bounds:
-        found.append((step, "gather_updates"))
-    return found
+        result.append((step, "gather_updates"))
+    return result
 
 
 class Profiler:
@@ -122,9 +122,9 @@ def of_rank(profiler: Profiler, rank: int, peak: float) -> RankProfile:
     """Return the means over the measured steps."""
     times, steps = profiler.times / len(profiler.seconds), profiler.seconds
     times[0] /= profiler.workers
-    found: RankProfile = {"rank": rank, "workers": profiler.workers, "steps": len(steps)}
-    found |= {"step_s": fmean(steps), "step_s_median": median(steps)}
-    return found | {"peak_gflops": peak, "times": times.tolist()}
+    result: RankProfile = {"rank": rank, "workers": profiler.workers, "steps": len(steps)}
+    result |= {"step_s": fmean(steps), "step_s_median": median(steps)}
+    return result | {"peak_gflops": peak, "times": times.tolist()}
 
 
 def measure(stage: Stage, run: RunConfig, measured: int, warm_up: int, folder: Path, say: Say) -> str:
@@ -209,10 +209,10 @@ def _about(profile: RankProfile, on_gpu: bool) -> dict[str, Any]:
 
     There is one row per kind of operation that occurred, and one for the rest of the step.
     """
-    found = [_row(profile, *each) for each in zip(ORDER, *profile["times"], strict=True) if each[1]]
-    between = profile["step_s"] - sum(row["ms"] for row in found) / 1000
-    found.append(_row(profile, GPU_WAITS if on_gpu else BETWEEN, between))
-    return {**{key: profile[key] for key in ("step_s", "step_s_median", "peak_gflops")}, "rows": found}
+    result = [_row(profile, *each) for each in zip(ORDER, *profile["times"], strict=True) if each[1]]
+    between = profile["step_s"] - sum(row["ms"] for row in result) / 1000
+    result.append(_row(profile, GPU_WAITS if on_gpu else BETWEEN, between))
+    return {**{key: profile[key] for key in ("step_s", "step_s_median", "peak_gflops")}, "rows": result}
 
 
 def _row(profile: RankProfile, name: str, seconds: float, calls: float = 0, flops: float = 0) -> Row:

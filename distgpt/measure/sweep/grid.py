@@ -244,8 +244,8 @@ class Ledger:
         path = self._result(run)
         if not path.exists():
             return Result()
-        found: Result = read_as(Result, read_small(path), path)
-        return found
+        result: Result = read_as(Result, read_small(path), path)
+        return result
 
     def store(self, run: Run, result: Result) -> None:
         write_json(self._result(run), asdict(result))

@@ -72,8 +72,8 @@ def finish(ledger: Ledger) -> str:
         raise kind(f"no run of {ledger.path} has finished; {rows[0].point}: {rows[0].error}")
     best, all_of_it, toml = rows[0], ledger.path / "sweep.json", ledger.path / "best.toml"
     results = {run.name: asdict(ledger.result(run)) for run in ledger.runs}
-    found = {"grid": asdict(grid), "points": [asdict(row) for row in rows], "runs": results}
-    write_json(all_of_it, found)
+    result = {"grid": asdict(grid), "points": [asdict(row) for row in rows], "runs": results}
+    write_json(all_of_it, result)
     about = f"{grid.metric} {best.rungs[-1]}"
     with atomic_file(toml) as file:
         text = f"# {about} at step {best.rungs[-1].step:,}\n{as_toml({**grid.fixed, **best.values})}"

@@ -54,15 +54,15 @@ def compare(one: Path, other: Path) -> Parting:
     common = sorted(first.keys() & second.keys())
     if not common:
         raise UsageError(f"{one} and {other} have no step in common in metrics.jsonl")
-    found = Parting(str(one), str(other))
+    result = Parting(str(one), str(other))
     for step in common:
         for name, key in KINDS.items():
             pair = first[step].get(key), second[step].get(key)
             words = numbers_apart(*pair, ("in A", "in B")) if distance(*pair) else ""
-            found.kinds[name].add(step, words)
-    _compare_files(found, *(dict(record.checkpoints()) for record in records))
-    _explain(found, records, found.at or common[-1])
-    return found
+            result.kinds[name].add(step, words)
+    _compare_files(result, *(dict(record.checkpoints()) for record in records))
+    _explain(result, records, result.at or common[-1])
+    return result
 
 
 def _compare_files(found: Parting, one: dict[int, Path], other: dict[int, Path]) -> None:

@@ -99,11 +99,11 @@ def facts_of(run: Run) -> Facts:
 @cache
 def sources() -> str:
     """Return a checksum of the package files that compute (250 files, 20 ms)."""
-    found = sha256()
+    result = sha256()
     for path in sorted(PACKAGE.rglob("*")):
         if path.suffix in (".py", ".cu") and ELSEWHERE.isdisjoint((path, *path.parents)):
-            found.update(path.name.encode() + b"\0" + path.read_bytes())
-    return found.hexdigest()[:16]
+            result.update(path.name.encode() + b"\0" + path.read_bytes())
+    return result.hexdigest()[:16]
 
 
 def processor_kind() -> str:
@@ -117,8 +117,8 @@ def processor_kind() -> str:
 def _gpu_libraries() -> dict[str, str]:
     from distgpt.gpu import probe
 
-    found = probe.driver()
-    return {**probe.packages(), "driver": found.release if found else ""}
+    result = probe.driver()
+    return {**probe.packages(), "driver": result.release if result else ""}
 
 
 def _matmul(kernels: Any) -> str:

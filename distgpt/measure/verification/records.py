@@ -67,34 +67,34 @@ class Record:
     @cached_property
     def _events(self) -> list[tuple[int, JsonObject]]:
         """Lines of history.jsonl, each with its step."""
-        path, found = self.directory.history, list[tuple[int, JsonObject]]()
+        path, result = self.directory.history, list[tuple[int, JsonObject]]()
         if not path.exists():
-            return found
+            return result
         for number, line in enumerate(whole_lines(path), 1):
             event = parse_object(line, path)
             step = event.get("step")
             if type(step) is not int or not 0 <= step < MOST_STEPS:
                 raise DataError(f"{path}: line {number} has an invalid step")
-            found.append((step, event))
-        return found
+            result.append((step, event))
+        return result
 
     @cached_property
     def starts(self) -> list[Start]:
         """Starts whose steps count, in order. A start replaces all starts after its step."""
-        found: list[Start] = []
+        result: list[Start] = []
         event: Any
         for step, event in self._events:
-            if KEY in event and found and found[-1].step == step:
+            if KEY in event and result and result[-1].step == step:
                 with self._damage(KEY):
                     facts = Facts.from_json(event[KEY])
-                found[-1] = Start(step, found[-1].ranks, found[-1].changes, facts)
+                result[-1] = Start(step, result[-1].ranks, result[-1].changes, facts)
             elif "ranks" in event and "changes" in event:
                 ranks = event["ranks"] if type(event["ranks"]) is int else None
                 with self._damage("changes"):
                     changes = {name: (before, now) for name, (before, now) in event["changes"].items()}
-                found = [start for start in found if start.step < step]
-                found.append(Start(step, ranks, changes, None))
-        return found
+                result = [start for start in result if start.step < step]
+                result.append(Start(step, ranks, changes, None))
+        return result
 
     @contextmanager
     def _damage(self, key: str) -> Iterator[None]:
@@ -106,14 +106,14 @@ class Record:
     @cached_property
     def skipped(self) -> dict[int, int]:
         """The number of skipped batches after a step, at each step at which it changed."""
-        found: dict[int, int] = {}
+        result: dict[int, int] = {}
         for step, event in self._events:
             if "changes" in event or "back_to" in event:  # a start without a checkpoint skips none
                 from_weights = "changes" in event and not event.get("from")
-                found = {} if from_weights else {at: n for at, n in found.items() if at <= step}
+                result = {} if from_weights else {at: n for at, n in result.items() if at <= step}
             if "back_to" in event and isinstance(count := event.get("skipped"), int):
-                found[step] = count
-        return found
+                result[step] = count
+        return result
 
     def starts_of(self, first: int, last: int) -> list[Start]:
         """Return the starts that took steps `first` to `last`."""
@@ -218,18 +218,18 @@ def why_rounding(one: Side, other: Side) -> list[str]:
     if not is_sharded:
         del pairs["grad_sync"]
     del pairs["distgpt"]  # versions with the same sources compute the same
-    found = [
+    result = [
         f"{name}: {_shown(before)} {one.words}, {_shown(now)} {other.words}"
         for name, (before, now) in pairs.items()
         if before != now
     ]
     if max(len(a.processors), len(b.processors)) > 1:
-        found.append("different kinds of processors")
+        result.append("different kinds of processors")
     if a.gpu and "True" not in (a.gpu.get("deterministic"), b.gpu.get("deterministic")):
-        found.append("GPUs without --deterministic")
+        result.append("GPUs without --deterministic")
     if not parts and b.ranks > 1 and other.t.balance == "auto":
-        found.append("--balance auto measures the ranks")
-    return found
+        result.append("--balance auto measures the ranks")
+    return result
 
 
 def _shown(value: object) -> str:

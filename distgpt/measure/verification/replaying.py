@@ -226,14 +226,14 @@ class Again(Listener):
 
         def promise() -> dict[int, str]:
             t = self.record.settings_of(self.last).train
-            found = self.found
-            found.ranks = run.comm.size
+            result = self.found
+            result.ranks = run.comm.size
             here = Side(facts, run.settings, HERE)
             thens = [start.facts for start in self.starts] or [None]
             reasons = [reason for then in thens for reason in why_rounding(Side(then, t, IN_RUN), here)]
-            found.why = list(dict.fromkeys(reasons))
-            self.tolerance, found.judged = tolerance_of(t, run.settings)
-            promised = f"rounding is expected: {'; '.join(found.why)}" if found.why else ""
+            result.why = list(dict.fromkeys(reasons))
+            self.tolerance, result.judged = tolerance_of(t, run.settings)
+            promised = f"rounding is expected: {'; '.join(result.why)}" if result.why else ""
             self.say(f"{self.opening}\n{promised or 'bitwise identity is expected'}")
             # There is no valid checkpoint between the start and `first`: the replay would start there.
             return self._checkpoints_from(self.first - 1)
@@ -274,7 +274,7 @@ class Again(Listener):
     def _compare_weights(self, run: Run, step: int, path: Path) -> None:
         """Compare all tensors of a checkpoint, weights first, in forward order. Only on rank 0."""
         verify(path)
-        found = Kind()
+        result = Kind()
         for stem, tensors in run.checkpoints.groups().items():
             file = path / f"{stem}.safetensors"
             header = read_header(file) if file.exists() else None
@@ -288,8 +288,8 @@ class Again(Listener):
                 differing = int(np.count_nonzero(before.view(integer) != np.asarray(here).view(integer)))
                 which = name if stem == WEIGHTS else f"{stem} {name}"
                 words = f"{which}: {differing:,} of {count(before.size, 'element')}"
-                found.add(step, words if differing else "")
-        self.found.weights[step] = found
+                result.add(step, words if differing else "")
+        self.found.weights[step] = result
 
 
 def _before(record: Record, first: int) -> tuple[Path | None, list[str]]:
@@ -357,7 +357,7 @@ def _plan(
 
 def _elapsed(record: Record, config: RunConfig, steps: range) -> dict[int, float]:
     """Return the elapsed fraction of the run's time at each step, if the learning rate follows the clock."""
-    found = dict[int, float]()
+    result = dict[int, float]()
     for number in steps if config.train.train_minutes else ():
         rate = record.steps.get(number + 1, {}).get("lr")
         if rate is None:
@@ -365,8 +365,8 @@ def _elapsed(record: Record, config: RunConfig, steps: range) -> dict[int, float
                 f"the learning rate of this run follows the clock, but {record.directory.metrics} has none"
                 f" for step {number + 1}"
             )
-        found[number] = elapsed_at(config.train, number, rate)
-    return found
+        result[number] = elapsed_at(config.train, number, rate)
+    return result
 
 
 def elapsed_at(t: TrainConfig, step: int, rate: float) -> float:

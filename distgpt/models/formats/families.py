@@ -72,9 +72,9 @@ class Settings:
     def demand(self, **wanted: Any) -> None:
         """Raise a DataError if a setting is present with another value."""
         for key, value in wanted.items():
-            found = self.values.get(key)
-            if found is not None and (found != value or type(found) is not type(value)):
-                raise DataError(f"{self.source}: {key} must be {value!r}, not {found!r:.80}")
+            result = self.values.get(key)
+            if result is not None and (result != value or type(result) is not type(value)):
+                raise DataError(f"{self.source}: {key} must be {value!r}, not {result!r:.80}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -136,9 +136,9 @@ class Family:
         if not any(config.windows):
             return {"use_sliding_window": False}
         kinds = [SLIDING if window else FULL for window in config.windows]
-        found = {"use_sliding_window": True, "sliding_window": config.window, "layer_types": kinds}
+        result = {"use_sliding_window": True, "sliding_window": config.window, "layer_types": kinds}
         # Older versions of transformers read this instead of layer_types.
-        return found if FULL in kinds else found | {"max_window_layers": 0}
+        return result if FULL in kinds else result | {"max_window_layers": 0}
 
     def mappings(self, config: ModelConfig) -> list[TensorMapping]:
         """Return all tensors except the output layer."""
@@ -156,7 +156,7 @@ class Family:
         """Return the settings that this family does not support."""
         values = {setting: getattr(config, setting) for setting in self.parts}
         values["qkv_bias"] = config.qkv_bias and not config.bias
-        found = [
+        result = [
             f"{setting}={value}" for setting, value in values.items() if value not in self.parts[setting]
         ]
         some_windows = any(config.windows) and not all(config.windows)
@@ -170,7 +170,7 @@ class Family:
             "head_dim": self.is_gpt2 and config.attention_width != config.n_embd,
             "final_norm=False": not config.final_norm,
         }
-        return found + [setting for setting, is_set in never.items() if is_set]
+        return result + [setting for setting, is_set in never.items() if is_set]
 
 
 GPT2 = Family(
@@ -329,23 +329,23 @@ def _layers_with_window(settings: Settings, layers: int) -> list[bool]:
 
 def _rope(settings: Settings, older: float, context: int) -> dict[str, Any]:
     """Return our RoPE settings, from rope_theta and rope_scaling (older) or rope_parameters (newer)."""
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     settings.demand(partial_rotary_factor=1.0)
     for name in ("rope_parameters", "rope_scaling"):  # the second takes precedence, as in transformers
         given = settings.values.get(name) or {}
         if not isinstance(given, dict):
             raise DataError(f"{settings.source}: {name} is {given!r:.40}, not an object")
-        found |= given
-    within = Settings(found, f"{settings.source}: the settings of RoPE")
+        result |= given
+    within = Settings(result, f"{settings.source}: the settings of RoPE")
     within.demand(partial_rotary_factor=1.0)
     ours: dict[str, Any] = {"rope_base": within.get("rope_theta", older)}
-    found.setdefault("rope_type", found.get("type", "default"))
+    result.setdefault("rope_type", result.get("type", "default"))
     kind = within.choice("rope_type", "default", SCALINGS)
     if kind == "none":
         within.demand(factor=1.0)  # without a rope_type nothing is scaled
         return ours
     factors = FACTORS[kind]
-    if missing := [key for key in factors if found.get(key) is None]:
+    if missing := [key for key in factors if result.get(key) is None]:
         raise DataError(f"{within.source} lacks {missing[0]}, which {kind} requires")
     ours |= {"rope_scaling": kind, **{own: within.get(key, 1.0) for key, own in factors.items()}}
     return ours | ({"rope_context": within.get(OLD_CONTEXT, context)} if kind == "llama3" else {})

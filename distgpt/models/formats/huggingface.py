@@ -169,14 +169,14 @@ def _shards(index: Path) -> list[Path]:
     mapped = read_object(index).get("weight_map")
     if not isinstance(mapped, dict) or not mapped:
         raise DataError(f"{index} is corrupt: no weight_map")
-    found = set()
+    result = set()
     for name, file in mapped.items():
         if not isinstance(file, str) or file in ("", ".", "..") or not set(file).isdisjoint("/\\\0"):
             raise DataError(f"{index}: {name!r:.80} is in {file!r:.80}, not in the same directory")
-        found.add(index.with_name(file))
-    if missing := [path.name for path in sorted(found) if not path.is_file()]:
+        result.add(index.with_name(file))
+    if missing := [path.name for path in sorted(result) if not path.is_file()]:
         raise DataError(f"{index} lists {missing[0]!r:.80}, which is missing")
-    return sorted(found)
+    return sorted(result)
 
 
 HUB_FILES = tuple({CONFIG, INDEX, "model*.safetensors", *TOKENIZER_FILES, *CHAT_FILES})
@@ -206,19 +206,19 @@ def fetched_weights(repository: str, fetches: bool) -> Path:
     name, folder = PREFIX + repository, cache_folder("models")
     if folder is None:
         raise UsageError(f"cannot store {name}; set {CACHE} to a directory only you can write to")
-    found = folder / f"{repository.replace('/', '--')}.safetensors"
-    if not found.exists():
+    result = folder / f"{repository.replace('/', '--')}.safetensors"
+    if not result.exists():
         if not fetches:
             own = command_line("weights", "import", name, "--out", "model.safetensors")
             raise UsageError(f"{name} is not on this machine; import it first: {own}")
         note = partial(print_lines, err=True)
-        import_model(name, found, None, note)
-        if not read_header(found).metadata["tokenizer"]:
-            found.unlink()
+        import_model(name, result, None, note)
+        if not read_header(result).metadata["tokenizer"]:
+            result.unlink()
             own = command_line("weights", "import", name, "--tokenizer", "…", "--out", "…")
             raise UsageError(f"{name} has no usable tokenizer; import it with another: {own}")
-        note(f"stored {name} as {found}; to download it again, remove this file")
-    return found
+        note(f"stored {name} as {result}; to download it again, remove this file")
+    return result
 
 
 def import_from(foreign: Any, name: str, out: Path, tokenizer: str | None, note: Note) -> str:

@@ -77,13 +77,13 @@ def import_adapter(source: str, weights: Path | None, out: Path, note: Note) -> 
     about.reject_incomplete(weights)
     family, path = family_for(about.run.model, weights), folder / TENSORS
     layers = {family.full_name(m.theirs).removesuffix(".weight"): m for m in _layers(family, about.run)}
-    found = _read(path, read_header(path), layers, _scales(settings, str(folder / SETTINGS)))
+    result = _read(path, read_header(path), layers, _scales(settings, str(folder / SETTINGS)))
     beside = replace(about.run, train=replace(about.run.train, init=str(weights)))
-    run = _run_of(beside, found, layers)
+    run = _run_of(beside, result, layers)
     tensors = {spec.name: np.zeros(spec.shape, np.float32) for spec in adapter_layout(run).specs}
     ours = adapters_by_matrix(run)
     with np.errstate(all="ignore"):  # refuse_nonfinite checks the results
-        for name, theirs in found.items():
+        for name, theirs in result.items():
             for adapter, rows in _pieces(ours, layers[name]):
                 rank, factor = len(theirs.a), np.float32(theirs.scale / run.train.lora_scale)
                 tensors[f"{adapter.name}.lora_a"][:rank] = theirs.a
@@ -134,7 +134,7 @@ def _scales(settings: Mapping[str, Any], source: str) -> Any:
 
 def _read(path: Path, header: Header, layers: Mapping[str, TensorMapping], scale: Any) -> dict[str, Theirs]:
     """Read every adapter by the name of its layer. Raises a DataError if one does not fit the model."""
-    found: dict[str, Theirs] = {}
+    result: dict[str, Theirs] = {}
     names = {name.removeprefix(PREFIX): name for name in header.tensors}
     modules = {name.removesuffix(side) for name in names for side in SIDES.values() if name.endswith(side)}
     for name in names:
@@ -153,10 +153,10 @@ def _read(path: Path, header: Header, layers: Mapping[str, TensorMapping], scale
         for side, array in zip(SIDES.values(), (a, b), strict=True):
             read_rows(path, header, names[module + side], array)
             refuse_nonfinite(array, module + side, path)
-        found[module] = Theirs(a, b, scale(module, rank))
-    if not found:
+        result[module] = Theirs(a, b, scale(module, rank))
+    if not result:
         raise DataError(f"{path} has no adapters")
-    return found
+    return result
 
 
 def _run_of(run: RunConfig, found: Mapping[str, Theirs], layers: Mapping[str, TensorMapping]) -> RunConfig:

@@ -80,24 +80,24 @@ def int8_of(model: Model, kernels: Int8Kernels) -> Int8Model:
 
 def _by_name(config: ModelConfig, packed: Weights) -> dict[str, Packed]:
     """Return packed matrices by parameter name, in the same memory."""
-    c, hidden, found = config.n_embd, config.hidden, {}
+    c, hidden, result = config.n_embd, config.hidden, {}
 
     def layer(name: str, rows: int, k: int, *layers: Layer) -> None:
         for i in range(config.n_layer):
             parts: tuple[Array, ...] = tuple(each.w[i] for each in layers)
-            found[f"blocks.{i}.{name}.w"] = Packed(parts, (rows,) * len(parts), k)
+            result[f"blocks.{i}.{name}.w"] = Packed(parts, (rows,) * len(parts), k)
 
     layer("attn.qkv", config.qkv_width, c, packed.qkv)
     layer("attn.proj", c, config.attention_width, packed.out)
     layer("mlp.fc", hidden, c, packed.fc, *([packed.gates] if config.gated else []))
     layer("mlp.proj", c, hidden, packed.proj)
-    found["wte"] = Packed((packed.embedding,), (config.vocab_size,), c)
+    result["wte"] = Packed((packed.embedding,), (config.vocab_size,), c)
     for i, values in zip(config.value_layers, packed.values, strict=True):
         kv = config.kv_heads * config.head_size
-        found[f"blocks.{i}.values.w"] = Packed((values,), (config.vocab_size,), kv)
+        result[f"blocks.{i}.values.w"] = Packed((values,), (config.vocab_size,), kv)
     if not config.tied:
-        found["head.w"] = Packed((packed.head,), (config.vocab_size,), c)
-    return found
+        result["head.w"] = Packed((packed.head,), (config.vocab_size,), c)
+    return result
 
 
 TOKENS, LENGTH = 32768, 512  # most tokens of text, and tokens of a sequence
@@ -142,8 +142,8 @@ class _Rounding(CpuKernels):
             return
         half = len(x) // 2
         super().linear(y[:half], x[:half], wb, None if onto is None else onto[:half])
-        self.found[name] = found = round_for(*moved(wb.w, x[:half], x[half:]))
-        wb.w[...] = restored(found)
+        self.found[name] = result = round_for(*moved(wb.w, x[:half], x[half:]))
+        wb.w[...] = restored(result)
         super().linear(y[half:], x[half:], wb, None if onto is None else onto[half:])
 
 
@@ -164,20 +164,20 @@ def round_for(w: Floats2d, products: Floats2d) -> Quantised:
     h = products.astype(np.float64)
     h[np.diag_indices(k)] += _damping(h)
     costs = 1 / np.diag(np.linalg.inv(h))
-    found = rounded(w, 4, 1, (costs / costs.max()).astype(np.float32))
+    result = rounded(w, 4, 1, (costs / costs.max()).astype(np.float32))
     order = np.argsort(-np.diag(h), kind="stable")
-    scales = np.repeat(from_bfloat16(found.scales), BLOCKS[4], axis=1)[:, order]
+    scales = np.repeat(from_bfloat16(result.scales), BLOCKS[4], axis=1)[:, order]
     upper = np.linalg.cholesky(np.linalg.inv(h[order][:, order])).T.astype(np.float32)
     left = np.ascontiguousarray(w[:, order])
     for first in range(0, k, BLOCKS[4]):
         last = min(first + BLOCKS[4], k)
         errors = np.empty((len(w), last - first), np.float32)
         for j in range(first, last):
-            found.q[:, order[j]] = q = nearest(left[:, j], scales[:, j])
+            result.q[:, order[j]] = q = nearest(left[:, j], scales[:, j])
             errors[:, j - first] = (left[:, j] - q * scales[:, j]) / upper[j, j]
             left[:, j:last] -= np.outer(errors[:, j - first], upper[j, j:last])
         left[:, last:] -= errors @ upper[first:last, last:]
-    return found
+    return result
 
 
 def _damping(h: Array) -> Any:

@@ -61,14 +61,14 @@ WORDS = {f"int{bits}": f"int{bits}, blocks of {block}" for bits, block in BLOCKS
 
 def tensors_of(config: ModelConfig, dtype: str) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Return the dtype and shape of every tensor."""
-    found: dict[str, tuple[str, tuple[int, ...]]] = {}
+    result: dict[str, tuple[str, tuple[int, ...]]] = {}
     for spec in Architecture(config).layout.specs:
         bits, shape = bits_of(spec, dtype), spec.shape
         halves = (shape[0], -(-shape[-1] // 2))
-        found[spec.name] = {0: ("F32", shape), 8: ("I8", shape), 4: ("U8", halves)}[bits]
+        result[spec.name] = {0: ("F32", shape), 8: ("I8", shape), 4: ("U8", halves)}[bits]
         if bits:
-            found[spec.name + SCALES] = ("BF16", _scales_shape(spec, bits))
-    return found
+            result[spec.name + SCALES] = ("BF16", _scales_shape(spec, bits))
+    return result
 
 
 _STORED = {"U8": np.uint8, "I8": np.int8, "BF16": np.uint16, "F32": np.float32}
@@ -99,10 +99,10 @@ def read_parameter(
         q = from_nibbles(halves, spec.shape[1])
     else:
         q = _read(path, header, spec.name, spec.shape, np.int8)
-    found = Quantised(q, (scales.view(np.uint32) >> 16).astype(np.uint16), own)
+    result = Quantised(q, (scales.view(np.uint32) >> 16).astype(np.uint16), own)
     if bits in (0, own):
-        return found
-    return _rounded(restored(found), bits, threads)
+        return result
+    return _rounded(restored(result), bits, threads)
 
 
 def _rounded(w: Array, bits: int, threads: int) -> Quantised:
@@ -150,14 +150,14 @@ def quantize(path: Path, out: Path, dtype: str = "int8", done: Mapping[str, Quan
 
     def make(name: str) -> Array:
         spec = specs[name.removesuffix(SCALES)]
-        found: Array | Quantised = ready.get(spec.name) or read_parameter(
+        result: Array | Quantised = ready.get(spec.name) or read_parameter(
             path, header, spec, bits_of(spec, dtype), granted_cores().whole
         )
-        if not isinstance(found, Quantised):
-            return found
+        if not isinstance(result, Quantised):
+            return result
         if name.endswith(SCALES):
-            return found.scales
-        return to_nibbles(found.q) if found.bits == 4 else found.q
+            return result.scales
+        return to_nibbles(result.q) if result.bits == 4 else result.q
 
     kept = header.facts()
     if DATA_SUM in header.metadata:
@@ -184,8 +184,8 @@ class Rounded:
         known = tensors_of(config, self.dtype)
         refuse_misfits(header, {name: shape for name, (_, shape) in known.items()}, path, integers=True)
         for name, (stored, _) in known.items():
-            if (found := header.tensors[name].dtype) != stored:
-                raise DataError(f"{path}: {name} must be {stored}, not {found}")
+            if (result := header.tensors[name].dtype) != stored:
+                raise DataError(f"{path}: {name} must be {stored}, not {result}")
 
     def read(self, path: Path, header: Header, spec: Spec, array: Array) -> None:
         if bits_of(spec, self.dtype):

@@ -35,9 +35,9 @@ def counters(count: int, n_threads: int) -> Array:
     """
     raw = np.zeros((count + 1) * LINE, np.ubyte)
     first = -raw.ctypes.data % LINE
-    found = raw[first : first + count * LINE].view(np.int64).reshape(count, LINE // 8)
-    found[:, 1] = SPINS if n_threads <= len(usable_cores()) else 0
-    return found
+    result = raw[first : first + count * LINE].view(np.int64).reshape(count, LINE // 8)
+    result[:, 1] = SPINS if n_threads <= len(usable_cores()) else 0
+    return result
 
 
 class Member(NamedTuple):

@@ -132,8 +132,8 @@ def read(name: str) -> bytes | None:
 
 
 def _find(name: str) -> bytes | None:
-    if (found := site().get(name)) is not None:
-        return found
+    if (result := site().get(name)) is not None:
+        return result
     own = folder()  # only created here: users of a site's cache may not have one
     if own and (content := read_checked(own / name)) is not None:
         return content
@@ -149,8 +149,8 @@ def _own_folders() -> list[Path]:
 
 def read_or_make(name: str, make: Callable[[], bytes]) -> bytes:
     """Return the cached content; make and keep it if it is missing."""
-    if (found := read(name)) is not None:
-        return found
+    if (result := read(name)) is not None:
+        return result
     own = folder()
     return compute_once(own / name if own else None, make)
 

@@ -262,5 +262,5 @@ def exp(x):
 def entry(loop: Loop, *arguments: object) -> Loop:
     """Return a loop's machine code for these argument types. It does not check the types again."""
     assert isinstance(loop, Dispatcher)
-    found: Loop = loop.compile(tuple(map(typeof, arguments)))
-    return found
+    result: Loop = loop.compile(tuple(map(typeof, arguments)))
+    return result

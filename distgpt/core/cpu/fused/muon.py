@@ -72,8 +72,8 @@ def parts_of(short: int, long: int, members: int, most: int, rows: int, columns:
     ends = (round(short * (i / n) ** 0.5 / rows) * rows for i in range(n))  # equal areas
     tops = [*(min(end, short) for end in ends), short]
     firsts = [-(-long // columns) * i // n * columns for i in range(n)] + [long]
-    found = [Part(*tops[i : i + 2], *firsts[i : i + 2]) for i in range(n)]
-    return found + [Part(short, short, long, long)] * (members - n)
+    result = [Part(*tops[i : i + 2], *firsts[i : i + 2]) for i in range(n)]
+    return result + [Part(short, short, long, long)] * (members - n)
 
 
 def by_squares(short: int, long: int) -> bool:

@@ -47,12 +47,12 @@ def external(
     engine.add_object_file(llvm.ObjectFileRef.from_data(machine_code(name, text)))
     engine.finalize_object()
     _engines.append(engine)
-    found = {}
+    result = {}
     for function, arguments in functions.items():
         symbol = f"distgpt_{name}_{function}"
         llvm.add_symbol(symbol, engine.get_function_address(function))
-        found[function] = types.ExternalFunction(symbol, types.void(*arguments))
-    return found
+        result[function] = types.ExternalFunction(symbol, types.void(*arguments))
+    return result
 
 
 _I = types.int64

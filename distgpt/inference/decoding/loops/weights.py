@@ -136,15 +136,15 @@ def _packed(forms: Forms, ws: Iterable[Any], count: int, parts: Sequence[int]) -
 
     They are transposed, in panels of COLUMNS columns, k by k.
     """
-    found: list[Array] = []
+    result: list[Array] = []
     for i, w in enumerate(forms[type(w)](w) for w in ws):
         first = 0
         for part, rows in enumerate(parts):
             if i == 0:
-                found.append(w.panels(count, _up(rows)))
-            w.pack(found[part][i], first, first + rows)
+                result.append(w.panels(count, _up(rows)))
+            w.pack(result[part][i], first, first + rows)
             first += rows
-    return found
+    return result
 
 
 def _norms(config: ModelConfig, params: Mapping[str, Array], block: list[str]) -> Array:

@@ -236,15 +236,15 @@ class _Front:
             why = "its header is too long" if self.size > _MOST_HEADER else "truncated or corrupt"
             raise ValueError(f"{why}: {count:,} bytes should follow byte {at:,} of {self.size:,}")
         self.left -= count
-        found = self.file.read(count)
-        if len(found) != count:
+        result = self.file.read(count)
+        if len(result) != count:
             raise ValueError("truncated while being read")
-        return found
+        return result
 
     def number(self, form: str) -> Any:
-        found = struct.unpack(f"<{form}", self.take(struct.calcsize(form)))[0]
+        result = struct.unpack(f"<{form}", self.take(struct.calcsize(form)))[0]
         # A float32 becomes the shortest decimal that rounds to it, such as 1e-05 instead of 9.99…e-06.
-        return float(str(np.float32(found))) if form == "f" else found
+        return float(str(np.float32(result))) if form == "f" else result
 
     def text(self) -> str:
         try:
@@ -289,14 +289,14 @@ def _parse(front: _Front) -> tuple[dict[str, Any], dict[str, Entry]]:
     alignment = metadata.get("general.alignment", _ALIGNMENT)
     if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
         raise ValueError(f"general.alignment is {alignment!r:.40}, not a power of two")
-    found: dict[str, Entry] = {}
+    result: dict[str, Entry] = {}
     for _ in range(tensors):
         name = front.text()
-        if name in found:
+        if name in result:
             raise ValueError(f"duplicate tensor {name!r:.80}")
-        found[name] = _entry(front, name, alignment)
+        result[name] = _entry(front, name, alignment)
     start = front.file.tell() + -front.file.tell() % alignment
-    entries = {name: Entry(e.kind, e.shape, start + e.start) for name, e in found.items()}
+    entries = {name: Entry(e.kind, e.shape, start + e.start) for name, e in result.items()}
     _refuse_overlaps(entries, start, front.size)
     return metadata, entries
 

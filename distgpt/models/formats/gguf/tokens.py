@@ -52,22 +52,22 @@ def metadata_of(tokenizer: Tokenizer, size: int, source: object) -> dict[str, An
         raise _refused(source, "starts text with multiple tokens; GGUF supports one")
     if isinstance(tokenizer, LibraryTokenizer):
         document = tokenizer.contents()["document"]
-        found = (_sentencepiece if tokenizer.spells_blanks else _byte_level)(document, source)
+        result = (_sentencepiece if tokenizer.spells_blanks else _byte_level)(document, source)
         added = {token["content"]: token["id"] for token in document.get("added_tokens") or []}
         tokens = {i: text for text, i in (document["model"]["vocab"] | added).items()}
     else:
-        found, tokens = _own(tokenizer, source)
-    kinds = dict.fromkeys(tokens, NORMAL) | found.pop("kinds")
-    found["tokens"] = [tokens.get(i, f"[PAD{i}]") for i in range(size)]
-    found["token_type"] = np.array([kinds.get(i, UNUSED) for i in range(size)], np.int32)
-    if "scores" in found:
-        found["scores"] = np.array([found["scores"].get(i, 0.0) for i in range(size)], np.float32)
-    byte = "<0xFF>" if "scores" in found else symbols()[0xFF]
-    never = found["tokens"].index(byte) if byte in found["tokens"] else 0
-    found |= _roles(tokenizer, never)
+        result, tokens = _own(tokenizer, source)
+    kinds = dict.fromkeys(tokens, NORMAL) | result.pop("kinds")
+    result["tokens"] = [tokens.get(i, f"[PAD{i}]") for i in range(size)]
+    result["token_type"] = np.array([kinds.get(i, UNUSED) for i in range(size)], np.int32)
+    if "scores" in result:
+        result["scores"] = np.array([result["scores"].get(i, 0.0) for i in range(size)], np.float32)
+    byte = "<0xFF>" if "scores" in result else symbols()[0xFF]
+    never = result["tokens"].index(byte) if byte in result["tokens"] else 0
+    result |= _roles(tokenizer, never)
     known = tokenizer.chat
     chat = {TEMPLATE: known.source} if known and known.source else {}
-    return {KEY + name: value for name, value in found.items()} | chat
+    return {KEY + name: value for name, value in result.items()} | chat
 
 
 def _own(tokenizer: Tokenizer, source: object) -> tuple[dict[str, Any], dict[int, str]]:
@@ -98,21 +98,21 @@ def _roles(tokenizer: Tokenizer, never: int) -> dict[str, Any]:
     own = [named["eos"], *(chat.ends if chat else ())]
     ends = list(dict.fromkeys(end for end in own if end is not None))
     end = never if tokenizer.separator is None else tokenizer.separator
-    found: dict[str, Any] = dict(zip(_ENDS, ends or [end], strict=False))
+    result: dict[str, Any] = dict(zip(_ENDS, ends or [end], strict=False))
     begin = named["bos"] if chat else end
-    found["bos"] = next(iter(tokenizer.first), never if begin is None else begin)
-    found |= {role: named[role] for role in ("unknown", "padding") if named[role] is not None}
-    ids = {f"{role}_token_id": token for role, token in found.items()}
+    result["bos"] = next(iter(tokenizer.first), never if begin is None else begin)
+    result |= {role: named[role] for role in ("unknown", "padding") if named[role] is not None}
+    ids = {f"{role}_token_id": token for role, token in result.items()}
     return {**ids, "add_bos_token": bool(tokenizer.first), "add_eos_token": False}
 
 
 def _kinds(document: Mapping[str, Any]) -> dict[int, int]:
     unknown = document["model"].get("unk_token")
-    found = {}
+    result = {}
     for token in document.get("added_tokens") or []:
         kind = CONTROL if token["special"] else USER_DEFINED
-        found[token["id"]] = UNKNOWN if token["content"] == unknown else kind
-    return found
+        result[token["id"]] = UNKNOWN if token["content"] == unknown else kind
+    return result
 
 
 def _byte_level(document: Mapping[str, Any], source: object) -> dict[str, Any]:
@@ -150,10 +150,10 @@ def _sentencepiece(document: Mapping[str, Any], source: object) -> dict[str, Any
     kinds = _kinds(document) | {vocab[entry]: BYTE for entry in BYTE_TOKENS}
     made = ["".join(pair.split(" ") if isinstance(pair, str) else pair) for pair in model["merges"]]
     scores = {piece: -float(rank) for rank, piece in reversed(list(enumerate(made)))}
-    found = {piece: n for piece, n in Counter(made).items() if vocab[piece] not in kinds}
+    result = {piece: n for piece, n in Counter(made).items() if vocab[piece] not in kinds}
     pieces = [piece for piece, i in vocab.items() if i not in kinds]
     expected = {piece: n for piece in pieces if (n := len(_splits(piece, vocab)))}
-    if found != expected or len(list(itertools.groupby(made))) != len(scores):
+    if result != expected or len(list(itertools.groupby(made))) != len(scores):
         raise _refused(source, "has merges that differ from SentencePiece's, which GGUF derives from scores")
     steps = document.get("normalizer") or {}
     prefixed = any(step["type"] == "Prepend" for step in steps.get("normalizers", [steps] if steps else []))
@@ -176,24 +176,24 @@ def _splits(piece: str, vocab: Mapping[str, int]) -> list[tuple[str, str]]:
 
 def tokenizer_of(container: Container) -> Tokenizer | None:
     """Return the tokenizer in a file with its chat template, or None if absent."""
-    found = {k.removeprefix(KEY): v for k, v in container.metadata.items() if k.startswith(KEY)}
-    source, model = str(container.path), found.get("model", "none")
+    result = {k.removeprefix(KEY): v for k, v in container.metadata.items() if k.startswith(KEY)}
+    source, model = str(container.path), result.get("model", "none")
     if model in ("none", "no_vocab"):
         return None
     if model not in ("gpt2", "llama"):
         raise DataError(f"{source}: its tokenizer must be gpt2 or llama, not {model!r:.40}")
-    tokens, kinds = _tokens(found, source)
+    tokens, kinds = _tokens(result, source)
     special = {i: tokens[i] for i in range(len(tokens)) if kinds[i] in (UNKNOWN, CONTROL, USER_DEFINED)}
     # Special tokens before the last ordinary token are also entries. Otherwise the library would reuse their
     # ids.
     last = max((i for i, kind in enumerate(kinds) if kind in (NORMAL, BYTE)), default=-1)
     vocab = {text: i for i, text in enumerate(tokens[: last + 1])}
     pieces = [text for i, text in enumerate(tokens) if kinds[i] == NORMAL]
-    ids = {name: found.get(f"{name}_token_id") for name in (*_NAMED, *_ENDS)}
+    ids = {name: result.get(f"{name}_token_id") for name in (*_NAMED, *_ENDS)}
     roles = {name: i for name, i in ids.items() if type(i) is int and i in special}
-    document = _document(found, vocab, pieces, source)
+    document = _document(result, vocab, pieces, source)
     document["added_tokens"] = [added_token(i, text, kinds[i] != USER_DEFINED) for i, text in special.items()]
-    begins = found.get("add_bos_token", model == "llama" or found.get("pre") == _WHOLE)
+    begins = result.get("add_bos_token", model == "llama" or result.get("pre") == _WHOLE)
     document["post_processor"] = (
         _begin(special[roles["bos"]], roles["bos"]) if begins and "bos" in roles else None
     )

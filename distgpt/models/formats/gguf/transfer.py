@@ -101,22 +101,22 @@ def family_in_gguf(config: ModelConfig, source: object) -> Family:
 def metadata_for(family: Family, config: ModelConfig) -> dict[str, Any]:
     """Return the metadata of a model, without its tokenizer."""
     keys = _SHAPE | (_EPS if family.is_gpt2 else _RMS_EPS)
-    found: dict[str, Any] = {key: getattr(config, ours) for ours, key in keys.items()}
-    found |= {"feed_forward_length": config.hidden, "vocab_size": config.vocab_size}
-    found["attention.head_count_kv"] = config.kv_heads
+    result: dict[str, Any] = {key: getattr(config, ours) for ours, key in keys.items()}
+    result |= {"feed_forward_length": config.hidden, "vocab_size": config.vocab_size}
+    result["attention.head_count_kv"] = config.kv_heads
     own: dict[str, Any] = {}
     if family.is_gpt2:
         own = {} if config.bias else {_BIAS: False}
     else:
         sizes = ("attention.key_length", "attention.value_length", "rope.dimension_count")
-        found |= dict.fromkeys(sizes, config.head_size) | {"rope.freq_base": config.rope_base}
+        result |= dict.fromkeys(sizes, config.head_size) | {"rope.freq_base": config.rope_base}
     if config.positions == "rope" and config.rope_scaling == "linear":
-        found |= {"rope.scaling.type": "linear", "rope.scaling.factor": config.rope_factor}
+        result |= {"rope.scaling.type": "linear", "rope.scaling.factor": config.rope_factor}
     if factors_for(config) is not None:
-        found[_OLD_CONTEXT] = config.rope_context
+        result[_OLD_CONTEXT] = config.rope_context
         own = {_SLOW: config.rope_slow, _FAST: config.rope_fast}
     arch = family.model_type
-    return {"general.architecture": arch, **{f"{arch}.{key}": found[key] for key in found}, **own}
+    return {"general.architecture": arch, **{f"{arch}.{key}": result[key] for key in result}, **own}
 
 
 def factors_for(config: ModelConfig) -> Array | None:
@@ -142,8 +142,8 @@ def model_in(container: Container, tied: bool) -> tuple[Family, ModelConfig]:
     _, config = recognised(Settings({**values, "rope_scaling": scaling}, str(path)))
     factors = factors_for(config)
     if factors is not None:
-        found = next(container.rows(FACTORS))[1].reshape(-1)
-        if found.shape != factors.shape or not np.allclose(found, factors, rtol=1e-4):
+        result = next(container.rows(FACTORS))[1].reshape(-1)
+        if result.shape != factors.shape or not np.allclose(result, factors, rtol=1e-4):
             raise DataError(f"{path}: {FACTORS} has an unsupported RoPE scaling")
     return family, config
 
@@ -152,25 +152,25 @@ def _settings(container: Container, family: Family, tied: bool) -> dict[str, Any
     """Return the metadata as settings of a config.json."""
     metadata, arch = container.metadata, family.model_type
     keys = _SHAPE | (_EPS if family.is_gpt2 else _RMS_EPS)
-    found: dict[str, Any] = {ours: metadata.get(f"{arch}.{key}") for ours, key in keys.items()}
-    if missing := [keys[ours] for ours, value in found.items() if value is None]:
+    result: dict[str, Any] = {ours: metadata.get(f"{arch}.{key}") for ours, key in keys.items()}
+    if missing := [keys[ours] for ours, value in result.items() if value is None]:
         raise DataError(f"{container.path} lacks {arch}.{missing[0]}")
     embedding = container.tensors.get(EMBEDDING)
     if embedding is None:
         raise DataError(f"{container.path} has no {EMBEDDING}")
-    found["vocab_size"] = embedding.shape[0]
-    if family.is_gpt2 and type(found["n_embd"]) is int and found["mlp_width"] == 4 * found["n_embd"]:
-        found["mlp_width"] = 0
+    result["vocab_size"] = embedding.shape[0]
+    if family.is_gpt2 and type(result["n_embd"]) is int and result["mlp_width"] == 4 * result["n_embd"]:
+        result["mlp_width"] = 0
     if not family.is_gpt2:
-        heads = found["n_head"]
-        size = found["n_embd"] // heads if type(heads) is int and heads > 0 else 0
+        heads = result["n_head"]
+        size = result["n_embd"] // heads if type(heads) is int and heads > 0 else 0
         defaults = {"n_kv_head": heads, "head_dim": size}
-        found |= {ours: metadata.get(f"{arch}.{key}", defaults[ours]) for ours, key in _HEADS.items()}
-        found["rope_base"] = metadata.get(f"{arch}.rope.freq_base", 10_000.0)
-    for key, value in found.items():
+        result |= {ours: metadata.get(f"{arch}.{key}", defaults[ours]) for ours, key in _HEADS.items()}
+        result["rope_base"] = metadata.get(f"{arch}.rope.freq_base", 10_000.0)
+    for key, value in result.items():
         if isinstance(value, Numbers):
             raise DataError(f"{container.path}: {key} must be the same for all layers")
-    named = {family.keys[ours][0]: value for ours, value in found.items()}
+    named = {family.keys[ours][0]: value for ours, value in result.items()}
     window = metadata.get(f"{arch}.attention.sliding_window")
     if window and f"{arch}.attention.sliding_window_pattern" in metadata:
         raise DataError(f"{container.path}: distgpt does not support {arch}.attention.sliding_window_pattern")
@@ -232,8 +232,8 @@ class GgufModel:
                 raise DataError(f"{path} has no tensor {name}, which its model requires")
             if name not in expected:
                 raise DataError(f"{path} has a tensor {name!r:.80}, which its model does not have in distgpt")
-            if (found := tensors[name].shape) != expected[name]:
-                raise DataError(f"{path}: {name} must have the shape {expected[name]}, not {found!r:.80}")
+            if (result := tensors[name].shape) != expected[name]:
+                raise DataError(f"{path}: {name} must have the shape {expected[name]}, not {result!r:.80}")
 
     def verify(self) -> None:
         """Do nothing, because GGUF has no checksums."""
@@ -315,8 +315,8 @@ def describe(path: Path) -> dict[str, Any]:
     container = read_container(path)
     types = sorted({entry.kind.name for entry in container.tensors.values()})
     name = container.metadata.get("general.architecture")
-    found = {"kind": "gguf", "what": f"a {name!s:.40} in GGUF", "types": types, "bytes": path.stat().st_size}
-    return {**found, "checksum": "none for the data"}
+    result = {"kind": "gguf", "what": f"a {name!s:.40} in GGUF", "types": types, "bytes": path.stat().st_size}
+    return {**result, "checksum": "none for the data"}
 
 
 def import_gguf(path: Path, out: Path, tokenizer: str | None, note: Note = lambda text: None) -> str:
