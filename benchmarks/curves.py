@@ -13,6 +13,8 @@ from typing import Any
 from matplotlib.figure import Figure
 from record import arguments, distgpt, metrics
 
+from distgpt.show.plot import FONTS, MARKS, series_colour, style
+
 Point = tuple[float, float, float]  # tokens, seconds, loss
 
 
@@ -61,19 +63,17 @@ def points_in(text: str, loss: str, milliseconds: str, tokens: int) -> list[Poin
     return [(step * tokens, after[step - 1], value) for step, value in found if step]
 
 
-def draw(curves: dict[str, Sequence[Point]], args: Any, loss: str) -> None:
-    """Draw each curve twice; the first is the peer's, with an unbroken line."""
-    figure = Figure(figsize=(10, 4))
-    by_tokens, by_seconds = figure.subplots(1, 2, sharey=True)
-    for number, (name, points) in enumerate(curves.items()):
-        tokens, seconds, losses = zip(*points, strict=True)
-        style = {"marker": "o", "label": name, "linestyle": "--" if number else "-"}
-        by_tokens.plot([count / 1e6 for count in tokens], losses, **style)
-        by_seconds.plot(seconds, losses, **style)
-    by_tokens.set(xlabel="million tokens", ylabel=loss, xlim=(0, None))
-    by_seconds.set(xlabel="seconds, without evaluations", xlim=(0, None))
-    by_tokens.legend()
-    for axes in (by_tokens, by_seconds):
-        axes.grid(alpha=0.3)
-    figure.tight_layout()
-    figure.savefig(args.picture or args.runs / "learning.png", dpi=120)
+def draw(curves: dict[str, Sequence[Point]], args: Any, loss: str, where: str = "") -> None:
+    """Draw each curve twice; the first is the peer's, with an unbroken line. An unknown time is NaN."""
+    with style(**FONTS):
+        figure: Any = Figure(figsize=(9, 4), layout="constrained")
+        by_tokens, by_seconds = figure.subplots(1, 2, sharey=True)
+        for number, (name, points) in enumerate(curves.items()):
+            tokens, seconds, losses = zip(*points, strict=True)
+            how = {"color": series_colour(number), "linestyle": "--" if number else "-", "label": name}
+            by_tokens.plot([count / 1e6 for count in tokens], losses, **MARKS | how)
+            by_seconds.plot(seconds, losses, **MARKS | how)
+        by_tokens.set(title=f"{loss} by million tokens", xlim=(0, None))
+        by_seconds.set(title=f"by seconds{where}, without evaluations", xlim=(0, None))
+        figure.legend(*by_tokens.get_legend_handles_labels(), loc="outside lower center", ncols=2)
+        figure.savefig(args.picture or args.runs / "learning.png", dpi=150)

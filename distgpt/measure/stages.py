@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from shutil import get_terminal_size
 from typing import Any
 
 from distgpt.cluster.jobs.launchers import Launcher, find_launcher
@@ -38,7 +39,7 @@ from distgpt.measure.doctor.facts import Facts, anonymised, environment
 from distgpt.measure.doctor.report import examine, sentence
 from distgpt.measure.jobs import ask, read_losses, say, train
 from distgpt.recipes.derived import derived
-from distgpt.show.page import Block, Column, Table, tabulated, terminal
+from distgpt.show.page import WIDEST, Block, Column, Table, tabulated, terminal
 
 FORMAT = "distgpt-comparison"
 
@@ -422,35 +423,40 @@ class Comparison:
 COLUMNS: tuple[Column, ...] = (
     *((key, key, str) for key in ("stage", "ranks", "threads")),
     ("train s", "train_s", "{:,.2f}".format),
+    ("first s", "first_step_s", "{:,.2f}".format),
     ("× serial", "training_up", "{:.2f}".format),
     ("infer s", "infer_s", "{:,.2f}".format),
     ("tokens/s", "tokens_per_s", "{:,.0f}".format),
     ("MB", "peak_memory", lambda ranks: f"{sum(ranks) / 1e6:,.0f}"),
     ("loss", "loss", str),
-    ("bits/byte", "train_bits_per_byte", "{:.4f}".format),
+    ("bits", "train_bits_per_byte", "{:.4f}".format),
     ("differs", "differs", str),
 )
+SPARE = ("threads", "infer_s", "peak_memory", "train_bits_per_byte")  # omitted on a narrow terminal
 NOTE = (
-    "× serial is the speed-up of training over that stage, which uses all its threads too; tokens/s is the"
-    " median training step's, MB the peak memory of all ranks in training. Loss and bits/byte are the last"
-    " step's. Differs is the largest relative difference of a loss that is judged."
+    "Train s is the time of all steps, first s of the first one, which may compile. Tokens/s is the speed of"
+    " the median step; × serial is its ratio to serial, which uses all its threads too. Differs is the"
+    " largest relative difference of a judged loss."
 )
+WIDE_NOTE = " MB is the peak memory of all ranks in training; bits are per byte."
 
 
 def _table(comparison: Comparison) -> Table:
     result = {each.stage: each for each in comparison.differences}
-    serial = [each.training["train_s"] for each in comparison.measured[:1] if each.training]
+    serial = [each.training["tokens_per_s"] for each in comparison.measured[:1] if each.training]
     rows: list[dict[str, Any]] = []
     for stage in comparison.measured:
         row: dict[str, Any] = {"stage": stage.stage, "ranks": stage.ranks, "threads": stage.threads or None}
         row |= stage.training or {}
         row |= {"infer_s": stage.inference["seconds"]} if stage.inference else {}
         if stage.training and serial and comparison.measured[0].stage == "serial":
-            row["training_up"] = serial[0] / stage.training["train_s"]
+            row["training_up"] = stage.training["tokens_per_s"] / serial[0]
         row["loss"] = _number(stage.losses[-1], ".4f") if stage.losses else None
         row["differs"] = _number(result[stage.stage].largest, ".2e") if stage.stage in result else None
         rows.append(row)
-    return tabulated(COLUMNS, rows, "Measured here", NOTE, "–")
+    is_wide = get_terminal_size((WIDEST, 24)).columns >= WIDEST
+    columns = [column for column in COLUMNS if is_wide or column[1] not in SPARE]
+    return tabulated(columns, rows, "Measured here", NOTE + WIDE_NOTE * is_wide, "–")
 
 
 def _number(value: float | None, digits: str) -> str:

@@ -37,18 +37,24 @@ class LineInPlace:
     """The last line of a terminal, updated in place."""
 
     def __init__(self, stream: Any) -> None:
-        self._stream, self._shown = stream, False
+        self._stream, self._shown = stream, ""
 
     def show(self, text: str) -> None:
-        self._shown = True
-        self._stream.write(f"\r{text[: get_terminal_size().columns - 1]}\x1b[K")
+        columns = get_terminal_size().columns
+        clear, self._shown = self._clear(columns), text[: columns - 1]
+        self._stream.write(clear + self._shown)
         self._stream.flush()
 
     def end(self, is_kept: bool = True) -> None:
         """Move to the next line, or clear this one."""
         if self._shown:
-            self._stream.write("\n" if is_kept else "\r\x1b[K")
-        self._shown = False
+            self._stream.write("\n" if is_kept else self._clear(get_terminal_size().columns))
+        self._shown = ""
+
+    def _clear(self, columns: int) -> str:
+        """Return what clears the line, also if a narrower terminal has wrapped it."""
+        wrapped = (len(self._shown) - 1) // columns
+        return "\r" + f"\x1b[{wrapped}A" * (wrapped > 0) + "\x1b[J"
 
 
 class Live(Lines):
@@ -56,7 +62,7 @@ class Live(Lines):
 
     def __init__(self, seconds: float | None = None) -> None:
         super().__init__(seconds)
-        self._line = LineInPlace(self.stream)
+        self._line, self._validation = LineInPlace(self.stream), ""
 
     def say(self, text: str) -> None:
         self._line.end(is_kept=False)
@@ -68,9 +74,18 @@ class Live(Lines):
         if time.monotonic() - self._last < SECONDS_IN_PLACE and end.done(step) < end.total:
             return
         self._last = time.monotonic()
-        words = [f"step {end.step(step)}", end.elapsed(), f"loss {metrics['loss']:.4f}"]
-        words += [f"{self._speed.rate:,.0f} tokens/s", end.left(step, self._speed.seconds)]
+        speed = f"{self._speed.rate:,.0f} tokens/s"
+        words = [f"step {end.step(step)}", end.elapsed(), f"loss {metrics['loss']:.4f}", self._validation]
+        words += [speed, end.left(step, self._speed.seconds)]
+        for spare in (self._validation, speed):  # what a narrow terminal omits first
+            if len("  ".join(filter(None, words))) >= get_terminal_size().columns:
+                words.remove(spare)
         self._line.show("  ".join(filter(None, words)))
+
+    def evaluated(self, metrics: Metrics) -> None:
+        if "val_loss" in metrics:
+            self._validation = f"val {metrics['val_loss']:.4f}"
+        super().evaluated(metrics)
 
     def sampled(self, step: int, text: str) -> None:
         self._line.end(is_kept=False)

@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator
 
-from distgpt.core.base.errors import DataError, StorageError, UsageError, escape, nearest_path
+from distgpt.core.base.errors import DataError, StorageError, UsageError, command_line, escape, nearest_path
 from distgpt.core.base.files import atomic_file, read_small, storage_errors
 from distgpt.core.ops.api import Array
 from distgpt.core.saved.rundir import IN_BITS, RunDirectory, read_metrics
@@ -63,6 +63,9 @@ class Curve(NamedTuple):
         """Return the points with known values."""
         known = np.isfinite(self.values)
         return Curve(self.steps[known], self.values[known])
+
+    def after(self, step: float) -> Curve:
+        return Curve(self.steps[self.steps > step], self.values[self.steps > step])
 
     def smoothed(self, count: int, average: Callable[[Array], Any] = np.mean) -> Array:
         """Return the average of `count` neighbors of each value.
@@ -167,13 +170,16 @@ def draw(
     keys, unit = ("loss", "val_loss"), "nats per token"
     if len({run.tokenizer for run in runs if run.tokenizer}) > 1:
         keys, unit = (IN_BITS["loss"], IN_BITS["val_loss"]), "bits per byte"
-    trained, evaluated = ([run[key] for run in runs] for key in keys)
+    trained, evaluated = [[run[key] for run in runs] for key in keys]
     loss = panel(grid[0, :], f"Loss ({unit})")
     traces(loss, trained, np.mean)
     of_validation: dict[str, Any] = MARKS | {"linestyle": ":", "linewidth": 1}
-    lines(loss, evaluated, **of_validation)
+    lines(loss, evaluated, **MARKS | {"linestyle": ""})
+    lines(loss, [curve.after(0) for curve in evaluated], linestyle=":", linewidth=1)  # 0: before any step
     if log_loss:
         _logarithmic(loss)
+    elif _cut_start(loss, trained + evaluated):
+        loss.set_title(f"Loss ({unit}), without the steep start")
     # The legend lists the lowest validation loss first. It is below the panels, to hide no curve.
     lowest = [run.lowest(curve) for run, curve in zip(runs, evaluated, strict=True)]
     entries = []
@@ -207,6 +213,18 @@ def draw(
     if shown := escape(title or "") or (runs[0].name if len(runs) == 1 else ""):
         figure.suptitle(shown, x=0.012, ha="left", fontsize=13, fontweight="bold")
     return figure
+
+
+def _cut_start(axes: Any, curves: Sequence[Curve]) -> bool:
+    """If the first tenth of the steps would take over half of the y axis, cut it off and return True."""
+    curves = [curve.finite() for curve in curves if len(curve.finite().steps)]
+    start = max((curve.steps[-1] for curve in curves), default=0) / 10
+    rest = [curve.after(min(start, curve.steps[-1] / 2)).values for curve in curves]
+    values, later = (np.concatenate([[], *each]) for each in ([curve.values for curve in curves], rest))
+    if not len(later) or values.max() - later.max() <= (used := later.max() - values.min()):
+        return False
+    axes.set_ylim(values.min() - used / 20, later.max() + used / 20)
+    return True
 
 
 def _logarithmic(axes: Any) -> None:
@@ -253,11 +271,13 @@ def short_names(paths: Sequence[Path]) -> list[str]:
 def _history(path: Path) -> list[dict[str, Any]]:
     """Return a record per step, in order. Resuming a run removes later records of the earlier start."""
     if not path.exists():
-        raise UsageError(f"no run directory {path}{nearest_path(path)}")
+        others = f"; to list the runs: {command_line('runs', path.parent)}"
+        raise UsageError(f"no run directory {path}{nearest_path(path) or others}")
     directory = RunDirectory(path)
     has_metrics = directory.metrics.is_file()
     if not has_metrics and not directory.config.is_file():
-        raise UsageError(f"{path} is not a run directory")
+        start = f"to start a run in runs: {command_line('train')}"
+        raise UsageError(f"{path} is not a run directory and contains no runs; {start}")
     history: dict[int, dict[str, Any]] = {}
     trained = -1
     for line in read_metrics(directory.metrics) if has_metrics else ():

@@ -1,5 +1,7 @@
 """The page in a real browser, playground and chat: it writes, stops, fits, and can be read."""
 
+import json
+
 import pytest
 
 pytest.importorskip("starlette")
@@ -214,7 +216,7 @@ def test_a_chat_is_stopped_loses_its_oldest_turns_and_says_what_went_wrong(page)
         page.until(f"({TURNS})[1]?.length > 2")
         page.key("Escape", 27)
         first = answered(page)
-        assert len(first) == 2 and len(first[1]) < 60
+        assert len(first) == 2 and len(first[1]) < 60 and text_of(page, "pace").endswith("tokens/s; stopped")
         wait_for(lambda: found.is_free)
         found.lanes.seconds = 0.0
         said_to(page, "y" * 70, max_tokens=5)
@@ -223,6 +225,54 @@ def test_a_chat_is_stopped_loses_its_oldest_turns_and_says_what_went_wrong(page)
         page.until("document.getElementById('trouble').textContent.includes('context of 128')")
         assert len(page.value(TURNS)) == 4
         assert page.value("document.getElementById('message').value") == "z" * 200
+
+
+ANSWER = """# Fares
+Take **the *early* one**, `ls **`, not a_b_c or __init__
+or 2 * 3 * 4.
+
+3. one
+4. two
+   - _below_ ***it***
+
+```python
+x = "**not bold**"
+
+```
+<img src=x onerror="hit = 1"> [**x**](javascript:hit=1) **<script>hit = 1</script>**
+```
+</code><b onclick="hit = 1">"""
+SHOWN = (
+    "<h3>Fares</h3>"
+    "<p>Take <strong>the <em>early</em> one</strong>, <code>ls **</code>, not a_b_c or __init__\nor 2 * 3 * 4.</p>"
+    '<ol><li value="3" style="margin-left: 0em;">one</li><li value="4" style="margin-left: 0em;">two</li></ol>'
+    '<ul><li style="margin-left: 1.5em;"><em>below</em> <strong><em>it</em></strong></li></ul>'
+    '<pre><code>x = "**not bold**"\n</code></pre>'
+    '<p>&lt;img src=x onerror="hit = 1"&gt; [<strong>x</strong>](javascript:hit=1) '
+    "<strong>&lt;script&gt;hit = 1&lt;/script&gt;</strong></p>"
+    '<pre><code>&lt;/code&gt;&lt;b onclick="hit = 1"&gt;</code></pre>'
+)
+REPLY = """fetch = async () => new Response(%s.map(text =>
+  "data: " + JSON.stringify({choices: [{delta: {content: text}}]}) + "\\n\\n").join("") + "data: [DONE]\\n\\n")"""
+
+
+def test_an_answer_is_markdown_without_html_and_can_be_copied(page):
+    with server(template=TEMPLATE) as found:
+        opened(page, found)
+        page.value("hit = 0")
+        page.value(REPLY % json.dumps(list(ANSWER)))
+        said_to(page, "**Hi**")
+        assert answered(page)[0] == "**Hi**"
+        assert page.value("document.querySelector('.assistant').innerHTML") == SHOWN
+        page.value("navigator.clipboard.writeText = async text => { copied = text }")
+        page.value("document.getElementById('copy').click()")
+        page.until("document.getElementById('copy').textContent === 'Copied'")
+        assert page.value("copied") == ANSWER
+        page.value("open(chats[0])")  # as if chosen from the list
+        assert page.value("document.querySelector('.assistant').innerHTML") == SHOWN
+        assert page.value("hit") == 0 and text_of(page, "copy") == "Copy"
+        page.value("deep = blocks('*'.repeat(9000) + '\\n' + ' '.repeat(9000) + '- a')")
+        assert page.value("deep.map(node => node.querySelectorAll('*').length)") == [0, 1]
 
 
 @pytest.mark.parametrize(("width", "scheme"), WINDOWS)

@@ -38,8 +38,12 @@ def test_both_stages_are_measured_and_agree_and_what_it_leaves_can_be_shared(tmp
         summary = json.loads((folder / stage["stage"] / "summary.json").read_text())
         assert stage["training"]["train_s"] == summary["train_s"]
         assert len(stage["training"]["peak_memory"]) == stage["ranks"]
-        shown = f"{summary['loss']:.4f} {summary['train_bits_per_byte']:.4f}"
-        assert shown in " ".join(result.stdout.split())
+        faster = summary["tokens_per_s"] / serial["training"]["tokens_per_s"]
+        for shown in (
+            f"{summary['train_s']:,.2f} {summary['first_step_s']:,.2f} {faster:.2f}",
+            f"{summary['loss']:.4f} {summary['train_bits_per_byte']:.4f}",
+        ):
+            assert shown in " ".join(result.stdout.split())
         assert len(stage["inference"]["tokens"]) == 30
     relative = [abs(a - b) / abs(b) for a, b in zip(mpi["losses"], serial["losses"], strict=True)]
     assert difference["largest"] == max(relative) <= difference["tolerance"] < 1e-3

@@ -21,6 +21,8 @@ from distgpt.measure.stages import (
     judged_steps,
     refuse_foreign,
 )
+from distgpt.measure.stages import _table as stages_table
+from distgpt.show.page import terminal
 
 # Steps that are judged in float32.
 OF_ADAMW, OF_MUON = (judged_steps(optimizer, "float32") for optimizer in ("adamw", "muon"))
@@ -45,6 +47,18 @@ def test_the_default_is_the_beginning_of_the_projects_run_and_others_are_as_trai
     assert run == preset("microgpt", {"steps": 7, "seed": 5})
     with pytest.raises(UsageError):
         find_workload(None, tmp_path / "mine.toml", {}, full=True)
+
+
+def test_the_table_shows_the_first_step_and_fits_the_terminal(monkeypatch):
+    found = {"train_s": 12.5, "first_step_s": 9.5, "train_bits_per_byte": 3.6884, "peak_memory": [319e6]}
+    serial, mpi = stage("serial", [5.0], tokens=[1]), stage("mpi", [5.0], tokens=[1])
+    serial.training, mpi.training = found | {"tokens_per_s": 1000.0}, found | {"tokens_per_s": 1700.0}
+    comparison = Comparison(CompareOptions("a", preset("microgpt")), {}, "", {}, [serial, mpi])
+    for width, names in ((80, "first s  × serial  tokens/s    loss"), (100, "infer s  tokens/s   MB    loss    bits")):
+        monkeypatch.setenv("COLUMNS", str(width))
+        _, head, _, *rows = terminal([stages_table(comparison)]).splitlines()[:5]
+        assert names in head and len(head) <= width
+        assert "9.50" in rows[0] and "1.70" in rows[1]
 
 
 def test_a_loss_beyond_the_tolerance_is_found_with_its_step():

@@ -100,11 +100,25 @@ def test_a_slow_first_step_and_a_fast_one_leave_room_for_the_rest(tmp_path):
     assert set(speed.lines[-1].get_ydata()[2:]) == {1000.0}
 
 
+def test_the_steep_start_is_cut_and_the_evaluation_before_it_not_joined(tmp_path):
+    evaluated = [{"step": step, "val_loss": 9.0 if step == 0 else 3.5} for step in (0, 50, 100)]
+    steep = run(tmp_path / "steep", *evaluated, *map(line, range(1, 101)))
+    loss = draw(read_runs([steep])).axes[0]
+    assert loss.get_ylim() == pytest.approx((3.05 - 0.45 / 20, 3.5 + 0.45 / 20), abs=0.01)
+    assert loss.get_title() == "Loss (nats per token), without the steep start"
+    dotted = [drawn.get_xdata().tolist() for drawn in loss.lines if drawn.get_linestyle() == ":"]
+    assert dotted == [[50, 100]]
+    flat = [line(step, loss=3 - step / 100) for step in range(1, 101)]
+    loss = draw(read_runs([run(tmp_path / "flat", *flat)])).axes[0]
+    assert loss.get_ylim()[1] > 2.99 and loss.get_title() == "Loss (nats per token)"
+
+
 @pytest.mark.parametrize(
     ("name", "out", "error", "named"),
     [
-        ("missing", None, UsageError, "no run directory"),
-        ("other", None, UsageError, "not a run directory"),
+        ("missing", None, UsageError, "no run directory .*; to list the runs: .*distgpt runs "),
+        ("rum", None, UsageError, "no run directory .*; did you mean '.*run'"),
+        ("other", None, UsageError, "not a run directory and contains no runs; .*distgpt train"),
         ("empty", None, UsageError, "no recorded steps"),
         ("half", None, UsageError, "no recorded steps"),
         ("run", "a.jpg", UsageError, "a.jpg"),

@@ -63,10 +63,29 @@ def test_a_run_is_a_line_in_place_below_its_notes(monkeypatch, facts, said):
         shown.stepped({"step": 99_999, "loss": 2.5, "tokens_per_s": 267_090.0, "step_s": 900.0})
         *_, line = out.getvalue().split("\r")
         assert all(words in line for words in (*said, "loss 2.5000", "267,090 tokens/s"))
-        assert line.endswith("\x1b[K") and len(line) < width + len("\x1b[K")
+        assert line.startswith("\x1b[J") and len(line) < width + len("\x1b[J")
         shown.noted("a note")
-        assert out.getvalue().endswith("\r\x1b[Ka note\n")
+        assert out.getvalue().endswith("\r\x1b[Ja note\n")
         shown.close()
+
+
+def test_the_line_in_place_fits_a_terminal_that_shrinks(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", out := io.StringIO())
+    monkeypatch.setattr(display, "SECONDS_IN_PLACE", 0.0)
+    shown = Live()
+    shown.started(FACTS | {"steps": 9})
+    shown.evaluated({"step": 1, "val_loss": 1.72, "val_tokens": 4})
+    lines = []
+    for width in (80, 60, 40, 20):
+        monkeypatch.setenv("COLUMNS", str(width))
+        shown.stepped({"step": 2, "loss": 2.5, "tokens_per_s": 267_090.0, "step_s": 900.0})
+        lines.append(out.getvalue().rpartition("\r")[2])
+    assert lines == [
+        "\x1b[Jstep 2/9  loss 2.5000  val 1.7200  267,090 tokens/s  left --:--",
+        "\x1b[1A\x1b[Jstep 2/9  loss 2.5000  267,090 tokens/s  left --:--",  # the terminal wrapped the line
+        "\x1b[1A\x1b[Jstep 2/9  loss 2.5000  left 1:45:00",
+        "\x1b[1A\x1b[Jstep 2/9  loss 2.50",
+    ]
 
 
 def test_plain_lines_of_a_run_by_the_clock_count_down(capsys):

@@ -10,6 +10,7 @@ let chat = NEW();
 function begin() {
   document.title = by("title").textContent = isChat ? "distgpt chat" : "distgpt playground";
   if (!isChat) return by("prompt").focus();
+  by("copy").disabled = !navigator.clipboard;  // which browsers offer only on localhost and over HTTPS
   by("max_tokens").value = "", by("max_tokens").required = false, by("max_tokens").placeholder = "as fit";
   try { chats = JSON.parse(localStorage.getItem(KEPT)) || []; } catch { chats = []; }
   open(NEW());
@@ -18,8 +19,8 @@ function begin() {
 function open(other) {
   if (running) return;
   chat = other;
-  by("turns").replaceChildren(...chat.turns.map(turn => piece("turn " + turn.role, turn.content.trim())));
-  by("turns").scrollTop = by("turns").scrollHeight;
+  by("turns").replaceChildren();
+  for (const {role, content} of chat.turns) turn(role, content);
   by("pace").textContent = "";
   complain("");
   keep();
@@ -34,13 +35,58 @@ function keep() {
   by("earlier").replaceChildren(new Option(chats.length ? "Earlier chats" : "No earlier chats", ""), ...names,
     ...chats.length ? [new Option("Forget all of them", "forget")] : []);
   by("earlier").value = chat.turns.length ? chat.id : "";
-  by("again").hidden = chat.turns.at(-1)?.role !== "assistant";
+  by("again").hidden = by("copy").hidden = chat.turns.at(-1)?.role !== "assistant";
+  by("copy").textContent = "Copy";
 }
 
 function turn(role, content) {
-  const node = piece("turn " + role, content);
+  const node = piece("turn " + role, role === "user" ? content : "");
+  if (role !== "user") node.append(...blocks(content));
   by("turns").append(node);
   by("turns").scrollTop = by("turns").scrollHeight;
+  return node;
+}
+
+const element = (tag, ...inside) => {
+  const node = document.createElement(tag);
+  node.append(...inside);
+  return node;
+};
+
+// Markdown of a model as nodes. Its text never becomes HTML, and links stay text.
+function blocks(text) {
+  const nodes = [], lines = text.trim().split("\n");
+  let open = null;  // the paragraph or list item that the next line continues
+  while (lines.length) {
+    const line = lines.shift(), heading = line.match(/^#{1,6} +(.*)/);
+    const item = line.match(/^(\s*)([-*+]|\d{1,9}[.)])\s+(.*)/), before = open;
+    open = null;
+    if (/^\s*```/.test(line)) {
+      const end = lines.findIndex(each => /^\s*```\s*$/.test(each));
+      nodes.push(element("pre", element("code", lines.splice(0, end < 0 ? lines.length : end).join("\n"))));
+      lines.shift();
+    } else if (heading) nodes.push(spans(element("h3"), heading[1]));
+    else if (item) {
+      const kind = /\d/.test(item[2]) ? "ol" : "ul", list = before?.parentNode;
+      open = spans(element("li"), item[3]);
+      open.style.marginLeft = Math.min(item[1].length, 12) / 2 + "em";
+      if (kind === "ol") open.value = parseInt(item[2]);
+      if (list?.localName === kind) list.append(open);
+      else nodes.push(element(kind, open));
+    } else if (line.trim() && before) open = spans(before, "\n" + line.trim());
+    else if (line.trim()) nodes.push(open = spans(element("p"), line));
+  }
+  return nodes;
+}
+
+function spans(node, text) {
+  const span = /`([^`]+)`|\*\*(\*?[^\s*](?:.*?\S)??)\*\*(?!\*)|\*([^\s*](?:.*?[^\s*])??)\*|\b_([^\s_](?:.*?[^\s_])??)_\b/;
+  for (let found; (found = span.exec(text)); text = text.slice(found.index + found[0].length)) {
+    const [, code, bold, ...slanted] = found;
+    node.append(text.slice(0, found.index));
+    node.append(code ? element("code", code) : spans(element(bold ? "strong" : "em"), bold || slanted.join("")));
+  }
+  node.append(text);
   return node;
 }
 
@@ -74,6 +120,7 @@ async function answer() {
   let count = 0, first = 0, why = "", said = "";
   running = new AbortController();
   busyChat(true);
+  by("pace").textContent = "";
   complain("");
   try {
     for await (const choice of events(await answered())) {
@@ -81,7 +128,7 @@ async function answer() {
       first = first || seconds();
       count += 1, why = choice.finish_reason || why;
       said += choice.delta.content || "";
-      node.textContent = said.trimStart();
+      node.replaceChildren(...blocks(said));
       if (isBelow) box.scrollTop = box.scrollHeight;
       const rate = (count - 1) / Math.max(0.001, seconds() - first);
       by("pace").textContent = `${first.toFixed(2)} s to the first token, ${rate.toFixed(1)} tokens/s`;
@@ -89,8 +136,10 @@ async function answer() {
     if (why === "length") by("pace").textContent += "; cut, as it may not be longer";
     say(said);
   } catch (error) {
-    if (error.name === "AbortError") say("stopped");
-    else complain(error.message);
+    if (error.name === "AbortError") {
+      say("stopped");
+      by("pace").append(by("pace").textContent && "; ", "stopped");
+    } else complain(error.message);
   }
   if (chat.first) by("pace").textContent += "; the oldest turns are no longer shown to the model";
   running = null;
@@ -103,7 +152,7 @@ async function answer() {
 
 function busyChat(is) {
   by("send").hidden = is;
-  if (is) by("again").hidden = true;
+  if (is) by("again").hidden = by("copy").hidden = true;
   by("halted").hidden = !is;
   by("fresh").disabled = by("earlier").disabled = is;
   by("turns").setAttribute("aria-busy", is);
@@ -124,6 +173,8 @@ by("message").addEventListener("keydown", event => {  // on a phone the key begi
   speak();
 });
 by("again").addEventListener("click", () => { chat.turns.pop(); by("turns").lastChild.remove(); answer(); });
+by("copy").addEventListener("click", () => navigator.clipboard.writeText(chat.turns.at(-1).content.trim())
+  .then(() => { by("copy").textContent = "Copied"; }, error => complain(error.message)));
 by("fresh").addEventListener("click", () => open(NEW()));
 by("earlier").addEventListener("change", event => {
   if (event.target.value === "forget") { chats = []; open(NEW()); }
